@@ -1,0 +1,19 @@
+"""Low-latency collectives for JAX programs on one multi-GPU node."""
+
+from jax_intranode._src.communicator import initialize as initialize
+from jax_intranode._src.communicator import shutdown as shutdown
+from jax_intranode._src.ops.psum import psum as psum
+from jax_intranode._src.topology import Topology as Topology
+from jax_intranode._src.topology import TopologyKind as TopologyKind
+from jax_intranode._src.topology import topology as topology
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Topology",
+    "TopologyKind",
+    "initialize",
+    "psum",
+    "shutdown",
+    "topology",
+]

@@ -1,0 +1,84 @@
+"""The environment variables of the package: names, types, defaults and meanings.
+
+They are read once, at first use. All processes of a program need the same values; the handshake
+compares them.
+"""
+
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_PREFIX = "JAX_INTRANODE_"
+_TOPOLOGIES = ("fully_connected", "hybrid_cube_mesh", "unknown")
+_ALGORITHMS = ("auto", "one_shot", "two_shot", "lax")
+
+
+@dataclass(frozen=True)
+class Config:
+    """The values in force.
+
+    Attributes:
+        disable: JAX_INTRANODE_DISABLE, 0 or 1 (default 0). Everything lowers to ``jax.lax``.
+        topology: JAX_INTRANODE_TOPOLOGY: fully_connected, hybrid_cube_mesh or unknown. Takes the
+            links to be so instead of asking NVML. For tests.
+        slab_mib: JAX_INTRANODE_SLAB_MIB, MiB of memory a device that peers write into, for all
+            its communicators together (default 256 on GPUs, 8 on the CPU).
+        timeout_s: JAX_INTRANODE_TIMEOUT_S, seconds (default 300). How long a rank waits for its
+            peers, at the first meeting and in each operation, before it raises an error.
+        algorithm: JAX_INTRANODE_ALGORITHM: auto, one_shot, two_shot or lax (default auto). Uses
+            this algorithm wherever it fits, instead of choosing by size.
+    """
+
+    disable: bool = False
+    topology: str | None = None
+    slab_mib: int | None = None
+    timeout_s: float = 300.0
+    algorithm: str = "auto"
+
+    def slab_bytes(self, platform: str) -> int:
+        """Bytes of a device's slab on a platform."""
+        return (self.slab_mib or (8 if platform == "cpu" else 256)) << 20
+
+
+def _choice(name: str, text: str, allowed: tuple[str, ...]) -> str:
+    if text not in allowed:
+        raise ValueError(f"{name}={text!r}: use one of {', '.join(allowed)}.")
+    return text
+
+
+def _positive(name: str, text: str, kind: type) -> float:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = 0
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name}={text!r}: use a positive {'integer' if kind is int else 'number'}.")
+    return value
+
+
+def parse(environ: Mapping[str, str]) -> Config:
+    """Reads the variables.
+
+    Raises:
+        ValueError: a variable has a value that is not allowed.
+    """
+    readers = {
+        "DISABLE": lambda n, t: {"disable": _choice(n, t, ("0", "1")) == "1"},
+        "TOPOLOGY": lambda n, t: {"topology": _choice(n, t, _TOPOLOGIES)},
+        "SLAB_MIB": lambda n, t: {"slab_mib": int(_positive(n, t, int))},
+        "TIMEOUT_S": lambda n, t: {"timeout_s": _positive(n, t, float)},
+        "ALGORITHM": lambda n, t: {"algorithm": _choice(n, t, _ALGORITHMS)},
+    }
+    values = {}
+    for name, reader in readers.items():
+        text = environ.get(_PREFIX + name, "")
+        if text:
+            values.update(reader(_PREFIX + name, text))
+    return Config(**values)
+
+
+@functools.cache
+def get() -> Config:
+    """The values in force in this process."""
+    return parse(os.environ)

@@ -1,0 +1,79 @@
+"""Loads the native modules and registers their FFI handlers.
+
+``_host`` and ``_cuda`` offer the same functions: one for CPU devices, the other for GPUs.
+"""
+
+import functools
+import pathlib
+import re
+from types import ModuleType
+from typing import Any
+
+import jax
+
+
+def _runtime_ffi_version() -> tuple[int, int]:
+    header = pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    text = header.read_text()
+
+    def number(name: str) -> int:
+        match = re.search(rf"#define {name} (\d+)", text)
+        if match is None:
+            raise ImportError(f"jax_intranode: {header} does not define {name}.")
+        return int(match.group(1))
+
+    return number("XLA_FFI_API_MAJOR"), number("XLA_FFI_API_MINOR")
+
+
+def _check_ffi_version(built: tuple[int, int]) -> None:
+    # A runtime that is handed handlers newer than itself refuses to start its backend at all.
+    runtime = _runtime_ffi_version()
+    if built > runtime:
+        raise ImportError(
+            f"jax_intranode was built against FFI headers {built[0]}.{built[1]}, but the installed "
+            f"jaxlib has {runtime[0]}.{runtime[1]}. Install a newer jaxlib, or build jax_intranode "
+            "with the jaxlib that its pyproject.toml names."
+        )
+
+
+def _load() -> dict[str, ModuleType]:
+    try:
+        from jax_intranode import _host
+    except ImportError as error:
+        if "_host" not in str(error):
+            raise
+        raise ImportError(
+            "jax_intranode is imported from its source tree, where its native modules are not "
+            "built. Run `pip install .` and leave that directory, or `pip install -e .`."
+        ) from error
+    modules = {"cpu": _host}
+    try:
+        from jax_intranode import _cuda
+    except ImportError as error:
+        if "cannot import name" not in str(error):
+            raise
+    else:
+        modules["gpu"] = _cuda
+    for platform, module in modules.items():
+        _check_ffi_version(module.FFI_API_VERSION)
+        ffi_platform = {"cpu": "cpu", "gpu": "CUDA"}[platform]
+        for name, handlers in module.registrations().items():
+            jax.ffi.register_ffi_target(name, handlers, platform=ffi_platform)
+    return modules
+
+
+_modules = _load()
+
+
+@functools.cache
+def module(platform: str) -> Any:
+    """The native module for a device platform ("cpu" or "gpu"); None if it was not built."""
+    return _modules.get(platform)
+
+
+def handler_calls() -> int:
+    """How often XLA has called one of our handlers in this process.
+
+    A call replayed from a CUDA graph is not counted: XLA does not call the handler for it.
+    """
+    return sum(m.handler_calls() for m in _modules.values())

@@ -1,0 +1,146 @@
+"""Which algorithm runs an operation: a pure function of what all ranks know, and its table."""
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+
+# The order is that of enum Algorithm in xla_ffi/kernels/all_reduce.h: its numbers travel in the HLO.
+ALGORITHMS = ("one_shot", "two_shot")
+
+# Types whose packets carry no flag beside the data (xla_ffi/kernels/types.h), and the others.
+_BARE = ("float32", "bfloat16", "float16")
+_FLAGGED = ("float64", "int8", "uint8", "int32", "uint32", "int64", "uint64")
+DTYPES = _BARE + _FLAGGED
+
+MAX_WORLD_SIZE = 8
+
+
+@dataclass(frozen=True)
+class Row:
+    """Up to `packet_bytes`, use `algorithm` with blocks of `threads`, at most `blocks` of them.
+
+    Sizes are those of the packets: twice the message for types whose packets carry flags.
+    """
+
+    packet_bytes: int
+    algorithm: str
+    threads: int
+    blocks: int
+
+
+_KB, _MB = 1 << 10, 1 << 20
+
+# By platform and world size; other sizes use the next larger one's rows. Messages beyond the last
+# row lower to lax.
+TABLE: dict[tuple[str, int], tuple[Row, ...]] = {
+    ("gpu", 2): (
+        Row(1 * _MB, "one_shot", 128, 128),
+        Row(16 * _MB, "two_shot", 512, 128),
+    ),
+    ("gpu", 4): (
+        Row(64 * _KB, "one_shot", 128, 128),
+        Row(1 * _MB, "two_shot", 128, 128),
+        Row(16 * _MB, "two_shot", 512, 128),
+    ),
+    ("gpu", 8): (
+        Row(32 * _KB, "one_shot", 128, 128),
+        Row(1 * _MB, "two_shot", 128, 128),
+        Row(16 * _MB, "two_shot", 512, 128),
+    ),
+    ("cpu", 2): (Row(64 * _KB, "one_shot", 1, 1),),
+    ("cpu", 8): (
+        Row(16 * _KB, "one_shot", 1, 1),
+        Row(128 * _KB, "two_shot", 1, 1),
+    ),
+}
+
+
+def digest() -> str:
+    """Identifies the table: ranks with different tables would choose differently."""
+    rows = [(key, [dataclasses.astuple(row) for row in rows]) for key, rows in TABLE.items()]
+    return hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What runs, and why.
+
+    Attributes:
+        algorithm: "one_shot", "two_shot" or "lax".
+        reason: why, for people.
+        blocks: blocks that the kernel is launched with.
+        threads: threads a block.
+    """
+
+    algorithm: str
+    reason: str
+    blocks: int = 0
+    threads: int = 0
+
+
+def _half_bytes_needed(algorithm: str, packet_bytes: int, world_size: int, packet: int) -> int:
+    packs = -(-packet_bytes // packet)
+    if algorithm == "one_shot":
+        return world_size * packs * packet
+    return 2 * world_size * max(1, -(-packs // world_size)) * packet
+
+
+def select(
+    operation: str,
+    *,
+    nbytes: int,
+    dtype: str,
+    world_size: int,
+    platform: str,
+    half_bytes: int,
+    algorithm: str = "auto",
+) -> Selection:
+    """Chooses the algorithm of an operation.
+
+    Args:
+        operation: its name, for the reason.
+        nbytes: bytes of each rank's operand.
+        dtype: name of its dtype.
+        world_size: ranks of the group.
+        platform: "cpu" or "gpu".
+        half_bytes: bytes of each of a region's two buffers.
+        algorithm: "auto", or the one to use wherever it fits.
+    """
+
+    def lax(reason: str) -> Selection:
+        return Selection("lax", reason)
+
+    if algorithm == "lax":
+        return lax("JAX_INTRANODE_ALGORITHM=lax")
+    if nbytes == 0:
+        return lax(f"{operation} of no elements")
+    if world_size == 1:
+        return lax("a group of one rank")
+    if world_size > MAX_WORLD_SIZE:
+        return lax(f"a group of {world_size} ranks; at most {MAX_WORLD_SIZE} are supported")
+    if dtype not in DTYPES:
+        return lax(f"dtype {dtype}; supported are {', '.join(DTYPES)}")
+    # A packet carries 16 bytes of data, in 16 or 32 bytes.
+    packet = 16 if dtype in _BARE else 32
+    packs = -(-nbytes // 16)
+    packet_bytes = packs * packet
+    rows = TABLE[platform, min(size for p, size in TABLE if p == platform and size >= world_size)]
+    if algorithm == "auto":
+        row = next((row for row in rows if packet_bytes <= row.packet_bytes), None)
+        if row is None:
+            limit = rows[-1].packet_bytes * 16 // packet
+            return lax(f"{nbytes} bytes of {dtype}; up to {limit} are faster than lax")
+        reason = f"{nbytes} bytes of {dtype} among {world_size} ranks"
+    else:
+        fitting = [row for row in rows if row.algorithm == algorithm]
+        row = fitting[-1] if fitting else dataclasses.replace(rows[-1], algorithm=algorithm)
+        reason = f"JAX_INTRANODE_ALGORITHM={algorithm}"
+    needed = _half_bytes_needed(row.algorithm, packet_bytes, world_size, packet)
+    if needed > half_bytes:
+        return lax(
+            f"{nbytes} bytes of {dtype} take {needed} bytes of a buffer of {half_bytes}; "
+            "JAX_INTRANODE_SLAB_MIB sets its size"
+        )
+    work = packs if row.algorithm == "one_shot" else -(-packs // world_size)
+    blocks = max(1, min(row.blocks, -(-work // row.threads)))
+    return Selection(row.algorithm, reason, blocks, row.threads)

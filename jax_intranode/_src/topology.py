@@ -1,0 +1,281 @@
+"""The NVLink mesh of this host: which GPUs are linked, by how many links, and in what shape.
+
+Everything here comes from NVML, so it needs neither CUDA nor a JAX backend. `read_links` asks the
+driver, `link_matrix` and `classify` are pure, and `topology` puts the three together.
+"""
+
+import contextlib
+import dataclasses
+import enum
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any, Self
+
+from jax_intranode._src import config
+
+_SWITCH = "switch"  # what `_remote_end` answers where it cannot answer a bus id
+
+
+class TopologyKind(enum.Enum):
+    """The shape of an NVLink mesh, as far as an algorithm cares about it."""
+
+    FULLY_CONNECTED = "fully_connected"  # every pair is linked, directly or through a switch
+    HYBRID_CUBE_MESH = "hybrid_cube_mesh"  # two linked quads, each GPU linked to its counterpart
+    UNKNOWN = "unknown"  # anything else, also no links and no GPUs at all
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkReport:
+    """The active NVLinks of one GPU.
+
+    Attributes:
+        bus_id: PCI bus id, in the form of `normalise_bus_id`.
+        uuid: NVML's UUID of the GPU.
+        name: The GPU's product name.
+        switch_links: Number of links that end at an NVSwitch.
+        peer_links: (bus id, number of links) of each GPU linked directly, sorted by bus id.
+    """
+
+    bus_id: str
+    uuid: str
+    name: str
+    switch_links: int
+    peer_links: tuple[tuple[str, int], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the report as a plain dict, in which form processes exchange it."""
+        return {
+            "bus_id": self.bus_id,
+            "uuid": self.uuid,
+            "name": self.name,
+            "switch_links": self.switch_links,
+            "peer_links": [[bus_id, count] for bus_id, count in self.peer_links],
+        }
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        """Returns the report that `to_json` made `fields` of."""
+        return cls(
+            bus_id=fields["bus_id"],
+            uuid=fields["uuid"],
+            name=fields["name"],
+            switch_links=fields["switch_links"],
+            peer_links=tuple((bus_id, count) for bus_id, count in fields["peer_links"]),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """The NVLink mesh of a host.
+
+    Attributes:
+        kind: The mesh's shape.
+        gpus: One report per GPU.
+        links: Number of links between GPUs i and j of `gpus`, at `links[i][j]`.
+        forced: True if the configuration set `kind`, so that it need not agree with `links`.
+    """
+
+    kind: TopologyKind
+    gpus: tuple[LinkReport, ...]
+    links: tuple[tuple[int, ...], ...]
+    forced: bool
+
+    def __str__(self) -> str:
+        """Returns the kind and a matrix of link counts, in the style of `nvidia-smi topo -m`."""
+        forced = " (forced by the configuration)" if self.forced else ""
+        lines = [f"{self.kind.value}{forced}, {len(self.gpus)} GPU(s)"]
+        if self.gpus:
+            lines.append(" " * 5 + "".join(f"{f'GPU{j}':>6}" for j in range(len(self.gpus))))
+        for i, gpu in enumerate(self.gpus):
+            cells = [f"NV{count}" if count else "-" for count in self.links[i]]
+            cells[i] = "X"
+            row = "".join(f"{cell:>6}" for cell in cells)
+            lines.append(f"{f'GPU{i}':<5}{row}  {gpu.bus_id}  {gpu.name}")
+        return "\n".join(lines)
+
+
+def normalise_bus_id(bus_id: str) -> str:
+    """Returns a PCI bus id in lower case with an 8-digit domain.
+
+    NVML writes "00000000:06:00.0" where CUDA writes "0000:06:00.0".
+
+    Args:
+        bus_id: domain:bus:device.function, as either of the two writes it.
+
+    Raises:
+        ValueError: `bus_id` is not of that form.
+    """
+    parts = bus_id.strip().lower().split(":")
+    if len(parts) != 3:
+        raise ValueError(f"not a PCI bus id (domain:bus:device.function): {bus_id!r}")
+    domain, bus, device = parts
+    return f"{int(domain, 16):08x}:{bus}:{device}"
+
+
+def read_links(bus_ids: Sequence[str] | None = None) -> list[LinkReport]:
+    """Reads the active NVLinks of this host's GPUs from NVML.
+
+    Args:
+        bus_ids: The GPUs to report, in this order; None for all of the host in NVML's order.
+
+    Returns:
+        One report per GPU. A GPU that NVML does not show to this process is left out; without
+        NVML the list is empty.
+    """
+    with _nvml() as nvml:
+        if nvml is None:
+            return []
+        handles = _handles_by_bus_id(nvml)
+        wanted = list(handles) if bus_ids is None else [normalise_bus_id(b) for b in bus_ids]
+        return [
+            _read_gpu(nvml, bus_id, handles[bus_id], host_gpus=frozenset(handles))
+            for bus_id in wanted
+            if bus_id in handles
+        ]
+
+
+def link_matrix(reports: Sequence[LinkReport]) -> tuple[tuple[int, ...], ...]:
+    """Counts the links between each pair of GPUs of one host.
+
+    A direct link counts if both ends report it. Two GPUs with links to switches count as linked
+    through them, by as many links as the one with fewer has: a host's switches form one fabric.
+
+    Args:
+        reports: One report per GPU.
+
+    Returns:
+        A symmetric matrix with a zero diagonal.
+    """
+    direct = [dict(report.peer_links) for report in reports]
+
+    def links(i: int, j: int) -> int:
+        if i == j:
+            return 0
+        a, b = reports[i], reports[j]
+        both_ends = min(direct[i].get(b.bus_id, 0), direct[j].get(a.bus_id, 0))
+        return both_ends + min(a.switch_links, b.switch_links)
+
+    gpus = range(len(reports))
+    return tuple(tuple(links(i, j) for j in gpus) for i in gpus)
+
+
+def classify(matrix: Sequence[Sequence[int]]) -> TopologyKind:
+    """Names the shape of a mesh, whatever the order of its GPUs.
+
+    Args:
+        matrix: Link counts as `link_matrix` returns them.
+    """
+    everyone = set(range(len(matrix)))
+    neighbours = [{j for j in everyone if j != i and matrix[i][j] > 0} for i in range(len(matrix))]
+    if everyone and all(n == everyone - {i} for i, n in enumerate(neighbours)):
+        return TopologyKind.FULLY_CONNECTED
+    if len(matrix) == 8 and all(_has_one_counterpart(i, neighbours) for i in everyone):
+        return TopologyKind.HYBRID_CUBE_MESH
+    return TopologyKind.UNKNOWN
+
+
+def topology() -> Topology:
+    """Returns this host's GPUs and the NVLinks between them, as NVML sees them.
+
+    It starts no JAX backend and waits for no other process. `CUDA_VISIBLE_DEVICES` has no effect
+    on it. Without NVML or without a GPU the result is empty and of unknown kind.
+    """
+    gpus = tuple(read_links())
+    links = link_matrix(gpus)
+    forced = config.get().topology
+    kind = classify(links) if forced is None else TopologyKind(forced)
+    return Topology(kind=kind, gpus=gpus, links=links, forced=forced is not None)
+
+
+def _has_one_counterpart(gpu: int, neighbours: Sequence[set[int]]) -> bool:
+    """Whether `gpu` (of eight) sits in a hybrid cube mesh as far as its own links tell.
+
+    There, GPU 0 of quads {0, 1, 2, 3} and {4, 5, 6, 7} is linked to 1, 2, 3 and its counterpart 4.
+    It lacks 5, 6 and 7, to which 4 alone of its neighbours is linked. Of all graphs of eight GPUs
+    with four neighbours each, exactly the hybrid cube meshes have this at every GPU.
+    """
+    lacking = set(range(8)) - neighbours[gpu] - {gpu}
+    counterparts = [n for n in neighbours[gpu] if lacking <= neighbours[n]]
+    return len(neighbours[gpu]) == 4 and len(counterparts) == 1
+
+
+@contextlib.contextmanager
+def _nvml() -> Iterator[ModuleType | None]:
+    """Holds NVML initialised; gives None where it is absent or cannot start."""
+    try:
+        import pynvml  # here, because `import jax_intranode` must not need it
+    except ImportError:
+        yield None
+        return
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # no driver library, no driver, or no permission
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()  # NVML counts its users: another one in this process stays
+
+
+def _handles_by_bus_id(nvml: ModuleType) -> dict[str, Any]:
+    """Returns the NVML handle of each GPU that this process may see, by bus id."""
+    handles = {}
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            bus_id = _text(nvml.nvmlDeviceGetPciInfo(handle).busId)
+        except nvml.NVMLError:  # one lost or forbidden GPU does not hide the others
+            continue
+        handles[normalise_bus_id(bus_id)] = handle
+    return handles
+
+
+def _read_gpu(nvml: ModuleType, bus_id: str, handle: Any, host_gpus: frozenset[str]) -> LinkReport:
+    """Reads the links of one GPU."""
+    switch_links = 0
+    peer_links: Counter[str] = Counter()
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            if nvml.nvmlDeviceGetNvLinkState(handle, link) != nvml.NVML_FEATURE_ENABLED:
+                continue
+            remote = _remote_end(nvml, handle, link, host_gpus)
+        except nvml.NVMLError:
+            # NotSupported or InvalidArgument: the GPU has no further links. Any other error ends
+            # the reading too: a link that NVML cannot tell about must not be relied upon.
+            break
+        if remote == _SWITCH:
+            switch_links += 1
+        elif remote is not None:
+            peer_links[remote] += 1
+    return LinkReport(
+        bus_id=bus_id,
+        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+        name=_text(nvml.nvmlDeviceGetName(handle)),
+        switch_links=switch_links,
+        peer_links=tuple(sorted(peer_links.items())),
+    )
+
+
+def _remote_end(nvml: ModuleType, handle: Any, link: int, host_gpus: frozenset[str]) -> str | None:
+    """Returns what an active link leads to: `_SWITCH`, a GPU's bus id, or None for anything else.
+
+    A switch is known by its type alone. Its address says nothing: on a virtual machine it can be
+    FFFFFFFF:FF:FF.0 for every switch.
+    """
+    try:
+        remote_type = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link)
+    except nvml.NVMLError_FunctionNotFound:  # an old driver, which can only tell the address
+        address = normalise_bus_id(_text(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId))
+        return address if address in host_gpus else None
+    if remote_type == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+        return _SWITCH
+    if remote_type == nvml.NVML_NVLINK_DEVICE_TYPE_GPU:
+        return normalise_bus_id(_text(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId))
+    return None
+
+
+def _text(value: str | bytes) -> str:
+    """Returns a string of NVML, which some versions of its bindings give as bytes."""
+    return value.decode() if isinstance(value, bytes) else value

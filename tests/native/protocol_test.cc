@@ -1,0 +1,260 @@
+// Runs the protocols of xla_ffi/kernels on host threads: ranks x blocks x threads of them, meant
+// for ThreadSanitizer. Calls of random size, type and algorithm follow each other without a
+// rendezvous of the ranks, each rank pausing at random places.
+//
+//   protocol_test [variant] [ranks] [calls]
+//
+// Variants other than "sound" break the protocol on purpose: the test must then fail. Exit status
+// 0: every result right and every slab empty at the end; 1: a wrong result, a slab left full, a
+// wait without end or a busy region.
+#include <atomic>
+#include <barrier>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "xla_ffi/kernels/one_shot.h"
+#include "xla_ffi/kernels/two_shot.h"
+
+namespace jin = jax_intranode;
+
+namespace {
+
+constexpr int kMaxBlocksHere = 3;
+constexpr int kThreads = 2;
+constexpr size_t kMaxBytes = 1500;
+constexpr size_t kHalfBytes = 64 << 10;
+constexpr auto kPatience = std::chrono::seconds(10);
+
+std::atomic<bool> was_busy{false};
+
+// Pauses a thread now and then, so that ranks run apart.
+class Jitter {
+ public:
+  explicit Jitter(uint64_t seed) : state_(seed * 0x9E3779B97F4A7C15u + 1) {}
+  void Pause() {
+    state_ ^= state_ << 13;
+    state_ ^= state_ >> 7;
+    state_ ^= state_ << 17;
+    if (state_ % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(state_ % 97));
+  }
+
+ private:
+  uint64_t state_;
+};
+
+struct HostThread {
+  int thread, block, blocks;
+  std::barrier<>* barrier;
+  Jitter* jitter;
+  std::chrono::steady_clock::time_point started{};
+
+  int Thread() const { return thread; }
+  int Threads() const { return kThreads; }
+  int Block() const { return block; }
+  int Blocks() const { return blocks; }
+  void Sync() const { barrier->arrive_and_wait(); }
+  size_t First() const { return block * kThreads + thread; }
+  size_t Stride() const { return blocks * kThreads; }
+  bool Wait(size_t, int) {
+    if (started == std::chrono::steady_clock::time_point()) {
+      started = std::chrono::steady_clock::now();
+    }
+    if (std::chrono::steady_clock::now() - started > kPatience) {
+      printf("a wait without end\n");
+      fflush(stdout);
+      std::_Exit(1);
+    }
+    jitter->Pause();
+    std::this_thread::yield();
+    return true;
+  }
+  void Busy() { was_busy = true; }
+};
+
+// A group as the protocols see it, and the ways to break it.
+struct TestGroup : jin::Group {
+  bool one_half = false;
+  bool keep_epoch = false;
+  char* Half(int of_rank, uint32_t epoch) const {
+    return jin::Group::Half(of_rank, one_half ? 0 : epoch);
+  }
+};
+
+template <class Packets>
+struct NeverArmed : Packets {
+  static void Arm(char*, size_t) {}
+};
+
+// Does not look at the last word of a packet.
+template <class Packets>
+struct HalfLooked : Packets {
+  static bool TryGet(char* slot, size_t i, jin::Pack* p) {
+    Packets::TryGet(slot, i, p);
+    return p->word[0] != jin::kEmpty;
+  }
+  static void Put(char* slot, size_t i, const jin::Pack& p) {
+    jin::Pack first = p;
+    for (int k = 1; k < 4; ++k) first.word[k] = jin::kEmpty;
+    Packets::Put(slot, i, first);
+    std::this_thread::yield();
+    Packets::Put(slot, i, p);
+  }
+};
+
+struct Plan {
+  bool two_shot;
+  bool floating;
+  size_t bytes;
+  int blocks;
+};
+
+template <class Type, class Packets>
+bool RunAs(HostThread& t, const TestGroup& g, const jin::Call& call, bool two_shot) {
+  return two_shot ? jin::TwoShot<Type, 0, Packets>::Run(t, g, call)
+                  : jin::OneShot<Type, 0, Packets>::Run(t, g, call);
+}
+
+template <template <class> class Break>
+bool RunBroken(HostThread& t, const TestGroup& g, const jin::Call& call, const Plan& plan) {
+  return plan.floating ? RunAs<jin::F32, Break<jin::BarePackets>>(t, g, call, plan.two_shot)
+                       : RunAs<jin::I32, Break<jin::FlaggedPackets>>(t, g, call, plan.two_shot);
+}
+
+template <class Packets>
+using Sound = Packets;
+
+uint32_t Value(int rank, int call, size_t i, bool floating) {
+  const uint32_t v = (rank * 7919u + call * 104729u + static_cast<uint32_t>(i) * 31u) % 1000u;
+  if (!floating) return v % 5 == 0 ? 0xFFFFFFFFu : v;  // integers may look like an empty word
+  const float f = static_cast<float>(v) - 500.0f;
+  uint32_t bits;
+  memcpy(&bits, &f, 4);
+  return bits;
+}
+
+uint32_t Sum(int ranks, int call, size_t i, bool floating) {
+  uint32_t integer = 0;
+  float real = 0;
+  for (int r = 0; r < ranks; ++r) {
+    const uint32_t v = Value(r, call, i, floating);
+    float f;
+    memcpy(&f, &v, 4);
+    real = r == 0 ? f : real + f;
+    integer += v;
+  }
+  memcpy(&integer, floating ? static_cast<const void*>(&real) : &integer, 4);
+  return integer;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string variant = argc > 1 ? argv[1] : "sound";
+  const int ranks = argc > 2 ? atoi(argv[2]) : 4;
+  const int calls = argc > 3 ? atoi(argv[3]) : 200;
+
+  const size_t region_bytes = jin::kHeaderBytes + 2 * kHalfBytes;
+  std::vector<std::unique_ptr<char[]>> memory;
+  std::vector<char*> regions;
+  for (int r = 0; r < ranks; ++r) {
+    memory.emplace_back(new char[region_bytes + 64]);
+    regions.push_back(reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory[r].get()) + 63) &
+                                              ~uintptr_t{63}));
+    memset(regions[r], 0, jin::kHeaderBytes);
+    memset(regions[r] + jin::kHeaderBytes, 0xFF, 2 * kHalfBytes);
+  }
+
+  std::mt19937 random(20);
+  std::vector<Plan> plans;
+  for (int k = 0; k < calls; ++k) {
+    plans.push_back({random() % 2 == 0, random() % 2 == 0, 4 * (1 + random() % (kMaxBytes / 4)),
+                     1 + static_cast<int>(random() % kMaxBlocksHere)});
+  }
+
+  std::atomic<long> wrong{0};
+  std::vector<std::thread> threads;
+  std::vector<std::vector<std::vector<uint32_t>>> inputs(ranks), outputs(ranks);
+  std::vector<std::unique_ptr<std::barrier<>>> block_barriers, rank_barriers;
+  for (int r = 0; r < ranks; ++r) {
+    rank_barriers.push_back(std::make_unique<std::barrier<>>(kMaxBlocksHere * kThreads));
+    for (int b = 0; b < kMaxBlocksHere; ++b) {
+      block_barriers.push_back(std::make_unique<std::barrier<>>(kThreads));
+    }
+    for (int k = 0; k < calls; ++k) {
+      const size_t n = plans[k].bytes / 4;
+      inputs[r].emplace_back(n);
+      for (size_t i = 0; i < n; ++i) inputs[r][k][i] = Value(r, k, i, plans[k].floating);
+      outputs[r].emplace_back(n, 0xDEADBEEFu);
+    }
+  }
+
+  for (int r = 0; r < ranks; ++r) {
+    for (int b = 0; b < kMaxBlocksHere; ++b) {
+      for (int t = 0; t < kThreads; ++t) {
+        threads.emplace_back([&, r, b, t] {
+          Jitter jitter(r * 100 + b * 10 + t);
+          TestGroup group;
+          for (int q = 0; q < ranks; ++q) group.region[q] = regions[q];
+          group.half_bytes = kHalfBytes;
+          group.rank = r;
+          group.size = ranks;
+          group.one_half = variant == "one_half";
+          for (int k = 0; k < calls; ++k) {
+            const Plan& plan = plans[k];
+            if (b < plan.blocks) {
+              HostThread thread{t, b, plan.blocks, block_barriers[r * kMaxBlocksHere + b].get(),
+                                &jitter, {}};
+              jitter.Pause();
+              const jin::Call call{inputs[r][k].data(), outputs[r][k].data(), plan.bytes};
+              if (variant == "never_armed") {
+                RunBroken<NeverArmed>(thread, group, call, plan);
+              } else if (variant == "half_looked") {
+                RunBroken<HalfLooked>(thread, group, call, plan);
+              } else if (variant == "idle_epochs") {
+                // Blocks that an operation does not launch keep their epoch.
+                RunBroken<Sound>(thread, group, call, plan);
+                if (b == 0 && t == 0) {
+                  thread.Sync();
+                  for (int q = plan.blocks; q < jin::kMaxBlocks; ++q) {
+                    jin::StoreWord(&group.Header()->epoch[q],
+                                   jin::LoadWord(&group.Header()->epoch[q]) - 1);
+                  }
+                } else if (b == 0) {
+                  thread.Sync();
+                }
+              } else {
+                RunBroken<Sound>(thread, group, call, plan);
+              }
+            }
+            // A kernel ends when all its blocks have ended; only then does the next one begin.
+            rank_barriers[r]->arrive_and_wait();
+          }
+        });
+      }
+    }
+  }
+  for (std::thread& t : threads) t.join();
+
+  for (int r = 0; r < ranks; ++r) {
+    for (int k = 0; k < calls; ++k) {
+      for (size_t i = 0; i < outputs[r][k].size(); ++i) {
+        wrong += outputs[r][k][i] != Sum(ranks, k, i, plans[k].floating);
+      }
+    }
+  }
+  long full = 0;
+  for (int r = 0; r < ranks; ++r) {
+    const char* halves = regions[r] + jin::kHeaderBytes;
+    for (size_t i = 0; i < 2 * kHalfBytes; ++i) full += halves[i] != static_cast<char>(0xFF);
+  }
+  printf("%s: ranks %d calls %d wrong %ld bytes left %ld busy %d\n", variant.c_str(),
+         ranks, calls, wrong.load(), full, was_busy.load());
+  return wrong != 0 || full != 0 || was_busy;
+}

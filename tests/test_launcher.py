@@ -1,0 +1,183 @@
+"""The launcher: a failure reaches the parent with its cause, and no process is left behind."""
+
+import _thread
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from jax_intranode._src import launcher
+
+_SLEEP = "import time; time.sleep(60)"
+
+
+def _python(*codes: str) -> list[list[str]]:
+    """Returns one command per rank, which runs that rank's code."""
+    return [[sys.executable, "-c", code] for code in codes]
+
+
+def _is_running(pid: int) -> bool:
+    """Says whether a process runs; one that only waits to be reaped by its parent does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def _assert_gone(pids: list[int]) -> None:
+    """Asserts that no process runs, after the moment that the kernel may take to kill it."""
+    deadline = time.monotonic() + 2
+    while any(_is_running(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert [pid for pid in pids if _is_running(pid)] == []
+
+
+def test_returns_when_all_ranks_succeed(tmp_path: Path) -> None:
+    code = "import os, sys; print('out', os.environ['WHO']); print('err', file=sys.stderr)"
+    env = [{"WHO": "zero"}, {"WHO": "one"}]
+
+    assert launcher.run_ranks(_python(code, code), timeout_s=10, log_dir=tmp_path, env=env) is None
+
+    for rank, who in enumerate(("zero", "one")):
+        log = (tmp_path / f"rank{rank}.log").read_text()
+        assert f"out {who}" in log
+        assert "err" in log
+
+
+def test_the_first_failure_comes_first_and_ends_the_others(tmp_path: Path) -> None:
+    commands = _python(
+        _SLEEP,
+        "raise ValueError('rank 1 broke')",
+        "import time; time.sleep(1); raise ValueError('rank 2 broke as a consequence')",
+    )
+    start = time.monotonic()
+    with pytest.raises(launcher.RankError) as caught:
+        launcher.run_ranks(commands, timeout_s=30, log_dir=tmp_path)
+
+    assert time.monotonic() - start < 10
+    error = caught.value
+    assert error.first_failed == 1
+    assert error.exit_codes == [-signal.SIGABRT, 1, 1]
+    assert "ValueError: rank 1 broke" in error.logs[1]
+    message = str(error)
+    assert message.index("rank 1 broke") < message.index("---- rank 0")
+    assert message.index("---- rank 0") < message.index("rank 2 broke as a consequence")
+
+
+def test_the_message_shows_the_end_of_a_long_log(tmp_path: Path) -> None:
+    with pytest.raises(launcher.RankError) as caught:
+        launcher.run_ranks(
+            _python("print('first line'); print('x' * 5000); raise SystemExit(3)"),
+            timeout_s=10,
+            log_dir=tmp_path,
+        )
+
+    assert caught.value.exit_codes == [3]
+    assert "first line" in caught.value.logs[0]
+    assert "first line" not in str(caught.value)
+
+
+def test_a_hang_ends_at_the_limit_and_shows_its_stack(tmp_path: Path) -> None:
+    hang = "import time\ndef stuck_here():\n    time.sleep(60)\nstuck_here()"
+    start = time.monotonic()
+    with pytest.raises(launcher.RankError, match=r"did not finish within 1\.5 s") as caught:
+        launcher.run_ranks(_python(hang, "pass"), timeout_s=1.5, log_dir=tmp_path)
+
+    assert time.monotonic() - start < 5
+    assert caught.value.first_failed is None
+    assert caught.value.exit_codes == [-signal.SIGABRT, 0]
+    assert "in stuck_here" in caught.value.logs[0]
+
+
+def test_nothing_outlives_the_limit(tmp_path: Path) -> None:
+    stubborn = (
+        "import os, signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGABRT, signal.SIG_IGN)\n"
+        "child = subprocess.Popen(['sleep', '60'])\n"
+        "print(os.getpid(), child.pid, flush=True)\n"
+    )
+    # One rank stays itself, the other ends well and leaves its child behind.
+    commands = _python(stubborn + "time.sleep(60)", stubborn)
+    with pytest.raises(launcher.RankError) as caught:
+        launcher.run_ranks(commands, timeout_s=2.5, log_dir=tmp_path)
+
+    assert caught.value.exit_codes == [-signal.SIGKILL, 0]
+    _assert_gone([int(pid) for log in caught.value.logs for pid in log.split()])
+
+
+@pytest.mark.parametrize("cause", ["interrupt", "missing program"])
+def test_nothing_outlives_an_exception_in_the_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def recording_popen(*args: object, **kwargs: object) -> subprocess.Popen[bytes]:
+        started.append(popen(*args, **kwargs))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", recording_popen)
+    commands = _python(_SLEEP, _SLEEP)
+    if cause == "interrupt":
+        expected: type[BaseException] = KeyboardInterrupt
+        threading.Timer(0.5, _thread.interrupt_main).start()
+    else:
+        expected = FileNotFoundError
+        commands[1] = [str(tmp_path / "no such program")]
+    with pytest.raises(expected):
+        launcher.run_ranks(commands, timeout_s=30, log_dir=tmp_path)
+
+    assert len(started) == (2 if cause == "interrupt" else 1)
+    _assert_gone([process.pid for process in started])
+
+
+def test_connected_ranks_see_each_other_and_one_that_fails_does_not_wait(tmp_path: Path) -> None:
+    code = (
+        "import jax\n"
+        "from jax_intranode._src import launcher\n"
+        "rank = launcher.connect('cpu')\n"
+        "print(rank, jax.process_index(), jax.process_count(), jax.local_device_count())\n"
+        "if rank == 1: raise ValueError('rank 1 broke')\n"
+        "import time; time.sleep(60)\n"
+    )
+    port = launcher.free_port()
+    # A test run may ask for more host devices in its own process.
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    env = [{**launcher.rank_env(rank, 2, port), **flags} for rank in range(2)]
+    with pytest.raises(launcher.RankError) as caught:
+        launcher.run_ranks(_python(code, code), timeout_s=60, log_dir=tmp_path, env=env, grace_s=1)
+
+    # JAX's shutdown barrier would have kept rank 1 for longer than its peer's grace.
+    assert caught.value.first_failed == 1
+    assert caught.value.exit_codes[1] == 1
+    assert "ValueError: rank 1 broke" in caught.value.logs[1]
+    assert "1 1 2 1" in caught.value.logs[1]
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"), [(None, [1]), ("", [1]), ("0,1", [1]), ("1", [0])]
+)
+def test_a_rank_takes_its_own_gpu_or_the_only_visible_one(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: list[int]
+) -> None:
+    for name, value in launcher.rank_env(1, 2, 1234).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # Restores what connect changes.
+    calls: list[tuple[tuple[object, ...], dict[str, object]]] = []
+    monkeypatch.setattr(
+        launcher.jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs))
+    )
+
+    assert launcher.connect("gpu") == 1
+
+    ((args, kwargs),) = calls
+    assert args == ("127.0.0.1:1234", 2, 1)
+    assert kwargs["local_device_ids"] == expected

@@ -1,0 +1,345 @@
+"""The NVLink mesh: links and shapes of known machines, and NVML's answers turned into them."""
+
+import json
+import random
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from jax_intranode._src import topology as topo
+from jax_intranode._src.topology import LinkReport, Topology, TopologyKind
+
+# The direct links of a DGX-1 with V100: (i, j) -> links. Two linked quads and i <-> i + 4.
+DGX1 = {
+    (0, 1): 1, (0, 2): 1, (0, 3): 2, (0, 4): 2, (1, 2): 2, (1, 3): 1, (1, 5): 2, (2, 3): 2,
+    (2, 6): 1, (3, 7): 1, (4, 5): 1, (4, 6): 1, (4, 7): 2, (5, 6): 2, (5, 7): 1, (6, 7): 2,
+}  # fmt: skip
+
+
+def bus_id(gpu: int) -> str:
+    """Returns the normalised bus id that GPU number `gpu` has in these tests."""
+    return f"00000000:{gpu + 6:02x}:00.0"
+
+
+def make_reports(
+    size: int, direct: Mapping[tuple[int, int], int], switch_links: Sequence[int] = ()
+) -> list[LinkReport]:
+    """Builds the reports of `size` GPUs with these direct links and switch links."""
+    peers: list[dict[str, int]] = [{} for _ in range(size)]
+    for (i, j), count in direct.items():
+        peers[i][bus_id(j)] = count
+        peers[j][bus_id(i)] = count
+    return [
+        LinkReport(
+            bus_id=bus_id(gpu),
+            uuid=f"GPU-{gpu}",
+            name="Test GPU",
+            switch_links=switch_links[gpu] if switch_links else 0,
+            peer_links=tuple(sorted(peers[gpu].items())),
+        )
+        for gpu in range(size)
+    ]
+
+
+def kind_of(reports: Sequence[LinkReport]) -> TopologyKind:
+    """Classifies the mesh of these reports."""
+    return topo.classify(topo.link_matrix(reports))
+
+
+def test_dgx1_is_a_hybrid_cube_mesh() -> None:
+    matrix = topo.link_matrix(make_reports(8, DGX1))
+    assert matrix[0] == (0, 1, 1, 2, 2, 0, 0, 0)
+    assert all(matrix[i][j] == matrix[j][i] for i in range(8) for j in range(8))
+    assert topo.classify(matrix) is TopologyKind.HYBRID_CUBE_MESH
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_order_of_the_gpus_does_not_matter(seed: int) -> None:
+    reports = make_reports(8, DGX1)
+    random.Random(seed).shuffle(reports)
+    assert kind_of(reports) is TopologyKind.HYBRID_CUBE_MESH
+
+
+@pytest.mark.parametrize("missing", DGX1)
+def test_a_cube_mesh_that_lacks_a_link_is_unknown(missing: tuple[int, int]) -> None:
+    direct = {pair: count for pair, count in DGX1.items() if pair != missing}
+    assert kind_of(make_reports(8, direct)) is TopologyKind.UNKNOWN
+
+
+def test_a_cube_mesh_with_a_link_too_many_is_unknown() -> None:
+    assert kind_of(make_reports(8, {**DGX1, (0, 5): 1})) is TopologyKind.UNKNOWN
+
+
+def test_four_neighbours_each_do_not_make_a_cube_mesh() -> None:
+    halves = {(i, j): 1 for i in range(4) for j in range(4, 8)}
+    ring = {tuple(sorted((i, (i + step) % 8))): 1 for i in range(8) for step in (1, 2)}
+    assert kind_of(make_reports(8, halves)) is TopologyKind.UNKNOWN
+    assert kind_of(make_reports(8, ring)) is TopologyKind.UNKNOWN
+
+
+def test_a_switch_links_every_pair() -> None:
+    matrix = topo.link_matrix(make_reports(8, {}, [18] * 8))
+    assert matrix == tuple(tuple(0 if i == j else 18 for j in range(8)) for i in range(8))
+    assert topo.classify(matrix) is TopologyKind.FULLY_CONNECTED
+
+
+def test_a_pair_at_a_switch_has_the_links_of_the_one_with_fewer() -> None:
+    matrix = topo.link_matrix(make_reports(8, {}, [18] * 7 + [16]))
+    assert matrix[0] == (0, 18, 18, 18, 18, 18, 18, 16)
+    assert matrix[7] == (16, 16, 16, 16, 16, 16, 16, 0)
+    assert topo.classify(matrix) is TopologyKind.FULLY_CONNECTED
+
+
+def test_a_gpu_that_no_switch_reaches_makes_the_mesh_unknown() -> None:
+    assert kind_of(make_reports(8, {}, [18] * 7 + [0])) is TopologyKind.UNKNOWN
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_gpus_without_nvlink_are_unknown(size: int) -> None:
+    assert kind_of(make_reports(size, {})) is TopologyKind.UNKNOWN
+
+
+def test_four_gpus_linked_directly() -> None:
+    direct = {(i, j): 4 for i in range(4) for j in range(i + 1, 4)}
+    assert kind_of(make_reports(4, direct)) is TopologyKind.FULLY_CONNECTED
+    del direct[1, 2]
+    assert kind_of(make_reports(4, direct)) is TopologyKind.UNKNOWN
+
+
+def test_small_meshes() -> None:
+    assert kind_of(make_reports(2, {(0, 1): 4})) is TopologyKind.FULLY_CONNECTED
+    assert kind_of(make_reports(1, {})) is TopologyKind.FULLY_CONNECTED
+    assert kind_of([]) is TopologyKind.UNKNOWN
+
+
+def test_direct_links_count_as_the_end_with_fewer_reports_them() -> None:
+    first, second = make_reports(2, {(0, 1): 4})
+    short = LinkReport(second.bus_id, second.uuid, second.name, 0, ((first.bus_id, 3),))
+    deaf = LinkReport(second.bus_id, second.uuid, second.name, 0, ())
+    assert topo.link_matrix([first, short]) == ((0, 3), (3, 0))
+    assert topo.link_matrix([first, deaf]) == ((0, 0), (0, 0))
+
+
+def test_reports_survive_json() -> None:
+    for report in make_reports(8, DGX1, [18] * 8):
+        assert LinkReport.from_json(json.loads(json.dumps(report.to_json()))) == report
+
+
+@pytest.mark.parametrize(
+    ("written", "normalised"),
+    [
+        ("0000:06:00.0", "00000000:06:00.0"),
+        ("00000000:AF:00.0", "00000000:af:00.0"),
+        ("0001:3B:00.0", "00000001:3b:00.0"),
+        ("FFFFFFFF:FF:FF.0", "ffffffff:ff:ff.0"),
+    ],
+)
+def test_normalise_bus_id(written: str, normalised: str) -> None:
+    assert topo.normalise_bus_id(written) == normalised
+    assert topo.normalise_bus_id(normalised) == normalised
+
+
+@pytest.mark.parametrize("wrong", ["", "06:00.0", "gpu:06:00.0", "GPU-5f2d"])
+def test_normalise_bus_id_refuses_other_text(wrong: str) -> None:
+    with pytest.raises(ValueError):
+        topo.normalise_bus_id(wrong)
+
+
+def test_a_topology_prints_as_a_matrix() -> None:
+    reports = make_reports(3, {(0, 1): 12})
+    shown = str(Topology(TopologyKind.UNKNOWN, tuple(reports), topo.link_matrix(reports), False))
+    head, columns, first, _, last = shown.splitlines()
+    assert head == "unknown, 3 GPU(s)"
+    assert columns.split() == ["GPU0", "GPU1", "GPU2"]
+    assert first.split()[:4] == ["GPU0", "X", "NV12", "-"]
+    assert last.split()[:5] == ["GPU2", "-", "-", "X", bus_id(2)]
+    assert "forced" in str(Topology(TopologyKind.FULLY_CONNECTED, (), (), True))
+
+
+class FakeNvml(types.ModuleType):
+    """A stand-in for the module `pynvml`. A device handle is the index of its GPU."""
+
+    NVML_NVLINK_MAX_LINKS = 18
+    NVML_FEATURE_ENABLED = 1
+    NVML_NVLINK_DEVICE_TYPE_GPU = 0
+    NVML_NVLINK_DEVICE_TYPE_SWITCH = 2
+
+    class NVMLError(Exception):
+        """The base of NVML's errors."""
+
+    class NVMLError_LibraryNotFound(NVMLError):
+        """There is no driver."""
+
+    class NVMLError_FunctionNotFound(NVMLError):
+        """The driver is older than the function."""
+
+    class NVMLError_InvalidArgument(NVMLError):
+        """There is no such link."""
+
+    class NVMLError_GpuIsLost(NVMLError):
+        """The GPU fell off the bus."""
+
+    def __init__(self, links: Sequence[Sequence[tuple[int, int, str]]]) -> None:
+        """Makes a host of GPUs.
+
+        Args:
+            links: For each GPU, (state, remote type, remote bus id) of each of its links.
+        """
+        super().__init__("pynvml")
+        self.links = links
+        self.users = 0
+        self.lost: set[int] = set()
+        self.knows_remote_type = True
+
+    def nvmlInit(self) -> None:
+        self.users += 1
+
+    def nvmlShutdown(self) -> None:
+        self.users -= 1
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.links)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if index in self.lost:
+            raise self.NVMLError_GpuIsLost
+        return index
+
+    def nvmlDeviceGetPciInfo(self, handle: int) -> Any:
+        return types.SimpleNamespace(busId=bus_id(handle).upper())
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return f"GPU-{handle}"
+
+    def nvmlDeviceGetName(self, handle: int) -> bytes:
+        return b"Test GPU"
+
+    def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
+        return self._link(handle, link)[0]
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: int, link: int) -> int:
+        if not self.knows_remote_type:
+            raise self.NVMLError_FunctionNotFound
+        return self._link(handle, link)[1]
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: int, link: int) -> Any:
+        return types.SimpleNamespace(busId=self._link(handle, link)[2])
+
+    def _link(self, handle: int, link: int) -> tuple[int, int, str]:
+        assert self.users > 0, "used outside nvmlInit and nvmlShutdown"
+        if link >= len(self.links[handle]):
+            raise self.NVMLError_InvalidArgument
+        return self.links[handle][link]
+
+
+SWITCH_LINK = (1, 2, "FFFFFFFF:FF:FF.0")  # as an H200 in a virtual machine answers
+INACTIVE_LINK = (0, 2, "FFFFFFFF:FF:FF.0")
+
+
+def direct_links(size: int, direct: Mapping[tuple[int, int], int]) -> list[list[tuple]]:
+    """Returns the links of a fake host whose GPUs are linked to each other."""
+    links: list[list[tuple]] = [[] for _ in range(size)]
+    for (i, j), count in direct.items():
+        links[i] += [(1, 0, bus_id(j).upper())] * count
+        links[j] += [(1, 0, bus_id(i).upper())] * count
+    return links
+
+
+def install(monkeypatch: pytest.MonkeyPatch, nvml: types.ModuleType | None) -> None:
+    """Makes `import pynvml` find `nvml`, or nothing, with no topology forced."""
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    force(monkeypatch, None)
+
+
+def force(monkeypatch: pytest.MonkeyPatch, kind: str | None) -> None:
+    """Sets the configured topology."""
+    settings = types.SimpleNamespace(topology=kind)
+    monkeypatch.setattr(topo.config, "get", lambda: settings)
+
+
+def test_nvml_with_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml([[SWITCH_LINK] * 18] * 8)
+    install(monkeypatch, nvml)
+    found = topo.topology()
+    assert found.kind is TopologyKind.FULLY_CONNECTED
+    assert not found.forced
+    assert [gpu.switch_links for gpu in found.gpus] == [18] * 8
+    assert all(gpu.peer_links == () for gpu in found.gpus)
+    assert found.links[3][5] == 18
+    assert found.gpus[2] == LinkReport(bus_id(2), "GPU-2", "Test GPU", 18, ())
+    assert nvml.users == 0
+
+
+def test_nvml_counts_active_links_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeNvml([[SWITCH_LINK, INACTIVE_LINK, SWITCH_LINK], [SWITCH_LINK]]))
+    assert [gpu.switch_links for gpu in topo.read_links()] == [2, 1]
+
+
+@pytest.mark.parametrize("knows_remote_type", [True, False])
+def test_nvml_with_direct_links(monkeypatch: pytest.MonkeyPatch, knows_remote_type: bool) -> None:
+    nvml = FakeNvml(direct_links(8, DGX1))
+    nvml.knows_remote_type = knows_remote_type
+    install(monkeypatch, nvml)
+    found = topo.topology()
+    assert found.kind is TopologyKind.HYBRID_CUBE_MESH
+    assert found.gpus == tuple(
+        LinkReport(report.bus_id, report.uuid, report.name, 0, report.peer_links)
+        for report in make_reports(8, DGX1)
+    )
+
+
+def test_an_old_driver_never_finds_a_switch_by_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml([[SWITCH_LINK] * 6] * 2)
+    nvml.knows_remote_type = False
+    install(monkeypatch, nvml)
+    assert topo.topology().kind is TopologyKind.UNKNOWN
+
+
+def test_read_links_keeps_the_order_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeNvml([[SWITCH_LINK]] * 4))
+    cuda_ids = ["0000:09:00.0", "0000:06:00.0", "0000:77:00.0"]  # the last is not of this host
+    assert [gpu.uuid for gpu in topo.read_links(cuda_ids)] == ["GPU-3", "GPU-0"]
+
+
+def test_a_lost_gpu_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml([[SWITCH_LINK]] * 3)
+    nvml.lost = {1}
+    install(monkeypatch, nvml)
+    assert [gpu.uuid for gpu in topo.read_links()] == ["GPU-0", "GPU-2"]
+
+
+def test_nvml_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(FakeNvml):
+        def nvmlInit(self) -> None:
+            raise self.NVMLError_LibraryNotFound
+
+    install(monkeypatch, Broken([[SWITCH_LINK]] * 2))
+    assert topo.read_links() == []
+    assert topo.topology() == Topology(TopologyKind.UNKNOWN, (), (), False)
+
+
+def test_no_nvml_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, None)  # `import pynvml` raises
+    assert topo.topology() == Topology(TopologyKind.UNKNOWN, (), (), False)
+
+
+@pytest.mark.parametrize("kind", TopologyKind)
+def test_the_configuration_forces_the_kind(
+    monkeypatch: pytest.MonkeyPatch, kind: TopologyKind
+) -> None:
+    install(monkeypatch, FakeNvml([[SWITCH_LINK] * 18] * 8))
+    force(monkeypatch, kind.value)
+    found = topo.topology()
+    assert found.kind is kind
+    assert found.forced
+    assert len(found.gpus) == 8
+
+
+def test_the_real_nvml_answers_or_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    force(monkeypatch, None)
+    found = topo.topology()
+    assert len(found.links) == len(found.gpus)
+    assert len({gpu.bus_id for gpu in found.gpus}) == len(found.gpus)

@@ -1,0 +1,75 @@
+// The thread context of group.h on a GPU: how a device thread waits, and how it gives up.
+#pragma once
+
+#include "../kernels/all_reduce.h"
+#include "failure.h"
+
+namespace jax_intranode {
+
+class DeviceThread {
+ public:
+  __device__ DeviceThread(FailureRecord* failure, uint64_t timeout_ns, int rank, uint32_t algorithm)
+      : failure_(failure), timeout_ns_(timeout_ns), rank_(rank), algorithm_(algorithm) {}
+
+  __device__ int Thread() const { return threadIdx.x; }
+  __device__ int Threads() const { return blockDim.x; }
+  __device__ int Block() const { return blockIdx.x; }
+  __device__ int Blocks() const { return gridDim.x; }
+  __device__ void Sync() const { __syncthreads(); }
+  __device__ size_t First() const { return blockIdx.x * blockDim.x + threadIdx.x; }
+  __device__ size_t Stride() const { return gridDim.x * blockDim.x; }
+
+  // The clock and the host's memory are looked at rarely: a poll of local memory takes 0.6 us, a
+  // read of host memory longer than that.
+  __device__ bool Wait(size_t, int missing) {
+    if (++polls_ % 1024 != 0) return true;
+    const uint64_t now = Nanoseconds();
+    if (started_ns_ == 0) started_ns_ = now;
+    if (now - started_ns_ > timeout_ns_) GiveUp(FailureReason::kTimeout, missing);
+    if (*static_cast<volatile uint32_t*>(&failure_->abort) != 0) {
+      GiveUp(FailureReason::kAborted, missing);
+    }
+    return true;
+  }
+
+  __device__ void Busy() { GiveUp(FailureReason::kBusy, -1); }
+
+ private:
+  __device__ static uint64_t Nanoseconds() {
+    uint64_t t;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+    return t;
+  }
+
+  __device__ void GiveUp(FailureReason reason, int missing) {
+    RecordAndTrap(failure_, reason, algorithm_, rank_, missing);
+  }
+
+  // Writes the record and traps: the context is lost, no data leave it, XLA raises. Threads that
+  // come second leave the first one time to write.
+  __device__ __noinline__ static void RecordAndTrap(FailureRecord* failure, FailureReason reason,
+                                                    uint32_t algorithm, int rank, int missing) {
+    if (atomicCAS(&failure->claimed, 0u, 1u) == 0) {
+      failure->algorithm = algorithm;
+      failure->rank = rank;
+      failure->missing = missing;
+      __threadfence_system();
+      *static_cast<volatile uint32_t*>(&failure->reason) = static_cast<uint32_t>(reason);
+      __threadfence_system();
+    } else {
+      const uint64_t start = Nanoseconds();
+      while (Nanoseconds() - start < 10'000'000) {
+      }
+    }
+    __trap();
+  }
+
+  FailureRecord* failure_;
+  uint64_t timeout_ns_;
+  uint64_t started_ns_ = 0;
+  uint32_t polls_ = 0;
+  int rank_;
+  uint32_t algorithm_;
+};
+
+}  // namespace jax_intranode

@@ -1,0 +1,126 @@
+#include "slab.h"
+
+#include <cstring>
+#include <stdexcept>
+
+#include "../kernels/memory.h"
+
+namespace jax_intranode {
+namespace {
+
+__global__ void jax_intranode_write_word(uint32_t* to, uint32_t value) { StoreWord(to, value); }
+
+__global__ void jax_intranode_read_word(uint32_t* from, uint32_t* to) { *to = LoadWord(from); }
+
+// A stream that doesn't wait for XLA's work.
+class Stream {
+ public:
+  Stream() {
+    ThrowIfError(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream");
+  }
+  ~Stream() { cudaStreamDestroy(stream_); }
+  cudaStream_t get() const { return stream_; }
+  void Synchronize(const std::string& what) {
+    ThrowIfError(cudaGetLastError(), what);
+    ThrowIfError(cudaStreamSynchronize(stream_), what);
+  }
+
+ private:
+  cudaStream_t stream_;
+};
+
+}  // namespace
+
+void ThrowIfError(cudaError_t status, const std::string& what) {
+  if (status == cudaSuccess) return;
+  cudaGetLastError();  // a later call shall not report it again
+  throw std::runtime_error("jax_intranode: " + what + " failed: " + cudaGetErrorName(status) +
+                           " (" + cudaGetErrorString(status) + ")");
+}
+
+CurrentDevice::CurrentDevice(int device) {
+  ThrowIfError(cudaGetDevice(&previous_), "reading the current CUDA device");
+  ThrowIfError(cudaSetDevice(device), "selecting CUDA device " + std::to_string(device));
+}
+
+CurrentDevice::~CurrentDevice() { cudaSetDevice(previous_); }
+
+std::unique_ptr<Slab> Slab::Allocate(int device, size_t bytes) {
+  CurrentDevice current(device);
+  void* address = nullptr;
+  ThrowIfError(cudaMalloc(&address, bytes),
+               "allocating a slab of " + std::to_string(bytes >> 20) + " MiB on CUDA device " +
+                   std::to_string(device) +
+                   " (JAX leaves room for it if XLA_PYTHON_CLIENT_MEM_FRACTION is lowered; "
+                   "JAX_INTRANODE_SLAB_MIB sets its size)");
+  std::unique_ptr<Slab> slab(new Slab(device, static_cast<char*>(address), false));
+  Fill(device, slab->address(), 0, bytes);
+  return slab;
+}
+
+std::unique_ptr<Slab> Slab::Open(int device, const std::string& handle) {
+  cudaIpcMemHandle_t ipc;
+  if (handle.size() != sizeof(ipc)) {
+    throw std::runtime_error("jax_intranode: a CUDA IPC handle has " + std::to_string(sizeof(ipc)) +
+                             " bytes, not " + std::to_string(handle.size()));
+  }
+  memcpy(&ipc, handle.data(), sizeof(ipc));
+  CurrentDevice current(device);
+  void* address = nullptr;
+  ThrowIfError(cudaIpcOpenMemHandle(&address, ipc, cudaIpcMemLazyEnablePeerAccess),
+               "opening a peer's slab by CUDA IPC on CUDA device " + std::to_string(device));
+  return std::unique_ptr<Slab>(new Slab(device, static_cast<char*>(address), true));
+}
+
+Slab::~Slab() {
+  // At exit CUDA may be gone already; then there is nothing left to give back.
+  int previous = 0;
+  if (cudaGetDevice(&previous) != cudaSuccess || cudaSetDevice(device_) != cudaSuccess) return;
+  opened_ ? cudaIpcCloseMemHandle(address_) : cudaFree(address_);
+  cudaSetDevice(previous);
+}
+
+std::string Slab::Handle() const {
+  CurrentDevice current(device_);
+  cudaIpcMemHandle_t ipc;
+  ThrowIfError(cudaIpcGetMemHandle(&ipc, address_), "exporting a slab by CUDA IPC");
+  return std::string(reinterpret_cast<const char*>(&ipc), sizeof(ipc));
+}
+
+void EnablePeerAccess(int device, int peer) {
+  CurrentDevice current(device);
+  const cudaError_t status = cudaDeviceEnablePeerAccess(peer, 0);
+  if (status == cudaErrorPeerAccessAlreadyEnabled) {
+    cudaGetLastError();
+    return;
+  }
+  ThrowIfError(status, "enabling access from CUDA device " + std::to_string(device) +
+                           " to CUDA device " + std::to_string(peer));
+}
+
+void Fill(int device, char* address, int value, size_t bytes) {
+  CurrentDevice current(device);
+  Stream stream;
+  ThrowIfError(cudaMemsetAsync(address, value, bytes, stream.get()), "clearing a slab");
+  stream.Synchronize("clearing a slab");
+}
+
+void WriteWord(int device, char* address, uint32_t value) {
+  CurrentDevice current(device);
+  Stream stream;
+  jax_intranode_write_word<<<1, 1, 0, stream.get()>>>(reinterpret_cast<uint32_t*>(address), value);
+  stream.Synchronize("writing to a peer's slab");
+}
+
+uint32_t ReadWord(int device, char* address) {
+  CurrentDevice current(device);
+  Stream stream;
+  uint32_t* result = nullptr;
+  ThrowIfError(cudaMallocHost(&result, sizeof(*result)), "allocating host memory");
+  const std::unique_ptr<uint32_t, cudaError_t (*)(void*)> owner(result, cudaFreeHost);
+  jax_intranode_read_word<<<1, 1, 0, stream.get()>>>(reinterpret_cast<uint32_t*>(address), result);
+  stream.Synchronize("reading a peer's slab");
+  return *result;
+}
+
+}  // namespace jax_intranode

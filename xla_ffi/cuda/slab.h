@@ -1,0 +1,63 @@
+// A slab in device memory, exported to and opened from other processes by CUDA IPC.
+//
+// The memory is cudaMalloc's own: XLA's buffers live in virtual-memory allocations, which CUDA IPC
+// refuses. Errors are thrown as std::runtime_error.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <memory>
+#include <string>
+
+namespace jax_intranode {
+
+// Throws if `status` is an error; `what` says what was being done.
+void ThrowIfError(cudaError_t status, const std::string& what);
+
+// Makes `device` current in this thread for as long as it lives.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(int device);
+  ~CurrentDevice();
+
+ private:
+  int previous_ = 0;
+};
+
+class Slab {
+ public:
+  // Zeroed memory on `device`.
+  static std::unique_ptr<Slab> Allocate(int device, size_t bytes);
+  // Another process's slab, as kernels on `device` address it.
+  static std::unique_ptr<Slab> Open(int device, const std::string& handle);
+
+  ~Slab();
+  Slab(const Slab&) = delete;
+  Slab& operator=(const Slab&) = delete;
+
+  // The bytes of a cudaIpcMemHandle_t.
+  std::string Handle() const;
+  char* address() const { return address_; }
+
+ private:
+  Slab(int device, char* address, bool opened)
+      : device_(device), address_(address), opened_(opened) {}
+
+  int device_;
+  char* address_;
+  bool opened_;
+};
+
+// Lets kernels on `device` address memory of `peer`, a device of this process.
+void EnablePeerAccess(int device, int peer);
+
+// Fills memory that `device` can address; returns when it is done.
+void Fill(int device, char* address, int value, size_t bytes);
+
+// Writes or reads one word by a kernel on `device`; returns when it is done. For trying a path to a
+// peer before it is trusted.
+void WriteWord(int device, char* address, uint32_t value);
+uint32_t ReadWord(int device, char* address);
+
+}  // namespace jax_intranode

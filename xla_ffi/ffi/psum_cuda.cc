@@ -1,0 +1,95 @@
+#include "psum_cuda.h"
+
+#include <utility>
+
+namespace jax_intranode {
+namespace {
+
+// What instantiate leaves for execute. Shared by all devices of the executable; read only.
+struct DeviceSite {
+  static ffi::TypeId id;
+  std::shared_ptr<DeviceCommunicator> communicator;
+  Algorithm algorithm;
+  LaunchShape shape;
+};
+ffi::TypeId DeviceSite::id = {};
+
+ffi::ErrorOr<std::unique_ptr<DeviceSite>> Instantiate(ffi::Span<const int64_t> device_ids,
+                                                      int64_t group_size, int32_t algorithm,
+                                                      int32_t blocks, int32_t threads) {
+  const Partition partition{{device_ids.begin(), device_ids.end()}, group_size};
+  std::shared_ptr<DeviceCommunicator> communicator =
+      Registry<DeviceCommunicator>::Get().Find(partition);
+  if (!communicator) {
+    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition,
+                                      NoCommunicator(partition)));
+  }
+  if (blocks < 1 || blocks > kMaxBlocks || threads < 32 || threads > kMaxThreads ||
+      threads % 32 != 0) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument(
+        "jax_intranode: psum can't be launched with " + std::to_string(blocks) + " blocks of " +
+        std::to_string(threads) + " threads."));
+  }
+  return std::make_unique<DeviceSite>(DeviceSite{std::move(communicator),
+                                                 static_cast<Algorithm>(algorithm),
+                                                 {blocks, threads}});
+}
+
+// Called eagerly, or while XLA captures a graph, or not at all when a graph is replayed: it keeps
+// no count and only launches.
+ffi::Error Execute(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::AnyBuffer x,
+                   ffi::Result<ffi::AnyBuffer> y, ffi::Dictionary) {
+  device_handler_calls.fetch_add(1, std::memory_order_relaxed);
+  const DeviceCommunicator& communicator = *site->communicator;
+  if (communicator.closed) return ffi::Error(ffi::ErrorCode::kFailedPrecondition, kShutDown);
+  if (std::string failure = communicator.failure(); !failure.empty()) {
+    return ffi::Error::Internal(std::move(failure));
+  }
+  if (device < 0 || static_cast<size_t>(device) >= communicator.members.size() ||
+      !communicator.members[device]) {
+    return ffi::Error::Internal("jax_intranode: psum ran on CUDA device " + std::to_string(device) +
+                                ", which is in none of its groups.");
+  }
+  const DeviceGroup& group = *communicator.members[device];
+  ffi::Error error = CheckCall(site->algorithm, group.size, group.half_bytes, x, *y);
+  if (error.failure()) return error;
+  const cudaError_t status = LaunchAllReduce(
+      site->algorithm, *ElementTypeOf(x.element_type()), group,
+      Call{x.untyped_data(), y->untyped_data(), x.size_bytes()}, site->shape, stream);
+  if (status != cudaSuccess) {
+    return ffi::Error::Internal("jax_intranode: launching psum on CUDA device " +
+                                std::to_string(device) + " failed: " + cudaGetErrorString(status));
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+std::atomic<uint64_t> device_handler_calls{0};
+
+XLA_FFI_Error* PsumCudaInstantiate(XLA_FFI_CallFrame* frame) {
+  RegisterStateType<DeviceSite>(frame->api, "jax_intranode_device_site");
+  XLA_FFI_DEFINE_HANDLER(handler, Instantiate,
+                         ffi::Ffi::BindInstantiate()
+                             .Attr<ffi::Span<const int64_t>>("device_ids")
+                             .Attr<int64_t>("group_size")
+                             .Attr<int32_t>("algorithm")
+                             .Attr<int32_t>("blocks")
+                             .Attr<int32_t>("threads"));
+  return (*handler)(frame);
+}
+
+XLA_FFI_Error* PsumCuda(XLA_FFI_CallFrame* frame) {
+  XLA_FFI_DEFINE_HANDLER(handler, Execute,
+                         ffi::Ffi::Bind()
+                             .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                             .Ctx<ffi::DeviceOrdinal>()
+                             .Ctx<ffi::State<DeviceSite>>()
+                             .Arg<ffi::AnyBuffer>()
+                             .Ret<ffi::AnyBuffer>()
+                             .Attrs(),
+                         {ffi::Traits::kCmdBufferCompatible});
+  return (*handler)(frame);
+}
+
+}  // namespace jax_intranode

@@ -1,0 +1,40 @@
+// The FFI handlers of psum on CUDA.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "../cuda/all_reduce.h"
+#include "common.h"
+
+namespace jax_intranode {
+
+// The groups of one partition, as seen by the devices of this process.
+struct DeviceCommunicator {
+  std::vector<std::optional<DeviceGroup>> members;  // by CUDA device ordinal
+  std::shared_ptr<void> memory;                     // owns what the groups point to
+  std::atomic<bool> closed{false};
+
+  std::string failure() const {
+    std::lock_guard lock(mutex);
+    return failure_message;
+  }
+  void set_failure(const std::string& message) {
+    std::lock_guard lock(mutex);
+    if (failure_message.empty()) failure_message = message;
+  }
+
+  mutable std::mutex mutex;
+  std::string failure_message;
+};
+
+extern std::atomic<uint64_t> device_handler_calls;
+
+XLA_FFI_Error* PsumCudaInstantiate(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* PsumCuda(XLA_FFI_CallFrame* frame);
+
+}  // namespace jax_intranode

@@ -1,0 +1,150 @@
+#include "psum_host.h"
+
+#include <chrono>
+#include <set>
+#include <string>
+#include <string_view>
+#include <thread>
+
+namespace jax_intranode {
+namespace {
+
+// How long a call whose peers are late polls before it returns a future. Going on from a future
+// costs tens of microseconds; a thread that polls yields to others.
+constexpr auto kPatience = std::chrono::microseconds(100);
+
+uint64_t Fnv1a(std::string_view text, uint64_t hash = 0xCBF29CE484222325u) {
+  for (unsigned char c : text) hash = (hash ^ c) * 0x100000001B3u;
+  return hash;
+}
+
+// The identity of a call site, alike in all processes: what the HLO says of it, and how many equal
+// ones exist (one lowered function can appear twice in a program). Programs are instantiated in
+// the same order in all processes; a number is free again when its executable is gone.
+class SiteNumbers {
+ public:
+  static SiteNumbers& Get() {
+    static SiteNumbers* const numbers = new SiteNumbers;
+    return *numbers;
+  }
+  uint32_t Take(uint64_t description) {
+    std::lock_guard lock(mutex_);
+    std::set<uint32_t>& taken = taken_[description];
+    uint32_t number = 0;
+    while (taken.contains(number)) ++number;
+    taken.insert(number);
+    return number;
+  }
+  void Release(uint64_t description, uint32_t number) {
+    std::lock_guard lock(mutex_);
+    taken_[description].erase(number);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<uint64_t, std::set<uint32_t>> taken_;
+};
+
+// What instantiate leaves for execute.
+struct HostSite {
+  static ffi::TypeId id;
+
+  HostSite(std::shared_ptr<HostCommunicator> communicator, Algorithm algorithm,
+           uint64_t description)
+      : communicator(std::move(communicator)),
+        algorithm(algorithm),
+        description(description),
+        number(SiteNumbers::Get().Take(description)) {}
+  ~HostSite() { SiteNumbers::Get().Release(description, number); }
+
+  // Hash of the description and the number; never that of another site of the program.
+  uint64_t identity() const {
+    return Fnv1a(std::string_view(reinterpret_cast<const char*>(&number), sizeof(number)),
+                 description);
+  }
+
+  const std::shared_ptr<HostCommunicator> communicator;
+  const Algorithm algorithm;
+  const uint64_t description;
+  const uint32_t number;
+};
+ffi::TypeId HostSite::id = {};
+
+ffi::ErrorOr<std::unique_ptr<HostSite>> Instantiate(ffi::Span<const int64_t> device_ids,
+                                                    int64_t group_size, int32_t algorithm,
+                                                    std::string_view site) {
+  const Partition partition{{device_ids.begin(), device_ids.end()}, group_size};
+  std::shared_ptr<HostCommunicator> communicator =
+      Registry<HostCommunicator>::Get().Find(partition);
+  if (!communicator) {
+    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition,
+                                      NoCommunicator(partition)));
+  }
+  const uint64_t description = Fnv1a(ToString(partition), Fnv1a(site) + algorithm);
+  return std::make_unique<HostSite>(std::move(communicator), static_cast<Algorithm>(algorithm),
+                                    description);
+}
+
+ffi::Future Ready(ffi::Error error) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  error.success() ? promise.SetAvailable() : promise.SetError(std::move(error));
+  return future;
+}
+
+ffi::Future Execute(int32_t device, HostSite* site, ffi::AnyBuffer x,
+                    ffi::Result<ffi::AnyBuffer> y, ffi::Dictionary) {
+  host_handler_calls.fetch_add(1, std::memory_order_relaxed);
+  auto it = site->communicator->members.find(device);
+  if (it == site->communicator->members.end()) {
+    return Ready(ffi::Error::Internal("jax_intranode: psum ran on device " +
+                                      std::to_string(device) + ", which is in none of its groups."));
+  }
+  const auto& [group, rank] = it->second;
+  ffi::Error error = CheckCall(site->algorithm, group->size(), group->half_bytes(), x, *y);
+  if (error.failure()) return Ready(std::move(error));
+
+  std::shared_ptr<Ticket> ticket = group->Arrive(
+      rank, site->identity(), {site->algorithm, *ElementTypeOf(x.element_type())},
+      Call{x.untyped_data(), y->untyped_data(), x.size_bytes()});
+  const auto start = std::chrono::steady_clock::now();
+  while (!ticket->Done() && std::chrono::steady_clock::now() - start < kPatience) {
+    std::this_thread::yield();
+    group->Progress();
+  }
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  if (!ticket->Done()) group->KeepMoving();
+  ticket->Then([promise](const std::string& error) mutable {
+    error.empty() ? promise.SetAvailable() : promise.SetError(ffi::Error::Internal(error));
+  });
+  return future;
+}
+
+}  // namespace
+
+std::atomic<uint64_t> host_handler_calls{0};
+
+XLA_FFI_Error* PsumHostInstantiate(XLA_FFI_CallFrame* frame) {
+  RegisterStateType<HostSite>(frame->api, "jax_intranode_host_site");
+  XLA_FFI_DEFINE_HANDLER(handler, Instantiate,
+                         ffi::Ffi::BindInstantiate()
+                             .Attr<ffi::Span<const int64_t>>("device_ids")
+                             .Attr<int64_t>("group_size")
+                             .Attr<int32_t>("algorithm")
+                             .Attr<std::string_view>("site"));
+  return (*handler)(frame);
+}
+
+XLA_FFI_Error* PsumHost(XLA_FFI_CallFrame* frame) {
+  XLA_FFI_DEFINE_HANDLER(handler, Execute,
+                         ffi::Ffi::Bind()
+                             .Ctx<ffi::DeviceOrdinal>()
+                             .Ctx<ffi::State<HostSite>>()
+                             .Arg<ffi::AnyBuffer>()
+                             .Ret<ffi::AnyBuffer>()
+                             .Attrs());
+  return (*handler)(frame);
+}
+
+}  // namespace jax_intranode

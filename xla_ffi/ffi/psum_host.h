@@ -1,0 +1,28 @@
+// The FFI handlers of psum on the CPU.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <utility>
+
+#include "../host/host_group.h"
+#include "common.h"
+
+namespace jax_intranode {
+
+// The groups of one partition, of which this process has members.
+struct HostCommunicator {
+  struct Member {
+    std::shared_ptr<HostGroup> group;
+    int rank;
+  };
+  std::map<int64_t, Member> members;  // by global device id
+};
+
+extern std::atomic<uint64_t> host_handler_calls;
+
+XLA_FFI_Error* PsumHostInstantiate(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* PsumHost(XLA_FFI_CallFrame* frame);
+
+}  // namespace jax_intranode

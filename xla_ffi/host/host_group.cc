@@ -1,0 +1,315 @@
+#include "host_group.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cfenv>
+
+#include "../kernels/one_shot.h"
+#include "../kernels/two_shot.h"
+#include "progress.h"
+
+namespace jax_intranode {
+namespace {
+
+// The thread context of group.h for a caller that may not block: one thread works on all packs of
+// a rank, and a wait ends the phase, which is resumed at the same pack later.
+struct ResumableThread {
+  size_t* cursor;
+  int* missing;
+  size_t First() const { return *cursor; }
+  size_t Stride() const { return 1; }
+  bool Wait(size_t i, int rank) {
+    *cursor = i;
+    *missing = rank;
+    return false;
+  }
+};
+
+// XLA:CPU calls handlers with subnormals flushed to zero; a sum keeps them.
+class KeepSubnormals {
+ public:
+  KeepSubnormals() {
+    std::fegetenv(&saved_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~KeepSubnormals() { std::fesetenv(&saved_); }
+
+ private:
+  std::fenv_t saved_;
+};
+
+int Phases(Algorithm algorithm) { return algorithm == Algorithm::kOneShot ? 2 : 3; }
+
+template <class Type>
+bool RunPhase(Algorithm algorithm, int phase, ResumableThread& t, const Group& g, const Call& c,
+              uint32_t epoch) {
+  if (algorithm == Algorithm::kOneShot) {
+    return phase == 0 ? OneShot<Type, 0>::Push(t, g, c, epoch)
+                      : OneShot<Type, 0>::Reduce(t, g, c, epoch);
+  }
+  return phase == 0   ? TwoShot<Type, 0>::Scatter(t, g, c, epoch)
+         : phase == 1 ? TwoShot<Type, 0>::Reduce(t, g, c, epoch)
+                      : TwoShot<Type, 0>::Drain(t, g, c, epoch);
+}
+
+bool RunPhase(ElementType type, Algorithm algorithm, int phase, ResumableThread& t, const Group& g,
+              const Call& c, uint32_t epoch) {
+  switch (type) {
+    case ElementType::kF32:
+      return RunPhase<F32>(algorithm, phase, t, g, c, epoch);
+    case ElementType::kBF16:
+      return RunPhase<BF16>(algorithm, phase, t, g, c, epoch);
+    case ElementType::kF16:
+      return RunPhase<F16>(algorithm, phase, t, g, c, epoch);
+    case ElementType::kF64:
+      return RunPhase<F64>(algorithm, phase, t, g, c, epoch);
+    case ElementType::kI8:
+      return RunPhase<I8>(algorithm, phase, t, g, c, epoch);
+    case ElementType::kI32:
+      return RunPhase<I32>(algorithm, phase, t, g, c, epoch);
+    case ElementType::kI64:
+      return RunPhase<I64>(algorithm, phase, t, g, c, epoch);
+  }
+  return true;
+}
+
+}  // namespace
+
+bool Ticket::Done() const {
+  std::lock_guard lock(mutex_);
+  return done_;
+}
+
+std::string Ticket::Error() const {
+  std::lock_guard lock(mutex_);
+  return error_;
+}
+
+void Ticket::Then(OnDone on_done) {
+  {
+    std::lock_guard lock(mutex_);
+    if (!done_) {
+      on_done_ = std::move(on_done);
+      return;
+    }
+  }
+  on_done(error_);
+}
+
+void Ticket::Complete(const std::string& error) {
+  OnDone on_done;
+  {
+    std::lock_guard lock(mutex_);
+    done_ = true;
+    error_ = error;
+    on_done = std::move(on_done_);
+  }
+  // XLA goes on with its program inside `on_done`, and may block there: not in a thread on which
+  // other calls rely.
+  if (on_done) RunApart([on_done = std::move(on_done), error] { on_done(error); });
+}
+
+struct HostGroup::LogEntry {
+  static constexpr uint32_t kEntries = 1024;
+  uint32_t sequence;  // of the operation, plus 1
+  uint32_t count;
+  uint64_t site;
+};
+
+HostGroup::LogEntry* HostGroup::Entry(uint32_t sequence) const {
+  static_assert(sizeof(LogEntry) * LogEntry::kEntries <= kHeaderBytes / 2);
+  return reinterpret_cast<LogEntry*>(group_.region[0] + kHeaderBytes / 2) +
+         sequence % LogEntry::kEntries;
+}
+
+HostGroup::HostGroup(const Group& group, std::vector<int> local_ranks,
+                     std::vector<int64_t> device_ids, std::chrono::nanoseconds timeout,
+                     std::shared_ptr<void> keep_alive)
+    : group_(group),
+      local_ranks_(std::move(local_ranks)),
+      device_ids_(std::move(device_ids)),
+      timeout_(timeout),
+      keep_alive_(std::move(keep_alive)) {}
+
+std::shared_ptr<Ticket> HostGroup::Arrive(int rank, uint64_t site, const Operation& operation,
+                                          const Call& call) {
+  auto ticket = std::make_shared<Ticket>();
+  {
+    std::lock_guard lock(mutex_);
+    if (!failure_.empty()) {
+      ticket->Complete(failure_);
+      return ticket;
+    }
+    const Key key{site, counts_[{site, rank}]++};
+    auto [it, first] = pending_.try_emplace(key);
+    Pending& pending = it->second;
+    if (first) {
+      pending.operation = operation;
+      pending.since = std::chrono::steady_clock::now();
+    }
+    pending.members.emplace(rank, Member{call, ticket});
+    if (IsLeader() && pending.members.size() == local_ranks_.size()) {
+      to_log_.push_back(key);
+      AppendToLog();
+    }
+  }
+  Progress();
+  return ticket;
+}
+
+void HostGroup::AppendToLog() {
+  while (!to_log_.empty() && logged_ - sequence_ < LogEntry::kEntries) {
+    LogEntry* entry = Entry(logged_);
+    const Key key = to_log_.front();
+    to_log_.pop_front();
+    std::atomic_ref(entry->count).store(key.count, std::memory_order_relaxed);
+    std::atomic_ref(entry->site).store(key.site, std::memory_order_relaxed);
+    ++logged_;
+    std::atomic_ref(entry->sequence).store(logged_, std::memory_order_release);
+  }
+}
+
+// Whether the next operation is known and all ranks of this process have arrived at it.
+bool HostGroup::FindNext() {
+  LogEntry* entry = Entry(sequence_);
+  if (std::atomic_ref(entry->sequence).load(std::memory_order_acquire) != sequence_ + 1) {
+    missing_ = 0;
+    return false;
+  }
+  current_ = {std::atomic_ref(entry->site).load(std::memory_order_relaxed),
+              std::atomic_ref(entry->count).load(std::memory_order_relaxed)};
+  auto it = pending_.find(current_);
+  for (int rank : local_ranks_) {
+    if (it == pending_.end() || !it->second.members.contains(rank)) {
+      missing_ = rank;
+      return false;
+    }
+  }
+  return true;
+}
+
+// Moves each rank on as far as it goes; returns whether all have finished.
+bool HostGroup::Advance(Pending& pending) {
+  KeepSubnormals keep_subnormals;
+  for (bool moved = true; moved;) {
+    moved = false;
+    for (auto& [rank, member] : pending.members) {
+      if (member.finished) continue;
+      Group group = group_;
+      group.rank = rank;
+      while (member.phase < Phases(pending.operation.algorithm)) {
+        ResumableThread thread{&member.cursor, &missing_};
+        if (!RunPhase(pending.operation.type, pending.operation.algorithm, member.phase, thread,
+                      group, member.call, sequence_)) {
+          break;
+        }
+        member.cursor = 0;
+        ++member.phase;
+        moved = true;
+      }
+      member.finished = member.phase == Phases(pending.operation.algorithm);
+    }
+  }
+  return std::all_of(pending.members.begin(), pending.members.end(),
+                     [](const auto& m) { return m.second.finished; });
+}
+
+void HostGroup::Progress() {
+  Tickets done;
+  {
+    // Who does not get the lock need not wait for it: its holder does what there is to do.
+    std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock) return;
+    while (failure_.empty() && !pending_.empty()) {
+      if (!active_) active_ = FindNext();
+      if (!active_) break;
+      auto it = pending_.find(current_);
+      if (!Advance(it->second)) break;
+      for (auto& [rank, member] : it->second.members) done.emplace_back(member.ticket, "");
+      operations_ += it->second.members.size();
+      pending_.erase(it);
+      active_ = false;
+      ++sequence_;
+      if (IsLeader()) AppendToLog();
+    }
+  }
+  CompleteAll(done);
+}
+
+std::string HostGroup::Rank(int rank) const {
+  return "rank " + std::to_string(rank) + " (device " + std::to_string(device_ids_[rank]) + ")";
+}
+
+void HostGroup::KeepMoving() {
+  {
+    std::lock_guard lock(mutex_);
+    if (watched_) return;
+    watched_ = true;
+  }
+  Watch(weak_from_this());
+}
+
+bool HostGroup::CheckDeadline() {
+  Tickets done;
+  bool outstanding;
+  {
+    std::lock_guard lock(mutex_);
+    const auto now = std::chrono::steady_clock::now();
+    for (const auto& [key, pending] : pending_) {
+      if (now - pending.since < timeout_) continue;
+      int missing = missing_;
+      if (pending.members.size() < local_ranks_.size()) {
+        for (int rank : local_ranks_) {
+          if (!pending.members.contains(rank)) missing = rank;
+        }
+      }
+      const bool started = active_ && key == current_;
+      FailLocked("jax_intranode: psum timed out after " +
+                     std::to_string(std::chrono::duration<double>(timeout_).count()) + " s: " +
+                     Rank(pending.members.begin()->first) + " waited for " + Rank(missing) +
+                     (started ? ", of whose data a part has not arrived" : ", which has not called it") +
+                     ". Did that rank fail, or run another program? JAX_INTRANODE_TIMEOUT_S sets "
+                     "the limit. This group of devices can't be used any more.",
+                 &done);
+      break;
+    }
+    watched_ = outstanding = !pending_.empty();
+  }
+  CompleteAll(done);
+  return outstanding;
+}
+
+void HostGroup::Fail(const std::string& error) {
+  Tickets done;
+  {
+    std::lock_guard lock(mutex_);
+    FailLocked(error, &done);
+  }
+  CompleteAll(done);
+}
+
+void HostGroup::FailLocked(const std::string& error, Tickets* done) {
+  if (failure_.empty()) failure_ = error;
+  for (auto& [key, pending] : pending_) {
+    for (auto& [rank, member] : pending.members) done->emplace_back(member.ticket, failure_);
+  }
+  pending_.clear();
+  to_log_.clear();
+  active_ = false;
+}
+
+void HostGroup::CompleteAll(const Tickets& tickets) {
+  for (const auto& [ticket, error] : tickets) ticket->Complete(error);
+}
+
+std::string HostGroup::failure() const {
+  std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+uint64_t HostGroup::operations() const {
+  std::lock_guard lock(mutex_);
+  return operations_;
+}
+
+}  // namespace jax_intranode

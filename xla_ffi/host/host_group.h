@@ -1,0 +1,145 @@
+// A group of CPU ranks: runs the protocols of xla_ffi/kernels without ever blocking a caller.
+//
+// XLA:CPU starts independent calls in a different order on each device, and several at once, from
+// a pool with few threads: a call that waited in its thread for its peers could deadlock. So here
+// a call only arrives. Calls are matched by call site and count, never by the order of arrival,
+// and run one at a time in an order that rank 0's process decides: it logs each call, in its own
+// region, once all of its own ranks have arrived at it. The others follow the log. Each call is
+// then the next operation of the group, with the same epoch on every rank, as on a GPU's stream.
+//
+// Why this can't deadlock: rank 0's process logs a call only when nothing that it waits for on its
+// own ranks is outstanding; all ranks run the same program, so another process that still waits
+// for the logged call's operands waits for nothing that comes later in the log.
+//
+// The log: entry e is written by rank 0's process (site and count, then the sequence number with
+// release order) and read by the others (the sequence number with acquire order, then the rest).
+// The writer reuses entry e for e + kEntries once its own operation e has ended: then it had a
+// packet of every rank, so every process had read the entry.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../kernels/all_reduce.h"
+#include "../kernels/group.h"
+
+namespace jax_intranode {
+
+// One rank's part in one call; completed once.
+class Ticket {
+ public:
+  // `error` is empty when all went well.
+  using OnDone = std::function<void(const std::string& error)>;
+
+  bool Done() const;
+  // The error of a completed ticket.
+  std::string Error() const;
+  // Calls `on_done` when the ticket is completed, from another thread than any that a group needs
+  // for its progress; at once and from this thread if it is complete already.
+  void Then(OnDone on_done);
+
+ private:
+  friend class HostGroup;
+  void Complete(const std::string& error);
+
+  mutable std::mutex mutex_;
+  bool done_ = false;
+  std::string error_;
+  OnDone on_done_;
+};
+
+class HostGroup : public std::enable_shared_from_this<HostGroup> {
+ public:
+  struct Operation {
+    Algorithm algorithm;
+    ElementType type;
+  };
+
+  // `group.region` holds every rank's region; `group.rank` is ignored. `local_ranks` are those of
+  // this process. `device_ids` name the ranks in messages. `keep_alive` owns the memory.
+  HostGroup(const Group& group, std::vector<int> local_ranks, std::vector<int64_t> device_ids,
+            std::chrono::nanoseconds timeout, std::shared_ptr<void> keep_alive);
+
+  // Rank `rank` arrives at call site `site`. The buffers must live until the ticket is complete.
+  std::shared_ptr<Ticket> Arrive(int rank, uint64_t site, const Operation& operation,
+                                 const Call& call);
+
+  // Does what can be done now; returns at once. Any thread.
+  void Progress();
+
+  // Has the progress thread see to the calls that are outstanding now.
+  void KeepMoving();
+
+  // Ends what has waited longer than the time-out. Returns whether calls are outstanding. For the
+  // progress thread.
+  bool CheckDeadline();
+
+  // Ends every outstanding and later call with `error`.
+  void Fail(const std::string& error);
+
+  // Why the group has failed; empty if it hasn't.
+  std::string failure() const;
+
+  uint64_t operations() const;
+  size_t half_bytes() const { return group_.half_bytes; }
+  int size() const { return group_.size; }
+
+ private:
+  struct LogEntry;
+  struct Key {
+    uint64_t site;
+    uint32_t count;
+    auto operator<=>(const Key&) const = default;
+  };
+  struct Member {
+    Call call;
+    std::shared_ptr<Ticket> ticket;
+    int phase = 0;
+    size_t cursor = 0;
+    bool finished = false;
+  };
+  struct Pending {
+    Operation operation;
+    std::map<int, Member> members;  // by rank
+    std::chrono::steady_clock::time_point since;
+  };
+  using Tickets = std::vector<std::pair<std::shared_ptr<Ticket>, std::string>>;
+
+  LogEntry* Entry(uint32_t sequence) const;
+  bool IsLeader() const { return local_ranks_.front() == 0; }
+  void AppendToLog();
+  bool FindNext();
+  bool Advance(Pending& pending);
+  void FailLocked(const std::string& error, Tickets* done);
+  static void CompleteAll(const Tickets& tickets);
+  std::string Rank(int rank) const;
+
+  const Group group_;
+  const std::vector<int> local_ranks_;
+  const std::vector<int64_t> device_ids_;
+  const std::chrono::nanoseconds timeout_;
+  const std::shared_ptr<void> keep_alive_;
+
+  mutable std::mutex mutex_;
+  std::map<Key, Pending> pending_;
+  std::map<std::pair<uint64_t, int>, uint32_t> counts_;  // calls so far by site and rank
+  std::deque<Key> to_log_;   // the leader's complete calls that await a place in the log
+  uint32_t logged_ = 0;      // the leader's entries so far
+  uint32_t sequence_ = 0;    // operations that have ended here
+  uint64_t operations_ = 0;
+  bool watched_ = false;     // the progress thread has this group on its list
+  bool active_ = false;      // operation `sequence_` has begun
+  Key current_{};
+  int missing_ = -1;         // the rank that `current_` waits for
+  std::string failure_;
+};
+
+}  // namespace jax_intranode

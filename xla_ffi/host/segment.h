@@ -1,0 +1,42 @@
+// A slab in host memory: private to the process, or a POSIX shared-memory segment.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+
+namespace jax_intranode {
+
+class Segment {
+ public:
+  // Memory of this process alone, zeroed.
+  static std::unique_ptr<Segment> Private(size_t bytes);
+  // A new shared-memory segment (mode 0600, zeroed) under a name that nobody else has. Its pages
+  // are there: a full /dev/shm is an error here, not a fault later.
+  static std::unique_ptr<Segment> Create(size_t bytes);
+  // Maps another process's segment.
+  static std::unique_ptr<Segment> Open(const std::string& name, size_t bytes);
+
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  // Removes the name. Called as soon as all have mapped it, so that a crash leaves nothing behind.
+  void Unlink();
+
+  char* address() const { return address_; }
+  size_t bytes() const { return bytes_; }
+  const std::string& name() const { return name_; }
+
+ private:
+  Segment(char* address, size_t bytes, std::string name)
+      : address_(address), bytes_(bytes), name_(std::move(name)) {}
+  static std::unique_ptr<Segment> Map(int fd, size_t bytes, std::string name);
+
+  char* address_;
+  size_t bytes_;
+  std::string name_;
+  bool linked_ = false;
+};
+
+}  // namespace jax_intranode

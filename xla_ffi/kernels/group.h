@@ -1,0 +1,144 @@
+// A group of ranks, its memory, and what every operation on it does first and last.
+//
+// Each rank owns a region of its slab, which all ranks of the group can write:
+//
+//   header    the rank's own state: its epoch and its busy words. Nobody else touches it.
+//   half 0    packets of operations with an even epoch
+//   half 1    packets of operations with an odd epoch
+//
+// The argument that all algorithms share
+//   Who writes a half: any other rank of the group, with packets (packets.h). Who reads it: its
+//   owner, and only it. Who clears it: its owner arms each packet as soon as it has read it.
+//   Invariant: between two operations of the same parity, every word of that half is kEmpty.
+//
+//   Why operation e + 2 can't meet operation e, which used the same half of rank p: rank r writes
+//   packets of e + 2 after its own operation e + 1 ended, so after it had received a packet of
+//   e + 1 from p (every operation sends at least one packet from every rank to every rank). p sent
+//   that after its operation e had ended, with all it received read and armed. The end of a kernel
+//   makes p's arming visible before the next kernel's packets; nothing else needs an order.
+//   One half would not do: r may be in e + 1 while p still polls for packets of e.
+//
+//   The argument asks for no particular size, type, algorithm or number of blocks, so these may
+//   change from one operation to the next. It asks for three things: ranks call the same
+//   operations in the same order, one at a time on each rank (the busy words find a second one),
+//   and operation e ends before e + 1 begins (stream order; no programmatic dependent launch).
+//
+//   The epoch lives here, in the memory of the device, and the kernel advances it: a call replayed
+//   from a graph is no different from one that the host launched. Only its parity matters, so its
+//   wrap at 2^32 is harmless. Each block keeps its own copy; block 0 advances the copies of blocks
+//   that this operation did not launch, because the next one may.
+#pragma once
+
+#include "packets.h"
+
+namespace jax_intranode {
+
+constexpr int kMaxRanks = 8;
+constexpr int kMaxBlocks = 256;
+constexpr size_t kHeaderBytes = 64 << 10;
+
+struct RegionHeader {
+  uint32_t epoch[kMaxBlocks];
+  uint32_t busy[kMaxBlocks];
+};
+static_assert(sizeof(RegionHeader) <= kHeaderBytes / 2);
+
+struct Group {
+  char* region[kMaxRanks];  // each rank's region, as this rank addresses it; [rank] is its own
+  size_t half_bytes;
+  int rank;
+  int size;
+
+  JIN_FN RegionHeader* Header() const { return reinterpret_cast<RegionHeader*>(region[rank]); }
+  JIN_FN char* Half(int of_rank, uint32_t epoch) const {
+    return region[of_rank] + kHeaderBytes + (epoch & 1) * half_bytes;
+  }
+};
+
+// One call's buffers. `in` and `out` may be the same.
+struct Call {
+  const void* in;
+  void* out;
+  size_t bytes;
+
+  JIN_FN bool Aligned() const {
+    return ((reinterpret_cast<uintptr_t>(in) | reinterpret_cast<uintptr_t>(out)) & 15) == 0;
+  }
+  JIN_FN size_t Packs() const { return (bytes + sizeof(Pack) - 1) / sizeof(Pack); }
+};
+
+// The bodies are written over a thread context `Thread`:
+//   First(), Stride()   the packs of a phase that this thread works on
+//   Thread(), Threads(), Block(), Blocks(), Sync()   as in CUDA
+//   Wait(i, missing)    called each time that pack i of rank `missing` has not arrived. False gives
+//                       up: the phase returns false at once and may be resumed at pack i.
+//   Busy()              another operation is in flight on this rank's region
+
+// Returns the epoch of the operation that begins.
+template <class Thread, class G>
+JIN_FN uint32_t Begin(Thread& t, const G& g) {
+  RegionHeader* h = g.Header();
+  if (t.Thread() == 0 && ExchangeWord(&h->busy[t.Block()], 1) != 0) t.Busy();
+  return LoadWord(&h->epoch[t.Block()]);
+}
+
+template <class Thread, class G>
+JIN_FN void End(Thread& t, const G& g, uint32_t epoch) {
+  RegionHeader* h = g.Header();
+  t.Sync();  // every thread of the block has read the epoch and armed what it received
+  if (t.Thread() == 0) {
+    StoreWord(&h->epoch[t.Block()], epoch + 1);
+    StoreWord(&h->busy[t.Block()], 0);
+  }
+  if (t.Block() == 0) {
+    for (int b = t.Blocks() + t.Thread(); b < kMaxBlocks; b += t.Threads()) {
+      StoreWord(&h->epoch[b], epoch + 1);
+    }
+  }
+}
+
+// `N` is the group's size where it is known when compiling, else 0.
+template <int N>
+struct Ranks {
+  static constexpr int kSlots = N > 0 ? N : kMaxRanks;
+  JIN_FN static bool Has(int r, int size) { return N > 0 || r < size; }
+  // The rank `step` after `rank`. Peers are visited in this rotated order, so that at any moment
+  // each of them is written by one rank.
+  JIN_FN static int After(int rank, int step, int size) {
+    const int n = N > 0 ? N : size;
+    const int r = rank + step;
+    return r >= n ? r - n : r;
+  }
+};
+
+// Waits until pack i of every other rank has arrived in this rank's slots, `slot_bytes` apart.
+template <class Packets, int N, class Thread, class G>
+JIN_FN bool AwaitAll(Thread& t, const G& g, char* slots, size_t slot_bytes, size_t i,
+                     Pack (&packs)[Ranks<N>::kSlots]) {
+  for (;;) {
+    int missing = -1;
+    JIN_UNROLL
+    for (int r = 0; r < Ranks<N>::kSlots; ++r) {
+      if (Ranks<N>::Has(r, g.size) && r != g.rank &&
+          !Packets::TryGet(slots + r * slot_bytes, i, &packs[r])) {
+        missing = r;
+      }
+    }
+    if (missing < 0) return true;
+    if (!t.Wait(i, missing)) return false;
+  }
+}
+
+// Sums one pack of every rank in rank order and rounds once.
+template <class Type, int N>
+JIN_FN Pack SumInRankOrder(const Pack (&packs)[Ranks<N>::kSlots], int size) {
+  typename Type::Sum sum;
+  Type::Start(&sum, packs[0]);
+  JIN_UNROLL
+  for (int r = 1; r < Ranks<N>::kSlots; ++r) {
+    if (Ranks<N>::Has(r, size)) Type::Add(&sum, packs[r]);
+  }
+  return Type::Round(sum);
+}
+
+}  // namespace jax_intranode

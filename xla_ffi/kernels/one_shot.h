@@ -1,0 +1,66 @@
+// One-shot all-reduce: every rank sends its whole input to every rank, and each sums all of them.
+// The least latency: one hop. Moves (n - 1) times the message over each link.
+//
+// Slot r of a rank's half holds rank r's input. Safety: group.h; every rank sends all its packs,
+// of which there is at least one, to every rank. A pack is sent and received by threads of the
+// same index on all ranks (equal grids), so a block waits only for its namesakes.
+//
+// After the push variant of NCCL's symmetric AGxLL and of TensorRT-LLM's one-shot Lamport kernel.
+#pragma once
+
+#include "group.h"
+#include "types.h"
+
+namespace jax_intranode {
+
+template <class Type, int N, class PacketsOfType = typename Type::Packets>
+struct OneShot {
+  using Packets = PacketsOfType;
+
+  template <class Thread, class G>
+  JIN_FN static bool Push(Thread& t, const G& g, const Call& c, uint32_t epoch) {
+    const size_t packs = c.Packs(), slot_bytes = packs * Packets::kBytes;
+    const bool aligned = c.Aligned();
+    for (size_t i = t.First(); i < packs; i += t.Stride()) {
+      const Pack p = Type::Sendable(LoadInput(c.in, c.bytes, i, aligned));
+      JIN_UNROLL
+      for (int step = 1; step < Ranks<N>::kSlots; ++step) {
+        if (Ranks<N>::Has(step, g.size)) {
+          const int to = Ranks<N>::After(g.rank, step, g.size);
+          Packets::Put(g.Half(to, epoch) + g.rank * slot_bytes, i, p);
+        }
+      }
+    }
+    return true;
+  }
+
+  template <class Thread, class G>
+  JIN_FN static bool Reduce(Thread& t, const G& g, const Call& c, uint32_t epoch) {
+    const size_t packs = c.Packs(), slot_bytes = packs * Packets::kBytes;
+    const bool aligned = c.Aligned();
+    char* slots = g.Half(g.rank, epoch);
+    for (size_t i = t.First(); i < packs; i += t.Stride()) {
+      const Pack own = Type::Sendable(LoadInput(c.in, c.bytes, i, aligned));
+      Pack all[Ranks<N>::kSlots];
+      JIN_UNROLL
+      for (int r = 0; r < Ranks<N>::kSlots; ++r) all[r] = own;
+      if (!AwaitAll<Packets, N>(t, g, slots, slot_bytes, i, all)) return false;
+      StoreOutput(c.out, c.bytes, i, aligned, SumInRankOrder<Type, N>(all, g.size));
+      JIN_UNROLL
+      for (int r = 0; r < Ranks<N>::kSlots; ++r) {
+        if (Ranks<N>::Has(r, g.size) && r != g.rank) Packets::Arm(slots + r * slot_bytes, i);
+      }
+    }
+    return true;
+  }
+
+  template <class Thread, class G>
+  JIN_FN static bool Run(Thread& t, const G& g, const Call& c) {
+    const uint32_t epoch = Begin(t, g);
+    if (!Push(t, g, c, epoch) || !Reduce(t, g, c, epoch)) return false;
+    End(t, g, epoch);
+    return true;
+  }
+};
+
+}  // namespace jax_intranode

@@ -1,0 +1,79 @@
+// Packets: how 16 bytes of payload travel into a peer's slab together with the news of their
+// arrival, so that the receiver needs no flag, no fence and no barrier.
+//
+// Both encodings use one mark for "nothing here yet", a 32-bit word of all ones. A slab whose
+// words are all kEmpty is therefore empty under either encoding, and any operation may lay its
+// packets wherever it likes in it. The receiver arms what it has read (writes kEmpty again).
+//
+//   Bare     16 bytes. Every word is payload; no payload word may be all ones. Floating-point data
+//            can promise that: the word is a NaN (for 16-bit types, two), for which another NaN is
+//            sent. Every other bit pattern survives: signed zeros, subnormals, infinities.
+//   Flagged  32 bytes. Each payload word sits in one 64-bit word beside a zero, and that word is
+//            stored and loaded whole: the mark is looked for in the half that holds the zero, so
+//            the payload may be anything.
+#pragma once
+
+#include "memory.h"
+
+namespace jax_intranode {
+
+constexpr uint32_t kEmpty = 0xFFFFFFFFu;
+
+struct BarePackets {
+  static constexpr size_t kBytes = 16;
+
+  JIN_FN static void Put(char* slot, size_t i, const Pack& p) { StoreWords(At(slot, i), p); }
+
+  // True when all of packet `i` has arrived. Each word is looked at: they arrive in any order.
+  JIN_FN static bool TryGet(char* slot, size_t i, Pack* p) {
+    *p = LoadWords(At(slot, i));
+    return p->word[0] != kEmpty && p->word[1] != kEmpty && p->word[2] != kEmpty &&
+           p->word[3] != kEmpty;
+  }
+
+  JIN_FN static void Arm(char* slot, size_t i) {
+    StoreWords(At(slot, i), Pack{{kEmpty, kEmpty, kEmpty, kEmpty}});
+  }
+
+ private:
+  JIN_FN static uint32_t* At(char* slot, size_t i) {
+    return reinterpret_cast<uint32_t*>(slot + i * kBytes);
+  }
+};
+
+struct FlaggedPackets {
+  static constexpr size_t kBytes = 32;
+
+  JIN_FN static void Put(char* slot, size_t i, const Pack& p) {
+    uint64_t* to = At(slot, i);
+    StorePairs(to, p.word[0], p.word[1]);
+    StorePairs(to + 2, p.word[2], p.word[3]);
+  }
+
+  JIN_FN static bool TryGet(char* slot, size_t i, Pack* p) {
+    uint64_t w[4];
+    uint64_t* from = At(slot, i);
+    LoadPairs(from, &w[0], &w[1]);
+    LoadPairs(from + 2, &w[2], &w[3]);
+    bool arrived = true;
+    JIN_UNROLL
+    for (int k = 0; k < 4; ++k) {
+      arrived = arrived && (w[k] >> 32) == 0;
+      p->word[k] = static_cast<uint32_t>(w[k]);
+    }
+    return arrived;
+  }
+
+  JIN_FN static void Arm(char* slot, size_t i) {
+    uint64_t* to = At(slot, i);
+    StorePairs(to, ~uint64_t{0}, ~uint64_t{0});
+    StorePairs(to + 2, ~uint64_t{0}, ~uint64_t{0});
+  }
+
+ private:
+  JIN_FN static uint64_t* At(char* slot, size_t i) {
+    return reinterpret_cast<uint64_t*>(slot + i * kBytes);
+  }
+};
+
+}  // namespace jax_intranode

@@ -1,0 +1,214 @@
+// Element types: how a pack of each is summed, rounded and sent.
+//
+// Sums run in rank order, start from rank 0's value and are rounded once: bf16, f16 and f32 in
+// f32, f64 in f64, integers in themselves (wrapping). Starting from a value, not from zero, keeps
+// the sign of a sum of negative zeros. A type has
+//   Sum              the running sum of one pack
+//   Start, Add       begin with a pack, add a pack
+//   Round            the sum, rounded to the type
+//   Packets          how it travels (packets.h)
+//   Sendable(pack)   the pack, without words that its packets can't carry
+#pragma once
+
+#include "packets.h"
+
+#if defined(__CUDACC__)
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#else
+#include <bit>
+#endif
+
+namespace jax_intranode {
+
+// Replaces words of all ones by `nan`, another NaN of the type.
+JIN_FN Pack WithoutEmptyWords(Pack p, uint32_t nan) {
+  JIN_UNROLL
+  for (int k = 0; k < 4; ++k) p.word[k] = p.word[k] == kEmpty ? nan : p.word[k];
+  return p;
+}
+
+#if !defined(__CUDACC__)
+inline uint16_t RoundToBf16(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  if (x != x) return static_cast<uint16_t>((bits >> 16) | 0x40);
+  return static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+#endif
+
+struct F32 {
+  static constexpr int kItemBytes = 4;
+  using Packets = BarePackets;
+  struct Sum {
+    float lane[4];
+  };
+  JIN_FN static float Lane(const Pack& p, int k) {
+    float x;
+    memcpy(&x, &p.word[k], 4);
+    return x;
+  }
+  JIN_FN static void Start(Sum* s, const Pack& p) {
+    JIN_UNROLL
+    for (int k = 0; k < 4; ++k) s->lane[k] = Lane(p, k);
+  }
+  JIN_FN static void Add(Sum* s, const Pack& p) {
+    JIN_UNROLL
+    for (int k = 0; k < 4; ++k) s->lane[k] += Lane(p, k);
+  }
+  JIN_FN static Pack Round(const Sum& s) {
+    Pack p;
+    memcpy(&p, s.lane, 16);
+    return p;
+  }
+  JIN_FN static Pack Sendable(const Pack& p) { return WithoutEmptyWords(p, 0x7FFFFFFFu); }
+};
+
+// bf16 and f16: `Format` turns a word into two floats and back.
+template <class Format>
+struct Half {
+  static constexpr int kItemBytes = 2;
+  using Packets = BarePackets;
+  struct Sum {
+    float lane[8];
+  };
+  JIN_FN static void Start(Sum* s, const Pack& p) {
+    JIN_UNROLL
+    for (int k = 0; k < 4; ++k) Format::Unpack(p.word[k], &s->lane[2 * k], &s->lane[2 * k + 1]);
+  }
+  JIN_FN static void Add(Sum* s, const Pack& p) {
+    JIN_UNROLL
+    for (int k = 0; k < 4; ++k) {
+      float low, high;
+      Format::Unpack(p.word[k], &low, &high);
+      s->lane[2 * k] += low;
+      s->lane[2 * k + 1] += high;
+    }
+  }
+  JIN_FN static Pack Round(const Sum& s) {
+    Pack p;
+    JIN_UNROLL
+    for (int k = 0; k < 4; ++k) p.word[k] = Format::Round(s.lane[2 * k], s.lane[2 * k + 1]);
+    return p;
+  }
+  // 0x7FFF is a NaN in both formats.
+  JIN_FN static Pack Sendable(const Pack& p) { return WithoutEmptyWords(p, 0x7FFF7FFFu); }
+};
+
+struct Bf16Format {
+  JIN_FN static void Unpack(uint32_t word, float* low, float* high) {
+    const uint32_t l = word << 16, h = word & 0xFFFF0000u;
+    memcpy(low, &l, 4);
+    memcpy(high, &h, 4);
+  }
+  JIN_FN static uint32_t Round(float low, float high) {
+#if defined(__CUDACC__)
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    uint32_t word;
+    memcpy(&word, &pair, 4);
+    return word;
+#else
+    return RoundToBf16(low) | static_cast<uint32_t>(RoundToBf16(high)) << 16;
+#endif
+  }
+};
+
+struct F16Format {
+  JIN_FN static void Unpack(uint32_t word, float* low, float* high) {
+#if defined(__CUDACC__)
+    __half2 pair;
+    memcpy(&pair, &word, 4);
+    const float2 f = __half22float2(pair);
+    *low = f.x;
+    *high = f.y;
+#else
+    *low = std::bit_cast<_Float16>(static_cast<uint16_t>(word));
+    *high = std::bit_cast<_Float16>(static_cast<uint16_t>(word >> 16));
+#endif
+  }
+  JIN_FN static uint32_t Round(float low, float high) {
+#if defined(__CUDACC__)
+    const __half2 pair = __floats2half2_rn(low, high);
+    uint32_t word;
+    memcpy(&word, &pair, 4);
+    return word;
+#else
+    return std::bit_cast<uint16_t>(static_cast<_Float16>(low)) |
+           static_cast<uint32_t>(std::bit_cast<uint16_t>(static_cast<_Float16>(high))) << 16;
+#endif
+  }
+};
+
+using BF16 = Half<Bf16Format>;
+using F16 = Half<F16Format>;
+
+// f64 travels flagged: half of a finite double can be a word of all ones.
+struct F64 {
+  static constexpr int kItemBytes = 8;
+  using Packets = FlaggedPackets;
+  struct Sum {
+    double lane[2];
+  };
+  JIN_FN static void Start(Sum* s, const Pack& p) { memcpy(s->lane, &p, 16); }
+  JIN_FN static void Add(Sum* s, const Pack& p) {
+    double x[2];
+    memcpy(x, &p, 16);
+    s->lane[0] += x[0];
+    s->lane[1] += x[1];
+  }
+  JIN_FN static Pack Round(const Sum& s) {
+    Pack p;
+    memcpy(&p, s.lane, 16);
+    return p;
+  }
+  JIN_FN static Pack Sendable(const Pack& p) { return p; }
+};
+
+// Integers wrap, so signed and unsigned ones share a sum. `Lanes::Add` adds two words' lanes.
+template <class Lanes>
+struct Integer {
+  static constexpr int kItemBytes = Lanes::kItemBytes;
+  using Packets = FlaggedPackets;
+  using Sum = Pack;
+  JIN_FN static void Start(Sum* s, const Pack& p) { *s = p; }
+  JIN_FN static void Add(Sum* s, const Pack& p) { Lanes::Add(s, p); }
+  JIN_FN static Pack Round(const Sum& s) { return s; }
+  JIN_FN static Pack Sendable(const Pack& p) { return p; }
+};
+
+struct Lanes8 {
+  static constexpr int kItemBytes = 1;
+  // Four bytes in a word: the top bits are added apart, so that no carry leaves its byte.
+  JIN_FN static void Add(Pack* s, const Pack& p) {
+    JIN_UNROLL
+    for (int k = 0; k < 4; ++k) {
+      const uint32_t a = s->word[k], b = p.word[k];
+      s->word[k] = ((a & 0x7F7F7F7Fu) + (b & 0x7F7F7F7Fu)) ^ ((a ^ b) & 0x80808080u);
+    }
+  }
+};
+
+struct Lanes32 {
+  static constexpr int kItemBytes = 4;
+  JIN_FN static void Add(Pack* s, const Pack& p) {
+    JIN_UNROLL
+    for (int k = 0; k < 4; ++k) s->word[k] += p.word[k];
+  }
+};
+
+struct Lanes64 {
+  static constexpr int kItemBytes = 8;
+  JIN_FN static void Add(Pack* s, const Pack& p) {
+    uint64_t a[2], b[2];
+    memcpy(a, s, 16);
+    memcpy(b, &p, 16);
+    a[0] += b[0];
+    a[1] += b[1];
+    memcpy(s, a, 16);
+  }
+};
+
+using I8 = Integer<Lanes8>;
+using I32 = Integer<Lanes32>;
+using I64 = Integer<Lanes64>;
+
+}  // namespace jax_intranode

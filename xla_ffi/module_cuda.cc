@@ -1,0 +1,182 @@
+// The Python module _cuda: slabs and groups on GPUs. It offers the same functions as _host.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <stdexcept>
+#include <tuple>
+
+#include "cuda/slab.h"
+#include "ffi/psum_cuda.h"
+
+namespace nb = nanobind;
+
+namespace jax_intranode {
+namespace {
+
+// A slab, kept by Python and by the communicators that use it.
+struct Memory {
+  std::shared_ptr<Slab> slab;
+};
+
+// (CUDA device ordinal, number of its group, its rank in it, every rank's region)
+using Member = std::tuple<int64_t, int64_t, int, std::vector<uintptr_t>>;
+
+// A failure record in host memory that kernels of any device can write. It is never freed: a
+// kernel may still look at it after its communicator was closed.
+FailureRecord* NewFailureRecord() {
+  void* record = nullptr;
+  ThrowIfError(cudaHostAlloc(&record, sizeof(FailureRecord),
+                             cudaHostAllocPortable | cudaHostAllocMapped),
+               "allocating a failure record");
+  return new (record) FailureRecord{};
+}
+
+void CreateCommunicator(const std::vector<int64_t>& device_ids, int64_t group_size,
+                        const std::vector<Member>& members, size_t half_bytes, double timeout_s,
+                        const std::vector<Memory>& memory) {
+  auto communicator = std::make_shared<DeviceCommunicator>();
+  communicator->memory = std::make_shared<std::vector<Memory>>(memory);
+  for (const auto& [device, group_number, rank, regions] : members) {
+    if (group_size > kMaxRanks || regions.size() != static_cast<size_t>(group_size)) {
+      throw std::invalid_argument("jax_intranode: a group of " + std::to_string(group_size) +
+                                  " ranks with " + std::to_string(regions.size()) + " regions");
+    }
+    DeviceGroup group{};
+    for (int64_t r = 0; r < group_size; ++r) group.region[r] = reinterpret_cast<char*>(regions[r]);
+    group.half_bytes = half_bytes;
+    group.rank = rank;
+    group.size = static_cast<int>(group_size);
+    group.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
+    {
+      CurrentDevice current(static_cast<int>(device));
+      group.failure = NewFailureRecord();
+    }
+    if (communicator->members.size() <= static_cast<size_t>(device)) {
+      communicator->members.resize(device + 1);
+    }
+    communicator->members[device] = group;
+  }
+  Registry<DeviceCommunicator>::Get().Add({device_ids, group_size}, std::move(communicator));
+}
+
+// One entry for each kernel that has given up: (partition's device ids, group size, CUDA device,
+// reason, algorithm, rank, missing rank).
+nb::list Failures() {
+  nb::list failures;
+  for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().All()) {
+    for (size_t device = 0; device < communicator->members.size(); ++device) {
+      if (!communicator->members[device]) continue;
+      const volatile FailureRecord* record = communicator->members[device]->failure;
+      const uint32_t reason = record->reason;
+      if (reason == 0) continue;
+      failures.append(nb::make_tuple(nb::cast(partition.first), partition.second, device, reason,
+                                     static_cast<uint32_t>(record->algorithm),
+                                     static_cast<int32_t>(record->rank),
+                                     static_cast<int32_t>(record->missing)));
+    }
+  }
+  return failures;
+}
+
+// Every later call fails with `message`, and what waits on the devices of this process ends.
+void Fail(const std::string& message) {
+  for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().All()) {
+    communicator->set_failure(message);
+    for (const auto& member : communicator->members) {
+      if (member) static_cast<volatile FailureRecord*>(member->failure)->abort = 1;
+    }
+  }
+}
+
+nb::dict Registrations() {
+  nb::dict psum;
+  psum["instantiate"] = nb::capsule(reinterpret_cast<void*>(PsumCudaInstantiate));
+  psum["execute"] = nb::capsule(reinterpret_cast<void*>(PsumCuda));
+  nb::dict all;
+  all["jax_intranode_psum"] = psum;
+  return all;
+}
+
+}  // namespace
+
+NB_MODULE(_cuda, m) {
+  m.doc() = "Slabs and groups of jax_intranode on GPUs.";
+  m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  m.attr("HEADER_BYTES") = kHeaderBytes;
+  m.attr("MAX_RANKS") = kMaxRanks;
+  m.attr("CUDA_VERSION") = CUDART_VERSION;
+
+  nb::class_<Memory>(m, "Memory")
+      .def_prop_ro("address", [](const Memory& m) { return reinterpret_cast<uintptr_t>(m.slab->address()); })
+      .def("handle",
+           [](const Memory& m) {
+             const std::string handle = m.slab->Handle();
+             return nb::bytes(handle.data(), handle.size());
+           },
+           "What another process needs to open this memory.")
+      .def("unlink", [](const Memory&) {}, "CUDA IPC handles have no name to remove.");
+  m.def(
+      "allocate", [](int device, size_t bytes, bool) { return Memory{Slab::Allocate(device, bytes)}; },
+      nb::arg("device"), nb::arg("bytes"), nb::arg("shared"), "Allocates zeroed memory.");
+  m.def(
+      "open",
+      [](int device, nb::bytes handle, size_t) {
+        return Memory{Slab::Open(device, std::string(handle.c_str(), handle.size()))};
+      },
+      nb::arg("device"), nb::arg("handle"), nb::arg("bytes"), "Opens a peer's memory.");
+  m.def("enable_peer_access", &EnablePeerAccess, nb::arg("device"), nb::arg("peer"));
+  m.def(
+      "fill",
+      [](int device, uintptr_t address, int value, size_t bytes) {
+        Fill(device, reinterpret_cast<char*>(address), value, bytes);
+      },
+      nb::arg("device"), nb::arg("address"), nb::arg("value"), nb::arg("bytes"));
+  m.def(
+      "write_word",
+      [](int device, uintptr_t address, uint32_t value) {
+        WriteWord(device, reinterpret_cast<char*>(address), value);
+      },
+      nb::arg("device"), nb::arg("address"), nb::arg("value"));
+  m.def(
+      "read_word",
+      [](int device, uintptr_t address) {
+        return ReadWord(device, reinterpret_cast<char*>(address));
+      },
+      nb::arg("device"), nb::arg("address"));
+  m.def(
+      "load_kernels",
+      [](int device) {
+        CurrentDevice current(device);
+        ThrowIfError(LoadAllReduceKernels(), "loading the kernels");
+      },
+      nb::arg("device"));
+  m.def(
+      "pci_bus_id",
+      [](int device) {
+        char id[32];
+        ThrowIfError(cudaDeviceGetPCIBusId(id, sizeof(id), device), "reading a PCI bus id");
+        return std::string(id);
+      },
+      nb::arg("device"));
+  m.def("create_communicator", &CreateCommunicator, nb::arg("device_ids"), nb::arg("group_size"),
+        nb::arg("members"), nb::arg("half_bytes"), nb::arg("timeout_s"), nb::arg("memory"));
+  m.def(
+      "close",
+      [] {
+        for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().All()) {
+          communicator->closed = true;
+        }
+        Registry<DeviceCommunicator>::Get().Clear();
+      },
+      "Ends all communicators: programs that use them raise.");
+  m.def("failures", &Failures, "Failure records of kernels that have given up.");
+  m.def("fail", &Fail, nb::arg("message"), "Ends what waits; later calls fail with the message.");
+  m.def("handler_calls", [] { return device_handler_calls.load(); },
+        "How often XLA has called a handler in this process.");
+  m.def("registrations", &Registrations, "FFI targets: name to handlers by stage.");
+}
+
+}  // namespace jax_intranode

@@ -1,0 +1,135 @@
+// The Python module _host: slabs and groups on the CPU. It offers the same functions as _cuda.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <tuple>
+
+#include "ffi/psum_host.h"
+#include "host/segment.h"
+#include "kernels/memory.h"
+
+namespace nb = nanobind;
+
+namespace jax_intranode {
+namespace {
+
+// A slab, kept by Python and by the communicators that use it.
+struct Memory {
+  std::shared_ptr<Segment> segment;
+};
+
+// (device, number of its group, its rank in it, every rank's region)
+using Member = std::tuple<int64_t, int64_t, int, std::vector<uintptr_t>>;
+
+void CreateCommunicator(const std::vector<int64_t>& device_ids, int64_t group_size,
+                        const std::vector<Member>& members, size_t half_bytes, double timeout_s,
+                        const std::vector<Memory>& memory) {
+  const auto keep_alive = std::make_shared<std::vector<Memory>>(memory);
+  std::map<int64_t, std::vector<int>> local_ranks;
+  for (const auto& [device, group, rank, regions] : members) local_ranks[group].push_back(rank);
+  auto communicator = std::make_shared<HostCommunicator>();
+  std::map<int64_t, std::shared_ptr<HostGroup>> groups;
+  for (const auto& [device, group_number, rank, regions] : members) {
+    if (group_size > kMaxRanks || regions.size() != static_cast<size_t>(group_size)) {
+      throw std::invalid_argument("jax_intranode: a group of " + std::to_string(group_size) +
+                                  " ranks with " + std::to_string(regions.size()) + " regions");
+    }
+    auto& group = groups[group_number];
+    if (!group) {
+      Group layout{};
+      for (int64_t r = 0; r < group_size; ++r) layout.region[r] = reinterpret_cast<char*>(regions[r]);
+      layout.half_bytes = half_bytes;
+      layout.size = static_cast<int>(group_size);
+      std::vector<int>& ranks = local_ranks[group_number];
+      std::sort(ranks.begin(), ranks.end());
+      const auto first = device_ids.begin() + group_number * group_size;
+      group = std::make_shared<HostGroup>(
+          layout, ranks, std::vector<int64_t>(first, first + group_size),
+          std::chrono::nanoseconds(static_cast<int64_t>(timeout_s * 1e9)), keep_alive);
+    }
+    communicator->members[device] = {group, rank};
+  }
+  Registry<HostCommunicator>::Get().Add({device_ids, group_size}, std::move(communicator));
+}
+
+nb::dict Registrations() {
+  nb::dict psum;
+  psum["instantiate"] = nb::capsule(reinterpret_cast<void*>(PsumHostInstantiate));
+  psum["execute"] = nb::capsule(reinterpret_cast<void*>(PsumHost));
+  nb::dict all;
+  all["jax_intranode_psum"] = psum;
+  return all;
+}
+
+}  // namespace
+
+NB_MODULE(_host, m) {
+  m.doc() = "Slabs and groups of jax_intranode on the CPU.";
+  m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  m.attr("HEADER_BYTES") = kHeaderBytes;
+  m.attr("MAX_RANKS") = kMaxRanks;
+
+  nb::class_<Memory>(m, "Memory")
+      .def_prop_ro("address",
+                   [](const Memory& m) { return reinterpret_cast<uintptr_t>(m.segment->address()); })
+      .def("handle",
+           [](const Memory& m) { return nb::bytes(m.segment->name().data(), m.segment->name().size()); },
+           "What another process needs to open this memory.")
+      .def("unlink", [](const Memory& m) { m.segment->Unlink(); }, "Removes the name, once every peer has opened it.");
+  m.def(
+      "allocate",
+      [](int, size_t bytes, bool shared) {
+        return Memory{shared ? Segment::Create(bytes) : Segment::Private(bytes)};
+      },
+      nb::arg("device"), nb::arg("bytes"), nb::arg("shared"), "Allocates zeroed memory.");
+  m.def(
+      "open",
+      [](int, nb::bytes handle, size_t bytes) {
+        return Memory{Segment::Open(std::string(handle.c_str(), handle.size()), bytes)};
+      },
+      nb::arg("device"), nb::arg("handle"), nb::arg("bytes"), "Opens a peer's memory.");
+  m.def("enable_peer_access", [](int, int) {}, nb::arg("device"), nb::arg("peer"));
+  m.def(
+      "fill",
+      [](int, uintptr_t address, int value, size_t bytes) {
+        memset(reinterpret_cast<void*>(address), value, bytes);
+      },
+      nb::arg("device"), nb::arg("address"), nb::arg("value"), nb::arg("bytes"));
+  m.def(
+      "write_word",
+      [](int, uintptr_t address, uint32_t value) {
+        StoreWord(reinterpret_cast<uint32_t*>(address), value);
+      },
+      nb::arg("device"), nb::arg("address"), nb::arg("value"));
+  m.def(
+      "read_word",
+      [](int, uintptr_t address) { return LoadWord(reinterpret_cast<uint32_t*>(address)); },
+      nb::arg("device"), nb::arg("address"));
+  m.def("load_kernels", [](int) {}, nb::arg("device"));
+  m.def("create_communicator", &CreateCommunicator, nb::arg("device_ids"), nb::arg("group_size"),
+        nb::arg("members"), nb::arg("half_bytes"), nb::arg("timeout_s"), nb::arg("memory"));
+  m.def(
+      "close",
+      [] {
+        for (const auto& [partition, communicator] : Registry<HostCommunicator>::Get().All()) {
+          for (const auto& [device, member] : communicator->members) member.group->Fail(kShutDown);
+        }
+        Registry<HostCommunicator>::Get().Clear();
+      },
+      nb::call_guard<nb::gil_scoped_release>(),
+      "Ends all communicators: programs that use them raise.");
+  m.def(
+      "failures", [] { return nb::list(); },
+      "Failure records of kernels; on the CPU handlers return their errors themselves.");
+  m.def("handler_calls", [] { return host_handler_calls.load(); },
+        "How often XLA has called a handler in this process.");
+  m.def("registrations", &Registrations, "FFI targets: name to handlers by stage.");
+}
+
+}  // namespace jax_intranode

@@ -127,6 +127,8 @@ NB_MODULE(_host, m) {
   m.def(
       "failures", [] { return nb::list(); },
       "Failure records of kernels; on the CPU handlers return their errors themselves.");
+  m.def("begin_lowering", &BeginLowering,
+        "To be called when a call is lowered, by the thread that will compile the program.");
   m.def("handler_calls", [] { return host_handler_calls.load(); },
         "How often XLA has called a handler in this process.");
   m.def("registrations", &Registrations, "FFI targets: name to handlers by stage.");

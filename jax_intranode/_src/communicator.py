@@ -35,7 +35,7 @@ _PROTOCOL = 1
 
 # A slab: a page in which peers try their access, then regions.
 _PROBE_BYTES = 64 << 10
-_REGIONS = 4
+_REGIONS = 8
 
 _lock = threading.RLock()
 _meetings: dict[tuple[int, ...], "Meeting"] = {}

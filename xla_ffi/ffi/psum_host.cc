@@ -1,7 +1,6 @@
 #include "psum_host.h"
 
 #include <chrono>
-#include <set>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -18,32 +17,15 @@ uint64_t Fnv1a(std::string_view text, uint64_t hash = 0xCBF29CE484222325u) {
   return hash;
 }
 
-// The identity of a call site, alike in all processes: what the HLO says of it, and how many equal
-// ones exist (one lowered function can appear twice in a program). Programs are instantiated in
-// the same order in all processes; a number is free again when its executable is gone.
-class SiteNumbers {
- public:
-  static SiteNumbers& Get() {
-    static SiteNumbers* const numbers = new SiteNumbers;
-    return *numbers;
-  }
-  uint32_t Take(uint64_t description) {
-    std::lock_guard lock(mutex_);
-    std::set<uint32_t>& taken = taken_[description];
-    uint32_t number = 0;
-    while (taken.contains(number)) ++number;
-    taken.insert(number);
-    return number;
-  }
-  void Release(uint64_t description, uint32_t number) {
-    std::lock_guard lock(mutex_);
-    taken_[description].erase(number);
-  }
-
- private:
-  std::mutex mutex_;
-  std::map<uint64_t, std::set<uint32_t>> taken_;
-};
+// How many equal call sites (equal in what the HLO says of them) this thread has instantiated since
+// it last lowered a program.
+//
+// One lowered function can appear twice in a program, so a site's identity needs a number besides
+// its description, and all processes must give a site the same one. A program is instantiated in
+// the same order everywhere, by the thread that compiles it. Counting anew with each lowering makes
+// the number independent of what else a process has compiled, and of when executables are freed.
+// Sites of different programs may share an identity: a device runs one program after the other.
+thread_local std::map<uint64_t, uint32_t> equal_sites;
 
 // What instantiate leaves for execute.
 struct HostSite {
@@ -54,8 +36,7 @@ struct HostSite {
       : communicator(std::move(communicator)),
         algorithm(algorithm),
         description(description),
-        number(SiteNumbers::Get().Take(description)) {}
-  ~HostSite() { SiteNumbers::Get().Release(description, number); }
+        number(equal_sites[description]++) {}
 
   // Hash of the description and the number; never that of another site of the program.
   uint64_t identity() const {
@@ -124,6 +105,8 @@ ffi::Future Execute(int32_t device, HostSite* site, ffi::AnyBuffer x,
 }  // namespace
 
 std::atomic<uint64_t> host_handler_calls{0};
+
+void BeginLowering() { equal_sites.clear(); }
 
 XLA_FFI_Error* PsumHostInstantiate(XLA_FFI_CallFrame* frame) {
   RegisterStateType<HostSite>(frame->api, "jax_intranode_host_site");

@@ -22,6 +22,9 @@ struct HostCommunicator {
 
 extern std::atomic<uint64_t> host_handler_calls;
 
+// This thread lowers a call: a program that it will instantiate begins.
+void BeginLowering();
+
 XLA_FFI_Error* PsumHostInstantiate(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* PsumHost(XLA_FFI_CallFrame* frame);
 

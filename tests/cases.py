@@ -1,0 +1,583 @@
+"""What psum has to do: cases that run alike in one process and with one process a device.
+
+A case is a function that uses all devices of the program, or the first few of them, and raises if
+something is wrong. Results are compared on the devices of the own process only, bit by bit with
+the oracle (rank order, one rounding), or with what `jax.lax.psum` gives.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_intranode
+from jax_intranode._src import config, native
+from jax_intranode._src.ops.psum import selection
+
+FLOATS = ("float32", "bfloat16", "float16")
+DTYPES = (*FLOATS, "float64", "int8", "uint8", "int32", "uint32", "int64", "uint64")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A case, its name, and how many devices it takes."""
+
+    name: str
+    run: Callable[[], None]
+    devices: int
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(devices: int = 2, **parameters: Sequence[Any]) -> Callable[[Any], Any]:
+    """Adds a case for every combination of the parameters' values."""
+
+    def add(function: Any) -> Any:
+        combinations: list[dict[str, Any]] = [{}]
+        for name, values in parameters.items():
+            combinations = [{**c, name: value} for c in combinations for value in values]
+        for chosen in combinations:
+            name = "-".join([function.__name__, *(str(value) for value in chosen.values())])
+            takes = chosen.get("world", devices)
+            CASES[name] = Case(name, functools.partial(function, **chosen), takes)
+        return function
+
+    return add
+
+
+# Helpers.
+
+
+def make_mesh(
+    shape: Sequence[int], names: Sequence[str], order: Sequence[int] | None = None
+) -> Mesh:
+    devices = np.array(jax.devices()[: math.prod(shape)])
+    if order is not None:
+        devices = devices[list(order)]
+    return Mesh(devices.reshape(shape), tuple(names), axis_types=(AxisType.Auto,) * len(names))
+
+
+def line(world: int | None = None) -> Mesh:
+    """A mesh with one axis "x"."""
+    return make_mesh((world or len(jax.devices()),), ("x",))
+
+
+def takes_part(mesh: Mesh) -> bool:
+    return any(d.process_index == jax.process_index() for d in mesh.devices.flat)
+
+
+def put(mesh: Mesh, spec: P, value: np.ndarray) -> jax.Array:
+    return jax.make_array_from_callback(
+        value.shape, NamedSharding(mesh, spec), lambda index: value[index]
+    )
+
+
+def bits(value: np.ndarray) -> np.ndarray:
+    """The value's bits, with one NaN for all NaNs."""
+    value = np.ascontiguousarray(value)
+    if not np.issubdtype(value.dtype, np.integer):
+        value = np.where(np.isnan(value), np.array(np.nan, value.dtype), value)
+    return value.view(f"u{value.dtype.itemsize}")
+
+
+def check(result: jax.Array, expected: np.ndarray, *, exact: bool = True) -> None:
+    """Compares the shards that this process has."""
+    assert result.shape == expected.shape, (result.shape, expected.shape)
+    assert result.dtype == expected.dtype, (result.dtype, expected.dtype)
+    for shard in result.addressable_shards:
+        got, want = np.asarray(shard.data), expected[shard.index]
+        if exact:
+            different = bits(got) != bits(want)
+            assert not different.any(), (
+                f"device {shard.device.id}: {different.sum()} of {different.size} elements differ, "
+                f"first at {np.argwhere(different)[0]}: {got[different][0]}, not {want[different][0]}"
+            )
+        else:
+            np.testing.assert_allclose(
+                got.astype(np.float64), want.astype(np.float64), rtol=2e-5, atol=2e-5
+            )
+
+
+def random(dtype: str, shape: Sequence[int], seed: int = 0) -> np.ndarray:
+    generator = np.random.default_rng(seed)
+    kind = np.dtype(dtype)
+    if np.issubdtype(kind, np.integer):
+        info = np.iinfo(kind)
+        return generator.integers(info.min, info.max, shape, dtype=kind, endpoint=True)
+    return generator.uniform(-1, 1, shape).astype(kind)
+
+
+def oracle(parts: np.ndarray) -> np.ndarray:
+    """The sum over the first axis: in rank order, from rank 0's value, rounded once."""
+    dtype = parts.dtype
+    wide = np.float32 if dtype.name in FLOATS else dtype
+    total = parts[0].astype(wide)
+    with np.errstate(all="ignore"):
+        for part in parts[1:]:
+            total = total + part.astype(wide)
+        return total.astype(dtype)
+
+
+def everywhere(value: np.ndarray, world: int) -> np.ndarray:
+    """A value that every rank has, as the sharded result of them all."""
+    return np.concatenate([value[None]] * world)
+
+
+@contextlib.contextmanager
+def forced(algorithm: str) -> Iterator[None]:
+    """Uses an algorithm at all sizes."""
+    changed = dataclasses.replace(config.get(), algorithm=algorithm)
+    with mock.patch.object(config, "get", lambda: changed):
+        yield
+
+
+@contextlib.contextmanager
+def x64(dtype: str) -> Iterator[None]:
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", before or dtype in ("float64", "int64", "uint64"))
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+def sharded(f: Any, mesh: Mesh, in_specs: Any, out_specs: Any, check_vma: bool = False) -> Any:
+    return jax.shard_map(
+        f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
+    )
+
+
+def psum_of(parts: np.ndarray, mesh: Mesh, *, jit: bool = True) -> jax.Array:
+    """psum over "x" of parts[rank]; the result of every rank."""
+    f = sharded(lambda v: jax_intranode.psum(v, "x"), mesh, P("x"), P("x"))
+    return (jax.jit(f) if jit else f)(put(mesh, P("x"), parts))
+
+
+def check_psum(parts: np.ndarray, mesh: Mesh, algorithm: str) -> None:
+    with forced(algorithm):
+        chosen = selection(mesh, ("x",), (1, *parts.shape[1:]), parts.dtype)
+        assert chosen.algorithm == algorithm, chosen
+        result = psum_of(parts, mesh)
+    check(result, everywhere(oracle(parts), len(parts)))
+
+
+# Values.
+
+
+@case(
+    dtype=DTYPES,
+    algorithm=("one_shot", "two_shot"),
+)
+def every_dtype_and_count(dtype: str, algorithm: str) -> None:
+    mesh = line()
+    world = mesh.size
+    with x64(dtype):
+        for count in (1, 2, 7, 8, 9, 31, 1000, 2051):
+            check_psum(random(dtype, (world, count), count), mesh, algorithm)
+
+
+@case(world=(2, 3, 4, 5, 6, 7, 8), algorithm=("one_shot", "two_shot"))
+def every_world_size(world: int, algorithm: str) -> None:
+    mesh = line(world)
+    if takes_part(mesh):
+        for dtype, count in (("float32", 1023), ("bfloat16", 77), ("int32", 500)):
+            check_psum(random(dtype, (world, count), world), mesh, algorithm)
+
+
+@case(dtype=("float32", "bfloat16", "float16", "float64"), algorithm=("one_shot", "two_shot"))
+def special_values(dtype: str, algorithm: str) -> None:
+    mesh = line()
+    world = mesh.size
+    kind = np.dtype(dtype)
+    info = ml_dtypes.finfo(kind)
+    special = np.array(
+        [0.0, -0.0, np.inf, -np.inf, np.nan, info.max, info.min, info.tiny, info.eps, 1.0, -1.0],
+        kind,
+    )
+    unsigned = f"u{kind.itemsize}"
+    patterns = np.array([1, 2, 3], unsigned).view(kind)  # subnormals
+    ones = np.array([np.iinfo(unsigned).max], unsigned).view(kind)  # what an empty word looks like
+    values = np.concatenate([special, patterns, -patterns, ones])
+    generator = np.random.default_rng(3)
+    parts = values[generator.integers(0, len(values), (world, 257))]
+    parts[:, :3] = np.array(-0.0, kind)  # a sum of negative zeros is negative
+    parts[:, 3:6] = patterns
+    with x64(dtype):
+        check_psum(parts, mesh, algorithm)
+
+
+@case(algorithm=("one_shot", "two_shot"))
+def extreme_integers(algorithm: str) -> None:
+    mesh = line()
+    for dtype in ("int8", "int32", "uint32"):
+        info = np.iinfo(dtype)
+        values = np.array([info.min, info.max, 0, 1, info.max - 1], dtype)
+        values = np.concatenate([values, np.array([-1], np.int64).astype(dtype)])
+        generator = np.random.default_rng(4)
+        parts = values[generator.integers(0, len(values), (mesh.size, 301))]
+        check_psum(parts, mesh, algorithm)
+
+
+@case()
+def shapes() -> None:
+    mesh = line()
+    n = mesh.size
+    for shape in ((), (1,), (3, 5), (2, 3, 4), (0,), (4, 0)):
+        parts = random("float32", (n, *shape), 5)
+
+        def f(v: Any) -> Any:
+            return jax_intranode.psum(v[0], "x")[None]
+
+        result = jax.jit(sharded(f, mesh, P("x"), P("x")))(put(mesh, P("x"), parts))
+        check(result, everywhere(oracle(parts), n))
+
+
+@case()
+def same_bits_by_every_algorithm() -> None:
+    mesh = line()
+    parts = random("bfloat16", (mesh.size, 1001), 6) * 100
+    results = []
+    for algorithm in ("one_shot", "two_shot"):
+        with forced(algorithm):
+            for jit in (True, False):
+                results.append(psum_of(parts, mesh, jit=jit))
+    for result in results:
+        check(result, everywhere(oracle(parts), mesh.size))
+
+
+# Groups.
+
+
+@case(devices=4)
+def groups_of_a_two_axis_mesh() -> None:
+    n = len(jax.devices()) // 2 * 2
+    mesh = make_mesh((2, n // 2), ("d", "t"))
+    parts = random("float32", (2, n // 2, 130), 7)
+
+    def f(v: Any) -> Any:
+        psum = jax_intranode.psum
+        return psum(v, "t"), psum(v, "d"), psum(v, ("d", "t")), psum(v, ("t", "d"))
+
+    specs = (P("d", "t"),) * 4
+    results = jax.jit(sharded(f, mesh, P("d", "t"), specs))(put(mesh, P("d", "t"), parts))
+    over_t = np.stack([oracle(parts[i]) for i in range(2)])[:, None]
+    over_d = oracle(parts)[None]
+    row_major = oracle(parts.reshape(n, -1))
+    column_major = oracle(parts.transpose(1, 0, 2).reshape(n, -1))
+    expected = (over_t, over_d, row_major, column_major)
+    for result, want in zip(results, expected, strict=True):
+        check(result, np.broadcast_to(want, parts.shape))
+
+
+@case(devices=4, seed=(0, 1))
+def permuted_devices(seed: int) -> None:
+    n = len(jax.devices())
+    order = np.random.default_rng(seed).permutation(n)
+    mesh = make_mesh((n,), ("x",), order)
+    check_psum(random("float32", (n, 99), seed), mesh, "one_shot")
+    check_psum(random("float32", (n, 99), seed), mesh, "two_shot")
+
+
+@case()
+def device_order_changed_after_tracing() -> None:
+    n = len(jax.devices())
+
+    @jax.jit
+    def f(v: Any) -> Any:
+        body = jax.shard_map(
+            lambda w: jax_intranode.psum(w, "x"), in_specs=P("x"), out_specs=P("x"), check_vma=False
+        )
+        return body(v)
+
+    # Rounding shows the order of the ranks.
+    parts = random("float32", (n, 200), 8)
+    for order in (range(n), range(n)[::-1]):
+        mesh = make_mesh((n,), ("x",), list(order))
+        with jax.set_mesh(mesh):
+            check(f(put(mesh, P("x"), parts)), everywhere(oracle(parts), n))
+
+
+# Transformations, against lax.
+
+
+def transformed(psum: Any, mesh: Mesh, check_vma: bool) -> dict[str, Any]:
+    """Functions of (x, w) that use psum in many ways."""
+    x_spec, w_spec = P(None, "x"), P("x", None)
+
+    def layer(x: Any, w: Any) -> Any:
+        return psum(jnp.tanh(x @ w), "x")
+
+    smap = functools.partial(sharded, mesh=mesh, check_vma=check_vma)
+    replicated = functools.partial(smap, in_specs=(x_spec, w_spec), out_specs=P())
+
+    def total(f: Any) -> Any:
+        return lambda x, w: (f(x, w) ** 2).sum()
+
+    def scanned(x: Any, w: Any) -> Any:
+        def step(carry: Any, _: Any) -> Any:
+            y = psum(jnp.tanh(carry @ w), "x")
+            return carry + 0.1 * y @ w.T, y
+
+        return lax.scan(step, x, None, length=3)[1].sum(0)
+
+    def conditional(x: Any, w: Any) -> Any:
+        return lax.cond(w.shape[0] > 0, lambda: psum(x @ w, "x"), lambda: psum(x @ w * 2, "x"))
+
+    def runtime_conditional(x: Any, w: Any) -> Any:
+        flag = psum(jnp.sum(x * x), "x") > 0
+        return lax.cond(flag, lambda: psum(x @ w, "x"), lambda: psum(x @ w * 2, "x"))
+
+    def inner_gradient(x: Any, w: Any) -> Any:
+        value, gradient = jax.value_and_grad(lambda v: (layer(v, w) ** 2).sum())(x)
+        return psum(gradient @ w, "x") + value
+
+    def batched(x: Any, w: Any) -> Any:
+        return jax.vmap(lambda row: psum(row @ w, "x"))(x)
+
+    def tree(x: Any, w: Any) -> Any:
+        a, b = psum({"a": x @ w, "b": (x.sum(),)}, "x").values()
+        return a + b[0]
+
+    def replicated_operand(x: Any, w: Any) -> Any:
+        return psum(jnp.full((4,), x.shape[0], x.dtype), "x") + psum(w.sum() * x.sum(), "x")
+
+    functions = {
+        "forward": replicated(layer),
+        "scan": replicated(scanned),
+        "cond": replicated(conditional),
+        "runtime_cond": replicated(runtime_conditional),
+        "remat": replicated(jax.checkpoint(layer)),
+        "vmap": replicated(batched),
+        "tree": replicated(tree),
+        "nested_jit": replicated(jax.jit(layer)),
+        "replicated_operand": replicated(replicated_operand),
+        "inner_gradient": replicated(inner_gradient),
+    }
+    for name in ("forward", "scan", "remat", "vmap", "tree", "nested_jit"):
+        functions[f"grad_{name}"] = jax.grad(total(functions[name]), argnums=(0, 1))
+    functions["value_and_grad"] = jax.value_and_grad(total(functions["forward"]), argnums=1)
+    functions["jvp"] = lambda x, w: jax.jvp(functions["forward"], (x, w), (w.T @ w @ w.T, w))
+    functions["hessian_vector"] = lambda x, w: jax.jvp(
+        jax.grad(total(functions["forward"])), (x, w), (x, w)
+    )
+    functions["vmap_of_grad"] = jax.vmap(
+        lambda x, w: jax.grad(total(functions["forward"]))(x, w), in_axes=(None, 0)
+    )
+    return functions
+
+
+TRANSFORMED = (
+    "forward", "scan", "cond", "runtime_cond", "remat", "vmap", "tree", "nested_jit",
+    "replicated_operand", "inner_gradient", "grad_forward", "grad_scan", "grad_remat", "grad_vmap",
+    "grad_tree", "grad_nested_jit", "value_and_grad", "jvp", "hessian_vector", "vmap_of_grad",
+)
+
+
+@case(name=TRANSFORMED, check_vma=(True, False))
+def like_lax(name: str, check_vma: bool) -> None:
+    mesh = line()
+    n = mesh.size
+    x, w = random("float32", (4, 4 * n), 9), random("float32", (4 * n, 4), 10)
+    shared = [put(mesh, P(None, "x"), x), put(mesh, P("x", None), w)]
+    if name == "vmap_of_grad":
+        shared[1] = put(mesh, P(None, "x", None), np.stack([w, 2 * w]))
+    before = native.handler_calls()
+    ours = jax.jit(transformed(jax_intranode.psum, mesh, check_vma)[name])(*shared)
+    jax.block_until_ready(ours)
+    assert native.handler_calls() > before, "our psum did not run"
+    theirs = jax.jit(transformed(lax.psum, mesh, check_vma)[name])(*shared)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        for p, q in zip(a.addressable_shards, b.addressable_shards, strict=True):
+            np.testing.assert_allclose(p.data, q.data, rtol=1e-4, atol=1e-4)
+
+
+@case()
+def what_is_not_ours_is_lax() -> None:
+    mesh = line()
+    n = mesh.size
+
+    def f(v: Any) -> Any:
+        assert jax_intranode.psum(1, "x") == n and type(jax_intranode.psum(1, "x")) is int
+        groups = [[0], list(range(1, n))]
+        return (
+            jax_intranode.psum(v > 0, "x"),
+            jax_intranode.psum(v.astype(jnp.complex64), "x"),
+            jax_intranode.psum(v.astype(jnp.int16), "x"),
+            jax_intranode.psum(v, "x", axis_index_groups=groups) if n == 2 else v,
+        )
+
+    parts = random("float32", (n, 20), 11)
+    before = native.handler_calls()
+    positive, complex_, short, _ = jax.jit(sharded(f, mesh, P("x"), (P("x"),) * 4))(
+        put(mesh, P("x"), parts)
+    )
+    jax.block_until_ready(short)
+    assert native.handler_calls() == before
+    check(positive, everywhere((parts > 0).sum(0, dtype=np.int32), n))
+    assert complex_.dtype == jnp.complex64
+
+
+# Order, overlap, replay.
+
+
+@case()
+def back_to_back() -> None:
+    """Calls of alternating sizes, types and algorithms, without a pause between them."""
+    mesh = line()
+    n = mesh.size
+    generator = np.random.default_rng(12)
+    programs, inputs, wants = [], [], []
+    for k in range(6):
+        kinds = generator.choice(["float32", "bfloat16", "int32", "int8", "float16"], 8)
+        parts = [random(d, (n, int(generator.integers(1, 5000))), k) for d in kinds]
+        with forced("one_shot" if k % 2 else "two_shot"):
+            f = sharded(
+                lambda *vs: tuple(jax_intranode.psum(v, "x") for v in vs), mesh, P("x"), P("x")
+            )
+            arrays = [put(mesh, P("x"), p) for p in parts]
+            programs.append(jax.jit(f).lower(*arrays).compile())
+        inputs.append(arrays)
+        wants.append([everywhere(oracle(p), n) for p in parts])
+    # More than 32 executions in flight on 8 CPU devices hang XLA itself, lax.psum as well.
+    for _ in range(4):
+        order = [k for _ in range(4) for k in generator.permutation(6)]
+        results = [(k, programs[k](*inputs[k])) for k in order]
+        for k, result in results:
+            for got, want in zip(result, wants[k], strict=True):
+                check(got, want)
+
+
+@case()
+def chain_with_delays() -> None:
+    """Each rank in turn is late; every call feeds the next one."""
+    mesh = line()
+    n = mesh.size
+
+    def f(v: Any) -> Any:
+        rank = lax.axis_index("x")
+
+        def step(carry: Any, k: Any) -> Any:
+            loops = jnp.where(k % n == rank, 3000, 0)
+            late = lax.fori_loop(0, loops, lambda i, s: jnp.sin(s + i), carry[0, 0] * 0.0 + 0.5)
+            carry = carry + 0 * late.astype(carry.dtype)
+            total = jax_intranode.psum(carry + rank.astype(carry.dtype), "x")
+            return total % 1000, total
+
+        return lax.scan(step, v, jnp.arange(4 * n))[1]
+
+    parts = random("uint32", (n, 300), 13).astype(np.float32) // 2**20
+    result = jax.jit(sharded(f, mesh, P("x"), P(None, "x")))(put(mesh, P("x"), parts))
+    carry, want = parts, []
+    ranks = np.arange(n, dtype=np.float32)[:, None]
+    for _ in range(4 * n):
+        total = everywhere(oracle(carry + ranks), n)
+        want.append(total)
+        carry = total % 1000
+    check(result, np.stack(want))
+
+
+@case(devices=2, world=(2, 4, 8))
+def independent_calls_of_unequal_cost(world: int) -> None:
+    """12 calls that may start in any order, on each device in another one."""
+    mesh = line(world)
+    if not takes_part(mesh):
+        return
+
+    def f(x: Any, *ws: Any) -> Any:
+        total = 0.0
+        for w in ws:
+            total += jax_intranode.psum(jnp.tanh(x @ w) @ w.T, "x")
+        return total
+
+    sizes = np.random.default_rng(14).permutation(
+        [8, 16, 64, 128, 256, 512, 8, 700, 300, 32, 1024, 48]
+    )
+    x = put(mesh, P("x"), random("float32", (16 * world, 128), 15))
+    ws = [put(mesh, P(), random("float32", (128, int(s)), int(s)) * 0.1) for s in sizes]
+    ours = jax.jit(sharded(f, mesh, (P("x"), *(P() for _ in ws)), P("x")))
+    for _ in range(3):
+        result = ours(x, *ws)
+    with mock.patch.object(jax_intranode, "psum", lax.psum):
+        theirs = jax.jit(sharded(lambda *a: f(*a), mesh, (P("x"), *(P() for _ in ws)), P("x")))(
+            x, *ws
+        )
+    for a, b in zip(result.addressable_shards, theirs.addressable_shards, strict=True):
+        np.testing.assert_allclose(a.data, b.data, rtol=1e-3, atol=1e-3)
+
+
+@case()
+def replay_and_eager() -> None:
+    """XLA replays a program's graph on GPUs: the handlers are not called, the results right."""
+    mesh = line()
+    n = mesh.size
+    parts = random("float32", (n, 700), 16)
+    step = np.float32(1 / 64)
+
+    def f(v: Any) -> Any:
+        for _ in range(8):
+            v = jax_intranode.psum(v, "x") * step
+        return v
+
+    program = jax.jit(sharded(f, mesh, P("x"), P("x")))
+    value = put(mesh, P("x"), parts)
+    want = parts
+    for _ in range(8):
+        want = everywhere(oracle(want) * step, n)
+    counts = []
+    for _ in range(12):
+        jax.block_until_ready(result := program(value))
+        check(result, want)
+        del result
+        counts.append(native.handler_calls())
+    if jax.devices()[0].platform == "gpu":
+        assert counts[-1] == counts[-4], f"handlers are still called: {counts}"
+    for _ in range(3):  # eager calls among replayed ones
+        check(psum_of(parts, mesh, jit=False), everywhere(oracle(parts), n))
+        check(program(value), want)
+
+
+@case()
+def donated_input() -> None:
+    mesh = line()
+    n = mesh.size
+    parts = random("float32", (n, 512), 17)
+    f = jax.jit(
+        sharded(lambda v: jax_intranode.psum(v, "x") * 2, mesh, P("x"), P("x")), donate_argnums=0
+    )
+    for _ in range(5):
+        result = f(put(mesh, P("x"), parts))
+        check(result, everywhere(oracle(parts) * 2, n))
+        result.delete()
+
+
+@case()
+def beside_lax() -> None:
+    """Our call and lax's collectives on the same data, in one program."""
+    mesh = line()
+    n = mesh.size
+    parts = random("float32", (n, 640), 18)
+
+    def f(v: Any) -> Any:
+        a = jax_intranode.psum(v, "x")
+        gathered = lax.all_gather(a, "x")
+        b = jax_intranode.psum(v, "x") - lax.psum(v, "x")
+        return a + gathered.mean(0) * 0, jnp.abs(b)
+
+    program = jax.jit(sharded(f, mesh, P("x"), P("x")))
+    for _ in range(5):
+        total, difference = program(put(mesh, P("x"), parts))
+        check(total, everywhere(oracle(parts), n))
+        check(difference, np.zeros_like(parts), exact=False)

@@ -1,0 +1,25 @@
+"""What a test may ask of the machine."""
+
+import os
+
+import jax
+import pytest
+
+REQUIRED_GPUS = int(os.environ.get("JAX_INTRANODE_REQUIRE_GPUS", "0"))
+
+
+def need_devices(count: int) -> None:
+    """Skips the test where there are fewer devices.
+
+    Fails instead where JAX_INTRANODE_REQUIRE_GPUS promises as many.
+    """
+    found = len(jax.devices())
+    if found < count:
+        skip_or_fail = pytest.fail if count <= REQUIRED_GPUS else pytest.skip
+        skip_or_fail(f"needs {count} devices; JAX sees {found}")
+
+
+def need_gpus() -> None:
+    """Skips the test where there is no GPU; fails instead where GPUs are required."""
+    if jax.devices()[0].platform != "gpu":
+        (pytest.fail if REQUIRED_GPUS else pytest.skip)("needs GPUs; JAX sees none")

@@ -1,0 +1,63 @@
+"""Runs functions of the test files in one process a device."""
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jax_intranode._src import launcher
+
+_MAIN = Path(__file__).with_name("rank_main.py")
+
+
+def run_in_ranks(
+    function: Callable[..., Any],
+    world: int,
+    log_dir: Path,
+    *,
+    timeout_s: float = 120,
+    env: Mapping[str, str] | Sequence[Mapping[str, str]] = (),
+    arguments: Sequence[Any] = (),
+) -> list[str]:
+    """Calls a module-level function in `world` processes, each with one device.
+
+    Args:
+        function: is imported by the ranks from its file.
+        world: number of processes.
+        log_dir: gets a log a rank.
+        timeout_s: after which all of them are ended.
+        env: more environment variables, for all ranks or for each.
+        arguments: for the function; JSON.
+
+    Returns:
+        What each rank printed.
+
+    Raises:
+        launcher.RankError: a rank failed; the first failure's text comes first.
+    """
+    log_dir.mkdir(parents=True, exist_ok=True)
+    port = launcher.free_port()
+    platform = jax.devices()[0].platform
+    environments = []
+    for rank in range(world):
+        extra = env if isinstance(env, Mapping) else (env[rank] if env else {})
+        # The parent's own JAX holds most of a GPU's memory.
+        memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if platform == "gpu" else {}
+        environments.append({**launcher.rank_env(rank, world, port), **memory, **extra})
+    command = [
+        sys.executable, str(_MAIN), platform, function.__code__.co_filename, function.__name__,
+        json.dumps(list(arguments)),
+    ]  # fmt: skip
+    launcher.run_ranks([command] * world, timeout_s=timeout_s, log_dir=log_dir, env=environments)
+    return [(log_dir / f"rank{rank}.log").read_text() for rank in range(world)]
+
+
+def worlds() -> list[int]:
+    """World sizes to test: 2 and 4 on the CPU, 2 and all on GPUs."""
+    devices = len(jax.devices())
+    if jax.devices()[0].platform == "gpu":
+        return sorted({2, devices} & set(range(2, devices + 1)))
+    return [2, 4]

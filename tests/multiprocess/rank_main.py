@@ -1,0 +1,31 @@
+"""What a rank runs: connects, imports a file, calls one of its functions."""
+
+import importlib.util
+import json
+import sys
+import traceback
+from pathlib import Path
+
+
+def main() -> None:
+    platform, file, name, arguments = sys.argv[1:]
+    sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
+    from jax_intranode._src import launcher
+
+    launcher.connect(platform)
+    spec = importlib.util.spec_from_file_location("rank_module", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    getattr(module, name)(*json.loads(arguments))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        import os
+
+        os._exit(1)  # an orderly exit would wait for the other ranks

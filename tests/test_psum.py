@@ -1,0 +1,91 @@
+"""psum in one process that has all devices."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import cases
+import jax_intranode
+from devices import need_devices
+from jax_intranode._src.ops.psum import selection
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_case(name: str) -> None:
+    case = cases.CASES[name]
+    need_devices(case.devices)
+    case.run()
+
+
+def test_unbound_axis_is_laxs_error() -> None:
+    with pytest.raises(NameError, match="unbound axis name: nowhere"):
+        jax_intranode.psum(jnp.ones(3), "nowhere")
+
+
+def lowered(psum: object, mesh: jax.sharding.Mesh, shape: tuple[int, ...], **kwargs: object) -> str:
+    """The HLO that XLA runs for a psum over "x"."""
+    f = jax.shard_map(
+        lambda v: psum(v, "x"), mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False,
+        **kwargs,
+    )  # fmt: skip
+    return jax.jit(f).lower(jnp.zeros(shape)).compile().as_text()
+
+
+def test_our_call_is_in_the_program_and_laxs_is_not() -> None:
+    text = lowered(jax_intranode.psum, cases.line(), (len(jax.devices()), 100))
+    assert "jax_intranode_psum" in text
+    assert "all-reduce" not in text
+
+
+def test_large_arrays_lower_to_lax() -> None:
+    n = len(jax.devices())
+    text = lowered(jax_intranode.psum, cases.line(), (n, 64 << 20))
+    assert "jax_intranode_psum" not in text
+    assert "all-reduce" in text
+    assert "faster than lax" in selection(cases.line(), ("x",), (1, 64 << 20), "float32").reason
+
+
+def test_partly_manual_mesh_is_not_gathered() -> None:
+    need_devices(4)
+    n = len(jax.devices()) // 2
+    mesh = cases.make_mesh((2, n), ("auto", "x"))
+    f = jax.shard_map(
+        lambda v: jax_intranode.psum(v, "x"),
+        mesh=mesh,
+        in_specs=P(None, "x"),
+        out_specs=P(),
+        axis_names={"x"},
+    )
+    argument = jax.ShapeDtypeStruct(
+        (8, 16 * n), jnp.float32, sharding=jax.NamedSharding(mesh, P("auto", "x"))
+    )
+    text = jax.jit(f).lower(argument).compile().as_text()
+    assert "all-gather" not in text
+    assert "all-reduce" in text
+
+
+def test_export_lowers_to_lax() -> None:
+    mesh = cases.line()
+    f = jax.shard_map(lambda v: jax_intranode.psum(v, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())
+    exported = jax.export.export(jax.jit(f))(jnp.ones((len(jax.devices()), 3)))
+    assert "@jax_intranode_psum" not in exported.mlir_module()
+    assert "all_reduce" in exported.mlir_module()
+
+
+def test_vmapped_axis_name() -> None:
+    x = jnp.arange(12.0).reshape(3, 4)
+    got = jax.vmap(lambda v: jax_intranode.psum(v, "i"), axis_name="i")(x)
+    assert (got == lax.psum(x, ()) * 0 + x.sum(0)).all()
+
+
+def test_explicit_axes() -> None:
+    n = len(jax.devices())
+    mesh = jax.make_mesh((n,), ("x",), axis_types=(AxisType.Explicit,))
+    x = jax.device_put(jnp.arange(4.0 * n), jax.NamedSharding(mesh, P("x")))
+    f = jax.shard_map(lambda v: jax_intranode.psum(v, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())
+    with jax.set_mesh(mesh):
+        got = jax.jit(f)(x)
+    assert (got == x.reshape(n, 4).sum(0)).all()

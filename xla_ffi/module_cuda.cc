@@ -17,7 +17,7 @@ namespace jax_intranode {
 namespace {
 
 // A slab, kept by Python and by the communicators that use it.
-struct Memory {
+struct DeviceMemory {
   std::shared_ptr<Slab> slab;
 };
 
@@ -36,9 +36,9 @@ FailureRecord* NewFailureRecord() {
 
 void CreateCommunicator(const std::vector<int64_t>& device_ids, int64_t group_size,
                         const std::vector<Member>& members, size_t half_bytes, double timeout_s,
-                        const std::vector<Memory>& memory) {
+                        const std::vector<DeviceMemory>& memory) {
   auto communicator = std::make_shared<DeviceCommunicator>();
-  communicator->memory = std::make_shared<std::vector<Memory>>(memory);
+  communicator->memory = std::make_shared<std::vector<DeviceMemory>>(memory);
   for (const auto& [device, group_number, rank, regions] : members) {
     if (group_size > kMaxRanks || regions.size() != static_cast<size_t>(group_size)) {
       throw std::invalid_argument("jax_intranode: a group of " + std::to_string(group_size) +
@@ -109,22 +109,22 @@ NB_MODULE(_cuda, m) {
   m.attr("MAX_RANKS") = kMaxRanks;
   m.attr("CUDA_VERSION") = CUDART_VERSION;
 
-  nb::class_<Memory>(m, "Memory")
-      .def_prop_ro("address", [](const Memory& m) { return reinterpret_cast<uintptr_t>(m.slab->address()); })
+  nb::class_<DeviceMemory>(m, "Memory")
+      .def_prop_ro("address", [](const DeviceMemory& m) { return reinterpret_cast<uintptr_t>(m.slab->address()); })
       .def("handle",
-           [](const Memory& m) {
+           [](const DeviceMemory& m) {
              const std::string handle = m.slab->Handle();
              return nb::bytes(handle.data(), handle.size());
            },
            "What another process needs to open this memory.")
-      .def("unlink", [](const Memory&) {}, "CUDA IPC handles have no name to remove.");
+      .def("unlink", [](const DeviceMemory&) {}, "CUDA IPC handles have no name to remove.");
   m.def(
-      "allocate", [](int device, size_t bytes, bool) { return Memory{Slab::Allocate(device, bytes)}; },
+      "allocate", [](int device, size_t bytes, bool) { return DeviceMemory{Slab::Allocate(device, bytes)}; },
       nb::arg("device"), nb::arg("bytes"), nb::arg("shared"), "Allocates zeroed memory.");
   m.def(
       "open",
       [](int device, nb::bytes handle, size_t) {
-        return Memory{Slab::Open(device, std::string(handle.c_str(), handle.size()))};
+        return DeviceMemory{Slab::Open(device, std::string(handle.c_str(), handle.size()))};
       },
       nb::arg("device"), nb::arg("handle"), nb::arg("bytes"), "Opens a peer's memory.");
   m.def("enable_peer_access", &EnablePeerAccess, nb::arg("device"), nb::arg("peer"));

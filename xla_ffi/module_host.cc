@@ -20,7 +20,7 @@ namespace jax_intranode {
 namespace {
 
 // A slab, kept by Python and by the communicators that use it.
-struct Memory {
+struct HostMemory {
   std::shared_ptr<Segment> segment;
 };
 
@@ -29,8 +29,8 @@ using Member = std::tuple<int64_t, int64_t, int, std::vector<uintptr_t>>;
 
 void CreateCommunicator(const std::vector<int64_t>& device_ids, int64_t group_size,
                         const std::vector<Member>& members, size_t half_bytes, double timeout_s,
-                        const std::vector<Memory>& memory) {
-  const auto keep_alive = std::make_shared<std::vector<Memory>>(memory);
+                        const std::vector<HostMemory>& memory) {
+  const auto keep_alive = std::make_shared<std::vector<HostMemory>>(memory);
   std::map<int64_t, std::vector<int>> local_ranks;
   for (const auto& [device, group, rank, regions] : members) local_ranks[group].push_back(rank);
   auto communicator = std::make_shared<HostCommunicator>();
@@ -75,23 +75,23 @@ NB_MODULE(_host, m) {
   m.attr("HEADER_BYTES") = kHeaderBytes;
   m.attr("MAX_RANKS") = kMaxRanks;
 
-  nb::class_<Memory>(m, "Memory")
+  nb::class_<HostMemory>(m, "Memory")
       .def_prop_ro("address",
-                   [](const Memory& m) { return reinterpret_cast<uintptr_t>(m.segment->address()); })
+                   [](const HostMemory& m) { return reinterpret_cast<uintptr_t>(m.segment->address()); })
       .def("handle",
-           [](const Memory& m) { return nb::bytes(m.segment->name().data(), m.segment->name().size()); },
+           [](const HostMemory& m) { return nb::bytes(m.segment->name().data(), m.segment->name().size()); },
            "What another process needs to open this memory.")
-      .def("unlink", [](const Memory& m) { m.segment->Unlink(); }, "Removes the name, once every peer has opened it.");
+      .def("unlink", [](const HostMemory& m) { m.segment->Unlink(); }, "Removes the name, once every peer has opened it.");
   m.def(
       "allocate",
       [](int, size_t bytes, bool shared) {
-        return Memory{shared ? Segment::Create(bytes) : Segment::Private(bytes)};
+        return HostMemory{shared ? Segment::Create(bytes) : Segment::Private(bytes)};
       },
       nb::arg("device"), nb::arg("bytes"), nb::arg("shared"), "Allocates zeroed memory.");
   m.def(
       "open",
       [](int, nb::bytes handle, size_t bytes) {
-        return Memory{Segment::Open(std::string(handle.c_str(), handle.size()), bytes)};
+        return HostMemory{Segment::Open(std::string(handle.c_str(), handle.size()), bytes)};
       },
       nb::arg("device"), nb::arg("handle"), nb::arg("bytes"), "Opens a peer's memory.");
   m.def("enable_peer_access", [](int, int) {}, nb::arg("device"), nb::arg("peer"));
@@ -127,8 +127,7 @@ NB_MODULE(_host, m) {
   m.def(
       "failures", [] { return nb::list(); },
       "Failure records of kernels; on the CPU handlers return their errors themselves.");
-  m.def("begin_lowering", &BeginLowering,
-        "To be called when a call is lowered, by the thread that will compile the program.");
+  m.def("end_compilation", &EndCompilation, "To be called whenever a program has been compiled.");
   m.def("handler_calls", [] { return host_handler_calls.load(); },
         "How often XLA has called a handler in this process.");
   m.def("registrations", &Registrations, "FFI targets: name to handlers by stage.");

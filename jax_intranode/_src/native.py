@@ -65,6 +65,15 @@ def _load() -> dict[str, ModuleType]:
 _modules = _load()
 
 
+def _on_duration(event: str, duration_s: float, **details: Any) -> None:
+    # CPU call sites are numbered anew in each program (xla_ffi/ffi/psum_host.cc).
+    if event == "/jax/core/compile/backend_compile_duration":
+        _modules["cpu"].end_compilation()
+
+
+jax.monitoring.register_event_duration_secs_listener(_on_duration)
+
+
 @functools.cache
 def module(platform: str) -> Any:
     """The native module for a device platform ("cpu" or "gpu"); None if it was not built."""

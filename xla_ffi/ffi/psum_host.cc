@@ -17,15 +17,34 @@ uint64_t Fnv1a(std::string_view text, uint64_t hash = 0xCBF29CE484222325u) {
   return hash;
 }
 
-// How many equal call sites (equal in what the HLO says of them) this thread has instantiated since
-// it last lowered a program.
+// How many equal call sites (equal in what the HLO says of them) have been instantiated since the
+// last compilation ended.
 //
 // One lowered function can appear twice in a program, so a site's identity needs a number besides
 // its description, and all processes must give a site the same one. A program is instantiated in
-// the same order everywhere, by the thread that compiles it. Counting anew with each lowering makes
-// the number independent of what else a process has compiled, and of when executables are freed.
-// Sites of different programs may share an identity: a device runs one program after the other.
-thread_local std::map<uint64_t, uint32_t> equal_sites;
+// the same order everywhere. Counting anew for each program makes the number independent of what
+// else a process has compiled, and of when executables are freed. Sites of different programs may
+// share an identity: a device runs one program after the other. Programs have to be compiled one at
+// a time, as processes that must do the same in the same order do.
+class SiteNumbers {
+ public:
+  static SiteNumbers& Get() {
+    static SiteNumbers* const numbers = new SiteNumbers;
+    return *numbers;
+  }
+  uint32_t Take(uint64_t description) {
+    std::lock_guard lock(mutex_);
+    return taken_[description]++;
+  }
+  void Restart() {
+    std::lock_guard lock(mutex_);
+    taken_.clear();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<uint64_t, uint32_t> taken_;
+};
 
 // What instantiate leaves for execute.
 struct HostSite {
@@ -36,7 +55,7 @@ struct HostSite {
       : communicator(std::move(communicator)),
         algorithm(algorithm),
         description(description),
-        number(equal_sites[description]++) {}
+        number(SiteNumbers::Get().Take(description)) {}
 
   // Hash of the description and the number; never that of another site of the program.
   uint64_t identity() const {
@@ -106,7 +125,7 @@ ffi::Future Execute(int32_t device, HostSite* site, ffi::AnyBuffer x,
 
 std::atomic<uint64_t> host_handler_calls{0};
 
-void BeginLowering() { equal_sites.clear(); }
+void EndCompilation() { SiteNumbers::Get().Restart(); }
 
 XLA_FFI_Error* PsumHostInstantiate(XLA_FFI_CallFrame* frame) {
   RegisterStateType<HostSite>(frame->api, "jax_intranode_host_site");

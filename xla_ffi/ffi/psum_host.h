@@ -22,8 +22,8 @@ struct HostCommunicator {
 
 extern std::atomic<uint64_t> host_handler_calls;
 
-// This thread lowers a call: a program that it will instantiate begins.
-void BeginLowering();
+// A program has been compiled: what is instantiated from now on belongs to another one.
+void EndCompilation();
 
 XLA_FFI_Error* PsumHostInstantiate(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* PsumHost(XLA_FFI_CallFrame* frame);

@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_intranode._src import communicator, compat, config, native, select
+from jax_intranode._src import communicator, compat, config, select
 
 # The primitive. `axes` are names of manual mesh axes. With `invariant` the result does not vary over
 # them (check_vma=True); lax has a primitive for each of the two cases.
@@ -144,7 +144,6 @@ def _lower(ctx: Any, x: Any, *, axes: tuple[str, ...], invariant: bool) -> Any:
         attributes |= {"blocks": np.int32(selected.blocks), "threads": np.int32(selected.threads)}
     else:
         # Tells call sites apart; alike in all processes.
-        native.module("cpu").begin_lowering()
         attributes["site"] = f"{compat.lowering_program_name(ctx)} {aval.str_short()}"
     return jax.ffi.ffi_lowering("jax_intranode_psum")(ctx, x, **attributes)
 

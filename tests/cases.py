@@ -102,7 +102,8 @@ def check(result: jax.Array, expected: np.ndarray, *, exact: bool = True) -> Non
             different = bits(got) != bits(want)
             assert not different.any(), (
                 f"device {shard.device.id}: {different.sum()} of {different.size} elements differ, "
-                f"first at {np.argwhere(different)[0]}: {got[different][0]}, not {want[different][0]}"
+                f"the first at {np.argwhere(different)[0]}: {got[different][0]}, "
+                f"not {want[different][0]}"
             )
         else:
             np.testing.assert_allclose(
@@ -154,9 +155,7 @@ def x64(dtype: str) -> Iterator[None]:
 
 
 def sharded(f: Any, mesh: Mesh, in_specs: Any, out_specs: Any, check_vma: bool = False) -> Any:
-    return jax.shard_map(
-        f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
-    )
+    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
 
 def psum_of(parts: np.ndarray, mesh: Mesh, *, jit: bool = True) -> jax.Array:
@@ -379,9 +378,26 @@ def transformed(psum: Any, mesh: Mesh, check_vma: bool) -> dict[str, Any]:
 
 
 TRANSFORMED = (
-    "forward", "scan", "cond", "runtime_cond", "remat", "vmap", "tree", "nested_jit",
-    "replicated_operand", "inner_gradient", "grad_forward", "grad_scan", "grad_remat", "grad_vmap",
-    "grad_tree", "grad_nested_jit", "value_and_grad", "jvp", "hessian_vector", "vmap_of_grad",
+    "forward",
+    "scan",
+    "cond",
+    "runtime_cond",
+    "remat",
+    "vmap",
+    "tree",
+    "nested_jit",
+    "replicated_operand",
+    "inner_gradient",
+    "grad_forward",
+    "grad_scan",
+    "grad_remat",
+    "grad_vmap",
+    "grad_tree",
+    "grad_nested_jit",
+    "value_and_grad",
+    "jvp",
+    "hessian_vector",
+    "vmap_of_grad",
 )
 
 

@@ -1,15 +1,15 @@
 """psum in one process that has all devices."""
 
+import cases
 import jax
 import jax.numpy as jnp
 import pytest
+from devices import need_devices
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-import cases
 import jax_intranode
-from devices import need_devices
 from jax_intranode._src.ops.psum import selection
 
 
@@ -69,7 +69,9 @@ def test_partly_manual_mesh_is_not_gathered() -> None:
 
 def test_export_lowers_to_lax() -> None:
     mesh = cases.line()
-    f = jax.shard_map(lambda v: jax_intranode.psum(v, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())
+    f = jax.shard_map(
+        lambda v: jax_intranode.psum(v, "x"), mesh=mesh, in_specs=P("x"), out_specs=P()
+    )
     exported = jax.export.export(jax.jit(f))(jnp.ones((len(jax.devices()), 3)))
     assert "@jax_intranode_psum" not in exported.mlir_module()
     assert "all_reduce" in exported.mlir_module()
@@ -85,7 +87,9 @@ def test_explicit_axes() -> None:
     n = len(jax.devices())
     mesh = jax.make_mesh((n,), ("x",), axis_types=(AxisType.Explicit,))
     x = jax.device_put(jnp.arange(4.0 * n), jax.NamedSharding(mesh, P("x")))
-    f = jax.shard_map(lambda v: jax_intranode.psum(v, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())
+    f = jax.shard_map(
+        lambda v: jax_intranode.psum(v, "x"), mesh=mesh, in_specs=P("x"), out_specs=P()
+    )
     with jax.set_mesh(mesh):
         got = jax.jit(f)(x)
     assert (got == x.reshape(n, 4).sum(0)).all()

@@ -28,9 +28,9 @@ using Member = std::tuple<int64_t, int64_t, int, std::vector<uintptr_t>>;
 // kernel may still look at it after its communicator was closed.
 FailureRecord* NewFailureRecord() {
   void* record = nullptr;
-  ThrowIfError(cudaHostAlloc(&record, sizeof(FailureRecord),
-                             cudaHostAllocPortable | cudaHostAllocMapped),
-               "allocating a failure record");
+  ThrowIfError(
+      cudaHostAlloc(&record, sizeof(FailureRecord), cudaHostAllocPortable | cudaHostAllocMapped),
+      "allocating a failure record");
   return new (record) FailureRecord{};
 }
 
@@ -110,16 +110,20 @@ NB_MODULE(_cuda, m) {
   m.attr("CUDA_VERSION") = CUDART_VERSION;
 
   nb::class_<DeviceMemory>(m, "Memory")
-      .def_prop_ro("address", [](const DeviceMemory& m) { return reinterpret_cast<uintptr_t>(m.slab->address()); })
-      .def("handle",
-           [](const DeviceMemory& m) {
-             const std::string handle = m.slab->Handle();
-             return nb::bytes(handle.data(), handle.size());
-           },
-           "What another process needs to open this memory.")
+      .def_prop_ro(
+          "address",
+          [](const DeviceMemory& m) { return reinterpret_cast<uintptr_t>(m.slab->address()); })
+      .def(
+          "handle",
+          [](const DeviceMemory& m) {
+            const std::string handle = m.slab->Handle();
+            return nb::bytes(handle.data(), handle.size());
+          },
+          "What another process needs to open this memory.")
       .def("unlink", [](const DeviceMemory&) {}, "CUDA IPC handles have no name to remove.");
   m.def(
-      "allocate", [](int device, size_t bytes, bool) { return DeviceMemory{Slab::Allocate(device, bytes)}; },
+      "allocate",
+      [](int device, size_t bytes, bool) { return DeviceMemory{Slab::Allocate(device, bytes)}; },
       nb::arg("device"), nb::arg("bytes"), nb::arg("shared"), "Allocates zeroed memory.");
   m.def(
       "open",
@@ -174,8 +178,9 @@ NB_MODULE(_cuda, m) {
       "Ends all communicators: programs that use them raise.");
   m.def("failures", &Failures, "Failure records of kernels that have given up.");
   m.def("fail", &Fail, nb::arg("message"), "Ends what waits; later calls fail with the message.");
-  m.def("handler_calls", [] { return device_handler_calls.load(); },
-        "How often XLA has called a handler in this process.");
+  m.def(
+      "handler_calls", [] { return device_handler_calls.load(); },
+      "How often XLA has called a handler in this process.");
   m.def("registrations", &Registrations, "FFI targets: name to handlers by stage.");
 }
 

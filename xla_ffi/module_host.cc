@@ -43,7 +43,8 @@ void CreateCommunicator(const std::vector<int64_t>& device_ids, int64_t group_si
     auto& group = groups[group_number];
     if (!group) {
       Group layout{};
-      for (int64_t r = 0; r < group_size; ++r) layout.region[r] = reinterpret_cast<char*>(regions[r]);
+      for (int64_t r = 0; r < group_size; ++r)
+        layout.region[r] = reinterpret_cast<char*>(regions[r]);
       layout.half_bytes = half_bytes;
       layout.size = static_cast<int>(group_size);
       std::vector<int>& ranks = local_ranks[group_number];
@@ -76,12 +77,18 @@ NB_MODULE(_host, m) {
   m.attr("MAX_RANKS") = kMaxRanks;
 
   nb::class_<HostMemory>(m, "Memory")
-      .def_prop_ro("address",
-                   [](const HostMemory& m) { return reinterpret_cast<uintptr_t>(m.segment->address()); })
-      .def("handle",
-           [](const HostMemory& m) { return nb::bytes(m.segment->name().data(), m.segment->name().size()); },
-           "What another process needs to open this memory.")
-      .def("unlink", [](const HostMemory& m) { m.segment->Unlink(); }, "Removes the name, once every peer has opened it.");
+      .def_prop_ro(
+          "address",
+          [](const HostMemory& m) { return reinterpret_cast<uintptr_t>(m.segment->address()); })
+      .def(
+          "handle",
+          [](const HostMemory& m) {
+            return nb::bytes(m.segment->name().data(), m.segment->name().size());
+          },
+          "What another process needs to open this memory.")
+      .def(
+          "unlink", [](const HostMemory& m) { m.segment->Unlink(); },
+          "Removes the name, once every peer has opened it.");
   m.def(
       "allocate",
       [](int, size_t bytes, bool shared) {
@@ -128,8 +135,9 @@ NB_MODULE(_host, m) {
       "failures", [] { return nb::list(); },
       "Failure records of kernels; on the CPU handlers return their errors themselves.");
   m.def("end_compilation", &EndCompilation, "To be called whenever a program has been compiled.");
-  m.def("handler_calls", [] { return host_handler_calls.load(); },
-        "How often XLA has called a handler in this process.");
+  m.def(
+      "handler_calls", [] { return host_handler_calls.load(); },
+      "How often XLA has called a handler in this process.");
   m.def("registrations", &Registrations, "FFI targets: name to handlers by stage.");
 }
 

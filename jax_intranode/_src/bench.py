@@ -27,11 +27,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import distributed
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_intranode
-from jax_intranode._src import launcher
+from jax_intranode._src import compat, launcher
 from jax_intranode._src.ops.psum import selection
 
 _PROCESS_PER_DEVICE = "process-per-device"
@@ -602,8 +601,12 @@ def _time_us(settings: Settings, mesh: Mesh, data: jax.Array, count: int) -> tup
     n = settings.devices
     dtype = data.dtype
     size = count * dtype.itemsize
-    length = 64 if size < 1 << 20 else 16 if size < 16 << 20 else 4
-    calls = 10 if size < 1 << 20 else 3
+    # Long chains on GPUs: one process launches on all of them, and a short program ends before the
+    # next one has been launched.
+    if settings.platform == "cpu":
+        length, calls = (32 if size < 1 << 20 else 4), 4
+    else:
+        length, calls = (256 if size < 1 << 20 else 64 if size < 16 << 20 else 16), 5
 
     def scale(value: float) -> jax.Array:
         shard = np.full((1,), value, dtype)
@@ -618,6 +621,7 @@ def _time_us(settings: Settings, mesh: Mesh, data: jax.Array, count: int) -> tup
         (_chain(mesh, lambda x: jax.lax.psum(x, "x"), length), mean),
         (_chain(mesh, lambda x: x, length), one),
     )
+    align = _program(mesh, lambda x: jax.lax.psum(x, "x"))
     for program, factor in runs:
         program(data, factor).block_until_ready()  # Compiles, also without warm-up.
     seconds: tuple[list[float], ...] = ([], [], [])
@@ -626,6 +630,9 @@ def _time_us(settings: Settings, mesh: Mesh, data: jax.Array, count: int) -> tup
         for turn in range(len(runs)):
             which = (repetition + turn) % len(runs)
             program, factor = runs[which]
+            # Ranks drift apart while they do not communicate; who starts early would wait, and the
+            # wait would be charged to the collective.
+            align(one).block_until_ready()
             start = time.perf_counter()
             for _ in range(calls):
                 result = program(data, factor)
@@ -646,15 +653,14 @@ def _from_all_ranks(name: str, value: float) -> list[float]:
         name: Says which value this is; each name may be used once.
         value: This rank's value.
     """
-    # JAX has no public key-value store; this private one is the same from 0.10 to 0.12.
-    state = distributed.global_state
-    if state.client is None:
+    client = compat.key_value_client()
+    if client is None:
         return [value]
     prefix = f"jax_intranode/bench/{name}"
-    state.client.key_value_set(f"{prefix}/{state.process_id}", repr(value))
+    client.key_value_set(f"{prefix}/{jax.process_index()}", repr(value))
     return [
-        float(state.client.blocking_key_value_get(f"{prefix}/{rank}", _GATHER_TIMEOUT_MS))
-        for rank in range(state.num_processes)
+        float(client.blocking_key_value_get(f"{prefix}/{rank}", _GATHER_TIMEOUT_MS))
+        for rank in range(jax.process_count())
     ]
 
 

@@ -67,6 +67,7 @@ class Meeting:
     Attributes:
         devices: all devices, by id.
         platform: "cpu" or "gpu".
+        mode: "single" if one process has all devices, else "multi".
         reason: why there are no communicators; None if there are.
         store: through which regions are claimed.
         hosts: number of each device's host, by device id.
@@ -79,6 +80,7 @@ class Meeting:
 
     devices: dict[int, Any]
     platform: str
+    mode: str
     reason: str | None = None
     store: Any = None
     hosts: dict[int, int] = field(default_factory=dict)
@@ -172,7 +174,9 @@ def communicator(meeting: Meeting, groups: Partition) -> str | None:
 
 def _create_communicator(meeting: Meeting, groups: Partition) -> str | None:
     if groups.group_size > select.MAX_WORLD_SIZE:
-        return f"a group of {groups.group_size} ranks; at most {select.MAX_WORLD_SIZE} are supported"
+        return (
+            f"a group of {groups.group_size} ranks; at most {select.MAX_WORLD_SIZE} are supported"
+        )
     for group in groups.groups():
         if len({meeting.hosts[i] for i in group}) > 1:
             return f"group {group} spans hosts"
@@ -223,7 +227,8 @@ class _Refusal(Exception):
 
 def _hold_meeting(devices: dict[int, Any]) -> Meeting:
     processes = sorted({device.process_index for device in devices.values()})
-    meeting = Meeting(devices, next(iter(devices.values())).platform)
+    mode = "single" if len(processes) == 1 else "multi"
+    meeting = Meeting(devices, next(iter(devices.values())).platform, mode)
     if jax.process_index() not in processes:
         meeting.reason = "this process has none of these devices"
         return meeting
@@ -257,7 +262,7 @@ def _hold_meeting(devices: dict[int, Any]) -> Meeting:
         meeting.memory.clear()
         meeting.addresses.clear()
     elif meeting.platform == "gpu":
-        _watch(meeting)
+        _watch("gpu")
     return meeting
 
 
@@ -373,7 +378,9 @@ def _check_hellos(hellos: list[dict[str, Any]]) -> None:
                 by_host.setdefault(tuple(hello["host"]), []).append((device["id"], report))
     forced = config.get().topology
     if forced not in (None, topology_lib.TopologyKind.FULLY_CONNECTED.value):
-        raise _Refusal(f"JAX_INTRANODE_TOPOLOGY={forced}; only fully connected GPUs have kernels yet")
+        raise _Refusal(
+            f"JAX_INTRANODE_TOPOLOGY={forced}; only fully connected GPUs have kernels yet"
+        )
     for devices in by_host.values():
         seen: dict[str, int] = {}
         for device_id, report in devices:
@@ -459,12 +466,15 @@ def _probe(meeting: Meeting, local: list[int], peers: list[int], *, write: bool)
             if write:
                 module.write_word(ordinal, there, word(device_id, peer))
                 continue
-            for address, expected in ((there, word(device_id, peer)), (mine, word(peer, device_id))):
+            for address, expected in (
+                (there, word(device_id, peer)),
+                (mine, word(peer, device_id)),
+            ):
                 found = module.read_word(ordinal, address)
                 if found != expected:
                     raise RuntimeError(
-                        f"devices {device_id} and {peer} can't share memory: wrote {expected}, read "
-                        f"{found}"
+                        f"devices {device_id} and {peer} can't share memory: wrote {expected}, "
+                        f"read {found}"
                     )
 
 
@@ -500,13 +510,22 @@ def _failure_message(failure: tuple[Any, ...]) -> str:
     return text + ". The CUDA context is lost; restart the program."
 
 
-def _watch(meeting: Meeting) -> None:
-    """Has a thread turn the record of a kernel that gave up into a message."""
+_watched: set[tuple[str, int]] = set()
+
+
+def _watch(platform: str) -> None:
+    """Has a thread turn the record of a kernel that gave up into a message.
+
+    One a platform, until the next shutdown. The thread keeps no meeting alive.
+    """
+    generation = _generation
+    if (platform, generation) in _watched:
+        return
+    _watched.add((platform, generation))
 
     def poll() -> None:
-        module = native.module(meeting.platform)
-        while any(meeting is m for m in _meetings.values()) or not started.is_set():
-            started.set()
+        module = native.module(platform)
+        while generation == _generation:
             failures = module.failures()
             if failures:
                 # Of several records the first that names a missing rank tells most.
@@ -514,12 +533,11 @@ def _watch(meeting: Meeting) -> None:
                 message = _failure_message(failures[0])
                 module.fail(message)
                 with _lock:
-                    for m in _meetings.values():
-                        if m.platform == meeting.platform:
-                            m.failure = message
+                    for meeting in _meetings.values():
+                        if meeting.platform == platform:
+                            meeting.failure = message
                 _log.error(message)
                 return
             time.sleep(0.05)
 
-    started = threading.Event()
     threading.Thread(target=poll, name="jax_intranode watcher", daemon=True).start()

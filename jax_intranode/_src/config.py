@@ -53,7 +53,9 @@ def _positive(name: str, text: str, kind: type) -> float:
     except ValueError:
         value = 0
     if not 0 < value < float("inf"):
-        raise ValueError(f"{name}={text!r}: use a positive {'integer' if kind is int else 'number'}.")
+        raise ValueError(
+            f"{name}={text!r}: use a positive {'integer' if kind is int else 'number'}."
+        )
     return value
 
 

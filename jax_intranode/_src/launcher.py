@@ -23,6 +23,7 @@ import jax
 _RANK = "JAX_INTRANODE_RANK"
 _WORLD_SIZE = "JAX_INTRANODE_WORLD_SIZE"
 _COORDINATOR = "JAX_INTRANODE_COORDINATOR"
+_LOCAL_DEVICES = "JAX_INTRANODE_LOCAL_DEVICES"
 
 _POLL_S = 0.02
 # How long a rank may take to print its stacks after SIGABRT.
@@ -156,18 +157,24 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def rank_env(rank: int, world_size: int, port: int) -> dict[str, str]:
+def rank_env(
+    rank: int, world_size: int, port: int, local_devices: Sequence[int] | None = None
+) -> dict[str, str]:
     """Returns the variables from which `connect` learns its rank.
 
     Args:
         rank: The process's rank, 0 to world_size - 1.
         world_size: The number of processes.
         port: A free port, the same for all ranks; rank 0's coordination service listens there.
+        local_devices: The devices of this process, as numbered among those that it sees; by
+            default the one with the number of its rank. On the CPU only their count matters.
     """
+    devices = [rank] if local_devices is None else local_devices
     return {
         _RANK: str(rank),
         _WORLD_SIZE: str(world_size),
         _COORDINATOR: f"127.0.0.1:{port}",
+        _LOCAL_DEVICES: ",".join(map(str, devices)),
     }
 
 
@@ -178,28 +185,24 @@ def connect(platform: str) -> int:
     first enter JAX's shutdown barrier and wait there for the healthy ranks.
 
     Args:
-        platform: "cpu" or "gpu". On the CPU each process has one device.
+        platform: "cpu" or "gpu".
 
     Returns:
         This process's rank.
     """
     sys.excepthook = _exit_at_once
     rank = int(os.environ[_RANK])
+    local_devices = [int(number) for number in os.environ[_LOCAL_DEVICES].split(",")]
     if platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", 1)
+        jax.config.update("jax_num_cpu_devices", len(local_devices))
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        local_device = 0
-    else:
-        # Whoever left us exactly one visible device has chosen it for us; it is then number 0.
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        one_visible = visible != "" and "," not in visible
-        local_device = 0 if one_visible else rank
+        local_devices = list(range(len(local_devices)))
     jax.distributed.initialize(
         os.environ[_COORDINATOR],
         int(os.environ[_WORLD_SIZE]),
         rank,
-        local_device_ids=[local_device],
+        local_device_ids=local_devices,
         initialization_timeout=60,
         heartbeat_timeout_seconds=100,
         shutdown_timeout_seconds=30,

@@ -117,7 +117,5 @@ def store(prefix: str, process: int, processes: Sequence[int]) -> Store:
         return LocalStore()
     client = compat.key_value_client()
     if client is None:
-        raise RuntimeError(
-            f"processes {list(processes)} need jax.distributed.initialize() to meet"
-        )
+        raise RuntimeError(f"processes {list(processes)} need jax.distributed.initialize() to meet")
     return KeyValueStore(client, prefix, process, processes)

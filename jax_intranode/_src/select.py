@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 from dataclasses import dataclass
 
-# The order is that of enum Algorithm in xla_ffi/kernels/all_reduce.h: its numbers travel in the HLO.
+# In the order of enum Algorithm in xla_ffi/kernels/all_reduce.h, whose numbers travel in the HLO.
 ALGORITHMS = ("one_shot", "two_shot")
 
 # Types whose packets carry no flag beside the data (xla_ffi/kernels/types.h), and the others.
@@ -30,28 +30,40 @@ class Row:
 
 _KB, _MB = 1 << 10, 1 << 20
 
-# By platform and world size; other sizes use the next larger one's rows. Messages beyond the last
-# row lower to lax.
-TABLE: dict[tuple[str, int], tuple[Row, ...]] = {
-    ("gpu", 2): (
-        Row(1 * _MB, "one_shot", 128, 128),
-        Row(16 * _MB, "two_shot", 512, 128),
-    ),
-    ("gpu", 4): (
-        Row(64 * _KB, "one_shot", 128, 128),
-        Row(1 * _MB, "two_shot", 128, 128),
-        Row(16 * _MB, "two_shot", 512, 128),
-    ),
-    ("gpu", 8): (
-        Row(32 * _KB, "one_shot", 128, 128),
-        Row(1 * _MB, "two_shot", 128, 128),
-        Row(16 * _MB, "two_shot", 512, 128),
-    ),
-    ("cpu", 2): (Row(64 * _KB, "one_shot", 1, 1),),
-    ("cpu", 8): (
-        Row(16 * _KB, "one_shot", 1, 1),
-        Row(128 * _KB, "two_shot", 1, 1),
-    ),
+_GPU_2 = (
+    Row(256 * _KB, "one_shot", 128, 128),
+    Row(1 * _MB, "one_shot", 256, 256),
+    Row(4 * _MB, "one_shot", 512, 256),
+    Row(12 * _MB, "two_shot", 512, 256),
+)
+_GPU_4 = (
+    Row(256 * _KB, "one_shot", 128, 128),
+    Row(1 * _MB, "two_shot", 128, 128),
+    Row(4 * _MB, "two_shot", 512, 128),
+    Row(12 * _MB, "two_shot", 512, 256),
+)
+_GPU_8 = (
+    Row(64 * _KB, "one_shot", 128, 128),
+    Row(1 * _MB, "two_shot", 128, 128),
+    Row(4 * _MB, "two_shot", 512, 128),
+    Row(12 * _MB, "two_shot", 512, 256),
+)
+
+# By platform, process mode ("single": one process has all devices of the mesh; "multi") and world
+# size; other sizes use the next larger one's rows. Messages beyond the last row lower to lax.
+TABLE: dict[tuple[str, str, int], tuple[Row, ...]] = {
+    ("gpu", "single", 2): _GPU_2,
+    ("gpu", "single", 4): _GPU_4,
+    ("gpu", "single", 8): _GPU_8,
+    ("gpu", "multi", 2): _GPU_2,
+    ("gpu", "multi", 4): _GPU_4,
+    ("gpu", "multi", 8): _GPU_8,
+    # On the CPU one thread does the work of all ranks of its process: the total counts, not the
+    # number of hops.
+    ("cpu", "single", 2): (Row(4 * _KB, "one_shot", 1, 1),),
+    ("cpu", "single", 8): (Row(1 * _KB, "one_shot", 1, 1), Row(4 * _KB, "two_shot", 1, 1)),
+    ("cpu", "multi", 2): (Row(64 * _KB, "one_shot", 1, 1),),
+    ("cpu", "multi", 8): (Row(8 * _KB, "one_shot", 1, 1), Row(64 * _KB, "two_shot", 1, 1)),
 }
 
 
@@ -92,6 +104,7 @@ def select(
     dtype: str,
     world_size: int,
     platform: str,
+    mode: str,
     half_bytes: int,
     algorithm: str = "auto",
 ) -> Selection:
@@ -103,6 +116,7 @@ def select(
         dtype: name of its dtype.
         world_size: ranks of the group.
         platform: "cpu" or "gpu".
+        mode: "single" if one process has all devices of the mesh, else "multi".
         half_bytes: bytes of each of a region's two buffers.
         algorithm: "auto", or the one to use wherever it fits.
     """
@@ -124,7 +138,8 @@ def select(
     packet = 16 if dtype in _BARE else 32
     packs = -(-nbytes // 16)
     packet_bytes = packs * packet
-    rows = TABLE[platform, min(size for p, size in TABLE if p == platform and size >= world_size)]
+    larger = [n for p, m, n in TABLE if (p, m) == (platform, mode) and n >= world_size]
+    rows = TABLE[platform, mode, min(larger)]
     if algorithm == "auto":
         row = next((row for row in rows if packet_bytes <= row.packet_bytes), None)
         if row is None:

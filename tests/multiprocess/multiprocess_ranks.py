@@ -21,6 +21,7 @@ def run_in_ranks(
     timeout_s: float = 120,
     env: Mapping[str, str] | Sequence[Mapping[str, str]] = (),
     arguments: Sequence[Any] = (),
+    local_devices: Sequence[Sequence[int]] | None = None,
 ) -> list[str]:
     """Calls a module-level function in `world` processes, each with one device.
 
@@ -31,6 +32,7 @@ def run_in_ranks(
         timeout_s: after which all of them are ended.
         env: more environment variables, for all ranks or for each.
         arguments: for the function; JSON.
+        local_devices: each rank's devices, where it is not one device a rank.
 
     Returns:
         What each rank printed.
@@ -46,7 +48,13 @@ def run_in_ranks(
         extra = env if isinstance(env, Mapping) else (env[rank] if env else {})
         # The parent's own JAX holds most of a GPU's memory.
         memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if platform == "gpu" else {}
-        environments.append({**launcher.rank_env(rank, world, port), **memory, **extra})
+        environments.append(
+            {
+                **launcher.rank_env(rank, world, port, local_devices and local_devices[rank]),
+                **memory,
+                **extra,
+            }
+        )
     command = [
         sys.executable, str(_MAIN), platform, function.__code__.co_filename, function.__name__,
         json.dumps(list(arguments)),

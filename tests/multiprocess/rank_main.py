@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -26,6 +27,4 @@ if __name__ == "__main__":
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        import os
-
         os._exit(1)  # an orderly exit would wait for the other ranks

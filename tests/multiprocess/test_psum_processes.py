@@ -3,10 +3,9 @@
 import traceback
 from pathlib import Path
 
+import cases
 import jax
 import pytest
-
-import cases
 from multiprocess_ranks import run_in_ranks, worlds
 
 from jax_intranode._src import launcher

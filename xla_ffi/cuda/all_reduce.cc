@@ -36,9 +36,9 @@ cudaError_t LaunchAllReduce(Algorithm algorithm, ElementType type, const DeviceG
 
 cudaError_t LoadAllReduceKernels() {
   for (Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot}) {
-    for (ElementType type : {ElementType::kF32, ElementType::kBF16, ElementType::kF16,
-                             ElementType::kF64, ElementType::kI8, ElementType::kI32,
-                             ElementType::kI64}) {
+    for (ElementType type :
+         {ElementType::kF32, ElementType::kBF16, ElementType::kF16, ElementType::kF64,
+          ElementType::kI8, ElementType::kI32, ElementType::kI64}) {
       for (int size : {2, 3, 4, 8}) {
         cudaFuncAttributes attributes;
         const cudaError_t error = cudaFuncGetAttributes(&attributes, Kernel(algorithm, type, size));

@@ -12,7 +12,8 @@ namespace {
 
 template <class Type, int N>
 __global__ void __launch_bounds__(kMaxThreads)
-    jax_intranode_one_shot(const __grid_constant__ DeviceGroup group, const __grid_constant__ Call call) {
+    jax_intranode_one_shot(const __grid_constant__ DeviceGroup group,
+                           const __grid_constant__ Call call) {
   DeviceThread thread(group.failure, group.timeout_ns, group.rank,
                       static_cast<uint32_t>(Algorithm::kOneShot));
   OneShot<Type, N>::Run(thread, group, call);
@@ -20,7 +21,8 @@ __global__ void __launch_bounds__(kMaxThreads)
 
 template <class Type, int N>
 __global__ void __launch_bounds__(kMaxThreads)
-    jax_intranode_two_shot(const __grid_constant__ DeviceGroup group, const __grid_constant__ Call call) {
+    jax_intranode_two_shot(const __grid_constant__ DeviceGroup group,
+                           const __grid_constant__ Call call) {
   DeviceThread thread(group.failure, group.timeout_ns, group.rank,
                       static_cast<uint32_t>(Algorithm::kTwoShot));
   TwoShot<Type, N>::Run(thread, group, call);

@@ -18,7 +18,7 @@ struct FailureRecord {
   uint32_t reason;  // written last
   uint32_t algorithm;
   int32_t rank;
-  int32_t missing;  // the rank that was waited for, -1 if none
+  int32_t missing;   // the rank that was waited for, -1 if none
   uint32_t claimed;  // the first thread to give up sets it
   uint32_t abort;    // the host sets it: every wait on this device ends
 };

@@ -1,9 +1,8 @@
-#include "slab.h"
-
 #include <cstring>
 #include <stdexcept>
 
 #include "../kernels/memory.h"
+#include "slab.h"
 
 namespace jax_intranode {
 namespace {

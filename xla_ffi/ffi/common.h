@@ -75,9 +75,9 @@ inline ffi::Error CheckCall(Algorithm algorithm, int size, size_t half_bytes,
         "; it takes f32, bf16, f16, f64 and integers of 8, 32 or 64 bits and returns the same.");
   }
   if (x.element_count() != y.element_count()) {
-    return ffi::Error::InvalidArgument("jax_intranode: psum got " +
-                                       std::to_string(x.element_count()) + " elements to sum into " +
-                                       std::to_string(y.element_count()) + ".");
+    return ffi::Error::InvalidArgument(
+        "jax_intranode: psum got " + std::to_string(x.element_count()) + " elements to sum into " +
+        std::to_string(y.element_count()) + ".");
   }
   const size_t needed = HalfBytesNeeded(algorithm, *type, x.size_bytes(), size);
   if (needed > half_bytes) {

@@ -21,8 +21,8 @@ ffi::ErrorOr<std::unique_ptr<DeviceSite>> Instantiate(ffi::Span<const int64_t> d
   std::shared_ptr<DeviceCommunicator> communicator =
       Registry<DeviceCommunicator>::Get().Find(partition);
   if (!communicator) {
-    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                                      NoCommunicator(partition)));
+    return ffi::Unexpected(
+        ffi::Error(ffi::ErrorCode::kFailedPrecondition, NoCommunicator(partition)));
   }
   if (blocks < 1 || blocks > kMaxBlocks || threads < 32 || threads > kMaxThreads ||
       threads % 32 != 0) {
@@ -30,9 +30,8 @@ ffi::ErrorOr<std::unique_ptr<DeviceSite>> Instantiate(ffi::Span<const int64_t> d
         "jax_intranode: psum can't be launched with " + std::to_string(blocks) + " blocks of " +
         std::to_string(threads) + " threads."));
   }
-  return std::make_unique<DeviceSite>(DeviceSite{std::move(communicator),
-                                                 static_cast<Algorithm>(algorithm),
-                                                 {blocks, threads}});
+  return std::make_unique<DeviceSite>(
+      DeviceSite{std::move(communicator), static_cast<Algorithm>(algorithm), {blocks, threads}});
 }
 
 // Called eagerly, or while XLA captures a graph, or not at all when a graph is replayed: it keeps

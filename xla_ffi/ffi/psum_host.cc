@@ -77,8 +77,8 @@ ffi::ErrorOr<std::unique_ptr<HostSite>> Instantiate(ffi::Span<const int64_t> dev
   std::shared_ptr<HostCommunicator> communicator =
       Registry<HostCommunicator>::Get().Find(partition);
   if (!communicator) {
-    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                                      NoCommunicator(partition)));
+    return ffi::Unexpected(
+        ffi::Error(ffi::ErrorCode::kFailedPrecondition, NoCommunicator(partition)));
   }
   const uint64_t description = Fnv1a(ToString(partition), Fnv1a(site) + algorithm);
   return std::make_unique<HostSite>(std::move(communicator), static_cast<Algorithm>(algorithm),
@@ -92,21 +92,22 @@ ffi::Future Ready(ffi::Error error) {
   return future;
 }
 
-ffi::Future Execute(int32_t device, HostSite* site, ffi::AnyBuffer x,
-                    ffi::Result<ffi::AnyBuffer> y, ffi::Dictionary) {
+ffi::Future Execute(int32_t device, HostSite* site, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
+                    ffi::Dictionary) {
   host_handler_calls.fetch_add(1, std::memory_order_relaxed);
   auto it = site->communicator->members.find(device);
   if (it == site->communicator->members.end()) {
     return Ready(ffi::Error::Internal("jax_intranode: psum ran on device " +
-                                      std::to_string(device) + ", which is in none of its groups."));
+                                      std::to_string(device) +
+                                      ", which is in none of its groups."));
   }
   const auto& [group, rank] = it->second;
   ffi::Error error = CheckCall(site->algorithm, group->size(), group->half_bytes(), x, *y);
   if (error.failure()) return Ready(std::move(error));
 
-  std::shared_ptr<Ticket> ticket = group->Arrive(
-      rank, site->identity(), {site->algorithm, *ElementTypeOf(x.element_type())},
-      Call{x.untyped_data(), y->untyped_data(), x.size_bytes()});
+  std::shared_ptr<Ticket> ticket =
+      group->Arrive(rank, site->identity(), {site->algorithm, *ElementTypeOf(x.element_type())},
+                    Call{x.untyped_data(), y->untyped_data(), x.size_bytes()});
   const auto start = std::chrono::steady_clock::now();
   while (!ticket->Done() && std::chrono::steady_clock::now() - start < kPatience) {
     std::this_thread::yield();

@@ -40,16 +40,31 @@ class KeepSubnormals {
 
 int Phases(Algorithm algorithm) { return algorithm == Algorithm::kOneShot ? 2 : 3; }
 
-template <class Type>
+template <class Type, int N>
 bool RunPhase(Algorithm algorithm, int phase, ResumableThread& t, const Group& g, const Call& c,
               uint32_t epoch) {
   if (algorithm == Algorithm::kOneShot) {
-    return phase == 0 ? OneShot<Type, 0>::Push(t, g, c, epoch)
-                      : OneShot<Type, 0>::Reduce(t, g, c, epoch);
+    return phase == 0 ? OneShot<Type, N>::Push(t, g, c, epoch)
+                      : OneShot<Type, N>::Reduce(t, g, c, epoch);
   }
-  return phase == 0   ? TwoShot<Type, 0>::Scatter(t, g, c, epoch)
-         : phase == 1 ? TwoShot<Type, 0>::Reduce(t, g, c, epoch)
-                      : TwoShot<Type, 0>::Drain(t, g, c, epoch);
+  return phase == 0   ? TwoShot<Type, N>::Scatter(t, g, c, epoch)
+         : phase == 1 ? TwoShot<Type, N>::Reduce(t, g, c, epoch)
+                      : TwoShot<Type, N>::Drain(t, g, c, epoch);
+}
+
+template <class Type>
+bool RunPhase(Algorithm algorithm, int phase, ResumableThread& t, const Group& g, const Call& c,
+              uint32_t epoch) {
+  switch (g.size) {
+    case 2:
+      return RunPhase<Type, 2>(algorithm, phase, t, g, c, epoch);
+    case 4:
+      return RunPhase<Type, 4>(algorithm, phase, t, g, c, epoch);
+    case 8:
+      return RunPhase<Type, 8>(algorithm, phase, t, g, c, epoch);
+    default:
+      return RunPhase<Type, 0>(algorithm, phase, t, g, c, epoch);
+  }
 }
 
 bool RunPhase(ElementType type, Algorithm algorithm, int phase, ResumableThread& t, const Group& g,
@@ -264,13 +279,14 @@ bool HostGroup::CheckDeadline() {
         }
       }
       const bool started = active_ && key == current_;
-      FailLocked("jax_intranode: psum timed out after " +
-                     std::to_string(std::chrono::duration<double>(timeout_).count()) + " s: " +
-                     Rank(pending.members.begin()->first) + " waited for " + Rank(missing) +
-                     (started ? ", of whose data a part has not arrived" : ", which has not called it") +
-                     ". Did that rank fail, or run another program? JAX_INTRANODE_TIMEOUT_S sets "
-                     "the limit. This group of devices can't be used any more.",
-                 &done);
+      FailLocked(
+          "jax_intranode: psum timed out after " +
+              std::to_string(std::chrono::duration<double>(timeout_).count()) +
+              " s: " + Rank(pending.members.begin()->first) + " waited for " + Rank(missing) +
+              (started ? ", of whose data a part has not arrived" : ", which has not called it") +
+              ". Did that rank fail, or run another program? JAX_INTRANODE_TIMEOUT_S sets "
+              "the limit. This group of devices can't be used any more.",
+          &done);
       break;
     }
     watched_ = outstanding = !pending_.empty();

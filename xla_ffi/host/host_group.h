@@ -131,14 +131,14 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   mutable std::mutex mutex_;
   std::map<Key, Pending> pending_;
   std::map<std::pair<uint64_t, int>, uint32_t> counts_;  // calls so far by site and rank
-  std::deque<Key> to_log_;   // the leader's complete calls that await a place in the log
-  uint32_t logged_ = 0;      // the leader's entries so far
-  uint32_t sequence_ = 0;    // operations that have ended here
+  std::deque<Key> to_log_;  // the leader's complete calls that await a place in the log
+  uint32_t logged_ = 0;     // the leader's entries so far
+  uint32_t sequence_ = 0;   // operations that have ended here
   uint64_t operations_ = 0;
-  bool watched_ = false;     // the progress thread has this group on its list
-  bool active_ = false;      // operation `sequence_` has begun
+  bool watched_ = false;  // the progress thread has this group on its list
+  bool active_ = false;   // operation `sequence_` has begun
   Key current_{};
-  int missing_ = -1;         // the rank that `current_` waits for
+  int missing_ = -1;  // the rank that `current_` waits for
   std::string failure_;
 };
 

@@ -29,9 +29,7 @@ std::string FreshName() {
 
 }  // namespace
 
-std::unique_ptr<Segment> Segment::Private(size_t bytes) {
-  return Map(-1, bytes, "");
-}
+std::unique_ptr<Segment> Segment::Private(size_t bytes) { return Map(-1, bytes, ""); }
 
 std::unique_ptr<Segment> Segment::Create(size_t bytes) {
   std::string name = FreshName();
@@ -62,8 +60,7 @@ std::unique_ptr<Segment> Segment::Map(int fd, size_t bytes, std::string name) {
   const int error = errno;
   if (fd >= 0) close(fd);
   if (address == MAP_FAILED) Throw(error, "mapping " + std::to_string(bytes) + " bytes " + name);
-  return std::unique_ptr<Segment>(
-      new Segment(static_cast<char*>(address), bytes, std::move(name)));
+  return std::unique_ptr<Segment>(new Segment(static_cast<char*>(address), bytes, std::move(name)));
 }
 
 Segment::~Segment() {

@@ -12,8 +12,8 @@ from jax.interpreters import ad, batching, mlir
 
 from jax_intranode._src import communicator, compat, config, select
 
-# The primitive. `axes` are names of manual mesh axes. With `invariant` the result does not vary over
-# them (check_vma=True); lax has a primitive for each of the two cases.
+# The primitive. `axes` are names of manual mesh axes. With `invariant` the result does not vary
+# over them (check_vma=True); lax has a primitive for each of the two cases.
 psum_p = Primitive("intranode_psum")
 
 
@@ -106,6 +106,7 @@ def selection(
         dtype=dtype.name,
         world_size=groups.group_size,
         platform=meeting.platform,
+        mode=meeting.mode,
         half_bytes=meeting.half_bytes,
         algorithm=config.get().algorithm,
     )

@@ -1,0 +1,79 @@
+"""Which process has which device: several a process, one visible each, in any order."""
+
+from collections.abc import Callable
+from typing import Any
+
+import cases
+import jax
+from devices import need_devices, need_gpus
+
+from jax_intranode._src.ops.psum import selection
+
+NAMES = (
+    "every_dtype_and_count-bfloat16-one_shot",
+    "every_dtype_and_count-int32-two_shot",
+    "groups_of_a_two_axis_mesh",
+    "permuted_devices-0",
+    "like_lax-grad_scan-True",
+    "back_to_back",
+    "independent_calls_of_unequal_cost-4",
+    "replay_and_eager",
+)
+
+
+def run_some_cases(devices: int) -> None:
+    """In a rank: cases of all kinds."""
+    from jax_intranode._src.compat import key_value_client
+
+    assert len(jax.devices()) == devices
+    chosen = selection(cases.line(), ("x",), (1, 100), "float32")
+    assert chosen.algorithm == "one_shot", chosen
+    for name in NAMES:
+        if cases.CASES[name].devices <= devices:
+            cases.CASES[name].run()
+            key_value_client().wait_at_barrier(name, 60_000)
+    print("all right")
+
+
+def check(outputs: list[str]) -> None:
+    assert all("all right" in output for output in outputs), outputs
+
+
+def test_two_devices_a_process(ranks: Callable[..., Any]) -> None:
+    need_devices(4)
+    check(ranks(run_some_cases, 2, arguments=[4], local_devices=[[0, 1], [2, 3]]))
+
+
+def test_all_devices_but_one_in_a_process(ranks: Callable[..., Any]) -> None:
+    need_devices(4)
+    check(ranks(run_some_cases, 2, arguments=[4], local_devices=[[0], [1, 2, 3]]))
+
+
+def test_one_visible_gpu_a_process(ranks: Callable[..., Any]) -> None:
+    need_gpus()
+    n = len(jax.devices())
+    env = [{"CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(n)]
+    check(ranks(run_some_cases, n, arguments=[n], env=env, local_devices=[[0]] * n))
+
+
+def test_permuted_visible_gpus(ranks: Callable[..., Any]) -> None:
+    need_gpus()
+    n = len(jax.devices())
+    orders = [[(k + rank) % n for k in range(n)] for rank in range(n)]
+    env = [{"CUDA_VISIBLE_DEVICES": ",".join(map(str, order))} for order in orders]
+    # Rank r takes GPU r, wherever it comes in the list of what r sees.
+    local = [[orders[rank].index(rank)] for rank in range(n)]
+    check(ranks(run_some_cases, n, arguments=[n], env=env, local_devices=local))
+
+
+def test_one_gpu_twice_is_refused(ranks: Callable[..., Any]) -> None:
+    need_gpus()
+    outputs = ranks(
+        say_reason, 2, local_devices=[[0], [0]], env={"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.2"}
+    )
+    assert all("are one GPU" in output for output in outputs), outputs
+
+
+def say_reason() -> None:
+    """In a rank: prints why psum is not accelerated."""
+    print(selection(cases.line(), ("x",), (1, 100), "float32").reason)

@@ -1,0 +1,396 @@
+// Runs xla_ffi/host/host_group.h without XLA: several HostGroups stand for the processes of one
+// group of ranks and share its regions in one address space. Meant for ThreadSanitizer too.
+//
+//   host_group_test sound [ranks] [processes] [rounds]
+//   host_group_test deadline | fail
+//
+// sound: each rank has two threads that arrive at the same 12 call sites in an order of their own,
+// as XLA's threads do, and go on to the next round without regard to the other ranks. Types,
+// algorithms and sizes are mixed; some calls are awaited by Then(), some by Progress().
+// deadline: ranks that never arrive. fail: Fail() before, while and after ranks arrive.
+// Exit status 0: all as it should be; 1: not, and a line says what.
+#include <algorithm>
+#include <atomic>
+#include <barrier>
+#include <bit>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "xla_ffi/host/host_group.h"
+
+namespace jin = jax_intranode;
+
+namespace {
+
+constexpr int kSites = 12;
+constexpr int kThreads = 2;
+constexpr size_t kMaxBytes = 3000;
+constexpr size_t kHalfBytes = 128 << 10;
+constexpr auto kPatience = std::chrono::seconds(30);
+constexpr auto kNever = std::chrono::hours(1);
+
+using Clock = std::chrono::steady_clock;
+
+[[noreturn]] void Wrong(const std::string& what) {
+  printf("WRONG: %s\n", what.c_str());
+  fflush(stdout);
+  std::_Exit(1);
+}
+
+void Require(bool condition, const std::string& what) {
+  if (!condition) Wrong(what);
+}
+
+// The regions of n ranks, zeroed and armed.
+class Regions {
+ public:
+  explicit Regions(int ranks) : memory_(ranks) {
+    for (auto& m : memory_) {
+      m.resize(jin::kHeaderBytes + 2 * kHalfBytes + 64);
+      memset(Aligned(m) + jin::kHeaderBytes, 0xFF, 2 * kHalfBytes);
+    }
+  }
+
+  // The groups of `processes` processes that have the ranks in turn, in contiguous parts.
+  std::vector<std::shared_ptr<jin::HostGroup>> Groups(int processes,
+                                                      std::chrono::nanoseconds timeout) {
+    const int n = static_cast<int>(memory_.size());
+    jin::Group layout{};
+    for (int r = 0; r < n; ++r) layout.region[r] = Aligned(memory_[r]);
+    layout.half_bytes = kHalfBytes;
+    layout.size = n;
+    std::vector<int64_t> ids;
+    for (int r = 0; r < n; ++r) ids.push_back(10 + r);
+    std::vector<std::shared_ptr<jin::HostGroup>> groups;
+    for (int p = 0; p < processes; ++p) {
+      std::vector<int> local;
+      for (int r = 0; r < n; ++r) {
+        if (r * processes / n == p) local.push_back(r);
+      }
+      groups.push_back(std::make_shared<jin::HostGroup>(layout, local, ids, timeout, nullptr));
+    }
+    return groups;
+  }
+
+  size_t BytesLeft() const {
+    size_t left = 0;
+    for (const auto& m : memory_) {
+      const char* halves = Aligned(const_cast<std::vector<char>&>(m)) + jin::kHeaderBytes;
+      for (size_t i = 0; i < 2 * kHalfBytes; ++i) left += halves[i] != static_cast<char>(0xFF);
+    }
+    return left;
+  }
+
+ private:
+  static char* Aligned(std::vector<char>& m) {
+    return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(m.data()) + 63) & ~uintptr_t{63});
+  }
+  std::vector<std::vector<char>> memory_;
+};
+
+// What is called at a site in a round: the same for all ranks.
+struct Plan {
+  jin::HostGroup::Operation operation;
+  size_t items;
+
+  static Plan Of(int round, int site) {
+    std::mt19937 random(round * 1000 + site);
+    for (int k = 0; k < 8; ++k) random();
+    const auto type = static_cast<jin::ElementType>(random() % 7);
+    const auto algorithm = static_cast<jin::Algorithm>(random() % 2);
+    // Small ones and large ones: a large one is still on its way when a small one begins.
+    const size_t bytes = random() % 2 == 0 ? 1 + random() % 60 : 1 + random() % kMaxBytes;
+    return {{algorithm, type}, 1 + bytes / jin::ItemBytes(type)};
+  }
+  size_t bytes() const { return items * jin::ItemBytes(operation.type); }
+};
+
+uint64_t Identity(int site) { return 0x9E3779B97F4A7C15u * (site + 1); }
+
+// Values whose sums every type holds exactly.
+int Value(int rank, int round, int site, size_t i) {
+  return static_cast<int>((rank * 7 + round * 13 + site * 5 + i * 3 + i / 16) % 16) - 7;
+}
+
+template <class T>
+void Append(std::vector<char>* to, T value) {
+  const char* at = reinterpret_cast<const char*>(&value);
+  to->insert(to->end(), at, at + sizeof(T));
+}
+
+void Encode(jin::ElementType type, int value, std::vector<char>* to) {
+  switch (type) {
+    case jin::ElementType::kF32:
+      return Append(to, static_cast<float>(value));
+    case jin::ElementType::kBF16:
+      return Append(to, static_cast<uint16_t>(
+                            std::bit_cast<uint32_t>(static_cast<float>(value)) >> 16));
+    case jin::ElementType::kF16:
+      return Append(to, static_cast<_Float16>(value));
+    case jin::ElementType::kF64:
+      return Append(to, static_cast<double>(value));
+    case jin::ElementType::kI8:
+      return Append(to, static_cast<int8_t>(value));
+    case jin::ElementType::kI32:
+      return Append(to, static_cast<int32_t>(value));
+    case jin::ElementType::kI64:
+      return Append(to, static_cast<int64_t>(value));
+  }
+}
+
+std::vector<char> Input(const Plan& plan, int rank, int round, int site) {
+  std::vector<char> bytes;
+  for (size_t i = 0; i < plan.items; ++i) {
+    Encode(plan.operation.type, Value(rank, round, site, i), &bytes);
+  }
+  return bytes;
+}
+
+std::vector<char> Sum(const Plan& plan, int ranks, int round, int site) {
+  std::vector<char> bytes;
+  for (size_t i = 0; i < plan.items; ++i) {
+    int sum = 0;
+    for (int r = 0; r < ranks; ++r) sum += Value(r, round, site, i);
+    Encode(plan.operation.type, sum, &bytes);
+  }
+  return bytes;
+}
+
+// Awaits a ticket as a handler does that has returned a future.
+std::string AwaitByThen(jin::HostGroup& group, jin::Ticket& ticket) {
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    int calls = 0;
+    std::string error;
+  };
+  const auto state = std::make_shared<State>();
+  group.KeepMoving();
+  ticket.Then([state](const std::string& error) {
+    {
+      std::lock_guard lock(state->mutex);
+      ++state->calls;
+      state->error = error;
+    }
+    state->changed.notify_all();
+  });
+  std::unique_lock lock(state->mutex);
+  if (!state->changed.wait_for(lock, kPatience, [&] { return state->calls > 0; })) {
+    Wrong("a wait without end by Then()");
+  }
+  Require(state->calls == 1, "Then() called back twice");
+  return state->error;
+}
+
+// Awaits a ticket as a handler does before it returns.
+std::string AwaitByProgress(jin::HostGroup& group, jin::Ticket& ticket) {
+  const auto start = Clock::now();
+  while (!ticket.Done()) {
+    if (Clock::now() - start > kPatience) Wrong("a wait without end by Progress()");
+    std::this_thread::yield();
+    group.Progress();
+  }
+  return ticket.Error();
+}
+
+void Sound(int ranks, int processes, int rounds) {
+  Regions regions(ranks);
+  const auto groups = regions.Groups(processes, kNever);
+  std::atomic<long> checked{0};
+  std::vector<std::thread> threads;
+  std::vector<std::unique_ptr<std::barrier<>>> barriers;
+  for (int r = 0; r < ranks; ++r) barriers.push_back(std::make_unique<std::barrier<>>(kThreads));
+  for (int r = 0; r < ranks; ++r) {
+    for (int t = 0; t < kThreads; ++t) {
+      threads.emplace_back([&, r, t] {
+        jin::HostGroup& group = *groups[r * processes / ranks];
+        std::mt19937 random(r * 10 + t);
+        for (int round = 0; round < rounds; ++round) {
+          // Which of the rank's threads has a site: the same draw in both.
+          std::mt19937 shared(round * 100 + r);
+          std::vector<int> sites;
+          for (int s = 0; s < kSites; ++s) {
+            if (static_cast<int>(shared() % kThreads) == t) sites.push_back(s);
+          }
+          std::shuffle(sites.begin(), sites.end(), random);
+          std::vector<Plan> plans;
+          std::vector<std::vector<char>> inputs, outputs;
+          std::vector<std::shared_ptr<jin::Ticket>> tickets;
+          for (int s : sites) {
+            plans.push_back(Plan::Of(round, s));
+            inputs.push_back(Input(plans.back(), r, round, s));
+            outputs.emplace_back(plans.back().bytes(), 'x');
+          }
+          for (size_t k = 0; k < sites.size(); ++k) {
+            if (random() % 8 == 0) {
+              std::this_thread::sleep_for(std::chrono::microseconds(random() % 100));
+            }
+            if (random() % 4 == 0) outputs[k] = inputs[k];
+            const bool in_place = outputs[k] == inputs[k];
+            tickets.push_back(group.Arrive(
+                r, Identity(sites[k]), plans[k].operation,
+                {in_place ? outputs[k].data() : inputs[k].data(), outputs[k].data(),
+                 plans[k].bytes()}));
+          }
+          for (size_t k = 0; k < sites.size(); ++k) {
+            const std::string error = random() % 2 == 0 ? AwaitByThen(group, *tickets[k])
+                                                        : AwaitByProgress(group, *tickets[k]);
+            const std::string where = "rank " + std::to_string(r) + ", round " +
+                                      std::to_string(round) + ", site " +
+                                      std::to_string(sites[k]);
+            Require(error.empty(), where + ": " + error);
+            Require(outputs[k] == Sum(plans[k], ranks, round, sites[k]), where + ": wrong sum");
+            ++checked;
+          }
+          // A device runs one program after the other.
+          barriers[r]->arrive_and_wait();
+        }
+      });
+    }
+  }
+  for (std::thread& t : threads) t.join();
+  uint64_t operations = 0;
+  for (const auto& group : groups) {
+    operations += group->operations();
+    Require(group->failure().empty(), group->failure());
+  }
+  const long expected = static_cast<long>(ranks) * kSites * rounds;
+  Require(checked == expected, "checked " + std::to_string(checked));
+  Require(operations == static_cast<uint64_t>(expected),
+          std::to_string(operations) + " operations counted of " + std::to_string(expected));
+  Require(regions.BytesLeft() == 0, std::to_string(regions.BytesLeft()) + " bytes left in a half");
+  printf("sound: ranks %d processes %d rounds %d checked %ld\n", ranks, processes, rounds,
+         checked.load());
+}
+
+// A rank's arrival with a buffer that lives as long as the program.
+std::shared_ptr<jin::Ticket> ArriveWith(jin::HostGroup& group, int rank, int site) {
+  auto* buffer = new std::vector<float>(100, 1.0f);
+  return group.Arrive(rank, Identity(site), {jin::Algorithm::kOneShot, jin::ElementType::kF32},
+                      {buffer->data(), buffer->data(), 400});
+}
+
+void RequireText(const std::string& text, std::initializer_list<const char*> parts) {
+  for (const char* part : parts) {
+    Require(text.find(part) != std::string::npos, "no \"" + std::string(part) + "\" in: " + text);
+  }
+}
+
+// `arriving` come to a call of `ranks` over `processes`; `waiter` must name `missing`.
+void Deadline(int ranks, int processes, std::vector<int> arriving, int waiter,
+              const char* waiting, const char* missing) {
+  Regions regions(ranks);
+  const auto groups = regions.Groups(processes, std::chrono::milliseconds(300));
+  auto group_of = [&](int rank) -> jin::HostGroup& { return *groups[rank * processes / ranks]; };
+  // A call that all ranks come to works.
+  std::vector<std::shared_ptr<jin::Ticket>> first;
+  for (int r = 0; r < ranks; ++r) first.push_back(ArriveWith(group_of(r), r, 0));
+  for (int r = 0; r < ranks; ++r) {
+    const std::string error = AwaitByThen(group_of(r), *first[r]);
+    Require(error.empty(), "the first call: " + error);
+  }
+  std::vector<std::shared_ptr<jin::Ticket>> tickets(ranks);
+  const auto start = Clock::now();
+  for (int r : arriving) tickets[r] = ArriveWith(group_of(r), r, 0);
+  for (int r : arriving) {
+    const std::string error = AwaitByThen(group_of(r), *tickets[r]);
+    printf("rank %d: %s\n", r, error.c_str());
+    RequireText(error, {"psum timed out", "waited for", "JAX_INTRANODE_TIMEOUT_S"});
+    if (r == waiter) RequireText(error, {waiting, missing});
+    Require(group_of(r).failure() == error, "failure() is another text");
+    // Every later call has the same error, at once.
+    const auto later = ArriveWith(group_of(r), r, 1);
+    Require(later->Done() && later->Error() == error, "a later call: " + later->Error());
+    bool called = false;
+    later->Then([&](const std::string& text) { called = text == error; });
+    Require(called, "Then() of a complete ticket does not call back at once");
+  }
+  Require(Clock::now() - start >= std::chrono::milliseconds(300), "timed out too soon");
+}
+
+void Deadlines() {
+  // Over processes: the follower, then the leader is missing; then a rank of three.
+  Deadline(2, 2, {0}, 0, "rank 0 (device 10)", "waited for rank 1 (device 11)");
+  Deadline(2, 2, {1}, 1, "rank 1 (device 11)", "waited for rank 0 (device 10)");
+  Deadline(3, 3, {0, 2}, 2, "rank 2 (device 12)", "waited for rank 1 (device 11)");
+  // In one process.
+  Deadline(2, 1, {1}, 1, "rank 1 (device 11)", "waited for rank 0 (device 10)");
+  Deadline(4, 1, {0, 1, 3}, 0, "rank 0 (device 10)", "waited for rank 2 (device 12)");
+  // Two ranks a process, one of which is missing in the first or the second.
+  Deadline(4, 2, {0, 2, 3}, 0, "rank 0 (device 10)", "waited for rank 1 (device 11)");
+  Deadline(4, 2, {0, 1, 3}, 3, "rank 3 (device 13)", "waited for rank 2 (device 12)");
+  printf("deadline: done\n");
+}
+
+void Fails() {
+  {
+    // What waits, and what comes later.
+    Regions regions(2);
+    const auto groups = regions.Groups(2, kNever);
+    const auto waiting = ArriveWith(*groups[0], 0, 0);
+    Require(!waiting->Done(), "done without its peer");
+    groups[0]->KeepMoving();
+    groups[0]->Fail("first");
+    Require(AwaitByThen(*groups[0], *waiting) == "first", "the waiting call: " + waiting->Error());
+    groups[0]->Fail("second");
+    Require(groups[0]->failure() == "first", "a later Fail() replaced the first");
+    const auto later = ArriveWith(*groups[0], 0, 1);
+    Require(later->Done() && later->Error() == "first", "a later call: " + later->Error());
+    Require(groups[1]->failure().empty(), "the other process has failed by itself");
+  }
+  // While ranks arrive: every ticket is completed, by a result or by the error.
+  for (int attempt = 0; attempt < 20; ++attempt) {
+    Regions regions(4);
+    const auto groups = regions.Groups(2, kNever);
+    std::atomic<bool> go{false};
+    std::atomic<int> completed{0};
+    std::vector<std::thread> threads;
+    for (int r = 0; r < 4; ++r) {
+      threads.emplace_back([&, r] {
+        jin::HostGroup& group = *groups[r / 2];
+        std::vector<std::shared_ptr<jin::Ticket>> tickets;
+        for (int k = 0; k < 100; ++k) {
+          if (k == 20) go = true;
+          tickets.push_back(ArriveWith(group, r, k));
+        }
+        for (auto& ticket : tickets) {
+          const std::string error = AwaitByThen(group, *ticket);
+          Require(error.empty() || error == "ended", error);
+          ++completed;
+        }
+      });
+    }
+    std::thread ending([&] {
+      while (!go) std::this_thread::yield();
+      std::this_thread::sleep_for(std::chrono::microseconds(attempt * 50));
+      for (const auto& group : groups) group->Fail("ended");
+    });
+    for (std::thread& t : threads) t.join();
+    ending.join();
+    Require(completed == 400, std::to_string(completed) + " of 400 completed");
+  }
+  printf("fail: done\n");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string mode = argc > 1 ? argv[1] : "sound";
+  if (mode == "deadline") {
+    Deadlines();
+  } else if (mode == "fail") {
+    Fails();
+  } else {
+    Sound(argc > 2 ? atoi(argv[2]) : 4, argc > 3 ? atoi(argv[3]) : 2, argc > 4 ? atoi(argv[4]) : 50);
+  }
+  return 0;
+}

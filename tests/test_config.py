@@ -1,0 +1,92 @@
+"""The environment variables: defaults, what each accepts, and what it says of other values."""
+
+import re
+
+import pytest
+
+from jax_intranode._src import config
+
+
+def test_defaults() -> None:
+    assert config.parse({}) == config.Config(
+        disable=False, topology=None, slab_mib=None, timeout_s=300.0, algorithm="auto"
+    )
+
+
+def test_other_variables_are_ignored() -> None:
+    environ = {"JAX_INTRANODE_RANK": "x", "DISABLE": "1", "jax_intranode_disable": "1"}
+    assert config.parse(environ) == config.Config()
+
+
+@pytest.mark.parametrize("name", ["DISABLE", "TOPOLOGY", "SLAB_MIB", "TIMEOUT_S", "ALGORITHM"])
+def test_empty_is_default(name: str) -> None:
+    assert config.parse({f"JAX_INTRANODE_{name}": ""}) == config.Config()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "field", "value"),
+    [
+        ("DISABLE", "0", "disable", False),
+        ("DISABLE", "1", "disable", True),
+        *(
+            ("TOPOLOGY", kind, "topology", kind)
+            for kind in ("fully_connected", "hybrid_cube_mesh", "unknown")
+        ),
+        ("SLAB_MIB", "1", "slab_mib", 1),
+        ("SLAB_MIB", "10000000", "slab_mib", 10_000_000),
+        ("TIMEOUT_S", "3", "timeout_s", 3.0),
+        ("TIMEOUT_S", "0.5", "timeout_s", 0.5),
+        *(
+            ("ALGORITHM", algorithm, "algorithm", algorithm)
+            for algorithm in ("auto", "one_shot", "two_shot", "lax")
+        ),
+    ],
+)
+def test_values(name: str, text: str, field: str, value: object) -> None:
+    parsed = config.parse({f"JAX_INTRANODE_{name}": text})
+    assert getattr(parsed, field) == value
+    assert type(getattr(parsed, field)) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        *(("DISABLE", text, "0, 1") for text in ("2", "true", "yes", " 1")),
+        *(
+            ("TOPOLOGY", text, "fully_connected, hybrid_cube_mesh, unknown")
+            for text in ("ring", "FULLY_CONNECTED")
+        ),
+        *(("SLAB_MIB", text, "positive integer") for text in ("0", "-1", "1.5", "64MiB", "inf")),
+        *(
+            ("TIMEOUT_S", text, "positive number")
+            for text in ("0", "-1", "soon", "inf", "nan", "1e999")
+        ),
+        *(
+            ("ALGORITHM", text, "auto, one_shot, two_shot, lax")
+            for text in ("nccl", "one-shot", "AUTO")
+        ),
+    ],
+)
+def test_refused_values(name: str, text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)) as error:
+        config.parse({f"JAX_INTRANODE_{name}": text})
+    assert f"JAX_INTRANODE_{name}={text!r}" in str(error.value)
+
+
+def test_all_variables_together() -> None:
+    assert config.parse(
+        {
+            "JAX_INTRANODE_DISABLE": "1",
+            "JAX_INTRANODE_TOPOLOGY": "unknown",
+            "JAX_INTRANODE_SLAB_MIB": "3",
+            "JAX_INTRANODE_TIMEOUT_S": "2.5",
+            "JAX_INTRANODE_ALGORITHM": "two_shot",
+        }
+    ) == config.Config(True, "unknown", 3, 2.5, "two_shot")
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_slab_bytes(platform: str) -> None:
+    default = {"cpu": 8, "gpu": 384}[platform]
+    assert config.parse({}).slab_bytes(platform) == default * 2**20
+    assert config.parse({"JAX_INTRANODE_SLAB_MIB": "5"}).slab_bytes(platform) == 5 * 2**20

@@ -1,0 +1,148 @@
+"""The stores through which processes meet, on a fake of JAX's client."""
+
+import time
+from typing import Any
+
+import pytest
+
+from jax_intranode._src import compat, rendezvous
+
+
+class FakeClient:
+    """A dict with the errors of JAX's key-value client."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.timeouts_ms: list[int] = []
+        self.broken: str | None = None
+
+    def key_value_set(self, key: str, value: str) -> None:
+        if self.broken:
+            raise RuntimeError(self.broken)
+        if key in self.values:
+            raise RuntimeError(f"ALREADY_EXISTS: Config key {key} already exists.")
+        self.values[key] = value
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        if self.broken:
+            raise RuntimeError(self.broken)
+        assert isinstance(timeout_in_ms, int) and timeout_in_ms > 0
+        self.timeouts_ms.append(timeout_in_ms)
+        if key not in self.values:
+            raise RuntimeError(f"DEADLINE_EXCEEDED: GetKeyValue() timed out with key: {key}")
+        return self.values[key]
+
+
+def stores(client: FakeClient, processes: tuple[int, ...], prefix: str = "p/") -> list[Any]:
+    return [rendezvous.KeyValueStore(client, prefix, p, processes) for p in processes]
+
+
+SOON = rendezvous.Deadline(0.05)
+
+
+def test_gather_is_in_process_order() -> None:
+    client = FakeClient()
+    processes = (5, 2, 9)
+    for process in (9, 5):  # the others have spoken, in another order
+        client.key_value_set(f"p/hello/{process}", f'{{"from": {process}}}')
+    store = rendezvous.KeyValueStore(client, "p/", 2, processes)
+    assert store.gather("hello", {"from": 2}, SOON) == [{"from": p} for p in processes]
+    assert set(client.values) == {f"p/hello/{p}" for p in processes}
+
+
+def test_gather_names_the_missing_process_and_the_stage() -> None:
+    client = FakeClient()
+    store = stores(client, (0, 3))[0]
+    with pytest.raises(rendezvous.MissingProcess, match=r"process 3 .*\(slabs\)"):
+        store.gather("slabs", 1, SOON)
+    # What it said itself stands for those that come later.
+    assert client.values == {"p/slabs/0": "1"}
+
+
+def test_gather_in_an_earlier_stage_or_under_another_prefix_does_not_count() -> None:
+    client = FakeClient()
+    client.key_value_set("p/hello/1", "1")
+    client.key_value_set("other/slabs/1", "1")
+    with pytest.raises(rendezvous.MissingProcess):
+        stores(client, (0, 1))[0].gather("slabs", 1, SOON)
+
+
+def test_gather_waits_no_longer_than_the_deadline() -> None:
+    client = FakeClient()
+    store = stores(client, (0, 1, 2))[0]
+    for process in (1, 2):
+        client.key_value_set(f"p/hello/{process}", "null")
+    deadline = rendezvous.Deadline(7)
+    store.gather("hello", None, deadline)
+    assert client.timeouts_ms and max(client.timeouts_ms) <= 7000
+
+
+@pytest.mark.parametrize("value", [None, "", 1, [1, 2], {"a": {"b": []}}, "a/b \N{SNOWMAN}"])
+def test_gather_keeps_values(value: Any) -> None:
+    assert stores(FakeClient(), (4,))[0].gather("s", value, SOON) == [value]
+    assert rendezvous.LocalStore().gather("s", value, SOON) == [value]
+
+
+def test_first_claim_wins() -> None:
+    first, second = stores(FakeClient(), (0, 1))
+    assert first.claim("region/0", "a") == "a"
+    assert second.claim("region/0", "b") == "a"
+    assert first.claim("region/0", "c") == "a"
+    assert second.claim("region/1", "b") == "b"
+
+
+def test_wait() -> None:
+    first, second = stores(FakeClient(), (0, 1))
+    assert second.wait("verdict", SOON) is None
+    first.claim("verdict", "")
+    assert second.wait("verdict", SOON) == ""
+
+
+def test_other_errors_are_not_swallowed() -> None:
+    client = FakeClient()
+    store = stores(client, (0, 1))[0]
+    client.broken = "UNAVAILABLE: failed to connect"
+    for call in (
+        lambda: store.claim("k", "v"),
+        lambda: store.wait("k", SOON),
+        lambda: store.gather("s", 1, SOON),
+    ):
+        with pytest.raises(RuntimeError, match="UNAVAILABLE"):
+            call()
+
+
+def test_local_store() -> None:
+    store = rendezvous.LocalStore()
+    assert store.wait("k", SOON) is None
+    assert store.claim("k", "a") == "a"
+    assert store.claim("k", "b") == "a"
+    assert store.wait("k", SOON) == "a"
+    assert rendezvous.LocalStore().wait("k", SOON) is None
+
+
+def test_local_store_gives_what_another_process_would_see() -> None:
+    value = {"a": [1]}
+    (got,) = rendezvous.LocalStore().gather("s", value, SOON)
+    assert got == value and got is not value
+
+
+def test_deadline_never_runs_out_of_milliseconds() -> None:
+    deadline = rendezvous.Deadline(0.001)
+    time.sleep(0.01)
+    assert deadline.remaining_ms() == 1
+    assert 1 <= rendezvous.Deadline(100).remaining_ms() <= 100_000
+
+
+def test_one_process_needs_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "key_value_client", lambda: None)
+    assert isinstance(rendezvous.store("p/", 0, [0]), rendezvous.LocalStore)
+    with pytest.raises(RuntimeError, match=r"processes \[0, 1\].*jax.distributed.initialize"):
+        rendezvous.store("p/", 0, [0, 1])
+
+
+def test_several_processes_use_jaxs_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeClient()
+    monkeypatch.setattr(compat, "key_value_client", lambda: client)
+    store = rendezvous.store("p/", 1, [0, 1])
+    assert store.claim("k", "v") == "v"
+    assert client.values == {"p/k": "v"}

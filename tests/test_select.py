@@ -1,0 +1,190 @@
+"""The selection: a pure function, tried all over its table."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from jax_intranode._src import config, select
+
+WORLDS = range(2, 9)
+PLATFORMS = ("cpu", "gpu")
+ORDER = ("one_shot", "two_shot", "lax")
+ITEM_BYTES = {"bfloat16": 2, **{d: np.dtype(d).itemsize for d in select.DTYPES if d != "bfloat16"}}
+BARE = ("float32", "bfloat16", "float16")
+
+# xla_ffi/kernels/group.h and communicator.py.
+_HEADER_BYTES, _PROBE_BYTES, _REGIONS = 64 << 10, 64 << 10, 8
+
+
+def half_bytes(platform: str) -> int:
+    """What a default slab leaves for each buffer of a region."""
+    slab = config.Config().slab_bytes(platform)
+    return ((slab - _PROBE_BYTES) // _REGIONS - _HEADER_BYTES) // 2 // 4096 * 4096
+
+
+def choose(platform: str, world: int, nbytes: int, dtype: str, **more: object) -> select.Selection:
+    arguments = {"half_bytes": half_bytes(platform), "algorithm": "auto", **more}
+    return select.select(
+        "psum", nbytes=nbytes, dtype=dtype, world_size=world, platform=platform, **arguments
+    )
+
+
+def needed(algorithm: str, nbytes: int, dtype: str, world: int) -> int:
+    """Bytes of a half: every rank's slot, of whole packets (one_shot.h, two_shot.h)."""
+    packet = 16 if dtype in BARE else 32
+    packs = (nbytes + 15) // 16
+    if algorithm == "one_shot":
+        return world * packs * packet
+    return 2 * world * max(1, (packs + world - 1) // world) * packet
+
+
+def sizes(dtype: str) -> list[int]:
+    """Sizes of whole elements: small ones, those at the edges of the table, and beyond it."""
+    item = ITEM_BYTES[dtype]
+    edges = {row.packet_bytes for rows in select.TABLE.values() for row in rows}
+    near = {e // d + k for e in edges for d in (1, 2) for k in (-16, -1, 0, 1, 16)}
+    every = {1, 15, 16, 17, 31, 32, 33, 100, 1000} | {1 << k for k in range(27)} | near
+    return sorted({max(1, n // item) * item for n in every})
+
+
+@pytest.mark.parametrize("dtype", select.DTYPES)
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_every_selection_fits_and_is_sensible(platform: str, dtype: str) -> None:
+    half = half_bytes(platform)
+    for world, nbytes in itertools.product(WORLDS, sizes(dtype)):
+        chosen = choose(platform, world, nbytes, dtype)
+        context = (world, nbytes, chosen)
+        assert chosen.reason, context
+        if chosen.algorithm == "lax":
+            assert (chosen.blocks, chosen.threads) == (0, 0), context
+            continue
+        assert chosen.algorithm in select.ALGORITHMS, context
+        assert needed(chosen.algorithm, nbytes, dtype, world) <= half, context
+        packs = -(-nbytes // 16)
+        work = packs if chosen.algorithm == "one_shot" else -(-packs // world)
+        assert 1 <= chosen.blocks <= 256, context  # kMaxBlocks
+        assert 1 <= chosen.threads <= 1024, context
+        assert chosen.threads == 1 or chosen.threads % 32 == 0, context
+        # No block without work; and one block fewer would have left threads with more than one.
+        assert (chosen.blocks - 1) * chosen.threads < work, context
+        assert str(nbytes) in chosen.reason and dtype in chosen.reason, context
+
+
+@pytest.mark.parametrize("dtype", select.DTYPES)
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_algorithms_follow_each_other_as_sizes_grow(platform: str, dtype: str) -> None:
+    for world in WORLDS:
+        chosen = [choose(platform, world, nbytes, dtype) for nbytes in sizes(dtype)]
+        stages = [ORDER.index(c.algorithm) for c in chosen]
+        assert stages == sorted(stages), (world, list(zip(sizes(dtype), stages, strict=True)))
+        assert stages[0] == 0 and stages[-1] == 2, world
+        for stage in (0, 1):
+            blocks = [c.blocks * c.threads for c in chosen if c.algorithm == ORDER[stage]]
+            assert blocks == sorted(blocks), (world, ORDER[stage])
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_default_slab_holds_the_whole_table(platform: str) -> None:
+    """Sizes stop where lax is faster, not where the slab is too small."""
+    for world, dtype in itertools.product(WORLDS, select.DTYPES):
+        for nbytes in sizes(dtype):
+            assert "JAX_INTRANODE_SLAB_MIB" not in choose(platform, world, nbytes, dtype).reason
+
+
+def test_the_limit_that_a_reason_names_is_the_limit() -> None:
+    for platform, world, dtype in itertools.product(PLATFORMS, WORLDS, select.DTYPES):
+        reason = choose(platform, world, 1 << 30, dtype).reason
+        assert "faster than lax" in reason
+        limit = int(reason.split("up to ")[1].split()[0])
+        assert choose(platform, world, limit, dtype).algorithm != "lax"
+        item = ITEM_BYTES[dtype]
+        assert choose(platform, world, limit + item, dtype).algorithm == "lax"
+
+
+@pytest.mark.parametrize("algorithm", select.ALGORITHMS)
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_forced_algorithm_runs_wherever_it_fits(platform: str, algorithm: str) -> None:
+    half = half_bytes(platform)
+    for world, dtype in itertools.product(WORLDS, select.DTYPES):
+        for nbytes in sizes(dtype):
+            chosen = choose(platform, world, nbytes, dtype, algorithm=algorithm)
+            fits = needed(algorithm, nbytes, dtype, world) <= half
+            assert chosen.algorithm == (algorithm if fits else "lax"), (world, dtype, nbytes)
+            name = "JAX_INTRANODE_ALGORITHM" if fits else "JAX_INTRANODE_SLAB_MIB"
+            assert name in chosen.reason
+            if fits:
+                assert chosen.blocks >= 1 and chosen.threads >= 1
+
+
+def test_a_buffer_that_is_a_byte_too_small_is_refused() -> None:
+    for algorithm, dtype in itertools.product(select.ALGORITHMS, ("float32", "int8")):
+        exact = needed(algorithm, 1000, dtype, 4)
+        more = {"algorithm": algorithm}
+        assert choose("cpu", 4, 1000, dtype, half_bytes=exact, **more).algorithm == algorithm
+        refused = choose("cpu", 4, 1000, dtype, half_bytes=exact - 1, **more)
+        assert refused.algorithm == "lax"
+        assert str(exact) in refused.reason and "JAX_INTRANODE_SLAB_MIB" in refused.reason
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"algorithm": "lax"}, "JAX_INTRANODE_ALGORITHM=lax"),
+        ({"nbytes": 0}, "psum of no elements"),
+        ({"world_size": 1}, "one rank"),
+        ({"world_size": 9}, "9 ranks; at most 8"),
+        ({"world_size": 16, "algorithm": "one_shot"}, "16 ranks; at most 8"),
+        ({"dtype": "int16"}, "dtype int16; supported are float32, bfloat16"),
+        ({"dtype": "complex64"}, "dtype complex64"),
+        ({"dtype": "bool"}, "dtype bool"),
+        ({"nbytes": 1 << 30}, "faster than lax"),
+        ({"half_bytes": 16}, "JAX_INTRANODE_SLAB_MIB"),
+    ],
+)
+def test_reasons_for_lax(changed: dict[str, object], says: str) -> None:
+    arguments = {
+        "nbytes": 400, "dtype": "float32", "world_size": 4, "platform": "gpu",
+        "half_bytes": 1 << 20, **changed,
+    }  # fmt: skip
+    chosen = select.select("psum", **arguments)
+    assert chosen.algorithm == "lax"
+    assert says in chosen.reason
+
+
+def test_table_is_well_formed() -> None:
+    for (platform, world), rows in select.TABLE.items():
+        assert platform in PLATFORMS and world in WORLDS
+        limits = [row.packet_bytes for row in rows]
+        assert limits == sorted(set(limits))
+        stages = [select.ALGORITHMS.index(row.algorithm) for row in rows]
+        assert stages == sorted(stages)
+    for platform in PLATFORMS:
+        assert (platform, select.MAX_WORLD_SIZE) in select.TABLE
+
+
+def test_digest_changes_with_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = select.digest()
+    assert digest == select.digest()
+    rows = select.TABLE["gpu", 8]
+    other = [
+        {**select.TABLE, ("gpu", 8): rows[:-1]},
+        {**select.TABLE, ("gpu", 3): rows},
+        *(
+            {**select.TABLE, ("gpu", 8): (row, *rows[1:])}
+            for row in (
+                select.Row(rows[0].packet_bytes + 1, *[getattr(rows[0], f) for f in _REST]),
+                select.Row(rows[0].packet_bytes, "two_shot", rows[0].threads, rows[0].blocks),
+                select.Row(rows[0].packet_bytes, "one_shot", 64, rows[0].blocks),
+                select.Row(rows[0].packet_bytes, "one_shot", rows[0].threads, 1),
+            )
+        ),
+    ]
+    digests = {digest}
+    for table in other:
+        monkeypatch.setattr(select, "TABLE", table)
+        digests.add(select.digest())
+    assert len(digests) == 1 + len(other)
+
+
+_REST = ("algorithm", "threads", "blocks")

@@ -597,3 +597,30 @@ def beside_lax() -> None:
         total, difference = program(put(mesh, P("x"), parts))
         check(total, everywhere(oracle(parts), n))
         check(difference, np.zeros_like(parts), exact=False)
+
+
+@case()
+def compiling_while_others_wait() -> None:
+    """New programs are compiled, loaded and launched while kernels wait for their peers."""
+    mesh = line()
+    n = mesh.size
+
+    def slow(v: Any) -> Any:
+        rank = lax.axis_index("x")
+        for k in range(3 * n):
+            loops = jnp.where(rank == k % n, 20_000, 0)
+            late = lax.fori_loop(0, loops, lambda i, s: jnp.sin(s + i), v[0, 0] * 0.0 + 0.5)
+            v = jax_intranode.psum(v + 0 * late, "x") / n
+        return v
+
+    parts = np.full((n, 64), 3.0, np.float32)
+    waiting = jax.jit(sharded(slow, mesh, P("x"), P("x")))
+    value = put(mesh, P("x"), parts)
+    jax.block_until_ready(waiting(value))
+    running = [waiting(value) for _ in range(2)]
+    for count in (5, 17, 130, 555):  # each one is a program of its own
+        data = random("float32", (n, count), count)
+        check(psum_of(data, mesh), everywhere(oracle(data), n))
+        running.append(waiting(value))
+    for result in running:
+        check(result, parts)

@@ -367,8 +367,8 @@ def _check_hellos(hellos: list[dict[str, Any]]) -> None:
         for process, value in enumerate(values):
             if value != values[0]:
                 raise _Refusal(
-                    f"processes 0 and {process} of the mesh have a different {what}: {values[0]} and "
-                    f"{value}; give them the same version and environment"
+                    f"processes 0 and {process} of the mesh have a different {what}: {values[0]} "
+                    f"and {value}; give them the same version and environment"
                 )
     by_host: dict[tuple[str, ...], list[Any]] = {}
     for hello in hellos:

@@ -1,0 +1,132 @@
+"""The protocols and the CPU groups as C++ programs, plain and under ThreadSanitizer."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+NATIVE = Path(__file__).parent / "native"
+SOURCES = {
+    "protocol_test": [NATIVE / "protocol_test.cc"],
+    "host_group_test": [
+        NATIVE / "host_group_test.cc",
+        ROOT / "xla_ffi/host/host_group.cc",
+        ROOT / "xla_ffi/host/progress.cc",
+    ],
+}
+BUILDS = ("plain", "thread")
+# Short of ThreadSanitizer's own exit status (66), which a race gets.
+_SANITIZER = {"TSAN_OPTIONS": "halt_on_error=1 atexit_sleep_ms=100 exitcode=66"}
+_RACE = """
+#include <thread>
+int shared = 0;
+int main() {
+  std::thread a([] { for (int i = 0; i < 100000; ++i) ++shared; });
+  std::thread b([] { for (int i = 0; i < 100000; ++i) ++shared; });
+  a.join();
+  b.join();
+}
+"""
+
+
+def run(*command: str | Path, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        env={**os.environ, **_SANITIZER},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+class Programs:
+    """Compiles a test's program when it is first asked for."""
+
+    def __init__(self, directory: Path, build: str):
+        self._directory = directory
+        self._flags = ["-fsanitize=thread"] if build == "thread" else []
+        compiler = shutil.which("c++") or shutil.which("g++")
+        if compiler is None:
+            pytest.skip("no C++ compiler (c++ or g++) on PATH")
+        self._compiler = compiler
+        if build == "thread":
+            self._skip_unless_sanitizer_works()
+
+    def _compile(self, program: Path, sources: list[Path]) -> subprocess.CompletedProcess[str]:
+        return run(
+            self._compiler, "-std=c++20", "-O1", "-g", *self._flags, "-I", str(ROOT), "-pthread",
+            *map(str, sources), "-o", str(program), timeout_s=200,
+        )  # fmt: skip
+
+    def _skip_unless_sanitizer_works(self) -> None:
+        source, program = self._directory / "race.cc", self._directory / "race"
+        source.write_text(_RACE)
+        compiled = self._compile(program, [source])
+        if compiled.returncode != 0:
+            pytest.skip(f"ThreadSanitizer can't be linked: {compiled.stdout[-300:]}")
+        outcome = run(program)
+        if outcome.returncode != 66:
+            pytest.skip(f"ThreadSanitizer does not run here: {outcome.stdout[-300:]}")
+
+    def get(self, name: str) -> Path:
+        program = self._directory / name
+        if not program.exists():
+            compiled = self._compile(program, SOURCES[name])
+            assert compiled.returncode == 0, compiled.stdout
+        return program
+
+
+@pytest.fixture(scope="module", params=BUILDS)
+def programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Programs:
+    return Programs(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.mark.parametrize(("ranks", "calls"), [(2, 2000), (3, 1500), (4, 1000), (8, 400)])
+def test_sound_protocols(programs: Programs, ranks: int, calls: int) -> None:
+    outcome = run(programs.get("protocol_test"), "sound", str(ranks), str(calls), "30")
+    assert outcome.returncode == 0, outcome.stdout
+    assert outcome.stdout == f"sound: ranks {ranks} calls {calls} wrong 0 bytes left 0 busy 0\n"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("variant", "ends"),
+    [
+        # Who has ended operation e writes e + 1 into a half in which e is still awaited.
+        ("one_half", "waits"),
+        # The packets of e are taken for those of e + 2: ranks run apart.
+        ("never_armed", "waits or is wrong"),
+        ("half_looked", "is wrong"),
+        # A block that comes back writes into another half than its namesakes read.
+        ("idle_epochs", "waits"),
+    ],
+)
+def test_broken_protocol_is_found(programs: Programs, variant: str, ends: str, ranks: int) -> None:
+    outcome = run(programs.get("protocol_test"), variant, str(ranks), "300", "2")
+    assert outcome.returncode == 1, outcome.stdout
+    waits = "a wait without end" in outcome.stdout
+    is_wrong = f"{variant}: ranks {ranks} " in outcome.stdout and " wrong 0 " not in outcome.stdout
+    assert ("waits" in ends and waits) or ("is wrong" in ends and is_wrong), outcome.stdout
+    assert "busy 1" not in outcome.stdout
+
+
+@pytest.mark.parametrize(
+    ("ranks", "processes", "rounds"),
+    [(2, 1, 100), (2, 2, 100), (3, 3, 60), (4, 2, 60), (8, 1, 30), (8, 4, 30), (8, 8, 30)],
+)
+def test_cpu_groups(programs: Programs, ranks: int, processes: int, rounds: int) -> None:
+    arguments = [str(n) for n in (ranks, processes, rounds)]
+    outcome = run(programs.get("host_group_test"), "sound", *arguments)
+    assert outcome.returncode == 0, outcome.stdout
+    assert f"checked {ranks * 12 * rounds}\n" in outcome.stdout
+
+
+@pytest.mark.parametrize("mode", ["deadline", "fail"])
+def test_cpu_groups_fail_well(programs: Programs, mode: str) -> None:
+    outcome = run(programs.get("host_group_test"), mode)
+    assert outcome.returncode == 0, outcome.stdout
+    assert outcome.stdout.endswith(f"{mode}: done\n")

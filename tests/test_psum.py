@@ -48,6 +48,20 @@ def test_large_arrays_lower_to_lax() -> None:
     assert "faster than lax" in selection(cases.line(), ("x",), (1, 64 << 20), "float32").reason
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_fallback_is_laxs_own_program(check_vma: bool) -> None:
+    def program(psum: object) -> str:
+        def body(v: jax.Array) -> jax.Array:
+            return psum(v * 2, "x") + 1
+
+        f = jax.shard_map(
+            body, mesh=cases.line(), in_specs=P("x"), out_specs=P(None), check_vma=check_vma
+        )
+        return jax.jit(f).lower(jnp.zeros((len(jax.devices()) * 8, 1 << 20))).as_text()
+
+    assert program(jax_intranode.psum) == program(lax.psum)
+
+
 def test_partly_manual_mesh_is_not_gathered() -> None:
     need_devices(4)
     n = len(jax.devices()) // 2

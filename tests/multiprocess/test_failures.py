@@ -1,0 +1,298 @@
+"""Failing well: ranks that leave or never come, processes that differ, memory that is not there."""
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cases
+import jax
+import numpy as np
+import pytest
+from devices import need_devices
+from jax.sharding import Mesh
+
+import jax_intranode
+from jax_intranode._src import communicator, config, launcher, native
+from jax_intranode._src.compat import key_value_client
+from jax_intranode._src.ops.psum import selection
+
+TIMEOUT_S = 3
+ENV = {"JAX_INTRANODE_TIMEOUT_S": str(TIMEOUT_S)}
+
+
+def need_cpu(why: str) -> None:
+    if jax.devices()[0].platform != "cpu":
+        pytest.skip(why)
+
+
+def lines(log: str, label: str) -> list[str]:
+    """What a rank printed after a label."""
+    return re.findall(rf"^{label}: (.*)$", log, re.MULTILINE)
+
+
+# In the ranks.
+
+
+def say(label: str, text: object) -> None:
+    print(f"{label}: {str(text).splitlines()[0]}", flush=True)
+
+
+def come(stage: str, ranks: list[int]) -> None:
+    """Waits until all of these ranks have come here."""
+    client = key_value_client()
+    if jax.process_index() in ranks:
+        client.key_value_set(f"test/{stage}/{jax.process_index()}", "here")
+    for rank in ranks:
+        client.blocking_key_value_get(f"test/{stage}/{rank}", 60_000)
+
+
+def leave(present: list[int]) -> None:
+    """Ends the process without JAX's shutdown, which waits for all; rank 0 (the store) last."""
+    client = key_value_client()
+    if jax.process_index() == 0:
+        for rank in set(present) - {0}:
+            client.blocking_key_value_get(f"test/leave/{rank}", 60_000)
+    else:
+        client.key_value_set(f"test/leave/{jax.process_index()}", "gone")
+    os._exit(0)
+
+
+def check_sum(mesh: Mesh, seed: int) -> None:
+    parts = cases.random("float32", (mesh.size, 100), seed)
+    cases.check(
+        cases.psum_of(parts, mesh), cases.everywhere(cases.oracle(parts), mesh.size), exact=False
+    )
+
+
+def failure_of(mesh: Mesh, seed: int) -> str:
+    """What a user is told of a psum that fails.
+
+    That is the exception on the CPU. On GPUs a lost context raises XLA's own error, and ours comes
+    in the log, and whenever a psum is lowered from then on.
+    """
+    with pytest.raises(Exception) as error:  # of no particular type: it is XLA's
+        check_sum(mesh, seed)
+    assert not isinstance(error.value, AssertionError), error.value
+    if jax.devices()[0].platform == "cpu":
+        return str(error.value)
+    for _ in range(40):
+        try:
+            communicator.meet(mesh.devices.flat)
+        except RuntimeError as failure:
+            return str(failure)
+        time.sleep(0.05)
+    raise AssertionError(f"no failure within 2 s; XLA says: {error.value}")
+
+
+def loses_a_rank(missing: int, exits: bool) -> None:
+    logging.basicConfig(level=logging.INFO)
+    mesh = cases.line()
+    rank = jax.process_index()
+    before = native.handler_calls()
+    check_sum(mesh, 0)
+    assert native.handler_calls() > before, "our psum did not run"
+    come("first", list(range(mesh.size)))
+    present = [r for r in range(mesh.size) if not exits or r != missing]
+    if rank == missing:
+        if exits:
+            os._exit(0)
+        come("over", [r for r in range(mesh.size) if r != missing])
+        leave(present)
+    say("FIRST", failure_of(mesh, 1))
+    say("LATER", failure_of(mesh, 2))
+    say("LATER", failure_of(mesh, 3))
+    come("over", [r for r in range(mesh.size) if r != missing])
+    leave(present)
+
+
+def misses_a_rank(missing: int) -> None:
+    """One process comes late: after the others have given up on it."""
+    mesh = cases.line()
+    others = [r for r in range(mesh.size) if r != missing]
+    if jax.process_index() == missing:
+        come("others", others)
+    started = time.monotonic()
+    jax_intranode.initialize(mesh)
+    say("TOOK", time.monotonic() - started)
+    chosen = selection(mesh, ("x",), (100,), "float32")
+    assert chosen.algorithm == "lax", chosen
+    say("REASON", chosen.reason)
+    if jax.process_index() != missing:
+        come("others", others)
+    falls_back()
+
+
+def falls_back() -> None:
+    """All ranks lower to lax and say why; the sums are right."""
+    mesh = cases.line()
+    jax_intranode.initialize(mesh)
+    for count in (100, 7):
+        chosen = selection(mesh, ("x",), (count,), "float32")
+        assert chosen.algorithm == "lax", chosen
+        say("REASON", chosen.reason)
+    before = native.handler_calls()
+    check_sum(mesh, 4)
+    assert native.handler_calls() == before
+    say("SUM", "right")
+
+
+def segments_of(pids: list[int]) -> list[str]:
+    return [
+        path.name
+        for path in Path("/dev/shm").iterdir()
+        if any(path.name.startswith(f"jax_intranode.{pid}.") for pid in pids)
+    ]
+
+
+def uses_segments(killed: int | None) -> None:
+    mesh = cases.line()
+    say("PID", os.getpid())
+    jax_intranode.initialize(mesh)
+    assert selection(mesh, ("x",), (100,), "float32").algorithm != "lax"
+    assert segments_of([os.getpid()]) == []
+    check_sum(mesh, 5)
+    come("used", list(range(mesh.size)))
+    if jax.process_index() == killed:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if killed is None:
+        check_sum(mesh, 6)
+    else:
+        failure_of(mesh, 6)
+    say("DONE", "yes")
+
+
+# The tests.
+
+
+@pytest.mark.parametrize(
+    ("world", "missing", "exits"),
+    [(2, 1, True), (2, 1, False), (2, 0, False), (3, 1, True)],
+    ids=["1_of_2_exits", "1_of_2_sleeps", "0_of_2_sleeps", "1_of_3_exits"],
+)
+def test_rank_that_leaves(ranks: Any, world: int, missing: int, exits: bool) -> None:
+    need_devices(world)
+    if world > 2:
+        need_cpu("three ranks are tried on the CPU")
+    logs = ranks(loses_a_rank, world, env=ENV, arguments=[missing, exits])
+    for rank, log in enumerate(logs):
+        if rank == missing:
+            continue
+        (first,) = lines(log, "FIRST")
+        for part in (
+            "psum", f"timed out after {TIMEOUT_S}", f"rank {rank} (device ",
+            f"waited for rank {missing} (device ", "JAX_INTRANODE_TIMEOUT_S",
+        ):  # fmt: skip
+            assert part in first, first
+        message = first[first.index("jax_intranode: ") :]
+        later = lines(log, "LATER")
+        assert len(later) == 2
+        assert all(message in text for text in later), (message, later)
+        if jax.devices()[0].platform == "gpu":
+            assert message in log.replace(first, ""), "not logged"
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_rank_that_never_comes(ranks: Any, missing: int) -> None:
+    need_devices(2)
+    logs = ranks(misses_a_rank, 2, env=ENV, arguments=[missing])
+    reasons = [lines(log, "REASON") for log in logs]
+    assert len({*reasons[0], *reasons[1]}) == 1, reasons
+    assert f"process {missing} " in reasons[0][0]
+    (took,) = lines(logs[1 - missing], "TOOK")
+    assert TIMEOUT_S - 0.5 <= float(took) <= TIMEOUT_S + 10 + 15
+    assert all(lines(log, "SUM") == ["right"] for log in logs)
+
+
+def fallback_reason(ranks: Any, env: Any, world: int = 2) -> str:
+    need_devices(world)
+    logs = ranks(falls_back, world, env=env)
+    reasons = {reason for log in logs for reason in lines(log, "REASON")}
+    assert len(reasons) == 1, reasons
+    assert all(lines(log, "SUM") == ["right"] for log in logs)
+    (reason,) = reasons
+    # Logged, once by each.
+    for log in logs:
+        if "JAX_INTRANODE_DISABLE" not in reason:
+            assert log.count(f"lower to jax.lax: {reason}.") == 1, log
+    return reason
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("ALGORITHM", ("one_shot", "two_shot")),
+        ("SLAB_MIB", ("4", "8")),
+        ("TIMEOUT_S", ("30.0", "40.0")),
+        ("TOPOLOGY", ("fully_connected", "hybrid_cube_mesh")),
+    ],
+)
+def test_different_environments(ranks: Any, name: str, values: tuple[str, str]) -> None:
+    env = [{f"JAX_INTRANODE_{name}": value} for value in values]
+    reason = fallback_reason(ranks, env)
+    assert "processes 0 and 1" in reason
+    field = name.lower()
+    parsed = [repr(getattr(config.parse(e), field)) for e in env]
+    for value in parsed:
+        assert f"{field}={value}" in reason, reason
+
+
+def test_one_of_three_differs(ranks: Any) -> None:
+    need_cpu("three ranks are tried on the CPU")
+    env = [{}, {}, {"JAX_INTRANODE_ALGORITHM": "lax"}]
+    assert "processes 0 and 2" in fallback_reason(ranks, env, world=3)
+
+
+def test_disabled(ranks: Any) -> None:
+    assert "JAX_INTRANODE_DISABLE=1" in fallback_reason(ranks, {"JAX_INTRANODE_DISABLE": "1"})
+
+
+def test_disabled_in_one_process(ranks: Any) -> None:
+    reason = fallback_reason(ranks, [{}, {"JAX_INTRANODE_DISABLE": "1"}])
+    assert "JAX_INTRANODE_DISABLE=1" in reason
+
+
+def test_topology_without_kernels(ranks: Any) -> None:
+    reason = fallback_reason(ranks, {"JAX_INTRANODE_TOPOLOGY": "hybrid_cube_mesh"})
+    assert "JAX_INTRANODE_TOPOLOGY=hybrid_cube_mesh" in reason
+
+
+def test_slab_larger_than_dev_shm(ranks: Any) -> None:
+    need_cpu("only CPU slabs are in /dev/shm")
+    reason = fallback_reason(ranks, {"JAX_INTRANODE_SLAB_MIB": "10000000"})
+    assert "/dev/shm" in reason and "JAX_INTRANODE_SLAB_MIB" in reason
+    assert re.match(r"process \d: ", reason)
+
+
+@pytest.mark.parametrize("killed", [None, 1], ids=["orderly", "killed"])
+def test_no_segment_is_left(
+    ranks: Callable[..., list[str]], tmp_path: Path, killed: int | None
+) -> None:
+    need_cpu("only CPU slabs are in /dev/shm")
+    need_devices(2)
+    with contextlib.nullcontext() if killed is None else pytest.raises(launcher.RankError) as error:
+        ranks(uses_segments, 2, env={"JAX_INTRANODE_TIMEOUT_S": "20"}, arguments=[killed])
+    logs = [(tmp_path / "logs" / f"rank{rank}.log").read_text() for rank in range(2)]
+    if killed is None:
+        assert all(lines(log, "DONE") for log in logs)
+    else:
+        assert error.value.first_failed == killed
+        assert error.value.exit_codes[killed] == -signal.SIGKILL
+    pids = [int(pid) for log in logs for pid in lines(log, "PID")]
+    assert len(pids) == 2
+    assert segments_of(pids) == []
+
+
+def test_segments_of_sees_what_it_looks_for() -> None:
+    need_cpu("only CPU slabs are in /dev/shm")
+    module = native.module("cpu")
+    slab = module.allocate(0, 1 << 20, True)
+    assert segments_of([os.getpid()]) == [slab.handle().decode().lstrip("/")]
+    slab.unlink()
+    assert segments_of([os.getpid()]) == []
+    assert np.all(module.read_word(0, slab.address) == 0)

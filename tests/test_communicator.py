@@ -1,0 +1,380 @@
+"""Communicators in one process: their life, their limits, and what a program finds without one."""
+
+import itertools
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import cases
+import jax
+import numpy as np
+import pytest
+from devices import need_devices
+from jax.sharding import PartitionSpec as P
+
+import jax_intranode
+from jax_intranode._src import communicator, native, select
+from jax_intranode._src.ops.psum import selection
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """No meeting has been held before, and other tests hold their own."""
+    jax_intranode.shutdown()
+    jax.clear_caches()
+    yield
+    jax_intranode.shutdown()
+    jax.clear_caches()
+
+
+def chosen_for(mesh: jax.sharding.Mesh, count: int = 100) -> select.Selection:
+    return selection(mesh, ("x",), (count,), "float32")
+
+
+def check_sum(mesh: jax.sharding.Mesh, seed: int = 0, *, ours: bool = True) -> None:
+    parts = cases.random("float32", (mesh.size, 100), seed)
+    before = native.handler_calls()
+    result = jax.block_until_ready(cases.psum_of(parts, mesh))
+    assert (native.handler_calls() > before) == ours
+    cases.check(result, cases.everywhere(cases.oracle(parts), mesh.size), exact=ours)
+
+
+def summing(mesh: jax.sharding.Mesh, calls: int = 1) -> Any:
+    def f(v: Any) -> Any:
+        for _ in range(calls):
+            v = jax_intranode.psum(v, "x") / mesh.size
+        return v
+
+    return jax.jit(cases.sharded(f, mesh, P("x"), P("x")))
+
+
+def run_python(tmp_path: Path, code: str, *arguments: str, **env: str) -> tuple[int, str]:
+    """Runs a program on CPU devices; returns its exit status and what it printed."""
+    outcome = subprocess.run(
+        # -P: not the source tree, but the package that is installed.
+        [sys.executable, "-P", "-c", code, *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    return outcome.returncode, outcome.stdout
+
+
+# Partitions.
+
+
+def fake_mesh(ids: Any, names: tuple[str, ...]) -> Any:
+    ids = np.array(ids)
+    devices = np.vectorize(lambda i: SimpleNamespace(id=int(i)), otypes=[object])(ids)
+    shape = dict(zip(names, ids.shape, strict=True))
+    return SimpleNamespace(devices=devices, axis_names=names, shape=shape)
+
+
+@pytest.mark.parametrize(
+    ("ids", "names", "axes", "groups"),
+    [
+        ([0, 1, 2], "x", "x", [(0, 1, 2)]),
+        ([2, 0, 1], "x", "x", [(2, 0, 1)]),
+        ([[0, 1, 2], [3, 4, 5]], "dt", "t", [(0, 1, 2), (3, 4, 5)]),
+        ([[0, 1, 2], [3, 4, 5]], "dt", "d", [(0, 3), (1, 4), (2, 5)]),
+        ([[0, 1, 2], [3, 4, 5]], "dt", "dt", [(0, 1, 2, 3, 4, 5)]),
+        ([[0, 1, 2], [3, 4, 5]], "dt", "td", [(0, 3, 1, 4, 2, 5)]),
+        ([[5, 3, 1], [4, 2, 0]], "dt", "d", [(5, 4), (3, 2), (1, 0)]),
+        ([[[0, 1], [2, 3]], [[4, 5], [6, 7]]], "abc", "b", [(0, 2), (1, 3), (4, 6), (5, 7)]),
+        ([[[0, 1], [2, 3]], [[4, 5], [6, 7]]], "abc", "ca", [(0, 4, 1, 5), (2, 6, 3, 7)]),
+        ([[[0, 1], [2, 3]], [[4, 5], [6, 7]]], "abc", "ac", [(0, 1, 4, 5), (2, 3, 6, 7)]),
+        ([[7], [9]], "dt", "t", [(7,), (9,)]),
+    ],
+)
+def test_partition(ids: Any, names: str, axes: str, groups: list[tuple[int, ...]]) -> None:
+    partition = communicator.partition(fake_mesh(ids, tuple(names)), tuple(axes))
+    assert partition.groups() == groups
+    assert partition.group_size == len(groups[0])
+    assert partition.device_ids == sum(groups, ())
+    assert all(type(i) is int for i in partition.device_ids)
+
+
+def test_partition_ranks_are_lax_axis_indices() -> None:
+    """Rank r of a group is the device on which lax's axis_index is r."""
+    n = len(jax.devices()) // 2
+    need_devices(2)
+    mesh = cases.make_mesh((2, n), ("a", "b"), np.random.default_rng(1).permutation(2 * n))
+    for axes in (("a",), ("b",), ("a", "b"), ("b", "a")):
+        index = jax.jit(
+            cases.sharded(lambda a=axes: jax.lax.axis_index(a)[None, None], mesh, (), P("a", "b"))
+        )()
+        rank_of = {s.device.id: int(np.asarray(s.data)[0, 0]) for s in index.addressable_shards}
+        for group in communicator.partition(mesh, axes).groups():
+            assert [rank_of[device] for device in group] == list(range(len(group)))
+
+
+# Life.
+
+
+@pytest.mark.usefixtures("fresh")
+def test_initialize_twice() -> None:
+    need_devices(2)
+    jax_intranode.initialize()
+    meeting = communicator.meet(jax.devices())
+    assert meeting.reason is None
+    assert len(meeting.communicators) == 1
+    jax_intranode.initialize()
+    jax_intranode.initialize(cases.line())
+    assert communicator.meet(jax.devices()) is meeting
+    assert len(meeting.communicators) == 1
+    check_sum(cases.line())
+    assert len(meeting.communicators) == 1
+
+
+@pytest.mark.usefixtures("fresh")
+def test_initialize_sets_up_all_groups_of_a_mesh() -> None:
+    need_devices(4)
+    mesh = cases.make_mesh((2, 1, 2), ("a", "one", "b"))
+    jax_intranode.initialize(mesh)
+    meeting = communicator.meet(mesh.devices.flat)
+    axes = (("a",), ("b",), ("a", "b"))
+    assert set(meeting.communicators) == {communicator.partition(mesh, a) for a in axes}
+    assert set(meeting.communicators.values()) == {None}
+
+
+@pytest.mark.usefixtures("fresh")
+def test_use_after_shutdown_meets_anew() -> None:
+    need_devices(2)
+    mesh = cases.line()
+    meetings = []
+    for seed in range(3):
+        check_sum(mesh, seed)
+        meetings.append(communicator.meet(mesh.devices.flat))
+        jax_intranode.shutdown()
+        jax_intranode.shutdown()  # does nothing
+    assert len({id(meeting) for meeting in meetings}) == 3
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize(
+    ("calls", "executions"), [(1, 1), (8, 12)], ids=["executed_once", "replayed"]
+)
+def test_program_from_before_shutdown_raises(calls: int, executions: int) -> None:
+    need_devices(2)
+    mesh = cases.line()
+    program = summing(mesh, calls)
+    x = cases.put(mesh, P("x"), cases.random("float32", (mesh.size, 100)))
+    for _ in range(executions):
+        jax.block_until_ready(program(x))
+    jax_intranode.shutdown()
+    for _ in range(2):
+        with pytest.raises(Exception, match=r"jax_intranode\.shutdown\(\).*jax\.clear_caches\(\)"):
+            jax.block_until_ready(program(x))
+    # A new meeting does not bring it back; what the message advises does.
+    check_sum(mesh)
+    with pytest.raises(Exception, match=r"jax_intranode\.shutdown\(\)"):
+        jax.block_until_ready(program(x))
+    jax.clear_caches()
+    jax.block_until_ready(program(x))
+
+
+# Limits.
+
+
+@pytest.mark.usefixtures("fresh")
+def test_regions_run_out() -> None:
+    need_devices(4)
+    n = len(jax.devices())
+    orders = list(itertools.islice(itertools.permutations(range(n)), communicator._REGIONS + 2))
+    meshes = [cases.make_mesh((n,), ("x",), order) for order in orders]
+    for mesh in meshes[: communicator._REGIONS]:
+        assert chosen_for(mesh).algorithm != "lax"
+    for mesh in meshes[communicator._REGIONS :]:
+        chosen = chosen_for(mesh)
+        assert chosen.algorithm == "lax"
+        assert f"{communicator._REGIONS} regions" in chosen.reason
+        check_sum(mesh, ours=False)
+        jax_intranode.initialize(mesh)  # does not raise
+    # Those that have a region keep it.
+    assert chosen_for(meshes[0]).algorithm != "lax"
+    check_sum(meshes[0])
+    check_sum(meshes[communicator._REGIONS - 1])
+    # Other devices have regions of their own.
+    check_sum(cases.line(n - 1))
+
+
+@pytest.mark.usefixtures("fresh")
+def test_shutdown_gives_regions_back() -> None:
+    need_devices(4)
+    n = len(jax.devices())
+    orders = list(itertools.islice(itertools.permutations(range(n)), communicator._REGIONS + 1))
+    meshes = [cases.make_mesh((n,), ("x",), order) for order in orders]
+    assert [chosen_for(mesh).algorithm for mesh in meshes][-1] == "lax"
+    jax_intranode.shutdown()
+    check_sum(meshes[-1])
+
+
+@pytest.mark.usefixtures("fresh")
+def test_reason_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_devices(2)
+
+    def refuse(meeting: Any) -> dict[str, str]:
+        return {"error": "for a test"}
+
+    monkeypatch.setattr(communicator, "_hello", refuse)
+    with caplog.at_level(logging.INFO, "jax_intranode"):
+        for _ in range(2):
+            jax_intranode.initialize()
+            check_sum(cases.line(), ours=False)
+    assert chosen_for(cases.line()).reason == "for a test"
+    assert [r.message.count("for a test") for r in caplog.records if r.name == "jax_intranode"] == [
+        1
+    ]
+
+
+SIXTEEN = """
+import jax
+jax.config.update("jax_num_cpu_devices", 16)
+import jax.numpy as jnp
+import jax_intranode
+from jax_intranode._src import native
+from jax_intranode._src.ops.psum import selection
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+mesh = jax.make_mesh((2, 8), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+jax_intranode.initialize(mesh)
+for axes in (("a",), ("b",), ("a", "b")):
+    chosen = selection(mesh, axes, (10,), "float32")
+    print(axes, chosen.algorithm, chosen.reason)
+    f = jax.shard_map(
+        lambda v: jax_intranode.psum(v, axes), mesh=mesh, in_specs=P(("a", "b")),
+        out_specs=P(("a", "b")), check_vma=False,
+    )
+    before = native.handler_calls()
+    got = jax.jit(f)(jnp.arange(16.0))
+    print("calls", native.handler_calls() - before, got.tolist())
+"""
+
+
+def test_groups_of_more_than_eight(tmp_path: Path) -> None:
+    status, text = run_python(tmp_path, SIXTEEN)
+    assert status == 0, text
+    x = np.arange(16.0).reshape(2, 8)
+    over_a = np.broadcast_to(x.sum(0), x.shape)
+    over_b = np.broadcast_to(x.sum(1, keepdims=True), x.shape)
+    assert "('a',) one_shot" in text and f"calls 16 {over_a.ravel().tolist()}" in text, text
+    assert "('b',) one_shot" in text and f"calls 16 {over_b.ravel().tolist()}" in text, text
+    assert "('a', 'b') lax a group of 16 ranks; at most 8 are supported" in text
+    assert f"calls 0 {[120.0] * 16}" in text
+
+
+# What goes wrong in a call.
+
+UNEVEN = """
+import sys
+import jax
+jax.config.update("jax_num_cpu_devices", 4)
+import jax.numpy as jnp
+import jax_intranode
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+world, missing = int(sys.argv[1]), int(sys.argv[2])
+devices = jax.devices()[4 - world:]
+mesh = jax.make_mesh((world,), ("x",), axis_types=(AxisType.Auto,), devices=devices)
+
+def body(v):
+    absent = lax.axis_index("x") == missing
+    return lax.cond(absent, lambda: v, lambda: jax_intranode.psum(v, "x"))
+
+f = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
+whole = jax.jit(jax.shard_map(
+    lambda v: jax_intranode.psum(v, "x"), mesh=mesh, in_specs=P("x"), out_specs=P("x"),
+    check_vma=False,
+))
+x = jnp.arange(float(world))
+print("WHOLE", whole(x).tolist(), flush=True)
+for program in (f, whole, whole):
+    try:
+        print("RESULT", program(x).tolist(), flush=True)
+    except Exception as error:
+        print("ERROR", str(error).splitlines()[0], flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("world", "missing", "waiting"), [(2, 1, (0,)), (2, 0, (1,)), (3, 1, (0, 2))]
+)
+def test_rank_whose_peer_never_calls(
+    tmp_path: Path, world: int, missing: int, waiting: tuple[int, ...]
+) -> None:
+    status, text = run_python(
+        tmp_path, UNEVEN, str(world), str(missing), JAX_INTRANODE_TIMEOUT_S="2"
+    )
+    assert status == 0, text
+    total = float(sum(range(world)))
+    assert f"WHOLE {[total] * world}\n" in text
+    errors = [line for line in text.splitlines() if line.startswith("ERROR")]
+    assert len(errors) == 3, text
+    first = 4 - world  # rank r is device first + r
+    for error in errors:
+        assert "psum timed out after 2" in error
+        assert f"waited for rank {missing} (device {first + missing})" in error
+        assert any(f"rank {r} (device {first + r}) waited" in error for r in waiting)
+        assert "JAX_INTRANODE_TIMEOUT_S" in error
+
+
+# Programs that were compiled elsewhere.
+
+SERIALIZED = """
+import pickle
+import sys
+import jax
+jax.config.update("jax_num_cpu_devices", 4)
+import jax.numpy as jnp
+import jax_intranode
+from jax.experimental import serialize_executable
+from jax.sharding import PartitionSpec as P
+
+mode, path = sys.argv[1:]
+mesh = jax.make_mesh((4,), ("x",))
+sharding = jax.NamedSharding(mesh, P("x"))
+x = jax.device_put(jnp.arange(8.0), sharding)
+if mode == "save":
+    f = jax.shard_map(
+        lambda v: jax_intranode.psum(v, "x"), mesh=mesh, in_specs=P("x"), out_specs=P("x"),
+        check_vma=False,
+    )
+    program = jax.jit(f).lower(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)).compile()
+    with open(path, "wb") as file:
+        pickle.dump(serialize_executable.serialize(program), file)
+else:
+    if mode == "initialize":
+        jax_intranode.initialize(mesh)
+    elif mode == "initialize another":
+        jax_intranode.initialize(jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[::-1]))
+    with open(path, "rb") as file:
+        program = serialize_executable.deserialize_and_load(*pickle.load(file))
+print("RESULT", program(x).tolist())
+"""
+
+
+def test_deserialized_program(tmp_path: Path) -> None:
+    path = str(tmp_path / "program")
+    right = f"RESULT {[12.0, 16.0] * 4}"
+    status, text = run_python(tmp_path, SERIALIZED, "save", path)
+    assert status == 0 and right in text, text
+    status, text = run_python(tmp_path, SERIALIZED, "initialize", path)
+    assert status == 0 and right in text, text
+    for mode in ("nothing", "initialize another"):
+        status, text = run_python(tmp_path, SERIALIZED, mode, path)
+        assert status == 1 and "RESULT" not in text, text
+        assert "no communicator for the device groups (0, 1, 2, 3)" in text
+        assert "jax_intranode.initialize(mesh)" in text

@@ -87,6 +87,6 @@ def test_all_variables_together() -> None:
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_slab_bytes(platform: str) -> None:
-    default = {"cpu": 8, "gpu": 384}[platform]
+    default = {"cpu": 8, "gpu": 392}[platform]
     assert config.parse({}).slab_bytes(platform) == default * 2**20
     assert config.parse({"JAX_INTRANODE_SLAB_MIB": "5"}).slab_bytes(platform) == 5 * 2**20

@@ -53,7 +53,7 @@ def test_gather_is_in_process_order() -> None:
 def test_gather_names_the_missing_process_and_the_stage() -> None:
     client = FakeClient()
     store = stores(client, (0, 3))[0]
-    with pytest.raises(rendezvous.MissingProcess, match=r"process 3 .*\(slabs\)"):
+    with pytest.raises(rendezvous.Refused, match=r"process 3 .*\(slabs\)"):
         store.gather("slabs", 1, SOON)
     # What it said itself stands for those that come later.
     assert client.values == {"p/slabs/0": "1"}
@@ -63,7 +63,7 @@ def test_gather_in_an_earlier_stage_or_under_another_prefix_does_not_count() -> 
     client = FakeClient()
     client.key_value_set("p/hello/1", "1")
     client.key_value_set("other/slabs/1", "1")
-    with pytest.raises(rendezvous.MissingProcess):
+    with pytest.raises(rendezvous.Refused):
         stores(client, (0, 1))[0].gather("slabs", 1, SOON)
 
 

@@ -8,7 +8,8 @@ import pytest
 from jax_intranode._src import config, select
 
 WORLDS = range(2, 9)
-PLATFORMS = ("cpu", "gpu")
+# Platforms, and whether one process has all devices.
+PLACES = tuple(itertools.product(("cpu", "gpu"), ("single", "multi")))
 ORDER = ("one_shot", "two_shot", "lax")
 ITEM_BYTES = {"bfloat16": 2, **{d: np.dtype(d).itemsize for d in select.DTYPES if d != "bfloat16"}}
 BARE = ("float32", "bfloat16", "float16")
@@ -23,11 +24,15 @@ def half_bytes(platform: str) -> int:
     return ((slab - _PROBE_BYTES) // _REGIONS - _HEADER_BYTES) // 2 // 4096 * 4096
 
 
-def choose(platform: str, world: int, nbytes: int, dtype: str, **more: object) -> select.Selection:
-    arguments = {"half_bytes": half_bytes(platform), "algorithm": "auto", **more}
-    return select.select(
-        "psum", nbytes=nbytes, dtype=dtype, world_size=world, platform=platform, **arguments
-    )
+def choose(
+    place: tuple[str, str], world: int, nbytes: int, dtype: str, **more: object
+) -> select.Selection:
+    platform, mode = place
+    arguments = {
+        "nbytes": nbytes, "dtype": dtype, "world_size": world, "platform": platform, "mode": mode,
+        "half_bytes": half_bytes(platform), **more,
+    }  # fmt: skip
+    return select.select("psum", **arguments)
 
 
 def needed(algorithm: str, nbytes: int, dtype: str, world: int) -> int:
@@ -49,11 +54,11 @@ def sizes(dtype: str) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", select.DTYPES)
-@pytest.mark.parametrize("platform", PLATFORMS)
-def test_every_selection_fits_and_is_sensible(platform: str, dtype: str) -> None:
-    half = half_bytes(platform)
+@pytest.mark.parametrize("place", PLACES, ids="-".join)
+def test_every_selection_fits_and_is_sensible(place: tuple[str, str], dtype: str) -> None:
+    half = half_bytes(place[0])
     for world, nbytes in itertools.product(WORLDS, sizes(dtype)):
-        chosen = choose(platform, world, nbytes, dtype)
+        chosen = choose(place, world, nbytes, dtype)
         context = (world, nbytes, chosen)
         assert chosen.reason, context
         if chosen.algorithm == "lax":
@@ -72,10 +77,10 @@ def test_every_selection_fits_and_is_sensible(platform: str, dtype: str) -> None
 
 
 @pytest.mark.parametrize("dtype", select.DTYPES)
-@pytest.mark.parametrize("platform", PLATFORMS)
-def test_algorithms_follow_each_other_as_sizes_grow(platform: str, dtype: str) -> None:
+@pytest.mark.parametrize("place", PLACES, ids="-".join)
+def test_algorithms_follow_each_other_as_sizes_grow(place: tuple[str, str], dtype: str) -> None:
     for world in WORLDS:
-        chosen = [choose(platform, world, nbytes, dtype) for nbytes in sizes(dtype)]
+        chosen = [choose(place, world, nbytes, dtype) for nbytes in sizes(dtype)]
         stages = [ORDER.index(c.algorithm) for c in chosen]
         assert stages == sorted(stages), (world, list(zip(sizes(dtype), stages, strict=True)))
         assert stages[0] == 0 and stages[-1] == 2, world
@@ -84,31 +89,31 @@ def test_algorithms_follow_each_other_as_sizes_grow(platform: str, dtype: str) -
             assert blocks == sorted(blocks), (world, ORDER[stage])
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
-def test_default_slab_holds_the_whole_table(platform: str) -> None:
+@pytest.mark.parametrize("place", PLACES, ids="-".join)
+def test_default_slab_holds_the_whole_table(place: tuple[str, str]) -> None:
     """Sizes stop where lax is faster, not where the slab is too small."""
     for world, dtype in itertools.product(WORLDS, select.DTYPES):
         for nbytes in sizes(dtype):
-            assert "JAX_INTRANODE_SLAB_MIB" not in choose(platform, world, nbytes, dtype).reason
+            assert "JAX_INTRANODE_SLAB_MIB" not in choose(place, world, nbytes, dtype).reason
 
 
 def test_the_limit_that_a_reason_names_is_the_limit() -> None:
-    for platform, world, dtype in itertools.product(PLATFORMS, WORLDS, select.DTYPES):
-        reason = choose(platform, world, 1 << 30, dtype).reason
+    for place, world, dtype in itertools.product(PLACES, WORLDS, select.DTYPES):
+        reason = choose(place, world, 1 << 30, dtype).reason
         assert "faster than lax" in reason
         limit = int(reason.split("up to ")[1].split()[0])
-        assert choose(platform, world, limit, dtype).algorithm != "lax"
+        assert choose(place, world, limit, dtype).algorithm != "lax"
         item = ITEM_BYTES[dtype]
-        assert choose(platform, world, limit + item, dtype).algorithm == "lax"
+        assert choose(place, world, limit + item, dtype).algorithm == "lax"
 
 
 @pytest.mark.parametrize("algorithm", select.ALGORITHMS)
-@pytest.mark.parametrize("platform", PLATFORMS)
-def test_forced_algorithm_runs_wherever_it_fits(platform: str, algorithm: str) -> None:
-    half = half_bytes(platform)
+@pytest.mark.parametrize("place", PLACES, ids="-".join)
+def test_forced_algorithm_runs_wherever_it_fits(place: tuple[str, str], algorithm: str) -> None:
+    half = half_bytes(place[0])
     for world, dtype in itertools.product(WORLDS, select.DTYPES):
         for nbytes in sizes(dtype):
-            chosen = choose(platform, world, nbytes, dtype, algorithm=algorithm)
+            chosen = choose(place, world, nbytes, dtype, algorithm=algorithm)
             fits = needed(algorithm, nbytes, dtype, world) <= half
             assert chosen.algorithm == (algorithm if fits else "lax"), (world, dtype, nbytes)
             name = "JAX_INTRANODE_ALGORITHM" if fits else "JAX_INTRANODE_SLAB_MIB"
@@ -121,8 +126,11 @@ def test_a_buffer_that_is_a_byte_too_small_is_refused() -> None:
     for algorithm, dtype in itertools.product(select.ALGORITHMS, ("float32", "int8")):
         exact = needed(algorithm, 1000, dtype, 4)
         more = {"algorithm": algorithm}
-        assert choose("cpu", 4, 1000, dtype, half_bytes=exact, **more).algorithm == algorithm
-        refused = choose("cpu", 4, 1000, dtype, half_bytes=exact - 1, **more)
+        assert (
+            choose(("cpu", "multi"), 4, 1000, dtype, half_bytes=exact, **more).algorithm
+            == algorithm
+        )
+        refused = choose(("cpu", "multi"), 4, 1000, dtype, half_bytes=exact - 1, **more)
         assert refused.algorithm == "lax"
         assert str(exact) in refused.reason and "JAX_INTRANODE_SLAB_MIB" in refused.reason
 
@@ -144,7 +152,7 @@ def test_a_buffer_that_is_a_byte_too_small_is_refused() -> None:
 )
 def test_reasons_for_lax(changed: dict[str, object], says: str) -> None:
     arguments = {
-        "nbytes": 400, "dtype": "float32", "world_size": 4, "platform": "gpu",
+        "nbytes": 400, "dtype": "float32", "world_size": 4, "platform": "gpu", "mode": "multi",
         "half_bytes": 1 << 20, **changed,
     }  # fmt: skip
     chosen = select.select("psum", **arguments)
@@ -153,25 +161,25 @@ def test_reasons_for_lax(changed: dict[str, object], says: str) -> None:
 
 
 def test_table_is_well_formed() -> None:
-    for (platform, world), rows in select.TABLE.items():
-        assert platform in PLATFORMS and world in WORLDS
+    for (platform, mode, world), rows in select.TABLE.items():
+        assert (platform, mode) in PLACES and world in WORLDS
         limits = [row.packet_bytes for row in rows]
         assert limits == sorted(set(limits))
         stages = [select.ALGORITHMS.index(row.algorithm) for row in rows]
         assert stages == sorted(stages)
-    for platform in PLATFORMS:
-        assert (platform, select.MAX_WORLD_SIZE) in select.TABLE
+    for place in PLACES:
+        assert (*place, select.MAX_WORLD_SIZE) in select.TABLE
 
 
 def test_digest_changes_with_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     digest = select.digest()
     assert digest == select.digest()
-    rows = select.TABLE["gpu", 8]
+    rows = select.TABLE["gpu", "multi", 8]
     other = [
-        {**select.TABLE, ("gpu", 8): rows[:-1]},
-        {**select.TABLE, ("gpu", 3): rows},
+        {**select.TABLE, ("gpu", "multi", 8): rows[:-1]},
+        {**select.TABLE, ("gpu", "multi", 3): rows},
         *(
-            {**select.TABLE, ("gpu", 8): (row, *rows[1:])}
+            {**select.TABLE, ("gpu", "multi", 8): (row, *rows[1:])}
             for row in (
                 select.Row(rows[0].packet_bytes + 1, *[getattr(rows[0], f) for f in _REST]),
                 select.Row(rows[0].packet_bytes, "two_shot", rows[0].threads, rows[0].blocks),

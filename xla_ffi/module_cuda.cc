@@ -21,25 +21,16 @@ struct DeviceMemory {
   std::shared_ptr<Slab> slab;
 };
 
-// (CUDA device ordinal, number of its group, its rank in it, every rank's region)
-using Member = std::tuple<int64_t, int64_t, int, std::vector<uintptr_t>>;
-
-// A failure record in host memory that kernels of any device can write. It is never freed: a
-// kernel may still look at it after its communicator was closed.
-FailureRecord* NewFailureRecord() {
-  void* record = nullptr;
-  ThrowIfError(
-      cudaHostAlloc(&record, sizeof(FailureRecord), cudaHostAllocPortable | cudaHostAllocMapped),
-      "allocating a failure record");
-  return new (record) FailureRecord{};
-}
+// (CUDA device ordinal, number of its group, its rank in it, every rank's region, where its failure
+// record is)
+using Member = std::tuple<int64_t, int64_t, int, std::vector<uintptr_t>, uintptr_t>;
 
 void CreateCommunicator(const std::vector<int64_t>& device_ids, int64_t group_size,
                         const std::vector<Member>& members, size_t half_bytes, double timeout_s,
                         const std::vector<DeviceMemory>& memory) {
   auto communicator = std::make_shared<DeviceCommunicator>();
   communicator->memory = std::make_shared<std::vector<DeviceMemory>>(memory);
-  for (const auto& [device, group_number, rank, regions] : members) {
+  for (const auto& [device, group_number, rank, regions, record] : members) {
     if (group_size > kMaxRanks || regions.size() != static_cast<size_t>(group_size)) {
       throw std::invalid_argument("jax_intranode: a group of " + std::to_string(group_size) +
                                   " ranks with " + std::to_string(regions.size()) + " regions");
@@ -50,10 +41,7 @@ void CreateCommunicator(const std::vector<int64_t>& device_ids, int64_t group_si
     group.rank = rank;
     group.size = static_cast<int>(group_size);
     group.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
-    {
-      CurrentDevice current(static_cast<int>(device));
-      group.failure = NewFailureRecord();
-    }
+    group.failure = new (reinterpret_cast<void*>(record)) FailureRecord{};
     if (communicator->members.size() <= static_cast<size_t>(device)) {
       communicator->members.resize(device + 1);
     }
@@ -107,12 +95,17 @@ NB_MODULE(_cuda, m) {
   m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.attr("HEADER_BYTES") = kHeaderBytes;
   m.attr("MAX_RANKS") = kMaxRanks;
+  m.attr("RECORD_BYTES") = sizeof(FailureRecord);
   m.attr("CUDA_VERSION") = CUDART_VERSION;
 
   nb::class_<DeviceMemory>(m, "Memory")
       .def_prop_ro(
           "address",
           [](const DeviceMemory& m) { return reinterpret_cast<uintptr_t>(m.slab->address()); })
+      .def_prop_ro(
+          "records",
+          [](const DeviceMemory& m) { return reinterpret_cast<uintptr_t>(m.slab->records()); },
+          "A page of host memory for failure records.")
       .def(
           "handle",
           [](const DeviceMemory& m) {
@@ -124,39 +117,45 @@ NB_MODULE(_cuda, m) {
   m.def(
       "allocate",
       [](int device, size_t bytes, bool) { return DeviceMemory{Slab::Allocate(device, bytes)}; },
-      nb::arg("device"), nb::arg("bytes"), nb::arg("shared"), "Allocates zeroed memory.");
+      nb::arg("device"), nb::arg("bytes"), nb::arg("shared"),
+      nb::call_guard<nb::gil_scoped_release>(), "Allocates zeroed memory.");
   m.def(
       "open",
       [](int device, nb::bytes handle, size_t) {
-        return DeviceMemory{Slab::Open(device, std::string(handle.c_str(), handle.size()))};
+        const std::string bytes(handle.c_str(), handle.size());
+        nb::gil_scoped_release release;
+        return DeviceMemory{Slab::Open(device, bytes)};
       },
       nb::arg("device"), nb::arg("handle"), nb::arg("bytes"), "Opens a peer's memory.");
-  m.def("enable_peer_access", &EnablePeerAccess, nb::arg("device"), nb::arg("peer"));
+  m.def("enable_peer_access", &EnablePeerAccess, nb::arg("device"), nb::arg("peer"),
+        nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "fill",
       [](int device, uintptr_t address, int value, size_t bytes) {
         Fill(device, reinterpret_cast<char*>(address), value, bytes);
       },
-      nb::arg("device"), nb::arg("address"), nb::arg("value"), nb::arg("bytes"));
+      nb::arg("device"), nb::arg("address"), nb::arg("value"), nb::arg("bytes"),
+      nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "write_word",
       [](int device, uintptr_t address, uint32_t value) {
         WriteWord(device, reinterpret_cast<char*>(address), value);
       },
-      nb::arg("device"), nb::arg("address"), nb::arg("value"));
+      nb::arg("device"), nb::arg("address"), nb::arg("value"),
+      nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "read_word",
       [](int device, uintptr_t address) {
         return ReadWord(device, reinterpret_cast<char*>(address));
       },
-      nb::arg("device"), nb::arg("address"));
+      nb::arg("device"), nb::arg("address"), nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "load_kernels",
       [](int device) {
         CurrentDevice current(device);
         ThrowIfError(LoadAllReduceKernels(), "loading the kernels");
       },
-      nb::arg("device"));
+      nb::arg("device"), nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "pci_bus_id",
       [](int device) {

@@ -24,18 +24,19 @@ struct HostMemory {
   std::shared_ptr<Segment> segment;
 };
 
-// (device, number of its group, its rank in it, every rank's region)
-using Member = std::tuple<int64_t, int64_t, int, std::vector<uintptr_t>>;
+// (device, number of its group, its rank in it, every rank's region, unused)
+using Member = std::tuple<int64_t, int64_t, int, std::vector<uintptr_t>, uintptr_t>;
 
 void CreateCommunicator(const std::vector<int64_t>& device_ids, int64_t group_size,
                         const std::vector<Member>& members, size_t half_bytes, double timeout_s,
                         const std::vector<HostMemory>& memory) {
   const auto keep_alive = std::make_shared<std::vector<HostMemory>>(memory);
   std::map<int64_t, std::vector<int>> local_ranks;
-  for (const auto& [device, group, rank, regions] : members) local_ranks[group].push_back(rank);
+  for (const auto& [device, group, rank, regions, unused] : members)
+    local_ranks[group].push_back(rank);
   auto communicator = std::make_shared<HostCommunicator>();
   std::map<int64_t, std::shared_ptr<HostGroup>> groups;
-  for (const auto& [device, group_number, rank, regions] : members) {
+  for (const auto& [device, group_number, rank, regions, unused] : members) {
     if (group_size > kMaxRanks || regions.size() != static_cast<size_t>(group_size)) {
       throw std::invalid_argument("jax_intranode: a group of " + std::to_string(group_size) +
                                   " ranks with " + std::to_string(regions.size()) + " regions");
@@ -75,8 +76,12 @@ NB_MODULE(_host, m) {
   m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.attr("HEADER_BYTES") = kHeaderBytes;
   m.attr("MAX_RANKS") = kMaxRanks;
+  m.attr("RECORD_BYTES") = 0;
 
   nb::class_<HostMemory>(m, "Memory")
+      .def_prop_ro(
+          "records", [](const HostMemory&) { return uintptr_t{0}; },
+          "Failure records: handlers on the CPU return their errors themselves.")
       .def_prop_ro(
           "address",
           [](const HostMemory& m) { return reinterpret_cast<uintptr_t>(m.segment->address()); })

@@ -74,6 +74,7 @@ class Meeting:
         half_bytes: bytes of each of a region's two buffers.
         addresses: by local device id and peer's id, where the peer's slab lies.
         memory: what keeps the slabs.
+        records: where each local device's failure records are, by device id.
         communicators: reason, or None, by partition.
         failure: message of the operation that failed, after which nothing works any more.
     """
@@ -87,6 +88,7 @@ class Meeting:
     half_bytes: int = 0
     addresses: dict[int, dict[int, int]] = field(default_factory=dict)
     memory: list[Any] = field(default_factory=list)
+    records: dict[int, int] = field(default_factory=dict)
     communicators: dict[Partition, str | None] = field(default_factory=dict)
     failure: str | None = None
 
@@ -115,9 +117,10 @@ def initialize(mesh: jax.sharding.Mesh | None = None) -> None:
 def shutdown() -> None:
     """Ends all communicators of this process.
 
-    Programs that were compiled with them raise from then on; their memory is given back when the
-    last of these programs is gone. A later call meets anew; all processes must have called
-    ``shutdown`` before.
+    Programs that were compiled with them must not run any more: they raise, but for a program that
+    XLA replays from a CUDA graph, which does not notice. The memory is given back when the last of
+    these programs is gone. A later call meets anew; all processes must have called ``shutdown``
+    before.
     """
     global _generation
     with _lock:
@@ -149,7 +152,13 @@ def meet(devices: Iterable[Any]) -> Meeting:
     with _lock:
         meeting = _meetings.get(key)
         if meeting is None:
-            meeting = _meetings[key] = _hold_meeting({i: by_id[i] for i in key})
+            devices = {i: by_id[i] for i in key}
+            processes = sorted({device.process_index for device in devices.values()})
+            mode = "single" if len(processes) == 1 else "multi"
+            meeting = Meeting(devices, devices[key[0]].platform, mode)
+            # Stored first: whatever interrupts it, no second meeting is held under its keys.
+            _meetings[key] = meeting
+            _hold_meeting(meeting, processes)
             if meeting.reason is not None:
                 _log.log(
                     logging.INFO if config.get().disable else logging.WARNING,
@@ -197,7 +206,8 @@ def _create_communicator(meeting: Meeting, groups: Partition) -> str | None:
             if device_id in meeting.addresses:
                 regions = [meeting.addresses[device_id][peer] + offset for peer in group]
                 ordinal = _ordinal(meeting.devices[device_id])
-                members.append((ordinal, number, rank, regions))
+                records = meeting.records[device_id] + region * module.RECORD_BYTES
+                members.append((ordinal, number, rank, regions, records))
     module.create_communicator(
         list(groups.device_ids),
         groups.group_size,
@@ -225,45 +235,43 @@ class _Refusal(Exception):
     """Why these devices get no communicators."""
 
 
-def _hold_meeting(devices: dict[int, Any]) -> Meeting:
-    processes = sorted({device.process_index for device in devices.values()})
-    mode = "single" if len(processes) == 1 else "multi"
-    meeting = Meeting(devices, next(iter(devices.values())).platform, mode)
+def _hold_meeting(meeting: Meeting, processes: list[int]) -> None:
+    """Fills in the meeting, or its reason."""
+    meeting.reason = "its meeting was interrupted"
     if jax.process_index() not in processes:
         meeting.reason = "this process has none of these devices"
-        return meeting
+        return
     deadline = rendezvous.Deadline(config.get().timeout_s)
-    name = hashlib.sha256(repr(tuple(devices)).encode()).hexdigest()[:16]
+    name = hashlib.sha256(repr(tuple(meeting.devices)).encode()).hexdigest()[:16]
     try:
-        meeting.store = rendezvous.store(
+        store = meeting.store = rendezvous.store(
             f"jax_intranode/{_generation}/{name}/", jax.process_index(), processes
         )
     except RuntimeError as error:
         meeting.reason = str(error)
-        return meeting
+        return
+    # Whoever can't go on says so at once and for all. That all is well is for the first process to
+    # say; if it says nothing, the first one to give up on it does.
+    verdict: str | None
     try:
-        _share_slabs(meeting, processes, deadline)
-        verdict = ""
-    except (_Refusal, rendezvous.MissingProcess) as refusal:
-        verdict = str(refusal)
-    # The first process speaks for all. If it says nothing, the first one to give up on it does.
-    store = meeting.store
-    if jax.process_index() == processes[0]:
-        verdict = store.claim("verdict", verdict)
-    else:
-        patience = rendezvous.Deadline(deadline.remaining_ms() / 1000 + 10)
-        verdict = store.wait("verdict", patience) or (
-            store.claim("verdict", f"process {processes[0]} did not say its verdict in time")
-            if store.wait("verdict", rendezvous.Deadline(0.001)) is None
-            else ""
-        )
+        _share_slabs(meeting, deadline)
+        if jax.process_index() == processes[0]:
+            verdict = store.claim("verdict", "")
+        else:
+            verdict = store.wait("verdict", rendezvous.Deadline(deadline.remaining_ms() / 1e3 + 10))
+        if verdict is None:
+            verdict = store.claim("verdict", f"process {processes[0]} gave no verdict in time")
+    except (_Refusal, rendezvous.Refused) as refusal:
+        verdict = store.claim("verdict", str(refusal))
+    except BaseException as error:
+        store.claim("verdict", f"process {jax.process_index()} was interrupted by {error!r}")
+        raise
+    meeting.reason = verdict or None
     if verdict:
-        meeting.reason = verdict
-        meeting.memory.clear()
+        # Slabs are kept: a peer that has not heard of the verdict yet may still write into them.
         meeting.addresses.clear()
     elif meeting.platform == "gpu":
         _watch("gpu")
-    return meeting
 
 
 def _gather(meeting: Meeting, stage: str, value: Any, deadline: rendezvous.Deadline) -> list[Any]:
@@ -275,13 +283,21 @@ def _gather(meeting: Meeting, stage: str, value: Any, deadline: rendezvous.Deadl
     return values
 
 
-def _share_slabs(meeting: Meeting, processes: list[int], deadline: rendezvous.Deadline) -> None:
+def _share_slabs(meeting: Meeting, deadline: rendezvous.Deadline) -> None:
     """Fills in the meeting, or raises why it can't be.
 
     Every stage ends with an exchange in which all processes take part, also those that failed in
-    it, so that all of them come to the same end at once.
+    it, so that all of them learn of a failure at once.
     """
-    hellos = _gather(meeting, "hello", _hello(meeting), deadline)
+
+    def attempt(stage: str, step: Any) -> list[Any]:
+        try:
+            value = step()
+        except Exception as error:
+            value = {"error": f"process {jax.process_index()}: {error}"}
+        return _gather(meeting, stage, value, deadline)
+
+    hellos = attempt("hello", lambda: _hello(meeting))
     _check_hellos(hellos)
 
     hosts = [hello["host"] for hello in hellos]
@@ -292,13 +308,6 @@ def _share_slabs(meeting: Meeting, processes: list[int], deadline: rendezvous.De
     peers = [i for i in meeting.devices if meeting.hosts[i] == here]
     local = [i for i in peers if _is_local(meeting.devices[i])]
     shared = len(local) < len(peers)
-
-    def attempt(stage: str, step: Any) -> list[Any]:
-        try:
-            value = step()
-        except (RuntimeError, OSError) as error:
-            value = {"error": f"process {jax.process_index()}: {error}"}
-        return _gather(meeting, stage, value, deadline)
 
     slabs: dict[int, Any] = {}
     handles: dict[int, str] = {}
@@ -339,12 +348,9 @@ def _hello(meeting: Meeting) -> dict[str, Any]:
     local = [device for device in meeting.devices.values() if _is_local(device)]
     links = {}
     if meeting.platform == "gpu":
-        try:
-            bus_ids = {
-                d.id: topology_lib.normalise_bus_id(module.pci_bus_id(_ordinal(d))) for d in local
-            }
-        except RuntimeError as error:
-            return {"error": f"process {jax.process_index()}: {error}"}
+        bus_ids = {
+            d.id: topology_lib.normalise_bus_id(module.pci_bus_id(_ordinal(d))) for d in local
+        }
         reports = {r.bus_id: r for r in topology_lib.read_links(list(bus_ids.values()))}
         for device_id, bus_id in bus_ids.items():
             if bus_id not in reports:
@@ -413,6 +419,7 @@ def _allocate(meeting: Meeting, local: list[int], shared: bool) -> dict[int, Any
             module.fill(ordinal, start + module.HEADER_BYTES, 0xFF, 2 * meeting.half_bytes)
         module.load_kernels(ordinal)
         slabs[device_id] = slab
+        meeting.records[device_id] = slab.records
     return slabs
 
 
@@ -487,7 +494,7 @@ def _failure_message(failure: tuple[Any, ...]) -> str:
     device_ids, group_size, ordinal, reason, algorithm, rank, missing = failure
     by_ordinal = {
         _ordinal(device): device.id
-        for meeting in _meetings.values()
+        for meeting in list(_meetings.values())
         for device in meeting.devices.values()
         if _is_local(device) and device.platform != "cpu"
     }
@@ -531,12 +538,12 @@ def _watch(platform: str) -> None:
                 # Of several records the first that names a missing rank tells most.
                 failures.sort(key=lambda f: (f[3] == 2, f[2]))
                 message = _failure_message(failures[0])
+                # Without the lock: a thread may hold it for long in a meeting of its own.
                 module.fail(message)
-                with _lock:
-                    for meeting in _meetings.values():
-                        if meeting.platform == platform:
-                            meeting.failure = message
                 _log.error(message)
+                for meeting in list(_meetings.values()):
+                    if meeting.platform == platform:
+                        meeting.failure = message
                 return
             time.sleep(0.05)
 

@@ -23,7 +23,7 @@ class Config:
         topology: JAX_INTRANODE_TOPOLOGY: fully_connected, hybrid_cube_mesh or unknown. Takes the
             links to be so instead of asking NVML. For tests.
         slab_mib: JAX_INTRANODE_SLAB_MIB, MiB of memory a device that peers write into, for all
-            its communicators together (default 384 on GPUs, 8 on the CPU).
+            its communicators together (default 392 on GPUs, 8 on the CPU).
         timeout_s: JAX_INTRANODE_TIMEOUT_S, seconds (default 300). How long a rank waits for its
             peers, at the first meeting and in each operation, before it raises an error.
         algorithm: JAX_INTRANODE_ALGORITHM: auto, one_shot, two_shot or lax (default auto). Uses
@@ -38,7 +38,7 @@ class Config:
 
     def slab_bytes(self, platform: str) -> int:
         """Bytes of a device's slab on a platform."""
-        return (self.slab_mib or (8 if platform == "cpu" else 384)) << 20
+        return (self.slab_mib or (8 if platform == "cpu" else 392)) << 20
 
 
 def _choice(name: str, text: str, allowed: tuple[str, ...]) -> str:
@@ -52,10 +52,9 @@ def _positive(name: str, text: str, kind: type) -> float:
         value = kind(text)
     except ValueError:
         value = 0
-    if not 0 < value < float("inf"):
-        raise ValueError(
-            f"{name}={text!r}: use a positive {'integer' if kind is int else 'number'}."
-        )
+    if not 0 < value <= 10**9:
+        what = "integer" if kind is int else "number"
+        raise ValueError(f"{name}={text!r}: use a positive {what}, at most 10**9.")
     return value
 
 

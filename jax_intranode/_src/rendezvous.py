@@ -19,16 +19,17 @@ class Deadline:
         self.seconds = seconds
         self._end = time.monotonic() + seconds
 
+    def passed(self) -> bool:
+        """Whether it is over."""
+        return time.monotonic() >= self._end
+
     def remaining_ms(self) -> int:
         """Milliseconds left; at least 1."""
         return max(1, int((self._end - time.monotonic()) * 1000))
 
 
-class MissingProcess(Exception):
-    """A process did not say in time what was expected of it."""
-
-    def __init__(self, process: int, what: str):
-        super().__init__(f"process {process} did not come to the meeting in time ({what})")
+class Refused(Exception):
+    """A meeting can't go on: a process did not come in time, or a verdict stands already."""
 
 
 class Store(Protocol):
@@ -38,7 +39,7 @@ class Store(Protocol):
         """Says `value` (JSON) and returns what every process has said, in process order.
 
         Raises:
-            MissingProcess: one has not, by the deadline.
+            Refused: one has not, by the deadline, or somebody has given up before.
         """
 
     def claim(self, key: str, value: str) -> str:
@@ -67,6 +68,11 @@ class LocalStore:
         return self._values.get(key)
 
 
+def _slice(deadline: Deadline) -> Deadline:
+    """A part of the time left, after which a waiting process looks around."""
+    return Deadline(min(1.0, deadline.remaining_ms() / 1e3))
+
+
 class KeyValueStore:
     """JAX's key-value store, under a prefix that the processes of one mesh share."""
 
@@ -78,13 +84,20 @@ class KeyValueStore:
 
     def gather(self, stage: str, value: Any, deadline: Deadline) -> list[Any]:
         """See Store."""
-        self.claim(f"{stage}/{self._process}", json.dumps(value))
+        text = json.dumps(value)
+        if self.claim(f"{stage}/{self._process}", text) != text:
+            raise Refused(f"process {self._process} meets a second time")
         values = []
         for process in self._processes:
-            text = self.wait(f"{stage}/{process}", deadline)
-            if text is None:
-                raise MissingProcess(process, stage)
-            values.append(json.loads(text))
+            while (said := self.wait(f"{stage}/{process}", _slice(deadline))) is None:
+                if verdict := self.wait("verdict", Deadline(0.001)):
+                    raise Refused(verdict)
+                if deadline.passed():
+                    raise Refused(
+                        f"process {process} did not come to the meeting within "
+                        f"{deadline.seconds:g} s ({stage})"
+                    )
+            values.append(json.loads(said))
         return values
 
     def claim(self, key: str, value: str) -> str:

@@ -9,6 +9,8 @@
 // algorithms and sizes are mixed; some calls are awaited by Then(), some by Progress().
 // deadline: ranks that never arrive. fail: Fail() before, while and after ranks arrive.
 // Exit status 0: all as it should be; 1: not, and a line says what.
+#include "xla_ffi/host/host_group.h"
+
 #include <algorithm>
 #include <atomic>
 #include <barrier>
@@ -24,8 +26,6 @@
 #include <string>
 #include <thread>
 #include <vector>
-
-#include "xla_ffi/host/host_group.h"
 
 namespace jin = jax_intranode;
 
@@ -132,8 +132,8 @@ void Encode(jin::ElementType type, int value, std::vector<char>* to) {
     case jin::ElementType::kF32:
       return Append(to, static_cast<float>(value));
     case jin::ElementType::kBF16:
-      return Append(to, static_cast<uint16_t>(
-                            std::bit_cast<uint32_t>(static_cast<float>(value)) >> 16));
+      return Append(
+          to, static_cast<uint16_t>(std::bit_cast<uint32_t>(static_cast<float>(value)) >> 16));
     case jin::ElementType::kF16:
       return Append(to, static_cast<_Float16>(value));
     case jin::ElementType::kF64:
@@ -236,17 +236,15 @@ void Sound(int ranks, int processes, int rounds) {
             }
             if (random() % 4 == 0) outputs[k] = inputs[k];
             const bool in_place = outputs[k] == inputs[k];
-            tickets.push_back(group.Arrive(
-                r, Identity(sites[k]), plans[k].operation,
-                {in_place ? outputs[k].data() : inputs[k].data(), outputs[k].data(),
-                 plans[k].bytes()}));
+            tickets.push_back(group.Arrive(r, Identity(sites[k]), plans[k].operation,
+                                           {in_place ? outputs[k].data() : inputs[k].data(),
+                                            outputs[k].data(), plans[k].bytes()}));
           }
           for (size_t k = 0; k < sites.size(); ++k) {
             const std::string error = random() % 2 == 0 ? AwaitByThen(group, *tickets[k])
                                                         : AwaitByProgress(group, *tickets[k]);
             const std::string where = "rank " + std::to_string(r) + ", round " +
-                                      std::to_string(round) + ", site " +
-                                      std::to_string(sites[k]);
+                                      std::to_string(round) + ", site " + std::to_string(sites[k]);
             Require(error.empty(), where + ": " + error);
             Require(outputs[k] == Sum(plans[k], ranks, round, sites[k]), where + ": wrong sum");
             ++checked;
@@ -286,8 +284,8 @@ void RequireText(const std::string& text, std::initializer_list<const char*> par
 }
 
 // `arriving` come to a call of `ranks` over `processes`; `waiter` must name `missing`.
-void Deadline(int ranks, int processes, std::vector<int> arriving, int waiter,
-              const char* waiting, const char* missing) {
+void Deadline(int ranks, int processes, std::vector<int> arriving, int waiter, const char* waiting,
+              const char* missing) {
   Regions regions(ranks);
   const auto groups = regions.Groups(processes, std::chrono::milliseconds(300));
   auto group_of = [&](int rank) -> jin::HostGroup& { return *groups[rank * processes / ranks]; };
@@ -390,7 +388,8 @@ int main(int argc, char** argv) {
   } else if (mode == "fail") {
     Fails();
   } else {
-    Sound(argc > 2 ? atoi(argv[2]) : 4, argc > 3 ? atoi(argv[3]) : 2, argc > 4 ? atoi(argv[4]) : 50);
+    Sound(argc > 2 ? atoi(argv[2]) : 4, argc > 3 ? atoi(argv[3]) : 2,
+          argc > 4 ? atoi(argv[4]) : 50);
   }
   return 0;
 }

@@ -11,6 +11,36 @@ __global__ void jax_intranode_write_word(uint32_t* to, uint32_t value) { StoreWo
 
 __global__ void jax_intranode_read_word(uint32_t* from, uint32_t* to) { *to = LoadWord(from); }
 
+// cuCtxGetCurrent and cuCtxSetCurrent; the runtime API can't say "none". Looked up, so that the
+// module needs no driver library to load.
+struct ContextFunctions {
+  int (*get)(void**);
+  int (*set)(void*);
+};
+
+const ContextFunctions& Contexts() {
+  static const ContextFunctions functions = [] {
+    auto look_up = [](const char* name) {
+      void* function = nullptr;
+      cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
+      ThrowIfError(
+          cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &result),
+          name);
+#else
+      ThrowIfError(cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &result), name);
+#endif
+      if (function == nullptr) {
+        throw std::runtime_error(std::string("jax_intranode: the CUDA driver has no ") + name);
+      }
+      return function;
+    };
+    return ContextFunctions{reinterpret_cast<int (*)(void**)>(look_up("cuCtxGetCurrent")),
+                            reinterpret_cast<int (*)(void*)>(look_up("cuCtxSetCurrent"))};
+  }();
+  return functions;
+}
+
 // A stream that doesn't wait for XLA's work.
 class Stream {
  public:
@@ -38,11 +68,12 @@ void ThrowIfError(cudaError_t status, const std::string& what) {
 }
 
 CurrentDevice::CurrentDevice(int device) {
-  ThrowIfError(cudaGetDevice(&previous_), "reading the current CUDA device");
+  ThrowIfError(Contexts().get(&previous_) == 0 ? cudaSuccess : cudaErrorUnknown,
+               "reading the current CUDA context");
   ThrowIfError(cudaSetDevice(device), "selecting CUDA device " + std::to_string(device));
 }
 
-CurrentDevice::~CurrentDevice() { cudaSetDevice(previous_); }
+CurrentDevice::~CurrentDevice() { Contexts().set(previous_); }
 
 std::unique_ptr<Slab> Slab::Allocate(int device, size_t bytes) {
   CurrentDevice current(device);
@@ -54,6 +85,11 @@ std::unique_ptr<Slab> Slab::Allocate(int device, size_t bytes) {
                    "JAX_INTRANODE_SLAB_MIB sets its size)");
   std::unique_ptr<Slab> slab(new Slab(device, static_cast<char*>(address), false));
   Fill(device, slab->address(), 0, bytes);
+  void* records = nullptr;
+  ThrowIfError(cudaHostAlloc(&records, kRecordsBytes, cudaHostAllocPortable | cudaHostAllocMapped),
+               "allocating failure records");
+  memset(records, 0, kRecordsBytes);
+  slab->records_ = static_cast<char*>(records);
   return slab;
 }
 
@@ -72,11 +108,12 @@ std::unique_ptr<Slab> Slab::Open(int device, const std::string& handle) {
 }
 
 Slab::~Slab() {
-  // At exit CUDA may be gone already; then there is nothing left to give back.
-  int previous = 0;
-  if (cudaGetDevice(&previous) != cudaSuccess || cudaSetDevice(device_) != cudaSuccess) return;
-  opened_ ? cudaIpcCloseMemHandle(address_) : cudaFree(address_);
-  cudaSetDevice(previous);
+  try {
+    CurrentDevice current(device_);
+    opened_ ? cudaIpcCloseMemHandle(address_) : cudaFree(address_);
+  } catch (const std::runtime_error&) {
+    // At exit CUDA may be gone already; then there is nothing left to give back.
+  }
 }
 
 std::string Slab::Handle() const {

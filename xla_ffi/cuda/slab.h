@@ -15,15 +15,18 @@ namespace jax_intranode {
 // Throws if `status` is an error; `what` says what was being done.
 void ThrowIfError(cudaError_t status, const std::string& what);
 
-// Makes `device` current in this thread for as long as it lives.
+// Makes `device` current in this thread for as long as it lives. A thread that had no context has
+// none afterwards: going back to "device 0" would create one there, in each of n processes.
 class CurrentDevice {
  public:
   explicit CurrentDevice(int device);
   ~CurrentDevice();
 
  private:
-  int previous_ = 0;
+  void* previous_ = nullptr;  // a CUcontext
 };
+
+constexpr size_t kRecordsBytes = 4096;
 
 class Slab {
  public:
@@ -39,6 +42,9 @@ class Slab {
   // The bytes of a cudaIpcMemHandle_t.
   std::string Handle() const;
   char* address() const { return address_; }
+  // A page of zeroed host memory that kernels of any device can write, for failure records. It is
+  // never freed: a kernel may still look at it when the slab is gone.
+  char* records() const { return records_; }
 
  private:
   Slab(int device, char* address, bool opened)
@@ -46,6 +52,7 @@ class Slab {
 
   int device_;
   char* address_;
+  char* records_ = nullptr;
   bool opened_;
 };
 

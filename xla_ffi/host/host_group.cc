@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cfenv>
+#include <sstream>
 
 #include "../kernels/one_shot.h"
 #include "../kernels/two_shot.h"
@@ -189,6 +190,7 @@ bool HostGroup::FindNext() {
   LogEntry* entry = Entry(sequence_);
   if (std::atomic_ref(entry->sequence).load(std::memory_order_acquire) != sequence_ + 1) {
     missing_ = 0;
+    current_ = {};
     return false;
   }
   current_ = {std::atomic_ref(entry->site).load(std::memory_order_relaxed),
@@ -244,6 +246,8 @@ void HostGroup::Progress() {
       operations_ += it->second.members.size();
       pending_.erase(it);
       active_ = false;
+      // On a GPU the end of a kernel orders its arming before the next one's packets (group.h).
+      std::atomic_thread_fence(std::memory_order_acq_rel);
       ++sequence_;
       if (IsLeader()) AppendToLog();
     }
@@ -272,21 +276,25 @@ bool HostGroup::CheckDeadline() {
     const auto now = std::chrono::steady_clock::now();
     for (const auto& [key, pending] : pending_) {
       if (now - pending.since < timeout_) continue;
-      int missing = missing_;
+      int missing = std::max(missing_, 0);
+      std::string why = ", whose process has not begun it";
       if (pending.members.size() < local_ranks_.size()) {
         for (int rank : local_ranks_) {
           if (!pending.members.contains(rank)) missing = rank;
         }
+        why = ", which has not called it";
+      } else if (active_ && key == current_) {
+        why = ", of whose data a part has not arrived";
+      } else if (current_ != Key{}) {
+        why = ", which has not finished a call that rank 0 made before this one";
       }
-      const bool started = active_ && key == current_;
-      FailLocked(
-          "jax_intranode: psum timed out after " +
-              std::to_string(std::chrono::duration<double>(timeout_).count()) +
-              " s: " + Rank(pending.members.begin()->first) + " waited for " + Rank(missing) +
-              (started ? ", of whose data a part has not arrived" : ", which has not called it") +
-              ". Did that rank fail, or run another program? JAX_INTRANODE_TIMEOUT_S sets "
-              "the limit. This group of devices can't be used any more.",
-          &done);
+      std::ostringstream seconds;
+      seconds << std::chrono::duration<double>(timeout_).count();
+      FailLocked("jax_intranode: psum timed out after " + seconds.str() + " s: " +
+                     Rank(pending.members.begin()->first) + " waited for " + Rank(missing) + why +
+                     ". Did that rank fail, or run another program? JAX_INTRANODE_TIMEOUT_S sets "
+                     "the limit. This group of devices can't be used any more.",
+                 &done);
       break;
     }
     watched_ = outstanding = !pending_.empty();

@@ -7,9 +7,13 @@
 // region, once all of its own ranks have arrived at it. The others follow the log. Each call is
 // then the next operation of the group, with the same epoch on every rank, as on a GPU's stream.
 //
-// Why this can't deadlock: rank 0's process logs a call only when nothing that it waits for on its
-// own ranks is outstanding; all ranks run the same program, so another process that still waits
+// Why one group can't deadlock: rank 0's process logs a call only when nothing that it waits for on
+// its own ranks is outstanding; all ranks run the same program, so another process that still waits
 // for the logged call's operands waits for nothing that comes later in the log.
+// What the argument does not cover: operands that come from calls of other groups, whose leaders
+// may have logged them in another order. Two independent chains, one over rows and then columns,
+// the other over columns and then rows, can wait in a circle over four processes; the time-out
+// ends that.
 //
 // The log: entry e is written by rank 0's process (site and count, then the sequence number with
 // release order) and read by the others (the sequence number with acquire order, then the rest).

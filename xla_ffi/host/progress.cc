@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -57,12 +58,22 @@ class ProgressThread {
 class GrowingPool {
  public:
   void Run(std::function<void()> task) {
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     tasks_.push_back(std::move(task));
-    if (tasks_.size() > idle_) {
-      std::thread([this] { Work(); }).detach();
-    } else {
+    if (tasks_.size() <= idle_) {
       changed_.notify_one();
+      return;
+    }
+    try {
+      std::thread([this] { Work(); }).detach();
+      ++threads_;
+    } catch (const std::system_error&) {
+      // No more threads to be had: a busy one takes the task next, or else the caller runs it.
+      if (threads_ > 0) return;
+      std::function<void()> last = std::move(tasks_.back());
+      tasks_.pop_back();
+      lock.unlock();
+      last();
     }
   }
 
@@ -73,7 +84,10 @@ class GrowingPool {
       ++idle_;
       changed_.wait_for(lock, std::chrono::seconds(5), [this] { return !tasks_.empty(); });
       --idle_;
-      if (tasks_.empty()) return;
+      if (tasks_.empty()) {
+        --threads_;
+        return;
+      }
       std::function<void()> task = std::move(tasks_.front());
       tasks_.pop_front();
       lock.unlock();
@@ -87,6 +101,7 @@ class GrowingPool {
   std::condition_variable changed_;
   std::deque<std::function<void()>> tasks_;
   size_t idle_ = 0;
+  size_t threads_ = 0;
 };
 
 }  // namespace

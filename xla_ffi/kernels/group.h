@@ -2,7 +2,8 @@
 //
 // Each rank owns a region of its slab, which all ranks of the group can write:
 //
-//   header    the rank's own state: its epoch and its busy words. Nobody else touches it.
+//   header    the rank's own state: its epoch and its busy words. No kernel of another rank touches
+//             it. (On the CPU its second half holds a log, see host/host_group.h.)
 //   half 0    packets of operations with an even epoch
 //   half 1    packets of operations with an odd epoch
 //
@@ -20,7 +21,7 @@
 //
 //   The argument asks for no particular size, type, algorithm or number of blocks, so these may
 //   change from one operation to the next. It asks for three things: ranks call the same
-//   operations in the same order, one at a time on each rank (the busy words find a second one),
+//   operations in the same order, one at a time on each rank (the busy words find most overlaps),
 //   and operation e ends before e + 1 begins (stream order; no programmatic dependent launch).
 //
 //   The epoch lives here, in the memory of the device, and the kernel advances it: a call replayed

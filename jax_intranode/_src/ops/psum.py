@@ -1,6 +1,7 @@
 """psum: the sum of every rank's operand, on every rank."""
 
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -122,7 +123,7 @@ def _lower_to_lax(ctx: Any, x: Any, *, axes: tuple[str, ...], invariant: bool) -
     return mlir.lower_fun(lambda v: lax.psum(v, axes), multiple_results=False)(ctx, x)
 
 
-def _lower(ctx: Any, x: Any, *, axes: tuple[str, ...], invariant: bool) -> Any:
+def _lower(platform: str, ctx: Any, x: Any, *, axes: tuple[str, ...], invariant: bool) -> Any:
     (aval,) = ctx.avals_in
     context = compat.lowering_mesh(ctx)
     if context is None or compat.lowering_for_export(ctx):
@@ -130,7 +131,8 @@ def _lower(ctx: Any, x: Any, *, axes: tuple[str, ...], invariant: bool) -> Any:
     mesh, manual = context
     # XLA would gather the operand of a custom call over axes that it partitions itself.
     partly_manual = any(mesh.shape[name] > 1 and name not in manual for name in mesh.axis_names)
-    if partly_manual or mesh.devices.flat[0].platform not in ("cpu", "gpu"):
+    elsewhere = mesh.devices.flat[0].platform != platform  # lowering for another platform
+    if partly_manual or elsewhere:
         return _lower_to_lax(ctx, x, axes=axes, invariant=invariant)
     selected = selection(mesh, axes, aval.shape, aval.dtype)
     if selected.algorithm == "lax":
@@ -141,7 +143,7 @@ def _lower(ctx: Any, x: Any, *, axes: tuple[str, ...], invariant: bool) -> Any:
         "group_size": np.int64(groups.group_size),
         "algorithm": np.int32(select.ALGORITHMS.index(selected.algorithm)),
     }
-    if mesh.devices.flat[0].platform == "gpu":
+    if platform == "gpu":
         attributes |= {"blocks": np.int32(selected.blocks), "threads": np.int32(selected.threads)}
     else:
         # Tells call sites apart; alike in all processes.
@@ -172,8 +174,8 @@ def _batch(
 # Registration.
 
 mlir.register_lowering(psum_p, _lower_to_lax)
-mlir.register_lowering(psum_p, _lower, platform="cpu")
-mlir.register_lowering(psum_p, _lower, platform="cuda")
+mlir.register_lowering(psum_p, partial(_lower, "cpu"), platform="cpu")
+mlir.register_lowering(psum_p, partial(_lower, "gpu"), platform="cuda")
 ad.deflinear2(psum_p, _transpose)
 batching.primitive_batchers[psum_p] = _batch
 compat.lower_with_devices(psum_p)

@@ -96,6 +96,7 @@ def test_both_modes_on_the_cpu(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "jax_intranode", "bench", "psum", *options.split(), str(file)],
         env=os.environ,
+        cwd=tmp_path,  # not where the source tree would be imported
         capture_output=True,
         text=True,
         timeout=500,

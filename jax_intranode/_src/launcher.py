@@ -8,6 +8,7 @@ the real cause.
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -151,10 +152,16 @@ def _abort(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def free_port() -> int:
-    """Returns a TCP port that nobody on this node listened on a moment ago."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """Returns a TCP port that nobody on this node listened on a moment ago.
+
+    It is not one of those that the system hands out to connections: such a port may be gone by
+    the time that the caller's child listens on it.
+    """
+    while True:
+        port = random.randrange(10_000, 32_000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("", port))
+            return port
 
 
 def rank_env(

@@ -56,6 +56,7 @@ struct HostThread {
   std::barrier<>* barrier;
   Jitter* jitter;
   std::chrono::steady_clock::time_point started{};
+  bool met = false;
 
   int Thread() const { return thread; }
   int Threads() const { return kThreads; }
@@ -77,7 +78,12 @@ struct HostThread {
     std::this_thread::yield();
     return true;
   }
-  void Busy() { was_busy = true; }
+  void Enter(uint32_t* busy) {
+    if (thread == 0 && jin::ExchangeWord(busy, 1) != 0) met = true;
+  }
+  void RefuseOverlap() {
+    if (met) was_busy = true;
+  }
 };
 
 // A group as the protocols see it, and the ways to break it.
@@ -214,7 +220,7 @@ int main(int argc, char** argv) {
             const Plan& plan = plans[k];
             if (b < plan.blocks) {
               HostThread thread{
-                  t, b, plan.blocks, block_barriers[r * kMaxBlocksHere + b].get(), &jitter, {}};
+                  t, b, plan.blocks, block_barriers[r * kMaxBlocksHere + b].get(), &jitter, {}, false};
               jitter.Pause();
               const jin::Call call{inputs[r][k].data(), outputs[r][k].data(), plan.bytes};
               if (variant == "never_armed") {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../kernels/all_reduce.h"
+#include "../kernels/memory.h"
 #include "failure.h"
 
 namespace jax_intranode {
@@ -32,7 +33,12 @@ class DeviceThread {
     return true;
   }
 
-  __device__ void Busy() { GiveUp(FailureReason::kBusy, -1); }
+  __device__ void Enter(uint32_t* busy) {
+    if (threadIdx.x == 0) met_ = ExchangeWord(busy, 1);
+  }
+  __device__ void RefuseOverlap() {
+    if (met_ != 0) GiveUp(FailureReason::kBusy, -1);
+  }
 
  private:
   __device__ static uint64_t Nanoseconds() {
@@ -68,6 +74,7 @@ class DeviceThread {
   uint64_t timeout_ns_;
   uint64_t started_ns_ = 0;
   uint32_t polls_ = 0;
+  uint32_t met_ = 0;  // what the block's busy word held
   int rank_;
   uint32_t algorithm_;
 };

@@ -24,6 +24,7 @@ struct ResumableThread {
     *missing = rank;
     return false;
   }
+  void RefuseOverlap() const {}  // a group begins one operation at a time
 };
 
 // XLA:CPU calls handlers with subnormals flushed to zero; a sum keeps them.

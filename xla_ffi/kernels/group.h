@@ -73,13 +73,15 @@ struct Call {
 //   Thread(), Threads(), Block(), Blocks(), Sync()   as in CUDA
 //   Wait(i, missing)    called each time that pack i of rank `missing` has not arrived. False gives
 //                       up: the phase returns false at once and may be resumed at pack i.
-//   Busy()              another operation is in flight on this rank's region
+//   Enter(busy)         marks this block's operation as begun
+//   RefuseOverlap()     gives up if another one was in flight then. Called before the first store to
+//                       a peer, but after the input is loaded: the answer to Enter takes as long.
 
 // Returns the epoch of the operation that begins.
 template <class Thread, class G>
 JIN_FN uint32_t Begin(Thread& t, const G& g) {
   RegionHeader* h = g.Header();
-  if (t.Thread() == 0 && ExchangeWord(&h->busy[t.Block()], 1) != 0) t.Busy();
+  t.Enter(&h->busy[t.Block()]);
   return LoadWord(&h->epoch[t.Block()]);
 }
 

@@ -23,6 +23,7 @@ struct OneShot {
     const bool aligned = c.Aligned();
     for (size_t i = t.First(); i < packs; i += t.Stride()) {
       const Pack p = Type::Sendable(LoadInput(c.in, c.bytes, i, aligned));
+      t.RefuseOverlap();
       JIN_UNROLL
       for (int step = 1; step < Ranks<N>::kSlots; ++step) {
         if (Ranks<N>::Has(step, g.size)) {

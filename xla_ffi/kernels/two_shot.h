@@ -31,31 +31,45 @@ struct TwoShot {
 
   template <class Thread, class G>
   JIN_FN static bool Scatter(Thread& t, const G& g, const Call& c, uint32_t epoch) {
-    const size_t shard = ShardPacks(c.Packs(), g.size), slot_bytes = shard * Packets::kBytes;
+    const size_t shard = ShardPacks(c.Packs(), g.size);
     const bool aligned = c.Aligned();
+    constexpr int kInFlight = N == 2 ? 4 : N == 4 ? 2 : 1;
+    size_t i = t.First();
+    for (; i + (kInFlight - 1) * t.Stride() < shard; i += kInFlight * t.Stride()) {
+      Send<kInFlight>(t, g, c, epoch, i, shard, aligned);
+    }
+    for (; i < shard; i += t.Stride()) Send<1>(t, g, c, epoch, i, shard, aligned);
+    return true;
+  }
+
+  // Sends packs i, i + stride, ... (kPacks of them) of every other rank's shard. All are loaded
+  // before the first is stored: they come from HBM, and no load is moved across a store.
+  template <int kPacks, class Thread, class G>
+  JIN_FN static void Send(Thread& t, const G& g, const Call& c, uint32_t epoch, size_t i,
+                          size_t shard, bool aligned) {
+    Pack p[Ranks<N>::kSlots][kPacks];
     JIN_UNROLL
     for (int step = 1; step < Ranks<N>::kSlots; ++step) {
-      if (Ranks<N>::Has(step, g.size)) {
-        const int to = Ranks<N>::After(g.rank, step, g.size);
-        char* slot = g.Half(to, epoch) + g.rank * slot_bytes;
-        // Several loads in flight before the first store: the input comes from HBM.
-        constexpr int kInFlight = 4;
-        for (size_t i = t.First(); i < shard; i += kInFlight * t.Stride()) {
-          Pack p[kInFlight];
-          JIN_UNROLL
-          for (int k = 0; k < kInFlight; ++k) {
-            const size_t j = i + k * t.Stride();
-            if (j < shard) p[k] = LoadInput(c.in, c.bytes, to * shard + j, aligned);
-          }
-          JIN_UNROLL
-          for (int k = 0; k < kInFlight; ++k) {
-            const size_t j = i + k * t.Stride();
-            if (j < shard) Packets::Put(slot, j, Type::Sendable(p[k]));
-          }
+      JIN_UNROLL
+      for (int k = 0; k < kPacks; ++k) {
+        if (Ranks<N>::Has(step, g.size)) {
+          const int to = Ranks<N>::After(g.rank, step, g.size);
+          p[step][k] = LoadInput(c.in, c.bytes, to * shard + i + k * t.Stride(), aligned);
         }
       }
     }
-    return true;
+    t.RefuseOverlap();
+    JIN_UNROLL
+    for (int step = 1; step < Ranks<N>::kSlots; ++step) {
+      JIN_UNROLL
+      for (int k = 0; k < kPacks; ++k) {
+        if (Ranks<N>::Has(step, g.size)) {
+          char* slot = g.Half(Ranks<N>::After(g.rank, step, g.size), epoch) +
+                       g.rank * shard * Packets::kBytes;
+          Packets::Put(slot, i + k * t.Stride(), Type::Sendable(p[step][k]));
+        }
+      }
+    }
   }
 
   template <class Thread, class G>

@@ -1,5 +1,7 @@
 // Element types: how a pack of each is summed, rounded and sent.
 //
+// No header of CUDA's here: cuda_bf16.h and cuda_fp16.h take longer to compile than the kernels.
+//
 // Sums run in rank order, start from rank 0's value and are rounded once: bf16, f16 and f32 in
 // f32, f64 in f64, integers in themselves (wrapping). Starting from a value, not from zero, keeps
 // the sign of a sum of negative zeros. A type has
@@ -12,10 +14,7 @@
 
 #include "packets.h"
 
-#if defined(__CUDACC__)
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#else
+#if !defined(__CUDACC__)
 #include <bit>
 #endif
 
@@ -102,9 +101,8 @@ struct Bf16Format {
   }
   JIN_FN static uint32_t Round(float low, float high) {
 #if defined(__CUDACC__)
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
     uint32_t word;
-    memcpy(&word, &pair, 4);
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
     return word;
 #else
     return RoundToBf16(low) | static_cast<uint32_t>(RoundToBf16(high)) << 16;
@@ -115,11 +113,9 @@ struct Bf16Format {
 struct F16Format {
   JIN_FN static void Unpack(uint32_t word, float* low, float* high) {
 #if defined(__CUDACC__)
-    __half2 pair;
-    memcpy(&pair, &word, 4);
-    const float2 f = __half22float2(pair);
-    *low = f.x;
-    *high = f.y;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
+        : "=f"(*low), "=f"(*high)
+        : "r"(word));
 #else
     *low = std::bit_cast<_Float16>(static_cast<uint16_t>(word));
     *high = std::bit_cast<_Float16>(static_cast<uint16_t>(word >> 16));
@@ -127,9 +123,8 @@ struct F16Format {
   }
   JIN_FN static uint32_t Round(float low, float high) {
 #if defined(__CUDACC__)
-    const __half2 pair = __floats2half2_rn(low, high);
     uint32_t word;
-    memcpy(&word, &pair, 4);
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
     return word;
 #else
     return std::bit_cast<uint16_t>(static_cast<_Float16>(low)) |

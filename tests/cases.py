@@ -267,6 +267,39 @@ def same_bits_by_every_algorithm() -> None:
 # Groups.
 
 
+@case(algorithm=("auto", "one_shot", "two_shot"), leaves=(2, 300))
+def trees(algorithm: str, leaves: int) -> None:
+    """A pytree has the bits that its leaves have one by one, in as few operations as can be."""
+    mesh = line()
+    n = mesh.size
+    generator = np.random.default_rng(leaves)
+    shapes = [(0,), (), (1, 1, 3)] + [(int(k),) for k in generator.integers(1, 40, leaves)]
+    parts = [
+        random(dtype, (n, *shape), 100 + i)
+        for i, (dtype, shape) in enumerate(
+            (dtype, shape)
+            for dtype in ("float32", "bfloat16", "int32")
+            for shape in shapes[: 3 + leaves // (1 if dtype == "float32" else 2)]
+        )
+    ]
+    arguments = [put(mesh, P("x"), part) for part in parts]
+    f = sharded(lambda xs: jax_intranode.psum({"tree": xs}, "x")["tree"], mesh, P("x"), P("x"))
+    with forced(algorithm):
+        program = jax.jit(f).lower(arguments).compile()
+    operations = sum(
+        "custom-call(" in line and "jax_intranode_psum" in line
+        for line in program.as_text().splitlines()
+    )
+    names = [part.dtype.name for part in parts]
+    fewest = sum(math.ceil(names.count(name) / 128) for name in set(names))
+    if algorithm == "auto" and leaves > 128:
+        assert fewest <= operations < len(parts) / 20  # each of a size that is faster than lax's
+    else:
+        assert operations == fewest
+    for result, part in zip(program(arguments), parts, strict=True):
+        check(result, everywhere(oracle(part), n))
+
+
 @case(devices=4)
 def groups_of_a_two_axis_mesh() -> None:
     n = len(jax.devices()) // 2 * 2

@@ -33,6 +33,13 @@ def test_sizes_include_both_ends() -> None:
     assert bench.sizes_between(1024, 16383, 4) == [1024, 4096]
 
 
+@pytest.mark.parametrize(("count", "leaves"), [(1000, 1), (1000, 7), (7, 7), (300, 300)])
+def test_cuts_make_as_many_leaves(count: int, leaves: int) -> None:
+    sizes = [len(leaf) for leaf in np.split(np.zeros(count), bench._cuts(count, leaves))]
+    assert len(sizes) == leaves
+    assert sum(sizes) == count
+
+
 def _oracle(values: list[object], dtype: object) -> np.ndarray:
     """Returns the oracle's sum of one element per rank."""
     return bench.oracle([np.array([value], dtype) for value in values])[0]
@@ -90,9 +97,13 @@ def test_count_wrong_with_a_tolerance() -> None:
     assert bench.count_wrong(np.array([3]), np.array([4]), np.array([10.0])) == 1
 
 
-def test_both_modes_on_the_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("leaves", [1, 7])
+def test_both_modes_on_the_cpu(tmp_path: Path, leaves: int) -> None:
     file = tmp_path / "rows.json"
-    options = "-b 1K -e 4K -d bfloat16 --platform cpu --devices 2 -n 2 -w 1 -T 240 --json"
+    options = (
+        f"-b 1K -e 4K -d bfloat16 --leaves {leaves} --platform cpu --devices 2 -n 2 -w 1 -T 240 "
+        "--json"
+    )
     result = subprocess.run(
         [sys.executable, "-m", "jax_intranode", "bench", "psum", *options.split(), str(file)],
         env=os.environ,
@@ -108,6 +119,7 @@ def test_both_modes_on_the_cpu(tmp_path: Path) -> None:
     written = json.loads(file.read_text())
     assert written["version"] == 1
     assert written["header"]["devices"] == 2
+    assert written["header"]["leaves"] == leaves
     rows = written["rows"]
     assert [(row["mode"], row["size"]) for row in rows] == [
         ("process-per-device", 1024),
@@ -119,6 +131,7 @@ def test_both_modes_on_the_cpu(tmp_path: Path) -> None:
         assert row["count"] * 2 == row["size"]
         assert row["dtype"] == "bfloat16"
         assert row["algorithm"] in ("one_shot", "two_shot", "lax")
+        assert row["operations"] == 1
         assert row["wrong"] == row["lax_wrong"] == 0
         assert row["time_us"] >= 0
         if row["algbw"] is not None:

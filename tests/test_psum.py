@@ -1,5 +1,7 @@
 """psum in one process that has all devices."""
 
+from typing import Any
+
 import cases
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
+from jax_intranode._src import native, select
 from jax_intranode._src.ops.psum import selection
 
 
@@ -49,17 +52,37 @@ def test_large_arrays_lower_to_lax() -> None:
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_fallback_is_laxs_own_program(check_vma: bool) -> None:
-    def program(psum: object) -> str:
+@pytest.mark.parametrize("tree", [False, True])
+def test_fallback_is_laxs_own_program(check_vma: bool, tree: bool) -> None:
+    def program(psum: Any) -> str:
         def body(v: jax.Array) -> jax.Array:
-            return psum(v * 2, "x") + 1
+            a, b = psum((v * 2, v), "x") if tree else (psum(v * 2, "x"), v)
+            return a + b + 1
 
         f = jax.shard_map(
-            body, mesh=cases.line(), in_specs=P("x"), out_specs=P(None), check_vma=check_vma
+            body, mesh=cases.line(), in_specs=P("x"), out_specs=P("x"), check_vma=check_vma
         )
         return jax.jit(f).lower(jnp.zeros((len(jax.devices()) * 8, 1 << 20))).as_text()
 
     assert program(jax_intranode.psum) == program(lax.psum)
+
+
+def test_unused_results_are_not_summed() -> None:
+    n = len(jax.devices())
+
+    def body(v: jax.Array) -> jax.Array:
+        return jax_intranode.psum((v, v * 2, v * 3), "x")[1]
+
+    f = jax.shard_map(body, mesh=cases.line(), in_specs=P("x"), out_specs=P())
+    text = jax.jit(lambda v: jax.vmap(f)(v[None])).lower(jnp.zeros((n, 100))).as_text()
+    (call,) = [line for line in text.splitlines() if "@jax_intranode_psum" in line]
+    assert call.count("tensor<1x1x100xf32>") == 2, call  # one operand, one result
+
+
+def test_most_buffers_of_an_operation() -> None:
+    for platform in ("cpu", "gpu"):
+        module = native.module(platform)
+        assert module is None or module.MAX_BUFFERS == select.MAX_BUFFERS
 
 
 def test_partly_manual_mesh_is_not_gathered() -> None:

@@ -117,7 +117,7 @@ void Rank(int rank, int size, size_t min_bytes, size_t max_bytes) {
 
   for (size_t bytes = min_bytes; bytes <= max_bytes; bytes *= 4) {
     for (Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot}) {
-      if (HalfBytesNeeded(algorithm, ElementType::kBF16, bytes, size) > kHalf) continue;
+      if (HalfBytesNeeded(algorithm, ElementType::kBF16, bytes / 16, size) > kHalf) continue;
       if (algorithm == Algorithm::kOneShot && bytes > (size == 2 ? 16u << 20 : 4u << 20)) continue;
       const size_t packs = bytes / 16;
       const size_t work = algorithm == Algorithm::kOneShot ? packs : (packs + size - 1) / size;
@@ -133,8 +133,8 @@ void Rank(int rank, int size, size_t min_bytes, size_t max_bytes) {
           cudaGraphExec_t program;
           ThrowIfError(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
           for (int k = 0; k < calls; ++k) {
-            ThrowIfError(LaunchAllReduce(algorithm, ElementType::kBF16, group, {in, out, bytes},
-                                         {blocks, threads}, stream),
+            ThrowIfError(LaunchAllReduce(algorithm, ElementType::kBF16, group,
+                                         Buffer{in, out, bytes}, {blocks, threads}, stream),
                          "launch");
           }
           ThrowIfError(cudaStreamEndCapture(stream, &graph), "capture");

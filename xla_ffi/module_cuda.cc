@@ -94,7 +94,7 @@ NB_MODULE(_cuda, m) {
   m.doc() = "Slabs and groups of jax_intranode on GPUs.";
   m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.attr("HEADER_BYTES") = kHeaderBytes;
-  m.attr("MAX_RANKS") = kMaxRanks;
+  m.attr("MAX_BUFFERS") = kMaxBuffers;
   m.attr("RECORD_BYTES") = sizeof(FailureRecord);
   m.attr("CUDA_VERSION") = CUDART_VERSION;
 

@@ -75,7 +75,7 @@ NB_MODULE(_host, m) {
   m.doc() = "Slabs and groups of jax_intranode on the CPU.";
   m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.attr("HEADER_BYTES") = kHeaderBytes;
-  m.attr("MAX_RANKS") = kMaxRanks;
+  m.attr("MAX_BUFFERS") = kMaxBuffers;
   m.attr("RECORD_BYTES") = 0;
 
   nb::class_<HostMemory>(m, "Memory")

@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_intranode
 from jax_intranode._src import compat, launcher
-from jax_intranode._src.ops.psum import selection
+from jax_intranode._src.ops.psum import operations
 
 _PROCESS_PER_DEVICE = "process-per-device"
 _SINGLE_PROCESS = "single-process"
@@ -56,8 +56,8 @@ _COLUMNS = (
     f"{'#wrong':>7} | {'ratio':>6}"
 )
 
-# A jitted program: the data of all devices and one scale per device -> the data of all devices.
-_Program = Callable[[jax.Array, jax.Array], jax.Array]
+# A jitted program: the arrays of all devices and one scale per device -> the arrays of all devices.
+_Program = Callable[[list[jax.Array], jax.Array], list[jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +66,7 @@ class Settings:
 
     Attributes:
         sizes: Bytes per device of each measurement.
+        leaves: Arrays that these bytes are cut into and that one psum takes as a pytree.
         dtypes: Names of the dtypes, all of which are measured at each size.
         iterations: Timed repetitions, of which the median counts.
         warmup_iterations: Untimed repetitions before them.
@@ -76,6 +77,7 @@ class Settings:
     """
 
     sizes: list[int]
+    leaves: int
     dtypes: list[str]
     iterations: int
     warmup_iterations: int
@@ -94,7 +96,9 @@ class Row:
         count: Elements per device.
         dtype: The dtype's name.
         mode: "process-per-device" or "single-process".
-        algorithm: What our psum ran: "one_shot", "two_shot", or "lax" if it fell back.
+        algorithm: What our psum ran: "one_shot", "two_shot", "mixed" if several operations differ,
+            or "lax" if it fell back.
+        operations: Operations that our psum ran as; more than one only for very many leaves.
         time_us: Time of one of our psums in microseconds, the multiply of the chain taken off.
         algbw: size / time, in GB/s; None if the time is below what the clock shows.
         busbw: algbw * 2(n-1)/n, which compares with a link's speed for any n; or None.
@@ -109,6 +113,7 @@ class Row:
     dtype: str
     mode: str
     algorithm: str
+    operations: int
     time_us: float
     algbw: float | None
     busbw: float | None
@@ -173,6 +178,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_integer_from(1),
         default=1800,
         help="time limit of each mode in seconds (default 1800)",
+    )
+    parser.add_argument(
+        "--leaves",
+        type=_integer_from(1),
+        default=1,
+        help="sum a pytree of so many arrays, whose bytes together are the size (default 1)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
     parser.add_argument(
@@ -256,6 +267,7 @@ def run(arguments: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory(prefix="jax_intranode_bench_") as directory:
             settings = Settings(
                 sizes=sizes_between(arguments.minbytes, arguments.maxbytes, arguments.stepfactor),
+                leaves=arguments.leaves,
                 dtypes=arguments.datatype,
                 iterations=arguments.iters,
                 warmup_iterations=arguments.warmup_iters,
@@ -377,7 +389,7 @@ def _main() -> None:
         dtype = jnp.dtype(dtype_name)
         for size in settings.sizes:
             count = size // dtype.itemsize
-            if count == 0:
+            if count < settings.leaves:
                 continue
             row, reason = _measure(settings, mesh, dtype, count)
             rows.append(row)
@@ -404,6 +416,7 @@ def _header(settings: Settings) -> dict[str, Any]:
         "platform": settings.platform,
         "device": jax.devices()[0].device_kind,
         "devices": settings.devices,
+        "leaves": settings.leaves,
         "mode": settings.mode,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
@@ -426,7 +439,8 @@ def _format_header(header: dict[str, Any]) -> str:
     )
     return "\n".join(
         (
-            f"# psum, {header['devices']} x {header['device']}, {header['mode']}",
+            f"# psum, {header['devices']} x {header['device']}, {header['mode']}, "
+            f"{header['leaves']} array{'s' if header['leaves'] > 1 else ''} a psum",
             f"# {versions}, {header['date']}",
             "# ratio = lax time / our time",
         )
@@ -443,22 +457,26 @@ def _measure(settings: Settings, mesh: Mesh, dtype: np.dtype[Any], count: int) -
     size = count * dtype.itemsize
     sharding = NamedSharding(mesh, PartitionSpec("x"))
 
-    def shard(index: tuple[slice, ...]) -> np.ndarray:
+    def shard(index: Any) -> np.ndarray:
         return random_shard((index[0].start or 0) // count, size, dtype)
 
-    data = jax.make_array_from_callback((n * count,), sharding, shard)
+    whole = jax.make_array_from_callback((n * count,), sharding, shard)
+    data = _program(mesh, lambda x: jnp.split(x, _cuts(count, settings.leaves)))(whole)
 
     # Lowering is where the ranks of a mesh meet, so only then is the selection final.
-    ours = _program(mesh, lambda x: jax_intranode.psum(x, "x"))(data)
-    lax = _program(mesh, lambda x: jax.lax.psum(x, "x"))(data)
-    selected = selection(mesh, ("x",), (count,), dtype)
+    ours = _program(mesh, lambda xs: jnp.concatenate(jax_intranode.psum(xs, "x")))(data)
+    lax = _program(mesh, lambda xs: jnp.concatenate(jax.lax.psum(xs, "x")))(data)
+    shapes = [(leaf.size // n,) for leaf in data]
+    selected = [chosen for _, chosen in operations(mesh, ("x",), shapes, dtype)]
+    algorithms = {chosen.algorithm for chosen in selected}
+    algorithm = algorithms.pop() if len(algorithms) == 1 else "mixed"
     expected, magnitude = oracle(random_shard(rank, size, dtype) for rank in range(n))
     lax_tolerance = _lax_tolerance(n, dtype, magnitude)
-    our_tolerance = lax_tolerance if selected.algorithm == "lax" else None
+    our_tolerance = lax_tolerance if algorithm == "lax" else None
     wrong = _count_wrong_on_devices(ours, expected, our_tolerance)
     lax_wrong = _count_wrong_on_devices(lax, expected, lax_tolerance)
 
-    time_us, lax_time_us = _time_us(settings, mesh, data, count)
+    time_us, lax_time_us = _time_us(settings, mesh, data, size)
 
     label = f"{dtype.name}/{size}"
     time_us = _max_over_ranks(f"{label}/time", time_us)
@@ -469,7 +487,8 @@ def _measure(settings: Settings, mesh: Mesh, dtype: np.dtype[Any], count: int) -
         count=count,
         dtype=dtype.name,
         mode=settings.mode,
-        algorithm=selected.algorithm,
+        algorithm=algorithm,
+        operations=len(selected),
         time_us=time_us,
         algbw=algbw,
         busbw=algbw * 2 * (n - 1) / n if algbw is not None else None,
@@ -478,7 +497,7 @@ def _measure(settings: Settings, mesh: Mesh, dtype: np.dtype[Any], count: int) -
         lax_wrong=int(sum(_from_all_ranks(f"{label}/lax_wrong", lax_wrong))),
         ratio=lax_time_us / time_us if time_us else None,
     )
-    return row, selected.reason
+    return row, selected[0].reason
 
 
 # ---- Correctness
@@ -568,7 +587,13 @@ def _count_wrong_on_devices(
 # ---- Timing
 
 
-def _program(mesh: Mesh, body: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+def _cuts(count: int, leaves: int) -> list[int]:
+    """Returns where to cut an array into that many leaves, whose sizes are as 1 : 2 : 3 : 4."""
+    ends = np.cumsum([1 + k % 4 for k in range(leaves)])
+    return [int(count * end // ends[-1]) for end in ends[:-1]]
+
+
+def _program(mesh: Mesh, body: Callable[..., Any]) -> Callable[..., Any]:
     """Compiles a function of per-device arrays for all devices of the mesh."""
     return jax.jit(
         jax.shard_map(
@@ -581,36 +606,40 @@ def _program(mesh: Mesh, body: Callable[..., jax.Array]) -> Callable[..., jax.Ar
     )
 
 
-def _chain(mesh: Mesh, operation: Callable[[jax.Array], jax.Array], length: int) -> _Program:
+def _chain(mesh: Mesh, operation: Callable[[Any], Any], length: int) -> _Program:
     """Returns a program that applies the operation many times, each to the last one's result.
 
     The multiply keeps sums from growing, and the barrier keeps the links of the chain apart. Both
     cost time, which `_time_us` takes off again.
     """
 
-    def body(x: jax.Array, scale: jax.Array) -> jax.Array:
+    def body(xs: list[jax.Array], scale: jax.Array) -> list[jax.Array]:
         for _ in range(length):
-            x = jax.lax.optimization_barrier(operation(x) * scale)
-        return x
+            xs = jax.lax.optimization_barrier([x * scale for x in operation(xs)])
+        return xs
 
     return _program(mesh, body)
 
 
-def _time_us(settings: Settings, mesh: Mesh, data: jax.Array, count: int) -> tuple[float, float]:
+def _time_us(
+    settings: Settings, mesh: Mesh, data: list[jax.Array], size: int
+) -> tuple[float, float]:
     """Measures, on this rank, the time of one of our psums and of one lax.psum in microseconds."""
     n = settings.devices
-    dtype = data.dtype
-    size = count * dtype.itemsize
+    dtype = data[0].dtype
     # Long chains on GPUs: one process launches on all of them, and a short program ends before the
     # next one has been launched.
     if settings.platform == "cpu":
         length, calls = (32 if size < 1 << 20 else 4), 4
     else:
         length, calls = (256 if size < 1 << 20 else 64 if size < 16 << 20 else 16), 5
+    if len(data) > 1:
+        # The program grows with the leaves, and so does the time that one link takes.
+        length = max(4, min(length, 1024 // len(data)))
 
     def scale(value: float) -> jax.Array:
         shard = np.full((1,), value, dtype)
-        return jax.make_array_from_callback((n,), data.sharding, lambda index: shard)
+        return jax.make_array_from_callback((n,), data[0].sharding, lambda index: shard)
 
     one = scale(1)
     mean = one if jnp.issubdtype(dtype, jnp.integer) else scale(1 / n)
@@ -623,7 +652,7 @@ def _time_us(settings: Settings, mesh: Mesh, data: jax.Array, count: int) -> tup
     )
     align = _program(mesh, lambda x: jax.lax.psum(x, "x"))
     for program, factor in runs:
-        program(data, factor).block_until_ready()  # Compiles, also without warm-up.
+        jax.block_until_ready(program(data, factor))  # Compiles, also without warm-up.
     seconds: tuple[list[float], ...] = ([], [], [])
     for repetition in range(-settings.warmup_iterations, settings.iterations):
         # Another one goes first each time, so that a drift or an after-effect hits all alike.
@@ -636,7 +665,7 @@ def _time_us(settings: Settings, mesh: Mesh, data: jax.Array, count: int) -> tup
             start = time.perf_counter()
             for _ in range(calls):
                 result = program(data, factor)
-            result.block_until_ready()
+            jax.block_until_ready(result)
             if repetition >= 0:
                 seconds[which].append(time.perf_counter() - start)
     ours, lax, empty = (statistics.median(times) / (calls * length) * 1e6 for times in seconds)

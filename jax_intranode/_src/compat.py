@@ -6,7 +6,8 @@ Seen with jax 0.10.2, 0.11.2 and 0.12.0.1.
 from typing import Any
 
 import jax
-from jax._src import dispatch, distributed
+from jax._src import config, dispatch, distributed
+from jax._src.interpreters import partial_eval
 from jax.extend.core import Primitive
 
 
@@ -17,6 +18,41 @@ def lower_with_devices(primitive: Primitive) -> None:
     a mesh whose devices come in another order. There is no public way to ask for it.
     """
     dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def drop_unused_results(primitive: Primitive) -> None:
+    """Has unused results dropped, with their operands, from a primitive that maps n to n arrays.
+
+    0.10.2 and later; 0.12 hands rules one more argument. ``jax.interpreters`` has no way to ask
+    for it.
+    """
+
+    def rule(used: list[bool], *arguments: Any) -> tuple[list[bool], Any]:
+        equation = arguments[-1]
+        if not any(used):
+            return used, None
+        keep = [i for i, u in enumerate(used) if u]
+        return used, equation.replace(
+            invars=[equation.invars[i] for i in keep], outvars=[equation.outvars[i] for i in keep]
+        )
+
+    partial_eval.dce_rules[primitive] = rule
+
+
+def check_vma() -> bool:
+    """Whether this is traced under ``shard_map(..., check_vma=True)``. 0.10.2 and later.
+
+    The public way, to ask what ``lax.axis_index`` varies over, leaves an equation behind.
+    """
+    return bool(config._check_vma.value)
+
+
+def types_are_usual() -> bool:
+    """Whether settings are at their defaults that change which axes a type names.
+
+    0.10.2 and later: with others, ``lax.psum`` alone knows what is right.
+    """
+    return bool(config.auto_pcast.value) and not config.remove_size_one_mesh_axis_from_type.value
 
 
 def key_value_client() -> Any | None:

@@ -13,6 +13,9 @@ _FLAGGED = ("float64", "int8", "uint8", "int32", "uint32", "int64", "uint64")
 DTYPES = _BARE + _FLAGGED
 
 MAX_WORLD_SIZE = 8
+# Buffers of one operation (xla_ffi/kernels/buffers.h), and what each begins with a multiple of.
+MAX_BUFFERS = 128
+PACK_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -134,16 +137,16 @@ def select(
         return lax(f"a group of {world_size} ranks; at most {MAX_WORLD_SIZE} are supported")
     if dtype not in DTYPES:
         return lax(f"dtype {dtype}; supported are {', '.join(DTYPES)}")
-    # A packet carries 16 bytes of data, in 16 or 32 bytes.
+    # A packet carries a pack of data, in 16 or 32 bytes.
     packet = 16 if dtype in _BARE else 32
-    packs = -(-nbytes // 16)
+    packs = -(-nbytes // PACK_BYTES)
     packet_bytes = packs * packet
     larger = [n for p, m, n in TABLE if (p, m) == (platform, mode) and n >= world_size]
     rows = TABLE[platform, mode, min(larger)]
     if algorithm == "auto":
         row = next((row for row in rows if packet_bytes <= row.packet_bytes), None)
         if row is None:
-            limit = rows[-1].packet_bytes * 16 // packet
+            limit = rows[-1].packet_bytes * PACK_BYTES // packet
             return lax(f"{nbytes} bytes of {dtype}; up to {limit} are faster than lax")
         reason = f"{nbytes} bytes of {dtype} among {world_size} ranks"
     else:

@@ -101,6 +101,7 @@ class Regions {
 struct Plan {
   jin::HostGroup::Operation operation;
   size_t items;
+  size_t pieces;
 
   static Plan Of(int round, int site) {
     std::mt19937 random(round * 1000 + site);
@@ -109,9 +110,20 @@ struct Plan {
     const auto algorithm = static_cast<jin::Algorithm>(random() % 2);
     // Small ones and large ones: a large one is still on its way when a small one begins.
     const size_t bytes = random() % 2 == 0 ? 1 + random() % 60 : 1 + random() % kMaxBytes;
-    return {{algorithm, type}, 1 + bytes / jin::ItemBytes(type)};
+    const size_t items = 1 + bytes / jin::ItemBytes(type);
+    return {{algorithm, type}, items, random() % 2 == 0 ? 1 : std::min<size_t>(items, 5)};
   }
   size_t bytes() const { return items * jin::ItemBytes(operation.type); }
+  // The buffers of the call: pieces of one, whose last is the longest.
+  jin::Buffers Cut(const char* in, char* out) const {
+    jin::Buffers buffers;
+    const size_t each = items / pieces * jin::ItemBytes(operation.type);
+    for (size_t k = 0; k < pieces; ++k) {
+      const size_t begin = k * each, end = k + 1 == pieces ? bytes() : begin + each;
+      buffers.Append({in + begin, out + begin, end - begin});
+    }
+    return buffers;
+  }
 };
 
 uint64_t Identity(int site) { return 0x9E3779B97F4A7C15u * (site + 1); }
@@ -236,9 +248,9 @@ void Sound(int ranks, int processes, int rounds) {
             }
             if (random() % 4 == 0) outputs[k] = inputs[k];
             const bool in_place = outputs[k] == inputs[k];
-            tickets.push_back(group.Arrive(r, Identity(sites[k]), plans[k].operation,
-                                           {in_place ? outputs[k].data() : inputs[k].data(),
-                                            outputs[k].data(), plans[k].bytes()}));
+            tickets.push_back(group.Arrive(
+                r, Identity(sites[k]), plans[k].operation,
+                plans[k].Cut(in_place ? outputs[k].data() : inputs[k].data(), outputs[k].data())));
           }
           for (size_t k = 0; k < sites.size(); ++k) {
             const std::string error = random() % 2 == 0 ? AwaitByThen(group, *tickets[k])
@@ -273,8 +285,10 @@ void Sound(int ranks, int processes, int rounds) {
 // A rank's arrival with a buffer that lives as long as the program.
 std::shared_ptr<jin::Ticket> ArriveWith(jin::HostGroup& group, int rank, int site) {
   auto* buffer = new std::vector<float>(100, 1.0f);
+  jin::Buffers buffers;
+  buffers.Append({buffer->data(), buffer->data(), 400});
   return group.Arrive(rank, Identity(site), {jin::Algorithm::kOneShot, jin::ElementType::kF32},
-                      {buffer->data(), buffer->data(), 400});
+                      buffers);
 }
 
 void RequireText(const std::string& text, std::initializer_list<const char*> parts) {

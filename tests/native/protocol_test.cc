@@ -9,6 +9,7 @@
 // Variants other than "sound" break the protocol on purpose: the test must then fail. Exit status
 // 0: every result right and every slab empty at the end; 1: a wrong result, a slab left full, a
 // wait without end or a busy region.
+#include <algorithm>
 #include <atomic>
 #include <barrier>
 #include <chrono>
@@ -122,18 +123,33 @@ struct Plan {
   bool floating;
   size_t bytes;
   int blocks;
+  int buffers;
 };
 
-template <class Type, class Packets>
-bool RunAs(HostThread& t, const TestGroup& g, const jin::Call& call, bool two_shot) {
+template <class Type, class Packets, class Call>
+bool RunAs(HostThread& t, const TestGroup& g, const Call& call, bool two_shot) {
   return two_shot ? jin::TwoShot<Type, 0, Packets>::Run(t, g, call)
                   : jin::OneShot<Type, 0, Packets>::Run(t, g, call);
 }
 
-template <template <class> class Break>
-bool RunBroken(HostThread& t, const TestGroup& g, const jin::Call& call, const Plan& plan) {
+template <template <class> class Break, class Call>
+bool RunCall(HostThread& t, const TestGroup& g, const Call& call, const Plan& plan) {
   return plan.floating ? RunAs<jin::F32, Break<jin::BarePackets>>(t, g, call, plan.two_shot)
                        : RunAs<jin::I32, Break<jin::FlaggedPackets>>(t, g, call, plan.two_shot);
+}
+
+template <template <class> class Break>
+bool RunBroken(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const Plan& plan) {
+  if (plan.buffers == 1) return RunCall<Break>(t, g, whole, plan);
+  // Pieces of equal size but for the last, some of them empty where the whole is small.
+  jin::Buffers pieces;
+  const size_t words = plan.bytes / 4, each = (words + plan.buffers - 1) / plan.buffers;
+  for (int k = 0; k < plan.buffers; ++k) {
+    const size_t begin = std::min(words, k * each), end = std::min(words, begin + each);
+    pieces.Append({static_cast<const uint32_t*>(whole.in) + begin,
+                   static_cast<uint32_t*>(whole.out) + begin, 4 * (end - begin)});
+  }
+  return RunCall<Break>(t, g, pieces, plan);
 }
 
 template <class Packets>
@@ -185,7 +201,8 @@ int main(int argc, char** argv) {
   std::vector<Plan> plans;
   for (int k = 0; k < calls; ++k) {
     plans.push_back({random() % 2 == 0, random() % 2 == 0, 4 * (1 + random() % (kMaxBytes / 4)),
-                     1 + static_cast<int>(random() % kMaxBlocksHere)});
+                     1 + static_cast<int>(random() % kMaxBlocksHere),
+                     random() % 3 == 0 ? 1 + static_cast<int>(random() % 9) : 1});
   }
 
   std::atomic<long> wrong{0};
@@ -220,9 +237,10 @@ int main(int argc, char** argv) {
             const Plan& plan = plans[k];
             if (b < plan.blocks) {
               HostThread thread{
-                  t, b, plan.blocks, block_barriers[r * kMaxBlocksHere + b].get(), &jitter, {}, false};
+                  t,       b,  plan.blocks, block_barriers[r * kMaxBlocksHere + b].get(),
+                  &jitter, {}, false};
               jitter.Pause();
-              const jin::Call call{inputs[r][k].data(), outputs[r][k].data(), plan.bytes};
+              const jin::Buffer call{inputs[r][k].data(), outputs[r][k].data(), plan.bytes};
               if (variant == "never_armed") {
                 RunBroken<NeverArmed>(thread, group, call, plan);
               } else if (variant == "half_looked" && plan.floating) {

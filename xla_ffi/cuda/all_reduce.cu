@@ -10,7 +10,7 @@
 namespace jax_intranode {
 namespace {
 
-template <class Type, int N>
+template <class Type, int N, class Call>
 __global__ void __launch_bounds__(kMaxThreads)
     jax_intranode_one_shot(const __grid_constant__ DeviceGroup group,
                            const __grid_constant__ Call call) {
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   OneShot<Type, N>::Run(thread, group, call);
 }
 
-template <class Type, int N>
+template <class Type, int N, class Call>
 __global__ void __launch_bounds__(kMaxThreads)
     jax_intranode_two_shot(const __grid_constant__ DeviceGroup group,
                            const __grid_constant__ Call call) {
@@ -28,25 +28,27 @@ __global__ void __launch_bounds__(kMaxThreads)
   TwoShot<Type, N>::Run(thread, group, call);
 }
 
-template <class Type, int N>
+template <class Type, int N, class Call>
 const void* Kernel(Algorithm algorithm) {
   return algorithm == Algorithm::kOneShot
-             ? reinterpret_cast<const void*>(&jax_intranode_one_shot<Type, N>)
-             : reinterpret_cast<const void*>(&jax_intranode_two_shot<Type, N>);
+             ? reinterpret_cast<const void*>(&jax_intranode_one_shot<Type, N, Call>)
+             : reinterpret_cast<const void*>(&jax_intranode_two_shot<Type, N, Call>);
 }
 
 }  // namespace
 
 // The types that models compute in have kernels of their own for sizes 2, 4 and 8. The other sizes,
-// and the other types at all sizes, share one: each kernel costs build time.
+// the other types, and calls of many buffers share one: each kernel costs build time.
 template <>
-const void* AllReduceKernel<ElementType::JIN_ELEMENT_TYPE>(Algorithm algorithm, int size) {
+const void* AllReduceKernel<ElementType::JIN_ELEMENT_TYPE>(Algorithm algorithm, int size,
+                                                           bool many) {
+  if (many) return Kernel<JIN_TYPE, 0, Buffers>(algorithm);
   if constexpr (std::is_same_v<JIN_TYPE::Packets, BarePackets>) {
-    if (size == 2) return Kernel<JIN_TYPE, 2>(algorithm);
-    if (size == 4) return Kernel<JIN_TYPE, 4>(algorithm);
-    if (size == 8) return Kernel<JIN_TYPE, 8>(algorithm);
+    if (size == 2) return Kernel<JIN_TYPE, 2, Buffer>(algorithm);
+    if (size == 4) return Kernel<JIN_TYPE, 4, Buffer>(algorithm);
+    if (size == 8) return Kernel<JIN_TYPE, 8, Buffer>(algorithm);
   }
-  return Kernel<JIN_TYPE, 0>(algorithm);
+  return Kernel<JIN_TYPE, 0, Buffer>(algorithm);
 }
 
 }  // namespace jax_intranode

@@ -25,7 +25,9 @@ struct LaunchShape {
 
 // Enqueues one operation. Only a launch: no allocation, no synchronisation; may be captured.
 cudaError_t LaunchAllReduce(Algorithm algorithm, ElementType type, const DeviceGroup& group,
-                            const Call& call, LaunchShape shape, cudaStream_t stream);
+                            const Buffer& buffer, LaunchShape shape, cudaStream_t stream);
+cudaError_t LaunchAllReduce(Algorithm algorithm, ElementType type, const DeviceGroup& group,
+                            const Buffers& buffers, LaunchShape shape, cudaStream_t stream);
 
 // Loads every kernel onto the current device. Loading may wait for what runs on the GPU, so it must
 // not happen for the first time while a peer's kernel waits for ours.

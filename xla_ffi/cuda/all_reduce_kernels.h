@@ -6,8 +6,8 @@
 
 namespace jax_intranode {
 
-// The kernel for a group of `size` ranks.
+// The kernel for a group of `size` ranks, and for one buffer or many.
 template <ElementType type>
-const void* AllReduceKernel(Algorithm algorithm, int size);
+const void* AllReduceKernel(Algorithm algorithm, int size, bool many);
 
 }  // namespace jax_intranode

@@ -5,8 +5,10 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "../kernels/all_reduce.h"
+#include "../kernels/buffers.h"
 #include "registry.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -63,26 +65,46 @@ void RegisterStateType(const XLA_FFI_Api* api, std::string_view name) {
   });
 }
 
-// Refuses what must not reach a kernel. Lowering has checked all of it before.
-inline ffi::Error CheckCall(Algorithm algorithm, int size, size_t half_bytes,
-                            const ffi::AnyBuffer& x, const ffi::AnyBuffer& y) {
-  const std::optional<ElementType> type = ElementTypeOf(x.element_type());
-  if (!type || x.element_type() != y.element_type()) {
-    return ffi::Error::InvalidArgument(
-        "jax_intranode: psum got element type " +
-        std::to_string(static_cast<int>(x.element_type())) + " and returns " +
-        std::to_string(static_cast<int>(y.element_type())) +
-        "; it takes f32, bf16, f16, f64 and integers of 8, 32 or 64 bits and returns the same.");
+// Fills in the buffers of a call. Refuses what must not reach a kernel; lowering has checked all of
+// it before.
+inline ffi::Error CollectBuffers(Algorithm algorithm, int size, size_t half_bytes,
+                                 ffi::RemainingArgs xs, ffi::RemainingRets ys, ElementType* type,
+                                 Buffers* buffers) {
+  if (xs.size() != ys.size() || xs.size() < 1 || xs.size() > kMaxBuffers) {
+    return ffi::Error::InvalidArgument("jax_intranode: psum got " + std::to_string(xs.size()) +
+                                       " operands and " + std::to_string(ys.size()) +
+                                       " results; it takes 1 to " + std::to_string(kMaxBuffers) +
+                                       " operands and returns as many.");
   }
-  if (x.element_count() != y.element_count()) {
-    return ffi::Error::InvalidArgument(
-        "jax_intranode: psum got " + std::to_string(x.element_count()) + " elements to sum into " +
-        std::to_string(y.element_count()) + ".");
+  for (size_t i = 0; i < xs.size(); ++i) {
+    ffi::ErrorOr<ffi::AnyBuffer> x = xs.get<ffi::AnyBuffer>(i);
+    ffi::ErrorOr<ffi::Result<ffi::AnyBuffer>> y = ys.get<ffi::AnyBuffer>(i);
+    if (!x.has_value()) return std::move(x.error());
+    if (!y.has_value()) return std::move(y.error());
+    const ffi::DataType x_type = x->element_type(), y_type = (*y)->element_type();
+    const std::optional<ElementType> found = ElementTypeOf(x_type);
+    if (!found || x_type != y_type || (i > 0 && *found != *type)) {
+      return ffi::Error::InvalidArgument(
+          "jax_intranode: operand " + std::to_string(i) + " of psum has element type " +
+          std::to_string(static_cast<int>(x_type)) + ", its result " +
+          std::to_string(static_cast<int>(y_type)) +
+          "; psum takes f32, bf16, f16, f64 and integers of 8, 32 or 64 bits, all operands of one "
+          "type, and returns the same.");
+    }
+    if (x->element_count() != (*y)->element_count()) {
+      return ffi::Error::InvalidArgument("jax_intranode: operand " + std::to_string(i) +
+                                         " of psum has " + std::to_string(x->element_count()) +
+                                         " elements, its result " +
+                                         std::to_string((*y)->element_count()) + ".");
+    }
+    *type = *found;
+    buffers->Append({x->untyped_data(), (*y)->untyped_data(), x->size_bytes()});
   }
-  const size_t needed = HalfBytesNeeded(algorithm, *type, x.size_bytes(), size);
+  const size_t packs = buffers->end[buffers->count - 1];
+  const size_t needed = HalfBytesNeeded(algorithm, *type, packs, size);
   if (needed > half_bytes) {
     return ffi::Error::InvalidArgument(
-        "jax_intranode: psum of " + std::to_string(x.size_bytes()) + " bytes takes " +
+        "jax_intranode: psum of " + std::to_string(packs * sizeof(Pack)) + " bytes takes " +
         std::to_string(needed) + " bytes of each buffer of the slab, which has " +
         std::to_string(half_bytes) +
         ". Was the program compiled with another JAX_INTRANODE_SLAB_MIB? Compile it again.");

@@ -36,8 +36,8 @@ ffi::ErrorOr<std::unique_ptr<DeviceSite>> Instantiate(ffi::Span<const int64_t> d
 
 // Called eagerly, or while XLA captures a graph, or not at all when a graph is replayed: it keeps
 // no count and only launches.
-ffi::Error Execute(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::AnyBuffer x,
-                   ffi::Result<ffi::AnyBuffer> y, ffi::Dictionary) {
+ffi::Error Execute(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::RemainingArgs xs,
+                   ffi::RemainingRets ys, ffi::Dictionary) {
   device_handler_calls.fetch_add(1, std::memory_order_relaxed);
   const DeviceCommunicator& communicator = *site->communicator;
   if (communicator.closed) return ffi::Error(ffi::ErrorCode::kFailedPrecondition, kShutDown);
@@ -50,11 +50,15 @@ ffi::Error Execute(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::A
                                 ", which is in none of its groups.");
   }
   const DeviceGroup& group = *communicator.members[device];
-  ffi::Error error = CheckCall(site->algorithm, group.size, group.half_bytes, x, *y);
+  ElementType type;
+  Buffers buffers;
+  ffi::Error error =
+      CollectBuffers(site->algorithm, group.size, group.half_bytes, xs, ys, &type, &buffers);
   if (error.failure()) return error;
-  const cudaError_t status = LaunchAllReduce(
-      site->algorithm, *ElementTypeOf(x.element_type()), group,
-      Call{x.untyped_data(), y->untyped_data(), x.size_bytes()}, site->shape, stream);
+  const cudaError_t status =
+      buffers.count == 1
+          ? LaunchAllReduce(site->algorithm, type, group, buffers.buffer[0], site->shape, stream)
+          : LaunchAllReduce(site->algorithm, type, group, buffers, site->shape, stream);
   if (status != cudaSuccess) {
     return ffi::Error::Internal("jax_intranode: launching psum on CUDA device " +
                                 std::to_string(device) + " failed: " + cudaGetErrorString(status));
@@ -84,8 +88,8 @@ XLA_FFI_Error* PsumCuda(XLA_FFI_CallFrame* frame) {
                              .Ctx<ffi::PlatformStream<cudaStream_t>>()
                              .Ctx<ffi::DeviceOrdinal>()
                              .Ctx<ffi::State<DeviceSite>>()
-                             .Arg<ffi::AnyBuffer>()
-                             .Ret<ffi::AnyBuffer>()
+                             .RemainingArgs()
+                             .RemainingRets()
                              .Attrs(),
                          {ffi::Traits::kCmdBufferCompatible});
   return (*handler)(frame);

@@ -92,7 +92,7 @@ ffi::Future Ready(ffi::Error error) {
   return future;
 }
 
-ffi::Future Execute(int32_t device, HostSite* site, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
+ffi::Future Execute(int32_t device, HostSite* site, ffi::RemainingArgs xs, ffi::RemainingRets ys,
                     ffi::Dictionary) {
   host_handler_calls.fetch_add(1, std::memory_order_relaxed);
   auto it = site->communicator->members.find(device);
@@ -102,12 +102,14 @@ ffi::Future Execute(int32_t device, HostSite* site, ffi::AnyBuffer x, ffi::Resul
                                       ", which is in none of its groups."));
   }
   const auto& [group, rank] = it->second;
-  ffi::Error error = CheckCall(site->algorithm, group->size(), group->half_bytes(), x, *y);
+  ElementType type;
+  Buffers buffers;
+  ffi::Error error =
+      CollectBuffers(site->algorithm, group->size(), group->half_bytes(), xs, ys, &type, &buffers);
   if (error.failure()) return Ready(std::move(error));
 
   std::shared_ptr<Ticket> ticket =
-      group->Arrive(rank, site->identity(), {site->algorithm, *ElementTypeOf(x.element_type())},
-                    Call{x.untyped_data(), y->untyped_data(), x.size_bytes()});
+      group->Arrive(rank, site->identity(), {site->algorithm, type}, buffers);
   const auto start = std::chrono::steady_clock::now();
   while (!ticket->Done() && std::chrono::steady_clock::now() - start < kPatience) {
     std::this_thread::yield();
@@ -144,8 +146,8 @@ XLA_FFI_Error* PsumHost(XLA_FFI_CallFrame* frame) {
                          ffi::Ffi::Bind()
                              .Ctx<ffi::DeviceOrdinal>()
                              .Ctx<ffi::State<HostSite>>()
-                             .Arg<ffi::AnyBuffer>()
-                             .Ret<ffi::AnyBuffer>()
+                             .RemainingArgs()
+                             .RemainingRets()
                              .Attrs());
   return (*handler)(frame);
 }

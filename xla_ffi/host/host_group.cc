@@ -42,8 +42,8 @@ class KeepSubnormals {
 
 int Phases(Algorithm algorithm) { return algorithm == Algorithm::kOneShot ? 2 : 3; }
 
-template <class Type, int N>
-bool RunPhase(Algorithm algorithm, int phase, ResumableThread& t, const Group& g, const Call& c,
+template <class Type, int N, class C>
+bool RunPhase(Algorithm algorithm, int phase, ResumableThread& t, const Group& g, const C& c,
               uint32_t epoch) {
   if (algorithm == Algorithm::kOneShot) {
     return phase == 0 ? OneShot<Type, N>::Push(t, g, c, epoch)
@@ -55,7 +55,7 @@ bool RunPhase(Algorithm algorithm, int phase, ResumableThread& t, const Group& g
 }
 
 template <class Type>
-bool RunPhase(Algorithm algorithm, int phase, ResumableThread& t, const Group& g, const Call& c,
+bool RunPhase(Algorithm algorithm, int phase, ResumableThread& t, const Group& g, const Buffer& c,
               uint32_t epoch) {
   switch (g.size) {
     case 2:
@@ -69,8 +69,15 @@ bool RunPhase(Algorithm algorithm, int phase, ResumableThread& t, const Group& g
   }
 }
 
+template <class Type>
+bool RunPhase(Algorithm algorithm, int phase, ResumableThread& t, const Group& g, const Buffers& c,
+              uint32_t epoch) {
+  return RunPhase<Type, 0>(algorithm, phase, t, g, c, epoch);
+}
+
+template <class C>
 bool RunPhase(ElementType type, Algorithm algorithm, int phase, ResumableThread& t, const Group& g,
-              const Call& c, uint32_t epoch) {
+              const C& c, uint32_t epoch) {
   switch (type) {
     case ElementType::kF32:
       return RunPhase<F32>(algorithm, phase, t, g, c, epoch);
@@ -149,7 +156,7 @@ HostGroup::HostGroup(const Group& group, std::vector<int> local_ranks,
       keep_alive_(std::move(keep_alive)) {}
 
 std::shared_ptr<Ticket> HostGroup::Arrive(int rank, uint64_t site, const Operation& operation,
-                                          const Call& call) {
+                                          const Buffers& buffers) {
   auto ticket = std::make_shared<Ticket>();
   {
     std::lock_guard lock(mutex_);
@@ -164,7 +171,9 @@ std::shared_ptr<Ticket> HostGroup::Arrive(int rank, uint64_t site, const Operati
       pending.operation = operation;
       pending.since = std::chrono::steady_clock::now();
     }
-    pending.members.emplace(rank, Member{call, ticket});
+    Member member{buffers.buffer[0], nullptr, ticket};
+    if (buffers.count > 1) member.buffers = std::make_unique<const Buffers>(buffers);
+    pending.members.emplace(rank, std::move(member));
     if (IsLeader() && pending.members.size() == local_ranks_.size()) {
       to_log_.push_back(key);
       AppendToLog();
@@ -217,10 +226,12 @@ bool HostGroup::Advance(Pending& pending) {
       group.rank = rank;
       while (member.phase < Phases(pending.operation.algorithm)) {
         ResumableThread thread{&member.cursor, &missing_};
-        if (!RunPhase(pending.operation.type, pending.operation.algorithm, member.phase, thread,
-                      group, member.call, sequence_)) {
-          break;
-        }
+        const auto& [algorithm, type] = pending.operation;
+        const bool ended =
+            member.buffers
+                ? RunPhase(type, algorithm, member.phase, thread, group, *member.buffers, sequence_)
+                : RunPhase(type, algorithm, member.phase, thread, group, member.buffer, sequence_);
+        if (!ended) break;
         member.cursor = 0;
         ++member.phase;
         moved = true;

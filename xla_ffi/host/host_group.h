@@ -72,9 +72,10 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   HostGroup(const Group& group, std::vector<int> local_ranks, std::vector<int64_t> device_ids,
             std::chrono::nanoseconds timeout, std::shared_ptr<void> keep_alive);
 
-  // Rank `rank` arrives at call site `site`. The buffers must live until the ticket is complete.
+  // Rank `rank` arrives at call site `site`. What the buffers point to must live until the ticket
+  // is complete.
   std::shared_ptr<Ticket> Arrive(int rank, uint64_t site, const Operation& operation,
-                                 const Call& call);
+                                 const Buffers& buffers);
 
   // Does what can be done now; returns at once. Any thread.
   void Progress();
@@ -104,7 +105,8 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
     auto operator<=>(const Key&) const = default;
   };
   struct Member {
-    Call call;
+    Buffer buffer;                           // if there is one
+    std::unique_ptr<const Buffers> buffers;  // if there are many
     std::shared_ptr<Ticket> ticket;
     int phase = 0;
     size_t cursor = 0;

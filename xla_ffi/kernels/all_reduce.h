@@ -28,11 +28,11 @@ inline size_t ItemBytes(ElementType type) {
   return 0;
 }
 
-// Bytes that a call of `bytes` bytes takes in a half of each rank's region (group.h).
-inline size_t HalfBytesNeeded(Algorithm algorithm, ElementType type, size_t bytes, int size) {
+// Bytes that a call of `packs` packs takes in a half of each rank's region (group.h).
+inline size_t HalfBytesNeeded(Algorithm algorithm, ElementType type, size_t packs, int size) {
   const bool bare =
       type == ElementType::kF32 || type == ElementType::kBF16 || type == ElementType::kF16;
-  const size_t packet = bare ? 16 : 32, n = size, packs = (bytes + 15) / 16;
+  const size_t packet = bare ? 16 : 32, n = size;
   if (algorithm == Algorithm::kOneShot) return n * packs * packet;
   const size_t shard = packs > n ? (packs + n - 1) / n : 1;
   return 2 * n * shard * packet;

@@ -30,6 +30,7 @@
 //   that this operation did not launch, because the next one may.
 #pragma once
 
+#include "buffers.h"
 #include "packets.h"
 
 namespace jax_intranode {
@@ -56,25 +57,14 @@ struct Group {
   }
 };
 
-// One call's buffers. `in` and `out` may be the same.
-struct Call {
-  const void* in;
-  void* out;
-  size_t bytes;
-
-  JIN_FN bool Aligned() const {
-    return ((reinterpret_cast<uintptr_t>(in) | reinterpret_cast<uintptr_t>(out)) & 15) == 0;
-  }
-  JIN_FN size_t Packs() const { return (bytes + sizeof(Pack) - 1) / sizeof(Pack); }
-};
-
-// The bodies are written over a thread context `Thread`:
+// The bodies are written over a call (buffers.h) and a thread context `Thread`:
 //   First(), Stride()   the packs of a phase that this thread works on
 //   Thread(), Threads(), Block(), Blocks(), Sync()   as in CUDA
 //   Wait(i, missing)    called each time that pack i of rank `missing` has not arrived. False gives
 //                       up: the phase returns false at once and may be resumed at pack i.
 //   Enter(busy)         marks this block's operation as begun
-//   RefuseOverlap()     gives up if another one was in flight then. Called before the first store to
+//   RefuseOverlap()     gives up if another one was in flight then. Called before the first store
+//   to
 //                       a peer, but after the input is loaded: the answer to Enter takes as long.
 
 // Returns the epoch of the operation that begins.

@@ -17,12 +17,11 @@ template <class Type, int N, class PacketsOfType = typename Type::Packets>
 struct OneShot {
   using Packets = PacketsOfType;
 
-  template <class Thread, class G>
-  JIN_FN static bool Push(Thread& t, const G& g, const Call& c, uint32_t epoch) {
+  template <class Thread, class G, class C>
+  JIN_FN static bool Push(Thread& t, const G& g, const C& c, uint32_t epoch) {
     const size_t packs = c.Packs(), slot_bytes = packs * Packets::kBytes;
-    const bool aligned = c.Aligned();
     for (size_t i = t.First(); i < packs; i += t.Stride()) {
-      const Pack p = Type::Sendable(LoadInput(c.in, c.bytes, i, aligned));
+      const Pack p = Type::Sendable(c.Load(i));
       t.RefuseOverlap();
       JIN_UNROLL
       for (int step = 1; step < Ranks<N>::kSlots; ++step) {
@@ -35,18 +34,17 @@ struct OneShot {
     return true;
   }
 
-  template <class Thread, class G>
-  JIN_FN static bool Reduce(Thread& t, const G& g, const Call& c, uint32_t epoch) {
+  template <class Thread, class G, class C>
+  JIN_FN static bool Reduce(Thread& t, const G& g, const C& c, uint32_t epoch) {
     const size_t packs = c.Packs(), slot_bytes = packs * Packets::kBytes;
-    const bool aligned = c.Aligned();
     char* slots = g.Half(g.rank, epoch);
     for (size_t i = t.First(); i < packs; i += t.Stride()) {
-      const Pack own = Type::Sendable(LoadInput(c.in, c.bytes, i, aligned));
+      const Pack own = Type::Sendable(c.Load(i));
       Pack all[Ranks<N>::kSlots];
       JIN_UNROLL
       for (int r = 0; r < Ranks<N>::kSlots; ++r) all[r] = own;
       if (!AwaitAll<Packets, N>(t, g, slots, slot_bytes, i, all)) return false;
-      StoreOutput(c.out, c.bytes, i, aligned, SumInRankOrder<Type, N>(all, g.size));
+      c.Store(i, SumInRankOrder<Type, N>(all, g.size));
       JIN_UNROLL
       for (int r = 0; r < Ranks<N>::kSlots; ++r) {
         if (Ranks<N>::Has(r, g.size) && r != g.rank) Packets::Arm(slots + r * slot_bytes, i);
@@ -55,8 +53,8 @@ struct OneShot {
     return true;
   }
 
-  template <class Thread, class G>
-  JIN_FN static bool Run(Thread& t, const G& g, const Call& c) {
+  template <class Thread, class G, class C>
+  JIN_FN static bool Run(Thread& t, const G& g, const C& c) {
     const uint32_t epoch = Begin(t, g);
     if (!Push(t, g, c, epoch) || !Reduce(t, g, c, epoch)) return false;
     End(t, g, epoch);

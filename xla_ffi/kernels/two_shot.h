@@ -29,24 +29,23 @@ struct TwoShot {
     return packs > n ? (packs + n - 1) / n : 1;
   }
 
-  template <class Thread, class G>
-  JIN_FN static bool Scatter(Thread& t, const G& g, const Call& c, uint32_t epoch) {
+  template <class Thread, class G, class C>
+  JIN_FN static bool Scatter(Thread& t, const G& g, const C& c, uint32_t epoch) {
     const size_t shard = ShardPacks(c.Packs(), g.size);
-    const bool aligned = c.Aligned();
     constexpr int kInFlight = N == 2 ? 4 : N == 4 ? 2 : 1;
     size_t i = t.First();
     for (; i + (kInFlight - 1) * t.Stride() < shard; i += kInFlight * t.Stride()) {
-      Send<kInFlight>(t, g, c, epoch, i, shard, aligned);
+      Send<kInFlight>(t, g, c, epoch, i, shard);
     }
-    for (; i < shard; i += t.Stride()) Send<1>(t, g, c, epoch, i, shard, aligned);
+    for (; i < shard; i += t.Stride()) Send<1>(t, g, c, epoch, i, shard);
     return true;
   }
 
   // Sends packs i, i + stride, ... (kPacks of them) of every other rank's shard. All are loaded
   // before the first is stored: they come from HBM, and no load is moved across a store.
-  template <int kPacks, class Thread, class G>
-  JIN_FN static void Send(Thread& t, const G& g, const Call& c, uint32_t epoch, size_t i,
-                          size_t shard, bool aligned) {
+  template <int kPacks, class Thread, class G, class C>
+  JIN_FN static void Send(Thread& t, const G& g, const C& c, uint32_t epoch, size_t i,
+                          size_t shard) {
     Pack p[Ranks<N>::kSlots][kPacks];
     JIN_UNROLL
     for (int step = 1; step < Ranks<N>::kSlots; ++step) {
@@ -54,7 +53,7 @@ struct TwoShot {
       for (int k = 0; k < kPacks; ++k) {
         if (Ranks<N>::Has(step, g.size)) {
           const int to = Ranks<N>::After(g.rank, step, g.size);
-          p[step][k] = LoadInput(c.in, c.bytes, to * shard + i + k * t.Stride(), aligned);
+          p[step][k] = c.Load(to * shard + i + k * t.Stride());
         }
       }
     }
@@ -72,14 +71,13 @@ struct TwoShot {
     }
   }
 
-  template <class Thread, class G>
-  JIN_FN static bool Reduce(Thread& t, const G& g, const Call& c, uint32_t epoch) {
+  template <class Thread, class G, class C>
+  JIN_FN static bool Reduce(Thread& t, const G& g, const C& c, uint32_t epoch) {
     const size_t shard = ShardPacks(c.Packs(), g.size), slot_bytes = shard * Packets::kBytes;
-    const bool aligned = c.Aligned();
     char* slots = g.Half(g.rank, epoch);
     const size_t gather = g.size * slot_bytes;
     for (size_t i = t.First(); i < shard; i += t.Stride()) {
-      const Pack own = Type::Sendable(LoadInput(c.in, c.bytes, g.rank * shard + i, aligned));
+      const Pack own = Type::Sendable(c.Load(g.rank * shard + i));
       Pack all[Ranks<N>::kSlots];
       JIN_UNROLL
       for (int r = 0; r < Ranks<N>::kSlots; ++r) all[r] = own;
@@ -93,7 +91,7 @@ struct TwoShot {
           Packets::Put(g.Half(to, epoch) + gather + g.rank * slot_bytes, i, sum);
         }
       }
-      StoreOutput(c.out, c.bytes, g.rank * shard + i, aligned, sum);
+      c.Store(g.rank * shard + i, sum);
       JIN_UNROLL
       for (int r = 0; r < Ranks<N>::kSlots; ++r) {
         if (Ranks<N>::Has(r, g.size) && r != g.rank) Packets::Arm(slots + r * slot_bytes, i);
@@ -102,10 +100,9 @@ struct TwoShot {
     return true;
   }
 
-  template <class Thread, class G>
-  JIN_FN static bool Drain(Thread& t, const G& g, const Call& c, uint32_t epoch) {
+  template <class Thread, class G, class C>
+  JIN_FN static bool Drain(Thread& t, const G& g, const C& c, uint32_t epoch) {
     const size_t shard = ShardPacks(c.Packs(), g.size), slot_bytes = shard * Packets::kBytes;
-    const bool aligned = c.Aligned();
     char* slots = g.Half(g.rank, epoch) + g.size * slot_bytes;
     for (size_t i = t.First(); i < shard; i += t.Stride()) {
       Pack all[Ranks<N>::kSlots];
@@ -113,7 +110,7 @@ struct TwoShot {
       JIN_UNROLL
       for (int r = 0; r < Ranks<N>::kSlots; ++r) {
         if (Ranks<N>::Has(r, g.size) && r != g.rank) {
-          StoreOutput(c.out, c.bytes, r * shard + i, aligned, all[r]);
+          c.Store(r * shard + i, all[r]);
           Packets::Arm(slots + r * slot_bytes, i);
         }
       }
@@ -121,8 +118,8 @@ struct TwoShot {
     return true;
   }
 
-  template <class Thread, class G>
-  JIN_FN static bool Run(Thread& t, const G& g, const Call& c) {
+  template <class Thread, class G, class C>
+  JIN_FN static bool Run(Thread& t, const G& g, const C& c) {
     const uint32_t epoch = Begin(t, g);
     if (!Scatter(t, g, c, epoch) || !Reduce(t, g, c, epoch) || !Drain(t, g, c, epoch)) return false;
     End(t, g, epoch);

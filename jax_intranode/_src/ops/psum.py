@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
@@ -13,9 +12,10 @@ from jax.interpreters import ad, batching, mlir
 
 from jax_intranode._src import communicator, compat, config, select
 
-# The primitive. `axes` are names of manual mesh axes. With `invariant` the result does not vary
-# over them (check_vma=True); lax has a primitive for each of the two cases.
+# The primitive: sums arrays of one dtype. `axes` name manual mesh axes. With `invariant` the
+# results do not vary over them (check_vma=True); lax has a primitive for each of the two cases.
 psum_p = Primitive("intranode_psum")
+psum_p.multiple_results = True
 
 
 def psum(
@@ -35,6 +35,9 @@ def psum(
     float16, in float64 for float64, in their own type (wrapping) for integers, and rounded once:
     the same bits on every rank, in every run and by every algorithm.
 
+    All arrays of a pytree that have one dtype are summed by one operation, with the same bits as
+    one by one.
+
     Differentiates as ``jax.lax.psum`` does, forward and reverse, under check_vma on and off.
 
     Args:
@@ -50,40 +53,60 @@ def psum(
         NameError: an axis is not bound, as in ``jax.lax.psum``.
     """
     axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
-    leaves, tree = jax.tree.flatten(x)
-    # lax scales constants by the number of ranks, without communication.
-    constant = not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
     manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
     ours = bool(axes) and len(set(axes)) == len(axes) and manual.issuperset(axes)
-    if constant or axis_index_groups is not None or not ours:
-        return lax.psum(x, axis_name, axis_index_groups=axis_index_groups)
-    return jax.tree.unflatten(tree, [_psum_array(leaf, axes) for leaf in leaves])
+    if not ours or axis_index_groups is not None or not compat.types_are_usual():
+        try:
+            return lax.psum(x, axis_name, axis_index_groups=axis_index_groups)
+        except NameError as error:
+            error.add_note(
+                f"jax_intranode.psum sums over the axes that jax.shard_map (or jax.vmap or "
+                f"jax.pmap) binds; bound here: {sorted(map(str, manual)) or 'none'}."
+            )
+            raise
+    leaves, tree = jax.tree.flatten(x)
+    by_dtype: dict[str, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if _is_served(leaf):
+            by_dtype.setdefault(leaf.dtype.name, []).append(i)
+        else:
+            leaves[i] = lax.psum(leaf, axes)
+    for chosen in by_dtype.values():
+        for i, total in zip(chosen, _psum_arrays([leaves[i] for i in chosen], axes), strict=True):
+            leaves[i] = total
+    return jax.tree.unflatten(tree, leaves)
 
 
-def _psum_array(x: Any, axes: tuple[str, ...]) -> Any:
-    x = jnp.asarray(x)
-    kind = jax.typeof(x).manual_axis_type
-    if x.dtype.name not in select.DTYPES or kind.unreduced or kind.reduced:
-        return lax.psum(x, axes)
-    # Under check_vma=True (only then does an axis index vary) operands must vary over the axes.
-    invariant = bool(jax.typeof(lax.axis_index(axes[0])).manual_axis_type.varying)
+def _is_served(leaf: Any) -> bool:
+    # Constants lax scales by the number of ranks, without communication.
+    if not isinstance(leaf, jax.core.Tracer) or leaf.dtype.name not in select.DTYPES:
+        return False
+    kind = jax.typeof(leaf).manual_axis_type
+    return not (kind.unreduced or kind.reduced)
+
+
+def _psum_arrays(arrays: list[Any], axes: tuple[str, ...]) -> list[Any]:
+    invariant = compat.check_vma()
     if invariant:
-        unvarying = tuple(axis for axis in axes if axis not in kind.varying)
-        if unvarying:
-            x = lax.pcast(x, unvarying, to="varying")
+        # Operands must vary over the axes.
+        for i, x in enumerate(arrays):
+            unvarying = [a for a in axes if a not in jax.typeof(x).manual_axis_type.varying]
+            if unvarying:
+                arrays[i] = lax.pcast(x, tuple(unvarying), to="varying")
     with jax.named_scope("jax_intranode.psum"):
-        return psum_p.bind(x, axes=axes, invariant=invariant)
+        return psum_p.bind(*arrays, axes=axes, invariant=invariant)
 
 
 # Abstract evaluation.
 
 
 @psum_p.def_abstract_eval
-def _abstract_eval(x: Any, *, axes: tuple[str, ...], invariant: bool) -> Any:
-    if not invariant:
-        return x
-    kind = x.manual_axis_type
-    return x.update(manual_axis_type=kind.update(varying=kind.varying - set(axes)))
+def _abstract_eval(*xs: Any, axes: tuple[str, ...], invariant: bool) -> list[Any]:
+    def total(x: Any) -> Any:
+        kind = x.manual_axis_type
+        return x.update(manual_axis_type=kind.update(varying=kind.varying - set(axes)))
+
+    return [total(x) for x in xs] if invariant else list(xs)
 
 
 # Lowering.
@@ -92,18 +115,60 @@ def _abstract_eval(x: Any, *, axes: tuple[str, ...], invariant: bool) -> Any:
 def selection(
     mesh: jax.sharding.Mesh, axes: Sequence[str], shape: Sequence[int], dtype: Any
 ) -> select.Selection:
-    """What a psum over `axes` of a mesh runs as, for per-device operands of a shape and dtype.
+    """What a psum over `axes` of a mesh runs as, for a per-device operand of a shape and dtype.
 
     The processes of the mesh meet, if they have not before.
     """
+    return operations(mesh, axes, [shape], dtype)[0][1]
+
+
+def operations(
+    mesh: jax.sharding.Mesh, axes: Sequence[str], shapes: Sequence[Sequence[int]], dtype: Any
+) -> list[tuple[list[int], select.Selection]]:
+    """What a psum of many arrays of one dtype runs as.
+
+    Returns:
+        For each operation the positions of the arrays that it sums, and how. Lax's operations too
+        have one entry for all arrays that they get together.
+    """
+    dtype = np.dtype(dtype)
+    # Each array begins with a pack of its own.
+    packs = [
+        -(-int(np.prod(shape, dtype=np.int64)) * dtype.itemsize // select.PACK_BYTES)
+        for shape in shapes
+    ]
+
+    def choose(chosen: Sequence[int]) -> select.Selection:
+        return _select(mesh, axes, sum(packs[i] for i in chosen) * select.PACK_BYTES, dtype)
+
+    everything = list(range(len(shapes)))
+    if len(everything) == 1 or mesh.devices.flat[0].platform == "gpu":
+        whole = choose(everything)
+        if whole.algorithm == "lax":
+            # XLA makes one operation of it; on CPUs it makes one of each array.
+            return [(everything, whole)]
+    chosen: list[tuple[list[int], select.Selection]] = []
+    for i in everything:
+        if chosen and len(chosen[-1][0]) < select.MAX_BUFFERS:
+            longer = [*chosen[-1][0], i]
+            selected = choose(longer)
+            if selected.algorithm != "lax":
+                chosen[-1] = longer, selected
+                continue
+        chosen.append(([i], choose([i])))
+    return chosen
+
+
+def _select(
+    mesh: jax.sharding.Mesh, axes: Sequence[str], nbytes: int, dtype: np.dtype[Any]
+) -> select.Selection:
     groups = communicator.partition(mesh, tuple(axes))
     meeting = communicator.meet(mesh.devices.flat)
     if meeting.reason is not None:
         return select.Selection("lax", meeting.reason)
-    dtype = np.dtype(dtype)
     selected = select.select(
         "psum",
-        nbytes=int(np.prod(shape, dtype=np.int64)) * dtype.itemsize,
+        nbytes=nbytes,
         dtype=dtype.name,
         world_size=groups.group_size,
         platform=meeting.platform,
@@ -118,25 +183,46 @@ def selection(
     return selected
 
 
-def _lower_to_lax(ctx: Any, x: Any, *, axes: tuple[str, ...], invariant: bool) -> Any:
+def _lower_to_lax(ctx: Any, *xs: Any, axes: tuple[str, ...], invariant: bool) -> Any:
     del invariant  # lax finds out by itself, as we did
-    return mlir.lower_fun(lambda v: lax.psum(v, axes), multiple_results=False)(ctx, x)
+    return mlir.lower_fun(lambda *vs: lax.psum(list(vs), axes), multiple_results=True)(ctx, *xs)
 
 
-def _lower(platform: str, ctx: Any, x: Any, *, axes: tuple[str, ...], invariant: bool) -> Any:
-    (aval,) = ctx.avals_in
+def _lower(platform: str, ctx: Any, *xs: Any, axes: tuple[str, ...], invariant: bool) -> Any:
+    fall_back = partial(_lower_to_lax, ctx, *xs, axes=axes, invariant=invariant)
     context = compat.lowering_mesh(ctx)
     if context is None or compat.lowering_for_export(ctx):
-        return _lower_to_lax(ctx, x, axes=axes, invariant=invariant)
+        return fall_back()
     mesh, manual = context
     # XLA would gather the operand of a custom call over axes that it partitions itself.
     partly_manual = any(mesh.shape[name] > 1 and name not in manual for name in mesh.axis_names)
     elsewhere = mesh.devices.flat[0].platform != platform  # lowering for another platform
     if partly_manual or elsewhere:
-        return _lower_to_lax(ctx, x, axes=axes, invariant=invariant)
-    selected = selection(mesh, axes, aval.shape, aval.dtype)
-    if selected.algorithm == "lax":
-        return _lower_to_lax(ctx, x, axes=axes, invariant=invariant)
+        return fall_back()
+    results = list(xs)
+    shapes = [x.shape for x in ctx.avals_in]
+    for chosen, selected in operations(mesh, axes, shapes, ctx.avals_in[0].dtype):
+        part = ctx.replace(
+            avals_in=[ctx.avals_in[i] for i in chosen], avals_out=[ctx.avals_out[i] for i in chosen]
+        )
+        operands = [xs[i] for i in chosen]
+        if selected.algorithm == "lax":
+            totals = _lower_to_lax(part, *operands, axes=axes, invariant=invariant)
+        else:
+            totals = _lower_to_call(part, operands, mesh, axes, platform, selected)
+        for i, total in zip(chosen, totals, strict=True):
+            results[i] = total
+    return results
+
+
+def _lower_to_call(
+    ctx: Any,
+    xs: Sequence[Any],
+    mesh: jax.sharding.Mesh,
+    axes: Sequence[str],
+    platform: str,
+    selected: select.Selection,
+) -> Sequence[Any]:
     groups = communicator.partition(mesh, axes)
     attributes: dict[str, Any] = {
         "device_ids": np.array(groups.device_ids, np.int64),
@@ -147,19 +233,38 @@ def _lower(platform: str, ctx: Any, x: Any, *, axes: tuple[str, ...], invariant:
         attributes |= {"blocks": np.int32(selected.blocks), "threads": np.int32(selected.threads)}
     else:
         # Tells call sites apart; alike in all processes.
-        attributes["site"] = f"{compat.lowering_program_name(ctx)} {aval.str_short()}"
-    return jax.ffi.ffi_lowering("jax_intranode_psum")(ctx, x, **attributes)
+        shapes = " ".join(x.str_short() for x in ctx.avals_in)
+        attributes["site"] = f"{compat.lowering_program_name(ctx)} {shapes}"
+    return jax.ffi.ffi_lowering("jax_intranode_psum")(ctx, *xs, **attributes)
 
 
-# Differentiation: psum is linear.
+# Differentiation: psum is linear. What does not move, or is not asked for, is not sent.
 
 
-def _transpose(cotangent: Any, x: Any, *, axes: tuple[str, ...], invariant: bool) -> tuple[Any]:
-    if type(cotangent) is ad.Zero:
-        return (ad.Zero(x.aval),)
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+) -> tuple[list[Any], list[Any]]:
+    totals = psum_p.bind(*primals, **params)
+    moving = [t for t in tangents if type(t) is not ad.Zero]
+    moved = iter(psum_p.bind(*moving, **params) if moving else [])
+    return totals, [
+        ad.Zero(jax.typeof(total).to_tangent_aval()) if type(t) is ad.Zero else next(moved)
+        for t, total in zip(tangents, totals, strict=True)
+    ]
+
+
+def _transpose(
+    cotangents: Sequence[Any], *xs: Any, axes: tuple[str, ...], invariant: bool
+) -> list[Any]:
+    asked = [ct for ct in cotangents if type(ct) is not ad.Zero]
     if invariant:
-        return (lax.pcast(cotangent, axes, to="varying"),)
-    return (psum_p.bind(cotangent, axes=axes, invariant=False),)
+        sent = iter([lax.pcast(ct, axes, to="varying") for ct in asked])
+    else:
+        sent = iter(psum_p.bind(*asked, axes=axes, invariant=False) if asked else [])
+    return [
+        ad.Zero(x.aval.to_ct_aval()) if type(ct) is ad.Zero else next(sent)
+        for ct, x in zip(cotangents, xs, strict=True)
+    ]
 
 
 # Batching: elementwise.
@@ -168,7 +273,7 @@ def _transpose(cotangent: Any, x: Any, *, axes: tuple[str, ...], invariant: bool
 def _batch(
     operands: Sequence[Any], dims: Sequence[Any], *, axes: tuple[str, ...], invariant: bool
 ) -> tuple[Any, Any]:
-    return psum_p.bind(operands[0], axes=axes, invariant=invariant), dims[0]
+    return psum_p.bind(*operands, axes=axes, invariant=invariant), dims
 
 
 # Registration.
@@ -176,6 +281,8 @@ def _batch(
 mlir.register_lowering(psum_p, _lower_to_lax)
 mlir.register_lowering(psum_p, partial(_lower, "cpu"), platform="cpu")
 mlir.register_lowering(psum_p, partial(_lower, "gpu"), platform="cuda")
-ad.deflinear2(psum_p, _transpose)
+ad.primitive_jvps[psum_p] = _jvp
+ad.primitive_transposes[psum_p] = _transpose
 batching.primitive_batchers[psum_p] = _batch
 compat.lower_with_devices(psum_p)
+compat.drop_unused_results(psum_p)

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Passes if protocol_test finds that a variant of the protocol is broken, and in a way it may be.
+#
+#   broken_protocol_test.sh PROGRAM VARIANT RANKS WAYS...
+#
+# WAYS: "waits" (a wait without end), "is_wrong" (a wrong result).
+set -euo pipefail
+program=$PWD/$1 variant=$2 ranks=$3
+shift 3
+
+status=0
+output=$("$program" "$variant" "$ranks" 300 1) || status=$?
+echo "exit status $status: $output"
+[ "$status" -eq 1 ]
+if [[ $output == *"busy 1"* ]]; then exit 1; fi
+for way in "$@"; do
+  case $way in
+    waits) expected="a wait without end" ;;
+    is_wrong) expected="^$variant: ranks $ranks .* wrong [1-9]" ;;
+  esac
+  if grep -q "$expected" <<<"$output"; then exit 0; fi
+done
+echo "It should have ended otherwise: $*"
+exit 1

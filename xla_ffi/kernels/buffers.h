@@ -1,0 +1,73 @@
+// The buffers of one call: what a rank sums, and where the sums go.
+//
+// Algorithms see a call as packs 0 ... Packs() - 1. A call has one buffer, or many of one element
+// type, which are then summed by one operation: each begins with a pack of its own, so that no pack
+// crosses from one buffer to the next. `in` and `out` of a buffer may be the same.
+#pragma once
+
+#include "memory.h"
+
+namespace jax_intranode {
+
+// Packs past the end, of which two-shot's last shard may have some, read as zero and are not
+// stored.
+struct Buffer {
+  const void* in;
+  void* out;
+  size_t bytes;
+
+  JIN_FN size_t Packs() const { return (bytes + sizeof(Pack) - 1) / sizeof(Pack); }
+  JIN_FN Pack Load(size_t i) const { return LoadInput(in, bytes, i, Aligned()); }
+  JIN_FN void Store(size_t i, const Pack& p) const { StoreOutput(out, bytes, i, Aligned(), p); }
+
+ private:
+  JIN_FN bool Aligned() const {
+    return ((reinterpret_cast<uintptr_t>(in) | reinterpret_cast<uintptr_t>(out)) & 15) == 0;
+  }
+};
+
+// As many as fit a kernel's parameters beside its group: 4 KB hold with every driver. More than
+// these take more than one operation.
+constexpr int kMaxBuffers = 128;
+
+struct Buffers {
+  Buffer buffer[kMaxBuffers];
+  uint32_t end[kMaxBuffers];  // the pack after the last one of each
+  int count = 0;
+
+  // Host only. There must be room.
+  void Append(const Buffer& b) {
+    const size_t packs = (b.bytes + sizeof(Pack) - 1) / sizeof(Pack);
+    buffer[count] = b;
+    end[count] = static_cast<uint32_t>((count == 0 ? 0 : end[count - 1]) + packs);
+    ++count;
+  }
+
+  JIN_FN size_t Packs() const { return end[count - 1]; }
+  JIN_FN Pack Load(size_t i) const {
+    const int b = Find(i);
+    return buffer[b].Load(i - Begin(b));
+  }
+  JIN_FN void Store(size_t i, const Pack& p) const {
+    const int b = Find(i);
+    buffer[b].Store(i - Begin(b), p);
+  }
+
+ private:
+  JIN_FN size_t Begin(int b) const { return b == 0 ? 0 : end[b - 1]; }
+  // The buffer that pack i lies in; the last one for packs past the end.
+  JIN_FN int Find(size_t i) const {
+    int low = 0, high = count - 1;
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (i < end[middle]) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    return low;
+  }
+};
+
+}  // namespace jax_intranode

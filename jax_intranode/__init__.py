@@ -2,6 +2,7 @@
 
 from jax_intranode._src.communicator import initialize as initialize
 from jax_intranode._src.communicator import shutdown as shutdown
+from jax_intranode._src.communicator import usage_counter as usage_counter
 from jax_intranode._src.ops.psum import psum as psum
 from jax_intranode._src.topology import Topology as Topology
 from jax_intranode._src.topology import TopologyKind as TopologyKind
@@ -16,4 +17,5 @@ __all__ = [
     "psum",
     "shutdown",
     "topology",
+    "usage_counter",
 ]

@@ -4,6 +4,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <atomic>
 #include <memory>
 #include <stdexcept>
 #include <tuple>
@@ -54,7 +55,7 @@ void CreateCommunicator(const std::vector<int64_t>& device_ids, int64_t group_si
 // reason, algorithm, rank, missing rank).
 nb::list Failures() {
   nb::list failures;
-  for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().All()) {
+  for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
     for (size_t device = 0; device < communicator->members.size(); ++device) {
       if (!communicator->members[device]) continue;
       const volatile FailureRecord* record = communicator->members[device]->failure;
@@ -77,6 +78,55 @@ void Fail(const std::string& message) {
       if (member) static_cast<volatile FailureRecord*>(member->failure)->abort = 1;
     }
   }
+}
+
+RegionHeader* HeaderOf(const DeviceGroup& group) {
+  return reinterpret_cast<RegionHeader*>(group.region[group.rank]);
+}
+
+// Operations of communicators that are closed.
+std::atomic<uint64_t> past_operations{0};
+
+// Operations that the devices of this process have executed, replayed ones included. Epochs have 32
+// bits: the count is right if it is asked for once in 2^32 operations of a group.
+uint64_t Operations() {
+  uint64_t total = past_operations;
+  for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().All()) {
+    for (size_t device = 0; device < communicator->members.size(); ++device) {
+      if (!communicator->members[device]) continue;
+      const DeviceGroup& group = *communicator->members[device];
+      const uint32_t epoch =
+          ReadWord(static_cast<int>(device), reinterpret_cast<char*>(&HeaderOf(group)->epoch[0]));
+      std::lock_guard lock(communicator->mutex);
+      auto& [last, count] = communicator->counted[device];
+      count += static_cast<uint32_t>(epoch - last);
+      last = epoch;
+      total += count;
+    }
+  }
+  return total;
+}
+
+// Ends all communicators. Waits for what runs on their devices; what is replayed afterwards,
+// without a handler being asked, finds its region closed.
+void Close() {
+  const auto communicators = Registry<DeviceCommunicator>::Get().All();
+  for (const auto& [partition, communicator] : communicators) communicator->closed = true;
+  try {
+    for (const auto& [partition, communicator] : communicators) {
+      for (size_t device = 0; device < communicator->members.size(); ++device) {
+        if (!communicator->members[device]) continue;
+        const CurrentDevice current(static_cast<int>(device));
+        ThrowIfError(cudaDeviceSynchronize(), "waiting for a device");
+        WriteWord(static_cast<int>(device),
+                  reinterpret_cast<char*>(&HeaderOf(*communicator->members[device])->closed), 1);
+      }
+    }
+    past_operations = Operations();
+  } catch (const std::runtime_error&) {
+    // The CUDA context is lost: nothing runs in it any more.
+  }
+  Registry<DeviceCommunicator>::Get().Clear();
 }
 
 nb::dict Registrations() {
@@ -166,15 +216,10 @@ NB_MODULE(_cuda, m) {
       nb::arg("device"));
   m.def("create_communicator", &CreateCommunicator, nb::arg("device_ids"), nb::arg("group_size"),
         nb::arg("members"), nb::arg("half_bytes"), nb::arg("timeout_s"), nb::arg("memory"));
-  m.def(
-      "close",
-      [] {
-        for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().All()) {
-          communicator->closed = true;
-        }
-        Registry<DeviceCommunicator>::Get().Clear();
-      },
-      "Ends all communicators: programs that use them raise.");
+  m.def("close", &Close, nb::call_guard<nb::gil_scoped_release>(),
+        "Ends all communicators: programs that use them raise.");
+  m.def("operations", &Operations, nb::call_guard<nb::gil_scoped_release>(),
+        "Operations that the devices of this process have executed.");
   m.def("failures", &Failures, "Failure records of kernels that have given up.");
   m.def("fail", &Fail, nb::arg("message"), "Ends what waits; later calls fail with the message.");
   m.def(

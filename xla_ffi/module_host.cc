@@ -4,9 +4,11 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <atomic>
 #include <cstring>
 #include <map>
 #include <memory>
+#include <set>
 #include <stdexcept>
 #include <tuple>
 
@@ -58,6 +60,28 @@ void CreateCommunicator(const std::vector<int64_t>& device_ids, int64_t group_si
     communicator->members[device] = {group, rank};
   }
   Registry<HostCommunicator>::Get().Add({device_ids, group_size}, std::move(communicator));
+}
+
+// Operations of communicators that are closed.
+std::atomic<uint64_t> past_operations{0};
+
+// Operations that the devices of this process have executed.
+uint64_t Operations() {
+  uint64_t total = past_operations;
+  for (const auto& [partition, communicator] : Registry<HostCommunicator>::Get().All()) {
+    std::set<HostGroup*> groups;
+    for (const auto& [device, member] : communicator->members) groups.insert(member.group.get());
+    for (HostGroup* group : groups) total += group->operations();
+  }
+  return total;
+}
+
+void Close() {
+  past_operations = Operations();
+  for (const auto& [partition, communicator] : Registry<HostCommunicator>::Get().All()) {
+    for (const auto& [device, member] : communicator->members) member.group->Fail(kShutDown);
+  }
+  Registry<HostCommunicator>::Get().Clear();
 }
 
 nb::dict Registrations() {
@@ -126,16 +150,10 @@ NB_MODULE(_host, m) {
   m.def("load_kernels", [](int) {}, nb::arg("device"));
   m.def("create_communicator", &CreateCommunicator, nb::arg("device_ids"), nb::arg("group_size"),
         nb::arg("members"), nb::arg("half_bytes"), nb::arg("timeout_s"), nb::arg("memory"));
-  m.def(
-      "close",
-      [] {
-        for (const auto& [partition, communicator] : Registry<HostCommunicator>::Get().All()) {
-          for (const auto& [device, member] : communicator->members) member.group->Fail(kShutDown);
-        }
-        Registry<HostCommunicator>::Get().Clear();
-      },
-      nb::call_guard<nb::gil_scoped_release>(),
-      "Ends all communicators: programs that use them raise.");
+  m.def("close", &Close, nb::call_guard<nb::gil_scoped_release>(),
+        "Ends all communicators: programs that use them raise.");
+  m.def("operations", &Operations, nb::call_guard<nb::gil_scoped_release>(),
+        "Operations that the devices of this process have executed.");
   m.def(
       "failures", [] { return nb::list(); },
       "Failure records of kernels; on the CPU handlers return their errors themselves.");

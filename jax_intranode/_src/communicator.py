@@ -12,6 +12,7 @@ free one in the store, and the others find the claim.
 import hashlib
 import logging
 import math
+import os
 import platform as host_platform
 import threading
 import time
@@ -117,11 +118,15 @@ def initialize(mesh: jax.sharding.Mesh | None = None) -> None:
 def shutdown() -> None:
     """Ends all communicators of this process.
 
-    Programs that were compiled with them must not run any more: they raise, but for a program that
-    XLA replays from a CUDA graph, which does not notice. The memory is given back when the last of
-    these programs is gone. A later call meets anew; all processes must have called ``shutdown``
-    before.
+    Waits for what runs on its GPUs. Programs that were compiled with the communicators must not
+    run any more: they raise. If XLA replays one from a CUDA graph, its error loses the CUDA
+    context. The memory is given back when the last of these programs is gone. A later call meets
+    anew; all processes must have called ``shutdown`` before.
+
+    Raises:
+        RuntimeError: this is a process that was forked from one that had communicators.
     """
+    _refuse_fork()
     global _generation
     with _lock:
         for platform in ("cpu", "gpu"):
@@ -130,6 +135,41 @@ def shutdown() -> None:
                 module.close()
         _meetings.clear()
         _generation += 1
+
+
+def usage_counter() -> int:
+    """How many operations the devices of this process have executed.
+
+    An operation counts once for each device that took part. Those that XLA replayed from a CUDA
+    graph count too: the figure comes from the devices, and waits for nothing that they still have
+    to do. What lowered to ``jax.lax`` does not count. Never falls, also not after ``shutdown``.
+
+    Raises:
+        RuntimeError: the CUDA context is lost, or this process was forked from one that had
+            communicators.
+    """
+    _refuse_fork()
+    modules = [native.module(platform) for platform in ("cpu", "gpu")]
+    return sum(module.operations() for module in modules if module is not None)
+
+
+_forked = False
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = _forked or bool(_meetings)
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _refuse_fork() -> None:
+    if _forked:
+        raise RuntimeError(
+            "jax_intranode: this process was forked from one that had communicators; devices and "
+            "shared memory do not survive a fork. Start processes with the method 'spawn'."
+        )
 
 
 def partition(mesh: jax.sharding.Mesh, axes: Sequence[str]) -> Partition:
@@ -145,8 +185,10 @@ def meet(devices: Iterable[Any]) -> Meeting:
     """The meeting of these devices; held at the first call, the same ever after.
 
     Raises:
-        RuntimeError: an operation on these devices has failed before.
+        RuntimeError: an operation on these devices has failed before, or this process was forked
+            from one that had communicators.
     """
+    _refuse_fork()
     by_id = {device.id: device for device in devices}
     key = tuple(sorted(by_id))
     with _lock:
@@ -492,6 +534,12 @@ _REASONS = {1: "timed out after {timeout} s", 2: "was aborted", 3: "met another 
 
 def _failure_message(failure: tuple[Any, ...]) -> str:
     device_ids, group_size, ordinal, reason, algorithm, rank, missing = failure
+    if reason == 4:
+        return (
+            "jax_intranode: a program that was compiled before jax_intranode.shutdown() was "
+            f"replayed from a CUDA graph, on CUDA device {ordinal}. The CUDA context is lost; "
+            "restart the program, and call jax.clear_caches() after jax_intranode.shutdown()."
+        )
     by_ordinal = {
         _ordinal(device): device.id
         for meeting in list(_meetings.values())
@@ -517,22 +565,22 @@ def _failure_message(failure: tuple[Any, ...]) -> str:
     return text + ". The CUDA context is lost; restart the program."
 
 
-_watched: set[tuple[str, int]] = set()
+_watched: set[str] = set()
 
 
 def _watch(platform: str) -> None:
     """Has a thread turn the record of a kernel that gave up into a message.
 
-    One a platform, until the next shutdown. The thread keeps no meeting alive.
+    One a platform, for good: after a shutdown there may be programs left that are replayed. The
+    thread keeps no meeting alive.
     """
-    generation = _generation
-    if (platform, generation) in _watched:
+    if platform in _watched:
         return
-    _watched.add((platform, generation))
+    _watched.add(platform)
 
     def poll() -> None:
         module = native.module(platform)
-        while generation == _generation:
+        while True:
             failures = module.failures()
             if failures:
                 # Of several records the first that names a missing rank tells most.

@@ -79,10 +79,10 @@ struct HostThread {
     std::this_thread::yield();
     return true;
   }
-  void Enter(uint32_t* busy) {
+  void Enter(uint32_t* busy, uint32_t*) {
     if (thread == 0 && jin::ExchangeWord(busy, 1) != 0) met = true;
   }
-  void RefuseOverlap() {
+  void Admit() {
     if (met) was_busy = true;
   }
 };

@@ -33,11 +33,16 @@ class DeviceThread {
     return true;
   }
 
-  __device__ void Enter(uint32_t* busy) {
-    if (threadIdx.x == 0) met_ = ExchangeWord(busy, 1);
+  __device__ void Enter(uint32_t* busy, uint32_t* closed) {
+    if (threadIdx.x == 0) {
+      met_ = ExchangeWord(busy, 1);
+      closed_ = LoadWord(closed);
+    }
   }
-  __device__ void RefuseOverlap() {
-    if (met_ != 0) GiveUp(FailureReason::kBusy, -1);
+  __device__ void Admit() {
+    if ((met_ | closed_) != 0) {
+      GiveUp(closed_ != 0 ? FailureReason::kClosed : FailureReason::kBusy, -1);
+    }
   }
 
  private:
@@ -74,7 +79,8 @@ class DeviceThread {
   uint64_t timeout_ns_;
   uint64_t started_ns_ = 0;
   uint32_t polls_ = 0;
-  uint32_t met_ = 0;  // what the block's busy word held
+  uint32_t met_ = 0;     // what the block's busy word held
+  uint32_t closed_ = 0;  // and the region's
   int rank_;
   uint32_t algorithm_;
 };

@@ -10,6 +10,7 @@ enum class FailureReason : uint32_t {
   kTimeout = 1,  // the deadline passed while packets of a rank were missing
   kAborted = 2,  // the host asked the kernels of this device to end
   kBusy = 3,     // another operation was in flight on the same communicator and device
+  kClosed = 4,   // a program from before shutdown() was replayed
 };
 
 // One per communicator and device, in mapped host memory. The kernel that gives up writes it once;

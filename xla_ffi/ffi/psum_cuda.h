@@ -2,10 +2,13 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../cuda/all_reduce.h"
@@ -30,6 +33,8 @@ struct DeviceCommunicator {
 
   mutable std::mutex mutex;
   std::string failure_message;
+  // By device: the last epoch read, and the operations until then.
+  std::map<size_t, std::pair<uint32_t, uint64_t>> counted;
 };
 
 extern std::atomic<uint64_t> device_handler_calls;

@@ -55,12 +55,28 @@ class Registry {
   // Forgets all of them. They live on for as long as executables use them.
   void Clear() {
     std::lock_guard lock(mutex_);
+    for (const auto& [partition, communicator] : communicators_) {
+      cleared_.emplace_back(partition, communicator);
+    }
     communicators_.clear();
+  }
+
+  // All of them, and those that have been cleared but live on.
+  std::vector<std::pair<Partition, std::shared_ptr<Communicator>>> Alive() {
+    std::lock_guard lock(mutex_);
+    std::erase_if(cleared_, [](const auto& entry) { return entry.second.expired(); });
+    std::vector<std::pair<Partition, std::shared_ptr<Communicator>>> alive(communicators_.begin(),
+                                                                           communicators_.end());
+    for (const auto& [partition, communicator] : cleared_) {
+      if (auto locked = communicator.lock()) alive.emplace_back(partition, std::move(locked));
+    }
+    return alive;
   }
 
  private:
   mutable std::mutex mutex_;
   std::map<Partition, std::shared_ptr<Communicator>> communicators_;
+  std::vector<std::pair<Partition, std::weak_ptr<Communicator>>> cleared_;
 };
 
 }  // namespace jax_intranode

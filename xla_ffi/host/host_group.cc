@@ -24,7 +24,8 @@ struct ResumableThread {
     *missing = rank;
     return false;
   }
-  void RefuseOverlap() const {}  // a group begins one operation at a time
+  // A group begins one operation at a time, and handlers see what is closed.
+  void Admit() const {}
 };
 
 // XLA:CPU calls handlers with subnormals flushed to zero; a sum keeps them.

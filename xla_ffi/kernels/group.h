@@ -2,8 +2,9 @@
 //
 // Each rank owns a region of its slab, which all ranks of the group can write:
 //
-//   header    the rank's own state: its epoch and its busy words. No kernel of another rank touches
-//             it. (On the CPU its second half holds a log, see host/host_group.h.)
+//   header    the rank's own state: its epoch, its busy words, whether it is closed. No kernel of
+//             another rank touches it. (On the CPU its second half holds a log, see
+//             host/host_group.h.)
 //   half 0    packets of operations with an even epoch
 //   half 1    packets of operations with an odd epoch
 //
@@ -42,6 +43,7 @@ constexpr size_t kHeaderBytes = 64 << 10;
 struct RegionHeader {
   uint32_t epoch[kMaxBlocks];
   uint32_t busy[kMaxBlocks];
+  uint32_t closed;  // the host sets it once: what is replayed afterwards gives up
 };
 static_assert(sizeof(RegionHeader) <= kHeaderBytes / 2);
 
@@ -62,16 +64,16 @@ struct Group {
 //   Thread(), Threads(), Block(), Blocks(), Sync()   as in CUDA
 //   Wait(i, missing)    called each time that pack i of rank `missing` has not arrived. False gives
 //                       up: the phase returns false at once and may be resumed at pack i.
-//   Enter(busy)         marks this block's operation as begun
-//   RefuseOverlap()     gives up if another one was in flight then. Called before the first store
-//   to
-//                       a peer, but after the input is loaded: the answer to Enter takes as long.
+//   Enter(busy, closed) marks this block's operation as begun
+//   Admit()             gives up if another one was in flight then, or if the region was closed.
+//                       Called before the first store to a peer, but after the input is loaded:
+//                       the answer to Enter takes as long.
 
 // Returns the epoch of the operation that begins.
 template <class Thread, class G>
 JIN_FN uint32_t Begin(Thread& t, const G& g) {
   RegionHeader* h = g.Header();
-  t.Enter(&h->busy[t.Block()]);
+  t.Enter(&h->busy[t.Block()], &h->closed);
   return LoadWord(&h->epoch[t.Block()]);
 }
 

@@ -22,7 +22,7 @@ struct OneShot {
     const size_t packs = c.Packs(), slot_bytes = packs * Packets::kBytes;
     for (size_t i = t.First(); i < packs; i += t.Stride()) {
       const Pack p = Type::Sendable(c.Load(i));
-      t.RefuseOverlap();
+      t.Admit();
       JIN_UNROLL
       for (int step = 1; step < Ranks<N>::kSlots; ++step) {
         if (Ranks<N>::Has(step, g.size)) {

@@ -57,7 +57,7 @@ struct TwoShot {
         }
       }
     }
-    t.RefuseOverlap();
+    t.Admit();
     JIN_UNROLL
     for (int step = 1; step < Ranks<N>::kSlots; ++step) {
       JIN_UNROLL

@@ -1,0 +1,98 @@
+"""The life of communicators over processes: the order of shutdown, crashes, counting."""
+
+import os
+import signal
+from collections.abc import Callable
+
+import cases
+import jax
+import pytest
+from devices import need_devices
+from jax.sharding import PartitionSpec as P
+
+import jax_intranode
+from jax_intranode._src import launcher
+from jax_intranode._src.compat import key_value_client
+
+
+def step(name: str) -> None:
+    key_value_client().wait_at_barrier(name, 60_000)
+
+
+def check_sum(seed: int) -> None:
+    mesh = cases.line()
+    parts = cases.random("float32", (mesh.size, 100), seed)
+    cases.check(cases.psum_of(parts, mesh), cases.everywhere(cases.oracle(parts), mesh.size))
+
+
+# In the ranks.
+
+
+def shut_down_one_after_another() -> None:
+    """A rank ends its communicators while the others still have theirs; then all meet anew."""
+    for first in range(jax.process_count()):
+        check_sum(first)
+        for turn in range(jax.process_count()):
+            step(f"shutdown {first} {turn}")
+            if (first + turn) % jax.process_count() == jax.process_index():
+                jax_intranode.shutdown()
+                jax.clear_caches()
+    check_sum(10)
+    print("DONE", flush=True)
+
+
+def count() -> None:
+    mesh = cases.line()
+    x = cases.put(mesh, P("x"), cases.random("float32", (mesh.size, 100)))
+    f = jax.jit(
+        cases.sharded(
+            lambda v: jax_intranode.psum((v, v.astype("int32")), "x")[0], mesh, P("x"), P("x")
+        )
+    )
+    for executions in (1, 8):
+        before = jax_intranode.usage_counter()
+        for _ in range(executions):
+            y = f(x)
+        jax.block_until_ready(y)
+        counted = jax_intranode.usage_counter() - before
+        assert counted == executions, (counted, executions)
+    print("DONE", flush=True)
+
+
+def crash(rank: int) -> None:
+    check_sum(0)
+    step("summed")
+    if jax.process_index() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:  # until the launcher ends it
+        check_sum(1)
+
+
+def sums() -> None:
+    check_sum(2)
+    print("DONE", flush=True)
+
+
+# The tests.
+
+
+@pytest.mark.parametrize("function", [shut_down_one_after_another, count], ids=lambda f: f.__name__)
+def test_in_ranks(ranks: Callable[..., list[str]], function: Callable[[], None]) -> None:
+    need_devices(2)
+    assert all("DONE" in log for log in ranks(function, 2))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_restart_after_a_crash(
+    ranks: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+) -> None:
+    """Nothing of a run that crashed confuses the next one, at the same port."""
+    need_devices(2)
+    port = launcher.free_port()
+    monkeypatch.setattr(launcher, "free_port", lambda: port)
+    with pytest.raises(launcher.RankError) as error:
+        ranks(crash, 2, arguments=[rank], env={"JAX_INTRANODE_TIMEOUT_S": "20"})
+    assert error.value.exit_codes[rank] == -signal.SIGKILL
+    assert all("DONE" in log for log in ranks(sums, 2))

@@ -1,0 +1,149 @@
+"""The life of communicators as a whole program sees it: exit, fork, replay after shutdown."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import cases
+import jax
+import pytest
+from devices import need_devices
+from jax.sharding import PartitionSpec as P
+
+import jax_intranode
+
+
+def run_program(tmp_path: Path, code: str, *arguments: str) -> tuple[int, str]:
+    """Runs a program on devices like the test's own; returns its status and what it printed."""
+    outcome = subprocess.run(
+        # -P: not the source tree, but the package that is installed.
+        [sys.executable, "-P", "-c", PRELUDE + code, *arguments],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "JAX_NUM_CPU_DEVICES": "2",
+            # The test's own JAX holds most of a GPU's memory.
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    return outcome.returncode, outcome.stdout
+
+
+PRELUDE = """
+import logging, os, sys
+logging.basicConfig()
+import jax, jax.numpy as jnp, jax_intranode
+from jax.sharding import PartitionSpec as P
+devices = jax.devices()[:2]
+mesh = jax.make_mesh((2,), ("x",), devices=devices, axis_types=(jax.sharding.AxisType.Auto,))
+def body(v):
+    for _ in range(8):
+        v = jax_intranode.psum(v, "x") / 2
+    return v
+program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x")))
+x = jax.device_put(jnp.ones((2, 100)), jax.NamedSharding(mesh, P("x")))
+def run(times):
+    for _ in range(times):
+        y = program(x)
+    return jax.block_until_ready(y)
+"""
+
+EXITS = {
+    "at_once": "run(6)",
+    "after_shutdown": "run(6); jax_intranode.shutdown()",
+    "executables_first": "run(6); del program; jax.clear_caches(); jax_intranode.shutdown()",
+    "executables_last": "run(6); jax_intranode.shutdown(); jax.clear_caches(); del program",
+    "in_flight": "for _ in range(6): y = program(x)",
+    "initialized_only": "jax_intranode.initialize(mesh)",
+    "backends_first": "run(6); jax.clear_caches(); jax.extend.backend.clear_backends(); "
+    "jax_intranode.shutdown()",
+}
+
+
+@pytest.mark.parametrize("order", EXITS)
+def test_exit(tmp_path: Path, order: str) -> None:
+    need_devices(2)
+    status, text = run_program(tmp_path, f"import jax.extend.backend\n{EXITS[order]}\nprint('END')")
+    assert status == 0, text
+    assert text.endswith("END\n"), text
+
+
+FORK = """
+run(1)
+import warnings
+warnings.simplefilter("ignore")  # JAX and Python warn of it
+child = os.fork()
+if child == 0:
+    for name, call in (
+        ("psum", lambda: jax.jit(jax.shard_map(lambda v: jax_intranode.psum(v, "x"), mesh=mesh,
+                                               in_specs=P("x"), out_specs=P())).lower(x)),
+        ("initialize", lambda: jax_intranode.initialize(mesh)),
+        ("shutdown", jax_intranode.shutdown),
+        ("usage_counter", jax_intranode.usage_counter),
+    ):
+        try:
+            call()
+            print(name, "went through", flush=True)
+        except RuntimeError as error:
+            print(name, error, flush=True)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+run(1)
+jax_intranode.shutdown()
+print("END")
+"""
+
+
+def test_fork_is_refused(tmp_path: Path) -> None:
+    need_devices(2)
+    status, text = run_program(tmp_path, FORK)
+    assert status == 0 and text.endswith("END\n"), text
+    for name in ("psum", "initialize", "shutdown", "usage_counter"):
+        assert f"{name} jax_intranode: this process was forked" in text, text
+    assert text.count("'spawn'") == 4
+
+
+def test_replay_after_shutdown(tmp_path: Path) -> None:
+    """The communicator is closed for programs that XLA replays without asking a handler too."""
+    need_devices(2)
+    code = (
+        "run(12)\nfrom jax_intranode._src import native\nbefore = native.handler_calls()\nrun(3)\n"
+        "print('CALLS', native.handler_calls() - before, flush=True)\n"
+        "jax_intranode.shutdown()\nimport time\n"
+        "try:\n    run(1)\n    print('WENT THROUGH')\n"
+        "except Exception as error:\n    print('RAISED', error, flush=True)\n"
+        "    time.sleep(0.3)\n    os._exit(7)\n"
+    )
+    status, text = run_program(tmp_path, code)
+    assert status == 7 and "RAISED" in text, text
+    assert "jax_intranode.shutdown()" in text and "jax.clear_caches()" in text, text
+    if jax.devices()[0].platform == "gpu":
+        assert "CALLS 0\n" in text, text
+        assert "replayed from a CUDA graph" in text, text
+
+
+def test_usage_counter() -> None:
+    need_devices(2)
+    mesh = cases.line(2)
+    x = cases.put(mesh, P("x"), cases.random("float32", (2, 100)))
+    program = jax.jit(cases.sharded(lambda v: jax_intranode.psum(v, "x"), mesh, P("x"), P("x")))
+
+    def counted(executions: int) -> int:
+        before = jax_intranode.usage_counter()
+        for _ in range(executions):
+            result = program(x)
+        jax.block_until_ready(result)
+        return jax_intranode.usage_counter() - before
+
+    assert counted(1) == 2  # one for each device
+    assert counted(5) == 10
+    before = jax_intranode.usage_counter()
+    jax_intranode.shutdown()
+    jax.clear_caches()
+    assert jax_intranode.usage_counter() == before
+    assert counted(3) == 6

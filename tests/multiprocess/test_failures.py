@@ -5,6 +5,8 @@ import logging
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -286,6 +288,36 @@ def test_no_segment_is_left(
     pids = [int(pid) for log in logs for pid in lines(log, "PID")]
     assert len(pids) == 2
     assert segments_of(pids) == []
+
+
+def test_segments_of_crashed_processes_are_removed() -> None:
+    need_cpu("only CPU slabs are in /dev/shm")
+    module = native.module("cpu")
+    code = (
+        "import os, signal, sys\n"
+        "from jax_intranode._src import native\n"
+        "slab = native.module('cpu').allocate(0, 1 << 20, True)\n"
+        "print(slab.handle().decode(), flush=True)\n"
+        "sys.stdin.read()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None and process.stdout is not None
+    name = Path("/dev/shm" + process.stdout.readline().strip())
+    first = module.allocate(0, 1 << 20, True)
+    assert name.exists()  # its process is there
+    process.stdin.close()
+    assert process.wait() == -signal.SIGKILL
+    process.stdout.close()
+    assert name.exists()
+    second = module.allocate(0, 1 << 20, True)
+    assert not name.exists()
+    mine = sorted(slab.handle().decode().lstrip("/") for slab in (first, second))
+    assert sorted(segments_of([os.getpid()])) == mine
+    for slab in (first, second):
+        slab.unlink()
 
 
 def test_segments_of_sees_what_it_looks_for() -> None:

@@ -1,7 +1,10 @@
 #include "segment.h"
 
+#include <dirent.h>
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -11,6 +14,8 @@
 
 namespace jax_intranode {
 namespace {
+
+constexpr char kPrefix[] = "jax_intranode.";
 
 [[noreturn]] void Throw(int error, const std::string& what) {
   throw std::system_error(error, std::generic_category(), "jax_intranode: " + what);
@@ -22,9 +27,41 @@ std::string FreshName() {
   const unsigned long long noise =
       (static_cast<unsigned long long>(random()) << 32) | static_cast<unsigned long long>(random());
   char name[80];
-  snprintf(name, sizeof(name), "/jax_intranode.%d.%u.%016llx", static_cast<int>(getpid()), count++,
+  snprintf(name, sizeof(name), "/%s%d.%u.%016llx", kPrefix, static_cast<int>(getpid()), count++,
            noise);
   return name;
+}
+
+// Removes the segments of processes that died before they could. Whoever creates one keeps it
+// locked until its name is gone, and the system unlocks what a process leaves.
+void RemoveAbandoned() {
+  DIR* directory = opendir("/dev/shm");
+  if (directory == nullptr) return;
+  while (const dirent* entry = readdir(directory)) {
+    const std::string name = entry->d_name;
+    if (name.rfind(kPrefix, 0) != 0) continue;
+    const int fd = shm_open(("/" + name).c_str(), O_RDWR | O_CLOEXEC, 0);
+    if (fd < 0) continue;  // another user's, or gone
+    if (flock(fd, LOCK_EX | LOCK_NB) == 0) shm_unlink(("/" + name).c_str());
+    close(fd);
+  }
+  closedir(directory);
+}
+
+// A new locked file; its name is in `name`.
+int CreateLocked(std::string* name) {
+  for (;;) {
+    *name = FreshName();
+    const int fd = shm_open(name->c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    if (fd < 0) Throw(errno, "creating the shared-memory segment " + *name);
+    struct stat status;
+    if (flock(fd, LOCK_EX | LOCK_NB) == 0 && fstat(fd, &status) == 0 && status.st_nlink > 0) {
+      return fd;
+    }
+    // Somebody took it for abandoned before it was locked.
+    close(fd);
+    shm_unlink(name->c_str());
+  }
 }
 
 }  // namespace
@@ -32,34 +69,47 @@ std::string FreshName() {
 std::unique_ptr<Segment> Segment::Private(size_t bytes) { return Map(-1, bytes, ""); }
 
 std::unique_ptr<Segment> Segment::Create(size_t bytes) {
-  std::string name = FreshName();
-  const int fd = shm_open(name.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-  if (fd < 0) Throw(errno, "creating the shared-memory segment " + name);
+  RemoveAbandoned();
+  std::string name;
+  const int fd = CreateLocked(&name);
   const int error = posix_fallocate(fd, 0, static_cast<off_t>(bytes));
   if (error != 0) {
-    close(fd);
     shm_unlink(name.c_str());
+    close(fd);
     Throw(error, "reserving " + std::to_string(bytes) +
                      " bytes of shared memory (/dev/shm may be full; JAX_INTRANODE_SLAB_MIB sets "
                      "the size)");
   }
-  std::unique_ptr<Segment> segment = Map(fd, bytes, name);
-  segment->linked_ = true;
+  std::unique_ptr<Segment> segment;
+  try {
+    segment = Map(fd, bytes, name);
+  } catch (...) {
+    shm_unlink(name.c_str());
+    close(fd);
+    throw;
+  }
+  segment->fd_ = fd;
   return segment;
 }
 
 std::unique_ptr<Segment> Segment::Open(const std::string& name, size_t bytes) {
   const int fd = shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0);
   if (fd < 0) Throw(errno, "opening the shared-memory segment " + name);
-  return Map(fd, bytes, name);
+  std::unique_ptr<Segment> segment;
+  try {
+    segment = Map(fd, bytes, name);
+  } catch (...) {
+    close(fd);
+    throw;
+  }
+  close(fd);
+  return segment;
 }
 
 std::unique_ptr<Segment> Segment::Map(int fd, size_t bytes, std::string name) {
   const int flags = fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED;
   void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
-  const int error = errno;
-  if (fd >= 0) close(fd);
-  if (address == MAP_FAILED) Throw(error, "mapping " + std::to_string(bytes) + " bytes " + name);
+  if (address == MAP_FAILED) Throw(errno, "mapping " + std::to_string(bytes) + " bytes " + name);
   return std::unique_ptr<Segment>(new Segment(static_cast<char*>(address), bytes, std::move(name)));
 }
 
@@ -69,8 +119,10 @@ Segment::~Segment() {
 }
 
 void Segment::Unlink() {
-  if (linked_) shm_unlink(name_.c_str());
-  linked_ = false;
+  if (fd_ < 0) return;
+  shm_unlink(name_.c_str());
+  close(fd_);
+  fd_ = -1;
 }
 
 }  // namespace jax_intranode

@@ -21,7 +21,8 @@ class Segment {
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
-  // Removes the name. Called as soon as all have mapped it, so that a crash leaves nothing behind.
+  // Removes the name. Called as soon as all have mapped it, so that a crash leaves nothing behind;
+  // a name that a crash before it did leave behind is removed by the next Create().
   void Unlink();
 
   char* address() const { return address_; }
@@ -31,12 +32,13 @@ class Segment {
  private:
   Segment(char* address, size_t bytes, std::string name)
       : address_(address), bytes_(bytes), name_(std::move(name)) {}
+  // Does not close `fd`.
   static std::unique_ptr<Segment> Map(int fd, size_t bytes, std::string name);
 
   char* address_;
   size_t bytes_;
   std::string name_;
-  bool linked_ = false;
+  int fd_ = -1;  // open, and locked, for as long as the name exists
 };
 
 }  // namespace jax_intranode

@@ -6,8 +6,9 @@ compares them.
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 _PREFIX = "JAX_INTRANODE_"
 _TOPOLOGIES = ("fully_connected", "hybrid_cube_mesh", "unknown")
@@ -64,14 +65,14 @@ def parse(environ: Mapping[str, str]) -> Config:
     Raises:
         ValueError: a variable has a value that is not allowed.
     """
-    readers = {
+    readers: dict[str, Callable[[str, str], dict[str, Any]]] = {
         "DISABLE": lambda n, t: {"disable": _choice(n, t, ("0", "1")) == "1"},
         "TOPOLOGY": lambda n, t: {"topology": _choice(n, t, _TOPOLOGIES)},
         "SLAB_MIB": lambda n, t: {"slab_mib": int(_positive(n, t, int))},
         "TIMEOUT_S": lambda n, t: {"timeout_s": _positive(n, t, float)},
         "ALGORITHM": lambda n, t: {"algorithm": _choice(n, t, _ALGORITHMS)},
     }
-    values = {}
+    values: dict[str, Any] = {}
     for name, reader in readers.items():
         text = environ.get(_PREFIX + name, "")
         if text:

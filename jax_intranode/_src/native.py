@@ -4,6 +4,7 @@
 """
 
 import functools
+import importlib.util
 import pathlib
 import re
 from types import ModuleType
@@ -36,26 +37,24 @@ def _check_ffi_version(built: tuple[int, int]) -> None:
         )
 
 
-def _load() -> dict[str, ModuleType]:
-    try:
-        from jax_intranode import _host
-    except ImportError as error:
-        if "_host" not in str(error):
-            raise
+def _import() -> dict[str, ModuleType]:
+    modules = {}
+    for platform, name in (("cpu", "jax_intranode._host"), ("gpu", "jax_intranode._cuda")):
+        if importlib.util.find_spec(name) is not None:
+            modules[platform] = importlib.import_module(name)
+    if "cpu" not in modules:
         raise ImportError(
             "jax_intranode is imported from its source tree, where its native modules are not "
             "built. Run `pip install .` and leave that directory, or `pip install -e .`."
-        ) from error
-    modules = {"cpu": _host}
-    try:
-        from jax_intranode import _cuda
-    except ImportError as error:
-        if "cannot import name" not in str(error):
-            raise
-    else:
-        modules["gpu"] = _cuda
+        )
+    return modules
+
+
+def _load() -> dict[str, ModuleType]:
+    modules = _import()
+    # Before the first is registered, which can't be undone.
+    _check_ffi_version(max(module.FFI_API_VERSION for module in modules.values()))
     for platform, module in modules.items():
-        _check_ffi_version(module.FFI_API_VERSION)
         ffi_platform = {"cpu": "cpu", "gpu": "CUDA"}[platform]
         for name, handlers in module.registrations().items():
             jax.ffi.register_ffi_target(name, handlers, platform=ffi_platform)
@@ -65,7 +64,7 @@ def _load() -> dict[str, ModuleType]:
 _modules = _load()
 
 
-def _on_duration(event: str, duration_s: float, **details: Any) -> None:
+def _on_duration(event: str, duration_secs: float, **kwargs: str | int) -> None:
     # CPU call sites are numbered anew in each program (xla_ffi/ffi/psum_host.cc).
     if event == "/jax/core/compile/backend_compile_duration":
         _modules["cpu"].end_compilation()

@@ -1,0 +1,194 @@
+"""The installed package: its files, and importing it, also where it can't be used."""
+
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jax_intranode
+from jax_intranode._src import native
+
+ROOT = Path(__file__).resolve().parent.parent
+_DISTRIBUTION = importlib.metadata.distribution("jax_intranode")
+_URL = json.loads(_DISTRIBUTION.read_text("direct_url.json") or "{}")
+not_editable = pytest.mark.skipif(
+    _URL.get("dir_info", {}).get("editable", False), reason="an editable install has other files"
+)
+
+
+def run_python(code: str, *flags: str, **where: str | Path) -> subprocess.CompletedProcess[str]:
+    """Runs code in a fresh process, on CPU devices."""
+    return subprocess.run(
+        [sys.executable, *flags, "-c", code],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        **where,
+    )
+
+
+def output_of(code: str, *flags: str) -> str:
+    """What code prints in a fresh process that uses the installed package and succeeds."""
+    # -P: the current directory may hold the source tree, in which nothing is built.
+    done = run_python(code, "-P", *flags)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# Files.
+
+
+@not_editable
+def test_files() -> None:
+    files = {str(file) for file in _DISTRIBUTION.files or () if file.suffix != ".pyc"}
+    info = {file for file in files if ".dist-info/" in file}
+    assert any(file.endswith(".dist-info/licenses/LICENSE") for file in info)
+    wanted = r"jax_intranode/(py\.typed|_(host|cuda)\.(pyi|[\w.-]+\.so)|(_src/(ops/)?)?\w+\.py)"
+    assert [file for file in sorted(files - info) if not re.fullmatch(wanted, file)] == []
+    assert {"jax_intranode/py.typed", "jax_intranode/_host.pyi"} <= files
+    in_the_tree = {str(path.relative_to(ROOT)) for path in ROOT.glob("jax_intranode/**/*.py")}
+    assert in_the_tree == {file for file in files if file.endswith(".py")}
+
+
+@not_editable
+def test_each_native_module_has_its_stub() -> None:
+    names = [Path(file) for file in _DISTRIBUTION.files or ()]
+    modules = {path.name.split(".")[0] for path in names if path.suffix == ".so"}
+    stubs = {path.stem for path in names if path.suffix == ".pyi"}
+    assert modules == stubs
+
+
+def test_metadata() -> None:
+    assert _DISTRIBUTION.version == jax_intranode.__version__
+    extras = _DISTRIBUTION.metadata.get_all("Provides-Extra") or ()
+    assert set(extras) == {"cuda12", "cuda13", "examples", "test"}
+
+
+# Importing.
+
+
+def test_import_is_light() -> None:
+    code = """
+import json, sys, time
+import jax
+before = set(sys.modules)
+start = time.perf_counter()
+import jax_intranode
+seconds = time.perf_counter() - start
+print(json.dumps([seconds, sorted(set(sys.modules) - before)]))
+"""
+    runs = [json.loads(output_of(code)) for _ in range(5)]
+    milliseconds = 1e3 * statistics.median(seconds for seconds, _ in runs)
+    print(f"import jax_intranode takes {milliseconds:.1f} ms beyond import jax")
+    names = set(runs[0][1])
+    packages = {name.split(".")[0] for name in names} - sys.stdlib_module_names
+    assert packages <= {"jax", "jaxlib", "jax_intranode"}
+    # What only the command line needs.
+    assert names.isdisjoint({"jax_intranode._src.bench", "jax_intranode._src.launcher"})
+
+
+def test_import_starts_no_backend() -> None:
+    # JAX refuses this setting once a backend has started.
+    code = """
+import jax
+import jax_intranode
+jax.config.update("jax_num_cpu_devices", 3)
+print(jax.device_count())
+"""
+    assert output_of(code) == "3\n"
+
+
+def test_import_gives_no_warning() -> None:
+    assert output_of("import jax_intranode", "-W", "error") == ""
+
+
+@not_editable
+def test_import_from_the_source_tree() -> None:
+    done = run_python("import jax_intranode", cwd=ROOT)
+    assert done.returncode == 1
+    message = done.stderr.splitlines()[-1]
+    assert message.startswith("ImportError: jax_intranode is imported from its source tree")
+    assert "`pip install .`" in message
+
+
+# A runtime that is older than the headers of the build. The import must fail before anything is
+# registered: with one handler that is too new, JAX starts no backend at all.
+
+_IMPORT = """
+import jax
+jax.ffi.include_dir = lambda: {include!r}
+registered = []
+jax.ffi.register_ffi_target = lambda name, *_, **__: registered.append(name)
+try:
+    import jax_intranode
+except ImportError as error:
+    print(error)
+print(registered, jax.numpy.ones(3).sum())
+"""
+
+_NEWER_CUDA_MODULE = """
+import importlib.machinery, sys, types
+name = "jax_intranode._cuda"
+sys.modules[name] = module = types.ModuleType(name)
+module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+module.FFI_API_VERSION = (99, 0)
+"""
+
+
+def write_header(include: Path, major: int, minor: int) -> None:
+    header = include / "xla" / "ffi" / "api" / "c_api.h"
+    header.parent.mkdir(parents=True)
+    header.write_text(f"#define XLA_FFI_API_MAJOR {major}\n#define XLA_FFI_API_MINOR {minor}\n")
+
+
+def test_old_runtime(tmp_path: Path) -> None:
+    major, minor = native.module("cpu").FFI_API_VERSION
+    write_header(tmp_path, major, minor - 1)
+    message, rest = output_of(_IMPORT.format(include=str(tmp_path))).split("\n", 1)
+    assert f"built against FFI headers {major}.{minor}, but" in message
+    assert f"jaxlib has {major}.{minor - 1}. Install a newer jaxlib" in message
+    assert rest == "[] 3.0\n"
+
+
+def test_runtime_too_old_for_one_module(tmp_path: Path) -> None:
+    major, minor = native.module("cpu").FFI_API_VERSION
+    write_header(tmp_path, major, minor)
+    code = _NEWER_CUDA_MODULE + _IMPORT.format(include=str(tmp_path))
+    message, rest = output_of(code).split("\n", 1)
+    assert f"headers 99.0, but the installed jaxlib has {major}.{minor}" in message
+    assert rest == "[] 3.0\n"
+
+
+# The choice of a CUDA compiler, as far as CMake makes it before it compiles anything.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("JAX_INTRANODE_CUDA=MAYBE",), "JAX_INTRANODE_CUDA=MAYBE: use one of AUTO, ON, OFF."),
+        (("JAX_INTRANODE_CUDA=1",), "JAX_INTRANODE_CUDA=1: use one of AUTO, ON, OFF."),
+        (
+            ("JAX_INTRANODE_CUDA=ON", "JAX_INTRANODE_CUDA_WHEELS=ON", "Python_EXECUTABLE=false"),
+            "JAX_INTRANODE_CUDA_WHEELS=1, but false has no nvcc.",
+        ),
+        (("JAX_INTRANODE_CUDA=OFF",), None),
+    ],
+)
+def test_cuda_options(options: tuple[str, ...], message: str | None) -> None:
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        pytest.skip("no cmake on PATH")
+    script = ROOT / "cmake" / "FindCudaCompiler.cmake"
+    command = [cmake, *(f"-D{option}" for option in options), "-P", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode == 0) == (message is None)
+    if message is not None:
+        assert message in " ".join(done.stderr.split())

@@ -3,19 +3,22 @@
 Seen with jax 0.10.2, 0.11.2 and 0.12.0.1.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax._src import config, dispatch, distributed
+from jax._src import config, core, dispatch, distributed, mesh
 from jax._src.interpreters import partial_eval
 from jax.extend.core import Primitive
+from jax.interpreters import batching
 
 
 def lower_with_devices(primitive: Primitive) -> None:
     """Has programs with this primitive lowered anew for each order of devices.
 
     0.10.2 and later: else a lowering that holds device ids is reused, under ``jax.set_mesh``, for
-    a mesh whose devices come in another order. There is no public way to ask for it.
+    a mesh whose devices come in another order. There is no public way to ask for it. Such a
+    program can't use two meshes.
     """
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
@@ -47,12 +50,46 @@ def check_vma() -> bool:
     return bool(config._check_vma.value)
 
 
-def types_are_usual() -> bool:
-    """Whether settings are at their defaults that change which axes a type names.
+def settings_are_usual(axes: Sequence[Any]) -> bool:
+    """Whether settings are at their defaults that say what a collective over `axes` may do.
 
-    0.10.2 and later: with others, ``lax.psum`` alone knows what is right.
+    0.10.2 and later, ``no_collectives`` 0.12 and later: with others, ``lax`` knows what is right.
     """
-    return bool(config.auto_pcast.value) and not config.remove_size_one_mesh_axis_from_type.value
+    forbidden = config.no_collectives.value if hasattr(config, "no_collectives") else frozenset()
+    return (
+        config.auto_pcast.value
+        and not config.remove_size_one_mesh_axis_from_type.value
+        and forbidden.isdisjoint(axes)
+    )
+
+
+def named_axis_effects(axes: Sequence[Any]) -> set[Any]:
+    """The effects by which a jaxpr says which axes it acts on. 0.10.2 and later."""
+    return {core.NamedAxisEffect(axis) for axis in axes}
+
+
+def mesh_is_set() -> bool:
+    """Whether this is traced under ``jax.set_mesh``.
+
+    0.10.2 and later: ``jax.sharding.get_mesh`` refuses to answer under ``jit``.
+    """
+    return not mesh.get_concrete_mesh().empty
+
+
+def batch_by_axis(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Registers a batching rule that is told the mapped axis: rule(name, size, operands, dims).
+
+    0.10.2 and later: ``jax.interpreters.batching`` offers the table, but not what it hands to the
+    rules.
+    """
+    batching.fancy_primitive_batchers[primitive] = lambda axis, operands, dims, **params: rule(
+        axis.name, axis.size, operands, dims, **params
+    )
+
+
+def lowering_platforms(ctx: Any) -> tuple[str, ...]:
+    """The platforms that a lowering rule runs for. 0.10.2 and later, as `lowering_mesh`."""
+    return tuple(ctx.module_context.platforms)
 
 
 def key_value_client() -> Any | None:
@@ -69,10 +106,10 @@ def lowering_mesh(ctx: Any) -> tuple[Any, frozenset[str]] | None:
     0.10.2 and later: the module context is handed to lowering rules, its fields are private.
     """
     axis_context = ctx.module_context.axis_context
-    mesh = getattr(axis_context, "mesh", None)
-    if not isinstance(mesh, jax.sharding.Mesh):
+    of_program = getattr(axis_context, "mesh", None)
+    if not isinstance(of_program, jax.sharding.Mesh):
         return None
-    return mesh, frozenset(axis_context.manual_axes)
+    return of_program, frozenset(axis_context.manual_axes)
 
 
 def lowering_for_export(ctx: Any) -> bool:

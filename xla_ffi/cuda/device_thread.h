@@ -34,10 +34,8 @@ class DeviceThread {
   }
 
   __device__ void Enter(uint32_t* busy, uint32_t* closed) {
-    if (threadIdx.x == 0) {
-      met_ = ExchangeWord(busy, 1);
-      closed_ = LoadWord(closed);
-    }
+    if (threadIdx.x == 0) met_ = ExchangeWord(busy, 1);
+    closed_ = LoadWord(closed);
   }
   __device__ void Admit() {
     if ((met_ | closed_) != 0) {

@@ -7,15 +7,17 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 
 from jax_intranode._src import communicator, compat, config, select
 
 # The primitive: sums arrays of one dtype. `axes` name manual mesh axes. With `invariant` the
 # results do not vary over them (check_vma=True); lax has a primitive for each of the two cases.
 psum_p = Primitive("intranode_psum")
-psum_p.multiple_results = True
+# The same under jax.set_mesh, where the mesh, and so the order of the devices, is not in the jaxpr.
+psum_over_set_mesh_p = Primitive("intranode_psum_over_set_mesh")
 
 
 def psum(
@@ -55,7 +57,7 @@ def psum(
     axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
     ours = bool(axes) and len(set(axes)) == len(axes) and manual.issuperset(axes)
-    if not ours or axis_index_groups is not None or not compat.types_are_usual():
+    if not ours or axis_index_groups is not None or not compat.settings_are_usual(axes):
         try:
             return lax.psum(x, axis_name, axis_index_groups=axis_index_groups)
         except NameError as error:
@@ -67,7 +69,7 @@ def psum(
     leaves, tree = jax.tree.flatten(x)
     by_dtype: dict[str, list[int]] = {}
     for i, leaf in enumerate(leaves):
-        if _is_served(leaf):
+        if _is_served(leaf, axes):
             by_dtype.setdefault(leaf.dtype.name, []).append(i)
         else:
             leaves[i] = lax.psum(leaf, axes)
@@ -77,36 +79,45 @@ def psum(
     return jax.tree.unflatten(tree, leaves)
 
 
-def _is_served(leaf: Any) -> bool:
-    # Constants lax scales by the number of ranks, without communication.
-    if not isinstance(leaf, jax.core.Tracer) or leaf.dtype.name not in select.DTYPES:
+def _is_served(leaf: Any, axes: tuple[str, ...]) -> bool:
+    # Constants lax scales by the number of ranks, without communication. References it refuses.
+    if not isinstance(leaf, jax.core.Tracer) or not isinstance(jax.typeof(leaf), ShapedArray):
         return False
     kind = jax.typeof(leaf).manual_axis_type
-    return not (kind.unreduced or kind.reduced)
+    # Under check_vma=True an operand varies over all axes, or over none; lax refuses others.
+    varying = kind.varying.intersection(axes)
+    return not (
+        leaf.dtype.name not in select.DTYPES
+        or kind.unreduced
+        or kind.reduced
+        or (varying and len(varying) < len(axes))
+    )
 
 
 def _psum_arrays(arrays: list[Any], axes: tuple[str, ...]) -> list[Any]:
     invariant = compat.check_vma()
     if invariant:
-        # Operands must vary over the axes.
-        for i, x in enumerate(arrays):
-            unvarying = [a for a in axes if a not in jax.typeof(x).manual_axis_type.varying]
-            if unvarying:
-                arrays[i] = lax.pcast(x, tuple(unvarying), to="varying")
+        arrays = [
+            x if jax.typeof(x).manual_axis_type.varying.issuperset(axes)
+            else lax.pcast(x, axes, to="varying")
+            for x in arrays
+        ]  # fmt: skip
+    primitive = psum_over_set_mesh_p if compat.mesh_is_set() else psum_p
     with jax.named_scope("jax_intranode.psum"):
-        return psum_p.bind(*arrays, axes=axes, invariant=invariant)
+        return primitive.bind(*arrays, axes=axes, invariant=invariant)
 
 
 # Abstract evaluation.
 
 
-@psum_p.def_abstract_eval
-def _abstract_eval(*xs: Any, axes: tuple[str, ...], invariant: bool) -> list[Any]:
+def _abstract_eval(*xs: Any, axes: tuple[str, ...], invariant: bool) -> tuple[list[Any], set[Any]]:
     def total(x: Any) -> Any:
+        if not invariant:
+            return x.update(weak_type=False)
         kind = x.manual_axis_type
         return x.update(manual_axis_type=kind.update(varying=kind.varying - set(axes)))
 
-    return [total(x) for x in xs] if invariant else list(xs)
+    return [total(x) for x in xs], compat.named_axis_effects(axes)
 
 
 # Lowering.
@@ -128,8 +139,8 @@ def operations(
     """What a psum of many arrays of one dtype runs as.
 
     Returns:
-        For each operation the positions of the arrays that it sums, and how. Lax's operations too
-        have one entry for all arrays that they get together.
+        For each operation the positions of the arrays that it sums, and how; for lax, of the arrays
+        that it gets together. Empty arrays are in none, unless all are empty.
     """
     dtype = np.dtype(dtype)
     # Each array begins with a pack of its own.
@@ -141,7 +152,8 @@ def operations(
     def choose(chosen: Sequence[int]) -> select.Selection:
         return _select(mesh, axes, sum(packs[i] for i in chosen) * select.PACK_BYTES, dtype)
 
-    everything = list(range(len(shapes)))
+    # Nothing is to be done for empty arrays.
+    everything = [i for i, count in enumerate(packs) if count > 0] or list(range(len(packs)))
     if len(everything) == 1 or mesh.devices.flat[0].platform == "gpu":
         whole = choose(everything)
         if whole.algorithm == "lax":
@@ -188,12 +200,14 @@ def _lower_to_lax(ctx: Any, *xs: Any, axes: tuple[str, ...], invariant: bool) ->
     return mlir.lower_fun(lambda *vs: lax.psum(list(vs), axes), multiple_results=True)(ctx, *xs)
 
 
-def _lower(platform: str, ctx: Any, *xs: Any, axes: tuple[str, ...], invariant: bool) -> Any:
+def _lower(ctx: Any, *xs: Any, axes: tuple[str, ...], invariant: bool) -> Any:
     fall_back = partial(_lower_to_lax, ctx, *xs, axes=axes, invariant=invariant)
     context = compat.lowering_mesh(ctx)
-    if context is None or compat.lowering_for_export(ctx):
+    platforms = compat.lowering_platforms(ctx)
+    if context is None or compat.lowering_for_export(ctx) or len(platforms) > 1:
         return fall_back()
     mesh, manual = context
+    platform = {"cpu": "cpu", "cuda": "gpu"}.get(platforms[0])
     # XLA would gather the operand of a custom call over axes that it partitions itself.
     partly_manual = any(mesh.shape[name] > 1 and name not in manual for name in mesh.axis_names)
     elsewhere = mesh.devices.flat[0].platform != platform  # lowering for another platform
@@ -242,11 +256,11 @@ def _lower_to_call(
 
 
 def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+    primitive: Primitive, primals: Sequence[Any], tangents: Sequence[Any], **params: Any
 ) -> tuple[list[Any], list[Any]]:
-    totals = psum_p.bind(*primals, **params)
+    totals = primitive.bind(*primals, **params)
     moving = [t for t in tangents if type(t) is not ad.Zero]
-    moved = iter(psum_p.bind(*moving, **params) if moving else [])
+    moved = iter(primitive.bind(*moving, **params) if moving else [])
     return totals, [
         ad.Zero(jax.typeof(total).to_tangent_aval()) if type(t) is ad.Zero else next(moved)
         for t, total in zip(tangents, totals, strict=True)
@@ -254,35 +268,56 @@ def _jvp(
 
 
 def _transpose(
-    cotangents: Sequence[Any], *xs: Any, axes: tuple[str, ...], invariant: bool
+    primitive: Primitive,
+    cotangents: Sequence[Any],
+    *xs: Any,
+    axes: tuple[str, ...],
+    invariant: bool,
 ) -> list[Any]:
     asked = [ct for ct in cotangents if type(ct) is not ad.Zero]
     if invariant:
         sent = iter([lax.pcast(ct, axes, to="varying") for ct in asked])
     else:
-        sent = iter(psum_p.bind(*asked, axes=axes, invariant=False) if asked else [])
+        sent = iter(primitive.bind(*asked, axes=axes, invariant=False) if asked else [])
     return [
         ad.Zero(x.aval.to_ct_aval()) if type(ct) is ad.Zero else next(sent)
         for ct, x in zip(cotangents, xs, strict=True)
     ]
 
 
-# Batching: elementwise.
+# Batching: elementwise, unless the mapped axis has the name of a mesh axis and so hides it.
 
 
 def _batch(
-    operands: Sequence[Any], dims: Sequence[Any], *, axes: tuple[str, ...], invariant: bool
+    primitive: Primitive,
+    name: Hashable,
+    size: int,
+    operands: Sequence[Any],
+    dims: Sequence[Any],
+    *,
+    axes: tuple[str, ...],
+    invariant: bool,
 ) -> tuple[Any, Any]:
-    return psum_p.bind(*operands, axes=axes, invariant=invariant), dims
+    if name in axes:
+        mapped = jax.vmap(
+            lambda *xs: lax.psum(list(xs), axes),
+            in_axes=tuple(dims),
+            out_axes=None,
+            axis_name=name,
+            axis_size=size,
+        )
+        return mapped(*operands), [None] * len(operands)
+    return primitive.bind(*operands, axes=axes, invariant=invariant), dims
 
 
 # Registration.
 
-mlir.register_lowering(psum_p, _lower_to_lax)
-mlir.register_lowering(psum_p, partial(_lower, "cpu"), platform="cpu")
-mlir.register_lowering(psum_p, partial(_lower, "gpu"), platform="cuda")
-ad.primitive_jvps[psum_p] = _jvp
-ad.primitive_transposes[psum_p] = _transpose
-batching.primitive_batchers[psum_p] = _batch
-compat.lower_with_devices(psum_p)
-compat.drop_unused_results(psum_p)
+for _primitive in (psum_p, psum_over_set_mesh_p):
+    _primitive.multiple_results = True
+    _primitive.def_effectful_abstract_eval(_abstract_eval)
+    mlir.register_lowering(_primitive, _lower)
+    ad.primitive_jvps[_primitive] = partial(_jvp, _primitive)
+    ad.primitive_transposes[_primitive] = partial(_transpose, _primitive)
+    compat.batch_by_axis(_primitive, partial(_batch, _primitive))
+    compat.drop_unused_results(_primitive)
+compat.lower_with_devices(psum_over_set_mesh_p)

@@ -12,6 +12,7 @@ from devices import need_devices
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
+from jax_intranode._src import native
 
 
 def run_program(tmp_path: Path, code: str, *arguments: str) -> tuple[int, str]:
@@ -49,8 +50,7 @@ program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x
 x = jax.device_put(jnp.ones((2, 100)), jax.NamedSharding(mesh, P("x")))
 def run(times):
     for _ in range(times):
-        y = program(x)
-    return jax.block_until_ready(y)
+        jax.block_until_ready(program(x))  # the result is freed: the next one lies at its address
 """
 
 EXITS = {
@@ -131,19 +131,28 @@ def test_usage_counter() -> None:
     need_devices(2)
     mesh = cases.line(2)
     x = cases.put(mesh, P("x"), cases.random("float32", (2, 100)))
-    program = jax.jit(cases.sharded(lambda v: jax_intranode.psum(v, "x"), mesh, P("x"), P("x")))
+
+    def body(v: jax.Array) -> jax.Array:
+        for _ in range(8):
+            v = jax_intranode.psum(v, "x") / 2
+        return v
+
+    program = jax.jit(cases.sharded(body, mesh, P("x"), P("x")))
 
     def counted(executions: int) -> int:
         before = jax_intranode.usage_counter()
         for _ in range(executions):
-            result = program(x)
-        jax.block_until_ready(result)
+            jax.block_until_ready(program(x))
         return jax_intranode.usage_counter() - before
 
-    assert counted(1) == 2  # one for each device
-    assert counted(5) == 10
+    assert counted(1) == 8 * 2  # each counts once for each device
+    assert counted(10) == 10 * 8 * 2
+    calls = native.handler_calls()
+    assert counted(5) == 5 * 8 * 2
+    if jax.devices()[0].platform == "gpu":
+        assert native.handler_calls() == calls, "XLA did not replay"
     before = jax_intranode.usage_counter()
     jax_intranode.shutdown()
     jax.clear_caches()
     assert jax_intranode.usage_counter() == before
-    assert counted(3) == 6
+    assert counted(3) == 3 * 8 * 2

@@ -44,18 +44,19 @@ def shut_down_one_after_another() -> None:
 def count() -> None:
     mesh = cases.line()
     x = cases.put(mesh, P("x"), cases.random("float32", (mesh.size, 100)))
-    f = jax.jit(
-        cases.sharded(
-            lambda v: jax_intranode.psum((v, v.astype("int32")), "x")[0], mesh, P("x"), P("x")
-        )
-    )
-    for executions in (1, 8):
+
+    def body(v: jax.Array) -> jax.Array:
+        for _ in range(8):
+            v = jax_intranode.psum(v, "x") / mesh.size
+        return v
+
+    f = jax.jit(cases.sharded(body, mesh, P("x"), P("x")))
+    for executions in (1, 12):
         before = jax_intranode.usage_counter()
         for _ in range(executions):
-            y = f(x)
-        jax.block_until_ready(y)
+            jax.block_until_ready(f(x))
         counted = jax_intranode.usage_counter() - before
-        assert counted == executions, (counted, executions)
+        assert counted == 8 * executions, (counted, executions)
     print("DONE", flush=True)
 
 

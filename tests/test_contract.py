@@ -28,11 +28,11 @@ def test_row(name: str) -> None:
     theirs = contract.outcome(row, lax.psum)
     assert theirs.calls == 0
     if row.how == contract.DIFFERS:
-        ours_saved, ours_loaded = ours.result
-        assert ours_saved == theirs.result[0] == "yes"
-        assert not isinstance(theirs.result[1], Raised)
-        assert isinstance(ours_loaded, Raised)
-        assert "needs jax_intranode.initialize(mesh)" in ours_loaded.message
+        # What the second process says of it: values, or the text of an error.
+        (ours_saved, ours_loaded), (saved, loaded) = ours.result, theirs.result
+        assert ours_saved == saved == "yes"
+        assert isinstance(loaded, list)
+        assert "needs jax_intranode.initialize(mesh)" in str(ours_loaded)
         return
     contract.compare(ours.result, theirs.result)
     if row.how == contract.ERROR:

@@ -60,6 +60,7 @@ def leave(present: list[int]) -> None:
     if jax.process_index() == 0:
         for rank in set(present) - {0}:
             client.blocking_key_value_get(f"test/leave/{rank}", 60_000)
+        time.sleep(1)  # the others have yet to hear that their key was set, and to end
     else:
         client.key_value_set(f"test/leave/{jax.process_index()}", "gone")
     os._exit(0)

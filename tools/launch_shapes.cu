@@ -23,7 +23,7 @@
 #include <string>
 #include <vector>
 
-#include "../xla_ffi/cuda/all_reduce.h"
+#include "../xla_ffi/cuda/collectives.h"
 #include "../xla_ffi/cuda/slab.h"
 
 using namespace jax_intranode;
@@ -112,7 +112,7 @@ void Rank(int rank, int size, size_t min_bytes, size_t max_bytes) {
   cudaEvent_t begin, end;
   cudaEventCreate(&begin);
   cudaEventCreate(&end);
-  ThrowIfError(LoadAllReduceKernels(), "kernels");
+  ThrowIfError(LoadKernels(), "kernels");
   Meet();
 
   for (size_t bytes = min_bytes; bytes <= max_bytes; bytes *= 4) {
@@ -133,7 +133,7 @@ void Rank(int rank, int size, size_t min_bytes, size_t max_bytes) {
           cudaGraphExec_t program;
           ThrowIfError(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
           for (int k = 0; k < calls; ++k) {
-            ThrowIfError(LaunchAllReduce(algorithm, ElementType::kBF16, group,
+            ThrowIfError(Launch(algorithm, ElementType::kBF16, group,
                                          Buffer{in, out, bytes}, {blocks, threads}, stream),
                          "launch");
           }

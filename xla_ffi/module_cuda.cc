@@ -4,13 +4,13 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <atomic>
 #include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <tuple>
 
 #include "cuda/slab.h"
-#include "ffi/psum_cuda.h"
+#include "ffi/collectives_cuda.h"
 
 namespace nb = nanobind;
 
@@ -84,57 +84,66 @@ RegionHeader* HeaderOf(const DeviceGroup& group) {
   return reinterpret_cast<RegionHeader*>(group.region[group.rank]);
 }
 
-// Operations of communicators that are closed.
-std::atomic<uint64_t> past_operations{0};
+// Guards the count: what a communicator has done counts either as its own or as past.
+std::mutex operations_mutex;
+uint64_t past_operations = 0;  // of communicators that are closed
 
-// Operations that the devices of this process have executed, replayed ones included. Epochs have 32
-// bits: the count is right if it is asked for once in 2^32 operations of a group.
+// Operations of a communicator on one device. An epoch has 32 bits: the count is right if it is
+// read once in 2^32 operations.
+uint64_t OperationsNow(DeviceCommunicator& communicator, size_t device) {
+  auto& [last, count] = communicator.counted[device];
+  const uint32_t epoch =
+      ReadWord(static_cast<int>(device),
+               reinterpret_cast<char*>(&HeaderOf(*communicator.members[device])->epoch[0]));
+  count += static_cast<uint32_t>(epoch - last);
+  last = epoch;
+  return count;
+}
+
+// Operations that the devices of this process have executed, replayed ones included.
 uint64_t Operations() {
+  std::lock_guard lock(operations_mutex);
   uint64_t total = past_operations;
   for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().All()) {
     for (size_t device = 0; device < communicator->members.size(); ++device) {
-      if (!communicator->members[device]) continue;
-      const DeviceGroup& group = *communicator->members[device];
-      const uint32_t epoch =
-          ReadWord(static_cast<int>(device), reinterpret_cast<char*>(&HeaderOf(group)->epoch[0]));
-      std::lock_guard lock(communicator->mutex);
-      auto& [last, count] = communicator->counted[device];
-      count += static_cast<uint32_t>(epoch - last);
-      last = epoch;
-      total += count;
+      if (communicator->members[device]) total += OperationsNow(*communicator, device);
     }
   }
   return total;
 }
 
-// Ends all communicators. Waits for what runs on their devices; what is replayed afterwards,
-// without a handler being asked, finds its region closed.
+// Ends all communicators. What is replayed afterwards, without a handler being asked, finds its
+// region closed.
 void Close() {
+  std::lock_guard lock(operations_mutex);
   const auto communicators = Registry<DeviceCommunicator>::Get().All();
   for (const auto& [partition, communicator] : communicators) communicator->closed = true;
-  try {
-    for (const auto& [partition, communicator] : communicators) {
-      for (size_t device = 0; device < communicator->members.size(); ++device) {
-        if (!communicator->members[device]) continue;
-        const CurrentDevice current(static_cast<int>(device));
+  for (const auto& [partition, communicator] : communicators) {
+    for (size_t number = 0; number < communicator->members.size(); ++number) {
+      if (!communicator->members[number]) continue;
+      const int device = static_cast<int>(number);
+      try {
+        const CurrentDevice current(device);
         ThrowIfError(cudaDeviceSynchronize(), "waiting for a device");
-        WriteWord(static_cast<int>(device),
-                  reinterpret_cast<char*>(&HeaderOf(*communicator->members[device])->closed), 1);
+        WriteWord(device,
+                  reinterpret_cast<char*>(&HeaderOf(*communicator->members[number])->closed), 1);
+        OperationsNow(*communicator, number);
+      } catch (const std::runtime_error&) {
+        // The CUDA context is lost: nothing runs in it any more.
       }
+      past_operations += communicator->counted[number].second;
     }
-    past_operations = Operations();
-  } catch (const std::runtime_error&) {
-    // The CUDA context is lost: nothing runs in it any more.
   }
   Registry<DeviceCommunicator>::Get().Clear();
 }
 
 nb::dict Registrations() {
-  nb::dict psum;
-  psum["instantiate"] = nb::capsule(reinterpret_cast<void*>(PsumCudaInstantiate));
-  psum["execute"] = nb::capsule(reinterpret_cast<void*>(PsumCuda));
-  nb::dict all;
-  all["jax_intranode_psum"] = psum;
+  nb::dict handlers, all;
+  handlers["instantiate"] = nb::capsule(reinterpret_cast<void*>(CudaCollectiveInstantiate));
+  handlers["execute"] = nb::capsule(reinterpret_cast<void*>(CudaCollective));
+  for (const char* name : {"psum", "psum_scatter", "all_gather"}) {
+    all[(std::string("jax_intranode_") + name).c_str()] = handlers;
+  }
   return all;
 }
 
@@ -203,7 +212,7 @@ NB_MODULE(_cuda, m) {
       "load_kernels",
       [](int device) {
         CurrentDevice current(device);
-        ThrowIfError(LoadAllReduceKernels(), "loading the kernels");
+        ThrowIfError(LoadKernels(), "loading the kernels");
       },
       nb::arg("device"), nb::call_guard<nb::gil_scoped_release>());
   m.def(

@@ -4,15 +4,15 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <atomic>
 #include <cstring>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <set>
 #include <stdexcept>
 #include <tuple>
 
-#include "ffi/psum_host.h"
+#include "ffi/collectives_host.h"
 #include "host/segment.h"
 #include "kernels/memory.h"
 
@@ -62,12 +62,12 @@ void CreateCommunicator(const std::vector<int64_t>& device_ids, int64_t group_si
   Registry<HostCommunicator>::Get().Add({device_ids, group_size}, std::move(communicator));
 }
 
-// Operations of communicators that are closed.
-std::atomic<uint64_t> past_operations{0};
+// Guards the count: what a communicator has done counts either as its own or as past.
+std::mutex operations_mutex;
+uint64_t past_operations = 0;  // of communicators that are closed
 
-// Operations that the devices of this process have executed.
-uint64_t Operations() {
-  uint64_t total = past_operations;
+uint64_t OperationsNow() {
+  uint64_t total = 0;
   for (const auto& [partition, communicator] : Registry<HostCommunicator>::Get().All()) {
     std::set<HostGroup*> groups;
     for (const auto& [device, member] : communicator->members) groups.insert(member.group.get());
@@ -76,20 +76,28 @@ uint64_t Operations() {
   return total;
 }
 
+// Operations that the devices of this process have executed.
+uint64_t Operations() {
+  std::lock_guard lock(operations_mutex);
+  return past_operations + OperationsNow();
+}
+
 void Close() {
-  past_operations = Operations();
+  std::lock_guard lock(operations_mutex);
   for (const auto& [partition, communicator] : Registry<HostCommunicator>::Get().All()) {
     for (const auto& [device, member] : communicator->members) member.group->Fail(kShutDown);
   }
+  past_operations += OperationsNow();
   Registry<HostCommunicator>::Get().Clear();
 }
 
 nb::dict Registrations() {
-  nb::dict psum;
-  psum["instantiate"] = nb::capsule(reinterpret_cast<void*>(PsumHostInstantiate));
-  psum["execute"] = nb::capsule(reinterpret_cast<void*>(PsumHost));
-  nb::dict all;
-  all["jax_intranode_psum"] = psum;
+  nb::dict handlers, all;
+  handlers["instantiate"] = nb::capsule(reinterpret_cast<void*>(HostCollectiveInstantiate));
+  handlers["execute"] = nb::capsule(reinterpret_cast<void*>(HostCollective));
+  for (const char* name : {"psum", "psum_scatter", "all_gather"}) {
+    all[(std::string("jax_intranode_") + name).c_str()] = handlers;
+  }
   return all;
 }
 

@@ -65,7 +65,7 @@ _modules = _load()
 
 
 def _on_duration(event: str, duration_secs: float, **kwargs: str | int) -> None:
-    # CPU call sites are numbered anew in each program (xla_ffi/ffi/psum_host.cc).
+    # CPU call sites are numbered anew in each program (xla_ffi/ffi/collectives_host.cc).
     if event == "/jax/core/compile/backend_compile_duration":
         _modules["cpu"].end_compilation()
 

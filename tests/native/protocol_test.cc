@@ -22,7 +22,9 @@
 #include <thread>
 #include <vector>
 
+#include "xla_ffi/kernels/all_gather.h"
 #include "xla_ffi/kernels/one_shot.h"
+#include "xla_ffi/kernels/reduce_scatter.h"
 #include "xla_ffi/kernels/two_shot.h"
 
 namespace jin = jax_intranode;
@@ -118,24 +120,45 @@ struct HalfLooked : Packets {
   }
 };
 
+enum class Kind { kOneShot, kTwoShot, kReduceScatter, kAllGather };
+
 struct Plan {
-  bool two_shot;
+  Kind kind;
   bool floating;
   size_t bytes;
   int blocks;
   int buffers;
+
+  // Words of the input and of the output of each rank.
+  size_t In(int ranks) const { return bytes / 4 * (kind == Kind::kReduceScatter ? ranks : 1); }
+  size_t Out(int ranks) const { return bytes / 4 * (kind == Kind::kAllGather ? ranks : 1); }
 };
 
-template <class Type, class Packets, class Call>
-bool RunAs(HostThread& t, const TestGroup& g, const Call& call, bool two_shot) {
-  return two_shot ? jin::TwoShot<Type, 0, Packets>::Run(t, g, call)
-                  : jin::OneShot<Type, 0, Packets>::Run(t, g, call);
+template <class Type, class Packets>
+bool RunAs(HostThread& t, const TestGroup& g, const jin::Buffers& call, Kind kind) {
+  return kind == Kind::kTwoShot ? jin::TwoShot<Type, 0, Packets>::Run(t, g, call)
+                                : jin::OneShot<Type, 0, Packets>::Run(t, g, call);
+}
+
+template <class Type, class Packets>
+bool RunAs(HostThread& t, const TestGroup& g, const jin::Buffer& call, Kind kind) {
+  switch (kind) {
+    case Kind::kOneShot:
+      return jin::OneShot<Type, 0, Packets>::Run(t, g, call);
+    case Kind::kTwoShot:
+      return jin::TwoShot<Type, 0, Packets>::Run(t, g, call);
+    case Kind::kReduceScatter:
+      return jin::ReduceScatter<Type, 0, Packets>::Run(t, g, call);
+    case Kind::kAllGather:
+      return jin::AllGather<Type, 0, Packets>::Run(t, g, call);
+  }
+  return false;
 }
 
 template <template <class> class Break, class Call>
 bool RunCall(HostThread& t, const TestGroup& g, const Call& call, const Plan& plan) {
-  return plan.floating ? RunAs<jin::F32, Break<jin::BarePackets>>(t, g, call, plan.two_shot)
-                       : RunAs<jin::I32, Break<jin::FlaggedPackets>>(t, g, call, plan.two_shot);
+  return plan.floating ? RunAs<jin::F32, Break<jin::BarePackets>>(t, g, call, plan.kind)
+                       : RunAs<jin::I32, Break<jin::FlaggedPackets>>(t, g, call, plan.kind);
 }
 
 template <template <class> class Break>
@@ -178,6 +201,16 @@ uint32_t Sum(int ranks, int call, size_t i, bool floating) {
   return integer;
 }
 
+// Word i of a rank's output.
+uint32_t Expected(const Plan& plan, int ranks, int rank, int call, size_t i) {
+  const size_t chunk = plan.bytes / 4;
+  if (plan.kind == Kind::kAllGather) {
+    return Value(static_cast<int>(i / chunk), call, i % chunk, plan.floating);
+  }
+  if (plan.kind == Kind::kReduceScatter) i += rank * chunk;
+  return Sum(ranks, call, i, plan.floating);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -200,9 +233,11 @@ int main(int argc, char** argv) {
   std::mt19937 random(20);
   std::vector<Plan> plans;
   for (int k = 0; k < calls; ++k) {
-    plans.push_back({random() % 2 == 0, random() % 2 == 0, 4 * (1 + random() % (kMaxBytes / 4)),
+    const Kind kind = static_cast<Kind>(random() % 4);
+    const bool reduces = kind == Kind::kOneShot || kind == Kind::kTwoShot;
+    plans.push_back({kind, random() % 2 == 0, 4 * (1 + random() % (kMaxBytes / 4)),
                      1 + static_cast<int>(random() % kMaxBlocksHere),
-                     random() % 3 == 0 ? 1 + static_cast<int>(random() % 9) : 1});
+                     reduces && random() % 3 == 0 ? 1 + static_cast<int>(random() % 9) : 1});
   }
 
   std::atomic<long> wrong{0};
@@ -215,10 +250,10 @@ int main(int argc, char** argv) {
       block_barriers.push_back(std::make_unique<std::barrier<>>(kThreads));
     }
     for (int k = 0; k < calls; ++k) {
-      const size_t n = plans[k].bytes / 4;
+      const size_t n = plans[k].In(ranks);
       inputs[r].emplace_back(n);
       for (size_t i = 0; i < n; ++i) inputs[r][k][i] = Value(r, k, i, plans[k].floating);
-      outputs[r].emplace_back(n, 0xDEADBEEFu);
+      outputs[r].emplace_back(plans[k].Out(ranks), 0xDEADBEEFu);
     }
   }
 
@@ -273,7 +308,7 @@ int main(int argc, char** argv) {
   for (int r = 0; r < ranks; ++r) {
     for (int k = 0; k < calls; ++k) {
       for (size_t i = 0; i < outputs[r][k].size(); ++i) {
-        wrong += outputs[r][k][i] != Sum(ranks, k, i, plans[k].floating);
+        wrong += outputs[r][k][i] != Expected(plans[k], ranks, r, k, i);
       }
     }
   }

@@ -1,7 +1,7 @@
 // The thread context of group.h on a GPU: how a device thread waits, and how it gives up.
 #pragma once
 
-#include "../kernels/all_reduce.h"
+#include "../kernels/algorithms.h"
 #include "../kernels/memory.h"
 #include "failure.h"
 

@@ -7,7 +7,7 @@
 #include <string_view>
 #include <utility>
 
-#include "../kernels/all_reduce.h"
+#include "../kernels/algorithms.h"
 #include "../kernels/buffers.h"
 #include "registry.h"
 #include "xla/ffi/api/ffi.h"
@@ -65,46 +65,60 @@ void RegisterStateType(const XLA_FFI_Api* api, std::string_view name) {
   });
 }
 
+// The element type of an operand. Where nothing is summed any other type is as good as bytes.
+inline std::optional<ElementType> ElementTypeOf(Algorithm algorithm, ffi::DataType type) {
+  const std::optional<ElementType> found = ElementTypeOf(type);
+  if (!found && algorithm == Algorithm::kAllGather) return ElementType::kI8;
+  return found;
+}
+
 // Fills in the buffers of a call. Refuses what must not reach a kernel; lowering has checked all of
 // it before.
 inline ffi::Error CollectBuffers(Algorithm algorithm, int size, size_t half_bytes,
                                  ffi::RemainingArgs xs, ffi::RemainingRets ys, ElementType* type,
                                  Buffers* buffers) {
-  if (xs.size() != ys.size() || xs.size() < 1 || xs.size() > kMaxBuffers) {
-    return ffi::Error::InvalidArgument("jax_intranode: psum got " + std::to_string(xs.size()) +
-                                       " operands and " + std::to_string(ys.size()) +
-                                       " results; it takes 1 to " + std::to_string(kMaxBuffers) +
-                                       " operands and returns as many.");
+  const std::string name = OperationName(algorithm);
+  const bool reduces = algorithm == Algorithm::kOneShot || algorithm == Algorithm::kTwoShot;
+  const size_t most = reduces ? kMaxBuffers : 1;
+  if (xs.size() != ys.size() || xs.size() < 1 || xs.size() > most) {
+    return ffi::Error::InvalidArgument("jax_intranode: " + name + " got " +
+                                       std::to_string(xs.size()) + " operands and " +
+                                       std::to_string(ys.size()) + " results; it takes 1 to " +
+                                       std::to_string(most) + " operands and returns as many.");
   }
+  size_t packs = 0;
   for (size_t i = 0; i < xs.size(); ++i) {
     ffi::ErrorOr<ffi::AnyBuffer> x = xs.get<ffi::AnyBuffer>(i);
     ffi::ErrorOr<ffi::Result<ffi::AnyBuffer>> y = ys.get<ffi::AnyBuffer>(i);
     if (!x.has_value()) return std::move(x.error());
     if (!y.has_value()) return std::move(y.error());
     const ffi::DataType x_type = x->element_type(), y_type = (*y)->element_type();
-    const std::optional<ElementType> found = ElementTypeOf(x_type);
+    const std::optional<ElementType> found = ElementTypeOf(algorithm, x_type);
     if (!found || x_type != y_type || (i > 0 && *found != *type)) {
       return ffi::Error::InvalidArgument(
-          "jax_intranode: operand " + std::to_string(i) + " of psum has element type " +
+          "jax_intranode: operand " + std::to_string(i) + " of " + name + " has element type " +
           std::to_string(static_cast<int>(x_type)) + ", its result " +
           std::to_string(static_cast<int>(y_type)) +
-          "; psum takes f32, bf16, f16, f64 and integers of 8, 32 or 64 bits, all operands of one "
-          "type, and returns the same.");
+          "; sums take f32, bf16, f16, f64 and integers of 8, 32 or 64 bits, all operands of one "
+          "type, and return the same.");
     }
-    if (x->element_count() != (*y)->element_count()) {
-      return ffi::Error::InvalidArgument("jax_intranode: operand " + std::to_string(i) +
-                                         " of psum has " + std::to_string(x->element_count()) +
-                                         " elements, its result " +
-                                         std::to_string((*y)->element_count()) + ".");
+    const size_t in = InputChunks(algorithm, size), out = OutputChunks(algorithm, size);
+    if (x->element_count() * out != (*y)->element_count() * in) {
+      return ffi::Error::InvalidArgument(
+          "jax_intranode: operand " + std::to_string(i) + " of " + name + " has " +
+          std::to_string(x->element_count()) + " elements, its result " +
+          std::to_string((*y)->element_count()) + "; a group of " + std::to_string(size) +
+          " ranks needs them as " + std::to_string(in) + " to " + std::to_string(out) + ".");
     }
     *type = *found;
-    buffers->Append({x->untyped_data(), (*y)->untyped_data(), x->size_bytes()});
+    packs += (x->size_bytes() / in + sizeof(Pack) - 1) / sizeof(Pack);
+    buffers->Append({x->untyped_data(), (*y)->untyped_data(), x->size_bytes() / in});
   }
-  const size_t packs = buffers->end[buffers->count - 1];
+  if (packs == 0) return ffi::Error::InvalidArgument("jax_intranode: " + name + " of no elements.");
   const size_t needed = HalfBytesNeeded(algorithm, *type, packs, size);
   if (needed > half_bytes) {
     return ffi::Error::InvalidArgument(
-        "jax_intranode: psum of " + std::to_string(packs * sizeof(Pack)) + " bytes takes " +
+        "jax_intranode: " + name + " of " + std::to_string(packs * sizeof(Pack)) + " bytes takes " +
         std::to_string(needed) + " bytes of each buffer of the slab, which has " +
         std::to_string(half_bytes) +
         ". Was the program compiled with another JAX_INTRANODE_SLAB_MIB? Compile it again.");

@@ -4,8 +4,11 @@
 #include <atomic>
 #include <cfenv>
 #include <sstream>
+#include <type_traits>
 
+#include "../kernels/all_gather.h"
 #include "../kernels/one_shot.h"
+#include "../kernels/reduce_scatter.h"
 #include "../kernels/two_shot.h"
 #include "progress.h"
 
@@ -41,18 +44,33 @@ class KeepSubnormals {
   std::fenv_t saved_;
 };
 
-int Phases(Algorithm algorithm) { return algorithm == Algorithm::kOneShot ? 2 : 3; }
+int Phases(Algorithm algorithm) { return algorithm == Algorithm::kTwoShot ? 3 : 2; }
 
 template <class Type, int N, class C>
 bool RunPhase(Algorithm algorithm, int phase, ResumableThread& t, const Group& g, const C& c,
               uint32_t epoch) {
-  if (algorithm == Algorithm::kOneShot) {
-    return phase == 0 ? OneShot<Type, N>::Push(t, g, c, epoch)
-                      : OneShot<Type, N>::Reduce(t, g, c, epoch);
+  switch (algorithm) {
+    case Algorithm::kOneShot:
+      return phase == 0 ? OneShot<Type, N>::Push(t, g, c, epoch)
+                        : OneShot<Type, N>::Reduce(t, g, c, epoch);
+    case Algorithm::kTwoShot:
+      return phase == 0   ? TwoShot<Type, N>::Scatter(t, g, c, epoch)
+             : phase == 1 ? TwoShot<Type, N>::Reduce(t, g, c, epoch)
+                          : TwoShot<Type, N>::Drain(t, g, c, epoch);
+    case Algorithm::kReduceScatter:
+    case Algorithm::kAllGather:
+      break;
   }
-  return phase == 0   ? TwoShot<Type, N>::Scatter(t, g, c, epoch)
-         : phase == 1 ? TwoShot<Type, N>::Reduce(t, g, c, epoch)
-                      : TwoShot<Type, N>::Drain(t, g, c, epoch);
+  // The handler has seen to it that these have one buffer.
+  if constexpr (std::is_same_v<C, Buffer>) {
+    if (algorithm == Algorithm::kReduceScatter) {
+      return phase == 0 ? ReduceScatter<Type, N>::Scatter(t, g, c, epoch)
+                        : ReduceScatter<Type, N>::Reduce(t, g, c, epoch);
+    }
+    return phase == 0 ? AllGather<Type, N>::Push(t, g, c, epoch)
+                      : AllGather<Type, N>::Drain(t, g, c, epoch);
+  }
+  return true;
 }
 
 template <class Type>
@@ -303,7 +321,8 @@ bool HostGroup::CheckDeadline() {
       }
       std::ostringstream seconds;
       seconds << std::chrono::duration<double>(timeout_).count();
-      FailLocked("jax_intranode: psum timed out after " + seconds.str() + " s: " +
+      FailLocked(std::string("jax_intranode: ") + OperationName(pending.operation.algorithm) +
+                     " timed out after " + seconds.str() + " s: " +
                      Rank(pending.members.begin()->first) + " waited for " + Rank(missing) + why +
                      ". Did that rank fail, or run another program? JAX_INTRANODE_TIMEOUT_S sets "
                      "the limit. This group of devices can't be used any more.",

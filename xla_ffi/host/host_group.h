@@ -32,7 +32,7 @@
 #include <utility>
 #include <vector>
 
-#include "../kernels/all_reduce.h"
+#include "../kernels/algorithms.h"
 #include "../kernels/group.h"
 
 namespace jax_intranode {

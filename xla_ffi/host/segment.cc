@@ -55,12 +55,13 @@ int CreateLocked(std::string* name) {
     const int fd = shm_open(name->c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (fd < 0) Throw(errno, "creating the shared-memory segment " + *name);
     struct stat status;
-    if (flock(fd, LOCK_EX | LOCK_NB) == 0 && fstat(fd, &status) == 0 && status.st_nlink > 0) {
-      return fd;
-    }
-    // Somebody took it for abandoned before it was locked.
+    const bool locked = flock(fd, LOCK_EX | LOCK_NB) == 0;
+    const int error = locked || errno == EWOULDBLOCK ? 0 : errno;
+    if (locked && fstat(fd, &status) == 0 && status.st_nlink > 0) return fd;
     close(fd);
     shm_unlink(name->c_str());
+    if (error != 0) Throw(error, "locking the shared-memory segment " + *name);
+    // Somebody took it for abandoned before it was locked.
   }
 }
 

@@ -20,6 +20,12 @@ struct Buffer {
   JIN_FN Pack Load(size_t i) const { return LoadInput(in, bytes, i, Aligned()); }
   JIN_FN void Store(size_t i, const Pack& p) const { StoreOutput(out, bytes, i, Aligned(), p); }
 
+  // Of an input, or an output, that holds a chunk of this size for each rank: rank r's.
+  JIN_FN Buffer InputOf(int r) const {
+    return {static_cast<const char*>(in) + r * bytes, out, bytes};
+  }
+  JIN_FN Buffer OutputOf(int r) const { return {in, static_cast<char*>(out) + r * bytes, bytes}; }
+
  private:
   JIN_FN bool Aligned() const {
     return ((reinterpret_cast<uintptr_t>(in) | reinterpret_cast<uintptr_t>(out)) & 15) == 0;

@@ -124,6 +124,15 @@ JIN_FN bool AwaitAll(Thread& t, const G& g, char* slots, size_t slot_bytes, size
   }
 }
 
+// Empties pack i of the slots again, after it has been read.
+template <class Packets, int N, class G>
+JIN_FN void ArmAll(const G& g, char* slots, size_t slot_bytes, size_t i) {
+  JIN_UNROLL
+  for (int r = 0; r < Ranks<N>::kSlots; ++r) {
+    if (Ranks<N>::Has(r, g.size) && r != g.rank) Packets::Arm(slots + r * slot_bytes, i);
+  }
+}
+
 // Sums one pack of every rank in rank order and rounds once.
 template <class Type, int N>
 JIN_FN Pack SumInRankOrder(const Pack (&packs)[Ranks<N>::kSlots], int size) {

@@ -45,10 +45,7 @@ struct OneShot {
       for (int r = 0; r < Ranks<N>::kSlots; ++r) all[r] = own;
       if (!AwaitAll<Packets, N>(t, g, slots, slot_bytes, i, all)) return false;
       c.Store(i, SumInRankOrder<Type, N>(all, g.size));
-      JIN_UNROLL
-      for (int r = 0; r < Ranks<N>::kSlots; ++r) {
-        if (Ranks<N>::Has(r, g.size) && r != g.rank) Packets::Arm(slots + r * slot_bytes, i);
-      }
+      ArmAll<Packets, N>(g, slots, slot_bytes, i);
     }
     return true;
   }

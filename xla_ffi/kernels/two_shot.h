@@ -92,10 +92,7 @@ struct TwoShot {
         }
       }
       c.Store(g.rank * shard + i, sum);
-      JIN_UNROLL
-      for (int r = 0; r < Ranks<N>::kSlots; ++r) {
-        if (Ranks<N>::Has(r, g.size) && r != g.rank) Packets::Arm(slots + r * slot_bytes, i);
-      }
+      ArmAll<Packets, N>(g, slots, slot_bytes, i);
     }
     return true;
   }
@@ -109,11 +106,9 @@ struct TwoShot {
       if (!AwaitAll<Packets, N>(t, g, slots, slot_bytes, i, all)) return false;
       JIN_UNROLL
       for (int r = 0; r < Ranks<N>::kSlots; ++r) {
-        if (Ranks<N>::Has(r, g.size) && r != g.rank) {
-          c.Store(r * shard + i, all[r]);
-          Packets::Arm(slots + r * slot_bytes, i);
-        }
+        if (Ranks<N>::Has(r, g.size) && r != g.rank) c.Store(r * shard + i, all[r]);
       }
+      ArmAll<Packets, N>(g, slots, slot_bytes, i);
     }
     return true;
   }

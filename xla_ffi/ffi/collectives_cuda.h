@@ -1,4 +1,5 @@
-// The FFI handlers of psum on CUDA.
+// The FFI handlers of the collectives on CUDA. All operations have one: the algorithm, an
+// attribute, says which.
 #pragma once
 
 #include <atomic>
@@ -11,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "../cuda/all_reduce.h"
+#include "../cuda/collectives.h"
 #include "common.h"
 
 namespace jax_intranode {
@@ -39,7 +40,7 @@ struct DeviceCommunicator {
 
 extern std::atomic<uint64_t> device_handler_calls;
 
-XLA_FFI_Error* PsumCudaInstantiate(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* PsumCuda(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* CudaCollectiveInstantiate(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* CudaCollective(XLA_FFI_CallFrame* frame);
 
 }  // namespace jax_intranode

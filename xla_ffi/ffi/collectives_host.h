@@ -1,4 +1,5 @@
-// The FFI handlers of psum on the CPU.
+// The FFI handlers of the collectives on the CPU. All operations have one: the algorithm, an
+// attribute, says which.
 #pragma once
 
 #include <atomic>
@@ -25,7 +26,7 @@ extern std::atomic<uint64_t> host_handler_calls;
 // A program has been compiled: what is instantiated from now on belongs to another one.
 void EndCompilation();
 
-XLA_FFI_Error* PsumHostInstantiate(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* PsumHost(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* HostCollectiveInstantiate(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* HostCollective(XLA_FFI_CallFrame* frame);
 
 }  // namespace jax_intranode

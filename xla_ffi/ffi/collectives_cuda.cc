@@ -1,4 +1,4 @@
-#include "psum_cuda.h"
+#include "collectives_cuda.h"
 
 #include <utility>
 
@@ -27,8 +27,8 @@ ffi::ErrorOr<std::unique_ptr<DeviceSite>> Instantiate(ffi::Span<const int64_t> d
   if (blocks < 1 || blocks > kMaxBlocks || threads < 32 || threads > kMaxThreads ||
       threads % 32 != 0) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(
-        "jax_intranode: psum can't be launched with " + std::to_string(blocks) + " blocks of " +
-        std::to_string(threads) + " threads."));
+        "jax_intranode: a collective can't be launched with " + std::to_string(blocks) +
+        " blocks of " + std::to_string(threads) + " threads."));
   }
   return std::make_unique<DeviceSite>(
       DeviceSite{std::move(communicator), static_cast<Algorithm>(algorithm), {blocks, threads}});
@@ -46,8 +46,8 @@ ffi::Error Execute(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::R
   }
   if (device < 0 || static_cast<size_t>(device) >= communicator.members.size() ||
       !communicator.members[device]) {
-    return ffi::Error::Internal("jax_intranode: psum ran on CUDA device " + std::to_string(device) +
-                                ", which is in none of its groups.");
+    return ffi::Error::Internal("jax_intranode: a collective ran on CUDA device " +
+                                std::to_string(device) + ", which is in none of its groups.");
   }
   const DeviceGroup& group = *communicator.members[device];
   ElementType type;
@@ -57,10 +57,11 @@ ffi::Error Execute(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::R
   if (error.failure()) return error;
   const cudaError_t status =
       buffers.count == 1
-          ? LaunchAllReduce(site->algorithm, type, group, buffers.buffer[0], site->shape, stream)
-          : LaunchAllReduce(site->algorithm, type, group, buffers, site->shape, stream);
+          ? Launch(site->algorithm, type, group, buffers.buffer[0], site->shape, stream)
+          : Launch(site->algorithm, type, group, buffers, site->shape, stream);
   if (status != cudaSuccess) {
-    return ffi::Error::Internal("jax_intranode: launching psum on CUDA device " +
+    return ffi::Error::Internal("jax_intranode: launching " +
+                                std::string(OperationName(site->algorithm)) + " on CUDA device " +
                                 std::to_string(device) + " failed: " + cudaGetErrorString(status));
   }
   return ffi::Error::Success();
@@ -70,7 +71,7 @@ ffi::Error Execute(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::R
 
 std::atomic<uint64_t> device_handler_calls{0};
 
-XLA_FFI_Error* PsumCudaInstantiate(XLA_FFI_CallFrame* frame) {
+XLA_FFI_Error* CudaCollectiveInstantiate(XLA_FFI_CallFrame* frame) {
   RegisterStateType<DeviceSite>(frame->api, "jax_intranode_device_site");
   XLA_FFI_DEFINE_HANDLER(handler, Instantiate,
                          ffi::Ffi::BindInstantiate()
@@ -82,7 +83,7 @@ XLA_FFI_Error* PsumCudaInstantiate(XLA_FFI_CallFrame* frame) {
   return (*handler)(frame);
 }
 
-XLA_FFI_Error* PsumCuda(XLA_FFI_CallFrame* frame) {
+XLA_FFI_Error* CudaCollective(XLA_FFI_CallFrame* frame) {
   XLA_FFI_DEFINE_HANDLER(handler, Execute,
                          ffi::Ffi::Bind()
                              .Ctx<ffi::PlatformStream<cudaStream_t>>()

@@ -1,4 +1,4 @@
-#include "psum_host.h"
+#include "collectives_host.h"
 
 #include <chrono>
 #include <string>
@@ -97,7 +97,7 @@ ffi::Future Execute(int32_t device, HostSite* site, ffi::RemainingArgs xs, ffi::
   host_handler_calls.fetch_add(1, std::memory_order_relaxed);
   auto it = site->communicator->members.find(device);
   if (it == site->communicator->members.end()) {
-    return Ready(ffi::Error::Internal("jax_intranode: psum ran on device " +
+    return Ready(ffi::Error::Internal("jax_intranode: a collective ran on device " +
                                       std::to_string(device) +
                                       ", which is in none of its groups."));
   }
@@ -130,7 +130,7 @@ std::atomic<uint64_t> host_handler_calls{0};
 
 void EndCompilation() { SiteNumbers::Get().Restart(); }
 
-XLA_FFI_Error* PsumHostInstantiate(XLA_FFI_CallFrame* frame) {
+XLA_FFI_Error* HostCollectiveInstantiate(XLA_FFI_CallFrame* frame) {
   RegisterStateType<HostSite>(frame->api, "jax_intranode_host_site");
   XLA_FFI_DEFINE_HANDLER(handler, Instantiate,
                          ffi::Ffi::BindInstantiate()
@@ -141,7 +141,7 @@ XLA_FFI_Error* PsumHostInstantiate(XLA_FFI_CallFrame* frame) {
   return (*handler)(frame);
 }
 
-XLA_FFI_Error* PsumHost(XLA_FFI_CallFrame* frame) {
+XLA_FFI_Error* HostCollective(XLA_FFI_CallFrame* frame) {
   XLA_FFI_DEFINE_HANDLER(handler, Execute,
                          ffi::Ffi::Bind()
                              .Ctx<ffi::DeviceOrdinal>()

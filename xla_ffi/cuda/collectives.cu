@@ -1,0 +1,74 @@
+// The kernels of one element type, JIN_TYPE (compiled once for each type, so that a build uses all
+// cores).
+#include <type_traits>
+
+#include "../kernels/all_gather.h"
+#include "../kernels/one_shot.h"
+#include "../kernels/reduce_scatter.h"
+#include "../kernels/two_shot.h"
+#include "collective_kernels.h"
+#include "device_thread.h"
+
+namespace jax_intranode {
+namespace {
+
+// One kernel for each body of xla_ffi/kernels, which profilers show by name.
+template <template <class, int, class> class Body, Algorithm algorithm, class Type, int N,
+          class Call>
+__global__ void __launch_bounds__(kMaxThreads)
+    jax_intranode_kernel(const __grid_constant__ DeviceGroup group,
+                         const __grid_constant__ Call call) {
+  DeviceThread thread(group.failure, group.timeout_ns, group.rank,
+                      static_cast<uint32_t>(algorithm));
+  Body<Type, N, typename Type::Packets>::Run(thread, group, call);
+}
+
+template <template <class, int, class> class Body, Algorithm algorithm, class Type, int N,
+          class Call = Buffer>
+const void* Address() {
+  return reinterpret_cast<const void*>(&jax_intranode_kernel<Body, algorithm, Type, N, Call>);
+}
+
+template <class Type, int N>
+const void* Kernel(Algorithm algorithm) {
+  switch (algorithm) {
+    case Algorithm::kOneShot:
+      return Address<OneShot, Algorithm::kOneShot, Type, N>();
+    case Algorithm::kTwoShot:
+      return Address<TwoShot, Algorithm::kTwoShot, Type, N>();
+    case Algorithm::kReduceScatter:
+      return Address<ReduceScatter, Algorithm::kReduceScatter, Type, N>();
+    case Algorithm::kAllGather:
+      // What is only copied has no type: F32, BF16 and I8 serve the others that travel alike.
+      if constexpr (std::is_same_v<Type, F32> || std::is_same_v<Type, BF16> ||
+                    std::is_same_v<Type, I8>) {
+        return Address<AllGather, Algorithm::kAllGather, Type, N>();
+      }
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+// The types that models compute in have kernels of their own for sizes 2, 4 and 8. The other sizes,
+// the other types, and calls of many buffers share one: each kernel costs build time.
+template <>
+const void* CollectiveKernel<ElementType::JIN_ELEMENT_TYPE>(Algorithm algorithm, int size,
+                                                            bool many) {
+  using Type = JIN_TYPE;
+  if (many) {
+    return algorithm == Algorithm::kOneShot
+               ? Address<OneShot, Algorithm::kOneShot, Type, 0, Buffers>()
+           : algorithm == Algorithm::kTwoShot
+               ? Address<TwoShot, Algorithm::kTwoShot, Type, 0, Buffers>()
+               : nullptr;
+  }
+  if constexpr (std::is_same_v<Type::Packets, BarePackets>) {
+    if (size == 2) return Kernel<Type, 2>(algorithm);
+    if (size == 4) return Kernel<Type, 4>(algorithm);
+    if (size == 8) return Kernel<Type, 8>(algorithm);
+  }
+  return Kernel<Type, 0>(algorithm);
+}
+
+}  // namespace jax_intranode

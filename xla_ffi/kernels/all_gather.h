@@ -1,0 +1,66 @@
+// All-gather: every rank's input, one after another in rank order, on every rank. One hop.
+//
+//   Push   send the input to everybody: slot [me] of each; keep it at its place
+//   Drain  await everybody's
+//
+// Safety: group.h; an input has at least one pack, so every rank hears from every rank. Pack i is
+// handled by the same thread index in both phases and on all ranks. The input may be the rank's own
+// part of the result.
+//
+// The push of one_shot.h and the drain of two_shot.h.
+#pragma once
+
+#include "group.h"
+#include "types.h"
+
+namespace jax_intranode {
+
+template <class Type, int N, class PacketsOfType = typename Type::Packets>
+struct AllGather {
+  using Packets = PacketsOfType;
+
+  template <class Thread, class G>
+  JIN_FN static bool Push(Thread& t, const G& g, const Buffer& chunk, uint32_t epoch) {
+    const size_t packs = chunk.Packs(), slot_bytes = packs * Packets::kBytes;
+    for (size_t i = t.First(); i < packs; i += t.Stride()) {
+      // What is kept is what is sent: a NaN has the same bits everywhere.
+      const Pack p = Type::Sendable(chunk.Load(i));
+      t.Admit();
+      JIN_UNROLL
+      for (int step = 1; step < Ranks<N>::kSlots; ++step) {
+        if (Ranks<N>::Has(step, g.size)) {
+          const int to = Ranks<N>::After(g.rank, step, g.size);
+          Packets::Put(g.Half(to, epoch) + g.rank * slot_bytes, i, p);
+        }
+      }
+      chunk.OutputOf(g.rank).Store(i, p);
+    }
+    return true;
+  }
+
+  template <class Thread, class G>
+  JIN_FN static bool Drain(Thread& t, const G& g, const Buffer& chunk, uint32_t epoch) {
+    const size_t packs = chunk.Packs(), slot_bytes = packs * Packets::kBytes;
+    char* slots = g.Half(g.rank, epoch);
+    for (size_t i = t.First(); i < packs; i += t.Stride()) {
+      Pack all[Ranks<N>::kSlots];
+      if (!AwaitAll<Packets, N>(t, g, slots, slot_bytes, i, all)) return false;
+      JIN_UNROLL
+      for (int r = 0; r < Ranks<N>::kSlots; ++r) {
+        if (Ranks<N>::Has(r, g.size) && r != g.rank) chunk.OutputOf(r).Store(i, all[r]);
+      }
+      ArmAll<Packets, N>(g, slots, slot_bytes, i);
+    }
+    return true;
+  }
+
+  template <class Thread, class G>
+  JIN_FN static bool Run(Thread& t, const G& g, const Buffer& chunk) {
+    const uint32_t epoch = Begin(t, g);
+    if (!Push(t, g, chunk, epoch) || !Drain(t, g, chunk, epoch)) return false;
+    End(t, g, epoch);
+    return true;
+  }
+};
+
+}  // namespace jax_intranode

@@ -1,0 +1,71 @@
+// Reduce-scatter: rank d's result is the sum of every rank's chunk d. One hop.
+//
+//   Scatter  send chunk d of the input to rank d: slot [me] of d
+//   Reduce   await my chunk from everybody and sum
+//
+// Safety: group.h; a chunk has at least one pack, so every rank hears from every rank. Pack i of a
+// chunk is handled by the same thread index in both phases and on all ranks. The result must not
+// lie in the input: other threads may not have sent their parts of that chunk yet.
+//
+// The first half of two_shot.h; NCCL's symmetric RSxLL is alike.
+#pragma once
+
+#include "group.h"
+#include "types.h"
+
+namespace jax_intranode {
+
+template <class Type, int N, class PacketsOfType = typename Type::Packets>
+struct ReduceScatter {
+  using Packets = PacketsOfType;
+
+  template <class Thread, class G>
+  JIN_FN static bool Scatter(Thread& t, const G& g, const Buffer& chunk, uint32_t epoch) {
+    const size_t packs = chunk.Packs(), slot_bytes = packs * Packets::kBytes;
+    for (size_t i = t.First(); i < packs; i += t.Stride()) {
+      // All are loaded before the first is stored: no load is moved across a store.
+      Pack p[Ranks<N>::kSlots];
+      JIN_UNROLL
+      for (int step = 1; step < Ranks<N>::kSlots; ++step) {
+        if (Ranks<N>::Has(step, g.size)) {
+          p[step] = chunk.InputOf(Ranks<N>::After(g.rank, step, g.size)).Load(i);
+        }
+      }
+      t.Admit();
+      JIN_UNROLL
+      for (int step = 1; step < Ranks<N>::kSlots; ++step) {
+        if (Ranks<N>::Has(step, g.size)) {
+          const int to = Ranks<N>::After(g.rank, step, g.size);
+          Packets::Put(g.Half(to, epoch) + g.rank * slot_bytes, i, Type::Sendable(p[step]));
+        }
+      }
+    }
+    return true;
+  }
+
+  template <class Thread, class G>
+  JIN_FN static bool Reduce(Thread& t, const G& g, const Buffer& chunk, uint32_t epoch) {
+    const size_t packs = chunk.Packs(), slot_bytes = packs * Packets::kBytes;
+    char* slots = g.Half(g.rank, epoch);
+    for (size_t i = t.First(); i < packs; i += t.Stride()) {
+      const Pack own = Type::Sendable(chunk.InputOf(g.rank).Load(i));
+      Pack all[Ranks<N>::kSlots];
+      JIN_UNROLL
+      for (int r = 0; r < Ranks<N>::kSlots; ++r) all[r] = own;
+      if (!AwaitAll<Packets, N>(t, g, slots, slot_bytes, i, all)) return false;
+      chunk.Store(i, SumInRankOrder<Type, N>(all, g.size));
+      ArmAll<Packets, N>(g, slots, slot_bytes, i);
+    }
+    return true;
+  }
+
+  template <class Thread, class G>
+  JIN_FN static bool Run(Thread& t, const G& g, const Buffer& chunk) {
+    const uint32_t epoch = Begin(t, g);
+    if (!Scatter(t, g, chunk, epoch) || !Reduce(t, g, chunk, epoch)) return false;
+    End(t, g, epoch);
+    return true;
+  }
+};
+
+}  // namespace jax_intranode

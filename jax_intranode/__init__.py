@@ -3,7 +3,10 @@
 from jax_intranode._src.communicator import initialize as initialize
 from jax_intranode._src.communicator import shutdown as shutdown
 from jax_intranode._src.communicator import usage_counter as usage_counter
+from jax_intranode._src.ops.all_gather import all_gather as all_gather
+from jax_intranode._src.ops.psum import pmean as pmean
 from jax_intranode._src.ops.psum import psum as psum
+from jax_intranode._src.ops.psum_scatter import psum_scatter as psum_scatter
 from jax_intranode._src.topology import Topology as Topology
 from jax_intranode._src.topology import TopologyKind as TopologyKind
 from jax_intranode._src.topology import topology as topology
@@ -13,8 +16,11 @@ __version__ = "0.1.0"
 __all__ = [
     "Topology",
     "TopologyKind",
+    "all_gather",
     "initialize",
+    "pmean",
     "psum",
+    "psum_scatter",
     "shutdown",
     "topology",
     "usage_counter",

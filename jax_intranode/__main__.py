@@ -13,7 +13,7 @@ def main() -> int:
     bench_parser = commands.add_parser(
         "bench", help="measure and check an operation beside the one of jax.lax"
     )
-    bench_parser.add_argument("operation", choices=("psum",))
+    bench_parser.add_argument("operation", choices=bench.OPERATIONS)
     bench.add_arguments(bench_parser)
     return bench.run(parser.parse_args())
 

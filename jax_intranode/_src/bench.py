@@ -1,4 +1,4 @@
-"""The benchmark: our psum beside `jax.lax.psum`, measured and checked as nccl-tests does it.
+"""The benchmark: our collectives beside those of `jax.lax`, checked and measured as by nccl-tests.
 
 Both are measured in the same process on the same data, taking turns, so that whatever slows the
 node down slows both. The parent process only starts the ranks, shows rank 0's table while it
@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,21 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_intranode
-from jax_intranode._src import compat, launcher
+from jax_intranode._src import compat, launcher, select
+from jax_intranode._src.ops import collective
 from jax_intranode._src.ops.psum import operations
+
+# What can be measured, as functions of a library (ours or jax.lax) and a list of arrays. Each gives
+# what psum gives: so they can be chained and have one oracle.
+OPERATIONS: dict[str, Callable[[Any, list[Any]], list[Any]]] = {
+    "psum": lambda lib, xs: lib.psum(xs, "x"),
+    "psum_scatter+all_gather": lambda lib, xs: lib.all_gather(
+        # The barrier keeps XLA from making an all-reduce of the two.
+        jax.lax.optimization_barrier(lib.psum_scatter(xs, "x", tiled=True)),
+        "x",
+        tiled=True,
+    ),
+}
 
 _PROCESS_PER_DEVICE = "process-per-device"
 _SINGLE_PROCESS = "single-process"
@@ -65,6 +79,7 @@ class Settings:
     """What a rank needs to know; travels to it as JSON.
 
     Attributes:
+        operation: One of OPERATIONS.
         sizes: Bytes per device of each measurement.
         leaves: Arrays that these bytes are cut into and that one psum takes as a pytree.
         dtypes: Names of the dtypes, all of which are measured at each size.
@@ -76,6 +91,7 @@ class Settings:
         output: The JSON file that rank 0 writes.
     """
 
+    operation: str
     sizes: list[int]
     leaves: int
     dtypes: list[str]
@@ -96,14 +112,13 @@ class Row:
         count: Elements per device.
         dtype: The dtype's name.
         mode: "process-per-device" or "single-process".
-        algorithm: What our psum ran: "one_shot", "two_shot", "mixed" if several operations differ,
-            or "lax" if it fell back.
-        operations: Operations that our psum ran as; more than one only for very many leaves.
-        time_us: Time of one of our psums in microseconds, the multiply of the chain taken off.
+        algorithm: What ours ran as: an algorithm, "mixed" if several differ, "lax" if it fell back.
+        operations: How many operations ours ran as.
+        time_us: Time of one of ours in microseconds, the multiply of the chain taken off.
         algbw: size / time, in GB/s; None if the time is below what the clock shows.
         busbw: algbw * 2(n-1)/n, which compares with a link's speed for any n; or None.
         wrong: Elements of our result that are wrong, over all devices.
-        lax_time_us: Time of one `jax.lax.psum` in microseconds.
+        lax_time_us: Time of one of lax's in microseconds.
         lax_wrong: Elements of lax's result that are wrong, over all devices.
         ratio: lax_time_us / time_us, above 1 where ours is faster; or None.
     """
@@ -242,7 +257,7 @@ def sizes_between(first: int, last: int, factor: int) -> list[int]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures psum in the chosen modes, prints the table and writes the JSON file.
+    """Measures an operation in the chosen modes, prints the table and writes the JSON file.
 
     Args:
         arguments: What a parser set up by `add_arguments` returned.
@@ -266,6 +281,7 @@ def run(arguments: argparse.Namespace) -> int:
     for mode in modes:
         with tempfile.TemporaryDirectory(prefix="jax_intranode_bench_") as directory:
             settings = Settings(
+                operation=arguments.operation,
                 sizes=sizes_between(arguments.minbytes, arguments.maxbytes, arguments.stepfactor),
                 leaves=arguments.leaves,
                 dtypes=arguments.datatype,
@@ -389,7 +405,7 @@ def _main() -> None:
         dtype = jnp.dtype(dtype_name)
         for size in settings.sizes:
             count = size // dtype.itemsize
-            if count < settings.leaves:
+            if count < settings.leaves or count % settings.devices != 0:
                 continue
             row, reason = _measure(settings, mesh, dtype, count)
             rows.append(row)
@@ -415,6 +431,7 @@ def _header(settings: Settings) -> dict[str, Any]:
         "nccl": _version_of("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
         "platform": settings.platform,
         "device": jax.devices()[0].device_kind,
+        "operation": settings.operation,
         "devices": settings.devices,
         "leaves": settings.leaves,
         "mode": settings.mode,
@@ -439,8 +456,8 @@ def _format_header(header: dict[str, Any]) -> str:
     )
     return "\n".join(
         (
-            f"# psum, {header['devices']} x {header['device']}, {header['mode']}, "
-            f"{header['leaves']} array{'s' if header['leaves'] > 1 else ''} a psum",
+            f"# {header['operation']}, {header['devices']} x {header['device']}, {header['mode']}, "
+            f"{header['leaves']} array{'s' if header['leaves'] > 1 else ''} a call",
             f"# {versions}, {header['date']}",
             "# ratio = lax time / our time",
         )
@@ -464,12 +481,17 @@ def _measure(settings: Settings, mesh: Mesh, dtype: np.dtype[Any], count: int) -
     data = _program(mesh, lambda x: jnp.split(x, _cuts(count, settings.leaves)))(whole)
 
     # Lowering is where the ranks of a mesh meet, so only then is the selection final.
-    ours = _program(mesh, lambda xs: jnp.concatenate(jax_intranode.psum(xs, "x")))(data)
-    lax = _program(mesh, lambda xs: jnp.concatenate(jax.lax.psum(xs, "x")))(data)
-    shapes = [(leaf.size // n,) for leaf in data]
-    selected = [chosen for _, chosen in operations(mesh, ("x",), shapes, dtype)]
+    operation = OPERATIONS[settings.operation]
+    ours, lax = (
+        _program(mesh, lambda xs, lib=lib: jnp.concatenate(operation(lib, xs)))(data)
+        for lib in (jax_intranode, jax.lax)
+    )
+    selected = _selected(settings, mesh, [leaf.size // n for leaf in data], dtype)
     algorithms = {chosen.algorithm for chosen in selected}
-    algorithm = algorithms.pop() if len(algorithms) == 1 else "mixed"
+    if algorithms == {"reduce_scatter", "all_gather"}:
+        algorithm = "push"
+    else:
+        algorithm = algorithms.pop() if len(algorithms) == 1 else "mixed"
     expected, magnitude = oracle(random_shard(rank, size, dtype) for rank in range(n))
     lax_tolerance = _lax_tolerance(n, dtype, magnitude)
     our_tolerance = lax_tolerance if algorithm == "lax" else None
@@ -498,6 +520,20 @@ def _measure(settings: Settings, mesh: Mesh, dtype: np.dtype[Any], count: int) -
         ratio=lax_time_us / time_us if time_us else None,
     )
     return row, selected[0].reason
+
+
+def _selected(
+    settings: Settings, mesh: Mesh, counts: list[int], dtype: np.dtype[Any]
+) -> list[select.Selection]:
+    """Returns what each operation of ours runs as."""
+    if settings.operation == "psum":
+        shapes = [(count,) for count in counts]
+        return [chosen for _, chosen in operations(mesh, ("x",), shapes, dtype)]
+    return [
+        collective.choose(name, mesh, ("x",), count // settings.devices * dtype.itemsize, dtype)
+        for count in counts
+        for name in ("psum_scatter", "all_gather")
+    ]
 
 
 # ---- Correctness
@@ -624,8 +660,9 @@ def _chain(mesh: Mesh, operation: Callable[[Any], Any], length: int) -> _Program
 def _time_us(
     settings: Settings, mesh: Mesh, data: list[jax.Array], size: int
 ) -> tuple[float, float]:
-    """Measures, on this rank, the time of one of our psums and of one lax.psum in microseconds."""
+    """Measures, on this rank, the time of one call of ours and of lax's in microseconds."""
     n = settings.devices
+    operation = OPERATIONS[settings.operation]
     dtype = data[0].dtype
     # Long chains on GPUs: one process launches on all of them, and a short program ends before the
     # next one has been launched.
@@ -646,8 +683,8 @@ def _time_us(
     # Where nothing is summed, multiplying by 1/n would end in subnormal numbers, a slow path on
     # some devices.
     runs: tuple[tuple[_Program, jax.Array], ...] = (
-        (_chain(mesh, lambda x: jax_intranode.psum(x, "x"), length), mean),
-        (_chain(mesh, lambda x: jax.lax.psum(x, "x"), length), mean),
+        (_chain(mesh, partial(operation, jax_intranode), length), mean),
+        (_chain(mesh, partial(operation, jax.lax), length), mean),
         (_chain(mesh, lambda x: x, length), one),
     )
     align = _program(mesh, lambda x: jax.lax.psum(x, "x"))

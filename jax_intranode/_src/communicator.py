@@ -9,6 +9,7 @@ needs a region of the slabs, alike on all of them: the first process to ask for 
 free one in the store, and the others find the claim.
 """
 
+import atexit
 import hashlib
 import logging
 import math
@@ -32,7 +33,7 @@ _log = logging.getLogger("jax_intranode")
 
 # Changes whenever the layout of slabs or the protocols do: processes of different versions must not
 # meet.
-_PROTOCOL = 1
+_PROTOCOL = 2
 
 # A slab: a page in which peers try their access, then regions.
 _PROBE_BYTES = 64 << 10
@@ -118,10 +119,10 @@ def initialize(mesh: jax.sharding.Mesh | None = None) -> None:
 def shutdown() -> None:
     """Ends all communicators of this process.
 
-    Waits for what runs on its GPUs. Programs that were compiled with the communicators must not
-    run any more: they raise. If XLA replays one from a CUDA graph, its error loses the CUDA
-    context. The memory is given back when the last of these programs is gone. A later call meets
-    anew; all processes must have called ``shutdown`` before.
+    Block on results before: what is still being computed fails. Programs that were compiled with
+    the communicators must not run any more: they raise. If XLA replays one from a CUDA graph, its
+    error loses the CUDA context. The memory is given back when the last of these programs is gone.
+    A later call meets anew; all processes must have called ``shutdown`` before.
 
     Raises:
         RuntimeError: this is a process that was forked from one that had communicators.
@@ -141,8 +142,8 @@ def usage_counter() -> int:
     """How many operations the devices of this process have executed.
 
     An operation counts once for each device that took part. Those that XLA replayed from a CUDA
-    graph count too: the figure comes from the devices, and waits for nothing that they still have
-    to do. What lowered to ``jax.lax`` does not count. Never falls, also not after ``shutdown``.
+    graph count too: the figure comes from the devices. What lowered to ``jax.lax`` does not count.
+    Never falls, also not after ``shutdown``.
 
     Raises:
         RuntimeError: the CUDA context is lost, or this process was forked from one that had
@@ -158,10 +159,12 @@ _forked = False
 
 def _after_fork() -> None:
     global _forked
-    _forked = _forked or bool(_meetings)
+    _forked = _forked or any(meeting.reason is None for meeting in _meetings.values())
 
 
 os.register_at_fork(after_in_child=_after_fork)
+# What programs still use, communicators keep; the interpreter's end shall not find it here.
+atexit.register(_meetings.clear)
 
 
 def _refuse_fork() -> None:
@@ -181,6 +184,11 @@ def partition(mesh: jax.sharding.Mesh, axes: Sequence[str]) -> Partition:
     return Partition(tuple(int(i) for i in ids.transpose(order).reshape(-1)), size)
 
 
+def mode_of(devices: Iterable[Any]) -> str:
+    """The process mode: "single" if one process has all of these devices, else "multi"."""
+    return "single" if len({device.process_index for device in devices}) == 1 else "multi"
+
+
 def meet(devices: Iterable[Any]) -> Meeting:
     """The meeting of these devices; held at the first call, the same ever after.
 
@@ -196,8 +204,7 @@ def meet(devices: Iterable[Any]) -> Meeting:
         if meeting is None:
             devices = {i: by_id[i] for i in key}
             processes = sorted({device.process_index for device in devices.values()})
-            mode = "single" if len(processes) == 1 else "multi"
-            meeting = Meeting(devices, devices[key[0]].platform, mode)
+            meeting = Meeting(devices, devices[key[0]].platform, mode_of(devices.values()))
             # Stored first: whatever interrupts it, no second meeting is held under its keys.
             _meetings[key] = meeting
             _hold_meeting(meeting, processes)
@@ -529,6 +536,12 @@ def _probe(meeting: Meeting, local: list[int], peers: list[int], *, write: bool)
 
 # What goes wrong in a kernel.
 
+_OPERATIONS = {
+    "one_shot": "psum (one_shot)",
+    "two_shot": "psum (two_shot)",
+    "reduce_scatter": "psum_scatter",
+    "all_gather": "all_gather",
+}
 _REASONS = {1: "timed out after {timeout} s", 2: "was aborted", 3: "met another one in flight"}
 
 
@@ -550,7 +563,7 @@ def _failure_message(failure: tuple[Any, ...]) -> str:
     groups = Partition(tuple(device_ids), group_size).groups()
     group = next((g for g in groups if g[rank] == device), ())
     text = (
-        f"jax_intranode: psum ({select.ALGORITHMS[algorithm]}) "
+        f"jax_intranode: {_OPERATIONS[select.ALGORITHMS[algorithm]]} "
         + _REASONS[reason].format(timeout=config.get().timeout_s)
         + f": rank {rank} (device {device}) of devices {group}"
     )

@@ -68,12 +68,27 @@ def named_axis_effects(axes: Sequence[Any]) -> set[Any]:
     return {core.NamedAxisEffect(axis) for axis in axes}
 
 
-def mesh_is_set() -> bool:
-    """Whether this is traced under ``jax.set_mesh``.
+def set_mesh() -> jax.sharding.Mesh | None:
+    """The mesh of ``jax.set_mesh``, or None.
 
     0.10.2 and later: ``jax.sharding.get_mesh`` refuses to answer under ``jit``.
     """
-    return not mesh.get_concrete_mesh().empty
+    concrete = mesh.get_concrete_mesh()
+    return None if concrete.empty else concrete
+
+
+def eager_mesh() -> jax.sharding.Mesh | None:
+    """The mesh of the shard_map whose body runs here without ``jit``, or None.
+
+    0.10.2 and later: its trace holds the mesh.
+    """
+    trace = core.trace_ctx.trace
+    while trace is not None:
+        of_trace = getattr(trace, "mesh", None)
+        if isinstance(of_trace, jax.sharding.Mesh):
+            return of_trace
+        trace = getattr(trace, "parent_trace", None)
+    return None
 
 
 def batch_by_axis(primitive: Primitive, rule: Callable[..., Any]) -> None:
@@ -82,9 +97,11 @@ def batch_by_axis(primitive: Primitive, rule: Callable[..., Any]) -> None:
     0.10.2 and later: ``jax.interpreters.batching`` offers the table, but not what it hands to the
     rules.
     """
-    batching.fancy_primitive_batchers[primitive] = lambda axis, operands, dims, **params: rule(
-        axis.name, axis.size, operands, dims, **params
-    )
+
+    def told(mapped: Any, operands: Any, dims: Any, /, **params: Any) -> Any:
+        return rule(mapped.name, mapped.size, operands, dims, **params)
+
+    batching.fancy_primitive_batchers[primitive] = told
 
 
 def lowering_platforms(ctx: Any) -> tuple[str, ...]:

@@ -4,13 +4,17 @@ import dataclasses
 import hashlib
 from dataclasses import dataclass
 
-# In the order of enum Algorithm in xla_ffi/kernels/all_reduce.h, whose numbers travel in the HLO.
-ALGORITHMS = ("one_shot", "two_shot")
+# In the order of enum Algorithm in xla_ffi/kernels/algorithms.h, whose numbers travel in the HLO.
+ALGORITHMS = ("one_shot", "two_shot", "reduce_scatter", "all_gather")
+# Those that psum has to choose from.
+PSUM_ALGORITHMS = ("one_shot", "two_shot")
 
 # Types whose packets carry no flag beside the data (xla_ffi/kernels/types.h), and the others.
 _BARE = ("float32", "bfloat16", "float16")
 _FLAGGED = ("float64", "int8", "uint8", "int32", "uint32", "int64", "uint64")
 DTYPES = _BARE + _FLAGGED
+# What can be gathered: it is copied, not summed.
+COPIED_DTYPES = (*DTYPES, "bool", "int16", "uint16", "complex64", "complex128")
 
 MAX_WORLD_SIZE = 8
 # Buffers of one operation (xla_ffi/kernels/buffers.h), and what each begins with a multiple of.
@@ -52,8 +56,15 @@ _GPU_8 = (
     Row(12 * _MB, "two_shot", 512, 256),
 )
 
-# By platform, process mode ("single": one process has all devices of the mesh; "multi") and world
-# size; other sizes use the next larger one's rows. Messages beyond the last row lower to lax.
+# What psum_scatter and all_gather run as. Sizes are those of one rank's part.
+_GPU_PART = (
+    Row(64 * _KB, "", 128, 128),
+    Row(256 * _KB, "", 256, 128),
+    Row(2 * _MB, "", 512, 256),
+)
+
+# For psum, by platform, process mode ("single": one process has all devices of the mesh; "multi")
+# and world size; other sizes use the next larger one's rows. Larger messages lower to lax.
 TABLE: dict[tuple[str, str, int], tuple[Row, ...]] = {
     ("gpu", "single", 2): _GPU_2,
     ("gpu", "single", 4): _GPU_4,
@@ -69,11 +80,19 @@ TABLE: dict[tuple[str, str, int], tuple[Row, ...]] = {
     ("cpu", "multi", 8): (Row(8 * _KB, "one_shot", 1, 1), Row(64 * _KB, "two_shot", 1, 1)),
 }
 
+# For psum_scatter and all_gather, by platform and process mode.
+PARTS = {
+    ("gpu", "single"): _GPU_PART,
+    ("gpu", "multi"): _GPU_PART,
+    ("cpu", "single"): (Row(2 * _KB, "", 1, 1),),
+    ("cpu", "multi"): (Row(32 * _KB, "", 1, 1),),
+}
+
 
 def digest() -> str:
-    """Identifies the table: ranks with different tables would choose differently."""
-    rows = [(key, [dataclasses.astuple(row) for row in rows]) for key, rows in TABLE.items()]
-    return hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
+    """Identifies the tables: ranks with different tables would choose differently."""
+    text = repr((TABLE, PARTS))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -81,7 +100,7 @@ class Selection:
     """What runs, and why.
 
     Attributes:
-        algorithm: "one_shot", "two_shot" or "lax".
+        algorithm: one of ALGORITHMS, or "lax".
         reason: why, for people.
         blocks: blocks that the kernel is launched with.
         threads: threads a block.
@@ -95,9 +114,9 @@ class Selection:
 
 def _half_bytes_needed(algorithm: str, packet_bytes: int, world_size: int, packet: int) -> int:
     packs = -(-packet_bytes // packet)
-    if algorithm == "one_shot":
-        return world_size * packs * packet
-    return 2 * world_size * max(1, -(-packs // world_size)) * packet
+    if algorithm == "two_shot":
+        return 2 * world_size * max(1, -(-packs // world_size)) * packet
+    return world_size * packs * packet
 
 
 def select(
@@ -114,8 +133,8 @@ def select(
     """Chooses the algorithm of an operation.
 
     Args:
-        operation: its name, for the reason.
-        nbytes: bytes of each rank's operand.
+        operation: "psum", "psum_scatter" or "all_gather".
+        nbytes: bytes of each rank's operand; for psum_scatter of each rank's result.
         dtype: name of its dtype.
         world_size: ranks of the group.
         platform: "cpu" or "gpu".
@@ -135,14 +154,20 @@ def select(
         return lax("a group of one rank")
     if world_size > MAX_WORLD_SIZE:
         return lax(f"a group of {world_size} ranks; at most {MAX_WORLD_SIZE} are supported")
-    if dtype not in DTYPES:
-        return lax(f"dtype {dtype}; supported are {', '.join(DTYPES)}")
+    dtypes = COPIED_DTYPES if operation == "all_gather" else DTYPES
+    if dtype not in dtypes:
+        return lax(f"dtype {dtype}; supported are {', '.join(dtypes)}")
     # A packet carries a pack of data, in 16 or 32 bytes.
     packet = 16 if dtype in _BARE else 32
     packs = -(-nbytes // PACK_BYTES)
     packet_bytes = packs * packet
-    larger = [n for p, m, n in TABLE if (p, m) == (platform, mode) and n >= world_size]
-    rows = TABLE[platform, mode, min(larger)]
+    if operation == "psum":
+        larger = [n for p, m, n in TABLE if (p, m) == (platform, mode) and n >= world_size]
+        rows = TABLE[platform, mode, min(larger)]
+    else:
+        only = {"psum_scatter": "reduce_scatter", "all_gather": "all_gather"}[operation]
+        rows = tuple(dataclasses.replace(row, algorithm=only) for row in PARTS[platform, mode])
+        algorithm = "auto"
     if algorithm == "auto":
         row = next((row for row in rows if packet_bytes <= row.packet_bytes), None)
         if row is None:
@@ -159,6 +184,6 @@ def select(
             f"{nbytes} bytes of {dtype} take {needed} bytes of a buffer of {half_bytes}; "
             "JAX_INTRANODE_SLAB_MIB sets its size"
         )
-    work = packs if row.algorithm == "one_shot" else -(-packs // world_size)
+    work = -(-packs // world_size) if row.algorithm == "two_shot" else packs
     blocks = max(1, min(row.blocks, -(-work // row.threads)))
     return Selection(row.algorithm, reason, blocks, row.threads)

@@ -1,0 +1,167 @@
+"""all_gather: every rank's operand, one after another, on every rank."""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import mlir
+
+from jax_intranode._src import select
+from jax_intranode._src.ops import collective, psum_scatter
+
+# The primitive: gathers one array. `size` ranks; the rest as in lax.all_gather.
+_primitive = collective.Collective("intranode_all_gather")
+
+
+def all_gather(
+    x: Any,
+    axis_name: Any,
+    *,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
+    axis: int = 0,
+    tiled: bool = False,
+    to: str = "varying",
+) -> Any:
+    """Gathers arrays over one or more mapped axes; takes the place of ``jax.lax.all_gather``.
+
+    Inside ``jax.shard_map`` over a mesh of devices of one host, each rank writes its array into
+    its peers' memory. What this does not serve lowers to ``jax.lax.all_gather``, on every rank
+    alike. Bits are kept, but that a float NaN may become another NaN.
+
+    Differentiates as ``jax.lax.all_gather`` does: the transpose is a ``psum_scatter``.
+
+    After the packet protocols of NCCL's symmetric kernels (AGxLL).
+
+    Args:
+        x: an array or a pytree of arrays; any shape. Accelerated dtypes: those of ``psum``, bool,
+            int16, uint16, complex64 and complex128.
+        axis_name: the name of a mapped axis, or a tuple of names: ranks in row-major order.
+        axis_index_groups: as in ``jax.lax.all_gather``; not accelerated.
+        axis: the position of the new axis, or (tiled) the axis along which to concatenate.
+        tiled: concatenate, in place of stacking on a new axis.
+        to: as in ``jax.lax.all_gather``; only "varying" is accelerated.
+
+    Returns:
+        Arrays with an axis of the number of ranks more, or (tiled) with one so many times longer.
+
+    Raises:
+        NameError: an axis is not bound, as in ``jax.lax.all_gather``.
+    """
+    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+    def by_lax(leaf: Any) -> Any:
+        return lax.all_gather(
+            leaf, axis_name, axis_index_groups=axis_index_groups, axis=axis, tiled=tiled, to=to
+        )
+
+    if to != "varying" or not collective.serves(axes, axis_index_groups):
+        with collective.hint_at_shard_map("all_gather"):
+            return by_lax(x)
+
+    def gather(leaf: Any) -> Any:
+        if not collective.serves_array(leaf, axes) or leaf.dtype.name not in select.COPIED_DTYPES:
+            return by_lax(leaf)
+        dimensions = leaf.ndim if tiled else leaf.ndim + 1
+        if not -dimensions <= axis < dimensions:
+            return by_lax(leaf)  # which refuses it
+        leaf = collective.varying(leaf, axes)
+        with jax.named_scope("jax_intranode.all_gather"):
+            (result,) = _primitive.bind(
+                leaf, axes=axes, axis=axis % dimensions, tiled=bool(tiled), size=lax.psum(1, axes)
+            )
+        return result
+
+    return jax.tree.map(gather, x)
+
+
+# Abstract evaluation.
+
+
+def _abstract_eval(x: Any, *, axes: tuple[str, ...], axis: int, tiled: bool, size: int) -> Any:
+    shape = list(x.shape)
+    if tiled:
+        shape[axis] *= size
+    else:
+        shape.insert(axis, size)
+    return [x.update(shape=tuple(shape))]
+
+
+# Lowering.
+
+
+def _lower(
+    ctx: Any,
+    context: tuple[jax.sharding.Mesh, str] | None,
+    x: Any,
+    *,
+    axes: tuple[str, ...],
+    axis: int,
+    tiled: bool,
+    size: int,
+) -> list[Any]:
+    def lower(function: Any, avals_in: list[Any], *operands: Any) -> list[Any]:
+        context = ctx.replace(avals_in=avals_in)
+        return list(mlir.lower_fun(function, multiple_results=False)(context, *operands))
+
+    (aval,) = ctx.avals_in
+    if context is not None:
+        mesh, platform = context
+        nbytes = aval.size * aval.dtype.itemsize
+        selected = collective.choose("all_gather", mesh, axes, nbytes, aval.dtype)
+    if context is None or selected.algorithm == "lax":
+        return lower(lambda v: lax.all_gather(v, axes, axis=axis, tiled=tiled), [aval], x)
+    stacked = aval.update(shape=(size, *aval.shape))
+    call = ctx.replace(avals_out=[stacked])
+    (gathered,) = collective.lower_to_call(call, "all_gather", [x], mesh, axes, platform, selected)
+
+    def arrange(v: Any) -> Any:
+        v = jnp.moveaxis(v, 0, axis)
+        return v.reshape(ctx.avals_out[0].shape)
+
+    return lower(arrange, [stacked], gathered)
+
+
+# Differentiation.
+
+
+def _transpose(
+    cotangents: list[Any], *, axes: tuple[str, ...], axis: int, tiled: bool, size: int
+) -> list[Any]:
+    del size
+    (ct,) = cotangents
+    return [psum_scatter.psum_scatter(ct, axes, scatter_dimension=axis, tiled=tiled)]
+
+
+# Batching.
+
+
+def _batch(
+    name: Hashable,
+    batch_size: int,
+    operands: Sequence[Any],
+    dims: Sequence[Any],
+    *,
+    axes: tuple[str, ...],
+    axis: int,
+    tiled: bool,
+    size: int,
+) -> tuple[list[Any], list[Any]]:
+    (x,), (d,) = operands, dims
+    if name in axes:
+        return collective.batch_as_lax(
+            lambda xs: [lax.all_gather(v, axes, axis=axis, tiled=tiled) for v in xs],
+            name, batch_size, operands, dims, [0],
+        )  # fmt: skip
+    if d is not None:
+        if d <= axis:
+            axis += 1
+        elif not tiled:
+            d += 1
+    return _primitive.bind(x, axes=axes, axis=axis, tiled=tiled, size=size), [d]
+
+
+# Registration.
+
+_primitive.define(_abstract_eval, _lower, _transpose, _batch)

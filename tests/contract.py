@@ -34,6 +34,7 @@ import pytest
 from jax import lax
 from jax.experimental import checkify, serialize_executable
 from jax.experimental.layout import Format, Layout
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -1680,7 +1681,7 @@ def export_symbolic(psum: Psum) -> Any:
 # Meshes.
 
 
-@row("the order of the devices changed after tracing: no stale ids", ACCELERATED, devices=4)
+@row("the order of the devices changed after tracing: no stale ids", PARTLY, devices=4)
 def device_order_changed(psum: Psum) -> Any:
     @jax.jit
     def f(v: Any) -> Any:
@@ -1695,6 +1696,42 @@ def device_order_changed(psum: Psum) -> Any:
             results.append(f(jax.device_put(values, NamedSharding(mesh, P("x", "y")))))
             PROGRAMS.append(f.lower(values).compile().as_text())
     return results
+
+
+def on_square(order: tuple[int, ...], values: np.ndarray) -> tuple[Mesh, jax.Array]:
+    mesh = square(order)
+    return mesh, jax.device_put(values, NamedSharding(mesh, P("x", "y")))
+
+
+@row("a jaxpr of an abstract mesh, run under one mesh after another", AS_LAX, devices=4)
+def jaxpr_under_meshes(psum: Psum) -> Any:
+    body = jax.shard_map(
+        lambda u: psum(u, "x"),
+        mesh=square((0, 1, 2, 3)).abstract_mesh,
+        in_specs=P("x", "y"),
+        out_specs=P(None, "y"),
+    )
+    values, results = small(4, 6), []
+    program = jax.jit(jaxpr_as_fun(jax.make_jaxpr(body)(values)))
+    for order in ((0, 1, 2, 3), (0, 2, 1, 3)):
+        mesh, x = on_square(order, values)
+        with jax.set_mesh(mesh):
+            results.append(program(x))
+    return results
+
+
+@row("linearized under one mesh, applied under another", AS_LAX, devices=4)
+def linearized_under_meshes(psum: Psum) -> Any:
+    values = small(4, 6)
+    mesh, x = on_square((0, 1, 2, 3), values)
+    with jax.set_mesh(mesh):
+        squares = jax.jit(
+            jax.shard_map(lambda u: psum(u * u, "x"), in_specs=P("x", "y"), out_specs=P(None, "y"))
+        )
+        value, push = jax.linearize(squares, x)
+    other, _ = on_square((0, 2, 1, 3), values)
+    with jax.set_mesh(other):
+        return value, raised(lambda: push(x))
 
 
 @row("two meshes of the same devices in one program", ACCELERATED, devices=4)

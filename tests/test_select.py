@@ -107,7 +107,7 @@ def test_the_limit_that_a_reason_names_is_the_limit() -> None:
         assert choose(place, world, limit + item, dtype).algorithm == "lax"
 
 
-@pytest.mark.parametrize("algorithm", select.ALGORITHMS)
+@pytest.mark.parametrize("algorithm", select.PSUM_ALGORITHMS)
 @pytest.mark.parametrize("place", PLACES, ids="-".join)
 def test_forced_algorithm_runs_wherever_it_fits(place: tuple[str, str], algorithm: str) -> None:
     half = half_bytes(place[0])
@@ -123,7 +123,7 @@ def test_forced_algorithm_runs_wherever_it_fits(place: tuple[str, str], algorith
 
 
 def test_a_buffer_that_is_a_byte_too_small_is_refused() -> None:
-    for algorithm, dtype in itertools.product(select.ALGORITHMS, ("float32", "int8")):
+    for algorithm, dtype in itertools.product(select.PSUM_ALGORITHMS, ("float32", "int8")):
         exact = needed(algorithm, 1000, dtype, 4)
         more = {"algorithm": algorithm}
         assert (

@@ -228,16 +228,16 @@ def choose(
         world_size=groups.group_size,
         platform=mesh.devices.flat[0].platform,
         mode=communicator.mode_of(mesh.devices.flat),
-        algorithm=config.get().algorithm,
     )
-    # What lax does however much memory there is needs no meeting.
-    selected = select_within(half_bytes=1 << 62)
+    # What lax does with any memory and any environment (one in which the ranks differ is found by
+    # meeting) needs no meeting.
+    selected = select_within(half_bytes=1 << 62, algorithm="one_shot")
     if selected.algorithm == "lax":
         return selected
     meeting = communicator.meet(mesh.devices.flat)
     if meeting.reason is not None:
         return select.Selection("lax", meeting.reason)
-    selected = select_within(half_bytes=meeting.half_bytes)
+    selected = select_within(half_bytes=meeting.half_bytes, algorithm=config.get().algorithm)
     if selected.algorithm != "lax":
         reason = communicator.communicator(meeting, groups)
         if reason is not None:

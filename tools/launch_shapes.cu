@@ -133,8 +133,8 @@ void Rank(int rank, int size, size_t min_bytes, size_t max_bytes) {
           cudaGraphExec_t program;
           ThrowIfError(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
           for (int k = 0; k < calls; ++k) {
-            ThrowIfError(Launch(algorithm, ElementType::kBF16, group,
-                                         Buffer{in, out, bytes}, {blocks, threads}, stream),
+            ThrowIfError(Launch(algorithm, ElementType::kBF16, group, Buffer{in, out, bytes},
+                                {blocks, threads}, stream),
                          "launch");
           }
           ThrowIfError(cudaStreamEndCapture(stream, &graph), "capture");

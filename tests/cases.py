@@ -511,7 +511,7 @@ def every_dtype_and_count_of_parts(dtype: str, operation: str) -> None:
                 )
                 want = np.concatenate([parts] * n)
             nbytes = count * parts.itemsize
-            ours = collective.choose(operation, mesh, ("x",), nbytes, parts.dtype)
+            ours = collective.chooser(operation, mesh, ("x",), parts.dtype)(nbytes)
             before = native.handler_calls()
             result = jax.block_until_ready(jax.jit(f)(put(mesh, P("x"), parts)))
             assert (native.handler_calls() > before) == (ours.algorithm != "lax")

@@ -530,7 +530,7 @@ def _selected(
         shapes = [(count,) for count in counts]
         return [chosen for _, chosen in operations(mesh, ("x",), shapes, dtype)]
     return [
-        collective.choose(name, mesh, ("x",), count // settings.devices * dtype.itemsize, dtype)
+        collective.chooser(name, mesh, ("x",), dtype)(count // settings.devices * dtype.itemsize)
         for count in counts
         for name in ("psum_scatter", "all_gather")
     ]

@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jax_intranode._src import select
+
 _PREFIX = "JAX_INTRANODE_"
 _TOPOLOGIES = ("fully_connected", "hybrid_cube_mesh", "unknown")
-_ALGORITHMS = ("auto", "one_shot", "two_shot", "lax")
+_ALGORITHMS = ("auto", *select.PSUM_ALGORITHMS, "lax")
 
 
 @dataclass(frozen=True)

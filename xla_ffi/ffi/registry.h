@@ -55,6 +55,7 @@ class Registry {
   // Forgets all of them. They live on for as long as executables use them.
   void Clear() {
     std::lock_guard lock(mutex_);
+    std::erase_if(cleared_, [](const auto& entry) { return entry.second.expired(); });
     for (const auto& [partition, communicator] : communicators_) {
       cleared_.emplace_back(partition, communicator);
     }
@@ -62,9 +63,8 @@ class Registry {
   }
 
   // All of them, and those that have been cleared but live on.
-  std::vector<std::pair<Partition, std::shared_ptr<Communicator>>> Alive() {
+  std::vector<std::pair<Partition, std::shared_ptr<Communicator>>> Alive() const {
     std::lock_guard lock(mutex_);
-    std::erase_if(cleared_, [](const auto& entry) { return entry.second.expired(); });
     std::vector<std::pair<Partition, std::shared_ptr<Communicator>>> alive(communicators_.begin(),
                                                                            communicators_.end());
     for (const auto& [partition, communicator] : cleared_) {

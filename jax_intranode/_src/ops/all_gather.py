@@ -1,6 +1,6 @@
 """all_gather: every rank's operand, one after another, on every rank."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,13 @@ from jax_intranode._src import select
 from jax_intranode._src.ops import collective, psum_scatter
 
 # The primitive: gathers one array. `size` ranks; the rest as in lax.all_gather.
-_primitive = collective.Collective("intranode_all_gather")
+_primitive = collective.Collective(
+    "intranode_all_gather",
+    lambda xs, *, axes, axis, tiled, size: [
+        lax.all_gather(x, axes, axis=axis, tiled=tiled) for x in xs
+    ],
+    0,
+)
 
 
 def all_gather(
@@ -93,7 +99,8 @@ def _abstract_eval(x: Any, *, axes: tuple[str, ...], axis: int, tiled: bool, siz
 
 def _lower(
     ctx: Any,
-    context: tuple[jax.sharding.Mesh, str] | None,
+    mesh: jax.sharding.Mesh,
+    platform: str,
     x: Any,
     *,
     axes: tuple[str, ...],
@@ -101,26 +108,20 @@ def _lower(
     tiled: bool,
     size: int,
 ) -> list[Any]:
-    def lower(function: Any, avals_in: list[Any], *operands: Any) -> list[Any]:
-        context = ctx.replace(avals_in=avals_in)
-        return list(mlir.lower_fun(function, multiple_results=False)(context, *operands))
-
-    (aval,) = ctx.avals_in
-    if context is not None:
-        mesh, platform = context
-        nbytes = aval.size * aval.dtype.itemsize
-        selected = collective.choose("all_gather", mesh, axes, nbytes, aval.dtype)
-    if context is None or selected.algorithm == "lax":
-        return lower(lambda v: lax.all_gather(v, axes, axis=axis, tiled=tiled), [aval], x)
+    (aval,), (out_aval,) = ctx.avals_in, ctx.avals_out
+    choose = collective.chooser("all_gather", mesh, axes, aval.dtype)
+    selected = choose(aval.size * aval.dtype.itemsize)
+    if selected.algorithm == "lax":
+        return _primitive.lower_to_lax(ctx, x, axes=axes, axis=axis, tiled=tiled, size=size)
     stacked = aval.update(shape=(size, *aval.shape))
     call = ctx.replace(avals_out=[stacked])
     (gathered,) = collective.lower_to_call(call, "all_gather", [x], mesh, axes, platform, selected)
 
     def arrange(v: Any) -> Any:
-        v = jnp.moveaxis(v, 0, axis)
-        return v.reshape(ctx.avals_out[0].shape)
+        return jnp.moveaxis(v, 0, axis).reshape(out_aval.shape)
 
-    return lower(arrange, [stacked], gathered)
+    lower = mlir.lower_fun(arrange, multiple_results=False)
+    return list(lower(ctx.replace(avals_in=[stacked]), gathered))
 
 
 # Differentiation.
@@ -138,8 +139,6 @@ def _transpose(
 
 
 def _batch(
-    name: Hashable,
-    batch_size: int,
     operands: Sequence[Any],
     dims: Sequence[Any],
     *,
@@ -149,11 +148,6 @@ def _batch(
     size: int,
 ) -> tuple[list[Any], list[Any]]:
     (x,), (d,) = operands, dims
-    if name in axes:
-        return collective.batch_as_lax(
-            lambda xs: [lax.all_gather(v, axes, axis=axis, tiled=tiled) for v in xs],
-            name, batch_size, operands, dims, [0],
-        )  # fmt: skip
     if d is not None:
         if d <= axis:
             axis += 1

@@ -80,7 +80,18 @@ class Collective:
     sets its mesh while it runs.)
     """
 
-    def __init__(self, name: str):
+    def __init__(
+        self, name: str, by_lax: Callable[..., list[Any]], dim_over_hidden_axis: int | None
+    ):
+        """Creates the primitives.
+
+        Args:
+            name: of the primitive.
+            by_lax: what ``jax.lax`` does in its place, with a list of arrays and the parameters.
+            dim_over_hidden_axis: the batch dimension of lax's results over a mapped axis.
+        """
+        self._by_lax = by_lax
+        self._dim_over_hidden_axis = dim_over_hidden_axis
         self._plain = Primitive(name)
         self._over_set_mesh = Primitive(f"{name}_over_set_mesh")
         for primitive in (self._plain, self._over_set_mesh):
@@ -106,10 +117,10 @@ class Collective:
 
         Args:
             abstract_eval: from types to types.
-            lower: a lowering rule; its second argument is the mesh and the platform ("cpu" or
-                "gpu") if the lowering may be ours, or None if lax lowers it.
+            lower: a lowering rule for what may be ours; after the context it gets the mesh and
+                the platform ("cpu" or "gpu").
             transpose: from cotangents, none of them zero, to cotangents of operands that vary.
-            batch: from (name of the mapped axis, its size, operands, their batch dimensions).
+            batch: from operands and their batch dimensions to results and theirs.
         """
         for primitive in (self._plain, self._over_set_mesh):
 
@@ -120,23 +131,53 @@ class Collective:
                 return abstract_eval(*xs, axes=axes, **params), compat.named_axis_effects(axes)
 
             primitive.def_effectful_abstract_eval(with_effects)
-            mlir.register_lowering(primitive, partial(_lower, lower))
+            mlir.register_lowering(primitive, partial(self._lower, lower))
             ad.primitive_jvps[primitive] = partial(_jvp, primitive)
             ad.primitive_transposes[primitive] = partial(_transpose, transpose)
-            compat.batch_by_axis(primitive, partial(_batch, batch))
+            compat.batch_by_axis(primitive, partial(self._batch, batch))
+
+    def lower_to_lax(self, ctx: Any, *xs: Any, **params: Any) -> list[Any]:
+        """Emits what ``jax.lax`` does."""
+        function = mlir.lower_fun(lambda *vs: self._by_lax(list(vs), **params), True)
+        return list(function(ctx, *xs))
+
+    def _lower(
+        self, rule: Callable[..., Any], ctx: Any, *xs: Any, traced_over: Any, **params: Any
+    ) -> Any:
+        context = _context_of(ctx, traced_over)
+        if context is None:
+            return self.lower_to_lax(ctx, *xs, **params)
+        return rule(ctx, *context, *xs, **params)
+
+    def _batch(
+        self,
+        rule: Callable[..., Any],
+        name: Hashable,
+        size: int,
+        operands: Sequence[Any],
+        dims: Sequence[Any],
+        /,  # a parameter of a primitive may be called "size" too
+        *,
+        traced_over: Any,
+        **params: Any,
+    ) -> tuple[list[Any], list[Any]]:
+        del traced_over  # what is bound next is traced here
+        if name not in params["axes"]:
+            return rule(operands, dims, **params)
+        # The mapped axis has the name of a mesh axis, and so hides it.
+        out = self._dim_over_hidden_axis
+        mapped = jax.vmap(
+            lambda *xs: self._by_lax(list(xs), **params),
+            in_axes=tuple(dims),
+            out_axes=out,
+            axis_name=name,
+            axis_size=size,
+        )
+        return mapped(*operands), [out] * len(operands)
 
 
 def _device_ids(mesh: jax.sharding.Mesh) -> tuple[int, ...]:
     return tuple(device.id for device in mesh.devices.flat)
-
-
-def _lower(rule: Callable[..., Any], ctx: Any, *xs: Any, traced_over: Any, **params: Any) -> Any:
-    return rule(ctx, _context_of(ctx, traced_over), *xs, **params)
-
-
-def _batch(rule: Callable[..., Any], *arguments: Any, traced_over: Any, **params: Any) -> Any:
-    del traced_over  # what is bound next is traced here
-    return rule(*arguments, **params)
 
 
 # Collectives are linear. What does not move, or is not asked for, is not sent.
@@ -170,25 +211,6 @@ def _transpose(
     ]
 
 
-def batch_as_lax(
-    operation: Callable[..., Any],
-    name: Hashable,
-    size: int,
-    operands: Sequence[Any],
-    dims: Sequence[Any],
-    out_dims: Sequence[Any],
-) -> tuple[list[Any], list[Any]]:
-    """Batching where the mapped axis has the name of a mesh axis and so hides it: as lax does."""
-    mapped = jax.vmap(
-        lambda *xs: operation(list(xs)),
-        in_axes=tuple(dims),
-        out_axes=list(out_dims),
-        axis_name=name,
-        axis_size=size,
-    )
-    return mapped(*operands), list(out_dims)
-
-
 # Lowering.
 
 
@@ -212,37 +234,43 @@ def _context_of(ctx: Any, traced_over: Any) -> tuple[jax.sharding.Mesh, str] | N
     return mesh, platform
 
 
-def choose(
-    operation: str, mesh: jax.sharding.Mesh, axes: Sequence[str], nbytes: int, dtype: np.dtype[Any]
-) -> select.Selection:
-    """What an operation over `axes` of a mesh runs as.
+def chooser(
+    operation: str, mesh: jax.sharding.Mesh, axes: Sequence[str], dtype: np.dtype[Any]
+) -> Callable[[int], select.Selection]:
+    """What an operation over `axes` of a mesh runs as: a function of its bytes (select.py).
 
-    The processes of the mesh meet, if they have not before and if it may be ours.
+    The processes of the mesh meet when it is called, if they have not before and if the operation
+    may be ours.
     """
     groups = communicator.partition(mesh, tuple(axes))
     select_within = partial(
         select.select,
         operation,
-        nbytes=nbytes,
         dtype=dtype.name,
         world_size=groups.group_size,
         platform=mesh.devices.flat[0].platform,
         mode=communicator.mode_of(mesh.devices.flat),
     )
-    # What lax does with any memory and any environment (one in which the ranks differ is found by
-    # meeting) needs no meeting.
-    selected = select_within(half_bytes=1 << 62, algorithm="one_shot")
-    if selected.algorithm == "lax":
+
+    def choose(nbytes: int) -> select.Selection:
+        # What lax does with any memory and any environment (one in which the ranks differ is
+        # found by meeting) needs no meeting.
+        selected = select_within(nbytes=nbytes, half_bytes=1 << 62, algorithm="one_shot")
+        if selected.algorithm == "lax":
+            return selected
+        meeting = communicator.meet(mesh.devices.flat)
+        if meeting.reason is not None:
+            return select.Selection("lax", meeting.reason)
+        selected = select_within(
+            nbytes=nbytes, half_bytes=meeting.half_bytes, algorithm=config.get().algorithm
+        )
+        if selected.algorithm != "lax":
+            reason = communicator.communicator(meeting, groups)
+            if reason is not None:
+                return select.Selection("lax", reason)
         return selected
-    meeting = communicator.meet(mesh.devices.flat)
-    if meeting.reason is not None:
-        return select.Selection("lax", meeting.reason)
-    selected = select_within(half_bytes=meeting.half_bytes, algorithm=config.get().algorithm)
-    if selected.algorithm != "lax":
-        reason = communicator.communicator(meeting, groups)
-        if reason is not None:
-            return select.Selection("lax", reason)
-    return selected
+
+    return choose
 
 
 def lower_to_call(

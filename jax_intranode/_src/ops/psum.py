@@ -6,14 +6,18 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.interpreters import mlir
 
 from jax_intranode._src import compat, select
 from jax_intranode._src.ops import collective
 
 # The primitive: sums arrays of one dtype. `axes` name manual mesh axes. With `invariant` the
 # results do not vary over them (check_vma=True); lax has a primitive for each of the two cases.
-_primitive = collective.Collective("intranode_psum")
+_primitive = collective.Collective(
+    "intranode_psum",
+    # lax finds out by itself, as we did, what is invariant.
+    lambda xs, *, axes, invariant: lax.psum(xs, axes),
+    None,
+)
 
 
 def psum(
@@ -129,9 +133,10 @@ def operations(
         for shape in shapes
     ]
 
+    choose_by_bytes = collective.chooser("psum", mesh, axes, dtype)
+
     def choose(chosen: Sequence[int]) -> select.Selection:
-        nbytes = sum(packs[i] for i in chosen) * select.PACK_BYTES
-        return collective.choose("psum", mesh, axes, nbytes, dtype)
+        return choose_by_bytes(sum(packs[i] for i in chosen) * select.PACK_BYTES)
 
     # Nothing is to be done for empty arrays.
     everything = [i for i, count in enumerate(packs) if count > 0] or list(range(len(packs)))
@@ -152,22 +157,14 @@ def operations(
     return chosen
 
 
-def _lower_to_lax(ctx: Any, *xs: Any, axes: tuple[str, ...]) -> list[Any]:
-    function = mlir.lower_fun(lambda *vs: lax.psum(list(vs), axes), multiple_results=True)
-    return list(function(ctx, *xs))
-
-
 def _lower(
     ctx: Any,
-    context: tuple[jax.sharding.Mesh, str] | None,
+    mesh: jax.sharding.Mesh,
+    platform: str,
     *xs: Any,
     axes: tuple[str, ...],
     invariant: bool,
 ) -> list[Any]:
-    if context is None:
-        return _lower_to_lax(ctx, *xs, axes=axes)
-    del invariant  # lax finds out by itself, as we did
-    mesh, platform = context
     results = list(xs)
     shapes = [x.shape for x in ctx.avals_in]
     for chosen, selected in operations(mesh, axes, shapes, ctx.avals_in[0].dtype):
@@ -176,7 +173,7 @@ def _lower(
         )
         operands = [xs[i] for i in chosen]
         if selected.algorithm == "lax":
-            totals = _lower_to_lax(part, *operands, axes=axes)
+            totals = _primitive.lower_to_lax(part, *operands, axes=axes, invariant=invariant)
         else:
             totals = collective.lower_to_call(
                 part, "psum", operands, mesh, axes, platform, selected
@@ -199,19 +196,8 @@ def _transpose(cotangents: list[Any], *, axes: tuple[str, ...], invariant: bool)
 
 
 def _batch(
-    name: Hashable,
-    size: int,
-    operands: Sequence[Any],
-    dims: Sequence[Any],
-    *,
-    axes: tuple[str, ...],
-    invariant: bool,
+    operands: Sequence[Any], dims: Sequence[Any], *, axes: tuple[str, ...], invariant: bool
 ) -> tuple[list[Any], list[Any]]:
-    if name in axes:
-        nowhere = [None] * len(operands)
-        return collective.batch_as_lax(
-            lambda xs: lax.psum(xs, axes), name, size, operands, dims, nowhere
-        )
     return _primitive.bind(*operands, axes=axes, invariant=invariant), list(dims)
 
 

@@ -1,6 +1,6 @@
 """psum_scatter: the sum of every rank's operand, of which each rank keeps its own part."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,13 @@ from jax_intranode._src import select
 from jax_intranode._src.ops import all_gather, collective
 
 # The primitive: sums one array. `size` ranks; the rest as in lax.psum_scatter.
-_primitive = collective.Collective("intranode_psum_scatter")
+_primitive = collective.Collective(
+    "intranode_psum_scatter",
+    lambda xs, *, axes, dimension, tiled, size: [
+        lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=tiled) for x in xs
+    ],
+    0,
+)
 
 
 def psum_scatter(
@@ -100,7 +106,8 @@ def _abstract_eval(x: Any, *, axes: tuple[str, ...], dimension: int, tiled: bool
 
 def _lower(
     ctx: Any,
-    context: tuple[jax.sharding.Mesh, str] | None,
+    mesh: jax.sharding.Mesh,
+    platform: str,
     x: Any,
     *,
     axes: tuple[str, ...],
@@ -108,19 +115,12 @@ def _lower(
     tiled: bool,
     size: int,
 ) -> list[Any]:
-    def lower(function: Any, avals_out: list[Any]) -> list[Any]:
-        context = ctx.replace(avals_out=avals_out)
-        return list(mlir.lower_fun(function, multiple_results=False)(context, x))
-
     (aval,), (out_aval,) = ctx.avals_in, ctx.avals_out
-    if context is not None:
-        mesh, platform = context
-        nbytes = out_aval.size * aval.dtype.itemsize
-        selected = collective.choose("psum_scatter", mesh, axes, nbytes, aval.dtype)
-    if context is None or selected.algorithm == "lax":
-        return lower(
-            lambda v: lax.psum_scatter(v, axes, scatter_dimension=dimension, tiled=tiled),
-            [out_aval],
+    choose = collective.chooser("psum_scatter", mesh, axes, aval.dtype)
+    selected = choose(out_aval.size * aval.dtype.itemsize)
+    if selected.algorithm == "lax":
+        return _primitive.lower_to_lax(
+            ctx, x, axes=axes, dimension=dimension, tiled=tiled, size=size
         )
 
     # The parts, one after another in memory.
@@ -129,7 +129,8 @@ def _lower(
         return jnp.moveaxis(v.reshape(cut), dimension, 0).reshape(size, *out_aval.shape)
 
     stacked = aval.update(shape=(size, *out_aval.shape))
-    (parts,) = lower(arrange, [stacked])
+    lower = mlir.lower_fun(arrange, multiple_results=False)
+    (parts,) = lower(ctx.replace(avals_out=[stacked]), x)
     call = ctx.replace(avals_in=[stacked])
     return collective.lower_to_call(call, "psum_scatter", [parts], mesh, axes, platform, selected)
 
@@ -149,8 +150,6 @@ def _transpose(
 
 
 def _batch(
-    name: Hashable,
-    batch_size: int,
     operands: Sequence[Any],
     dims: Sequence[Any],
     *,
@@ -160,13 +159,6 @@ def _batch(
     size: int,
 ) -> tuple[list[Any], list[Any]]:
     (x,), (d,) = operands, dims
-    if name in axes:
-        return collective.batch_as_lax(
-            lambda xs: [
-                lax.psum_scatter(v, axes, scatter_dimension=dimension, tiled=tiled) for v in xs
-            ],
-            name, batch_size, operands, dims, [0],
-        )  # fmt: skip
     if d is not None:
         if d <= dimension:
             dimension += 1

@@ -4,11 +4,13 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <map>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <tuple>
 
+#include "cuda/graph_timing.h"
 #include "cuda/slab.h"
 #include "ffi/collectives_cuda.h"
 
@@ -137,6 +139,41 @@ void Close() {
   Registry<DeviceCommunicator>::Get().Clear();
 }
 
+// As ElementTypeOf of ffi/common.h, by the names of NumPy.
+ElementType ElementTypeNamed(Algorithm algorithm, const std::string& dtype) {
+  static const std::map<std::string, ElementType> types = {
+      {"float32", ElementType::kF32}, {"bfloat16", ElementType::kBF16},
+      {"float16", ElementType::kF16}, {"float64", ElementType::kF64},
+      {"int8", ElementType::kI8},     {"uint8", ElementType::kI8},
+      {"int32", ElementType::kI32},   {"uint32", ElementType::kI32},
+      {"int64", ElementType::kI64},   {"uint64", ElementType::kI64}};
+  const auto found = types.find(dtype);
+  if (found != types.end()) return found->second;
+  if (algorithm == Algorithm::kAllGather) return ElementType::kI8;
+  throw std::invalid_argument("jax_intranode: " + dtype + " has no kernels");
+}
+
+nb::tuple TimeOnGroup(const std::vector<int64_t>& device_ids, int64_t group_size, int device,
+                      int algorithm_number, int blocks, int threads, nb::bytes data,
+                      const std::string& dtype, int calls, int repetitions) {
+  const auto communicator = Registry<DeviceCommunicator>::Get().Find({device_ids, group_size});
+  if (!communicator || device < 0 || static_cast<size_t>(device) >= communicator->members.size() ||
+      !communicator->members[device]) {
+    throw std::invalid_argument("jax_intranode: CUDA device " + std::to_string(device) +
+                                " is in none of the groups " + ToString({device_ids, group_size}));
+  }
+  const Algorithm algorithm = static_cast<Algorithm>(algorithm_number);
+  const ElementType type = ElementTypeNamed(algorithm, dtype);
+  const std::string input(data.c_str(), data.size());
+  GraphTiming timing;
+  {
+    nb::gil_scoped_release release;
+    timing = TimeInGraph(device, *communicator->members[device], algorithm, type, {blocks, threads},
+                         input, calls, repetitions);
+  }
+  return nb::make_tuple(timing.microseconds, nb::bytes(timing.output.data(), timing.output.size()));
+}
+
 nb::dict Registrations() {
   nb::dict handlers, all;
   handlers["instantiate"] = nb::capsule(reinterpret_cast<void*>(CudaCollectiveInstantiate));
@@ -229,6 +266,11 @@ NB_MODULE(_cuda, m) {
         "Ends all communicators: programs that use them raise.");
   m.def("operations", &Operations, nb::call_guard<nb::gil_scoped_release>(),
         "Operations that the devices of this process have executed.");
+  m.def("time_in_graph", &TimeOnGroup, nb::arg("device_ids"), nb::arg("group_size"),
+        nb::arg("device"), nb::arg("algorithm"), nb::arg("blocks"), nb::arg("threads"),
+        nb::arg("data"), nb::arg("dtype"), nb::arg("calls"), nb::arg("repetitions"),
+        "Times operations of a group in a CUDA graph: (microseconds a call of each launch, the "
+        "output's bytes). All devices of the group call it at once.");
   m.def("failures", &Failures, "Failure records of kernels that have given up.");
   m.def("fail", &Fail, nb::arg("message"), "Ends what waits; later calls fail with the message.");
   m.def(

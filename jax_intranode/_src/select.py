@@ -38,15 +38,15 @@ class Row:
 _KB, _MB = 1 << 10, 1 << 20
 
 _GPU_2 = (
-    Row(256 * _KB, "one_shot", 128, 128),
+    Row(512 * _KB, "one_shot", 128, 256),
     Row(1 * _MB, "one_shot", 256, 256),
     Row(4 * _MB, "one_shot", 512, 256),
     Row(12 * _MB, "two_shot", 512, 256),
 )
 _GPU_4 = (
-    Row(256 * _KB, "one_shot", 128, 128),
-    Row(1 * _MB, "two_shot", 128, 128),
-    Row(4 * _MB, "two_shot", 512, 128),
+    Row(192 * _KB, "one_shot", 128, 128),
+    Row(2 * _MB, "two_shot", 128, 256),
+    Row(4 * _MB, "two_shot", 256, 256),
     Row(12 * _MB, "two_shot", 512, 256),
 )
 _GPU_8 = (
@@ -58,9 +58,9 @@ _GPU_8 = (
 
 # What psum_scatter and all_gather run as. Sizes are those of one rank's part.
 _GPU_PART = (
-    Row(64 * _KB, "", 128, 128),
-    Row(256 * _KB, "", 256, 128),
-    Row(2 * _MB, "", 512, 256),
+    Row(512 * _KB, "", 128, 256),
+    Row(1 * _MB, "", 256, 256),
+    Row(4 * _MB, "", 512, 256),
 )
 
 # For psum, by platform, process mode ("single": one process has all devices of the mesh; "multi")

@@ -6,8 +6,11 @@
 
 namespace jax_intranode {
 
-// The kernel for a group of `size` ranks, and for one buffer or many.
+// What a kernel is called with: AlignedBuffer, Buffer or Buffers.
+enum class CallKind { kAligned, kAny, kMany };
+
+// The kernel for a group of `size` ranks; none if there is no such kernel.
 template <ElementType type>
-const void* CollectiveKernel(Algorithm algorithm, int size, bool many);
+const void* CollectiveKernel(Algorithm algorithm, int size, CallKind kind);
 
 }  // namespace jax_intranode

@@ -24,25 +24,29 @@ __global__ void __launch_bounds__(kMaxThreads)
 }
 
 template <template <class, int, class> class Body, Algorithm algorithm, class Type, int N,
-          class Call = Buffer>
+          class Call>
 const void* Address() {
   return reinterpret_cast<const void*>(&jax_intranode_kernel<Body, algorithm, Type, N, Call>);
 }
 
-template <class Type, int N>
+template <class Type, int N, class Call>
 const void* Kernel(Algorithm algorithm) {
   switch (algorithm) {
     case Algorithm::kOneShot:
-      return Address<OneShot, Algorithm::kOneShot, Type, N>();
+      return Address<OneShot, Algorithm::kOneShot, Type, N, Call>();
     case Algorithm::kTwoShot:
-      return Address<TwoShot, Algorithm::kTwoShot, Type, N>();
+      return Address<TwoShot, Algorithm::kTwoShot, Type, N, Call>();
     case Algorithm::kReduceScatter:
-      return Address<ReduceScatter, Algorithm::kReduceScatter, Type, N>();
+      if constexpr (!std::is_same_v<Call, Buffers>) {
+        return Address<ReduceScatter, Algorithm::kReduceScatter, Type, N, Call>();
+      }
+      break;
     case Algorithm::kAllGather:
       // What is only copied has no type: F32, BF16 and I8 serve the others that travel alike.
-      if constexpr (std::is_same_v<Type, F32> || std::is_same_v<Type, BF16> ||
-                    std::is_same_v<Type, I8>) {
-        return Address<AllGather, Algorithm::kAllGather, Type, N>();
+      if constexpr (!std::is_same_v<Call, Buffers> &&
+                    (std::is_same_v<Type, F32> || std::is_same_v<Type, BF16> ||
+                     std::is_same_v<Type, I8>)) {
+        return Address<AllGather, Algorithm::kAllGather, Type, N, Call>();
       }
   }
   return nullptr;
@@ -50,25 +54,24 @@ const void* Kernel(Algorithm algorithm) {
 
 }  // namespace
 
-// The types that models compute in have kernels of their own for sizes 2, 4 and 8. The other sizes,
-// the other types, and calls of many buffers share one: each kernel costs build time.
+// In the common case sizes 2, 4 and 8 have kernels of their own. The others share one: each kernel
+// costs build time.
 template <>
 const void* CollectiveKernel<ElementType::JIN_ELEMENT_TYPE>(Algorithm algorithm, int size,
-                                                            bool many) {
+                                                            CallKind kind) {
   using Type = JIN_TYPE;
-  if (many) {
-    return algorithm == Algorithm::kOneShot
-               ? Address<OneShot, Algorithm::kOneShot, Type, 0, Buffers>()
-           : algorithm == Algorithm::kTwoShot
-               ? Address<TwoShot, Algorithm::kTwoShot, Type, 0, Buffers>()
-               : nullptr;
+  switch (kind) {
+    case CallKind::kAligned:
+      if (size == 2) return Kernel<Type, 2, AlignedBuffer>(algorithm);
+      if (size == 4) return Kernel<Type, 4, AlignedBuffer>(algorithm);
+      if (size == 8) return Kernel<Type, 8, AlignedBuffer>(algorithm);
+      return nullptr;
+    case CallKind::kAny:
+      return Kernel<Type, 0, Buffer>(algorithm);
+    case CallKind::kMany:
+      return Kernel<Type, 0, Buffers>(algorithm);
   }
-  if constexpr (std::is_same_v<Type::Packets, BarePackets>) {
-    if (size == 2) return Kernel<Type, 2>(algorithm);
-    if (size == 4) return Kernel<Type, 4>(algorithm);
-    if (size == 8) return Kernel<Type, 8>(algorithm);
-  }
-  return Kernel<Type, 0>(algorithm);
+  return nullptr;
 }
 
 }  // namespace jax_intranode

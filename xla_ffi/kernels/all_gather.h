@@ -19,8 +19,8 @@ template <class Type, int N, class PacketsOfType = typename Type::Packets>
 struct AllGather {
   using Packets = PacketsOfType;
 
-  template <class Thread, class G>
-  JIN_FN static bool Push(Thread& t, const G& g, const Buffer& chunk, uint32_t epoch) {
+  template <class Thread, class G, class C>
+  JIN_FN static bool Push(Thread& t, const G& g, const C& chunk, uint32_t epoch) {
     const size_t packs = chunk.Packs(), slot_bytes = packs * Packets::kBytes;
     for (size_t i = t.First(); i < packs; i += t.Stride()) {
       // What is kept is what is sent: a NaN has the same bits everywhere.
@@ -38,8 +38,8 @@ struct AllGather {
     return true;
   }
 
-  template <class Thread, class G>
-  JIN_FN static bool Drain(Thread& t, const G& g, const Buffer& chunk, uint32_t epoch) {
+  template <class Thread, class G, class C>
+  JIN_FN static bool Drain(Thread& t, const G& g, const C& chunk, uint32_t epoch) {
     const size_t packs = chunk.Packs(), slot_bytes = packs * Packets::kBytes;
     char* slots = g.Half(g.rank, epoch);
     for (size_t i = t.First(); i < packs; i += t.Stride()) {
@@ -54,8 +54,8 @@ struct AllGather {
     return true;
   }
 
-  template <class Thread, class G>
-  JIN_FN static bool Run(Thread& t, const G& g, const Buffer& chunk) {
+  template <class Thread, class G, class C>
+  JIN_FN static bool Run(Thread& t, const G& g, const C& chunk) {
     const uint32_t epoch = Begin(t, g);
     if (!Push(t, g, chunk, epoch) || !Drain(t, g, chunk, epoch)) return false;
     End(t, g, epoch);

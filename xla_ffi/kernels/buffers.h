@@ -32,6 +32,32 @@ struct Buffer {
   }
 };
 
+// The common case, without a test at every pack: both sides are aligned, and there is nothing but
+// whole packs, in two-shot a multiple of the group's size.
+struct AlignedBuffer {
+  const void* in;
+  void* out;
+  size_t bytes;
+
+  // Host only.
+  static bool Is(const Buffer& b, size_t multiple_of_packs) {
+    return ((reinterpret_cast<uintptr_t>(b.in) | reinterpret_cast<uintptr_t>(b.out)) &
+            (sizeof(Pack) - 1)) == 0 &&
+           b.bytes % (multiple_of_packs * sizeof(Pack)) == 0;
+  }
+
+  JIN_FN size_t Packs() const { return bytes / sizeof(Pack); }
+  JIN_FN Pack Load(size_t i) const { return static_cast<const Pack*>(in)[i]; }
+  JIN_FN void Store(size_t i, const Pack& p) const { static_cast<Pack*>(out)[i] = p; }
+
+  JIN_FN AlignedBuffer InputOf(int r) const {
+    return {static_cast<const char*>(in) + r * bytes, out, bytes};
+  }
+  JIN_FN AlignedBuffer OutputOf(int r) const {
+    return {in, static_cast<char*>(out) + r * bytes, bytes};
+  }
+};
+
 // As many as fit a kernel's parameters beside its group: 4 KB hold with every driver. More than
 // these take more than one operation.
 constexpr int kMaxBuffers = 128;

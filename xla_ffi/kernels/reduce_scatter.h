@@ -19,8 +19,8 @@ template <class Type, int N, class PacketsOfType = typename Type::Packets>
 struct ReduceScatter {
   using Packets = PacketsOfType;
 
-  template <class Thread, class G>
-  JIN_FN static bool Scatter(Thread& t, const G& g, const Buffer& chunk, uint32_t epoch) {
+  template <class Thread, class G, class C>
+  JIN_FN static bool Scatter(Thread& t, const G& g, const C& chunk, uint32_t epoch) {
     const size_t packs = chunk.Packs(), slot_bytes = packs * Packets::kBytes;
     for (size_t i = t.First(); i < packs; i += t.Stride()) {
       // All are loaded before the first is stored: no load is moved across a store.
@@ -43,8 +43,8 @@ struct ReduceScatter {
     return true;
   }
 
-  template <class Thread, class G>
-  JIN_FN static bool Reduce(Thread& t, const G& g, const Buffer& chunk, uint32_t epoch) {
+  template <class Thread, class G, class C>
+  JIN_FN static bool Reduce(Thread& t, const G& g, const C& chunk, uint32_t epoch) {
     const size_t packs = chunk.Packs(), slot_bytes = packs * Packets::kBytes;
     char* slots = g.Half(g.rank, epoch);
     for (size_t i = t.First(); i < packs; i += t.Stride()) {
@@ -59,8 +59,8 @@ struct ReduceScatter {
     return true;
   }
 
-  template <class Thread, class G>
-  JIN_FN static bool Run(Thread& t, const G& g, const Buffer& chunk) {
+  template <class Thread, class G, class C>
+  JIN_FN static bool Run(Thread& t, const G& g, const C& chunk) {
     const uint32_t epoch = Begin(t, g);
     if (!Scatter(t, g, chunk, epoch) || !Reduce(t, g, chunk, epoch)) return false;
     End(t, g, epoch);

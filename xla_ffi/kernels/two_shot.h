@@ -32,43 +32,68 @@ struct TwoShot {
   template <class Thread, class G, class C>
   JIN_FN static bool Scatter(Thread& t, const G& g, const C& c, uint32_t epoch) {
     const size_t shard = ShardPacks(c.Packs(), g.size);
+    if (shard < kBurstPacks) {
+      for (size_t i = t.First(); i < shard; i += t.Stride()) SendAtOnce(t, g, c, epoch, i, shard);
+      return true;
+    }
     constexpr int kInFlight = N == 2 ? 4 : N == 4 ? 2 : 1;
     size_t i = t.First();
     for (; i + (kInFlight - 1) * t.Stride() < shard; i += kInFlight * t.Stride()) {
-      Send<kInFlight>(t, g, c, epoch, i, shard);
+      SendInTurn<kInFlight>(t, g, c, epoch, i, shard);
     }
-    for (; i < shard; i += t.Stride()) Send<1>(t, g, c, epoch, i, shard);
+    for (; i < shard; i += t.Stride()) SendInTurn<1>(t, g, c, epoch, i, shard);
     return true;
   }
 
-  // Sends packs i, i + stride, ... (kPacks of them) of every other rank's shard. All are loaded
-  // before the first is stored: they come from HBM, and no load is moved across a store.
-  template <int kPacks, class Thread, class G, class C>
-  JIN_FN static void Send(Thread& t, const G& g, const C& c, uint32_t epoch, size_t i,
-                          size_t shard) {
-    Pack p[Ranks<N>::kSlots][kPacks];
+  // Shards from this size on are sent in turn. Measured on 4 H200s at 1 MB: in turn 7.4 us, at once
+  // 8.2 us, the peers' links being shared for a while; at 64 KB 4.3 us and 4.2 us.
+  static constexpr size_t kBurstPacks = 8192;
+
+  // Sends pack i of every other rank's shard. All are loaded before the first is stored: no load is
+  // moved across a store, and each would wait for memory.
+  template <class Thread, class G, class C>
+  JIN_FN static void SendAtOnce(Thread& t, const G& g, const C& c, uint32_t epoch, size_t i,
+                                size_t shard) {
+    Pack p[Ranks<N>::kSlots];
     JIN_UNROLL
     for (int step = 1; step < Ranks<N>::kSlots; ++step) {
-      JIN_UNROLL
-      for (int k = 0; k < kPacks; ++k) {
-        if (Ranks<N>::Has(step, g.size)) {
-          const int to = Ranks<N>::After(g.rank, step, g.size);
-          p[step][k] = c.Load(to * shard + i + k * t.Stride());
-        }
+      if (Ranks<N>::Has(step, g.size)) {
+        p[step] = c.Load(Ranks<N>::After(g.rank, step, g.size) * shard + i);
       }
     }
     t.Admit();
     JIN_UNROLL
     for (int step = 1; step < Ranks<N>::kSlots; ++step) {
-      JIN_UNROLL
-      for (int k = 0; k < kPacks; ++k) {
-        if (Ranks<N>::Has(step, g.size)) {
-          char* slot = g.Half(Ranks<N>::After(g.rank, step, g.size), epoch) +
-                       g.rank * shard * Packets::kBytes;
-          Packets::Put(slot, i + k * t.Stride(), Type::Sendable(p[step][k]));
+      if (Ranks<N>::Has(step, g.size)) {
+        const int to = Ranks<N>::After(g.rank, step, g.size);
+        Packets::Put(ScatterSlot(g, to, epoch, shard), i, Type::Sendable(p[step]));
+      }
+    }
+  }
+
+  // Sends packs i, i + stride, ... (kPacks of them) of one rank's shard after another's.
+  template <int kPacks, class Thread, class G, class C>
+  JIN_FN static void SendInTurn(Thread& t, const G& g, const C& c, uint32_t epoch, size_t i,
+                                size_t shard) {
+    JIN_UNROLL
+    for (int step = 1; step < Ranks<N>::kSlots; ++step) {
+      if (Ranks<N>::Has(step, g.size)) {
+        const int to = Ranks<N>::After(g.rank, step, g.size);
+        Pack p[kPacks];
+        JIN_UNROLL
+        for (int k = 0; k < kPacks; ++k) p[k] = c.Load(to * shard + i + k * t.Stride());
+        t.Admit();
+        JIN_UNROLL
+        for (int k = 0; k < kPacks; ++k) {
+          Packets::Put(ScatterSlot(g, to, epoch, shard), i + k * t.Stride(), Type::Sendable(p[k]));
         }
       }
     }
+  }
+
+  template <class G>
+  JIN_FN static char* ScatterSlot(const G& g, int to, uint32_t epoch, size_t shard) {
+    return g.Half(to, epoch) + g.rank * shard * Packets::kBytes;
   }
 
   template <class Thread, class G, class C>

@@ -1,0 +1,100 @@
+#include "graph_timing.h"
+
+#include <memory>
+#include <stdexcept>
+
+#include "slab.h"
+
+namespace jax_intranode {
+namespace {
+
+// Launches before the timed ones, in which the ranks find together.
+constexpr int kUntimed = 3;
+
+struct Deleter {
+  void operator()(void* memory) const { cudaFree(memory); }
+  void operator()(CUstream_st* stream) const { cudaStreamDestroy(stream); }
+  void operator()(CUgraph_st* graph) const { cudaGraphDestroy(graph); }
+  void operator()(CUgraphExec_st* program) const { cudaGraphExecDestroy(program); }
+  void operator()(CUevent_st* event) const { cudaEventDestroy(event); }
+};
+template <class T>
+using Owned = std::unique_ptr<T, Deleter>;
+
+Owned<void> DeviceMemory(size_t bytes) {
+  void* memory = nullptr;
+  ThrowIfError(cudaMalloc(&memory, bytes), "allocating " + std::to_string(bytes) + " bytes");
+  return Owned<void>(memory);
+}
+
+Owned<CUevent_st> Event() {
+  cudaEvent_t event;
+  ThrowIfError(cudaEventCreate(&event), "creating an event");
+  return Owned<CUevent_st>(event);
+}
+
+}  // namespace
+
+GraphTiming TimeInGraph(int device, const DeviceGroup& group, Algorithm algorithm, ElementType type,
+                        LaunchShape shape, const std::string& input, int calls, int repetitions) {
+  const CurrentDevice current(device);
+  const size_t bytes = input.size() / InputChunks(algorithm, group.size);
+  const size_t packs = (bytes + sizeof(Pack) - 1) / sizeof(Pack);
+  if (bytes == 0 || HalfBytesNeeded(algorithm, type, packs, group.size) > group.half_bytes ||
+      shape.blocks < 1 || shape.blocks > kMaxBlocks || shape.threads < 32 ||
+      shape.threads > kMaxThreads || calls < 1 || repetitions < 1) {
+    throw std::runtime_error("jax_intranode: " + std::to_string(bytes) + " bytes, " +
+                             std::to_string(shape.blocks) + " blocks of " +
+                             std::to_string(shape.threads) + " threads can't be timed");
+  }
+  const size_t output_bytes = bytes * OutputChunks(algorithm, group.size);
+  Owned<void> in = DeviceMemory(input.size()), out = DeviceMemory(output_bytes);
+  cudaStream_t stream;
+  ThrowIfError(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "creating a stream");
+  const Owned<CUstream_st> owned_stream(stream);
+  ThrowIfError(
+      cudaMemcpyAsync(in.get(), input.data(), input.size(), cudaMemcpyHostToDevice, stream),
+      "copying the input");
+  ThrowIfError(cudaMemsetAsync(out.get(), 0xAB, output_bytes, stream), "poisoning the output");
+
+  cudaGraph_t graph;
+  ThrowIfError(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capturing");
+  for (int call = 0; call < calls; ++call) {
+    ThrowIfError(Launch(algorithm, type, group, Buffer{in.get(), out.get(), bytes}, shape, stream),
+                 "launching");
+  }
+  ThrowIfError(cudaStreamEndCapture(stream, &graph), "capturing");
+  const Owned<CUgraph_st> owned_graph(graph);
+  cudaGraphExec_t program;
+  ThrowIfError(cudaGraphInstantiate(&program, graph, 0), "instantiating a graph");
+  const Owned<CUgraphExec_st> owned_program(program);
+
+  // All launches are queued before the first is waited for: the host is never in the way.
+  std::vector<Owned<CUevent_st>> events;
+  for (int k = 0; k < kUntimed + repetitions; ++k) {
+    if (k >= kUntimed) {
+      events.push_back(Event());
+      ThrowIfError(cudaEventRecord(events.back().get(), stream), "recording an event");
+    }
+    ThrowIfError(cudaGraphLaunch(program, stream), "launching a graph");
+  }
+  events.push_back(Event());
+  ThrowIfError(cudaEventRecord(events.back().get(), stream), "recording an event");
+  ThrowIfError(cudaStreamSynchronize(stream), "waiting for a graph");
+
+  GraphTiming timing;
+  for (int k = 0; k < repetitions; ++k) {
+    float milliseconds;
+    ThrowIfError(cudaEventElapsedTime(&milliseconds, events[k].get(), events[k + 1].get()),
+                 "reading a time");
+    timing.microseconds.push_back(milliseconds * 1e3 / calls);
+  }
+  timing.output.resize(output_bytes);
+  ThrowIfError(cudaMemcpyAsync(timing.output.data(), out.get(), output_bytes,
+                               cudaMemcpyDeviceToHost, stream),
+               "copying the output");
+  ThrowIfError(cudaStreamSynchronize(stream), "copying the output");
+  return timing;
+}
+
+}  // namespace jax_intranode

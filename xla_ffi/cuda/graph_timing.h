@@ -1,0 +1,22 @@
+// Times an operation in a CUDA graph with nothing between the calls: what the kernels can do, for
+// the benchmark and for the tables of select.py. No XLA, no Python.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "collectives.h"
+
+namespace jax_intranode {
+
+struct GraphTiming {
+  std::vector<double> microseconds;  // a call, for each launch of the graph
+  std::string output;                // of the last call
+};
+
+// Launches a graph of `calls` operations `repetitions` times. To be called for all devices of the
+// group at once, while nothing else uses the group. Errors are thrown as std::runtime_error.
+GraphTiming TimeInGraph(int device, const DeviceGroup& group, Algorithm algorithm, ElementType type,
+                        LaunchShape shape, const std::string& input, int calls, int repetitions);
+
+}  // namespace jax_intranode

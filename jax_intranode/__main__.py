@@ -3,19 +3,23 @@
 import argparse
 import sys
 
-from jax_intranode._src import bench
+from jax_intranode._src.bench import command, plot
 
 
 def main() -> int:
     """Runs the command that the command line names and returns its exit code."""
     parser = argparse.ArgumentParser(prog="jax_intranode")
     commands = parser.add_subparsers(dest="command", required=True)
-    bench_parser = commands.add_parser(
+    bench = commands.add_parser(
         "bench", help="measure and check an operation beside the one of jax.lax"
     )
-    bench_parser.add_argument("operation", choices=bench.OPERATIONS)
-    bench.add_arguments(bench_parser)
-    return bench.run(parser.parse_args())
+    command.add_arguments(bench)
+    bench.set_defaults(run=command.run)
+    draw = commands.add_parser("plot", help="draw JSON files of bench into one PNG")
+    plot.add_arguments(draw)
+    draw.set_defaults(run=plot.run)
+    arguments = parser.parse_args()
+    return int(arguments.run(arguments))
 
 
 if __name__ == "__main__":

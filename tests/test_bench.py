@@ -1,17 +1,76 @@
-"""The benchmark: its sizes, its oracle, its check, and a small run in each mode."""
+"""The benchmark: sizes, oracle, check, graph, peers, plot, and a small run of each operation."""
 
 import argparse
+import io
 import json
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from devices import need_devices
+from jax.sharding import PartitionSpec
 
-from jax_intranode._src import bench
+import jax_intranode
+from jax_intranode._src import native, select
+from jax_intranode._src.bench import (
+    command,
+    graph,
+    measure,
+    measure_program,
+    oracle,
+    peers,
+    plot,
+    programs,
+    report,
+    timing,
+)
+from jax_intranode._src.bench.operations import OPERATIONS
+from jax_intranode._src.bench.progress import ProgressLine, following
+from jax_intranode._src.bench.settings import MODES, SINGLE_PROCESS, Settings, from_json
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def settings_of(name: str, **changes: Any) -> Settings:
+    """Settings of a tiny run on two CPU devices of this process."""
+    usual: dict[str, Any] = {
+        "name": name,
+        "sizes": [1024, 4096],
+        "leaves": 1,
+        "dtypes": ["float32"],
+        "iterations": 3,
+        "warmup_iterations": 1,
+        "chain": 2,
+        "mode": SINGLE_PROCESS,
+        "devices": 2,
+        "platform": "cpu",
+    }
+    return Settings(**{**usual, **changes})
+
+
+def mesh_of_two() -> jax.sharding.Mesh:
+    need_devices(2)
+    return jax.make_mesh(
+        (2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
+    )
+
+
+def parse(options: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(options.split())
+
+
+# Options and settings.
 
 
 @pytest.mark.parametrize(
@@ -19,122 +78,713 @@ from jax_intranode._src import bench
     [("1", 1), ("512", 512), ("4K", 4 << 10), ("4k", 4 << 10), ("1M", 1 << 20), ("2G", 2 << 30)],
 )
 def test_parse_size(text: str, expected: int) -> None:
-    assert bench.parse_size(text) == expected
+    assert command.parse_size(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "K", "0", "-1", "1.5K", "1KB", "4 K"])
 def test_parse_size_refuses(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
-        bench.parse_size(text)
+        command.parse_size(text)
 
 
 def test_sizes_include_both_ends() -> None:
-    assert bench.sizes_between(1024, 16384, 4) == [1024, 4096, 16384]
-    assert bench.sizes_between(1024, 16383, 4) == [1024, 4096]
+    assert command.sizes_between(1024, 16384, 4) == [1024, 4096, 16384]
+    assert command.sizes_between(1024, 16383, 4) == [1024, 4096]
 
 
-@pytest.mark.parametrize(("count", "leaves"), [(1000, 1), (1000, 7), (7, 7), (300, 300)])
-def test_cuts_make_as_many_leaves(count: int, leaves: int) -> None:
-    sizes = [len(leaf) for leaf in np.split(np.zeros(count), bench._cuts(count, leaves))]
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("psum -d int4", "'int4' is none of bfloat16"),
+        ("psum -n 0", "0 is below 1"),
+        ("psum --chain 0", "0 is below 1"),
+        ("psum --algorithm ring", "invalid choice: 'ring'"),
+        ("psum --peers torch,mpi", "'mpi' is none of torch, nccl-tests, all"),
+        ("psum --latency-hiding maybe", "invalid choice: 'maybe'"),
+        ("ppermute", "invalid choice: 'ppermute'"),
+    ],
+)
+def test_options_refused(options: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(options)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("pmean -d float32,int32", "pmean of int32 is a float"),
+        ("psum_scatter --leaves 2", "psum_scatter is measured with one array"),
+        ("all_gather --leaves 2", "all_gather is measured with one array"),
+        ("psum -b 1 -e 1", "holds a whole element"),
+        ("psum --json /no/such/place.json", "/no/such/place.json: no such directory"),
+        ("psum --plot /no/such/place.png", "/no/such/place.png: no such directory"),
+        ("stand_in --peers all", "--peers and --plot are for operations"),
+        ("stand_in --plot all.png", "--peers and --plot are for operations"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    options: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(programs.PROGRAMS, "stand_in", stand_in)
+    assert command.run(parse(f"{options} --platform cpu")) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_options_that_reach_the_ranks_as_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
+    assert command._environment(parse("psum")) == {}
+    assert command._environment(parse("psum --algorithm two_shot --latency-hiding on")) == {
+        "JAX_INTRANODE_ALGORITHM": "two_shot",
+        "XLA_FLAGS": "--xla_a=1 --xla_gpu_enable_latency_hiding_scheduler=true",
+    }
+    monkeypatch.delenv("XLA_FLAGS")
+    assert command._environment(parse("psum --latency-hiding off")) == {
+        "XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=false"
+    }
+
+
+def test_settings_travel_and_say_what_to_measure() -> None:
+    settings = settings_of("psum", sizes=[6, 8, 15, 1024], dtypes=["bfloat16", "float64"])
+    assert from_json(settings.to_json()) == settings
+    # Two devices share an even number of whole elements.
+    assert settings.measurements() == [("bfloat16", 4), ("bfloat16", 512), ("float64", 128)]
+
+
+@pytest.mark.parametrize(
+    ("count", "leaves", "multiple"),
+    [(1000, 1, 1), (1000, 7, 1), (7, 7, 1), (300, 300, 1), (1000, 7, 4)],
+)
+def test_cuts_make_as_many_leaves(count: int, leaves: int, multiple: int) -> None:
+    at = measure.cuts(count, leaves, multiple)
+    sizes = [len(leaf) for leaf in np.split(np.zeros(count), at)]
     assert len(sizes) == leaves
     assert sum(sizes) == count
+    assert all(size % multiple == 0 for size in sizes)
 
 
-def _oracle(values: list[object], dtype: object) -> np.ndarray:
+def test_sizes_and_bandwidths_count_as_in_nccl_tests() -> None:
+    counts = {
+        name: (operation.operand_count(12, 4), operation.result_count(12, 4))
+        for name, operation in OPERATIONS.items()
+    }
+    assert counts == {
+        "psum": (12, 12),
+        "pmean": (12, 12),
+        "psum_scatter": (12, 3),
+        "all_gather": (3, 12),
+        "psum_scatter+all_gather": (12, 12),
+    }
+    factors = {name: operation.bus_factor(4) for name, operation in OPERATIONS.items()}
+    assert factors == {
+        "psum": 1.5,
+        "pmean": 1.5,
+        "psum_scatter": 0.75,
+        "all_gather": 0.75,
+        "psum_scatter+all_gather": 1.5,
+    }
+
+
+# The oracle.
+
+
+def _sum(values: list[object], dtype: object) -> np.ndarray:
     """Returns the oracle's sum of one element per rank."""
-    return bench.oracle([np.array([value], dtype) for value in values])[0]
+    return oracle.expected_sum([np.array([value], dtype) for value in values])[0]
 
 
 def test_oracle_rounds_once() -> None:
     # bfloat16 has 8 significant bits: 256 + 1 rounds back to 256 if it is rounded at each step.
-    assert _oracle([256, 1, 1], ml_dtypes.bfloat16) == 258
-    assert _oracle([2048, 1, 1], np.float16) == 2050
+    assert _sum([256, 1, 1], ml_dtypes.bfloat16) == 258
+    assert _sum([2048, 1, 1], np.float16) == 2050
 
 
 def test_oracle_adds_in_rank_order() -> None:
-    assert _oracle([1e8, 1, -1e8], np.float32) == 0
-    assert _oracle([1e8, -1e8, 1], np.float32) == 1
+    assert _sum([1e8, 1, -1e8], np.float32) == 0
+    assert _sum([1e8, -1e8, 1], np.float32) == 1
 
 
 def test_oracle_accumulates_float64_and_integers_in_their_own_type() -> None:
-    assert _oracle([1.0, 2.0**-40], np.float64) == 1.0 + 2.0**-40
-    assert _oracle([100, 100], np.int8) == -56
-    assert _oracle([2**63 - 1, 1], np.int64) == -(2**63)
+    assert _sum([1.0, 2.0**-40], np.float64) == 1.0 + 2.0**-40
+    assert _sum([100, 100], np.int8) == -56
+    assert _sum([2**63 - 1, 1], np.int64) == -(2**63)
 
 
 def test_oracle_keeps_signed_zeros_and_subnormals() -> None:
-    assert np.signbit(_oracle([-0.0, -0.0], np.float32))
-    assert _oracle([1e-45, 1e-45], np.float32) > 0
+    assert np.signbit(_sum([-0.0, -0.0], np.float32))
+    assert _sum([1e-45, 1e-45], np.float32) > 0
 
 
 def test_oracle_returns_the_sum_of_magnitudes() -> None:
-    _, magnitude = bench.oracle([np.array([value], np.float32) for value in (-1, 2, -3)])
+    _, magnitude = oracle.expected_sum([np.array([value], np.float32) for value in (-1, 2, -3)])
     assert magnitude == 6
 
 
+def test_oracle_of_each_operation() -> None:
+    shards = [oracle.random_shard(rank, 64, BFLOAT16) for rank in range(4)]
+    total = oracle.expected_sum(shards)[0]
+    for name, wanted in {
+        "psum": total,
+        "psum_scatter": total,
+        "pmean": total / ml_dtypes.bfloat16(4),
+        "all_gather": np.concatenate(shards),
+    }.items():
+        expected, tolerance = oracle.expected_result(OPERATIONS[name], 4, 64, BFLOAT16)
+        assert expected.dtype == BFLOAT16
+        assert np.array_equal(expected, wanted)
+        assert (tolerance is None) == (name == "all_gather")
+    integers = oracle.expected_result(OPERATIONS["psum"], 4, 64, np.dtype(np.int8))
+    assert integers[1] is None
+
+
 def test_every_rank_can_make_every_ranks_data() -> None:
-    for dtype in (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float64), np.dtype(np.int8)):
-        first = bench.random_shard(1, 4096, dtype)
+    for dtype in (BFLOAT16, np.dtype(np.float64), np.dtype(np.int8)):
+        first = oracle.random_shard(1, 4096, dtype)
         assert first.dtype == dtype
         assert first.nbytes == 4096
-        assert np.array_equal(first, bench.random_shard(1, 4096, dtype))
-        assert not np.array_equal(first, bench.random_shard(0, 4096, dtype))
+        assert np.array_equal(first, oracle.random_shard(1, 4096, dtype))
+        assert not np.array_equal(first, oracle.random_shard(0, 4096, dtype))
     # The whole range, so that sums wrap.
     assert {first.min(), first.max()} == {-128, 127}
 
 
 def test_count_wrong_compares_bits() -> None:
     expected = np.array([1.0, 0.0, np.nan, 2.0], np.float32)
-    assert bench.count_wrong(expected.copy(), expected, None) == 0
+    assert oracle.count_wrong(expected.copy(), expected, None) == 0
     got = np.array([np.nextafter(np.float32(1), np.float32(2)), -0.0, -np.nan, 2.0], np.float32)
-    assert bench.count_wrong(got, expected, None) == 2
+    assert oracle.count_wrong(got, expected, None) == 2
 
 
 def test_count_wrong_with_a_tolerance() -> None:
     expected = np.array([1.0, 1.0, 1.0], np.float32)
     got = np.array([1.05, 1.2, np.nan], np.float32)
-    assert bench.count_wrong(got, expected, np.full(3, 0.1)) == 2
-    assert bench.count_wrong(np.array([3]), np.array([4]), np.array([10.0])) == 1
+    assert oracle.count_wrong(got, expected, np.full(3, 0.1)) == 2
 
 
-@pytest.mark.parametrize("leaves", [1, 7])
-def test_both_modes_on_the_cpu(tmp_path: Path, leaves: int) -> None:
-    file = tmp_path / "rows.json"
-    options = (
-        f"-b 1K -e 4K -d bfloat16 --leaves {leaves} --platform cpu --devices 2 -n 2 -w 1 -T 240 "
-        "--json"
+def test_count_wrong_on_devices_compares_each_devices_part() -> None:
+    mesh = mesh_of_two()
+    sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("x"))
+    result = jax.device_put(np.arange(4, dtype=np.int32), sharding)
+    scatter, psum = OPERATIONS["psum_scatter"], OPERATIONS["psum"]
+    expected = np.array([0, 1, 2, 9], np.int32)
+    assert oracle.count_wrong_on_devices(result, scatter, expected, None) == 1
+    assert oracle.count_wrong_on_devices(result, psum, np.array([0, 1], np.int32), None) == 2
+
+
+# Timing.
+
+
+def test_statistics() -> None:
+    times = timing.statistics([float(us) for us in range(101)])
+    assert (times.p50, times.p99) == (50, 99)
+    assert timing.statistics([1.0, 2.0, 9.0]).p99 == pytest.approx(9, rel=0.02)
+    assert timing.Times(1, 2) + timing.Times(10, 20) == timing.Times(11, 22)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_links_of_a_chain_fit(name: str) -> None:
+    """A chain of one operation gives its result, brought to the operand's size and scaled."""
+    mesh = mesh_of_two()
+    operation = OPERATIONS[name]
+    chain = timing._chain(mesh, lambda xs: operation.call(jax_intranode, xs), 1)
+    (got,) = chain([jnp.arange(16, dtype=jnp.float32)], jnp.full(2, 0.5, jnp.float32))
+    first, second = np.arange(8), np.arange(8, 16)
+    total = first + second
+    wanted = {
+        "psum": [total, total],
+        "pmean": [total / 2, total / 2],
+        "psum_scatter": [np.tile(total[:4], 2), np.tile(total[4:], 2)],
+        "all_gather": [first, first],
+        "psum_scatter+all_gather": [total, total],
+    }[name]
+    assert np.array_equal(got, 0.5 * np.concatenate(wanted))
+
+
+def test_turns_are_taken_by_all() -> None:
+    calls: list[str] = []
+    runs = [lambda name=name: calls.append(name) for name in "abc"]
+    seconds = timing.take_turns(runs, mesh_of_two(), settings_of("psum"))
+    assert [len(times) for times in seconds] == [3, 3, 3]
+    # Once to compile, then one warm-up and three repetitions, each begun by another one.
+    assert "".join(calls) == "abc" + "cab" + "abc" + "bca" + "cab"
+
+
+# In a graph.
+
+
+class FakeGraphs:
+    """Stands in for the CUDA module. The device of rank r takes 1 + r microseconds."""
+
+    def __init__(self, n: int) -> None:
+        self._barrier = threading.Barrier(n, timeout=20)
+        self._data: dict[int, np.ndarray] = {}
+
+    def time_in_graph(
+        self,
+        device_ids: list[int],
+        group_size: int,
+        ordinal: int,
+        algorithm: int,
+        blocks: int,
+        threads: int,
+        data: bytes,
+        dtype: str,
+        calls: int,
+        repetitions: int,
+    ) -> tuple[list[float], bytes]:
+        assert dtype == "float32" and blocks > 0 and threads > 0 and calls > 1
+        rank = [d.local_hardware_id for d in jax.devices()][:group_size].index(ordinal)
+        self._data[rank] = np.frombuffer(data, dtype)
+        self._barrier.wait()  # all devices of the group at once
+        parts = [self._data[r] for r in range(group_size)]
+        name = select.ALGORITHMS[algorithm]
+        total = np.concatenate(parts) if name == "all_gather" else oracle.expected_sum(parts)[0]
+        if name == "reduce_scatter":
+            total = np.split(total, group_size)[rank]
+        self._barrier.wait()  # nobody hands in the next call's data before
+        return [1000.0] + [1.0 + rank] * (repetitions - 1), total.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "algorithms", "us"),
+    [
+        ("psum", ["two_shot"], 2),
+        ("psum_scatter", ["reduce_scatter"], 2),
+        ("all_gather", ["all_gather"], 2),
+        ("psum_scatter+all_gather", ["reduce_scatter", "all_gather"], 4),
+    ],
+)
+def test_in_a_graph(
+    name: str, algorithms: list[str], us: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = mesh_of_two()
+    fake = FakeGraphs(2)
+    monkeypatch.setattr(native, "module", lambda platform: fake)
+    operation, settings = OPERATIONS[name], settings_of(name, platform="gpu")
+    selected = [select.Selection(algorithm, "", 1, 32) for algorithm in algorithms]
+    assert graph.can_measure(settings, operation, selected)
+    shards = {rank: oracle.random_shard(rank, 256, np.dtype(np.float32)) for rank in range(2)}
+    expected, _ = oracle.expected_result(operation, 2, 256, np.dtype(np.float32))
+    # Without the warm-up; of the slower device; of two steps the sum.
+    times, wrong = graph.measure(settings, operation, mesh, selected, shards, expected, name)
+    assert (times, wrong) == (timing.Times(us, us), 0)
+    expected = expected + np.float32(1)
+    _, wrong = graph.measure(settings, operation, mesh, selected, shards, expected, name)
+    assert wrong == 2 * operation.result_count(len(expected), 2)
+
+
+def test_what_is_not_measured_in_a_graph() -> None:
+    ours, lax = select.Selection("one_shot", "", 1, 1), select.Selection("lax", "")
+    on_gpus = settings_of("psum", platform="gpu")
+    psum, pmean = OPERATIONS["psum"], OPERATIONS["pmean"]
+    assert graph.can_measure(on_gpus, psum, [ours])
+    assert not graph.can_measure(on_gpus, psum, [lax])
+    assert not graph.can_measure(on_gpus, psum, [ours, lax])
+    assert not graph.can_measure(on_gpus, pmean, [ours])
+    assert not graph.can_measure(settings_of("psum"), psum, [ours])
+    assert not graph.can_measure(settings_of("psum", platform="gpu", leaves=2), psum, [ours])
+
+
+# Progress.
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_on_a_terminal() -> None:
+    terminal = Terminal()
+    line = ProgressLine(terminal, total=12)
+    line.show()
+    assert terminal.getvalue() == ""  # nothing has begun
+    line.begin("single-process, bfloat16, 1024 bytes")
+    line.show()
+    line.begin("single-process, bfloat16, 4096 bytes")
+    line.show()
+    line.clear()
+    assert terminal.getvalue() == (
+        "\r\x1b[Ksingle-process, bfloat16, 1024 bytes: 1 of 12, 0:00"
+        "\r\x1b[Ksingle-process, bfloat16, 4096 bytes: 2 of 12, 0:00"
+        "\r\x1b[K"
     )
-    result = subprocess.run(
-        [sys.executable, "-m", "jax_intranode", "bench", "psum", *options.split(), str(file)],
+
+
+def test_progress_is_not_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    terminal = Terminal()
+    line = ProgressLine(terminal, total=1)
+    line.begin("x" * 100)
+    line.show()
+    assert terminal.getvalue() == "\r\x1b[K" + "x" * 19
+
+
+def test_no_progress_elsewhere() -> None:
+    stream = io.StringIO()
+    line = ProgressLine(stream, total=1)
+    line.begin("psum")
+    line.show()
+    line.clear()
+    assert stream.getvalue() == ""
+
+
+def test_following_shows_rows_and_progress(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal = Terminal()
+    log, begun = tmp_path / "log", tmp_path / "begun"
+    with following(log, begun, ProgressLine(terminal, total=2)):
+        log.write_text("a row\n")
+        begun.write_text("first\nsecond\n")
+    assert capsys.readouterr().out == "a row\n"
+    assert "second: 2 of 2, 0:00" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\r\x1b[K")
+
+
+# Peers.
+
+NCCL_TESTS = """\
+# nccl-tests version 2.17.1 nccl-headers=22809 nccl-library=22809
+# Collective test starting: all_reduce_perf
+# nThread 1 nGpus 4 minBytes 1024 maxBytes 16384 step: 4(factor) warmup iters: 5 iters: 20 graph: 20
+#
+# Using devices
+#  Rank  0 Group  0 Pid   4242 on     node device  0 [0000:19:00] NVIDIA H200
+#
+#                                                              out-of-place                       in-place
+#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
+#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
+        1024           512  bfloat16     sum      -1    11.25    0.09    0.14      0    10.98    0.09    0.14      0
+        4096          2048  bfloat16     sum      -1    11.40    0.36    0.54      3    11.10    0.37    0.55      0
+       16384          8192  bfloat16    none      -1   1.2e+03    0.01    0.02    N/A    11.87    1.38    2.07    N/A
+# Out of bounds values : 0 OK
+# Avg bus bandwidth    : 0.907
+#
+"""  # noqa: E501
+
+
+def test_parse_nccl_tests() -> None:
+    rows = peers.parse_nccl_tests(NCCL_TESTS)
+    assert [(row["size"], row["time_us"], row["wrong"]) for row in rows] == [
+        (1024, 11.25, 0),
+        (4096, 11.4, 3),
+        (16384, 1200.0, None),
+    ]
+    assert peers.nccl_tests_version(NCCL_TESTS) == "nccl-tests 2.17.1 (NCCL 22809)"
+    assert peers.nccl_tests_version("# nThread 1") == "nccl-tests"
+
+
+def measure_peers(settings: Settings) -> dict[str, Any]:
+    return peers.measure(list(peers.PEERS), settings, 20, ProgressLine(io.StringIO(), 1))
+
+
+def test_peers_that_are_absent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for settings, lines in {
+        settings_of("psum", platform="gpu").to_json(): (
+            "# torch not measured: torch is not installed\n"
+            "# nccl-tests not measured: all_reduce_perf is not on PATH\n"
+        ),
+        settings_of("psum_scatter+all_gather", platform="gpu").to_json(): (
+            "# torch not measured: torch is not installed\n"
+            "# nccl-tests not measured: it has no psum_scatter+all_gather\n"
+        ),
+        settings_of("psum").to_json(): (
+            "# torch not measured: measured on GPUs only\n"
+            "# nccl-tests not measured: measured on GPUs only\n"
+        ),
+    }.items():
+        assert measure_peers(from_json(settings)) == {"versions": [], "rows": []}
+        assert capsys.readouterr().err == lines
+
+
+def put_program(directory: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts a shell script first on PATH."""
+    program = directory / name
+    program.write_text(f"#!/bin/sh\n{text}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
+
+
+def test_nccl_tests_beside_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "table").write_text(NCCL_TESTS)
+    put_program(
+        tmp_path,
+        "all_reduce_perf",
+        f'echo "$@" > {tmp_path}/arguments; cat {tmp_path}/table',
+        monkeypatch,
+    )
+    monkeypatch.setitem(sys.modules, "torch", None)
+    settings = settings_of("psum", platform="gpu", dtypes=["bfloat16", "int16"])
+    found = measure_peers(settings)
+    assert found["versions"] == ["nccl-tests 2.17.1 (NCCL 22809)"]
+    # Only sizes that were asked for.
+    assert [(row["size"], row["dtype"], row["library"]) for row in found["rows"]] == [
+        (1024, "bfloat16", "nccl-tests"),
+        (4096, "bfloat16", "nccl-tests"),
+    ]
+    assert (tmp_path / "arguments").read_text() == (
+        "-g 2 -b 1024 -e 4096 -f 4 -d bfloat16 -n 3 -w 1 -G 20 -c 1\n"
+    )
+    assert "# nccl-tests does not know int16" in capsys.readouterr().err
+
+    ours = {"dtype": "bfloat16", "size": 1024, "mode": SINGLE_PROCESS, "graph_time_us": 2.5}
+    table = [line.split() for line in peers.format_table(found, [ours]).splitlines()]
+    assert table[1][-3:] == ["ours,", "single-process", "nccl-tests"]
+    assert table[2] == ["1024", "bfloat16", "|", "2.50", "11.25"]
+    assert table[3] == ["4096", "bfloat16", "|", "-", "11.40"]
+    assert table[4][-1] == "3"
+
+
+def test_peer_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_program(tmp_path, "all_reduce_perf", "echo no device; exit 3", monkeypatch)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert measure_peers(settings_of("psum", platform="gpu"))["rows"] == []
+    error = capsys.readouterr().err
+    assert "# nccl-tests not measured: it failed" in error
+    assert "no device" in error
+
+
+# The picture.
+
+
+def result_of(jax_version: str, algorithms: tuple[str, ...]) -> dict[str, Any]:
+    """What the JSON file of a run on GPUs holds."""
+    rows = [
+        {
+            "size": 1024 << 2 * i,
+            "dtype": "bfloat16",
+            "mode": mode,
+            "algorithm": algorithm,
+            "graph_time_us": None if algorithm == "lax" else 2.0 + i,
+            "time_us": 3.0 + i if i else 0.0,
+            "lax_time_us": 9.0 + i,
+        }
+        for mode in MODES
+        for i, algorithm in enumerate(algorithms)
+    ]
+    peer = {"library": "torch nccl", "dtype": "bfloat16", "size": 1024, "time_us": 9.0}
+    header = {
+        "operation": "psum",
+        "devices": 4,
+        "device": "NVIDIA H200",
+        "platform": "gpu",
+        "jax": jax_version,
+        "jaxlib": jax_version,
+        "jax_intranode": "0.1.0",
+        "nccl": None,
+        "date": "2026-11-21T10:00:00+00:00",
+    }
+    peers_found = {"versions": ["torch 2.9 (NCCL 2.28)"], "rows": [peer]}
+    return {"version": report.VERSION, "header": header, "rows": rows, "peers": peers_found}
+
+
+def test_lines_of_the_picture() -> None:
+    result = result_of("0.11.2", ("one_shot", "one_shot", "two_shot", "lax"))
+    lines = list(plot._lines([result]))
+    assert [line.label for line in lines] == [
+        "ours as called, process-per-device",
+        "ours in a graph, process-per-device",
+        "lax as called, process-per-device",
+        "ours as called, single-process",
+        "ours in a graph, single-process",
+        "lax as called, single-process",
+        "torch nccl in a graph",
+    ]
+    # A time of 0 has no place on a logarithmic axis.
+    assert lines[0].points[0] == (4096, 4.0, 2.5, "one_shot")
+    assert [point.algorithm for point in lines[0].points] == ["one_shot", "two_shot", "lax"]
+    assert [point.size for point in lines[1].points] == [1024, 4096, 16384]
+    assert lines[6].points == [(1024, 9.0, 1.0, None)]
+    both = list(plot._lines([result, result_of("0.12", ("one_shot",))]))
+    assert both[0].label == "jax 0.11.2: ours as called, process-per-device"
+    assert both[-1].label == "jax 0.12: torch nccl in a graph"
+
+
+def draw(files: list[Path], output: Path) -> int:
+    parser = argparse.ArgumentParser()
+    plot.add_arguments(parser)
+    return plot.run(parser.parse_args([*map(str, files), "-o", str(output)]))
+
+
+def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [tmp_path / "old.json", tmp_path / "new.json"]
+    for file, version in zip(files, ("0.11.2", "0.12"), strict=True):
+        file.write_text(json.dumps(result_of(version, ("one_shot", "two_shot", "lax"))))
+    code = draw(files, tmp_path / "plot.png")
+    if plot.why_not() is None:
+        assert code == 0
+        assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    else:
+        assert code == 2
+        assert "pip install 'jax_intranode[plot]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no JSON", "is no JSON file of"),
+        ("[]", "is no JSON file of"),
+        ('{"version": 1}', "has layout 1, not 2"),
+        ('{"version": 2, "rows": [{"program": "mlp"}], "peers": {"rows": []}}', "no rows"),
+    ],
+)
+def test_picture_of_other_files(
+    text: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(plot, "why_not", lambda: None)
+    file = tmp_path / "rows.json"
+    file.write_text(text)
+    assert draw([file], tmp_path / "plot.png") == 2
+    assert message in capsys.readouterr().err
+
+
+def test_no_matplotlib_is_said_before_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert command.run(parse(f"psum --platform cpu --plot {tmp_path}/plot.png")) == 2
+    written = capsys.readouterr()
+    assert "pip install 'jax_intranode[plot]'" in written.err
+    assert written.out == ""
+
+
+# Whole programs.
+
+
+def stand_in(library: Any, mesh: jax.sharding.Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A program of two arguments, in which only lax's sum has an error."""
+    error = 1e-3 if library is jax.lax else 0.0
+
+    def step(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return library.psum(x, "x") / 2 + error, y
+
+    spec = PartitionSpec("x")
+    program = jax.shard_map(
+        step, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, spec), check_vma=False
+    )
+    return jax.jit(program), (jnp.ones(8), jnp.zeros(8))
+
+
+def test_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(programs.PROGRAMS, "stand_in", stand_in)
+    row = measure_program.measure(settings_of("stand_in"), mesh_of_two())
+    assert row.difference == pytest.approx(1e-3, rel=0.01)
+    assert row.ratio == pytest.approx(row.lax_time_us / row.time_us)
+    assert row.time_p99_us >= row.time_us > 0
+    cells = str(row).split()
+    assert cells[0] == "stand_in"
+    assert cells[-1] == "1.0e-03"
+
+
+def test_program_of_one_argument() -> None:
+    chained = measure_program._Chained(lambda x: x + 1, (jnp.zeros(2),))
+    assert np.array_equal(chained.run(3)[0], [3, 3])
+
+
+def test_difference_of_what_is_not_finite() -> None:
+    good, bad = jnp.ones(2), jnp.array([1, jnp.inf])
+    assert measure_program._difference(good, good) == 0
+    assert np.isnan(measure_program._difference(bad, good))
+    assert np.isnan(measure_program._difference(good, bad))
+
+
+# Runs.
+
+
+def run_bench(options: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "jax_intranode", "bench", *options.split()],
         env=os.environ,
-        cwd=tmp_path,  # not where the source tree would be imported
+        cwd=directory,  # not where the source tree would be imported
         capture_output=True,
         text=True,
         timeout=500,
         check=False,
     )
 
+
+@pytest.mark.parametrize(
+    ("name", "leaves", "dtype"),
+    [
+        ("psum", 1, "bfloat16"),
+        ("psum_scatter+all_gather", 3, "float32"),
+        ("pmean", 1, "float16"),
+        ("psum_scatter", 1, "int32"),
+        ("all_gather", 1, "int16"),
+    ],
+)
+def test_both_modes_on_the_cpu(name: str, leaves: int, dtype: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    result = run_bench(
+        f"{name} -b 1K -e 4K -d {dtype} --leaves {leaves} --platform cpu --devices 2 -n 2 -w 1 "
+        f"--chain 2 -T 240 --peers all --json {file}",
+        tmp_path,
+    )
+
     assert result.returncode == 0, result.stdout + result.stderr
     assert "# wrong elements: 0 OK" in result.stdout
+    assert "# torch not measured" in result.stderr
+    assert "\r" not in result.stderr
     written = json.loads(file.read_text())
-    assert written["version"] == 1
-    assert written["header"]["devices"] == 2
-    assert written["header"]["leaves"] == leaves
+    assert list(written) == ["version", "header", "rows", "peers"]
+    assert written["version"] == 2
+    assert written["peers"] == {"versions": [], "rows": []}
+    header = written["header"]
+    assert {header[key] for key in ("operation", "mode")} == {name, "both"}
+    assert (header["devices"], header["leaves"], header["chain"]) == (2, leaves, 2)
+    assert (header["iterations"], header["warmup_iterations"]) == (2, 1)
     rows = written["rows"]
     assert [(row["mode"], row["size"]) for row in rows] == [
-        ("process-per-device", 1024),
-        ("process-per-device", 4096),
-        ("single-process", 1024),
-        ("single-process", 4096),
+        (mode, size) for mode in MODES for size in (1024, 4096)
     ]
+    algorithms = {
+        "psum_scatter+all_gather": ("push",),
+        "psum_scatter": ("reduce_scatter",),
+        "all_gather": ("all_gather",),
+    }.get(name, select.PSUM_ALGORITHMS)
+    factor = 0.5 if name in ("psum_scatter", "all_gather") else 1.0
     for row in rows:
-        assert row["count"] * 2 == row["size"]
-        assert row["dtype"] == "bfloat16"
-        assert row["algorithm"] in ("one_shot", "two_shot", "lax")
-        assert row["operations"] == 1
+        assert list(row) == list(report.Row.__dataclass_fields__)
+        assert row["count"] * np.dtype(jnp.dtype(dtype)).itemsize == row["size"]
+        assert row["dtype"] == dtype
+        # The table says lax for more on CPU devices of one process.
+        assert row["algorithm"] in algorithms or (row["mode"], row["size"]) == (MODES[1], 4096)
+        assert row["operations"] == (6 if leaves == 3 else 1)
         assert row["wrong"] == row["lax_wrong"] == 0
-        assert row["time_us"] >= 0
+        assert row["graph_time_us"] is row["graph_time_p99_us"] is row["graph_wrong"] is None
+        assert row["time_p99_us"] >= row["time_us"] >= 0
+        assert row["lax_time_p99_us"] >= row["lax_time_us"] >= 0
         if row["algbw"] is not None:
-            # For two devices the factor 2(n-1)/n is 1.
-            assert row["busbw"] == pytest.approx(row["algbw"])
+            assert row["busbw"] == pytest.approx(factor * row["algbw"])
             assert row["ratio"] == pytest.approx(row["lax_time_us"] / row["time_us"])
+
+
+def test_algorithm_reaches_the_ranks(tmp_path: Path) -> None:
+    result = run_bench(
+        "psum -b 1K -e 1K --platform cpu --mode single-process --devices 2 -n 1 -w 0 --chain 1 "
+        f"--algorithm lax --latency-hiding off --json {tmp_path}/rows.json",
+        tmp_path,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "# fell back to lax: JAX_INTRANODE_ALGORITHM=lax" in result.stdout
+    written = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["algorithm"] for row in written["rows"]] == ["lax"]
+    assert written["header"]["algorithm"] == "lax"
+    assert "latency_hiding_scheduler=false" in written["header"]["xla_flags"]

@@ -51,7 +51,9 @@ def test_files() -> None:
     files = {str(file) for file in _DISTRIBUTION.files or () if file.suffix != ".pyc"}
     info = {file for file in files if ".dist-info/" in file}
     assert any(file.endswith(".dist-info/licenses/LICENSE") for file in info)
-    wanted = r"jax_intranode/(py\.typed|_(host|cuda)\.(pyi|[\w.-]+\.so)|(_src/(ops/)?)?\w+\.py)"
+    wanted = (
+        r"jax_intranode/(py\.typed|_(host|cuda)\.(pyi|[\w.-]+\.so)|(_src/((bench|ops)/)?)?\w+\.py)"
+    )
     assert [file for file in sorted(files - info) if not re.fullmatch(wanted, file)] == []
     assert {"jax_intranode/py.typed", "jax_intranode/_host.pyi"} <= files
     in_the_tree = {str(path.relative_to(ROOT)) for path in ROOT.glob("jax_intranode/**/*.py")}
@@ -69,7 +71,7 @@ def test_each_native_module_has_its_stub() -> None:
 def test_metadata() -> None:
     assert _DISTRIBUTION.version == jax_intranode.__version__
     extras = _DISTRIBUTION.metadata.get_all("Provides-Extra") or ()
-    assert set(extras) == {"cuda12", "cuda13", "examples", "test"}
+    assert set(extras) == {"cuda12", "cuda13", "examples", "plot", "test"}
 
 
 # Importing.

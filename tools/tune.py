@@ -31,7 +31,7 @@ _BLOCKS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 _RESIDENT_THREADS = 132 * 1024
 _REPETITIONS = 9
 _SHOWN = 6
-_ALL = '--all' in sys.argv
+_ALL = "--all" in sys.argv
 
 
 def _main() -> None:
@@ -121,7 +121,7 @@ def _sweep(pool, groups, devices, algorithm, size, part, work, dtype, n):
                 times, output = native.module("gpu").time_in_graph(
                     list(groups.device_ids),
                     groups.group_size,
-                    communicator._ordinal(device),
+                    communicator.native_ordinal(device),
                     select.ALGORITHMS.index(algorithm),
                     blocks,
                     threads,

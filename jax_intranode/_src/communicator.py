@@ -254,7 +254,7 @@ def _create_communicator(meeting: Meeting, groups: Partition) -> str | None:
         for rank, device_id in enumerate(group):
             if device_id in meeting.addresses:
                 regions = [meeting.addresses[device_id][peer] + offset for peer in group]
-                ordinal = _ordinal(meeting.devices[device_id])
+                ordinal = native_ordinal(meeting.devices[device_id])
                 records = meeting.records[device_id] + region * module.RECORD_BYTES
                 members.append((ordinal, number, rank, regions, records))
     module.create_communicator(
@@ -268,7 +268,7 @@ def _create_communicator(meeting: Meeting, groups: Partition) -> str | None:
     return None
 
 
-def _ordinal(device: Any) -> int:
+def native_ordinal(device: Any) -> int:
     # What XLA tells a handler of its device: on CPUs the global id, on GPUs the local ordinal.
     return device.id if device.platform == "cpu" else device.local_hardware_id
 
@@ -398,7 +398,7 @@ def _hello(meeting: Meeting) -> dict[str, Any]:
     links = {}
     if meeting.platform == "gpu":
         bus_ids = {
-            d.id: topology_lib.normalise_bus_id(module.pci_bus_id(_ordinal(d))) for d in local
+            d.id: topology_lib.normalise_bus_id(module.pci_bus_id(native_ordinal(d))) for d in local
         }
         reports = {r.bus_id: r for r in topology_lib.read_links(list(bus_ids.values()))}
         for device_id, bus_id in bus_ids.items():
@@ -461,7 +461,7 @@ def _allocate(meeting: Meeting, local: list[int], shared: bool) -> dict[int, Any
         raise RuntimeError(f"a slab of {total} bytes is too small; raise JAX_INTRANODE_SLAB_MIB")
     slabs = {}
     for device_id in local:
-        ordinal = _ordinal(meeting.devices[device_id])
+        ordinal = native_ordinal(meeting.devices[device_id])
         slab = module.allocate(ordinal, total, shared)
         for region in range(_REGIONS):
             start = slab.address + _PROBE_BYTES + region * _region_bytes(meeting.half_bytes, module)
@@ -483,12 +483,12 @@ def _open_peers(
     meeting.memory.extend(slabs.values())
     opened: dict[Any, Any] = {}
     for device_id in local:
-        ordinal = _ordinal(meeting.devices[device_id])
+        ordinal = native_ordinal(meeting.devices[device_id])
         addresses = meeting.addresses[device_id] = {}
         for peer in peers:
             if peer in slabs:
                 if peer != device_id:
-                    module.enable_peer_access(ordinal, _ordinal(meeting.devices[peer]))
+                    module.enable_peer_access(ordinal, native_ordinal(meeting.devices[peer]))
                 addresses[peer] = slabs[peer].address
                 continue
             # A mapping belongs to a GPU; on the CPU one serves the whole process.
@@ -515,7 +515,7 @@ def _probe(meeting: Meeting, local: list[int], peers: list[int], *, write: bool)
         return 4 * (peers.index(writer) % (_PROBE_BYTES // 4))
 
     for device_id in local:
-        ordinal = _ordinal(meeting.devices[device_id])
+        ordinal = native_ordinal(meeting.devices[device_id])
         for peer in peers:
             there = meeting.addresses[device_id][peer] + slot(device_id)
             mine = meeting.addresses[device_id][device_id] + slot(peer)
@@ -554,7 +554,7 @@ def _failure_message(failure: tuple[Any, ...]) -> str:
             "restart the program, and call jax.clear_caches() after jax_intranode.shutdown()."
         )
     by_ordinal = {
-        _ordinal(device): device.id
+        native_ordinal(device): device.id
         for meeting in list(_meetings.values())
         for device in meeting.devices.values()
         if _is_local(device) and device.platform != "cpu"

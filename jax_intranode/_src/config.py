@@ -14,7 +14,7 @@ from jax_intranode._src import select
 
 _PREFIX = "JAX_INTRANODE_"
 _TOPOLOGIES = ("fully_connected", "hybrid_cube_mesh", "unknown")
-_ALGORITHMS = ("auto", *select.PSUM_ALGORITHMS, "lax")
+ALGORITHMS = ("auto", *select.PSUM_ALGORITHMS, "lax")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def parse(environ: Mapping[str, str]) -> Config:
         "TOPOLOGY": lambda n, t: {"topology": _choice(n, t, _TOPOLOGIES)},
         "SLAB_MIB": lambda n, t: {"slab_mib": int(_positive(n, t, int))},
         "TIMEOUT_S": lambda n, t: {"timeout_s": _positive(n, t, float)},
-        "ALGORITHM": lambda n, t: {"algorithm": _choice(n, t, _ALGORITHMS)},
+        "ALGORITHM": lambda n, t: {"algorithm": _choice(n, t, ALGORITHMS)},
     }
     values: dict[str, Any] = {}
     for name, reader in readers.items():

@@ -1,0 +1,101 @@
+"""Times in a graph: our kernels by themselves in a CUDA graph, with nothing between them."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_intranode._src import communicator, native, select
+from jax_intranode._src.bench import exchange, oracle, timing
+from jax_intranode._src.bench.operations import Operation
+from jax_intranode._src.bench.settings import Settings
+
+# Operations in one graph.
+_CALLS = 50
+
+
+def can_measure(
+    settings: Settings, operation: Operation, selected: Sequence[select.Selection]
+) -> bool:
+    """Whether the operation consists of our kernels alone, of one array."""
+    return (
+        settings.platform == "gpu"
+        and settings.leaves == 1
+        and not operation.is_mean
+        and all(chosen.algorithm != "lax" for chosen in selected)
+    )
+
+
+def measure(
+    settings: Settings,
+    operation: Operation,
+    mesh: Mesh,
+    selected: Sequence[select.Selection],
+    shards: dict[int, np.ndarray],
+    expected: np.ndarray,
+    label: str,
+) -> tuple[timing.Times, int]:
+    """Measures and checks an operation, on all ranks together.
+
+    Args:
+        settings: how often.
+        operation: the operation.
+        mesh: a mesh with one axis "x".
+        selected: what each step of the operation runs as.
+        shards: the operand of each device of this process, by the device's position in the mesh.
+        expected: what `oracle.expected_result` gave.
+        label: names this measurement; used once.
+
+    Returns:
+        The slowest rank's times, for several steps their sum; and the wrong elements of all ranks.
+    """
+    times = timing.Times(0, 0)
+    data = shards
+    for step, chosen in enumerate(selected):
+        # Kernels wait for their peers', but not for those that still compile.
+        exchange.from_all_ranks(f"{label}/graph/{step}/start", 0)
+        of_step, data = _measure_step(settings, mesh, chosen, data)
+        times += timing.slowest_rank(f"{label}/graph/{step}", of_step)
+    wrong = sum(
+        oracle.count_wrong(got, expected[oracle.part_of(operation, rank, len(got))], None)
+        for rank, got in data.items()
+    )
+    return times, exchange.sum_over_ranks(f"{label}/graph/wrong", wrong)
+
+
+def _measure_step(
+    settings: Settings, mesh: Mesh, chosen: select.Selection, data: dict[int, np.ndarray]
+) -> tuple[timing.Times, dict[int, np.ndarray]]:
+    """Runs one kernel on all devices of this process at once, each from a thread of its own.
+
+    Returns:
+        The slowest device's times, and the devices' results.
+    """
+    groups = communicator.partition(mesh, ("x",))
+    devices = mesh.devices.flat
+    module: Any = native.module("gpu")
+
+    def on_device(rank: int) -> tuple[timing.Times, np.ndarray]:
+        operand = data[rank]
+        us, output = module.time_in_graph(
+            list(groups.device_ids),
+            groups.group_size,
+            communicator.native_ordinal(devices[rank]),
+            select.ALGORITHMS.index(chosen.algorithm),
+            chosen.blocks,
+            chosen.threads,
+            operand.tobytes(),
+            operand.dtype.name,
+            _CALLS,
+            settings.warmup_iterations + settings.iterations,
+        )
+        times = timing.statistics(us[settings.warmup_iterations :])
+        return times, np.frombuffer(output, operand.dtype)
+
+    with ThreadPoolExecutor(len(data)) as threads:
+        results = dict(zip(data, threads.map(on_device, data), strict=True))
+    p50 = max(times.p50 for times, _ in results.values())
+    p99 = max(times.p99 for times, _ in results.values())
+    return timing.Times(p50, p99), {rank: output for rank, (_, output) in results.items()}

@@ -1,0 +1,133 @@
+"""One row of an operation's table: checked, then timed."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jax_intranode
+from jax_intranode._src import select
+from jax_intranode._src.bench import exchange, graph, oracle, timing
+from jax_intranode._src.bench.operations import OPERATIONS, Operation
+from jax_intranode._src.bench.report import Row
+from jax_intranode._src.bench.settings import Settings
+from jax_intranode._src.ops import collective
+from jax_intranode._src.ops.psum import operations
+
+
+def measure(settings: Settings, mesh: Mesh, dtype_name: str, count: int) -> tuple[Row, str | None]:
+    """Checks and times one size of one dtype.
+
+    Args:
+        settings: what to measure.
+        mesh: a mesh with one axis "x" of all devices.
+        dtype_name: the dtype.
+        count: the elements that the size counts (`operations.Operation`).
+
+    Returns:
+        The row, and why ours fell back to lax, if it did.
+    """
+    operation = OPERATIONS[settings.name]
+    dtype = np.dtype(jnp.dtype(dtype_name))
+    n = settings.devices
+    size = count * dtype.itemsize
+    operand_count = operation.operand_count(count, n)
+    operand_bytes = operand_count * dtype.itemsize
+    label = f"{dtype.name}/{size}"
+
+    def shard(index: Any) -> np.ndarray:
+        rank = (index[0].start or 0) // operand_count
+        return oracle.random_shard(rank, operand_bytes, dtype)
+
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    whole = jax.make_array_from_callback((n * operand_count,), sharding, shard)
+    # What is scattered is cut evenly.
+    at = cuts(operand_count, settings.leaves, n if "psum_scatter" in operation.steps else 1)
+    data = timing.program(mesh, lambda x: jnp.split(x, at))(whole)
+
+    # Lowering is where the ranks of a mesh meet, so only then is the selection final.
+    ours, lax = (
+        timing.program(mesh, lambda xs, lib=lib: jnp.concatenate(operation.call(lib, xs)))(data)
+        for lib in (jax_intranode, jax.lax)
+    )
+    selected = _selected(operation, mesh, [leaf.size // n for leaf in data], dtype)
+    algorithm = _algorithm(selected)
+    expected, lax_tolerance = oracle.expected_result(operation, n, operand_bytes, dtype)
+    reasons = [chosen.reason for chosen in selected if chosen.algorithm == "lax"]
+    our_tolerance = lax_tolerance if reasons else None
+    wrong = oracle.count_wrong_on_devices(ours, operation, expected, our_tolerance)
+    lax_wrong = oracle.count_wrong_on_devices(lax, operation, expected, lax_tolerance)
+
+    our_times, lax_times = timing.times_as_called(settings, operation, mesh, data, size)
+    our_times = timing.slowest_rank(f"{label}/ours", our_times)
+    lax_times = timing.slowest_rank(f"{label}/lax", lax_times)
+    graph_times, graph_wrong = None, None
+    if graph.can_measure(settings, operation, selected):
+        shards = {
+            rank: oracle.random_shard(rank, operand_bytes, dtype)
+            for rank, device in enumerate(mesh.devices.flat)
+            if device.process_index == jax.process_index()
+        }
+        graph_times, graph_wrong = graph.measure(
+            settings, operation, mesh, selected, shards, expected, label
+        )
+
+    algbw = size / our_times.p50 / 1e3 if our_times.p50 else None
+    row = Row(
+        size=size,
+        count=count,
+        dtype=dtype.name,
+        mode=settings.mode,
+        algorithm=algorithm,
+        operations=len(selected),
+        graph_time_us=graph_times.p50 if graph_times else None,
+        graph_time_p99_us=graph_times.p99 if graph_times else None,
+        graph_wrong=graph_wrong,
+        time_us=our_times.p50,
+        time_p99_us=our_times.p99,
+        algbw=algbw,
+        busbw=algbw * operation.bus_factor(n) if algbw is not None else None,
+        wrong=exchange.sum_over_ranks(f"{label}/wrong", wrong),
+        lax_time_us=lax_times.p50,
+        lax_time_p99_us=lax_times.p99,
+        lax_wrong=exchange.sum_over_ranks(f"{label}/lax_wrong", lax_wrong),
+        ratio=lax_times.p50 / our_times.p50 if our_times.p50 else None,
+    )
+    return row, reasons[0] if reasons else None
+
+
+def cuts(count: int, leaves: int, multiple: int = 1) -> list[int]:
+    """Returns where to cut an array into that many leaves, whose sizes are as 1 : 2 : 3 : 4.
+
+    Args:
+        count: elements of the array.
+        leaves: how many leaves.
+        multiple: each leaf, and the array, has a multiple of so many elements.
+    """
+    ends = np.cumsum([1 + k % 4 for k in range(leaves)])
+    return [int(count // multiple * end // ends[-1]) * multiple for end in ends[:-1]]
+
+
+def _selected(
+    operation: Operation, mesh: Mesh, counts: list[int], dtype: np.dtype[Any]
+) -> list[select.Selection]:
+    """Returns what each collective of ours runs as, for leaves of so many elements."""
+    if operation.steps == ("psum",):
+        shapes = [(count,) for count in counts]
+        return [chosen for _, chosen in operations(mesh, ("x",), shapes, dtype)]
+    selected = []
+    for count in counts:
+        part = (count if operation.operand_is_part else count // mesh.size) * dtype.itemsize
+        for step in operation.steps:
+            selected.append(collective.chooser(step, mesh, ("x",), dtype)(part))
+    return selected
+
+
+def _algorithm(selected: list[select.Selection]) -> str:
+    """Returns the one word for what ours runs as."""
+    algorithms = {chosen.algorithm for chosen in selected}
+    if algorithms == {"reduce_scatter", "all_gather"}:
+        return "push"
+    return algorithms.pop() if len(algorithms) == 1 else "mixed"

@@ -1,0 +1,88 @@
+"""One row of a whole program's table: the results of both libraries compared, then timed."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+import jax_intranode
+from jax_intranode._src.bench import exchange, timing
+from jax_intranode._src.bench.programs import PROGRAMS
+from jax_intranode._src.bench.report import ProgramRow
+from jax_intranode._src.bench.settings import Settings
+
+
+class _Chained:
+    """A program that goes on from its last result. It may take its arguments' memory."""
+
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self._function = function
+        self.arguments = arguments
+
+    def run(self, calls: int) -> tuple[Any, ...]:
+        """Starts that many calls, one after the other, and returns the last one's result."""
+        for _ in range(calls):
+            result = self._function(*self.arguments)
+            # A function of one argument may return it without a tuple.
+            structures: list[Any] = [jax.tree.structure(x) for x in (result, self.arguments)]
+            self.arguments = result if structures[0] == structures[1] else (result,)
+        return self.arguments
+
+
+def measure(settings: Settings, mesh: Mesh) -> ProgramRow:
+    """Compares and times a program with our collectives and with lax's.
+
+    Args:
+        settings: what to measure.
+        mesh: a mesh with one axis "x" of all devices.
+    """
+    build = PROGRAMS[settings.name]
+    ours, lax = (_Chained(*build(library, mesh)) for library in (jax_intranode, jax.lax))
+    label = f"{settings.name}/{settings.mode}"
+    difference = exchange.max_over_ranks(
+        f"{label}/difference", _difference(ours.run(1), lax.run(1))
+    )
+
+    calls = settings.chain or (2 if settings.platform == "cpu" else 10)
+    runs = [partial(program.run, calls) for program in (ours, lax)]
+    seconds = timing.take_turns(runs, mesh, settings)
+    our_times, lax_times = (
+        timing.slowest_rank(f"{label}/{library}", timing.statistics(1e6 * np.array(of_one) / calls))
+        for library, of_one in zip(("ours", "lax"), seconds, strict=True)
+    )
+    return ProgramRow(
+        program=settings.name,
+        mode=settings.mode,
+        time_us=our_times.p50,
+        time_p99_us=our_times.p99,
+        lax_time_us=lax_times.p50,
+        lax_time_p99_us=lax_times.p99,
+        ratio=lax_times.p50 / our_times.p50,
+        difference=difference if math.isfinite(difference) else None,
+    )
+
+
+def _difference(ours: Any, lax: Any) -> float:
+    """Returns the largest difference relative to lax's largest value, on this process's devices.
+
+    NaN if a value is no finite number.
+    """
+    worst = 0.0
+    for our_leaf, lax_leaf in zip(jax.tree.leaves(ours), jax.tree.leaves(lax), strict=True):
+        our_values, lax_values = _values(our_leaf), _values(lax_leaf)
+        largest = np.max(np.abs(lax_values), initial=0)
+        off = np.max(np.abs(our_values - lax_values), initial=0)
+        if not np.isfinite([largest, off]).all():
+            return math.nan
+        worst = max(worst, float(off / largest if largest > 0 else off))
+    return worst
+
+
+def _values(x: jax.Array) -> np.ndarray:
+    """Returns what this process's devices have of an array."""
+    shards = [np.asarray(shard.data).astype(np.float64) for shard in x.addressable_shards]
+    return np.stack(shards)

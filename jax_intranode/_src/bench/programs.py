@@ -1,0 +1,373 @@
+"""Programs to be timed end to end with our collectives and with lax's: decoding and training.
+
+A builder gets a library (`jax_intranode` or `jax.lax`) and a mesh of 1, 2, 4 or 8 devices with the
+one axis "x", and gives a jitted function, which can be called and lowered, and its arguments. The
+function's result has the structure, shapes, dtypes and shardings of the arguments, and stays finite
+however often calls are chained: ``args = f(*args)``. Arguments depend on the mesh alone, and each
+process makes the shards of its own devices.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+Program = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+# What both kinds of programs use.
+
+
+def _sizes(mesh: Mesh, of_platform: dict[str, Any]) -> Any:
+    """The sizes for the platform of a mesh; refuses meshes among which they can't be divided."""
+    if mesh.axis_names != ("x",) or mesh.size not in (1, 2, 4, 8):
+        raise ValueError(
+            f"these programs need a mesh of 1, 2, 4 or 8 devices with the axis 'x', not {mesh}"
+        )
+    return of_platform[mesh.devices.flat[0].platform]
+
+
+def _make(
+    mesh: Mesh,
+    spec: P,
+    shape: Sequence[int],
+    value: Callable[[Sequence[int], Any], Any],
+    seed: int,
+) -> jax.Array:
+    """An array whose shards are what `value` makes of their shapes and generators."""
+
+    def shard(index: Any) -> Any:
+        ranges = [range(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
+        # Devices that hold the same part get the same values.
+        generator = np.random.default_rng([seed, *(part.start for part in ranges)])
+        return value([len(part) for part in ranges], generator)
+
+    return jax.make_array_from_callback(tuple(shape), NamedSharding(mesh, spec), shard)
+
+
+def _uniform(
+    shape: Sequence[int], generator: Any, *, variance: float, dtype: Any = np.float32
+) -> np.ndarray:
+    values = generator.random(shape, dtype=np.float32) * 2 - 1
+    return (values * np.float32(math.sqrt(3 * variance))).astype(dtype)
+
+
+def _rms_norm(x: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-6)
+    return (wide * scale).astype(x.dtype)
+
+
+# Decoding: many small psums one after another, between matmuls that read the weights.
+
+
+@dataclass(frozen=True)
+class _DecodeSizes:
+    batch: int
+    hidden: int
+    layers: int
+    tokens: int
+
+
+_DECODE = {
+    "gpu": _DecodeSizes(batch=8, hidden=4096, layers=16, tokens=4),
+    # A psum of 2 KB: one that our kernels take on CPUs too.
+    "cpu": _DecodeSizes(batch=8, hidden=128, layers=4, tokens=2),
+}
+
+
+def _scanned(step: Callable[[Any, Any], Any], x: Any, items: Any) -> Any:
+    return lax.scan(lambda carry, item: (step(carry, item), None), x, items)[0]
+
+
+def _unrolled(step: Callable[[Any, Any], Any], x: Any, items: Any) -> Any:
+    for item in items:
+        x = step(x, item)
+    return x
+
+
+@dataclass(frozen=True)
+class _ReturningWeights:
+    """A jitted function that returns its weights, of which jit by itself would make copies."""
+
+    jitted: Any
+
+    def __call__(self, x: Any, *weights: Any) -> tuple[Any, ...]:
+        return self.jitted(x, *weights), *weights
+
+    def lower(self, *arguments: Any) -> Any:
+        return self.jitted.lower(*arguments)
+
+
+def _decode(lib: Any, mesh: Mesh, loop: Callable[..., Any]) -> Program:
+    """Decodes some tokens with a tensor-parallel MLP a layer.
+
+    Arguments: the activations [batch, hidden], the layers' weights, and the output's weights; all
+    bfloat16. The psums are `lib`'s. The all_gather at the end of each token is always lax's: ours
+    have to live beside XLA's own collectives.
+    """
+    sizes = _sizes(mesh, _DECODE)
+
+    def body(x: Any, layers: Any, output: Any) -> Any:
+        def layer(x: Any, weights: Any) -> Any:
+            columns, rows = weights
+            return _rms_norm(x + lib.psum(jax.nn.gelu(x @ columns) @ rows, "x"))
+
+        def token(x: Any, _: Any) -> Any:
+            x = loop(layer, x, layers)
+            return _rms_norm(lax.all_gather(x @ output, "x", axis=1, tiled=True))
+
+        return loop(token, x, np.arange(sizes.tokens))
+
+    layers, specs = _decode_layers(mesh, sizes, stacked=loop is _scanned)
+    sharded = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(P(), specs, P(None, "x")),
+        out_specs=P(),
+        check_vma=False,  # what lax.all_gather gives would vary over "x"
+    )
+
+    random = partial(_uniform, dtype=jnp.bfloat16)
+    x = _make(mesh, P(), (sizes.batch, sizes.hidden), partial(random, variance=1), 2)
+    output = _make(
+        mesh,
+        P(None, "x"),
+        (sizes.hidden, sizes.hidden),
+        partial(random, variance=1 / sizes.hidden),
+        3,
+    )
+    return _ReturningWeights(jax.jit(sharded)), (x, layers, output)
+
+
+def _decode_layers(mesh: Mesh, sizes: _DecodeSizes, *, stacked: bool) -> tuple[Any, Any]:
+    """The weights (columns, rows) and their specs: arrays of all layers, or a list of pairs."""
+    hidden, inner = sizes.hidden, 4 * sizes.hidden
+
+    def in_every_layer(shape: Sequence[int], generator: Any, *, variance: float) -> np.ndarray:
+        # The same values, to save the time of making them; in memory of their own.
+        one = _uniform(shape[1:], generator, variance=variance, dtype=jnp.bfloat16)
+        return np.broadcast_to(one, shape)
+
+    specs = P(None, None, "x"), P(None, "x")
+    layers = (
+        _make(
+            mesh,
+            specs[0],
+            (sizes.layers, hidden, inner),
+            partial(in_every_layer, variance=1 / hidden),
+            0,
+        ),
+        # So that a layer adds little to what it gets, and rounding is not amplified.
+        _make(
+            mesh,
+            specs[1],
+            (sizes.layers, inner, hidden),
+            partial(in_every_layer, variance=0.25 / inner),
+            1,
+        ),
+    )
+    if stacked:
+        return layers, specs
+    pairs = [(P(None, "x"), P("x"))] * sizes.layers
+    shardings = jax.tree.map(partial(NamedSharding, mesh), pairs)
+    unstack = jax.jit(lambda a, b: list(zip(a, b, strict=True)), out_shardings=shardings)
+    return unstack(*layers), pairs
+
+
+# Training: psums of activations, forward and backward, and one of all gradients.
+
+
+@dataclass(frozen=True)
+class _Transformer:
+    """Sizes of a transformer and of its batch; `batch` sequences for each data-parallel replica."""
+
+    batch: int
+    sequence: int
+    width: int
+    heads: int
+    inner: int
+    layers: int
+    vocabulary: int
+
+
+_TRAIN = {
+    # Activations of 4 MB and gradients of 8 MB (5 MB on 8 devices): what our kernels take.
+    "gpu": _Transformer(
+        batch=8, sequence=1024, width=256, heads=8, inner=1024, layers=4, vocabulary=1024
+    ),
+    # Activations of 1 KB, and gradients of which many have at most 4 KB.
+    "cpu": _Transformer(batch=2, sequence=8, width=32, heads=4, inner=64, layers=2, vocabulary=32),
+}
+
+_LEARNING_RATE = 0.05
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    shape: tuple[int, ...]
+    spec: P
+
+
+def _parameters(sizes: _Transformer) -> Any:
+    """The tree of the parameters: the shape of each, and how it is split."""
+    width, heads, inner, head = sizes.width, sizes.heads, sizes.inner, sizes.width // sizes.heads
+    by_head = _Parameter((width, heads, head), P(None, "tensor"))
+    layer = {
+        "norm_1": _Parameter((width,), P()),
+        "query": by_head,
+        "key": by_head,
+        "value": by_head,
+        "output": _Parameter((heads, head, width), P("tensor")),
+        "norm_2": _Parameter((width,), P()),
+        "columns": _Parameter((width, inner), P(None, "tensor")),
+        "columns_bias": _Parameter((inner,), P("tensor")),
+        "rows": _Parameter((inner, width), P("tensor")),
+        "rows_bias": _Parameter((width,), P()),
+    }
+    return {
+        "embedding": _Parameter((sizes.vocabulary, width), P()),
+        "layers": [layer] * sizes.layers,
+        "norm": _Parameter((width,), P()),
+        "logits": _Parameter((width, sizes.vocabulary), P()),
+    }
+
+
+def _varying(tree: Any, axis: str) -> Any:
+    return jax.tree.map(lambda v: lax.pcast(v, axis, to="varying"), tree)
+
+
+def _varying_summed_by(lib: Any, axis: str) -> Callable[[Any], Any]:
+    """Marks a tree as varying over an axis; backward, `lib` sums it over that axis.
+
+    Megatron's f. JAX would mark it by itself, and sum by a psum of its own.
+    """
+
+    @jax.custom_vjp
+    def mark(tree: Any) -> Any:
+        return _varying(tree, axis)
+
+    mark.defvjp(lambda tree: (mark(tree), None), lambda _, ct: (lib.psum(ct, axis),))
+    return mark
+
+
+def _forward(
+    params: Any, tokens: jax.Array, enter: Callable[[Any], Any], leave: Callable[[Any], Any]
+) -> jax.Array:
+    """The logits. `enter` and `leave` lie around what is split over "tensor"."""
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    x = params["embedding"][tokens]
+    for layer in params["layers"]:
+        h = enter(_rms_norm(x) * (1 + layer["norm_1"]))
+        x = x + leave(_attention(layer, h))
+        h = enter(_rms_norm(x) * (1 + layer["norm_2"]))
+        h = jax.nn.gelu(h @ layer["columns"] + layer["columns_bias"])
+        x = x + leave(h @ layer["rows"]) + layer["rows_bias"]
+    return (_rms_norm(x) * (1 + params["norm"])) @ params["logits"]
+
+
+def _attention(layer: Any, x: jax.Array) -> jax.Array:
+    """Causal attention of this rank's heads: [batch, sequence, width] to the same, a summand."""
+    query, key, value = (
+        jnp.einsum("bsw,whd->bhsd", x, layer[name]) for name in ("query", "key", "value")
+    )
+    scores = jnp.einsum("bhsd,bhtd->bhst", query, key).astype(jnp.float32)
+    seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    weights = jax.nn.softmax(jnp.where(seen, scores / math.sqrt(query.shape[-1]), -1e30))
+    mixed = jnp.einsum("bhst,bhtd->bhsd", weights.astype(x.dtype), value)
+    return jnp.einsum("bhsd,hdw->bsw", mixed, layer["output"])
+
+
+def _train_step(lib: Any, mesh: Mesh, sequence_parallel: bool) -> Program:
+    """One step of gradient descent, data and tensor parallel, of a transformer.
+
+    Activations are reduced over "tensor" by `lib.psum` or, sequence parallel, by
+    `lib.psum_scatter` and `lib.all_gather` along the sequence; gradients over "data" by
+    `lib.pmean`. float32 parameters, bfloat16 computation.
+
+    Arguments: the parameters, the tokens [sequences, sequence] (int32), and a loss (float32),
+    which is not read: the result holds that of the step's batch before the step.
+    """
+    sizes = _sizes(mesh, _TRAIN)
+    data = 2 if mesh.size >= 4 else 1
+    mesh = Mesh(mesh.devices.reshape(data, -1), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    parameters, tree = jax.tree.flatten(_parameters(sizes))
+    specs = jax.tree.unflatten(tree, [p.spec for p in parameters])
+    tokens_spec = P("data", "tensor") if sequence_parallel else P("data")
+    sum_backward = _varying_summed_by(lib, "tensor")
+    if sequence_parallel:
+        enter: Callable[[Any], Any] = partial(
+            lib.all_gather, axis_name="tensor", axis=1, tiled=True
+        )
+        leave: Callable[[Any], Any] = partial(
+            lib.psum_scatter, axis_name="tensor", scatter_dimension=1, tiled=True
+        )
+    else:
+        enter, leave = sum_backward, partial(lib.psum, axis_name="tensor")
+
+    def loss_of(params: Any, tokens: jax.Array) -> jax.Array:
+        if sequence_parallel:
+            # What every rank has whole acts here on its own part of the sequence only.
+            leaves = jax.tree.leaves(params)
+            whole = [i for i, p in enumerate(parameters) if p.spec == P()]
+            for i, leaf in zip(whole, sum_backward([leaves[i] for i in whole]), strict=True):
+                leaves[i] = leaf
+            params = jax.tree.unflatten(tree, leaves)
+        logits = _forward(params, tokens, enter, leave).astype(jnp.float32)
+        wanted = (tokens + 1) % sizes.vocabulary
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), wanted[..., None], axis=-1)
+        return -chosen.sum() / (sizes.batch * sizes.sequence)
+
+    def body(params: Any, tokens: jax.Array) -> Any:
+        # Marked as varying, the parameters get this replica's own gradients: JAX sums none.
+        loss, grads = jax.value_and_grad(loss_of)(_varying(params, "data"), tokens)
+        if sequence_parallel:
+            loss = lib.psum(loss, "tensor")
+        loss, grads = lib.pmean((loss, grads), "data")
+        return jax.tree.map(lambda p, g: p - _LEARNING_RATE * g, params, grads), loss
+
+    sharded = jax.shard_map(
+        body, mesh=mesh, in_specs=(specs, tokens_spec), out_specs=(specs, P()), check_vma=True
+    )
+
+    def step(params: Any, tokens: jax.Array, loss: jax.Array) -> Any:
+        del loss
+        params, loss = sharded(params, tokens)
+        return params, tokens, loss
+
+    def initial(part: Sequence[int], generator: Any) -> np.ndarray:
+        if len(part) == 1:  # norms, whose scale is one more than the parameter, and biases
+            return np.zeros(part, np.float32)
+        return _uniform(part, generator, variance=1 / sizes.width)
+
+    params = jax.tree.unflatten(
+        tree, [_make(mesh, p.spec, p.shape, initial, seed) for seed, p in enumerate(parameters)]
+    )
+    tokens = _make(
+        mesh,
+        tokens_spec,
+        (data * sizes.batch, sizes.sequence),
+        lambda part, generator: generator.integers(sizes.vocabulary, size=part, dtype=np.int32),
+        len(parameters),
+    )
+    loss = _make(mesh, P(), (), lambda part, _: np.zeros(part, np.float32), 0)
+    arguments = params, tokens, loss
+    # Of equal shardings jit gives another, which would have the next call compiled again.
+    shardings = jax.tree.map(lambda argument: argument.sharding, arguments)
+    return jax.jit(step, out_shardings=shardings), arguments
+
+
+PROGRAMS: dict[str, Callable[[Any, Mesh], Program]] = {
+    "decode_scanned": partial(_decode, loop=_scanned),
+    "decode_unrolled": partial(_decode, loop=_unrolled),
+    "train_step": partial(_train_step, sequence_parallel=False),
+    "train_step_sequence_parallel": partial(_train_step, sequence_parallel=True),
+}

@@ -1,0 +1,94 @@
+"""The progress line: one line on a terminal, overwritten in place; nothing elsewhere."""
+
+import contextlib
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+_CLEAR = "\r\x1b[K"
+
+
+class ProgressLine:
+    """Says which of how many measurements runs, and for how long all have been running."""
+
+    def __init__(self, stream: TextIO, total: int) -> None:
+        """Begins to count the time.
+
+        Args:
+            stream: where to show the line, if it is a terminal.
+            total: how many measurements there are.
+        """
+        self._stream = stream if stream.isatty() else None
+        self._total = total
+        self._number = 0
+        self._what = ""
+        self._started = time.monotonic()
+
+    def begin(self, what: str) -> None:
+        """Says that the next measurement begins."""
+        self._number += 1
+        self._what = what
+
+    def show(self) -> None:
+        """Writes the line anew, with the time that has passed."""
+        if self._stream is not None and self._what:
+            minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
+            text = f"{self._what}: {self._number} of {self._total}, {minutes}:{seconds:02}"
+            # A longer line would wrap, and could not be overwritten.
+            columns = shutil.get_terminal_size().columns
+            self._stream.write(_CLEAR + text[: columns - 1])
+            self._stream.flush()
+
+    def clear(self) -> None:
+        """Makes room for other output."""
+        if self._stream is not None:
+            self._stream.write(_CLEAR)
+            self._stream.flush()
+
+
+@contextlib.contextmanager
+def following(log: Path | None, begun: Path, line: ProgressLine) -> Iterator[None]:
+    """Shows how ranks get on, until the end of the block.
+
+    Args:
+        log: a file that is copied to stdout as it grows, so that each row is seen when it is
+            measured; or None.
+        begun: a file that gets a line for each measurement that begins.
+        line: where these are shown.
+    """
+    finished = threading.Event()
+
+    def follow() -> None:
+        position, measurements = 0, 0
+        last = False
+        while not last:
+            # Read once more after the end: the last lines may have come during the wait.
+            last = finished.wait(0.1)
+            if log is not None and log.exists():
+                with log.open(errors="replace") as file:
+                    file.seek(position)
+                    text = file.read()
+                    position = file.tell()
+                if text:
+                    line.clear()
+                    sys.stdout.write(text)
+                    sys.stdout.flush()
+            if begun.exists():
+                lines = begun.read_text().splitlines()
+                for what in lines[measurements:]:
+                    line.begin(what)
+                measurements = len(lines)
+            line.show()
+        line.clear()
+
+    follower = threading.Thread(target=follow, daemon=True)
+    follower.start()
+    try:
+        yield
+    finally:
+        finished.set()
+        follower.join()

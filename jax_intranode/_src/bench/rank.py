@@ -1,0 +1,97 @@
+"""What each rank runs: all measurements, in the order in which every rank makes them."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jax_intranode._src import launcher
+from jax_intranode._src.bench import measure, measure_program, report, settings
+from jax_intranode._src.bench.operations import OPERATIONS
+
+
+def main() -> None:
+    """Measures what the command line says, and has rank 0 print and write it.
+
+    The arguments: the settings, the JSON file that rank 0 writes, and the file to which it adds a
+    line for each measurement that begins.
+    """
+    told, output, begun = settings.from_json(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+    rank = launcher.connect(told.platform) if told.mode == settings.PROCESS_PER_DEVICE else 0
+    if jax.default_backend() != told.platform:
+        raise RuntimeError(f"wanted JAX on {told.platform}, got {jax.default_backend()}")
+    if any(jnp.dtype(name).itemsize == 8 for name in told.dtypes):
+        jax.config.update("jax_enable_x64", True)
+    # Without explicit types the axis would be explicit, and shard_map would want typed operands.
+    mesh = jax.make_mesh(
+        (told.devices,),
+        ("x",),
+        axis_types=(jax.sharding.AxisType.Auto,),
+        devices=jax.devices()[: told.devices],
+    )
+    header = report.header(told)
+    table = _Table(told.mode, header, begun) if rank == 0 else None
+    rows = (_rows if told.name in OPERATIONS else _program_rows)(told, mesh, table)
+    if rank == 0:
+        result = {"header": header, "rows": [dataclasses.asdict(row) for row in rows]}
+        output.write_text(json.dumps(result))
+
+
+class _Table:
+    """What rank 0 shows while it measures."""
+
+    def __init__(self, mode: str, header: dict[str, Any], begun: Path) -> None:
+        self._mode = mode
+        self._begun = begun
+        self._seen: set[str] = set()
+        print(report.format_header(header), flush=True)
+
+    def begin(self, what: str) -> None:
+        """Says that a measurement begins."""
+        with self._begun.open("a") as file:
+            file.write(f"{self._mode}, {what}\n")
+
+    def add(self, row: report.Row | report.ProgramRow, fallback: str | None = None) -> None:
+        """Shows a row, and once why ours fell back to lax, if it did."""
+        # The columns not before the first measurement, during which libraries log their start.
+        self._once(row.COLUMNS)
+        if fallback is not None:
+            self._once(f"# fell back to lax: {fallback}")
+        print(row, flush=True)
+
+    def _once(self, text: str) -> None:
+        if text not in self._seen:
+            self._seen.add(text)
+            print(text, flush=True)
+
+
+def _rows(told: settings.Settings, mesh: Mesh, table: _Table | None) -> list[report.Row]:
+    rows = []
+    for dtype, count in told.measurements():
+        if table is not None:
+            table.begin(f"{dtype}, {count * jnp.dtype(dtype).itemsize} bytes")
+        row, fallback = measure.measure(told, mesh, dtype, count)
+        rows.append(row)
+        if table is not None:
+            table.add(row, fallback)
+    return rows
+
+
+def _program_rows(
+    told: settings.Settings, mesh: Mesh, table: _Table | None
+) -> list[report.ProgramRow]:
+    if table is not None:
+        table.begin(told.name)
+    row = measure_program.measure(told, mesh)
+    if table is not None:
+        table.add(row)
+    return [row]
+
+
+if __name__ == "__main__":
+    main()

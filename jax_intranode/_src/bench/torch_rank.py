@@ -1,0 +1,182 @@
+"""PyTorch's collectives, timed in CUDA graphs: one rank. A script that imports neither JAX nor us.
+
+PyTorch's NCCL collectives and, for all-reduce, its symmetric-memory kernels. Takes what to do as
+JSON on the command line; rank 0 writes the rows to a JSON file.
+"""
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+
+# Operations in one graph.
+_CALLS = 20
+
+
+def _libraries(operation: str) -> tuple[str, ...]:
+    """Returns what can run an operation."""
+    shared = ("torch one_shot", "torch two_shot") if operation == "psum" else ()
+    return ("torch nccl", *shared)
+
+
+def _prepare(
+    library: str, operation: str, count: int, dtype: Any, device: Any
+) -> tuple[Any, Callable[[], Any]]:
+    """Returns an operand, and a call that works on it and returns the result.
+
+    Elements count as in nccl-tests: those of the operand or of the result, whichever are more. The
+    result may be the operand.
+    """
+    if library != "torch nccl":
+        return _prepare_shared(library, count, dtype, device)
+    whole = torch.empty(count, dtype=dtype, device=device)
+    part = torch.empty(count // dist.get_world_size(), dtype=dtype, device=device)
+
+    def reduce() -> Any:
+        dist.all_reduce(whole, dist.ReduceOp.SUM if operation == "psum" else dist.ReduceOp.AVG)
+        return whole
+
+    def scatter() -> Any:
+        dist.reduce_scatter_tensor(part, whole)
+        return part
+
+    def gather() -> Any:
+        dist.all_gather_into_tensor(whole, part)
+        return whole
+
+    def both() -> Any:
+        scatter()
+        return gather()
+
+    return {
+        "psum": (whole, reduce),
+        "pmean": (whole, reduce),
+        "psum_scatter": (whole, scatter),
+        "all_gather": (part, gather),
+        "psum_scatter+all_gather": (whole, both),
+    }[operation]
+
+
+def _prepare_shared(
+    library: str, count: int, dtype: Any, device: Any
+) -> tuple[Any, Callable[[], Any]]:
+    """The same for the all-reduce kernels of symmetric memory."""
+    group = dist.group.WORLD.group_name
+    shared = symmetric_memory.empty(count, dtype=dtype, device=device)
+    symmetric_memory.rendezvous(shared, group)
+    kernels = torch.ops.symm_mem
+    if library == "torch one_shot":
+        return shared, lambda: kernels.one_shot_all_reduce(shared, "sum", group)
+    return shared, lambda: kernels.two_shot_all_reduce_(shared, "sum", group)
+
+
+def _count_wrong(operation: str, operand: Any, call: Callable[[], Any]) -> int:
+    """Counts the wrong elements on all ranks, of which each has its number from 1 as operand."""
+    n = dist.get_world_size()
+    operand.fill_(dist.get_rank() + 1)
+    result = call()
+    if operation == "all_gather":
+        numbers = torch.arange(1, n + 1, device=result.device).to(result.dtype)
+        expected = numbers.repeat_interleave(operand.numel())
+    else:
+        total = n * (n + 1) / 2
+        expected = torch.full_like(result, total / n if operation == "pmean" else total)
+    wrong = (result != expected).sum()
+    dist.all_reduce(wrong)
+    return int(wrong.item())
+
+
+def _times_us(call: Callable[[], Any], warmup: int, iterations: int) -> tuple[float, float]:
+    """Returns the median and the 99th percentile of replays, the slowest rank's, a call."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(_CALLS):
+            call()
+    torch.cuda.synchronize()
+    dist.barrier()
+    times = []
+    for repetition in range(-warmup, iterations):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        if repetition >= 0:
+            times.append(start.elapsed_time(end) * 1e3 / _CALLS)
+    quantiles = torch.tensor([0.5, 0.99], dtype=torch.float64)
+    slowest = torch.quantile(torch.tensor(times, dtype=torch.float64), quantiles).cuda()
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    p50, p99 = slowest.tolist()
+    return p50, p99
+
+
+def main() -> None:
+    """Measures what the command line says."""
+    told = json.loads(sys.argv[1])
+    rank = told["rank"]
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    dist.init_process_group(
+        "nccl",
+        init_method=f"tcp://127.0.0.1:{told['port']}",
+        rank=rank,
+        world_size=told["devices"],
+        device_id=device,
+    )
+    with contextlib.suppress(Exception):
+        # Older versions ask for it; newer ones warn, or no longer have it.
+        symmetric_memory.enable_symm_mem_for_group(dist.group.WORLD.group_name)
+    rows = []
+    failed: dict[tuple[str, str], str] = {}
+    for name, count in told["measurements"]:
+        dtype = getattr(torch, name)
+        size = count * dtype.itemsize
+        if rank == 0:
+            with Path(told["begun"]).open("a") as file:
+                file.write(f"torch, {name}, {size} bytes\n")
+        for library in _libraries(told["operation"]):
+            if (library, name) in failed:
+                continue
+            try:
+                operand, call = _prepare(library, told["operation"], count, dtype, device)
+                wrong = _count_wrong(told["operation"], operand, call)
+                p50, p99 = _times_us(call, told["warmup_iterations"], told["iterations"])
+            except RuntimeError as error:
+                # Such as a dtype that it does not take: alike on all ranks.
+                failed[library, name] = (
+                    f"{library}, {name}, {size} bytes: {str(error).splitlines()[0]}"
+                )
+                continue
+            rows.append(
+                {
+                    "library": library,
+                    "size": size,
+                    "dtype": name,
+                    "time_us": p50,
+                    "time_p99_us": p99,
+                    "wrong": wrong,
+                }
+            )
+    if rank == 0:
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        version = f"torch {torch.__version__} (NCCL {nccl})"
+        result = {"version": version, "rows": rows, "failed": list(failed.values())}
+        Path(told["output"]).write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

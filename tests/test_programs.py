@@ -1,0 +1,146 @@
+"""The benchmark's programs: what they compute, and that our collectives do it as lax's do."""
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import line
+from devices import need_devices
+from jax import lax
+
+import jax_intranode
+from jax_intranode._src.bench.programs import PROGRAMS
+
+TRAINING = ("train_step", "train_step_sequence_parallel")
+
+# What a program on CPU devices, whose calls are small, has of our calls at least.
+OUR_CALLS = {
+    "decode_scanned": {"psum": 1},
+    "decode_unrolled": {"psum": 8},  # for each of 4 layers and 2 tokens
+    # For each of 2 layers twice forward and twice backward; and some of the gradients.
+    "train_step": {"psum": 8 + 1},
+    "train_step_sequence_parallel": {"psum_scatter": 8, "all_gather": 8, "psum": 1},
+}
+
+# How far results may be apart: they are rounded to bfloat16 many times on the way.
+TOLERANCE = 0.05
+
+
+def all_devices() -> int:
+    """As many as there are, of those that the programs take."""
+    return max(n for n in (1, 2, 4, 8) if n <= len(jax.devices()))
+
+
+@functools.cache
+def built(name: str, lib: Any, world: int) -> tuple[Callable[..., Any], Any]:
+    return PROGRAMS[name](lib, line(world))
+
+
+def distance(some: Any, others: Any, start: Any) -> float:
+    """How far results are apart, in parts of how far they went from the arguments.
+
+    The largest over the arrays, by their norms. Arguments that are handed on are left out.
+    """
+
+    def norm(a: Any, b: Any) -> float:
+        return float(np.linalg.norm(np.asarray(a, np.float64) - np.asarray(b, np.float64)))
+
+    leaves = zip(*map(jax.tree.leaves, (some, others, start)), strict=True)
+    return max(norm(a, b) / max(norm(a, s), 1e-30) for a, b, s in leaves if a is not s)
+
+
+def calls(function: Callable[..., Any], arguments: Any, operation: str) -> int:
+    return function.lower(*arguments).as_text().count(f"@jax_intranode_{operation}(")
+
+
+def described(arguments: Any) -> Any:
+    return jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), arguments)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_both_libraries_agree(name: str) -> None:
+    need_devices(2)
+    ours, arguments = built(name, jax_intranode, all_devices())
+    theirs, _ = built(name, lax, all_devices())
+    if jax.devices()[0].platform == "cpu":
+        for operation, least in OUR_CALLS[name].items():
+            assert calls(ours, arguments, operation) >= least
+            assert calls(theirs, arguments, operation) == 0
+    result = ours(*arguments)
+    assert distance(result, theirs(*arguments), arguments) < TOLERANCE
+    assert described(result) == described(arguments)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_missing_rank_would_be_seen(name: str) -> None:
+    need_devices(2)
+
+    def but_the_last(x: jax.Array, axis: str) -> jax.Array:
+        return jnp.where(lax.axis_index(axis) == lax.axis_size(axis) - 1, 0 * x, x)
+
+    def psum(x: jax.Array, axis_name: str) -> jax.Array:
+        return lax.psum(jax.tree.map(lambda v: but_the_last(v, axis_name), x), axis_name)
+
+    def psum_scatter(x: jax.Array, axis_name: str, **how: Any) -> jax.Array:
+        return lax.psum_scatter(but_the_last(x, axis_name), axis_name, **how)
+
+    wrong = types.SimpleNamespace(
+        psum=psum, psum_scatter=psum_scatter, all_gather=lax.all_gather, pmean=lax.pmean
+    )
+    right, arguments = built(name, lax, all_devices())
+    missing, _ = PROGRAMS[name](wrong, line(all_devices()))
+    assert distance(right(*arguments), missing(*arguments), arguments) > 4 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_tensor_parallel_is_what_one_device_does(name: str) -> None:
+    need_devices(2)
+    step, arguments = PROGRAMS[name](jax_intranode, line(2))
+    alone, of_one = built("train_step", lax, 1)
+    whole = jax.tree.map(
+        lambda value, like: jax.device_put(np.asarray(value), like.sharding), arguments, of_one
+    )
+    assert distance(step(*arguments), alone(*whole), arguments) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_training_learns(name: str) -> None:
+    need_devices(2)
+    step, arguments = built(name, jax_intranode, all_devices())
+    losses = []
+    for _ in range(8):
+        arguments = step(*arguments)
+        losses.append(float(arguments[-1]))
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.97 * losses[0]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_long_chains_stay_finite(name: str) -> None:
+    need_devices(2)
+    f, start = built(name, jax_intranode, all_devices())
+    arguments = start
+    for _ in range(100):
+        arguments = jax.block_until_ready(f(*arguments))
+    for leaf, same in zip(jax.tree.leaves(arguments), jax.tree.leaves(start), strict=True):
+        if leaf is not same:
+            assert np.abs(np.asarray(leaf, np.float32)).max() < 100  # which no NaN is
+
+
+def test_scanned_and_unrolled_decode_alike() -> None:
+    need_devices(2)
+    (scanned, some), (unrolled, others) = (
+        built(name, lax, all_devices()) for name in ("decode_scanned", "decode_unrolled")
+    )
+    assert distance(scanned(*some)[0], unrolled(*others)[0], some[0]) < TOLERANCE
+
+
+def test_other_meshes_are_refused() -> None:
+    need_devices(3)
+    with pytest.raises(ValueError, match=r"1, 2, 4 or 8 devices"):
+        PROGRAMS["train_step"](lax, line(3))

@@ -3,6 +3,9 @@
 from jax_intranode._src.communicator import initialize as initialize
 from jax_intranode._src.communicator import shutdown as shutdown
 from jax_intranode._src.communicator import usage_counter as usage_counter
+from jax_intranode._src.explain import Call as Call
+from jax_intranode._src.explain import Explanation as Explanation
+from jax_intranode._src.explain import explain as explain
 from jax_intranode._src.ops.all_gather import all_gather as all_gather
 from jax_intranode._src.ops.psum import pmean as pmean
 from jax_intranode._src.ops.psum import psum as psum
@@ -14,9 +17,12 @@ from jax_intranode._src.topology import topology as topology
 __version__ = "0.1.0"
 
 __all__ = [
+    "Call",
+    "Explanation",
     "Topology",
     "TopologyKind",
     "all_gather",
+    "explain",
     "initialize",
     "pmean",
     "psum",

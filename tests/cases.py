@@ -685,6 +685,31 @@ def operations_in_turn() -> None:
     check_like(result, programs[1](value), 0)
 
 
+@case()
+def explained_alike() -> None:
+    """All processes get the same explanation, and the program is what it says."""
+    mesh = line()
+    n = mesh.size
+
+    def f(v: Any) -> Any:
+        total = jax_intranode.psum((v, v.astype(jnp.int32)), "x")[0]
+        part = jax_intranode.psum_scatter(v, "x", scatter_dimension=1, tiled=True)
+        return total + jax_intranode.all_gather(part, "x", axis=1, tiled=True)
+
+    program = sharded(f, mesh, P("x"), P("x"))
+    argument = jax.ShapeDtypeStruct((n, n), np.float32, sharding=NamedSharding(mesh, P("x")))
+    text = str(explanation := jax_intranode.explain(program)(argument))
+    assert [call.operation for call in explanation] == ["psum", "psum_scatter", "all_gather"], text
+    assert all(call.algorithm != "lax" for call in explanation), text
+    assert jax.jit(program).lower(argument).as_text().count("@jax_intranode_") == 3
+    digest = np.frombuffer(text.encode().ljust(-len(text) % 4 + len(text)), np.int32)
+    mine = jax.make_array_from_callback(
+        (n, len(digest)), NamedSharding(mesh, P("x")), lambda _: digest[None]
+    )
+    spread = sharded(lambda v: lax.pmax(v, "x") - lax.pmin(v, "x"), mesh, P("x"), P("x"))
+    check(jax.jit(spread)(mine), np.zeros((n, len(digest)), np.int32))
+
+
 # Order, overlap, replay.
 
 

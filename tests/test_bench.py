@@ -306,7 +306,8 @@ def test_links_of_a_chain_fit(name: str) -> None:
 def test_turns_are_taken_by_all() -> None:
     calls: list[str] = []
     runs = [lambda name=name: calls.append(name) for name in "abc"]
-    seconds = timing.take_turns(runs, mesh_of_two(), settings_of("psum"))
+    seconds, handler_calls = timing.take_turns(runs, mesh_of_two(), settings_of("psum"))
+    assert handler_calls == 0
     assert [len(times) for times in seconds] == [3, 3, 3]
     # Once to compile, then one warm-up and three repetitions, each begun by another one.
     assert "".join(calls) == "abc" + "cab" + "abc" + "bca" + "cab"

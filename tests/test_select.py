@@ -1,16 +1,22 @@
 """The selection: a pure function, tried all over its table."""
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 
-from jax_intranode._src import config, select
+from jax_intranode._src import config, select, table
 
 WORLDS = range(2, 9)
-# Platforms, and whether one process has all devices.
-PLACES = tuple(itertools.product(("cpu", "gpu"), ("single", "multi")))
-ORDER = ("one_shot", "two_shot", "lax")
+# Hardware, and whether one process has all devices.
+PLACES = tuple(itertools.product(("cpu", "hopper"), ("single", "multi")))
+OPERATIONS = ("psum", "psum_scatter", "all_gather")
+ORDER = {
+    "psum": ("one_shot", "two_shot", "lax"),
+    "psum_scatter": ("reduce_scatter", "lax"),
+    "all_gather": ("all_gather", "lax"),
+}
 ITEM_BYTES = {"bfloat16": 2, **{d: np.dtype(d).itemsize for d in select.DTYPES if d != "bfloat16"}}
 BARE = ("float32", "bfloat16", "float16")
 
@@ -18,28 +24,33 @@ BARE = ("float32", "bfloat16", "float16")
 _HEADER_BYTES, _PROBE_BYTES, _REGIONS = 64 << 10, 64 << 10, 8
 
 
-def half_bytes(platform: str) -> int:
+def half_bytes(hardware: str) -> int:
     """What a default slab leaves for each buffer of a region."""
-    slab = config.Config().slab_bytes(platform)
+    slab = config.Config().slab_bytes("cpu" if hardware == "cpu" else "gpu")
     return ((slab - _PROBE_BYTES) // _REGIONS - _HEADER_BYTES) // 2 // 4096 * 4096
 
 
 def choose(
-    place: tuple[str, str], world: int, nbytes: int, dtype: str, **more: object
+    place: tuple[str, str],
+    world: int,
+    nbytes: int,
+    dtype: str,
+    operation: str = "psum",
+    **more: object,
 ) -> select.Selection:
-    platform, mode = place
+    hardware, mode = place
     arguments = {
-        "nbytes": nbytes, "dtype": dtype, "world_size": world, "platform": platform, "mode": mode,
-        "half_bytes": half_bytes(platform), **more,
+        "nbytes": nbytes, "dtype": dtype, "world_size": world, "hardware": hardware, "mode": mode,
+        "half_bytes": half_bytes(hardware), **more,
     }  # fmt: skip
-    return select.select("psum", **arguments)
+    return select.select(operation, **arguments)
 
 
 def needed(algorithm: str, nbytes: int, dtype: str, world: int) -> int:
-    """Bytes of a half: every rank's slot, of whole packets (one_shot.h, two_shot.h)."""
+    """Bytes of a half: every rank's slot, of whole packets (the headers in xla_ffi/kernels)."""
     packet = 16 if dtype in BARE else 32
     packs = (nbytes + 15) // 16
-    if algorithm == "one_shot":
+    if algorithm != "two_shot":
         return world * packs * packet
     return 2 * world * max(1, (packs + world - 1) // world) * packet
 
@@ -47,27 +58,30 @@ def needed(algorithm: str, nbytes: int, dtype: str, world: int) -> int:
 def sizes(dtype: str) -> list[int]:
     """Sizes of whole elements: small ones, those at the edges of the table, and beyond it."""
     item = ITEM_BYTES[dtype]
-    edges = {row.packet_bytes for rows in select.TABLE.values() for row in rows}
-    near = {e // d + k for e in edges for d in (1, 2) for k in (-16, -1, 0, 1, 16)}
+    edges = {row.nbytes for rows in table.TABLE.values() for row in rows}
+    near = {e + k for e in edges for k in (-16, -1, 0, 1, 16)}
     every = {1, 15, 16, 17, 31, 32, 33, 100, 1000} | {1 << k for k in range(27)} | near
     return sorted({max(1, n // item) * item for n in every})
 
 
+@pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("dtype", select.DTYPES)
 @pytest.mark.parametrize("place", PLACES, ids="-".join)
-def test_every_selection_fits_and_is_sensible(place: tuple[str, str], dtype: str) -> None:
+def test_every_selection_fits_and_is_sensible(
+    place: tuple[str, str], dtype: str, operation: str
+) -> None:
     half = half_bytes(place[0])
     for world, nbytes in itertools.product(WORLDS, sizes(dtype)):
-        chosen = choose(place, world, nbytes, dtype)
+        chosen = choose(place, world, nbytes, dtype, operation)
         context = (world, nbytes, chosen)
         assert chosen.reason, context
         if chosen.algorithm == "lax":
             assert (chosen.blocks, chosen.threads) == (0, 0), context
             continue
-        assert chosen.algorithm in select.ALGORITHMS, context
+        assert chosen.algorithm in ORDER[operation], context
         assert needed(chosen.algorithm, nbytes, dtype, world) <= half, context
         packs = -(-nbytes // 16)
-        work = packs if chosen.algorithm == "one_shot" else -(-packs // world)
+        work = -(-packs // world) if chosen.algorithm == "two_shot" else packs
         assert 1 <= chosen.blocks <= 256, context  # kMaxBlocks
         assert 1 <= chosen.threads <= 1024, context
         assert chosen.threads == 1 or chosen.threads % 32 == 0, context
@@ -76,35 +90,38 @@ def test_every_selection_fits_and_is_sensible(place: tuple[str, str], dtype: str
         assert str(nbytes) in chosen.reason and dtype in chosen.reason, context
 
 
+@pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("dtype", select.DTYPES)
 @pytest.mark.parametrize("place", PLACES, ids="-".join)
-def test_algorithms_follow_each_other_as_sizes_grow(place: tuple[str, str], dtype: str) -> None:
+def test_algorithms_follow_each_other_as_sizes_grow(
+    place: tuple[str, str], dtype: str, operation: str
+) -> None:
+    order = ORDER[operation]
     for world in WORLDS:
-        chosen = [choose(place, world, nbytes, dtype) for nbytes in sizes(dtype)]
-        stages = [ORDER.index(c.algorithm) for c in chosen]
+        chosen = [choose(place, world, nbytes, dtype, operation) for nbytes in sizes(dtype)]
+        stages = [order.index(c.algorithm) for c in chosen]
         assert stages == sorted(stages), (world, list(zip(sizes(dtype), stages, strict=True)))
-        assert stages[0] == 0 and stages[-1] == 2, world
-        for stage in (0, 1):
-            blocks = [c.blocks * c.threads for c in chosen if c.algorithm == ORDER[stage]]
-            assert blocks == sorted(blocks), (world, ORDER[stage])
+        assert stages[0] == 0 and order[stages[-1]] == "lax", world
 
 
 @pytest.mark.parametrize("place", PLACES, ids="-".join)
 def test_default_slab_holds_the_whole_table(place: tuple[str, str]) -> None:
     """Sizes stop where lax is faster, not where the slab is too small."""
-    for world, dtype in itertools.product(WORLDS, select.DTYPES):
+    for operation, world, dtype in itertools.product(OPERATIONS, WORLDS, select.DTYPES):
         for nbytes in sizes(dtype):
-            assert "JAX_INTRANODE_SLAB_MIB" not in choose(place, world, nbytes, dtype).reason
+            reason = choose(place, world, nbytes, dtype, operation).reason
+            assert "JAX_INTRANODE_SLAB_MIB" not in reason
 
 
 def test_the_limit_that_a_reason_names_is_the_limit() -> None:
     for place, world, dtype in itertools.product(PLACES, WORLDS, select.DTYPES):
-        reason = choose(place, world, 1 << 30, dtype).reason
-        assert "faster than lax" in reason
-        limit = int(reason.split("up to ")[1].split()[0])
-        assert choose(place, world, limit, dtype).algorithm != "lax"
-        item = ITEM_BYTES[dtype]
-        assert choose(place, world, limit + item, dtype).algorithm == "lax"
+        for operation in OPERATIONS:
+            reason = choose(place, world, 1 << 30, dtype, operation).reason
+            assert "faster than lax" in reason
+            limit = int(reason.split("up to ")[1].split()[0])
+            assert choose(place, world, limit, dtype, operation).algorithm != "lax"
+            item = ITEM_BYTES[dtype]
+            assert choose(place, world, limit + item, dtype, operation).algorithm == "lax"
 
 
 @pytest.mark.parametrize("algorithm", select.PSUM_ALGORITHMS)
@@ -152,7 +169,7 @@ def test_a_buffer_that_is_a_byte_too_small_is_refused() -> None:
 )
 def test_reasons_for_lax(changed: dict[str, object], says: str) -> None:
     arguments = {
-        "nbytes": 400, "dtype": "float32", "world_size": 4, "platform": "gpu", "mode": "multi",
+        "nbytes": 400, "dtype": "float32", "world_size": 4, "hardware": "hopper", "mode": "multi",
         "half_bytes": 1 << 20, **changed,
     }  # fmt: skip
     chosen = select.select("psum", **arguments)
@@ -161,38 +178,63 @@ def test_reasons_for_lax(changed: dict[str, object], says: str) -> None:
 
 
 def test_table_is_well_formed() -> None:
-    for (platform, mode, world), rows in select.TABLE.items():
-        assert (platform, mode) in PLACES and world in WORLDS
-        limits = [row.packet_bytes for row in rows]
+    for (hardware, mode, operation, packets, world), rows in table.TABLE.items():
+        assert (hardware, mode) in PLACES and world in WORLDS
+        assert packets in ("bare", "flagged")
+        limits = [row.nbytes for row in rows]
         assert limits == sorted(set(limits))
-        stages = [select.ALGORITHMS.index(row.algorithm) for row in rows]
+        stages = [ORDER[operation].index(row.algorithm) for row in rows]
         assert stages == sorted(stages)
-    for place in PLACES:
-        assert (*place, select.MAX_WORLD_SIZE) in select.TABLE
+    for place, operation, packets in itertools.product(PLACES, OPERATIONS, ("bare", "flagged")):
+        assert (*place, operation, packets, select.MAX_WORLD_SIZE) in table.TABLE
 
 
 def test_digest_changes_with_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     digest = select.digest()
     assert digest == select.digest()
-    rows = select.TABLE["gpu", "multi", 8]
+    place = ("hopper", "multi", "psum", "bare")
+    rows = table.TABLE[*place, 8]
     other = [
-        {**select.TABLE, ("gpu", "multi", 8): rows[:-1]},
-        {**select.TABLE, ("gpu", "multi", 3): rows},
+        {**table.TABLE, (*place, 8): rows[:-1]},
+        {**table.TABLE, (*place, 3): rows},
         *(
-            {**select.TABLE, ("gpu", "multi", 8): (row, *rows[1:])}
-            for row in (
-                select.Row(rows[0].packet_bytes + 1, *[getattr(rows[0], f) for f in _REST]),
-                select.Row(rows[0].packet_bytes, "two_shot", rows[0].threads, rows[0].blocks),
-                select.Row(rows[0].packet_bytes, "one_shot", 64, rows[0].blocks),
-                select.Row(rows[0].packet_bytes, "one_shot", rows[0].threads, 1),
+            {**table.TABLE, (*place, 8): (dataclasses.replace(rows[0], **changed), *rows[1:])}
+            for changed in (
+                {"nbytes": rows[0].nbytes + 1},
+                {"algorithm": "two_shot"},
+                {"threads": 64},
+                {"blocks": 1},
             )
         ),
     ]
     digests = {digest}
-    for table in other:
-        monkeypatch.setattr(select, "TABLE", table)
+    for changed in other:
+        monkeypatch.setattr(table, "TABLE", changed)
         digests.add(select.digest())
     assert len(digests) == 1 + len(other)
 
 
-_REST = ("algorithm", "threads", "blocks")
+@pytest.mark.parametrize(
+    ("platform", "kind", "hardware"),
+    [
+        ("cpu", "cpu", "cpu"),
+        ("gpu", "NVIDIA H200", "hopper"),
+        ("gpu", "NVIDIA H100 80GB HBM3", "hopper"),
+        ("gpu", "NVIDIA GH200 480GB", "hopper"),
+        ("gpu", "NVIDIA A100-SXM4-80GB", "ampere"),
+        ("gpu", "NVIDIA B200", "blackwell"),
+        ("gpu", "NVIDIA GeForce RTX 4090", "gpu"),
+    ],
+)
+def test_hardware_is_found_by_its_name(platform: str, kind: str, hardware: str) -> None:
+    assert table.hardware_of(platform, kind) == hardware
+
+
+def test_generations_without_rows_use_those_of_hopper() -> None:
+    for generation in ("ampere", "blackwell", "gpu"):
+        for operation in OPERATIONS:
+            ours = choose(("hopper", "multi"), 4, 1 << 16, "bfloat16", operation)
+            same = choose(
+                ("hopper", "multi"), 4, 1 << 16, "bfloat16", operation, hardware=generation
+            )
+            assert same == ours and ours.algorithm != "lax"

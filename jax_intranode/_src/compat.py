@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax._src import config, core, dispatch, distributed, mesh
+from jax._src import config, core, dispatch, distributed, mesh, source_info_util
 from jax._src.interpreters import partial_eval
 from jax.extend.core import Primitive
 from jax.interpreters import batching
@@ -137,3 +137,51 @@ def lowering_for_export(ctx: Any) -> bool:
 def lowering_program_name(ctx: Any) -> str:
     """The name of the program that is being lowered. 0.10.2 and later, as above."""
     return str(ctx.module_context.module.operation.attributes["sym_name"])
+
+
+def device_platform(device: Any) -> str:
+    """The platform that programs for a device are lowered for, as in `lowering_platforms`.
+
+    0.10.2 and later: ``Device.platform`` is "gpu" for CUDA and others.
+    """
+    return str(getattr(device.client, "_raw_platform", device.client.platform))
+
+
+def without_dead_code(jaxpr: Any) -> Any:
+    """A traced program's jaxpr as it is lowered: without what none of its results needs.
+
+    0.10.2 and later. From 0.11 on, a traced program's jaxpr holds its constants itself.
+    """
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+
+
+def shard_map_of(equation: Any) -> tuple[jax.sharding.Mesh | None, frozenset[str]] | None:
+    """The mesh and the manual axes of an equation's body, as `lowering_mesh` will give them there.
+
+    None for an equation that is no shard_map. 0.10.2 and later: the parameters have no
+    documentation. The mesh is None if its devices are not known.
+    """
+    if equation.primitive.name != "shard_map":
+        return None
+    of_equation = equation.params["mesh"]
+    manual = frozenset(equation.params["newly_manual_axes"]) | frozenset(of_equation.manual_axes)
+    concrete = of_equation if isinstance(of_equation, jax.sharding.Mesh) else set_mesh()
+    return concrete, manual
+
+
+def scopes_of(equation: Any) -> tuple[str, ...]:
+    """The named scopes and the transformations that an equation was traced in, outermost first.
+
+    0.10.2 and later: ``jax.named_scope`` has no way back. They begin anew in each nested jaxpr.
+    """
+    return tuple(entry.name for entry in equation.source_info.name_stack.stack)
+
+
+def frames_of(equation: Any) -> list[tuple[str, int, str]]:
+    """File, line and function of the frames outside of JAX that traced an equation; inmost first.
+
+    0.10.2 and later: JAX tells them in messages only.
+    """
+    frames = source_info_util.user_frames(equation.source_info.traceback)
+    return [(f.file_name, f.start_line, f.function_name) for f in frames]

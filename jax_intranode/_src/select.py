@@ -4,6 +4,8 @@ import dataclasses
 import hashlib
 from dataclasses import dataclass
 
+from jax_intranode._src import table
+
 # In the order of enum Algorithm in xla_ffi/kernels/algorithms.h, whose numbers travel in the HLO.
 ALGORITHMS = ("one_shot", "two_shot", "reduce_scatter", "all_gather")
 # Those that psum has to choose from.
@@ -22,77 +24,9 @@ MAX_BUFFERS = 128
 PACK_BYTES = 16
 
 
-@dataclass(frozen=True)
-class Row:
-    """Up to `packet_bytes`, use `algorithm` with blocks of `threads`, at most `blocks` of them.
-
-    Sizes are those of the packets: twice the message for types whose packets carry flags.
-    """
-
-    packet_bytes: int
-    algorithm: str
-    threads: int
-    blocks: int
-
-
-_KB, _MB = 1 << 10, 1 << 20
-
-_GPU_2 = (
-    Row(512 * _KB, "one_shot", 128, 256),
-    Row(1 * _MB, "one_shot", 256, 256),
-    Row(4 * _MB, "one_shot", 512, 256),
-    Row(12 * _MB, "two_shot", 512, 256),
-)
-_GPU_4 = (
-    Row(192 * _KB, "one_shot", 128, 128),
-    Row(2 * _MB, "two_shot", 128, 256),
-    Row(4 * _MB, "two_shot", 256, 256),
-    Row(12 * _MB, "two_shot", 512, 256),
-)
-_GPU_8 = (
-    Row(64 * _KB, "one_shot", 128, 128),
-    Row(1 * _MB, "two_shot", 128, 128),
-    Row(4 * _MB, "two_shot", 512, 128),
-    Row(12 * _MB, "two_shot", 512, 256),
-)
-
-# What psum_scatter and all_gather run as. Sizes are those of one rank's part.
-_GPU_PART = (
-    Row(512 * _KB, "", 128, 256),
-    Row(1 * _MB, "", 256, 256),
-    Row(4 * _MB, "", 512, 256),
-)
-
-# For psum, by platform, process mode ("single": one process has all devices of the mesh; "multi")
-# and world size; other sizes use the next larger one's rows. Larger messages lower to lax.
-TABLE: dict[tuple[str, str, int], tuple[Row, ...]] = {
-    ("gpu", "single", 2): _GPU_2,
-    ("gpu", "single", 4): _GPU_4,
-    ("gpu", "single", 8): _GPU_8,
-    ("gpu", "multi", 2): _GPU_2,
-    ("gpu", "multi", 4): _GPU_4,
-    ("gpu", "multi", 8): _GPU_8,
-    # On the CPU one thread does the work of all ranks of its process: the total counts, not the
-    # number of hops.
-    ("cpu", "single", 2): (Row(4 * _KB, "one_shot", 1, 1),),
-    ("cpu", "single", 8): (Row(1 * _KB, "one_shot", 1, 1), Row(4 * _KB, "two_shot", 1, 1)),
-    ("cpu", "multi", 2): (Row(64 * _KB, "one_shot", 1, 1),),
-    ("cpu", "multi", 8): (Row(8 * _KB, "one_shot", 1, 1), Row(64 * _KB, "two_shot", 1, 1)),
-}
-
-# For psum_scatter and all_gather, by platform and process mode.
-PARTS = {
-    ("gpu", "single"): _GPU_PART,
-    ("gpu", "multi"): _GPU_PART,
-    ("cpu", "single"): (Row(2 * _KB, "", 1, 1),),
-    ("cpu", "multi"): (Row(32 * _KB, "", 1, 1),),
-}
-
-
 def digest() -> str:
     """Identifies the tables: ranks with different tables would choose differently."""
-    text = repr((TABLE, PARTS))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(repr(table.TABLE).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -119,13 +53,19 @@ def _half_bytes_needed(algorithm: str, packet_bytes: int, world_size: int, packe
     return world_size * packs * packet
 
 
+def unsupported_dtype(operation: str, dtype: str) -> str | None:
+    """Why an operation on arrays of a dtype is not ours, or None if it may be."""
+    dtypes = COPIED_DTYPES if operation == "all_gather" else DTYPES
+    return None if dtype in dtypes else f"dtype {dtype}; supported are {', '.join(dtypes)}"
+
+
 def select(
     operation: str,
     *,
     nbytes: int,
     dtype: str,
     world_size: int,
-    platform: str,
+    hardware: str,
     mode: str,
     half_bytes: int,
     algorithm: str = "auto",
@@ -137,7 +77,7 @@ def select(
         nbytes: bytes of each rank's operand; for psum_scatter of each rank's result.
         dtype: name of its dtype.
         world_size: ranks of the group.
-        platform: "cpu" or "gpu".
+        hardware: "cpu", or the generation of the GPUs (`table.hardware_of`).
         mode: "single" if one process has all devices of the mesh, else "multi".
         half_bytes: bytes of each of a region's two buffers.
         algorithm: "auto", or the one to use wherever it fits.
@@ -154,25 +94,21 @@ def select(
         return lax("a group of one rank")
     if world_size > MAX_WORLD_SIZE:
         return lax(f"a group of {world_size} ranks; at most {MAX_WORLD_SIZE} are supported")
-    dtypes = COPIED_DTYPES if operation == "all_gather" else DTYPES
-    if dtype not in dtypes:
-        return lax(f"dtype {dtype}; supported are {', '.join(dtypes)}")
+    if unsupported := unsupported_dtype(operation, dtype):
+        return lax(unsupported)
     # A packet carries a pack of data, in 16 or 32 bytes.
     packet = 16 if dtype in _BARE else 32
     packs = -(-nbytes // PACK_BYTES)
     packet_bytes = packs * packet
-    if operation == "psum":
-        larger = [n for p, m, n in TABLE if (p, m) == (platform, mode) and n >= world_size]
-        rows = TABLE[platform, mode, min(larger)]
-    else:
-        only = {"psum_scatter": "reduce_scatter", "all_gather": "all_gather"}[operation]
-        rows = tuple(dataclasses.replace(row, algorithm=only) for row in PARTS[platform, mode])
-        algorithm = "auto"
+    packets = "bare" if dtype in _BARE else "flagged"
+    rows = table.rows(hardware, mode, operation, packets, world_size)
+    if operation != "psum":
+        algorithm = "auto"  # there is but one
     if algorithm == "auto":
-        row = next((row for row in rows if packet_bytes <= row.packet_bytes), None)
-        if row is None:
-            limit = rows[-1].packet_bytes * PACK_BYTES // packet
-            return lax(f"{nbytes} bytes of {dtype}; up to {limit} are faster than lax")
+        fitting = [row for row in rows if nbytes <= row.nbytes]
+        if not fitting:
+            return lax(f"{nbytes} bytes of {dtype}; up to {rows[-1].nbytes} are faster than lax")
+        row = fitting[0]
         reason = f"{nbytes} bytes of {dtype} among {world_size} ranks"
     else:
         fitting = [row for row in rows if row.algorithm == algorithm]

@@ -20,15 +20,23 @@ class DeviceThread {
   __device__ size_t First() const { return blockIdx.x * blockDim.x + threadIdx.x; }
   __device__ size_t Stride() const { return gridDim.x * blockDim.x; }
 
-  // The clock and the host's memory are looked at rarely: a poll of local memory takes 0.6 us, a
-  // read of host memory longer than that.
+  // The clock and the host's memory are looked at rarely, and by one thread of those of a warp that
+  // wait. Reading host memory takes longer the more threads do it: when all threads of a grid did,
+  // each millisecond that one rank waited cost it another one, for which the next rank waited then,
+  // and so on (seen on 2 H200s: 1 ms an operation in place of 9 us, for seconds).
   __device__ bool Wait(size_t, int missing) {
-    if (++polls_ % 1024 != 0) return true;
+    if (++polls_ % 1024 != 0 || !FirstOfActive()) return true;
     const uint64_t now = Nanoseconds();
-    if (started_ns_ == 0) started_ns_ = now;
+    if (started_ns_ == 0) {
+      started_ns_ = now;
+      look_ns_ = now + kLookEveryNs;
+    }
     if (now - started_ns_ > timeout_ns_) GiveUp(FailureReason::kTimeout, missing);
-    if (*static_cast<volatile uint32_t*>(&failure_->abort) != 0) {
-      GiveUp(FailureReason::kAborted, missing);
+    if (now >= look_ns_) {
+      look_ns_ = now + kLookEveryNs;
+      if (*static_cast<volatile uint32_t*>(&failure_->abort) != 0) {
+        GiveUp(FailureReason::kAborted, missing);
+      }
     }
     return true;
   }
@@ -44,6 +52,10 @@ class DeviceThread {
   }
 
  private:
+  static constexpr uint64_t kLookEveryNs = 10'000'000;
+
+  __device__ static bool FirstOfActive() { return (threadIdx.x & 31) == __ffs(__activemask()) - 1; }
+
   __device__ static uint64_t Nanoseconds() {
     uint64_t t;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
@@ -75,7 +87,8 @@ class DeviceThread {
 
   FailureRecord* failure_;
   uint64_t timeout_ns_;
-  uint64_t started_ns_ = 0;
+  uint64_t started_ns_ = 0;  // of the wait, when first looked at
+  uint64_t look_ns_ = 0;     // when to look at the host's memory next
   uint32_t polls_ = 0;
   uint32_t met_ = 0;     // what the block's busy word held
   uint32_t closed_ = 0;  // and the region's

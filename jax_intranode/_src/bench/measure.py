@@ -60,7 +60,9 @@ def measure(settings: Settings, mesh: Mesh, dtype_name: str, count: int) -> tupl
     wrong = oracle.count_wrong_on_devices(ours, operation, expected, our_tolerance)
     lax_wrong = oracle.count_wrong_on_devices(lax, operation, expected, lax_tolerance)
 
-    our_times, lax_times = timing.times_as_called(settings, operation, mesh, data, size)
+    our_times, lax_times, handler_calls = timing.times_as_called(
+        settings, operation, mesh, data, size
+    )
     our_times = timing.slowest_rank(f"{label}/ours", our_times)
     lax_times = timing.slowest_rank(f"{label}/lax", lax_times)
     graph_times, graph_wrong = None, None
@@ -94,6 +96,7 @@ def measure(settings: Settings, mesh: Mesh, dtype_name: str, count: int) -> tupl
         lax_time_p99_us=lax_times.p99,
         lax_wrong=exchange.sum_over_ranks(f"{label}/lax_wrong", lax_wrong),
         ratio=lax_times.p50 / our_times.p50 if our_times.p50 else None,
+        handler_calls=exchange.sum_over_ranks(f"{label}/handler_calls", handler_calls),
     )
     return row, reasons[0] if reasons else None
 

@@ -49,7 +49,7 @@ def measure(settings: Settings, mesh: Mesh) -> ProgramRow:
 
     calls = settings.chain or (2 if settings.platform == "cpu" else 10)
     runs = [partial(program.run, calls) for program in (ours, lax)]
-    seconds = timing.take_turns(runs, mesh, settings)
+    seconds, handler_calls = timing.take_turns(runs, mesh, settings)
     our_times, lax_times = (
         timing.slowest_rank(f"{label}/{library}", timing.statistics(1e6 * np.array(of_one) / calls))
         for library, of_one in zip(("ours", "lax"), seconds, strict=True)
@@ -63,6 +63,7 @@ def measure(settings: Settings, mesh: Mesh) -> ProgramRow:
         lax_time_p99_us=lax_times.p99,
         ratio=lax_times.p50 / our_times.p50,
         difference=difference if math.isfinite(difference) else None,
+        handler_calls=exchange.sum_over_ranks(f"{label}/handler_calls", handler_calls),
     )
 
 

@@ -43,6 +43,8 @@ class Row:
         lax_time_p99_us: its 99th percentile.
         lax_wrong: elements of lax's result that are wrong, over all devices.
         ratio: lax_time_us / time_us, above 1 where ours is faster; or None.
+        handler_calls: how often XLA called a handler of ours while both were timed as called, over
+            all ranks; 0 where it replayed graphs.
     """
 
     size: int
@@ -63,6 +65,7 @@ class Row:
     lax_time_p99_us: float
     lax_wrong: int
     ratio: float | None
+    handler_calls: int
 
     COLUMNS = (
         f"# {'':>11} {'':>11} {'':>8} {'':>14} | {'in a graph (us)':^24} | "
@@ -99,6 +102,7 @@ class ProgramRow:
         ratio: lax_time_us / time_us, above 1 where ours is faster.
         difference: the largest difference of the two results relative to the largest absolute
             value of lax's, over all arrays of the result; None if one is not a finite number.
+        handler_calls: as for an operation.
     """
 
     program: str
@@ -109,6 +113,7 @@ class ProgramRow:
     lax_time_p99_us: float
     ratio: float
     difference: float | None
+    handler_calls: int
 
     COLUMNS = (
         f"# {'':>24} | {'ours (us)':^21} | {'lax (us)':^21} |\n"

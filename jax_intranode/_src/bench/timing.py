@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_intranode
+from jax_intranode._src import native
 from jax_intranode._src.bench import exchange
 from jax_intranode._src.bench.operations import Operation
 from jax_intranode._src.bench.settings import Settings
@@ -51,8 +52,14 @@ def slowest_rank(name: str, times: Times) -> Times:
 # Programs and chains.
 
 
-def program(mesh: Mesh, body: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles a function of per-device arrays for all devices of the mesh."""
+def program(mesh: Mesh, body: Callable[..., Any], donated: int | None = None) -> Callable[..., Any]:
+    """Compiles a function of per-device arrays for all devices of the mesh.
+
+    Args:
+        mesh: a mesh with one axis "x".
+        body: the function.
+        donated: the argument whose memory the result takes.
+    """
     return jax.jit(
         jax.shard_map(
             body,
@@ -60,7 +67,8 @@ def program(mesh: Mesh, body: Callable[..., Any]) -> Callable[..., Any]:
             in_specs=PartitionSpec("x"),
             out_specs=PartitionSpec("x"),
             check_vma=False,
-        )
+        ),
+        donate_argnums=() if donated is None else donated,
     )
 
 
@@ -83,7 +91,7 @@ def _chain(mesh: Mesh, call: Callable[[Any], Any], length: int) -> Callable[...,
             xs = jax.lax.optimization_barrier([_fit(y, len(x)) * scale for y, x in ys])
         return xs
 
-    return program(mesh, body)
+    return program(mesh, body, donated=0)
 
 
 def chain_length(settings: Settings, size: int, leaves: int) -> int:
@@ -95,17 +103,22 @@ def chain_length(settings: Settings, size: int, leaves: int) -> int:
     if settings.platform == "cpu":
         length = 32 if size < 1 << 20 else 4
     else:
-        length = 256 if size < 1 << 20 else 64 if size < 16 << 20 else 16
+        length = 256 if size <= 4 << 20 else 16
     # The program grows with the leaves, and so does the time that one link takes.
     return length if leaves == 1 else max(4, min(length, 1024 // leaves))
 
 
 def times_as_called(
     settings: Settings, operation: Operation, mesh: Mesh, data: list[jax.Array], size: int
-) -> tuple[Times, Times]:
+) -> tuple[Times, Times, int]:
     """Measures, on this rank, one call of ours and of lax's.
 
-    Both are chains of (operation, multiply) less the same chain without the operation.
+    Both are chains of (operation, multiply) less the same chain without the operation. A chain goes
+    on from its last result, in the same memory: with other addresses XLA would capture its graphs
+    again, which takes longer than running them.
+
+    Returns:
+        Both times, and how often XLA called a handler of ours while they were taken.
     """
     n = settings.devices
     dtype = data[0].dtype
@@ -130,22 +143,29 @@ def times_as_called(
         (_chain(mesh, nothing, length), one),
     )
     calls = 4 if settings.platform == "cpu" else 5
+    states = [[x.copy() for x in data] for _ in chains]
 
-    def run(chain: Callable[..., Any], factor: jax.Array) -> Any:
+    def run(which: int) -> Any:
+        chain, factor = chains[which]
         for _ in range(calls):
-            result = chain(data, factor)
-        return result
+            states[which] = chain(states[which], factor)
+        return states[which]
 
-    seconds = take_turns([partial(run, *chain) for chain in chains], mesh, settings)
+    runs = [partial(run, which) for which in range(len(chains))]
+    seconds, handler_calls = take_turns(runs, mesh, settings)
     ours, lax, empty = (1e6 * np.array(times) / (calls * length) for times in seconds)
     overhead = np.median(empty)
-    return statistics(np.maximum(ours - overhead, 0)), statistics(np.maximum(lax - overhead, 0))
+    times = (statistics(np.maximum(of_one - overhead, 0)) for of_one in (ours, lax))
+    return *times, handler_calls
 
 
 def take_turns(
     runs: Sequence[Callable[[], Any]], mesh: Mesh, settings: Settings
-) -> list[list[float]]:
-    """Repeats functions in turns and returns the seconds of each one's repetitions.
+) -> tuple[list[list[float]], int]:
+    """Repeats functions in turns.
+
+    Returns the seconds of each one's repetitions, and how often XLA called a handler of ours in
+    them: not at all if it only replayed graphs.
 
     Args:
         runs: functions that start work on all devices of the mesh and return arrays to wait for.
@@ -159,6 +179,7 @@ def take_turns(
     for run in runs:
         jax.block_until_ready(run())  # Compiles, also without warm-up.
     seconds: list[list[float]] = [[] for _ in runs]
+    handler_calls = 0
     for repetition in range(-settings.warmup_iterations, settings.iterations):
         # Another one goes first each time, so that a drift or an after-effect hits all alike.
         for turn in range(len(runs)):
@@ -166,8 +187,10 @@ def take_turns(
             # Ranks drift apart while they do not communicate; who starts early would wait, and the
             # wait would be charged to the collective.
             align(one).block_until_ready()
+            calls_before = native.handler_calls()
             start = time.perf_counter()
             jax.block_until_ready(runs[which]())
             if repetition >= 0:
                 seconds[which].append(time.perf_counter() - start)
-    return seconds
+                handler_calls += native.handler_calls() - calls_before
+    return seconds, handler_calls

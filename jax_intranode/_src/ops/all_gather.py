@@ -13,7 +13,7 @@ from jax_intranode._src.ops import collective, psum_scatter
 
 # The primitive: gathers one array. `size` ranks; the rest as in lax.all_gather.
 _primitive = collective.Collective(
-    "intranode_all_gather",
+    "all_gather",
     lambda xs, *, axes, axis, tiled, size: [
         lax.all_gather(x, axes, axis=axis, tiled=tiled) for x in xs
     ],
@@ -62,13 +62,18 @@ def all_gather(
             leaf, axis_name, axis_index_groups=axis_index_groups, axis=axis, tiled=tiled, to=to
         )
 
-    if to != "varying" or not collective.serves(axes, axis_index_groups):
-        with collective.hint_at_shard_map("all_gather"):
+    reason = collective.reason_for_lax(axes, axis_index_groups)
+    if reason is None and to != "varying":
+        reason = f"to={to!r}"
+    if reason is not None:
+        with collective.left_to_lax("all_gather", reason):
             return by_lax(x)
 
     def gather(leaf: Any) -> Any:
-        if not collective.serves_array(leaf, axes) or leaf.dtype.name not in select.COPIED_DTYPES:
-            return by_lax(leaf)
+        reason = collective.reason_for_lax_of_array("all_gather", leaf, axes)
+        if reason is not None:
+            with collective.left_to_lax("all_gather", reason):
+                return by_lax(leaf)
         dimensions = leaf.ndim if tiled else leaf.ndim + 1
         if not -dimensions <= axis < dimensions:
             return by_lax(leaf)  # which refuses it
@@ -94,28 +99,40 @@ def _abstract_eval(x: Any, *, axes: tuple[str, ...], axis: int, tiled: bool, siz
     return [x.update(shape=tuple(shape))]
 
 
-# Lowering.
+# What it runs as, and lowering.
 
 
-def _lower(
-    ctx: Any,
+def _select(
     mesh: jax.sharding.Mesh,
-    platform: str,
-    x: Any,
+    avals: Sequence[Any],
     *,
     axes: tuple[str, ...],
     axis: int,
     tiled: bool,
     size: int,
-) -> list[Any]:
-    (aval,), (out_aval,) = ctx.avals_in, ctx.avals_out
+) -> list[collective.Operation]:
+    del axis, tiled, size
+    (aval,) = avals
     choose = collective.chooser("all_gather", mesh, axes, aval.dtype)
-    selected = choose(aval.size * aval.dtype.itemsize)
-    if selected.algorithm == "lax":
-        return _primitive.lower_to_lax(ctx, x, axes=axes, axis=axis, tiled=tiled, size=size)
+    return [([0], choose(aval.size * aval.dtype.itemsize))]
+
+
+def _emit(
+    ctx: Any,
+    x: Any,
+    *,
+    mesh: jax.sharding.Mesh,
+    selected: select.Selection,
+    axes: tuple[str, ...],
+    axis: int,
+    tiled: bool,
+    size: int,
+) -> list[Any]:
+    del tiled
+    (aval,), (out_aval,) = ctx.avals_in, ctx.avals_out
     stacked = aval.update(shape=(size, *aval.shape))
     call = ctx.replace(avals_out=[stacked])
-    (gathered,) = collective.lower_to_call(call, "all_gather", [x], mesh, axes, platform, selected)
+    (gathered,) = collective.lower_to_call(call, "all_gather", [x], mesh, axes, selected)
 
     def arrange(v: Any) -> Any:
         return jnp.moveaxis(v, 0, axis).reshape(out_aval.shape)
@@ -158,4 +175,4 @@ def _batch(
 
 # Registration.
 
-_primitive.define(_abstract_eval, _lower, _transpose, _batch)
+_primitive.define(_abstract_eval, _select, _emit, _transpose, _batch)

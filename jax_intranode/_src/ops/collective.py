@@ -1,7 +1,9 @@
 """What the collectives share: which calls are ours, and what a call lowers to."""
 
+import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,20 +14,29 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
-from jax_intranode._src import communicator, compat, config, select
+from jax_intranode._src import communicator, compat, config, select, table
 
 # Which calls are ours.
 
 
-def serves(axes: tuple[Hashable, ...], axis_index_groups: Any) -> bool:
-    """Whether a collective over these axes may be ours; what is not lax does."""
-    return (
-        bool(axes)
-        and len(set(axes)) == len(axes)
-        and bound_axes().issuperset(axes)
-        and axis_index_groups is None
-        and compat.settings_are_usual(axes)
-    )
+def reason_for_lax(axes: tuple[Hashable, ...], axis_index_groups: Any) -> str | None:
+    """Why lax does a collective over these axes, or None if it may be ours."""
+    if not axes:
+        return "no axes"
+    if len(set(axes)) < len(axes):
+        return f"an axis that is named twice in {axes}"
+    elsewhere = [axis for axis in axes if axis not in bound_axes()]
+    if elsewhere:
+        return f"axis {elsewhere[0]!r} {NOT_OF_A_MESH}"
+    if axis_index_groups is not None:
+        return "axis_index_groups"
+    if not compat.settings_are_usual(axes):
+        return "settings of jax under which collectives have other rules"
+    return None
+
+
+# What a reason says of an axis over which nothing is sent between devices.
+NOT_OF_A_MESH = "is not one that shard_map has bound"
 
 
 def bound_axes() -> frozenset[Any]:
@@ -33,11 +44,33 @@ def bound_axes() -> frozenset[Any]:
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
+def reason_for_lax_of_array(operation: str, x: Any, axes: tuple[Hashable, ...]) -> str | None:
+    """Why lax does a collective of this operand, or None if it may be ours.
+
+    Constants have rules of their own in lax, and references it refuses.
+    """
+    if not isinstance(x, jax.core.Tracer):
+        return "a constant"
+    if not isinstance(jax.typeof(x), ShapedArray):
+        return "not an array"
+    kind = jax.typeof(x).manual_axis_type
+    if kind.unreduced or kind.reduced:
+        return "an operand that is unreduced or reduced over mesh axes"
+    # Under check_vma=True an operand varies over all axes, or over none; lax refuses others.
+    if 0 < len(kind.varying.intersection(axes)) < len(axes):
+        return f"an operand that varies over some of the axes {axes} only"
+    return select.unsupported_dtype(operation, x.dtype.name)
+
+
 @contextmanager
-def hint_at_shard_map(operation: str) -> Iterator[None]:
-    """Adds to lax's error of an unbound axis what binds one."""
+def left_to_lax(operation: str, reason: str) -> Iterator[None]:
+    """Around lax's function in place of ours: has what it leaves in the jaxpr say why.
+
+    Adds to lax's error of an unbound axis what binds one.
+    """
     try:
-        yield
+        with jax.named_scope(f"jax_intranode.{operation}[lax: {reason}]"):
+            yield
     except NameError as error:
         error.add_note(
             f"jax_intranode.{operation} acts on the axes that jax.shard_map (or jax.vmap or "
@@ -46,24 +79,73 @@ def hint_at_shard_map(operation: str) -> Iterator[None]:
         raise
 
 
-def serves_array(x: Any, axes: tuple[Hashable, ...]) -> bool:
-    """Whether an operand is a traced array whose type our collectives know.
-
-    Constants have rules of their own in lax, and references it refuses.
-    """
-    if not isinstance(x, jax.core.Tracer) or not isinstance(jax.typeof(x), ShapedArray):
-        return False
-    kind = jax.typeof(x).manual_axis_type
-    # Under check_vma=True an operand varies over all axes, or over none; lax refuses others.
-    varying = kind.varying.intersection(axes)
-    return not (kind.unreduced or kind.reduced or (varying and len(varying) < len(axes)))
+def parse_left_to_lax(scope: str) -> tuple[str, str] | None:
+    """The operation and the reason of a scope of `left_to_lax`; None for another scope."""
+    match = re.fullmatch(r"jax_intranode\.(\w+)\[lax: (.*)\]", scope, re.DOTALL)
+    return None if match is None else (match[1], match[2])
 
 
 def varying(x: Any, axes: tuple[Hashable, ...]) -> Any:
     """The operand as one that varies over the axes, which check_vma=True asks for."""
     if not compat.check_vma() or jax.typeof(x).manual_axis_type.varying.issuperset(axes):
         return x
-    return lax.pcast(x, axes, to="varying")
+    with left_to_lax("psum", "the transpose of a cast by jax.lax.pcast"):
+        return lax.pcast(x, axes, to="varying")
+
+
+# Where a call is lowered.
+
+
+@dataclass(frozen=True)
+class Place:
+    """What decides, besides a call itself, what it runs as.
+
+    Attributes:
+        mesh: the mesh of the shard_map around it; None outside of one, or if its devices are not
+            known.
+        manual: the mesh's manual axes.
+        platforms: what the program is lowered for, in JAX's names.
+        for_export: whether it is lowered by ``jax.export``.
+    """
+
+    mesh: jax.sharding.Mesh | None
+    manual: frozenset[str]
+    platforms: tuple[str, ...]
+    for_export: bool = False
+
+    def reason_for_lax(self, traced_over: tuple[int, ...] | None) -> str | None:
+        """Why lax does all calls here that were traced over these devices, or None."""
+        mesh = self.mesh
+        if mesh is None:
+            return "no shard_map over a mesh of known devices around it"
+        if self.for_export:
+            return "lowered by jax.export"
+        if len(self.platforms) > 1:
+            return f"lowered for several platforms: {', '.join(self.platforms)}"
+        if traced_over is None:
+            if compat.set_mesh() is not None:
+                return "traced without the mesh of jax.set_mesh"
+        elif traced_over != _device_ids(mesh):
+            return "traced under a mesh with other devices, or in another order"
+        platform = {"cpu": "cpu", "cuda": "gpu"}.get(self.platforms[0])
+        if platform is None:
+            return f"platform {self.platforms[0]}; supported are cpu and cuda"
+        # XLA would gather the operand of a custom call over axes that it partitions itself.
+        auto = [n for n in mesh.axis_names if mesh.shape[n] > 1 and n not in self.manual]
+        if auto:
+            return f"a partly manual mesh: shard_map has not bound {', '.join(map(repr, auto))}"
+        if mesh.devices.flat[0].platform != platform:
+            return f"lowered for {self.platforms[0]}, which is not the platform of the devices"
+        return None
+
+
+def _place_of(ctx: Any) -> Place:
+    mesh, manual = compat.lowering_mesh(ctx) or (None, frozenset())
+    return Place(mesh, manual, compat.lowering_platforms(ctx), compat.lowering_for_export(ctx))
+
+
+# The arrays of one operation, by their positions among those of a call, and what it runs as.
+Operation = tuple[list[int], select.Selection]
 
 
 # Primitives.
@@ -81,20 +163,22 @@ class Collective:
     """
 
     def __init__(
-        self, name: str, by_lax: Callable[..., list[Any]], dim_over_hidden_axis: int | None
+        self, operation: str, by_lax: Callable[..., list[Any]], dim_over_hidden_axis: int | None
     ):
         """Creates the primitives.
 
         Args:
-            name: of the primitive.
+            operation: its name in `select`.
             by_lax: what ``jax.lax`` does in its place, with a list of arrays and the parameters.
             dim_over_hidden_axis: the batch dimension of lax's results over a mapped axis.
         """
+        self.operation = operation
         self._by_lax = by_lax
         self._dim_over_hidden_axis = dim_over_hidden_axis
-        self._plain = Primitive(name)
-        self._over_set_mesh = Primitive(f"{name}_over_set_mesh")
+        self._plain = Primitive(f"intranode_{operation}")
+        self._over_set_mesh = Primitive(f"intranode_{operation}_over_set_mesh")
         for primitive in (self._plain, self._over_set_mesh):
+            BY_PRIMITIVE[primitive] = self
             primitive.multiple_results = True
             compat.drop_unused_results(primitive)
         compat.lower_with_devices(self._over_set_mesh)
@@ -109,7 +193,8 @@ class Collective:
     def define(
         self,
         abstract_eval: Callable[..., Any],
-        lower: Callable[..., Any],
+        select: Callable[..., list[Operation]],
+        emit: Callable[..., Any],
         transpose: Callable[..., list[Any]],
         batch: Callable[..., tuple[list[Any], list[Any]]],
     ) -> None:
@@ -117,11 +202,13 @@ class Collective:
 
         Args:
             abstract_eval: from types to types.
-            lower: a lowering rule for what may be ours; after the context it gets the mesh and
-                the platform ("cpu" or "gpu").
+            select: from a mesh, the operands' types and the parameters to the operations that a
+                call runs as. An array that is in none of them is its own result.
+            emit: a lowering rule for an operation of ours; it gets the mesh and the selection too.
             transpose: from cotangents, none of them zero, to cotangents of operands that vary.
             batch: from operands and their batch dimensions to results and theirs.
         """
+        self._select = select
         for primitive in (self._plain, self._over_set_mesh):
 
             def with_effects(
@@ -131,23 +218,41 @@ class Collective:
                 return abstract_eval(*xs, axes=axes, **params), compat.named_axis_effects(axes)
 
             primitive.def_effectful_abstract_eval(with_effects)
-            mlir.register_lowering(primitive, partial(self._lower, lower))
+            mlir.register_lowering(primitive, partial(self._lower, emit))
             ad.primitive_jvps[primitive] = partial(_jvp, primitive)
             ad.primitive_transposes[primitive] = partial(_transpose, transpose)
             compat.batch_by_axis(primitive, partial(self._batch, batch))
 
-    def lower_to_lax(self, ctx: Any, *xs: Any, **params: Any) -> list[Any]:
-        """Emits what ``jax.lax`` does."""
-        function = mlir.lower_fun(lambda *vs: self._by_lax(list(vs), **params), True)
-        return list(function(ctx, *xs))
+    def operations(
+        self, place: Place, avals: Sequence[Any], *, traced_over: Any, **params: Any
+    ) -> list[Operation]:
+        """What a call runs as; the processes of the mesh may meet."""
+        reason = place.reason_for_lax(traced_over)
+        if reason is not None:
+            return [(list(range(len(avals))), select.Selection("lax", reason))]
+        return self._select(place.mesh, avals, **params)
 
     def _lower(
-        self, rule: Callable[..., Any], ctx: Any, *xs: Any, traced_over: Any, **params: Any
+        self, emit: Callable[..., Any], ctx: Any, *xs: Any, traced_over: Any, **params: Any
     ) -> Any:
-        context = _context_of(ctx, traced_over)
-        if context is None:
-            return self.lower_to_lax(ctx, *xs, **params)
-        return rule(ctx, *context, *xs, **params)
+        place = _place_of(ctx)
+        results = list(xs)
+        for chosen, selected in self.operations(
+            place, ctx.avals_in, traced_over=traced_over, **params
+        ):
+            part = ctx.replace(
+                avals_in=[ctx.avals_in[i] for i in chosen],
+                avals_out=[ctx.avals_out[i] for i in chosen],
+            )
+            operands = [xs[i] for i in chosen]
+            if selected.algorithm == "lax":
+                by_lax = mlir.lower_fun(lambda *vs: self._by_lax(list(vs), **params), True)
+                emitted = by_lax(part, *operands)
+            else:
+                emitted = emit(part, *operands, mesh=place.mesh, selected=selected, **params)
+            for i, result in zip(chosen, emitted, strict=True):
+                results[i] = result
+        return results
 
     def _batch(
         self,
@@ -173,7 +278,12 @@ class Collective:
             axis_name=name,
             axis_size=size,
         )
-        return mapped(*operands), [out] * len(operands)
+        with left_to_lax(self.operation, f"axis {name!r} {NOT_OF_A_MESH}: vmap hides that one"):
+            return mapped(*operands), [out] * len(operands)
+
+
+# The collective of each of our primitives.
+BY_PRIMITIVE: dict[Primitive, Collective] = {}
 
 
 def _device_ids(mesh: jax.sharding.Mesh) -> tuple[int, ...]:
@@ -214,26 +324,6 @@ def _transpose(
 # Lowering.
 
 
-def _context_of(ctx: Any, traced_over: Any) -> tuple[jax.sharding.Mesh, str] | None:
-    context = compat.lowering_mesh(ctx)
-    platforms = compat.lowering_platforms(ctx)
-    if context is None or compat.lowering_for_export(ctx) or len(platforms) > 1:
-        return None
-    mesh, manual = context
-    if traced_over is None:
-        if compat.set_mesh() is not None:
-            return None
-    elif traced_over != _device_ids(mesh):
-        return None
-    platform = {"cpu": "cpu", "cuda": "gpu"}.get(platforms[0])
-    # XLA would gather the operand of a custom call over axes that it partitions itself.
-    partly_manual = any(mesh.shape[name] > 1 and name not in manual for name in mesh.axis_names)
-    elsewhere = mesh.devices.flat[0].platform != platform  # lowering for another platform
-    if platform is None or partly_manual or elsewhere:
-        return None
-    return mesh, platform
-
-
 def chooser(
     operation: str, mesh: jax.sharding.Mesh, axes: Sequence[str], dtype: np.dtype[Any]
 ) -> Callable[[int], select.Selection]:
@@ -243,12 +333,13 @@ def chooser(
     may be ours.
     """
     groups = communicator.partition(mesh, tuple(axes))
+    device = mesh.devices.flat[0]
     select_within = partial(
         select.select,
         operation,
         dtype=dtype.name,
         world_size=groups.group_size,
-        platform=mesh.devices.flat[0].platform,
+        hardware=table.hardware_of(device.platform, device.device_kind),
         mode=communicator.mode_of(mesh.devices.flat),
     )
 
@@ -279,7 +370,6 @@ def lower_to_call(
     xs: Sequence[Any],
     mesh: jax.sharding.Mesh,
     axes: Sequence[str],
-    platform: str,
     selected: select.Selection,
 ) -> list[Any]:
     """Emits our custom call."""
@@ -289,7 +379,7 @@ def lower_to_call(
         "group_size": np.int64(groups.group_size),
         "algorithm": np.int32(select.ALGORITHMS.index(selected.algorithm)),
     }
-    if platform == "gpu":
+    if mesh.devices.flat[0].platform == "gpu":
         attributes |= {"blocks": np.int32(selected.blocks), "threads": np.int32(selected.threads)}
     else:
         # Tells call sites apart; alike in all processes.

@@ -13,7 +13,7 @@ from jax_intranode._src.ops import collective
 # The primitive: sums arrays of one dtype. `axes` name manual mesh axes. With `invariant` the
 # results do not vary over them (check_vma=True); lax has a primitive for each of the two cases.
 _primitive = collective.Collective(
-    "intranode_psum",
+    "psum",
     # lax finds out by itself, as we did, what is invariant.
     lambda xs, *, axes, invariant: lax.psum(xs, axes),
     None,
@@ -54,16 +54,19 @@ def psum(
         NameError: an axis is not bound, as in ``jax.lax.psum``.
     """
     axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
-    if not collective.serves(axes, axis_index_groups):
-        with collective.hint_at_shard_map("psum"):
+    reason = collective.reason_for_lax(axes, axis_index_groups)
+    if reason is not None:
+        with collective.left_to_lax("psum", reason):
             return lax.psum(x, axis_name, axis_index_groups=axis_index_groups)
     leaves, tree = jax.tree.flatten(x)
     by_dtype: dict[str, list[int]] = {}
     for i, leaf in enumerate(leaves):
-        if collective.serves_array(leaf, axes) and leaf.dtype.name in select.DTYPES:
+        reason = collective.reason_for_lax_of_array("psum", leaf, axes)
+        if reason is None:
             by_dtype.setdefault(leaf.dtype.name, []).append(i)
         else:
-            leaves[i] = lax.psum(leaf, axes)
+            with collective.left_to_lax("psum", reason):
+                leaves[i] = lax.psum(leaf, axes)
     for chosen in by_dtype.values():
         for i, total in zip(chosen, _psum_arrays([leaves[i] for i in chosen], axes), strict=True):
             leaves[i] = total
@@ -86,7 +89,8 @@ def pmean(
 
     ``psum``, divided by the number of ranks; see there for shapes, dtypes, errors and derivatives.
     """
-    total = psum(x, axis_name, axis_index_groups=axis_index_groups)
+    with jax.named_scope("jax_intranode.pmean"):
+        total = psum(x, axis_name, axis_index_groups=axis_index_groups)
     size = lax.psum(1, axis_name, axis_index_groups=axis_index_groups)
     return jax.tree.map(lambda v: v / size, total)
 
@@ -104,7 +108,7 @@ def _abstract_eval(*xs: Any, axes: tuple[str, ...], invariant: bool) -> list[Any
     return [total(x) for x in xs]
 
 
-# Lowering.
+# What it runs as, and lowering.
 
 
 def selection(
@@ -119,7 +123,7 @@ def selection(
 
 def operations(
     mesh: jax.sharding.Mesh, axes: Sequence[str], shapes: Sequence[Sequence[int]], dtype: Any
-) -> list[tuple[list[int], select.Selection]]:
+) -> list[collective.Operation]:
     """What a psum of many arrays of one dtype runs as.
 
     Returns:
@@ -145,7 +149,7 @@ def operations(
         if whole.algorithm == "lax":
             # XLA makes one operation of it; on CPUs it makes one of each array.
             return [(everything, whole)]
-    chosen: list[tuple[list[int], select.Selection]] = []
+    chosen: list[collective.Operation] = []
     for i in everything:
         if chosen and len(chosen[-1][0]) < select.MAX_BUFFERS:
             longer = [*chosen[-1][0], i]
@@ -157,30 +161,23 @@ def operations(
     return chosen
 
 
-def _lower(
+def _select(
+    mesh: jax.sharding.Mesh, avals: Sequence[Any], *, axes: tuple[str, ...], invariant: bool
+) -> list[collective.Operation]:
+    del invariant
+    return operations(mesh, axes, [x.shape for x in avals], avals[0].dtype)
+
+
+def _emit(
     ctx: Any,
-    mesh: jax.sharding.Mesh,
-    platform: str,
     *xs: Any,
+    mesh: jax.sharding.Mesh,
+    selected: select.Selection,
     axes: tuple[str, ...],
     invariant: bool,
 ) -> list[Any]:
-    results = list(xs)
-    shapes = [x.shape for x in ctx.avals_in]
-    for chosen, selected in operations(mesh, axes, shapes, ctx.avals_in[0].dtype):
-        part = ctx.replace(
-            avals_in=[ctx.avals_in[i] for i in chosen], avals_out=[ctx.avals_out[i] for i in chosen]
-        )
-        operands = [xs[i] for i in chosen]
-        if selected.algorithm == "lax":
-            totals = _primitive.lower_to_lax(part, *operands, axes=axes, invariant=invariant)
-        else:
-            totals = collective.lower_to_call(
-                part, "psum", operands, mesh, axes, platform, selected
-            )
-        for i, total in zip(chosen, totals, strict=True):
-            results[i] = total
-    return results
+    del invariant
+    return collective.lower_to_call(ctx, "psum", xs, mesh, axes, selected)
 
 
 # Differentiation.
@@ -203,4 +200,4 @@ def _batch(
 
 # Registration.
 
-_primitive.define(_abstract_eval, _lower, _transpose, _batch)
+_primitive.define(_abstract_eval, _select, _emit, _transpose, _batch)

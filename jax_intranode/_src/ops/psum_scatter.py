@@ -13,7 +13,7 @@ from jax_intranode._src.ops import all_gather, collective
 
 # The primitive: sums one array. `size` ranks; the rest as in lax.psum_scatter.
 _primitive = collective.Collective(
-    "intranode_psum_scatter",
+    "psum_scatter",
     lambda xs, *, axes, dimension, tiled, size: [
         lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=tiled) for x in xs
     ],
@@ -66,19 +66,26 @@ def psum_scatter(
             tiled=tiled,
         )
 
-    if not collective.serves(axes, axis_index_groups):
-        with collective.hint_at_shard_map("psum_scatter"):
+    reason = collective.reason_for_lax(axes, axis_index_groups)
+    if reason is not None:
+        with collective.left_to_lax("psum_scatter", reason):
             return by_lax(x)
     size = lax.psum(1, axes)
 
-    def scatter(leaf: Any) -> Any:
-        if not collective.serves_array(leaf, axes) or leaf.dtype.name not in select.DTYPES:
-            return by_lax(leaf)
+    def reason_of_shape(leaf: Any) -> str | None:
         if not 0 <= scatter_dimension < leaf.ndim:
-            return by_lax(leaf)
+            return f"scatter_dimension {scatter_dimension} of {leaf.ndim} dimensions"
         length = leaf.shape[scatter_dimension]
         if length % size != 0 or (not tiled and length != size):
-            return by_lax(leaf)  # which refuses it
+            return f"{length} elements for {size} ranks"  # which lax refuses
+        return None
+
+    def scatter(leaf: Any) -> Any:
+        reason = collective.reason_for_lax_of_array("psum_scatter", leaf, axes)
+        reason = reason or reason_of_shape(leaf)
+        if reason is not None:
+            with collective.left_to_lax("psum_scatter", reason):
+                return by_lax(leaf)
         leaf = collective.varying(leaf, axes)
         with jax.named_scope("jax_intranode.psum_scatter"):
             (result,) = _primitive.bind(
@@ -101,27 +108,37 @@ def _abstract_eval(x: Any, *, axes: tuple[str, ...], dimension: int, tiled: bool
     return [x.update(shape=tuple(shape))]
 
 
-# Lowering.
+# What it runs as, and lowering.
 
 
-def _lower(
-    ctx: Any,
+def _select(
     mesh: jax.sharding.Mesh,
-    platform: str,
-    x: Any,
+    avals: Sequence[Any],
     *,
     axes: tuple[str, ...],
     dimension: int,
     tiled: bool,
     size: int,
-) -> list[Any]:
-    (aval,), (out_aval,) = ctx.avals_in, ctx.avals_out
+) -> list[collective.Operation]:
+    del dimension, tiled
+    (aval,) = avals
     choose = collective.chooser("psum_scatter", mesh, axes, aval.dtype)
-    selected = choose(out_aval.size * aval.dtype.itemsize)
-    if selected.algorithm == "lax":
-        return _primitive.lower_to_lax(
-            ctx, x, axes=axes, dimension=dimension, tiled=tiled, size=size
-        )
+    return [([0], choose(aval.size // size * aval.dtype.itemsize))]
+
+
+def _emit(
+    ctx: Any,
+    x: Any,
+    *,
+    mesh: jax.sharding.Mesh,
+    selected: select.Selection,
+    axes: tuple[str, ...],
+    dimension: int,
+    tiled: bool,
+    size: int,
+) -> list[Any]:
+    del tiled
+    (aval,), (out_aval,) = ctx.avals_in, ctx.avals_out
 
     # The parts, one after another in memory.
     def arrange(v: Any) -> Any:
@@ -132,7 +149,7 @@ def _lower(
     lower = mlir.lower_fun(arrange, multiple_results=False)
     (parts,) = lower(ctx.replace(avals_out=[stacked]), x)
     call = ctx.replace(avals_in=[stacked])
-    return collective.lower_to_call(call, "psum_scatter", [parts], mesh, axes, platform, selected)
+    return collective.lower_to_call(call, "psum_scatter", [parts], mesh, axes, selected)
 
 
 # Differentiation.
@@ -169,4 +186,4 @@ def _batch(
 
 # Registration.
 
-_primitive.define(_abstract_eval, _lower, _transpose, _batch)
+_primitive.define(_abstract_eval, _select, _emit, _transpose, _batch)

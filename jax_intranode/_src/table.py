@@ -1,0 +1,155 @@
+"""The measured table of the selection: which algorithm, and how its kernel is launched."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """Up to `nbytes`, use `algorithm` with blocks of `threads`, at most `blocks` of them.
+
+    Sizes are those of a rank's operand, and for psum_scatter of its result.
+    """
+
+    nbytes: int
+    algorithm: str
+    threads: int
+    blocks: int
+
+
+_KB, _MB = 1 << 10, 1 << 20
+
+
+def _parts(algorithm: str) -> dict[tuple[str, int], tuple[Row, ...]]:
+    return {
+        ("bare", 2): (
+            Row(512 * _KB, algorithm, 128, 256),
+            Row(1 * _MB, algorithm, 256, 256),
+            Row(8 * _MB, algorithm, 512, 256),
+        ),
+        ("bare", 4): (
+            Row(512 * _KB, algorithm, 128, 256),
+            Row(1 * _MB, algorithm, 256, 256),
+            Row(4 * _MB, algorithm, 512, 256),
+        ),
+        ("bare", 8): (
+            Row(512 * _KB, algorithm, 128, 256),
+            Row(1 * _MB, algorithm, 256, 256),
+            Row(2 * _MB, algorithm, 512, 256),
+        ),
+        ("flagged", 2): (
+            Row(64 * _KB, algorithm, 64, 256),
+            Row(1 * _MB, algorithm, 128, 256),
+        ),
+        ("flagged", 4): (
+            Row(64 * _KB, algorithm, 64, 256),
+            Row(256 * _KB, algorithm, 128, 256),
+        ),
+        ("flagged", 8): (
+            Row(64 * _KB, algorithm, 64, 256),
+            Row(128 * _KB, algorithm, 128, 256),
+        ),
+    }
+
+
+# By tools/tune.py on 2 and 4 H200s, the same in both process modes. Rows of 8 are of older kernels.
+_HOPPER: dict[str, dict[tuple[str, int], tuple[Row, ...]]] = {
+    "psum": {
+        ("bare", 2): (
+            Row(512 * _KB, "one_shot", 128, 256),
+            Row(1 * _MB, "one_shot", 256, 256),
+            Row(4 * _MB, "one_shot", 512, 256),
+            Row(12 * _MB, "two_shot", 512, 256),
+        ),
+        ("bare", 4): (
+            Row(192 * _KB, "one_shot", 128, 256),
+            Row(2 * _MB, "two_shot", 128, 256),
+            Row(4 * _MB, "two_shot", 256, 256),
+            Row(12 * _MB, "two_shot", 512, 256),
+        ),
+        ("bare", 8): (
+            Row(64 * _KB, "one_shot", 128, 128),
+            Row(1 * _MB, "two_shot", 128, 128),
+            Row(4 * _MB, "two_shot", 512, 128),
+            Row(12 * _MB, "two_shot", 512, 256),
+        ),
+        ("flagged", 2): (Row(2 * _MB, "one_shot", 128, 256),),
+        ("flagged", 4): (
+            Row(96 * _KB, "one_shot", 64, 256),
+            Row(512 * _KB, "two_shot", 64, 256),
+            Row(1 * _MB, "two_shot", 128, 256),
+        ),
+        ("flagged", 8): (
+            Row(32 * _KB, "one_shot", 64, 256),
+            Row(1 * _MB, "two_shot", 128, 256),
+        ),
+    },
+    "psum_scatter": _parts("reduce_scatter"),
+    "all_gather": _parts("all_gather"),
+}
+
+
+def _cpu(
+    one_shot: int, two_shot: int, part: int
+) -> dict[str, dict[tuple[str, int], tuple[Row, ...]]]:
+    """A flagged packet takes twice the time of a bare one."""
+
+    def both(*rows: tuple[int, str]) -> dict[str, tuple[Row, ...]]:
+        return {
+            packets: tuple(Row(nbytes // cost, algorithm, 1, 1) for nbytes, algorithm in rows)
+            for packets, cost in (("bare", 1), ("flagged", 2))
+        }
+
+    pair, more = both((two_shot, "one_shot")), both((one_shot, "one_shot"), (two_shot, "two_shot"))
+    scattered, gathered = both((part, "reduce_scatter")), both((part, "all_gather"))
+    return {
+        "psum": {(p, n): rows[p] for n, rows in ((2, pair), (8, more)) for p in rows},
+        "psum_scatter": {(p, 8): rows for p, rows in scattered.items()},
+        "all_gather": {(p, 8): rows for p, rows in gathered.items()},
+    }
+
+
+# By hardware ("cpu", or the generation of a GPU), process mode ("single": one process has all
+# devices of the mesh; "multi"), operation, how its packets carry their flags ("bare" or "flagged",
+# xla_ffi/kernels/packets.h), and world size. A world size that is not here uses the next larger
+# one's rows; larger messages lower to lax. On CPUs one thread does the work of all ranks of its
+# process: the total counts, not the hops.
+TABLE: dict[tuple[str, str, str, str, int], tuple[Row, ...]] = {
+    (hardware, mode, operation, packets, world): rows
+    for hardware, mode, operations in (
+        ("hopper", "single", _HOPPER),
+        ("hopper", "multi", _HOPPER),
+        ("cpu", "single", _cpu(1 * _KB, 4 * _KB, 2 * _KB)),
+        ("cpu", "multi", _cpu(8 * _KB, 64 * _KB, 32 * _KB)),
+    )
+    for operation, by_world in operations.items()
+    for (packets, world), rows in by_world.items()
+}
+
+# Generations by the names of their GPUs. Those without rows of their own use Hopper's.
+GENERATIONS = {
+    "ampere": ("A100", "A800", "A30", "A40"),
+    "hopper": ("H100", "H200", "H800", "H20", "GH200"),
+    "blackwell": ("B100", "B200", "B300", "GB200", "GB300"),
+}
+
+
+def hardware_of(platform: str, device_kind: str) -> str:
+    """The hardware that a device is, for the table."""
+    if platform == "cpu":
+        return "cpu"
+    words = device_kind.replace("-", " ").split()
+    for generation, names in GENERATIONS.items():
+        if any(word in names for word in words):
+            return generation
+    return "gpu"
+
+
+def rows(
+    hardware: str, mode: str, operation: str, packets: str, world_size: int
+) -> tuple[Row, ...]:
+    """The rows for a group; `world_size` is at most the table's largest."""
+    if not any(key[0] == hardware for key in TABLE):
+        hardware = "hopper"
+    place = (hardware, mode, operation, packets)
+    world = min(key[4] for key in TABLE if key[:4] == place and key[4] >= world_size)
+    return TABLE[*place, world]

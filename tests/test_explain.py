@@ -1,0 +1,524 @@
+"""explain: what it says of programs, and that it is what their HLO holds."""
+
+import dataclasses
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import forced, line, make_mesh
+from devices import need_devices
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jax_intranode
+from jax_intranode import Call, all_gather, explain, pmean, psum, psum_scatter
+from jax_intranode._src import communicator, select
+from jax_intranode._src.ops.psum import selection
+
+N = len(jax.devices())
+
+
+@pytest.fixture(autouse=True)
+def two_devices() -> None:
+    need_devices(2)
+
+
+def over_x(body: Callable[..., Any], *, check_vma: bool = False, **kwargs: Any) -> Any:
+    """A function of one array, of which each device gets a part."""
+    return jax.shard_map(
+        body, mesh=line(), in_specs=P("x"), out_specs=P("x"), check_vma=check_vma, **kwargs
+    )
+
+
+X = jax.ShapeDtypeStruct((N, 4 * N), jnp.float32)  # float32[1, 4 N] on each device
+
+
+def explained(body: Callable[..., Any], **kwargs: Any) -> tuple[Call, ...]:
+    return explain(over_x(body, **kwargs))(X).calls
+
+
+def summary(calls: Any) -> list[tuple[Any, ...]]:
+    return [(call.operation, call.algorithm, call.times) for call in calls]
+
+
+# What programs hold.
+
+CUSTOM_CALLS = {
+    "psum": "jax_intranode_psum",
+    "pmean": "jax_intranode_psum",
+    "psum_scatter": "jax_intranode_psum_scatter",
+    "all_gather": "jax_intranode_all_gather",
+}
+OF_LAX = {
+    "psum": "all_reduce",
+    "pmean": "all_reduce",
+    "psum_scatter": "reduce_scatter",
+    "all_gather": "all_gather",
+}
+
+
+def in_lowered(text: str) -> Counter[str]:
+    """Counts the collectives in StableHLO; those of a function as often as it is called."""
+    functions = {
+        found[1]: text[found.start() : following]
+        for found, following in (
+            (found, text.find("func.func", found.end()))
+            for found in re.finditer(r"func\.func \w+ @([\w.]+)\(", text)
+        )
+    }
+
+    @functools.cache
+    def count(name: str) -> Counter[str]:
+        body = functions[name]
+        found = Counter(re.findall(r"custom_call @(jax_intranode_\w+)", body))
+        found += Counter(
+            re.findall(r'"?stablehlo\.(all_reduce|reduce_scatter|all_gather)"?\(', body)
+        )
+        for callee in re.findall(r"\bcall @([\w.]+)\(", body):
+            found += count(callee)
+        return found
+
+    return count("main")
+
+
+def in_explanation(calls: Any) -> Counter[str]:
+    """The same of an explanation. Of several arrays lax makes one operation of each."""
+    found: Counter[str] = Counter()
+    for call in calls:
+        if call.algorithm != "lax":
+            found[CUSTOM_CALLS[call.operation]] += 1
+        elif call.axes:
+            found[OF_LAX[call.operation]] += len(call.shapes)
+    return found
+
+
+@jax.jit
+def twice_called(v: Any) -> Any:
+    return psum(v * 2, "x")
+
+
+@jax.custom_vjp
+def custom(v: Any) -> Any:
+    return psum(v, "x")
+
+
+custom.defvjp(lambda v: (psum(v, "x"), v), lambda v, ct: (all_gather(ct, "x")[0] * v,))
+
+
+def scanned(v: Any) -> Any:
+    return lax.scan(lambda c, _: (pmean(c, "x"), psum(c, "x")), v, None, length=7)[1].sum(0)
+
+
+def loops(v: Any) -> Any:
+    v = scanned(v)
+    return lax.while_loop(lambda c: psum(c, "x").sum() < 0, lambda c: psum_of_int(c) + c, v)
+
+
+def psum_of_int(v: Any) -> Any:
+    return psum(v.astype(jnp.int32), "x").astype(v.dtype)
+
+
+def many(v: Any) -> Any:
+    """A tree that takes several operations, with empty and unused arrays."""
+    tree = [v * k for k in range(select.MAX_BUFFERS + 3)]
+    return sum(psum({"a": tree, "b": v[:, :0], "c": (v * 2).astype(jnp.int32)}, "x")["a"])
+
+
+def parts(v: Any) -> Any:
+    scattered = psum_scatter(v, "x", scatter_dimension=1, tiled=True)
+    return all_gather(scattered, "x", axis=1, tiled=True) + all_gather(v[:, 0], "x").sum()
+
+
+def left_to_lax(v: Any) -> Any:
+    halves = [list(range(N // 2)), list(range(N // 2, N))]
+    a = psum(v.astype(jnp.complex64), "x").real + psum(v > 0, "x")
+    b = psum((v, v * 2), "x", axis_index_groups=halves)
+    c = psum_scatter(v.astype(jnp.complex64), "x", scatter_dimension=1, tiled=True).real.sum()
+    d = all_gather(np.ones((1, 4), np.float32), "x").sum() + psum(np.float32(3), "x")
+    return a + b[0] + b[1] + c + d + pmean(v, "x", axis_index_groups=halves)
+
+
+def large(v: Any) -> Any:
+    big = jnp.tile(v, (1, 1 << 20))
+    return v + psum((big, big * 2), "x")[0][:, :1] + pmean(v, "x")
+
+
+def mapped(v: Any) -> Any:
+    a = jax.vmap(lambda u: psum(u, "x") + psum(u, "i"), axis_name="i")(v)
+    b = jax.vmap(lambda u: psum(u, ("i", "x")), axis_name="i")(v)
+    c = jax.vmap(lambda u: psum(u, "x") + all_gather(u, "x").sum(), axis_name="x")(v)
+    return a + b + c + jax.vmap(lambda u: all_gather(u, "i", axis=1), axis_name="i")(v).sum()
+
+
+PROGRAMS: dict[str, Callable[[Any], Any]] = {
+    "plain": lambda v: psum(v, "x") + pmean(v * 2, "x"),
+    "unused": lambda v: (psum(v, "x"), psum((v * 2, v * 3), "x")[1])[1],
+    "twice": lambda v: twice_called(twice_called(v)) + twice_called(v[:, :4])[:, :1],
+    "loops": loops,
+    "cond": lambda v: lax.cond(
+        v[0, 0] > 0, lambda u: psum(u, "x"), lambda u: scanned(psum(u * 2, "x")), v
+    ),
+    "remat": jax.checkpoint(lambda v: jnp.sin(psum(v, "x")) * psum(v * v, "x")),
+    "custom_vjp": custom,
+    "many": many,
+    "parts": parts,
+    "left_to_lax": left_to_lax,
+    "large": large,
+    "mapped": mapped,
+    "vmap": lambda v: jax.vmap(lambda u: psum(u, "x") + parts(u[None])[0])(v),
+}
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "one_shot", "two_shot", "lax"])
+@pytest.mark.parametrize(
+    ("name", "grad"),
+    # A while loop has no transpose.
+    [
+        *((name, False) for name in PROGRAMS),
+        *((name, True) for name in PROGRAMS if name != "loops"),
+    ],
+)
+def test_program_holds_what_explain_says(name: str, grad: bool, algorithm: str) -> None:
+    f = over_x(PROGRAMS[name])
+    if grad:
+        function = f
+        f = jax.grad(lambda v: (function(v) ** 2).sum())
+    with forced(algorithm):
+        calls = explain(f)(X)
+        text = jax.jit(f).lower(X).as_text()
+    assert in_explanation(calls) == in_lowered(text), f"{calls}\n{text}"
+    assert len(calls) > 0
+    assert all(call.reason for call in calls)
+
+
+@pytest.mark.parametrize("name", ["plain", "twice", "many", "parts", "large"])
+def test_program_holds_what_explain_says_under_check_vma(name: str) -> None:
+    f = over_x(lambda v: v + PROGRAMS[name](v), check_vma=True)
+    calls = explain(f)(X)
+    text = jax.jit(f).lower(X).as_text()
+    assert in_explanation(calls) == in_lowered(text), f"{calls}\n{text}"
+
+
+def test_derivative_under_check_vma() -> None:
+    """The transpose of a sum is free, but of an operand that is alike on all ranks."""
+
+    def body(v: Any, w: Any) -> Any:
+        return psum(v * v, "x") + psum(w * w, "x")
+
+    f = jax.shard_map(body, mesh=line(), in_specs=(P("x"), P()), out_specs=P())
+    g = jax.grad(lambda v, w: (f(v, w) ** 2).sum(), argnums=(0, 1))
+    arguments = X, jax.ShapeDtypeStruct((4 * N,), X.dtype)
+    calls = explain(g)(*arguments)
+    text = jax.jit(g).lower(*arguments).as_text()
+    assert in_explanation(calls) == in_lowered(text), f"{calls}\n{text}"
+    assert [call.algorithm == "lax" for call in calls] == [False, False, True]
+    assert calls[2].reason == "the transpose of a cast by jax.lax.pcast"
+    assert calls[2].source == calls[1].source
+
+
+# What is said of a call.
+
+
+def test_fields() -> None:
+    mesh = make_mesh((N, 1), ("x", "y"))
+
+    def body(v: Any) -> Any:
+        return psum({"a": v, "b": v[0, :2]}, "x")["a"]
+
+    f = jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P(), check_vma=False)
+    with forced("one_shot"):
+        found = explain(jax.jit(f))(jnp.zeros((N, 3)))
+        chosen = selection(mesh, ("x",), (3,), "float32")
+    (call,) = found
+    assert found[0] is call and found[:1] == (call,) and list(found) == [call]
+    assert call == Call(
+        operation="psum",
+        source=f"{__file__}:{body.__code__.co_firstlineno + 1} (body)",
+        shapes=((1, 3),),
+        dtype="float32",
+        nbytes=12,
+        axes=("x",),
+        groups=(tuple(device.id for device in mesh.devices.flat),),
+        algorithm="one_shot",
+        blocks=chosen.blocks,
+        threads=chosen.threads,
+        reason="JAX_INTRANODE_ALGORITHM=one_shot",
+        times=1,
+        conditional=False,
+    )
+    assert call.group_size == N
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        call.times = 2  # type: ignore[misc]
+
+
+def test_table() -> None:
+    def body(v: Any) -> Any:
+        a, b, c = psum((v, v * 2, v[:, :2]), "x")
+        return a + b + c[:, :1] + all_gather(v.astype(jnp.int8), "x").sum()
+
+    with forced("one_shot"):
+        found = explain(over_x(body))(X)
+    lines = str(found).splitlines()
+    assert len(lines) == 4
+    for title, cells in {
+        "operation": ["psum", "all_gather"],
+        "operands": [f"float32[1,{4 * N}] ... (3 arrays)", f"int8[1,{4 * N}]"],
+        "axes": ["x", "x"],
+        "ranks": [str(N), str(N)],
+        "algorithm": ["one_shot", "all_gather"],
+        "launch": [f"{call.blocks}x{call.threads}" for call in found],
+        "times": ["1", "1"],
+        "reason": [call.reason for call in found],
+    }.items():
+        column = lines[0].index(title)
+        assert [re.split(r"  |$", line[column:])[0] for line in lines[1:3]] == cells
+    assert "test_explain.py:" in lines[1] and lines[1].index("test_explain.py:") > 0
+    assert lines[3] == f"groups over x: {list(range(N))}"
+    assert str(explain(jnp.sin)(1.0)) == "no collectives of jax_intranode"
+
+
+def test_groups() -> None:
+    need_devices(4)
+    mesh = make_mesh((2, 2), ("d", "t"), order=(2, 0, 3, 1))
+    a, b, c, d = (device.id for device in mesh.devices.flat)
+
+    def body(v: Any) -> Any:
+        some = psum(v, "t") + psum(v, "d") + psum(v, ("t", "d"))
+        return some + psum(v, ("d", "t"), axis_index_groups=[[0, 3], [1, 2]])
+
+    f = jax.shard_map(body, mesh=mesh, in_specs=P("d", "t"), out_specs=P("d", "t"), check_vma=False)
+    calls = explain(f)(jnp.zeros((4, 4)))
+    assert [call.groups for call in calls] == [
+        ((a, b), (c, d)),
+        ((a, c), (b, d)),
+        ((a, c, b, d),),
+        ((a, d), (b, c)),
+    ]
+    assert [call.group_size for call in calls] == [2, 2, 4, 2]
+
+
+def test_times() -> None:
+    calls = explained(loops)
+    assert [(call.operation, call.times, call.conditional) for call in calls] == [
+        ("pmean", 7, False),
+        ("psum", 7, False),
+        ("psum", None, False),
+        ("psum", None, False),
+    ]
+
+    def nested(v: Any) -> Any:
+        def step(c: Any, _: Any) -> Any:
+            c = lax.cond(c.sum() > 0, lambda u: psum(u, "x"), lambda u: u, c)
+            return lax.fori_loop(0, 5, lambda _, u: psum(u, "x"), c), None
+
+        return lax.scan(step, v, None, length=3)[0]
+
+    found = explain(over_x(nested))(X)
+    assert [(call.times, call.conditional) for call in found] == [(3, True), (15, False)]
+    assert " <=3 " in str(found).splitlines()[1]
+    assert " ?  " in str(explain(over_x(loops))(X)).splitlines()[3]
+
+
+def test_calls_of_one_function_are_all_there() -> None:
+    calls = explained(PROGRAMS["twice"])
+    assert len(calls) == 3
+    assert len({call.source for call in calls}) == 1
+    assert explained(PROGRAMS["twice"]) == calls  # nothing is traced any more
+
+
+def test_tree_of_several_operations() -> None:
+    with forced("one_shot"):
+        calls = explained(many)
+    n = select.MAX_BUFFERS
+    assert [(len(call.shapes), call.dtype) for call in calls] == [(n, "float32"), (3, "float32")]
+
+
+def test_backward_pass() -> None:
+    f = over_x(lambda v: parts(jnp.sin(psum(v * v, "x")) * pmean(v, "x")))
+    calls = explain(jax.grad(lambda v: f(v).sum()))(X)
+    forward, backward = calls[:2], calls[2:]
+    assert [call.operation for call in forward] == ["psum", "pmean"]
+    assert Counter(call.operation for call in backward) == {
+        "psum_scatter": 2, "all_gather": 1, "psum": 1, "pmean": 1,
+    }  # fmt: skip
+    assert {call.source for call in forward} < {call.source for call in backward}
+
+
+# What lax does, and why.
+
+
+def reasons(body: Callable[..., Any]) -> list[str]:
+    calls = explained(body)
+    assert all(call.algorithm == "lax" and (call.blocks, call.threads) == (0, 0) for call in calls)
+    return [call.reason for call in calls]
+
+
+def test_reasons_while_tracing() -> None:
+    groups = [list(range(N))]
+    v = jnp.zeros((1, N), jnp.complex64)
+    assert reasons(lambda _: psum(v * lax.axis_index("x"), "x").real) == [
+        select.unsupported_dtype("psum", "complex64")
+    ]
+    assert reasons(lambda v: psum(v, "x", axis_index_groups=groups)) == ["axis_index_groups"]
+    assert reasons(lambda v: pmean(v, "x", axis_index_groups=groups)) == ["axis_index_groups"]
+    assert reasons(lambda v: v + all_gather(np.ones(2), "x").sum()) == ["a constant"]
+    assert reasons(lambda v: v + psum(np.ones(4 * N), "x")) == []  # nothing is sent
+    assert reasons(lambda v: psum_scatter(v > 0, "x", scatter_dimension=1, tiled=True) * v[:, :4]
+                   ) == [select.unsupported_dtype("psum_scatter", "bool")]  # fmt: skip
+
+
+def test_mapped_axes() -> None:
+    unbound = "axis 'i' is not one that shard_map has bound"
+    hidden = "axis 'x' is not one that shard_map has bound: vmap hides that one"
+
+    def over(name: str, f: Any) -> Any:
+        return lambda v: jax.vmap(f, axis_name=name)(jnp.stack([v[0]] * 3)).sum()[None, None]
+
+    assert reasons(over("i", lambda u: psum(u, "i"))) == [unbound]
+    assert reasons(over("i", lambda u: psum((u, u[0]), "i")[0])) == [unbound]
+    assert reasons(over("i", lambda u: pmean(pmean(u, "i"), "i"))) == [unbound] * 2
+    assert reasons(over("x", lambda u: psum(u, "x"))) == [hidden]
+    assert reasons(over("x", lambda u: all_gather(u, "x", axis=1))) == [hidden]
+    assert reasons(over("i", lambda u: psum_scatter(u[:3], "i"))) == [unbound]
+    both = explained(over("i", lambda u: psum(u, ("i", "x"))))
+    assert [(call.reason, call.axes, call.group_size) for call in both] == [(unbound, ("x",), N)]
+    (call,) = explained(over("i", lambda u: psum(u, "i")))
+    assert (call.axes, call.groups, call.group_size) == ((), (), None)
+    assert call.shapes == ((3, 4 * N),)
+    without_mesh = explain(jax.vmap(lambda u: psum(u, "i"), axis_name="i"))(jnp.ones((3, 2)))
+    assert [call.reason for call in without_mesh] == [unbound]
+
+
+def test_reasons_of_the_selection() -> None:
+    n = 64 << 20
+    (call,) = explain(over_x(lambda v: psum(v, "x")))(jax.ShapeDtypeStruct((N, n), jnp.float32))
+    chosen = selection(line(), ("x",), (1, n), "float32")
+    assert (call.algorithm, call.reason) == ("lax", chosen.reason)
+    assert "faster than lax" in call.reason
+    with forced("lax"):
+        assert reasons(lambda v: psum(v, "x")) == ["JAX_INTRANODE_ALGORITHM=lax"]
+    with forced("two_shot"):
+        (call,) = explained(lambda v: psum(v, "x"))
+    assert (call.algorithm, call.reason) == ("two_shot", "JAX_INTRANODE_ALGORITHM=two_shot")
+    assert reasons(lambda v: psum(v[:, :0], "x").sum() + v) == ["psum of no elements"]
+    one = jax.shard_map(lambda v: psum(v, "x"), mesh=line(1), in_specs=P("x"), out_specs=P())
+    assert [call.reason for call in explain(one)(jnp.zeros(3))] == ["a group of one rank"]
+
+
+def test_reason_of_the_meeting() -> None:
+    refused = communicator.Meeting({}, "cpu", "single", reason="no peer access")
+    with mock.patch.object(communicator, "meet", lambda devices: refused):
+        assert reasons(lambda v: psum(v, "x")) == ["no peer access"]
+
+
+def test_partly_manual_mesh() -> None:
+    need_devices(4)
+    mesh = make_mesh((2, N // 2), ("auto", "x"))
+    f = jax.shard_map(
+        lambda v: psum(v, "x"), mesh=mesh, in_specs=P(None, "x"), out_specs=P(), axis_names={"x"}
+    )
+    argument = jnp.zeros((8, 8 * N))
+    (call,) = explain(f)(argument)
+    assert call.algorithm == "lax"
+    assert call.reason == "a partly manual mesh: shard_map has not bound 'auto'"
+    assert in_lowered(jax.jit(f).lower(argument).as_text()) == {"all_reduce": 1}
+
+
+def test_nested_shard_maps() -> None:
+    need_devices(4)
+    mesh = make_mesh((2, N // 2), ("d", "t"))
+
+    def body(v: Any) -> Any:
+        def inner(u: Any) -> Any:
+            return psum(u, "t") + psum(u, ("d", "t"))
+
+        spec = P(None, "t")
+        return psum(v, "d") + jax.shard_map(
+            inner, in_specs=spec, out_specs=spec, axis_names={"t"}, check_vma=False
+        )(v)
+
+    f = jax.shard_map(
+        body, mesh=mesh, in_specs=P("d"), out_specs=P("d"), axis_names={"d"}, check_vma=False
+    )
+    argument = jnp.zeros((4, 8 * N))
+    with jax.set_mesh(mesh):
+        calls = explain(f)(argument)
+        text = jax.jit(f).lower(argument).as_text()
+    assert [call.algorithm == "lax" for call in calls] == [True, False, False]
+    assert in_explanation(calls) == in_lowered(text)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_mesh_of_set_mesh(kind: AxisType) -> None:
+    order = list(reversed(range(N)))
+    mesh = jax.sharding.Mesh(np.array(jax.devices())[order], ("x",), axis_types=(kind,))
+    f = jax.jit(
+        jax.shard_map(lambda v: psum(v, "x"), in_specs=P("x"), out_specs=P(), check_vma=False)
+    )
+    argument = jax.ShapeDtypeStruct((N, 3), jnp.float32, sharding=jax.NamedSharding(mesh, P("x")))
+    with jax.set_mesh(mesh):
+        (call,) = explain(f)(argument)
+        text = f.lower(argument).as_text()
+    assert call.algorithm != "lax"
+    assert call.groups == (tuple(device.id for device in mesh.devices.flat),)
+    assert in_lowered(text) == {"jax_intranode_psum": 1}
+
+
+def test_trace_of_another_mesh() -> None:
+    """Devices in another order: the trace is used again, and holds the first one's."""
+
+    def mesh(order: list[int]) -> jax.sharding.Mesh:
+        return jax.sharding.Mesh(np.array(jax.devices())[order], ("x",))
+
+    f = jax.jit(
+        jax.shard_map(lambda v: psum(v, "x"), in_specs=P("x"), out_specs=P(), check_vma=False)
+    )
+    with jax.set_mesh(mesh(list(range(N)))):
+        assert explain(f)(X)[0].algorithm != "lax"
+    with jax.set_mesh(mesh(list(reversed(range(N))))):
+        (call,) = explain(f)(X)
+        text = f.lower(X).as_text()
+    assert call.reason == "traced under a mesh with other devices, or in another order"
+    assert in_explanation([call]) == in_lowered(text) == {"all_reduce": 1}
+
+
+# How it is called.
+
+
+def test_arguments() -> None:
+    @functools.partial(jax.jit, static_argnames="scale")
+    def f(v: Any, scale: int = 1) -> Any:
+        return over_x(lambda v: psum(v, "x") * scale)(v)
+
+    ran = []
+    calls = explain(f)(X, scale=3)
+    assert summary(calls) == summary(explain(f)(jnp.zeros(X.shape), scale=2))
+    assert len(calls) == 1
+    g = over_x(lambda v: (jax.debug.callback(ran.append, 1), psum(v, "x"))[1])
+    assert len(explain(g)(X)) == 1
+    assert not ran
+    with pytest.raises(NameError, match="unbound axis name: nowhere"):
+        explain(lambda v: psum(v, "nowhere"))(1.0)
+
+
+def test_what_lax_does_is_as_laxs_own_program() -> None:
+    """The scopes that carry reasons change nothing but locations."""
+
+    def program(lib: Any) -> str:
+        def body(v: Any) -> Any:
+            groups = [list(range(N))]
+            a = lib.psum(v, "x", axis_index_groups=groups) + lib.psum(v > 0, "x")
+            b = lib.pmean(v.astype(jnp.complex64), "x").real
+            return a + b + jax.vmap(lambda u: lib.psum(u, "i"), axis_name="i")(v)
+
+        return jax.jit(over_x(body)).lower(X).as_text()
+
+    assert program(jax_intranode) == program(lax)

@@ -1,4 +1,4 @@
-"""What psum has to do: cases that run alike in one process and with one process a device.
+"""What the collectives have to do: cases that run alike in one process and with one a device.
 
 A case is a function that uses all devices of the program, or the first few of them, and raises if
 something is wrong. Results are compared on the devices of the own process only, bit by bit with
@@ -8,7 +8,9 @@ the oracle (rank order, one rounding), or with what `jax.lax.psum` gives.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -22,12 +24,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src import config, native
+from jax_intranode._src import communicator, config, native, table
 from jax_intranode._src.ops import collective
 from jax_intranode._src.ops.psum import selection
 
 FLOATS = ("float32", "bfloat16", "float16")
 DTYPES = (*FLOATS, "float64", "int8", "uint8", "int32", "uint32", "int64", "uint64")
+COPIED_DTYPES = (*DTYPES, "bool", "int16", "uint16", "complex64", "complex128")
+OPERATIONS = ("psum", "psum_scatter", "all_gather")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +92,9 @@ def put(mesh: Mesh, spec: P, value: np.ndarray) -> jax.Array:
 def bits(value: np.ndarray) -> np.ndarray:
     """The value's bits, with one NaN for all NaNs."""
     value = np.ascontiguousarray(value)
-    if not np.issubdtype(value.dtype, np.integer):
+    if value.dtype.kind == "c":
+        value = value.view(value.real.dtype)
+    if value.dtype.kind not in "biu":
         value = np.where(np.isnan(value), np.array(np.nan, value.dtype), value)
     return value.view(f"u{value.dtype.itemsize}")
 
@@ -100,7 +106,8 @@ def check(result: jax.Array, expected: np.ndarray, *, exact: bool = True) -> Non
     for shard in result.addressable_shards:
         got, want = np.asarray(shard.data), expected[shard.index]
         if exact:
-            different = bits(got) != bits(want)
+            words = 2 if got.dtype.kind == "c" else 1
+            different = (bits(got) != bits(want)).reshape(*got.shape, words).any(-1)
             assert not different.any(), (
                 f"device {shard.device.id}: {different.sum()} of {different.size} elements differ, "
                 f"the first at {np.argwhere(different)[0]}: {got[different][0]}, "
@@ -140,16 +147,41 @@ def oracle(parts: np.ndarray) -> np.ndarray:
         return total.astype(dtype)
 
 
+def apply(operation: str, v: Any, axes: Any = "x", lib: Any = jax_intranode) -> Any:
+    """An operation on a rank's vector; psum_scatter and all_gather are tiled."""
+    return getattr(lib, operation)(v, axes, **({} if operation == "psum" else {"tiled": True}))
+
+
+def reference(operation: str, parts: np.ndarray) -> np.ndarray:
+    """The result of every rank, where rank r has the vector parts[r]."""
+    n = len(parts)
+    if operation == "psum":
+        return everywhere(oracle(parts), n)
+    if operation == "psum_scatter":
+        return oracle(parts).reshape(n, -1)
+    return everywhere(parts.reshape(-1), n)
+
+
+def compiled_of_ours(f: Any, *args: Any, **options: Any) -> Any:
+    """A compiled program, in which each collective is ours."""
+    program = jax.jit(f, **options).lower(*args).compile()
+    text = program.as_text()
+    assert "jax_intranode_" in text
+    assert not re.search(r"\b(all-reduce|all-gather|reduce-scatter)(-start)?\(", text)
+    return program
+
+
 def everywhere(value: np.ndarray, world: int) -> np.ndarray:
     """A value that every rank has, as the sharded result of them all."""
     return np.concatenate([value[None]] * world)
 
 
 @contextlib.contextmanager
-def forced(algorithm: str) -> Iterator[None]:
-    """Uses an algorithm at all sizes."""
-    changed = dataclasses.replace(config.get(), algorithm=algorithm)
-    with mock.patch.object(config, "get", lambda: changed):
+def forced(*algorithms: str) -> Iterator[None]:
+    """Uses an algorithm at all sizes, or several in turn."""
+    before = config.get()
+    changed = itertools.cycle([dataclasses.replace(before, algorithm=a) for a in algorithms])
+    with mock.patch.object(config, "get", lambda: next(changed)):
         yield
 
 
@@ -184,16 +216,20 @@ def check_psum(parts: np.ndarray, mesh: Mesh, algorithm: str) -> None:
 # Values.
 
 
-@case(
-    dtype=DTYPES,
-    algorithm=("one_shot", "two_shot"),
-)
+@case(dtype=DTYPES, algorithm=("one_shot", "two_shot"))
 def every_dtype_and_count(dtype: str, algorithm: str) -> None:
     mesh = line()
-    world = mesh.size
-    with x64(dtype):
-        for count in (1, 2, 7, 8, 9, 31, 1000, 2051):
-            check_psum(random(dtype, (world, count), count), mesh, algorithm)
+    n = mesh.size
+    parts = [random(dtype, (n, count), count) for count in (1, 2, 7, 8, 9, 31, 1000, 2051)]
+    f = sharded(lambda vs: [jax_intranode.psum(v, "x") for v in vs], mesh, P("x"), P("x"))
+    with x64(dtype), forced(algorithm):
+        for part in parts:
+            chosen = selection(mesh, ("x",), (1, *part.shape[1:]), part.dtype)
+            assert chosen.algorithm == algorithm, chosen
+        arrays = [put(mesh, P("x"), part) for part in parts]
+        results = compiled_of_ours(f, arrays)(arrays)
+    for result, part in zip(results, parts, strict=True):
+        check(result, reference("psum", part))
 
 
 @case(world=(2, 3, 4, 5, 6, 7, 8), algorithm=("one_shot", "two_shot"))
@@ -204,38 +240,57 @@ def every_world_size(world: int, algorithm: str) -> None:
             check_psum(random(dtype, (world, count), world), mesh, algorithm)
 
 
-@case(dtype=("float32", "bfloat16", "float16", "float64"), algorithm=("one_shot", "two_shot"))
-def special_values(dtype: str, algorithm: str) -> None:
-    mesh = line()
-    world = mesh.size
+def special(dtype: str) -> np.ndarray:
+    """The extremes of a type, and what an empty word looks like."""
     kind = np.dtype(dtype)
-    info = ml_dtypes.finfo(kind)
-    special = np.array(
-        [0.0, -0.0, np.inf, -np.inf, np.nan, info.max, info.min, info.tiny, info.eps, 1.0, -1.0],
-        kind,
-    )
+    if kind.kind == "b":
+        return np.array([True, False])
+    if kind.kind == "c":
+        real = special(kind.type(0).real.dtype.name)
+        pairs = np.stack(np.meshgrid(real, real), -1)
+        return pairs.view(kind).reshape(-1)
     unsigned = f"u{kind.itemsize}"
-    patterns = np.array([1, 2, 3], unsigned).view(kind)  # subnormals
-    ones = np.array([np.iinfo(unsigned).max], unsigned).view(kind)  # what an empty word looks like
-    values = np.concatenate([special, patterns, -patterns, ones])
-    generator = np.random.default_rng(3)
-    parts = values[generator.integers(0, len(values), (world, 257))]
-    parts[:, :3] = np.array(-0.0, kind)  # a sum of negative zeros is negative
-    parts[:, 3:6] = patterns
-    with x64(dtype):
-        check_psum(parts, mesh, algorithm)
+    ones = np.array([np.iinfo(unsigned).max], unsigned).view(kind)
+    if kind.kind in "iu":
+        info = np.iinfo(kind)
+        values = np.array([info.min, info.max, 0, 1, info.max - 1], kind)
+        return np.concatenate([values, ones])
+    finfo = ml_dtypes.finfo(kind)
+    values = np.array(
+        [0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, finfo.max, finfo.min, finfo.tiny], kind
+    )
+    subnormals = np.array([1, 2, 3], unsigned).view(kind)
+    return np.concatenate([values, subnormals, -subnormals, ones])
 
 
-@case(algorithm=("one_shot", "two_shot"))
-def extreme_integers(algorithm: str) -> None:
+@case(how=("one_shot", "two_shot", "psum_scatter", "all_gather"))
+def special_values(how: str) -> None:
+    """NaN, infinities, signed zeros, subnormals, extremes of integers; words of all ones."""
     mesh = line()
-    for dtype in ("int8", "int32", "uint32"):
-        info = np.iinfo(dtype)
-        values = np.array([info.min, info.max, 0, 1, info.max - 1], dtype)
-        values = np.concatenate([values, np.array([-1], np.int64).astype(dtype)])
-        generator = np.random.default_rng(4)
-        parts = values[generator.integers(0, len(values), (mesh.size, 301))]
-        check_psum(parts, mesh, algorithm)
+    n = mesh.size
+    operation = how if how in OPERATIONS else "psum"
+    generator = np.random.default_rng(3)
+    parts = {}
+    for dtype in COPIED_DTYPES if how == "all_gather" else DTYPES:
+        values = special(dtype)
+        parts[dtype] = values[generator.integers(0, len(values), (n, 61 * n))]
+        if np.dtype(dtype).kind not in "biuc":
+            parts[dtype][:, :3] = np.array(-0.0, dtype)  # a sum of negative zeros is negative
+            parts[dtype][:, 3:6] = np.array([1, 2, 3], f"u{np.dtype(dtype).itemsize}").view(dtype)
+        if how == "all_gather":
+            parts[dtype] = parts[dtype][:, :61]
+
+    def f(tree: Any) -> Any:
+        if operation == "psum":  # a tree in as few operations as can be
+            return jax_intranode.psum(tree, "x")
+        return {k: apply(operation, v[0])[None] for k, v in tree.items()}
+
+    with x64("float64"):
+        arrays = {dtype: put(mesh, P("x"), part) for dtype, part in parts.items()}
+        with forced(how if operation == "psum" else "auto"):
+            results = compiled_of_ours(sharded(f, mesh, P("x"), P("x")), arrays)(arrays)
+        for dtype, part in parts.items():
+            check(results[dtype], reference(operation, part))
 
 
 @case()
@@ -331,6 +386,11 @@ def permuted_devices(seed: int) -> None:
     mesh = make_mesh((n,), ("x",), order)
     check_psum(random("float32", (n, 99), seed), mesh, "one_shot")
     check_psum(random("float32", (n, 99), seed), mesh, "two_shot")
+    parts = random("float32", (n, 33 * n), seed)
+    value = put(mesh, P("x"), parts)
+    for operation in ("psum_scatter", "all_gather"):
+        f = sharded(lambda v, o=operation: apply(o, v[0])[None], mesh, P("x"), P("x"))
+        check(compiled_of_ours(f, value)(value), reference(operation, parts))
 
 
 @case()
@@ -497,28 +557,20 @@ def what_is_not_ours_is_lax() -> None:
 def every_dtype_and_count_of_parts(dtype: str, operation: str) -> None:
     mesh = line()
     n = mesh.size
+    choose = collective.chooser(operation, mesh, ("x",), np.dtype(dtype))
+    counts = [
+        count
+        for count in (1, 3, 16, 17, 61, 250, 2048)
+        if count <= 61 or choose(count * np.dtype(dtype).itemsize).algorithm != "lax"
+    ]
+    each = n if operation == "psum_scatter" else 1
+    parts = [random(dtype, (n, count * each), count) for count in counts]
+    f = sharded(lambda vs: [apply(operation, v[0])[None] for v in vs], mesh, P("x"), P("x"))
     with x64(dtype):
-        for seed, count in enumerate((1, 3, 16, 17, 250, 2048)):
-            parts = random(
-                dtype, (n, n, count) if operation == "psum_scatter" else (n, count), seed
-            )
-            if operation == "psum_scatter":
-                f = sharded(lambda v: jax_intranode.psum_scatter(v[0], "x"), mesh, P("x"), P("x"))
-                want = oracle(parts)
-            else:
-                f = sharded(
-                    lambda v: jax_intranode.all_gather(v, "x", tiled=True), mesh, P("x"), P("x")
-                )
-                want = np.concatenate([parts] * n)
-            nbytes = count * parts.itemsize
-            ours = collective.chooser(operation, mesh, ("x",), parts.dtype)(nbytes)
-            before = native.handler_calls()
-            result = jax.block_until_ready(jax.jit(f)(put(mesh, P("x"), parts)))
-            assert (native.handler_calls() > before) == (ours.algorithm != "lax")
-            assert count > 17 or ours.algorithm != "lax", ours.reason
-            if ours.algorithm == "lax":
-                continue  # other sums
-            check(result, want.reshape(-1) if operation == "psum_scatter" else want)
+        arrays = [put(mesh, P("x"), part) for part in parts]
+        results = compiled_of_ours(f, arrays)(arrays)
+    for result, part in zip(results, parts, strict=True):
+        check(result, reference(operation, part))
 
 
 @case(world=(2, 3, 4, 5, 6, 7, 8))
@@ -535,23 +587,6 @@ def every_world_size_of_parts(world: int) -> None:
 
         result = jax.jit(sharded(f, mesh, P("x"), P("x")))(put(mesh, P("x"), parts))
         check(result, everywhere(oracle(parts), world))
-
-
-@case()
-def parts_of_special_values() -> None:
-    """NaN stays NaN, whatever its bits; signed zeros, subnormals and infinities survive."""
-    mesh = line()
-    n = mesh.size
-    values = np.array([np.nan, -0.0, 1e-45, -np.inf, 3.0, 0.0, -1e-40, np.inf], np.float32)
-    values[0] = np.frombuffer(b"\xff\xff\xff\xff", np.float32)[0]
-    parts = np.stack([np.roll(values, r) for r in range(n)])
-    f = sharded(lambda v: jax_intranode.all_gather(v, "x", tiled=True), mesh, P("x"), P("x"))
-    check(jax.jit(f)(put(mesh, P("x"), parts)), np.concatenate([parts] * n))
-    flags = parts > 0
-    for array in (flags, flags.astype(np.int16) - 7, parts.astype(np.complex64) * (1 + 2j)):
-        got = jax.jit(f)(put(mesh, P("x"), array))
-        for shard in got.addressable_shards:
-            np.testing.assert_array_equal(np.asarray(shard.data), array)
 
 
 def gathered(name: str, lib: Any, mesh: Mesh, check_vma: bool) -> Any:
@@ -617,7 +652,7 @@ def gathered(name: str, lib: Any, mesh: Mesh, check_vma: bool) -> Any:
 
 
 GATHERED = (
-    *(f"{g}axis{a}_{t}" for g in ("", "grad_") for a in (0, 1, 2) for t in ("tiled", "stacked")),
+    *("axis1_tiled", "axis2_stacked", "grad_axis0_stacked", "grad_axis2_tiled"),
     *("layer", "scan", "remat", "vmap", "pmean", "tree", "replicated", "jvp"),
     *("grad_layer", "grad_scan", "grad_remat", "grad_vmap", "grad_pmean"),
 )
@@ -636,53 +671,159 @@ def parts_like_lax(name: str, check_vma: bool) -> None:
     check_like(ours, jax.jit(gathered(name, lax, mesh, check_vma))(x, w), 1e-4)
 
 
-@case(devices=4)
-def parts_of_a_two_axis_mesh() -> None:
-    n = len(jax.devices()) // 2
-    mesh = make_mesh((2, n), ("data", "model"), np.random.default_rng(3).permutation(2 * n))
-    x = put(mesh, P(("data", "model")), random("float32", (2 * n * 2 * n, 6), 5))
-    for axes in ("data", "model", ("data", "model"), ("model", "data")):
-        results = []
-        for lib in (jax_intranode, lax):
+# Random programs: chains of calls, each of which reads what the last one gave.
 
-            def f(v: Any, lib: Any = lib, axes: Any = axes) -> Any:
-                part = lib.psum_scatter(v, axes, tiled=True)
-                return lib.all_gather(part, axes, tiled=True)
+WORDS = 64  # of what is handed from call to call
 
-            results.append(jax.jit(sharded(f, mesh, P(("data", "model")), P(("data", "model"))))(x))
-        check_like(*results, 1e-5)
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """An operation over some axes of a mesh: elements of its operand, for psum_scatter a rank's."""
+
+    operation: str
+    axes: tuple[str, ...]
+    dtype: str
+    count: int
+
+
+def random_calls(seed: int, count: int, mesh: Mesh) -> list[Call]:
+    """Calls over each axis of a mesh, and over all in both orders."""
+    generator = np.random.default_rng(seed)
+    names = mesh.axis_names
+    axes = [(name,) for name in names] + [names, names[::-1]] * (len(names) > 1)
+    calls = []
+    for _ in range(count):
+        operation = str(generator.choice(OPERATIONS))
+        dtypes = (*DTYPES, "int16", "uint16") if operation == "all_gather" else DTYPES
+        most = 1500 if operation == "psum" else 120
+        calls.append(
+            Call(
+                operation,
+                axes[generator.integers(len(axes))],
+                str(generator.choice(dtypes)),
+                int(generator.integers(1, most)),
+            )
+        )
+    return calls
+
+
+def operand(carry: Any, call: Call, k: int, size: int) -> Any:
+    """The operand of call k: a hash of the carry, as finite values of the call's type."""
+    index = np.arange(call.count * (size if call.operation == "psum_scatter" else 1))
+    words = carry[index * 7 % WORDS] * np.uint32(2654435761)
+    words = words + (index * 40503 + k).astype(np.uint32)
+    words = words ^ (words >> np.uint32(15))
+    if call.dtype == "float32":
+        return ((words & np.uint32(0x80FFFFFF)) | np.uint32(0x3E000000)).view(np.float32)
+    if call.dtype in FLOATS:
+        short = ((words & np.uint32(0x83FF)) | np.uint32(0x3C00)).astype(np.uint16)
+        return short.view(np.dtype(call.dtype))
+    if call.dtype == "float64":
+        long = words.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        mask, one = np.uint64(0x800FFFFFFFFFFFFF), np.uint64(0x3FE0000000000000)
+        return ((long & mask) | one).view(np.float64)
+    return words.astype(call.dtype)
+
+
+def folded(xp: Any, carry: Any, result: Any) -> Any:
+    """The next carry: depends on every bit of a result and on its place."""
+    words = result.view(np.dtype(f"u{result.dtype.itemsize}"))
+    if words.dtype.itemsize == 8:
+        words = words ^ (words >> np.uint64(32))
+    words = words.astype(np.uint32) * (np.arange(words.size) * 2 + 1).astype(np.uint32)
+    words = xp.pad(words, (0, -words.size % WORDS)).reshape(-1, WORDS)
+    return carry * np.uint32(5) + words.sum(0, dtype=np.uint32)
+
+
+def group_size(mesh: Mesh, axes: Sequence[str]) -> int:
+    return math.prod(mesh.shape[name] for name in axes)
+
+
+def chain(calls: Sequence[Call], mesh: Mesh) -> Any:
+    """A function of every rank's carry."""
+
+    def f(v: Any) -> Any:
+        carry = v[0]
+        for k, call in enumerate(calls):
+            x = operand(carry, call, k, group_size(mesh, call.axes))
+            carry = folded(jnp, carry, apply(call.operation, x, call.axes))
+        return carry[None]
+
+    return sharded(f, mesh, P(mesh.axis_names), P(mesh.axis_names))
+
+
+def expected_of_chain(calls: Sequence[Call], mesh: Mesh, carries: np.ndarray) -> np.ndarray:
+    ranks = np.arange(mesh.size).reshape(mesh.devices.shape)
+    carries = carries.copy()
+    for k, call in enumerate(calls):
+        others = [name for name in mesh.axis_names if name not in call.axes]
+        order = [mesh.axis_names.index(name) for name in (*others, *call.axes)]
+        size = group_size(mesh, call.axes)
+        for group in ranks.transpose(order).reshape(-1, size):
+            operands = np.stack([operand(carries[r], call, k, size) for r in group])
+            results = reference(call.operation, operands)
+            carries[group] = [
+                folded(np, carries[r], result) for r, result in zip(group, results, strict=True)
+            ]
+    return carries
+
+
+def random_carries(mesh: Mesh, seed: int) -> tuple[np.ndarray, jax.Array]:
+    carries = random("uint32", (mesh.size, WORDS), seed)
+    return carries, put(mesh, P(mesh.axis_names), carries)
+
+
+def meshes() -> list[Mesh]:
+    """All devices in a line and, where there are enough, as a grid and some of them as others."""
+    n = len(jax.devices())
+    found = [line()]
+    if n >= 4:
+        found += [make_mesh((2, n // 2), ("d", "t")), line(2), line(3)]
+    if n >= 6:
+        found.append(make_mesh((3, 2), ("d", "t"), (5, 0, 3, 1, 2, 4)))
+    return found
+
+
+@case(which=range(5))
+def random_program(which: int) -> None:
+    """Operations, types, sizes, algorithms and groups of every kind, one after another."""
+    mesh = meshes()[which % len(meshes())]
+    if not takes_part(mesh):
+        return
+    jax_intranode.initialize(mesh)
+    calls = random_calls(which, 40 if which < 2 else 15, mesh)
+    with x64("float64"), forced("one_shot", "two_shot", "two_shot"):
+        carries, value = random_carries(mesh, which)
+        program = compiled_of_ours(chain(calls, mesh), value)
+        want = expected_of_chain(calls, mesh, carries)
+        results = [program(value) for _ in range(6)]
+        for result in results:
+            check(result, want)
 
 
 @case()
-def operations_in_turn() -> None:
-    """Operations of different kinds, sizes and types follow each other without a rendezvous."""
-    mesh = line()
-    n = mesh.size
-    generator = np.random.default_rng(7)
-    sizes = [int(k) for k in generator.integers(1, 700, 24)]
-
-    def f(v: Any, lib: Any) -> Any:
-        total = jnp.zeros((), v.dtype)
-        for k, size in enumerate(sizes):
-            a = v[0, :size] + k
-            if k % 3 == 0:
-                b = lib.psum(a, "x")
-            elif k % 3 == 1:
-                b = lib.all_gather(a.astype(jnp.int32), "x").astype(v.dtype)
-            else:
-                b = lib.psum_scatter(jnp.stack([a] * n), "x")
-            total = total + b.sum()
-        return total[None]
-
-    parts = np.asarray(generator.integers(-4, 5, (n, 700)), np.float32)  # sums are exact
-    value = put(mesh, P("x"), parts)
-    programs = [
-        jax.jit(sharded(functools.partial(f, lib=lib), mesh, P("x"), P("x")))
-        for lib in (jax_intranode, lax)
-    ]
-    for _ in range(8):
-        jax.block_until_ready(result := programs[0](value))
-    check_like(result, programs[1](value), 0)
+def random_programs_in_turn() -> None:
+    """Programs over several meshes in a random order, without a pause between them."""
+    programs = []
+    with x64("float64"):
+        for seed, mesh in enumerate(meshes()[:3] * 2):
+            if not takes_part(mesh):
+                continue
+            jax_intranode.initialize(mesh)
+            calls = random_calls(30 + seed, 4, mesh)
+            carries, value = random_carries(mesh, seed)
+            with forced("one_shot", "two_shot"):
+                program = compiled_of_ours(chain(calls, mesh), value)
+            programs.append((seed, program, value, expected_of_chain(calls, mesh, carries)))
+        order = np.random.default_rng(31).integers(0, 6, 28)
+        results = [
+            (program(value), want)
+            for chosen in order
+            for seed, program, value, want in programs
+            if seed == chosen
+        ]
+        for result, want in results:
+            check(result, want)
 
 
 @case()
@@ -740,33 +881,44 @@ def back_to_back() -> None:
                 check(got, want)
 
 
-@case()
-def chain_with_delays() -> None:
-    """Each rank in turn is late; every call feeds the next one."""
+@case(operation=OPERATIONS)
+def chain_with_delays(operation: str) -> None:
+    """Each rank in turn is late, by a random time; every call feeds the next one."""
     mesh = line()
     n = mesh.size
+    steps = 4 * n
+    count = {"psum": 300, "psum_scatter": 40 * n, "all_gather": 40}[operation]
+    late = np.zeros((steps, n), np.int32)
+    late[np.arange(steps), np.arange(steps) % n] = np.random.default_rng(13).integers(
+        1, 5000, steps
+    )
+
+    def following(result: Any) -> Any:
+        """A rank's next operand, from its result."""
+        if operation == "all_gather":
+            return result.reshape(n, count).sum(0) % 1000
+        return (result % 1000).repeat(count // result.size)
 
     def f(v: Any) -> Any:
         rank = lax.axis_index("x")
 
-        def step(carry: Any, k: Any) -> Any:
-            loops = jnp.where(k % n == rank, 3000, 0)
-            late = lax.fori_loop(0, loops, lambda i, s: jnp.sin(s + i), carry[0, 0] * 0.0 + 0.5)
-            carry = carry + 0 * late.astype(carry.dtype)
-            total = jax_intranode.psum(carry + rank.astype(carry.dtype), "x")
-            return total % 1000, total
+        def step(carry: Any, loops: Any) -> Any:
+            start = carry[0] * 0.0 + 0.5
+            waste = lax.fori_loop(0, loops[rank], lambda i, s: jnp.sin(s + i), start)
+            carry = carry + 0 * waste
+            result = apply(operation, carry + rank.astype(carry.dtype))
+            return following(result), result
 
-        return lax.scan(step, v, jnp.arange(4 * n))[1]
+        return lax.scan(step, v[0], late)[1][None]
 
-    parts = random("uint32", (n, 300), 13).astype(np.float32) // 2**20
-    result = jax.jit(sharded(f, mesh, P("x"), P(None, "x")))(put(mesh, P("x"), parts))
+    parts = random("uint32", (n, count), 13).astype(np.float32) // 2**20
+    result = jax.jit(sharded(f, mesh, P("x"), P("x")))(put(mesh, P("x"), parts))
     carry, want = parts, []
     ranks = np.arange(n, dtype=np.float32)[:, None]
-    for _ in range(4 * n):
-        total = everywhere(oracle(carry + ranks), n)
-        want.append(total)
-        carry = total % 1000
-    check(result, np.stack(want))
+    for _ in range(steps):
+        want.append(reference(operation, carry + ranks))
+        carry = np.stack([following(of_rank) for of_rank in want[-1]])
+    check(result, np.stack(want, 1))
 
 
 @case(devices=2, world=(2, 4, 8))
@@ -879,24 +1031,117 @@ def donated_input() -> None:
         result.delete()
 
 
-@case()
-def beside_lax() -> None:
-    """Our call and lax's collectives on the same data, in one program."""
+@case(operation=OPERATIONS)
+def input_overwritten(operation: str) -> None:
+    """What a call reads is overwritten at once, by its own program and by the next one."""
     mesh = line()
     n = mesh.size
-    parts = random("float32", (n, 640), 18)
+    parts = random("uint32", (n, 40 * n), 17).astype(np.float32) // 2**20
 
     def f(v: Any) -> Any:
-        a = jax_intranode.psum(v, "x")
-        gathered = lax.all_gather(a, "x")
-        b = jax_intranode.psum(v, "x") - lax.psum(v, "x")
-        return a + gathered.mean(0) * 0, jnp.abs(b)
+        return v + 1, apply(operation, v[0])[None]
 
-    program = jax.jit(sharded(f, mesh, P("x"), P("x")))
+    value = put(mesh, P("x"), parts)
+    program = compiled_of_ours(sharded(f, mesh, P("x"), P("x")), value, donate_argnums=0)
+    assert "input_output_alias" in program.as_text()
+    overwrite = jax.jit(lambda v: v + 1, donate_argnums=0)
+    alone = jax.jit(sharded(lambda v: apply(operation, v[0])[None], mesh, P("x"), P("x")))
+    results = []
     for _ in range(5):
-        total, difference = program(put(mesh, P("x"), parts))
-        check(total, everywhere(oracle(parts), n))
-        check(difference, np.zeros_like(parts), exact=False)
+        results.append(alone(value))
+        value, result = program(overwrite(value))
+        results.append(result)
+    for k, result in enumerate(results):
+        check(result, reference(operation, parts + k))
+
+
+@case(operation=OPERATIONS)
+def beside_lax(operation: str) -> None:
+    """XLA's own collectives right before and right after ours, on the same buffers."""
+    mesh = line()
+    n = mesh.size
+    parts = (random("uint32", (n, 40 * n), 18) // 2**28).astype(np.float32)
+
+    def f(v: Any) -> Any:
+        theirs = lax.psum(v[0], "x")
+        ours = apply(operation, theirs + v[0])
+        after = lax.all_gather(ours, "x").sum(0)
+        again = apply(operation, v[0])
+        return tuple(r[None] for r in (theirs, ours, after, again, lax.psum(again, "x")))
+
+    program = jax.jit(sharded(f, mesh, P("x"), (P("x"),) * 5))
+    value = put(mesh, P("x"), parts)
+    total = reference("psum", parts)
+    ours, again = reference(operation, total + parts), reference(operation, parts)
+    wants = total, ours, reference("psum", ours), again, reference("psum", again)
+    for results in [program(value) for _ in range(5)]:
+        for result, want in zip(results, wants, strict=True):
+            check(result, want)
+
+
+@case(dtype=("int8", "bfloat16", "int32"))
+def results_amid_other_data(dtype: str) -> None:
+    """Results of odd sizes at odd places of a larger array: nothing else of it changes."""
+    mesh = line()
+    n = mesh.size
+    poison = np.array(77, dtype)
+    parts = (random("uint8", (n, 40 * n), 19) % 8).astype(dtype)
+
+    def write(xp: Any, result_of: Any, canvas: Any, part: Any) -> Any:
+        at = 1
+        for k, count in enumerate((1, 3, 9, 17, 31, 33)):
+            operation = OPERATIONS[k % 3]
+            size = n * count if operation == "psum_scatter" else count
+            result = result_of(operation, part[..., k : k + size])
+            if xp is np:
+                canvas[:, at : at + result.shape[-1]] = result
+            else:
+                canvas = lax.dynamic_update_slice(canvas, result, (at,))
+            at += result.shape[-1] + 1 + k % 2
+        return canvas
+
+    def f(canvas: Any, v: Any) -> Any:
+        return write(jnp, apply, canvas[0], v[0])[None]
+
+    poisoned = np.full((n, 100 * n), poison)
+    arguments = put(mesh, P("x"), poisoned), put(mesh, P("x"), parts)
+    f = sharded(f, mesh, (P("x"), P("x")), P("x"))
+    program = compiled_of_ours(f, *arguments, donate_argnums=0)
+    check(program(*arguments), write(np, reference, poisoned.copy(), parts))
+
+
+@case()
+def graphs_in_turn() -> None:
+    """Two programs in turn, and eager calls; one process keeps results: its addresses change.
+
+    On GPUs XLA replays both from graphs and, where addresses have changed, captures them again: on
+    each rank at its own time.
+    """
+    mesh = line()
+    first = mesh.devices.flat[0]
+    programs = []
+    with x64("float64"):
+        for seed in (40, 41):
+            calls = random_calls(seed, 8, mesh)
+            carries, value = random_carries(mesh, seed)
+            with forced("one_shot", "two_shot"):
+                program = compiled_of_ours(chain(calls, mesh), value)
+            programs.append((program, value, expected_of_chain(calls, mesh, carries)))
+        parts = random("float32", (mesh.size, 50), 42)
+        before = jax_intranode.usage_counter()
+        kept = []
+        for k in range(9):
+            for program, value, want in programs:
+                result = program(value)
+                check(result, want)
+                if first.process_index == jax.process_index():
+                    kept.append(jax.device_put(np.ones(1000 * k + 1, np.float32), first))
+                    kept.append(result if k % 3 == 1 else None)
+            if k % 3 == 2:
+                check(psum_of(parts, mesh, jit=False), reference("psum", parts))
+        jax.block_until_ready(kept)
+    local = sum(d.process_index == jax.process_index() for d in mesh.devices.flat)
+    assert jax_intranode.usage_counter() - before == (9 * 2 * 8 + 3) * local
 
 
 @case()
@@ -924,3 +1169,39 @@ def compiling_while_others_wait() -> None:
         running.append(waiting(value))
     for result in running:
         check(result, parts)
+
+
+def set_epochs(mesh: Mesh, epoch: int) -> None:
+    """Has the next operation of every group of a mesh's devices begin in an epoch.
+
+    Before the first one: all ranks must be told.
+    """
+    meeting = communicator.meet(mesh.devices.flat)
+    assert meeting.reason is None and not meeting.communicators
+    module = native.module(meeting.platform)
+    blocks = max(row.blocks for rows in table.TABLE.values() for row in rows)
+    for device_id, addresses in meeting.addresses.items():
+        ordinal = communicator._ordinal(meeting.devices[device_id])
+        region_bytes = communicator._region_bytes(meeting.half_bytes, module)
+        for region in range(communicator._REGIONS):
+            header = addresses[device_id] + communicator._PROBE_BYTES + region * region_bytes
+            for block in range(blocks):
+                module.write_word(ordinal, header + 4 * block, epoch)
+
+
+@case(before_wrap=(3, 4))
+def epochs_wrap(before_wrap: int) -> None:
+    """The number of an operation passes 2^32."""
+    mesh = meshes()[1] if len(jax.devices()) >= 4 else line()
+    jax_intranode.shutdown()
+    jax.clear_caches()
+    set_epochs(mesh, 2**32 - before_wrap)
+    calls = random_calls(50, 9, mesh)
+    with x64("float64"), forced("one_shot", "two_shot"):
+        carries, value = random_carries(mesh, 50)
+        program = compiled_of_ours(chain(calls, mesh), value)
+        before = jax_intranode.usage_counter()
+        for _ in range(3):
+            check(program(value), expected_of_chain(calls, mesh, carries))
+    local = sum(d.process_index == jax.process_index() for d in mesh.devices.flat)
+    assert jax_intranode.usage_counter() - before == 3 * 9 * local

@@ -126,6 +126,12 @@ def test_cpu_groups(programs: Programs, ranks: int, processes: int, rounds: int)
     assert f"checked {ranks * 12 * rounds}\n" in outcome.stdout
 
 
+def test_no_byte_beside_a_result_is_written(programs: Programs) -> None:
+    outcome = run(programs.get("host_group_test"), "guards")
+    assert outcome.returncode == 0, outcome.stdout
+    assert outcome.stdout == "guards: done\n"
+
+
 @pytest.mark.parametrize("mode", ["deadline", "fail"])
 def test_cpu_groups_fail_well(programs: Programs, mode: str) -> None:
     outcome = run(programs.get("host_group_test"), mode)

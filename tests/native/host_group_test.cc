@@ -2,11 +2,13 @@
 // group of ranks and share its regions in one address space. Meant for ThreadSanitizer too.
 //
 //   host_group_test sound [ranks] [processes] [rounds]
-//   host_group_test deadline | fail
+//   host_group_test guards | deadline | fail
 //
 // sound: each rank has two threads that arrive at the same 12 call sites in an order of their own,
 // as XLA's threads do, and go on to the next round without regard to the other ranks. Types,
-// algorithms and sizes are mixed; some calls are awaited by Then(), some by Progress().
+// algorithms and sizes are mixed; some calls are awaited by Then(), some by Progress(). The epoch
+// wraps in the middle.
+// guards: inputs and results of every small size at every address, with guard bytes beside them.
 // deadline: ranks that never arrive. fail: Fail() before, while and after ranks arrive.
 // Exit status 0: all as it should be; 1: not, and a line says what.
 #include "xla_ffi/host/host_group.h"
@@ -50,13 +52,14 @@ void Require(bool condition, const std::string& what) {
   if (!condition) Wrong(what);
 }
 
-// The regions of n ranks, zeroed and armed.
+// The regions of n ranks, zeroed and armed, in which the next operation has a given epoch.
 class Regions {
  public:
-  explicit Regions(int ranks) : memory_(ranks) {
+  explicit Regions(int ranks, uint32_t epoch = 0) : memory_(ranks) {
     for (auto& m : memory_) {
       m.resize(jin::kHeaderBytes + 2 * kHalfBytes + 64);
       memset(Aligned(m) + jin::kHeaderBytes, 0xFF, 2 * kHalfBytes);
+      reinterpret_cast<jin::RegionHeader*>(Aligned(m))->epoch[0] = epoch;
     }
   }
 
@@ -107,11 +110,15 @@ struct Plan {
     std::mt19937 random(round * 1000 + site);
     for (int k = 0; k < 8; ++k) random();
     const auto type = static_cast<jin::ElementType>(random() % 7);
-    const auto algorithm = static_cast<jin::Algorithm>(random() % 2);
+    const auto algorithm = static_cast<jin::Algorithm>(random() % 4);
     // Small ones and large ones: a large one is still on its way when a small one begins.
     const size_t bytes = random() % 2 == 0 ? 1 + random() % 60 : 1 + random() % kMaxBytes;
     const size_t items = 1 + bytes / jin::ItemBytes(type);
-    return {{algorithm, type}, items, random() % 2 == 0 ? 1 : std::min<size_t>(items, 5)};
+    const bool one = random() % 2 == 0 || !Reduces(algorithm);
+    return {{algorithm, type}, items, one ? 1 : std::min<size_t>(items, 5)};
+  }
+  static bool Reduces(jin::Algorithm algorithm) {
+    return algorithm == jin::Algorithm::kOneShot || algorithm == jin::Algorithm::kTwoShot;
   }
   size_t bytes() const { return items * jin::ItemBytes(operation.type); }
   // The buffers of the call: pieces of one, whose last is the longest.
@@ -131,6 +138,12 @@ uint64_t Identity(int site) { return 0x9E3779B97F4A7C15u * (site + 1); }
 // Values whose sums every type holds exactly.
 int Value(int rank, int round, int site, size_t i) {
   return static_cast<int>((rank * 7 + round * 13 + site * 5 + i * 3 + i / 16) % 16) - 7;
+}
+
+int SumOfValues(int ranks, int round, int site, size_t i) {
+  int sum = 0;
+  for (int r = 0; r < ranks; ++r) sum += Value(r, round, site, i);
+  return sum;
 }
 
 template <class T>
@@ -159,20 +172,25 @@ void Encode(jin::ElementType type, int value, std::vector<char>* to) {
   }
 }
 
-std::vector<char> Input(const Plan& plan, int rank, int round, int site) {
+std::vector<char> Input(const Plan& plan, int ranks, int rank, int round, int site) {
   std::vector<char> bytes;
-  for (size_t i = 0; i < plan.items; ++i) {
+  for (size_t i = 0; i < plan.items * jin::InputChunks(plan.operation.algorithm, ranks); ++i) {
     Encode(plan.operation.type, Value(rank, round, site, i), &bytes);
   }
   return bytes;
 }
 
-std::vector<char> Sum(const Plan& plan, int ranks, int round, int site) {
+std::vector<char> Expected(const Plan& plan, int ranks, int rank, int round, int site) {
+  const auto& [algorithm, type] = plan.operation;
   std::vector<char> bytes;
-  for (size_t i = 0; i < plan.items; ++i) {
-    int sum = 0;
-    for (int r = 0; r < ranks; ++r) sum += Value(r, round, site, i);
-    Encode(plan.operation.type, sum, &bytes);
+  for (size_t i = 0; i < plan.items * jin::OutputChunks(algorithm, ranks); ++i) {
+    const size_t chunk = i / plan.items, at = i % plan.items;
+    if (algorithm == jin::Algorithm::kAllGather) {
+      Encode(type, Value(static_cast<int>(chunk), round, site, at), &bytes);
+    } else {
+      const size_t first = algorithm == jin::Algorithm::kReduceScatter ? rank * plan.items : 0;
+      Encode(type, SumOfValues(ranks, round, site, first + at), &bytes);
+    }
   }
   return bytes;
 }
@@ -215,7 +233,7 @@ std::string AwaitByProgress(jin::HostGroup& group, jin::Ticket& ticket) {
 }
 
 void Sound(int ranks, int processes, int rounds) {
-  Regions regions(ranks);
+  Regions regions(ranks, 0u - rounds * kSites / 2);
   const auto groups = regions.Groups(processes, kNever);
   std::atomic<long> checked{0};
   std::vector<std::thread> threads;
@@ -239,15 +257,15 @@ void Sound(int ranks, int processes, int rounds) {
           std::vector<std::shared_ptr<jin::Ticket>> tickets;
           for (int s : sites) {
             plans.push_back(Plan::Of(round, s));
-            inputs.push_back(Input(plans.back(), r, round, s));
-            outputs.emplace_back(plans.back().bytes(), 'x');
+            inputs.push_back(Input(plans.back(), ranks, r, round, s));
+            outputs.emplace_back(Expected(plans.back(), ranks, r, round, s).size(), 'x');
           }
           for (size_t k = 0; k < sites.size(); ++k) {
             if (random() % 8 == 0) {
               std::this_thread::sleep_for(std::chrono::microseconds(random() % 100));
             }
-            if (random() % 4 == 0) outputs[k] = inputs[k];
-            const bool in_place = outputs[k] == inputs[k];
+            const bool in_place = random() % 4 == 0 && Plan::Reduces(plans[k].operation.algorithm);
+            if (in_place) outputs[k] = inputs[k];
             tickets.push_back(group.Arrive(
                 r, Identity(sites[k]), plans[k].operation,
                 plans[k].Cut(in_place ? outputs[k].data() : inputs[k].data(), outputs[k].data())));
@@ -258,7 +276,8 @@ void Sound(int ranks, int processes, int rounds) {
             const std::string where = "rank " + std::to_string(r) + ", round " +
                                       std::to_string(round) + ", site " + std::to_string(sites[k]);
             Require(error.empty(), where + ": " + error);
-            Require(outputs[k] == Sum(plans[k], ranks, round, sites[k]), where + ": wrong sum");
+            Require(outputs[k] == Expected(plans[k], ranks, r, round, sites[k]),
+                    where + ": wrong result");
             ++checked;
           }
           // A device runs one program after the other.
@@ -280,6 +299,67 @@ void Sound(int ranks, int processes, int rounds) {
   Require(regions.BytesLeft() == 0, std::to_string(regions.BytesLeft()) + " bytes left in a half");
   printf("sound: ranks %d processes %d rounds %d checked %ld\n", ranks, processes, rounds,
          checked.load());
+}
+
+// Bytes at an address that is `shift` after a multiple of 16, between guard bytes.
+class Guarded {
+ public:
+  Guarded(const std::vector<char>& bytes, size_t shift)
+      : size_(bytes.size()), memory_(bytes.size() + 2 * kGuardBytes + 32, kGuard) {
+    const auto begin = reinterpret_cast<uintptr_t>(memory_.data()) + kGuardBytes;
+    offset_ = kGuardBytes + (16 - begin % 16) % 16 + shift;
+    std::copy(bytes.begin(), bytes.end(), data());
+  }
+  char* data() { return memory_.data() + offset_; }
+  // Whether the bytes are these and the guards are whole.
+  bool Holds(const std::vector<char>& bytes) const {
+    for (size_t i = 0; i < memory_.size(); ++i) {
+      const bool inside = i >= offset_ && i < offset_ + size_;
+      if (memory_[i] != (inside ? bytes[i - offset_] : kGuard)) return false;
+    }
+    return true;
+  }
+
+ private:
+  static constexpr size_t kGuardBytes = 32;
+  static constexpr char kGuard = 0x5A;
+  size_t size_, offset_;
+  std::vector<char> memory_;
+};
+
+void Guards(int ranks) {
+  Regions regions(ranks);
+  const auto groups = regions.Groups(1, kNever);
+  jin::HostGroup& group = *groups.front();
+  int calls = 0;
+  for (int number = 0; number < 28; ++number) {
+    const jin::HostGroup::Operation operation{static_cast<jin::Algorithm>(number % 4),
+                                              static_cast<jin::ElementType>(number / 4)};
+    const size_t item = jin::ItemBytes(operation.type);
+    for (size_t items = 1; items * item <= 70; ++items) {
+      const Plan plan{operation, items, 1};
+      for (size_t shift = 0; shift < 16; ++shift, ++calls) {
+        std::vector<Guarded> inputs, outputs;
+        std::vector<std::shared_ptr<jin::Ticket>> tickets;
+        for (int r = 0; r < ranks; ++r) {
+          inputs.emplace_back(Input(plan, ranks, r, calls, 0), calls % 2 == 0 ? shift : 0);
+          const size_t bytes = plan.bytes() * jin::OutputChunks(operation.algorithm, ranks);
+          outputs.emplace_back(std::vector<char>(bytes, 'x'), shift);
+          tickets.push_back(group.Arrive(r, Identity(number), operation,
+                                         plan.Cut(inputs[r].data(), outputs[r].data())));
+        }
+        for (int r = 0; r < ranks; ++r) {
+          const std::string error = AwaitByProgress(group, *tickets[r]);
+          Require(error.empty() && inputs[r].Holds(Input(plan, ranks, r, calls, 0)) &&
+                      outputs[r].Holds(Expected(plan, ranks, r, calls, 0)),
+                  "algorithm " + std::to_string(number % 4) + ", type " +
+                      std::to_string(number / 4) + ", " + std::to_string(items) + " items, shift " +
+                      std::to_string(shift) + ": " + error);
+        }
+      }
+    }
+  }
+  Require(regions.BytesLeft() == 0, std::to_string(regions.BytesLeft()) + " bytes left in a half");
 }
 
 // A rank's arrival with a buffer that lives as long as the program.
@@ -399,6 +479,10 @@ int main(int argc, char** argv) {
   const std::string mode = argc > 1 ? argv[1] : "sound";
   if (mode == "deadline") {
     Deadlines();
+  } else if (mode == "guards") {
+    Guards(2);
+    Guards(3);
+    printf("guards: done\n");
   } else if (mode == "fail") {
     Fails();
   } else {

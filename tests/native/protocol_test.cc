@@ -1,14 +1,15 @@
 // Runs the protocols of xla_ffi/kernels on host threads: ranks x blocks x threads of them, meant
 // for ThreadSanitizer. Calls of random size, type and algorithm follow each other without a
-// rendezvous of the ranks, each rank pausing at random places.
+// rendezvous of the ranks, each rank pausing at random places. Results lie at any address, with
+// guard bytes before and after. The epoch wraps in the middle of the calls.
 //
 //   protocol_test [variant] [ranks] [calls] [patience]
 //
 // A thread that waits longer than `patience` seconds ends the test.
 //
 // Variants other than "sound" break the protocol on purpose: the test must then fail. Exit status
-// 0: every result right and every slab empty at the end; 1: a wrong result, a slab left full, a
-// wait without end or a busy region.
+// 0: every result right, every guard whole and every slab empty at the end; 1: a wrong result or a
+// byte beside it written, a slab left full, a wait without end, a busy region or a wrong epoch.
 #include <algorithm>
 #include <atomic>
 #include <barrier>
@@ -35,6 +36,8 @@ constexpr int kMaxBlocksHere = 3;
 constexpr int kThreads = 2;
 constexpr size_t kMaxBytes = 1500;
 constexpr size_t kHalfBytes = 64 << 10;
+constexpr size_t kGuardBytes = 32;
+constexpr char kGuard = 0x5A;
 
 std::chrono::seconds patience{10};
 std::atomic<bool> was_busy{false};
@@ -128,6 +131,7 @@ struct Plan {
   size_t bytes;
   int blocks;
   int buffers;
+  size_t shift;  // of the result from an address that is a multiple of 16
 
   // Words of the input and of the output of each rank.
   size_t In(int ranks) const { return bytes / 4 * (kind == Kind::kReduceScatter ? ranks : 1); }
@@ -140,8 +144,9 @@ bool RunAs(HostThread& t, const TestGroup& g, const jin::Buffers& call, Kind kin
                                 : jin::OneShot<Type, 0, Packets>::Run(t, g, call);
 }
 
-template <class Type, class Packets>
-bool RunAs(HostThread& t, const TestGroup& g, const jin::Buffer& call, Kind kind) {
+// A buffer, or one that is aligned.
+template <class Type, class Packets, class Call>
+bool RunAs(HostThread& t, const TestGroup& g, const Call& call, Kind kind) {
   switch (kind) {
     case Kind::kOneShot:
       return jin::OneShot<Type, 0, Packets>::Run(t, g, call);
@@ -163,14 +168,21 @@ bool RunCall(HostThread& t, const TestGroup& g, const Call& call, const Plan& pl
 
 template <template <class> class Break>
 bool RunBroken(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const Plan& plan) {
-  if (plan.buffers == 1) return RunCall<Break>(t, g, whole, plan);
+  if (plan.buffers == 1) {
+    // Ranks may differ in this.
+    const size_t multiple = plan.kind == Kind::kTwoShot ? g.size : 1;
+    if (g.rank % 2 == 0 && jin::AlignedBuffer::Is(whole, multiple)) {
+      return RunCall<Break>(t, g, jin::AlignedBuffer{whole.in, whole.out, whole.bytes}, plan);
+    }
+    return RunCall<Break>(t, g, whole, plan);
+  }
   // Pieces of equal size but for the last, some of them empty where the whole is small.
   jin::Buffers pieces;
   const size_t words = plan.bytes / 4, each = (words + plan.buffers - 1) / plan.buffers;
   for (int k = 0; k < plan.buffers; ++k) {
     const size_t begin = std::min(words, k * each), end = std::min(words, begin + each);
     pieces.Append({static_cast<const uint32_t*>(whole.in) + begin,
-                   static_cast<uint32_t*>(whole.out) + begin, 4 * (end - begin)});
+                   static_cast<char*>(whole.out) + 4 * begin, 4 * (end - begin)});
   }
   return RunCall<Break>(t, g, pieces, plan);
 }
@@ -201,6 +213,35 @@ uint32_t Sum(int ranks, int call, size_t i, bool floating) {
   return integer;
 }
 
+// A rank's result of a call, between guard bytes.
+class Result {
+ public:
+  Result(size_t bytes, size_t shift)
+      : bytes_(bytes), memory_(bytes + 2 * kGuardBytes + 32, kGuard) {
+    const auto begin = reinterpret_cast<uintptr_t>(memory_.data()) + kGuardBytes;
+    offset_ = kGuardBytes + (16 - begin % 16) % 16 + shift;
+  }
+  char* data() { return memory_.data() + offset_; }
+  size_t words() const { return bytes_ / 4; }
+  uint32_t Word(size_t i) const {
+    uint32_t word;
+    memcpy(&word, memory_.data() + offset_ + 4 * i, 4);
+    return word;
+  }
+  // Bytes beside the result that were written.
+  long Hit() const {
+    long hit = 0;
+    for (size_t i = 0; i < memory_.size(); ++i) {
+      hit += (i < offset_ || i >= offset_ + bytes_) && memory_[i] != kGuard;
+    }
+    return hit;
+  }
+
+ private:
+  size_t bytes_, offset_;
+  std::vector<char> memory_;
+};
+
 // Word i of a rank's output.
 uint32_t Expected(const Plan& plan, int ranks, int rank, int call, size_t i) {
   const size_t chunk = plan.bytes / 4;
@@ -227,6 +268,8 @@ int main(int argc, char** argv) {
     regions.push_back(reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory[r].get()) + 63) &
                                               ~uintptr_t{63}));
     memset(regions[r], 0, jin::kHeaderBytes);
+    auto* header = reinterpret_cast<jin::RegionHeader*>(regions[r]);
+    for (uint32_t& epoch : header->epoch) epoch = 0u - calls / 2;
     memset(regions[r] + jin::kHeaderBytes, 0xFF, 2 * kHalfBytes);
   }
 
@@ -235,14 +278,18 @@ int main(int argc, char** argv) {
   for (int k = 0; k < calls; ++k) {
     const Kind kind = static_cast<Kind>(random() % 4);
     const bool reduces = kind == Kind::kOneShot || kind == Kind::kTwoShot;
-    plans.push_back({kind, random() % 2 == 0, 4 * (1 + random() % (kMaxBytes / 4)),
+    size_t bytes = 4 * (1 + random() % (kMaxBytes / 4));
+    if (random() % 3 == 0) bytes = 16 * ranks * (1 + bytes / (16 * ranks));
+    plans.push_back({kind, random() % 2 == 0, bytes,
                      1 + static_cast<int>(random() % kMaxBlocksHere),
-                     reduces && random() % 3 == 0 ? 1 + static_cast<int>(random() % 9) : 1});
+                     reduces && random() % 3 == 0 ? 1 + static_cast<int>(random() % 9) : 1,
+                     random() % 2 == 0 ? 0 : random() % 16});
   }
 
   std::atomic<long> wrong{0};
   std::vector<std::thread> threads;
-  std::vector<std::vector<std::vector<uint32_t>>> inputs(ranks), outputs(ranks);
+  std::vector<std::vector<std::vector<uint32_t>>> inputs(ranks);
+  std::vector<std::vector<Result>> outputs(ranks);
   std::vector<std::unique_ptr<std::barrier<>>> block_barriers, rank_barriers;
   for (int r = 0; r < ranks; ++r) {
     rank_barriers.push_back(std::make_unique<std::barrier<>>(kMaxBlocksHere * kThreads));
@@ -253,7 +300,7 @@ int main(int argc, char** argv) {
       const size_t n = plans[k].In(ranks);
       inputs[r].emplace_back(n);
       for (size_t i = 0; i < n; ++i) inputs[r][k][i] = Value(r, k, i, plans[k].floating);
-      outputs[r].emplace_back(plans[k].Out(ranks), 0xDEADBEEFu);
+      outputs[r].emplace_back(4 * plans[k].Out(ranks), plans[k].shift);
     }
   }
 
@@ -307,10 +354,13 @@ int main(int argc, char** argv) {
 
   for (int r = 0; r < ranks; ++r) {
     for (int k = 0; k < calls; ++k) {
-      for (size_t i = 0; i < outputs[r][k].size(); ++i) {
-        wrong += outputs[r][k][i] != Expected(plans[k], ranks, r, k, i);
+      for (size_t i = 0; i < outputs[r][k].words(); ++i) {
+        wrong += outputs[r][k].Word(i) != Expected(plans[k], ranks, r, k, i);
       }
+      wrong += outputs[r][k].Hit();
     }
+    const auto* header = reinterpret_cast<const jin::RegionHeader*>(regions[r]);
+    for (uint32_t epoch : header->epoch) wrong += epoch != static_cast<uint32_t>(calls - calls / 2);
   }
   long full = 0;
   for (int r = 0; r < ranks; ++r) {

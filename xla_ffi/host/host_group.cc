@@ -172,7 +172,11 @@ HostGroup::HostGroup(const Group& group, std::vector<int> local_ranks,
       local_ranks_(std::move(local_ranks)),
       device_ids_(std::move(device_ids)),
       timeout_(timeout),
-      keep_alive_(std::move(keep_alive)) {}
+      keep_alive_(std::move(keep_alive)) {
+  Group own = group_;
+  own.rank = local_ranks_.front();
+  logged_ = sequence_ = LoadWord(&own.Header()->epoch[0]);
+}
 
 std::shared_ptr<Ticket> HostGroup::Arrive(int rank, uint64_t site, const Operation& operation,
                                           const Buffers& buffers) {

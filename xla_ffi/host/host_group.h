@@ -68,7 +68,8 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   };
 
   // `group.region` holds every rank's region; `group.rank` is ignored. `local_ranks` are those of
-  // this process. `device_ids` name the ranks in messages. `keep_alive` owns the memory.
+  // this process. `device_ids` name the ranks in messages. `keep_alive` owns the memory. Operations
+  // are numbered from the epoch in the headers, which must be the same in all: 0 in a new slab.
   HostGroup(const Group& group, std::vector<int> local_ranks, std::vector<int64_t> device_ids,
             std::chrono::nanoseconds timeout, std::shared_ptr<void> keep_alive);
 
@@ -138,8 +139,8 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   std::map<Key, Pending> pending_;
   std::map<std::pair<uint64_t, int>, uint32_t> counts_;  // calls so far by site and rank
   std::deque<Key> to_log_;  // the leader's complete calls that await a place in the log
-  uint32_t logged_ = 0;     // the leader's entries so far
-  uint32_t sequence_ = 0;   // operations that have ended here
+  uint32_t logged_;         // the leader's entries so far: the epoch of the next one
+  uint32_t sequence_;       // the epoch of the next operation
   uint64_t operations_ = 0;
   bool watched_ = false;  // the progress thread has this group on its list
   bool active_ = false;   // operation `sequence_` has begun

@@ -17,7 +17,7 @@ _primitive = collective.Collective(
     lambda xs, *, axes, axis, tiled, size: [
         lax.all_gather(x, axes, axis=axis, tiled=tiled) for x in xs
     ],
-    0,
+    None,
 )
 
 

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Runs some GPU tests of the installed package under compute-sanitizer's memcheck: loads and stores
+# of our kernels outside of their buffers. Arguments go to pytest, in place of the selection here.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+if ! command -v compute-sanitizer >/dev/null; then
+  echo "compute-sanitizer is not on PATH (CUDA toolkit, or \`pip install nvidia-cuda-sanitizer-api\`)"
+  exit 1
+fi
+if [ $# -eq 0 ]; then
+  set -- tests/test_psum.py -k "every_world_size or special_values or amid or random_program-0"
+fi
+# Kernels are slowed down: peers wait longer. Memory of JAX's own pool would hide overruns.
+export JAX_INTRANODE_REQUIRE_GPUS=2 JAX_INTRANODE_TIMEOUT_S=900
+export XLA_PYTHON_CLIENT_ALLOCATOR=platform
+exec compute-sanitizer --tool memcheck --target-processes all --error-exitcode 1 \
+  "$(command -v pytest)" -q -o timeout=1800 "$@"

@@ -1181,7 +1181,7 @@ def set_epochs(mesh: Mesh, epoch: int) -> None:
     module = native.module(meeting.platform)
     blocks = max(row.blocks for rows in table.TABLE.values() for row in rows)
     for device_id, addresses in meeting.addresses.items():
-        ordinal = communicator._ordinal(meeting.devices[device_id])
+        ordinal = communicator.native_ordinal(meeting.devices[device_id])
         region_bytes = communicator._region_bytes(meeting.half_bytes, module)
         for region in range(communicator._REGIONS):
             header = addresses[device_id] + communicator._PROBE_BYTES + region * region_bytes

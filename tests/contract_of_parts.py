@@ -237,7 +237,7 @@ def parts_of_large_arrays(lib: Any) -> Any:
         results = each(lib, v)
         return [r[:, ::4096] for r in results.values()]
 
-    return run(shmap(body, out_specs=P("x"), check_vma=False), small(4, 2 << 20))
+    return run(shmap(body, out_specs=P("x"), check_vma=False), small(4, 3 << 20))
 
 
 # Parameters.

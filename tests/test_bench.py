@@ -251,6 +251,18 @@ def test_every_rank_can_make_every_ranks_data() -> None:
     assert {first.min(), first.max()} == {-128, 127}
 
 
+def test_exact_result_and_error() -> None:
+    operation = OPERATIONS["psum"]
+    shards = [oracle.random_shard(rank, 64, BFLOAT16).astype(np.float64) for rank in range(3)]
+    exact = oracle.exact_result(operation, 3, 64, BFLOAT16)
+    assert exact is not None and np.array_equal(exact, shards[0] + shards[1] + shards[2])
+    assert oracle.exact_result(operation, 3, 64, np.dtype(np.int32)) is None
+    assert oracle.exact_result(OPERATIONS["all_gather"], 3, 64, BFLOAT16) is None
+    off = jnp.asarray(exact * 1.5, jnp.float32)
+    assert oracle.error_on_devices(off, operation, exact) == pytest.approx(0.5, rel=1e-5)
+    assert oracle.error_on_devices(off, operation, None) is None
+
+
 def test_count_wrong_compares_bits() -> None:
     expected = np.array([1.0, 0.0, np.nan, 2.0], np.float32)
     assert oracle.count_wrong(expected.copy(), expected, None) == 0
@@ -760,6 +772,7 @@ def test_both_modes_on_the_cpu(name: str, leaves: int, dtype: str, tmp_path: Pat
         "psum_scatter": ("reduce_scatter",),
         "all_gather": ("all_gather",),
     }.get(name, select.PSUM_ALGORITHMS)
+    eps = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}
     factor = 0.5 if name in ("psum_scatter", "all_gather") else 1.0
     for row in rows:
         assert list(row) == list(report.Row.__dataclass_fields__)
@@ -769,6 +782,11 @@ def test_both_modes_on_the_cpu(name: str, leaves: int, dtype: str, tmp_path: Pat
         assert row["algorithm"] in algorithms or (row["mode"], row["size"]) == (MODES[1], 4096)
         assert row["operations"] == (6 if leaves == 3 else 1)
         assert row["wrong"] == row["lax_wrong"] == 0
+        if dtype in eps and name != "all_gather":
+            # 0 where float32 holds the sums.
+            assert 0 <= row["error"] < eps[dtype] / 2 and 0 <= row["lax_error"] < eps[dtype]
+        else:
+            assert row["error"] is row["lax_error"] is None
         assert row["graph_time_us"] is row["graph_time_p99_us"] is row["graph_wrong"] is None
         assert row["time_p99_us"] >= row["time_us"] >= 0
         assert row["lax_time_p99_us"] >= row["lax_time_us"] >= 0
@@ -789,3 +807,31 @@ def test_algorithm_reaches_the_ranks(tmp_path: Path) -> None:
     assert [row["algorithm"] for row in written["rows"]] == ["lax"]
     assert written["header"]["algorithm"] == "lax"
     assert "latency_hiding_scheduler=false" in written["header"]["xla_flags"]
+
+
+@pytest.mark.parametrize("name", programs.PROGRAMS)
+def test_whole_programs_on_the_cpu(name: str, tmp_path: Path) -> None:
+    result = run_bench(
+        f"{name} --platform cpu --mode single-process --devices 2 -n 1 -w 0 --chain 1 "
+        f"--json {tmp_path}/rows.json",
+        tmp_path,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert list(row) == list(report.ProgramRow.__dataclass_fields__)
+    assert row["program"] == name and row["handler_calls"] > 0
+    assert row["difference"] < 0.1
+
+
+def test_ranks_end_with_the_benchmark(tmp_path: Path) -> None:
+    command = "-m jax_intranode bench psum --platform cpu --mode single-process -n 100000"
+    bench = subprocess.Popen(
+        [sys.executable, *command.split()], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
+    assert bench.stdout is not None
+    assert bench.stdout.readline().startswith("# psum")  # a rank is there
+    children = Path(f"/proc/{bench.pid}/task/{bench.pid}/children").read_text().split()
+    bench.terminate()
+    assert bench.wait(timeout=60) == 128 + 15
+    bench.stdout.close()
+    assert children and not any(Path(f"/proc/{child}").exists() for child in children)

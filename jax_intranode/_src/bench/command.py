@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -180,6 +181,12 @@ def sizes_between(first: int, last: int, factor: int) -> list[int]:
 # The parent.
 
 
+def _end(signal_number: int, frame: object) -> None:
+    """Ends as by sys.exit, which takes the ranks along."""
+    del frame
+    sys.exit(128 + signal_number)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Measures in the chosen modes, prints the tables and writes the files.
 
@@ -189,6 +196,7 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         The exit code: 0 if every element was right in every mode.
     """
+    signal.signal(signal.SIGTERM, _end)
     gpus = _count_gpus()
     platform = arguments.platform
     if platform == "auto":
@@ -252,8 +260,18 @@ def _count_measurements(settings: Sequence[Settings], peers: Sequence[str]) -> i
     return len(settings) * len(of_mode) + of_torch + of_nccl_tests
 
 
+def _print_errors(rows: Sequence[dict[str, Any]]) -> None:
+    """Says how far both libraries' results are from those in float64, the worst of each dtype."""
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+        rounded = [row for row in rows if row["dtype"] == dtype and row["error"] is not None]
+        if rounded:
+            ours, lax = (max(row[key] for row in rounded) for key in ("error", "lax_error"))
+            print(f"# {dtype} against float64 (rms, relative): ours {ours:.2e}, lax {lax:.2e}")
+
+
 def _verdict(result: dict[str, Any]) -> int:
     """Says whether every element was right, and returns the exit code."""
+    _print_errors(result["rows"])
     wrong = sum(
         row["wrong"] + row["lax_wrong"] + (row["graph_wrong"] or 0) for row in result["rows"]
     )

@@ -60,6 +60,13 @@ def measure(settings: Settings, mesh: Mesh, dtype_name: str, count: int) -> tupl
     wrong = oracle.count_wrong_on_devices(ours, operation, expected, our_tolerance)
     lax_wrong = oracle.count_wrong_on_devices(lax, operation, expected, lax_tolerance)
 
+    exact = oracle.exact_result(operation, n, operand_bytes, dtype)
+    errors = [oracle.error_on_devices(result, operation, exact) for result in (ours, lax)]
+    error, lax_error = (
+        None if of_one is None else exchange.max_over_ranks(f"{label}/error/{library}", of_one)
+        for library, of_one in zip(("ours", "lax"), errors, strict=True)
+    )
+
     our_times, lax_times, handler_calls = timing.times_as_called(
         settings, operation, mesh, data, size
     )
@@ -96,6 +103,8 @@ def measure(settings: Settings, mesh: Mesh, dtype_name: str, count: int) -> tupl
         lax_time_p99_us=lax_times.p99,
         lax_wrong=exchange.sum_over_ranks(f"{label}/lax_wrong", lax_wrong),
         ratio=lax_times.p50 / our_times.p50 if our_times.p50 else None,
+        error=error,
+        lax_error=lax_error,
         handler_calls=exchange.sum_over_ranks(f"{label}/handler_calls", handler_calls),
     )
     return row, reasons[0] if reasons else None

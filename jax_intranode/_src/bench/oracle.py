@@ -1,5 +1,6 @@
 """The data, the one right result, and the count of wrong elements."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -84,6 +85,33 @@ def expected_result(
         total = np.asarray(jax.jit(lambda x: x / n)(total))
         tolerance *= (n + 1) / n**2
     return total, tolerance
+
+
+def exact_result(
+    operation: Operation, n: int, size: int, dtype: np.dtype[Any]
+) -> np.ndarray | None:
+    """Computes the same result in float64, not rounded; None where nothing is rounded."""
+    if not operation.sums or jnp.issubdtype(dtype, jnp.integer):
+        return None
+    shards = (random_shard(rank, size, dtype).astype(np.float64) for rank in range(n))
+    return sum(shards, np.float64(0)) / (n if operation.is_mean else 1)
+
+
+def error_on_devices(
+    result: jax.Array, operation: Operation, exact: np.ndarray | None
+) -> float | None:
+    """Returns how far off the results of this process's devices are.
+
+    Root mean square over the elements, relative to that of the exact ones; the worst device's.
+    """
+    if exact is None:
+        return None
+    errors = [0.0]
+    for shard in result.addressable_shards:
+        got = np.asarray(shard.data).astype(np.float64)
+        part = exact[part_of(operation, (shard.index[0].start or 0) // len(got), len(got))]
+        errors.append(math.sqrt(np.sum((got - part) ** 2) / np.sum(part**2)))
+    return max(errors)
 
 
 def count_wrong(got: np.ndarray, expected: np.ndarray, tolerance: np.ndarray | None) -> int:

@@ -93,8 +93,9 @@ def exact_result(
     """Computes the same result in float64, not rounded; None where nothing is rounded."""
     if not operation.sums or jnp.issubdtype(dtype, jnp.integer):
         return None
-    shards = (random_shard(rank, size, dtype).astype(np.float64) for rank in range(n))
-    return sum(shards, np.float64(0)) / (n if operation.is_mean else 1)
+    shards = [random_shard(rank, size, dtype).astype(np.float64) for rank in range(n)]
+    total = np.sum(shards, axis=0)
+    return total / n if operation.is_mean else total
 
 
 def error_on_devices(

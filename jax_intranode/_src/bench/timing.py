@@ -155,8 +155,8 @@ def times_as_called(
     seconds, handler_calls = take_turns(runs, mesh, settings)
     ours, lax, empty = (1e6 * np.array(times) / (calls * length) for times in seconds)
     overhead = np.median(empty)
-    times = (statistics(np.maximum(of_one - overhead, 0)) for of_one in (ours, lax))
-    return *times, handler_calls
+    our_times, lax_times = (statistics(np.maximum(us - overhead, 0)) for us in (ours, lax))
+    return our_times, lax_times, handler_calls
 
 
 def take_turns(

@@ -39,8 +39,8 @@ GraphTiming TimeInGraph(int device, const DeviceGroup& group, Algorithm algorith
                         LaunchShape shape, const std::string& input, int calls, int repetitions) {
   const CurrentDevice current(device);
   const size_t bytes = input.size() / InputChunks(algorithm, group.size);
-  const size_t packs = (bytes + sizeof(Pack) - 1) / sizeof(Pack);
-  if (bytes == 0 || HalfBytesNeeded(algorithm, type, packs, group.size) > group.half_bytes ||
+  if (bytes == 0 ||
+      HalfBytesNeeded(algorithm, type, PacksOf(bytes), group.size) > group.half_bytes ||
       shape.blocks < 1 || shape.blocks > kMaxBlocks || shape.threads < 32 ||
       shape.threads > kMaxThreads || calls < 1 || repetitions < 1) {
     throw std::runtime_error("jax_intranode: " + std::to_string(bytes) + " bytes, " +

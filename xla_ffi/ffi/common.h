@@ -111,7 +111,7 @@ inline ffi::Error CollectBuffers(Algorithm algorithm, int size, size_t half_byte
           " ranks needs them as " + std::to_string(in) + " to " + std::to_string(out) + ".");
     }
     *type = *found;
-    packs += (x->size_bytes() / in + sizeof(Pack) - 1) / sizeof(Pack);
+    packs += PacksOf(x->size_bytes() / in);
     buffers->Append({x->untyped_data(), (*y)->untyped_data(), x->size_bytes() / in});
   }
   if (packs == 0) return ffi::Error::InvalidArgument("jax_intranode: " + name + " of no elements.");

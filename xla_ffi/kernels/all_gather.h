@@ -26,13 +26,7 @@ struct AllGather {
       // What is kept is what is sent: a NaN has the same bits everywhere.
       const Pack p = Type::Sendable(chunk.Load(i));
       t.Admit();
-      JIN_UNROLL
-      for (int step = 1; step < Ranks<N>::kSlots; ++step) {
-        if (Ranks<N>::Has(step, g.size)) {
-          const int to = Ranks<N>::After(g.rank, step, g.size);
-          Packets::Put(g.Half(to, epoch) + g.rank * slot_bytes, i, p);
-        }
-      }
+      PutToAll<Packets, N>(g, epoch, 0, slot_bytes, i, p);
       chunk.OutputOf(g.rank).Store(i, p);
     }
     return true;

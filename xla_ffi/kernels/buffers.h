@@ -16,7 +16,7 @@ struct Buffer {
   void* out;
   size_t bytes;
 
-  JIN_FN size_t Packs() const { return (bytes + sizeof(Pack) - 1) / sizeof(Pack); }
+  JIN_FN size_t Packs() const { return PacksOf(bytes); }
   JIN_FN Pack Load(size_t i) const { return LoadInput(in, bytes, i, Aligned()); }
   JIN_FN void Store(size_t i, const Pack& p) const { StoreOutput(out, bytes, i, Aligned(), p); }
 
@@ -69,9 +69,8 @@ struct Buffers {
 
   // Host only. There must be room.
   void Append(const Buffer& b) {
-    const size_t packs = (b.bytes + sizeof(Pack) - 1) / sizeof(Pack);
     buffer[count] = b;
-    end[count] = static_cast<uint32_t>((count == 0 ? 0 : end[count - 1]) + packs);
+    end[count] = static_cast<uint32_t>((count == 0 ? 0 : end[count - 1]) + PacksOf(b.bytes));
     ++count;
   }
 

@@ -106,6 +106,19 @@ struct Ranks {
   }
 };
 
+// Sends pack i to every other rank: into slot [me] of the slots at `offset` of its half.
+template <class Packets, int N, class G>
+JIN_FN void PutToAll(const G& g, uint32_t epoch, size_t offset, size_t slot_bytes, size_t i,
+                     const Pack& p) {
+  JIN_UNROLL
+  for (int step = 1; step < Ranks<N>::kSlots; ++step) {
+    if (Ranks<N>::Has(step, g.size)) {
+      const int to = Ranks<N>::After(g.rank, step, g.size);
+      Packets::Put(g.Half(to, epoch) + offset + g.rank * slot_bytes, i, p);
+    }
+  }
+}
+
 // Waits until pack i of every other rank has arrived in this rank's slots, `slot_bytes` apart.
 template <class Packets, int N, class Thread, class G>
 JIN_FN bool AwaitAll(Thread& t, const G& g, char* slots, size_t slot_bytes, size_t i,

@@ -11,11 +11,13 @@
 
 #if defined(__CUDACC__)
 #define JIN_FN __device__ __forceinline__
+#define JIN_HOST_FN __host__ __device__ __forceinline__
 #define JIN_RARE_FN inline __device__ __noinline__
 #define JIN_UNROLL _Pragma("unroll")
 #else
 #include <atomic>
 #define JIN_FN inline
+#define JIN_HOST_FN inline
 #define JIN_RARE_FN inline
 #define JIN_UNROLL
 #endif
@@ -26,6 +28,9 @@ namespace jax_intranode {
 struct alignas(16) Pack {
   uint32_t word[4];
 };
+
+// Packs that hold so many bytes.
+JIN_HOST_FN size_t PacksOf(size_t bytes) { return (bytes + sizeof(Pack) - 1) / sizeof(Pack); }
 
 // Four relaxed 32-bit stores at system scope. They may become visible in any order: PTX promises
 // single-copy atomicity for each element of a vector access, not for the vector.

@@ -23,13 +23,7 @@ struct OneShot {
     for (size_t i = t.First(); i < packs; i += t.Stride()) {
       const Pack p = Type::Sendable(c.Load(i));
       t.Admit();
-      JIN_UNROLL
-      for (int step = 1; step < Ranks<N>::kSlots; ++step) {
-        if (Ranks<N>::Has(step, g.size)) {
-          const int to = Ranks<N>::After(g.rank, step, g.size);
-          Packets::Put(g.Half(to, epoch) + g.rank * slot_bytes, i, p);
-        }
-      }
+      PutToAll<Packets, N>(g, epoch, 0, slot_bytes, i, p);
     }
     return true;
   }

@@ -114,13 +114,7 @@ struct TwoShot {
       if (!AwaitAll<Packets, N>(t, g, slots, slot_bytes, i, all)) return false;
       // What is kept here is what is sent: a NaN has the same bits everywhere.
       const Pack sum = Type::Sendable(SumInRankOrder<Type, N>(all, g.size));
-      JIN_UNROLL
-      for (int step = 1; step < Ranks<N>::kSlots; ++step) {
-        if (Ranks<N>::Has(step, g.size)) {
-          const int to = Ranks<N>::After(g.rank, step, g.size);
-          Packets::Put(g.Half(to, epoch) + gather + g.rank * slot_bytes, i, sum);
-        }
-      }
+      PutToAll<Packets, N>(g, epoch, gather, slot_bytes, i, sum);
       c.Store(g.rank * shard + i, sum);
       ArmAll<Packets, N>(g, slots, slot_bytes, i);
     }

@@ -103,7 +103,7 @@ def chain_length(settings: Settings, size: int, leaves: int) -> int:
     if settings.platform == "cpu":
         length = 32 if size < 1 << 20 else 4
     else:
-        length = 256 if size <= 4 << 20 else 16
+        length = 256 if size <= 1 << 20 else 128 if size <= 4 << 20 else 16
     # The program grows with the leaves, and so does the time that one link takes.
     return length if leaves == 1 else max(4, min(length, 1024 // leaves))
 

@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# What a change of the kernels has to pass on a machine with GPUs: the tests in both process modes,
+# with two GPUs and with all of them, then the figures of docs/benchmarks.md. Takes the folder for logs,
+# JSON files and pictures. The package has to be installed; `tests` or `bench` as a second argument
+# does half of it. Each step has a time limit, and one that fails does not keep the next from running.
+set -uo pipefail
+out=$(realpath "$1")
+half=${2:-all}
+cd "$(dirname "$0")/.."
+gpus=$(nvidia-smi -L | wc -l)
+export JAX_INTRANODE_TIMEOUT_S=${JAX_INTRANODE_TIMEOUT_S:-20}
+failed=0
+
+# Runs pytest on some GPUs: name, seconds, GPUs separated by commas, tests.
+pytest_on() {
+  local name=$1 seconds=$2 devices=$3
+  shift 3
+  local count
+  count=$(awk -F, '{ print NF }' <<<"$devices")
+  CUDA_VISIBLE_DEVICES=$devices JAX_INTRANODE_REQUIRE_GPUS=$count timeout "$seconds" \
+    python3 -P -m pytest -q -p no:cacheprovider "$@" >"$out/$name.log" 2>&1
+  local status=$?
+  echo "$name: $(tail -n 1 "$out/$name.log")"
+  return "$status"
+}
+
+if [ "$half" != bench ]; then
+  all=$(seq -s, 0 $((gpus - 1)))
+  if [ "$gpus" -ge 4 ]; then
+    pytest_on processes_2 300 0,1 tests/multiprocess &
+    one=$!
+    pytest_on single_2 300 2,3 tests/test_psum.py tests/test_contract.py tests/test_life_cycle.py \
+      tests/test_explain.py || failed=1
+    wait "$one" || failed=1
+    pytest_on "processes_$gpus" 200 "$all" tests/multiprocess/test_psum_processes.py \
+      -k "${gpus}_processes" || failed=1
+    pytest_on "single_$gpus" 200 "$all" tests/test_psum.py || failed=1
+  else
+    pytest_on processes_2 300 0,1 tests/multiprocess || failed=1
+    pytest_on single_2 300 0,1 tests/test_psum.py tests/test_contract.py tests/test_life_cycle.py \
+      tests/test_explain.py || failed=1
+  fi
+  if command -v compute-sanitizer >/dev/null; then
+    CUDA_VISIBLE_DEVICES=0,1 timeout 200 tools/memcheck.sh >"$out/memcheck.log" 2>&1 || failed=1
+    echo "memcheck: $(tail -n 1 "$out/memcheck.log")"
+  fi
+fi
+
+# Runs the benchmark: name of the files, seconds, options.
+bench() {
+  local name=$1 seconds=$2
+  shift 2
+  (cd "$out" && timeout "$seconds" python3 -P -m jax_intranode bench "$@" \
+    --json "$name.json" >"$name.log" 2>&1) || failed=1
+  grep -E '^(#|  )' "$out/$name.log"
+}
+
+if [ "$half" != tests ]; then
+  for count in $(printf '%s\n' 2 4 8 | awk -v n="$gpus" '$1 <= n' | sort -rn); do
+    bench "psum_$count" 200 psum --devices "$count" -b 1K -e 16M -f 4 -n 25 -w 4
+  done
+  bench pair 200 psum_scatter+all_gather --mode process-per-device -b 1K -e 16M -f 4 -n 25 -w 4
+  for dtype in float32 int32 float64; do
+    bench "psum_$dtype" 100 psum --mode process-per-device -d "$dtype" -b 4K -e 4M -f 8 -n 9 -w 2
+  done
+  for program in decode_scanned decode_unrolled train_step train_step_sequence_parallel; do
+    for hiding in on off; do
+      bench "${program}_$hiding" 100 "$program" --mode process-per-device --latency-hiding "$hiding" \
+        -n 9 -w 2
+    done
+  done
+fi
+exit "$failed"

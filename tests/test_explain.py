@@ -158,7 +158,25 @@ def mapped(v: Any) -> Any:
     return a + b + c + jax.vmap(lambda u: all_gather(u, "i", axis=1), axis_name="i")(v).sum()
 
 
+def solved(v: Any) -> Any:
+    def half(_: Any, b: Any) -> Any:
+        return psum(b, "x") / (2 * N)
+
+    return lax.custom_linear_solve(lambda u: 2 * psum(u, "x"), v, half, half)
+
+
+def by_platform(v: Any) -> Any:
+    return lax.platform_dependent(
+        v,
+        cpu=lambda u: psum(u, "x"),
+        cuda=lambda u: psum(psum(u, "x"), "x"),
+        default=lambda u: all_gather(u, "x").sum() + u,
+    )
+
+
 PROGRAMS: dict[str, Callable[[Any], Any]] = {
+    "solved": solved,
+    "by_platform": by_platform,
     "plain": lambda v: psum(v, "x") + pmean(v * 2, "x"),
     "unused": lambda v: (psum(v, "x"), psum((v * 2, v * 3), "x")[1])[1],
     "twice": lambda v: twice_called(twice_called(v)) + twice_called(v[:, :4])[:, :1],

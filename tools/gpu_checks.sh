@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
 # What a change of the kernels has to pass on a machine with GPUs: the tests in both process modes,
-# with two GPUs and with all of them, then the figures of docs/benchmarks.md. Takes the folder for logs,
-# JSON files and pictures. The package has to be installed; `tests` or `bench` as a second argument
+# with two GPUs and with all of them, then the figures of docs/benchmarks.md. Takes the folder for logs
+# and JSON files. The package has to be installed; `tests` or `bench` as a second argument
 # does half of it. Each step has a time limit, and one that fails does not keep the next from running.
 set -uo pipefail
 out=$(realpath "$1")
 half=${2:-all}
 cd "$(dirname "$0")/.."
 gpus=$(nvidia-smi -L | wc -l)
-export JAX_INTRANODE_TIMEOUT_S=${JAX_INTRANODE_TIMEOUT_S:-20}
 failed=0
 
 # Runs pytest on some GPUs: name, seconds, GPUs separated by commas, tests.
@@ -17,7 +16,7 @@ pytest_on() {
   shift 3
   local count
   count=$(awk -F, '{ print NF }' <<<"$devices")
-  CUDA_VISIBLE_DEVICES=$devices JAX_INTRANODE_REQUIRE_GPUS=$count timeout "$seconds" \
+  CUDA_VISIBLE_DEVICES=$devices JAX_INTRANODE_REQUIRE_GPUS=$count JAX_INTRANODE_TIMEOUT_S=20 timeout "$seconds" \
     python3 -P -m pytest -q -p no:cacheprovider "$@" >"$out/$name.log" 2>&1
   local status=$?
   echo "$name: $(tail -n 1 "$out/$name.log")"
@@ -43,6 +42,8 @@ if [ "$half" != bench ]; then
   if command -v compute-sanitizer >/dev/null; then
     CUDA_VISIBLE_DEVICES=0,1 timeout 200 tools/memcheck.sh >"$out/memcheck.log" 2>&1 || failed=1
     echo "memcheck: $(tail -n 1 "$out/memcheck.log")"
+  else
+    echo "memcheck: not run, compute-sanitizer is not on PATH"
   fi
 fi
 
@@ -55,9 +56,15 @@ bench() {
   grep -E '^(#|  )' "$out/$name.log"
 }
 
+# Fails if our kernels did not run at all.
+ours_ran() {
+  grep -q '"algorithm": "one_shot"' "$out/$1.json" || { echo "$1: everything fell back to lax"; failed=1; }
+}
+
 if [ "$half" != tests ]; then
   for count in $(printf '%s\n' 2 4 8 | awk -v n="$gpus" '$1 <= n' | sort -rn); do
     bench "psum_$count" 200 psum --devices "$count" -b 1K -e 16M -f 4 -n 25 -w 4
+    ours_ran "psum_$count"
   done
   bench pair 200 psum_scatter+all_gather --mode process-per-device -b 1K -e 16M -f 4 -n 25 -w 4
   for dtype in float32 int32 float64; do

@@ -43,6 +43,7 @@ def _main() -> None:
     parser.add_argument("--minbytes", type=int, default=1 << 10)
     parser.add_argument("--maxbytes", type=int, default=16 << 20)
     parser.add_argument("--factor", type=int, default=2)
+    parser.add_argument("--timeout", type=int, default=600, help="seconds")
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -54,8 +55,13 @@ def _main() -> None:
     port = launcher.free_port()
     env = [launcher.rank_env(rank, count, port) for rank in range(count)] if count > 1 else [{}]
     with tempfile.TemporaryDirectory() as directory:
-        launcher.run_ranks([command] * count, timeout_s=550, log_dir=Path(directory), env=env)
-        print(Path(directory, "rank0.log").read_text())
+        log = Path(directory, "rank0.log")
+        try:
+            launcher.run_ranks(
+                [command] * count, timeout_s=arguments.timeout, log_dir=log.parent, env=env
+            )
+        finally:
+            print(log.read_text())
 
 
 def _rank(arguments: argparse.Namespace) -> None:
@@ -130,8 +136,8 @@ def _sweep(pool, groups, devices, algorithm, size, part, work, dtype, n):
                     calls,
                     _REPETITIONS,
                 )
-                right = not results and output != wanted[rank].tobytes()
-                return statistics.median(times), right
+                bad = not results and output != wanted[rank].tobytes()
+                return statistics.median(times), bad
 
             answers = list(pool.map(one, devices))
             wrong += sum(bad for _, bad in answers)

@@ -162,6 +162,10 @@ nb::tuple TimeOnGroup(const std::vector<int64_t>& device_ids, int64_t group_size
     throw std::invalid_argument("jax_intranode: CUDA device " + std::to_string(device) +
                                 " is in none of the groups " + ToString({device_ids, group_size}));
   }
+  if (std::string failure = communicator->closed ? kShutDown : communicator->failure();
+      !failure.empty()) {
+    throw std::runtime_error(failure);
+  }
   const Algorithm algorithm = static_cast<Algorithm>(algorithm_number);
   const ElementType type = ElementTypeNamed(algorithm, dtype);
   const std::string input(data.c_str(), data.size());

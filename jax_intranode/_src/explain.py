@@ -206,14 +206,28 @@ def _inner_jaxprs(equation: Any, context: _Context) -> Iterator[tuple[Any, _Cont
         times = None if times is None else times * equation.params["length"]
     elif name == "while":
         times = None
-    elif name == "cond":
+    elif name == "cond" and not equation.params.get("branches_platforms"):
         conditional = True
     transposed = context.transposed or "transpose" in compat.scopes_of(equation)
+    for inner in _run_by(equation, place):
+        jaxpr = getattr(inner, "jaxpr", inner)  # of a closed one
+        if isinstance(jaxpr, Jaxpr):
+            yield jaxpr, _Context(place, times, conditional, transposed)
+
+
+def _run_by(equation: Any, place: collective.Place) -> Iterator[Any]:
+    """The parameters of an equation, among them the jaxprs that it runs."""
+    if equation.primitive.name == "custom_linear_solve":
+        yield equation.params["jaxprs"].solve  # the others are for its derivatives
+        return
+    platforms = equation.params.get("branches_platforms")
+    if platforms and place.platforms:
+        # jax.lax.platform_dependent: one branch is lowered.
+        named = [p is None or place.platforms[0] in p for p in platforms]
+        yield equation.params["branches"][named.index(True)]
+        return
     for value in equation.params.values():
-        for inner in value if isinstance(value, (tuple, list)) else (value,):
-            jaxpr = getattr(inner, "jaxpr", inner)  # of a closed one
-            if isinstance(jaxpr, Jaxpr):
-                yield jaxpr, _Context(place, times, conditional, transposed)
+        yield from value if isinstance(value, (tuple, list)) else (value,)
 
 
 def _calls_of_ours(ours: collective.Collective, equation: Any, context: _Context) -> Iterator[Call]:

@@ -26,7 +26,8 @@ PACK_BYTES = 16
 
 def digest() -> str:
     """Identifies the tables: ranks with different tables would choose differently."""
-    return hashlib.sha256(repr(table.TABLE).encode()).hexdigest()[:16]
+    text = repr((table.TABLE, table.GENERATIONS))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ cudaError_t LoadKernels() {
     for (ElementType type :
          {ElementType::kF32, ElementType::kBF16, ElementType::kF16, ElementType::kF64,
           ElementType::kI8, ElementType::kI32, ElementType::kI64}) {
-      for (int size : {2, 4, 8}) {
+      for (int size : {2, 3, 4, 8}) {
         for (CallKind kind : {CallKind::kAligned, CallKind::kAny, CallKind::kMany}) {
           const void* kernel = Kernel(algorithm, type, size, kind);
           if (kernel == nullptr) continue;

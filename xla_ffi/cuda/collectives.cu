@@ -54,8 +54,8 @@ const void* Kernel(Algorithm algorithm) {
 
 }  // namespace
 
-// In the common case sizes 2, 4 and 8 have kernels of their own. The others share one: each kernel
-// costs build time.
+// In the common case, and for the types that models compute in, sizes 2, 4 and 8 have kernels of
+// their own. The others share one: each kernel costs build time.
 template <>
 const void* CollectiveKernel<ElementType::JIN_ELEMENT_TYPE>(Algorithm algorithm, int size,
                                                             CallKind kind) {
@@ -67,6 +67,11 @@ const void* CollectiveKernel<ElementType::JIN_ELEMENT_TYPE>(Algorithm algorithm,
       if (size == 8) return Kernel<Type, 8, AlignedBuffer>(algorithm);
       return nullptr;
     case CallKind::kAny:
+      if constexpr (std::is_same_v<Type::Packets, BarePackets>) {
+        if (size == 2) return Kernel<Type, 2, Buffer>(algorithm);
+        if (size == 4) return Kernel<Type, 4, Buffer>(algorithm);
+        if (size == 8) return Kernel<Type, 8, Buffer>(algorithm);
+      }
       return Kernel<Type, 0, Buffer>(algorithm);
     case CallKind::kMany:
       return Kernel<Type, 0, Buffers>(algorithm);

@@ -12,7 +12,7 @@ namespace jax_intranode {
 // What a kernel needs to know of its communicator; passed by value.
 struct DeviceGroup : Group {
   FailureRecord* failure;  // mapped host memory
-  uint64_t timeout_ns;     // of the waits of a thread in one operation
+  uint64_t timeout_ns;     // of a wait in which nothing arrives
 };
 
 // Kernel parameters of this size hold with every driver.

@@ -42,7 +42,7 @@ GraphTiming TimeInGraph(int device, const DeviceGroup& group, Algorithm algorith
   if (bytes == 0 ||
       HalfBytesNeeded(algorithm, type, PacksOf(bytes), group.size) > group.half_bytes ||
       shape.blocks < 1 || shape.blocks > kMaxBlocks || shape.threads < 32 ||
-      shape.threads > kMaxThreads || calls < 1 || repetitions < 1) {
+      shape.threads > kMaxThreads || shape.threads % 32 != 0 || calls < 1 || repetitions < 1) {
     throw std::runtime_error("jax_intranode: " + std::to_string(bytes) + " bytes, " +
                              std::to_string(shape.blocks) + " blocks of " +
                              std::to_string(shape.threads) + " threads can't be timed");
@@ -59,12 +59,14 @@ GraphTiming TimeInGraph(int device, const DeviceGroup& group, Algorithm algorith
 
   cudaGraph_t graph;
   ThrowIfError(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capturing");
-  for (int call = 0; call < calls; ++call) {
-    ThrowIfError(Launch(algorithm, type, group, Buffer{in.get(), out.get(), bytes}, shape, stream),
-                 "launching");
+  cudaError_t error = cudaSuccess;
+  for (int call = 0; call < calls && error == cudaSuccess; ++call) {
+    error = Launch(algorithm, type, group, Buffer{in.get(), out.get(), bytes}, shape, stream);
   }
-  ThrowIfError(cudaStreamEndCapture(stream, &graph), "capturing");
-  const Owned<CUgraph_st> owned_graph(graph);
+  const cudaError_t end_error = cudaStreamEndCapture(stream, &graph);
+  const Owned<CUgraph_st> owned_graph(end_error == cudaSuccess ? graph : nullptr);
+  ThrowIfError(error, "launching");
+  ThrowIfError(end_error, "capturing");
   cudaGraphExec_t program;
   ThrowIfError(cudaGraphInstantiate(&program, graph, 0), "instantiating a graph");
   const Owned<CUgraphExec_st> owned_program(program);

@@ -15,7 +15,8 @@ struct GraphTiming {
 };
 
 // Launches a graph of `calls` operations `repetitions` times. To be called for all devices of the
-// group at once, while nothing else uses the group. Errors are thrown as std::runtime_error.
+// group at once, while nothing else uses the group. Errors are thrown as std::runtime_error; the
+// other devices wait for one that failed until their deadline.
 GraphTiming TimeInGraph(int device, const DeviceGroup& group, Algorithm algorithm, ElementType type,
                         LaunchShape shape, const std::string& input, int calls, int repetitions);
 

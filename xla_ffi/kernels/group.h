@@ -25,6 +25,11 @@
 //   operations in the same order, one at a time on each rank (the busy words find most overlaps),
 //   and operation e ends before e + 1 begins (stream order; no programmatic dependent launch).
 //
+//   Blocks wait only for their namesakes on the other ranks, so not all of a grid have to fit on
+//   the GPU at once, as long as each GPU starts them in the order of their numbers (all do; CUDA
+//   does not promise it): the first block that has not ended is then resident on every rank. If a
+//   GPU did otherwise, the deadline would end the wait.
+//
 //   The epoch lives here, in the memory of the device, and the kernel advances it: a call replayed
 //   from a graph is no different from one that the host launched. Only its parity matters, so its
 //   wrap at 2^32 is harmless. Each block keeps its own copy; block 0 advances the copies of blocks

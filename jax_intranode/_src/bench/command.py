@@ -184,6 +184,7 @@ def sizes_between(first: int, last: int, factor: int) -> list[int]:
 def _end(signal_number: int, frame: object) -> None:
     """Ends as by sys.exit, which takes the ranks along."""
     del frame
+    signal.signal(signal_number, signal.SIG_IGN)  # a second one would leave ranks behind
     sys.exit(128 + signal_number)
 
 

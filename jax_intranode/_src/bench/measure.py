@@ -1,5 +1,6 @@
 """One row of an operation's table: checked, then timed."""
 
+import math
 from typing import Any
 
 import jax
@@ -103,8 +104,8 @@ def measure(settings: Settings, mesh: Mesh, dtype_name: str, count: int) -> tupl
         lax_time_p99_us=lax_times.p99,
         lax_wrong=exchange.sum_over_ranks(f"{label}/lax_wrong", lax_wrong),
         ratio=lax_times.p50 / our_times.p50 if our_times.p50 else None,
-        error=error,
-        lax_error=lax_error,
+        error=error if error is None or math.isfinite(error) else None,
+        lax_error=lax_error if lax_error is None or math.isfinite(lax_error) else None,
         handler_calls=exchange.sum_over_ranks(f"{label}/handler_calls", handler_calls),
     )
     return row, reasons[0] if reasons else None

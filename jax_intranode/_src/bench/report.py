@@ -44,7 +44,7 @@ class Row:
         lax_wrong: elements of lax's result that are wrong, over all devices.
         ratio: lax_time_us / time_us, above 1 where ours is faster; or None.
         error: how far our result is from the float64 one: root mean square over the elements,
-            relative to that of the latter; None where nothing is rounded.
+            relative to that of the latter; None where nothing is rounded, or not finite.
         lax_error: how far lax's is.
         handler_calls: how often XLA called a handler of ours while both were timed as called, over
             all ranks; 0 where it replayed graphs.

@@ -24,15 +24,20 @@ def reason_for_lax(axes: tuple[Hashable, ...], axis_index_groups: Any) -> str | 
     if not axes:
         return "no axes"
     if len(set(axes)) < len(axes):
-        return f"an axis that is named twice in {axes}"
+        return f"an axis that is named twice in {_names(axes)}"
     elsewhere = [axis for axis in axes if axis not in bound_axes()]
     if elsewhere:
-        return f"axis {elsewhere[0]!r} {NOT_OF_A_MESH}"
+        return f"axis {_names(elsewhere[:1])} {NOT_OF_A_MESH}"
     if axis_index_groups is not None:
         return "axis_index_groups"
     if not compat.settings_are_usual(axes):
         return "settings of jax under which collectives have other rules"
     return None
+
+
+def _names(axes: Sequence[Hashable]) -> str:
+    """Axes as text that is the same in all processes: names may be objects of any kind."""
+    return ", ".join(repr(a) if isinstance(a, str) else type(a).__name__ for a in axes)
 
 
 # What a reason says of an axis over which nothing is sent between devices.
@@ -58,7 +63,7 @@ def reason_for_lax_of_array(operation: str, x: Any, axes: tuple[Hashable, ...]) 
         return "an operand that is unreduced or reduced over mesh axes"
     # Under check_vma=True an operand varies over all axes, or over none; lax refuses others.
     if 0 < len(kind.varying.intersection(axes)) < len(axes):
-        return f"an operand that varies over some of the axes {axes} only"
+        return f"an operand that varies over some of the axes {_names(axes)} only"
     return select.unsupported_dtype(operation, x.dtype.name)
 
 
@@ -278,7 +283,9 @@ class Collective:
             axis_name=name,
             axis_size=size,
         )
-        with left_to_lax(self.operation, f"axis {name!r} {NOT_OF_A_MESH}: vmap hides that one"):
+        with left_to_lax(
+            self.operation, f"axis {_names([name])} {NOT_OF_A_MESH}: vmap hides that one"
+        ):
             return mapped(*operands), [out] * len(operands)
 
 

@@ -41,7 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("name", choices=names, metavar="NAME", help=f"what to measure: {', '.join(names)}")
     add("-b", "--minbytes", type=parse_size, default="1K", help="smallest size (default 1K)")
-    add("-e", "--maxbytes", type=parse_size, default="16M", help="largest size (default 16M)")
+    add(
+        "-e",
+        "--maxbytes",
+        type=parse_size,
+        help="largest size (default 16M on GPUs, 64K on CPUs)",
+    )
     add(
         "-f",
         "--stepfactor",
@@ -239,7 +244,11 @@ def _settings(arguments: argparse.Namespace, mode: str, platform: str, devices: 
     """Returns what the options say of a mode."""
     return Settings(
         name=arguments.name,
-        sizes=sizes_between(arguments.minbytes, arguments.maxbytes, arguments.stepfactor),
+        sizes=sizes_between(
+            arguments.minbytes,
+            arguments.maxbytes or parse_size("64K" if platform == "cpu" else "16M"),
+            arguments.stepfactor,
+        ),
         leaves=arguments.leaves,
         dtypes=arguments.datatype,
         iterations=arguments.iters,

@@ -7,6 +7,11 @@ from jax_intranode._src.explain import Call as Call
 from jax_intranode._src.explain import Explanation as Explanation
 from jax_intranode._src.explain import explain as explain
 from jax_intranode._src.ops.all_gather import all_gather as all_gather
+from jax_intranode._src.ops.all_gather_matmul import all_gather_matmul as all_gather_matmul
+from jax_intranode._src.ops.matmul_all_reduce import matmul_all_reduce as matmul_all_reduce
+from jax_intranode._src.ops.matmul_reduce_scatter import (
+    matmul_reduce_scatter as matmul_reduce_scatter,
+)
 from jax_intranode._src.ops.psum import pmean as pmean
 from jax_intranode._src.ops.psum import psum as psum
 from jax_intranode._src.ops.psum_scatter import psum_scatter as psum_scatter
@@ -22,8 +27,11 @@ __all__ = [
     "Topology",
     "TopologyKind",
     "all_gather",
+    "all_gather_matmul",
     "explain",
     "initialize",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
     "pmean",
     "psum",
     "psum_scatter",

@@ -17,6 +17,7 @@ from devices import need_devices
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from lowered import in_lowered
 
 import jax_intranode
 from jax_intranode import Call, all_gather, explain, pmean, psum, psum_scatter
@@ -63,30 +64,6 @@ OF_LAX = {
     "psum_scatter": "reduce_scatter",
     "all_gather": "all_gather",
 }
-
-
-def in_lowered(text: str) -> Counter[str]:
-    """Counts the collectives in StableHLO; those of a function as often as it is called."""
-    functions = {
-        found[1]: text[found.start() : following]
-        for found, following in (
-            (found, text.find("func.func", found.end()))
-            for found in re.finditer(r"func\.func \w+ @([\w.]+)\(", text)
-        )
-    }
-
-    @functools.cache
-    def count(name: str) -> Counter[str]:
-        body = functions[name]
-        found = Counter(re.findall(r"custom_call @(jax_intranode_\w+)", body))
-        found += Counter(
-            re.findall(r'"?stablehlo\.(all_reduce|reduce_scatter|all_gather)"?\(', body)
-        )
-        for callee in re.findall(r"\bcall @([\w.]+)\(", body):
-            found += count(callee)
-        return found
-
-    return count("main")
 
 
 def in_explanation(calls: Any) -> Counter[str]:

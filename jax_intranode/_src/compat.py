@@ -23,20 +23,26 @@ def lower_with_devices(primitive: Primitive) -> None:
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
-def drop_unused_results(primitive: Primitive) -> None:
-    """Has unused results dropped, with their operands, from a primitive that maps n to n arrays.
+def drop_unused_results(
+    primitive: Primitive,
+    needed: Callable[[list[bool], dict[str, Any]], tuple[list[bool], dict[str, Any]]],
+) -> None:
+    """Has unused results dropped from a primitive, with the operands that only they need.
 
-    0.10.2 and later; 0.12 hands rules one more argument. ``jax.interpreters`` has no way to ask
-    for it.
+    `needed`: from which results are used and the parameters to which operands are, then, and new
+    parameters. 0.10.2 and later; 0.12 hands rules one more argument. ``jax.interpreters`` has no
+    way to ask for it.
     """
 
     def rule(used: list[bool], *arguments: Any) -> tuple[list[bool], Any]:
         equation = arguments[-1]
         if not any(used):
-            return used, None
-        keep = [i for i, u in enumerate(used) if u]
-        return used, equation.replace(
-            invars=[equation.invars[i] for i in keep], outvars=[equation.outvars[i] for i in keep]
+            return [False] * len(equation.invars), None
+        operands, params = needed(used, equation.params)
+        return operands, equation.replace(
+            invars=[v for v, keep in zip(equation.invars, operands, strict=True) if keep],
+            outvars=[v for v, keep in zip(equation.outvars, used, strict=True) if keep],
+            params=params,
         )
 
     partial_eval.dce_rules[primitive] = rule
@@ -61,6 +67,14 @@ def settings_are_usual(axes: Sequence[Any]) -> bool:
         and not config.remove_size_one_mesh_axis_from_type.value
         and forbidden.isdisjoint(axes)
     )
+
+
+def matmul_precision() -> str | None:
+    """The precision that ``jax.default_matmul_precision`` has set where this is traced.
+
+    0.10.2 and later: of its public name types know from 0.11 on only.
+    """
+    return config.default_matmul_precision.value
 
 
 def named_axis_effects(axes: Sequence[Any]) -> set[Any]:

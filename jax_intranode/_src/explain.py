@@ -8,7 +8,6 @@ scope around what lax has put in its place (`collective.left_to_lax`).
 
 import functools
 import itertools
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,12 +26,16 @@ class Call:
     """One operation of a program.
 
     Attributes:
-        operation: "psum", "pmean", "psum_scatter" or "all_gather". A transpose has its own name.
+        operation: "psum", "pmean", "psum_scatter", "all_gather", "all_gather_matmul",
+            "matmul_reduce_scatter" or "matmul_all_reduce". A transpose has its own name.
         source: file:line (function) of the call; of the forward one, for its derivatives.
-        shapes: the operands' shapes on a device. A psum of a pytree is one operation or several.
-        dtype: the operands' dtype.
-        nbytes: bytes of the operands on a device. (A reason counts what a rank gives to each: for
-            psum_scatter a part, and for several arrays whole packs of 16 bytes.)
+        shapes: the operands' shapes on a device. A psum of a pytree is one operation or several. A
+            collective matmul that was left to lax while tracing tells only what is gathered or
+            summed.
+        dtype: the operands' dtype; of operands that differ, as in derivatives, the first one's.
+        nbytes: bytes of what is gathered or summed, on a device: the operands, or the product of a
+            matmul. (A reason counts what a rank gives to each: for psum_scatter a part, and for
+            several arrays whole packs of 16 bytes.)
         axes: the mesh axes; none if only axes that vmap has bound are reduced.
         groups: the ids of each group's devices, in rank order; none if they are not known.
         algorithm: "one_shot", "two_shot", "reduce_scatter" or "all_gather" of this package, or
@@ -230,14 +233,16 @@ def _run_by(equation: Any, place: collective.Place) -> Iterator[Any]:
         yield from value if isinstance(value, (tuple, list)) else (value,)
 
 
-def _calls_of_ours(ours: collective.Collective, equation: Any, context: _Context) -> Iterator[Call]:
+def _calls_of_ours(ours: collective.Primitives, equation: Any, context: _Context) -> Iterator[Call]:
     avals = [operand.aval for operand in equation.invars]
     axes = equation.params["axes"]
-    for chosen, selected in ours.operations(context.place, avals, **equation.params):
+    for described in ours.described(context.place, avals, **equation.params):
+        selected = described.selected
         yield Call(
-            operation=_name(equation, ours.operation),
+            operation=_name(equation, described.operation),
             source=_source(equation),
-            **_types([avals[i] for i in chosen]),
+            **_types(described.operands),
+            nbytes=described.nbytes,
             axes=axes,
             groups=_groups(context.place, axes, None),
             algorithm=selected.algorithm,
@@ -261,6 +266,13 @@ _OF_LAX = {
     "all_gather_reduced": "all_gather",
 }
 
+# The collective of each collective matmul.
+_OF_MATMUL = {
+    "all_gather_matmul": "all_gather",
+    "matmul_reduce_scatter": "psum_scatter",
+    "matmul_all_reduce": "psum",
+}
+
 
 def _left_to_lax(equation: Any) -> tuple[str, str, str] | None:
     """The operation, the reason and the source of what is left to lax; None for others."""
@@ -281,6 +293,7 @@ def _calls_of_lax(
             operation=_name(equation, name),
             source=source,
             **_types(avals),
+            nbytes=sum(map(collective.nbytes, avals)),
             axes=axes,
             groups=_groups(context.place, axes, index_groups),
             algorithm="lax",
@@ -297,7 +310,9 @@ def _calls_of_lax(
         axes = tuple(axis for axis in _axes_of_lax(equation) if not isinstance(axis, int))
         index_groups = equation.params.get("axis_index_groups")
         avals = [operand.aval for operand in equation.invars]
-        yield call(equation, _OF_LAX[equation.primitive.name], avals, axes, index_groups)
+        name = _OF_LAX[equation.primitive.name]
+        name = operation if _OF_MATMUL.get(operation) == name else name
+        yield call(equation, name, avals, axes, index_groups)
     # Over an axis that vmap has bound, lax may compute without a collective.
     if not sent and collective.NOT_OF_A_MESH in reason and not context.transposed:
         made = {result for equation in equations for result in equation.outvars}
@@ -337,7 +352,6 @@ def _types(avals: list[Any]) -> dict[str, Any]:
     return {
         "shapes": tuple(aval.shape for aval in avals),
         "dtype": avals[0].dtype.name,
-        "nbytes": sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals),
     }
 
 

@@ -12,7 +12,7 @@ from jax_intranode._src import select
 from jax_intranode._src.ops import collective, psum_scatter
 
 # The primitive: gathers one array. `size` ranks; the rest as in lax.all_gather.
-_primitive = collective.Collective(
+primitive = collective.Collective(
     "all_gather",
     lambda xs, *, axes, axis, tiled, size: [
         lax.all_gather(x, axes, axis=axis, tiled=tiled) for x in xs
@@ -79,7 +79,7 @@ def all_gather(
             return by_lax(leaf)  # which refuses it
         leaf = collective.varying(leaf, axes)
         with jax.named_scope("jax_intranode.all_gather"):
-            (result,) = _primitive.bind(
+            (result,) = primitive.bind(
                 leaf, axes=axes, axis=axis % dimensions, tiled=bool(tiled), size=lax.psum(1, axes)
             )
         return result
@@ -170,9 +170,9 @@ def _batch(
             axis += 1
         elif not tiled:
             d += 1
-    return _primitive.bind(x, axes=axes, axis=axis, tiled=tiled, size=size), [d]
+    return primitive.bind(x, axes=axes, axis=axis, tiled=tiled, size=size), [d]
 
 
 # Registration.
 
-_primitive.define(_abstract_eval, _select, _emit, _transpose, _batch)
+primitive.define(_abstract_eval, _select, _emit, _transpose, _batch)

@@ -1,5 +1,6 @@
 """What the collectives share: which calls are ours, and what a call lowers to."""
 
+import math
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -156,8 +157,11 @@ Operation = tuple[list[int], select.Selection]
 # Primitives.
 
 
-class Collective:
-    """A primitive from arrays to as many arrays, in two forms.
+Needed = Callable[[list[bool], dict[str, Any]], tuple[list[bool], dict[str, Any]]]
+
+
+class Primitives:
+    """An operation as a primitive, in two forms.
 
     A call holds the ids of its devices. Under jax.set_mesh the jaxpr does not name the mesh, so a
     lowering must not be used again for another one: lowering has to be told of the devices, which
@@ -166,6 +170,96 @@ class Collective:
     while lowering has others, or where one is set only then, lax takes over. (An eager shard_map
     sets its mesh while it runs.)
     """
+
+    def __init__(self, operation: str):
+        """Creates the primitives of an operation."""
+        self.operation = operation
+        self._plain = Primitive(f"intranode_{operation}")
+        self._over_set_mesh = Primitive(f"intranode_{operation}_over_set_mesh")
+        for primitive in (self._plain, self._over_set_mesh):
+            BY_PRIMITIVE[primitive] = self
+            primitive.multiple_results = True
+        compat.lower_with_devices(self._over_set_mesh)
+
+    def bind(self, *xs: Any, **params: Any) -> list[Any]:
+        """Binds the form for where this is traced."""
+        primitive = self._plain if compat.set_mesh() is None else self._over_set_mesh
+        mesh = compat.set_mesh() or compat.eager_mesh()
+        traced_over = None if mesh is None else _device_ids(mesh)
+        return list(primitive.bind(*xs, traced_over=traced_over, **params))
+
+    def bind_as_traced(
+        self, *xs: Any, traced_over: tuple[int, ...] | None, **params: Any
+    ) -> list[Any]:
+        """Binds for the lowering of a call that was traced over these devices."""
+        return list(self._plain.bind(*xs, traced_over=traced_over, **params))
+
+    def register(
+        self,
+        abstract_eval: Callable[..., Any],
+        lower: Callable[..., Any],
+        jvp: Callable[..., Any],
+        transpose: Callable[..., Any],
+        batch: Callable[..., Any],
+        needed: Needed | None,
+    ) -> None:
+        """Registers the rules.
+
+        Args:
+            abstract_eval: from types to types.
+            lower: a lowering rule.
+            jvp: from the primitive, the operands and their tangents to the results and theirs.
+            transpose: from the results' cotangents and the operands to the operands' cotangents.
+            batch: from the mapped axis' name and size, the operands and their batch dimensions to
+                the results and theirs.
+            needed: from which results are used and the parameters to which operands are, then, and
+                new parameters; None if a call is used as a whole or not at all.
+        """
+        for primitive in (self._plain, self._over_set_mesh):
+
+            def with_effects(
+                *xs: Any, axes: tuple[str, ...], traced_over: Any, **params: Any
+            ) -> Any:
+                del traced_over
+                return abstract_eval(*xs, axes=axes, **params), compat.named_axis_effects(axes)
+
+            primitive.def_effectful_abstract_eval(with_effects)
+            mlir.register_lowering(primitive, lower)
+            ad.primitive_jvps[primitive] = partial(jvp, primitive)
+            ad.primitive_transposes[primitive] = transpose
+            compat.batch_by_axis(primitive, batch)
+            if needed is not None:
+                compat.drop_unused_results(primitive, needed)
+
+    def described(self, place: Place, avals: Sequence[Any], **params: Any) -> list["Description"]:
+        """What a call runs as, for `explain`; the processes of the mesh may meet."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Description:
+    """What `explain` tells of an operation.
+
+    Attributes:
+        operation: its name.
+        operands: the operands' types.
+        nbytes: bytes of what is gathered or summed, on a device.
+        selected: what it runs as.
+    """
+
+    operation: str
+    operands: list[Any]
+    nbytes: int
+    selected: select.Selection
+
+
+def nbytes(aval: Any) -> int:
+    """Bytes of an array of a type."""
+    return int(math.prod(aval.shape)) * int(aval.dtype.itemsize)
+
+
+class Collective(Primitives):
+    """A primitive from arrays to as many arrays."""
 
     def __init__(
         self, operation: str, by_lax: Callable[..., list[Any]], dim_over_hidden_axis: int | None
@@ -177,23 +271,9 @@ class Collective:
             by_lax: what ``jax.lax`` does in its place, with a list of arrays and the parameters.
             dim_over_hidden_axis: the batch dimension of lax's results over a mapped axis.
         """
-        self.operation = operation
-        self._by_lax = by_lax
+        super().__init__(operation)
+        self.by_lax = by_lax
         self._dim_over_hidden_axis = dim_over_hidden_axis
-        self._plain = Primitive(f"intranode_{operation}")
-        self._over_set_mesh = Primitive(f"intranode_{operation}_over_set_mesh")
-        for primitive in (self._plain, self._over_set_mesh):
-            BY_PRIMITIVE[primitive] = self
-            primitive.multiple_results = True
-            compat.drop_unused_results(primitive)
-        compat.lower_with_devices(self._over_set_mesh)
-
-    def bind(self, *xs: Any, **params: Any) -> list[Any]:
-        """Binds the form for where this is traced."""
-        primitive = self._plain if compat.set_mesh() is None else self._over_set_mesh
-        mesh = compat.set_mesh() or compat.eager_mesh()
-        traced_over = None if mesh is None else _device_ids(mesh)
-        return list(primitive.bind(*xs, traced_over=traced_over, **params))
 
     def define(
         self,
@@ -214,19 +294,14 @@ class Collective:
             batch: from operands and their batch dimensions to results and theirs.
         """
         self._select = select
-        for primitive in (self._plain, self._over_set_mesh):
-
-            def with_effects(
-                *xs: Any, axes: tuple[str, ...], traced_over: Any, **params: Any
-            ) -> Any:
-                del traced_over
-                return abstract_eval(*xs, axes=axes, **params), compat.named_axis_effects(axes)
-
-            primitive.def_effectful_abstract_eval(with_effects)
-            mlir.register_lowering(primitive, partial(self._lower, emit))
-            ad.primitive_jvps[primitive] = partial(_jvp, primitive)
-            ad.primitive_transposes[primitive] = partial(_transpose, transpose)
-            compat.batch_by_axis(primitive, partial(self._batch, batch))
+        self.register(
+            abstract_eval,
+            partial(self._lower, emit),
+            _jvp,
+            partial(_transpose, transpose),
+            partial(self._batch, batch),
+            lambda used, params: (used, params),
+        )
 
     def operations(
         self, place: Place, avals: Sequence[Any], *, traced_over: Any, **params: Any
@@ -236,6 +311,18 @@ class Collective:
         if reason is not None:
             return [(list(range(len(avals))), select.Selection("lax", reason))]
         return self._select(place.mesh, avals, **params)
+
+    def described(self, place: Place, avals: Sequence[Any], **params: Any) -> list[Description]:
+        """What a call runs as, for `explain`; the processes of the mesh may meet."""
+        return [
+            Description(
+                self.operation,
+                operands := [avals[i] for i in chosen],
+                sum(map(nbytes, operands)),
+                selected,
+            )
+            for chosen, selected in self.operations(place, avals, **params)
+        ]
 
     def _lower(
         self, emit: Callable[..., Any], ctx: Any, *xs: Any, traced_over: Any, **params: Any
@@ -251,7 +338,7 @@ class Collective:
             )
             operands = [xs[i] for i in chosen]
             if selected.algorithm == "lax":
-                by_lax = mlir.lower_fun(lambda *vs: self._by_lax(list(vs), **params), True)
+                by_lax = mlir.lower_fun(lambda *vs: self.by_lax(list(vs), **params), True)
                 emitted = by_lax(part, *operands)
             else:
                 emitted = emit(part, *operands, mesh=place.mesh, selected=selected, **params)
@@ -277,7 +364,7 @@ class Collective:
         # The mapped axis has the name of a mesh axis, and so hides it.
         out = self._dim_over_hidden_axis
         mapped = jax.vmap(
-            lambda *xs: self._by_lax(list(xs), **params),
+            lambda *xs: self.by_lax(list(xs), **params),
             in_axes=tuple(dims),
             out_axes=out,
             axis_name=name,
@@ -289,8 +376,8 @@ class Collective:
             return mapped(*operands), [out] * len(operands)
 
 
-# The collective of each of our primitives.
-BY_PRIMITIVE: dict[Primitive, Collective] = {}
+# The operation of each of our primitives.
+BY_PRIMITIVE: dict[Primitive, Primitives] = {}
 
 
 def _device_ids(mesh: jax.sharding.Mesh) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from jax_intranode._src.ops import collective
 
 # The primitive: sums arrays of one dtype. `axes` name manual mesh axes. With `invariant` the
 # results do not vary over them (check_vma=True); lax has a primitive for each of the two cases.
-_primitive = collective.Collective(
+primitive = collective.Collective(
     "psum",
     # lax finds out by itself, as we did, what is invariant.
     lambda xs, *, axes, invariant: lax.psum(xs, axes),
@@ -76,7 +76,7 @@ def psum(
 def _psum_arrays(arrays: Sequence[Any], axes: tuple[str, ...]) -> list[Any]:
     arrays = [collective.varying(x, axes) for x in arrays]
     with jax.named_scope("jax_intranode.psum"):
-        return _primitive.bind(*arrays, axes=axes, invariant=compat.check_vma())
+        return primitive.bind(*arrays, axes=axes, invariant=compat.check_vma())
 
 
 def pmean(
@@ -186,7 +186,7 @@ def _emit(
 def _transpose(cotangents: list[Any], *, axes: tuple[str, ...], invariant: bool) -> list[Any]:
     if invariant:
         return [lax.pcast(ct, axes, to="varying") for ct in cotangents]
-    return _primitive.bind(*cotangents, axes=axes, invariant=False)
+    return primitive.bind(*cotangents, axes=axes, invariant=False)
 
 
 # Batching: elementwise.
@@ -195,9 +195,9 @@ def _transpose(cotangents: list[Any], *, axes: tuple[str, ...], invariant: bool)
 def _batch(
     operands: Sequence[Any], dims: Sequence[Any], *, axes: tuple[str, ...], invariant: bool
 ) -> tuple[list[Any], list[Any]]:
-    return _primitive.bind(*operands, axes=axes, invariant=invariant), list(dims)
+    return primitive.bind(*operands, axes=axes, invariant=invariant), list(dims)
 
 
 # Registration.
 
-_primitive.define(_abstract_eval, _select, _emit, _transpose, _batch)
+primitive.define(_abstract_eval, _select, _emit, _transpose, _batch)

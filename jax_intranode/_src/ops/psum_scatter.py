@@ -12,7 +12,7 @@ from jax_intranode._src import select
 from jax_intranode._src.ops import all_gather, collective
 
 # The primitive: sums one array. `size` ranks; the rest as in lax.psum_scatter.
-_primitive = collective.Collective(
+primitive = collective.Collective(
     "psum_scatter",
     lambda xs, *, axes, dimension, tiled, size: [
         lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=tiled) for x in xs
@@ -88,7 +88,7 @@ def psum_scatter(
                 return by_lax(leaf)
         leaf = collective.varying(leaf, axes)
         with jax.named_scope("jax_intranode.psum_scatter"):
-            (result,) = _primitive.bind(
+            (result,) = primitive.bind(
                 leaf, axes=axes, dimension=scatter_dimension, tiled=bool(tiled), size=size
             )
         return result
@@ -181,9 +181,9 @@ def _batch(
             dimension += 1
         elif not tiled:
             d -= 1
-    return _primitive.bind(x, axes=axes, dimension=dimension, tiled=tiled, size=size), [d]
+    return primitive.bind(x, axes=axes, dimension=dimension, tiled=tiled, size=size), [d]
 
 
 # Registration.
 
-_primitive.define(_abstract_eval, _select, _emit, _transpose, _batch)
+primitive.define(_abstract_eval, _select, _emit, _transpose, _batch)

@@ -1,0 +1,411 @@
+"""What the collective matmuls share: their arguments, their products, and their primitives' rules.
+
+A product contracts the last dimension of x with a matrix w of shape [K, N], or of shape [N, K]
+where `transposed` is set, as it is in derivatives: no matrix is transposed in memory.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import ShapedArray
+from jax.interpreters import ad, mlir
+
+from jax_intranode._src import select
+from jax_intranode._src.ops import collective
+
+# Arguments.
+
+
+def axes_of(axis_name: Any) -> tuple[Hashable, ...]:
+    """The names of the mapped axes."""
+    return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+
+
+def checked_operands(operation: str, x: Any, ws: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """The operands as arrays.
+
+    Raises:
+        TypeError, ValueError: they can't be multiplied.
+    """
+    for what, array in (("x", x), *((f"w[{k}]", w) for k, w in enumerate(ws))):
+        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+            raise TypeError(
+                f"{operation}: {what} is a {type(array).__name__}; pass an array (w: an array or a "
+                "list of arrays)"
+            )
+    x, ws = jnp.asarray(x), [jnp.asarray(w) for w in ws]
+    if not ws:
+        raise ValueError(f"{operation}: w is an empty list; pass at least one matrix")
+    if x.ndim < 2:
+        raise ValueError(
+            f"{operation}: x has the shape {x.shape}; it needs 2 dimensions or more, the last of "
+            "them contracted with w"
+        )
+    for k, w in enumerate(ws):
+        if w.ndim != 2:
+            raise ValueError(
+                f"{operation}: w[{k}] has the shape {w.shape}; pass a matrix of 2 dimensions"
+            )
+        if w.shape[0] != x.shape[-1]:
+            raise ValueError(
+                f"{operation}: the last dimension of x, of shape {x.shape}, is not the first of "
+                f"w[{k}], of shape {w.shape}; they must be equal, as they are contracted"
+            )
+        if w.dtype != x.dtype:
+            raise TypeError(
+                f"{operation}: x is {x.dtype}, w[{k}] is {w.dtype}; cast one of them "
+                "(preferred_element_type sets the result's dtype)"
+            )
+    return x, ws
+
+
+def checked_dtype(operation: str, x: Any, preferred_element_type: Any) -> np.dtype[Any]:
+    """The result's dtype.
+
+    Raises:
+        TypeError: it can't be the dtype of such a product.
+    """
+    if preferred_element_type is None:
+        return np.dtype(x.dtype)
+    # As an array of it: float64 is float32 unless jax_enable_x64 is set.
+    preferred = jax.eval_shape(lambda: jnp.zeros((), preferred_element_type)).dtype
+    kinds = (jnp.floating, jnp.complexfloating, jnp.integer)
+    if not any(jnp.issubdtype(x.dtype, k) and jnp.issubdtype(preferred, k) for k in kinds):
+        raise TypeError(
+            f"{operation}: preferred_element_type is {preferred}, and the operands are {x.dtype}; "
+            "take a dtype of their kind, or cast the result"
+        )
+    return np.dtype(preferred)
+
+
+def checked_dimension(operation: str, name: str, dimension: int, rank: int) -> int:
+    """The dimension, counted from the first.
+
+    Raises:
+        ValueError: there is no such dimension.
+    """
+    if not -rank <= dimension < rank:
+        raise ValueError(
+            f"{operation}: {name} is {dimension}; with {rank} dimensions it must be from {-rank} "
+            f"to {rank - 1}"
+        )
+    return dimension % rank
+
+
+def reason_for_lax(
+    collective_operation: str,
+    axes: tuple[Hashable, ...],
+    operands: Sequence[Any],
+    sent: Sequence[Any],
+    dtype: np.dtype[Any],
+) -> str | None:
+    """Why lax does the collective, or None if it may be ours.
+
+    Args:
+        collective_operation: its name in `select`.
+        axes: the axes.
+        operands: x and the matrices.
+        sent: those of them that what is gathered or summed is made of.
+        dtype: the dtype of what is gathered or summed.
+    """
+    reason = collective.reason_for_lax(axes, None)
+    if reason is not None:
+        return reason
+    if not any(isinstance(v, jax.core.Tracer) for v in sent):
+        return "a constant"
+    if not all(isinstance(jax.typeof(v), ShapedArray) for v in operands):
+        return "not an array"
+    kinds = [jax.typeof(v).manual_axis_type for v in operands]
+    if any(kind.unreduced or kind.reduced for kind in kinds):
+        return "an operand that is unreduced or reduced over mesh axes"
+    varies_over = set[Any]().union(*(jax.typeof(v).manual_axis_type.varying for v in sent))
+    if 0 < len(varies_over.intersection(axes)) < len(axes):
+        return f"an operand that varies over some of the axes {axes} only"
+    return select.unsupported_dtype(collective_operation, dtype.name)
+
+
+def ranks(operation: str, axes: tuple[Hashable, ...]) -> int:
+    """How many ranks the axes have; a NameError if they are not bound."""
+    with collective.left_to_lax(operation, "an axis that is not bound"):
+        return int(lax.psum(1, axes))
+
+
+def varying_alike(operands: Sequence[Any], axes: tuple[Hashable, ...]) -> list[Any]:
+    """The operands, cast to vary over the axes and over all that one of them varies over.
+
+    The transpose of the cast sums: a replicated matrix gets the sum of all ranks' derivatives.
+    """
+    over = set(axes).union(*(jax.typeof(v).manual_axis_type.varying for v in operands))
+
+    def cast(v: Any) -> Any:
+        missing = over - jax.typeof(v).manual_axis_type.varying
+        return collective.varying(v, tuple(sorted(missing, key=str))) if missing else v
+
+    return [cast(v) for v in operands]
+
+
+# Products.
+
+
+def dot(x: Any, w: Any, dtype: Any, precision: Any, transposed: bool) -> Any:
+    """The product of x and a matrix, rounded once. The dtypes of the two may differ."""
+    dimensions = (((x.ndim - 1,), (1 if transposed else 0,)), ((), ()))
+    return _dot_general(x, w, dimensions, dtype, precision)
+
+
+def dot_of_matrix(x: Any, y: Any, dtype: Any, precision: Any, transposed: bool) -> Any:
+    """The derivative by a matrix: of x, and the derivative y by the product of the two."""
+    rows = tuple(range(x.ndim - 1))
+    first, second = (y, x) if transposed else (x, y)
+    return _dot_general(first, second, ((rows, rows), ((), ())), dtype, precision)
+
+
+def _dot_general(x: Any, y: Any, dimensions: Any, dtype: Any, precision: Any) -> Any:
+    # XLA would round operands of different dtypes to the result's.
+    wide = dtype if x.dtype == y.dtype else jnp.promote_types(jnp.promote_types(x, y), dtype)
+    product = lax.dot_general(
+        x, y, dimensions, precision=precision, preferred_element_type=np.dtype(wide)
+    )
+    return product.astype(dtype)
+
+
+def dot_shape(x: Any, w: Any, transposed: bool) -> tuple[int, ...]:
+    """The shape of a product."""
+    return (*x.shape[:-1], w.shape[0 if transposed else 1])
+
+
+def split(operands: Sequence[Any], pairs: int) -> tuple[list[Any], list[Any], list[Any]]:
+    """The xs, the ws and the addend, if there is one, of a sum of products."""
+    return (
+        list(operands[:pairs]),
+        list(operands[pairs : 2 * pairs]),
+        list(operands[2 * pairs :]),
+    )
+
+
+def sum_of_dots(
+    operands: Sequence[Any], pairs: int, dtype: Any, precision: Any, transposed: bool
+) -> Any:
+    """The sum of products and of an addend, accumulated in float32 at least, and rounded once."""
+    xs, ws, addend = split(operands, pairs)
+    if pairs == 1 and not addend:
+        return dot(xs[0], ws[0], dtype, precision, transposed)
+    short = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4
+    wide = np.dtype(np.float32) if short else dtype
+    terms = [dot(x, w, wide, precision, transposed) for x, w in zip(xs, ws, strict=True)]
+    terms += [v.astype(wide) for v in addend]
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total.astype(dtype)
+
+
+def sum_of_dots_aval(operands: Sequence[Any], pairs: int, dtype: Any, transposed: bool) -> Any:
+    """The type of `sum_of_dots`."""
+    if pairs == 0:
+        return operands[0].update(dtype=np.dtype(dtype), weak_type=False)
+    x, w = operands[0], operands[pairs]
+    shape = dot_shape(x, w, transposed)
+    return x.update(shape=shape, dtype=np.dtype(dtype), weak_type=False)
+
+
+# Primitives.
+
+# A collective of one array.
+Send = Callable[[Any], Any]
+
+
+def by_lax(operation: str, reason: str, send: Send) -> Send:
+    """A collective of lax in place of ours, which says why."""
+
+    def with_reason(v: Any) -> Any:
+        with collective.left_to_lax(operation, reason):
+            return send(v)
+
+    return with_reason
+
+
+class CollectiveMatmul(collective.Primitives):
+    """A primitive that is a collective and products, which it has fused or one after another.
+
+    Now it is always one after another. The collective is ours or lax's, as its own rules choose.
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        by_parts: Callable[..., list[Any]],
+        sent: Callable[..., Any],
+        collective_of: Callable[..., tuple[collective.Collective, dict[str, Any]]],
+    ):
+        """Creates the primitives.
+
+        Args:
+            operation: its name.
+            by_parts: what it computes, from the collective (a function of one array), the operands
+                and the parameters.
+            sent: the type of what the collective gathers or sums, from the operands' types and the
+                parameters.
+            collective_of: the collective and its parameters, from the parameters.
+        """
+        super().__init__(operation)
+        self.by_parts = by_parts
+        self._sent = sent
+        self._collective_of = collective_of
+
+    def define(
+        self,
+        abstract_eval: Callable[..., Any],
+        jvp: Callable[..., Any],
+        transpose: Callable[..., Any],
+        batch: Callable[..., tuple[Any, Any]],
+        needed: collective.Needed | None = None,
+    ) -> None:
+        """Registers the rules.
+
+        Args:
+            abstract_eval: from types to types.
+            jvp: from a function that binds this primitive, the operands, their tangents and the
+                parameters to the results and theirs.
+            transpose: from cotangents, operands and parameters to the operands' cotangents.
+            batch: from operands, their batch dimensions and parameters to the results and theirs,
+                or to None for results by the collective and products of batches, and theirs.
+            needed: as in `Primitives.register`.
+        """
+        self._batch_rule = batch
+
+        def jvp_of(
+            primitive: Any, primals: Any, tangents: Any, *, traced_over: Any, **params: Any
+        ) -> Any:
+            bind = partial(primitive.bind, traced_over=traced_over)
+            return jvp(bind, primals, tangents, **params)
+
+        def transpose_of(cotangents: Any, *operands: Any, traced_over: Any, **params: Any) -> Any:
+            del traced_over  # what is bound next is traced here
+            return transpose(cotangents, *operands, **params)
+
+        self.register(abstract_eval, self._lower, jvp_of, transpose_of, self._batch, needed)
+
+    def send(self, **params: Any) -> Send:
+        """The collective by itself, bound for where this is traced."""
+        own, its_params = self._collective_of(**params)
+        return lambda v: own.bind(v, **its_params)[0]
+
+    def described(
+        self, place: collective.Place, avals: Sequence[Any], **params: Any
+    ) -> list[collective.Description]:
+        """What a call runs as, for `explain`; the processes of the mesh may meet."""
+        traced_over = params.pop("traced_over")
+        own, its_params = self._collective_of(**params)
+        sent = self._sent(*avals, **params)
+        ((_, selected),) = own.operations(place, [sent], traced_over=traced_over, **its_params)
+        alone = len(avals) == 1  # a collective, to which no product is left
+        if not alone:
+            order = "before" if self.operation == "all_gather_matmul" else "after"
+            reason = f"{own.operation} {order} the matmul, not overlapped; {selected.reason}"
+            selected = dataclasses.replace(selected, reason=reason)
+        return [
+            collective.Description(
+                own.operation if alone else self.operation,
+                list(avals),
+                collective.nbytes(sent),
+                selected,
+            )
+        ]
+
+    def _lower(self, ctx: Any, *operands: Any, traced_over: Any, **params: Any) -> Any:
+        own, its_params = self._collective_of(**params)
+
+        def send(v: Any) -> Any:
+            return own.bind_as_traced(v, traced_over=traced_over, **its_params)[0]
+
+        return mlir.lower_fun(partial(self.by_parts, send, **params))(ctx, *operands)
+
+    def _batch(
+        self,
+        name: Hashable,
+        size: int,
+        operands: Sequence[Any],
+        dims: Sequence[Any],
+        /,  # a parameter of a primitive may be called "size" too
+        *,
+        traced_over: Any,
+        **params: Any,
+    ) -> tuple[Any, Any]:
+        del traced_over  # what is bound next is traced here
+        if name not in params["axes"]:
+            results, out_dims = self._batch_rule(operands, dims, **params)
+            if results is not None:
+                return results, out_dims
+            # A product of batches is none of ours.
+            by_parts = partial(self.by_parts, self.send(**params), **params)
+            mapped = jax.vmap(by_parts, tuple(dims), out_dims, axis_size=size)
+            return mapped(*operands), out_dims
+        # The mapped axis has the name of a mesh axis, and so hides it.
+        own, its_params = self._collective_of(**params)
+
+        send = by_lax(
+            self.operation,
+            f"axis {name!r} {collective.NOT_OF_A_MESH}: vmap hides that one",
+            lambda v: own.by_lax([v], **its_params)[0],
+        )
+        by_parts = partial(self.by_parts, send, **params)
+        mapped = jax.vmap(by_parts, tuple(dims), 0, axis_name=name, axis_size=size)
+        results = mapped(*operands)
+        return results, [0] * len(results)
+
+
+# Rules of sums of products.
+
+
+def jvp_of_sum(
+    bind: Callable[..., Any],
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    pairs: int,
+    **params: Any,
+) -> tuple[list[Any], list[Any]]:
+    """The tangent of the collective of a sum of products: one collective of more products."""
+    (result,) = bind(*primals, pairs=pairs, **params)
+    xs, ws, _ = split(primals, pairs)
+    dxs, dws, addend = (
+        [t if type(t) is not ad.Zero else None for t in part] for part in split(tangents, pairs)
+    )
+    terms = [(dx, w) for dx, w in zip(dxs, ws, strict=True) if dx is not None]
+    terms += [(x, dw) for x, dw in zip(xs, dws, strict=True) if dw is not None]
+    operands = [x for x, _ in terms] + [w for _, w in terms] + [v for v in addend if v is not None]
+    if not operands:
+        return [result], [ad.Zero(jax.typeof(result).to_tangent_aval())]
+    return [result], list(bind(*operands, pairs=len(terms), **params))
+
+
+def transpose_of_sum(
+    ct: Any, operands: Sequence[Any], pairs: int, precision: Any, transposed: bool
+) -> list[Any]:
+    """The cotangents of the operands of `sum_of_dots`; none for those that are not linear."""
+    xs, ws, addend = split(operands, pairs)
+    of_xs = [
+        dot(ct, w, x.aval.dtype, precision, not transposed) if ad.is_undefined_primal(x) else None
+        for x, w in zip(xs, ws, strict=True)
+    ]
+    of_ws = [
+        dot_of_matrix(x, ct, w.aval.dtype, precision, transposed)
+        if ad.is_undefined_primal(w)
+        else None
+        for x, w in zip(xs, ws, strict=True)
+    ]
+    of_addend = [ct.astype(v.aval.dtype) if ad.is_undefined_primal(v) else None for v in addend]
+    return of_xs + of_ws + of_addend
+
+
+def foldable(dims: Sequence[Any], pairs: int) -> bool:
+    """Whether a batch of a sum of products is one more dimension of all xs and the addend."""
+    xs, ws, addend = split(dims, pairs)
+    return all(d is None for d in ws) and None not in (*xs, *addend)

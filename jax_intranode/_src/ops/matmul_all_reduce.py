@@ -1,0 +1,152 @@
+"""matmul_all_reduce: the sum of every rank's product, on every rank."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import ad
+
+from jax_intranode._src import compat
+from jax_intranode._src.ops import collective_matmul, psum
+
+
+def _by_parts(
+    add: collective_matmul.Send,
+    *operands: Any,
+    pairs: int,
+    axes: tuple[str, ...],
+    invariant: bool,
+    dtype: Any,
+    precision: Any,
+    transposed: bool,
+) -> list[Any]:
+    del axes, invariant
+    return [add(collective_matmul.sum_of_dots(operands, pairs, dtype, precision, transposed))]
+
+
+def _sent(
+    *operands: Any, pairs: int, dtype: Any, transposed: bool, precision: Any, **params: Any
+) -> Any:
+    del precision, params
+    return collective_matmul.sum_of_dots_aval(operands, pairs, dtype, transposed)
+
+
+# The primitive: sums products of `pairs` xs and as many ws over the ranks. `invariant` as in psum;
+# the rest as in all_gather_matmul.
+primitive = collective_matmul.CollectiveMatmul(
+    "matmul_all_reduce",
+    _by_parts,
+    _sent,
+    lambda *, axes, invariant, **_: (psum.primitive, {"axes": axes, "invariant": invariant}),
+)
+
+
+def matmul_all_reduce(x: Any, w: Any, axis_name: Any, *, preferred_element_type: Any = None) -> Any:
+    """Multiplies with a matrix and sums over one or more mapped axes.
+
+    ``jax.lax.psum(x @ w, axis_name)``: the second matmul of a tensor-parallel layer.
+
+    The sum is a ``psum`` of this package or of ``jax.lax``, whichever that one would take; it is
+    not overlapped with the matmul yet. Each rank's product, its own too, is rounded to the result's
+    dtype; then they are summed as by ``psum``, in rank order. Products are those of ``jnp.matmul``,
+    with the precision of ``jax.default_matmul_precision``.
+
+    Derivatives are those of the expression above, in forward and reverse mode and of any order. The
+    tangent is one sum of ``dx @ w + x @ dw``. In reverse mode the cotangent is the same on every
+    rank under check_vma=True, and the derivatives are local matmuls; under check_vma=False one
+    ``psum`` of the cotangent serves both, as for ``jax.lax.psum``. Under ``vmap`` over w, and over
+    both, it is a matmul of batches and a ``psum``.
+
+    Args:
+        x: an array [..., K] with 2 dimensions or more, of any dtype that can be multiplied.
+        w: a matrix [K, N] of the dtype of x.
+        axis_name: the name of a mapped axis, or several.
+        preferred_element_type: the result's dtype, as in ``jnp.matmul``; by default that of x.
+
+    Returns:
+        An array [..., N].
+
+    Raises:
+        TypeError: an operand is no array, the dtypes differ, or `preferred_element_type` is of
+            another kind than they are.
+        ValueError: the ranks or the contracted dimensions do not fit.
+        NameError: an axis is not bound, as in ``jax.lax.psum``.
+    """
+    name = "matmul_all_reduce"
+    x, (w,) = collective_matmul.checked_operands(name, x, [w])
+    dtype = collective_matmul.checked_dtype(name, x, preferred_element_type)
+    axes = collective_matmul.axes_of(axis_name)
+    reason = collective_matmul.reason_for_lax("psum", axes, [x, w], [x, w], dtype)
+
+    params: dict[str, Any] = {
+        "pairs": 1,
+        "axes": axes,
+        "invariant": compat.check_vma(),
+        "dtype": dtype,
+        "precision": compat.matmul_precision(),
+        "transposed": False,
+    }
+    if reason is not None:
+        send = collective_matmul.by_lax(name, reason, lambda v: lax.psum(v, axis_name))
+        (result,) = _by_parts(send, x, w, **params)
+        return result
+    operands = collective_matmul.varying_alike([x, w], axes)
+    with jax.named_scope(f"jax_intranode.{name}"):
+        (result,) = primitive.bind(*operands, **params)
+    return result
+
+
+# Abstract evaluation.
+
+
+def _abstract_eval(
+    *operands: Any, axes: tuple[str, ...], invariant: bool, **params: Any
+) -> list[Any]:
+    total = _sent(*operands, **params)
+    if not invariant:
+        return [total]
+    kind = total.manual_axis_type
+    return [total.update(manual_axis_type=kind.update(varying=kind.varying - set(axes)))]
+
+
+# Differentiation.
+
+
+def _transpose(
+    cotangents: Sequence[Any],
+    *operands: Any,
+    pairs: int,
+    axes: tuple[str, ...],
+    invariant: bool,
+    dtype: Any,
+    precision: Any,
+    transposed: bool,
+) -> list[Any]:
+    del dtype
+    (ct,) = cotangents
+    if type(ct) is ad.Zero:
+        return [None] * len(operands)
+    if invariant:
+        ct = lax.pcast(ct, axes, to="varying")
+    else:
+        (ct,) = psum.primitive.bind(ct, axes=axes, invariant=False)
+    return collective_matmul.transpose_of_sum(ct, operands, pairs, precision, transposed)
+
+
+# Batching: a batch of all xs is one more dimension of the sum.
+
+
+def _batch(
+    operands: Sequence[Any], dims: Sequence[Any], *, pairs: int, **params: Any
+) -> tuple[Any, list[Any]]:
+    if not collective_matmul.foldable(dims, pairs):
+        return None, [0]
+    moved = [v if d is None else jnp.moveaxis(v, d, 0) for v, d in zip(operands, dims, strict=True)]
+    return primitive.bind(*moved, pairs=pairs, **params), [0]
+
+
+# Registration.
+
+primitive.define(_abstract_eval, collective_matmul.jvp_of_sum, _transpose, _batch)

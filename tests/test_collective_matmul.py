@@ -1,0 +1,758 @@
+"""Collective matmuls in one process: as lax's, with no more collectives than are needed."""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import LAX_MATMULS, line, make_mesh, random, sharded
+from devices import need_devices
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from lowered import in_lowered
+
+import jax_intranode
+from jax_intranode import all_gather_matmul, explain, matmul_all_reduce, matmul_reduce_scatter
+
+N = min(4, len(jax.devices()))
+BOTH = pytest.mark.parametrize("check_vma", [True, False])
+
+
+@pytest.fixture(autouse=True)
+def float32_products() -> Iterator[None]:
+    """On GPUs the default would be TF32."""
+    need_devices(2)
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def values(*shapes: Sequence[int], dtype: str = "float32") -> list[np.ndarray]:
+    return [random(dtype, shape, seed) for seed, shape in enumerate(shapes)]
+
+
+BY_X = P("x")
+
+
+def over_x(body: Any, in_specs: Any, out_specs: Any = BY_X, check_vma: bool = False) -> Any:
+    return sharded(body, line(N), in_specs, out_specs, check_vma)
+
+
+def with_gradients(f: Callable[..., Any], argnums: Sequence[int]) -> Callable[..., Any]:
+    """The results, and the gradients of a loss that is not linear in them."""
+
+    def both(*args: Any) -> Any:
+        def of_some(*some: Any) -> Any:
+            given = dict(zip(argnums, some, strict=True))
+            return f(*(given.get(i, arg) for i, arg in enumerate(args)))
+
+        results, pull_back = jax.vjp(of_some, *(args[i] for i in argnums))
+        return results, pull_back(jax.tree.map(jnp.cos, results))
+
+    return both
+
+
+def same(ours: Any, theirs: Any, tolerance: float = 2e-5) -> None:
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        a, b = (
+            np.asarray(v).astype("complex128" if v.dtype.kind == "c" else float) for v in (a, b)
+        )
+        scale = max(1, np.abs(b).max(initial=0))
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * scale)
+
+
+def like_lax(program: Callable[[Any], Callable[..., Any]], *args: Any) -> None:
+    """Compares a program of ours with one of lax's; none of ours may be left to lax."""
+    ours = jax.jit(program(jax_intranode))
+    assert collectives(ours, *args)
+    same(ours(*args), jax.jit(program(LAX_MATMULS))(*args))
+
+
+def collectives(f: Callable[..., Any], *args: Any) -> Counter[str]:
+    """The collectives of a program: ours by their names, lax's with "lax" before StableHLO's."""
+    ours = "jax_intranode_"
+    found = in_lowered(jax.jit(f).lower(*args).as_text())
+    return Counter(
+        {
+            name.removeprefix(ours) if name.startswith(ours) else f"lax {name}": k
+            for name, k in found.items()
+        }
+    )
+
+
+# Shapes and dimensions.
+
+
+@BOTH
+@pytest.mark.parametrize("leading", [(2 * N,), (N, 2 * N), (N, 2 * N, 3 * N)])
+def test_every_axis(leading: tuple[int, ...], check_vma: bool) -> None:
+    """Every axis that can be gathered or scattered, the last of the product too."""
+    rank = len(leading) + 1
+
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            gathered = [
+                lib.all_gather_matmul(x, w, "x", gather_axis=axis)
+                for axis in (*range(rank - 1), -rank)
+            ]
+            scattered = [
+                lib.matmul_reduce_scatter(x, w, "x", scatter_axis=axis)
+                for axis in (*range(rank), -1)
+            ]
+            total = lib.matmul_all_reduce(x, w, "x")
+            return [v.sum(axis=-1)[None] for v in (*gathered, *scattered, total)]
+
+        return with_gradients(over_x(body, (P(), P()), check_vma=check_vma), (0, 1))
+
+    like_lax(program, *values((*leading, 5), (5, 3 * N)))
+
+
+@BOTH
+@pytest.mark.parametrize("m, k, n", [(0, 3, 4), (1, 0, 4), (1, 3, 0), (0, 0, 0), (129, 33, 1)])
+def test_sizes(m: int, k: int, n: int, check_vma: bool) -> None:
+    """Empty dimensions, which XLA's collectives refuse, and odd ones."""
+
+    def body(x: Any, w: Any, one: Any) -> Any:
+        y = matmul_reduce_scatter(all_gather_matmul(x, w, "x"), w.T, "x")
+        wide = jnp.concatenate([w] * N, 1)
+        part = matmul_reduce_scatter(x, wide, "x", scatter_axis=1)
+        # XLA itself fails where all operands of a shard_map are empty.
+        return y * one[0], part * one[0], matmul_all_reduce(x, w, "x")
+
+    f = over_x(body, (P("x"), P(None, "x"), P()), (P("x"), P(None, "x"), P()), check_vma)
+
+    def alone(x: Any, w: Any, one: Any) -> Any:
+        pairs = zip(jnp.split(x, N), jnp.split(w, N, 1), strict=True)
+        total = sum(a @ b for a, b in pairs)
+        return x @ w @ w.T, jnp.concatenate([total] * N, 1), total
+
+    args = *values((m * N, k), (k, n * N)), np.ones(1, np.float32)
+    ours, alone = (jax.jit(with_gradients(g, (0, 1))) for g in (f, alone))
+    same(ours(*args), alone(*args))
+
+
+@BOTH
+def test_lists_of_matrices_of_unequal_widths(check_vma: bool) -> None:
+    def program(lib: Any) -> Any:
+        def body(x: Any, ws: Any) -> Any:
+            q, k, v = lib.all_gather_matmul(x, ws, "x")
+            (alone,) = lib.all_gather_matmul(x, ws[:1], "x")
+            return q.sum(1) * k[:, 0] + v[:, 1] + alone.sum(1)
+
+        return with_gradients(over_x(body, (P("x"), P(None, "x")), P("x"), check_vma), (0, 1))
+
+    x, *ws = values((2 * N, 5), (5, 3 * N), (5, 7 * N), (5, 2 * N))
+    like_lax(program, x, ws)
+
+
+@BOTH
+def test_the_gathered_array_is_a_result(check_vma: bool) -> None:
+    x, w = values((2 * N, 5), (5, 3))
+
+    def ours(x: Any, w: Any) -> Any:
+        (y,), whole = all_gather_matmul(x, [w], "x", return_gathered=True)
+        z, again = all_gather_matmul(x, w, "x", return_gathered=True)
+        return y.sum(1) + whole[:, 0], z * again[:, :3]
+
+    def theirs(x: Any, w: Any) -> Any:
+        whole = lax.all_gather(x, "x", tiled=True)
+        y = whole @ w
+        return y.sum(1) + whole[:, 0], y * whole[:, :3]
+
+    def program(body: Any) -> Any:
+        return jax.jit(with_gradients(over_x(body, (P("x"), P()), P("x"), check_vma), (0, 1)))
+
+    same(program(ours)(x, w), program(theirs)(x, w))
+
+
+@BOTH
+def test_over_two_axes_of_a_mesh(check_vma: bool) -> None:
+    need_devices(4)
+    mesh = make_mesh((2, 2), ("a", "b"), (2, 0, 3, 1))
+
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any, r: Any) -> Any:
+            y = lib.all_gather_matmul(x, w, ("b", "a"))  # w varies over one of them
+            z = lib.matmul_reduce_scatter(y, r, ("b", "a"))
+            return z + lib.matmul_reduce_scatter(lib.all_gather_matmul(x, r, "a"), w, "a")
+
+        specs = (P(("b", "a")), P("a"), P())
+        return with_gradients(sharded(body, mesh, specs, P(("b", "a")), check_vma), (0, 1, 2))
+
+    like_lax(program, *values((8, 3), (6, 3), (3, 3)))
+
+
+def test_results_that_vary_over_different_axes() -> None:
+    """Types are lax's: what does not vary over "a" may be a replicated result."""
+    need_devices(4)
+    mesh = make_mesh((2, 2), ("a", "b"))
+
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any, v: Any) -> Any:
+            return lib.all_gather_matmul(x, [w, v], "b")
+
+        f = sharded(body, mesh, (P("b"), P("a"), P()), [P(("a", "b")), P("b")], True)
+        return with_gradients(f, (0, 1, 2))
+
+    args = values((4, 3), (6, 3), (3, 3))
+    (call,) = explain(lambda *args: program(jax_intranode)(*args)[0])(*args)
+    assert (call.operation, call.algorithm) == ("all_gather_matmul", "lax")
+    assert call.reason == "results that vary over different axes"
+    same(jax.jit(program(jax_intranode))(*args), jax.jit(program(LAX_MATMULS))(*args))
+
+
+# Numerics.
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("preferred", [None, jnp.float32])
+def test_dtypes_of_results_and_gradients(dtype: str, preferred: Any) -> None:
+    x, w = values((2 * N, 6), (6, 3 * N), dtype=dtype)
+
+    def ours(x: Any, w: Any) -> Any:
+        y = all_gather_matmul(x, w, "x", preferred_element_type=preferred)
+        z = matmul_reduce_scatter(x, w, "x", scatter_axis=1, preferred_element_type=preferred)
+        return y, z, matmul_all_reduce(x, w, "x", preferred_element_type=preferred)
+
+    def theirs(x: Any, w: Any) -> Any:
+        y = jnp.matmul(lax.all_gather(x, "x", tiled=True), w, preferred_element_type=preferred)
+        z = jnp.matmul(x, w, preferred_element_type=preferred)
+        return y, lax.psum_scatter(z, "x", scatter_dimension=1, tiled=True), lax.psum(z, "x")
+
+    def program(body: Any) -> Any:
+        return jax.jit(with_gradients(over_x(body, (P("x"), P()), P("x")), (0, 1)))
+
+    results, gradients = program(ours)(x, w)
+    of_lax = program(theirs)(x, w)
+    assert all(v.dtype == (preferred or dtype) for v in results)
+    assert all(v.dtype == dtype for v in gradients)
+    same((results, gradients), of_lax, 0.02)
+
+
+def test_list_is_summed_before_it_is_rounded() -> None:
+    """The derivative by x of many matrices: a sum in float32 that is scattered in bfloat16."""
+    by_columns = P(None, "x")
+    f = over_x(
+        lambda x, *ws: all_gather_matmul(x, list(ws), "x"),
+        (P("x"), by_columns, by_columns),
+        by_columns,
+    )
+    args = values((2 * N, 5), (5, 3 * N), (5, N), dtype="bfloat16")
+    lines = jax.jit(with_gradients(f, (0,))).lower(*args).as_text().splitlines()
+    (add,) = [line for line in lines if "stablehlo.add " in line]
+    assert add.endswith(f"tensor<{2 * N}x5xf32>")
+    (scatter,) = [line for line in lines if "@jax_intranode_psum_scatter" in line]
+    assert scatter.endswith("tensor<2x5xbf16>")
+
+
+def test_precision_is_that_of_the_call() -> None:
+    def body(x: Any, w: Any) -> Any:
+        with jax.default_matmul_precision("high"):
+            y = all_gather_matmul(x, w, "x")
+            return matmul_reduce_scatter(y, w, "x") + matmul_all_reduce(x, w, "x")
+
+    f = with_gradients(over_x(body, (P("x"), P())), (0, 1))
+    text = jax.jit(f).lower(*values((2 * N, 4), (4, 4))).as_text()
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert len(products) == 9
+    assert all("precision = [HIGH, HIGH]" in line for line in products)
+
+
+# Collectives of the derivatives.
+
+
+GATHER, SCATTER, SUM = "all_gather", "psum_scatter", "psum"
+
+
+def steps(name: str) -> tuple[Callable[..., Any], Any, Any]:
+    """A function of a rank's x and ws, and its specs."""
+    if name == "all_gather_matmul":
+        return (lambda x, *ws: all_gather_matmul(x, list(ws), "x")), P("x"), P(None, "x")
+    if name == "matmul_reduce_scatter":
+        return (lambda x, w, _: matmul_reduce_scatter(x, w, "x")), P(None, "x"), P("x")
+    return (lambda x, w, _: matmul_all_reduce(x, w, "x")), P(None, "x"), P()
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "name, forward, backward",
+    [
+        ("all_gather_matmul", {GATHER: 1}, {"x": {SCATTER: 1}, "w": {}, "xw": {SCATTER: 1}}),
+        ("matmul_reduce_scatter", {SCATTER: 1}, {by: {GATHER: 1} for by in ("x", "w", "xw")}),
+        ("matmul_all_reduce", {SUM: 1}, dict.fromkeys(("x", "w", "xw"), None)),
+    ],
+)
+def test_collectives_of_derivatives(
+    name: str, forward: dict[str, int], backward: dict[str, Any], check_vma: bool
+) -> None:
+    f, of_x, of_result = steps(name)
+    of_w = P("x") if name != "all_gather_matmul" else P(None, "x")
+    g = over_x(f, (of_x, of_w, of_w), of_result, check_vma)
+    args = values((2 * N, 2 * N), (2 * N, 3 * N), (2 * N, 5 * N))
+    assert collectives(g, *args) == forward
+    for by, argnums in (("x", (0,)), ("w", (1, 2)), ("xw", (0, 1, 2))):
+        expected = backward[by]
+        if expected is None:  # as lax.psum's: none for a cotangent that is the same on all ranks
+            expected = {} if check_vma else {SUM: 1}
+        found = collectives(with_gradients(g, argnums), *args)
+        assert found == Counter(forward) + Counter(expected), by
+
+        def tangent(*args: Any, argnums: Any = argnums) -> Any:
+            moved = [jnp.cos(v) if i in argnums else jnp.zeros_like(v) for i, v in enumerate(args)]
+            return jax.jvp(g, args, tuple(moved))
+
+        assert collectives(tangent, *args) == {key: 2 * k for key, k in forward.items()}, by
+
+
+@BOTH
+def test_gathered_result_adds_no_collective(check_vma: bool) -> None:
+    """Its cotangent goes with those of the products."""
+
+    def body(x: Any, w: Any) -> Any:
+        ys, whole = all_gather_matmul(x, [w, w], "x", return_gathered=True)
+        return ys[0] * ys[1] * whole[:, :1]
+
+    f = with_gradients(over_x(body, (P("x"), P(None, "x")), P("x"), check_vma), (0, 1))
+    assert collectives(f, *values((2 * N, 5), (5, 3 * N))) == {GATHER: 1, SCATTER: 1}
+
+
+@BOTH
+def test_replicated_matrices_get_the_sum(check_vma: bool) -> None:
+    """The rest is what jax.shard_map, or the cast of the matrix, transposes to."""
+
+    def body(x: Any, w: Any, v: Any) -> Any:
+        return matmul_reduce_scatter(jnp.tanh(all_gather_matmul(x, w, "x")), v, "x")
+
+    f = with_gradients(over_x(body, (P("x"), P(), P()), P("x"), check_vma), (0, 1, 2))
+    args = values((2 * N, 5), (5, 3), (3, 5))
+    found = collectives(f, *args)
+    assert 1 <= found.pop("lax all_reduce") <= 2
+    assert found == {GATHER: 2, SCATTER: 2}
+
+    def alone(x: Any, w: Any, v: Any) -> Any:  # on one device; each rank adds the same
+        return N * jnp.tanh(x @ w) @ v
+
+    same(jax.jit(f)(*args), with_gradients(alone, (0, 1, 2))(*args))
+
+
+# What the backward pass keeps.
+
+
+POLICIES = jax.checkpoint_policies
+REMAT = {
+    # All is computed again, but the last sum: nothing but its derivative needs it.
+    "nothing": (None, {GATHER: 3, SCATTER: 3}),
+    # x is gathered again, and nothing else.
+    "results": (POLICIES.save_only_these_names("hidden", "sum"), {GATHER: 3, SCATTER: 2}),
+    "gathered": (
+        POLICIES.save_only_these_names("jax_intranode.gathered", "hidden", "sum"),
+        {GATHER: 2, SCATTER: 2},
+    ),
+    "everything": (POLICIES.everything_saveable, {GATHER: 2, SCATTER: 2}),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("name", REMAT)
+def test_remat(name: str, check_vma: bool) -> None:
+    def body(x: Any, w: Any, v: Any) -> Any:
+        h = jnp.tanh(checkpoint_name(all_gather_matmul(x, w, "x"), "hidden"))
+        return jnp.sin(checkpoint_name(matmul_reduce_scatter(h, v, "x"), "sum"))
+
+    policy, expected = REMAT[name]
+    specs = (P("x"), P(None, "x"), P("x"))
+
+    def program(body: Any) -> Any:
+        return with_gradients(over_x(body, specs, P("x"), check_vma), (0, 1, 2))
+
+    args = values((2 * N, 5), (5, 3 * N), (3 * N, 5))
+    again = jax.jit(program(jax.checkpoint(body, policy=policy)))
+    calls = Counter(
+        {"all_gather": GATHER, "all_gather_matmul": GATHER}.get(call.operation, SCATTER)
+        for call in explain(again)(*args)
+    )
+    assert calls == collectives(again, *args) == expected
+    same(again(*args), jax.jit(program(body))(*args))
+
+
+def test_gathering_again_multiplies_nothing() -> None:
+    """Of what jax.checkpoint computes again only the gathered x is needed here."""
+    body = jax.checkpoint(lambda x, w: all_gather_matmul(x, [w, w], "x")[0])
+    f = with_gradients(over_x(body, (P("x"), P(None, "x"))), (0, 1))
+    args = values((2 * N, 5), (5, 3 * N))
+    called = [call.operation for call in explain(f)(*args)]
+    assert called == ["all_gather_matmul", "all_gather", "matmul_reduce_scatter"]
+    # Forward, by x, and by w.
+    assert jax.jit(f).lower(*args).as_text().count("stablehlo.dot_general") == 3
+
+
+# Transformations.
+
+
+def three(lib: Any, x: Any, w: Any) -> Any:
+    """A number from each of the three."""
+    return (
+        (lib.all_gather_matmul(x, w, "x") ** 2).sum()
+        + (lib.all_gather_matmul(x, [w, w[:, :2]], "x", gather_axis=-2)[1] ** 3).sum()
+        + jnp.sin(lib.matmul_reduce_scatter(x, w, "x")).sum()
+        + jnp.sin(lib.matmul_all_reduce(x, w, "x")).sum()
+    )
+
+
+@BOTH
+@pytest.mark.parametrize("in_axes", [(1, None), (2, None), (None, 2), (2, 1)])
+def test_vmap(in_axes: tuple[int | None, int | None], check_vma: bool) -> None:
+    """Over x, over w, over both; of the function and of its gradient."""
+    x, w = values((N, 5), (5, 3))
+    x, w = (
+        v if d is None else np.stack([v, v * 2, 1 - v], d)
+        for v, d in zip((x, w), in_axes, strict=True)
+    )
+
+    def program(lib: Any) -> Any:
+        f = functools.partial(three, lib)
+
+        def over_ranks(f: Any) -> Any:
+            def body(x: Any, w: Any) -> Any:
+                return jax.tree.map(lambda v: v[None], jax.vmap(f, in_axes)(x, w))
+
+            return over_x(body, (P(), P()), check_vma=check_vma)
+
+        around, inside = over_ranks(f), over_ranks(jax.grad(f, (0, 1)))
+        return lambda x, w: (with_gradients(around, (0, 1))(x, w), inside(x, w))
+
+    like_lax(program, x, w)
+
+
+@pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (0, 0)])
+def test_vmap_adds_no_collectives(in_axes: tuple[int | None, int | None]) -> None:
+    def body(x: Any, w: Any) -> Any:
+        def f(x: Any, w: Any) -> Any:
+            y = jnp.tanh(all_gather_matmul(x, w, "x"))
+            return y, matmul_reduce_scatter(x, w, "x"), matmul_all_reduce(x, w, "x")
+
+        return jax.vmap(f, in_axes)(x, w)
+
+    f = with_gradients(over_x(body, (P(), P()), P(None, "x")), (0, 1))
+    x, w = values((N, 5), (5, 3))
+    x, w = (v if d is None else np.stack([v, v]) for v, d in zip((x, w), in_axes, strict=True))
+    found = collectives(f, x, w)
+    assert 1 <= found.pop("lax all_reduce") <= 2  # replicated arguments of jax.shard_map
+    assert found == {GATHER: 2, SCATTER: 2, SUM: 2}
+
+
+def test_vmap_around_shard_map() -> None:
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            return lib.matmul_reduce_scatter(lib.all_gather_matmul(x, w, "x"), w.T, "x")
+
+        f = over_x(body, (P("x"), P(None, "x")), P("x"), True)
+        return with_gradients(jax.vmap(f, (1, None)), (0, 1))
+
+    like_lax(program, *values((2 * N, 3, 5), (5, 3 * N)))
+
+
+def test_axis_of_vmap() -> None:
+    """Lax does it, as it does where vmap hides the mesh axis."""
+    x, w = values((N, N, 5), (5, 3))
+
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            y = lib.matmul_reduce_scatter(lib.all_gather_matmul(x, w, "v"), w.T, "v")
+            return y + lib.matmul_all_reduce(x, w @ w.T, "v")
+
+        return with_gradients(jax.vmap(body, (0, None), axis_name="v"), (0, 1))
+
+    same(jax.jit(program(jax_intranode))(x, w), jax.jit(program(LAX_MATMULS))(x, w))
+
+    def hidden(lib: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            def f(x: Any) -> Any:
+                y = lib.matmul_reduce_scatter(lib.all_gather_matmul(x, w, "x"), w.T, "x")
+                return y + lib.matmul_all_reduce(x, w @ w.T, "x")
+
+            return jax.vmap(f, axis_name="x")(x)
+
+        return with_gradients(over_x(body, (P(None, "x"), P()), P(None, "x")), (0, 1))
+
+    same(jax.jit(hidden(jax_intranode))(x, w), jax.jit(hidden(LAX_MATMULS))(x, w))
+
+
+def test_trace_before_vmap_hides_the_axis() -> None:
+    """A jaxpr with our primitives, batched over an axis of the mesh axis' name."""
+
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            def f(x: Any, w: Any) -> Any:
+                y = lib.matmul_reduce_scatter(lib.all_gather_matmul(x, w, "x"), w.T, "x")
+                return y + lib.matmul_all_reduce(x, w @ w.T, "x")
+
+            traced = jax.make_jaxpr(f)(x[0], w)
+            run = jax.extend.core.jaxpr_as_fun(traced)
+            return jax.vmap(lambda x: run(x, w)[0], axis_name="x", axis_size=N)(x)
+
+        return over_x(body, (P(), P()), P(None, "x"))
+
+    x, w = values((N, N, 5), (5, 3))
+    ours, theirs = (jax.jit(program(lib)) for lib in (jax_intranode, LAX_MATMULS))
+    assert not collectives(ours, x, w)
+    same(ours(x, w), theirs(x, w))
+
+
+@BOTH
+@pytest.mark.parametrize("remat", [True, False])
+def test_scan(remat: bool, check_vma: bool) -> None:
+    """Layers with weights of their own; the collectives of a layer are those of one alone."""
+
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any, v: Any) -> Any:
+            def layer(x: Any, weights: Any) -> Any:
+                h = jnp.tanh(lib.all_gather_matmul(x, weights[0], "x"))
+                return x + lib.matmul_reduce_scatter(h, weights[1], "x"), x.sum()
+
+            layer = jax.checkpoint(layer) if remat else layer
+            return lax.scan(layer, x, (w, v))[0]
+
+        specs = (P("x"), P(None, None, "x"), P(None, "x"))
+        return with_gradients(over_x(body, specs, P("x"), check_vma), (0, 1, 2))
+
+    args = values((2 * N, 5), (3, 5, 3 * N), (3, 3 * N, 5))
+    like_lax(program, *args)
+    expected = {GATHER: 3 if remat else 2, SCATTER: 2}
+    assert collectives(program(jax_intranode), *args) == expected
+
+
+@BOTH
+def test_gradient_inside_of_shard_map(check_vma: bool) -> None:
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            value, gradients = jax.value_and_grad(functools.partial(three, lib), (0, 1))(x, w)
+            return value[None], [v[None] for v in gradients]
+
+        return over_x(body, (P("x"), P(None, "x")), P("x"), check_vma)
+
+    like_lax(program, *values((N * N, 5), (5, 3 * N)))
+
+
+@BOTH
+def test_derivatives_of_higher_order(check_vma: bool) -> None:
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            columns = lib.matmul_reduce_scatter(x, jnp.sin(w[:, :N]), "x", scatter_axis=-1)
+            return three(lib, x, w)[None] + (columns**2).sum()
+
+        f = over_x(body, (P("x"), P(None, "x")), P("x"), check_vma)
+
+        def both(x: Any, w: Any) -> Any:
+            gradient = jax.grad(lambda x, w: f(x, w).sum(), (0, 1))
+            along = jax.jvp(gradient, (x, w), (jnp.cos(x), jnp.sin(w)))
+            twice = jax.grad(lambda x, w: sum((g**2).sum() for g in gradient(x, w)), (0, 1))
+            return along, twice(x, w)
+
+        return both
+
+    like_lax(program, *values((N * N, 3), (3, N * N)))
+
+
+def test_linear_transpose() -> None:
+    """Linear in x, and in w."""
+    x, w = values((2 * N, 5), (5, 3 * N))
+
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            def by(f: Callable[..., Any], v: Any) -> Any:
+                return jax.linear_transpose(f, v)(jax.tree.map(jnp.cos, f(v)))
+
+            return [
+                by(lambda x: lib.all_gather_matmul(x, [w, w], "x")[1:], x),
+                by(lambda w: lib.all_gather_matmul(x, [w, w * 2], "x"), w),
+                by(lambda w: lib.matmul_reduce_scatter(x[:N], w, "x"), w),
+                by(lambda x: lib.matmul_reduce_scatter(x, w, "x"), x),
+                by(lambda w: lib.matmul_all_reduce(x, w, "x"), w),
+                by(lambda x: lib.matmul_all_reduce(x, w, "x"), x),
+            ]
+
+        return over_x(body, (P(), P()))
+
+    like_lax(program, x, w)
+
+
+def test_mesh_of_set_mesh_with_explicit_axes() -> None:
+    """Right for devices in any order, whichever the program was traced for."""
+    x, w = values((2 * N, 5), (5, 3 * N))
+    specs = (P("x"), P(None, "x"))
+
+    def body(x: Any, w: Any) -> Any:
+        return matmul_reduce_scatter(jnp.tanh(all_gather_matmul(x, w, "x")), w.T, "x")
+
+    f = jax.shard_map(body, in_specs=specs, out_specs=P("x"))
+    g = jax.jit(with_gradients(f, (0, 1)))
+    for order in (range(N), reversed(range(N))):
+        devices = np.array(jax.devices()[:N])[list(order)]
+        mesh = jax.sharding.Mesh(devices, ("x",), axis_types=(AxisType.Explicit,))
+        with jax.set_mesh(mesh):
+            args = [jax.device_put(v, P(*spec)) for v, spec in zip((x, w), specs, strict=True)]
+            results = g(*args)
+            text = g.lower(*args).as_text()
+        same(results, with_gradients(lambda x, w: jnp.tanh(x @ w) @ w.T, (0, 1))(x, w))
+        if devices[0].id == 0:
+            assert Counter(in_lowered(text)) == {
+                "jax_intranode_all_gather": 2,
+                "jax_intranode_psum_scatter": 2,
+            }
+
+
+def test_eager() -> None:
+    x, w = values((2 * N, 5), (5, 3))
+    f = over_x(lambda x, w: three(jax_intranode, x, w)[None], (P(), P()))
+    same(f(x, w), jax.jit(f)(x, w))
+
+
+def test_donation() -> None:
+    x, w = values((2 * N, 5), (5, 5))
+
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            return x + lib.matmul_reduce_scatter(lib.all_gather_matmul(x, w, "x"), w, "x")
+
+        return over_x(body, (P("x"), P()))
+
+    sharding = jax.NamedSharding(line(N), P("x"))
+    carried = jax.device_put(x, sharding)
+    ours = jax.jit(program(jax_intranode), donate_argnums=0)
+    for _ in range(3):
+        before, carried = carried, ours(carried, w)
+        x = jax.jit(program(LAX_MATMULS))(x, w)
+        assert before.is_deleted()
+    same(carried, x)
+
+
+# Where lax does it.
+
+
+def test_explain() -> None:
+    def body(x: Any, w: Any) -> Any:
+        y = matmul_reduce_scatter(all_gather_matmul(x, [w, w], "x")[0], w.T, "x")
+        return matmul_all_reduce(y, w, "x")
+
+    x, w = values((2 * N, 5), (5, 3 * N))
+    calls = explain(over_x(body, (P("x"), P(None, "x"))))(x, w)
+    # The matrix whose product is not used is not there.
+    got = [(c.operation, c.algorithm, c.nbytes, c.group_size, len(c.shapes)) for c in calls]
+    assert got == [
+        ("all_gather_matmul", "all_gather", 2 * 5 * 4, N, 2),
+        ("matmul_reduce_scatter", "reduce_scatter", 2 * N * 5 * 4, N, 2),
+        ("matmul_all_reduce", "one_shot", 2 * 3 * 4, N, 2),
+    ]
+    for call, words in zip(
+        calls,
+        ("all_gather before the matmul", "psum_scatter after the matmul", "psum after the matmul"),
+        strict=True,
+    ):
+        assert call.reason.startswith(f"{words}, not overlapped; "), call.reason
+        assert f"bytes of float32 among {N} ranks" in call.reason
+
+
+def test_what_ours_decline() -> None:
+    """Lax's collective, under our name, with the reason."""
+    x, w = values((2 * N, 5), (5, 3), dtype="complex64")
+
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            return lib.matmul_reduce_scatter(x, w, "x"), lib.matmul_all_reduce(x, w, "x")
+
+        return over_x(body, (P(), P()))
+
+    same(jax.jit(program(jax_intranode))(x, w), jax.jit(program(LAX_MATMULS))(x, w))
+    scatter, total = explain(program(jax_intranode))(x, w)
+    assert (scatter.operation, scatter.algorithm) == ("matmul_reduce_scatter", "lax")
+    assert (total.operation, total.algorithm) == ("matmul_all_reduce", "lax")
+    assert "dtype complex64" in scatter.reason and "dtype complex64" in total.reason
+
+
+def test_partly_manual_mesh_is_lax() -> None:
+    need_devices(4)
+    mesh = make_mesh((2, 2), ("auto", "x"))
+
+    def body(x: Any, w: Any) -> Any:
+        return matmul_reduce_scatter(all_gather_matmul(x, w, "x"), w.T, "x")
+
+    f = jax.shard_map(
+        body, mesh=mesh, in_specs=(P("x"), P(None, "x")), out_specs=P("x"), axis_names={"x"}
+    )
+    x, w = values((4, 6), (6, 4))
+    assert {call.algorithm for call in explain(f)(x, w)} == {"lax"}
+    assert not any(name in collectives(f, x, w) for name in (GATHER, SCATTER))
+    same(jax.jit(f)(x, w), x @ w @ w.T)
+
+
+def test_export_is_lax() -> None:
+    f = over_x(lambda x, w: all_gather_matmul(x, w, "x"), (P("x"), P(None, "x")), P(None, "x"))
+    x, w = values((2 * N, 5), (5, 3 * N))
+    module = jax.export.export(jax.jit(f))(x, w).mlir_module()
+    assert "@jax_intranode" not in module and "stablehlo.all_gather" in module
+
+
+# Errors.
+
+X, W = np.ones((N, 4), np.float32), np.ones((4, 4), np.float32)
+REFUSED = {
+    "no array": (all_gather_matmul, (3.0, W), {}, TypeError, "x is a float; pass an array"),
+    "rank of x": (all_gather_matmul, (X[0], W), {}, ValueError, r"x has the shape \(4,\); it need"),
+    "rank of w": (matmul_all_reduce, (X, W[None]), {}, ValueError, r"w\[0\] has the shape \(1, 4"),
+    "no matrices": (all_gather_matmul, (X, []), {}, ValueError, "w is an empty list; pass at "),
+    "a list": (matmul_all_reduce, (X, [W]), {}, TypeError, r"w\[0\] is a list"),
+    "contracted": (matmul_reduce_scatter, (X, W[1:]), {}, ValueError, r"\(3, 4\); they must be"),
+    "of a list": (all_gather_matmul, (X, [W, W[1:]]), {}, ValueError, r"first of w\[1\], of shape"),
+    "dtypes": (
+        all_gather_matmul, (X, W.astype("bfloat16")), {}, TypeError,
+        r"x is float32, w\[0\] is bfloat16; cast one",
+    ),
+    "preferred": (
+        matmul_all_reduce, (X, W), {"preferred_element_type": "int32"}, TypeError,
+        "preferred_element_type is int32, and the operands are float32; take",
+    ),
+    "gathered axis": (
+        all_gather_matmul, (X, W), {"gather_axis": 2}, ValueError,
+        "gather_axis is 2; with 2 dimensions it must be from -2 to 1",
+    ),
+    "gathered contracted": (
+        all_gather_matmul, (X, W), {"gather_axis": -1}, ValueError,
+        r"gather_axis is -1, the last dimension of x, of shape \(\d, 4\), which is contracted",
+    ),
+    "scattered axis": (
+        matmul_reduce_scatter, (X, W), {"scatter_axis": -3}, ValueError,
+        "scatter_axis is -3; with 2 dimensions it must be from -2 to 1",
+    ),
+    "not divisible": (
+        matmul_reduce_scatter, (np.ones((N + 1, 4), np.float32), W), {}, ValueError,
+        rf"scatter_axis 0 of the product has {N + 1} elements; it must be a multiple of the {N} r",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_while_tracing(name: str) -> None:
+    function, args, options, error, message = REFUSED[name]
+
+    def body(v: Any) -> Any:
+        def traced(a: Any) -> Any:
+            return a + v.astype(a.dtype) if isinstance(a, np.ndarray) else a
+
+        return function(*jax.tree.map(traced, args), "x", **options)
+
+    with pytest.raises(error, match=f"{function.__name__}: .*{message}"):
+        jax.eval_shape(over_x(body, P()), np.float32(0))
+
+
+@pytest.mark.parametrize("f", [all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce])
+def test_unbound_axis_is_laxs_error(f: Callable[..., Any]) -> None:
+    with pytest.raises(NameError, match="unbound axis name: nowhere") as raised:
+        f(X, W, "nowhere")
+    assert "shard_map" in "".join(raised.value.__notes__)

@@ -47,7 +47,13 @@ class Selection:
     threads: int = 0
 
 
-def _half_bytes_needed(algorithm: str, packet_bytes: int, world_size: int, packet: int) -> int:
+def packet_bytes_of(dtype: str) -> int:
+    """Bytes of a packet, which carries a pack of data."""
+    return PACK_BYTES if dtype in _BARE else 2 * PACK_BYTES
+
+
+def half_bytes_needed(algorithm: str, packet_bytes: int, world_size: int, packet: int) -> int:
+    """Bytes of a half that an operation takes (HalfBytesNeeded in xla_ffi/kernels/algorithms.h)."""
     packs = -(-packet_bytes // packet)
     if algorithm == "two_shot":
         return 2 * world_size * max(1, -(-packs // world_size)) * packet
@@ -97,8 +103,7 @@ def select(
         return lax(f"a group of {world_size} ranks; at most {MAX_WORLD_SIZE} are supported")
     if unsupported := unsupported_dtype(operation, dtype):
         return lax(unsupported)
-    # A packet carries a pack of data, in 16 or 32 bytes.
-    packet = 16 if dtype in _BARE else 32
+    packet = packet_bytes_of(dtype)
     packs = -(-nbytes // PACK_BYTES)
     packet_bytes = packs * packet
     packets = "bare" if dtype in _BARE else "flagged"
@@ -115,7 +120,7 @@ def select(
         fitting = [row for row in rows if row.algorithm == algorithm]
         row = fitting[-1] if fitting else dataclasses.replace(rows[-1], algorithm=algorithm)
         reason = f"JAX_INTRANODE_ALGORITHM={algorithm}"
-    needed = _half_bytes_needed(row.algorithm, packet_bytes, world_size, packet)
+    needed = half_bytes_needed(row.algorithm, packet_bytes, world_size, packet)
     if needed > half_bytes:
         return lax(
             f"{nbytes} bytes of {dtype} take {needed} bytes of a buffer of {half_bytes}; "

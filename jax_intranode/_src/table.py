@@ -20,34 +20,23 @@ _KB, _MB = 1 << 10, 1 << 20
 
 
 def _parts(algorithm: str) -> dict[tuple[str, int], tuple[Row, ...]]:
+    def bare(largest: int) -> tuple[Row, ...]:
+        return (
+            Row(512 * _KB, algorithm, 128, 256),
+            Row(1 * _MB, algorithm, 256, 256),
+            Row(largest, algorithm, 512, 256),
+        )
+
+    def flagged(largest: int) -> tuple[Row, ...]:
+        return (Row(64 * _KB, algorithm, 64, 256), Row(largest, algorithm, 128, 256))
+
     return {
-        ("bare", 2): (
-            Row(512 * _KB, algorithm, 128, 256),
-            Row(1 * _MB, algorithm, 256, 256),
-            Row(8 * _MB, algorithm, 512, 256),
-        ),
-        ("bare", 4): (
-            Row(512 * _KB, algorithm, 128, 256),
-            Row(1 * _MB, algorithm, 256, 256),
-            Row(4 * _MB, algorithm, 512, 256),
-        ),
-        ("bare", 8): (
-            Row(512 * _KB, algorithm, 128, 256),
-            Row(1 * _MB, algorithm, 256, 256),
-            Row(2 * _MB, algorithm, 512, 256),
-        ),
-        ("flagged", 2): (
-            Row(64 * _KB, algorithm, 64, 256),
-            Row(1 * _MB, algorithm, 128, 256),
-        ),
-        ("flagged", 4): (
-            Row(64 * _KB, algorithm, 64, 256),
-            Row(256 * _KB, algorithm, 128, 256),
-        ),
-        ("flagged", 8): (
-            Row(64 * _KB, algorithm, 64, 256),
-            Row(128 * _KB, algorithm, 128, 256),
-        ),
+        ("bare", 2): bare(8 * _MB),
+        ("bare", 4): bare(4 * _MB),
+        ("bare", 8): bare(2 * _MB),
+        ("flagged", 2): flagged(1 * _MB),
+        ("flagged", 4): flagged(256 * _KB),
+        ("flagged", 8): flagged(128 * _KB),
     }
 
 

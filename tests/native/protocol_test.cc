@@ -144,20 +144,32 @@ bool RunAs(HostThread& t, const TestGroup& g, const jin::Buffers& call, Kind kin
                                 : jin::OneShot<Type, 0, Packets>::Run(t, g, call);
 }
 
-// A buffer, or one that is aligned.
-template <class Type, class Packets, class Call>
-bool RunAs(HostThread& t, const TestGroup& g, const Call& call, Kind kind) {
+template <class Type, int N, class Packets, class Call>
+bool RunKernel(HostThread& t, const TestGroup& g, const Call& call, Kind kind) {
   switch (kind) {
     case Kind::kOneShot:
-      return jin::OneShot<Type, 0, Packets>::Run(t, g, call);
+      return jin::OneShot<Type, N, Packets>::Run(t, g, call);
     case Kind::kTwoShot:
-      return jin::TwoShot<Type, 0, Packets>::Run(t, g, call);
+      return jin::TwoShot<Type, N, Packets>::Run(t, g, call);
     case Kind::kReduceScatter:
-      return jin::ReduceScatter<Type, 0, Packets>::Run(t, g, call);
+      return jin::ReduceScatter<Type, N, Packets>::Run(t, g, call);
     case Kind::kAllGather:
-      return jin::AllGather<Type, 0, Packets>::Run(t, g, call);
+      return jin::AllGather<Type, N, Packets>::Run(t, g, call);
   }
   return false;
+}
+
+template <class Type, class Packets>
+bool RunAs(HostThread& t, const TestGroup& g, const jin::Buffer& call, Kind kind) {
+  return RunKernel<Type, 0, Packets>(t, g, call, kind);
+}
+
+// As on GPUs, sizes have kernels of their own.
+template <class Type, class Packets>
+bool RunAs(HostThread& t, const TestGroup& g, const jin::AlignedBuffer& call, Kind kind) {
+  return g.size == 2   ? RunKernel<Type, 2, Packets>(t, g, call, kind)
+         : g.size == 4 ? RunKernel<Type, 4, Packets>(t, g, call, kind)
+                       : RunKernel<Type, 0, Packets>(t, g, call, kind);
 }
 
 template <template <class> class Break, class Call>

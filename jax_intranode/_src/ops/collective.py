@@ -45,6 +45,11 @@ def _names(axes: Sequence[Hashable]) -> str:
 NOT_OF_A_MESH = "is not one that shard_map has bound"
 
 
+def reason_of_hidden(name: Hashable) -> str:
+    """Why lax does a collective over an axis that vmap has bound over a mesh axis of its name."""
+    return f"axis {_names([name])} {NOT_OF_A_MESH}: vmap hides that one"
+
+
 def bound_axes() -> frozenset[Any]:
     """The mesh axes that shard_map has bound here."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
@@ -59,13 +64,28 @@ def reason_for_lax_of_array(operation: str, x: Any, axes: tuple[Hashable, ...]) 
         return "a constant"
     if not isinstance(jax.typeof(x), ShapedArray):
         return "not an array"
-    kind = jax.typeof(x).manual_axis_type
-    if kind.unreduced or kind.reduced:
+    reason = reason_for_lax_of_types([x], [x], axes)
+    return reason or select.unsupported_dtype(operation, x.dtype.name)
+
+
+def reason_for_lax_of_types(
+    operands: Sequence[Any], sent: Sequence[Any], axes: tuple[Hashable, ...]
+) -> str | None:
+    """Why lax does a collective of arrays that vary as these do, or None if it may be ours.
+
+    Args:
+        operands: all arrays of the call.
+        sent: those of them that what is gathered or summed is made of.
+        axes: the axes.
+    """
+    kinds = [jax.typeof(v).manual_axis_type for v in operands]
+    if any(kind.unreduced or kind.reduced for kind in kinds):
         return "an operand that is unreduced or reduced over mesh axes"
     # Under check_vma=True an operand varies over all axes, or over none; lax refuses others.
-    if 0 < len(kind.varying.intersection(axes)) < len(axes):
+    over = set[Any]().union(*(jax.typeof(v).manual_axis_type.varying for v in sent))
+    if 0 < len(over.intersection(axes)) < len(axes):
         return f"an operand that varies over some of the axes {_names(axes)} only"
-    return select.unsupported_dtype(operation, x.dtype.name)
+    return None
 
 
 @contextmanager
@@ -370,9 +390,7 @@ class Collective(Primitives):
             axis_name=name,
             axis_size=size,
         )
-        with left_to_lax(
-            self.operation, f"axis {_names([name])} {NOT_OF_A_MESH}: vmap hides that one"
-        ):
+        with left_to_lax(self.operation, reason_of_hidden(name)):
             return mapped(*operands), [out] * len(operands)
 
 

@@ -121,13 +121,8 @@ def reason_for_lax(
         return "a constant"
     if not all(isinstance(jax.typeof(v), ShapedArray) for v in operands):
         return "not an array"
-    kinds = [jax.typeof(v).manual_axis_type for v in operands]
-    if any(kind.unreduced or kind.reduced for kind in kinds):
-        return "an operand that is unreduced or reduced over mesh axes"
-    varies_over = set[Any]().union(*(jax.typeof(v).manual_axis_type.varying for v in sent))
-    if 0 < len(varies_over.intersection(axes)) < len(axes):
-        return f"an operand that varies over some of the axes {axes} only"
-    return select.unsupported_dtype(collective_operation, dtype.name)
+    reason = collective.reason_for_lax_of_types(operands, sent, axes)
+    return reason or select.unsupported_dtype(collective_operation, dtype.name)
 
 
 def ranks(operation: str, axes: tuple[Hashable, ...]) -> int:
@@ -206,8 +201,11 @@ def sum_of_dots(
     return total.astype(dtype)
 
 
-def sum_of_dots_aval(operands: Sequence[Any], pairs: int, dtype: Any, transposed: bool) -> Any:
-    """The type of `sum_of_dots`."""
+def sum_of_dots_aval(
+    *operands: Any, pairs: int, dtype: Any, transposed: bool, **params: Any
+) -> Any:
+    """The type of `sum_of_dots`; takes all parameters of a primitive."""
+    del params
     if pairs == 0:
         return operands[0].update(dtype=np.dtype(dtype), weak_type=False)
     x, w = operands[0], operands[pairs]
@@ -352,7 +350,7 @@ class CollectiveMatmul(collective.Primitives):
 
         send = by_lax(
             self.operation,
-            f"axis {name!r} {collective.NOT_OF_A_MESH}: vmap hides that one",
+            collective.reason_of_hidden(name),
             lambda v: own.by_lax([v], **its_params)[0],
         )
         by_parts = partial(self.by_parts, send, **params)
@@ -405,7 +403,12 @@ def transpose_of_sum(
     return of_xs + of_ws + of_addend
 
 
-def foldable(dims: Sequence[Any], pairs: int) -> bool:
-    """Whether a batch of a sum of products is one more dimension of all xs and the addend."""
+def batches_first(operands: Sequence[Any], dims: Sequence[Any], pairs: int) -> list[Any] | None:
+    """The operands of a sum of products with the batch as first dimension of the xs and the addend.
+
+    None if the batch is not one more dimension of them: if one of them has none, or a matrix has.
+    """
     xs, ws, addend = split(dims, pairs)
-    return all(d is None for d in ws) and None not in (*xs, *addend)
+    if any(d is not None for d in ws) or None in (*xs, *addend):
+        return None
+    return [v if d is None else jnp.moveaxis(v, d, 0) for v, d in zip(operands, dims, strict=True)]

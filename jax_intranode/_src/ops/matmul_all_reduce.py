@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad
 
@@ -26,19 +25,12 @@ def _by_parts(
     return [add(collective_matmul.sum_of_dots(operands, pairs, dtype, precision, transposed))]
 
 
-def _sent(
-    *operands: Any, pairs: int, dtype: Any, transposed: bool, precision: Any, **params: Any
-) -> Any:
-    del precision, params
-    return collective_matmul.sum_of_dots_aval(operands, pairs, dtype, transposed)
-
-
 # The primitive: sums products of `pairs` xs and as many ws over the ranks. `invariant` as in psum;
 # the rest as in all_gather_matmul.
 primitive = collective_matmul.CollectiveMatmul(
     "matmul_all_reduce",
     _by_parts,
-    _sent,
+    collective_matmul.sum_of_dots_aval,
     lambda *, axes, invariant, **_: (psum.primitive, {"axes": axes, "invariant": invariant}),
 )
 
@@ -104,7 +96,7 @@ def matmul_all_reduce(x: Any, w: Any, axis_name: Any, *, preferred_element_type:
 def _abstract_eval(
     *operands: Any, axes: tuple[str, ...], invariant: bool, **params: Any
 ) -> list[Any]:
-    total = _sent(*operands, **params)
+    total = collective_matmul.sum_of_dots_aval(*operands, **params)
     if not invariant:
         return [total]
     kind = total.manual_axis_type
@@ -141,9 +133,9 @@ def _transpose(
 def _batch(
     operands: Sequence[Any], dims: Sequence[Any], *, pairs: int, **params: Any
 ) -> tuple[Any, list[Any]]:
-    if not collective_matmul.foldable(dims, pairs):
+    moved = collective_matmul.batches_first(operands, dims, pairs)
+    if moved is None:
         return None, [0]
-    moved = [v if d is None else jnp.moveaxis(v, d, 0) for v, d in zip(operands, dims, strict=True)]
     return primitive.bind(*moved, pairs=pairs, **params), [0]
 
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad
 
@@ -38,20 +37,13 @@ def _part(shape: tuple[int, ...], dimension: int, size: int) -> tuple[int, ...]:
     return (*shape[:dimension], shape[dimension] // size, *shape[dimension + 1 :])
 
 
-def _sent(
-    *operands: Any, pairs: int, dtype: Any, transposed: bool, precision: Any, **params: Any
-) -> Any:
-    del precision, params
-    return collective_matmul.sum_of_dots_aval(operands, pairs, dtype, transposed)
-
-
 # The primitive: sums products of `pairs` xs and as many ws, and perhaps an addend, over the ranks:
 # a derivative of all_gather_matmul of several matrices, and of the gathered x. `size` ranks, which
 # divide `dimension`; the rest as in all_gather_matmul.
 primitive = collective_matmul.CollectiveMatmul(
     "matmul_reduce_scatter",
     _by_parts,
-    _sent,
+    collective_matmul.sum_of_dots_aval,
     lambda *, axes, dimension, size, **_: (
         psum_scatter.primitive,
         {"axes": axes, "dimension": dimension, "tiled": True, "size": size},
@@ -139,7 +131,7 @@ def matmul_reduce_scatter(
 
 
 def _abstract_eval(*operands: Any, dimension: int, size: int, **params: Any) -> list[Any]:
-    whole = _sent(*operands, **params)
+    whole = collective_matmul.sum_of_dots_aval(*operands, **params)
     return [whole.update(shape=_part(whole.shape, dimension, size))]
 
 
@@ -194,9 +186,9 @@ def _transpose(
 def _batch(
     operands: Sequence[Any], dims: Sequence[Any], *, pairs: int, dimension: int, **params: Any
 ) -> tuple[Any, list[Any]]:
-    if not collective_matmul.foldable(dims, pairs):
+    moved = collective_matmul.batches_first(operands, dims, pairs)
+    if moved is None:
         return None, [0]
-    moved = [v if d is None else jnp.moveaxis(v, d, 0) for v, d in zip(operands, dims, strict=True)]
     return primitive.bind(*moved, pairs=pairs, dimension=dimension + 1, **params), [0]
 
 

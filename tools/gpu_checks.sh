@@ -25,19 +25,18 @@ pytest_on() {
 
 if [ "$half" != bench ]; then
   all=$(seq -s, 0 $((gpus - 1)))
+  single=(tests/test_{psum,contract,life_cycle,explain,collective_matmul}.py)
   if [ "$gpus" -ge 4 ]; then
     pytest_on processes_2 300 0,1 tests/multiprocess &
     one=$!
-    pytest_on single_2 300 2,3 tests/test_psum.py tests/test_contract.py tests/test_life_cycle.py \
-      tests/test_explain.py || failed=1
+    pytest_on single_2 300 2,3 "${single[@]}" || failed=1
     wait "$one" || failed=1
     pytest_on "processes_$gpus" 200 "$all" tests/multiprocess/test_psum_processes.py \
       -k "${gpus}_processes" || failed=1
     pytest_on "single_$gpus" 200 "$all" tests/test_psum.py || failed=1
   else
     pytest_on processes_2 300 0,1 tests/multiprocess || failed=1
-    pytest_on single_2 300 0,1 tests/test_psum.py tests/test_contract.py tests/test_life_cycle.py \
-      tests/test_explain.py || failed=1
+    pytest_on single_2 300 0,1 "${single[@]}" || failed=1
   fi
   if command -v compute-sanitizer >/dev/null; then
     CUDA_VISIBLE_DEVICES=0,1 timeout 200 tools/memcheck.sh >"$out/memcheck.log" 2>&1 || failed=1

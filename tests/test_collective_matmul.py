@@ -655,7 +655,7 @@ def test_explain() -> None:
         ("all_gather before the matmul", "psum_scatter after the matmul", "psum after the matmul"),
         strict=True,
     ):
-        assert call.reason.startswith(f"{words}, not overlapped; "), call.reason
+        assert call.reason.startswith(f"{words}, not overlapped ("), call.reason
         assert f"bytes of float32 among {N} ranks" in call.reason
 
 

@@ -79,10 +79,11 @@ def test_all_variables_together() -> None:
             "JAX_INTRANODE_DISABLE": "1",
             "JAX_INTRANODE_TOPOLOGY": "unknown",
             "JAX_INTRANODE_SLAB_MIB": "3",
+            "JAX_INTRANODE_RING_MIB": "4",
             "JAX_INTRANODE_TIMEOUT_S": "2.5",
             "JAX_INTRANODE_ALGORITHM": "two_shot",
         }
-    ) == config.Config(True, "unknown", 3, 2.5, "two_shot")
+    ) == config.Config(True, "unknown", 3, 4, 2.5, "two_shot")
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
@@ -90,3 +91,9 @@ def test_slab_bytes(platform: str) -> None:
     default = {"cpu": 8, "gpu": 392}[platform]
     assert config.parse({}).slab_bytes(platform) == default * 2**20
     assert config.parse({"JAX_INTRANODE_SLAB_MIB": "5"}).slab_bytes(platform) == 5 * 2**20
+
+
+def test_ring_bytes() -> None:
+    assert config.parse({}).ring_bytes("gpu") == 512 * 2**20
+    assert config.parse({}).ring_bytes("cpu") == 0
+    assert config.parse({"JAX_INTRANODE_RING_MIB": "0"}).ring_bytes("gpu") == 0

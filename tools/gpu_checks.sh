@@ -1,14 +1,27 @@
 #!/usr/bin/env bash
 # What a change of the kernels has to pass on a machine with GPUs: the tests in both process modes,
 # with two GPUs and with all of them, then the figures of docs/benchmarks.md. Takes the folder for logs
-# and JSON files. The package has to be installed; `tests` or `bench` as a second argument
-# does half of it. Each step has a time limit, and one that fails does not keep the next from running.
+# and JSON files, and which steps to run: tests, memcheck, psum, pair, types, programs; all of them
+# where none is named. The package has to be installed. CUDA_VISIBLE_DEVICES chooses the GPUs. Each
+# step has a time limit, and one that fails does not keep the next from running.
 set -uo pipefail
 out=$(realpath "$1")
-half=${2:-all}
+shift
+steps=" ${*:-tests memcheck psum pair types programs} "
 cd "$(dirname "$0")/.."
-gpus=$(nvidia-smi -L | wc -l)
+visible=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)}
+gpus=$(awk -F, '{ print NF }' <<<"$visible")
 failed=0
+
+# Whether a step was asked for.
+runs() { [[ $steps == *" $1 "* ]]; }
+
+# What pytest came to, or else the log's last line.
+summary() {
+  local found
+  found=$(grep -E '[0-9]+ (passed|failed|errors?|skipped).* in [0-9.]+s' "$out/$1.log" | tail -n 1)
+  echo "${found:-$(tail -n 1 "$out/$1.log")}"
+}
 
 # Runs pytest on some GPUs: name, seconds, GPUs separated by commas, tests.
 pytest_on() {
@@ -19,31 +32,32 @@ pytest_on() {
   CUDA_VISIBLE_DEVICES=$devices JAX_INTRANODE_REQUIRE_GPUS=$count JAX_INTRANODE_TIMEOUT_S=20 timeout "$seconds" \
     python3 -P -m pytest -q -p no:cacheprovider "$@" >"$out/$name.log" 2>&1
   local status=$?
-  echo "$name: $(tail -n 1 "$out/$name.log")"
+  echo "$name: $(summary "$name")"
   return "$status"
 }
 
-if [ "$half" != bench ]; then
-  all=$(seq -s, 0 $((gpus - 1)))
+two=$(cut -d, -f1,2 <<<"$visible")
+if runs tests; then
   single=(tests/test_{psum,contract,life_cycle,explain,collective_matmul}.py)
   if [ "$gpus" -ge 4 ]; then
-    pytest_on processes_2 300 0,1 tests/multiprocess &
+    pytest_on processes_2 300 "$two" tests/multiprocess &
     one=$!
-    pytest_on single_2 300 2,3 "${single[@]}" || failed=1
+    pytest_on single_2 300 "$(cut -d, -f3,4 <<<"$visible")" "${single[@]}" || failed=1
     wait "$one" || failed=1
-    pytest_on "processes_$gpus" 200 "$all" tests/multiprocess/test_psum_processes.py \
+    pytest_on "processes_$gpus" 200 "$visible" tests/multiprocess/test_psum_processes.py \
       -k "${gpus}_processes" || failed=1
-    pytest_on "single_$gpus" 200 "$all" tests/test_psum.py || failed=1
+    pytest_on "single_$gpus" 200 "$visible" tests/test_psum.py || failed=1
   else
-    pytest_on processes_2 300 0,1 tests/multiprocess || failed=1
-    pytest_on single_2 300 0,1 "${single[@]}" || failed=1
+    pytest_on processes_2 300 "$two" tests/multiprocess || failed=1
+    pytest_on single_2 300 "$two" "${single[@]}" || failed=1
   fi
-  if command -v compute-sanitizer >/dev/null; then
-    CUDA_VISIBLE_DEVICES=0,1 timeout 200 tools/memcheck.sh >"$out/memcheck.log" 2>&1 || failed=1
-    echo "memcheck: $(tail -n 1 "$out/memcheck.log")"
-  else
-    echo "memcheck: not run, compute-sanitizer is not on PATH"
-  fi
+fi
+
+if runs memcheck && ! command -v compute-sanitizer >/dev/null; then
+  echo "memcheck: not run, compute-sanitizer is not on PATH"
+elif runs memcheck; then
+  CUDA_VISIBLE_DEVICES=$two timeout 300 tools/memcheck.sh >"$out/memcheck.log" 2>&1 || failed=1
+  echo "memcheck: $(summary memcheck); $(grep -o 'ERROR SUMMARY.*' "$out/memcheck.log")"
 fi
 
 # Runs the benchmark: name of the files, seconds, options.
@@ -51,7 +65,7 @@ bench() {
   local name=$1 seconds=$2
   shift 2
   (cd "$out" && timeout "$seconds" python3 -P -m jax_intranode bench "$@" \
-    --json "$name.json" >"$name.log" 2>&1) || failed=1
+    --json "$name.json" >"$name.log" 2>&1) || { echo "$name: failed, see $name.log"; failed=1; }
   grep -E '^(#|  )' "$out/$name.log"
 }
 
@@ -60,15 +74,19 @@ ours_ran() {
   grep -q '"algorithm": "one_shot"' "$out/$1.json" || { echo "$1: everything fell back to lax"; failed=1; }
 }
 
-if [ "$half" != tests ]; then
+if runs psum; then
   for count in $(printf '%s\n' 2 4 8 | awk -v n="$gpus" '$1 <= n' | sort -rn); do
     bench "psum_$count" 200 psum --devices "$count" -b 1K -e 16M -f 4 -n 25 -w 4
     ours_ran "psum_$count"
   done
+fi
+if runs pair; then
   bench pair 200 psum_scatter+all_gather --mode process-per-device -b 1K -e 16M -f 4 -n 25 -w 4
-  for dtype in float32 int32 float64; do
-    bench "psum_$dtype" 100 psum --mode process-per-device -d "$dtype" -b 4K -e 4M -f 8 -n 9 -w 2
-  done
+fi
+if runs types; then
+  bench types 400 psum -d float32,int32,float64,float16 -b 4K -e 4M -f 8 -n 9 -w 2
+fi
+if runs programs; then
   for program in decode_scanned decode_unrolled train_step train_step_sequence_parallel; do
     for hiding in on off; do
       bench "${program}_$hiding" 100 "$program" --mode process-per-device --latency-hiding "$hiding" \

@@ -12,6 +12,7 @@
 
 #include "cuda/graph_timing.h"
 #include "cuda/slab.h"
+#include "ffi/collective_matmul_cuda.h"
 #include "ffi/collectives_cuda.h"
 
 namespace nb = nanobind;
@@ -53,6 +54,24 @@ void CreateCommunicator(const std::vector<int64_t>& device_ids, int64_t group_si
   Registry<DeviceCommunicator>::Get().Add({device_ids, group_size}, std::move(communicator));
 }
 
+// (CUDA device ordinal, every rank's ring)
+using Rings = std::tuple<int64_t, std::vector<uintptr_t>>;
+
+// Lets a communicator do collective matmuls. Before any program uses it.
+void AddRings(const std::vector<int64_t>& device_ids, int64_t group_size,
+              const std::vector<Rings>& all, size_t ring_bytes) {
+  const auto communicator = Registry<DeviceCommunicator>::Get().Find({device_ids, group_size});
+  if (!communicator) throw std::invalid_argument("jax_intranode: rings without a communicator");
+  communicator->matmul_members.resize(communicator->members.size());
+  for (const auto& [device, rings] : all) {
+    const DeviceGroup& group = communicator->members.at(device).value();
+    MatmulMember member{static_cast<int>(device), group, {}, ring_bytes};
+    for (int64_t r = 0; r < group_size; ++r) member.ring[r] = reinterpret_cast<char*>(rings.at(r));
+    SideStreams::Of(member.device);
+    communicator->matmul_members[device] = member;
+  }
+}
+
 // One entry for each kernel that has given up: (partition's device ids, group size, CUDA device,
 // reason, algorithm, rank, missing rank).
 nb::list Failures() {
@@ -90,15 +109,18 @@ RegionHeader* HeaderOf(const DeviceGroup& group) {
 std::mutex operations_mutex;
 uint64_t past_operations = 0;  // of communicators that are closed
 
-// Operations of a communicator on one device. An epoch has 32 bits: the count is right if it is
-// read once in 2^32 operations.
+// Operations of a communicator on one device: an epoch each, or an opening. They have 32 bits: the
+// count is right if it is read once in 2^32 operations.
 uint64_t OperationsNow(DeviceCommunicator& communicator, size_t device) {
   auto& [last, count] = communicator.counted[device];
-  const uint32_t epoch =
-      ReadWord(static_cast<int>(device),
-               reinterpret_cast<char*>(&HeaderOf(*communicator.members[device])->epoch[0]));
-  count += static_cast<uint32_t>(epoch - last);
-  last = epoch;
+  const DeviceGroup& group = *communicator.members[device];
+  const auto read = [&](uint32_t* word) {
+    return ReadWord(static_cast<int>(device), reinterpret_cast<char*>(word));
+  };
+  const uint32_t now =
+      read(&HeaderOf(group)->epoch[0]) + read(&SignalsOf(group, group.rank)->opened);
+  count += static_cast<uint32_t>(now - last);
+  last = now;
   return count;
 }
 
@@ -185,6 +207,11 @@ nb::dict Registrations() {
   for (const char* name : {"psum", "psum_scatter", "all_gather"}) {
     all[(std::string("jax_intranode_") + name).c_str()] = handlers;
   }
+  nb::dict of_matmul;
+  of_matmul["instantiate"] = nb::capsule(reinterpret_cast<void*>(CudaCollectiveMatmulInstantiate));
+  of_matmul["initialize"] = nb::capsule(reinterpret_cast<void*>(CudaCollectiveMatmulInitialize));
+  of_matmul["execute"] = nb::capsule(reinterpret_cast<void*>(CudaCollectiveMatmul));
+  all["jax_intranode_collective_matmul"] = of_matmul;
   return all;
 }
 
@@ -254,6 +281,7 @@ NB_MODULE(_cuda, m) {
       [](int device) {
         CurrentDevice current(device);
         ThrowIfError(LoadKernels(), "loading the kernels");
+        ThrowIfError(LoadSignalKernels(), "loading the kernels");
       },
       nb::arg("device"), nb::call_guard<nb::gil_scoped_release>());
   m.def(
@@ -266,6 +294,13 @@ NB_MODULE(_cuda, m) {
       nb::arg("device"));
   m.def("create_communicator", &CreateCommunicator, nb::arg("device_ids"), nb::arg("group_size"),
         nb::arg("members"), nb::arg("half_bytes"), nb::arg("timeout_s"), nb::arg("memory"));
+  m.def("add_rings", &AddRings, nb::arg("device_ids"), nb::arg("group_size"), nb::arg("rings"),
+        nb::arg("ring_bytes"), nb::call_guard<nb::gil_scoped_release>(),
+        "Lets a communicator do collective matmuls.");
+  m.def("cublas_lt_version", &CublasLtVersion,
+        "The version of the cuBLASLt that matmuls are done by; 0 if there is none.");
+  m.attr("RING_HEADER_BYTES") = kRingHeaderBytes;
+  m.attr("MATMUL_WORKSPACE_BYTES") = kMatmulWorkspaceBytes + 256;
   m.def("close", &Close, nb::call_guard<nb::gil_scoped_release>(),
         "Ends all communicators: programs that use them raise.");
   m.def("operations", &Operations, nb::call_guard<nb::gil_scoped_release>(),

@@ -33,9 +33,10 @@ _log = logging.getLogger("jax_intranode")
 
 # Changes whenever the layout of slabs or the protocols do: processes of different versions must not
 # meet.
-_PROTOCOL = 2
+_PROTOCOL = 3
 
-# A slab: a page in which peers try their access, then regions.
+# A slab: a page in which peers try their access, then regions. On GPUs a ring follows, through
+# which rows of collective matmuls travel (xla_ffi/cuda/collective_matmul.h).
 _PROBE_BYTES = 64 << 10
 _REGIONS = 8
 
@@ -74,6 +75,8 @@ class Meeting:
         store: through which regions are claimed.
         hosts: number of each device's host, by device id.
         half_bytes: bytes of each of a region's two buffers.
+        ring_bytes: bytes of a device's ring; 0 if there is none.
+        reason_for_no_matmuls: why collective matmuls are not overlapped; None if they may be.
         addresses: by local device id and peer's id, where the peer's slab lies.
         memory: what keeps the slabs.
         records: where each local device's failure records are, by device id.
@@ -88,6 +91,8 @@ class Meeting:
     store: Any = None
     hosts: dict[int, int] = field(default_factory=dict)
     half_bytes: int = 0
+    ring_bytes: int = 0
+    reason_for_no_matmuls: str | None = None
     addresses: dict[int, dict[int, int]] = field(default_factory=dict)
     memory: list[Any] = field(default_factory=list)
     records: dict[int, int] = field(default_factory=dict)
@@ -265,6 +270,18 @@ def _create_communicator(meeting: Meeting, groups: Partition) -> str | None:
         config.get().timeout_s,
         meeting.memory,
     )
+    if meeting.reason_for_no_matmuls is None:
+        start = config.get().slab_bytes(meeting.platform)
+        rings = [
+            (
+                native_ordinal(meeting.devices[i]),
+                [meeting.addresses[i][peer] + start for peer in group],
+            )
+            for group in groups.groups()
+            for i in group
+            if i in meeting.addresses
+        ]
+        module.add_rings(list(groups.device_ids), groups.group_size, rings, meeting.ring_bytes)
     return None
 
 
@@ -348,6 +365,7 @@ def _share_slabs(meeting: Meeting, deadline: rendezvous.Deadline) -> None:
 
     hellos = attempt("hello", lambda: _hello(meeting))
     _check_hellos(hellos)
+    meeting.reason_for_no_matmuls = _reason_for_no_matmuls(meeting.platform, hellos)
 
     hosts = [hello["host"] for hello in hellos]
     described = {d["id"]: (process, d) for process, h in enumerate(hellos) for d in h["devices"]}
@@ -387,6 +405,7 @@ def _hello(meeting: Meeting) -> dict[str, Any]:
         "config": repr(config.get()),
         "protocol": _PROTOCOL,
         "table": select.digest(),
+        "matmuls": 0 if meeting.platform == "cpu" or not module else module.cublas_lt_version(),
         "devices": [],
     }
     if config.get().disable:
@@ -408,6 +427,20 @@ def _hello(meeting: Meeting) -> dict[str, Any]:
     for device in local:
         hello["devices"].append({"id": device.id, "links": links.get(device.id)})
     return hello
+
+
+def _reason_for_no_matmuls(platform: str, hellos: list[dict[str, Any]]) -> str | None:
+    """Why collective matmuls are not overlapped on these devices, or None."""
+    if platform == "cpu":
+        return "CPU devices"
+    versions = {hello["matmuls"] for hello in hellos}
+    if 0 in versions:
+        return "cuBLASLt is not to be found"
+    if len(versions) > 1:
+        return f"processes with different versions of cuBLASLt: {sorted(versions)}"
+    if config.get().ring_bytes(platform) == 0:
+        return "JAX_INTRANODE_RING_MIB=0"
+    return None
 
 
 def _boot_id() -> str:
@@ -459,10 +492,11 @@ def _allocate(meeting: Meeting, local: list[int], shared: bool) -> dict[int, Any
     meeting.half_bytes = half // 4096 * 4096
     if meeting.half_bytes <= 0:
         raise RuntimeError(f"a slab of {total} bytes is too small; raise JAX_INTRANODE_SLAB_MIB")
+    meeting.ring_bytes = config.get().ring_bytes(meeting.platform)
     slabs = {}
     for device_id in local:
         ordinal = native_ordinal(meeting.devices[device_id])
-        slab = module.allocate(ordinal, total, shared)
+        slab = module.allocate(ordinal, total + meeting.ring_bytes, shared)
         for region in range(_REGIONS):
             start = slab.address + _PROBE_BYTES + region * _region_bytes(meeting.half_bytes, module)
             module.fill(ordinal, start + module.HEADER_BYTES, 0xFF, 2 * meeting.half_bytes)
@@ -495,7 +529,7 @@ def _open_peers(
             key = (ordinal if meeting.platform == "gpu" else None, peer)
             if key not in opened:
                 handle = bytes.fromhex(handles[peer])
-                size = config.get().slab_bytes(meeting.platform)
+                size = config.get().slab_bytes(meeting.platform) + meeting.ring_bytes
                 opened[key] = module.open(ordinal, handle, size)
             addresses[peer] = opened[key].address
     meeting.memory.extend(opened.values())
@@ -541,6 +575,8 @@ _OPERATIONS = {
     "two_shot": "psum (two_shot)",
     "reduce_scatter": "psum_scatter",
     "all_gather": "all_gather",
+    "all_gather_matmul": "all_gather_matmul",
+    "matmul_reduce_scatter": "matmul_reduce_scatter",
 }
 _REASONS = {1: "timed out after {timeout} s", 2: "was aborted", 3: "met another one in flight"}
 

@@ -27,6 +27,8 @@ class Config:
             links to be so instead of asking NVML. For tests.
         slab_mib: JAX_INTRANODE_SLAB_MIB, MiB of memory a device that peers write into, for all
             its communicators together (default 392 on GPUs, 8 on the CPU).
+        ring_mib: JAX_INTRANODE_RING_MIB, MiB of memory a GPU beside the slab, through which rows of
+            collective matmuls travel (default 512). 0 for none: they are not overlapped then.
         timeout_s: JAX_INTRANODE_TIMEOUT_S, seconds (default 300). How long a rank waits for its
             peers, at the first meeting and in each operation, before it raises an error.
         algorithm: JAX_INTRANODE_ALGORITHM: auto, one_shot, two_shot or lax (default auto). Uses
@@ -36,8 +38,13 @@ class Config:
     disable: bool = False
     topology: str | None = None
     slab_mib: int | None = None
+    ring_mib: int = 512
     timeout_s: float = 300.0
     algorithm: str = "auto"
+
+    def ring_bytes(self, platform: str) -> int:
+        """Bytes of a device's ring on a platform."""
+        return 0 if platform == "cpu" else self.ring_mib << 20
 
     def slab_bytes(self, platform: str) -> int:
         """Bytes of a device's slab on a platform."""
@@ -71,6 +78,7 @@ def parse(environ: Mapping[str, str]) -> Config:
         "DISABLE": lambda n, t: {"disable": _choice(n, t, ("0", "1")) == "1"},
         "TOPOLOGY": lambda n, t: {"topology": _choice(n, t, _TOPOLOGIES)},
         "SLAB_MIB": lambda n, t: {"slab_mib": int(_positive(n, t, int))},
+        "RING_MIB": lambda n, t: {"ring_mib": 0 if t == "0" else int(_positive(n, t, int))},
         "TIMEOUT_S": lambda n, t: {"timeout_s": _positive(n, t, float)},
         "ALGORITHM": lambda n, t: {"algorithm": _choice(n, t, ALGORITHMS)},
     }

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from jax_intranode._src import table
 
 # In the order of enum Algorithm in xla_ffi/kernels/algorithms.h, whose numbers travel in the HLO.
-ALGORITHMS = ("one_shot", "two_shot", "reduce_scatter", "all_gather")
+ALGORITHMS = (
+    "one_shot",
+    "two_shot",
+    "reduce_scatter",
+    "all_gather",
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+)
 # Those that psum has to choose from.
 PSUM_ALGORITHMS = ("one_shot", "two_shot")
 

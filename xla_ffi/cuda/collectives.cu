@@ -48,6 +48,10 @@ const void* Kernel(Algorithm algorithm) {
                      std::is_same_v<Type, I8>)) {
         return Address<AllGather, Algorithm::kAllGather, Type, N, Call>();
       }
+      break;
+    case Algorithm::kAllGatherMatmul:
+    case Algorithm::kMatmulReduceScatter:
+      break;  // collective_matmul.h
   }
   return nullptr;
 }

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "../cuda/collective_matmul.h"
 #include "../cuda/collectives.h"
 #include "common.h"
 
@@ -20,6 +21,7 @@ namespace jax_intranode {
 // The groups of one partition, as seen by the devices of this process.
 struct DeviceCommunicator {
   std::vector<std::optional<DeviceGroup>> members;  // by CUDA device ordinal
+  std::vector<std::optional<MatmulMember>> matmul_members;
   std::shared_ptr<void> memory;                     // owns what the groups point to
   std::atomic<bool> closed{false};
 

@@ -12,6 +12,8 @@ enum class Algorithm : int32_t {
   kTwoShot = 1,  // all-reduce
   kReduceScatter = 2,
   kAllGather = 3,
+  kAllGatherMatmul = 4,
+  kMatmulReduceScatter = 5,
 };
 
 // The operation that an algorithm does, by its name in Python.
@@ -24,6 +26,10 @@ inline const char* OperationName(Algorithm algorithm) {
       return "psum_scatter";
     case Algorithm::kAllGather:
       return "all_gather";
+    case Algorithm::kAllGatherMatmul:
+      return "all_gather_matmul";
+    case Algorithm::kMatmulReduceScatter:
+      return "matmul_reduce_scatter";
   }
   return "?";
 }

@@ -1,5 +1,6 @@
 """all_gather_matmul: every rank's x, one after another, times matrices that a rank has."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from jax_intranode._src.ops import (
     all_gather,
     collective_matmul,
     matmul_reduce_scatter,
+    overlapped,
 )
 
 # The name, for policies of jax.checkpoint, of the gathered x that derivatives by w need.
@@ -44,6 +46,32 @@ def _whole(shape: tuple[int, ...], axis: int, size: int) -> tuple[int, ...]:
     return (*shape[:axis], shape[axis] * size, *shape[axis + 1 :])
 
 
+def _request(
+    x: Any,
+    *ws: Any,
+    axes: tuple[str, ...],
+    axis: int,
+    size: int,
+    gathered: bool,
+    dtype: Any,
+    precision: Any,
+    transposed: bool,
+) -> overlapped.Request | str:
+    del axes, size
+    if not ws:
+        return "no matmul"
+    return overlapped.Request(
+        axis=axis,
+        rows=math.prod(x.shape[:-1]),
+        k=x.shape[-1],
+        ns=tuple(w.shape[0 if transposed else 1] for w in ws),
+        dtypes=(x.dtype, *(w.dtype for w in ws), dtype),
+        precision=precision,
+        transposed=transposed,
+        gathered=gathered,
+    )
+
+
 # The primitive: gathers x and multiplies it with each of the ws; of `dtype`, with `precision`. With
 # `gathered` the last result is the gathered x. `size` ranks; `transposed` as in collective_matmul.
 primitive = collective_matmul.CollectiveMatmul(
@@ -54,6 +82,7 @@ primitive = collective_matmul.CollectiveMatmul(
         all_gather.primitive,
         {"axes": axes, "axis": axis, "tiled": True, "size": size},
     ),
+    _request,
 )
 
 

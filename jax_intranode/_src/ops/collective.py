@@ -165,7 +165,7 @@ class Place:
         return None
 
 
-def _place_of(ctx: Any) -> Place:
+def place_of(ctx: Any) -> Place:
     mesh, manual = compat.lowering_mesh(ctx) or (None, frozenset())
     return Place(mesh, manual, compat.lowering_platforms(ctx), compat.lowering_for_export(ctx))
 
@@ -347,7 +347,7 @@ class Collective(Primitives):
     def _lower(
         self, emit: Callable[..., Any], ctx: Any, *xs: Any, traced_over: Any, **params: Any
     ) -> Any:
-        place = _place_of(ctx)
+        place = place_of(ctx)
         results = list(xs)
         for chosen, selected in self.operations(
             place, ctx.avals_in, traced_over=traced_over, **params

@@ -16,8 +16,8 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.interpreters import ad, mlir
 
-from jax_intranode._src import select
-from jax_intranode._src.ops import collective
+from jax_intranode._src import overlap, select
+from jax_intranode._src.ops import collective, overlapped
 
 # Arguments.
 
@@ -230,9 +230,9 @@ def by_lax(operation: str, reason: str, send: Send) -> Send:
 
 
 class CollectiveMatmul(collective.Primitives):
-    """A primitive that is a collective and products, which it has fused or one after another.
+    """A primitive that is a collective and products, overlapped or one after another.
 
-    Now it is always one after another. The collective is ours or lax's, as its own rules choose.
+    Overlapped it is one custom call. Else the collective is ours or lax's, as its own rules choose.
     """
 
     def __init__(
@@ -241,6 +241,7 @@ class CollectiveMatmul(collective.Primitives):
         by_parts: Callable[..., list[Any]],
         sent: Callable[..., Any],
         collective_of: Callable[..., tuple[collective.Collective, dict[str, Any]]],
+        request: Callable[..., overlapped.Request | str],
     ):
         """Creates the primitives.
 
@@ -251,8 +252,11 @@ class CollectiveMatmul(collective.Primitives):
             sent: the type of what the collective gathers or sums, from the operands' types and the
                 parameters.
             collective_of: the collective and its parameters, from the parameters.
+            request: what may be overlapped, or why nothing can be, from the operands' types and
+                the parameters.
         """
         super().__init__(operation)
+        self._request = request
         self.by_parts = by_parts
         self._sent = sent
         self._collective_of = collective_of
@@ -302,12 +306,18 @@ class CollectiveMatmul(collective.Primitives):
         traced_over = params.pop("traced_over")
         own, its_params = self._collective_of(**params)
         sent = self._sent(*avals, **params)
-        ((_, selected),) = own.operations(place, [sent], traced_over=traced_over, **its_params)
         alone = len(avals) == 1  # a collective, to which no product is left
-        if not alone:
-            order = "before" if self.operation == "all_gather_matmul" else "after"
-            reason = f"{own.operation} {order} the matmul, not overlapped; {selected.reason}"
-            selected = dataclasses.replace(selected, reason=reason)
+        plan = self._plan(place, avals, traced_over, params)
+        if isinstance(plan, overlap.Plan):
+            selected = select.Selection(
+                self.operation, f"overlapped, rows in {plan.cuts} and {plan.own_cuts} pieces"
+            )
+        else:
+            ((_, selected),) = own.operations(place, [sent], traced_over=traced_over, **its_params)
+            if not alone:
+                order = "before" if self.operation == "all_gather_matmul" else "after"
+                reason = f"{own.operation} {order} the matmul, not overlapped ({plan}); {selected.reason}"
+                selected = dataclasses.replace(selected, reason=reason)
         return [
             collective.Description(
                 own.operation if alone else self.operation,
@@ -317,7 +327,23 @@ class CollectiveMatmul(collective.Primitives):
             )
         ]
 
+    def _plan(
+        self, place: collective.Place, avals: Sequence[Any], traced_over: Any, params: Any
+    ) -> overlap.Plan | str:
+        request = self._request(*avals, **params)
+        if isinstance(request, str):
+            return request
+        return overlapped.plan(self.operation, place, traced_over, params["axes"], request)
+
     def _lower(self, ctx: Any, *operands: Any, traced_over: Any, **params: Any) -> Any:
+        place = collective.place_of(ctx)
+        plan = self._plan(place, ctx.avals_in, traced_over, params)
+        if isinstance(plan, overlap.Plan):
+            request = self._request(*ctx.avals_in, **params)
+            call = partial(
+                overlapped.call, self.operation, place.mesh, params["axes"], request, plan
+            )
+            return mlir.lower_fun(call)(ctx, *operands)
         own, its_params = self._collective_of(**params)
 
         def send(v: Any) -> Any:

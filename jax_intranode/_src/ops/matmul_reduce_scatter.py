@@ -1,9 +1,11 @@
 """matmul_reduce_scatter: the sum of every rank's product, of which each rank keeps its own part."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad
 
@@ -11,6 +13,7 @@ from jax_intranode._src import compat
 from jax_intranode._src.ops import (
     all_gather_matmul,
     collective_matmul,
+    overlapped,
     psum_scatter,
 )
 
@@ -37,6 +40,44 @@ def _part(shape: tuple[int, ...], dimension: int, size: int) -> tuple[int, ...]:
     return (*shape[:dimension], shape[dimension] // size, *shape[dimension + 1 :])
 
 
+def _request(
+    *operands: Any,
+    pairs: int,
+    axes: tuple[str, ...],
+    dimension: int,
+    size: int,
+    dtype: Any,
+    precision: Any,
+    transposed: bool,
+) -> overlapped.Request | str:
+    del axes
+    xs, ws, addend = collective_matmul.split(operands, pairs)
+    if not xs:
+        return "no matmul"
+    if addend:
+        return "a sum with the derivative of the gathered x"
+    if dimension == xs[0].ndim - 1:
+        return "cut along the last dimension"
+
+    def one_pair(*operands: Any) -> Sequence[Any]:
+        xs, ws, _ = collective_matmul.split(operands, pairs)
+        if pairs == 1:
+            return [*xs, *ws]
+        # One product of what is joined along K: it is summed in float32 and rounded once.
+        return [jnp.concatenate(xs, -1), jnp.concatenate(ws, 1 if transposed else 0)]
+
+    return overlapped.Request(
+        axis=dimension,
+        rows=math.prod(xs[0].shape[:-1]) // size,
+        k=sum(x.shape[-1] for x in xs),
+        ns=(ws[0].shape[0 if transposed else 1],),
+        dtypes=(*(v.dtype for v in operands), dtype),
+        precision=precision,
+        transposed=transposed,
+        operands=one_pair,
+    )
+
+
 # The primitive: sums products of `pairs` xs and as many ws, and perhaps an addend, over the ranks:
 # a derivative of all_gather_matmul of several matrices, and of the gathered x. `size` ranks, which
 # divide `dimension`; the rest as in all_gather_matmul.
@@ -48,6 +89,7 @@ primitive = collective_matmul.CollectiveMatmul(
         psum_scatter.primitive,
         {"axes": axes, "dimension": dimension, "tiled": True, "size": size},
     ),
+    _request,
 )
 
 

@@ -1,0 +1,184 @@
+"""All-gather + matmul and matmul + reduce-scatter as one custom call, the one hidden behind the
+other."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from jax_intranode._src import communicator, config, native, overlap, select
+from jax_intranode._src.ops import collective
+
+
+@dataclass(frozen=True)
+class Request:
+    """An operation that may be overlapped.
+
+    Attributes:
+        axis: the dimension of x that is gathered, or of the product that is cut.
+        rows: rows that a rank has to itself.
+        k: the contracted dimension.
+        ns: columns of each matrix.
+        dtypes: of all operands and results.
+        precision: of the products.
+        transposed: whether matrices are [N, K].
+        gathered: whether the gathered x is a result.
+        operands: from the operands of the primitive to x and the matrices.
+    """
+
+    axis: int
+    rows: int
+    k: int
+    ns: tuple[int, ...]
+    dtypes: tuple[Any, ...]
+    precision: Any
+    transposed: bool
+    gathered: bool = False
+    operands: Callable[..., Sequence[Any]] = lambda *operands: operands
+
+
+def plan(
+    operation: str,
+    place: collective.Place,
+    traced_over: tuple[int, ...] | None,
+    axes: Sequence[str],
+    request: Request,
+) -> overlap.Plan | str:
+    """How an operation is overlapped, or why it is not; the processes of the mesh may meet.
+
+    Args:
+        operation: "all_gather_matmul" or "matmul_reduce_scatter".
+        place: where it is lowered.
+        traced_over: the devices that it was traced over.
+        axes: its axes.
+        request: what it is.
+    """
+    reason = place.reason_for_lax(traced_over)
+    if reason is not None:
+        return reason
+    mesh = place.mesh
+    assert mesh is not None  # or there were a reason
+    device = mesh.devices.flat[0]
+    if device.platform != "gpu":
+        return "CPU devices"
+    names = sorted({np.dtype(dtype).name for dtype in request.dtypes})
+    if len(names) > 1:
+        return f"dtypes {' and '.join(names)}; overlapped are operands and results of one"
+    # Of 16-bit operands all of them mean the same.
+    precision = request.precision
+    precisions = precision if isinstance(precision, tuple) else (precision,)
+    if not all(p is None or isinstance(p, lax.Precision) for p in precisions):
+        return f"precision {precision}"
+    groups = communicator.partition(mesh, tuple(axes))
+
+    def plan_within(ring_bytes: int) -> overlap.Plan | str:
+        return overlap.plan(
+            operation,
+            rows=request.rows,
+            k=request.k,
+            ns=request.ns,
+            dtype=names[0],
+            world_size=groups.group_size,
+            ring_bytes=ring_bytes,
+        )
+
+    # As in collective.chooser: what is not overlapped with any memory needs no meeting.
+    chosen = plan_within(1 << 62)
+    if isinstance(chosen, str):
+        return chosen
+    meeting = communicator.meet(mesh.devices.flat)
+    reason = meeting.reason or meeting.reason_for_no_matmuls
+    if reason is None and config.get().algorithm == "lax":
+        reason = "JAX_INTRANODE_ALGORITHM=lax"
+    if reason is None:
+        chosen = plan_within(meeting.ring_bytes)
+    if reason is None and not isinstance(chosen, str):
+        reason = communicator.communicator(meeting, groups)
+    return reason or chosen
+
+
+# The call: x and matrices to products, the gathered x if asked for, and scratch.
+
+_call = Primitive("intranode_overlapped_matmul")
+_call.multiple_results = True
+
+
+def call(
+    operation: str,
+    mesh: jax.sharding.Mesh,
+    axes: Sequence[str],
+    request: Request,
+    chosen: overlap.Plan,
+    *operands: Any,
+) -> list[Any]:
+    """Products, and the gathered x if asked for."""
+    results = _call.bind(
+        *request.operands(*operands),
+        operation=operation,
+        groups=communicator.partition(mesh, tuple(axes)),
+        plan=chosen,
+        axis=request.axis,
+        transposed=request.transposed,
+        gathered=request.gathered,
+    )
+    return list(results[:-1])
+
+
+@_call.def_abstract_eval
+def _abstract_eval(
+    x: Any,
+    *ws: Any,
+    operation: str,
+    groups: communicator.Partition,
+    plan: overlap.Plan,
+    axis: int,
+    transposed: bool,
+    gathered: bool,
+) -> list[Any]:
+    del plan
+    size = groups.group_size
+    length = x.shape[axis]
+    gathers = operation == "all_gather_matmul"
+    length = length * size if gathers else length // size
+    rows = (*x.shape[:axis], length, *x.shape[axis + 1 : -1])
+    columns = [w.shape[0 if transposed else 1] for w in ws]
+    results = [x.update(shape=(*rows, n), weak_type=False) for n in columns]
+    if gathered:
+        results.append(x.update(shape=(*rows, x.shape[-1]), weak_type=False))
+    scratch = native.module("gpu").MATMUL_WORKSPACE_BYTES
+    if not gathers:
+        scratch += x.size // x.shape[-1] * columns[0] * x.dtype.itemsize
+    return [*results, x.update(shape=(scratch,), dtype=np.dtype(np.uint8), weak_type=False)]
+
+
+def _lower(
+    ctx: Any,
+    *operands: Any,
+    operation: str,
+    groups: communicator.Partition,
+    plan: overlap.Plan,
+    axis: int,
+    transposed: bool,
+    gathered: bool,
+) -> Any:
+    return jax.ffi.ffi_lowering("jax_intranode_collective_matmul")(
+        ctx,
+        *operands,
+        device_ids=np.array(groups.device_ids, np.int64),
+        group_size=np.int64(groups.group_size),
+        algorithm=np.int32(select.ALGORITHMS.index(operation)),
+        axis=np.int64(axis),
+        transposed=np.int32(transposed),
+        gathered=np.int32(gathered),
+        cuts=np.int32(plan.cuts),
+        own_cuts=np.int32(plan.own_cuts),
+        sum_blocks=np.int32(plan.sum_blocks),
+    )
+
+
+mlir.register_lowering(_call, _lower)

@@ -1,0 +1,367 @@
+"""Cases of overlapped collective matmuls. Where they are not overlapped (CPUs) they run by parts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import LAX_MATMULS, case, check, check_like, everywhere, line, put, sharded
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jax_intranode
+from jax_intranode._src import communicator, config, native, overlap
+from jax_intranode._src.compat import key_value_client
+
+# How operations are cut.
+PLANS = {"whole": overlap.Plan(1, 1), "parts": overlap.Plan(3, 2), "many": overlap.Plan(16, 16)}
+
+
+def on_gpus() -> bool:
+    return jax.devices()[0].platform == "gpu"
+
+
+def zeros_and_ones(seed: int, *shape: int) -> np.ndarray:
+    """So few ones that all products of K up to 1000 are exact in bfloat16."""
+    return (np.random.default_rng(seed).random(shape) < 0.2).astype(np.float32)
+
+
+def overlapped(f: Any, args: Sequence[Any], plan: str = "parts", of: int | None = None) -> Any:
+    """A compiled program, whose collective matmuls are overlapped on GPUs: all, or so many."""
+    with overlap.forced(PLANS[plan]):
+        program = jax.jit(f)
+        calls = [c for c in jax_intranode.explain(program)(*args) if "matmul" in c.operation]
+        if on_gpus():
+            wrong = [c for c in calls if not c.reason.startswith("overlapped")]
+            assert len(calls) - len(wrong) == (len(calls) if of is None else of), calls
+        return program.lower(*args).compile()
+
+
+def settle(mesh: Mesh) -> None:
+    """Waits until no process has anything on its devices."""
+    program = jax.jit(sharded(lambda v: lax.psum(v, "x"), mesh, P("x"), P()))
+    jax.block_until_ready(program(put(mesh, P("x"), np.zeros(mesh.size, np.float32))))
+    if (client := key_value_client()) is not None and jax.process_count() > 1:
+        client.wait_at_barrier("settle", 60_000)
+
+
+def poison(mesh: Mesh) -> None:
+    """Fills the rings of this process with NaN. Nothing may run meanwhile."""
+    meeting = communicator.meet(mesh.devices.flat)
+    module = native.module(meeting.platform)
+    if meeting.ring_bytes == 0:
+        return
+    start = config.get().slab_bytes(meeting.platform) + module.RING_HEADER_BYTES
+    for device_id, addresses in meeting.addresses.items():
+        module.fill(
+            communicator.native_ordinal(meeting.devices[device_id]),
+            addresses[device_id] + start,
+            0xFF,
+            meeting.ring_bytes - module.RING_HEADER_BYTES,
+        )
+
+
+@case(rows=(1, 127, 129, 256), plan=tuple(PLANS))
+def overlapped_exact(rows: int, plan: str) -> None:
+    """Every axis with and without batches, unequal widths; rings are full of NaN before."""
+    mesh = line()
+    n = mesh.size
+    for axis, batch in ((0, ()), (0, (3,)), (1, (2,)), (2, (2, 3))):
+        shape = (*batch[:axis], rows, *batch[axis:], 64)
+        long = (*batch[:axis], rows * n, *batch[axis:], 64)
+        x, y = zeros_and_ones(1, n, *shape), zeros_and_ones(2, n, *long)
+        ws = [zeros_and_ones(3 + k, n, 64, width) for k, width in enumerate((8, 136, 264))]
+
+        def f(x: Any, y: Any, *ws: Any, axis: int = axis) -> Any:
+            ws = [w[0] for w in ws]
+            products, whole = jax_intranode.all_gather_matmul(
+                x[0], ws, "x", gather_axis=axis, return_gathered=True
+            )
+            (alone,) = jax_intranode.all_gather_matmul(x[0], ws[:1], "x", gather_axis=axis)
+            part = jax_intranode.matmul_reduce_scatter(y[0], ws[1], "x", scatter_axis=axis)
+            return [v[None] for v in (*products, whole, alone, part)]
+
+        arrays = [put(mesh, P("x"), v.astype(jnp.bfloat16)) for v in (x, y, *ws)]
+        program = overlapped(sharded(f, mesh, P("x"), P("x")), arrays, plan)
+        whole = np.concatenate(list(x), axis)
+        sums = np.einsum("r...k,rkn->...n", y, ws[1])
+        expected = [
+            *(np.einsum("...k,rkn->r...n", whole, w) for w in ws),
+            everywhere(whole, n),
+            np.einsum("...k,rkn->r...n", whole, ws[0]),
+            np.stack(np.split(sums, n, axis)),
+        ]
+        for _ in range(2):
+            settle(mesh)
+            poison(mesh)
+            settle(mesh)
+            for result, want in zip(program(*arrays), expected, strict=True):
+                check(result, want.astype(jnp.bfloat16))
+
+
+@case(dtype=("bfloat16", "float16"))
+def overlapped_sums_in_rank_order(dtype: str) -> None:
+    """The parts of ranks are rounded and summed as any arrays; the same bits at each of 100 runs."""
+    mesh = line()
+    n = mesh.size
+    x, w = cases.random(dtype, (n, 256 * n, 512), 1), cases.random(dtype, (n, 512, 264), 2)
+
+    def f(x: Any, w: Any) -> Any:
+        return jax_intranode.matmul_reduce_scatter(x[0], w[0], "x")[None]
+
+    arrays = [put(mesh, P("x"), v) for v in (x, w)]
+    program = overlapped(sharded(f, mesh, P("x"), P("x")), arrays)
+    first = program(*arrays)
+    products = np.einsum("rmk,rkn->rmn", x.astype(np.float32), w.astype(np.float32))
+    want = products.astype(dtype).astype(np.float64).sum(0).reshape(n, 256, 264)
+    # A product that lies between two values may be rounded to either, by another order of its sum.
+    ulp = 2.0 ** (-8 if dtype == "bfloat16" else -11)
+    largest = np.abs(products).max()
+    for shard in first.addressable_shards:
+        got = np.asarray(shard.data).astype(np.float64)
+        np.testing.assert_allclose(got, want[shard.index], rtol=0, atol=4 * n * ulp * largest)
+    before = [cases.bits(np.asarray(s.data)) for s in first.addressable_shards]
+    for _ in range(100):
+        again = [cases.bits(np.asarray(s.data)) for s in program(*arrays).addressable_shards]
+        assert all((a == b).all() for a, b in zip(before, again, strict=True))
+
+
+def layer(lib: Any) -> Any:
+    """A tensor-parallel block with sequence parallelism, of [batch, sequence, features]."""
+
+    def apply(x: Any, gate: Any, up: Any, down: Any) -> Any:
+        a, b = lib.all_gather_matmul(x, [gate, up], "x", gather_axis=1)
+        return lib.matmul_reduce_scatter(jax.nn.silu(a) * b, down, "x", scatter_axis=1)
+
+    return apply
+
+
+@case(check_vma=(True, False), how=("plain", "remat", "scan"))
+def overlapped_gradients(check_vma: bool, how: str) -> None:
+    """Of a block, like lax's in float32 by the tolerance of bfloat16; under remat and scan too."""
+    mesh = line()
+    n = mesh.size
+    shapes = ((2, 16 * n, 64), (64, 32 * n), (64, 32 * n), (32 * n, 64))
+    specs = (P(None, "x"), P(None, "x"), P(None, "x"), P("x"))
+    values = [cases.random("float32", shape, 30 + k) / 8 for k, shape in enumerate(shapes)]
+
+    def gradient(lib: Any) -> Any:
+        block = layer(lib)
+        if how == "remat":
+            block = jax.checkpoint(block)
+
+        def twice(x: Any, *ws: Any) -> Any:
+            if how == "scan":
+                return lax.scan(lambda x, _: (x + block(x, *ws), None), x, length=2)[0]
+            return block(x + block(x, *ws), *ws)
+
+        f = sharded(twice, mesh, specs, P(None, "x"), check_vma)
+        return lambda *args: jax.value_and_grad(
+            lambda *args: (f(*args).astype(jnp.float32) ** 2).mean(), argnums=(0, 1, 2, 3)
+        )(*args)
+
+    short = [put(mesh, s, v.astype(jnp.bfloat16)) for s, v in zip(specs, values, strict=True)]
+    wide = [put(mesh, s, v) for s, v in zip(specs, values, strict=True)]
+    ours = overlapped(gradient(jax_intranode), short)(*short)
+    lax_short = jax.jit(gradient(LAX_MATMULS))(*short)
+    exact = jax.jit(gradient(LAX_MATMULS))(*wide)
+
+    # No further from the gradients in float32 than those of lax, but for the luck of rounding.
+    def distance(a: Any, b: Any) -> float:
+        pairs = zip(a.addressable_shards, b.addressable_shards, strict=True)
+        return max(float(np.abs(np.asarray(s.data, np.float32) - t.data).max()) for s, t in pairs)
+
+    for got, by_lax, want in zip(*map(jax.tree.leaves, (ours, lax_short, exact)), strict=True):
+        scale = max(float(np.abs(np.asarray(s.data)).max()) for s in want.addressable_shards)
+        assert distance(got, want) <= 2 * distance(by_lax, want) + 2.0**-8 * scale
+
+
+def late(rank: Any, step: Any, n: int) -> Any:
+    """Wastes time on one rank, another one at each step; zero."""
+    loops = jnp.where(rank == step % n, 300 * (1 + step * 7 % 11), 0)
+    return 0 * lax.fori_loop(0, loops, lambda i, s: jnp.sin(s + i), jnp.float32(0.5))
+
+
+@case(plan=tuple(PLANS))
+def overlapped_chain_with_delays(plan: str) -> None:
+    """Each rank in turn is late; every call feeds the next one; NCCL and psum in between."""
+    mesh = line()
+    n = mesh.size
+    x, w = zeros_and_ones(5, n, 130, 64), zeros_and_ones(6, n, 64, 64)
+
+    def program(lib: Any) -> Any:
+        def f(x: Any, w: Any) -> Any:
+            rank = lax.axis_index("x")
+
+            def step(carry: Any, k: Any) -> Any:
+                carry = carry + late(rank, k, n).astype(carry.dtype)
+                h = lib.all_gather_matmul(carry, w[0], "x")
+                h = h + lib.psum(carry[:1], "x") + lax.psum(carry[-1:], "x")
+                y = lib.matmul_reduce_scatter(h % 3, w[0], "x") % 5
+                return y, y
+
+            return lax.scan(step, x[0], jnp.arange(4 * n))[1][None]
+
+        return sharded(f, mesh, P("x"), P("x"))
+
+    arrays = [put(mesh, P("x"), v.astype(jnp.bfloat16)) for v in (x, w)]
+    theirs = jax.jit(program(_with_psum(LAX_MATMULS, lax)))(*arrays)
+    mine = overlapped(program(jax_intranode), arrays, plan)
+    for _ in range(3):
+        check_like(mine(*arrays), theirs, 0)
+
+
+def _with_psum(matmuls: Any, lib: Any) -> Any:
+    import types
+
+    return types.SimpleNamespace(**vars(matmuls), psum=lib.psum)
+
+
+@case()
+def overlapped_without_dependence() -> None:
+    """Operations that may run in any order, over the groups of two axes and of both."""
+    devices = len(jax.devices())
+    mesh = cases.make_mesh((2, devices // 2), ("a", "x")) if devices >= 4 else line()
+    x, w = zeros_and_ones(7, 32 * devices, 64), zeros_and_ones(8, 64, 64)
+    over: list[Any] = ["x", *(["a", ("a", "x")] if devices >= 4 else [])]
+
+    def program(lib: Any) -> Any:
+        def f(x: Any, w: Any) -> Any:
+            gathered = [lib.all_gather_matmul(x + k, w, axes) for k, axes in enumerate(over)]
+            sums = [lib.matmul_reduce_scatter(x - k, w, axes) for k, axes in enumerate(over)]
+            return [v.sum(0, keepdims=True) for v in (*gathered, *sums)]
+
+        return sharded(f, mesh, (P(mesh.axis_names), P()), P(mesh.axis_names))
+
+    arrays = [put(mesh, P(mesh.axis_names), x.astype(jnp.bfloat16))]
+    arrays.append(put(mesh, P(), w.astype(jnp.bfloat16)))
+    theirs = jax.jit(program(LAX_MATMULS))(*arrays)
+    mine = overlapped(program(jax_intranode), arrays)
+    for _ in range(4):
+        check_like(mine(*arrays), theirs, 0)
+
+
+@case()
+def overlapped_replayed() -> None:
+    """Replayed from graphs, while one process's addresses change: captured again there alone."""
+    mesh = line()
+    n = mesh.size
+    first = mesh.devices.flat[0]
+    x, w = zeros_and_ones(9, n, 64, 64), zeros_and_ones(10, n, 64, 64)
+
+    def program(lib: Any) -> Any:
+        def f(x: Any, w: Any) -> Any:
+            v = x[0]
+            for _ in range(4):
+                v = lib.matmul_reduce_scatter(lib.all_gather_matmul(v, w[0], "x"), w[0], "x") % 3
+            return v[None]
+
+        return sharded(f, mesh, P("x"), P("x"))
+
+    arrays = [put(mesh, P("x"), v.astype(jnp.bfloat16)) for v in (x, w)]
+    theirs = jax.jit(program(LAX_MATMULS))(*arrays)
+    mine = overlapped(program(jax_intranode), arrays)
+    counts = []
+    for _ in range(12):
+        check_like(mine(*arrays), theirs, 0)
+        counts.append(native.handler_calls())
+    if on_gpus():
+        assert counts[-1] == counts[-4], f"handlers are still called: {counts}"
+    before = jax_intranode.usage_counter()
+    kept = []
+    for k in range(9):
+        result = mine(*arrays)
+        check_like(result, theirs, 0)
+        if first.process_index == jax.process_index():
+            kept.append(jax.device_put(np.ones(1000 * k + 1, np.float32), first))
+            kept.append(result if k % 3 == 1 else None)
+    local = sum(d.process_index == jax.process_index() for d in mesh.devices.flat)
+    if on_gpus():
+        assert jax_intranode.usage_counter() - before == 9 * 8 * local
+
+
+@case()
+def overlapped_conditional() -> None:
+    """In both branches of a cond, captured into conditional nodes."""
+    mesh = line()
+    x, w = zeros_and_ones(11, 64 * mesh.size, 64), zeros_and_ones(12, 64, 64)
+
+    def program(lib: Any) -> Any:
+        def f(flag: Any, x: Any, w: Any) -> Any:
+            for _ in range(4):
+                x = lax.cond(
+                    flag,
+                    lambda x: lib.matmul_reduce_scatter(lib.all_gather_matmul(x, w, "x"), w, "x"),
+                    lambda x: lib.matmul_reduce_scatter(lib.all_gather_matmul(x, -w, "x"), w, "x"),
+                    x,
+                )
+                x = x % 3
+            return x
+
+        return sharded(f, mesh, (P(), P("x"), P()), P("x"))
+
+    arrays = [put(mesh, P("x"), x.astype(jnp.bfloat16)), put(mesh, P(), w.astype(jnp.bfloat16))]
+    flags = {flag: put(mesh, P(), np.array(flag)) for flag in (True, False)}
+    mine = overlapped(program(jax_intranode), (flags[True], *arrays))
+    theirs = jax.jit(program(LAX_MATMULS))
+    for k in range(8):
+        flag = flags[k % 3 != 0]
+        check_like(mine(flag, *arrays), theirs(flag, *arrays), 0)
+
+
+@case()
+def overlapped_donated() -> None:
+    """x is donated, and its memory may be that of the result."""
+    mesh = line()
+    n = mesh.size
+    x, w = zeros_and_ones(13, 64 * n, 64), zeros_and_ones(14, 64, 64)
+
+    def f(x: Any, w: Any) -> Any:
+        return jax_intranode.matmul_reduce_scatter(
+            jax_intranode.all_gather_matmul(x, w, "x"), w, "x"
+        )
+
+    spec = P("x"), P()
+    values = (x.astype(jnp.bfloat16), w.astype(jnp.bfloat16))
+    want = n * ((x @ w) @ w)
+    with overlap.forced(PLANS["parts"]):
+        program = jax.jit(sharded(f, mesh, spec, P("x")), donate_argnums=0)
+        for _ in range(4):
+            result = program(*(put(mesh, s, v) for s, v in zip(spec, values, strict=True)))
+            for shard in result.addressable_shards:
+                np.testing.assert_allclose(
+                    np.asarray(shard.data, np.float32), want[shard.index], rtol=2.0**-7
+                )
+
+
+@case()
+def overlapped_large_offsets() -> None:
+    """Arrays of more than 2 GiB, of 2^31 elements; only on GPUs, for want of memory elsewhere."""
+    if not on_gpus():
+        pytest.skip("needs GPUs; 4 GiB an array are too much here")
+    mesh = line()
+    n = mesh.size
+    rows, k = (1 << 31) // 4096 // n + 8, 4096
+
+    def f(w: Any) -> Any:
+        rank = lax.axis_index("x")
+        row = (rank * rows + jnp.arange(rows)) % 251
+        x = jnp.zeros((rows, k), jnp.bfloat16).at[:, 0].set(row.astype(jnp.bfloat16))
+        y = jax_intranode.all_gather_matmul(x, w, "x")
+        want = (jnp.arange(n * rows) % 251).astype(jnp.bfloat16)
+        wrong = (y != want[:, None]).sum()
+        # [n * rows, 8] @ [8, 4096], of which each rank keeps its rows.
+        part = jax_intranode.matmul_reduce_scatter(y, w.T, "x")
+        back = n * jnp.where(jnp.arange(k) % k == 0, 8, 0) * row[:, None]
+        return wrong[None], (part.astype(jnp.float32) != back.astype(jnp.bfloat16)).sum()[None]
+
+    w = np.zeros((k, 8), np.float32)
+    w[0] = 1
+    arrays = [put(mesh, P(), w.astype(jnp.bfloat16))]
+    program = overlapped(sharded(f, mesh, P(), P("x")), arrays, "whole")
+    for counts in program(*arrays):
+        check(counts, np.zeros(n, np.int32))

@@ -1,0 +1,139 @@
+// All-gather + matmul and matmul + reduce-scatter, the one hidden behind the other. No XLA.
+//
+// A rank's rows travel in pieces. Copy engines push them, on a stream of their own, into a ring of
+// slots that the receiver has beside its slab: they leave the multiprocessors to the matmuls. A ring,
+// because a shard may be larger than any slab; and not XLA's own buffers, because a copy engine takes
+// its addresses from the host when it is enqueued, or captured, and a peer's buffers move when XLA
+// captures again on that peer alone. One copy runs after another: two streams of them are served by
+// one engine, in an order of its own.
+//
+//   all-gather + matmul     at step s rank r sends its shard to rank r - s, and gets that of rank
+//                           r + s: each link carries one shard at a time. A rank multiplies its own
+//                           shard first, then each piece as it arrives. The last pieces are small
+//                           where nothing else is left to do while they travel.
+//   matmul + reduce-scatter rank r multiplies the rows of rank r + 1 first, its own last, and sends
+//                           each product as it is done; the first pieces are small where the links
+//                           have waited for them. The owner sums all ranks' products in rank order,
+//                           while the last of its own rows are multiplied. Products that do not fit
+//                           the ring come in rounds.
+//
+// Why no slot is written before it has been read, and no signal (signals.h) set before it was reset
+//   A rank grants a slot to one sender for one piece (for sums: its share of the ring for a round).
+//   It grants the first ones when its stream has come to the operation, so after all that used the
+//   ring before; and again when what lies there has been multiplied and copied, or summed. A sender
+//   writes only what it was granted.
+//   An operation ends on a rank when all pieces for it have arrived and all that it sends are sent,
+//   so when all that it granted has been used and all its own signals have been reset. The grant of
+//   a peer that is already in the next operation finds its word reset: the peer's last operation
+//   ended, so all grants that it gave in it had been used by then.
+//   Hence the group, the shapes and the order of pieces may differ from call to call, and groups of
+//   one device can share its ring, as long as its operations run one after another (`busy`).
+//
+// Why it ends, in whatever order the GPU takes what may run at once (a graph's branches can share
+// one queue, in which a kernel that waits holds up what comes behind)
+//   What waits for a peer's piece or grant comes after all that this rank has for its peers before:
+//   the wait for arrival q is enqueued, and depends, on this rank's own push q; the wait for a grant
+//   on the grants that this rank gave before. So the first wait, in the order of pieces, that has
+//   not ended anywhere is one whose answer no other wait holds up.
+//
+// After PyTorch's _fused_all_gather_matmul and xformers' sequence_parallel_fused_ops (own part first
+// or last, rotated order, copy engines, two streams of matmuls), but with signals of constant values.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "collectives.h"
+#include "cublas_lt.h"
+#include "signals.h"
+
+namespace jax_intranode {
+
+// A device's streams beside XLA's own, and an event of each. Created once, never destroyed.
+struct SideStreams {
+  struct Lane {
+    cudaStream_t stream = nullptr;
+    cudaEvent_t event = nullptr;
+  };
+  Lane main;   // of a call's own stream, which multiplies, only the event is kept
+  Lane copy;   // pushes to peers
+  Lane gate;   // tells peers, waits for them
+  Lane local;  // copies what has arrived, or sums it
+  cudaEvent_t arrivals[kMaxSlots];
+  std::mutex mutex;  // an operation is enqueued as a whole
+
+  static SideStreams& Of(int device);
+};
+
+// What a rank of a group has for collective matmuls.
+struct MatmulMember {
+  int device;
+  DeviceGroup group;
+  char* ring[kMaxRanks];  // each rank's ring, as this rank addresses it
+  size_t ring_bytes;
+};
+
+// How an operation is cut; alike on all ranks.
+struct MatmulPlan {
+  int cuts;      // of the last rows that arrive; of the first rows that are sent
+  int own_cuts;  // of the rows that are summed, and of the last that are sent
+  int sum_blocks;  // that sum while matmuls run
+};
+constexpr int kMaxCuts = 16;
+
+// [outer, rows, k] on each rank, joined along `rows`.
+struct MatmulCall {
+  ElementType type;
+  bool transposed;
+  int64_t outer, rows, k;
+  const void* x;
+  std::vector<const void*> ws;
+  std::vector<int64_t> ns;
+  std::vector<void*> products;  // of each w, [outer, ranks * rows, n]; or the sum, [outer, rows, n]
+  void* gathered = nullptr;     // [outer, ranks * rows, k], or none
+  void* scratch;                // of ScratchBytes
+};
+
+size_t ScratchBytes(Algorithm algorithm, const MatmulCall& call, int size);
+
+// The matmuls of a call site on one device.
+class MatmulSite {
+ public:
+  MatmulSite(const MatmulMember& member, Algorithm algorithm, const MatmulPlan& plan);
+
+  // Chooses algorithms for all matmuls of the call. Reads operands, whatever they hold.
+  void Prepare(const MatmulCall& call);
+  // Enqueues the operation after what is on the stream, which goes on when it is done.
+  void Enqueue(const MatmulCall& call, cudaStream_t stream);
+
+ private:
+  struct Piece;
+  class Enqueuer;
+
+  // The shard in equal pieces of at most so many rows.
+  std::vector<Piece> Equal(const MatmulCall& call, int64_t most) const;
+  // A piece in halves, and the second of them again, and so on.
+  std::vector<Piece> Halved(const Piece& piece, int cuts) const;
+  // What is multiplied for each step; the pieces of a call's steps or rounds.
+  std::vector<Piece> Arriving(const MatmulCall& call, int step) const;
+  std::vector<Piece> Rounds(const MatmulCall& call) const;
+  std::vector<Piece> Multiplied(const MatmulCall& call, size_t round, int step) const;
+
+  MatmulShape ShapeOf(const MatmulCall& call, size_t k, const Piece& piece) const;
+  void Choose(const MatmulCall& call, size_t k, const Piece& piece);
+  const Matmul& MatmulOf(const MatmulShape& shape);
+
+  const MatmulMember& member_;
+  const Algorithm algorithm_;
+  const MatmulPlan plan_;
+  std::mutex mutex_;
+  std::map<MatmulShape, std::unique_ptr<Matmul>> matmuls_;
+};
+
+}  // namespace jax_intranode

@@ -1,0 +1,276 @@
+#include "cublas_lt.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+
+#include "slab.h"
+
+namespace jax_intranode {
+namespace {
+
+// From cublasLt.h; the numbers are the same in CUDA 12 and 13.
+using Status = int;
+using Handle = void*;
+using Descriptor = void*;
+struct Algo {
+  uint64_t data[8];
+};
+struct HeuristicResult {
+  Algo algo;
+  size_t workspace_bytes;
+  Status state;
+  float waves;
+  int reserved[4];
+};
+constexpr int kCompute32F = 68;
+constexpr int kR32F = 0, kR16F = 2, kR16BF = 14;
+constexpr int kOpT = 1;
+constexpr int kDescTransA = 3;
+constexpr int kLayoutBatchCount = 5, kLayoutStridedBatchOffset = 6;
+constexpr int kPrefMaxWorkspaceBytes = 1, kPrefReductionSchemeMask = 3;
+constexpr int kPrefMinAlignmentA = 5, kPrefMinAlignmentB = 6, kPrefMinAlignmentC = 7,
+              kPrefMinAlignmentD = 8;
+
+struct Library {
+  size_t (*GetVersion)();
+  Status (*Create)(Handle*);
+  Status (*DescCreate)(Descriptor*, int compute_type, int scale_type);
+  Status (*DescDestroy)(Descriptor);
+  Status (*DescSet)(Descriptor, int attribute, const void*, size_t);
+  Status (*LayoutCreate)(Descriptor*, int type, uint64_t rows, uint64_t columns, int64_t leading);
+  Status (*LayoutDestroy)(Descriptor);
+  Status (*LayoutSet)(Descriptor, int attribute, const void*, size_t);
+  Status (*PreferenceCreate)(Descriptor*);
+  Status (*PreferenceDestroy)(Descriptor);
+  Status (*PreferenceSet)(Descriptor, int attribute, const void*, size_t);
+  Status (*Heuristic)(Handle, Descriptor desc, Descriptor a, Descriptor b, Descriptor c,
+                      Descriptor d, Descriptor preference, int asked, HeuristicResult*, int* found);
+  Status (*Multiply)(Handle, Descriptor desc, const void* alpha, const void* a, Descriptor a_layout,
+                     const void* b, Descriptor b_layout, const void* beta, const void* c,
+                     Descriptor c_layout, void* d, Descriptor d_layout, const Algo*,
+                     void* workspace, size_t workspace_bytes, cudaStream_t);
+};
+
+// Null if there is none.
+const Library* Lt() {
+  static const std::unique_ptr<const Library> library = []() -> std::unique_ptr<const Library> {
+    void* file = nullptr;
+    // What JAX has loaded, wherever it lies; else what the loader finds.
+    for (const int flags : {RTLD_NOW | RTLD_NOLOAD, RTLD_NOW}) {
+      for (const char* name : {"libcublasLt.so.13", "libcublasLt.so.12"}) {
+        if (file == nullptr) file = dlopen(name, flags);
+      }
+    }
+    if (file == nullptr) return nullptr;
+    auto found = std::make_unique<Library>();
+    bool all = true;
+    const auto look_up = [&](const char* name, auto* function) {
+      *function = reinterpret_cast<std::decay_t<decltype(*function)>>(dlsym(file, name));
+      all = all && *function != nullptr;
+    };
+    look_up("cublasLtGetVersion", &found->GetVersion);
+    look_up("cublasLtCreate", &found->Create);
+    look_up("cublasLtMatmulDescCreate", &found->DescCreate);
+    look_up("cublasLtMatmulDescDestroy", &found->DescDestroy);
+    look_up("cublasLtMatmulDescSetAttribute", &found->DescSet);
+    look_up("cublasLtMatrixLayoutCreate", &found->LayoutCreate);
+    look_up("cublasLtMatrixLayoutDestroy", &found->LayoutDestroy);
+    look_up("cublasLtMatrixLayoutSetAttribute", &found->LayoutSet);
+    look_up("cublasLtMatmulPreferenceCreate", &found->PreferenceCreate);
+    look_up("cublasLtMatmulPreferenceDestroy", &found->PreferenceDestroy);
+    look_up("cublasLtMatmulPreferenceSetAttribute", &found->PreferenceSet);
+    look_up("cublasLtMatmulAlgoGetHeuristic", &found->Heuristic);
+    look_up("cublasLtMatmul", &found->Multiply);
+    return all ? std::move(found) : nullptr;
+  }();
+  return library.get();
+}
+
+std::string Text(const MatmulShape& shape) {
+  return std::to_string(shape.batch) + " x " + std::to_string(shape.m) + " x " +
+         std::to_string(shape.k) + " x " + std::to_string(shape.n);
+}
+
+void Check(Status status, const char* what) {
+  if (status != 0) {
+    throw std::runtime_error(std::string("jax_intranode: ") + what +
+                             " failed with cublasStatus_t " + std::to_string(status));
+  }
+}
+
+// One a device, for good: destroying one would wait for the device.
+Handle HandleOf(int device) {
+  static std::mutex mutex;
+  static std::map<int, Handle> handles;
+  std::lock_guard lock(mutex);
+  Handle& handle = handles[device];
+  if (handle == nullptr) {
+    const CurrentDevice current(device);
+    Check(Lt()->Create(&handle), "cublasLtCreate");
+  }
+  return handle;
+}
+
+// The largest power of two, up to 256, that divides the bytes.
+uint32_t Alignment(int64_t bytes) {
+  return static_cast<uint32_t>(std::min<int64_t>(256, bytes & -bytes));
+}
+
+// Candidates that are timed.
+constexpr int kCandidates = 12;
+
+class DeviceMemory {
+ public:
+  explicit DeviceMemory(size_t bytes) {
+    ThrowIfError(cudaMalloc(&memory_, bytes),
+                 "allocating " + std::to_string(bytes) + " bytes to time matmuls with");
+  }
+  ~DeviceMemory() { cudaFree(memory_); }
+  void* get() const { return memory_; }
+
+ private:
+  void* memory_ = nullptr;
+};
+
+class TimedStream {
+ public:
+  TimedStream() {
+    ThrowIfError(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream");
+    ThrowIfError(cudaEventCreate(&start_), "creating an event");
+    ThrowIfError(cudaEventCreate(&stop_), "creating an event");
+  }
+  ~TimedStream() {
+    cudaEventDestroy(stop_);
+    cudaEventDestroy(start_);
+    cudaStreamDestroy(stream_);
+  }
+  cudaStream_t get() const { return stream_; }
+  void Start() const { ThrowIfError(cudaEventRecord(start_, stream_), "recording an event"); }
+  float Stop() const {
+    float milliseconds;
+    ThrowIfError(cudaEventRecord(stop_, stream_), "recording an event");
+    ThrowIfError(cudaEventSynchronize(stop_), "timing a matmul");
+    ThrowIfError(cudaEventElapsedTime(&milliseconds, start_, stop_), "timing a matmul");
+    return milliseconds;
+  }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+  cudaEvent_t start_ = nullptr, stop_ = nullptr;
+};
+
+}  // namespace
+
+size_t CublasLtVersion() { return Lt() == nullptr ? 0 : Lt()->GetVersion(); }
+
+struct Matmul::Descriptors {
+  Handle handle = nullptr;
+  Descriptor desc = nullptr, w = nullptr, a = nullptr, d = nullptr;
+  Algo algo;
+
+  ~Descriptors() {
+    if (desc != nullptr) Lt()->DescDestroy(desc);
+    for (Descriptor layout : {w, a, d}) {
+      if (layout != nullptr) Lt()->LayoutDestroy(layout);
+    }
+  }
+
+  void Enqueue(const void* a_at, const void* w_at, void* d_at, void* workspace,
+               cudaStream_t stream) const {
+    const float one = 1, zero = 0;
+    Check(Lt()->Multiply(handle, desc, &one, w_at, w, a_at, a, &zero, d_at, d, d_at, d, &algo,
+                         workspace, kMatmulWorkspaceBytes, stream),
+          "cublasLtMatmul");
+  }
+
+  // By one launch to load each and the shorter of two timed ones.
+  void TakeFastest(const HeuristicResult* results, int found, size_t d_bytes, const void* a_at,
+                   const void* w_at) {
+    const DeviceMemory d_at(d_bytes), workspace(kMatmulWorkspaceBytes);
+    const TimedStream stream;
+    float shortest = 0;
+    int best = -1;
+    for (int k = 0; k < found; ++k) {
+      algo = results[k].algo;
+      Enqueue(a_at, w_at, d_at.get(), workspace.get(), stream.get());
+      for (int repetition = 0; repetition < 2; ++repetition) {
+        stream.Start();
+        Enqueue(a_at, w_at, d_at.get(), workspace.get(), stream.get());
+        const float milliseconds = stream.Stop();
+        if (best < 0 || milliseconds < shortest) {
+          shortest = milliseconds;
+          best = k;
+        }
+      }
+    }
+    algo = results[best].algo;
+  }
+};
+
+// cuBLASLt stores by columns. A row-major matrix is the transpose of one that is stored so, and
+// what is computed is d' = w' a'.
+Matmul::Matmul(int device, const MatmulShape& shape, const void* a, const void* w)
+    : descriptors_(std::make_unique<Descriptors>()) {
+  const CurrentDevice current(device);
+  const Library* lt = Lt();
+  if (lt == nullptr) throw std::runtime_error("jax_intranode: cuBLASLt is not to be found");
+  Descriptors& it = *descriptors_;
+  it.handle = HandleOf(device);
+  const int type = shape.type == ElementType::kBF16 ? kR16BF : kR16F;
+  Check(lt->DescCreate(&it.desc, kCompute32F, kR32F), "cublasLtMatmulDescCreate");
+  if (shape.transposed) {
+    const int32_t op = kOpT;
+    Check(lt->DescSet(it.desc, kDescTransA, &op, sizeof(op)), "cublasLtMatmulDescSetAttribute");
+  }
+  const auto layout = [&](Descriptor* of, int64_t rows, int64_t columns, int64_t stride) {
+    Check(lt->LayoutCreate(of, type, rows, columns, rows), "cublasLtMatrixLayoutCreate");
+    if (shape.batch > 1) {
+      const int32_t count = static_cast<int32_t>(shape.batch);
+      Check(lt->LayoutSet(*of, kLayoutBatchCount, &count, sizeof(count)),
+            "cublasLtMatrixLayoutSetAttribute");
+      Check(lt->LayoutSet(*of, kLayoutStridedBatchOffset, &stride, sizeof(stride)),
+            "cublasLtMatrixLayoutSetAttribute");
+    }
+  };
+  shape.transposed ? layout(&it.w, shape.k, shape.n, 0) : layout(&it.w, shape.n, shape.k, 0);
+  layout(&it.a, shape.k, shape.m, shape.a_stride);
+  layout(&it.d, shape.n, shape.m, shape.d_stride);
+
+  Descriptor preference = nullptr;
+  Check(lt->PreferenceCreate(&preference), "cublasLtMatmulPreferenceCreate");
+  const std::unique_ptr<void, Status (*)(Descriptor)> owned(preference, lt->PreferenceDestroy);
+  const auto prefer = [&](int attribute, auto value) {
+    Check(lt->PreferenceSet(preference, attribute, &value, sizeof(value)),
+          "cublasLtMatmulPreferenceSetAttribute");
+  };
+  prefer(kPrefMaxWorkspaceBytes, static_cast<uint64_t>(kMatmulWorkspaceBytes));
+  prefer(kPrefMinAlignmentA, Alignment(2 * shape.k * shape.n));
+  prefer(kPrefMinAlignmentB, Alignment(2 * shape.k));
+  prefer(kPrefMinAlignmentC, Alignment(2 * shape.n));
+  prefer(kPrefMinAlignmentD, Alignment(2 * shape.n));
+  prefer(kPrefReductionSchemeMask, uint32_t{0});
+  HeuristicResult results[kCandidates];
+  int found = 0;
+  const Status status = lt->Heuristic(it.handle, it.desc, it.w, it.a, it.d, it.d, preference,
+                                      kCandidates, results, &found);
+  if (status != 0 || found == 0) {
+    throw std::runtime_error("jax_intranode: cuBLASLt has no algorithm for a matmul of " +
+                             Text(shape) + " (cublasStatus_t " + std::to_string(status) + ")");
+  }
+  const int64_t last_d = shape.batch > 1 ? shape.d_stride * (shape.batch - 1) : 0;
+  it.TakeFastest(results, found, 2 * (last_d + shape.m * shape.n), a, w);
+}
+
+Matmul::~Matmul() = default;
+
+void Matmul::Enqueue(const void* a, const void* w, void* d, void* workspace,
+                     cudaStream_t stream) const {
+  descriptors_->Enqueue(a, w, d, workspace, stream);
+}
+
+}  // namespace jax_intranode

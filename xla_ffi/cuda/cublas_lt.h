@@ -1,0 +1,53 @@
+// Matmuls by cuBLASLt, as the collective matmuls need them. The library is the one that JAX's CUDA
+// wheels bring, found at run time; its headers come only with a wheel of 400 MB, so the few
+// functions that are used are declared in cublas_lt.cc. Errors are thrown as std::runtime_error.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <compare>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "../kernels/algorithms.h"
+
+namespace jax_intranode {
+
+// d[b] = a[b] w for b < batch, all row-major: a[b] is m x k, d[b] is m x n, w is k x n, or n x k
+// and `transposed`. bf16 or f16, summed in f32 and rounded once.
+struct MatmulShape {
+  ElementType type;
+  bool transposed;
+  int64_t batch, m, n, k;
+  int64_t a_stride, d_stride;  // elements from one a[b], one d[b], to the next
+
+  auto operator<=>(const MatmulShape&) const = default;
+};
+
+// What cuBLASLt works with beside the operands, for each stream that matmuls run on at once.
+constexpr size_t kMatmulWorkspaceBytes = 32 << 20;
+
+// Version of the library, as in cublasLtGetVersion; 0 if it is not to be found.
+size_t CublasLtVersion();
+
+// An algorithm for one shape on one device.
+class Matmul {
+ public:
+  // Times the library's candidates and takes the fastest, with a d and a workspace of its own. `a`
+  // and `w` are read, whatever they hold. Ranks may choose differently: only algorithms that do not
+  // split k come into question, and those add the same products in the same order.
+  Matmul(int device, const MatmulShape& shape, const void* a, const void* w);
+  ~Matmul();
+  Matmul(const Matmul&) = delete;
+  Matmul& operator=(const Matmul&) = delete;
+
+  // Only launches; may be captured. Multiples of 16 bytes, those of operands as in XLA's buffers.
+  void Enqueue(const void* a, const void* w, void* d, void* workspace, cudaStream_t stream) const;
+
+ private:
+  struct Descriptors;
+  std::unique_ptr<Descriptors> descriptors_;
+};
+
+}  // namespace jax_intranode

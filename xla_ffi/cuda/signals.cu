@@ -1,0 +1,151 @@
+#include "signals.h"
+
+#include "../kernels/types.h"
+#include "device_thread.h"
+
+namespace jax_intranode {
+namespace {
+
+__global__ void jax_intranode_open(const __grid_constant__ DeviceGroup group, uint32_t algorithm,
+                                   RingHeader* ring, Signals* own,
+                                   const __grid_constant__ Words words) {
+  DeviceThread thread(group.failure, group.timeout_ns, group.rank, algorithm);
+  thread.Enter(&ring->busy, &group.Header()->closed);
+  thread.Admit();
+  if (threadIdx.x == 0) StoreWord(&own->opened, LoadWord(&own->opened) + 1);
+  if (threadIdx.x < words.count) {
+    __threadfence_system();
+    StoreWord(words.word[threadIdx.x], 1);
+  }
+}
+
+__global__ void jax_intranode_post(const __grid_constant__ Words words) {
+  if (threadIdx.x < words.count) {
+    __threadfence_system();
+    StoreWord(words.word[threadIdx.x], 1);
+  }
+}
+
+__global__ void jax_intranode_post_and_await(const __grid_constant__ DeviceGroup group,
+                                             uint32_t algorithm,
+                                             const __grid_constant__ Words told,
+                                             const __grid_constant__ Words awaited) {
+  if (threadIdx.x < told.count) {
+    __threadfence_system();
+    StoreWord(told.word[threadIdx.x], 1);
+  }
+  if (threadIdx.x >= awaited.count) return;
+  DeviceThread thread(group.failure, group.timeout_ns, group.rank, algorithm);
+  uint32_t* const word = awaited.word[threadIdx.x];
+  while (LoadWord(word) == 0) thread.Wait(0, awaited.rank[threadIdx.x]);
+  StoreWord(word, 0);
+  __threadfence_system();
+}
+
+__global__ void jax_intranode_close(RingHeader* ring) { StoreWord(&ring->busy, 0); }
+
+// As many as fill the memory's bandwidth.
+constexpr int kSumBlocks = 264;
+
+// Packs of each rank that a thread has in flight.
+constexpr int kUnrolled = 4;
+
+template <class Type, int N>
+__global__ void __launch_bounds__(512)
+    jax_intranode_sum_partials(const __grid_constant__ Partials partials, int size, Pack* sum,
+                               size_t packs) {
+  const size_t stride = static_cast<size_t>(gridDim.x) * blockDim.x;
+  size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const auto load = [&](int r, size_t at) {
+    return static_cast<const Pack*>(partials.of_rank[r])[at];
+  };
+  if constexpr (N > 0) {
+    for (; i + (kUnrolled - 1) * stride < packs; i += kUnrolled * stride) {
+      Pack all[kUnrolled][N];
+      JIN_UNROLL
+      for (int k = 0; k < kUnrolled; ++k) {
+        JIN_UNROLL
+        for (int r = 0; r < N; ++r) all[k][r] = load(r, i + k * stride);
+      }
+      JIN_UNROLL
+      for (int k = 0; k < kUnrolled; ++k) {
+        typename Type::Sum total;
+        Type::Start(&total, all[k][0]);
+        JIN_UNROLL
+        for (int r = 1; r < N; ++r) Type::Add(&total, all[k][r]);
+        sum[i + k * stride] = Type::Round(total);
+      }
+    }
+  }
+  for (; i < packs; i += stride) {
+    typename Type::Sum total;
+    Type::Start(&total, load(0, i));
+    for (int r = 1; r < size; ++r) Type::Add(&total, load(r, i));
+    sum[i] = Type::Round(total);
+  }
+}
+
+template <class Type>
+const void* SumKernelOf(int size) {
+  if (size == 2) return reinterpret_cast<const void*>(&jax_intranode_sum_partials<Type, 2>);
+  if (size == 4) return reinterpret_cast<const void*>(&jax_intranode_sum_partials<Type, 4>);
+  if (size == 8) return reinterpret_cast<const void*>(&jax_intranode_sum_partials<Type, 8>);
+  return reinterpret_cast<const void*>(&jax_intranode_sum_partials<Type, 0>);
+}
+
+const void* SumKernel(ElementType type, int size) {
+  return type == ElementType::kBF16 ? SumKernelOf<BF16>(size) : SumKernelOf<F16>(size);
+}
+
+}  // namespace
+
+cudaError_t OpenRing(const DeviceGroup& group, Algorithm algorithm, RingHeader* ring,
+                 const Words& words, cudaStream_t stream) {
+  jax_intranode_open<<<1, kMaxSlots, 0, stream>>>(group, static_cast<uint32_t>(algorithm), ring,
+                                                  SignalsOf(group, group.rank), words);
+  return cudaGetLastError();
+}
+
+cudaError_t Post(const Words& words, cudaStream_t stream) {
+  jax_intranode_post<<<1, kMaxSlots, 0, stream>>>(words);
+  return cudaGetLastError();
+}
+
+cudaError_t PostAndAwait(const DeviceGroup& group, Algorithm algorithm, const Words& told,
+                         const Words& awaited, cudaStream_t stream) {
+  const bool few = told.count <= 32 && awaited.count <= 32;
+  jax_intranode_post_and_await<<<1, few ? 32 : kMaxSlots, 0, stream>>>(
+      group, static_cast<uint32_t>(algorithm), told, awaited);
+  return cudaGetLastError();
+}
+
+cudaError_t CloseRing(RingHeader* ring, cudaStream_t stream) {
+  jax_intranode_close<<<1, 1, 0, stream>>>(ring);
+  return cudaGetLastError();
+}
+
+cudaError_t SumPartials(ElementType type, const Partials& partials, int size, void* sum,
+                        size_t packs, int blocks, cudaStream_t stream) {
+  Pack* to = static_cast<Pack*>(sum);
+  void* arguments[] = {const_cast<Partials*>(&partials), &size, &to, &packs};
+  return cudaLaunchKernel(SumKernel(type, size), dim3(blocks > 0 ? blocks : kSumBlocks), dim3(512), arguments, 0, stream);
+}
+
+cudaError_t LoadSignalKernels() {
+  const auto address = [](auto* kernel) { return reinterpret_cast<const void*>(kernel); };
+  for (const void* kernel :
+       {address(&jax_intranode_open), address(&jax_intranode_post),
+        address(&jax_intranode_post_and_await),
+        address(&jax_intranode_close), SumKernel(ElementType::kBF16, 2),
+        SumKernel(ElementType::kBF16, 3), SumKernel(ElementType::kBF16, 4),
+        SumKernel(ElementType::kBF16, 8), SumKernel(ElementType::kF16, 2),
+        SumKernel(ElementType::kF16, 3), SumKernel(ElementType::kF16, 4),
+        SumKernel(ElementType::kF16, 8)}) {
+    cudaFuncAttributes attributes;
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace jax_intranode

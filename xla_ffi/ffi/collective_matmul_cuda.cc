@@ -1,0 +1,239 @@
+#include "collective_matmul_cuda.h"
+
+#include <exception>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "../cuda/collective_matmul.h"
+#include "collectives_cuda.h"
+
+namespace jax_intranode {
+namespace {
+
+// What instantiate leaves: the matmuls of each device of this process.
+struct MatmulDeviceSite {
+  static ffi::TypeId id;
+  std::shared_ptr<DeviceCommunicator> communicator;
+  Algorithm algorithm;
+  int64_t axis;
+  bool transposed;
+  bool gathered;
+  std::vector<std::unique_ptr<MatmulSite>> sites;  // by CUDA device ordinal
+};
+ffi::TypeId MatmulDeviceSite::id = {};
+
+ffi::Error Invalid(const MatmulDeviceSite& site, const std::string& what) {
+  return ffi::Error::InvalidArgument(std::string("jax_intranode: ") +
+                                     OperationName(site.algorithm) + ": " + what);
+}
+
+ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(
+    ffi::Span<const int64_t> device_ids, int64_t group_size, int32_t algorithm, int64_t axis,
+    int32_t transposed, int32_t gathered, int32_t cuts, int32_t own_cuts,
+    int32_t sum_blocks) {
+  const Partition partition{{device_ids.begin(), device_ids.end()}, group_size};
+  auto site = std::make_unique<MatmulDeviceSite>();
+  site->communicator = Registry<DeviceCommunicator>::Get().Find(partition);
+  if (!site->communicator) {
+    return ffi::Unexpected(
+        ffi::Error(ffi::ErrorCode::kFailedPrecondition, NoCommunicator(partition)));
+  }
+  site->algorithm = static_cast<Algorithm>(algorithm);
+  site->axis = axis;
+  site->transposed = transposed != 0;
+  site->gathered = gathered != 0;
+  const bool gathers = site->algorithm == Algorithm::kAllGatherMatmul;
+  if ((!gathers && site->algorithm != Algorithm::kMatmulReduceScatter) || cuts < 1 ||
+      cuts > kMaxCuts || own_cuts < 1 || own_cuts > kMaxCuts || sum_blocks < 1 ||
+      sum_blocks > 65535 || (site->gathered && !gathers)) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument(
+        "jax_intranode: a collective matmul of algorithm " + std::to_string(algorithm) + " in " +
+        std::to_string(cuts) + " and " + std::to_string(own_cuts) + " pieces."));
+  }
+  for (const std::optional<MatmulMember>& member : site->communicator->matmul_members) {
+    site->sites.push_back(member ? std::make_unique<MatmulSite>(
+                                       *member, site->algorithm,
+                                       MatmulPlan{cuts, own_cuts, sum_blocks})
+                                 : nullptr);
+  }
+  return {std::move(site)};
+}
+
+// Fills in a call. Refuses what must not reach a kernel; lowering has checked all of it before.
+ffi::Error CollectCall(const MatmulDeviceSite& site, int size, ffi::RemainingArgs args,
+                       ffi::RemainingRets rets, MatmulCall* call) {
+  const bool gathers = site.algorithm == Algorithm::kAllGatherMatmul;
+  const size_t count = args.size() < 2 ? 0 : args.size() - 1;
+  if (count < 1 || (!gathers && count > 1) || rets.size() != count + site.gathered + 1) {
+    return Invalid(site, std::to_string(args.size()) + " operands and " +
+                             std::to_string(rets.size()) + " results.");
+  }
+  std::vector<ffi::AnyBuffer> in;
+  std::vector<ffi::AnyBuffer> out;
+  for (size_t i = 0; i < args.size(); ++i) {
+    ffi::ErrorOr<ffi::AnyBuffer> buffer = args.get<ffi::AnyBuffer>(i);
+    if (!buffer.has_value()) return std::move(buffer.error());
+    in.push_back(*buffer);
+  }
+  for (size_t i = 0; i < rets.size(); ++i) {
+    ffi::ErrorOr<ffi::Result<ffi::AnyBuffer>> buffer = rets.get<ffi::AnyBuffer>(i);
+    if (!buffer.has_value()) return std::move(buffer.error());
+    out.push_back(**buffer);
+  }
+  const ffi::AnyBuffer::Dimensions dims = in[0].dimensions();
+  const int64_t rank = dims.size();
+  if (rank < 2 || site.axis < 0 || site.axis > rank - 2) {
+    return Invalid(site, "axis " + std::to_string(site.axis) + " of " + std::to_string(rank) +
+                             " dimensions.");
+  }
+  const ffi::DataType type = in[0].element_type();
+  if (type != ffi::BF16 && type != ffi::F16) return Invalid(site, "takes bf16 and f16.");
+  call->type = *ElementTypeOf(type);
+  call->transposed = site.transposed;
+  call->outer = call->rows = 1;
+  for (int64_t d = 0; d < rank - 1; ++d) (d < site.axis ? call->outer : call->rows) *= dims[d];
+  call->k = dims[rank - 1];
+  if (!gathers) {
+    if (dims[site.axis] % size != 0) {
+      return Invalid(site, std::to_string(dims[site.axis]) + " can't be split over " +
+                               std::to_string(size) + " ranks.");
+    }
+    call->rows /= size;
+  }
+  call->x = in[0].untyped_data();
+  if (call->outer * call->rows * call->k == 0 || call->k % 8 != 0) {
+    return Invalid(site, "an operand that is empty, or whose last dimension, " +
+                             std::to_string(call->k) + ", is no multiple of 8.");
+  }
+  for (size_t i = 0; i < count; ++i) {
+    const ffi::AnyBuffer& w = in[1 + i];
+    const ffi::AnyBuffer& product = out[i];
+    if (w.dimensions().size() != 2) return Invalid(site, "w is no matrix.");
+    const int64_t k = w.dimensions()[site.transposed ? 1 : 0];
+    const int64_t n = w.dimensions()[site.transposed ? 0 : 1];
+    const int64_t rows = call->outer * call->rows * (gathers ? size : 1);
+    if (w.element_type() != type || product.element_type() != type || k != call->k || n == 0 ||
+        n % 8 != 0 || static_cast<int64_t>(product.element_count()) != rows * n) {
+      return Invalid(site, "w[" + std::to_string(i) + "] is " + std::to_string(k) + " x " +
+                               std::to_string(n) + ", its product has " +
+                               std::to_string(product.element_count()) + " elements for " +
+                               std::to_string(rows) + " rows.");
+    }
+    call->ws.push_back(w.untyped_data());
+    call->ns.push_back(n);
+    call->products.push_back(product.untyped_data());
+  }
+  if (site.gathered) {
+    const ffi::AnyBuffer& gathered = out[count];
+    if (gathered.element_type() != type ||
+        gathered.element_count() != in[0].element_count() * size) {
+      return Invalid(site, "the gathered x has " + std::to_string(gathered.element_count()) +
+                               " elements.");
+    }
+    call->gathered = gathered.untyped_data();
+  }
+  const ffi::AnyBuffer& scratch = out.back();
+  call->scratch = scratch.untyped_data();
+  const size_t needed = ScratchBytes(site.algorithm, *call, size);
+  if (scratch.size_bytes() < needed) {
+    return Invalid(site, "scratch of " + std::to_string(scratch.size_bytes()) + " bytes; it takes " +
+                             std::to_string(needed) + ".");
+  }
+  return ffi::Error::Success();
+}
+
+// The site of a device, or why it can't be used.
+ffi::ErrorOr<MatmulSite*> SiteOf(MatmulDeviceSite* site, int32_t device) {
+  const DeviceCommunicator& communicator = *site->communicator;
+  if (communicator.closed) {
+    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition, kShutDown));
+  }
+  if (std::string failure = communicator.failure(); !failure.empty()) {
+    return ffi::Unexpected(ffi::Error::Internal(std::move(failure)));
+  }
+  if (device < 0 || static_cast<size_t>(device) >= site->sites.size() || !site->sites[device]) {
+    return ffi::Unexpected(ffi::Error::Internal(
+        "jax_intranode: a collective matmul ran on CUDA device " + std::to_string(device) +
+        ", which is in none of its groups or has no ring."));
+  }
+  return site->sites[device].get();
+}
+
+template <class Do>
+ffi::Error WithCall(MatmulDeviceSite* site, int32_t device, ffi::RemainingArgs args,
+                    ffi::RemainingRets rets, Do&& act) {
+  const ffi::ErrorOr<MatmulSite*> found = SiteOf(site, device);
+  if (!found.has_value()) return found.error();
+  MatmulCall call;
+  const int size = site->communicator->members[device]->size;
+  ffi::Error error = CollectCall(*site, size, args, rets, &call);
+  if (error.failure()) return error;
+  try {
+    act(**found, call);
+  } catch (const std::exception& failure) {
+    return ffi::Error::Internal(failure.what());
+  }
+  return ffi::Error::Success();
+}
+
+// At every execution; does something only at the first.
+ffi::Error Initialize(int32_t device, MatmulDeviceSite* site, ffi::RemainingArgs args,
+                      ffi::RemainingRets rets, ffi::Dictionary) {
+  return WithCall(site, device, args, rets,
+                  [](MatmulSite& of_device, const MatmulCall& call) { of_device.Prepare(call); });
+}
+
+// Called eagerly, or while XLA captures a graph, or not at all when a graph is replayed.
+ffi::Error Execute(cudaStream_t stream, int32_t device, MatmulDeviceSite* site,
+                   ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary) {
+  device_handler_calls.fetch_add(1, std::memory_order_relaxed);
+  return WithCall(site, device, args, rets,
+                  [&](MatmulSite& of_device, const MatmulCall& call) {
+                    of_device.Enqueue(call, stream);
+                  });
+}
+
+}  // namespace
+
+XLA_FFI_Error* CudaCollectiveMatmulInstantiate(XLA_FFI_CallFrame* frame) {
+  RegisterStateType<MatmulDeviceSite>(frame->api, "jax_intranode_matmul_device_site");
+  XLA_FFI_DEFINE_HANDLER(handler, Instantiate,
+                         ffi::Ffi::BindInstantiate()
+                             .Attr<ffi::Span<const int64_t>>("device_ids")
+                             .Attr<int64_t>("group_size")
+                             .Attr<int32_t>("algorithm")
+                             .Attr<int64_t>("axis")
+                             .Attr<int32_t>("transposed")
+                             .Attr<int32_t>("gathered")
+                             .Attr<int32_t>("cuts")
+                             .Attr<int32_t>("own_cuts")
+                             .Attr<int32_t>("sum_blocks"));
+  return (*handler)(frame);
+}
+
+XLA_FFI_Error* CudaCollectiveMatmulInitialize(XLA_FFI_CallFrame* frame) {
+  XLA_FFI_DEFINE_HANDLER(handler, Initialize,
+                         ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
+                             .Ctx<ffi::DeviceOrdinal>()
+                             .Ctx<ffi::State<MatmulDeviceSite>>()
+                             .RemainingArgs()
+                             .RemainingRets()
+                             .Attrs());
+  return (*handler)(frame);
+}
+
+XLA_FFI_Error* CudaCollectiveMatmul(XLA_FFI_CallFrame* frame) {
+  XLA_FFI_DEFINE_HANDLER(handler, Execute,
+                         ffi::Ffi::Bind()
+                             .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                             .Ctx<ffi::DeviceOrdinal>()
+                             .Ctx<ffi::State<MatmulDeviceSite>>()
+                             .RemainingArgs()
+                             .RemainingRets()
+                             .Attrs(),
+                         {ffi::Traits::kCmdBufferCompatible});
+  return (*handler)(frame);
+}
+
+}  // namespace jax_intranode

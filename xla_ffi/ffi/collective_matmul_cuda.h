@@ -1,0 +1,13 @@
+// The FFI handlers of all-gather + matmul and matmul + reduce-scatter on CUDA: the algorithm, an
+// attribute, says which.
+#pragma once
+
+#include "common.h"
+
+namespace jax_intranode {
+
+XLA_FFI_Error* CudaCollectiveMatmulInstantiate(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* CudaCollectiveMatmulInitialize(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* CudaCollectiveMatmul(XLA_FFI_CallFrame* frame);
+
+}  // namespace jax_intranode

@@ -15,15 +15,13 @@ class Plan:
     """How an operation runs (xla_ffi/cuda/collective_matmul.h).
 
     Attributes:
-        cuts: into how many pieces the rows are cut that arrive last, or that are sent first. Each
-            but the last has half of what is left.
-        own_cuts: so for the rows whose sums a rank keeps.
-        sum_blocks: blocks that sum while matmuls run.
+        first_cuts: into how many pieces the first rows are cut that are sent, for sums. Each has half
+            of what is left, the smallest comes first.
+        last_cuts: so for the last rows that are sent; the smallest comes last.
     """
 
-    cuts: int = 1
-    own_cuts: int = 1
-    sum_blocks: int = 16
+    first_cuts: int = 1
+    last_cuts: int = 1
 
 
 _forced: Plan | None = None

@@ -60,8 +60,10 @@ SideStreams& SideStreams::Of(int device) {
       ThrowIfError(cudaEventCreateWithFlags(&lane->event, cudaEventDisableTiming),
                    "creating an event");
     }
-    for (cudaEvent_t& event : created->arrivals) {
-      ThrowIfError(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "creating an event");
+    for (auto* events : {&created->sent, &created->arrived}) {
+      for (cudaEvent_t& event : *events) {
+        ThrowIfError(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "creating an event");
+      }
     }
     streams = created.release();
   }
@@ -131,7 +133,7 @@ std::vector<MatmulSite::Piece> MatmulSite::Arriving(const MatmulCall& call, int 
   if (step == member_.group.size - 1) {
     const Piece last = pieces.back();
     pieces.pop_back();
-    for (const Piece& piece : Halved(last, plan_.cuts)) pieces.push_back(piece);
+    for (const Piece& piece : Halved(last, plan_.last_cuts)) pieces.push_back(piece);
   }
   return pieces;
 }
@@ -142,13 +144,13 @@ std::vector<MatmulSite::Piece> MatmulSite::Rounds(const MatmulCall& call) const 
   return Equal(call, RowsIn(room * kAlignment, call.ns[0] * kItemBytes));
 }
 
-std::vector<MatmulSite::Piece> MatmulSite::Multiplied(const MatmulCall& call, size_t round,
-                                                      int step) const {
+std::vector<MatmulSite::Piece> MatmulSite::Sent(const MatmulCall& call, size_t round,
+                                                int step) const {
   const Piece whole = Rounds(call)[round];
-  if (step >= member_.group.size - 1) return Halved(whole, plan_.own_cuts);
+  if (step == member_.group.size - 1) return Halved(whole, plan_.last_cuts);
   if (step > 1 || round > 0) return {whole};
   // The smallest first: as many rows as the last ones have.
-  const std::vector<Piece> pieces = Halved(whole, plan_.cuts);
+  const std::vector<Piece> pieces = Halved(whole, plan_.first_cuts);
   std::vector<Piece> reversed;
   Piece next = whole;
   for (auto it = pieces.rbegin(); it != pieces.rend(); ++it) {
@@ -194,8 +196,9 @@ void MatmulSite::Prepare(const MatmulCall& call) {
   const int size = member_.group.size;
   if (algorithm_ == Algorithm::kMatmulReduceScatter) {
     for (size_t round = 0; round < Rounds(call).size(); ++round) {
-      for (int step = 1; step <= size; ++step) {
-        for (const Piece& piece : Multiplied(call, round, step)) Choose(call, 0, piece);
+      Choose(call, 0, Rounds(call)[round]);
+      for (int step = 1; step < size; ++step) {
+        for (const Piece& piece : Sent(call, round, step)) Choose(call, 0, piece);
       }
     }
     return;
@@ -274,9 +277,9 @@ class MatmulSite::Enqueuer {
         .Enqueue(a, call_.ws[k], d, workspace_, main_.stream);
   }
 
-  void Push(const void* from, int64_t bytes, char* to) {
+  void Push(const void* from, int64_t bytes, char* to, size_t number) {
     Check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, streams_.copy.stream));
-    After(streams_.copy, streams_.gate);
+    Check(cudaEventRecord(streams_.sent[number % kMaxSlots], streams_.copy.stream));
   }
   uint32_t* ArrivalAt(int peer, int64_t signal) const {
     return &SignalsOf(group_, peer)->arrived[rank_][signal];
@@ -296,12 +299,18 @@ class MatmulSite::Enqueuer {
 
   void Send(size_t q) {
     const Transfer& it = transfers_[q];
-    const int from = RankAfter(it.step), to = RankAfter(size_ - it.step);
+    const int to = RankAfter(size_ - it.step);
     const int64_t slot = q % slots_;
     if (q >= slots_) Exchange({}, One(&own_->granted[to][slot], to), streams_.copy);
     Push(At(call_.x, it.piece.first(call_.rows) * call_.k),
-         it.piece.count() * call_.k * kItemBytes, RingOf(to, slot * slot_bytes_));
-    // What arrives at the same time is waited for.
+         it.piece.count() * call_.k * kItemBytes, RingOf(to, slot * slot_bytes_), q);
+  }
+  // Tells of piece q, which has been sent, and waits for the one that arrives at the same time.
+  void Receive(size_t q) {
+    const Transfer& it = transfers_[q];
+    const int from = RankAfter(it.step), to = RankAfter(size_ - it.step);
+    const int64_t slot = q % slots_;
+    Check(cudaStreamWaitEvent(streams_.gate.stream, streams_.sent[q % kMaxSlots], 0));
     Exchange(One(ArrivalAt(to, slot), to), One(&own_->arrived[from][slot], from), streams_.gate);
     Check(cudaEventRecord(ArrivalOf(q), streams_.gate.stream));
   }
@@ -341,6 +350,7 @@ class MatmulSite::Enqueuer {
     const Piece whole{0, call_.outer, 0, call_.rows};
     MultiplyAll(rank_, whole, call_.x);
     for (size_t q = 1; q < slots_; ++q) Send(q);
+    for (size_t q = 0; q < slots_; ++q) Receive(q);
     if (call_.gathered != nullptr) CopyToGathered(rank_, whole, call_.x);
     for (size_t q = 0; q < transfers_.size(); ++q) {
       const Transfer& it = transfers_[q];
@@ -359,6 +369,7 @@ class MatmulSite::Enqueuer {
         Check(Post(One(GrantTo(sender, q % slots_), rank_), main_.stream));
         After(main_, streams_.copy);
         Send(next);
+        Receive(next);
       }
     }
   }
@@ -382,34 +393,32 @@ class MatmulSite::Enqueuer {
       for (int step = 1; step < size_; ++step) {
         const int to = RankAfter(step);
         int64_t rows = 0, signal = 0;
-        for (const Piece& piece : site_.Multiplied(call_, round, step)) {
+        for (const Piece& piece : site_.Sent(call_, round, step)) {
           const int64_t bytes = piece.count() * row_bytes;
           Multiply(0, piece, At(call_.x, Gathered(to, piece) * call_.k), partial);
           After(main_, streams_.copy);
           // Of the shares of a ring the first is that of the rank that sends to it last.
-          Push(partial, bytes, RingOf(to, (size_ - 1 - step) * share + rows * row_bytes));
+          Push(partial, bytes, RingOf(to, (size_ - 1 - step) * share + rows * row_bytes), signal);
+          Check(cudaStreamWaitEvent(streams_.gate.stream, streams_.sent[signal], 0));
           Exchange(One(ArrivalAt(to, signal), to), {}, streams_.gate);
-          if (step == size_ - 1) Check(cudaEventRecord(ArrivalOf(signal), streams_.gate.stream));
+          Check(cudaEventRecord(ArrivalOf(signal), streams_.gate.stream));
           rows += piece.count();
           partial += bytes;
           ++signal;
         }
       }
-      const std::vector<Piece> own = site_.Multiplied(call_, round, size_);
+      Multiply(0, rounds[round], At(call_.x, Gathered(rank_, rounds[round]) * call_.k), partial);
+      After(main_, streams_.local);
       int64_t rows = 0;
-      for (size_t k = 0; k < own.size(); ++k) {
-        const Piece& piece = own[k];
-        Multiply(0, piece, At(call_.x, Gathered(rank_, piece) * call_.k), partial);
-        After(main_, streams_.local);
+      const std::vector<Piece> last = site_.Sent(call_, round, size_ - 1);
+      for (size_t k = 0; k < last.size(); ++k) {
+        // This rank's own pieces of the last step were sent with the same numbers.
         Check(cudaStreamWaitEvent(streams_.local.stream, ArrivalOf(k), 0));
         Exchange({}, Arrived(round, k), streams_.local);
-        // The sum gets a few of the multiprocessors before the next matmul takes all.
-        const bool last = k + 1 == own.size() && round + 1 == rounds.size();
-        if (!last) After(streams_.local, main_);
-        Sum(piece, partial, share, rows * row_bytes, last ? 0 : site_.plan_.sum_blocks);
-        rows += piece.count();
-        partial += piece.count() * row_bytes;
+        Sum(last[k], partial + rows * row_bytes, share, rows * row_bytes);
+        rows += last[k].count();
       }
+      partial += rows * row_bytes;
       if (round + 1 < rounds.size()) {
         Check(Post(grants, streams_.local.stream));
         After(streams_.local, streams_.copy);
@@ -420,12 +429,11 @@ class MatmulSite::Enqueuer {
   // The rank that sends to this one at its step `step`.
   int SenderAt(int step) const { return RankAfter(size_ - step); }
 
-  // What tells that the products of own piece k have arrived. Those of the last step come as the
-  // own rows are cut.
+  // What tells that all products of piece k, of those of the last step, have arrived.
   Words Arrived(size_t round, size_t k) const {
     Words words{};
     for (int step = 1; k == 0 && step < size_ - 1; ++step) {
-      const int64_t pieces = site_.Multiplied(call_, round, step).size();
+      const int64_t pieces = site_.Sent(call_, round, step).size();
       const int from = SenderAt(step);
       for (int64_t i = 0; i < pieces; ++i) words.Append(&own_->arrived[from][i], from);
     }
@@ -434,7 +442,7 @@ class MatmulSite::Enqueuer {
     return words;
   }
 
-  void Sum(const Piece& piece, const void* own, int64_t share, int64_t offset, int blocks) {
+  void Sum(const Piece& piece, const void* own, int64_t share, int64_t offset) {
     Partials partials{};
     partials.of_rank[rank_] = own;
     for (int step = 1; step < size_; ++step) {
@@ -443,7 +451,7 @@ class MatmulSite::Enqueuer {
     const int64_t bytes = piece.count() * call_.ns[0] * kItemBytes;
     Check(SumPartials(call_.type, partials, size_,
                       At(call_.products[0], piece.first(call_.rows) * call_.ns[0]),
-                      bytes / sizeof(Pack), blocks, streams_.local.stream));
+                      bytes / sizeof(Pack), streams_.local.stream));
   }
 
   static Words One(uint32_t* word, int of_rank) {
@@ -451,7 +459,7 @@ class MatmulSite::Enqueuer {
     words.Append(word, of_rank);
     return words;
   }
-  cudaEvent_t ArrivalOf(size_t q) const { return streams_.arrivals[q % kMaxSlots]; }
+  cudaEvent_t ArrivalOf(size_t q) const { return streams_.arrived[q % kMaxSlots]; }
 
   MatmulSite& site_;
   const MatmulCall& call_;

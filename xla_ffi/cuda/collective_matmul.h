@@ -65,7 +65,7 @@ struct SideStreams {
   Lane copy;   // pushes to peers
   Lane gate;   // tells peers, waits for them
   Lane local;  // copies what has arrived, or sums it
-  cudaEvent_t arrivals[kMaxSlots];
+  cudaEvent_t sent[kMaxSlots], arrived[kMaxSlots];  // by number of the piece
   std::mutex mutex;  // an operation is enqueued as a whole
 
   static SideStreams& Of(int device);
@@ -81,9 +81,8 @@ struct MatmulMember {
 
 // How an operation is cut; alike on all ranks.
 struct MatmulPlan {
-  int cuts;      // of the last rows that arrive; of the first rows that are sent
-  int own_cuts;  // of the rows that are summed, and of the last that are sent
-  int sum_blocks;  // that sum while matmuls run
+  int first_cuts;  // of the first rows that are sent, the smallest first
+  int last_cuts;   // of the last rows that are sent, the smallest last
 };
 constexpr int kMaxCuts = 16;
 
@@ -120,10 +119,10 @@ class MatmulSite {
   std::vector<Piece> Equal(const MatmulCall& call, int64_t most) const;
   // A piece in halves, and the second of them again, and so on.
   std::vector<Piece> Halved(const Piece& piece, int cuts) const;
-  // What is multiplied for each step; the pieces of a call's steps or rounds.
+  // All-gather: what arrives at a step. Reduce-scatter: the rounds, and what is sent at a step.
   std::vector<Piece> Arriving(const MatmulCall& call, int step) const;
   std::vector<Piece> Rounds(const MatmulCall& call) const;
-  std::vector<Piece> Multiplied(const MatmulCall& call, size_t round, int step) const;
+  std::vector<Piece> Sent(const MatmulCall& call, size_t round, int step) const;
 
   MatmulShape ShapeOf(const MatmulCall& call, size_t k, const Piece& piece) const;
   void Choose(const MatmulCall& call, size_t k, const Piece& piece);

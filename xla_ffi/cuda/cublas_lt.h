@@ -25,8 +25,8 @@ struct MatmulShape {
   auto operator<=>(const MatmulShape&) const = default;
 };
 
-// What cuBLASLt works with beside the operands, for each stream that matmuls run on at once.
-constexpr size_t kMatmulWorkspaceBytes = 32 << 20;
+// What cuBLASLt works with beside the operands: a counter of tiles, as none splits k.
+constexpr size_t kMatmulWorkspaceBytes = 64 << 10;
 
 // Version of the library, as in cublasLtGetVersion; 0 if it is not to be found.
 size_t CublasLtVersion();

@@ -125,10 +125,10 @@ cudaError_t CloseRing(RingHeader* ring, cudaStream_t stream) {
 }
 
 cudaError_t SumPartials(ElementType type, const Partials& partials, int size, void* sum,
-                        size_t packs, int blocks, cudaStream_t stream) {
+                        size_t packs, cudaStream_t stream) {
   Pack* to = static_cast<Pack*>(sum);
   void* arguments[] = {const_cast<Partials*>(&partials), &size, &to, &packs};
-  return cudaLaunchKernel(SumKernel(type, size), dim3(blocks > 0 ? blocks : kSumBlocks), dim3(512), arguments, 0, stream);
+  return cudaLaunchKernel(SumKernel(type, size), dim3(kSumBlocks), dim3(512), arguments, 0, stream);
 }
 
 cudaError_t LoadSignalKernels() {

@@ -58,13 +58,12 @@ cudaError_t PostAndAwait(const DeviceGroup& group, Algorithm algorithm, const Wo
 // Lets the next operation use the ring.
 cudaError_t CloseRing(RingHeader* ring, cudaStream_t stream);
 
-// Sums `packs` packs of every rank, in rank order, in f32, rounded once: bf16 or f16. With 0 blocks
-// as fast as it goes.
+// Sums `packs` packs of every rank, in rank order, in f32, rounded once: bf16 or f16.
 struct Partials {
   const void* of_rank[kMaxRanks];
 };
 cudaError_t SumPartials(ElementType type, const Partials& partials, int size, void* sum,
-                        size_t packs, int blocks, cudaStream_t stream);
+                        size_t packs, cudaStream_t stream);
 
 // Loads the kernels of this file onto the current device.
 cudaError_t LoadSignalKernels();

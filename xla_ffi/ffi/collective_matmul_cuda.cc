@@ -30,8 +30,7 @@ ffi::Error Invalid(const MatmulDeviceSite& site, const std::string& what) {
 
 ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(
     ffi::Span<const int64_t> device_ids, int64_t group_size, int32_t algorithm, int64_t axis,
-    int32_t transposed, int32_t gathered, int32_t cuts, int32_t own_cuts,
-    int32_t sum_blocks) {
+    int32_t transposed, int32_t gathered, int32_t first_cuts, int32_t last_cuts) {
   const Partition partition{{device_ids.begin(), device_ids.end()}, group_size};
   auto site = std::make_unique<MatmulDeviceSite>();
   site->communicator = Registry<DeviceCommunicator>::Get().Find(partition);
@@ -44,17 +43,17 @@ ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(
   site->transposed = transposed != 0;
   site->gathered = gathered != 0;
   const bool gathers = site->algorithm == Algorithm::kAllGatherMatmul;
-  if ((!gathers && site->algorithm != Algorithm::kMatmulReduceScatter) || cuts < 1 ||
-      cuts > kMaxCuts || own_cuts < 1 || own_cuts > kMaxCuts || sum_blocks < 1 ||
-      sum_blocks > 65535 || (site->gathered && !gathers)) {
+  if ((!gathers && site->algorithm != Algorithm::kMatmulReduceScatter) || first_cuts < 1 ||
+      first_cuts > kMaxCuts || last_cuts < 1 || last_cuts > kMaxCuts ||
+      (site->gathered && !gathers)) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(
         "jax_intranode: a collective matmul of algorithm " + std::to_string(algorithm) + " in " +
-        std::to_string(cuts) + " and " + std::to_string(own_cuts) + " pieces."));
+        std::to_string(first_cuts) + " and " + std::to_string(last_cuts) + " pieces."));
   }
   for (const std::optional<MatmulMember>& member : site->communicator->matmul_members) {
     site->sites.push_back(member ? std::make_unique<MatmulSite>(
                                        *member, site->algorithm,
-                                       MatmulPlan{cuts, own_cuts, sum_blocks})
+                                       MatmulPlan{first_cuts, last_cuts})
                                  : nullptr);
   }
   return {std::move(site)};
@@ -206,9 +205,8 @@ XLA_FFI_Error* CudaCollectiveMatmulInstantiate(XLA_FFI_CallFrame* frame) {
                              .Attr<int64_t>("axis")
                              .Attr<int32_t>("transposed")
                              .Attr<int32_t>("gathered")
-                             .Attr<int32_t>("cuts")
-                             .Attr<int32_t>("own_cuts")
-                             .Attr<int32_t>("sum_blocks"));
+                             .Attr<int32_t>("first_cuts")
+                             .Attr<int32_t>("last_cuts"));
   return (*handler)(frame);
 }
 

@@ -310,7 +310,8 @@ class CollectiveMatmul(collective.Primitives):
         plan = self._plan(place, avals, traced_over, params)
         if isinstance(plan, overlap.Plan):
             selected = select.Selection(
-                self.operation, f"overlapped, rows in {plan.cuts} and {plan.own_cuts} pieces"
+                self.operation,
+                f"overlapped, first rows in {plan.first_cuts}, last in {plan.last_cuts} pieces",
             )
         else:
             ((_, selected),) = own.operations(place, [sent], traced_over=traced_over, **its_params)

@@ -175,9 +175,8 @@ def _lower(
         axis=np.int64(axis),
         transposed=np.int32(transposed),
         gathered=np.int32(gathered),
-        cuts=np.int32(plan.cuts),
-        own_cuts=np.int32(plan.own_cuts),
-        sum_blocks=np.int32(plan.sum_blocks),
+        first_cuts=np.int32(plan.first_cuts),
+        last_cuts=np.int32(plan.last_cuts),
     )
 
 

@@ -4,6 +4,7 @@ import argparse
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -24,7 +25,12 @@ from jax_intranode._src import native, select
 from jax_intranode._src.bench import (
     command,
     graph,
+    matmul_oracle,
+    matmul_plot,
+    matmul_report,
+    matmul_shapes,
     measure,
+    measure_matmul,
     measure_program,
     oracle,
     peers,
@@ -33,6 +39,7 @@ from jax_intranode._src.bench import (
     report,
     timing,
 )
+from jax_intranode._src.bench.matmuls import MATMULS, Shape, flops
 from jax_intranode._src.bench.operations import OPERATIONS
 from jax_intranode._src.bench.progress import ProgressLine, following
 from jax_intranode._src.bench.settings import MODES, SINGLE_PROCESS, Settings, from_json
@@ -101,6 +108,9 @@ def test_sizes_include_both_ends() -> None:
         ("psum --algorithm ring", "invalid choice: 'ring'"),
         ("psum --peers torch,mpi", "'mpi' is none of torch, nccl-tests, all"),
         ("psum --latency-hiding maybe", "invalid choice: 'maybe'"),
+        ("all_gather_matmul --shapes 1,2", "'1,2' is not M,K,N: three positive integers"),
+        ("all_gather_matmul --shapes 1,2,3;1,0,3", "'1,0,3' is not M,K,N"),
+        ("all_gather_matmul --preset llama", "'llama' is none of reference, llama-8b"),
         ("ppermute", "invalid choice: 'ppermute'"),
     ],
 )
@@ -119,6 +129,15 @@ def test_options_refused(options: str, message: str, capsys: pytest.CaptureFixtu
         ("psum -b 1 -e 1", "holds a whole element"),
         ("psum --json /no/such/place.json", "/no/such/place.json: no such directory"),
         ("psum --plot /no/such/place.png", "/no/such/place.png: no such directory"),
+        ("psum --shapes 1,2,3", "--shapes, --preset and --backward are for all_gather_matmul"),
+        ("psum --backward", "--shapes, --preset and --backward are for all_gather_matmul"),
+        ("matmul_all_reduce --leaves 2", "matmul_all_reduce is measured with one x and one w"),
+        ("matmul_all_reduce -d int8", "of int8: choose from bfloat16, float16, float32"),
+        ("all_gather_matmul --shapes 7,8,9", "7 x 8 x 9: M is 7; it must be a multiple of the 2"),
+        (
+            "matmul_all_reduce --devices 3 --preset llama-8b",
+            "preset llama-8b: 3 devices can't share 4096 columns evenly; choose --devices",
+        ),
         ("stand_in --peers all", "--peers and --plot are for operations"),
         ("stand_in --plot all.png", "--peers and --plot are for operations"),
     ],
@@ -186,6 +205,44 @@ def test_sizes_and_bandwidths_count_as_in_nccl_tests() -> None:
         "all_gather": 0.75,
         "psum_scatter+all_gather": 1.5,
     }
+
+
+# Shapes of collective matmuls.
+
+
+def test_shapes_of_the_command_line() -> None:
+    assert matmul_shapes.parse("8192,4096,1792") == [Shape(8192, 4096, 1792)]
+    assert matmul_shapes.parse("1,2,3; 4,5,6;1,2,3") == [Shape(1, 2, 3), Shape(4, 5, 6)]
+    arguments = parse("all_gather_matmul --shapes 8,2,3 --preset tiny,ddlb")
+    assert command._shapes(arguments, "gpu", 4) == [
+        *((8, 2, 3), (64, 32, 48), (256, 64, 32), (32768, 16384, 8192)),
+    ]
+
+
+def test_presets_of_shapes() -> None:
+    gather, scatter, add = MATMULS
+    assert command._shapes(parse(gather), "gpu", 4)[0] == (32768, 16384, 8192)
+    assert command._shapes(parse(gather), "cpu", 2) == [(32, 32, 48), (128, 64, 32)]
+    presets = matmul_shapes.of_presets
+    assert [len(presets(["reference"], name, 4)) for name in MATMULS] == [7, 4, 4]
+    assert presets(["ddlb"], scatter, 4) == [(32768, 4096, 8192)]
+    # Query, key and value, gate and up; the attention's output, down.
+    assert presets(["llama-70b"], gather, 4) == [(8192, 8192, 2560), (8192, 8192, 14336)]
+    assert presets(["llama-70b"], add, 4) == [(8192, 2048, 8192), (8192, 7168, 8192)]
+    assert len(presets(["sweep"], scatter, 8)) == 24
+    assert len(presets(["llama-8b", "sweep"], scatter, 8)) == 24  # each shape once
+    with pytest.raises(ValueError, match="M is 6; it must be a multiple of the 4 devices"):
+        matmul_shapes.check(scatter, [Shape(6, 1, 1)], 4)
+    matmul_shapes.check(add, [Shape(6, 1, 1)], 4)
+
+
+def test_what_a_collective_matmul_computes_and_receives() -> None:
+    shape = Shape(m=8, k=3, n=5)
+    received = [matmul.received_bytes(shape, 4, 2) for matmul in MATMULS.values()]
+    assert received == [0.75 * 8 * 3 * 2, 0.75 * 8 * 5 * 2, 1.5 * 8 * 5 * 2]
+    rows = [(m.x_rows(shape, 4), m.result_rows(shape, 4)) for m in MATMULS.values()]
+    assert rows == [(2, 8), (8, 2), (8, 8)]
+    assert (flops(shape, False), flops(shape, True)) == (240, 480)
 
 
 # The oracle.
@@ -323,6 +380,116 @@ def test_turns_are_taken_by_all() -> None:
     assert [len(times) for times in seconds] == [3, 3, 3]
     # Once to compile, then one warm-up and three repetitions, each begun by another one.
     assert "".join(calls) == "abc" + "cab" + "abc" + "bca" + "cab"
+
+
+# Collective matmuls.
+
+
+def matmul_settings(name: str, backward: bool, **changes: Any) -> Settings:
+    return settings_of(
+        name, shapes=[[32, 16, 24]], backward=backward, iterations=2, warmup_iterations=0, **changes
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "backward", "algorithms"),
+    [
+        ("all_gather_matmul", True, ("reduce_scatter",)),
+        ("matmul_reduce_scatter", False, ("reduce_scatter",)),
+        ("matmul_all_reduce", True, select.PSUM_ALGORITHMS),
+    ],
+)
+def test_matmul_is_checked_and_timed(
+    name: str, backward: bool, algorithms: tuple[str, ...]
+) -> None:
+    # As on GPUs, which have a bound.
+    settings = matmul_settings(name, backward, platform="gpu")
+    row, fallback = measure_matmul.measure(settings, mesh_of_two(), "float32", Shape(32, 16, 24))
+    assert fallback is None and row.algorithm in algorithms and row.reason
+    assert row.wrong == row.lax_wrong == 0
+    assert row.error is not None and row.lax_error is not None
+    assert 0 < row.error < 1e-6 and 0 < row.lax_error < 1e-6
+    # 768 (of the sums 1536) elements at most, from one other device: far below the time of calls.
+    assert row.bound_us == row.alone_time_us > 0
+    assert row.share == pytest.approx(row.bound_us / row.time_us)
+    assert row.lax_share == pytest.approx(row.bound_us / row.lax_time_us)
+    assert row.ratio == pytest.approx(row.lax_time_us / row.time_us)
+    products = 4 if backward else 2
+    assert row.tflops == pytest.approx(products * 32 * 16 * 24 / row.time_us / 1e6)
+    assert row.time_p99_us >= row.time_us > 0 and row.chain == 2 and row.handler_calls > 0
+
+
+def test_wrong_matmul_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = jax_intranode.all_gather_matmul
+
+    def wrong(x: Any, w: Any, axis: str, return_gathered: bool = False) -> Any:
+        product, whole = right(x, w, axis, return_gathered=True)
+        product = product.at[3, 5].add(100)
+        return (product, whole.at[0, 0].add(1)) if return_gathered else product
+
+    monkeypatch.setattr(jax_intranode, "all_gather_matmul", wrong)
+    settings = matmul_settings("all_gather_matmul", False, chain=1)
+    row, _ = measure_matmul.measure(settings, mesh_of_two(), "bfloat16", Shape(32, 16, 24))
+    # On 2 devices one element of the product, of that with the gathered x, and of the latter; the
+    # first again if it is in the sample.
+    assert row.wrong in (6, 8)
+    assert row.lax_wrong == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "backward"),
+    [("all_gather_matmul", True), ("matmul_reduce_scatter", False), ("matmul_all_reduce", True)],
+)
+def test_sample_of_a_matmul(name: str, backward: bool) -> None:
+    """What lax gives is right; what is off by a part, or mixed up between devices, is not."""
+    mesh, matmul = mesh_of_two(), MATMULS[name]
+    data = matmul_oracle.make(matmul, Shape(32, 16, 24), BFLOAT16, mesh)
+    results = measure_matmul._call(mesh, matmul.lax, backward, data).results(mesh)
+    sample = matmul_oracle.Sample(mesh, matmul, backward, data)
+    wrong, error = sample.compare(results)
+    assert wrong == 0 and 0 < error < 2.0**-8
+    of_devices = 2 * 8 * results[0].shape[1]  # 8 rows of each, and all columns
+    for bad in (1.5 * results[0], jnp.flipud(results[0])):
+        changed = [jax.device_put(bad, results[0].sharding), *results[1:]]
+        wrong, error = sample.compare(changed)
+        assert 0.5 * of_devices < wrong <= of_devices and error > 0.4
+        unlike = matmul_oracle.count_unlike(mesh, changed, results, matmul.results(backward))
+        assert 0.5 * bad.size < unlike <= bad.size
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_calls_of_a_matmul_chain_remain(backward: bool) -> None:
+    """All of them are computed, one after another, on an operand that is changed in place."""
+    mesh, matmul = mesh_of_two(), MATMULS["all_gather_matmul"]
+    data = matmul_oracle.make(matmul, Shape(32, 16, 24), np.dtype(np.float32), mesh)
+    call = measure_matmul._call(mesh, matmul.lax, backward, data)
+    chain = measure_matmul._Chain(mesh, call, 3)
+    text = chain._program.lower(chain._moving, *chain._fixed).compile().as_text()
+    assert len(re.findall(r" dot\(", text)) == 3 * (2 if backward else 1)
+    collective = "reduce-scatter" if backward else "all-gather"
+    assert len(re.findall(rf" {collective}\(", text)) == 3
+    rows, columns = call.moving.shape
+    assert not re.findall(rf"f32\[{rows // 2},{columns}\]\S* copy\(", text)
+    before = np.asarray(call.moving)
+    after = np.asarray(chain.run())
+    changed = np.argwhere(before != after).tolist()
+    assert changed == [[0, 0], [rows // 2, 0]]
+
+
+def test_length_of_a_matmul_chain() -> None:
+    gather = MATMULS["all_gather_matmul"]
+    bfloat16, float32 = BFLOAT16, np.dtype(np.float32)
+    settings = matmul_settings("all_gather_matmul", False, platform="gpu")
+    lengths = [
+        measure_matmul.chain_length(settings, gather, Shape(*shape), dtype)
+        for shape, dtype in (
+            ((32768, 16384, 8192), bfloat16),
+            ((8192, 8192, 7168), bfloat16),
+            ((8192, 8192, 7168), float32),
+            ((512, 4096, 768), bfloat16),
+        )
+    ]
+    assert lengths == [2, 15, 7, 64]
 
 
 # In a graph.
@@ -645,6 +812,74 @@ def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "pip install 'jax_intranode[plot]'" in capsys.readouterr().err
 
 
+def matmul_result(backward: bool, on_gpus: bool, library: str) -> dict[str, Any]:
+    """What the JSON file of collective matmuls holds."""
+    names = matmul_report.MatmulRow.__dataclass_fields__
+    rows = [
+        {
+            **dict.fromkeys(names, 0),
+            **{"operation": "all_gather_matmul", "backward": backward, "dtype": "bfloat16"},
+            **{"m": m, "k": 4096, "n": 1792, "mode": mode, "algorithm": "all_gather"},
+            **{"time_us": 400.0, "lax_time_us": 500.0, "ratio": 1.25},
+            **{"alone_time_us": 200.0, "bound_us": 300.0 if on_gpus else None},
+        }
+        for mode in MODES
+        for m in (8192, 4096)
+    ]
+    peer = {"library": library, "dtype": "bfloat16", "m": 8192, "k": 4096, "n": 1792}
+    result = result_of("0.12", ())
+    result["header"] |= {"operation": "all_gather_matmul", "backward": backward}
+    result["peers"]["rows"] = [{**peer, "time_us": 600.0, "time_p99_us": 600.0, "wrong": 2}]
+    return {**result, "rows": rows}
+
+
+def test_lanes_of_the_picture() -> None:
+    on_gpus, elsewhere = (matmul_result(False, there, "torch fused") for there in (True, False))
+    lanes = matmul_plot.lanes([on_gpus])
+    # Both modes of a shape together.
+    assert [(lane.shape.split()[0], lane.mode) for lane in lanes] == [
+        (m, mode) for m in ("8192", "4096") for mode in MODES
+    ]
+    assert lanes[0].shares == {"ours": 0.75, "lax": 0.6, "torch fused": 0.5}
+    assert lanes[2].shares == {"ours": 0.75, "lax": 0.6}
+    assert lanes[0].text.startswith("1.25 ")
+    # Without a bound: of the matmul alone.
+    assert matmul_plot.lanes([elsewhere])[2].shares == {"ours": 0.5, "lax": 0.4}
+    both = matmul_plot.lanes([on_gpus, matmul_result(True, True, "torch nccl")])
+    assert both[-1].shape.startswith("all_gather_matmul backward, jax 0.12: 4096 ")
+
+
+def test_picture_of_matmuls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if plot.why_not() is not None:
+        pytest.skip("matplotlib is not installed")
+    files = [tmp_path / "forward.json", tmp_path / "backward.json", tmp_path / "psum.json"]
+    for file, result in zip(
+        files,
+        (
+            matmul_result(False, True, "torch fused"),
+            matmul_result(True, False, "another"),
+            result_of("0.12", ("one_shot",)),
+        ),
+        strict=True,
+    ):
+        file.write_text(json.dumps(result))
+    assert draw(files[:2], tmp_path / "plot.png") == 0
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert draw(files[1:], tmp_path / "plot.png") == 2
+    assert "can't be drawn into one picture" in capsys.readouterr().err
+
+
+def test_table_of_the_peers_of_matmuls() -> None:
+    result = matmul_result(False, True, "torch fused")
+    table = matmul_report.format_peers(result["peers"], result["rows"]).splitlines()
+    columns = [word.strip() for word in table[1].split("  ") if word.strip()]
+    assert columns[-2:] == ["ours, single-process", "torch fused"]
+    cells = ["0.400", "(0.75)", "0.400", "(0.75)"]
+    assert table[2].split() == ["8192", "4096", "1792", "bfloat16", "|", *cells, "0.600", "(0.50)"]
+    assert table[3].split() == ["4096", "4096", "1792", "bfloat16", "|", *cells, "-"]
+    assert table[4].endswith(": 2")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -793,6 +1028,45 @@ def test_both_modes_on_the_cpu(name: str, leaves: int, dtype: str, tmp_path: Pat
         if row["algbw"] is not None:
             assert row["busbw"] == pytest.approx(factor * row["algbw"])
             assert row["ratio"] == pytest.approx(row["lax_time_us"] / row["time_us"])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "algorithms"),
+    [
+        ("all_gather_matmul", "--shapes 32,16,24 --mode both", ("all_gather",)),
+        ("matmul_reduce_scatter", "--shapes 32,16,24 --backward -d float16", ("all_gather",)),
+        ("matmul_all_reduce", "", select.PSUM_ALGORITHMS),
+    ],
+)
+def test_matmuls_on_the_cpu(
+    name: str, options: str, algorithms: tuple[str, ...], tmp_path: Path
+) -> None:
+    file = tmp_path / "rows.json"
+    result = run_bench(
+        f"{name} --mode {MODES[0]} {options} --platform cpu --devices 2 -n 1 -w 0 --chain 1 "
+        f"-T 240 --peers all --json {file}",
+        tmp_path,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "# wrong elements: 0 OK" in result.stdout
+    assert "# torch not measured" in result.stderr
+    written = json.loads(file.read_text())
+    backward = "--backward" in options
+    assert written["version"] == 2
+    assert written["header"]["operation"] == name and written["header"]["backward"] is backward
+    rows = written["rows"]
+    modes = MODES if "both" in options else MODES[:1]
+    shapes = [[32, 16, 24]] if "--shapes" in options else [[32, 32, 48], [128, 64, 32]]
+    assert [(row["mode"], [row[key] for key in "mkn"]) for row in rows] == [
+        (mode, shape) for mode in modes for shape in shapes
+    ]
+    for row in rows:
+        assert list(row) == list(matmul_report.MatmulRow.__dataclass_fields__)
+        assert row["operation"] == name and row["backward"] is backward
+        assert row["algorithm"] in algorithms
+        assert row["wrong"] == row["lax_wrong"] == 0
+        assert 0 < row["error"] < 2.0**-7 and 0 < row["lax_error"] < 2.0**-7
+        assert row["bound_us"] is row["share"] is row["lax_share"] is None
 
 
 def test_algorithm_reaches_the_ranks(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ OUR_CALLS = {
     # For each of 2 layers twice forward and twice backward; and some of the gradients.
     "train_step": {"psum": 8 + 1},
     "train_step_sequence_parallel": {"psum_scatter": 8, "all_gather": 8, "psum": 1},
+    "mlp_block": {"psum_scatter": 2, "all_gather": 2},  # forward and backward
 }
 
 # How far results may be apart: they are rounded to bfloat16 many times on the way.

@@ -13,7 +13,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_intranode._src import config, launcher
-from jax_intranode._src.bench import peers, plot, report
+from jax_intranode._src.bench import matmul_report, matmul_shapes, peers, plot, report
+from jax_intranode._src.bench.matmuls import MATMULS, Shape
 from jax_intranode._src.bench.operations import OPERATIONS
 from jax_intranode._src.bench.peers import PEERS
 from jax_intranode._src.bench.programs import PROGRAMS
@@ -29,6 +30,8 @@ _DTYPES = (
     *("uint8", "uint16", "uint32", "uint64"),
 )
 
+_MATMUL_DTYPES = ("bfloat16", "float16", "float32")
+
 _SIZE_SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -37,7 +40,7 @@ _SIZE_SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the benchmark's options, named as those of nccl-tests where these have them."""
-    names = (*OPERATIONS, *PROGRAMS)
+    names = (*OPERATIONS, *MATMULS, *PROGRAMS)
     add = parser.add_argument
     add("name", choices=names, metavar="NAME", help=f"what to measure: {', '.join(names)}")
     add("-b", "--minbytes", type=parse_size, default="1K", help="smallest size (default 1K)")
@@ -53,6 +56,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_integer_from(2),
         default=4,
         help="each size is this many times the one before (default 4)",
+    )
+    add(
+        "--shapes",
+        type=matmul_shapes.parse,
+        metavar="M,K,N[;M,K,N...]",
+        help="shapes of a collective matmul as one device multiplies them",
+    )
+    add(
+        "--preset",
+        type=_parse_presets,
+        default=[],
+        help=f"shapes by name: {', '.join(matmul_shapes.PRESETS)} (default reference on GPUs, "
+        "tiny on CPUs)",
+    )
+    add(
+        "--backward",
+        action="store_true",
+        help="measure the backward pass of a collective matmul",
     )
     add(
         "-d",
@@ -85,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--chain",
         type=_integer_from(1),
-        help="calls in a row of one repetition (default 4 to 256, by platform and size)",
+        help="calls in a row of one repetition (default 2 to 256, by platform and size)",
     )
     add(
         "--algorithm",
@@ -112,15 +133,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"other libraries to measure: {', '.join(PEERS)} or all (default none)",
     )
     add("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
-    add("--plot", type=Path, metavar="FILE.png", help="also draw time and ratio over the size")
+    add("--plot", type=Path, metavar="FILE.png", help="also draw the rows")
 
 
 def _refusal(arguments: argparse.Namespace) -> str | None:
     """Returns why these options can't go together, or can't be served here; None if they can."""
     name = arguments.name
-    if name in PROGRAMS:
-        if arguments.peers or arguments.plot:
-            return f"--peers and --plot are for operations, not for the program {name}"
+    if name in PROGRAMS and (arguments.peers or arguments.plot):
+        return f"--peers and --plot are for operations, not for the program {name}"
+    if name in MATMULS:
+        if arguments.leaves > 1:
+            return f"--leaves: {name} is measured with one x and one w"
+        others = [dtype for dtype in arguments.datatype if dtype not in _MATMUL_DTYPES]
+        if others:
+            return f"{name} of {others[0]}: choose from {', '.join(_MATMUL_DTYPES)} with -d"
+    elif arguments.shapes or arguments.preset or arguments.backward:
+        return f"--shapes, --preset and --backward are for {', '.join(MATMULS)}, not for {name}"
     elif arguments.leaves > 1 and name in ("psum_scatter", "all_gather"):
         return f"--leaves: {name} is measured with one array"
     if name == "pmean":
@@ -151,6 +179,11 @@ def _parse_dtypes(text: str) -> list[str]:
 def _parse_peers(text: str) -> list[str]:
     """Splits a list of peers at its commas."""
     return list(PEERS) if text == "all" else _parse_list(text, (*PEERS, "all"))
+
+
+def _parse_presets(text: str) -> list[str]:
+    """Splits a list of presets at its commas."""
+    return _parse_list(text, matmul_shapes.PRESETS)
 
 
 def _parse_list(text: str, allowed: Sequence[str]) -> list[str]:
@@ -212,9 +245,14 @@ def run(arguments: argparse.Namespace) -> int:
     if platform == "gpu" and not 1 <= devices <= gpus:
         refusal = f"this node has {gpus} visible GPUs, not {max(devices, 1)}"
     modes = MODES if arguments.mode == "both" else (arguments.mode,)
-    settings = [_settings(arguments, mode, platform, devices) for mode in modes]
-    is_program = arguments.name in PROGRAMS
-    if not is_program and not settings[0].measurements():
+    shapes: list[Shape] = []
+    if refusal is None and arguments.name in MATMULS:
+        try:
+            shapes = _shapes(arguments, platform, devices)
+        except ValueError as error:
+            refusal = str(error)
+    settings = [_settings(arguments, mode, platform, devices, shapes) for mode in modes]
+    if arguments.name in OPERATIONS and not settings[0].measurements():
         refusal = refusal or "no size from --minbytes to --maxbytes holds a whole element a device"
     if refusal is not None:
         sys.stderr.write(f"{refusal}\n")
@@ -232,15 +270,37 @@ def run(arguments: argparse.Namespace) -> int:
         result["rows"] += measured["rows"]
     result["peers"] = peers.measure(arguments.peers, settings[0], arguments.timeout, line)
     if result["peers"]["rows"]:
-        print(peers.format_table(result["peers"], result["rows"]), flush=True)
+        format_table = matmul_report.format_peers if shapes else peers.format_table
+        print(format_table(result["peers"], result["rows"]), flush=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
     if arguments.plot is not None:
         plot.draw([result], arguments.plot)
-    return _verdict_of_programs(result) if is_program else _verdict(result)
+    return (_verdict_of_programs if arguments.name in PROGRAMS else _verdict)(result)
 
 
-def _settings(arguments: argparse.Namespace, mode: str, platform: str, devices: int) -> Settings:
+def _shapes(arguments: argparse.Namespace, platform: str, devices: int) -> list[Shape]:
+    """Returns which shapes of a collective matmul the options ask for.
+
+    Raises:
+        ValueError: the devices can't share one of them.
+    """
+    presets = arguments.preset
+    if not presets and not arguments.shapes:
+        presets = ["reference" if platform == "gpu" else "tiny"]
+    of_presets = matmul_shapes.of_presets(presets, arguments.name, devices)
+    shapes = list(dict.fromkeys([*(arguments.shapes or []), *of_presets]))
+    matmul_shapes.check(arguments.name, shapes, devices)
+    return shapes
+
+
+def _settings(
+    arguments: argparse.Namespace,
+    mode: str,
+    platform: str,
+    devices: int,
+    shapes: Sequence[Shape],
+) -> Settings:
     """Returns what the options say of a mode."""
     return Settings(
         name=arguments.name,
@@ -257,6 +317,8 @@ def _settings(arguments: argparse.Namespace, mode: str, platform: str, devices: 
         mode=mode,
         devices=devices,
         platform=platform,
+        shapes=[list(shape) for shape in shapes],
+        backward=arguments.backward,
     )
 
 
@@ -264,6 +326,9 @@ def _count_measurements(settings: Sequence[Settings], peers: Sequence[str]) -> i
     """Returns how many measurements the progress line counts."""
     if settings[0].name in PROGRAMS:
         return len(settings)
+    shapes = settings[0].matmuls()
+    if shapes:
+        return len(shapes) * (len(settings) + ("torch" in peers))
     of_mode = settings[0].measurements()
     of_torch = len(of_mode) if "torch" in peers else 0
     of_nccl_tests = len({dtype for dtype, _ in of_mode}) if "nccl-tests" in peers else 0
@@ -282,9 +347,8 @@ def _print_errors(rows: Sequence[dict[str, Any]]) -> None:
 def _verdict(result: dict[str, Any]) -> int:
     """Says whether every element was right, and returns the exit code."""
     _print_errors(result["rows"])
-    wrong = sum(
-        row["wrong"] + row["lax_wrong"] + (row["graph_wrong"] or 0) for row in result["rows"]
-    )
+    columns = ("wrong", "lax_wrong", "graph_wrong")
+    wrong = sum(row.get(column) or 0 for row in result["rows"] for column in columns)
     print(f"# wrong elements: {wrong} {'FAILED' if wrong else 'OK'}", flush=True)
     return 1 if wrong else 0
 

@@ -56,7 +56,8 @@ def measure(
 
     Returns:
         "versions": a text for each peer that ran; "rows": one for each library, dtype and size,
-        with "library", "size", "dtype", "time_us", "time_p99_us" (or None) and "wrong" (or None).
+        with "library", "size" (of a matmul "m", "k" and "n"), "dtype", "time_us", "time_p99_us" (or
+        None) and "wrong" (or None).
     """
     versions: list[str] = []
     rows: list[dict[str, Any]] = []
@@ -85,11 +86,14 @@ def _measure_torch(
     """Runs one process of PyTorch for each GPU."""
     if importlib.util.find_spec("torch") is None:
         raise Absent("torch is not installed")
-    measurements = [m for m in settings.measurements() if m[0] in _TORCH_DTYPES]
+    asked: Sequence[tuple[str, Any]] = settings.matmuls() or settings.measurements()
+    measurements = [m for m in asked if m[0] in _TORCH_DTYPES]
     if not measurements:
         raise Absent(f"of the dtypes it takes {', '.join(_TORCH_DTYPES)}")
     told = {
         "operation": settings.name,
+        "matmul": bool(settings.shapes),
+        "backward": settings.backward,
         "measurements": measurements,
         "iterations": settings.iterations,
         "warmup_iterations": settings.warmup_iterations,

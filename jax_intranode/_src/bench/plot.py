@@ -8,18 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jax_intranode._src.bench import report
+from jax_intranode._src.bench import matmul_plot, report
+from jax_intranode._src.bench.colours import COLOURS, OTHER
+from jax_intranode._src.bench.matmul_report import is_matmul
 from jax_intranode._src.bench.settings import PROCESS_PER_DEVICE, SINGLE_PROCESS
 
-# After Okabe and Ito: told apart by the colour-blind too.
-_COLOURS = {
-    "ours": "#0072B2",
-    "lax": "#D55E00",
-    "torch nccl": "#E69F00",
-    "torch one_shot": "#009E73",
-    "torch two_shot": "#CC79A7",
-    "nccl-tests": "#000000",
-}
 _MARKERS: dict[str | None, str] = {PROCESS_PER_DEVICE: "o", SINGLE_PROCESS: "s", None: "^"}
 
 
@@ -78,8 +71,11 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     refusal = why_not()
-    if refusal is None and not any(_lines(results)):
-        refusal = "the files have no rows of operations: programs can't be drawn"
+    if refusal is None and not matmul_plot.is_of_matmuls(results):
+        if any(is_matmul(row) for result in results for row in result["rows"]):
+            refusal = "collective matmuls and other operations can't be drawn into one picture"
+        elif not any(_lines(results)):
+            refusal = "the files have no rows of operations: programs can't be drawn"
     if refusal is not None:
         sys.stderr.write(f"{refusal}\n")
         return 2
@@ -94,6 +90,9 @@ def draw(results: Sequence[dict[str, Any]], file: Path) -> None:
         results: contents of its JSON files.
         file: the PNG to write.
     """
+    if matmul_plot.is_of_matmuls(results):
+        matmul_plot.draw(results, file, _title(results), _details(results))
+        return
     # Without pyplot: no window, no state.
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullLocator
@@ -104,7 +103,7 @@ def draw(results: Sequence[dict[str, Any]], file: Path) -> None:
     times.margins(y=0.1)
     for line in lines:
         style = {
-            "color": _COLOURS.get(line.library, "#999999"),
+            "color": COLOURS.get(line.library, OTHER),
             "linestyle": "--" if line.in_graph else "-",
             "linewidth": line.width,
             "zorder": 3 if line.library == "ours" else 2,
@@ -123,7 +122,7 @@ def draw(results: Sequence[dict[str, Any]], file: Path) -> None:
     times.yaxis.set_major_formatter(lambda us, position: f"{us:g}")
     times.yaxis.set_minor_locator(NullLocator())
     ratios.set(ylabel="lax / ours, as called", xlabel="size")
-    ratios.axhline(1, color=_COLOURS["lax"], linewidth=1)
+    ratios.axhline(1, color=COLOURS["lax"], linewidth=1)
     ratios.set_ylim(bottom=0)
     shown = sizes[:: max(1, len(sizes) // 10)]
     ratios.set_xticks(shown, [_size_text(size) for size in shown])
@@ -202,7 +201,7 @@ def _mark_algorithms(axes: Any, lines: Sequence[_Line]) -> None:
         before = None
         for size, us, _, algorithm in line.points:
             if algorithm is not None and algorithm != before:
-                axes.plot(size, us, "o", markersize=9, fillstyle="none", color=_COLOURS["ours"])
+                axes.plot(size, us, "o", markersize=9, fillstyle="none", color=COLOURS["ours"])
                 lowest[size, algorithm] = min(us, lowest.get((size, algorithm), us))
             before = algorithm
     for (size, algorithm), us in lowest.items():
@@ -212,7 +211,7 @@ def _mark_algorithms(axes: Any, lines: Sequence[_Line]) -> None:
             xytext=(6, -14),
             textcoords="offset points",
             fontsize=8,
-            color=_COLOURS["ours"],
+            color=COLOURS["ours"],
             va="top",
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
         )
@@ -229,8 +228,13 @@ def _size_text(size: int) -> str:
 def _title(results: Sequence[dict[str, Any]]) -> str:
     """Returns what was measured on which devices."""
     headers = [result["header"] for result in results]
-    whats = dict.fromkeys(f"{h['operation']}, {h['devices']} x {h['device']}" for h in headers)
-    dtypes = dict.fromkeys(row["dtype"] for result in results for row in _rows(result))
+    whats = dict.fromkeys(
+        f"{h['operation']}{' backward' if h.get('backward') else ''}, "
+        f"{h['devices']} x {h['device']}"
+        for h in headers
+    )
+    rows = [row for result in results for row in result["rows"]]
+    dtypes = dict.fromkeys(row["dtype"] for row in rows if "dtype" in row)
     return f"{'; '.join(whats)}, {', '.join(dtypes)}"
 
 

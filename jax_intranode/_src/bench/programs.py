@@ -365,9 +365,75 @@ def _train_step(lib: Any, mesh: Mesh, sequence_parallel: bool) -> Program:
     return jax.jit(step, out_shardings=shardings), arguments
 
 
+# Training an MLP alone: matmuls and collectives of large activations.
+
+
+@dataclass(frozen=True)
+class _MlpSizes:
+    sequence: int
+    width: int
+    inner: int
+
+
+_MLP = {
+    "gpu": _MlpSizes(sequence=8192, width=8192, inner=28672),
+    # A rank has at most 1 KB of the activations: what our kernels take.
+    "cpu": _MlpSizes(sequence=32, width=32, inner=64),
+}
+
+
+def _mlp_block(lib: Any, mesh: Mesh) -> Program:
+    """One step of gradient descent of a gated MLP, tensor and sequence parallel; all bfloat16.
+
+    By `lib.all_gather_matmul` and `lib.matmul_reduce_scatter` or, if it has none, by `all_gather`
+    and `psum_scatter` beside matmuls. The loss, half the mean square norm of a row of the output,
+    is not computed.
+
+    Arguments: the activations [sequence, width], of which the step makes the next layer's, and the
+    weights gate and up [width, inner] and down [inner, width].
+    """
+    sizes = _sizes(mesh, _MLP)
+    if hasattr(lib, "all_gather_matmul"):
+        enter: Callable[..., Any] = partial(lib.all_gather_matmul, axis_name="x")
+        leave: Callable[..., Any] = partial(lib.matmul_reduce_scatter, axis_name="x")
+    else:
+
+        def enter(x: Any, ws: Any) -> Any:
+            whole = lib.all_gather(x, "x", tiled=True)
+            return [whole @ w for w in ws]
+
+        def leave(x: Any, w: Any) -> Any:
+            return lib.psum_scatter(x @ w, "x", tiled=True)
+
+    def block(x: Any, gate: Any, up: Any, down: Any) -> Any:
+        gated, raised = enter(x, [gate, up])
+        return leave(jax.nn.silu(gated) * raised, down)
+
+    def step(x: Any, *weights: Any) -> Any:
+        y, backward = jax.vjp(block, x, *weights)
+        dx, *grads = backward(y / sizes.sequence)
+        x = _rms_norm(x + y - sizes.sequence * dx)
+        return x, *(w - _LEARNING_RATE * grad for w, grad in zip(weights, grads, strict=True))
+
+    sequence, width, inner = sizes.sequence, sizes.width, sizes.inner
+    specs = P("x"), P(None, "x"), P(None, "x"), P("x")
+    shapes = (sequence, width), (width, inner), (width, inner), (inner, width)
+    # Of variance 1, and their products with the weights too.
+    variances = 1, 1 / width, 1 / width, 1 / inner
+    arguments = tuple(
+        _make(mesh, spec, shape, partial(_uniform, variance=variance, dtype=jnp.bfloat16), seed)
+        for seed, (spec, shape, variance) in enumerate(zip(specs, shapes, variances, strict=True))
+    )
+    sharded = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=True)
+    # As in _train_step.
+    shardings = tuple(argument.sharding for argument in arguments)
+    return jax.jit(sharded, out_shardings=shardings), arguments
+
+
 PROGRAMS: dict[str, Callable[[Any, Mesh], Program]] = {
     "decode_scanned": partial(_decode, loop=_scanned),
     "decode_unrolled": partial(_decode, loop=_unrolled),
     "train_step": partial(_train_step, sequence_parallel=False),
     "train_step_sequence_parallel": partial(_train_step, sequence_parallel=True),
+    "mlp_block": _mlp_block,
 }

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,18 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_intranode._src import launcher
-from jax_intranode._src.bench import measure, measure_program, report, settings
+from jax_intranode._src.bench import (
+    measure,
+    measure_matmul,
+    measure_program,
+    report,
+    settings,
+)
+from jax_intranode._src.bench.matmul_report import MatmulRow
+from jax_intranode._src.bench.matmuls import MATMULS
 from jax_intranode._src.bench.operations import OPERATIONS
+
+_Row = report.Row | report.ProgramRow | MatmulRow
 
 
 def main() -> None:
@@ -36,7 +47,13 @@ def main() -> None:
     )
     header = report.header(told)
     table = _Table(told.mode, header, begun) if rank == 0 else None
-    rows = (_rows if told.name in OPERATIONS else _program_rows)(told, mesh, table)
+    rows: Sequence[_Row]
+    if told.name in OPERATIONS:
+        rows = _rows(told, mesh, table)
+    elif told.name in MATMULS:
+        rows = _matmul_rows(told, mesh, table)
+    else:
+        rows = _program_rows(told, mesh, table)
     if rank == 0:
         result = {"header": header, "rows": [dataclasses.asdict(row) for row in rows]}
         output.write_text(json.dumps(result))
@@ -56,7 +73,7 @@ class _Table:
         with self._begun.open("a") as file:
             file.write(f"{self._mode}, {what}\n")
 
-    def add(self, row: report.Row | report.ProgramRow, fallback: str | None = None) -> None:
+    def add(self, row: _Row, fallback: str | None = None) -> None:
         """Shows a row, and once why ours fell back to lax, if it did."""
         # The columns not before the first measurement, during which libraries log their start.
         self._once(row.COLUMNS)
@@ -76,6 +93,18 @@ def _rows(told: settings.Settings, mesh: Mesh, table: _Table | None) -> list[rep
         if table is not None:
             table.begin(f"{dtype}, {count * jnp.dtype(dtype).itemsize} bytes")
         row, fallback = measure.measure(told, mesh, dtype, count)
+        rows.append(row)
+        if table is not None:
+            table.add(row, fallback)
+    return rows
+
+
+def _matmul_rows(told: settings.Settings, mesh: Mesh, table: _Table | None) -> list[MatmulRow]:
+    rows = []
+    for dtype, shape in told.matmuls():
+        if table is not None:
+            table.begin(f"{dtype}, {shape}")
+        row, fallback = measure_matmul.measure(told, mesh, dtype, shape)
         rows.append(row)
         if table is not None:
             table.add(row, fallback)

@@ -153,6 +153,7 @@ def header(settings: Settings) -> dict[str, Any]:
         "operation": settings.name,
         "devices": settings.devices,
         "leaves": settings.leaves,
+        "backward": settings.backward,
         "mode": settings.mode,
         "algorithm": config.get().algorithm,
         "iterations": settings.iterations,
@@ -174,8 +175,9 @@ def _version_of(*distributions: str) -> str | None:
 def format_header(header: dict[str, Any]) -> str:
     """Returns the lines above a table."""
     leaves = f", {header['leaves']} arrays a call" if header["leaves"] > 1 else ""
+    backward = " backward" if header["backward"] else ""
     lines = [
-        f"# {header['operation']}, {header['devices']} x {header['device']}, "
+        f"# {header['operation']}{backward}, {header['devices']} x {header['device']}, "
         f"{header['mode']}{leaves}",
         f"# {versions(header)}, {header['date']}",
         f"# p50 and p99 of {header['iterations']} repetitions; ratio = lax p50 / our p50",

@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax.numpy as jnp
+
+from jax_intranode._src.bench.matmuls import Shape
 
 PROCESS_PER_DEVICE = "process-per-device"
 SINGLE_PROCESS = "single-process"
@@ -16,7 +18,7 @@ class Settings:
     """What a rank needs to know; travels to it as JSON.
 
     Attributes:
-        name: one of OPERATIONS or of PROGRAMS.
+        name: one of OPERATIONS, MATMULS or PROGRAMS.
         sizes: bytes of each measurement, as `operations.Operation` counts them.
         leaves: arrays that these bytes are cut into and that one call takes as a pytree.
         dtypes: names of the dtypes, all of which are measured at each size.
@@ -26,6 +28,8 @@ class Settings:
         mode: one of MODES.
         devices: the number of devices that take part.
         platform: "cpu" or "gpu".
+        shapes: M, K and N of each measurement of a collective matmul.
+        backward: whether its backward pass is measured.
     """
 
     name: str
@@ -38,6 +42,8 @@ class Settings:
     mode: str
     devices: int
     platform: str
+    shapes: list[list[int]] = field(default_factory=list)
+    backward: bool = False
 
     def to_json(self) -> str:
         """The settings as text."""
@@ -53,6 +59,10 @@ class Settings:
             for name, count in counts
             if count >= self.leaves and count % self.devices == 0
         ]
+
+    def matmuls(self) -> list[tuple[str, Shape]]:
+        """The dtypes and shapes of collective matmuls to measure."""
+        return [(name, Shape(*shape)) for shape in self.shapes for name in self.dtypes]
 
 
 def from_json(text: str) -> Settings:

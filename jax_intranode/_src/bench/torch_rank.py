@@ -1,10 +1,12 @@
 """PyTorch's collectives, timed in CUDA graphs: one rank. A script that imports neither JAX nor us.
 
-PyTorch's NCCL collectives and, for all-reduce, its symmetric-memory kernels. Takes what to do as
-JSON on the command line; rank 0 writes the rows to a JSON file.
+PyTorch's NCCL collectives and, for all-reduce, its symmetric-memory kernels; collective matmuls are
+in torch_matmul.py. Takes what to do as JSON on the command line; rank 0 writes the rows to a JSON
+file.
 """
 
 import contextlib
+import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -16,16 +18,38 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
 # Operations in one graph.
-_CALLS = 20
+CALLS = 20
 
 
-def _libraries(operation: str) -> tuple[str, ...]:
-    """Returns what can run an operation."""
-    shared = ("torch one_shot", "torch two_shot") if operation == "psum" else ()
+def libraries(told: dict[str, Any]) -> tuple[str, ...]:
+    """Returns what can run the operation."""
+    shared = ("torch one_shot", "torch two_shot") if told["operation"] == "psum" else ()
     return ("torch nccl", *shared)
 
 
-def _prepare(
+def label(count: int, dtype: Any) -> str:
+    """Returns the text of the progress line."""
+    return f"{count * dtype.itemsize} bytes"
+
+
+def keys(count: int, dtype: Any) -> dict[str, int]:
+    """Returns what a row says of the size."""
+    return {"size": count * dtype.itemsize}
+
+
+def prepare(
+    library: str, told: dict[str, Any], count: int, dtype: Any, device: Any
+) -> tuple[Callable[[], Any], int]:
+    """Makes a call, and checks it.
+
+    Returns:
+        The call, and the number of wrong elements on all ranks.
+    """
+    operand, call = _operand_and_call(library, told["operation"], count, dtype, device)
+    return call, _count_wrong(told["operation"], operand, call)
+
+
+def _operand_and_call(
     library: str, operation: str, count: int, dtype: Any, device: Any
 ) -> tuple[Any, Callable[[], Any]]:
     """Returns an operand, and a call that works on it and returns the result.
@@ -92,7 +116,9 @@ def _count_wrong(operation: str, operand: Any, call: Callable[[], Any]) -> int:
     return int(wrong.item())
 
 
-def _times_us(call: Callable[[], Any], warmup: int, iterations: int) -> tuple[float, float]:
+def _times_us(
+    call: Callable[[], Any], calls: int, warmup: int, iterations: int
+) -> tuple[float, float]:
     """Returns the median and the 99th percentile of replays, the slowest rank's, a call."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -103,7 +129,7 @@ def _times_us(call: Callable[[], Any], warmup: int, iterations: int) -> tuple[fl
     dist.barrier()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        for _ in range(_CALLS):
+        for _ in range(calls):
             call()
     torch.cuda.synchronize()
     dist.barrier()
@@ -115,7 +141,7 @@ def _times_us(call: Callable[[], Any], warmup: int, iterations: int) -> tuple[fl
         end.record()
         torch.cuda.synchronize()
         if repetition >= 0:
-            times.append(start.elapsed_time(end) * 1e3 / _CALLS)
+            times.append(start.elapsed_time(end) * 1e3 / calls)
     quantiles = torch.tensor([0.5, 0.99], dtype=torch.float64)
     slowest = torch.quantile(torch.tensor(times, dtype=torch.float64), quantiles).cuda()
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -139,31 +165,36 @@ def main() -> None:
     with contextlib.suppress(Exception):
         # Older versions ask for it; newer ones warn, or no longer have it.
         symmetric_memory.enable_symm_mem_for_group(dist.group.WORLD.group_name)
+    kind: Any = sys.modules[__name__]
+    if told["matmul"]:
+        sys.path.append(str(Path(__file__).parent))  # last: modules there have common names
+        kind = importlib.import_module("torch_matmul")
     rows = []
     failed: dict[tuple[str, str], str] = {}
-    for name, count in told["measurements"]:
+    for name, size in told["measurements"]:
         dtype = getattr(torch, name)
-        size = count * dtype.itemsize
+        what = f"{name}, {kind.label(size, dtype)}"
         if rank == 0:
             with Path(told["begun"]).open("a") as file:
-                file.write(f"torch, {name}, {size} bytes\n")
-        for library in _libraries(told["operation"]):
-            if (library, name) in failed:
+                file.write(f"torch, {what}\n")
+        for library in kind.libraries(told):
+            # A shape of a matmul may fail by itself.
+            tried = (library, what if told["matmul"] else name)
+            if tried in failed:
                 continue
             try:
-                operand, call = _prepare(library, told["operation"], count, dtype, device)
-                wrong = _count_wrong(told["operation"], operand, call)
-                p50, p99 = _times_us(call, told["warmup_iterations"], told["iterations"])
+                call, wrong = kind.prepare(library, told, size, dtype, device)
+                p50, p99 = _times_us(
+                    call, kind.CALLS, told["warmup_iterations"], told["iterations"]
+                )
             except RuntimeError as error:
                 # Such as a dtype that it does not take: alike on all ranks.
-                failed[library, name] = (
-                    f"{library}, {name}, {size} bytes: {str(error).splitlines()[0]}"
-                )
+                failed[tried] = f"{library}, {what}: {str(error).splitlines()[0]}"
                 continue
             rows.append(
                 {
                     "library": library,
-                    "size": size,
+                    **kind.keys(size, dtype),
                     "dtype": name,
                     "time_us": p50,
                     "time_p99_us": p99,

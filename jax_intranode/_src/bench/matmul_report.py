@@ -1,0 +1,137 @@
+"""What the benchmark says of a collective matmul: its rows, and the table of the peers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax_intranode._src.bench.report import optional
+
+
+@dataclass(frozen=True)
+class MatmulRow:
+    """One line of a collective matmul's table. Times are as in `report.Row`.
+
+    Attributes:
+        operation: one of matmuls.MATMULS.
+        backward: whether its backward pass was measured.
+        m: rows of the product that a device computes.
+        k: what is contracted.
+        n: columns of the product.
+        dtype: the dtype's name.
+        mode: "process-per-device" or "single-process".
+        algorithm: what ours ran as, "mixed" if several operations differ, "lax" if it fell back;
+            "none" if nothing was sent.
+        reason: why.
+        chain: calls in a row of one execution.
+        time_us: ours: median.
+        time_p99_us: its 99th percentile.
+        tflops: of one device, 2mkn (backward twice that) / time_us.
+        wrong: elements of our results that are wrong, over all devices.
+        alone_time_us: the same products without communication: median.
+        bound_us: the longer of that and of what a device receives, at matmuls.LINK_BYTES_PER_S;
+            None on CPUs.
+        share: bound_us / time_us; or None.
+        lax_time_us: lax's: median.
+        lax_time_p99_us: its 99th percentile.
+        lax_share: bound_us / lax_time_us; or None.
+        lax_wrong: elements of the sample that are wrong in lax's results, over all devices.
+        ratio: lax_time_us / time_us, above 1 where ours is faster.
+        error: how far our results are from those in float64, in a sample of elements: root mean
+            square, relative to that of the latter; None if not finite.
+        lax_error: how far lax's are.
+        handler_calls: how often XLA called a handler of ours while all three were timed, over all
+            ranks; 0 where it replayed graphs.
+    """
+
+    operation: str
+    backward: bool
+    m: int
+    k: int
+    n: int
+    dtype: str
+    mode: str
+    algorithm: str
+    reason: str
+    chain: int
+    time_us: float
+    time_p99_us: float
+    tflops: float
+    wrong: int
+    alone_time_us: float
+    bound_us: float | None
+    share: float | None
+    lax_time_us: float
+    lax_time_p99_us: float
+    lax_share: float | None
+    lax_wrong: int
+    ratio: float
+    error: float | None
+    lax_error: float | None
+    handler_calls: int
+
+    COLUMNS = (
+        f"# {'':>6} {'':>6} {'':>6} {'':>8} {'':>14} | {'ours (ms)':^41} | "
+        f"{'at best (ms)':^17} | {'lax (ms)':^31} |\n"
+        f"# {'M':>6} {'K':>6} {'N':>6} {'type':>8} {'algorithm':>14} | {'p50':>8} {'p99':>8} "
+        f"{'TFLOP/s':>8} {'share':>6} {'#wrong':>7} | {'matmul':>8} {'bound':>8} | "
+        f"{'p50':>8} {'p99':>8} {'share':>6} {'#wrong':>6} | {'ratio':>6}"
+    )
+
+    def __str__(self) -> str:
+        """The row as the table shows it."""
+        return (
+            f"  {self.m:6} {self.k:6} {self.n:6} {self.dtype:>8} {self.algorithm:>14} | "
+            f"{_ms(self.time_us)} {_ms(self.time_p99_us)} {self.tflops:8.2f} "
+            f"{optional(self.share, 6)} {self.wrong:7} | "
+            f"{_ms(self.alone_time_us)} {_ms(self.bound_us)} | "
+            f"{_ms(self.lax_time_us)} {_ms(self.lax_time_p99_us)} "
+            f"{optional(self.lax_share, 6)} {self.lax_wrong:6} | {self.ratio:6.2f}"
+        )
+
+
+def _ms(us: float | None) -> str:
+    return f"{'-':>8}" if us is None else f"{us / 1e3:8.3f}"
+
+
+def is_matmul(row: dict[str, Any]) -> bool:
+    """Whether a row of the JSON file is one of a collective matmul."""
+    return "k" in row
+
+
+def key_of(row: dict[str, Any]) -> tuple[str, int, int, int]:
+    """What a row of ours and one of a peer have in common."""
+    return row["dtype"], row["m"], row["k"], row["n"]
+
+
+def format_peers(peers: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    """Returns the table of the peers beside ours.
+
+    Args:
+        peers: what `peers.measure` returned.
+        rows: the rows of ours.
+    """
+    times: dict[tuple[str, int, int, int], dict[str, float]] = {}
+    bounds = {key_of(row): row["bound_us"] for row in rows}
+    for row in rows:
+        times.setdefault(key_of(row), {})[f"ours, {row['mode']}"] = row["time_us"]
+    for row in peers["rows"]:
+        times.setdefault(key_of(row), {})[row["library"]] = row["time_us"]
+    columns = list(dict.fromkeys(name for of_shape in times.values() for name in of_shape))
+
+    def cell(key: tuple[str, int, int, int], name: str) -> str:
+        us = times[key].get(name)
+        share = bounds[key] / us if us and bounds.get(key) else None
+        return f"{_ms(us):>20} {'' if share is None else f'({share:.2f})':>6}"
+
+    wrong = sum(row["wrong"] or 0 for row in peers["rows"])
+    lines = [
+        f"# p50 in ms (share of the bound), peers in a graph: {', '.join(peers['versions'])}",
+        f"# {'M':>6} {'K':>6} {'N':>6} {'type':>8} | " + " ".join(f"{c:>27}" for c in columns),
+        *(
+            f"  {m:6} {k:6} {n:6} {dtype:>8} | "
+            + " ".join(cell((dtype, m, k, n), name) for name in columns)
+            for dtype, m, k, n in times
+        ),
+        f"# wrong elements of the peers: {wrong}",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,129 @@
+"""The collective matmuls that can be measured: what they call, send and compute."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jax import lax
+
+import jax_intranode
+
+# What a GPU receives from the others over NVLink at best, in bytes a second: bounds count by it.
+LINK_BYTES_PER_S = 385e9
+
+
+class Shape(NamedTuple):
+    """A product [m, k] x [k, n] as one device computes it, whatever is sent before or after it."""
+
+    m: int
+    k: int
+    n: int
+
+    def __str__(self) -> str:
+        """The shape as text."""
+        return f"{self.m} x {self.k} x {self.n}"
+
+
+class Result(NamedTuple):
+    """An array that a collective matmul or its backward pass gives.
+
+    Attributes:
+        summed: it is the sum of the products of all devices.
+        part: a device has 1/n of its rows.
+        rounded: sums over the devices, which round, are in it or in what it is a product of.
+    """
+
+    summed: bool = False
+    part: bool = False
+    rounded: bool = False
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """A collective matmul of x and w over the axis "x".
+
+    Each device has a w of its own. Derivatives are products on a device too: of what it multiplied
+    forward (the whole x) and of the cotangent of its product (the whole cotangent).
+
+    Attributes:
+        ours: from x and w to the result, by this package.
+        lax: the same by ``jax.lax``.
+        whole_x: from x to what is multiplied with w.
+        whole_cotangent: from the result's cotangent to that of a device's product.
+        forward: the result.
+        backward: the derivatives by x and by w.
+        passes: how often (n-1)/n of what is gathered or summed reach a device: twice if the sum
+            goes back to all.
+    """
+
+    ours: Callable[[Any, Any], Any]
+    lax: Callable[[Any, Any], Any]
+    whole_x: Callable[[Any], Any]
+    whole_cotangent: Callable[[Any], Any]
+    forward: Result
+    backward: tuple[Result, Result]
+    passes: int = 1
+
+    @property
+    def gathers(self) -> bool:
+        """Whether x is gathered: whether a device has a part of its rows."""
+        return self.backward[0].part
+
+    def x_rows(self, shape: Shape, devices: int) -> int:
+        """Rows of a device's x."""
+        return shape.m // devices if self.gathers else shape.m
+
+    def result_rows(self, shape: Shape, devices: int) -> int:
+        """Rows of a device's result."""
+        return shape.m // devices if self.forward.part else shape.m
+
+    def results(self, backward: bool) -> tuple[Result, ...]:
+        """What the backward pass gives, or the forward pass."""
+        return self.backward if backward else (self.forward,)
+
+    def received_bytes(self, shape: Shape, devices: int, itemsize: int) -> float:
+        """What a device receives. Backward as much as forward: the same array, or its cotangent."""
+        columns = shape.k if self.gathers else shape.n
+        return self.passes * (devices - 1) / devices * shape.m * columns * itemsize
+
+
+def flops(shape: Shape, backward: bool) -> int:
+    """Multiplications and additions of a device: of one product, or of both derivatives."""
+    return (4 if backward else 2) * shape.m * shape.k * shape.n
+
+
+def _all_gather(x: Any) -> Any:
+    return lax.all_gather(x, "x", tiled=True)
+
+
+_LOCAL = Result()
+_PART_OF_SUM = Result(summed=True, part=True, rounded=True)
+
+MATMULS = {
+    "all_gather_matmul": Matmul(
+        ours=lambda x, w: jax_intranode.all_gather_matmul(x, w, "x"),
+        lax=lambda x, w: _all_gather(x) @ w,
+        whole_x=_all_gather,
+        whole_cotangent=lambda ct: ct,
+        forward=_LOCAL,
+        backward=(_PART_OF_SUM, _LOCAL),
+    ),
+    "matmul_reduce_scatter": Matmul(
+        ours=lambda x, w: jax_intranode.matmul_reduce_scatter(x, w, "x"),
+        lax=lambda x, w: lax.psum_scatter(x @ w, "x", tiled=True),
+        whole_x=lambda x: x,
+        whole_cotangent=_all_gather,
+        forward=_PART_OF_SUM,
+        backward=(_LOCAL, _LOCAL),
+    ),
+    "matmul_all_reduce": Matmul(
+        ours=lambda x, w: jax_intranode.matmul_all_reduce(x, w, "x"),
+        lax=lambda x, w: lax.psum(x @ w, "x"),
+        whole_x=lambda x: x,
+        # As under check_vma=False, where every device has a summand of the cotangent.
+        whole_cotangent=lambda ct: lax.psum(ct, "x"),
+        forward=Result(summed=True, rounded=True),
+        backward=(Result(rounded=True), Result(rounded=True)),
+        passes=2,
+    ),
+}

@@ -1,0 +1,209 @@
+"""One row of a collective matmul's table: checked, then timed."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+
+import jax_intranode
+from jax_intranode._src.bench import exchange, matmul_oracle, timing
+from jax_intranode._src.bench.matmul_oracle import Data
+from jax_intranode._src.bench.matmul_report import MatmulRow
+from jax_intranode._src.bench.matmuls import LINK_BYTES_PER_S, MATMULS, Matmul, Shape, flops
+from jax_intranode._src.bench.settings import Settings
+
+# What a chain should take on a GPU, and at what rate; several chains are one repetition.
+_CHAIN_S = 20e-3
+_GPU_FLOPS = 700e12
+_MAX_CHAIN = 64
+_CHAINS = 2
+
+
+def measure(
+    settings: Settings, mesh: Mesh, dtype_name: str, shape: Shape
+) -> tuple[MatmulRow, str | None]:
+    """Checks and times one shape of one dtype.
+
+    Args:
+        settings: what to measure.
+        mesh: a mesh with one axis "x" of all devices.
+        dtype_name: the dtype.
+        shape: the shape.
+
+    Returns:
+        The row, and why ours fell back to lax, if it did.
+    """
+    matmul, backward = MATMULS[settings.name], settings.backward
+    dtype = np.dtype(jnp.dtype(dtype_name))
+    label = f"{dtype.name}/{shape}/{backward}"
+
+    data = matmul_oracle.make(matmul, shape, dtype, mesh)
+    ours, by_lax = (_call(mesh, f, backward, data) for f in (matmul.ours, matmul.lax))
+    chosen = jax_intranode.explain(ours.program(mesh))(ours.moving, *ours.fixed)
+    algorithms = {call.algorithm for call in chosen} or {"none"}
+    fallback = next((call.reason for call in chosen if call.algorithm == "lax"), None)
+
+    checked = _check(mesh, matmul, backward, data, ours, by_lax)
+    wrong, lax_wrong = (
+        exchange.sum_over_ranks(f"{label}/wrong/{k}", count) for k, count in enumerate(checked[:2])
+    )
+    error, lax_error = (
+        exchange.max_over_ranks(f"{label}/error/{k}", of_one)
+        for k, of_one in enumerate(checked[2:])
+    )
+
+    length = settings.chain or chain_length(settings, matmul, shape, dtype)
+    chains = [_Chain(mesh, call, length) for call in (ours, by_lax, _alone(data, backward))]
+    del data, ours, by_lax
+    runs = [chain.run for chain in chains]
+    seconds, handler_calls = timing.take_turns(runs, mesh, settings)
+    our_times, lax_times, alone = (
+        timing.slowest_rank(
+            f"{label}/times/{k}", timing.statistics(1e6 * np.array(of_one) / (_CHAINS * length))
+        )
+        for k, of_one in enumerate(seconds)
+    )
+    bound = None
+    if settings.platform == "gpu":
+        received = matmul.received_bytes(shape, mesh.size, dtype.itemsize)
+        bound = max(alone.p50, 1e6 * received / LINK_BYTES_PER_S)
+    row = MatmulRow(
+        operation=settings.name,
+        backward=backward,
+        m=shape.m,
+        k=shape.k,
+        n=shape.n,
+        dtype=dtype.name,
+        mode=settings.mode,
+        algorithm=algorithms.pop() if len(algorithms) == 1 else "mixed",
+        reason="; ".join(dict.fromkeys(call.reason for call in chosen)),
+        chain=length,
+        time_us=our_times.p50,
+        time_p99_us=our_times.p99,
+        tflops=flops(shape, backward) / our_times.p50 / 1e6,
+        wrong=wrong,
+        alone_time_us=alone.p50,
+        bound_us=bound,
+        share=None if bound is None else bound / our_times.p50,
+        lax_time_us=lax_times.p50,
+        lax_time_p99_us=lax_times.p99,
+        lax_share=None if bound is None else bound / lax_times.p50,
+        lax_wrong=lax_wrong,
+        ratio=lax_times.p50 / our_times.p50,
+        error=error if math.isfinite(error) else None,
+        lax_error=lax_error if math.isfinite(lax_error) else None,
+        handler_calls=exchange.sum_over_ranks(f"{label}/handler_calls", handler_calls),
+    )
+    return row, fallback
+
+
+# Calls.
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A function of per-device arrays that returns several, and its operands.
+
+    Attributes:
+        function: the function.
+        moving: its first operand, which a chain changes.
+        fixed: the others.
+    """
+
+    function: Callable[..., list[Any]]
+    moving: Any
+    fixed: tuple[Any, ...]
+
+    def program(self, mesh: Mesh) -> Callable[..., Any]:
+        """The function, compiled for all devices."""
+        return timing.program(mesh, self.function)
+
+    def results(self, mesh: Mesh) -> list[Any]:
+        """What it returns."""
+        return self.program(mesh)(self.moving, *self.fixed)
+
+
+def _call(mesh: Mesh, function: Callable[[Any, Any], Any], backward: bool, data: Data) -> _Call:
+    """A collective matmul, or its backward pass, which is given what the forward pass keeps."""
+    if not backward:
+        return _Call(lambda x, w: [function(x, w)], data.x, (data.w,))
+    forward = timing.program(mesh, lambda x, w: jax.vjp(function, x, w)[1])
+    return _Call(lambda ct, pull: list(pull(ct)), data.ct, (forward(data.x, data.w),))
+
+
+def _alone(data: Data, backward: bool) -> _Call:
+    """The products alone, of operands that have been gathered and summed already."""
+
+    def multiply(moving: Any, rest: Data) -> list[Any]:
+        whole = rest._replace(**{name: moving})
+        return [a @ b for a, b in matmul_oracle.products(whole, backward)]
+
+    name = "whole_ct" if backward else "whole_x"
+    rest = data._replace(**dict.fromkeys(("x", "ct", "whole_ct", name)))
+    return _Call(multiply, getattr(data, name), (rest,))
+
+
+def _check(
+    mesh: Mesh, matmul: Matmul, backward: bool, data: Data, ours: _Call, by_lax: _Call
+) -> tuple[int, int, float, float]:
+    """Counts the wrong elements of ours and lax's, and says how far both are off, on this rank."""
+    got, expected = ours.results(mesh), by_lax.results(mesh)
+    sample = matmul_oracle.Sample(mesh, matmul, backward, data)
+    (wrong, error), (lax_wrong, lax_error) = sample.compare(got), sample.compare(expected)
+    wrong += matmul_oracle.count_unlike(mesh, got, expected, matmul.results(backward))
+    if matmul.gathers and not backward:
+        wrong += matmul_oracle.count_wrong_gathered(mesh, data, matmul)
+    return wrong, lax_wrong, error, lax_error
+
+
+# Chains.
+
+
+class _Chain:
+    """A program of many calls, each of which waits for the last one, and its state."""
+
+    def __init__(self, mesh: Mesh, call: _Call, length: int):
+        function = call.function
+
+        def body(moving: Any, *fixed: Any) -> Any:
+            for _ in range(length):
+                moving = _moved(moving, function(moving, *fixed))
+            return moving
+
+        self._program = timing.program(mesh, body, donated=0)
+        self._moving = call.moving.copy()
+        self._fixed = call.fixed
+
+    def run(self) -> Any:
+        """Goes on from the last state, in the same memory, so that graphs can be replayed."""
+        for _ in range(_CHAINS):
+            self._moving = self._program(self._moving, *self._fixed)
+        return self._moving
+
+
+def _moved(x: Any, results: list[Any]) -> Any:
+    """The operand, in place, with one element that depends on all results.
+
+    The first barrier has all of the results computed, not only the elements that are read; the
+    second one keeps the change of the operand out of what is computed from it.
+    """
+    results = lax.optimization_barrier(results)
+    total = sum(result[:1, :1].astype(jnp.float32) for result in results)
+    element = jnp.clip(total, -1, 1).astype(x.dtype)
+    return lax.optimization_barrier(lax.dynamic_update_slice(x, element, (0, 0)))
+
+
+def chain_length(settings: Settings, matmul: Matmul, shape: Shape, dtype: np.dtype[Any]) -> int:
+    """Returns how many calls to make in a row: enough to hide what starting them costs."""
+    if settings.platform == "cpu":
+        return 2
+    received = matmul.received_bytes(shape, settings.devices, dtype.itemsize)
+    rate = _GPU_FLOPS * 2 / dtype.itemsize
+    seconds = max(flops(shape, settings.backward) / rate, received / LINK_BYTES_PER_S)
+    return min(max(round(_CHAIN_S / seconds), 2), _MAX_CHAIN)

@@ -47,7 +47,9 @@ class Case:
 CASES: dict[str, Case] = {}
 
 
-def case(devices: int = 2, **parameters: Sequence[Any]) -> Callable[[Any], Any]:
+def case(
+    devices: int = 2, into: dict[str, Case] = CASES, **parameters: Sequence[Any]
+) -> Callable[[Any], Any]:
     """Adds a case for every combination of the parameters' values."""
 
     def add(function: Any) -> Any:
@@ -57,7 +59,7 @@ def case(devices: int = 2, **parameters: Sequence[Any]) -> Callable[[Any], Any]:
         for chosen in combinations:
             name = "-".join([function.__name__, *(str(value) for value in chosen.values())])
             takes = chosen.get("world", devices)
-            CASES[name] = Case(name, functools.partial(function, **chosen), takes)
+            into[name] = Case(name, functools.partial(function, **chosen), takes)
         return function
 
     return add

@@ -1,5 +1,7 @@
-"""Cases of overlapped collective matmuls. Where they are not overlapped (CPUs) they run by parts."""
+"""Cases of overlapped collective matmuls, in either process mode. CPUs run them by parts."""
 
+import functools
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import LAX_MATMULS, case, check, check_like, everywhere, line, put, sharded
+from cases import LAX_MATMULS, Case, check, check_like, everywhere, line, put, sharded
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -16,6 +18,9 @@ from jax.sharding import PartitionSpec as P
 import jax_intranode
 from jax_intranode._src import communicator, config, native, overlap
 from jax_intranode._src.compat import key_value_client
+
+CASES: dict[str, Case] = {}
+case = functools.partial(cases.case, into=CASES)
 
 # How operations are cut.
 PLANS = {"whole": overlap.Plan(1, 1), "parts": overlap.Plan(3, 2), "many": overlap.Plan(16, 16)}
@@ -105,7 +110,7 @@ def overlapped_exact(rows: int, plan: str) -> None:
 
 @case(dtype=("bfloat16", "float16"))
 def overlapped_sums_in_rank_order(dtype: str) -> None:
-    """The parts of ranks are rounded and summed as any arrays; the same bits at each of 100 runs."""
+    """Ranks' products are rounded and summed as any arrays; the same bits at each of 100 runs."""
     mesh = line()
     n = mesh.size
     x, w = cases.random(dtype, (n, 256 * n, 512), 1), cases.random(dtype, (n, 512, 264), 2)
@@ -216,8 +221,6 @@ def overlapped_chain_with_delays(plan: str) -> None:
 
 
 def _with_psum(matmuls: Any, lib: Any) -> Any:
-    import types
-
     return types.SimpleNamespace(**vars(matmuls), psum=lib.psum)
 
 

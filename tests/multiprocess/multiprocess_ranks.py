@@ -1,12 +1,15 @@
 """Runs functions of the test files in one process a device."""
 
+import importlib
 import json
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import pytest
 
 from jax_intranode._src import launcher
 
@@ -69,3 +72,38 @@ def worlds() -> list[int]:
     if jax.devices()[0].platform == "gpu":
         return sorted({2, devices} & set(range(2, devices + 1)))
     return [2, 4]
+
+
+def run_cases(of: str) -> None:
+    """In a rank: runs all cases of a module, and says how each went."""
+    from jax_intranode._src.compat import key_value_client
+
+    for name, case in importlib.import_module(of).CASES.items():
+        if case.devices > len(jax.devices()):
+            print(f"CASE {name} skipped: needs {case.devices} devices", flush=True)
+            continue
+        try:
+            case.run()
+        except BaseException:
+            traceback.print_exc()
+            print(f"CASE {name} failed", flush=True)
+            raise
+        # A case ends on all ranks before the next one begins: a failure is found where it is.
+        key_value_client().wait_at_barrier(f"case {name}", 60_000)
+        print(f"CASE {name} passed", flush=True)
+
+
+def outcome_of_cases(of: str, world: int, log_dir: Path, env: Mapping[str, str] = {}) -> str:
+    """Runs all cases of a module in `world` processes; what rank 0 said, and any failure."""
+    try:
+        run_in_ranks(run_cases, world, log_dir, timeout_s=280, env=env, arguments=[of])
+    except launcher.RankError as error:
+        return (log_dir / "rank0.log").read_text() + "\n" + str(error)
+    return (log_dir / "rank0.log").read_text()
+
+
+def check_case(name: str, outcome: str) -> None:
+    """Fails unless a case has passed; skips the test if it was skipped."""
+    if f"CASE {name} skipped" in outcome:
+        pytest.skip(outcome.split(f"CASE {name} skipped: ")[1].splitlines()[0])
+    assert f"CASE {name} passed\n" in outcome, outcome[-6000:]

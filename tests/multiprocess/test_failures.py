@@ -14,13 +14,15 @@ from typing import Any
 
 import cases
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from devices import need_devices
+from devices import need_devices, need_gpus
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src import communicator, config, launcher, native
+from jax_intranode._src import communicator, config, launcher, native, overlap
 from jax_intranode._src.compat import key_value_client
 from jax_intranode._src.ops.psum import selection
 
@@ -73,14 +75,33 @@ def check_sum(mesh: Mesh, seed: int) -> None:
     )
 
 
-def failure_of(mesh: Mesh, seed: int) -> str:
-    """What a user is told of a psum that fails.
+def check_matmul(mesh: Mesh, operation: str) -> None:
+    """An overlapped collective matmul of ones."""
+    gathers = operation == "all_gather_matmul"
+    x, w = np.ones((16 * mesh.size, 16)), np.ones((16, 16))
+    specs = (P("x") if gathers else P(), P())
+    arrays = [
+        cases.put(mesh, s, v.astype(jnp.bfloat16)) for s, v in zip(specs, (x, w), strict=True)
+    ]
+    f = cases.sharded(
+        lambda x, w: getattr(jax_intranode, operation)(x, w, "x"),
+        mesh, specs, P() if gathers else P("x"),
+    )  # fmt: skip
+    with overlap.forced(overlap.Plan()):
+        result = jax.block_until_ready(jax.jit(f)(*arrays))
+    value = 16 if gathers else 16 * mesh.size
+    for shard in result.addressable_shards:
+        assert (np.asarray(shard.data) == value).all()
+
+
+def failure_of(mesh: Mesh, attempt: Callable[[], None]) -> str:
+    """What a user is told of an operation that fails.
 
     That is the exception on the CPU. On GPUs a lost context raises XLA's own error, and ours comes
     in the log, and whenever a psum is lowered from then on.
     """
     with pytest.raises(Exception) as error:  # of no particular type: it is XLA's
-        check_sum(mesh, seed)
+        attempt()
     assert not isinstance(error.value, AssertionError), error.value
     if jax.devices()[0].platform == "cpu":
         return str(error.value)
@@ -93,13 +114,17 @@ def failure_of(mesh: Mesh, seed: int) -> str:
     raise AssertionError(f"no failure within 2 s; XLA says: {error.value}")
 
 
-def loses_a_rank(missing: int, exits: bool) -> None:
+def loses_a_rank(missing: int, exits: bool, operation: str) -> None:
     logging.basicConfig(level=logging.INFO)
     mesh = cases.line()
     rank = jax.process_index()
+
+    def attempt(seed: int) -> None:
+        check_sum(mesh, seed) if operation == "psum" else check_matmul(mesh, operation)
+
     before = native.handler_calls()
-    check_sum(mesh, 0)
-    assert native.handler_calls() > before, "our psum did not run"
+    attempt(0)
+    assert native.handler_calls() > before, "ours did not run"
     come("first", list(range(mesh.size)))
     present = [r for r in range(mesh.size) if not exits or r != missing]
     if rank == missing:
@@ -107,9 +132,9 @@ def loses_a_rank(missing: int, exits: bool) -> None:
             os._exit(0)
         come("over", [r for r in range(mesh.size) if r != missing])
         leave(present)
-    say("FIRST", failure_of(mesh, 1))
-    say("LATER", failure_of(mesh, 2))
-    say("LATER", failure_of(mesh, 3))
+    say("FIRST", failure_of(mesh, lambda: attempt(1)))
+    say("LATER", failure_of(mesh, lambda: attempt(2)))
+    say("LATER", failure_of(mesh, lambda: attempt(3)))
     come("over", [r for r in range(mesh.size) if r != missing])
     leave(present)
 
@@ -166,7 +191,7 @@ def uses_segments(killed: int | None) -> None:
     if killed is None:
         check_sum(mesh, 6)
     else:
-        failure_of(mesh, 6)
+        failure_of(mesh, lambda: check_sum(mesh, 6))
     say("DONE", "yes")
 
 
@@ -174,21 +199,35 @@ def uses_segments(killed: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "missing", "exits"),
-    [(2, 1, True), (2, 1, False), (2, 0, False), (3, 1, True)],
-    ids=["1_of_2_exits", "1_of_2_sleeps", "0_of_2_sleeps", "1_of_3_exits"],
-)
-def test_rank_that_leaves(ranks: Any, world: int, missing: int, exits: bool) -> None:
+    ("world", "missing", "exits", "operation"),
+    [
+        (2, 1, True, "psum"),
+        (2, 1, False, "psum"),
+        (2, 0, False, "psum"),
+        (3, 1, True, "psum"),
+        (2, 1, True, "all_gather_matmul"),
+        (2, 0, False, "matmul_reduce_scatter"),
+    ],
+    ids=[
+        "1_of_2_exits", "1_of_2_sleeps", "0_of_2_sleeps", "1_of_3_exits", "1_of_2_exits_gathering",
+        "0_of_2_sleeps_scattering",
+    ],
+)  # fmt: skip
+def test_rank_that_leaves(
+    ranks: Any, world: int, missing: int, exits: bool, operation: str
+) -> None:
     need_devices(world)
+    if operation != "psum":
+        need_gpus()
     if world > 2:
         need_cpu("three ranks are tried on the CPU")
-    logs = ranks(loses_a_rank, world, env=ENV, arguments=[missing, exits])
+    logs = ranks(loses_a_rank, world, env=ENV, arguments=[missing, exits, operation])
     for rank, log in enumerate(logs):
         if rank == missing:
             continue
         (first,) = lines(log, "FIRST")
         for part in (
-            "psum", f"timed out after {TIMEOUT_S}", f"rank {rank} (device ",
+            operation, f"timed out after {TIMEOUT_S}", f"rank {rank} (device ",
             f"waited for rank {missing} (device ", "JAX_INTRANODE_TIMEOUT_S",
         ):  # fmt: skip
             assert part in first, first

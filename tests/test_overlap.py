@@ -1,0 +1,13 @@
+"""Overlapped collective matmuls in one process that has all GPUs."""
+
+import cases_of_overlap
+import pytest
+from devices import need_devices, need_gpus
+
+
+@pytest.mark.parametrize("name", cases_of_overlap.CASES)
+def test_case(name: str) -> None:
+    need_gpus()
+    case = cases_of_overlap.CASES[name]
+    need_devices(case.devices)
+    case.run()

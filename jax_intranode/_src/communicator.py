@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_intranode._src import config, native, rendezvous, select
+from jax_intranode._src import config, native, overlap, rendezvous, select
 from jax_intranode._src import topology as topology_lib
 
 _log = logging.getLogger("jax_intranode")
@@ -404,7 +404,7 @@ def _hello(meeting: Meeting) -> dict[str, Any]:
         "host": [_boot_id(), host_platform.node()],
         "config": repr(config.get()),
         "protocol": _PROTOCOL,
-        "table": select.digest(),
+        "table": [select.digest(), overlap.digest()],
         "matmuls": 0 if meeting.platform == "cpu" or not module else module.cublas_lt_version(),
         "devices": [],
     }

@@ -1,5 +1,7 @@
-"""Whether a collective matmul is overlapped, and how it is cut: a pure function of what all ranks
-know."""
+"""Whether a collective matmul is overlapped, and how it is cut.
+
+A pure function of what all ranks know.
+"""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -15,8 +17,8 @@ class Plan:
     """How an operation runs (xla_ffi/cuda/collective_matmul.h).
 
     Attributes:
-        first_cuts: into how many pieces the first rows are cut that are sent, for sums. Each has half
-            of what is left, the smallest comes first.
+        first_cuts: into how many pieces the first rows are cut that are sent, for sums. Each has
+            half of what is left, the smallest comes first.
         last_cuts: so for the last rows that are sent; the smallest comes last.
     """
 
@@ -38,6 +40,25 @@ def forced(plan: Plan | None) -> Iterator[None]:
         _forced = before
 
 
+# Measured on 4 H200s: what the model below goes by.
+_MATMUL_FLOPS = 680e12  # a second, of a large matmul
+_LINK_BYTES = 375e9  # a second, by copy engines
+_MULTIPROCESSORS = 132
+_TILE = 128  # rows and columns of an output that a multiprocessor works on at a time
+# Below this many bytes the other way round is as fast or faster: about 65 us of copying.
+_LEAST_BYTES = 24e6
+_HARDWARE = "hopper"
+# Pieces of a ring that a row has to fit into, for each rank.
+_SLOTS = 4
+
+
+def digest() -> str:
+    """Identifies the model: ranks with different models would choose differently."""
+    return repr(
+        (_MATMUL_FLOPS, _LINK_BYTES, _MULTIPROCESSORS, _TILE, _LEAST_BYTES, _HARDWARE, _SLOTS)
+    )
+
+
 def plan(
     operation: str,
     *,
@@ -46,9 +67,14 @@ def plan(
     ns: Sequence[int],
     dtype: str,
     world_size: int,
+    hardware: str,
     ring_bytes: int,
 ) -> Plan | str:
-    """Chooses a plan.
+    """Chooses a plan, by a model of what overlapping hides and what it costs.
+
+    It hides the time of what travels. It costs the waits for the first and the last piece, which
+    are the same for all sizes, and it costs time where matmuls of a rank's rows fill the GPU less
+    well than one of all rows.
 
     Args:
         operation: "all_gather_matmul" or "matmul_reduce_scatter".
@@ -57,6 +83,7 @@ def plan(
         ns: columns of each matrix.
         dtype: name of the dtype of the operands and results.
         world_size: ranks of the group.
+        hardware: the generation of the GPUs (`table.hardware_of`).
         ring_bytes: bytes of a device's ring.
 
     Returns:
@@ -70,6 +97,37 @@ def plan(
         return "no elements"
     if k % 8 or any(n % 8 for n in ns):
         return f"K {k}, N {', '.join(map(str, ns))}; overlapped are multiples of 8"
+    gathers = operation == "all_gather_matmul"
+    row_bytes = 2 * (k if gathers else ns[0])
+    if row_bytes * _SLOTS * world_size > ring_bytes:
+        return (
+            f"rows of {row_bytes} bytes and a ring of {ring_bytes}; JAX_INTRANODE_RING_MIB sets "
+            "its size"
+        )
     if _forced is not None:
         return _forced
-    return Plan()
+    if hardware != _HARDWARE:
+        return f"not measured on {hardware} GPUs"
+    received = (world_size - 1) * rows * row_bytes
+    least = _LEAST_BYTES * max(1, world_size / 4)
+    if received < least:
+        return f"{received} bytes from peers; from {least:.0f} on overlapping is faster"
+    link_s = received / _LINK_BYTES
+    matmul_s = sum(2 * world_size * rows * k * n for n in ns) / _MATMUL_FLOPS
+    lost_s = sum(
+        (1 / _filled(rows, n) - 1) * 2 * world_size * rows * k * n / _MATMUL_FLOPS for n in ns
+    )
+    if lost_s > link_s:
+        return (
+            f"matmuls of {rows} rows fill the GPU badly: {1e6 * lost_s:.0f} us lost for "
+            f"{1e6 * link_s:.0f} us hidden"
+        )
+    if gathers:
+        return Plan(last_cuts=2 if link_s > matmul_s else 1)
+    return Plan(3, 2) if link_s > 0.8 * matmul_s else Plan()
+
+
+def _filled(rows: int, columns: int) -> float:
+    """How much of the GPU the tiles of an output fill, on average over its waves."""
+    tiles = -(-rows // _TILE) * -(-columns // _TILE)
+    return tiles / (-(-tiles // _MULTIPROCESSORS) * _MULTIPROCESSORS)

@@ -16,7 +16,7 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.interpreters import ad, mlir
 
-from jax_intranode._src import overlap, select
+from jax_intranode._src import select
 from jax_intranode._src.ops import collective, overlapped
 
 # Arguments.
@@ -307,8 +307,9 @@ class CollectiveMatmul(collective.Primitives):
         own, its_params = self._collective_of(**params)
         sent = self._sent(*avals, **params)
         alone = len(avals) == 1  # a collective, to which no product is left
-        plan = self._plan(place, avals, traced_over, params)
-        if isinstance(plan, overlap.Plan):
+        found = self._overlapped(place, avals, traced_over, params)
+        if not isinstance(found, str):
+            plan = found.plan
             selected = select.Selection(
                 self.operation,
                 f"overlapped, first rows in {plan.first_cuts}, last in {plan.last_cuts} pieces",
@@ -317,7 +318,10 @@ class CollectiveMatmul(collective.Primitives):
             ((_, selected),) = own.operations(place, [sent], traced_over=traced_over, **its_params)
             if not alone:
                 order = "before" if self.operation == "all_gather_matmul" else "after"
-                reason = f"{own.operation} {order} the matmul, not overlapped ({plan}); {selected.reason}"
+                reason = (
+                    f"{own.operation} {order} the matmul, not overlapped ({found}); "
+                    f"{selected.reason}"
+                )
                 selected = dataclasses.replace(selected, reason=reason)
         return [
             collective.Description(
@@ -328,23 +332,18 @@ class CollectiveMatmul(collective.Primitives):
             )
         ]
 
-    def _plan(
+    def _overlapped(
         self, place: collective.Place, avals: Sequence[Any], traced_over: Any, params: Any
-    ) -> overlap.Plan | str:
+    ) -> overlapped.Overlapped | str:
         request = self._request(*avals, **params)
         if isinstance(request, str):
             return request
-        return overlapped.plan(self.operation, place, traced_over, params["axes"], request)
+        return overlapped.find(self.operation, place, traced_over, params["axes"], request)
 
     def _lower(self, ctx: Any, *operands: Any, traced_over: Any, **params: Any) -> Any:
-        place = collective.place_of(ctx)
-        plan = self._plan(place, ctx.avals_in, traced_over, params)
-        if isinstance(plan, overlap.Plan):
-            request = self._request(*ctx.avals_in, **params)
-            call = partial(
-                overlapped.call, self.operation, place.mesh, params["axes"], request, plan
-            )
-            return mlir.lower_fun(call)(ctx, *operands)
+        found = self._overlapped(collective.place_of(ctx), ctx.avals_in, traced_over, params)
+        if not isinstance(found, str):
+            return mlir.lower_fun(found)(ctx, *operands)
         own, its_params = self._collective_of(**params)
 
         def send(v: Any) -> Any:

@@ -1,5 +1,4 @@
-"""All-gather + matmul and matmul + reduce-scatter as one custom call, the one hidden behind the
-other."""
+"""All-gather + matmul and matmul + reduce-scatter as one custom call, overlapped."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jax_intranode._src import communicator, config, native, overlap, select
+from jax_intranode._src import communicator, config, native, overlap, select, table
 from jax_intranode._src.ops import collective
 
 
@@ -42,14 +41,14 @@ class Request:
     operands: Callable[..., Sequence[Any]] = lambda *operands: operands
 
 
-def plan(
+def find(
     operation: str,
     place: collective.Place,
     traced_over: tuple[int, ...] | None,
     axes: Sequence[str],
     request: Request,
-) -> overlap.Plan | str:
-    """How an operation is overlapped, or why it is not; the processes of the mesh may meet.
+) -> "Overlapped | str":
+    """The operation as one call, or why it is not; the processes of the mesh may meet.
 
     Args:
         operation: "all_gather_matmul" or "matmul_reduce_scatter".
@@ -84,6 +83,7 @@ def plan(
             ns=request.ns,
             dtype=names[0],
             world_size=groups.group_size,
+            hardware=table.hardware_of(device.platform, device.device_kind),
             ring_bytes=ring_bytes,
         )
 
@@ -99,7 +99,11 @@ def plan(
         chosen = plan_within(meeting.ring_bytes)
     if reason is None and not isinstance(chosen, str):
         reason = communicator.communicator(meeting, groups)
-    return reason or chosen
+    if reason is not None:
+        return reason
+    if isinstance(chosen, str):
+        return chosen
+    return Overlapped(operation, groups, request, chosen)
 
 
 # The call: x and matrices to products, the gathered x if asked for, and scratch.
@@ -108,25 +112,34 @@ _call = Primitive("intranode_overlapped_matmul")
 _call.multiple_results = True
 
 
-def call(
-    operation: str,
-    mesh: jax.sharding.Mesh,
-    axes: Sequence[str],
-    request: Request,
-    chosen: overlap.Plan,
-    *operands: Any,
-) -> list[Any]:
-    """Products, and the gathered x if asked for."""
-    results = _call.bind(
-        *request.operands(*operands),
-        operation=operation,
-        groups=communicator.partition(mesh, tuple(axes)),
-        plan=chosen,
-        axis=request.axis,
-        transposed=request.transposed,
-        gathered=request.gathered,
-    )
-    return list(results[:-1])
+@dataclass(frozen=True)
+class Overlapped:
+    """An operation as one call.
+
+    Attributes:
+        operation: its name.
+        groups: its groups, which have a communicator.
+        request: what it is.
+        plan: how it is cut.
+    """
+
+    operation: str
+    groups: communicator.Partition
+    request: Request
+    plan: overlap.Plan
+
+    def __call__(self, *operands: Any) -> list[Any]:
+        """Products, and the gathered x if asked for, from the operands of the primitive."""
+        results = _call.bind(
+            *self.request.operands(*operands),
+            operation=self.operation,
+            groups=self.groups,
+            plan=self.plan,
+            axis=self.request.axis,
+            transposed=self.request.transposed,
+            gathered=self.request.gathered,
+        )
+        return list(results[:-1])
 
 
 @_call.def_abstract_eval

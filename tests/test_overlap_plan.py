@@ -1,0 +1,101 @@
+"""The model that says which collective matmuls are overlapped, and how they are cut."""
+
+import pytest
+
+from jax_intranode._src import overlap
+from jax_intranode._src.overlap import Plan
+
+RING = 512 << 20
+
+
+def plan(
+    operation: str,
+    m: int,
+    k: int,
+    n: int | tuple[int, ...],
+    *,
+    world: int = 4,
+    dtype: str = "bfloat16",
+    hardware: str = "hopper",
+    ring: int = RING,
+) -> Plan | str:
+    ns = n if isinstance(n, tuple) else (n,)
+    return overlap.plan(
+        operation,
+        rows=m // world,
+        k=k,
+        ns=ns,
+        dtype=dtype,
+        world_size=world,
+        hardware=hardware,
+        ring_bytes=ring,
+    )
+
+
+GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
+
+
+@pytest.mark.parametrize(
+    ("operation", "m", "k", "n", "expected"),
+    [
+        (GATHER, 32768, 16384, 8192, Plan()),
+        (GATHER, 32768, 16384, 1024, Plan(last_cuts=2)),
+        (GATHER, 8192, 8192, 7168, Plan()),
+        (GATHER, 8192, 8192, (3584, 3584), Plan()),
+        (GATHER, 8192, 8192, 1024, Plan(last_cuts=2)),
+        (GATHER, 4096, 8192, 3584, Plan()),
+        (SCATTER, 32768, 2048, 8192, Plan()),
+        (SCATTER, 8192, 3584, 8192, Plan()),
+        (SCATTER, 8192, 1024, 8192, Plan(3, 2)),
+        (SCATTER, 4096, 1024, 28672, Plan(3, 2)),
+        (SCATTER, 2048, 7168, 8192, Plan()),
+    ],
+)
+def test_measured_shapes_are_overlapped(
+    operation: str, m: int, k: int, n: int | tuple[int, ...], expected: Plan
+) -> None:
+    assert plan(operation, m, k, n) == expected
+
+
+@pytest.mark.parametrize(
+    ("operation", "m", "k", "n", "says"),
+    [
+        (GATHER, 512, 4096, 7168, "bytes from peers; from 24000000 on"),
+        (GATHER, 1024, 8192, 2560, "bytes from peers"),
+        (GATHER, 2048, 8192, 14336, "us lost for 67 us hidden"),
+        (SCATTER, 1024, 2048, 8192, "bytes from peers"),
+        (SCATTER, 2048, 3584, 4096, "bytes from peers"),
+        (GATHER, 8192, 8190, 1024, "multiples of 8"),
+        (SCATTER, 8192, 1024, 8188, "multiples of 8"),
+        (GATHER, 0, 8192, 1024, "no elements"),
+        (SCATTER, 8192, 0, 1024, "no elements"),
+    ],
+)
+def test_what_is_not_overlapped(operation: str, m: int, k: int, n: int, says: str) -> None:
+    reason = plan(operation, m, k, n)
+    assert isinstance(reason, str)
+    assert says in reason
+
+
+def test_other_dtypes_hardware_worlds_and_rings() -> None:
+    for arguments, says in (
+        ({"dtype": "float32"}, "dtype float32"),
+        ({"hardware": "gpu"}, "not measured on gpu GPUs"),
+        ({"world": 1}, "a group of 1 ranks"),
+        ({"world": 16}, "a group of 16 ranks"),
+        ({"ring": 1 << 17}, "JAX_INTRANODE_RING_MIB sets its size"),
+    ):
+        reason = plan(GATHER, 32768, 16384, 8192, **arguments)  # type: ignore[arg-type]
+        assert isinstance(reason, str)
+        assert says in reason
+    # Of eight ranks, each has less to multiply at a time: more has to travel.
+    assert isinstance(plan(GATHER, 2048, 8192, 8192, world=8), str)
+    assert plan(GATHER, 8192, 8192, 8192, world=8) == Plan()
+
+
+def test_forced() -> None:
+    with overlap.forced(Plan(5, 6)):
+        assert plan(GATHER, 512, 64, 64) == Plan(5, 6)
+        assert plan(GATHER, 512, 64, 64, hardware="gpu") == Plan(5, 6)
+        assert isinstance(plan(GATHER, 512, 63, 64), str)
+    assert isinstance(plan(GATHER, 512, 64, 64), str)

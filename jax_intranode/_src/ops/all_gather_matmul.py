@@ -101,9 +101,11 @@ def all_gather_matmul(
     tensor-parallel layer with sequence parallelism. With a list of matrices (query, key and value;
     gate and up) x is gathered once.
 
-    The gathering is an ``all_gather`` of this package or of ``jax.lax``, whichever that one would
-    take; it is not overlapped with the matmul yet. Products are those of ``jnp.matmul``, with the
-    precision of ``jax.default_matmul_precision``.
+    On Hopper GPUs, of bfloat16 and float16 and with K and N of multiples of 8, the gathering is
+    overlapped with the matmuls where that is faster: rows are multiplied as they arrive, summed in
+    float32 and rounded once. Elsewhere it is an ``all_gather`` of this package or of ``jax.lax``,
+    whichever that one would take, before the matmul; ``explain`` says which, and why. These
+    products are those of ``jnp.matmul``, with the precision of ``jax.default_matmul_precision``.
 
     Derivatives are those of the expression above, in forward and reverse mode and of any order. The
     tangent is ``all_gather_matmul(dx, w) + gathered @ dw``. In reverse mode the derivative by x is
@@ -117,8 +119,9 @@ def all_gather_matmul(
     Policies for dots, such as ``dots_saveable``, do not save the results: give them names. Under
     ``vmap`` over w, and over both, it is an ``all_gather`` and a matmul of batches.
 
-    The algorithm after PyTorch's ``fused_all_gather_matmul`` (a list of matrices, the gathered x as
-    a result) and xformers' ``fused_allgather_and_linear`` (the derivatives).
+    The algorithm after PyTorch's ``fused_all_gather_matmul`` (own rows first, copy engines, a list
+    of matrices, the gathered x as a result) and xformers' ``fused_allgather_and_linear`` (the
+    derivatives).
 
     Args:
         x: an array [..., K] with 2 dimensions or more, of any dtype that can be multiplied.

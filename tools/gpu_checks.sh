@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # What a change of the kernels has to pass on a machine with GPUs: the tests in both process modes,
 # with two GPUs and with all of them, then the figures of docs/benchmarks.md. Takes the folder for logs
-# and JSON files, and which steps to run: tests, memcheck, psum, pair, types, programs; all of them
-# where none is named. The package has to be installed. CUDA_VISIBLE_DEVICES chooses the GPUs. Each
+# and JSON files, and which steps to run: tests, memcheck, psum, pair, types, matmuls,
+# programs; all of them where none is named. The package has to be installed. CUDA_VISIBLE_DEVICES chooses the GPUs. Each
 # step has a time limit, and one that fails does not keep the next from running.
 set -uo pipefail
 out=$(realpath "$1")
 shift
-steps=" ${*:-tests memcheck psum pair types programs} "
+steps=" ${*:-tests memcheck psum pair types matmuls programs} "
 cd "$(dirname "$0")/.."
 visible=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)}
 gpus=$(awk -F, '{ print NF }' <<<"$visible")
@@ -38,15 +38,15 @@ pytest_on() {
 
 two=$(cut -d, -f1,2 <<<"$visible")
 if runs tests; then
-  single=(tests/test_{psum,contract,life_cycle,explain,collective_matmul}.py)
+  single=(tests/test_{psum,contract,life_cycle,explain,collective_matmul,overlap}.py)
   if [ "$gpus" -ge 4 ]; then
     pytest_on processes_2 300 "$two" tests/multiprocess &
     one=$!
     pytest_on single_2 300 "$(cut -d, -f3,4 <<<"$visible")" "${single[@]}" || failed=1
     wait "$one" || failed=1
-    pytest_on "processes_$gpus" 200 "$visible" tests/multiprocess/test_psum_processes.py \
+    pytest_on "processes_$gpus" 300 "$visible" tests/multiprocess/test_{psum,overlap}_processes.py \
       -k "${gpus}_processes" || failed=1
-    pytest_on "single_$gpus" 200 "$visible" tests/test_psum.py || failed=1
+    pytest_on "single_$gpus" 200 "$visible" tests/test_{psum,overlap}.py || failed=1
   else
     pytest_on processes_2 300 "$two" tests/multiprocess || failed=1
     pytest_on single_2 300 "$two" "${single[@]}" || failed=1
@@ -85,6 +85,13 @@ if runs pair; then
 fi
 if runs types; then
   bench types 400 psum -d float32,int32,float64,float16 -b 4K -e 4M -f 8 -n 9 -w 2
+fi
+if runs matmuls; then
+  for operation in all_gather_matmul matmul_reduce_scatter; do
+    bench "$operation" 300 "$operation" --preset reference --chain 12 -n 5 -w 1 --peers torch
+    bench "${operation}_backward" 300 "$operation" --preset reference --chain 8 -n 5 -w 1 --backward
+  done
+  bench mlp_block 200 mlp_block --chain 4 -n 5 -w 1
 fi
 if runs programs; then
   for program in decode_scanned decode_unrolled train_step train_step_sequence_parallel; do

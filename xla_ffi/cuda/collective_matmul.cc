@@ -302,8 +302,8 @@ class MatmulSite::Enqueuer {
     const int to = RankAfter(size_ - it.step);
     const int64_t slot = q % slots_;
     if (q >= slots_) Exchange({}, One(&own_->granted[to][slot], to), streams_.copy);
-    Push(At(call_.x, it.piece.first(call_.rows) * call_.k),
-         it.piece.count() * call_.k * kItemBytes, RingOf(to, slot * slot_bytes_), q);
+    Push(At(call_.x, it.piece.first(call_.rows) * call_.k), it.piece.count() * call_.k * kItemBytes,
+         RingOf(to, slot * slot_bytes_), q);
   }
   // Tells of piece q, which has been sent, and waits for the one that arrives at the same time.
   void Receive(size_t q) {

@@ -1,11 +1,11 @@
 // All-gather + matmul and matmul + reduce-scatter, the one hidden behind the other. No XLA.
 //
 // A rank's rows travel in pieces. Copy engines push them, on a stream of their own, into a ring of
-// slots that the receiver has beside its slab: they leave the multiprocessors to the matmuls. A ring,
-// because a shard may be larger than any slab; and not XLA's own buffers, because a copy engine takes
-// its addresses from the host when it is enqueued, or captured, and a peer's buffers move when XLA
-// captures again on that peer alone. One copy runs after another: two streams of them are served by
-// one engine, in an order of its own.
+// slots that the receiver has beside its slab: they leave the multiprocessors to the matmuls. A
+// ring, because a shard may be larger than any slab; and not XLA's own buffers, because a copy
+// engine takes its addresses from the host when it is enqueued, or captured, and a peer's buffers
+// move when XLA captures again on that peer alone. One copy runs after another: two streams of them
+// are served by one engine, in an order of its own.
 //
 //   all-gather + matmul     at step s rank r sends its shard to rank r - s, and gets that of rank
 //                           r + s: each link carries one shard at a time. A rank multiplies its own
@@ -32,12 +32,13 @@
 // Why it ends, in whatever order the GPU takes what may run at once (a graph's branches can share
 // one queue, in which a kernel that waits holds up what comes behind)
 //   What waits for a peer's piece or grant comes after all that this rank has for its peers before:
-//   the wait for arrival q is enqueued, and depends, on this rank's own push q; the wait for a grant
-//   on the grants that this rank gave before. So the first wait, in the order of pieces, that has
-//   not ended anywhere is one whose answer no other wait holds up.
+//   the wait for arrival q is enqueued, and depends, on this rank's own push q; the wait for a
+//   grant on the grants that this rank gave before. So the first wait, in the order of pieces, that
+//   has not ended anywhere is one whose answer no other wait holds up.
 //
-// After PyTorch's _fused_all_gather_matmul and xformers' sequence_parallel_fused_ops (own part first
-// or last, rotated order, copy engines, two streams of matmuls), but with signals of constant values.
+// After PyTorch's _fused_all_gather_matmul and xformers' sequence_parallel_fused_ops (own part
+// first or last, rotated order, copy engines, two streams of matmuls), but with signals of constant
+// values.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -66,7 +67,7 @@ struct SideStreams {
   Lane gate;   // tells peers, waits for them
   Lane local;  // copies what has arrived, or sums it
   cudaEvent_t sent[kMaxSlots], arrived[kMaxSlots];  // by number of the piece
-  std::mutex mutex;  // an operation is enqueued as a whole
+  std::mutex mutex;                                 // an operation is enqueued as a whole
 
   static SideStreams& Of(int device);
 };

@@ -1,7 +1,6 @@
-#include "signals.h"
-
 #include "../kernels/types.h"
 #include "device_thread.h"
+#include "signals.h"
 
 namespace jax_intranode {
 namespace {
@@ -27,8 +26,7 @@ __global__ void jax_intranode_post(const __grid_constant__ Words words) {
 }
 
 __global__ void jax_intranode_post_and_await(const __grid_constant__ DeviceGroup group,
-                                             uint32_t algorithm,
-                                             const __grid_constant__ Words told,
+                                             uint32_t algorithm, const __grid_constant__ Words told,
                                              const __grid_constant__ Words awaited) {
   if (threadIdx.x < told.count) {
     __threadfence_system();
@@ -100,7 +98,7 @@ const void* SumKernel(ElementType type, int size) {
 }  // namespace
 
 cudaError_t OpenRing(const DeviceGroup& group, Algorithm algorithm, RingHeader* ring,
-                 const Words& words, cudaStream_t stream) {
+                     const Words& words, cudaStream_t stream) {
   jax_intranode_open<<<1, kMaxSlots, 0, stream>>>(group, static_cast<uint32_t>(algorithm), ring,
                                                   SignalsOf(group, group.rank), words);
   return cudaGetLastError();
@@ -133,14 +131,12 @@ cudaError_t SumPartials(ElementType type, const Partials& partials, int size, vo
 
 cudaError_t LoadSignalKernels() {
   const auto address = [](auto* kernel) { return reinterpret_cast<const void*>(kernel); };
-  for (const void* kernel :
-       {address(&jax_intranode_open), address(&jax_intranode_post),
-        address(&jax_intranode_post_and_await),
-        address(&jax_intranode_close), SumKernel(ElementType::kBF16, 2),
-        SumKernel(ElementType::kBF16, 3), SumKernel(ElementType::kBF16, 4),
-        SumKernel(ElementType::kBF16, 8), SumKernel(ElementType::kF16, 2),
-        SumKernel(ElementType::kF16, 3), SumKernel(ElementType::kF16, 4),
-        SumKernel(ElementType::kF16, 8)}) {
+  for (const void* kernel : {address(&jax_intranode_open), address(&jax_intranode_post),
+                             address(&jax_intranode_post_and_await), address(&jax_intranode_close),
+                             SumKernel(ElementType::kBF16, 2), SumKernel(ElementType::kBF16, 3),
+                             SumKernel(ElementType::kBF16, 4), SumKernel(ElementType::kBF16, 8),
+                             SumKernel(ElementType::kF16, 2), SumKernel(ElementType::kF16, 3),
+                             SumKernel(ElementType::kF16, 4), SumKernel(ElementType::kF16, 8)}) {
     cudaFuncAttributes attributes;
     const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
     if (error != cudaSuccess) return error;

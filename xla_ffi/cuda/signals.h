@@ -4,9 +4,9 @@
 //   arrived[p][i]  in a receiver's memory: rank p's data lie in slot i
 //
 // A word has one setter, rank p, which only ever writes 1, and one resetter, its owner, which only
-// ever writes 0, after it has seen the 1. No epoch and no counter: a call that is launched, captured
-// or replayed does the same. collective_matmul.h says why a word is always read before it is set
-// again.
+// ever writes 0, after it has seen the 1. No epoch and no counter: a call that is launched,
+// captured or replayed does the same. collective_matmul.h says why a word is always read before it
+// is set again.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -49,7 +49,7 @@ struct Words {
 
 // Gives up if the ring is in use or if the region was closed, counts the operation, sets the words.
 cudaError_t OpenRing(const DeviceGroup& group, Algorithm algorithm, RingHeader* ring,
-                 const Words& words, cudaStream_t stream);
+                     const Words& words, cudaStream_t stream);
 // Sets the words. What ran on the stream before is seen by whoever sees them set.
 cudaError_t Post(const Words& words, cudaStream_t stream);
 // Sets the first words as Post, then waits until the second ones are set, and resets them.

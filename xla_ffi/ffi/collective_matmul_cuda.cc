@@ -28,9 +28,11 @@ ffi::Error Invalid(const MatmulDeviceSite& site, const std::string& what) {
                                      OperationName(site.algorithm) + ": " + what);
 }
 
-ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(
-    ffi::Span<const int64_t> device_ids, int64_t group_size, int32_t algorithm, int64_t axis,
-    int32_t transposed, int32_t gathered, int32_t first_cuts, int32_t last_cuts) {
+ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(ffi::Span<const int64_t> device_ids,
+                                                            int64_t group_size, int32_t algorithm,
+                                                            int64_t axis, int32_t transposed,
+                                                            int32_t gathered, int32_t first_cuts,
+                                                            int32_t last_cuts) {
   const Partition partition{{device_ids.begin(), device_ids.end()}, group_size};
   auto site = std::make_unique<MatmulDeviceSite>();
   site->communicator = Registry<DeviceCommunicator>::Get().Find(partition);
@@ -51,9 +53,8 @@ ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(
         std::to_string(first_cuts) + " and " + std::to_string(last_cuts) + " pieces."));
   }
   for (const std::optional<MatmulMember>& member : site->communicator->matmul_members) {
-    site->sites.push_back(member ? std::make_unique<MatmulSite>(
-                                       *member, site->algorithm,
-                                       MatmulPlan{first_cuts, last_cuts})
+    site->sites.push_back(member ? std::make_unique<MatmulSite>(*member, site->algorithm,
+                                                                MatmulPlan{first_cuts, last_cuts})
                                  : nullptr);
   }
   return {std::move(site)};
@@ -83,8 +84,8 @@ ffi::Error CollectCall(const MatmulDeviceSite& site, int size, ffi::RemainingArg
   const ffi::AnyBuffer::Dimensions dims = in[0].dimensions();
   const int64_t rank = dims.size();
   if (rank < 2 || site.axis < 0 || site.axis > rank - 2) {
-    return Invalid(site, "axis " + std::to_string(site.axis) + " of " + std::to_string(rank) +
-                             " dimensions.");
+    return Invalid(
+        site, "axis " + std::to_string(site.axis) + " of " + std::to_string(rank) + " dimensions.");
   }
   const ffi::DataType type = in[0].element_type();
   if (type != ffi::BF16 && type != ffi::F16) return Invalid(site, "takes bf16 and f16.");
@@ -127,8 +128,8 @@ ffi::Error CollectCall(const MatmulDeviceSite& site, int size, ffi::RemainingArg
     const ffi::AnyBuffer& gathered = out[count];
     if (gathered.element_type() != type ||
         gathered.element_count() != in[0].element_count() * size) {
-      return Invalid(site, "the gathered x has " + std::to_string(gathered.element_count()) +
-                               " elements.");
+      return Invalid(
+          site, "the gathered x has " + std::to_string(gathered.element_count()) + " elements.");
     }
     call->gathered = gathered.untyped_data();
   }
@@ -136,8 +137,8 @@ ffi::Error CollectCall(const MatmulDeviceSite& site, int size, ffi::RemainingArg
   call->scratch = scratch.untyped_data();
   const size_t needed = ScratchBytes(site.algorithm, *call, size);
   if (scratch.size_bytes() < needed) {
-    return Invalid(site, "scratch of " + std::to_string(scratch.size_bytes()) + " bytes; it takes " +
-                             std::to_string(needed) + ".");
+    return Invalid(site, "scratch of " + std::to_string(scratch.size_bytes()) +
+                             " bytes; it takes " + std::to_string(needed) + ".");
   }
   return ffi::Error::Success();
 }
@@ -187,10 +188,9 @@ ffi::Error Initialize(int32_t device, MatmulDeviceSite* site, ffi::RemainingArgs
 ffi::Error Execute(cudaStream_t stream, int32_t device, MatmulDeviceSite* site,
                    ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary) {
   device_handler_calls.fetch_add(1, std::memory_order_relaxed);
-  return WithCall(site, device, args, rets,
-                  [&](MatmulSite& of_device, const MatmulCall& call) {
-                    of_device.Enqueue(call, stream);
-                  });
+  return WithCall(site, device, args, rets, [&](MatmulSite& of_device, const MatmulCall& call) {
+    of_device.Enqueue(call, stream);
+  });
 }
 
 }  // namespace

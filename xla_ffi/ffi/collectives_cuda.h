@@ -22,7 +22,7 @@ namespace jax_intranode {
 struct DeviceCommunicator {
   std::vector<std::optional<DeviceGroup>> members;  // by CUDA device ordinal
   std::vector<std::optional<MatmulMember>> matmul_members;
-  std::shared_ptr<void> memory;                     // owns what the groups point to
+  std::shared_ptr<void> memory;  // owns what the groups point to
   std::atomic<bool> closed{false};
 
   std::string failure() const {

@@ -1,4 +1,7 @@
-"""Cases of overlapped collective matmuls, in either process mode. CPUs run them by parts."""
+"""Cases of overlapped collective matmuls, for GPUs in either process mode.
+
+On CPUs they would run by parts.
+"""
 
 import functools
 import types
@@ -35,14 +38,14 @@ def zeros_and_ones(seed: int, *shape: int) -> np.ndarray:
     return (np.random.default_rng(seed).random(shape) < 0.2).astype(np.float32)
 
 
-def overlapped(f: Any, args: Sequence[Any], plan: str = "parts", of: int | None = None) -> Any:
-    """A compiled program, whose collective matmuls are overlapped on GPUs: all, or so many."""
+def overlapped(f: Any, args: Sequence[Any], plan: str = "parts", **options: Any) -> Any:
+    """A compiled program, all of whose collective matmuls are overlapped on GPUs."""
     with overlap.forced(PLANS[plan]):
-        program = jax.jit(f)
+        program = jax.jit(f, **options)
         calls = [c for c in jax_intranode.explain(program)(*args) if "matmul" in c.operation]
+        assert calls
         if on_gpus():
-            wrong = [c for c in calls if not c.reason.startswith("overlapped")]
-            assert len(calls) - len(wrong) == (len(calls) if of is None else of), calls
+            assert all(c.reason.startswith("overlapped") for c in calls), calls
         return program.lower(*args).compile()
 
 
@@ -332,17 +335,21 @@ def overlapped_donated() -> None:
             jax_intranode.all_gather_matmul(x, w, "x"), w, "x"
         )
 
-    spec = P("x"), P()
+    specs = P("x"), P()
     values = (x.astype(jnp.bfloat16), w.astype(jnp.bfloat16))
+
+    def arrays() -> list[jax.Array]:
+        return [put(mesh, s, v) for s, v in zip(specs, values, strict=True)]
+
+    program = overlapped(sharded(f, mesh, specs, P("x")), arrays(), donate_argnums=0)
     want = n * ((x @ w) @ w)
-    with overlap.forced(PLANS["parts"]):
-        program = jax.jit(sharded(f, mesh, spec, P("x")), donate_argnums=0)
-        for _ in range(4):
-            result = program(*(put(mesh, s, v) for s, v in zip(spec, values, strict=True)))
-            for shard in result.addressable_shards:
-                np.testing.assert_allclose(
-                    np.asarray(shard.data, np.float32), want[shard.index], rtol=2.0**-7
-                )
+    for _ in range(4):
+        operands = arrays()
+        result = program(*operands)
+        assert operands[0].is_deleted()
+        for shard in result.addressable_shards:
+            got = np.asarray(shard.data, np.float32)
+            np.testing.assert_allclose(got, want[shard.index], rtol=2.0**-7)
 
 
 @case()
@@ -358,9 +365,10 @@ def overlapped_large_offsets() -> None:
         rank = lax.axis_index("x")
         row = (rank * rows + jnp.arange(rows)) % 251
         x = jnp.zeros((rows, k), jnp.bfloat16).at[:, 0].set(row.astype(jnp.bfloat16))
-        y = jax_intranode.all_gather_matmul(x, w, "x")
+        y, whole = jax_intranode.all_gather_matmul(x, w, "x", return_gathered=True)
         want = (jnp.arange(n * rows) % 251).astype(jnp.bfloat16)
-        wrong = (y != want[:, None]).sum()
+        wrong = (y != want[:, None]).sum() + (whole[:, 0] != want).sum()
+        wrong = wrong + (whole[:, 1:] != 0).sum()
         # [n * rows, 8] @ [8, 4096], of which each rank keeps its rows.
         part = jax_intranode.matmul_reduce_scatter(y, w.T, "x")
         back = n * jnp.where(jnp.arange(k) % k == 0, 8, 0) * row[:, None]

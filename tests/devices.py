@@ -5,6 +5,8 @@ import os
 import jax
 import pytest
 
+from jax_intranode._src import overlap, table
+
 REQUIRED_GPUS = int(os.environ.get("JAX_INTRANODE_REQUIRE_GPUS", "0"))
 
 
@@ -23,3 +25,11 @@ def need_gpus() -> None:
     """Skips the test where there is no GPU; fails instead where GPUs are required."""
     if jax.devices()[0].platform != "gpu":
         (pytest.fail if REQUIRED_GPUS else pytest.skip)("needs GPUs; JAX sees none")
+
+
+def need_overlap() -> None:
+    """Skips the test where collective matmuls are not overlapped; as `need_gpus` without a GPU."""
+    need_gpus()
+    kind = jax.devices()[0].device_kind
+    if table.hardware_of("gpu", kind) != overlap.HARDWARE:
+        pytest.skip(f"collective matmuls are not overlapped on {kind}")

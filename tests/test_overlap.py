@@ -2,12 +2,12 @@
 
 import cases_of_overlap
 import pytest
-from devices import need_devices, need_gpus
+from devices import need_devices, need_overlap
 
 
 @pytest.mark.parametrize("name", cases_of_overlap.CASES)
 def test_case(name: str) -> None:
-    need_gpus()
+    need_overlap()
     case = cases_of_overlap.CASES[name]
     need_devices(case.devices)
     case.run()

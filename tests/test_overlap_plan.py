@@ -18,11 +18,13 @@ def plan(
     dtype: str = "bfloat16",
     hardware: str = "hopper",
     ring: int = RING,
+    outer: int = 1,
 ) -> Plan | str:
     ns = n if isinstance(n, tuple) else (n,)
     return overlap.plan(
         operation,
-        rows=m // world,
+        outer=outer,
+        rows=m // outer // world,
         k=k,
         ns=ns,
         dtype=dtype,
@@ -91,6 +93,18 @@ def test_other_dtypes_hardware_worlds_and_rings() -> None:
     # Of eight ranks, each has less to multiply at a time: more has to travel.
     assert isinstance(plan(GATHER, 2048, 8192, 8192, world=8), str)
     assert plan(GATHER, 8192, 8192, 8192, world=8) == Plan()
+
+
+def test_batches_fill_the_gpu_less() -> None:
+    """A batch of short arrays is not multiplied as one long one."""
+    assert plan(GATHER, 16384, 8192, 3584) == Plan()
+    assert plan(GATHER, 16384, 8192, 3584, outer=2) == Plan()
+    for operation in (GATHER, SCATTER):
+        reason = plan(operation, 16384, 8192, 3584, outer=256)  # 16 rows a rank
+        assert isinstance(reason, str)
+        assert "16 rows fill the GPU badly" in reason
+    # Rows that fill their last tile badly.
+    assert isinstance(plan(GATHER, 420 * 8, 8192, 7168, world=8), str)
 
 
 def test_forced() -> None:

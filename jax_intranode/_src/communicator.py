@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_intranode._src import config, native, overlap, rendezvous, select
+from jax_intranode._src import config, native, overlap, rendezvous, select, table
 from jax_intranode._src import topology as topology_lib
 
 _log = logging.getLogger("jax_intranode")
@@ -365,7 +365,7 @@ def _share_slabs(meeting: Meeting, deadline: rendezvous.Deadline) -> None:
 
     hellos = attempt("hello", lambda: _hello(meeting))
     _check_hellos(hellos)
-    meeting.reason_for_no_matmuls = _reason_for_no_matmuls(meeting.platform, hellos)
+    meeting.reason_for_no_matmuls = _reason_for_no_matmuls(meeting, hellos)
 
     hosts = [hello["host"] for hello in hellos]
     described = {d["id"]: (process, d) for process, h in enumerate(hellos) for d in h["devices"]}
@@ -429,16 +429,20 @@ def _hello(meeting: Meeting) -> dict[str, Any]:
     return hello
 
 
-def _reason_for_no_matmuls(platform: str, hellos: list[dict[str, Any]]) -> str | None:
+def _reason_for_no_matmuls(meeting: Meeting, hellos: list[dict[str, Any]]) -> str | None:
     """Why collective matmuls are not overlapped on these devices, or None."""
-    if platform == "cpu":
+    if meeting.platform == "cpu":
         return "CPU devices"
+    for device in meeting.devices.values():
+        hardware = table.hardware_of(meeting.platform, device.device_kind)
+        if hardware != overlap.HARDWARE:
+            return f"not measured on {device.device_kind}"
     versions = {hello["matmuls"] for hello in hellos}
     if 0 in versions:
         return "cuBLASLt is not to be found"
     if len(versions) > 1:
         return f"processes with different versions of cuBLASLt: {sorted(versions)}"
-    if config.get().ring_bytes(platform) == 0:
+    if config.get().ring_bytes(meeting.platform) == 0:
         return "JAX_INTRANODE_RING_MIB=0"
     return None
 
@@ -492,7 +496,8 @@ def _allocate(meeting: Meeting, local: list[int], shared: bool) -> dict[int, Any
     meeting.half_bytes = half // 4096 * 4096
     if meeting.half_bytes <= 0:
         raise RuntimeError(f"a slab of {total} bytes is too small; raise JAX_INTRANODE_SLAB_MIB")
-    meeting.ring_bytes = config.get().ring_bytes(meeting.platform)
+    if meeting.reason_for_no_matmuls is None:
+        meeting.ring_bytes = config.get().ring_bytes(meeting.platform)
     slabs = {}
     for device_id in local:
         ordinal = native_ordinal(meeting.devices[device_id])
@@ -610,7 +615,10 @@ def _failure_message(failure: tuple[Any, ...]) -> str:
             ". Did that rank fail, or run another program? JAX_INTRANODE_TIMEOUT_S sets the limit"
         )
     elif reason == 3:
-        text += ". Operations of one group must run one after another, on one stream"
+        text += (
+            ". Operations of one group, and collective matmuls of one device, must run one after "
+            "another, on one stream"
+        )
     return text + ". The CUDA context is lost; restart the program."
 
 

@@ -4,8 +4,10 @@ A pure function of what all ranks know.
 """
 
 import contextlib
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from jax_intranode._src import select
 
@@ -47,21 +49,20 @@ _MULTIPROCESSORS = 132
 _TILE = 128  # rows and columns of an output that a multiprocessor works on at a time
 # Below this many bytes the other way round is as fast or faster: about 65 us of copying.
 _LEAST_BYTES = 24e6
-_HARDWARE = "hopper"
+HARDWARE = "hopper"
 # Pieces of a ring that a row has to fit into, for each rank.
 _SLOTS = 4
 
 
 def digest() -> str:
-    """Identifies the model: ranks with different models would choose differently."""
-    return repr(
-        (_MATMUL_FLOPS, _LINK_BYTES, _MULTIPROCESSORS, _TILE, _LEAST_BYTES, _HARDWARE, _SLOTS)
-    )
+    """Identifies the model: ranks with different ones would choose differently."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
 
 
 def plan(
     operation: str,
     *,
+    outer: int,
     rows: int,
     k: int,
     ns: Sequence[int],
@@ -78,7 +79,9 @@ def plan(
 
     Args:
         operation: "all_gather_matmul" or "matmul_reduce_scatter".
-        rows: rows of the operand or of the result that a rank has to itself.
+        outer: arrays of rows that are multiplied as a batch: dimensions before the one that is
+            gathered or cut.
+        rows: rows of each, of the operand or of the result, that a rank has to itself.
         k: the contracted dimension.
         ns: columns of each matrix.
         dtype: name of the dtype of the operands and results.
@@ -93,7 +96,7 @@ def plan(
         return f"dtype {dtype}; overlapped are {', '.join(DTYPES)}"
     if not 2 <= world_size <= select.MAX_WORLD_SIZE:
         return f"a group of {world_size} ranks; overlapped are 2 to {select.MAX_WORLD_SIZE}"
-    if rows == 0 or k == 0 or 0 in ns:
+    if outer == 0 or rows == 0 or k == 0 or 0 in ns:
         return "no elements"
     if k % 8 or any(n % 8 for n in ns):
         return f"K {k}, N {', '.join(map(str, ns))}; overlapped are multiples of 8"
@@ -106,17 +109,16 @@ def plan(
         )
     if _forced is not None:
         return _forced
-    if hardware != _HARDWARE:
+    if hardware != HARDWARE:
         return f"not measured on {hardware} GPUs"
-    received = (world_size - 1) * rows * row_bytes
+    received = (world_size - 1) * outer * rows * row_bytes
     least = _LEAST_BYTES * max(1, world_size / 4)
     if received < least:
         return f"{received} bytes from peers; from {least:.0f} on overlapping is faster"
     link_s = received / _LINK_BYTES
-    matmul_s = sum(2 * world_size * rows * k * n for n in ns) / _MATMUL_FLOPS
-    lost_s = sum(
-        (1 / _filled(rows, n) - 1) * 2 * world_size * rows * k * n / _MATMUL_FLOPS for n in ns
-    )
+    seconds = [2 * world_size * outer * rows * k * n / _MATMUL_FLOPS for n in ns]
+    matmul_s = sum(seconds)
+    lost_s = sum(s * (1 / _filled(outer, rows, n) - 1) for s, n in zip(seconds, ns, strict=True))
     if lost_s > link_s:
         return (
             f"matmuls of {rows} rows fill the GPU badly: {1e6 * lost_s:.0f} us lost for "
@@ -127,7 +129,8 @@ def plan(
     return Plan(3, 2) if link_s > 0.8 * matmul_s else Plan()
 
 
-def _filled(rows: int, columns: int) -> float:
-    """How much of the GPU the tiles of an output fill, on average over its waves."""
-    tiles = -(-rows // _TILE) * -(-columns // _TILE)
-    return tiles / (-(-tiles // _MULTIPROCESSORS) * _MULTIPROCESSORS)
+def _filled(outer: int, rows: int, columns: int) -> float:
+    """How much of what the GPU can compute the outputs of a batch take, in waves of whole tiles."""
+    tiles = outer * -(-rows // _TILE) * -(-columns // _TILE)
+    waves = -(-tiles // _MULTIPROCESSORS)
+    return outer * rows * columns / (waves * _MULTIPROCESSORS * _TILE**2)

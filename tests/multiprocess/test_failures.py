@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from devices import need_devices, need_gpus
+from devices import need_devices, need_overlap
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -218,7 +218,7 @@ def test_rank_that_leaves(
 ) -> None:
     need_devices(world)
     if operation != "psum":
-        need_gpus()
+        need_overlap()
     if world > 2:
         need_cpu("three ranks are tried on the CPU")
     logs = ranks(loses_a_rank, world, env=ENV, arguments=[missing, exits, operation])
@@ -270,6 +270,7 @@ def fallback_reason(ranks: Any, env: Any, world: int = 2) -> str:
     [
         ("ALGORITHM", ("one_shot", "two_shot")),
         ("SLAB_MIB", ("4", "8")),
+        ("RING_MIB", ("4", "8")),
         ("TIMEOUT_S", ("30.0", "40.0")),
         ("TOPOLOGY", ("fully_connected", "hybrid_cube_mesh")),
     ],

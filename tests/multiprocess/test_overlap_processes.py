@@ -2,7 +2,7 @@
 
 import cases_of_overlap
 import pytest
-from devices import need_devices, need_gpus
+from devices import need_devices, need_overlap
 from multiprocess_ranks import check_case, outcome_of_cases, worlds
 
 
@@ -13,7 +13,7 @@ from multiprocess_ranks import check_case, outcome_of_cases, worlds
 )
 def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     world, queues = request.param
-    need_gpus()
+    need_overlap()
     need_devices(world)
     return outcome_of_cases(
         "cases_of_overlap",

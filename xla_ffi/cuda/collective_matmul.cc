@@ -1,6 +1,9 @@
 #include "collective_matmul.h"
 
 #include <algorithm>
+#include <cstdint>
+#include <map>
+#include <memory>
 #include <stdexcept>
 #include <string>
 
@@ -144,11 +147,10 @@ std::vector<MatmulSite::Piece> MatmulSite::Rounds(const MatmulCall& call) const 
   return Equal(call, RowsIn(room * kAlignment, call.ns[0] * kItemBytes));
 }
 
-std::vector<MatmulSite::Piece> MatmulSite::Sent(const MatmulCall& call, size_t round,
+std::vector<MatmulSite::Piece> MatmulSite::Sent(const Piece& whole, bool first_round,
                                                 int step) const {
-  const Piece whole = Rounds(call)[round];
   if (step == member_.group.size - 1) return Halved(whole, plan_.last_cuts);
-  if (step > 1 || round > 0) return {whole};
+  if (step > 1 || !first_round) return {whole};
   // The smallest first: as many rows as the last ones have.
   const std::vector<Piece> pieces = Halved(whole, plan_.first_cuts);
   std::vector<Piece> reversed;
@@ -180,33 +182,25 @@ size_t ScratchBytes(Algorithm algorithm, const MatmulCall& call, int size) {
   return workspace + call.outer * size * call.rows * call.ns[0] * kItemBytes;
 }
 
-void MatmulSite::Choose(const MatmulCall& call, size_t k, const Piece& piece) {
-  const MatmulShape shape = ShapeOf(call, k, piece);
-  std::lock_guard lock(mutex_);
-  std::unique_ptr<Matmul>& matmul = matmuls_[shape];
-  if (!matmul) matmul = std::make_unique<Matmul>(member_.device, shape, call.x, call.ws[k]);
-}
-
-const Matmul& MatmulSite::MatmulOf(const MatmulShape& shape) {
-  std::lock_guard lock(mutex_);
-  return *matmuls_.at(shape);
-}
-
-void MatmulSite::Prepare(const MatmulCall& call) {
+void MatmulSite::Prepare(const MatmulCall& call) const {
   const int size = member_.group.size;
+  const auto choose = [&](size_t k, const Piece& piece) {
+    Matmul::Of(member_.device, ShapeOf(call, k, piece));
+  };
   if (algorithm_ == Algorithm::kMatmulReduceScatter) {
-    for (size_t round = 0; round < Rounds(call).size(); ++round) {
-      Choose(call, 0, Rounds(call)[round]);
+    const std::vector<Piece> rounds = Rounds(call);
+    for (size_t round = 0; round < rounds.size(); ++round) {
+      choose(0, rounds[round]);
       for (int step = 1; step < size; ++step) {
-        for (const Piece& piece : Sent(call, round, step)) Choose(call, 0, piece);
+        for (const Piece& piece : Sent(rounds[round], round == 0, step)) choose(0, piece);
       }
     }
     return;
   }
   for (size_t k = 0; k < call.ws.size(); ++k) {
-    Choose(call, k, {0, call.outer, 0, call.rows});
+    choose(k, {0, call.outer, 0, call.rows});
     for (int step = 1; step < size; ++step) {
-      for (const Piece& piece : Arriving(call, step)) Choose(call, k, piece);
+      for (const Piece& piece : Arriving(call, step)) choose(k, piece);
     }
   }
 }
@@ -234,8 +228,17 @@ class MatmulSite::Enqueuer {
   void Run() {
     std::lock_guard lock(streams_.mutex);
     for (const Lane* side : Sides()) After(main_, *side);
-    const bool gathers = site_.algorithm_ == Algorithm::kAllGatherMatmul;
-    gathers ? GatherAndMultiply() : MultiplyAndScatter();
+    try {
+      const bool gathers = site_.algorithm_ == Algorithm::kAllGatherMatmul;
+      gathers ? GatherAndMultiply() : MultiplyAndScatter();
+    } catch (...) {
+      // What has been enqueued uses the call's memory: main goes on after it.
+      for (const Lane* side : Sides()) {
+        cudaEventRecord(side->event, side->stream);
+        cudaStreamWaitEvent(main_.stream, side->event, 0);
+      }
+      throw;
+    }
     for (const Lane* side : Sides()) After(*side, main_);
     Check(CloseRing(Ring(), main_.stream));
   }
@@ -273,7 +276,7 @@ class MatmulSite::Enqueuer {
   }
 
   void Multiply(size_t k, const Piece& piece, const void* a, void* d) {
-    site_.MatmulOf(site_.ShapeOf(call_, k, piece))
+    Matmul::Of(site_.member_.device, site_.ShapeOf(call_, k, piece))
         .Enqueue(a, call_.ws[k], d, workspace_, main_.stream);
   }
 
@@ -316,11 +319,18 @@ class MatmulSite::Enqueuer {
   }
 
   void CopyToGathered(int rank, const Piece& piece, const void* from) {
-    const size_t width = piece.rows * call_.k * kItemBytes;
-    const size_t pitch = call_.rows * call_.k * kItemBytes;
-    Check(cudaMemcpy2DAsync(At(call_.gathered, Gathered(rank, piece) * call_.k), size_ * pitch,
-                            from, piece.outers > 1 ? pitch : width, width, piece.outers,
+    const int64_t items = piece.rows * call_.k;
+    const int64_t apart = size_ * call_.rows * call_.k;
+    char* const to = At(call_.gathered, Gathered(rank, piece) * call_.k);
+    if (piece.outers > 1 && apart * kItemBytes <= INT32_MAX) {  // the largest pitch that CUDA takes
+      Check(cudaMemcpy2DAsync(to, apart * kItemBytes, from, items * kItemBytes, items * kItemBytes,
+                              piece.outers, cudaMemcpyDefault, streams_.local.stream));
+      return;
+    }
+    for (int64_t outer = 0; outer < piece.outers; ++outer) {
+      Check(cudaMemcpyAsync(At(to, outer * apart), At(from, outer * items), items * kItemBytes,
                             cudaMemcpyDefault, streams_.local.stream));
+    }
   }
   void MultiplyAll(int rank, const Piece& piece, const void* from) {
     for (size_t k = 0; k < call_.ws.size(); ++k) {
@@ -393,7 +403,7 @@ class MatmulSite::Enqueuer {
       for (int step = 1; step < size_; ++step) {
         const int to = RankAfter(step);
         int64_t rows = 0, signal = 0;
-        for (const Piece& piece : site_.Sent(call_, round, step)) {
+        for (const Piece& piece : site_.Sent(rounds[round], round == 0, step)) {
           const int64_t bytes = piece.count() * row_bytes;
           Multiply(0, piece, At(call_.x, Gathered(to, piece) * call_.k), partial);
           After(main_, streams_.copy);
@@ -410,11 +420,11 @@ class MatmulSite::Enqueuer {
       Multiply(0, rounds[round], At(call_.x, Gathered(rank_, rounds[round]) * call_.k), partial);
       After(main_, streams_.local);
       int64_t rows = 0;
-      const std::vector<Piece> last = site_.Sent(call_, round, size_ - 1);
+      const std::vector<Piece> last = site_.Sent(rounds[round], round == 0, size_ - 1);
       for (size_t k = 0; k < last.size(); ++k) {
         // This rank's own pieces of the last step were sent with the same numbers.
         Check(cudaStreamWaitEvent(streams_.local.stream, ArrivalOf(k), 0));
-        Exchange({}, Arrived(round, k), streams_.local);
+        Exchange({}, Arrived(rounds[round], round == 0, k), streams_.local);
         Sum(last[k], partial + rows * row_bytes, share, rows * row_bytes);
         rows += last[k].count();
       }
@@ -430,10 +440,10 @@ class MatmulSite::Enqueuer {
   int SenderAt(int step) const { return RankAfter(size_ - step); }
 
   // What tells that all products of piece k, of those of the last step, have arrived.
-  Words Arrived(size_t round, size_t k) const {
+  Words Arrived(const Piece& whole, bool first_round, size_t k) const {
     Words words{};
     for (int step = 1; k == 0 && step < size_ - 1; ++step) {
-      const int64_t pieces = site_.Sent(call_, round, step).size();
+      const int64_t pieces = site_.Sent(whole, first_round, step).size();
       const int from = SenderAt(step);
       for (int64_t i = 0; i < pieces; ++i) words.Append(&own_->arrived[from][i], from);
     }

@@ -13,9 +13,9 @@
 //                           where nothing else is left to do while they travel.
 //   matmul + reduce-scatter rank r multiplies the rows of rank r + 1 first, its own last, and sends
 //                           each product as it is done; the first pieces are small where the links
-//                           have waited for them. The owner sums all ranks' products in rank order,
-//                           while the last of its own rows are multiplied. Products that do not fit
-//                           the ring come in rounds.
+//                           have waited for them. The owner sums all ranks' products in rank order
+//                           when the last ones have come. Products that do not fit the ring come in
+//                           rounds.
 //
 // Why no slot is written before it has been read, and no signal (signals.h) set before it was reset
 //   A rank grants a slot to one sender for one piece (for sums: its share of the ring for a round).
@@ -37,16 +37,14 @@
 //   has not ended anywhere is one whose answer no other wait holds up.
 //
 // After PyTorch's _fused_all_gather_matmul and xformers' sequence_parallel_fused_ops (own part
-// first or last, rotated order, copy engines, two streams of matmuls), but with signals of constant
-// values.
+// first or last, rotated order, copy engines), but with signals of constant values, and on one
+// stream of matmuls: of two that run at once both products are late.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
 #include <cstdint>
-#include <map>
-#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -107,8 +105,8 @@ class MatmulSite {
  public:
   MatmulSite(const MatmulMember& member, Algorithm algorithm, const MatmulPlan& plan);
 
-  // Chooses algorithms for all matmuls of the call. Reads operands, whatever they hold.
-  void Prepare(const MatmulCall& call);
+  // Chooses algorithms for all matmuls of the call, of which only the shapes count.
+  void Prepare(const MatmulCall& call) const;
   // Enqueues the operation after what is on the stream, which goes on when it is done.
   void Enqueue(const MatmulCall& call, cudaStream_t stream);
 
@@ -123,17 +121,13 @@ class MatmulSite {
   // All-gather: what arrives at a step. Reduce-scatter: the rounds, and what is sent at a step.
   std::vector<Piece> Arriving(const MatmulCall& call, int step) const;
   std::vector<Piece> Rounds(const MatmulCall& call) const;
-  std::vector<Piece> Sent(const MatmulCall& call, size_t round, int step) const;
+  std::vector<Piece> Sent(const Piece& whole, bool first_round, int step) const;
 
   MatmulShape ShapeOf(const MatmulCall& call, size_t k, const Piece& piece) const;
-  void Choose(const MatmulCall& call, size_t k, const Piece& piece);
-  const Matmul& MatmulOf(const MatmulShape& shape);
 
   const MatmulMember& member_;
   const Algorithm algorithm_;
   const MatmulPlan plan_;
-  std::mutex mutex_;
-  std::map<MatmulShape, std::unique_ptr<Matmul>> matmuls_;
 };
 
 }  // namespace jax_intranode

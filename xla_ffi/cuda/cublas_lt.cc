@@ -56,9 +56,9 @@ struct Library {
                      void* workspace, size_t workspace_bytes, cudaStream_t);
 };
 
-// Null if there is none.
+// Null if there is none. Never destroyed: matmuls live as long.
 const Library* Lt() {
-  static const std::unique_ptr<const Library> library = []() -> std::unique_ptr<const Library> {
+  static const Library* const library = []() -> const Library* {
     void* file = nullptr;
     // What JAX has loaded, wherever it lies; else what the loader finds.
     for (const int flags : {RTLD_NOW | RTLD_NOLOAD, RTLD_NOW}) {
@@ -67,7 +67,7 @@ const Library* Lt() {
       }
     }
     if (file == nullptr) return nullptr;
-    auto found = std::make_unique<Library>();
+    Library* const found = new Library;
     bool all = true;
     const auto look_up = [&](const char* name, auto* function) {
       *function = reinterpret_cast<std::decay_t<decltype(*function)>>(dlsym(file, name));
@@ -86,9 +86,9 @@ const Library* Lt() {
     look_up("cublasLtMatmulPreferenceSetAttribute", &found->PreferenceSet);
     look_up("cublasLtMatmulAlgoGetHeuristic", &found->Heuristic);
     look_up("cublasLtMatmul", &found->Multiply);
-    return all ? std::move(found) : nullptr;
+    return all ? found : nullptr;
   }();
-  return library.get();
+  return library;
 }
 
 std::string Text(const MatmulShape& shape) {
@@ -116,10 +116,12 @@ Handle HandleOf(int device) {
   return handle;
 }
 
-// The largest power of two, up to 256, that divides the bytes.
+// The largest power of two that divides the bytes, up to what XLA's buffers begin at.
 uint32_t Alignment(int64_t bytes) {
-  return static_cast<uint32_t>(std::min<int64_t>(256, bytes & -bytes));
+  return static_cast<uint32_t>(std::min<int64_t>(128, bytes & -bytes));
 }
+
+constexpr int64_t kItemBytes = 2;  // of bf16 and f16
 
 // Candidates that are timed.
 constexpr int kCandidates = 16;
@@ -127,19 +129,6 @@ constexpr int kCandidates = 16;
 // An algorithm with a workspace clears it first; in a graph that takes this much longer than in a
 // stream, where it is timed.
 constexpr float kMillisecondsOfMemset = 6e-3;
-
-class DeviceMemory {
- public:
-  explicit DeviceMemory(size_t bytes) {
-    ThrowIfError(cudaMalloc(&memory_, bytes),
-                 "allocating " + std::to_string(bytes) + " bytes to time matmuls with");
-  }
-  ~DeviceMemory() { cudaFree(memory_); }
-  void* get() const { return memory_; }
-
- private:
-  void* memory_ = nullptr;
-};
 
 class TimedStream {
  public:
@@ -168,6 +157,22 @@ class TimedStream {
   cudaEvent_t start_ = nullptr, stop_ = nullptr;
 };
 
+// Memory in the order of a stream: neither taking nor giving it back waits for the device, on which
+// kernels may be waiting for peers.
+class StreamMemory {
+ public:
+  StreamMemory(size_t bytes, cudaStream_t stream) : stream_(stream) {
+    ThrowIfError(cudaMallocAsync(&memory_, bytes, stream),
+                 "allocating " + std::to_string(bytes) + " bytes to time matmuls with");
+  }
+  ~StreamMemory() { cudaFreeAsync(memory_, stream_); }
+  void* get() const { return memory_; }
+
+ private:
+  void* memory_ = nullptr;
+  cudaStream_t stream_;
+};
+
 }  // namespace
 
 size_t CublasLtVersion() { return Lt() == nullptr ? 0 : Lt()->GetVersion(); }
@@ -192,34 +197,44 @@ struct Matmul::Descriptors {
           "cublasLtMatmul");
   }
 
-  // By one launch to load each and the shorter of two timed ones.
-  void TakeFastest(const HeuristicResult* results, int found, size_t d_bytes, const void* a_at,
-                   const void* w_at) {
-    const DeviceMemory d_at(d_bytes), workspace(kMatmulWorkspaceBytes);
-    const TimedStream stream;
-    float shortest = 0;
-    int best = -1;
-    for (int k = 0; k < found; ++k) {
-      algo = results[k].algo;
-      Enqueue(a_at, w_at, d_at.get(), workspace.get(), stream.get());
-      for (int repetition = 0; repetition < 2; ++repetition) {
-        stream.Start();
-        Enqueue(a_at, w_at, d_at.get(), workspace.get(), stream.get());
-        const float milliseconds =
-            stream.Stop() + (results[k].workspace_bytes > 0 ? kMillisecondsOfMemset : 0);
-        if (best < 0 || milliseconds < shortest) {
-          shortest = milliseconds;
-          best = k;
+  // By one launch to load each and the shorter of two timed ones. Those that fail are passed over;
+  // if all do, or if there is no memory, the first is left to say why when it is used.
+  void TakeFastest(const HeuristicResult* results, int found, size_t a_bytes, size_t w_bytes,
+                   size_t d_bytes) {
+    algo = results[0].algo;
+    try {
+      const TimedStream stream;
+      const StreamMemory a_at(a_bytes, stream.get()), w_at(w_bytes, stream.get()),
+          d_at(d_bytes, stream.get()), workspace(kMatmulWorkspaceBytes, stream.get());
+      Algo best = algo;
+      float shortest = 0;
+      for (int k = 0; k < found; ++k) {
+        if (results[k].state != 0) continue;
+        algo = results[k].algo;
+        try {
+          Enqueue(a_at.get(), w_at.get(), d_at.get(), workspace.get(), stream.get());
+          for (int repetition = 0; repetition < 2; ++repetition) {
+            stream.Start();
+            Enqueue(a_at.get(), w_at.get(), d_at.get(), workspace.get(), stream.get());
+            const float milliseconds =
+                stream.Stop() + (results[k].workspace_bytes > 0 ? kMillisecondsOfMemset : 0);
+            if (shortest == 0 || milliseconds < shortest) {
+              shortest = milliseconds;
+              best = algo;
+            }
+          }
+        } catch (const std::runtime_error&) {
         }
       }
+      algo = best;
+    } catch (const std::runtime_error&) {
     }
-    algo = results[best].algo;
   }
 };
 
 // cuBLASLt stores by columns. A row-major matrix is the transpose of one that is stored so, and
 // what is computed is d' = w' a'.
-Matmul::Matmul(int device, const MatmulShape& shape, const void* a, const void* w)
+Matmul::Matmul(int device, const MatmulShape& shape)
     : descriptors_(std::make_unique<Descriptors>()) {
   const CurrentDevice current(device);
   const Library* lt = Lt();
@@ -254,10 +269,10 @@ Matmul::Matmul(int device, const MatmulShape& shape, const void* a, const void* 
           "cublasLtMatmulPreferenceSetAttribute");
   };
   prefer(kPrefMaxWorkspaceBytes, static_cast<uint64_t>(kMatmulWorkspaceBytes));
-  prefer(kPrefMinAlignmentA, Alignment(2 * shape.k * shape.n));
-  prefer(kPrefMinAlignmentB, Alignment(2 * shape.k));
-  prefer(kPrefMinAlignmentC, Alignment(2 * shape.n));
-  prefer(kPrefMinAlignmentD, Alignment(2 * shape.n));
+  prefer(kPrefMinAlignmentA, Alignment(kItemBytes * shape.k * shape.n));
+  prefer(kPrefMinAlignmentB, Alignment(kItemBytes * shape.k));
+  prefer(kPrefMinAlignmentC, Alignment(kItemBytes * shape.n));
+  prefer(kPrefMinAlignmentD, Alignment(kItemBytes * shape.n));
   prefer(kPrefReductionSchemeMask, uint32_t{0});
   HeuristicResult results[kCandidates];
   int found = 0;
@@ -267,8 +282,28 @@ Matmul::Matmul(int device, const MatmulShape& shape, const void* a, const void* 
     throw std::runtime_error("jax_intranode: cuBLASLt has no algorithm for a matmul of " +
                              Text(shape) + " (cublasStatus_t " + std::to_string(status) + ")");
   }
-  const int64_t last_d = shape.batch > 1 ? shape.d_stride * (shape.batch - 1) : 0;
-  it.TakeFastest(results, found, 2 * (last_d + shape.m * shape.n), a, w);
+  const auto bytes_of = [&](int64_t stride, int64_t items) {
+    return kItemBytes * ((shape.batch > 1 ? shape.batch - 1 : 0) * stride + items);
+  };
+  it.TakeFastest(results, found, bytes_of(shape.a_stride, shape.m * shape.k),
+                 bytes_of(0, shape.k * shape.n), bytes_of(shape.d_stride, shape.m * shape.n));
+}
+
+const Matmul& Matmul::Of(int device, const MatmulShape& shape) {
+  struct OfDevice {
+    std::mutex mutex;
+    std::map<MatmulShape, std::unique_ptr<const Matmul>> matmuls;
+  };
+  static std::mutex mutex;
+  static std::map<int, OfDevice>* const devices = new std::map<int, OfDevice>;
+  OfDevice& of_device = [&]() -> OfDevice& {
+    std::lock_guard lock(mutex);
+    return (*devices)[device];
+  }();
+  std::lock_guard lock(of_device.mutex);
+  std::unique_ptr<const Matmul>& matmul = of_device.matmuls[shape];
+  if (!matmul) matmul.reset(new Matmul(device, shape));
+  return *matmul;
 }
 
 Matmul::~Matmul() = default;

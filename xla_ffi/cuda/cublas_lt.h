@@ -34,18 +34,22 @@ size_t CublasLtVersion();
 // An algorithm for one shape on one device.
 class Matmul {
  public:
-  // Times the library's candidates and takes the fastest, with a d and a workspace of its own. `a`
-  // and `w` are read, whatever they hold. Ranks may choose differently: only algorithms that do not
-  // split k come into question, and those add the same products in the same order.
-  Matmul(int device, const MatmulShape& shape, const void* a, const void* w);
+  // The one of this process. When it is first asked for, the library's candidates are timed, on a
+  // stream and in memory of their own, and the fastest is taken; the library's first one, if there
+  // is no memory for that. Candidates that split k among blocks do not come into question. The
+  // others differ in their tiles; nothing says that they all add in the same order.
+  static const Matmul& Of(int device, const MatmulShape& shape);
+
   ~Matmul();
   Matmul(const Matmul&) = delete;
   Matmul& operator=(const Matmul&) = delete;
 
-  // Only launches; may be captured. Multiples of 16 bytes, those of operands as in XLA's buffers.
+  // Only launches; may be captured. Operands begin at multiples of 16 bytes, as in XLA's buffers.
   void Enqueue(const void* a, const void* w, void* d, void* workspace, cudaStream_t stream) const;
 
  private:
+  Matmul(int device, const MatmulShape& shape);
+
   struct Descriptors;
   std::unique_ptr<Descriptors> descriptors_;
 };

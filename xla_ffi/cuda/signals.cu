@@ -11,6 +11,7 @@ __global__ void jax_intranode_open(const __grid_constant__ DeviceGroup group, ui
   DeviceThread thread(group.failure, group.timeout_ns, group.rank, algorithm);
   thread.Enter(&ring->busy, &group.Header()->closed);
   thread.Admit();
+  __syncthreads();  // only the first thread knows whether the ring was in use
   if (threadIdx.x == 0) StoreWord(&own->opened, LoadWord(&own->opened) + 1);
   if (threadIdx.x < words.count) {
     __threadfence_system();

@@ -82,7 +82,7 @@ std::unique_ptr<Slab> Slab::Allocate(int device, size_t bytes) {
                "allocating a slab of " + std::to_string(bytes >> 20) + " MiB on CUDA device " +
                    std::to_string(device) +
                    " (JAX leaves room for it if XLA_PYTHON_CLIENT_MEM_FRACTION is lowered; "
-                   "JAX_INTRANODE_SLAB_MIB sets its size)");
+                   "JAX_INTRANODE_SLAB_MIB and JAX_INTRANODE_RING_MIB set its size)");
   std::unique_ptr<Slab> slab(new Slab(device, static_cast<char*>(address), false));
   Fill(device, slab->address(), 0, bytes);
   void* records = nullptr;

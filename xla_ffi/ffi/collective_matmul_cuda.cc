@@ -52,6 +52,13 @@ ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(ffi::Span<const int6
         "jax_intranode: a collective matmul of algorithm " + std::to_string(algorithm) + " in " +
         std::to_string(first_cuts) + " and " + std::to_string(last_cuts) + " pieces."));
   }
+  if (site->communicator->matmul_members.empty()) {
+    return ffi::Unexpected(ffi::Error(
+        ffi::ErrorCode::kFailedPrecondition,
+        std::string("jax_intranode: this program overlaps ") + OperationName(site->algorithm) +
+            ", for which the devices have no ring here. Run it as it was compiled: with "
+            "JAX_INTRANODE_RING_MIB as then, and with cuBLASLt."));
+  }
   for (const std::optional<MatmulMember>& member : site->communicator->matmul_members) {
     site->sites.push_back(member ? std::make_unique<MatmulSite>(*member, site->algorithm,
                                                                 MatmulPlan{first_cuts, last_cuts})
@@ -153,9 +160,9 @@ ffi::ErrorOr<MatmulSite*> SiteOf(MatmulDeviceSite* site, int32_t device) {
     return ffi::Unexpected(ffi::Error::Internal(std::move(failure)));
   }
   if (device < 0 || static_cast<size_t>(device) >= site->sites.size() || !site->sites[device]) {
-    return ffi::Unexpected(ffi::Error::Internal(
-        "jax_intranode: a collective matmul ran on CUDA device " + std::to_string(device) +
-        ", which is in none of its groups or has no ring."));
+    return ffi::Unexpected(
+        ffi::Error::Internal("jax_intranode: a collective matmul ran on CUDA device " +
+                             std::to_string(device) + ", which is in none of its groups."));
   }
   return site->sites[device].get();
 }
@@ -189,7 +196,13 @@ ffi::Error Execute(cudaStream_t stream, int32_t device, MatmulDeviceSite* site,
                    ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary) {
   device_handler_calls.fetch_add(1, std::memory_order_relaxed);
   return WithCall(site, device, args, rets, [&](MatmulSite& of_device, const MatmulCall& call) {
-    of_device.Enqueue(call, stream);
+    try {
+      of_device.Enqueue(call, stream);
+    } catch (const std::exception& failure) {
+      // The peers have been sent a part: nothing that follows would be in step.
+      site->communicator->set_failure(failure.what());
+      throw;
+    }
   });
 }
 

@@ -3,8 +3,8 @@
 // Each rank owns a region of its slab, which all ranks of the group can write:
 //
 //   header    the rank's own state: its epoch, its busy words, whether it is closed. No kernel of
-//             another rank touches it. (On the CPU its second half holds a log, see
-//             host/host_group.h.)
+//             another rank touches it. (Its second half holds a log on the CPU, host/host_group.h,
+//             and on GPUs words that peers set, cuda/signals.h.)
 //   half 0    packets of operations with an even epoch
 //   half 1    packets of operations with an odd epoch
 //

@@ -62,7 +62,8 @@ def _request(
         return "no matmul"
     return overlapped.Request(
         axis=axis,
-        rows=math.prod(x.shape[:-1]),
+        outer=math.prod(x.shape[:axis]),
+        rows=math.prod(x.shape[axis:-1]),
         k=x.shape[-1],
         ns=tuple(w.shape[0 if transposed else 1] for w in ws),
         dtypes=(x.dtype, *(w.dtype for w in ws), dtype),

@@ -68,7 +68,8 @@ def _request(
 
     return overlapped.Request(
         axis=dimension,
-        rows=math.prod(xs[0].shape[:-1]) // size,
+        outer=math.prod(xs[0].shape[:dimension]),
+        rows=math.prod(xs[0].shape[dimension:-1]) // size,
         k=sum(x.shape[-1] for x in xs),
         ns=(ws[0].shape[0 if transposed else 1],),
         dtypes=(*(v.dtype for v in operands), dtype),

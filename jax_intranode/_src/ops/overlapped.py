@@ -20,7 +20,8 @@ class Request:
 
     Attributes:
         axis: the dimension of x that is gathered, or of the product that is cut.
-        rows: rows that a rank has to itself.
+        outer: arrays of rows, multiplied as a batch: dimensions before that one.
+        rows: rows of each that a rank has to itself.
         k: the contracted dimension.
         ns: columns of each matrix.
         dtypes: of all operands and results.
@@ -31,6 +32,7 @@ class Request:
     """
 
     axis: int
+    outer: int
     rows: int
     k: int
     ns: tuple[int, ...]
@@ -78,6 +80,7 @@ def find(
     def plan_within(ring_bytes: int) -> overlap.Plan | str:
         return overlap.plan(
             operation,
+            outer=request.outer,
             rows=request.rows,
             k=request.k,
             ns=request.ns,

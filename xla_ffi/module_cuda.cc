@@ -300,7 +300,7 @@ NB_MODULE(_cuda, m) {
   m.def("cublas_lt_version", &CublasLtVersion,
         "The version of the cuBLASLt that matmuls are done by; 0 if there is none.");
   m.attr("RING_HEADER_BYTES") = kRingHeaderBytes;
-  m.attr("MATMUL_WORKSPACE_BYTES") = kMatmulWorkspaceBytes + 256;
+  m.attr("MATMUL_SCRATCH_BYTES") = kScratchBytes;
   m.def("close", &Close, nb::call_guard<nb::gil_scoped_release>(),
         "Ends all communicators: programs that use them raise.");
   m.def("operations", &Operations, nb::call_guard<nb::gil_scoped_release>(),

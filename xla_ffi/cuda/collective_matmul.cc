@@ -12,8 +12,8 @@
 namespace jax_intranode {
 namespace {
 
-constexpr int64_t kItemBytes = 2;  // of bf16 and f16
-constexpr int64_t kAlignment = 256;
+constexpr int64_t kItemBytes = kMatmulItemBytes;
+constexpr int64_t kAlignment = kScratchAlignment;
 
 // Slots of a ring for rows that arrive: one is filled while another is read, and so on.
 constexpr int64_t kSlotsAtLeast = 4;
@@ -177,9 +177,8 @@ MatmulShape MatmulSite::ShapeOf(const MatmulCall& call, size_t k, const Piece& p
 }
 
 size_t ScratchBytes(Algorithm algorithm, const MatmulCall& call, int size) {
-  const size_t workspace = kMatmulWorkspaceBytes + kAlignment;
-  if (algorithm == Algorithm::kAllGatherMatmul) return workspace;
-  return workspace + call.outer * size * call.rows * call.ns[0] * kItemBytes;
+  if (algorithm == Algorithm::kAllGatherMatmul) return kScratchBytes;
+  return kScratchBytes + call.outer * size * call.rows * call.ns[0] * kItemBytes;
 }
 
 void MatmulSite::Prepare(const MatmulCall& call) const {

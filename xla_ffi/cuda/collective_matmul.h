@@ -98,6 +98,9 @@ struct MatmulCall {
   void* scratch;                // of ScratchBytes
 };
 
+// Scratch of any call; a sum's products come on top.
+constexpr size_t kScratchAlignment = 256;
+constexpr size_t kScratchBytes = kMatmulWorkspaceBytes + kScratchAlignment;
 size_t ScratchBytes(Algorithm algorithm, const MatmulCall& call, int size);
 
 // The matmuls of a call site on one device.

@@ -25,6 +25,8 @@ struct MatmulShape {
   auto operator<=>(const MatmulShape&) const = default;
 };
 
+constexpr int64_t kMatmulItemBytes = 2;  // of bf16 and f16
+
 // What cuBLASLt works with beside the operands: a counter of tiles, as none splits k.
 constexpr size_t kMatmulWorkspaceBytes = 64 << 10;
 

@@ -150,34 +150,16 @@ ffi::Error CollectCall(const MatmulDeviceSite& site, int size, ffi::RemainingArg
   return ffi::Error::Success();
 }
 
-// The site of a device, or why it can't be used.
-ffi::ErrorOr<MatmulSite*> SiteOf(MatmulDeviceSite* site, int32_t device) {
-  const DeviceCommunicator& communicator = *site->communicator;
-  if (communicator.closed) {
-    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition, kShutDown));
-  }
-  if (std::string failure = communicator.failure(); !failure.empty()) {
-    return ffi::Unexpected(ffi::Error::Internal(std::move(failure)));
-  }
-  if (device < 0 || static_cast<size_t>(device) >= site->sites.size() || !site->sites[device]) {
-    return ffi::Unexpected(
-        ffi::Error::Internal("jax_intranode: a collective matmul ran on CUDA device " +
-                             std::to_string(device) + ", which is in none of its groups."));
-  }
-  return site->sites[device].get();
-}
-
 template <class Do>
 ffi::Error WithCall(MatmulDeviceSite* site, int32_t device, ffi::RemainingArgs args,
                     ffi::RemainingRets rets, Do&& act) {
-  const ffi::ErrorOr<MatmulSite*> found = SiteOf(site, device);
-  if (!found.has_value()) return found.error();
+  const DeviceCommunicator& communicator = *site->communicator;
+  if (ffi::Error error = CheckUsable(communicator, device); error.failure()) return error;
   MatmulCall call;
-  const int size = site->communicator->members[device]->size;
-  ffi::Error error = CollectCall(*site, size, args, rets, &call);
+  ffi::Error error = CollectCall(*site, communicator.members[device]->size, args, rets, &call);
   if (error.failure()) return error;
   try {
-    act(**found, call);
+    act(*site->sites[device], call);  // all members have one
   } catch (const std::exception& failure) {
     return ffi::Error::Internal(failure.what());
   }

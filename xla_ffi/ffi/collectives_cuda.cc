@@ -40,15 +40,7 @@ ffi::Error Execute(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::R
                    ffi::RemainingRets ys, ffi::Dictionary) {
   device_handler_calls.fetch_add(1, std::memory_order_relaxed);
   const DeviceCommunicator& communicator = *site->communicator;
-  if (communicator.closed) return ffi::Error(ffi::ErrorCode::kFailedPrecondition, kShutDown);
-  if (std::string failure = communicator.failure(); !failure.empty()) {
-    return ffi::Error::Internal(std::move(failure));
-  }
-  if (device < 0 || static_cast<size_t>(device) >= communicator.members.size() ||
-      !communicator.members[device]) {
-    return ffi::Error::Internal("jax_intranode: a collective ran on CUDA device " +
-                                std::to_string(device) + ", which is in none of its groups.");
-  }
+  if (ffi::Error error = CheckUsable(communicator, device); error.failure()) return error;
   const DeviceGroup& group = *communicator.members[device];
   ElementType type;
   Buffers buffers;
@@ -70,6 +62,19 @@ ffi::Error Execute(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::R
 }  // namespace
 
 std::atomic<uint64_t> device_handler_calls{0};
+
+ffi::Error CheckUsable(const DeviceCommunicator& communicator, int32_t device) {
+  if (communicator.closed) return ffi::Error(ffi::ErrorCode::kFailedPrecondition, kShutDown);
+  if (std::string failure = communicator.failure(); !failure.empty()) {
+    return ffi::Error::Internal(std::move(failure));
+  }
+  if (device < 0 || static_cast<size_t>(device) >= communicator.members.size() ||
+      !communicator.members[device]) {
+    return ffi::Error::Internal("jax_intranode: a collective ran on CUDA device " +
+                                std::to_string(device) + ", which is in none of its groups.");
+  }
+  return ffi::Error::Success();
+}
 
 XLA_FFI_Error* CudaCollectiveInstantiate(XLA_FFI_CallFrame* frame) {
   RegisterStateType<DeviceSite>(frame->api, "jax_intranode_device_site");

@@ -42,6 +42,9 @@ struct DeviceCommunicator {
 
 extern std::atomic<uint64_t> device_handler_calls;
 
+// Why an operation can't run on a device; success if it can.
+ffi::Error CheckUsable(const DeviceCommunicator& communicator, int32_t device);
+
 XLA_FFI_Error* CudaCollectiveInstantiate(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* CudaCollective(XLA_FFI_CallFrame* frame);
 

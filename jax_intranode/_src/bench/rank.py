@@ -3,7 +3,8 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from jax_intranode._src.bench import (
 )
 from jax_intranode._src.bench.matmul_report import MatmulRow
 from jax_intranode._src.bench.matmuls import MATMULS
-from jax_intranode._src.bench.operations import OPERATIONS
+from jax_intranode._src.bench.programs import PROGRAMS
 
 _Row = report.Row | report.ProgramRow | MatmulRow
 
@@ -47,13 +48,8 @@ def main() -> None:
     )
     header = report.header(told)
     table = _Table(told.mode, header, begun) if rank == 0 else None
-    rows: Sequence[_Row]
-    if told.name in OPERATIONS:
-        rows = _rows(told, mesh, table)
-    elif told.name in MATMULS:
-        rows = _matmul_rows(told, mesh, table)
-    else:
-        rows = _program_rows(told, mesh, table)
+    measured = _program_rows if told.name in PROGRAMS else _rows
+    rows: Sequence[_Row] = measured(told, mesh, table)
     if rank == 0:
         result = {"header": header, "rows": [dataclasses.asdict(row) for row in rows]}
         output.write_text(json.dumps(result))
@@ -87,27 +83,26 @@ class _Table:
             print(text, flush=True)
 
 
-def _rows(told: settings.Settings, mesh: Mesh, table: _Table | None) -> list[report.Row]:
-    rows = []
-    for dtype, count in told.measurements():
+def _rows(
+    told: settings.Settings, mesh: Mesh, table: _Table | None
+) -> list[report.Row | MatmulRow]:
+    rows: list[report.Row | MatmulRow] = []
+
+    def add(what: str, measured: Callable[[], tuple[report.Row | MatmulRow, str | None]]) -> None:
         if table is not None:
-            table.begin(f"{dtype}, {count * jnp.dtype(dtype).itemsize} bytes")
-        row, fallback = measure.measure(told, mesh, dtype, count)
+            table.begin(what)
+        row, fallback = measured()
         rows.append(row)
         if table is not None:
             table.add(row, fallback)
-    return rows
 
-
-def _matmul_rows(told: settings.Settings, mesh: Mesh, table: _Table | None) -> list[MatmulRow]:
-    rows = []
-    for dtype, shape in told.matmuls():
-        if table is not None:
-            table.begin(f"{dtype}, {shape}")
-        row, fallback = measure_matmul.measure(told, mesh, dtype, shape)
-        rows.append(row)
-        if table is not None:
-            table.add(row, fallback)
+    if told.name in MATMULS:
+        for dtype, shape in told.matmuls():
+            add(f"{dtype}, {shape}", partial(measure_matmul.measure, told, mesh, dtype, shape))
+    else:
+        for dtype, count in told.measurements():
+            what = f"{dtype}, {count * jnp.dtype(dtype).itemsize} bytes"
+            add(what, partial(measure.measure, told, mesh, dtype, count))
     return rows
 
 

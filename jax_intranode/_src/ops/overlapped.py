@@ -98,15 +98,13 @@ def find(
     reason = meeting.reason or meeting.reason_for_no_matmuls
     if reason is None and config.get().algorithm == "lax":
         reason = "JAX_INTRANODE_ALGORITHM=lax"
-    if reason is None:
-        chosen = plan_within(meeting.ring_bytes)
-    if reason is None and not isinstance(chosen, str):
-        reason = communicator.communicator(meeting, groups)
     if reason is not None:
         return reason
+    chosen = plan_within(meeting.ring_bytes)
     if isinstance(chosen, str):
         return chosen
-    return Overlapped(operation, groups, request, chosen)
+    reason = communicator.communicator(meeting, groups)
+    return reason or Overlapped(operation, groups, request, chosen)
 
 
 # The call: x and matrices to products, the gathered x if asked for, and scratch.
@@ -133,66 +131,38 @@ class Overlapped:
 
     def __call__(self, *operands: Any) -> list[Any]:
         """Products, and the gathered x if asked for, from the operands of the primitive."""
-        results = _call.bind(
-            *self.request.operands(*operands),
-            operation=self.operation,
-            groups=self.groups,
-            plan=self.plan,
-            axis=self.request.axis,
-            transposed=self.request.transposed,
-            gathered=self.request.gathered,
-        )
+        results = _call.bind(*self.request.operands(*operands), call=self)
         return list(results[:-1])
 
 
 @_call.def_abstract_eval
-def _abstract_eval(
-    x: Any,
-    *ws: Any,
-    operation: str,
-    groups: communicator.Partition,
-    plan: overlap.Plan,
-    axis: int,
-    transposed: bool,
-    gathered: bool,
-) -> list[Any]:
-    del plan
-    size = groups.group_size
-    length = x.shape[axis]
-    gathers = operation == "all_gather_matmul"
-    length = length * size if gathers else length // size
+def _abstract_eval(x: Any, *ws: Any, call: Overlapped) -> list[Any]:
+    del ws
+    axis, columns, size = call.request.axis, call.request.ns, call.groups.group_size
+    gathers = call.operation == "all_gather_matmul"
+    length = x.shape[axis] * size if gathers else x.shape[axis] // size
     rows = (*x.shape[:axis], length, *x.shape[axis + 1 : -1])
-    columns = [w.shape[0 if transposed else 1] for w in ws]
     results = [x.update(shape=(*rows, n), weak_type=False) for n in columns]
-    if gathered:
+    if call.request.gathered:
         results.append(x.update(shape=(*rows, x.shape[-1]), weak_type=False))
-    scratch = native.module("gpu").MATMUL_WORKSPACE_BYTES
-    if not gathers:
+    scratch = native.module("gpu").MATMUL_SCRATCH_BYTES
+    if not gathers:  # the products of all ranks' rows
         scratch += x.size // x.shape[-1] * columns[0] * x.dtype.itemsize
     return [*results, x.update(shape=(scratch,), dtype=np.dtype(np.uint8), weak_type=False)]
 
 
-def _lower(
-    ctx: Any,
-    *operands: Any,
-    operation: str,
-    groups: communicator.Partition,
-    plan: overlap.Plan,
-    axis: int,
-    transposed: bool,
-    gathered: bool,
-) -> Any:
+def _lower(ctx: Any, *operands: Any, call: Overlapped) -> Any:
     return jax.ffi.ffi_lowering("jax_intranode_collective_matmul")(
         ctx,
         *operands,
-        device_ids=np.array(groups.device_ids, np.int64),
-        group_size=np.int64(groups.group_size),
-        algorithm=np.int32(select.ALGORITHMS.index(operation)),
-        axis=np.int64(axis),
-        transposed=np.int32(transposed),
-        gathered=np.int32(gathered),
-        first_cuts=np.int32(plan.first_cuts),
-        last_cuts=np.int32(plan.last_cuts),
+        device_ids=np.array(call.groups.device_ids, np.int64),
+        group_size=np.int64(call.groups.group_size),
+        algorithm=np.int32(select.ALGORITHMS.index(call.operation)),
+        axis=np.int64(call.request.axis),
+        transposed=np.int32(call.request.transposed),
+        gathered=np.int32(call.request.gathered),
+        first_cuts=np.int32(call.plan.first_cuts),
+        last_cuts=np.int32(call.plan.last_cuts),
     )
 
 

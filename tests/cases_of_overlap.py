@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from cases import LAX_MATMULS, Case, check, check_like, everywhere, line, put, sharded
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
@@ -91,7 +91,8 @@ def overlapped_exact(rows: int, plan: str) -> None:
             )
             (alone,) = jax_intranode.all_gather_matmul(x[0], ws[:1], "x", gather_axis=axis)
             part = jax_intranode.matmul_reduce_scatter(y[0], ws[1], "x", scatter_axis=axis)
-            return [v[None] for v in (*products, whole, alone, part)]
+            total = jax_intranode.matmul_all_reduce(y[0], ws[2], "x")
+            return [v[None] for v in (*products, whole, alone, part, total)]
 
         arrays = [put(mesh, P("x"), v.astype(jnp.bfloat16)) for v in (x, y, *ws)]
         program = overlapped(sharded(f, mesh, P("x"), P("x")), arrays, plan)
@@ -102,6 +103,7 @@ def overlapped_exact(rows: int, plan: str) -> None:
             everywhere(whole, n),
             np.einsum("...k,rkn->r...n", whole, ws[0]),
             np.stack(np.split(sums, n, axis)),
+            everywhere(np.einsum("r...k,rkn->...n", y, ws[2]), n),
         ]
         for _ in range(2):
             settle(mesh)
@@ -136,6 +138,61 @@ def overlapped_sums_in_rank_order(dtype: str) -> None:
     for _ in range(100):
         again = [cases.bits(np.asarray(s.data)) for s in program(*arrays).addressable_shards]
         assert all((a == b).all() for a, b in zip(before, again, strict=True))
+
+
+@case()
+def overlapped_all_reduce_gathers_parts() -> None:
+    """Of values whose sums are rounded, a matmul_all_reduce has the bits of the parts."""
+    mesh = line()
+    n = mesh.size
+    x, w = (
+        cases.random("bfloat16", (n, 128 * n, 512), 1),
+        cases.random("bfloat16", (n, 512, 264), 2),
+    )
+    arrays = [put(mesh, P("x"), v) for v in (x, w)]
+
+    def program(operation: Any) -> Any:
+        def f(x: Any, w: Any) -> Any:
+            return operation(x[0], w[0], "x")
+
+        return overlapped(sharded(f, mesh, P("x"), P("x")), arrays)(*arrays)
+
+    parts = program(jax_intranode.matmul_reduce_scatter)
+    spread = jax.jit(lambda v: v, out_shardings=NamedSharding(mesh, P()))(parts)
+    whole = np.asarray(spread.addressable_data(0))
+    check(program(jax_intranode.matmul_all_reduce), np.concatenate([whole] * n))
+
+
+@case(check_vma=(True, False))
+def overlapped_all_reduce_transformed(check_vma: bool) -> None:
+    """Derivatives and batches, over each axis and both; of rows that can be cut as one only."""
+    devices = len(jax.devices())
+    mesh = cases.make_mesh((2, devices // 2), ("a", "x")) if devices >= 4 else line()
+    over: list[Any] = ["x", *(["a", ("a", "x")] if devices >= 4 else [])]
+    n = mesh.size
+    shapes = [(n, n // 2, 6, 64), (n, 64, 72)] * 2
+    values = [zeros_and_ones(40 + k, *shape) for k, shape in enumerate(shapes)]
+
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any, dx: Any, dw: Any, one: Any) -> Any:
+            results = []
+            for axes in over:
+
+                def f(x: Any, w: Any, axes: Any = axes) -> Any:
+                    return lib.matmul_all_reduce(x, w, axes)
+
+                results += jax.jvp(f, (x[0], w[0]), (dx[0], dw[0]))
+                y, pull_back = jax.vjp(f, x[0], dw[0])
+                results += pull_back(y % 3)
+                results.append(jax.vmap(f, (2, None))(jnp.stack([x[0], dx[0]], 2), w[0]))
+            return [(v * one[0])[None] for v in results]
+
+        return sharded(body, mesh, P(mesh.axis_names), P(mesh.axis_names), check_vma)
+
+    values.append(np.ones(n, np.float32))
+    arrays = [put(mesh, P(mesh.axis_names), v.astype(jnp.bfloat16)) for v in values]
+    theirs = jax.jit(program(LAX_MATMULS))(*arrays)
+    check_like(overlapped(program(jax_intranode), arrays)(*arrays), theirs, 0)
 
 
 def layer(lib: Any) -> Any:
@@ -239,7 +296,8 @@ def overlapped_without_dependence() -> None:
         def f(x: Any, w: Any) -> Any:
             gathered = [lib.all_gather_matmul(x + k, w, axes) for k, axes in enumerate(over)]
             sums = [lib.matmul_reduce_scatter(x - k, w, axes) for k, axes in enumerate(over)]
-            return [v.sum(0, keepdims=True) for v in (*gathered, *sums)]
+            totals = [lib.matmul_all_reduce(k - x, w, axes) for k, axes in enumerate(over)]
+            return [v.sum(0, keepdims=True) for v in (*gathered, *sums, *totals)]
 
         return sharded(f, mesh, (P(mesh.axis_names), P()), P(mesh.axis_names))
 

@@ -4,6 +4,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ from lowered import in_lowered
 
 import jax_intranode
 from jax_intranode import all_gather_matmul, explain, matmul_all_reduce, matmul_reduce_scatter
+from jax_intranode._src import communicator, overlap
+from jax_intranode._src.ops import overlapped, psum_scatter
 
 N = min(4, len(jax.devices()))
 BOTH = pytest.mark.parametrize("check_vma", [True, False])
@@ -631,6 +634,91 @@ def test_donation() -> None:
         x = jax.jit(program(LAX_MATMULS))(x, w)
         assert before.is_deleted()
     same(carried, x)
+
+
+# A sum that is overlapped. Nothing is on CPUs: a dot and our psum_scatter stand for the call.
+
+
+@pytest.fixture
+def overlapping() -> Iterator[None]:
+    def find(
+        operation: str, place: Any, traced_over: Any, axes: Any, request: overlapped.Request
+    ) -> overlapped.Overlapped:
+        groups = communicator.partition(place.mesh, tuple(axes))
+
+        class StandIn(overlapped.Overlapped):
+            def __call__(self, *operands: Any) -> list[Any]:
+                x, w = request.operands(*operands)
+                assert x.shape == (request.rows * groups.group_size, request.k)
+                return psum_scatter.primitive.bind_as_traced(
+                    x @ w,
+                    traced_over=traced_over,
+                    axes=axes,
+                    dimension=request.axis,
+                    tiled=True,
+                    size=groups.group_size,
+                )
+
+        assert operation == "matmul_reduce_scatter"
+        return StandIn(operation, groups, request, overlap.Plan())
+
+    with mock.patch.object(overlapped, "find", find):
+        yield
+
+
+@BOTH
+@pytest.mark.parametrize("leading", [(2 * N,), (3, N), (N // 2, 6)])
+def test_overlapped_sum(overlapping: None, leading: tuple[int, ...], check_vma: bool) -> None:
+    """It, its derivatives and batches of it are scattered and gathered, by all rows as one."""
+
+    def program(lib: Any) -> Any:
+        by_columns = P(*[None] * len(leading), "x")
+
+        def body(x: Any, w: Any) -> Any:
+            return lib.matmul_all_reduce(x, w, "x")
+
+        f = over_x(body, (by_columns, P("x")), P(), check_vma)
+
+        def both(x: Any, w: Any) -> Any:
+            tangents = jax.jvp(f, (x, w), (jnp.cos(x), jnp.sin(w)))
+            batch = jax.vmap(f, (0, None))(jnp.stack([x, -x]), w)
+            return with_gradients(f, (0, 1))(x, w), tangents, batch
+
+        return both
+
+    args = values((*leading, 2 * N), (2 * N, 3))
+    like_lax(program, *args)
+    # Forward, with tangents 2, the batch 1. Backward as ever.
+    expected = {SCATTER: 4, GATHER: 4} | ({} if check_vma else {SUM: 1})
+    assert collectives(program(jax_intranode), *args) == expected
+
+
+def test_overlapped_sum_over_some_axes(overlapping: None) -> None:
+    need_devices(4)
+    mesh = make_mesh((2, 2), ("a", "b"), (2, 0, 3, 1))
+
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            return [lib.matmul_all_reduce(x, w, axes)[None] for axes in ("a", "b", ("b", "a"))]
+
+        return sharded(body, mesh, (P("b"), P("a")), P(("a", "b")), False)
+
+    like_lax(program, *values((8, 3), (6, 5)))
+
+
+def test_explain_of_an_overlapped_sum(overlapping: None) -> None:
+    def body(x: Any, w: Any) -> Any:
+        return matmul_all_reduce(x, w, "x"), matmul_all_reduce(x[1:], w, "x")
+
+    x, w = values((2 * N, 5), (5, 3))
+    total, gathered, odd = explain(over_x(body, (P(), P())))(x, w)
+    assert (total.operation, total.algorithm) == ("matmul_all_reduce", "matmul_reduce_scatter")
+    assert total.reason.startswith("overlapped") and total.nbytes == 2 * N * 3 * 4
+    assert (gathered.operation, gathered.algorithm) == ("all_gather", "all_gather")
+    assert gathered.shapes == ((2, 3),) and gathered.source == total.source
+    assert (odd.operation, odd.algorithm) == ("matmul_all_reduce", "one_shot")
+    why = f"psum after the matmul, not overlapped ({2 * N - 1} rows, no multiple of {N} ranks); "
+    assert odd.reason.startswith(why)
 
 
 # Where lax does it.

@@ -27,7 +27,8 @@ class Call:
 
     Attributes:
         operation: "psum", "pmean", "psum_scatter", "all_gather", "all_gather_matmul",
-            "matmul_reduce_scatter" or "matmul_all_reduce". A transpose has its own name.
+            "matmul_reduce_scatter" or "matmul_all_reduce". A transpose has its own name, and so has
+            the "all_gather" after an overlapped "matmul_all_reduce".
         source: file:line (function) of the call; of the forward one, for its derivatives.
         shapes: the operands' shapes on a device. A psum of a pytree is one operation or several. A
             collective matmul that was left to lax while tracing tells only what is gathered or
@@ -38,8 +39,9 @@ class Call:
             several arrays whole packs of 16 bytes.)
         axes: the mesh axes; none if only axes that vmap has bound are reduced.
         groups: the ids of each group's devices, in rank order; none if they are not known.
-        algorithm: "one_shot", "two_shot", "reduce_scatter" or "all_gather" of this package, or
-            "lax": the operation of ``jax.lax``.
+        algorithm: "one_shot", "two_shot", "reduce_scatter" or "all_gather" of this package,
+            "all_gather_matmul" or "matmul_reduce_scatter" if it is overlapped, or "lax": the
+            operation of ``jax.lax``.
         blocks: blocks that the kernel is launched with; 0 for lax.
         threads: threads a block; 0 for lax.
         reason: why this algorithm.

@@ -218,6 +218,9 @@ def sum_of_dots_aval(
 # A collective of one array.
 Send = Callable[[Any], Any]
 
+# From a primitive's parameters to a collective and those of its own.
+CollectiveOf = Callable[..., tuple[collective.Collective, dict[str, Any]]]
+
 
 def by_lax(operation: str, reason: str, send: Send) -> Send:
     """A collective of lax in place of ours, which says why."""
@@ -232,7 +235,8 @@ def by_lax(operation: str, reason: str, send: Send) -> Send:
 class CollectiveMatmul(collective.Primitives):
     """A primitive that is a collective and products, overlapped or one after another.
 
-    Overlapped it is one custom call. Else the collective is ours or lax's, as its own rules choose.
+    Overlapped it is one custom call, which an all_gather may follow. Else the collective is ours or
+    lax's, as its own rules choose.
     """
 
     def __init__(
@@ -240,8 +244,9 @@ class CollectiveMatmul(collective.Primitives):
         operation: str,
         by_parts: Callable[..., list[Any]],
         sent: Callable[..., Any],
-        collective_of: Callable[..., tuple[collective.Collective, dict[str, Any]]],
+        collective_of: CollectiveOf,
         request: Callable[..., overlapped.Request | str],
+        gather_of: CollectiveOf | None = None,
     ):
         """Creates the primitives.
 
@@ -254,12 +259,15 @@ class CollectiveMatmul(collective.Primitives):
             collective_of: the collective and its parameters, from the parameters.
             request: what may be overlapped, or why nothing can be, from the operands' types and
                 the parameters.
+            gather_of: of an operation that is overlapped as a matmul_reduce_scatter of all rows:
+                what gathers them then, from the parameters. Ours or lax's, as its rules choose.
         """
         super().__init__(operation)
         self._request = request
         self.by_parts = by_parts
         self._sent = sent
         self._collective_of = collective_of
+        self._gather_of = gather_of
 
     def define(
         self,
@@ -308,12 +316,17 @@ class CollectiveMatmul(collective.Primitives):
         sent = self._sent(*avals, **params)
         alone = len(avals) == 1  # a collective, to which no product is left
         found = self._overlapped(place, avals, traced_over, params)
+        rest: list[collective.Description] = []
         if not isinstance(found, str):
             plan = found.plan
             selected = select.Selection(
-                self.operation,
+                found.operation,
                 f"overlapped, first rows in {plan.first_cuts}, last in {plan.last_cuts} pieces",
             )
+            if self._gather_of is not None:
+                gather, its_params = self._gather_of(**params)
+                part = sent.update(shape=(found.request.rows, *found.request.ns))
+                rest = gather.described(place, [part], traced_over=traced_over, **its_params)
         else:
             ((_, selected),) = own.operations(place, [sent], traced_over=traced_over, **its_params)
             if not alone:
@@ -329,7 +342,8 @@ class CollectiveMatmul(collective.Primitives):
                 list(avals),
                 collective.nbytes(sent),
                 selected,
-            )
+            ),
+            *rest,
         ]
 
     def _overlapped(
@@ -338,18 +352,26 @@ class CollectiveMatmul(collective.Primitives):
         request = self._request(*avals, **params)
         if isinstance(request, str):
             return request
-        return overlapped.find(self.operation, place, traced_over, params["axes"], request)
+        operation = self.operation if self._gather_of is None else "matmul_reduce_scatter"
+        return overlapped.find(operation, place, traced_over, params["axes"], request)
 
     def _lower(self, ctx: Any, *operands: Any, traced_over: Any, **params: Any) -> Any:
         found = self._overlapped(collective.place_of(ctx), ctx.avals_in, traced_over, params)
-        if not isinstance(found, str):
-            return mlir.lower_fun(found)(ctx, *operands)
-        own, its_params = self._collective_of(**params)
 
-        def send(v: Any) -> Any:
+        def sent_by(collective_of: CollectiveOf, v: Any) -> Any:
+            own, its_params = collective_of(**params)
             return own.bind_as_traced(v, traced_over=traced_over, **its_params)[0]
 
-        return mlir.lower_fun(partial(self.by_parts, send, **params))(ctx, *operands)
+        def compute(*operands: Any) -> list[Any]:
+            if isinstance(found, str):
+                return self.by_parts(partial(sent_by, self._collective_of), *operands, **params)
+            results = found(*operands)
+            if self._gather_of is not None:
+                whole = sent_by(self._gather_of, results[0])
+                results = [whole.reshape(ctx.avals_out[0].shape)]
+            return results
+
+        return mlir.lower_fun(compute)(ctx, *operands)
 
     def _batch(
         self,

@@ -1,5 +1,7 @@
 """matmul_all_reduce: the sum of every rank's product, on every rank."""
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,31 +10,58 @@ from jax import lax
 from jax.interpreters import ad
 
 from jax_intranode._src import compat
-from jax_intranode._src.ops import collective_matmul, psum
+from jax_intranode._src.ops import (
+    all_gather,
+    collective_matmul,
+    matmul_reduce_scatter,
+    overlapped,
+    psum,
+)
 
 
 def _by_parts(
     add: collective_matmul.Send,
     *operands: Any,
     pairs: int,
-    axes: tuple[str, ...],
-    invariant: bool,
     dtype: Any,
     precision: Any,
     transposed: bool,
+    **params: Any,
 ) -> list[Any]:
-    del axes, invariant
+    del params
     return [add(collective_matmul.sum_of_dots(operands, pairs, dtype, precision, transposed))]
 
 
+def _request(*operands: Any, invariant: bool, size: int, **params: Any) -> overlapped.Request | str:
+    del invariant
+    rows = math.prod(operands[0].shape[:-1])
+    if rows % size != 0:
+        return f"{rows} rows, no multiple of {size} ranks"
+    # The rows of all dimensions are cut as those of one: no single one has to be a multiple, and
+    # what is gathered then lies where it belongs.
+    of_operands = matmul_reduce_scatter.request(*operands, dimension=0, size=size, **params)
+    if isinstance(of_operands, str):
+        return of_operands
+
+    def of_rows(*operands: Any) -> Sequence[Any]:
+        x, w = of_operands.operands(*operands)
+        return [x.reshape(rows, x.shape[-1]), w]
+
+    return dataclasses.replace(of_operands, operands=of_rows)
+
+
 # The primitive: sums products of `pairs` xs and as many ws over the ranks. `invariant` as in psum;
-# the rest as in all_gather_matmul.
+# `size` ranks; the rest as in all_gather_matmul.
 primitive = collective_matmul.CollectiveMatmul(
     "matmul_all_reduce",
     _by_parts,
     collective_matmul.sum_of_dots_aval,
     lambda *, axes, invariant, **_: (psum.primitive, {"axes": axes, "invariant": invariant}),
-    lambda *avals, **params: "not overlapped",
+    _request,
+    lambda *, axes, size, **_: (
+        all_gather.primitive,
+        {"axes": axes, "axis": 0, "tiled": True, "size": size},
+    ),
 )
 
 
@@ -41,10 +70,14 @@ def matmul_all_reduce(x: Any, w: Any, axis_name: Any, *, preferred_element_type:
 
     ``jax.lax.psum(x @ w, axis_name)``: the second matmul of a tensor-parallel layer.
 
-    The sum is a ``psum`` of this package or of ``jax.lax``, whichever that one would take; it is
-    not overlapped with the matmul yet. Each rank's product, its own too, is rounded to the result's
-    dtype; then they are summed as by ``psum``, in rank order. Products are those of ``jnp.matmul``,
-    with the precision of ``jax.default_matmul_precision``.
+    Where ``matmul_reduce_scatter`` of its rows would be overlapped it is that and an ``all_gather``
+    of the result: on Hopper GPUs, of bfloat16 and float16, with K and N of multiples of 8, and if
+    the number of rows, the product of all dimensions of x but the last, is a multiple of that of
+    the ranks. Elsewhere it is a ``psum`` after the matmul. The ``all_gather`` and the ``psum`` are
+    of this package or of ``jax.lax``, whichever they would take by themselves; ``explain`` says
+    which, and why. Each rank's product, its own too, is rounded to the result's dtype; then they
+    are summed as by ``psum``, in rank order. Products are summed in float32, or are those of
+    ``jnp.matmul``, with the precision of ``jax.default_matmul_precision``.
 
     Derivatives are those of the expression above, in forward and reverse mode and of any order. The
     tangent is one sum of ``dx @ w + x @ dw``. In reverse mode the cotangent is the same on every
@@ -87,7 +120,7 @@ def matmul_all_reduce(x: Any, w: Any, axis_name: Any, *, preferred_element_type:
         return result
     operands = collective_matmul.varying_alike([x, w], axes)
     with jax.named_scope(f"jax_intranode.{name}"):
-        (result,) = primitive.bind(*operands, **params)
+        (result,) = primitive.bind(*operands, size=collective_matmul.ranks(name, axes), **params)
     return result
 
 
@@ -113,11 +146,12 @@ def _transpose(
     pairs: int,
     axes: tuple[str, ...],
     invariant: bool,
+    size: int,
     dtype: Any,
     precision: Any,
     transposed: bool,
 ) -> list[Any]:
-    del dtype
+    del size, dtype
     (ct,) = cotangents
     if type(ct) is ad.Zero:
         return [None] * len(operands)

@@ -40,7 +40,7 @@ def _part(shape: tuple[int, ...], dimension: int, size: int) -> tuple[int, ...]:
     return (*shape[:dimension], shape[dimension] // size, *shape[dimension + 1 :])
 
 
-def _request(
+def request(
     *operands: Any,
     pairs: int,
     axes: tuple[str, ...],
@@ -50,6 +50,7 @@ def _request(
     precision: Any,
     transposed: bool,
 ) -> overlapped.Request | str:
+    """What may be overlapped, or why nothing can be."""
     del axes
     xs, ws, addend = collective_matmul.split(operands, pairs)
     if not xs:
@@ -90,7 +91,7 @@ primitive = collective_matmul.CollectiveMatmul(
         psum_scatter.primitive,
         {"axes": axes, "dimension": dimension, "tiled": True, "size": size},
     ),
-    _request,
+    request,
 )
 
 

@@ -26,7 +26,14 @@ CASES: dict[str, Case] = {}
 case = functools.partial(cases.case, into=CASES)
 
 # How operations are cut.
-PLANS = {"whole": overlap.Plan(1, 1), "parts": overlap.Plan(3, 2), "many": overlap.Plan(16, 16)}
+PLANS = {
+    "whole": overlap.Plan(1, 1),
+    "parts": overlap.Plan(3, 2),
+    "many": overlap.Plan(16, 16),
+    "fused": overlap.Plan(tile_columns=256),
+    "fused_192": overlap.Plan(tile_columns=192, group_pairs=1),
+    "fused_128": overlap.Plan(tile_columns=128, group_pairs=2),
+}
 
 
 def on_gpus() -> bool:
@@ -63,13 +70,14 @@ def poison(mesh: Mesh) -> None:
     module = native.module(meeting.platform)
     if meeting.ring_bytes == 0:
         return
-    start = config.get().slab_bytes(meeting.platform) + module.RING_HEADER_BYTES
+    offset = module.ring_data_offset(meeting.ring_bytes)
+    start = config.get().slab_bytes(meeting.platform) + offset
     for device_id, addresses in meeting.addresses.items():
         module.fill(
             communicator.native_ordinal(meeting.devices[device_id]),
             addresses[device_id] + start,
             0xFF,
-            meeting.ring_bytes - module.RING_HEADER_BYTES,
+            meeting.ring_bytes - offset,
         )
 
 
@@ -113,8 +121,8 @@ def overlapped_exact(rows: int, plan: str) -> None:
                 check(result, want.astype(jnp.bfloat16))
 
 
-@case(dtype=("bfloat16", "float16"))
-def overlapped_sums_in_rank_order(dtype: str) -> None:
+@case(dtype=("bfloat16", "float16"), plan=("parts", "fused"))
+def overlapped_sums_in_rank_order(dtype: str, plan: str) -> None:
     """Ranks' products are rounded and summed as any arrays; the same bits at each of 100 runs."""
     mesh = line()
     n = mesh.size
@@ -124,7 +132,7 @@ def overlapped_sums_in_rank_order(dtype: str) -> None:
         return jax_intranode.matmul_reduce_scatter(x[0], w[0], "x")[None]
 
     arrays = [put(mesh, P("x"), v) for v in (x, w)]
-    program = overlapped(sharded(f, mesh, P("x"), P("x")), arrays)
+    program = overlapped(sharded(f, mesh, P("x"), P("x")), arrays, plan)
     first = program(*arrays)
     products = np.einsum("rmk,rkn->rmn", x.astype(np.float32), w.astype(np.float32))
     want = products.astype(dtype).astype(np.float64).sum(0).reshape(n, 256, 264)
@@ -205,8 +213,8 @@ def layer(lib: Any) -> Any:
     return apply
 
 
-@case(check_vma=(True, False), how=("plain", "remat", "scan"))
-def overlapped_gradients(check_vma: bool, how: str) -> None:
+@case(check_vma=(True, False), how=("plain", "remat", "scan"), plan=("parts", "fused"))
+def overlapped_gradients(check_vma: bool, how: str, plan: str) -> None:
     """Of a block, like lax's in float32 by the tolerance of bfloat16; under remat and scan too."""
     mesh = line()
     n = mesh.size
@@ -231,7 +239,7 @@ def overlapped_gradients(check_vma: bool, how: str) -> None:
 
     short = [put(mesh, s, v.astype(jnp.bfloat16)) for s, v in zip(specs, values, strict=True)]
     wide = [put(mesh, s, v) for s, v in zip(specs, values, strict=True)]
-    ours = overlapped(gradient(jax_intranode), short)(*short)
+    ours = overlapped(gradient(jax_intranode), short, plan)(*short)
     lax_short = jax.jit(gradient(LAX_MATMULS))(*short)
     exact = jax.jit(gradient(LAX_MATMULS))(*wide)
 
@@ -284,8 +292,8 @@ def _with_psum(matmuls: Any, lib: Any) -> Any:
     return types.SimpleNamespace(**vars(matmuls), psum=lib.psum)
 
 
-@case()
-def overlapped_without_dependence() -> None:
+@case(plan=("parts", "fused"))
+def overlapped_without_dependence(plan: str) -> None:
     """Operations that may run in any order, over the groups of two axes and of both."""
     devices = len(jax.devices())
     mesh = cases.make_mesh((2, devices // 2), ("a", "x")) if devices >= 4 else line()
@@ -304,7 +312,7 @@ def overlapped_without_dependence() -> None:
     arrays = [put(mesh, P(mesh.axis_names), x.astype(jnp.bfloat16))]
     arrays.append(put(mesh, P(), w.astype(jnp.bfloat16)))
     theirs = jax.jit(program(LAX_MATMULS))(*arrays)
-    mine = overlapped(program(jax_intranode), arrays)
+    mine = overlapped(program(jax_intranode), arrays, plan)
     for _ in range(4):
         check_like(mine(*arrays), theirs, 0)
 
@@ -314,8 +322,8 @@ def small_layer(lib: Any, x: Any, w: Any) -> Any:
     return lib.matmul_reduce_scatter(lib.all_gather_matmul(x, w, "x") % 3, w, "x") % 3
 
 
-@case()
-def overlapped_replayed() -> None:
+@case(plan=("parts", "fused"))
+def overlapped_replayed(plan: str) -> None:
     """Replayed from graphs, while one process's addresses change: captured again there alone."""
     mesh = line()
     n = mesh.size
@@ -333,7 +341,7 @@ def overlapped_replayed() -> None:
 
     arrays = [put(mesh, P("x"), v.astype(jnp.bfloat16)) for v in (x, w)]
     theirs = jax.jit(program(LAX_MATMULS))(*arrays)
-    mine = overlapped(program(jax_intranode), arrays)
+    mine = overlapped(program(jax_intranode), arrays, plan)
     counts = []
     for _ in range(12):
         check_like(mine(*arrays), theirs, 0)
@@ -353,8 +361,8 @@ def overlapped_replayed() -> None:
         assert jax_intranode.usage_counter() - before == 9 * 8 * local
 
 
-@case()
-def overlapped_conditional() -> None:
+@case(plan=("parts", "fused"))
+def overlapped_conditional(plan: str) -> None:
     """In both branches of a cond, captured into conditional nodes."""
     mesh = line()
     x, w = zeros_and_ones(11, 64 * mesh.size, 64), zeros_and_ones(12, 64, 64)
@@ -374,15 +382,15 @@ def overlapped_conditional() -> None:
 
     arrays = [put(mesh, P("x"), x.astype(jnp.bfloat16)), put(mesh, P(), w.astype(jnp.bfloat16))]
     flags = {flag: put(mesh, P(), np.array(flag)) for flag in (True, False)}
-    mine = overlapped(program(jax_intranode), (flags[True], *arrays))
+    mine = overlapped(program(jax_intranode), (flags[True], *arrays), plan)
     theirs = jax.jit(program(LAX_MATMULS))
     for k in range(8):
         flag = flags[k % 3 != 0]
         check_like(mine(flag, *arrays), theirs(flag, *arrays), 0)
 
 
-@case()
-def overlapped_donated() -> None:
+@case(plan=("parts", "fused"))
+def overlapped_donated(plan: str) -> None:
     """x is donated, and its memory may be that of the result."""
     mesh = line()
     n = mesh.size
@@ -399,7 +407,7 @@ def overlapped_donated() -> None:
     def arrays() -> list[jax.Array]:
         return [put(mesh, s, v) for s, v in zip(specs, values, strict=True)]
 
-    program = overlapped(sharded(f, mesh, specs, P("x")), arrays(), donate_argnums=0)
+    program = overlapped(sharded(f, mesh, specs, P("x")), arrays(), plan, donate_argnums=0)
     want = n * ((x @ w) @ w)
     for _ in range(4):
         operands = arrays()

@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "cuda/fused_matmul.h"
 #include "cuda/graph_timing.h"
 #include "cuda/slab.h"
 #include "ffi/collective_matmul_cuda.h"
@@ -282,6 +283,7 @@ NB_MODULE(_cuda, m) {
         CurrentDevice current(device);
         ThrowIfError(LoadKernels(), "loading the kernels");
         ThrowIfError(LoadSignalKernels(), "loading the kernels");
+        LoadFusedKernels();
       },
       nb::arg("device"), nb::call_guard<nb::gil_scoped_release>());
   m.def(
@@ -299,7 +301,8 @@ NB_MODULE(_cuda, m) {
         "Lets a communicator do collective matmuls.");
   m.def("cublas_lt_version", &CublasLtVersion,
         "The version of the cuBLASLt that matmuls are done by; 0 if there is none.");
-  m.attr("RING_HEADER_BYTES") = kRingHeaderBytes;
+  m.def("ring_data_offset", &RingDataOffset, nb::arg("ring_bytes"),
+        "Bytes of a ring before its data.");
   m.attr("MATMUL_SCRATCH_BYTES") = kScratchBytes;
   m.def("close", &Close, nb::call_guard<nb::gil_scoped_release>(),
         "Ends all communicators: programs that use them raise.");

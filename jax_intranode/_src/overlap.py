@@ -12,20 +12,37 @@ from pathlib import Path
 from jax_intranode._src import select
 
 DTYPES = ("bfloat16", "float16")
+# Of the kernel's tiles (xla_ffi/cuda/fused_matmul.h), which multiply so much at a time and so many
+# matrices at most.
+TILE_ROWS = 128
+_TILE_DEPTH = 64
+_MAX_MATRICES = 4
+# Bytes of a ring for each flag of four bytes, and before the flags.
+_BYTES_OF_FLAG, _RING_HEADER = 8192, 4096
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How an operation runs (xla_ffi/cuda/collective_matmul.h).
+    """How an operation runs: as a pipeline of matmuls (xla_ffi/cuda/collective_matmul.h), or as one
+    kernel (xla_ffi/cuda/fused_matmul.h).
 
     Attributes:
-        first_cuts: into how many pieces the first rows are cut that are sent, for sums. Each has
-            half of what is left, the smallest comes first.
+        first_cuts: of a pipeline, into how many pieces the first rows are cut that are sent, for
+            sums. Each has half of what is left, the smallest comes first.
         last_cuts: so for the last rows that are sent; the smallest comes last.
+        tile_columns: of a kernel, the columns of its tiles: 128, 192 or 256. 0 for a pipeline.
+        group_pairs: pairs of row tiles that it multiplies with all columns before the next ones.
     """
 
     first_cuts: int = 1
     last_cuts: int = 1
+    tile_columns: int = 0
+    group_pairs: int = 8
+
+    def __str__(self) -> str:
+        if self.tile_columns:
+            return f"one kernel, tiles of {TILE_ROWS} x {self.tile_columns}"
+        return f"first rows in {self.first_cuts}, last in {self.last_cuts} pieces"
 
 
 _forced: Plan | None = None
@@ -102,6 +119,14 @@ def plan(
         return f"K {k}, N {', '.join(map(str, ns))}; overlapped are multiples of 8"
     gathers = operation == "all_gather_matmul"
     row_bytes = 2 * (k if gathers else ns[0])
+
+    def fits(fused: Plan) -> bool:
+        sent = sent_bytes(operation, fused, outer, rows, k, ns, world_size)
+        room = ring_bytes - ring_bytes // _BYTES_OF_FLAG * 4 - 2 * _RING_HEADER
+        return len(ns) <= _MAX_MATRICES and sent <= room
+
+    if _forced is not None and _forced.tile_columns:
+        return _forced if fits(_forced) else "more bytes from peers than the ring takes at once"
     if row_bytes * _SLOTS * world_size > ring_bytes:
         return (
             f"rows of {row_bytes} bytes and a ring of {ring_bytes}; JAX_INTRANODE_RING_MIB sets "
@@ -127,6 +152,18 @@ def plan(
     if gathers:
         return Plan(last_cuts=2 if link_s > matmul_s else 1)
     return Plan(3, 2) if link_s > 0.8 * matmul_s else Plan()
+
+
+def sent_bytes(
+    operation: str, plan: Plan, outer: int, rows: int, k: int, ns: Sequence[int], world_size: int
+) -> int:
+    """Bytes that a kernel's whole tiles take in a ring, and those of a sum in scratch, too."""
+    row_tiles = outer * -(-rows // TILE_ROWS)
+    if operation == "all_gather_matmul":
+        columns = -(-k // _TILE_DEPTH) * _TILE_DEPTH
+    else:
+        columns = sum(-(-n // plan.tile_columns) for n in ns) * plan.tile_columns
+    return 2 * (world_size - 1) * row_tiles * TILE_ROWS * columns
 
 
 def _filled(outer: int, rows: int, columns: int) -> float:

@@ -21,7 +21,7 @@ codes=sm_80,sm_90,compute_80
 case $$(nvcc --list-gpu-code) in *sm_100*) codes=sm_100,$$codes ;; esac
 """
 
-def cuda_object(name, src, hdrs, defines = []):
+def cuda_object(name, src, hdrs, defines = [], gencode = "arch=compute_80,code=[$$codes]"):
     """NAME.o from one .cu or .cc file. The standards are those of CMakeLists.txt."""
     native.genrule(
         name = name,
@@ -31,7 +31,7 @@ def cuda_object(name, src, hdrs, defines = []):
             "nvcc -c $(location %s) -o $@" % src,
             "-O3 -DNDEBUG -Xcompiler -fPIC",
             "-std=c++17" if src.endswith(".cu") else "-std=c++20",
-            "-gencode=arch=compute_80,code=[$$codes]",
+            "-gencode=" + gencode,
         ] + ["-D" + define for define in defines]),
         tags = _TAGS,
     )

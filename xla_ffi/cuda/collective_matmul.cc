@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "fused_matmul.h"
 #include "slab.h"
 
 namespace jax_intranode {
@@ -131,7 +132,7 @@ std::vector<MatmulSite::Piece> MatmulSite::Halved(const Piece& piece, int cuts) 
 }
 
 std::vector<MatmulSite::Piece> MatmulSite::Arriving(const MatmulCall& call, int step) const {
-  const int64_t room = (member_.ring_bytes - kRingHeaderBytes) / kSlotsAtLeast / kAlignment;
+  const int64_t room = member_.data_bytes() / kSlotsAtLeast / kAlignment;
   std::vector<Piece> pieces = Equal(call, RowsIn(room * kAlignment, call.k * kItemBytes));
   if (step == member_.group.size - 1) {
     const Piece last = pieces.back();
@@ -142,8 +143,7 @@ std::vector<MatmulSite::Piece> MatmulSite::Arriving(const MatmulCall& call, int 
 }
 
 std::vector<MatmulSite::Piece> MatmulSite::Rounds(const MatmulCall& call) const {
-  const int64_t room =
-      (member_.ring_bytes - kRingHeaderBytes) / (member_.group.size - 1) / kAlignment;
+  const int64_t room = member_.data_bytes() / (member_.group.size - 1) / kAlignment;
   return Equal(call, RowsIn(room * kAlignment, call.ns[0] * kItemBytes));
 }
 
@@ -176,12 +176,14 @@ MatmulShape MatmulSite::ShapeOf(const MatmulCall& call, size_t k, const Piece& p
   return shape;
 }
 
-size_t ScratchBytes(Algorithm algorithm, const MatmulCall& call, int size) {
+size_t ScratchBytes(Algorithm algorithm, const MatmulCall& call, int size, const MatmulPlan& plan) {
+  if (plan.fused()) return FusedScratchBytes(algorithm, call, size, plan);
   if (algorithm == Algorithm::kAllGatherMatmul) return kScratchBytes;
   return kScratchBytes + call.outer * size * call.rows * call.ns[0] * kItemBytes;
 }
 
 void MatmulSite::Prepare(const MatmulCall& call) const {
+  if (plan_.fused()) return;
   const int size = member_.group.size;
   const auto choose = [&](size_t k, const Piece& piece) {
     Matmul::Of(member_.device, ShapeOf(call, k, piece));
@@ -254,9 +256,7 @@ class MatmulSite::Enqueuer {
   }
 
   RingHeader* Ring() const { return reinterpret_cast<RingHeader*>(site_.member_.ring[rank_]); }
-  char* RingOf(int rank, int64_t offset) const {
-    return site_.member_.ring[rank] + kRingHeaderBytes + offset;
-  }
+  char* RingOf(int rank, int64_t offset) const { return site_.member_.Data(rank) + offset; }
   int RankAfter(int step) const { return (rank_ + step) % size_; }
   // The word in a peer's memory that grants it slot `slot` of this rank.
   uint32_t* GrantTo(int peer, int64_t slot) const {
@@ -346,8 +346,8 @@ class MatmulSite::Enqueuer {
       }
     }
     slot_bytes_ = RoundUp(most * call_.k * kItemBytes, kAlignment);
-    slots_ = std::min<size_t>({kMaxSlots, transfers_.size(),
-                               (site_.member_.ring_bytes - kRingHeaderBytes) / slot_bytes_});
+    slots_ =
+        std::min<size_t>({kMaxSlots, transfers_.size(), site_.member_.data_bytes() / slot_bytes_});
     Words grants{}, granted{};
     for (size_t q = 0; q < slots_; ++q) {
       const int to = RankAfter(size_ - transfers_[q].step);
@@ -485,6 +485,7 @@ class MatmulSite::Enqueuer {
 };
 
 void MatmulSite::Enqueue(const MatmulCall& call, cudaStream_t stream) {
+  if (plan_.fused()) return LaunchFused(member_, algorithm_, plan_, call, stream);
   Enqueuer(*this, call, stream).Run();
 }
 

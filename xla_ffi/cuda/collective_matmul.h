@@ -1,4 +1,5 @@
-// All-gather + matmul and matmul + reduce-scatter, the one hidden behind the other. No XLA.
+// All-gather + matmul and matmul + reduce-scatter, the one hidden behind the other: a pipeline of
+// copies and cuBLASLt's matmuls. No XLA.
 //
 // A rank's rows travel in pieces. Copy engines push them, on a stream of their own, into a ring of
 // slots that the receiver has beside its slab: they leave the multiprocessors to the matmuls. A
@@ -48,9 +49,8 @@
 #include <mutex>
 #include <vector>
 
-#include "collectives.h"
 #include "cublas_lt.h"
-#include "signals.h"
+#include "matmul_call.h"
 
 namespace jax_intranode {
 
@@ -70,40 +70,14 @@ struct SideStreams {
   static SideStreams& Of(int device);
 };
 
-// What a rank of a group has for collective matmuls.
-struct MatmulMember {
-  int device;
-  DeviceGroup group;
-  char* ring[kMaxRanks];  // each rank's ring, as this rank addresses it
-  size_t ring_bytes;
-};
-
-// How an operation is cut; alike on all ranks.
-struct MatmulPlan {
-  int first_cuts;  // of the first rows that are sent, the smallest first
-  int last_cuts;   // of the last rows that are sent, the smallest last
-};
 constexpr int kMaxCuts = 16;
-
-// [outer, rows, k] on each rank, joined along `rows`.
-struct MatmulCall {
-  ElementType type;
-  bool transposed;
-  int64_t outer, rows, k;
-  const void* x;
-  std::vector<const void*> ws;
-  std::vector<int64_t> ns;
-  std::vector<void*> products;  // of each w, [outer, ranks * rows, n]; or the sum, [outer, rows, n]
-  void* gathered = nullptr;     // [outer, ranks * rows, k], or none
-  void* scratch;                // of ScratchBytes
-};
 
 // Scratch of any call; a sum's products come on top.
 constexpr size_t kScratchAlignment = 256;
 constexpr size_t kScratchBytes = kMatmulWorkspaceBytes + kScratchAlignment;
-size_t ScratchBytes(Algorithm algorithm, const MatmulCall& call, int size);
+size_t ScratchBytes(Algorithm algorithm, const MatmulCall& call, int size, const MatmulPlan& plan);
 
-// The matmuls of a call site on one device.
+// The matmuls of a call site on one device: by this pipeline, or by one kernel if the plan says so.
 class MatmulSite {
  public:
   MatmulSite(const MatmulMember& member, Algorithm algorithm, const MatmulPlan& plan);

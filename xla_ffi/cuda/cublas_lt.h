@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "../kernels/algorithms.h"
+#include "matmul_call.h"
 
 namespace jax_intranode {
 
@@ -24,8 +24,6 @@ struct MatmulShape {
 
   auto operator<=>(const MatmulShape&) const = default;
 };
-
-constexpr int64_t kMatmulItemBytes = 2;  // of bf16 and f16
 
 // What cuBLASLt works with beside the operands: a counter of tiles, as none splits k.
 constexpr size_t kMatmulWorkspaceBytes = 64 << 10;

@@ -5,6 +5,11 @@
 #include "../kernels/memory.h"
 #include "failure.h"
 
+// How the rare end of a wait is compiled: as a call, but where a kernel may have none.
+#ifndef JIN_GIVE_UP_FN
+#define JIN_GIVE_UP_FN __device__ __noinline__
+#endif
+
 namespace jax_intranode {
 
 class DeviceThread {
@@ -68,8 +73,8 @@ class DeviceThread {
 
   // Writes the record and traps: the context is lost, no data leave it, XLA raises. Threads that
   // come second leave the first one time to write.
-  __device__ __noinline__ static void RecordAndTrap(FailureRecord* failure, FailureReason reason,
-                                                    uint32_t algorithm, int rank, int missing) {
+  JIN_GIVE_UP_FN static void RecordAndTrap(FailureRecord* failure, FailureReason reason,
+                                           uint32_t algorithm, int rank, int missing) {
     if (atomicCAS(&failure->claimed, 0u, 1u) == 0) {
       failure->algorithm = algorithm;
       failure->rank = rank;

@@ -21,15 +21,25 @@ constexpr int kMaxSlots = 64;
 struct Signals {
   uint32_t granted[kMaxRanks][kMaxSlots];
   uint32_t arrived[kMaxRanks][kMaxSlots];
-  uint32_t opened;  // collective matmuls so far
+  uint64_t lent[kMaxRanks];  // by peers, for a fused operation (fused_matmul.h)
+  uint32_t opened;           // collective matmuls so far
 };
 static_assert(sizeof(Signals) <= kHeaderBytes / 2);
 
-// At the start of a ring, which all groups of a device share.
+// A ring, which all groups of a device share: this, then flags of fused operations, a word for each
+// `kBytesOfFlag` bytes of data, then data.
 struct RingHeader {
   uint32_t busy;
+  uint32_t fused;  // operations that have ended
+  uint32_t left;   // blocks that have left the one that runs
 };
 constexpr size_t kRingHeaderBytes = 4096;
+constexpr size_t kBytesOfFlag = 8192;
+
+constexpr size_t RingDataOffset(size_t ring_bytes) {
+  const size_t flags = ring_bytes / kBytesOfFlag * sizeof(uint32_t);
+  return kRingHeaderBytes + (flags + 4095) / 4096 * 4096;
+}
 
 inline Signals* SignalsOf(const Group& group, int rank) {
   return reinterpret_cast<Signals*>(group.region[rank] + kHeaderBytes / 2);

@@ -11,33 +11,16 @@ __global__ void jax_intranode_write_word(uint32_t* to, uint32_t value) { StoreWo
 
 __global__ void jax_intranode_read_word(uint32_t* from, uint32_t* to) { *to = LoadWord(from); }
 
-// cuCtxGetCurrent and cuCtxSetCurrent; the runtime API can't say "none". Looked up, so that the
-// module needs no driver library to load.
+// cuCtxGetCurrent and cuCtxSetCurrent; the runtime API can't say "none".
 struct ContextFunctions {
   int (*get)(void**);
   int (*set)(void*);
 };
 
 const ContextFunctions& Contexts() {
-  static const ContextFunctions functions = [] {
-    auto look_up = [](const char* name) {
-      void* function = nullptr;
-      cudaDriverEntryPointQueryResult result;
-#if CUDART_VERSION >= 12050
-      ThrowIfError(
-          cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &result),
-          name);
-#else
-      ThrowIfError(cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &result), name);
-#endif
-      if (function == nullptr) {
-        throw std::runtime_error(std::string("jax_intranode: the CUDA driver has no ") + name);
-      }
-      return function;
-    };
-    return ContextFunctions{reinterpret_cast<int (*)(void**)>(look_up("cuCtxGetCurrent")),
-                            reinterpret_cast<int (*)(void*)>(look_up("cuCtxSetCurrent"))};
-  }();
+  static const ContextFunctions functions{
+      reinterpret_cast<int (*)(void**)>(DriverFunction("cuCtxGetCurrent")),
+      reinterpret_cast<int (*)(void*)>(DriverFunction("cuCtxSetCurrent"))};
   return functions;
 }
 
@@ -65,6 +48,21 @@ void ThrowIfError(cudaError_t status, const std::string& what) {
   cudaGetLastError();  // a later call shall not report it again
   throw std::runtime_error("jax_intranode: " + what + " failed: " + cudaGetErrorName(status) +
                            " (" + cudaGetErrorString(status) + ")");
+}
+
+void* DriverFunction(const char* name) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
+  ThrowIfError(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &result),
+               name);
+#else
+  ThrowIfError(cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &result), name);
+#endif
+  if (function == nullptr) {
+    throw std::runtime_error(std::string("jax_intranode: the CUDA driver has no ") + name);
+  }
+  return function;
 }
 
 CurrentDevice::CurrentDevice(int device) {

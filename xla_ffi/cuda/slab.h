@@ -15,6 +15,10 @@ namespace jax_intranode {
 // Throws if `status` is an error; `what` says what was being done.
 void ThrowIfError(cudaError_t status, const std::string& what);
 
+// A function of the driver's, which the module needs no driver library to load for. Throws if the
+// driver has none of the name, as of CUDA 12.0.
+void* DriverFunction(const char* name);
+
 // Makes `device` current in this thread for as long as it lives. A thread that had no context has
 // none afterwards: going back to "device 0" would create one there, in each of n processes.
 class CurrentDevice {

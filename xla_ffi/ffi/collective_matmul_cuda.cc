@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "../cuda/collective_matmul.h"
+#include "../cuda/fused_matmul.h"
 #include "collectives_cuda.h"
 
 namespace jax_intranode {
@@ -19,6 +20,7 @@ struct MatmulDeviceSite {
   int64_t axis;
   bool transposed;
   bool gathered;
+  MatmulPlan plan;
   std::vector<std::unique_ptr<MatmulSite>> sites;  // by CUDA device ordinal
 };
 ffi::TypeId MatmulDeviceSite::id = {};
@@ -32,7 +34,8 @@ ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(ffi::Span<const int6
                                                             int64_t group_size, int32_t algorithm,
                                                             int64_t axis, int32_t transposed,
                                                             int32_t gathered, int32_t first_cuts,
-                                                            int32_t last_cuts) {
+                                                            int32_t last_cuts, int32_t tile_columns,
+                                                            int32_t group_pairs) {
   const Partition partition{{device_ids.begin(), device_ids.end()}, group_size};
   auto site = std::make_unique<MatmulDeviceSite>();
   site->communicator = Registry<DeviceCommunicator>::Get().Find(partition);
@@ -44,13 +47,17 @@ ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(ffi::Span<const int6
   site->axis = axis;
   site->transposed = transposed != 0;
   site->gathered = gathered != 0;
+  site->plan = {first_cuts, last_cuts, tile_columns, group_pairs};
   const bool gathers = site->algorithm == Algorithm::kAllGatherMatmul;
   if ((!gathers && site->algorithm != Algorithm::kMatmulReduceScatter) || first_cuts < 1 ||
       first_cuts > kMaxCuts || last_cuts < 1 || last_cuts > kMaxCuts ||
+      (tile_columns != 0 && (!FusedTakes(tile_columns) || group_pairs < 1)) ||
       (site->gathered && !gathers)) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(
         "jax_intranode: a collective matmul of algorithm " + std::to_string(algorithm) + " in " +
-        std::to_string(first_cuts) + " and " + std::to_string(last_cuts) + " pieces."));
+        std::to_string(first_cuts) + " and " + std::to_string(last_cuts) +
+        " pieces, or in tiles of " + std::to_string(tile_columns) + " columns, " +
+        std::to_string(group_pairs) + " pairs."));
   }
   if (site->communicator->matmul_members.empty()) {
     return ffi::Unexpected(ffi::Error(
@@ -60,9 +67,8 @@ ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(ffi::Span<const int6
             "JAX_INTRANODE_RING_MIB as then, and with cuBLASLt."));
   }
   for (const std::optional<MatmulMember>& member : site->communicator->matmul_members) {
-    site->sites.push_back(member ? std::make_unique<MatmulSite>(*member, site->algorithm,
-                                                                MatmulPlan{first_cuts, last_cuts})
-                                 : nullptr);
+    site->sites.push_back(
+        member ? std::make_unique<MatmulSite>(*member, site->algorithm, site->plan) : nullptr);
   }
   return {std::move(site)};
 }
@@ -72,7 +78,8 @@ ffi::Error CollectCall(const MatmulDeviceSite& site, int size, ffi::RemainingArg
                        ffi::RemainingRets rets, MatmulCall* call) {
   const bool gathers = site.algorithm == Algorithm::kAllGatherMatmul;
   const size_t count = args.size() < 2 ? 0 : args.size() - 1;
-  if (count < 1 || (!gathers && count > 1) || rets.size() != count + site.gathered + 1) {
+  if (count < 1 || (!gathers && count > 1) || (site.plan.fused() && count > kMaxMatrices) ||
+      rets.size() != count + site.gathered + 1) {
     return Invalid(site, std::to_string(args.size()) + " operands and " +
                              std::to_string(rets.size()) + " results.");
   }
@@ -142,7 +149,7 @@ ffi::Error CollectCall(const MatmulDeviceSite& site, int size, ffi::RemainingArg
   }
   const ffi::AnyBuffer& scratch = out.back();
   call->scratch = scratch.untyped_data();
-  const size_t needed = ScratchBytes(site.algorithm, *call, size);
+  const size_t needed = ScratchBytes(site.algorithm, *call, size, site.plan);
   if (scratch.size_bytes() < needed) {
     return Invalid(site, "scratch of " + std::to_string(scratch.size_bytes()) +
                              " bytes; it takes " + std::to_string(needed) + ".");
@@ -201,7 +208,9 @@ XLA_FFI_Error* CudaCollectiveMatmulInstantiate(XLA_FFI_CallFrame* frame) {
                              .Attr<int32_t>("transposed")
                              .Attr<int32_t>("gathered")
                              .Attr<int32_t>("first_cuts")
-                             .Attr<int32_t>("last_cuts"));
+                             .Attr<int32_t>("last_cuts")
+                             .Attr<int32_t>("tile_columns")
+                             .Attr<int32_t>("group_pairs"));
   return (*handler)(frame);
 }
 

@@ -89,6 +89,10 @@ struct Half {
     for (int k = 0; k < 4; ++k) p.word[k] = Format::Round(s.lane[2 * k], s.lane[2 * k + 1]);
     return p;
   }
+  JIN_FN static uint32_t RoundPair(float low, float high) { return Format::Round(low, high); }
+  JIN_FN static void UnpackPair(uint32_t word, float* low, float* high) {
+    Format::Unpack(word, low, high);
+  }
   // 0x7FFF is a NaN in both formats.
   JIN_FN static Pack Sendable(const Pack& p) { return WithoutEmptyWords(p, 0x7FFF7FFFu); }
 };

@@ -76,6 +76,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure the backward pass of a collective matmul",
     )
     add(
+        "--plan",
+        type=_parse_plan,
+        metavar="N,N[,N,N]",
+        help="cut a collective matmul so, whatever is faster: pieces of the first and of the last "
+        "rows, or 1,1 and columns of the tiles and pairs of them of one kernel",
+    )
+    add(
         "-d",
         "--datatype",
         type=_parse_dtypes,
@@ -147,8 +154,9 @@ def _refusal(arguments: argparse.Namespace) -> str | None:
         others = [dtype for dtype in arguments.datatype if dtype not in _MATMUL_DTYPES]
         if others:
             return f"{name} of {others[0]}: choose from {', '.join(_MATMUL_DTYPES)} with -d"
-    elif arguments.shapes or arguments.preset or arguments.backward:
-        return f"--shapes, --preset and --backward are for {', '.join(MATMULS)}, not for {name}"
+    elif arguments.shapes or arguments.preset or arguments.backward or arguments.plan:
+        options = "--shapes, --preset, --backward and --plan"
+        return f"{options} are for {', '.join(MATMULS)}, not for {name}"
     elif arguments.leaves > 1 and name in ("psum_scatter", "all_gather"):
         return f"--leaves: {name} is measured with one array"
     if name == "pmean":
@@ -184,6 +192,14 @@ def _parse_peers(text: str) -> list[str]:
 def _parse_presets(text: str) -> list[str]:
     """Splits a list of presets at its commas."""
     return _parse_list(text, matmul_shapes.PRESETS)
+
+
+def _parse_plan(text: str) -> list[int]:
+    """Splits the numbers of a plan at their commas."""
+    numbers = [int(number) for number in text.split(",")]
+    if len(numbers) not in (2, 4) or min(numbers) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not two or four numbers")
+    return numbers
 
 
 def _parse_list(text: str, allowed: Sequence[str]) -> list[str]:
@@ -319,6 +335,7 @@ def _settings(
         platform=platform,
         shapes=[list(shape) for shape in shapes],
         backward=arguments.backward,
+        plan=arguments.plan,
     )
 
 

@@ -1,5 +1,6 @@
 """One row of a collective matmul's table: checked, then timed."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 import jax_intranode
+from jax_intranode._src import overlap
 from jax_intranode._src.bench import exchange, matmul_oracle, timing
 from jax_intranode._src.bench.matmul_oracle import Data
 from jax_intranode._src.bench.matmul_report import MatmulRow
@@ -39,6 +41,10 @@ def measure(
     Returns:
         The row, and why ours fell back to lax, if it did.
     """
+    if settings.plan is not None:
+        unforced = dataclasses.replace(settings, plan=None)
+        with overlap.forced(overlap.Plan(*settings.plan)):
+            return measure(unforced, mesh, dtype_name, shape)
     matmul, backward = MATMULS[settings.name], settings.backward
     dtype = np.dtype(jnp.dtype(dtype_name))
     label = f"{dtype.name}/{shape}/{backward}"

@@ -30,6 +30,7 @@ class Settings:
         platform: "cpu" or "gpu".
         shapes: M, K and N of each measurement of a collective matmul.
         backward: whether its backward pass is measured.
+        plan: how it is cut, the numbers of an `overlap.Plan`; None for what is fastest.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Settings:
     platform: str
     shapes: list[list[int]] = field(default_factory=list)
     backward: bool = False
+    plan: list[int] | None = None
 
     def to_json(self) -> str:
         """The settings as text."""

@@ -318,11 +318,7 @@ class CollectiveMatmul(collective.Primitives):
         found = self._overlapped(place, avals, traced_over, params)
         rest: list[collective.Description] = []
         if not isinstance(found, str):
-            plan = found.plan
-            selected = select.Selection(
-                found.operation,
-                f"overlapped, first rows in {plan.first_cuts}, last in {plan.last_cuts} pieces",
-            )
+            selected = select.Selection(found.operation, f"overlapped, {found.plan}")
             if self._gather_of is not None:
                 gather, its_params = self._gather_of(**params)
                 part = sent.update(shape=(found.request.rows, *found.request.ns))

@@ -146,7 +146,12 @@ def _abstract_eval(x: Any, *ws: Any, call: Overlapped) -> list[Any]:
     if call.request.gathered:
         results.append(x.update(shape=(*rows, x.shape[-1]), weak_type=False))
     scratch = native.module("gpu").MATMUL_SCRATCH_BYTES
-    if not gathers:  # the products of all ranks' rows
+    if not gathers and call.plan.tile_columns:  # the products for peers
+        request = call.request
+        scratch += overlap.sent_bytes(
+            call.operation, call.plan, request.outer, request.rows, request.k, columns, size
+        )
+    elif not gathers:  # the products of all ranks' rows
         scratch += x.size // x.shape[-1] * columns[0] * x.dtype.itemsize
     return [*results, x.update(shape=(scratch,), dtype=np.dtype(np.uint8), weak_type=False)]
 
@@ -163,6 +168,8 @@ def _lower(ctx: Any, *operands: Any, call: Overlapped) -> Any:
         gathered=np.int32(call.request.gathered),
         first_cuts=np.int32(call.plan.first_cuts),
         last_cuts=np.int32(call.plan.last_cuts),
+        tile_columns=np.int32(call.plan.tile_columns),
+        group_pairs=np.int32(call.plan.group_pairs),
     )
 
 

@@ -1,0 +1,78 @@
+// All-gather + matmul and matmul + reduce-scatter as one kernel, for Hopper GPUs. No XLA.
+//
+// The grid is persistent: a block a multiprocessor, all of them resident at once. Of a block's
+// warps some multiply, one feeds them, and one sends to peers with bulk copies, which leave the
+// multiplying warps alone. What is sent lies in the receiver's ring until it has been used. (Not in
+// XLA's own buffers: those move when XLA captures again on one rank alone.)
+//
+//   all-gather + matmul     at step s rank r sends its shard to rank r - s, and gets that of rank
+//                           r + s: each link carries one shard at a time. A rank multiplies its own
+//                           shard first, then the others in the order of their arrival. The unit
+//                           that travels is an item: 64 columns of 128 rows, as the matrix
+//                           instructions want them in shared memory.
+//   matmul + reduce-scatter rank r multiplies the rows of rank r + 1 first, its own last, and sends
+//                           each tile of the product when it is done. A tile of its own rows waits
+//                           for the same tile of all other ranks and is summed with them, in rank
+//                           order, on its way from the registers to memory.
+//
+// Why no item or tile is written before the last one in its place has been read
+//   A rank grants its ring to each peer when its kernel begins, so when all that used the ring
+//   before has ended; a sender writes only after the grant. The grant carries the number of the
+//   operation in the group, which grows alike on all ranks, so that a grant is taken once.
+//   A rank's kernel ends when all that was meant for it has arrived and has been used, and when all
+//   that it sends has been written. Hence a peer that is an operation ahead, and overwrites this
+//   rank's grant word with its next grant, has got all that the word stood for: none of the blocks
+//   that still run needs it.
+//
+// Why a flag that is set means that the data of this operation lie there
+//   The grant carries the number of the receiver's operation on that ring, too, which all groups of
+//   the device share and which is different for each. The sender writes this number into the flag
+//   of an item or tile after the data. Flags have words of their own, which hold nothing else,
+//   ever: what a flag held before is the number of an operation that has ended. Nobody clears them.
+//
+// Why it ends
+//   A block that sends waits for a grant, which its peer gives when its kernel begins, and for its
+//   own block's matmuls. A block that multiplies waits for flags: in an all-gather for what all
+//   ranks send without waiting for a matmul; in a reduce-scatter for tiles of which each rank
+//   computes all before it waits for any. So no wait depends on itself, as long as all blocks of a
+//   rank run at once: the grid has only as many as fit. Ranks that call one operation wait for
+//   those that have not come to it, until the deadline.
+//
+// The grid, the sizes and the order of tiles may differ from call to call. Replayed, captured or
+// launched, the kernel does the same: all that changes from call to call lies in device memory.
+//
+// After the persistent kernels of Flux and of PyTorch's _async_input_mm (tiles in the order of
+// their arrival), but with the sending inside, so that no copy engine, event or second stream is
+// needed.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+#include "matmul_call.h"
+
+namespace jax_intranode {
+
+constexpr int kTileRows = 128;
+constexpr int kMaxMatrices = 4;
+
+// Whether there is a kernel for such tiles.
+constexpr bool FusedTakes(int tile_columns) {
+  return tile_columns == 128 || tile_columns == 192 || tile_columns == 256;
+}
+
+// What a call takes of a ring's data and of scratch.
+size_t FusedRingBytes(Algorithm algorithm, const MatmulCall& call, int size,
+                      const MatmulPlan& plan);
+size_t FusedScratchBytes(Algorithm algorithm, const MatmulCall& call, int size,
+                         const MatmulPlan& plan);
+
+// Enqueues an operation: one launch, which may be captured. Throws what CUDA refuses.
+void LaunchFused(const MatmulMember& member, Algorithm algorithm, const MatmulPlan& plan,
+                 const MatmulCall& call, cudaStream_t stream);
+
+// Loads the kernels of this file onto the current device, if they are for it.
+void LoadFusedKernels();
+
+}  // namespace jax_intranode

@@ -1,0 +1,260 @@
+// Hopper's asynchronous copies, barriers and matrix instructions: one spelling of each, in device
+// code for sm_90a. Names and meanings are those of the PTX manual.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "../kernels/memory.h"
+
+namespace jax_intranode::hopper {
+
+JIN_FN uint32_t SharedAddress(const void* at) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(at));
+}
+
+// One of a warp's threads, all of which ask. The compiler knows then that what follows is done
+// once.
+JIN_FN bool Elected() {
+  uint32_t chosen;
+  asm volatile(
+      "{.reg .pred p; elect.sync _|p, 0xFFFFFFFF;\n"
+      "selp.u32 %0, 1, 0, p;}"
+      : "=r"(chosen));
+  return chosen != 0;
+}
+
+// Clusters.
+
+JIN_FN uint32_t RankInCluster() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// All threads of the cluster.
+JIN_FN void ClusterSync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+}
+
+// Barriers in shared memory, by their addresses.
+
+JIN_FN void BarrierInit(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+// Before the cluster meets: its blocks see the barriers as they were initialised.
+JIN_FN void BarrierInitFence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Arrives, and has the phase wait for so many more bytes.
+JIN_FN void BarrierExpect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+JIN_FN void BarrierArrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives `count` times at the barrier of the same place in a block of the cluster.
+JIN_FN void BarrierArrive(uint32_t barrier, uint32_t of_rank, uint32_t count) {
+  asm volatile(
+      "{.reg .b32 a; mapa.shared::cluster.u32 a, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [a], %2;}" ::"r"(barrier),
+      "r"(of_rank), "r"(count)
+      : "memory");
+}
+
+JIN_FN bool BarrierTryWait(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+JIN_FN void BarrierWait(uint32_t barrier, uint32_t parity) {
+  while (!BarrierTryWait(barrier, parity)) {
+  }
+}
+
+// Bulk copies. What one thread issues between two commits is a group.
+
+// Orders ordinary accesses, to any memory or to shared memory, and bulk copies.
+JIN_FN void ProxyFence() { asm volatile("fence.proxy.async;" ::: "memory"); }
+JIN_FN void SharedProxyFence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+JIN_FN void Load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+JIN_FN void Load(uint32_t to, const CUtensorMap& map, int x, int y, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "%3}], [%4];" ::"r"(to),
+      "l"(&map), "r"(x), "r"(y), "r"(barrier)
+      : "memory");
+}
+
+JIN_FN void Load(uint32_t to, const CUtensorMap& map, int x, int y, int z, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "%3, %4}], [%5];" ::"r"(to),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+      : "memory");
+}
+
+// Into the same place of all blocks of a cluster of two, and told to the barriers of both.
+JIN_FN void LoadToBoth(uint32_t to, const CUtensorMap& map, int x, int y, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::"
+      "cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(&map), "r"(x), "r"(y), "r"(barrier), "h"(static_cast<uint16_t>(3))
+      : "memory");
+}
+
+JIN_FN void Store(void* to, uint32_t from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from),
+               "r"(bytes)
+               : "memory");
+}
+
+JIN_FN void Store(const CUtensorMap& map, int x, int y, int z, uint32_t from) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(&map),
+      "r"(x), "r"(y), "r"(z), "r"(from)
+      : "memory");
+}
+
+JIN_FN void StoreCommit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until at most N groups have not been written.
+template <int N>
+JIN_FN void StoreWait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// Until at most N groups have not been read.
+template <int N>
+JIN_FN void StoreWaitRead() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
+}
+
+// Registers: each warp of a warpgroup says how many of its own it keeps or takes.
+template <int N>
+JIN_FN void KeepRegisters() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N>
+JIN_FN void TakeRegisters() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+// A barrier of so many threads; barrier 0 is that of the block.
+template <int kBarrier, int kThreads>
+JIN_FN void NamedSync() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+
+// Matrix instructions.
+
+// A tile in shared memory whose rows are 128 bytes long, in groups of 8 rows, swizzled by 128
+// bytes, from an address that is a multiple of 1024. `leading` is the distance between blocks of 64
+// elements along rows that are not contracted along.
+JIN_FN uint64_t TileDescriptor(uint32_t address, uint32_t leading) {
+  constexpr uint64_t kSwizzle128 = 1ull << 62;
+  constexpr uint64_t kStride = 1024;
+  return kSwizzle128 | (kStride >> 4) << 32 | static_cast<uint64_t>(leading >> 4) << 16 |
+         (address & 0x3FFFF) >> 4;
+}
+
+JIN_FN void MatmulFence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+JIN_FN void MatmulCommit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N>
+JIN_FN void MatmulWait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+
+// d = a b, or d += a b: a of 64 x 16, b of 16 x (2 * kRegisters), d's rows over the warps of a
+// warpgroup. `kRowsOfB`: b lies by its rows, of which each is one k.
+template <bool kBf16, bool kRowsOfB, int kRegisters>
+JIN_FN void Matmul16(float (&d)[kRegisters], uint64_t a, uint64_t b, bool add);
+
+#define JIN_D8(i)                                                                             \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define JIN_D64(i)                                                                          \
+  JIN_D8(i), JIN_D8(i + 8), JIN_D8(i + 16), JIN_D8(i + 24), JIN_D8(i + 32), JIN_D8(i + 40), \
+      JIN_D8(i + 48), JIN_D8(i + 56)
+#define JIN_MATMUL16(bf16, type, rows_of_b)                                                       \
+  template <>                                                                                     \
+  JIN_FN void Matmul16<bf16, rows_of_b, 64>(float (&d)[64], uint64_t a, uint64_t b, bool add) {   \
+    asm volatile(                                                                                 \
+        "{.reg .pred p; setp.ne.b32 p, %66, 0;\n"                                                 \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type                              \
+        " {"                                                                                      \
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "        \
+        "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "        \
+        "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "        \
+        "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63 "                   \
+        "}, %64, %65, p, 1, 1, 0, %67;}"                                                          \
+        : JIN_D64(0)                                                                              \
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(rows_of_b));                            \
+  }                                                                                               \
+  template <>                                                                                     \
+  JIN_FN void Matmul16<bf16, rows_of_b, 96>(float (&d)[96], uint64_t a, uint64_t b, bool add) {   \
+    asm volatile(                                                                                 \
+        "{.reg .pred p; setp.ne.b32 p, %98, 0;\n"                                                 \
+        "wgmma.mma_async.sync.aligned.m64n192k16.f32." type "." type                              \
+        " {"                                                                                      \
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "        \
+        "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "        \
+        "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "        \
+        "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, "        \
+        "%66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, "        \
+        "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95 "                   \
+        "}, %96, %97, p, 1, 1, 0, %99;}"                                                          \
+        : JIN_D64(0), JIN_D8(64), JIN_D8(72), JIN_D8(80), JIN_D8(88)                              \
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(rows_of_b));                            \
+  }                                                                                               \
+  template <>                                                                                     \
+  JIN_FN void Matmul16<bf16, rows_of_b, 128>(float (&d)[128], uint64_t a, uint64_t b, bool add) { \
+    asm volatile(                                                                                 \
+        "{.reg .pred p; setp.ne.b32 p, %130, 0;\n"                                                \
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type                              \
+        " {"                                                                                      \
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "        \
+        "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "        \
+        "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "        \
+        "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, "        \
+        "%66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, "        \
+        "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, "        \
+        "%98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, "            \
+        "%111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, "          \
+        "%124, %125, %126, %127 "                                                                 \
+        "}, %128, %129, p, 1, 1, 0, %131;}"                                                       \
+        : JIN_D64(0), JIN_D64(64)                                                                 \
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(rows_of_b));                            \
+  }
+
+JIN_MATMUL16(true, "bf16", true)
+JIN_MATMUL16(true, "bf16", false)
+JIN_MATMUL16(false, "f16", true)
+JIN_MATMUL16(false, "f16", false)
+
+#undef JIN_MATMUL16
+#undef JIN_D64
+#undef JIN_D8
+
+}  // namespace jax_intranode::hopper

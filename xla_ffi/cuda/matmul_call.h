@@ -1,0 +1,52 @@
+// What a collective matmul works on, however it is done. No XLA.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "collectives.h"
+#include "signals.h"
+
+namespace jax_intranode {
+
+constexpr int64_t kMatmulItemBytes = 2;  // of bf16 and f16
+
+// What a rank of a group has for collective matmuls.
+struct MatmulMember {
+  int device;
+  DeviceGroup group;
+  char* ring[kMaxRanks];  // each rank's ring, as this rank addresses it
+  size_t ring_bytes;
+
+  // The data of a rank's ring, and how many bytes of them there are.
+  char* Data(int rank) const { return ring[rank] + RingDataOffset(ring_bytes); }
+  size_t data_bytes() const { return ring_bytes - RingDataOffset(ring_bytes); }
+};
+
+// [outer, rows, k] on each rank, joined along `rows`.
+struct MatmulCall {
+  ElementType type;  // bf16 or f16
+  bool transposed;   // matrices are [n, k]
+  int64_t outer, rows, k;
+  const void* x;
+  std::vector<const void*> ws;
+  std::vector<int64_t> ns;
+  std::vector<void*> products;  // of each w, [outer, ranks * rows, n]; or the sum, [outer, rows, n]
+  void* gathered = nullptr;     // [outer, ranks * rows, k], or none
+  void* scratch;
+};
+
+// How an operation is cut; alike on all ranks.
+struct MatmulPlan {
+  // Of a pipeline of matmuls (collective_matmul.h): into how many pieces the first rows are cut
+  // that are sent, the smallest first, and the last ones, the smallest last.
+  int first_cuts, last_cuts;
+  // Of one kernel (fused_matmul.h): columns of its tiles, 0 for a pipeline, and pairs of row tiles
+  // that are multiplied with all columns before the next ones.
+  int tile_columns, group_pairs;
+
+  bool fused() const { return tile_columns > 0; }
+};
+
+}  // namespace jax_intranode

@@ -59,16 +59,30 @@ def forced(plan: Plan | None) -> Iterator[None]:
         _forced = before
 
 
-# Measured on 4 H200s: what the model below goes by.
+# Measured on 2 and 4 H200s: what the model below goes by.
+HARDWARE = "hopper"
 _MATMUL_FLOPS = 680e12  # a second, of a large matmul
 _LINK_BYTES = 375e9  # a second, by copy engines
 _MULTIPROCESSORS = 132
-_TILE = 128  # rows and columns of an output that a multiprocessor works on at a time
-# Below this many bytes the other way round is as fast or faster: about 65 us of copying.
+# A pipeline: rows and columns of an output that a multiprocessor works on at a time; the fewest
+# bytes for which it is faster, about 65 us of copying; pieces of a ring that a row has to fit into,
+# for each rank.
+_TILE = 128
 _LEAST_BYTES = 24e6
-HARDWARE = "hopper"
-# Pieces of a ring that a row has to fit into, for each rank.
 _SLOTS = 4
+# A kernel: groups that it has run on; matmuls up to so long that it is faster than a pipeline, for
+# it multiplies a little slower, but hides the sum; the fewest bytes that were tried; what it sends,
+# a second; how long a tile's stage of 64 takes by the tile's columns, and what else a tile and a
+# call take.
+_FUSED_WORLDS = (2,)
+_FUSED_LONGEST_S = {"all_gather_matmul": 0.25e-3, "matmul_reduce_scatter": 1e-3}
+_FUSED_LEAST_BYTES = 4e6
+_FUSED_LINK_BYTES = 310e9
+_STAGE_S = {256: 0.75e-6, 192: 0.59e-6, 128: 0.40e-6}
+_TILE_S = 2.5e-6
+_CALL_S = 15e-6
+# What the collective and the matmul one after the other take, beside their bytes and flops.
+_APART_S = 25e-6
 
 
 def digest() -> str:
@@ -90,9 +104,9 @@ def plan(
 ) -> Plan | str:
     """Chooses a plan, by a model of what overlapping hides and what it costs.
 
-    It hides the time of what travels. It costs the waits for the first and the last piece, which
-    are the same for all sizes, and it costs time where matmuls of a rank's rows fill the GPU less
-    well than one of all rows.
+    It hides the time of what travels. A pipeline costs the waits for the first and the last piece,
+    which are the same for all sizes, and it costs time where matmuls of a rank's rows fill the GPU
+    less well than one of all rows. One kernel costs neither, but it multiplies and sends slower.
 
     Args:
         operation: "all_gather_matmul" or "matmul_reduce_scatter".
@@ -120,13 +134,11 @@ def plan(
     gathers = operation == "all_gather_matmul"
     row_bytes = 2 * (k if gathers else ns[0])
 
-    def fits(fused: Plan) -> bool:
-        sent = sent_bytes(operation, fused, outer, rows, k, ns, world_size)
-        room = ring_bytes - ring_bytes // _BYTES_OF_FLAG * 4 - 2 * _RING_HEADER
-        return len(ns) <= _MAX_MATRICES and sent <= room
-
+    sizes = (operation, outer, rows, k, ns, world_size)
     if _forced is not None and _forced.tile_columns:
-        return _forced if fits(_forced) else "more bytes from peers than the ring takes at once"
+        if not _fits(_forced, *sizes, ring_bytes):
+            return f"more from peers, or more matrices, than a kernel and {ring_bytes} bytes take"
+        return _forced
     if row_bytes * _SLOTS * world_size > ring_bytes:
         return (
             f"rows of {row_bytes} bytes and a ring of {ring_bytes}; JAX_INTRANODE_RING_MIB sets "
@@ -137,21 +149,92 @@ def plan(
     if hardware != HARDWARE:
         return f"not measured on {hardware} GPUs"
     received = (world_size - 1) * outer * rows * row_bytes
+    seconds = [2 * world_size * outer * rows * k * n / _MATMUL_FLOPS for n in ns]
+    pipeline = _pipeline(operation, outer, rows, ns, world_size, received, seconds)
+    fused = _fused(operation, outer, rows, k, ns, world_size, received, sum(seconds))
+    if fused is None or not _fits(fused, *sizes, ring_bytes):
+        return pipeline
+    if isinstance(pipeline, str) or sum(seconds) < _FUSED_LONGEST_S[operation]:
+        return fused
+    return pipeline
+
+
+def _pipeline(
+    operation: str,
+    outer: int,
+    rows: int,
+    ns: Sequence[int],
+    world_size: int,
+    received: int,
+    seconds: Sequence[float],
+) -> Plan | str:
+    """The pipeline for an operation, or why what is not overlapped is faster.
+
+    Args:
+        operation, outer, rows, ns, world_size: as of `plan`.
+        received: bytes from peers.
+        seconds: that the matmul with each matrix takes alone.
+    """
     least = _LEAST_BYTES * max(1, world_size / 4)
     if received < least:
         return f"{received} bytes from peers; from {least:.0f} on overlapping is faster"
     link_s = received / _LINK_BYTES
-    seconds = [2 * world_size * outer * rows * k * n / _MATMUL_FLOPS for n in ns]
-    matmul_s = sum(seconds)
     lost_s = sum(s * (1 / _filled(outer, rows, n) - 1) for s, n in zip(seconds, ns, strict=True))
     if lost_s > link_s:
         return (
             f"matmuls of {rows} rows fill the GPU badly: {1e6 * lost_s:.0f} us lost for "
             f"{1e6 * link_s:.0f} us hidden"
         )
-    if gathers:
-        return Plan(last_cuts=2 if link_s > matmul_s else 1)
-    return Plan(3, 2) if link_s > 0.8 * matmul_s else Plan()
+    if operation == "all_gather_matmul":
+        return Plan(last_cuts=2 if link_s > sum(seconds) else 1)
+    return Plan(3, 2) if link_s > 0.8 * sum(seconds) else Plan()
+
+
+def _fused(
+    operation: str,
+    outer: int,
+    rows: int,
+    k: int,
+    ns: Sequence[int],
+    world_size: int,
+    received: int,
+    matmul_s: float,
+) -> Plan | None:
+    """The kernel for an operation, if it is faster than what is not overlapped."""
+    if world_size not in _FUSED_WORLDS or received < _FUSED_LEAST_BYTES:
+        return None
+    pairs = world_size * -(-outer * -(-rows // TILE_ROWS) // 2)
+
+    def kernel_s(columns: int) -> float:
+        units = pairs * sum(-(-n // columns) for n in ns)
+        waves = -(-units // (_MULTIPROCESSORS // 2))
+        return waves * (-(-k // _TILE_DEPTH) * _STAGE_S[columns] + _TILE_S)
+
+    # Where the link is the bound, what came last is multiplied soonest in narrow tiles.
+    link_s = received / _FUSED_LINK_BYTES
+    narrow = operation == "all_gather_matmul" and kernel_s(128) < link_s
+    columns = 128 if narrow else min(_STAGE_S, key=kernel_s)
+    fused_s = max(kernel_s(columns), link_s) + _CALL_S
+    filled = _filled(outer, world_size * rows, sum(ns))
+    if fused_s > received / _LINK_BYTES + matmul_s / filled + _APART_S:
+        return None
+    return Plan(tile_columns=columns)
+
+
+def _fits(
+    plan: Plan,
+    operation: str,
+    outer: int,
+    rows: int,
+    k: int,
+    ns: Sequence[int],
+    world_size: int,
+    ring_bytes: int,
+) -> bool:
+    """Whether a kernel takes an operation."""
+    room = ring_bytes - ring_bytes // _BYTES_OF_FLAG * 4 - 2 * _RING_HEADER
+    sent = sent_bytes(operation, plan, outer, rows, k, ns, world_size)
+    return len(ns) <= _MAX_MATRICES and sent <= room
 
 
 def sent_bytes(

@@ -76,7 +76,8 @@ def check_sum(mesh: Mesh, seed: int) -> None:
 
 
 def check_matmul(mesh: Mesh, operation: str) -> None:
-    """An overlapped collective matmul of ones."""
+    """An overlapped collective matmul of ones; "NAME in a kernel" asks for the fused one."""
+    operation, _, fused = operation.partition(" in a ")
     gathers = operation == "all_gather_matmul"
     x, w = np.ones((16 * mesh.size, 16)), np.ones((16, 16))
     specs = (P("x") if gathers else P(), P())
@@ -87,7 +88,7 @@ def check_matmul(mesh: Mesh, operation: str) -> None:
         lambda x, w: getattr(jax_intranode, operation)(x, w, "x"),
         mesh, specs, P() if gathers else P("x"),
     )  # fmt: skip
-    with overlap.forced(overlap.Plan()):
+    with overlap.forced(overlap.Plan(tile_columns=128 if fused else 0)):
         result = jax.block_until_ready(jax.jit(f)(*arrays))
     value = 16 if gathers else 16 * mesh.size
     for shard in result.addressable_shards:
@@ -207,10 +208,13 @@ def uses_segments(killed: int | None) -> None:
         (3, 1, True, "psum"),
         (2, 1, True, "all_gather_matmul"),
         (2, 0, False, "matmul_reduce_scatter"),
+        (2, 0, False, "all_gather_matmul in a kernel"),
+        (2, 1, True, "matmul_reduce_scatter in a kernel"),
     ],
     ids=[
         "1_of_2_exits", "1_of_2_sleeps", "0_of_2_sleeps", "1_of_3_exits", "1_of_2_exits_gathering",
-        "0_of_2_sleeps_scattering",
+        "0_of_2_sleeps_scattering", "0_of_2_sleeps_gathering_in_a_kernel",
+        "1_of_2_exits_scattering_in_a_kernel",
     ],
 )  # fmt: skip
 def test_rank_that_leaves(
@@ -226,8 +230,9 @@ def test_rank_that_leaves(
         if rank == missing:
             continue
         (first,) = lines(log, "FIRST")
+        name = operation.partition(" in a ")[0]
         for part in (
-            operation, f"timed out after {TIMEOUT_S}", f"rank {rank} (device ",
+            name, f"timed out after {TIMEOUT_S}", f"rank {rank} (device ",
             f"waited for rank {missing} (device ", "JAX_INTRANODE_TIMEOUT_S",
         ):  # fmt: skip
             assert part in first, first

@@ -411,7 +411,8 @@ struct HalfOfRows {
   }
 };
 
-// Sends one half of the block's items of the rank's shard to all peers. A warp.
+// Sends one half of the block's items of the rank's shard to all peers, and copies them into the
+// gathered x if there is one. A warp.
 template <int kColumns>
 JIN_FN void SendItems(const Block<kColumns>& b, uint32_t operations, int half) {
   const Parameters& p = b.p;
@@ -430,6 +431,9 @@ JIN_FN void SendItems(const Block<kColumns>& b, uint32_t operations, int half) {
     }
     const RowTile rows = RowTileOf(p, item.tile);
     const HalfOfRows from(p, rows, rows.array, item.depth, half);
+    const bool keeps = p.gathered != nullptr && step == 1;  // the shard goes there once, too
+    const HalfOfRows own(p, rows, static_cast<int64_t>(rows.array) * p.group.size + p.group.rank,
+                         item.depth, half);
     const int place = PlaceOfItem(p, step, item.tile, item.depth);
     char* const to = Data(p, peer, place) + half * kHalf;
     CopyHalf(
@@ -438,6 +442,9 @@ JIN_FN void SendItems(const Block<kColumns>& b, uint32_t operations, int half) {
         },
         [&](int row, int column, const Pack& pack) {
           *reinterpret_cast<Pack*>(to + Offset(row, column)) = pack;
+          if (keeps && own.Has(row, column)) {
+            *reinterpret_cast<Pack*>(p.gathered + own.At(p, row, column)) = pack;
+          }
         },
         [&] { news.Tell(); });
     news.Add(Flags(p, peer, place) + half, number);
@@ -445,37 +452,30 @@ JIN_FN void SendItems(const Block<kColumns>& b, uint32_t operations, int half) {
   news.Tell();
 }
 
-// Copies the block's items of all shards into the gathered x, as they arrive. A warp.
+// Copies the block's items of the peers' shards into the gathered x, as they arrive. A warp.
 template <int kColumns>
 JIN_FN void KeepItems(const Block<kColumns>& b) {
   const Parameters& p = b.p;
   DeviceThread thread = b.Thread();
-  const int items = p.group.size * p.tiles * p.depth;
+  const int items = (p.group.size - 1) * p.tiles * p.depth;
   for (int i = blockIdx.x; i < items; i += gridDim.x) {
-    Item item = ItemOf(p, i);
-    ++item.step;  // the last one is the rank's own
-    const bool own = item.step == p.group.size;
-    const int owner = RankAfter(p, item.step);
+    const Item item = ItemOf(p, i);
+    const int step = item.step + 1;
+    const int owner = RankAfter(p, step);
     const RowTile rows = RowTileOf(p, item.tile);
-    const int place = PlaceOfItem(p, item.step, item.tile, item.depth);
-    if (!own) AwaitItems(b, thread, place, 0, 1, owner);
+    const int place = PlaceOfItem(p, step, item.tile, item.depth);
+    AwaitItems(b, thread, place, 0, 1, owner);
     for (int half = 0; half < 2; ++half) {
-      const HalfOfRows from(p, rows, rows.array, item.depth, half);
       const HalfOfRows to(p, rows, static_cast<int64_t>(rows.array) * p.group.size + owner,
                           item.depth, half);
-      CopyHalf(
-          [&](int row, int column) {
-            if (!to.Has(row, column)) return Pack{};
-            return LoadPack(own ? p.rows_of_x + from.At(p, row, column)
-                                : Data(p, p.group.rank, place) + half * kHalf +
-                                      Offset(row, column));
-          },
-          [&](int row, int column, const Pack& pack) {
-            if (to.Has(row, column)) {
-              *reinterpret_cast<Pack*>(p.gathered + to.At(p, row, column)) = pack;
-            }
-          },
-          [] {});
+      const char* const from = Data(p, p.group.rank, place) + half * kHalf;
+      CopyHalf([&](int row, int column) { return LoadPack(from + Offset(row, column)); },
+               [&](int row, int column, const Pack& pack) {
+                 if (to.Has(row, column)) {
+                   *reinterpret_cast<Pack*>(p.gathered + to.At(p, row, column)) = pack;
+                 }
+               },
+               [] {});
     }
   }
 }

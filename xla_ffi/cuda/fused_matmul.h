@@ -1,42 +1,45 @@
 // All-gather + matmul and matmul + reduce-scatter as one kernel, for Hopper GPUs. No XLA.
 //
 // The grid is persistent: a block a multiprocessor, all of them resident at once. Of a block's
-// warps some multiply, one feeds them, and one sends to peers with bulk copies, which leave the
-// multiplying warps alone. What is sent lies in the receiver's ring until it has been used. (Not in
-// XLA's own buffers: those move when XLA captures again on one rank alone.)
+// warps eight multiply, one feeds them, and two send to peers, or three where a gathered operand is
+// kept. What is sent lies in the receiver's ring until it has been used. (Not in XLA's own buffers:
+// those move when XLA captures again on one rank alone.) All that travels are items: 64 columns of
+// 128 rows, as the matrix instructions want them in shared memory, in halves with a flag each.
 //
 //   all-gather + matmul     at step s rank r sends its shard to rank r - s, and gets that of rank
 //                           r + s: each link carries one shard at a time. A rank multiplies its own
-//                           shard first, then the others in the order of their arrival. The unit
-//                           that travels is an item: 64 columns of 128 rows, as the matrix
-//                           instructions want them in shared memory.
+//                           shard first, then the others, in the order in which they are sent: of a
+//                           group of row tiles the first columns of all, then the next ones. So
+//                           tiles are under way while the shard is.
 //   matmul + reduce-scatter rank r multiplies the rows of rank r + 1 first, its own last, and sends
 //                           each tile of the product when it is done. A tile of its own rows waits
 //                           for the same tile of all other ranks and is summed with them, in rank
-//                           order, on its way from the registers to memory.
+//                           order, on its way from the registers to memory: they are fed to the
+//                           multiplying warps like operands.
 //
-// Why no item or tile is written before the last one in its place has been read
-//   A rank grants its ring to each peer when its kernel begins, so when all that used the ring
-//   before has ended; a sender writes only after the grant. The grant carries the number of the
-//   operation in the group, which grows alike on all ranks, so that a grant is taken once.
+// Why nothing is written before what lay in its place has been read
+//   A rank lends its ring to each peer when its kernel begins, so when all that used the ring
+//   before has ended; a sender writes only after that. The word carries the number of the
+//   operation in the group, which grows alike on all ranks, so that it is taken once.
 //   A rank's kernel ends when all that was meant for it has arrived and has been used, and when all
-//   that it sends has been written. Hence a peer that is an operation ahead, and overwrites this
-//   rank's grant word with its next grant, has got all that the word stood for: none of the blocks
-//   that still run needs it.
+//   that it sends has been written. Hence a peer that is an operation ahead, and overwrites the
+//   word with its next one, has got all that the word stood for: no block that still runs needs it.
 //
 // Why a flag that is set means that the data of this operation lie there
-//   The grant carries the number of the receiver's operation on that ring, too, which all groups of
-//   the device share and which is different for each. The sender writes this number into the flag
-//   of an item or tile after the data. Flags have words of their own, which hold nothing else,
-//   ever: what a flag held before is the number of an operation that has ended. Nobody clears them.
+//   The word carries the number of the receiver's operation on that ring, too, which all groups of
+//   the device share and which is different for each. The sender writes this number into the flag,
+//   after the data and a fence at system scope. (Without the fence flags overtake: sums were wrong
+//   on 2 H200s, even with bulk copies that had completed.) Flags have words of their own, which
+//   hold nothing else, ever: what a flag held before is the number of an operation that has ended.
+//   Nobody clears them.
 //
 // Why it ends
-//   A block that sends waits for a grant, which its peer gives when its kernel begins, and for its
-//   own block's matmuls. A block that multiplies waits for flags: in an all-gather for what all
-//   ranks send without waiting for a matmul; in a reduce-scatter for tiles of which each rank
-//   computes all before it waits for any. So no wait depends on itself, as long as all blocks of a
-//   rank run at once: the grid has only as many as fit. Ranks that call one operation wait for
-//   those that have not come to it, until the deadline.
+//   A warp that sends waits for a peer's ring, which the peer lends when its kernel begins, and for
+//   its own block's products. What multiplies waits for flags: in an all-gather for what all ranks
+//   send without waiting for a product; in a reduce-scatter for tiles of which each rank computes
+//   all before it waits for any. So no wait depends on itself, as long as all blocks of a rank run
+//   at once: the grid has only as many as fit. Ranks that call one operation wait for those that
+//   have not come to it, until the deadline.
 //
 // The grid, the sizes and the order of tiles may differ from call to call. Replayed, captured or
 // launched, the kernel does the same: all that changes from call to call lies in device memory.

@@ -56,10 +56,6 @@ JIN_FN void BarrierExpect(uint32_t barrier, uint32_t bytes) {
                : "memory");
 }
 
-JIN_FN void BarrierArrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
 // Arrives `count` times at the barrier of the same place in a block of the cluster.
 JIN_FN void BarrierArrive(uint32_t barrier, uint32_t of_rank, uint32_t count) {
   asm volatile(
@@ -96,14 +92,6 @@ JIN_FN void Load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
           "r"(to),
       "l"(from), "r"(bytes), "r"(barrier)
-      : "memory");
-}
-
-JIN_FN void Load(uint32_t to, const CUtensorMap& map, int x, int y, uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
-      "%3}], [%4];" ::"r"(to),
-      "l"(&map), "r"(x), "r"(y), "r"(barrier)
       : "memory");
 }
 

@@ -19,6 +19,7 @@ def plan(
     hardware: str = "hopper",
     ring: int = RING,
     outer: int = 1,
+    fused: bool = True,
 ) -> Plan | str:
     ns = n if isinstance(n, tuple) else (n,)
     return overlap.plan(
@@ -31,6 +32,7 @@ def plan(
         world_size=world,
         hardware=hardware,
         ring_bytes=ring,
+        fused=fused,
     )
 
 
@@ -78,6 +80,19 @@ def test_two_gpus_use_one_kernel_where_it_is_faster(
     operation: str, m: int, k: int, n: int | tuple[int, ...], expected: Plan
 ) -> None:
     assert plan(operation, m, k, n, world=2) == expected
+    without = plan(operation, m, k, n, world=2, fused=False)
+    assert isinstance(without, str) or without.tile_columns == 0
+
+
+def test_kernel_sends_whole_tiles() -> None:
+    """Of arrays of few rows most would be padding."""
+    for operation, m, k, n, outer in (
+        (GATHER, 2048, 8192, 1024, 128),
+        (SCATTER, 4096, 1024, 8192, 64),
+    ):
+        alone = plan(operation, m, k, n, world=2)
+        assert isinstance(alone, Plan) and alone.tile_columns
+        assert isinstance(plan(operation, m, k, n, world=2, outer=outer), str)
 
 
 def test_kernel_takes_what_fits_the_ring() -> None:

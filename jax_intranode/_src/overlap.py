@@ -101,6 +101,7 @@ def plan(
     world_size: int,
     hardware: str,
     ring_bytes: int,
+    fused: bool,
 ) -> Plan | str:
     """Chooses a plan, by a model of what overlapping hides and what it costs.
 
@@ -119,6 +120,7 @@ def plan(
         world_size: ranks of the group.
         hardware: the generation of the GPUs (`table.hardware_of`).
         ring_bytes: bytes of a device's ring.
+        fused: whether it may be one kernel.
 
     Returns:
         The plan, or why the operation is not overlapped.
@@ -151,11 +153,11 @@ def plan(
     received = (world_size - 1) * outer * rows * row_bytes
     seconds = [2 * world_size * outer * rows * k * n / _MATMUL_FLOPS for n in ns]
     pipeline = _pipeline(operation, outer, rows, ns, world_size, received, seconds)
-    fused = _fused(operation, outer, rows, k, ns, world_size, received, sum(seconds))
-    if fused is None or not _fits(fused, *sizes, ring_bytes):
+    kernel = _fused(*sizes, received, sum(seconds)) if fused else None
+    if kernel is None or not _fits(kernel, *sizes, ring_bytes):
         return pipeline
     if isinstance(pipeline, str) or sum(seconds) < _FUSED_LONGEST_S[operation]:
-        return fused
+        return kernel
     return pipeline
 
 
@@ -210,11 +212,15 @@ def _fused(
         waves = -(-units // (_MULTIPROCESSORS // 2))
         return waves * (-(-k // _TILE_DEPTH) * _STAGE_S[columns] + _TILE_S)
 
+    def link_s(columns: int) -> float:
+        plan = Plan(tile_columns=columns)
+        sent = sent_bytes(operation, plan, outer, rows, k, ns, world_size)
+        return sent / _FUSED_LINK_BYTES
+
     # Where the link is the bound, what came last is multiplied soonest in narrow tiles.
-    link_s = received / _FUSED_LINK_BYTES
-    narrow = operation == "all_gather_matmul" and kernel_s(128) < link_s
+    narrow = operation == "all_gather_matmul" and kernel_s(128) < link_s(128)
     columns = 128 if narrow else min(_STAGE_S, key=kernel_s)
-    fused_s = max(kernel_s(columns), link_s) + _CALL_S
+    fused_s = max(kernel_s(columns), link_s(columns)) + _CALL_S
     filled = _filled(outer, world_size * rows, sum(ns))
     if fused_s > received / _LINK_BYTES + matmul_s / filled + _APART_S:
         return None

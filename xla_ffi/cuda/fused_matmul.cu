@@ -502,9 +502,12 @@ JIN_FN void SendTiles(const Block<kColumns>& b, uint32_t operations, int half) {
       number = AwaitGrant(p, thread, peer, operations);
     }
     ++tiles;
-    if (LoadSharedAcquire(b.Stored(half)) < tiles) {
+    const auto is_stored = [&] {  // for all lanes or for none
+      return __all_sync(~0u, LoadSharedAcquire(b.Stored(half)) >= tiles);
+    };
+    if (!is_stored()) {
       news.Tell();
-      while (LoadSharedAcquire(b.Stored(half)) < tiles) {
+      while (!is_stored()) {
       }
     }
     for (int item = 0; item < Layout<kColumns>::kItems; ++item) {
@@ -614,7 +617,10 @@ JIN_FN void Multiply(const Block<kColumns>& b) {
     // while this warp goes on.
     const auto store = [&](int item, const float* values) {
       const uint32_t buffer = b.Buffer(half, item);
-      if (thread == 0) StoreWaitRead<1>();
+      if (thread == 0) {
+        // The buffer of two items ago has been read; of three items the last one's is the first's.
+        Place::kItems % 2 == 1 && item == 0 ? StoreWaitRead<0>() : StoreWaitRead<1>();
+      }
       sync_half();
       JIN_UNROLL
       for (int i = 0; i < 16; ++i) {

@@ -5,8 +5,8 @@
 //
 // A word has one setter, rank p, which only ever writes 1, and one resetter, its owner, which only
 // ever writes 0, after it has seen the 1. No epoch and no counter: a call that is launched,
-// captured or replayed does the same. collective_matmul.h says why a word is always read before it
-// is set again.
+// captured or replayed does the same. (`lent` is another matter: fused_matmul.h.)
+// collective_matmul.h says why a word is always read before it is set again.
 #pragma once
 
 #include <cuda_runtime_api.h>

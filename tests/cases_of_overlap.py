@@ -121,6 +121,37 @@ def overlapped_exact(rows: int, plan: str) -> None:
                 check(result, want.astype(jnp.bfloat16))
 
 
+@case(plan=("fused", "fused_192", "fused_128"))
+def overlapped_many_tiles(plan: str) -> None:
+    """More tiles than run at a time, an odd number of rows of them; K of one stage and of two."""
+    mesh = line()
+    n = mesh.size
+    for rows, k, width in ((1032, 72, 4104), (1024, 8, 4096)):
+        x, y = zeros_and_ones(1, n, rows, k), zeros_and_ones(2, n, rows * n, k)
+        w = zeros_and_ones(3, n, k, width)
+
+        def f(x: Any, y: Any, w: Any) -> Any:
+            product, whole = jax_intranode.all_gather_matmul(x[0], w[0], "x", return_gathered=True)
+            part = jax_intranode.matmul_reduce_scatter(y[0], w[0], "x")
+            return [v[None] for v in (product, whole, part)]
+
+        arrays = [put(mesh, P("x"), v.astype(jnp.bfloat16)) for v in (x, y, w)]
+        program = overlapped(sharded(f, mesh, P("x"), P("x")), arrays, plan)
+        whole = np.concatenate(list(x))
+        sums = sum(yr @ wr for yr, wr in zip(y, w, strict=True))
+        expected = [
+            np.stack([whole @ wr for wr in w]),
+            everywhere(whole, n),
+            np.stack(np.split(sums, n)),
+        ]
+        for _ in range(4):
+            settle(mesh)
+            poison(mesh)
+            settle(mesh)
+            for result, want in zip(program(*arrays), expected, strict=True):
+                check(result, want.astype(jnp.bfloat16))
+
+
 @case(dtype=("bfloat16", "float16"), plan=("parts", "fused"))
 def overlapped_sums_in_rank_order(dtype: str, plan: str) -> None:
     """Ranks' products are rounded and summed as any arrays; the same bits at each of 100 runs."""

@@ -81,6 +81,18 @@ def poison(mesh: Mesh) -> None:
         )
 
 
+def check_in_poisoned_rings(
+    mesh: Mesh, program: Any, arrays: Sequence[Any], expected: Sequence[Any], times: int
+) -> None:
+    """The results of a program are exact, each time that rings were full of NaN before."""
+    for _ in range(times):
+        settle(mesh)
+        poison(mesh)
+        settle(mesh)
+        for result, want in zip(program(*arrays), expected, strict=True):
+            check(result, want.astype(jnp.bfloat16))
+
+
 @case(rows=(1, 127, 129, 256), plan=tuple(PLANS))
 def overlapped_exact(rows: int, plan: str) -> None:
     """Every axis with and without batches, unequal widths; rings are full of NaN before."""
@@ -113,12 +125,7 @@ def overlapped_exact(rows: int, plan: str) -> None:
             np.stack(np.split(sums, n, axis)),
             everywhere(np.einsum("r...k,rkn->...n", y, ws[2]), n),
         ]
-        for _ in range(2):
-            settle(mesh)
-            poison(mesh)
-            settle(mesh)
-            for result, want in zip(program(*arrays), expected, strict=True):
-                check(result, want.astype(jnp.bfloat16))
+        check_in_poisoned_rings(mesh, program, arrays, expected, 2)
 
 
 @case(plan=("fused", "fused_192", "fused_128"))
@@ -144,12 +151,7 @@ def overlapped_many_tiles(plan: str) -> None:
             everywhere(whole, n),
             np.stack(np.split(sums, n)),
         ]
-        for _ in range(4):
-            settle(mesh)
-            poison(mesh)
-            settle(mesh)
-            for result, want in zip(program(*arrays), expected, strict=True):
-                check(result, want.astype(jnp.bfloat16))
+        check_in_poisoned_rings(mesh, program, arrays, expected, 4)
 
 
 @case(dtype=("bfloat16", "float16"), plan=("parts", "fused"))

@@ -133,126 +133,123 @@ def plan(
         return "no elements"
     if k % 8 or any(n % 8 for n in ns):
         return f"K {k}, N {', '.join(map(str, ns))}; overlapped are multiples of 8"
-    gathers = operation == "all_gather_matmul"
-    row_bytes = 2 * (k if gathers else ns[0])
-
-    sizes = (operation, outer, rows, k, ns, world_size)
+    sizes = Sizes(operation, outer, rows, k, tuple(ns), world_size)
     if _forced is not None and _forced.tile_columns:
-        if not _fits(_forced, *sizes, ring_bytes):
+        if not sizes.fit(_forced, ring_bytes):
             return f"more from peers, or more matrices, than a kernel and {ring_bytes} bytes take"
         return _forced
-    if row_bytes * _SLOTS * world_size > ring_bytes:
+    if sizes.row_bytes * _SLOTS * world_size > ring_bytes:
         return (
-            f"rows of {row_bytes} bytes and a ring of {ring_bytes}; JAX_INTRANODE_RING_MIB sets "
-            "its size"
+            f"rows of {sizes.row_bytes} bytes and a ring of {ring_bytes}; JAX_INTRANODE_RING_MIB "
+            "sets its size"
         )
     if _forced is not None:
         return _forced
     if hardware != HARDWARE:
         return f"not measured on {hardware} GPUs"
-    received = (world_size - 1) * outer * rows * row_bytes
-    seconds = [2 * world_size * outer * rows * k * n / _MATMUL_FLOPS for n in ns]
-    pipeline = _pipeline(operation, outer, rows, ns, world_size, received, seconds)
-    kernel = _fused(*sizes, received, sum(seconds)) if fused else None
-    if kernel is None or not _fits(kernel, *sizes, ring_bytes):
+    pipeline = _pipeline(sizes)
+    kernel = _fused(sizes) if fused else None
+    if kernel is None or not sizes.fit(kernel, ring_bytes):
         return pipeline
-    if isinstance(pipeline, str) or sum(seconds) < _FUSED_LONGEST_S[operation]:
+    if isinstance(pipeline, str) or sizes.matmul_s < _FUSED_LONGEST_S[operation]:
         return kernel
     return pipeline
 
 
-def _pipeline(
-    operation: str,
-    outer: int,
-    rows: int,
-    ns: Sequence[int],
-    world_size: int,
-    received: int,
-    seconds: Sequence[float],
-) -> Plan | str:
-    """The pipeline for an operation, or why what is not overlapped is faster.
+@dataclass(frozen=True)
+class Sizes:
+    """An operation by arguments of `plan`, and what follows from them."""
 
-    Args:
-        operation, outer, rows, ns, world_size: as of `plan`.
-        received: bytes from peers.
-        seconds: that the matmul with each matrix takes alone.
-    """
-    least = _LEAST_BYTES * max(1, world_size / 4)
-    if received < least:
-        return f"{received} bytes from peers; from {least:.0f} on overlapping is faster"
-    link_s = received / _LINK_BYTES
-    lost_s = sum(s * (1 / _filled(outer, rows, n) - 1) for s, n in zip(seconds, ns, strict=True))
+    operation: str
+    outer: int
+    rows: int
+    k: int
+    ns: tuple[int, ...]
+    world_size: int
+
+    @property
+    def gathers(self) -> bool:
+        """Whether rows travel before they are multiplied."""
+        return self.operation == "all_gather_matmul"
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row that travels."""
+        return 2 * (self.k if self.gathers else self.ns[0])
+
+    @property
+    def received(self) -> int:
+        """Bytes from peers."""
+        return (self.world_size - 1) * self.outer * self.rows * self.row_bytes
+
+    @property
+    def seconds(self) -> list[float]:
+        """What the matmul with each matrix takes alone."""
+        rows = self.world_size * self.outer * self.rows
+        return [2 * rows * self.k * n / _MATMUL_FLOPS for n in self.ns]
+
+    @property
+    def matmul_s(self) -> float:
+        """What all matmuls take alone."""
+        return sum(self.seconds)
+
+    def sent_bytes(self, tile_columns: int) -> int:
+        """Bytes that a kernel's whole tiles take in a ring, and those of a sum in scratch, too."""
+        row_tiles = self.outer * -(-self.rows // TILE_ROWS)
+        if self.gathers:
+            columns = -(-self.k // _TILE_DEPTH) * _TILE_DEPTH
+        else:
+            columns = sum(-(-n // tile_columns) for n in self.ns) * tile_columns
+        return 2 * (self.world_size - 1) * row_tiles * TILE_ROWS * columns
+
+    def fit(self, kernel: Plan, ring_bytes: int) -> bool:
+        """Whether a kernel takes them."""
+        room = ring_bytes - ring_bytes // _BYTES_OF_FLAG * 4 - 2 * _RING_HEADER
+        return len(self.ns) <= _MAX_MATRICES and self.sent_bytes(kernel.tile_columns) <= room
+
+
+def _pipeline(sizes: Sizes) -> Plan | str:
+    """The pipeline for an operation, or why what is not overlapped is faster."""
+    least = _LEAST_BYTES * max(1, sizes.world_size / 4)
+    if sizes.received < least:
+        return f"{sizes.received} bytes from peers; from {least:.0f} on overlapping is faster"
+    link_s = sizes.received / _LINK_BYTES
+    lost_s = sum(
+        s * (1 / _filled(sizes.outer, sizes.rows, n) - 1)
+        for s, n in zip(sizes.seconds, sizes.ns, strict=True)
+    )
     if lost_s > link_s:
         return (
-            f"matmuls of {rows} rows fill the GPU badly: {1e6 * lost_s:.0f} us lost for "
+            f"matmuls of {sizes.rows} rows fill the GPU badly: {1e6 * lost_s:.0f} us lost for "
             f"{1e6 * link_s:.0f} us hidden"
         )
-    if operation == "all_gather_matmul":
-        return Plan(last_cuts=2 if link_s > sum(seconds) else 1)
-    return Plan(3, 2) if link_s > 0.8 * sum(seconds) else Plan()
+    if sizes.gathers:
+        return Plan(last_cuts=2 if link_s > sizes.matmul_s else 1)
+    return Plan(3, 2) if link_s > 0.8 * sizes.matmul_s else Plan()
 
 
-def _fused(
-    operation: str,
-    outer: int,
-    rows: int,
-    k: int,
-    ns: Sequence[int],
-    world_size: int,
-    received: int,
-    matmul_s: float,
-) -> Plan | None:
+def _fused(sizes: Sizes) -> Plan | None:
     """The kernel for an operation, if it is faster than what is not overlapped."""
-    if world_size not in _FUSED_WORLDS or received < _FUSED_LEAST_BYTES:
+    if sizes.world_size not in _FUSED_WORLDS or sizes.received < _FUSED_LEAST_BYTES:
         return None
-    pairs = world_size * -(-outer * -(-rows // TILE_ROWS) // 2)
+    pairs = sizes.world_size * -(-sizes.outer * -(-sizes.rows // TILE_ROWS) // 2)
 
     def kernel_s(columns: int) -> float:
-        units = pairs * sum(-(-n // columns) for n in ns)
+        units = pairs * sum(-(-n // columns) for n in sizes.ns)
         waves = -(-units // (_MULTIPROCESSORS // 2))
-        return waves * (-(-k // _TILE_DEPTH) * _STAGE_S[columns] + _TILE_S)
+        return waves * (-(-sizes.k // _TILE_DEPTH) * _STAGE_S[columns] + _TILE_S)
 
     def link_s(columns: int) -> float:
-        plan = Plan(tile_columns=columns)
-        sent = sent_bytes(operation, plan, outer, rows, k, ns, world_size)
-        return sent / _FUSED_LINK_BYTES
+        return sizes.sent_bytes(columns) / _FUSED_LINK_BYTES
 
     # Where the link is the bound, what came last is multiplied soonest in narrow tiles.
-    narrow = operation == "all_gather_matmul" and kernel_s(128) < link_s(128)
+    narrow = sizes.gathers and kernel_s(128) < link_s(128)
     columns = 128 if narrow else min(_STAGE_S, key=kernel_s)
     fused_s = max(kernel_s(columns), link_s(columns)) + _CALL_S
-    filled = _filled(outer, world_size * rows, sum(ns))
-    if fused_s > received / _LINK_BYTES + matmul_s / filled + _APART_S:
+    filled = _filled(sizes.outer, sizes.world_size * sizes.rows, sum(sizes.ns))
+    if fused_s > sizes.received / _LINK_BYTES + sizes.matmul_s / filled + _APART_S:
         return None
     return Plan(tile_columns=columns)
-
-
-def _fits(
-    plan: Plan,
-    operation: str,
-    outer: int,
-    rows: int,
-    k: int,
-    ns: Sequence[int],
-    world_size: int,
-    ring_bytes: int,
-) -> bool:
-    """Whether a kernel takes an operation."""
-    room = ring_bytes - ring_bytes // _BYTES_OF_FLAG * 4 - 2 * _RING_HEADER
-    sent = sent_bytes(operation, plan, outer, rows, k, ns, world_size)
-    return len(ns) <= _MAX_MATRICES and sent <= room
-
-
-def sent_bytes(
-    operation: str, plan: Plan, outer: int, rows: int, k: int, ns: Sequence[int], world_size: int
-) -> int:
-    """Bytes that a kernel's whole tiles take in a ring, and those of a sum in scratch, too."""
-    row_tiles = outer * -(-rows // TILE_ROWS)
-    if operation == "all_gather_matmul":
-        columns = -(-k // _TILE_DEPTH) * _TILE_DEPTH
-    else:
-        columns = sum(-(-n // plan.tile_columns) for n in ns) * plan.tile_columns
-    return 2 * (world_size - 1) * row_tiles * TILE_ROWS * columns
 
 
 def _filled(outer: int, rows: int, columns: int) -> float:

@@ -5,6 +5,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "fused_matmul.h"
@@ -550,7 +551,7 @@ struct Target {
 };
 
 // Multiplies: a warpgroup, of each tile its half of the rows.
-template <class Type, bool kBf16, bool kRowsOfB, int kColumns>
+template <class Type, bool kRowsOfB, int kColumns>
 JIN_FN void Multiply(const Block<kColumns>& b) {
   using Place = Layout<kColumns>;
   const Parameters& p = b.p;
@@ -596,7 +597,8 @@ JIN_FN void Multiply(const Block<kColumns>& b) {
       MatmulFence();
       JIN_UNROLL
       for (int i = 0; i < kTileDepth / 16; ++i) {
-        Matmul16<kBf16, kRowsOfB>(d, a + 2 * i, w + (kRowsOfB ? 128 : 2) * i, k + i > 0);
+        Matmul16<std::is_same_v<Type, BF16>, kRowsOfB>(d, a + 2 * i, w + (kRowsOfB ? 128 : 2) * i,
+                                                       k + i > 0);
       }
       MatmulCommit();
       if (k == 0) {
@@ -678,7 +680,7 @@ JIN_FN void Multiply(const Block<kColumns>& b) {
   if (thread == 0) StoreWait<0>();
 }
 
-template <class Type, bool kBf16, bool kRowsOfB, int kColumns>
+template <class Type, bool kRowsOfB, int kColumns>
 __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads, 1)
     jax_intranode_fused_matmul(const __grid_constant__ Parameters p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -720,7 +722,7 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
     }
   } else {
     TakeRegisters<kRegistersOfMultipliers>();
-    Multiply<Type, kBf16, kRowsOfB>(b);
+    Multiply<Type, kRowsOfB>(b);
   }
   __syncwarp();
   ClusterSync();  // nobody leaves while another block may still copy into its memory
@@ -736,25 +738,30 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
 #endif
 }
 
-template <class Type, bool kBf16, bool kRowsOfB>
-const void* KernelOf(int columns) {
-  const auto address = [](auto* kernel) { return reinterpret_cast<const void*>(kernel); };
-  if (columns == 128) return address(&jax_intranode_fused_matmul<Type, kBf16, kRowsOfB, 128>);
-  if (columns == 192) return address(&jax_intranode_fused_matmul<Type, kBf16, kRowsOfB, 192>);
-  return address(&jax_intranode_fused_matmul<Type, kBf16, kRowsOfB, 256>);
-}
+struct Kernel {
+  const void* function;
+  size_t shared_bytes;
+};
 
-const void* Kernel(ElementType type, bool transposed, int columns) {
-  if (type == ElementType::kBF16) {
-    return transposed ? KernelOf<BF16, true, false>(columns) : KernelOf<BF16, true, true>(columns);
+template <class Type, bool kRowsOfB>
+Kernel KernelOf(int columns) {
+  const auto of = [](auto* function, size_t bytes) {
+    return Kernel{reinterpret_cast<const void*>(function), bytes};
+  };
+  if (columns == 128) {
+    return of(&jax_intranode_fused_matmul<Type, kRowsOfB, 128>, Layout<128>::kBytes);
   }
-  return transposed ? KernelOf<F16, false, false>(columns) : KernelOf<F16, false, true>(columns);
+  if (columns == 192) {
+    return of(&jax_intranode_fused_matmul<Type, kRowsOfB, 192>, Layout<192>::kBytes);
+  }
+  return of(&jax_intranode_fused_matmul<Type, kRowsOfB, 256>, Layout<256>::kBytes);
 }
 
-size_t SharedBytes(int columns) {
-  if (columns == 128) return Layout<128>::kBytes;
-  if (columns == 192) return Layout<192>::kBytes;
-  return Layout<256>::kBytes;
+Kernel KernelFor(ElementType type, bool transposed, int columns) {
+  if (type == ElementType::kBF16) {
+    return transposed ? KernelOf<BF16, false>(columns) : KernelOf<BF16, true>(columns);
+  }
+  return transposed ? KernelOf<F16, false>(columns) : KernelOf<F16, true>(columns);
 }
 
 void Check(cudaError_t status) { ThrowIfError(status, "launching a collective matmul"); }
@@ -797,16 +804,16 @@ int ColumnTiles(const MatmulCall& call, const MatmulPlan& plan) {
 }
 
 // Blocks that the device has room for, all at once.
-int BlocksOf(const void* kernel, int columns) {
+int BlocksOf(const Kernel& kernel) {
   int device;
   Check(cudaGetDevice(&device));
   static std::mutex mutex;
   static std::map<std::pair<int, const void*>, int> known;
   std::lock_guard lock(mutex);
-  int& blocks = known[{device, kernel}];
+  int& blocks = known[{device, kernel.function}];
   if (blocks == 0) {
-    const int bytes = static_cast<int>(SharedBytes(columns));
-    Check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    Check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(kernel.shared_bytes)));
     int multiprocessors, clusters;
     Check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
     cudaLaunchAttribute cluster;
@@ -815,10 +822,10 @@ int BlocksOf(const void* kernel, int columns) {
     cudaLaunchConfig_t config = {};
     config.gridDim = multiprocessors / kClusterSize * kClusterSize;
     config.blockDim = kThreads;
-    config.dynamicSmemBytes = bytes;
+    config.dynamicSmemBytes = kernel.shared_bytes;
     config.attrs = &cluster;
     config.numAttrs = 1;
-    Check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
+    Check(cudaOccupancyMaxActiveClusters(&clusters, kernel.function, &config));
     blocks = kClusterSize * clusters;
   }
   return blocks;
@@ -833,14 +840,6 @@ size_t FusedScratchBytes(Algorithm algorithm, const MatmulCall& call, int size,
          plan.tile_columns * 2;
 }
 
-size_t FusedRingBytes(Algorithm algorithm, const MatmulCall& call, int size,
-                      const MatmulPlan& plan) {
-  if (algorithm == Algorithm::kMatmulReduceScatter) {
-    return FusedScratchBytes(algorithm, call, size, plan);
-  }
-  return static_cast<size_t>(size - 1) * RowTiles(call) * DivideUp(call.k, kTileDepth) * kItem;
-}
-
 void LaunchFused(const MatmulMember& member, Algorithm algorithm, const MatmulPlan& plan,
                  const MatmulCall& call, cudaStream_t stream) {
   const DeviceGroup& group = member.group;
@@ -849,7 +848,9 @@ void LaunchFused(const MatmulMember& member, Algorithm algorithm, const MatmulPl
   p.group = group;
   std::copy(std::begin(member.ring), std::end(member.ring), p.ring);
   p.data_offset = RingDataOffset(member.ring_bytes);
-  const size_t needed = FusedRingBytes(algorithm, call, group.size, plan);
+  const size_t items =
+      static_cast<size_t>(group.size - 1) * RowTiles(call) * DivideUp(call.k, kTileDepth);
+  const size_t needed = sums ? FusedScratchBytes(algorithm, call, group.size, plan) : items * kItem;
   if (needed > member.data_bytes()) {
     throw std::runtime_error("jax_intranode: a collective matmul takes " + std::to_string(needed) +
                              " bytes of a ring of " + std::to_string(member.data_bytes()) +
@@ -882,10 +883,10 @@ void LaunchFused(const MatmulMember& member, Algorithm algorithm, const MatmulPl
                                       {kTileDepth, static_cast<uint32_t>(plan.tile_columns / 2)})
                                 : Map(call.type, call.ws[i], {n, k}, {64, kTileDepth / 2});
   }
-  const void* const kernel = Kernel(call.type, call.transposed, plan.tile_columns);
+  const Kernel kernel = KernelFor(call.type, call.transposed, plan.tile_columns);
   void* arguments[] = {&p};
-  Check(cudaLaunchKernel(kernel, dim3(BlocksOf(kernel, plan.tile_columns)), dim3(kThreads),
-                         arguments, SharedBytes(plan.tile_columns), stream));
+  Check(cudaLaunchKernel(kernel.function, dim3(BlocksOf(kernel)), dim3(kThreads), arguments,
+                         kernel.shared_bytes, stream));
 }
 
 void LoadFusedKernels() {
@@ -895,8 +896,7 @@ void LoadFusedKernels() {
   if (generation != 9) return;
   for (const ElementType type : {ElementType::kBF16, ElementType::kF16}) {
     for (const bool transposed : {false, true}) {
-      for (const int columns : {128, 192, 256})
-        BlocksOf(Kernel(type, transposed, columns), columns);
+      for (const int columns : {128, 192, 256}) BlocksOf(KernelFor(type, transposed, columns));
     }
   }
 }

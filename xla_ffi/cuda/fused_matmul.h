@@ -69,9 +69,7 @@ constexpr bool FusedTakes(int tile_columns) {
   return tile_columns == 128 || tile_columns == 192 || tile_columns == 256;
 }
 
-// What a call takes of a ring's data and of scratch.
-size_t FusedRingBytes(Algorithm algorithm, const MatmulCall& call, int size,
-                      const MatmulPlan& plan);
+// What a call takes of scratch.
 size_t FusedScratchBytes(Algorithm algorithm, const MatmulCall& call, int size,
                          const MatmulPlan& plan);
 

@@ -149,9 +149,8 @@ def _abstract_eval(x: Any, *ws: Any, call: Overlapped) -> list[Any]:
     scratch = native.module("gpu").MATMUL_SCRATCH_BYTES
     if not gathers and call.plan.tile_columns:  # the products for peers
         request = call.request
-        scratch += overlap.sent_bytes(
-            call.operation, call.plan, request.outer, request.rows, request.k, columns, size
-        )
+        sizes = overlap.Sizes(call.operation, request.outer, request.rows, request.k, columns, size)
+        scratch += sizes.sent_bytes(call.plan.tile_columns)
     elif not gathers:  # the products of all ranks' rows
         scratch += x.size // x.shape[-1] * columns[0] * x.dtype.itemsize
     return [*results, x.update(shape=(scratch,), dtype=np.dtype(np.uint8), weak_type=False)]

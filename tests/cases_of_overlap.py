@@ -3,7 +3,9 @@
 On CPUs they would run by parts.
 """
 
+import contextlib
 import functools
+import time
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +19,7 @@ from cases import LAX_MATMULS, Case, check, check_like, everywhere, line, put, s
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from occupied import occupied
 
 import jax_intranode
 from jax_intranode._src import communicator, config, native, overlap
@@ -60,8 +63,13 @@ def settle(mesh: Mesh) -> None:
     """Waits until no process has anything on its devices."""
     program = jax.jit(sharded(lambda v: lax.psum(v, "x"), mesh, P("x"), P()))
     jax.block_until_ready(program(put(mesh, P("x"), np.zeros(mesh.size, np.float32))))
+    meet("settle")
+
+
+def meet(name: str) -> None:
+    """Waits for all processes."""
     if (client := key_value_client()) is not None and jax.process_count() > 1:
-        client.wait_at_barrier("settle", 60_000)
+        client.wait_at_barrier(name, 20_000)
 
 
 def poison(mesh: Mesh) -> None:
@@ -152,6 +160,42 @@ def overlapped_many_tiles(plan: str) -> None:
             np.stack(np.split(sums, n)),
         ]
         check_in_poisoned_rings(mesh, program, arrays, expected, 4)
+
+
+@case(operation=("all_gather_matmul", "matmul_reduce_scatter"), plan=("whole", "fused"))
+def overlapped_on_few_multiprocessors(operation: str, plan: str) -> None:
+    """An operation ends while something else has most multiprocessors, on all ranks."""
+    if not on_gpus():
+        pytest.skip("needs GPUs; CPUs have no multiprocessors")
+    mesh = line()
+    n = mesh.size
+    gathers = operation == "all_gather_matmul"
+    # So many that, were they dealt out, what runs would wait for what does not, on every rank.
+    rows, k, width = 1536, 1024, 4096
+    x = zeros_and_ones(50, n, rows if gathers else rows * n, k)
+    w = zeros_and_ones(51, n, k, width)
+
+    def f(x: Any, w: Any) -> Any:
+        return getattr(jax_intranode, operation)(x[0], w[0], "x")[None]
+
+    arrays = [put(mesh, P("x"), v.astype(jnp.bfloat16)) for v in (x, w)]
+    program = overlapped(sharded(f, mesh, P("x"), P("x")), arrays, plan)
+    for _ in range(4):
+        program(*arrays)
+    settle(mesh)
+    with contextlib.ExitStack() as stack:
+        for device in mesh.local_devices:
+            stack.enter_context(occupied(communicator.native_ordinal(device), 32))
+        meet("occupied")
+        result = program(*arrays)
+        give_up = time.monotonic() + 5
+        while not result.is_ready():
+            assert time.monotonic() < give_up, "blocks that run wait for some that do not"
+        meet("ended")
+    whole = np.concatenate(list(x))
+    sums = sum(xr @ wr for xr, wr in zip(x, w, strict=True))
+    want = np.stack([whole @ wr for wr in w]) if gathers else np.stack(np.split(sums, n))
+    check(result, want.astype(jnp.bfloat16))
 
 
 @case(dtype=("bfloat16", "float16"), plan=("parts", "fused"))

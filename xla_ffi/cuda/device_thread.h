@@ -50,9 +50,11 @@ class DeviceThread {
     if (threadIdx.x == 0) met_ = ExchangeWord(busy, 1);
     closed_ = LoadWord(closed);
   }
-  __device__ void Admit() {
-    if ((met_ | closed_) != 0) {
-      GiveUp(closed_ != 0 ? FailureReason::kClosed : FailureReason::kBusy, -1);
+  __device__ void Admit() { Admit(met_, closed_); }
+  // Gives up if another operation was met, or if the region is closed.
+  __device__ void Admit(uint32_t met, uint32_t closed) {
+    if ((met | closed) != 0) {
+      GiveUp(closed != 0 ? FailureReason::kClosed : FailureReason::kBusy, -1);
     }
   }
 

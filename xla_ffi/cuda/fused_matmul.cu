@@ -61,9 +61,11 @@ constexpr int kThreads = 3 * 128;
 constexpr int kRegistersOfFeeders = 72;
 constexpr int kRegistersOfMultipliers = 216;
 constexpr int kClusterSize = 2;
+constexpr int kMaxClusters = 72;  // a whole Hopper chip has 144 multiprocessors
 
 // Shared memory, from a multiple of 1024: stages, each an item of rows and then what they are
-// multiplied with; two buffers for each half of a product; barriers; counts.
+// multiplied with; two buffers for each half of a product; barriers; counts; lists that the cluster
+// has drawn, of which there is one more at most than clusters.
 template <int kColumns>
 struct Layout {
   static constexpr uint32_t kB = kColumns * kTileDepth * 2;
@@ -72,7 +74,8 @@ struct Layout {
   static constexpr uint32_t kBuffers = kStages * kStage;
   static constexpr uint32_t kBarriers = kBuffers + 4 * kHalf;
   static constexpr uint32_t kStored = kBarriers + 8 * 2 * kStages;
-  static constexpr uint32_t kBytes = kStored + 8 + 1024;
+  static constexpr uint32_t kDrawn = kStored + 8;
+  static constexpr uint32_t kBytes = kDrawn + 4 * (kMaxClusters + 1) + 1024;
   static constexpr int kItems = kColumns / 64;  // of a tile of products
 };
 
@@ -187,6 +190,11 @@ JIN_FN uint32_t LoadShared(uint32_t at) {
   asm volatile("ld.shared::cta.u32 %0, [%1];" : "=r"(v) : "r"(at));
   return v;
 }
+JIN_FN uint32_t LoadSharedRelaxed(uint32_t at) {
+  uint32_t v;
+  asm volatile("ld.relaxed.cluster.shared::cta.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
+  return v;
+}
 JIN_FN uint32_t LoadSharedAcquire(uint32_t at) {
   uint32_t v;
   asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
@@ -214,9 +222,14 @@ struct Block {
   // Tiles of which this half has been stored in scratch.
   JIN_FN uint32_t Stored(int half) const { return base + Place::kStored + 4 * half; }
 
-  JIN_FN int Units() const { return p.group.size * p.pairs * p.column_tiles; }
-  JIN_FN int Cluster() const { return blockIdx.x / kClusterSize; }
+  // Where the k-th list that the cluster draws is written.
+  JIN_FN uint32_t Drawn(int k) const { return base + Place::kDrawn + 4 * k; }
+
   JIN_FN int Clusters() const { return gridDim.x / kClusterSize; }
+  JIN_FN int Units() const { return p.group.size * p.pairs * p.column_tiles; }
+  // Units whose products go to peers. They come first.
+  JIN_FN int Sent() const { return p.sums ? Units() - p.pairs * p.column_tiles : 0; }
+  JIN_FN int ListsOfSent() const { return min(Clusters(), Sent()); }
   // Items that peers have to add to a tile.
   JIN_FN int Terms(const Unit& unit) const {
     return p.sums && unit.step == p.group.size - 1 ? Place::kItems * (p.group.size - 1) : 0;
@@ -233,6 +246,51 @@ struct Block {
                                                      : Algorithm::kAllGatherMatmul));
   }
 };
+
+// The units of a cluster, for each of its warps that goes through them. List n of those that are
+// sent has unit n and each so many clusters after it; so do the lists of the others, which come
+// next. A cluster goes through lists as it draws them, until it has gone through one of the latter.
+template <int kColumns>
+class UnitsOfCluster {
+ public:
+  explicit JIN_FN UnitsOfCluster(const Block<kColumns>& b) : b_(b) {}
+
+  // Goes to the next one, if there is one.
+  JIN_FN bool Next() {
+    if (lists_ > 0) number_ += b_.Clusters();
+    while (lists_ == 0 || (of_sent_ && number_ >= b_.Sent())) {
+      uint32_t drawn;
+      while ((drawn = LoadSharedRelaxed(b_.Drawn(lists_))) == 0) {
+      }
+      ++lists_;
+      number_ = static_cast<int>(drawn) - 1;
+      of_sent_ = number_ < b_.ListsOfSent();
+      if (!of_sent_) number_ += b_.Sent() - b_.ListsOfSent();
+    }
+    return number_ < b_.Units();
+  }
+  JIN_FN int number() const { return number_; }
+  JIN_FN bool is_sent() const { return of_sent_; }
+  JIN_FN int lists() const { return lists_; }
+  // Whether there will be another list after this unit.
+  JIN_FN bool NeedsList() const { return of_sent_ && number_ + b_.Clusters() >= b_.Sent(); }
+
+ private:
+  const Block<kColumns>& b_;
+  int lists_ = 0, number_ = 0;
+  bool of_sent_ = false;
+};
+
+// Draws a list for the cluster. One thread of its first block.
+JIN_FN uint32_t DrawUnits(const Parameters& p) { return atomicAdd(&Ring(p)->busy, 1); }
+
+// Tells the cluster of its k-th list. The operation's lists are as many as are drawn: if there is
+// another one, two operations use the ring.
+template <int kColumns>
+JIN_FN void TellDrawn(const Block<kColumns>& b, DeviceThread& thread, int k, uint32_t drawn) {
+  thread.Admit(drawn >= b.ListsOfSent() + b.Clusters(), 0);
+  for (int rank = 0; rank < kClusterSize; ++rank) StoreToCluster(b.Drawn(k), rank, drawn + 1);
+}
 
 // Waits until item k of `count` at a place has arrived. A warp, of which each lane looks at one of
 // 32. Returns how many of them have.
@@ -273,11 +331,10 @@ JIN_FN void AwaitTile(const Block<kColumns>& b, DeviceThread& thread, int tile, 
 
 // Feeds the stages. One warp.
 template <bool kRowsOfB, int kColumns>
-JIN_FN void Feed(const Block<kColumns>& b) {
+JIN_FN void Feed(const Block<kColumns>& b, DeviceThread& thread) {
   using Place = Layout<kColumns>;
   const Parameters& p = b.p;
   const uint32_t side = RankInCluster();
-  DeviceThread thread = b.Thread();
   int stage = 0;
   uint32_t parity = 1;
   const auto advance = [&] {
@@ -286,8 +343,14 @@ JIN_FN void Feed(const Block<kColumns>& b) {
       parity ^= 1;
     }
   };
-  for (int number = b.Cluster(); number < b.Units(); number += b.Clusters()) {
-    const Unit unit = UnitOf(p, number);
+  UnitsOfCluster<kColumns> units(b);
+  while (units.Next()) {
+    // In time for the warps that multiply.
+    if (units.NeedsList() && threadIdx.x == 0 && side == 0) {
+      TellDrawn(b, thread, units.lists(), DrawUnits(p));
+    }
+    __syncwarp();
+    const Unit unit = UnitOf(p, units.number());
     const int tile = 2 * unit.pair + side;
     const bool real = tile < p.tiles;  // the last pair may have one tile only
     const RowTile rows = RowTileOf(p, tile);
@@ -412,43 +475,49 @@ struct HalfOfRows {
   }
 };
 
-// Sends one half of the block's items of the rank's shard to all peers, and copies them into the
-// gathered x if there is one. A warp.
+// Sends one half of items of the rank's shard to all peers, and copies them into the gathered x if
+// there is one: list after list that the warp draws, of which there is one for each block. A warp.
 template <int kColumns>
 JIN_FN void SendItems(const Block<kColumns>& b, uint32_t operations, int half) {
   const Parameters& p = b.p;
   DeviceThread thread = b.Thread();
   const int items = (p.group.size - 1) * p.tiles * p.depth;
+  const auto draw = [&] {
+    const bool draws = threadIdx.x % 32 == 0;
+    return __shfl_sync(~0u, draws ? atomicAdd(&Ring(p)->drawn_items[half], 1) : 0, 0);
+  };
   int step = 0, peer = 0;
   uint32_t number = 0;
   News news;
-  for (int i = blockIdx.x; i < items; i += gridDim.x) {
-    const Item item = ItemOf(p, i);
-    if (item.step + 1 != step) {
-      news.Tell();  // before it waits
-      step = item.step + 1;
-      peer = RankAfter(p, p.group.size - step);
-      number = AwaitGrant(p, thread, peer, operations);
+  for (uint32_t list = draw(); list < gridDim.x; list = draw()) {
+    for (int i = list; i < items; i += gridDim.x) {
+      const Item item = ItemOf(p, i);
+      if (item.step + 1 != step) {
+        news.Tell();  // before it waits
+        step = item.step + 1;
+        peer = RankAfter(p, p.group.size - step);
+        number = AwaitGrant(p, thread, peer, operations);
+      }
+      const RowTile rows = RowTileOf(p, item.tile);
+      const HalfOfRows from(p, rows, rows.array, item.depth, half);
+      const bool keeps = p.gathered != nullptr && step == 1;  // the shard goes there once, too
+      const HalfOfRows own(p, rows, static_cast<int64_t>(rows.array) * p.group.size + p.group.rank,
+                           item.depth, half);
+      const int place = PlaceOfItem(p, step, item.tile, item.depth);
+      char* const to = Data(p, peer, place) + half * kHalf;
+      CopyHalf(
+          [&](int row, int column) {
+            return from.Has(row, column) ? LoadPack(p.rows_of_x + from.At(p, row, column)) : Pack{};
+          },
+          [&](int row, int column, const Pack& pack) {
+            *reinterpret_cast<Pack*>(to + Offset(row, column)) = pack;
+            if (keeps && own.Has(row, column)) {
+              *reinterpret_cast<Pack*>(p.gathered + own.At(p, row, column)) = pack;
+            }
+          },
+          [&] { news.Tell(); });
+      news.Add(Flags(p, peer, place) + half, number);
     }
-    const RowTile rows = RowTileOf(p, item.tile);
-    const HalfOfRows from(p, rows, rows.array, item.depth, half);
-    const bool keeps = p.gathered != nullptr && step == 1;  // the shard goes there once, too
-    const HalfOfRows own(p, rows, static_cast<int64_t>(rows.array) * p.group.size + p.group.rank,
-                         item.depth, half);
-    const int place = PlaceOfItem(p, step, item.tile, item.depth);
-    char* const to = Data(p, peer, place) + half * kHalf;
-    CopyHalf(
-        [&](int row, int column) {
-          return from.Has(row, column) ? LoadPack(p.rows_of_x + from.At(p, row, column)) : Pack{};
-        },
-        [&](int row, int column, const Pack& pack) {
-          *reinterpret_cast<Pack*>(to + Offset(row, column)) = pack;
-          if (keeps && own.Has(row, column)) {
-            *reinterpret_cast<Pack*>(p.gathered + own.At(p, row, column)) = pack;
-          }
-        },
-        [&] { news.Tell(); });
-    news.Add(Flags(p, peer, place) + half, number);
   }
   news.Tell();
 }
@@ -486,13 +555,13 @@ template <int kColumns>
 JIN_FN void SendTiles(const Block<kColumns>& b, uint32_t operations, int half) {
   const Parameters& p = b.p;
   DeviceThread thread = b.Thread();
-  const int units = (p.group.size - 1) * p.pairs * p.column_tiles;
   uint32_t tiles = 0;  // so far
   int step = -1, peer = 0;
   uint32_t number = 0;
   News news;
-  for (int at = b.Cluster(); at < units; at += b.Clusters()) {
-    const Unit unit = UnitOf(p, at);
+  UnitsOfCluster<kColumns> units(b);
+  while (units.Next() && units.is_sent()) {
+    const Unit unit = UnitOf(p, units.number());
     const int tile = 2 * unit.pair + RankInCluster();
     if (tile >= p.tiles) continue;
     // Before it waits it tells of all that it has sent.
@@ -587,7 +656,8 @@ JIN_FN void Multiply(const Block<kColumns>& b) {
     }
     sends = false;
   };
-  for (int number = b.Cluster(); number < b.Units(); number += b.Clusters()) {
+  UnitsOfCluster<kColumns> units(b);
+  while (units.Next()) {
     float d[kColumns / 2];
     Target at;
     for (int k = 0; k < p.depth; ++k) {
@@ -602,7 +672,7 @@ JIN_FN void Multiply(const Block<kColumns>& b) {
       }
       MatmulCommit();
       if (k == 0) {
-        at = Target::Of(b, number);  // while the matrix instructions run
+        at = Target::Of(b, units.number());  // while the matrix instructions run
       } else {
         MatmulWait<1>();
         release(last);
@@ -630,15 +700,15 @@ JIN_FN void Multiply(const Block<kColumns>& b) {
       }
       SharedProxyFence();
       sync_half();
-      if (thread == 0 && at.real) {
+      if (thread == 0) {
         if (sends) {
           Store(p.scratch + static_cast<int64_t>(at.place + item) * kItem + half * kHalf, buffer,
                 kHalf);
-        } else {
+        } else if (at.real) {
           Store(p.of[at.matrix].product, at.column + item * 64, at.row + half * kHalfRows, at.array,
                 buffer);
         }
-        StoreCommit();
+        StoreCommit();  // of nothing, too: buffers are counted by groups
       }
     };
     if (at.terms == 0) {
@@ -698,23 +768,31 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
     StoreShared(b.Stored(0), 0);
     StoreShared(b.Stored(1), 0);
     BarrierInitFence();
-    if (blockIdx.x == 0) {
-      DeviceThread thread = b.Thread();
-      thread.Enter(&ring->busy, &p.group.Header()->closed);
-      thread.Admit();
-      for (int step = 1; step < p.group.size; ++step) {
-        StoreRelease(&SignalsAt(p, RankAfter(p, step))->lent[p.group.rank],
-                     static_cast<uint64_t>(b.operation) << 32 | (operations + 1));
-      }
-    }
   }
+  if (threadIdx.x <= kMaxClusters) StoreShared(b.Drawn(threadIdx.x), 0);
+  // The first list is on its way while the cluster meets.
+  const bool draws = threadIdx.x == 0 && RankInCluster() == 0;
+  const uint32_t drawn = draws ? DrawUnits(p) : 0;
+  const uint32_t closed = draws ? LoadWord(&p.group.Header()->closed) : 0;
   __syncwarp();
   ClusterSync();
   const int warp = threadIdx.x / 32;
   if (warp < 4) {
     KeepRegisters<kRegistersOfFeeders>();
     if (warp == 0) {
-      Feed<kRowsOfB>(b);
+      DeviceThread thread = b.Thread();
+      if (draws) {
+        if (drawn == 0) {  // the operation begins
+          thread.Admit(0, closed);
+          for (int step = 1; step < p.group.size; ++step) {
+            StoreRelease(&SignalsAt(p, RankAfter(p, step))->lent[p.group.rank],
+                         static_cast<uint64_t>(b.operation) << 32 | (operations + 1));
+          }
+        }
+        TellDrawn(b, thread, 0, drawn);
+      }
+      __syncwarp();
+      Feed<kRowsOfB>(b, thread);
     } else if (warp <= 2) {
       p.sums ? SendTiles(b, operations, warp - 1) : SendItems(b, operations, warp - 1);
     } else if (p.gathered != nullptr) {
@@ -730,6 +808,7 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
     __threadfence();
     if (atomicAdd(&ring->left, 1) == gridDim.x - 1) {
       ring->left = 0;
+      for (uint32_t& drawn_items : ring->drawn_items) drawn_items = 0;
       StoreWord(&ring->fused, b.operation);
       StoreWord(&own->opened, operations + 1);
       StoreWord(&ring->busy, 0);
@@ -826,7 +905,7 @@ int BlocksOf(const Kernel& kernel) {
     config.attrs = &cluster;
     config.numAttrs = 1;
     Check(cudaOccupancyMaxActiveClusters(&clusters, kernel.function, &config));
-    blocks = kClusterSize * clusters;
+    blocks = kClusterSize * std::min(clusters, kMaxClusters);
   }
   return blocks;
 }

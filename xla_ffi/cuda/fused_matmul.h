@@ -1,11 +1,10 @@
 // All-gather + matmul and matmul + reduce-scatter as one kernel, for Hopper GPUs. No XLA.
 //
-// The grid is persistent: a block a multiprocessor, all of them resident at once. Of a block's
-// warps eight multiply, one feeds them, two send to peers, and one copies what arrives where a
-// gathered operand is asked for. What is sent lies in the receiver's ring until it has been used.
-// (Not in XLA's own buffers: those move when XLA captures again on one rank alone.) All that
-// travels are items: 64 columns of 128 rows, as the matrix instructions want them in shared memory,
-// in halves with a flag each.
+// The grid is persistent: a block a multiprocessor. Of a block's warps eight multiply, one feeds
+// them, two send to peers, and one copies what arrives where a gathered operand is asked for. What
+// is sent lies in the receiver's ring until it has been used. (Not in XLA's own buffers: those move
+// when XLA captures again on one rank alone.) All that travels are items: 64 columns of 128 rows,
+// as the matrix instructions want them in shared memory, in halves with a flag each.
 //
 //   all-gather + matmul     at step s rank r sends its shard to rank r - s, and gets that of rank
 //                           r + s: each link carries one shard at a time. A rank multiplies its own
@@ -35,15 +34,16 @@
 //   Nobody clears them.
 //
 // Why it ends
-//   A warp that sends waits for a peer's ring, which the peer lends when its kernel begins, and for
-//   its own block's products. What multiplies waits for flags: in an all-gather for what all ranks
-//   send without waiting for a product; in a reduce-scatter for tiles of which each rank computes
-//   all before it waits for any. So no wait depends on itself, as long as all blocks of a rank run
-//   at once: the grid has only as many as fit on a GPU where nothing else waits for peers. (A
-//   collective of another stream may: it can hold multiprocessors of one rank while this kernel
-//   holds all of another, and neither ends before the deadline. Items and tiles drawn by the blocks
-//   that run, in place of dealt out to all, would be the remedy.) Ranks that call one operation
-//   wait for those that have not come to it, until the deadline.
+//   A warp that sends waits for a peer's ring, which the peer lends when the first of its blocks
+//   begins, and for its own block's products. What multiplies waits for flags: in an all-gather for
+//   what all ranks send without waiting for a product; in a reduce-scatter for tiles of which each
+//   cluster computes all that are left before it waits for any. So no wait depends on itself.
+//   Nor does it depend on blocks that do not run yet: what peers wait for is not dealt out, but
+//   drawn, a list at a time, by the blocks that run. They finish it, however many they are. Were it
+//   dealt out, a collective of another stream could hold multiprocessors of one rank, where blocks
+//   of this kernel wait for them, while this kernel holds all of another rank, where the
+//   collective waits for them: neither would end.
+//   Ranks that call one operation wait for those that have not come to it, until the deadline.
 //
 // The grid, the sizes and the order of tiles may differ from call to call. Replayed, captured or
 // launched, the kernel does the same: all that changes from call to call lies in device memory.

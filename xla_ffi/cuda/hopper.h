@@ -39,6 +39,15 @@ JIN_FN void ClusterSync() {
                    : "memory");
 }
 
+// Writes a word at the same place of a block of the cluster.
+JIN_FN void StoreToCluster(uint32_t at, uint32_t of_rank, uint32_t v) {
+  asm volatile(
+      "{.reg .b32 a; mapa.shared::cluster.u32 a, %0, %1;\n"
+      "st.relaxed.cluster.shared::cluster.u32 [a], %2;}" ::"r"(at),
+      "r"(of_rank), "r"(v)
+      : "memory");
+}
+
 // Barriers in shared memory, by their addresses.
 
 JIN_FN void BarrierInit(uint32_t barrier, uint32_t arrivals) {

@@ -29,9 +29,10 @@ static_assert(sizeof(Signals) <= kHeaderBytes / 2);
 // A ring, which all groups of a device share: this, then flags of fused operations, a word for each
 // `kBytesOfFlag` bytes of data, then data.
 struct RingHeader {
-  uint32_t busy;
-  uint32_t fused;  // operations that have ended
-  uint32_t left;   // blocks that have left the one that runs
+  uint32_t busy;            // not 0 while an operation uses it; lists that a fused one has drawn
+  uint32_t fused;           // operations that have ended
+  uint32_t left;            // blocks that have left the one that runs
+  uint32_t drawn_items[2];  // lists of items of which it sends a half
 };
 constexpr size_t kRingHeaderBytes = 4096;
 constexpr size_t kBytesOfFlag = 8192;

@@ -80,11 +80,10 @@ def test_all_variables_together() -> None:
             "JAX_INTRANODE_TOPOLOGY": "unknown",
             "JAX_INTRANODE_SLAB_MIB": "3",
             "JAX_INTRANODE_RING_MIB": "4",
-            "JAX_INTRANODE_FUSED_MATMUL": "1",
             "JAX_INTRANODE_TIMEOUT_S": "2.5",
             "JAX_INTRANODE_ALGORITHM": "two_shot",
         }
-    ) == config.Config(True, "unknown", 3, 4, True, 2.5, "two_shot")
+    ) == config.Config(True, "unknown", 3, 4, 2.5, "two_shot")
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])

@@ -29,9 +29,6 @@ class Config:
             its communicators together (default 392 on GPUs, 8 on the CPU).
         ring_mib: JAX_INTRANODE_RING_MIB, MiB of memory a GPU beside the slab, through which rows of
             collective matmuls travel (default 512). 0 for none: they are not overlapped then.
-        fused_matmul: JAX_INTRANODE_FUSED_MATMUL, 0 or 1 (default 0). Lets collective matmuls be one
-            kernel where that is faster. No other collective may run beside it on another stream:
-            each could hold multiprocessors that the other's peer waits for.
         timeout_s: JAX_INTRANODE_TIMEOUT_S, seconds (default 300). How long a rank waits for its
             peers, at the first meeting and in each operation, before it raises an error.
         algorithm: JAX_INTRANODE_ALGORITHM: auto, one_shot, two_shot or lax (default auto). Uses
@@ -42,7 +39,6 @@ class Config:
     topology: str | None = None
     slab_mib: int | None = None
     ring_mib: int = 512
-    fused_matmul: bool = False
     timeout_s: float = 300.0
     algorithm: str = "auto"
 
@@ -83,7 +79,6 @@ def parse(environ: Mapping[str, str]) -> Config:
         "TOPOLOGY": lambda n, t: {"topology": _choice(n, t, _TOPOLOGIES)},
         "SLAB_MIB": lambda n, t: {"slab_mib": int(_positive(n, t, int))},
         "RING_MIB": lambda n, t: {"ring_mib": 0 if t == "0" else int(_positive(n, t, int))},
-        "FUSED_MATMUL": lambda n, t: {"fused_matmul": _choice(n, t, ("0", "1")) == "1"},
         "TIMEOUT_S": lambda n, t: {"timeout_s": _positive(n, t, float)},
         "ALGORITHM": lambda n, t: {"algorithm": _choice(n, t, ALGORITHMS)},
     }

@@ -101,7 +101,6 @@ def plan(
     world_size: int,
     hardware: str,
     ring_bytes: int,
-    fused: bool,
 ) -> Plan | str:
     """Chooses a plan, by a model of what overlapping hides and what it costs.
 
@@ -120,7 +119,6 @@ def plan(
         world_size: ranks of the group.
         hardware: the generation of the GPUs (`table.hardware_of`).
         ring_bytes: bytes of a device's ring.
-        fused: whether it may be one kernel.
 
     Returns:
         The plan, or why the operation is not overlapped.
@@ -148,7 +146,7 @@ def plan(
     if hardware != HARDWARE:
         return f"not measured on {hardware} GPUs"
     pipeline = _pipeline(sizes)
-    kernel = _fused(sizes) if fused else None
+    kernel = _fused(sizes)
     if kernel is None or not sizes.fit(kernel, ring_bytes):
         return pipeline
     if isinstance(pipeline, str) or sizes.matmul_s < _FUSED_LONGEST_S[operation]:

@@ -77,7 +77,7 @@ def find(
         return f"precision {precision}"
     groups = communicator.partition(mesh, tuple(axes))
 
-    def plan_within(ring_bytes: int, fused: bool) -> overlap.Plan | str:
+    def plan_within(ring_bytes: int) -> overlap.Plan | str:
         return overlap.plan(
             operation,
             outer=request.outer,
@@ -88,11 +88,10 @@ def find(
             world_size=groups.group_size,
             hardware=table.hardware_of(device.platform, device.device_kind),
             ring_bytes=ring_bytes,
-            fused=fused,
         )
 
     # As in collective.chooser: what is not overlapped with any settings needs no meeting.
-    chosen = plan_within(1 << 62, fused=True)
+    chosen = plan_within(1 << 62)
     if isinstance(chosen, str):
         return chosen
     meeting = communicator.meet(mesh.devices.flat)
@@ -101,7 +100,7 @@ def find(
         reason = "JAX_INTRANODE_ALGORITHM=lax"
     if reason is not None:
         return reason
-    chosen = plan_within(meeting.ring_bytes, config.get().fused_matmul)
+    chosen = plan_within(meeting.ring_bytes)
     if isinstance(chosen, str):
         return chosen
     reason = communicator.communicator(meeting, groups)

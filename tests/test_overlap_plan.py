@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_intranode._src import overlap
+from jax_intranode._src import native, overlap
 from jax_intranode._src.overlap import Plan
 
 RING = 512 << 20
@@ -89,6 +89,17 @@ def test_kernel_sends_whole_tiles() -> None:
         alone = plan(operation, m, k, n, world=2)
         assert isinstance(alone, Plan) and alone.tile_columns
         assert isinstance(plan(operation, m, k, n, world=2, outer=outer), str)
+
+
+def test_model_knows_the_native_constants() -> None:
+    module = native.module("gpu")
+    if module is None:
+        pytest.skip("the CUDA module was not built")
+    assert module.FUSED_TILE_ROWS == overlap.TILE_ROWS
+    assert module.FUSED_MAX_MATRICES == overlap.MAX_MATRICES
+    for ring in (1 << 20, 3 << 20, 100 << 20, RING):
+        room = ring - module.ring_data_offset(ring)
+        assert room - 2 * 4096 <= overlap.ring_room(ring) <= room
 
 
 def test_kernel_takes_what_fits_the_ring() -> None:

@@ -304,6 +304,8 @@ NB_MODULE(_cuda, m) {
   m.def("ring_data_offset", &RingDataOffset, nb::arg("ring_bytes"),
         "Bytes of a ring before its data.");
   m.attr("MATMUL_SCRATCH_BYTES") = kScratchBytes;
+  m.attr("FUSED_TILE_ROWS") = kTileRows;
+  m.attr("FUSED_MAX_MATRICES") = kMaxMatrices;
   m.def("close", &Close, nb::call_guard<nb::gil_scoped_release>(),
         "Ends all communicators: programs that use them raise.");
   m.def("operations", &Operations, nb::call_guard<nb::gil_scoped_release>(),

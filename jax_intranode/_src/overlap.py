@@ -13,10 +13,10 @@ from jax_intranode._src import select
 
 DTYPES = ("bfloat16", "float16")
 # Of the kernel's tiles (xla_ffi/cuda/fused_matmul.h), which multiply so much at a time and so many
-# matrices at most.
+# matrices at most. The module that has these numbers is not there on every machine.
 TILE_ROWS = 128
 _TILE_DEPTH = 64
-_MAX_MATRICES = 4
+MAX_MATRICES = 4
 # Bytes of a ring for each flag of four bytes, and before the flags.
 _BYTES_OF_FLAG, _RING_HEADER = 8192, 4096
 
@@ -83,6 +83,11 @@ _TILE_S = 2.5e-6
 _CALL_S = 15e-6
 # What the collective and the matmul one after the other take, beside their bytes and flops.
 _APART_S = 25e-6
+
+
+def ring_room(ring_bytes: int) -> int:
+    """Bytes of data that a ring has room for at least."""
+    return ring_bytes - ring_bytes // _BYTES_OF_FLAG * 4 - 2 * _RING_HEADER
 
 
 def digest() -> str:
@@ -202,8 +207,8 @@ class Sizes:
 
     def fit(self, kernel: Plan, ring_bytes: int) -> bool:
         """Whether a kernel takes them."""
-        room = ring_bytes - ring_bytes // _BYTES_OF_FLAG * 4 - 2 * _RING_HEADER
-        return len(self.ns) <= _MAX_MATRICES and self.sent_bytes(kernel.tile_columns) <= room
+        sent = self.sent_bytes(kernel.tile_columns)
+        return len(self.ns) <= MAX_MATRICES and sent <= ring_room(ring_bytes)
 
 
 def _pipeline(sizes: Sizes) -> Plan | str:

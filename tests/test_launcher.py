@@ -130,8 +130,13 @@ def test_nothing_outlives_an_exception_in_the_parent(
     else:
         expected = FileNotFoundError
         commands[1] = [str(tmp_path / "no such program")]
-    with pytest.raises(expected):
-        launcher.run_ranks(commands, timeout_s=30, log_dir=tmp_path)
+    # Where this runs in the background of a shell, interrupts are ignored from the start.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(expected):
+            launcher.run_ranks(commands, timeout_s=30, log_dir=tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
     assert len(started) == (2 if cause == "interrupt" else 1)
     _assert_gone([process.pid for process in started])

@@ -1,4 +1,7 @@
-"""The protocols and the CPU groups as C++ programs, plain and under ThreadSanitizer."""
+"""The protocols, the CPU groups and the order of fused matmuls as C++ programs.
+
+The first two also under ThreadSanitizer.
+"""
 
 import os
 import shutil
@@ -16,6 +19,7 @@ SOURCES = {
         ROOT / "xla_ffi/host/host_group.cc",
         ROOT / "xla_ffi/host/progress.cc",
     ],
+    "fused_order_test": [NATIVE / "fused_order_test.cc"],
 }
 BUILDS = ("plain", "thread")
 # 66: the exit status of a race, told apart from a test's own.
@@ -133,6 +137,13 @@ def test_no_byte_beside_a_result_is_written(programs: Programs) -> None:
     outcome = run(programs.get("host_group_test"), "guards")
     assert outcome.returncode == 0, outcome.stdout
     assert outcome.stdout == "guards: done\n"
+
+
+@pytest.mark.parametrize("programs", ["plain"], indirect=True)
+def test_order_of_fused_matmuls(programs: Programs) -> None:
+    outcome = run(programs.get("fused_order_test"))
+    assert outcome.returncode == 0, outcome.stdout
+    assert outcome.stdout == "done\n"
 
 
 @pytest.mark.parametrize("mode", ["deadline", "fail"])

@@ -15,6 +15,7 @@
 
 #include "../kernels/types.h"
 #include "device_thread.h"
+#include "fused_order.h"
 #include "hopper.h"
 #include "slab.h"
 
@@ -26,7 +27,6 @@ using namespace hopper;
 // What a tile of products, and of operands, is made of: 64 columns of 128 rows, in the layout that
 // matrix instructions and tensor maps call swizzled by 128 bytes. So it travels, too: in halves of
 // 64 rows, each of which has a flag.
-constexpr int kTileDepth = 64;
 constexpr uint32_t kItem = kTileRows * kTileDepth * kMatmulItemBytes;
 constexpr uint32_t kHalf = kItem / 2;
 static_assert(kHalf == kBytesOfFlag);
@@ -60,7 +60,6 @@ static_assert(sizeof(Parameters) <= 4096);
 constexpr int kThreads = 3 * 128;
 constexpr int kRegistersOfFeeders = 72;
 constexpr int kRegistersOfMultipliers = 216;
-constexpr int kClusterSize = 2;
 constexpr int kMaxClusters = 72;  // a whole Hopper chip has 144 multiprocessors
 
 // Shared memory, from a multiple of 1024: stages, each an item of rows and then what they are
@@ -76,76 +75,14 @@ struct Layout {
   static constexpr uint32_t kStored = kBarriers + 8 * 2 * kStages;
   static constexpr uint32_t kDrawn = kStored + 8;
   static constexpr uint32_t kBytes = kDrawn + 4 * (kMaxClusters + 1) + 1024;
-  static constexpr int kItems = kColumns / 64;  // of a tile of products
+  static constexpr int kItems = ItemsOfTile(kColumns);
 };
-
-// Where tiles are.
-
-struct RowTile {
-  int array, row;  // its first row
-};
-JIN_FN RowTile RowTileOf(const Parameters& p, int tile) {
-  const int array = tile / p.tiles_of_array;
-  return {array, (tile - array * p.tiles_of_array) * kTileRows};
-}
-
-// A pair of row tiles of a shard and the columns that a cluster multiplies them with.
-struct Unit {
-  int step;  // which shard: see Owner
-  int pair, column;
-};
-JIN_FN Unit UnitOf(const Parameters& p, int number) {
-  const int of_shard = p.pairs * p.column_tiles;
-  const int step = number / of_shard;
-  number -= step * of_shard;
-  const int of_group = p.group_pairs * p.column_tiles;
-  const int group = number / of_group;
-  number -= group * of_group;
-  const int first = group * p.group_pairs;
-  const int pairs = min(p.group_pairs, p.pairs - first);
-  const int column = number / pairs;
-  return {step, first + number - column * pairs, column};
-}
 
 // The matrix that a column tile belongs to.
 JIN_FN int MatrixOf(const Parameters& p, int column) {
   int matrix = 0;
   while (matrix + 1 < p.matrices && column >= p.of[matrix + 1].first_tile) ++matrix;
   return matrix;
-}
-
-// Items of a shard in the order in which they are multiplied.
-struct Item {
-  int step, tile, depth;
-};
-JIN_FN Item ItemOf(const Parameters& p, int number) {
-  const int of_shard = p.tiles * p.depth;
-  const int step = number / of_shard;
-  number -= step * of_shard;
-  const int of_group = 2 * p.group_pairs * p.depth;
-  const int group = number / of_group;
-  number -= group * of_group;
-  const int first = 2 * group * p.group_pairs;
-  const int tiles = min(2 * p.group_pairs, p.tiles - first);
-  const int depth = number / tiles;
-  return {step, first + number - depth * tiles, depth};
-}
-
-JIN_FN int RankAfter(const Parameters& p, int step) {
-  const int rank = p.group.rank + step;
-  return rank >= p.group.size ? rank - p.group.size : rank;
-}
-// Of step s: whose rows are multiplied. Its own are the first of an all-gather, the last of a sum.
-JIN_FN int Owner(const Parameters& p, int step) { return RankAfter(p, p.sums ? step + 1 : step); }
-
-// Where in a ring, of those that arrive there, an item of what is sent at a step s >= 1 lies; or
-// the first item of a tile of what is sent at a step s >= 0.
-JIN_FN int PlaceOfItem(const Parameters& p, int step, int tile, int depth) {
-  return ((step - 1) * p.tiles + tile) * p.depth + depth;
-}
-template <int kColumns>
-JIN_FN int PlaceOfTile(const Parameters& p, int step, int tile, int column) {
-  return ((step * p.tiles + tile) * p.column_tiles + column) * Layout<kColumns>::kItems;
 }
 
 // Where 16 bytes of a row lie in half an item.
@@ -222,14 +159,16 @@ struct Block {
   // Tiles of which this half has been stored in scratch.
   JIN_FN uint32_t Stored(int half) const { return base + Place::kStored + 4 * half; }
 
-  // Where the k-th list that the cluster draws is written.
+  // Where the k-th list that the cluster draws is written, and the list, when it has been.
   JIN_FN uint32_t Drawn(int k) const { return base + Place::kDrawn + 4 * k; }
+  JIN_FN int List(int k) const {
+    uint32_t drawn;
+    while ((drawn = LoadSharedRelaxed(Drawn(k))) == 0) {
+    }
+    return static_cast<int>(drawn) - 1;
+  }
 
   JIN_FN int Clusters() const { return gridDim.x / kClusterSize; }
-  JIN_FN int Units() const { return p.group.size * p.pairs * p.column_tiles; }
-  // Units whose products go to peers. They come first.
-  JIN_FN int Sent() const { return p.sums ? Units() - p.pairs * p.column_tiles : 0; }
-  JIN_FN int ListsOfSent() const { return min(Clusters(), Sent()); }
   // Items that peers have to add to a tile.
   JIN_FN int Terms(const Unit& unit) const {
     return p.sums && unit.step == p.group.size - 1 ? Place::kItems * (p.group.size - 1) : 0;
@@ -247,40 +186,6 @@ struct Block {
   }
 };
 
-// The units of a cluster, for each of its warps that goes through them. List n of those that are
-// sent has unit n and each so many clusters after it; so do the lists of the others, which come
-// next. A cluster goes through lists as it draws them, until it has gone through one of the latter.
-template <int kColumns>
-class UnitsOfCluster {
- public:
-  explicit JIN_FN UnitsOfCluster(const Block<kColumns>& b) : b_(b) {}
-
-  // Goes to the next one, if there is one.
-  JIN_FN bool Next() {
-    if (lists_ > 0) number_ += b_.Clusters();
-    while (lists_ == 0 || (of_sent_ && number_ >= b_.Sent())) {
-      uint32_t drawn;
-      while ((drawn = LoadSharedRelaxed(b_.Drawn(lists_))) == 0) {
-      }
-      ++lists_;
-      number_ = static_cast<int>(drawn) - 1;
-      of_sent_ = number_ < b_.ListsOfSent();
-      if (!of_sent_) number_ += b_.Sent() - b_.ListsOfSent();
-    }
-    return number_ < b_.Units();
-  }
-  JIN_FN int number() const { return number_; }
-  JIN_FN bool is_sent() const { return of_sent_; }
-  JIN_FN int lists() const { return lists_; }
-  // Whether there will be another list after this unit.
-  JIN_FN bool NeedsList() const { return of_sent_ && number_ + b_.Clusters() >= b_.Sent(); }
-
- private:
-  const Block<kColumns>& b_;
-  int lists_ = 0, number_ = 0;
-  bool of_sent_ = false;
-};
-
 // Draws a list for the cluster. One thread of its first block.
 JIN_FN uint32_t DrawUnits(const Parameters& p) { return atomicAdd(&Ring(p)->busy, 1); }
 
@@ -288,7 +193,7 @@ JIN_FN uint32_t DrawUnits(const Parameters& p) { return atomicAdd(&Ring(p)->busy
 // another one, two operations use the ring.
 template <int kColumns>
 JIN_FN void TellDrawn(const Block<kColumns>& b, DeviceThread& thread, int k, uint32_t drawn) {
-  thread.Admit(drawn >= b.ListsOfSent() + b.Clusters(), 0);
+  thread.Admit(drawn >= ListsOfSent(b.p, b.Clusters()) + b.Clusters(), 0);
   for (int rank = 0; rank < kClusterSize; ++rank) StoreToCluster(b.Drawn(k), rank, drawn + 1);
 }
 
@@ -343,7 +248,7 @@ JIN_FN void Feed(const Block<kColumns>& b, DeviceThread& thread) {
       parity ^= 1;
     }
   };
-  UnitsOfCluster<kColumns> units(b);
+  UnitsOfCluster<Block<kColumns>> units(b);
   while (units.Next()) {
     // In time for the warps that multiply.
     if (units.NeedsList() && threadIdx.x == 0 && side == 0) {
@@ -559,7 +464,7 @@ JIN_FN void SendTiles(const Block<kColumns>& b, uint32_t operations, int half) {
   int step = -1, peer = 0;
   uint32_t number = 0;
   News news;
-  UnitsOfCluster<kColumns> units(b);
+  UnitsOfCluster<Block<kColumns>> units(b);
   while (units.Next() && units.is_sent()) {
     const Unit unit = UnitOf(p, units.number());
     const int tile = 2 * unit.pair + RankInCluster();
@@ -656,7 +561,7 @@ JIN_FN void Multiply(const Block<kColumns>& b) {
     }
     sends = false;
   };
-  UnitsOfCluster<kColumns> units(b);
+  UnitsOfCluster<Block<kColumns>> units(b);
   while (units.Next()) {
     float d[kColumns / 2];
     Target at;

@@ -57,11 +57,11 @@
 
 #include <cstddef>
 
+#include "fused_order.h"
 #include "matmul_call.h"
 
 namespace jax_intranode {
 
-constexpr int kTileRows = 128;
 constexpr int kMaxMatrices = 4;
 
 // Whether there is a kernel for such tiles.

@@ -69,7 +69,7 @@ def settle(mesh: Mesh) -> None:
 def meet(name: str) -> None:
     """Waits for all processes."""
     if (client := key_value_client()) is not None and jax.process_count() > 1:
-        client.wait_at_barrier(name, 20_000)
+        client.wait_at_barrier(name, 60_000)
 
 
 def poison(mesh: Mesh) -> None:

@@ -17,8 +17,8 @@ using namespace jax_intranode;
 
 constexpr int kColumns = 192;
 
-// Of the one that runs: as it is; work dealt out to clusters in place of drawn; products looked for
-// at another step.
+// Of the one that runs: as it is; work dealt out to clusters in place of drawn; products sent as if
+// it were another step.
 enum class Variant { kSound, kDealt, kOtherStep } variant;
 int wrong;
 
@@ -72,7 +72,7 @@ void CheckUnits(const Operation& p, int clusters, std::mt19937* random) {
   std::vector<UnitsOfCluster<Cluster>> units;
   for (const Cluster& cluster : all) units.emplace_back(cluster);
   std::vector<int> done(Units(p), 0);
-  std::vector<bool> left(clusters, false), own_step(clusters, false);
+  std::vector<bool> own_step(clusters, false);
   int sent = 0;
   for (int first = 0, last = running; first < clusters; first = last, last = clusters) {
     std::vector<int> at;
@@ -106,67 +106,58 @@ void CheckUnits(const Operation& p, int clusters, std::mt19937* random) {
 
 // Units, and items that are sent, are all that there are, each once, step after step.
 void CheckNumbers(const Operation& p) {
-  std::set<std::tuple<int, int, int>> seen;
-  int step = 0;
-  for (int number = 0; number < Units(p); ++number) {
-    const Unit unit = UnitOf(p, number);
-    Expect(unit.step == step || unit.step == step + 1, "units not step after step");
-    step = unit.step;
-    Expect(unit.pair >= 0 && unit.pair < p.pairs, "a pair that there is not");
-    Expect(unit.column >= 0 && unit.column < p.column_tiles, "a column that there is not");
-    Expect(seen.emplace(unit.step, unit.pair, unit.column).second, "a unit twice");
-  }
-  seen.clear();
-  step = 0;
-  for (int number = 0; number < (p.group.size - 1) * p.tiles * p.depth; ++number) {
-    const Item item = ItemOf(p, number);
-    Expect(item.step == step || item.step == step + 1, "items not step after step");
-    step = item.step;
-    Expect(item.tile >= 0 && item.tile < p.tiles, "a row tile that there is not");
-    Expect(item.depth >= 0 && item.depth < p.depth, "a depth that there is not");
-    Expect(seen.emplace(item.step, item.tile, item.depth).second, "an item twice");
-  }
+  // The numbers below `count` stand for all of a step's rows x columns, then for those of the next.
+  const auto check = [](int count, int rows, int columns, auto&& at) {
+    std::set<std::tuple<int, int, int>> seen;
+    int last = 0;
+    for (int number = 0; number < count; ++number) {
+      const auto [step, row, column] = at(number);
+      Expect(step == last || step == last + 1, "numbers not step after step");
+      last = step;
+      Expect(row >= 0 && row < rows, "a row that there is not");
+      Expect(column >= 0 && column < columns, "a column that there is not");
+      Expect(seen.emplace(step, row, column).second, "two numbers for the same");
+    }
+  };
+  check(Units(p), p.pairs, p.column_tiles, [&](int number) { return UnitOf(p, number); });
+  check((p.group.size - 1) * p.tiles * p.depth, p.tiles, p.depth,
+        [&](int number) { return ItemOf(p, number); });
 }
 
 // What ranks send to one of them lies where it looks for it, and nothing lies there twice.
-void CheckPlaces(Operation p) {
+void CheckPlaces(const Operation& p) {
   const int size = p.group.size;
-  for (int receiver = 0; receiver < size; ++receiver) {
-    std::set<int> places;
-    int count = 0;
-    for (int sender = 0; sender < size; ++sender) {
-      if (sender == receiver) continue;
-      for (int step = 0; step < size; ++step) {
-        if (!p.sums && step == 0) continue;
-        Operation of_sender = p, of_receiver = p;
-        of_sender.group.rank = sender;
-        of_receiver.group.rank = receiver;
-        // An all-gather's step s sends to rank - s, a sum's to the owner of the rows.
-        const int to = p.sums ? Owner(of_sender, step) : RankAfter(of_sender, size - step);
-        if (to != receiver) continue;
-        if (!p.sums) {
-          Expect(Owner(of_receiver, step) == sender, "a shard that is taken for another rank's");
-        } else {
-          int expected = receiver - sender - 1;
-          if (expected < 0) expected += size;
-          if (variant == Variant::kOtherStep) expected = size - 1 - expected;
-          Expect(step == expected, "products that are looked for at another step");
-        }
-        for (int tile = 0; tile < p.tiles; ++tile) {
-          const int of_tile = p.sums ? p.column_tiles : p.depth;
-          for (int k = 0; k < of_tile; ++k) {
-            const int items = p.sums ? ItemsOfTile(kColumns) : 1;
-            const int place = p.sums ? PlaceOfTile<kColumns>(of_sender, step, tile, k)
-                                     : PlaceOfItem(of_sender, step, tile, k);
-            for (int item = 0; item < items; ++item) {
-              Expect(places.insert(place + item).second, "two items in one place");
-              ++count;
-            }
+  const int first = p.sums ? 0 : 1, columns = p.sums ? p.column_tiles : p.depth;
+  const int items = p.sums ? ItemsOfTile(kColumns) : 1;
+  std::vector<std::set<int>> places(size);
+  for (int rank = 0; rank < size; ++rank) {
+    Operation sender = p;
+    sender.group.rank = rank;
+    for (int step = first; step < first + size - 1; ++step) {
+      Operation receiver = p;
+      receiver.group.rank = Receiver(sender, step);
+      Expect(receiver.group.rank != rank, "what a rank sends to itself");
+      Expect(!p.sums || receiver.group.rank == Owner(sender, step), "another rank's rows");
+      Expect(p.sums || rank == Owner(receiver, step), "a shard that is taken for another rank's");
+      const int as = p.sums && variant == Variant::kOtherStep ? size - 2 - step : step;
+      Expect(Sender(receiver, as) == rank, "what is awaited from another rank");
+      Expect(!p.sums || StepOfSender(receiver, rank) == as, "products looked for at another step");
+      for (int tile = 0; tile < p.tiles; ++tile) {
+        for (int column = 0; column < columns; ++column) {
+          const int place = p.sums ? PlaceOfTile<kColumns>(sender, as, tile, column)
+                                   : PlaceOfItem(sender, as, tile, column);
+          for (int item = 0; item < items; ++item) {
+            Expect(places[receiver.group.rank].insert(place + item).second,
+                   "two items in one place");
           }
         }
       }
     }
-    Expect(places.empty() || (*places.begin() == 0 && *places.rbegin() == count - 1),
+  }
+  const int all = (size - 1) * p.tiles * columns * items;
+  for (const std::set<int>& of_rank : places) {
+    Expect(static_cast<int>(of_rank.size()) == all, "not all that a rank waits for");
+    Expect(*of_rank.begin() == 0 && *of_rank.rbegin() == all - 1,
            "places with gaps: more of a ring is used than there is");
   }
 }

@@ -227,8 +227,7 @@ JIN_FN void AwaitTile(const Block<kColumns>& b, DeviceThread& thread, int tile, 
   for (;;) {
     const uint32_t missing = ~__ballot_sync(~0u, step >= p.group.size - 1 || b.Here(place));
     if (missing == 0) break;
-    // What was sent at step s comes from the rank that is `size - 1 - s` after this one.
-    thread.Wait(0, RankAfter(p, p.group.size - 1 - (__ffs(missing) - 1) / kItems));
+    thread.Wait(0, Sender(p, (__ffs(missing) - 1) / kItems));
   }
   __syncwarp();
   ProxyFence();
@@ -298,8 +297,7 @@ JIN_FN void Feed(const Block<kColumns>& b, DeviceThread& thread) {
     for (int item = 0; item < Place::kItems; ++item) {
       for (int q = 0; q < p.group.size; ++q) {
         if (q == p.group.rank) continue;
-        const int ahead = p.group.rank - q - 1;
-        const int step = ahead < 0 ? ahead + p.group.size : ahead;
+        const int step = StepOfSender(p, q);
         if (Elected()) {
           BarrierWait(b.Empty(stage), parity);
           BarrierExpect(b.Full(stage), real ? kItem : 0);
@@ -400,7 +398,7 @@ JIN_FN void SendItems(const Block<kColumns>& b, uint32_t operations, int half) {
       if (item.step + 1 != step) {
         news.Tell();  // before it waits
         step = item.step + 1;
-        peer = RankAfter(p, p.group.size - step);
+        peer = Receiver(p, step);
         number = AwaitGrant(p, thread, peer, operations);
       }
       const RowTile rows = RowTileOf(p, item.tile);
@@ -473,7 +471,7 @@ JIN_FN void SendTiles(const Block<kColumns>& b, uint32_t operations, int half) {
     if (unit.step != step) {
       news.Tell();
       step = unit.step;
-      peer = Owner(p, step);
+      peer = Receiver(p, step);
       number = AwaitGrant(p, thread, peer, operations);
     }
     ++tiles;

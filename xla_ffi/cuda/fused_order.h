@@ -76,6 +76,22 @@ JIN_FN int Owner(const P& p, int step) {
   return RankAfter(p, p.sums ? step + 1 : step);
 }
 
+// Where this rank sends at a step: its shard at steps s >= 1, or products at steps that are not the
+// last. Whose it was that came here at a step; of a sum, at which one a rank sent here.
+template <class P>
+JIN_FN int Receiver(const P& p, int step) {
+  return RankAfter(p, p.sums ? step + 1 : p.group.size - step);
+}
+template <class P>
+JIN_FN int Sender(const P& p, int step) {
+  return RankAfter(p, p.sums ? p.group.size - 1 - step : step);
+}
+template <class P>
+JIN_FN int StepOfSender(const P& p, int sender) {
+  const int ahead = p.group.rank - sender - 1;
+  return ahead < 0 ? ahead + p.group.size : ahead;
+}
+
 // Where in a ring, of those that arrive there, an item of what is sent at a step s >= 1 lies; or
 // the first item of a tile of what is sent at a step s >= 0.
 template <class P>

@@ -39,13 +39,18 @@ JIN_FN void ClusterSync() {
                    : "memory");
 }
 
+// The address by which the cluster knows the same place of one of its blocks.
+JIN_FN uint32_t OfCluster(uint32_t at, uint32_t of_rank) {
+  uint32_t of_cluster;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(of_cluster) : "r"(at), "r"(of_rank));
+  return of_cluster;
+}
+
 // Writes a word at the same place of a block of the cluster.
 JIN_FN void StoreToCluster(uint32_t at, uint32_t of_rank, uint32_t v) {
-  asm volatile(
-      "{.reg .b32 a; mapa.shared::cluster.u32 a, %0, %1;\n"
-      "st.relaxed.cluster.shared::cluster.u32 [a], %2;}" ::"r"(at),
-      "r"(of_rank), "r"(v)
-      : "memory");
+  asm volatile("st.relaxed.cluster.shared::cluster.u32 [%0], %1;" ::"r"(OfCluster(at, of_rank)),
+               "r"(v)
+               : "memory");
 }
 
 // Barriers in shared memory, by their addresses.
@@ -68,9 +73,8 @@ JIN_FN void BarrierExpect(uint32_t barrier, uint32_t bytes) {
 // Arrives `count` times at the barrier of the same place in a block of the cluster.
 JIN_FN void BarrierArrive(uint32_t barrier, uint32_t of_rank, uint32_t count) {
   asm volatile(
-      "{.reg .b32 a; mapa.shared::cluster.u32 a, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [a], %2;}" ::"r"(barrier),
-      "r"(of_rank), "r"(count)
+      "mbarrier.arrive.shared::cluster.b64 _, [%0], %1;" ::"r"(OfCluster(barrier, of_rank)),
+      "r"(count)
       : "memory");
 }
 

@@ -18,7 +18,7 @@ TILE_ROWS = 128
 _TILE_DEPTH = 64
 MAX_MATRICES = 4
 # Bytes of a ring for each flag of four bytes, and before the flags.
-_BYTES_OF_FLAG, _RING_HEADER = 8192, 4096
+_BYTES_OF_FLAG, _RING_HEADER = 16384, 4096
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,17 @@ _LEAST_BYTES = 24e6
 _SLOTS = 4
 # A kernel: groups that it has run on; matmuls up to so long that it is faster than a pipeline, for
 # it multiplies a little slower, but hides the sum; the fewest bytes that were tried; what it sends,
-# a second; how long a tile's stage of 64 takes by the tile's columns, and what else a tile and a
-# call take.
+# a second; how long a tile's stage of 64 takes by the tile's columns, what else a tile takes, more
+# where products are summed, and what else a call.
 _FUSED_WORLDS = (2,)
-_FUSED_LONGEST_S = {"all_gather_matmul": 0.25e-3, "matmul_reduce_scatter": 1e-3}
+_FUSED_LONGEST_S = {"all_gather_matmul": 0.5e-3, "matmul_reduce_scatter": 4e-3}
 _FUSED_LEAST_BYTES = 4e6
-_FUSED_LINK_BYTES = 310e9
-_STAGE_S = {256: 0.75e-6, 192: 0.59e-6, 128: 0.40e-6}
-_TILE_S = 2.5e-6
+_FUSED_LINK_BYTES = 320e9
+_STAGE_S = {256: 0.67e-6, 192: 0.52e-6, 128: 0.375e-6}
+_TILE_S = {
+    "all_gather_matmul": {256: 1.5e-6, 192: 0.3e-6, 128: 0.3e-6},
+    "matmul_reduce_scatter": {256: 5.5e-6, 192: 2e-6, 128: 1.3e-6},
+}
 _CALL_S = 15e-6
 # What the collective and the matmul one after the other take, beside their bytes and flops.
 _APART_S = 25e-6
@@ -235,24 +238,25 @@ def _fused(sizes: Sizes) -> Plan | None:
     """The kernel for an operation, if it is faster than what is not overlapped."""
     if sizes.world_size not in _FUSED_WORLDS or sizes.received < _FUSED_LEAST_BYTES:
         return None
-    pairs = sizes.world_size * -(-sizes.outer * -(-sizes.rows // TILE_ROWS) // 2)
+    pairs = -(-sizes.outer * -(-sizes.rows // TILE_ROWS) // 2)  # of a shard
+    clusters = _MULTIPROCESSORS // 2
+
+    def column_tiles(columns: int) -> int:
+        return sum(-(-n // columns) for n in sizes.ns)
 
     def kernel_s(columns: int) -> float:
-        units = pairs * sum(-(-n // columns) for n in sizes.ns)
-        waves = -(-units // (_MULTIPROCESSORS // 2))
-        return waves * (-(-sizes.k // _TILE_DEPTH) * _STAGE_S[columns] + _TILE_S)
+        waves = -(-sizes.world_size * pairs * column_tiles(columns) // clusters)
+        stages = -(-sizes.k // _TILE_DEPTH)
+        return waves * (stages * _STAGE_S[columns] + _TILE_S[sizes.operation][columns])
 
-    def link_s(columns: int) -> float:
-        return sizes.sent_bytes(columns) / _FUSED_LINK_BYTES
-
-    # Where the link is the bound, what came last is multiplied soonest in narrow tiles.
-    narrow = sizes.gathers and kernel_s(128) < link_s(128)
-    columns = 128 if narrow else min(_STAGE_S, key=kernel_s)
-    fused_s = max(kernel_s(columns), link_s(columns)) + _CALL_S
+    columns = min(_STAGE_S, key=kernel_s)
+    fused_s = max(kernel_s(columns), sizes.sent_bytes(columns) / _FUSED_LINK_BYTES) + _CALL_S
     filled = _filled(sizes.outer, sizes.world_size * sizes.rows, sum(sizes.ns))
     if fused_s > sizes.received / _LINK_BYTES + sizes.matmul_s / filled + _APART_S:
         return None
-    return Plan(tile_columns=columns)
+    # A shard that is multiplied at once had better arrive as one: less is left to do at the end.
+    at_once = sizes.gathers and pairs * column_tiles(columns) <= clusters
+    return Plan(tile_columns=columns, group_pairs=max(pairs, 8) if at_once else 8)
 
 
 def _filled(outer: int, rows: int, columns: int) -> float:

@@ -24,13 +24,27 @@ namespace {
 
 using namespace hopper;
 
-// What a tile of products, and of operands, is made of: 64 columns of 128 rows, in the layout that
-// matrix instructions and tensor maps call swizzled by 128 bytes. So it travels, too: in halves of
-// 64 rows, each of which has a flag.
+// What a tile of products, and of operands, is made of, and what travels: 64 columns of 128 rows.
+// Operands are in the layout that matrix instructions and tensor maps call swizzled by 128 bytes.
 constexpr uint32_t kItem = kTileRows * kTileDepth * kMatmulItemBytes;
+static_assert(kItem == kBytesOfFlag);
+// A half of an item, which is what a matrix instruction multiplies or leaves of it.
 constexpr uint32_t kHalf = kItem / 2;
-static_assert(kHalf == kBytesOfFlag);
 constexpr uint32_t kHalfRows = kTileRows / 2;
+
+// Warps of a block that send, and times four rows that each has under way. No more: what is sent
+// faster than the link takes it fills the ways to the memory, and the operands of the warps that
+// multiply come late. (With three warps and eight times all of it took up to 15 % longer.)
+constexpr int kSenders = 2;
+constexpr int kSentAtOnce = 4;
+constexpr int kKeptAtOnce = 8;  // the warp that copies what has arrived
+
+// Of half an item of products, in scratch and in a ring, a thread has words of its own: as the
+// matrix instructions leave them, rounded, four at a time beside those of the next thread.
+constexpr int kWords = 16;
+constexpr int kPacks = kWords / 4;
+constexpr int kPacksBytes = 128 * sizeof(Pack);  // of a warpgroup
+static_assert(kPacks * kPacksBytes == kHalf);
 
 struct MatrixOfCall {
   CUtensorMap w, product;
@@ -58,23 +72,37 @@ struct Parameters {
 static_assert(sizeof(Parameters) <= 4096);
 
 constexpr int kThreads = 3 * 128;
-constexpr int kRegistersOfFeeders = 72;
-constexpr int kRegistersOfMultipliers = 216;
+// A block gets so many a thread. Warpgroups that ask for more of them in all wait for ever.
+constexpr int kRegisters = 168;
 constexpr int kMaxClusters = 72;  // a whole Hopper chip has 144 multiprocessors
 
 // Shared memory, from a multiple of 1024: stages, each an item of rows and then what they are
-// multiplied with; two buffers for each half of a product; barriers; counts; lists that the cluster
-// has drawn, of which there is one more at most than clusters.
+// multiplied with; buffers, each for half an item of products, of each warpgroup that multiplies;
+// barriers; counts; lists that the cluster has drawn, of which there is one more at most than
+// clusters.
 template <int kColumns>
 struct Layout {
+  // Whether the warpgroups take turns at whole tiles, so that one multiplies while the other
+  // stores. The products of wider tiles have room in the registers of both only: each has half of
+  // the rows.
+  static constexpr bool kTurns = kColumns < 256;
+  static constexpr int kHalves = kTurns ? 2 : 1;  // of a tile, that a warpgroup has
+
+  // Of a thread that multiplies, of which the products take as many as a tile has columns, or half
+  // as many; and what is left to one of the other warps.
+  static constexpr int kRegistersOfMultipliers = kColumns == 192 ? 224 : 200;
+  static constexpr int kRegistersOfOthers = 3 * kRegisters - 2 * kRegistersOfMultipliers;
+
   static constexpr uint32_t kB = kColumns * kTileDepth * 2;
   static constexpr uint32_t kStage = kItem + kB;
-  static constexpr int kStages = 196608 / kStage;
-  static constexpr uint32_t kBuffers = kStages * kStage;
-  static constexpr uint32_t kBarriers = kBuffers + 4 * kHalf;
+  static constexpr int kStages = kColumns == 256 ? 4 : kColumns == 192 ? 5 : 6;
+  static constexpr uint32_t kFirstBuffer = kStages * kStage;
+  static constexpr int kBuffers = kColumns == 192 ? 1 : 2;
+  static constexpr uint32_t kBarriers = kFirstBuffer + 2 * kBuffers * kHalf;
   static constexpr uint32_t kStored = kBarriers + 8 * 2 * kStages;
   static constexpr uint32_t kDrawn = kStored + 8;
   static constexpr uint32_t kBytes = kDrawn + 4 * (kMaxClusters + 1) + 1024;
+  static_assert(kBytes <= 227 << 10);
   static constexpr int kItems = ItemsOfTile(kColumns);
 };
 
@@ -91,10 +119,8 @@ JIN_FN int Offset(int row, int column) { return row * 128 + ((column ^ row) & 7)
 JIN_FN char* Data(const Parameters& p, int rank, int place) {
   return p.ring[rank] + p.data_offset + static_cast<int64_t>(place) * kItem;
 }
-// Two flags, of an item's halves.
-JIN_FN uint32_t* Flags(const Parameters& p, int rank, int place) {
-  return reinterpret_cast<uint32_t*>(p.ring[rank] + kRingHeaderBytes) +
-         2 * static_cast<int64_t>(place);
+JIN_FN uint32_t* Flag(const Parameters& p, int rank, int place) {
+  return reinterpret_cast<uint32_t*>(p.ring[rank] + kRingHeaderBytes) + place;
 }
 JIN_FN RingHeader* Ring(const Parameters& p) {
   return reinterpret_cast<RingHeader*>(p.ring[p.group.rank]);
@@ -103,6 +129,11 @@ JIN_FN Signals* SignalsAt(const Parameters& p, int rank) {
   return reinterpret_cast<Signals*>(p.group.region[rank] + kHeaderBytes / 2);
 }
 
+JIN_FN uint32_t LoadAcquire(const uint32_t* from) {
+  uint32_t v;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+  return v;
+}
 JIN_FN uint64_t LoadAcquire(const uint64_t* from) {
   uint64_t v;
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
@@ -122,11 +153,6 @@ JIN_FN Pack LoadPack(const char* from) {
 JIN_FN void StoreShared(uint32_t at, uint32_t v) {
   asm volatile("st.shared::cta.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
 }
-JIN_FN uint32_t LoadShared(uint32_t at) {
-  uint32_t v;
-  asm volatile("ld.shared::cta.u32 %0, [%1];" : "=r"(v) : "r"(at));
-  return v;
-}
 JIN_FN uint32_t LoadSharedRelaxed(uint32_t at) {
   uint32_t v;
   asm volatile("ld.relaxed.cluster.shared::cta.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
@@ -141,6 +167,12 @@ JIN_FN void StoreSharedRelease(uint32_t at, uint32_t v) {
   asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
 }
 
+// Has a value computed once, not at each use.
+JIN_FN uint32_t InRegister(uint32_t v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+
 // What the warps of a block share.
 template <int kColumns>
 struct Block {
@@ -153,11 +185,11 @@ struct Block {
   JIN_FN uint32_t B(int stage) const { return A(stage) + kItem; }
   JIN_FN uint32_t Full(int stage) const { return base + Place::kBarriers + 8 * stage; }
   JIN_FN uint32_t Empty(int stage) const { return Full(Place::kStages + stage); }
-  JIN_FN uint32_t Buffer(int half, int k) const {
-    return base + Place::kBuffers + (2 * half + k % 2) * kHalf;
+  JIN_FN uint32_t Buffer(int group) const {
+    return base + Place::kFirstBuffer + group * Place::kBuffers * kHalf;
   }
-  // Tiles of which this half has been stored in scratch.
-  JIN_FN uint32_t Stored(int half) const { return base + Place::kStored + 4 * half; }
+  // Units, of those that are sent, of which this warpgroup has stored what it multiplied.
+  JIN_FN uint32_t Stored(int group) const { return base + Place::kStored + 4 * group; }
 
   // Where the k-th list that the cluster draws is written, and the list, when it has been.
   JIN_FN uint32_t Drawn(int k) const { return base + Place::kDrawn + 4 * k; }
@@ -169,15 +201,15 @@ struct Block {
   }
 
   JIN_FN int Clusters() const { return gridDim.x / kClusterSize; }
-  // Items that peers have to add to a tile.
-  JIN_FN int Terms(const Unit& unit) const {
-    return p.sums && unit.step == p.group.size - 1 ? Place::kItems * (p.group.size - 1) : 0;
+  // Whether all of unit k has been stored, of those that are sent.
+  JIN_FN bool IsStored(uint32_t k) const {
+    const auto has = [&](int group, uint32_t units) {
+      return LoadSharedAcquire(Stored(group)) >= units;
+    };
+    return Place::kTurns ? has(k % 2, k / 2 + 1) : has(0, k + 1) && has(1, k + 1);
   }
-  // Whether both halves of an item have arrived.
   JIN_FN bool Here(int place) const {
-    const uint64_t flags =
-        LoadAcquire(reinterpret_cast<const uint64_t*>(Flags(p, p.group.rank, place)));
-    return flags == (static_cast<uint64_t>(operation) << 32 | operation);
+    return LoadAcquire(Flag(p, p.group.rank, place)) == operation;
   }
   JIN_FN DeviceThread Thread() const {
     return DeviceThread(p.group.failure, p.group.timeout_ns, p.group.rank,
@@ -192,16 +224,16 @@ JIN_FN uint32_t DrawUnits(const Parameters& p) { return atomicAdd(&Ring(p)->busy
 // Tells the cluster of its k-th list. The operation's lists are as many as are drawn: if there is
 // another one, two operations use the ring.
 template <int kColumns>
-JIN_FN void TellDrawn(const Block<kColumns>& b, DeviceThread& thread, int k, uint32_t drawn) {
-  thread.Admit(drawn >= ListsOfSent(b.p, b.Clusters()) + b.Clusters(), 0);
+JIN_FN void TellDrawn(const Block<kColumns>& b, int k, uint32_t drawn) {
+  b.Thread().Admit(drawn >= ListsOfSent(b.p, b.Clusters()) + b.Clusters(), 0);
   for (int rank = 0; rank < kClusterSize; ++rank) StoreToCluster(b.Drawn(k), rank, drawn + 1);
 }
 
 // Waits until item k of `count` at a place has arrived. A warp, of which each lane looks at one of
 // 32. Returns how many of them have.
 template <int kColumns>
-JIN_FN int AwaitItems(const Block<kColumns>& b, DeviceThread& thread, int place, int k, int count,
-                      int of_rank) {
+JIN_FN int AwaitItems(const Block<kColumns>& b, int place, int k, int count, int of_rank) {
+  DeviceThread thread = b.Thread();
   const int lane = threadIdx.x & 31;
   for (;;) {
     const uint32_t missing = ~__ballot_sync(~0u, k + lane >= count || b.Here(place + k + lane));
@@ -217,7 +249,8 @@ JIN_FN int AwaitItems(const Block<kColumns>& b, DeviceThread& thread, int place,
 
 // Waits until a tile has arrived from all peers. A warp, of which each lane looks at one item.
 template <int kColumns>
-JIN_FN void AwaitTile(const Block<kColumns>& b, DeviceThread& thread, int tile, int column) {
+JIN_FN void AwaitTile(const Block<kColumns>& b, int tile, int column) {
+  DeviceThread thread = b.Thread();
   constexpr int kItems = Layout<kColumns>::kItems;
   static_assert((kMaxRanks - 1) * kItems <= 32);
   const Parameters& p = b.p;
@@ -230,12 +263,11 @@ JIN_FN void AwaitTile(const Block<kColumns>& b, DeviceThread& thread, int tile, 
     thread.Wait(0, Sender(p, (__ffs(missing) - 1) / kItems));
   }
   __syncwarp();
-  ProxyFence();
 }
 
 // Feeds the stages. One warp.
 template <bool kRowsOfB, int kColumns>
-JIN_FN void Feed(const Block<kColumns>& b, DeviceThread& thread) {
+JIN_FN void Feed(const Block<kColumns>& b) {
   using Place = Layout<kColumns>;
   const Parameters& p = b.p;
   const uint32_t side = RankInCluster();
@@ -251,7 +283,7 @@ JIN_FN void Feed(const Block<kColumns>& b, DeviceThread& thread) {
   while (units.Next()) {
     // In time for the warps that multiply.
     if (units.NeedsList() && threadIdx.x == 0 && side == 0) {
-      TellDrawn(b, thread, units.lists(), DrawUnits(p));
+      TellDrawn(b, units.lists(), DrawUnits(p));
     }
     __syncwarp();
     const Unit unit = UnitOf(p, units.number());
@@ -266,7 +298,7 @@ JIN_FN void Feed(const Block<kColumns>& b, DeviceThread& thread) {
     const int column = (unit.column - matrix.first_tile) * kColumns;
     int arrived = arrives ? 0 : p.depth;
     for (int k = 0; k < p.depth; ++k) {
-      if (real && k >= arrived) arrived = AwaitItems(b, thread, place, k, p.depth, owner);
+      if (real && k >= arrived) arrived = AwaitItems(b, place, k, p.depth, owner);
       if (Elected()) {
         const uint32_t full = b.Full(stage), a = b.A(stage), to = b.B(stage);
         BarrierWait(b.Empty(stage), parity);
@@ -291,31 +323,14 @@ JIN_FN void Feed(const Block<kColumns>& b, DeviceThread& thread) {
       }
       advance();
     }
-    if (b.Terms(unit) == 0) continue;
-    // What the peers add, in the order in which it is added: rank q sent its at step rank - q - 1.
-    if (real) AwaitTile(b, thread, tile, unit.column);
-    for (int item = 0; item < Place::kItems; ++item) {
-      for (int q = 0; q < p.group.size; ++q) {
-        if (q == p.group.rank) continue;
-        const int step = StepOfSender(p, q);
-        if (Elected()) {
-          BarrierWait(b.Empty(stage), parity);
-          BarrierExpect(b.Full(stage), real ? kItem : 0);
-          if (real) {
-            const int of_tile = PlaceOfTile<kColumns>(p, step, tile, unit.column);
-            Load(b.A(stage), Data(p, p.group.rank, of_tile + item), kItem, b.Full(stage));
-          }
-        }
-        advance();
-      }
-    }
   }
 }
 
 // Until the peer lends its ring. Returns the number of its operation there.
-JIN_FN uint32_t AwaitGrant(const Parameters& p, DeviceThread& thread, int peer,
-                           uint32_t operations) {
-  const uint64_t* const word = &SignalsAt(p, p.group.rank)->lent[peer];
+template <int kColumns>
+JIN_FN uint32_t AwaitGrant(const Block<kColumns>& b, int peer, uint32_t operations) {
+  DeviceThread thread = b.Thread();
+  const uint64_t* const word = &SignalsAt(b.p, b.p.group.rank)->lent[peer];
   uint64_t granted;
   while (static_cast<uint32_t>(granted = LoadAcquire(word)) != operations + 1) {
     thread.Wait(0, peer);
@@ -323,24 +338,24 @@ JIN_FN uint32_t AwaitGrant(const Parameters& p, DeviceThread& thread, int peer,
   return static_cast<uint32_t>(granted >> 32);
 }
 
-// Copies half an item by a warp: `load(row, column)` reads 16 bytes, `store(row, column, pack)`
-// writes them. Eight lanes share a row. Calls `meanwhile` while the first loads are under way.
-template <class LoadRow, class StoreRow, class Meanwhile>
-JIN_FN void CopyHalf(LoadRow&& load, StoreRow&& store, Meanwhile&& meanwhile) {
-  constexpr int kAtOnce = 8;
-  const int lane = threadIdx.x & 31;
-  for (int first = lane / 8; first < static_cast<int>(kHalfRows); first += 4 * kAtOnce) {
+// Copies an item by a warp, four rows at a time, of which each lane has 16 bytes: `load(n)` reads
+// those of the n-th four rows, `store(n, pack)` writes them. Loads `kAtOnce` times four rows before
+// it stores them, and calls `meanwhile` when the first loads are under way.
+template <int kAtOnce, class LoadRows, class StoreRows, class Meanwhile>
+JIN_FN void CopyItem(LoadRows&& load, StoreRows&& store, Meanwhile&& meanwhile) {
+  JIN_UNROLL
+  for (int first = 0; first < kTileRows / 4; first += kAtOnce) {
     Pack packs[kAtOnce];
     JIN_UNROLL
-    for (int i = 0; i < kAtOnce; ++i) packs[i] = load(first + 4 * i, lane % 8);
-    if (first == lane / 8) meanwhile();
+    for (int i = 0; i < kAtOnce; ++i) packs[i] = load(first + i);
+    if (first == 0) meanwhile();
     JIN_UNROLL
-    for (int i = 0; i < kAtOnce; ++i) store(first + 4 * i, lane % 8, packs[i]);
+    for (int i = 0; i < kAtOnce; ++i) store(first + i, packs[i]);
   }
 }
 
-// Tells peers of what the warp has written there: of each half of an item when it has begun with
-// the next one, for that takes a while.
+// Tells peers of what the warp has written there: of each item when it has begun with the next one,
+// for that takes a while.
 class News {
  public:
   JIN_FN void Add(uint32_t* flag, uint32_t number) {
@@ -361,66 +376,66 @@ class News {
   uint32_t number_ = 0;
 };
 
-// Of an operand's item, or of the gathered operand's, one half.
-struct HalfOfRows {
-  int64_t offset;             // of its first row and column, in bytes
-  int rows_left, bytes_left;  // from there on
+// A lane's part of an item of the operand, or of the gathered one: of each four rows 16 bytes.
+struct RowsOfLane {
+  int64_t offset;  // of the first, in bytes
+  int rows_left;   // from there on, if the item's columns are there at all
+  int four_rows;   // bytes
 
-  JIN_FN HalfOfRows(const Parameters& p, const RowTile& rows, int64_t array, int depth, int half) {
-    const int first = rows.row + half * kHalfRows;
-    offset = (array * p.rows + first) * p.row_bytes + depth * kTileDepth * 2;
-    rows_left = p.rows - first;
-    bytes_left = p.row_bytes - depth * kTileDepth * 2;
+  JIN_FN RowsOfLane(const Parameters& p, const RowTile& rows, int64_t array, int depth) {
+    const int lane = threadIdx.x & 31;
+    const int row = rows.row + lane / 8;
+    const int byte = depth * kTileDepth * 2 + lane % 8 * 16;
+    offset = (array * p.rows + row) * p.row_bytes + byte;
+    rows_left = byte < p.row_bytes ? p.rows - row : 0;
+    four_rows = 4 * p.row_bytes;
   }
-  JIN_FN bool Has(int row, int column) const { return row < rows_left && column * 16 < bytes_left; }
-  JIN_FN int64_t At(const Parameters& p, int row, int column) const {
-    return offset + static_cast<int64_t>(row) * p.row_bytes + column * 16;
-  }
+  JIN_FN bool Has(int n) const { return 4 * n < rows_left; }
+  JIN_FN int64_t At(int n) const { return offset + static_cast<int64_t>(n) * four_rows; }
 };
 
-// Sends one half of items of the rank's shard to all peers, and copies them into the gathered x if
-// there is one: list after list that the warp draws, of which there is one for each block. A warp.
-template <int kColumns>
-JIN_FN void SendItems(const Block<kColumns>& b, uint32_t operations, int half) {
+// Where it lies in a ring, where rows are as in shared memory.
+struct ItemOfLane {
+  int first = Offset((threadIdx.x & 31) / 8, threadIdx.x % 8);
+  JIN_FN int At(int n) const { return (first ^ n % 2 * 64) + n * 512; }
+};
+
+// Sends items of the rank's shard to all peers, and copies them into the gathered x if there is
+// one: item after item that the warp draws, so that they arrive in their order. A warp.
+template <bool kKeeps, int kColumns>
+JIN_FN void SendItems(const Block<kColumns>& b, uint32_t operations) {
   const Parameters& p = b.p;
-  DeviceThread thread = b.Thread();
   const int items = (p.group.size - 1) * p.tiles * p.depth;
-  const auto draw = [&] {
-    const bool draws = threadIdx.x % 32 == 0;
-    return __shfl_sync(~0u, draws ? atomicAdd(&Ring(p)->drawn_items[half], 1) : 0, 0);
-  };
+  const auto draw = [&] { return threadIdx.x % 32 == 0 ? atomicAdd(&Ring(p)->drawn_items, 1) : 0; };
+  const ItemOfLane in_ring;
   int step = 0, peer = 0;
   uint32_t number = 0;
   News news;
-  for (uint32_t list = draw(); list < gridDim.x; list = draw()) {
-    for (int i = list; i < items; i += gridDim.x) {
-      const Item item = ItemOf(p, i);
-      if (item.step + 1 != step) {
-        news.Tell();  // before it waits
-        step = item.step + 1;
-        peer = Receiver(p, step);
-        number = AwaitGrant(p, thread, peer, operations);
-      }
-      const RowTile rows = RowTileOf(p, item.tile);
-      const HalfOfRows from(p, rows, rows.array, item.depth, half);
-      const bool keeps = p.gathered != nullptr && step == 1;  // the shard goes there once, too
-      const HalfOfRows own(p, rows, static_cast<int64_t>(rows.array) * p.group.size + p.group.rank,
-                           item.depth, half);
-      const int place = PlaceOfItem(p, step, item.tile, item.depth);
-      char* const to = Data(p, peer, place) + half * kHalf;
-      CopyHalf(
-          [&](int row, int column) {
-            return from.Has(row, column) ? LoadPack(p.rows_of_x + from.At(p, row, column)) : Pack{};
-          },
-          [&](int row, int column, const Pack& pack) {
-            *reinterpret_cast<Pack*>(to + Offset(row, column)) = pack;
-            if (keeps && own.Has(row, column)) {
-              *reinterpret_cast<Pack*>(p.gathered + own.At(p, row, column)) = pack;
-            }
-          },
-          [&] { news.Tell(); });
-      news.Add(Flags(p, peer, place) + half, number);
+  uint32_t next = draw();
+  for (int i; (i = __shfl_sync(~0u, next, 0)) < items;) {
+    next = draw();  // on its way while this one is copied
+    const Item item = ItemOf(p, i);
+    if (item.step + 1 != step) {
+      news.Tell();  // before it waits
+      step = item.step + 1;
+      peer = Receiver(p, step);
+      number = AwaitGrant(b, peer, operations);
     }
+    const RowTile rows = RowTileOf(p, item.tile);
+    const RowsOfLane from(p, rows, rows.array, item.depth);
+    const RowsOfLane own(p, rows, static_cast<int64_t>(rows.array) * p.group.size + p.group.rank,
+                         item.depth);
+    const int place = PlaceOfItem(p, step, item.tile, item.depth);
+    char* const to = Data(p, peer, place);
+    CopyItem<kSentAtOnce>(
+        [&](int n) { return from.Has(n) ? LoadPack(p.rows_of_x + from.At(n)) : Pack{}; },
+        [&](int n, const Pack& pack) {
+          *reinterpret_cast<Pack*>(to + in_ring.At(n)) = pack;
+          if (kKeeps && step == 1 && own.Has(n))
+            *reinterpret_cast<Pack*>(p.gathered + own.At(n)) = pack;
+        },
+        [&] { news.Tell(); });
+    news.Add(Flag(p, peer, place), number);
   }
   news.Tell();
 }
@@ -429,36 +444,32 @@ JIN_FN void SendItems(const Block<kColumns>& b, uint32_t operations, int half) {
 template <int kColumns>
 JIN_FN void KeepItems(const Block<kColumns>& b) {
   const Parameters& p = b.p;
-  DeviceThread thread = b.Thread();
   const int items = (p.group.size - 1) * p.tiles * p.depth;
+  const ItemOfLane in_ring;
   for (int i = blockIdx.x; i < items; i += gridDim.x) {
     const Item item = ItemOf(p, i);
     const int step = item.step + 1;
     const int owner = RankAfter(p, step);
     const RowTile rows = RowTileOf(p, item.tile);
     const int place = PlaceOfItem(p, step, item.tile, item.depth);
-    AwaitItems(b, thread, place, 0, 1, owner);
-    for (int half = 0; half < 2; ++half) {
-      const HalfOfRows to(p, rows, static_cast<int64_t>(rows.array) * p.group.size + owner,
-                          item.depth, half);
-      const char* const from = Data(p, p.group.rank, place) + half * kHalf;
-      CopyHalf([&](int row, int column) { return LoadPack(from + Offset(row, column)); },
-               [&](int row, int column, const Pack& pack) {
-                 if (to.Has(row, column)) {
-                   *reinterpret_cast<Pack*>(p.gathered + to.At(p, row, column)) = pack;
-                 }
-               },
-               [] {});
-    }
+    AwaitItems(b, place, 0, 1, owner);
+    const RowsOfLane to(p, rows, static_cast<int64_t>(rows.array) * p.group.size + owner,
+                        item.depth);
+    const char* const from = Data(p, p.group.rank, place);
+    CopyItem<kKeptAtOnce>([&](int n) { return LoadPack(from + in_ring.At(n)); },
+                          [&](int n, const Pack& pack) {
+                            if (to.Has(n)) *reinterpret_cast<Pack*>(p.gathered + to.At(n)) = pack;
+                          },
+                          [] {});
   }
 }
 
-// Sends one half of the block's tiles of products to their owners. A warp.
+// Sends the block's tiles of products to their owners, of `kSenders` items this warp one. A warp.
 template <int kColumns>
-JIN_FN void SendTiles(const Block<kColumns>& b, uint32_t operations, int half) {
+JIN_FN void SendTiles(const Block<kColumns>& b, uint32_t operations, int warp) {
   const Parameters& p = b.p;
-  DeviceThread thread = b.Thread();
-  uint32_t tiles = 0;  // so far
+  uint32_t before = 0;  // units
+  int items = 0;        // modulo `kSenders`, those before
   int step = -1, peer = 0;
   uint32_t number = 0;
   News news;
@@ -466,190 +477,243 @@ JIN_FN void SendTiles(const Block<kColumns>& b, uint32_t operations, int half) {
   while (units.Next() && units.is_sent()) {
     const Unit unit = UnitOf(p, units.number());
     const int tile = 2 * unit.pair + RankInCluster();
+    const uint32_t k = before++;
     if (tile >= p.tiles) continue;
     // Before it waits it tells of all that it has sent.
     if (unit.step != step) {
       news.Tell();
       step = unit.step;
       peer = Receiver(p, step);
-      number = AwaitGrant(p, thread, peer, operations);
+      number = AwaitGrant(b, peer, operations);
     }
-    ++tiles;
-    const auto is_stored = [&] {  // for all lanes or for none
-      return __all_sync(~0u, LoadSharedAcquire(b.Stored(half)) >= tiles);
-    };
+    const auto is_stored = [&] { return __all_sync(~0u, b.IsStored(k)); };  // for all lanes or none
     if (!is_stored()) {
       news.Tell();
-      while (!is_stored()) {
-      }
+      while (!is_stored()) __nanosleep(100);
     }
     for (int item = 0; item < Layout<kColumns>::kItems; ++item) {
+      const bool sends = items == warp;
+      if (++items == kSenders) items = 0;
+      if (!sends) continue;
       const int place = PlaceOfTile<kColumns>(p, step, tile, unit.column) + item;
-      const char* const from = p.scratch + static_cast<int64_t>(place) * kItem + half * kHalf;
-      char* const to = Data(p, peer, place) + half * kHalf;
-      CopyHalf([&](int row, int column) { return LoadPack(from + row * 128 + column * 16); },
-               [&](int row, int column, const Pack& pack) {
-                 *reinterpret_cast<Pack*>(to + row * 128 + column * 16) = pack;
-               },
-               [&] { news.Tell(); });
-      news.Add(Flags(p, peer, place) + half, number);
+      const int lane = threadIdx.x & 31;
+      const char* const from = p.scratch + static_cast<int64_t>(place) * kItem + lane * 16;
+      char* const to = Data(p, peer, place) + lane * 16;
+      CopyItem<kSentAtOnce>(
+          [&](int n) { return LoadPack(from + n * 512); },
+          [&](int n, const Pack& pack) { *reinterpret_cast<Pack*>(to + n * 512) = pack; },
+          [&] { news.Tell(); });
+      news.Add(Flag(p, peer, place), number);
     }
   }
   news.Tell();
 }
 
-// Where a product goes.
-struct Target {
-  bool real;
-  int terms;                       // items that peers add to it
-  int place;                       // in scratch, if it goes to a peer
-  int matrix, array, row, column;  // in a result, if not
-
-  template <int kColumns>
-  JIN_FN static Target Of(const Block<kColumns>& b, int number) {
-    const Parameters& p = b.p;
-    const Unit unit = UnitOf(p, number);
-    const int tile = 2 * unit.pair + RankInCluster();
-    const RowTile rows = RowTileOf(p, tile);
-    const int matrix = MatrixOf(p, unit.column);
-    return {tile < p.tiles,
-            b.Terms(unit),
-            PlaceOfTile<kColumns>(p, unit.step, tile, unit.column),
-            matrix,
-            p.sums ? rows.array : rows.array * p.group.size + Owner(p, unit.step),
-            rows.row,
-            (unit.column - p.of[matrix].first_tile) * kColumns};
+// Sums half items of a tile, this thread's words: those that peers have sent and this rank's own,
+// in rank order, in float32, and rounds once. What peers have sent is loaded two at a time before
+// it is added, of one half item after another.
+template <class Type, int kColumns, int kHalfItems>
+class Sum {
+ public:
+  JIN_FN Sum(const Parameters& p, int tile, int column, int first_half)
+      : p_(p), tile_(tile), column_(column), offset_(first_half * kHalf + threadIdx.x % 128 * 16) {
+    Load(first_);
+    Load(second_);
   }
+
+  // In place of this rank's words of the next half item the sum's.
+  JIN_FN void Add(uint32_t (&words)[kWords]) {
+    float sum[2 * kWords];
+    JIN_UNROLL
+    for (float& value : sum) value = -0.f;  // adding to it changes nothing, not even a sign
+    const auto add = [&](int i, uint32_t word) {
+      float low, high;
+      Type::UnpackPair(word, &low, &high);
+      sum[2 * i] += low;
+      sum[2 * i + 1] += high;
+    };
+    const auto add_own = [&] {
+      JIN_UNROLL
+      for (int i = 0; i < kWords; ++i) add(i, words[i]);
+    };
+#pragma unroll 1
+    for (int peer = 0; peer < p_.group.size - 1; ++peer) {
+      Pack packs[kPacks];
+      JIN_UNROLL
+      for (int i = 0; i < kPacks; ++i) {
+        packs[i] = first_[i];
+        first_[i] = second_[i];
+      }
+      Load(second_);
+      if (peer == p_.group.rank) add_own();
+      JIN_UNROLL
+      for (int i = 0; i < kWords; ++i) add(i, packs[i / 4].word[i % 4]);
+    }
+    if (p_.group.rank == p_.group.size - 1) add_own();
+    JIN_UNROLL
+    for (int i = 0; i < kWords; ++i) words[i] = Type::RoundPair(sum[2 * i], sum[2 * i + 1]);
+  }
+
+ private:
+  // The next ones, if there are any.
+  JIN_FN void Load(Pack (&packs)[kPacks]) {
+    if (half_ == kHalfItems) return;
+    const int rank = peer_ + (peer_ >= p_.group.rank ? 1 : 0);
+    const int place = PlaceOfTile<kColumns>(p_, StepOfSender(p_, rank), tile_, column_);
+    constexpr uint32_t kNext = Layout<kColumns>::kHalves == 2 ? kHalf : kItem;
+    const char* const from = Data(p_, p_.group.rank, place) + offset_ + half_ * kNext;
+    JIN_UNROLL
+    for (int i = 0; i < kPacks; ++i) packs[i] = LoadPack(from + i * kPacksBytes);
+    if (++peer_ == p_.group.size - 1) {
+      peer_ = 0;
+      ++half_;
+    }
+  }
+
+  const Parameters& p_;
+  const int tile_, column_, offset_;
+  int peer_ = 0, half_ = 0;  // of the next load
+  Pack first_[kPacks], second_[kPacks];
 };
 
-// Multiplies: a warpgroup, of each tile its half of the rows.
+// Multiplies: a warpgroup. It takes turns with the other one at the cluster's units, and what it
+// has multiplied it stores while the other one multiplies; or it has half of each unit's rows.
 template <class Type, bool kRowsOfB, int kColumns>
 JIN_FN void Multiply(const Block<kColumns>& b) {
   using Place = Layout<kColumns>;
+  constexpr int kHalves = Place::kHalves;
+  constexpr int kHalfItems = kHalves * Place::kItems;
   const Parameters& p = b.p;
-  const int half = threadIdx.x / 128 - 1;
+  const int group = threadIdx.x / 128 - 1;
   const int thread = threadIdx.x % 128;
   const int lane = threadIdx.x % 32;
-  // The accumulators' layout: of each 8 columns a quad of lanes has a row, and the row 8 below.
-  const int row = thread / 32 * 16 + lane / 4;
-  uint32_t first_offset = Offset(row, 0) + lane % 4 * 4;
-  asm volatile("" : "+r"(first_offset));  // a register, not a computation at each use
-  const auto offset_of = [&](int i) {     // of accumulators 2 i and 2 i + 1, of those of an item
-    return (first_offset ^ i / 2 * 16) + i % 2 * 1024;
+  const int first_half = Place::kTurns ? 0 : group;
+  const uint32_t first_a = InRegister(TileDescriptor(b.A(0) + first_half * kHalf));
+  const uint32_t first_w = InRegister(TileDescriptor(b.B(0)));
+  const uint32_t first_empty = InRegister(OfCluster(b.Empty(0), thread % kClusterSize));
+  const auto sync = [&] { group == 0 ? NamedSync<1, 128>() : NamedSync<2, 128>(); };
+  const auto release = [&](int stage) {  // a thread for each block of the cluster
+    if (thread < kClusterSize) BarrierArrive(first_empty + 8 * stage);
   };
-  const auto sync_half = [&] { half == 0 ? NamedSync<1, 128>() : NamedSync<2, 128>(); };
-  int stage = 0, last = 0;
-  uint32_t parity = 0;
-  const auto advance = [&] {
-    last = stage;
-    if (++stage == Place::kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  };
-  const auto release = [&](int of_stage) {
-    if (thread < kClusterSize) BarrierArrive(b.Empty(of_stage), thread, 1);
-  };
-  uint32_t stored = 0;
-  bool sends = false;  // the last tile goes to a peer
-  const auto tell_sender = [&] {
-    if (sends && thread == 0) {
-      StoreWait<0>();
-      StoreSharedRelease(b.Stored(half), ++stored);
-    }
-    sends = false;
-  };
+  uint32_t fed = 0;     // stages, before those of the unit
+  uint32_t stored = 0;  // units, of those that are sent
   UnitsOfCluster<Block<kColumns>> units(b);
-  while (units.Next()) {
-    float d[kColumns / 2];
-    Target at;
+  for (int turn = 0; units.Next(); turn ^= 1, fed += p.depth) {
+    if (Place::kTurns && turn != group) continue;
+    float d[kHalves][kColumns / 2];
+    JIN_UNROLL
+    for (auto& half : d) {
+      JIN_UNROLL
+      for (float& value : half) value = 0;
+    }
+    // Not before the other warpgroup has seen the last stage of its tile: by a parity a barrier's
+    // phase can be told from the next one only, so a warp must not wait for a later one.
+    if (Place::kTurns && fed > 0) group == 0 ? NamedSync<3, 256>() : NamedSync<4, 256>();
+    int stage = fed % Place::kStages, multiplied = 0;
+    uint32_t parity = fed / Place::kStages & 1;
     for (int k = 0; k < p.depth; ++k) {
       BarrierWait(b.Full(stage), parity);
-      const uint64_t a = TileDescriptor(b.A(stage) + half * kHalf, 0);
-      const uint64_t w = TileDescriptor(b.B(stage), kTileDepth * 128);
+      const uint32_t a = first_a + stage * DescriptorOffset(Place::kStage);
+      const uint32_t w = first_w + stage * DescriptorOffset(Place::kStage);
       MatmulFence();
       JIN_UNROLL
       for (int i = 0; i < kTileDepth / 16; ++i) {
-        Matmul16<std::is_same_v<Type, BF16>, kRowsOfB>(d, a + 2 * i, w + (kRowsOfB ? 128 : 2) * i,
-                                                       k + i > 0);
+        JIN_UNROLL
+        for (int half = 0; half < kHalves; ++half) {
+          Matmul16<std::is_same_v<Type, BF16>, kRowsOfB>(
+              d[half], a + half * DescriptorOffset(kHalf) + 2 * i, w + (kRowsOfB ? 128 : 2) * i);
+        }
       }
       MatmulCommit();
-      if (k == 0) {
-        at = Target::Of(b, units.number());  // while the matrix instructions run
-      } else {
+      if (k > 0) {
         MatmulWait<1>();
-        release(last);
+        release(multiplied);
       }
-      if (k == 3) tell_sender();  // it does not have to wait by now
-      advance();
+      multiplied = stage;
+      if (++stage == Place::kStages) {
+        stage = 0;
+        parity ^= 1;
+      }
     }
-    tell_sender();
+    if (Place::kTurns && UnitsOfCluster<Block<kColumns>>(units).Next()) {
+      group == 0 ? NamedArrive<4, 256>() : NamedArrive<3, 256>();
+    }
     MatmulWait<0>();
-    release(last);
+    release(multiplied);
 
-    sends = p.sums && at.terms == 0 && at.real;
-    // Of an item of the product 32 values: through shared memory, from where a bulk copy stores it
-    // while this warp goes on.
-    const auto store = [&](int item, const float* values) {
-      const uint32_t buffer = b.Buffer(half, item);
-      if (thread == 0) {
-        // The buffer of two items ago has been read; of three items the last one's is the first's.
-        Place::kItems % 2 == 1 && item == 0 ? StoreWaitRead<0>() : StoreWaitRead<1>();
-      }
-      sync_half();
+    const Unit unit = UnitOf(p, units.number());
+    const int tile = 2 * unit.pair + RankInCluster();
+    const bool real = tile < p.tiles;  // the last pair may have one tile only
+    // Half items of the warpgroup: of its first item one or two halves, then of the next one.
+    const auto half_of = [&](int i) { return first_half + i % kHalves; };
+    uint32_t words[kHalfItems][kWords];
+    JIN_UNROLL
+    for (int i = 0; i < kHalfItems; ++i) {
       JIN_UNROLL
-      for (int i = 0; i < 16; ++i) {
-        StoreShared(buffer + offset_of(i), Type::RoundPair(values[2 * i], values[2 * i + 1]));
+      for (int k = 0; k < kWords; ++k) {
+        const float* const pair = &d[i % kHalves][2 * (i / kHalves * kWords + k)];
+        words[i][k] = Type::RoundPair(pair[0], pair[1]);
       }
-      SharedProxyFence();
-      sync_half();
-      if (thread == 0) {
-        if (sends) {
-          Store(p.scratch + static_cast<int64_t>(at.place + item) * kItem + half * kHalf, buffer,
-                kHalf);
-        } else if (at.real) {
-          Store(p.of[at.matrix].product, at.column + item * 64, at.row + half * kHalfRows, at.array,
-                buffer);
+    }
+    if (units.is_sent()) {
+      if (real) {
+        const int place = PlaceOfTile<kColumns>(p, unit.step, tile, unit.column);
+        char* const to = p.scratch + place * int64_t{kItem} + thread * 16;
+        JIN_UNROLL
+        for (int i = 0; i < kHalfItems; ++i) {
+          JIN_UNROLL
+          for (int k = 0; k < kWords; k += 4) {
+            *reinterpret_cast<Pack*>(to + i / kHalves * kItem + half_of(i) * kHalf +
+                                     k / 4 * kPacksBytes) =
+                Pack{{words[i][k], words[i][k + 1], words[i][k + 2], words[i][k + 3]}};
+          }
         }
-        StoreCommit();  // of nothing, too: buffers are counted by groups
       }
-    };
-    if (at.terms == 0) {
-      JIN_UNROLL
-      for (int item = 0; item < Place::kItems; ++item) store(item, &d[32 * item]);
+      sync();
+      if (thread == 0) StoreSharedRelease(b.Stored(group), ++stored);
       continue;
     }
-    JIN_UNROLL
-    for (int item = 0; item < Place::kItems; ++item) {
-      float sum[32];
+    if (!real) continue;
+    const RowTile rows = RowTileOf(p, tile);
+    const int matrix = MatrixOf(p, unit.column);
+    const int array = p.sums ? rows.array : rows.array * p.group.size + Owner(p, unit.step);
+    const int column = (unit.column - p.of[matrix].first_tile) * kColumns;
+    // Where in half an item the thread's row is of the four 8 x 8 matrices that a warp stores at
+    // once: 16 rows of 16 columns.
+    const uint32_t offset = Offset(thread / 32 * 16 + lane % 16, lane / 16);
+    // Half an item by way of shared memory, from where a bulk copy takes it.
+    const auto store = [&](int i) {
+      const uint32_t buffer = b.Buffer(group) + i % Place::kBuffers * kHalf;
+      if (thread == 0) StoreWaitRead<Place::kBuffers - 1>();  // the buffer has been read
+      sync();
       JIN_UNROLL
-      for (float& value : sum) value = -0.f;  // adding to it changes nothing, not even a sign
-      const auto add = [&](int i, uint32_t word) {
-        float low, high;
-        Type::UnpackPair(word, &low, &high);
-        sum[2 * i] += low;
-        sum[2 * i + 1] += high;
-      };
-      for (int q = 0; q < p.group.size; ++q) {
-        if (q == p.group.rank) {
-          JIN_UNROLL
-          for (int i = 0; i < 16; ++i) {
-            add(i, Type::RoundPair(d[32 * item + 2 * i], d[32 * item + 2 * i + 1]));
-          }
-          continue;
-        }
-        BarrierWait(b.Full(stage), parity);
-        const uint32_t from = b.A(stage) + half * kHalf;
-        JIN_UNROLL
-        for (int i = 0; i < 16; ++i) add(i, LoadShared(from + offset_of(i)));
-        sync_half();
-        advance();
-        release(last);
+      for (int k = 0; k < kWords; k += 4) {
+        StoreMatrices(buffer + (offset ^ k * 8),
+                      {words[i][k], words[i][k + 1], words[i][k + 2], words[i][k + 3]});
       }
-      store(item, sum);
+      SharedProxyFence();
+      sync();
+      if (thread == 0) {
+        Store(p.of[matrix].product, column + i / kHalves * 64, rows.row + half_of(i) * kHalfRows,
+              array, buffer);
+        StoreCommit();
+      }
+    };
+    static_assert(kHalfItems % Place::kBuffers == 0);
+    if (!p.sums) {
+      JIN_UNROLL
+      for (int i = 0; i < kHalfItems; ++i) store(i);
+      continue;
+    }
+    if (thread < 32) AwaitTile(b, tile, unit.column);
+    sync();
+    Sum<Type, kColumns, kHalfItems> sum(p, tile, unit.column, first_half);
+    JIN_UNROLL
+    for (int i = 0; i < kHalfItems; ++i) {
+      sum.Add(words[i]);
+      store(i);
     }
   }
-  tell_sender();
   if (thread == 0) StoreWait<0>();
 }
 
@@ -666,7 +730,8 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Place::kStages; ++stage) {
       BarrierInit(b.Full(stage), 1);
-      BarrierInit(b.Empty(stage), 2 * kClusterSize);  // both halves, of both blocks
+      // Of each block the warpgroup whose turn it is, or both.
+      BarrierInit(b.Empty(stage), (Place::kTurns ? 1 : 2) * kClusterSize);
     }
     StoreShared(b.Stored(0), 0);
     StoreShared(b.Stored(1), 0);
@@ -681,28 +746,31 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
   ClusterSync();
   const int warp = threadIdx.x / 32;
   if (warp < 4) {
-    KeepRegisters<kRegistersOfFeeders>();
+    KeepRegisters<Place::kRegistersOfOthers>();
     if (warp == 0) {
-      DeviceThread thread = b.Thread();
       if (draws) {
         if (drawn == 0) {  // the operation begins
-          thread.Admit(0, closed);
+          b.Thread().Admit(0, closed);
           for (int step = 1; step < p.group.size; ++step) {
             StoreRelease(&SignalsAt(p, RankAfter(p, step))->lent[p.group.rank],
                          static_cast<uint64_t>(b.operation) << 32 | (operations + 1));
           }
         }
-        TellDrawn(b, thread, 0, drawn);
+        TellDrawn(b, 0, drawn);
       }
       __syncwarp();
-      Feed<kRowsOfB>(b, thread);
-    } else if (warp <= 2) {
-      p.sums ? SendTiles(b, operations, warp - 1) : SendItems(b, operations, warp - 1);
+      Feed<kRowsOfB>(b);
+    } else if (warp <= kSenders) {
+      if (p.sums) {
+        SendTiles(b, operations, warp - 1);
+      } else {
+        p.gathered == nullptr ? SendItems<false>(b, operations) : SendItems<true>(b, operations);
+      }
     } else if (p.gathered != nullptr) {
       KeepItems(b);
     }
   } else {
-    TakeRegisters<kRegistersOfMultipliers>();
+    TakeRegisters<Place::kRegistersOfMultipliers>();
     Multiply<Type, kRowsOfB>(b);
   }
   __syncwarp();
@@ -711,7 +779,7 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
     __threadfence();
     if (atomicAdd(&ring->left, 1) == gridDim.x - 1) {
       ring->left = 0;
-      for (uint32_t& drawn_items : ring->drawn_items) drawn_items = 0;
+      ring->drawn_items = 0;
       StoreWord(&ring->fused, b.operation);
       StoreWord(&own->opened, operations + 1);
       StoreWord(&ring->busy, 0);

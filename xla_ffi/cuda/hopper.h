@@ -70,12 +70,9 @@ JIN_FN void BarrierExpect(uint32_t barrier, uint32_t bytes) {
                : "memory");
 }
 
-// Arrives `count` times at the barrier of the same place in a block of the cluster.
-JIN_FN void BarrierArrive(uint32_t barrier, uint32_t of_rank, uint32_t count) {
-  asm volatile(
-      "mbarrier.arrive.shared::cluster.b64 _, [%0], %1;" ::"r"(OfCluster(barrier, of_rank)),
-      "r"(count)
-      : "memory");
+// Arrives at the barrier of a block of the cluster (OfCluster).
+JIN_FN void BarrierArrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 JIN_FN bool BarrierTryWait(uint32_t barrier, uint32_t parity) {
@@ -125,12 +122,6 @@ JIN_FN void LoadToBoth(uint32_t to, const CUtensorMap& map, int x, int y, uint32
       : "memory");
 }
 
-JIN_FN void Store(void* to, uint32_t from, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from),
-               "r"(bytes)
-               : "memory");
-}
-
 JIN_FN void Store(const CUtensorMap& map, int x, int y, int z, uint32_t from) {
   asm volatile(
       "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(&map),
@@ -168,17 +159,31 @@ JIN_FN void NamedSync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
+// Counts for it, and goes on.
+template <int kBarrier, int kThreads>
+JIN_FN void NamedArrive() {
+  asm volatile("bar.arrive %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit elements, by a warp: lane l gives the address of row l % 8 of
+// matrix l / 8, and of matrix i word i has two elements of row l / 4.
+JIN_FN void StoreMatrices(uint32_t to, const uint32_t (&words)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+               "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
 // Matrix instructions.
 
-// A tile in shared memory whose rows are 128 bytes long, in groups of 8 rows, swizzled by 128
-// bytes, from an address that is a multiple of 1024. `leading` is the distance between blocks of 64
-// elements along rows that are not contracted along.
-JIN_FN uint64_t TileDescriptor(uint32_t address, uint32_t leading) {
-  constexpr uint64_t kSwizzle128 = 1ull << 62;
-  constexpr uint64_t kStride = 1024;
-  return kSwizzle128 | (kStride >> 4) << 32 | static_cast<uint64_t>(leading >> 4) << 16 |
-         (address & 0x3FFFF) >> 4;
+// The lower half of a descriptor of a tile in shared memory whose rows are 128 bytes long, in
+// groups of 8 rows, swizzled by 128 bytes, from an address that is a multiple of 1024. Blocks of 64
+// elements along rows that are not contracted along lie 8 KB from each other: 64 rows.
+JIN_FN uint32_t TileDescriptor(uint32_t address) {
+  constexpr uint32_t kLeading = 64 * 128;
+  return kLeading >> 4 << 16 | (address & 0x3FFFF) >> 4;
 }
+// So much further on.
+JIN_FN constexpr uint32_t DescriptorOffset(uint32_t bytes) { return bytes >> 4; }
 
 JIN_FN void MatmulFence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 JIN_FN void MatmulCommit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -187,10 +192,18 @@ JIN_FN void MatmulWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// d = a b, or d += a b: a of 64 x 16, b of 16 x (2 * kRegisters), d's rows over the warps of a
-// warpgroup. `kRowsOfB`: b lies by its rows, of which each is one k.
+// d += a b: a of 64 x 16, b of 16 x (2 * kRegisters), d's rows over the warps of a warpgroup.
+// `kRowsOfB`: b lies by its rows, of which each is one k.
 template <bool kBf16, bool kRowsOfB, int kRegisters>
-JIN_FN void Matmul16(float (&d)[kRegisters], uint64_t a, uint64_t b, bool add);
+JIN_FN void Matmul16(float (&d)[kRegisters], uint32_t a, uint32_t b);
+
+// Whole descriptors a and b of their lower halves. The upper half: 128 bytes of swizzle, 1024 from
+// one group of 8 rows to the next.
+#define JIN_DESCRIPTORS(of_a, of_b) \
+  "{.reg .b64 a, b;\n"              \
+  "mov.b64 a, {" of_a               \
+  ", 0x40000040};\n"                \
+  "mov.b64 b, {" of_b ", 0x40000040};\n"
 
 // d's registers, and their names in the instruction: 64, then 32, then 32 more.
 #define JIN_D8(i)                                                                             \
@@ -211,33 +224,31 @@ JIN_FN void Matmul16(float (&d)[kRegisters], uint64_t a, uint64_t b, bool add);
   "%110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, " \
   "%124, %125, %126, %127 "
 
-#define JIN_MATMUL16(bf16, type, rows_of_b)                                                       \
-  template <>                                                                                     \
-  JIN_FN void Matmul16<bf16, rows_of_b, 64>(float (&d)[64], uint64_t a, uint64_t b, bool add) {   \
-    asm volatile(                                                                                 \
-        "{.reg .pred p; setp.ne.b32 p, %66, 0;\n"                                                 \
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" JIN_NAMES_0             \
-        "}, %64, %65, p, 1, 1, 0, %67;}"                                                          \
-        : JIN_D64(0)                                                                              \
-        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(rows_of_b));                            \
-  }                                                                                               \
-  template <>                                                                                     \
-  JIN_FN void Matmul16<bf16, rows_of_b, 96>(float (&d)[96], uint64_t a, uint64_t b, bool add) {   \
-    asm volatile(                                                                                 \
-        "{.reg .pred p; setp.ne.b32 p, %98, 0;\n"                                                 \
-        "wgmma.mma_async.sync.aligned.m64n192k16.f32." type "." type " {" JIN_NAMES_0             \
-        ", " JIN_NAMES_64 "}, %96, %97, p, 1, 1, 0, %99;}"                                        \
-        : JIN_D64(0), JIN_D32(64)                                                                 \
-        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(rows_of_b));                            \
-  }                                                                                               \
-  template <>                                                                                     \
-  JIN_FN void Matmul16<bf16, rows_of_b, 128>(float (&d)[128], uint64_t a, uint64_t b, bool add) { \
-    asm volatile(                                                                                 \
-        "{.reg .pred p; setp.ne.b32 p, %130, 0;\n"                                                \
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" JIN_NAMES_0             \
-        ", " JIN_NAMES_64 ", " JIN_NAMES_96 "}, %128, %129, p, 1, 1, 0, %131;}"                   \
-        : JIN_D64(0), JIN_D64(64)                                                                 \
-        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(rows_of_b));                            \
+#define JIN_MATMUL16(bf16, type, rows_of_b)                                                        \
+  template <>                                                                                      \
+  JIN_FN void Matmul16<bf16, rows_of_b, 64>(float (&d)[64], uint32_t a, uint32_t b) {              \
+    asm volatile(JIN_DESCRIPTORS("%64", "%65") "wgmma.mma_async.sync.aligned.m64n128k16.f32." type \
+                                               "." type " {" JIN_NAMES_0                           \
+                                               "}, a, b, 1, 1, 1, 0, %66;}"                        \
+                 : JIN_D64(0)                                                                      \
+                 : "r"(a), "r"(b), "n"(rows_of_b));                                                \
+  }                                                                                                \
+  template <>                                                                                      \
+  JIN_FN void Matmul16<bf16, rows_of_b, 96>(float (&d)[96], uint32_t a, uint32_t b) {              \
+    asm volatile(JIN_DESCRIPTORS("%96", "%97") "wgmma.mma_async.sync.aligned.m64n192k16.f32." type \
+                                               "." type " {" JIN_NAMES_0 ", " JIN_NAMES_64         \
+                                               "}, a, b, 1, 1, 1, 0, %98;}"                        \
+                 : JIN_D64(0), JIN_D32(64)                                                         \
+                 : "r"(a), "r"(b), "n"(rows_of_b));                                                \
+  }                                                                                                \
+  template <>                                                                                      \
+  JIN_FN void Matmul16<bf16, rows_of_b, 128>(float (&d)[128], uint32_t a, uint32_t b) {            \
+    asm volatile(                                                                                  \
+        JIN_DESCRIPTORS("%128", "%129") "wgmma.mma_async.sync.aligned.m64n256k16.f32." type        \
+                                        "." type " {" JIN_NAMES_0 ", " JIN_NAMES_64                \
+                                        ", " JIN_NAMES_96 "}, a, b, 1, 1, 1, 0, %130;}"            \
+        : JIN_D64(0), JIN_D64(64)                                                                  \
+        : "r"(a), "r"(b), "n"(rows_of_b));                                                         \
   }
 
 JIN_MATMUL16(true, "bf16", true)
@@ -246,6 +257,7 @@ JIN_MATMUL16(false, "f16", true)
 JIN_MATMUL16(false, "f16", false)
 
 #undef JIN_MATMUL16
+#undef JIN_DESCRIPTORS
 #undef JIN_NAMES_96
 #undef JIN_NAMES_64
 #undef JIN_NAMES_0

@@ -29,13 +29,13 @@ static_assert(sizeof(Signals) <= kHeaderBytes / 2);
 // A ring, which all groups of a device share: this, then flags of fused operations, a word for each
 // `kBytesOfFlag` bytes of data, then data.
 struct RingHeader {
-  uint32_t busy;            // not 0 while an operation uses it; lists that a fused one has drawn
-  uint32_t fused;           // operations that have ended
-  uint32_t left;            // blocks that have left the one that runs
-  uint32_t drawn_items[2];  // lists of items, of each half of them
+  uint32_t busy;         // not 0 while an operation uses it; lists that a fused one has drawn
+  uint32_t fused;        // operations that have ended
+  uint32_t left;         // blocks that have left the one that runs
+  uint32_t drawn_items;  // lists of items
 };
 constexpr size_t kRingHeaderBytes = 4096;
-constexpr size_t kBytesOfFlag = 8192;
+constexpr size_t kBytesOfFlag = 16384;
 
 constexpr size_t RingDataOffset(size_t ring_bytes) {
   const size_t flags = ring_bytes / kBytesOfFlag * sizeof(uint32_t);

@@ -383,8 +383,9 @@ def test_turns_are_taken_by_all() -> None:
     seconds, handler_calls = timing.take_turns(runs, mesh_of_two(), settings_of("psum"))
     assert handler_calls == 0
     assert [len(times) for times in seconds] == [3, 3, 3]
-    # Once to compile, then one warm-up and three repetitions, each begun by another one.
-    assert "".join(calls) == "abc" + "cab" + "abc" + "bca" + "cab"
+    # Once to compile, then one warm-up and three repetitions: each begun by another one than the
+    # last that went in its direction, each second one backwards.
+    assert "".join(calls) == "abc" + "bac" + "abc" + "acb" + "cab"
 
 
 # Collective matmuls.

@@ -63,14 +63,15 @@ def test_measured_shapes_are_overlapped(
     ("operation", "m", "k", "n", "expected"),
     [
         (GATHER, 8192, 8192, 7168, Plan()),
-        (GATHER, 4096, 8192, 3584, Plan()),
-        (GATHER, 8192, 8192, 1024, Plan(tile_columns=128)),
-        (GATHER, 8192, 4096, 1792, Plan(tile_columns=128)),
+        (GATHER, 4096, 8192, 3584, Plan(tile_columns=192)),
+        (GATHER, 8192, 8192, 1024, Plan(tile_columns=256, group_pairs=16)),
+        (GATHER, 8192, 4096, 1792, Plan(tile_columns=192)),
         (GATHER, 1024, 8192, 5120, Plan(tile_columns=192)),
         (GATHER, 1024, 8192, (2560, 2560), Plan(tile_columns=192)),
         (GATHER, 1024, 8192, 28672, Plan(tile_columns=256)),
-        (SCATTER, 32768, 2048, 8192, Plan()),
-        (SCATTER, 8192, 3584, 8192, Plan(tile_columns=256)),
+        (SCATTER, 32768, 14336, 8192, Plan()),
+        (SCATTER, 32768, 2048, 8192, Plan(tile_columns=192)),
+        (SCATTER, 8192, 3584, 8192, Plan(tile_columns=192)),
         (SCATTER, 512, 14336, 8192, Plan(tile_columns=256)),
     ],
 )
@@ -104,7 +105,7 @@ def test_model_knows_the_native_constants() -> None:
 
 def test_kernel_takes_what_fits_the_ring() -> None:
     assert plan(SCATTER, 8192, 3584, 8192, world=2, ring=64 << 20) == Plan()
-    assert plan(SCATTER, 8192, 3584, 8192, world=2, ring=70 << 20) == Plan(tile_columns=256)
+    assert plan(SCATTER, 8192, 3584, 8192, world=2, ring=70 << 20) == Plan(tile_columns=192)
     # Of one matrix a kernel, but it takes four at most.
     assert plan(GATHER, 8192, 2048, 2560, world=2) == Plan(tile_columns=256)
     assert isinstance(plan(GATHER, 8192, 2048, (512,) * 5, world=2), str)

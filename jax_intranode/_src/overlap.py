@@ -75,7 +75,7 @@ _SLOTS = 4
 # a second; how long a tile's stage of 64 takes by the tile's columns, what else a tile takes, more
 # where products are summed, and what else a call.
 _FUSED_WORLDS = (2,)
-_FUSED_LONGEST_S = {"all_gather_matmul": 0.5e-3, "matmul_reduce_scatter": 4e-3}
+_FUSED_LONGEST_S = {"all_gather_matmul": 1e-3, "matmul_reduce_scatter": 4e-3}
 _FUSED_LEAST_BYTES = 4e6
 _FUSED_LINK_BYTES = 320e9
 _STAGE_S = {256: 0.67e-6, 192: 0.52e-6, 128: 0.375e-6}

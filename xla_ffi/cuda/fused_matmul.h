@@ -1,10 +1,13 @@
 // All-gather + matmul and matmul + reduce-scatter as one kernel, for Hopper GPUs. No XLA.
 //
-// The grid is persistent: a block a multiprocessor. Of a block's warps eight multiply, one feeds
-// them, two send to peers, and one copies what arrives where a gathered operand is asked for. What
-// is sent lies in the receiver's ring until it has been used. (Not in XLA's own buffers: those move
-// when XLA captures again on one rank alone.) All that travels are items: 64 columns of 128 rows,
-// as the matrix instructions want them in shared memory, in halves with a flag each.
+// The grid is persistent: a block a multiprocessor. Of a block's warps eight multiply, in two
+// warpgroups that take turns: while one multiplies a tile, the other rounds, sums and stores its
+// last one. (Tiles of 256 columns they multiply together, for one has no room for the products.)
+// One warp feeds them, two send to peers, and one copies what arrives where a gathered operand is
+// asked for. What is sent lies in the receiver's ring until it has been used. (Not in XLA's own
+// buffers: those move when XLA captures again on one rank alone.) All that travels are items, with
+// a flag each: 64 columns of 128 rows, operands as the matrix instructions want them in shared
+// memory, products as these leave them in registers.
 //
 //   all-gather + matmul     at step s rank r sends its shard to rank r - s, and gets that of rank
 //                           r + s: each link carries one shard at a time. A rank multiplies its own
@@ -14,8 +17,7 @@
 //   matmul + reduce-scatter rank r multiplies the rows of rank r + 1 first, its own last, and sends
 //                           each tile of the product when it is done. A tile of its own rows waits
 //                           for the same tile of all other ranks and is summed with them, in rank
-//                           order, on its way from the registers to memory: they are fed to the
-//                           multiplying warps like operands.
+//                           order, on its way from the registers to memory.
 //
 // Why nothing is written before what lay in its place has been read
 //   A rank lends its ring to each peer when its kernel begins, so when all that used the ring
@@ -37,13 +39,14 @@
 //   A warp that sends waits for a peer's ring, which the peer lends when the first of its blocks
 //   begins, and for its own block's products. What multiplies waits for flags: in an all-gather for
 //   what all ranks send without waiting for a product; in a reduce-scatter for tiles of which each
-//   cluster computes all that are left before it waits for any. So no wait depends on itself.
+//   cluster computes all that are left before it waits for any. So no wait depends on itself. (A
+//   warpgroup that waits for peers had its turn after all those tiles, whoever multiplied them.)
 //   Nor does it depend on blocks that do not run yet: what peers wait for is not dealt out, but
-//   drawn, a list at a time, by the blocks that run. They finish it, however many they are. Were it
-//   dealt out, a collective of another stream could hold multiprocessors of one rank, where blocks
-//   of this kernel wait for them, while this kernel holds all of another rank, where the
-//   collective waits for them: neither would end.
-//   Ranks that call one operation wait for those that have not come to it, until the deadline.
+//   drawn, a list of units or an item at a time, by the blocks that run. They finish it, however
+//   many they are. Were it dealt out, a collective of another stream could hold multiprocessors of
+//   one rank, where blocks of this kernel wait for them, while this kernel holds all of another
+//   rank, where the collective waits for them: neither would end. Ranks that call one operation
+//   wait for those that have not come to it, until the deadline.
 //
 // The grid, the sizes and the order of tiles may differ from call to call. Replayed, captured or
 // launched, the kernel does the same: all that changes from call to call lies in device memory.

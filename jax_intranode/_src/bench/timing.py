@@ -181,9 +181,11 @@ def take_turns(
     seconds: list[list[float]] = [[] for _ in runs]
     handler_calls = 0
     for repetition in range(-settings.warmup_iterations, settings.iterations):
-        # Another one goes first each time, so that a drift or an after-effect hits all alike.
-        for turn in range(len(runs)):
-            which = (repetition + turn) % len(runs)
+        # Another one goes first each time, and they go in the other direction every other time, so
+        # that a drift or an after-effect hits all alike: after one that heats a GPU its clocks are
+        # lower.
+        turns = [(repetition + turn) % len(runs) for turn in range(len(runs))]
+        for which in turns if repetition % 2 == 0 else reversed(turns):
             # Ranks drift apart while they do not communicate; who starts early would wait, and the
             # wait would be charged to the collective.
             align(one).block_until_ready()

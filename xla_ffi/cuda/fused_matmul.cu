@@ -639,6 +639,7 @@ JIN_FN void Multiply(const Block<kColumns>& b) {
       group == 0 ? NamedArrive<4, 256>() : NamedArrive<3, 256>();
     }
     MatmulWait<0>();
+    for (auto& half : d) MatmulDone(half);
     release(multiplied);
 
     const Unit unit = UnitOf(p, units.number());
@@ -862,6 +863,14 @@ int BlocksOf(const Kernel& kernel) {
   std::lock_guard lock(mutex);
   int& blocks = known[{device, kernel.function}];
   if (blocks == 0) {
+    cudaFuncAttributes attributes;
+    Check(cudaFuncGetAttributes(&attributes, kernel.function));
+    if (attributes.numRegs != kRegisters) {
+      throw std::runtime_error("jax_intranode: the kernel of collective matmuls was compiled for " +
+                               std::to_string(attributes.numRegs) +
+                               " registers a thread; it takes " + std::to_string(kRegisters) +
+                               ": compile it without a limit");
+    }
     Check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(kernel.shared_bytes)));
     int multiprocessors, clusters;

@@ -192,6 +192,13 @@ JIN_FN void MatmulWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
+// After a wait: the products are not used before it.
+template <int kRegisters>
+JIN_FN void MatmulDone(float (&d)[kRegisters]) {
+  JIN_UNROLL
+  for (float& value : d) asm volatile("" : "+f"(value)::"memory");
+}
+
 // d += a b: a of 64 x 16, b of 16 x (2 * kRegisters), d's rows over the warps of a warpgroup.
 // `kRowsOfB`: b lies by its rows, of which each is one k.
 template <bool kBf16, bool kRowsOfB, int kRegisters>

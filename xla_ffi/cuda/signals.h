@@ -32,7 +32,7 @@ struct RingHeader {
   uint32_t busy;         // not 0 while an operation uses it; lists that a fused one has drawn
   uint32_t fused;        // operations that have ended
   uint32_t left;         // blocks that have left the one that runs
-  uint32_t drawn_items;  // lists of items
+  uint32_t drawn_items;  // items that a fused one has drawn
 };
 constexpr size_t kRingHeaderBytes = 4096;
 constexpr size_t kBytesOfFlag = 16384;

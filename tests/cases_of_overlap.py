@@ -33,8 +33,8 @@ PLANS = {
     "whole": overlap.Plan(1, 1),
     "parts": overlap.Plan(3, 2),
     "many": overlap.Plan(16, 16),
-    "fused": overlap.Plan(tile_columns=256),
-    "fused_192": overlap.Plan(tile_columns=192, group_pairs=1),
+    "fused": overlap.Plan(tile_columns=192),
+    "fused_256": overlap.Plan(tile_columns=256, group_pairs=1),
     "fused_128": overlap.Plan(tile_columns=128, group_pairs=2),
 }
 
@@ -136,7 +136,7 @@ def overlapped_exact(rows: int, plan: str) -> None:
         check_in_poisoned_rings(mesh, program, arrays, expected, 2)
 
 
-@case(plan=("fused", "fused_192", "fused_128"))
+@case(plan=("fused", "fused_256", "fused_128"))
 def overlapped_many_tiles(plan: str) -> None:
     """More tiles than run at a time, an odd number of rows of them; K of one stage and of two."""
     mesh = line()

@@ -400,8 +400,8 @@ struct ItemOfLane {
   JIN_FN int At(int n) const { return (first ^ n % 2 * 64) + n * 512; }
 };
 
-// Sends items of the rank's shard to all peers, and copies them into the gathered x if there is
-// one: item after item that the warp draws, so that they arrive in their order. A warp.
+// Sends items of the rank's shard to all peers, and copies them into the gathered x if that is
+// kept: item after item that the warp draws, so that they arrive in their order. A warp.
 template <bool kKeeps, int kColumns>
 JIN_FN void SendItems(const Block<kColumns>& b, uint32_t operations) {
   const Parameters& p = b.p;
@@ -431,8 +431,9 @@ JIN_FN void SendItems(const Block<kColumns>& b, uint32_t operations) {
         [&](int n) { return from.Has(n) ? LoadPack(p.rows_of_x + from.At(n)) : Pack{}; },
         [&](int n, const Pack& pack) {
           *reinterpret_cast<Pack*>(to + in_ring.At(n)) = pack;
-          if (kKeeps && step == 1 && own.Has(n))
+          if (kKeeps && step == 1 && own.Has(n)) {
             *reinterpret_cast<Pack*>(p.gathered + own.At(n)) = pack;
+          }
         },
         [&] { news.Tell(); });
     news.Add(Flag(p, peer, place), number);
@@ -639,6 +640,7 @@ JIN_FN void Multiply(const Block<kColumns>& b) {
       group == 0 ? NamedArrive<4, 256>() : NamedArrive<3, 256>();
     }
     MatmulWait<0>();
+    JIN_UNROLL
     for (auto& half : d) MatmulDone(half);
     release(multiplied);
 

@@ -199,14 +199,22 @@ class Sizes:
         """What all matmuls take alone."""
         return sum(self.seconds)
 
+    @property
+    def row_tiles(self) -> int:
+        """Of a kernel, whole ones, of the rows that a rank has to itself."""
+        return self.outer * -(-self.rows // TILE_ROWS)
+
+    def column_tiles(self, tile_columns: int) -> int:
+        """Of a kernel, whole ones, of all matrices."""
+        return sum(-(-n // tile_columns) for n in self.ns)
+
     def sent_bytes(self, tile_columns: int) -> int:
         """Bytes that a kernel's whole tiles take in a ring, and those of a sum in scratch, too."""
-        row_tiles = self.outer * -(-self.rows // TILE_ROWS)
         if self.gathers:
             columns = -(-self.k // _TILE_DEPTH) * _TILE_DEPTH
         else:
-            columns = sum(-(-n // tile_columns) for n in self.ns) * tile_columns
-        return 2 * (self.world_size - 1) * row_tiles * TILE_ROWS * columns
+            columns = self.column_tiles(tile_columns) * tile_columns
+        return 2 * (self.world_size - 1) * self.row_tiles * TILE_ROWS * columns
 
     def fit(self, kernel: Plan, ring_bytes: int) -> bool:
         """Whether a kernel takes them."""
@@ -238,14 +246,11 @@ def _fused(sizes: Sizes) -> Plan | None:
     """The kernel for an operation, if it is faster than what is not overlapped."""
     if sizes.world_size not in _FUSED_WORLDS or sizes.received < _FUSED_LEAST_BYTES:
         return None
-    pairs = -(-sizes.outer * -(-sizes.rows // TILE_ROWS) // 2)  # of a shard
+    pairs = -(-sizes.row_tiles // 2)  # of a shard
     clusters = _MULTIPROCESSORS // 2
 
-    def column_tiles(columns: int) -> int:
-        return sum(-(-n // columns) for n in sizes.ns)
-
     def kernel_s(columns: int) -> float:
-        waves = -(-sizes.world_size * pairs * column_tiles(columns) // clusters)
+        waves = -(-sizes.world_size * pairs * sizes.column_tiles(columns) // clusters)
         stages = -(-sizes.k // _TILE_DEPTH)
         return waves * (stages * _STAGE_S[columns] + _TILE_S[sizes.operation][columns])
 
@@ -255,8 +260,9 @@ def _fused(sizes: Sizes) -> Plan | None:
     if fused_s > sizes.received / _LINK_BYTES + sizes.matmul_s / filled + _APART_S:
         return None
     # A shard that is multiplied at once had better arrive as one: less is left to do at the end.
-    at_once = sizes.gathers and pairs * column_tiles(columns) <= clusters
-    return Plan(tile_columns=columns, group_pairs=max(pairs, 8) if at_once else 8)
+    at_once = sizes.gathers and pairs * sizes.column_tiles(columns) <= clusters
+    group_pairs = max(pairs, Plan.group_pairs) if at_once else Plan.group_pairs
+    return Plan(tile_columns=columns, group_pairs=group_pairs)
 
 
 def _filled(outer: int, rows: int, columns: int) -> float:

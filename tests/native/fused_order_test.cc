@@ -120,8 +120,7 @@ void CheckNumbers(const Operation& p) {
     }
   };
   check(Units(p), p.pairs, p.column_tiles, [&](int number) { return UnitOf(p, number); });
-  check((p.group.size - 1) * p.tiles * p.depth, p.tiles, p.depth,
-        [&](int number) { return ItemOf(p, number); });
+  check(Items(p), p.tiles, p.depth, [&](int number) { return ItemOf(p, number); });
 }
 
 // What ranks send to one of them lies where it looks for it, and nothing lies there twice.

@@ -34,7 +34,7 @@ constexpr uint32_t kHalfRows = kTileRows / 2;
 
 // Warps of a block that send, and times four rows that each has under way. No more: what is sent
 // faster than the link takes it fills the ways to the memory, and the operands of the warps that
-// multiply come late. (With three warps and eight times all of it took up to 15 % longer.)
+// multiply come late. (With three warps and eight times all of it took up to 18 % longer.)
 constexpr int kSenders = 2;
 constexpr int kSentAtOnce = 4;
 constexpr int kKeptAtOnce = 8;  // the warp that copies what has arrived
@@ -86,7 +86,8 @@ struct Layout {
   // stores. The products of wider tiles have room in the registers of both only: each has half of
   // the rows.
   static constexpr bool kTurns = kColumns < 256;
-  static constexpr int kHalves = kTurns ? 2 : 1;  // of a tile, that a warpgroup has
+  static constexpr int kHalves = kTurns ? 2 : 1;                 // of a tile, that a warpgroup has
+  static constexpr uint32_t kNextHalf = kTurns ? kHalf : kItem;  // from one half item to its next
 
   // Of a thread that multiplies, of which the products take as many as a tile has columns, or half
   // as many; and what is left to one of the other warps.
@@ -405,7 +406,7 @@ struct ItemOfLane {
 template <bool kKeeps, int kColumns>
 JIN_FN void SendItems(const Block<kColumns>& b, uint32_t operations) {
   const Parameters& p = b.p;
-  const int items = (p.group.size - 1) * p.tiles * p.depth;
+  const int items = Items(p);
   const auto draw = [&] { return threadIdx.x % 32 == 0 ? atomicAdd(&Ring(p)->drawn_items, 1) : 0; };
   const ItemOfLane in_ring;
   int step = 0, peer = 0;
@@ -445,7 +446,7 @@ JIN_FN void SendItems(const Block<kColumns>& b, uint32_t operations) {
 template <int kColumns>
 JIN_FN void KeepItems(const Block<kColumns>& b) {
   const Parameters& p = b.p;
-  const int items = (p.group.size - 1) * p.tiles * p.depth;
+  const int items = Items(p);
   const ItemOfLane in_ring;
   for (int i = blockIdx.x; i < items; i += gridDim.x) {
     const Item item = ItemOf(p, i);
@@ -561,8 +562,8 @@ class Sum {
     if (half_ == kHalfItems) return;
     const int rank = peer_ + (peer_ >= p_.group.rank ? 1 : 0);
     const int place = PlaceOfTile<kColumns>(p_, StepOfSender(p_, rank), tile_, column_);
-    constexpr uint32_t kNext = Layout<kColumns>::kHalves == 2 ? kHalf : kItem;
-    const char* const from = Data(p_, p_.group.rank, place) + offset_ + half_ * kNext;
+    const char* const from =
+        Data(p_, p_.group.rank, place) + offset_ + half_ * Layout<kColumns>::kNextHalf;
     JIN_UNROLL
     for (int i = 0; i < kPacks; ++i) packs[i] = LoadPack(from + i * kPacksBytes);
     if (++peer_ == p_.group.size - 1) {
@@ -648,7 +649,6 @@ JIN_FN void Multiply(const Block<kColumns>& b) {
     const int tile = 2 * unit.pair + RankInCluster();
     const bool real = tile < p.tiles;  // the last pair may have one tile only
     // Half items of the warpgroup: of its first item one or two halves, then of the next one.
-    const auto half_of = [&](int i) { return first_half + i % kHalves; };
     uint32_t words[kHalfItems][kWords];
     JIN_UNROLL
     for (int i = 0; i < kHalfItems; ++i) {
@@ -661,13 +661,13 @@ JIN_FN void Multiply(const Block<kColumns>& b) {
     if (units.is_sent()) {
       if (real) {
         const int place = PlaceOfTile<kColumns>(p, unit.step, tile, unit.column);
-        char* const to = p.scratch + place * int64_t{kItem} + thread * 16;
+        char* const to =
+            p.scratch + place * int64_t{kItem} + first_half * kHalf + thread * sizeof(Pack);
         JIN_UNROLL
         for (int i = 0; i < kHalfItems; ++i) {
           JIN_UNROLL
           for (int k = 0; k < kWords; k += 4) {
-            *reinterpret_cast<Pack*>(to + i / kHalves * kItem + half_of(i) * kHalf +
-                                     k / 4 * kPacksBytes) =
+            *reinterpret_cast<Pack*>(to + i * Place::kNextHalf + k / 4 * kPacksBytes) =
                 Pack{{words[i][k], words[i][k + 1], words[i][k + 2], words[i][k + 3]}};
           }
         }
@@ -697,8 +697,8 @@ JIN_FN void Multiply(const Block<kColumns>& b) {
       SharedProxyFence();
       sync();
       if (thread == 0) {
-        Store(p.of[matrix].product, column + i / kHalves * 64, rows.row + half_of(i) * kHalfRows,
-              array, buffer);
+        Store(p.of[matrix].product, column + i / kHalves * 64,
+              rows.row + (first_half + i % kHalves) * kHalfRows, array, buffer);
         StoreCommit();
       }
     };

@@ -51,6 +51,11 @@ JIN_FN Unit UnitOf(const P& p, int number) {
 struct Item {
   int step, tile, depth;
 };
+// That a rank sends, and that arrive there.
+template <class P>
+JIN_FN int Items(const P& p) {
+  return (p.group.size - 1) * p.tiles * p.depth;
+}
 template <class P>
 JIN_FN Item ItemOf(const P& p, int number) {
   const int of_shard = p.tiles * p.depth;

@@ -33,7 +33,7 @@ PLANS = {
     "whole": overlap.Plan(1, 1),
     "parts": overlap.Plan(3, 2),
     "many": overlap.Plan(16, 16),
-    "fused": overlap.Plan(tile_columns=192),
+    "fused": overlap.Plan(tile_columns=192, parts=3),
     "fused_256": overlap.Plan(tile_columns=256, group_pairs=1),
     "fused_128": overlap.Plan(tile_columns=128, group_pairs=2),
 }

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # What a change of the kernels has to pass on a machine with GPUs: the tests in both process modes,
 # with two GPUs and with all of them, then the figures of docs/benchmarks.md. Takes the folder for logs
-# and JSON files, and which steps to run: tests, memcheck, psum, pair, types, matmuls,
+# and JSON files, and which steps to run: tests, probe, memcheck, psum, pair, types, matmuls,
 # programs; all of them where none is named. The package has to be installed. CUDA_VISIBLE_DEVICES chooses the GPUs. Each
 # step has a time limit, and one that fails does not keep the next from running.
 set -uo pipefail
 out=$(realpath "$1")
 shift
-steps=" ${*:-tests memcheck psum pair types matmuls programs} "
+steps=" ${*:-tests probe memcheck psum pair types matmuls programs} "
 cd "$(dirname "$0")/.."
 visible=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)}
 gpus=$(awk -F, '{ print NF }' <<<"$visible")
@@ -51,6 +51,17 @@ if runs tests; then
     pytest_on processes_2 300 "$two" tests/multiprocess || failed=1
     pytest_on single_2 300 "$two" "${single[@]}" || failed=1
   fi
+fi
+
+# The kernel of collective matmuls, for as many ranks as there may be, whatever the number of GPUs.
+if runs probe && ! command -v nvcc >/dev/null; then
+  echo "probe: not run, nvcc is not on PATH"
+elif runs probe; then
+  (cd xla_ffi/cuda && timeout 300 nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -I . \
+    -o "$out/fused_probe" ../../tools/fused_probe.cu fused_matmul.cu slab.cu cublas_lt.cc -ldl) || failed=1
+  for ranks in 2 3 4 5 6 7 8; do
+    CUDA_VISIBLE_DEVICES=$two timeout 60 "$out/fused_probe" "$ranks" check || failed=1
+  done
 fi
 
 if runs memcheck && ! command -v compute-sanitizer >/dev/null; then

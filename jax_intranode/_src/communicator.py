@@ -33,7 +33,7 @@ _log = logging.getLogger("jax_intranode")
 
 # Changes whenever the layout of slabs or the protocols do: processes of different versions must not
 # meet.
-_PROTOCOL = 5
+_PROTOCOL = 6
 
 # A slab: a page in which peers try their access, then regions. On GPUs a ring follows, through
 # which rows of collective matmuls travel (xla_ffi/cuda/collective_matmul.h).

@@ -32,12 +32,15 @@ class Plan:
         last_cuts: so for the last rows that are sent; the smallest comes last.
         tile_columns: of a kernel, the columns of its tiles: 128, 192 or 256. 0 for a pipeline.
         group_pairs: pairs of row tiles that it multiplies with all columns before the next ones.
+        parts: of a kernel, for sums, into how many parts the rows for each peer are cut: all peers
+            get their first part before any gets its second one.
     """
 
     first_cuts: int = 1
     last_cuts: int = 1
     tile_columns: int = 0
     group_pairs: int = 8
+    parts: int = 1
 
     def __str__(self) -> str:
         if self.tile_columns:
@@ -63,6 +66,7 @@ def forced(plan: Plan | None) -> Iterator[None]:
 HARDWARE = "hopper"
 _MATMUL_FLOPS = 680e12  # a second, of a large matmul
 _LINK_BYTES = 375e9  # a second, by copy engines
+_MEMORY_BYTES = 3.5e12  # a second, read or written
 _MULTIPROCESSORS = 132
 # A pipeline: rows and columns of an output that a multiprocessor works on at a time; the fewest
 # bytes for which it is faster, about 65 us of copying; pieces of a ring that a row has to fit into,
@@ -70,20 +74,25 @@ _MULTIPROCESSORS = 132
 _TILE = 128
 _LEAST_BYTES = 24e6
 _SLOTS = 4
-# A kernel: groups that it has run on; matmuls up to so long that it is faster than a pipeline, for
-# it multiplies a little slower, but hides the sum; the fewest bytes that were tried; what it sends,
-# a second; how long a tile's stage of 64 takes by the tile's columns, what else a tile takes, more
-# where products are summed, and what else a call.
-_FUSED_WORLDS = (2,)
+# A kernel: matmuls of two ranks up to so long that it is faster than a pipeline, for it multiplies
+# a little slower, but hides the sum, and longer ones of more ranks, of which a pipeline multiplies
+# the rows of one at a time; the fewest bytes that were tried between two ranks, `_LEAST_BYTES`
+# among more, for which two GPUs had to stand; what it sends, a second; how long a tile's stage of
+# 64 takes by the tile's columns, what else a tile takes, more where products are summed, and what
+# else a call. If bytes take more than `_FUSED_WAITS` of the matmul's time, an all-gather's rows
+# arrive for as many tiles as are multiplied at a time; if they take more than all of it, those of
+# a sum are sent in so many parts.
 _FUSED_LONGEST_S = {"all_gather_matmul": 1e-3, "matmul_reduce_scatter": 4e-3}
 _FUSED_LEAST_BYTES = 4e6
-_FUSED_LINK_BYTES = 320e9
+_FUSED_LINK_BYTES = 330e9
 _STAGE_S = {256: 0.67e-6, 192: 0.52e-6, 128: 0.375e-6}
 _TILE_S = {
     "all_gather_matmul": {256: 1.5e-6, 192: 0.3e-6, 128: 0.3e-6},
     "matmul_reduce_scatter": {256: 5.5e-6, 192: 2e-6, 128: 1.3e-6},
 }
 _CALL_S = 15e-6
+_FUSED_WAITS = 0.25
+_FUSED_PARTS = 16
 # What the collective and the matmul one after the other take, beside their bytes and flops.
 _APART_S = 25e-6
 
@@ -109,6 +118,7 @@ def plan(
     world_size: int,
     hardware: str,
     ring_bytes: int,
+    joined: bool = False,
 ) -> Plan | str:
     """Chooses a plan, by a model of what overlapping hides and what it costs.
 
@@ -127,6 +137,7 @@ def plan(
         world_size: ranks of the group.
         hardware: the generation of the GPUs (`table.hardware_of`).
         ring_bytes: bytes of a device's ring.
+        joined: whether x and the matrix are several that are copied into one.
 
     Returns:
         The plan, or why the operation is not overlapped.
@@ -139,7 +150,7 @@ def plan(
         return "no elements"
     if k % 8 or any(n % 8 for n in ns):
         return f"K {k}, N {', '.join(map(str, ns))}; overlapped are multiples of 8"
-    sizes = Sizes(operation, outer, rows, k, tuple(ns), world_size)
+    sizes = Sizes(operation, outer, rows, k, tuple(ns), world_size, joined)
     if _forced is not None and _forced.tile_columns:
         if not sizes.fit(_forced, ring_bytes):
             return f"more from peers, or more matrices, than a kernel and {ring_bytes} bytes take"
@@ -153,11 +164,17 @@ def plan(
         return _forced
     if hardware != HARDWARE:
         return f"not measured on {hardware} GPUs"
+    if sizes.joining_s > sizes.link_s:
+        return (
+            f"several operands are joined: {1e6 * sizes.joining_s:.0f} us of copying for "
+            f"{1e6 * sizes.link_s:.0f} us hidden"
+        )
     pipeline = _pipeline(sizes)
     kernel = _fused(sizes)
     if kernel is None or not sizes.fit(kernel, ring_bytes):
         return pipeline
-    if isinstance(pipeline, str) or sizes.matmul_s < _FUSED_LONGEST_S[operation]:
+    longest_s = _FUSED_LONGEST_S[operation] * world_size / 2
+    if isinstance(pipeline, str) or sizes.matmul_s < longest_s:
         return kernel
     return pipeline
 
@@ -172,6 +189,7 @@ class Sizes:
     k: int
     ns: tuple[int, ...]
     world_size: int
+    joined: bool = False
 
     @property
     def gathers(self) -> bool:
@@ -189,6 +207,11 @@ class Sizes:
         return (self.world_size - 1) * self.outer * self.rows * self.row_bytes
 
     @property
+    def link_s(self) -> float:
+        """What these take by copy engines."""
+        return self.received / _LINK_BYTES
+
+    @property
     def seconds(self) -> list[float]:
         """What the matmul with each matrix takes alone."""
         rows = self.world_size * self.outer * self.rows
@@ -198,6 +221,12 @@ class Sizes:
     def matmul_s(self) -> float:
         """What all matmuls take alone."""
         return sum(self.seconds)
+
+    @property
+    def joining_s(self) -> float:
+        """What it takes to copy operands into one, if that is done."""
+        rows = self.world_size * self.outer * self.rows
+        return 2 * 2 * self.k * (rows + self.ns[0]) / _MEMORY_BYTES if self.joined else 0
 
     @property
     def row_tiles(self) -> int:
@@ -227,7 +256,7 @@ def _pipeline(sizes: Sizes) -> Plan | str:
     least = _LEAST_BYTES * max(1, sizes.world_size / 4)
     if sizes.received < least:
         return f"{sizes.received} bytes from peers; from {least:.0f} on overlapping is faster"
-    link_s = sizes.received / _LINK_BYTES
+    link_s = sizes.link_s
     lost_s = sum(
         s * (1 / _filled(sizes.outer, sizes.rows, n) - 1)
         for s, n in zip(sizes.seconds, sizes.ns, strict=True)
@@ -244,7 +273,7 @@ def _pipeline(sizes: Sizes) -> Plan | str:
 
 def _fused(sizes: Sizes) -> Plan | None:
     """The kernel for an operation, if it is faster than what is not overlapped."""
-    if sizes.world_size not in _FUSED_WORLDS or sizes.received < _FUSED_LEAST_BYTES:
+    if sizes.received < (_FUSED_LEAST_BYTES if sizes.world_size == 2 else _LEAST_BYTES):
         return None
     pairs = -(-sizes.row_tiles // 2)  # of a shard
     clusters = _MULTIPROCESSORS // 2
@@ -257,12 +286,14 @@ def _fused(sizes: Sizes) -> Plan | None:
     columns = min(_STAGE_S, key=kernel_s)
     fused_s = max(kernel_s(columns), sizes.sent_bytes(columns) / _FUSED_LINK_BYTES) + _CALL_S
     filled = _filled(sizes.outer, sizes.world_size * sizes.rows, sum(sizes.ns))
-    if fused_s > sizes.received / _LINK_BYTES + sizes.matmul_s / filled + _APART_S:
+    apart_s = sizes.link_s + sizes.matmul_s / filled + _APART_S
+    if fused_s + sizes.joining_s > apart_s:
         return None
-    # A shard that is multiplied at once had better arrive as one: less is left to do at the end.
-    at_once = sizes.gathers and pairs * sizes.column_tiles(columns) <= clusters
-    group_pairs = max(pairs, Plan.group_pairs) if at_once else Plan.group_pairs
-    return Plan(tile_columns=columns, group_pairs=group_pairs)
+    waits = sizes.link_s / sizes.matmul_s
+    if sizes.gathers and waits > _FUSED_WAITS:
+        at_once = max(1, clusters // sizes.column_tiles(columns))
+        return Plan(tile_columns=columns, group_pairs=at_once)
+    return Plan(tile_columns=columns, parts=_FUSED_PARTS if waits > 1 else 1)
 
 
 def _filled(outer: int, rows: int, columns: int) -> float:

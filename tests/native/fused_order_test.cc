@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <map>
 #include <numeric>
 #include <random>
 #include <set>
@@ -28,7 +29,8 @@ void Expect(bool right, const char* what) {
 
 struct Operation {
   bool sums;
-  int tiles_of_array, tiles, pairs, column_tiles, group_pairs, depth;
+  int tiles_of_array, tiles, pairs, column_tiles, depth, part;
+  int group_pairs, fewer_pairs, fewer_sent_pairs;
   struct {
     int rank, size;
   } group;
@@ -104,23 +106,57 @@ void CheckUnits(const Operation& p, int clusters, std::mt19937* random) {
   }
 }
 
-// Units, and items that are sent, are all that there are, each once, step after step.
+// Units, and items that are sent, are all that there are, each once, and what is sent comes in the
+// order in which it is needed.
 void CheckNumbers(const Operation& p) {
-  // The numbers below `count` stand for all of a step's rows x columns, then for those of the next.
-  const auto check = [](int count, int rows, int columns, auto&& at) {
+  // The numbers below `count` stand for all rows x columns of steps from `first` on.
+  const auto check = [](int count, int first, int steps, int rows, int columns, auto&& at) {
     std::set<std::tuple<int, int, int>> seen;
-    int last = 0;
     for (int number = 0; number < count; ++number) {
       const auto [step, row, column] = at(number);
-      Expect(step == last || step == last + 1, "numbers not step after step");
-      last = step;
+      Expect(step >= first && step < first + steps, "a step that there is not");
       Expect(row >= 0 && row < rows, "a row that there is not");
       Expect(column >= 0 && column < columns, "a column that there is not");
       Expect(seen.emplace(step, row, column).second, "two numbers for the same");
     }
+    Expect(static_cast<int>(seen.size()) == steps * rows * columns, "something has no number");
   };
-  check(Units(p), p.pairs, p.column_tiles, [&](int number) { return UnitOf(p, number); });
-  check(Items(p), p.tiles, p.depth, [&](int number) { return ItemOf(p, number); });
+  const int size = p.group.size;
+  check(Units(p), 0, size, p.pairs, p.column_tiles, [&](int n) { return UnitOf(p, n); });
+  check(Items(p), 1, size - 1, 2 * p.pairs, p.depth, [&](int n) { return ItemOf(p, n); });
+  if (p.sums) {
+    // A part of the rank's own units has come from all peers before any of the next part comes.
+    const int of_shard = p.pairs * p.column_tiles;
+    std::map<std::pair<int, int>, int> parts;
+    for (int number = 0; number < of_shard; ++number) {
+      const Unit unit = UnitOf(p, UnitsSent(p) + number);
+      Expect(unit.step == size - 1, "units for peers after those that wait for them");
+      parts[{unit.pair, unit.column}] = number / p.part;
+    }
+    int last = 0;
+    for (int number = 0; number < UnitsSent(p); ++number) {
+      const Unit unit = UnitOf(p, number);
+      const int part = parts[{unit.pair, unit.column}];
+      Expect(part >= last, "a part before the one before it has been sent");
+      last = part;
+    }
+    return;
+  }
+  // Pairs of other shards in the order in which their first number comes.
+  std::vector<std::pair<int, int>> units, items;
+  const auto append = [](std::vector<std::pair<int, int>>* to, std::pair<int, int> pair) {
+    if (std::find(to->begin(), to->end(), pair) == to->end()) to->push_back(pair);
+  };
+  for (int number = 0; number < Units(p); ++number) {
+    const Unit unit = UnitOf(p, number);
+    if (unit.step > 0) append(&units, {unit.step, unit.pair});
+  }
+  for (int number = 0; number < Items(p); ++number) {
+    const Item item = ItemOf(p, number);
+    append(&items, {item.step, item.tile / 2});
+  }
+  Expect(std::is_sorted(units.begin(), units.end()), "units not step after step");
+  Expect(units == items, "items in another order than their units");
 }
 
 // What ranks send to one of them lies where it looks for it, and nothing lies there twice.
@@ -176,8 +212,11 @@ bool IsWrong(Variant tried) {
     p.column_tiles = 1 + below(6);
     p.group_pairs = 1 + below(9);
     p.depth = 1 + below(5);
+    p.part = 1 + below(p.pairs * p.column_tiles);
     p.group.size = 2 + below(7);
     p.group.rank = below(p.group.size);
+    p.fewer_pairs = (p.sums ? p.pairs : p.group.size * p.pairs) % p.group_pairs;
+    p.fewer_sent_pairs = (p.group.size - 1) * p.pairs % p.group_pairs;
     CheckNumbers(p);
     CheckPlaces(p);
     CheckUnits(p, 1 + below(40), &random);

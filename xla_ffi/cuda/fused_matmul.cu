@@ -36,8 +36,9 @@ constexpr uint32_t kHalfRows = kTileRows / 2;
 // faster than the link takes it fills the ways to the memory, and the operands of the warps that
 // multiply come late. (With three warps and eight times all of it took up to 18 % longer.)
 constexpr int kSenders = 2;
-constexpr int kSentAtOnce = 4;
-constexpr int kKeptAtOnce = 8;  // the warp that copies what has arrived
+constexpr int kRowsAtOnce = 2;      // of an all-gather
+constexpr int kProductsAtOnce = 4;  // for a sum
+constexpr int kKeptAtOnce = 8;      // the warp that copies what has arrived
 
 // Of half an item of products, in scratch and in a ring, a thread has words of its own: as the
 // matrix instructions leave them, rounded, four at a time beside those of the next thread.
@@ -67,7 +68,8 @@ struct Parameters {
   int depth;                         // items of a row tile, of the contracted dimension
   int tiles_of_array, tiles, pairs;  // of rows, of a shard
   int column_tiles;
-  int group_pairs;
+  int group_pairs, fewer_pairs, fewer_sent_pairs;
+  int part;
 };
 static_assert(sizeof(Parameters) <= 4096);
 
@@ -140,8 +142,8 @@ JIN_FN uint64_t LoadAcquire(const uint64_t* from) {
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
   return v;
 }
-JIN_FN void StoreRelease(uint64_t* to, uint64_t v) {
-  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(v) : "memory");
+JIN_FN void StoreRelaxed(uint64_t* to, uint64_t v) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(v) : "memory");
 }
 // What this thread has written, or knows to have been written, comes before what it stores next.
 JIN_FN void SystemFence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
@@ -355,24 +357,61 @@ JIN_FN void CopyItem(LoadRows&& load, StoreRows&& store, Meanwhile&& meanwhile) 
   }
 }
 
-// Tells peers of what the warp has written there: of each item when it has begun with the next one,
-// for that takes a while.
-class News {
+// What a warp sends to peers. They are told of an item by its flag when the next ones are under
+// way, for the fence before flags takes a while: of two items at once, but of each where the sender
+// is in a hurry, for peers wait for nothing else.
+template <int kAtOnce, int kColumns>
+class Courier {
  public:
-  JIN_FN void Add(uint32_t* flag, uint32_t number) {
-    flag_ = flag;
-    number_ = number;
+  JIN_FN Courier(const Block<kColumns>& b, uint32_t operations) : b_(b), operations_(operations) {}
+
+  // Until the receiver of what is sent at a step lends its ring.
+  JIN_FN void AwaitRing(int step) {
+    if (granted_ >> step & 1) return;
+    Tell();  // before it waits
+    granted_ |= 1u << step;
+    const uint32_t number = AwaitGrant(b_, Receiver(b_.p, step), operations_);
+    if (Lane() == step) number_of_step_ = number;
   }
+
+  // Copies an item to its place: see CopyItem.
+  template <class LoadRows, class StoreRows>
+  JIN_FN void Send(int step, int place, bool in_a_hurry, LoadRows&& load, StoreRows&& store) {
+    const int peer = Receiver(b_.p, step);
+    char* const to = Data(b_.p, peer, place);
+    CopyItem<kAtOnce>(
+        load, [&](int n, const Pack& pack) { store(to, n, pack); },
+        [&] {
+          if (untold_ == kToldAtOnce || in_a_hurry) Tell();
+        });
+    const uint32_t number = __shfl_sync(~0u, number_of_step_, step);
+    if (Lane() == untold_) {
+      flag_ = Flag(b_.p, peer, place);
+      number_ = number;
+    }
+    ++untold_;
+  }
+
   JIN_FN void Tell() {
     __syncwarp();
-    if (flag_ != nullptr && (threadIdx.x & 31) == 0) {
+    if (Lane() < untold_) {
       SystemFence();
       StoreWord(flag_, number_);
     }
-    flag_ = nullptr;
+    untold_ = 0;
   }
 
  private:
+  static constexpr int kToldAtOnce = 2;
+
+  JIN_FN int Lane() const { return threadIdx.x % 32; }
+
+  const Block<kColumns>& b_;
+  const uint32_t operations_;
+  uint32_t granted_ = 0;         // steps
+  uint32_t number_of_step_ = 0;  // that is the lane's: the receiver's operation
+  // Items that peers have not been told of: of each a lane has the flag, and what it is set to.
+  int untold_ = 0;
   uint32_t* flag_ = nullptr;
   uint32_t number_ = 0;
 };
@@ -409,37 +448,29 @@ JIN_FN void SendItems(const Block<kColumns>& b, uint32_t operations) {
   const int items = Items(p);
   const auto draw = [&] { return threadIdx.x % 32 == 0 ? atomicAdd(&Ring(p)->drawn_items, 1) : 0; };
   const ItemOfLane in_ring;
-  int step = 0, peer = 0;
-  uint32_t number = 0;
-  News news;
-  uint32_t next = draw();
+  Courier<kRowsAtOnce, kColumns> courier(b, operations);
+  int next = draw();
   for (int i; (i = __shfl_sync(~0u, next, 0)) < items;) {
     next = draw();  // on its way while this one is copied
     const Item item = ItemOf(p, i);
-    if (item.step + 1 != step) {
-      news.Tell();  // before it waits
-      step = item.step + 1;
-      peer = Receiver(p, step);
-      number = AwaitGrant(b, peer, operations);
-    }
+    if (item.tile >= p.tiles) continue;
+    courier.AwaitRing(item.step);
     const RowTile rows = RowTileOf(p, item.tile);
     const RowsOfLane from(p, rows, rows.array, item.depth);
     const RowsOfLane own(p, rows, static_cast<int64_t>(rows.array) * p.group.size + p.group.rank,
                          item.depth);
-    const int place = PlaceOfItem(p, step, item.tile, item.depth);
-    char* const to = Data(p, peer, place);
-    CopyItem<kSentAtOnce>(
+    const bool one_of_the_last = i + 2 * kSenders * static_cast<int>(gridDim.x) >= items;
+    courier.Send(
+        item.step, PlaceOfItem(p, item.step, item.tile, item.depth), one_of_the_last,
         [&](int n) { return from.Has(n) ? LoadPack(p.rows_of_x + from.At(n)) : Pack{}; },
-        [&](int n, const Pack& pack) {
+        [&](char* to, int n, const Pack& pack) {
           *reinterpret_cast<Pack*>(to + in_ring.At(n)) = pack;
-          if (kKeeps && step == 1 && own.Has(n)) {
+          if (kKeeps && item.step == 1 && own.Has(n)) {
             *reinterpret_cast<Pack*>(p.gathered + own.At(n)) = pack;
           }
-        },
-        [&] { news.Tell(); });
-    news.Add(Flag(p, peer, place), number);
+        });
   }
-  news.Tell();
+  courier.Tell();
 }
 
 // Copies the block's items of the peers' shards into the gathered x, as they arrive. A warp.
@@ -450,10 +481,10 @@ JIN_FN void KeepItems(const Block<kColumns>& b) {
   const ItemOfLane in_ring;
   for (int i = blockIdx.x; i < items; i += gridDim.x) {
     const Item item = ItemOf(p, i);
-    const int step = item.step + 1;
-    const int owner = RankAfter(p, step);
+    if (item.tile >= p.tiles) continue;
+    const int owner = RankAfter(p, item.step);
     const RowTile rows = RowTileOf(p, item.tile);
-    const int place = PlaceOfItem(p, step, item.tile, item.depth);
+    const int place = PlaceOfItem(p, item.step, item.tile, item.depth);
     AwaitItems(b, place, 0, 1, owner);
     const RowsOfLane to(p, rows, static_cast<int64_t>(rows.array) * p.group.size + owner,
                         item.depth);
@@ -468,47 +499,39 @@ JIN_FN void KeepItems(const Block<kColumns>& b) {
 
 // Sends the block's tiles of products to their owners, of `kSenders` items this warp one. A warp.
 template <int kColumns>
-JIN_FN void SendTiles(const Block<kColumns>& b, uint32_t operations, int warp) {
+JIN_FN void SendTiles(const Block<kColumns>& b, uint32_t operations, int sender) {
   const Parameters& p = b.p;
+  const int lane = threadIdx.x % 32;
   uint32_t before = 0;  // units
   int items = 0;        // modulo `kSenders`, those before
-  int step = -1, peer = 0;
-  uint32_t number = 0;
-  News news;
+  Courier<kProductsAtOnce, kColumns> courier(b, operations);
   UnitsOfCluster<Block<kColumns>> units(b);
   while (units.Next() && units.is_sent()) {
     const Unit unit = UnitOf(p, units.number());
-    const int tile = 2 * unit.pair + RankInCluster();
+    const int tile = kClusterSize * unit.pair + RankInCluster();
     const uint32_t k = before++;
     if (tile >= p.tiles) continue;
-    // Before it waits it tells of all that it has sent.
-    if (unit.step != step) {
-      news.Tell();
-      step = unit.step;
-      peer = Receiver(p, step);
-      number = AwaitGrant(b, peer, operations);
-    }
+    courier.AwaitRing(unit.step);
     const auto is_stored = [&] { return __all_sync(~0u, b.IsStored(k)); };  // for all lanes or none
     if (!is_stored()) {
-      news.Tell();
+      courier.Tell();  // before it waits
       while (!is_stored()) __nanosleep(100);
     }
+    const bool one_of_the_last = units.number() + 2 * b.Clusters() >= UnitsSent(p);
     for (int item = 0; item < Layout<kColumns>::kItems; ++item) {
-      const bool sends = items == warp;
+      const bool sends = items == sender;
       if (++items == kSenders) items = 0;
       if (!sends) continue;
-      const int place = PlaceOfTile<kColumns>(p, step, tile, unit.column) + item;
-      const int lane = threadIdx.x & 31;
+      const int place = PlaceOfTile<kColumns>(p, unit.step, tile, unit.column) + item;
       const char* const from = p.scratch + static_cast<int64_t>(place) * kItem + lane * 16;
-      char* const to = Data(p, peer, place) + lane * 16;
-      CopyItem<kSentAtOnce>(
-          [&](int n) { return LoadPack(from + n * 512); },
-          [&](int n, const Pack& pack) { *reinterpret_cast<Pack*>(to + n * 512) = pack; },
-          [&] { news.Tell(); });
-      news.Add(Flag(p, peer, place), number);
+      courier.Send(
+          unit.step, place, one_of_the_last, [&](int n) { return LoadPack(from + n * 512); },
+          [&](char* to, int n, const Pack& pack) {
+            *reinterpret_cast<Pack*>(to + lane * 16 + n * 512) = pack;
+          });
     }
   }
-  news.Tell();
+  courier.Tell();
 }
 
 // Sums half items of a tile, this thread's words: those that peers have sent and this rank's own,
@@ -602,6 +625,7 @@ JIN_FN void Multiply(const Block<kColumns>& b) {
   UnitsOfCluster<Block<kColumns>> units(b);
   for (int turn = 0; units.Next(); turn ^= 1, fed += p.depth) {
     if (Place::kTurns && turn != group) continue;
+    const Unit unit = UnitOf(p, units.number());  // while the other warpgroup multiplies
     float d[kHalves][kColumns / 2];
     JIN_UNROLL
     for (auto& half : d) {
@@ -645,7 +669,6 @@ JIN_FN void Multiply(const Block<kColumns>& b) {
     for (auto& half : d) MatmulDone(half);
     release(multiplied);
 
-    const Unit unit = UnitOf(p, units.number());
     const int tile = 2 * unit.pair + RankInCluster();
     const bool real = tile < p.tiles;  // the last pair may have one tile only
     // Half items of the warpgroup: of its first item one or two halves, then of the next one.
@@ -752,14 +775,14 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
     KeepRegisters<Place::kRegistersOfOthers>();
     if (warp == 0) {
       if (draws) {
-        if (drawn == 0) {  // the operation begins
-          b.Thread().Admit(0, closed);
-          for (int step = 1; step < p.group.size; ++step) {
-            StoreRelease(&SignalsAt(p, RankAfter(p, step))->lent[p.group.rank],
-                         static_cast<uint64_t>(b.operation) << 32 | (operations + 1));
-          }
-        }
+        if (drawn == 0) b.Thread().Admit(0, closed);
         TellDrawn(b, 0, drawn);
+      }
+      const int step = 1 + threadIdx.x;
+      if (__shfl_sync(~0u, draws && drawn == 0, 0) && step < p.group.size) {  // it begins
+        SystemFence();
+        StoreRelaxed(&SignalsAt(p, RankAfter(p, step))->lent[p.group.rank],
+                     static_cast<uint64_t>(b.operation) << 32 | (operations + 1));
       }
       __syncwarp();
       Feed<kRowsOfB>(b);
@@ -930,6 +953,9 @@ void LaunchFused(const MatmulMember& member, Algorithm algorithm, const MatmulPl
   p.pairs = DivideUp(p.tiles, 2);
   p.column_tiles = ColumnTiles(call, plan);
   p.group_pairs = plan.group_pairs;
+  p.fewer_pairs = (sums ? p.pairs : group.size * p.pairs) % p.group_pairs;
+  p.fewer_sent_pairs = (group.size - 1) * p.pairs % p.group_pairs;
+  p.part = DivideUp(int64_t{p.pairs} * p.column_tiles, plan.parts);
   const uint64_t k = call.k, rows = call.rows, outer = call.outer;
   p.x = Map(call.type, call.x, {k, rows, outer * (sums ? group.size : 1)},
             {kTileDepth, kHalfRows, 1});

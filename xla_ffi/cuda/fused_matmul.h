@@ -10,14 +10,15 @@
 // memory, products as these leave them in registers.
 //
 //   all-gather + matmul     at step s rank r sends its shard to rank r - s, and gets that of rank
-//                           r + s: each link carries one shard at a time. A rank multiplies its own
-//                           shard first, then the others, in the order in which they are sent: of a
-//                           group of row tiles the first columns of all, then the next ones. So
-//                           tiles are under way while the shard is.
+//                           r + s. A rank multiplies its own shard first, then the others, in the
+//                           order in which they are sent: of a group of row tiles, which may be of
+//                           two shards, the first columns of all, then the next ones. So all of a
+//                           group's tiles are under way while it arrives.
 //   matmul + reduce-scatter rank r multiplies the rows of rank r + 1 first, its own last, and sends
-//                           each tile of the product when it is done. A tile of its own rows waits
-//                           for the same tile of all other ranks and is summed with them, in rank
-//                           order, on its way from the registers to memory.
+//                           each tile of the product when it is done; or a part of all others' rows
+//                           before the next part. A tile of its own rows waits for the same tile of
+//                           all other ranks and is summed with them, in rank order, on its way from
+//                           the registers to memory.
 //
 // Why nothing is written before what lay in its place has been read
 //   A rank lends its ring to each peer when its kernel begins, so when all that used the ring
@@ -30,10 +31,10 @@
 // Why a flag that is set means that the data of this operation lie there
 //   The word carries the number of the receiver's operation on that ring, too, which all groups of
 //   the device share and which is different for each. The sender writes this number into the flag,
-//   after the data and a fence at system scope. (Without the fence flags overtake: sums were wrong
-//   on 2 H200s, even with bulk copies that had completed.) Flags have words of their own, which
-//   hold nothing else, ever: what a flag held before is the number of an operation that has ended.
-//   Nobody clears them.
+//   after the data and a fence at system scope, which may stand for two items. (Without the fence
+//   flags overtake: sums were wrong on 2 H200s, even with bulk copies that had completed.) Flags
+//   have words of their own, which hold nothing else, ever: what a flag held before is the number
+//   of an operation that has ended. Nobody clears them.
 //
 // Why it ends
 //   A warp that sends waits for a peer's ring, which the peer lends when the first of its blocks

@@ -4,7 +4,9 @@
 // Of an operation P knows: whether it `sums`; its group's `rank` and `size`; of a shard how many
 // row tiles an array has (`tiles_of_array`), and how many row tiles (`tiles`) and pairs of them
 // (`pairs`) there are; how many `column_tiles`; how many pairs are multiplied with all columns
-// before the next ones (`group_pairs`); items of a row tile, of the contracted dimension (`depth`).
+// before the next ones (`group_pairs`), and how many where these don't come out even
+// (`fewer_pairs`, and of those that an all-gather sends `fewer_sent_pairs`); items of a row tile,
+// of the contracted dimension (`depth`); for a sum, how many of a shard's units are a `part`.
 #pragma once
 
 #include "../kernels/memory.h"
@@ -28,46 +30,84 @@ JIN_FN RowTile RowTileOf(const P& p, int tile) {
   return {array, (tile - array * p.tiles_of_array) * kTileRows};
 }
 
-// A pair of row tiles of a shard and the columns that a cluster multiplies them with.
+// Pairs of row tiles are gone through in groups: of an all-gather those of all shards in the order
+// of their steps, of a sum those of each shard for itself. Where the groups don't come out even it
+// is the first one that has fewer, so that as much as possible is multiplied at once at the end.
+struct PairGroup {
+  int first, pairs;
+};
+// The group of a number, of which each pair has `each`; the first group has `fewer` pairs, or there
+// is none such. The number is counted from the group's first one then.
+JIN_FN PairGroup GroupOf(int fewer, int group_pairs, int each, int* number) {
+  if (*number < fewer * each) return {0, fewer};
+  *number -= fewer * each;
+  const int group = *number / (group_pairs * each);
+  *number -= group * group_pairs * each;
+  return {fewer + group * group_pairs, group_pairs};
+}
+
+// Units: see below. Those whose products go to peers come first.
+template <class P>
+JIN_FN int Units(const P& p) {
+  return p.group.size * p.pairs * p.column_tiles;
+}
+template <class P>
+JIN_FN int UnitsSent(const P& p) {
+  return p.sums ? Units(p) - p.pairs * p.column_tiles : 0;
+}
+
+// A pair of row tiles of a shard and the columns that a cluster multiplies them with: of a group
+// the first columns of all pairs, then the next ones. Of a sum first a part of each shard that is
+// sent, then the next part of each: then an owner has all products of some tiles early, and need
+// not sum all of them at the end.
 struct Unit {
   int step;  // which shard: see Owner
   int pair, column;
 };
 template <class P>
 JIN_FN Unit UnitOf(const P& p, int number) {
-  const int of_shard = p.pairs * p.column_tiles;
-  const int step = number / of_shard;
-  number -= step * of_shard;
-  const int of_group = p.group_pairs * p.column_tiles;
-  const int group = number / of_group;
-  number -= group * of_group;
-  const int first = group * p.group_pairs;
-  const int pairs = Smaller(p.group_pairs, p.pairs - first);
-  const int column = number / pairs;
-  return {step, first + number - column * pairs, column};
+  int step = 0;
+  if (p.sums && number >= UnitsSent(p)) {
+    number -= UnitsSent(p);
+    step = p.group.size - 1;
+  } else if (p.sums) {
+    const int steps = p.group.size - 1;
+    const int first = number / (p.part * steps) * p.part;
+    const int units = Smaller(p.part, p.pairs * p.column_tiles - first);
+    number -= first * steps;
+    step = number / units;
+    number += first - step * units;
+  }
+  const PairGroup group = GroupOf(p.fewer_pairs, p.group_pairs, p.column_tiles, &number);
+  const int column = number / group.pairs;
+  int pair = group.first + number - column * group.pairs;
+  if (!p.sums) {
+    step = pair / p.pairs;
+    pair -= step * p.pairs;
+  }
+  return {step, pair, column};
 }
 
-// Items of a shard in the order in which they are multiplied.
+// Items that a rank sends in an all-gather, and that arrive there, in the order in which they are
+// multiplied: of a group those of all tiles at the first depth, then at the next one. The last pair
+// of a shard may have one tile only: then there are no items with the other one's number.
 struct Item {
   int step, tile, depth;
 };
-// That a rank sends, and that arrive there.
 template <class P>
 JIN_FN int Items(const P& p) {
-  return (p.group.size - 1) * p.tiles * p.depth;
+  return (p.group.size - 1) * p.pairs * kClusterSize * p.depth;
 }
 template <class P>
 JIN_FN Item ItemOf(const P& p, int number) {
-  const int of_shard = p.tiles * p.depth;
-  const int step = number / of_shard;
-  number -= step * of_shard;
-  const int of_group = kClusterSize * p.group_pairs * p.depth;
-  const int group = number / of_group;
-  number -= group * of_group;
-  const int first = kClusterSize * group * p.group_pairs;
-  const int tiles = Smaller(kClusterSize * p.group_pairs, p.tiles - first);
+  const PairGroup group =
+      GroupOf(p.fewer_sent_pairs, p.group_pairs, kClusterSize * p.depth, &number);
+  const int tiles = kClusterSize * group.pairs;
   const int depth = number / tiles;
-  return {step, first + number - depth * tiles, depth};
+  const int tile = kClusterSize * group.first + number - depth * tiles;
+  const int of_shard = kClusterSize * p.pairs;
+  const int shard = tile / of_shard;
+  return {shard + 1, tile - shard * of_shard, depth};
 }
 
 template <class P>
@@ -108,16 +148,8 @@ JIN_FN int PlaceOfTile(const P& p, int step, int tile, int column) {
   return ((step * p.tiles + tile) * p.column_tiles + column) * ItemsOfTile(kColumns);
 }
 
-// Units whose products go to peers come first. They are drawn by lists, of which there is one for
-// each cluster, or for each of them if they are fewer.
-template <class P>
-JIN_FN int Units(const P& p) {
-  return p.group.size * p.pairs * p.column_tiles;
-}
-template <class P>
-JIN_FN int UnitsSent(const P& p) {
-  return p.sums ? Units(p) - p.pairs * p.column_tiles : 0;
-}
+// Units are drawn by lists, of which there is one for each cluster; and as many of those that are
+// sent, or one for each of these if they are fewer.
 template <class P>
 JIN_FN int ListsOfSent(const P& p, int clusters) {
   return Smaller(clusters, UnitsSent(p));

@@ -43,8 +43,9 @@ struct MatmulPlan {
   // that are sent, the smallest first, and the last ones, the smallest last.
   int first_cuts, last_cuts;
   // Of one kernel (fused_matmul.h): columns of its tiles, 0 for a pipeline, and pairs of row tiles
-  // that are multiplied with all columns before the next ones.
-  int tile_columns, group_pairs;
+  // that are multiplied with all columns before the next ones; of a sum, into how many parts a
+  // shard is cut, of which all shards' first ones are sent before the next ones.
+  int tile_columns, group_pairs, parts;
 
   bool fused() const { return tile_columns > 0; }
 };

@@ -35,7 +35,7 @@ ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(ffi::Span<const int6
                                                             int64_t axis, int32_t transposed,
                                                             int32_t gathered, int32_t first_cuts,
                                                             int32_t last_cuts, int32_t tile_columns,
-                                                            int32_t group_pairs) {
+                                                            int32_t group_pairs, int32_t parts) {
   const Partition partition{{device_ids.begin(), device_ids.end()}, group_size};
   auto site = std::make_unique<MatmulDeviceSite>();
   site->communicator = Registry<DeviceCommunicator>::Get().Find(partition);
@@ -47,17 +47,17 @@ ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(ffi::Span<const int6
   site->axis = axis;
   site->transposed = transposed != 0;
   site->gathered = gathered != 0;
-  site->plan = {first_cuts, last_cuts, tile_columns, group_pairs};
+  site->plan = {first_cuts, last_cuts, tile_columns, group_pairs, parts};
   const bool gathers = site->algorithm == Algorithm::kAllGatherMatmul;
   if ((!gathers && site->algorithm != Algorithm::kMatmulReduceScatter) || first_cuts < 1 ||
       first_cuts > kMaxCuts || last_cuts < 1 || last_cuts > kMaxCuts ||
-      (tile_columns != 0 && (!FusedTakes(tile_columns) || group_pairs < 1)) ||
+      (tile_columns != 0 && (!FusedTakes(tile_columns) || group_pairs < 1 || parts < 1)) ||
       (site->gathered && !gathers)) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(
         "jax_intranode: a collective matmul of algorithm " + std::to_string(algorithm) + " in " +
         std::to_string(first_cuts) + " and " + std::to_string(last_cuts) +
         " pieces, or in tiles of " + std::to_string(tile_columns) + " columns, " +
-        std::to_string(group_pairs) + " pairs."));
+        std::to_string(group_pairs) + " pairs, " + std::to_string(parts) + " parts."));
   }
   if (site->communicator->matmul_members.empty()) {
     return ffi::Unexpected(ffi::Error(
@@ -210,7 +210,8 @@ XLA_FFI_Error* CudaCollectiveMatmulInstantiate(XLA_FFI_CallFrame* frame) {
                              .Attr<int32_t>("first_cuts")
                              .Attr<int32_t>("last_cuts")
                              .Attr<int32_t>("tile_columns")
-                             .Attr<int32_t>("group_pairs"));
+                             .Attr<int32_t>("group_pairs")
+                             .Attr<int32_t>("parts"));
   return (*handler)(frame);
 }
 

@@ -78,9 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--plan",
         type=_parse_plan,
-        metavar="N,N[,N,N]",
+        metavar="N,N[,N,N[,N]]",
         help="cut a collective matmul so, whatever is faster: pieces of the first and of the last "
-        "rows, or 1,1 and columns of the tiles and pairs of them of one kernel",
+        "rows, or 1,1 and columns of the tiles, pairs of them and parts of one kernel",
     )
     add(
         "-d",
@@ -197,8 +197,8 @@ def _parse_presets(text: str) -> list[str]:
 def _parse_plan(text: str) -> list[int]:
     """Splits the numbers of a plan at their commas."""
     numbers = [int(number) for number in text.split(",")]
-    if len(numbers) not in (2, 4) or min(numbers) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not two or four numbers")
+    if len(numbers) not in (2, 4, 5) or min(numbers) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not two, four or five numbers")
     return numbers
 
 

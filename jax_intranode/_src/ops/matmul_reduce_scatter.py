@@ -76,6 +76,7 @@ def request(
         dtypes=(*(v.dtype for v in operands), dtype),
         precision=precision,
         transposed=transposed,
+        joined=pairs > 1,
         operands=one_pair,
     )
 

@@ -28,6 +28,7 @@ class Request:
         precision: of the products.
         transposed: whether matrices are [N, K].
         gathered: whether the gathered x is a result.
+        joined: whether x and the matrix are several that are copied into one.
         operands: from the operands of the primitive to x and the matrices.
     """
 
@@ -40,6 +41,7 @@ class Request:
     precision: Any
     transposed: bool
     gathered: bool = False
+    joined: bool = False
     operands: Callable[..., Sequence[Any]] = lambda *operands: operands
 
 
@@ -87,6 +89,7 @@ def find(
             dtype=names[0],
             world_size=groups.group_size,
             hardware=table.hardware_of(device.platform, device.device_kind),
+            joined=request.joined,
             ring_bytes=ring_bytes,
         )
 
@@ -169,6 +172,7 @@ def _lower(ctx: Any, *operands: Any, call: Overlapped) -> Any:
         last_cuts=np.int32(call.plan.last_cuts),
         tile_columns=np.int32(call.plan.tile_columns),
         group_pairs=np.int32(call.plan.group_pairs),
+        parts=np.int32(call.plan.parts),
     )
 
 

@@ -1,0 +1,373 @@
+// Checks and times the kernel of collective matmuls (xla_ffi/cuda/fused_matmul.h) alone, between
+// two GPUs that stand for a group of 2 to 8 ranks: each is rank 0 of its own group, of which all
+// other ranks are the other GPU. So each sends and gets as much as among so many GPUs, over the
+// same links, but waits for one peer only. No XLA, no graphs.
+//
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -I xla_ffi/cuda -o fused_probe \
+//       tools/fused_probe.cu xla_ffi/cuda/{fused_matmul.cu,slab.cu,cublas_lt.cc} -ldl
+//   ./fused_probe RANKS check
+//   ./fused_probe RANKS all_gather_matmul|matmul_reduce_scatter M,K,N COLUMNS,PAIRS,PARTS ...
+//
+// M, K and N are those of what a GPU multiplies; the last ones as of `bench --plan` (several are
+// timed in turns). libcublasLt.so, to time the matmul alone, is looked for as the package does.
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cublas_lt.h"
+#include "fused_matmul.h"
+#include "slab.h"
+
+using namespace jax_intranode;
+
+namespace {
+
+constexpr int kGpus = 2;
+constexpr size_t kRingBytes = size_t{640} << 20;
+constexpr double kLinkBytes = 385e9;  // a second
+
+void Check(cudaError_t status) { ThrowIfError(status, "fused_probe"); }
+
+__device__ uint32_t Hash(uint32_t x) {
+  x = (x ^ x >> 16) * 0x7feb352d;
+  x = (x ^ x >> 15) * 0x846ca68b;
+  return x ^ x >> 16;
+}
+__device__ uint16_t Rounded(float value) {
+  const uint32_t bits = __float_as_uint(value);
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+__device__ float Float(uint16_t bf16) { return __uint_as_float(uint32_t{bf16} << 16); }
+
+// Integers from -2 to 2, whose products and sums are exact; or about normal values.
+__global__ void Fill(uint16_t* to, size_t count, uint32_t seed, bool exact) {
+  const size_t step = size_t{gridDim.x} * blockDim.x;
+  for (size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step) {
+    const uint32_t h = Hash(static_cast<uint32_t>(i) * 2654435761u + seed);
+    float value = static_cast<int>(h % 5) - 2;
+    if (!exact) {
+      uint32_t sum = 0;
+      for (int byte = 0; byte < 4; ++byte) sum += h >> 8 * byte & 255;
+      value = (static_cast<int>(sum) - 510) / 148.f;
+    }
+    to[i] = Rounded(value);
+  }
+}
+
+struct Operands {
+  const uint16_t *x[kMaxRanks], *w[kMaxRanks];  // as rank 0 of a group knows its ranks
+};
+struct Sizes {
+  bool sums;
+  int ranks, outer, rows, k, n;  // rows of an array of a shard
+  bool transposed, keeps;
+
+  size_t XItems() const { return size_t{1} * outer * rows * k * (sums ? ranks : 1); }
+  size_t ResultItems() const { return size_t{1} * outer * rows * n * (sums ? 1 : ranks); }
+  size_t GatheredItems() const { return size_t{1} * outer * rows * ranks * k; }
+};
+
+// Counts elements of a result that are wrong, of so many that are looked at.
+__global__ void Compare(Sizes s, Operands of, const uint16_t* result, const uint16_t* gathered,
+                        int samples, unsigned* wrong) {
+  const int sample = blockIdx.x * blockDim.x + threadIdx.x;
+  if (sample >= samples) return;
+  const int rows = s.rows * (s.sums ? 1 : s.ranks);
+  const int row = sample < s.n ? rows - 1 : Hash(sample * 3) % rows;  // all columns of the last one
+  const int array = Hash(sample * 7) % s.outer;
+  const int column = sample < s.n ? sample : Hash(sample * 5) % s.n;
+  const auto dot = [&](const uint16_t* x, const uint16_t* w) {
+    float sum = 0;
+    for (int k = 0; k < s.k; ++k) {
+      sum += Float(x[k]) *
+             Float(w[s.transposed ? size_t{1} * column * s.k + k : size_t{1} * k * s.n + column]);
+    }
+    return Float(Rounded(sum));
+  };
+  float want = -0.f;
+  if (s.sums) {
+    for (int rank = 0; rank < s.ranks; ++rank) {
+      // What rank r sends to rank 0 is what the other GPU sends to its rank `ranks - r`.
+      const size_t shard = size_t{1} * array * s.ranks + (s.ranks - rank) % s.ranks;
+      want += dot(of.x[rank] + (shard * s.rows + row) * s.k, of.w[rank]);
+    }
+    want = Float(Rounded(want));
+  } else {
+    const uint16_t* const x =
+        of.x[row / s.rows] + (size_t{1} * array * s.rows + row % s.rows) * s.k;
+    want = dot(x, of.w[0]);
+    const int k = Hash(sample * 11) % s.k;
+    if (gathered != nullptr && gathered[(size_t{1} * array * rows + row) * s.k + k] != x[k]) {
+      atomicAdd(wrong, 1);
+    }
+  }
+  if (Float(result[(size_t{1} * array * rows + row) * s.n + column]) != want) atomicAdd(wrong, 1);
+}
+
+struct Gpu {
+  MatmulMember member = {};
+  cudaStream_t stream;
+  cudaEvent_t begin, end;
+  void* workspace;
+};
+std::vector<Gpu> gpus(kGpus);
+
+template <class F>
+void OnEach(F&& f) {
+  for (int d = 0; d < kGpus; ++d) {
+    Check(cudaSetDevice(d));
+    f(d);
+  }
+}
+
+void Open(int ranks) {
+  char *rings[kGpus], *regions[kGpus];
+  FailureRecord* records;
+  Check(cudaHostAlloc(reinterpret_cast<void**>(&records), 4096, cudaHostAllocPortable));
+  std::memset(static_cast<void*>(records), 0, 4096);
+  OnEach([&](int d) {
+    Check(cudaDeviceEnablePeerAccess(1 - d, 0));
+    Check(cudaMalloc(&rings[d], kRingBytes));
+    Check(cudaMemset(rings[d], 0, kRingBytes));
+    Check(cudaMalloc(&regions[d], 1 << 20));
+    Check(cudaMemset(regions[d], 0, 1 << 20));
+    Check(cudaMalloc(&gpus[d].workspace, kMatmulWorkspaceBytes));
+    Check(cudaStreamCreateWithFlags(&gpus[d].stream, cudaStreamNonBlocking));
+    Check(cudaEventCreate(&gpus[d].begin));
+    Check(cudaEventCreate(&gpus[d].end));
+    LoadFusedKernels();
+    Check(cudaDeviceSynchronize());
+  });
+  for (int d = 0; d < kGpus; ++d) {
+    MatmulMember& member = gpus[d].member;
+    member.device = d;
+    member.ring_bytes = kRingBytes;
+    member.group.rank = 0;
+    member.group.size = ranks;
+    member.group.failure = records + d;
+    member.group.timeout_ns = 5'000'000'000;
+    for (int rank = 0; rank < ranks; ++rank) {
+      const int at = rank == 0 ? d : 1 - d;
+      member.ring[rank] = rings[at];
+      // What is lent to peer `rank` goes where the other GPU looks for what that rank lends.
+      member.group.region[rank] = regions[at] + rank * sizeof(uint64_t);
+    }
+  }
+}
+
+void Synchronize() {
+  OnEach([&](int d) {
+    const cudaError_t status = cudaStreamSynchronize(gpus[d].stream);
+    const FailureRecord* const record = gpus[d].member.group.failure;
+    if (status != cudaSuccess) {
+      std::printf("GPU %d: %s; reason %u, missing rank %d\n", d, cudaGetErrorString(status),
+                  record->reason, record->missing);
+      std::exit(1);
+    }
+  });
+}
+
+// Operands and results of both GPUs.
+class Call {
+ public:
+  Call(const Sizes& sizes, const MatmulPlan& plan, bool exact) : s_(sizes), plan_(plan) {
+    OnEach([&](int d) {
+      MatmulCall& c = calls_[d];
+      c.type = ElementType::kBF16;
+      c.transposed = s_.transposed;
+      c.outer = s_.outer;
+      c.rows = s_.rows;
+      c.k = s_.k;
+      c.ns = {s_.n};
+      uint16_t* const x = Allocate<uint16_t>(s_.XItems());
+      uint16_t* const w = Allocate<uint16_t>(size_t{1} * s_.k * s_.n);
+      Fill<<<512, 256>>>(x, s_.XItems(), 1000 * d + 1, exact);
+      Fill<<<512, 256>>>(w, size_t{1} * s_.k * s_.n, 1000 * d + 7, exact);
+      c.x = x;
+      c.ws = {w};
+      c.products = {Allocate<uint16_t>(s_.ResultItems())};
+      if (s_.keeps) c.gathered = Allocate<uint16_t>(s_.GatheredItems());
+      c.scratch = Allocate<char>(FusedScratchBytes(algorithm(), c, s_.ranks, plan_) + 1);
+      Check(cudaDeviceSynchronize());
+    });
+  }
+  ~Call() {
+    for (void* at : allocated_) cudaFree(at);
+  }
+
+  Algorithm algorithm() const {
+    return s_.sums ? Algorithm::kMatmulReduceScatter : Algorithm::kAllGatherMatmul;
+  }
+  void Enqueue() {
+    OnEach(
+        [&](int d) { LaunchFused(gpus[d].member, algorithm(), plan_, calls_[d], gpus[d].stream); });
+  }
+  unsigned Wrong() {
+    unsigned all = 0;
+    OnEach([&](int d) {
+      Check(cudaMemset(calls_[d].products[0], 0xff, 2 * s_.ResultItems()));  // NaN
+      if (s_.keeps) Check(cudaMemset(calls_[d].gathered, 0xff, 2 * s_.GatheredItems()));
+      Check(cudaDeviceSynchronize());
+    });
+    Enqueue();
+    Synchronize();
+    OnEach([&](int d) {
+      Operands of = {};
+      for (int rank = 0; rank < s_.ranks; ++rank) {
+        const MatmulCall& c = calls_[rank == 0 ? d : 1 - d];
+        of.x[rank] = static_cast<const uint16_t*>(c.x);
+        of.w[rank] = static_cast<const uint16_t*>(c.ws[0]);
+      }
+      unsigned *wrong, found;
+      Check(cudaMalloc(&wrong, sizeof found));
+      Check(cudaMemset(wrong, 0, sizeof found));
+      const int samples = std::max(20000, 2 * s_.n);
+      Compare<<<(samples + 127) / 128, 128>>>(
+          s_, of, static_cast<const uint16_t*>(calls_[d].products[0]),
+          static_cast<const uint16_t*>(calls_[d].gathered), samples, wrong);
+      Check(cudaMemcpy(&found, wrong, sizeof found, cudaMemcpyDeviceToHost));
+      Check(cudaFree(wrong));
+      all += found;
+    });
+    return all;
+  }
+
+  // The matmul of all rows by cuBLASLt.
+  void EnqueueMatmul() {
+    const int64_t rows = int64_t{s_.outer} * s_.rows * s_.ranks;
+    OnEach([&](int d) {
+      if (x_.size() <= static_cast<size_t>(d)) {
+        x_.push_back(Allocate<uint16_t>(rows * s_.k));
+        product_.push_back(Allocate<uint16_t>(rows * s_.n));
+        Fill<<<512, 256>>>(x_[d], rows * s_.k, 5, false);
+        Check(cudaDeviceSynchronize());
+      }
+      const MatmulShape shape{ElementType::kBF16, s_.transposed, 1, rows, s_.n, s_.k, 0, 0};
+      Matmul::Of(d, shape).Enqueue(x_[d], calls_[d].ws[0], product_[d], gpus[d].workspace,
+                                   gpus[d].stream);
+    });
+  }
+
+ private:
+  template <class T>
+  T* Allocate(size_t items) {
+    void* at;
+    Check(cudaMalloc(&at, items * sizeof(T)));
+    allocated_.push_back(at);
+    return static_cast<T*>(at);
+  }
+
+  const Sizes s_;
+  const MatmulPlan plan_;
+  MatmulCall calls_[kGpus];
+  std::vector<uint16_t*> x_, product_;
+  std::vector<void*> allocated_;
+};
+
+// Milliseconds of one of a dozen calls, after a rest.
+template <class Enqueue>
+double Time(Enqueue&& enqueue) {
+  constexpr int kCalls = 12;
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  for (int i = 0; i < 2; ++i) enqueue();
+  OnEach([&](int d) { Check(cudaEventRecord(gpus[d].begin, gpus[d].stream)); });
+  for (int i = 0; i < kCalls; ++i) enqueue();
+  OnEach([&](int d) { Check(cudaEventRecord(gpus[d].end, gpus[d].stream)); });
+  Synchronize();
+  float longest = 0;
+  OnEach([&](int d) {
+    float ms;
+    Check(cudaEventElapsedTime(&ms, gpus[d].begin, gpus[d].end));
+    longest = std::max(longest, ms);
+  });
+  return longest / kCalls;
+}
+
+double Median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+int CheckAll(int ranks) {
+  int operations = 0, bad = 0;
+  for (const Sizes& s : {Sizes{false, ranks, 1, 2048, 1024, 1024, false, false},
+                         Sizes{false, ranks, 1, 1000, 520, 776, true, true},
+                         Sizes{false, ranks, 3, 200, 264, 136, false, true},
+                         Sizes{false, ranks, 1, 127, 8, 8, false, true},
+                         Sizes{true, ranks, 1, 2048, 512, 1024, false, false},
+                         Sizes{true, ranks, 1, 1000, 520, 776, false, false},
+                         Sizes{true, ranks, 3, 200, 264, 136, true, false},
+                         Sizes{true, ranks, 2, 129, 72, 1032, false, false},
+                         Sizes{true, ranks, 1, 1, 8, 8, false, false}}) {
+    for (const int columns : {128, 192, 256}) {
+      for (const auto& [pairs, parts] : {std::pair{8, 1}, {2, 3}, {3, 16}}) {
+        Call call(s, {1, 1, columns, pairs, parts}, true);
+        const unsigned wrong = call.Wrong() + call.Wrong();
+        ++operations;
+        if (wrong == 0) continue;
+        ++bad;
+        std::printf("%s, %d x %d rows, K %d, N %d, tiles of %d, %d pairs, %d parts: %u wrong\n",
+                    s.sums ? "matmul_reduce_scatter" : "all_gather_matmul", s.outer, s.rows, s.k,
+                    s.n, columns, pairs, parts, wrong);
+      }
+    }
+  }
+  std::printf("%d ranks: %d operations, %d wrong\n", ranks, operations, bad);
+  return bad != 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);
+  const int ranks = argc > 2 ? std::atoi(argv[1]) : 0;
+  if (ranks < 2 || ranks > kMaxRanks) {
+    std::printf("see the head of fused_probe.cu\n");
+    return 2;
+  }
+  Open(ranks);
+  const std::string operation = argv[2];
+  if (operation == "check") return CheckAll(ranks);
+  const bool sums = operation == "matmul_reduce_scatter";
+  int m, k, n;
+  if (argc < 5 || std::sscanf(argv[3], "%d,%d,%d", &m, &k, &n) != 3) return 2;
+  const Sizes sizes{sums, ranks, 1, m / ranks, k, n, false, false};
+
+  std::vector<MatmulPlan> plans;
+  for (int i = 4; i < argc; ++i) {
+    MatmulPlan plan{1, 1, 0, 8, 1};
+    std::sscanf(argv[i], "%d,%d,%d", &plan.tile_columns, &plan.group_pairs, &plan.parts);
+    plans.push_back(plan);
+  }
+  std::vector<std::unique_ptr<Call>> calls;
+  for (const MatmulPlan& plan : plans) calls.push_back(std::make_unique<Call>(sizes, plan, false));
+  // There and back, so that none is always the one that comes after the coolest.
+  std::vector<double> alone;
+  std::map<size_t, std::vector<double>> times;
+  for (int round = 0; round < 4; ++round) {
+    alone.push_back(Time([&] { calls[0]->EnqueueMatmul(); }));
+    for (size_t i = 0; i < calls.size(); ++i) {
+      const size_t at = round % 2 == 0 ? i : calls.size() - 1 - i;
+      times[at].push_back(Time([&] { calls[at]->Enqueue(); }));
+    }
+  }
+  const double bytes = (ranks - 1.) / ranks * m * (sums ? n : k) * 2;
+  const double bound = std::max(Median(alone), bytes / kLinkBytes * 1e3);
+  for (size_t i = 0; i < plans.size(); ++i) {
+    const unsigned wrong = Call(sizes, plans[i], true).Wrong();
+    const double ms = Median(times[i]);
+    std::printf(
+        "%-22s %d ranks %6d %6d %6d  tiles of %d, %d pairs, %d parts: %8.4f ms, share %.3f, "
+        "matmul alone %.4f, #wrong %u\n",
+        operation.c_str(), ranks, m, k, n, plans[i].tile_columns, plans[i].group_pairs,
+        plans[i].parts, ms, bound / ms, Median(alone), wrong);
+  }
+}

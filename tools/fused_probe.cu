@@ -339,12 +339,20 @@ int main(int argc, char** argv) {
   const bool sums = operation == "matmul_reduce_scatter";
   int m, k, n;
   if (argc < 5 || std::sscanf(argv[3], "%d,%d,%d", &m, &k, &n) != 3) return 2;
+  if (m % ranks != 0) {
+    std::printf("M is %d; it must be a multiple of %d\n", m, ranks);
+    return 2;
+  }
   const Sizes sizes{sums, ranks, 1, m / ranks, k, n, false, false};
 
   std::vector<MatmulPlan> plans;
   for (int i = 4; i < argc; ++i) {
     MatmulPlan plan{1, 1, 0, 8, 1};
     std::sscanf(argv[i], "%d,%d,%d", &plan.tile_columns, &plan.group_pairs, &plan.parts);
+    if (!FusedTakes(plan.tile_columns) || plan.group_pairs < 1 || plan.parts < 1) {
+      std::printf("%s is not COLUMNS,PAIRS,PARTS\n", argv[i]);
+      return 2;
+    }
     plans.push_back(plan);
   }
   std::vector<std::unique_ptr<Call>> calls;

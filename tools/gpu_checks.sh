@@ -53,7 +53,7 @@ if runs tests; then
   fi
 fi
 
-# The kernel of collective matmuls, for as many ranks as there may be, whatever the number of GPUs.
+# The kernel of collective matmuls, for as many ranks as there may be, by two GPUs.
 if runs probe && ! command -v nvcc >/dev/null; then
   echo "probe: not run, nvcc is not on PATH"
 elif runs probe; then

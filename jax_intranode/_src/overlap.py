@@ -32,8 +32,8 @@ class Plan:
         last_cuts: so for the last rows that are sent; the smallest comes last.
         tile_columns: of a kernel, the columns of its tiles: 128, 192 or 256. 0 for a pipeline.
         group_pairs: pairs of row tiles that it multiplies with all columns before the next ones.
-        parts: of a kernel, for sums, into how many parts the rows for each peer are cut: all peers
-            get their first part before any gets its second one.
+        parts: of a kernel, for sums, into how many parts the tiles for each peer are cut: the first
+            parts of all peers are multiplied before the second ones.
     """
 
     first_cuts: int = 1
@@ -226,7 +226,8 @@ class Sizes:
     def joining_s(self) -> float:
         """What it takes to copy operands into one, if that is done."""
         rows = self.world_size * self.outer * self.rows
-        return 2 * 2 * self.k * (rows + self.ns[0]) / _MEMORY_BYTES if self.joined else 0
+        copied = 2 * self.k * (rows + self.ns[0]) if self.joined else 0
+        return 2 * copied / _MEMORY_BYTES  # read and written
 
     @property
     def row_tiles(self) -> int:
@@ -261,6 +262,7 @@ def _pipeline(sizes: Sizes) -> Plan | str:
         s * (1 / _filled(sizes.outer, sizes.rows, n) - 1)
         for s, n in zip(sizes.seconds, sizes.ns, strict=True)
     )
+    lost_s += sizes.joining_s
     if lost_s > link_s:
         return (
             f"matmuls of {sizes.rows} rows fill the GPU badly: {1e6 * lost_s:.0f} us lost for "

@@ -19,8 +19,8 @@ using namespace jax_intranode;
 constexpr int kColumns = 192;
 
 // Of the one that runs: as it is; work dealt out to clusters in place of drawn; products sent as if
-// it were another step.
-enum class Variant { kSound, kDealt, kOtherStep } variant;
+// it were another step; items of a tile that come before those of the next tile.
+enum class Variant { kSound, kDealt, kOtherStep, kTileByTile } variant;
 int wrong;
 
 void Expect(bool right, const char* what) {
@@ -106,6 +106,17 @@ void CheckUnits(const Operation& p, int clusters, std::mt19937* random) {
   }
 }
 
+Item ItemAt(const Operation& p, int number) {
+  if (variant != Variant::kTileByTile) return ItemOf(p, number);
+  const int tile = number / p.depth;
+  return {1 + tile / (2 * p.pairs), tile % (2 * p.pairs), number % p.depth};
+}
+
+// Of so many pairs the group of one, where all but the first one are full.
+int GroupAt(const Operation& p, int pairs, int pair) {
+  return -((pairs - 1 - pair) / p.group_pairs);
+}
+
 // Units, and items that are sent, are all that there are, each once, and what is sent comes in the
 // order in which it is needed.
 void CheckNumbers(const Operation& p) {
@@ -123,15 +134,19 @@ void CheckNumbers(const Operation& p) {
   };
   const int size = p.group.size;
   check(Units(p), 0, size, p.pairs, p.column_tiles, [&](int n) { return UnitOf(p, n); });
-  check(Items(p), 1, size - 1, 2 * p.pairs, p.depth, [&](int n) { return ItemOf(p, n); });
+  check(Items(p), 1, size - 1, 2 * p.pairs, p.depth, [&](int n) { return ItemAt(p, n); });
   if (p.sums) {
     // A part of the rank's own units has come from all peers before any of the next part comes.
     const int of_shard = p.pairs * p.column_tiles;
     std::map<std::pair<int, int>, int> parts;
+    std::pair<int, int> last_own = {-p.pairs, 0};
     for (int number = 0; number < of_shard; ++number) {
       const Unit unit = UnitOf(p, UnitsSent(p) + number);
       Expect(unit.step == size - 1, "units for peers after those that wait for them");
       parts[{unit.pair, unit.column}] = number / p.part;
+      const std::pair at = {GroupAt(p, p.pairs, unit.pair), unit.column};
+      Expect(at >= last_own, "own units not group after group, or columns not one after the other");
+      last_own = at;
     }
     int last = 0;
     for (int number = 0; number < UnitsSent(p); ++number) {
@@ -142,21 +157,21 @@ void CheckNumbers(const Operation& p) {
     }
     return;
   }
-  // Pairs of other shards in the order in which their first number comes.
-  std::vector<std::pair<int, int>> units, items;
-  const auto append = [](std::vector<std::pair<int, int>>* to, std::pair<int, int> pair) {
-    if (std::find(to->begin(), to->end(), pair) == to->end()) to->push_back(pair);
-  };
+  // Groups of pairs of all shards, and in a group columns, or depths of what arrives.
+  const int all = size * p.pairs;
+  std::pair<int, int> last_unit = {-all, 0}, last_item = {-all, 0};
   for (int number = 0; number < Units(p); ++number) {
     const Unit unit = UnitOf(p, number);
-    if (unit.step > 0) append(&units, {unit.step, unit.pair});
+    const std::pair at = {GroupAt(p, all, unit.step * p.pairs + unit.pair), unit.column};
+    Expect(at >= last_unit, "units not group after group, or columns not one after the other");
+    last_unit = at;
   }
   for (int number = 0; number < Items(p); ++number) {
-    const Item item = ItemOf(p, number);
-    append(&items, {item.step, item.tile / 2});
+    const Item item = ItemAt(p, number);
+    const std::pair at = {GroupAt(p, all, item.step * p.pairs + item.tile / 2), item.depth};
+    Expect(at >= last_item, "items not group after group, or depths not one after the other");
+    last_item = at;
   }
-  Expect(std::is_sorted(units.begin(), units.end()), "units not step after step");
-  Expect(units == items, "items in another order than their units");
 }
 
 // What ranks send to one of them lies where it looks for it, and nothing lies there twice.
@@ -215,8 +230,7 @@ bool IsWrong(Variant tried) {
     p.part = 1 + below(p.pairs * p.column_tiles);
     p.group.size = 2 + below(7);
     p.group.rank = below(p.group.size);
-    p.fewer_pairs = (p.sums ? p.pairs : p.group.size * p.pairs) % p.group_pairs;
-    p.fewer_sent_pairs = (p.group.size - 1) * p.pairs % p.group_pairs;
+    CutGroups(&p);
     CheckNumbers(p);
     CheckPlaces(p);
     CheckUnits(p, 1 + below(40), &random);
@@ -228,7 +242,7 @@ bool IsWrong(Variant tried) {
 
 int main() {
   if (IsWrong(Variant::kSound)) return 1;
-  for (const Variant broken : {Variant::kDealt, Variant::kOtherStep}) {
+  for (const Variant broken : {Variant::kDealt, Variant::kOtherStep, Variant::kTileByTile}) {
     if (!IsWrong(broken)) {
       std::printf("not found: broken variant %d\n", static_cast<int>(broken));
       return 1;

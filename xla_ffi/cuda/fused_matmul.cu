@@ -290,7 +290,7 @@ JIN_FN void Feed(const Block<kColumns>& b) {
     }
     __syncwarp();
     const Unit unit = UnitOf(p, units.number());
-    const int tile = 2 * unit.pair + side;
+    const int tile = kClusterSize * unit.pair + side;
     const bool real = tile < p.tiles;  // the last pair may have one tile only
     const RowTile rows = RowTileOf(p, tile);
     const int owner = Owner(p, unit.step);
@@ -500,6 +500,9 @@ JIN_FN void KeepItems(const Block<kColumns>& b) {
 // Sends the block's tiles of products to their owners, of `kSenders` items this warp one. A warp.
 template <int kColumns>
 JIN_FN void SendTiles(const Block<kColumns>& b, uint32_t operations, int sender) {
+  // Of each unit the warp sends something: who sends nothing at a step may find the peer's ring
+  // lent to the operation after this one.
+  static_assert(Layout<kColumns>::kItems >= kSenders);
   const Parameters& p = b.p;
   const int lane = threadIdx.x % 32;
   uint32_t before = 0;  // units
@@ -625,7 +628,7 @@ JIN_FN void Multiply(const Block<kColumns>& b) {
   UnitsOfCluster<Block<kColumns>> units(b);
   for (int turn = 0; units.Next(); turn ^= 1, fed += p.depth) {
     if (Place::kTurns && turn != group) continue;
-    const Unit unit = UnitOf(p, units.number());  // while the other warpgroup multiplies
+    const Unit unit = UnitOf(p, units.number());  // in time: it takes a while
     float d[kHalves][kColumns / 2];
     JIN_UNROLL
     for (auto& half : d) {
@@ -669,7 +672,7 @@ JIN_FN void Multiply(const Block<kColumns>& b) {
     for (auto& half : d) MatmulDone(half);
     release(multiplied);
 
-    const int tile = 2 * unit.pair + RankInCluster();
+    const int tile = kClusterSize * unit.pair + RankInCluster();
     const bool real = tile < p.tiles;  // the last pair may have one tile only
     // Half items of the warpgroup: of its first item one or two halves, then of the next one.
     uint32_t words[kHalfItems][kWords];
@@ -950,11 +953,10 @@ void LaunchFused(const MatmulMember& member, Algorithm algorithm, const MatmulPl
   p.depth = DivideUp(call.k, kTileDepth);
   p.tiles_of_array = DivideUp(call.rows, kTileRows);
   p.tiles = RowTiles(call);
-  p.pairs = DivideUp(p.tiles, 2);
+  p.pairs = DivideUp(p.tiles, kClusterSize);
   p.column_tiles = ColumnTiles(call, plan);
   p.group_pairs = plan.group_pairs;
-  p.fewer_pairs = (sums ? p.pairs : group.size * p.pairs) % p.group_pairs;
-  p.fewer_sent_pairs = (group.size - 1) * p.pairs % p.group_pairs;
+  CutGroups(&p);
   p.part = DivideUp(int64_t{p.pairs} * p.column_tiles, plan.parts);
   const uint64_t k = call.k, rows = call.rows, outer = call.outer;
   p.x = Map(call.type, call.x, {k, rows, outer * (sums ? group.size : 1)},

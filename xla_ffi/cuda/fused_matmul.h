@@ -10,15 +10,15 @@
 // memory, products as these leave them in registers.
 //
 //   all-gather + matmul     at step s rank r sends its shard to rank r - s, and gets that of rank
-//                           r + s. A rank multiplies its own shard first, then the others, in the
-//                           order in which they are sent: of a group of row tiles, which may be of
-//                           two shards, the first columns of all, then the next ones. So all of a
-//                           group's tiles are under way while it arrives.
+//                           r + s. A rank multiplies its own shard, then the others, in the order
+//                           in which they are sent: of a group of row tiles, which may be of
+//                           several shards, the first columns of all, then the next ones. So all of
+//                           a group's tiles are under way while it arrives.
 //   matmul + reduce-scatter rank r multiplies the rows of rank r + 1 first, its own last, and sends
-//                           each tile of the product when it is done; or a part of all others' rows
-//                           before the next part. A tile of its own rows waits for the same tile of
-//                           all other ranks and is summed with them, in rank order, on its way from
-//                           the registers to memory.
+//                           each tile of the product when it is done; or a part of the tiles for
+//                           each peer before the next part. A tile of its own rows waits for the
+//                           same tile of all other ranks and is summed with them, in rank order, on
+//                           its way from the registers to memory.
 //
 // Why nothing is written before what lay in its place has been read
 //   A rank lends its ring to each peer when its kernel begins, so when all that used the ring
@@ -38,16 +38,18 @@
 //
 // Why it ends
 //   A warp that sends waits for a peer's ring, which the peer lends when the first of its blocks
-//   begins, and for its own block's products. What multiplies waits for flags: in an all-gather for
-//   what all ranks send without waiting for a product; in a reduce-scatter for tiles of which each
-//   cluster computes all that are left before it waits for any. So no wait depends on itself. (A
-//   warpgroup that waits for peers had its turn after all those tiles, whoever multiplied them.)
-//   Nor does it depend on blocks that do not run yet: what peers wait for is not dealt out, but
-//   drawn, a list of units or an item at a time, by the blocks that run. They finish it, however
-//   many they are. Were it dealt out, a collective of another stream could hold multiprocessors of
-//   one rank, where blocks of this kernel wait for them, while this kernel holds all of another
-//   rank, where the collective waits for them: neither would end. Ranks that call one operation
-//   wait for those that have not come to it, until the deadline.
+//   begins, for its own block's products, and for its cluster's next list, which is drawn before
+//   the last unit of the one before has been multiplied; and it tells of all that it has sent
+//   before it waits for the first two (and soon after it has the list). What multiplies waits for
+//   flags: in an all-gather for what all ranks send without waiting for a product; in a
+//   reduce-scatter for tiles of which each cluster computes all that are left before it waits for
+//   any. So no wait depends on itself. (A warpgroup that waits for peers had its turn after all
+//   those tiles, whoever multiplied them.) Nor does it depend on blocks that do not run yet: what
+//   peers wait for is not dealt out, but drawn, a list of units or an item at a time, by the blocks
+//   that run. They finish it, however many they are. Were it dealt out, a collective of another
+//   stream could hold multiprocessors of one rank, where blocks of this kernel wait for them, while
+//   this kernel holds all of another rank, where the collective waits for them: neither would end.
+//   Ranks that call one operation wait for those that have not come to it, until the deadline.
 //
 // The grid, the sizes and the order of tiles may differ from call to call. Replayed, captured or
 // launched, the kernel does the same: all that changes from call to call lies in device memory.

@@ -36,6 +36,12 @@ JIN_FN RowTile RowTileOf(const P& p, int tile) {
 struct PairGroup {
   int first, pairs;
 };
+// Sets what P knows of groups that have fewer. On the host.
+template <class P>
+void CutGroups(P* p) {
+  p->fewer_pairs = (p->sums ? 1 : p->group.size) * p->pairs % p->group_pairs;
+  p->fewer_sent_pairs = (p->group.size - 1) * p->pairs % p->group_pairs;
+}
 // The group of a number, of which each pair has `each`; the first group has `fewer` pairs, or there
 // is none such. The number is counted from the group's first one then.
 JIN_FN PairGroup GroupOf(int fewer, int group_pairs, int each, int* number) {

@@ -84,6 +84,26 @@ def test_two_gpus_use_one_kernel_for_less_bytes(
     assert plan(operation, m, k, n, world=2) == expected
 
 
+@pytest.mark.parametrize(
+    ("operation", "m", "k", "n", "expected"),
+    [
+        (GATHER, 8192, 8192, 7168, Plan()),
+        (GATHER, 8192, 8192, (3584, 3584), Plan()),
+        (GATHER, 8192, 8192, 1024, Plan(last_cuts=2)),
+        (GATHER, 4096, 8192, 3584, Plan()),
+        (SCATTER, 32768, 2048, 8192, Plan()),
+        (SCATTER, 8192, 3584, 8192, Plan()),
+        (SCATTER, 8192, 1024, 8192, Plan(3, 2)),
+        (SCATTER, 4096, 1024, 28672, Plan(3, 2)),
+        (SCATTER, 2048, 7168, 8192, Plan()),
+    ],
+)
+def test_small_rings_have_room_for_a_pipeline(
+    operation: str, m: int, k: int, n: int | tuple[int, ...], expected: Plan
+) -> None:
+    assert plan(operation, m, k, n, ring=20 << 20) == expected
+
+
 def test_kernel_sends_whole_tiles() -> None:
     """Of arrays of few rows most would be padding."""
     for operation, m, k, n, outer in (
@@ -161,7 +181,10 @@ def test_batches_fill_the_gpu_less() -> None:
         reason = plan(operation, 16384, 8192, 3584, outer=256)  # 16 rows a rank
         assert isinstance(reason, str)
         assert "16 rows fill the GPU badly" in reason
-    # Rows that fill their last tile badly.
+    # Few rows a rank, and rows that fill their last tile badly.
+    reason = plan(GATHER, 2048, 8192, 14336, ring=20 << 20)
+    assert isinstance(reason, str)
+    assert "us lost for 67 us hidden" in reason
     assert isinstance(plan(GATHER, 420 * 8, 8192, 7168, world=8, ring=48 << 20), str)
 
 

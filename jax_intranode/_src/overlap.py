@@ -202,6 +202,11 @@ class Sizes:
         return 2 * (self.k if self.gathers else self.ns[0])
 
     @property
+    def all_rows(self) -> int:
+        """Of all ranks and arrays, which each rank multiplies."""
+        return self.world_size * self.outer * self.rows
+
+    @property
     def received(self) -> int:
         """Bytes from peers."""
         return (self.world_size - 1) * self.outer * self.rows * self.row_bytes
@@ -214,8 +219,7 @@ class Sizes:
     @property
     def seconds(self) -> list[float]:
         """What the matmul with each matrix takes alone."""
-        rows = self.world_size * self.outer * self.rows
-        return [2 * rows * self.k * n / _MATMUL_FLOPS for n in self.ns]
+        return [2 * self.all_rows * self.k * n / _MATMUL_FLOPS for n in self.ns]
 
     @property
     def matmul_s(self) -> float:
@@ -225,8 +229,7 @@ class Sizes:
     @property
     def joining_s(self) -> float:
         """What it takes to copy operands into one, if that is done."""
-        rows = self.world_size * self.outer * self.rows
-        copied = 2 * self.k * (rows + self.ns[0]) if self.joined else 0
+        copied = 2 * self.k * (self.all_rows + self.ns[0]) if self.joined else 0
         return 2 * copied / _MEMORY_BYTES  # read and written
 
     @property
@@ -257,20 +260,19 @@ def _pipeline(sizes: Sizes) -> Plan | str:
     least = _LEAST_BYTES * max(1, sizes.world_size / 4)
     if sizes.received < least:
         return f"{sizes.received} bytes from peers; from {least:.0f} on overlapping is faster"
-    link_s = sizes.link_s
+    hidden_s = sizes.link_s - sizes.joining_s
     lost_s = sum(
         s * (1 / _filled(sizes.outer, sizes.rows, n) - 1)
         for s, n in zip(sizes.seconds, sizes.ns, strict=True)
     )
-    lost_s += sizes.joining_s
-    if lost_s > link_s:
+    if lost_s > hidden_s:
         return (
             f"matmuls of {sizes.rows} rows fill the GPU badly: {1e6 * lost_s:.0f} us lost for "
-            f"{1e6 * link_s:.0f} us hidden"
+            f"{1e6 * hidden_s:.0f} us hidden"
         )
     if sizes.gathers:
-        return Plan(last_cuts=2 if link_s > sizes.matmul_s else 1)
-    return Plan(3, 2) if link_s > 0.8 * sizes.matmul_s else Plan()
+        return Plan(last_cuts=2 if sizes.link_s > sizes.matmul_s else 1)
+    return Plan(3, 2) if sizes.link_s > 0.8 * sizes.matmul_s else Plan()
 
 
 def _fused(sizes: Sizes) -> Plan | None:

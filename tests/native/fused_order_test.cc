@@ -19,8 +19,9 @@ using namespace jax_intranode;
 constexpr int kColumns = 192;
 
 // Of the one that runs: as it is; work dealt out to clusters in place of drawn; products sent as if
-// it were another step; items of a tile that come before those of the next tile.
-enum class Variant { kSound, kDealt, kOtherStep, kTileByTile } variant;
+// it were another step; items of a tile that come before those of the next tile; units of an
+// all-gather so by their pairs; units of a sum step after step, not in parts.
+enum class Variant { kSound, kDealt, kOtherStep, kTileByTile, kPairByPair, kStepByStep } variant;
 int wrong;
 
 void Expect(bool right, const char* what) {
@@ -106,6 +107,15 @@ void CheckUnits(const Operation& p, int clusters, std::mt19937* random) {
   }
 }
 
+Unit UnitAt(const Operation& p, int number) {
+  const int pair = number / p.column_tiles;
+  if (variant == Variant::kPairByPair && !p.sums) {
+    return {pair / p.pairs, pair % p.pairs, number % p.column_tiles};
+  }
+  Operation as = p;
+  if (variant == Variant::kStepByStep) as.part = p.pairs * p.column_tiles;
+  return UnitOf(as, number);
+}
 Item ItemAt(const Operation& p, int number) {
   if (variant != Variant::kTileByTile) return ItemOf(p, number);
   const int tile = number / p.depth;
@@ -133,7 +143,7 @@ void CheckNumbers(const Operation& p) {
     Expect(static_cast<int>(seen.size()) == steps * rows * columns, "something has no number");
   };
   const int size = p.group.size;
-  check(Units(p), 0, size, p.pairs, p.column_tiles, [&](int n) { return UnitOf(p, n); });
+  check(Units(p), 0, size, p.pairs, p.column_tiles, [&](int n) { return UnitAt(p, n); });
   check(Items(p), 1, size - 1, 2 * p.pairs, p.depth, [&](int n) { return ItemAt(p, n); });
   if (p.sums) {
     // A part of the rank's own units has come from all peers before any of the next part comes.
@@ -141,7 +151,7 @@ void CheckNumbers(const Operation& p) {
     std::map<std::pair<int, int>, int> parts;
     std::pair<int, int> last_own = {-p.pairs, 0};
     for (int number = 0; number < of_shard; ++number) {
-      const Unit unit = UnitOf(p, UnitsSent(p) + number);
+      const Unit unit = UnitAt(p, UnitsSent(p) + number);
       Expect(unit.step == size - 1, "units for peers after those that wait for them");
       parts[{unit.pair, unit.column}] = number / p.part;
       const std::pair at = {GroupAt(p, p.pairs, unit.pair), unit.column};
@@ -150,7 +160,7 @@ void CheckNumbers(const Operation& p) {
     }
     int last = 0;
     for (int number = 0; number < UnitsSent(p); ++number) {
-      const Unit unit = UnitOf(p, number);
+      const Unit unit = UnitAt(p, number);
       const int part = parts[{unit.pair, unit.column}];
       Expect(part >= last, "a part before the one before it has been sent");
       last = part;
@@ -161,7 +171,7 @@ void CheckNumbers(const Operation& p) {
   const int all = size * p.pairs;
   std::pair<int, int> last_unit = {-all, 0}, last_item = {-all, 0};
   for (int number = 0; number < Units(p); ++number) {
-    const Unit unit = UnitOf(p, number);
+    const Unit unit = UnitAt(p, number);
     const std::pair at = {GroupAt(p, all, unit.step * p.pairs + unit.pair), unit.column};
     Expect(at >= last_unit, "units not group after group, or columns not one after the other");
     last_unit = at;
@@ -242,7 +252,8 @@ bool IsWrong(Variant tried) {
 
 int main() {
   if (IsWrong(Variant::kSound)) return 1;
-  for (const Variant broken : {Variant::kDealt, Variant::kOtherStep, Variant::kTileByTile}) {
+  for (const Variant broken : {Variant::kDealt, Variant::kOtherStep, Variant::kTileByTile,
+                               Variant::kPairByPair, Variant::kStepByStep}) {
     if (!IsWrong(broken)) {
       std::printf("not found: broken variant %d\n", static_cast<int>(broken));
       return 1;

@@ -674,6 +674,38 @@ def parts_like_lax(name: str, check_vma: bool) -> None:
     check_like(ours, jax.jit(gathered(name, lax, mesh, check_vma))(x, w), 1e-4)
 
 
+def runs_as_often_as_explained(f: Any, args: Sequence[Any]) -> None:
+    """The devices of this process execute each operation of `f` as often as `explain` says."""
+    calls = jax_intranode.explain(f)(*args)
+    program = jax.jit(f)
+    jax.block_until_ready(program(*args))
+    before = jax_intranode.usage_counter()
+    jax.block_until_ready(program(*args))
+    ours = sum(call.times for call in calls if call.algorithm != "lax")
+    assert ours > 0, calls
+    here = sum(d.process_index == jax.process_index() for d in args[0].sharding.device_set)
+    assert jax_intranode.usage_counter() - before == ours * here, calls
+
+
+@case()
+def results_that_a_scan_stacks() -> None:
+    """For the backward pass, while others use them: each call runs once."""
+    mesh = line()
+
+    def step(v: Any, w: Any) -> Any:
+        whole = jax_intranode.all_gather(v, "x", axis=0, tiled=True)
+        part = jax_intranode.psum_scatter(whole * whole * w, "x", scatter_dimension=0, tiled=True)
+        total = jax_intranode.psum(part, "x")
+        return part * part * total, None
+
+    f = sharded(lambda v, ws: lax.scan(step, v, ws)[0], mesh, (P("x"), P()), P("x"))
+    args = (
+        put(mesh, P("x"), random("float32", (8 * mesh.size, 128), 23)),
+        put(mesh, P(), random("float32", (3, 128), 24)),
+    )
+    runs_as_often_as_explained(jax.grad(lambda *vs: f(*vs).sum(), argnums=(0, 1)), args)
+
+
 # Collective matmuls.
 
 

@@ -136,6 +136,33 @@ def overlapped_exact(rows: int, plan: str) -> None:
         check_in_poisoned_rings(mesh, program, arrays, expected, 2)
 
 
+@case(plan=tuple(PLANS))
+def overlapped_sums_of_several(plan: str) -> None:
+    """Products of unequal depth, which a kernel sums as they are."""
+    mesh = line()
+    n = mesh.size
+    widths = (8, 136, 264, 72)
+    for axis, batch in ((0, ()), (1, (3,))):
+        rows, whole = ((*batch, length, 200) for length in (129, 129 * n))
+        ws = [zeros_and_ones(80 + k, n, 200, width) for k, width in enumerate(widths)]
+        cts = [zeros_and_ones(90 + k, n, *whole[:-1], width) for k, width in enumerate(widths)]
+
+        def f(ws: Any, cts: Any, axis: int = axis, rows: Any = rows) -> Any:
+            def gather(x: Any) -> Any:
+                ws_of_rank = [w[0] for w in ws]
+                return jax_intranode.all_gather_matmul(x, ws_of_rank, "x", gather_axis=axis)
+
+            x = lax.pcast(jnp.zeros(rows, ws[0].dtype), "x", to="varying")
+            (ct_x,) = jax.linear_transpose(gather, x)([ct[0] for ct in cts])
+            return [ct_x[None]]
+
+        arrays = [[put(mesh, P("x"), v.astype(jnp.bfloat16)) for v in vs] for vs in (ws, cts)]
+        program = overlapped(sharded(f, mesh, P("x"), P("x")), arrays, plan)
+        sums = sum(np.einsum("r...n,rkn->...k", ct, w) for ct, w in zip(cts, ws, strict=True))
+        expected = [np.stack(np.split(sums, n, axis))]
+        check_in_poisoned_rings(mesh, program, arrays, expected, 2)
+
+
 @case(plan=("fused", "fused_256", "fused_128"))
 def overlapped_many_tiles(plan: str) -> None:
     """More tiles than run at a time, an odd number of rows of them; K of one stage and of two."""
@@ -436,6 +463,28 @@ def overlapped_replayed(plan: str) -> None:
     local = sum(d.process_index == jax.process_index() for d in mesh.devices.flat)
     if on_gpus():
         assert jax_intranode.usage_counter() - before == 9 * 8 * local
+
+
+@case(plan=("parts", "fused"))
+def overlapped_results_that_a_scan_stacks(plan: str) -> None:
+    """For the backward pass, while others use them: each call runs once."""
+    mesh = line()
+    n = mesh.size
+
+    def step(v: Any, w: Any) -> Any:
+        up = jax_intranode.all_gather_matmul(v, w, "x")
+        down = jax_intranode.matmul_reduce_scatter(up * up, w, "x")
+        return down * down, None
+
+    f = sharded(lambda v, ws: lax.scan(step, v, ws)[0], mesh, (P("x"), P()), P("x"))
+    v, ws = cases.random("float32", (64 * n, 64), 50), cases.random("float32", (3, 64, 64), 51)
+    args = [put(mesh, P("x"), v.astype(jnp.bfloat16)), put(mesh, P(), ws.astype(jnp.bfloat16))]
+
+    def loss(*args: Any) -> Any:
+        return f(*args).astype(jnp.float32).sum()
+
+    with overlap.forced(PLANS[plan]):
+        cases.runs_as_often_as_explained(jax.grad(loss, argnums=(0, 1)), args)
 
 
 @case(plan=("parts", "fused"))

@@ -648,10 +648,13 @@ def overlapping() -> Iterator[None]:
 
         class StandIn(overlapped.Overlapped):
             def __call__(self, *operands: Any) -> list[Any]:
-                x, w = request.operands(*operands)
-                assert x.shape == (request.rows * groups.group_size, request.k)
+                terms = len(request.ks)
+                reshaped = request.operands(*operands)
+                xs, ws = reshaped[:terms], reshaped[terms:]
+                for x, k in zip(xs, request.ks, strict=True):
+                    assert x.shape == (request.rows * groups.group_size, k)
                 return psum_scatter.primitive.bind_as_traced(
-                    x @ w,
+                    sum(x @ w for x, w in zip(xs, ws, strict=True)),
                     traced_over=traced_over,
                     axes=axes,
                     dimension=request.axis,

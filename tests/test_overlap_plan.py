@@ -11,7 +11,7 @@ RING = 512 << 20
 def plan(
     operation: str,
     m: int,
-    k: int,
+    k: int | tuple[int, ...],
     n: int | tuple[int, ...],
     *,
     world: int = 4,
@@ -19,20 +19,17 @@ def plan(
     hardware: str = "hopper",
     ring: int = RING,
     outer: int = 1,
-    joined: bool = False,
 ) -> Plan | str:
-    ns = n if isinstance(n, tuple) else (n,)
     return overlap.plan(
         operation,
         outer=outer,
         rows=m // outer // world,
-        k=k,
-        ns=ns,
+        ks=k if isinstance(k, tuple) else (k,),
+        ns=n if isinstance(n, tuple) else (n,),
         dtype=dtype,
         world_size=world,
         hardware=hardware,
         ring_bytes=ring,
-        joined=joined,
     )
 
 
@@ -188,15 +185,24 @@ def test_batches_fill_the_gpu_less() -> None:
     assert isinstance(plan(GATHER, 420 * 8, 8192, 7168, world=8, ring=48 << 20), str)
 
 
-def test_operands_that_are_joined_are_copied() -> None:
-    """A sum of several products is overlapped where copying takes less than is hidden."""
-    assert plan(SCATTER, 8192, 3584, 8192, joined=True) == Plan(tile_columns=192)
-    for world in (2, 4):
-        for k in (12288, 28672):
-            reason = plan(SCATTER, 2048, k, 4096, world=world, joined=True)
-            assert isinstance(reason, str)
-            assert "several operands are joined" in reason
-            assert "several" not in str(plan(SCATTER, 2048, k, 4096, world=world))
+def test_sums_of_several_products() -> None:
+    """A kernel takes them as they are; a pipeline has them copied, if that is worth it."""
+    for world in (2, 4, 8):
+        for k in (1024, 3584):
+            kernel = plan(SCATTER, 8192, 4 * k, 8192, world=world)
+            assert isinstance(kernel, Plan)
+            assert kernel.tile_columns
+            assert plan(SCATTER, 8192, (k, 3 * k), 8192, world=world) == kernel
+    five = overlap.MAX_MATRICES + 1
+    assert plan(SCATTER, 8192, (1024,) * five, 8192) == plan(
+        SCATTER, 8192, 1024 * five, 8192, ring=RING // 8
+    )
+    for k in (2560, 5376):
+        reason = plan(SCATTER, 8192, (k,) * five, 4096)
+        assert isinstance(reason, str)
+        assert "several operands are joined" in reason
+    # Each has stages of its own.
+    assert overlap.Sizes(SCATTER, 1, 8, (8, 72, 64), (8,), 2).stages == 4
 
 
 def test_forced() -> None:

@@ -185,13 +185,13 @@ class Call {
       c.transposed = s_.transposed;
       c.outer = s_.outer;
       c.rows = s_.rows;
-      c.k = s_.k;
+      c.ks = {s_.k};
       c.ns = {s_.n};
       uint16_t* const x = Allocate<uint16_t>(s_.XItems());
       uint16_t* const w = Allocate<uint16_t>(size_t{1} * s_.k * s_.n);
       Fill<<<512, 256>>>(x, s_.XItems(), 1000 * d + 1, exact);
       Fill<<<512, 256>>>(w, size_t{1} * s_.k * s_.n, 1000 * d + 7, exact);
-      c.x = x;
+      c.xs = {x};
       c.ws = {w};
       c.products = {Allocate<uint16_t>(s_.ResultItems())};
       if (s_.keeps) c.gathered = Allocate<uint16_t>(s_.GatheredItems());
@@ -223,7 +223,7 @@ class Call {
       Operands of = {};
       for (int rank = 0; rank < s_.ranks; ++rank) {
         const MatmulCall& c = calls_[rank == 0 ? d : 1 - d];
-        of.x[rank] = static_cast<const uint16_t*>(c.x);
+        of.x[rank] = static_cast<const uint16_t*>(c.x());
         of.w[rank] = static_cast<const uint16_t*>(c.ws[0]);
       }
       unsigned *wrong, found;

@@ -1,4 +1,6 @@
-"""Every use of private JAX, each with the versions that need it. Nothing else imports jax._src.
+"""What depends on JAX's version: every use of private JAX, and a way around a fault of XLA's.
+
+Each with the versions that need it. Nothing else imports jax._src.
 
 Seen with jax 0.10.2, 0.11.2 and 0.12.0.1.
 """
@@ -7,9 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jaxlib
 from jax._src import config, core, dispatch, distributed, mesh, source_info_util
 from jax._src.interpreters import partial_eval
 from jax.extend.core import Primitive
+from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import batching
 
 
@@ -121,6 +125,18 @@ def batch_by_axis(primitive: Primitive, rule: Callable[..., Any]) -> None:
 def lowering_platforms(ctx: Any) -> tuple[str, ...]:
     """The platforms that a lowering rule runs for. 0.10.2 and later, as `lowering_mesh`."""
     return tuple(ctx.module_context.platforms)
+
+
+def called_once(results: Sequence[Any]) -> list[Any]:
+    """The results of a lowered custom call for GPUs, such that XLA runs it once. 0.11.
+
+    XLA writes a result in place where a scan stacks it for the backward pass, in a copy of the
+    call. In jaxlib 0.11 what else uses that result keeps the call itself: it would run twice
+    (openxla/xla#45799). It does not look through a barrier, which costs nothing else.
+    """
+    if not jaxlib.__version__.startswith("0.11."):
+        return list(results)
+    return [stablehlo.OptimizationBarrierOp([v]).results[0] for v in results]
 
 
 def key_value_client() -> Any | None:

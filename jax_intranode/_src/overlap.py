@@ -112,13 +112,12 @@ def plan(
     *,
     outer: int,
     rows: int,
-    k: int,
+    ks: Sequence[int],
     ns: Sequence[int],
     dtype: str,
     world_size: int,
     hardware: str,
     ring_bytes: int,
-    joined: bool = False,
 ) -> Plan | str:
     """Chooses a plan, by a model of what overlapping hides and what it costs.
 
@@ -131,13 +130,12 @@ def plan(
         outer: arrays of rows that are multiplied as a batch: dimensions before the one that is
             gathered or cut.
         rows: rows of each, of the operand or of the result, that a rank has to itself.
-        k: the contracted dimension.
-        ns: columns of each matrix.
+        ks: the contracted dimension; for a sum of products those of all.
+        ns: columns of each matrix; of a sum they have the same.
         dtype: name of the dtype of the operands and results.
         world_size: ranks of the group.
         hardware: the generation of the GPUs (`table.hardware_of`).
         ring_bytes: bytes of a device's ring.
-        joined: whether x and the matrix are several that are copied into one.
 
     Returns:
         The plan, or why the operation is not overlapped.
@@ -146,11 +144,12 @@ def plan(
         return f"dtype {dtype}; overlapped are {', '.join(DTYPES)}"
     if not 2 <= world_size <= select.MAX_WORLD_SIZE:
         return f"a group of {world_size} ranks; overlapped are 2 to {select.MAX_WORLD_SIZE}"
-    if outer == 0 or rows == 0 or k == 0 or 0 in ns:
+    if outer == 0 or rows == 0 or 0 in ks or 0 in ns:
         return "no elements"
-    if k % 8 or any(n % 8 for n in ns):
-        return f"K {k}, N {', '.join(map(str, ns))}; overlapped are multiples of 8"
-    sizes = Sizes(operation, outer, rows, k, tuple(ns), world_size, joined)
+    if any(length % 8 for length in (*ks, *ns)):
+        all_ks, all_ns = (", ".join(map(str, lengths)) for lengths in (ks, ns))
+        return f"K {all_ks}, N {all_ns}; overlapped are multiples of 8"
+    sizes = Sizes(operation, outer, rows, tuple(ks), tuple(ns), world_size)
     if _forced is not None and _forced.tile_columns:
         if not sizes.fit(_forced, ring_bytes):
             return f"more from peers, or more matrices, than a kernel and {ring_bytes} bytes take"
@@ -164,11 +163,6 @@ def plan(
         return _forced
     if hardware != HARDWARE:
         return f"not measured on {hardware} GPUs"
-    if sizes.joining_s > sizes.link_s:
-        return (
-            f"several operands are joined: {1e6 * sizes.joining_s:.0f} us of copying for "
-            f"{1e6 * sizes.link_s:.0f} us hidden"
-        )
     pipeline = _pipeline(sizes)
     kernel = _fused(sizes)
     if kernel is None or not sizes.fit(kernel, ring_bytes):
@@ -186,15 +180,24 @@ class Sizes:
     operation: str
     outer: int
     rows: int
-    k: int
+    ks: tuple[int, ...]
     ns: tuple[int, ...]
     world_size: int
-    joined: bool = False
 
     @property
     def gathers(self) -> bool:
         """Whether rows travel before they are multiplied."""
         return self.operation == "all_gather_matmul"
+
+    @property
+    def k(self) -> int:
+        """Products of an element of the result."""
+        return sum(self.ks)
+
+    @property
+    def stages(self) -> int:
+        """Of a kernel, whole ones, of such an element."""
+        return sum(-(-k // _TILE_DEPTH) for k in self.ks)
 
     @property
     def row_bytes(self) -> int:
@@ -228,8 +231,8 @@ class Sizes:
 
     @property
     def joining_s(self) -> float:
-        """What it takes to copy operands into one, if that is done."""
-        copied = 2 * self.k * (self.all_rows + self.ns[0]) if self.joined else 0
+        """What it takes to copy the operands of a sum into one, as a pipeline needs it."""
+        copied = 2 * self.k * (self.all_rows + self.ns[0]) if len(self.ks) > 1 else 0
         return 2 * copied / _MEMORY_BYTES  # read and written
 
     @property
@@ -244,7 +247,7 @@ class Sizes:
     def sent_bytes(self, tile_columns: int) -> int:
         """Bytes that a kernel's whole tiles take in a ring, and those of a sum in scratch, too."""
         if self.gathers:
-            columns = -(-self.k // _TILE_DEPTH) * _TILE_DEPTH
+            columns = self.stages * _TILE_DEPTH
         else:
             columns = self.column_tiles(tile_columns) * tile_columns
         return 2 * (self.world_size - 1) * self.row_tiles * TILE_ROWS * columns
@@ -252,7 +255,7 @@ class Sizes:
     def fit(self, kernel: Plan, ring_bytes: int) -> bool:
         """Whether a kernel takes them."""
         sent = self.sent_bytes(kernel.tile_columns)
-        return len(self.ns) <= MAX_MATRICES and sent <= ring_room(ring_bytes)
+        return max(len(self.ks), len(self.ns)) <= MAX_MATRICES and sent <= ring_room(ring_bytes)
 
 
 def _pipeline(sizes: Sizes) -> Plan | str:
@@ -261,6 +264,11 @@ def _pipeline(sizes: Sizes) -> Plan | str:
     if sizes.received < least:
         return f"{sizes.received} bytes from peers; from {least:.0f} on overlapping is faster"
     hidden_s = sizes.link_s - sizes.joining_s
+    if hidden_s < 0:
+        return (
+            f"several operands are joined: {1e6 * sizes.joining_s:.0f} us of copying for "
+            f"{1e6 * sizes.link_s:.0f} us hidden"
+        )
     lost_s = sum(
         s * (1 / _filled(sizes.outer, sizes.rows, n) - 1)
         for s, n in zip(sizes.seconds, sizes.ns, strict=True)
@@ -284,14 +292,13 @@ def _fused(sizes: Sizes) -> Plan | None:
 
     def kernel_s(columns: int) -> float:
         waves = -(-sizes.world_size * pairs * sizes.column_tiles(columns) // clusters)
-        stages = -(-sizes.k // _TILE_DEPTH)
-        return waves * (stages * _STAGE_S[columns] + _TILE_S[sizes.operation][columns])
+        return waves * (sizes.stages * _STAGE_S[columns] + _TILE_S[sizes.operation][columns])
 
     columns = min(_STAGE_S, key=kernel_s)
     fused_s = max(kernel_s(columns), sizes.sent_bytes(columns) / _FUSED_LINK_BYTES) + _CALL_S
     filled = _filled(sizes.outer, sizes.world_size * sizes.rows, sum(sizes.ns))
     apart_s = sizes.link_s + sizes.matmul_s / filled + _APART_S
-    if fused_s + sizes.joining_s > apart_s:
+    if fused_s > apart_s:
         return None
     waits = sizes.link_s / sizes.matmul_s
     if sizes.gathers and waits > _FUSED_WAITS:

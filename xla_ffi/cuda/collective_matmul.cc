@@ -133,7 +133,7 @@ std::vector<MatmulSite::Piece> MatmulSite::Halved(const Piece& piece, int cuts) 
 
 std::vector<MatmulSite::Piece> MatmulSite::Arriving(const MatmulCall& call, int step) const {
   const int64_t room = member_.data_bytes() / kSlotsAtLeast / kAlignment;
-  std::vector<Piece> pieces = Equal(call, RowsIn(room * kAlignment, call.k * kItemBytes));
+  std::vector<Piece> pieces = Equal(call, RowsIn(room * kAlignment, call.k() * kItemBytes));
   if (step == member_.group.size - 1) {
     const Piece last = pieces.back();
     pieces.pop_back();
@@ -168,9 +168,10 @@ std::vector<MatmulSite::Piece> MatmulSite::Sent(const Piece& whole, bool first_r
 MatmulShape MatmulSite::ShapeOf(const MatmulCall& call, size_t k, const Piece& piece) const {
   const int64_t all_rows = member_.group.size * call.rows;
   const bool gathers = algorithm_ == Algorithm::kAllGatherMatmul;
-  MatmulShape shape{call.type, call.transposed, piece.outers, piece.rows, call.ns[k], call.k, 0, 0};
+  MatmulShape shape{call.type, call.transposed, piece.outers, piece.rows, call.ns[k], call.k(), 0,
+                    0};
   if (piece.outers > 1) {
-    shape.a_stride = (gathers ? call.rows : all_rows) * call.k;
+    shape.a_stride = (gathers ? call.rows : all_rows) * call.k();
     shape.d_stride = (gathers ? all_rows : call.rows) * call.ns[k];
   }
   return shape;
@@ -304,8 +305,8 @@ class MatmulSite::Enqueuer {
     const int to = RankAfter(size_ - it.step);
     const int64_t slot = q % slots_;
     if (q >= slots_) Exchange({}, One(&own_->granted[to][slot], to), streams_.copy);
-    Push(At(call_.x, it.piece.first(call_.rows) * call_.k), it.piece.count() * call_.k * kItemBytes,
-         RingOf(to, slot * slot_bytes_), q);
+    Push(At(call_.x(), it.piece.first(call_.rows) * call_.k()),
+         it.piece.count() * call_.k() * kItemBytes, RingOf(to, slot * slot_bytes_), q);
   }
   // Tells of piece q, which has been sent, and waits for the one that arrives at the same time.
   void Receive(size_t q) {
@@ -318,9 +319,9 @@ class MatmulSite::Enqueuer {
   }
 
   void CopyToGathered(int rank, const Piece& piece, const void* from) {
-    const int64_t items = piece.rows * call_.k;
-    const int64_t apart = size_ * call_.rows * call_.k;
-    char* const to = At(call_.gathered, Gathered(rank, piece) * call_.k);
+    const int64_t items = piece.rows * call_.k();
+    const int64_t apart = size_ * call_.rows * call_.k();
+    char* const to = At(call_.gathered, Gathered(rank, piece) * call_.k());
     if (piece.outers > 1 && apart * kItemBytes <= INT32_MAX) {  // the largest pitch that CUDA takes
       Check(cudaMemcpy2DAsync(to, apart * kItemBytes, from, items * kItemBytes, items * kItemBytes,
                               piece.outers, cudaMemcpyDefault, streams_.local.stream));
@@ -345,7 +346,7 @@ class MatmulSite::Enqueuer {
         most = std::max(most, piece.count());
       }
     }
-    slot_bytes_ = RoundUp(most * call_.k * kItemBytes, kAlignment);
+    slot_bytes_ = RoundUp(most * call_.k() * kItemBytes, kAlignment);
     slots_ =
         std::min<size_t>({kMaxSlots, transfers_.size(), site_.member_.data_bytes() / slot_bytes_});
     Words grants{}, granted{};
@@ -357,10 +358,10 @@ class MatmulSite::Enqueuer {
     Meet(grants, granted);
     Send(0);
     const Piece whole{0, call_.outer, 0, call_.rows};
-    MultiplyAll(rank_, whole, call_.x);
+    MultiplyAll(rank_, whole, call_.x());
     for (size_t q = 1; q < slots_; ++q) Send(q);
     for (size_t q = 0; q < slots_; ++q) Receive(q);
-    if (call_.gathered != nullptr) CopyToGathered(rank_, whole, call_.x);
+    if (call_.gathered != nullptr) CopyToGathered(rank_, whole, call_.x());
     for (size_t q = 0; q < transfers_.size(); ++q) {
       const Transfer& it = transfers_[q];
       const int from = RankAfter(it.step);
@@ -404,7 +405,7 @@ class MatmulSite::Enqueuer {
         int64_t rows = 0, signal = 0;
         for (const Piece& piece : site_.Sent(rounds[round], round == 0, step)) {
           const int64_t bytes = piece.count() * row_bytes;
-          Multiply(0, piece, At(call_.x, Gathered(to, piece) * call_.k), partial);
+          Multiply(0, piece, At(call_.x(), Gathered(to, piece) * call_.k()), partial);
           After(main_, streams_.copy);
           // Of the shares of a ring the first is that of the rank that sends to it last.
           Push(partial, bytes, RingOf(to, (size_ - 1 - step) * share + rows * row_bytes), signal);
@@ -416,7 +417,8 @@ class MatmulSite::Enqueuer {
           ++signal;
         }
       }
-      Multiply(0, rounds[round], At(call_.x, Gathered(rank_, rounds[round]) * call_.k), partial);
+      Multiply(0, rounds[round], At(call_.x(), Gathered(rank_, rounds[round]) * call_.k()),
+               partial);
       After(main_, streams_.local);
       int64_t rows = 0;
       const std::vector<Piece> last = site_.Sent(rounds[round], round == 0, size_ - 1);

@@ -47,13 +47,16 @@ constexpr int kPacks = kWords / 4;
 constexpr int kPacksBytes = 128 * sizeof(Pack);  // of a warpgroup
 static_assert(kPacks * kPacksBytes == kHalf);
 
+// What multiplies: a matrix that x is multiplied with, or one of a sum of products, and its
+// operand.
 struct MatrixOfCall {
-  CUtensorMap w, product;
-  int first_tile;  // of its columns, among those of all matrices
+  CUtensorMap x, w;
+  CUtensorMap product;  // that of a sum is the first one's
+  int first_tile;       // of its columns, among those of all matrices
+  int end;              // of its depth, among those of all that are summed
 };
 
 struct Parameters {
-  CUtensorMap x;
   MatrixOfCall of[kMaxMatrices];
   DeviceGroup group;
   char* ring[kMaxRanks];  // each rank's, as this rank addresses it
@@ -61,11 +64,11 @@ struct Parameters {
   char* scratch;
   const char* rows_of_x;
   char* gathered;  // or null
-  int matrices;
+  int products;
   bool sums;                         // reduce-scatter
   int rows;                          // of a shard's arrays
-  int row_bytes;                     // of x
-  int depth;                         // items of a row tile, of the contracted dimension
+  int row_bytes;                     // of x, in an all-gather
+  int depth;                         // items of a row tile, of all contracted dimensions
   int tiles_of_array, tiles, pairs;  // of rows, of a shard
   int column_tiles;
   int group_pairs, fewer_pairs, fewer_sent_pairs;
@@ -109,10 +112,10 @@ struct Layout {
   static constexpr int kItems = ItemsOfTile(kColumns);
 };
 
-// The matrix that a column tile belongs to.
+// The matrix whose product a column tile belongs to; of a sum the first.
 JIN_FN int MatrixOf(const Parameters& p, int column) {
   int matrix = 0;
-  while (matrix + 1 < p.matrices && column >= p.of[matrix + 1].first_tile) ++matrix;
+  while (matrix + 1 < p.products && column >= p.of[matrix + 1].first_tile) ++matrix;
   return matrix;
 }
 
@@ -297,10 +300,16 @@ JIN_FN void Feed(const Block<kColumns>& b) {
     const bool arrives = !p.sums && unit.step > 0;
     const int array = p.sums ? rows.array * p.group.size + owner : rows.array;
     const int place = PlaceOfItem(p, unit.step, tile, 0);
-    const MatrixOfCall& matrix = p.of[MatrixOf(p, unit.column)];
-    const int column = (unit.column - matrix.first_tile) * kColumns;
+    const MatrixOfCall* of = &p.of[MatrixOf(p, unit.column)];
+    const int column = (unit.column - of->first_tile) * kColumns;
     int arrived = arrives ? 0 : p.depth;
+    int first = 0;  // of what is multiplied now, the first depth
     for (int k = 0; k < p.depth; ++k) {
+      if (k == of->end) {
+        first = k;
+        ++of;
+      }
+      const int at = (k - first) * kTileDepth;
       if (real && k >= arrived) arrived = AwaitItems(b, place, k, p.depth, owner);
       if (Elected()) {
         const uint32_t full = b.Full(stage), a = b.A(stage), to = b.B(stage);
@@ -309,19 +318,18 @@ JIN_FN void Feed(const Block<kColumns>& b) {
         if (real && arrives) {
           Load(a, Data(p, p.group.rank, place + k), kItem, full);
         } else if (real) {
-          Load(a, p.x, k * kTileDepth, rows.row, array, full);
-          Load(a + kHalf, p.x, k * kTileDepth, rows.row + kHalfRows, array, full);
+          Load(a, of->x, at, rows.row, array, full);
+          Load(a + kHalf, of->x, at, rows.row + kHalfRows, array, full);
         }
         // Each block of the cluster loads half of what both need.
         if (kRowsOfB) {
           JIN_UNROLL
           for (int n = 0; n < kColumns; n += 64) {
-            LoadToBoth(to + n * kTileDepth * 2 + side * 4096, matrix.w, column + n,
-                       k * kTileDepth + side * 32, full);
+            LoadToBoth(to + n * kTileDepth * 2 + side * 4096, of->w, column + n, at + side * 32,
+                       full);
           }
         } else {
-          LoadToBoth(to + side * (Place::kB / 2), matrix.w, k * kTileDepth,
-                     column + side * (kColumns / 2), full);
+          LoadToBoth(to + side * (Place::kB / 2), of->w, at, column + side * (kColumns / 2), full);
         }
       }
       advance();
@@ -873,6 +881,11 @@ CUtensorMap Map(ElementType type, const void* at, std::vector<uint64_t> dims,
 
 int DivideUp(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
+int Depth(const MatmulCall& call) {
+  int items = 0;
+  for (const int64_t k : call.ks) items += DivideUp(k, kTileDepth);
+  return items;
+}
 int RowTiles(const MatmulCall& call) {
   return static_cast<int>(call.outer) * DivideUp(call.rows, kTileRows);
 }
@@ -935,8 +948,7 @@ void LaunchFused(const MatmulMember& member, Algorithm algorithm, const MatmulPl
   p.group = group;
   std::copy(std::begin(member.ring), std::end(member.ring), p.ring);
   p.data_offset = RingDataOffset(member.ring_bytes);
-  const size_t items =
-      static_cast<size_t>(group.size - 1) * RowTiles(call) * DivideUp(call.k, kTileDepth);
+  const size_t items = static_cast<size_t>(group.size - 1) * RowTiles(call) * Depth(call);
   const size_t needed = sums ? FusedScratchBytes(algorithm, call, group.size, plan) : items * kItem;
   if (needed > member.data_bytes()) {
     throw std::runtime_error("jax_intranode: a collective matmul takes " + std::to_string(needed) +
@@ -944,13 +956,13 @@ void LaunchFused(const MatmulMember& member, Algorithm algorithm, const MatmulPl
                              "; JAX_INTRANODE_RING_MIB sets its size");
   }
   p.scratch = static_cast<char*>(call.scratch);
-  p.matrices = static_cast<int>(call.ws.size());
+  p.products = static_cast<int>(call.products.size());
   p.sums = sums;
-  p.rows_of_x = static_cast<const char*>(call.x);
+  p.rows_of_x = static_cast<const char*>(call.x());
   p.gathered = static_cast<char*>(call.gathered);
   p.rows = static_cast<int>(call.rows);
-  p.row_bytes = static_cast<int>(call.k * 2);
-  p.depth = DivideUp(call.k, kTileDepth);
+  p.row_bytes = static_cast<int>(call.k() * kMatmulItemBytes);
+  p.depth = Depth(call);
   p.tiles_of_array = DivideUp(call.rows, kTileRows);
   p.tiles = RowTiles(call);
   p.pairs = DivideUp(p.tiles, kClusterSize);
@@ -958,19 +970,23 @@ void LaunchFused(const MatmulMember& member, Algorithm algorithm, const MatmulPl
   p.group_pairs = plan.group_pairs;
   CutGroups(&p);
   p.part = DivideUp(int64_t{p.pairs} * p.column_tiles, plan.parts);
-  const uint64_t k = call.k, rows = call.rows, outer = call.outer;
-  p.x = Map(call.type, call.x, {k, rows, outer * (sums ? group.size : 1)},
-            {kTileDepth, kHalfRows, 1});
-  int first_tile = 0;
-  for (int i = 0; i < p.matrices; ++i) {
-    const uint64_t n = call.ns[i];
-    p.of[i].first_tile = first_tile;
+  const uint64_t rows = call.rows, outer = call.outer;
+  int first_tile = 0, depth = 0;
+  for (size_t i = 0; i < call.ws.size(); ++i) {
+    const size_t x = sums ? i : 0, product = sums ? 0 : i;
+    const uint64_t k = call.ks[x], n = call.ns[product];
+    MatrixOfCall& of = p.of[i];
+    of.x = Map(call.type, call.xs[x], {k, rows, outer * (sums ? group.size : 1)},
+               {kTileDepth, kHalfRows, 1});
+    of.w = call.transposed ? Map(call.type, call.ws[i], {k, n},
+                                 {kTileDepth, static_cast<uint32_t>(plan.tile_columns / 2)})
+                           : Map(call.type, call.ws[i], {n, k}, {64, kTileDepth / 2});
+    of.product = Map(call.type, call.products[product], {n, rows, outer * (sums ? 1 : group.size)},
+                     {64, kHalfRows, 1});
+    of.first_tile = first_tile;
     first_tile += DivideUp(n, plan.tile_columns);
-    p.of[i].product = Map(call.type, call.products[i], {n, rows, outer * (sums ? 1 : group.size)},
-                          {64, kHalfRows, 1});
-    p.of[i].w = call.transposed ? Map(call.type, call.ws[i], {k, n},
-                                      {kTileDepth, static_cast<uint32_t>(plan.tile_columns / 2)})
-                                : Map(call.type, call.ws[i], {n, k}, {64, kTileDepth / 2});
+    depth = sums ? depth + DivideUp(k, kTileDepth) : p.depth;
+    of.end = depth;
   }
   const Kernel kernel = KernelFor(call.type, call.transposed, plan.tile_columns);
   void* arguments[] = {&p};

@@ -24,17 +24,24 @@ struct MatmulMember {
   size_t data_bytes() const { return ring_bytes - RingDataOffset(ring_bytes); }
 };
 
-// [outer, rows, k] on each rank, joined along `rows`.
+// [outer, rows, k] on each rank, joined along `rows`: one operand and its products with several
+// matrices; or, of a sum that one kernel does, several with a matrix each, whose products are
+// added.
 struct MatmulCall {
   ElementType type;  // bf16 or f16
   bool transposed;   // matrices are [n, k]
-  int64_t outer, rows, k;
-  const void* x;
+  int64_t outer, rows;
+  std::vector<const void*> xs;
+  std::vector<int64_t> ks;
   std::vector<const void*> ws;
   std::vector<int64_t> ns;
   std::vector<void*> products;  // of each w, [outer, ranks * rows, n]; or the sum, [outer, rows, n]
   void* gathered = nullptr;     // [outer, ranks * rows, k], or none
   void* scratch;
+
+  // Of one operand.
+  const void* x() const { return xs[0]; }
+  int64_t k() const { return ks[0]; }
 };
 
 // How an operation is cut; alike on all ranks.

@@ -77,9 +77,12 @@ ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(ffi::Span<const int6
 ffi::Error CollectCall(const MatmulDeviceSite& site, int size, ffi::RemainingArgs args,
                        ffi::RemainingRets rets, MatmulCall* call) {
   const bool gathers = site.algorithm == Algorithm::kAllGatherMatmul;
-  const size_t count = args.size() < 2 ? 0 : args.size() - 1;
-  if (count < 1 || (!gathers && count > 1) || (site.plan.fused() && count > kMaxMatrices) ||
-      rets.size() != count + site.gathered + 1) {
+  // x and matrices, or as many xs as matrices; of a sum of several there is one kernel only.
+  const size_t xs = gathers ? 1 : args.size() / 2;
+  const size_t ws = args.size() < xs ? 0 : args.size() - xs;
+  const size_t products = gathers ? ws : 1;
+  if (ws < 1 || (!gathers && (ws != xs || (ws > 1 && !site.plan.fused()))) ||
+      (site.plan.fused() && ws > kMaxMatrices) || rets.size() != products + site.gathered + 1) {
     return Invalid(site, std::to_string(args.size()) + " operands and " +
                              std::to_string(rets.size()) + " results.");
   }
@@ -107,7 +110,6 @@ ffi::Error CollectCall(const MatmulDeviceSite& site, int size, ffi::RemainingArg
   call->transposed = site.transposed;
   call->outer = call->rows = 1;
   for (int64_t d = 0; d < rank - 1; ++d) (d < site.axis ? call->outer : call->rows) *= dims[d];
-  call->k = dims[rank - 1];
   if (!gathers) {
     if (dims[site.axis] % size != 0) {
       return Invalid(site, std::to_string(dims[site.axis]) + " can't be split over " +
@@ -115,31 +117,43 @@ ffi::Error CollectCall(const MatmulDeviceSite& site, int size, ffi::RemainingArg
     }
     call->rows /= size;
   }
-  call->x = in[0].untyped_data();
-  if (call->outer * call->rows * call->k == 0 || call->k % 8 != 0) {
-    return Invalid(site, "an operand that is empty, or whose last dimension, " +
-                             std::to_string(call->k) + ", is no multiple of 8.");
+  const int64_t rows = call->outer * call->rows * (gathers ? 1 : size);
+  for (size_t i = 0; i < xs; ++i) {
+    const ffi::AnyBuffer::Dimensions of_x = in[i].dimensions();
+    const int64_t k = of_x.size() == dims.size() ? of_x.back() : 0;
+    if (in[i].element_type() != type || rows * k == 0 || k % 8 != 0 ||
+        static_cast<int64_t>(in[i].element_count()) != rows * k) {
+      return Invalid(site, "x[" + std::to_string(i) + "] has " +
+                               std::to_string(in[i].element_count()) + " elements for " +
+                               std::to_string(rows) + " rows, and its last dimension is " +
+                               std::to_string(k) + "; it takes multiples of 8.");
+    }
+    call->xs.push_back(in[i].untyped_data());
+    call->ks.push_back(k);
   }
-  for (size_t i = 0; i < count; ++i) {
-    const ffi::AnyBuffer& w = in[1 + i];
-    const ffi::AnyBuffer& product = out[i];
+  for (size_t i = 0; i < ws; ++i) {
+    const ffi::AnyBuffer& w = in[xs + i];
+    const ffi::AnyBuffer& product = out[gathers ? i : 0];
     if (w.dimensions().size() != 2) return Invalid(site, "w is no matrix.");
     const int64_t k = w.dimensions()[site.transposed ? 1 : 0];
     const int64_t n = w.dimensions()[site.transposed ? 0 : 1];
-    const int64_t rows = call->outer * call->rows * (gathers ? size : 1);
-    if (w.element_type() != type || product.element_type() != type || k != call->k || n == 0 ||
-        n % 8 != 0 || static_cast<int64_t>(product.element_count()) != rows * n) {
+    const int64_t rows_of_product = call->outer * call->rows * (gathers ? size : 1);
+    if (w.element_type() != type || product.element_type() != type ||
+        k != call->ks[gathers ? 0 : i] || n == 0 || n % 8 != 0 ||
+        static_cast<int64_t>(product.element_count()) != rows_of_product * n) {
       return Invalid(site, "w[" + std::to_string(i) + "] is " + std::to_string(k) + " x " +
                                std::to_string(n) + ", its product has " +
                                std::to_string(product.element_count()) + " elements for " +
-                               std::to_string(rows) + " rows.");
+                               std::to_string(rows_of_product) + " rows.");
     }
     call->ws.push_back(w.untyped_data());
-    call->ns.push_back(n);
-    call->products.push_back(product.untyped_data());
+    if (i < products) {
+      call->ns.push_back(n);
+      call->products.push_back(product.untyped_data());
+    }
   }
   if (site.gathered) {
-    const ffi::AnyBuffer& gathered = out[count];
+    const ffi::AnyBuffer& gathered = out[products];
     if (gathered.element_type() != type ||
         gathered.element_count() != in[0].element_count() * size) {
       return Invalid(

@@ -64,7 +64,7 @@ def _request(
         axis=axis,
         outer=math.prod(x.shape[:axis]),
         rows=math.prod(x.shape[axis:-1]),
-        k=x.shape[-1],
+        ks=(x.shape[-1],),
         ns=tuple(w.shape[0 if transposed else 1] for w in ws),
         dtypes=(x.dtype, *(w.dtype for w in ws), dtype),
         precision=precision,

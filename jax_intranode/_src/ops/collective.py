@@ -491,10 +491,12 @@ def lower_to_call(
         "group_size": np.int64(groups.group_size),
         "algorithm": np.int32(select.ALGORITHMS.index(selected.algorithm)),
     }
-    if mesh.devices.flat[0].platform == "gpu":
+    on_gpus = mesh.devices.flat[0].platform == "gpu"
+    if on_gpus:
         attributes |= {"blocks": np.int32(selected.blocks), "threads": np.int32(selected.threads)}
     else:
         # Tells call sites apart; alike in all processes.
         shapes = " ".join(x.str_short() for x in ctx.avals_in)
         attributes["site"] = f"{compat.lowering_program_name(ctx)} {operation} {shapes}"
-    return list(jax.ffi.ffi_lowering(f"jax_intranode_{operation}")(ctx, *xs, **attributes))
+    results = jax.ffi.ffi_lowering(f"jax_intranode_{operation}")(ctx, *xs, **attributes)
+    return compat.called_once(results) if on_gpus else list(results)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad
 
@@ -60,24 +59,15 @@ def request(
     if dimension == xs[0].ndim - 1:
         return "cut along the last dimension"
 
-    def one_pair(*operands: Any) -> Sequence[Any]:
-        xs, ws, _ = collective_matmul.split(operands, pairs)
-        if pairs == 1:
-            return [*xs, *ws]
-        # One product of what is joined along K: it is summed in float32 and rounded once.
-        return [jnp.concatenate(xs, -1), jnp.concatenate(ws, 1 if transposed else 0)]
-
     return overlapped.Request(
         axis=dimension,
         outer=math.prod(xs[0].shape[:dimension]),
         rows=math.prod(xs[0].shape[dimension:-1]) // size,
-        k=sum(x.shape[-1] for x in xs),
+        ks=tuple(x.shape[-1] for x in xs),
         ns=(ws[0].shape[0 if transposed else 1],),
         dtypes=(*(v.dtype for v in operands), dtype),
         precision=precision,
         transposed=transposed,
-        joined=pairs > 1,
-        operands=one_pair,
     )
 
 

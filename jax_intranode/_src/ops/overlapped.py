@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jax_intranode._src import communicator, config, native, overlap, select, table
+from jax_intranode._src import communicator, compat, config, native, overlap, select, table
 from jax_intranode._src.ops import collective
 
 
@@ -22,26 +23,24 @@ class Request:
         axis: the dimension of x that is gathered, or of the product that is cut.
         outer: arrays of rows, multiplied as a batch: dimensions before that one.
         rows: rows of each that a rank has to itself.
-        k: the contracted dimension.
-        ns: columns of each matrix.
+        ks: the contracted dimension of x; for a sum of products those of all xs.
+        ns: columns of each matrix; of a sum they have the same.
         dtypes: of all operands and results.
         precision: of the products.
         transposed: whether matrices are [N, K].
         gathered: whether the gathered x is a result.
-        joined: whether x and the matrix are several that are copied into one.
-        operands: from the operands of the primitive to x and the matrices.
+        operands: from the operands of the primitive to x and the matrices, or to those of a sum.
     """
 
     axis: int
     outer: int
     rows: int
-    k: int
+    ks: tuple[int, ...]
     ns: tuple[int, ...]
     dtypes: tuple[Any, ...]
     precision: Any
     transposed: bool
     gathered: bool = False
-    joined: bool = False
     operands: Callable[..., Sequence[Any]] = lambda *operands: operands
 
 
@@ -84,12 +83,11 @@ def find(
             operation,
             outer=request.outer,
             rows=request.rows,
-            k=request.k,
+            ks=request.ks,
             ns=request.ns,
             dtype=names[0],
             world_size=groups.group_size,
             hardware=table.hardware_of(device.platform, device.device_kind),
-            joined=request.joined,
             ring_bytes=ring_bytes,
         )
 
@@ -110,7 +108,8 @@ def find(
     return reason or Overlapped(operation, groups, request, chosen)
 
 
-# The call: x and matrices to products, the gathered x if asked for, and scratch.
+# The call: x and matrices, or the operands of a sum of products, to products, the gathered x if
+# asked for, and scratch.
 
 _call = Primitive("intranode_overlapped_matmul")
 _call.multiple_results = True
@@ -134,13 +133,19 @@ class Overlapped:
 
     def __call__(self, *operands: Any) -> list[Any]:
         """Products, and the gathered x if asked for, from the operands of the primitive."""
-        results = _call.bind(*self.request.operands(*operands), call=self)
+        operands = tuple(self.request.operands(*operands))
+        terms = len(self.request.ks)
+        if terms > 1 and not self.plan.tile_columns:
+            # One product of what is joined along K: it is summed in float32 and rounded once.
+            x = jnp.concatenate(operands[:terms], -1)
+            operands = x, jnp.concatenate(operands[terms:], 1 if self.request.transposed else 0)
+        results = _call.bind(*operands, call=self)
         return list(results[:-1])
 
 
 @_call.def_abstract_eval
-def _abstract_eval(x: Any, *ws: Any, call: Overlapped) -> list[Any]:
-    del ws
+def _abstract_eval(x: Any, *others: Any, call: Overlapped) -> list[Any]:
+    del others
     axis, columns, size = call.request.axis, call.request.ns, call.groups.group_size
     gathers = call.operation == "all_gather_matmul"
     length = x.shape[axis] * size if gathers else x.shape[axis] // size
@@ -151,7 +156,9 @@ def _abstract_eval(x: Any, *ws: Any, call: Overlapped) -> list[Any]:
     scratch = native.module("gpu").MATMUL_SCRATCH_BYTES
     if not gathers and call.plan.tile_columns:  # the products for peers
         request = call.request
-        sizes = overlap.Sizes(call.operation, request.outer, request.rows, request.k, columns, size)
+        sizes = overlap.Sizes(
+            call.operation, request.outer, request.rows, request.ks, columns, size
+        )
         scratch += sizes.sent_bytes(call.plan.tile_columns)
     elif not gathers:  # the products of all ranks' rows
         scratch += x.size // x.shape[-1] * columns[0] * x.dtype.itemsize
@@ -159,7 +166,7 @@ def _abstract_eval(x: Any, *ws: Any, call: Overlapped) -> list[Any]:
 
 
 def _lower(ctx: Any, *operands: Any, call: Overlapped) -> Any:
-    return jax.ffi.ffi_lowering("jax_intranode_collective_matmul")(
+    results = jax.ffi.ffi_lowering("jax_intranode_collective_matmul")(
         ctx,
         *operands,
         device_ids=np.array(call.groups.device_ids, np.int64),
@@ -174,6 +181,7 @@ def _lower(ctx: Any, *operands: Any, call: Overlapped) -> Any:
         group_pairs=np.int32(call.plan.group_pairs),
         parts=np.int32(call.plan.parts),
     )
+    return compat.called_once(results)
 
 
 mlir.register_lowering(_call, _lower)

@@ -55,6 +55,7 @@ class Settings:
         sequence: bytes of a sequence.
         batch: sequences of each data-parallel replica in a step.
         dtype: of the computation; parameters, gradients and the optimizer are float32.
+        attention: by which implementation of `jax.nn.dot_product_attention`.
         data: data-parallel replicas; the devices of each share a model.
     """
 
@@ -65,15 +66,34 @@ class Settings:
     sequence: int
     batch: int
     dtype: str
+    attention: str
     data: int
 
 
 CPU = Settings(
-    steps=300, layers=2, width=128, heads=4, sequence=128, batch=4, dtype="float32", data=2
+    steps=300,
+    layers=2,
+    width=128,
+    heads=4,
+    sequence=128,
+    batch=4,
+    dtype="float32",
+    attention="xla",
+    data=2,
 )
 GPU = Settings(
-    steps=100, layers=4, width=4096, heads=32, sequence=2048, batch=1, dtype="bfloat16", data=1
+    steps=100,
+    layers=4,
+    width=4096,
+    heads=32,
+    sequence=2048,
+    batch=1,
+    dtype="bfloat16",
+    attention="cudnn",
+    data=1,
 )
+# Settings that are one of few words; the others are numbers.
+CHOICES = {"dtype": ("float32", "bfloat16"), "attention": ("xla", "cudnn")}
 
 
 # What is compared.
@@ -203,22 +223,28 @@ def rotate(x: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
 
 
-def attention(query: jax.Array, key: jax.Array, value: jax.Array, channels: int) -> jax.Array:
-    """Causal attention of this rank's heads, of so many channels, over the whole sequence."""
+def attention(settings: Settings, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """Causal attention of this rank's heads over the whole sequence."""
+    channels = settings.width // settings.heads
     query, key, value = (x.reshape(*x.shape[:2], -1, channels) for x in (query, key, value))
-    mixed = jax.nn.dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
+    mixed = jax.nn.dot_product_attention(
+        rotate(query),
+        rotate(key),
+        value,
+        is_causal=True,
+        implementation=settings.attention,  # type: ignore[arg-type]
+    )
     return mixed.reshape(*mixed.shape[:2], -1)
 
 
 def forward(settings: Settings, ops: Operations, params: Params, tokens: jax.Array) -> jax.Array:
     """Returns the logits of this rank's part of the sequences, [batch, sequence / ranks]."""
-    channels = settings.width // settings.heads
     whole, split = jax.tree.map(lambda p: p.astype(settings.dtype), params)
 
     def layer(x: jax.Array, params: tuple[jax.Array, jax.Array, Split]) -> tuple[jax.Array, None]:
         norm_1, norm_2, w = params
         q, k, v = ops.all_gather_matmul(rms_norm(x, norm_1), [w.query, w.key, w.value])
-        x = x + ops.matmul_reduce_scatter(attention(q, k, v, channels), w.output)
+        x = x + ops.matmul_reduce_scatter(attention(settings, q, k, v), w.output)
         gate, up = ops.all_gather_matmul(rms_norm(x, norm_2), [w.gate, w.up])
         return x + ops.matmul_reduce_scatter(jax.nn.silu(gate) * up, w.down), None
 
@@ -413,8 +439,8 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
         epilog=f"Defaults on GPUs: {GPU}. On CPUs: {CPU}.",
     )
     for field in fields(Settings):
-        if field.name == "dtype":
-            parser.add_argument("--dtype", choices=("float32", "bfloat16"))
+        if field.name in CHOICES:
+            parser.add_argument(f"--{field.name}", choices=CHOICES[field.name])
         else:
             parser.add_argument(f"--{field.name}", type=positive, metavar="N")
     parser.add_argument(
@@ -445,6 +471,8 @@ def choose(
     chosen = {k: getattr(defaults, k) if v is None else v for k, v in given.items()}
     if options.data is None and size % (2 * chosen["data"]) != 0:
         chosen["data"] = 1  # sooner no replicas than models that are not split
+    if options.attention is None and chosen["dtype"] == "float32":
+        chosen["attention"] = "xla"  # cuDNN has it in 16 bits
     settings = Settings(**chosen)
 
     ranks = max(1, size // settings.data)

@@ -83,7 +83,7 @@ def measure(
         operation=settings.name,
         backward=backward,
         m=shape.m,
-        ks=(shape.k,),
+        k=shape.k,
         n=shape.n,
         dtype=dtype.name,
         mode=settings.mode,

@@ -41,8 +41,8 @@ GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
     [
         (GATHER, 32768, 16384, 8192, Plan()),
         (GATHER, 32768, 16384, 1024, Plan(last_cuts=2)),
-        (GATHER, 8192, 8192, 7168, Plan(tile_columns=256)),
-        (GATHER, 8192, 8192, (3584, 3584), Plan(tile_columns=256)),
+        (GATHER, 8192, 8192, 7168, Plan()),
+        (GATHER, 8192, 8192, (3584, 3584), Plan()),
         (GATHER, 8192, 8192, 1024, Plan(tile_columns=256, group_pairs=16)),
         (GATHER, 4096, 8192, 3584, Plan(tile_columns=192, group_pairs=3)),
         (SCATTER, 32768, 16384, 8192, Plan()),
@@ -66,13 +66,15 @@ def test_measured_shapes_are_overlapped(
         (GATHER, 4096, 8192, 3584, Plan(tile_columns=192, group_pairs=3)),
         (GATHER, 8192, 8192, 1024, Plan(tile_columns=256, group_pairs=16)),
         (GATHER, 8192, 4096, 1792, Plan(tile_columns=192, group_pairs=6)),
-        (GATHER, 1024, 8192, 5120, Plan(tile_columns=192)),
-        (GATHER, 1024, 8192, (2560, 2560), Plan(tile_columns=192)),
-        (GATHER, 1024, 8192, 28672, Plan(tile_columns=256)),
+        (GATHER, 1024, 8192, 5120, Plan(tile_columns=192, group_pairs=2)),
+        (GATHER, 1024, 8192, (2560, 2560), Plan(tile_columns=192, group_pairs=2)),
+        (GATHER, 1024, 8192, 28672, Plan(tile_columns=256, group_pairs=2)),
         (SCATTER, 32768, 14336, 8192, Plan()),
         (SCATTER, 32768, 2048, 8192, Plan(tile_columns=192)),
         (SCATTER, 8192, 3584, 8192, Plan(tile_columns=192)),
         (SCATTER, 512, 14336, 8192, Plan(tile_columns=256)),
+        (SCATTER, 512, 4096, 8192, Plan(tile_columns=128)),
+        (SCATTER, 2048, 2048, 4096, Plan(tile_columns=256)),
     ],
 )
 def test_two_gpus_use_one_kernel_for_less_bytes(
@@ -99,6 +101,33 @@ def test_small_rings_have_room_for_a_pipeline(
     operation: str, m: int, k: int, n: int | tuple[int, ...], expected: Plan
 ) -> None:
     assert plan(operation, m, k, n, ring=20 << 20) == expected
+
+
+def test_own_rows_are_multiplied_before_any_that_arrive() -> None:
+    """Where the matmul decides: groups of row tiles end where a rank's own rows do."""
+    for world in (2, 4, 8):
+        for rows in (128, 256, 512, 768, 1024, 4096):
+            kernel = plan(GATHER, world * rows, 16384, 8192, world=world)
+            if isinstance(kernel, str) or not kernel.tile_columns:
+                continue
+            pairs = -(-rows // 256)
+            assert (world - 1) * pairs % kernel.group_pairs == 0
+            assert min(pairs, 4) <= kernel.group_pairs <= 8
+    assert plan(GATHER, 2048, 8192, 7168, world=8) == Plan(tile_columns=192, group_pairs=7)
+    assert plan(GATHER, 2048, 8192, 14336, world=4) == Plan(tile_columns=256, group_pairs=6)
+
+
+def test_sums_of_many_ranks_want_few_tiles_at_the_end() -> None:
+    """A tile of a rank's own rows takes longer the more ranks there are."""
+    assert plan(SCATTER, 8192, 1792, 4096, world=8) == Plan(tile_columns=256)
+    assert plan(SCATTER, 8192, 3584, 4096, world=8) == Plan(tile_columns=256)
+    assert plan(SCATTER, 32768, 512, 4096, world=8) == Plan(tile_columns=128, parts=16)
+
+
+def test_few_rows_of_long_products_are_left() -> None:
+    """The kernel multiplies them slower than what it hides."""
+    for k, n in ((16384, 9216), (16384, 26624)):
+        assert isinstance(plan(GATHER, 512, k, n, world=2), str)
 
 
 def test_kernel_sends_whole_tiles() -> None:

@@ -44,7 +44,9 @@ class Plan:
 
     def __str__(self) -> str:
         if self.tile_columns:
-            return f"one kernel, tiles of {TILE_ROWS} x {self.tile_columns}"
+            parts = f", {self.parts} parts" if self.parts > 1 else ""
+            tiles = f"tiles of {TILE_ROWS} x {self.tile_columns}"
+            return f"one kernel, {tiles} in groups of {self.group_pairs} pairs{parts}"
         return f"first rows in {self.first_cuts}, last in {self.last_cuts} pieces"
 
 
@@ -74,23 +76,30 @@ _MULTIPROCESSORS = 132
 _TILE = 128
 _LEAST_BYTES = 24e6
 _SLOTS = 4
-# A kernel: matmuls of two ranks up to so long that it is faster than a pipeline, for it multiplies
-# a little slower, but hides the sum, and longer ones of more ranks, of which a pipeline multiplies
-# the rows of one at a time; the fewest bytes that were tried between two ranks, `_LEAST_BYTES`
-# among more, for which two GPUs had to stand; what it sends, a second; how long a tile's stage of
-# 64 takes by the tile's columns, what else a tile takes, more where products are summed, and what
-# else a call. If bytes take more than `_FUSED_WAITS` of the matmul's time, an all-gather's rows
-# arrive for as many tiles as are multiplied at a time; if they take more than all of it, those of
-# a sum are sent in so many parts.
+# A kernel: matmuls up to so long that it is faster than a pipeline, for it multiplies a little
+# slower, but hides the sum, and longer ones if those of one rank's rows, which a pipeline
+# multiplies at a time, are so short; the fewest bytes that were tried between two ranks,
+# `_LEAST_BYTES` among more; what it sends, a second.
 _FUSED_LONGEST_S = {"all_gather_matmul": 1e-3, "matmul_reduce_scatter": 4e-3}
+_FUSED_LONGEST_OF_RANK_S = {"all_gather_matmul": 0.25e-3, "matmul_reduce_scatter": 2e-3}
 _FUSED_LEAST_BYTES = 4e6
 _FUSED_LINK_BYTES = 330e9
+# By a tile's columns how long it takes for 64 of K, and what else it takes, more where products are
+# summed; beside that, the products of a peer that are added to those of a rank's own rows.
 _STAGE_S = {256: 0.67e-6, 192: 0.52e-6, 128: 0.375e-6}
 _TILE_S = {
-    "all_gather_matmul": {256: 1.5e-6, 192: 0.3e-6, 128: 0.3e-6},
+    "all_gather_matmul": {256: 2.2e-6, 192: 0.3e-6, 128: 0.3e-6},
     "matmul_reduce_scatter": {256: 5.5e-6, 192: 2e-6, 128: 1.3e-6},
 }
+_SUM_S = {256: 3.8e-6, 192: 5.7e-6, 128: 3.8e-6}
+# The way of products that nothing hides, and what else a call takes. By how much a kernel has to be
+# faster, for all this is not known to more.
+_WAY_S = 10e-6
 _CALL_S = 15e-6
+_FUSED_MARGIN = 1.05
+# If bytes take more than `_FUSED_WAITS` of the matmul's time, an all-gather's rows arrive for as
+# many tiles as are multiplied at a time; if they take more than all of it, those of a sum are sent
+# in so many parts.
 _FUSED_WAITS = 0.25
 _FUSED_PARTS = 16
 # What the collective and the matmul one after the other take, beside their bytes and flops.
@@ -167,7 +176,7 @@ def plan(
     kernel = _fused(sizes)
     if kernel is None or not sizes.fit(kernel, ring_bytes):
         return pipeline
-    longest_s = _FUSED_LONGEST_S[operation] * world_size / 2
+    longest_s = max(_FUSED_LONGEST_S[operation], world_size * _FUSED_LONGEST_OF_RANK_S[operation])
     if isinstance(pipeline, str) or sizes.matmul_s < longest_s:
         return kernel
     return pipeline
@@ -291,20 +300,41 @@ def _fused(sizes: Sizes) -> Plan | None:
     clusters = _MULTIPROCESSORS // 2
 
     def kernel_s(columns: int) -> float:
-        waves = -(-sizes.world_size * pairs * sizes.column_tiles(columns) // clusters)
-        return waves * (sizes.stages * _STAGE_S[columns] + _TILE_S[sizes.operation][columns])
+        tiles = pairs * sizes.column_tiles(columns)  # of a shard, two at a time
+        waves = -(-sizes.world_size * tiles // clusters)
+        matmul_s = sizes.stages * _STAGE_S[columns]
+        tile_s = matmul_s + _TILE_S[sizes.operation][columns]
+        if sizes.gathers:
+            return waves * tile_s
+        # The last ones are a rank's own, to which the products of its peers are added.
+        own = -(-tiles // clusters)
+        sum_s = (sizes.world_size - 1) * _SUM_S[columns]
+        if columns == 256:
+            own_s = own * max(tile_s, matmul_s + sum_s)
+        else:  # one is summed while the next one is multiplied, a little slower
+            own_s = max(
+                own * (tile_s + sum_s / 4) + sum_s, own / 2 * (matmul_s + sum_s) + matmul_s / 2
+            )
+        # Where all are multiplied at once nothing hides the products' way.
+        return (waves - own) * tile_s + own_s + (_WAY_S if waves == own else 0)
 
     columns = min(_STAGE_S, key=kernel_s)
     fused_s = max(kernel_s(columns), sizes.sent_bytes(columns) / _FUSED_LINK_BYTES) + _CALL_S
-    filled = _filled(sizes.outer, sizes.world_size * sizes.rows, sum(sizes.ns))
-    apart_s = sizes.link_s + sizes.matmul_s / filled + _APART_S
-    if fused_s > apart_s:
+    apart_s = sizes.link_s + sizes.matmul_s + _APART_S
+    if fused_s * _FUSED_MARGIN > apart_s:
         return None
     waits = sizes.link_s / sizes.matmul_s
-    if sizes.gathers and waits > _FUSED_WAITS:
+    if not sizes.gathers:
+        return Plan(tile_columns=columns, parts=_FUSED_PARTS if waits > 1 else 1)
+    if waits > _FUSED_WAITS:
         at_once = max(1, clusters // sizes.column_tiles(columns))
         return Plan(tile_columns=columns, group_pairs=at_once)
-    return Plan(tile_columns=columns, parts=_FUSED_PARTS if waits > 1 else 1)
+    # A rank's own rows before any that have to arrive: groups in which all others come out even.
+    group_pairs = Plan.group_pairs
+    if pairs < group_pairs:
+        others = (sizes.world_size - 1) * pairs
+        group_pairs = max(n for n in range(1, group_pairs + 1) if others % n == 0)
+    return Plan(tile_columns=columns, group_pairs=group_pairs)
 
 
 def _filled(outer: int, rows: int, columns: int) -> float:

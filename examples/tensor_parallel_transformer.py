@@ -471,8 +471,11 @@ def choose(
     chosen = {k: getattr(defaults, k) if v is None else v for k, v in given.items()}
     if options.data is None and size % (2 * chosen["data"]) != 0:
         chosen["data"] = 1  # sooner no replicas than models that are not split
-    if options.attention is None and chosen["dtype"] == "float32":
-        chosen["attention"] = "xla"  # cuDNN has it in 16 bits
+    channels = chosen["width"] // chosen["heads"]
+    if options.attention is None and (
+        chosen["dtype"] == "float32" or channels % 8 != 0 or channels > 128
+    ):
+        chosen["attention"] = "xla"  # cuDNN has none of those
     settings = Settings(**chosen)
 
     ranks = max(1, size // settings.data)

@@ -275,8 +275,8 @@ def overlapped_all_reduce_gathers_parts() -> None:
     check(program(jax_intranode.matmul_all_reduce), np.concatenate([whole] * n))
 
 
-@case(check_vma=(True, False))
-def overlapped_all_reduce_transformed(check_vma: bool) -> None:
+@case(check_vma=(True, False), plan=("parts", "fused", "fused_256"))
+def overlapped_all_reduce_transformed(check_vma: bool, plan: str) -> None:
     """Derivatives and batches, over each axis and both; of rows that can be cut as one only."""
     devices = len(jax.devices())
     mesh = cases.make_mesh((2, devices // 2), ("a", "x")) if devices >= 4 else line()
@@ -304,7 +304,7 @@ def overlapped_all_reduce_transformed(check_vma: bool) -> None:
     values.append(np.ones(n, np.float32))
     arrays = [put(mesh, P(mesh.axis_names), v.astype(jnp.bfloat16)) for v in values]
     theirs = jax.jit(program(LAX_MATMULS))(*arrays)
-    check_like(overlapped(program(jax_intranode), arrays)(*arrays), theirs, 0)
+    check_like(overlapped(program(jax_intranode), arrays, plan)(*arrays), theirs, 0)
 
 
 def layer(lib: Any) -> Any:

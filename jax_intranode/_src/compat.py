@@ -132,7 +132,7 @@ def called_once(results: Sequence[Any]) -> list[Any]:
 
     XLA writes a result in place where a scan stacks it for the backward pass, in a copy of the
     call. In jaxlib 0.11 what else uses that result keeps the call itself: it would run twice
-    (openxla/xla#45799). It does not look through a barrier, which costs nothing else.
+    (mended by openxla/xla#45799). It does not look through a barrier; what is stacked is copied.
     """
     if not jaxlib.__version__.startswith("0.11."):
         return list(results)

@@ -64,7 +64,8 @@ def forced(plan: Plan | None) -> Iterator[None]:
         _forced = before
 
 
-# Measured on 2 and 4 H200s: what the model below goes by.
+# Measured on 2 and 4 H200s, and on 2 that stood for 8 (tools/fused_probe.cu): what the model below
+# goes by.
 HARDWARE = "hopper"
 _MATMUL_FLOPS = 680e12  # a second, of a large matmul
 _LINK_BYTES = 375e9  # a second, by copy engines
@@ -132,7 +133,8 @@ def plan(
 
     It hides the time of what travels. A pipeline costs the waits for the first and the last piece,
     which are the same for all sizes, and it costs time where matmuls of a rank's rows fill the GPU
-    less well than one of all rows. One kernel costs neither, but it multiplies and sends slower.
+    less well than one of all rows, and where the operands of a sum of products are copied into one.
+    One kernel costs none of it, but it multiplies and sends slower.
 
     Args:
         operation: "all_gather_matmul" or "matmul_reduce_scatter".
@@ -174,8 +176,12 @@ def plan(
         return f"not measured on {hardware} GPUs"
     pipeline = _pipeline(sizes)
     kernel = _fused(sizes)
-    if kernel is None or not sizes.fit(kernel, ring_bytes):
+    if isinstance(kernel, str):
+        return kernel if isinstance(pipeline, str) else pipeline
+    if not sizes.fit(kernel, ring_bytes):
         return pipeline
+    # Of a sum of several products a kernel takes longer ones than were measured, if joining them
+    # leaves nothing to hide.
     longest_s = max(_FUSED_LONGEST_S[operation], world_size * _FUSED_LONGEST_OF_RANK_S[operation])
     if isinstance(pipeline, str) or sizes.matmul_s < longest_s:
         return kernel
@@ -205,7 +211,7 @@ class Sizes:
 
     @property
     def stages(self) -> int:
-        """Of a kernel, whole ones, of such an element."""
+        """Of a kernel's tile; each of several products has whole ones."""
         return sum(-(-k // _TILE_DEPTH) for k in self.ks)
 
     @property
@@ -292,10 +298,11 @@ def _pipeline(sizes: Sizes) -> Plan | str:
     return Plan(3, 2) if sizes.link_s > 0.8 * sizes.matmul_s else Plan()
 
 
-def _fused(sizes: Sizes) -> Plan | None:
-    """The kernel for an operation, if it is faster than what is not overlapped."""
-    if sizes.received < (_FUSED_LEAST_BYTES if sizes.world_size == 2 else _LEAST_BYTES):
-        return None
+def _fused(sizes: Sizes) -> Plan | str:
+    """The kernel for an operation, or why what is not overlapped is faster."""
+    least = _FUSED_LEAST_BYTES if sizes.world_size == 2 else _LEAST_BYTES
+    if sizes.received < least:
+        return f"{sizes.received} bytes from peers; from {least:.0f} on overlapping is faster"
     pairs = -(-sizes.row_tiles // 2)  # of a shard
     clusters = _MULTIPROCESSORS // 2
 
@@ -322,14 +329,18 @@ def _fused(sizes: Sizes) -> Plan | None:
     fused_s = max(kernel_s(columns), sizes.sent_bytes(columns) / _FUSED_LINK_BYTES) + _CALL_S
     apart_s = sizes.link_s + sizes.matmul_s + _APART_S
     if fused_s * _FUSED_MARGIN > apart_s:
-        return None
+        return (
+            f"one kernel would take {1e6 * fused_s:.0f} us, the collective and the matmul apart "
+            f"{1e6 * apart_s:.0f} us"
+        )
     waits = sizes.link_s / sizes.matmul_s
     if not sizes.gathers:
         return Plan(tile_columns=columns, parts=_FUSED_PARTS if waits > 1 else 1)
     if waits > _FUSED_WAITS:
         at_once = max(1, clusters // sizes.column_tiles(columns))
         return Plan(tile_columns=columns, group_pairs=at_once)
-    # A rank's own rows before any that have to arrive: groups in which all others come out even.
+    # A rank's own rows before any that have to arrive: if a group takes more, those of others come
+    # out even.
     group_pairs = Plan.group_pairs
     if pairs < group_pairs:
         others = (sizes.world_size - 1) * pairs

@@ -52,7 +52,7 @@ static_assert(kPacks * kPacksBytes == kHalf);
 struct MatrixOfCall {
   CUtensorMap x, w;
   CUtensorMap product;  // that of a sum is the first one's
-  int first_tile;       // of its columns, among those of all matrices
+  int first_tile;       // of its columns, among those of all products
   int end;              // of its depth, among those of all that are summed
 };
 

@@ -18,7 +18,8 @@
 //                           each tile of the product when it is done; or a part of the tiles for
 //                           each peer before the next part. A tile of its own rows waits for the
 //                           same tile of all other ranks and is summed with them, in rank order, on
-//                           its way from the registers to memory.
+//                           its way from the registers to memory. A product may itself be a sum
+//                           of several, which add up in the registers.
 //
 // Why nothing is written before what lay in its place has been read
 //   A rank lends its ring to each peer when its kernel begins, so when all that used the ring
@@ -68,7 +69,7 @@
 
 namespace jax_intranode {
 
-constexpr int kMaxMatrices = 4;
+constexpr int kMaxMatrices = 4;  // that are multiplied, of each x or with one each
 
 // Whether there is a kernel for such tiles.
 constexpr bool FusedTakes(int tile_columns) {

@@ -6,7 +6,7 @@
 // (`pairs`) there are; how many `column_tiles`; how many pairs are multiplied with all columns
 // before the next ones (`group_pairs`), and how many where these don't come out even
 // (`fewer_pairs`, and of those that an all-gather sends `fewer_sent_pairs`); items of a row tile,
-// of the contracted dimension (`depth`); for a sum, how many of a shard's units are a `part`.
+// of all contracted dimensions (`depth`); for a sum, how many of a shard's units are a `part`.
 #pragma once
 
 #include "../kernels/memory.h"

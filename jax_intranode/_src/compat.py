@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jaxlib
 from jax._src import config, core, dispatch, distributed, mesh, source_info_util
 from jax._src.interpreters import partial_eval
 from jax.extend.core import Primitive
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import batching
+from jaxlib.version import __version__ as jaxlib_version
 
 
 def lower_with_devices(primitive: Primitive) -> None:
@@ -134,7 +134,7 @@ def called_once(results: Sequence[Any]) -> list[Any]:
     call. In jaxlib 0.11 what else uses that result keeps the call itself: it would run twice
     (mended by openxla/xla#45799). It does not look through a barrier; what is stacked is copied.
     """
-    if not jaxlib.__version__.startswith("0.11."):
+    if not jaxlib_version.startswith("0.11."):
         return list(results)
     return [stablehlo.OptimizationBarrierOp([v]).results[0] for v in results]
 

@@ -81,7 +81,7 @@ _SLOTS = 4
 # slower, but hides the sum, and longer ones if those of one rank's rows, which a pipeline
 # multiplies at a time, are so short; the fewest bytes that were tried between two ranks,
 # `_LEAST_BYTES` among more; what it sends, a second.
-_FUSED_LONGEST_S = {"all_gather_matmul": 1e-3, "matmul_reduce_scatter": 4e-3}
+_FUSED_LONGEST_S = 1e-3
 _FUSED_LONGEST_OF_RANK_S = {"all_gather_matmul": 0.25e-3, "matmul_reduce_scatter": 2e-3}
 _FUSED_LEAST_BYTES = 4e6
 _FUSED_LINK_BYTES = 330e9
@@ -182,7 +182,7 @@ def plan(
         return pipeline
     # Of a sum of several products a kernel takes longer ones than were measured, if joining them
     # leaves nothing to hide.
-    longest_s = max(_FUSED_LONGEST_S[operation], world_size * _FUSED_LONGEST_OF_RANK_S[operation])
+    longest_s = max(_FUSED_LONGEST_S, world_size * _FUSED_LONGEST_OF_RANK_S[operation])
     if isinstance(pipeline, str) or sizes.matmul_s < longest_s:
         return kernel
     return pipeline
@@ -277,7 +277,7 @@ def _pipeline(sizes: Sizes) -> Plan | str:
     """The pipeline for an operation, or why what is not overlapped is faster."""
     least = _LEAST_BYTES * max(1, sizes.world_size / 4)
     if sizes.received < least:
-        return f"{sizes.received} bytes from peers; from {least:.0f} on overlapping is faster"
+        return _too_few_bytes(sizes, least)
     hidden_s = sizes.link_s - sizes.joining_s
     if hidden_s < 0:
         return (
@@ -302,7 +302,7 @@ def _fused(sizes: Sizes) -> Plan | str:
     """The kernel for an operation, or why what is not overlapped is faster."""
     least = _FUSED_LEAST_BYTES if sizes.world_size == 2 else _LEAST_BYTES
     if sizes.received < least:
-        return f"{sizes.received} bytes from peers; from {least:.0f} on overlapping is faster"
+        return _too_few_bytes(sizes, least)
     pairs = -(-sizes.row_tiles // 2)  # of a shard
     clusters = _MULTIPROCESSORS // 2
 
@@ -346,6 +346,10 @@ def _fused(sizes: Sizes) -> Plan | str:
         others = (sizes.world_size - 1) * pairs
         group_pairs = max(n for n in range(1, group_pairs + 1) if others % n == 0)
     return Plan(tile_columns=columns, group_pairs=group_pairs)
+
+
+def _too_few_bytes(sizes: Sizes, least: float) -> str:
+    return f"{sizes.received} bytes from peers; from {least:.0f} on overlapping is faster"
 
 
 def _filled(outer: int, rows: int, columns: int) -> float:

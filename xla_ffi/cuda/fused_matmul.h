@@ -69,7 +69,7 @@
 
 namespace jax_intranode {
 
-constexpr int kMaxMatrices = 4;  // that are multiplied, of each x or with one each
+constexpr int kMaxMatrices = 4;  // of a call: of one x, or each with its own
 
 // Whether there is a kernel for such tiles.
 constexpr bool FusedTakes(int tile_columns) {

@@ -44,8 +44,8 @@ def _request(*operands: Any, invariant: bool, size: int, **params: Any) -> overl
         return of_operands
 
     def of_rows(*operands: Any) -> Sequence[Any]:
-        pairs = len(operands) // 2
-        return [*(x.reshape(rows, x.shape[-1]) for x in operands[:pairs]), *operands[pairs:]]
+        xs, ws, _ = collective_matmul.split(operands, params["pairs"])
+        return [*(x.reshape(rows, x.shape[-1]) for x in xs), *ws]
 
     return dataclasses.replace(of_operands, operands=of_rows)
 

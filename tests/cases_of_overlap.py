@@ -36,6 +36,9 @@ PLANS = {
     "fused": overlap.Plan(tile_columns=192, parts=3),
     "fused_256": overlap.Plan(tile_columns=256, group_pairs=1),
     "fused_128": overlap.Plan(tile_columns=128, group_pairs=2),
+    "direct": overlap.Plan(tile_columns=192, parts=2, direct=True),
+    "direct_256": overlap.Plan(tile_columns=256, direct=True),
+    "direct_128": overlap.Plan(tile_columns=128, direct=True),
 }
 
 
@@ -50,6 +53,8 @@ def zeros_and_ones(seed: int, *shape: int) -> np.ndarray:
 
 def overlapped(f: Any, args: Sequence[Any], plan: str = "parts", **options: Any) -> Any:
     """A compiled program, all of whose collective matmuls are overlapped on GPUs."""
+    if not on_gpus() and plan not in ("whole", "parts", "fused"):
+        pytest.skip(f"needs GPUs; without, {plan} is as the other plans")
     with overlap.forced(PLANS[plan]):
         program = jax.jit(f, **options)
         calls = [c for c in jax_intranode.explain(program)(*args) if "matmul" in c.operation]
@@ -163,7 +168,7 @@ def overlapped_sums_of_several(plan: str) -> None:
         check_in_poisoned_rings(mesh, program, arrays, expected, 2)
 
 
-@case(plan=("fused", "fused_256", "fused_128"))
+@case(plan=("fused", "fused_256", "fused_128", "direct", "direct_256", "direct_128"))
 def overlapped_many_tiles(plan: str) -> None:
     """More tiles than run at a time, an odd number of rows of them; K of one stage and of two."""
     mesh = line()
@@ -189,7 +194,7 @@ def overlapped_many_tiles(plan: str) -> None:
         check_in_poisoned_rings(mesh, program, arrays, expected, 4)
 
 
-@case(operation=("all_gather_matmul", "matmul_reduce_scatter"), plan=("whole", "fused"))
+@case(operation=("all_gather_matmul", "matmul_reduce_scatter"), plan=("whole", "fused", "direct"))
 def overlapped_on_few_multiprocessors(operation: str, plan: str) -> None:
     """An operation ends while something else has most multiprocessors, on all ranks."""
     if not on_gpus():
@@ -225,7 +230,7 @@ def overlapped_on_few_multiprocessors(operation: str, plan: str) -> None:
     check(result, want.astype(jnp.bfloat16))
 
 
-@case(dtype=("bfloat16", "float16"), plan=("parts", "fused"))
+@case(dtype=("bfloat16", "float16"), plan=("parts", "fused", "direct"))
 def overlapped_sums_in_rank_order(dtype: str, plan: str) -> None:
     """Ranks' products are rounded and summed as any arrays; the same bits at each of 100 runs."""
     mesh = line()
@@ -396,7 +401,7 @@ def _with_psum(matmuls: Any, lib: Any) -> Any:
     return types.SimpleNamespace(**vars(matmuls), psum=lib.psum)
 
 
-@case(plan=("parts", "fused"))
+@case(plan=("parts", "fused", "direct"))
 def overlapped_without_dependence(plan: str) -> None:
     """Operations that may run in any order, over the groups of two axes and of both."""
     devices = len(jax.devices())

@@ -46,8 +46,8 @@ GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
         (GATHER, 8192, 8192, 1024, Plan(tile_columns=256, group_pairs=16)),
         (GATHER, 4096, 8192, 3584, Plan(tile_columns=192, group_pairs=3)),
         (SCATTER, 32768, 16384, 8192, Plan()),
-        (SCATTER, 32768, 2048, 8192, Plan(tile_columns=192)),
-        (SCATTER, 8192, 3584, 8192, Plan(tile_columns=192)),
+        (SCATTER, 32768, 2048, 8192, Plan(tile_columns=192, direct=True)),
+        (SCATTER, 8192, 3584, 8192, Plan(tile_columns=192, direct=True)),
         (SCATTER, 8192, 1024, 8192, Plan(tile_columns=192, parts=16)),
         (SCATTER, 4096, 1024, 28672, Plan(tile_columns=192, parts=16)),
         (SCATTER, 2048, 7168, 8192, Plan(tile_columns=256)),
@@ -70,8 +70,8 @@ def test_measured_shapes_are_overlapped(
         (GATHER, 1024, 8192, (2560, 2560), Plan(tile_columns=192, group_pairs=2)),
         (GATHER, 1024, 8192, 28672, Plan(tile_columns=256, group_pairs=2)),
         (SCATTER, 32768, 14336, 8192, Plan()),
-        (SCATTER, 32768, 2048, 8192, Plan(tile_columns=192)),
-        (SCATTER, 8192, 3584, 8192, Plan(tile_columns=192)),
+        (SCATTER, 32768, 2048, 8192, Plan(tile_columns=192, direct=True)),
+        (SCATTER, 8192, 3584, 8192, Plan(tile_columns=192, direct=True)),
         (SCATTER, 512, 14336, 8192, Plan(tile_columns=256)),
         (SCATTER, 512, 4096, 8192, Plan(tile_columns=128)),
         (SCATTER, 2048, 2048, 4096, Plan(tile_columns=256)),
@@ -126,6 +126,30 @@ def test_sums_of_many_ranks_want_few_tiles_at_the_end() -> None:
     assert plan(SCATTER, 32768, 512, 4096, world=8) == Plan(tile_columns=128, parts=16)
 
 
+def test_direct_where_the_matmul_decides() -> None:
+    """And where there are tiles enough that the last ones need not hurry."""
+    for world in (2, 4, 8):
+        for m, k, n, expected in (
+            (8192, 7168, 8192, True),
+            (32768, 3584, 8192, True),
+            (8192, 512 * world, 4096, False),
+            (8192, 8192 // world, 8192, world == 2),
+            (32768, 8192 // world, 8192, world < 8),
+            (2048, 7168, 8192, False),
+        ):
+            for columns in (128, 192):
+                kernel = Plan(tile_columns=columns)
+                with_direct = Plan(tile_columns=columns, direct=True)
+                sizes = overlap.Sizes(SCATTER, 1, m // world, (k,), (n,), world)
+                assert sizes.scratch_bytes(kernel) == sizes.sent_bytes(columns)
+                assert sizes.scratch_bytes(with_direct) == 0
+            chosen = plan(SCATTER, m, k, n, world=world)
+            assert isinstance(chosen, Plan)
+            assert chosen.tile_columns
+            assert chosen.direct == expected, (world, m, k, n)
+            assert ("directly" in str(chosen)) == expected
+
+
 def test_few_rows_of_long_products_are_left() -> None:
     """Few tiles fill the last wave badly, and there is little to hide."""
     for k, n in ((16384, 9216), (16384, 26624)):
@@ -156,7 +180,9 @@ def test_model_knows_the_native_constants() -> None:
 
 def test_kernel_takes_what_fits_the_ring() -> None:
     assert plan(SCATTER, 8192, 3584, 8192, world=2, ring=64 << 20) == Plan()
-    assert plan(SCATTER, 8192, 3584, 8192, world=2, ring=70 << 20) == Plan(tile_columns=192)
+    assert plan(SCATTER, 8192, 3584, 8192, world=2, ring=70 << 20) == Plan(
+        tile_columns=192, direct=True
+    )
     # Of one matrix a kernel, but it takes four at most.
     assert plan(GATHER, 8192, 2048, 2560, world=2) == Plan(tile_columns=256, group_pairs=6)
     assert isinstance(plan(GATHER, 8192, 2048, (512,) * 5, world=2), str)
@@ -168,10 +194,10 @@ def test_kernel_takes_what_fits_the_ring() -> None:
 @pytest.mark.parametrize(
     ("operation", "m", "k", "n", "says"),
     [
-        (GATHER, 512, 4096, 7168, "bytes from peers; from 24000000 on"),
-        (GATHER, 1024, 8192, 2560, "bytes from peers"),
-        (SCATTER, 1024, 2048, 8192, "bytes from peers"),
-        (SCATTER, 2048, 3584, 4096, "bytes from peers"),
+        (GATHER, 512, 4096, 7168, "bytes from peers; from 12000000 on"),
+        (GATHER, 512, 8192, 2560, "bytes from peers"),
+        (SCATTER, 512, 2048, 8192, "bytes from peers"),
+        (SCATTER, 1024, 3584, 4096, "bytes from peers"),
         (GATHER, 8192, 8190, 1024, "multiples of 8"),
         (SCATTER, 8192, 1024, 8188, "multiples of 8"),
         (GATHER, 0, 8192, 1024, "no elements"),

@@ -6,7 +6,8 @@
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -I xla_ffi/cuda -o fused_probe \
 //       tools/fused_probe.cu xla_ffi/cuda/{fused_matmul.cu,slab.cu,cublas_lt.cc} -ldl
 //   ./fused_probe RANKS check
-//   ./fused_probe RANKS all_gather_matmul|matmul_reduce_scatter M,K,N COLUMNS,PAIRS,PARTS ...
+//   ./fused_probe RANKS all_gather_matmul|matmul_reduce_scatter M,K,N COLUMNS,PAIRS,PARTS[,DIRECT]
+//   ...
 //
 // M, K and N are those of what a GPU multiplies; the last ones as of `bench --plan` (several are
 // timed in turns). libcublasLt.so, to time the matmul alone, is looked for as the package does.
@@ -213,7 +214,9 @@ class Call {
   unsigned Wrong() {
     unsigned all = 0;
     OnEach([&](int d) {
-      Check(cudaMemset(calls_[d].products[0], 0xff, 2 * s_.ResultItems()));  // NaN
+      // NaN, also where the call before left what this one should bring.
+      Check(cudaMemset(gpus[d].member.Data(0), 0xff, gpus[d].member.data_bytes()));
+      Check(cudaMemset(calls_[d].products[0], 0xff, 2 * s_.ResultItems()));
       if (s_.keeps) Check(cudaMemset(calls_[d].gathered, 0xff, 2 * s_.GatheredItems()));
       Check(cudaDeviceSynchronize());
     });
@@ -308,15 +311,21 @@ int CheckAll(int ranks) {
                          Sizes{true, ranks, 2, 129, 72, 1032, false, false},
                          Sizes{true, ranks, 1, 1, 8, 8, false, false}}) {
     for (const int columns : {128, 192, 256}) {
-      for (const auto& [pairs, parts] : {std::pair{8, 1}, {2, 3}, {3, 16}}) {
-        Call call(s, {1, 1, columns, pairs, parts}, true);
+      for (const MatmulPlan& plan : {MatmulPlan{1, 1, columns, 8, 1, false},
+                                     {1, 1, columns, 2, 3, false},
+                                     {1, 1, columns, 3, 16, false},
+                                     {1, 1, columns, 8, 1, true},
+                                     {1, 1, columns, 3, 3, true}}) {
+        if (plan.direct && !s.sums) continue;
+        Call call(s, plan, true);
         const unsigned wrong = call.Wrong() + call.Wrong();
         ++operations;
         if (wrong == 0) continue;
         ++bad;
-        std::printf("%s, %d x %d rows, K %d, N %d, tiles of %d, %d pairs, %d parts: %u wrong\n",
+        std::printf("%s, %d x %d rows, K %d, N %d, tiles of %d, %d pairs, %d parts%s: %u wrong\n",
                     s.sums ? "matmul_reduce_scatter" : "all_gather_matmul", s.outer, s.rows, s.k,
-                    s.n, columns, pairs, parts, wrong);
+                    s.n, columns, plan.group_pairs, plan.parts, plan.direct ? ", direct" : "",
+                    wrong);
       }
     }
   }
@@ -347,10 +356,13 @@ int main(int argc, char** argv) {
 
   std::vector<MatmulPlan> plans;
   for (int i = 4; i < argc; ++i) {
-    MatmulPlan plan{1, 1, 0, 8, 1};
-    std::sscanf(argv[i], "%d,%d,%d", &plan.tile_columns, &plan.group_pairs, &plan.parts);
+    MatmulPlan plan{1, 1, 0, 8, 1, false};
+    int direct = 0;
+    std::sscanf(argv[i], "%d,%d,%d,%d", &plan.tile_columns, &plan.group_pairs, &plan.parts,
+                &direct);
+    plan.direct = direct != 0;
     if (!FusedTakes(plan.tile_columns) || plan.group_pairs < 1 || plan.parts < 1) {
-      std::printf("%s is not COLUMNS,PAIRS,PARTS\n", argv[i]);
+      std::printf("%s is not COLUMNS,PAIRS,PARTS[,DIRECT]\n", argv[i]);
       return 2;
     }
     plans.push_back(plan);
@@ -373,9 +385,9 @@ int main(int argc, char** argv) {
     const unsigned wrong = Call(sizes, plans[i], true).Wrong();
     const double ms = Median(times[i]);
     std::printf(
-        "%-22s %d ranks %6d %6d %6d  tiles of %d, %d pairs, %d parts: %8.4f ms, share %.3f, "
+        "%-22s %d ranks %6d %6d %6d  tiles of %d, %d pairs, %d parts%s: %8.4f ms, share %.3f, "
         "matmul alone %.4f, #wrong %u\n",
         operation.c_str(), ranks, m, k, n, plans[i].tile_columns, plans[i].group_pairs,
-        plans[i].parts, ms, bound / ms, Median(alone), wrong);
+        plans[i].parts, plans[i].direct ? ", direct" : "", ms, bound / ms, Median(alone), wrong);
   }
 }

@@ -6,7 +6,7 @@ A pure function of what all ranks know.
 import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from jax_intranode._src import select
@@ -34,6 +34,8 @@ class Plan:
         group_pairs: pairs of row tiles that it multiplies with all columns before the next ones.
         parts: of a kernel, for sums, into how many parts the tiles for each peer are cut: the first
             parts of all peers are multiplied before the second ones.
+        direct: of a kernel, for sums, whether warps that have multiplied a tile store it in the
+            peer's ring, slowly while others multiply, not in scratch, from where others send it.
     """
 
     first_cuts: int = 1
@@ -41,12 +43,14 @@ class Plan:
     tile_columns: int = 0
     group_pairs: int = 8
     parts: int = 1
+    direct: bool = field(default=False, kw_only=True)
 
     def __str__(self) -> str:
         if self.tile_columns:
             parts = f", {self.parts} parts" if self.parts > 1 else ""
+            direct = ", products sent directly" if self.direct else ""
             tiles = f"tiles of {TILE_ROWS} x {self.tile_columns}"
-            return f"one kernel, {tiles} in groups of {self.group_pairs} pairs{parts}"
+            return f"one kernel, {tiles} in groups of {self.group_pairs} pairs{parts}{direct}"
         return f"first rows in {self.first_cuts}, last in {self.last_cuts} pieces"
 
 
@@ -79,8 +83,8 @@ _LEAST_BYTES = 24e6
 _SLOTS = 4
 # A kernel: matmuls up to so long that it is faster than a pipeline, for it multiplies a little
 # slower, but hides the sum, and longer ones if those of one rank's rows, which a pipeline
-# multiplies at a time, are so short; the fewest bytes that were tried between two ranks,
-# `_LEAST_BYTES` among more; what it sends, a second.
+# multiplies at a time, are so short; the fewest bytes of a peer with which it was faster, if they
+# are not `_LEAST_BYTES` of all; what it sends, a second.
 _FUSED_LONGEST_S = 1e-3
 _FUSED_LONGEST_OF_RANK_S = {"all_gather_matmul": 0.25e-3, "matmul_reduce_scatter": 2e-3}
 _FUSED_LEAST_BYTES = 4e6
@@ -103,6 +107,11 @@ _FUSED_MARGIN = 1.05
 # in so many parts.
 _FUSED_WAITS = 0.25
 _FUSED_PARTS = 16
+# Products of a sum go to peers directly if there are so many waves of tiles, for the last ones come
+# later then: by how much of the matmul's time bytes take. Not by tiles of 256 columns: nothing is
+# multiplied while their products are stored. How long a stage takes then.
+_DIRECT_WAVES = {0.5: 16, 0.7: 64}
+_DIRECT_STAGES = 0.975
 # What the collective and the matmul one after the other take, beside their bytes and flops.
 _APART_S = 25e-6
 
@@ -260,12 +269,16 @@ class Sizes:
         return sum(-(-n // tile_columns) for n in self.ns)
 
     def sent_bytes(self, tile_columns: int) -> int:
-        """Bytes that a kernel's whole tiles take in a ring, and those of a sum in scratch, too."""
+        """Bytes that a kernel's whole tiles take in a ring."""
         if self.gathers:
             columns = self.stages * _TILE_DEPTH
         else:
             columns = self.column_tiles(tile_columns) * tile_columns
         return 2 * (self.world_size - 1) * self.row_tiles * TILE_ROWS * columns
+
+    def scratch_bytes(self, kernel: Plan) -> int:
+        """Bytes of scratch that a kernel takes for products that are sent."""
+        return 0 if self.gathers or kernel.direct else self.sent_bytes(kernel.tile_columns)
 
     def fit(self, kernel: Plan, ring_bytes: int) -> bool:
         """Whether a kernel takes them."""
@@ -300,16 +313,23 @@ def _pipeline(sizes: Sizes) -> Plan | str:
 
 def _fused(sizes: Sizes) -> Plan | str:
     """The kernel for an operation, or why what is not overlapped is faster."""
-    least = _FUSED_LEAST_BYTES if sizes.world_size == 2 else _LEAST_BYTES
+    least = min(_FUSED_LEAST_BYTES * (sizes.world_size - 1), _LEAST_BYTES)
     if sizes.received < least:
         return _too_few_bytes(sizes, least)
     pairs = -(-sizes.row_tiles // 2)  # of a shard
     clusters = _MULTIPROCESSORS // 2
+    waits = sizes.link_s / sizes.matmul_s
+
+    def direct(columns: int) -> bool:
+        if sizes.gathers or columns == 256:
+            return False
+        waves = sizes.world_size * pairs * sizes.column_tiles(columns) / clusters
+        return any(waits <= most and waves >= least for most, least in _DIRECT_WAVES.items())
 
     def kernel_s(columns: int) -> float:
         tiles = pairs * sizes.column_tiles(columns)  # of a shard, two at a time
         waves = -(-sizes.world_size * tiles // clusters)
-        matmul_s = sizes.stages * _STAGE_S[columns]
+        matmul_s = sizes.stages * _STAGE_S[columns] * (_DIRECT_STAGES if direct(columns) else 1)
         tile_s = matmul_s + _TILE_S[sizes.operation][columns]
         if sizes.gathers:
             return waves * tile_s
@@ -333,9 +353,9 @@ def _fused(sizes: Sizes) -> Plan | str:
             f"one kernel would take {1e6 * fused_s:.0f} us, the collective and the matmul apart "
             f"{1e6 * apart_s:.0f} us"
         )
-    waits = sizes.link_s / sizes.matmul_s
     if not sizes.gathers:
-        return Plan(tile_columns=columns, parts=_FUSED_PARTS if waits > 1 else 1)
+        parts = _FUSED_PARTS if waits > 1 else 1
+        return Plan(tile_columns=columns, parts=parts, direct=direct(columns))
     if waits > _FUSED_WAITS:
         at_once = max(1, clusters // sizes.column_tiles(columns))
         return Plan(tile_columns=columns, group_pairs=at_once)

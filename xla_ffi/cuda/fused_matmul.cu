@@ -40,6 +40,11 @@ constexpr int kRowsAtOnce = 2;      // of an all-gather
 constexpr int kProductsAtOnce = 4;  // for a sum
 constexpr int kKeptAtOnce = 8;      // the warp that copies what has arrived
 
+// So many clocks for each item of K a warpgroup takes to store 16 bytes of a thread, where products
+// go to peers directly, for the same reason: three quarters of what the matrix units take meanwhile
+// to multiply as much for the other one. (Stored at once all of it took 2 to 6 % longer.)
+constexpr int kPaceOfItem = 24;
+
 // Of half an item of products, in scratch and in a ring, a thread has words of its own: as the
 // matrix instructions leave them, rounded, four at a time beside those of the next thread.
 constexpr int kWords = 16;
@@ -73,6 +78,10 @@ struct Parameters {
   int column_tiles;
   int group_pairs, fewer_pairs, fewer_sent_pairs;
   int part;
+  // Whether products go to peers directly, and how many clocks a warpgroup takes for 16 bytes of a
+  // thread then.
+  bool direct;
+  uint32_t pace;
 };
 static_assert(sizeof(Parameters) <= 4096);
 
@@ -172,6 +181,9 @@ JIN_FN uint32_t LoadSharedAcquire(uint32_t at) {
 JIN_FN void StoreSharedRelease(uint32_t at, uint32_t v) {
   asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
 }
+
+// Of this multiprocessor, modulo 2^32.
+JIN_FN uint32_t Clock() { return static_cast<uint32_t>(clock()); }
 
 // Has a value computed once, not at each use.
 JIN_FN uint32_t InRegister(uint32_t v) {
@@ -545,6 +557,32 @@ JIN_FN void SendTiles(const Block<kColumns>& b, uint32_t operations, int sender)
   courier.Tell();
 }
 
+// Tells owners of the block's tiles of products, which the warps that multiply have stored there
+// themselves. A warp, of the units that are its turn.
+template <int kColumns>
+JIN_FN void TellTiles(const Block<kColumns>& b, uint32_t operations, int sender) {
+  constexpr int kItems = Layout<kColumns>::kItems;
+  const Parameters& p = b.p;
+  const int lane = threadIdx.x % 32;
+  UnitsOfCluster<Block<kColumns>> units(b);
+  for (uint32_t k = 0; units.Next() && units.is_sent(); ++k) {
+    const Unit unit = UnitOf(p, units.number());
+    const int tile = kClusterSize * unit.pair + RankInCluster();
+    if (static_cast<int>(k % kSenders) != sender || tile >= p.tiles) continue;
+    while (!__all_sync(~0u, b.IsStored(k))) __nanosleep(100);  // for all lanes or none
+    const int peer = Receiver(p, unit.step);
+    // It has been lent; and not yet to the next operation: no lane tells before all have looked.
+    const uint32_t number = AwaitGrant(b, peer, operations);
+    __syncwarp();
+    if (lane < kItems) {
+      SystemFence();
+      StoreWord(Flag(p, peer, PlaceOfTile<kColumns>(p, unit.step, tile, unit.column) + lane),
+                number);
+    }
+    __syncwarp();
+  }
+}
+
 // Sums half items of a tile, this thread's words: those that peers have sent and this rank's own,
 // in rank order, in float32, and rounds once. What peers have sent is loaded two at a time before
 // it is added, of one half item after another.
@@ -615,7 +653,7 @@ class Sum {
 // Multiplies: a warpgroup. It takes turns with the other one at the cluster's units, and what it
 // has multiplied it stores while the other one multiplies; or it has half of each unit's rows.
 template <class Type, bool kRowsOfB, int kColumns>
-JIN_FN void Multiply(const Block<kColumns>& b) {
+JIN_FN void Multiply(const Block<kColumns>& b, uint32_t operations) {
   using Place = Layout<kColumns>;
   constexpr int kHalves = Place::kHalves;
   constexpr int kHalfItems = kHalves * Place::kItems;
@@ -633,6 +671,7 @@ JIN_FN void Multiply(const Block<kColumns>& b) {
   };
   uint32_t fed = 0;     // stages, before those of the unit
   uint32_t stored = 0;  // units, of those that are sent
+  uint32_t lent = 0;    // rings, by the step at which this rank sends there
   UnitsOfCluster<Block<kColumns>> units(b);
   for (int turn = 0; units.Next(); turn ^= 1, fed += p.depth) {
     if (Place::kTurns && turn != group) continue;
@@ -695,12 +734,24 @@ JIN_FN void Multiply(const Block<kColumns>& b) {
     if (units.is_sent()) {
       if (real) {
         const int place = PlaceOfTile<kColumns>(p, unit.step, tile, unit.column);
-        char* const to =
-            p.scratch + place * int64_t{kItem} + first_half * kHalf + thread * sizeof(Pack);
+        char* to = p.scratch + place * int64_t{kItem};
+        if (p.direct) {
+          const int peer = Receiver(p, unit.step);
+          if (!(lent >> unit.step & 1)) {
+            lent |= 1u << unit.step;
+            if (thread == 0) AwaitGrant(b, peer, operations);
+            sync();
+          }
+          to = Data(p, peer, place);
+        }
+        to += first_half * kHalf + thread * sizeof(Pack);
+        const uint32_t began = Clock();
         JIN_UNROLL
         for (int i = 0; i < kHalfItems; ++i) {
           JIN_UNROLL
           for (int k = 0; k < kWords; k += 4) {
+            while (p.pace > 0 && Clock() - began < (i * kPacks + k / 4) * p.pace) {
+            }
             *reinterpret_cast<Pack*>(to + i * Place::kNextHalf + k / 4 * kPacksBytes) =
                 Pack{{words[i][k], words[i][k + 1], words[i][k + 2], words[i][k + 3]}};
           }
@@ -799,7 +850,7 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
       Feed<kRowsOfB>(b);
     } else if (warp <= kSenders) {
       if (p.sums) {
-        SendTiles(b, operations, warp - 1);
+        p.direct ? TellTiles(b, operations, warp - 1) : SendTiles(b, operations, warp - 1);
       } else {
         p.gathered == nullptr ? SendItems<false>(b, operations) : SendItems<true>(b, operations);
       }
@@ -808,7 +859,7 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
     }
   } else {
     TakeRegisters<Place::kRegistersOfMultipliers>();
-    Multiply<Type, kRowsOfB>(b);
+    Multiply<Type, kRowsOfB>(b, operations);
   }
   __syncwarp();
   ClusterSync();  // nobody leaves while another block may still copy into its memory
@@ -895,6 +946,14 @@ int ColumnTiles(const MatmulCall& call, const MatmulPlan& plan) {
   return tiles;
 }
 
+// Items for which a ring has places: those of whole tiles.
+size_t SentItems(Algorithm algorithm, const MatmulCall& call, int size, const MatmulPlan& plan) {
+  const int of_row_tile = algorithm == Algorithm::kAllGatherMatmul
+                              ? Depth(call)
+                              : ColumnTiles(call, plan) * (plan.tile_columns / kTileDepth);
+  return static_cast<size_t>(size - 1) * RowTiles(call) * of_row_tile;
+}
+
 // Blocks that the device has room for, all at once.
 int BlocksOf(const Kernel& kernel) {
   int device;
@@ -935,9 +994,8 @@ int BlocksOf(const Kernel& kernel) {
 
 size_t FusedScratchBytes(Algorithm algorithm, const MatmulCall& call, int size,
                          const MatmulPlan& plan) {
-  if (algorithm == Algorithm::kAllGatherMatmul) return 0;
-  return static_cast<size_t>(size - 1) * RowTiles(call) * ColumnTiles(call, plan) * kTileRows *
-         plan.tile_columns * 2;
+  const bool sums = algorithm == Algorithm::kMatmulReduceScatter;
+  return sums && !plan.direct ? SentItems(algorithm, call, size, plan) * kItem : 0;
 }
 
 void LaunchFused(const MatmulMember& member, Algorithm algorithm, const MatmulPlan& plan,
@@ -948,8 +1006,7 @@ void LaunchFused(const MatmulMember& member, Algorithm algorithm, const MatmulPl
   p.group = group;
   std::copy(std::begin(member.ring), std::end(member.ring), p.ring);
   p.data_offset = RingDataOffset(member.ring_bytes);
-  const size_t items = static_cast<size_t>(group.size - 1) * RowTiles(call) * Depth(call);
-  const size_t needed = sums ? FusedScratchBytes(algorithm, call, group.size, plan) : items * kItem;
+  const size_t needed = SentItems(algorithm, call, group.size, plan) * kItem;
   if (needed > member.data_bytes()) {
     throw std::runtime_error("jax_intranode: a collective matmul takes " + std::to_string(needed) +
                              " bytes of a ring of " + std::to_string(member.data_bytes()) +
@@ -970,6 +1027,8 @@ void LaunchFused(const MatmulMember& member, Algorithm algorithm, const MatmulPl
   p.group_pairs = plan.group_pairs;
   CutGroups(&p);
   p.part = DivideUp(int64_t{p.pairs} * p.column_tiles, plan.parts);
+  p.direct = plan.direct;
+  p.pace = plan.direct && plan.tile_columns < 256 ? kPaceOfItem * p.depth : 0;
   const uint64_t rows = call.rows, outer = call.outer;
   int first_tile = 0, depth = 0;
   for (size_t i = 0; i < call.ws.size(); ++i) {

@@ -3,11 +3,11 @@
 // The grid is persistent: a block a multiprocessor. Of a block's warps eight multiply, in two
 // warpgroups that take turns: while one multiplies a tile, the other rounds, sums and stores its
 // last one. (Tiles of 256 columns they multiply together, for one has no room for the products.)
-// One warp feeds them, two send to peers, and one copies what arrives where a gathered operand is
-// asked for. What is sent lies in the receiver's ring until it has been used. (Not in XLA's own
-// buffers: those move when XLA captures again on one rank alone.) All that travels are items, with
-// a flag each: 64 columns of 128 rows, operands as the matrix instructions want them in shared
-// memory, products as these leave them in registers.
+// One warp feeds them, two send to peers, or tell them, and one copies what arrives where a
+// gathered operand is asked for. What is sent lies in the receiver's ring until it has been used.
+// (Not in XLA's own buffers: those move when XLA captures again on one rank alone.) All that
+// travels are items, with a flag each: 64 columns of 128 rows, operands as the matrix instructions
+// want them in shared memory, products as these leave them in registers.
 //
 //   all-gather + matmul     at step s rank r sends its shard to rank r - s, and gets that of rank
 //                           r + s. A rank multiplies its own shard, then the others, in the order
@@ -19,12 +19,20 @@
 //                           each peer before the next part. A tile of its own rows waits for the
 //                           same tile of all other ranks and is summed with them, in rank order, on
 //                           its way from the registers to memory. A product may itself be a sum
-//                           of several, which add up in the registers.
+//                           of several, which add up in the registers. Those for peers are stored
+//                           in scratch, and copied from there by the warps that send, so that
+//                           multiplying goes on when the link can't take them. Or, where the matmul
+//                           decides, a warpgroup stores them in the owner's ring itself (`direct`),
+//                           slowly, while the other one multiplies: less goes through the cache and
+//                           nothing to memory, which is time where operands wait for the cache,
+//                           power, and scratch; but it waits for a peer that is late at once.
 //
 // Why nothing is written before what lay in its place has been read
 //   A rank lends its ring to each peer when its kernel begins, so when all that used the ring
 //   before has ended; a sender writes only after that. The word carries the number of the
-//   operation in the group, which grows alike on all ranks, so that it is taken once.
+//   operation in the group, which grows alike on all ranks, so that it is taken once. (A warp that
+//   sends looks for it, or a warpgroup that stores and the warp that tells, each while something
+//   that it has to do there is not done.)
 //   A rank's kernel ends when all that was meant for it has arrived and has been used, and when all
 //   that it sends has been written. Hence a peer that is an operation ahead, and overwrites the
 //   word with its next one, has got all that the word stood for: no block that still runs needs it.
@@ -32,7 +40,10 @@
 // Why a flag that is set means that the data of this operation lie there
 //   The word carries the number of the receiver's operation on that ring, too, which all groups of
 //   the device share and which is different for each. The sender writes this number into the flag,
-//   after the data and a fence at system scope, which may stand for two items. (Without the fence
+//   after the data and a fence at system scope, which may stand for two items. What a warpgroup has
+//   stored directly a warp tells of that has seen its count of tiles: the warpgroup meets, one
+//   thread releases the count, the warp acquires it, and a fence comes after all that its thread
+//   knows to have been written, whoever wrote it. (Without the fence
 //   flags overtake: sums were wrong on 2 H200s, even with bulk copies that had completed.) Flags
 //   have words of their own, which hold nothing else, ever: what a flag held before is the number
 //   of an operation that has ended. Nobody clears them.
@@ -41,7 +52,8 @@
 //   A warp that sends waits for a peer's ring, which the peer lends when the first of its blocks
 //   begins, for its own block's products, and for its cluster's next list, which is drawn before
 //   the last unit of the one before has been multiplied; and it tells of all that it has sent
-//   before it waits for the first two (and soon after it has the list). What multiplies waits for
+//   before it waits for the first two (and soon after it has the list). What multiplies waits for a
+//   peer's ring, where it stores there, and for its turn. And it waits for
 //   flags: in an all-gather for what all ranks send without waiting for a product; in a
 //   reduce-scatter for tiles of which each cluster computes all that are left before it waits for
 //   any. So no wait depends on itself. (A warpgroup that waits for peers had its turn after all

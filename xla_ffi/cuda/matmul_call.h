@@ -51,8 +51,10 @@ struct MatmulPlan {
   int first_cuts, last_cuts;
   // Of one kernel (fused_matmul.h): columns of its tiles, 0 for a pipeline, and pairs of row tiles
   // that are multiplied with all columns before the next ones; of a sum, into how many parts a
-  // shard is cut, of which all shards' first ones are sent before the next ones.
+  // shard is cut, of which all shards' first ones are sent before the next ones, and whether
+  // products go to peers directly, not by way of scratch.
   int tile_columns, group_pairs, parts;
+  bool direct;
 
   bool fused() const { return tile_columns > 0; }
 };

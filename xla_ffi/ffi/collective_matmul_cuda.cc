@@ -30,12 +30,10 @@ ffi::Error Invalid(const MatmulDeviceSite& site, const std::string& what) {
                                      OperationName(site.algorithm) + ": " + what);
 }
 
-ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(ffi::Span<const int64_t> device_ids,
-                                                            int64_t group_size, int32_t algorithm,
-                                                            int64_t axis, int32_t transposed,
-                                                            int32_t gathered, int32_t first_cuts,
-                                                            int32_t last_cuts, int32_t tile_columns,
-                                                            int32_t group_pairs, int32_t parts) {
+ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(
+    ffi::Span<const int64_t> device_ids, int64_t group_size, int32_t algorithm, int64_t axis,
+    int32_t transposed, int32_t gathered, int32_t first_cuts, int32_t last_cuts,
+    int32_t tile_columns, int32_t group_pairs, int32_t parts, int32_t direct) {
   const Partition partition{{device_ids.begin(), device_ids.end()}, group_size};
   auto site = std::make_unique<MatmulDeviceSite>();
   site->communicator = Registry<DeviceCommunicator>::Get().Find(partition);
@@ -47,7 +45,7 @@ ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(ffi::Span<const int6
   site->axis = axis;
   site->transposed = transposed != 0;
   site->gathered = gathered != 0;
-  site->plan = {first_cuts, last_cuts, tile_columns, group_pairs, parts};
+  site->plan = {first_cuts, last_cuts, tile_columns, group_pairs, parts, direct != 0};
   const bool gathers = site->algorithm == Algorithm::kAllGatherMatmul;
   if ((!gathers && site->algorithm != Algorithm::kMatmulReduceScatter) || first_cuts < 1 ||
       first_cuts > kMaxCuts || last_cuts < 1 || last_cuts > kMaxCuts ||
@@ -225,7 +223,8 @@ XLA_FFI_Error* CudaCollectiveMatmulInstantiate(XLA_FFI_CallFrame* frame) {
                              .Attr<int32_t>("last_cuts")
                              .Attr<int32_t>("tile_columns")
                              .Attr<int32_t>("group_pairs")
-                             .Attr<int32_t>("parts"));
+                             .Attr<int32_t>("parts")
+                             .Attr<int32_t>("direct"));
   return (*handler)(frame);
 }
 

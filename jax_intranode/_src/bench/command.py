@@ -78,9 +78,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--plan",
         type=_parse_plan,
-        metavar="N,N[,N,N[,N]]",
+        metavar="N,N[,N,N[,N[,N]]]",
         help="cut a collective matmul so, whatever is faster: pieces of the first and of the last "
-        "rows, or 1,1 and columns of the tiles, pairs of them and parts of one kernel",
+        "rows, or 1,1 and columns of the tiles, pairs of them and parts of one kernel, and 1 if it "
+        "sends products directly",
     )
     add(
         "-d",
@@ -197,8 +198,10 @@ def _parse_presets(text: str) -> list[str]:
 def _parse_plan(text: str) -> list[int]:
     """Splits the numbers of a plan at their commas."""
     numbers = [int(number) for number in text.split(",")]
-    if len(numbers) not in (2, 4, 5) or min(numbers) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not two, four or five numbers")
+    if len(numbers) not in (2, 4, 5, 6) or min(numbers) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not two, four, five or six numbers")
+    if max(numbers[5:], default=0) > 1:
+        raise argparse.ArgumentTypeError(f"the last number of {text!r} is neither 0 nor 1")
     return numbers
 
 

@@ -43,7 +43,8 @@ def measure(
     """
     if settings.plan is not None:
         unforced = dataclasses.replace(settings, plan=None)
-        with overlap.forced(overlap.Plan(*settings.plan)):
+        plan = overlap.Plan(*settings.plan[:5], direct=settings.plan[5:] == [1])
+        with overlap.forced(plan):
             return measure(unforced, mesh, dtype_name, shape)
     matmul, backward = MATMULS[settings.name], settings.backward
     dtype = np.dtype(jnp.dtype(dtype_name))

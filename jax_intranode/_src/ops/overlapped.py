@@ -159,7 +159,7 @@ def _abstract_eval(x: Any, *others: Any, call: Overlapped) -> list[Any]:
         sizes = overlap.Sizes(
             call.operation, request.outer, request.rows, request.ks, columns, size
         )
-        scratch += sizes.sent_bytes(call.plan.tile_columns)
+        scratch += sizes.scratch_bytes(call.plan)
     elif not gathers:  # the products of all ranks' rows
         scratch += x.size // x.shape[-1] * columns[0] * x.dtype.itemsize
     return [*results, x.update(shape=(scratch,), dtype=np.dtype(np.uint8), weak_type=False)]
@@ -180,6 +180,7 @@ def _lower(ctx: Any, *operands: Any, call: Overlapped) -> Any:
         tile_columns=np.int32(call.plan.tile_columns),
         group_pairs=np.int32(call.plan.group_pairs),
         parts=np.int32(call.plan.parts),
+        direct=np.int32(call.plan.direct),
     )
     return compat.called_once(results)
 

@@ -67,7 +67,7 @@ def measure(
 
     length = settings.chain or chain_length(settings, matmul, shape, dtype)
     nothing = 0.0
-    if settings.platform == "gpu":
+    if mesh.devices.flat[0].platform == "gpu":
         empty = _Chain(mesh, _nothing(mesh, ours), length, executions=1)
         (empty_seconds,), _ = timing.take_turns([empty.run], mesh, settings)
         nothing = float(np.median(empty_seconds))

@@ -433,6 +433,22 @@ def test_vmap(in_axes: tuple[int | None, int | None], check_vma: bool) -> None:
     like_lax(program, x, w)
 
 
+@BOTH
+@pytest.mark.parametrize("jacobian", [jax.jacfwd, jax.jacrev, jax.hessian])
+def test_jacobians(jacobian: Callable[..., Any], check_vma: bool) -> None:
+    """Which batch the tangents, and operations of which nothing is batched."""
+
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            of_both = jacobian(functools.partial(three, lib), (0, 1))(x, w)
+            gathered = jacobian(lambda w: lib.all_gather_matmul(x, w, "x"))(w)
+            return jax.tree.map(lambda v: v[None], (of_both, gathered))
+
+        return over_x(body, (P(), P()), check_vma=check_vma)
+
+    like_lax(program, *values((N, 5), (5, 3)))
+
+
 @pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (0, 0)])
 def test_vmap_adds_no_collectives(in_axes: tuple[int | None, int | None]) -> None:
     def body(x: Any, w: Any) -> Any:

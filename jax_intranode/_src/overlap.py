@@ -320,14 +320,17 @@ def _fused(sizes: Sizes) -> Plan | str:
     clusters = _MULTIPROCESSORS // 2
     waits = sizes.link_s / sizes.matmul_s
 
+    def tiles_of(columns: int) -> int:  # of a shard, two at a time
+        return pairs * sizes.column_tiles(columns)
+
     def direct(columns: int) -> bool:
         if sizes.gathers or columns == 256:
             return False
-        waves = sizes.world_size * pairs * sizes.column_tiles(columns) / clusters
+        waves = sizes.world_size * tiles_of(columns) / clusters
         return any(waits <= most and waves >= least for most, least in _DIRECT_WAVES.items())
 
     def kernel_s(columns: int) -> float:
-        tiles = pairs * sizes.column_tiles(columns)  # of a shard, two at a time
+        tiles = tiles_of(columns)
         waves = -(-sizes.world_size * tiles // clusters)
         matmul_s = sizes.stages * _STAGE_S[columns] * (_DIRECT_STAGES if direct(columns) else 1)
         tile_s = matmul_s + _TILE_S[sizes.operation][columns]

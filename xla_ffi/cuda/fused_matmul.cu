@@ -42,7 +42,7 @@ constexpr int kKeptAtOnce = 8;      // the warp that copies what has arrived
 
 // So many clocks for each item of K a warpgroup takes to store 16 bytes of a thread, where products
 // go to peers directly, for the same reason: three quarters of what the matrix units take meanwhile
-// to multiply as much for the other one. (Stored at once all of it took 2 to 6 % longer.)
+// to multiply as much for the other one. (Stored at once it took up to 5 % longer.)
 constexpr int kPaceOfItem = 24;
 
 // Of half an item of products, in scratch and in a ring, a thread has words of its own: as the

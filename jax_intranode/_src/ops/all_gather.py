@@ -165,11 +165,10 @@ def _batch(
     size: int,
 ) -> tuple[list[Any], list[Any]]:
     (x,), (d,) = operands, dims
-    if d is not None:
-        if d <= axis:
-            axis += 1
-        elif not tiled:
-            d += 1
+    if d <= axis:
+        axis += 1
+    elif not tiled:
+        d += 1
     return primitive.bind(x, axes=axes, axis=axis, tiled=tiled, size=size), [d]
 
 

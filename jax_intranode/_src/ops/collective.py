@@ -231,10 +231,26 @@ class Primitives:
             jvp: from the primitive, the operands and their tangents to the results and theirs.
             transpose: from the results' cotangents and the operands to the operands' cotangents.
             batch: from the mapped axis' name and size, the operands and their batch dimensions to
-                the results and theirs.
+                the results and theirs. Not asked where nothing is batched and the axis is none of
+                the operation's.
             needed: from which results are used and the parameters to which operands are, then, and
                 new parameters; None if a call is used as a whole or not at all.
         """
+
+        def batch_if_any(
+            name: Hashable,
+            size: int,
+            operands: Sequence[Any],
+            dims: Sequence[Any],
+            /,
+            **params: Any,
+        ) -> tuple[Any, Any]:
+            if name in params["axes"] or any(d is not None for d in dims):
+                return batch(name, size, operands, dims, **params)
+            del params["traced_over"]  # what is bound next is traced here
+            results = self.bind(*operands, **params)
+            return results, [None] * len(results)
+
         for primitive in (self._plain, self._over_set_mesh):
 
             def with_effects(
@@ -247,7 +263,7 @@ class Primitives:
             mlir.register_lowering(primitive, lower)
             ad.primitive_jvps[primitive] = partial(jvp, primitive)
             ad.primitive_transposes[primitive] = transpose
-            compat.batch_by_axis(primitive, batch)
+            compat.batch_by_axis(primitive, batch_if_any)
             if needed is not None:
                 compat.drop_unused_results(primitive, needed)
 

@@ -382,9 +382,6 @@ class CollectiveMatmul(collective.Primitives):
     ) -> tuple[Any, Any]:
         del traced_over  # what is bound next is traced here
         if name not in params["axes"]:
-            if all(d is None for d in dims):  # as jax.jacfwd asks for the primals
-                results = self.bind(*operands, **params)
-                return results, [None] * len(results)
             results, out_dims = self._batch_rule(operands, dims, **params)
             if results is not None:
                 return results, out_dims

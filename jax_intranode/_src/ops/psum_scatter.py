@@ -176,11 +176,10 @@ def _batch(
     size: int,
 ) -> tuple[list[Any], list[Any]]:
     (x,), (d,) = operands, dims
-    if d is not None:
-        if d <= dimension:
-            dimension += 1
-        elif not tiled:
-            d -= 1
+    if d <= dimension:
+        dimension += 1
+    elif not tiled:
+        d -= 1
     return primitive.bind(x, axes=axes, dimension=dimension, tiled=tiled, size=size), [d]
 
 

@@ -1,7 +1,8 @@
-// Checks and times the kernel of collective matmuls (xla_ffi/cuda/fused_matmul.h) alone, between
-// two GPUs that stand for a group of 2 to 8 ranks: each is rank 0 of its own group, of which all
-// other ranks are the other GPU. So each sends and gets as much as among so many GPUs, over the
-// same links, but waits for one peer only. No XLA, no graphs.
+// Checks and times the kernel of collective matmuls (xla_ffi/cuda/fused_matmul.h) alone, without
+// XLA and graphs: among as many GPUs as there are ranks, or fewer, but two at least, that stand for
+// them: GPU d is rank d of its own group, of which the ranks after it are the other GPUs, in turn.
+// So each sends and gets as much as among so many GPUs, over the same links, but waits for fewer
+// peers.
 //
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -I xla_ffi/cuda -o fused_probe \
 //       tools/fused_probe.cu xla_ffi/cuda/{fused_matmul.cu,slab.cu,cublas_lt.cc} -ldl
@@ -31,7 +32,6 @@ using namespace jax_intranode;
 
 namespace {
 
-constexpr int kGpus = 2;
 constexpr size_t kRingBytes = size_t{640} << 20;
 constexpr double kLinkBytes = 385e9;  // a second
 
@@ -64,7 +64,9 @@ __global__ void Fill(uint16_t* to, size_t count, uint32_t seed, bool exact) {
 }
 
 struct Operands {
-  const uint16_t *x[kMaxRanks], *w[kMaxRanks];  // as rank 0 of a group knows its ranks
+  int rank;                                     // of a GPU, in its group
+  const uint16_t *x[kMaxRanks], *w[kMaxRanks];  // of all its ranks
+  int shard[kMaxRanks];                         // of a sum, which one of a rank comes to the GPU
 };
 struct Sizes {
   bool sums;
@@ -96,15 +98,14 @@ __global__ void Compare(Sizes s, Operands of, const uint16_t* result, const uint
   float want = -0.f;
   if (s.sums) {
     for (int rank = 0; rank < s.ranks; ++rank) {
-      // What rank r sends to rank 0 is what the other GPU sends to its rank `ranks - r`.
-      const size_t shard = size_t{1} * array * s.ranks + (s.ranks - rank) % s.ranks;
+      const size_t shard = size_t{1} * array * s.ranks + of.shard[rank];
       want += dot(of.x[rank] + (shard * s.rows + row) * s.k, of.w[rank]);
     }
     want = Float(Rounded(want));
   } else {
     const uint16_t* const x =
         of.x[row / s.rows] + (size_t{1} * array * s.rows + row % s.rows) * s.k;
-    want = dot(x, of.w[0]);
+    want = dot(x, of.w[of.rank]);
     const int k = Hash(sample * 11) % s.k;
     if (gathered != nullptr && gathered[(size_t{1} * array * rows + row) * s.k + k] != x[k]) {
       atomicAdd(wrong, 1);
@@ -119,23 +120,46 @@ struct Gpu {
   cudaEvent_t begin, end;
   void* workspace;
 };
-std::vector<Gpu> gpus(kGpus);
+std::vector<Gpu> gpus;
+
+// Of a group of `ranks`, to GPU d: which GPU gets what it sends to a rank, which GPU it gets from
+// as from that rank, and which rank GPU d is to the latter.
+struct Peer {
+  int receiver, sender, to_sender;
+};
+Peer PeerOf(int ranks, int d, int rank) {
+  const int count = static_cast<int>(gpus.size());
+  const int after = (rank - d + ranks) % ranks, before = (ranks - after) % ranks;
+  if (after == 0) return {d, d, d};
+  const int sender = (d + count - 1 - (before - 1) % (count - 1)) % count;
+  return {(d + 1 + (after - 1) % (count - 1)) % count, sender, (sender + before) % ranks};
+}
 
 template <class F>
 void OnEach(F&& f) {
-  for (int d = 0; d < kGpus; ++d) {
+  for (int d = 0; d < static_cast<int>(gpus.size()); ++d) {
     Check(cudaSetDevice(d));
     f(d);
   }
 }
 
 void Open(int ranks) {
-  char *rings[kGpus], *regions[kGpus];
+  int visible;
+  Check(cudaGetDeviceCount(&visible));
+  if (visible < 2) {
+    std::printf("%d GPUs are visible; it takes two at least\n", visible);
+    std::exit(2);
+  }
+  const int count = std::min(visible, ranks);
+  gpus.resize(count);
+  std::vector<char*> rings(count), regions(count);
   FailureRecord* records;
   Check(cudaHostAlloc(reinterpret_cast<void**>(&records), 4096, cudaHostAllocPortable));
   std::memset(static_cast<void*>(records), 0, 4096);
   OnEach([&](int d) {
-    Check(cudaDeviceEnablePeerAccess(1 - d, 0));
+    for (int peer = 0; peer < count; ++peer) {
+      if (peer != d) Check(cudaDeviceEnablePeerAccess(peer, 0));
+    }
     Check(cudaMalloc(&rings[d], kRingBytes));
     Check(cudaMemset(rings[d], 0, kRingBytes));
     Check(cudaMalloc(&regions[d], 1 << 20));
@@ -147,19 +171,20 @@ void Open(int ranks) {
     LoadFusedKernels();
     Check(cudaDeviceSynchronize());
   });
-  for (int d = 0; d < kGpus; ++d) {
+  for (int d = 0; d < count; ++d) {
     MatmulMember& member = gpus[d].member;
     member.device = d;
     member.ring_bytes = kRingBytes;
-    member.group.rank = 0;
+    member.group.rank = d;
     member.group.size = ranks;
     member.group.failure = records + d;
     member.group.timeout_ns = 5'000'000'000;
     for (int rank = 0; rank < ranks; ++rank) {
-      const int at = rank == 0 ? d : 1 - d;
-      member.ring[rank] = rings[at];
-      // What is lent to peer `rank` goes where the other GPU looks for what that rank lends.
-      member.group.region[rank] = regions[at] + rank * sizeof(uint64_t);
+      const Peer peer = PeerOf(ranks, d, rank);
+      member.ring[rank] = rings[peer.receiver];
+      // What is lent to a rank goes to who sends as that rank, to where it looks for it.
+      member.group.region[rank] =
+          regions[peer.sender] + (peer.to_sender - d) * int64_t{sizeof(uint64_t)};
     }
   }
 }
@@ -179,7 +204,8 @@ void Synchronize() {
 // Operands and results of both GPUs.
 class Call {
  public:
-  Call(const Sizes& sizes, const MatmulPlan& plan, bool exact) : s_(sizes), plan_(plan) {
+  Call(const Sizes& sizes, const MatmulPlan& plan, bool exact)
+      : s_(sizes), plan_(plan), calls_(gpus.size()) {
     OnEach([&](int d) {
       MatmulCall& c = calls_[d];
       c.type = ElementType::kBF16;
@@ -224,10 +250,13 @@ class Call {
     Synchronize();
     OnEach([&](int d) {
       Operands of = {};
+      of.rank = d;
       for (int rank = 0; rank < s_.ranks; ++rank) {
-        const MatmulCall& c = calls_[rank == 0 ? d : 1 - d];
+        const Peer peer = PeerOf(s_.ranks, d, rank);
+        const MatmulCall& c = calls_[peer.sender];
         of.x[rank] = static_cast<const uint16_t*>(c.x());
         of.w[rank] = static_cast<const uint16_t*>(c.ws[0]);
+        of.shard[rank] = peer.to_sender;
       }
       unsigned *wrong, found;
       Check(cudaMalloc(&wrong, sizeof found));
@@ -270,7 +299,7 @@ class Call {
 
   const Sizes s_;
   const MatmulPlan plan_;
-  MatmulCall calls_[kGpus];
+  std::vector<MatmulCall> calls_;
   std::vector<uint16_t*> x_, product_;
   std::vector<void*> allocated_;
 };

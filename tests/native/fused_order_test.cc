@@ -20,8 +20,17 @@ constexpr int kColumns = 192;
 
 // Of the one that runs: as it is; work dealt out to clusters in place of drawn; products sent as if
 // it were another step; items of a tile that come before those of the next tile; units of an
-// all-gather so by their pairs; units of a sum step after step, not in parts.
-enum class Variant { kSound, kDealt, kOtherStep, kTileByTile, kPairByPair, kStepByStep } variant;
+// all-gather so by their pairs; of eight ranks one shard after the other; units of a sum step after
+// step, not in parts.
+enum class Variant {
+  kSound,
+  kDealt,
+  kOtherStep,
+  kTileByTile,
+  kPairByPair,
+  kShardByShard,
+  kStepByStep
+} variant;
 int wrong;
 
 void Expect(bool right, const char* what) {
@@ -117,6 +126,13 @@ Unit UnitAt(const Operation& p, int number) {
   return UnitOf(as, number);
 }
 Item ItemAt(const Operation& p, int number) {
+  if (variant == Variant::kShardByShard && p.group.size == 8) {
+    Operation as = p;  // of two ranks that have as many pairs
+    as.group.size = 2;
+    as.pairs *= 7;
+    const Item item = ItemOf(as, number);
+    return {1 + item.tile / (2 * p.pairs), item.tile % (2 * p.pairs), item.depth};
+  }
   if (variant != Variant::kTileByTile) return ItemOf(p, number);
   const int tile = number / p.depth;
   return {1 + tile / (2 * p.pairs), tile % (2 * p.pairs), number % p.depth};
@@ -167,18 +183,23 @@ void CheckNumbers(const Operation& p) {
     }
     return;
   }
-  // Groups of pairs of all shards, and in a group columns, or depths of what arrives.
+  // Its own pairs first, then those of each peer, or among many one of each; groups of all these,
+  // and in a group columns, or depths of what arrives.
   const int all = size * p.pairs;
+  const auto number_of = [&](int step, int pair) {
+    const bool shard_by_shard = step == 0 || size <= 4;
+    return shard_by_shard ? step * p.pairs + pair : p.pairs + pair * (size - 1) + step - 1;
+  };
   std::pair<int, int> last_unit = {-all, 0}, last_item = {-all, 0};
   for (int number = 0; number < Units(p); ++number) {
     const Unit unit = UnitAt(p, number);
-    const std::pair at = {GroupAt(p, all, unit.step * p.pairs + unit.pair), unit.column};
+    const std::pair at = {GroupAt(p, all, number_of(unit.step, unit.pair)), unit.column};
     Expect(at >= last_unit, "units not group after group, or columns not one after the other");
     last_unit = at;
   }
   for (int number = 0; number < Items(p); ++number) {
     const Item item = ItemAt(p, number);
-    const std::pair at = {GroupAt(p, all, item.step * p.pairs + item.tile / 2), item.depth};
+    const std::pair at = {GroupAt(p, all, number_of(item.step, item.tile / 2)), item.depth};
     Expect(at >= last_item, "items not group after group, or depths not one after the other");
     last_item = at;
   }
@@ -252,8 +273,9 @@ bool IsWrong(Variant tried) {
 
 int main() {
   if (IsWrong(Variant::kSound)) return 1;
-  for (const Variant broken : {Variant::kDealt, Variant::kOtherStep, Variant::kTileByTile,
-                               Variant::kPairByPair, Variant::kStepByStep}) {
+  for (const Variant broken :
+       {Variant::kDealt, Variant::kOtherStep, Variant::kTileByTile, Variant::kPairByPair,
+        Variant::kShardByShard, Variant::kStepByStep}) {
     if (!IsWrong(broken)) {
       std::printf("not found: broken variant %d\n", static_cast<int>(broken));
       return 1;

@@ -584,15 +584,16 @@ JIN_FN void TellTiles(const Block<kColumns>& b, uint32_t operations, int sender)
 }
 
 // Sums half items of a tile, this thread's words: those that peers have sent and this rank's own,
-// in rank order, in float32, and rounds once. What peers have sent is loaded two at a time before
-// it is added, of one half item after another.
+// in rank order, in float32, and rounds once. What peers have sent is loaded some time before it is
+// added, of every other peer into the same registers: to move what is still on its way would be to
+// wait for it.
 template <class Type, int kColumns, int kHalfItems>
 class Sum {
  public:
   JIN_FN Sum(const Parameters& p, int tile, int column, int first_half)
       : p_(p), tile_(tile), column_(column), offset_(first_half * kHalf + threadIdx.x % 128 * 16) {
-    Load(first_);
-    Load(second_);
+    Load(&even_);
+    Load(&odd_);
   }
 
   // In place of this rank's words of the next half item the sum's.
@@ -610,44 +611,51 @@ class Sum {
       JIN_UNROLL
       for (int i = 0; i < kWords; ++i) add(i, words[i]);
     };
-#pragma unroll 1
-    for (int peer = 0; peer < p_.group.size - 1; ++peer) {
-      Pack packs[kPacks];
-      JIN_UNROLL
-      for (int i = 0; i < kPacks; ++i) {
-        packs[i] = first_[i];
-        first_[i] = second_[i];
-      }
-      Load(second_);
+    const auto add_peer = [&](int peer, Ahead* ahead) {
       if (peer == p_.group.rank) add_own();
       JIN_UNROLL
-      for (int i = 0; i < kWords; ++i) add(i, packs[i / 4].word[i % 4]);
+      for (int i = 0; i < kWords; ++i) add(i, ahead->packs[i / 4].word[i % 4]);
+      Load(ahead);
+    };
+#pragma unroll 1
+    for (int peer = 0; peer < Peers(); peer += 2) {
+      add_peer(peer, &even_);
+      if (peer + 1 < Peers()) add_peer(peer + 1, &odd_);
     }
-    if (p_.group.rank == p_.group.size - 1) add_own();
+    if (p_.group.rank == Peers()) add_own();
     JIN_UNROLL
     for (int i = 0; i < kWords; ++i) words[i] = Type::RoundPair(sum[2 * i], sum[2 * i + 1]);
   }
 
  private:
+  // Words on their way, of every other peer in rank order; and which half item's and which peer's
+  // come next.
+  struct Ahead {
+    int peer, half = 0;
+    Pack packs[kPacks];
+  };
+
+  JIN_FN int Peers() const { return p_.group.size - 1; }
+
   // The next ones, if there are any.
-  JIN_FN void Load(Pack (&packs)[kPacks]) {
-    if (half_ == kHalfItems) return;
-    const int rank = peer_ + (peer_ >= p_.group.rank ? 1 : 0);
+  JIN_FN void Load(Ahead* ahead) {
+    if (ahead->peer >= Peers()) {
+      ahead->peer %= 2;
+      ++ahead->half;
+    }
+    if (ahead->half >= kHalfItems || ahead->peer >= Peers()) return;
+    const int rank = ahead->peer + (ahead->peer >= p_.group.rank ? 1 : 0);
     const int place = PlaceOfTile<kColumns>(p_, StepOfSender(p_, rank), tile_, column_);
     const char* const from =
-        Data(p_, p_.group.rank, place) + offset_ + half_ * Layout<kColumns>::kNextHalf;
+        Data(p_, p_.group.rank, place) + offset_ + ahead->half * Layout<kColumns>::kNextHalf;
     JIN_UNROLL
-    for (int i = 0; i < kPacks; ++i) packs[i] = LoadPack(from + i * kPacksBytes);
-    if (++peer_ == p_.group.size - 1) {
-      peer_ = 0;
-      ++half_;
-    }
+    for (int i = 0; i < kPacks; ++i) ahead->packs[i] = LoadPack(from + i * kPacksBytes);
+    ahead->peer += 2;
   }
 
   const Parameters& p_;
   const int tile_, column_, offset_;
-  int peer_ = 0, half_ = 0;  // of the next load
-  Pack first_[kPacks], second_[kPacks];
+  Ahead even_{0}, odd_{1};
 };
 
 // Multiplies: a warpgroup. It takes turns with the other one at the cluster's units, and what it

@@ -30,9 +30,9 @@ JIN_FN RowTile RowTileOf(const P& p, int tile) {
   return {array, (tile - array * p.tiles_of_array) * kTileRows};
 }
 
-// Pairs of row tiles are gone through in groups: of an all-gather those of all shards in the order
-// of their steps, of a sum those of each shard for itself. Where the groups don't come out even it
-// is the first one that has fewer, so that as much as possible is multiplied at once at the end.
+// Pairs of row tiles are gone through in groups: of an all-gather those of all shards, of a sum
+// those of each shard for itself. Where the groups don't come out even it is the first one that has
+// fewer, so that as much as possible is multiplied at once at the end.
 struct PairGroup {
   int first, pairs;
 };
@@ -50,6 +50,21 @@ JIN_FN PairGroup GroupOf(int fewer, int group_pairs, int each, int* number) {
   const int group = *number / (group_pairs * each);
   *number -= group * group_pairs * each;
   return {fewer + group * group_pairs, group_pairs};
+}
+
+// Of an all-gather the pairs that arrive, by their number: shard after shard. But among many ranks
+// the first one of each shard, then the next one of each, so that a rank sends to all peers at a
+// time, and gets from all: shard after shard, which are short, ranks that are not quite in step
+// send to the same one, which keeps what they send to others waiting, too.
+constexpr int kMostInStep = 4;
+struct ShardPair {
+  int step, pair;
+};
+template <class P>
+JIN_FN ShardPair ArrivingPair(const P& p, int number) {
+  const int shards = p.group.size - 1;
+  if (p.group.size > kMostInStep) return {number % shards + 1, number / shards};
+  return {number / p.pairs + 1, number % p.pairs};
 }
 
 // Units: see below. Those whose products go to peers come first.
@@ -86,12 +101,10 @@ JIN_FN Unit UnitOf(const P& p, int number) {
   }
   const PairGroup group = GroupOf(p.fewer_pairs, p.group_pairs, p.column_tiles, &number);
   const int column = number / group.pairs;
-  int pair = group.first + number - column * group.pairs;
-  if (!p.sums) {
-    step = pair / p.pairs;
-    pair -= step * p.pairs;
-  }
-  return {step, pair, column};
+  const int pair = group.first + number - column * group.pairs;
+  if (p.sums || pair < p.pairs) return {step, pair, column};
+  const ShardPair arriving = ArrivingPair(p, pair - p.pairs);
+  return {arriving.step, arriving.pair, column};
 }
 
 // Items that a rank sends in an all-gather, and that arrive there, in the order in which they are
@@ -111,9 +124,8 @@ JIN_FN Item ItemOf(const P& p, int number) {
   const int tiles = kClusterSize * group.pairs;
   const int depth = number / tiles;
   const int tile = kClusterSize * group.first + number - depth * tiles;
-  const int of_shard = kClusterSize * p.pairs;
-  const int shard = tile / of_shard;
-  return {shard + 1, tile - shard * of_shard, depth};
+  const ShardPair pair = ArrivingPair(p, tile / kClusterSize);
+  return {pair.step, kClusterSize * pair.pair + tile % kClusterSize, depth};
 }
 
 template <class P>

@@ -48,8 +48,8 @@ GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
         (SCATTER, 32768, 16384, 8192, Plan()),
         (SCATTER, 32768, 2048, 8192, Plan(tile_columns=192, direct=True)),
         (SCATTER, 8192, 3584, 8192, Plan(tile_columns=192, direct=True)),
-        (SCATTER, 8192, 1024, 8192, Plan(tile_columns=192, parts=16)),
-        (SCATTER, 4096, 1024, 28672, Plan(tile_columns=192, parts=16)),
+        (SCATTER, 8192, 1024, 8192, Plan(tile_columns=128, parts=24)),
+        (SCATTER, 4096, 1024, 28672, Plan(tile_columns=128, parts=41)),
         (SCATTER, 2048, 7168, 8192, Plan(tile_columns=256)),
     ],
 )
@@ -86,6 +86,24 @@ def test_two_gpus_use_one_kernel_for_less_bytes(
 @pytest.mark.parametrize(
     ("operation", "m", "k", "n", "expected"),
     [
+        (GATHER, 8192, 8192, 8192, Plan(tile_columns=256, group_pairs=7)),
+        (GATHER, 8192, 8192, 1024, Plan(tile_columns=256, group_pairs=16)),
+        (GATHER, 8192, 4096, 1792, Plan(tile_columns=128, group_pairs=4)),
+        (GATHER, 4096, 8192, 3584, Plan(tile_columns=128, group_pairs=2)),
+        (SCATTER, 32768, 2048, 8192, Plan(tile_columns=192, group_pairs=2, parts=77)),
+        (SCATTER, 8192, 3584, 8192, Plan(tile_columns=192, group_pairs=2, parts=20, direct=True)),
+        (SCATTER, 8192, 1024, 8192, Plan(tile_columns=128, group_pairs=2, parts=29)),
+    ],
+)
+def test_eight_gpus_send_to_all_at_a_time(
+    operation: str, m: int, k: int, n: int, expected: Plan
+) -> None:
+    assert plan(operation, m, k, n, world=8) == expected
+
+
+@pytest.mark.parametrize(
+    ("operation", "m", "k", "n", "expected"),
+    [
         (GATHER, 8192, 8192, 7168, Plan()),
         (GATHER, 8192, 8192, (3584, 3584), Plan()),
         (GATHER, 8192, 8192, 1024, Plan(last_cuts=2)),
@@ -115,15 +133,15 @@ def test_own_rows_are_multiplied_before_any_that_arrive() -> None:
     assert groups == {
         (2, 1): 1, (2, 2): 2, (2, 3): 3, (2, 4): 4, (4, 1): 3, (4, 2): 6, (8, 1): 7, (8, 2): 7
     }  # fmt: skip
-    assert plan(GATHER, 2048, 8192, 7168, world=8) == Plan(tile_columns=192, group_pairs=7)
+    assert plan(GATHER, 2048, 8192, 7168, world=8) == Plan(tile_columns=128, group_pairs=7)
     assert plan(GATHER, 2048, 8192, 14336, world=4) == Plan(tile_columns=256, group_pairs=6)
 
 
 def test_sums_of_many_ranks_want_few_tiles_at_the_end() -> None:
     """A tile of a rank's own rows takes longer the more ranks there are."""
-    assert plan(SCATTER, 8192, 1792, 4096, world=8) == Plan(tile_columns=256)
-    assert plan(SCATTER, 8192, 3584, 4096, world=8) == Plan(tile_columns=256)
-    assert plan(SCATTER, 32768, 512, 4096, world=8) == Plan(tile_columns=128, parts=16)
+    for m, k, columns in ((8192, 1792, 256), (8192, 3584, 256), (32768, 512, 128)):
+        chosen = plan(SCATTER, m, k, 4096, world=8)
+        assert isinstance(chosen, Plan) and chosen.tile_columns == columns
 
 
 def test_direct_where_the_matmul_decides() -> None:
@@ -173,6 +191,7 @@ def test_model_knows_the_native_constants() -> None:
         pytest.skip("the CUDA module was not built")
     assert module.FUSED_TILE_ROWS == overlap.TILE_ROWS
     assert module.FUSED_MAX_MATRICES == overlap.MAX_MATRICES
+    assert module.FUSED_MOST_IN_STEP == overlap.MOST_IN_STEP
     for ring in (1 << 20, 3 << 20, 100 << 20, RING):
         room = ring - module.ring_data_offset(ring)
         assert room - 2 * 4096 <= overlap.ring_room(ring) <= room

@@ -4,6 +4,7 @@ A pure function of what all ranks know.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ DTYPES = ("bfloat16", "float16")
 TILE_ROWS = 128
 _TILE_DEPTH = 64
 MAX_MATRICES = 4
+# Of its order: more ranks than these do not keep in step (xla_ffi/cuda/fused_order.h).
+MOST_IN_STEP = 4
 # Bytes of a ring for each flag of four bytes, and before the flags.
 _BYTES_OF_FLAG, _RING_HEADER = 16384, 4096
 
@@ -96,21 +99,24 @@ _TILE_S = {
     "all_gather_matmul": {256: 2.2e-6, 192: 0.3e-6, 128: 0.3e-6},
     "matmul_reduce_scatter": {256: 5.5e-6, 192: 2e-6, 128: 1.3e-6},
 }
-_SUM_S = {256: 3.8e-6, 192: 5.7e-6, 128: 3.8e-6}
+_SUM_S = {256: 3.4e-6, 192: 4.8e-6, 128: 3.3e-6}
 # The way of products that nothing hides, and what else a call takes. By how much a kernel has to be
 # faster, for all this is not known to more.
 _WAY_S = 10e-6
 _CALL_S = 15e-6
 _FUSED_MARGIN = 1.05
 # If bytes take more than `_FUSED_WAITS` of the matmul's time, an all-gather's rows arrive for as
-# many tiles as are multiplied at a time; if they take more than all of it, those of a sum are sent
-# in so many parts.
+# many tiles as are multiplied at a time.
 _FUSED_WAITS = 0.25
-_FUSED_PARTS = 16
+# Among more ranks than keep in step, or where the link decides, what is multiplied at a time for
+# sums is for all peers; of the former in groups of so many pairs. Tiles of 192 columns of an
+# all-gather take so much longer among them; why is not known.
+_PAIRS_FOR_MANY = 2
+_GATHERED_FROM_MANY = {192: 1.04}
 # Products of a sum go to peers directly if there are so many waves of tiles, for the last ones come
 # later then: by how much of the matmul's time bytes take. Not by tiles of 256 columns: nothing is
 # multiplied while their products are stored. How long a stage takes then.
-_DIRECT_WAVES = {0.5: 16, 0.7: 64}
+_DIRECT_WAVES = {0.5: 10, 0.7: 64}
 _DIRECT_STAGES = 0.975
 # What the collective and the matmul one after the other take, beside their bytes and flops.
 _APART_S = 25e-6
@@ -317,6 +323,8 @@ def _fused(sizes: Sizes) -> Plan | str:
     if sizes.received < least:
         return _too_few_bytes(sizes, least)
     pairs = -(-sizes.row_tiles // 2)  # of a shard
+    peers = sizes.world_size - 1
+    many = sizes.world_size > MOST_IN_STEP
     clusters = _MULTIPROCESSORS // 2
     waits = sizes.link_s / sizes.matmul_s
 
@@ -335,10 +343,10 @@ def _fused(sizes: Sizes) -> Plan | str:
         matmul_s = sizes.stages * _STAGE_S[columns] * (_DIRECT_STAGES if direct(columns) else 1)
         tile_s = matmul_s + _TILE_S[sizes.operation][columns]
         if sizes.gathers:
-            return waves * tile_s
+            return waves * tile_s * (_GATHERED_FROM_MANY.get(columns, 1) if many else 1)
         # The last ones are a rank's own, to which the products of its peers are added.
         own = -(-tiles // clusters)
-        sum_s = (sizes.world_size - 1) * _SUM_S[columns]
+        sum_s = peers * _SUM_S[columns]
         if columns == 256:
             own_s = own * max(tile_s, matmul_s + sum_s)
         else:  # one is summed while the next one is multiplied, a little slower
@@ -348,8 +356,12 @@ def _fused(sizes: Sizes) -> Plan | str:
         # Where all are multiplied at once nothing hides the products' way.
         return (waves - own) * tile_s + own_s + (_WAY_S if waves == own else 0)
 
-    columns = min(_STAGE_S, key=kernel_s)
-    fused_s = max(kernel_s(columns), sizes.sent_bytes(columns) / _FUSED_LINK_BYTES) + _CALL_S
+    def fused_s_by(columns: int) -> float:
+        return max(kernel_s(columns), sizes.sent_bytes(columns) / _FUSED_LINK_BYTES)
+
+    # Where the link decides, sums are best by the narrowest tiles: they come the most evenly.
+    columns = min(sorted(_STAGE_S), key=kernel_s if sizes.gathers else fused_s_by)
+    fused_s = fused_s_by(columns) + _CALL_S
     apart_s = sizes.link_s + sizes.matmul_s + _APART_S
     if fused_s * _FUSED_MARGIN > apart_s:
         return (
@@ -357,8 +369,12 @@ def _fused(sizes: Sizes) -> Plan | str:
             f"{1e6 * apart_s:.0f} us"
         )
     if not sizes.gathers:
-        parts = _FUSED_PARTS if waits > 1 else 1
-        return Plan(tile_columns=columns, parts=parts, direct=direct(columns))
+        plan = Plan(tile_columns=columns, direct=direct(columns))
+        if many or (waits > 1 and peers > 1):
+            parts = -(-tiles_of(columns) // max(1, clusters // peers))
+            group_pairs = _PAIRS_FOR_MANY if many else plan.group_pairs
+            plan = dataclasses.replace(plan, parts=parts, group_pairs=group_pairs)
+        return plan
     if waits > _FUSED_WAITS:
         at_once = max(1, clusters // sizes.column_tiles(columns))
         return Plan(tile_columns=columns, group_pairs=at_once)
@@ -366,7 +382,7 @@ def _fused(sizes: Sizes) -> Plan | str:
     # out even.
     group_pairs = Plan.group_pairs
     if pairs < group_pairs:
-        others = (sizes.world_size - 1) * pairs
+        others = peers * pairs
         group_pairs = max(n for n in range(1, group_pairs + 1) if others % n == 0)
     return Plan(tile_columns=columns, group_pairs=group_pairs)
 

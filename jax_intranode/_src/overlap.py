@@ -93,18 +93,21 @@ _FUSED_LONGEST_OF_RANK_S = {"all_gather_matmul": 0.25e-3, "matmul_reduce_scatter
 _FUSED_LEAST_BYTES = 4e6
 _FUSED_LINK_BYTES = 330e9
 # By a tile's columns how long it takes for 64 of K, and what else it takes, more where products are
-# summed; beside that, the products of a peer that are added to those of a rank's own rows.
+# summed; beside that, the products of a peer that are added to those of a rank's own rows. Where
+# warpgroups take turns at tiles of few stages, from how many waves on a last one that is not full
+# costs no whole one.
 _STAGE_S = {256: 0.67e-6, 192: 0.52e-6, 128: 0.375e-6}
 _TILE_S = {
     "all_gather_matmul": {256: 2.2e-6, 192: 0.3e-6, 128: 0.3e-6},
     "matmul_reduce_scatter": {256: 5.5e-6, 192: 2e-6, 128: 1.3e-6},
 }
+_EVEN_WAVES, _EVEN_STAGES = 6, 64
 _SUM_S = {256: 3.4e-6, 192: 4.8e-6, 128: 3.3e-6}
 # The way of products that nothing hides, and what else a call takes. By how much a kernel has to be
-# faster, for all this is not known to more.
+# faster, for all this is not known to more; among more ranks than keep in step it is known to less.
 _WAY_S = 10e-6
 _CALL_S = 15e-6
-_FUSED_MARGIN = 1.05
+_FUSED_MARGIN, _FUSED_MARGIN_OF_MANY = 1.05, 1.15
 # If bytes take more than `_FUSED_WAITS` of the matmul's time, an all-gather's rows arrive for as
 # many tiles as are multiplied at a time.
 _FUSED_WAITS = 0.25
@@ -339,17 +342,20 @@ def _fused(sizes: Sizes) -> Plan | str:
 
     def kernel_s(columns: int) -> float:
         tiles = tiles_of(columns)
-        waves = -(-sizes.world_size * tiles // clusters)
+        waves: float = -(-sizes.world_size * tiles // clusters)
         matmul_s = sizes.stages * _STAGE_S[columns] * (_DIRECT_STAGES if direct(columns) else 1)
         tile_s = matmul_s + _TILE_S[sizes.operation][columns]
         if sizes.gathers:
             return waves * tile_s * (_GATHERED_FROM_MANY.get(columns, 1) if many else 1)
         # The last ones are a rank's own, to which the products of its peers are added.
-        own = -(-tiles // clusters)
+        own: float = -(-tiles // clusters)
         sum_s = peers * _SUM_S[columns]
         if columns == 256:
             own_s = own * max(tile_s, matmul_s + sum_s)
         else:  # one is summed while the next one is multiplied, a little slower
+            even = sizes.world_size * tiles / clusters
+            if even >= _EVEN_WAVES and sizes.stages <= _EVEN_STAGES and not many:
+                waves, own = even, max(1, tiles / clusters)
             own_s = max(
                 own * (tile_s + sum_s / 4) + sum_s, own / 2 * (matmul_s + sum_s) + matmul_s / 2
             )
@@ -363,7 +369,7 @@ def _fused(sizes: Sizes) -> Plan | str:
     columns = min(sorted(_STAGE_S), key=kernel_s if sizes.gathers else fused_s_by)
     fused_s = fused_s_by(columns) + _CALL_S
     apart_s = sizes.link_s + sizes.matmul_s + _APART_S
-    if fused_s * _FUSED_MARGIN > apart_s:
+    if fused_s * (_FUSED_MARGIN_OF_MANY if many else _FUSED_MARGIN) > apart_s:
         return (
             f"one kernel would take {1e6 * fused_s:.0f} us, the collective and the matmul apart "
             f"{1e6 * apart_s:.0f} us"

@@ -89,7 +89,7 @@ _SLOTS = 4
 # multiplies at a time, are so short; the fewest bytes of a peer with which it was faster, if they
 # are not `_LEAST_BYTES` of all; what it sends, a second.
 _FUSED_LONGEST_S = 1e-3
-_FUSED_LONGEST_OF_RANK_S = {"all_gather_matmul": 0.25e-3, "matmul_reduce_scatter": 2e-3}
+_FUSED_LONGEST_OF_RANK_S = {"all_gather_matmul": 0.19e-3, "matmul_reduce_scatter": 2e-3}
 _FUSED_LEAST_BYTES = 4e6
 _FUSED_LINK_BYTES = 330e9
 # By a tile's columns how long it takes for 64 of K, and what else it takes, more where products are

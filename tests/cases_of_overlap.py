@@ -230,9 +230,34 @@ def overlapped_on_few_multiprocessors(operation: str, plan: str) -> None:
     check(result, want.astype(jnp.bfloat16))
 
 
-@case(dtype=("bfloat16", "float16"), plan=("parts", "fused", "direct"))
+@case(dtype=("bfloat16", "float16"), plan=("parts", "fused", "fused_256", "direct_128"))
 def overlapped_sums_in_rank_order(dtype: str, plan: str) -> None:
-    """Ranks' products are rounded and summed as any arrays; the same bits at each of 100 runs."""
+    """Products of which sums depend on the order are added one rank after the other."""
+    mesh = line()
+    n = mesh.size
+    rng = np.random.default_rng(5)
+    # Of each element one rank has a large product, one the same with the other sign, and the others
+    # so small ones that what they are added to in float32 does not change while it is large.
+    terms = np.full((n, 64, 264), 2.0**-14, np.float32)
+    terms[0], terms[1] = 2.0**15, -(2.0**15)
+    w = rng.permuted(terms, axis=0)
+    chosen = rng.integers(64, size=256 * n)
+    x = np.broadcast_to(np.eye(64, dtype=np.float32)[chosen], (n, 256 * n, 64))
+
+    def f(x: Any, w: Any) -> Any:
+        return jax_intranode.matmul_reduce_scatter(x[0], w[0], "x")[None]
+
+    arrays = [put(mesh, P("x"), v.astype(dtype)) for v in (x, w)]
+    want = functools.reduce(np.add, w[:, chosen])
+    check(
+        overlapped(sharded(f, mesh, P("x"), P("x")), arrays, plan)(*arrays),
+        want.reshape(n, 256, 264).astype(dtype),
+    )
+
+
+@case(dtype=("bfloat16", "float16"), plan=("parts", "fused", "direct"))
+def overlapped_sums_as_any_arrays(dtype: str, plan: str) -> None:
+    """Ranks' products are rounded and summed; the same bits at each of 100 runs."""
     mesh = line()
     n = mesh.size
     x, w = cases.random(dtype, (n, 256 * n, 512), 1), cases.random(dtype, (n, 512, 264), 2)

@@ -53,6 +53,8 @@ GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
         (SCATTER, 4096, 3584, 8192, Plan(tile_columns=192, direct=True)),
         (SCATTER, 8192, 3584, 4096, Plan(tile_columns=192, direct=True)),
         (SCATTER, 2048, 4096, 16384, Plan(tile_columns=192, direct=True)),
+        (SCATTER, 8192, 1280, 8192, Plan(tile_columns=128, parts=24)),
+        (SCATTER, 8192, 1408, 8192, Plan(tile_columns=192)),
         (SCATTER, 8192, 1536, 4096, Plan(tile_columns=192)),
         (SCATTER, 4096, 2048, 8192, Plan(tile_columns=192)),
         (SCATTER, 2048, 2048, 8192, Plan(tile_columns=256)),
@@ -106,6 +108,7 @@ def test_two_gpus_use_one_kernel_for_less_bytes(
         (SCATTER, 32768, 2048, 8192, Plan(tile_columns=192, group_pairs=2, parts=77)),
         (SCATTER, 8192, 3584, 8192, Plan(tile_columns=192, group_pairs=2, parts=20, direct=True)),
         (SCATTER, 8192, 1024, 8192, Plan(tile_columns=128, group_pairs=2, parts=29)),
+        (SCATTER, 4096, 3584, 8192, Plan(tile_columns=256, group_pairs=2, parts=8)),
         (SCATTER, 4096, 7168, 8192, Plan(tile_columns=256, group_pairs=2, parts=8)),
         (SCATTER, 8192, 1792, 4096, Plan(tile_columns=256, group_pairs=2, parts=8)),
     ],
@@ -145,6 +148,7 @@ def test_own_rows_are_multiplied_before_any_that_arrive() -> None:
             if isinstance(kernel, Plan) and kernel.tile_columns:
                 assert (world - 1) * pairs % kernel.group_pairs == 0
                 groups[world, pairs] = kernel.group_pairs
+    assert plan(GATHER, 4096, 16384, 6656, world=8) == Plan(tile_columns=256, group_pairs=7)
     assert groups == {
         (2, 1): 1, (2, 2): 2, (2, 3): 3, (2, 4): 4, (4, 1): 3, (4, 2): 6, (8, 1): 7
     }  # fmt: skip
@@ -159,10 +163,18 @@ def test_sums_of_many_ranks_want_few_tiles_at_the_end() -> None:
         assert isinstance(chosen, Plan) and chosen.tile_columns == columns
 
 
-def test_what_eight_gpus_gain_has_to_be_more() -> None:
-    """What a kernel takes among so many is known to less."""
+def test_more_than_four_ranks_do_not_keep_in_step() -> None:
+    """Their sums go to all at a time; what they gain by a kernel has to be more, for it is known to
+    less, but where a pipeline would take its place."""
+    for world, pairs, parts in ((2, 8, 1), (3, 8, 1), (4, 8, 1), (5, 2, 8), (7, 2, 12), (8, 2, 15)):
+        expected = Plan(tile_columns=256, group_pairs=pairs, parts=parts)
+        assert plan(SCATTER, world * 2048, 7168, 4096, world=world) == expected
     reason = plan(GATHER, 1024, 16384, 2048, world=8)
     assert reason == "one kernel would take 189 us, the collective and the matmul apart 204 us"
+    for world in (2, 4):
+        assert isinstance(plan(GATHER, 1024, 16384, 2048 * 8 // world, world=world), Plan)
+    chosen = plan(SCATTER, 2044, 1024, 14336, world=7)
+    assert isinstance(chosen, Plan) and chosen.tile_columns
 
 
 def test_direct_where_the_matmul_decides() -> None:

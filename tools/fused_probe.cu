@@ -2,7 +2,8 @@
 // XLA and graphs: among as many GPUs as there are ranks, or fewer, but two at least, that stand for
 // them: GPU d is rank d of its own group, of which the ranks after it are the other GPUs, in turn.
 // So each sends and gets as much as among so many GPUs, over the same links, but waits for fewer
-// peers.
+// peers. What it can't find out then: shards of peers that are one GPU, taken for each other; and
+// what is wrong with ranks of higher numbers than GPUs.
 //
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -I xla_ffi/cuda -o fused_probe \
 //       tools/fused_probe.cu xla_ffi/cuda/{fused_matmul.cu,slab.cu,cublas_lt.cc} -ldl
@@ -201,7 +202,7 @@ void Synchronize() {
   });
 }
 
-// Operands and results of both GPUs.
+// Operands and results of all GPUs.
 class Call {
  public:
   Call(const Sizes& sizes, const MatmulPlan& plan, bool exact)
@@ -222,7 +223,8 @@ class Call {
       c.ws = {w};
       c.products = {Allocate<uint16_t>(s_.ResultItems())};
       if (s_.keeps) c.gathered = Allocate<uint16_t>(s_.GatheredItems());
-      c.scratch = Allocate<char>(FusedScratchBytes(algorithm(), c, s_.ranks, plan_) + 1);
+      scratch_bytes_ = FusedScratchBytes(algorithm(), c, s_.ranks, plan_) + 1;
+      c.scratch = Allocate<char>(scratch_bytes_);
       Check(cudaDeviceSynchronize());
     });
   }
@@ -241,7 +243,8 @@ class Call {
     unsigned all = 0;
     OnEach([&](int d) {
       // NaN, also where the call before left what this one should bring.
-      Check(cudaMemset(gpus[d].member.Data(0), 0xff, gpus[d].member.data_bytes()));
+      Check(cudaMemset(gpus[d].member.Data(d), 0xff, gpus[d].member.data_bytes()));
+      Check(cudaMemset(calls_[d].scratch, 0xff, scratch_bytes_));
       Check(cudaMemset(calls_[d].products[0], 0xff, 2 * s_.ResultItems()));
       if (s_.keeps) Check(cudaMemset(calls_[d].gathered, 0xff, 2 * s_.GatheredItems()));
       Check(cudaDeviceSynchronize());
@@ -300,6 +303,7 @@ class Call {
   const Sizes s_;
   const MatmulPlan plan_;
   std::vector<MatmulCall> calls_;
+  size_t scratch_bytes_ = 0;
   std::vector<uint16_t*> x_, product_;
   std::vector<void*> allocated_;
 };

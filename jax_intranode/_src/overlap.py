@@ -4,7 +4,6 @@ A pure function of what all ranks know.
 """
 
 import contextlib
-import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -71,8 +70,8 @@ def forced(plan: Plan | None) -> Iterator[None]:
         _forced = before
 
 
-# Measured on 2 and 4 H200s, and on 2 that stood for 8 (tools/fused_probe.cu): what the model below
-# goes by.
+# Measured on 2 and 4 H200s, and on 4 that stood for 8 (tools/fused_probe.cu): what the model below
+# goes by. On 8 only before ranks sent to all at a time.
 HARDWARE = "hopper"
 _MATMUL_FLOPS = 680e12  # a second, of a large matmul
 _LINK_BYTES = 375e9  # a second, by copy engines
@@ -86,34 +85,36 @@ _LEAST_BYTES = 24e6
 _SLOTS = 4
 # A kernel: matmuls up to so long that it is faster than a pipeline, for it multiplies a little
 # slower, but hides the sum, and longer ones if those of one rank's rows, which a pipeline
-# multiplies at a time, are so short; the fewest bytes of a peer with which it was faster, if they
-# are not `_LEAST_BYTES` of all; what it sends, a second.
+# multiplies at a time, are so short (of all-gathers among 8 by torch's pipeline); the fewest bytes
+# of a peer with which it was faster, if they are not `_LEAST_BYTES` of all; what it sends, a
+# second.
 _FUSED_LONGEST_S = 1e-3
 _FUSED_LONGEST_OF_RANK_S = {"all_gather_matmul": 0.19e-3, "matmul_reduce_scatter": 2e-3}
 _FUSED_LEAST_BYTES = 4e6
 _FUSED_LINK_BYTES = 330e9
 # By a tile's columns how long it takes for 64 of K, and what else it takes, more where products are
-# summed; beside that, the products of a peer that are added to those of a rank's own rows. Where
-# warpgroups take turns at tiles of few stages, from how many waves on a last one that is not full
-# costs no whole one.
+# summed. Where warpgroups take turns at tiles of so few stages, from how many waves on a last one
+# that is not full costs no whole one. By a tile's columns, too, how long the products of a peer
+# take that are added to those of a rank's own rows.
 _STAGE_S = {256: 0.67e-6, 192: 0.52e-6, 128: 0.375e-6}
 _TILE_S = {
     "all_gather_matmul": {256: 2.2e-6, 192: 0.3e-6, 128: 0.3e-6},
     "matmul_reduce_scatter": {256: 5.5e-6, 192: 2e-6, 128: 1.3e-6},
 }
-_EVEN_WAVES, _EVEN_STAGES = 6, 64
+_EVEN_WAVES, _EVEN_STAGES = 8, 64
 _SUM_S = {256: 3.4e-6, 192: 4.8e-6, 128: 3.3e-6}
 # The way of products that nothing hides, and what else a call takes. By how much a kernel has to be
-# faster, for all this is not known to more; among more ranks than keep in step it is known to less.
+# faster, for all this is not known to more; among more ranks than keep in step it is known to less,
+# which counts where there is no pipeline either.
 _WAY_S = 10e-6
 _CALL_S = 15e-6
 _FUSED_MARGIN, _FUSED_MARGIN_OF_MANY = 1.05, 1.15
 # If bytes take more than `_FUSED_WAITS` of the matmul's time, an all-gather's rows arrive for as
 # many tiles as are multiplied at a time.
 _FUSED_WAITS = 0.25
-# Among more ranks than keep in step, or where the link decides, what is multiplied at a time for
-# sums is for all peers; of the former in groups of so many pairs. Tiles of 192 columns of an
-# all-gather take so much longer among them; why is not known.
+# Among more ranks than keep in step, or where bytes take longer than the matmul, what is multiplied
+# at a time for sums is for all peers; of the former in groups of so many pairs. Among them tiles of
+# 192 columns of an all-gather take so much longer; why is not known.
 _PAIRS_FOR_MANY = 2
 _GATHERED_FROM_MANY = {192: 1.04}
 # Products of a sum go to peers directly if there are so many waves of tiles, for the last ones come
@@ -193,7 +194,8 @@ def plan(
     if hardware != HARDWARE:
         return f"not measured on {hardware} GPUs"
     pipeline = _pipeline(sizes)
-    kernel = _fused(sizes)
+    least_known = sizes.many and isinstance(pipeline, str)
+    kernel = _fused(sizes, _FUSED_MARGIN_OF_MANY if least_known else _FUSED_MARGIN)
     if isinstance(kernel, str):
         return kernel if isinstance(pipeline, str) else pipeline
     if not sizes.fit(kernel, ring_bytes):
@@ -221,6 +223,11 @@ class Sizes:
     def gathers(self) -> bool:
         """Whether rows travel before they are multiplied."""
         return self.operation == "all_gather_matmul"
+
+    @property
+    def many(self) -> bool:
+        """Whether there are more ranks than keep in step."""
+        return self.world_size > MOST_IN_STEP
 
     @property
     def k(self) -> int:
@@ -320,14 +327,13 @@ def _pipeline(sizes: Sizes) -> Plan | str:
     return Plan(3, 2) if sizes.link_s > 0.8 * sizes.matmul_s else Plan()
 
 
-def _fused(sizes: Sizes) -> Plan | str:
-    """The kernel for an operation, or why what is not overlapped is faster."""
+def _fused(sizes: Sizes, margin: float) -> Plan | str:
+    """The kernel for an operation, or why what is not overlapped is faster, or nearly so."""
     least = min(_FUSED_LEAST_BYTES * (sizes.world_size - 1), _LEAST_BYTES)
     if sizes.received < least:
         return _too_few_bytes(sizes, least)
     pairs = -(-sizes.row_tiles // 2)  # of a shard
     peers = sizes.world_size - 1
-    many = sizes.world_size > MOST_IN_STEP
     clusters = _MULTIPROCESSORS // 2
     waits = sizes.link_s / sizes.matmul_s
 
@@ -346,7 +352,7 @@ def _fused(sizes: Sizes) -> Plan | str:
         matmul_s = sizes.stages * _STAGE_S[columns] * (_DIRECT_STAGES if direct(columns) else 1)
         tile_s = matmul_s + _TILE_S[sizes.operation][columns]
         if sizes.gathers:
-            return waves * tile_s * (_GATHERED_FROM_MANY.get(columns, 1) if many else 1)
+            return waves * tile_s * (_GATHERED_FROM_MANY.get(columns, 1) if sizes.many else 1)
         # The last ones are a rank's own, to which the products of its peers are added.
         own: float = -(-tiles // clusters)
         sum_s = peers * _SUM_S[columns]
@@ -354,8 +360,8 @@ def _fused(sizes: Sizes) -> Plan | str:
             own_s = own * max(tile_s, matmul_s + sum_s)
         else:  # one is summed while the next one is multiplied, a little slower
             even = sizes.world_size * tiles / clusters
-            if even >= _EVEN_WAVES and sizes.stages <= _EVEN_STAGES and not many:
-                waves, own = even, max(1, tiles / clusters)
+            if even >= _EVEN_WAVES and sizes.stages <= _EVEN_STAGES and not sizes.many:
+                waves, own = even, tiles / clusters
             own_s = max(
                 own * (tile_s + sum_s / 4) + sum_s, own / 2 * (matmul_s + sum_s) + matmul_s / 2
             )
@@ -365,24 +371,26 @@ def _fused(sizes: Sizes) -> Plan | str:
     def fused_s_by(columns: int) -> float:
         return max(kernel_s(columns), sizes.sent_bytes(columns) / _FUSED_LINK_BYTES)
 
-    # Where the link decides, sums are best by the narrowest tiles: they come the most evenly.
+    # If sums by several tiles take as long as their bytes do, the narrowest are best: they come the
+    # most evenly.
     columns = min(sorted(_STAGE_S), key=kernel_s if sizes.gathers else fused_s_by)
     fused_s = fused_s_by(columns) + _CALL_S
     apart_s = sizes.link_s + sizes.matmul_s + _APART_S
-    if fused_s * (_FUSED_MARGIN_OF_MANY if many else _FUSED_MARGIN) > apart_s:
+    if fused_s * margin > apart_s:
         return (
             f"one kernel would take {1e6 * fused_s:.0f} us, the collective and the matmul apart "
             f"{1e6 * apart_s:.0f} us"
         )
     if not sizes.gathers:
-        plan = Plan(tile_columns=columns, direct=direct(columns))
-        if many or (waits > 1 and peers > 1):
-            parts = -(-tiles_of(columns) // max(1, clusters // peers))
-            group_pairs = _PAIRS_FOR_MANY if many else plan.group_pairs
-            plan = dataclasses.replace(plan, parts=parts, group_pairs=group_pairs)
-        return plan
+        to_all = sizes.many or (waits > 1 and peers > 1)
+        return Plan(
+            tile_columns=columns,
+            group_pairs=_PAIRS_FOR_MANY if sizes.many else Plan.group_pairs,
+            parts=-(-tiles_of(columns) // (clusters // peers)) if to_all else 1,
+            direct=direct(columns),
+        )
     if waits > _FUSED_WAITS:
-        at_once = max(1, clusters // sizes.column_tiles(columns))
+        at_once = clusters // sizes.column_tiles(columns)
         return Plan(tile_columns=columns, group_pairs=at_once)
     # A rank's own rows before any that have to arrive: if a group takes more, those of others come
     # out even.

@@ -20,8 +20,8 @@ constexpr int kColumns = 192;
 
 // Of the one that runs: as it is; work dealt out to clusters in place of drawn; products sent as if
 // it were another step; items of a tile that come before those of the next tile; units of an
-// all-gather so by their pairs; of eight ranks one shard after the other; units of a sum step after
-// step, not in parts.
+// all-gather so by their pairs; items of eight ranks one shard after the other; units of a sum step
+// after step, not in parts.
 enum class Variant {
   kSound,
   kDealt,

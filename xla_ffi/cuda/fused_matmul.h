@@ -10,10 +10,11 @@
 // want them in shared memory, products as these leave them in registers.
 //
 //   all-gather + matmul     at step s rank r sends its shard to rank r - s, and gets that of rank
-//                           r + s. A rank multiplies its own shard, then the others, in the order
-//                           in which they are sent: of a group of row tiles, which may be of
-//                           several shards, the first columns of all, then the next ones. So all of
-//                           a group's tiles are under way while it arrives.
+//                           r + s; among many all steps are under way at once. A rank multiplies
+//                           its own shard, then the others, in the order in which they are sent: of
+//                           a group of row tiles, which may be of several shards, the first columns
+//                           of all, then the next ones. So all of a group's tiles are under way
+//                           while it arrives.
 //   matmul + reduce-scatter rank r multiplies the rows of rank r + 1 first, its own last, and sends
 //                           each tile of the product when it is done; or a part of the tiles for
 //                           each peer before the next part. A tile of its own rows waits for the
@@ -25,7 +26,7 @@
 //                           decides, a warpgroup stores them in the owner's ring itself (`direct`),
 //                           slowly, while the other one multiplies: less goes through the cache and
 //                           nothing to memory, which is time where operands wait for the cache,
-//                           power, and scratch; but it waits for a peer that is late at once.
+//                           power, and scratch; but it waits at once for a peer that is late.
 //
 // Why nothing is written before what lay in its place has been read
 //   A rank lends its ring to each peer when its kernel begins, so when all that used the ring
@@ -52,7 +53,9 @@
 //   A warp that sends waits for a peer's ring, which the peer lends when the first of its blocks
 //   begins, for its own block's products, and for its cluster's next list, which is drawn before
 //   the last unit of the one before has been multiplied; and it tells of all that it has sent
-//   before it waits for the first two (and soon after it has the list). What multiplies waits for a
+//   before it waits for the first two (and soon after it has the list). Where what is sent to one
+//   peer lies between what others get, these wait for a peer that is late, too, until it begins,
+//   for which it needs none of them. What multiplies waits for a
 //   peer's ring, where it stores there, and for its turn. And it waits for flags: in an all-gather
 //   for what all ranks send without waiting for a product; in a reduce-scatter for tiles of which
 //   each cluster computes all that are left before it waits for any. So no wait depends on itself.

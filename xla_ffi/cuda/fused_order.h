@@ -54,8 +54,8 @@ JIN_FN PairGroup GroupOf(int fewer, int group_pairs, int each, int* number) {
 
 // Of an all-gather the pairs that arrive, by their number: shard after shard. But among many ranks
 // the first one of each shard, then the next one of each, so that a rank sends to all peers at a
-// time, and gets from all: shard after shard, which are short, ranks that are not quite in step
-// send to the same one, which keeps what they send to others waiting, too.
+// time, and gets from all: shard after shard, ranks that are not quite in step send to the same one
+// at times, which keeps what they send to others waiting, too. Four keep in step.
 constexpr int kMostInStep = 4;
 struct ShardPair {
   int step, pair;

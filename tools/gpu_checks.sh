@@ -62,7 +62,7 @@ elif runs probe; then
   for ranks in 2 3 4 5 6 7 8; do
     timeout 60 "$out/fused_probe" "$ranks" check || failed=1
   done
-  # Those that stand for more ranks are in step then, or are not.
+  # Four that stand for eight: on no more GPUs the loop has done that.
   [ "$gpus" -le 4 ] || CUDA_VISIBLE_DEVICES=$(cut -d, -f1-4 <<<"$visible") timeout 60 \
     "$out/fused_probe" 8 check || failed=1
 fi

@@ -390,7 +390,7 @@ def _fused(sizes: Sizes, margin: float) -> Plan | str:
             direct=direct(columns),
         )
     if waits > _FUSED_WAITS:
-        at_once = clusters // sizes.column_tiles(columns)
+        at_once = max(1, clusters // sizes.column_tiles(columns))
         return Plan(tile_columns=columns, group_pairs=at_once)
     # A rank's own rows before any that have to arrive: if a group takes more, those of others come
     # out even.

@@ -55,17 +55,17 @@
 //   the last unit of the one before has been multiplied; and it tells of all that it has sent
 //   before it waits for the first two (and soon after it has the list). Where what is sent to one
 //   peer lies between what others get, these wait for a peer that is late, too, until it begins,
-//   for which it needs none of them. What multiplies waits for a
-//   peer's ring, where it stores there, and for its turn. And it waits for flags: in an all-gather
-//   for what all ranks send without waiting for a product; in a reduce-scatter for tiles of which
-//   each cluster computes all that are left before it waits for any. So no wait depends on itself.
-//   (A warpgroup that waits for peers had its turn after all those tiles, whoever multiplied them.)
-//   Nor does it depend on blocks that do not run yet: what peers wait for is not dealt out, but
-//   drawn, a list of units or an item at a time, by the blocks that run. They finish it, however
-//   many they are. Were it dealt out, a collective of another stream could hold multiprocessors of
-//   one rank, where blocks of this kernel wait for them, while this kernel holds all of another
-//   rank, where the collective waits for them: neither would end. Ranks that call one operation
-//   wait for those that have not come to it, until the deadline.
+//   for which it needs none of them. What multiplies waits for a peer's ring, where it stores
+//   there, and for its turn. And it waits for flags: in an all-gather for what all ranks send
+//   without waiting for a product; in a reduce-scatter for tiles of which each cluster computes all
+//   that are left before it waits for any. So no wait depends on itself. (A warpgroup that waits
+//   for peers had its turn after all those tiles, whoever multiplied them.) Nor does it depend on
+//   blocks that do not run yet: what peers wait for is not dealt out, but drawn, a list of units or
+//   an item at a time, by the blocks that run. They finish it, however many they are. Were it dealt
+//   out, a collective of another stream could hold multiprocessors of one rank, where blocks of
+//   this kernel wait for them, while this kernel holds all of another rank, where the collective
+//   waits for them: neither would end. Ranks that call one operation wait for those that have not
+//   come to it, until the deadline.
 //
 // The grid, the sizes and the order of tiles may differ from call to call. Replayed, captured or
 // launched, the kernel does the same: all that changes from call to call lies in device memory.

@@ -39,7 +39,17 @@ PLANS = {
     "direct": overlap.Plan(tile_columns=192, parts=2, direct=True),
     "direct_256": overlap.Plan(tile_columns=256, direct=True),
     "direct_128": overlap.Plan(tile_columns=128, direct=True),
+    "beside": overlap.Plan(tile_columns=192, parts=2, rounds=2, beside=True, pairs_before=1),
 }
+ALL = tuple(PLANS)
+# For derivatives, which the others compute one after another.
+BESIDE = {
+    "beside_256": overlap.Plan(tile_columns=256, beside=True),
+    "beside_128": overlap.Plan(
+        tile_columns=128, group_pairs=2, rounds=3, beside=True, pairs_before=2
+    ),
+}
+PLANS |= BESIDE
 
 
 def on_gpus() -> bool:
@@ -106,7 +116,7 @@ def check_in_poisoned_rings(
             check(result, want.astype(jnp.bfloat16))
 
 
-@case(rows=(1, 127, 129, 256), plan=tuple(PLANS))
+@case(rows=(1, 127, 129, 256), plan=ALL)
 def overlapped_exact(rows: int, plan: str) -> None:
     """Every axis with and without batches, unequal widths; rings are full of NaN before."""
     mesh = line()
@@ -141,7 +151,7 @@ def overlapped_exact(rows: int, plan: str) -> None:
         check_in_poisoned_rings(mesh, program, arrays, expected, 2)
 
 
-@case(plan=tuple(PLANS))
+@case(plan=ALL)
 def overlapped_sums_of_several(plan: str) -> None:
     """Products of unequal depth, which a kernel sums as they are."""
     mesh = line()
@@ -347,7 +357,7 @@ def layer(lib: Any) -> Any:
     return apply
 
 
-@case(check_vma=(True, False), how=("plain", "remat", "scan"), plan=("parts", "fused"))
+@case(check_vma=(True, False), how=("plain", "remat", "scan"), plan=("parts", "fused", "beside"))
 def overlapped_gradients(check_vma: bool, how: str, plan: str) -> None:
     """Of a block, like lax's in float32 by the tolerance of bfloat16; under remat and scan too."""
     mesh = line()
@@ -387,13 +397,102 @@ def overlapped_gradients(check_vma: bool, how: str, plan: str) -> None:
         assert distance(got, want) <= 2 * distance(by_lax, want) + 2.0**-8 * scale
 
 
+def both_derivatives(f: Any, args: Sequence[Any], plan: str, calls: int) -> Any:
+    """A compiled program; on GPUs so many of its calls compute derivatives by matrices, too."""
+    if on_gpus():
+        with overlap.forced(PLANS[plan]):
+            found = [call.reason for call in jax_intranode.explain(f)(*args)]
+        assert sum("derivatives by matrices" in reason for reason in found) == calls, found
+    return overlapped(f, args, plan)
+
+
+@case(rows=(1, 127, 129, 384), plan=("fused", "beside", *BESIDE))
+def overlapped_both_derivatives(rows: int, plan: str) -> None:
+    """Every axis with and without batches, unequal widths; rings are full of NaN before."""
+    mesh = line()
+    n = mesh.size
+    for axis, batch in ((0, ()), (0, (3,)), (1, (2,)), (2, (2, 3))):
+        shape = (*batch[:axis], rows, *batch[axis:])
+        long = (*batch[:axis], rows * n, *batch[axis:])
+        widths = (8, 136, 264)
+        x, y = zeros_and_ones(1, n, *shape, 200), zeros_and_ones(2, n, *long, 200)
+        cts = [zeros_and_ones(3 + k, n, *long, width) for k, width in enumerate(widths)]
+        ct = zeros_and_ones(6, n, *shape, 264)
+        ws = [zeros_and_ones(7 + k, n, 200, width) for k, width in enumerate(widths)]
+
+        def f(x: Any, y: Any, ct: Any, *others: Any, axis: int = axis) -> Any:
+            cts, ws = [v[0] for v in others[:3]], [v[0] for v in others[3:]]
+
+            def gather(x: Any, *ws: Any) -> Any:
+                return jax_intranode.all_gather_matmul(x, list(ws), "x", gather_axis=axis)
+
+            def scatter(y: Any, v: Any) -> Any:
+                return jax_intranode.matmul_reduce_scatter(y, v, "x", scatter_axis=axis)
+
+            of_gather = jax.vjp(gather, x[0], *ws)[1](cts)
+            # The first matrix is frozen: those with a derivative come first.
+            of_some = jax.vjp(lambda *args: gather(args[0], ws[0], *args[1:]), x[0], *ws[1:])
+            of_scatter = jax.vjp(scatter, y[0], ws[2])[1](ct[0])
+            return [v[None] for v in (*of_gather, *of_some[1](cts), *of_scatter)]
+
+        arrays = [put(mesh, P("x"), v.astype(jnp.bfloat16)) for v in (x, y, ct, *cts, *ws)]
+        f = sharded(f, mesh, P("x"), P("x"))
+        program = both_derivatives(f, arrays, plan, 3 if PLANS[plan].beside else 0)
+        whole, whole_ct = np.concatenate(list(x), axis), np.concatenate(list(ct), axis)
+        by_rank = sum(np.einsum("r...n,rkn->r...k", c, w) for c, w in zip(cts, ws, strict=True))
+        by_x = np.stack(np.split(by_rank.sum(0), n, axis))
+        rows_first = whole.reshape(-1, 200).T
+        by_w = [rows_first @ c.reshape(n, -1, c.shape[-1]) for c in cts]
+        expected = [
+            *(by_x, *by_w),
+            *(by_x, *by_w[1:]),
+            np.einsum("...n,rkn->r...k", whole_ct, ws[2]),
+            y.reshape(n, -1, 200).swapaxes(1, 2) @ whole_ct.reshape(-1, 264),
+        ]
+        check_in_poisoned_rings(mesh, program, arrays, expected, 1 if batch else 3)
+
+
+@case(plan=("beside", *BESIDE))
+def overlapped_derivatives_with_delays(plan: str) -> None:
+    """Each rank in turn is late; every derivative feeds the next ones."""
+    mesh = line()
+    n = mesh.size
+    rows = 130
+    x, w = zeros_and_ones(5, n, rows, 64), zeros_and_ones(6, n, 64, 64)
+
+    def program(lib: Any) -> Any:
+        def f(x: Any, w: Any) -> Any:
+            rank = lax.axis_index("x")
+
+            def step(carry: Any, k: Any) -> Any:
+                x, w = carry
+                x = x + late(rank, k, n).astype(x.dtype)
+                y, pull_back = jax.vjp(lambda x, w: lib.all_gather_matmul(x, w, "x"), x, w)
+                by_x, by_w = pull_back(y % 3)
+                z, pull_back = jax.vjp(lambda y, w: lib.matmul_reduce_scatter(y, w, "x"), y % 2, w)
+                by_y, by_v = pull_back(z % 3)
+                next_w = ((by_w + by_v) % 5 == 1).astype(w.dtype)
+                results = (by_x + by_y[:rows]) % 3, next_w
+                return results, results
+
+            return [v[None] for v in lax.scan(step, (x[0], w[0]), jnp.arange(4 * n))[1]]
+
+        return sharded(f, mesh, P("x"), P("x"))
+
+    arrays = [put(mesh, P("x"), v.astype(jnp.bfloat16)) for v in (x, w)]
+    theirs = jax.jit(program(LAX_MATMULS))(*arrays)
+    mine = both_derivatives(program(jax_intranode), arrays, plan, 2)
+    for _ in range(3):
+        check_like(mine(*arrays), theirs, 0)
+
+
 def late(rank: Any, step: Any, n: int) -> Any:
     """Wastes time on one rank, another one at each step; zero."""
     loops = jnp.where(rank == step % n, 300 * (1 + step * 7 % 11), 0)
     return 0 * lax.fori_loop(0, loops, lambda i, s: jnp.sin(s + i), jnp.float32(0.5))
 
 
-@case(plan=tuple(PLANS))
+@case(plan=ALL)
 def overlapped_chain_with_delays(plan: str) -> None:
     """Each rank in turn is late; every call feeds the next one; NCCL and psum in between."""
     mesh = line()

@@ -109,10 +109,14 @@ def test_sizes_include_both_ends() -> None:
         ("psum --peers torch,mpi", "'mpi' is none of torch, nccl-tests, all"),
         ("psum --latency-hiding maybe", "invalid choice: 'maybe'"),
         ("all_gather_matmul --shapes 1,2", "'1,2' is not M,K,N: three positive integers"),
-        ("all_gather_matmul --plan 1,2,3", "'1,2,3' is not two, four, five or six numbers"),
+        ("all_gather_matmul --plan 1,2,3", "'1,2,3' is not two numbers, or four to nine"),
         (
             "all_gather_matmul --plan 1,1,192,8,1,2",
-            "the last number of '1,1,192,8,1,2' is neither 0 nor 1",
+            "the sixth and the eighth number of '1,1,192,8,1,2' must be 0 or 1",
+        ),
+        (
+            "all_gather_matmul --plan 1,1,192,8,1,0,3,2,5",
+            "the sixth and the eighth number of '1,1,192,8,1,0,3,2,5' must be 0 or 1",
         ),
         ("all_gather_matmul --shapes 1,2,3;1,0,3", "'1,0,3' is not M,K,N"),
         ("all_gather_matmul --preset llama", "'llama' is none of reference, llama-8b"),

@@ -1,6 +1,7 @@
 """Collective matmuls in one process: as lax's, with no more collectives than are needed."""
 
 import functools
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,8 +21,8 @@ from lowered import in_lowered
 
 import jax_intranode
 from jax_intranode import all_gather_matmul, explain, matmul_all_reduce, matmul_reduce_scatter
-from jax_intranode._src import communicator, overlap
-from jax_intranode._src.ops import overlapped, psum_scatter
+from jax_intranode._src import communicator, compat, overlap
+from jax_intranode._src.ops import all_gather, overlapped, psum_scatter
 
 N = min(4, len(jax.devices()))
 BOTH = pytest.mark.parametrize("check_vma", [True, False])
@@ -342,6 +343,282 @@ def test_replicated_matrices_get_the_sum(check_vma: bool) -> None:
         return N * jnp.tanh(x @ w) @ v
 
     same(jax.jit(f)(*args), with_gradients(alone, (0, 1, 2))(*args))
+
+
+# Both derivatives as one equation.
+
+BOTH_OF_GATHER = "intranode_derivatives_of_all_gather_matmul"
+BOTH_OF_SCATTER = "intranode_derivatives_of_matmul_reduce_scatter"
+TANGENT_OF_GATHER = "intranode_tangent_of_all_gather_matmul"
+
+
+def equations(f: Callable[..., Any], *args: Any) -> list[Any]:
+    """The equations with primitives of ours, in all jaxprs of a program without dead code."""
+
+    def within(jaxpr: Any) -> Iterator[Any]:
+        for equation in jaxpr.eqns:
+            if equation.primitive.name.startswith("intranode_"):
+                yield equation
+            for inner in jax.tree.leaves(list(equation.params.values())):
+                inner = getattr(inner, "jaxpr", inner)
+                if isinstance(inner, jax.extend.core.Jaxpr):
+                    yield from within(inner)
+
+    return list(within(compat.without_dead_code(jax.jit(f).trace(*args).jaxpr)))
+
+
+def names_of(f: Callable[..., Any], *args: Any) -> list[str]:
+    return [equation.primitive.name for equation in equations(f, *args)]
+
+
+def derivatives_apart(lib: Any) -> Any:
+    """The same matmuls, but each derivative is a call of its own: lax's, or ours."""
+
+    def gathered(x: Any, w: Any, axis: Any) -> Any:
+        ws = w if isinstance(w, list) else [w]
+
+        @jax.custom_vjp
+        def f(x: Any, ws: Any) -> Any:
+            return lib.all_gather_matmul(x, ws, axis)
+
+        def forward(x: Any, ws: Any) -> Any:
+            return f(x, ws), (x, ws)
+
+        def backward(kept: Any, cts: Any) -> Any:
+            x, ws = kept
+            (by_x,) = jax.vjp(lambda x: lib.all_gather_matmul(x, ws, axis), x)[1](cts)
+            (by_w,) = jax.vjp(lambda ws: lib.all_gather_matmul(x, ws, axis), ws)[1](cts)
+            return by_x, by_w
+
+        f.defvjp(forward, backward)
+        products = f(x, ws)
+        return products if isinstance(w, list) else products[0]
+
+    def scattered(x: Any, w: Any, axis: Any) -> Any:
+        @jax.custom_vjp
+        def f(x: Any, w: Any) -> Any:
+            return lib.matmul_reduce_scatter(x, w, axis)
+
+        def forward(x: Any, w: Any) -> Any:
+            return f(x, w), (x, w)
+
+        def backward(kept: Any, ct: Any) -> Any:
+            x, w = kept
+            (by_x,) = jax.vjp(lambda x: lib.matmul_reduce_scatter(x, w, axis), x)[1](ct)
+            (by_w,) = jax.vjp(lambda w: lib.matmul_reduce_scatter(x, w, axis), w)[1](ct)
+            return by_x, by_w
+
+        f.defvjp(forward, backward)
+        return f(x, w)
+
+    return types.SimpleNamespace(all_gather_matmul=gathered, matmul_reduce_scatter=scattered)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_both_derivatives_are_one_equation(dtype: str, check_vma: bool) -> None:
+    """With the bits of one after another."""
+
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any, u: Any, v: Any) -> Any:
+            a, b = lib.all_gather_matmul(x, [w, u], "x")
+            y = lib.all_gather_matmul(x, w, "x")
+            return lib.matmul_reduce_scatter(jnp.tanh(a * b + y), v, "x")
+
+        columns = P(None, "x")
+        f = over_x(body, (P("x"), columns, columns, P("x")), P("x"), check_vma)
+        return with_gradients(f, (0, 1, 2, 3))
+
+    args = values((16 * N, 72), (72, 24 * N), (72, 24 * N), (24 * N, 40), dtype=dtype)
+    found = Counter(names_of(program(jax_intranode), *args))
+    assert found == {
+        "intranode_all_gather_matmul": 2,
+        "intranode_matmul_reduce_scatter": 1,
+        BOTH_OF_GATHER: 2,
+        BOTH_OF_SCATTER: 1,
+    }
+    if dtype == "float32":
+        like_lax(program, *args)
+    apart = program(derivatives_apart(jax_intranode))
+    assert not {BOTH_OF_GATHER, BOTH_OF_SCATTER}.intersection(names_of(apart, *args))
+    both = jax.jit(program(jax_intranode))(*args)
+    for a, b in zip(*map(jax.tree.leaves, (both, jax.jit(apart)(*args))), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@BOTH
+def test_derivatives_that_are_not_asked_for(check_vma: bool) -> None:
+    """Nothing is sent or multiplied for them, whether they are known to be zero or are unused."""
+    columns = P(None, "x")
+
+    def gathers(x: Any, w: Any, u: Any) -> Any:
+        return all_gather_matmul(x, [w, u], "x")
+
+    def scatters(x: Any, w: Any) -> Any:
+        return matmul_reduce_scatter(x, w, "x")
+
+    gather = over_x(gathers, (P("x"), columns, columns), columns, check_vma)
+    scatter = over_x(scatters, (columns, P("x")), P("x"), check_vma)
+    to_gather = values((2 * N, 5), (5, 3 * N), (5, 7 * N))
+    to_scatter = values((2 * N, 5 * N), (5 * N, 3))
+
+    def some(f: Any, used: Sequence[int]) -> Any:
+        def of(*args: Any) -> Any:
+            gradients = jax.vjp(f, *args)[1](jax.tree.map(jnp.ones_like, jax.eval_shape(f, *args)))
+            return [gradients[i] for i in used]
+
+        return of
+
+    def backward(f: Any, args: Any) -> tuple[list[str], int, list[Any]]:
+        found = [e for e in equations(f, *args) if "derivatives" in e.primitive.name]
+        text = jax.jit(f).lower(*args).as_text()
+        by = [(e.params["by_x"], e.params["by_w"]) for e in found]
+        return sorted(collectives(f, *args)), text.count("stablehlo.dot_general"), by
+
+    # All; by x and a matrix; by x; by matrices; by one.
+    used = {(0, 1, 2): 4, (0, 2): 3, (0,): 2, (1, 2): 2, (2,): 1}
+    for which, dots in used.items():
+        sent = {GATHER} if which != (0,) else set()  # the gathered x
+        sent |= {SCATTER} if 0 in which else set()
+        by_w = tuple(k - 1 for k in which if k > 0) if 0 in which else tuple(range(len(which)))
+        expected = sorted(sent), dots, [(0 in which, by_w)]
+        assert backward(some(gather, which), to_gather) == expected, which
+    by_both = {(0, 1): (2, [(True, True)]), (0,): (1, [(True, False)]), (1,): (1, [(False, True)])}
+    for which, expected_of in by_both.items():
+        found = backward(some(scatter, which), to_scatter)
+        assert found == ([GATHER], *expected_of), which
+    for f, args, which in ((gather, to_gather, (0, 2)), (scatter, to_scatter, (1,))):
+        everything = jax.jit(some(f, range(len(args))))(*args)
+        same(jax.jit(some(f, which))(*args), [everything[i] for i in which])
+
+    # Operands of which none is differentiated by.
+    frozen = jax.grad(lambda x: sum(v.sum() for v in gather(x, *to_gather[1:])))
+    assert names_of(frozen, to_gather[0])[-1] == "intranode_matmul_reduce_scatter"
+    frozen = jax.grad(lambda w: gather(to_gather[0], w, to_gather[2])[0].sum())
+    assert names_of(frozen, to_gather[1]) == ["intranode_all_gather_matmul"]
+    # The cotangent of one product is zero.
+    half = jax.grad(lambda x, w: gather(x, w, to_gather[2])[0].sum(), (0, 1))
+    *_, equation = equations(half, *to_gather[:2])
+    assert equation.primitive.name == BOTH_OF_GATHER
+    assert (equation.params["pairs"], equation.params["by_w"]) == (1, (0,))
+    # No derivative by the matrix of the one that is not zero.
+    other = jax.grad(lambda x, w: gather(x, w, to_gather[2])[1].sum(), (0, 1))
+    assert names_of(other, *to_gather[:2])[-1] == "intranode_matmul_reduce_scatter"
+
+
+@BOTH
+def test_tangents_that_are_not_asked_for(check_vma: bool) -> None:
+    columns = P(None, "x")
+    f = over_x(
+        lambda x, w, u: all_gather_matmul(x, [w, u], "x"),
+        (P("x"), columns, columns),
+        columns,
+        check_vma,
+    )
+    args = values((2 * N, 5), (5, 3 * N), (5, 7 * N))
+
+    def tangents(x: Any, w: Any, u: Any) -> Any:
+        return jax.jvp(lambda x, w: f(x, w, u), (x, w), (jnp.cos(x), jnp.sin(w)))[1]
+
+    for used, by_w in ((slice(None), (0,)), (slice(1), (0,)), (slice(1, None), ())):
+
+        def some(*args: Any, used: slice = used) -> Any:
+            return tangents(*args)[used]
+
+        *_, equation = equations(some, *args)
+        assert equation.primitive.name == TANGENT_OF_GATHER
+        assert equation.params["by_w"] == by_w
+        # The gathered x is needed where a matrix moves.
+        assert collectives(some, *args) == {GATHER: 1 + bool(by_w)}
+        same(jax.jit(some)(*args), jax.jit(tangents)(*args)[used])
+
+
+@BOTH
+def test_linear_transpose_of_derivatives(check_vma: bool) -> None:
+    """Of a tangent, and of derivatives, which are linear in cotangents."""
+
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any, y: Any) -> Any:
+            def by(f: Callable[..., Any], v: Any) -> Any:
+                return jax.linear_transpose(f, v)(jax.tree.map(jnp.cos, f(v)))
+
+            def gather(x: Any, w: Any) -> Any:
+                return lib.all_gather_matmul(x, [w, jnp.sin(w)], "x")
+
+            def scatter(x: Any, w: Any) -> Any:
+                return lib.matmul_reduce_scatter(x, w, "x")
+
+            left = y.T[: 2 * N]
+            product, part = gather(x, w)[0], scatter(left, y)
+            of_gather, of_scatter = jax.vjp(gather, x, w)[1], jax.vjp(scatter, left, y)[1]
+            return [
+                by(lambda t: jax.jvp(gather, (x, w), (t, t[0, 0] * jnp.sin(w)))[1], x),
+                by(lambda t: jax.jvp(gather, (x, w), (t[0, 0] * jnp.cos(x), t))[1], w),
+                by(lambda ct: of_gather([ct, 2 * ct]), product),
+                by(lambda ct: of_gather([ct, ct])[1], product),
+                by(of_scatter, part),
+                by(lambda ct: of_scatter(ct)[0], part),
+            ]
+
+        return over_x(body, P("x"), check_vma=check_vma)
+
+    like_lax(program, *values((2 * N, 5), (5 * N, 3 * N), (2 * N * N, 3 * N)))
+
+
+@BOTH
+def test_vmap_of_derivatives_hides_the_axis(check_vma: bool) -> None:
+    """Jaxprs with both derivatives, or with a tangent, batched over an axis of that name."""
+    x, w = values((N, 2 * N, 5), (5, 5))
+
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            def f(x: Any, w: Any) -> Any:
+                y = lib.matmul_reduce_scatter(lib.all_gather_matmul(x, w, "x"), w.T, "x")
+                return (y * jnp.cos(x)).sum()
+
+            def derivatives(x: Any, w: Any) -> Any:
+                moved = jax.jvp(f, (x, w), (jnp.cos(x), jnp.sin(w)))[1]
+                return jax.grad(f, (0, 1))(x, w), moved[None]
+
+            traced = jax.make_jaxpr(derivatives)(x[0], w)
+            if lib is jax_intranode:
+                names = {equation.primitive.name for equation in traced.jaxpr.eqns}
+                assert names >= {BOTH_OF_GATHER, BOTH_OF_SCATTER, TANGENT_OF_GATHER}
+            run = jax.extend.core.jaxpr_as_fun(traced)
+            return jax.vmap(lambda x: run(x, w), axis_name="x", axis_size=N)(x)
+
+        return over_x(body, (P(None, "x"), P("x")), P(None, "x"), check_vma)
+
+    args = x, np.concatenate([w] * N)
+    ours, theirs = (jax.jit(program(lib)) for lib in (jax_intranode, LAX_MATMULS))
+    assert not collectives(ours, *args)
+    same(ours(*args), theirs(*args))
+
+
+@BOTH
+@pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (1, 1)])
+def test_vmap_of_derivatives(in_axes: tuple[int | None, int | None], check_vma: bool) -> None:
+    x, w, ct = values((2 * N, 5), (5, 3 * N), (2 * N, 3 * N))
+
+    def body(x: Any, w: Any, ct: Any) -> Any:
+        def gradients(x: Any, w: Any) -> Any:
+            return jax.vjp(lambda x, w: all_gather_matmul(x, w, "x"), x, w)[1](ct)
+
+        return jax.vmap(gradients, in_axes)(x, w)
+
+    columns = P(None, "x"), P(None, None, "x")
+    specs = columns[0] if in_axes[0] == 0 else P("x"), columns[in_axes[1] is not None], columns[0]
+    f = over_x(body, specs, columns, check_vma)
+
+    def batch(v: Any, d: int | None) -> Any:
+        return v if d is None else np.stack([v, v * 2], d)
+
+    by_x, by_w = jax.jit(f)(batch(x, in_axes[0]), batch(w, in_axes[1]), ct)
+    for k in range(2):
+        one_x, one_w = (
+            v if d is None else v * (k + 1) for v, d in zip((x, w), in_axes, strict=True)
+        )
+        same((by_x[k], by_w[k]), (ct @ one_w.T, one_x.T @ ct))
 
 
 # What the backward pass keeps.
@@ -738,6 +1015,126 @@ def test_explain_of_an_overlapped_sum(overlapping: None) -> None:
     assert (odd.operation, odd.algorithm) == ("matmul_all_reduce", "one_shot")
     why = f"psum after the matmul, not overlapped ({2 * N - 1} rows, no multiple of {N} ranks); "
     assert odd.reason.startswith(why)
+
+
+# Both derivatives as one call. Nothing is on CPUs: our collectives and dots stand for it.
+
+
+@pytest.fixture
+def both_in_one_call() -> Iterator[list[overlapped.Request]]:
+    """Gives the requests that were granted."""
+    granted = []
+
+    def find(
+        operation: str, place: Any, traced_over: Any, axes: Any, request: overlapped.Request
+    ) -> overlapped.Overlapped | str:
+        if not request.besides:
+            return "it is alone"
+        groups = communicator.partition(place.mesh, tuple(axes))
+        size = groups.group_size
+        granted.append(request)
+        assert request.transposed and not request.gathered
+        params = {"axes": axes, "tiled": True, "size": size}
+
+        class StandIn(overlapped.Overlapped):
+            def __call__(self, *operands: Any) -> list[Any]:
+                terms = len(request.ks)
+                *factors, beside = request.operands(*operands)
+                xs, ws = factors[:terms], factors[terms:]
+                assert [x.shape[-1] for x in xs] == list(request.ks)
+                assert beside.shape[-1] == request.ns[0]
+                assert {w.shape for w in ws} == {(request.ns[0], k) for k in request.ks}
+                rows = tuple(range(beside.ndim - 1))
+                if operation == "all_gather_matmul":
+                    assert xs[0].size == request.outer * request.rows * request.ks[0]
+                    (whole,) = all_gather.primitive.bind_as_traced(
+                        xs[0], traced_over=traced_over, axis=request.axis, **params
+                    )
+                    return [whole @ ws[0].T, jnp.tensordot(beside, whole, (rows, rows))]
+                assert xs[0].size == request.outer * request.rows * size * request.ks[0]
+                total = sum(x @ w.T for x, w in zip(xs, ws, strict=True))
+                (part,) = psum_scatter.primitive.bind_as_traced(
+                    total, traced_over=traced_over, dimension=request.axis, **params
+                )
+                by_w = [jnp.tensordot(beside, x, (rows, rows)) for x in xs[: request.besides]]
+                return [part, *by_w]
+
+        return StandIn(operation, groups, request, overlap.Plan(tile_columns=128, beside=True))
+
+    with mock.patch.object(overlapped, "find", find):
+        yield granted
+
+
+@BOTH
+@pytest.mark.parametrize("leading", [(), (3,)])
+def test_both_derivatives_in_one_call(
+    both_in_one_call: list[overlapped.Request], leading: tuple[int, ...], check_vma: bool
+) -> None:
+    axis = len(leading)
+    none = [None] * axis
+
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any, u: Any, v: Any) -> Any:
+            # The first one's matrix is no argument, so that the second one's comes first.
+            a, b, c = lib.all_gather_matmul(x, [jnp.ones((5, 4)), w, u], "x", gather_axis=axis)
+            y = jnp.tanh(a[..., :3] * b + c[..., :3])
+            return lib.matmul_reduce_scatter(y, v, "x", scatter_axis=axis)
+
+        columns = P(None, "x")
+        f = over_x(body, (P(*none, "x"), columns, columns, P("x")), P(*none, "x"), check_vma)
+        return with_gradients(f, (0, 1, 2, 3))
+
+    args = values((*leading, 2 * N, 5), (5, 3 * N), (5, 7 * N), (3 * N, 6))
+    like_lax(program, *args)
+    assert collectives(program(jax_intranode), *args) == {GATHER: 2, SCATTER: 2}
+    of_scatter, of_gather = both_in_one_call[-2:]
+    for request in (of_scatter, of_gather):
+        assert (request.axis, request.outer, request.rows) == (axis, 3 if leading else 1, 2)
+    found = [(r.ks, r.ns, r.besides) for r in (of_scatter, of_gather)]
+    assert found == [((6,), (3,), 1), ((3, 7, 4), (5,), 2)]
+
+
+def test_explain_of_both_derivatives(both_in_one_call: list[overlapped.Request]) -> None:
+    """As the collective matmuls that they are."""
+
+    def body(x: Any, w: Any, v: Any) -> Any:
+        return matmul_reduce_scatter(jnp.tanh(all_gather_matmul(x, w, "x")), v, "x")
+
+    f = with_gradients(over_x(body, (P("x"), P(None, "x"), P("x"))), (0, 1, 2))
+    args = values((2 * N, 5), (5, 3 * N), (3 * N, 5))
+    calls = explain(f)(*args)
+    ones = [("all_gather_matmul", ((2, 5), (5, 3)), 2 * 5 * 4)]
+    twos = [("matmul_reduce_scatter", ((2 * N, 3), (3, 5)), 2 * N * 5 * 4)]
+    backward = [
+        ("all_gather_matmul", ((2, 5), (3, 5)), 2 * 5 * 4),
+        ("matmul_reduce_scatter", ((2 * N, 3), (5, 3)), 2 * N * 5 * 4),
+    ]
+    got = [(call.operation, call.shapes, call.nbytes) for call in calls]
+    assert got == [*ones, *twos, *backward]
+    for call in calls[:2]:
+        assert "not overlapped (it is alone)" in call.reason
+    for call in calls[2:]:
+        assert call.algorithm == call.operation
+        assert call.reason == f"overlapped, {overlap.Plan(tile_columns=128, beside=True)}"
+
+
+def test_what_is_not_one_call(both_in_one_call: list[overlapped.Request]) -> None:
+    """What is cut along the last dimension, and one derivative alone."""
+
+    def scatters(x: Any, w: Any) -> Any:
+        return matmul_reduce_scatter(x, w, "x", scatter_axis=1)
+
+    def products(x: Any, w: Any, v: Any) -> Any:
+        return matmul_reduce_scatter(all_gather_matmul(x, w, "x"), v, "x")
+
+    columns = P(None, "x")
+    args = values((2 * N, 5), (5, 3 * N), (3 * N, 5))
+    calls = [*explain(with_gradients(over_x(scatters, P(), columns), (0, 1)))(*args[:2])]
+    f = over_x(products, (P("x"), columns, P("x")))
+    for argnum in range(3):
+        calls += explain(with_gradients(f, (argnum,)))(*args)
+    assert not both_in_one_call
+    assert not any(call.reason.startswith("overlapped") for call in calls)
 
 
 # Where lax does it.

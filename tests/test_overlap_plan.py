@@ -19,6 +19,7 @@ def plan(
     hardware: str = "hopper",
     ring: int = RING,
     outer: int = 1,
+    besides: int = 0,
 ) -> Plan | str:
     return overlap.plan(
         operation,
@@ -30,6 +31,7 @@ def plan(
         world_size=world,
         hardware=hardware,
         ring_bytes=ring,
+        besides=besides,
     )
 
 
@@ -203,6 +205,90 @@ def test_direct_where_the_matmul_decides() -> None:
             assert ("directly" in str(chosen)) == expected
 
 
+def test_sums_that_do_not_fit_the_ring_come_in_rounds() -> None:
+    """Where bytes take longer than the matmul. Parts are those of a round."""
+    for world, pairs, parts in ((4, 8, 94), (8, 2, 114)):
+        whole = plan(SCATTER, 32768, 1024, 16384, world=world, ring=1 << 30)
+        assert isinstance(whole, Plan) and whole.rounds == 1
+        kernel = plan(SCATTER, 32768, 1024, 16384, world=world)
+        assert kernel == Plan(
+            tile_columns=whole.tile_columns, group_pairs=pairs, parts=parts, rounds=2
+        )
+        assert "2 rounds" in str(kernel)
+        sizes = overlap.Sizes(SCATTER, 1, 32768 // world, (1024,), (16384,), world)
+        assert sizes.fit(kernel, RING) and sizes.scratch_bytes(kernel) < RING
+        assert plan(SCATTER, 32768, 4096, 16384, world=world) == Plan()
+    # Not in short ones.
+    assert not getattr(plan(SCATTER, 32768, 1024, 16384, ring=128 << 20), "tile_columns", 0)
+    # Of columns that are not even, the first rounds have more tiles.
+    assert overlap.Sizes(SCATTER, 1, 128, (8,), (1000,), 2).sent_bytes(128, 3) == 2 * 128 * 384
+
+
+@pytest.mark.parametrize(
+    ("operation", "m", "k", "n", "world", "expected"),
+    [
+        (SCATTER, 8192, 1024, 8192, 4, Plan(tile_columns=256, parts=12, beside=True)),
+        (
+            SCATTER, 8192, 1024, 8192, 8,
+            Plan(tile_columns=256, group_pairs=2, parts=15, beside=True),
+        ),
+        (
+            GATHER, 8192, 8192, 1024, 2,
+            Plan(tile_columns=256, group_pairs=16, beside=True, pairs_before=5),
+        ),
+        (
+            GATHER, 8192, 8192, 1024, 4,
+            Plan(tile_columns=256, group_pairs=16, beside=True, pairs_before=8),
+        ),
+        (
+            GATHER, 32768, 8192, 1024, 4,
+            Plan(tile_columns=256, group_pairs=16, beside=True, pairs_before=32),
+        ),
+    ],
+)  # fmt: skip
+def test_derivatives_beside(
+    operation: str, m: int, k: int, n: int, world: int, expected: Plan
+) -> None:
+    """Where the link decides. By themselves such operations have other plans."""
+    chosen = plan(operation, m, k, n, world=world, besides=1)
+    assert chosen == expected
+    assert "derivatives by matrices" in str(chosen)
+    alone = plan(operation, m, k, n, world=world)
+    assert isinstance(alone, Plan) and not alone.beside
+
+
+@pytest.mark.parametrize(
+    ("operation", "m", "k", "n", "world", "says"),
+    [
+        (SCATTER, 8192, 1024, 8192, 2, "without them and these after it"),
+        (SCATTER, 8192, 1792, 4096, 4, "without them and these after it"),
+        (SCATTER, 8192, 3584, 8192, 4, "without them and these after it"),
+        (GATHER, 8192, 8192, 2048, 4, "without them and these after it"),
+        (GATHER, 4096, 28672, 1024, 4, "tiles of what arrives take longer"),
+        (SCATTER, 32768, 1024, 16384, 4, "not one launch of a kernel"),
+        (GATHER, 32768, 16384, 8192, 4, "not one launch of a kernel"),
+        (GATHER, 512, 4096, 1024, 4, "bytes from peers"),
+    ],
+)
+def test_derivatives_after_it(
+    operation: str, m: int, k: int, n: int, world: int, says: str
+) -> None:
+    reason = plan(operation, m, k, n, world=world, besides=1)
+    assert isinstance(reason, str)
+    assert says in reason
+
+
+def test_derivatives_of_several_matrices() -> None:
+    """Each takes time, and so do its last tiles."""
+    ks = (512, 256, 256)
+    assert plan(SCATTER, 8192, ks, 8192, world=8, besides=3) == plan(
+        SCATTER, 8192, 1024, 8192, world=8, besides=1
+    )
+    ks = (1024, 8, 8, 8)
+    assert isinstance(plan(SCATTER, 8192, ks, 8192, world=8, besides=4), str)
+    assert isinstance(plan(SCATTER, 8192, ks, 8192, world=8, besides=1), Plan)
+
+
 def test_few_rows_of_long_products_are_left() -> None:
     """Few tiles fill the last wave badly, and there is little to hide."""
     for k, n in ((16384, 9216), (16384, 26624)):
@@ -322,3 +408,8 @@ def test_forced() -> None:
         assert plan(GATHER, 512, 64, 64, hardware="gpu") == Plan(5, 6)
         assert isinstance(plan(GATHER, 512, 63, 64), str)
     assert isinstance(plan(GATHER, 512, 64, 64), str)
+    for forced in (Plan(), Plan(tile_columns=256)):
+        with overlap.forced(forced):
+            assert plan(GATHER, 512, 64, 64, besides=1) == "not forced"
+    with overlap.forced(Plan(tile_columns=256, beside=True)):
+        assert plan(GATHER, 512, 64, 64, besides=1) == Plan(tile_columns=256, beside=True)

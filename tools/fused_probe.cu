@@ -8,11 +8,13 @@
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -I xla_ffi/cuda -o fused_probe \
 //       tools/fused_probe.cu xla_ffi/cuda/{fused_matmul.cu,slab.cu,cublas_lt.cc} -ldl
 //   ./fused_probe RANKS check
-//   ./fused_probe RANKS all_gather_matmul|matmul_reduce_scatter M,K,N COLUMNS,PAIRS,PARTS[,DIRECT]
-//   ...
+//   ./fused_probe RANKS all_gather_matmul|matmul_reduce_scatter M,K,N \
+//       COLUMNS,PAIRS,PARTS[,DIRECT[,BESIDE[,ROUNDS[,PAIRS_BEFORE]]]] ...
 //
 // M, K and N are those of what a GPU multiplies; the last ones as of `bench --plan` (several are
-// timed in turns). libcublasLt.so, to time the matmul alone, is looked for as the package does.
+// timed in turns); with a BESIDE of 1 the kernel computes a derivative [N, K], too, of 2 a matmul
+// as large comes after it. libcublasLt.so, to time the matmul alone, is looked for as the package
+// does.
 
 #include <algorithm>
 #include <chrono>
@@ -33,7 +35,7 @@ using namespace jax_intranode;
 
 namespace {
 
-constexpr size_t kRingBytes = size_t{640} << 20;
+constexpr size_t kRingBytes = size_t{512} << 20;
 constexpr double kLinkBytes = 385e9;  // a second
 
 void Check(cudaError_t status) { ThrowIfError(status, "fused_probe"); }
@@ -73,10 +75,12 @@ struct Sizes {
   bool sums;
   int ranks, outer, rows, k, n;  // rows of an array of a shard
   bool transposed, keeps;
+  bool beside = false;  // with a derivative [n, k], of an operand as large as all products
 
   size_t XItems() const { return size_t{1} * outer * rows * k * (sums ? ranks : 1); }
   size_t ResultItems() const { return size_t{1} * outer * rows * n * (sums ? 1 : ranks); }
   size_t GatheredItems() const { return size_t{1} * outer * rows * ranks * k; }
+  size_t BesideItems() const { return size_t{1} * outer * rows * ranks * n; }
 };
 
 // Counts elements of a result that are wrong, of so many that are looked at.
@@ -113,6 +117,28 @@ __global__ void Compare(Sizes s, Operands of, const uint16_t* result, const uint
     }
   }
   if (Float(result[(size_t{1} * array * rows + row) * s.n + column]) != want) atomicAdd(wrong, 1);
+}
+
+// So of a derivative.
+__global__ void CompareDerivative(Sizes s, Operands of, const uint16_t* beside,
+                                  const uint16_t* derivative, int samples, unsigned* wrong) {
+  const int sample = blockIdx.x * blockDim.x + threadIdx.x;
+  if (sample >= samples) return;
+  const int row = sample < s.k ? s.n - 1 : Hash(sample * 3) % s.n;
+  const int column = sample < s.k ? sample : Hash(sample * 5) % s.k;
+  float sum = 0;
+  for (int array = 0; array < s.outer; ++array) {
+    for (int at = 0; at < s.ranks * s.rows; ++at) {
+      const size_t all = size_t{1} * array * s.ranks * s.rows + at;
+      const size_t of_shard = size_t{1} * array * s.rows + at % s.rows;
+      const uint16_t x =
+          s.sums ? of.x[of.rank][all * s.k + column] : of.x[at / s.rows][of_shard * s.k + column];
+      sum += Float(beside[all * s.n + row]) * Float(x);
+    }
+  }
+  if (Float(derivative[size_t{1} * row * s.k + column]) != Float(Rounded(sum))) {
+    atomicAdd(wrong, 1);
+  }
 }
 
 struct Gpu {
@@ -223,6 +249,12 @@ class Call {
       c.ws = {w};
       c.products = {Allocate<uint16_t>(s_.ResultItems())};
       if (s_.keeps) c.gathered = Allocate<uint16_t>(s_.GatheredItems());
+      if (s_.beside) {
+        uint16_t* const beside = Allocate<uint16_t>(s_.BesideItems());
+        Fill<<<512, 256>>>(beside, s_.BesideItems(), 1000 * d + 13, exact);
+        c.beside = beside;
+        c.derivatives = {Allocate<uint16_t>(size_t{1} * s_.n * s_.k)};
+      }
       scratch_bytes_ = FusedScratchBytes(algorithm(), c, s_.ranks, plan_) + 1;
       c.scratch = Allocate<char>(scratch_bytes_);
       Check(cudaDeviceSynchronize());
@@ -247,6 +279,9 @@ class Call {
       Check(cudaMemset(calls_[d].scratch, 0xff, scratch_bytes_));
       Check(cudaMemset(calls_[d].products[0], 0xff, 2 * s_.ResultItems()));
       if (s_.keeps) Check(cudaMemset(calls_[d].gathered, 0xff, 2 * s_.GatheredItems()));
+      for (void* derivative : calls_[d].derivatives) {
+        Check(cudaMemset(derivative, 0xff, size_t{2} * s_.n * s_.k));
+      }
       Check(cudaDeviceSynchronize());
     });
     Enqueue();
@@ -268,6 +303,12 @@ class Call {
       Compare<<<(samples + 127) / 128, 128>>>(
           s_, of, static_cast<const uint16_t*>(calls_[d].products[0]),
           static_cast<const uint16_t*>(calls_[d].gathered), samples, wrong);
+      for (const void* derivative : calls_[d].derivatives) {
+        const int samples = std::max(2000, 2 * s_.k);
+        CompareDerivative<<<(samples + 127) / 128, 128>>>(
+            s_, of, static_cast<const uint16_t*>(calls_[d].beside),
+            static_cast<const uint16_t*>(derivative), samples, wrong);
+      }
       Check(cudaMemcpy(&found, wrong, sizeof found, cudaMemcpyDeviceToHost));
       Check(cudaFree(wrong));
       all += found;
@@ -332,6 +373,10 @@ double Median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
+// What else a call computes: the derivative by a matrix; or a matmul as large, by cuBLASLt after
+// it.
+constexpr int kBeside = 1, kAfter = 2;
+
 int CheckAll(int ranks) {
   int operations = 0, bad = 0;
   for (const Sizes& s : {Sizes{false, ranks, 1, 2048, 1024, 1024, false, false},
@@ -342,23 +387,31 @@ int CheckAll(int ranks) {
                          Sizes{true, ranks, 1, 1000, 520, 776, false, false},
                          Sizes{true, ranks, 3, 200, 264, 136, true, false},
                          Sizes{true, ranks, 2, 129, 72, 1032, false, false},
-                         Sizes{true, ranks, 1, 1, 8, 8, false, false}}) {
+                         Sizes{true, ranks, 1, 1, 8, 8, false, false},
+                         Sizes{false, ranks, 1, 1024, 1024, 512, true, false, true},
+                         Sizes{false, ranks, 1, 1000, 520, 776, true, false, true},
+                         Sizes{false, ranks, 3, 200, 264, 136, true, false, true},
+                         Sizes{false, ranks, 2, 127, 8, 8, true, false, true},
+                         Sizes{true, ranks, 1, 1024, 512, 1024, true, false, true},
+                         Sizes{true, ranks, 1, 1000, 520, 776, true, false, true},
+                         Sizes{true, ranks, 3, 200, 264, 136, true, false, true},
+                         Sizes{true, ranks, 2, 129, 72, 1032, true, false, true}}) {
     for (const int columns : {128, 192, 256}) {
-      for (const MatmulPlan& plan : {MatmulPlan{1, 1, columns, 8, 1, false},
-                                     {1, 1, columns, 2, 3, false},
-                                     {1, 1, columns, 3, 16, false},
-                                     {1, 1, columns, 8, 1, true},
-                                     {1, 1, columns, 3, 3, true}}) {
+      for (const MatmulPlan& plan : {MatmulPlan{1, 1, columns, 8, 1, false, 1, 0},
+                                     {1, 1, columns, 2, 3, false, 2, 3},
+                                     {1, 1, columns, 3, 16, false, 1, 1},
+                                     {1, 1, columns, 8, 1, true, 3, 0},
+                                     {1, 1, columns, 3, 3, true, 1, 0}}) {
         if (plan.direct && !s.sums) continue;
         Call call(s, plan, true);
         const unsigned wrong = call.Wrong() + call.Wrong();
         ++operations;
         if (wrong == 0) continue;
         ++bad;
-        std::printf("%s, %d x %d rows, K %d, N %d, tiles of %d, %d pairs, %d parts%s: %u wrong\n",
+        std::printf("%s, %d x %d rows, K %d, N %d, tiles of %d, %d pairs, %d parts%s%s: %u wrong\n",
                     s.sums ? "matmul_reduce_scatter" : "all_gather_matmul", s.outer, s.rows, s.k,
                     s.n, columns, plan.group_pairs, plan.parts, plan.direct ? ", direct" : "",
-                    wrong);
+                    s.beside ? ", derivative beside" : "", wrong);
       }
     }
   }
@@ -385,23 +438,31 @@ int main(int argc, char** argv) {
     std::printf("M is %d; it must be a multiple of %d\n", m, ranks);
     return 2;
   }
-  const Sizes sizes{sums, ranks, 1, m / ranks, k, n, false, false};
-
-  std::vector<MatmulPlan> plans;
+  struct Way {
+    MatmulPlan plan{1, 1, 0, 8, 1, false, 1, 0};
+    int beside = 0;
+  };
+  std::vector<Way> ways;
+  std::vector<std::unique_ptr<Call>> calls;
+  const auto sizes_of = [&](const Way& way) {
+    const bool after = way.beside == kAfter;
+    return Sizes{
+        sums, ranks, 1, m / ranks, k, n, way.beside != 0, after && !sums, way.beside == kBeside};
+  };
   for (int i = 4; i < argc; ++i) {
-    MatmulPlan plan{1, 1, 0, 8, 1, false};
+    Way way;
     int direct = 0;
-    std::sscanf(argv[i], "%d,%d,%d,%d", &plan.tile_columns, &plan.group_pairs, &plan.parts,
-                &direct);
-    plan.direct = direct != 0;
-    if (!FusedTakes(plan.tile_columns) || plan.group_pairs < 1 || plan.parts < 1) {
-      std::printf("%s is not COLUMNS,PAIRS,PARTS[,DIRECT]\n", argv[i]);
+    std::sscanf(argv[i], "%d,%d,%d,%d,%d,%d,%d", &way.plan.tile_columns, &way.plan.group_pairs,
+                &way.plan.parts, &direct, &way.beside, &way.plan.rounds, &way.plan.pairs_before);
+    way.plan.direct = direct != 0;
+    if (!FusedTakes(way.plan.tile_columns) || way.plan.group_pairs < 1 || way.plan.parts < 1) {
+      std::printf("%s is not COLUMNS,PAIRS,PARTS[,DIRECT[,BESIDE[,ROUNDS[,PAIRS_BEFORE]]]]\n",
+                  argv[i]);
       return 2;
     }
-    plans.push_back(plan);
+    ways.push_back(way);
+    calls.push_back(std::make_unique<Call>(sizes_of(way), way.plan, false));
   }
-  std::vector<std::unique_ptr<Call>> calls;
-  for (const MatmulPlan& plan : plans) calls.push_back(std::make_unique<Call>(sizes, plan, false));
   // There and back, so that none is always the one that comes after the coolest.
   std::vector<double> alone;
   std::map<size_t, std::vector<double>> times;
@@ -409,18 +470,26 @@ int main(int argc, char** argv) {
     alone.push_back(Time([&] { calls[0]->EnqueueMatmul(); }));
     for (size_t i = 0; i < calls.size(); ++i) {
       const size_t at = round % 2 == 0 ? i : calls.size() - 1 - i;
-      times[at].push_back(Time([&] { calls[at]->Enqueue(); }));
+      times[at].push_back(Time([&] {
+        calls[at]->Enqueue();
+        if (ways[at].beside == kAfter) calls[at]->EnqueueMatmul();
+      }));
     }
   }
   const double bytes = (ranks - 1.) / ranks * m * (sums ? n : k) * 2;
-  const double bound = std::max(Median(alone), bytes / kLinkBytes * 1e3);
-  for (size_t i = 0; i < plans.size(); ++i) {
-    const unsigned wrong = Call(sizes, plans[i], true).Wrong();
+  for (size_t i = 0; i < ways.size(); ++i) {
+    const auto& [plan, beside] = ways[i];
+    const unsigned wrong = Call(sizes_of(ways[i]), plan, true).Wrong();
     const double ms = Median(times[i]);
+    const double bound = std::max((beside == 0 ? 1 : 2) * Median(alone), bytes / kLinkBytes * 1e3);
     std::printf(
-        "%-22s %d ranks %6d %6d %6d  tiles of %d, %d pairs, %d parts%s: %8.4f ms, share %.3f, "
-        "matmul alone %.4f, #wrong %u\n",
-        operation.c_str(), ranks, m, k, n, plans[i].tile_columns, plans[i].group_pairs,
-        plans[i].parts, plans[i].direct ? ", direct" : "", ms, bound / ms, Median(alone), wrong);
+        "%-22s %d ranks %6d %6d %6d  tiles of %d, %d pairs, %d parts, %d rounds, %d before%s%s: "
+        "%8.4f ms, share %.3f, matmul alone %.4f, #wrong %u\n",
+        operation.c_str(), ranks, m, k, n, plan.tile_columns, plan.group_pairs, plan.parts,
+        plan.rounds, plan.pairs_before, plan.direct ? ", direct" : "",
+        beside == kBeside  ? ", derivative beside"
+        : beside == kAfter ? ", matmul after"
+                           : "",
+        ms, bound / ms, Median(alone), wrong);
   }
 }

@@ -4,6 +4,7 @@ A pure function of what all ranks know.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,11 @@ class Plan:
             parts of all peers are multiplied before the second ones.
         direct: of a kernel, for sums, whether warps that have multiplied a tile store it in the
             peer's ring, slowly while others multiply, not in scratch, from where others send it.
+        rounds: of a kernel, for sums, in how many launches it goes through the columns, so that
+            what a launch sends fits the ring.
+        beside: of a kernel, whether it computes derivatives by matrices, too.
+        pairs_before: of a kernel, for all-gathers, how many pairs of row tiles of those that arrive
+            are multiplied before these derivatives. Of the others columns arrive one after another.
     """
 
     first_cuts: int = 1
@@ -46,13 +52,19 @@ class Plan:
     group_pairs: int = 8
     parts: int = 1
     direct: bool = field(default=False, kw_only=True)
+    rounds: int = field(default=1, kw_only=True)
+    beside: bool = field(default=False, kw_only=True)
+    pairs_before: int = field(default=0, kw_only=True)
 
     def __str__(self) -> str:
         if self.tile_columns:
             parts = f", {self.parts} parts" if self.parts > 1 else ""
             direct = ", products sent directly" if self.direct else ""
+            rounds = f", {self.rounds} rounds" if self.rounds > 1 else ""
+            beside = ", derivatives by matrices beside it" if self.beside else ""
             tiles = f"tiles of {TILE_ROWS} x {self.tile_columns}"
-            return f"one kernel, {tiles} in groups of {self.group_pairs} pairs{parts}{direct}"
+            groups = f"in groups of {self.group_pairs} pairs"
+            return f"one kernel, {tiles} {groups}{parts}{direct}{rounds}{beside}"
         return f"first rows in {self.first_cuts}, last in {self.last_cuts} pieces"
 
 
@@ -77,6 +89,7 @@ _MATMUL_FLOPS = 680e12  # a second, of a large matmul
 _LINK_BYTES = 375e9  # a second, by copy engines
 _MEMORY_BYTES = 3.5e12  # a second, read or written
 _MULTIPROCESSORS = 132
+_CLUSTERS = _MULTIPROCESSORS // 2  # of a kernel
 # A pipeline: rows and columns of an output that a multiprocessor works on at a time; the fewest
 # bytes for which it is faster, about 65 us of copying; pieces of a ring that a row has to fit into,
 # for each rank.
@@ -122,8 +135,17 @@ _GATHERED_FROM_MANY = {192: 1.04}
 # multiplied while their products are stored. How long a stage takes then.
 _DIRECT_WAVES = {0.5: 10, 0.7: 64}
 _DIRECT_STAGES = 0.975
+# Where bytes take longer than the matmul, sums that do not fit the ring are faster by a kernel in
+# rounds than by a pipeline, if they are so long; shorter ones were not tried.
+_LEAST_BYTES_OF_ROUND = 200e6
 # What the collective and the matmul one after the other take, beside their bytes and flops.
 _APART_S = 25e-6
+# Derivatives by matrices beside a kernel are faster by tiles of so many columns, if at all, which
+# are less evenly spread than those of a matmul alone: by how much it has to be faster. Of an
+# all-gather so much of what arrives is multiplied before them.
+_BESIDE_COLUMNS = 256
+_BESIDE_MARGIN = 1.1
+_BESIDE_BEFORE = 1 / 3
 
 
 def ring_room(ring_bytes: int) -> int:
@@ -147,6 +169,7 @@ def plan(
     world_size: int,
     hardware: str,
     ring_bytes: int,
+    besides: int = 0,
 ) -> Plan | str:
     """Chooses a plan, by a model of what overlapping hides and what it costs.
 
@@ -166,9 +189,11 @@ def plan(
         world_size: ranks of the group.
         hardware: the generation of the GPUs (`table.hardware_of`).
         ring_bytes: bytes of a device's ring.
+        besides: derivatives by matrices, [N, K], that are asked for with it: products of an operand
+            of N columns with what is gathered, or with the first operands of a sum.
 
     Returns:
-        The plan, or why the operation is not overlapped.
+        The plan, or why the operation is not overlapped, or not with the derivatives by matrices.
     """
     if dtype not in DTYPES:
         return f"dtype {dtype}; overlapped are {', '.join(DTYPES)}"
@@ -180,10 +205,12 @@ def plan(
         all_ks, all_ns = (", ".join(map(str, lengths)) for lengths in (ks, ns))
         return f"K {all_ks}, N {all_ns}; overlapped are multiples of 8"
     sizes = Sizes(operation, outer, rows, tuple(ks), tuple(ns), world_size)
+    if besides and _forced is not None and not _forced.beside:
+        return "not forced"
     if _forced is not None and _forced.tile_columns:
         if not sizes.fit(_forced, ring_bytes):
             return f"more from peers, or more matrices, than a kernel and {ring_bytes} bytes take"
-        return _forced
+        return _forced if besides else dataclasses.replace(_forced, beside=False, pairs_before=0)
     if sizes.row_bytes * _SLOTS * world_size > ring_bytes:
         return (
             f"rows of {sizes.row_bytes} bytes and a ring of {ring_bytes}; JAX_INTRANODE_RING_MIB "
@@ -193,19 +220,8 @@ def plan(
         return _forced
     if hardware != HARDWARE:
         return f"not measured on {hardware} GPUs"
-    pipeline = _pipeline(sizes)
-    least_known = sizes.many and isinstance(pipeline, str)
-    kernel = _fused(sizes, _FUSED_MARGIN_OF_MANY if least_known else _FUSED_MARGIN)
-    if isinstance(kernel, str):
-        return kernel if isinstance(pipeline, str) else pipeline
-    if not sizes.fit(kernel, ring_bytes):
-        return pipeline
-    # Of a sum of several products a kernel takes longer ones than were measured, if joining them
-    # leaves nothing to hide.
-    longest_s = max(_FUSED_LONGEST_S, world_size * _FUSED_LONGEST_OF_RANK_S[operation])
-    if isinstance(pipeline, str) or sizes.matmul_s < longest_s:
-        return kernel
-    return pipeline
+    chosen = _plan(sizes, ring_bytes)
+    return _beside(sizes, chosen, besides) if besides else chosen
 
 
 @dataclass(frozen=True)
@@ -270,6 +286,11 @@ class Sizes:
         return sum(self.seconds)
 
     @property
+    def waits(self) -> float:
+        """How much of the matmul's time what these bytes take is."""
+        return self.link_s / self.matmul_s
+
+    @property
     def joining_s(self) -> float:
         """What it takes to copy the operands of a sum into one, as a pipeline needs it."""
         copied = 2 * self.k * (self.all_rows + self.ns[0]) if len(self.ks) > 1 else 0
@@ -284,22 +305,45 @@ class Sizes:
         """Of a kernel, whole ones, of all matrices."""
         return sum(-(-n // tile_columns) for n in self.ns)
 
-    def sent_bytes(self, tile_columns: int) -> int:
-        """Bytes that a kernel's whole tiles take in a ring."""
+    def sent_bytes(self, tile_columns: int, rounds: int = 1) -> int:
+        """Bytes that a kernel's whole tiles take in a ring, or those of a round."""
         if self.gathers:
             columns = self.stages * _TILE_DEPTH
         else:
-            columns = self.column_tiles(tile_columns) * tile_columns
+            columns = -(-self.column_tiles(tile_columns) // rounds) * tile_columns
         return 2 * (self.world_size - 1) * self.row_tiles * TILE_ROWS * columns
 
     def scratch_bytes(self, kernel: Plan) -> int:
         """Bytes of scratch that a kernel takes for products that are sent."""
-        return 0 if self.gathers or kernel.direct else self.sent_bytes(kernel.tile_columns)
+        if self.gathers or kernel.direct:
+            return 0
+        return self.sent_bytes(kernel.tile_columns, kernel.rounds)
 
     def fit(self, kernel: Plan, ring_bytes: int) -> bool:
         """Whether a kernel takes them."""
-        sent = self.sent_bytes(kernel.tile_columns)
+        sent = self.sent_bytes(kernel.tile_columns, kernel.rounds)
         return max(len(self.ks), len(self.ns)) <= MAX_MATRICES and sent <= ring_room(ring_bytes)
+
+
+def _plan(sizes: Sizes, ring_bytes: int) -> Plan | str:
+    """A plan for an operation by itself, or why what is not overlapped is faster."""
+    pipeline = _pipeline(sizes)
+    least_known = sizes.many and isinstance(pipeline, str)
+    kernel = _fused(sizes, _FUSED_MARGIN_OF_MANY if least_known else _FUSED_MARGIN)
+    if isinstance(kernel, str):
+        return kernel if isinstance(pipeline, str) else pipeline
+    sent = sizes.sent_bytes(kernel.tile_columns)
+    rounds = -(-sent // ring_room(ring_bytes))
+    if not sizes.gathers and sizes.waits > 1 and sent >= rounds * _LEAST_BYTES_OF_ROUND:
+        kernel = dataclasses.replace(kernel, rounds=rounds, parts=-(-kernel.parts // rounds))
+    if not sizes.fit(kernel, ring_bytes):
+        return pipeline
+    # Of a sum of several products a kernel takes longer ones than were measured, if joining them
+    # leaves nothing to hide.
+    longest_s = max(_FUSED_LONGEST_S, sizes.world_size * _FUSED_LONGEST_OF_RANK_S[sizes.operation])
+    if isinstance(pipeline, str) or sizes.matmul_s < longest_s:
+        return kernel
+    return pipeline
 
 
 def _pipeline(sizes: Sizes) -> Plan | str:
@@ -327,78 +371,154 @@ def _pipeline(sizes: Sizes) -> Plan | str:
     return Plan(3, 2) if sizes.link_s > 0.8 * sizes.matmul_s else Plan()
 
 
-def _fused(sizes: Sizes, margin: float) -> Plan | str:
-    """The kernel for an operation, or why what is not overlapped is faster, or nearly so."""
-    least = min(_FUSED_LEAST_BYTES * (sizes.world_size - 1), _LEAST_BYTES)
-    if sizes.received < least:
-        return _too_few_bytes(sizes, least)
-    pairs = -(-sizes.row_tiles // 2)  # of a shard
-    peers = sizes.world_size - 1
-    clusters = _MULTIPROCESSORS // 2
-    waits = sizes.link_s / sizes.matmul_s
+@dataclass(frozen=True)
+class _Kernel:
+    """A kernel of tiles of so many columns."""
 
-    def tiles_of(columns: int) -> int:  # of a shard, two at a time
-        return pairs * sizes.column_tiles(columns)
+    sizes: Sizes
+    columns: int
 
-    def direct(columns: int) -> bool:
-        if sizes.gathers or columns == 256:
+    @property
+    def pairs(self) -> int:
+        """Pairs of row tiles of a shard."""
+        return -(-self.sizes.row_tiles // 2)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a shard, two at a time."""
+        return self.pairs * self.sizes.column_tiles(self.columns)
+
+    @property
+    def direct(self) -> bool:
+        """Whether products are better sent directly."""
+        if self.sizes.gathers or self.columns == 256:
             return False
-        waves = sizes.world_size * tiles_of(columns) / clusters
+        waves = self.sizes.world_size * self.tiles / _CLUSTERS
+        waits = self.sizes.waits
         return any(waits <= most and waves >= least for most, least in _DIRECT_WAVES.items())
 
-    def kernel_s(columns: int) -> float:
-        tiles = tiles_of(columns)
-        waves: float = -(-sizes.world_size * tiles // clusters)
-        matmul_s = sizes.stages * _STAGE_S[columns] * (_DIRECT_STAGES if direct(columns) else 1)
-        tile_s = matmul_s + _TILE_S[sizes.operation][columns]
+    @property
+    def tile_s(self) -> float:
+        """What a tile takes of which the products are not summed."""
+        matmul_s = self.sizes.stages * _STAGE_S[self.columns]
+        matmul_s *= _DIRECT_STAGES if self.direct else 1
+        return matmul_s + _TILE_S[self.sizes.operation][self.columns]
+
+    @property
+    def matmul_s(self) -> float:
+        """What it takes if nothing is waited for."""
+        sizes, tiles, tile_s = self.sizes, self.tiles, self.tile_s
+        waves: float = -(-sizes.world_size * tiles // _CLUSTERS)
         if sizes.gathers:
-            return waves * tile_s * (_GATHERED_FROM_MANY.get(columns, 1) if sizes.many else 1)
+            return waves * tile_s * (_GATHERED_FROM_MANY.get(self.columns, 1) if sizes.many else 1)
         # The last ones are a rank's own, to which the products of its peers are added.
-        own: float = -(-tiles // clusters)
-        sum_s = peers * _SUM_S[columns]
-        if columns == 256:
+        own: float = -(-tiles // _CLUSTERS)
+        matmul_s = tile_s - _TILE_S[sizes.operation][self.columns]
+        sum_s = (sizes.world_size - 1) * _SUM_S[self.columns]
+        if self.columns == 256:
             own_s = own * max(tile_s, matmul_s + sum_s)
         else:  # one is summed while the next one is multiplied, a little slower
-            even = sizes.world_size * tiles / clusters
+            even = sizes.world_size * tiles / _CLUSTERS
             if even >= _EVEN_WAVES and sizes.stages <= _EVEN_STAGES and not sizes.many:
-                waves, own = even, tiles / clusters
+                waves, own = even, tiles / _CLUSTERS
             own_s = max(
                 own * (tile_s + sum_s / 4) + sum_s, own / 2 * (matmul_s + sum_s) + matmul_s / 2
             )
         # Where all are multiplied at once nothing hides the products' way.
         return (waves - own) * tile_s + own_s + (_WAY_S if waves == own else 0)
 
-    def fused_s_by(columns: int) -> float:
-        return max(kernel_s(columns), sizes.sent_bytes(columns) / _FUSED_LINK_BYTES)
+    @property
+    def link_s(self) -> float:
+        """What sending takes."""
+        return self.sizes.sent_bytes(self.columns) / _FUSED_LINK_BYTES
 
+    @property
+    def seconds(self) -> float:
+        """What it takes, but for the call."""
+        return max(self.matmul_s, self.link_s)
+
+    @property
+    def plan(self) -> Plan:
+        """How it goes through its tiles."""
+        sizes = self.sizes
+        peers = sizes.world_size - 1
+        if not sizes.gathers:
+            to_all = sizes.many or (sizes.waits > 1 and peers > 1)
+            return Plan(
+                tile_columns=self.columns,
+                group_pairs=_PAIRS_FOR_MANY if sizes.many else Plan.group_pairs,
+                parts=-(-self.tiles // (_CLUSTERS // peers)) if to_all else 1,
+                direct=self.direct,
+            )
+        if sizes.waits > _FUSED_WAITS:
+            at_once = max(1, _CLUSTERS // sizes.column_tiles(self.columns))
+            return Plan(tile_columns=self.columns, group_pairs=at_once)
+        # A rank's own rows before any that have to arrive: if a group takes more, those of others
+        # come out even.
+        group_pairs = Plan.group_pairs
+        if self.pairs < group_pairs:
+            others = peers * self.pairs
+            group_pairs = max(n for n in range(1, group_pairs + 1) if others % n == 0)
+        return Plan(tile_columns=self.columns, group_pairs=group_pairs)
+
+
+def _fastest(sizes: Sizes) -> _Kernel:
+    """The kernel of the tiles that are fastest."""
+    kernels = [_Kernel(sizes, columns) for columns in sorted(_STAGE_S)]
     # If sums by several tiles take as long as their bytes do, the narrowest are best: they come the
     # most evenly.
-    columns = min(sorted(_STAGE_S), key=kernel_s if sizes.gathers else fused_s_by)
-    fused_s = fused_s_by(columns) + _CALL_S
+    return min(kernels, key=lambda kernel: kernel.matmul_s if sizes.gathers else kernel.seconds)
+
+
+def _fused(sizes: Sizes, margin: float) -> Plan | str:
+    """The kernel for an operation, or why what is not overlapped is faster, or nearly so."""
+    least = min(_FUSED_LEAST_BYTES * (sizes.world_size - 1), _LEAST_BYTES)
+    if sizes.received < least:
+        return _too_few_bytes(sizes, least)
+    kernel = _fastest(sizes)
+    fused_s = kernel.seconds + _CALL_S
     apart_s = sizes.link_s + sizes.matmul_s + _APART_S
     if fused_s * margin > apart_s:
         return (
             f"one kernel would take {1e6 * fused_s:.0f} us, the collective and the matmul apart "
             f"{1e6 * apart_s:.0f} us"
         )
-    if not sizes.gathers:
-        to_all = sizes.many or (waits > 1 and peers > 1)
-        return Plan(
-            tile_columns=columns,
-            group_pairs=_PAIRS_FOR_MANY if sizes.many else Plan.group_pairs,
-            parts=-(-tiles_of(columns) // (clusters // peers)) if to_all else 1,
-            direct=direct(columns),
+    return kernel.plan
+
+
+def _beside(sizes: Sizes, apart: Plan | str, besides: int) -> Plan | str:
+    """The kernel with derivatives by matrices, or why these are better computed after it."""
+    if isinstance(apart, str):
+        return apart
+    if not apart.tile_columns or apart.rounds > 1:
+        return "derivatives by matrices are multiplied after what is not one launch of a kernel"
+    kernel = _Kernel(sizes, _BESIDE_COLUMNS)
+    pairs = -(-sizes.ns[0] // (2 * TILE_ROWS))
+    units = pairs * sum(-(-k // kernel.columns) for k in sizes.ks[:besides])
+    half_tiles = 2 * sizes.world_size * sizes.row_tiles
+    unit_s = half_tiles * _STAGE_S[kernel.columns] + _TILE_S["all_gather_matmul"][kernel.columns]
+    beside_s = kernel.matmul_s + -(-units // _CLUSTERS) * unit_s
+    peers = sizes.world_size - 1
+    before = int(peers * kernel.pairs * _BESIDE_BEFORE)
+    if sizes.gathers:
+        # The rest of what arrives comes last, in waves of its own.
+        last = (peers * kernel.pairs - before) * sizes.column_tiles(kernel.columns)
+        last_s = -(-last // _CLUSTERS) * kernel.tile_s
+        beside_s = max(beside_s, kernel.link_s + last_s + unit_s / 2)
+        if kernel.tile_s > unit_s:
+            return "tiles of what arrives take longer than those of derivatives by matrices"
+    else:
+        beside_s = max(beside_s, kernel.link_s)
+    alone_s = sum(2 * sizes.all_rows * k * sizes.ns[0] for k in sizes.ks[:besides]) / _MATMUL_FLOPS
+    apart_s = _fastest(sizes).seconds + alone_s
+    if (beside_s + _CALL_S) * _BESIDE_MARGIN > apart_s + _CALL_S:
+        return (
+            f"with derivatives by matrices one kernel would take {1e6 * beside_s:.0f} us, without "
+            f"them and these after it {1e6 * apart_s:.0f} us"
         )
-    if waits > _FUSED_WAITS:
-        at_once = max(1, clusters // sizes.column_tiles(columns))
-        return Plan(tile_columns=columns, group_pairs=at_once)
-    # A rank's own rows before any that have to arrive: if a group takes more, those of others come
-    # out even.
-    group_pairs = Plan.group_pairs
-    if pairs < group_pairs:
-        others = peers * pairs
-        group_pairs = max(n for n in range(1, group_pairs + 1) if others % n == 0)
-    return Plan(tile_columns=columns, group_pairs=group_pairs)
+    return dataclasses.replace(
+        kernel.plan, beside=True, pairs_before=before if sizes.gathers else 0
+    )
 
 
 def _too_few_bytes(sizes: Sizes, least: float) -> str:

@@ -21,7 +21,7 @@ constexpr int kColumns = 192;
 // Of the one that runs: as it is; work dealt out to clusters in place of drawn; products sent as if
 // it were another step; items of a tile that come before those of the next tile; units of an
 // all-gather so by their pairs; items of eight ranks one shard after the other; units of a sum step
-// after step, not in parts.
+// after step, not in parts; matmuls beside it after all others; items as if nothing were beside it.
 enum class Variant {
   kSound,
   kDealt,
@@ -29,7 +29,9 @@ enum class Variant {
   kTileByTile,
   kPairByPair,
   kShardByShard,
-  kStepByStep
+  kStepByStep,
+  kBesideLast,
+  kRowsFirst
 } variant;
 int wrong;
 
@@ -40,7 +42,8 @@ void Expect(bool right, const char* what) {
 struct Operation {
   bool sums;
   int tiles_of_array, tiles, pairs, column_tiles, depth, part;
-  int group_pairs, fewer_pairs, fewer_sent_pairs;
+  int group_pairs, fewer_pairs, fewer_sent_pairs, fewer_pairs_after;
+  int beside_pairs, beside_columns, pairs_before;
   struct {
     int rank, size;
   } group;
@@ -100,7 +103,8 @@ void CheckUnits(const Operation& p, int clusters, std::mt19937* random) {
       Expect(number >= 0 && number < Units(p), "a unit that there is not");
       if (number < 0 || number >= Units(p)) return;
       ++done[number];
-      const bool is_sent = p.sums && UnitOf(p, number).step < p.group.size - 1;
+      const Unit unit = UnitOf(p, number);
+      const bool is_sent = p.sums && !unit.beside && unit.step < p.group.size - 1;
       Expect(is_sent == units[i].is_sent(), "is_sent is not as the unit's step");
       if (is_sent) Expect(!own_step[i], "a unit for a peer after one that waits for peers");
       own_step[i] = own_step[i] || !is_sent;
@@ -117,8 +121,13 @@ void CheckUnits(const Operation& p, int clusters, std::mt19937* random) {
 }
 
 Unit UnitAt(const Operation& p, int number) {
+  if (variant == Variant::kBesideLast && number >= UnitsBefore(p)) {
+    const int after = Units(p) - UnitsBefore(p) - UnitsBeside(p);
+    const int moved = number - UnitsBefore(p);
+    number += moved < after ? UnitsBeside(p) : -after;
+  }
   const int pair = number / p.column_tiles;
-  if (variant == Variant::kPairByPair && !p.sums) {
+  if (variant == Variant::kPairByPair && !p.sums && p.beside_pairs == 0) {
     return {pair / p.pairs, pair % p.pairs, number % p.column_tiles};
   }
   Operation as = p;
@@ -126,7 +135,13 @@ Unit UnitAt(const Operation& p, int number) {
   return UnitOf(as, number);
 }
 Item ItemAt(const Operation& p, int number) {
-  if (variant == Variant::kShardByShard && p.group.size == 8) {
+  if (variant == Variant::kRowsFirst) {
+    Operation as = p;
+    as.beside_pairs = 0;
+    CutGroups(&as);
+    return ItemOf(as, number);
+  }
+  if (variant == Variant::kShardByShard && p.group.size == 8 && p.beside_pairs == 0) {
     Operation as = p;  // of two ranks that have as many pairs
     as.group.size = 2;
     as.pairs *= 7;
@@ -138,37 +153,45 @@ Item ItemAt(const Operation& p, int number) {
   return {1 + tile / (2 * p.pairs), tile % (2 * p.pairs), number % p.depth};
 }
 
-// Of so many pairs the group of one, where all but the first one are full.
-int GroupAt(const Operation& p, int pairs, int pair) {
-  return -((pairs - 1 - pair) / p.group_pairs);
-}
+// Of pairs up to `end` the group of one, where all but the first one are full.
+int GroupAt(const Operation& p, int end, int pair) { return -((end - 1 - pair) / p.group_pairs); }
 
 // Units, and items that are sent, are all that there are, each once, and what is sent comes in the
 // order in which it is needed.
 void CheckNumbers(const Operation& p) {
-  // The numbers below `count` stand for all rows x columns of steps from `first` on.
-  const auto check = [](int count, int first, int steps, int rows, int columns, auto&& at) {
-    std::set<std::tuple<int, int, int>> seen;
-    for (int number = 0; number < count; ++number) {
-      const auto [step, row, column] = at(number);
-      Expect(step >= first && step < first + steps, "a step that there is not");
-      Expect(row >= 0 && row < rows, "a row that there is not");
-      Expect(column >= 0 && column < columns, "a column that there is not");
-      Expect(seen.emplace(step, row, column).second, "two numbers for the same");
-    }
-    Expect(static_cast<int>(seen.size()) == steps * rows * columns, "something has no number");
-  };
-  const int size = p.group.size;
-  check(Units(p), 0, size, p.pairs, p.column_tiles, [&](int n) { return UnitAt(p, n); });
-  check(Items(p), 1, size - 1, 2 * p.pairs, p.depth, [&](int n) { return ItemAt(p, n); });
+  const int size = p.group.size, all = size * p.pairs, before = p.pairs + p.pairs_before;
+  std::set<std::tuple<bool, int, int, int>> seen;
+  for (int number = 0; number < Units(p); ++number) {
+    const Unit unit = UnitAt(p, number);
+    Expect(unit.step >= 0 && unit.step < size, "a step that there is not");
+    Expect(unit.pair >= 0 && unit.pair < (unit.beside ? p.beside_pairs : p.pairs),
+           "a row that there is not");
+    Expect(unit.column >= 0 && unit.column < (unit.beside ? p.beside_columns : p.column_tiles),
+           "a column that there is not");
+    Expect(unit.beside == IsBeside(p, number) || variant != Variant::kSound,
+           "a unit that is not where IsBeside says");
+    Expect(seen.emplace(unit.beside, unit.step, unit.pair, unit.column).second,
+           "two numbers for the same");
+  }
+  for (int number = 0; number < Items(p); ++number) {
+    const Item item = ItemAt(p, number);
+    Expect(item.step >= 1 && item.step < size && item.tile >= 0 && item.tile < 2 * p.pairs &&
+               item.depth >= 0 && item.depth < p.depth,
+           "an item that there is not");
+    Expect(seen.emplace(false, size + item.step, item.tile, item.depth).second,
+           "two numbers for the same item");
+  }
+  Expect(static_cast<int>(seen.size()) == Units(p) + Items(p), "something has no number");
   if (p.sums) {
     // A part of the rank's own units has come from all peers before any of the next part comes.
+    // What waits for no peer comes before what does.
     const int of_shard = p.pairs * p.column_tiles;
+    const int first = Units(p) - of_shard;
     std::map<std::pair<int, int>, int> parts;
     std::pair<int, int> last_own = {-p.pairs, 0};
     for (int number = 0; number < of_shard; ++number) {
-      const Unit unit = UnitAt(p, UnitsSent(p) + number);
-      Expect(unit.step == size - 1, "units for peers after those that wait for them");
+      const Unit unit = UnitAt(p, first + number);
+      Expect(unit.step == size - 1 && !unit.beside, "units for peers after those that wait");
       parts[{unit.pair, unit.column}] = number / p.part;
       const std::pair at = {GroupAt(p, p.pairs, unit.pair), unit.column};
       Expect(at >= last_own, "own units not group after group, or columns not one after the other");
@@ -177,6 +200,7 @@ void CheckNumbers(const Operation& p) {
     int last = 0;
     for (int number = 0; number < UnitsSent(p); ++number) {
       const Unit unit = UnitAt(p, number);
+      Expect(!unit.beside, "units beside before those that are sent");
       const int part = parts[{unit.pair, unit.column}];
       Expect(part >= last, "a part before the one before it has been sent");
       last = part;
@@ -184,22 +208,30 @@ void CheckNumbers(const Operation& p) {
     return;
   }
   // Its own pairs first, then those of each peer, or among many one of each; groups of all these,
-  // and in a group columns, or depths of what arrives.
-  const int all = size * p.pairs;
+  // and in a group columns, or depths of what arrives. What is beside it comes after some pairs
+  // that arrive, by columns; after it the groups begin again, and what arrives is one group.
   const auto number_of = [&](int step, int pair) {
     const bool shard_by_shard = step == 0 || size <= 4;
     return shard_by_shard ? step * p.pairs + pair : p.pairs + pair * (size - 1) + step - 1;
   };
-  std::pair<int, int> last_unit = {-all, 0}, last_item = {-all, 0};
+  std::tuple<int, int, int> last_unit = {0, -all, 0}, last_item = {0, -all, 0};
   for (int number = 0; number < Units(p); ++number) {
     const Unit unit = UnitAt(p, number);
-    const std::pair at = {GroupAt(p, all, number_of(unit.step, unit.pair)), unit.column};
+    const int pair = number_of(unit.step, unit.pair);
+    const bool after = p.beside_pairs > 0 && !unit.beside && pair >= before;
+    const int end = after ? all : before;
+    const std::tuple at = {unit.beside ? 1
+                           : after     ? 2
+                                       : 0,
+                           unit.beside ? 0 : GroupAt(p, end, pair), unit.column};
     Expect(at >= last_unit, "units not group after group, or columns not one after the other");
     last_unit = at;
   }
   for (int number = 0; number < Items(p); ++number) {
     const Item item = ItemAt(p, number);
-    const std::pair at = {GroupAt(p, all, number_of(item.step, item.tile / 2)), item.depth};
+    const int pair = number_of(item.step, item.tile / 2);
+    const bool after = p.beside_pairs > 0 && pair >= before;
+    const std::tuple at = {after ? 1 : 0, after ? 0 : GroupAt(p, before, pair), item.depth};
     Expect(at >= last_item, "items not group after group, or depths not one after the other");
     last_item = at;
   }
@@ -261,6 +293,9 @@ bool IsWrong(Variant tried) {
     p.part = 1 + below(p.pairs * p.column_tiles);
     p.group.size = 2 + below(7);
     p.group.rank = below(p.group.size);
+    p.beside_pairs = below(2) * (1 + below(4));
+    p.beside_columns = 1 + below(6);
+    p.pairs_before = below((p.group.size - 1) * p.pairs + 1);
     CutGroups(&p);
     CheckNumbers(p);
     CheckPlaces(p);
@@ -275,7 +310,7 @@ int main() {
   if (IsWrong(Variant::kSound)) return 1;
   for (const Variant broken :
        {Variant::kDealt, Variant::kOtherStep, Variant::kTileByTile, Variant::kPairByPair,
-        Variant::kShardByShard, Variant::kStepByStep}) {
+        Variant::kShardByShard, Variant::kStepByStep, Variant::kBesideLast, Variant::kRowsFirst}) {
     if (!IsWrong(broken)) {
       std::printf("not found: broken variant %d\n", static_cast<int>(broken));
       return 1;

@@ -61,8 +61,16 @@ struct MatrixOfCall {
   int end;              // of its depth, among those of all that are summed
 };
 
+// A derivative by a matrix: what it is a product with, and itself.
+struct DerivativeOfCall {
+  CUtensorMap b, product;
+  int first_tile;  // of its columns, among those of all derivatives
+};
+
 struct Parameters {
   MatrixOfCall of[kMaxMatrices];
+  DerivativeOfCall derivative[kMaxMatrices];
+  CUtensorMap beside;  // what is transposed
   DeviceGroup group;
   char* ring[kMaxRanks];  // each rank's, as this rank addresses it
   size_t data_offset;     // in a ring
@@ -76,8 +84,9 @@ struct Parameters {
   int depth;                         // items of a row tile, of all contracted dimensions
   int tiles_of_array, tiles, pairs;  // of rows, of a shard
   int column_tiles;
-  int group_pairs, fewer_pairs, fewer_sent_pairs;
+  int group_pairs, fewer_pairs, fewer_sent_pairs, fewer_pairs_after;
   int part;
+  int derivatives, beside_tiles, beside_pairs, beside_columns, pairs_before;
   // Whether products go to peers directly, and how many clocks a warpgroup takes for 16 bytes of a
   // thread then.
   bool direct;
@@ -126,6 +135,15 @@ JIN_FN int MatrixOf(const Parameters& p, int column) {
   int matrix = 0;
   while (matrix + 1 < p.products && column >= p.of[matrix + 1].first_tile) ++matrix;
   return matrix;
+}
+
+// The derivative that a column tile belongs to.
+JIN_FN int DerivativeOf(const Parameters& p, int column) {
+  int derivative = 0;
+  while (derivative + 1 < p.derivatives && column >= p.derivative[derivative + 1].first_tile) {
+    ++derivative;
+  }
+  return derivative;
 }
 
 // Where 16 bytes of a row lie in half an item.
@@ -283,8 +301,35 @@ JIN_FN void AwaitTile(const Block<kColumns>& b, int tile, int column) {
   __syncwarp();
 }
 
+// Waits until the items of a column tile of row tile `tile`, counted over all shards, have arrived.
+// A warp, of which each lane looks at one, of several row tiles. Returns up to which tile they
+// have.
+template <int kColumns>
+JIN_FN int AwaitColumns(const Block<kColumns>& b, int tile, int column) {
+  DeviceThread thread = b.Thread();
+  constexpr int kItems = Layout<kColumns>::kItems;
+  constexpr int kTiles = 32 / kItems;
+  const Parameters& p = b.p;
+  const int lane = threadIdx.x & 31;
+  const int looked_at = tile + lane / kItems;
+  const int step = looked_at / p.tiles;
+  const int depth = column * kItems + lane % kItems;
+  const int place = PlaceOfItem(p, step, looked_at - step * p.tiles, depth);
+  const bool awaits = lane / kItems < kTiles && step < p.group.size && depth < p.depth;
+  for (;;) {
+    const uint32_t missing = ~__ballot_sync(~0u, !awaits || b.Here(place));
+    const int arrived = missing == 0 ? kTiles : (__ffs(missing) - 1) / kItems;
+    if (arrived > 0) {
+      __syncwarp();
+      ProxyFence();
+      return tile + arrived;
+    }
+    thread.Wait(0, RankAfter(p, tile / p.tiles));
+  }
+}
+
 // Feeds the stages. One warp.
-template <bool kRowsOfB, int kColumns>
+template <bool kRowsOfB, bool kBeside, int kColumns>
 JIN_FN void Feed(const Block<kColumns>& b) {
   using Place = Layout<kColumns>;
   const Parameters& p = b.p;
@@ -306,6 +351,58 @@ JIN_FN void Feed(const Block<kColumns>& b) {
     __syncwarp();
     const Unit unit = UnitOf(p, units.number());
     const int tile = kClusterSize * unit.pair + side;
+    if (kBeside && unit.beside) {
+      // Rows of all shards, by halves of a row tile: 128 columns of what is transposed, of each
+      // block its own, and those of the column tile, for both. Without a division: a stage's turn
+      // comes too soon for it.
+      const bool real = tile < p.beside_tiles;  // the last pair may have one tile only
+      const DerivativeOfCall& of = p.derivative[DerivativeOf(p, unit.column)];
+      const int first_item = (unit.column - of.first_tile) * Place::kItems;
+      int arrived = 0;  // of all shards' row tiles
+      for (int step = 0; step < p.group.size; ++step) {
+        const bool arrives = !p.sums && step > 0;
+        const int rank = p.sums ? step : RankAfter(p, step);
+        const char* item = Data(p, p.group.rank, PlaceOfItem(p, step, 0, first_item));
+        RowTile rows = {0, 0};
+        for (int at = 0; at < p.tiles; ++at) {
+          if (arrives && step * p.tiles + at >= arrived) {
+            arrived = AwaitColumns(b, step * p.tiles + at, unit.column);
+          }
+          for (int half = 0; half < 2; ++half) {
+            if (Elected()) {
+              const int row = rows.row + half * kHalfRows;
+              const int array = rows.array * p.group.size + rank;
+              const uint32_t full = b.Full(stage), a = b.A(stage);
+              BarrierWait(b.Empty(stage), parity);
+              BarrierExpect(full, real ? Place::kStage : Place::kB);
+              if (real) {
+                Load(a, p.beside, tile * kTileRows, row, array, full);
+                Load(a + kHalf, p.beside, tile * kTileRows + 64, row, array, full);
+              }
+              const uint32_t to = b.B(stage) + side * (kHalf / 2);
+              JIN_UNROLL
+              for (int i = 0; i < Place::kItems; ++i) {
+                if (arrives) {
+                  // Columns that there are not are multiplied with some that there are, in vain.
+                  LoadToBoth(to + i * kHalf,
+                             item + Smaller(i, p.depth - 1 - first_item) * int64_t{kItem} +
+                                 half * kHalf + side * (kHalf / 2),
+                             kHalf / 2, full);
+                } else {
+                  LoadToBoth(to + i * kHalf, of.b, (first_item + i) * 64,
+                             row + side * (kHalfRows / 2), p.sums ? array : rows.array, full);
+                }
+              }
+            }
+            advance();
+          }
+          item += p.depth * int64_t{kItem};
+          rows.row += kTileRows;
+          if (rows.row == p.tiles_of_array * kTileRows) rows = {rows.array + 1, 0};
+        }
+      }
+      continue;
+    }
     const bool real = tile < p.tiles;  // the last pair may have one tile only
     const RowTile rows = RowTileOf(p, tile);
     const int owner = Owner(p, unit.step);
@@ -660,7 +757,7 @@ class Sum {
 
 // Multiplies: a warpgroup. It takes turns with the other one at the cluster's units, and what it
 // has multiplied it stores while the other one multiplies; or it has half of each unit's rows.
-template <class Type, bool kRowsOfB, int kColumns>
+template <class Type, bool kRowsOfB, bool kBeside, int kColumns>
 JIN_FN void Multiply(const Block<kColumns>& b, uint32_t operations) {
   using Place = Layout<kColumns>;
   constexpr int kHalves = Place::kHalves;
@@ -681,7 +778,10 @@ JIN_FN void Multiply(const Block<kColumns>& b, uint32_t operations) {
   uint32_t stored = 0;  // units, of those that are sent
   uint32_t lent = 0;    // rings, by the step at which this rank sends there
   UnitsOfCluster<Block<kColumns>> units(b);
-  for (int turn = 0; units.Next(); turn ^= 1, fed += p.depth) {
+  const auto depth = [&] {
+    return kBeside && IsBeside(p, units.number()) ? StagesBeside(p) : p.depth;
+  };
+  for (int turn = 0; units.Next(); turn ^= 1, fed += depth()) {
     if (Place::kTurns && turn != group) continue;
     const Unit unit = UnitOf(p, units.number());  // in time: it takes a while
     float d[kHalves][kColumns / 2];
@@ -695,29 +795,37 @@ JIN_FN void Multiply(const Block<kColumns>& b, uint32_t operations) {
     if (Place::kTurns && fed > 0) group == 0 ? NamedSync<3, 256>() : NamedSync<4, 256>();
     int stage = fed % Place::kStages, multiplied = 0;
     uint32_t parity = fed / Place::kStages & 1;
-    for (int k = 0; k < p.depth; ++k) {
-      BarrierWait(b.Full(stage), parity);
-      const uint32_t a = first_a + stage * DescriptorOffset(Place::kStage);
-      const uint32_t w = first_w + stage * DescriptorOffset(Place::kStage);
-      MatmulFence();
-      JIN_UNROLL
-      for (int i = 0; i < kTileDepth / 16; ++i) {
+    const auto multiply = [&]<bool kByColumns, bool kByRows>(int stages) {
+      for (int k = 0; k < stages; ++k) {
+        BarrierWait(b.Full(stage), parity);
+        const uint32_t a = first_a + stage * DescriptorOffset(Place::kStage);
+        const uint32_t w = first_w + stage * DescriptorOffset(Place::kStage);
+        MatmulFence();
         JIN_UNROLL
-        for (int half = 0; half < kHalves; ++half) {
-          Matmul16<std::is_same_v<Type, BF16>, kRowsOfB>(
-              d[half], a + half * DescriptorOffset(kHalf) + 2 * i, w + (kRowsOfB ? 128 : 2) * i);
+        for (int i = 0; i < kTileDepth / 16; ++i) {
+          JIN_UNROLL
+          for (int half = 0; half < kHalves; ++half) {
+            Matmul16<std::is_same_v<Type, BF16>, kByColumns, kByRows>(
+                d[half], a + half * DescriptorOffset(kHalf) + (kByColumns ? 128 : 2) * i,
+                w + (kByRows ? 128 : 2) * i);
+          }
+        }
+        MatmulCommit();
+        if (k > 0) {
+          MatmulWait<1>();
+          release(multiplied);
+        }
+        multiplied = stage;
+        if (++stage == Place::kStages) {
+          stage = 0;
+          parity ^= 1;
         }
       }
-      MatmulCommit();
-      if (k > 0) {
-        MatmulWait<1>();
-        release(multiplied);
-      }
-      multiplied = stage;
-      if (++stage == Place::kStages) {
-        stage = 0;
-        parity ^= 1;
-      }
+    };
+    if (kBeside && unit.beside) {
+      multiply.template operator()<true, true>(StagesBeside(p));
+    } else {
+      multiply.template operator()<false, kRowsOfB>(p.depth);
     }
     if (Place::kTurns && UnitsOfCluster<Block<kColumns>>(units).Next()) {
       group == 0 ? NamedArrive<4, 256>() : NamedArrive<3, 256>();
@@ -728,7 +836,7 @@ JIN_FN void Multiply(const Block<kColumns>& b, uint32_t operations) {
     release(multiplied);
 
     const int tile = kClusterSize * unit.pair + RankInCluster();
-    const bool real = tile < p.tiles;  // the last pair may have one tile only
+    const bool real = tile < (kBeside && unit.beside ? p.beside_tiles : p.tiles);
     // Half items of the warpgroup: of its first item one or two halves, then of the next one.
     uint32_t words[kHalfItems][kWords];
     JIN_UNROLL
@@ -770,10 +878,21 @@ JIN_FN void Multiply(const Block<kColumns>& b, uint32_t operations) {
       continue;
     }
     if (!real) continue;
-    const RowTile rows = RowTileOf(p, tile);
-    const int matrix = MatrixOf(p, unit.column);
-    const int array = p.sums ? rows.array : rows.array * p.group.size + Owner(p, unit.step);
-    const int column = (unit.column - p.of[matrix].first_tile) * kColumns;
+    const CUtensorMap* product;
+    RowTile rows;
+    int column;
+    if (kBeside && unit.beside) {
+      const DerivativeOfCall& of = p.derivative[DerivativeOf(p, unit.column)];
+      product = &of.product;
+      rows = {0, tile * kTileRows};
+      column = (unit.column - of.first_tile) * kColumns;
+    } else {
+      const MatrixOfCall& of = p.of[MatrixOf(p, unit.column)];
+      product = &of.product;
+      rows = RowTileOf(p, tile);
+      if (!p.sums) rows.array = rows.array * p.group.size + Owner(p, unit.step);
+      column = (unit.column - of.first_tile) * kColumns;
+    }
     // Where in half an item the thread's row is of the four 8 x 8 matrices that a warp stores at
     // once: 16 rows of 16 columns.
     const uint32_t offset = Offset(thread / 32 * 16 + lane % 16, lane / 16);
@@ -790,13 +909,13 @@ JIN_FN void Multiply(const Block<kColumns>& b, uint32_t operations) {
       SharedProxyFence();
       sync();
       if (thread == 0) {
-        Store(p.of[matrix].product, column + i / kHalves * 64,
-              rows.row + (first_half + i % kHalves) * kHalfRows, array, buffer);
+        Store(*product, column + i / kHalves * 64,
+              rows.row + (first_half + i % kHalves) * kHalfRows, rows.array, buffer);
         StoreCommit();
       }
     };
     static_assert(kHalfItems % Place::kBuffers == 0);
-    if (!p.sums) {
+    if (!p.sums || (kBeside && unit.beside)) {
       JIN_UNROLL
       for (int i = 0; i < kHalfItems; ++i) store(i);
       continue;
@@ -813,7 +932,7 @@ JIN_FN void Multiply(const Block<kColumns>& b, uint32_t operations) {
   if (thread == 0) StoreWait<0>();
 }
 
-template <class Type, bool kRowsOfB, int kColumns>
+template <class Type, bool kRowsOfB, bool kBeside, int kColumns>
 __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads, 1)
     jax_intranode_fused_matmul(const __grid_constant__ Parameters p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -855,7 +974,7 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
                      static_cast<uint64_t>(b.operation) << 32 | (operations + 1));
       }
       __syncwarp();
-      Feed<kRowsOfB>(b);
+      Feed<kRowsOfB, kBeside>(b);
     } else if (warp <= kSenders) {
       if (p.sums) {
         p.direct ? TellTiles(b, operations, warp - 1) : SendTiles(b, operations, warp - 1);
@@ -867,7 +986,7 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
     }
   } else {
     TakeRegisters<Place::kRegistersOfMultipliers>();
-    Multiply<Type, kRowsOfB>(b, operations);
+    Multiply<Type, kRowsOfB, kBeside>(b, operations);
   }
   __syncwarp();
   ClusterSync();  // nobody leaves while another block may still copy into its memory
@@ -889,38 +1008,43 @@ struct Kernel {
   size_t shared_bytes;
 };
 
-template <class Type, bool kRowsOfB>
+template <class Type, bool kRowsOfB, bool kBeside>
 Kernel KernelOf(int columns) {
   const auto of = [](auto* function, size_t bytes) {
     return Kernel{reinterpret_cast<const void*>(function), bytes};
   };
   if (columns == 128) {
-    return of(&jax_intranode_fused_matmul<Type, kRowsOfB, 128>, Layout<128>::kBytes);
+    return of(&jax_intranode_fused_matmul<Type, kRowsOfB, kBeside, 128>, Layout<128>::kBytes);
   }
   if (columns == 192) {
-    return of(&jax_intranode_fused_matmul<Type, kRowsOfB, 192>, Layout<192>::kBytes);
+    return of(&jax_intranode_fused_matmul<Type, kRowsOfB, kBeside, 192>, Layout<192>::kBytes);
   }
-  return of(&jax_intranode_fused_matmul<Type, kRowsOfB, 256>, Layout<256>::kBytes);
+  return of(&jax_intranode_fused_matmul<Type, kRowsOfB, kBeside, 256>, Layout<256>::kBytes);
 }
 
-Kernel KernelFor(ElementType type, bool transposed, int columns) {
-  if (type == ElementType::kBF16) {
-    return transposed ? KernelOf<BF16, false>(columns) : KernelOf<BF16, true>(columns);
-  }
-  return transposed ? KernelOf<F16, false>(columns) : KernelOf<F16, true>(columns);
+// With derivatives beside it of matrices only that are [n, k], as those of derivatives are.
+template <class Type>
+Kernel KernelFor(bool transposed, bool beside, int columns) {
+  if (beside) return KernelOf<Type, false, true>(columns);
+  return transposed ? KernelOf<Type, false, false>(columns) : KernelOf<Type, true, false>(columns);
+}
+Kernel KernelFor(ElementType type, bool transposed, bool beside, int columns) {
+  return type == ElementType::kBF16 ? KernelFor<BF16>(transposed, beside, columns)
+                                    : KernelFor<F16>(transposed, beside, columns);
 }
 
 void Check(cudaError_t status) { ThrowIfError(status, "launching a collective matmul"); }
 
 // An array of 16-bit items, its fastest dimension first, of which boxes are loaded or stored.
+// `pitch` items lie between the rows that the first dimension is.
 CUtensorMap Map(ElementType type, const void* at, std::vector<uint64_t> dims,
-                std::vector<uint32_t> box) {
+                std::vector<uint32_t> box, uint64_t pitch) {
   static const auto encode =
       reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(DriverFunction("cuTensorMapEncodeTiled"));
   const cuuint32_t rank = static_cast<cuuint32_t>(dims.size());
   std::vector<cuuint64_t> strides;  // of all but the fastest
-  cuuint64_t stride = 2;
-  for (size_t d = 0; d + 1 < dims.size(); ++d) strides.push_back(stride *= dims[d]);
+  strides.push_back(kMatmulItemBytes * pitch);
+  for (size_t d = 1; d + 1 < dims.size(); ++d) strides.push_back(strides.back() * dims[d]);
   const std::vector<cuuint32_t> steps(rank, 1);
   CUtensorMap map;
   const CUresult result = encode(
@@ -954,11 +1078,16 @@ int ColumnTiles(const MatmulCall& call, const MatmulPlan& plan) {
   return tiles;
 }
 
+// Of a sum, the columns of all rounds but the last one.
+int64_t ColumnsOfRound(const MatmulCall& call, const MatmulPlan& plan) {
+  return int64_t{DivideUp(ColumnTiles(call, plan), plan.rounds)} * plan.tile_columns;
+}
+
 // Items for which a ring has places: those of whole tiles.
 size_t SentItems(Algorithm algorithm, const MatmulCall& call, int size, const MatmulPlan& plan) {
-  const int of_row_tile = algorithm == Algorithm::kAllGatherMatmul
-                              ? Depth(call)
-                              : ColumnTiles(call, plan) * (plan.tile_columns / kTileDepth);
+  const int64_t of_row_tile = algorithm == Algorithm::kAllGatherMatmul
+                                  ? Depth(call)
+                                  : ColumnsOfRound(call, plan) / kTileDepth;
   return static_cast<size_t>(size - 1) * RowTiles(call) * of_row_tile;
 }
 
@@ -998,6 +1127,83 @@ int BlocksOf(const Kernel& kernel) {
   return blocks;
 }
 
+// Of a product and its matrix, or of all that an operation has, so many columns from `first` on.
+void LaunchRound(const MatmulMember& member, Algorithm algorithm, const MatmulPlan& plan,
+                 const MatmulCall& call, int64_t first, int64_t columns, cudaStream_t stream) {
+  const DeviceGroup& group = member.group;
+  const bool sums = algorithm == Algorithm::kMatmulReduceScatter;
+  Parameters p = {};
+  p.group = group;
+  std::copy(std::begin(member.ring), std::end(member.ring), p.ring);
+  p.data_offset = RingDataOffset(member.ring_bytes);
+  p.scratch = static_cast<char*>(call.scratch);
+  p.products = static_cast<int>(call.products.size());
+  p.derivatives = static_cast<int>(call.derivatives.size());
+  p.sums = sums;
+  p.rows_of_x = static_cast<const char*>(call.x());
+  p.gathered = static_cast<char*>(call.gathered);
+  p.rows = static_cast<int>(call.rows);
+  p.row_bytes = static_cast<int>(call.k() * kMatmulItemBytes);
+  p.depth = Depth(call);
+  p.tiles_of_array = DivideUp(call.rows, kTileRows);
+  p.tiles = RowTiles(call);
+  p.pairs = DivideUp(p.tiles, kClusterSize);
+
+  const uint64_t rows = call.rows, outer = call.outer;
+  const auto after = [](auto* array, int64_t items) {
+    return const_cast<char*>(static_cast<const char*>(array)) + items * kMatmulItemBytes;
+  };
+  const auto columns_of = [&](size_t product) -> uint64_t {
+    return product == 0 ? columns : call.ns[product];
+  };
+  int depth = 0;
+  for (size_t i = 0; i < call.ws.size(); ++i) {
+    const size_t x = sums ? i : 0, product = sums ? 0 : i;
+    const uint64_t k = call.ks[x], all = call.ns[product], n = columns_of(product);
+    const int64_t before = product == 0 ? first : 0;
+    MatrixOfCall& of = p.of[i];
+    of.x = Map(call.type, call.xs[x], {k, rows, outer * (sums ? group.size : 1)},
+               {kTileDepth, kHalfRows, 1}, k);
+    of.w = call.transposed
+               ? Map(call.type, after(call.ws[i], before * k), {k, n},
+                     {kTileDepth, static_cast<uint32_t>(plan.tile_columns / 2)}, k)
+               : Map(call.type, after(call.ws[i], before), {n, k}, {64, kTileDepth / 2}, all);
+    of.product = Map(call.type, after(call.products[product], before),
+                     {n, rows, outer * (sums ? 1 : group.size)}, {64, kHalfRows, 1}, all);
+    of.first_tile = p.column_tiles;
+    if (product == i) p.column_tiles += DivideUp(n, plan.tile_columns);
+    depth = sums ? depth + DivideUp(k, kTileDepth) : p.depth;
+    of.end = depth;
+  }
+  if (p.derivatives > 0) {
+    const uint64_t n = columns_of(0);
+    p.beside = Map(call.type, after(call.beside, first), {n, rows, outer * group.size},
+                   {64, kHalfRows, 1}, call.ns[0]);
+    p.beside_tiles = DivideUp(n, kTileRows);
+    p.beside_pairs = DivideUp(p.beside_tiles, kClusterSize);
+    p.pairs_before = std::min(plan.pairs_before, (group.size - 1) * p.pairs);
+    for (int i = 0; i < p.derivatives; ++i) {
+      const uint64_t k = call.ks[i];
+      DerivativeOfCall& of = p.derivative[i];
+      of.b = Map(call.type, call.xs[i], {k, rows, outer * (sums ? group.size : 1)},
+                 {64, kHalfRows / 2, 1}, k);
+      of.product =
+          Map(call.type, after(call.derivatives[i], first * k), {k, n, 1}, {64, kHalfRows, 1}, k);
+      of.first_tile = p.beside_columns;
+      p.beside_columns += DivideUp(k, plan.tile_columns);
+    }
+  }
+  p.group_pairs = plan.group_pairs;
+  CutGroups(&p);
+  p.part = DivideUp(int64_t{p.pairs} * p.column_tiles, plan.parts);
+  p.direct = plan.direct;
+  p.pace = plan.direct && plan.tile_columns < 256 ? kPaceOfItem * p.depth : 0;
+  const Kernel kernel = KernelFor(call.type, call.transposed, p.derivatives > 0, plan.tile_columns);
+  void* arguments[] = {&p};
+  Check(cudaLaunchKernel(kernel.function, dim3(BlocksOf(kernel)), dim3(kThreads), arguments,
+                         kernel.shared_bytes, stream));
+}
+
 }  // namespace
 
 size_t FusedScratchBytes(Algorithm algorithm, const MatmulCall& call, int size,
@@ -1008,57 +1214,17 @@ size_t FusedScratchBytes(Algorithm algorithm, const MatmulCall& call, int size,
 
 void LaunchFused(const MatmulMember& member, Algorithm algorithm, const MatmulPlan& plan,
                  const MatmulCall& call, cudaStream_t stream) {
-  const DeviceGroup& group = member.group;
-  const bool sums = algorithm == Algorithm::kMatmulReduceScatter;
-  Parameters p = {};
-  p.group = group;
-  std::copy(std::begin(member.ring), std::end(member.ring), p.ring);
-  p.data_offset = RingDataOffset(member.ring_bytes);
-  const size_t needed = SentItems(algorithm, call, group.size, plan) * kItem;
+  const size_t needed = SentItems(algorithm, call, member.group.size, plan) * kItem;
   if (needed > member.data_bytes()) {
     throw std::runtime_error("jax_intranode: a collective matmul takes " + std::to_string(needed) +
                              " bytes of a ring of " + std::to_string(member.data_bytes()) +
                              "; JAX_INTRANODE_RING_MIB sets its size");
   }
-  p.scratch = static_cast<char*>(call.scratch);
-  p.products = static_cast<int>(call.products.size());
-  p.sums = sums;
-  p.rows_of_x = static_cast<const char*>(call.x());
-  p.gathered = static_cast<char*>(call.gathered);
-  p.rows = static_cast<int>(call.rows);
-  p.row_bytes = static_cast<int>(call.k() * kMatmulItemBytes);
-  p.depth = Depth(call);
-  p.tiles_of_array = DivideUp(call.rows, kTileRows);
-  p.tiles = RowTiles(call);
-  p.pairs = DivideUp(p.tiles, kClusterSize);
-  p.column_tiles = ColumnTiles(call, plan);
-  p.group_pairs = plan.group_pairs;
-  CutGroups(&p);
-  p.part = DivideUp(int64_t{p.pairs} * p.column_tiles, plan.parts);
-  p.direct = plan.direct;
-  p.pace = plan.direct && plan.tile_columns < 256 ? kPaceOfItem * p.depth : 0;
-  const uint64_t rows = call.rows, outer = call.outer;
-  int first_tile = 0, depth = 0;
-  for (size_t i = 0; i < call.ws.size(); ++i) {
-    const size_t x = sums ? i : 0, product = sums ? 0 : i;
-    const uint64_t k = call.ks[x], n = call.ns[product];
-    MatrixOfCall& of = p.of[i];
-    of.x = Map(call.type, call.xs[x], {k, rows, outer * (sums ? group.size : 1)},
-               {kTileDepth, kHalfRows, 1});
-    of.w = call.transposed ? Map(call.type, call.ws[i], {k, n},
-                                 {kTileDepth, static_cast<uint32_t>(plan.tile_columns / 2)})
-                           : Map(call.type, call.ws[i], {n, k}, {64, kTileDepth / 2});
-    of.product = Map(call.type, call.products[product], {n, rows, outer * (sums ? 1 : group.size)},
-                     {64, kHalfRows, 1});
-    of.first_tile = first_tile;
-    first_tile += DivideUp(n, plan.tile_columns);
-    depth = sums ? depth + DivideUp(k, kTileDepth) : p.depth;
-    of.end = depth;
+  const bool sums = algorithm == Algorithm::kMatmulReduceScatter;
+  const int64_t n = call.ns[0], of_round = sums ? ColumnsOfRound(call, plan) : n;
+  for (int64_t first = 0; first < n; first += of_round) {
+    LaunchRound(member, algorithm, plan, call, first, std::min(of_round, n - first), stream);
   }
-  const Kernel kernel = KernelFor(call.type, call.transposed, plan.tile_columns);
-  void* arguments[] = {&p};
-  Check(cudaLaunchKernel(kernel.function, dim3(BlocksOf(kernel)), dim3(kThreads), arguments,
-                         kernel.shared_bytes, stream));
 }
 
 void LoadFusedKernels() {
@@ -1068,7 +1234,11 @@ void LoadFusedKernels() {
   if (generation != 9) return;
   for (const ElementType type : {ElementType::kBF16, ElementType::kF16}) {
     for (const bool transposed : {false, true}) {
-      for (const int columns : {128, 192, 256}) BlocksOf(KernelFor(type, transposed, columns));
+      for (const bool beside : {false, true}) {
+        for (const int columns : {128, 192, 256}) {
+          BlocksOf(KernelFor(type, transposed, beside, columns));
+        }
+      }
     }
   }
 }

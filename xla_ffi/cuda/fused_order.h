@@ -5,8 +5,10 @@
 // row tiles an array has (`tiles_of_array`), and how many row tiles (`tiles`) and pairs of them
 // (`pairs`) there are; how many `column_tiles`; how many pairs are multiplied with all columns
 // before the next ones (`group_pairs`), and how many where these don't come out even
-// (`fewer_pairs`, and of those that an all-gather sends `fewer_sent_pairs`); items of a row tile,
-// of all contracted dimensions (`depth`); for a sum, how many of a shard's units are a `part`.
+// (`fewer_pairs`); items of a row tile, of all contracted dimensions (`depth`); for a sum, how many
+// of a shard's units are a `part`; of the matmuls beside it (see IsBeside) how many `beside_pairs`
+// of row tiles and `beside_columns`, of tiles, there are, and how many pairs that arrive come
+// before them in an all-gather (`pairs_before`).
 #pragma once
 
 #include "../kernels/memory.h"
@@ -39,8 +41,12 @@ struct PairGroup {
 // Sets what P knows of groups that have fewer. On the host.
 template <class P>
 void CutGroups(P* p) {
-  p->fewer_pairs = (p->sums ? 1 : p->group.size) * p->pairs % p->group_pairs;
-  p->fewer_sent_pairs = (p->group.size - 1) * p->pairs % p->group_pairs;
+  const int others = (p->group.size - 1) * p->pairs;
+  // Without matmuls beside it, all that arrives comes before them.
+  if (p->beside_pairs == 0) p->pairs_before = others;
+  p->fewer_pairs = (p->sums ? p->pairs : p->pairs + p->pairs_before) % p->group_pairs;
+  p->fewer_sent_pairs = p->pairs_before % p->group_pairs;
+  p->fewer_pairs_after = (others - p->pairs_before) % p->group_pairs;
 }
 // The group of a number, of which each pair has `each`; the first group has `fewer` pairs, or there
 // is none such. The number is counted from the group's first one then.
@@ -69,12 +75,40 @@ JIN_FN ShardPair ArrivingPair(const P& p, int number) {
 
 // Units: see below. Those whose products go to peers come first.
 template <class P>
-JIN_FN int Units(const P& p) {
-  return p.group.size * p.pairs * p.column_tiles;
+JIN_FN int UnitsOfShard(const P& p) {
+  return p.pairs * p.column_tiles;
 }
 template <class P>
 JIN_FN int UnitsSent(const P& p) {
-  return p.sums ? Units(p) - p.pairs * p.column_tiles : 0;
+  return p.sums ? (p.group.size - 1) * UnitsOfShard(p) : 0;
+}
+template <class P>
+JIN_FN int UnitsBeside(const P& p) {
+  return p.beside_pairs * p.beside_columns;
+}
+template <class P>
+JIN_FN int Units(const P& p) {
+  return p.group.size * UnitsOfShard(p) + UnitsBeside(p);
+}
+
+// Matmuls beside a collective one: derivatives by matrices, whose units fill the time in which the
+// links decide. Of a sum they come after all that is sent, before those that wait for peers. Of an
+// all-gather they contract all that is gathered along its rows, and need some columns of all. So of
+// the pairs that arrive only some are sent as without them, and multiplied before them; of the
+// others, which are multiplied after them, the first columns of all are sent before the next ones.
+template <class P>
+JIN_FN int UnitsBefore(const P& p) {
+  return p.sums ? UnitsSent(p) : (p.pairs + p.pairs_before) * p.column_tiles;
+}
+// Stages of one: what it multiplies at a time is half a row tile, of all shards.
+template <class P>
+JIN_FN int StagesBeside(const P& p) {
+  return 2 * p.tiles * p.group.size;
+}
+template <class P>
+JIN_FN bool IsBeside(const P& p, int number) {
+  const int units = number - UnitsBefore(p);
+  return units >= 0 && units < UnitsBeside(p);
 }
 
 // A pair of row tiles of a shard and the columns that a cluster multiplies them with: of a group
@@ -84,24 +118,42 @@ JIN_FN int UnitsSent(const P& p) {
 struct Unit {
   int step;  // which shard: see Owner
   int pair, column;
+  bool beside = false;  // then of no shard, and of the rows and columns of a derivative
 };
 template <class P>
 JIN_FN Unit UnitOf(const P& p, int number) {
+  if (IsBeside(p, number)) {
+    number -= UnitsBefore(p);
+    // Of a sum in groups, as others; of an all-gather columns in the order in which they arrive.
+    const int pairs = p.sums ? p.group_pairs : p.beside_pairs;
+    const PairGroup group = GroupOf(p.beside_pairs % pairs, pairs, p.beside_columns, &number);
+    const int column = number / group.pairs;
+    return {0, group.first + number - column * group.pairs, column, true};
+  }
+  int first = 0, fewer = p.fewer_pairs;
+  if (number >= UnitsBefore(p)) {
+    number -= UnitsBeside(p);
+    if (!p.sums) {
+      number -= UnitsBefore(p);
+      first = p.pairs + p.pairs_before;
+      fewer = p.fewer_pairs_after;
+    }
+  }
   int step = 0;
   if (p.sums && number >= UnitsSent(p)) {
     number -= UnitsSent(p);
     step = p.group.size - 1;
   } else if (p.sums) {
     const int steps = p.group.size - 1;
-    const int first = number / (p.part * steps) * p.part;
-    const int units = Smaller(p.part, p.pairs * p.column_tiles - first);
-    number -= first * steps;
+    const int before = number / (p.part * steps) * p.part;
+    const int units = Smaller(p.part, UnitsOfShard(p) - before);
+    number -= before * steps;
     step = number / units;
-    number += first - step * units;
+    number += before - step * units;
   }
-  const PairGroup group = GroupOf(p.fewer_pairs, p.group_pairs, p.column_tiles, &number);
+  const PairGroup group = GroupOf(fewer, p.group_pairs, p.column_tiles, &number);
   const int column = number / group.pairs;
-  const int pair = group.first + number - column * group.pairs;
+  const int pair = first + group.first + number - column * group.pairs;
   if (p.sums || pair < p.pairs) return {step, pair, column};
   const ShardPair arriving = ArrivingPair(p, pair - p.pairs);
   return {arriving.step, arriving.pair, column};
@@ -119,8 +171,14 @@ JIN_FN int Items(const P& p) {
 }
 template <class P>
 JIN_FN Item ItemOf(const P& p, int number) {
-  const PairGroup group =
-      GroupOf(p.fewer_sent_pairs, p.group_pairs, kClusterSize * p.depth, &number);
+  const int of_pair = kClusterSize * p.depth;
+  PairGroup group;
+  if (number < p.pairs_before * of_pair) {
+    group = GroupOf(p.fewer_sent_pairs, p.group_pairs, of_pair, &number);
+  } else {  // one group
+    number -= p.pairs_before * of_pair;
+    group = {p.pairs_before, (p.group.size - 1) * p.pairs - p.pairs_before};
+  }
   const int tiles = kClusterSize * group.pairs;
   const int depth = number / tiles;
   const int tile = kClusterSize * group.first + number - depth * tiles;

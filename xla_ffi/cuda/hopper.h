@@ -122,6 +122,21 @@ JIN_FN void LoadToBoth(uint32_t to, const CUtensorMap& map, int x, int y, uint32
       : "memory");
 }
 
+JIN_FN void LoadToBoth(uint32_t to, const CUtensorMap& map, int x, int y, int z, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::"
+      "cluster [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(static_cast<uint16_t>(3))
+      : "memory");
+}
+JIN_FN void LoadToBoth(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "h"(static_cast<uint16_t>(3))
+      : "memory");
+}
+
 JIN_FN void Store(const CUtensorMap& map, int x, int y, int z, uint32_t from) {
   asm volatile(
       "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(&map),
@@ -200,8 +215,8 @@ JIN_FN void MatmulDone(float (&d)[kRegisters]) {
 }
 
 // d += a b: a of 64 x 16, b of 16 x (2 * kRegisters), d's rows over the warps of a warpgroup.
-// `kRowsOfB`: b lies by its rows, of which each is one k.
-template <bool kBf16, bool kRowsOfB, int kRegisters>
+// `kColumnsOfA`, `kRowsOfB`: it lies by these, of which each is one k.
+template <bool kBf16, bool kColumnsOfA, bool kRowsOfB, int kRegisters>
 JIN_FN void Matmul16(float (&d)[kRegisters], uint32_t a, uint32_t b);
 
 // Whole descriptors a and b of their lower halves. The upper half: 128 bytes of swizzle, 1024 from
@@ -231,37 +246,42 @@ JIN_FN void Matmul16(float (&d)[kRegisters], uint32_t a, uint32_t b);
   "%110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, " \
   "%124, %125, %126, %127 "
 
-#define JIN_MATMUL16(bf16, type, rows_of_b)                                                        \
+#define JIN_MATMUL16(bf16, type, columns_of_a, rows_of_b)                                          \
   template <>                                                                                      \
-  JIN_FN void Matmul16<bf16, rows_of_b, 64>(float (&d)[64], uint32_t a, uint32_t b) {              \
+  JIN_FN void Matmul16<bf16, columns_of_a, rows_of_b, 64>(float (&d)[64], uint32_t a,              \
+                                                          uint32_t b) {                            \
     asm volatile(JIN_DESCRIPTORS("%64", "%65") "wgmma.mma_async.sync.aligned.m64n128k16.f32." type \
                                                "." type " {" JIN_NAMES_0                           \
-                                               "}, a, b, 1, 1, 1, 0, %66;}"                        \
+                                               "}, a, b, 1, 1, 1, %66, %67;}"                      \
                  : JIN_D64(0)                                                                      \
-                 : "r"(a), "r"(b), "n"(rows_of_b));                                                \
+                 : "r"(a), "r"(b), "n"(columns_of_a), "n"(rows_of_b));                             \
   }                                                                                                \
   template <>                                                                                      \
-  JIN_FN void Matmul16<bf16, rows_of_b, 96>(float (&d)[96], uint32_t a, uint32_t b) {              \
+  JIN_FN void Matmul16<bf16, columns_of_a, rows_of_b, 96>(float (&d)[96], uint32_t a,              \
+                                                          uint32_t b) {                            \
     asm volatile(JIN_DESCRIPTORS("%96", "%97") "wgmma.mma_async.sync.aligned.m64n192k16.f32." type \
                                                "." type " {" JIN_NAMES_0 ", " JIN_NAMES_64         \
-                                               "}, a, b, 1, 1, 1, 0, %98;}"                        \
+                                               "}, a, b, 1, 1, 1, %98, %99;}"                      \
                  : JIN_D64(0), JIN_D32(64)                                                         \
-                 : "r"(a), "r"(b), "n"(rows_of_b));                                                \
+                 : "r"(a), "r"(b), "n"(columns_of_a), "n"(rows_of_b));                             \
   }                                                                                                \
   template <>                                                                                      \
-  JIN_FN void Matmul16<bf16, rows_of_b, 128>(float (&d)[128], uint32_t a, uint32_t b) {            \
+  JIN_FN void Matmul16<bf16, columns_of_a, rows_of_b, 128>(float (&d)[128], uint32_t a,            \
+                                                           uint32_t b) {                           \
     asm volatile(                                                                                  \
         JIN_DESCRIPTORS("%128", "%129") "wgmma.mma_async.sync.aligned.m64n256k16.f32." type        \
                                         "." type " {" JIN_NAMES_0 ", " JIN_NAMES_64                \
-                                        ", " JIN_NAMES_96 "}, a, b, 1, 1, 1, 0, %130;}"            \
+                                        ", " JIN_NAMES_96 "}, a, b, 1, 1, 1, %130, %131;}"         \
         : JIN_D64(0), JIN_D64(64)                                                                  \
-        : "r"(a), "r"(b), "n"(rows_of_b));                                                         \
+        : "r"(a), "r"(b), "n"(columns_of_a), "n"(rows_of_b));                                      \
   }
 
-JIN_MATMUL16(true, "bf16", true)
-JIN_MATMUL16(true, "bf16", false)
-JIN_MATMUL16(false, "f16", true)
-JIN_MATMUL16(false, "f16", false)
+JIN_MATMUL16(true, "bf16", false, true)
+JIN_MATMUL16(true, "bf16", false, false)
+JIN_MATMUL16(true, "bf16", true, true)
+JIN_MATMUL16(false, "f16", false, true)
+JIN_MATMUL16(false, "f16", false, false)
+JIN_MATMUL16(false, "f16", true, true)
 
 #undef JIN_MATMUL16
 #undef JIN_DESCRIPTORS

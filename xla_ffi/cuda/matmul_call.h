@@ -37,6 +37,11 @@ struct MatmulCall {
   std::vector<int64_t> ns;
   std::vector<void*> products;  // of each w, [outer, ranks * rows, n]; or the sum, [outer, rows, n]
   void* gathered = nullptr;     // [outer, ranks * rows, k], or none
+  // Derivatives by matrices, which one kernel multiplies beside it, or none: [n, k] each, of all
+  // rows of an operand [outer, ranks * rows, n], transposed, and of what is gathered, or of the first
+  // xs of a sum.
+  const void* beside = nullptr;
+  std::vector<void*> derivatives;
   void* scratch;
 
   // Of one operand.
@@ -52,9 +57,12 @@ struct MatmulPlan {
   // Of one kernel (fused_matmul.h): columns of its tiles, 0 for a pipeline, and pairs of row tiles
   // that are multiplied with all columns before the next ones; of a sum, into how many parts a
   // shard is cut, of which all shards' first ones are sent before the next ones, and whether
-  // products go to peers directly, not by way of scratch.
+  // products go to peers directly, not by way of scratch, and one after another in how many rounds,
+  // of some columns each; of an all-gather with a derivative beside it, how many pairs that arrive
+  // are multiplied before it.
   int tile_columns, group_pairs, parts;
   bool direct;
+  int rounds, pairs_before;
 
   bool fused() const { return tile_columns > 0; }
 };

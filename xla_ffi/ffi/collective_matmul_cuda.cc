@@ -1,5 +1,6 @@
 #include "collective_matmul_cuda.h"
 
+#include <algorithm>
 #include <exception>
 #include <memory>
 #include <utility>
@@ -20,6 +21,7 @@ struct MatmulDeviceSite {
   int64_t axis;
   bool transposed;
   bool gathered;
+  int besides;  // derivatives by matrices
   MatmulPlan plan;
   std::vector<std::unique_ptr<MatmulSite>> sites;  // by CUDA device ordinal
 };
@@ -32,8 +34,9 @@ ffi::Error Invalid(const MatmulDeviceSite& site, const std::string& what) {
 
 ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(
     ffi::Span<const int64_t> device_ids, int64_t group_size, int32_t algorithm, int64_t axis,
-    int32_t transposed, int32_t gathered, int32_t first_cuts, int32_t last_cuts,
-    int32_t tile_columns, int32_t group_pairs, int32_t parts, int32_t direct) {
+    int32_t transposed, int32_t gathered, int32_t besides, int32_t first_cuts, int32_t last_cuts,
+    int32_t tile_columns, int32_t group_pairs, int32_t parts, int32_t direct, int32_t rounds,
+    int32_t pairs_before) {
   const Partition partition{{device_ids.begin(), device_ids.end()}, group_size};
   auto site = std::make_unique<MatmulDeviceSite>();
   site->communicator = Registry<DeviceCommunicator>::Get().Find(partition);
@@ -45,17 +48,22 @@ ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(
   site->axis = axis;
   site->transposed = transposed != 0;
   site->gathered = gathered != 0;
-  site->plan = {first_cuts, last_cuts, tile_columns, group_pairs, parts, direct != 0};
+  site->besides = besides;
+  site->plan = {first_cuts, last_cuts,   tile_columns, group_pairs,
+                parts,      direct != 0, rounds,       pairs_before};
   const bool gathers = site->algorithm == Algorithm::kAllGatherMatmul;
   if ((!gathers && site->algorithm != Algorithm::kMatmulReduceScatter) || first_cuts < 1 ||
       first_cuts > kMaxCuts || last_cuts < 1 || last_cuts > kMaxCuts ||
-      (tile_columns != 0 && (!FusedTakes(tile_columns) || group_pairs < 1 || parts < 1)) ||
-      (site->gathered && !gathers)) {
+      (tile_columns != 0 && (!FusedTakes(tile_columns) || group_pairs < 1 || parts < 1 ||
+                             rounds < 1 || pairs_before < 0)) ||
+      (site->gathered && !gathers) || besides < 0 ||
+      (besides > 0 && (tile_columns == 0 || site->gathered || !site->transposed))) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(
         "jax_intranode: a collective matmul of algorithm " + std::to_string(algorithm) + " in " +
         std::to_string(first_cuts) + " and " + std::to_string(last_cuts) +
         " pieces, or in tiles of " + std::to_string(tile_columns) + " columns, " +
-        std::to_string(group_pairs) + " pairs, " + std::to_string(parts) + " parts."));
+        std::to_string(group_pairs) + " pairs, " + std::to_string(parts) + " parts, " +
+        std::to_string(rounds) + " rounds, with " + std::to_string(besides) + " derivatives."));
   }
   if (site->communicator->matmul_members.empty()) {
     return ffi::Unexpected(ffi::Error(
@@ -75,12 +83,16 @@ ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(
 ffi::Error CollectCall(const MatmulDeviceSite& site, int size, ffi::RemainingArgs args,
                        ffi::RemainingRets rets, MatmulCall* call) {
   const bool gathers = site.algorithm == Algorithm::kAllGatherMatmul;
-  // x and matrices, or as many xs as matrices; of a sum of several there is one kernel only.
-  const size_t xs = gathers ? 1 : args.size() / 2;
-  const size_t ws = args.size() < xs ? 0 : args.size() - xs;
+  // x and matrices, or as many xs as matrices, of which a kernel only takes several; and what
+  // derivatives are products with.
+  const size_t besides = site.besides,
+               factors = args.size() - std::min(args.size(), besides > 0 ? size_t{1} : 0);
+  const size_t xs = gathers ? 1 : factors / 2;
+  const size_t ws = factors < xs ? 0 : factors - xs;
   const size_t products = gathers ? ws : 1;
   if (ws < 1 || (!gathers && (ws != xs || (ws > 1 && !site.plan.fused()))) ||
-      (site.plan.fused() && ws > kMaxMatrices) || rets.size() != products + site.gathered + 1) {
+      (site.plan.fused() && ws > kMaxMatrices) || besides > (gathers ? 1 : xs) ||
+      (besides > 0 && products > 1) || rets.size() != products + site.gathered + besides + 1) {
     return Invalid(site, std::to_string(args.size()) + " operands and " +
                              std::to_string(rets.size()) + " results.");
   }
@@ -159,6 +171,30 @@ ffi::Error CollectCall(const MatmulDeviceSite& site, int size, ffi::RemainingArg
     }
     call->gathered = gathered.untyped_data();
   }
+  if (besides > 0) {
+    const ffi::AnyBuffer& beside = in.back();
+    const int64_t all_rows = call->outer * call->rows * size;
+    call->beside = beside.untyped_data();
+    if (beside.element_type() != type || beside.dimensions().size() != dims.size() ||
+        static_cast<int64_t>(beside.dimensions().back()) != call->ns[0] ||
+        static_cast<int64_t>(beside.element_count()) != all_rows * call->ns[0]) {
+      return Invalid(site, "what derivatives are products with has " +
+                               std::to_string(beside.element_count()) + " elements for " +
+                               std::to_string(all_rows) + " rows of " +
+                               std::to_string(call->ns[0]) + ".");
+    }
+    for (size_t i = 0; i < besides; ++i) {
+      const ffi::AnyBuffer& derivative = out[products + i];
+      if (derivative.element_type() != type ||
+          static_cast<int64_t>(derivative.element_count()) != call->ns[0] * call->ks[i]) {
+        return Invalid(site, "derivative " + std::to_string(i) + " has " +
+                                 std::to_string(derivative.element_count()) + " elements; it is " +
+                                 std::to_string(call->ns[0]) + " x " + std::to_string(call->ks[i]) +
+                                 ".");
+      }
+      call->derivatives.push_back(derivative.untyped_data());
+    }
+  }
   const ffi::AnyBuffer& scratch = out.back();
   call->scratch = scratch.untyped_data();
   const size_t needed = ScratchBytes(site.algorithm, *call, size, site.plan);
@@ -219,12 +255,15 @@ XLA_FFI_Error* CudaCollectiveMatmulInstantiate(XLA_FFI_CallFrame* frame) {
                              .Attr<int64_t>("axis")
                              .Attr<int32_t>("transposed")
                              .Attr<int32_t>("gathered")
+                             .Attr<int32_t>("besides")
                              .Attr<int32_t>("first_cuts")
                              .Attr<int32_t>("last_cuts")
                              .Attr<int32_t>("tile_columns")
                              .Attr<int32_t>("group_pairs")
                              .Attr<int32_t>("parts")
-                             .Attr<int32_t>("direct"));
+                             .Attr<int32_t>("direct")
+                             .Attr<int32_t>("rounds")
+                             .Attr<int32_t>("pairs_before"));
   return (*handler)(frame);
 }
 

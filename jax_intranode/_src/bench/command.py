@@ -78,10 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--plan",
         type=_parse_plan,
-        metavar="N,N[,N,N[,N[,N]]]",
+        metavar="N,N[,N,N[,N...]]",
         help="cut a collective matmul so, whatever is faster: pieces of the first and of the last "
-        "rows, or 1,1 and columns of the tiles, pairs of them and parts of one kernel, and 1 if it "
-        "sends products directly",
+        "rows, or 1,1 and columns of the tiles, pairs of them and parts of one kernel, 1 if it "
+        "sends products directly, rounds, 1 if it computes derivatives by matrices too, and pairs "
+        "before them",
     )
     add(
         "-d",
@@ -198,10 +199,12 @@ def _parse_presets(text: str) -> list[str]:
 def _parse_plan(text: str) -> list[int]:
     """Splits the numbers of a plan at their commas."""
     numbers = [int(number) for number in text.split(",")]
-    if len(numbers) not in (2, 4, 5, 6) or min(numbers) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not two, four, five or six numbers")
-    if max(numbers[5:], default=0) > 1:
-        raise argparse.ArgumentTypeError(f"the last number of {text!r} is neither 0 nor 1")
+    if len(numbers) not in (2, *range(4, 10)) or min(numbers) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not two numbers, or four to nine")
+    if max(numbers[5:8:2], default=0) > 1:
+        raise argparse.ArgumentTypeError(
+            f"the sixth and the eighth number of {text!r} must be 0 or 1"
+        )
     return numbers
 
 

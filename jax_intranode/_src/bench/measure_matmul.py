@@ -43,7 +43,8 @@ def measure(
     """
     if settings.plan is not None:
         unforced = dataclasses.replace(settings, plan=None)
-        plan = overlap.Plan(*settings.plan[:5], direct=settings.plan[5:] == [1])
+        fields = zip(dataclasses.fields(overlap.Plan), settings.plan, strict=False)
+        plan = overlap.Plan(**{field.name: type(field.default)(n) for field, n in fields})
         with overlap.forced(plan):
             return measure(unforced, mesh, dtype_name, shape)
     matmul, backward = MATMULS[settings.name], settings.backward

@@ -15,6 +15,7 @@ from jax_intranode._src import compat
 from jax_intranode._src.ops import (
     all_gather,
     collective_matmul,
+    derivatives,
     matmul_reduce_scatter,
     overlapped,
 )
@@ -46,7 +47,7 @@ def _whole(shape: tuple[int, ...], axis: int, size: int) -> tuple[int, ...]:
     return (*shape[:axis], shape[axis] * size, *shape[axis + 1 :])
 
 
-def _request(
+def request(
     x: Any,
     *ws: Any,
     axes: tuple[str, ...],
@@ -57,6 +58,7 @@ def _request(
     precision: Any,
     transposed: bool,
 ) -> overlapped.Request | str:
+    """What may be overlapped, or why nothing can be."""
     del axes, size
     if not ws:
         return "no matmul"
@@ -83,7 +85,7 @@ primitive = collective_matmul.CollectiveMatmul(
         all_gather.primitive,
         {"axes": axes, "axis": axis, "tiled": True, "size": size},
     ),
-    _request,
+    request,
 )
 
 
@@ -192,7 +194,7 @@ def _reason_of_types(x: Any, ws: Sequence[Any], return_gathered: bool) -> str | 
 # Abstract evaluation.
 
 
-def _abstract_eval(
+def abstract_eval(
     x: Any,
     *ws: Any,
     axes: tuple[str, ...],
@@ -203,6 +205,7 @@ def _abstract_eval(
     precision: Any,
     transposed: bool,
 ) -> list[Any]:
+    """From types to types."""
     del axes, precision
     whole = x.update(shape=_whole(x.shape, axis, size), weak_type=False)
     shapes = [collective_matmul.dot_shape(whole, w, transposed) for w in ws]
@@ -224,6 +227,11 @@ def _jvp(
         results[-1] = checkpoint_name(results[-1], GATHERED)
     whole = results[-1]
     results = results[: len(ws) + gathered]
+    if by_w and type(dx) is not ad.Zero and not gathered:
+        moving = tuple(k for k, dw in enumerate(dws) if type(dw) is not ad.Zero)
+        return results, derivatives.tangent_of_all_gather_matmul.bind(
+            dx, *ws, whole, *(dws[k] for k in moving), pairs=len(ws), by_w=moving, **params
+        )
     moved: list[Any] = [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
     if type(dx) is not ad.Zero:
         moved = list(bind(dx, *ws, gathered=gathered, **params))
@@ -317,4 +325,4 @@ def _needed(used: list[bool], params: dict[str, Any]) -> tuple[list[bool], dict[
     return [True, *used[:-1]], params | {"gathered": used[-1]}
 
 
-primitive.define(_abstract_eval, _jvp, _transpose, _batch, _needed)
+primitive.define(abstract_eval, _jvp, _transpose, _batch, _needed)

@@ -12,6 +12,7 @@ from jax_intranode._src import compat
 from jax_intranode._src.ops import (
     all_gather_matmul,
     collective_matmul,
+    derivatives,
     overlapped,
     psum_scatter,
 )
@@ -168,7 +169,8 @@ def matmul_reduce_scatter(
 # Abstract evaluation.
 
 
-def _abstract_eval(*operands: Any, dimension: int, size: int, **params: Any) -> list[Any]:
+def abstract_eval(*operands: Any, dimension: int, size: int, **params: Any) -> list[Any]:
+    """From types to types."""
     whole = collective_matmul.sum_of_dots_aval(*operands, **params)
     return [whole.update(shape=_part(whole.shape, dimension, size))]
 
@@ -196,6 +198,27 @@ def _transpose(
     if dimension == ct.ndim - 1:
         linear = []  # what is gathered is contracted with ws
     rest = [None if k in linear else x for k, x in enumerate(xs)] + ws + others
+    by_rest = [i for i, v in enumerate(rest) if ad.is_undefined_primal(v)]
+    by_w = by_rest[0] - pairs if len(by_rest) == 1 else -1
+    if len(linear) == 1 and 0 <= by_w < pairs and by_w != linear[0]:
+        (by_x,) = linear
+        cotangents_of: list[Any] = [None] * len(operands)
+        found = derivatives.of_matmul_reduce_scatter.bind(
+            ct,
+            ws[by_x],
+            xs[by_w],
+            by_x=True,
+            by_w=True,
+            axes=axes,
+            axis=dimension,
+            size=size,
+            dtype=xs[by_x].aval.dtype,
+            dtype_by_w=ws[by_w].aval.dtype,
+            precision=precision,
+            transposed=not transposed,
+        )
+        cotangents_of[by_x], cotangents_of[pairs + by_w] = found
+        return cotangents_of
     gathered = any(ad.is_undefined_primal(v) for v in rest)
     results = all_gather_matmul.primitive.bind(
         ct,
@@ -208,7 +231,7 @@ def _transpose(
         precision=precision,
         transposed=not transposed,
     )
-    cotangents_of: list[Any] = [None] * len(operands)
+    cotangents_of = [None] * len(operands)
     if gathered:
         cotangents_of = collective_matmul.transpose_of_sum(
             results[-1], rest, pairs, precision, transposed
@@ -232,4 +255,4 @@ def _batch(
 
 # Registration.
 
-primitive.define(_abstract_eval, collective_matmul.jvp_of_sum, _transpose, _batch)
+primitive.define(abstract_eval, collective_matmul.jvp_of_sum, _transpose, _batch)

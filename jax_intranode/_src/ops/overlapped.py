@@ -29,7 +29,11 @@ class Request:
         precision: of the products.
         transposed: whether matrices are [N, K].
         gathered: whether the gathered x is a result.
-        operands: from the operands of the primitive to x and the matrices, or to those of a sum.
+        operands: from the operands of the primitive to x and the matrices, or to those of a sum,
+            and one more where there are `besides`.
+        besides: how many derivatives by matrices are results, too: [N, K] each, products of one
+            more operand, of N columns, with the gathered x, or with the first xs of a sum. Never
+            with `gathered`.
     """
 
     axis: int
@@ -42,6 +46,7 @@ class Request:
     transposed: bool
     gathered: bool = False
     operands: Callable[..., Sequence[Any]] = lambda *operands: operands
+    besides: int = 0
 
 
 def find(
@@ -89,6 +94,7 @@ def find(
             world_size=groups.group_size,
             hardware=table.hardware_of(device.platform, device.device_kind),
             ring_bytes=ring_bytes,
+            besides=request.besides,
         )
 
     # As in collective.chooser: what is not overlapped with any settings needs no meeting.
@@ -108,8 +114,9 @@ def find(
     return reason or Overlapped(operation, groups, request, chosen)
 
 
-# The call: x and matrices, or the operands of a sum of products, to products, the gathered x if
-# asked for, and scratch.
+# The call: x and matrices, or the operands of a sum of products, and the one beside them if there
+# are derivatives by matrices, to products, the gathered x or the derivatives by matrices if asked
+# for, and scratch.
 
 _call = Primitive("intranode_overlapped_matmul")
 _call.multiple_results = True
@@ -132,10 +139,11 @@ class Overlapped:
     plan: overlap.Plan
 
     def __call__(self, *operands: Any) -> list[Any]:
-        """Products, and the gathered x if asked for, from the operands of the primitive."""
+        """Products, and the gathered x or derivatives by matrices, from those of the primitive."""
         operands = tuple(self.request.operands(*operands))
         terms = len(self.request.ks)
         if terms > 1 and not self.plan.tile_columns:
+            assert not self.request.besides  # which kernels compute only
             # One product of what is joined along K: it is summed in float32 and rounded once.
             x = jnp.concatenate(operands[:terms], -1)
             operands = x, jnp.concatenate(operands[terms:], 1 if self.request.transposed else 0)
@@ -153,6 +161,8 @@ def _abstract_eval(x: Any, *others: Any, call: Overlapped) -> list[Any]:
     results = [x.update(shape=(*rows, n), weak_type=False) for n in columns]
     if call.request.gathered:
         results.append(x.update(shape=(*rows, x.shape[-1]), weak_type=False))
+    for k in call.request.ks[: call.request.besides]:
+        results.append(x.update(shape=(columns[0], k), weak_type=False))
     scratch = native.module("gpu").MATMUL_SCRATCH_BYTES
     if not gathers and call.plan.tile_columns:  # the products for peers
         request = call.request
@@ -175,12 +185,15 @@ def _lower(ctx: Any, *operands: Any, call: Overlapped) -> Any:
         axis=np.int64(call.request.axis),
         transposed=np.int32(call.request.transposed),
         gathered=np.int32(call.request.gathered),
+        besides=np.int32(call.request.besides),
         first_cuts=np.int32(call.plan.first_cuts),
         last_cuts=np.int32(call.plan.last_cuts),
         tile_columns=np.int32(call.plan.tile_columns),
         group_pairs=np.int32(call.plan.group_pairs),
         parts=np.int32(call.plan.parts),
         direct=np.int32(call.plan.direct),
+        rounds=np.int32(call.plan.rounds),
+        pairs_before=np.int32(call.plan.pairs_before),
     )
     return compat.called_once(results)
 

@@ -118,6 +118,10 @@ def test_sizes_include_both_ends() -> None:
             "all_gather_matmul --plan 1,1,192,8,1,0,3,2,5",
             "the sixth and the eighth number of '1,1,192,8,1,0,3,2,5' must be 0 or 1",
         ),
+        (
+            "all_gather_matmul --plan 1,1,192,8,1,0,0",
+            "the seventh number of '1,1,192,8,1,0,0' must not be 0",
+        ),
         ("all_gather_matmul --shapes 1,2,3;1,0,3", "'1,0,3' is not M,K,N"),
         ("all_gather_matmul --preset llama", "'llama' is none of reference, llama-8b"),
         ("ppermute", "invalid choice: 'ppermute'"),

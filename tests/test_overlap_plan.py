@@ -218,6 +218,9 @@ def test_sums_that_do_not_fit_the_ring_come_in_rounds() -> None:
         sizes = overlap.Sizes(SCATTER, 1, 32768 // world, (1024,), (16384,), world)
         assert sizes.fit(kernel, RING) and sizes.scratch_bytes(kernel) < RING
         assert plan(SCATTER, 32768, 4096, 16384, world=world) == Plan()
+    # A round has whole tiles: 11 would have room for as many bytes.
+    uneven = plan(SCATTER, 131072, 512, 29696)
+    assert isinstance(uneven, Plan) and uneven.rounds == 12
     # Not in short ones.
     assert not getattr(plan(SCATTER, 32768, 1024, 16384, ring=128 << 20), "tile_columns", 0)
     # Of columns that are not even, the first rounds have more tiles.
@@ -268,6 +271,7 @@ def test_derivatives_beside(
         (SCATTER, 32768, 1024, 16384, 4, "not one launch of a kernel"),
         (GATHER, 32768, 16384, 8192, 4, "not one launch of a kernel"),
         (GATHER, 512, 4096, 1024, 4, "bytes from peers"),
+        (SCATTER, 32768, 512, 16256, 2, "wider tiles do not fit"),
     ],
 )
 def test_derivatives_after_it(
@@ -408,7 +412,7 @@ def test_forced() -> None:
         assert plan(GATHER, 512, 64, 64, hardware="gpu") == Plan(5, 6)
         assert isinstance(plan(GATHER, 512, 63, 64), str)
     assert isinstance(plan(GATHER, 512, 64, 64), str)
-    for forced in (Plan(), Plan(tile_columns=256)):
+    for forced in (Plan(), Plan(tile_columns=256), Plan(beside=True)):
         with overlap.forced(forced):
             assert plan(GATHER, 512, 64, 64, besides=1) == "not forced"
     with overlap.forced(Plan(tile_columns=256, beside=True)):

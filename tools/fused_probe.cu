@@ -255,6 +255,10 @@ class Call {
         c.beside = beside;
         c.derivatives = {Allocate<uint16_t>(size_t{1} * s_.n * s_.k)};
       }
+      if (FusedRingBytes(algorithm(), c, s_.ranks, plan_) > gpus[d].member.data_bytes()) {
+        std::printf("rings of %zu bytes have no room for it\n", kRingBytes);
+        std::exit(2);
+      }
       scratch_bytes_ = FusedScratchBytes(algorithm(), c, s_.ranks, plan_) + 1;
       c.scratch = Allocate<char>(scratch_bytes_);
       Check(cudaDeviceSynchronize());
@@ -455,7 +459,8 @@ int main(int argc, char** argv) {
     std::sscanf(argv[i], "%d,%d,%d,%d,%d,%d,%d", &way.plan.tile_columns, &way.plan.group_pairs,
                 &way.plan.parts, &direct, &way.beside, &way.plan.rounds, &way.plan.pairs_before);
     way.plan.direct = direct != 0;
-    if (!FusedTakes(way.plan.tile_columns) || way.plan.group_pairs < 1 || way.plan.parts < 1) {
+    if (!FusedTakes(way.plan.tile_columns) || way.plan.group_pairs < 1 || way.plan.parts < 1 ||
+        way.plan.rounds < 1 || way.plan.pairs_before < 0) {
       std::printf("%s is not COLUMNS,PAIRS,PARTS[,DIRECT[,BESIDE[,ROUNDS[,PAIRS_BEFORE]]]]\n",
                   argv[i]);
       return 2;

@@ -61,7 +61,10 @@ class Plan:
             parts = f", {self.parts} parts" if self.parts > 1 else ""
             direct = ", products sent directly" if self.direct else ""
             rounds = f", {self.rounds} rounds" if self.rounds > 1 else ""
-            beside = ", derivatives by matrices beside it" if self.beside else ""
+            beside = ""
+            if self.beside:
+                after = f" after {self.pairs_before} pairs" if self.pairs_before else ""
+                beside = f", derivatives by matrices beside it{after}"
             tiles = f"tiles of {TILE_ROWS} x {self.tile_columns}"
             groups = f"in groups of {self.group_pairs} pairs"
             return f"one kernel, {tiles} {groups}{parts}{direct}{rounds}{beside}"
@@ -205,7 +208,7 @@ def plan(
         all_ks, all_ns = (", ".join(map(str, lengths)) for lengths in (ks, ns))
         return f"K {all_ks}, N {all_ns}; overlapped are multiples of 8"
     sizes = Sizes(operation, outer, rows, tuple(ks), tuple(ns), world_size)
-    if besides and _forced is not None and not _forced.beside:
+    if besides and _forced is not None and not (_forced.beside and _forced.tile_columns):
         return "not forced"
     if _forced is not None and _forced.tile_columns:
         if not sizes.fit(_forced, ring_bytes):
@@ -221,7 +224,7 @@ def plan(
     if hardware != HARDWARE:
         return f"not measured on {hardware} GPUs"
     chosen = _plan(sizes, ring_bytes)
-    return _beside(sizes, chosen, besides) if besides else chosen
+    return _beside(sizes, chosen, besides, ring_bytes) if besides else chosen
 
 
 @dataclass(frozen=True)
@@ -332,10 +335,13 @@ def _plan(sizes: Sizes, ring_bytes: int) -> Plan | str:
     kernel = _fused(sizes, _FUSED_MARGIN_OF_MANY if least_known else _FUSED_MARGIN)
     if isinstance(kernel, str):
         return kernel if isinstance(pipeline, str) else pipeline
-    sent = sizes.sent_bytes(kernel.tile_columns)
-    rounds = -(-sent // ring_room(ring_bytes))
-    if not sizes.gathers and sizes.waits > 1 and sent >= rounds * _LEAST_BYTES_OF_ROUND:
-        kernel = dataclasses.replace(kernel, rounds=rounds, parts=-(-kernel.parts // rounds))
+    if not sizes.gathers and sizes.waits > 1:
+        tiles = sizes.column_tiles(kernel.tile_columns)
+        tile_bytes = sizes.sent_bytes(kernel.tile_columns) // tiles
+        of_round = ring_room(ring_bytes) // tile_bytes
+        if min(tiles, of_round) * tile_bytes >= _LEAST_BYTES_OF_ROUND:
+            rounds = -(-tiles // of_round)
+            kernel = dataclasses.replace(kernel, rounds=rounds, parts=-(-kernel.parts // rounds))
     if not sizes.fit(kernel, ring_bytes):
         return pipeline
     # Of a sum of several products a kernel takes longer ones than were measured, if joining them
@@ -486,7 +492,7 @@ def _fused(sizes: Sizes, margin: float) -> Plan | str:
     return kernel.plan
 
 
-def _beside(sizes: Sizes, apart: Plan | str, besides: int) -> Plan | str:
+def _beside(sizes: Sizes, apart: Plan | str, besides: int, ring_bytes: int) -> Plan | str:
     """The kernel with derivatives by matrices, or why these are better computed after it."""
     if isinstance(apart, str):
         return apart
@@ -516,9 +522,10 @@ def _beside(sizes: Sizes, apart: Plan | str, besides: int) -> Plan | str:
             f"with derivatives by matrices one kernel would take {1e6 * beside_s:.0f} us, without "
             f"them and these after it {1e6 * apart_s:.0f} us"
         )
-    return dataclasses.replace(
+    plan = dataclasses.replace(
         kernel.plan, beside=True, pairs_before=before if sizes.gathers else 0
     )
+    return plan if sizes.fit(plan, ring_bytes) else "wider tiles do not fit the ring"
 
 
 def _too_few_bytes(sizes: Sizes, least: float) -> str:

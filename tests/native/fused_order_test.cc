@@ -182,6 +182,7 @@ void CheckNumbers(const Operation& p) {
            "two numbers for the same item");
   }
   Expect(static_cast<int>(seen.size()) == Units(p) + Items(p), "something has no number");
+  Expect(StagesBeside(p) == 2 * p.tiles * size, "not all rows are contracted, or more");
   if (p.sums) {
     // A part of the rank's own units has come from all peers before any of the next part comes.
     // What waits for no peer comes before what does.
@@ -204,6 +205,13 @@ void CheckNumbers(const Operation& p) {
       const int part = parts[{unit.pair, unit.column}];
       Expect(part >= last, "a part before the one before it has been sent");
       last = part;
+    }
+    std::pair<int, int> last_beside = {-p.beside_pairs, 0};
+    for (int number = UnitsSent(p); number < first; ++number) {
+      const Unit unit = UnitAt(p, number);
+      const std::pair at = {GroupAt(p, p.beside_pairs, unit.pair), unit.column};
+      Expect(at >= last_beside, "units beside not group after group, or not by their columns");
+      last_beside = at;
     }
     return;
   }

@@ -14,7 +14,7 @@
 //                           its own shard, then the others, in the order in which they are sent: of
 //                           a group of row tiles, which may be of several shards, the first columns
 //                           of all, then the next ones. So all of a group's tiles are under way
-//                           while it arrives.
+//                           while it arrives. (With derivatives beside it: see below.)
 //   matmul + reduce-scatter rank r multiplies the rows of rank r + 1 first, its own last, and sends
 //                           each tile of the product when it is done; or a part of the tiles for
 //                           each peer before the next part. A tile of its own rows waits for the
@@ -26,7 +26,16 @@
 //                           decides, a warpgroup stores them in the owner's ring itself (`direct`),
 //                           slowly, while the other one multiplies: less goes through the cache and
 //                           nothing to memory, which is time where operands wait for the cache,
-//                           power, and scratch; but it waits at once for a peer that is late.
+//                           power, and scratch; but it waits at once for a peer that is late. Sums
+//                           of which the ring has no room for all columns take several launches, of
+//                           some columns each.
+//
+// In a backward pass the derivative by x is such an operation, and those by matrices are products
+// of the same rows that a rank has to itself: x^T dy, of what was gathered in the forward pass or
+// is gathered now. Where the links decide, the kernel multiplies them, too ("beside"), while it
+// would wait: of a sum between what is sent and its own rows, of an all-gather when columns of what
+// all ranks send have arrived. An item has 64 columns in 128 bytes of a row, in two halves of 64
+// rows: as the matrix instructions want it also where rows are contracted.
 //
 // Why nothing is written before what lay in its place has been read
 //   A rank lends its ring to each peer when its kernel begins, so when all that used the ring
@@ -56,16 +65,17 @@
 //   before it waits for the first two (and soon after it has the list). Where what is sent to one
 //   peer lies between what others get, these wait for a peer that is late, too, until it begins,
 //   for which it needs none of them. What multiplies waits for a peer's ring, where it stores
-//   there, and for its turn. And it waits for flags: in an all-gather for what all ranks send
-//   without waiting for a product; in a reduce-scatter for tiles of which each cluster computes all
-//   that are left before it waits for any. So no wait depends on itself. (A warpgroup that waits
-//   for peers had its turn after all those tiles, whoever multiplied them.) Nor does it depend on
-//   blocks that do not run yet: what peers wait for is not dealt out, but drawn, a list of units or
-//   an item at a time, by the blocks that run. They finish it, however many they are. Were it dealt
-//   out, a collective of another stream could hold multiprocessors of one rank, where blocks of
-//   this kernel wait for them, while this kernel holds all of another rank, where the collective
-//   waits for them: neither would end. Ranks that call one operation wait for those that have not
-//   come to it, until the deadline.
+//   there, and for its turn. And it waits for flags: in an all-gather, be it for a product or for a
+//   derivative, for what all ranks send without waiting for a product, whatever comes in between;
+//   in a reduce-scatter (where derivatives wait for nothing) for tiles of which each cluster
+//   computes all that are left before it waits for any. So no wait depends on itself. (A warpgroup
+//   that waits for peers had its turn after all those tiles, whoever multiplied them.) Nor does it
+//   depend on blocks that do not run yet: what peers wait for is not dealt out, but drawn, a list
+//   of units or an item at a time, by the blocks that run. They finish it, however many they are.
+//   Were it dealt out, a collective of another stream could hold multiprocessors of one rank, where
+//   blocks of this kernel wait for them, while this kernel holds all of another rank, where the
+//   collective waits for them: neither would end. Ranks that call one operation wait for those that
+//   have not come to it, until the deadline.
 //
 // The grid, the sizes and the order of tiles may differ from call to call. Replayed, captured or
 // launched, the kernel does the same: all that changes from call to call lies in device memory.
@@ -95,7 +105,13 @@ constexpr bool FusedTakes(int tile_columns) {
 size_t FusedScratchBytes(Algorithm algorithm, const MatmulCall& call, int size,
                          const MatmulPlan& plan);
 
-// Enqueues an operation: one launch, which may be captured. Throws what CUDA refuses.
+// What a call takes of a ring, or each of its rounds.
+size_t FusedRingBytes(Algorithm algorithm, const MatmulCall& call, int size,
+                      const MatmulPlan& plan);
+
+// Enqueues an operation, which may be captured: a launch for each round, which is an operation of
+// its own, with numbers of its own. The next one begins when it has ended: they share scratch and
+// ring. Throws what CUDA refuses.
 void LaunchFused(const MatmulMember& member, Algorithm algorithm, const MatmulPlan& plan,
                  const MatmulCall& call, cudaStream_t stream);
 

@@ -5,10 +5,12 @@
 // row tiles an array has (`tiles_of_array`), and how many row tiles (`tiles`) and pairs of them
 // (`pairs`) there are; how many `column_tiles`; how many pairs are multiplied with all columns
 // before the next ones (`group_pairs`), and how many where these don't come out even
-// (`fewer_pairs`); items of a row tile, of all contracted dimensions (`depth`); for a sum, how many
-// of a shard's units are a `part`; of the matmuls beside it (see IsBeside) how many `beside_pairs`
-// of row tiles and `beside_columns`, of tiles, there are, and how many pairs that arrive come
-// before them in an all-gather (`pairs_before`).
+// (`fewer_pairs`; in an all-gather `fewer_sent_pairs` of those that are sent, and
+// `fewer_pairs_after` of those after matmuls beside it); items of a row tile, of all contracted
+// dimensions (`depth`); for a sum, how many of a shard's units are a `part`; of the matmuls beside
+// it (see IsBeside) how many `beside_pairs` of row tiles and `beside_columns`, of tiles, there are,
+// and how many pairs that arrive come before them in an all-gather (`pairs_before`; without them
+// all).
 #pragma once
 
 #include "../kernels/memory.h"
@@ -38,11 +40,10 @@ JIN_FN RowTile RowTileOf(const P& p, int tile) {
 struct PairGroup {
   int first, pairs;
 };
-// Sets what P knows of groups that have fewer. On the host.
+// Sets what P knows of groups that have fewer, and how many pairs come before nothing. On the host.
 template <class P>
 void CutGroups(P* p) {
   const int others = (p->group.size - 1) * p->pairs;
-  // Without matmuls beside it, all that arrives comes before them.
   if (p->beside_pairs == 0) p->pairs_before = others;
   p->fewer_pairs = (p->sums ? p->pairs : p->pairs + p->pairs_before) % p->group_pairs;
   p->fewer_sent_pairs = p->pairs_before % p->group_pairs;

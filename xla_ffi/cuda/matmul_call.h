@@ -38,8 +38,8 @@ struct MatmulCall {
   std::vector<void*> products;  // of each w, [outer, ranks * rows, n]; or the sum, [outer, rows, n]
   void* gathered = nullptr;     // [outer, ranks * rows, k], or none
   // Derivatives by matrices, which one kernel multiplies beside it, or none: [n, k] each, of all
-  // rows of an operand [outer, ranks * rows, n], transposed, and of what is gathered, or of the first
-  // xs of a sum.
+  // rows of an operand [outer, ranks * rows, n], transposed, and of what is gathered, or of the
+  // first xs of a sum.
   const void* beside = nullptr;
   std::vector<void*> derivatives;
   void* scratch;

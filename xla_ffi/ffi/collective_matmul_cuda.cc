@@ -80,8 +80,9 @@ ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(
 }
 
 // Fills in a call. Refuses what must not reach a kernel; lowering has checked all of it before.
-ffi::Error CollectCall(const MatmulDeviceSite& site, int size, ffi::RemainingArgs args,
-                       ffi::RemainingRets rets, MatmulCall* call) {
+ffi::Error CollectCall(const MatmulDeviceSite& site, const MatmulMember& member,
+                       ffi::RemainingArgs args, ffi::RemainingRets rets, MatmulCall* call) {
+  const int size = member.group.size;
   const bool gathers = site.algorithm == Algorithm::kAllGatherMatmul;
   // x and matrices, or as many xs as matrices, of which a kernel only takes several; and what
   // derivatives are products with.
@@ -195,6 +196,14 @@ ffi::Error CollectCall(const MatmulDeviceSite& site, int size, ffi::RemainingArg
       call->derivatives.push_back(derivative.untyped_data());
     }
   }
+  if (site.plan.fused()) {
+    const size_t needed = FusedRingBytes(site.algorithm, *call, size, site.plan);
+    if (needed > member.data_bytes()) {
+      return Invalid(site, "takes " + std::to_string(needed) + " bytes of a ring of " +
+                               std::to_string(member.data_bytes()) +
+                               "; JAX_INTRANODE_RING_MIB sets its size.");
+    }
+  }
   const ffi::AnyBuffer& scratch = out.back();
   call->scratch = scratch.untyped_data();
   const size_t needed = ScratchBytes(site.algorithm, *call, size, site.plan);
@@ -211,7 +220,8 @@ ffi::Error WithCall(MatmulDeviceSite* site, int32_t device, ffi::RemainingArgs a
   const DeviceCommunicator& communicator = *site->communicator;
   if (ffi::Error error = CheckUsable(communicator, device); error.failure()) return error;
   MatmulCall call;
-  ffi::Error error = CollectCall(*site, communicator.members[device]->size, args, rets, &call);
+  ffi::Error error =
+      CollectCall(*site, *communicator.matmul_members[device], args, rets, &call);  // all have one
   if (error.failure()) return error;
   try {
     act(*site->sites[device], call);  // all members have one

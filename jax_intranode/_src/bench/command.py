@@ -205,6 +205,8 @@ def _parse_plan(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(
             f"the sixth and the eighth number of {text!r} must be 0 or 1"
         )
+    if min(numbers[6:7], default=1) < 1:
+        raise argparse.ArgumentTypeError(f"the seventh number of {text!r} must not be 0")
     return numbers
 
 

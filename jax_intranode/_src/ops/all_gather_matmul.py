@@ -113,8 +113,9 @@ def all_gather_matmul(
     Derivatives are those of the expression above, in forward and reverse mode and of any order. The
     tangent is ``all_gather_matmul(dx, w) + gathered @ dw``. In reverse mode the derivative by x is
     one ``matmul_reduce_scatter`` of the sum over the list; the derivatives by w are local matmuls
-    with the gathered x. That is kept from the forward pass; under ``jax.checkpoint`` it is gathered
-    again, unless the policy saves what has the name "jax_intranode.gathered"::
+    with the gathered x, in the same kernel where that is faster. That is kept from the forward
+    pass; under ``jax.checkpoint`` it is gathered again, unless the policy saves what has the name
+    "jax_intranode.gathered"::
 
         jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names(
             "jax_intranode.gathered"))

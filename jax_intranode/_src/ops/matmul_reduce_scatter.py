@@ -105,8 +105,9 @@ def matmul_reduce_scatter(
 
     Derivatives are those of the expression above, in forward and reverse mode and of any order. The
     tangent is one sum of ``dx @ w + x @ dw``. In reverse mode one gathering of the cotangent (an
-    ``all_gather_matmul``) serves the derivatives by x and by w; x and w are kept from the forward
-    pass. Under ``vmap`` over w, and over both, it is a matmul of batches and a ``psum_scatter``.
+    ``all_gather_matmul``) serves the derivatives by x and by w, in one kernel where that is faster;
+    x and w are kept from the forward pass. Under ``vmap`` over w, and over both, it is a matmul of
+    batches and a ``psum_scatter``.
 
     The algorithm after PyTorch's ``fused_matmul_reduce_scatter`` and xformers'
     ``fused_linear_and_reducescatter`` (the derivatives).

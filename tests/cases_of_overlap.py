@@ -117,7 +117,7 @@ def check_in_poisoned_rings(
     mesh: Mesh, program: Any, arrays: Sequence[Any], expected: Sequence[Any], times: int
 ) -> None:
     """The results of a program are exact, each time that rings were full of NaN before."""
-    dtype = arrays[0].dtype
+    dtype = jax.tree.leaves(arrays)[0].dtype
     for _ in range(times):
         settle(mesh)
         poison(mesh)

@@ -138,14 +138,15 @@ _GATHERED_FROM_MANY = {192: 1.04}
 # multiplied while their products are stored. How long a stage takes then.
 _DIRECT_WAVES = {0.5: 10, 0.7: 64}
 _DIRECT_STAGES = 0.975
-# Where bytes take longer than the matmul, sums that do not fit the ring are faster by a kernel in
-# rounds than by a pipeline, if they are so long; shorter ones were not tried.
-_LEAST_BYTES_OF_ROUND = 200e6
+# If bytes take more than `_ROUNDS_WAITS` of the matmul's time, sums that do not fit the ring are
+# faster by a kernel in rounds than by a pipeline, if rounds are so long; others were not tried.
+_ROUNDS_WAITS, _LEAST_BYTES_OF_ROUND = 0.8, 200e6
 # What the collective and the matmul one after the other take, beside their bytes and flops.
 _APART_S = 25e-6
 # Derivatives by matrices beside a kernel are faster by tiles of so many columns, if at all, which
 # are less evenly spread than those of a matmul alone: by how much it has to be faster. Of an
-# all-gather so much of what arrives is multiplied before them.
+# all-gather among more than two ranks so much of what arrives is multiplied before them; of two, a
+# rank's own rows are enough to begin with.
 _BESIDE_COLUMNS = 256
 _BESIDE_MARGIN = 1.1
 _BESIDE_BEFORE = 1 / 3
@@ -335,7 +336,7 @@ def _plan(sizes: Sizes, ring_bytes: int) -> Plan | str:
     kernel = _fused(sizes, _FUSED_MARGIN_OF_MANY if least_known else _FUSED_MARGIN)
     if isinstance(kernel, str):
         return kernel if isinstance(pipeline, str) else pipeline
-    if not sizes.gathers and sizes.waits > 1:
+    if not sizes.gathers and sizes.waits > _ROUNDS_WAITS:
         tiles = sizes.column_tiles(kernel.tile_columns)
         tile_bytes = sizes.sent_bytes(kernel.tile_columns) // tiles
         of_round = ring_room(ring_bytes) // tile_bytes
@@ -505,7 +506,7 @@ def _beside(sizes: Sizes, apart: Plan | str, besides: int, ring_bytes: int) -> P
     unit_s = half_tiles * _STAGE_S[kernel.columns] + _TILE_S["all_gather_matmul"][kernel.columns]
     beside_s = kernel.matmul_s + -(-units // _CLUSTERS) * unit_s
     peers = sizes.world_size - 1
-    before = int(peers * kernel.pairs * _BESIDE_BEFORE)
+    before = int(peers * kernel.pairs * _BESIDE_BEFORE) if peers > 1 else 0
     if sizes.gathers:
         # The rest of what arrives comes last, in waves of its own.
         last = (peers * kernel.pairs - before) * sizes.column_tiles(kernel.columns)

@@ -148,6 +148,7 @@ def usage_counter() -> int:
 
     An operation counts once for each device that took part. Those that XLA replayed from a CUDA
     graph count too: the figure comes from the devices. What lowered to ``jax.lax`` does not count.
+    A collective matmul that is done in rounds (``explain`` says so) counts once for each of them.
     Never falls, also not after ``shutdown``.
 
     Raises:

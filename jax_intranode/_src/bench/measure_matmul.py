@@ -43,8 +43,10 @@ def measure(
     """
     if settings.plan is not None:
         unforced = dataclasses.replace(settings, plan=None)
-        fields = zip(dataclasses.fields(overlap.Plan), settings.plan, strict=False)
-        plan = overlap.Plan(**{field.name: type(field.default)(n) for field, n in fields})
+        names = [field.name for field in dataclasses.fields(overlap.Plan)]
+        values: dict[str, Any] = dict(zip(names, settings.plan, strict=False))
+        values |= {name: values[name] == 1 for name in ("direct", "beside") if name in values}
+        plan = overlap.Plan(**values)
         with overlap.forced(plan):
             return measure(unforced, mesh, dtype_name, shape)
     matmul, backward = MATMULS[settings.name], settings.backward

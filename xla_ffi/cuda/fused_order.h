@@ -40,8 +40,8 @@ JIN_FN RowTile RowTileOf(const P& p, int tile) {
 struct PairGroup {
   int first, pairs;
 };
-// Sets what P knows of groups that have fewer. Without matmuls beside it all pairs come before them.
-// On the host.
+// Sets what P knows of groups that have fewer. Without matmuls beside it all pairs come before
+// them. On the host.
 template <class P>
 void CutGroups(P* p) {
   const int others = (p->group.size - 1) * p->pairs;

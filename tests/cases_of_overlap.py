@@ -75,11 +75,12 @@ def overlapped(f: Any, args: Sequence[Any], plan: str = "parts", **options: Any)
 
 
 def both_derivatives(f: Any, args: Sequence[Any], plan: str, calls: int) -> Any:
-    """A compiled program; on GPUs so many of its calls compute derivatives by matrices, too."""
+    """A compiled program. On GPUs so many calls compute derivatives by matrices, too, if forced."""
     if on_gpus():
         with overlap.forced(PLANS[plan]):
             found = [call.reason for call in jax_intranode.explain(f)(*args)]
-        assert sum("derivatives by matrices" in reason for reason in found) == calls, found
+        beside = sum("derivatives by matrices" in reason for reason in found)
+        assert beside == (calls if PLANS[plan].beside else 0), found
     return overlapped(f, args, plan)
 
 
@@ -393,12 +394,9 @@ def overlapped_gradients(check_vma: bool, how: str, plan: str) -> None:
 
     short = [put(mesh, s, v.astype(jnp.bfloat16)) for s, v in zip(specs, values, strict=True)]
     wide = [put(mesh, s, v) for s, v in zip(specs, values, strict=True)]
-    mine = gradient(jax_intranode)
-    if PLANS[plan].beside:  # of the gathers and of the sums of both blocks, or of the scan's
-        program = both_derivatives(mine, short, plan, 2 if how == "scan" else 4)
-    else:
-        program = overlapped(mine, short, plan)
-    ours = program(*short)
+    # Of the gather and of the sum, of both blocks or of the scan's.
+    calls = 2 if how == "scan" else 4
+    ours = both_derivatives(gradient(jax_intranode), short, plan, calls)(*short)
     lax_short = jax.jit(gradient(LAX_MATMULS))(*short)
     exact = jax.jit(gradient(LAX_MATMULS))(*wide)
 
@@ -444,7 +442,7 @@ def overlapped_both_derivatives(rows: int, plan: str) -> None:
 
         arrays = [put(mesh, P("x"), v.astype(dtype)) for v in (x, y, ct, *cts, *ws)]
         f = sharded(f, mesh, P("x"), P("x"))
-        program = both_derivatives(f, arrays, plan, 3 if PLANS[plan].beside else 0)
+        program = both_derivatives(f, arrays, plan, 3)
         whole, whole_ct = np.concatenate(list(x), axis), np.concatenate(list(ct), axis)
         by_rank = sum(np.einsum("r...n,rkn->r...k", c, w) for c, w in zip(cts, ws, strict=True))
         by_x = np.stack(np.split(by_rank.sum(0), n, axis))
@@ -471,6 +469,11 @@ def small_derivatives(lib: Any, x: Any, w: Any) -> Any:
 @case(plan=("beside", *BESIDE))
 def overlapped_derivatives_with_delays(plan: str) -> None:
     """Each rank in turn is late; every derivative feeds the next ones."""
+    check_with_delays(small_derivatives, lambda f, args: both_derivatives(f, args, plan, 2))
+
+
+def check_with_delays(step: Any, compiled: Any) -> None:
+    """A chain of steps from x and w to x and w is as by lax, though each rank in turn is late."""
     mesh = line()
     n = mesh.size
     x, w = zeros_and_ones(5, n, 130, 64), zeros_and_ones(6, n, 64, 64)
@@ -479,18 +482,18 @@ def overlapped_derivatives_with_delays(plan: str) -> None:
         def f(x: Any, w: Any) -> Any:
             rank = lax.axis_index("x")
 
-            def step(carry: Any, k: Any) -> Any:
+            def late_step(carry: Any, k: Any) -> Any:
                 x, w = carry
-                results = small_derivatives(lib, x + late(rank, k, n).astype(x.dtype), w)
+                results = step(lib, x + late(rank, k, n).astype(x.dtype), w)
                 return results, results
 
-            return [v[None] for v in lax.scan(step, (x[0], w[0]), jnp.arange(4 * n))[1]]
+            return [v[None] for v in lax.scan(late_step, (x[0], w[0]), jnp.arange(4 * n))[1]]
 
         return sharded(f, mesh, P("x"), P("x"))
 
     arrays = [put(mesh, P("x"), v.astype(jnp.bfloat16)) for v in (x, w)]
-    theirs = jax.jit(program(LAX_MATMULS))(*arrays)
-    mine = both_derivatives(program(jax_intranode), arrays, plan, 2)
+    theirs = jax.jit(program(_with_psum(LAX_MATMULS, lax)))(*arrays)
+    mine = compiled(program(jax_intranode), arrays)
     for _ in range(3):
         check_like(mine(*arrays), theirs, 0)
 
@@ -504,30 +507,13 @@ def late(rank: Any, step: Any, n: int) -> Any:
 @case(plan=ALL)
 def overlapped_chain_with_delays(plan: str) -> None:
     """Each rank in turn is late; every call feeds the next one; NCCL and psum in between."""
-    mesh = line()
-    n = mesh.size
-    x, w = zeros_and_ones(5, n, 130, 64), zeros_and_ones(6, n, 64, 64)
 
-    def program(lib: Any) -> Any:
-        def f(x: Any, w: Any) -> Any:
-            rank = lax.axis_index("x")
+    def step(lib: Any, x: Any, w: Any) -> Any:
+        h = lib.all_gather_matmul(x, w, "x")
+        h = h + lib.psum(x[:1], "x") + lax.psum(x[-1:], "x")
+        return lib.matmul_reduce_scatter(h % 3, w, "x") % 5, w
 
-            def step(carry: Any, k: Any) -> Any:
-                carry = carry + late(rank, k, n).astype(carry.dtype)
-                h = lib.all_gather_matmul(carry, w[0], "x")
-                h = h + lib.psum(carry[:1], "x") + lax.psum(carry[-1:], "x")
-                y = lib.matmul_reduce_scatter(h % 3, w[0], "x") % 5
-                return y, y
-
-            return lax.scan(step, x[0], jnp.arange(4 * n))[1][None]
-
-        return sharded(f, mesh, P("x"), P("x"))
-
-    arrays = [put(mesh, P("x"), v.astype(jnp.bfloat16)) for v in (x, w)]
-    theirs = jax.jit(program(_with_psum(LAX_MATMULS, lax)))(*arrays)
-    mine = overlapped(program(jax_intranode), arrays, plan)
-    for _ in range(3):
-        check_like(mine(*arrays), theirs, 0)
+    check_with_delays(step, lambda f, args: overlapped(f, args, plan))
 
 
 def _with_psum(matmuls: Any, lib: Any) -> Any:
@@ -586,10 +572,7 @@ def overlapped_replayed(plan: str) -> None:
 
     arrays = [put(mesh, P("x"), v.astype(jnp.bfloat16)) for v in (x, w)]
     theirs = jax.jit(program(LAX_MATMULS))(*arrays)
-    if PLANS[plan].beside:
-        mine = both_derivatives(program(jax_intranode), arrays, plan, 8)
-    else:
-        mine = overlapped(program(jax_intranode), arrays, plan)
+    mine = both_derivatives(program(jax_intranode), arrays, plan, 8)
     calls = 16 if PLANS[plan].beside else 8
     counts = []
     for _ in range(12):

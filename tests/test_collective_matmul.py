@@ -374,44 +374,27 @@ def names_of(f: Callable[..., Any], *args: Any) -> list[str]:
 def derivatives_apart(lib: Any) -> Any:
     """The same matmuls, but each derivative is a call of its own: lax's, or ours."""
 
-    def gathered(x: Any, w: Any, axis: Any) -> Any:
-        ws = w if isinstance(w, list) else [w]
+    def apart(operation: Any) -> Any:
+        def call(x: Any, w: Any, axis: Any) -> Any:
+            def run(x: Any, w: Any) -> Any:
+                return operation(x, w, axis)
 
-        @jax.custom_vjp
-        def f(x: Any, ws: Any) -> Any:
-            return lib.all_gather_matmul(x, ws, axis)
+            def backward(kept: Any, ct: Any) -> Any:
+                x, w = kept
+                (by_x,) = jax.vjp(lambda x: run(x, w), x)[1](ct)
+                (by_w,) = jax.vjp(lambda w: run(x, w), w)[1](ct)
+                return by_x, by_w
 
-        def forward(x: Any, ws: Any) -> Any:
-            return f(x, ws), (x, ws)
+            f = jax.custom_vjp(run)
+            f.defvjp(lambda x, w: (run(x, w), (x, w)), backward)
+            return f(x, w)
 
-        def backward(kept: Any, cts: Any) -> Any:
-            x, ws = kept
-            (by_x,) = jax.vjp(lambda x: lib.all_gather_matmul(x, ws, axis), x)[1](cts)
-            (by_w,) = jax.vjp(lambda ws: lib.all_gather_matmul(x, ws, axis), ws)[1](cts)
-            return by_x, by_w
+        return call
 
-        f.defvjp(forward, backward)
-        products = f(x, ws)
-        return products if isinstance(w, list) else products[0]
-
-    def scattered(x: Any, w: Any, axis: Any) -> Any:
-        @jax.custom_vjp
-        def f(x: Any, w: Any) -> Any:
-            return lib.matmul_reduce_scatter(x, w, axis)
-
-        def forward(x: Any, w: Any) -> Any:
-            return f(x, w), (x, w)
-
-        def backward(kept: Any, ct: Any) -> Any:
-            x, w = kept
-            (by_x,) = jax.vjp(lambda x: lib.matmul_reduce_scatter(x, w, axis), x)[1](ct)
-            (by_w,) = jax.vjp(lambda w: lib.matmul_reduce_scatter(x, w, axis), w)[1](ct)
-            return by_x, by_w
-
-        f.defvjp(forward, backward)
-        return f(x, w)
-
-    return types.SimpleNamespace(all_gather_matmul=gathered, matmul_reduce_scatter=scattered)
+    return types.SimpleNamespace(
+        all_gather_matmul=apart(lib.all_gather_matmul),
+        matmul_reduce_scatter=apart(lib.matmul_reduce_scatter),
+    )
 
 
 @BOTH

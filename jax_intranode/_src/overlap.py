@@ -504,28 +504,26 @@ def _beside(sizes: Sizes, apart: Plan | str, besides: int, ring_bytes: int) -> P
     units = pairs * sum(-(-k // kernel.columns) for k in sizes.ks[:besides])
     half_tiles = 2 * sizes.world_size * sizes.row_tiles
     unit_s = half_tiles * _STAGE_S[kernel.columns] + _TILE_S["all_gather_matmul"][kernel.columns]
-    beside_s = kernel.matmul_s + -(-units // _CLUSTERS) * unit_s
-    peers = sizes.world_size - 1
-    before = int(peers * kernel.pairs * _BESIDE_BEFORE) if peers > 1 else 0
+    beside_s = max(kernel.matmul_s + -(-units // _CLUSTERS) * unit_s, kernel.link_s)
+    before = 0
     if sizes.gathers:
-        # The rest of what arrives comes last, in waves of its own.
-        last = (peers * kernel.pairs - before) * sizes.column_tiles(kernel.columns)
-        last_s = -(-last // _CLUSTERS) * kernel.tile_s
-        beside_s = max(beside_s, kernel.link_s + last_s + unit_s / 2)
         if kernel.tile_s > unit_s:
             return "tiles of what arrives take longer than those of derivatives by matrices"
-    else:
-        beside_s = max(beside_s, kernel.link_s)
-    alone_s = sum(2 * sizes.all_rows * k * sizes.ns[0] for k in sizes.ks[:besides]) / _MATMUL_FLOPS
+        others = (sizes.world_size - 1) * kernel.pairs
+        before = int(others * _BESIDE_BEFORE) if sizes.world_size > 2 else 0
+        # The rest of what arrives comes last, in waves of its own.
+        last = (others - before) * sizes.column_tiles(kernel.columns)
+        last_s = -(-last // _CLUSTERS) * kernel.tile_s
+        beside_s = max(beside_s, kernel.link_s + last_s + unit_s / 2)
+    # Each takes as long as the product with its matrix.
+    alone_s = sizes.matmul_s * sum(sizes.ks[:besides]) / sizes.k
     apart_s = _fastest(sizes).seconds + alone_s
     if (beside_s + _CALL_S) * _BESIDE_MARGIN > apart_s + _CALL_S:
         return (
             f"with derivatives by matrices one kernel would take {1e6 * beside_s:.0f} us, without "
             f"them and these after it {1e6 * apart_s:.0f} us"
         )
-    plan = dataclasses.replace(
-        kernel.plan, beside=True, pairs_before=before if sizes.gathers else 0
-    )
+    plan = dataclasses.replace(kernel.plan, beside=True, pairs_before=before)
     return plan if sizes.fit(plan, ring_bytes) else "wider tiles do not fit the ring"
 
 

@@ -228,6 +228,7 @@ def _jvp(
         results[-1] = checkpoint_name(results[-1], GATHERED)
     whole = results[-1]
     results = results[: len(ws) + gathered]
+    # One equation for both, but where the gathered x is a result: its tangent is one, too.
     if by_w and type(dx) is not ad.Zero and not gathered:
         moving = tuple(k for k, dw in enumerate(dws) if type(dw) is not ad.Zero)
         return results, derivatives.tangent_of_all_gather_matmul.bind(

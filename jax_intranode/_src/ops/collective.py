@@ -225,6 +225,9 @@ class Primitives:
     ) -> None:
         """Registers the rules.
 
+        Those for types, transposes and batches do not get the devices that a call was traced over:
+        what the last two bind is traced where they run.
+
         Args:
             abstract_eval: from types to types.
             lower: a lowering rule.
@@ -245,11 +248,17 @@ class Primitives:
             /,
             **params: Any,
         ) -> tuple[Any, Any]:
+            del params["traced_over"]
             if name in params["axes"] or any(d is not None for d in dims):
                 return batch(name, size, operands, dims, **params)
-            del params["traced_over"]  # what is bound next is traced here
             results = self.bind(*operands, **params)
             return results, [None] * len(results)
+
+        def transpose_here(
+            cotangents: Sequence[Any], *operands: Any, traced_over: Any, **params: Any
+        ) -> Any:
+            del traced_over
+            return transpose(cotangents, *operands, **params)
 
         for primitive in (self._plain, self._over_set_mesh):
 
@@ -262,7 +271,7 @@ class Primitives:
             primitive.def_effectful_abstract_eval(with_effects)
             mlir.register_lowering(primitive, lower)
             ad.primitive_jvps[primitive] = partial(jvp, primitive)
-            ad.primitive_transposes[primitive] = transpose
+            ad.primitive_transposes[primitive] = transpose_here
             compat.batch_by_axis(primitive, batch_if_any)
             if needed is not None:
                 compat.drop_unused_results(primitive, needed)
@@ -390,11 +399,8 @@ class Collective(Primitives):
         operands: Sequence[Any],
         dims: Sequence[Any],
         /,  # a parameter of a primitive may be called "size" too
-        *,
-        traced_over: Any,
         **params: Any,
     ) -> tuple[list[Any], list[Any]]:
-        del traced_over  # what is bound next is traced here
         if name not in params["axes"]:
             return rule(operands, dims, **params)
         # The mapped axis has the name of a mesh axis, and so hides it.
@@ -437,10 +443,8 @@ def _transpose(
     rule: Callable[..., list[Any]],
     cotangents: Sequence[Any],
     *xs: Any,
-    traced_over: Any,
     **params: Any,
 ) -> list[Any]:
-    del traced_over  # what is bound next is traced here
     asked = [ct for ct in cotangents if type(ct) is not ad.Zero]
     sent = iter(rule(asked, **params) if asked else [])
     return [

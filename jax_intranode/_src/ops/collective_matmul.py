@@ -296,11 +296,7 @@ class CollectiveMatmul(collective.Primitives):
             bind = partial(primitive.bind, traced_over=traced_over)
             return jvp(bind, primals, tangents, **params)
 
-        def transpose_of(cotangents: Any, *operands: Any, traced_over: Any, **params: Any) -> Any:
-            del traced_over  # what is bound next is traced here
-            return transpose(cotangents, *operands, **params)
-
-        self.register(abstract_eval, self._lower, jvp_of, transpose_of, self._batch, needed)
+        self.register(abstract_eval, self._lower, jvp_of, transpose, self._batch, needed)
 
     def send(self, **params: Any) -> Send:
         """The collective by itself, bound for where this is traced."""
@@ -376,11 +372,8 @@ class CollectiveMatmul(collective.Primitives):
         operands: Sequence[Any],
         dims: Sequence[Any],
         /,  # a parameter of a primitive may be called "size" too
-        *,
-        traced_over: Any,
         **params: Any,
     ) -> tuple[Any, Any]:
-        del traced_over  # what is bound next is traced here
         if name not in params["axes"]:
             results, out_dims = self._batch_rule(operands, dims, **params)
             if results is not None:

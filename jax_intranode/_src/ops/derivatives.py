@@ -158,10 +158,7 @@ class Derivatives(collective.Primitives):
             for result, t, depends in zip(results, moved, self._depends(params), strict=True)
         ]
 
-    def _transpose(
-        self, cotangents: Sequence[Any], *operands: Any, traced_over: Any, **params: Any
-    ) -> list[Any]:
-        del traced_over  # what is bound next is traced here
+    def _transpose(self, cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
         asked = [k for k, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
         if not asked:
             return [None] * len(operands)
@@ -187,11 +184,8 @@ class Derivatives(collective.Primitives):
         operands: Sequence[Any],
         dims: Sequence[Any],
         /,  # a parameter of a primitive may be called "size" too
-        *,
-        traced_over: Any,
         **params: Any,
     ) -> tuple[Any, Any]:
-        del traced_over  # what is bound next is traced here
         # A mapped axis of the name of a mesh axis hides it, which the primitives know that it is
         # composed of.
         hides = name in params["axes"]

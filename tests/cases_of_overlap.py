@@ -39,14 +39,14 @@ PLANS = {
     "direct": overlap.Plan(tile_columns=192, parts=2, direct=True),
     "direct_256": overlap.Plan(tile_columns=256, direct=True),
     "direct_128": overlap.Plan(tile_columns=128, direct=True),
-    "beside": overlap.Plan(tile_columns=192, parts=2, rounds=2, beside=True, pairs_before=1),
+    "beside": overlap.Plan(tile_columns=256, parts=2, rounds=2, beside=True, pairs_before=1),
 }
 ALL = tuple(PLANS)
 # For derivatives, which the others compute one after another.
 BESIDE = {
-    "beside_256": overlap.Plan(tile_columns=256, beside=True),
-    "beside_128": overlap.Plan(
-        tile_columns=128, group_pairs=2, rounds=3, beside=True, pairs_before=2
+    "beside_1_round": overlap.Plan(tile_columns=256, beside=True),
+    "beside_3_rounds": overlap.Plan(
+        tile_columns=256, group_pairs=2, rounds=3, beside=True, pairs_before=2
     ),
 }
 PLANS |= BESIDE
@@ -416,14 +416,14 @@ def overlapped_both_derivatives(rows: int, plan: str) -> None:
     mesh = line()
     n = mesh.size
     dtype = "float16" if rows == 129 else "bfloat16"
+    k, widths = 520, (8, 136, 264)  # of both derivatives three rounds, or tiles of columns
     for axis, batch in ((0, ()), (0, (3,)), (1, (2,)), (2, (2, 3))):
         shape = (*batch[:axis], rows, *batch[axis:])
         long = (*batch[:axis], rows * n, *batch[axis:])
-        widths = (8, 136, 264)
-        x, y = zeros_and_ones(1, n, *shape, 200), zeros_and_ones(2, n, *long, 200)
-        cts = [zeros_and_ones(3 + k, n, *long, width) for k, width in enumerate(widths)]
+        x, y = zeros_and_ones(1, n, *shape, k), zeros_and_ones(2, n, *long, k)
+        cts = [zeros_and_ones(3 + i, n, *long, width) for i, width in enumerate(widths)]
         ct = zeros_and_ones(6, n, *shape, 264)
-        ws = [zeros_and_ones(7 + k, n, 200, width) for k, width in enumerate(widths)]
+        ws = [zeros_and_ones(7 + i, n, k, width) for i, width in enumerate(widths)]
 
         def f(x: Any, y: Any, ct: Any, *others: Any, axis: int = axis) -> Any:
             cts, ws = [v[0] for v in others[:3]], [v[0] for v in others[3:]]
@@ -446,13 +446,13 @@ def overlapped_both_derivatives(rows: int, plan: str) -> None:
         whole, whole_ct = np.concatenate(list(x), axis), np.concatenate(list(ct), axis)
         by_rank = sum(np.einsum("r...n,rkn->r...k", c, w) for c, w in zip(cts, ws, strict=True))
         by_x = np.stack(np.split(by_rank.sum(0), n, axis))
-        rows_first = whole.reshape(-1, 200).T
+        rows_first = whole.reshape(-1, k).T
         by_w = [rows_first @ c.reshape(n, -1, c.shape[-1]) for c in cts]
         expected = [
             *(by_x, *by_w),
             *(by_x, *by_w[1:]),
             np.einsum("...n,rkn->r...k", whole_ct, ws[2]),
-            y.reshape(n, -1, 200).swapaxes(1, 2) @ whole_ct.reshape(-1, 264),
+            y.reshape(n, -1, k).swapaxes(1, 2) @ whole_ct.reshape(-1, 264),
         ]
         check_in_poisoned_rings(mesh, program, arrays, expected, 1 if batch else 3)
 

@@ -412,8 +412,13 @@ def test_forced() -> None:
         assert plan(GATHER, 512, 64, 64, hardware="gpu") == Plan(5, 6)
         assert isinstance(plan(GATHER, 512, 63, 64), str)
     assert isinstance(plan(GATHER, 512, 64, 64), str)
-    for forced in (Plan(), Plan(tile_columns=256), Plan(beside=True)):
+    for forced in (
+        Plan(),
+        Plan(tile_columns=256),
+        Plan(beside=True),
+        Plan(tile_columns=192, beside=True),
+    ):
         with overlap.forced(forced):
-            assert plan(GATHER, 512, 64, 64, besides=1) == "not forced"
+            assert plan(GATHER, 512, 64, 64, besides=1) == "not forced, by tiles of 256 columns"
     with overlap.forced(Plan(tile_columns=256, beside=True)):
         assert plan(GATHER, 512, 64, 64, besides=1) == Plan(tile_columns=256, beside=True)

@@ -9,12 +9,12 @@
 //       tools/fused_probe.cu xla_ffi/cuda/{fused_matmul.cu,slab.cu,cublas_lt.cc} -ldl
 //   ./fused_probe RANKS check
 //   ./fused_probe RANKS all_gather_matmul|matmul_reduce_scatter M,K,N \
-//       COLUMNS,PAIRS,PARTS[,DIRECT[,BESIDE[,ROUNDS[,PAIRS_BEFORE]]]] ...
+//       COLUMNS,PAIRS,PARTS[,DIRECT[,DERIVATIVE[,ROUNDS[,PAIRS_BEFORE]]]] ...
 //
 // M, K and N are those of what a GPU multiplies; the last ones as of `bench --plan` (several are
-// timed in turns); with a BESIDE of 1 the kernel computes a derivative [N, K], too, of 2 a matmul
-// as large comes after it. libcublasLt.so, to time the matmul alone, is looked for as the package
-// does.
+// timed in turns); with a DERIVATIVE of 1 the kernel computes one of [N, K] beside it, with 2 a
+// matmul as large comes after it. libcublasLt.so, to time the matmul alone, is looked for as the
+// package does.
 
 #include <algorithm>
 #include <chrono>
@@ -377,9 +377,9 @@ double Median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-// What else a call computes: the derivative by a matrix; or a matmul as large, by cuBLASLt after
-// it.
-constexpr int kBeside = 1, kAfter = 2;
+// How a call also computes the derivative by a matrix: beside it; or by cuBLASLt after it, of which
+// a matmul as large stands for the derivative.
+enum class Derivative { kNone, kBeside, kAfter };
 
 int CheckAll(int ranks) {
   int operations = 0, bad = 0;
@@ -401,6 +401,7 @@ int CheckAll(int ranks) {
                          Sizes{true, ranks, 3, 200, 264, 136, true, false, true},
                          Sizes{true, ranks, 2, 129, 72, 1032, true, false, true}}) {
     for (const int columns : {128, 192, 256}) {
+      if (!FusedTakes(columns, s.beside)) continue;
       for (const MatmulPlan& plan : {MatmulPlan{1, 1, columns, 8, 1, false, 1, 0},
                                      {1, 1, columns, 2, 3, false, 2, 3},
                                      {1, 1, columns, 3, 16, false, 1, 1},
@@ -444,24 +445,33 @@ int main(int argc, char** argv) {
   }
   struct Way {
     MatmulPlan plan{1, 1, 0, 8, 1, false, 1, 0};
-    int beside = 0;
+    Derivative derivative = Derivative::kNone;
   };
   std::vector<Way> ways;
   std::vector<std::unique_ptr<Call>> calls;
   const auto sizes_of = [&](const Way& way) {
-    const bool after = way.beside == kAfter;
-    return Sizes{
-        sums, ranks, 1, m / ranks, k, n, way.beside != 0, after && !sums, way.beside == kBeside};
+    const bool after = way.derivative == Derivative::kAfter;
+    return Sizes{sums,
+                 ranks,
+                 1,
+                 m / ranks,
+                 k,
+                 n,
+                 way.derivative != Derivative::kNone,
+                 after && !sums,
+                 way.derivative == Derivative::kBeside};
   };
   for (int i = 4; i < argc; ++i) {
     Way way;
-    int direct = 0;
+    int direct = 0, derivative = 0;
     std::sscanf(argv[i], "%d,%d,%d,%d,%d,%d,%d", &way.plan.tile_columns, &way.plan.group_pairs,
-                &way.plan.parts, &direct, &way.beside, &way.plan.rounds, &way.plan.pairs_before);
+                &way.plan.parts, &direct, &derivative, &way.plan.rounds, &way.plan.pairs_before);
     way.plan.direct = direct != 0;
-    if (!FusedTakes(way.plan.tile_columns) || way.plan.group_pairs < 1 || way.plan.parts < 1 ||
-        way.plan.rounds < 1 || way.plan.pairs_before < 0) {
-      std::printf("%s is not COLUMNS,PAIRS,PARTS[,DIRECT[,BESIDE[,ROUNDS[,PAIRS_BEFORE]]]]\n",
+    way.derivative = static_cast<Derivative>(derivative);
+    if (!FusedTakes(way.plan.tile_columns, derivative == 1) || derivative < 0 || derivative > 2 ||
+        way.plan.group_pairs < 1 || way.plan.parts < 1 || way.plan.rounds < 1 ||
+        way.plan.pairs_before < 0) {
+      std::printf("%s is not COLUMNS,PAIRS,PARTS[,DIRECT[,DERIVATIVE[,ROUNDS[,PAIRS_BEFORE]]]]\n",
                   argv[i]);
       return 2;
     }
@@ -477,24 +487,25 @@ int main(int argc, char** argv) {
       const size_t at = round % 2 == 0 ? i : calls.size() - 1 - i;
       times[at].push_back(Time([&] {
         calls[at]->Enqueue();
-        if (ways[at].beside == kAfter) calls[at]->EnqueueMatmul();
+        if (ways[at].derivative == Derivative::kAfter) calls[at]->EnqueueMatmul();
       }));
     }
   }
   const double bytes = (ranks - 1.) / ranks * m * (sums ? n : k) * 2;
   for (size_t i = 0; i < ways.size(); ++i) {
-    const auto& [plan, beside] = ways[i];
+    const auto& [plan, derivative] = ways[i];
     const unsigned wrong = Call(sizes_of(ways[i]), plan, true).Wrong();
     const double ms = Median(times[i]);
-    const double bound = std::max((beside == 0 ? 1 : 2) * Median(alone), bytes / kLinkBytes * 1e3);
+    const double bound = std::max((derivative == Derivative::kNone ? 1 : 2) * Median(alone),
+                                  bytes / kLinkBytes * 1e3);
     std::printf(
         "%-22s %d ranks %6d %6d %6d  tiles of %d, %d pairs, %d parts, %d rounds, %d before%s%s: "
         "%8.4f ms, share %.3f, matmul alone %.4f, #wrong %u\n",
         operation.c_str(), ranks, m, k, n, plan.tile_columns, plan.group_pairs, plan.parts,
         plan.rounds, plan.pairs_before, plan.direct ? ", direct" : "",
-        beside == kBeside  ? ", derivative beside"
-        : beside == kAfter ? ", matmul after"
-                           : "",
+        derivative == Derivative::kBeside  ? ", derivative beside"
+        : derivative == Derivative::kAfter ? ", matmul after"
+                                           : "",
         ms, bound / ms, Median(alone), wrong);
   }
 }

@@ -61,9 +61,10 @@ struct MatrixOfCall {
   int end;              // of its depth, among those of all that are summed
 };
 
-// A derivative by a matrix: what it is a product with, and itself.
+// A derivative by a matrix: what transposed rows are multiplied with, and itself.
 struct DerivativeOfCall {
-  CUtensorMap b, product;
+  CUtensorMap w;
+  CUtensorMap product;
   int first_tile;  // of its columns, among those of all derivatives
 };
 
@@ -130,20 +131,18 @@ struct Layout {
   static constexpr int kItems = ItemsOfTile(kColumns);
 };
 
-// The matrix whose product a column tile belongs to; of a sum the first.
-JIN_FN int MatrixOf(const Parameters& p, int column) {
-  int matrix = 0;
-  while (matrix + 1 < p.products && column >= p.of[matrix + 1].first_tile) ++matrix;
-  return matrix;
+// That of so many matrices, or derivatives, whose product a column tile belongs to.
+template <class Of>
+JIN_FN const Of& OfColumn(const Of* of, int count, int column) {
+  while (--count > 0 && column >= of[1].first_tile) ++of;
+  return *of;
 }
-
-// The derivative that a column tile belongs to.
-JIN_FN int DerivativeOf(const Parameters& p, int column) {
-  int derivative = 0;
-  while (derivative + 1 < p.derivatives && column >= p.derivative[derivative + 1].first_tile) {
-    ++derivative;
-  }
-  return derivative;
+// Of a sum the first.
+JIN_FN const MatrixOfCall& MatrixOf(const Parameters& p, int column) {
+  return OfColumn(p.of, p.products, column);
+}
+JIN_FN const DerivativeOfCall& DerivativeOf(const Parameters& p, int column) {
+  return OfColumn(p.derivative, p.derivatives, column);
 }
 
 // Where 16 bytes of a row lie in half an item.
@@ -356,7 +355,7 @@ JIN_FN void Feed(const Block<kColumns>& b) {
       // block its own, and those of the column tile, for both. Without a division: a stage's turn
       // comes too soon for it.
       const bool real = tile < p.beside_tiles;  // the last pair may have one tile only
-      const DerivativeOfCall& of = p.derivative[DerivativeOf(p, unit.column)];
+      const DerivativeOfCall& of = DerivativeOf(p, unit.column);
       const int first_item = (unit.column - of.first_tile) * Place::kItems;
       int arrived = 0;  // of all shards' row tiles
       for (int step = 0; step < p.group.size; ++step) {
@@ -389,7 +388,7 @@ JIN_FN void Feed(const Block<kColumns>& b) {
                                  half * kHalf + side * (kHalf / 2),
                              kHalf / 2, full);
                 } else {
-                  LoadToBoth(to + i * kHalf, of.b, (first_item + i) * 64,
+                  LoadToBoth(to + i * kHalf, of.w, (first_item + i) * 64,
                              row + side * (kHalfRows / 2), p.sums ? array : rows.array, full);
                 }
               }
@@ -409,7 +408,7 @@ JIN_FN void Feed(const Block<kColumns>& b) {
     const bool arrives = !p.sums && unit.step > 0;
     const int array = p.sums ? rows.array * p.group.size + owner : rows.array;
     const int place = PlaceOfItem(p, unit.step, tile, 0);
-    const MatrixOfCall* of = &p.of[MatrixOf(p, unit.column)];
+    const MatrixOfCall* of = &MatrixOf(p, unit.column);
     const int column = (unit.column - of->first_tile) * kColumns;
     int arrived = arrives ? 0 : p.depth;
     int first = 0;  // of what is multiplied now, the first depth
@@ -879,19 +878,18 @@ JIN_FN void Multiply(const Block<kColumns>& b, uint32_t operations) {
     }
     if (!real) continue;
     const CUtensorMap* product;
-    RowTile rows;
     int column;
-    if (kBeside && unit.beside) {
-      const DerivativeOfCall& of = p.derivative[DerivativeOf(p, unit.column)];
+    const auto goes_to = [&](const auto& of) {
       product = &of.product;
-      rows = {0, tile * kTileRows};
       column = (unit.column - of.first_tile) * kColumns;
+    };
+    RowTile rows = {0, tile * kTileRows};
+    if (kBeside && unit.beside) {
+      goes_to(DerivativeOf(p, unit.column));
     } else {
-      const MatrixOfCall& of = p.of[MatrixOf(p, unit.column)];
-      product = &of.product;
+      goes_to(MatrixOf(p, unit.column));
       rows = RowTileOf(p, tile);
       if (!p.sums) rows.array = rows.array * p.group.size + Owner(p, unit.step);
-      column = (unit.column - of.first_tile) * kColumns;
     }
     // Where in half an item the thread's row is of the four 8 x 8 matrices that a warp stores at
     // once: 16 rows of 16 columns.
@@ -1008,25 +1006,24 @@ struct Kernel {
   size_t shared_bytes;
 };
 
-template <class Type, bool kRowsOfB, bool kBeside>
-Kernel KernelOf(int columns) {
-  const auto of = [](auto* function, size_t bytes) {
-    return Kernel{reinterpret_cast<const void*>(function), bytes};
-  };
-  if (columns == 128) {
-    return of(&jax_intranode_fused_matmul<Type, kRowsOfB, kBeside, 128>, Layout<128>::kBytes);
-  }
-  if (columns == 192) {
-    return of(&jax_intranode_fused_matmul<Type, kRowsOfB, kBeside, 192>, Layout<192>::kBytes);
-  }
-  return of(&jax_intranode_fused_matmul<Type, kRowsOfB, kBeside, 256>, Layout<256>::kBytes);
+template <class Type, bool kRowsOfB, bool kBeside, int kColumns>
+Kernel KernelOf() {
+  return {
+      reinterpret_cast<const void*>(&jax_intranode_fused_matmul<Type, kRowsOfB, kBeside, kColumns>),
+      Layout<kColumns>::kBytes};
+}
+template <class Type, bool kRowsOfB>
+Kernel KernelFor(int columns) {
+  if (columns == 128) return KernelOf<Type, kRowsOfB, false, 128>();
+  if (columns == 192) return KernelOf<Type, kRowsOfB, false, 192>();
+  return KernelOf<Type, kRowsOfB, false, 256>();
 }
 
 // With derivatives beside it of matrices only that are [n, k], as those of derivatives are.
 template <class Type>
 Kernel KernelFor(bool transposed, bool beside, int columns) {
-  if (beside) return KernelOf<Type, false, true>(columns);
-  return transposed ? KernelOf<Type, false, false>(columns) : KernelOf<Type, true, false>(columns);
+  if (beside) return KernelOf<Type, false, true, kBesideColumns>();
+  return transposed ? KernelFor<Type, false>(columns) : KernelFor<Type, true>(columns);
 }
 Kernel KernelFor(ElementType type, bool transposed, bool beside, int columns) {
   return type == ElementType::kBF16 ? KernelFor<BF16>(transposed, beside, columns)
@@ -1185,7 +1182,7 @@ void LaunchRound(const MatmulMember& member, Algorithm algorithm, const MatmulPl
     for (int i = 0; i < p.derivatives; ++i) {
       const uint64_t k = call.ks[i];
       DerivativeOfCall& of = p.derivative[i];
-      of.b = Map(call.type, call.xs[i], {k, rows, outer * (sums ? group.size : 1)},
+      of.w = Map(call.type, call.xs[i], {k, rows, outer * (sums ? group.size : 1)},
                  {64, kHalfRows / 2, 1}, k);
       of.product =
           Map(call.type, after(call.derivatives[i], first * k), {k, n, 1}, {64, kHalfRows, 1}, k);
@@ -1235,8 +1232,8 @@ void LoadFusedKernels() {
     for (const int columns : {128, 192, 256}) {
       BlocksOf(KernelFor(type, false, false, columns));
       BlocksOf(KernelFor(type, true, false, columns));
-      BlocksOf(KernelFor(type, true, true, columns));
     }
+    BlocksOf(KernelFor(type, true, true, kBesideColumns));
   }
 }
 

@@ -5,6 +5,7 @@ On CPUs they would run by parts.
 
 import contextlib
 import functools
+import re
 import time
 import types
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from occupied import occupied
 
 import jax_intranode
-from jax_intranode._src import communicator, config, native, overlap
+from jax_intranode._src import communicator, config, native, overlap, select
 from jax_intranode._src.compat import key_value_client
 
 CASES: dict[str, Case] = {}
@@ -700,3 +701,92 @@ def overlapped_large_offsets() -> None:
     program = overlapped(sharded(f, mesh, P(), P("x")), arrays, "whole")
     for counts in program(*arrays):
         check(counts, np.zeros(n, np.int32))
+
+
+# What differs from a call that is right, and what the handler says to it: of rows of 64 items times
+# the transpose of a matrix [72, 64], whose derivative is beside it.
+_ROWS, _K, _N = 16, 64, 72
+WRONG_CALLS = {
+    "operation": ({"algorithm": 0}, "a collective matmul of algorithm 0"),
+    "no_pieces": ({"first_cuts": 0}, "in 0 and 1 pieces"),
+    "pieces": ({"last_cuts": 1000}, "in 1 and 1000 pieces"),
+    "tiles": ({"tile_columns": 100}, "in tiles of 100 columns"),
+    "tiles_beside": ({"tile_columns": 192}, "in tiles of 192 columns"),
+    "pairs": ({"group_pairs": 0}, "0 pairs"),
+    "parts": ({"parts": 0}, "0 parts"),
+    "rounds": ({"rounds": 0}, "0 rounds"),
+    "derivatives": ({"besides": -1}, "with -1 derivatives"),
+    "derivatives_of_pipeline": ({"tile_columns": 0}, "with 1 derivatives"),
+    "not_transposed": ({"transposed": 0}, "with 1 derivatives"),
+    "gathered": ({"gathered": 1}, "with 1 derivatives"),
+    "two_derivatives": ({"besides": 2}, "3 operands and 3 results"),
+    "no_derivative": ({"besides": 0}, "w[1] is 72 x"),
+    "axis": ({"axis": 1}, "axis 1 of 2 dimensions"),
+    "dtype": ({"dtype": "float32"}, "takes bf16 and f16"),
+    "length_of_k": ({"x": (_ROWS, 60)}, "its last dimension is 60; it takes multiples of 8"),
+    "k_of_matrix": ({"w": (_N, 128)}, "w[0] is 128 x 72"),
+    "matrix": ({"w": (_N * _K,)}, "w is no matrix"),
+    "rows_of_product": ({"product": (_ROWS, _N)}, "its product has 1152 elements"),
+    "rows_beside": (
+        {"beside": (_ROWS, _N)},
+        "what derivatives are products with has 1152 elements",
+    ),
+    "columns_beside": ({"beside": (_N, _ROWS)}, "what derivatives are products with has 1152"),
+    "derivative": ({"derivative": (_K, _K)}, "derivative 0 has 4096 elements; it is 72 x 64"),
+    "rows_of_sum": ({"sums": True, "x": (17, _K)}, "17 can't be split over"),
+    "scratch_of_sum": ({"sums": True, "scratch": 8}, "scratch of 8 bytes; it takes"),
+}
+
+
+@case(wrong=tuple(WRONG_CALLS))
+def overlapped_wrong_call_is_refused(wrong: str) -> None:
+    """By all ranks, what lowering would not make; a right call is right before and after it."""
+    if not on_gpus():
+        pytest.skip("needs GPUs; without, no handler takes collective matmuls")
+    mesh = line()
+    n = mesh.size
+    x, w = (put(mesh, P(), np.ones((64, 64), jnp.bfloat16)) for _ in range(2))
+    gather = sharded(lambda x, w: jax_intranode.all_gather_matmul(x, w, "x"), mesh, P(), P("x"))
+    overlapped(gather, (x, w), "fused")  # now there is a communicator
+
+    def call(sums: bool = False, dtype: str = "bfloat16", **changes: Any) -> list[Any]:
+        operation = "matmul_reduce_scatter" if sums else "all_gather_matmul"
+        part, whole = _ROWS, n * _ROWS
+        groups = communicator.partition(mesh, ("x",))
+        right = {
+            **{"x": (whole if sums else part, _K), "w": (_N, _K), "beside": (whole, _N)},
+            **{"product": (part if sums else whole, _N), "derivative": (_N, _K)},
+            "scratch": native.module("gpu").MATMUL_SCRATCH_BYTES,
+            **{"algorithm": select.ALGORITHMS.index(operation), "axis": 0, "transposed": 1},
+            **{"gathered": 0, "besides": 1, "first_cuts": 1, "last_cuts": 1, "tile_columns": 256},
+            **{"group_pairs": 8, "parts": 1, "direct": 0, "rounds": 1, "pairs_before": 0},
+        }
+        values = right | changes
+        operands = [values.pop(name) for name in ("x", "w", "beside")]
+        results = [jax.ShapeDtypeStruct(values.pop(s), dtype) for s in ("product", "derivative")]
+        results.append(jax.ShapeDtypeStruct((values.pop("scratch"),), np.uint8))
+        axis = values.pop("axis")
+
+        def f() -> list[Any]:
+            found = jax.ffi.ffi_call("jax_intranode_collective_matmul", results)(
+                *(jnp.ones(shape, dtype) for shape in operands),
+                device_ids=np.array(groups.device_ids, np.int64),
+                group_size=np.int64(groups.group_size),
+                axis=np.int64(axis),
+                **{name: np.int32(value) for name, value in values.items()},
+            )
+            return [v[None] for v in found[:2]]
+
+        return jax.block_until_ready(jax.jit(sharded(f, mesh, (), P("x")))())
+
+    def check_right_call() -> None:
+        product, derivative = call()
+        check(product, np.full((n, n * _ROWS, _N), _K, jnp.bfloat16))
+        check(derivative, np.full((n, _N, _K), n * _ROWS, jnp.bfloat16))
+
+    check_right_call()
+    changes, says = WRONG_CALLS[wrong]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(says)):
+        call(**changes)
+    meet(f"refused {wrong}")
+    check_right_call()

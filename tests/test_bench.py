@@ -495,19 +495,17 @@ def test_calls_of_a_matmul_chain_remain(backward: bool) -> None:
 
 
 def test_length_of_a_matmul_chain() -> None:
-    gather = MATMULS["all_gather_matmul"]
-    bfloat16, float32 = BFLOAT16, np.dtype(np.float32)
-    settings = matmul_settings("all_gather_matmul", False, platform="gpu")
-    lengths = [
-        measure_matmul.chain_length(settings, gather, Shape(*shape), dtype)
-        for shape, dtype in (
-            ((32768, 16384, 8192), bfloat16),
-            ((8192, 8192, 7168), bfloat16),
-            ((8192, 8192, 7168), float32),
-            ((512, 4096, 768), bfloat16),
-        )
-    ]
+    settings = matmul_settings("all_gather_matmul", False, platform="gpu", chain=None)
+    shapes = (
+        ((32768, 16384, 8192), "bfloat16"),
+        ((8192, 8192, 7168), "bfloat16"),
+        ((8192, 8192, 7168), "float32"),
+        ((512, 4096, 768), "bfloat16"),
+    )
+    lengths = [measure_matmul.chain_length(settings, name, Shape(*s)) for s, name in shapes]
+    in_a_row = [measure_matmul.calls_in_a_row(settings, name, Shape(*s)) for s, name in shapes]
     assert lengths == [2, 15, 7, 64]
+    assert in_a_row == [4, 30, 14, 128]
 
 
 # In a graph.

@@ -209,9 +209,9 @@ def plan(
         all_ks, all_ns = (", ".join(map(str, lengths)) for lengths in (ks, ns))
         return f"K {all_ks}, N {all_ns}; overlapped are multiples of 8"
     sizes = Sizes(operation, outer, rows, tuple(ks), tuple(ns), world_size)
-    if besides and _forced is not None:
-        if not (_forced.beside and _forced.tile_columns == _BESIDE_COLUMNS):
-            return f"not forced, by tiles of {_BESIDE_COLUMNS} columns"
+    beside = (True, _BESIDE_COLUMNS)
+    if besides and _forced is not None and (_forced.beside, _forced.tile_columns) != beside:
+        return f"not forced, by tiles of {_BESIDE_COLUMNS} columns"
     if _forced is not None and _forced.tile_columns:
         if not sizes.fit(_forced, ring_bytes):
             return f"more from peers, or more matrices, than a kernel and {ring_bytes} bytes take"

@@ -68,7 +68,7 @@ def measure(
         for k, of_one in enumerate(checked[2:])
     )
 
-    length = settings.chain or chain_length(settings, matmul, shape, dtype)
+    length = chain_length(settings, dtype_name, shape)
     nothing = 0.0
     if mesh.devices.flat[0].platform == "gpu":
         empty = _Chain(mesh, _nothing(mesh, ours), length, executions=1)
@@ -225,11 +225,19 @@ def _moved(x: Any, results: list[Any]) -> Any:
     return lax.optimization_barrier(lax.dynamic_update_slice(x, element, (0, 0)))
 
 
-def chain_length(settings: Settings, matmul: Matmul, shape: Shape, dtype: np.dtype[Any]) -> int:
-    """Returns how many calls to make in a row: enough to hide what starting them costs."""
+def chain_length(settings: Settings, dtype_name: str, shape: Shape) -> int:
+    """Returns how many calls a program makes: enough to hide what starting them costs."""
+    if settings.chain is not None:
+        return settings.chain
     if settings.platform == "cpu":
         return 2
-    received = matmul.received_bytes(shape, settings.devices, dtype.itemsize)
-    rate = _GPU_FLOPS * 2 / dtype.itemsize
+    itemsize = jnp.dtype(dtype_name).itemsize
+    received = MATMULS[settings.name].received_bytes(shape, settings.devices, itemsize)
+    rate = _GPU_FLOPS * 2 / itemsize
     seconds = max(flops(shape, settings.backward) / rate, received / LINK_BYTES_PER_S)
     return min(max(round(_CHAIN_S / seconds), 2), _MAX_CHAIN)
+
+
+def calls_in_a_row(settings: Settings, dtype_name: str, shape: Shape) -> int:
+    """Returns how many calls a repetition makes."""
+    return _CHAINS * chain_length(settings, dtype_name, shape)

@@ -17,6 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_intranode._src import launcher
+from jax_intranode._src.bench import measure_matmul
 from jax_intranode._src.bench.progress import ProgressLine, following
 from jax_intranode._src.bench.report import optional
 from jax_intranode._src.bench.settings import Settings
@@ -86,7 +87,12 @@ def _measure_torch(
     """Runs one process of PyTorch for each GPU."""
     if importlib.util.find_spec("torch") is None:
         raise Absent("torch is not installed")
-    asked: Sequence[tuple[str, Any]] = settings.matmuls() or settings.measurements()
+    # With how many calls in a row a repetition makes at least. Of matmuls as many as of ours:
+    # after a rest clocks are higher than when 700 W bound them.
+    asked: list[tuple[str, Any, int]] = [
+        (name, shape, measure_matmul.calls_in_a_row(settings, name, shape))
+        for name, shape in settings.matmuls()
+    ] or [(name, count, 1) for name, count in settings.measurements()]
     measurements = [m for m in asked if m[0] in _TORCH_DTYPES]
     if not measurements:
         raise Absent(f"of the dtypes it takes {', '.join(_TORCH_DTYPES)}")

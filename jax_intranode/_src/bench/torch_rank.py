@@ -8,6 +8,7 @@ file.
 import contextlib
 import importlib
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -117,9 +118,12 @@ def _count_wrong(operation: str, operand: Any, call: Callable[[], Any]) -> int:
 
 
 def _times_us(
-    call: Callable[[], Any], calls: int, warmup: int, iterations: int
+    call: Callable[[], Any], calls: int, replays: int, warmup: int, iterations: int
 ) -> tuple[float, float]:
-    """Returns the median and the 99th percentile of replays, the slowest rank's, a call."""
+    """Returns the median and the 99th percentile of repetitions, the slowest rank's, a call.
+
+    A repetition is so many replays, one after another, of a graph of so many calls.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -137,11 +141,12 @@ def _times_us(
     for repetition in range(-warmup, iterations):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        graph.replay()
+        for _ in range(replays):
+            graph.replay()
         end.record()
         torch.cuda.synchronize()
         if repetition >= 0:
-            times.append(start.elapsed_time(end) * 1e3 / calls)
+            times.append(start.elapsed_time(end) * 1e3 / (replays * calls))
     quantiles = torch.tensor([0.5, 0.99], dtype=torch.float64)
     slowest = torch.quantile(torch.tensor(times, dtype=torch.float64), quantiles).cuda()
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -171,7 +176,7 @@ def main() -> None:
         kind = importlib.import_module("torch_matmul")
     rows = []
     failed: dict[tuple[str, str], str] = {}
-    for name, size in told["measurements"]:
+    for name, size, in_a_row in told["measurements"]:
         dtype = getattr(torch, name)
         what = f"{name}, {kind.label(size, dtype)}"
         if rank == 0:
@@ -185,7 +190,11 @@ def main() -> None:
             try:
                 call, wrong = kind.prepare(library, told, size, dtype, device)
                 p50, p99 = _times_us(
-                    call, kind.CALLS, told["warmup_iterations"], told["iterations"]
+                    call,
+                    kind.CALLS,
+                    math.ceil(in_a_row / kind.CALLS),
+                    told["warmup_iterations"],
+                    told["iterations"],
                 )
             except RuntimeError as error:
                 # Such as a dtype that it does not take: alike on all ranks.

@@ -46,7 +46,7 @@ GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
         (GATHER, 8192, 8192, 7168, Plan()),
         (GATHER, 8192, 8192, (3584, 3584), Plan()),
         (GATHER, 8192, 8192, 1024, Plan(tile_columns=256, group_pairs=16)),
-        (GATHER, 4096, 8192, 3584, Plan(tile_columns=192, group_pairs=3)),
+        (GATHER, 4096, 8192, 3584, Plan(tile_columns=224, group_pairs=4)),
         (SCATTER, 32768, 16384, 8192, Plan()),
         (SCATTER, 32768, 2048, 8192, Plan(tile_columns=192, direct=True)),
         (SCATTER, 8192, 3584, 8192, Plan(tile_columns=192, direct=True)),
@@ -75,9 +75,9 @@ def test_measured_shapes_are_overlapped(
     ("operation", "m", "k", "n", "expected"),
     [
         (GATHER, 8192, 8192, 7168, Plan()),
-        (GATHER, 4096, 8192, 3584, Plan(tile_columns=192, group_pairs=3)),
+        (GATHER, 4096, 8192, 3584, Plan(tile_columns=224, group_pairs=4)),
         (GATHER, 8192, 8192, 1024, Plan(tile_columns=256, group_pairs=16)),
-        (GATHER, 8192, 4096, 1792, Plan(tile_columns=192, group_pairs=6)),
+        (GATHER, 8192, 4096, 1792, Plan(tile_columns=224, group_pairs=8)),
         (GATHER, 1024, 8192, 5120, Plan(tile_columns=192, group_pairs=2)),
         (GATHER, 1024, 8192, (2560, 2560), Plan(tile_columns=192, group_pairs=2)),
         (GATHER, 1024, 8192, 28672, Plan(tile_columns=256, group_pairs=2)),
@@ -295,8 +295,17 @@ def test_derivatives_of_several_matrices() -> None:
 
 def test_few_rows_of_long_products_are_left() -> None:
     """Few tiles fill the last wave badly, and there is little to hide."""
-    for k, n in ((16384, 9216), (16384, 26624)):
-        assert "one kernel would take" in str(plan(GATHER, 512, k, n, world=2))
+    assert "one kernel would take" in str(plan(GATHER, 512, 16384, 9216, world=2))
+
+
+def test_tiles_that_fill_the_last_wave() -> None:
+    """Of 224 columns, where N is a multiple of them, but of sums no such tiles."""
+    for world, m, k, n in ((2, 2048, 8192, 5120), (2, 512, 16384, 26624), (4, 2048, 4096, 7168)):
+        chosen = plan(GATHER, m, k, n, world=world)
+        assert isinstance(chosen, Plan) and chosen.tile_columns == 224
+    with overlap.forced(Plan(tile_columns=224)):
+        assert isinstance(plan(GATHER, 512, 64, 64), Plan)
+        assert "tiles of 224 columns" in str(plan(SCATTER, 512, 64, 64))
 
 
 def test_kernel_sends_whole_tiles() -> None:

@@ -77,6 +77,9 @@ struct Sizes {
   bool transposed, keeps;
   bool beside = false;  // with a derivative [n, k], of an operand as large as all products
 
+  Algorithm algorithm() const {
+    return sums ? Algorithm::kMatmulReduceScatter : Algorithm::kAllGatherMatmul;
+  }
   size_t XItems() const { return size_t{1} * outer * rows * k * (sums ? ranks : 1); }
   size_t ResultItems() const { return size_t{1} * outer * rows * n * (sums ? 1 : ranks); }
   size_t GatheredItems() const { return size_t{1} * outer * rows * ranks * k; }
@@ -255,11 +258,11 @@ class Call {
         c.beside = beside;
         c.derivatives = {Allocate<uint16_t>(size_t{1} * s_.n * s_.k)};
       }
-      if (FusedRingBytes(algorithm(), c, s_.ranks, plan_) > gpus[d].member.data_bytes()) {
+      if (FusedRingBytes(s_.algorithm(), c, s_.ranks, plan_) > gpus[d].member.data_bytes()) {
         std::printf("rings of %zu bytes have no room for it\n", kRingBytes);
         std::exit(2);
       }
-      scratch_bytes_ = FusedScratchBytes(algorithm(), c, s_.ranks, plan_) + 1;
+      scratch_bytes_ = FusedScratchBytes(s_.algorithm(), c, s_.ranks, plan_) + 1;
       c.scratch = Allocate<char>(scratch_bytes_);
       Check(cudaDeviceSynchronize());
     });
@@ -268,12 +271,10 @@ class Call {
     for (void* at : allocated_) cudaFree(at);
   }
 
-  Algorithm algorithm() const {
-    return s_.sums ? Algorithm::kMatmulReduceScatter : Algorithm::kAllGatherMatmul;
-  }
   void Enqueue() {
-    OnEach(
-        [&](int d) { LaunchFused(gpus[d].member, algorithm(), plan_, calls_[d], gpus[d].stream); });
+    OnEach([&](int d) {
+      LaunchFused(gpus[d].member, s_.algorithm(), plan_, calls_[d], gpus[d].stream);
+    });
   }
   unsigned Wrong() {
     unsigned all = 0;
@@ -400,8 +401,8 @@ int CheckAll(int ranks) {
                          Sizes{true, ranks, 1, 1000, 520, 776, true, false, true},
                          Sizes{true, ranks, 3, 200, 264, 136, true, false, true},
                          Sizes{true, ranks, 2, 129, 72, 1032, true, false, true}}) {
-    for (const int columns : {128, 192, 256}) {
-      if (!FusedTakes(columns, s.beside)) continue;
+    for (const int columns : {128, 192, 224, 256}) {
+      if (!FusedTakes(s.algorithm(), columns, s.beside)) continue;
       for (const MatmulPlan& plan : {MatmulPlan{1, 1, columns, 8, 1, false, 1, 0},
                                      {1, 1, columns, 2, 3, false, 2, 3},
                                      {1, 1, columns, 3, 16, false, 1, 1},
@@ -468,9 +469,9 @@ int main(int argc, char** argv) {
                 &way.plan.parts, &direct, &derivative, &way.plan.rounds, &way.plan.pairs_before);
     way.plan.direct = direct != 0;
     way.derivative = static_cast<Derivative>(derivative);
-    if (!FusedTakes(way.plan.tile_columns, derivative == 1) || derivative < 0 || derivative > 2 ||
-        way.plan.group_pairs < 1 || way.plan.parts < 1 || way.plan.rounds < 1 ||
-        way.plan.pairs_before < 0) {
+    if (!FusedTakes(sizes_of(way).algorithm(), way.plan.tile_columns, derivative == 1) ||
+        derivative < 0 || derivative > 2 || way.plan.group_pairs < 1 || way.plan.parts < 1 ||
+        way.plan.rounds < 1 || way.plan.pairs_before < 0) {
       std::printf("%s is not COLUMNS,PAIRS,PARTS[,DIRECT[,DERIVATIVE[,ROUNDS[,PAIRS_BEFORE]]]]\n",
                   argv[i]);
       return 2;

@@ -33,7 +33,8 @@ class Plan:
         first_cuts: of a pipeline, into how many pieces the first rows are cut that are sent, for
             sums. Each has half of what is left, the smallest comes first.
         last_cuts: so for the last rows that are sent; the smallest comes last.
-        tile_columns: of a kernel, the columns of its tiles: 128, 192 or 256. 0 for a pipeline.
+        tile_columns: of a kernel, the columns of its tiles: 128, 192 or 256, of all-gathers 224,
+            too. 0 for a pipeline.
         group_pairs: pairs of row tiles that it multiplies with all columns before the next ones.
         parts: of a kernel, for sums, into how many parts the tiles for each peer are cut: the first
             parts of all peers are multiplied before the second ones.
@@ -112,9 +113,9 @@ _FUSED_LINK_BYTES = 330e9
 # summed. Where warpgroups take turns at tiles of so few stages, from how many waves on a last one
 # that is not full costs no whole one. By a tile's columns, too, how long the products of a peer
 # take that are added to those of a rank's own rows.
-_STAGE_S = {256: 0.67e-6, 192: 0.52e-6, 128: 0.375e-6}
+_STAGE_S = {256: 0.67e-6, 224: 0.62e-6, 192: 0.52e-6, 128: 0.375e-6}
 _TILE_S = {
-    "all_gather_matmul": {256: 2.2e-6, 192: 0.3e-6, 128: 0.3e-6},
+    "all_gather_matmul": {256: 2.2e-6, 224: 2.2e-6, 192: 0.3e-6, 128: 0.3e-6},
     "matmul_reduce_scatter": {256: 5.5e-6, 192: 2e-6, 128: 1.3e-6},
 }
 _EVEN_WAVES, _EVEN_STAGES = 8, 64
@@ -130,9 +131,9 @@ _FUSED_MARGIN, _FUSED_MARGIN_OF_MANY = 1.05, 1.15
 _FUSED_WAITS = 0.25
 # Among more ranks than keep in step, or where bytes take longer than the matmul, what is multiplied
 # at a time for sums is for all peers; of the former in groups of so many pairs. Among them tiles of
-# 192 columns of an all-gather take so much longer; why is not known.
+# 192 and 224 columns of an all-gather take so much longer; why is not known.
 _PAIRS_FOR_MANY = 2
-_GATHERED_FROM_MANY = {192: 1.04}
+_GATHERED_FROM_MANY = {192: 1.04, 224: 1.06}
 # Products of a sum go to peers directly if there are so many waves of tiles, for the last ones come
 # later then: by how much of the matmul's time bytes take. Not by tiles of 256 columns: nothing is
 # multiplied while their products are stored. How long a stage takes then.
@@ -214,7 +215,10 @@ def plan(
         return f"not forced, by tiles of {_BESIDE_COLUMNS} columns"
     if _forced is not None and _forced.tile_columns:
         if not sizes.fit(_forced, ring_bytes):
-            return f"more from peers, or more matrices, than a kernel and {ring_bytes} bytes take"
+            return (
+                f"tiles of {_forced.tile_columns} columns, more from peers, or more matrices than a "
+                f"kernel and {ring_bytes} bytes take"
+            )
         return _forced if besides else dataclasses.replace(_forced, beside=False, pairs_before=0)
     if sizes.row_bytes * _SLOTS * world_size > ring_bytes:
         return (
@@ -326,6 +330,8 @@ class Sizes:
 
     def fit(self, kernel: Plan, ring_bytes: int) -> bool:
         """Whether a kernel takes them."""
+        if kernel.tile_columns not in _TILE_S[self.operation]:
+            return False
         sent = self.sent_bytes(kernel.tile_columns, kernel.rounds)
         return max(len(self.ks), len(self.ns)) <= MAX_MATRICES and sent <= ring_room(ring_bytes)
 
@@ -472,7 +478,7 @@ class _Kernel:
 
 def _fastest(sizes: Sizes) -> _Kernel:
     """The kernel of the tiles that are fastest."""
-    kernels = [_Kernel(sizes, columns) for columns in sorted(_STAGE_S)]
+    kernels = [_Kernel(sizes, columns) for columns in sorted(_TILE_S[sizes.operation])]
     # If sums by several tiles take as long as their bytes do, the narrowest are best: they come the
     # most evenly.
     return min(kernels, key=lambda kernel: kernel.matmul_s if sizes.gathers else kernel.seconds)

@@ -109,7 +109,7 @@ struct Layout {
   // Whether the warpgroups take turns at whole tiles, so that one multiplies while the other
   // stores. The products of wider tiles have room in the registers of both only: each has half of
   // the rows.
-  static constexpr bool kTurns = kColumns < 256;
+  static constexpr bool kTurns = kColumns <= 192;
   static constexpr int kHalves = kTurns ? 2 : 1;                 // of a tile, that a warpgroup has
   static constexpr uint32_t kNextHalf = kTurns ? kHalf : kItem;  // from one half item to its next
 
@@ -118,9 +118,17 @@ struct Layout {
   static constexpr int kRegistersOfMultipliers = kColumns == 192 ? 224 : 200;
   static constexpr int kRegistersOfOthers = 3 * kRegisters - 2 * kRegistersOfMultipliers;
 
-  static constexpr uint32_t kB = kColumns * kTileDepth * 2;
+  static constexpr int kItems = ItemsOfTile(kColumns);
+  // Whether items come out even, as the ways of products to peers need it.
+  static constexpr bool kSums = kColumns % kTileDepth == 0;
+  // The first column, in a tile, of an item of products.
+  JIN_FN static constexpr int Column(int item) {
+    return Smaller(item * kTileDepth, kColumns - kTileDepth);
+  }
+
+  static constexpr uint32_t kB = kItems * kItem / 2;
   static constexpr uint32_t kStage = kItem + kB;
-  static constexpr int kStages = kColumns == 256 ? 4 : kColumns == 192 ? 5 : 6;
+  static constexpr int kStages = kTurns ? kColumns == 192 ? 5 : 6 : 4;
   static constexpr uint32_t kFirstBuffer = kStages * kStage;
   static constexpr int kBuffers = kColumns == 192 ? 1 : 2;
   static constexpr uint32_t kBarriers = kFirstBuffer + 2 * kBuffers * kHalf;
@@ -128,7 +136,6 @@ struct Layout {
   static constexpr uint32_t kDrawn = kStored + 8;
   static constexpr uint32_t kBytes = kDrawn + 4 * (kMaxClusters + 1) + 1024;
   static_assert(kBytes <= 227 << 10);
-  static constexpr int kItems = ItemsOfTile(kColumns);
 };
 
 // That of so many matrices, or derivatives, whose product a column tile belongs to.
@@ -333,6 +340,8 @@ JIN_FN void Feed(const Block<kColumns>& b) {
   using Place = Layout<kColumns>;
   const Parameters& p = b.p;
   const uint32_t side = RankInCluster();
+  // Of rows as long as a matrix's whole items are loaded.
+  constexpr uint32_t kOfB = kRowsOfB ? Place::kB : kColumns * kTileDepth * 2;
   int stage = 0;
   uint32_t parity = 1;
   const auto advance = [&] {
@@ -422,7 +431,7 @@ JIN_FN void Feed(const Block<kColumns>& b) {
       if (Elected()) {
         const uint32_t full = b.Full(stage), a = b.A(stage), to = b.B(stage);
         BarrierWait(b.Empty(stage), parity);
-        BarrierExpect(full, real ? Place::kStage : Place::kB);
+        BarrierExpect(full, real ? kItem + kOfB : kOfB);
         if (real && arrives) {
           Load(a, Data(p, p.group.rank, place + k), kItem, full);
         } else if (real) {
@@ -437,7 +446,7 @@ JIN_FN void Feed(const Block<kColumns>& b) {
                        full);
           }
         } else {
-          LoadToBoth(to + side * (Place::kB / 2), of->w, at, column + side * (kColumns / 2), full);
+          LoadToBoth(to + side * (kOfB / 2), of->w, at, column + side * (kColumns / 2), full);
         }
       }
       advance();
@@ -842,11 +851,11 @@ JIN_FN void Multiply(const Block<kColumns>& b, uint32_t operations) {
     for (int i = 0; i < kHalfItems; ++i) {
       JIN_UNROLL
       for (int k = 0; k < kWords; ++k) {
-        const float* const pair = &d[i % kHalves][2 * (i / kHalves * kWords + k)];
+        const float* const pair = &d[i % kHalves][Place::Column(i / kHalves) / 2 + 2 * k];
         words[i][k] = Type::RoundPair(pair[0], pair[1]);
       }
     }
-    if (units.is_sent()) {
+    if (Place::kSums && units.is_sent()) {
       if (real) {
         const int place = PlaceOfTile<kColumns>(p, unit.step, tile, unit.column);
         char* to = p.scratch + place * int64_t{kItem};
@@ -907,13 +916,13 @@ JIN_FN void Multiply(const Block<kColumns>& b, uint32_t operations) {
       SharedProxyFence();
       sync();
       if (thread == 0) {
-        Store(*product, column + i / kHalves * 64,
+        Store(*product, column + Place::Column(i / kHalves),
               rows.row + (first_half + i % kHalves) * kHalfRows, rows.array, buffer);
         StoreCommit();
       }
     };
     static_assert(kHalfItems % Place::kBuffers == 0);
-    if (!p.sums || (kBeside && unit.beside)) {
+    if (!Place::kSums || !p.sums || (kBeside && unit.beside)) {
       JIN_UNROLL
       for (int i = 0; i < kHalfItems; ++i) store(i);
       continue;
@@ -974,7 +983,7 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
       __syncwarp();
       Feed<kRowsOfB, kBeside>(b);
     } else if (warp <= kSenders) {
-      if (p.sums) {
+      if (Place::kSums && p.sums) {
         p.direct ? TellTiles(b, operations, warp - 1) : SendTiles(b, operations, warp - 1);
       } else {
         p.gathered == nullptr ? SendItems<false>(b, operations) : SendItems<true>(b, operations);
@@ -1016,6 +1025,7 @@ template <class Type, bool kRowsOfB>
 Kernel KernelFor(int columns) {
   if (columns == 128) return KernelOf<Type, kRowsOfB, false, 128>();
   if (columns == 192) return KernelOf<Type, kRowsOfB, false, 192>();
+  if (columns == 224) return KernelOf<Type, kRowsOfB, false, 224>();
   return KernelOf<Type, kRowsOfB, false, 256>();
 }
 
@@ -1229,7 +1239,7 @@ void LoadFusedKernels() {
   Check(cudaDeviceGetAttribute(&generation, cudaDevAttrComputeCapabilityMajor, device));
   if (generation != 9) return;
   for (const ElementType type : {ElementType::kBF16, ElementType::kF16}) {
-    for (const int columns : {128, 192, 256}) {
+    for (const int columns : {128, 192, 224, 256}) {
       BlocksOf(KernelFor(type, false, false, columns));
       BlocksOf(KernelFor(type, true, false, columns));
     }

@@ -2,10 +2,10 @@
 //
 // The grid is persistent: a block a multiprocessor. Of a block's warps eight multiply, in two
 // warpgroups that take turns: while one multiplies a tile, the other rounds, sums and stores its
-// last one. (Tiles of 256 columns they multiply together, for one has no room for the products.)
-// One warp feeds them, two send to peers, or tell them, and one copies what arrives where a
-// gathered operand is asked for. What is sent lies in the receiver's ring until it has been used.
-// (Not in XLA's own buffers: those move when XLA captures again on one rank alone.) All that
+// last one. (Tiles of more than 192 columns they multiply together, for one has no room for the
+// products.) One warp feeds them, two send to peers, or tell them, and one copies what arrives
+// where a gathered operand is asked for. What is sent lies in the receiver's ring until it has been
+// used. (Not in XLA's own buffers: those move when XLA captures again on one rank alone.) All that
 // travels are items, with a flag each: 64 columns of 128 rows, operands as the matrix instructions
 // want them in shared memory, products as these leave them in registers.
 //
@@ -99,8 +99,9 @@ constexpr int kMaxMatrices = 4;  // of a call: of one x, or each with its own
 // Whether there is a kernel for such tiles, without derivatives beside it or with. (Those by tiles
 // of 128 and 192 columns took 5 to 10 % longer.)
 constexpr int kBesideColumns = 256;
-constexpr bool FusedTakes(int tile_columns, bool beside) {
+constexpr bool FusedTakes(Algorithm algorithm, int tile_columns, bool beside) {
   if (beside) return tile_columns == kBesideColumns;
+  if (tile_columns == 224) return algorithm == Algorithm::kAllGatherMatmul;
   return tile_columns == 128 || tile_columns == 192 || tile_columns == 256;
 }
 

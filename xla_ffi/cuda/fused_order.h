@@ -22,8 +22,8 @@ constexpr int kTileDepth = 64;
 constexpr int kClusterSize = 2;  // blocks, of which each has a row tile of a pair
 
 JIN_FN constexpr int Smaller(int a, int b) { return a < b ? a : b; }
-// Of a tile of products.
-JIN_FN constexpr int ItemsOfTile(int columns) { return columns / kTileDepth; }
+// Of a tile of products, of which the last one may have columns of the one before, too.
+JIN_FN constexpr int ItemsOfTile(int columns) { return (columns + kTileDepth - 1) / kTileDepth; }
 
 struct RowTile {
   int array, row;  // its first row

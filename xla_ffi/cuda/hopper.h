@@ -227,11 +227,12 @@ JIN_FN void Matmul16(float (&d)[kRegisters], uint32_t a, uint32_t b);
   ", 0x40000040};\n"                \
   "mov.b64 b, {" of_b ", 0x40000040};\n"
 
-// d's registers, and their names in the instruction: 64, then 32, then 32 more.
+// d's registers, and their names in the instruction: 64, then 32, then twice 16 more.
 #define JIN_D8(i)                                                                             \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
-#define JIN_D32(i) JIN_D8(i), JIN_D8(i + 8), JIN_D8(i + 16), JIN_D8(i + 24)
+#define JIN_D16(i) JIN_D8(i), JIN_D8(i + 8)
+#define JIN_D32(i) JIN_D16(i), JIN_D16(i + 16)
 #define JIN_D64(i) JIN_D32(i), JIN_D32(i + 32)
 #define JIN_NAMES_0                                                                       \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, " \
@@ -241,10 +242,12 @@ JIN_FN void Matmul16(float (&d)[kRegisters], uint32_t a, uint32_t b);
 #define JIN_NAMES_64                                                                      \
   "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, " \
   "%81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95 "
-#define JIN_NAMES_96                                                                     \
-  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, "     \
-  "%110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, " \
-  "%124, %125, %126, %127 "
+#define JIN_NAMES_96                                                                 \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, " \
+  "%110, %111 "
+#define JIN_NAMES_112                                                              \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, " \
+  "%125, %126, %127 "
 
 #define JIN_MATMUL16(bf16, type, columns_of_a, rows_of_b)                                          \
   template <>                                                                                      \
@@ -266,14 +269,24 @@ JIN_FN void Matmul16(float (&d)[kRegisters], uint32_t a, uint32_t b);
                  : "r"(a), "r"(b), "n"(columns_of_a), "n"(rows_of_b));                             \
   }                                                                                                \
   template <>                                                                                      \
-  JIN_FN void Matmul16<bf16, columns_of_a, rows_of_b, 128>(float (&d)[128], uint32_t a,            \
+  JIN_FN void Matmul16<bf16, columns_of_a, rows_of_b, 112>(float (&d)[112], uint32_t a,            \
                                                            uint32_t b) {                           \
     asm volatile(                                                                                  \
-        JIN_DESCRIPTORS("%128", "%129") "wgmma.mma_async.sync.aligned.m64n256k16.f32." type        \
+        JIN_DESCRIPTORS("%112", "%113") "wgmma.mma_async.sync.aligned.m64n224k16.f32." type        \
                                         "." type " {" JIN_NAMES_0 ", " JIN_NAMES_64                \
-                                        ", " JIN_NAMES_96 "}, a, b, 1, 1, 1, %130, %131;}"         \
-        : JIN_D64(0), JIN_D64(64)                                                                  \
+                                        ", " JIN_NAMES_96 "}, a, b, 1, 1, 1, %114, %115;}"         \
+        : JIN_D64(0), JIN_D32(64), JIN_D16(96)                                                     \
         : "r"(a), "r"(b), "n"(columns_of_a), "n"(rows_of_b));                                      \
+  }                                                                                                \
+  template <>                                                                                      \
+  JIN_FN void Matmul16<bf16, columns_of_a, rows_of_b, 128>(float (&d)[128], uint32_t a,            \
+                                                           uint32_t b) {                           \
+    asm volatile(JIN_DESCRIPTORS(                                                                  \
+                     "%128", "%129") "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type  \
+                                     " {" JIN_NAMES_0 ", " JIN_NAMES_64 ", " JIN_NAMES_96          \
+                                     ", " JIN_NAMES_112 "}, a, b, 1, 1, 1, %130, %131;}"           \
+                 : JIN_D64(0), JIN_D64(64)                                                         \
+                 : "r"(a), "r"(b), "n"(columns_of_a), "n"(rows_of_b));                             \
   }
 
 JIN_MATMUL16(true, "bf16", false, true)
@@ -285,11 +298,13 @@ JIN_MATMUL16(false, "f16", true, true)
 
 #undef JIN_MATMUL16
 #undef JIN_DESCRIPTORS
+#undef JIN_NAMES_112
 #undef JIN_NAMES_96
 #undef JIN_NAMES_64
 #undef JIN_NAMES_0
 #undef JIN_D64
 #undef JIN_D32
+#undef JIN_D16
 #undef JIN_D8
 
 }  // namespace jax_intranode::hopper

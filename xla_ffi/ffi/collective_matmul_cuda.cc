@@ -54,8 +54,8 @@ ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(
   const bool gathers = site->algorithm == Algorithm::kAllGatherMatmul;
   if ((!gathers && site->algorithm != Algorithm::kMatmulReduceScatter) || first_cuts < 1 ||
       first_cuts > kMaxCuts || last_cuts < 1 || last_cuts > kMaxCuts ||
-      (tile_columns != 0 && (!FusedTakes(tile_columns, besides > 0) || group_pairs < 1 ||
-                             parts < 1 || rounds < 1 || pairs_before < 0)) ||
+      (tile_columns != 0 && (!FusedTakes(site->algorithm, tile_columns, besides > 0) ||
+                             group_pairs < 1 || parts < 1 || rounds < 1 || pairs_before < 0)) ||
       (site->gathered && !gathers) || besides < 0 ||
       (besides > 0 && (tile_columns == 0 || site->gathered || !site->transposed))) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(

@@ -216,8 +216,8 @@ def plan(
     if _forced is not None and _forced.tile_columns:
         if not sizes.fit(_forced, ring_bytes):
             return (
-                f"tiles of {_forced.tile_columns} columns, more from peers, or more matrices than a "
-                f"kernel and {ring_bytes} bytes take"
+                f"tiles of {_forced.tile_columns} columns, more from peers, or more matrices "
+                f"than a kernel and {ring_bytes} bytes take"
             )
         return _forced if besides else dataclasses.replace(_forced, beside=False, pairs_before=0)
     if sizes.row_bytes * _SLOTS * world_size > ring_bytes:

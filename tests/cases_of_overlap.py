@@ -73,6 +73,7 @@ def overlapped(f: Any, args: Sequence[Any], plan: str = "parts", **options: Any)
         assert calls
         if on_gpus():
             taken = [c for c in calls if plan != "fused_224" or c.operation == "all_gather_matmul"]
+            assert taken, calls
             assert all(c.reason.startswith("overlapped") for c in taken), calls
         return program.lower(*args).compile()
 
@@ -165,7 +166,7 @@ def overlapped_exact(rows: int, plan: str) -> None:
         check_in_poisoned_rings(mesh, program, arrays, expected, 2)
 
 
-@case(plan=ALL)
+@case(plan=tuple(plan for plan in ALL if plan != "fused_224"))
 def overlapped_sums_of_several(plan: str) -> None:
     """Products of unequal depth, which a kernel sums as they are."""
     mesh = line()
@@ -192,7 +193,7 @@ def overlapped_sums_of_several(plan: str) -> None:
         check_in_poisoned_rings(mesh, program, arrays, expected, 2)
 
 
-@case(plan=("fused", "fused_256", "fused_128", "direct", "direct_256", "direct_128"))
+@case(plan=("fused", "fused_224", "fused_256", "fused_128", "direct", "direct_256", "direct_128"))
 def overlapped_many_tiles(plan: str) -> None:
     """More tiles than run at a time, an odd number of rows of them; K of one stage and of two."""
     mesh = line()
@@ -413,7 +414,7 @@ def overlapped_gradients(check_vma: bool, how: str, plan: str) -> None:
         assert distance(got, want) <= 2 * distance(by_lax, want) + 2.0**-8 * scale
 
 
-@case(rows=(1, 127, 129, 384), plan=("fused", "beside", *BESIDE))
+@case(rows=(1, 127, 129, 384), plan=("fused", "fused_224", "beside", *BESIDE))
 def overlapped_both_derivatives(rows: int, plan: str) -> None:
     """Every axis with and without batches, unequal widths; rings are full of NaN before."""
     mesh = line()

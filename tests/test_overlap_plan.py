@@ -299,13 +299,13 @@ def test_few_rows_of_long_products_are_left() -> None:
 
 
 def test_tiles_that_fill_the_last_wave() -> None:
-    """Of 224 columns, where N is a multiple of them, but of sums no such tiles."""
+    """Of 224 columns, where whole waves of them are fuller; of sums there are no such tiles."""
     for world, m, k, n in ((2, 512, 16384, 26624), (4, 2048, 4096, 7168)):
         chosen = plan(GATHER, m, k, n, world=world)
         assert isinstance(chosen, Plan) and chosen.tile_columns == 224
     with overlap.forced(Plan(tile_columns=224)):
         assert isinstance(plan(GATHER, 512, 64, 64), Plan)
-        assert "tiles of 224 columns" in str(plan(SCATTER, 512, 64, 64))
+        assert "no kernel" in str(plan(SCATTER, 512, 64, 64))
 
 
 def test_kernel_sends_whole_tiles() -> None:
@@ -326,6 +326,7 @@ def test_model_knows_the_native_constants() -> None:
     assert module.FUSED_TILE_ROWS == overlap.TILE_ROWS
     assert module.FUSED_MAX_MATRICES == overlap.MAX_MATRICES
     assert module.FUSED_MOST_IN_STEP == overlap.MOST_IN_STEP
+    assert module.FUSED_BESIDE_COLUMNS == overlap.BESIDE_COLUMNS
     for ring in (1 << 20, 3 << 20, 100 << 20, RING):
         room = ring - module.ring_data_offset(ring)
         assert room - 2 * 4096 <= overlap.ring_room(ring) <= room
@@ -428,6 +429,6 @@ def test_forced() -> None:
         Plan(tile_columns=192, beside=True),
     ):
         with overlap.forced(forced):
-            assert plan(GATHER, 512, 64, 64, besides=1) == "not forced, by tiles of 256 columns"
+            assert str(plan(GATHER, 512, 64, 64, besides=1)).startswith("not forced with")
     with overlap.forced(Plan(tile_columns=256, beside=True)):
         assert plan(GATHER, 512, 64, 64, besides=1) == Plan(tile_columns=256, beside=True)

@@ -18,6 +18,8 @@ DTYPES = ("bfloat16", "float16")
 TILE_ROWS = 128
 _TILE_DEPTH = 64
 MAX_MATRICES = 4
+# Columns of its tiles where it computes derivatives, too.
+BESIDE_COLUMNS = 256
 # Of its order: more ranks than these do not keep in step (xla_ffi/cuda/fused_order.h).
 MOST_IN_STEP = 4
 # Bytes of a ring for each flag of four bytes, and before the flags.
@@ -144,11 +146,10 @@ _DIRECT_STAGES = 0.975
 _ROUNDS_WAITS, _LEAST_BYTES_OF_ROUND = 0.8, 200e6
 # What the collective and the matmul one after the other take, beside their bytes and flops.
 _APART_S = 25e-6
-# Derivatives by matrices beside a kernel are faster by tiles of so many columns, if at all, which
-# are less evenly spread than those of a matmul alone: by how much it has to be faster. Of an
+# Tiles of a kernel with derivatives by matrices beside it (xla_ffi/cuda/fused_matmul.h) are less
+# evenly spread than the best ones of a matmul alone: by how much it has to be faster. Of an
 # all-gather among more than two ranks so much of what arrives is multiplied before them; of two, a
 # rank's own rows are enough to begin with.
-_BESIDE_COLUMNS = 256
 _BESIDE_MARGIN = 1.1
 _BESIDE_BEFORE = 1 / 3
 
@@ -210,15 +211,14 @@ def plan(
         all_ks, all_ns = (", ".join(map(str, lengths)) for lengths in (ks, ns))
         return f"K {all_ks}, N {all_ns}; overlapped are multiples of 8"
     sizes = Sizes(operation, outer, rows, tuple(ks), tuple(ns), world_size)
-    beside = (True, _BESIDE_COLUMNS)
+    beside = (True, BESIDE_COLUMNS)
     if besides and _forced is not None and (_forced.beside, _forced.tile_columns) != beside:
-        return f"not forced, by tiles of {_BESIDE_COLUMNS} columns"
+        return f"not forced with derivatives beside tiles of {BESIDE_COLUMNS} columns"
     if _forced is not None and _forced.tile_columns:
+        if _forced.tile_columns not in _TILE_S[operation]:
+            return f"no kernel of {operation} by tiles of {_forced.tile_columns} columns"
         if not sizes.fit(_forced, ring_bytes):
-            return (
-                f"tiles of {_forced.tile_columns} columns, more from peers, or more matrices "
-                f"than a kernel and {ring_bytes} bytes take"
-            )
+            return f"more from peers, or more matrices, than a kernel and {ring_bytes} bytes take"
         return _forced if besides else dataclasses.replace(_forced, beside=False, pairs_before=0)
     if sizes.row_bytes * _SLOTS * world_size > ring_bytes:
         return (
@@ -330,8 +330,6 @@ class Sizes:
 
     def fit(self, kernel: Plan, ring_bytes: int) -> bool:
         """Whether a kernel takes them."""
-        if kernel.tile_columns not in _TILE_S[self.operation]:
-            return False
         sent = self.sent_bytes(kernel.tile_columns, kernel.rounds)
         return max(len(self.ks), len(self.ns)) <= MAX_MATRICES and sent <= ring_room(ring_bytes)
 
@@ -506,7 +504,7 @@ def _beside(sizes: Sizes, apart: Plan | str, besides: int, ring_bytes: int) -> P
         return apart
     if not apart.tile_columns or apart.rounds > 1:
         return "derivatives by matrices are multiplied after what is not one launch of a kernel"
-    kernel = _Kernel(sizes, _BESIDE_COLUMNS)
+    kernel = _Kernel(sizes, BESIDE_COLUMNS)
     pairs = -(-sizes.ns[0] // (2 * TILE_ROWS))
     units = pairs * sum(-(-k // kernel.columns) for k in sizes.ks[:besides])
     half_tiles = 2 * sizes.world_size * sizes.row_tiles

@@ -340,7 +340,7 @@ JIN_FN void Feed(const Block<kColumns>& b) {
   using Place = Layout<kColumns>;
   const Parameters& p = b.p;
   const uint32_t side = RankInCluster();
-  // Of rows as long as a matrix's whole items are loaded.
+  // Where B lies by rows whole items are loaded, the last one wider than what is left of the tile.
   constexpr uint32_t kOfB = kRowsOfB ? Place::kB : kColumns * kTileDepth * 2;
   int stage = 0;
   uint32_t parity = 1;

@@ -97,7 +97,7 @@ namespace jax_intranode {
 constexpr int kMaxMatrices = 4;  // of a call: of one x, or each with its own
 
 // Whether there is a kernel for such tiles, without derivatives beside it or with. (Those by tiles
-// of 128 and 192 columns took 5 to 10 % longer.)
+// of 128 and 192 columns took 5 to 11 % longer.)
 constexpr int kBesideColumns = 256;
 constexpr bool FusedTakes(Algorithm algorithm, int tile_columns, bool beside) {
   if (beside) return tile_columns == kBesideColumns;

@@ -1,6 +1,7 @@
 """The benchmark: sizes, oracle, check, graph, peers, plot, and a small run of each operation."""
 
 import argparse
+import importlib.machinery
 import io
 import json
 import os
@@ -8,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -700,6 +702,32 @@ def test_peers_that_are_absent(
     }.items():
         assert measure_peers(from_json(settings)) == {"versions": [], "rows": []}
         assert capsys.readouterr().err == lines
+
+
+def test_torch_makes_as_many_calls_in_a_row_as_we(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+
+    def run_ranks(commands: list[list[str]], timeout_s: float, log_dir: Path) -> None:
+        told.append(json.loads(commands[0][-1]))
+        rows = {"version": "torch", "rows": [], "failed": []}
+        Path(told[-1]["output"]).write_text(json.dumps(rows))
+
+    torch = types.ModuleType("torch")
+    torch.__spec__ = importlib.machinery.ModuleSpec("torch", None)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(peers.launcher, "run_ranks", run_ranks)
+    for settings in (
+        matmul_settings("all_gather_matmul", False, platform="gpu", dtypes=["bfloat16", "int8"]),
+        matmul_settings("all_gather_matmul", False, platform="gpu", chain=None),
+        settings_of("psum", platform="gpu"),
+    ):
+        assert measure_peers(settings)["versions"] == ["torch"]
+    assert [run["measurements"] for run in told] == [
+        [["bfloat16", [32, 16, 24], 4]],
+        [["float32", [32, 16, 24], 128]],
+        [["float32", 256, 1], ["float32", 1024, 1]],
+    ]
 
 
 def put_program(directory: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:

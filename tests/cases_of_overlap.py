@@ -761,12 +761,25 @@ def overlapped_wrong_call_is_refused(wrong: str) -> None:
         part, whole = _ROWS, n * _ROWS
         groups = communicator.partition(mesh, ("x",))
         right = {
-            **{"x": (whole if sums else part, _K), "w": (_N, _K), "beside": (whole, _N)},
-            **{"product": (part if sums else whole, _N), "derivative": (_N, _K)},
+            "x": (whole if sums else part, _K),
+            "w": (_N, _K),
+            "beside": (whole, _N),
+            "product": (part if sums else whole, _N),
+            "derivative": (_N, _K),
             "scratch": native.module("gpu").MATMUL_SCRATCH_BYTES,
-            **{"algorithm": select.ALGORITHMS.index(operation), "axis": 0, "transposed": 1},
-            **{"gathered": 0, "besides": 1, "first_cuts": 1, "last_cuts": 1, "tile_columns": 256},
-            **{"group_pairs": 8, "parts": 1, "direct": 0, "rounds": 1, "pairs_before": 0},
+            "algorithm": select.ALGORITHMS.index(operation),
+            "axis": 0,
+            "transposed": 1,
+            "gathered": 0,
+            "besides": 1,
+            "first_cuts": 1,
+            "last_cuts": 1,
+            "tile_columns": 256,
+            "group_pairs": 8,
+            "parts": 1,
+            "direct": 0,
+            "rounds": 1,
+            "pairs_before": 0,
         }
         values = right | changes
         operands = [values.pop(name) for name in ("x", "w", "beside")]

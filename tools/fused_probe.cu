@@ -469,15 +469,16 @@ int main(int argc, char** argv) {
                 &way.plan.parts, &direct, &derivative, &way.plan.rounds, &way.plan.pairs_before);
     way.plan.direct = direct != 0;
     way.derivative = static_cast<Derivative>(derivative);
-    if (!FusedTakes(sizes_of(way).algorithm(), way.plan.tile_columns, derivative == 1) ||
-        derivative < 0 || derivative > 2 || way.plan.group_pairs < 1 || way.plan.parts < 1 ||
-        way.plan.rounds < 1 || way.plan.pairs_before < 0) {
+    const Sizes sizes = sizes_of(way);
+    if (!FusedTakes(sizes.algorithm(), way.plan.tile_columns, sizes.beside) || derivative < 0 ||
+        derivative > 2 || way.plan.group_pairs < 1 || way.plan.parts < 1 || way.plan.rounds < 1 ||
+        way.plan.pairs_before < 0) {
       std::printf("%s is not COLUMNS,PAIRS,PARTS[,DIRECT[,DERIVATIVE[,ROUNDS[,PAIRS_BEFORE]]]]\n",
                   argv[i]);
       return 2;
     }
     ways.push_back(way);
-    calls.push_back(std::make_unique<Call>(sizes_of(way), way.plan, false));
+    calls.push_back(std::make_unique<Call>(sizes, way.plan, false));
   }
   // There and back, so that none is always the one that comes after the coolest.
   std::vector<double> alone;

@@ -211,8 +211,11 @@ def plan(
         all_ks, all_ns = (", ".join(map(str, lengths)) for lengths in (ks, ns))
         return f"K {all_ks}, N {all_ns}; overlapped are multiples of 8"
     sizes = Sizes(operation, outer, rows, tuple(ks), tuple(ns), world_size)
-    beside = (True, BESIDE_COLUMNS)
-    if besides and _forced is not None and (_forced.beside, _forced.tile_columns) != beside:
+    if (
+        besides
+        and _forced is not None
+        and not (_forced.beside and _forced.tile_columns == BESIDE_COLUMNS)
+    ):
         return f"not forced with derivatives beside tiles of {BESIDE_COLUMNS} columns"
     if _forced is not None and _forced.tile_columns:
         if _forced.tile_columns not in _TILE_S[operation]:

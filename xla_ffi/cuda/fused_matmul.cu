@@ -121,14 +121,15 @@ struct Layout {
   static constexpr int kItems = ItemsOfTile(kColumns);
   // Whether items come out even, as the ways of products to peers need it.
   static constexpr bool kSums = kColumns % kTileDepth == 0;
-  // The first column, in a tile, of an item of products.
+  // The first column, in a tile, of an item of products. Where items don't come out even the last
+  // one has columns of the one before, too: these are stored twice, the same bits.
   JIN_FN static constexpr int Column(int item) {
     return Smaller(item * kTileDepth, kColumns - kTileDepth);
   }
 
   static constexpr uint32_t kB = kItems * kItem / 2;
   static constexpr uint32_t kStage = kItem + kB;
-  static constexpr int kStages = kTurns ? kColumns == 192 ? 5 : 6 : 4;
+  static constexpr int kStages = kColumns == 128 ? 6 : kColumns == 192 ? 5 : 4;
   static constexpr uint32_t kFirstBuffer = kStages * kStage;
   static constexpr int kBuffers = kColumns == 192 ? 1 : 2;
   static constexpr uint32_t kBarriers = kFirstBuffer + 2 * kBuffers * kHalf;

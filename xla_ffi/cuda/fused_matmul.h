@@ -101,8 +101,9 @@ constexpr int kMaxMatrices = 4;  // of a call: of one x, or each with its own
 constexpr int kBesideColumns = 256;
 constexpr bool FusedTakes(Algorithm algorithm, int tile_columns, bool beside) {
   if (beside) return tile_columns == kBesideColumns;
-  if (tile_columns == 224) return algorithm == Algorithm::kAllGatherMatmul;
-  return tile_columns == 128 || tile_columns == 192 || tile_columns == 256;
+  // Products that travel are whole items.
+  if (tile_columns % kTileDepth != 0 && algorithm != Algorithm::kAllGatherMatmul) return false;
+  return tile_columns == 128 || tile_columns == 192 || tile_columns == 224 || tile_columns == 256;
 }
 
 // What a call takes of scratch.

@@ -88,7 +88,7 @@ def _measure_torch(
     if importlib.util.find_spec("torch") is None:
         raise Absent("torch is not installed")
     # With how many calls in a row a repetition makes at least. Of matmuls as many as of ours:
-    # after a rest clocks are higher than when 700 W bound them.
+    # after a rest clocks are higher than when power bounds them.
     asked: list[tuple[str, Any, int]] = [
         (name, shape, measure_matmul.calls_in_a_row(settings, name, shape))
         for name, shape in settings.matmuls()

@@ -554,7 +554,7 @@ def small_layer(lib: Any, x: Any, w: Any) -> Any:
     return lib.matmul_reduce_scatter(lib.all_gather_matmul(x, w, "x") % 3, w, "x") % 3
 
 
-@case(plan=("parts", "fused", "beside"))
+@case(plan=("parts", "fused", "fused_224", "beside"))
 def overlapped_replayed(plan: str) -> None:
     """Replayed from graphs, while one process's addresses change: captured again there alone."""
     mesh = line()

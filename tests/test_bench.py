@@ -1,6 +1,7 @@
 """The benchmark: sizes, oracle, check, graph, peers, plot, and a small run of each operation."""
 
 import argparse
+import dataclasses
 import importlib.machinery
 import io
 import json
@@ -402,6 +403,15 @@ def test_turns_are_taken_by_all() -> None:
     assert "".join(calls) == "abc" + "bac" + "abc" + "acb" + "cab"
 
 
+def test_turns_after_untimed_calls() -> None:
+    calls: list[str] = []
+    runs = [lambda name=name: calls.append(name) for name in "ab"]
+    settings = settings_of("psum", iterations=2, warmup_iterations=0)
+    seconds, _ = timing.take_turns(runs, mesh_of_two(), settings, untimed=2)
+    assert [len(times) for times in seconds] == [2, 2]
+    assert "".join(calls) == "ab" + "aaabbb" + "aaabbb"
+
+
 # Collective matmuls.
 
 
@@ -508,6 +518,12 @@ def test_length_of_a_matmul_chain() -> None:
     in_a_row = [measure_matmul.calls_in_a_row(settings, name, Shape(*s)) for s, name in shapes]
     assert lengths == [2, 15, 7, 64]
     assert in_a_row == [4, 30, 14, 128]
+    # Of 50, 41, 38 and, of calls of 10 us, 1.28 ms each.
+    settle = dataclasses.replace(settings, settle_ms=100)
+    assert [
+        measure_matmul.repetitions_to_settle(settle, name, Shape(*s)) for s, name in shapes
+    ] == [2, 3, 3, 79]
+    assert measure_matmul.repetitions_to_settle(settings, "bfloat16", Shape(512, 4096, 768)) == 0
 
 
 # In a graph.
@@ -719,14 +735,14 @@ def test_torch_makes_as_many_calls_in_a_row_as_we(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(peers.launcher, "run_ranks", run_ranks)
     for settings in (
         matmul_settings("all_gather_matmul", False, platform="gpu", dtypes=["bfloat16", "int8"]),
-        matmul_settings("all_gather_matmul", False, platform="gpu", chain=None),
-        settings_of("psum", platform="gpu"),
+        matmul_settings("all_gather_matmul", False, platform="gpu", chain=None, settle_ms=2),
+        settings_of("psum", platform="gpu", settle_ms=2),
     ):
         assert measure_peers(settings)["versions"] == ["torch"]
     assert [run["measurements"] for run in told] == [
-        [["bfloat16", [32, 16, 24], 4]],
-        [["float32", [32, 16, 24], 128]],
-        [["float32", 256, 1], ["float32", 1024, 1]],
+        [["bfloat16", [32, 16, 24], 4, 0]],
+        [["float32", [32, 16, 24], 128, 2]],
+        [["float32", 256, 1, 0], ["float32", 1024, 1, 0]],
     ]
 
 

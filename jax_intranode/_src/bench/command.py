@@ -118,6 +118,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="calls in a row of one repetition (default 2 to 256, by platform and size)",
     )
     add(
+        "--settle",
+        type=_integer_from(0),
+        metavar="MS",
+        help="milliseconds for which a collective matmul is called, untimed, right before each of "
+        "its repetitions, and a program for one more repetition if not 0 (default 150 on GPUs: so "
+        "long it takes until power bounds their clocks; 0 on CPUs)",
+    )
+    add(
         "--algorithm",
         choices=config.ALGORITHMS,
         help="sets JAX_INTRANODE_ALGORITHM (default: as in the environment)",
@@ -344,7 +352,14 @@ def _settings(
         shapes=[list(shape) for shape in shapes],
         backward=arguments.backward,
         plan=arguments.plan,
+        settle_ms=_settle_ms(arguments.settle, platform),
     )
+
+
+def _settle_ms(asked: int | None, platform: str) -> int:
+    if asked is not None:
+        return asked
+    return 150 if platform == "gpu" else 0
 
 
 def _count_measurements(settings: Sequence[Settings], peers: Sequence[str]) -> int:

@@ -25,6 +25,8 @@ _CHAIN_S = 20e-3
 _GPU_FLOPS = 700e12
 _MAX_CHAIN = 64
 _CHAINS = 2
+# What a call takes at least.
+_LEAST_CALL_S = 10e-6
 
 
 def measure(
@@ -76,7 +78,12 @@ def measure(
         nothing = float(np.median(empty_seconds))
     chains = [_Chain(mesh, call, length) for call in (ours, by_lax, _alone(data, backward))]
     del data, ours, by_lax
-    seconds, handler_calls = timing.take_turns([chain.run for chain in chains], mesh, settings)
+    seconds, handler_calls = timing.take_turns(
+        [chain.run for chain in chains],
+        mesh,
+        settings,
+        repetitions_to_settle(settings, dtype_name, shape),
+    )
     our_times, lax_times, alone = (
         timing.slowest_rank(
             f"{label}/times/{k}",
@@ -231,13 +238,24 @@ def chain_length(settings: Settings, dtype_name: str, shape: Shape) -> int:
         return settings.chain
     if settings.platform == "cpu":
         return 2
+    return min(max(round(_CHAIN_S / _call_s(settings, dtype_name, shape)), 2), _MAX_CHAIN)
+
+
+def _call_s(settings: Settings, dtype_name: str, shape: Shape) -> float:
+    """What a call takes on a GPU, about. The same on all ranks."""
     itemsize = jnp.dtype(dtype_name).itemsize
     received = MATMULS[settings.name].received_bytes(shape, settings.devices, itemsize)
     rate = _GPU_FLOPS * 2 / itemsize
     seconds = max(flops(shape, settings.backward) / rate, received / LINK_BYTES_PER_S)
-    return min(max(round(_CHAIN_S / seconds), 2), _MAX_CHAIN)
+    return max(seconds, _LEAST_CALL_S)
 
 
 def calls_in_a_row(settings: Settings, dtype_name: str, shape: Shape) -> int:
     """Returns how many calls a repetition makes."""
     return _CHAINS * chain_length(settings, dtype_name, shape)
+
+
+def repetitions_to_settle(settings: Settings, dtype_name: str, shape: Shape) -> int:
+    """Returns how many repetitions take `settle_ms`."""
+    calls_s = calls_in_a_row(settings, dtype_name, shape) * _call_s(settings, dtype_name, shape)
+    return math.ceil(1e-3 * settings.settle_ms / calls_s)

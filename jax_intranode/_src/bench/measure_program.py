@@ -49,7 +49,8 @@ def measure(settings: Settings, mesh: Mesh) -> ProgramRow:
 
     calls = settings.chain or (2 if settings.platform == "cpu" else 10)
     runs = [partial(program.run, calls) for program in (ours, lax)]
-    seconds, handler_calls = timing.take_turns(runs, mesh, settings)
+    untimed = 1 if settings.settle_ms > 0 else 0
+    seconds, handler_calls = timing.take_turns(runs, mesh, settings, untimed)
     our_times, lax_times = (
         timing.slowest_rank(f"{label}/{library}", timing.statistics(1e6 * np.array(of_one) / calls))
         for library, of_one in zip(("ours", "lax"), seconds, strict=True)

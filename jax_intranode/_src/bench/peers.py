@@ -87,12 +87,18 @@ def _measure_torch(
     """Runs one process of PyTorch for each GPU."""
     if importlib.util.find_spec("torch") is None:
         raise Absent("torch is not installed")
-    # With how many calls in a row a repetition makes at least. Of matmuls as many as of ours:
-    # after a rest clocks are higher than when power bounds them.
-    asked: list[tuple[str, Any, int]] = [
-        (name, shape, measure_matmul.calls_in_a_row(settings, name, shape))
+    # With how many calls in a row a repetition makes at least, and how many times as many it makes
+    # untimed before. Of matmuls as of ours: after a rest clocks are higher than when power bounds
+    # them.
+    asked: list[tuple[str, Any, int, int]] = [
+        (
+            name,
+            shape,
+            measure_matmul.calls_in_a_row(settings, name, shape),
+            measure_matmul.repetitions_to_settle(settings, name, shape),
+        )
         for name, shape in settings.matmuls()
-    ] or [(name, count, 1) for name, count in settings.measurements()]
+    ] or [(name, count, 1, 0) for name, count in settings.measurements()]
     measurements = [m for m in asked if m[0] in _TORCH_DTYPES]
     if not measurements:
         raise Absent(f"of the dtypes it takes {', '.join(_TORCH_DTYPES)}")

@@ -159,6 +159,7 @@ def header(settings: Settings) -> dict[str, Any]:
         "iterations": settings.iterations,
         "warmup_iterations": settings.warmup_iterations,
         "chain": settings.chain,
+        "settle_ms": settings.settle_ms,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }

@@ -31,6 +31,8 @@ class Settings:
         shapes: M, K and N of each measurement of a collective matmul.
         backward: whether its backward pass is measured.
         plan: how it is cut, the numbers of an `overlap.Plan`; None for what is fastest.
+        settle_ms: how long a collective matmul is called, untimed, right before each of its
+            repetitions; a program for one more repetition, if at all.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Settings:
     shapes: list[list[int]] = field(default_factory=list)
     backward: bool = False
     plan: list[int] | None = None
+    settle_ms: int = 0
 
     def to_json(self) -> str:
         """The settings as text."""

@@ -160,7 +160,7 @@ def times_as_called(
 
 
 def take_turns(
-    runs: Sequence[Callable[[], Any]], mesh: Mesh, settings: Settings
+    runs: Sequence[Callable[[], Any]], mesh: Mesh, settings: Settings, untimed: int = 0
 ) -> tuple[list[list[float]], int]:
     """Repeats functions in turns.
 
@@ -171,6 +171,7 @@ def take_turns(
         runs: functions that start work on all devices of the mesh and return arrays to wait for.
         mesh: a mesh with one axis "x".
         settings: how often.
+        untimed: how often a function is called, untimed, right before each of its repetitions.
     """
     align = program(mesh, lambda x: jax.lax.psum(x, "x"))
     one = jax.make_array_from_callback(
@@ -186,6 +187,10 @@ def take_turns(
         # lower.
         turns = [(repetition + turn) % len(runs) for turn in range(len(runs))]
         for which in turns if repetition % 2 == 0 else reversed(turns):
+            for _ in range(untimed):
+                settled = runs[which]()
+            if untimed > 0:
+                jax.block_until_ready(settled)
             # Ranks drift apart while they do not communicate; who starts early would wait, and the
             # wait would be charged to the collective.
             align(one).block_until_ready()

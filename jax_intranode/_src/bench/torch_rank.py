@@ -118,11 +118,12 @@ def _count_wrong(operation: str, operand: Any, call: Callable[[], Any]) -> int:
 
 
 def _times_us(
-    call: Callable[[], Any], calls: int, replays: int, warmup: int, iterations: int
+    call: Callable[[], Any], calls: int, replays: int, untimed: int, warmup: int, iterations: int
 ) -> tuple[float, float]:
     """Returns the median and the 99th percentile of repetitions, the slowest rank's, a call.
 
-    A repetition is so many replays, one after another, of a graph of so many calls.
+    A repetition is so many replays, one after another, of a graph of so many calls; so many times
+    as many are untimed before each.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -140,6 +141,8 @@ def _times_us(
     times = []
     for repetition in range(-warmup, iterations):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(untimed * replays):
+            graph.replay()
         start.record()
         for _ in range(replays):
             graph.replay()
@@ -176,7 +179,7 @@ def main() -> None:
         kind = importlib.import_module("torch_matmul")
     rows = []
     failed: dict[tuple[str, str], str] = {}
-    for name, size, in_a_row in told["measurements"]:
+    for name, size, in_a_row, untimed in told["measurements"]:
         dtype = getattr(torch, name)
         what = f"{name}, {kind.label(size, dtype)}"
         if rank == 0:
@@ -193,6 +196,7 @@ def main() -> None:
                     call,
                     kind.CALLS,
                     math.ceil(in_a_row / kind.CALLS),
+                    untimed,
                     told["warmup_iterations"],
                     told["iterations"],
                 )

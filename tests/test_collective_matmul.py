@@ -211,13 +211,58 @@ def test_results_that_vary_over_different_axes() -> None:
     same(jax.jit(program(jax_intranode))(*args), jax.jit(program(LAX_MATMULS))(*args))
 
 
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("all_gather_matmul", ((4, 0), (0, 4))),
+        ("all_gather_matmul", ((0, 3), (3, 4))),
+        ("matmul_reduce_scatter", ((4, 3), (3, 0))),
+    ],
+)
+def test_empty_results_vary_as_laxs(name: str, shapes: Any) -> None:
+    """Of operands that vary over some of the axes only, or over none, which lax does."""
+    need_devices(4)
+    mesh = make_mesh((2, 2), ("a", "b"))
+
+    def type_of(lib: Any) -> Any:
+        found = []
+
+        def body(one: Any) -> Any:
+            x, w = (jnp.ones(s) for s in shapes)
+            if name == "all_gather_matmul":
+                result = lib.all_gather_matmul(x * one, w, ("a", "b"))
+            else:
+                result = lib.matmul_reduce_scatter(x, w, "a")
+            found.append(jax.typeof(result))
+            return one
+
+        jax.eval_shape(
+            jax.shard_map(body, mesh=mesh, in_specs=P("a"), out_specs=P("a")), np.ones(2)
+        )
+        return found[0]
+
+    ours, theirs = type_of(jax_intranode), type_of(LAX_MATMULS)
+    assert ours == theirs and ours.manual_axis_type.varying
+
+
 # Numerics.
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("preferred", [None, jnp.float32])
-def test_dtypes_of_results_and_gradients(dtype: str, preferred: Any) -> None:
-    x, w = values((2 * N, 6), (6, 3 * N), dtype=dtype)
+@pytest.mark.parametrize(
+    ("dtype", "preferred", "promotion"),
+    [
+        ("bfloat16", None, "standard"),
+        ("bfloat16", "float32", "standard"),
+        ("float16", None, "standard"),
+        ("float16", "float32", "standard"),
+        # Cotangents that JAX would not promote to the dtype of what they are multiplied with.
+        ("bfloat16", "float32", "strict"),
+        ("float8_e4m3fn", "float32", "standard"),
+        ("float8_e5m2", "bfloat16", "standard"),
+    ],
+)
+def test_dtypes_of_results_and_gradients(dtype: str, preferred: Any, promotion: Any) -> None:
+    x, w = (v.astype(dtype) for v in values((2 * N, 6), (6, 3 * N)))
 
     def ours(x: Any, w: Any) -> Any:
         y = all_gather_matmul(x, w, "x", preferred_element_type=preferred)
@@ -232,11 +277,12 @@ def test_dtypes_of_results_and_gradients(dtype: str, preferred: Any) -> None:
     def program(body: Any) -> Any:
         return jax.jit(with_gradients(over_x(body, (P("x"), P()), P("x")), (0, 1)))
 
-    results, gradients = program(ours)(x, w)
-    of_lax = program(theirs)(x, w)
+    with jax.numpy_dtype_promotion(promotion):
+        results, gradients = program(ours)(x, w)
+        of_lax = program(theirs)(x, w)
     assert all(v.dtype == (preferred or dtype) for v in results)
     assert all(v.dtype == dtype for v in gradients)
-    same((results, gradients), of_lax, 0.02)
+    same((results, gradients), of_lax, 0.3 if dtype.startswith("float8") else 0.02)
 
 
 def test_list_is_summed_before_it_is_rounded() -> None:
@@ -737,6 +783,36 @@ def test_vmap_around_shard_map() -> None:
     like_lax(program, *values((2 * N, 3, 5), (5, 3 * N)))
 
 
+@pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (0, 0)])
+def test_vmap_around_shard_map_over_a_mesh_axis(in_axes: tuple[int | None, int | None]) -> None:
+    """What is batched varies over one axis more than what is not, whose gradient is summed over it.
+
+    Inside of shard_map, too, where a gradient's type is that of its operand.
+    """
+    need_devices(4)
+    mesh = make_mesh((2, 2), ("data", "x"))
+
+    def program(lib: Any, inside: bool) -> Any:
+        def several(x: Any, w: Any) -> Any:
+            y, z = lib.all_gather_matmul(x, [w, jnp.sin(w)], "x")
+            scattered = lib.matmul_reduce_scatter(y, w.T, "x")
+            return scattered + z.sum() + lib.matmul_all_reduce(y, w.T, "x").mean()
+
+        def gradients(x: Any, w: Any) -> Any:
+            return jax.grad(lambda x, w: jnp.sin(several(x, w)).sum(), (0, 1))(x, w)
+
+        specs = P("x"), P(None, "x")
+        body, out_specs = (gradients, specs) if inside else (several, P("x"))
+        f = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out_specs)
+        f = jax.vmap(f, in_axes, spmd_axis_name="data")
+        return f if inside else with_gradients(f, (0, 1))
+
+    shapes = [(8, 6), (6, 4)]
+    args = values(*((2, *s) if d == 0 else s for s, d in zip(shapes, in_axes, strict=True)))
+    like_lax(lambda lib: program(lib, False), *args)
+    like_lax(lambda lib: program(lib, True), *args)
+
+
 def test_axis_of_vmap() -> None:
     """Lax does it, as it does where vmap hides the mesh axis."""
     x, w = values((N, N, 5), (5, 3))
@@ -885,6 +961,34 @@ def test_mesh_of_set_mesh_with_explicit_axes() -> None:
                 "jax_intranode_all_gather": 2,
                 "jax_intranode_psum_scatter": 2,
             }
+
+
+@pytest.mark.parametrize("spec", [P(None, "auto"), P("auto", None)])
+def test_operands_sharded_over_explicit_axes_are_laxs(spec: P) -> None:
+    """A product's sharding is lax's affair: along N, and of a contracted dimension."""
+    need_devices(4)
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    mesh = jax.sharding.Mesh(devices, ("auto", "x"), axis_types=(AxisType.Explicit,) * 2)
+    x, w = values((8, 4), (4, 4))
+
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            return lib.matmul_all_reduce(x, w, "x")
+
+        f = jax.shard_map(
+            body, in_specs=(P("x"), P()), out_specs=P("x"), axis_names={"x"}, check_vma=False
+        )
+        return jax.jit(with_gradients(f, (0, 1)))
+
+    with jax.set_mesh(mesh):
+        args = jax.reshard(x, P("x", None)), jax.reshard(w, spec)
+        ours, theirs = (program(lib)(*args) for lib in (jax_intranode, LAX_MATMULS))
+        (call, *_) = explain(lambda *args: program(jax_intranode)(*args)[0])(*args)
+    same(ours, theirs)
+    assert [v.sharding.spec for v in jax.tree.leaves(ours)] == [
+        v.sharding.spec for v in jax.tree.leaves(theirs)
+    ]
+    assert call.algorithm == "lax" and "sharded over explicit axes" in call.reason
 
 
 def test_eager() -> None:
@@ -1191,6 +1295,10 @@ def test_export_is_lax() -> None:
 X, W = np.ones((N, 4), np.float32), np.ones((4, 4), np.float32)
 REFUSED = {
     "no array": (all_gather_matmul, (3.0, W), {}, TypeError, "x is a float; pass an array"),
+    "only a type": (
+        matmul_all_reduce, (jax.ShapeDtypeStruct((4, 4), np.float32), W), {}, TypeError,
+        "x is a ShapeDtypeStruct; pass an array",
+    ),
     "rank of x": (all_gather_matmul, (X[0], W), {}, ValueError, r"x has the shape \(4,\); it need"),
     "rank of w": (matmul_all_reduce, (X, W[None]), {}, ValueError, r"w\[0\] has the shape \(1, 4"),
     "no matrices": (all_gather_matmul, (X, []), {}, ValueError, "w is an empty list; pass at "),
@@ -1204,6 +1312,18 @@ REFUSED = {
     "preferred": (
         matmul_all_reduce, (X, W), {"preferred_element_type": "int32"}, TypeError,
         "preferred_element_type is int32, and the operands are float32; take",
+    ),
+    "no dtype": (
+        matmul_all_reduce, (X, W), {"preferred_element_type": "foo"}, TypeError,
+        "preferred_element_type is 'foo'; pass a dtype",
+    ),
+    "no axis": (
+        all_gather_matmul, (X, W), {"gather_axis": None}, TypeError,
+        "gather_axis is None; pass an integer",
+    ),
+    "no integer": (
+        matmul_reduce_scatter, (X, W), {"scatter_axis": 0.0}, TypeError,
+        "scatter_axis is 0.0; pass an integer",
     ),
     "gathered axis": (
         all_gather_matmul, (X, W), {"gather_axis": 2}, ValueError,

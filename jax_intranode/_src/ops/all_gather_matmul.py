@@ -36,9 +36,11 @@ def _by_parts(
     precision: Any,
     transposed: bool,
 ) -> list[Any]:
-    del axes
-    # XLA's collectives refuse empty arrays.
-    whole = gather(x) if x.size else x.reshape(_whole(x.shape, axis, size))
+    if x.size:
+        whole = gather(x)
+    else:  # XLA's collectives refuse it
+        (x,) = collective_matmul.varying_alike([x], axes)
+        whole = x.reshape(_whole(x.shape, axis, size))
     products = [collective_matmul.dot(whole, w, dtype, precision, transposed) for w in ws]
     return [*products, whole] if gathered else products
 

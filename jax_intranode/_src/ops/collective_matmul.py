@@ -5,8 +5,9 @@ where `transposed` is set, as it is in derivatives: no matrix is transposed in m
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -33,13 +34,20 @@ def checked_operands(operation: str, x: Any, ws: Sequence[Any]) -> tuple[Any, li
     Raises:
         TypeError, ValueError: they can't be multiplied.
     """
-    for what, array in (("x", x), *((f"w[{k}]", w) for k, w in enumerate(ws))):
-        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
-            raise TypeError(
-                f"{operation}: {what} is a {type(array).__name__}; pass an array (w: an array or a "
-                "list of arrays)"
-            )
-    x, ws = jnp.asarray(x), [jnp.asarray(w) for w in ws]
+
+    def checked(what: str, array: Any) -> Any:
+        error = None
+        if hasattr(array, "dtype") and hasattr(array, "shape"):
+            try:
+                return jnp.asarray(array)
+            except TypeError as of_jax:
+                error = of_jax
+        raise TypeError(
+            f"{operation}: {what} is a {type(array).__name__}; pass an array (w: an array or a "
+            "list of arrays)"
+        ) from error
+
+    x, ws = checked("x", x), [checked(f"w[{k}]", w) for k, w in enumerate(ws)]
     if not ws:
         raise ValueError(f"{operation}: w is an empty list; pass at least one matrix")
     if x.ndim < 2:
@@ -73,8 +81,13 @@ def checked_dtype(operation: str, x: Any, preferred_element_type: Any) -> np.dty
     """
     if preferred_element_type is None:
         return np.dtype(x.dtype)
-    # As an array of it: float64 is float32 unless jax_enable_x64 is set.
-    preferred = jax.eval_shape(lambda: jnp.zeros((), preferred_element_type)).dtype
+    try:
+        # As an array of it: float64 is float32 unless jax_enable_x64 is set.
+        preferred = jax.eval_shape(lambda: jnp.zeros((), preferred_element_type)).dtype
+    except TypeError as error:
+        raise TypeError(
+            f"{operation}: preferred_element_type is {preferred_element_type!r}; pass a dtype"
+        ) from error
     kinds = (jnp.floating, jnp.complexfloating, jnp.integer)
     if not any(jnp.issubdtype(x.dtype, k) and jnp.issubdtype(preferred, k) for k in kinds):
         raise TypeError(
@@ -84,12 +97,19 @@ def checked_dtype(operation: str, x: Any, preferred_element_type: Any) -> np.dty
     return np.dtype(preferred)
 
 
-def checked_dimension(operation: str, name: str, dimension: int, rank: int) -> int:
+def checked_dimension(operation: str, name: str, dimension: Any, rank: int) -> int:
     """The dimension, counted from the first.
 
     Raises:
+        TypeError: it is no integer.
         ValueError: there is no such dimension.
     """
+    try:
+        dimension = operator.index(dimension)
+    except jax.errors.TracerIntegerConversionError:
+        raise  # which says where it was traced
+    except TypeError:
+        raise TypeError(f"{operation}: {name} is {dimension!r}; pass an integer") from None
     if not -rank <= dimension < rank:
         raise ValueError(
             f"{operation}: {name} is {dimension}; with {rank} dimensions it must be from {-rank} "
@@ -121,6 +141,8 @@ def reason_for_lax(
         return "a constant"
     if not all(isinstance(jax.typeof(v), ShapedArray) for v in operands):
         return "not an array"
+    if any(axis is not None for v in operands for axis in jax.typeof(v).sharding.spec):
+        return "an operand sharded over explicit axes of the mesh"
     reason = collective.reason_for_lax_of_types(operands, sent, axes)
     return reason or select.unsupported_dtype(collective_operation, dtype.name)
 
@@ -163,11 +185,24 @@ def dot_of_matrix(x: Any, y: Any, dtype: Any, precision: Any, transposed: bool) 
 
 def _dot_general(x: Any, y: Any, dimensions: Any, dtype: Any, precision: Any) -> Any:
     # XLA would round operands of different dtypes to the result's.
-    wide = dtype if x.dtype == y.dtype else jnp.promote_types(jnp.promote_types(x, y), dtype)
+    wide = dtype if x.dtype == y.dtype else _widest(x.dtype, y.dtype, dtype)
     product = lax.dot_general(
         x, y, dimensions, precision=precision, preferred_element_type=np.dtype(wide)
     )
     return product.astype(dtype)
+
+
+def _widest(*dtypes: Any) -> Any:
+    """The narrowest dtype that has all values of these, whatever promotion JAX is told to do."""
+    # Those of 8 bits and less, which JAX promotes to no other one, are all in bfloat16.
+    known = [
+        jnp.bfloat16
+        if jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize == 1
+        else dtype
+        for dtype in dtypes
+    ]
+    with jax.numpy_dtype_promotion("standard"):
+        return reduce(jnp.promote_types, known)
 
 
 def dot_shape(x: Any, w: Any, transposed: bool) -> tuple[int, ...]:
@@ -374,6 +409,8 @@ class CollectiveMatmul(collective.Primitives):
         /,  # a parameter of a primitive may be called "size" too
         **params: Any,
     ) -> tuple[Any, Any]:
+        # A batch that is itself spread over mesh axes (spmd_axis_name) varies over them.
+        operands = varying_alike(operands, ())
         if name not in params["axes"]:
             results, out_dims = self._batch_rule(operands, dims, **params)
             if results is not None:

@@ -221,7 +221,14 @@ def _by_matrix(x: Any, ct: Any, dtype: Any, precision: Any, transposed: bool) ->
 def _aval_by_matrix(x: Any, y: Any, dtype: Any, transposed: bool) -> Any:
     """The type of the derivative by a matrix of the product of x with it; y is of its type."""
     shape = (x.shape[-1], y.shape[-1])
-    return x.update(shape=shape[::-1] if transposed else shape, dtype=dtype, weak_type=False)
+    kind = x.manual_axis_type
+    kind = kind.update(varying=kind.varying | y.manual_axis_type.varying)
+    return x.update(
+        shape=shape[::-1] if transposed else shape,
+        dtype=dtype,
+        weak_type=False,
+        manual_axis_type=kind,
+    )
 
 
 class _TangentOfGather(Derivatives):

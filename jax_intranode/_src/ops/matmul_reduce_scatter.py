@@ -29,9 +29,9 @@ def _by_parts(
     precision: Any,
     transposed: bool,
 ) -> list[Any]:
-    del axes
     product = collective_matmul.sum_of_dots(operands, pairs, dtype, precision, transposed)
     if product.size == 0:  # XLA's collectives refuse it
+        (product,) = collective_matmul.varying_alike([product], axes)
         return [product.reshape(_part(product.shape, dimension, size))]
     return [scatter(product)]
 

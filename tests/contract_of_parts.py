@@ -303,11 +303,14 @@ def scatter_of_wrong_shapes(lib: Any) -> Any:
 
 @row("`all_gather` on each axis, from the end too, tiled or not", ACCELERATED)
 def gather_axes(lib: Any) -> Any:
+    one = jnp.asarray(1)
+
     def body(v: Any) -> Any:
         v = v.reshape(2, 3, 1)
         stacked = [lib.all_gather(v, "x", axis=a) for a in (0, 1, 2, 3, -1, -2, -4)]
         tiled = [lib.all_gather(v, "x", axis=a, tiled=True) for a in (0, 1, 2, -1, -3)]
-        return stacked, tiled, lib.all_gather(v, "x", axis=np.int64(1), tiled=1)
+        of_any_kind = [lib.all_gather(v, "x", axis=a, tiled=1) for a in (np.int64(1), one)]
+        return stacked, tiled, of_any_kind
 
     return inside(body, small(4, 3))
 

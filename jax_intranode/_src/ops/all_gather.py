@@ -54,8 +54,11 @@ def all_gather(
 
     Raises:
         NameError: an axis is not bound, as in ``jax.lax.all_gather``.
+        TypeError: `axis` is no integer.
+        ValueError: there is no such `axis`.
     """
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    axis = collective.checked_integer("all_gather", "axis", axis)
 
     def by_lax(leaf: Any) -> Any:
         return lax.all_gather(

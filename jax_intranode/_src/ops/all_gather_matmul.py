@@ -142,8 +142,8 @@ def all_gather_matmul(
         list of them. With `return_gathered` a pair of this and the gathered x.
 
     Raises:
-        TypeError: an operand is no array, the dtypes differ, or `preferred_element_type` is of
-            another kind than they are.
+        TypeError: an operand is no array, the dtypes differ, `preferred_element_type` is of another
+            kind than they are, or `gather_axis` is no integer.
         ValueError: the ranks or the contracted dimensions do not fit, there is no such
             `gather_axis`, or it is the contracted one.
         NameError: an axis is not bound, as in ``jax.lax.all_gather``.

@@ -1,6 +1,7 @@
 """What the collectives share: which calls are ours, and what a call lowers to."""
 
 import math
+import operator
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -86,6 +87,20 @@ def reason_for_lax_of_types(
     if 0 < len(over.intersection(axes)) < len(axes):
         return f"an operand that varies over some of the axes {_names(axes)} only"
     return None
+
+
+def checked_integer(operation: str, name: str, value: Any) -> int:
+    """An argument that says which dimension.
+
+    Raises:
+        TypeError: it is no integer, or not known while tracing.
+    """
+    try:
+        return int(operator.index(value))
+    except jax.errors.TracerIntegerConversionError:
+        raise  # which says where it was traced
+    except TypeError:
+        raise TypeError(f"{operation}: {name} is {value!r}; pass an integer") from None
 
 
 @contextmanager

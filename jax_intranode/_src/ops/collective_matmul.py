@@ -5,7 +5,6 @@ where `transposed` is set, as it is in derivatives: no matrix is transposed in m
 """
 
 import dataclasses
-import operator
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial, reduce
 from typing import Any
@@ -104,12 +103,7 @@ def checked_dimension(operation: str, name: str, dimension: Any, rank: int) -> i
         TypeError: it is no integer.
         ValueError: there is no such dimension.
     """
-    try:
-        dimension = operator.index(dimension)
-    except jax.errors.TracerIntegerConversionError:
-        raise  # which says where it was traced
-    except TypeError:
-        raise TypeError(f"{operation}: {name} is {dimension!r}; pass an integer") from None
+    dimension = collective.checked_integer(operation, name, dimension)
     if not -rank <= dimension < rank:
         raise ValueError(
             f"{operation}: {name} is {dimension}; with {rank} dimensions it must be from {-rank} "

@@ -124,8 +124,8 @@ def matmul_reduce_scatter(
         This rank's part of an array [..., N].
 
     Raises:
-        TypeError: an operand is no array, the dtypes differ, or `preferred_element_type` is of
-            another kind than they are.
+        TypeError: an operand is no array, the dtypes differ, `preferred_element_type` is of another
+            kind than they are, or `scatter_axis` is no integer.
         ValueError: the ranks or the contracted dimensions do not fit, there is no such
             `scatter_axis`, or its length is no multiple of the number of ranks.
         NameError: an axis is not bound, as in ``jax.lax.psum_scatter``.

@@ -53,9 +53,13 @@ def psum_scatter(
 
     Raises:
         NameError: an axis is not bound, as in ``jax.lax.psum_scatter``.
+        TypeError: `scatter_dimension` is no integer.
         ValueError: the dimension can't be cut so.
     """
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    scatter_dimension = collective.checked_integer(
+        "psum_scatter", "scatter_dimension", scatter_dimension
+    )
 
     def by_lax(leaf: Any) -> Any:
         return lax.psum_scatter(

@@ -151,6 +151,7 @@ def test_options_refused(options: str, message: str, capsys: pytest.CaptureFixtu
         ),
         ("psum --backward", "--shapes, --preset, --backward and --plan are for all_gather_matmul"),
         ("psum --plan 1,1", "--shapes, --preset, --backward and --plan are for all_gather_matmul"),
+        ("psum --settle 100", "--settle is for collective matmuls and programs, not for psum"),
         ("matmul_all_reduce --leaves 2", "matmul_all_reduce is measured with one x and one w"),
         ("matmul_all_reduce -d int8", "of int8: choose from bfloat16, float16, float32"),
         ("all_gather_matmul --shapes 7,8,9", "7 x 8 x 9: M is 7; it must be a multiple of the 2"),
@@ -171,6 +172,21 @@ def test_options_that_do_not_go_together(
     monkeypatch.setitem(programs.PROGRAMS, "stand_in", stand_in)
     assert command.run(parse(f"{options} --platform cpu")) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "platform", "settle_ms"),
+    [
+        ("all_gather_matmul", "gpu", 150),
+        ("mlp_block", "gpu", 150),
+        ("all_gather_matmul --settle 0", "gpu", 0),
+        ("all_gather_matmul", "cpu", 0),
+        ("psum", "gpu", 0),
+    ],
+)
+def test_how_long_programs_settle(options: str, platform: str, settle_ms: int) -> None:
+    settings = command._settings(parse(options), SINGLE_PROCESS, platform, 2, [])
+    assert settings.settle_ms == settle_ms
 
 
 def test_options_that_reach_the_ranks_as_variables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1095,7 +1111,7 @@ def test_both_modes_on_the_cpu(name: str, leaves: int, dtype: str, tmp_path: Pat
     [
         ("all_gather_matmul", "--shapes 32,16,24 --mode both", ("all_gather",)),
         ("matmul_reduce_scatter", "--shapes 32,16,24 --backward -d float16", ("all_gather",)),
-        ("matmul_all_reduce", "", select.PSUM_ALGORITHMS),
+        ("matmul_all_reduce", "--settle 1", select.PSUM_ALGORITHMS),
     ],
 )
 def test_matmuls_on_the_cpu(
@@ -1114,6 +1130,8 @@ def test_matmuls_on_the_cpu(
     backward = "--backward" in options
     assert written["version"] == 2
     assert written["header"]["operation"] == name and written["header"]["backward"] is backward
+    assert written["header"]["settle_ms"] == ("--settle" in options)
+    assert (", each after 1 ms of the same;" in result.stdout) == ("--settle" in options)
     rows = written["rows"]
     modes = MODES if "both" in options else MODES[:1]
     shapes = [[32, 16, 24]] if "--shapes" in options else [[32, 32, 48], [128, 64, 32]]

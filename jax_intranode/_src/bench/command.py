@@ -167,6 +167,8 @@ def _refusal(arguments: argparse.Namespace) -> str | None:
     elif arguments.shapes or arguments.preset or arguments.backward or arguments.plan:
         options = "--shapes, --preset, --backward and --plan"
         return f"{options} are for {', '.join(MATMULS)}, not for {name}"
+    elif arguments.settle is not None and name not in PROGRAMS:
+        return f"--settle is for collective matmuls and programs, not for {name}"
     elif arguments.leaves > 1 and name in ("psum_scatter", "all_gather"):
         return f"--leaves: {name} is measured with one array"
     if name == "pmean":
@@ -352,14 +354,15 @@ def _settings(
         shapes=[list(shape) for shape in shapes],
         backward=arguments.backward,
         plan=arguments.plan,
-        settle_ms=_settle_ms(arguments.settle, platform),
+        settle_ms=_settle_ms(arguments, platform),
     )
 
 
-def _settle_ms(asked: int | None, platform: str) -> int:
-    if asked is not None:
-        return asked
-    return 150 if platform == "gpu" else 0
+def _settle_ms(arguments: argparse.Namespace, platform: str) -> int:
+    if arguments.settle is not None:
+        return int(arguments.settle)
+    settles = arguments.name in MATMULS or arguments.name in PROGRAMS
+    return 150 if settles and platform == "gpu" else 0
 
 
 def _count_measurements(settings: Sequence[Settings], peers: Sequence[str]) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from jax_intranode._src import config
+from jax_intranode._src.bench.matmuls import MATMULS
 from jax_intranode._src.bench.settings import Settings
 
 # Of the JSON file's layout, which docs/bench.md has.
@@ -177,11 +178,13 @@ def format_header(header: dict[str, Any]) -> str:
     """Returns the lines above a table."""
     leaves = f", {header['leaves']} arrays a call" if header["leaves"] > 1 else ""
     backward = " backward" if header["backward"] else ""
+    settled = header["settle_ms"] > 0 and header["operation"] in MATMULS
+    after = f", each after {header['settle_ms']} ms of the same" if settled else ""
     lines = [
         f"# {header['operation']}{backward}, {header['devices']} x {header['device']}, "
         f"{header['mode']}{leaves}",
         f"# {versions(header)}, {header['date']}",
-        f"# p50 and p99 of {header['iterations']} repetitions; ratio = lax p50 / our p50",
+        f"# p50 and p99 of {header['iterations']} repetitions{after}; ratio = lax p50 / our p50",
     ]
     if header["algorithm"] != "auto":
         lines.append(f"# JAX_INTRANODE_ALGORITHM={header['algorithm']}")

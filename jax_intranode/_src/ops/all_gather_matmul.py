@@ -14,6 +14,7 @@ from jax.interpreters import ad
 from jax_intranode._src import compat
 from jax_intranode._src.ops import (
     all_gather,
+    collective,
     collective_matmul,
     derivatives,
     matmul_reduce_scatter,
@@ -39,8 +40,7 @@ def _by_parts(
     if x.size:
         whole = gather(x)
     else:  # XLA's collectives refuse it
-        (x,) = collective_matmul.varying_alike([x], axes)
-        whole = x.reshape(_whole(x.shape, axis, size))
+        whole = collective.varying(x, axes).reshape(_whole(x.shape, axis, size))
     products = [collective_matmul.dot(whole, w, dtype, precision, transposed) for w in ws]
     return [*products, whole] if gathered else products
 

@@ -126,12 +126,16 @@ def parse_left_to_lax(scope: str) -> tuple[str, str] | None:
     return None if match is None else (match[1], match[2])
 
 
-def varying(x: Any, axes: tuple[Hashable, ...]) -> Any:
-    """The operand as one that varies over the axes, which check_vma=True asks for."""
-    if not compat.check_vma() or jax.typeof(x).manual_axis_type.varying.issuperset(axes):
+def varying(x: Any, axes: Sequence[Hashable]) -> Any:
+    """The operand as one that varies over the axes, too, which check_vma=True asks for."""
+    if not compat.check_vma():
+        return x
+    over = jax.typeof(x).manual_axis_type.varying
+    missing = tuple(axis for axis in axes if axis not in over)
+    if not missing:
         return x
     with left_to_lax("psum", "the transpose of a cast by jax.lax.pcast"):
-        return lax.pcast(x, axes, to="varying")
+        return lax.pcast(x, missing, to="varying")
 
 
 # Where a call is lowered.

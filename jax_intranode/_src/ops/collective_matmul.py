@@ -153,12 +153,7 @@ def varying_alike(operands: Sequence[Any], axes: tuple[Hashable, ...]) -> list[A
     The transpose of the cast sums: a replicated matrix gets the sum of all ranks' derivatives.
     """
     over = set(axes).union(*(jax.typeof(v).manual_axis_type.varying for v in operands))
-
-    def cast(v: Any) -> Any:
-        missing = over - jax.typeof(v).manual_axis_type.varying
-        return collective.varying(v, tuple(sorted(missing, key=str))) if missing else v
-
-    return [cast(v) for v in operands]
+    return [collective.varying(v, sorted(over, key=str)) for v in operands]
 
 
 # Products.

@@ -11,6 +11,7 @@ from jax.interpreters import ad
 from jax_intranode._src import compat
 from jax_intranode._src.ops import (
     all_gather_matmul,
+    collective,
     collective_matmul,
     derivatives,
     overlapped,
@@ -31,7 +32,7 @@ def _by_parts(
 ) -> list[Any]:
     product = collective_matmul.sum_of_dots(operands, pairs, dtype, precision, transposed)
     if product.size == 0:  # XLA's collectives refuse it
-        (product,) = collective_matmul.varying_alike([product], axes)
+        product = collective.varying(product, axes)
         return [product.reshape(_part(product.shape, dimension, size))]
     return [scatter(product)]
 

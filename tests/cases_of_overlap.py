@@ -41,14 +41,16 @@ PLANS = {
     "direct": overlap.Plan(tile_columns=192, parts=2, direct=True),
     "direct_256": overlap.Plan(tile_columns=256, direct=True),
     "direct_128": overlap.Plan(tile_columns=128, direct=True),
-    "beside": overlap.Plan(tile_columns=256, parts=2, rounds=2, beside=True, pairs_before=1),
+    "beside": overlap.Plan(
+        tile_columns=256, parts=2, rounds=2, beside=True, pairs_before=1, beside_after=4
+    ),
 }
 ALL = tuple(PLANS)
 # For derivatives, which the others compute one after another.
 BESIDE = {
     "beside_1_round": overlap.Plan(tile_columns=256, beside=True),
     "beside_3_rounds": overlap.Plan(
-        tile_columns=256, group_pairs=2, rounds=3, beside=True, pairs_before=2
+        tile_columns=256, group_pairs=2, rounds=3, beside=True, pairs_before=2, beside_after=100
     ),
 }
 PLANS |= BESIDE
@@ -722,6 +724,8 @@ WRONG_CALLS = {
     "pairs": ({"group_pairs": 0}, "0 pairs"),
     "parts": ({"parts": 0}, "0 parts"),
     "rounds": ({"rounds": 0}, "0 rounds"),
+    "pairs_before": ({"pairs_before": -1}, "with 1 derivatives after -1 pairs"),
+    "beside_after": ({"beside_after": -1}, "after 0 pairs and -1 of their tiles last"),
     "derivatives": ({"besides": -1}, "with -1 derivatives"),
     "derivatives_of_pipeline": ({"tile_columns": 0}, "with 1 derivatives"),
     "not_transposed": ({"transposed": 0}, "with 1 derivatives"),
@@ -780,6 +784,7 @@ def overlapped_wrong_call_is_refused(wrong: str) -> None:
             "direct": 0,
             "rounds": 1,
             "pairs_before": 0,
+            "beside_after": 0,
         }
         values = right | changes
         operands = [values.pop(name) for name in ("x", "w", "beside")]

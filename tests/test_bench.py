@@ -112,7 +112,7 @@ def test_sizes_include_both_ends() -> None:
         ("psum --peers torch,mpi", "'mpi' is none of torch, nccl-tests, all"),
         ("psum --latency-hiding maybe", "invalid choice: 'maybe'"),
         ("all_gather_matmul --shapes 1,2", "'1,2' is not M,K,N: three positive integers"),
-        ("all_gather_matmul --plan 1,2,3", "'1,2,3' is not two numbers, or four to nine"),
+        ("all_gather_matmul --plan 1,2,3", "'1,2,3' is not two numbers, or four to ten"),
         (
             "all_gather_matmul --plan 1,1,192,8,1,2",
             "the sixth and the eighth number of '1,1,192,8,1,2' must be 0 or 1",

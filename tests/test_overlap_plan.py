@@ -237,15 +237,24 @@ def test_sums_that_do_not_fit_the_ring_come_in_rounds() -> None:
         ),
         (
             GATHER, 8192, 8192, 1024, 2,
-            Plan(tile_columns=256, group_pairs=16, beside=True),
+            Plan(tile_columns=256, group_pairs=16, beside=True, beside_after=62),
         ),
         (
             GATHER, 8192, 8192, 1024, 4,
-            Plan(tile_columns=256, group_pairs=16, beside=True, pairs_before=8),
+            Plan(tile_columns=256, group_pairs=16, beside=True, pairs_before=8, beside_after=62),
         ),
         (
             GATHER, 32768, 8192, 1024, 4,
             Plan(tile_columns=256, group_pairs=16, beside=True, pairs_before=32),
+        ),
+        # Tiles of what arrives take long: they are multiplied as columns arrive.
+        (
+            GATHER, 4096, 28672, 1024, 2,
+            Plan(tile_columns=256, group_pairs=16, beside=True, beside_after=382),
+        ),
+        (
+            GATHER, 4096, 28672, 1024, 4,
+            Plan(tile_columns=256, group_pairs=16, beside=True, beside_after=250),
         ),
     ],
 )  # fmt: skip
@@ -267,7 +276,7 @@ def test_derivatives_beside(
         (SCATTER, 8192, 1792, 4096, 4, "without them and these after it"),
         (SCATTER, 8192, 3584, 8192, 4, "without them and these after it"),
         (GATHER, 8192, 8192, 2048, 4, "without them and these after it"),
-        (GATHER, 4096, 28672, 1024, 4, "tiles of what arrives take longer"),
+        (GATHER, 2048, 4096, 16384, 4, "without them and these after it"),
         (SCATTER, 32768, 1024, 16384, 4, "not one launch of a kernel"),
         (GATHER, 32768, 16384, 8192, 4, "not one launch of a kernel"),
         (GATHER, 512, 4096, 1024, 4, "bytes from peers"),
@@ -436,5 +445,8 @@ def test_forced() -> None:
                 plan(GATHER, 512, 64, 64, besides=1)
                 == "not forced with derivatives beside tiles of 256 columns"
             )
-    with overlap.forced(Plan(tile_columns=256, beside=True)):
-        assert plan(GATHER, 512, 64, 64, besides=1) == Plan(tile_columns=256, beside=True)
+    with overlap.forced(
+        beside := Plan(tile_columns=256, beside=True, pairs_before=1, beside_after=2)
+    ):
+        assert plan(GATHER, 512, 64, 64, besides=1) == beside
+        assert plan(GATHER, 512, 64, 64) == Plan(tile_columns=256)

@@ -9,7 +9,7 @@
 //       tools/fused_probe.cu xla_ffi/cuda/{fused_matmul.cu,slab.cu,cublas_lt.cc} -ldl
 //   ./fused_probe RANKS check
 //   ./fused_probe RANKS all_gather_matmul|matmul_reduce_scatter M,K,N \
-//       COLUMNS,PAIRS,PARTS[,DIRECT[,DERIVATIVE[,ROUNDS[,PAIRS_BEFORE]]]] ...
+//       COLUMNS,PAIRS,PARTS[,DIRECT[,DERIVATIVE[,ROUNDS[,PAIRS_BEFORE[,BESIDE_AFTER]]]]] ...
 //
 // M, K and N are those of what a GPU multiplies; the last ones as of `bench --plan` (several are
 // timed in turns); with a DERIVATIVE of 1 the kernel computes one of [N, K] beside it, with 2 a
@@ -403,11 +403,11 @@ int CheckAll(int ranks) {
                          Sizes{true, ranks, 2, 129, 72, 1032, true, false, true}}) {
     for (const int columns : {128, 192, 224, 256}) {
       if (!FusedTakes(s.algorithm(), columns, s.beside)) continue;
-      for (const MatmulPlan& plan : {MatmulPlan{1, 1, columns, 8, 1, false, 1, 0},
-                                     {1, 1, columns, 2, 3, false, 2, 3},
-                                     {1, 1, columns, 3, 16, false, 1, 1},
-                                     {1, 1, columns, 8, 1, true, 3, 0},
-                                     {1, 1, columns, 3, 3, true, 1, 0}}) {
+      for (const MatmulPlan& plan : {MatmulPlan{1, 1, columns, 8, 1, false, 1, 0, 0},
+                                     {1, 1, columns, 2, 3, false, 2, 3, 2},
+                                     {1, 1, columns, 3, 16, false, 1, 1, 9},
+                                     {1, 1, columns, 8, 1, true, 3, 0, 0},
+                                     {1, 1, columns, 3, 3, true, 1, 0, 0}}) {
         if (plan.direct && !s.sums) continue;
         Call call(s, plan, true);
         const unsigned wrong = call.Wrong() + call.Wrong();
@@ -445,7 +445,7 @@ int main(int argc, char** argv) {
     return 2;
   }
   struct Way {
-    MatmulPlan plan{1, 1, 0, 8, 1, false, 1, 0};
+    MatmulPlan plan{1, 1, 0, 8, 1, false, 1, 0, 0};
     Derivative derivative = Derivative::kNone;
   };
   std::vector<Way> ways;
@@ -465,16 +465,19 @@ int main(int argc, char** argv) {
   for (int i = 4; i < argc; ++i) {
     Way way;
     int direct = 0, derivative = 0;
-    std::sscanf(argv[i], "%d,%d,%d,%d,%d,%d,%d", &way.plan.tile_columns, &way.plan.group_pairs,
-                &way.plan.parts, &direct, &derivative, &way.plan.rounds, &way.plan.pairs_before);
+    std::sscanf(argv[i], "%d,%d,%d,%d,%d,%d,%d,%d", &way.plan.tile_columns, &way.plan.group_pairs,
+                &way.plan.parts, &direct, &derivative, &way.plan.rounds, &way.plan.pairs_before,
+                &way.plan.beside_after);
     way.plan.direct = direct != 0;
     way.derivative = static_cast<Derivative>(derivative);
     const Sizes sizes = sizes_of(way);
     if (!FusedTakes(sizes.algorithm(), way.plan.tile_columns, sizes.beside) || derivative < 0 ||
         derivative > 2 || way.plan.group_pairs < 1 || way.plan.parts < 1 || way.plan.rounds < 1 ||
-        way.plan.pairs_before < 0) {
-      std::printf("%s is not COLUMNS,PAIRS,PARTS[,DIRECT[,DERIVATIVE[,ROUNDS[,PAIRS_BEFORE]]]]\n",
-                  argv[i]);
+        way.plan.pairs_before < 0 || way.plan.beside_after < 0) {
+      std::printf(
+          "%s is not COLUMNS,PAIRS,PARTS[,DIRECT[,DERIVATIVE[,ROUNDS[,PAIRS_BEFORE"
+          "[,BESIDE_AFTER]]]]]\n",
+          argv[i]);
       return 2;
     }
     ways.push_back(way);
@@ -501,10 +504,11 @@ int main(int argc, char** argv) {
     const double bound = std::max((derivative == Derivative::kNone ? 1 : 2) * Median(alone),
                                   bytes / kLinkBytes * 1e3);
     std::printf(
-        "%-22s %d ranks %6d %6d %6d  tiles of %d, %d pairs, %d parts, %d rounds, %d before%s%s: "
+        "%-22s %d ranks %6d %6d %6d  tiles of %d, %d pairs, %d parts, %d rounds, %d before, %d "
+        "after%s%s: "
         "%8.4f ms, share %.3f, matmul alone %.4f, #wrong %u\n",
         operation.c_str(), ranks, m, k, n, plan.tile_columns, plan.group_pairs, plan.parts,
-        plan.rounds, plan.pairs_before, plan.direct ? ", direct" : "",
+        plan.rounds, plan.pairs_before, plan.beside_after, plan.direct ? ", direct" : "",
         derivative == Derivative::kBeside  ? ", derivative beside"
         : derivative == Derivative::kAfter ? ", matmul after"
                                            : "",

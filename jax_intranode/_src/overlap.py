@@ -47,6 +47,8 @@ class Plan:
         beside: of a kernel, whether it computes derivatives by matrices, too.
         pairs_before: of a kernel, for all-gathers, how many pairs of row tiles of those that arrive
             are multiplied before these derivatives. Of the others columns arrive one after another.
+        beside_after: of a kernel, for all-gathers, how many pairs of these derivatives' tiles are
+            multiplied after all rows that arrive.
     """
 
     first_cuts: int = 1
@@ -58,6 +60,7 @@ class Plan:
     rounds: int = field(default=1, kw_only=True)
     beside: bool = field(default=False, kw_only=True)
     pairs_before: int = field(default=0, kw_only=True)
+    beside_after: int = field(default=0, kw_only=True)
 
     def __str__(self) -> str:
         if self.tile_columns:
@@ -67,7 +70,8 @@ class Plan:
             beside = ""
             if self.beside:
                 after = f" after {self.pairs_before} pairs" if self.pairs_before else ""
-                beside = f", derivatives by matrices beside it{after}"
+                last = f", {self.beside_after} of their tiles last" if self.beside_after else ""
+                beside = f", derivatives by matrices beside it{after}{last}"
             tiles = f"tiles of {TILE_ROWS} x {self.tile_columns}"
             groups = f"in groups of {self.group_pairs} pairs"
             return f"one kernel, {tiles} {groups}{parts}{direct}{rounds}{beside}"
@@ -150,7 +154,7 @@ _APART_S = 25e-6
 # evenly spread than the best ones of a matmul alone: by how much it has to be faster. Of an
 # all-gather among more than two ranks so much of what arrives is multiplied before them; of two, a
 # rank's own rows are enough to begin with.
-_BESIDE_MARGIN = 1.1
+_BESIDE_MARGIN = 1.09
 _BESIDE_BEFORE = 1 / 3
 
 
@@ -222,7 +226,9 @@ def plan(
             return f"no kernel of {operation} by tiles of {_forced.tile_columns} columns"
         if not sizes.fit(_forced, ring_bytes):
             return f"more from peers, or more matrices, than a kernel and {ring_bytes} bytes take"
-        return _forced if besides else dataclasses.replace(_forced, beside=False, pairs_before=0)
+        if besides:
+            return _forced
+        return dataclasses.replace(_forced, beside=False, pairs_before=0, beside_after=0)
     if sizes.row_bytes * _SLOTS * world_size > ring_bytes:
         return (
             f"rows of {sizes.row_bytes} bytes and a ring of {ring_bytes}; JAX_INTRANODE_RING_MIB "
@@ -512,17 +518,29 @@ def _beside(sizes: Sizes, apart: Plan | str, besides: int, ring_bytes: int) -> P
     units = pairs * sum(-(-k // kernel.columns) for k in sizes.ks[:besides])
     half_tiles = 2 * sizes.world_size * sizes.row_tiles
     unit_s = half_tiles * _STAGE_S[kernel.columns] + _TILE_S["all_gather_matmul"][kernel.columns]
-    beside_s = max(kernel.matmul_s + -(-units // _CLUSTERS) * unit_s, kernel.link_s)
-    before = 0
+    waves = -(-units // _CLUSTERS)
+    beside_s = max(kernel.matmul_s + waves * unit_s, kernel.link_s)
+    before = after = 0
     if sizes.gathers:
-        if kernel.tile_s > unit_s:
-            return "tiles of what arrives take longer than those of derivatives by matrices"
         others = (sizes.world_size - 1) * kernel.pairs
-        before = int(others * _BESIDE_BEFORE) if sizes.world_size > 2 else 0
-        # The rest of what arrives comes last, in waves of its own.
-        last = (others - before) * sizes.column_tiles(kernel.columns)
-        last_s = -(-last // _CLUSTERS) * kernel.tile_s
-        beside_s = max(beside_s, kernel.link_s + last_s + unit_s / 2)
+        # If all rows are multiplied at once they may as well all come by columns.
+        if sizes.world_size > 2 and sizes.world_size * kernel.tiles > _CLUSTERS:
+            before = int(others * _BESIDE_BEFORE)
+        rest = (others - before) * sizes.column_tiles(kernel.columns)
+        rest_s = -(-rest // _CLUSTERS) * kernel.tile_s
+        first_s = kernel.matmul_s - rest_s
+
+        def seconds(first_waves: int) -> float:
+            """With so many waves of derivatives before the rest of what arrives."""
+            arrives = before / others + (1 - before / others) * first_waves / waves
+            begins = max(first_s + first_waves * unit_s, arrives * kernel.link_s + unit_s / 2)
+            # None of the rest has all its columns before the last ones arrive.
+            ends = max(begins + rest_s, kernel.link_s + rest_s - kernel.tile_s)
+            return ends + (waves - first_waves) * unit_s
+
+        first_waves = min(range(1, waves + 1), key=seconds)
+        beside_s = max(beside_s, seconds(first_waves))
+        after = max(0, units - first_waves * _CLUSTERS)
     # Each takes as long as the product with its matrix.
     alone_s = sizes.matmul_s * sum(sizes.ks[:besides]) / sizes.k
     apart_s = _fastest(sizes).seconds + alone_s
@@ -531,7 +549,7 @@ def _beside(sizes: Sizes, apart: Plan | str, besides: int, ring_bytes: int) -> P
             f"with derivatives by matrices one kernel would take {1e6 * beside_s:.0f} us, without "
             f"them and these after it {1e6 * apart_s:.0f} us"
         )
-    plan = dataclasses.replace(kernel.plan, beside=True, pairs_before=before)
+    plan = dataclasses.replace(kernel.plan, beside=True, pairs_before=before, beside_after=after)
     return plan if sizes.fit(plan, ring_bytes) else "wider tiles do not fit the ring"
 
 

@@ -21,7 +21,8 @@ constexpr int kColumns = 192;
 // Of the one that runs: as it is; work dealt out to clusters in place of drawn; products sent as if
 // it were another step; items of a tile that come before those of the next tile; units of an
 // all-gather so by their pairs; items of eight ranks one shard after the other; units of a sum step
-// after step, not in parts; matmuls beside it after all others; items as if nothing were beside it.
+// after step, not in parts; matmuls beside it after all others, or none of them after others; items
+// as if nothing were beside it.
 enum class Variant {
   kSound,
   kDealt,
@@ -31,6 +32,7 @@ enum class Variant {
   kShardByShard,
   kStepByStep,
   kBesideLast,
+  kAllBesideFirst,
   kRowsFirst
 } variant;
 int wrong;
@@ -43,7 +45,7 @@ struct Operation {
   bool sums;
   int tiles_of_array, tiles, pairs, column_tiles, depth, part;
   int group_pairs, fewer_pairs, fewer_sent_pairs, fewer_pairs_after;
-  int beside_pairs, beside_columns, pairs_before;
+  int beside_pairs, beside_columns, pairs_before, beside_after;
   struct {
     int rank, size;
   } group;
@@ -122,9 +124,16 @@ void CheckUnits(const Operation& p, int clusters, std::mt19937* random) {
 
 Unit UnitAt(const Operation& p, int number) {
   if (variant == Variant::kBesideLast && number >= UnitsBefore(p)) {
+    Operation as = p;
+    as.beside_after = 0;
     const int after = Units(p) - UnitsBefore(p) - UnitsBeside(p);
     const int moved = number - UnitsBefore(p);
-    number += moved < after ? UnitsBeside(p) : -after;
+    return UnitOf(as, number + (moved < after ? UnitsBeside(p) : -after));
+  }
+  if (variant == Variant::kAllBesideFirst) {
+    Operation as = p;
+    as.beside_after = 0;
+    return UnitOf(as, number);
   }
   const int pair = number / p.column_tiles;
   if (variant == Variant::kPairByPair && !p.sums && p.beside_pairs == 0) {
@@ -217,21 +226,29 @@ void CheckNumbers(const Operation& p) {
   }
   // Its own pairs first, then those of each peer, or among many one of each; groups of all these,
   // and in a group columns, or depths of what arrives. What is beside it comes after some pairs
-  // that arrive, by columns; after it the groups begin again, and what arrives is one group.
+  // that arrive, by columns; after it the groups begin again, and what arrives is one group. Or
+  // after that comes the rest of what is beside it.
   const auto number_of = [&](int step, int pair) {
     const bool shard_by_shard = step == 0 || size <= 4;
     return shard_by_shard ? step * p.pairs + pair : p.pairs + pair * (size - 1) + step - 1;
   };
   std::tuple<int, int, int> last_unit = {0, -all, 0}, last_item = {0, -all, 0};
+  int beside = 0, last_column = 0;  // of those beside it
   for (int number = 0; number < Units(p); ++number) {
     const Unit unit = UnitAt(p, number);
+    if (unit.beside) {
+      Expect(unit.column >= last_column, "columns beside it not one after the other");
+      last_column = unit.column;
+      const bool first = beside++ < UnitsBeside(p) - p.beside_after;
+      const std::tuple at = {first ? 1 : 3, 0, 0};
+      Expect(at >= last_unit, "units beside it too late, or too early");
+      last_unit = at;
+      continue;
+    }
     const int pair = number_of(unit.step, unit.pair);
-    const bool after = p.beside_pairs > 0 && !unit.beside && pair >= before;
+    const bool after = p.beside_pairs > 0 && pair >= before;
     const int end = after ? all : before;
-    const std::tuple at = {unit.beside ? 1
-                           : after     ? 2
-                                       : 0,
-                           unit.beside ? 0 : GroupAt(p, end, pair), unit.column};
+    const std::tuple at = {after ? 2 : 0, GroupAt(p, end, pair), unit.column};
     Expect(at >= last_unit, "units not group after group, or columns not one after the other");
     last_unit = at;
   }
@@ -304,6 +321,7 @@ bool IsWrong(Variant tried) {
     p.beside_pairs = below(2) * (1 + below(4));
     p.beside_columns = 1 + below(6);
     p.pairs_before = below((p.group.size - 1) * p.pairs + 1);
+    p.beside_after = p.sums ? 0 : below(UnitsBeside(p) + 1);
     CutGroups(&p);
     CheckNumbers(p);
     CheckPlaces(p);
@@ -318,7 +336,8 @@ int main() {
   if (IsWrong(Variant::kSound)) return 1;
   for (const Variant broken :
        {Variant::kDealt, Variant::kOtherStep, Variant::kTileByTile, Variant::kPairByPair,
-        Variant::kShardByShard, Variant::kStepByStep, Variant::kBesideLast, Variant::kRowsFirst}) {
+        Variant::kShardByShard, Variant::kStepByStep, Variant::kBesideLast,
+        Variant::kAllBesideFirst, Variant::kRowsFirst}) {
     if (!IsWrong(broken)) {
       std::printf("not found: broken variant %d\n", static_cast<int>(broken));
       return 1;

@@ -87,7 +87,7 @@ struct Parameters {
   int column_tiles;
   int group_pairs, fewer_pairs, fewer_sent_pairs, fewer_pairs_after;
   int part;
-  int derivatives, beside_tiles, beside_pairs, beside_columns, pairs_before;
+  int derivatives, beside_tiles, beside_pairs, beside_columns, pairs_before, beside_after;
   // Whether products go to peers directly, and how many clocks a warpgroup takes for 16 bytes of a
   // thread then.
   bool direct;
@@ -1200,6 +1200,7 @@ void LaunchRound(const MatmulMember& member, Algorithm algorithm, const MatmulPl
       of.first_tile = p.beside_columns;
       p.beside_columns += DivideUp(k, plan.tile_columns);
     }
+    p.beside_after = sums ? 0 : std::min(plan.beside_after, p.beside_pairs * p.beside_columns);
   }
   p.group_pairs = plan.group_pairs;
   CutGroups(&p);

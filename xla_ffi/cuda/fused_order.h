@@ -8,9 +8,9 @@
 // (`fewer_pairs`; in an all-gather `fewer_sent_pairs` of those that are sent, and
 // `fewer_pairs_after` of those after matmuls beside it); items of a row tile, of all contracted
 // dimensions (`depth`); for a sum, how many of a shard's units are a `part`; of the matmuls beside
-// it (see IsBeside) how many `beside_pairs` of row tiles and `beside_columns`, of tiles, there are,
-// and how many pairs that arrive come before them in an all-gather (`pairs_before`; without them
-// all).
+// it (see IsBeside) how many `beside_pairs` of row tiles and `beside_columns`, of tiles, there are;
+// and in an all-gather how many pairs that arrive come before them (`pairs_before`; without them
+// all), and how many of their units after the rest of these pairs (`beside_after`).
 #pragma once
 
 #include "../kernels/memory.h"
@@ -98,6 +98,9 @@ JIN_FN int Units(const P& p) {
 // all-gather they contract all that is gathered along its rows, and need some columns of all. So of
 // the pairs that arrive only some are sent as without them, and multiplied before them; of the
 // others, which are multiplied after them, the first columns of all are sent before the next ones.
+// Or after some of them: a unit of what arrives, of large K, may take much longer than one of them,
+// and would leave most of the GPU idle if it came last. As its columns arrive it waits for less
+// than the last of them do.
 template <class P>
 JIN_FN int UnitsBefore(const P& p) {
   return p.sums ? UnitsSent(p) : (p.pairs + p.pairs_before) * p.column_tiles;
@@ -107,10 +110,24 @@ template <class P>
 JIN_FN int StagesBeside(const P& p) {
   return 2 * p.tiles * p.group.size;
 }
+// Units of other pairs between them.
+template <class P>
+JIN_FN int UnitsBetween(const P& p) {
+  return p.sums ? 0 : ((p.group.size - 1) * p.pairs - p.pairs_before) * p.column_tiles;
+}
+// Which of them a unit is; or a negative number, or one that there is not.
+template <class P>
+JIN_FN int NumberBeside(const P& p, int number) {
+  number -= UnitsBefore(p);
+  const int first = UnitsBeside(p) - p.beside_after;
+  if (number < first) return number;
+  const int after = number - UnitsBetween(p);
+  return after < first ? -1 : after;
+}
 template <class P>
 JIN_FN bool IsBeside(const P& p, int number) {
-  const int units = number - UnitsBefore(p);
-  return units >= 0 && units < UnitsBeside(p);
+  const int beside = NumberBeside(p, number);
+  return beside >= 0 && beside < UnitsBeside(p);
 }
 
 // A pair of row tiles of a shard and the columns that a cluster multiplies them with: of a group
@@ -125,7 +142,7 @@ struct Unit {
 template <class P>
 JIN_FN Unit UnitOf(const P& p, int number) {
   if (IsBeside(p, number)) {
-    number -= UnitsBefore(p);
+    number = NumberBeside(p, number);
     // Of a sum in groups, as others; of an all-gather columns in the order in which they arrive.
     const int pairs = p.sums ? p.group_pairs : p.beside_pairs;
     const PairGroup group = GroupOf(p.beside_pairs % pairs, pairs, p.beside_columns, &number);
@@ -134,7 +151,7 @@ JIN_FN Unit UnitOf(const P& p, int number) {
   }
   int first = 0, fewer = p.fewer_pairs;
   if (number >= UnitsBefore(p)) {
-    number -= UnitsBeside(p);
+    number -= UnitsBeside(p) - p.beside_after;
     if (!p.sums) {
       number -= UnitsBefore(p);
       first = p.pairs + p.pairs_before;

@@ -59,10 +59,10 @@ struct MatmulPlan {
   // shard is cut, of which all shards' first ones are sent before the next ones, and whether
   // products go to peers directly, not by way of scratch, and one after another in how many rounds,
   // of some columns each; of an all-gather with a derivative beside it, how many pairs that arrive
-  // are multiplied before it.
+  // are multiplied before it, and how many pairs of its tiles after all the others.
   int tile_columns, group_pairs, parts;
   bool direct;
-  int rounds, pairs_before;
+  int rounds, pairs_before, beside_after;
 
   bool fused() const { return tile_columns > 0; }
 };

@@ -36,7 +36,7 @@ ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(
     ffi::Span<const int64_t> device_ids, int64_t group_size, int32_t algorithm, int64_t axis,
     int32_t transposed, int32_t gathered, int32_t besides, int32_t first_cuts, int32_t last_cuts,
     int32_t tile_columns, int32_t group_pairs, int32_t parts, int32_t direct, int32_t rounds,
-    int32_t pairs_before) {
+    int32_t pairs_before, int32_t beside_after) {
   const Partition partition{{device_ids.begin(), device_ids.end()}, group_size};
   auto site = std::make_unique<MatmulDeviceSite>();
   site->communicator = Registry<DeviceCommunicator>::Get().Find(partition);
@@ -49,13 +49,14 @@ ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(
   site->transposed = transposed != 0;
   site->gathered = gathered != 0;
   site->besides = besides;
-  site->plan = {first_cuts, last_cuts,   tile_columns, group_pairs,
-                parts,      direct != 0, rounds,       pairs_before};
+  site->plan = {first_cuts,  last_cuts, tile_columns, group_pairs, parts,
+                direct != 0, rounds,    pairs_before, beside_after};
   const bool gathers = site->algorithm == Algorithm::kAllGatherMatmul;
   if ((!gathers && site->algorithm != Algorithm::kMatmulReduceScatter) || first_cuts < 1 ||
       first_cuts > kMaxCuts || last_cuts < 1 || last_cuts > kMaxCuts ||
-      (tile_columns != 0 && (!FusedTakes(site->algorithm, tile_columns, besides > 0) ||
-                             group_pairs < 1 || parts < 1 || rounds < 1 || pairs_before < 0)) ||
+      (tile_columns != 0 &&
+       (!FusedTakes(site->algorithm, tile_columns, besides > 0) || group_pairs < 1 || parts < 1 ||
+        rounds < 1 || pairs_before < 0 || beside_after < 0)) ||
       (site->gathered && !gathers) || besides < 0 ||
       (besides > 0 && (tile_columns == 0 || site->gathered || !site->transposed))) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(
@@ -63,7 +64,9 @@ ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(
         std::to_string(first_cuts) + " and " + std::to_string(last_cuts) +
         " pieces, or in tiles of " + std::to_string(tile_columns) + " columns, " +
         std::to_string(group_pairs) + " pairs, " + std::to_string(parts) + " parts, " +
-        std::to_string(rounds) + " rounds, with " + std::to_string(besides) + " derivatives."));
+        std::to_string(rounds) + " rounds, with " + std::to_string(besides) +
+        " derivatives after " + std::to_string(pairs_before) + " pairs and " +
+        std::to_string(beside_after) + " of their tiles last."));
   }
   if (site->communicator->matmul_members.empty()) {
     return ffi::Unexpected(ffi::Error(
@@ -273,7 +276,8 @@ XLA_FFI_Error* CudaCollectiveMatmulInstantiate(XLA_FFI_CallFrame* frame) {
                              .Attr<int32_t>("parts")
                              .Attr<int32_t>("direct")
                              .Attr<int32_t>("rounds")
-                             .Attr<int32_t>("pairs_before"));
+                             .Attr<int32_t>("pairs_before")
+                             .Attr<int32_t>("beside_after"));
   return (*handler)(frame);
 }
 

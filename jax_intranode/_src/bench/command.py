@@ -209,8 +209,8 @@ def _parse_presets(text: str) -> list[str]:
 def _parse_plan(text: str) -> list[int]:
     """Splits the numbers of a plan at their commas."""
     numbers = [int(number) for number in text.split(",")]
-    if len(numbers) not in (2, *range(4, 10)) or min(numbers) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not two numbers, or four to nine")
+    if len(numbers) not in (2, *range(4, 11)) or min(numbers) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not two numbers, or four to ten")
     if max(numbers[5:8:2], default=0) > 1:
         raise argparse.ArgumentTypeError(
             f"the sixth and the eighth number of {text!r} must be 0 or 1"

@@ -194,6 +194,7 @@ def _lower(ctx: Any, *operands: Any, call: Overlapped) -> Any:
         direct=np.int32(call.plan.direct),
         rounds=np.int32(call.plan.rounds),
         pairs_before=np.int32(call.plan.pairs_before),
+        beside_after=np.int32(call.plan.beside_after),
     )
     return compat.called_once(results)
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax._src import config, core, dispatch, distributed, mesh, source_info_util
 from jax._src.interpreters import partial_eval
+from jax._src.lax import lax as lax_internal
 from jax.extend.core import Primitive
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import batching
@@ -71,6 +72,11 @@ def settings_are_usual(axes: Sequence[Any]) -> bool:
         and not config.remove_size_one_mesh_axis_from_type.value
         and forbidden.isdisjoint(axes)
     )
+
+
+def weakly_typed(x: Any) -> Any:
+    """An array as one of a weak type. 0.10.2 and later: public functions make none of others."""
+    return lax_internal._convert_element_type(x, weak_type=True)
 
 
 def matmul_precision() -> str | None:

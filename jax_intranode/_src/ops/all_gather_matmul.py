@@ -181,9 +181,14 @@ def all_gather_matmul(
         operands = collective_matmul.varying_alike([x, *ws], axes)
         with jax.named_scope(f"jax_intranode.{name}"):
             results = primitive.bind(*operands, **params)
-    products = results[: len(ws)]
+    products = [
+        collective_matmul.as_weak_as([x, w], preferred_element_type, product)
+        for w, product in zip(ws, results, strict=False)
+    ]
     result = products if several else products[0]
-    return (result, results[-1]) if return_gathered else result
+    if return_gathered:
+        return result, collective_matmul.as_weak_as([x], None, results[-1])
+    return result
 
 
 def _reason_of_types(x: Any, ws: Sequence[Any], return_gathered: bool) -> str | None:

@@ -16,7 +16,7 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.interpreters import ad, mlir
 
-from jax_intranode._src import select
+from jax_intranode._src import compat, select
 from jax_intranode._src.ops import collective, overlapped
 
 # Arguments.
@@ -94,6 +94,13 @@ def checked_dtype(operation: str, x: Any, preferred_element_type: Any) -> np.dty
             "take a dtype of their kind, or cast the result"
         )
     return np.dtype(preferred)
+
+
+def as_weak_as(operands: Sequence[Any], preferred_element_type: Any, result: Any) -> Any:
+    """The result, of a weak type where that of `jax.lax` is one: of operands that all have one."""
+    if preferred_element_type is None and all(jax.typeof(v).weak_type for v in operands):
+        return compat.weakly_typed(result)
+    return result
 
 
 def checked_dimension(operation: str, name: str, dimension: Any, rank: int) -> int:

@@ -117,11 +117,13 @@ def matmul_all_reduce(x: Any, w: Any, axis_name: Any, *, preferred_element_type:
     if reason is not None:
         send = collective_matmul.by_lax(name, reason, lambda v: lax.psum(v, axis_name))
         (result,) = _by_parts(send, x, w, **params)
-        return result
-    operands = collective_matmul.varying_alike([x, w], axes)
-    with jax.named_scope(f"jax_intranode.{name}"):
-        (result,) = primitive.bind(*operands, size=collective_matmul.ranks(name, axes), **params)
-    return result
+    else:
+        operands = collective_matmul.varying_alike([x, w], axes)
+        with jax.named_scope(f"jax_intranode.{name}"):
+            (result,) = primitive.bind(
+                *operands, size=collective_matmul.ranks(name, axes), **params
+            )
+    return collective_matmul.as_weak_as([x, w], preferred_element_type, result)
 
 
 # Abstract evaluation.

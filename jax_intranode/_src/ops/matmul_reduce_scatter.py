@@ -161,11 +161,11 @@ def matmul_reduce_scatter(
             lambda v: lax.psum_scatter(v, axis_name, scatter_dimension=dimension, tiled=True),
         )
         (result,) = _by_parts(send, x, w, **params)
-        return result
-    operands = collective_matmul.varying_alike([x, w], axes)
-    with jax.named_scope(f"jax_intranode.{name}"):
-        (result,) = primitive.bind(*operands, **params)
-    return result
+    else:
+        operands = collective_matmul.varying_alike([x, w], axes)
+        with jax.named_scope(f"jax_intranode.{name}"):
+            (result,) = primitive.bind(*operands, **params)
+    return collective_matmul.as_weak_as([x, w], preferred_element_type, result)
 
 
 # Abstract evaluation.

@@ -107,7 +107,7 @@ def test_two_gpus_use_one_kernel_for_less_bytes(
         (GATHER, 8192, 8192, 1024, Plan(tile_columns=256, group_pairs=16)),
         (GATHER, 8192, 4096, 1792, Plan(tile_columns=128, group_pairs=4)),
         (GATHER, 4096, 8192, 3584, Plan(tile_columns=128, group_pairs=2)),
-        (SCATTER, 32768, 2048, 8192, Plan(tile_columns=192, group_pairs=2, parts=77)),
+        (SCATTER, 32768, 2048, 8192, Plan(tile_columns=192, group_pairs=2, parts=77, direct=True)),
         (SCATTER, 8192, 3584, 8192, Plan(tile_columns=192, group_pairs=2, parts=20, direct=True)),
         (SCATTER, 8192, 1024, 8192, Plan(tile_columns=128, group_pairs=2, parts=29)),
         (SCATTER, 4096, 3584, 8192, Plan(tile_columns=256, group_pairs=2, parts=8)),

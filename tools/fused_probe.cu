@@ -8,13 +8,13 @@
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -I xla_ffi/cuda -o fused_probe \
 //       tools/fused_probe.cu xla_ffi/cuda/{fused_matmul.cu,slab.cu,cublas_lt.cc} -ldl
 //   ./fused_probe RANKS check
-//   ./fused_probe RANKS all_gather_matmul|matmul_reduce_scatter M,K,N \
+//   ./fused_probe RANKS all_gather_matmul|matmul_reduce_scatter M,K,N[,SETTLE_MS] \
 //       COLUMNS,PAIRS,PARTS[,DIRECT[,DERIVATIVE[,ROUNDS[,PAIRS_BEFORE[,BESIDE_AFTER]]]]] ...
 //
-// M, K and N are those of what a GPU multiplies; the last ones as of `bench --plan` (several are
-// timed in turns); with a DERIVATIVE of 1 the kernel computes one of [N, K] beside it, with 2 a
-// matmul as large comes after it. libcublasLt.so, to time the matmul alone, is looked for as the
-// package does.
+// M, K and N are those of what a GPU multiplies; each is timed after so many ms of itself, or
+// without after a rest; the last ones as of `bench --plan` (several are timed in turns); with a
+// DERIVATIVE of 1 the kernel computes one of [N, K] beside it, with 2 a matmul as large comes after
+// it. libcublasLt.so, to time the matmul alone, is looked for as the package does.
 
 #include <algorithm>
 #include <chrono>
@@ -354,11 +354,17 @@ class Call {
   std::vector<void*> allocated_;
 };
 
-// Milliseconds of one of a dozen calls, after a rest.
+// Milliseconds of one of a dozen calls, after so many of others, or after a rest.
 template <class Enqueue>
-double Time(Enqueue&& enqueue) {
+double Time(int settle_ms, Enqueue&& enqueue) {
   constexpr int kCalls = 12;
-  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  using Clock = std::chrono::steady_clock;
+  const auto settled = Clock::now() + std::chrono::milliseconds(settle_ms);
+  if (settle_ms == 0) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  while (Clock::now() < settled) {
+    for (int i = 0; i < kCalls; ++i) enqueue();
+    Synchronize();
+  }
   for (int i = 0; i < 2; ++i) enqueue();
   OnEach([&](int d) { Check(cudaEventRecord(gpus[d].begin, gpus[d].stream)); });
   for (int i = 0; i < kCalls; ++i) enqueue();
@@ -438,8 +444,8 @@ int main(int argc, char** argv) {
   const std::string operation = argv[2];
   if (operation == "check") return CheckAll(ranks);
   const bool sums = operation == "matmul_reduce_scatter";
-  int m, k, n;
-  if (argc < 5 || std::sscanf(argv[3], "%d,%d,%d", &m, &k, &n) != 3) return 2;
+  int m, k, n, settle_ms = 0;
+  if (argc < 5 || std::sscanf(argv[3], "%d,%d,%d,%d", &m, &k, &n, &settle_ms) < 3) return 2;
   if (m % ranks != 0) {
     std::printf("M is %d; it must be a multiple of %d\n", m, ranks);
     return 2;
@@ -487,10 +493,10 @@ int main(int argc, char** argv) {
   std::vector<double> alone;
   std::map<size_t, std::vector<double>> times;
   for (int round = 0; round < 4; ++round) {
-    alone.push_back(Time([&] { calls[0]->EnqueueMatmul(); }));
+    alone.push_back(Time(settle_ms, [&] { calls[0]->EnqueueMatmul(); }));
     for (size_t i = 0; i < calls.size(); ++i) {
       const size_t at = round % 2 == 0 ? i : calls.size() - 1 - i;
-      times[at].push_back(Time([&] {
+      times[at].push_back(Time(settle_ms, [&] {
         calls[at]->Enqueue();
         if (ways[at].derivative == Derivative::kAfter) calls[at]->EnqueueMatmul();
       }));

@@ -143,7 +143,7 @@ _GATHERED_FROM_MANY = {192: 1.04, 224: 1.06}
 # Products of a sum go to peers directly if there are so many waves of tiles, for the last ones come
 # later then: by how much of the matmul's time bytes take. Not by tiles of 256 columns: nothing is
 # multiplied while their products are stored. How long a stage takes then.
-_DIRECT_WAVES = {0.5: 10, 0.7: 64}
+_DIRECT_WAVES = {0.5: 10, 0.8: 64}
 _DIRECT_STAGES = 0.975
 # If bytes take more than `_ROUNDS_WAITS` of the matmul's time, sums that do not fit the ring are
 # faster by a kernel in rounds than by a pipeline, if rounds are so long; others were not tried.

@@ -518,29 +518,11 @@ def _beside(sizes: Sizes, apart: Plan | str, besides: int, ring_bytes: int) -> P
     units = pairs * sum(-(-k // kernel.columns) for k in sizes.ks[:besides])
     half_tiles = 2 * sizes.world_size * sizes.row_tiles
     unit_s = half_tiles * _STAGE_S[kernel.columns] + _TILE_S["all_gather_matmul"][kernel.columns]
-    waves = -(-units // _CLUSTERS)
-    beside_s = max(kernel.matmul_s + waves * unit_s, kernel.link_s)
+    beside_s = max(kernel.matmul_s + -(-units // _CLUSTERS) * unit_s, kernel.link_s)
     before = after = 0
     if sizes.gathers:
-        others = (sizes.world_size - 1) * kernel.pairs
-        # If all rows are multiplied at once they may as well all come by columns.
-        if sizes.world_size > 2 and sizes.world_size * kernel.tiles > _CLUSTERS:
-            before = int(others * _BESIDE_BEFORE)
-        rest = (others - before) * sizes.column_tiles(kernel.columns)
-        rest_s = -(-rest // _CLUSTERS) * kernel.tile_s
-        first_s = kernel.matmul_s - rest_s
-
-        def seconds(first_waves: int) -> float:
-            """With so many waves of derivatives before the rest of what arrives."""
-            arrives = before / others + (1 - before / others) * first_waves / waves
-            begins = max(first_s + first_waves * unit_s, arrives * kernel.link_s + unit_s / 2)
-            # None of the rest has all its columns before the last ones arrive.
-            ends = max(begins + rest_s, kernel.link_s + rest_s - kernel.tile_s)
-            return ends + (waves - first_waves) * unit_s
-
-        first_waves = min(range(1, waves + 1), key=seconds)
-        beside_s = max(beside_s, seconds(first_waves))
-        after = max(0, units - first_waves * _CLUSTERS)
+        before, after, arrives_s = _among_what_arrives(kernel, units, unit_s)
+        beside_s = max(beside_s, arrives_s)
     # Each takes as long as the product with its matrix.
     alone_s = sizes.matmul_s * sum(sizes.ks[:besides]) / sizes.k
     apart_s = _fastest(sizes).seconds + alone_s
@@ -551,6 +533,35 @@ def _beside(sizes: Sizes, apart: Plan | str, besides: int, ring_bytes: int) -> P
         )
     plan = dataclasses.replace(kernel.plan, beside=True, pairs_before=before, beside_after=after)
     return plan if sizes.fit(plan, ring_bytes) else "wider tiles do not fit the ring"
+
+
+def _among_what_arrives(kernel: _Kernel, units: int, unit_s: float) -> tuple[int, int, float]:
+    """Where an all-gather's kernel computes derivatives by matrices, of so many units of two tiles.
+
+    Returns how many pairs of row tiles that arrive come before them, how many units come after the
+    rest of these, and the seconds until all is done.
+    """
+    sizes = kernel.sizes
+    others = (sizes.world_size - 1) * kernel.pairs
+    before = 0
+    # If all rows are multiplied at once they may as well all come by columns.
+    if sizes.world_size > 2 and sizes.world_size * kernel.tiles > _CLUSTERS:
+        before = int(others * _BESIDE_BEFORE)
+    rest = (others - before) * sizes.column_tiles(kernel.columns)
+    rest_s = -(-rest // _CLUSTERS) * kernel.tile_s
+    waves = -(-units // _CLUSTERS)
+
+    def seconds(waves_before: int) -> float:
+        arrived = before / others + (1 - before / others) * waves_before / waves
+        begins = max(
+            kernel.matmul_s - rest_s + waves_before * unit_s, arrived * kernel.link_s + unit_s / 2
+        )
+        # None of the rest has all its columns before the last ones arrive.
+        ends = max(begins + rest_s, kernel.link_s + rest_s - kernel.tile_s)
+        return ends + (waves - waves_before) * unit_s
+
+    waves_before = min(range(1, waves + 1), key=seconds)
+    return before, max(0, units - waves_before * _CLUSTERS), seconds(waves_before)
 
 
 def _too_few_bytes(sizes: Sizes, least: float) -> str:

@@ -1360,6 +1360,51 @@ def custom_jvp(psum: Psum) -> Any:
     return under_both(under)
 
 
+@row("sums of which some are known: value and tangent in one, a constant beside one", DERIVED)
+def partly_known(psum: Psum) -> Any:
+    policy = jax.checkpoint_policies
+
+    def in_scan(f: Any) -> Any:
+        return lambda v: lax.scan(lambda total, _: (total + f(v), None), 0 * f(v), length=2)[0]
+
+    def under(check: bool) -> Any:
+        @jax.custom_jvp
+        def f(v: Any) -> Any:
+            squares, v = psum((v * v, v), "x")
+            return squares * v
+
+        @f.defjvp
+        def rule(primals: Any, tangents: Any) -> Any:
+            (v,), (t,) = primals, tangents
+            (squares, v), (of_squares, t) = psum(((v * v, v), (3 * v * t, 5 * t)), "x")
+            return squares * v, of_squares * v + squares * t
+
+        def gradient(wrap: Callable[[Any], Any]) -> Any:
+            mapped = shmap(lambda v: wrap(f)(v) * v, out_specs=P("x"), check_vma=check)
+            return run(jax.grad(lambda v: (mapped(v) ** 2).sum()), small(4, 3))
+
+        def transposed(v: Any, constant: Any) -> Any:
+            def linear(u: Any) -> Any:
+                of_u, of_constant = psum((u, constant), "x")
+                return of_u * of_constant
+
+            return jax.linear_transpose(linear, v)(linear(v))[0]
+
+        over_x = shmap(transposed, in_specs=(P("x"), P("x")), out_specs=P("x"), check_vma=check)
+        return run(over_x, small(4, 3), small(4, 3, seed=1)), [
+            gradient(wrap)
+            for wrap in (
+                lambda f: f,
+                jax.jit,
+                in_scan,
+                jax.checkpoint,
+                functools.partial(jax.checkpoint, policy=policy.everything_saveable),
+            )
+        ]
+
+    return under_both(under)
+
+
 @row("`checkpoint`, and its policies", DERIVED)
 def checkpoint(psum: Psum) -> Any:
     policy = jax.checkpoint_policies

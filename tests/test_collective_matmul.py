@@ -953,6 +953,28 @@ def test_derivatives_of_higher_order(check_vma: bool) -> None:
     like_lax(program, *values((N * N, 3), (3, N * N)))
 
 
+@pytest.mark.parametrize("transform", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
+@BOTH
+def test_value_and_tangent_in_one_call(check_vma: bool, transform: Any) -> None:
+    """Of a custom_jvp's rule, where the value is known and the tangent is not."""
+
+    def program(lib: Any) -> Callable[..., Any]:
+        @jax.custom_jvp
+        def f(x: Any, w: Any) -> Any:
+            return lib.all_gather_matmul(x, w, "x")
+
+        @f.defjvp
+        def rule(primals: Any, tangents: Any) -> Any:
+            (x, w), (_, dw) = primals, tangents
+            return tuple(lib.all_gather_matmul(x, [w, 3 * dw], "x"))
+
+        body = transform(lambda x, w: jnp.sin(f(x, w)))
+        mapped = over_x(body, (P("x"), P(None, "x")), P(None, "x"), check_vma)
+        return with_gradients(mapped, (1,))
+
+    like_lax(program, *values((2 * N, 3), (3, 2 * N)))
+
+
 def test_linear_transpose() -> None:
     """Linear in x, and in w."""
     x, w = values((2 * N, 5), (5, 3 * N))

@@ -12,7 +12,7 @@ import jax
 from jax._src import config, core, dispatch, distributed, mesh, source_info_util
 from jax._src.interpreters import partial_eval
 from jax._src.lax import lax as lax_internal
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, Var
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import batching
 from jaxlib.version import __version__ as jaxlib_version
@@ -51,6 +51,91 @@ def drop_unused_results(
         )
 
     partial_eval.dce_rules[primitive] = rule
+
+
+def evaluate_known_results(
+    primitive: Primitive,
+    needed: Callable[[list[bool], dict[str, Any]], tuple[list[bool], dict[str, Any]]],
+) -> None:
+    """Has a primitive evaluated in two parts where only some of its results are known.
+
+    `needed` as above: a result is known if all operands are that it needs. 0.10.2 and later:
+    without rules all results count as unknown as soon as one operand is, and a ``custom_jvp`` whose
+    rule sums value and tangent in one call can't be linearized. ``jax.interpreters`` has no way to
+    ask for it.
+    """
+
+    def known_results(known: list[bool], params: dict[str, Any], count: int) -> list[bool]:
+        found = []
+        for result in range(count):
+            operands, _ = needed([i == result for i in range(count)], params)
+            found.append(all(k for k, keep in zip(known, operands, strict=True) if keep))
+        return found
+
+    def chosen(values: Sequence[Any], keep: Sequence[bool]) -> list[Any]:
+        return [v for v, kept in zip(values, keep, strict=True) if kept]
+
+    def of_trace(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
+        operands = [tracer.is_known() for tracer in tracers]
+        results, _ = primitive.abstract_eval(*(tracer.aval for tracer in tracers), **params)
+        known = known_results(operands, params, len(results))
+        if all(operands) or not any(known):
+            return list(trace.default_process_primitive(primitive, tracers, params))
+
+        def part(used: list[bool]) -> Any:
+            if not any(used):
+                return iter([])
+            operands, of_part = needed(used, params)
+            return iter(
+                trace.default_process_primitive(primitive, chosen(tracers, operands), of_part)
+            )
+
+        of_known, of_unknown = part(known), part([not k for k in known])
+        return [next(of_known if k else of_unknown) for k in known]
+
+    def of_checkpoint(
+        saveable: Callable[..., Any], unknown: Sequence[bool], there: Sequence[bool], equation: Any
+    ) -> tuple[Any, Any, list[bool], list[bool], list[Any]]:
+        """For policies: equations of before and after; results that are unknown, that are there
+        after; what else has to be."""
+        count = len(equation.outvars)
+
+        def part(used: list[bool]) -> tuple[Any, list[bool]]:
+            operands, params = needed(used, equation.params)
+            return equation.replace(
+                invars=chosen(equation.invars, operands),
+                outvars=chosen(equation.outvars, used),
+                params=params,
+            ), operands
+
+        known = known_results([not u for u in unknown], equation.params, count)
+        after = [not k for k in known]
+        before_equation = after_equation = None
+        missing: list[Any] = []
+        if any(known):
+            before_equation, _ = part(known)
+            policy = partial_eval.ensure_enum(
+                saveable(
+                    primitive,
+                    *(v.aval for v in before_equation.invars),
+                    **before_equation.params,
+                )
+            )
+            # One equation can't bring back what a policy wants on the host: it is kept on the
+            # device.
+            if isinstance(policy, partial_eval.RecomputeType):
+                after = [True] * count
+        if any(after):
+            after_equation, operands = part(after)
+            missing = [
+                v
+                for v, keep, is_there in zip(equation.invars, operands, there, strict=True)
+                if keep and not is_there and isinstance(v, Var)
+            ]
+        return before_equation, after_equation, [not k for k in known], after, missing
+
+    partial_eval.custom_partial_eval_rules[primitive] = of_trace
+    partial_eval.partial_eval_jaxpr_custom_rules[primitive] = of_checkpoint
 
 
 def check_vma() -> bool:

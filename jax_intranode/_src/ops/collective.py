@@ -294,6 +294,7 @@ class Primitives:
             compat.batch_by_axis(primitive, batch_if_any)
             if needed is not None:
                 compat.drop_unused_results(primitive, needed)
+                compat.evaluate_known_results(primitive, needed)
 
     def described(self, place: Place, avals: Sequence[Any], **params: Any) -> list["Description"]:
         """What a call runs as, for `explain`; the processes of the mesh may meet."""

@@ -77,9 +77,11 @@ def evaluate_known_results(
 
     def of_trace(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
         operands = [tracer.is_known() for tracer in tracers]
-        results, _ = primitive.abstract_eval(*(tracer.aval for tracer in tracers), **params)
-        known = known_results(operands, params, len(results))
-        if all(operands) or not any(known):
+        known: list[bool] = []
+        if any(operands) and not all(operands):
+            results, _ = primitive.abstract_eval(*(tracer.aval for tracer in tracers), **params)
+            known = known_results(operands, params, len(results))
+        if not any(known):
             return list(trace.default_process_primitive(primitive, tracers, params))
 
         def part(used: list[bool]) -> Any:

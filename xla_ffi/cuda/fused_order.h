@@ -98,9 +98,8 @@ JIN_FN int Units(const P& p) {
 // all-gather they contract all that is gathered along its rows, and need some columns of all. So of
 // the pairs that arrive only some are sent as without them, and multiplied before them; of the
 // others, which are multiplied after them, the first columns of all are sent before the next ones.
-// Or after some of them: a unit of what arrives, of large K, may take much longer than one of them,
-// and would leave most of the GPU idle if it came last. As its columns arrive it waits for less
-// than the last of them do.
+// Some of them may come after these others: a unit of what arrives takes long where K is large, and
+// would leave most of the GPU idle if it came last. Earlier, it is multiplied as columns arrive.
 template <class P>
 JIN_FN int UnitsBefore(const P& p) {
   return p.sums ? UnitsSent(p) : (p.pairs + p.pairs_before) * p.column_tiles;
@@ -110,7 +109,7 @@ template <class P>
 JIN_FN int StagesBeside(const P& p) {
   return 2 * p.tiles * p.group.size;
 }
-// Units of other pairs between them.
+// Units of those others, of what arrives.
 template <class P>
 JIN_FN int UnitsBetween(const P& p) {
   return p.sums ? 0 : ((p.group.size - 1) * p.pairs - p.pairs_before) * p.column_tiles;

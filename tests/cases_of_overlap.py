@@ -725,7 +725,7 @@ WRONG_CALLS = {
     "parts": ({"parts": 0}, "0 parts"),
     "rounds": ({"rounds": 0}, "0 rounds"),
     "pairs_before": ({"pairs_before": -1}, "with 1 derivatives after -1 pairs"),
-    "beside_after": ({"beside_after": -1}, "after 0 pairs and -1 of their tiles last"),
+    "beside_after": ({"beside_after": -1}, "after 0 pairs and -1 pairs of their tiles last"),
     "derivatives": ({"besides": -1}, "with -1 derivatives"),
     "derivatives_of_pipeline": ({"tile_columns": 0}, "with 1 derivatives"),
     "not_transposed": ({"transposed": 0}, "with 1 derivatives"),

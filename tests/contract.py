@@ -1398,7 +1398,9 @@ def partly_known(psum: Psum) -> Any:
                 jax.jit,
                 in_scan,
                 jax.checkpoint,
+                lambda f: jax.checkpoint(jax.checkpoint(f)),
                 functools.partial(jax.checkpoint, policy=policy.everything_saveable),
+                functools.partial(jax.checkpoint, policy=lambda p, *_, **__: "psum" in p.name),
             )
         ]
 

@@ -291,7 +291,7 @@ def test_dtypes_of_results_and_gradients(dtype: str, preferred: Any, promotion: 
     ("scalar", "preferred"), [(2, None), (2.0, None), (2.0, "float32"), (2j, None)]
 )
 def test_weak_types_of_results(scalar: Any, preferred: Any, weak: str) -> None:
-    """As lax's, so that what comes after is promoted alike. Of empty ones, too."""
+    """As lax's, so that what comes after is promoted alike; of gradients and empty ones, too."""
     of = {"preferred_element_type": preferred}
 
     def ours(x: Any, w: Any) -> Any:
@@ -313,7 +313,12 @@ def test_weak_types_of_results(scalar: Any, preferred: Any, weak: str) -> None:
             for name, v in operands.items():
                 v = v if name in weak else v.astype(v.dtype)
                 operands[name] = v * one  # no constant; as weak as before
-            found.extend((v.dtype, v.weak_type) for v in jax.tree.leaves(matmuls(**operands)))
+            x, w = operands.values()
+            results = matmuls(x, w)
+            if weak == "xw" and not isinstance(scalar, int):
+                results, pull_back = jax.vjp(matmuls, x, w)
+                results = results, pull_back(results)
+            found.extend((v.dtype, v.weak_type) for v in jax.tree.leaves(results))
             return one
 
         jax.eval_shape(over_x(body, P(), P(), True), np.ones((), bool))

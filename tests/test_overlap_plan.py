@@ -450,3 +450,4 @@ def test_forced() -> None:
     ):
         assert plan(GATHER, 512, 64, 64, besides=1) == beside
         assert plan(GATHER, 512, 64, 64) == Plan(tile_columns=256)
+        assert plan(SCATTER, 512, 64, 64, besides=1) == Plan(tile_columns=256, beside=True)

@@ -123,8 +123,8 @@ def evaluate_known_results(
                     **before_equation.params,
                 )
             )
-            # One equation can't bring back what a policy wants on the host: it is kept on the
-            # device.
+            # What a policy wants on the host is kept on the device: to send it there would take
+            # another equation, and a rule returns one.
             if isinstance(policy, partial_eval.RecomputeType):
                 after = [True] * count
         if any(after):
@@ -161,9 +161,12 @@ def settings_are_usual(axes: Sequence[Any]) -> bool:
     )
 
 
-def weakly_typed(x: Any) -> Any:
-    """An array as one of a weak type. 0.10.2 and later: public functions make none of others."""
-    return lax_internal._convert_element_type(x, weak_type=True)
+def with_weak_type(x: Any, weak: bool) -> Any:
+    """An array as one of a weak type, or of none; cotangents are cast back.
+
+    0.10.2 and later: public functions make no weak type of another.
+    """
+    return lax_internal._convert_element_type(x, weak_type=weak)
 
 
 def matmul_precision() -> str | None:

@@ -70,7 +70,9 @@ class Plan:
             beside = ""
             if self.beside:
                 after = f" after {self.pairs_before} pairs" if self.pairs_before else ""
-                last = f", {self.beside_after} of their tiles last" if self.beside_after else ""
+                last = ""
+                if self.beside_after:
+                    last = f", {self.beside_after} pairs of their tiles last"
                 beside = f", derivatives by matrices beside it{after}{last}"
             tiles = f"tiles of {TILE_ROWS} x {self.tile_columns}"
             groups = f"in groups of {self.group_pairs} pairs"
@@ -226,9 +228,9 @@ def plan(
             return f"no kernel of {operation} by tiles of {_forced.tile_columns} columns"
         if not sizes.fit(_forced, ring_bytes):
             return f"more from peers, or more matrices, than a kernel and {ring_bytes} bytes take"
-        if besides:
+        if besides and sizes.gathers:
             return _forced
-        return dataclasses.replace(_forced, beside=False, pairs_before=0, beside_after=0)
+        return dataclasses.replace(_forced, beside=besides > 0, pairs_before=0, beside_after=0)
     if sizes.row_bytes * _SLOTS * world_size > ring_bytes:
         return (
             f"rows of {sizes.row_bytes} bytes and a ring of {ring_bytes}; JAX_INTRANODE_RING_MIB "

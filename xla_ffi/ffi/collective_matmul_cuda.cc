@@ -66,7 +66,7 @@ ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(
         std::to_string(group_pairs) + " pairs, " + std::to_string(parts) + " parts, " +
         std::to_string(rounds) + " rounds, with " + std::to_string(besides) +
         " derivatives after " + std::to_string(pairs_before) + " pairs and " +
-        std::to_string(beside_after) + " of their tiles last."));
+        std::to_string(beside_after) + " pairs of their tiles last."));
   }
   if (site->communicator->matmul_members.empty()) {
     return ffi::Unexpected(ffi::Error(

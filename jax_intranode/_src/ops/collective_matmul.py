@@ -99,7 +99,7 @@ def checked_dtype(operation: str, x: Any, preferred_element_type: Any) -> np.dty
 def as_weak_as(operands: Sequence[Any], preferred_element_type: Any, result: Any) -> Any:
     """The result, of a weak type where that of `jax.lax` is one: of operands that all have one."""
     if preferred_element_type is None and all(jax.typeof(v).weak_type for v in operands):
-        return compat.weakly_typed(result)
+        return compat.with_weak_type(result, True)
     return result
 
 
@@ -157,9 +157,12 @@ def ranks(operation: str, axes: tuple[Hashable, ...]) -> int:
 def varying_alike(operands: Sequence[Any], axes: tuple[Hashable, ...]) -> list[Any]:
     """The operands, cast to vary over the axes and over all that one of them varies over.
 
-    The transpose of the cast sums: a replicated matrix gets the sum of all ranks' derivatives.
+    The transpose of the cast sums: a replicated matrix gets the sum of all ranks' derivatives. So
+    with weak types, if all have one: the primitives' derivatives have none, and are cast back.
     """
     over = set(axes).union(*(jax.typeof(v).manual_axis_type.varying for v in operands))
+    if all(jax.typeof(v).weak_type for v in operands):
+        operands = [compat.with_weak_type(v, False) for v in operands]
     return [collective.varying(v, sorted(over, key=str)) for v in operands]
 
 

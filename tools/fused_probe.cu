@@ -11,10 +11,10 @@
 //   ./fused_probe RANKS all_gather_matmul|matmul_reduce_scatter M,K,N[,SETTLE_MS] \
 //       COLUMNS,PAIRS,PARTS[,DIRECT[,DERIVATIVE[,ROUNDS[,PAIRS_BEFORE[,BESIDE_AFTER]]]]] ...
 //
-// M, K and N are those of what a GPU multiplies; each is timed after so many ms of itself, or
-// without after a rest; the last ones as of `bench --plan` (several are timed in turns); with a
-// DERIVATIVE of 1 the kernel computes one of [N, K] beside it, with 2 a matmul as large comes after
-// it. libcublasLt.so, to time the matmul alone, is looked for as the package does.
+// M, K and N are those of what a GPU multiplies. The last ones are as of `bench --plan` (several
+// are timed in turns); with a DERIVATIVE of 1 the kernel computes one of [N, K] beside it, with 2 a
+// matmul as large comes after it. Each is timed after SETTLE_MS of itself, or after a rest.
+// libcublasLt.so, to time the matmul alone, is looked for as the package does.
 
 #include <algorithm>
 #include <chrono>
@@ -354,7 +354,7 @@ class Call {
   std::vector<void*> allocated_;
 };
 
-// Milliseconds of one of a dozen calls, after so many of others, or after a rest.
+// Milliseconds of one of a dozen calls, after `settle_ms` of others, or after a rest.
 template <class Enqueue>
 double Time(int settle_ms, Enqueue&& enqueue) {
   constexpr int kCalls = 12;
@@ -510,9 +510,8 @@ int main(int argc, char** argv) {
     const double bound = std::max((derivative == Derivative::kNone ? 1 : 2) * Median(alone),
                                   bytes / kLinkBytes * 1e3);
     std::printf(
-        "%-22s %d ranks %6d %6d %6d  tiles of %d, %d pairs, %d parts, %d rounds, %d before, %d "
-        "after%s%s: "
-        "%8.4f ms, share %.3f, matmul alone %.4f, #wrong %u\n",
+        "%-22s %d ranks %6d %6d %6d  tiles of %d, %d pairs, %d parts, %d rounds, %d before, "
+        "%d after%s%s: %8.4f ms, share %.3f, matmul alone %.4f, #wrong %u\n",
         operation.c_str(), ranks, m, k, n, plan.tile_columns, plan.group_pairs, plan.parts,
         plan.rounds, plan.pairs_before, plan.beside_after, plan.direct ? ", direct" : "",
         derivative == Derivative::kBeside  ? ", derivative beside"

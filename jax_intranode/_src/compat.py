@@ -28,52 +28,41 @@ def lower_with_devices(primitive: Primitive) -> None:
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
-def drop_unused_results(
-    primitive: Primitive,
-    needed: Callable[[list[bool], dict[str, Any]], tuple[list[bool], dict[str, Any]]],
-) -> None:
+# From which results of a call are used, and its parameters, to which operands are, then, and new
+# parameters.
+Needed = Callable[[list[bool], dict[str, Any]], tuple[list[bool], dict[str, Any]]]
+
+
+def drop_unused_results(primitive: Primitive, needed: Needed) -> None:
     """Has unused results dropped from a primitive, with the operands that only they need.
 
-    `needed`: from which results are used and the parameters to which operands are, then, and new
-    parameters. 0.10.2 and later; 0.12 hands rules one more argument. ``jax.interpreters`` has no
-    way to ask for it.
+    0.10.2 and later; 0.12 hands rules one more argument. ``jax.interpreters`` has no way to ask for
+    it.
     """
 
     def rule(used: list[bool], *arguments: Any) -> tuple[list[bool], Any]:
         equation = arguments[-1]
         if not any(used):
             return [False] * len(equation.invars), None
-        operands, params = needed(used, equation.params)
-        return operands, equation.replace(
-            invars=[v for v, keep in zip(equation.invars, operands, strict=True) if keep],
-            outvars=[v for v, keep in zip(equation.outvars, used, strict=True) if keep],
-            params=params,
-        )
+        return _part(equation, used, needed)
 
     partial_eval.dce_rules[primitive] = rule
 
 
-def evaluate_known_results(
-    primitive: Primitive,
-    needed: Callable[[list[bool], dict[str, Any]], tuple[list[bool], dict[str, Any]]],
-) -> None:
+def evaluate_known_results(primitive: Primitive, needed: Needed) -> None:
     """Has a primitive evaluated in two parts where only some of its results are known.
 
-    `needed` as above: a result is known if all operands are that it needs. 0.10.2 and later:
-    without rules all results count as unknown as soon as one operand is, and a ``custom_jvp`` whose
-    rule sums value and tangent in one call can't be linearized. ``jax.interpreters`` has no way to
-    ask for it.
+    A result is known if all operands are that it needs. 0.10.2 and later: without rules all results
+    count as unknown as soon as one operand is, and a ``custom_jvp`` whose rule sums value and
+    tangent in one call can't be linearized. ``jax.interpreters`` has no way to ask for it.
     """
 
     def known_results(known: list[bool], params: dict[str, Any], count: int) -> list[bool]:
         found = []
         for result in range(count):
             operands, _ = needed([i == result for i in range(count)], params)
-            found.append(all(k for k, keep in zip(known, operands, strict=True) if keep))
+            found.append(all(_chosen(known, operands)))
         return found
-
-    def chosen(values: Sequence[Any], keep: Sequence[bool]) -> list[Any]:
-        return [v for v, kept in zip(values, keep, strict=True) if kept]
 
     def of_trace(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
         operands = [tracer.is_known() for tracer in tracers]
@@ -89,7 +78,7 @@ def evaluate_known_results(
                 return iter([])
             operands, of_part = needed(used, params)
             return iter(
-                trace.default_process_primitive(primitive, chosen(tracers, operands), of_part)
+                trace.default_process_primitive(primitive, _chosen(tracers, operands), of_part)
             )
 
         of_known, of_unknown = part(known), part([not k for k in known])
@@ -101,43 +90,44 @@ def evaluate_known_results(
         """For policies: equations of before and after; results that are unknown, that are there
         after; what else has to be."""
         count = len(equation.outvars)
-
-        def part(used: list[bool]) -> tuple[Any, list[bool]]:
-            operands, params = needed(used, equation.params)
-            return equation.replace(
-                invars=chosen(equation.invars, operands),
-                outvars=chosen(equation.outvars, used),
-                params=params,
-            ), operands
-
         known = known_results([not u for u in unknown], equation.params, count)
-        after = [not k for k in known]
+        unknown_results = [not k for k in known]
+        after = unknown_results
         before_equation = after_equation = None
         missing: list[Any] = []
         if any(known):
-            before_equation, _ = part(known)
-            policy = partial_eval.ensure_enum(
-                saveable(
-                    primitive,
-                    *(v.aval for v in before_equation.invars),
-                    **before_equation.params,
-                )
-            )
+            _, before_equation = _part(equation, known, needed)
+            types = [v.aval for v in before_equation.invars]
+            policy = partial_eval.ensure_enum(saveable(primitive, *types, **before_equation.params))
             # What a policy wants on the host is kept on the device: to send it there would take
             # another equation, and a rule returns one.
             if isinstance(policy, partial_eval.RecomputeType):
                 after = [True] * count
         if any(after):
-            after_equation, operands = part(after)
+            operands, after_equation = _part(equation, after, needed)
             missing = [
                 v
                 for v, keep, is_there in zip(equation.invars, operands, there, strict=True)
                 if keep and not is_there and isinstance(v, Var)
             ]
-        return before_equation, after_equation, [not k for k in known], after, missing
+        return before_equation, after_equation, unknown_results, after, missing
 
     partial_eval.custom_partial_eval_rules[primitive] = of_trace
     partial_eval.partial_eval_jaxpr_custom_rules[primitive] = of_checkpoint
+
+
+def _part(equation: Any, used: list[bool], needed: Needed) -> tuple[list[bool], Any]:
+    """Which operands an equation needs for some of its results, and the equation of these."""
+    operands, params = needed(used, equation.params)
+    return operands, equation.replace(
+        invars=_chosen(equation.invars, operands),
+        outvars=_chosen(equation.outvars, used),
+        params=params,
+    )
+
+
+def _chosen(values: Sequence[Any], keep: Sequence[bool]) -> list[Any]:
+    return [v for v, kept in zip(values, keep, strict=True) if kept]
 
 
 def check_vma() -> bool:

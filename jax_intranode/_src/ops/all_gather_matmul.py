@@ -183,7 +183,7 @@ def all_gather_matmul(
             results = primitive.bind(*operands, **params)
     products = [
         collective_matmul.as_weak_as([x, w], preferred_element_type, product)
-        for w, product in zip(ws, results, strict=False)
+        for w, product in zip(ws, results[: len(ws)], strict=True)
     ]
     result = products if several else products[0]
     if return_gathered:

@@ -196,9 +196,6 @@ Operation = tuple[list[int], select.Selection]
 # Primitives.
 
 
-Needed = Callable[[list[bool], dict[str, Any]], tuple[list[bool], dict[str, Any]]]
-
-
 class Primitives:
     """An operation as a primitive, in two forms.
 
@@ -240,7 +237,7 @@ class Primitives:
         jvp: Callable[..., Any],
         transpose: Callable[..., Any],
         batch: Callable[..., Any],
-        needed: Needed | None,
+        needed: compat.Needed | None,
     ) -> None:
         """Registers the rules.
 

@@ -309,7 +309,7 @@ class CollectiveMatmul(collective.Primitives):
         jvp: Callable[..., Any],
         transpose: Callable[..., Any],
         batch: Callable[..., tuple[Any, Any]],
-        needed: collective.Needed | None = None,
+        needed: compat.Needed | None = None,
     ) -> None:
         """Registers the rules.
 

@@ -3,7 +3,8 @@
 import argparse
 import sys
 
-from jax_intranode._src.bench import command, plot
+from jax_intranode._src.bench import command
+from jax_intranode._src.bench.plots import command as plot
 
 
 def main() -> int:

@@ -25,27 +25,25 @@ from jax.sharding import PartitionSpec
 
 import jax_intranode
 from jax_intranode._src import native, select
-from jax_intranode._src.bench import (
-    command,
-    graph,
-    matmul_oracle,
-    matmul_plot,
-    matmul_report,
-    matmul_shapes,
-    measure,
-    measure_matmul,
-    measure_program,
-    oracle,
-    peers,
-    plot,
-    programs,
-    report,
-    timing,
-)
-from jax_intranode._src.bench.matmuls import MATMULS, Shape, flops
-from jax_intranode._src.bench.operations import OPERATIONS
+from jax_intranode._src.bench import command, record, timing
+from jax_intranode._src.bench.collectives import chains, graph, measure, oracle
+from jax_intranode._src.bench.collectives import report as collectives_report
+from jax_intranode._src.bench.collectives.operations import OPERATIONS
+from jax_intranode._src.bench.matmuls import measure as measure_matmul
+from jax_intranode._src.bench.matmuls import oracle as matmul_oracle
+from jax_intranode._src.bench.matmuls import report as matmul_report
+from jax_intranode._src.bench.matmuls import shapes as matmul_shapes
+from jax_intranode._src.bench.matmuls.operations import MATMULS, flops
+from jax_intranode._src.bench.peers import nccl_tests, pytorch
+from jax_intranode._src.bench.peers import registry as peers
+from jax_intranode._src.bench.plots import collectives as collectives_plot
+from jax_intranode._src.bench.plots import command as plot
+from jax_intranode._src.bench.plots import matmuls as matmul_plot
+from jax_intranode._src.bench.programs import definitions as programs
+from jax_intranode._src.bench.programs import measure as measure_program
+from jax_intranode._src.bench.programs import report as program_report
 from jax_intranode._src.bench.progress import ProgressLine, following
-from jax_intranode._src.bench.settings import MODES, SINGLE_PROCESS, Settings, from_json
+from jax_intranode._src.bench.settings import MODES, SINGLE_PROCESS, Settings, Shape, from_json
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -394,7 +392,7 @@ def test_links_of_a_chain_fit(name: str) -> None:
     """A chain of one operation gives its result, brought to the operand's size and scaled."""
     mesh = mesh_of_two()
     operation = OPERATIONS[name]
-    chain = timing._chain(mesh, lambda xs: operation.call(jax_intranode, xs), 1)
+    chain = chains._chain(mesh, lambda xs: operation.call(jax_intranode, xs), 1)
     (got,) = chain([jnp.arange(16, dtype=jnp.float32)], jnp.full(2, 0.5, jnp.float32))
     first, second = np.arange(8), np.arange(8, 16)
     total = first + second
@@ -699,14 +697,14 @@ NCCL_TESTS = """\
 
 
 def test_parse_nccl_tests() -> None:
-    rows = peers.parse_nccl_tests(NCCL_TESTS)
+    rows = nccl_tests.parse(NCCL_TESTS)
     assert [(row["size"], row["time_us"], row["wrong"]) for row in rows] == [
         (1024, 11.25, 0),
         (4096, 11.4, 3),
         (16384, 1200.0, None),
     ]
-    assert peers.nccl_tests_version(NCCL_TESTS) == "nccl-tests 2.17.1 (NCCL 22809)"
-    assert peers.nccl_tests_version("# nThread 1") == "nccl-tests"
+    assert nccl_tests.version_of(NCCL_TESTS) == "nccl-tests 2.17.1 (NCCL 22809)"
+    assert nccl_tests.version_of("# nThread 1") == "nccl-tests"
 
 
 def measure_peers(settings: Settings) -> dict[str, Any]:
@@ -748,7 +746,7 @@ def test_torch_makes_as_many_calls_in_a_row_as_we(monkeypatch: pytest.MonkeyPatc
     torch.__spec__ = importlib.machinery.ModuleSpec("torch", None)
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(peers.launcher, "run_ranks", run_ranks)
+    monkeypatch.setattr(pytorch.launcher, "run_ranks", run_ranks)
     for settings in (
         matmul_settings("all_gather_matmul", False, platform="gpu", dtypes=["bfloat16", "int8"]),
         matmul_settings("all_gather_matmul", False, platform="gpu", chain=None, settle_ms=2),
@@ -795,7 +793,7 @@ def test_nccl_tests_beside_ours(
     assert "# nccl-tests does not know int16" in capsys.readouterr().err
 
     ours = {"dtype": "bfloat16", "size": 1024, "mode": SINGLE_PROCESS, "graph_time_us": 2.5}
-    table = [line.split() for line in peers.format_table(found, [ours]).splitlines()]
+    table = [line.split() for line in collectives_report.format_peers(found, [ours]).splitlines()]
     assert table[1][-3:] == ["ours,", "single-process", "nccl-tests"]
     assert table[2] == ["1024", "bfloat16", "|", "2.50", "11.25"]
     assert table[3] == ["4096", "bfloat16", "|", "-", "11.40"]
@@ -844,12 +842,12 @@ def result_of(jax_version: str, algorithms: tuple[str, ...]) -> dict[str, Any]:
         "date": "2026-11-21T10:00:00+00:00",
     }
     peers_found = {"versions": ["torch 2.9 (NCCL 2.28)"], "rows": [peer]}
-    return {"version": report.VERSION, "header": header, "rows": rows, "peers": peers_found}
+    return {"version": record.VERSION, "header": header, "rows": rows, "peers": peers_found}
 
 
 def test_lines_of_the_picture() -> None:
     result = result_of("0.11.2", ("one_shot", "one_shot", "two_shot", "lax"))
-    lines = list(plot._lines([result]))
+    lines = list(collectives_plot.lines([result]))
     assert [line.label for line in lines] == [
         "ours as called, process-per-device",
         "ours in a graph, process-per-device",
@@ -864,7 +862,7 @@ def test_lines_of_the_picture() -> None:
     assert [point.algorithm for point in lines[0].points] == ["one_shot", "two_shot", "lax"]
     assert [point.size for point in lines[1].points] == [1024, 4096, 16384]
     assert lines[6].points == [(1024, 9.0, 1.0, None)]
-    both = list(plot._lines([result, result_of("0.12", ("one_shot",))]))
+    both = list(collectives_plot.lines([result, result_of("0.12", ("one_shot",))]))
     assert both[0].label == "jax 0.11.2: ours as called, process-per-device"
     assert both[-1].label == "jax 0.12: torch nccl in a graph"
 
@@ -1086,7 +1084,7 @@ def test_both_modes_on_the_cpu(name: str, leaves: int, dtype: str, tmp_path: Pat
     eps = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}
     factor = 0.5 if name in ("psum_scatter", "all_gather") else 1.0
     for row in rows:
-        assert list(row) == list(report.Row.__dataclass_fields__)
+        assert list(row) == list(collectives_report.Row.__dataclass_fields__)
         assert row["count"] * np.dtype(jnp.dtype(dtype)).itemsize == row["size"]
         assert row["dtype"] == dtype
         # The table says lax for more on CPU devices of one process.
@@ -1171,7 +1169,7 @@ def test_whole_programs_on_the_cpu(name: str, tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stdout + result.stderr
     (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert list(row) == list(report.ProgramRow.__dataclass_fields__)
+    assert list(row) == list(program_report.ProgramRow.__dataclass_fields__)
     assert row["program"] == name and row["handler_calls"] > 0
     assert row["difference"] < 0.1
 

@@ -14,7 +14,7 @@ from devices import need_devices
 from jax import lax
 
 import jax_intranode
-from jax_intranode._src.bench.programs import PROGRAMS
+from jax_intranode._src.bench.programs.definitions import PROGRAMS
 
 TRAINING = ("train_step", "train_step_sequence_parallel")
 

@@ -17,8 +17,8 @@ import numpy as np
 
 import jax_intranode
 from jax_intranode._src import communicator, launcher, select
-from jax_intranode._src.bench import graph, oracle
-from jax_intranode._src.bench.operations import OPERATIONS
+from jax_intranode._src.bench.collectives import graph, oracle
+from jax_intranode._src.bench.collectives.operations import OPERATIONS
 from jax_intranode._src.bench.settings import PROCESS_PER_DEVICE, Settings
 
 _ALGORITHMS = {

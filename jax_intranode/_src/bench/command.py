@@ -13,13 +13,18 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_intranode._src import config, launcher
-from jax_intranode._src.bench import matmul_report, matmul_shapes, peers, plot, report
-from jax_intranode._src.bench.matmuls import MATMULS, Shape
-from jax_intranode._src.bench.operations import OPERATIONS
-from jax_intranode._src.bench.peers import PEERS
-from jax_intranode._src.bench.programs import PROGRAMS
+from jax_intranode._src.bench import record
+from jax_intranode._src.bench.collectives import report as collectives
+from jax_intranode._src.bench.collectives.operations import OPERATIONS
+from jax_intranode._src.bench.matmuls import report as matmuls
+from jax_intranode._src.bench.matmuls import shapes as matmul_shapes
+from jax_intranode._src.bench.matmuls.operations import MATMULS
+from jax_intranode._src.bench.peers import registry as peers
+from jax_intranode._src.bench.peers.registry import PEERS
+from jax_intranode._src.bench.plots import command as plot
+from jax_intranode._src.bench.programs.definitions import PROGRAMS
 from jax_intranode._src.bench.progress import ProgressLine, following
-from jax_intranode._src.bench.settings import MODES, PROCESS_PER_DEVICE, Settings
+from jax_intranode._src.bench.settings import MODES, PROCESS_PER_DEVICE, Settings, Shape
 
 _DTYPES = (
     "bfloat16",
@@ -292,7 +297,7 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stderr.write(f"{refusal}\n")
         return 2
 
-    result: dict[str, Any] = {"version": report.VERSION, "header": {}, "rows": []}
+    result: dict[str, Any] = {"version": record.VERSION, "header": {}, "rows": []}
     line = ProgressLine(sys.stderr, _count_measurements(settings, arguments.peers))
     for of_mode in settings:
         try:
@@ -304,7 +309,7 @@ def run(arguments: argparse.Namespace) -> int:
         result["rows"] += measured["rows"]
     result["peers"] = peers.measure(arguments.peers, settings[0], arguments.timeout, line)
     if result["peers"]["rows"]:
-        format_table = matmul_report.format_peers if shapes else peers.format_table
+        format_table = (matmuls if shapes else collectives).format_peers
         print(format_table(result["peers"], result["rows"]), flush=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
@@ -365,17 +370,12 @@ def _settle_ms(arguments: argparse.Namespace, platform: str) -> int:
     return 150 if settles and platform == "gpu" else 0
 
 
-def _count_measurements(settings: Sequence[Settings], peers: Sequence[str]) -> int:
-    """Returns how many measurements the progress line counts."""
+def _count_measurements(settings: Sequence[Settings], peer_names: Sequence[str]) -> int:
+    """Returns the number of measurements that the progress line counts."""
     if settings[0].name in PROGRAMS:
         return len(settings)
-    shapes = settings[0].matmuls()
-    if shapes:
-        return len(shapes) * (len(settings) + ("torch" in peers))
-    of_mode = settings[0].measurements()
-    of_torch = len(of_mode) if "torch" in peers else 0
-    of_nccl_tests = len({dtype for dtype, _ in of_mode}) if "nccl-tests" in peers else 0
-    return len(settings) * len(of_mode) + of_torch + of_nccl_tests
+    measurements = settings[0].matmuls() or settings[0].measurements()
+    return len(settings) * len(measurements) + peers.count(peer_names, settings[0])
 
 
 def _print_errors(rows: Sequence[dict[str, Any]]) -> None:

@@ -13,18 +13,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_intranode._src import launcher
-from jax_intranode._src.bench import (
-    measure,
-    measure_matmul,
-    measure_program,
-    report,
-    settings,
-)
-from jax_intranode._src.bench.matmul_report import MatmulRow
-from jax_intranode._src.bench.matmuls import MATMULS
-from jax_intranode._src.bench.programs import PROGRAMS
+from jax_intranode._src.bench import record, settings
+from jax_intranode._src.bench.collectives import measure as collectives
+from jax_intranode._src.bench.collectives.report import Row
+from jax_intranode._src.bench.matmuls import measure as matmuls
+from jax_intranode._src.bench.matmuls.operations import MATMULS
+from jax_intranode._src.bench.matmuls.report import MatmulRow
+from jax_intranode._src.bench.programs import measure as programs
+from jax_intranode._src.bench.programs.definitions import PROGRAMS
+from jax_intranode._src.bench.programs.report import ProgramRow
 
-_Row = report.Row | report.ProgramRow | MatmulRow
+_Row = Row | ProgramRow | MatmulRow
 
 
 def main() -> None:
@@ -46,8 +45,8 @@ def main() -> None:
         axis_types=(jax.sharding.AxisType.Auto,),
         devices=jax.devices()[: told.devices],
     )
-    header = report.header(told)
-    table = _Table(told.mode, header, begun) if rank == 0 else None
+    header = record.header(told)
+    table = _Table(told, header, begun) if rank == 0 else None
     measured = _program_rows if told.name in PROGRAMS else _rows
     rows: Sequence[_Row] = measured(told, mesh, table)
     if rank == 0:
@@ -58,11 +57,12 @@ def main() -> None:
 class _Table:
     """What rank 0 shows while it measures."""
 
-    def __init__(self, mode: str, header: dict[str, Any], begun: Path) -> None:
-        self._mode = mode
+    def __init__(self, told: settings.Settings, header: dict[str, Any], begun: Path) -> None:
+        self._mode = told.mode
         self._begun = begun
         self._seen: set[str] = set()
-        print(report.format_header(header), flush=True)
+        settled = bool(told.shapes) and told.settle_ms > 0
+        print(record.format_header(header, settled), flush=True)
 
     def begin(self, what: str) -> None:
         """Says that a measurement begins."""
@@ -83,12 +83,10 @@ class _Table:
             print(text, flush=True)
 
 
-def _rows(
-    told: settings.Settings, mesh: Mesh, table: _Table | None
-) -> list[report.Row | MatmulRow]:
-    rows: list[report.Row | MatmulRow] = []
+def _rows(told: settings.Settings, mesh: Mesh, table: _Table | None) -> list[Row | MatmulRow]:
+    rows: list[Row | MatmulRow] = []
 
-    def add(what: str, measured: Callable[[], tuple[report.Row | MatmulRow, str | None]]) -> None:
+    def add(what: str, measured: Callable[[], tuple[Row | MatmulRow, str | None]]) -> None:
         if table is not None:
             table.begin(what)
         row, fallback = measured()
@@ -98,20 +96,18 @@ def _rows(
 
     if told.name in MATMULS:
         for dtype, shape in told.matmuls():
-            add(f"{dtype}, {shape}", partial(measure_matmul.measure, told, mesh, dtype, shape))
+            add(f"{dtype}, {shape}", partial(matmuls.measure, told, mesh, dtype, shape))
     else:
         for dtype, count in told.measurements():
             what = f"{dtype}, {count * jnp.dtype(dtype).itemsize} bytes"
-            add(what, partial(measure.measure, told, mesh, dtype, count))
+            add(what, partial(collectives.measure, told, mesh, dtype, count))
     return rows
 
 
-def _program_rows(
-    told: settings.Settings, mesh: Mesh, table: _Table | None
-) -> list[report.ProgramRow]:
+def _program_rows(told: settings.Settings, mesh: Mesh, table: _Table | None) -> list[ProgramRow]:
     if table is not None:
         table.begin(told.name)
-    row = measure_program.measure(told, mesh)
+    row = programs.measure(told, mesh)
     if table is not None:
         table.add(row)
     return [row]

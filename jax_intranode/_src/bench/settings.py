@@ -3,14 +3,25 @@
 import dataclasses
 import json
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax.numpy as jnp
-
-from jax_intranode._src.bench.matmuls import Shape
 
 PROCESS_PER_DEVICE = "process-per-device"
 SINGLE_PROCESS = "single-process"
 MODES = (PROCESS_PER_DEVICE, SINGLE_PROCESS)
+
+
+class Shape(NamedTuple):
+    """A product [m, k] x [k, n] as one device computes it, whatever is sent before or after it."""
+
+    m: int
+    k: int
+    n: int
+
+    def __str__(self) -> str:
+        """The shape as text."""
+        return f"{self.m} x {self.k} x {self.n}"
 
 
 @dataclass(frozen=True)

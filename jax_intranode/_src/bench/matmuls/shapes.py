@@ -4,7 +4,8 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from jax_intranode._src.bench.matmuls import MATMULS, Shape
+from jax_intranode._src.bench.matmuls.operations import MATMULS
+from jax_intranode._src.bench.settings import Shape
 
 
 class _Model(NamedTuple):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax_intranode._src.bench.report import optional
+from jax_intranode._src.bench.record import optional
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_intranode._src import communicator, native, select
-from jax_intranode._src.bench import exchange, oracle, timing
-from jax_intranode._src.bench.operations import Operation
+from jax_intranode._src.bench import exchange, timing
+from jax_intranode._src.bench.collectives import oracle
+from jax_intranode._src.bench.collectives.operations import Operation
 from jax_intranode._src.bench.settings import Settings
 
 # Operations in one graph.

@@ -10,9 +10,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_intranode
 from jax_intranode._src import select
-from jax_intranode._src.bench import exchange, graph, oracle, timing
-from jax_intranode._src.bench.operations import OPERATIONS, Operation
-from jax_intranode._src.bench.report import Row
+from jax_intranode._src.bench import exchange, timing
+from jax_intranode._src.bench.collectives import chains, graph, oracle
+from jax_intranode._src.bench.collectives.operations import OPERATIONS, Operation
+from jax_intranode._src.bench.collectives.report import Row
 from jax_intranode._src.bench.settings import Settings
 from jax_intranode._src.ops import collective
 from jax_intranode._src.ops.psum import operations
@@ -68,7 +69,7 @@ def measure(settings: Settings, mesh: Mesh, dtype_name: str, count: int) -> tupl
         for library, of_one in zip(("ours", "lax"), errors, strict=True)
     )
 
-    our_times, lax_times, handler_calls = timing.times_as_called(
+    our_times, lax_times, handler_calls = chains.times_as_called(
         settings, operation, mesh, data, size
     )
     our_times = timing.slowest_rank(f"{label}/ours", our_times)

@@ -1,8 +1,8 @@
-"""PyTorch's collectives, timed in CUDA graphs: one rank. A script that imports neither JAX nor us.
+"""One rank of PyTorch's collectives, timed in CUDA graphs.
 
-PyTorch's NCCL collectives and, for all-reduce, its symmetric-memory kernels; collective matmuls are
-in torch_matmul.py. Takes what to do as JSON on the command line; rank 0 writes the rows to a JSON
-file.
+A script that imports neither JAX nor this package. It takes its instructions as JSON on the command
+line; rank 0 writes the rows to a JSON file. It measures NCCL and, for all-reduce, the kernels of
+symmetric memory; pytorch_matmuls.py has the collective matmuls.
 """
 
 import contextlib
@@ -176,7 +176,7 @@ def main() -> None:
     kind: Any = sys.modules[__name__]
     if told["matmul"]:
         sys.path.append(str(Path(__file__).parent))  # last: modules there have common names
-        kind = importlib.import_module("torch_matmul")
+        kind = importlib.import_module("pytorch_matmuls")
     rows = []
     failed: dict[tuple[str, str], str] = {}
     for name, size, in_a_row, untimed in told["measurements"]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_intranode._src.bench.operations import Operation
+from jax_intranode._src.bench.collectives.operations import Operation
 
 
 def random_shard(rank: int, size: int, dtype: np.dtype[Any]) -> np.ndarray:

@@ -1,6 +1,6 @@
 """PyTorch's collective matmuls: NCCL beside a matmul, and the fused ones of its symmetric memory.
 
-For torch_rank.py; imports neither JAX nor us.
+For pytorch_rank.py; imports neither JAX nor us.
 """
 
 from collections.abc import Callable

@@ -7,21 +7,10 @@ from typing import Any, NamedTuple
 from jax import lax
 
 import jax_intranode
+from jax_intranode._src.bench.settings import Shape
 
 # What a GPU receives from the others over NVLink at best, in bytes a second: bounds count by it.
 LINK_BYTES_PER_S = 385e9
-
-
-class Shape(NamedTuple):
-    """A product [m, k] x [k, n] as one device computes it, whatever is sent before or after it."""
-
-    m: int
-    k: int
-    n: int
-
-    def __str__(self) -> str:
-        """The shape as text."""
-        return f"{self.m} x {self.k} x {self.n}"
 
 
 class Result(NamedTuple):

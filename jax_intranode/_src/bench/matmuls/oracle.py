@@ -16,7 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_intranode
 from jax_intranode._src.bench import timing
-from jax_intranode._src.bench.matmuls import Matmul, Result, Shape
+from jax_intranode._src.bench.matmuls.operations import Matmul, Result
+from jax_intranode._src.bench.settings import Shape
 
 # Of what a device has of the result, in the sample.
 _SAMPLE_ROWS = 8

@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 
 import jax_intranode
 from jax_intranode._src.bench import exchange, timing
-from jax_intranode._src.bench.programs import PROGRAMS
-from jax_intranode._src.bench.report import ProgramRow
+from jax_intranode._src.bench.programs.definitions import PROGRAMS
+from jax_intranode._src.bench.programs.report import ProgramRow
 from jax_intranode._src.bench.settings import Settings
 
 

@@ -14,11 +14,12 @@ from jax.sharding import Mesh
 
 import jax_intranode
 from jax_intranode._src import overlap
-from jax_intranode._src.bench import exchange, matmul_oracle, timing
-from jax_intranode._src.bench.matmul_oracle import Data
-from jax_intranode._src.bench.matmul_report import MatmulRow
-from jax_intranode._src.bench.matmuls import LINK_BYTES_PER_S, MATMULS, Matmul, Shape, flops
-from jax_intranode._src.bench.settings import Settings
+from jax_intranode._src.bench import exchange, timing
+from jax_intranode._src.bench.matmuls import oracle
+from jax_intranode._src.bench.matmuls.operations import LINK_BYTES_PER_S, MATMULS, Matmul, flops
+from jax_intranode._src.bench.matmuls.oracle import Data
+from jax_intranode._src.bench.matmuls.report import MatmulRow
+from jax_intranode._src.bench.settings import Settings, Shape
 
 # What a chain should take on a GPU, and at what rate; several chains are one repetition.
 _CHAIN_S = 20e-3
@@ -55,7 +56,7 @@ def measure(
     dtype = np.dtype(jnp.dtype(dtype_name))
     label = f"{dtype.name}/{shape}/{backward}"
 
-    data = matmul_oracle.make(matmul, shape, dtype, mesh)
+    data = oracle.make(matmul, shape, dtype, mesh)
     ours, by_lax = (_call(mesh, f, backward, data) for f in (matmul.ours, matmul.lax))
     chosen = jax_intranode.explain(ours.program(mesh))(ours.moving, *ours.fixed)
     algorithms = {call.algorithm for call in chosen} or {"none"}
@@ -164,7 +165,7 @@ def _alone(data: Data, backward: bool) -> _Call:
 
     def multiply(moving: Any, rest: Data) -> list[Any]:
         whole = rest._replace(**{name: moving})
-        return [a @ b for a, b in matmul_oracle.products(whole, backward)]
+        return [a @ b for a, b in oracle.products(whole, backward)]
 
     name = "whole_ct" if backward else "whole_x"
     rest = data._replace(**dict.fromkeys(("x", "ct", "whole_ct", name)))
@@ -186,11 +187,11 @@ def _check(
 ) -> tuple[int, int, float, float]:
     """Counts the wrong elements of ours and lax's, and says how far both are off, on this rank."""
     got, expected = ours.results(mesh), by_lax.results(mesh)
-    sample = matmul_oracle.Sample(mesh, matmul, backward, data)
+    sample = oracle.Sample(mesh, matmul, backward, data)
     (wrong, error), (lax_wrong, lax_error) = sample.compare(got), sample.compare(expected)
-    wrong += matmul_oracle.count_unlike(mesh, got, expected, matmul.results(backward))
+    wrong += oracle.count_unlike(mesh, got, expected, matmul.results(backward))
     if matmul.gathers and not backward:
-        wrong += matmul_oracle.count_wrong_gathered(mesh, data, matmul)
+        wrong += oracle.count_wrong_gathered(mesh, data, matmul)
     return wrong, lax_wrong, error, lax_error
 
 

@@ -1,0 +1,1 @@
+"""Measuring psum, pmean, psum_scatter and all_gather."""

@@ -1,0 +1,79 @@
+"""PyTorch: NCCL through `torch.distributed`, and the kernels of its symmetric memory."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from jax_intranode._src import launcher
+from jax_intranode._src.bench.matmuls import measure as matmuls
+from jax_intranode._src.bench.peers.peer import Peer, Unavailable
+from jax_intranode._src.bench.progress import ProgressLine, following
+from jax_intranode._src.bench.settings import Settings
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def _measure(
+    settings: Settings, directory: Path, timeout_s: float, line: ProgressLine
+) -> dict[str, Any]:
+    """Runs one process of PyTorch for each GPU."""
+    if importlib.util.find_spec("torch") is None:
+        raise Unavailable("torch is not installed")
+    # With how many calls in a row a repetition makes at least, and how many times as many it makes
+    # untimed before. Of matmuls as of ours: after a rest clocks are higher than when power bounds
+    # them.
+    asked: list[tuple[str, Any, int, int]] = [
+        (
+            name,
+            shape,
+            matmuls.calls_in_a_row(settings, name, shape),
+            matmuls.repetitions_to_settle(settings, name, shape),
+        )
+        for name, shape in settings.matmuls()
+    ] or [(name, count, 1, 0) for name, count in settings.measurements()]
+    measurements = [m for m in asked if m[0] in _DTYPES]
+    if not measurements:
+        raise Unavailable(f"of the dtypes it takes {', '.join(_DTYPES)}")
+    told = {
+        "operation": settings.name,
+        "matmul": bool(settings.shapes),
+        "backward": settings.backward,
+        "measurements": measurements,
+        "iterations": settings.iterations,
+        "warmup_iterations": settings.warmup_iterations,
+        "devices": settings.devices,
+        "port": launcher.free_port(),
+        "output": str(directory / "rows.json"),
+        "begun": str(directory / "begun"),
+    }
+    script = Path(__file__).with_name("pytorch_rank.py")
+    # -P: beside the script lie modules of other names than those that it imports.
+    commands = [
+        [sys.executable, "-P", str(script), json.dumps({**told, "rank": rank})]
+        for rank in range(settings.devices)
+    ]
+    with following(None, directory / "begun", line):
+        launcher.run_ranks(commands, timeout_s=timeout_s, log_dir=directory)
+    result: dict[str, Any] = json.loads((directory / "rows.json").read_text())
+    for failed in result["failed"]:
+        sys.stderr.write(f"# not measured: {failed}\n")
+    return result
+
+
+def _count(settings: Settings) -> int:
+    return len(settings.matmuls() or settings.measurements())
+
+
+PYTORCH = Peer(
+    "torch",
+    _measure,
+    _count,
+    {
+        "torch nccl": "#E69F00",
+        "torch one_shot": "#009E73",
+        "torch two_shot": "#CC79A7",
+        "torch fused": "#009E73",
+    },
+)

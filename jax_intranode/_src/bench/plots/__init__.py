@@ -1,0 +1,1 @@
+"""Plots of the JSON files that the benchmark writes. They need matplotlib."""

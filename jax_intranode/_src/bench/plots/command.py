@@ -1,0 +1,80 @@
+"""The command `plot`, and plots of the benchmark's results of any kind."""
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jax_intranode._src.bench import record
+from jax_intranode._src.bench.matmuls.report import is_matmul
+from jax_intranode._src.bench.plots import collectives, matmuls
+
+
+def why_not() -> str | None:
+    """Returns why nothing can be drawn; None if it can."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "a plot needs matplotlib, which is not installed: pip install 'jax_intranode[plot]'"
+    return None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the command `plot`."""
+    parser.add_argument("files", nargs="+", type=Path, metavar="rows.json")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.png")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Draws JSON files of the benchmark into one picture; returns the exit code."""
+    try:
+        results = [record.read(file) for file in arguments.files]
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    refusal = why_not()
+    if refusal is None and not matmuls.all_are_matmuls(results):
+        if any(is_matmul(row) for result in results for row in result["rows"]):
+            refusal = "collective matmuls and other operations can't be drawn into one picture"
+        elif not any(collectives.lines(results)):
+            refusal = "the files have no rows of operations: programs can't be drawn"
+    if refusal is not None:
+        sys.stderr.write(f"{refusal}\n")
+        return 2
+    draw(results, arguments.output)
+    return 0
+
+
+def draw(results: Sequence[dict[str, Any]], file: Path) -> None:
+    """Draws results into one PNG.
+
+    Args:
+        results: contents of JSON files of the benchmark, all of collectives or all of collective
+            matmuls.
+        file: the PNG to write.
+    """
+    kind = matmuls if matmuls.all_are_matmuls(results) else collectives
+    kind.draw(results, file, _title(results), _details(results))
+
+
+def _title(results: Sequence[dict[str, Any]]) -> str:
+    """Returns what was measured on which devices."""
+    headers = [result["header"] for result in results]
+    whats = dict.fromkeys(
+        f"{h['operation']}{' backward' if h.get('backward') else ''}, "
+        f"{h['devices']} x {h['device']}"
+        for h in headers
+    )
+    rows = [row for result in results for row in result["rows"]]
+    dtypes = dict.fromkeys(row["dtype"] for row in rows if "dtype" in row)
+    return f"{'; '.join(whats)}, {', '.join(dtypes)}"
+
+
+def _details(results: Sequence[dict[str, Any]]) -> str:
+    """Returns the versions and the date of each file."""
+    lines = []
+    for result in results:
+        header = result["header"]
+        lines.append(f"{record.versions(header)}, {header['date'][:10]}")
+        lines += [", ".join(result["peers"]["versions"])] if result["peers"]["versions"] else []
+    return "\n".join(lines)

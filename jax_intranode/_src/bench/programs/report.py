@@ -1,0 +1,46 @@
+"""What the benchmark says of a whole program: its row."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ProgramRow:
+    """One line of a whole program's table. Times are in microseconds a call, the slowest rank's.
+
+    Attributes:
+        program: its name.
+        mode: "process-per-device" or "single-process".
+        time_us: with our collectives: median.
+        time_p99_us: its 99th percentile.
+        lax_time_us: with lax's: median.
+        lax_time_p99_us: its 99th percentile.
+        ratio: lax_time_us / time_us, above 1 where ours is faster.
+        difference: the largest difference of the two results relative to the largest absolute
+            value of lax's, over all arrays of the result; None if one is not a finite number.
+        handler_calls: as for an operation.
+    """
+
+    program: str
+    mode: str
+    time_us: float
+    time_p99_us: float
+    lax_time_us: float
+    lax_time_p99_us: float
+    ratio: float
+    difference: float | None
+    handler_calls: int
+
+    COLUMNS = (
+        f"# {'':>24} | {'ours (us)':^21} | {'lax (us)':^21} |\n"
+        f"# {'program':>24} | {'p50':>10} {'p99':>10} | {'p50':>10} {'p99':>10} | {'ratio':>6} | "
+        f"{'difference':>10}"
+    )
+
+    def __str__(self) -> str:
+        """The row as the table shows it."""
+        difference = "not finite" if self.difference is None else f"{self.difference:10.1e}"
+        return (
+            f"  {self.program:>24} | {self.time_us:10.1f} {self.time_p99_us:10.1f} | "
+            f"{self.lax_time_us:10.1f} {self.lax_time_p99_us:10.1f} | {self.ratio:6.2f} | "
+            f"{difference}"
+        )

@@ -1,18 +1,41 @@
-"""Which devices the suite runs on: all GPUs of the machine, or 8 CPU devices.
+"""Which devices and how many processes the tests use.
 
-JAX_INTRANODE_REQUIRE_GPUS=n makes the run fail where fewer than n GPUs are found, and turns every
-skip for want of GPUs into a failure.
+The tests use all GPUs of the machine, or else 8 CPU devices. JAX_INTRANODE_REQUIRE_GPUS=n makes the
+run fail where JAX finds fewer than n GPUs, and turns each skip for want of GPUs into a failure.
+
+Without GPUs, one worker per core runs the tests (pytest-xdist). A selection of files or names runs
+in one process, and so does everything on GPUs, because each test uses all of them.
 """
 
 import os
+import sys
+from pathlib import Path
 
-import jax
 import pytest
-from devices import REQUIRED_GPUS
 
-# A wait without end is found soon, by its message and not by the test's own limit.
+ROOT = Path(__file__).resolve().parent.parent
+# More workers gain little: the longest groups of tests take as long as all others together.
+MOST_WORKERS = 4
+
+# `python -m pytest` puts the checkout on the path. Unless native modules were built in it, the
+# tests need the installed package.
+if not list((ROOT / "jax_intranode").glob("_host.*")):
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
+try:
+    import jax_intranode  # noqa: F401
+except ModuleNotFoundError as error:
+    raise pytest.UsageError(f"{error}. Install the package: pip install '.[test]'") from error
+
+import jax  # noqa: E402
+from devices import REQUIRED_GPUS  # noqa: E402
+
+# Tests fail by the message of an operation that waits too long, and not by pytest's own limit.
 os.environ.setdefault("JAX_INTRANODE_TIMEOUT_S", "60")
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run the cases of the full tier, too")
 
 
 def pytest_report_header() -> str:
@@ -21,8 +44,30 @@ def pytest_report_header() -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full: only the full tier runs this (pytest --full)")
     gpus = sum(d.platform == "gpu" for d in jax.devices())
     if gpus < REQUIRED_GPUS:
         pytest.exit(
             f"JAX_INTRANODE_REQUIRE_GPUS={REQUIRED_GPUS}, but JAX sees {gpus} GPUs", returncode=1
         )
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    selected = config.option.keyword or not all(Path(arg).is_dir() for arg in config.args)
+    if selected or REQUIRED_GPUS or jax.devices()[0].platform == "gpu":
+        return 0
+    cores = len(os.sched_getaffinity(0))
+    return min(cores, MOST_WORKERS) if cores > 1 else 0
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("full"):
+        of_full_tier = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=of_full_tier)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+    for item in items:
+        # Cases that one start of the ranks runs: one worker gets them all.
+        if isinstance(item, pytest.Function) and "outcome" in item.fixturenames:
+            ranks = item.callspec.params["outcome"]
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {ranks}"))

@@ -1,4 +1,4 @@
-"""What a test may ask of the machine."""
+"""What a test needs of the machine. A test without it is skipped, or fails where it is promised."""
 
 import os
 
@@ -13,7 +13,7 @@ REQUIRED_GPUS = int(os.environ.get("JAX_INTRANODE_REQUIRE_GPUS", "0"))
 def need_devices(count: int) -> None:
     """Skips the test where there are fewer devices.
 
-    Fails instead where JAX_INTRANODE_REQUIRE_GPUS promises as many.
+    Fails instead where JAX_INTRANODE_REQUIRE_GPUS promises that many.
     """
     found = len(jax.devices())
     if found < count:
@@ -25,6 +25,15 @@ def need_gpus() -> None:
     """Skips the test where there is no GPU; fails instead where GPUs are required."""
     if jax.devices()[0].platform != "gpu":
         (pytest.fail if REQUIRED_GPUS else pytest.skip)("needs GPUs; JAX sees none")
+
+
+def module_needs_gpus() -> None:
+    """Skips the test module that is being imported where there is no GPU and none is required.
+
+    Its tests call `need_gpus` or `need_overlap` as well. This only saves the time of many skips.
+    """
+    if jax.devices()[0].platform != "gpu" and not REQUIRED_GPUS:
+        pytest.skip("needs GPUs; JAX sees none", allow_module_level=True)
 
 
 def need_overlap() -> None:

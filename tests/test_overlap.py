@@ -2,7 +2,9 @@
 
 import cases_of_overlap
 import pytest
-from devices import need_devices, need_overlap
+from devices import module_needs_gpus, need_devices, need_overlap
+
+module_needs_gpus()
 
 
 @pytest.mark.parametrize("name", cases_of_overlap.CASES)

@@ -1,4 +1,4 @@
-"""Runs functions of the test files in one process a device."""
+"""Runs functions of the test files in one process per device."""
 
 import importlib
 import json
@@ -29,19 +29,19 @@ def run_in_ranks(
     """Calls a module-level function in `world` processes, each with one device.
 
     Args:
-        function: is imported by the ranks from its file.
+        function: the ranks import it from its file.
         world: number of processes.
-        log_dir: gets a log a rank.
-        timeout_s: after which all of them are ended.
-        env: more environment variables, for all ranks or for each.
-        arguments: for the function; JSON.
-        local_devices: each rank's devices, where it is not one device a rank.
+        log_dir: gets a log per rank.
+        timeout_s: time limit in seconds, after which all ranks are killed.
+        env: more environment variables: one mapping for all ranks, or one per rank.
+        arguments: arguments of the function; they travel as JSON.
+        local_devices: the devices of each rank, unless rank r has device r.
 
     Returns:
         What each rank printed.
 
     Raises:
-        launcher.RankError: a rank failed; the first failure's text comes first.
+        launcher.RankError: a rank failed. Its text begins with the rank that failed first.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     port = launcher.free_port()
@@ -49,7 +49,7 @@ def run_in_ranks(
     environments = []
     for rank in range(world):
         extra = env if isinstance(env, Mapping) else (env[rank] if env else {})
-        # The parent's own JAX holds most of a GPU's memory.
+        # JAX of this process has reserved most of each GPU's memory.
         memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if platform == "gpu" else {}
         environments.append(
             {
@@ -67,18 +67,20 @@ def run_in_ranks(
 
 
 def worlds() -> list[int]:
-    """World sizes to test: 2 and 4 on the CPU, 2 and all on GPUs."""
+    """World sizes to test: 2 and 4 on CPUs, 2 and all on GPUs."""
     devices = len(jax.devices())
     if jax.devices()[0].platform == "gpu":
         return sorted({2, devices} & set(range(2, devices + 1)))
     return [2, 4]
 
 
-def run_cases(of: str) -> None:
-    """In a rank: runs all cases of a module, and says how each went."""
+def run_cases(module: str, names: Sequence[str]) -> None:
+    """In a rank: runs cases of a module and prints the outcome of each."""
     from jax_intranode._src.compat import key_value_client
 
-    for name, case in importlib.import_module(of).CASES.items():
+    cases = importlib.import_module(module).CASES
+    for name in names:
+        case = cases[name]
         if case.devices > len(jax.devices()):
             print(f"CASE {name} skipped: needs {case.devices} devices", flush=True)
             continue
@@ -88,22 +90,46 @@ def run_cases(of: str) -> None:
             traceback.print_exc()
             print(f"CASE {name} failed", flush=True)
             raise
-        # A case ends on all ranks before the next one begins: a failure is found where it is.
+        # All ranks end a case before the next one begins, so a failure is that of its own case.
         key_value_client().wait_at_barrier(f"case {name}", 60_000)
         print(f"CASE {name} passed", flush=True)
 
 
-def outcome_of_cases(of: str, world: int, log_dir: Path, env: Mapping[str, str] = {}) -> str:
-    """Runs all cases of a module in `world` processes; what rank 0 said, and any failure."""
+def outcome_of_cases(
+    request: pytest.FixtureRequest,
+    module: str,
+    world: int,
+    log_dir: Path,
+    env: Mapping[str, str] = {},
+) -> str:
+    """Starts `world` processes once, which run all cases that the requesting fixture serves.
+
+    Args:
+        request: the request of a fixture with parameters. The tests that use it with the same
+            parameter, and that this session runs, name the cases.
+        module: holds the cases.
+        world: number of processes.
+        log_dir: gets a log per rank.
+        env: more environment variables.
+
+    Returns:
+        What rank 0 printed; after a failure the error of `run_in_ranks`, too.
+    """
+    specs = [
+        item.callspec
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path
+    ]
+    names = [s.params["name"] for s in specs if s.params["outcome"] == request.param]
     try:
-        run_in_ranks(run_cases, world, log_dir, timeout_s=280, env=env, arguments=[of])
+        run_in_ranks(run_cases, world, log_dir, timeout_s=280, env=env, arguments=[module, names])
     except launcher.RankError as error:
         return (log_dir / "rank0.log").read_text() + "\n" + str(error)
     return (log_dir / "rank0.log").read_text()
 
 
 def check_case(name: str, outcome: str) -> None:
-    """Fails unless a case has passed; skips the test if it was skipped."""
+    """Fails unless the case has passed; skips the test if the ranks skipped the case."""
     if f"CASE {name} skipped" in outcome:
         pytest.skip(outcome.split(f"CASE {name} skipped: ")[1].splitlines()[0])
     assert f"CASE {name} passed\n" in outcome, outcome[-6000:]

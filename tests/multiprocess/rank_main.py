@@ -1,4 +1,4 @@
-"""What a rank runs: connects, imports a file, calls one of its functions."""
+"""The program of a rank: connects to the other ranks and calls a function of a test file."""
 
 import importlib.util
 import json

@@ -1,9 +1,11 @@
-"""Overlapped collective matmuls with one process a GPU, on any number of hardware queues."""
+"""Overlapped collective matmuls with one process per GPU, on any number of hardware queues."""
 
 import cases_of_overlap
 import pytest
-from devices import need_devices, need_overlap
+from devices import module_needs_gpus, need_devices, need_overlap
 from multiprocess_ranks import check_case, outcome_of_cases, worlds
+
+module_needs_gpus()
 
 
 @pytest.fixture(
@@ -16,6 +18,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     need_overlap()
     need_devices(world)
     return outcome_of_cases(
+        request,
         "cases_of_overlap",
         world,
         tmp_path_factory.mktemp("cases") / "logs",

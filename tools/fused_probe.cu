@@ -8,12 +8,13 @@
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -I xla_ffi/cuda -o fused_probe \
 //       tools/fused_probe.cu xla_ffi/cuda/{fused_matmul.cu,slab.cu,cublas_lt.cc} -ldl
 //   ./fused_probe RANKS check
-//   ./fused_probe RANKS all_gather_matmul|matmul_reduce_scatter M,K,N[,SETTLE_MS] \
-//       COLUMNS,PAIRS,PARTS[,DIRECT[,DERIVATIVE[,ROUNDS[,PAIRS_BEFORE[,BESIDE_AFTER]]]]] ...
+//   ./fused_probe RANKS all_gather_matmul|matmul_reduce_scatter M,K,N[,SETTLE_MS] PLAN ...
 //
-// M, K and N are those of what a GPU multiplies. The last ones are as of `bench --plan` (several
-// are timed in turns); with a DERIVATIVE of 1 the kernel computes one of [N, K] beside it, with 2 a
-// matmul as large comes after it. Each is timed after SETTLE_MS of itself, or after a rest.
+// M, K and N are those of the matmul on one GPU. A PLAN is a list name=value,name=value of the
+// fields of MatmulPlan (matmul_plan.h), as for `bench --plan`; fields that are left out have their
+// defaults. tile_columns is required. With wgrad=1 the kernel also computes a weight gradient
+// [N, K]. With wgrad_after=1 a matmul of the same size follows the kernel instead. Several plans
+// are timed in alternation. Each is timed after running for SETTLE_MS, or after a pause.
 // libcublasLt.so, to time the matmul alone, is looked for as the package does.
 
 #include <algorithm>
@@ -23,6 +24,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -384,9 +386,30 @@ double Median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-// How a call also computes the derivative by a matrix: beside it; or by cuBLASLt after it, of which
-// a matmul as large stands for the derivative.
-enum class Derivative { kNone, kBeside, kAfter };
+// What a way of computing a call is called on the command line: the fields of a plan, and
+// `wgrad_after`.
+struct Way {
+  MatmulPlan plan;
+  // cuBLASLt computes the weight gradient after the call. A matmul of the same size stands for it.
+  bool wgrad_after = false;
+};
+
+// Sets "name=value,name=value". False if it is none.
+bool SetFields(const std::string& text, MatmulPlan* plan, bool* wgrad_after = nullptr) {
+  std::stringstream fields(text);
+  for (std::string field; std::getline(fields, field, ',');) {
+    const size_t equals = field.find('=');
+    if (equals == std::string::npos) return false;
+    const std::string name = field.substr(0, equals);
+    const int value = std::atoi(field.c_str() + equals + 1);
+    if (name == "wgrad_after" && wgrad_after != nullptr) {
+      *wgrad_after = value != 0;
+    } else if (!SetPlanField(name, value, plan)) {
+      return false;
+    }
+  }
+  return true;
+}
 
 int CheckAll(int ranks) {
   int operations = 0, bad = 0;
@@ -407,23 +430,26 @@ int CheckAll(int ranks) {
                          Sizes{true, ranks, 1, 1000, 520, 776, true, false, true},
                          Sizes{true, ranks, 3, 200, 264, 136, true, false, true},
                          Sizes{true, ranks, 2, 129, 72, 1032, true, false, true}}) {
-    for (const int columns : {128, 192, 224, 256}) {
-      if (!FusedTakes(s.algorithm(), columns, s.beside)) continue;
-      for (const MatmulPlan& plan : {MatmulPlan{1, 1, columns, 8, 1, false, 1, 0, 0},
-                                     {1, 1, columns, 2, 3, false, 2, 3, 2},
-                                     {1, 1, columns, 3, 16, false, 1, 1, 9},
-                                     {1, 1, columns, 8, 1, true, 3, 0, 0},
-                                     {1, 1, columns, 3, 3, true, 1, 0, 0}}) {
+    for (const int columns : kTileColumns) {
+      if (!HasFusedKernel(s.algorithm(), columns, s.beside)) continue;
+      for (const char* fields :
+           {"band_pairs=8",
+            "band_pairs=2,parts=3,rounds=2,row_pairs_before_wgrad=3,"
+            "wgrad_tiles_last=2",
+            "band_pairs=3,parts=16,row_pairs_before_wgrad=1,wgrad_tiles_last=9",
+            "direct=1,rounds=3", "direct=1,band_pairs=3,parts=3"}) {
+        MatmulPlan plan;
+        SetFields(fields, &plan);
+        plan.tile_columns = columns;
+        plan.wgrad = s.beside;
         if (plan.direct && !s.sums) continue;
         Call call(s, plan, true);
         const unsigned wrong = call.Wrong() + call.Wrong();
         ++operations;
         if (wrong == 0) continue;
         ++bad;
-        std::printf("%s, %d x %d rows, K %d, N %d, tiles of %d, %d pairs, %d parts%s%s: %u wrong\n",
-                    s.sums ? "matmul_reduce_scatter" : "all_gather_matmul", s.outer, s.rows, s.k,
-                    s.n, columns, plan.group_pairs, plan.parts, plan.direct ? ", direct" : "",
-                    s.beside ? ", derivative beside" : "", wrong);
+        std::printf("%s, %d x %d rows, K %d, N %d, %s: %u wrong\n", OperationName(s.algorithm()),
+                    s.outer, s.rows, s.k, s.n, ToString(plan).c_str(), wrong);
       }
     }
   }
@@ -450,40 +476,21 @@ int main(int argc, char** argv) {
     std::printf("M is %d; it must be a multiple of %d\n", m, ranks);
     return 2;
   }
-  struct Way {
-    MatmulPlan plan{1, 1, 0, 8, 1, false, 1, 0, 0};
-    Derivative derivative = Derivative::kNone;
-  };
   std::vector<Way> ways;
   std::vector<std::unique_ptr<Call>> calls;
   const auto sizes_of = [&](const Way& way) {
-    const bool after = way.derivative == Derivative::kAfter;
-    return Sizes{sums,
-                 ranks,
-                 1,
-                 m / ranks,
-                 k,
-                 n,
-                 way.derivative != Derivative::kNone,
-                 after && !sums,
-                 way.derivative == Derivative::kBeside};
+    const bool transposed = way.plan.wgrad || way.wgrad_after;
+    const bool gathered = way.wgrad_after && !sums;
+    return Sizes{sums, ranks, 1, m / ranks, k, n, transposed, gathered, way.plan.wgrad};
   };
   for (int i = 4; i < argc; ++i) {
     Way way;
-    int direct = 0, derivative = 0;
-    std::sscanf(argv[i], "%d,%d,%d,%d,%d,%d,%d,%d", &way.plan.tile_columns, &way.plan.group_pairs,
-                &way.plan.parts, &direct, &derivative, &way.plan.rounds, &way.plan.pairs_before,
-                &way.plan.beside_after);
-    way.plan.direct = direct != 0;
-    way.derivative = static_cast<Derivative>(derivative);
+    const bool known = SetFields(argv[i], &way.plan, &way.wgrad_after);
     const Sizes sizes = sizes_of(way);
-    if (!FusedTakes(sizes.algorithm(), way.plan.tile_columns, sizes.beside) || derivative < 0 ||
-        derivative > 2 || way.plan.group_pairs < 1 || way.plan.parts < 1 || way.plan.rounds < 1 ||
-        way.plan.pairs_before < 0 || way.plan.beside_after < 0) {
-      std::printf(
-          "%s is not COLUMNS,PAIRS,PARTS[,DIRECT[,DERIVATIVE[,ROUNDS[,PAIRS_BEFORE"
-          "[,BESIDE_AFTER]]]]]\n",
-          argv[i]);
+    if (!known || !way.plan.fused() || !IsValid(sizes.algorithm(), way.plan) ||
+        (way.plan.wgrad && way.wgrad_after)) {
+      std::printf("no kernel for %s; the fields are %s,wgrad_after=0\n", argv[i],
+                  ToString(MatmulPlan{}).c_str());
       return 2;
     }
     ways.push_back(way);
@@ -498,25 +505,20 @@ int main(int argc, char** argv) {
       const size_t at = round % 2 == 0 ? i : calls.size() - 1 - i;
       times[at].push_back(Time(settle_ms, [&] {
         calls[at]->Enqueue();
-        if (ways[at].derivative == Derivative::kAfter) calls[at]->EnqueueMatmul();
+        if (ways[at].wgrad_after) calls[at]->EnqueueMatmul();
       }));
     }
   }
   const double bytes = (ranks - 1.) / ranks * m * (sums ? n : k) * 2;
   for (size_t i = 0; i < ways.size(); ++i) {
-    const auto& [plan, derivative] = ways[i];
-    const unsigned wrong = Call(sizes_of(ways[i]), plan, true).Wrong();
+    const Way& way = ways[i];
+    const unsigned wrong = Call(sizes_of(way), way.plan, true).Wrong();
     const double ms = Median(times[i]);
-    const double bound = std::max((derivative == Derivative::kNone ? 1 : 2) * Median(alone),
-                                  bytes / kLinkBytes * 1e3);
+    const int matmuls = way.plan.wgrad || way.wgrad_after ? 2 : 1;
+    const double bound = std::max(matmuls * Median(alone), bytes / kLinkBytes * 1e3);
     std::printf(
-        "%-22s %d ranks %6d %6d %6d  tiles of %d, %d pairs, %d parts, %d rounds, %d before, "
-        "%d after%s%s: %8.4f ms, share %.3f, matmul alone %.4f, #wrong %u\n",
-        operation.c_str(), ranks, m, k, n, plan.tile_columns, plan.group_pairs, plan.parts,
-        plan.rounds, plan.pairs_before, plan.beside_after, plan.direct ? ", direct" : "",
-        derivative == Derivative::kBeside  ? ", derivative beside"
-        : derivative == Derivative::kAfter ? ", matmul after"
-                                           : "",
-        ms, bound / ms, Median(alone), wrong);
+        "%-22s %d ranks %6d %6d %6d  %s%s: %8.4f ms, share %.3f, matmul alone %.4f, #wrong %u\n",
+        operation.c_str(), ranks, m, k, n, ToString(way.plan).c_str(),
+        way.wgrad_after ? ",wgrad_after=1" : "", ms, bound / ms, Median(alone), wrong);
   }
 }

@@ -307,7 +307,7 @@ NB_MODULE(_cuda, m) {
   m.attr("FUSED_TILE_ROWS") = kTileRows;
   m.attr("FUSED_MAX_MATRICES") = kMaxMatrices;
   m.attr("FUSED_MOST_IN_STEP") = kMostInStep;
-  m.attr("FUSED_BESIDE_COLUMNS") = kBesideColumns;
+  m.attr("FUSED_BESIDE_COLUMNS") = kWgradColumns;
   m.def("close", &Close, nb::call_guard<nb::gil_scoped_release>(),
         "Ends all communicators: programs that use them raise.");
   m.def("operations", &Operations, nb::call_guard<nb::gil_scoped_release>(),

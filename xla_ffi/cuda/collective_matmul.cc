@@ -13,11 +13,8 @@
 namespace jax_intranode {
 namespace {
 
-constexpr int64_t kItemBytes = kMatmulItemBytes;
+constexpr int64_t kItemBytes = kMatmulElementBytes;
 constexpr int64_t kAlignment = kScratchAlignment;
-
-// Slots of a ring for rows that arrive: one is filled while another is read, and so on.
-constexpr int64_t kSlotsAtLeast = 4;
 
 // Matmuls work on tiles of this many rows, or twice as many.
 constexpr int64_t kRowsOfTile = 128;
@@ -132,12 +129,12 @@ std::vector<MatmulSite::Piece> MatmulSite::Halved(const Piece& piece, int cuts) 
 }
 
 std::vector<MatmulSite::Piece> MatmulSite::Arriving(const MatmulCall& call, int step) const {
-  const int64_t room = member_.data_bytes() / kSlotsAtLeast / kAlignment;
+  const int64_t room = member_.data_bytes() / kMinSlots / kAlignment;
   std::vector<Piece> pieces = Equal(call, RowsIn(room * kAlignment, call.k() * kItemBytes));
   if (step == member_.group.size - 1) {
     const Piece last = pieces.back();
     pieces.pop_back();
-    for (const Piece& piece : Halved(last, plan_.last_cuts)) pieces.push_back(piece);
+    for (const Piece& piece : Halved(last, plan_.last_pieces)) pieces.push_back(piece);
   }
   return pieces;
 }
@@ -149,10 +146,10 @@ std::vector<MatmulSite::Piece> MatmulSite::Rounds(const MatmulCall& call) const 
 
 std::vector<MatmulSite::Piece> MatmulSite::Sent(const Piece& whole, bool first_round,
                                                 int step) const {
-  if (step == member_.group.size - 1) return Halved(whole, plan_.last_cuts);
+  if (step == member_.group.size - 1) return Halved(whole, plan_.last_pieces);
   if (step > 1 || !first_round) return {whole};
   // The smallest first: as many rows as the last ones have.
-  const std::vector<Piece> pieces = Halved(whole, plan_.first_cuts);
+  const std::vector<Piece> pieces = Halved(whole, plan_.first_pieces);
   std::vector<Piece> reversed;
   Piece next = whole;
   for (auto it = pieces.rbegin(); it != pieces.rend(); ++it) {

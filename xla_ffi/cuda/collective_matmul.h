@@ -70,8 +70,6 @@ struct SideStreams {
   static SideStreams& Of(int device);
 };
 
-constexpr int kMaxCuts = 16;
-
 // Scratch of any call; a sum's products come on top.
 constexpr size_t kScratchAlignment = 256;
 constexpr size_t kScratchBytes = kMatmulWorkspaceBytes + kScratchAlignment;

@@ -267,10 +267,10 @@ Matmul::Matmul(int device, const MatmulShape& shape)
           "cublasLtMatmulPreferenceSetAttribute");
   };
   prefer(kPrefMaxWorkspaceBytes, static_cast<uint64_t>(kMatmulWorkspaceBytes));
-  prefer(kPrefMinAlignmentA, Alignment(kMatmulItemBytes * shape.k * shape.n));
-  prefer(kPrefMinAlignmentB, Alignment(kMatmulItemBytes * shape.k));
-  prefer(kPrefMinAlignmentC, Alignment(kMatmulItemBytes * shape.n));
-  prefer(kPrefMinAlignmentD, Alignment(kMatmulItemBytes * shape.n));
+  prefer(kPrefMinAlignmentA, Alignment(kMatmulElementBytes * shape.k * shape.n));
+  prefer(kPrefMinAlignmentB, Alignment(kMatmulElementBytes * shape.k));
+  prefer(kPrefMinAlignmentC, Alignment(kMatmulElementBytes * shape.n));
+  prefer(kPrefMinAlignmentD, Alignment(kMatmulElementBytes * shape.n));
   prefer(kPrefReductionSchemeMask, uint32_t{0});
   HeuristicResult results[kCandidates];
   int found = 0;
@@ -281,7 +281,7 @@ Matmul::Matmul(int device, const MatmulShape& shape)
                              Text(shape) + " (cublasStatus_t " + std::to_string(status) + ")");
   }
   const auto bytes_of = [&](int64_t stride, int64_t items) {
-    return kMatmulItemBytes * ((shape.batch > 1 ? shape.batch - 1 : 0) * stride + items);
+    return kMatmulElementBytes * ((shape.batch > 1 ? shape.batch - 1 : 0) * stride + items);
   };
   it.TakeFastest(results, found, bytes_of(shape.a_stride, shape.m * shape.k),
                  bytes_of(0, shape.k * shape.n), bytes_of(shape.d_stride, shape.m * shape.n));

@@ -26,8 +26,8 @@ using namespace hopper;
 
 // What a tile of products, and of operands, is made of, and what travels: 64 columns of 128 rows.
 // Operands are in the layout that matrix instructions and tensor maps call swizzled by 128 bytes.
-constexpr uint32_t kItem = kTileRows * kTileDepth * kMatmulItemBytes;
-static_assert(kItem == kBytesOfFlag);
+constexpr uint32_t kItem = kTileRows * kTileDepth * kMatmulElementBytes;
+static_assert(kItem == kChunkBytes);
 // A half of an item, which is what a matrix instruction multiplies or leaves of it.
 constexpr uint32_t kHalf = kItem / 2;
 constexpr uint32_t kHalfRows = kTileRows / 2;
@@ -1033,7 +1033,7 @@ Kernel KernelFor(int columns) {
 // With derivatives beside it of matrices only that are [n, k], as those of derivatives are.
 template <class Type>
 Kernel KernelFor(bool transposed, bool beside, int columns) {
-  if (beside) return KernelOf<Type, false, true, kBesideColumns>();
+  if (beside) return KernelOf<Type, false, true, kWgradColumns>();
   return transposed ? KernelFor<Type, false>(columns) : KernelFor<Type, true>(columns);
 }
 Kernel KernelFor(ElementType type, bool transposed, bool beside, int columns) {
@@ -1051,7 +1051,7 @@ CUtensorMap Map(ElementType type, const void* at, std::vector<uint64_t> dims,
       reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(DriverFunction("cuTensorMapEncodeTiled"));
   const cuuint32_t rank = static_cast<cuuint32_t>(dims.size());
   std::vector<cuuint64_t> strides;  // of all but the fastest
-  strides.push_back(kMatmulItemBytes * pitch);
+  strides.push_back(kMatmulElementBytes * pitch);
   for (size_t d = 1; d + 1 < dims.size(); ++d) strides.push_back(strides.back() * dims[d]);
   const std::vector<cuuint32_t> steps(rank, 1);
   CUtensorMap map;
@@ -1151,7 +1151,7 @@ void LaunchRound(const MatmulMember& member, Algorithm algorithm, const MatmulPl
   p.rows_of_x = static_cast<const char*>(call.x());
   p.gathered = static_cast<char*>(call.gathered);
   p.rows = static_cast<int>(call.rows);
-  p.row_bytes = static_cast<int>(call.k() * kMatmulItemBytes);
+  p.row_bytes = static_cast<int>(call.k() * kMatmulElementBytes);
   p.depth = Depth(call);
   p.tiles_of_array = DivideUp(call.rows, kTileRows);
   p.tiles = RowTiles(call);
@@ -1159,7 +1159,7 @@ void LaunchRound(const MatmulMember& member, Algorithm algorithm, const MatmulPl
 
   const uint64_t rows = call.rows, outer = call.outer;
   const auto after = [](auto* array, int64_t items) {
-    return const_cast<char*>(static_cast<const char*>(array)) + items * kMatmulItemBytes;
+    return const_cast<char*>(static_cast<const char*>(array)) + items * kMatmulElementBytes;
   };
   const auto columns_of = [&](size_t product) -> uint64_t {
     return product == 0 ? columns : call.ns[product];
@@ -1189,7 +1189,7 @@ void LaunchRound(const MatmulMember& member, Algorithm algorithm, const MatmulPl
                    {64, kHalfRows, 1}, call.ns[0]);
     p.beside_tiles = DivideUp(n, kTileRows);
     p.beside_pairs = DivideUp(p.beside_tiles, kClusterSize);
-    p.pairs_before = std::min(plan.pairs_before, (group.size - 1) * p.pairs);
+    p.pairs_before = std::min(plan.row_pairs_before_wgrad, (group.size - 1) * p.pairs);
     for (int i = 0; i < p.derivatives; ++i) {
       const uint64_t k = call.ks[i];
       DerivativeOfCall& of = p.derivative[i];
@@ -1200,9 +1200,9 @@ void LaunchRound(const MatmulMember& member, Algorithm algorithm, const MatmulPl
       of.first_tile = p.beside_columns;
       p.beside_columns += DivideUp(k, plan.tile_columns);
     }
-    p.beside_after = sums ? 0 : std::min(plan.beside_after, p.beside_pairs * p.beside_columns);
+    p.beside_after = sums ? 0 : std::min(plan.wgrad_tiles_last, p.beside_pairs * p.beside_columns);
   }
-  p.group_pairs = plan.group_pairs;
+  p.group_pairs = plan.band_pairs;
   CutGroups(&p);
   p.part = DivideUp(int64_t{p.pairs} * p.column_tiles, plan.parts);
   p.direct = plan.direct;
@@ -1241,11 +1241,11 @@ void LoadFusedKernels() {
   Check(cudaDeviceGetAttribute(&generation, cudaDevAttrComputeCapabilityMajor, device));
   if (generation != 9) return;
   for (const ElementType type : {ElementType::kBF16, ElementType::kF16}) {
-    for (const int columns : {128, 192, 224, 256}) {
+    for (const int columns : kTileColumns) {
       BlocksOf(KernelFor(type, false, false, columns));
       BlocksOf(KernelFor(type, true, false, columns));
     }
-    BlocksOf(KernelFor(type, true, true, kBesideColumns));
+    BlocksOf(KernelFor(type, true, true, kWgradColumns));
   }
 }
 

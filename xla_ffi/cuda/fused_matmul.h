@@ -94,18 +94,6 @@
 
 namespace jax_intranode {
 
-constexpr int kMaxMatrices = 4;  // of a call: of one x, or each with its own
-
-// Whether there is a kernel for such tiles, without derivatives beside it or with. (Those by tiles
-// of 128 and 192 columns took 5 to 11 % longer.)
-constexpr int kBesideColumns = 256;
-constexpr bool FusedTakes(Algorithm algorithm, int tile_columns, bool beside) {
-  if (beside) return tile_columns == kBesideColumns;
-  // Products that travel are whole items.
-  if (tile_columns % kTileDepth != 0 && algorithm != Algorithm::kAllGatherMatmul) return false;
-  return tile_columns == 128 || tile_columns == 192 || tile_columns == 224 || tile_columns == 256;
-}
-
 // What a call takes of scratch.
 size_t FusedScratchBytes(Algorithm algorithm, const MatmulCall& call, int size,
                          const MatmulPlan& plan);

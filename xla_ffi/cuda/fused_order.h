@@ -14,12 +14,9 @@
 #pragma once
 
 #include "../kernels/memory.h"
+#include "matmul_limits.h"
 
 namespace jax_intranode {
-
-constexpr int kTileRows = 128;
-constexpr int kTileDepth = 64;
-constexpr int kClusterSize = 2;  // blocks, of which each has a row tile of a pair
 
 JIN_FN constexpr int Smaller(int a, int b) { return a < b ? a : b; }
 // Of a tile of products, of which the last one may have columns of the one before, too.
@@ -64,7 +61,6 @@ JIN_FN PairGroup GroupOf(int fewer, int group_pairs, int each, int* number) {
 // the first one of each shard, then the next one of each, so that a rank sends to all peers at a
 // time, and gets from all: shard after shard, ranks that are not quite in step send to the same one
 // at times, which keeps what they send to others waiting, too. Four keep in step.
-constexpr int kMostInStep = 4;
 struct ShardPair {
   int step, pair;
 };

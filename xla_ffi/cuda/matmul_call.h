@@ -6,11 +6,10 @@
 #include <vector>
 
 #include "collectives.h"
+#include "matmul_plan.h"
 #include "signals.h"
 
 namespace jax_intranode {
-
-constexpr int64_t kMatmulItemBytes = 2;  // of bf16 and f16
 
 // What a rank of a group has for collective matmuls.
 struct MatmulMember {
@@ -47,24 +46,6 @@ struct MatmulCall {
   // Of one operand.
   const void* x() const { return xs[0]; }
   int64_t k() const { return ks[0]; }
-};
-
-// How an operation is cut; alike on all ranks.
-struct MatmulPlan {
-  // Of a pipeline of matmuls (collective_matmul.h): into how many pieces the first rows are cut
-  // that are sent, the smallest first, and the last ones, the smallest last.
-  int first_cuts, last_cuts;
-  // Of one kernel (fused_matmul.h): columns of its tiles, 0 for a pipeline, and pairs of row tiles
-  // that are multiplied with all columns before the next ones; of a sum, into how many parts a
-  // shard is cut, of which all shards' first ones are sent before the next ones, and whether
-  // products go to peers directly, not by way of scratch, and one after another in how many rounds,
-  // of some columns each; of an all-gather with a derivative beside it, how many pairs that arrive
-  // are multiplied before it, and how many pairs of its tiles after all the others.
-  int tile_columns, group_pairs, parts;
-  bool direct;
-  int rounds, pairs_before, beside_after;
-
-  bool fused() const { return tile_columns > 0; }
 };
 
 }  // namespace jax_intranode

@@ -12,6 +12,7 @@
 #include <cuda_runtime_api.h>
 
 #include "collectives.h"
+#include "matmul_limits.h"
 
 namespace jax_intranode {
 
@@ -27,20 +28,14 @@ struct Signals {
 static_assert(sizeof(Signals) <= kHeaderBytes / 2);
 
 // A ring, which all groups of a device share: this, then flags of fused operations, a word for each
-// `kBytesOfFlag` bytes of data, then data.
+// chunk of data, then data (matmul_limits.h).
 struct RingHeader {
   uint32_t busy;         // not 0 while an operation uses it; lists that a fused one has drawn
   uint32_t fused;        // operations that have ended
   uint32_t left;         // blocks that have left the one that runs
   uint32_t drawn_items;  // items that a fused one has drawn
 };
-constexpr size_t kRingHeaderBytes = 4096;
-constexpr size_t kBytesOfFlag = 16384;
-
-constexpr size_t RingDataOffset(size_t ring_bytes) {
-  const size_t flags = ring_bytes / kBytesOfFlag * sizeof(uint32_t);
-  return kRingHeaderBytes + (flags + 4095) / 4096 * 4096;
-}
+static_assert(sizeof(RingHeader) <= kRingHeaderBytes);
 
 inline Signals* SignalsOf(const Group& group, int rank) {
   return reinterpret_cast<Signals*>(group.region[rank] + kHeaderBytes / 2);

@@ -10,6 +10,12 @@
 #include "../cuda/fused_matmul.h"
 #include "collectives_cuda.h"
 
+#define JIN_PLAN_MEMBER(name) \
+  ::xla::ffi::StructMember<decltype(::jax_intranode::MatmulPlan::name)>(#name)
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_intranode::MatmulPlan,
+                                      JIN_MATMUL_PLAN_FIELDS(JIN_PLAN_MEMBER));
+#undef JIN_PLAN_MEMBER
+
 namespace jax_intranode {
 namespace {
 
@@ -21,7 +27,7 @@ struct MatmulDeviceSite {
   int64_t axis;
   bool transposed;
   bool gathered;
-  int besides;  // derivatives by matrices
+  int wgrads;  // number of weight gradients
   MatmulPlan plan;
   std::vector<std::unique_ptr<MatmulSite>> sites;  // by CUDA device ordinal
 };
@@ -32,11 +38,11 @@ ffi::Error Invalid(const MatmulDeviceSite& site, const std::string& what) {
                                      OperationName(site.algorithm) + ": " + what);
 }
 
-ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(
-    ffi::Span<const int64_t> device_ids, int64_t group_size, int32_t algorithm, int64_t axis,
-    int32_t transposed, int32_t gathered, int32_t besides, int32_t first_cuts, int32_t last_cuts,
-    int32_t tile_columns, int32_t group_pairs, int32_t parts, int32_t direct, int32_t rounds,
-    int32_t pairs_before, int32_t beside_after) {
+ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(ffi::Span<const int64_t> device_ids,
+                                                            int64_t group_size, int32_t algorithm,
+                                                            int64_t axis, int32_t transposed,
+                                                            int32_t gathered, int32_t wgrads,
+                                                            MatmulPlan plan) {
   const Partition partition{{device_ids.begin(), device_ids.end()}, group_size};
   auto site = std::make_unique<MatmulDeviceSite>();
   site->communicator = Registry<DeviceCommunicator>::Get().Find(partition);
@@ -48,25 +54,17 @@ ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(
   site->axis = axis;
   site->transposed = transposed != 0;
   site->gathered = gathered != 0;
-  site->besides = besides;
-  site->plan = {first_cuts,  last_cuts, tile_columns, group_pairs, parts,
-                direct != 0, rounds,    pairs_before, beside_after};
+  site->wgrads = wgrads;
+  site->plan = plan;
   const bool gathers = site->algorithm == Algorithm::kAllGatherMatmul;
-  if ((!gathers && site->algorithm != Algorithm::kMatmulReduceScatter) || first_cuts < 1 ||
-      first_cuts > kMaxCuts || last_cuts < 1 || last_cuts > kMaxCuts ||
-      (tile_columns != 0 &&
-       (!FusedTakes(site->algorithm, tile_columns, besides > 0) || group_pairs < 1 || parts < 1 ||
-        rounds < 1 || pairs_before < 0 || beside_after < 0)) ||
-      (site->gathered && !gathers) || besides < 0 ||
-      (besides > 0 && (tile_columns == 0 || site->gathered || !site->transposed))) {
+  if ((!gathers && site->algorithm != Algorithm::kMatmulReduceScatter) ||
+      !IsValid(site->algorithm, plan) || (site->gathered && !gathers) || wgrads < 0 ||
+      plan.wgrad != (wgrads > 0) || (wgrads > 0 && (site->gathered || !site->transposed))) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(
-        "jax_intranode: a collective matmul of algorithm " + std::to_string(algorithm) + " in " +
-        std::to_string(first_cuts) + " and " + std::to_string(last_cuts) +
-        " pieces, or in tiles of " + std::to_string(tile_columns) + " columns, " +
-        std::to_string(group_pairs) + " pairs, " + std::to_string(parts) + " parts, " +
-        std::to_string(rounds) + " rounds, with " + std::to_string(besides) +
-        " derivatives after " + std::to_string(pairs_before) + " pairs and " +
-        std::to_string(beside_after) + " pairs of their tiles last."));
+        "jax_intranode: there is no collective matmul of algorithm " + std::to_string(algorithm) +
+        " with transposed=" + std::to_string(transposed) +
+        ", gathered=" + std::to_string(gathered) + ", " + std::to_string(wgrads) +
+        " weight gradients and plan " + ToString(plan) + "."));
   }
   if (site->communicator->matmul_members.empty()) {
     return ffi::Unexpected(ffi::Error(
@@ -89,7 +87,7 @@ ffi::Error CollectCall(const MatmulDeviceSite& site, const MatmulMember& member,
   const bool gathers = site.algorithm == Algorithm::kAllGatherMatmul;
   // x and matrices, or as many xs as matrices, of which a kernel only takes several; and what
   // derivatives are products with.
-  const size_t besides = site.besides,
+  const size_t besides = site.wgrads,
                factors = args.size() - std::min(args.size(), besides > 0 ? size_t{1} : 0);
   const size_t xs = gathers ? 1 : factors / 2;
   const size_t ws = factors < xs ? 0 : factors - xs;
@@ -268,16 +266,8 @@ XLA_FFI_Error* CudaCollectiveMatmulInstantiate(XLA_FFI_CallFrame* frame) {
                              .Attr<int64_t>("axis")
                              .Attr<int32_t>("transposed")
                              .Attr<int32_t>("gathered")
-                             .Attr<int32_t>("besides")
-                             .Attr<int32_t>("first_cuts")
-                             .Attr<int32_t>("last_cuts")
-                             .Attr<int32_t>("tile_columns")
-                             .Attr<int32_t>("group_pairs")
-                             .Attr<int32_t>("parts")
-                             .Attr<int32_t>("direct")
-                             .Attr<int32_t>("rounds")
-                             .Attr<int32_t>("pairs_before")
-                             .Attr<int32_t>("beside_after"));
+                             .Attr<int32_t>("wgrads")
+                             .Attr<MatmulPlan>("plan"));
   return (*handler)(frame);
 }
 

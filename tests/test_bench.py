@@ -140,7 +140,12 @@ def test_options_refused(options: str, message: str, capsys: pytest.CaptureFixtu
         ("pmean -d float32,int32", "pmean of int32 is a float"),
         ("psum_scatter --leaves 2", "psum_scatter is measured with one array"),
         ("all_gather --leaves 2", "all_gather is measured with one array"),
-        ("psum -b 1 -e 1", "holds a whole element"),
+        ("psum -b 1 -e 1", "sizes 1 holds a whole number of elements of bfloat16 for each of 2"),
+        (
+            "psum -b 16K -e 1K",
+            "--minbytes 16K is above --maxbytes 1K: choose a smaller -b or a larger -e",
+        ),
+        ("psum -b 1M", "--minbytes 1M is above --maxbytes 64K (the default): choose"),
         ("psum --json /no/such/place.json", "/no/such/place.json: no such directory"),
         ("psum --plot /no/such/place.png", "/no/such/place.png: no such directory"),
         (
@@ -170,6 +175,36 @@ def test_options_that_do_not_go_together(
     monkeypatch.setitem(programs.PROGRAMS, "stand_in", stand_in)
     assert command.run(parse(f"{options} --platform cpu")) == 2
     assert message in capsys.readouterr().err
+
+
+def test_gpus_asked_for_where_there_are_too_few(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for gpus, options, message in (
+        (0, "psum", "no NVIDIA GPU here (by NVML and CUDA_VISIBLE_DEVICES): choose --platform cpu"),
+        (2, "psum --devices 4", "has 2 visible GPUs, not 4: choose --devices 2 or less"),
+        (0, "all_gather_matmul --preset llama-8b", "no NVIDIA GPU here"),
+    ):
+        monkeypatch.setattr(command, "_gpus_and_driver", lambda gpus=gpus: (gpus, None))
+        assert command.run(parse(f"{options} --platform gpu")) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_bad_variable_is_refused_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("JAX_INTRANODE_ALGORITHM", "twoshot")
+    assert command.run(parse("psum --platform cpu")) == 2
+    written = capsys.readouterr()
+    assert len(written.err.splitlines()) == 1
+    assert "JAX_INTRANODE_ALGORITHM='twoshot': use one of auto, one_shot" in written.err
+
+
+def test_command_in_the_json_file() -> None:
+    argv = ["/x/__main__.py", "bench", "psum", "--json", "/a/b.json", "-n", "3", "--plot=p.png"]
+    assert record.command_line(argv) == "python -m jax_intranode bench psum -n 3"
+    argv = ["/x/__main__.py", "bench", "all_gather_matmul", "--shapes", "1,2,3;4,5,6"]
+    assert record.command_line(argv).endswith("--shapes '1,2,3;4,5,6'")
 
 
 @pytest.mark.parametrize(
@@ -1072,6 +1107,9 @@ def test_both_modes_on_the_cpu(name: str, leaves: int, dtype: str, tmp_path: Pat
     assert {header[key] for key in ("operation", "mode")} == {name, "both"}
     assert (header["devices"], header["leaves"], header["chain"]) == (2, leaves, 2)
     assert (header["iterations"], header["warmup_iterations"]) == (2, 1)
+    assert header["command"].startswith(f"python -m jax_intranode bench {name} -b 1K -e 4K -d ")
+    assert "--json" not in header["command"]
+    assert header["jax_intranode"] == jax_intranode.__version__
     rows = written["rows"]
     assert [(row["mode"], row["size"]) for row in rows] == [
         (mode, size) for mode in MODES for size in (1024, 4096)
@@ -1130,7 +1168,7 @@ def test_matmuls_on_the_cpu(
     assert written["header"]["operation"] == name and written["header"]["backward"] is backward
     settles = "--settle" in options
     assert written["header"]["settle_ms"] == (1 if settles else 0)
-    assert (", each after 1 ms of the same;" in result.stdout) is settles
+    assert (", each after 1 ms of untimed calls;" in result.stdout) is settles
     rows = written["rows"]
     modes = MODES if "both" in options else MODES[:1]
     shapes = [[32, 16, 24]] if "--shapes" in options else [[32, 32, 48], [128, 64, 32]]

@@ -52,7 +52,7 @@ def test_files() -> None:
     info = {file for file in files if ".dist-info/" in file}
     assert any(file.endswith(".dist-info/licenses/LICENSE") for file in info)
     wanted = (
-        r"jax_intranode/(py\.typed|_(host|cuda)\.(pyi|[\w.-]+\.so)|(_src/((bench|ops)/)?)?\w+\.py)"
+        r"jax_intranode/(py\.typed|_(host|cuda)\.(pyi|[\w.-]+\.so)|(_src/(\w+/)*)?\w+\.py)"
     )
     assert [file for file in sorted(files - info) if not re.fullmatch(wanted, file)] == []
     assert {"jax_intranode/py.typed", "jax_intranode/_host.pyi"} <= files

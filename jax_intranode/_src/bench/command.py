@@ -1,4 +1,4 @@
-"""The command `bench`: its options, and the parent process that starts the ranks."""
+"""The command `bench`: its options, and the parent process, which starts the ranks."""
 
 import argparse
 import json
@@ -44,36 +44,43 @@ _SIZE_SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the benchmark's options, named as those of nccl-tests where these have them."""
+    """Adds the benchmark's options. Those that nccl-tests has too have the same names."""
     names = (*OPERATIONS, *MATMULS, *PROGRAMS)
     add = parser.add_argument
     add("name", choices=names, metavar="NAME", help=f"what to measure: {', '.join(names)}")
-    add("-b", "--minbytes", type=parse_size, default="1K", help="smallest size (default 1K)")
+    add(
+        "-b",
+        "--minbytes",
+        type=parse_size,
+        default="1K",
+        help="smallest size in bytes (default 1K)",
+    )
     add(
         "-e",
         "--maxbytes",
         type=parse_size,
-        help="largest size (default 16M on GPUs, 64K on CPUs)",
+        help="largest size in bytes (default 16M on GPUs, 64K on CPUs)",
     )
     add(
         "-f",
         "--stepfactor",
         type=_integer_from(2),
         default=4,
-        help="each size is this many times the one before (default 4)",
+        help="factor between two sizes (default 4)",
     )
     add(
         "--shapes",
         type=matmul_shapes.parse,
         metavar="M,K,N[;M,K,N...]",
-        help="shapes of a collective matmul as one device multiplies them",
+        help="shapes of a collective matmul: the product [M, K] x [K, N] that one device computes",
     )
     add(
         "--preset",
         type=_parse_presets,
         default=[],
-        help=f"shapes by name: {', '.join(matmul_shapes.PRESETS)} (default reference on GPUs, "
-        "tiny on CPUs)",
+        metavar="NAME[,NAME...]",
+        help=f"named lists of shapes: {', '.join(matmul_shapes.PRESETS)} (default reference on "
+        "GPUs, tiny on CPUs)",
     )
     add(
         "--backward",
@@ -94,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--datatype",
         type=_parse_dtypes,
         default="bfloat16",
-        help="dtypes by their JAX names, separated by commas (default bfloat16)",
+        help="JAX names of dtypes, separated by commas (default bfloat16)",
     )
     add("-n", "--iters", type=_integer_from(1), default=20, help="timed repetitions (default 20)")
     add(
@@ -102,64 +109,77 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--warmup_iters",
         type=_integer_from(0),
         default=5,
-        help="untimed repetitions before them (default 5)",
+        help="untimed repetitions before the timed ones (default 5)",
     )
     add(
         "-T",
         "--timeout",
         type=_integer_from(1),
         default=1800,
-        help="time limit of each mode, and of each peer, in seconds (default 1800)",
+        help="time limit in seconds for each mode and each peer (default 1800)",
     )
     add(
         "--leaves",
         type=_integer_from(1),
         default=1,
-        help="take a pytree of so many arrays, whose bytes together are the size (default 1)",
+        metavar="COUNT",
+        help="call the collective with a pytree of COUNT arrays; the size is that of all arrays "
+        "together (default 1)",
     )
     add(
         "--chain",
         type=_integer_from(1),
-        help="calls in a row of one repetition (default 2 to 256, by platform and size)",
+        metavar="COUNT",
+        help="calls in a row in one compiled program (default 2 to 256, by platform and size)",
     )
     add(
         "--settle",
         type=_integer_from(0),
         metavar="MS",
-        help="milliseconds for which a collective matmul is called, untimed, right before each of "
-        "its repetitions, and a program for one more repetition if not 0 (default 150 on GPUs: so "
-        "long it takes until power bounds their clocks; 0 on CPUs)",
+        help="run a collective matmul for MS milliseconds before each of its repetitions, until "
+        "the GPU's clock has settled under sustained power draw; a program runs for one untimed "
+        "repetition unless MS is 0 (default 150 on GPUs, 0 on CPUs)",
     )
     add(
         "--algorithm",
         choices=config.ALGORITHMS,
-        help="sets JAX_INTRANODE_ALGORITHM (default: as in the environment)",
+        help="set JAX_INTRANODE_ALGORITHM (default: as in the environment)",
     )
     add(
         "--latency-hiding",
         choices=("on", "off"),
-        help="sets XLA's latency-hiding scheduler (default: XLA's)",
+        help="switch XLA's latency-hiding scheduler on or off (default: XLA's default)",
     )
     add(
         "--mode",
         choices=(*MODES, "both"),
         default="both",
-        help="how processes and devices go together (default both)",
+        help="one process per device, a single process for all devices, or both (default both)",
     )
-    add("--devices", type=_integer_from(1), help="number of devices (default all GPUs, or 2 CPUs)")
-    add("--platform", choices=("auto", "cpu", "gpu"), default="auto")
+    add(
+        "--devices",
+        type=_integer_from(1),
+        help="number of devices (default all GPUs, or 2 CPU devices)",
+    )
+    add(
+        "--platform",
+        choices=("auto", "cpu", "gpu"),
+        default="auto",
+        help="auto chooses GPUs if there are any (default auto)",
+    )
     add(
         "--peers",
         type=_parse_peers,
         default=[],
-        help=f"other libraries to measure: {', '.join(PEERS)} or all (default none)",
+        metavar="NAME[,NAME...]",
+        help=f"other libraries to measure too: {', '.join(PEERS)}, or all (default none)",
     )
-    add("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
-    add("--plot", type=Path, metavar="FILE.png", help="also draw the rows")
+    add("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    add("--plot", type=Path, metavar="FILE.png", help="plot the results (needs matplotlib)")
 
 
 def _refusal(arguments: argparse.Namespace) -> str | None:
-    """Returns why these options can't go together, or can't be served here; None if they can."""
+    """Returns why these options contradict each other or can't work here; None if they are fine."""
     name = arguments.name
     if name in PROGRAMS and (arguments.peers or arguments.plot):
         return f"--peers and --plot are for operations, not for the program {name}"
@@ -183,11 +203,45 @@ def _refusal(arguments: argparse.Namespace) -> str | None:
     for file in (arguments.json, arguments.plot):
         if file is not None and not file.absolute().parent.is_dir():
             return f"{file}: no such directory"
+    try:
+        config.parse({**os.environ, **_environment(arguments)})
+    except ValueError as error:
+        return str(error)
     return plot.why_not() if arguments.plot else None
 
 
+def _refusal_of_devices(platform: str, devices: int, gpus: int) -> str | None:
+    """Returns why there are too few devices; None if there are enough."""
+    if platform != "gpu" or 1 <= devices <= gpus:
+        return None
+    if gpus == 0:
+        return (
+            "JAX would find no NVIDIA GPU here (by NVML and CUDA_VISIBLE_DEVICES): choose "
+            "--platform cpu"
+        )
+    return f"this node has {gpus} visible GPUs, not {devices}: choose --devices {gpus} or less"
+
+
+def _refusal_of_sizes(arguments: argparse.Namespace, settings: Settings) -> str | None:
+    """Returns why there is no size of a collective to measure; None if there is one."""
+    smallest, largest = arguments.minbytes, _largest_size(arguments, settings.platform)
+    if smallest > largest:
+        default = "" if arguments.maxbytes else " (the default)"
+        return (
+            f"--minbytes {size_text(smallest)} is above --maxbytes {size_text(largest)}{default}: "
+            "choose a smaller -b or a larger -e"
+        )
+    if settings.measurements():
+        return None
+    return (
+        f"none of the sizes {', '.join(map(size_text, settings.sizes))} holds a whole number of "
+        f"elements of {' or '.join(settings.dtypes)} for each of {settings.devices} devices: "
+        "choose other sizes with -b, -e and -f"
+    )
+
+
 def parse_size(text: str) -> int:
-    """Returns the bytes that "512", "4K", "1M" or "1G" stand for."""
+    """Returns the number of bytes that a text such as "512", "4K", "1M" or "1G" means."""
     suffix = text[-1:].upper()
     factor = _SIZE_SUFFIXES.get(suffix, 1)
     digits = text[:-1] if suffix in _SIZE_SUFFIXES else text
@@ -196,18 +250,26 @@ def parse_size(text: str) -> int:
     return int(digits) * factor
 
 
+def size_text(size: int) -> str:
+    """Returns the shortest text that `parse_size` reads as this number of bytes."""
+    for suffix, factor in reversed(_SIZE_SUFFIXES.items()):
+        if size % factor == 0:
+            return f"{size // factor}{suffix}"
+    return str(size)
+
+
 def _parse_dtypes(text: str) -> list[str]:
-    """Splits a list of dtype names at its commas."""
+    """Returns the dtype names of a comma-separated list."""
     return _parse_list(text, _DTYPES)
 
 
 def _parse_peers(text: str) -> list[str]:
-    """Splits a list of peers at its commas."""
+    """Returns the peers of a comma-separated list."""
     return list(PEERS) if text == "all" else _parse_list(text, (*PEERS, "all"))
 
 
 def _parse_presets(text: str) -> list[str]:
-    """Splits a list of presets at its commas."""
+    """Returns the presets of a comma-separated list."""
     return _parse_list(text, matmul_shapes.PRESETS)
 
 
@@ -226,7 +288,7 @@ def _parse_plan(text: str) -> list[int]:
 
 
 def _parse_list(text: str, allowed: Sequence[str]) -> list[str]:
-    """Splits a list of names at its commas."""
+    """Returns the names of a comma-separated list, each once."""
     names = list(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in allowed:
@@ -235,7 +297,7 @@ def _parse_list(text: str, allowed: Sequence[str]) -> list[str]:
 
 
 def _integer_from(minimum: int) -> Callable[[str], int]:
-    """Returns an argparse type for the integers that are not below the minimum."""
+    """Returns an argparse type for integers of at least this minimum."""
 
     def integer(text: str) -> int:
         value = int(text)
@@ -247,7 +309,7 @@ def _integer_from(minimum: int) -> Callable[[str], int]:
 
 
 def sizes_between(first: int, last: int, factor: int) -> list[int]:
-    """Returns the sizes from the first up to the last, each `factor` times the one before."""
+    """Returns the sizes from the first up to the last, each `factor` times the previous one."""
     sizes = []
     while first <= last:
         sizes.append(first)
@@ -255,13 +317,13 @@ def sizes_between(first: int, last: int, factor: int) -> list[int]:
     return sizes
 
 
-# The parent.
+# The parent process.
 
 
 def _end(signal_number: int, frame: object) -> None:
-    """Ends as by sys.exit, which takes the ranks along."""
+    """Ends the process by sys.exit, so that the ranks are ended too."""
     del frame
-    signal.signal(signal_number, signal.SIG_IGN)  # a second one would leave ranks behind
+    signal.signal(signal_number, signal.SIG_IGN)  # a second signal would leave ranks behind
     sys.exit(128 + signal_number)
 
 
@@ -269,48 +331,53 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures in the chosen modes, prints the tables and writes the files.
 
     Args:
-        arguments: What a parser set up by `add_arguments` returned.
+        arguments: the arguments as parsed by a parser that `add_arguments` has set up.
 
     Returns:
-        The exit code: 0 if every element was right in every mode.
+        The exit code: 0 if all elements were right in all modes, 1 if one was wrong or a rank
+        failed, 2 if the options can't be served.
     """
     signal.signal(signal.SIGTERM, _end)
-    gpus = _count_gpus()
+    gpus, driver = _gpus_and_driver()
     platform = arguments.platform
     if platform == "auto":
         platform = "gpu" if gpus and os.environ.get("JAX_PLATFORMS") != "cpu" else "cpu"
     devices = arguments.devices or (gpus if platform == "gpu" else 2)
-    refusal = _refusal(arguments)
-    if platform == "gpu" and not 1 <= devices <= gpus:
-        refusal = f"this node has {gpus} visible GPUs, not {max(devices, 1)}"
-    modes = MODES if arguments.mode == "both" else (arguments.mode,)
-    shapes: list[Shape] = []
-    if refusal is None and arguments.name in MATMULS:
-        try:
+    try:
+        refusal = _refusal(arguments) or _refusal_of_devices(platform, devices, gpus)
+        shapes: list[Shape] = []
+        if refusal is None and arguments.name in MATMULS:
             shapes = _shapes(arguments, platform, devices)
-        except ValueError as error:
-            refusal = str(error)
-    settings = [_settings(arguments, mode, platform, devices, shapes) for mode in modes]
-    if arguments.name in OPERATIONS and not settings[0].measurements():
-        refusal = refusal or "no size from --minbytes to --maxbytes holds a whole element a device"
+    except ValueError as error:
+        refusal = str(error)
+    modes = MODES if arguments.mode == "both" else (arguments.mode,)
+    if refusal is None:
+        settings = [_settings(arguments, mode, platform, devices, shapes) for mode in modes]
+        if arguments.name in OPERATIONS:
+            refusal = _refusal_of_sizes(arguments, settings[0])
     if refusal is not None:
         sys.stderr.write(f"{refusal}\n")
         return 2
 
     result: dict[str, Any] = {"version": record.VERSION, "header": {}, "rows": []}
     line = ProgressLine(sys.stderr, _count_measurements(settings, arguments.peers))
-    for of_mode in settings:
+    for settings_of_mode in settings:
         try:
-            measured = _run_mode(of_mode, _environment(arguments), arguments.timeout, line)
+            measured = _run_mode(settings_of_mode, _environment(arguments), arguments.timeout, line)
         except launcher.RankError as error:
             sys.stderr.write(f"{error}\n")
             return 1
-        result["header"] = {**measured["header"], "mode": arguments.mode}
+        result["header"] = {
+            **measured["header"],
+            "mode": arguments.mode,
+            "driver": driver,
+            "command": record.command_line(sys.argv),
+        }
         result["rows"] += measured["rows"]
     result["peers"] = peers.measure(arguments.peers, settings[0], arguments.timeout, line)
     if result["peers"]["rows"]:
-        format_table = (matmuls if shapes else collectives).format_peers
-        print(format_table(result["peers"], result["rows"]), flush=True)
+        report = matmuls if shapes else collectives
+        print(report.format_peers(result["peers"], result["rows"]), flush=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
     if arguments.plot is not None:
@@ -319,10 +386,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _shapes(arguments: argparse.Namespace, platform: str, devices: int) -> list[Shape]:
-    """Returns which shapes of a collective matmul the options ask for.
+    """Returns the shapes of a collective matmul that the options ask for.
 
     Raises:
-        ValueError: the devices can't share one of them.
+        ValueError: a shape can't be divided among the devices.
     """
     presets = arguments.preset
     if not presets and not arguments.shapes:
@@ -340,12 +407,12 @@ def _settings(
     devices: int,
     shapes: Sequence[Shape],
 ) -> Settings:
-    """Returns what the options say of a mode."""
+    """Returns the settings for one mode."""
     return Settings(
         name=arguments.name,
         sizes=sizes_between(
             arguments.minbytes,
-            arguments.maxbytes or parse_size("64K" if platform == "cpu" else "16M"),
+            _largest_size(arguments, platform),
             arguments.stepfactor,
         ),
         leaves=arguments.leaves,
@@ -361,6 +428,10 @@ def _settings(
         plan=arguments.plan,
         settle_ms=_settle_ms(arguments, platform),
     )
+
+
+def _largest_size(arguments: argparse.Namespace, platform: str) -> int:
+    return arguments.maxbytes or parse_size("64K" if platform == "cpu" else "16M")
 
 
 def _settle_ms(arguments: argparse.Namespace, platform: str) -> int:
@@ -379,16 +450,16 @@ def _count_measurements(settings: Sequence[Settings], peer_names: Sequence[str])
 
 
 def _print_errors(rows: Sequence[dict[str, Any]]) -> None:
-    """Says how far both libraries' results are from those in float64, the worst of each dtype."""
+    """Prints, for each dtype, the largest error of both libraries against float64."""
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
         rounded = [row for row in rows if row["dtype"] == dtype and row["error"] is not None]
         if rounded:
             ours, lax = (max(row[key] for row in rounded) for key in ("error", "lax_error"))
-            print(f"# {dtype} against float64 (rms, relative): ours {ours:.2e}, lax {lax:.2e}")
+            print(f"# {dtype}: relative rms error against float64: ours {ours:.2e}, lax {lax:.2e}")
 
 
 def _verdict(result: dict[str, Any]) -> int:
-    """Says whether every element was right, and returns the exit code."""
+    """Prints whether all elements were right, and returns the exit code."""
     _print_errors(result["rows"])
     columns = ("wrong", "lax_wrong", "graph_wrong")
     wrong = sum(row.get(column) or 0 for row in result["rows"] for column in columns)
@@ -397,33 +468,37 @@ def _verdict(result: dict[str, Any]) -> int:
 
 
 def _verdict_of_programs(result: dict[str, Any]) -> int:
-    """Says whether both libraries gave finite numbers, and returns the exit code."""
+    """Prints whether both libraries returned finite numbers, and returns the exit code."""
     finite = all(row["difference"] is not None for row in result["rows"])
     print(f"# results are finite numbers: {'OK' if finite else 'FAILED'}", flush=True)
     return 0 if finite else 1
 
 
-def _count_gpus() -> int:
-    """Counts the NVIDIA GPUs that JAX would see, without starting JAX or CUDA in this process."""
+def _gpus_and_driver() -> tuple[int, str | None]:
+    """Returns the number of NVIDIA GPUs that JAX would see, and the driver's version.
+
+    Asks NVML, because this process must start neither JAX nor CUDA.
+    """
     try:
         import pynvml
     except ImportError:
-        return 0
+        return 0, None
     try:
         pynvml.nvmlInit()
         count = pynvml.nvmlDeviceGetCount()
+        driver = str(pynvml.nvmlSystemGetDriverVersion())
         pynvml.nvmlShutdown()
     except pynvml.NVMLError:
-        return 0
+        return 0, None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        # NVML shows every GPU of the node, whatever this variable says.
+        # NVML ignores this variable.
         count = min(count, len([name for name in visible.split(",") if name.strip()]))
-    return count
+    return count, driver
 
 
 def _environment(arguments: argparse.Namespace) -> dict[str, str]:
-    """Returns the variables that the options set for the ranks."""
+    """Returns the environment variables that the options set for the ranks."""
     variables = {}
     if arguments.algorithm is not None:
         variables["JAX_INTRANODE_ALGORITHM"] = arguments.algorithm
@@ -437,7 +512,7 @@ def _environment(arguments: argparse.Namespace) -> dict[str, str]:
 def _run_mode(
     settings: Settings, variables: dict[str, str], timeout_s: float, line: ProgressLine
 ) -> dict[str, Any]:
-    """Runs the ranks of one mode and returns what rank 0 wrote: the header and the rows."""
+    """Runs the ranks of one mode and returns the "header" and the "rows" that rank 0 wrote."""
     env = [variables]
     if settings.mode == PROCESS_PER_DEVICE:
         port = launcher.free_port()
@@ -446,9 +521,9 @@ def _run_mode(
             for rank in range(settings.devices)
         ]
     if settings.platform == "cpu":
-        # Takes precedence over the number of host devices in XLA_FLAGS.
+        # JAX_NUM_CPU_DEVICES overrides the number of host devices in XLA_FLAGS.
         cpus = "1" if settings.mode == PROCESS_PER_DEVICE else str(settings.devices)
-        env = [{**of_rank, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": cpus} for of_rank in env]
+        env = [{**rank, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": cpus} for rank in env]
     with tempfile.TemporaryDirectory(prefix="jax_intranode_bench_") as name:
         directory = Path(name)
         output, begun = directory / "rows.json", directory / "begun"

@@ -5,36 +5,45 @@ import datetime
 import importlib.metadata
 import json
 import os
+import platform
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
+import jax_intranode
 from jax_intranode._src import config
 from jax_intranode._src.bench.settings import Settings
 
-# Of the JSON file's layout, which docs/bench.md has.
+# The version of the JSON file's layout, which docs/benchmarking.md describes.
 VERSION = 2
 
-
-def optional(value: float | None, width: int) -> str:
-    """Formats a number that may be missing."""
-    return f"{'-':>{width}}" if value is None else f"{value:{width}.2f}"
+# Options that name files. They change nothing of what is measured.
+_FILE_OPTIONS = ("--json", "--plot")
 
 
 def header(settings: Settings) -> dict[str, Any]:
-    """Returns what a reader has to know to compare the numbers with others."""
+    """Returns the facts on which the times depend.
+
+    The parent process adds the GPUs' "driver" and the "command".
+    """
     return {
         "jax": jax.__version__,
         "jaxlib": _version_of("jaxlib"),
-        "jax_intranode": _version_of("jax-intranode"),
+        "jax_intranode": jax_intranode.__version__,
         "nccl": _version_of("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+        "cuda": _version_of("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"),
+        "python": platform.python_version(),
         "platform": settings.platform,
         "device": jax.devices()[0].device_kind,
+        "cpus": os.cpu_count(),
         "operation": settings.name,
         "devices": settings.devices,
         "leaves": settings.leaves,
         "backward": settings.backward,
+        "plan": settings.plan,
         "mode": settings.mode,
         "algorithm": config.get().algorithm,
         "iterations": settings.iterations,
@@ -54,11 +63,32 @@ def _version_of(*distributions: str) -> str | None:
     return None
 
 
+def command_line(argv: Sequence[str]) -> str:
+    """Returns the command that measures the same again, without the options that name files.
+
+    Args:
+        argv: `sys.argv` of the benchmark.
+    """
+    words = []
+    rest = iter(argv[1:])
+    for word in rest:
+        if word in _FILE_OPTIONS:
+            next(rest, None)
+        elif not word.startswith(tuple(f"{option}=" for option in _FILE_OPTIONS)):
+            words.append(word)
+    return shlex.join(["python", "-m", "jax_intranode", *words])
+
+
 def format_header(header: dict[str, Any], settled: bool) -> str:
-    """Returns the lines above a table."""
+    """Returns the lines above a table.
+
+    Args:
+        header: what `header` returned.
+        settled: whether the same program runs untimed before each repetition.
+    """
     leaves = f", {header['leaves']} arrays a call" if header["leaves"] > 1 else ""
     backward = " backward" if header["backward"] else ""
-    after = f", each after {header['settle_ms']} ms of the same" if settled else ""
+    after = f", each after {header['settle_ms']} ms of untimed calls" if settled else ""
     lines = [
         f"# {header['operation']}{backward}, {header['devices']} x {header['device']}, "
         f"{header['mode']}{leaves}",
@@ -73,7 +103,7 @@ def format_header(header: dict[str, Any], settled: bool) -> str:
 
 
 def versions(header: dict[str, Any]) -> str:
-    """Returns the versions that a header names, as text."""
+    """Returns the versions in a header as text."""
     return ", ".join(
         f"{name} {header[name] or 'unknown'}"
         for name in ("jax", "jaxlib", "jax_intranode", "nccl")
@@ -85,7 +115,7 @@ def read(path: Path) -> dict[str, Any]:
     """Reads a JSON file that the benchmark wrote.
 
     Raises:
-        ValueError: the file is no such file, or one of another version.
+        ValueError: the benchmark did not write this file, or wrote it in another layout.
     """
     try:
         result = json.loads(path.read_text())
@@ -93,5 +123,5 @@ def read(path: Path) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError):
         raise ValueError(f"{path} is no JSON file of `jax_intranode bench --json`") from None
     if version != VERSION:
-        raise ValueError(f"{path} has layout {version}, not {VERSION}; measure anew")
+        raise ValueError(f"{path} has layout {version}, not {VERSION}; measure again")
     return result

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_intranode._src import native
-from jax_intranode._src.bench import exchange
+from jax_intranode._src.bench import all_ranks
 from jax_intranode._src.bench.settings import Settings
 
 
@@ -40,8 +40,8 @@ def statistics(us: Sequence[float] | np.ndarray) -> Times:
 def slowest_rank(name: str, times: Times) -> Times:
     """Returns the largest of all ranks' times, since an operation is done when the last one is."""
     return Times(
-        exchange.max_over_ranks(f"{name}/p50", times.p50),
-        exchange.max_over_ranks(f"{name}/p99", times.p99),
+        all_ranks.largest(f"{name}/p50", times.p50),
+        all_ranks.largest(f"{name}/p99", times.p99),
     )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_intranode._src import communicator, native, select
-from jax_intranode._src.bench import exchange, timing
+from jax_intranode._src.bench import all_ranks, timing
 from jax_intranode._src.bench.collectives import oracle
 from jax_intranode._src.bench.collectives.operations import Operation
 from jax_intranode._src.bench.settings import Settings
@@ -56,14 +56,14 @@ def measure(
     data = shards
     for step, chosen in enumerate(selected):
         # Kernels wait for their peers', but not for those that still compile.
-        exchange.from_all_ranks(f"{label}/graph/{step}/start", 0)
+        all_ranks.values(f"{label}/graph/{step}/start", 0)
         of_step, data = _measure_step(settings, mesh, chosen, data)
         times += timing.slowest_rank(f"{label}/graph/{step}", of_step)
     wrong = sum(
         oracle.count_wrong(got, expected[oracle.part_of(operation, rank, len(got))], None)
         for rank, got in data.items()
     )
-    return times, exchange.sum_over_ranks(f"{label}/graph/wrong", wrong)
+    return times, all_ranks.total(f"{label}/graph/wrong", wrong)
 
 
 def _measure_step(

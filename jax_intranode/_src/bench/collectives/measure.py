@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_intranode
 from jax_intranode._src import select
-from jax_intranode._src.bench import exchange, timing
+from jax_intranode._src.bench import all_ranks, timing
 from jax_intranode._src.bench.collectives import chains, graph, oracle
 from jax_intranode._src.bench.collectives.operations import OPERATIONS, Operation
 from jax_intranode._src.bench.collectives.report import Row
@@ -65,7 +65,7 @@ def measure(settings: Settings, mesh: Mesh, dtype_name: str, count: int) -> tupl
     exact = oracle.exact_result(operation, n, operand_bytes, dtype)
     errors = [oracle.error_on_devices(result, operation, exact) for result in (ours, lax)]
     error, lax_error = (
-        None if of_one is None else exchange.max_over_ranks(f"{label}/error/{library}", of_one)
+        None if of_one is None else all_ranks.largest(f"{label}/error/{library}", of_one)
         for library, of_one in zip(("ours", "lax"), errors, strict=True)
     )
 
@@ -100,14 +100,14 @@ def measure(settings: Settings, mesh: Mesh, dtype_name: str, count: int) -> tupl
         time_p99_us=our_times.p99,
         algbw=algbw,
         busbw=algbw * operation.bus_factor(n) if algbw is not None else None,
-        wrong=exchange.sum_over_ranks(f"{label}/wrong", wrong),
+        wrong=all_ranks.total(f"{label}/wrong", wrong),
         lax_time_us=lax_times.p50,
         lax_time_p99_us=lax_times.p99,
-        lax_wrong=exchange.sum_over_ranks(f"{label}/lax_wrong", lax_wrong),
+        lax_wrong=all_ranks.total(f"{label}/lax_wrong", lax_wrong),
         ratio=lax_times.p50 / our_times.p50 if our_times.p50 else None,
         error=error if error is None or math.isfinite(error) else None,
         lax_error=lax_error if lax_error is None or math.isfinite(lax_error) else None,
-        handler_calls=exchange.sum_over_ranks(f"{label}/handler_calls", handler_calls),
+        handler_calls=all_ranks.total(f"{label}/handler_calls", handler_calls),
     )
     return row, reasons[0] if reasons else None
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax_intranode._src.bench.record import optional
+from jax_intranode._src.bench.cells import optional
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 import jax_intranode
 from jax_intranode._src import overlap
-from jax_intranode._src.bench import exchange, timing
+from jax_intranode._src.bench import all_ranks, timing
 from jax_intranode._src.bench.matmuls import oracle
 from jax_intranode._src.bench.matmuls.operations import LINK_BYTES_PER_S, MATMULS, Matmul, flops
 from jax_intranode._src.bench.matmuls.oracle import Data
@@ -64,11 +64,10 @@ def measure(
 
     checked = _check(mesh, matmul, backward, data, ours, by_lax)
     wrong, lax_wrong = (
-        exchange.sum_over_ranks(f"{label}/wrong/{k}", count) for k, count in enumerate(checked[:2])
+        all_ranks.total(f"{label}/wrong/{k}", count) for k, count in enumerate(checked[:2])
     )
     error, lax_error = (
-        exchange.max_over_ranks(f"{label}/error/{k}", of_one)
-        for k, of_one in enumerate(checked[2:])
+        all_ranks.largest(f"{label}/error/{k}", of_one) for k, of_one in enumerate(checked[2:])
     )
 
     length = chain_length(settings, dtype_name, shape)
@@ -121,7 +120,7 @@ def measure(
         ratio=lax_times.p50 / our_times.p50,
         error=error if math.isfinite(error) else None,
         lax_error=lax_error if math.isfinite(lax_error) else None,
-        handler_calls=exchange.sum_over_ranks(f"{label}/handler_calls", handler_calls),
+        handler_calls=all_ranks.total(f"{label}/handler_calls", handler_calls),
     )
     return row, fallback
 

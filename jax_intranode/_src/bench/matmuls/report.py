@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax_intranode._src.bench.record import optional
+from jax_intranode._src.bench.cells import milliseconds, optional
 
 
 @dataclass(frozen=True)
@@ -81,16 +81,12 @@ class MatmulRow:
         """The row as the table shows it."""
         return (
             f"  {self.m:6} {self.k:6} {self.n:6} {self.dtype:>8} {self.algorithm:>14} | "
-            f"{_ms(self.time_us)} {_ms(self.time_p99_us)} {self.tflops:8.2f} "
+            f"{milliseconds(self.time_us)} {milliseconds(self.time_p99_us)} {self.tflops:8.2f} "
             f"{optional(self.share, 6)} {self.wrong:7} | "
-            f"{_ms(self.alone_time_us)} {_ms(self.bound_us)} | "
-            f"{_ms(self.lax_time_us)} {_ms(self.lax_time_p99_us)} "
+            f"{milliseconds(self.alone_time_us)} {milliseconds(self.bound_us)} | "
+            f"{milliseconds(self.lax_time_us)} {milliseconds(self.lax_time_p99_us)} "
             f"{optional(self.lax_share, 6)} {self.lax_wrong:6} | {self.ratio:6.2f}"
         )
-
-
-def _ms(us: float | None) -> str:
-    return f"{'-':>8}" if us is None else f"{us / 1e3:8.3f}"
 
 
 def is_matmul(row: dict[str, Any]) -> bool:
@@ -121,7 +117,7 @@ def format_peers(peers: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     def cell(key: tuple[str, int, int, int], name: str) -> str:
         us = times[key].get(name)
         share = bounds[key] / us if us and bounds.get(key) else None
-        return f"{_ms(us):>20} {'' if share is None else f'({share:.2f})':>6}"
+        return f"{milliseconds(us):>20} {'' if share is None else f'({share:.2f})':>6}"
 
     wrong = sum(row["wrong"] or 0 for row in peers["rows"])
     lines = [

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import jax_intranode
-from jax_intranode._src.bench import exchange, timing
+from jax_intranode._src.bench import all_ranks, timing
 from jax_intranode._src.bench.programs.definitions import PROGRAMS
 from jax_intranode._src.bench.programs.report import ProgramRow
 from jax_intranode._src.bench.settings import Settings
@@ -43,9 +43,7 @@ def measure(settings: Settings, mesh: Mesh) -> ProgramRow:
     build = PROGRAMS[settings.name]
     ours, lax = (_Chained(*build(library, mesh)) for library in (jax_intranode, jax.lax))
     label = f"{settings.name}/{settings.mode}"
-    difference = exchange.max_over_ranks(
-        f"{label}/difference", _difference(ours.run(1), lax.run(1))
-    )
+    difference = all_ranks.largest(f"{label}/difference", _difference(ours.run(1), lax.run(1)))
 
     calls = settings.chain or (2 if settings.platform == "cpu" else 10)
     runs = [partial(program.run, calls) for program in (ours, lax)]
@@ -64,7 +62,7 @@ def measure(settings: Settings, mesh: Mesh) -> ProgramRow:
         lax_time_p99_us=lax_times.p99,
         ratio=lax_times.p50 / our_times.p50,
         difference=difference if math.isfinite(difference) else None,
-        handler_calls=exchange.sum_over_ranks(f"{label}/handler_calls", handler_calls),
+        handler_calls=all_ranks.total(f"{label}/handler_calls", handler_calls),
     )
 
 

@@ -1,0 +1,11 @@
+"""Numbers as the tables show them."""
+
+
+def optional(value: float | None, width: int) -> str:
+    """Formats a number with two decimals; "-" for None."""
+    return f"{'-':>{width}}" if value is None else f"{value:{width}.2f}"
+
+
+def milliseconds(us: float | None) -> str:
+    """Formats a time in microseconds as milliseconds, eight columns wide; "-" for None."""
+    return f"{'-':>8}" if us is None else f"{us / 1e3:8.3f}"

@@ -51,9 +51,7 @@ def test_files() -> None:
     files = {str(file) for file in _DISTRIBUTION.files or () if file.suffix != ".pyc"}
     info = {file for file in files if ".dist-info/" in file}
     assert any(file.endswith(".dist-info/licenses/LICENSE") for file in info)
-    wanted = (
-        r"jax_intranode/(py\.typed|_(host|cuda)\.(pyi|[\w.-]+\.so)|(_src/(\w+/)*)?\w+\.py)"
-    )
+    wanted = r"jax_intranode/(py\.typed|_(host|cuda)\.(pyi|[\w.-]+\.so)|(_src/(\w+/)*)?\w+\.py)"
     assert [file for file in sorted(files - info) if not re.fullmatch(wanted, file)] == []
     assert {"jax_intranode/py.typed", "jax_intranode/_host.pyi"} <= files
     in_the_tree = {str(path.relative_to(ROOT)) for path in ROOT.glob("jax_intranode/**/*.py")}

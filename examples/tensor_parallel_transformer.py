@@ -1,28 +1,31 @@
-"""A transformer, tensor and sequence parallel, whose matmuls and collectives are one operation.
+"""Trains a tensor-parallel transformer with jax_intranode and with jax.lax, and compares the two.
 
-A small decoder-only transformer learns the texts of Python's `help()`, byte by byte, on a data x
-model mesh. Attention heads and the columns of the MLP are split over the mesh axis "model".
-Between the layers each rank of it has a part of every sequence, and all of the width (Megatron's
-sequence parallelism). So a layer gathers the sequence before the matmuls that are split by columns
-(`all_gather_matmul`, one for query, key and value, one for gate and up), and sums and cuts it again
-after those that are split by rows (`matmul_reduce_scatter`).
+    python examples/tensor_parallel_transformer.py
+    python examples/tensor_parallel_transformer.py --plot training.png
 
-The same training runs with `jax_intranode` and with `jax.lax`, from the same initial values, on the
-same batches, in turns:
+A small decoder-only transformer learns the texts of Python's `help()`, byte by byte, on a mesh
+with the axes "data" and "model". Attention heads and MLP columns are sharded over "model".
+Between layers the activations are sharded along the sequence (sequence parallelism, as in
+Megatron-LM). So each layer runs, twice:
 
-    python examples/tensor_parallel_transformer.py --plot losses.png
+- `all_gather_matmul`: gathers the sequence and multiplies it by column-sharded matrices;
+- `matmul_reduce_scatter`: multiplies by a row-sharded matrix, sums over the ranks, and leaves each
+  rank its part of the sequence.
 
-It uses all GPUs where there are two or more, and four CPU devices, for a much smaller model,
-otherwise. The losses begin alike and drift apart by a little: the two round and sum in different
-places, and a training amplifies what is in the last bits.
+Both trainings start from the same parameters and see the same batches. They take turns, step by
+step. Their losses agree up to rounding: the two libraries round intermediate sums at different
+points, and training slowly amplifies such differences.
+
+The program uses all GPUs if there are at least two, and otherwise four CPU devices and a much
+smaller model. On CPU devices collective matmuls are not overlapped, so expect no speed-up there.
 """
 
 import argparse
-import importlib.util
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from pydoc_data import topics
@@ -38,25 +41,25 @@ from jax.sharding import PartitionSpec as P
 import jax_intranode
 
 VOCABULARY = 256  # bytes
-WARM_UP = 20  # steps in which the learning rate grows
-UNTIMED = 2  # first steps, which compile, and connect the devices
-DECAY, DECAY_OF_SQUARES, EPSILON = 0.9, 0.95, 1e-8  # of Adam
+WARM_UP_STEPS = 20  # the learning rate rises linearly over these
+UNTIMED_STEPS = 2  # not part of the reported speed
+BETA_1, BETA_2, EPSILON = 0.9, 0.95, 1e-8  # Adam
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to train; each is an option of the command line.
+    """Model and training; each field is a command-line option.
 
     Attributes:
-        steps: of training.
-        layers: of the transformer.
-        width: of the activations between layers; that of the MLP is three times as large.
-        heads: of attention.
-        sequence: bytes of a sequence.
-        batch: sequences of each data-parallel replica in a step.
-        dtype: of the computation; parameters, gradients and the optimizer are float32.
-        attention: by which implementation of `jax.nn.dot_product_attention`.
-        data: data-parallel replicas; the devices of each share a model.
+        steps: Training steps.
+        layers: Layers of the transformer.
+        width: Width of the activations between layers. The MLP is three times as wide.
+        heads: Attention heads.
+        sequence: Bytes per sequence.
+        batch: Sequences per data-parallel replica and step.
+        dtype: Dtype of the computation. Parameters and optimizer state are float32.
+        attention: Implementation that `jax.nn.dot_product_attention` uses.
+        data: Number of data-parallel replicas.
     """
 
     steps: int
@@ -70,44 +73,16 @@ class Settings:
     data: int
 
 
-CPU = Settings(
-    steps=300,
-    layers=2,
-    width=128,
-    heads=4,
-    sequence=128,
-    batch=4,
-    dtype="float32",
-    attention="xla",
-    data=2,
-)
-GPU = Settings(
-    steps=100,
-    layers=4,
-    width=4096,
-    heads=32,
-    sequence=2048,
-    batch=1,
-    dtype="bfloat16",
-    attention="cudnn",
-    data=1,
-)
-# Settings that are one of few words; the others are numbers.
+CPU = Settings(60, 2, 128, 4, 128, 4, dtype="float32", attention="xla", data=2)
+GPU = Settings(60, 4, 4096, 32, 2048, 1, dtype="bfloat16", attention="cudnn", data=1)
 CHOICES = {"dtype": ("float32", "bfloat16"), "attention": ("xla", "cudnn")}
 
 
-# What is compared.
+# The operations that are compared. Activations are [batch, sequence, width].
 
 
 class Operations(NamedTuple):
-    """The operations in which ranks exchange data. Activations are [batch, sequence, width].
-
-    Attributes:
-        all_gather_matmul: from a rank's part of the sequences, and matrices, the products of the
-            whole sequences with each of them.
-        matmul_reduce_scatter: a rank's part of the sequences, of the sum of all ranks' products.
-        psum: the sum of a tree over one or more axes.
-    """
+    """The functions through which ranks exchange data."""
 
     all_gather_matmul: Callable[[jax.Array, list[jax.Array]], list[jax.Array]]
     matmul_reduce_scatter: Callable[[jax.Array, jax.Array], jax.Array]
@@ -122,13 +97,13 @@ OURS = Operations(
 
 
 def lax_all_gather_matmul(x: jax.Array, ws: list[jax.Array]) -> list[jax.Array]:
-    """Gathers once, and multiplies."""
+    """What `all_gather_matmul` computes, in jax.lax."""
     gathered = lax.all_gather(x, "model", axis=1, tiled=True)
     return [gathered @ w for w in ws]
 
 
 def lax_matmul_reduce_scatter(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Multiplies, then sums and cuts."""
+    """What `matmul_reduce_scatter` computes, in jax.lax."""
     return lax.psum_scatter(x @ w, "model", scatter_dimension=1, tiled=True)
 
 
@@ -138,18 +113,18 @@ LAX = Operations(lax_all_gather_matmul, lax_matmul_reduce_scatter, lax.psum)
 # The transformer.
 
 
-class Whole(NamedTuple):
-    """One value for each parameter that every rank of "model" has whole."""
+class Replicated(NamedTuple):
+    """The parameters of which every rank has a whole copy; norms are stacked over layers."""
 
     embedding: Any
-    norm_1: Any  # of all layers, before attention
-    norm_2: Any  # of all layers, before the MLP
+    norm_1: Any
+    norm_2: Any
     norm: Any
     unembedding: Any
 
 
-class Split(NamedTuple):
-    """One value for each parameter that is split over "model": those of all layers, stacked."""
+class Sharded(NamedTuple):
+    """The parameters that are sharded over "model", stacked over layers."""
 
     query: Any
     key: Any
@@ -161,60 +136,59 @@ class Split(NamedTuple):
 
 
 class Params(NamedTuple):
-    """One value for each parameter of the transformer."""
+    """All parameters."""
 
-    whole: Whole
-    split: Split
+    replicated: Replicated
+    sharded: Sharded
 
 
 COLUMNS, ROWS = P(None, None, "model"), P(None, "model", None)
-SPECS = Params(
-    whole=Whole(*[P()] * len(Whole._fields)),
-    split=Split(
+PARAM_SPECS = Params(
+    Replicated(*[P()] * len(Replicated._fields)),
+    Sharded(
         query=COLUMNS, key=COLUMNS, value=COLUMNS, output=ROWS, gate=COLUMNS, up=COLUMNS, down=ROWS
     ),
 )
 
 
 def initial_params(settings: Settings, key: jax.Array) -> Params:
-    """Returns parameters for the whole transformer."""
+    """Returns random parameters."""
     layers, width, inner = settings.layers, settings.width, 3 * settings.width
-    keys = iter(jax.random.split(key, len(Split._fields) + 1))
+    keys = iter(jax.random.split(key, len(Sharded._fields) + 1))
 
-    def matrices(rows: int, columns: int) -> jax.Array:
-        return jax.random.normal(next(keys), (layers, rows, columns)) * rows**-0.5
+    def matrices(rows: int, columns: int, scale: float = 1.0) -> jax.Array:
+        return jax.random.normal(next(keys), (layers, rows, columns)) * scale * rows**-0.5
 
-    # The more layers add to the activations, the less each does.
-    small = (2 * layers) ** -0.5
+    residual = (2 * layers) ** -0.5  # keeps the residual stream's size independent of the depth
     return Params(
-        Whole(
+        Replicated(
             embedding=jax.random.normal(next(keys), (VOCABULARY, width)),
             norm_1=jnp.ones((layers, width)),
             norm_2=jnp.ones((layers, width)),
             norm=jnp.ones(width),
             unembedding=jnp.zeros((width, VOCABULARY)),
         ),
-        Split(
+        Sharded(
             query=matrices(width, width),
             key=matrices(width, width),
             value=matrices(width, width),
-            output=matrices(width, width) * small,
+            output=matrices(width, width, residual),
             gate=matrices(width, inner),
             up=matrices(width, inner),
-            down=matrices(inner, width) * small,
+            down=matrices(inner, width, residual),
         ),
     )
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Normalizes each position by itself: a rank needs no other rank's part of the sequence."""
+    """Normalizes each position by itself, so ranks need nothing from each other."""
     wide = x.astype(jnp.float32)
     inverse = lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-6)
     return (wide * inverse).astype(x.dtype) * scale
 
 
-def rotate(x: jax.Array) -> jax.Array:
-    """Rotary positions of [batch, sequence, heads, channels]: pairs of channels turn as it goes."""
+def rotary(x: jax.Array) -> jax.Array:
+    """Rotary position embedding of [batch, sequence, heads, channels]."""
     _, sequence, _, channels = x.shape
     frequencies = 10000.0 ** (-2 * jnp.arange(channels // 2) / channels)
     angles = jnp.arange(sequence)[:, None, None] * frequencies
@@ -228,8 +202,8 @@ def attention(settings: Settings, query: jax.Array, key: jax.Array, value: jax.A
     channels = settings.width // settings.heads
     query, key, value = (x.reshape(*x.shape[:2], -1, channels) for x in (query, key, value))
     mixed = jax.nn.dot_product_attention(
-        rotate(query),
-        rotate(key),
+        rotary(query),
+        rotary(key),
         value,
         is_causal=True,
         implementation=settings.attention,  # type: ignore[arg-type]
@@ -238,17 +212,17 @@ def attention(settings: Settings, query: jax.Array, key: jax.Array, value: jax.A
 
 
 def forward(settings: Settings, ops: Operations, params: Params, tokens: jax.Array) -> jax.Array:
-    """Returns the logits of this rank's part of the sequences, [batch, sequence / ranks]."""
-    whole, split = jax.tree.map(lambda p: p.astype(settings.dtype), params)
+    """Returns the logits of this rank's part of the sequences."""
+    whole, sharded = jax.tree.map(lambda p: p.astype(settings.dtype), params)
 
-    def layer(x: jax.Array, params: tuple[jax.Array, jax.Array, Split]) -> tuple[jax.Array, None]:
+    def layer(x: jax.Array, params: tuple[jax.Array, jax.Array, Sharded]) -> tuple[jax.Array, None]:
         norm_1, norm_2, w = params
         q, k, v = ops.all_gather_matmul(rms_norm(x, norm_1), [w.query, w.key, w.value])
         x = x + ops.matmul_reduce_scatter(attention(settings, q, k, v), w.output)
         gate, up = ops.all_gather_matmul(rms_norm(x, norm_2), [w.gate, w.up])
         return x + ops.matmul_reduce_scatter(jax.nn.silu(gate) * up, w.down), None
 
-    x, _ = lax.scan(layer, whole.embedding[tokens], (whole.norm_1, whole.norm_2, split))
+    x, _ = lax.scan(layer, whole.embedding[tokens], (whole.norm_1, whole.norm_2, sharded))
     return (rms_norm(x, whole.norm) @ whole.unembedding).astype(jnp.float32)
 
 
@@ -256,14 +230,7 @@ def forward(settings: Settings, ops: Operations, params: Params, tokens: jax.Arr
 
 
 class State(NamedTuple):
-    """What a step makes anew: the parameters, Adam's two averages, and how many steps there were.
-
-    Attributes:
-        params: the parameters.
-        mean: the average of their gradients.
-        square: the average of the squares of their gradients.
-        count: steps so far.
-    """
+    """What a training step updates: parameters, Adam's two moments, the number of steps."""
 
     params: Params
     mean: Params
@@ -271,12 +238,12 @@ class State(NamedTuple):
     count: Any
 
 
-STATE_SPECS = State(SPECS, SPECS, SPECS, P())
+STATE_SPECS = State(PARAM_SPECS, PARAM_SPECS, PARAM_SPECS, P())
 TOKENS = P("data", "model")
 
 
 def initial_state(settings: Settings, mesh: Mesh) -> State:
-    """Returns the state before the first step; each device makes its own part."""
+    """Returns the state before the first step, sharded over the mesh."""
 
     def make(key: jax.Array) -> State:
         params = initial_params(settings, key)
@@ -287,35 +254,29 @@ def initial_state(settings: Settings, mesh: Mesh) -> State:
     return jax.jit(make, out_shardings=shardings)(jax.random.key(0))
 
 
-def adam(state: State, grads: Params, rate: float) -> State:
-    """Returns the state after a step of Adam."""
+def adam(state: State, grads: Params, peak_rate: float) -> State:
+    """Returns the state after one step of Adam."""
     count = state.count + 1
-    mean = jax.tree.map(lambda m, g: m + (1 - DECAY) * (g - m), state.mean, grads)
-    square = jax.tree.map(
-        lambda s, g: s + (1 - DECAY_OF_SQUARES) * (g * g - s), state.square, grads
-    )
     t = count.astype(jnp.float32)
-    rate_now = rate * jnp.minimum(1, t / WARM_UP)
-    unbiased = jnp.sqrt(1 - DECAY_OF_SQUARES**t) / (1 - DECAY**t)
+    mean = jax.tree.map(lambda m, g: m + (1 - BETA_1) * (g - m), state.mean, grads)
+    square = jax.tree.map(lambda s, g: s + (1 - BETA_2) * (g * g - s), state.square, grads)
+    rate = peak_rate * jnp.minimum(1, t / WARM_UP_STEPS) * jnp.sqrt(1 - BETA_2**t) / (1 - BETA_1**t)
     params = jax.tree.map(
-        lambda p, m, s: p - rate_now * unbiased * m / (jnp.sqrt(s) + EPSILON),
-        state.params,
-        mean,
-        square,
+        lambda p, m, s: p - rate * m / (jnp.sqrt(s) + EPSILON), state.params, mean, square
     )
     return State(params, mean, square, count)
 
 
-def make_step(settings: Settings, mesh: Mesh, ops: Operations) -> Callable[..., Any]:
-    """Returns a jitted function of a state, tokens and next tokens, to a state and the loss."""
-    tokens_of_all = settings.data * settings.batch * settings.sequence
+def make_step(settings: Settings, mesh: Mesh, ops: Operations) -> Any:
+    """Returns a jitted function: (state, tokens, next tokens) to (state, loss)."""
+    tokens_per_step = settings.data * settings.batch * settings.sequence
     rate = 0.025 * settings.width**-0.5
 
-    def own_loss(params: Params, tokens: jax.Array, wanted: jax.Array) -> jax.Array:
-        """This rank's summand of the loss."""
+    def local_loss(params: Params, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        """This rank's contribution to the loss."""
         log_probabilities = jax.nn.log_softmax(forward(settings, ops, params, tokens))
-        chosen = jnp.take_along_axis(log_probabilities, wanted[..., None], axis=-1)
-        return -chosen.sum() / tokens_of_all
+        chosen = jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1)
+        return -chosen.sum() / tokens_per_step
 
     @partial(jax.jit, donate_argnums=0)
     @partial(
@@ -324,33 +285,28 @@ def make_step(settings: Settings, mesh: Mesh, ops: Operations) -> Callable[..., 
         in_specs=(STATE_SPECS, TOKENS, TOKENS),
         out_specs=(STATE_SPECS, P()),
     )
-    def step(state: State, tokens: jax.Array, wanted: jax.Array) -> tuple[State, jax.Array]:
-        # Marked as varying, the parameters get the gradients of this rank's own tokens. Without
-        # these lines JAX would sum them by itself, with its own psum.
-        whole = lax.pcast(state.params.whole, ("data", "model"), to="varying")
-        split = lax.pcast(state.params.split, "data", to="varying")
-        loss, grads = jax.value_and_grad(own_loss)(Params(whole, split), tokens, wanted)
-        # A gradient is summed over all ranks that have the parameter. Those of "model" share the
-        # sequences, so what they have whole has met only a part of the tokens on each.
-        loss, of_whole = ops.psum((loss, grads.whole), ("data", "model"))
-        of_split = ops.psum(grads.split, "data")
-        return adam(state, Params(of_whole, of_split), rate), loss
+    def step(state: State, tokens: jax.Array, targets: jax.Array) -> tuple[State, jax.Array]:
+        # Without these two lines JAX would insert psums of its own, which jax_intranode does not
+        # accelerate. With them, each rank gets the gradients of its own tokens.
+        replicated = lax.pcast(state.params.replicated, ("data", "model"), to="varying")
+        sharded = lax.pcast(state.params.sharded, "data", to="varying")
+        loss, grads = jax.value_and_grad(local_loss)(Params(replicated, sharded), tokens, targets)
+        # Every rank has seen a different part of the tokens, so gradients of replicated parameters
+        # are summed over both axes. Ranks of "model" have different shards, so those are summed
+        # over "data" only.
+        loss, of_replicated = ops.psum((loss, grads.replicated), ("data", "model"))
+        of_sharded = ops.psum(grads.sharded, "data")
+        return adam(state, Params(of_replicated, of_sharded), rate), loss
 
     return step
-
-
-def read_text() -> np.ndarray:
-    """Returns what Python's `help()` says of topics such as "LAMBDA", as bytes."""
-    return np.frombuffer("\n".join(topics.topics.values()).encode(), np.uint8)
 
 
 def make_batch(
     settings: Settings, mesh: Mesh, text: np.ndarray, index: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the tokens of a step, and those that follow each of them."""
+    """Returns the tokens of a step and, for each of them, the token that follows."""
     rng = np.random.default_rng(index)
-    size = settings.data * settings.batch
-    starts = rng.integers(len(text) - settings.sequence, size=size)
+    starts = rng.integers(len(text) - settings.sequence, size=settings.data * settings.batch)
     windows = text[starts[:, None] + np.arange(settings.sequence + 1)].astype(np.int32)
 
     def put(values: np.ndarray) -> jax.Array:
@@ -361,79 +317,110 @@ def make_batch(
 
 
 class Run(NamedTuple):
-    """A training: its losses, and the seconds of each step."""
+    """The loss and the duration, in seconds, of each step of a training."""
 
     losses: list[float]
     seconds: list[float]
 
 
-def train(settings: Settings, mesh: Mesh, steps: dict[str, Any]) -> dict[str, Run]:
-    """Trains by each of the functions, in turns, and prints their losses side by side."""
-    text = read_text()
-    # Two calls with one key: a step may not give away what another one needs.
-    states = {name: initial_state(settings, mesh) for name in steps}
-    runs = {name: Run([], []) for name in steps}
+def train(
+    settings: Settings, mesh: Mesh, text: np.ndarray, steps: dict[str, Any], states: list[State]
+) -> list[Run]:
+    """Trains with each of the step functions in turns and prints their losses."""
+    runs = [Run([], []) for _ in steps]
     shown = {round(k * (settings.steps - 1) / 10) for k in range(11)}
-    show("step", *steps)
+    print_row("loss at step", *steps)
     for index in range(settings.steps):
         batch = make_batch(settings, mesh, text, index)
-        # Who goes first changes, so that neither has the better place.
-        for name in sorted(steps, reverse=index % 2 == 1):
+        order = list(enumerate(steps.values()))
+        # Alternate the order: a GPU's clocks depend on what ran before.
+        for k, step in order if index % 2 == 0 else reversed(order):
             start = time.perf_counter()
-            states[name], loss = steps[name](states[name], *batch)
-            jax.block_until_ready((states[name], loss))
-            runs[name].seconds.append(time.perf_counter() - start)
-            runs[name].losses.append(float(loss))
+            states[k], loss = jax.block_until_ready(step(states[k], *batch))
+            runs[k].seconds.append(time.perf_counter() - start)
+            runs[k].losses.append(float(loss))
         if index in shown:
-            show(str(index), *(f"{run.losses[-1]:.5f}" for run in runs.values()))
+            print_row(str(index), *(f"{run.losses[-1]:.5f}" for run in runs))
     return runs
 
 
 # The command.
 
 
-def say(*what: Any) -> None:
-    """Prints, in one of the processes."""
+def say(*text: Any) -> None:
+    """Prints, from one of the processes."""
     if jax.process_index() == 0:
-        print(*what, flush=True)
+        print(*text, flush=True)
 
 
-def show(*cells: str) -> None:
+def print_row(*cells: str) -> None:
     """Prints a row of a table."""
     say(f"{cells[0]:<18}" + "".join(f"{cell:>16}" for cell in cells[1:]))
 
 
-def plot(runs: dict[str, Run], file: Path) -> None:
-    """Draws the losses of both trainings into one picture."""
+def compile_step(name: str, step: Any, *args: Any) -> Any:
+    """Returns the compiled function and prints how long compiling took."""
+    start = time.perf_counter()
+    compiled = step.lower(*args).compile()
+    say(f"compiled the training step with {name} in {time.perf_counter() - start:.1f} s")
+    return compiled
+
+
+def seconds_per_step(run: Run) -> float:
+    """Returns the median duration of a step, without the first ones."""
+    return statistics.median(run.seconds[UNTIMED_STEPS:] or run.seconds)
+
+
+def report(settings: Settings, runs: list[Run]) -> None:
+    """Prints the speed of both trainings and how far their losses differ."""
+    tokens = settings.data * settings.batch * settings.sequence
+    ours, lax = map(seconds_per_step, runs)
+    print_row("tokens per second", f"{tokens / ours:.0f}", f"{tokens / lax:.0f}")
+    say(f"jax_intranode / jax.lax: {lax / ours:.2f} x the tokens per second")
+    difference = max(abs(a - b) for a, b in zip(runs[0].losses, runs[1].losses, strict=True))
+    say(f"largest difference of the losses: {difference:.5f} ({settings.dtype} rounding)\n")
+
+
+def print_operations(explanation: jax_intranode.Explanation) -> None:
+    """Prints what the collectives of a training step run as."""
+    say("Collectives of a training step, and the algorithms that run them ('lax': jax.lax does):")
+    counts = Counter((call.operation, call.algorithm) for call in explanation)
+    for (operation, algorithm), count in counts.items():
+        say(f"{operation:<22} {count:>2} x {algorithm}")
+    say("jax_intranode.explain(step)(state, tokens, targets) lists each call with the reason.")
+
+
+def plot(runs: list[Run], names: list[str], file: Path) -> None:
+    """Draws the losses, and below them the ratio of the speeds."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.5), dpi=150, layout="constrained")
-    axes = figure.subplots()
-    # The second one dashed, so that one sees the first below it.
-    for (name, run), style in zip(runs.items(), ("-", "--"), strict=True):
-        axes.plot(run.losses, style, label=name)
-    axes.set(xlabel="step", ylabel="loss (nats a byte)")
-    axes.legend()
-    axes.grid(alpha=0.3)
+    figure = Figure(figsize=(7, 6), dpi=150, layout="constrained")
+    top, bottom = figure.subplots(2, sharex=True)
+    for run, name, style in zip(runs, names, ("-", "--"), strict=True):
+        top.plot(run.losses, style, label=name)
+    top.set_ylabel("loss (nats per byte)")
+    top.legend()
+    bottom.plot(np.divide(runs[1].seconds, runs[0].seconds), ".", label="each step")
+    ratio = seconds_per_step(runs[1]) / seconds_per_step(runs[0])
+    bottom.axhline(ratio, label=f"ratio of the medians: {ratio:.2f}")
+    bottom.axhline(1, color="grey", linestyle=":")
+    bottom.set(xlabel="step", ylabel=f"tokens/s: {names[0]} / {names[1]}", ylim=(0, None))
+    bottom.legend()
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
     figure.savefig(file)
 
 
-def make_mesh(devices: list[jax.Device], data: int) -> Mesh:
-    """Returns a mesh of all the devices, so many replicas of them."""
-    shape, axis_types = (data, len(devices) // data), (AxisType.Auto, AxisType.Auto)
-    return jax.make_mesh(shape, ("data", "model"), axis_types, devices=devices)
-
-
 def positive(text: str) -> int:
-    """Returns the number of an option."""
+    """Parses an option whose value is a positive number."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not positive")
     return number
 
 
-def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    """Returns the parser, for its errors, and the options; None where the default holds."""
+def parse_options() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    """Returns the parser and the options; an option that is None takes the platform's default."""
     parser = argparse.ArgumentParser(
         description="Trains a tensor-parallel transformer with jax_intranode and with jax.lax.",
         epilog=f"Defaults on GPUs: {GPU}. On CPUs: {CPU}.",
@@ -443,14 +430,12 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
             parser.add_argument(f"--{field.name}", choices=CHOICES[field.name])
         else:
             parser.add_argument(f"--{field.name}", type=positive, metavar="N")
-    parser.add_argument(
-        "--devices", type=positive, metavar="N", help="default: all GPUs, or 4 CPUs"
-    )
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draws the losses")
+    parser.add_argument("--devices", type=positive, metavar="N", help="default: all GPUs or 4 CPUs")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw losses and speed")
     parser.add_argument(
         "--distributed",
         action="store_true",
-        help="started once per GPU, by Slurm or Open MPI: calls jax.distributed.initialize()",
+        help="one process per GPU under Slurm or Open MPI: calls jax.distributed.initialize()",
     )
     return parser, parser.parse_args()
 
@@ -458,24 +443,23 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
 def choose(
     parser: argparse.ArgumentParser, options: argparse.Namespace
 ) -> tuple[Settings, list[jax.Device]]:
-    """Returns the settings, with the platform's defaults, and the devices."""
+    """Returns the settings and the devices; ends the program if they do not fit each other."""
     devices = jax.devices()
     if jax.default_backend() == "cpu" or len(devices) < 2:
         devices = jax.devices("cpu")
     size = options.devices or max(n for n in (1, 2, 4, 8) if n <= len(devices))
     if size > len(devices):
         parser.error(f"--devices is {size}; there are {len(devices)}")
-    devices = devices[:size]
     defaults = CPU if devices[0].platform == "cpu" else GPU
-    given = {f.name: getattr(options, f.name) for f in fields(Settings)}
-    chosen = {k: getattr(defaults, k) if v is None else v for k, v in given.items()}
+    given = {field.name: getattr(options, field.name) for field in fields(Settings)}
+    chosen = asdict(defaults) | {name: v for name, v in given.items() if v is not None}
     if options.data is None and size % (2 * chosen["data"]) != 0:
-        chosen["data"] = 1  # sooner no replicas than models that are not split
+        chosen["data"] = 1  # few devices: shard the model rather than replicate it
     channels = chosen["width"] // chosen["heads"]
     if options.attention is None and (
         chosen["dtype"] == "float32" or channels % 8 != 0 or channels > 128
     ):
-        chosen["attention"] = "xla"  # cuDNN has none of those
+        chosen["attention"] = "xla"  # cuDNN does not support these
     settings = Settings(**chosen)
 
     ranks = max(1, size // settings.data)
@@ -487,39 +471,42 @@ def choose(
     ):
         if value % divisor != 0:
             parser.error(f"{what} is {value}; it must be a multiple of {divisor}")
-    return settings, devices
+    return settings, devices[:size]
 
 
 def main() -> None:
-    """Trains with both, and prints losses and tokens per second side by side."""
-    parser, options = parse()
-    if options.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install matplotlib")
+    """Trains with both and prints losses, tokens per second and the algorithms."""
+    parser, options = parse_options()
     if options.distributed:
         jax.distributed.initialize()
     else:
-        # For machines without GPUs. It says nothing about GPUs, and must come before JAX's first
-        # use.
+        # Has no effect on GPUs. Must come before JAX's first use.
         jax.config.update("jax_num_cpu_devices", options.devices or 4)
     settings, devices = choose(parser, options)
-    mesh = make_mesh(devices, settings.data)
+    mesh = jax.make_mesh(
+        (settings.data, len(devices) // settings.data),
+        ("data", "model"),
+        axis_types=(AxisType.Auto, AxisType.Auto),
+        devices=devices,
+    )
     say(f"jax {jax.__version__}, {devices[0].device_kind}, mesh {dict(mesh.shape)}\n{settings}\n")
 
-    steps = {
+    text = np.frombuffer("\n".join(topics.topics.values()).encode(), np.uint8)
+    batch = make_batch(settings, mesh, text, 0)
+    jitted = {
         "jax_intranode": make_step(settings, mesh, OURS),
         "jax.lax": make_step(settings, mesh, LAX),
     }
-    runs = train(settings, mesh, steps)
-    tokens = settings.data * settings.batch * settings.sequence
-    medians = [statistics.median(run.seconds[UNTIMED:] or run.seconds) for run in runs.values()]
-    show("tokens per second", *(f"{tokens / seconds:.0f}" for seconds in medians))
-
-    state = jax.eval_shape(partial(initial_state, settings, mesh))
-    batch = make_batch(settings, mesh, read_text(), 0)
-    say("\nThe operations of a step of jax_intranode:")
-    say(jax_intranode.explain(steps["jax_intranode"])(state, *batch))
+    states = [initial_state(settings, mesh) for _ in jitted]
+    steps = {name: compile_step(name, step, states[0], *batch) for name, step in jitted.items()}
+    explanation = jax_intranode.explain(jitted["jax_intranode"])(states[0], *batch)
+    say()
+    runs = train(settings, mesh, text, steps, states)
+    report(settings, runs)
+    print_operations(explanation)
     if options.plot and jax.process_index() == 0:
-        plot(runs, options.plot)
+        plot(runs, list(steps), options.plot)
+        say(f"wrote {options.plot}")
 
 
 if __name__ == "__main__":

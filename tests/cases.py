@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_intranode
 from jax_intranode._src import communicator, config, native, table
+from jax_intranode._src import rendezvous as rendezvous_lib
 from jax_intranode._src.ops import collective
 from jax_intranode._src.ops.psum import selection
 
@@ -1354,15 +1355,15 @@ def set_epochs(mesh: Mesh, epoch: int) -> None:
 
     Before the first one: all ranks must be told.
     """
-    meeting = communicator.meet(mesh.devices.flat)
-    assert meeting.reason is None and not meeting.communicators
-    module = native.module(meeting.platform)
+    rendezvous = communicator.rendezvous_of(mesh.devices.flat)
+    assert rendezvous.reason is None and not rendezvous.communicators
+    module = native.module(rendezvous.platform)
     blocks = max(row.blocks for rows in table.TABLE.values() for row in rows)
-    for device_id, addresses in meeting.addresses.items():
-        ordinal = communicator.native_ordinal(meeting.devices[device_id])
-        region_bytes = communicator._region_bytes(meeting.half_bytes, module)
-        for region in range(communicator._REGIONS):
-            header = addresses[device_id] + communicator._PROBE_BYTES + region * region_bytes
+    for device_id, addresses in rendezvous.addresses.items():
+        ordinal = communicator.native_ordinal(rendezvous.devices[device_id])
+        region_bytes = rendezvous.region_bytes()
+        for region in range(rendezvous_lib.REGIONS):
+            header = addresses[device_id] + rendezvous_lib.PROBE_BYTES + region * region_bytes
             for block in range(blocks):
                 module.write_word(ordinal, header + 4 * block, epoch)
 

@@ -105,18 +105,18 @@ def meet(name: str) -> None:
 
 def poison(mesh: Mesh) -> None:
     """Fills the rings of this process with NaN. Nothing may run meanwhile."""
-    meeting = communicator.meet(mesh.devices.flat)
-    module = native.module(meeting.platform)
-    if meeting.ring_bytes == 0:
+    rendezvous = communicator.rendezvous_of(mesh.devices.flat)
+    module = native.module(rendezvous.platform)
+    if rendezvous.ring_bytes == 0:
         return
-    offset = module.ring_data_offset(meeting.ring_bytes)
-    start = config.get().slab_bytes(meeting.platform) + offset
-    for device_id, addresses in meeting.addresses.items():
+    offset = module.ring_data_offset(rendezvous.ring_bytes)
+    start = config.get().slab_bytes(rendezvous.platform) + offset
+    for device_id, addresses in rendezvous.addresses.items():
         module.fill(
-            communicator.native_ordinal(meeting.devices[device_id]),
+            communicator.native_ordinal(rendezvous.devices[device_id]),
             addresses[device_id] + start,
             0xFF,
-            meeting.ring_bytes - offset,
+            rendezvous.ring_bytes - offset,
         )
 
 

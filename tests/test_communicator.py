@@ -19,12 +19,13 @@ from jax.sharding import PartitionSpec as P
 
 import jax_intranode
 from jax_intranode._src import communicator, native, select
+from jax_intranode._src import rendezvous as rendezvous_lib
 from jax_intranode._src.ops.psum import selection
 
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """No meeting has been held before, and other tests hold their own."""
+    """No rendezvous has taken place before, and later tests have their own."""
     jax_intranode.shutdown()
     jax.clear_caches()
     yield
@@ -123,15 +124,15 @@ def test_partition_ranks_are_lax_axis_indices() -> None:
 def test_initialize_twice() -> None:
     need_devices(2)
     jax_intranode.initialize()
-    meeting = communicator.meet(jax.devices())
-    assert meeting.reason is None
-    assert len(meeting.communicators) == 1
+    rendezvous = communicator.rendezvous_of(jax.devices())
+    assert rendezvous.reason is None
+    assert len(rendezvous.communicators) == 1
     jax_intranode.initialize()
     jax_intranode.initialize(cases.line())
-    assert communicator.meet(jax.devices()) is meeting
-    assert len(meeting.communicators) == 1
+    assert communicator.rendezvous_of(jax.devices()) is rendezvous
+    assert len(rendezvous.communicators) == 1
     check_sum(cases.line())
-    assert len(meeting.communicators) == 1
+    assert len(rendezvous.communicators) == 1
 
 
 @pytest.mark.usefixtures("fresh")
@@ -139,23 +140,23 @@ def test_initialize_sets_up_all_groups_of_a_mesh() -> None:
     need_devices(4)
     mesh = cases.make_mesh((2, 1, 2), ("a", "one", "b"))
     jax_intranode.initialize(mesh)
-    meeting = communicator.meet(mesh.devices.flat)
+    rendezvous = communicator.rendezvous_of(mesh.devices.flat)
     axes = (("a",), ("b",), ("a", "b"))
-    assert set(meeting.communicators) == {communicator.partition(mesh, a) for a in axes}
-    assert set(meeting.communicators.values()) == {None}
+    assert set(rendezvous.communicators) == {communicator.partition(mesh, a) for a in axes}
+    assert set(rendezvous.communicators.values()) == {None}
 
 
 @pytest.mark.usefixtures("fresh")
 def test_use_after_shutdown_meets_anew() -> None:
     need_devices(2)
     mesh = cases.line()
-    meetings = []
+    all_rendezvous = []
     for seed in range(3):
         check_sum(mesh, seed)
-        meetings.append(communicator.meet(mesh.devices.flat))
+        all_rendezvous.append(communicator.rendezvous_of(mesh.devices.flat))
         jax_intranode.shutdown()
         jax_intranode.shutdown()  # does nothing
-    assert len({id(meeting) for meeting in meetings}) == 3
+    assert len({id(rendezvous) for rendezvous in all_rendezvous}) == 3
 
 
 @pytest.mark.usefixtures("fresh")
@@ -175,7 +176,7 @@ def test_program_from_before_shutdown_raises(calls: int, executions: int) -> Non
     for _ in range(2):
         with pytest.raises(Exception, match=r"jax_intranode\.shutdown\(\).*jax\.clear_caches\(\)"):
             jax.block_until_ready(program(x))
-    # A new meeting does not bring it back; what the message advises does.
+    # A new rendezvous does not bring it back; what the message advises does.
     check_sum(mesh)
     with pytest.raises(Exception, match=r"jax_intranode\.shutdown\(\)"):
         jax.block_until_ready(program(x))
@@ -190,20 +191,20 @@ def test_program_from_before_shutdown_raises(calls: int, executions: int) -> Non
 def test_regions_run_out() -> None:
     need_devices(4)
     n = len(jax.devices())
-    orders = list(itertools.islice(itertools.permutations(range(n)), communicator._REGIONS + 2))
+    orders = list(itertools.islice(itertools.permutations(range(n)), rendezvous_lib.REGIONS + 2))
     meshes = [cases.make_mesh((n,), ("x",), order) for order in orders]
-    for mesh in meshes[: communicator._REGIONS]:
+    for mesh in meshes[: rendezvous_lib.REGIONS]:
         assert chosen_for(mesh).algorithm != "lax"
-    for mesh in meshes[communicator._REGIONS :]:
+    for mesh in meshes[rendezvous_lib.REGIONS :]:
         chosen = chosen_for(mesh)
         assert chosen.algorithm == "lax"
-        assert f"{communicator._REGIONS} regions" in chosen.reason
+        assert f"{rendezvous_lib.REGIONS} regions" in chosen.reason
         check_sum(mesh, ours=False)
         jax_intranode.initialize(mesh)  # does not raise
     # Those that have a region keep it.
     assert chosen_for(meshes[0]).algorithm != "lax"
     check_sum(meshes[0])
-    check_sum(meshes[communicator._REGIONS - 1])
+    check_sum(meshes[rendezvous_lib.REGIONS - 1])
     # Other devices have regions of their own.
     check_sum(cases.line(n - 1))
 
@@ -212,7 +213,7 @@ def test_regions_run_out() -> None:
 def test_shutdown_gives_regions_back() -> None:
     need_devices(4)
     n = len(jax.devices())
-    orders = list(itertools.islice(itertools.permutations(range(n)), communicator._REGIONS + 1))
+    orders = list(itertools.islice(itertools.permutations(range(n)), rendezvous_lib.REGIONS + 1))
     meshes = [cases.make_mesh((n,), ("x",), order) for order in orders]
     assert [chosen_for(mesh).algorithm for mesh in meshes][-1] == "lax"
     jax_intranode.shutdown()
@@ -225,10 +226,10 @@ def test_reason_is_logged_once(
 ) -> None:
     need_devices(2)
 
-    def refuse(meeting: Any) -> dict[str, str]:
+    def refuse(rendezvous: Any) -> dict[str, str]:
         return {"error": "for a test"}
 
-    monkeypatch.setattr(communicator, "_hello", refuse)
+    monkeypatch.setattr(rendezvous_lib, "_hello", refuse)
     with caplog.at_level(logging.INFO, "jax_intranode"):
         for _ in range(2):
             jax_intranode.initialize()

@@ -408,9 +408,9 @@ def test_reasons_of_the_selection() -> None:
     assert [call.reason for call in explain(one)(jnp.zeros(3))] == ["a group of one rank"]
 
 
-def test_reason_of_the_meeting() -> None:
-    refused = communicator.Meeting({}, "cpu", "single", reason="no peer access")
-    with mock.patch.object(communicator, "meet", lambda devices: refused):
+def test_reason_of_the_rendezvous() -> None:
+    refused = communicator.Rendezvous({}, "cpu", "single", reason="no peer access")
+    with mock.patch.object(communicator, "rendezvous_of", lambda devices: refused):
         assert reasons(lambda v: psum(v, "x")) == ["no peer access"]
 
 

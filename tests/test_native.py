@@ -102,7 +102,7 @@ def test_sound_protocols(programs: Programs, ranks: int, calls: int) -> None:
     ("variant", "ends"),
     [
         # Who has ended operation e writes e + 1 into a half in which e is still awaited.
-        ("one_half", "waits"),
+        ("one_epoch_buffer", "waits"),
         # The packets of e are taken for those of e + 2: ranks run apart.
         ("never_armed", "waits or is wrong"),
         # Words of a packet that come late stay behind, and are taken for the next one's.

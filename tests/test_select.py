@@ -20,11 +20,11 @@ ORDER = {
 ITEM_BYTES = {"bfloat16": 2, **{d: np.dtype(d).itemsize for d in select.DTYPES if d != "bfloat16"}}
 BARE = ("float32", "bfloat16", "float16")
 
-# xla_ffi/kernels/group.h and communicator.py.
+# xla_ffi/kernels/group.h and rendezvous.py.
 _HEADER_BYTES, _PROBE_BYTES, _REGIONS = 64 << 10, 64 << 10, 8
 
 
-def half_bytes(hardware: str) -> int:
+def epoch_buffer_bytes(hardware: str) -> int:
     """What a default slab leaves for each buffer of a region."""
     slab = config.Config().slab_bytes("cpu" if hardware == "cpu" else "gpu")
     return ((slab - _PROBE_BYTES) // _REGIONS - _HEADER_BYTES) // 2 // 4096 * 4096
@@ -41,13 +41,13 @@ def choose(
     hardware, mode = place
     arguments = {
         "nbytes": nbytes, "dtype": dtype, "world_size": world, "hardware": hardware, "mode": mode,
-        "half_bytes": half_bytes(hardware), **more,
+        "epoch_buffer_bytes": epoch_buffer_bytes(hardware), **more,
     }  # fmt: skip
     return select.select(operation, **arguments)
 
 
 def needed(algorithm: str, nbytes: int, dtype: str, world: int) -> int:
-    """Bytes of a half: every rank's slot, of whole packets (the headers in xla_ffi/kernels)."""
+    """Bytes of an epoch buffer: a slot of whole packets for every rank (xla_ffi/kernels)."""
     packet = 16 if dtype in BARE else 32
     packs = (nbytes + 15) // 16
     if algorithm != "two_shot":
@@ -70,7 +70,7 @@ def sizes(dtype: str) -> list[int]:
 def test_every_selection_fits_and_is_sensible(
     place: tuple[str, str], dtype: str, operation: str
 ) -> None:
-    half = half_bytes(place[0])
+    most = epoch_buffer_bytes(place[0])
     for world, nbytes in itertools.product(WORLDS, sizes(dtype)):
         chosen = choose(place, world, nbytes, dtype, operation)
         context = (world, nbytes, chosen)
@@ -79,7 +79,7 @@ def test_every_selection_fits_and_is_sensible(
             assert (chosen.blocks, chosen.threads) == (0, 0), context
             continue
         assert chosen.algorithm in ORDER[operation], context
-        assert needed(chosen.algorithm, nbytes, dtype, world) <= half, context
+        assert needed(chosen.algorithm, nbytes, dtype, world) <= most, context
         packs = -(-nbytes // 16)
         work = -(-packs // world) if chosen.algorithm == "two_shot" else packs
         assert 1 <= chosen.blocks <= 256, context  # kMaxBlocks
@@ -127,11 +127,11 @@ def test_the_limit_that_a_reason_names_is_the_limit() -> None:
 @pytest.mark.parametrize("algorithm", select.PSUM_ALGORITHMS)
 @pytest.mark.parametrize("place", PLACES, ids="-".join)
 def test_forced_algorithm_runs_wherever_it_fits(place: tuple[str, str], algorithm: str) -> None:
-    half = half_bytes(place[0])
+    most = epoch_buffer_bytes(place[0])
     for world, dtype in itertools.product(WORLDS, select.DTYPES):
         for nbytes in sizes(dtype):
             chosen = choose(place, world, nbytes, dtype, algorithm=algorithm)
-            fits = needed(algorithm, nbytes, dtype, world) <= half
+            fits = needed(algorithm, nbytes, dtype, world) <= most
             assert chosen.algorithm == (algorithm if fits else "lax"), (world, dtype, nbytes)
             name = "JAX_INTRANODE_ALGORITHM" if fits else "JAX_INTRANODE_SLAB_MIB"
             assert name in chosen.reason
@@ -144,10 +144,10 @@ def test_a_buffer_that_is_a_byte_too_small_is_refused() -> None:
         exact = needed(algorithm, 1000, dtype, 4)
         more = {"algorithm": algorithm}
         assert (
-            choose(("cpu", "multi"), 4, 1000, dtype, half_bytes=exact, **more).algorithm
+            choose(("cpu", "multi"), 4, 1000, dtype, epoch_buffer_bytes=exact, **more).algorithm
             == algorithm
         )
-        refused = choose(("cpu", "multi"), 4, 1000, dtype, half_bytes=exact - 1, **more)
+        refused = choose(("cpu", "multi"), 4, 1000, dtype, epoch_buffer_bytes=exact - 1, **more)
         assert refused.algorithm == "lax"
         assert str(exact) in refused.reason and "JAX_INTRANODE_SLAB_MIB" in refused.reason
 
@@ -164,13 +164,13 @@ def test_a_buffer_that_is_a_byte_too_small_is_refused() -> None:
         ({"dtype": "complex64"}, "dtype complex64"),
         ({"dtype": "bool"}, "dtype bool"),
         ({"nbytes": 1 << 30}, "faster than lax"),
-        ({"half_bytes": 16}, "JAX_INTRANODE_SLAB_MIB"),
+        ({"epoch_buffer_bytes": 16}, "JAX_INTRANODE_SLAB_MIB"),
     ],
 )
 def test_reasons_for_lax(changed: dict[str, object], says: str) -> None:
     arguments = {
         "nbytes": 400, "dtype": "float32", "world_size": 4, "hardware": "hopper", "mode": "multi",
-        "half_bytes": 1 << 20, **changed,
+        "epoch_buffer_bytes": 1 << 20, **changed,
     }  # fmt: skip
     chosen = select.select("psum", **arguments)
     assert chosen.algorithm == "lax"

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 import jax_intranode
-from jax_intranode._src import communicator, launcher, select
+from jax_intranode._src import communicator, launcher, limits, select
 from jax_intranode._src.bench.collectives import graph, oracle
 from jax_intranode._src.bench.collectives.operations import OPERATIONS
 from jax_intranode._src.bench.settings import PROCESS_PER_DEVICE, Settings
@@ -70,9 +70,9 @@ def _rank(arguments: argparse.Namespace) -> None:
     n = arguments.devices
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:n]), ("x",))
     jax_intranode.initialize(mesh)
-    meeting = communicator.meet(mesh.devices.flat)
-    reason = meeting.reason or communicator.communicator(
-        meeting, communicator.partition(mesh, ("x",))
+    rendezvous = communicator.rendezvous_of(mesh.devices.flat)
+    reason = rendezvous.reason or communicator.communicator(
+        rendezvous, communicator.partition(mesh, ("x",))
     )
     if reason is not None:
         raise SystemExit(reason)
@@ -96,7 +96,7 @@ def _rank(arguments: argparse.Namespace) -> None:
     for size in sizes:
         for name in arguments.operations:
             for algorithm in _ALGORITHMS[name]:
-                line = _sweep(settings, mesh, meeting.half_bytes, name, algorithm, size)
+                line = _sweep(settings, mesh, rendezvous.epoch_buffer_bytes, name, algorithm, size)
                 if line is not None and jax.process_index() == 0:
                     print(line, flush=True)
 
@@ -104,7 +104,7 @@ def _rank(arguments: argparse.Namespace) -> None:
 def _sweep(
     settings: Settings,
     mesh: jax.sharding.Mesh,
-    half_bytes: int,
+    epoch_buffer_bytes: int,
     name: str,
     algorithm: str,
     size: int,
@@ -113,11 +113,10 @@ def _sweep(
     n, operation = settings.devices, OPERATIONS[name]
     dtype = np.dtype(jax.numpy.dtype(settings.dtypes[0]))
     part = size if name == "psum" else size // n
-    packs = -(-part // select.PACK_BYTES)
-    packet = select.packet_bytes_of(dtype.name)
+    packs = -(-part // limits.PACK_BYTES)
     work = -(-packs // n) if algorithm == "two_shot" else packs
-    needed = select.half_bytes_needed(algorithm, packs * packet, n, packet)
-    if part < dtype.itemsize or needed > half_bytes:
+    needed = limits.epoch_buffer_bytes_needed(algorithm, dtype.name, part, n)
+    if part < dtype.itemsize or needed > epoch_buffer_bytes:
         return None
     if algorithm == "one_shot" and n > 2 and size > 2 << 20:
         return None

@@ -31,8 +31,8 @@ struct DeviceMemory {
 using Member = std::tuple<int64_t, int64_t, int, std::vector<uintptr_t>, uintptr_t>;
 
 void CreateCommunicator(const std::vector<int64_t>& device_ids, int64_t group_size,
-                        const std::vector<Member>& members, size_t half_bytes, double timeout_s,
-                        const std::vector<DeviceMemory>& memory) {
+                        const std::vector<Member>& members, size_t epoch_buffer_bytes,
+                        double timeout_s, const std::vector<DeviceMemory>& memory) {
   auto communicator = std::make_shared<DeviceCommunicator>();
   communicator->memory = std::make_shared<std::vector<DeviceMemory>>(memory);
   for (const auto& [device, group_number, rank, regions, record] : members) {
@@ -42,7 +42,7 @@ void CreateCommunicator(const std::vector<int64_t>& device_ids, int64_t group_si
     }
     DeviceGroup group{};
     for (int64_t r = 0; r < group_size; ++r) group.region[r] = reinterpret_cast<char*>(regions[r]);
-    group.half_bytes = half_bytes;
+    group.epoch_buffer_bytes = epoch_buffer_bytes;
     group.rank = rank;
     group.size = static_cast<int>(group_size);
     group.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
@@ -162,20 +162,6 @@ void Close() {
   Registry<DeviceCommunicator>::Get().Clear();
 }
 
-// As ElementTypeOf of ffi/common.h, by the names of NumPy.
-ElementType ElementTypeNamed(Algorithm algorithm, const std::string& dtype) {
-  static const std::map<std::string, ElementType> types = {
-      {"float32", ElementType::kF32}, {"bfloat16", ElementType::kBF16},
-      {"float16", ElementType::kF16}, {"float64", ElementType::kF64},
-      {"int8", ElementType::kI8},     {"uint8", ElementType::kI8},
-      {"int32", ElementType::kI32},   {"uint32", ElementType::kI32},
-      {"int64", ElementType::kI64},   {"uint64", ElementType::kI64}};
-  const auto found = types.find(dtype);
-  if (found != types.end()) return found->second;
-  if (algorithm == Algorithm::kAllGather) return ElementType::kI8;
-  throw std::invalid_argument("jax_intranode: " + dtype + " has no kernels");
-}
-
 nb::tuple TimeOnGroup(const std::vector<int64_t>& device_ids, int64_t group_size, int device,
                       int algorithm_number, int blocks, int threads, nb::bytes data,
                       const std::string& dtype, int calls, int repetitions) {
@@ -190,13 +176,14 @@ nb::tuple TimeOnGroup(const std::vector<int64_t>& device_ids, int64_t group_size
     throw std::runtime_error(failure);
   }
   const Algorithm algorithm = static_cast<Algorithm>(algorithm_number);
-  const ElementType type = ElementTypeNamed(algorithm, dtype);
+  const std::optional<ElementType> type = ElementTypeNamed(algorithm, dtype);
+  if (!type) throw std::invalid_argument("jax_intranode: " + dtype + " has no kernels");
   const std::string input(data.c_str(), data.size());
   GraphTiming timing;
   {
     nb::gil_scoped_release release;
-    timing = TimeInGraph(device, *communicator->members[device], algorithm, type, {blocks, threads},
-                         input, calls, repetitions);
+    timing = TimeInGraph(device, *communicator->members[device], algorithm, *type,
+                         {blocks, threads}, input, calls, repetitions);
   }
   return nb::make_tuple(timing.microseconds, nb::bytes(timing.output.data(), timing.output.size()));
 }
@@ -205,9 +192,7 @@ nb::dict Registrations() {
   nb::dict handlers, all;
   handlers["instantiate"] = nb::capsule(reinterpret_cast<void*>(CudaCollectiveInstantiate));
   handlers["execute"] = nb::capsule(reinterpret_cast<void*>(CudaCollective));
-  for (const char* name : {"psum", "psum_scatter", "all_gather"}) {
-    all[(std::string("jax_intranode_") + name).c_str()] = handlers;
-  }
+  for (const std::string& name : CollectiveTargets()) all[name.c_str()] = handlers;
   nb::dict of_matmul;
   of_matmul["instantiate"] = nb::capsule(reinterpret_cast<void*>(CudaCollectiveMatmulInstantiate));
   of_matmul["initialize"] = nb::capsule(reinterpret_cast<void*>(CudaCollectiveMatmulInitialize));
@@ -222,7 +207,6 @@ NB_MODULE(_cuda, m) {
   m.doc() = "Slabs and groups of jax_intranode on GPUs.";
   m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.attr("HEADER_BYTES") = kHeaderBytes;
-  m.attr("MAX_BUFFERS") = kMaxBuffers;
   m.attr("RECORD_BYTES") = sizeof(FailureRecord);
   m.attr("CUDA_VERSION") = CUDART_VERSION;
 
@@ -295,7 +279,7 @@ NB_MODULE(_cuda, m) {
       },
       nb::arg("device"));
   m.def("create_communicator", &CreateCommunicator, nb::arg("device_ids"), nb::arg("group_size"),
-        nb::arg("members"), nb::arg("half_bytes"), nb::arg("timeout_s"), nb::arg("memory"));
+        nb::arg("members"), nb::arg("epoch_buffer_bytes"), nb::arg("timeout_s"), nb::arg("memory"));
   m.def("add_rings", &AddRings, nb::arg("device_ids"), nb::arg("group_size"), nb::arg("rings"),
         nb::arg("ring_bytes"), nb::call_guard<nb::gil_scoped_release>(),
         "Lets a communicator do collective matmuls.");

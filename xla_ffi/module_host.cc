@@ -15,6 +15,7 @@
 #include "ffi/collectives_host.h"
 #include "host/segment.h"
 #include "kernels/memory.h"
+#include "module_limits.h"
 
 namespace nb = nanobind;
 
@@ -30,8 +31,8 @@ struct HostMemory {
 using Member = std::tuple<int64_t, int64_t, int, std::vector<uintptr_t>, uintptr_t>;
 
 void CreateCommunicator(const std::vector<int64_t>& device_ids, int64_t group_size,
-                        const std::vector<Member>& members, size_t half_bytes, double timeout_s,
-                        const std::vector<HostMemory>& memory) {
+                        const std::vector<Member>& members, size_t epoch_buffer_bytes,
+                        double timeout_s, const std::vector<HostMemory>& memory) {
   const auto keep_alive = std::make_shared<std::vector<HostMemory>>(memory);
   std::map<int64_t, std::vector<int>> local_ranks;
   for (const auto& [device, group, rank, regions, unused] : members)
@@ -48,7 +49,7 @@ void CreateCommunicator(const std::vector<int64_t>& device_ids, int64_t group_si
       Group layout{};
       for (int64_t r = 0; r < group_size; ++r)
         layout.region[r] = reinterpret_cast<char*>(regions[r]);
-      layout.half_bytes = half_bytes;
+      layout.epoch_buffer_bytes = epoch_buffer_bytes;
       layout.size = static_cast<int>(group_size);
       std::vector<int>& ranks = local_ranks[group_number];
       std::sort(ranks.begin(), ranks.end());
@@ -95,9 +96,7 @@ nb::dict Registrations() {
   nb::dict handlers, all;
   handlers["instantiate"] = nb::capsule(reinterpret_cast<void*>(HostCollectiveInstantiate));
   handlers["execute"] = nb::capsule(reinterpret_cast<void*>(HostCollective));
-  for (const char* name : {"psum", "psum_scatter", "all_gather"}) {
-    all[(std::string("jax_intranode_") + name).c_str()] = handlers;
-  }
+  for (const std::string& name : CollectiveTargets()) all[name.c_str()] = handlers;
   return all;
 }
 
@@ -107,8 +106,8 @@ NB_MODULE(_host, m) {
   m.doc() = "Slabs and groups of jax_intranode on the CPU.";
   m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.attr("HEADER_BYTES") = kHeaderBytes;
-  m.attr("MAX_BUFFERS") = kMaxBuffers;
   m.attr("RECORD_BYTES") = 0;
+  ExportLimits(m);
 
   nb::class_<HostMemory>(m, "Memory")
       .def_prop_ro(
@@ -157,7 +156,7 @@ NB_MODULE(_host, m) {
       nb::arg("device"), nb::arg("address"));
   m.def("load_kernels", [](int) {}, nb::arg("device"));
   m.def("create_communicator", &CreateCommunicator, nb::arg("device_ids"), nb::arg("group_size"),
-        nb::arg("members"), nb::arg("half_bytes"), nb::arg("timeout_s"), nb::arg("memory"));
+        nb::arg("members"), nb::arg("epoch_buffer_bytes"), nb::arg("timeout_s"), nb::arg("memory"));
   m.def("close", &Close, nb::call_guard<nb::gil_scoped_release>(),
         "Ends all communicators: programs that use them raise.");
   m.def("operations", &Operations, nb::call_guard<nb::gil_scoped_release>(),

@@ -1,134 +1,452 @@
-"""How the processes of a mesh exchange what they need to know: a store of keys and values.
+"""The rendezvous: the processes of a mesh agree once on whether and how its devices communicate.
 
-Between processes it is JAX's own key-value store, which lives in the coordinator and dies with
-it: nothing of an earlier run can be found there. A single process needs none.
+A rendezvous belongs to a set of devices. It ends in one verdict for all of its processes. Either
+every device of a host can write into the slabs of all others, or there is a reason why operations
+on these devices fall back to ``jax.lax``. The verdict is final, so that all processes compile the
+same program.
+
+A slab is memory of one device that its peers write into. It starts with a page in which the devices
+test their access, the probe page. Regions follow; each serves the groups of one partition
+(communicator.py). On GPUs, the ring buffer of the collective matmuls follows.
 """
 
-import json
-import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+import hashlib
+import logging
+import os
+import platform as host_platform
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from jax_intranode._src import compat
+import jax
 
+from jax_intranode._src import config, exchange, native, overlap, select, table, watcher
+from jax_intranode._src import topology as topology_lib
+from jax_intranode._src.partition import Partition
 
-class Deadline:
-    """A point in time by which a meeting has to be over."""
+_log = logging.getLogger("jax_intranode")
 
-    def __init__(self, seconds: float):
-        self.seconds = seconds
-        self._end = time.monotonic() + seconds
+# Increase it whenever the layout of slabs or the protocols change: processes of different versions
+# must not share memory.
+_PROTOCOL = 6
 
-    def passed(self) -> bool:
-        """Whether it is over."""
-        return time.monotonic() >= self._end
+PROBE_BYTES = 64 << 10
+REGIONS = 8
 
-    def remaining_ms(self) -> int:
-        """Milliseconds left; at least 1."""
-        return max(1, int((self._end - time.monotonic()) * 1000))
-
-
-class Refused(Exception):
-    """A meeting can't go on: a process did not come in time, or a verdict stands already."""
-
-
-class Store(Protocol):
-    """What a meeting needs."""
-
-    def gather(self, stage: str, value: Any, deadline: Deadline) -> list[Any]:
-        """Says `value` (JSON) and returns what every process has said, in process order.
-
-        Raises:
-            Refused: one has not, by the deadline, or somebody has given up before.
-        """
-
-    def claim(self, key: str, value: str) -> str:
-        """Sets `key` unless somebody has; returns the value that stands."""
-
-    def wait(self, key: str, deadline: Deadline) -> str | None:
-        """The value of `key` once somebody has set it; None after the deadline."""
+# Guards every rendezvous, and what follows from it.
+lock = threading.RLock()
+_all: dict[tuple[int, ...], "Rendezvous"] = {}
+_generation = 0  # number of shutdowns so far: processes of different generations don't rendezvous
+_forked = False
 
 
-class LocalStore:
-    """The store of a single process."""
+@dataclass
+class Rendezvous:
+    """What the processes of a set of devices agreed on.
 
-    def __init__(self) -> None:
-        self._values: dict[str, str] = {}
+    Attributes:
+        devices: all devices, by id.
+        platform: "cpu" or "gpu".
+        mode: "single" if one process has all devices, else "multi".
+        reason: why there are no communicators; None if there are.
+        store: the key-value store through which regions are claimed.
+        hosts: index of each device's host, by device id.
+        epoch_buffer_bytes: bytes of each of the two epoch buffers of a region.
+        ring_bytes: bytes of a device's ring buffer; 0 if there is none.
+        reason_for_no_matmuls: why collective matmuls are not overlapped; None if they may be.
+        addresses: the address of each peer's slab, by local device id and the peer's id.
+        memory: owns the slabs.
+        records: the address of each local device's failure records, by device id.
+        communicators: by partition, why there is no communicator, or None if there is one.
+        failure: message of the operation that failed, after which nothing works any more.
+    """
 
-    def gather(self, stage: str, value: Any, deadline: Deadline) -> list[Any]:
-        """See Store."""
-        return [json.loads(json.dumps(value))]
+    devices: dict[int, Any]
+    platform: str
+    mode: str
+    reason: str | None = None
+    store: Any = None
+    hosts: dict[int, int] = field(default_factory=dict)
+    epoch_buffer_bytes: int = 0
+    ring_bytes: int = 0
+    reason_for_no_matmuls: str | None = None
+    addresses: dict[int, dict[int, int]] = field(default_factory=dict)
+    memory: list[Any] = field(default_factory=list)
+    records: dict[int, int] = field(default_factory=dict)
+    communicators: dict[Partition, str | None] = field(default_factory=dict)
+    failure: str | None = None
 
-    def claim(self, key: str, value: str) -> str:
-        """See Store."""
-        return self._values.setdefault(key, value)
-
-    def wait(self, key: str, deadline: Deadline) -> str | None:
-        """See Store."""
-        return self._values.get(key)
-
-
-def _slice(deadline: Deadline) -> Deadline:
-    """A part of the time left, after which a waiting process looks around."""
-    return Deadline(min(1.0, deadline.remaining_ms() / 1e3))
-
-
-class KeyValueStore:
-    """JAX's key-value store, under a prefix that the processes of one mesh share."""
-
-    def __init__(self, client: Any, prefix: str, process: int, processes: Sequence[int]):
-        self._client = client
-        self._prefix = prefix
-        self._process = process
-        self._processes = tuple(processes)
-
-    def gather(self, stage: str, value: Any, deadline: Deadline) -> list[Any]:
-        """See Store."""
-        text = json.dumps(value)
-        if self.claim(f"{stage}/{self._process}", text) != text:
-            raise Refused(f"process {self._process} meets a second time")
-        values = []
-        for process in self._processes:
-            while (said := self.wait(f"{stage}/{process}", _slice(deadline))) is None:
-                if verdict := self.wait("verdict", Deadline(0.001)):
-                    raise Refused(verdict)
-                if deadline.passed():
-                    raise Refused(
-                        f"process {process} did not come to the meeting within "
-                        f"{deadline.seconds:g} s ({stage})"
-                    )
-            values.append(json.loads(said))
-        return values
-
-    def claim(self, key: str, value: str) -> str:
-        """See Store."""
-        try:
-            self._client.key_value_set(self._prefix + key, value)
-        except Exception as error:
-            if "ALREADY_EXISTS" not in str(error):
-                raise
-            return self._client.blocking_key_value_get(self._prefix + key, 10_000)
-        return value
-
-    def wait(self, key: str, deadline: Deadline) -> str | None:
-        """See Store."""
-        try:
-            return self._client.blocking_key_value_get(self._prefix + key, deadline.remaining_ms())
-        except Exception as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
-            return None
+    def region_bytes(self) -> int:
+        """Bytes of a region: its header and its epoch buffers."""
+        return native.module(self.platform).HEADER_BYTES + 2 * self.epoch_buffer_bytes
 
 
-def store(prefix: str, process: int, processes: Sequence[int]) -> Store:
-    """The store through which `processes` meet.
+def rendezvous_of(devices: Iterable[Any]) -> Rendezvous:
+    """The rendezvous of these devices. The first call performs it; later ones return the same.
 
     Raises:
-        RuntimeError: there are several, and jax.distributed is not initialised.
+        RuntimeError: an operation on these devices has failed before, or this process was forked
+            from one that had communicators.
     """
-    if len(processes) == 1:
-        return LocalStore()
-    client = compat.key_value_client()
-    if client is None:
-        raise RuntimeError(f"processes {list(processes)} need jax.distributed.initialize() to meet")
-    return KeyValueStore(client, prefix, process, processes)
+    refuse_fork()
+    by_id = {device.id: device for device in devices}
+    key = tuple(sorted(by_id))
+    with lock:
+        rendezvous = _all.get(key)
+        if rendezvous is None:
+            devices = {i: by_id[i] for i in key}
+            processes = sorted({device.process_index for device in devices.values()})
+            rendezvous = Rendezvous(devices, devices[key[0]].platform, mode_of(devices.values()))
+            # Stored first: if it is interrupted, it is not tried again with the same keys.
+            _all[key] = rendezvous
+            _perform(rendezvous, processes)
+            if rendezvous.reason is not None:
+                _log.log(
+                    logging.INFO if config.get().disable else logging.WARNING,
+                    "Operations on devices %s fall back to jax.lax: %s.",
+                    list(key),
+                    rendezvous.reason,
+                )
+    if rendezvous.failure is not None:
+        raise RuntimeError(rendezvous.failure)
+    return rendezvous
+
+
+def forget_all() -> None:
+    """Ends every rendezvous of this process; the next use of the same devices starts anew."""
+    global _generation
+    _all.clear()
+    _generation += 1
+
+
+def mode_of(devices: Iterable[Any]) -> str:
+    """The process mode: "single" if one process has all of these devices, else "multi"."""
+    return "single" if len({device.process_index for device in devices}) == 1 else "multi"
+
+
+def native_ordinal(device: Any) -> int:
+    """The number by which XLA's handlers know a device: on CPUs the global id, else CUDA's."""
+    return device.id if device.platform == "cpu" else device.local_hardware_id
+
+
+def refuse_fork() -> None:
+    """Raises in a process that was forked from one that had communicators.
+
+    Raises:
+        RuntimeError: this is such a process.
+    """
+    if _forked:
+        raise RuntimeError(
+            "jax_intranode: this process was forked from one that had communicators; devices and "
+            "shared memory do not survive a fork. Start processes with the method 'spawn'."
+        )
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = _forked or any(rendezvous.reason is None for rendezvous in _all.values())
+
+
+class _Refusal(Exception):
+    """Why these devices get no communicators."""
+
+
+def _perform(rendezvous: Rendezvous, processes: list[int]) -> None:
+    """Fills in the rendezvous, or its reason."""
+    rendezvous.reason = "the rendezvous of its processes was interrupted"
+    if jax.process_index() not in processes:
+        rendezvous.reason = "this process has none of these devices"
+        return
+    deadline = exchange.Deadline(config.get().timeout_s)
+    name = hashlib.sha256(repr(tuple(rendezvous.devices)).encode()).hexdigest()[:16]
+    try:
+        store = rendezvous.store = exchange.store(
+            f"jax_intranode/{_generation}/{name}/", jax.process_index(), processes
+        )
+    except RuntimeError as error:
+        rendezvous.reason = str(error)
+        return
+    # A process that can't go on claims the verdict at once. The first process claims it when all is
+    # well. If it doesn't, the first process that gives up waiting for it does.
+    verdict: str | None
+    try:
+        _share_slabs(rendezvous, deadline)
+        if jax.process_index() == processes[0]:
+            verdict = store.claim("verdict", "")
+        else:
+            verdict = store.wait("verdict", exchange.Deadline(deadline.remaining_ms() / 1e3 + 10))
+        if verdict is None:
+            verdict = store.claim("verdict", f"process {processes[0]} gave no verdict in time")
+    except (_Refusal, exchange.Refused) as refusal:
+        verdict = store.claim("verdict", str(refusal))
+    except BaseException as error:
+        store.claim("verdict", f"process {jax.process_index()} was interrupted by {error!r}")
+        raise
+    rendezvous.reason = verdict or None
+    if verdict:
+        # The slabs stay: a peer that has not seen the verdict yet may still write into them.
+        rendezvous.addresses.clear()
+    elif rendezvous.platform == "gpu":
+        watcher.start(rendezvous.platform, _local_device_ids, _fail_all)
+
+
+def _gather(
+    rendezvous: Rendezvous, stage: str, value: Any, deadline: exchange.Deadline
+) -> list[Any]:
+    """Exchanges values. A process whose step failed sends {"error": why} to all."""
+    values = rendezvous.store.gather(stage, value, deadline)
+    errors = [v["error"] for v in values if isinstance(v, dict) and v.get("error")]
+    if errors:
+        raise _Refusal(errors[0])
+    return values
+
+
+def _share_slabs(rendezvous: Rendezvous, deadline: exchange.Deadline) -> None:
+    """Fills in the rendezvous, or raises why it can't.
+
+    Every stage ends with an exchange in which all processes take part, those that failed in it
+    included, so that all of them see a failure at once.
+    """
+
+    def attempt(stage: str, step: Any) -> list[Any]:
+        try:
+            value = step()
+        except Exception as error:
+            value = {"error": f"process {jax.process_index()}: {error}"}
+        return _gather(rendezvous, stage, value, deadline)
+
+    hellos = attempt("hello", lambda: _hello(rendezvous))
+    _check_hellos(hellos)
+    rendezvous.reason_for_no_matmuls = _reason_for_no_matmuls(rendezvous, hellos)
+
+    hosts = [hello["host"] for hello in hellos]
+    process_of = {d["id"]: process for process, h in enumerate(hellos) for d in h["devices"]}
+    for device_id in rendezvous.devices:
+        rendezvous.hosts[device_id] = hosts.index(hosts[process_of[device_id]])
+    here = rendezvous.hosts[
+        next(i for i, device in rendezvous.devices.items() if _is_local(device))
+    ]
+    peers = [i for i in rendezvous.devices if rendezvous.hosts[i] == here]
+    local = [i for i in peers if _is_local(rendezvous.devices[i])]
+    shared = len(local) < len(peers)
+
+    slabs: dict[int, Any] = {}
+    handles: dict[int, str] = {}
+
+    def allocate() -> dict[str, Any]:
+        slabs.update(_allocate(rendezvous, local, shared))
+        return {str(i): slab.handle().hex() if shared else "" for i, slab in slabs.items()}
+
+    for of_process in attempt("slabs", allocate):
+        handles.update({int(i): handle for i, handle in of_process.items()})
+    attempt("open", lambda: _open_peers(rendezvous, slabs, handles, local, peers))
+    if shared:
+        for slab in slabs.values():
+            slab.unlink()
+    attempt("write", lambda: _probe(rendezvous, local, peers, write=True))
+    attempt("read", lambda: _probe(rendezvous, local, peers, write=False))
+
+
+def _is_local(device: Any) -> bool:
+    return device.process_index == jax.process_index()
+
+
+def _hello(rendezvous: Rendezvous) -> dict[str, Any]:
+    """What a process sends of itself: versions, settings and its devices."""
+    module = native.module(rendezvous.platform)
+    if config.get().disable:
+        return {"error": "JAX_INTRANODE_DISABLE=1"}
+    if module is None:
+        what = (
+            "CUDA kernels" if rendezvous.platform == "gpu" else f"kernels for {rendezvous.platform}"
+        )
+        return {"error": f"process {jax.process_index()}: jax_intranode was built without {what}"}
+    local = [device for device in rendezvous.devices.values() if _is_local(device)]
+    links = {}
+    if rendezvous.platform == "gpu":
+        bus_ids = {
+            d.id: topology_lib.normalise_bus_id(module.pci_bus_id(native_ordinal(d))) for d in local
+        }
+        reports = {r.bus_id: r for r in topology_lib.read_links(list(bus_ids.values()))}
+        for device_id, bus_id in bus_ids.items():
+            if bus_id not in reports:
+                return {"error": f"NVML does not show the GPU {bus_id}"}
+            links[device_id] = reports[bus_id].to_json()
+    return {
+        "host": [_boot_id(), host_platform.node()],
+        "config": repr(config.get()),
+        "protocol": _PROTOCOL,
+        "table": [select.digest(), overlap.digest()],
+        "matmuls": 0 if rendezvous.platform == "cpu" else module.cublas_lt_version(),
+        "devices": [{"id": device.id, "links": links.get(device.id)} for device in local],
+    }
+
+
+def _reason_for_no_matmuls(rendezvous: Rendezvous, hellos: list[dict[str, Any]]) -> str | None:
+    """Why collective matmuls are not overlapped on these devices, or None."""
+    if rendezvous.platform == "cpu":
+        return "CPU devices"
+    for device in rendezvous.devices.values():
+        hardware = table.hardware_of(rendezvous.platform, device.device_kind)
+        if hardware != overlap.HARDWARE:
+            return f"not measured on {device.device_kind}"
+    versions = {hello["matmuls"] for hello in hellos}
+    if 0 in versions:
+        return "cuBLASLt was not found"
+    if len(versions) > 1:
+        return f"processes have different versions of cuBLASLt: {sorted(versions)}"
+    if config.get().ring_bytes(rendezvous.platform) == 0:
+        return "JAX_INTRANODE_RING_MIB=0"
+    return None
+
+
+def _boot_id() -> str:
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""
+
+
+def _check_hellos(hellos: list[dict[str, Any]]) -> None:
+    """Refuses ranks that would not decide alike, and GPUs that are not linked."""
+    for what in ("protocol", "table", "config"):
+        values = [hello[what] for hello in hellos]
+        for process, value in enumerate(values):
+            if value != values[0]:
+                raise _Refusal(
+                    f"processes 0 and {process} of the mesh have a different {what}: {values[0]} "
+                    f"and {value}; give them the same version and environment"
+                )
+    by_host: dict[tuple[str, ...], list[Any]] = {}
+    for hello in hellos:
+        for device in hello["devices"]:
+            if device["links"] is not None:
+                report = topology_lib.LinkReport.from_json(device["links"])
+                by_host.setdefault(tuple(hello["host"]), []).append((device["id"], report))
+    forced = config.get().topology
+    if forced not in (None, topology_lib.TopologyKind.FULLY_CONNECTED.value):
+        raise _Refusal(
+            f"JAX_INTRANODE_TOPOLOGY={forced}; only fully connected GPUs have kernels yet"
+        )
+    for devices in by_host.values():
+        seen: dict[str, int] = {}
+        for device_id, report in devices:
+            if report.uuid in seen:
+                raise _Refusal(f"devices {seen[report.uuid]} and {device_id} are one GPU")
+            seen[report.uuid] = device_id
+        matrix = topology_lib.link_matrix([report for _, report in devices])
+        kind = topology_lib.classify(matrix)
+        if forced is None and kind is not topology_lib.TopologyKind.FULLY_CONNECTED:
+            raise _Refusal(
+                f"GPUs {[report.bus_id for _, report in devices]} are not all linked by NVLink "
+                f"(topology {kind.value}, links {matrix})"
+            )
+
+
+def _allocate(rendezvous: Rendezvous, local: list[int], shared: bool) -> dict[int, Any]:
+    """Allocates a zeroed slab for each device and arms its epoch buffers (kernels/group.h)."""
+    module = native.module(rendezvous.platform)
+    total = config.get().slab_bytes(rendezvous.platform)
+    epoch_buffer = ((total - PROBE_BYTES) // REGIONS - module.HEADER_BYTES) // 2
+    rendezvous.epoch_buffer_bytes = epoch_buffer // 4096 * 4096
+    if rendezvous.epoch_buffer_bytes <= 0:
+        raise RuntimeError(f"a slab of {total} bytes is too small; raise JAX_INTRANODE_SLAB_MIB")
+    if rendezvous.reason_for_no_matmuls is None:
+        rendezvous.ring_bytes = config.get().ring_bytes(rendezvous.platform)
+    slabs = {}
+    for device_id in local:
+        ordinal = native_ordinal(rendezvous.devices[device_id])
+        slab = module.allocate(ordinal, total + rendezvous.ring_bytes, shared)
+        for region in range(REGIONS):
+            start = slab.address + PROBE_BYTES + region * rendezvous.region_bytes()
+            module.fill(
+                ordinal, start + module.HEADER_BYTES, 0xFF, 2 * rendezvous.epoch_buffer_bytes
+            )
+        module.load_kernels(ordinal)
+        slabs[device_id] = slab
+        rendezvous.records[device_id] = slab.records
+    return slabs
+
+
+def _open_peers(
+    rendezvous: Rendezvous,
+    slabs: dict[int, Any],
+    handles: dict[int, str],
+    local: list[int],
+    peers: list[int],
+) -> None:
+    """Makes every peer's slab addressable on every local device."""
+    module = native.module(rendezvous.platform)
+    rendezvous.memory.extend(slabs.values())
+    opened: dict[Any, Any] = {}
+    for device_id in local:
+        ordinal = native_ordinal(rendezvous.devices[device_id])
+        addresses = rendezvous.addresses[device_id] = {}
+        for peer in peers:
+            if peer in slabs:
+                if peer != device_id:
+                    module.enable_peer_access(ordinal, native_ordinal(rendezvous.devices[peer]))
+                addresses[peer] = slabs[peer].address
+                continue
+            # On GPUs each device maps a peer's slab; on the CPU one mapping serves the process.
+            key = (ordinal if rendezvous.platform == "gpu" else None, peer)
+            if key not in opened:
+                handle = bytes.fromhex(handles[peer])
+                size = config.get().slab_bytes(rendezvous.platform) + rendezvous.ring_bytes
+                opened[key] = module.open(ordinal, handle, size)
+            addresses[peer] = opened[key].address
+    rendezvous.memory.extend(opened.values())
+
+
+def _probe(rendezvous: Rendezvous, local: list[int], peers: list[int], *, write: bool) -> None:
+    """Tests the access of every device to every slab.
+
+    Each device writes a word into the probe page of each slab. When all have done so, the writer
+    reads its words back through the link, and the owner reads the words in its own slab.
+    """
+    module = native.module(rendezvous.platform)
+
+    def word(writer: int, owner: int) -> int:
+        return (peers.index(writer) * 4099 + peers.index(owner) * 17 + 1) & 0x7FFFFFFF
+
+    def slot(writer: int) -> int:
+        return 4 * (peers.index(writer) % (PROBE_BYTES // 4))
+
+    for device_id in local:
+        ordinal = native_ordinal(rendezvous.devices[device_id])
+        for peer in peers:
+            there = rendezvous.addresses[device_id][peer] + slot(device_id)
+            mine = rendezvous.addresses[device_id][device_id] + slot(peer)
+            if write:
+                module.write_word(ordinal, there, word(device_id, peer))
+                continue
+            for address, expected in (
+                (there, word(device_id, peer)),
+                (mine, word(peer, device_id)),
+            ):
+                found = module.read_word(ordinal, address)
+                if found != expected:
+                    raise RuntimeError(
+                        f"devices {device_id} and {peer} can't share memory: wrote {expected}, "
+                        f"read {found}"
+                    )
+
+
+def _local_device_ids() -> dict[int, int]:
+    """The ids of this process's GPUs, by CUDA's number."""
+    return {
+        native_ordinal(device): device.id
+        for rendezvous in list(_all.values())
+        for device in rendezvous.devices.values()
+        if _is_local(device) and device.platform != "cpu"
+    }
+
+
+def _fail_all(platform: str, message: str) -> None:
+    # Without the lock: another thread may hold it for as long as a rendezvous takes.
+    for rendezvous in list(_all.values()):
+        if rendezvous.platform == platform:
+            rendezvous.failure = message
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -108,7 +108,7 @@ def failure_of(mesh: Mesh, attempt: Callable[[], None]) -> str:
         return str(error.value)
     for _ in range(40):
         try:
-            communicator.meet(mesh.devices.flat)
+            communicator.rendezvous_of(mesh.devices.flat)
         except RuntimeError as failure:
             return str(failure)
         time.sleep(0.05)
@@ -266,7 +266,7 @@ def fallback_reason(ranks: Any, env: Any, world: int = 2) -> str:
     # Logged, once by each.
     for log in logs:
         if "JAX_INTRANODE_DISABLE" not in reason:
-            assert log.count(f"lower to jax.lax: {reason}.") == 1, log
+            assert log.count(f"fall back to jax.lax: {reason}.") == 1, log
     return reason
 
 

@@ -36,7 +36,7 @@ namespace {
 constexpr int kSites = 12;
 constexpr int kThreads = 2;
 constexpr size_t kMaxBytes = 3000;
-constexpr size_t kHalfBytes = 128 << 10;
+constexpr size_t kEpochBufferBytes = 128 << 10;
 constexpr auto kPatience = std::chrono::seconds(30);
 constexpr auto kNever = std::chrono::hours(1);
 
@@ -57,8 +57,8 @@ class Regions {
  public:
   explicit Regions(int ranks, uint32_t epoch = 0) : memory_(ranks) {
     for (auto& m : memory_) {
-      m.resize(jin::kHeaderBytes + 2 * kHalfBytes + 64);
-      memset(Aligned(m) + jin::kHeaderBytes, 0xFF, 2 * kHalfBytes);
+      m.resize(jin::kHeaderBytes + 2 * kEpochBufferBytes + 64);
+      memset(Aligned(m) + jin::kHeaderBytes, 0xFF, 2 * kEpochBufferBytes);
       reinterpret_cast<jin::RegionHeader*>(Aligned(m))->epoch[0] = epoch;
     }
   }
@@ -69,7 +69,7 @@ class Regions {
     const int n = static_cast<int>(memory_.size());
     jin::Group layout{};
     for (int r = 0; r < n; ++r) layout.region[r] = Aligned(memory_[r]);
-    layout.half_bytes = kHalfBytes;
+    layout.epoch_buffer_bytes = kEpochBufferBytes;
     layout.size = n;
     std::vector<int64_t> ids;
     for (int r = 0; r < n; ++r) ids.push_back(10 + r);
@@ -87,8 +87,9 @@ class Regions {
   size_t BytesLeft() const {
     size_t left = 0;
     for (const auto& m : memory_) {
-      const char* halves = Aligned(const_cast<std::vector<char>&>(m)) + jin::kHeaderBytes;
-      for (size_t i = 0; i < 2 * kHalfBytes; ++i) left += halves[i] != static_cast<char>(0xFF);
+      const char* epoch_buffers = Aligned(const_cast<std::vector<char>&>(m)) + jin::kHeaderBytes;
+      for (size_t i = 0; i < 2 * kEpochBufferBytes; ++i)
+        left += epoch_buffers[i] != static_cast<char>(0xFF);
     }
     return left;
   }
@@ -296,7 +297,8 @@ void Sound(int ranks, int processes, int rounds) {
   Require(checked == expected, "checked " + std::to_string(checked));
   Require(operations == static_cast<uint64_t>(expected),
           std::to_string(operations) + " operations counted of " + std::to_string(expected));
-  Require(regions.BytesLeft() == 0, std::to_string(regions.BytesLeft()) + " bytes left in a half");
+  Require(regions.BytesLeft() == 0,
+          std::to_string(regions.BytesLeft()) + " bytes left in an epoch buffer");
   printf("sound: ranks %d processes %d rounds %d checked %ld\n", ranks, processes, rounds,
          checked.load());
 }
@@ -359,7 +361,8 @@ void Guards(int ranks) {
       }
     }
   }
-  Require(regions.BytesLeft() == 0, std::to_string(regions.BytesLeft()) + " bytes left in a half");
+  Require(regions.BytesLeft() == 0,
+          std::to_string(regions.BytesLeft()) + " bytes left in an epoch buffer");
 }
 
 // A rank's arrival with a buffer that lives as long as the program.

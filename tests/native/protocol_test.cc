@@ -35,7 +35,7 @@ namespace {
 constexpr int kMaxBlocksHere = 3;
 constexpr int kThreads = 2;
 constexpr size_t kMaxBytes = 1500;
-constexpr size_t kHalfBytes = 64 << 10;
+constexpr size_t kEpochBufferBytes = 64 << 10;
 constexpr size_t kGuardBytes = 32;
 constexpr char kGuard = 0x5A;
 
@@ -94,10 +94,10 @@ struct HostThread {
 
 // A group as the protocols see it, and the ways to break it.
 struct TestGroup : jin::Group {
-  bool one_half = false;
+  bool one_epoch_buffer = false;
   bool keep_epoch = false;
-  char* Half(int of_rank, uint32_t epoch) const {
-    return jin::Group::Half(of_rank, one_half ? 0 : epoch);
+  char* EpochBuffer(int of_rank, uint32_t epoch) const {
+    return jin::Group::EpochBuffer(of_rank, one_epoch_buffer ? 0 : epoch);
   }
 };
 
@@ -272,7 +272,7 @@ int main(int argc, char** argv) {
   const int calls = argc > 3 ? atoi(argv[3]) : 200;
   if (argc > 4) patience = std::chrono::seconds(atoi(argv[4]));
 
-  const size_t region_bytes = jin::kHeaderBytes + 2 * kHalfBytes;
+  const size_t region_bytes = jin::kHeaderBytes + 2 * kEpochBufferBytes;
   std::vector<std::unique_ptr<char[]>> memory;
   std::vector<char*> regions;
   for (int r = 0; r < ranks; ++r) {
@@ -282,7 +282,7 @@ int main(int argc, char** argv) {
     memset(regions[r], 0, jin::kHeaderBytes);
     auto* header = reinterpret_cast<jin::RegionHeader*>(regions[r]);
     for (uint32_t& epoch : header->epoch) epoch = 0u - calls / 2;
-    memset(regions[r] + jin::kHeaderBytes, 0xFF, 2 * kHalfBytes);
+    memset(regions[r] + jin::kHeaderBytes, 0xFF, 2 * kEpochBufferBytes);
   }
 
   std::mt19937 random(20);
@@ -323,10 +323,10 @@ int main(int argc, char** argv) {
           Jitter jitter(r * 100 + b * 10 + t);
           TestGroup group;
           for (int q = 0; q < ranks; ++q) group.region[q] = regions[q];
-          group.half_bytes = kHalfBytes;
+          group.epoch_buffer_bytes = kEpochBufferBytes;
           group.rank = r;
           group.size = ranks;
-          group.one_half = variant == "one_half";
+          group.one_epoch_buffer = variant == "one_epoch_buffer";
           for (int k = 0; k < calls; ++k) {
             const Plan& plan = plans[k];
             if (b < plan.blocks) {
@@ -376,8 +376,9 @@ int main(int argc, char** argv) {
   }
   long full = 0;
   for (int r = 0; r < ranks; ++r) {
-    const char* halves = regions[r] + jin::kHeaderBytes;
-    for (size_t i = 0; i < 2 * kHalfBytes; ++i) full += halves[i] != static_cast<char>(0xFF);
+    const char* epoch_buffers = regions[r] + jin::kHeaderBytes;
+    for (size_t i = 0; i < 2 * kEpochBufferBytes; ++i)
+      full += epoch_buffers[i] != static_cast<char>(0xFF);
   }
   printf("%s: ranks %d calls %d wrong %ld bytes left %ld busy %d\n", variant.c_str(), ranks, calls,
          wrong.load(), full, was_busy.load());

@@ -7,20 +7,11 @@ namespace {
 
 const void* Kernel(Algorithm algorithm, ElementType type, int size, CallKind kind) {
   switch (algorithm == Algorithm::kAllGather ? CopiedAs(type) : type) {
-    case ElementType::kF32:
-      return CollectiveKernel<ElementType::kF32>(algorithm, size, kind);
-    case ElementType::kBF16:
-      return CollectiveKernel<ElementType::kBF16>(algorithm, size, kind);
-    case ElementType::kF16:
-      return CollectiveKernel<ElementType::kF16>(algorithm, size, kind);
-    case ElementType::kF64:
-      return CollectiveKernel<ElementType::kF64>(algorithm, size, kind);
-    case ElementType::kI8:
-      return CollectiveKernel<ElementType::kI8>(algorithm, size, kind);
-    case ElementType::kI32:
-      return CollectiveKernel<ElementType::kI32>(algorithm, size, kind);
-    case ElementType::kI64:
-      return CollectiveKernel<ElementType::kI64>(algorithm, size, kind);
+#define JIN_X(type, item_bytes, packet_bytes) \
+  case ElementType::k##type:                  \
+    return CollectiveKernel<ElementType::k##type>(algorithm, size, kind);
+    JIN_ELEMENT_TYPES(JIN_X)
+#undef JIN_X
   }
   return nullptr;
 }
@@ -54,11 +45,8 @@ cudaError_t Launch(Algorithm algorithm, ElementType type, const DeviceGroup& gro
 }
 
 cudaError_t LoadKernels() {
-  for (Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kReduceScatter,
-                              Algorithm::kAllGather}) {
-    for (ElementType type :
-         {ElementType::kF32, ElementType::kBF16, ElementType::kF16, ElementType::kF64,
-          ElementType::kI8, ElementType::kI32, ElementType::kI64}) {
+  for (Algorithm algorithm : kAlgorithms) {
+    for (ElementType type : kElementTypes) {
       for (int size : {2, 3, 4, 8}) {
         for (CallKind kind : {CallKind::kAligned, CallKind::kAny, CallKind::kMany}) {
           const void* kernel = Kernel(algorithm, type, size, kind);

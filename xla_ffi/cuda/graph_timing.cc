@@ -40,7 +40,8 @@ GraphTiming TimeInGraph(int device, const DeviceGroup& group, Algorithm algorith
   const CurrentDevice current(device);
   const size_t bytes = input.size() / InputChunks(algorithm, group.size);
   if (bytes == 0 ||
-      HalfBytesNeeded(algorithm, type, PacksOf(bytes), group.size) > group.half_bytes ||
+      EpochBufferBytesNeeded(algorithm, type, PacksOf(bytes), group.size) >
+          group.epoch_buffer_bytes ||
       shape.blocks < 1 || shape.blocks > kMaxBlocks || shape.threads < 32 ||
       shape.threads > kMaxThreads || shape.threads % 32 != 0 || calls < 1 || repetitions < 1) {
     throw std::runtime_error("jax_intranode: " + std::to_string(bytes) + " bytes, " +

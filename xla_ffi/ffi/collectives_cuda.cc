@@ -44,8 +44,8 @@ ffi::Error Execute(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::R
   const DeviceGroup& group = *communicator.members[device];
   ElementType type;
   Buffers buffers;
-  ffi::Error error =
-      CollectBuffers(site->algorithm, group.size, group.half_bytes, xs, ys, &type, &buffers);
+  ffi::Error error = CollectBuffers(site->algorithm, group.size, group.epoch_buffer_bytes, xs, ys,
+                                    &type, &buffers);
   if (error.failure()) return error;
   const cudaError_t status =
       buffers.count == 1

@@ -104,8 +104,8 @@ ffi::Future Execute(int32_t device, HostSite* site, ffi::RemainingArgs xs, ffi::
   const auto& [group, rank] = it->second;
   ElementType type;
   Buffers buffers;
-  ffi::Error error =
-      CollectBuffers(site->algorithm, group->size(), group->half_bytes(), xs, ys, &type, &buffers);
+  ffi::Error error = CollectBuffers(site->algorithm, group->size(), group->epoch_buffer_bytes(), xs,
+                                    ys, &type, &buffers);
   if (error.failure()) return Ready(std::move(error));
 
   std::shared_ptr<Ticket> ticket =

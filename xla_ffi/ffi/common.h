@@ -3,6 +3,7 @@
 
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -16,26 +17,17 @@ namespace jax_intranode {
 
 namespace ffi = ::xla::ffi;
 
-inline std::optional<ElementType> ElementTypeOf(ffi::DataType type) {
+// The element type that runs an algorithm on an operand. An all-gather only copies, so it takes any
+// type as bytes.
+inline std::optional<ElementType> ElementTypeOf(Algorithm algorithm, ffi::DataType type) {
   switch (type) {
-    case ffi::F32:
-      return ElementType::kF32;
-    case ffi::BF16:
-      return ElementType::kBF16;
-    case ffi::F16:
-      return ElementType::kF16;
-    case ffi::F64:
-      return ElementType::kF64;
-    case ffi::S8:
-    case ffi::U8:
-      return ElementType::kI8;
-    case ffi::S32:
-    case ffi::U32:
-      return ElementType::kI32;
-    case ffi::S64:
-    case ffi::U64:
-      return ElementType::kI64;
+#define JIN_X(xla_name, numpy_name, type) \
+  case ffi::xla_name:                     \
+    return ElementType::k##type;
+    JIN_DTYPES(JIN_X)
+#undef JIN_X
     default:
+      if (algorithm == Algorithm::kAllGather) return ElementType::kI8;
       return std::nullopt;
   }
 }
@@ -46,40 +38,44 @@ inline std::string NoCommunicator(const Partition& partition) {
          "mesh that it was compiled for, before it is loaded.";
 }
 
+// The FFI targets of the collectives. All of them have one handler.
+inline std::set<std::string> CollectiveTargets() {
+  std::set<std::string> names;
+  for (Algorithm algorithm : kAlgorithms) {
+    if (!IsMatmul(algorithm)) {
+      names.insert(std::string("jax_intranode_") + OperationName(algorithm));
+    }
+  }
+  return names;
+}
+
+// The error of a program that outlived its communicators.
 constexpr char kShutDown[] =
     "jax_intranode: this program was compiled before jax_intranode.shutdown() and can't run any "
     "more. Call jax.clear_caches() and compile it again.";
 
-// Registers `State`, what an instantiate handler returns, with the runtime that calls the handler.
-// The runtime asks a handler for its metadata when it registers it, and wants the type to be known
-// then. JAX's own deferred registration hands it the handlers first and the types after them.
+// Registers `State`, the type that an instantiate handler returns, with the runtime that calls the
+// handler. The runtime asks a handler for its metadata when it registers the handler, and the type
+// must be known then. JAX's own deferred registration would pass the types after the handlers.
 template <class State>
 void RegisterStateType(const XLA_FFI_Api* api, std::string_view name) {
   static std::once_flag once;
   static const XLA_FFI_TypeInfo info = ffi::MakeTypeInfo<State>();
   std::call_once(once, [&] {
-    // Without the type the runtime refuses the handler by itself, with a message of its own.
+    // Without the type the runtime refuses the handler with a message of its own.
     if (XLA_FFI_Error* error = ffi::Ffi::RegisterTypeId(api, name, &State::id, &info)) {
       ffi::internal::DestroyError(api, error);
     }
   });
 }
 
-// The element type of an operand. Where nothing is summed any other type is as good as bytes.
-inline std::optional<ElementType> ElementTypeOf(Algorithm algorithm, ffi::DataType type) {
-  const std::optional<ElementType> found = ElementTypeOf(type);
-  if (!found && algorithm == Algorithm::kAllGather) return ElementType::kI8;
-  return found;
-}
-
-// Fills in the buffers of a call. Refuses what must not reach a kernel; lowering has checked all of
-// it before.
-inline ffi::Error CollectBuffers(Algorithm algorithm, int size, size_t half_bytes,
+// Fills in the buffers of a call. Refuses operands that must not reach a kernel, though lowering
+// lets none of them pass.
+inline ffi::Error CollectBuffers(Algorithm algorithm, int size, size_t epoch_buffer_bytes,
                                  ffi::RemainingArgs xs, ffi::RemainingRets ys, ElementType* type,
                                  Buffers* buffers) {
   const std::string name = OperationName(algorithm);
-  const bool reduces = algorithm == Algorithm::kOneShot || algorithm == Algorithm::kTwoShot;
-  const size_t most = reduces ? kMaxBuffers : 1;
+  const size_t most = IsAllReduce(algorithm) ? kMaxBuffers : 1;
   if (xs.size() != ys.size() || xs.size() < 1 || xs.size() > most) {
     return ffi::Error::InvalidArgument("jax_intranode: " + name + " got " +
                                        std::to_string(xs.size()) + " operands and " +
@@ -99,8 +95,7 @@ inline ffi::Error CollectBuffers(Algorithm algorithm, int size, size_t half_byte
           "jax_intranode: operand " + std::to_string(i) + " of " + name + " has element type " +
           std::to_string(static_cast<int>(x_type)) + ", its result " +
           std::to_string(static_cast<int>(y_type)) +
-          "; sums take f32, bf16, f16, f64 and integers of 8, 32 or 64 bits, all operands of one "
-          "type, and return the same.");
+          "; all operands must have one type that the operation supports, and results the same.");
     }
     const size_t in = InputChunks(algorithm, size), out = OutputChunks(algorithm, size);
     if (x->element_count() * out != (*y)->element_count() * in) {
@@ -115,12 +110,12 @@ inline ffi::Error CollectBuffers(Algorithm algorithm, int size, size_t half_byte
     buffers->Append({x->untyped_data(), (*y)->untyped_data(), x->size_bytes() / in});
   }
   if (packs == 0) return ffi::Error::InvalidArgument("jax_intranode: " + name + " of no elements.");
-  const size_t needed = HalfBytesNeeded(algorithm, *type, packs, size);
-  if (needed > half_bytes) {
+  const size_t needed = EpochBufferBytesNeeded(algorithm, *type, packs, size);
+  if (needed > epoch_buffer_bytes) {
     return ffi::Error::InvalidArgument(
         "jax_intranode: " + name + " of " + std::to_string(packs * sizeof(Pack)) + " bytes takes " +
         std::to_string(needed) + " bytes of each buffer of the slab, which has " +
-        std::to_string(half_bytes) +
+        std::to_string(epoch_buffer_bytes) +
         ". Was the program compiled with another JAX_INTRANODE_SLAB_MIB? Compile it again.");
   }
   return ffi::Error::Success();

@@ -3,13 +3,13 @@
 #include <algorithm>
 #include <atomic>
 #include <cfenv>
-#include <sstream>
 #include <type_traits>
 
 #include "../kernels/all_gather.h"
 #include "../kernels/one_shot.h"
 #include "../kernels/reduce_scatter.h"
 #include "../kernels/two_shot.h"
+#include "failure_message.h"
 #include "progress.h"
 
 namespace jax_intranode {
@@ -98,20 +98,11 @@ template <class C>
 bool RunPhase(ElementType type, Algorithm algorithm, int phase, ResumableThread& t, const Group& g,
               const C& c, uint32_t epoch) {
   switch (type) {
-    case ElementType::kF32:
-      return RunPhase<F32>(algorithm, phase, t, g, c, epoch);
-    case ElementType::kBF16:
-      return RunPhase<BF16>(algorithm, phase, t, g, c, epoch);
-    case ElementType::kF16:
-      return RunPhase<F16>(algorithm, phase, t, g, c, epoch);
-    case ElementType::kF64:
-      return RunPhase<F64>(algorithm, phase, t, g, c, epoch);
-    case ElementType::kI8:
-      return RunPhase<I8>(algorithm, phase, t, g, c, epoch);
-    case ElementType::kI32:
-      return RunPhase<I32>(algorithm, phase, t, g, c, epoch);
-    case ElementType::kI64:
-      return RunPhase<I64>(algorithm, phase, t, g, c, epoch);
+#define JIN_X(type, item_bytes, packet_bytes) \
+  case ElementType::k##type:                  \
+    return RunPhase<type>(algorithm, phase, t, g, c, epoch);
+    JIN_ELEMENT_TYPES(JIN_X)
+#undef JIN_X
   }
   return true;
 }
@@ -290,10 +281,6 @@ void HostGroup::Progress() {
   CompleteAll(done);
 }
 
-std::string HostGroup::Rank(int rank) const {
-  return "rank " + std::to_string(rank) + " (device " + std::to_string(device_ids_[rank]) + ")";
-}
-
 void HostGroup::KeepMoving() {
   {
     std::lock_guard lock(mutex_);
@@ -319,17 +306,14 @@ bool HostGroup::CheckDeadline() {
         }
         why = ", which has not called it";
       } else if (active_ && key == current_) {
-        why = ", of whose data a part has not arrived";
+        why = ", and a part of its data has not arrived";
       } else if (current_ != Key{}) {
         why = ", which has not finished a call that rank 0 made before this one";
       }
-      std::ostringstream seconds;
-      seconds << std::chrono::duration<double>(timeout_).count();
-      FailLocked(std::string("jax_intranode: ") + OperationName(pending.operation.algorithm) +
-                     " timed out after " + seconds.str() + " s: " +
-                     Rank(pending.members.begin()->first) + " waited for " + Rank(missing) + why +
-                     ". Did that rank fail, or run another program? JAX_INTRANODE_TIMEOUT_S sets "
-                     "the limit. This group of devices can't be used any more.",
+      FailLocked(FailureMessage(OperationName(pending.operation.algorithm), FailureReason::kTimeout,
+                                std::chrono::duration<double>(timeout_).count(), device_ids_,
+                                pending.members.begin()->first, missing, why) +
+                     " This group of devices can't be used any more.",
                  &done);
       break;
     }

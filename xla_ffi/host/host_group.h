@@ -95,7 +95,7 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   std::string failure() const;
 
   uint64_t operations() const;
-  size_t half_bytes() const { return group_.half_bytes; }
+  size_t epoch_buffer_bytes() const { return group_.epoch_buffer_bytes; }
   int size() const { return group_.size; }
 
  private:
@@ -127,7 +127,6 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   bool Advance(Pending& pending);
   void FailLocked(const std::string& error, Tickets* done);
   static void CompleteAll(const Tickets& tickets);
-  std::string Rank(int rank) const;
 
   const Group group_;
   const std::vector<int> local_ranks_;

@@ -1,40 +1,96 @@
 // What a caller of a collective has to know: names, limits and sizes. No kernels, no XLA.
+//
+// The three lists below are the only ones of their kind: handlers, launchers and Python (by way of
+// the module _host) take names, numbers and sizes from them.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <string_view>
 
 namespace jax_intranode {
 
-// The order is that of ALGORITHMS in select.py: the numbers travel in the HLO.
+// X(enumerator, name, name of the Python function that runs it). The number of an algorithm is its
+// position here. The numbers travel in the HLO: append, don't reorder.
+#define JIN_ALGORITHMS(X)                                       \
+  X(kOneShot, "one_shot", "psum")                               \
+  X(kTwoShot, "two_shot", "psum")                               \
+  X(kReduceScatter, "reduce_scatter", "psum_scatter")           \
+  X(kAllGather, "all_gather", "all_gather")                     \
+  X(kAllGatherMatmul, "all_gather_matmul", "all_gather_matmul") \
+  X(kMatmulReduceScatter, "matmul_reduce_scatter", "matmul_reduce_scatter")
+
+// X(type, bytes of an element, bytes of a packet). types.h defines a struct of the same name. One
+// CUDA object file is built for each type (CMakeLists.txt, BUILD).
+#define JIN_ELEMENT_TYPES(X) \
+  X(F32, 4, 16)              \
+  X(BF16, 2, 16)             \
+  X(F16, 2, 16)              \
+  X(F64, 8, 32)              \
+  X(I8, 1, 32)               \
+  X(I32, 4, 32)              \
+  X(I64, 8, 32)
+
+// The dtypes that can be summed. X(name in XLA's FFI, name in NumPy, element type).
+#define JIN_DTYPES(X)       \
+  X(F32, "float32", F32)    \
+  X(BF16, "bfloat16", BF16) \
+  X(F16, "float16", F16)    \
+  X(F64, "float64", F64)    \
+  X(S8, "int8", I8)         \
+  X(U8, "uint8", I8)        \
+  X(S32, "int32", I32)      \
+  X(U32, "uint32", I32)     \
+  X(S64, "int64", I64)      \
+  X(U64, "uint64", I64)
+
 enum class Algorithm : int32_t {
-  kOneShot = 0,  // all-reduce
-  kTwoShot = 1,  // all-reduce
-  kReduceScatter = 2,
-  kAllGather = 3,
-  kAllGatherMatmul = 4,
-  kMatmulReduceScatter = 5,
+#define JIN_X(enumerator, name, operation) enumerator,
+  JIN_ALGORITHMS(JIN_X)
+#undef JIN_X
 };
 
-// The operation that an algorithm does, by its name in Python.
+constexpr Algorithm kAlgorithms[] = {
+#define JIN_X(enumerator, name, operation) Algorithm::enumerator,
+    JIN_ALGORITHMS(JIN_X)
+#undef JIN_X
+};
+
+// The Python function that runs an algorithm, for messages.
 inline const char* OperationName(Algorithm algorithm) {
   switch (algorithm) {
-    case Algorithm::kOneShot:
-    case Algorithm::kTwoShot:
-      return "psum";
-    case Algorithm::kReduceScatter:
-      return "psum_scatter";
-    case Algorithm::kAllGather:
-      return "all_gather";
-    case Algorithm::kAllGatherMatmul:
-      return "all_gather_matmul";
-    case Algorithm::kMatmulReduceScatter:
-      return "matmul_reduce_scatter";
+#define JIN_X(enumerator, name, operation) \
+  case Algorithm::enumerator:              \
+    return operation;
+    JIN_ALGORITHMS(JIN_X)
+#undef JIN_X
   }
   return "?";
 }
 
-// What `in` and `out` of a call hold, in chunks of its `bytes`: an all-reduce has one of each.
+inline const char* AlgorithmName(Algorithm algorithm) {
+  switch (algorithm) {
+#define JIN_X(enumerator, name, operation) \
+  case Algorithm::enumerator:              \
+    return name;
+    JIN_ALGORITHMS(JIN_X)
+#undef JIN_X
+  }
+  return "?";
+}
+
+// The algorithms of an all-reduce: they take many buffers in one call.
+inline bool IsAllReduce(Algorithm algorithm) {
+  return algorithm == Algorithm::kOneShot || algorithm == Algorithm::kTwoShot;
+}
+
+inline bool IsMatmul(Algorithm algorithm) {
+  return algorithm == Algorithm::kAllGatherMatmul || algorithm == Algorithm::kMatmulReduceScatter;
+}
+
+// How many shards of a call's `bytes` its `in` and `out` hold: in a group of `size` ranks the input
+// of a reduce-scatter and the output of an all-gather hold one for each rank.
 inline size_t InputChunks(Algorithm algorithm, int size) {
   return algorithm == Algorithm::kReduceScatter ? size : 1;
 }
@@ -42,23 +98,50 @@ inline size_t OutputChunks(Algorithm algorithm, int size) {
   return algorithm == Algorithm::kAllGather ? size : 1;
 }
 
-enum class ElementType : int32_t { kF32, kBF16, kF16, kF64, kI8, kI32, kI64 };
+enum class ElementType : int32_t {
+#define JIN_X(type, item_bytes, packet_bytes) k##type,
+  JIN_ELEMENT_TYPES(JIN_X)
+#undef JIN_X
+};
+
+constexpr ElementType kElementTypes[] = {
+#define JIN_X(type, item_bytes, packet_bytes) ElementType::k##type,
+    JIN_ELEMENT_TYPES(JIN_X)
+#undef JIN_X
+};
 
 inline size_t ItemBytes(ElementType type) {
   switch (type) {
-    case ElementType::kI8:
-      return 1;
-    case ElementType::kBF16:
-    case ElementType::kF16:
-      return 2;
-    case ElementType::kF32:
-    case ElementType::kI32:
-      return 4;
-    case ElementType::kF64:
-    case ElementType::kI64:
-      return 8;
+#define JIN_X(type, item_bytes, packet_bytes) \
+  case ElementType::k##type:                  \
+    return item_bytes;
+    JIN_ELEMENT_TYPES(JIN_X)
+#undef JIN_X
   }
   return 0;
+}
+
+// Bytes of the packet that carries 16 bytes of payload (packets.h).
+inline size_t PacketBytes(ElementType type) {
+  switch (type) {
+#define JIN_X(type, item_bytes, packet_bytes) \
+  case ElementType::k##type:                  \
+    return packet_bytes;
+    JIN_ELEMENT_TYPES(JIN_X)
+#undef JIN_X
+  }
+  return 0;
+}
+
+// The element type that runs an algorithm on a dtype (NumPy's name), if there is one. An all-gather
+// only copies, so it takes any dtype as bytes.
+inline std::optional<ElementType> ElementTypeNamed(Algorithm algorithm, std::string_view dtype) {
+#define JIN_X(xla_name, numpy_name, type) \
+  if (dtype == numpy_name) return ElementType::k##type;
+  JIN_DTYPES(JIN_X)
+#undef JIN_X
+  if (algorithm == Algorithm::kAllGather) return ElementType::kI8;
+  return std::nullopt;
 }
 
 // The type whose packets carry the bits of `type` where nothing is summed.
@@ -74,11 +157,10 @@ inline ElementType CopiedAs(ElementType type) {
   }
 }
 
-// Bytes that a call of `packs` packs takes in a half of each rank's region (group.h).
-inline size_t HalfBytesNeeded(Algorithm algorithm, ElementType type, size_t packs, int size) {
-  const bool bare =
-      type == ElementType::kF32 || type == ElementType::kBF16 || type == ElementType::kF16;
-  const size_t packet = bare ? 16 : 32, n = size;
+// Bytes that a call of `packs` packs takes in an epoch buffer of each rank's region (group.h).
+inline size_t EpochBufferBytesNeeded(Algorithm algorithm, ElementType type, size_t packs,
+                                     int size) {
+  const size_t packet = PacketBytes(type), n = size;
   if (algorithm != Algorithm::kTwoShot) return n * packs * packet;
   const size_t shard = packs > n ? (packs + n - 1) / n : 1;
   return 2 * n * shard * packet;

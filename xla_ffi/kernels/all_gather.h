@@ -35,7 +35,7 @@ struct AllGather {
   template <class Thread, class G, class C>
   JIN_FN static bool Drain(Thread& t, const G& g, const C& chunk, uint32_t epoch) {
     const size_t packs = chunk.Packs(), slot_bytes = packs * Packets::kBytes;
-    char* slots = g.Half(g.rank, epoch);
+    char* slots = g.EpochBuffer(g.rank, epoch);
     for (size_t i = t.First(); i < packs; i += t.Stride()) {
       Pack all[Ranks<N>::kSlots];
       if (!AwaitAll<Packets, N>(t, g, slots, slot_bytes, i, all)) return false;

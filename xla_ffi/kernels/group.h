@@ -2,38 +2,41 @@
 //
 // Each rank owns a region of its slab, which all ranks of the group can write:
 //
-//   header    the rank's own state: its epoch, its busy words, whether it is closed. No kernel of
-//             another rank touches it. (Its second half holds a log on the CPU, host/host_group.h,
-//             and on GPUs words that peers set, cuda/signals.h.)
-//   half 0    packets of operations with an even epoch
-//   half 1    packets of operations with an odd epoch
+//   header           the rank's own state: its epoch, its busy words, whether it is closed. Kernels
+//   of
+//                    other ranks don't touch it. Its second 32 KiB hold a log on the CPU
+//                    (host/host_group.h) and words that peers set on GPUs (cuda/signals.h).
+//   epoch buffer 0   packets of operations with an even epoch
+//   epoch buffer 1   packets of operations with an odd epoch
 //
 // The argument that all algorithms share
-//   Who writes a half: any other rank of the group, with packets (packets.h). Who reads it: its
-//   owner, and only it. Who clears it: its owner arms each packet as soon as it has read it.
-//   Invariant: between two operations of the same parity, every word of that half is kEmpty.
+//   Who writes an epoch buffer: any other rank of the group, with packets (packets.h). Who reads
+//   it: its owner, and nobody else. Who clears it: its owner arms each packet as soon as it has
+//   read it. Invariant: between two operations of the same parity, every word of that epoch buffer
+//   is kEmpty.
 //
-//   Why operation e + 2 can't meet operation e, which used the same half of rank p: rank r writes
-//   packets of e + 2 after its own operation e + 1 ended, so after it had received a packet of
-//   e + 1 from p (every operation sends at least one packet from every rank to every rank). p sent
-//   that after its operation e had ended, with all it received read and armed. The end of a kernel
-//   makes p's arming visible before the next kernel's packets; nothing else needs an order.
-//   One half would not do: r may be in e + 1 while p still polls for packets of e.
+//   Why operation e + 2 can't collide with operation e, which used the same epoch buffer of rank p:
+//   rank r writes packets of e + 2 after its own operation e + 1 ended, so after it had received a
+//   packet of e + 1 from p (every operation sends at least one packet from every rank to every
+//   rank). p sent that packet after its operation e had ended, when it had read and armed all that
+//   it received. The end of a kernel makes p's arming visible before the next kernel's packets;
+//   nothing else needs an order.
+//   One epoch buffer would not do: r may be in e + 1 while p still polls for packets of e.
 //
-//   The argument asks for no particular size, type, algorithm or number of blocks, so these may
-//   change from one operation to the next. It asks for three things: ranks call the same
-//   operations in the same order, one at a time on each rank (the busy words find most overlaps),
-//   and operation e ends before e + 1 begins (stream order; no programmatic dependent launch).
+//   The argument does not depend on size, type, algorithm or number of blocks, so these may change
+//   from one operation to the next. It needs three things: ranks call the same operations in the
+//   same order, one at a time on each rank (the busy words detect most overlaps), and operation e
+//   ends before e + 1 begins (stream order; no programmatic dependent launch).
 //
-//   Blocks wait only for their namesakes on the other ranks, so not all of a grid have to fit on
-//   the GPU at once, as long as each GPU starts them in the order of their numbers (all do; CUDA
-//   does not promise it): the first block that has not ended is then resident on every rank. If a
-//   GPU did otherwise, the deadline would end the wait.
+//   A block waits only for the blocks of the same number on the other ranks. So a grid need not fit
+//   on the GPU all at once, as long as each GPU starts blocks in the order of their numbers (all
+//   do; CUDA does not promise it): the first block that has not ended is then resident on every
+//   rank. If a GPU did otherwise, the deadline would end the wait.
 //
-//   The epoch lives here, in the memory of the device, and the kernel advances it: a call replayed
-//   from a graph is no different from one that the host launched. Only its parity matters, so its
-//   wrap at 2^32 is harmless. Each block keeps its own copy; block 0 advances the copies of blocks
-//   that this operation did not launch, because the next one may.
+//   The epoch lives here, in device memory, and the kernel advances it: a call replayed from a
+//   graph is no different from one that the host launched. Only its parity matters, so wrapping at
+//   2^32 is harmless. Each block keeps its own copy. Block 0 also advances the copies of blocks
+//   that this operation did not launch, because the next one may launch them.
 #pragma once
 
 #include "buffers.h"
@@ -54,13 +57,13 @@ static_assert(sizeof(RegionHeader) <= kHeaderBytes / 2);
 
 struct Group {
   char* region[kMaxRanks];  // each rank's region, as this rank addresses it; [rank] is its own
-  size_t half_bytes;
+  size_t epoch_buffer_bytes;
   int rank;
   int size;
 
   JIN_FN RegionHeader* Header() const { return reinterpret_cast<RegionHeader*>(region[rank]); }
-  JIN_FN char* Half(int of_rank, uint32_t epoch) const {
-    return region[of_rank] + kHeaderBytes + (epoch & 1) * half_bytes;
+  JIN_FN char* EpochBuffer(int of_rank, uint32_t epoch) const {
+    return region[of_rank] + kHeaderBytes + (epoch & 1) * epoch_buffer_bytes;
   }
 };
 
@@ -111,7 +114,7 @@ struct Ranks {
   }
 };
 
-// Sends pack i to every other rank: into slot [me] of the slots at `offset` of its half.
+// Sends pack i to every other rank: into slot [me] of the slots at `offset` of its epoch buffer.
 template <class Packets, int N, class G>
 JIN_FN void PutToAll(const G& g, uint32_t epoch, size_t offset, size_t slot_bytes, size_t i,
                      const Pack& p) {
@@ -119,7 +122,7 @@ JIN_FN void PutToAll(const G& g, uint32_t epoch, size_t offset, size_t slot_byte
   for (int step = 1; step < Ranks<N>::kSlots; ++step) {
     if (Ranks<N>::Has(step, g.size)) {
       const int to = Ranks<N>::After(g.rank, step, g.size);
-      Packets::Put(g.Half(to, epoch) + offset + g.rank * slot_bytes, i, p);
+      Packets::Put(g.EpochBuffer(to, epoch) + offset + g.rank * slot_bytes, i, p);
     }
   }
 }

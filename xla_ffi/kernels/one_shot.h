@@ -1,9 +1,9 @@
 // One-shot all-reduce: every rank sends its whole input to every rank, and each sums all of them.
 // The least latency: one hop. Moves (n - 1) times the message over each link.
 //
-// Slot r of a rank's half holds rank r's input. Safety: group.h; every rank sends all its packs,
-// of which there is at least one, to every rank. A pack is sent and received by threads of the
-// same index on all ranks (equal grids), so a block waits only for its namesakes.
+// Slot r of a rank's epoch buffer holds rank r's input. Safety: group.h; every rank sends all its
+// packs, of which there is at least one, to every rank. A pack is sent and received by threads of
+// the same index on all ranks (equal grids), so a block waits only for its namesakes.
 //
 // After the push variant of NCCL's symmetric AGxLL and of TensorRT-LLM's one-shot Lamport kernel.
 #pragma once
@@ -31,7 +31,7 @@ struct OneShot {
   template <class Thread, class G, class C>
   JIN_FN static bool Reduce(Thread& t, const G& g, const C& c, uint32_t epoch) {
     const size_t packs = c.Packs(), slot_bytes = packs * Packets::kBytes;
-    char* slots = g.Half(g.rank, epoch);
+    char* slots = g.EpochBuffer(g.rank, epoch);
     for (size_t i = t.First(); i < packs; i += t.Stride()) {
       const Pack own = Type::Sendable(c.Load(i));
       Pack all[Ranks<N>::kSlots];

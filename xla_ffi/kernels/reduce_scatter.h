@@ -7,7 +7,7 @@
 // chunk is handled by the same thread index in both phases and on all ranks. The result must not
 // lie in the input: other threads may not have sent their parts of that chunk yet.
 //
-// The first half of two_shot.h; NCCL's symmetric RSxLL is alike.
+// The first phase of two_shot.h, with its result stored. NCCL's symmetric RSxLL is similar.
 #pragma once
 
 #include "group.h"
@@ -36,7 +36,7 @@ struct ReduceScatter {
       for (int step = 1; step < Ranks<N>::kSlots; ++step) {
         if (Ranks<N>::Has(step, g.size)) {
           const int to = Ranks<N>::After(g.rank, step, g.size);
-          Packets::Put(g.Half(to, epoch) + g.rank * slot_bytes, i, Type::Sendable(p[step]));
+          Packets::Put(g.EpochBuffer(to, epoch) + g.rank * slot_bytes, i, Type::Sendable(p[step]));
         }
       }
     }
@@ -46,7 +46,7 @@ struct ReduceScatter {
   template <class Thread, class G, class C>
   JIN_FN static bool Reduce(Thread& t, const G& g, const C& chunk, uint32_t epoch) {
     const size_t packs = chunk.Packs(), slot_bytes = packs * Packets::kBytes;
-    char* slots = g.Half(g.rank, epoch);
+    char* slots = g.EpochBuffer(g.rank, epoch);
     for (size_t i = t.First(); i < packs; i += t.Stride()) {
       const Pack own = Type::Sendable(chunk.InputOf(g.rank).Load(i));
       Pack all[Ranks<N>::kSlots];

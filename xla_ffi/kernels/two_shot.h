@@ -6,7 +6,7 @@
 //   Scatter  send shard d of the input to its owner, rank d: scatter slot [me] of d
 //   Reduce   await my shard from everybody, sum it, send the sum to everybody: gather slot [me]
 //   Drain    await everybody's sums
-// A rank's half holds n scatter slots, then n gather slots.
+// A rank's epoch buffer holds n scatter slots, then n gather slots.
 //
 // Safety: group.h. Within one operation each packet has a place of its own. Pack i of a shard is
 // handled by the same thread index in all three phases and on all ranks, so a block waits only for
@@ -98,13 +98,13 @@ struct TwoShot {
 
   template <class G>
   JIN_FN static char* ScatterSlot(const G& g, int to, uint32_t epoch, size_t shard) {
-    return g.Half(to, epoch) + g.rank * shard * Packets::kBytes;
+    return g.EpochBuffer(to, epoch) + g.rank * shard * Packets::kBytes;
   }
 
   template <class Thread, class G, class C>
   JIN_FN static bool Reduce(Thread& t, const G& g, const C& c, uint32_t epoch) {
     const size_t shard = ShardPacks(c.Packs(), g.size), slot_bytes = shard * Packets::kBytes;
-    char* slots = g.Half(g.rank, epoch);
+    char* slots = g.EpochBuffer(g.rank, epoch);
     const size_t gather = g.size * slot_bytes;
     for (size_t i = t.First(); i < shard; i += t.Stride()) {
       const Pack own = Type::Sendable(c.Load(g.rank * shard + i));
@@ -124,7 +124,7 @@ struct TwoShot {
   template <class Thread, class G, class C>
   JIN_FN static bool Drain(Thread& t, const G& g, const C& c, uint32_t epoch) {
     const size_t shard = ShardPacks(c.Packs(), g.size), slot_bytes = shard * Packets::kBytes;
-    char* slots = g.Half(g.rank, epoch) + g.size * slot_bytes;
+    char* slots = g.EpochBuffer(g.rank, epoch) + g.size * slot_bytes;
     for (size_t i = t.First(); i < shard; i += t.Stride()) {
       Pack all[Ranks<N>::kSlots];
       if (!AwaitAll<Packets, N>(t, g, slots, slot_bytes, i, all)) return false;

@@ -12,6 +12,7 @@
 //   Sendable(pack)   the pack, without words that its packets can't carry
 #pragma once
 
+#include "algorithms.h"
 #include "packets.h"
 
 #if !defined(__CUDACC__)
@@ -62,9 +63,9 @@ struct F32 {
   JIN_FN static Pack Sendable(const Pack& p) { return WithoutEmptyWords(p, 0x7FFFFFFFu); }
 };
 
-// bf16 and f16: `Format` turns a word into two floats and back.
+// bf16 and f16. `Format` turns a word into two floats and back.
 template <class Format>
-struct Half {
+struct TwoByteFloat {
   static constexpr int kItemBytes = 2;
   using Packets = BarePackets;
   struct Sum {
@@ -137,10 +138,10 @@ struct F16Format {
   }
 };
 
-using BF16 = Half<Bf16Format>;
-using F16 = Half<F16Format>;
+using BF16 = TwoByteFloat<Bf16Format>;
+using F16 = TwoByteFloat<F16Format>;
 
-// f64 travels flagged: half of a finite double can be a word of all ones.
+// f64 travels flagged: one of the two words of a finite double can be all ones.
 struct F64 {
   static constexpr int kItemBytes = 8;
   using Packets = FlaggedPackets;
@@ -209,5 +210,10 @@ struct Lanes64 {
 using I8 = Integer<Lanes8>;
 using I32 = Integer<Lanes32>;
 using I64 = Integer<Lanes64>;
+
+#define JIN_X(type, item_bytes, packet_bytes) \
+  static_assert(type::kItemBytes == item_bytes && type::Packets::kBytes == packet_bytes);
+JIN_ELEMENT_TYPES(JIN_X)
+#undef JIN_X
 
 }  // namespace jax_intranode

@@ -478,8 +478,8 @@ def chooser(
 ) -> Callable[[int], select.Selection]:
     """What an operation over `axes` of a mesh runs as: a function of its bytes (select.py).
 
-    The processes of the mesh meet when it is called, if they have not before and if the operation
-    may be ours.
+    Calling the function performs the rendezvous of the mesh's processes, if it has not taken place
+    and if our kernels may run the operation.
     """
     groups = communicator.partition(mesh, tuple(axes))
     device = mesh.devices.flat[0]
@@ -493,19 +493,20 @@ def chooser(
     )
 
     def choose(nbytes: int) -> select.Selection:
-        # What lax does with any memory and any environment (one in which the ranks differ is
-        # found by meeting) needs no meeting.
-        selected = select_within(nbytes=nbytes, half_bytes=1 << 62, algorithm="one_shot")
+        # An operation that falls back to lax with any memory and any settings needs no rendezvous.
+        selected = select_within(nbytes=nbytes, epoch_buffer_bytes=1 << 62, algorithm="one_shot")
         if selected.algorithm == "lax":
             return selected
-        meeting = communicator.meet(mesh.devices.flat)
-        if meeting.reason is not None:
-            return select.Selection("lax", meeting.reason)
+        rendezvous = communicator.rendezvous_of(mesh.devices.flat)
+        if rendezvous.reason is not None:
+            return select.Selection("lax", rendezvous.reason)
         selected = select_within(
-            nbytes=nbytes, half_bytes=meeting.half_bytes, algorithm=config.get().algorithm
+            nbytes=nbytes,
+            epoch_buffer_bytes=rendezvous.epoch_buffer_bytes,
+            algorithm=config.get().algorithm,
         )
         if selected.algorithm != "lax":
-            reason = communicator.communicator(meeting, groups)
+            reason = communicator.communicator(rendezvous, groups)
             if reason is not None:
                 return select.Selection("lax", reason)
         return selected

@@ -97,20 +97,20 @@ def find(
             besides=request.besides,
         )
 
-    # As in collective.chooser: what is not overlapped with any settings needs no meeting.
+    # As in collective.chooser: what is not overlapped with any settings needs no rendezvous.
     chosen = plan_within(1 << 62)
     if isinstance(chosen, str):
         return chosen
-    meeting = communicator.meet(mesh.devices.flat)
-    reason = meeting.reason or meeting.reason_for_no_matmuls
+    rendezvous = communicator.rendezvous_of(mesh.devices.flat)
+    reason = rendezvous.reason or rendezvous.reason_for_no_matmuls
     if reason is None and config.get().algorithm == "lax":
         reason = "JAX_INTRANODE_ALGORITHM=lax"
     if reason is not None:
         return reason
-    chosen = plan_within(meeting.ring_bytes)
+    chosen = plan_within(rendezvous.ring_bytes)
     if isinstance(chosen, str):
         return chosen
-    reason = communicator.communicator(meeting, groups)
+    reason = communicator.communicator(rendezvous, groups)
     return reason or Overlapped(operation, groups, request, chosen)
 
 

@@ -1,11 +1,11 @@
-"""The stores through which processes meet, on a fake of JAX's client."""
+"""The key-value stores of a rendezvous, on a fake of JAX's client."""
 
 import time
 from typing import Any
 
 import pytest
 
-from jax_intranode._src import compat, rendezvous
+from jax_intranode._src import compat, exchange
 
 
 class FakeClient:
@@ -34,10 +34,10 @@ class FakeClient:
 
 
 def stores(client: FakeClient, processes: tuple[int, ...], prefix: str = "p/") -> list[Any]:
-    return [rendezvous.KeyValueStore(client, prefix, p, processes) for p in processes]
+    return [exchange.KeyValueStore(client, prefix, p, processes) for p in processes]
 
 
-SOON = rendezvous.Deadline(0.05)
+SOON = exchange.Deadline(0.05)
 
 
 def test_gather_is_in_process_order() -> None:
@@ -45,7 +45,7 @@ def test_gather_is_in_process_order() -> None:
     processes = (5, 2, 9)
     for process in (9, 5):  # the others have spoken, in another order
         client.key_value_set(f"p/hello/{process}", f'{{"from": {process}}}')
-    store = rendezvous.KeyValueStore(client, "p/", 2, processes)
+    store = exchange.KeyValueStore(client, "p/", 2, processes)
     assert store.gather("hello", {"from": 2}, SOON) == [{"from": p} for p in processes]
     assert set(client.values) == {f"p/hello/{p}" for p in processes}
 
@@ -53,7 +53,7 @@ def test_gather_is_in_process_order() -> None:
 def test_gather_names_the_missing_process_and_the_stage() -> None:
     client = FakeClient()
     store = stores(client, (0, 3))[0]
-    with pytest.raises(rendezvous.Refused, match=r"process 3 .*\(slabs\)"):
+    with pytest.raises(exchange.Refused, match=r"process 3 .*\(slabs\)"):
         store.gather("slabs", 1, SOON)
     # What it said itself stands for those that come later.
     assert client.values == {"p/slabs/0": "1"}
@@ -63,7 +63,7 @@ def test_gather_in_an_earlier_stage_or_under_another_prefix_does_not_count() -> 
     client = FakeClient()
     client.key_value_set("p/hello/1", "1")
     client.key_value_set("other/slabs/1", "1")
-    with pytest.raises(rendezvous.Refused):
+    with pytest.raises(exchange.Refused):
         stores(client, (0, 1))[0].gather("slabs", 1, SOON)
 
 
@@ -72,7 +72,7 @@ def test_gather_waits_no_longer_than_the_deadline() -> None:
     store = stores(client, (0, 1, 2))[0]
     for process in (1, 2):
         client.key_value_set(f"p/hello/{process}", "null")
-    deadline = rendezvous.Deadline(7)
+    deadline = exchange.Deadline(7)
     store.gather("hello", None, deadline)
     assert client.timeouts_ms and max(client.timeouts_ms) <= 7000
 
@@ -80,7 +80,7 @@ def test_gather_waits_no_longer_than_the_deadline() -> None:
 @pytest.mark.parametrize("value", [None, "", 1, [1, 2], {"a": {"b": []}}, "a/b \N{SNOWMAN}"])
 def test_gather_keeps_values(value: Any) -> None:
     assert stores(FakeClient(), (4,))[0].gather("s", value, SOON) == [value]
-    assert rendezvous.LocalStore().gather("s", value, SOON) == [value]
+    assert exchange.LocalStore().gather("s", value, SOON) == [value]
 
 
 def test_first_claim_wins() -> None:
@@ -112,37 +112,37 @@ def test_other_errors_are_not_swallowed() -> None:
 
 
 def test_local_store() -> None:
-    store = rendezvous.LocalStore()
+    store = exchange.LocalStore()
     assert store.wait("k", SOON) is None
     assert store.claim("k", "a") == "a"
     assert store.claim("k", "b") == "a"
     assert store.wait("k", SOON) == "a"
-    assert rendezvous.LocalStore().wait("k", SOON) is None
+    assert exchange.LocalStore().wait("k", SOON) is None
 
 
 def test_local_store_gives_what_another_process_would_see() -> None:
     value = {"a": [1]}
-    (got,) = rendezvous.LocalStore().gather("s", value, SOON)
+    (got,) = exchange.LocalStore().gather("s", value, SOON)
     assert got == value and got is not value
 
 
 def test_deadline_never_runs_out_of_milliseconds() -> None:
-    deadline = rendezvous.Deadline(0.001)
+    deadline = exchange.Deadline(0.001)
     time.sleep(0.01)
     assert deadline.remaining_ms() == 1
-    assert 1 <= rendezvous.Deadline(100).remaining_ms() <= 100_000
+    assert 1 <= exchange.Deadline(100).remaining_ms() <= 100_000
 
 
 def test_one_process_needs_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "key_value_client", lambda: None)
-    assert isinstance(rendezvous.store("p/", 0, [0]), rendezvous.LocalStore)
+    assert isinstance(exchange.store("p/", 0, [0]), exchange.LocalStore)
     with pytest.raises(RuntimeError, match=r"processes \[0, 1\].*jax.distributed.initialize"):
-        rendezvous.store("p/", 0, [0, 1])
+        exchange.store("p/", 0, [0, 1])
 
 
 def test_several_processes_use_jaxs_client(monkeypatch: pytest.MonkeyPatch) -> None:
     client = FakeClient()
     monkeypatch.setattr(compat, "key_value_client", lambda: client)
-    store = rendezvous.store("p/", 1, [0, 1])
+    store = exchange.store("p/", 1, [0, 1])
     assert store.claim("k", "v") == "v"
     assert client.values == {"p/k": "v"}

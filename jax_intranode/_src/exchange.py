@@ -1,0 +1,136 @@
+"""The key-value store through which the processes of a mesh exchange values in a rendezvous.
+
+Several processes use JAX's own key-value store. It lives in the coordinator and dies with it, so it
+holds nothing of an earlier run. A single process needs none.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from jax_intranode._src import compat
+
+
+class Deadline:
+    """The point in time at which a rendezvous times out."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    def passed(self) -> bool:
+        """Whether it is in the past."""
+        return time.monotonic() >= self._end
+
+    def remaining_ms(self) -> int:
+        """Milliseconds left; at least 1."""
+        return max(1, int((self._end - time.monotonic()) * 1000))
+
+
+class Refused(Exception):
+    """A rendezvous can't go on: a process is late, or there is a verdict already."""
+
+
+class Store(Protocol):
+    """What a rendezvous needs of a key-value store."""
+
+    def gather(self, stage: str, value: Any, deadline: Deadline) -> list[Any]:
+        """Sends `value` (JSON) to all; returns every process's value, in process order.
+
+        Raises:
+            Refused: a process has sent none by the deadline, or another one has given up.
+        """
+
+    def claim(self, key: str, value: str) -> str:
+        """Sets `key` unless it is set already; returns its value."""
+
+    def wait(self, key: str, deadline: Deadline) -> str | None:
+        """Waits until `key` is set and returns its value; None after the deadline."""
+
+
+class LocalStore:
+    """The store of a single process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+
+    def gather(self, stage: str, value: Any, deadline: Deadline) -> list[Any]:
+        """See Store."""
+        return [json.loads(json.dumps(value))]
+
+    def claim(self, key: str, value: str) -> str:
+        """See Store."""
+        return self._values.setdefault(key, value)
+
+    def wait(self, key: str, deadline: Deadline) -> str | None:
+        """See Store."""
+        return self._values.get(key)
+
+
+def _slice(deadline: Deadline) -> Deadline:
+    """At most a second of the time left, after which a waiting process looks for a verdict."""
+    return Deadline(min(1.0, deadline.remaining_ms() / 1e3))
+
+
+class KeyValueStore:
+    """JAX's key-value store, under a prefix that the processes of one mesh share."""
+
+    def __init__(self, client: Any, prefix: str, process: int, processes: Sequence[int]):
+        self._client = client
+        self._prefix = prefix
+        self._process = process
+        self._processes = tuple(processes)
+
+    def gather(self, stage: str, value: Any, deadline: Deadline) -> list[Any]:
+        """See Store."""
+        mine = json.dumps(value)
+        if self.claim(f"{stage}/{self._process}", mine) != mine:
+            raise Refused(f"process {self._process} entered the rendezvous a second time")
+        values = []
+        for process in self._processes:
+            while (text := self.wait(f"{stage}/{process}", _slice(deadline))) is None:
+                if verdict := self.wait("verdict", Deadline(0.001)):
+                    raise Refused(verdict)
+                if deadline.passed():
+                    raise Refused(
+                        f"process {process} did not enter the rendezvous within "
+                        f"{deadline.seconds:g} s ({stage}); JAX_INTRANODE_TIMEOUT_S sets the limit"
+                    )
+            values.append(json.loads(text))
+        return values
+
+    def claim(self, key: str, value: str) -> str:
+        """See Store."""
+        try:
+            self._client.key_value_set(self._prefix + key, value)
+        except Exception as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise
+            return self._client.blocking_key_value_get(self._prefix + key, 10_000)
+        return value
+
+    def wait(self, key: str, deadline: Deadline) -> str | None:
+        """See Store."""
+        try:
+            return self._client.blocking_key_value_get(self._prefix + key, deadline.remaining_ms())
+        except Exception as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            return None
+
+
+def store(prefix: str, process: int, processes: Sequence[int]) -> Store:
+    """The store of a rendezvous of `processes`.
+
+    Raises:
+        RuntimeError: there are several, and jax.distributed is not initialised.
+    """
+    if len(processes) == 1:
+        return LocalStore()
+    client = compat.key_value_client()
+    if client is None:
+        raise RuntimeError(
+            f"processes {list(processes)} need jax.distributed.initialize() to rendezvous"
+        )
+    return KeyValueStore(client, prefix, process, processes)

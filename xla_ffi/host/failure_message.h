@@ -1,0 +1,70 @@
+// The messages of operations that fail: of CPU groups, and of kernels on GPUs.
+#pragma once
+
+#include <cstdint>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "../kernels/algorithms.h"
+#include "../kernels/failure_reason.h"
+
+namespace jax_intranode {
+
+// "rank 1 (device 5)". `device_ids` are those of the group, in rank order; none if unknown.
+inline std::string RankName(const std::vector<int64_t>& device_ids, int rank) {
+  const bool known = rank >= 0 && static_cast<size_t>(rank) < device_ids.size();
+  const std::string device = known ? std::to_string(device_ids[rank]) : "?";
+  return "rank " + std::to_string(rank) + " (device " + device + ")";
+}
+
+// A rank gave up an operation while it waited for rank `missing` (-1: for none). `detail` says more
+// about the missing rank. The caller appends a sentence on the consequences.
+inline std::string FailureMessage(const std::string& operation, FailureReason reason,
+                                  double timeout_s, const std::vector<int64_t>& device_ids,
+                                  int rank, int missing, const std::string& detail = "") {
+  std::ostringstream text;
+  std::string advice;
+  text << "jax_intranode: " << operation;
+  switch (reason) {
+    case FailureReason::kTimeout:
+      text << " timed out after " << timeout_s << " s";
+      advice =
+          " Did that rank fail, or run another program? JAX_INTRANODE_TIMEOUT_S sets the limit.";
+      break;
+    case FailureReason::kAborted:
+      text << " was aborted";
+      break;
+    case FailureReason::kBusy:
+      text << " found another operation in flight";
+      advice =
+          " Operations of one group, and collective matmuls of one device, must run one after "
+          "another, on one stream.";
+      break;
+    default:
+      text << " failed";
+  }
+  text << ": " << RankName(device_ids, rank);
+  if (missing >= 0) text << " waited for " << RankName(device_ids, missing) << detail;
+  text << "." << advice;
+  return text.str();
+}
+
+// The same for a kernel on the GPU with CUDA's number `ordinal`.
+inline std::string KernelFailureMessage(Algorithm algorithm, FailureReason reason, double timeout_s,
+                                        const std::vector<int64_t>& device_ids, int rank,
+                                        int missing, int ordinal) {
+  if (reason == FailureReason::kClosed) {
+    return "jax_intranode: a program that was compiled before jax_intranode.shutdown() was "
+           "replayed from a CUDA graph, on CUDA device " +
+           std::to_string(ordinal) +
+           ". The CUDA context is lost; restart the program, and call jax.clear_caches() after "
+           "jax_intranode.shutdown().";
+  }
+  std::string operation = OperationName(algorithm);
+  if (IsAllReduce(algorithm)) operation += std::string(" (") + AlgorithmName(algorithm) + ")";
+  return FailureMessage(operation, reason, timeout_s, device_ids, rank, missing) +
+         " The CUDA context is lost; restart the program.";
+}
+
+}  // namespace jax_intranode

@@ -1,0 +1,89 @@
+#include "module_limits.h"
+
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+
+#include "cuda/fused_order.h"
+#include "host/failure_message.h"
+#include "kernels/algorithms.h"
+#include "kernels/buffers.h"
+#include "kernels/group.h"
+
+namespace nb = nanobind;
+
+namespace jax_intranode {
+namespace {
+
+ElementType TypeOf(Algorithm algorithm, const std::string& dtype) {
+  const std::optional<ElementType> type = ElementTypeNamed(algorithm, dtype);
+  if (!type) throw std::invalid_argument("jax_intranode: " + dtype + " has no kernels");
+  return *type;
+}
+
+Algorithm AlgorithmNamed(const std::string& name) {
+  for (Algorithm algorithm : kAlgorithms) {
+    if (AlgorithmName(algorithm) == name) return algorithm;
+  }
+  throw std::invalid_argument("jax_intranode: there is no algorithm " + name);
+}
+
+}  // namespace
+
+void ExportLimits(nb::module_& m) {
+  nb::list algorithms;
+  for (Algorithm algorithm : kAlgorithms) algorithms.append(AlgorithmName(algorithm));
+  m.attr("ALGORITHMS") = nb::tuple(algorithms);
+
+  nb::list dtypes;
+#define JIN_X(xla_name, numpy_name, type) dtypes.append(numpy_name);
+  JIN_DTYPES(JIN_X)
+#undef JIN_X
+  m.attr("DTYPES") = nb::tuple(dtypes);
+
+  nb::dict reasons;
+#define JIN_X(enumerator, number, name) reasons[name] = number;
+  JIN_FAILURE_REASONS(JIN_X)
+#undef JIN_X
+  m.attr("FAILURE_REASONS") = reasons;
+
+  m.attr("MAX_WORLD_SIZE") = kMaxRanks;
+  m.attr("MAX_BUFFERS") = kMaxBuffers;
+  m.attr("PACK_BYTES") = sizeof(Pack);
+
+  m.def(
+      "packet_bytes",
+      [](const std::string& algorithm, const std::string& dtype) {
+        return PacketBytes(TypeOf(AlgorithmNamed(algorithm), dtype));
+      },
+      nb::arg("algorithm"), nb::arg("dtype"),
+      "Bytes of the packet that carries PACK_BYTES of data.");
+  m.def(
+      "epoch_buffer_bytes_needed",
+      [](const std::string& name, const std::string& dtype, size_t nbytes, int world_size) {
+        const Algorithm algorithm = AlgorithmNamed(name);
+        return EpochBufferBytesNeeded(algorithm, TypeOf(algorithm, dtype), PacksOf(nbytes),
+                                      world_size);
+      },
+      nb::arg("algorithm"), nb::arg("dtype"), nb::arg("nbytes"), nb::arg("world_size"),
+      "Bytes of an epoch buffer that an operation takes.");
+  m.def(
+      "failure_message",
+      [](uint32_t reason, int algorithm, double timeout_s, const std::vector<int64_t>& device_ids,
+         int rank, int missing, int ordinal) {
+        return KernelFailureMessage(static_cast<Algorithm>(algorithm),
+                                    static_cast<FailureReason>(reason), timeout_s, device_ids, rank,
+                                    missing, ordinal);
+      },
+      nb::arg("reason"), nb::arg("algorithm"), nb::arg("timeout_s"), nb::arg("device_ids"),
+      nb::arg("rank"), nb::arg("missing"), nb::arg("ordinal"),
+      "The message of a kernel that gave up.");
+
+  // Of collective matmuls.
+  m.attr("TILE_ROWS") = kTileRows;
+  m.attr("TILE_DEPTH") = kTileDepth;
+  m.attr("MAX_RANKS_IN_STEP") = kMostInStep;
+}
+
+}  // namespace jax_intranode

@@ -4,8 +4,9 @@
 #include <nanobind/stl/vector.h>
 
 #include <stdexcept>
+#include <tuple>
 
-#include "cuda/fused_order.h"
+#include "cuda/matmul_plan.h"
 #include "host/failure_message.h"
 #include "kernels/algorithms.h"
 #include "kernels/buffers.h"
@@ -80,10 +81,30 @@ void ExportLimits(nb::module_& m) {
       nb::arg("rank"), nb::arg("missing"), nb::arg("ordinal"),
       "The message of a kernel that gave up.");
 
-  // Of collective matmuls.
+  // Collective matmuls (cuda/matmul_limits.h).
   m.attr("TILE_ROWS") = kTileRows;
   m.attr("TILE_DEPTH") = kTileDepth;
+  nb::list widths;
+  for (const int columns : kTileColumns) widths.append(columns);
+  m.attr("TILE_COLUMNS") = nb::tuple(widths);
+  m.attr("WGRAD_COLUMNS") = kWgradColumns;
+  m.attr("MAX_MATRICES") = kMaxMatrices;
+  m.attr("MAX_PIECES") = kMaxPieces;
+  m.attr("MIN_SLOTS") = kMinSlots;
   m.attr("MAX_RANKS_IN_STEP") = kMostInStep;
+  m.attr("CHUNK_BYTES") = kChunkBytes;
+  nb::list fields;
+  std::apply([&](const auto&... field) { (fields.append(field.name), ...); }, kPlanFields);
+  m.attr("PLAN_FIELDS") = nb::tuple(fields);
+  m.def(
+      "has_fused_kernel",
+      [](const std::string& operation, int tile_columns, bool wgrad) {
+        return HasFusedKernel(AlgorithmNamed(operation), tile_columns, wgrad);
+      },
+      nb::arg("operation"), nb::arg("tile_columns"), nb::arg("wgrad"),
+      "Whether a fused kernel is compiled for this width of tiles.");
+  m.def("ring_data_offset", &RingDataOffset, nb::arg("ring_bytes"),
+        "Bytes of a ring buffer before its data: the header and the flags.");
 }
 
 }  // namespace jax_intranode

@@ -20,12 +20,24 @@ MAX_WORLD_SIZE: int = _host.MAX_WORLD_SIZE
 MAX_BUFFERS: int = _host.MAX_BUFFERS
 PACK_BYTES: int = _host.PACK_BYTES
 
-# The fused kernels of collective matmuls: rows of a tile and the columns of K that a stage
-# multiplies.
+# Collective matmuls: see xla_ffi/cuda/matmul_limits.h. A tile of the fused kernel has TILE_ROWS rows
+# and is multiplied in steps of TILE_DEPTH elements of K. TILE_COLUMNS lists the widths of tiles
+# for which some kernel is compiled.
 TILE_ROWS: int = _host.TILE_ROWS
 TILE_DEPTH: int = _host.TILE_DEPTH
-# The largest group whose ranks stay in step without taking turns (xla_ffi/cuda/fused_order.h).
+TILE_COLUMNS: tuple[int, ...] = _host.TILE_COLUMNS
+WGRAD_COLUMNS: int = _host.WGRAD_COLUMNS
+MAX_MATRICES: int = _host.MAX_MATRICES
+# The largest number of first and last pieces of a cuBLASLt pipeline.
+MAX_PIECES: int = _host.MAX_PIECES
+# A row of x takes at most 1 / MIN_SLOTS of a rank's share of the ring buffer.
+MIN_SLOTS: int = _host.MIN_SLOTS
+# In groups of at most so many ranks, shards arrive one after another.
 MAX_RANKS_IN_STEP: int = _host.MAX_RANKS_IN_STEP
+# Bytes of the ring buffer's data that travel with one flag.
+CHUNK_BYTES: int = _host.CHUNK_BYTES
+# The names of the fields of the plan of an overlapped matmul (xla_ffi/cuda/matmul_plan.h).
+PLAN_FIELDS: tuple[str, ...] = _host.PLAN_FIELDS
 
 
 def packet_bytes(algorithm: str, dtype: str) -> int:
@@ -43,6 +55,22 @@ def epoch_buffer_bytes_needed(algorithm: str, dtype: str, nbytes: int, world_siz
         world_size: ranks of the group.
     """
     return _host.epoch_buffer_bytes_needed(algorithm, dtype, nbytes, world_size)
+
+
+def has_fused_kernel(operation: str, tile_columns: int, wgrad: bool) -> bool:
+    """Whether a fused kernel is compiled for this width of tiles.
+
+    Args:
+        operation: "all_gather_matmul" or "matmul_reduce_scatter".
+        tile_columns: columns of a tile.
+        wgrad: whether the kernel also computes weight gradients.
+    """
+    return _host.has_fused_kernel(operation, tile_columns, wgrad)
+
+
+def ring_data_offset(ring_bytes: int) -> int:
+    """Bytes of a ring buffer before its data: the header and the flags."""
+    return _host.ring_data_offset(ring_bytes)
 
 
 def failure_message(

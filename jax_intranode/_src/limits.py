@@ -20,9 +20,9 @@ MAX_WORLD_SIZE: int = _host.MAX_WORLD_SIZE
 MAX_BUFFERS: int = _host.MAX_BUFFERS
 PACK_BYTES: int = _host.PACK_BYTES
 
-# Collective matmuls: see xla_ffi/cuda/matmul_limits.h. A tile of the fused kernel has TILE_ROWS rows
-# and is multiplied in steps of TILE_DEPTH elements of K. TILE_COLUMNS lists the widths of tiles
-# for which some kernel is compiled.
+# Collective matmuls (cuda/matmul_limits.h). A tile of the fused kernel has TILE_ROWS rows and is
+# multiplied in steps of TILE_DEPTH elements of K. TILE_COLUMNS lists the widths of tiles for
+# which some kernel is compiled.
 TILE_ROWS: int = _host.TILE_ROWS
 TILE_DEPTH: int = _host.TILE_DEPTH
 TILE_COLUMNS: tuple[int, ...] = _host.TILE_COLUMNS

@@ -1,5 +1,8 @@
 """Low-latency collectives for JAX programs on one multi-GPU node."""
 
+import os as _os
+
+from jax_intranode._src import config as _config
 from jax_intranode._src.communicator import initialize as initialize
 from jax_intranode._src.communicator import shutdown as shutdown
 from jax_intranode._src.communicator import usage_counter as usage_counter
@@ -20,6 +23,9 @@ from jax_intranode._src.topology import TopologyKind as TopologyKind
 from jax_intranode._src.topology import topology as topology
 
 __version__ = "0.1.0"
+
+# A wrong value raises here, once, and not in the middle of a compilation.
+_config.check(_os.environ)
 
 __all__ = [
     "Call",

@@ -1,15 +1,29 @@
-"""The command line: `python -m jax_intranode bench psum`."""
+"""The command line, for example `python -m jax_intranode bench psum`."""
 
 import argparse
 import sys
 
+import jax
+import jaxlib
+
+import jax_intranode
+from jax_intranode._src import native
 from jax_intranode._src.bench import command
 from jax_intranode._src.bench.plots import command as plot
+
+
+def _versions() -> str:
+    return (
+        f"jax_intranode {jax_intranode.__version__} "
+        f"({'with' if native.module('gpu') else 'without'} CUDA kernels), jax {jax.__version__}, "
+        f"jaxlib {jaxlib.__version__}"
+    )
 
 
 def main() -> int:
     """Runs the command that the command line names and returns its exit code."""
     parser = argparse.ArgumentParser(prog="jax_intranode")
+    parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(dest="command", required=True)
     bench = commands.add_parser(
         "bench", help="measure and check an operation beside the one of jax.lax"

@@ -146,8 +146,14 @@ def test_initialize_sets_up_all_groups_of_a_mesh() -> None:
     assert set(rendezvous.communicators.values()) == {None}
 
 
+def test_initialize_refuses_what_is_no_mesh() -> None:
+    for wrong in ("model", ("model",), jax.devices()):
+        with pytest.raises(TypeError, match=r"pass a jax\.sharding\.Mesh"):
+            jax_intranode.initialize(wrong)  # type: ignore[arg-type]
+
+
 @pytest.mark.usefixtures("fresh")
-def test_use_after_shutdown_meets_anew() -> None:
+def test_use_after_shutdown_performs_a_new_rendezvous() -> None:
     need_devices(2)
     mesh = cases.line()
     all_rendezvous = []

@@ -1,6 +1,10 @@
 """The environment variables: defaults, what each accepts, and what it says of other values."""
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -97,3 +101,43 @@ def test_ring_bytes() -> None:
     assert config.parse({}).ring_bytes("gpu") == 512 * 2**20
     assert config.parse({}).ring_bytes("cpu") == 0
     assert config.parse({"JAX_INTRANODE_RING_MIB": "0"}).ring_bytes("gpu") == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("JAX_INTRANODE_TIMEOUTS", "JAX_INTRANODE_TIMEOUT_S?"),
+        ("JAX_INTRANODE_TIMEOUT", "JAX_INTRANODE_TIMEOUT_S?"),
+        ("JAX_INTRANODE_ALGO", "JAX_INTRANODE_ALGORITHM?"),
+        ("JAX_INTRANODE_SLAB_MB", "JAX_INTRANODE_SLAB_MIB"),
+        ("JAX_INTRANODE_XYZ", "JAX_INTRANODE_DISABLE, JAX_INTRANODE_TOPOLOGY"),
+    ],
+)
+def test_unknown_variable_is_reported_once(
+    caplog: pytest.LogCaptureFixture, name: str, meant: str
+) -> None:
+    config.check({name: "5"})
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.message.startswith(f"{name} is set") and meant in record.message
+
+
+def test_known_variables_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    names = [f"JAX_INTRANODE_{name}" for name in ("CUDA", "CUDA_WHEELS", "REQUIRE_GPUS")]
+    names += [config.RANK, config.WORLD_SIZE, config.COORDINATOR, config.LOCAL_DEVICES]
+    config.check({name: "x" for name in names} | {"JAX_INTRANODE_TIMEOUT_S": "2", "OTHER": "x"})
+    assert not caplog.records
+
+
+def test_import_checks_values(tmp_path: Path) -> None:
+    outcome = subprocess.run(
+        [sys.executable, "-P", "-c", "import jax_intranode"],
+        cwd=tmp_path,
+        env={**os.environ, "JAX_INTRANODE_ALGORITHM": "twoshot"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert outcome.returncode == 1
+    assert outcome.stderr.count("JAX_INTRANODE_ALGORITHM='twoshot': use one of auto") == 1
+    assert outcome.stderr.splitlines()[-1].startswith("ValueError: JAX_INTRANODE_ALGORITHM")

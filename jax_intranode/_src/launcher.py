@@ -1,9 +1,9 @@
 """One process per rank on this node: start them, watch them, and leave none behind.
 
-The parent calls `run_ranks`; each rank calls `connect` before its first use of JAX. A rank that
-fails takes the others down within seconds, and the parent raises one error that shows every
-rank's log: a collective whose peer has died would otherwise wait until its time limit and hide
-the real cause.
+The parent calls `run_ranks`. Each rank calls `connect` before its first use of JAX. When a rank
+fails, the others are ended within seconds, and the parent raises one error that shows every rank's
+log. Otherwise a collective whose peer has died would wait until its time limit and hide the real
+cause.
 """
 
 import contextlib
@@ -21,10 +21,7 @@ from types import TracebackType
 
 import jax
 
-_RANK = "JAX_INTRANODE_RANK"
-_WORLD_SIZE = "JAX_INTRANODE_WORLD_SIZE"
-_COORDINATOR = "JAX_INTRANODE_COORDINATOR"
-_LOCAL_DEVICES = "JAX_INTRANODE_LOCAL_DEVICES"
+from jax_intranode._src import config
 
 _POLL_S = 0.02
 # How long a rank may take to print its stacks after SIGABRT.
@@ -66,10 +63,10 @@ def run_ranks(
 ) -> None:
     """Runs one process per rank until all have succeeded.
 
-    When a rank fails, the others get `grace_s` to report errors of their own. Whoever still runs
-    then, or at the time limit, gets SIGABRT, upon which Python prints its stacks, and then
-    SIGKILL, together with the processes it started. On return no rank is left, whatever the
-    reason for returning.
+    When a rank fails, the others get `grace_s` to report errors of their own. A rank that still
+    runs then, or at the time limit, gets SIGABRT, upon which Python prints its stacks, and then
+    SIGKILL, together with the processes that it started. When this function returns or raises, no
+    rank is left.
 
     Args:
         commands: The command of each rank.
@@ -178,10 +175,10 @@ def rank_env(
     """
     devices = [rank] if local_devices is None else local_devices
     return {
-        _RANK: str(rank),
-        _WORLD_SIZE: str(world_size),
-        _COORDINATOR: f"127.0.0.1:{port}",
-        _LOCAL_DEVICES: ",".join(map(str, devices)),
+        config.RANK: str(rank),
+        config.WORLD_SIZE: str(world_size),
+        config.COORDINATOR: f"127.0.0.1:{port}",
+        config.LOCAL_DEVICES: ",".join(map(str, devices)),
     }
 
 
@@ -198,16 +195,16 @@ def connect(platform: str) -> int:
         This process's rank.
     """
     sys.excepthook = _exit_at_once
-    rank = int(os.environ[_RANK])
-    local_devices = [int(number) for number in os.environ[_LOCAL_DEVICES].split(",")]
+    rank = int(os.environ[config.RANK])
+    local_devices = [int(number) for number in os.environ[config.LOCAL_DEVICES].split(",")]
     if platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", len(local_devices))
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         local_devices = list(range(len(local_devices)))
     jax.distributed.initialize(
-        os.environ[_COORDINATOR],
-        int(os.environ[_WORLD_SIZE]),
+        os.environ[config.COORDINATOR],
+        int(os.environ[config.WORLD_SIZE]),
         rank,
         local_device_ids=local_devices,
         initialization_timeout=60,

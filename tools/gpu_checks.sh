@@ -1,22 +1,26 @@
 #!/usr/bin/env bash
-# What a change of the kernels has to pass on a machine with GPUs: the tests in both process modes,
-# with two GPUs and with all of them, then the figures of docs/benchmarks.md. Takes the folder for logs
-# and JSON files, and which steps to run: tests, probe, memcheck, psum, pair, types, matmuls,
-# programs; all of them where none is named. The package has to be installed. CUDA_VISIBLE_DEVICES chooses the GPUs. Each
-# step has a time limit, and one that fails does not keep the next from running.
+# Runs the checks that a change of the kernels has to pass on a machine with GPUs:
+#
+#     tools/gpu_checks.sh OUT [STEP...]
+#
+# Writes logs to the folder OUT. Steps, by default all of them: tests (both process modes, with two
+# GPUs and with all of them), probe (the fused kernel alone, among 2 to 8 ranks), memcheck. The
+# package has to be installed. CUDA_VISIBLE_DEVICES chooses the GPUs. Each step has a time limit; one
+# that fails does not keep the next one from running. tools/measure.sh measures.
 set -uo pipefail
+mkdir -p "$1"
 out=$(realpath "$1")
 shift
-steps=" ${*:-tests probe memcheck psum pair types matmuls programs} "
+steps=" ${*:-tests probe memcheck} "
 cd "$(dirname "$0")/.."
 visible=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)}
 gpus=$(awk -F, '{ print NF }' <<<"$visible")
 failed=0
 
-# Whether a step was asked for.
+# Returns whether a step was asked for.
 runs() { [[ $steps == *" $1 "* ]]; }
 
-# What pytest came to, or else the log's last line.
+# Prints pytest's summary, or the log's last line if there is none.
 summary() {
   local found
   found=$(grep -E '[0-9]+ (passed|failed|errors?|skipped).* in [0-9.]+s' "$out/$1.log" | tail -n 1)
@@ -53,7 +57,7 @@ if runs tests; then
   fi
 fi
 
-# The kernel of collective matmuls, for as many ranks as there may be, by the GPUs that there are.
+# The fused kernel among any number of ranks; a GPU stands for several where there are fewer GPUs.
 if runs probe && ! command -v nvcc >/dev/null; then
   echo "probe: not run, nvcc is not on PATH"
 elif runs probe; then
@@ -62,7 +66,7 @@ elif runs probe; then
   for ranks in 2 3 4 5 6 7 8; do
     timeout 60 "$out/fused_probe" "$ranks" check || failed=1
   done
-  # Four that stand for eight: on no more GPUs the loop has done that.
+  # Eight ranks on four GPUs. With four GPUs or fewer, the loop has just checked that.
   [ "$gpus" -le 4 ] || CUDA_VISIBLE_DEVICES=$(cut -d, -f1-4 <<<"$visible") timeout 60 \
     "$out/fused_probe" 8 check || failed=1
 fi
@@ -74,45 +78,4 @@ elif runs memcheck; then
   echo "memcheck: $(summary memcheck); $(grep -o 'ERROR SUMMARY.*' "$out/memcheck.log")"
 fi
 
-# Runs the benchmark: name of the files, seconds, options.
-bench() {
-  local name=$1 seconds=$2
-  shift 2
-  (cd "$out" && timeout "$seconds" python3 -P -m jax_intranode bench "$@" \
-    --json "$name.json" >"$name.log" 2>&1) || { echo "$name: failed, see $name.log"; failed=1; }
-  grep -E '^(#|  )' "$out/$name.log"
-}
-
-# Fails if our kernels did not run at all.
-ours_ran() {
-  grep -q '"algorithm": "one_shot"' "$out/$1.json" || { echo "$1: everything fell back to lax"; failed=1; }
-}
-
-if runs psum; then
-  for count in $(printf '%s\n' 2 4 8 | awk -v n="$gpus" '$1 <= n' | sort -rn); do
-    bench "psum_$count" 200 psum --devices "$count" -b 1K -e 16M -f 4 -n 25 -w 4
-    ours_ran "psum_$count"
-  done
-fi
-if runs pair; then
-  bench pair 200 psum_scatter+all_gather --mode process-per-device -b 1K -e 16M -f 4 -n 25 -w 4
-fi
-if runs types; then
-  bench types 400 psum -d float32,int32,float64,float16 -b 4K -e 4M -f 8 -n 9 -w 2
-fi
-if runs matmuls; then
-  for operation in all_gather_matmul matmul_reduce_scatter; do
-    bench "$operation" 300 "$operation" --preset reference --chain 12 -n 5 -w 1 --peers torch
-    bench "${operation}_backward" 300 "$operation" --preset reference --chain 8 -n 5 -w 1 --backward
-  done
-  bench mlp_block 200 mlp_block --chain 4 -n 5 -w 1
-fi
-if runs programs; then
-  for program in decode_scanned decode_unrolled train_step train_step_sequence_parallel; do
-    for hiding in on off; do
-      bench "${program}_$hiding" 100 "$program" --mode process-per-device --latency-hiding "$hiding" \
-        -n 9 -w 2
-    done
-  done
-fi
 exit "$failed"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Runs some GPU tests of the installed package under compute-sanitizer's memcheck: loads and stores
-# of our kernels outside of their buffers. Arguments go to pytest, in place of the selection here.
+# Runs some GPU tests of the installed package under compute-sanitizer's memcheck, which finds loads
+# and stores of our kernels outside of their buffers. Arguments replace the selection of tests here
+# and go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if ! command -v compute-sanitizer >/dev/null; then
@@ -10,10 +11,10 @@ fi
 if [ $# -eq 0 ]; then
   set -- tests/test_psum.py -k "every_world_size or special_values or amid or random_program-0"
 fi
-# Kernels are slowed down: peers wait longer. Memory of JAX's own pool would hide overruns.
+# The sanitizer slows kernels down, so peers wait longer. JAX's memory pool would hide overruns.
 export JAX_INTRANODE_REQUIRE_GPUS=2 JAX_INTRANODE_TIMEOUT_S=${JAX_INTRANODE_TIMEOUT_S:-900}
 export XLA_PYTHON_CLIENT_ALLOCATOR=platform
-# Only our kernels are checked, and no errors of API calls, which XLA makes on purpose.
+# Checks our kernels only, and ignores errors of API calls, because XLA causes some on purpose.
 exec compute-sanitizer --tool memcheck --target-processes all --error-exitcode 1 \
   --kernel-name kns=jax_intranode --report-api-errors no \
   python3 -P -m pytest -q -p no:cacheprovider -o timeout=1800 "$@"

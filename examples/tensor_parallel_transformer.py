@@ -21,6 +21,8 @@ smaller model. On CPU devices collective matmuls are not overlapped, so expect n
 """
 
 import argparse
+import datetime
+import json
 import statistics
 import time
 from collections import Counter
@@ -390,6 +392,23 @@ def print_operations(explanation: jax_intranode.Explanation) -> None:
     say("jax_intranode.explain(step)(state, tokens, targets) lists each call with the reason.")
 
 
+def write_json(settings: Settings, mesh: Mesh, runs: list[Run], file: Path) -> None:
+    """Writes the settings and the median duration of a step, from which tools make tables."""
+    ours, lax = map(seconds_per_step, runs)
+    result = {
+        "example": "tensor_parallel_transformer",
+        "jax": jax.__version__,
+        "device": mesh.devices.flat[0].device_kind,
+        "mesh": dict(mesh.shape),
+        "processes": jax.process_count(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "settings": asdict(settings),
+        "seconds_per_step": {"ours": ours, "lax": lax},
+        "losses": {"ours": runs[0].losses, "lax": runs[1].losses},
+    }
+    file.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def plot(runs: list[Run], names: list[str], file: Path) -> None:
     """Draws the losses, and below them the ratio of the speeds."""
     from matplotlib.figure import Figure
@@ -432,6 +451,7 @@ def parse_options() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
             parser.add_argument(f"--{field.name}", type=positive, metavar="N")
     parser.add_argument("--devices", type=positive, metavar="N", help="default: all GPUs or 4 CPUs")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw losses and speed")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write settings and speed")
     parser.add_argument(
         "--distributed",
         action="store_true",
@@ -507,6 +527,9 @@ def main() -> None:
     if options.plot and jax.process_index() == 0:
         plot(runs, list(steps), options.plot)
         say(f"wrote {options.plot}")
+    if options.json and jax.process_index() == 0:
+        write_json(settings, mesh, runs, options.json)
+        say(f"wrote {options.json}")
 
 
 if __name__ == "__main__":

@@ -46,6 +46,11 @@ def pytest_report_header() -> str:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: only the full tier runs this (pytest --full)")
     gpus = sum(d.platform == "gpu" for d in jax.devices())
+    # XLA takes long to optimize CPU code, of which the handlers that are tested are no part. The
+    # full tier runs with the optimizations. Processes that tests start inherit the variable.
+    quick = gpus == 0 and not config.getoption("full")
+    if quick and os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") == "1":
+        jax.config.update("jax_disable_most_optimizations", True)
     if gpus < REQUIRED_GPUS:
         pytest.exit(
             f"JAX_INTRANODE_REQUIRE_GPUS={REQUIRED_GPUS}, but JAX sees {gpus} GPUs", returncode=1

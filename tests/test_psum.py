@@ -33,7 +33,7 @@ def lowered(psum: object, mesh: jax.sharding.Mesh, shape: tuple[int, ...], **kwa
         lambda v: psum(v, "x"), mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False,
         **kwargs,
     )  # fmt: skip
-    return jax.jit(f).lower(jnp.zeros(shape)).compile().as_text()
+    return jax.jit(f).lower(jax.ShapeDtypeStruct(shape, jnp.float32)).compile().as_text()
 
 
 def test_our_call_is_in_the_program_and_laxs_is_not() -> None:
@@ -61,7 +61,8 @@ def test_fallback_is_laxs_own_program(check_vma: bool, tree: bool) -> None:
         f = jax.shard_map(
             body, mesh=cases.line(), in_specs=P("x"), out_specs=P("x"), check_vma=check_vma
         )
-        return jax.jit(f).lower(jnp.zeros((len(jax.devices()) * 8, 1 << 20))).as_text()
+        shape = (len(jax.devices()) * 8, 1 << 20)
+        return jax.jit(f).lower(jax.ShapeDtypeStruct(shape, jnp.float32)).as_text()
 
     assert program(jax_intranode.psum) == program(lax.psum)
 

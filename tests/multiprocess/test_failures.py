@@ -274,10 +274,10 @@ def fallback_reason(ranks: Any, env: Any, world: int = 2) -> str:
     ("name", "values"),
     [
         ("ALGORITHM", ("one_shot", "two_shot")),
-        ("SLAB_MIB", ("4", "8")),
-        ("RING_MIB", ("4", "8")),
+        pytest.param("SLAB_MIB", ("4", "8"), marks=pytest.mark.full),
+        pytest.param("RING_MIB", ("4", "8"), marks=pytest.mark.full),
         ("TIMEOUT_S", ("30.0", "40.0")),
-        ("TOPOLOGY", ("fully_connected", "hybrid_cube_mesh")),
+        pytest.param("TOPOLOGY", ("fully_connected", "hybrid_cube_mesh"), marks=pytest.mark.full),
     ],
 )
 def test_different_environments(ranks: Any, name: str, values: tuple[str, str]) -> None:

@@ -4,13 +4,53 @@ import cases
 import pytest
 from multiprocess_ranks import check_case, outcome_of_cases, worlds
 
+# Of the cases that multiply dtypes or transformations, those that the quick tier runs, too. A
+# transformation ends before a program is lowered, so the number of processes matters little to it.
+QUICK = {
+    "like_lax": ("forward-True", "grad_scan-True", "runtime_cond-False", "vmap_of_grad-True"),
+    "parts_like_lax": ("layer-True", "grad_scan-True", "pmean-False", "grad_axis2_tiled-True"),
+    "gradients_of_matmuls": ("True-reduce_scatter", "False-all_reduce"),
+}
+QUICK_OF_FOUR = QUICK | {
+    "every_dtype_and_count": ("float32-one_shot", "bfloat16-two_shot", "int8-one_shot"),
+    "every_dtype_and_count_of_parts": ("float64-psum_scatter", "int8-all_gather"),
+    "trees": ("auto-300", "two_shot-2"),
+    "exact_matmuls": ("129-bfloat16",),
+    "random_program": ("1", "4"),
+}
 
-@pytest.fixture(scope="module", params=worlds(), ids=lambda n: f"{n}_processes")
+
+def is_quick(name: str, world: int) -> bool:
+    function, _, parameters = name.partition("-")
+    quick = QUICK if world == 2 else QUICK_OF_FOUR
+    return parameters in quick.get(function, (parameters,))
+
+
+@pytest.fixture(scope="module")
 def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     log_dir = tmp_path_factory.mktemp("cases") / "logs"
     return outcome_of_cases(request, "cases", request.param, log_dir)
 
 
-@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize(
+    ("outcome", "name"),
+    [
+        pytest.param(
+            world,
+            name,
+            id=f"{world}_processes-{name}",
+            marks=() if is_quick(name, world) else pytest.mark.full,
+        )
+        for world in worlds()
+        for name in cases.CASES
+    ],
+    indirect=["outcome"],
+)
 def test_case(name: str, outcome: str) -> None:
     check_case(name, outcome)
+
+
+def test_quick_cases_exist() -> None:
+    for quick in (QUICK, QUICK_OF_FOUR):
+        for function, parameters in quick.items():
+            assert {f"{function}-{chosen}" for chosen in parameters} <= cases.CASES.keys()

@@ -1,0 +1,67 @@
+"""The programs that README.md prints run as they are printed."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from devices import need_devices
+
+from jax_intranode._src import launcher
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+TIMEOUT_S = 120
+
+pytestmark = pytest.mark.skipif(not README.exists(), reason="the README is not here")
+
+
+def programs() -> dict[str, str]:
+    """The text of each Python block whose first line is a comment with the name of a file."""
+    if not README.exists():
+        return {}
+    blocks = re.findall(r"^```python\n(# \w+\.py\n.*?)^```$", README.read_text(), re.M | re.S)
+    return {block.split()[1]: block for block in blocks}
+
+
+PROGRAMS = programs()
+OF_PROCESSES = [name for name, text in PROGRAMS.items() if "jax.distributed.initialize" in text]
+
+
+def environment() -> dict[str, str]:
+    # JAX of this process has reserved most of each GPU's memory.
+    return {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+
+
+def test_both_kinds_of_programs_are_there() -> None:
+    assert 0 < len(OF_PROCESSES) < len(PROGRAMS), list(PROGRAMS)
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in OF_PROCESSES])
+def test_one_process(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(PROGRAMS[name])
+    done = subprocess.run(
+        [sys.executable, name],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout
+
+
+@pytest.mark.parametrize("name", OF_PROCESSES)
+def test_process_per_device(name: str, tmp_path: Path) -> None:
+    need_devices(2)
+    text = PROGRAMS[name]
+    assert text.count("12345") == 1, "the test replaces this port by a free one"
+    (tmp_path / name).write_text(text.replace("12345", str(launcher.free_port())))
+    commands = [[sys.executable, str(tmp_path / name), str(rank), "2"] for rank in range(2)]
+    launcher.run_ranks(
+        commands, timeout_s=TIMEOUT_S, log_dir=tmp_path, env=[environment()] * len(commands)
+    )
+    for rank in range(2):
+        assert (tmp_path / f"rank{rank}.log").read_text()

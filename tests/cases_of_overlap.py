@@ -1,6 +1,6 @@
 """Cases of overlapped collective matmuls, for GPUs in either process mode.
 
-On CPUs they would run by parts.
+On CPUs the collective and the matmul run one after the other.
 """
 
 import contextlib
@@ -23,37 +23,47 @@ from jax.sharding import PartitionSpec as P
 from occupied import occupied
 
 import jax_intranode
-from jax_intranode._src import communicator, config, native, overlap, select
+from jax_intranode._src import communicator, config, limits, native, overlap, select
 from jax_intranode._src.compat import key_value_client
 
 CASES: dict[str, Case] = {}
 case = functools.partial(cases.case, into=CASES)
 
-# How operations are cut.
+# The plans that the cases force.
 PLANS = {
-    "whole": overlap.Plan(1, 1),
-    "parts": overlap.Plan(3, 2),
-    "many": overlap.Plan(16, 16),
+    "whole": overlap.Plan(),
+    "pieces": overlap.Plan(first_pieces=3, last_pieces=2),
+    "most_pieces": overlap.Plan(first_pieces=16, last_pieces=16),
     "fused": overlap.Plan(tile_columns=192, parts=3),
-    "fused_224": overlap.Plan(tile_columns=224, group_pairs=3),  # all-gathers only
-    "fused_256": overlap.Plan(tile_columns=256, group_pairs=1),
-    "fused_128": overlap.Plan(tile_columns=128, group_pairs=2),
+    "fused_224": overlap.Plan(tile_columns=224, band_pairs=3),  # all-gathers only
+    "fused_256": overlap.Plan(tile_columns=256, band_pairs=1),
+    "fused_128": overlap.Plan(tile_columns=128, band_pairs=2),
     "direct": overlap.Plan(tile_columns=192, parts=2, direct=True),
     "direct_256": overlap.Plan(tile_columns=256, direct=True),
     "direct_128": overlap.Plan(tile_columns=128, direct=True),
-    "beside": overlap.Plan(
-        tile_columns=256, parts=2, rounds=2, beside=True, pairs_before=1, beside_after=4
+    "wgrad": overlap.Plan(
+        tile_columns=256,
+        parts=2,
+        rounds=2,
+        wgrad=True,
+        row_pairs_before_wgrad=1,
+        wgrad_tiles_last=4,
     ),
 }
 ALL = tuple(PLANS)
-# For derivatives, which the others compute one after another.
-BESIDE = {
-    "beside_1_round": overlap.Plan(tile_columns=256, beside=True),
-    "beside_3_rounds": overlap.Plan(
-        tile_columns=256, group_pairs=2, rounds=3, beside=True, pairs_before=2, beside_after=100
+# For gradients only: without weight gradients these plans are like those above.
+WGRAD = {
+    "wgrad_1_round": overlap.Plan(tile_columns=256, wgrad=True),
+    "wgrad_3_rounds": overlap.Plan(
+        tile_columns=256,
+        band_pairs=2,
+        rounds=3,
+        wgrad=True,
+        row_pairs_before_wgrad=2,
+        wgrad_tiles_last=100,
     ),
 }
-PLANS |= BESIDE
+PLANS |= WGRAD
 
 
 def on_gpus() -> bool:
@@ -61,14 +71,14 @@ def on_gpus() -> bool:
 
 
 def zeros_and_ones(seed: int, *shape: int) -> np.ndarray:
-    """So few ones that all products of K up to 1000 are exact in bfloat16."""
+    """Zeros and few ones: matmuls with K up to 1000 are exact in bfloat16."""
     return (np.random.default_rng(seed).random(shape) < 0.2).astype(np.float32)
 
 
-def overlapped(f: Any, args: Sequence[Any], plan: str = "parts", **options: Any) -> Any:
-    """A compiled program, all of whose collective matmuls are overlapped on GPUs."""
-    if not on_gpus() and plan not in ("whole", "parts", "fused"):
-        pytest.skip(f"needs GPUs; without, {plan} is as the other plans")
+def overlapped(f: Any, args: Sequence[Any], plan: str = "pieces", **options: Any) -> Any:
+    """Compiles a program. On GPUs all of its collective matmuls must be overlapped."""
+    if not on_gpus() and plan not in ("whole", "pieces", "fused"):
+        pytest.skip(f"needs GPUs; on CPUs {plan} is like the other plans")
     with overlap.forced(PLANS[plan]):
         program = jax.jit(f, **options)
         calls = [c for c in jax_intranode.explain(program)(*args) if "matmul" in c.operation]
@@ -80,36 +90,36 @@ def overlapped(f: Any, args: Sequence[Any], plan: str = "parts", **options: Any)
         return program.lower(*args).compile()
 
 
-def both_derivatives(f: Any, args: Sequence[Any], plan: str, calls: int) -> Any:
-    """A compiled program. On GPUs so many calls compute derivatives by matrices, too, if forced."""
+def both_gradients(f: Any, args: Sequence[Any], plan: str, calls: int) -> Any:
+    """Compiles a program in which, on GPUs, `calls` calls compute weight gradients if forced to."""
     if on_gpus():
         with overlap.forced(PLANS[plan]):
             found = [call.reason for call in jax_intranode.explain(f)(*args)]
-        beside = sum("derivatives by matrices" in reason for reason in found)
-        assert beside == (calls if PLANS[plan].beside else 0), found
+        with_wgrads = sum("with weight gradients" in reason for reason in found)
+        assert with_wgrads == (calls if PLANS[plan].wgrad else 0), found
     return overlapped(f, args, plan)
 
 
 def settle(mesh: Mesh) -> None:
-    """Waits until no process has anything on its devices."""
+    """Waits until the devices of all processes are idle."""
     program = jax.jit(sharded(lambda v: lax.psum(v, "x"), mesh, P("x"), P()))
     jax.block_until_ready(program(put(mesh, P("x"), np.zeros(mesh.size, np.float32))))
-    meet("settle")
+    wait_for_all("settle")
 
 
-def meet(name: str) -> None:
+def wait_for_all(name: str) -> None:
     """Waits for all processes."""
     if (client := key_value_client()) is not None and jax.process_count() > 1:
         client.wait_at_barrier(name, 60_000)
 
 
 def poison(mesh: Mesh) -> None:
-    """Fills the rings of this process with NaN. Nothing may run meanwhile."""
+    """Fills the rings of this process with NaN. No operation may be in flight."""
     rendezvous = communicator.rendezvous_of(mesh.devices.flat)
     module = native.module(rendezvous.platform)
     if rendezvous.ring_bytes == 0:
         return
-    offset = module.ring_data_offset(rendezvous.ring_bytes)
+    offset = limits.ring_data_offset(rendezvous.ring_bytes)
     start = config.get().slab_bytes(rendezvous.platform) + offset
     for device_id, addresses in rendezvous.addresses.items():
         module.fill(
@@ -123,7 +133,7 @@ def poison(mesh: Mesh) -> None:
 def check_in_poisoned_rings(
     mesh: Mesh, program: Any, arrays: Sequence[Any], expected: Sequence[Any], times: int
 ) -> None:
-    """The results of a program are exact, each time that rings were full of NaN before."""
+    """A program's results are exact, also when the rings were full of NaN before it."""
     dtype = jax.tree.leaves(arrays)[0].dtype
     for _ in range(times):
         settle(mesh)
@@ -135,7 +145,7 @@ def check_in_poisoned_rings(
 
 @case(rows=(1, 127, 129, 256), plan=ALL)
 def overlapped_exact(rows: int, plan: str) -> None:
-    """Every axis with and without batches, unequal widths; rings are full of NaN before."""
+    """Every axis, with and without batches; matrices of unequal width; rings full of NaN before."""
     mesh = line()
     n = mesh.size
     for axis, batch in ((0, ()), (0, (3,)), (1, (2,)), (2, (2, 3))):
@@ -170,7 +180,7 @@ def overlapped_exact(rows: int, plan: str) -> None:
 
 @case(plan=tuple(plan for plan in ALL if plan != "fused_224"))
 def overlapped_sums_of_several(plan: str) -> None:
-    """Products of unequal depth, which a kernel sums as they are."""
+    """Terms of unequal K, which the fused kernel sums without copying them."""
     mesh = line()
     n = mesh.size
     widths = (8, 136, 264, 72)
@@ -197,7 +207,7 @@ def overlapped_sums_of_several(plan: str) -> None:
 
 @case(plan=("fused", "fused_224", "fused_256", "fused_128", "direct", "direct_256", "direct_128"))
 def overlapped_many_tiles(plan: str) -> None:
-    """More tiles than run at a time, an odd number of rows of them; K of one stage and of two."""
+    """More tiles than one wave, an odd number of row tiles; K of one stage and of two."""
     mesh = line()
     n = mesh.size
     for rows, k, width in ((1032, 72, 4104), (1024, 8, 4096)):
@@ -222,14 +232,15 @@ def overlapped_many_tiles(plan: str) -> None:
 
 
 @case(operation=("all_gather_matmul", "matmul_reduce_scatter"), plan=("whole", "fused", "direct"))
-def overlapped_on_few_multiprocessors(operation: str, plan: str) -> None:
-    """An operation ends while something else has most multiprocessors, on all ranks."""
+def overlapped_on_few_sms(operation: str, plan: str) -> None:
+    """An operation ends although another kernel holds most SMs of all ranks."""
     if not on_gpus():
-        pytest.skip("needs GPUs; CPUs have no multiprocessors")
+        pytest.skip("needs GPUs; CPUs have no SMs")
     mesh = line()
     n = mesh.size
     gathers = operation == "all_gather_matmul"
-    # So many that, were they dealt out, what runs would wait for what does not, on every rank.
+    # So many tiles that blocks which run would wait for blocks which don't, on every rank, if tiles
+    # were assigned to blocks in advance.
     rows, k, width = 1536, 1024, 4096
     x = zeros_and_ones(50, n, rows if gathers else rows * n, k)
     w = zeros_and_ones(51, n, k, width)
@@ -245,26 +256,26 @@ def overlapped_on_few_multiprocessors(operation: str, plan: str) -> None:
     with contextlib.ExitStack() as stack:
         for device in mesh.local_devices:
             stack.enter_context(occupied(communicator.native_ordinal(device), 32))
-        meet("occupied")
+        wait_for_all("occupied")
         result = program(*arrays)
         give_up = time.monotonic() + 5
         while not result.is_ready():
             assert time.monotonic() < give_up, "blocks that run wait for some that do not"
-        meet("ended")
+        wait_for_all("ended")
     whole = np.concatenate(list(x))
     sums = sum(xr @ wr for xr, wr in zip(x, w, strict=True))
     want = np.stack([whole @ wr for wr in w]) if gathers else np.stack(np.split(sums, n))
     check(result, want.astype(jnp.bfloat16))
 
 
-@case(dtype=("bfloat16", "float16"), plan=("parts", "fused", "fused_256", "direct_128"))
+@case(dtype=("bfloat16", "float16"), plan=("pieces", "fused", "fused_256", "direct_128"))
 def overlapped_sums_in_rank_order(dtype: str, plan: str) -> None:
-    """Products of which sums depend on the order are added one rank after the other."""
+    """Products whose sum depends on the order are added in rank order."""
     mesh = line()
     n = mesh.size
     rng = np.random.default_rng(5)
-    # Of each element one rank has a large product, one the same with the other sign, and the others
-    # so small ones that what they are added to in float32 does not change while it is large.
+    # For each element one rank has a large product and another rank its negative. The others have
+    # products so small that adding them in float32 changes nothing while the sum is large.
     terms = np.full((n, 64, 264), 2.0**-14, np.float32)
     terms[0], terms[1] = 2.0**15, -(2.0**15)
     w = rng.permuted(terms, axis=0)
@@ -282,9 +293,9 @@ def overlapped_sums_in_rank_order(dtype: str, plan: str) -> None:
     )
 
 
-@case(dtype=("bfloat16", "float16"), plan=("parts", "fused", "direct"))
+@case(dtype=("bfloat16", "float16"), plan=("pieces", "fused", "direct"))
 def overlapped_sums_as_any_arrays(dtype: str, plan: str) -> None:
-    """Ranks' products are rounded and summed; the same bits at each of 100 runs."""
+    """The products are rounded and summed. 100 runs give the same bits."""
     mesh = line()
     n = mesh.size
     x, w = cases.random(dtype, (n, 256 * n, 512), 1), cases.random(dtype, (n, 512, 264), 2)
@@ -297,7 +308,8 @@ def overlapped_sums_as_any_arrays(dtype: str, plan: str) -> None:
     first = program(*arrays)
     products = np.einsum("rmk,rkn->rmn", x.astype(np.float32), w.astype(np.float32))
     want = products.astype(dtype).astype(np.float64).sum(0).reshape(n, 256, 264)
-    # A product that lies between two values may be rounded to either, by another order of its sum.
+    # A product between two representable values may be rounded to either: its own sum over K has
+    # another order.
     ulp = 2.0 ** (-8 if dtype == "bfloat16" else -11)
     largest = np.abs(products).max()
     for shard in first.addressable_shards:
@@ -311,7 +323,7 @@ def overlapped_sums_as_any_arrays(dtype: str, plan: str) -> None:
 
 @case()
 def overlapped_all_reduce_gathers_parts() -> None:
-    """Of values whose sums are rounded, a matmul_all_reduce has the bits of the parts."""
+    """A matmul_all_reduce has the bits of a reduce-scatter and an all-gather, rounded sums, too."""
     mesh = line()
     n = mesh.size
     x, w = (
@@ -332,9 +344,9 @@ def overlapped_all_reduce_gathers_parts() -> None:
     check(program(jax_intranode.matmul_all_reduce), np.concatenate([whole] * n))
 
 
-@case(check_vma=(True, False), plan=("parts", "fused", "fused_256"))
+@case(check_vma=(True, False), plan=("pieces", "fused", "fused_256"))
 def overlapped_all_reduce_transformed(check_vma: bool, plan: str) -> None:
-    """Derivatives and batches, over each axis and both; of rows that can be cut as one only."""
+    """Gradients and batches over each axis and both; rows that only together can be split."""
     devices = len(jax.devices())
     mesh = cases.make_mesh((2, devices // 2), ("a", "x")) if devices >= 4 else line()
     over: list[Any] = ["x", *(["a", ("a", "x")] if devices >= 4 else [])]
@@ -374,9 +386,9 @@ def layer(lib: Any) -> Any:
     return apply
 
 
-@case(check_vma=(True, False), how=("plain", "remat", "scan"), plan=("parts", "fused", "beside"))
+@case(check_vma=(True, False), how=("plain", "remat", "scan"), plan=("pieces", "fused", "wgrad"))
 def overlapped_gradients(check_vma: bool, how: str, plan: str) -> None:
-    """Of a block, like lax's in float32 by the tolerance of bfloat16; under remat and scan too."""
+    """Gradients of a block are as close to float32's as lax's are; under remat and scan, too."""
     mesh = line()
     n = mesh.size
     shapes = ((2, 16 * n, 64), (64, 32 * n), (64, 32 * n), (32 * n, 64))
@@ -400,13 +412,13 @@ def overlapped_gradients(check_vma: bool, how: str, plan: str) -> None:
 
     short = [put(mesh, s, v.astype(jnp.bfloat16)) for s, v in zip(specs, values, strict=True)]
     wide = [put(mesh, s, v) for s, v in zip(specs, values, strict=True)]
-    # Of the gather and of the sum, of both blocks or of the scan's.
+    # One call each for the all-gather and the reduce-scatter, in both blocks or in the scan's body.
     calls = 2 if how == "scan" else 4
-    ours = both_derivatives(gradient(jax_intranode), short, plan, calls)(*short)
+    ours = both_gradients(gradient(jax_intranode), short, plan, calls)(*short)
     lax_short = jax.jit(gradient(LAX_MATMULS))(*short)
     exact = jax.jit(gradient(LAX_MATMULS))(*wide)
 
-    # No further from the gradients in float32 than those of lax, but for the luck of rounding.
+    # No further from the gradients in float32 than lax's, apart from chance in rounding.
     def distance(a: Any, b: Any) -> float:
         pairs = zip(a.addressable_shards, b.addressable_shards, strict=True)
         return max(float(np.abs(np.asarray(s.data, np.float32) - t.data).max()) for s, t in pairs)
@@ -416,13 +428,13 @@ def overlapped_gradients(check_vma: bool, how: str, plan: str) -> None:
         assert distance(got, want) <= 2 * distance(by_lax, want) + 2.0**-8 * scale
 
 
-@case(rows=(1, 127, 129, 384), plan=("fused", "fused_224", "beside", *BESIDE))
-def overlapped_both_derivatives(rows: int, plan: str) -> None:
-    """Every axis with and without batches, unequal widths; rings are full of NaN before."""
+@case(rows=(1, 127, 129, 384), plan=("fused", "fused_224", "wgrad", *WGRAD))
+def overlapped_both_gradients(rows: int, plan: str) -> None:
+    """Every axis, with and without batches; matrices of unequal width; rings full of NaN before."""
     mesh = line()
     n = mesh.size
     dtype = "float16" if rows == 129 else "bfloat16"
-    k, widths = 520, (8, 136, 264)  # of both derivatives three rounds, or tiles of columns
+    k, widths = 520, (8, 136, 264)  # three rounds, or column tiles, of both gradients
     for axis, batch in ((0, ()), (0, (3,)), (1, (2,)), (2, (2, 3))):
         shape = (*batch[:axis], rows, *batch[axis:])
         long = (*batch[:axis], rows * n, *batch[axis:])
@@ -441,14 +453,14 @@ def overlapped_both_derivatives(rows: int, plan: str) -> None:
                 return jax_intranode.matmul_reduce_scatter(y, v, "x", scatter_axis=axis)
 
             of_gather = jax.vjp(gather, x[0], *ws)[1](cts)
-            # The first matrix is frozen: those with a derivative come first.
+            # The first matrix is frozen. Matrices with a gradient come first.
             of_some = jax.vjp(lambda *args: gather(args[0], ws[0], *args[1:]), x[0], *ws[1:])
             of_scatter = jax.vjp(scatter, y[0], ws[2])[1](ct[0])
             return [v[None] for v in (*of_gather, *of_some[1](cts), *of_scatter)]
 
         arrays = [put(mesh, P("x"), v.astype(dtype)) for v in (x, y, ct, *cts, *ws)]
         f = sharded(f, mesh, P("x"), P("x"))
-        program = both_derivatives(f, arrays, plan, 3)
+        program = both_gradients(f, arrays, plan, 3)
         whole, whole_ct = np.concatenate(list(x), axis), np.concatenate(list(ct), axis)
         by_rank = sum(np.einsum("r...n,rkn->r...k", c, w) for c, w in zip(cts, ws, strict=True))
         by_x = np.stack(np.split(by_rank.sum(0), n, axis))
@@ -463,8 +475,8 @@ def overlapped_both_derivatives(rows: int, plan: str) -> None:
         check_in_poisoned_rings(mesh, program, arrays, expected, 1 if batch else 3)
 
 
-def small_derivatives(lib: Any, x: Any, w: Any) -> Any:
-    """Of both operations, of values so small that every sum is exact; a next x and a next w."""
+def small_gradients(lib: Any, x: Any, w: Any) -> Any:
+    """Gradients of both operations as the next x and w. Values are so small that sums are exact."""
     y, pull_back = jax.vjp(lambda x, w: lib.all_gather_matmul(x, w, "x"), x, w)
     by_x, by_w = pull_back(y % 3)
     z, pull_back = jax.vjp(lambda y, w: lib.matmul_reduce_scatter(y, w, "x"), y % 2, w)
@@ -472,14 +484,14 @@ def small_derivatives(lib: Any, x: Any, w: Any) -> Any:
     return (by_x + by_y[: x.shape[0]]) % 3, ((by_w + by_v) % 5 == 1).astype(w.dtype)
 
 
-@case(plan=("beside", *BESIDE))
-def overlapped_derivatives_with_delays(plan: str) -> None:
-    """Each rank in turn is late; every derivative feeds the next ones."""
-    check_with_delays(small_derivatives, lambda f, args: both_derivatives(f, args, plan, 2))
+@case(plan=("wgrad", *WGRAD))
+def overlapped_gradients_with_delays(plan: str) -> None:
+    """Each rank in turn is late. Every gradient feeds the next step."""
+    check_with_delays(small_gradients, lambda f, args: both_gradients(f, args, plan, 2))
 
 
 def check_with_delays(step: Any, compiled: Any) -> None:
-    """A chain of steps from x and w to x and w is as by lax, though each rank in turn is late."""
+    """Checks a chain of steps from x, w to x, w against lax's, while each rank in turn is late."""
     mesh = line()
     n = mesh.size
     x, w = zeros_and_ones(5, n, 130, 64), zeros_and_ones(6, n, 64, 64)
@@ -505,14 +517,14 @@ def check_with_delays(step: Any, compiled: Any) -> None:
 
 
 def late(rank: Any, step: Any, n: int) -> Any:
-    """Wastes time on one rank, another one at each step; zero."""
+    """Returns zero after wasting time on one rank, another one at each step."""
     loops = jnp.where(rank == step % n, 300 * (1 + step * 7 % 11), 0)
     return 0 * lax.fori_loop(0, loops, lambda i, s: jnp.sin(s + i), jnp.float32(0.5))
 
 
 @case(plan=ALL)
 def overlapped_chain_with_delays(plan: str) -> None:
-    """Each rank in turn is late; every call feeds the next one; NCCL and psum in between."""
+    """Each rank in turn is late. Every call feeds the next one, with NCCL and psum in between."""
 
     def step(lib: Any, x: Any, w: Any) -> Any:
         h = lib.all_gather_matmul(x, w, "x")
@@ -526,9 +538,9 @@ def _with_psum(matmuls: Any, lib: Any) -> Any:
     return types.SimpleNamespace(**vars(matmuls), psum=lib.psum)
 
 
-@case(plan=("parts", "fused", "direct"))
+@case(plan=("pieces", "fused", "direct"))
 def overlapped_without_dependence(plan: str) -> None:
-    """Operations that may run in any order, over the groups of two axes and of both."""
+    """Operations that may run in any order, over the groups of each axis and of both."""
     devices = len(jax.devices())
     mesh = cases.make_mesh((2, devices // 2), ("a", "x")) if devices >= 4 else line()
     x, w = zeros_and_ones(7, 32 * devices, 64), zeros_and_ones(8, 64, 64)
@@ -552,13 +564,13 @@ def overlapped_without_dependence(plan: str) -> None:
 
 
 def small_layer(lib: Any, x: Any, w: Any) -> Any:
-    """Of values so small that every sum is exact, in any order."""
+    """A layer of values so small that every sum is exact in any order."""
     return lib.matmul_reduce_scatter(lib.all_gather_matmul(x, w, "x") % 3, w, "x") % 3
 
 
-@case(plan=("parts", "fused", "fused_224", "beside"))
+@case(plan=("pieces", "fused", "fused_224", "wgrad"))
 def overlapped_replayed(plan: str) -> None:
-    """Replayed from graphs, while one process's addresses change: captured again there alone."""
+    """Replays from CUDA graphs; where addresses change, that process alone captures again."""
     mesh = line()
     n = mesh.size
     first = mesh.devices.flat[0]
@@ -568,8 +580,8 @@ def overlapped_replayed(plan: str) -> None:
         def f(x: Any, w: Any) -> Any:
             v, u = x[0], w[0]
             for _ in range(4):
-                if PLANS[plan].beside:
-                    v, u = small_derivatives(lib, v, u)
+                if PLANS[plan].wgrad:
+                    v, u = small_gradients(lib, v, u)
                 else:
                     v = small_layer(lib, v, u)
             return (v + u)[None]
@@ -578,8 +590,8 @@ def overlapped_replayed(plan: str) -> None:
 
     arrays = [put(mesh, P("x"), v.astype(jnp.bfloat16)) for v in (x, w)]
     theirs = jax.jit(program(LAX_MATMULS))(*arrays)
-    mine = both_derivatives(program(jax_intranode), arrays, plan, 8)
-    calls = 16 if PLANS[plan].beside else 8
+    mine = both_gradients(program(jax_intranode), arrays, plan, 8)
+    calls = 16 if PLANS[plan].wgrad else 8
     counts = []
     for _ in range(12):
         check_like(mine(*arrays), theirs, 0)
@@ -599,9 +611,9 @@ def overlapped_replayed(plan: str) -> None:
         assert jax_intranode.usage_counter() - before == 9 * calls * local
 
 
-@case(plan=("parts", "fused"))
+@case(plan=("pieces", "fused"))
 def overlapped_results_that_a_scan_stacks(plan: str) -> None:
-    """For the backward pass, while others use them: each call runs once."""
+    """Results that a scan stacks for the backward pass and others use: each call runs once."""
     mesh = line()
     n = mesh.size
 
@@ -621,9 +633,9 @@ def overlapped_results_that_a_scan_stacks(plan: str) -> None:
         cases.runs_as_often_as_explained(jax.grad(loss, argnums=(0, 1)), args)
 
 
-@case(plan=("parts", "fused"))
+@case(plan=("pieces", "fused"))
 def overlapped_conditional(plan: str) -> None:
-    """In both branches of a cond, captured into conditional nodes."""
+    """Calls in both branches of a cond, which are captured into conditional nodes."""
     mesh = line()
     x, w = zeros_and_ones(11, 64 * mesh.size, 64), zeros_and_ones(12, 64, 64)
 
@@ -649,9 +661,9 @@ def overlapped_conditional(plan: str) -> None:
         check_like(mine(flag, *arrays), theirs(flag, *arrays), 0)
 
 
-@case(plan=("parts", "fused"))
+@case(plan=("pieces", "fused"))
 def overlapped_donated(plan: str) -> None:
-    """x is donated, and its memory may be that of the result."""
+    """x is donated, so that the result may get its memory."""
     mesh = line()
     n = mesh.size
     x, w = zeros_and_ones(13, 64 * n, 64), zeros_and_ones(14, 64, 64)
@@ -680,9 +692,9 @@ def overlapped_donated(plan: str) -> None:
 
 @case()
 def overlapped_large_offsets() -> None:
-    """Arrays of more than 2 GiB, of 2^31 elements; only on GPUs, for want of memory elsewhere."""
+    """Arrays of more than 2 GiB and of 2^31 elements. Only GPUs have the memory."""
     if not on_gpus():
-        pytest.skip("needs GPUs; 4 GiB an array are too much here")
+        pytest.skip("needs GPUs; arrays of 4 GiB are too large for this test on CPUs")
     mesh = line()
     n = mesh.size
     rows, k = (1 << 31) // 4096 // n + 8, 4096
@@ -708,52 +720,52 @@ def overlapped_large_offsets() -> None:
         check(counts, np.zeros(n, np.int32))
 
 
-# What differs from a call that is right, and what the handler says to it: of rows of 64 items times
-# the transpose of a matrix [72, 64], whose derivative is beside it.
+# What differs from a right call, and what the handler answers. The right call multiplies rows of 64
+# elements by the transpose of a matrix [72, 64] and computes its weight gradient. A name that is a
+# field of the plan changes the plan.
 _ROWS, _K, _N = 16, 64, 72
 WRONG_CALLS = {
-    "operation": ({"algorithm": 0}, "a collective matmul of algorithm 0"),
-    "no_pieces": ({"first_cuts": 0}, "in 0 and 1 pieces"),
-    "pieces": ({"last_cuts": 1000}, "in 1 and 1000 pieces"),
-    "tiles": ({"tile_columns": 100}, "in tiles of 100 columns"),
+    "operation": ({"algorithm": 0}, "no collective matmul of algorithm 0"),
+    "no_pieces": ({"first_pieces": 0}, "first_pieces=0,"),
+    "pieces": ({"last_pieces": 1000}, "last_pieces=1000,"),
+    "tiles": ({"tile_columns": 100}, "tile_columns=100,"),
     "tiles_of_sum": (
-        {"sums": True, "besides": 0, "tile_columns": 224},
-        "in tiles of 224 columns",
+        {"sums": True, "wgrads": 0, "wgrad": False, "tile_columns": 224},
+        "tile_columns=224,",
     ),
-    "tiles_beside": ({"tile_columns": 192}, "in tiles of 192 columns"),
-    "pairs": ({"group_pairs": 0}, "0 pairs"),
-    "parts": ({"parts": 0}, "0 parts"),
-    "rounds": ({"rounds": 0}, "0 rounds"),
-    "pairs_before": ({"pairs_before": -1}, "with 1 derivatives after -1 pairs"),
-    "beside_after": ({"beside_after": -1}, "after 0 pairs and -1 pairs of their tiles last"),
-    "derivatives": ({"besides": -1}, "with -1 derivatives"),
-    "derivatives_of_pipeline": ({"tile_columns": 0}, "with 1 derivatives"),
-    "not_transposed": ({"transposed": 0}, "with 1 derivatives"),
-    "gathered": ({"gathered": 1}, "with 1 derivatives"),
-    "two_derivatives": ({"besides": 2}, "3 operands and 3 results"),
-    "no_derivative": ({"besides": 0}, "w[1] is 72 x"),
+    "tiles_of_wgrad": ({"tile_columns": 192}, "tile_columns=192,"),
+    "band_pairs": ({"band_pairs": 0}, "band_pairs=0,"),
+    "parts": ({"parts": 0}, ",parts=0,"),
+    "rounds": ({"rounds": 0}, "rounds=0,"),
+    "row_pairs_before_wgrad": ({"row_pairs_before_wgrad": -1}, "row_pairs_before_wgrad=-1"),
+    "wgrad_tiles_last": ({"wgrad_tiles_last": -1}, "wgrad_tiles_last=-1"),
+    "wgrads": ({"wgrads": -1}, "-1 weight gradients"),
+    "wgrad_of_plan": ({"wgrad": False}, "wgrad=0,"),
+    "wgrads_of_pipeline": ({"tile_columns": 0}, "1 weight gradients"),
+    "not_transposed": ({"transposed": 0}, "1 weight gradients"),
+    "gathered": ({"gathered": 1}, "1 weight gradients"),
+    "two_wgrads": ({"wgrads": 2}, "3 operands and 3 results"),
+    "no_wgrad": ({"wgrads": 0, "wgrad": False}, "w[1] is 72 x"),
     "axis": ({"axis": 1}, "axis 1 of 2 dimensions"),
     "dtype": ({"dtype": "float32"}, "takes bf16 and f16"),
     "length_of_k": ({"x": (_ROWS, 60)}, "its last dimension is 60; it takes multiples of 8"),
     "k_of_matrix": ({"w": (_N, 128)}, "w[0] is 128 x 72"),
     "matrix": ({"w": (_N * _K,)}, "w is no matrix"),
     "rows_of_product": ({"product": (_ROWS, _N)}, "its product has 1152 elements"),
-    "rows_beside": (
-        {"beside": (_ROWS, _N)},
-        "what derivatives are products with has 1152 elements",
-    ),
-    "columns_beside": ({"beside": (_N, _ROWS)}, "what derivatives are products with has 1152"),
-    "derivative": ({"derivative": (_K, _K)}, "derivative 0 has 4096 elements; it is 72 x 64"),
+    "rows_of_cotangent": ({"cotangent": (_ROWS, _N)}, "has 1152 elements for"),
+    "columns_of_cotangent": ({"cotangent": (_N, _ROWS)}, "has 1152 elements for"),
+    "shape_of_wgrad": ({"wgrad_result": (_K, _K)}, "0 has 4096 elements; it is 72 x 64"),
     "rows_of_sum": ({"sums": True, "x": (17, _K)}, "17 can't be split over"),
     "scratch_of_sum": ({"sums": True, "scratch": 8}, "scratch of 8 bytes; it takes"),
 }
+_RIGHT_PLAN = overlap.Plan(tile_columns=256, wgrad=True).attributes()
 
 
 @case(wrong=tuple(WRONG_CALLS))
 def overlapped_wrong_call_is_refused(wrong: str) -> None:
-    """By all ranks, what lowering would not make; a right call is right before and after it."""
+    """All ranks refuse a call that lowering never makes. A right call works before and after."""
     if not on_gpus():
-        pytest.skip("needs GPUs; without, no handler takes collective matmuls")
+        pytest.skip("needs GPUs; on CPUs there is no handler of collective matmuls")
     mesh = line()
     n = mesh.size
     x, w = (put(mesh, P(), np.ones((64, 64), jnp.bfloat16)) for _ in range(2))
@@ -767,28 +779,20 @@ def overlapped_wrong_call_is_refused(wrong: str) -> None:
         right = {
             "x": (whole if sums else part, _K),
             "w": (_N, _K),
-            "beside": (whole, _N),
+            "cotangent": (whole, _N),
             "product": (part if sums else whole, _N),
-            "derivative": (_N, _K),
+            "wgrad_result": (_N, _K),
             "scratch": native.module("gpu").MATMUL_SCRATCH_BYTES,
             "algorithm": select.ALGORITHMS.index(operation),
             "axis": 0,
             "transposed": 1,
             "gathered": 0,
-            "besides": 1,
-            "first_cuts": 1,
-            "last_cuts": 1,
-            "tile_columns": 256,
-            "group_pairs": 8,
-            "parts": 1,
-            "direct": 0,
-            "rounds": 1,
-            "pairs_before": 0,
-            "beside_after": 0,
+            "wgrads": 1,
         }
+        plan = {name: type(value)(changes.pop(name, value)) for name, value in _RIGHT_PLAN.items()}
         values = right | changes
-        operands = [values.pop(name) for name in ("x", "w", "beside")]
-        results = [jax.ShapeDtypeStruct(values.pop(s), dtype) for s in ("product", "derivative")]
+        operands = [values.pop(name) for name in ("x", "w", "cotangent")]
+        results = [jax.ShapeDtypeStruct(values.pop(s), dtype) for s in ("product", "wgrad_result")]
         results.append(jax.ShapeDtypeStruct((values.pop("scratch"),), np.uint8))
         axis = values.pop("axis")
 
@@ -798,6 +802,7 @@ def overlapped_wrong_call_is_refused(wrong: str) -> None:
                 device_ids=np.array(groups.device_ids, np.int64),
                 group_size=np.int64(groups.group_size),
                 axis=np.int64(axis),
+                plan=plan,
                 **{name: np.int32(value) for name, value in values.items()},
             )
             return [v[None] for v in found[:2]]
@@ -805,13 +810,13 @@ def overlapped_wrong_call_is_refused(wrong: str) -> None:
         return jax.block_until_ready(jax.jit(sharded(f, mesh, (), P("x")))())
 
     def check_right_call() -> None:
-        product, derivative = call()
+        product, wgrad = call()
         check(product, np.full((n, n * _ROWS, _N), _K, jnp.bfloat16))
-        check(derivative, np.full((n, _N, _K), n * _ROWS, jnp.bfloat16))
+        check(wgrad, np.full((n, _N, _K), n * _ROWS, jnp.bfloat16))
 
     check_right_call()
     changes, says = WRONG_CALLS[wrong]
     with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(says)):
         call(**changes)
-    meet(f"refused {wrong}")
+    wait_for_all(f"refused {wrong}")
     check_right_call()

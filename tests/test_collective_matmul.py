@@ -1180,7 +1180,7 @@ def both_in_one_call() -> Iterator[list[overlapped.Request]]:
     def find(
         operation: str, place: Any, traced_over: Any, axes: Any, request: overlapped.Request
     ) -> overlapped.Overlapped | str:
-        if not request.besides:
+        if not request.wgrads:
             return "it is alone"
         groups = communicator.partition(place.mesh, tuple(axes))
         size = groups.group_size
@@ -1208,10 +1208,10 @@ def both_in_one_call() -> Iterator[list[overlapped.Request]]:
                 (part,) = psum_scatter.primitive.bind_as_traced(
                     total, traced_over=traced_over, dimension=request.axis, **params
                 )
-                by_w = [jnp.tensordot(beside, x, (rows, rows)) for x in xs[: request.besides]]
+                by_w = [jnp.tensordot(beside, x, (rows, rows)) for x in xs[: request.wgrads]]
                 return [part, *by_w]
 
-        return StandIn(operation, groups, request, overlap.Plan(tile_columns=128, beside=True))
+        return StandIn(operation, groups, request, overlap.Plan(tile_columns=128, wgrad=True))
 
     with mock.patch.object(overlapped, "find", find):
         yield granted
@@ -1242,7 +1242,7 @@ def test_both_derivatives_in_one_call(
     of_scatter, of_gather = both_in_one_call[-2:]
     for request in (of_scatter, of_gather):
         assert (request.axis, request.outer, request.rows) == (axis, 3 if leading else 1, 2)
-    found = [(r.ks, r.ns, r.besides) for r in (of_scatter, of_gather)]
+    found = [(r.ks, r.ns, r.wgrads) for r in (of_scatter, of_gather)]
     assert found == [((6,), (3,), 1), ((3, 7, 4), (5,), 2)]
 
 
@@ -1267,7 +1267,7 @@ def test_explain_of_both_derivatives(both_in_one_call: list[overlapped.Request])
         assert "not overlapped (it is alone)" in call.reason
     for call in calls[2:]:
         assert call.algorithm == call.operation
-        assert call.reason == f"overlapped, {overlap.Plan(tile_columns=128, beside=True)}"
+        assert call.reason == f"overlapped, {overlap.Plan(tile_columns=128, wgrad=True)}"
 
 
 def test_what_is_not_one_call(both_in_one_call: list[overlapped.Request]) -> None:

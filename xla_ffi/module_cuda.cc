@@ -285,13 +285,7 @@ NB_MODULE(_cuda, m) {
         "Lets a communicator do collective matmuls.");
   m.def("cublas_lt_version", &CublasLtVersion,
         "The version of the cuBLASLt that matmuls are done by; 0 if there is none.");
-  m.def("ring_data_offset", &RingDataOffset, nb::arg("ring_bytes"),
-        "Bytes of a ring before its data.");
   m.attr("MATMUL_SCRATCH_BYTES") = kScratchBytes;
-  m.attr("FUSED_TILE_ROWS") = kTileRows;
-  m.attr("FUSED_MAX_MATRICES") = kMaxMatrices;
-  m.attr("FUSED_MOST_IN_STEP") = kMostInStep;
-  m.attr("FUSED_BESIDE_COLUMNS") = kWgradColumns;
   m.def("close", &Close, nb::call_guard<nb::gil_scoped_release>(),
         "Ends all communicators: programs that use them raise.");
   m.def("operations", &Operations, nb::call_guard<nb::gil_scoped_release>(),

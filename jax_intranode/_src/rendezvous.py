@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from jax_intranode._src import config, exchange, native, overlap, select, table, watcher
+from jax_intranode._src import config, exchange, native, overlap, select, watcher
 from jax_intranode._src import topology as topology_lib
 from jax_intranode._src.partition import Partition
 
@@ -56,6 +56,8 @@ class Rendezvous:
         epoch_buffer_bytes: bytes of each of the two epoch buffers of a region.
         ring_bytes: bytes of a device's ring buffer; 0 if there is none.
         reason_for_no_matmuls: why collective matmuls are not overlapped; None if they may be.
+        profile: the GPUs' constants, by which the plans of collective matmuls are chosen; None if
+            these are not overlapped.
         addresses: the address of each peer's slab, by local device id and the peer's id.
         memory: owns the slabs.
         records: the address of each local device's failure records, by device id.
@@ -72,6 +74,7 @@ class Rendezvous:
     epoch_buffer_bytes: int = 0
     ring_bytes: int = 0
     reason_for_no_matmuls: str | None = None
+    profile: overlap.Profile | None = None
     addresses: dict[int, dict[int, int]] = field(default_factory=dict)
     memory: list[Any] = field(default_factory=list)
     records: dict[int, int] = field(default_factory=dict)
@@ -264,7 +267,7 @@ def _hello(rendezvous: Rendezvous) -> dict[str, Any]:
         )
         return {"error": f"process {jax.process_index()}: jax_intranode was built without {what}"}
     local = [device for device in rendezvous.devices.values() if _is_local(device)]
-    links = {}
+    links, facts = {}, {}
     if rendezvous.platform == "gpu":
         bus_ids = {
             d.id: topology_lib.normalise_bus_id(module.pci_bus_id(native_ordinal(d))) for d in local
@@ -274,13 +277,18 @@ def _hello(rendezvous: Rendezvous) -> dict[str, Any]:
             if bus_id not in reports:
                 return {"error": f"NVML does not show the GPU {bus_id}"}
             links[device_id] = reports[bus_id].to_json()
+            kind = rendezvous.devices[device_id].device_kind
+            facts[device_id] = topology_lib.read_facts(bus_id, kind).to_json()
     return {
         "host": [_boot_id(), host_platform.node()],
         "config": repr(config.get()),
         "protocol": _PROTOCOL,
         "table": [select.digest(), overlap.digest()],
         "matmuls": 0 if rendezvous.platform == "cpu" else module.cublas_lt_version(),
-        "devices": [{"id": device.id, "links": links.get(device.id)} for device in local],
+        "devices": [
+            {"id": device.id, "links": links.get(device.id), "facts": facts.get(device.id)}
+            for device in local
+        ],
     }
 
 
@@ -288,10 +296,10 @@ def _reason_for_no_matmuls(rendezvous: Rendezvous, hellos: list[dict[str, Any]])
     """Why collective matmuls are not overlapped on these devices, or None."""
     if rendezvous.platform == "cpu":
         return "CPU devices"
-    for device in rendezvous.devices.values():
-        hardware = table.hardware_of(rendezvous.platform, device.device_kind)
-        if hardware != overlap.HARDWARE:
-            return f"not measured on {device.device_kind}"
+    facts = [device["facts"] for hello in hellos for device in hello["devices"]]
+    profile = overlap.from_facts([topology_lib.GpuFacts.from_json(of_one) for of_one in facts])
+    if isinstance(profile, str):
+        return profile
     versions = {hello["matmuls"] for hello in hellos}
     if 0 in versions:
         return "cuBLASLt was not found"
@@ -299,6 +307,7 @@ def _reason_for_no_matmuls(rendezvous: Rendezvous, hellos: list[dict[str, Any]])
         return f"processes have different versions of cuBLASLt: {sorted(versions)}"
     if config.get().ring_bytes(rendezvous.platform) == 0:
         return "JAX_INTRANODE_RING_MIB=0"
+    rendezvous.profile = profile
     return None
 
 

@@ -279,3 +279,87 @@ def _remote_end(nvml: ModuleType, handle: Any, link: int, host_gpus: frozenset[s
 def _text(value: str | bytes) -> str:
     """Returns a string of NVML, which some versions of its bindings give as bytes."""
     return value.decode() if isinstance(value, bytes) else value
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuFacts:
+    """What a GPU reports about its speed. Zeros stand for what it does not report.
+
+    Attributes:
+        device_kind: JAX's name of the GPU.
+        compute_capability: Major and minor.
+        sms: Number of streaming multiprocessors.
+        sm_clock_hz: Highest clock of the SMs.
+        link_bytes_per_s: Rate of all active NVLinks together, in one direction.
+        memory_bytes_per_s: Peak rate of the memory.
+    """
+
+    device_kind: str
+    compute_capability: tuple[int, int]
+    sms: int
+    sm_clock_hz: float
+    link_bytes_per_s: float
+    memory_bytes_per_s: float
+
+    @property
+    def complete(self) -> bool:
+        """Whether the GPU has reported everything."""
+        return min(self.sms, self.sm_clock_hz, self.link_bytes_per_s, self.memory_bytes_per_s) > 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the facts as a plain dict, in which form processes exchange them."""
+        return dataclasses.asdict(self) | {"compute_capability": list(self.compute_capability)}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        """Returns the facts that `to_json` made `fields` of."""
+        return cls(**fields | {"compute_capability": tuple(fields["compute_capability"])})
+
+
+# FP32 cores of an SM; NVML tells only their total. 64 on the A100 and A30.
+_CORES_PER_SM = {(8, 0): 64}
+_OTHER_CORES_PER_SM = 128
+# Bytes per second of an NVLink in one direction, if NVML does not tell: NVLink 4's.
+_LINK_BYTES_PER_S = 26.5625e9
+
+
+def read_facts(bus_id: str, device_kind: str) -> GpuFacts:
+    """Reads from NVML how fast a GPU is.
+
+    Args:
+        bus_id: Its PCI bus id.
+        device_kind: JAX's name of it.
+
+    Returns:
+        The facts; zeros where NVML is absent or does not tell.
+    """
+    with _nvml() as nvml:
+        handle = _handles_by_bus_id(nvml).get(normalise_bus_id(bus_id)) if nvml else None
+        if nvml is None or handle is None:
+            return GpuFacts(device_kind, (0, 0), 0, 0.0, 0.0, 0.0)
+
+        def ask(question: str, *arguments: Any) -> Any:
+            try:
+                return getattr(nvml, question)(handle, *arguments)
+            except (AttributeError, nvml.NVMLError):  # old bindings or driver, or not supported
+                return 0
+
+        capability = ask("nvmlDeviceGetCudaComputeCapability") or (0, 0)
+        major, minor = (int(number) for number in capability)
+        cores_per_sm = _CORES_PER_SM.get((major, minor), _OTHER_CORES_PER_SM)
+        links = sum(
+            ask("nvmlDeviceGetNvLinkState", link) == nvml.NVML_FEATURE_ENABLED
+            for link in range(nvml.NVML_NVLINK_MAX_LINKS)
+        )
+        speeds = ask("nvmlDeviceGetFieldValues", [nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON])
+        told = 1e6 * speeds[0].value.uiVal if speeds and speeds[0].nvmlReturn == 0 else 0.0
+        memory_hz = 1e6 * ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_MEM)
+        return GpuFacts(
+            device_kind=device_kind,
+            compute_capability=(major, minor),
+            sms=ask("nvmlDeviceGetNumGpuCores") // cores_per_sm,
+            sm_clock_hz=1e6 * ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
+            link_bytes_per_s=links * (told or _LINK_BYTES_PER_S),
+            # Two transfers per clock.
+            memory_bytes_per_s=2 * memory_hz * ask("nvmlDeviceGetMemoryBusWidth") / 8,
+        )

@@ -1,6 +1,7 @@
 """The command `bench`: its options, and the parent process, which starts the ranks."""
 
 import argparse
+import dataclasses
 import json
 import os
 import signal
@@ -25,6 +26,8 @@ from jax_intranode._src.bench.plots import command as plot
 from jax_intranode._src.bench.programs.definitions import PROGRAMS
 from jax_intranode._src.bench.progress import ProgressLine, following
 from jax_intranode._src.bench.settings import MODES, PROCESS_PER_DEVICE, Settings, Shape
+from jax_intranode._src.overlap.plan import describe_fields as describe_plan_fields
+from jax_intranode._src.overlap.plan import parse as parse_plan
 
 _DTYPES = (
     "bfloat16",
@@ -90,11 +93,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--plan",
         type=_parse_plan,
-        metavar="N,N[,N,N[,N...]]",
-        help="cut a collective matmul so, whatever is faster: pieces of the first and of the last "
-        "rows, or 1,1 and columns of the tiles, pairs of them and parts of one kernel, 1 if it "
-        "sends products directly, rounds, 1 if it computes derivatives by matrices too, and pairs "
-        "before them",
+        metavar="NAME=VALUE[,NAME=VALUE...]",
+        help="force the plan of an overlapped matmul, whether or not it is the fastest; "
+        f"{describe_plan_fields()}",
     )
     add(
         "-d",
@@ -273,18 +274,12 @@ def _parse_presets(text: str) -> list[str]:
     return _parse_list(text, matmul_shapes.PRESETS)
 
 
-def _parse_plan(text: str) -> list[int]:
-    """Splits the numbers of a plan at their commas."""
-    numbers = [int(number) for number in text.split(",")]
-    if len(numbers) not in (2, *range(4, 11)) or min(numbers) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not two numbers, or four to ten")
-    if max(numbers[5:8:2], default=0) > 1:
-        raise argparse.ArgumentTypeError(
-            f"the sixth and the eighth number of {text!r} must be 0 or 1"
-        )
-    if min(numbers[6:7], default=1) < 1:
-        raise argparse.ArgumentTypeError(f"the seventh number of {text!r} must not be 0")
-    return numbers
+def _parse_plan(text: str) -> dict[str, int]:
+    """Returns the fields of the plan that "tile_columns=192,direct=1" stands for."""
+    try:
+        return dataclasses.asdict(parse_plan(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _parse_list(text: str, allowed: Sequence[str]) -> list[str]:

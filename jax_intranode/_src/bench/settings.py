@@ -41,7 +41,8 @@ class Settings:
         platform: "cpu" or "gpu".
         shapes: M, K and N of each measurement of a collective matmul.
         backward: whether its backward pass is measured.
-        plan: how it is cut, the numbers of an `overlap.Plan`; None for what is fastest.
+        plan: the forced plan of an overlapped matmul, as the fields of `overlap.Plan`; None to let
+            the model choose.
         settle_ms: how long a collective matmul is called, untimed, right before each of its
             repetitions; a program for one more repetition, if at all.
     """
@@ -58,7 +59,7 @@ class Settings:
     platform: str
     shapes: list[list[int]] = field(default_factory=list)
     backward: bool = False
-    plan: list[int] | None = None
+    plan: dict[str, int] | None = None
     settle_ms: int = 0
 
     def to_json(self) -> str:

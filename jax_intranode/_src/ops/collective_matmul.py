@@ -348,7 +348,7 @@ class CollectiveMatmul(collective.Primitives):
         found = self._overlapped(place, avals, traced_over, params)
         rest: list[collective.Description] = []
         if not isinstance(found, str):
-            selected = select.Selection(found.operation, f"overlapped, {found.plan}")
+            selected = select.Selection(found.operation, found.reason)
             if self._gather_of is not None:
                 gather, its_params = self._gather_of(**params)
                 part = sent.update(shape=(found.request.rows, *found.request.ns))

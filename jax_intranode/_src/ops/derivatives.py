@@ -98,7 +98,7 @@ class Derivatives(collective.Primitives):
         found = self._overlapped(place, avals, traced_over, params)
         if isinstance(found, str):
             return described
-        selected = select.Selection(found.operation, f"overlapped, {found.plan}")
+        selected = select.Selection(found.operation, found.reason)
         return [dataclasses.replace(described[0], selected=selected)]
 
     def _overlapped(
@@ -368,7 +368,7 @@ class _OfGather(Derivatives):
             return request
         return dataclasses.replace(
             request,
-            besides=len(by_w),
+            wgrads=len(by_w),
             dtypes=(*request.dtypes, whole.dtype, params["dtype_by_w"]),
             operands=ordered,
         )
@@ -415,7 +415,7 @@ class _OfScatter(Derivatives):
         x = operands[-1]
         return dataclasses.replace(
             request,
-            besides=1,
+            wgrads=1,
             dtypes=(*request.dtypes, x.dtype, params["dtype_by_w"]),
         )
 

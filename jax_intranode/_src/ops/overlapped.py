@@ -11,29 +11,29 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jax_intranode._src import communicator, compat, config, native, overlap, select, table
+from jax_intranode._src import communicator, compat, config, native, overlap, select
 from jax_intranode._src.ops import collective
 
 
 @dataclass(frozen=True)
 class Request:
-    """An operation that may be overlapped.
+    """An operation that may be overlapped, in the form that the kernels take.
 
     Attributes:
-        axis: the dimension of x that is gathered, or of the product that is cut.
-        outer: arrays of rows, multiplied as a batch: dimensions before that one.
-        rows: rows of each that a rank has to itself.
-        ks: the contracted dimension of x; for a sum of products those of all xs.
-        ns: columns of each matrix; of a sum they have the same.
-        dtypes: of all operands and results.
-        precision: of the products.
-        transposed: whether matrices are [N, K].
-        gathered: whether the gathered x is a result.
-        operands: from the operands of the primitive to x and the matrices, or to those of a sum,
-            and one more where there are `besides`.
-        besides: how many derivatives by matrices are results, too: [N, K] each, products of one
-            more operand, of N columns, with the gathered x, or with the first xs of a sum. Never
-            with `gathered`.
+        axis: the dimension of x that is gathered, or of the product that is scattered.
+        outer: number of arrays that are multiplied as a batch: the product of the dimensions before
+            `axis`.
+        rows: rows of each array in a rank's shard.
+        ks: length of the contracted dimension of x; for a sum of several terms that of each.
+        ns: columns of each matrix; all terms of a sum have the same.
+        dtypes: dtypes of all operands and results.
+        precision: precision of the products.
+        transposed: whether the matrices are [N, K].
+        gathered: whether the gathered x is a result. Never together with `wgrads`.
+        operands: maps the operands of the primitive to those of the custom call: x and the
+            matrices, or the xs and the matrices of a sum, then the cotangent if there are `wgrads`.
+        wgrads: number of weight gradients that are results, too, [N, K] each: products of the
+            cotangent, which has N columns, with the gathered x or with the first xs of a sum.
     """
 
     axis: int
@@ -46,7 +46,7 @@ class Request:
     transposed: bool
     gathered: bool = False
     operands: Callable[..., Sequence[Any]] = lambda *operands: operands
-    besides: int = 0
+    wgrads: int = 0
 
 
 def find(
@@ -56,67 +56,80 @@ def find(
     axes: Sequence[str],
     request: Request,
 ) -> "Overlapped | str":
-    """The operation as one call, or why it is not; the processes of the mesh may meet.
+    """Returns the operation as one overlapped call, or why it is not overlapped.
+
+    If it may be overlapped, the processes of the mesh rendezvous here, unless they have before.
 
     Args:
         operation: "all_gather_matmul" or "matmul_reduce_scatter".
         place: where it is lowered.
         traced_over: the devices that it was traced over.
-        axes: its axes.
-        request: what it is.
+        axes: the mesh axes that it communicates over.
+        request: its shapes, dtypes and operands.
     """
-    reason = place.reason_for_lax(traced_over)
+    reason = place.reason_for_lax(traced_over) or _reason_for_operands(place.mesh, request)
     if reason is not None:
         return reason
     mesh = place.mesh
     assert mesh is not None  # or there were a reason
-    device = mesh.devices.flat[0]
-    if device.platform != "gpu":
-        return "CPU devices"
-    names = sorted({np.dtype(dtype).name for dtype in request.dtypes})
-    if len(names) > 1:
-        return f"dtypes {' and '.join(names)}; overlapped are operands and results of one"
-    # Of 16-bit operands all of them mean the same.
-    precision = request.precision
-    precisions = precision if isinstance(precision, tuple) else (precision,)
-    if not all(p is None or isinstance(p, lax.Precision) for p in precisions):
-        return f"precision {precision}"
     groups = communicator.partition(mesh, tuple(axes))
-
-    def plan_within(ring_bytes: int) -> overlap.Plan | str:
-        return overlap.plan(
-            operation,
-            outer=request.outer,
-            rows=request.rows,
-            ks=request.ks,
-            ns=request.ns,
-            dtype=names[0],
-            world_size=groups.group_size,
-            hardware=table.hardware_of(device.platform, device.device_kind),
-            ring_bytes=ring_bytes,
-            besides=request.besides,
-        )
-
-    # As in collective.chooser: what is not overlapped with any settings needs no rendezvous.
-    chosen = plan_within(1 << 62)
-    if isinstance(chosen, str):
-        return chosen
+    sizes = _sizes(operation, request, groups)
+    dtype = np.dtype(request.dtypes[0]).name
+    # An operation that can't be overlapped with any settings needs no rendezvous.
+    reason = overlap.reason_never_overlapped(
+        sizes,
+        dtype=dtype,
+        profile=overlap.known_from_kinds([d.device_kind for d in mesh.devices.flat]),
+        wgrads=request.wgrads,
+    )
+    if reason is not None:
+        return reason
     rendezvous = communicator.rendezvous_of(mesh.devices.flat)
     reason = rendezvous.reason or rendezvous.reason_for_no_matmuls
     if reason is None and config.get().algorithm == "lax":
         reason = "JAX_INTRANODE_ALGORITHM=lax"
     if reason is not None:
         return reason
-    chosen = plan_within(rendezvous.ring_bytes)
+    profile = rendezvous.profile
+    assert profile is not None  # or there were a reason
+    chosen = overlap.choose(
+        sizes,
+        dtype=dtype,
+        profile=profile,
+        ring_bytes=rendezvous.ring_bytes,
+        wgrads=request.wgrads,
+    )
     if isinstance(chosen, str):
         return chosen
     reason = communicator.communicator(rendezvous, groups)
-    return reason or Overlapped(operation, groups, request, chosen)
+    return reason or Overlapped(operation, groups, request, chosen, profile.note)
 
 
-# The call: x and matrices, or the operands of a sum of products, and the one beside them if there
-# are derivatives by matrices, to products, the gathered x or the derivatives by matrices if asked
-# for, and scratch.
+def _reason_for_operands(mesh: jax.sharding.Mesh | None, request: Request) -> str | None:
+    """Returns why operands of these kinds are not overlapped on these devices, or None."""
+    assert mesh is not None  # or there were a reason
+    if mesh.devices.flat[0].platform != "gpu":
+        return "CPU devices"
+    names = sorted({np.dtype(dtype).name for dtype in request.dtypes})
+    if len(names) > 1:
+        return f"dtypes {' and '.join(names)}; all operands and results must have the same"
+    # For 16-bit operands all values of `lax.Precision` mean the same.
+    precision = request.precision
+    precisions = precision if isinstance(precision, tuple) else (precision,)
+    if not all(p is None or isinstance(p, lax.Precision) for p in precisions):
+        return f"precision {precision}"
+    return None
+
+
+def _sizes(operation: str, request: Request, groups: communicator.Partition) -> overlap.Sizes:
+    return overlap.Sizes(
+        operation, request.outer, request.rows, request.ks, request.ns, groups.group_size
+    )
+
+
+# The primitive. Operands: x and the matrices, or the xs and the matrices of a sum, then the
+# cotangent if there are weight gradients. Results: the products, the gathered x or the weight
+# gradients if requested, and scratch memory.
 
 _call = Primitive("intranode_overlapped_matmul")
 _call.multiple_results = True
@@ -124,27 +137,44 @@ _call.multiple_results = True
 
 @dataclass(frozen=True)
 class Overlapped:
-    """An operation as one call.
+    """An operation that runs as one overlapped custom call.
 
     Attributes:
-        operation: its name.
+        operation: "all_gather_matmul" or "matmul_reduce_scatter".
         groups: its groups, which have a communicator.
-        request: what it is.
-        plan: how it is cut.
+        request: its shapes, dtypes and operands.
+        plan: how it runs.
+        note: what `explain` says about the constants that the plan was chosen by; may be empty.
     """
 
     operation: str
     groups: communicator.Partition
     request: Request
     plan: overlap.Plan
+    note: str = ""
+
+    @property
+    def reason(self) -> str:
+        """What `explain` says."""
+        return f"overlapped, {self.plan}" + (f"; {self.note}" if self.note else "")
+
+    @property
+    def sizes(self) -> overlap.Sizes:
+        """The sizes that the plan was chosen for."""
+        return _sizes(self.operation, self.request, self.groups)
 
     def __call__(self, *operands: Any) -> list[Any]:
-        """Products, and the gathered x or derivatives by matrices, from those of the primitive."""
+        """Binds the call to the operands of the operation's own primitive.
+
+        Returns:
+            The products, then the gathered x or the weight gradients if requested.
+        """
         operands = tuple(self.request.operands(*operands))
         terms = len(self.request.ks)
-        if terms > 1 and not self.plan.tile_columns:
-            assert not self.request.besides  # which kernels compute only
-            # One product of what is joined along K: it is summed in float32 and rounded once.
+        if terms > 1 and not self.plan.fused:
+            assert not self.request.wgrads  # only the fused kernel computes them
+            # The pipeline takes one term. Joined along K, the terms are summed in float32 and
+            # rounded once.
             x = jnp.concatenate(operands[:terms], -1)
             operands = x, jnp.concatenate(operands[terms:], 1 if self.request.transposed else 0)
         results = _call.bind(*operands, call=self)
@@ -155,23 +185,15 @@ class Overlapped:
 def _abstract_eval(x: Any, *others: Any, call: Overlapped) -> list[Any]:
     del others
     axis, columns, size = call.request.axis, call.request.ns, call.groups.group_size
-    gathers = call.operation == "all_gather_matmul"
+    gathers = call.sizes.gathers
     length = x.shape[axis] * size if gathers else x.shape[axis] // size
     rows = (*x.shape[:axis], length, *x.shape[axis + 1 : -1])
     results = [x.update(shape=(*rows, n), weak_type=False) for n in columns]
     if call.request.gathered:
         results.append(x.update(shape=(*rows, x.shape[-1]), weak_type=False))
-    for k in call.request.ks[: call.request.besides]:
+    for k in call.request.ks[: call.request.wgrads]:
         results.append(x.update(shape=(columns[0], k), weak_type=False))
-    scratch = native.module("gpu").MATMUL_SCRATCH_BYTES
-    if not gathers and call.plan.tile_columns:  # the products for peers
-        request = call.request
-        sizes = overlap.Sizes(
-            call.operation, request.outer, request.rows, request.ks, columns, size
-        )
-        scratch += sizes.scratch_bytes(call.plan)
-    elif not gathers:  # the products of all ranks' rows
-        scratch += x.size // x.shape[-1] * columns[0] * x.dtype.itemsize
+    scratch = native.module("gpu").MATMUL_SCRATCH_BYTES + call.sizes.scratch_bytes(call.plan)
     return [*results, x.update(shape=(scratch,), dtype=np.dtype(np.uint8), weak_type=False)]
 
 
@@ -185,16 +207,8 @@ def _lower(ctx: Any, *operands: Any, call: Overlapped) -> Any:
         axis=np.int64(call.request.axis),
         transposed=np.int32(call.request.transposed),
         gathered=np.int32(call.request.gathered),
-        besides=np.int32(call.request.besides),
-        first_cuts=np.int32(call.plan.first_cuts),
-        last_cuts=np.int32(call.plan.last_cuts),
-        tile_columns=np.int32(call.plan.tile_columns),
-        group_pairs=np.int32(call.plan.group_pairs),
-        parts=np.int32(call.plan.parts),
-        direct=np.int32(call.plan.direct),
-        rounds=np.int32(call.plan.rounds),
-        pairs_before=np.int32(call.plan.pairs_before),
-        beside_after=np.int32(call.plan.beside_after),
+        wgrads=np.int32(call.request.wgrads),
+        plan=call.plan.attributes(),
     )
     return compat.called_once(results)
 

@@ -46,11 +46,7 @@ def measure(
     """
     if settings.plan is not None:
         unforced = dataclasses.replace(settings, plan=None)
-        names = [field.name for field in dataclasses.fields(overlap.Plan)]
-        values: dict[str, Any] = dict(zip(names, settings.plan, strict=False))
-        values |= {name: values[name] == 1 for name in ("direct", "beside") if name in values}
-        plan = overlap.Plan(**values)
-        with overlap.forced(plan):
+        with overlap.forced(overlap.plan.from_values(settings.plan)):
             return measure(unforced, mesh, dtype_name, shape)
     matmul, backward = MATMULS[settings.name], settings.backward
     dtype = np.dtype(jnp.dtype(dtype_name))

@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jax_intranode._src import config, select, table
+from jax_intranode._src import config, limits, select, table
 
 WORLDS = range(2, 9)
 # Hardware, and whether one process has all devices.
@@ -238,3 +238,25 @@ def test_generations_without_rows_use_those_of_hopper() -> None:
                 ("hopper", "multi"), 4, 1 << 16, "bfloat16", operation, hardware=generation
             )
             assert same == ours and ours.algorithm != "lax"
+
+
+def test_group_larger_than_any_measured_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a change of kMaxRanks alone."""
+    monkeypatch.setattr(limits, "MAX_WORLD_SIZE", 16)
+    for place, operation in itertools.product(PLACES, OPERATIONS):
+        for algorithm in ("auto", "one_shot"):
+            chosen = choose(place, 16, 512, "float32", operation, algorithm=algorithm)
+            assert chosen.algorithm == "lax" and "16 ranks" in chosen.reason
+
+
+def test_reason_names_the_gpu_that_was_measured() -> None:
+    for hardware in ("hopper", "blackwell", "gpu"):
+        for nbytes in (1 << 10, 1 << 30):
+            chosen = choose(("hopper", "multi"), 4, nbytes, "float32", hardware=hardware)
+            assert "measured on H200" in chosen.reason
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA H20", "NVIDIA H200", "NVIDIA H200 NVL", "H100-PCIe"])
+def test_kinds_are_whole_words(kind: str) -> None:
+    assert table.hardware_of("gpu", kind) == "hopper"
+    assert table.hardware_of("gpu", kind.replace("H", "XH")) == "gpu"

@@ -37,6 +37,12 @@ void ExportLimits(nb::module_& m) {
   for (Algorithm algorithm : kAlgorithms) algorithms.append(AlgorithmName(algorithm));
   m.attr("ALGORITHMS") = nb::tuple(algorithms);
 
+  nb::dict operations;
+  for (Algorithm algorithm : kAlgorithms) {
+    operations[AlgorithmName(algorithm)] = OperationName(algorithm);
+  }
+  m.attr("OPERATIONS") = operations;
+
   nb::list dtypes;
 #define JIN_X(xla_name, numpy_name, type) dtypes.append(numpy_name);
   JIN_DTYPES(JIN_X)

@@ -10,6 +10,8 @@ _host = native.module("cpu")
 
 # The names of the algorithms. A name's position is its number, which travels in the HLO.
 ALGORITHMS: tuple[str, ...] = _host.ALGORITHMS
+# The Python function that runs each algorithm.
+OPERATIONS: dict[str, str] = _host.OPERATIONS
 # The dtypes that can be summed.
 DTYPES: tuple[str, ...] = _host.DTYPES
 # The numbers of the reasons for which a kernel gives up: timeout, aborted, busy, closed.

@@ -83,21 +83,27 @@ def select(
         return lax(f"{operation} of no elements")
     if world_size == 1:
         return lax("a group of one rank")
-    if world_size > MAX_WORLD_SIZE:
-        return lax(f"a group of {world_size} ranks; at most {MAX_WORLD_SIZE} are supported")
+    if world_size > limits.MAX_WORLD_SIZE:
+        return lax(f"a group of {world_size} ranks; at most {limits.MAX_WORLD_SIZE} are supported")
     if unsupported := unsupported_dtype(operation, dtype):
         return lax(unsupported)
     packs = -(-nbytes // PACK_BYTES)
     packets = "bare" if limits.packet_bytes("all_gather", dtype) == PACK_BYTES else "flagged"
     rows = table.rows(hardware, mode, operation, packets, world_size)
+    measured_on = f"(measured on {table.measured_on(hardware)})"
+    if not rows:
+        return lax(f"no group of {world_size} ranks or more has been measured")
     if operation != "psum":
         algorithm = "auto"  # there is only one
     if algorithm == "auto":
         fitting = [row for row in rows if nbytes <= row.nbytes]
         if not fitting:
-            return lax(f"{nbytes} bytes of {dtype}; up to {rows[-1].nbytes} are faster than lax")
+            return lax(
+                f"{nbytes} bytes of {dtype}; up to {rows[-1].nbytes} are faster than lax "
+                f"{measured_on}"
+            )
         row = fitting[0]
-        reason = f"{nbytes} bytes of {dtype} among {world_size} ranks"
+        reason = f"{nbytes} bytes of {dtype} among {world_size} ranks {measured_on}"
     else:
         fitting = [row for row in rows if row.algorithm == algorithm]
         row = fitting[-1] if fitting else dataclasses.replace(rows[-1], algorithm=algorithm)

@@ -1,13 +1,20 @@
-"""The measured table of the selection: which algorithm, and how its kernel is launched."""
+"""The measured table of the selection: which algorithm, and how its kernel is launched.
+
+tools/tune.py measures what the rows say.
+"""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Row:
-    """Up to `nbytes`, use `algorithm` with blocks of `threads`, at most `blocks` of them.
+    """Up to `nbytes`, use `algorithm` with at most `blocks` blocks of `threads` threads.
 
-    Sizes are those of a rank's operand, and for psum_scatter of its result.
+    Attributes:
+        nbytes: bytes of a rank's operand; for psum_scatter of its result.
+        algorithm: one of limits.ALGORITHMS.
+        threads: threads per block.
+        blocks: the largest number of blocks.
     """
 
     nbytes: int
@@ -40,7 +47,8 @@ def _parts(algorithm: str) -> dict[tuple[str, int], tuple[Row, ...]]:
     }
 
 
-# By tools/tune.py on 2 and 4 H200s, the same in both process modes. Rows of 8 are of older kernels.
+# Measured on 2 and 4 H200s; both process modes gave the same rows. The rows for 8 ranks were
+# measured with older kernels.
 _HOPPER: dict[str, dict[tuple[str, int], tuple[Row, ...]]] = {
     "psum": {
         ("bare", 2): (
@@ -97,11 +105,10 @@ def _cpu(
     }
 
 
-# By hardware ("cpu", or the generation of a GPU), process mode ("single": one process has all
-# devices of the mesh; "multi"), operation, how its packets carry their flags ("bare" or "flagged",
-# xla_ffi/kernels/packets.h), and world size. A world size that is not here uses the next larger
-# one's rows; larger messages lower to lax. On CPUs one thread does the work of all ranks of its
-# process: the total counts, not the hops.
+# The rows, by hardware ("cpu", or the generation of a GPU), process mode ("single": one process has
+# all devices of the mesh; "multi"), operation, encoding of the packets ("bare" or "flagged",
+# xla_ffi/kernels/packets.h), and world size. A world size without rows uses those of the next
+# larger one. Messages larger than the last row fall back to lax.
 TABLE: dict[tuple[str, str, str, str, int], tuple[Row, ...]] = {
     (hardware, mode, operation, packets, world): rows
     for hardware, mode, operations in (
@@ -114,7 +121,8 @@ TABLE: dict[tuple[str, str, str, str, int], tuple[Row, ...]] = {
     for (packets, world), rows in by_world.items()
 }
 
-# Generations by the names of their GPUs. Those without rows of their own use Hopper's.
+# The GPUs of each generation, by a word of their device kind. Generations without rows of their own
+# use Hopper's.
 GENERATIONS = {
     "ampere": ("A100", "A800", "A30", "A40"),
     "hopper": ("H100", "H200", "H800", "H20", "GH200"),
@@ -122,8 +130,15 @@ GENERATIONS = {
 }
 
 
+# The device on which the rows were measured, by hardware.
+_MEASURED_ON = {"hopper": "H200", "cpu": "2 CPU cores"}
+
+
 def hardware_of(platform: str, device_kind: str) -> str:
-    """The hardware that a device is, for the table."""
+    """The hardware by which the table knows a device: "cpu", a generation, or "gpu".
+
+    It compares whole words of the device kind: "NVIDIA H20" is no "NVIDIA H200".
+    """
     if platform == "cpu":
         return "cpu"
     words = device_kind.replace("-", " ").split()
@@ -133,12 +148,19 @@ def hardware_of(platform: str, device_kind: str) -> str:
     return "gpu"
 
 
+def measured_on(hardware: str) -> str:
+    """The device on which the rows for some hardware were measured."""
+    return _MEASURED_ON[_with_rows(hardware)]
+
+
 def rows(
     hardware: str, mode: str, operation: str, packets: str, world_size: int
 ) -> tuple[Row, ...]:
-    """The rows for a group; `world_size` is at most the table's largest."""
-    if not any(key[0] == hardware for key in TABLE):
-        hardware = "hopper"
-    place = (hardware, mode, operation, packets)
-    world = min(key[4] for key in TABLE if key[:4] == place and key[4] >= world_size)
-    return TABLE[*place, world]
+    """The rows for a group: none if no group of this size or larger has been measured."""
+    where = (_with_rows(hardware), mode, operation, packets)
+    sizes = [key[4] for key in TABLE if key[:4] == where and key[4] >= world_size]
+    return TABLE[*where, min(sizes)] if sizes else ()
+
+
+def _with_rows(hardware: str) -> str:
+    return hardware if any(key[0] == hardware for key in TABLE) else "hopper"

@@ -976,7 +976,7 @@ def test_picture_of_matmuls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert draw(files[:2], tmp_path / "plot.png") == 0
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert draw(files[1:], tmp_path / "plot.png") == 2
-    assert "can't be drawn into one picture" in capsys.readouterr().err
+    assert "can't be drawn in one plot" in capsys.readouterr().err
 
 
 def test_table_of_the_peers_of_matmuls() -> None:

@@ -38,7 +38,7 @@ class Matmul {
   // stream and in memory of their own, and the fastest is taken; the library's first one, if there
   // is no memory for that. Candidates that split k among blocks do not come into question. The
   // others differ in their tiles, and nothing says that they all add in the same order; but their
-  // results had the same bits wherever that was looked at (docs/experiments.md).
+  // results had the same bits wherever that was looked at (docs/measurements/experiments.md).
   static const Matmul& Of(int device, const MatmulShape& shape);
 
   ~Matmul();

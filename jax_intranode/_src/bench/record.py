@@ -17,7 +17,7 @@ import jax_intranode
 from jax_intranode._src import config
 from jax_intranode._src.bench.settings import Settings
 
-# The version of the JSON file's layout, which docs/benchmarking.md describes.
+# The version of the JSON file's layout, which docs/bench.md describes.
 VERSION = 2
 
 # Options that name files. They change nothing of what is measured.

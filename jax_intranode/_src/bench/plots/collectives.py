@@ -52,7 +52,13 @@ class Line:
         return [[getattr(point, name) for point in self.points] for name in names]
 
 
-def draw(results: Sequence[dict[str, Any]], file: Path, title: str, details: str) -> None:
+def draw(
+    results: Sequence[dict[str, Any]],
+    file: Path,
+    title: str,
+    details: str,
+    metadata: dict[str, str] | None,
+) -> None:
     """Draws the plot.
 
     Args:
@@ -60,6 +66,7 @@ def draw(results: Sequence[dict[str, Any]], file: Path, title: str, details: str
         file: the PNG to write.
         title: the plot's title.
         details: small text below the title.
+        metadata: texts to store in the PNG.
     """
     # Without pyplot, which would need a display or keep state.
     from matplotlib.figure import Figure
@@ -107,7 +114,7 @@ def draw(results: Sequence[dict[str, Any]], file: Path, title: str, details: str
     figure.suptitle(title, fontsize=11, fontweight="bold")
     times.set_title(details, fontsize=8)
     figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
-    figure.savefig(file, format="png")
+    figure.savefig(file, format="png", metadata=metadata)
 
 
 def lines(results: Sequence[dict[str, Any]]) -> Iterator[Line]:

@@ -13,7 +13,7 @@ from jax_intranode._src.bench.plots import collectives, matmuls
 
 
 def why_not() -> str | None:
-    """Returns why nothing can be drawn; None if it can."""
+    """Returns why plots can't be drawn here; None if they can."""
     if importlib.util.find_spec("matplotlib") is None:
         return "a plot needs matplotlib, which is not installed: pip install 'jax_intranode[plot]'"
     return None
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draws JSON files of the benchmark into one picture; returns the exit code."""
+    """Plots JSON files of the benchmark in one PNG; returns the exit code."""
     try:
         results = [record.read(file) for file in arguments.files]
     except (OSError, ValueError) as error:
@@ -35,9 +35,9 @@ def run(arguments: argparse.Namespace) -> int:
     refusal = why_not()
     if refusal is None and not matmuls.all_are_matmuls(results):
         if any(is_matmul(row) for result in results for row in result["rows"]):
-            refusal = "collective matmuls and other operations can't be drawn into one picture"
+            refusal = "collective matmuls and other operations can't be drawn in one plot"
         elif not any(collectives.lines(results)):
-            refusal = "the files have no rows of operations: programs can't be drawn"
+            refusal = "the files have no rows of operations: programs can't be plotted"
     if refusal is not None:
         sys.stderr.write(f"{refusal}\n")
         return 2
@@ -45,20 +45,23 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def draw(results: Sequence[dict[str, Any]], file: Path) -> None:
-    """Draws results into one PNG.
+def draw(
+    results: Sequence[dict[str, Any]], file: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """Plots results in one PNG.
 
     Args:
         results: contents of JSON files of the benchmark, all of collectives or all of collective
             matmuls.
         file: the PNG to write.
+        metadata: texts to store in the PNG.
     """
     kind = matmuls if matmuls.all_are_matmuls(results) else collectives
-    kind.draw(results, file, _title(results), _details(results))
+    kind.draw(results, file, _title(results), _details(results), metadata)
 
 
 def _title(results: Sequence[dict[str, Any]]) -> str:
-    """Returns what was measured on which devices."""
+    """Returns the operations and devices."""
     headers = [result["header"] for result in results]
     whats = dict.fromkeys(
         f"{h['operation']}{' backward' if h.get('backward') else ''}, "

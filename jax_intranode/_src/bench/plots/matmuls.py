@@ -69,7 +69,13 @@ def _shortest_time(row: dict[str, Any]) -> float:
     return row["alone_time_us"] if row["bound_us"] is None else row["bound_us"]
 
 
-def draw(results: Sequence[dict[str, Any]], file: Path, title: str, details: str) -> None:
+def draw(
+    results: Sequence[dict[str, Any]],
+    file: Path,
+    title: str,
+    details: str,
+    metadata: dict[str, str] | None,
+) -> None:
     """Draws the plot.
 
     Args:
@@ -77,6 +83,7 @@ def draw(results: Sequence[dict[str, Any]], file: Path, title: str, details: str
         file: the PNG to write.
         title: the plot's title.
         details: small text below the title.
+        metadata: texts to store in the PNG.
     """
     # Without pyplot, which would need a display or keep state.
     from matplotlib.figure import Figure
@@ -142,4 +149,4 @@ def draw(results: Sequence[dict[str, Any]], file: Path, title: str, details: str
     figure.suptitle(title, fontsize=11, fontweight="bold")
     axes.set_title(details, fontsize=8, loc="left")
     figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    figure.savefig(file, format="png")
+    figure.savefig(file, format="png", metadata=metadata)

@@ -1,0 +1,297 @@
+"""Makes the tables and figures of docs/performance.md from the JSON files in docs/measurements.
+
+    python tools/performance_page.py [--check] [PAGE]
+
+Each table of the page stands between two comments, of which the first one says what to make:
+
+    <!-- make: collectives psum_2_h200.json -->
+    ...
+    <!-- end -->
+
+The program replaces what stands between them. The words after "make:" are
+
+    headline FILE         one sentence: the time of small collectives
+    setup FILE...         devices, versions, date and command of runs of the benchmark
+    collectives FILE      a table of sizes
+    matmuls FILE          a table of shapes
+    transformer FILE      a table of examples/tensor_parallel_transformer.py --json
+    losses FILE...        a table of the rows where ours is not faster than jax.lax
+    figure PNG FILE...    a plot, written to docs/figures/PNG
+
+A table whose file does not exist yet says so. With --check the program writes nothing, and exits
+with 1 if a table or a figure is not the one that the files give.
+"""
+
+import argparse
+import hashlib
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jax_intranode._src.bench import record
+from jax_intranode._src.bench.plots import command as plots
+from jax_intranode._src.bench.plots.collectives import size_text
+from jax_intranode._src.bench.settings import PROCESS_PER_DEVICE, SINGLE_PROCESS
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
+
+_BY = "\N{MULTIPLICATION SIGN}"
+_BLOCK = re.compile(r"<!-- make: (?P<what>[^>]*?) -->\n(?P<text>.*?)<!-- end -->", re.DOTALL)
+_MODES = {PROCESS_PER_DEVICE: "one process per device", SINGLE_PROCESS: "a single process"}
+# A ratio below this is no gain: repeated runs differ by as much.
+_GAIN = 1.02
+# Sizes of the headline.
+_SMALL = 64 << 10
+
+
+# Tables.
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def _time(us: float | None) -> str:
+    return "" if us is None else f"{us:.2f}"
+
+
+def _milliseconds(us: float | None) -> str:
+    return "" if us is None else f"{us / 1e3:.3f}"
+
+
+def _ratio(row: dict[str, Any]) -> str:
+    """Returns lax's time / ours; nothing where both columns time jax.lax."""
+    if row["algorithm"] == "lax" or not row["ratio"]:
+        return ""
+    return f"{row['ratio']:.2f}"
+
+
+def _runs_as(row: dict[str, Any]) -> str:
+    """Returns what a call ran as, in the words of the page."""
+    plans = row.get("plans") or []
+    kinds = {"fused kernel" if plan["tile_columns"] else "pipeline" for plan in plans}
+    if len(kinds) == 1:
+        return kinds.pop()
+    name = row["algorithm"]
+    return "`jax.lax`" if name == "lax" else name.replace("_", "-")
+
+
+def collectives(result: dict[str, Any]) -> str:
+    """Returns the table of a run of the benchmark for a collective."""
+    rows = result["rows"]
+    modes = list(dict.fromkeys(row["mode"] for row in rows))
+    in_graph = any(row["graph_time_us"] for row in rows)
+    several_dtypes = len({row["dtype"] for row in rows}) > 1
+    head = [*(["dtype"] if several_dtypes else []), "size"]
+    for mode in modes:
+        graph = ["in a graph"] if in_graph else []
+        first, *others = [*graph, "from JAX", "algorithm", "`jax.lax`", "ratio"]
+        head += [f"{_MODES[mode]}: {first}", *others]
+    cells = []
+    for dtype, size in dict.fromkeys((row["dtype"], row["size"]) for row in rows):
+        line = [*([dtype] if several_dtypes else []), size_text(size)]
+        for mode in modes:
+            row = next(r for r in rows if (r["dtype"], r["size"], r["mode"]) == (dtype, size, mode))
+            line += [_time(row["graph_time_us"])] if in_graph else []
+            line += [_time(row["time_us"]), _runs_as(row), _time(row["lax_time_us"]), _ratio(row)]
+        cells.append(line)
+    return "Times in microseconds.\n\n" + _markdown(head, cells)
+
+
+def matmuls(result: dict[str, Any]) -> str:
+    """Returns the table of a run of the benchmark for a collective matmul."""
+    rows = result["rows"]
+    several_modes = len({row["mode"] for row in rows}) > 1
+    libraries = list(dict.fromkeys(peer["library"] for peer in result["peers"]["rows"]))
+    bounded = any(row["bound_us"] is not None for row in rows)
+    head = [f"M {_BY} K {_BY} N", *(["mode"] if several_modes else []), "matmul alone"]
+    head += ["bound", "ours", "bound / ours"] if bounded else ["ours"]
+    head += ["runs as", "`jax.lax`", "ratio", *libraries]
+    cells = []
+    for row in rows:
+        shape = f" {_BY} ".join(str(row[name]) for name in "mkn")
+        line = [shape, *([_MODES[row["mode"]]] if several_modes else [])]
+        line.append(_milliseconds(row["alone_time_us"]))
+        line += [_milliseconds(row["bound_us"])] if bounded else []
+        line.append(_milliseconds(row["time_us"]))
+        line += [f"{row['share']:.2f}"] if bounded else []
+        line += [_runs_as(row), _milliseconds(row["lax_time_us"]), _ratio(row)]
+        for library in libraries:
+            same = (p for p in result["peers"]["rows"] if all(p[k] == row[k] for k in "mkn"))
+            times = [p["time_us"] for p in same if p["library"] == library]
+            line.append(_milliseconds(times[0]) if times else "")
+        cells.append(line)
+    return "Times in milliseconds.\n\n" + _markdown(head, cells)
+
+
+def transformer(result: dict[str, Any]) -> str:
+    """Returns the table of the transformer example."""
+    settings, seconds = result["settings"], result["seconds_per_step"]
+    tokens = settings["data"] * settings["batch"] * settings["sequence"]
+    ours, lax = (f"{tokens / seconds[name]:,.0f}" for name in ("ours", "lax"))
+    ratio = f"{seconds['lax'] / seconds['ours']:.2f}"
+    devices = 1
+    for size in result["mesh"].values():
+        devices *= size
+    words = "1 process" if result["processes"] == 1 else f"{result['processes']} processes"
+    setup = (
+        f"{settings['layers']} layers of width {settings['width']}, sequences of "
+        f"{settings['sequence']}, {settings['dtype']}; {devices} {_BY} {result['device']}, "
+        f"{words}, jax {result['jax']}, {result['date'][:10]}.\n\n"
+    )
+    head = ["tokens per second: ours", "`jax.lax`", "ratio"]
+    return setup + _markdown(head, [[ours, lax, ratio]])
+
+
+def headline(result: dict[str, Any]) -> str:
+    """Returns one sentence on small collectives."""
+    header = result["header"]
+    rows = [row for row in result["rows"] if row["size"] <= _SMALL and row["algorithm"] != "lax"]
+    ours, lax = ([row[key] for row in rows] for key in ("time_us", "lax_time_us"))
+    ratio = statistics.median(row["ratio"] for row in rows)
+    sizes = f"{size_text(rows[0]['size'])} to {size_text(rows[-1]['size'])}"
+    return (
+        f"Between {header['devices']} {_BY} {header['device']} a `{header['operation']}` of "
+        f"{sizes} takes {min(ours):.1f} to {max(ours):.1f} µs called from JAX, and that of "
+        f"`jax.lax` (jax {header['jax']}) {min(lax):.1f} to {max(lax):.1f} µs: {ratio:.2f} "
+        "times as long in the median.\n"
+    )
+
+
+def setup(*results: dict[str, Any]) -> str:
+    """Returns devices, versions, date and the command of each run."""
+    header = results[0]["header"]
+    dates = sorted({result["header"]["date"][:10] for result in results})
+    driver = f", driver {header['driver']}" if header.get("driver") else ""
+    peers = [version for result in results for version in result["peers"]["versions"]]
+    versions = ", ".join([record.versions(header), *dict.fromkeys(peers)])
+    wrong = sum(
+        row.get(key) or 0
+        for result in results
+        for row in result["rows"]
+        for key in ("wrong", "lax_wrong", "graph_wrong")
+    )
+    commands = "".join(f"    {result['header']['command']}\n" for result in results)
+    return (
+        f"{header['devices']} {_BY} {header['device']}{driver}, {versions}, {', '.join(dates)}; "
+        f"{wrong} wrong elements:\n\n{commands}"
+    )
+
+
+def losses(*results: dict[str, Any]) -> str:
+    """Returns the rows in which ours is not faster than jax.lax."""
+    cells = []
+    for result in results:
+        name = result["header"]["operation"]
+        name += " backward" if result["header"]["backward"] else ""
+        for row in result["rows"]:
+            if row["algorithm"] != "lax" and (row["ratio"] or _GAIN) >= _GAIN:
+                continue
+            if "size" in row:
+                what, ours, lax = size_text(row["size"]), row["time_us"], row["lax_time_us"]
+                times = [f"{ours:.2f} µs", f"{lax:.2f} µs"]
+            else:
+                what = f" {_BY} ".join(str(row[key]) for key in "mkn")
+                times = [f"{row[key] / 1e3:.3f} ms" for key in ("time_us", "lax_time_us")]
+            cells.append([name, what, _MODES[row["mode"]], _runs_as(row), *times, _ratio(row)])
+    if not cells:
+        return "In no row of these tables.\n"
+    head = ["operation", "size or shape", "mode", "runs as", "ours", "`jax.lax`", "ratio"]
+    return _markdown(head, cells)
+
+
+# Figures.
+
+
+def _digest(files: Sequence[Path]) -> str:
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def figure(files: Sequence[Path], png: Path, check: bool) -> str:
+    """Draws a figure unless it is that of these files already; returns its line of Markdown.
+
+    The PNG contains the digest of the files, so that checking needs no matplotlib.
+
+    Raises:
+        ValueError: with `check`, the figure is missing or that of other files.
+    """
+    digest = _digest(files)
+    if not png.exists() or digest.encode() not in png.read_bytes():
+        if check:
+            raise ValueError(f"{png.name} is not the figure of {', '.join(f.name for f in files)}")
+        plots.draw([record.read(file) for file in files], png, metadata={"Source": digest})
+    operation = record.read(files[0])["header"]["operation"]
+    return f"![{operation}](figures/{png.name})\n"
+
+
+# The page.
+
+_TABLES: dict[str, Callable[..., str]] = {
+    "headline": headline,
+    "setup": setup,
+    "collectives": collectives,
+    "matmuls": matmuls,
+    "losses": losses,
+}
+
+
+def render(page: str, docs: Path, check: bool) -> str:
+    """Returns the page with its tables made anew, and draws its figures.
+
+    Args:
+        page: the page's text.
+        docs: the folder with `measurements` and `figures`.
+        check: draw nothing.
+
+    Raises:
+        ValueError: an unknown word after "make:", or, with `check`, a figure of other files.
+    """
+
+    def make(block: re.Match[str]) -> str:
+        kind, *names = block["what"].split()
+        png = docs / "figures" / names.pop(0) if kind == "figure" else None
+        files = [docs / "measurements" / name for name in names]
+        missing = [file.name for file in files if not file.exists()]
+        if missing:
+            text = f"Not measured yet: {', '.join(missing)}.\n"
+        elif png is not None:
+            text = figure(files, png, check)
+        elif kind == "transformer":
+            text = transformer(json.loads(files[0].read_text()))
+        elif kind in _TABLES:
+            text = _TABLES[kind](*map(record.read, files))
+        else:
+            raise ValueError(f"make: {kind} is none of {', '.join(_TABLES)}, transformer, figure")
+        return f"<!-- make: {block['what']} -->\n{text}<!-- end -->"
+
+    return _BLOCK.sub(make, page)
+
+
+def _main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="only check whether it is up to date")
+    parser.add_argument("page", nargs="?", type=Path, default=PAGE, metavar="PAGE")
+    options = parser.parse_args()
+    before = options.page.read_text()
+    try:
+        after = render(before, options.page.parent, options.check)
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    if options.check and after != before:
+        sys.stderr.write(f"{options.page} is not up to date: run tools/performance_page.py\n")
+        return 1
+    if not options.check:
+        options.page.write_text(after)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

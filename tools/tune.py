@@ -216,7 +216,8 @@ def _sweep(
         for rank, device in enumerate(mesh.devices.flat)
         if device.process_index == jax.process_index()
     }
-    resident = _RESIDENT_THREADS_PER_SM * mesh.devices.flat[0].core_count
+    sms = getattr(mesh.devices.flat[0], "core_count", 132)
+    resident = _RESIDENT_THREADS_PER_SM * sms
     results, wrong = [], 0
     for threads in _THREADS:
         for blocks in _BLOCKS:

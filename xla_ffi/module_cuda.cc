@@ -21,13 +21,13 @@ namespace nb = nanobind;
 namespace jax_intranode {
 namespace {
 
-// A slab, kept by Python and by the communicators that use it.
+// A slab, owned by Python and by the communicators that use it.
 struct DeviceMemory {
   std::shared_ptr<Slab> slab;
 };
 
-// (CUDA device ordinal, number of its group, its rank in it, every rank's region, where its failure
-// record is)
+// (CUDA device ordinal, index of its group, its rank in the group, every rank's region, address of
+// its failure record)
 using Member = std::tuple<int64_t, int64_t, int, std::vector<uintptr_t>, uintptr_t>;
 
 void CreateCommunicator(const std::vector<int64_t>& device_ids, int64_t group_size,
@@ -55,10 +55,10 @@ void CreateCommunicator(const std::vector<int64_t>& device_ids, int64_t group_si
   Registry<DeviceCommunicator>::Get().Add({device_ids, group_size}, std::move(communicator));
 }
 
-// (CUDA device ordinal, every rank's ring)
+// (CUDA device ordinal, every rank's ring buffer)
 using Rings = std::tuple<int64_t, std::vector<uintptr_t>>;
 
-// Lets a communicator do collective matmuls. Before any program uses it.
+// Gives a communicator the ring buffers for collective matmuls, before any program uses it.
 void AddRings(const std::vector<int64_t>& device_ids, int64_t group_size,
               const std::vector<Rings>& all, size_t ring_bytes) {
   const auto communicator = Registry<DeviceCommunicator>::Get().Find({device_ids, group_size});
@@ -73,7 +73,7 @@ void AddRings(const std::vector<int64_t>& device_ids, int64_t group_size,
   }
 }
 
-// One entry for each kernel that has given up: (partition's device ids, group size, CUDA device,
+// One entry for each kernel that gave up: (the partition's device ids, group size, CUDA device,
 // reason, algorithm, rank, missing rank).
 nb::list Failures() {
   nb::list failures;
@@ -92,7 +92,7 @@ nb::list Failures() {
   return failures;
 }
 
-// Every later call fails with `message`, and what waits on the devices of this process ends.
+// Makes every later call fail with `message`, and ends all waits on the devices of this process.
 void Fail(const std::string& message) {
   for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().All()) {
     communicator->set_failure(message);
@@ -106,12 +106,13 @@ RegionHeader* HeaderOf(const DeviceGroup& group) {
   return reinterpret_cast<RegionHeader*>(group.region[group.rank]);
 }
 
-// Guards the count: what a communicator has done counts either as its own or as past.
+// Guards the count: an operation counts either for its communicator or as past.
 std::mutex operations_mutex;
-uint64_t past_operations = 0;  // of communicators that are closed
+uint64_t past_operations = 0;  // of closed communicators
 
-// Operations of a communicator on one device: an epoch each, or an opening. They have 32 bits: the
-// count is right if it is read once in 2^32 operations.
+// The number of operations of a communicator on one device. Each operation advances the epoch or,
+// for collective matmuls, the count `opened`. Both have 32 bits: the sum is right if it is read at
+// least once in 2^32 operations.
 uint64_t OperationsNow(DeviceCommunicator& communicator, size_t device) {
   auto& [last, count] = communicator.counted[device];
   const DeviceGroup& group = *communicator.members[device];
@@ -137,8 +138,8 @@ uint64_t Operations() {
   return total;
 }
 
-// Ends all communicators. What is replayed afterwards, without a handler being asked, finds its
-// region closed.
+// Ends all communicators. A graph that is replayed afterwards calls no handler, but its kernels
+// find the region closed.
 void Close() {
   std::lock_guard lock(operations_mutex);
   const auto communicators = Registry<DeviceCommunicator>::Get().All();
@@ -154,7 +155,7 @@ void Close() {
                   reinterpret_cast<char*>(&HeaderOf(*communicator->members[number])->closed), 1);
         OperationsNow(*communicator, number);
       } catch (const std::runtime_error&) {
-        // The CUDA context is lost: nothing runs in it any more.
+        // The CUDA context is lost, and nothing runs in it any more.
       }
       past_operations += communicator->counted[number].second;
     }
@@ -217,14 +218,14 @@ NB_MODULE(_cuda, m) {
       .def_prop_ro(
           "records",
           [](const DeviceMemory& m) { return reinterpret_cast<uintptr_t>(m.slab->records()); },
-          "A page of host memory for failure records.")
+          "Address of a page of host memory for failure records.")
       .def(
           "handle",
           [](const DeviceMemory& m) {
             const std::string handle = m.slab->Handle();
             return nb::bytes(handle.data(), handle.size());
           },
-          "What another process needs to open this memory.")
+          "The bytes that another process needs to open this memory.")
       .def("unlink", [](const DeviceMemory&) {}, "CUDA IPC handles have no name to remove.");
   m.def(
       "allocate",
@@ -282,9 +283,9 @@ NB_MODULE(_cuda, m) {
         nb::arg("members"), nb::arg("epoch_buffer_bytes"), nb::arg("timeout_s"), nb::arg("memory"));
   m.def("add_rings", &AddRings, nb::arg("device_ids"), nb::arg("group_size"), nb::arg("rings"),
         nb::arg("ring_bytes"), nb::call_guard<nb::gil_scoped_release>(),
-        "Lets a communicator do collective matmuls.");
+        "Gives a communicator ring buffers, which collective matmuls need.");
   m.def("cublas_lt_version", &CublasLtVersion,
-        "The version of the cuBLASLt that matmuls are done by; 0 if there is none.");
+        "The version of the cuBLASLt library in use; 0 if there is none.");
   m.attr("MATMUL_SCRATCH_BYTES") = kScratchBytes;
   m.def("close", &Close, nb::call_guard<nb::gil_scoped_release>(),
         "Ends all communicators: programs that use them raise.");
@@ -295,12 +296,12 @@ NB_MODULE(_cuda, m) {
         nb::arg("data"), nb::arg("dtype"), nb::arg("calls"), nb::arg("repetitions"),
         "Times operations of a group in a CUDA graph: (microseconds a call of each launch, the "
         "output's bytes). All devices of the group call it at once.");
-  m.def("failures", &Failures, "Failure records of kernels that have given up.");
-  m.def("fail", &Fail, nb::arg("message"), "Ends what waits; later calls fail with the message.");
+  m.def("failures", &Failures, "The failure records of kernels that gave up.");
+  m.def("fail", &Fail, nb::arg("message"), "Ends all waits; later calls fail with the message.");
   m.def(
       "handler_calls", [] { return device_handler_calls.load(); },
-      "How often XLA has called a handler in this process.");
-  m.def("registrations", &Registrations, "FFI targets: name to handlers by stage.");
+      "Number of times that XLA has called a handler in this process.");
+  m.def("registrations", &Registrations, "The FFI targets: handlers by stage, by name.");
 }
 
 }  // namespace jax_intranode

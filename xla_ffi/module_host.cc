@@ -22,12 +22,12 @@ namespace nb = nanobind;
 namespace jax_intranode {
 namespace {
 
-// A slab, kept by Python and by the communicators that use it.
+// A slab, owned by Python and by the communicators that use it.
 struct HostMemory {
   std::shared_ptr<Segment> segment;
 };
 
-// (device, number of its group, its rank in it, every rank's region, unused)
+// (device, index of its group, its rank in the group, every rank's region, unused)
 using Member = std::tuple<int64_t, int64_t, int, std::vector<uintptr_t>, uintptr_t>;
 
 void CreateCommunicator(const std::vector<int64_t>& device_ids, int64_t group_size,
@@ -63,9 +63,9 @@ void CreateCommunicator(const std::vector<int64_t>& device_ids, int64_t group_si
   Registry<HostCommunicator>::Get().Add({device_ids, group_size}, std::move(communicator));
 }
 
-// Guards the count: what a communicator has done counts either as its own or as past.
+// Guards the count: an operation counts either for its communicator or as past.
 std::mutex operations_mutex;
-uint64_t past_operations = 0;  // of communicators that are closed
+uint64_t past_operations = 0;  // of closed communicators
 
 uint64_t OperationsNow() {
   uint64_t total = 0;
@@ -112,7 +112,7 @@ NB_MODULE(_host, m) {
   nb::class_<HostMemory>(m, "Memory")
       .def_prop_ro(
           "records", [](const HostMemory&) { return uintptr_t{0}; },
-          "Failure records: handlers on the CPU return their errors themselves.")
+          "Unused: handlers on the CPU return their errors.")
       .def_prop_ro(
           "address",
           [](const HostMemory& m) { return reinterpret_cast<uintptr_t>(m.segment->address()); })
@@ -121,10 +121,10 @@ NB_MODULE(_host, m) {
           [](const HostMemory& m) {
             return nb::bytes(m.segment->name().data(), m.segment->name().size());
           },
-          "What another process needs to open this memory.")
+          "The bytes that another process needs to open this memory.")
       .def(
           "unlink", [](const HostMemory& m) { m.segment->Unlink(); },
-          "Removes the name, once every peer has opened it.");
+          "Removes the name, after every peer has opened the memory.");
   m.def(
       "allocate",
       [](int, size_t bytes, bool shared) {
@@ -161,14 +161,12 @@ NB_MODULE(_host, m) {
         "Ends all communicators: programs that use them raise.");
   m.def("operations", &Operations, nb::call_guard<nb::gil_scoped_release>(),
         "Operations that the devices of this process have executed.");
-  m.def(
-      "failures", [] { return nb::list(); },
-      "Failure records of kernels; on the CPU handlers return their errors themselves.");
+  m.def("failures", [] { return nb::list(); }, "Empty: handlers on the CPU return their errors.");
   m.def("end_compilation", &EndCompilation, "To be called whenever a program has been compiled.");
   m.def(
       "handler_calls", [] { return host_handler_calls.load(); },
-      "How often XLA has called a handler in this process.");
-  m.def("registrations", &Registrations, "FFI targets: name to handlers by stage.");
+      "Number of times that XLA has called a handler in this process.");
+  m.def("registrations", &Registrations, "The FFI targets: handlers by stage, by name.");
 }
 
 }  // namespace jax_intranode

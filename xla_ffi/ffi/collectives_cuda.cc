@@ -5,7 +5,8 @@
 namespace jax_intranode {
 namespace {
 
-// What instantiate leaves for execute. Shared by all devices of the executable; read only.
+// The state that instantiate creates for execute. All devices of the executable share it; read
+// only.
 struct DeviceSite {
   static ffi::TypeId id;
   std::shared_ptr<DeviceCommunicator> communicator;
@@ -34,8 +35,8 @@ ffi::ErrorOr<std::unique_ptr<DeviceSite>> Instantiate(ffi::Span<const int64_t> d
       DeviceSite{std::move(communicator), static_cast<Algorithm>(algorithm), {blocks, threads}});
 }
 
-// Called eagerly, or while XLA captures a graph, or not at all when a graph is replayed: it keeps
-// no count and only launches.
+// XLA calls it eagerly or while it captures a graph, and not at all when it replays a graph. So it
+// only launches and keeps no state.
 ffi::Error Execute(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::RemainingArgs xs,
                    ffi::RemainingRets ys, ffi::Dictionary) {
   device_handler_calls.fetch_add(1, std::memory_order_relaxed);

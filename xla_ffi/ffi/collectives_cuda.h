@@ -1,5 +1,5 @@
-// The FFI handlers of the collectives on CUDA. All operations have one: the algorithm, an
-// attribute, says which.
+// The FFI handlers of the collectives on CUDA. All operations share them; the attribute `algorithm`
+// says which operation it is.
 #pragma once
 
 #include <atomic>
@@ -18,7 +18,7 @@
 
 namespace jax_intranode {
 
-// The groups of one partition, as seen by the devices of this process.
+// The groups of one partition, as the devices of this process see them.
 struct DeviceCommunicator {
   std::vector<std::optional<DeviceGroup>> members;  // by CUDA device ordinal
   std::vector<std::optional<MatmulMember>> matmul_members;
@@ -36,7 +36,7 @@ struct DeviceCommunicator {
 
   mutable std::mutex mutex;
   std::string failure_message;
-  // By device: the last epoch read, and the operations until then.
+  // By device: the last epoch that was read, and the number of operations until then.
   std::map<size_t, std::pair<uint32_t, uint64_t>> counted;
 };
 

@@ -8,8 +8,8 @@
 namespace jax_intranode {
 namespace {
 
-// How long a call whose peers are late polls before it returns a future. Going on from a future
-// costs tens of microseconds; a thread that polls yields to others.
+// How long a call polls for late peers before it returns a future. Continuing from a future costs
+// tens of microseconds. A polling thread yields to others.
 constexpr auto kPatience = std::chrono::microseconds(100);
 
 uint64_t Fnv1a(std::string_view text, uint64_t hash = 0xCBF29CE484222325u) {
@@ -17,15 +17,15 @@ uint64_t Fnv1a(std::string_view text, uint64_t hash = 0xCBF29CE484222325u) {
   return hash;
 }
 
-// How many equal call sites (equal in what the HLO says of them) have been instantiated since the
-// last compilation ended.
+// Numbers the call sites with the same description in the HLO, in the order of their instantiation
+// since the last compilation ended.
 //
 // One lowered function can appear twice in a program, so a site's identity needs a number besides
-// its description, and all processes must give a site the same one. A program is instantiated in
-// the same order everywhere. Counting anew for each program makes the number independent of what
-// else a process has compiled, and of when executables are freed. Sites of different programs may
-// share an identity: a device runs one program after the other. Programs have to be compiled one at
-// a time, as processes that must do the same in the same order do.
+// its description. All processes must give a site the same number. They do, because a program is
+// instantiated in the same order everywhere. The count starts anew for each program, so that it
+// depends neither on what else a process has compiled nor on when executables are freed. Sites of
+// different programs may share an identity, because a device runs one program after the other.
+// Programs must be compiled one at a time.
 class SiteNumbers {
  public:
   static SiteNumbers& Get() {
@@ -46,7 +46,7 @@ class SiteNumbers {
   std::map<uint64_t, uint32_t> taken_;
 };
 
-// What instantiate leaves for execute.
+// The state that instantiate creates for execute.
 struct HostSite {
   static ffi::TypeId id;
 
@@ -57,7 +57,7 @@ struct HostSite {
         description(description),
         number(SiteNumbers::Get().Take(description)) {}
 
-  // Hash of the description and the number; never that of another site of the program.
+  // A hash of the description and the number: unique within the program.
   uint64_t identity() const {
     return Fnv1a(std::string_view(reinterpret_cast<const char*>(&number), sizeof(number)),
                  description);

@@ -1,5 +1,5 @@
-// The FFI handlers of the collectives on the CPU. All operations have one: the algorithm, an
-// attribute, says which.
+// The FFI handlers of the collectives on the CPU. All operations share them; the attribute
+// `algorithm` says which operation it is.
 #pragma once
 
 #include <atomic>
@@ -12,7 +12,7 @@
 
 namespace jax_intranode {
 
-// The groups of one partition, of which this process has members.
+// The groups of one partition that have ranks in this process.
 struct HostCommunicator {
   struct Member {
     std::shared_ptr<HostGroup> group;
@@ -23,7 +23,7 @@ struct HostCommunicator {
 
 extern std::atomic<uint64_t> host_handler_calls;
 
-// A program has been compiled: what is instantiated from now on belongs to another one.
+// A compilation has ended: sites that are instantiated from now on belong to another program.
 void EndCompilation();
 
 XLA_FFI_Error* HostCollectiveInstantiate(XLA_FFI_CallFrame* frame);

@@ -1,7 +1,7 @@
-// The communicators of this process, found by the devices that they join.
+// The communicators of this process, found by their partition.
 //
-// An HLO names a partition of devices into groups by global device ids, in group order; it is the
-// same in all processes. Python registers a communicator for it before the HLO is compiled.
+// An HLO names a partition of devices into groups by global device ids, in group order, which is
+// the same in all processes. Python registers a communicator for it before it compiles the HLO.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace jax_intranode {
 
-// All groups' device ids one after another, and the size of a group.
+// The device ids of all groups one after another, and the size of a group.
 using Partition = std::pair<std::vector<int64_t>, int64_t>;
 
 inline std::string ToString(const Partition& partition) {
@@ -52,7 +52,7 @@ class Registry {
     return communicators_;
   }
 
-  // Forgets all of them. They live on for as long as executables use them.
+  // Removes all communicators. They stay alive as long as executables use them.
   void Clear() {
     std::lock_guard lock(mutex_);
     std::erase_if(cleared_, [](const auto& entry) { return entry.second.expired(); });
@@ -62,7 +62,7 @@ class Registry {
     communicators_.clear();
   }
 
-  // All of them, and those that have been cleared but live on.
+  // All communicators, including those that were cleared but are still alive.
   std::vector<std::pair<Partition, std::shared_ptr<Communicator>>> Alive() const {
     std::lock_guard lock(mutex_);
     std::vector<std::pair<Partition, std::shared_ptr<Communicator>>> alive(communicators_.begin(),

@@ -15,8 +15,8 @@
 namespace jax_intranode {
 namespace {
 
-// The thread context of group.h for a caller that may not block: one thread works on all packs of
-// a rank, and a wait ends the phase, which is resumed at the same pack later.
+// The thread context of group.h for a caller that must not block. One thread works on all packs of
+// a rank. A wait ends the phase, which resumes later at the same pack.
 struct ResumableThread {
   size_t* cursor;
   int* missing;
@@ -27,11 +27,11 @@ struct ResumableThread {
     *missing = rank;
     return false;
   }
-  // A group begins one operation at a time, and handlers see what is closed.
+  // Nothing to check: a group begins one operation at a time, and handlers refuse closed groups.
   void Admit() const {}
 };
 
-// XLA:CPU calls handlers with subnormals flushed to zero; a sum keeps them.
+// XLA:CPU calls handlers with flush-to-zero switched on. Sums keep subnormals.
 class KeepSubnormals {
  public:
   KeepSubnormals() {
@@ -61,7 +61,7 @@ bool RunPhase(Algorithm algorithm, int phase, ResumableThread& t, const Group& g
     case Algorithm::kAllGather:
       break;
   }
-  // The handler has seen to it that these have one buffer.
+  // CollectBuffers (ffi/common.h) allows only one buffer for these.
   if constexpr (std::is_same_v<C, Buffer>) {
     if (algorithm == Algorithm::kReduceScatter) {
       return phase == 0 ? ReduceScatter<Type, N>::Scatter(t, g, c, epoch)
@@ -138,14 +138,14 @@ void Ticket::Complete(const std::string& error) {
     error_ = error;
     on_done = std::move(on_done_);
   }
-  // XLA goes on with its program inside `on_done`, and may block there: not in a thread on which
-  // other calls rely.
+  // XLA continues its program inside `on_done` and may block there, so this must not be a thread on
+  // which other calls depend.
   if (on_done) RunApart([on_done = std::move(on_done), error] { on_done(error); });
 }
 
 struct HostGroup::LogEntry {
   static constexpr uint32_t kEntries = 1024;
-  uint32_t sequence;  // of the operation, plus 1
+  uint32_t sequence;  // the operation's epoch plus 1
   uint32_t count;
   uint64_t site;
 };
@@ -209,7 +209,7 @@ void HostGroup::AppendToLog() {
   }
 }
 
-// Whether the next operation is known and all ranks of this process have arrived at it.
+// Whether the log names the next operation and all ranks of this process have arrived at it.
 bool HostGroup::FindNext() {
   LogEntry* entry = Entry(sequence_);
   if (std::atomic_ref(entry->sequence).load(std::memory_order_acquire) != sequence_ + 1) {
@@ -229,7 +229,7 @@ bool HostGroup::FindNext() {
   return true;
 }
 
-// Moves each rank on as far as it goes; returns whether all have finished.
+// Advances each rank as far as possible; returns whether all have finished.
 bool HostGroup::Advance(Pending& pending) {
   KeepSubnormals keep_subnormals;
   for (bool moved = true; moved;) {
@@ -260,7 +260,7 @@ bool HostGroup::Advance(Pending& pending) {
 void HostGroup::Progress() {
   Tickets done;
   {
-    // Who does not get the lock need not wait for it: its holder does what there is to do.
+    // A thread that doesn't get the lock need not wait: the holder advances the operations.
     std::unique_lock lock(mutex_, std::try_to_lock);
     if (!lock) return;
     while (failure_.empty() && !pending_.empty()) {
@@ -272,7 +272,8 @@ void HostGroup::Progress() {
       operations_ += it->second.members.size();
       pending_.erase(it);
       active_ = false;
-      // On a GPU the end of a kernel orders its arming before the next one's packets (group.h).
+      // Orders this operation's arming before the next one's packets, as the end of a kernel does
+      // on a GPU (group.h).
       std::atomic_thread_fence(std::memory_order_acq_rel);
       ++sequence_;
       if (IsLeader()) AppendToLog();

@@ -1,24 +1,25 @@
-// A group of CPU ranks: runs the protocols of xla_ffi/kernels without ever blocking a caller.
+// A group of CPU ranks. It runs the protocols of xla_ffi/kernels and never blocks a caller.
 //
-// XLA:CPU starts independent calls in a different order on each device, and several at once, from
-// a pool with few threads: a call that waited in its thread for its peers could deadlock. So here
-// a call only arrives. Calls are matched by call site and count, never by the order of arrival,
-// and run one at a time in an order that rank 0's process decides: it logs each call, in its own
-// region, once all of its own ranks have arrived at it. The others follow the log. Each call is
-// then the next operation of the group, with the same epoch on every rank, as on a GPU's stream.
+// XLA:CPU starts independent calls in a different order on each device, several at once, in a pool
+// of few threads. A call that waited in its thread for its peers could deadlock. So a call only
+// arrives here and returns a ticket. Calls are matched by call site and count, never by the order
+// of arrival. They run one at a time, in an order that the process of rank 0 (the leader) decides:
+// it logs each call, in rank 0's region, once all of its own ranks have arrived at it. The other
+// processes follow the log. So each call is the next operation of the group, with the same epoch on
+// every rank, as on a GPU's stream.
 //
-// Why one group can't deadlock: rank 0's process logs a call only when nothing that it waits for on
-// its own ranks is outstanding; all ranks run the same program, so another process that still waits
-// for the logged call's operands waits for nothing that comes later in the log.
+// Why one group can't deadlock: when the leader logs a call, its ranks have the operands of that
+// call. All ranks run the same program, so another process that still computes the operands of the
+// logged call does not depend on calls that come later in the log.
 // What the argument does not cover: operands that come from calls of other groups, whose leaders
 // may have logged them in another order. Two independent chains, one over rows and then columns,
-// the other over columns and then rows, can wait in a circle over four processes; the time-out
-// ends that.
+// the other over columns and then rows, can wait for each other in a circle of four processes. The
+// time-out ends that.
 //
-// The log: entry e is written by rank 0's process (site and count, then the sequence number with
-// release order) and read by the others (the sequence number with acquire order, then the rest).
-// The writer reuses entry e for e + kEntries once its own operation e has ended: then it had a
-// packet of every rank, so every process had read the entry.
+// The log: the leader writes entry e (site and count, then the sequence number with release order).
+// The others read it (the sequence number with acquire order, then the rest). The leader reuses
+// entry e for e + kEntries after its own operation e has ended: then it had a packet of every rank,
+// so every process had read the entry.
 #pragma once
 
 #include <chrono>
@@ -46,8 +47,8 @@ class Ticket {
   bool Done() const;
   // The error of a completed ticket.
   std::string Error() const;
-  // Calls `on_done` when the ticket is completed, from another thread than any that a group needs
-  // for its progress; at once and from this thread if it is complete already.
+  // Calls `on_done` when the ticket is completed: in a thread on which no group depends, or at once
+  // in this thread if it is complete already.
   void Then(OnDone on_done);
 
  private:
@@ -67,25 +68,26 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
     ElementType type;
   };
 
-  // `group.region` holds every rank's region; `group.rank` is ignored. `local_ranks` are those of
-  // this process. `device_ids` name the ranks in messages. `keep_alive` owns the memory. Operations
-  // are numbered from the epoch in the headers, which must be the same in all: 0 in a new slab.
+  // `group.region` holds every rank's region; `group.rank` is ignored. `local_ranks` are the ranks
+  // of this process. `device_ids` name the ranks in messages. `keep_alive` owns the memory. The
+  // first operation has the epoch in the headers, which must be the same in all of them: 0 in a new
+  // slab.
   HostGroup(const Group& group, std::vector<int> local_ranks, std::vector<int64_t> device_ids,
             std::chrono::nanoseconds timeout, std::shared_ptr<void> keep_alive);
 
-  // Rank `rank` arrives at call site `site`. What the buffers point to must live until the ticket
-  // is complete.
+  // Rank `rank` arrives at call site `site`. The memory that the buffers point to must stay valid
+  // until the ticket is complete.
   std::shared_ptr<Ticket> Arrive(int rank, uint64_t site, const Operation& operation,
                                  const Buffers& buffers);
 
-  // Does what can be done now; returns at once. Any thread.
+  // Advances the operations as far as possible and returns at once. Any thread may call it.
   void Progress();
 
-  // Has the progress thread see to the calls that are outstanding now.
+  // Makes the progress thread advance the calls that are outstanding now.
   void KeepMoving();
 
-  // Ends what has waited longer than the time-out. Returns whether calls are outstanding. For the
-  // progress thread.
+  // Fails the group if a call has waited longer than the time-out. Returns whether calls are
+  // outstanding. The progress thread calls it.
   bool CheckDeadline();
 
   // Ends every outstanding and later call with `error`.
@@ -106,8 +108,8 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
     auto operator<=>(const Key&) const = default;
   };
   struct Member {
-    Buffer buffer;                           // if there is one
-    std::unique_ptr<const Buffers> buffers;  // if there are many
+    Buffer buffer;                           // of a call with one buffer
+    std::unique_ptr<const Buffers> buffers;  // of a call with many
     std::shared_ptr<Ticket> ticket;
     int phase = 0;
     size_t cursor = 0;
@@ -141,10 +143,10 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   uint32_t logged_;         // the leader's entries so far: the epoch of the next one
   uint32_t sequence_;       // the epoch of the next operation
   uint64_t operations_ = 0;
-  bool watched_ = false;  // the progress thread has this group on its list
-  bool active_ = false;   // operation `sequence_` has begun
+  bool watched_ = false;  // whether the progress thread has this group on its list
+  bool active_ = false;   // whether operation `sequence_` has begun
   Key current_{};
-  int missing_ = -1;  // the rank that `current_` waits for
+  int missing_ = -1;  // the rank for which `current_` waits
   std::string failure_;
 };
 

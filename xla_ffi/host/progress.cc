@@ -13,8 +13,8 @@
 namespace jax_intranode {
 namespace {
 
-// Polls the groups with outstanding calls. A call is normally finished by the thread in which its
-// last rank arrives; this one sees to those whose peers are late, and to deadlines.
+// Polls the groups with outstanding calls. Normally the thread in which the last rank arrives
+// finishes a call. This thread finishes those whose peers are late, and checks deadlines.
 class ProgressThread {
  public:
   ProgressThread() {
@@ -54,7 +54,7 @@ class ProgressThread {
   std::vector<std::weak_ptr<HostGroup>> watched_;
 };
 
-// A pool that grows by a thread whenever a task finds none idle.
+// A thread pool that starts another thread whenever a task finds none idle.
 class GrowingPool {
  public:
   void Run(std::function<void()> task) {
@@ -68,7 +68,7 @@ class GrowingPool {
       std::thread([this] { Work(); }).detach();
       ++threads_;
     } catch (const std::system_error&) {
-      // No more threads to be had: a busy one takes the task next, or else the caller runs it.
+      // The system has no more threads: a busy one takes the task next, or else the caller runs it.
       if (threads_ > 0) return;
       std::function<void()> last = std::move(tasks_.back());
       tasks_.pop_back();

@@ -1,5 +1,5 @@
-// The threads behind CPU groups: one that keeps outstanding calls moving, and some in which
-// completed calls go on.
+// The threads behind CPU groups: one that advances outstanding calls, and a pool in which XLA's
+// programs continue after completed calls.
 #pragma once
 
 #include <functional>
@@ -9,7 +9,7 @@ namespace jax_intranode {
 
 class HostGroup;
 
-// Has the progress thread look after `group` until it has no outstanding call.
+// Makes the progress thread advance `group` until it has no outstanding call.
 void Watch(std::weak_ptr<HostGroup> group);
 
 // Runs `task` in a thread of its own: it may block without holding up another task.

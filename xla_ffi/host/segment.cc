@@ -32,8 +32,8 @@ std::string FreshName() {
   return name;
 }
 
-// Removes the segments of processes that died before they could. Whoever creates one keeps it
-// locked until its name is gone, and the system unlocks what a process leaves.
+// Removes the segments that crashed processes left behind. The creator of a segment keeps it locked
+// until its name is gone, and the system unlocks the files of a process that ends.
 void RemoveAbandoned() {
   DIR* directory = opendir("/dev/shm");
   if (directory == nullptr) return;
@@ -61,7 +61,7 @@ int CreateLocked(std::string* name) {
     close(fd);
     shm_unlink(name->c_str());
     if (error != 0) Throw(error, "locking the shared-memory segment " + *name);
-    // Somebody took it for abandoned before it was locked.
+    // Another process removed it as abandoned before it was locked.
   }
 }
 

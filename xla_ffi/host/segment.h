@@ -9,10 +9,10 @@ namespace jax_intranode {
 
 class Segment {
  public:
-  // Memory of this process alone, zeroed.
+  // Zeroed memory of this process alone.
   static std::unique_ptr<Segment> Private(size_t bytes);
-  // A new shared-memory segment (mode 0600, zeroed) under a name that nobody else has. Its pages
-  // are there: a full /dev/shm is an error here, not a fault later.
+  // A new shared-memory segment (mode 0600, zeroed) under a unique name. Its pages are allocated,
+  // so that a full /dev/shm is an error here and not a fault later.
   static std::unique_ptr<Segment> Create(size_t bytes);
   // Maps another process's segment.
   static std::unique_ptr<Segment> Open(const std::string& name, size_t bytes);
@@ -21,8 +21,8 @@ class Segment {
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
-  // Removes the name. Called as soon as all have mapped it, so that a crash leaves nothing behind;
-  // a name that a crash before it did leave behind is removed by the next Create().
+  // Removes the name. Called as soon as all processes have mapped the segment, so that a crash
+  // leaves nothing behind. If a crash comes before that, the next Create() removes the name.
   void Unlink();
 
   char* address() const { return address_; }
@@ -38,7 +38,7 @@ class Segment {
   char* address_;
   size_t bytes_;
   std::string name_;
-  int fd_ = -1;  // open, and locked, for as long as the name exists
+  int fd_ = -1;  // open and locked as long as the name exists
 };
 
 }  // namespace jax_intranode

@@ -45,15 +45,15 @@ Psum = Callable[..., Any]
 
 REPLICATED, BY_X = P(), P("x")
 
-# What our psum does.
-ACCELERATED = "accelerated"  # our kernels run, and no all-reduce of XLA does
-PARTLY = "accelerated in part"  # our kernels and XLA's all-reduce
-# Our kernels; and XLA's all-reduce where shard_map itself, or a cast of types, transposes to one.
-DERIVED = "accelerated; sums that JAX adds itself are XLA's"
-LAX = "lowers to lax"
-TYPES = "same types"  # nothing runs
+# What our psum does; docs/contract.md explains the words.
+ACCELERATED = "accelerated"
+PARTLY = "accelerated in part"
+# The transpose of shard_map itself, or of a cast to a varying type, may be a psum of JAX.
+DERIVED = "accelerated, except sums that JAX inserts"
+LAX = "falls back to lax"
+TYPES = "same types"
 ERROR = "same error"
-AS_LAX = "as lax"  # a result where lax has one, or else its error
+AS_LAX = "as lax"
 DIFFERS = "differs: an error that says to call `jax_intranode.initialize(mesh)` first"
 HOW = (ACCELERATED, PARTLY, DERIVED, LAX, TYPES, ERROR, AS_LAX, DIFFERS)
 
@@ -63,11 +63,11 @@ class Row:
     """A row of the table.
 
     Attributes:
-        name: what the table and the test call it.
-        what: one line for the table.
-        how: what our psum does, of `HOW`.
-        run: builds and runs programs with a psum; returns what is compared.
-        devices: how many devices it takes.
+        name: Name of the row and of its test.
+        what: The use of psum that it tests, for the table.
+        how: What our psum does; one of `HOW`.
+        run: Builds and runs programs with a given psum; returns the results to compare.
+        devices: Number of devices that it needs.
     """
 
     name: str
@@ -257,7 +257,7 @@ def pytrees(psum: Psum) -> Any:
     return under_both(lambda check: run(shmap(body, check_vma=check), small(4, 3)))
 
 
-@row("a pytree of several dtypes and shapes, of which some are not accelerated", PARTLY)
+@row("a pytree of several dtypes and shapes, some of which are not accelerated", PARTLY)
 def pytree_of_many_dtypes(psum: Psum) -> Any:
     names = ("float32", "bfloat16", "int16", "float32", "bool", "complex64", "int32", "float16")
 
@@ -281,13 +281,13 @@ def empty_pytrees(psum: Psum) -> Any:
     return types_inside(lambda v: [psum(tree, "x") for tree in ([], (), {}, None, [None, ()])])
 
 
-@row("Python and NumPy scalars and arrays: static, scaled by the number of ranks", TYPES)
+@row("Python and NumPy scalars and arrays: multiplied by the world size while tracing", TYPES)
 def python_scalars(psum: Psum) -> Any:
     values = (1, 1.5, 2j, True, np.int8(3), np.float16(2), np.ones(3, np.int32), np.bool_(True))
     return types_inside(lambda v: [psum(value, "x") for value in values])
 
 
-@row("`psum(1, axis)` is an int that shapes may be made of", ACCELERATED)
+@row("`psum(1, axis)` is a Python int and can be used in shapes", ACCELERATED)
 def axis_size_is_static(psum: Psum) -> Any:
     def body(v: Any) -> Any:
         return psum(v.reshape(psum(1, "x"), -1), "x")
@@ -295,19 +295,19 @@ def axis_size_is_static(psum: Psum) -> Any:
     return under_both(lambda check: run(shmap(body, check_vma=check), small(4, 3)))
 
 
-@row("Python scalars beside traced arrays in a pytree: each stays static", TYPES)
+@row("Python scalars and traced arrays in one pytree: the scalars stay static", TYPES)
 def scalars_beside_arrays(psum: Psum) -> Any:
     return types_inside(
         lambda v: psum({"a": v, "b": 1, "c": 2.5, "d": [np.float32(3), np.ones(3)]}, "x")
     )
 
 
-@row("bool beside other arrays in a pytree becomes int32", TYPES)
+@row("bool and other arrays in one pytree: bool becomes int32", TYPES)
 def bool_beside_arrays(psum: Psum) -> Any:
     return types_inside(lambda v: psum({"a": v, "b": True, "c": v > 1}, "x"))
 
 
-@row("a concrete `jax.Array` from outside", LAX)
+@row("a concrete `jax.Array` from outside shard_map", LAX)
 def concrete_array(psum: Psum) -> Any:
     outside = jnp.asarray(small(3))
     return under_both(
@@ -315,7 +315,7 @@ def concrete_array(psum: Psum) -> Any:
     )
 
 
-@row("an array made inside from nothing", ACCELERATED)
+@row("an array that is created inside shard_map", ACCELERATED)
 def constant_made_inside(psum: Psum) -> Any:
     return under_both(
         lambda check: run(
@@ -324,7 +324,7 @@ def constant_made_inside(psum: Psum) -> Any:
     )
 
 
-@row("weak types, as lax keeps or drops them", TYPES)
+@row("weakly typed operands: the weak type is kept or dropped as by lax", TYPES)
 def weak_types(psum: Psum) -> Any:
     def body(v: Any) -> Any:
         weak = jnp.full((), 3.0), jnp.full((2,), 3)
@@ -336,7 +336,7 @@ def weak_types(psum: Psum) -> Any:
     return types_inside(body)
 
 
-@row("weak types of results", ACCELERATED)
+@row("weak types of the results", ACCELERATED)
 def weak_types_of_results(psum: Psum) -> Any:
     return under_both(
         lambda check: run(
@@ -394,7 +394,7 @@ def float0(psum: Psum) -> Any:
     ]
 
 
-@row("PRNG keys, inside", ERROR)
+@row("PRNG keys, inside shard_map", ERROR)
 def prng_keys(psum: Psum) -> Any:
     def body(v: Any) -> Any:
         return psum(jax.random.wrap_key_data(v), "x")
@@ -403,7 +403,7 @@ def prng_keys(psum: Psum) -> Any:
     return under_both(lambda check: raised(lambda: run(shmap(body, check_vma=check), values)))
 
 
-@row("values that are no arrays (str, object), alone and in a pytree", ERROR)
+@row("values that are not arrays (str, object), alone and in a pytree", ERROR)
 def no_arrays(psum: Psum) -> Any:
     trees = "abc", ["abc"], (1, object()), {"a": {1}}
     alone = [raised(lambda t=tree: types_inside(lambda v: psum(t, "x"))) for tree in trees]
@@ -420,7 +420,7 @@ def references(psum: Psum) -> Any:
     )
 
 
-@row("what references hold", ACCELERATED)
+@row("the values that references hold", ACCELERATED)
 def held_by_references(psum: Psum) -> Any:
     def body(v: Any) -> Any:
         ref = jax.new_ref(v)
@@ -488,7 +488,7 @@ def large_arrays(psum: Psum) -> Any:
 # Axes.
 
 
-@row("parameters by name; `axis_index_groups` only by name", TYPES)
+@row("arguments by keyword; `axis_index_groups` by keyword only", TYPES)
 def signature(psum: Psum) -> Any:
     parameters = [(p.name, p.kind, p.default) for p in inspect.signature(psum).parameters.values()]
     by_name = types_inside(lambda v: psum(x=v, axis_name="x", axis_index_groups=None))
@@ -526,7 +526,7 @@ def axis_names_of_any_kind(psum: Psum) -> Any:
     return under_both(under)
 
 
-@row("several axes, in any order, and one of several", ACCELERATED, devices=4)
+@row("several axes in any order; one axis of several", ACCELERATED, devices=4)
 def several_axes(psum: Psum) -> Any:
     def body(v: Any) -> Any:
         both = psum(v, ("x", "y")), psum(v, ["y", "x"]), psum(psum(v, "x"), "y")
@@ -539,12 +539,12 @@ def several_axes(psum: Psum) -> Any:
     )
 
 
-@row("no axes: the operand itself", TYPES)
+@row("no axes: returns the operand", TYPES)
 def no_axes(psum: Psum) -> Any:
     return types_inside(lambda v: [psum(v, ()), psum((v, True), []), psum("abc", ()) == "abc"])
 
 
-@row("an axis of one device", LAX)
+@row("an axis of size 1", LAX)
 def axis_of_one_device(psum: Psum) -> Any:
     mesh = cases.make_mesh((1, 2), ("one", "x"))
     return under_both(
@@ -554,7 +554,7 @@ def axis_of_one_device(psum: Psum) -> Any:
     )
 
 
-@row("an axis of one device beside one of several", ACCELERATED)
+@row("an axis of size 1 together with a larger one", ACCELERATED)
 def axis_of_one_device_beside(psum: Psum) -> Any:
     mesh = cases.make_mesh((1, 2), ("one", "x"))
     return under_both(
@@ -564,12 +564,12 @@ def axis_of_one_device_beside(psum: Psum) -> Any:
     )
 
 
-@row("an axis named twice (XLA can't compile what lax lowers it to)", TYPES)
+@row("the same axis twice (lax traces it, but XLA cannot compile it)", TYPES)
 def axis_named_twice(psum: Psum) -> Any:
     return types_inside(lambda v: psum({"a": v, "b": 1}, ("x", "x")))
 
 
-@row("positional axes, beside names or alone", AS_LAX)
+@row("positional axes, with and without names", AS_LAX)
 def positional_axes(psum: Psum) -> Any:
     def under(check: bool) -> Any:
         return [
@@ -580,7 +580,7 @@ def positional_axes(psum: Psum) -> Any:
     return under_both(under)
 
 
-@row("axes that can't be names: None, a set, a dict, nested tuples", ERROR)
+@row("axis names of wrong types: None, a set, a dict, nested tuples", ERROR)
 def no_names(psum: Psum) -> Any:
     return [
         raised(lambda a=axis: types_inside(lambda v: psum(v, a)))
@@ -588,7 +588,7 @@ def no_names(psum: Psum) -> Any:
     ]
 
 
-@row("an unbound axis within shard_map, alone and beside a bound one", ERROR)
+@row("an unbound axis inside shard_map, alone and with a bound one", ERROR)
 def unbound_axis_inside(psum: Psum) -> Any:
     def under(check: bool) -> Any:
         return [
@@ -604,7 +604,7 @@ def unbound_axis_inside(psum: Psum) -> Any:
     return under_both(under)
 
 
-@row("outside any bound axis: lax's error, with a hint", ERROR)
+@row("a call where no axis is bound: lax's error, with a hint", ERROR)
 def unbound_axis_outside(psum: Psum) -> Any:
     value = small(3)
     return [
@@ -619,7 +619,7 @@ def unbound_axis_outside(psum: Psum) -> Any:
     ]
 
 
-@row("an axis of the mesh that is not manual", ERROR, devices=4)
+@row("a mesh axis that is not manual", ERROR, devices=4)
 def axis_not_manual(psum: Psum) -> Any:
     def in_auto_part(check: bool) -> Any:
         f = shmap(lambda v: psum(v, "y"), square(), check_vma=check, axis_names={"x"})
@@ -633,7 +633,7 @@ def axis_not_manual(psum: Psum) -> Any:
     return under_both(in_auto_part), without
 
 
-@row("a vmapped name, without shard_map", LAX)
+@row("a name bound by vmap, without shard_map", LAX)
 def vmapped_name(psum: Psum) -> Any:
     def f(v: Any) -> Any:
         return psum(v, "i"), psum(1, "i"), psum((v, True), ("i",)), psum(2.0, "i") * v
@@ -642,7 +642,7 @@ def vmapped_name(psum: Psum) -> Any:
     return run(mapped, small(4, 3)), mapped(jnp.asarray(small(4, 3)))
 
 
-@row("two vmapped names, an operand mapped over one of them, and `in_axes`", LAX)
+@row("two names bound by vmap, an operand mapped over one of them, and `in_axes`", LAX)
 def vmapped_names(psum: Psum) -> Any:
     def f(v: Any, w: Any) -> Any:
         return psum(v, "i"), psum(v, ("i", "j")), psum((v, w), "j"), psum(w, ("j", "i"))
@@ -651,7 +651,7 @@ def vmapped_names(psum: Psum) -> Any:
     return run(jax.vmap(inner, in_axes=(0, 1), axis_name="i"), small(4, 3, 2), small(5, 4))
 
 
-@row("a vmapped name within shard_map, alone", AS_LAX)
+@row("a name bound by vmap inside shard_map", AS_LAX)
 def vmapped_name_inside(psum: Psum) -> Any:
     def body(v: Any) -> Any:
         return jax.vmap(lambda r: psum(r, "i"), axis_name="i")(v)
@@ -663,7 +663,7 @@ def vmapped_name_inside(psum: Psum) -> Any:
     )
 
 
-@row("a vmapped name mixed with a mesh's", AS_LAX)
+@row("a name bound by vmap together with a mesh axis", AS_LAX)
 def vmapped_name_mixed(psum: Psum) -> Any:
     def body(v: Any) -> Any:
         return jax.vmap(lambda r: psum((r, 1.0), ("i", "x")), axis_name="i")(v)[0]
@@ -675,7 +675,7 @@ def vmapped_name_mixed(psum: Psum) -> Any:
     )
 
 
-@row("a vmapped name that hides a mesh's", AS_LAX)
+@row("a name bound by vmap that hides a mesh axis", AS_LAX)
 def vmapped_name_hides_mesh_axis(psum: Psum) -> Any:
     def body(v: Any) -> Any:
         return jax.vmap(lambda r: psum(r, "x"), axis_name="x")(v)
@@ -687,7 +687,7 @@ def vmapped_name_hides_mesh_axis(psum: Psum) -> Any:
     )
 
 
-@row("a vmapped name around shard_map that is also its mesh's", AS_LAX)
+@row("a name bound by vmap around shard_map, whose mesh has an axis of that name", AS_LAX)
 def vmapped_name_outside_is_mesh_axis(psum: Psum) -> Any:
     def under(check: bool) -> Any:
         f = shmap(lambda v: psum({"a": v, "b": v[0]}, "x"), check_vma=check)
@@ -696,7 +696,7 @@ def vmapped_name_outside_is_mesh_axis(psum: Psum) -> Any:
     return under_both(under)
 
 
-@row("psum over a mesh's axis under a vmap with a name of its own", ACCELERATED)
+@row("psum over a mesh axis under a vmap with another name", ACCELERATED)
 def mesh_axis_under_named_vmap(psum: Psum) -> Any:
     def body(v: Any) -> Any:
         return jax.vmap(lambda r: psum(r, "x"), axis_name="i")(v)
@@ -718,7 +718,7 @@ def with_groups(psum: Psum, groups: Any, check_vma: bool) -> Any:
     return run(shmap(body, mesh, out_specs=P("x"), check_vma=check_vma), small(2 * size, 3))
 
 
-@row("`axis_index_groups` of even size, check_vma off", LAX, devices=4)
+@row("`axis_index_groups` of equal sizes, `check_vma=False`", LAX, devices=4)
 def groups_even(psum: Psum) -> Any:
     return [
         with_groups(psum, groups, False)
@@ -726,7 +726,7 @@ def groups_even(psum: Psum) -> Any:
     ]
 
 
-@row("`axis_index_groups` of uneven size, check_vma off", AS_LAX, devices=4)
+@row("`axis_index_groups` of different sizes, `check_vma=False`", AS_LAX, devices=4)
 def groups_uneven(psum: Psum) -> Any:
     return [
         raised(lambda g=groups: with_groups(psum, g, False))
@@ -734,12 +734,12 @@ def groups_uneven(psum: Psum) -> Any:
     ]
 
 
-@row("`axis_index_groups` for two devices, check_vma off", LAX)
+@row("`axis_index_groups` for two devices, `check_vma=False`", LAX)
 def groups_of_two_devices(psum: Psum) -> Any:
     return [with_groups(psum, groups, False) for groups in ([[0], [1]], [[0, 1]], [[1, 0]])]
 
 
-@row("`axis_index_groups` under check_vma", ERROR)
+@row("`axis_index_groups`, `check_vma=True`", ERROR)
 def groups_under_check_vma(psum: Psum) -> Any:
     return [
         raised(lambda g=groups: with_groups(psum, g, True)) for groups in ([[0], [1]], [[0, 1]])
@@ -747,7 +747,8 @@ def groups_under_check_vma(psum: Psum) -> Any:
 
 
 @row(
-    "`axis_index_groups` that name an index twice, or with positional axes or vmapped names", ERROR
+    "`axis_index_groups` that repeat an index, or with positional axes or names bound by vmap",
+    ERROR,
 )
 def groups_wrong(psum: Psum) -> Any:
     def under(check: bool) -> Any:
@@ -771,7 +772,7 @@ def groups_wrong(psum: Psum) -> Any:
     return under_both(under), raised(lambda: jax.vmap(vmapped, axis_name="i")(small(4, 3)))
 
 
-@row("`axis_index_groups` that leave indices out, or none at all", AS_LAX)
+@row("`axis_index_groups` that omit indices, or are empty", AS_LAX)
 def groups_that_do_not_cover(psum: Psum) -> Any:
     def body(groups: Any) -> Any:
         return lambda v: psum(v, "x", axis_index_groups=groups)
@@ -797,7 +798,7 @@ def groups_and_scalars(psum: Psum) -> Any:
 # Types within shard_map.
 
 
-@row("types of results: which axes they vary over, under check_vma on and off", TYPES)
+@row("types of results: the axes they vary over, with `check_vma` on and off", TYPES)
 def types_of_results(psum: Psum) -> Any:
     def body(v: Any) -> Any:
         return [psum(v, "x"), psum((v, v.sum()), ("x",)), psum(v > 1, "x"), psum(v[:0], "x")]
@@ -821,13 +822,13 @@ def partly_varying(psum: Psum) -> Any:
     return under_both(under)
 
 
-@row("operands that vary over some of the axes summed, check_vma off", ACCELERATED, devices=4)
+@row("operands that vary over some of the summed axes, `check_vma=False`", ACCELERATED, devices=4)
 def varying_over_some_axes(psum: Psum) -> Any:
     f = shmap(lambda v: psum((v, v * 2), ("x", "y")), square(), check_vma=False)
     return run(f, small(4, 6))
 
 
-@row("operands that vary over some of the axes summed, under check_vma", ERROR, devices=4)
+@row("operands that vary over some of the summed axes, `check_vma=True`", ERROR, devices=4)
 def varying_over_some_axes_checked(psum: Psum) -> Any:
     return [
         raised(lambda t=tree: run(shmap(lambda v: psum(t(v), ("x", "y")), square()), small(4, 6)))
@@ -835,7 +836,7 @@ def varying_over_some_axes_checked(psum: Psum) -> Any:
     ]
 
 
-@row("operands that are replicated already", ACCELERATED)
+@row("replicated operands", ACCELERATED)
 def replicated(psum: Psum) -> Any:
     def body(v: Any) -> Any:
         once = psum(v, "x")
@@ -874,13 +875,13 @@ def reduced(psum: Psum) -> Any:
     return raised(lambda: run(shmap(body, in_specs=P()), small(4, 3)))
 
 
-@row("a result that `out_specs` can't hold", ERROR, devices=4)
+@row("a result that contradicts `out_specs`", ERROR, devices=4)
 def wrong_out_specs(psum: Psum) -> Any:
     f = shmap(lambda v: psum(v, "x"), square(), P("x", "y"), P())
     return raised(lambda: run(f, small(4, 6)))
 
 
-@row("partly manual meshes: no all-gather in the HLO", LAX, devices=4)
+@row("partly manual meshes: the HLO has no all-gather", LAX, devices=4)
 def partly_manual(psum: Psum) -> Any:
     def under(check: bool) -> Any:
         mesh = square()
@@ -893,7 +894,7 @@ def partly_manual(psum: Psum) -> Any:
     return under_both(under)
 
 
-@row("partly manual meshes: constraints of shardings inside", LAX, devices=4)
+@row("partly manual meshes with sharding constraints inside", LAX, devices=4)
 def partly_manual_with_constraints(psum: Psum) -> Any:
     def under(check: bool) -> Any:
         def body(v: Any) -> Any:
@@ -907,7 +908,7 @@ def partly_manual_with_constraints(psum: Psum) -> Any:
     return under_both(under)
 
 
-@row("a partly manual mesh whose other axes have one device", ACCELERATED)
+@row("a partly manual mesh whose other axes have size 1", ACCELERATED)
 def partly_manual_alone(psum: Psum) -> Any:
     mesh = cases.make_mesh((1, 2), ("one", "x"))
     return under_both(
@@ -917,7 +918,7 @@ def partly_manual_alone(psum: Psum) -> Any:
     )
 
 
-@row("shard_map within shard_map", AS_LAX, devices=4)
+@row("shard_map inside shard_map", AS_LAX, devices=4)
 def nested_shard_map(psum: Psum) -> Any:
     def inner(v: Any) -> Any:
         return psum(v, "y"), psum(v, ("x", "y"))
@@ -954,7 +955,7 @@ def explicit_axes(psum: Psum) -> Any:
         return run(f, value), seen
 
 
-@row("meshes with Explicit axes of which some stay Explicit", LAX, devices=4)
+@row("meshes with Explicit axes, some of which stay Explicit inside", LAX, devices=4)
 def explicit_and_manual_axes(psum: Psum) -> Any:
     mesh = square(kind=AxisType.Explicit)
     seen = []
@@ -972,7 +973,7 @@ def explicit_and_manual_axes(psum: Psum) -> Any:
         return run(f, value), seen
 
 
-@row("meshes with Manual axes: under `set_mesh`, and the names as seen inside", ACCELERATED)
+@row("meshes with Manual axes: under `set_mesh`, and the axis names inside", ACCELERATED)
 def manual_axes(psum: Psum) -> Any:
     seen = []
 
@@ -983,7 +984,7 @@ def manual_axes(psum: Psum) -> Any:
     return run(shmap(body), small(4, 3)), seen
 
 
-@row("`pmap`: all of the above names", ACCELERATED)
+@row("`pmap`: all kinds of axis names above", ACCELERATED)
 def pmap(psum: Psum) -> Any:
     def f(v: Any) -> Any:
         return psum(v, "i"), psum({"a": v, "n": 1}, "i"), v / psum(1, "i"), psum(v[0], "i")
@@ -992,7 +993,7 @@ def pmap(psum: Psum) -> Any:
     return jax.pmap(f, axis_name="i", devices=devices)(small(2, 6))
 
 
-@row("`pmap` with groups, with a vmapped name, and with an unbound one", AS_LAX)
+@row("`pmap` with `axis_index_groups`, with a name bound by vmap, and with an unbound name", AS_LAX)
 def pmap_as_lax(psum: Psum) -> Any:
     devices = jax.devices()[:2]
 
@@ -1084,12 +1085,12 @@ def conditional(psum: Psum) -> Callable[..., Any]:
     return body
 
 
-@row("`cond` and `switch` whose index is known at run time only", ACCELERATED)
+@row("`cond` and `switch` whose index is only known at run time", ACCELERATED)
 def cond(psum: Psum) -> Any:
     return in_control_flow(conditional(psum))
 
 
-@row("`cond`, run again and again: XLA captures it into a conditional graph node", ACCELERATED)
+@row("`cond` that runs repeatedly: XLA captures it into a conditional graph node", ACCELERATED)
 def cond_replayed(psum: Psum) -> Any:
     def body(v: Any, w: Any) -> Any:
         def step(k: Any, carry: Any) -> Any:
@@ -1360,7 +1361,10 @@ def custom_jvp(psum: Psum) -> Any:
     return under_both(under)
 
 
-@row("sums of which some are known: value and tangent in one, a constant beside one", DERIVED)
+@row(
+    "partial evaluation: one psum of a value and its tangent, or of a constant and a variable",
+    DERIVED,
+)
 def partly_known(psum: Psum) -> Any:
     policy = jax.checkpoint_policies
 
@@ -1634,7 +1638,7 @@ def wrapped(psum: Psum) -> Any:
     return under_both(lambda check: run(shmap(body, check_vma=check), small(4, 3)))
 
 
-@row("AOT `lower().compile()`: from shapes; its layouts, shardings and trees", ACCELERATED)
+@row("AOT `lower().compile()` from shapes; its layouts, shardings and trees", ACCELERATED)
 def ahead_of_time(psum: Psum) -> Any:
     def under(check: bool) -> Any:
         mesh = line()
@@ -1728,7 +1732,7 @@ def export_symbolic(psum: Psum) -> Any:
 # Meshes.
 
 
-@row("the order of the devices changed after tracing: no stale ids", PARTLY, devices=4)
+@row("the device order changes after tracing: no stale ids", PARTLY, devices=4)
 def device_order_changed(psum: Psum) -> Any:
     @jax.jit
     def f(v: Any) -> Any:
@@ -1808,7 +1812,7 @@ def arguments_on_another_mesh(psum: Psum) -> Any:
     return under_both(under)
 
 
-@row("two meshes in one program whose devices differ, or their order", ERROR, devices=4)
+@row("two meshes in one program that differ in their devices or device order", ERROR, devices=4)
 def two_meshes_that_differ(psum: Psum) -> Any:
     def over(mesh: Mesh, check: bool) -> Any:
         return shmap(lambda v: psum(v, mesh.axis_names), mesh, P(mesh.axis_names), check_vma=check)

@@ -122,7 +122,7 @@ def parts_of_pytrees(lib: Any) -> Any:
     return inside(body)
 
 
-@row("every dtype that is accelerated, in one pytree", ACCELERATED)
+@row("all accelerated dtypes in one pytree", ACCELERATED)
 def parts_of_every_dtype(lib: Any) -> Any:
     def body(v: Any) -> Any:
         summed = {d: v.astype(d) for d in cases.DTYPES}
@@ -144,7 +144,7 @@ def parts_of_other_dtypes(lib: Any) -> Any:
     return inside(body), types_inside(lambda v: raised(lambda: lib.psum_scatter(v > 1, "x")))
 
 
-@row("some leaves of a pytree that are accelerated, and some that are not", PARTLY)
+@row("a pytree of which only some leaves are accelerated", PARTLY)
 def parts_of_some_leaves(lib: Any) -> Any:
     return inside(lambda v: each(lib, [v, v.astype(jnp.int16), v.astype(jnp.complex64)]))
 
@@ -160,7 +160,7 @@ def parts_of_exotic_dtypes(lib: Any) -> Any:
     return [gathered(dtype) for dtype in ("float8_e4m3fn", "float8_e5m2", "int4")]
 
 
-@row("Python and NumPy scalars and arrays, and arrays from outside", AS_LAX)
+@row("Python and NumPy scalars and arrays, and arrays from outside shard_map", AS_LAX)
 def parts_of_constants(lib: Any) -> Any:
     outside = jnp.asarray(small(4, 3))
     values = 1, 1.5, True, np.int8(3), np.ones((4, 3), np.int32), outside, {"a": outside, "b": 2}
@@ -168,12 +168,12 @@ def parts_of_constants(lib: Any) -> Any:
     return types, inside(lambda v: each(lib, outside)), inside(lambda v: each(lib, np.ones(4)))
 
 
-@row("an array made inside from nothing", ACCELERATED)
+@row("an array that is created inside shard_map", ACCELERATED)
 def parts_of_constant_made_inside(lib: Any) -> Any:
     return inside(lambda v: each(lib, jnp.full((4,), 2.0, v.dtype)))
 
 
-@row("weak types, as lax keeps or drops them", TYPES)
+@row("weakly typed operands: the weak type is kept or dropped as by lax", TYPES)
 def weak_types_of_parts(lib: Any) -> Any:
     def body(v: Any) -> Any:
         weak = lax.while_loop(lambda c: c[0] < 3.0, lambda c: (c[0] + 1.0, v), (3.0, v))[0]
@@ -184,7 +184,7 @@ def weak_types_of_parts(lib: Any) -> Any:
     return types_inside(body)
 
 
-@row("float0, PRNG keys, references, values that are no arrays", AS_LAX)
+@row("float0, PRNG keys, references, values that are not arrays", AS_LAX)
 def parts_of_no_arrays(lib: Any) -> Any:
     nothing = np.zeros((4,), jax.dtypes.float0)
 
@@ -243,7 +243,7 @@ def parts_of_large_arrays(lib: Any) -> Any:
 # Parameters.
 
 
-@row("parameters by name, and their defaults; too few, too many, unknown ones", TYPES)
+@row("arguments by keyword and their defaults; too few, too many, unknown arguments", TYPES)
 def signatures_of_parts(lib: Any) -> Any:
     signatures = {
         name: [
@@ -274,7 +274,7 @@ def scatter_dimensions(lib: Any) -> Any:
     return inside(body, small(8, 4))
 
 
-@row("`psum_scatter` over dimensions counted from the end, or that are no integers", AS_LAX)
+@row("`psum_scatter` over negative dimensions, or dimensions that are not integers", AS_LAX)
 def scatter_dimensions_of_any_kind(lib: Any) -> Any:
     def scatter(d: Any, tiled: bool) -> Any:
         return inside_raised(
@@ -286,7 +286,7 @@ def scatter_dimensions_of_any_kind(lib: Any) -> Any:
     return [scatter(d, tiled) for d in dimensions for tiled in (True, False)]
 
 
-@row("`psum_scatter` of dimensions that can't be cut so, of a scalar", ERROR)
+@row("`psum_scatter` over dimensions that the world size does not divide, and of a scalar", ERROR)
 def scatter_of_wrong_shapes(lib: Any) -> Any:
     def scatter(part: Callable[[Any], Any], **options: Any) -> Any:
         return inside_raised(lambda v: lib.psum_scatter(part(v), "x", **options))
@@ -301,7 +301,7 @@ def scatter_of_wrong_shapes(lib: Any) -> Any:
     ]
 
 
-@row("`all_gather` on each axis, from the end too, tiled or not", ACCELERATED)
+@row("`all_gather` on each axis, negative ones too, tiled or not", ACCELERATED)
 def gather_axes(lib: Any) -> Any:
     one = jnp.asarray(1)
 
@@ -315,7 +315,7 @@ def gather_axes(lib: Any) -> Any:
     return inside(body, small(4, 3))
 
 
-@row("`all_gather` on axes that the result does not have, or that are no integers", ERROR)
+@row("`all_gather` on axes that the result does not have, or that are not integers", ERROR)
 def gather_on_wrong_axes(lib: Any) -> Any:
     def gather(**options: Any) -> Any:
         return inside_raised(lambda v: lib.all_gather(v, "x", **options))
@@ -327,7 +327,7 @@ def gather_on_wrong_axes(lib: Any) -> Any:
     ]
 
 
-@row("`to` of `all_gather`: reduced and invarying, and what is neither", AS_LAX)
+@row("`to` of `all_gather`: reduced, invarying, and invalid values", AS_LAX)
 def gather_to(lib: Any) -> Any:
     def gather(to: Any, **options: Any) -> Any:
         seen: list[str] = []
@@ -382,7 +382,7 @@ def parts_axis_names_of_any_kind(lib: Any) -> Any:
     )
 
 
-@row("several axes, in any order, and one of several", ACCELERATED, devices=4)
+@row("several axes in any order; one axis of several", ACCELERATED, devices=4)
 def parts_of_several_axes(lib: Any) -> Any:
     def body(v: Any) -> Any:
         return [each(lib, v, axes) for axes in ("x", "y", ("x", "y"), ("y", "x"))]
@@ -391,7 +391,7 @@ def parts_of_several_axes(lib: Any) -> Any:
     return inside(body, small(16, 3), mesh=square(), in_specs=both, out_specs=both)
 
 
-@row("no axes, an axis named twice, positional axes, beside names or alone", AS_LAX)
+@row("no axes, the same axis twice, positional axes with and without names", AS_LAX)
 def parts_of_odd_axes(lib: Any) -> Any:
     axes = (), ("x", "x"), ("x", 0), (0, "x"), 0, -1, (1,)
     return [
@@ -399,27 +399,27 @@ def parts_of_odd_axes(lib: Any) -> Any:
     ]
 
 
-@row("an axis of one device", LAX)
+@row("an axis of size 1", LAX)
 def parts_of_one_device(lib: Any) -> Any:
     mesh = cases.make_mesh((1, 2), ("one", "x"))
     specs = P(("one", "x"))
     return inside(lambda v: each(lib, v, "one"), mesh=mesh, in_specs=specs, out_specs=specs)
 
 
-@row("an axis of one device beside one of several", ACCELERATED)
+@row("an axis of size 1 together with a larger one", ACCELERATED)
 def parts_of_one_device_beside(lib: Any) -> Any:
     mesh = cases.make_mesh((1, 2), ("one", "x"))
     specs = P(("one", "x"))
     return inside(lambda v: each(lib, v, ("one", "x")), mesh=mesh, in_specs=specs, out_specs=specs)
 
 
-@row("axes that can't be names: None, a set, a dict, a list, nested tuples", AS_LAX)
+@row("axis names of wrong types: None, a set, a dict, a list, nested tuples", AS_LAX)
 def parts_of_no_names(lib: Any) -> Any:
     axes = None, {"x"}, {"x": 1}, ["x"], (("x",),), (["x"],)
     return [each_raised(lib, lambda f, a=a: types_inside(lambda v: f(v, a))) for a in axes]
 
 
-@row("an unbound axis within shard_map, alone and beside a bound one", ERROR)
+@row("an unbound axis inside shard_map, alone and with a bound one", ERROR)
 def parts_of_unbound_axis_inside(lib: Any) -> Any:
     return [
         each_raised(lib, lambda f, a=axes, o=operand: types_inside(lambda v: f(o(v), a)))
@@ -428,7 +428,7 @@ def parts_of_unbound_axis_inside(lib: Any) -> Any:
     ]
 
 
-@row("outside any bound axis", ERROR)
+@row("a call where no axis is bound", ERROR)
 def parts_of_unbound_axis_outside(lib: Any) -> Any:
     value = jnp.asarray(small(4))
     return [
@@ -441,7 +441,7 @@ def parts_of_unbound_axis_outside(lib: Any) -> Any:
     ]
 
 
-@row("an axis of the mesh that is not manual", ERROR, devices=4)
+@row("a mesh axis that is not manual", ERROR, devices=4)
 def parts_of_axis_not_manual(lib: Any) -> Any:
     def body(f: Any) -> Any:
         g = shmap(lambda v: f(v, "y"), square(), out_specs=P("x"), axis_names={"x"})
@@ -450,7 +450,7 @@ def parts_of_axis_not_manual(lib: Any) -> Any:
     return each_raised(lib, body)
 
 
-@row("a vmapped name, without shard_map", LAX)
+@row("a name bound by vmap, without shard_map", LAX)
 def parts_of_vmapped_name(lib: Any) -> Any:
     def f(v: Any) -> Any:
         return each(lib, v, "i"), lib.all_gather(v, ("i",), axis=1), lib.psum_scatter(v[:4], "i")
@@ -459,7 +459,7 @@ def parts_of_vmapped_name(lib: Any) -> Any:
     return run(mapped, small(4, 8, 3)), jax.vmap(f, 1, axis_name="i")(jnp.asarray(small(8, 4, 3)))
 
 
-@row("a vmapped name within shard_map: alone, mixed with a mesh's, hiding it", AS_LAX)
+@row("a name bound by vmap inside shard_map: alone, together with a mesh axis, hiding one", AS_LAX)
 def parts_of_vmapped_name_inside(lib: Any) -> Any:
     def mapped(name: str, axes: Any, **options: Any) -> Any:
         def body(f: Any) -> Any:
@@ -474,7 +474,7 @@ def parts_of_vmapped_name_inside(lib: Any) -> Any:
     return mapped("i", "i"), mapped("i", ("i", "x")), hiding
 
 
-@row("a mesh's axis under a vmap with a name of its own", ACCELERATED)
+@row("a mesh axis under a vmap with another name", ACCELERATED)
 def parts_under_named_vmap(lib: Any) -> Any:
     return inside(lambda v: jax.vmap(lambda c: each(lib, c), 1, 1, axis_name="i")(v))
 
@@ -493,13 +493,13 @@ def with_groups(lib: Any, groups: Any, check: bool) -> Any:
     return run(f, small(4 * size, 3))
 
 
-@row("`axis_index_groups` of even size, check_vma off", LAX, devices=4)
+@row("`axis_index_groups` of equal sizes, `check_vma=False`", LAX, devices=4)
 def groups_of_parts(lib: Any) -> Any:
     groups = [[0, 1], [2, 3]], ((0, 2), (3, 1)), [[0, 1, 2, 3]], [[0], [1], [2], [3]]
     return [with_groups(lib, g, False) for g in groups]
 
 
-@row("`axis_index_groups` of uneven size, that miss an index, name one twice, or are none", AS_LAX)
+@row("`axis_index_groups` of different sizes, that omit an index, repeat one, or are empty", AS_LAX)
 def groups_of_parts_that_are_wrong(lib: Any) -> Any:
     wrong = [[0, 1, 2], [3]], [[0]], [[0, 0], [1, 1]], [["a"], ["b"]], 3, []
 
@@ -509,7 +509,7 @@ def groups_of_parts_that_are_wrong(lib: Any) -> Any:
     return [each_raised(lib, lambda f, g=g: types(f, g)) for g in wrong]
 
 
-@row("`axis_index_groups` under check_vma", AS_LAX)
+@row("`axis_index_groups`, `check_vma=True`", AS_LAX)
 def groups_of_parts_under_check_vma(lib: Any) -> Any:
     return [
         each_raised(
@@ -525,7 +525,7 @@ def groups_of_parts_under_check_vma(lib: Any) -> Any:
 # Types within shard_map.
 
 
-@row("types of results: which axes they vary over, under check_vma on and off", TYPES)
+@row("types of results: the axes they vary over, with `check_vma` on and off", TYPES)
 def types_of_parts(lib: Any) -> Any:
     def body(v: Any) -> Any:
         return each(lib, v), each(lib, (v, v.astype(jnp.int32)), ("x",)), each(lib, v[:0])
@@ -550,7 +550,7 @@ def parts_of_partly_varying(lib: Any) -> Any:
     return under_both(under)
 
 
-@row("operands that vary over some of the axes that are asked for", AS_LAX, devices=4)
+@row("operands that vary over some of the given axes", AS_LAX, devices=4)
 def parts_of_varying_over_some_axes(lib: Any) -> Any:
     return each_raised(
         lib,
@@ -558,7 +558,7 @@ def parts_of_varying_over_some_axes(lib: Any) -> Any:
     )
 
 
-@row("operands that are replicated already, alone and beside others", ACCELERATED)
+@row("replicated operands, alone and with others", ACCELERATED)
 def parts_of_replicated(lib: Any) -> Any:
     return inside(
         lambda v, w: (each(lib, w), each(lib, [v, w, jnp.ones(4), lib.pmean(v, "x")])),
@@ -581,7 +581,7 @@ def parts_of_unreduced(lib: Any) -> Any:
     ]
 
 
-@row("results that `out_specs` can't hold", ERROR)
+@row("results that contradict `out_specs`", ERROR)
 def parts_of_wrong_out_specs(lib: Any) -> Any:
     return [
         raised(lambda f=f: run(shmap(lambda v: f(v, "x")), small(8, 3)))
@@ -600,7 +600,7 @@ def parts_of_partly_manual(lib: Any) -> Any:
     return under_both(under)
 
 
-@row("shard_map within shard_map", AS_LAX, devices=4)
+@row("shard_map inside shard_map", AS_LAX, devices=4)
 def parts_of_nested_shard_map(lib: Any) -> Any:
     def body(v: Any) -> Any:
         inner = jax.shard_map(
@@ -631,7 +631,7 @@ def parts_of_pmap(lib: Any) -> Any:
     return f(small(2, 4, 3))
 
 
-@row("`pmap` with groups, with a vmapped name, and with an unbound one", AS_LAX)
+@row("`pmap` with `axis_index_groups`, with a name bound by vmap, and with an unbound name", AS_LAX)
 def parts_of_pmap_as_lax(lib: Any) -> Any:
     def mapped(g: Any) -> Any:
         return jax.pmap(g, axis_name="i", devices=jax.devices()[:2])(small(2, 4, 3))
@@ -678,7 +678,7 @@ def parts_of_loops(lib: Any) -> Any:
     return inside(body, small(8, 4, top=2))
 
 
-@row("`cond` and `switch` whose index is known at run time only", ACCELERATED)
+@row("`cond` and `switch` whose index is only known at run time", ACCELERATED)
 def parts_of_cond(lib: Any) -> Any:
     def body(v: Any) -> Any:
         flag = lib.pmean(v, "x").sum() > 0
@@ -960,7 +960,7 @@ def traces_of_parts(lib: Any) -> Any:
     return under_both(under), types_inside(effects, small(8, 3))
 
 
-@row("no collectives allowed (`jax.sharding.no_collectives`, where jax has it)", AS_LAX)
+@row("`jax.sharding.no_collectives`, where jax has it", AS_LAX)
 def forbidden_parts(lib: Any) -> Any:
     forbid = getattr(jax.sharding, "no_collectives", None)
     if forbid is None:

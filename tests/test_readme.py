@@ -1,4 +1,4 @@
-"""The programs that README.md prints run as they are printed."""
+"""The programs that README.md and docs/usage.md print run as they are printed."""
 
 import os
 import re
@@ -11,7 +11,9 @@ from devices import need_devices
 
 from jax_intranode._src import launcher
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+PAGES = (README, ROOT / "docs" / "usage.md")
 TIMEOUT_S = 120
 
 pytestmark = pytest.mark.skipif(not README.exists(), reason="the README is not here")
@@ -19,10 +21,9 @@ pytestmark = pytest.mark.skipif(not README.exists(), reason="the README is not h
 
 def programs() -> dict[str, str]:
     """The text of each Python block whose first line is a comment with the name of a file."""
-    if not README.exists():
-        return {}
-    blocks = re.findall(r"^```python\n(# \w+\.py\n.*?)^```$", README.read_text(), re.M | re.S)
-    return {block.split()[1]: block for block in blocks}
+    pages = [page.read_text() for page in PAGES if page.exists()]
+    found = [re.findall(r"^```python\n(# \w+\.py\n.*?)^```$", page, re.M | re.S) for page in pages]
+    return {block.split()[1]: block for blocks in found for block in blocks}
 
 
 PROGRAMS = programs()

@@ -1,0 +1,64 @@
+"""The links and anchors of the Markdown pages resolve, and the pages follow their own rules."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tools/*.md")])
+
+pytestmark = pytest.mark.skipif(not PAGES, reason="the pages are not here")
+
+
+def without_code(text: str) -> str:
+    """The text without blocks and spans of code, in which a bracket is no link."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"(?<=\n\n)(?: {4}.*\n)+", "", text)
+    return re.sub(r"`[^`\n]*`", "code", text)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    seen: Counter[str] = Counter()
+    found = set()
+    for heading in re.findall(r"^#+ +(.*?) *$", text, re.MULTILINE):
+        name = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        found.add(f"{name}-{seen[name]}" if seen[name] else name)
+        seen[name] += 1
+    return found
+
+
+def links(page: Path) -> list[str]:
+    """The targets of a page's links and images that lie in this repository."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text()))
+    return [target for target in targets if not re.match(r"[a-z]+:", target)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_resolve(page: Path) -> None:
+    for target in links(page):
+        name, _, anchor = target.partition("#")
+        linked = (page.parent / name).resolve() if name else page
+        if ROOT / "tools" in linked.parents and not (ROOT / "tools").exists():
+            continue  # the sdist has no tools
+        assert linked.exists(), f"{target}: no such file"
+        if anchor:
+            assert anchor in anchors(linked), f"{target}: no such heading"
+
+
+def test_the_index_links_every_page() -> None:
+    index = ROOT / "docs" / "README.md"
+    if not index.exists():
+        pytest.skip("the docs are not here")
+    linked = {(index.parent / target.partition("#")[0]).resolve() for target in links(index)}
+    assert [page for page in ROOT.glob("docs/**/*.md") if page not in linked | {index}] == []
+
+
+def test_the_first_page_is_short() -> None:
+    readme = ROOT / "README.md"
+    if not readme.exists():
+        pytest.skip("the README is not here")
+    assert len(readme.read_text().splitlines()) <= 200

@@ -51,7 +51,8 @@ def test_tensor_parallel_mlp() -> None:
 
 
 def test_tensor_parallel_transformer(tmp_path: Path) -> None:
-    options = "--steps 25 --layers 2 --width 32 --heads 8 --sequence 16 --batch 2 --dtype float32"
+    options = "--steps 25 --layers 2 --width 32 --heads 8 --sequence 16 --batch 2 --rate 0.0044"
+    options += " --dtype float32"
     plot = tmp_path / "losses.png"
     if importlib.util.find_spec("matplotlib") is not None:
         options += f" --plot {plot}"

@@ -106,7 +106,7 @@ def test_sound_protocols(programs: Programs, ranks: int, calls: int) -> None:
         # The packets of e are taken for those of e + 2: ranks run apart.
         ("never_armed", "waits or is wrong"),
         # Words of a packet that come late stay behind, and are taken for the next one's.
-        ("half_looked", "waits or is wrong"),
+        ("first_word_only", "waits or is wrong"),
         # A block that comes back writes into another half than its namesakes read.
         ("idle_epochs", "waits"),
     ],

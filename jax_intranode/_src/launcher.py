@@ -36,7 +36,7 @@ class RankError(RuntimeError):
         exit_codes: Exit code of each rank, in rank order; minus the signal's number for a rank
             that a signal ended.
         first_failed: The rank that failed first by itself, or None when the time limit came first.
-        logs: What each rank wrote to stdout and stderr, in rank order.
+        logs: Each rank's stdout and stderr, in rank order.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ def run_ranks(
         _abort(processes)
     finally:
         for process in processes:
-            # The group outlives its leader when a rank left children behind.
+            # A process group outlives its leader if a rank left children behind.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
         for process in processes:
@@ -151,8 +151,8 @@ def _abort(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 def free_port() -> int:
     """Returns a TCP port that nobody on this node listened on a moment ago.
 
-    It is not one of those that the system hands out to connections: such a port may be gone by
-    the time that the caller's child listens on it.
+    It is outside of the range from which the system takes ports for connections: such a port may be
+    taken before the caller's child listens on it.
     """
     while True:
         port = random.randrange(10_000, 32_000)
@@ -164,7 +164,7 @@ def free_port() -> int:
 def rank_env(
     rank: int, world_size: int, port: int, local_devices: Sequence[int] | None = None
 ) -> dict[str, str]:
-    """Returns the variables from which `connect` learns its rank.
+    """Returns the variables that `connect` reads.
 
     Args:
         rank: The process's rank, 0 to world_size - 1.
@@ -183,10 +183,10 @@ def rank_env(
 
 
 def connect(platform: str) -> int:
-    """Joins the other ranks' `jax.distributed` run; to be called before any other use of JAX.
+    """Joins the other ranks' `jax.distributed` run. Call it before any other use of JAX.
 
-    From here on an uncaught exception ends the process at once. Python's ordinary exit would
-    first enter JAX's shutdown barrier and wait there for the healthy ranks.
+    Afterwards an uncaught exception ends the process at once. Python's ordinary exit would first
+    enter JAX's shutdown barrier and wait there for the healthy ranks.
 
     Args:
         platform: "cpu" or "gpu".

@@ -1,6 +1,6 @@
 """Loads the native modules and registers their FFI handlers.
 
-``_host`` and ``_cuda`` offer the same functions: one for CPU devices, the other for GPUs.
+``_host`` serves CPU devices, ``_cuda`` serves GPUs. Both have the same functions.
 """
 
 import functools
@@ -27,7 +27,7 @@ def _runtime_ffi_version() -> tuple[int, int]:
 
 
 def _check_ffi_version(built: tuple[int, int]) -> None:
-    # A runtime that is handed handlers newer than itself refuses to start its backend at all.
+    # A runtime that gets handlers newer than itself refuses to start its backend.
     runtime = _runtime_ffi_version()
     if built > runtime:
         raise ImportError(
@@ -52,7 +52,7 @@ def _import() -> dict[str, ModuleType]:
 
 def _load() -> dict[str, ModuleType]:
     modules = _import()
-    # Before the first is registered, which can't be undone.
+    # Checked before any handler is registered: a registration can't be undone.
     _check_ffi_version(max(module.FFI_API_VERSION for module in modules.values()))
     for platform, module in modules.items():
         ffi_platform = {"cpu": "cpu", "gpu": "CUDA"}[platform]
@@ -65,7 +65,7 @@ _modules = _load()
 
 
 def _on_duration(event: str, duration_secs: float, **kwargs: str | int) -> None:
-    # CPU call sites are numbered anew in each program (xla_ffi/ffi/collectives_host.cc).
+    # The numbers of CPU call sites start anew in each program (xla_ffi/ffi/collectives_host.cc).
     if event == "/jax/core/compile/backend_compile_duration":
         _modules["cpu"].end_compilation()
 
@@ -80,8 +80,8 @@ def module(platform: str) -> Any:
 
 
 def handler_calls() -> int:
-    """How often XLA has called one of our handlers in this process.
+    """The number of times that XLA has called one of our handlers in this process.
 
-    A call replayed from a CUDA graph is not counted: XLA does not call the handler for it.
+    A call that is replayed from a CUDA graph does not count: XLA does not call the handler.
     """
     return sum(m.handler_calls() for m in _modules.values())

@@ -14,15 +14,15 @@ from typing import Any, Self
 
 from jax_intranode._src import config
 
-_SWITCH = "switch"  # what `_remote_end` answers where it cannot answer a bus id
+_SWITCH = "switch"  # what `_remote_end` returns for a switch
 
 
 class TopologyKind(enum.Enum):
-    """The shape of an NVLink mesh, as far as an algorithm cares about it."""
+    """The shape of an NVLink mesh, as far as the algorithms depend on it."""
 
     FULLY_CONNECTED = "fully_connected"  # every pair is linked, directly or through a switch
     HYBRID_CUBE_MESH = "hybrid_cube_mesh"  # two linked quads, each GPU linked to its counterpart
-    UNKNOWN = "unknown"  # anything else, also no links and no GPUs at all
+    UNKNOWN = "unknown"  # anything else, including no links or no GPUs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class LinkReport:
     peer_links: tuple[tuple[str, int], ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the report as a plain dict, in which form processes exchange it."""
+        """Returns the report as a plain dict, the form in which processes exchange it."""
         return {
             "bus_id": self.bus_id,
             "uuid": self.uuid,
@@ -55,7 +55,7 @@ class LinkReport:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
-        """Returns the report that `to_json` made `fields` of."""
+        """Returns the report from which `to_json` made `fields`."""
         return cls(
             bus_id=fields["bus_id"],
             uuid=fields["uuid"],
@@ -73,7 +73,7 @@ class Topology:
         kind: The mesh's shape.
         gpus: One report per GPU.
         links: Number of links between GPUs i and j of `gpus`, at `links[i][j]`.
-        forced: True if the configuration set `kind`, so that it need not agree with `links`.
+        forced: whether the configuration set `kind`, which may then disagree with `links`.
     """
 
     kind: TopologyKind
@@ -120,8 +120,7 @@ def read_links(bus_ids: Sequence[str] | None = None) -> list[LinkReport]:
         bus_ids: The GPUs to report, in this order; None for all of the host in NVML's order.
 
     Returns:
-        One report per GPU. A GPU that NVML does not show to this process is left out; without
-        NVML the list is empty.
+        One report per GPU that NVML shows to this process; without NVML, none.
     """
     with _nvml() as nvml:
         if nvml is None:
@@ -138,8 +137,9 @@ def read_links(bus_ids: Sequence[str] | None = None) -> list[LinkReport]:
 def link_matrix(reports: Sequence[LinkReport]) -> tuple[tuple[int, ...], ...]:
     """Counts the links between each pair of GPUs of one host.
 
-    A direct link counts if both ends report it. Two GPUs with links to switches count as linked
-    through them, by as many links as the one with fewer has: a host's switches form one fabric.
+    A direct link counts if both ends report it. Two GPUs with links to switches are linked through
+    them, because a host's switches form one fabric. The GPU with fewer such links sets their
+    number.
 
     Args:
         reports: One report per GPU.
@@ -178,8 +178,8 @@ def classify(matrix: Sequence[Sequence[int]]) -> TopologyKind:
 def topology() -> Topology:
     """Returns this host's GPUs and the NVLinks between them, as NVML sees them.
 
-    It starts no JAX backend and waits for no other process. `CUDA_VISIBLE_DEVICES` has no effect
-    on it. Without NVML or without a GPU the result is empty and of unknown kind.
+    It starts no JAX backend, waits for no other process, and ignores `CUDA_VISIBLE_DEVICES`.
+    Without NVML or without a GPU the result is empty and of unknown kind.
     """
     gpus = tuple(read_links())
     links = link_matrix(gpus)
@@ -189,7 +189,7 @@ def topology() -> Topology:
 
 
 def _has_one_counterpart(gpu: int, neighbours: Sequence[set[int]]) -> bool:
-    """Whether `gpu` (of eight) sits in a hybrid cube mesh as far as its own links tell.
+    """Whether the links of `gpu`, one of eight, are those of a hybrid cube mesh.
 
     There, GPU 0 of quads {0, 1, 2, 3} and {4, 5, 6, 7} is linked to 1, 2, 3 and its counterpart 4.
     It lacks 5, 6 and 7, to which 4 alone of its neighbours is linked. Of all graphs of eight GPUs
@@ -204,7 +204,7 @@ def _has_one_counterpart(gpu: int, neighbours: Sequence[set[int]]) -> bool:
 def _nvml() -> Iterator[ModuleType | None]:
     """Holds NVML initialised; gives None where it is absent or cannot start."""
     try:
-        import pynvml  # here, because `import jax_intranode` must not need it
+        import pynvml  # here, so that `import jax_intranode` does not need it
     except ImportError:
         yield None
         return
@@ -242,8 +242,8 @@ def _read_gpu(nvml: ModuleType, bus_id: str, handle: Any, host_gpus: frozenset[s
                 continue
             remote = _remote_end(nvml, handle, link, host_gpus)
         except nvml.NVMLError:
-            # NotSupported or InvalidArgument: the GPU has no further links. Any other error ends
-            # the reading too: a link that NVML cannot tell about must not be relied upon.
+            # NotSupported or InvalidArgument: the GPU has no further links. After any other error,
+            # too: a link of which NVML knows nothing must not be used.
             break
         if remote == _SWITCH:
             switch_links += 1
@@ -259,14 +259,14 @@ def _read_gpu(nvml: ModuleType, bus_id: str, handle: Any, host_gpus: frozenset[s
 
 
 def _remote_end(nvml: ModuleType, handle: Any, link: int, host_gpus: frozenset[str]) -> str | None:
-    """Returns what an active link leads to: `_SWITCH`, a GPU's bus id, or None for anything else.
+    """Returns the other end of an active link: `_SWITCH`, a GPU's bus id, or None.
 
-    A switch is known by its type alone. Its address says nothing: on a virtual machine it can be
-    FFFFFFFF:FF:FF.0 for every switch.
+    Only its type identifies a switch: on a virtual machine, every switch can have the address
+    FFFFFFFF:FF:FF.0.
     """
     try:
         remote_type = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link)
-    except nvml.NVMLError_FunctionNotFound:  # an old driver, which can only tell the address
+    except nvml.NVMLError_FunctionNotFound:  # an old driver, which knows only the address
         address = normalise_bus_id(_text(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId))
         return address if address in host_gpus else None
     if remote_type == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
@@ -277,7 +277,7 @@ def _remote_end(nvml: ModuleType, handle: Any, link: int, host_gpus: frozenset[s
 
 
 def _text(value: str | bytes) -> str:
-    """Returns a string of NVML, which some versions of its bindings give as bytes."""
+    """Returns a string from NVML as str; some versions of its bindings return bytes."""
     return value.decode() if isinstance(value, bytes) else value
 
 

@@ -1,16 +1,16 @@
 // Runs xla_ffi/host/host_group.h without XLA: several HostGroups stand for the processes of one
-// group of ranks and share its regions in one address space. Meant for ThreadSanitizer too.
+// group of ranks and share its regions in one address space. Meant for ThreadSanitizer, too.
 //
 //   host_group_test sound [ranks] [processes] [rounds]
 //   host_group_test guards | deadline | fail
 //
 // sound: each rank has two threads that arrive at the same 12 call sites in an order of their own,
-// as XLA's threads do, and go on to the next round without regard to the other ranks. Types,
-// algorithms and sizes are mixed; some calls are awaited by Then(), some by Progress(). The epoch
-// wraps in the middle.
+// as XLA's threads do, and start the next round without waiting for other ranks. Types, algorithms
+// and sizes are mixed. Some calls are awaited with Then(), some with Progress(). The epoch wraps in
+// the middle.
 // guards: inputs and results of every small size at every address, with guard bytes beside them.
 // deadline: ranks that never arrive. fail: Fail() before, while and after ranks arrive.
-// Exit status 0: all as it should be; 1: not, and a line says what.
+// Exit status 0: everything is right; 1: something is wrong, and a line says what.
 #include "xla_ffi/host/host_group.h"
 
 #include <algorithm>
@@ -63,7 +63,7 @@ class Regions {
     }
   }
 
-  // The groups of `processes` processes that have the ranks in turn, in contiguous parts.
+  // The groups of `processes` processes, each of which has a contiguous part of the ranks.
   std::vector<std::shared_ptr<jin::HostGroup>> Groups(int processes,
                                                       std::chrono::nanoseconds timeout) {
     const int n = static_cast<int>(memory_.size());
@@ -101,7 +101,7 @@ class Regions {
   std::vector<std::vector<char>> memory_;
 };
 
-// What is called at a site in a round: the same for all ranks.
+// The call at a site in a round: the same on all ranks.
 struct Plan {
   jin::HostGroup::Operation operation;
   size_t items;
@@ -175,7 +175,7 @@ void Encode(jin::ElementType type, int value, std::vector<char>* to) {
 
 std::vector<char> Input(const Plan& plan, int ranks, int rank, int round, int site) {
   std::vector<char> bytes;
-  for (size_t i = 0; i < plan.items * jin::InputChunks(plan.operation.algorithm, ranks); ++i) {
+  for (size_t i = 0; i < plan.items * jin::InputShards(plan.operation.algorithm, ranks); ++i) {
     Encode(plan.operation.type, Value(rank, round, site, i), &bytes);
   }
   return bytes;
@@ -184,10 +184,10 @@ std::vector<char> Input(const Plan& plan, int ranks, int rank, int round, int si
 std::vector<char> Expected(const Plan& plan, int ranks, int rank, int round, int site) {
   const auto& [algorithm, type] = plan.operation;
   std::vector<char> bytes;
-  for (size_t i = 0; i < plan.items * jin::OutputChunks(algorithm, ranks); ++i) {
-    const size_t chunk = i / plan.items, at = i % plan.items;
+  for (size_t i = 0; i < plan.items * jin::OutputShards(algorithm, ranks); ++i) {
+    const size_t shard = i / plan.items, at = i % plan.items;
     if (algorithm == jin::Algorithm::kAllGather) {
-      Encode(type, Value(static_cast<int>(chunk), round, site, at), &bytes);
+      Encode(type, Value(static_cast<int>(shard), round, site, at), &bytes);
     } else {
       const size_t first = algorithm == jin::Algorithm::kReduceScatter ? rank * plan.items : 0;
       Encode(type, SumOfValues(ranks, round, site, first + at), &bytes);
@@ -196,7 +196,7 @@ std::vector<char> Expected(const Plan& plan, int ranks, int rank, int round, int
   return bytes;
 }
 
-// Awaits a ticket as a handler does that has returned a future.
+// Awaits a ticket as a handler that has returned a future.
 std::string AwaitByThen(jin::HostGroup& group, jin::Ticket& ticket) {
   struct State {
     std::mutex mutex;
@@ -222,7 +222,7 @@ std::string AwaitByThen(jin::HostGroup& group, jin::Ticket& ticket) {
   return state->error;
 }
 
-// Awaits a ticket as a handler does before it returns.
+// Awaits a ticket as a handler that has not returned yet.
 std::string AwaitByProgress(jin::HostGroup& group, jin::Ticket& ticket) {
   const auto start = Clock::now();
   while (!ticket.Done()) {
@@ -246,7 +246,7 @@ void Sound(int ranks, int processes, int rounds) {
         jin::HostGroup& group = *groups[r * processes / ranks];
         std::mt19937 random(r * 10 + t);
         for (int round = 0; round < rounds; ++round) {
-          // Which of the rank's threads has a site: the same draw in both.
+          // Which of the rank's threads arrives at a site: both draw the same number.
           std::mt19937 shared(round * 100 + r);
           std::vector<int> sites;
           for (int s = 0; s < kSites; ++s) {
@@ -345,7 +345,7 @@ void Guards(int ranks) {
         std::vector<std::shared_ptr<jin::Ticket>> tickets;
         for (int r = 0; r < ranks; ++r) {
           inputs.emplace_back(Input(plan, ranks, r, calls, 0), calls % 2 == 0 ? shift : 0);
-          const size_t bytes = plan.bytes() * jin::OutputChunks(operation.algorithm, ranks);
+          const size_t bytes = plan.bytes() * jin::OutputShards(operation.algorithm, ranks);
           outputs.emplace_back(std::vector<char>(bytes, 'x'), shift);
           tickets.push_back(group.Arrive(r, Identity(number), operation,
                                          plan.Cut(inputs[r].data(), outputs[r].data())));
@@ -380,13 +380,13 @@ void RequireText(const std::string& text, std::initializer_list<const char*> par
   }
 }
 
-// `arriving` come to a call of `ranks` over `processes`; `waiter` must name `missing`.
+// `arriving` ranks arrive at a call of `ranks` in `processes`; the error must name `missing`.
 void Deadline(int ranks, int processes, std::vector<int> arriving, int waiter, const char* waiting,
               const char* missing) {
   Regions regions(ranks);
   const auto groups = regions.Groups(processes, std::chrono::milliseconds(300));
   auto group_of = [&](int rank) -> jin::HostGroup& { return *groups[rank * processes / ranks]; };
-  // A call that all ranks come to works.
+  // A call at which all ranks arrive works.
   std::vector<std::shared_ptr<jin::Ticket>> first;
   for (int r = 0; r < ranks; ++r) first.push_back(ArriveWith(group_of(r), r, 0));
   for (int r = 0; r < ranks; ++r) {
@@ -428,7 +428,7 @@ void Deadlines() {
 
 void Fails() {
   {
-    // What waits, and what comes later.
+    // A call that waits, and one that comes later.
     Regions regions(2);
     const auto groups = regions.Groups(2, kNever);
     const auto waiting = ArriveWith(*groups[0], 0, 0);

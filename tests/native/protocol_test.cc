@@ -1,7 +1,7 @@
-// Runs the protocols of xla_ffi/kernels on host threads: ranks x blocks x threads of them, meant
-// for ThreadSanitizer. Calls of random size, type and algorithm follow each other without a
-// rendezvous of the ranks, each rank pausing at random places. Results lie at any address, with
-// guard bytes before and after. The epoch wraps in the middle of the calls.
+// Runs the protocols of xla_ffi/kernels on host threads, one for each thread of each block of each
+// rank. Meant for ThreadSanitizer, too. Calls of random size, type and algorithm follow each other
+// without a barrier between the ranks, and threads pause at random places. Results lie at any
+// address, with guard bytes before and after. The epoch wraps in the middle of the calls.
 //
 //   protocol_test [variant] [ranks] [calls] [patience]
 //
@@ -9,7 +9,7 @@
 //
 // Variants other than "sound" break the protocol on purpose: the test must then fail. Exit status
 // 0: every result right, every guard whole and every slab empty at the end; 1: a wrong result or a
-// byte beside it written, a slab left full, a wait without end, a busy region or a wrong epoch.
+// byte outside of it written, a slab left full, an endless wait, a busy region or a wrong epoch.
 #include <algorithm>
 #include <atomic>
 #include <barrier>
@@ -106,10 +106,10 @@ struct NeverArmed : Packets {
   static void Arm(char*, size_t) {}
 };
 
-// Looks at the first word of a packet only. (Of a flagged one, whose words may be anything, it
-// would wait for ever; so it breaks floating-point calls only.)
+// Checks only the first word of a packet. Only floating-point calls use it: the words of a flagged
+// packet may have any value, and it would wait for ever.
 template <class Packets>
-struct HalfLooked : Packets {
+struct FirstWordOnly : Packets {
   static bool TryGet(char* slot, size_t i, jin::Pack* p) {
     Packets::TryGet(slot, i, p);
     return p->word[0] != jin::kEmpty;
@@ -164,7 +164,7 @@ bool RunAs(HostThread& t, const TestGroup& g, const jin::Buffer& call, Kind kind
   return RunKernel<Type, 0, Packets>(t, g, call, kind);
 }
 
-// As on GPUs, sizes have kernels of their own.
+// As on GPUs, some sizes have kernels of their own.
 template <class Type, class Packets>
 bool RunAs(HostThread& t, const TestGroup& g, const jin::AlignedBuffer& call, Kind kind) {
   return g.size == 2   ? RunKernel<Type, 2, Packets>(t, g, call, kind)
@@ -181,14 +181,14 @@ bool RunCall(HostThread& t, const TestGroup& g, const Call& call, const Plan& pl
 template <template <class> class Break>
 bool RunBroken(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const Plan& plan) {
   if (plan.buffers == 1) {
-    // Ranks may differ in this.
+    // Ranks may use different kinds of buffers.
     const size_t multiple = plan.kind == Kind::kTwoShot ? g.size : 1;
     if (g.rank % 2 == 0 && jin::AlignedBuffer::Is(whole, multiple)) {
       return RunCall<Break>(t, g, jin::AlignedBuffer{whole.in, whole.out, whole.bytes}, plan);
     }
     return RunCall<Break>(t, g, whole, plan);
   }
-  // Pieces of equal size but for the last, some of them empty where the whole is small.
+  // Pieces of equal size except the last one. Some are empty if the whole is small.
   jin::Buffers pieces;
   const size_t words = plan.bytes / 4, each = (words + plan.buffers - 1) / plan.buffers;
   for (int k = 0; k < plan.buffers; ++k) {
@@ -256,11 +256,11 @@ class Result {
 
 // Word i of a rank's output.
 uint32_t Expected(const Plan& plan, int ranks, int rank, int call, size_t i) {
-  const size_t chunk = plan.bytes / 4;
+  const size_t shard = plan.bytes / 4;
   if (plan.kind == Kind::kAllGather) {
-    return Value(static_cast<int>(i / chunk), call, i % chunk, plan.floating);
+    return Value(static_cast<int>(i / shard), call, i % shard, plan.floating);
   }
-  if (plan.kind == Kind::kReduceScatter) i += rank * chunk;
+  if (plan.kind == Kind::kReduceScatter) i += rank * shard;
   return Sum(ranks, call, i, plan.floating);
 }
 
@@ -337,8 +337,8 @@ int main(int argc, char** argv) {
               const jin::Buffer call{inputs[r][k].data(), outputs[r][k].data(), plan.bytes};
               if (variant == "never_armed") {
                 RunBroken<NeverArmed>(thread, group, call, plan);
-              } else if (variant == "half_looked" && plan.floating) {
-                RunBroken<HalfLooked>(thread, group, call, plan);
+              } else if (variant == "first_word_only" && plan.floating) {
+                RunBroken<FirstWordOnly>(thread, group, call, plan);
               } else if (variant == "idle_epochs") {
                 // Blocks that an operation does not launch keep their epoch.
                 RunBroken<Sound>(thread, group, call, plan);

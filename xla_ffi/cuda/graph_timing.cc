@@ -38,7 +38,7 @@ Owned<CUevent_st> Event() {
 GraphTiming TimeInGraph(int device, const DeviceGroup& group, Algorithm algorithm, ElementType type,
                         LaunchShape shape, const std::string& input, int calls, int repetitions) {
   const CurrentDevice current(device);
-  const size_t bytes = input.size() / InputChunks(algorithm, group.size);
+  const size_t bytes = input.size() / InputShards(algorithm, group.size);
   if (bytes == 0 ||
       EpochBufferBytesNeeded(algorithm, type, PacksOf(bytes), group.size) >
           group.epoch_buffer_bytes ||
@@ -48,7 +48,7 @@ GraphTiming TimeInGraph(int device, const DeviceGroup& group, Algorithm algorith
                              std::to_string(shape.blocks) + " blocks of " +
                              std::to_string(shape.threads) + " threads can't be timed");
   }
-  const size_t output_bytes = bytes * OutputChunks(algorithm, group.size);
+  const size_t output_bytes = bytes * OutputShards(algorithm, group.size);
   Owned<void> in = DeviceMemory(input.size()), out = DeviceMemory(output_bytes);
   cudaStream_t stream;
   ThrowIfError(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "creating a stream");

@@ -97,7 +97,7 @@ inline ffi::Error CollectBuffers(Algorithm algorithm, int size, size_t epoch_buf
           std::to_string(static_cast<int>(y_type)) +
           "; all operands must have one type that the operation supports, and results the same.");
     }
-    const size_t in = InputChunks(algorithm, size), out = OutputChunks(algorithm, size);
+    const size_t in = InputShards(algorithm, size), out = OutputShards(algorithm, size);
     if (x->element_count() * out != (*y)->element_count() * in) {
       return ffi::Error::InvalidArgument(
           "jax_intranode: operand " + std::to_string(i) + " of " + name + " has " +

@@ -91,10 +91,10 @@ inline bool IsMatmul(Algorithm algorithm) {
 
 // How many shards of a call's `bytes` its `in` and `out` hold: in a group of `size` ranks the input
 // of a reduce-scatter and the output of an all-gather hold one for each rank.
-inline size_t InputChunks(Algorithm algorithm, int size) {
+inline size_t InputShards(Algorithm algorithm, int size) {
   return algorithm == Algorithm::kReduceScatter ? size : 1;
 }
-inline size_t OutputChunks(Algorithm algorithm, int size) {
+inline size_t OutputShards(Algorithm algorithm, int size) {
   return algorithm == Algorithm::kAllGather ? size : 1;
 }
 

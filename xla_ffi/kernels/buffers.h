@@ -1,7 +1,7 @@
-// The buffers of one call: what a rank sums, and where the sums go.
+// The buffers of one call: inputs and outputs.
 //
 // Algorithms see a call as packs 0 ... Packs() - 1. A call has one buffer, or many of one element
-// type, which are then summed by one operation: each begins with a pack of its own, so that no pack
+// type, which one operation sums. Each buffer begins with a pack of its own, so that no pack
 // crosses from one buffer to the next. `in` and `out` of a buffer may be the same.
 #pragma once
 
@@ -20,7 +20,7 @@ struct Buffer {
   JIN_FN Pack Load(size_t i) const { return LoadInput(in, bytes, i, Aligned()); }
   JIN_FN void Store(size_t i, const Pack& p) const { StoreOutput(out, bytes, i, Aligned(), p); }
 
-  // Of an input, or an output, that holds a chunk of this size for each rank: rank r's.
+  // Rank r's shard of an input, or of an output, that holds a shard of `bytes` for each rank.
   JIN_FN Buffer InputOf(int r) const {
     return {static_cast<const char*>(in) + r * bytes, out, bytes};
   }
@@ -32,8 +32,8 @@ struct Buffer {
   }
 };
 
-// The common case, without a test at every pack: both sides are aligned, and there is nothing but
-// whole packs, in two-shot a multiple of the group's size.
+// The common case, without a test at every pack: `in` and `out` are aligned, and there are only
+// whole packs; in two-shot, a multiple of the group's size.
 struct AlignedBuffer {
   const void* in;
   void* out;
@@ -58,8 +58,8 @@ struct AlignedBuffer {
   }
 };
 
-// As many as fit a kernel's parameters beside its group: 4 KB hold with every driver. More than
-// these take more than one operation.
+// As many as fit a kernel's parameters together with its group: every driver accepts 4 KB. More
+// buffers take more than one operation.
 constexpr int kMaxBuffers = 128;
 
 struct Buffers {
@@ -67,7 +67,7 @@ struct Buffers {
   uint32_t end[kMaxBuffers];  // the pack after the last one of each
   int count = 0;
 
-  // Host only. There must be room.
+  // Host only. `count` must be less than kMaxBuffers.
   void Append(const Buffer& b) {
     buffer[count] = b;
     end[count] = static_cast<uint32_t>((count == 0 ? 0 : end[count - 1]) + PacksOf(b.bytes));

@@ -1,7 +1,7 @@
 // Memory operations of the protocols: one spelling for device and host builds.
 //
-// A slab is read and written by several GPUs, or several processes, at once. Every access that may
-// meet another agent's goes through this file. All of them are relaxed: a packet carries its own
+// Several GPUs or processes read and write a slab at the same time. Every access that may race with
+// another one's goes through this file. All of them are relaxed: a packet carries its own
 // "I have arrived" mark (packets.h), so no store has to be ordered before another one.
 #pragma once
 
@@ -29,7 +29,7 @@ struct alignas(16) Pack {
   uint32_t word[4];
 };
 
-// Packs that hold so many bytes.
+// The number of packs that hold `bytes` bytes.
 JIN_HOST_FN size_t PacksOf(size_t bytes) { return (bytes + sizeof(Pack) - 1) / sizeof(Pack); }
 
 // Four relaxed 32-bit stores at system scope. They may become visible in any order: PTX promises
@@ -85,7 +85,7 @@ JIN_FN void LoadPairs(uint64_t* from, uint64_t* a, uint64_t* b) {
 #endif
 }
 
-// One relaxed 32-bit word of an agent's own state.
+// One relaxed 32-bit word of a rank's own state.
 JIN_FN uint32_t LoadWord(uint32_t* from) {
 #if defined(__CUDACC__)
   uint32_t v;

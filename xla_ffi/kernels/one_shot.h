@@ -2,8 +2,8 @@
 // The least latency: one hop. Moves (n - 1) times the message over each link.
 //
 // Slot r of a rank's epoch buffer holds rank r's input. Safety: group.h; every rank sends all its
-// packs, of which there is at least one, to every rank. A pack is sent and received by threads of
-// the same index on all ranks (equal grids), so a block waits only for its namesakes.
+// packs, at least one, to every rank. Threads of the same index send and receive a pack on all
+// ranks (equal grids), so a block waits only for blocks of the same number.
 //
 // After the push variant of NCCL's symmetric AGxLL and of TensorRT-LLM's one-shot Lamport kernel.
 #pragma once

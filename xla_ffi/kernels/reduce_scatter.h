@@ -1,11 +1,11 @@
-// Reduce-scatter: rank d's result is the sum of every rank's chunk d. One hop.
+// Reduce-scatter: rank d's result is the sum of every rank's shard d. One hop.
 //
-//   Scatter  send chunk d of the input to rank d: slot [me] of d
-//   Reduce   await my chunk from everybody and sum
+//   Scatter  send shard d of the input to rank d: slot [me] of d
+//   Reduce   await my shard from everybody and sum
 //
-// Safety: group.h; a chunk has at least one pack, so every rank hears from every rank. Pack i of a
-// chunk is handled by the same thread index in both phases and on all ranks. The result must not
-// lie in the input: other threads may not have sent their parts of that chunk yet.
+// Safety: group.h; a shard has at least one pack, so every rank hears from every rank. Threads of
+// the same index handle pack i of a shard in both phases and on all ranks. The result must not lie
+// in the input: other threads may not have sent their parts of that shard yet.
 //
 // The first phase of two_shot.h, with its result stored. NCCL's symmetric RSxLL is similar.
 #pragma once
@@ -20,15 +20,15 @@ struct ReduceScatter {
   using Packets = PacketsOfType;
 
   template <class Thread, class G, class C>
-  JIN_FN static bool Scatter(Thread& t, const G& g, const C& chunk, uint32_t epoch) {
-    const size_t packs = chunk.Packs(), slot_bytes = packs * Packets::kBytes;
+  JIN_FN static bool Scatter(Thread& t, const G& g, const C& shard, uint32_t epoch) {
+    const size_t packs = shard.Packs(), slot_bytes = packs * Packets::kBytes;
     for (size_t i = t.First(); i < packs; i += t.Stride()) {
-      // All are loaded before the first is stored: no load is moved across a store.
+      // All are loaded before the first is stored: the compiler moves no load across a store.
       Pack p[Ranks<N>::kSlots];
       JIN_UNROLL
       for (int step = 1; step < Ranks<N>::kSlots; ++step) {
         if (Ranks<N>::Has(step, g.size)) {
-          p[step] = chunk.InputOf(Ranks<N>::After(g.rank, step, g.size)).Load(i);
+          p[step] = shard.InputOf(Ranks<N>::After(g.rank, step, g.size)).Load(i);
         }
       }
       t.Admit();
@@ -44,25 +44,25 @@ struct ReduceScatter {
   }
 
   template <class Thread, class G, class C>
-  JIN_FN static bool Reduce(Thread& t, const G& g, const C& chunk, uint32_t epoch) {
-    const size_t packs = chunk.Packs(), slot_bytes = packs * Packets::kBytes;
+  JIN_FN static bool Reduce(Thread& t, const G& g, const C& shard, uint32_t epoch) {
+    const size_t packs = shard.Packs(), slot_bytes = packs * Packets::kBytes;
     char* slots = g.EpochBuffer(g.rank, epoch);
     for (size_t i = t.First(); i < packs; i += t.Stride()) {
-      const Pack own = Type::Sendable(chunk.InputOf(g.rank).Load(i));
+      const Pack own = Type::Sendable(shard.InputOf(g.rank).Load(i));
       Pack all[Ranks<N>::kSlots];
       JIN_UNROLL
       for (int r = 0; r < Ranks<N>::kSlots; ++r) all[r] = own;
       if (!AwaitAll<Packets, N>(t, g, slots, slot_bytes, i, all)) return false;
-      chunk.Store(i, SumInRankOrder<Type, N>(all, g.size));
+      shard.Store(i, SumInRankOrder<Type, N>(all, g.size));
       ArmAll<Packets, N>(g, slots, slot_bytes, i);
     }
     return true;
   }
 
   template <class Thread, class G, class C>
-  JIN_FN static bool Run(Thread& t, const G& g, const C& chunk) {
+  JIN_FN static bool Run(Thread& t, const G& g, const C& shard) {
     const uint32_t epoch = Begin(t, g);
-    if (!Scatter(t, g, chunk, epoch) || !Reduce(t, g, chunk, epoch)) return false;
+    if (!Scatter(t, g, shard, epoch) || !Reduce(t, g, shard, epoch)) return false;
     End(t, g, epoch);
     return true;
   }

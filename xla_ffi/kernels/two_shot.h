@@ -8,9 +8,10 @@
 //   Drain    await everybody's sums
 // A rank's epoch buffer holds n scatter slots, then n gather slots.
 //
-// Safety: group.h. Within one operation each packet has a place of its own. Pack i of a shard is
-// handled by the same thread index in all three phases and on all ranks, so a block waits only for
-// its namesakes, and `in` may be `out`: a thread overwrites what only it reads, after reading it.
+// Safety: group.h. Within one operation each packet has its own address. Threads of the same index
+// handle pack i of a shard in all three phases and on all ranks. So a block waits only for blocks
+// of the same number, and `in` may be `out`: a thread overwrites only packs that it alone reads,
+// after it has read them.
 //
 // After MSCCL++'s packet all-reduce and SGLang's two-shot push.
 #pragma once
@@ -45,17 +46,18 @@ struct TwoShot {
     return true;
   }
 
-  // Shards from this size on, 128 KB, are sent in turn. Measured on 4 H200s with a message of 1 MB:
-  // in turn 7.4 us, at once 8.2 us, the peers' links being shared for a while; of 64 KB 4.3 us and
-  // 4.2 us. On the CPU it makes no difference, and tests reach both.
+  // Shards of at least this size, 128 KB, are sent to one rank after another. Measured on 4 H200s:
+  // a message of 1 MB takes 7.4 us so, and 8.2 us if it is sent to all at once, because senders
+  // share the links of a receiver for a while; 64 KB take 4.3 and 4.2 us. On the CPU it makes no
+  // difference, and tests reach both.
 #if defined(__CUDACC__)
   static constexpr size_t kBurstPacks = 8192;
 #else
   static constexpr size_t kBurstPacks = 8;
 #endif
 
-  // Sends pack i of every other rank's shard. All are loaded before the first is stored: no load is
-  // moved across a store, and each would wait for memory.
+  // Sends pack i of every other rank's shard. All are loaded before the first is stored: the
+  // compiler moves no load across a store, so each load would wait for memory.
   template <class Thread, class G, class C>
   JIN_FN static void SendAtOnce(Thread& t, const G& g, const C& c, uint32_t epoch, size_t i,
                                 size_t shard) {
@@ -112,7 +114,7 @@ struct TwoShot {
       JIN_UNROLL
       for (int r = 0; r < Ranks<N>::kSlots; ++r) all[r] = own;
       if (!AwaitAll<Packets, N>(t, g, slots, slot_bytes, i, all)) return false;
-      // What is kept here is what is sent: a NaN has the same bits everywhere.
+      // Stored as it is sent: a NaN has the same bits everywhere.
       const Pack sum = Type::Sendable(SumInRankOrder<Type, N>(all, g.size));
       PutToAll<Packets, N>(g, epoch, gather, slot_bytes, i, sum);
       c.Store(g.rank * shard + i, sum);

@@ -2,9 +2,7 @@
 
 import argparse
 import sys
-
-import jax
-import jaxlib
+from importlib.metadata import version
 
 import jax_intranode
 from jax_intranode._src import native
@@ -15,8 +13,8 @@ from jax_intranode._src.bench.plots import command as plot
 def _versions() -> str:
     return (
         f"jax_intranode {jax_intranode.__version__} "
-        f"({'with' if native.module('gpu') else 'without'} CUDA kernels), jax {jax.__version__}, "
-        f"jaxlib {jaxlib.__version__}"
+        f"({'with' if native.module('gpu') else 'without'} CUDA kernels), jax {version('jax')}, "
+        f"jaxlib {version('jaxlib')}"
     )
 
 

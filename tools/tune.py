@@ -18,6 +18,7 @@ import argparse
 import os
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
@@ -139,7 +140,7 @@ def _tune_cpu(
     n = settings.devices
     packets = "bare" if limits.packet_bytes("one_shot", dtype.name) == 16 else "flagged"
     _print(
-        f"# jaxlib {jax.lib.__version__}, {settings.mode}, {n} devices, {dtype.name} ({packets} "
+        f"# jaxlib {version('jaxlib')}, {settings.mode}, {n} devices, {dtype.name} ({packets} "
         f"packets), {os.cpu_count()} cores: bytes, microseconds of ours and of lax, lax / ours"
     )
     limit: dict[str, int] = {}

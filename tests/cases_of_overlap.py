@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from occupied import occupied
 
 import jax_intranode
-from jax_intranode._src import communicator, config, limits, native, overlap, select
+from jax_intranode._src import communicator, config, limits, native, overlap
 from jax_intranode._src.compat import key_value_client
 
 CASES: dict[str, Case] = {}
@@ -783,7 +783,7 @@ def overlapped_wrong_call_is_refused(wrong: str) -> None:
             "product": (part if sums else whole, _N),
             "wgrad_result": (_N, _K),
             "scratch": native.module("gpu").MATMUL_SCRATCH_BYTES,
-            "algorithm": select.ALGORITHMS.index(operation),
+            "algorithm": limits.ALGORITHMS.index(operation),
             "axis": 0,
             "transposed": 1,
             "gathered": 0,

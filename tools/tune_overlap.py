@@ -507,7 +507,9 @@ def _time_by_bench(case: Case, plan: Plan | None, timeout_s: float) -> float:
             *("--platform", "gpu", "--mode", "single-process", "-n", "5", "-w", "1"),
             *("--shapes", f"{case.m},{case.k},{case.n}", "--plan", values, "--json", str(path)),
         ]
-        subprocess.run(command, check=True, timeout=timeout_s, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            command, check=True, timeout=timeout_s, stdout=subprocess.DEVNULL, cwd=directory
+        )
         (row,) = json.loads(path.read_text())["rows"]
     return float(row["time_us" if plan is not None else "lax_time_us"]) / 1e3
 

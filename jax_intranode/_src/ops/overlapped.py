@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jax_intranode._src import communicator, compat, config, native, overlap, select
+from jax_intranode._src import communicator, compat, config, limits, native, overlap
 from jax_intranode._src.ops import collective
 
 
@@ -203,7 +203,7 @@ def _lower(ctx: Any, *operands: Any, call: Overlapped) -> Any:
         *operands,
         device_ids=np.array(call.groups.device_ids, np.int64),
         group_size=np.int64(call.groups.group_size),
-        algorithm=np.int32(select.ALGORITHMS.index(call.operation)),
+        algorithm=np.int32(limits.ALGORITHMS.index(call.operation)),
         axis=np.int64(call.request.axis),
         transposed=np.int32(call.request.transposed),
         gathered=np.int32(call.request.gathered),

@@ -10,7 +10,7 @@ processes of a mesh exchange at rendezvous, and the digest that they compare cov
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -319,9 +319,3 @@ def scaled(facts: GpuFacts) -> Profile:
             for columns, tile in H200.tiles.items()
         },
     )
-
-
-def of_kinds(kinds: Iterable[str]) -> Profile:
-    """Returns the profile of GPUs of one measured kind, else the H200's. For reports only."""
-    known = known_from_kinds(list(kinds))
-    return known if isinstance(known, Profile) else H200

@@ -1,0 +1,323 @@
+"""Profiles of GPUs: which one a GPU gets, and that scaled ones give sensible plans."""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_topology import SWITCH_LINK, FakeNvml, bus_id, install
+
+from jax_intranode._src import limits, overlap, topology
+from jax_intranode._src.bench.matmuls import shapes as matmul_shapes
+from jax_intranode._src.ops import overlapped
+from jax_intranode._src.overlap import H200, Plan, profiles
+from jax_intranode._src.overlap.profiles import H200_FACTS
+from jax_intranode._src.topology import GpuFacts
+
+GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
+RING = 512 << 20
+
+
+def facts(
+    kind: str,
+    sms: int = 132,
+    clock_mhz: int = 1980,
+    links: int = 18,
+    memory_tb_per_s: float = 3.35,
+    capability: tuple[int, int] = (9, 0),
+) -> GpuFacts:
+    return GpuFacts(
+        kind, capability, sms, 1e6 * clock_mhz, links * 26.5625e9, 1e12 * memory_tb_per_s
+    )
+
+
+# As their data sheets say.
+HOPPERS = [
+    facts("NVIDIA H100 80GB HBM3"),
+    facts("NVIDIA H100 NVL", clock_mhz=1785, memory_tb_per_s=3.9),
+    facts("NVIDIA H100 PCIe", sms=114, clock_mhz=1755, memory_tb_per_s=2.0),
+    facts("NVIDIA H800", links=8),
+    facts("NVIDIA H20", sms=78, memory_tb_per_s=4.0),
+    facts("NVIDIA GH200 480GB", memory_tb_per_s=4.0),
+    facts("NVIDIA H200 NVL", clock_mhz=1785, memory_tb_per_s=4.8),
+]
+
+
+def plan_of(
+    profile: overlap.Profile | str,
+    operation: str,
+    m: int,
+    k: int,
+    n: int,
+    world: int = 4,
+    wgrads: int = 0,
+    ring: int = RING,
+) -> Plan | str:
+    sizes = overlap.Sizes(operation, 1, m // world, (k,), (n,), world)
+    return overlap.choose(sizes, dtype="bfloat16", profile=profile, ring_bytes=ring, wgrads=wgrads)
+
+
+def scaled(of_one: GpuFacts) -> overlap.Profile:
+    profile = overlap.from_facts([of_one])
+    assert isinstance(profile, overlap.Profile)
+    return profile
+
+
+# Plans of an H200 before there were profiles: a digest for each preset of `bench` and world size.
+DIGESTS = {
+    ("reference", 2): "8fdc34cea145",
+    ("reference", 4): "ad02abbfee26",
+    ("reference", 8): "cb067794673a",
+    ("llama-8b", 2): "248fc564e2a7",
+    ("llama-8b", 4): "552f648f99f2",
+    ("llama-8b", 8): "6f9c5de8f889",
+    ("llama-70b", 2): "03c9114573db",
+    ("llama-70b", 4): "cffb709774b8",
+    ("llama-70b", 8): "4d563c0a068c",
+    ("llama-405b", 2): "417c2cb079e6",
+    ("llama-405b", 4): "aae171a8341c",
+    ("llama-405b", 8): "36f9af260edf",
+    ("ddlb", 2): "18243858ce51",
+    ("ddlb", 4): "c06f4cbfed9f",
+    ("ddlb", 8): "a3292a5164f8",
+    ("sweep", 2): "261d58617848",
+    ("sweep", 4): "134aa1ab985f",
+    ("sweep", 8): "2b71d5ee8e0f",
+    ("tiny", 2): "0d3ff477892d",
+    ("tiny", 4): "ee364378486e",
+    ("tiny", 8): "c4817f9b0610",
+}
+
+
+@pytest.mark.parametrize(("preset", "world"), DIGESTS)
+def test_plans_of_h200s_stay(preset: str, world: int) -> None:
+    """If the model was changed on purpose, look at the plans that change, then at this table."""
+    lines = []
+    for operation in (GATHER, SCATTER):
+        for m, k, n in matmul_shapes.of_presets([preset], operation, world):
+            for ring, wgrads in itertools.product((64, 512), (0, 1)):
+                chosen = plan_of(H200, operation, m, k, n, world, wgrads, ring << 20)
+                text = "no"
+                if isinstance(chosen, Plan):
+                    text = ",".join(str(int(v)) for v in dataclasses.asdict(chosen).values())
+                lines.append(f"{operation} {m},{k},{n} {ring} {wgrads}: {text}\n")
+    digest = hashlib.sha256("".join(lines).encode()).hexdigest()[:12]
+    assert digest == DIGESTS[preset, world], "".join(lines)
+
+
+def test_a_measured_kind_has_its_profile_before_any_rendezvous() -> None:
+    assert overlap.known_from_kinds(["NVIDIA H200"] * 4) is H200
+    assert overlap.from_facts([H200_FACTS] * 4) is H200
+    # What it reports about itself does not matter then.
+    assert overlap.from_facts([GpuFacts("NVIDIA H200", (0, 0), 0, 0.0, 0.0, 0.0)]) is H200
+
+
+@pytest.mark.parametrize(
+    "kind", ["NVIDIA H20", "NVIDIA H200 NVL", "NVIDIA H200 MIG 1g.18gb", "NVIDIA GH200 480GB"]
+)
+def test_kinds_are_compared_exactly(kind: str) -> None:
+    """Names that contain one another are different GPUs: it takes their facts."""
+    assert overlap.known_from_kinds([kind]) is None
+    profile = scaled(facts(kind, sms=78))
+    assert (profile.name, profile.scaled_from, profile.sms) == (kind, "NVIDIA H200", 78)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("NVIDIA B200", "not measured on blackwell GPUs"),
+        ("NVIDIA A100-SXM4-80GB", "not measured on ampere GPUs"),
+        ("NVIDIA GeForce RTX 4090", "not measured on gpu GPUs"),
+    ],
+)
+def test_other_generations_are_not_overlapped(kind: str, says: str) -> None:
+    assert overlap.known_from_kinds([kind]) == says
+    assert overlap.known_from_kinds(["NVIDIA H200", kind]) == says
+    assert overlap.from_facts([H200_FACTS, facts(kind)]) == says
+
+
+def test_facts_that_are_missing_or_of_another_generation() -> None:
+    silent = GpuFacts("NVIDIA H100 NVL", (9, 0), 0, 0.0, 0.0, 0.0)
+    reason = overlap.from_facts([silent])
+    assert reason == "NVIDIA H100 NVL does not report its SMs, clock and NVLinks"
+    other = facts("NVIDIA H100 NVL", capability=(9, 1))
+    assert overlap.from_facts([other]) == "not measured on NVIDIA H100 NVL GPUs"
+
+
+def test_different_gpus_get_the_profile_of_the_slowest() -> None:
+    h800, pcie = facts("NVIDIA H800", links=8), facts("NVIDIA H100 PCIe", sms=114, clock_mhz=1755)
+    both = overlap.from_facts([h800, pcie])
+    assert both == overlap.from_facts([pcie, h800])  # in whatever order the processes are
+    assert isinstance(both, overlap.Profile)
+    assert both.name == "NVIDIA H100 PCIe and NVIDIA H800"
+    assert both.sms == 114
+    assert both.copy_bytes_per_s == scaled(h800).copy_bytes_per_s
+    assert both.matmul_flops == scaled(pcie).matmul_flops
+    # H200s among others are no H200s.
+    mixed = overlap.from_facts([H200_FACTS, facts("NVIDIA H100 80GB HBM3")])
+    assert isinstance(mixed, overlap.Profile) and mixed.scaled_from
+
+
+def test_scaling_by_the_facts_of_an_h200_changes_nothing() -> None:
+    other_name = dataclasses.replace(H200_FACTS, device_kind="another")
+    profile = profiles.scaled(other_name)
+    assert dataclasses.replace(profile, name=H200.name, scaled_from="") == H200
+
+
+@pytest.mark.parametrize("of_one", HOPPERS, ids=lambda of_one: of_one.device_kind)
+def test_scaled_profiles_give_sensible_plans(of_one: GpuFacts) -> None:
+    """Every shape gets a plan that the kernels take, or a reason that says what it is based on."""
+    profile = scaled(of_one)
+    overlapped_shapes = 0
+    for world in (2, 4, 8):
+        for operation in (GATHER, SCATTER):
+            for m, k, n in matmul_shapes.of_presets(["reference", "sweep"], operation, world):
+                for wgrads in (0, 1):
+                    chosen = plan_of(profile, operation, m, k, n, world, wgrads)
+                    if isinstance(chosen, str):
+                        assert chosen.endswith("; model scaled from NVIDIA H200, not measured")
+                        continue
+                    overlapped_shapes += 1
+                    if chosen.fused:
+                        sizes = overlap.Sizes(operation, 1, m // world, (k,), (n,), world)
+                        assert sizes.fit_fused(chosen, RING)
+                        assert limits.has_fused_kernel(operation, chosen.tile_columns, chosen.wgrad)
+                    assert min(chosen.band_pairs, chosen.parts, chosen.rounds) >= 1
+    assert overlapped_shapes > 100
+
+
+def test_an_h20_is_limited_by_its_matrix_units() -> None:
+    """78 SMs with slow matrix units and all NVLinks: hiding the link is worth less."""
+    h20 = scaled(facts("NVIDIA H20", sms=78, memory_tb_per_s=4.0))
+    assert 130e12 < h20.matmul_flops < 148e12
+    assert h20.copy_bytes_per_s == H200.copy_bytes_per_s
+    assert h20.clusters == 39
+    # A cluster tile takes as long as the rate of its share of the GPU says, within 20 %.
+    flops_of_stage = 2 * 256 * 256 * 64
+    by_rate = flops_of_stage * h20.clusters / h20.matmul_flops
+    assert h20.tiles[256].stage_s == pytest.approx(by_rate, rel=0.25)
+    # The link is hidden where an H200 waits for it: no parts in turn, no second round.
+    shape = (SCATTER, 8192, 1024, 8192)
+    on_h200, on_h20 = plan_of(H200, *shape), plan_of(h20, *shape)
+    assert isinstance(on_h200, Plan) and on_h200.parts > 1
+    assert isinstance(on_h20, Plan) and on_h20.parts == 1
+    # A matmul of many rows takes milliseconds, and copying is a small part of it.
+    assert isinstance(plan_of(h20, GATHER, 32768, 16384, 8192), Plan)
+    # An H800 has an H200's matrix units and fewer links: what an H200 hides, it waits for.
+    h800 = scaled(facts("NVIDIA H800", links=8))
+    on_h800 = plan_of(h800, SCATTER, 8192, 2048, 8192)
+    assert isinstance(on_h800, Plan) and on_h800.parts > 1
+
+
+def test_a_small_part_of_a_gpu_has_plans() -> None:
+    """A MIG slice that could reach its peers: fewer clusters than peers."""
+    slice_of_gpu = scaled(facts("NVIDIA H200 MIG 1g.18gb", sms=10, links=1))
+    for operation in (GATHER, SCATTER):
+        chosen = plan_of(slice_of_gpu, operation, 8192, 1024, 8192, world=8)
+        assert isinstance(chosen, Plan | str)
+
+
+def test_explain_says_that_a_profile_was_not_measured() -> None:
+    h100 = scaled(facts("NVIDIA H100 80GB HBM3"))
+    assert h100.note == "model scaled from NVIDIA H200, not measured"
+    assert H200.note == ""
+    call = overlapped.Overlapped("", None, None, Plan(), h100.note)  # type: ignore[arg-type]
+    assert call.reason == (
+        "overlapped, cuBLASLt pipeline, first shard in 1, last in 1 pieces; "
+        "model scaled from NVIDIA H200, not measured"
+    )
+    reason = plan_of(h100, GATHER, 512, 4096, 1024)
+    assert isinstance(reason, str)
+    assert "bytes from peers" in reason and reason.endswith("not measured")
+
+
+def test_without_a_profile_only_what_no_gpu_takes_needs_no_rendezvous() -> None:
+    short, odd = ((512, 64), (512, 63))
+    for (m, k), profile, says in (
+        (short, None, None),
+        (odd, None, "multiples of 8"),
+        (short, H200, "bytes from peers"),
+        (short, "not measured on blackwell GPUs", "not measured on blackwell"),
+    ):
+        sizes = overlap.Sizes(GATHER, 1, m // 4, (k,), (64,), 4)
+        reason = overlap.reason_never_overlapped(sizes, dtype="bfloat16", profile=profile)
+        assert reason is says is None or (reason is not None and str(says) in reason)
+    # A ring that is too small for a row is no such reason.
+    sizes = overlap.Sizes(GATHER, 1, 8192, (1 << 20,), (8192,), 4)
+    assert overlap.reason_never_overlapped(sizes, dtype="bfloat16", profile=H200) is None
+
+
+def test_facts_are_read_from_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    class WithFacts(FakeNvml):
+        NVML_CLOCK_SM, NVML_CLOCK_MEM = 1, 2
+        NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON = 90
+        speed = 26562
+
+        def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:
+            return 9, 0
+
+        def nvmlDeviceGetNumGpuCores(self, handle: int) -> int:
+            return 132 * 128
+
+        def nvmlDeviceGetMaxClockInfo(self, handle: int, clock: int) -> int:
+            return {self.NVML_CLOCK_SM: 1980, self.NVML_CLOCK_MEM: 3201}[clock]
+
+        def nvmlDeviceGetMemoryBusWidth(self, handle: int) -> int:
+            return 6144
+
+        def nvmlDeviceGetFieldValues(self, handle: int, fields: list[int]) -> list[object]:
+            assert fields == [90]
+            value = type("Value", (), {"uiVal": self.speed})
+            return [type("Field", (), {"nvmlReturn": 0, "value": value})]
+
+    nvml = WithFacts([[SWITCH_LINK] * 18, [SWITCH_LINK] * 8])
+    install(monkeypatch, nvml)
+    found = topology.read_facts(bus_id(0), "NVIDIA H200")
+    assert found == dataclasses.replace(H200_FACTS, link_bytes_per_s=18 * 26562e6)
+    assert topology.read_facts(bus_id(1), "x").link_bytes_per_s == 8 * 26562e6
+    assert GpuFacts.from_json(json.loads(json.dumps(found.to_json()))) == found
+    # A GPU that is not there, and a driver that answers nothing.
+    assert not topology.read_facts(bus_id(5), "x").complete
+    monkeypatch.delattr(WithFacts, "nvmlDeviceGetNumGpuCores")
+    assert not topology.read_facts(bus_id(0), "x").complete
+    install(monkeypatch, None)
+    assert not topology.read_facts(bus_id(0), "x").complete
+    assert nvml.users == 0
+
+
+def test_the_digest_covers_the_source_and_a_forced_plan() -> None:
+    digest = overlap.digest()
+    with overlap.forced(Plan(tile_columns=256)):
+        assert overlap.digest() != digest
+    assert overlap.digest() == digest
+    # And is the same in another process, which hashes strings differently.
+    code = "from jax_intranode._src import overlap; print(overlap.digest())"
+    other = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    assert other == digest
+
+
+def test_the_plan_is_lowered_as_one_dictionary() -> None:
+    """With the types that the handler decodes, on every jax."""
+    plan = Plan(tile_columns=192, direct=True, parts=3)
+    attributes = plan.attributes()
+    assert set(attributes) == set(limits.PLAN_FIELDS)
+    assert {type(attributes[name]) for name in ("direct", "wgrad")} == {np.bool_}
+    assert {type(v) for name, v in attributes.items() if name not in ("direct", "wgrad")} == {
+        np.int32
+    }
+
+    def f(x: jax.Array) -> jax.Array:
+        return jax.ffi.ffi_call("intranode_test", x)(x, plan=attributes)
+
+    text = jax.jit(f).lower(jnp.ones(8)).as_text()
+    assert "plan = {" in text
+    for field in ("direct = true", "wgrad = false", "tile_columns = 192 : i32", "parts = 3 : i32"):
+        assert field in text

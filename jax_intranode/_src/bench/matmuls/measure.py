@@ -13,17 +13,16 @@ from jax import lax
 from jax.sharding import Mesh
 
 import jax_intranode
-from jax_intranode._src import overlap
+from jax_intranode._src import communicator, overlap
 from jax_intranode._src.bench import all_ranks, timing
 from jax_intranode._src.bench.matmuls import oracle
-from jax_intranode._src.bench.matmuls.operations import LINK_BYTES_PER_S, MATMULS, Matmul, flops
+from jax_intranode._src.bench.matmuls.operations import MATMULS, Matmul, flops
 from jax_intranode._src.bench.matmuls.oracle import Data
 from jax_intranode._src.bench.matmuls.report import MatmulRow
 from jax_intranode._src.bench.settings import Settings, Shape
 
-# What a chain should take on a GPU, and at what rate; several chains are one repetition.
+# What a chain should take on a GPU; several chains are one repetition.
 _CHAIN_S = 20e-3
-_GPU_FLOPS = 700e12
 _MAX_CHAIN = 64
 _CHAINS = 2
 # What a call takes at least.
@@ -90,7 +89,7 @@ def measure(
     bound = None
     if settings.platform == "gpu":
         received = matmul.received_bytes(shape, mesh.size, dtype.itemsize)
-        bound = max(alone.p50, 1e6 * received / LINK_BYTES_PER_S)
+        bound = max(alone.p50, 1e6 * received / _profile(mesh).link_bound_bytes_per_s)
     row = MatmulRow(
         operation=settings.name,
         backward=backward,
@@ -228,6 +227,11 @@ def _moved(x: Any, results: list[Any]) -> Any:
     return lax.optimization_barrier(lax.dynamic_update_slice(x, element, (0, 0)))
 
 
+def _profile(mesh: Mesh) -> overlap.Profile:
+    """Returns the constants of the GPUs; the H200's where matmuls are not overlapped."""
+    return communicator.rendezvous_of(mesh.devices.flat).profile or overlap.H200
+
+
 def chain_length(settings: Settings, dtype_name: str, shape: Shape) -> int:
     """Returns how many calls a program makes: enough to hide what starting them costs."""
     if settings.chain is not None:
@@ -241,8 +245,9 @@ def _call_s(settings: Settings, dtype_name: str, shape: Shape) -> float:
     """What a call takes on a GPU, about. The same on all ranks."""
     itemsize = jnp.dtype(dtype_name).itemsize
     received = MATMULS[settings.name].received_bytes(shape, settings.devices, itemsize)
-    rate = _GPU_FLOPS * 2 / itemsize
-    seconds = max(flops(shape, settings.backward) / rate, received / LINK_BYTES_PER_S)
+    rate = overlap.H200.matmul_flops * 2 / itemsize
+    link_s = received / overlap.H200.link_bound_bytes_per_s
+    seconds = max(flops(shape, settings.backward) / rate, link_s)
     return max(seconds, _LEAST_CALL_S)
 
 

@@ -9,9 +9,6 @@ from jax import lax
 import jax_intranode
 from jax_intranode._src.bench.settings import Shape
 
-# What a GPU receives from the others over NVLink at best, in bytes a second: bounds count by it.
-LINK_BYTES_PER_S = 385e9
-
 
 class Result(NamedTuple):
     """An array that a collective matmul or its backward pass gives.

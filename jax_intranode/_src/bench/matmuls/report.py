@@ -28,7 +28,7 @@ class MatmulRow:
         tflops: of one device, 2mkn (backward twice that) / time_us.
         wrong: elements of our results that are wrong, over all devices.
         alone_time_us: the same products without communication: median.
-        bound_us: the longer of that and of what a device receives, at matmuls.LINK_BYTES_PER_S;
+        bound_us: the longer of that and of receiving at the link rate of the GPUs' profile;
             None on CPUs.
         share: bound_us / time_us; or None.
         lax_time_us: lax's: median.

@@ -118,7 +118,9 @@ def outcome_of_cases(
     specs = [
         item.callspec
         for item in request.session.items
-        if isinstance(item, pytest.Function) and item.path == request.path
+        if isinstance(item, pytest.Function)
+        and item.path == request.path
+        and "outcome" in item.fixturenames
     ]
     names = [s.params["name"] for s in specs if s.params["outcome"] == request.param]
     try:

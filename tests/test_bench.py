@@ -1065,6 +1065,8 @@ def test_difference_of_what_is_not_finite() -> None:
 
 # Runs.
 
+QUICK_PROGRAMS = ("decode_scanned", "mlp_block")  # the full tier also runs the larger ones
+
 
 def run_bench(options: str, directory: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -1083,9 +1085,9 @@ def run_bench(options: str, directory: Path) -> subprocess.CompletedProcess[str]
     [
         ("psum", 1, "bfloat16"),
         ("psum_scatter+all_gather", 3, "float32"),
-        ("pmean", 1, "float16"),
+        pytest.param("pmean", 1, "float16", marks=pytest.mark.full),
         ("psum_scatter", 1, "int32"),
-        ("all_gather", 1, "int16"),
+        pytest.param("all_gather", 1, "int16", marks=pytest.mark.full),
     ],
 )
 def test_both_modes_on_the_cpu(name: str, leaves: int, dtype: str, tmp_path: Path) -> None:
@@ -1148,7 +1150,9 @@ def test_both_modes_on_the_cpu(name: str, leaves: int, dtype: str, tmp_path: Pat
     [
         ("all_gather_matmul", "--shapes 32,16,24 --mode both", ("all_gather",)),
         ("matmul_reduce_scatter", "--shapes 32,16,24 --backward -d float16", ("all_gather",)),
-        ("matmul_all_reduce", "--settle 1", select.PSUM_ALGORITHMS),
+        pytest.param(
+            "matmul_all_reduce", "--settle 1", select.PSUM_ALGORITHMS, marks=pytest.mark.full
+        ),
     ],
 )
 def test_matmuls_on_the_cpu(
@@ -1199,7 +1203,13 @@ def test_algorithm_reaches_the_ranks(tmp_path: Path) -> None:
     assert "latency_hiding_scheduler=false" in written["header"]["xla_flags"]
 
 
-@pytest.mark.parametrize("name", programs.PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in QUICK_PROGRAMS else pytest.param(name, marks=pytest.mark.full)
+        for name in programs.PROGRAMS
+    ],
+)
 def test_whole_programs_on_the_cpu(name: str, tmp_path: Path) -> None:
     result = run_bench(
         f"{name} --platform cpu --mode single-process --devices 2 -n 1 -w 0 --chain 1 "

@@ -26,6 +26,9 @@ from jax_intranode._src.ops import all_gather, overlapped, psum_scatter
 
 N = min(4, len(jax.devices()))
 BOTH = pytest.mark.parametrize("check_vma", [True, False])
+MOSTLY_CHECKED = pytest.mark.parametrize(
+    "check_vma", [True, pytest.param(False, marks=pytest.mark.full)]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +96,7 @@ def collectives(f: Callable[..., Any], *args: Any) -> Counter[str]:
 # Shapes and dimensions.
 
 
-@BOTH
+@MOSTLY_CHECKED
 @pytest.mark.parametrize("leading", [(2 * N,), (N, 2 * N), (N, 2 * N, 3 * N)])
 def test_every_axis(leading: tuple[int, ...], check_vma: bool) -> None:
     """Every axis that can be gathered or scattered, the last of the product too."""
@@ -117,7 +120,7 @@ def test_every_axis(leading: tuple[int, ...], check_vma: bool) -> None:
     like_lax(program, *values((*leading, 5), (5, 3 * N)))
 
 
-@BOTH
+@MOSTLY_CHECKED
 @pytest.mark.parametrize("m, k, n", [(0, 3, 4), (1, 0, 4), (1, 3, 0), (0, 0, 0), (129, 33, 1)])
 def test_sizes(m: int, k: int, n: int, check_vma: bool) -> None:
     """Empty dimensions, which XLA's collectives refuse, and odd ones."""
@@ -667,7 +670,7 @@ def test_vmap_of_derivatives_hides_the_axis(check_vma: bool) -> None:
     same(ours(*args), theirs(*args))
 
 
-@BOTH
+@MOSTLY_CHECKED
 @pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (1, 1)])
 def test_vmap_of_derivatives(in_axes: tuple[int | None, int | None], check_vma: bool) -> None:
     x, w, ct = values((2 * N, 5), (5, 3 * N), (2 * N, 3 * N))
@@ -757,7 +760,7 @@ def three(lib: Any, x: Any, w: Any) -> Any:
     )
 
 
-@BOTH
+@MOSTLY_CHECKED
 @pytest.mark.parametrize("in_axes", [(1, None), (2, None), (None, 2), (2, 1)])
 def test_vmap(in_axes: tuple[int | None, int | None], check_vma: bool) -> None:
     """Over x, over w, over both; of the function and of its gradient."""
@@ -782,7 +785,7 @@ def test_vmap(in_axes: tuple[int | None, int | None], check_vma: bool) -> None:
     like_lax(program, x, w)
 
 
-@BOTH
+@MOSTLY_CHECKED
 @pytest.mark.parametrize("jacobian", [jax.jacfwd, jax.jacrev, jax.hessian])
 def test_jacobians(jacobian: Callable[..., Any], check_vma: bool) -> None:
     """Which batch the tangents, and operations of which nothing is batched."""

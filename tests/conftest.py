@@ -16,6 +16,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # More workers gain little: the longest groups of tests take as long as all others together.
 MOST_WORKERS = 4
+# Fixtures with parameters that many tests share: one worker gets all tests of a parameter.
+EXPENSIVE_FIXTURES = ("outcome", "programs")
 
 # `python -m pytest` puts the checkout on the path. Unless native modules were built in it, the
 # tests need the installed package.
@@ -72,7 +74,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=of_full_tier)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
     for item in items:
-        # Cases that one start of the ranks runs: one worker gets them all.
-        if isinstance(item, pytest.Function) and "outcome" in item.fixturenames:
-            ranks = item.callspec.params["outcome"]
-            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {ranks}"))
+        for fixture in EXPENSIVE_FIXTURES:
+            if isinstance(item, pytest.Function) and fixture in item.fixturenames:
+                group = f"{item.path.stem} {item.callspec.params[fixture]}"
+                item.add_marker(pytest.mark.xdist_group(group))

@@ -1,6 +1,7 @@
-"""The protocols, the CPU groups and the order of fused matmuls as C++ programs.
+"""The C++ tests: the protocols, the CPU groups and the order of the tiles of fused kernels.
 
-The first two also under ThreadSanitizer.
+The protocols and the CPU groups also run under ThreadSanitizer, and in the full tier under
+AddressSanitizer and UndefinedBehaviorSanitizer.
 """
 
 import os
@@ -21,8 +22,13 @@ SOURCES = {
     ],
     "fused_order_test": [NATIVE / "fused_order_test.cc"],
 }
-BUILDS = ("plain", "thread")
-# 66: the exit status of a race, told apart from a test's own.
+FLAGS = {
+    "plain": [],
+    "thread": ["-fsanitize=thread"],
+    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+}
+BUILDS = ("plain", "thread", pytest.param("address", marks=pytest.mark.full))
+# Exit status 66 is that of a race. The programs themselves never exit with it.
 _SANITIZER = {"TSAN_OPTIONS": "halt_on_error=1 atexit_sleep_ms=100 exitcode=66"}
 _RACE = """
 #include <thread>
@@ -48,11 +54,11 @@ def run(*command: str | Path, timeout_s: float = 100) -> subprocess.CompletedPro
 
 
 class Programs:
-    """Compiles a test's program when it is first asked for."""
+    """Compiles each program when a test first asks for it."""
 
     def __init__(self, directory: Path, build: str):
         self._directory = directory
-        self._flags = ["-fsanitize=thread"] if build == "thread" else []
+        self._flags = FLAGS[build]
         compiler = shutil.which("c++") or shutil.which("g++")
         if compiler is None:
             pytest.skip("no C++ compiler (c++ or g++) on PATH")

@@ -1,11 +1,13 @@
-"""The model that says which collective matmuls are overlapped, and how they are cut."""
+"""The overlap model on H200s: which collective matmuls are overlapped, and by which plan."""
 
 import dataclasses
+import re
 
 import pytest
 
 from jax_intranode._src import limits, overlap
 from jax_intranode._src.overlap import Plan
+from jax_intranode._src.overlap.plan import describe_fields, parse
 
 RING = 512 << 20
 
@@ -92,7 +94,7 @@ def test_measured_shapes_are_overlapped(
         (SCATTER, 4096, 14336, 8192, Plan(tile_columns=256)),
     ],
 )
-def test_two_gpus_use_one_kernel_for_less_bytes(
+def test_two_gpus_use_the_fused_kernel_for_fewer_bytes(
     operation: str, m: int, k: int, n: int | tuple[int, ...], expected: Plan
 ) -> None:
     assert plan(operation, m, k, n, world=2) == expected
@@ -114,7 +116,7 @@ def test_two_gpus_use_one_kernel_for_less_bytes(
         (SCATTER, 8192, 1792, 4096, Plan(tile_columns=256, band_pairs=2, parts=8)),
     ],
 )
-def test_eight_gpus_send_to_all_at_a_time(
+def test_eight_gpus_send_to_all_peers_at_once(
     operation: str, m: int, k: int, n: int, expected: Plan
 ) -> None:
     assert plan(operation, m, k, n, world=8) == expected
@@ -141,7 +143,7 @@ def test_small_rings_have_room_for_a_pipeline(
 
 
 def test_own_rows_are_multiplied_before_any_that_arrive() -> None:
-    """Where the matmul decides: groups of row tiles end where a rank's own rows do."""
+    """Where the matmul decides, bands end where a rank's own rows do."""
     groups = {}
     for world in (2, 4, 8):
         for pairs in (1, 2, 3, 4, 7):
@@ -157,8 +159,8 @@ def test_own_rows_are_multiplied_before_any_that_arrive() -> None:
     assert plan(GATHER, 2048, 8192, 14336, world=4) == Plan(tile_columns=256, band_pairs=6)
 
 
-def test_sums_of_many_ranks_want_few_tiles_at_the_end() -> None:
-    """A tile of a rank's own rows takes longer the more ranks there are."""
+def test_sums_of_many_ranks_want_few_own_tiles() -> None:
+    """The more ranks, the longer a tile of the rank's own rows takes: their products are added."""
     wide = Plan(tile_columns=256, band_pairs=2, parts=8)
     assert plan(SCATTER, 8192, 1792, 4096, world=8) == wide
     assert plan(SCATTER, 8192, 3584, 4096, world=8) == wide
@@ -166,9 +168,11 @@ def test_sums_of_many_ranks_want_few_tiles_at_the_end() -> None:
     assert plan(SCATTER, 32768, 512, 4096, world=8) == narrow
 
 
-def test_more_than_four_ranks_do_not_keep_in_step() -> None:
-    """Their sums go to all at a time; what they gain by a kernel has to be more, for it is known to
-    less, but where a pipeline would take its place."""
+def test_more_than_four_ranks_are_out_of_step() -> None:
+    """More than four ranks send products to all peers at once.
+
+    The fused kernel has to be faster by a larger margin then, unless a pipeline would run instead.
+    """
     for world, pairs, parts in ((2, 8, 1), (3, 8, 1), (4, 8, 1), (5, 2, 8), (7, 2, 12), (8, 2, 15)):
         expected = Plan(tile_columns=256, band_pairs=pairs, parts=parts)
         assert plan(SCATTER, world * 2048, 7168, 4096, world=world) == expected
@@ -181,7 +185,7 @@ def test_more_than_four_ranks_do_not_keep_in_step() -> None:
 
 
 def test_direct_where_the_matmul_decides() -> None:
-    """And where there are tiles enough that the last ones need not hurry."""
+    """Products are stored directly where the matmul decides and there are many waves."""
     for world in (2, 4, 8):
         for m, k, n, expected in (
             (8192, 7168, 8192, True),
@@ -205,7 +209,7 @@ def test_direct_where_the_matmul_decides() -> None:
 
 
 def test_sums_that_do_not_fit_the_ring_come_in_rounds() -> None:
-    """Where bytes take about as long as the matmul, or longer. Parts are those of a round."""
+    """If the link takes about as long as the matmul. `parts` are those of one round."""
     for world, pairs, parts in ((2, 8, 1), (4, 8, 94), (8, 2, 114)):
         whole = plan(SCATTER, 32768, 1024, 16384, world=world, ring=1 << 30)
         assert isinstance(whole, Plan) and whole.rounds == 1
@@ -217,12 +221,12 @@ def test_sums_that_do_not_fit_the_ring_come_in_rounds() -> None:
         sizes = overlap.Sizes(SCATTER, 1, 32768 // world, (1024,), (16384,), world)
         assert sizes.fit_fused(kernel, RING) and sizes.scratch_bytes(kernel) < RING
         assert plan(SCATTER, 32768, 4096, 16384, world=world) == Plan()
-    # A round has whole tiles: 11 would have room for as many bytes.
+    # A round does whole column tiles. As many bytes would fit 11 rounds.
     uneven = plan(SCATTER, 131072, 512, 29696)
     assert isinstance(uneven, Plan) and uneven.rounds == 12
-    # Not in short ones.
+    # Not in rounds that are too short.
     assert not getattr(plan(SCATTER, 32768, 1024, 16384, ring=128 << 20), "tile_columns", 0)
-    # Of columns that are not even, the first rounds have more tiles.
+    # If the column tiles cannot be split evenly, the first rounds have more.
     assert overlap.Sizes(SCATTER, 1, 128, (8,), (1000,), 2).ring_bytes(128, 3) == 2 * 128 * 384
 
 
@@ -249,7 +253,7 @@ def test_sums_that_do_not_fit_the_ring_come_in_rounds() -> None:
             GATHER, 32768, 8192, 1024, 4,
             Plan(tile_columns=256, band_pairs=16, wgrad=True, row_pairs_before_wgrad=32),
         ),
-        # Tiles of what arrives take long: they are multiplied as columns arrive.
+        # A tile of arriving rows takes long, so it is multiplied while its columns arrive.
         (
             GATHER, 4096, 28672, 1024, 2,
             Plan(tile_columns=256, band_pairs=16, wgrad=True, wgrad_tiles_last=382),
@@ -294,7 +298,7 @@ def test_weight_gradients_as_matmuls_after_it(
 
 
 def test_weight_gradients_of_several_matrices() -> None:
-    """Each takes time, and so do its last tiles."""
+    """Every weight gradient costs time, and each has a partial last tile."""
     ks = (512, 256, 256)
     assert plan(SCATTER, 8192, ks, 8192, world=8, wgrads=3) == plan(
         SCATTER, 8192, 1024, 8192, world=8, wgrads=1
@@ -305,12 +309,12 @@ def test_weight_gradients_of_several_matrices() -> None:
 
 
 def test_few_rows_of_long_products_are_left() -> None:
-    """Few tiles fill the last wave badly, and there is little to hide."""
+    """With few tiles the last wave is badly filled, and there is little to hide."""
     assert "the fused kernel would take" in str(plan(GATHER, 512, 16384, 9216, world=2))
 
 
 def test_tiles_that_fill_the_last_wave() -> None:
-    """Of 224 columns, where whole waves of them are fuller; of sums there are no such tiles."""
+    """Tiles of 224 columns, where their waves are fuller. Reduce-scatters have no such tiles."""
     for world, m, k, n in ((2, 512, 16384, 26624), (4, 2048, 4096, 7168)):
         chosen = plan(GATHER, m, k, n, world=world)
         assert isinstance(chosen, Plan) and chosen.tile_columns == 224
@@ -323,7 +327,7 @@ def test_tiles_that_fill_the_last_wave() -> None:
 
 
 def test_kernel_sends_whole_tiles() -> None:
-    """Of arrays of few rows most would be padding."""
+    """The fused kernel sends whole row tiles: with short arrays most would be padding."""
     for operation, m, k, n, outer in (
         (GATHER, 2048, 8192, 1024, 128),
         (SCATTER, 4096, 1024, 8192, 64),
@@ -342,7 +346,7 @@ def test_kernel_takes_what_fits_the_ring() -> None:
     assert plan(SCATTER, 8192, 3584, 8192, world=2, ring=70 << 20) == Plan(
         tile_columns=192, direct=True
     )
-    # Of one matrix a kernel, but it takes four at most.
+    # The fused kernel takes at most four matrices.
     assert plan(GATHER, 8192, 2048, 2560, world=2) == Plan(tile_columns=256, band_pairs=6)
     assert isinstance(plan(GATHER, 8192, 2048, (512,) * 5, world=2), str)
     with overlap.forced(Plan(tile_columns=256)):
@@ -380,21 +384,21 @@ def test_other_dtypes_hardware_worlds_and_rings() -> None:
         reason = plan(GATHER, 32768, 16384, 8192, **arguments)  # type: ignore[arg-type]
         assert isinstance(reason, str)
         assert says in reason
-    # Of eight ranks, each has less to multiply at a time: more has to travel.
+    # Each of eight ranks has smaller shards: more bytes have to travel to be worth it.
     assert isinstance(plan(GATHER, 2048, 8192, 8192, world=8, ring=16 << 20), str)
     assert plan(GATHER, 8192, 8192, 8192, world=8, ring=64 << 20) == Plan()
 
 
 def test_batches_fill_the_gpu_less() -> None:
-    """A batch of short arrays is not multiplied as one long one."""
-    small = 64 << 20  # too small for a kernel
+    """The arrays of a batch are multiplied one by one, so that short ones fill the GPU badly."""
+    small = 64 << 20  # too small for the fused kernel
     assert plan(GATHER, 16384, 8192, 3584, ring=small) == Plan()
     assert plan(GATHER, 16384, 8192, 3584, outer=2, ring=small) == Plan()
     for operation in (GATHER, SCATTER):
         reason = plan(operation, 16384, 8192, 3584, outer=256)  # 16 rows a rank
         assert isinstance(reason, str)
         assert "the fused kernel would take" in reason
-    # Few rows a rank, and rows that fill their last tile badly.
+    # Shards of few rows, and a last row tile that is badly filled.
     reason = plan(GATHER, 2048, 8192, 14336, ring=20 << 20)
     assert isinstance(reason, str)
     assert "us to hide 67 us" in reason
@@ -402,7 +406,7 @@ def test_batches_fill_the_gpu_less() -> None:
 
 
 def test_sums_of_several_products() -> None:
-    """A kernel takes them as they are; a pipeline has them copied, if that is worth it."""
+    """The fused kernel sums several terms. The pipeline needs them joined by a copy."""
     for world in (2, 4, 8):
         for k in (1024, 3584):
             kernel = plan(SCATTER, 8192, 4 * k, 8192, world=world)
@@ -417,7 +421,7 @@ def test_sums_of_several_products() -> None:
         reason = plan(SCATTER, 8192, (k,) * five, 4096)
         assert isinstance(reason, str)
         assert "joining the operands of the sum takes" in reason
-    # Each has stages of its own.
+    # Each term takes whole stages.
     assert overlap.Sizes(SCATTER, 1, 8, (8, 72, 64), (8,), 2).stages == 4
 
 
@@ -446,3 +450,24 @@ def test_forced() -> None:
         assert plan(GATHER, 512, 64, 64, wgrads=1) == both
         assert plan(GATHER, 512, 64, 64) == Plan(tile_columns=256)
         assert plan(SCATTER, 512, 64, 64, wgrads=1) == Plan(tile_columns=256, wgrad=True)
+
+
+def test_plans_are_read_and_refused_by_name() -> None:
+    assert parse("tile_columns=192,direct=1") == Plan(tile_columns=192, direct=True)
+    assert parse("last_pieces=2, first_pieces=3") == Plan(first_pieces=3, last_pieces=2)
+    names = ", ".join(limits.PLAN_FIELDS)
+    for text, says in (
+        ("", f"'' is not NAME=INTEGER; the names are {names}"),
+        ("rounds", "'rounds' is not NAME=INTEGER"),
+        ("rounds=-1", "'rounds=-1' is not NAME=INTEGER"),
+        ("rounds=1,rounds=2", "rounds is given twice"),
+        ("round=1", f"a plan has no 'round'; it has {names}"),
+        ("rounds=0", "rounds=0: it takes integers from 1 on"),
+        ("wgrad=2", "wgrad=2: it takes integers from 0 to 1"),
+        ("first_pieces=17", "first_pieces=17: it takes integers from 1 to 16"),
+        ("tile_columns=200", "tile_columns=200: it takes 0 (the pipeline) or one of 128, 192"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(says)):
+            parse(text)
+    for name in limits.PLAN_FIELDS:
+        assert f"{name}=" in describe_fields()

@@ -94,8 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plan",
         type=_parse_plan,
         metavar="NAME=VALUE[,NAME=VALUE...]",
-        help="force the plan of an overlapped matmul, whether or not it is the fastest; "
-        f"{describe_plan_fields()}",
+        help="force the plan of an overlapped matmul, whether or not it is the fastest. Its fields "
+        f"and their defaults: {describe_plan_fields()}",
     )
     add(
         "-d",

@@ -1,6 +1,6 @@
 """The plan of an overlapped matmul: one record, with the same field names everywhere.
 
-The fields are those of `MatmulPlan` in xla_ffi/cuda/matmul_call.h, the keys of the custom call's
+The fields are those of `MatmulPlan` in xla_ffi/cuda/matmul_plan.h, the keys of the custom call's
 attribute `plan`, and the names that `bench --plan` and tools/fused_probe.cu take.
 """
 
@@ -14,9 +14,9 @@ import numpy as np
 from jax_intranode._src import limits
 
 
-def _field(default: int | bool, least: int, meaning: str, most: int | None = None) -> Any:
+def _field(default: int | bool, meaning: str, least: int, most: int | None = None) -> Any:
     return dataclasses.field(
-        default=default, metadata={"least": least, "most": most, "meaning": meaning}
+        default=default, metadata={"meaning": meaning, "least": least, "most": most}
     )
 
 
@@ -27,37 +27,50 @@ class Plan:
     The metadata of each field say what it means, and its smallest and largest value.
     """
 
+    # The pipeline.
     first_pieces: int = _field(
         1,
-        1,
-        "pipeline, reduce-scatter: pieces of the first shard; the smallest comes first",
-        limits.MAX_PIECES,
+        "pieces of the first shard of a reduce-scatter; the smallest comes first",
+        least=1,
+        most=limits.MAX_PIECES,
     )
     last_pieces: int = _field(
-        1, 1, "pipeline: pieces of the last shard; the smallest comes last", limits.MAX_PIECES
+        1, "pieces of the last shard; the smallest comes last", least=1, most=limits.MAX_PIECES
     )
+    # The fused kernel.
     tile_columns: int = _field(
-        0, 0, "columns of the fused kernel's tiles: 128, 192, 224 (all-gather) or 256; 0: pipeline"
+        0,
+        "columns of the fused kernel's tiles: 128, 192, 224 (all-gather), 256; 0 for the pipeline",
+        least=0,
     )
-    band_pairs: int = _field(8, 1, "row pairs that are computed before the next ones begin")
+    band_pairs: int = _field(
+        8, "row pairs whose tiles are all computed before the next ones begin", least=1
+    )
     parts: int = _field(
-        1,
         1,
         "reduce-scatter: parts of each peer's tiles; the first parts of all peers are multiplied "
         "before the second ones",
+        least=1,
     )
     direct: bool = _field(
-        False, 0, "reduce-scatter: store products straight into the peer's ring, not in scratch", 1
+        False,
+        "reduce-scatter: store products straight into the peer's ring, not in scratch",
+        least=0,
+        most=1,
     )
     rounds: int = _field(
-        1, 1, "reduce-scatter: launches, each of which does a range of columns that fits the ring"
+        1,
+        "reduce-scatter: launches, each of which does a range of columns that fits the ring",
+        least=1,
     )
-    wgrad: bool = _field(False, 0, "compute weight gradients, too", 1)
+    wgrad: bool = _field(False, "compute weight gradients, too", least=0, most=1)
     row_pairs_before_wgrad: int = _field(
-        0, 0, "all-gather: arriving row pairs that are multiplied before the weight gradients"
+        0, "all-gather: arriving row pairs that are multiplied before the weight gradients", least=0
     )
     wgrad_tiles_last: int = _field(
-        0, 0, "all-gather: cluster tiles of weight gradients that come after all arriving rows"
+        0,
+        "all-gather: cluster tiles of weight gradients that come after all arriving rows",
+        least=0,
     )
 
     @property
@@ -143,8 +156,8 @@ def parse(text: str) -> Plan:
 
 
 def describe_fields() -> str:
-    """Returns a sentence on each field, for the help of commands."""
-    return "; ".join(
-        f"{name} (default {int(getattr(_DEFAULTS, name))}): {field.metadata['meaning']}"
+    """Returns all fields with their defaults and meanings, for the help of commands."""
+    return ", ".join(
+        f"{name}={int(getattr(_DEFAULTS, name))} ({field.metadata['meaning']})"
         for name, field in _FIELDS.items()
     )

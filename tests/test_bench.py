@@ -537,6 +537,16 @@ def test_sample_of_a_matmul(name: str, backward: bool) -> None:
         assert 0.5 * bad.size < unlike <= bad.size
 
 
+def test_plans_in_a_lowered_module() -> None:
+    call = (
+        "stablehlo.custom_call @jax_intranode_collective_matmul(%0, %1) {mhlo.backend_config = "
+        "{gathered = 0 : i32, plan = {direct = true, tile_columns = 192 : i32, wgrad = false}}}"
+    )
+    plan = {"direct": 1, "tile_columns": 192, "wgrad": 0}
+    assert measure_matmul.plans_in(f"{call}\n{call}\n") == [plan, plan]
+    assert measure_matmul.plans_in("func.func @main() {}") == []
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_calls_of_a_matmul_chain_remain(backward: bool) -> None:
     """All of them are computed, one after another, on an operand that is changed in place."""
@@ -1196,7 +1206,7 @@ def test_algorithm_reaches_the_ranks(tmp_path: Path) -> None:
         tmp_path,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "# fell back to lax: JAX_INTRANODE_ALGORITHM=lax" in result.stdout
+    assert "# fell back to jax.lax: JAX_INTRANODE_ALGORITHM=lax" in result.stdout
     written = json.loads((tmp_path / "rows.json").read_text())
     assert [row["algorithm"] for row in written["rows"]] == ["lax"]
     assert written["header"]["algorithm"] == "lax"

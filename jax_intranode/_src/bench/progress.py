@@ -1,4 +1,4 @@
-"""The progress line: one line on a terminal, overwritten in place; nothing elsewhere."""
+"""The progress line: a line on a terminal that is overwritten in place. Elsewhere it is absent."""
 
 import contextlib
 import shutil
@@ -13,14 +13,14 @@ _CLEAR = "\r\x1b[K"
 
 
 class ProgressLine:
-    """Says which of how many measurements runs, and for how long all have been running."""
+    """Shows the current measurement, its number and the time since the start."""
 
     def __init__(self, stream: TextIO, total: int) -> None:
-        """Begins to count the time.
+        """Starts the clock.
 
         Args:
-            stream: where to show the line, if it is a terminal.
-            total: how many measurements there are.
+            stream: the stream for the line, if it is a terminal.
+            total: the number of measurements.
         """
         self._stream = stream if stream.isatty() else None
         self._total = total
@@ -29,22 +29,22 @@ class ProgressLine:
         self._started = time.monotonic()
 
     def begin(self, what: str) -> None:
-        """Says that the next measurement begins."""
+        """Tells that the next measurement begins. `show` writes the line."""
         self._number += 1
         self._what = what
 
     def show(self) -> None:
-        """Writes the line anew, with the time that has passed."""
+        """Writes the line again, with the current time."""
         if self._stream is not None and self._what:
             minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
             text = f"{self._what}: {self._number} of {self._total}, {minutes}:{seconds:02}"
-            # A longer line would wrap, and could not be overwritten.
+            # A longer line would wrap and could not be overwritten.
             columns = shutil.get_terminal_size().columns
             self._stream.write(_CLEAR + text[: columns - 1])
             self._stream.flush()
 
     def clear(self) -> None:
-        """Makes room for other output."""
+        """Erases the line, before other output."""
         if self._stream is not None:
             self._stream.write(_CLEAR)
             self._stream.flush()
@@ -52,13 +52,13 @@ class ProgressLine:
 
 @contextlib.contextmanager
 def following(log: Path | None, begun: Path, line: ProgressLine) -> Iterator[None]:
-    """Shows how ranks get on, until the end of the block.
+    """Shows the progress of the ranks until the end of the block.
 
     Args:
-        log: a file that is copied to stdout as it grows, so that each row is seen when it is
-            measured; or None.
-        begun: a file that gets a line for each measurement that begins.
-        line: where these are shown.
+        log: a file that is copied to stdout while it grows, so that each row appears as soon as it
+            is measured; None for no such file.
+        begun: a file that gets a line when a measurement begins.
+        line: the progress line.
     """
     finished = threading.Event()
 
@@ -66,7 +66,7 @@ def following(log: Path | None, begun: Path, line: ProgressLine) -> Iterator[Non
         position, measurements = 0, 0
         last = False
         while not last:
-            # Read once more after the end: the last lines may have come during the wait.
+            # Read once more after the end, because the last lines may have come during the wait.
             last = finished.wait(0.1)
             if log is not None and log.exists():
                 with log.open(errors="replace") as file:

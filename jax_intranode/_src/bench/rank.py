@@ -1,4 +1,4 @@
-"""What each rank runs: all measurements, in the order in which every rank makes them."""
+"""The program of each rank: makes all measurements, in the same order on every rank."""
 
 import dataclasses
 import json
@@ -27,10 +27,10 @@ _Row = Row | ProgramRow | MatmulRow
 
 
 def main() -> None:
-    """Measures what the command line says, and has rank 0 print and write it.
+    """Makes the measurements. Rank 0 prints and writes the results.
 
-    The arguments: the settings, the JSON file that rank 0 writes, and the file to which it adds a
-    line for each measurement that begins.
+    Command line: the settings as JSON, the JSON file for the results, and a file that gets a line
+    when a measurement begins.
     """
     told, output, begun = settings.from_json(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
     rank = launcher.connect(told.platform) if told.mode == settings.PROCESS_PER_DEVICE else 0
@@ -38,7 +38,7 @@ def main() -> None:
         raise RuntimeError(f"wanted JAX on {told.platform}, got {jax.default_backend()}")
     if any(jnp.dtype(name).itemsize == 8 for name in told.dtypes):
         jax.config.update("jax_enable_x64", True)
-    # Without explicit types the axis would be explicit, and shard_map would want typed operands.
+    # make_mesh's default axis type is Explicit, which requires operands with explicit shardings.
     mesh = jax.make_mesh(
         (told.devices,),
         ("x",),
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 class _Table:
-    """What rank 0 shows while it measures."""
+    """The table that rank 0 prints."""
 
     def __init__(self, told: settings.Settings, header: dict[str, Any], begun: Path) -> None:
         self._mode = told.mode
@@ -65,16 +65,16 @@ class _Table:
         print(record.format_header(header, settled), flush=True)
 
     def begin(self, what: str) -> None:
-        """Says that a measurement begins."""
+        """Tells the parent process that a measurement begins."""
         with self._begun.open("a") as file:
             file.write(f"{self._mode}, {what}\n")
 
     def add(self, row: _Row, fallback: str | None = None) -> None:
-        """Shows a row, and once why ours fell back to lax, if it did."""
-        # The columns not before the first measurement, during which libraries log their start.
+        """Prints a row and, once, the reason if our call fell back to jax.lax."""
+        # The head of the table follows what libraries log during the first measurement.
         self._once(row.COLUMNS)
         if fallback is not None:
-            self._once(f"# fell back to lax: {fallback}")
+            self._once(f"# fell back to jax.lax: {fallback}")
         print(row, flush=True)
 
     def _once(self, text: str) -> None:

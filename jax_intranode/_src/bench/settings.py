@@ -1,4 +1,4 @@
-"""What is to be measured: what the parent process tells the ranks."""
+"""The settings of a measurement, which the parent process sends to the ranks."""
 
 import dataclasses
 import json
@@ -13,38 +13,38 @@ MODES = (PROCESS_PER_DEVICE, SINGLE_PROCESS)
 
 
 class Shape(NamedTuple):
-    """A product [m, k] x [k, n] as one device computes it, whatever is sent before or after it."""
+    """The shape of the product [m, k] x [k, n] that one device computes."""
 
     m: int
     k: int
     n: int
 
     def __str__(self) -> str:
-        """The shape as text."""
+        """Returns the shape as text."""
         return f"{self.m} x {self.k} x {self.n}"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a rank needs to know; travels to it as JSON.
+    """The settings of a measurement.
 
     Attributes:
-        name: one of OPERATIONS, MATMULS or PROGRAMS.
-        sizes: bytes of each measurement, as `operations.Operation` counts them.
-        leaves: arrays that these bytes are cut into and that one call takes as a pytree.
-        dtypes: names of the dtypes, all of which are measured at each size.
-        iterations: timed repetitions.
-        warmup_iterations: untimed repetitions before them.
-        chain: calls in a row; None to choose by platform and size.
+        name: a key of OPERATIONS, MATMULS or PROGRAMS.
+        sizes: bytes of each measurement of a collective, as defined in `operations.Operation`.
+        leaves: the number of arrays that one call takes as a pytree; a size is that of all of them
+            together.
+        dtypes: names of the dtypes. All of them are measured at each size.
+        iterations: the number of timed repetitions.
+        warmup_iterations: the number of untimed repetitions before them.
+        chain: the number of calls in a chain; None to choose it by platform and size.
         mode: one of MODES.
-        devices: the number of devices that take part.
+        devices: the number of devices.
         platform: "cpu" or "gpu".
-        shapes: M, K and N of each measurement of a collective matmul.
-        backward: whether its backward pass is measured.
-        plan: the forced plan of an overlapped matmul, as the fields of `overlap.Plan`; None to let
-            the model choose.
-        settle_ms: how long a collective matmul is called, untimed, right before each of its
-            repetitions; a program for one more repetition, if at all.
+        shapes: m, k and n of each measurement of a collective matmul.
+        backward: whether to measure the backward pass of a collective matmul.
+        plan: the fields of the `overlap.Plan` to use; None to choose the fastest plan.
+        settle_ms: how long a collective matmul runs, untimed, right before each of its repetitions.
+            A program runs for one untimed repetition if this is above 0.
     """
 
     name: str
@@ -63,11 +63,14 @@ class Settings:
     settle_ms: int = 0
 
     def to_json(self) -> str:
-        """The settings as text."""
+        """Returns the settings as text."""
         return json.dumps(dataclasses.asdict(self))
 
     def measurements(self) -> list[tuple[str, int]]:
-        """The dtypes and element counts to measure: those that n devices can share evenly."""
+        """Returns the dtypes and element counts to measure.
+
+        Sizes that can't be divided evenly among the devices are left out.
+        """
         counts = [
             (name, size // jnp.dtype(name).itemsize) for name in self.dtypes for size in self.sizes
         ]
@@ -78,10 +81,10 @@ class Settings:
         ]
 
     def matmuls(self) -> list[tuple[str, Shape]]:
-        """The dtypes and shapes of collective matmuls to measure."""
+        """Returns the dtypes and shapes of collective matmuls to measure."""
         return [(name, Shape(*shape)) for shape in self.shapes for name in self.dtypes]
 
 
 def from_json(text: str) -> Settings:
-    """The settings that `to_json` gave."""
+    """Returns the settings from the text that `to_json` returned."""
     return Settings(**json.loads(text))

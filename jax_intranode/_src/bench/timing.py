@@ -1,4 +1,4 @@
-"""Measuring times as called from JAX: programs take turns; statistics of their repetitions."""
+"""Timing of programs that take turns, and statistics of their repetitions."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -20,14 +20,14 @@ class Times:
 
     Attributes:
         p50: the median.
-        p99: the 99th percentile. Of few repetitions it is nearly the largest.
+        p99: the 99th percentile. With few repetitions it is almost the largest time.
     """
 
     p50: float
     p99: float
 
     def __add__(self, other: "Times") -> "Times":
-        """The times of two operations, one after the other."""
+        """Returns the times of two operations in a row."""
         return Times(self.p50 + other.p50, self.p99 + other.p99)
 
 
@@ -38,7 +38,12 @@ def statistics(us: Sequence[float] | np.ndarray) -> Times:
 
 
 def slowest_rank(name: str, times: Times) -> Times:
-    """Returns the largest of all ranks' times, since an operation is done when the last one is."""
+    """Returns the largest times of all ranks. An operation is done when its last rank is.
+
+    Args:
+        name: a unique name of the measurement.
+        times: this rank's times.
+    """
     return Times(
         all_ranks.largest(f"{name}/p50", times.p50),
         all_ranks.largest(f"{name}/p99", times.p99),
@@ -54,7 +59,7 @@ def program(mesh: Mesh, body: Callable[..., Any], donated: int | None = None) ->
     Args:
         mesh: a mesh with one axis "x".
         body: the function.
-        donated: the argument whose memory the result takes.
+        donated: the number of the argument whose memory the result may take.
     """
     return jax.jit(
         jax.shard_map(
@@ -71,37 +76,38 @@ def program(mesh: Mesh, body: Callable[..., Any], donated: int | None = None) ->
 def take_turns(
     runs: Sequence[Callable[[], Any]], mesh: Mesh, settings: Settings, untimed: int = 0
 ) -> tuple[list[list[float]], int]:
-    """Repeats functions in turns.
-
-    Returns the seconds of each one's repetitions, and how often XLA called a handler of ours in
-    them: not at all if it only replayed graphs.
+    """Times functions that take turns.
 
     Args:
         runs: functions that start work on all devices of the mesh and return arrays to wait for.
         mesh: a mesh with one axis "x".
-        settings: how often.
+        settings: the number of repetitions.
         untimed: how often a function is called, untimed, right before each of its repetitions.
+
+    Returns:
+        For each function the seconds of its repetitions; and how often XLA called our FFI handlers
+        in all of them, 0 if it only replayed CUDA graphs.
     """
     align = program(mesh, lambda x: jax.lax.psum(x, "x"))
     one = jax.make_array_from_callback(
         (mesh.size,), NamedSharding(mesh, PartitionSpec("x")), lambda index: np.ones(1, np.float32)
     )
     for run in runs:
-        jax.block_until_ready(run())  # Compiles, also without warm-up.
+        jax.block_until_ready(run())  # Compiles it, also without warm-up.
     seconds: list[list[float]] = [[] for _ in runs]
     handler_calls = 0
     for repetition in range(-settings.warmup_iterations, settings.iterations):
-        # Another one goes first each time, and they go in the other direction every other time, so
-        # that a drift or an after-effect hits all alike: after one that heats a GPU its clocks are
-        # lower.
+        # The first function changes, and every second round goes in the opposite direction. So a
+        # drift affects all functions alike, and so does a predecessor that lowers a GPU's clock by
+        # heating it.
         turns = [(repetition + turn) % len(runs) for turn in range(len(runs))]
         for which in turns if repetition % 2 == 0 else reversed(turns):
             for _ in range(untimed):
                 settled = runs[which]()
             if untimed > 0:
                 jax.block_until_ready(settled)
-            # Ranks drift apart while they do not communicate; who starts early would wait, and the
-            # wait would be charged to the collective.
+            # Ranks drift apart between collectives. A rank that starts early would wait for the
+            # others, and the collective would be charged for that.
             align(one).block_until_ready()
             calls_before = native.handler_calls()
             start = time.perf_counter()

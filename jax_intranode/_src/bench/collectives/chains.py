@@ -1,4 +1,7 @@
-"""Times of collectives as called from JAX: chains of calls, less the same chains without them."""
+"""Times of collectives called from JAX.
+
+A chain of (operation, multiply) is timed, less the same chain without the operation.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,16 +19,15 @@ from jax_intranode._src.bench.timing import Times, program, statistics, take_tur
 
 
 def _fit(x: jax.Array, count: int) -> jax.Array:
-    """Repeats an array, or cuts it off, so that it has that many elements."""
+    """Repeats or truncates an array to this number of elements."""
     return x[:count] if len(x) >= count else jnp.tile(x, count // len(x))
 
 
 def _chain(mesh: Mesh, call: Callable[[Any], Any], length: int) -> Callable[..., Any]:
-    """Returns a program that applies a function many times, each to the last one's result.
+    """Returns a program that applies a function many times, each time to the previous result.
 
-    The result is brought to the operand's size and multiplied, which keeps sums from growing; the
-    barrier keeps the links of the chain apart. All of it costs time, which the caller takes off
-    again.
+    Between two calls the result is brought to the operand's size and multiplied, so that sums
+    don't grow. A barrier keeps XLA from merging the calls. The caller subtracts this overhead.
     """
 
     def body(xs: list[jax.Array], scale: jax.Array) -> list[jax.Array]:
@@ -38,30 +40,36 @@ def _chain(mesh: Mesh, call: Callable[[Any], Any], length: int) -> Callable[...,
 
 
 def chain_length(settings: Settings, size: int, leaves: int) -> int:
-    """Returns how many calls to make in a row."""
+    """Returns the number of calls in a chain."""
     if settings.chain is not None:
         return settings.chain
-    # Long chains on GPUs: one process launches on all of them, and a short program ends before the
-    # next one has been launched.
+    # Chains are long on GPUs, because a single process launches on all of them: a short program
+    # would end before the next one is launched.
     if settings.platform == "cpu":
         length = 32 if size < 1 << 20 else 4
     else:
         length = 256 if size <= 1 << 20 else 128 if size <= 4 << 20 else 16
-    # The program grows with the leaves, and so does the time that one link takes.
+    # With many leaves a call takes longer, and the compiled program is larger.
     return length if leaves == 1 else max(4, min(length, 1024 // leaves))
 
 
 def times_as_called(
     settings: Settings, operation: Operation, mesh: Mesh, data: list[jax.Array], size: int
 ) -> tuple[Times, Times, int]:
-    """Measures, on this rank, one call of ours and of lax's.
+    """Measures one call of ours and of lax's on this rank.
 
-    Both are chains of (operation, multiply) less the same chain without the operation. A chain goes
-    on from its last result, in the same memory: with other addresses XLA would capture its graphs
-    again, which takes longer than running them.
+    Each chain continues from its last result in the same memory. With changing addresses XLA would
+    capture its CUDA graphs again, which takes longer than running them.
+
+    Args:
+        settings: what to measure.
+        operation: the operation.
+        mesh: a mesh with one axis "x" of all devices.
+        data: the operands.
+        size: bytes, as defined in `operations.Operation`.
 
     Returns:
-        Both times, and how often XLA called a handler of ours while they were taken.
+        Our times, lax's times, and how often XLA called our FFI handlers meanwhile.
     """
     n = settings.devices
     dtype = data[0].dtype
@@ -72,12 +80,12 @@ def times_as_called(
         return jax.make_array_from_callback((n,), data[0].sharding, lambda index: shard)
 
     def nothing(xs: list[jax.Array]) -> list[jax.Array]:
-        # As long as the operation's result, of which the chain makes the operand again.
+        # An array of the size of the operation's result.
         return [x[: len(x) // n] if operation.result_is_part else x for x in xs]
 
     one = scale(1)
-    # Where nothing is summed, multiplying by 1/n would end in subnormal numbers, a slow path on
-    # some devices.
+    # Without a sum, multiplying by 1/n would end in subnormal numbers, which are slow on some
+    # devices.
     grows = operation.sums and not operation.is_mean and not jnp.issubdtype(dtype, jnp.integer)
     mean = scale(1 / n) if grows else one
     chains = (

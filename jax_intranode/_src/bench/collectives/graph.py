@@ -1,4 +1,4 @@
-"""Times in a graph: our kernels by themselves in a CUDA graph, with nothing between them."""
+"""Times of our kernels alone, back to back in a CUDA graph."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,14 +13,14 @@ from jax_intranode._src.bench.collectives import oracle
 from jax_intranode._src.bench.collectives.operations import Operation
 from jax_intranode._src.bench.settings import Settings
 
-# Operations in one graph.
+# The number of operations in one graph.
 _CALLS = 50
 
 
 def can_measure(
     settings: Settings, operation: Operation, selected: Sequence[select.Selection]
 ) -> bool:
-    """Whether the operation consists of our kernels alone, of one array."""
+    """Returns whether the operation is a sequence of our kernels on one array."""
     return (
         settings.platform == "gpu"
         and settings.leaves == 1
@@ -38,27 +38,28 @@ def measure(
     expected: np.ndarray,
     label: str,
 ) -> tuple[timing.Times, int]:
-    """Measures and checks an operation, on all ranks together.
+    """Measures and checks an operation on all ranks together.
 
     Args:
-        settings: how often.
+        settings: the number of repetitions.
         operation: the operation.
         mesh: a mesh with one axis "x".
-        selected: what each step of the operation runs as.
+        selected: the selection for each step of the operation.
         shards: the operand of each device of this process, by the device's position in the mesh.
-        expected: what `oracle.expected_result` gave.
-        label: names this measurement; used once.
+        expected: the right result, from `oracle.expected_result`.
+        label: a unique name of this measurement.
 
     Returns:
-        The slowest rank's times, for several steps their sum; and the wrong elements of all ranks.
+        The slowest rank's times, summed over the steps, and the number of wrong elements on all
+        ranks.
     """
     times = timing.Times(0, 0)
     data = shards
     for step, chosen in enumerate(selected):
-        # Kernels wait for their peers', but not for those that still compile.
+        # A kernel's wait for its peers has a time limit, which must not include their compilation.
         all_ranks.values(f"{label}/graph/{step}/start", 0)
-        of_step, data = _measure_step(settings, mesh, chosen, data)
-        times += timing.slowest_rank(f"{label}/graph/{step}", of_step)
+        step_times, data = _measure_step(settings, mesh, chosen, data)
+        times += timing.slowest_rank(f"{label}/graph/{step}", step_times)
     wrong = sum(
         oracle.count_wrong(got, expected[oracle.part_of(operation, rank, len(got))], None)
         for rank, got in data.items()
@@ -69,10 +70,10 @@ def measure(
 def _measure_step(
     settings: Settings, mesh: Mesh, chosen: select.Selection, data: dict[int, np.ndarray]
 ) -> tuple[timing.Times, dict[int, np.ndarray]]:
-    """Runs one kernel on all devices of this process at once, each from a thread of its own.
+    """Runs one kernel on all devices of this process at once, with a thread for each device.
 
     Returns:
-        The slowest device's times, and the devices' results.
+        The slowest device's times, and each device's result.
     """
     groups = communicator.partition(mesh, ("x",))
     devices = mesh.devices.flat

@@ -1,4 +1,4 @@
-"""One row of an operation's table: checked, then timed."""
+"""Checks and times one row of a collective's table."""
 
 import math
 from typing import Any
@@ -26,10 +26,10 @@ def measure(settings: Settings, mesh: Mesh, dtype_name: str, count: int) -> tupl
         settings: what to measure.
         mesh: a mesh with one axis "x" of all devices.
         dtype_name: the dtype.
-        count: the elements that the size counts (`operations.Operation`).
+        count: the number of elements in the size, as defined in `operations.Operation`.
 
     Returns:
-        The row, and why ours fell back to lax, if it did.
+        The row, and the reason if our call fell back to jax.lax.
     """
     operation = OPERATIONS[settings.name]
     dtype = np.dtype(jnp.dtype(dtype_name))
@@ -45,11 +45,11 @@ def measure(settings: Settings, mesh: Mesh, dtype_name: str, count: int) -> tupl
 
     sharding = NamedSharding(mesh, PartitionSpec("x"))
     whole = jax.make_array_from_callback((n * operand_count,), sharding, shard)
-    # What is scattered is cut evenly.
+    # Each rank gets an equal part of a scattered array.
     at = cuts(operand_count, settings.leaves, n if "psum_scatter" in operation.steps else 1)
     data = timing.program(mesh, lambda x: jnp.split(x, at))(whole)
 
-    # Lowering is where the ranks of a mesh meet, so only then is the selection final.
+    # The ranks of a mesh rendezvous at the first lowering. Until then the selection is not final.
     ours, lax = (
         timing.program(mesh, lambda xs, lib=lib: jnp.concatenate(operation.call(lib, xs)))(data)
         for lib in (jax_intranode, jax.lax)
@@ -113,12 +113,12 @@ def measure(settings: Settings, mesh: Mesh, dtype_name: str, count: int) -> tupl
 
 
 def cuts(count: int, leaves: int, multiple: int = 1) -> list[int]:
-    """Returns where to cut an array into that many leaves, whose sizes are as 1 : 2 : 3 : 4.
+    """Returns where to split an array into leaves, whose sizes are in the ratio 1 : 2 : 3 : 4.
 
     Args:
-        count: elements of the array.
-        leaves: how many leaves.
-        multiple: each leaf, and the array, has a multiple of so many elements.
+        count: the number of elements of the array.
+        leaves: the number of leaves.
+        multiple: the number of elements of each leaf, and of the array, is a multiple of this.
     """
     ends = np.cumsum([1 + k % 4 for k in range(leaves)])
     return [int(count // multiple * end // ends[-1]) * multiple for end in ends[:-1]]
@@ -127,7 +127,14 @@ def cuts(count: int, leaves: int, multiple: int = 1) -> list[int]:
 def _selected(
     operation: Operation, mesh: Mesh, counts: list[int], dtype: np.dtype[Any]
 ) -> list[select.Selection]:
-    """Returns what each collective of ours runs as, for leaves of so many elements."""
+    """Returns the selection for each collective of our call.
+
+    Args:
+        operation: the operation.
+        mesh: the mesh.
+        counts: the number of elements of each leaf.
+        dtype: the dtype.
+    """
     if operation.steps == ("psum",):
         shapes = [(count,) for count in counts]
         return [chosen for _, chosen in operations(mesh, ("x",), shapes, dtype)]
@@ -140,7 +147,7 @@ def _selected(
 
 
 def _algorithm(selected: list[select.Selection]) -> str:
-    """Returns the one word for what ours runs as."""
+    """Returns one word for the algorithms of our call."""
     algorithms = {chosen.algorithm for chosen in selected}
     if algorithms == {"reduce_scatter", "all_gather"}:
         return "push"

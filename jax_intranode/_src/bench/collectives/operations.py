@@ -1,4 +1,4 @@
-"""The operations that can be measured: what they call, and how sizes are counted."""
+"""The collectives that can be measured: what they call, and what their size means."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,15 +9,16 @@ import jax
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation, and what it does to the number of elements.
+    """A collective, or two of them in a row.
 
-    Sizes count as in nccl-tests: the elements of the operand or of the result, whichever are more.
+    As in nccl-tests, a size is the number of bytes of the operand or of the result, whichever is
+    larger.
 
     Attributes:
         call: from a library (ours or jax.lax) and a list of arrays to a list of arrays.
-        steps: the collectives that it is made of, by the names that select.py knows them by.
-        operand_is_part: the operand has only 1/n of the elements that the size counts.
-        result_is_part: the result has only 1/n of them: the part with the number of the rank.
+        steps: the names of the collectives in select.py.
+        operand_is_part: the operand has 1/n of the elements in the size.
+        result_is_part: the result has 1/n of them: the part with the rank's number.
         is_mean: the sum is divided by n.
     """
 
@@ -33,15 +34,15 @@ class Operation:
         return self.steps != ("all_gather",)
 
     def operand_count(self, count: int, n: int) -> int:
-        """Elements of a device's operand, for the elements that the size counts."""
+        """Returns the number of elements of a device's operand, given that of the size."""
         return count // n if self.operand_is_part else count
 
     def result_count(self, count: int, n: int) -> int:
-        """Elements of a device's result, for the elements that the size counts."""
+        """Returns the number of elements of a device's result, given that of the size."""
         return count // n if self.result_is_part else count
 
     def bus_factor(self, n: int) -> float:
-        """What algbw is multiplied by for a speed that compares with a link's for any n."""
+        """Returns busbw / algbw. The bus bandwidth compares with a link's speed for any n."""
         passes = 1 if self.operand_is_part or self.result_is_part else 2
         return passes * (n - 1) / n
 
@@ -54,8 +55,8 @@ def _all_gather(library: Any, xs: list[Any]) -> Any:
     return library.all_gather(xs, "x", tiled=True)
 
 
-# The barriers keep XLA from making one operation of two: an all-reduce of the pair, or something
-# else of a gather of which a slice is taken.
+# The barriers keep XLA from merging operations: psum_scatter and all_gather into an all-reduce, or
+# an all_gather with a slice of its result.
 OPERATIONS = {
     "psum": Operation(lambda library, xs: library.psum(xs, "x"), ("psum",)),
     "pmean": Operation(lambda library, xs: library.pmean(xs, "x"), ("psum",), is_mean=True),

@@ -1,4 +1,4 @@
-"""The data, the one right result, and the count of wrong elements."""
+"""The data of collectives, their one right result, and the number of wrong elements."""
 
 import math
 from collections.abc import Iterable
@@ -12,10 +12,10 @@ from jax_intranode._src.bench.collectives.operations import Operation
 
 
 def random_shard(rank: int, size: int, dtype: np.dtype[Any]) -> np.ndarray:
-    """Returns the data of one rank, which every rank can compute without being sent them.
+    """Returns one rank's data. Every rank can compute the data of all ranks.
 
     Args:
-        rank: the rank whose data to make.
+        rank: the rank.
         size: bytes of the data.
         dtype: a floating or integer dtype.
     """
@@ -29,14 +29,14 @@ def random_shard(rank: int, size: int, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def _accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns the dtype in which a sum of this dtype is accumulated."""
+    """Returns the dtype in which sums of this dtype are accumulated."""
     if jnp.issubdtype(dtype, jnp.integer) or dtype == np.float64:
         return dtype
     return np.dtype(np.float32)
 
 
 def expected_sum(shards: Iterable[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Computes the one right result of a psum, bit for bit.
+    """Computes the bits that a psum must return.
 
     The sum starts from rank 0's value, adds the others in rank order, and is rounded once.
 
@@ -44,8 +44,8 @@ def expected_sum(shards: Iterable[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         shards: the data of each rank, in rank order.
 
     Returns:
-        The result, and the sum of the absolute values, to which a bound on the error of other
-        orders of adding is proportional.
+        The result, and the sum of the absolute values. The error bound of a sum in another order is
+        proportional to the latter.
     """
     iterator = iter(shards)
     first = next(iterator)
@@ -60,7 +60,7 @@ def expected_sum(shards: Iterable[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 def expected_result(
     operation: Operation, n: int, size: int, dtype: np.dtype[Any]
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Computes the right result of an operation on `random_shard`, and how far lax's may be off.
+    """Computes the right result of an operation on `random_shard`, and lax's tolerance.
 
     Args:
         operation: the operation.
@@ -69,8 +69,8 @@ def expected_result(
         dtype: its dtype.
 
     Returns:
-        The result that a rank has, or (result_is_part) has its part of; and lax's tolerance for
-        each element, or None if lax has no choice.
+        The result of each rank; with `result_is_part` a rank has its part of it. And how far each
+        element of lax's result may be off, or None if lax's bits must be the same.
     """
     shards = (random_shard(rank, size, dtype) for rank in range(n))
     if not operation.sums:
@@ -78,10 +78,10 @@ def expected_result(
     total, magnitude = expected_sum(shards)
     if jnp.issubdtype(dtype, jnp.integer):
         return total, None
-    # In any order, and rounded at each step.
+    # lax may add in any order and round after each addition.
     tolerance = n * float(jnp.finfo(dtype).eps) * magnitude
     if operation.is_mean:
-        # The sum is ours, the division XLA's, which may multiply by 1/n.
+        # XLA does the division, and may multiply by 1/n instead.
         total = np.asarray(jax.jit(lambda x: x / n)(total))
         tolerance *= (n + 1) / n**2
     return total, tolerance
@@ -90,7 +90,7 @@ def expected_result(
 def exact_result(
     operation: Operation, n: int, size: int, dtype: np.dtype[Any]
 ) -> np.ndarray | None:
-    """Computes the same result in float64, not rounded; None where nothing is rounded."""
+    """Computes the result in float64, without rounding; None where nothing is rounded."""
     if not operation.sums or jnp.issubdtype(dtype, jnp.integer):
         return None
     shards = [random_shard(rank, size, dtype).astype(np.float64) for rank in range(n)]
@@ -101,9 +101,9 @@ def exact_result(
 def error_on_devices(
     result: jax.Array, operation: Operation, exact: np.ndarray | None
 ) -> float | None:
-    """Returns how far off the results of this process's devices are.
+    """Returns the largest error of this process's devices; None if `exact` is None.
 
-    Root mean square over the elements, relative to that of the exact ones; the worst device's.
+    The error is the root mean square of the difference, relative to that of the exact result.
     """
     if exact is None:
         return None
@@ -112,7 +112,7 @@ def error_on_devices(
         got = np.asarray(shard.data).astype(np.float64)
         part = exact[part_of(operation, (shard.index[0].start or 0) // len(got), len(got))]
         errors.append(math.sqrt(np.sum((got - part) ** 2) / np.sum(part**2)))
-    return float(np.max(errors))  # NaN if one is
+    return float(np.max(errors))  # NaN if one of them is
 
 
 def count_wrong(got: np.ndarray, expected: np.ndarray, tolerance: np.ndarray | None) -> int:
@@ -120,8 +120,8 @@ def count_wrong(got: np.ndarray, expected: np.ndarray, tolerance: np.ndarray | N
 
     Args:
         got: the result.
-        expected: what it should be.
-        tolerance: how far each element may be off; None to compare bits, where NaN equals NaN.
+        expected: the right result.
+        tolerance: how far each element may be off; None to compare bits, with NaN equal to NaN.
     """
     if tolerance is None:
         bits = f"u{got.dtype.itemsize}"
@@ -136,16 +136,16 @@ def count_wrong(got: np.ndarray, expected: np.ndarray, tolerance: np.ndarray | N
 def count_wrong_on_devices(
     result: jax.Array, operation: Operation, expected: np.ndarray, tolerance: np.ndarray | None
 ) -> int:
-    """Counts the wrong elements over this process's devices, each of which has its own result."""
+    """Counts the wrong elements in the results of all devices of this process."""
     wrong = 0
     for shard in result.addressable_shards:
         got = np.asarray(shard.data)
         part = part_of(operation, (shard.index[0].start or 0) // len(got), len(got))
-        of_part = None if tolerance is None else tolerance[part]
-        wrong += count_wrong(got, expected[part], of_part)
+        allowed = None if tolerance is None else tolerance[part]
+        wrong += count_wrong(got, expected[part], allowed)
     return wrong
 
 
 def part_of(operation: Operation, rank: int, count: int) -> slice:
-    """Returns where a rank's result of `count` elements lies in the expected one."""
+    """Returns the part of the expected result that a rank's result of `count` elements has."""
     return slice(rank * count, (rank + 1) * count) if operation.result_is_part else slice(None)

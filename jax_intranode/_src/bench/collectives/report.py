@@ -1,4 +1,4 @@
-"""What the benchmark says of a collective: its rows, and the table of the peers."""
+"""The table of a collective: one row for each size, and the table of the peers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,34 +9,37 @@ from jax_intranode._src.bench.cells import optional
 
 @dataclass(frozen=True)
 class Row:
-    """One line of an operation's table. Times are in microseconds a call, the slowest rank's.
+    """One line of a collective's table.
+
+    Times are in microseconds a call, and those of the slowest rank. Counts of wrong elements are
+    totals over all devices.
 
     Attributes:
-        size: bytes, as `operations.Operation` counts them.
-        count: elements in these bytes.
+        size: bytes, as defined in `operations.Operation`.
+        count: the number of elements in these bytes.
         dtype: the dtype's name.
         mode: "process-per-device" or "single-process".
-        algorithm: what ours ran as: an algorithm, "push" for psum_scatter and all_gather, "mixed"
-            if several differ, "lax" if it fell back.
-        operations: how many operations ours ran as.
-        graph_time_us: our kernels by themselves in a CUDA graph, median; None if not measured.
-        graph_time_p99_us: their 99th percentile.
-        graph_wrong: elements of the graph's result that are wrong, over all devices.
-        time_us: ours as called, the multiply of the chain taken off: median.
+        algorithm: the algorithm of our call. "push" stands for psum_scatter and all_gather
+            together, "mixed" for several different ones, "lax" for a fallback to jax.lax.
+        operations: the number of operations that our call runs.
+        graph_time_us: median time of our kernels alone in a CUDA graph; None if not measured.
+        graph_time_p99_us: its 99th percentile.
+        graph_wrong: the number of wrong elements in the graph's result.
+        time_us: median time of our call from JAX, less the chain's own multiplications.
         time_p99_us: its 99th percentile.
-        algbw: size / time_us, in GB/s; None if the time is below what the clock shows.
-        busbw: algbw * 2(n-1)/n (psum_scatter and all_gather: (n-1)/n), which compares with a
-            link's speed for any n; or None.
-        wrong: elements of our result that are wrong, over all devices.
-        lax_time_us: lax's as called: median.
+        algbw: size / time_us in GB/s; None if the time is below the clock's resolution.
+        busbw: bus bandwidth in GB/s: algbw * 2(n-1)/n, or (n-1)/n for psum_scatter and all_gather.
+            It compares with a link's speed for any number n of devices. None where algbw is.
+        wrong: the number of wrong elements in our result.
+        lax_time_us: median time of lax's call from JAX.
         lax_time_p99_us: its 99th percentile.
-        lax_wrong: elements of lax's result that are wrong, over all devices.
-        ratio: lax_time_us / time_us, above 1 where ours is faster; or None.
-        error: how far our result is from the float64 one: root mean square over the elements,
-            relative to that of the latter; None where nothing is rounded, or not finite.
-        lax_error: how far lax's is.
-        handler_calls: how often XLA called a handler of ours while both were timed as called, over
-            all ranks; 0 where it replayed graphs.
+        lax_wrong: the number of wrong elements in lax's result.
+        ratio: lax_time_us / time_us, above 1 where ours is faster; None where algbw is.
+        error: root-mean-square error of our result against float64, relative to the root mean
+            square of the float64 result; None where nothing is rounded, or if it is not finite.
+        lax_error: the same for lax's result.
+        handler_calls: how often XLA called our FFI handlers while times from JAX were taken, over
+            all ranks; 0 where it replayed CUDA graphs.
     """
 
     size: int
@@ -63,14 +66,14 @@ class Row:
 
     COLUMNS = (
         f"# {'':>11} {'':>11} {'':>8} {'':>14} | {'in a graph (us)':^24} | "
-        f"{'as called (us, GB/s)':^40} | {'lax, as called (us)':^24} |\n"
+        f"{'from JAX (us, GB/s)':^40} | {'lax, from JAX (us)':^24} |\n"
         f"# {'size(B)':>11} {'count':>11} {'type':>8} {'algorithm':>14} | {'p50':>8} {'p99':>8} "
         f"{'#wrong':>6} | {'p50':>8} {'p99':>8} {'algbw':>7} {'busbw':>7} {'#wrong':>6} | "
         f"{'p50':>8} {'p99':>8} {'#wrong':>6} | {'ratio':>6}"
     )
 
     def __str__(self) -> str:
-        """The row as the table shows it."""
+        """Returns the row as a line of the table."""
         graph_wrong = "-" if self.graph_wrong is None else self.graph_wrong
         return (
             f"  {self.size:11} {self.count:11} {self.dtype:>8} {self.algorithm:>14} | "
@@ -83,11 +86,11 @@ class Row:
 
 
 def format_peers(peers: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
-    """Returns the table of the peers beside ours in a graph.
+    """Returns a table of the peers' times and ours in a CUDA graph.
 
     Args:
-        peers: what `measure` returned.
-        rows: the rows of ours.
+        peers: the result of `peers.registry.measure`.
+        rows: our rows, as dictionaries.
     """
     times: dict[tuple[str, int], dict[str, float | None]] = {}
     for row in rows:
@@ -95,15 +98,15 @@ def format_peers(peers: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
         times.setdefault((row["dtype"], row["size"]), {})[column] = row["graph_time_us"]
     for row in peers["rows"]:
         times.setdefault((row["dtype"], row["size"]), {})[row["library"]] = row["time_us"]
-    columns = list(dict.fromkeys(name for of_size in times.values() for name in of_size))
+    columns = list(dict.fromkeys(name for by_library in times.values() for name in by_library))
     wrong = sum(row["wrong"] or 0 for row in peers["rows"])
     lines = [
-        f"# in a graph (us), p50 (nccl-tests: mean): {', '.join(peers['versions'])}",
+        f"# p50 in a CUDA graph (us; nccl-tests: mean): {', '.join(peers['versions'])}",
         f"# {'size(B)':>12} {'type':>8} | " + " ".join(f"{name:>24}" for name in columns),
         *(
             f"  {size:12} {dtype:>8} | "
-            + " ".join(optional(of_size.get(name), 24) for name in columns)
-            for (dtype, size), of_size in times.items()
+            + " ".join(optional(by_library.get(name), 24) for name in columns)
+            for (dtype, size), by_library in times.items()
         ),
         f"# wrong elements of the peers: {wrong}",
     ]

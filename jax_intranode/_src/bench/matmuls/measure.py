@@ -1,7 +1,8 @@
-"""One row of a collective matmul's table: checked, then timed."""
+"""Checks and times one row of a collective matmul's table."""
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +22,16 @@ from jax_intranode._src.bench.matmuls.oracle import Data
 from jax_intranode._src.bench.matmuls.report import MatmulRow
 from jax_intranode._src.bench.settings import Settings, Shape
 
-# What a chain should take on a GPU; several chains are one repetition.
+# A chain should take this long on a GPU. A repetition is _CHAINS chains.
 _CHAIN_S = 20e-3
 _MAX_CHAIN = 64
 _CHAINS = 2
-# What a call takes at least.
+# The shortest time that a call is assumed to take.
 _LEAST_CALL_S = 10e-6
+
+# The attribute "plan" of a custom call, and one of its fields, as a lowered module shows them.
+_PLAN = re.compile(r"\bplan = \{([^{}]*)\}")
+_PLAN_FIELD = re.compile(r"(\w+) = (\d+|true|false)\b")
 
 
 def measure(
@@ -41,7 +46,7 @@ def measure(
         shape: the shape.
 
     Returns:
-        The row, and why ours fell back to lax, if it did.
+        The row, and the reason if our call fell back to jax.lax.
     """
     if settings.plan is not None:
         unforced = dataclasses.replace(settings, plan=None)
@@ -55,6 +60,7 @@ def measure(
     ours, by_lax = (_call(mesh, f, backward, data) for f in (matmul.ours, matmul.lax))
     chosen = jax_intranode.explain(ours.program(mesh))(ours.moving, *ours.fixed)
     algorithms = {call.algorithm for call in chosen} or {"none"}
+    plans = plans_in(ours.program(mesh).lower(ours.moving, *ours.fixed).as_text())
     fallback = next((call.reason for call in chosen if call.algorithm == "lax"), None)
 
     checked = _check(mesh, matmul, backward, data, ours, by_lax)
@@ -62,7 +68,7 @@ def measure(
         all_ranks.total(f"{label}/wrong/{k}", count) for k, count in enumerate(checked[:2])
     )
     error, lax_error = (
-        all_ranks.largest(f"{label}/error/{k}", of_one) for k, of_one in enumerate(checked[2:])
+        all_ranks.largest(f"{label}/error/{k}", off) for k, off in enumerate(checked[2:])
     )
 
     length = chain_length(settings, dtype_name, shape)
@@ -82,9 +88,9 @@ def measure(
     our_times, lax_times, alone = (
         timing.slowest_rank(
             f"{label}/times/{k}",
-            timing.statistics(1e6 * (np.array(of_one) - nothing) / (_CHAINS * length)),
+            timing.statistics(1e6 * (np.array(of_run) - nothing) / (_CHAINS * length)),
         )
-        for k, of_one in enumerate(seconds)
+        for k, of_run in enumerate(seconds)
     )
     bound = None
     if settings.platform == "gpu":
@@ -100,6 +106,7 @@ def measure(
         mode=settings.mode,
         algorithm=algorithms.pop() if len(algorithms) == 1 else "mixed",
         reason="; ".join(dict.fromkeys(call.reason for call in chosen)),
+        plans=plans,
         chain=length,
         time_us=our_times.p50,
         time_p99_us=our_times.p99,
@@ -120,17 +127,25 @@ def measure(
     return row, fallback
 
 
+def plans_in(module: str) -> list[dict[str, int]]:
+    """Returns the plans of the overlapped matmuls in the text of a lowered module."""
+    return [
+        {name: int({"true": 1, "false": 0}.get(value, value)) for name, value in fields}
+        for fields in map(_PLAN_FIELD.findall, _PLAN.findall(module))
+    ]
+
+
 # Calls.
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A function of per-device arrays that returns several, and its operands.
+    """A function of per-device arrays that returns a list of arrays, and its operands.
 
     Attributes:
         function: the function.
         moving: its first operand, which a chain changes.
-        fixed: the others.
+        fixed: the other operands.
     """
 
     function: Callable[..., list[Any]]
@@ -138,16 +153,16 @@ class _Call:
     fixed: tuple[Any, ...]
 
     def program(self, mesh: Mesh) -> Callable[..., Any]:
-        """The function, compiled for all devices."""
+        """Returns the function compiled for all devices."""
         return timing.program(mesh, self.function)
 
     def results(self, mesh: Mesh) -> list[Any]:
-        """What it returns."""
+        """Returns the function's results."""
         return self.program(mesh)(self.moving, *self.fixed)
 
 
 def _call(mesh: Mesh, function: Callable[[Any, Any], Any], backward: bool, data: Data) -> _Call:
-    """A collective matmul, or its backward pass, which is given what the forward pass keeps."""
+    """Returns a collective matmul, or its backward pass given the forward pass's residuals."""
     if not backward:
         return _Call(lambda x, w: [function(x, w)], data.x, (data.w,))
     forward = timing.program(mesh, lambda x, w: jax.vjp(function, x, w)[1])
@@ -155,7 +170,7 @@ def _call(mesh: Mesh, function: Callable[[Any, Any], Any], backward: bool, data:
 
 
 def _alone(data: Data, backward: bool) -> _Call:
-    """The products alone, of operands that have been gathered and summed already."""
+    """Returns the products without communication, of operands that are already gathered."""
 
     def multiply(moving: Any, rest: Data) -> list[Any]:
         whole = rest._replace(**{name: moving})
@@ -167,10 +182,12 @@ def _alone(data: Data, backward: bool) -> _Call:
 
 
 def _nothing(mesh: Mesh, call: _Call) -> _Call:
-    """What a chain takes besides its calls: to be started, and to make an operand of a result.
+    """Returns a call that does nothing, which measures a chain's overhead.
 
-    Executed once, where chains of calls are executed `_CHAINS` times: the host starts the others
-    while the first one runs. On CPUs it is not taken off: it is less than what times differ by.
+    The overhead is the start of the chain and the change of the operand. The chain of this call is
+    executed once, where other chains are executed `_CHAINS` times, because the host starts the
+    second one while the first one runs. The overhead is not subtracted on CPUs, where it is smaller
+    than the noise.
     """
     element = timing.program(mesh, lambda x: x[:1, :1])(call.moving)
     return _Call(lambda _, result: [result], call.moving, (element,))
@@ -179,7 +196,7 @@ def _nothing(mesh: Mesh, call: _Call) -> _Call:
 def _check(
     mesh: Mesh, matmul: Matmul, backward: bool, data: Data, ours: _Call, by_lax: _Call
 ) -> tuple[int, int, float, float]:
-    """Counts the wrong elements of ours and lax's, and says how far both are off, on this rank."""
+    """Returns the wrong elements of our results and of lax's, and the errors of both."""
     got, expected = ours.results(mesh), by_lax.results(mesh)
     sample = oracle.Sample(mesh, matmul, backward, data)
     (wrong, error), (lax_wrong, lax_error) = sample.compare(got), sample.compare(expected)
@@ -193,7 +210,7 @@ def _check(
 
 
 class _Chain:
-    """A program of many calls, each of which waits for the last one, and its state."""
+    """A program of many calls, each of which depends on the previous one, and its state."""
 
     def __init__(self, mesh: Mesh, call: _Call, length: int, executions: int = _CHAINS):
         function = call.function
@@ -209,17 +226,17 @@ class _Chain:
         self._executions = executions
 
     def run(self) -> Any:
-        """Goes on from the last state, in the same memory, so that graphs can be replayed."""
+        """Continues from the last state in the same memory, so that XLA can replay CUDA graphs."""
         for _ in range(self._executions):
             self._moving = self._program(self._moving, *self._fixed)
         return self._moving
 
 
 def _moved(x: Any, results: list[Any]) -> Any:
-    """The operand, in place, with one element that depends on all results.
+    """Returns the operand with one element, changed in place, that depends on all results.
 
-    The first barrier has all of the results computed, not only the elements that are read; the
-    second one keeps the change of the operand out of what is computed from it.
+    The first barrier forces XLA to compute all elements of the results. The second one keeps XLA
+    from moving the change of the operand into the computation of the next results.
     """
     results = lax.optimization_barrier(results)
     total = sum(result[:1, :1].astype(jnp.float32) for result in results)
@@ -233,7 +250,7 @@ def _profile(mesh: Mesh) -> overlap.Profile:
 
 
 def chain_length(settings: Settings, dtype_name: str, shape: Shape) -> int:
-    """Returns how many calls a program makes: enough to hide what starting them costs."""
+    """Returns the number of calls in a chain: enough to hide the cost of starting it."""
     if settings.chain is not None:
         return settings.chain
     if settings.platform == "cpu":
@@ -242,7 +259,7 @@ def chain_length(settings: Settings, dtype_name: str, shape: Shape) -> int:
 
 
 def _call_s(settings: Settings, dtype_name: str, shape: Shape) -> float:
-    """What a call takes on a GPU, about. The same on all ranks."""
+    """Returns a rough estimate of a call's seconds on a GPU, the same on all ranks."""
     itemsize = jnp.dtype(dtype_name).itemsize
     received = MATMULS[settings.name].received_bytes(shape, settings.devices, itemsize)
     rate = overlap.H200.matmul_flops * 2 / itemsize
@@ -252,11 +269,11 @@ def _call_s(settings: Settings, dtype_name: str, shape: Shape) -> float:
 
 
 def calls_in_a_row(settings: Settings, dtype_name: str, shape: Shape) -> int:
-    """Returns how many calls a repetition makes."""
+    """Returns the number of calls in a repetition."""
     return _CHAINS * chain_length(settings, dtype_name, shape)
 
 
 def repetitions_to_settle(settings: Settings, dtype_name: str, shape: Shape) -> int:
-    """Returns how many repetitions take `settle_ms`."""
+    """Returns the number of repetitions that take about `settle_ms`."""
     calls_s = calls_in_a_row(settings, dtype_name, shape) * _call_s(settings, dtype_name, shape)
     return math.ceil(1e-3 * settings.settle_ms / calls_s)

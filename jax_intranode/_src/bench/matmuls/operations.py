@@ -1,4 +1,4 @@
-"""The collective matmuls that can be measured: what they call, send and compute."""
+"""The collective matmuls that can be measured: what they call, transfer and compute."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from jax_intranode._src.bench.settings import Shape
 
 
 class Result(NamedTuple):
-    """An array that a collective matmul or its backward pass gives.
+    """An array that a collective matmul or its backward pass returns.
 
     Attributes:
         summed: it is the sum of the products of all devices.
         part: a device has 1/n of its rows.
-        rounded: sums over the devices, which round, are in it or in what it is a product of.
+        rounded: it contains a sum over devices, or is a product of such a sum. These sums round.
     """
 
     summed: bool = False
@@ -28,18 +28,19 @@ class Result(NamedTuple):
 class Matmul:
     """A collective matmul of x and w over the axis "x".
 
-    Each device has a w of its own. Derivatives are products on a device too: of what it multiplied
-    forward (the whole x) and of the cotangent of its product (the whole cotangent).
+    Each device has its own w. A gradient is a product on each device, too: of the x that it
+    multiplied in the forward pass (the whole x) and the cotangent of its product (the whole
+    cotangent).
 
     Attributes:
-        ours: from x and w to the result, by this package.
-        lax: the same by ``jax.lax``.
-        whole_x: from x to what is multiplied with w.
+        ours: this package's function of x and w.
+        lax: the same function written with `jax.lax`.
+        whole_x: from x to the operand that is multiplied by w.
         whole_cotangent: from the result's cotangent to that of a device's product.
-        forward: the result.
-        backward: the derivatives by x and by w.
-        passes: how often (n-1)/n of what is gathered or summed reach a device: twice if the sum
-            goes back to all.
+        forward: the result of the forward pass.
+        backward: the input gradient and the weight gradient.
+        passes: how often a device receives (n-1)/n of the gathered or summed array: twice if the
+            sum goes back to all devices.
     """
 
     ours: Callable[[Any, Any], Any]
@@ -52,29 +53,29 @@ class Matmul:
 
     @property
     def gathers(self) -> bool:
-        """Whether x is gathered: whether a device has a part of its rows."""
+        """Whether x is gathered, so that a device has a part of its rows."""
         return self.backward[0].part
 
     def x_rows(self, shape: Shape, devices: int) -> int:
-        """Rows of a device's x."""
+        """Returns the rows of a device's x."""
         return shape.m // devices if self.gathers else shape.m
 
     def result_rows(self, shape: Shape, devices: int) -> int:
-        """Rows of a device's result."""
+        """Returns the rows of a device's result."""
         return shape.m // devices if self.forward.part else shape.m
 
     def results(self, backward: bool) -> tuple[Result, ...]:
-        """What the backward pass gives, or the forward pass."""
+        """Returns the results of the backward or forward pass."""
         return self.backward if backward else (self.forward,)
 
     def received_bytes(self, shape: Shape, devices: int, itemsize: int) -> float:
-        """What a device receives. Backward as much as forward: the same array, or its cotangent."""
+        """Returns the bytes that a device receives, which are as many forward as backward."""
         columns = shape.k if self.gathers else shape.n
         return self.passes * (devices - 1) / devices * shape.m * columns * itemsize
 
 
 def flops(shape: Shape, backward: bool) -> int:
-    """Multiplications and additions of a device: of one product, or of both derivatives."""
+    """Returns the multiplications and additions of a device: one product, backward two."""
     return (4 if backward else 2) * shape.m * shape.k * shape.n
 
 
@@ -106,7 +107,7 @@ MATMULS = {
         ours=lambda x, w: jax_intranode.matmul_all_reduce(x, w, "x"),
         lax=lambda x, w: lax.psum(x @ w, "x"),
         whole_x=lambda x: x,
-        # As under check_vma=False, where every device has a summand of the cotangent.
+        # As under check_vma=False, where the devices' cotangents are summed.
         whole_cotangent=lambda ct: lax.psum(ct, "x"),
         forward=Result(summed=True, rounded=True),
         backward=(Result(rounded=True), Result(rounded=True)),

@@ -1,7 +1,7 @@
-"""The data of collective matmuls, and the count of wrong elements.
+"""The data of collective matmuls, and the number of wrong elements.
 
-The whole result is compared with lax's on the devices, which takes no time; both are compared with
-float64 on the host, where there is time for a few rows and columns only.
+Our whole result is compared with lax's on the devices, which is fast. Some rows and columns of both
+are compared with float64 on the host, which would take too long for all of them.
 """
 
 import math
@@ -19,23 +19,23 @@ from jax_intranode._src.bench import timing
 from jax_intranode._src.bench.matmuls.operations import Matmul, Result
 from jax_intranode._src.bench.settings import Shape
 
-# Of what a device has of the result, in the sample.
+# The sample has this many rows and columns of each device's result.
 _SAMPLE_ROWS = 8
 _SAMPLE_COLUMNS = 32
 
 # Two matrices [rows, inner] and [inner, columns].
-Pair = tuple[Any, Any]
+Factors = tuple[Any, Any]
 
 
 class Data(NamedTuple):
-    """Arrays of all devices, one after another along the first dimension.
+    """Operands. Each array has those of all devices, concatenated along the first dimension.
 
     Attributes:
-        x: what each device has of x.
-        w: its matrix.
-        ct: the cotangent of its result.
-        whole_x: what it multiplies with w.
-        whole_ct: the cotangent of its product.
+        x: each device's x.
+        w: each device's w.
+        ct: the cotangent of each device's result.
+        whole_x: the operand that each device multiplies by w.
+        whole_ct: the cotangent of each device's product.
     """
 
     x: Any
@@ -46,7 +46,7 @@ class Data(NamedTuple):
 
 
 def make(matmul: Matmul, shape: Shape, dtype: np.dtype[Any], mesh: Mesh) -> Data:
-    """Makes random data on the devices, uniform from -1 to 1."""
+    """Returns random data on the devices, uniform between -1 and 1."""
     n = mesh.size
     shapes = (
         (matmul.x_rows(shape, n), shape.k),
@@ -57,8 +57,8 @@ def make(matmul: Matmul, shape: Shape, dtype: np.dtype[Any], mesh: Mesh) -> Data
     def body(rank: jax.Array) -> Data:
         keys = jax.random.split(jax.random.fold_in(jax.random.key(shape.k), rank[0]), len(shapes))
         x, w, ct = (
-            jax.random.uniform(key, of_one, dtype, -1, 1)
-            for key, of_one in zip(keys, shapes, strict=True)
+            jax.random.uniform(key, one, dtype, -1, 1)
+            for key, one in zip(keys, shapes, strict=True)
         )
         return Data(x, w, ct, matmul.whole_x(x), matmul.whole_cotangent(ct))
 
@@ -69,26 +69,26 @@ def make(matmul: Matmul, shape: Shape, dtype: np.dtype[Any], mesh: Mesh) -> Data
     return timing.program(mesh, body)(ranks)
 
 
-def products(data: Data, backward: bool) -> list[Pair]:
-    """The two matrices of each product that a device computes."""
+def products(data: Data, backward: bool) -> list[Factors]:
+    """Returns the two factors of each product that a device computes."""
     if backward:
         return [(data.whole_ct, data.w.T), (data.whole_x.T, data.whole_ct)]
     return [(data.whole_x, data.w)]
 
 
 def tolerance(xp: Any, expected: Any, mean_square: Any, result: Result, n: int, dtype: Any) -> Any:
-    """How far each element may be off, so that no rounding is called wrong.
+    """Returns how far each element may be off by rounding.
 
-    What is added up is of the size of the result's root mean square, even where the sum is small.
-    float32 counts as TF32, in which GPUs multiply it.
+    The summands are as large as the result's root mean square, even where the sum is small. float32
+    counts as TF32, because GPUs multiply it as such.
 
     Args:
         xp: numpy or jax.numpy.
         expected: the elements.
         mean_square: the mean of their squares.
-        result: whose elements.
+        result: the result that the elements belong to.
         n: the number of devices.
-        dtype: the dtype to which they are rounded.
+        dtype: the dtype to which the elements are rounded.
     """
     eps = max(float(jnp.finfo(dtype).eps), 2.0**-10)
     roundings = n if result.rounded else 1
@@ -98,21 +98,21 @@ def tolerance(xp: Any, expected: Any, mean_square: Any, result: Result, n: int, 
 def count_unlike(
     mesh: Mesh, got: Sequence[Any], expected: Sequence[Any], results: Sequence[Result]
 ) -> int:
-    """Counts the elements that differ by more than roundings, over this process's devices."""
+    """Counts elements that differ by more than rounding, on this process's devices."""
 
     def body(got: Sequence[Any], expected: Sequence[Any]) -> jax.Array:
         count = jnp.zeros(1, jnp.int32)
         for ours, lax_s, result in zip(got, expected, results, strict=True):
             a, b = ours.astype(jnp.float32), lax_s.astype(jnp.float32)
             allowed = tolerance(jnp, b, jnp.mean(b * b), result, mesh.size, ours.dtype)
-            count += jnp.sum(~(jnp.abs(a - b) <= allowed), dtype=jnp.int32)  # NaN is unlike
+            count += jnp.sum(~(jnp.abs(a - b) <= allowed), dtype=jnp.int32)  # NaN counts
         return count
 
     return _sum_of_devices(timing.program(mesh, body)(list(got), list(expected)))
 
 
 def count_wrong_gathered(mesh: Mesh, data: Data, matmul: Matmul) -> int:
-    """Counts what is wrong if the gathered x is asked for too: its bits, and the product."""
+    """Counts the wrong elements of a call that also returns the gathered x, which must be exact."""
 
     def body(x: Any, w: Any, whole: Any) -> tuple[Any, Any, jax.Array]:
         product, gathered = jax_intranode.all_gather_matmul(x, w, "x", return_gathered=True)
@@ -129,7 +129,7 @@ def _sum_of_devices(counts: jax.Array) -> int:
 
 
 class Sample:
-    """Some elements of each result, computed in float64."""
+    """Some elements of each result in float64."""
 
     def __init__(self, mesh: Mesh, matmul: Matmul, backward: bool, data: Data):
         """Computes the elements.
@@ -137,14 +137,14 @@ class Sample:
         Args:
             mesh: a mesh with one axis "x".
             matmul: the operation.
-            backward: whether its derivatives are meant.
+            backward: whether the results are those of the backward pass.
             data: the operands.
         """
         self._mesh = mesh
         self._results = matmul.results(backward)
         n = mesh.size
 
-        def pick(data: Data) -> list[Pair]:
+        def pick(data: Data) -> list[Factors]:
             picked = []
             for result, (a, b) in zip(self._results, products(data, backward), strict=True):
                 rows, columns = _indices(a.shape[0], b.shape[1], result, n)
@@ -154,7 +154,7 @@ class Sample:
                 picked.append(jax.tree.map(lambda v: v[None], factors))
             return picked
 
-        # Of each result, by the rank.
+        # For each result, the exact elements by rank.
         self._exact: list[dict[int, np.ndarray]] = []
         picked = timing.program(mesh, pick)(data)
         for result, (a, b) in zip(self._results, picked, strict=True):
@@ -166,44 +166,44 @@ class Sample:
             self._exact.append(exact)
 
     def compare(self, got: Sequence[Any]) -> tuple[int, float]:
-        """Compares results, on this process's devices.
+        """Compares results on this process's devices.
 
         Returns:
-            How many elements of the sample are wrong; and their error: root mean square, relative
-            to that of the exact ones; of the worst result and device.
+            The number of wrong elements in the sample; and the largest error of all results and
+            devices: root mean square, relative to that of the exact elements.
         """
         n = self._mesh.size
 
         def pick(got: Sequence[Any]) -> list[Any]:
             picked = []
-            for result, of_one in zip(self._results, got, strict=True):
+            for result, one in zip(self._results, got, strict=True):
                 parts = n if result.part else 1
-                rows, columns = _indices(parts * of_one.shape[0], of_one.shape[1], result, n)
-                # As in the first part.
-                picked.append(of_one[rows[: len(rows) // parts]][:, columns][None])
+                rows, columns = _indices(parts * one.shape[0], one.shape[1], result, n)
+                # All parts have the rows of the first part.
+                picked.append(one[rows[: len(rows) // parts]][:, columns][None])
             return picked
 
         wrong, errors = 0, []
         picked = timing.program(self._mesh, pick)(list(got))
-        for result, of_result, exact in zip(self._results, picked, self._exact, strict=True):
-            for rank, values in _by_rank(of_result).items():
+        for result, sampled, exact in zip(self._results, picked, self._exact, strict=True):
+            for rank, values in _by_rank(sampled).items():
                 off = np.abs(values.astype(np.float64) - exact[rank])
                 mean_square = np.mean(exact[rank] ** 2)
                 allowed = tolerance(np, exact[rank], mean_square, result, n, values.dtype)
                 wrong += int(np.count_nonzero(~(off <= allowed)))
                 errors.append(math.sqrt(np.mean(off**2) / mean_square))
-        return wrong, float(np.max(errors))  # NaN if one is
+        return wrong, float(np.max(errors))  # NaN if one of them is
 
 
 def _indices(rows: int, columns: int, result: Result, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """The rows and columns of the sample, alike on all ranks; of parts the same rows in each."""
+    """Returns the rows and columns of the sample, the same on all ranks and in each part."""
     generator = np.random.default_rng((rows, columns))
     parts = n if result.part else 1
-    of_part = generator.permutation(rows // parts)[:_SAMPLE_ROWS]
-    chosen = np.concatenate([part * (rows // parts) + of_part for part in range(parts)])
+    rows_of_part = generator.permutation(rows // parts)[:_SAMPLE_ROWS]
+    chosen = np.concatenate([part * (rows // parts) + rows_of_part for part in range(parts)])
     return chosen, generator.permutation(columns)[:_SAMPLE_COLUMNS]
 
 
 def _by_rank(x: jax.Array) -> dict[int, np.ndarray]:
-    """What this process's devices have of an array [n, ...], by their ranks."""
+    """Returns the shards of an array [n, ...] on this process's devices, by rank."""
     return {shard.index[0].start or 0: np.asarray(shard.data)[0] for shard in x.addressable_shards}

@@ -1,4 +1,4 @@
-"""What the benchmark says of a collective matmul: its rows, and the table of the peers."""
+"""The table of a collective matmul: one row for each shape, and the table of the peers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,38 +9,42 @@ from jax_intranode._src.bench.cells import milliseconds, optional
 
 @dataclass(frozen=True)
 class MatmulRow:
-    """One line of a collective matmul's table. Times are as in `report.Row`.
+    """One line of a collective matmul's table.
+
+    Times are in microseconds a call, and those of the slowest rank. Counts of wrong elements are
+    totals over all devices.
 
     Attributes:
-        operation: one of matmuls.MATMULS.
-        backward: whether its backward pass was measured.
+        operation: a key of `operations.MATMULS`.
+        backward: whether the backward pass was measured.
         m: rows of the product that a device computes.
-        k: what is contracted.
+        k: the size of the contracted dimension.
         n: columns of the product.
         dtype: the dtype's name.
         mode: "process-per-device" or "single-process".
-        algorithm: what ours ran as, "mixed" if several operations differ, "lax" if it fell back;
-            "none" if nothing was sent.
-        reason: why.
-        chain: calls in a row of one execution.
-        time_us: ours: median.
+        algorithm: the algorithm of our call, "mixed" if several operations differ, "lax" if it
+            fell back to jax.lax, "none" if nothing was communicated.
+        reason: why this algorithm.
+        plans: the plan of each overlapped matmul of our call; empty if none is overlapped.
+        chain: the number of calls in one execution.
+        time_us: median time of our call.
         time_p99_us: its 99th percentile.
-        tflops: of one device, 2mkn (backward twice that) / time_us.
-        wrong: elements of our results that are wrong, over all devices.
-        alone_time_us: the same products without communication: median.
-        bound_us: the longer of that and of receiving at the link rate of the GPUs' profile;
-            None on CPUs.
+        tflops: TFLOP/s of one device: 2mkn (backward twice that) / time_us.
+        wrong: the number of wrong elements in our results.
+        alone_time_us: median time of the same products without communication.
+        bound_us: the larger of alone_time_us and the time in which a device receives its data at
+            the profile's `link_bound_bytes_per_s`; None on CPUs.
         share: bound_us / time_us; or None.
-        lax_time_us: lax's: median.
+        lax_time_us: median time of lax's call.
         lax_time_p99_us: its 99th percentile.
         lax_share: bound_us / lax_time_us; or None.
-        lax_wrong: elements of the sample that are wrong in lax's results, over all devices.
+        lax_wrong: the number of wrong elements in the sample of lax's results.
         ratio: lax_time_us / time_us, above 1 where ours is faster.
-        error: how far our results are from those in float64, in a sample of elements: root mean
-            square, relative to that of the latter; None if not finite.
-        lax_error: how far lax's are.
-        handler_calls: how often XLA called a handler of ours while all three were timed, over all
-            ranks; 0 where it replayed graphs.
+        error: root-mean-square error of a sample of our results against float64, relative to the
+            root mean square of the float64 results; None if not finite.
+        lax_error: the same for lax's results.
+        handler_calls: how often XLA called our FFI handlers while all three were timed, over all
+            ranks; 0 where it replayed CUDA graphs.
     """
 
     operation: str
@@ -52,6 +56,7 @@ class MatmulRow:
     mode: str
     algorithm: str
     reason: str
+    plans: list[dict[str, int]]
     chain: int
     time_us: float
     time_p99_us: float
@@ -78,7 +83,7 @@ class MatmulRow:
     )
 
     def __str__(self) -> str:
-        """The row as the table shows it."""
+        """Returns the row as a line of the table."""
         return (
             f"  {self.m:6} {self.k:6} {self.n:6} {self.dtype:>8} {self.algorithm:>14} | "
             f"{milliseconds(self.time_us)} {milliseconds(self.time_p99_us)} {self.tflops:8.2f} "
@@ -90,21 +95,21 @@ class MatmulRow:
 
 
 def is_matmul(row: dict[str, Any]) -> bool:
-    """Whether a row of the JSON file is one of a collective matmul."""
+    """Returns whether a row of the JSON file is that of a collective matmul."""
     return "k" in row
 
 
 def key_of(row: dict[str, Any]) -> tuple[str, int, int, int]:
-    """What a row of ours and one of a peer have in common."""
+    """Returns the fields that identify a measurement in our rows and in those of peers."""
     return row["dtype"], row["m"], row["k"], row["n"]
 
 
 def format_peers(peers: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
-    """Returns the table of the peers beside ours.
+    """Returns a table of the peers' times and ours.
 
     Args:
-        peers: what `peers.measure` returned.
-        rows: the rows of ours.
+        peers: the result of `peers.registry.measure`.
+        rows: our rows, as dictionaries.
     """
     times: dict[tuple[str, int, int, int], dict[str, float]] = {}
     bounds = {key_of(row): row["bound_us"] for row in rows}
@@ -112,7 +117,7 @@ def format_peers(peers: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
         times.setdefault(key_of(row), {})[f"ours, {row['mode']}"] = row["time_us"]
     for row in peers["rows"]:
         times.setdefault(key_of(row), {})[row["library"]] = row["time_us"]
-    columns = list(dict.fromkeys(name for of_shape in times.values() for name in of_shape))
+    columns = list(dict.fromkeys(name for by_library in times.values() for name in by_library))
 
     def cell(key: tuple[str, int, int, int], name: str) -> str:
         us = times[key].get(name)
@@ -121,7 +126,7 @@ def format_peers(peers: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
 
     wrong = sum(row["wrong"] or 0 for row in peers["rows"])
     lines = [
-        f"# p50 in ms (share of the bound), peers in a graph: {', '.join(peers['versions'])}",
+        f"# p50 in ms (bound / p50), peers in a CUDA graph: {', '.join(peers['versions'])}",
         f"# {'M':>6} {'K':>6} {'N':>6} {'type':>8} | " + " ".join(f"{c:>27}" for c in columns),
         *(
             f"  {m:6} {k:6} {n:6} {dtype:>8} | "

@@ -1,4 +1,4 @@
-"""Which shapes of collective matmuls are measured: those of the command line, or presets."""
+"""The shapes of collective matmuls to measure: those of the command line, or presets."""
 
 import argparse
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from jax_intranode._src.bench.settings import Shape
 
 
 class _Model(NamedTuple):
-    """Widths of a transformer's layer: of its activations, of keys or values, and of its MLP."""
+    """The widths of a transformer's layer: activations, keys (or values), and inside the MLP."""
 
     width: int
     keys: int
@@ -24,7 +24,7 @@ _MODELS = {
 _SEQUENCE = 8192
 _SWEEP = (512, 2048, 8192, 32768)
 
-# Whatever the number of devices: N or K is that of one device.
+# The same for any number of devices: N or K is that of one device.
 _REFERENCE_SUMS = [
     Shape(32768, 2048, 8192),
     Shape(8192, 3584, 8192),
@@ -49,7 +49,7 @@ PRESETS = ("reference", *_MODELS, "ddlb", "sweep", "tiny")
 
 
 def parse(text: str) -> list[Shape]:
-    """Returns the shapes that "8192,4096,1792;4096,8192,3584" stands for."""
+    """Returns the shapes that a text such as "8192,4096,1792;4096,8192,3584" means."""
     shapes = []
     for part in text.split(";"):
         numbers = [number.strip() for number in part.split(",")]
@@ -66,21 +66,21 @@ def of_presets(names: Iterable[str], operation: str, devices: int) -> list[Shape
 
     Args:
         names: some of PRESETS.
-        operation: one of MATMULS.
-        devices: the devices that a layer is split among.
+        operation: a key of MATMULS.
+        devices: the number of devices that share a layer.
 
     Raises:
-        ValueError: the devices can't share a layer evenly.
+        ValueError: a layer can't be divided evenly among the devices.
     """
     shapes = [shape for name in names for shape in _of_preset(name, operation, devices)]
     return list(dict.fromkeys(shapes))
 
 
 def check(operation: str, shapes: Sequence[Shape], devices: int) -> None:
-    """Checks that the devices can share the rows of these shapes.
+    """Checks that the rows of these shapes can be divided among the devices.
 
     Raises:
-        ValueError: they can't.
+        ValueError: they can't be divided.
     """
     matmul = MATMULS[operation]
     for shape in shapes:
@@ -107,7 +107,11 @@ def _of_preset(name: str, operation: str, devices: int) -> list[Shape]:
 
 
 def _layers(model: _Model, gathers: bool) -> list[tuple[int, int]]:
-    """K and N of the whole matmuls: query, key and value, gate and up; or the output, and down."""
+    """Returns K and N of a layer's matmuls before they are divided among devices.
+
+    With an all-gather: query, key and value together, gate and up together. Otherwise: the
+    attention's output, and down.
+    """
     width, keys, inner = model
     if gathers:
         return [(width, width + 2 * keys), (width, 2 * inner)]
@@ -115,7 +119,7 @@ def _layers(model: _Model, gathers: bool) -> list[tuple[int, int]]:
 
 
 def _split(k: int, n: int, gathers: bool, devices: int, name: str) -> tuple[int, int]:
-    """A device's K and N: its columns of w before which is gathered, or its rows."""
+    """Returns a device's K and N. It has columns of w after an all-gather, otherwise rows."""
     return (k, _part(n, devices, name)) if gathers else (_part(k, devices, name), n)
 
 

@@ -33,7 +33,7 @@ _DTYPES = {
 def _measure(
     settings: Settings, directory: Path, timeout_s: float, line: ProgressLine
 ) -> dict[str, Any]:
-    """Runs nccl-tests' program, in one process that has all GPUs, once for each dtype."""
+    """Runs the program in one process that has all GPUs, once for each dtype."""
     program = _PROGRAMS.get(settings.name)
     if program is None:
         raise Unavailable(f"it has no {settings.name}")
@@ -64,9 +64,9 @@ def _measure(
 def command_line(
     program: Sequence[str], settings: Settings, sizes: Sequence[int], dtype: str
 ) -> list[str]:
-    """Returns the command line that measures sizes that are a constant factor apart.
+    """Returns the command that measures sizes with a constant factor between them.
 
-    Each of the iterations is a call in one CUDA graph, which is launched 20 times.
+    The iterations are calls in one CUDA graph, which is launched 20 times.
     """
     factor = sizes[1] // sizes[0] if len(sizes) > 1 else 2
     options = {
@@ -83,7 +83,7 @@ def command_line(
     return [*program, *(str(word) for option in options.items() for word in option)]
 
 
-# size, count, type, redop, root, then out of place: time, algbw, busbw, #wrong.
+# The columns: size, count, type, redop, root, then out of place: time, algbw, busbw, #wrong.
 _ROW = re.compile(
     r"^\s*(?P<size>\d+)\s+\d+\s+\w+\s+\w+\s+-?\d+\s+"
     r"(?P<time>[\d.e+]+)\s+[\d.e+]+\s+[\d.e+]+\s+(?P<wrong>\d+|N/A)\s",
@@ -92,7 +92,7 @@ _ROW = re.compile(
 
 
 def parse(text: str) -> list[dict[str, Any]]:
-    """Returns the rows of a table of nccl-tests, of its out-of-place half."""
+    """Returns the rows of an nccl-tests table, with the times out of place."""
     return [
         {
             "library": "nccl-tests",
@@ -106,7 +106,7 @@ def parse(text: str) -> list[dict[str, Any]]:
 
 
 def version_of(text: str) -> str:
-    """Returns the version that a table of nccl-tests begins with, where it does."""
+    """Returns the version in the head of an nccl-tests table, or just the name."""
     found = re.search(r"nccl-tests version (\S+)(?:.*nccl-library=(\d+))?", text)
     if found is None:
         return "nccl-tests"

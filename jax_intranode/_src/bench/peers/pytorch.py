@@ -21,9 +21,9 @@ def _measure(
     """Runs one process of PyTorch for each GPU."""
     if importlib.util.find_spec("torch") is None:
         raise Unavailable("torch is not installed")
-    # With how many calls in a row a repetition makes at least, and how many times as many it makes
-    # untimed before. Of matmuls as of ours: after a rest clocks are higher than when power bounds
-    # them.
+    # Each measurement: dtype, size, the least number of calls in a repetition, and how many untimed
+    # repetitions precede it. For matmuls both are as for ours, so that the GPU's clock has settled
+    # for both.
     asked: list[tuple[str, Any, int, int]] = [
         (
             name,
@@ -35,7 +35,7 @@ def _measure(
     ] or [(name, count, 1, 0) for name, count in settings.measurements()]
     measurements = [m for m in asked if m[0] in _DTYPES]
     if not measurements:
-        raise Unavailable(f"of the dtypes it takes {', '.join(_DTYPES)}")
+        raise Unavailable(f"it takes only {', '.join(_DTYPES)}")
     told = {
         "operation": settings.name,
         "matmul": bool(settings.shapes),
@@ -49,7 +49,7 @@ def _measure(
         "begun": str(directory / "begun"),
     }
     script = Path(__file__).with_name("pytorch_rank.py")
-    # -P: beside the script lie modules of other names than those that it imports.
+    # -P, because the script's folder has modules with the names of other packages' modules.
     commands = [
         [sys.executable, "-P", str(script), json.dumps({**told, "rank": rank})]
         for rank in range(settings.devices)

@@ -1,6 +1,6 @@
-"""PyTorch's collective matmuls: NCCL beside a matmul, and the fused ones of its symmetric memory.
+"""PyTorch's collective matmuls: NCCL next to a matmul, and the fused ones of symmetric memory.
 
-For pytorch_rank.py; imports neither JAX nor us.
+Used by pytorch_rank.py. Imports neither JAX nor this package.
 """
 
 from collections.abc import Callable
@@ -9,15 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Matmuls in one graph.
+# The number of collective matmuls in one graph.
 CALLS = 4
 
-# Rows of each result that are checked.
+# The number of rows of each result that are checked.
 _CHECKED_ROWS = 16
 
 
 def libraries(told: dict[str, Any]) -> tuple[str, ...]:
-    """Returns what can run the operation; PyTorch has no fused matmul and all-reduce."""
+    """Returns the libraries that have the operation. PyTorch has no fused matmul and all-reduce."""
     fused = told["operation"] != "matmul_all_reduce"
     return ("torch nccl", "torch fused") if fused else ("torch nccl",)
 
@@ -29,7 +29,7 @@ def label(shape: list[int], dtype: Any) -> str:
 
 
 def keys(shape: list[int], dtype: Any) -> dict[str, int]:
-    """Returns what a row says of the shape."""
+    """Returns the fields of a row that give the shape."""
     del dtype
     return dict(zip("mkn", shape, strict=True))
 
@@ -37,12 +37,12 @@ def keys(shape: list[int], dtype: Any) -> dict[str, int]:
 def prepare(
     library: str, told: dict[str, Any], shape: list[int], dtype: Any, device: Any
 ) -> tuple[Callable[[], Any], int]:
-    """Makes a call on random operands, uniform from -1 to 1, and checks it.
+    """Returns a call on random operands, uniform between -1 and 1, after checking its results.
 
     Args:
         library: one of `libraries`.
         told: what to measure: "operation" and "backward".
-        shape: rows, contracted and columns of the matmul on one device.
+        shape: m, k and n of the product that one device computes.
         dtype: the dtype.
         device: this rank's device.
 
@@ -97,11 +97,11 @@ def prepare(
     return _checked(both, [(whole_ct, w.t(), False), (x.t(), whole_ct, False)], False)
 
 
-# What the calls are made of.
+# Parts of the calls.
 
 
 def _gathered(x: Any) -> Any:
-    """Gathers the rows of all ranks."""
+    """Returns the rows of all ranks."""
     rows = dist.get_world_size() * x.shape[0]
     whole = torch.empty((rows, x.shape[1]), dtype=x.dtype, device=x.device)
     dist.all_gather_into_tensor(whole, x)
@@ -115,7 +115,7 @@ def _summed(x: Any) -> Any:
 
 
 def _gather_matmul(x: Any, w: Any, fused: bool) -> Callable[[], tuple[Any, Any]]:
-    """Returns a call that gives the gathered x, and its product with w."""
+    """Returns a call that returns the gathered x and its product with w."""
     group = dist.group.WORLD.group_name
 
     def by_nccl() -> tuple[Any, Any]:
@@ -130,7 +130,7 @@ def _gather_matmul(x: Any, w: Any, fused: bool) -> Callable[[], tuple[Any, Any]]
 
 
 def _matmul_scatter(x: Any, w: Any, fused: bool) -> Callable[[], Any]:
-    """Returns a call that gives this rank's rows of the sum of all ranks' products."""
+    """Returns a call that returns this rank's rows of the sum of all ranks' products."""
     group = dist.group.WORLD.group_name
 
     def by_nccl() -> Any:
@@ -148,22 +148,22 @@ def _matmul_scatter(x: Any, w: Any, fused: bool) -> Callable[[], Any]:
 def _checked(
     call: Callable[[], list[Any]], products: list[tuple[Any, Any, bool]], first_is_part: bool
 ) -> tuple[Callable[[], Any], int]:
-    """Returns the call, and how many elements of some rows of its results are wrong.
+    """Returns the call, and the number of wrong elements in some rows of its results.
 
     Args:
-        call: gives the results.
-        products: for each result, its two matrices, and whether all ranks' products are added.
-        first_is_part: whether a rank has its part of the rows of the first result only.
+        call: returns the results.
+        products: for each result its two factors, and whether all ranks' products are summed.
+        first_is_part: whether a rank has only its part of the rows of the first result.
     """
     size, rank = dist.get_world_size(), dist.get_rank()
     device = products[0][0].device
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     for position, (got, (left, right, summed)) in enumerate(zip(call(), products, strict=True)):
-        # In float32, as torch.backends.cuda.matmul.allow_tf32 is off unless it is set.
+        # In full float32: torch.backends.cuda.matmul.allow_tf32 is off by default.
         parts = size if first_is_part and position == 0 else 1
         rows = torch.linspace(0, got.shape[0] - 1, _CHECKED_ROWS, device=device).long()
-        of_all = torch.cat([part * got.shape[0] + rows for part in range(parts)])
-        expected = left[of_all].float() @ right.float()
+        rows_of_all = torch.cat([part * got.shape[0] + rows for part in range(parts)])
+        expected = left[rows_of_all].float() @ right.float()
         if summed:
             dist.all_reduce(expected)
         if parts > 1:

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
-# Operations in one graph.
+# The number of operations in one graph.
 CALLS = 20
 
 
 def libraries(told: dict[str, Any]) -> tuple[str, ...]:
-    """Returns what can run the operation."""
+    """Returns the libraries that have the operation."""
     shared = ("torch one_shot", "torch two_shot") if told["operation"] == "psum" else ()
     return ("torch nccl", *shared)
 
@@ -34,14 +34,14 @@ def label(count: int, dtype: Any) -> str:
 
 
 def keys(count: int, dtype: Any) -> dict[str, int]:
-    """Returns what a row says of the size."""
+    """Returns the fields of a row that give the size."""
     return {"size": count * dtype.itemsize}
 
 
 def prepare(
     library: str, told: dict[str, Any], count: int, dtype: Any, device: Any
 ) -> tuple[Callable[[], Any], int]:
-    """Makes a call, and checks it.
+    """Returns a call after checking its result.
 
     Returns:
         The call, and the number of wrong elements on all ranks.
@@ -53,10 +53,10 @@ def prepare(
 def _operand_and_call(
     library: str, operation: str, count: int, dtype: Any, device: Any
 ) -> tuple[Any, Callable[[], Any]]:
-    """Returns an operand, and a call that works on it and returns the result.
+    """Returns an operand, and a call that uses it and returns the result.
 
-    Elements count as in nccl-tests: those of the operand or of the result, whichever are more. The
-    result may be the operand.
+    As in nccl-tests, `count` is the number of elements of the operand or of the result, whichever
+    is larger. The result may be the operand.
     """
     if library != "torch nccl":
         return _prepare_shared(library, count, dtype, device)
@@ -91,7 +91,7 @@ def _operand_and_call(
 def _prepare_shared(
     library: str, count: int, dtype: Any, device: Any
 ) -> tuple[Any, Callable[[], Any]]:
-    """The same for the all-reduce kernels of symmetric memory."""
+    """Returns an operand and a call for an all-reduce kernel of symmetric memory."""
     group = dist.group.WORLD.group_name
     shared = symmetric_memory.empty(count, dtype=dtype, device=device)
     symmetric_memory.rendezvous(shared, group)
@@ -102,7 +102,7 @@ def _prepare_shared(
 
 
 def _count_wrong(operation: str, operand: Any, call: Callable[[], Any]) -> int:
-    """Counts the wrong elements on all ranks, of which each has its number from 1 as operand."""
+    """Counts the wrong elements on all ranks. The operand of rank r is filled with r + 1."""
     n = dist.get_world_size()
     operand.fill_(dist.get_rank() + 1)
     result = call()
@@ -120,10 +120,15 @@ def _count_wrong(operation: str, operand: Any, call: Callable[[], Any]) -> int:
 def _times_us(
     call: Callable[[], Any], calls: int, replays: int, untimed: int, warmup: int, iterations: int
 ) -> tuple[float, float]:
-    """Returns the median and the 99th percentile of repetitions, the slowest rank's, a call.
+    """Returns the median and the 99th percentile of the slowest rank's times, in us a call.
 
-    A repetition is so many replays, one after another, of a graph of so many calls; so many times
-    as many are untimed before each.
+    Args:
+        call: the call.
+        calls: the number of calls in a CUDA graph.
+        replays: the number of replays of the graph in a repetition.
+        untimed: the number of untimed repetitions before each timed one.
+        warmup: the number of repetitions to discard.
+        iterations: the number of timed repetitions.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -158,7 +163,7 @@ def _times_us(
 
 
 def main() -> None:
-    """Measures what the command line says."""
+    """Makes the measurements that the command line describes."""
     told = json.loads(sys.argv[1])
     rank = told["rank"]
     torch.cuda.set_device(rank)
@@ -171,11 +176,11 @@ def main() -> None:
         device_id=device,
     )
     with contextlib.suppress(Exception):
-        # Older versions ask for it; newer ones warn, or no longer have it.
+        # Older versions need this call; newer ones warn, or no longer have it.
         symmetric_memory.enable_symm_mem_for_group(dist.group.WORLD.group_name)
     kind: Any = sys.modules[__name__]
     if told["matmul"]:
-        sys.path.append(str(Path(__file__).parent))  # last: modules there have common names
+        sys.path.append(str(Path(__file__).parent))  # last, so that other packages win
         kind = importlib.import_module("pytorch_matmuls")
     rows = []
     failed: dict[tuple[str, str], str] = {}
@@ -186,7 +191,7 @@ def main() -> None:
             with Path(told["begun"]).open("a") as file:
                 file.write(f"torch, {what}\n")
         for library in kind.libraries(told):
-            # A shape of a matmul may fail by itself.
+            # A failed shape of a matmul says nothing about other shapes.
             tried = (library, what if told["matmul"] else name)
             if tried in failed:
                 continue
@@ -201,7 +206,7 @@ def main() -> None:
                     told["iterations"],
                 )
             except RuntimeError as error:
-                # Such as a dtype that it does not take: alike on all ranks.
+                # For example an unsupported dtype, which fails on all ranks alike.
                 failed[tried] = f"{library}, {what}: {str(error).splitlines()[0]}"
                 continue
             rows.append(

@@ -1,10 +1,15 @@
-"""Programs to be timed end to end with our collectives and with lax's: decoding and training.
+"""Programs that are timed as a whole with our collectives and with lax's: decoding and training.
 
-A builder gets a library (`jax_intranode` or `jax.lax`) and a mesh of 1, 2, 4 or 8 devices with the
-one axis "x", and gives a jitted function, which can be called and lowered, and its arguments. The
-function's result has the structure, shapes, dtypes and shardings of the arguments, and stays finite
-however often calls are chained: ``args = f(*args)``. Arguments depend on the mesh alone, and each
-process makes the shards of its own devices.
+A builder takes a library (`jax_intranode` or `jax.lax`) and a mesh of 1, 2, 4 or 8 devices with one
+axis "x". It returns a jitted function, which can be called and lowered, and its arguments. The
+function's result has the structure, shapes, dtypes and shardings of the arguments, so that calls
+can be chained: ``args = f(*args)``. Values stay finite in long chains. Arguments depend on the mesh
+only, and each process makes the shards of its own devices.
+
+The transformer of `train_step` is not the one of examples/tensor_parallel_transformer.py. The
+example is a program for readers, is not installed with the package, and consists of collective
+matmuls. `train_step` covers what the example lacks: psum and psum_scatter / all_gather between
+plain matmuls, and data-parallel pmean of a tree of gradients.
 """
 
 import math
@@ -23,11 +28,15 @@ from jax.sharding import PartitionSpec as P
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-# What both kinds of programs use.
+# Used by all programs.
 
 
 def _sizes(mesh: Mesh, of_platform: dict[str, Any]) -> Any:
-    """The sizes for the platform of a mesh; refuses meshes among which they can't be divided."""
+    """Returns the sizes for the mesh's platform.
+
+    Raises:
+        ValueError: the sizes can't be divided among the devices of this mesh.
+    """
     if mesh.axis_names != ("x",) or mesh.size not in (1, 2, 4, 8):
         raise ValueError(
             f"these programs need a mesh of 1, 2, 4 or 8 devices with the axis 'x', not {mesh}"
@@ -42,11 +51,11 @@ def _make(
     value: Callable[[Sequence[int], Any], Any],
     seed: int,
 ) -> jax.Array:
-    """An array whose shards are what `value` makes of their shapes and generators."""
+    """Returns an array whose shards are `value(shape of the shard, its random generator)`."""
 
     def shard(index: Any) -> Any:
         ranges = [range(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
-        # Devices that hold the same part get the same values.
+        # Devices with the same part get the same values.
         generator = np.random.default_rng([seed, *(part.start for part in ranges)])
         return value([len(part) for part in ranges], generator)
 
@@ -66,7 +75,7 @@ def _rms_norm(x: jax.Array) -> jax.Array:
     return (wide * scale).astype(x.dtype)
 
 
-# Decoding: many small psums one after another, between matmuls that read the weights.
+# Decoding: many small psums in a row, between matmuls that read the weights.
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,7 @@ class _DecodeSizes:
 
 _DECODE = {
     "gpu": _DecodeSizes(batch=8, hidden=4096, layers=16, tokens=4),
-    # A psum of 2 KB: one that our kernels take on CPUs too.
+    # A psum of 2 KB, which our kernels run on CPUs, too.
     "cpu": _DecodeSizes(batch=8, hidden=128, layers=4, tokens=2),
 }
 
@@ -96,7 +105,7 @@ def _unrolled(step: Callable[[Any, Any], Any], x: Any, items: Any) -> Any:
 
 @dataclass(frozen=True)
 class _ReturningWeights:
-    """A jitted function that returns its weights, of which jit by itself would make copies."""
+    """A jitted function that also returns its weights. jit alone would copy them."""
 
     jitted: Any
 
@@ -108,11 +117,11 @@ class _ReturningWeights:
 
 
 def _decode(lib: Any, mesh: Mesh, loop: Callable[..., Any]) -> Program:
-    """Decodes some tokens with a tensor-parallel MLP a layer.
+    """Decodes some tokens through layers that are tensor-parallel MLPs.
 
-    Arguments: the activations [batch, hidden], the layers' weights, and the output's weights; all
-    bfloat16. The psums are `lib`'s. The all_gather at the end of each token is always lax's: ours
-    have to live beside XLA's own collectives.
+    Arguments: the activations [batch, hidden], the layers' weights, and the output's weights, all
+    in bfloat16. The psums are `lib`'s. The all_gather at the end of each token is always lax's,
+    because our operations must work next to XLA's own collectives.
     """
     sizes = _sizes(mesh, _DECODE)
 
@@ -133,7 +142,7 @@ def _decode(lib: Any, mesh: Mesh, loop: Callable[..., Any]) -> Program:
         mesh=mesh,
         in_specs=(P(), specs, P(None, "x")),
         out_specs=P(),
-        check_vma=False,  # what lax.all_gather gives would vary over "x"
+        check_vma=False,  # lax.all_gather returns a value that varies over "x"
     )
 
     random = partial(_uniform, dtype=jnp.bfloat16)
@@ -149,11 +158,14 @@ def _decode(lib: Any, mesh: Mesh, loop: Callable[..., Any]) -> Program:
 
 
 def _decode_layers(mesh: Mesh, sizes: _DecodeSizes, *, stacked: bool) -> tuple[Any, Any]:
-    """The weights (columns, rows) and their specs: arrays of all layers, or a list of pairs."""
+    """Returns the weights (columns, rows) and their specs.
+
+    The weights are stacked arrays of all layers, or a list with a pair for each layer.
+    """
     hidden, inner = sizes.hidden, 4 * sizes.hidden
 
     def in_every_layer(shape: Sequence[int], generator: Any, *, variance: float) -> np.ndarray:
-        # The same values, to save the time of making them; in memory of their own.
+        # All layers get the same values, which saves time, but have memory of their own.
         one = _uniform(shape[1:], generator, variance=variance, dtype=jnp.bfloat16)
         return np.broadcast_to(one, shape)
 
@@ -166,7 +178,7 @@ def _decode_layers(mesh: Mesh, sizes: _DecodeSizes, *, stacked: bool) -> tuple[A
             partial(in_every_layer, variance=1 / hidden),
             0,
         ),
-        # So that a layer adds little to what it gets, and rounding is not amplified.
+        # Small, so that a layer adds little to its input and does not amplify rounding.
         _make(
             mesh,
             specs[1],
@@ -183,12 +195,12 @@ def _decode_layers(mesh: Mesh, sizes: _DecodeSizes, *, stacked: bool) -> tuple[A
     return unstack(*layers), pairs
 
 
-# Training: psums of activations, forward and backward, and one of all gradients.
+# Training: psums of activations, forward and backward, and a pmean of all gradients.
 
 
 @dataclass(frozen=True)
 class _Transformer:
-    """Sizes of a transformer and of its batch; `batch` sequences for each data-parallel replica."""
+    """Sizes of a transformer and its batch: `batch` sequences for each data-parallel replica."""
 
     batch: int
     sequence: int
@@ -200,11 +212,11 @@ class _Transformer:
 
 
 _TRAIN = {
-    # Activations of 4 MB and gradients of 8 MB (5 MB on 8 devices): what our kernels take.
+    # Activations have 4 MB and gradients 8 MB (5 MB on 8 devices), which our kernels accept.
     "gpu": _Transformer(
         batch=8, sequence=1024, width=256, heads=8, inner=1024, layers=4, vocabulary=1024
     ),
-    # Activations of 1 KB, and gradients of which many have at most 4 KB.
+    # Activations have 1 KB, and many gradients at most 4 KB.
     "cpu": _Transformer(batch=2, sequence=8, width=32, heads=4, inner=64, layers=2, vocabulary=32),
 }
 
@@ -218,7 +230,7 @@ class _Parameter:
 
 
 def _parameters(sizes: _Transformer) -> Any:
-    """The tree of the parameters: the shape of each, and how it is split."""
+    """Returns the tree of the parameters, with the shape and the spec of each."""
     width, heads, inner, head = sizes.width, sizes.heads, sizes.inner, sizes.width // sizes.heads
     by_head = _Parameter((width, heads, head), P(None, "tensor"))
     layer = {
@@ -246,9 +258,10 @@ def _varying(tree: Any, axis: str) -> Any:
 
 
 def _varying_summed_by(lib: Any, axis: str) -> Callable[[Any], Any]:
-    """Marks a tree as varying over an axis; backward, `lib` sums it over that axis.
+    """Returns a function that marks a tree as varying over an axis.
 
-    Megatron's f. JAX would mark it by itself, and sum by a psum of its own.
+    Its backward pass sums the cotangent over the axis by `lib.psum` (Megatron's f). Without it JAX
+    would insert a psum of its own.
     """
 
     @jax.custom_vjp
@@ -262,7 +275,7 @@ def _varying_summed_by(lib: Any, axis: str) -> Callable[[Any], Any]:
 def _forward(
     params: Any, tokens: jax.Array, enter: Callable[[Any], Any], leave: Callable[[Any], Any]
 ) -> jax.Array:
-    """The logits. `enter` and `leave` lie around what is split over "tensor"."""
+    """Returns the logits. `enter` and `leave` enclose the parts that are split over "tensor"."""
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
     x = params["embedding"][tokens]
     for layer in params["layers"]:
@@ -275,7 +288,7 @@ def _forward(
 
 
 def _attention(layer: Any, x: jax.Array) -> jax.Array:
-    """Causal attention of this rank's heads: [batch, sequence, width] to the same, a summand."""
+    """Returns this rank's summand of causal attention: [batch, sequence, width] to the same."""
     query, key, value = (
         jnp.einsum("bsw,whd->bhsd", x, layer[name]) for name in ("query", "key", "value")
     )
@@ -287,14 +300,14 @@ def _attention(layer: Any, x: jax.Array) -> jax.Array:
 
 
 def _train_step(lib: Any, mesh: Mesh, sequence_parallel: bool) -> Program:
-    """One step of gradient descent, data and tensor parallel, of a transformer.
+    """One step of gradient descent of a data- and tensor-parallel transformer.
 
-    Activations are reduced over "tensor" by `lib.psum` or, sequence parallel, by
-    `lib.psum_scatter` and `lib.all_gather` along the sequence; gradients over "data" by
-    `lib.pmean`. float32 parameters, bfloat16 computation.
+    Activations are reduced over "tensor" by `lib.psum` or, with sequence parallelism, by
+    `lib.psum_scatter` and `lib.all_gather` along the sequence. Gradients are averaged over "data"
+    by `lib.pmean`. Parameters are float32, the computation is bfloat16.
 
-    Arguments: the parameters, the tokens [sequences, sequence] (int32), and a loss (float32),
-    which is not read: the result holds that of the step's batch before the step.
+    Arguments: the parameters, the tokens [sequences, sequence] (int32), and a loss (float32), which
+    is not read. The result has the loss of the step's batch before the step.
     """
     sizes = _sizes(mesh, _TRAIN)
     data = 2 if mesh.size >= 4 else 1
@@ -315,7 +328,8 @@ def _train_step(lib: Any, mesh: Mesh, sequence_parallel: bool) -> Program:
 
     def loss_of(params: Any, tokens: jax.Array) -> jax.Array:
         if sequence_parallel:
-            # What every rank has whole acts here on its own part of the sequence only.
+            # A replicated parameter acts on the rank's own part of the sequence only, so its
+            # gradient is a sum over the ranks.
             leaves = jax.tree.leaves(params)
             whole = [i for i, p in enumerate(parameters) if p.spec == P()]
             for i, leaf in zip(whole, sum_backward([leaves[i] for i in whole]), strict=True):
@@ -327,7 +341,7 @@ def _train_step(lib: Any, mesh: Mesh, sequence_parallel: bool) -> Program:
         return -chosen.sum() / (sizes.batch * sizes.sequence)
 
     def body(params: Any, tokens: jax.Array) -> Any:
-        # Marked as varying, the parameters get this replica's own gradients: JAX sums none.
+        # Parameters that are marked as varying get this replica's own gradients. JAX sums none.
         loss, grads = jax.value_and_grad(loss_of)(_varying(params, "data"), tokens)
         if sequence_parallel:
             loss = lib.psum(loss, "tensor")
@@ -344,7 +358,7 @@ def _train_step(lib: Any, mesh: Mesh, sequence_parallel: bool) -> Program:
         return params, tokens, loss
 
     def initial(part: Sequence[int], generator: Any) -> np.ndarray:
-        if len(part) == 1:  # norms, whose scale is one more than the parameter, and biases
+        if len(part) == 1:  # biases, and norms, whose scale is 1 + the parameter
             return np.zeros(part, np.float32)
         return _uniform(part, generator, variance=1 / sizes.width)
 
@@ -360,12 +374,12 @@ def _train_step(lib: Any, mesh: Mesh, sequence_parallel: bool) -> Program:
     )
     loss = _make(mesh, P(), (), lambda part, _: np.zeros(part, np.float32), 0)
     arguments = params, tokens, loss
-    # Of equal shardings jit gives another, which would have the next call compiled again.
+    # jit may return an equivalent but different sharding, and then compile the next call again.
     shardings = jax.tree.map(lambda argument: argument.sharding, arguments)
     return jax.jit(step, out_shardings=shardings), arguments
 
 
-# Training an MLP alone: matmuls and collectives of large activations.
+# Training a single MLP: matmuls and collectives of large activations.
 
 
 @dataclass(frozen=True)
@@ -377,20 +391,20 @@ class _MlpSizes:
 
 _MLP = {
     "gpu": _MlpSizes(sequence=8192, width=8192, inner=28672),
-    # A rank has at most 1 KB of the activations: what our kernels take.
+    # A rank has at most 1 KB of activations, which our kernels accept.
     "cpu": _MlpSizes(sequence=32, width=32, inner=64),
 }
 
 
 def _mlp_block(lib: Any, mesh: Mesh) -> Program:
-    """One step of gradient descent of a gated MLP, tensor and sequence parallel; all bfloat16.
+    """One step of gradient descent of a tensor- and sequence-parallel gated MLP, in bfloat16.
 
-    By `lib.all_gather_matmul` and `lib.matmul_reduce_scatter` or, if it has none, by `all_gather`
-    and `psum_scatter` beside matmuls. The loss, half the mean square norm of a row of the output,
-    is not computed.
+    Uses `lib.all_gather_matmul` and `lib.matmul_reduce_scatter` if `lib` has them, otherwise
+    `all_gather` and `psum_scatter` around matmuls. The loss is half the mean square norm of the
+    output's rows. It is not computed, only its gradient.
 
-    Arguments: the activations [sequence, width], of which the step makes the next layer's, and the
-    weights gate and up [width, inner] and down [inner, width].
+    Arguments: the activations [sequence, width], from which the step makes those of the next layer,
+    and the weights gate and up [width, inner] and down [inner, width].
     """
     sizes = _sizes(mesh, _MLP)
     if hasattr(lib, "all_gather_matmul"):
@@ -418,14 +432,14 @@ def _mlp_block(lib: Any, mesh: Mesh) -> Program:
     sequence, width, inner = sizes.sequence, sizes.width, sizes.inner
     specs = P("x"), P(None, "x"), P(None, "x"), P("x")
     shapes = (sequence, width), (width, inner), (width, inner), (inner, width)
-    # Of variance 1, and their products with the weights too.
+    # Variances such that activations and products have variance 1.
     variances = 1, 1 / width, 1 / width, 1 / inner
     arguments = tuple(
         _make(mesh, spec, shape, partial(_uniform, variance=variance, dtype=jnp.bfloat16), seed)
         for seed, (spec, shape, variance) in enumerate(zip(specs, shapes, variances, strict=True))
     )
     sharded = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=True)
-    # As in _train_step.
+    # For the reason given in _train_step.
     shardings = tuple(argument.sharding for argument in arguments)
     return jax.jit(sharded, out_shardings=shardings), arguments
 

@@ -1,4 +1,4 @@
-"""One row of a whole program's table: the results of both libraries compared, then timed."""
+"""Compares and times a whole program with our collectives and with lax's."""
 
 import math
 from collections.abc import Callable
@@ -17,17 +17,17 @@ from jax_intranode._src.bench.settings import Settings
 
 
 class _Chained:
-    """A program that goes on from its last result. It may take its arguments' memory."""
+    """A program whose next arguments are its last result. It may reuse its arguments' memory."""
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         self._function = function
         self.arguments = arguments
 
     def run(self, calls: int) -> tuple[Any, ...]:
-        """Starts that many calls, one after the other, and returns the last one's result."""
+        """Starts this number of calls in a row and returns the result of the last one."""
         for _ in range(calls):
             result = self._function(*self.arguments)
-            # A function of one argument may return it without a tuple.
+            # A function of one argument may return a result that is no tuple.
             structures: list[Any] = [jax.tree.structure(x) for x in (result, self.arguments)]
             self.arguments = result if structures[0] == structures[1] else (result,)
         return self.arguments
@@ -50,8 +50,8 @@ def measure(settings: Settings, mesh: Mesh) -> ProgramRow:
     untimed = 1 if settings.settle_ms > 0 else 0
     seconds, handler_calls = timing.take_turns(runs, mesh, settings, untimed)
     our_times, lax_times = (
-        timing.slowest_rank(f"{label}/{library}", timing.statistics(1e6 * np.array(of_one) / calls))
-        for library, of_one in zip(("ours", "lax"), seconds, strict=True)
+        timing.slowest_rank(f"{label}/{library}", timing.statistics(1e6 * np.array(of_run) / calls))
+        for library, of_run in zip(("ours", "lax"), seconds, strict=True)
     )
     return ProgramRow(
         program=settings.name,
@@ -67,9 +67,9 @@ def measure(settings: Settings, mesh: Mesh) -> ProgramRow:
 
 
 def _difference(ours: Any, lax: Any) -> float:
-    """Returns the largest difference relative to lax's largest value, on this process's devices.
+    """Returns the largest difference, relative to lax's largest value, on this process's devices.
 
-    NaN if a value is no finite number.
+    Returns NaN if a value is not finite.
     """
     worst = 0.0
     for our_leaf, lax_leaf in zip(jax.tree.leaves(ours), jax.tree.leaves(lax), strict=True):
@@ -83,6 +83,6 @@ def _difference(ours: Any, lax: Any) -> float:
 
 
 def _values(x: jax.Array) -> np.ndarray:
-    """Returns what this process's devices have of an array."""
+    """Returns the shards of an array on this process's devices, stacked."""
     shards = [np.asarray(shard.data).astype(np.float64) for shard in x.addressable_shards]
     return np.stack(shards)

@@ -1,23 +1,25 @@
-"""What the benchmark says of a whole program: its row."""
+"""The table of a whole program."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class ProgramRow:
-    """One line of a whole program's table. Times are in microseconds a call, the slowest rank's.
+    """One line of a whole program's table.
+
+    Times are in microseconds a call, and those of the slowest rank.
 
     Attributes:
-        program: its name.
+        program: the program's name.
         mode: "process-per-device" or "single-process".
-        time_us: with our collectives: median.
+        time_us: median time with our collectives.
         time_p99_us: its 99th percentile.
-        lax_time_us: with lax's: median.
+        lax_time_us: median time with lax's collectives.
         lax_time_p99_us: its 99th percentile.
         ratio: lax_time_us / time_us, above 1 where ours is faster.
-        difference: the largest difference of the two results relative to the largest absolute
-            value of lax's, over all arrays of the result; None if one is not a finite number.
-        handler_calls: as for an operation.
+        difference: the largest difference between the two results, relative to the largest absolute
+            value of lax's, over all arrays of the result; None if a value is not finite.
+        handler_calls: how often XLA called our FFI handlers while times were taken, over all ranks.
     """
 
     program: str
@@ -37,7 +39,7 @@ class ProgramRow:
     )
 
     def __str__(self) -> str:
-        """The row as the table shows it."""
+        """Returns the row as a line of the table."""
         difference = "not finite" if self.difference is None else f"{self.difference:10.1e}"
         return (
             f"  {self.program:>24} | {self.time_us:10.1f} {self.time_p99_us:10.1f} | "

@@ -53,7 +53,7 @@ def slowest_rank(name: str, times: Times) -> Times:
 # Programs and chains.
 
 
-def program(mesh: Mesh, body: Callable[..., Any], donated: int | None = None) -> Callable[..., Any]:
+def program(mesh: Mesh, body: Callable[..., Any], donated: int | None = None) -> Any:
     """Compiles a function of per-device arrays for all devices of the mesh.
 
     Args:

@@ -152,7 +152,7 @@ class _Call:
     moving: Any
     fixed: tuple[Any, ...]
 
-    def program(self, mesh: Mesh) -> Callable[..., Any]:
+    def program(self, mesh: Mesh) -> Any:
         """Returns the function compiled for all devices."""
         return timing.program(mesh, self.function)
 

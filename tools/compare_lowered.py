@@ -1,0 +1,545 @@
+"""Shows that a change of the Python sources leaves the programs that JAX lowers as they were.
+
+Write what the corpus lowers to with each version of the package, then compare the two folders::
+
+    PYTHONPATH=old python tools/compare_lowered.py --write before
+    PYTHONPATH=new python tools/compare_lowered.py --write after
+    python tools/compare_lowered.py --compare before after
+
+A file holds one program: the jaxpr, the equations of this package with their parameters, what
+`explain` says, and the StableHLO. The comparison ignores source locations and the wording of
+reasons, and knows the names that parameters and attributes had in earlier versions.
+
+No GPU is needed: programs for GPUs are lowered for fake devices, on which every rendezvous succeeds.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import functools
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+# Devices.
+
+
+class FakeGpu:
+    """What lowering asks of a GPU."""
+
+    platform = "gpu"
+    device_kind = "NVIDIA H200"
+    process_index = 0
+
+    class Client:
+        """What lowering asks of a GPU's client."""
+
+        platform = "cuda"
+        platform_version = ""
+        _raw_platform = "cuda"
+
+    client = Client()
+
+    def __init__(self, number: int):
+        """Creates the device with an id."""
+        self.id = self.local_hardware_id = number
+
+
+@contextlib.contextmanager
+def without_rendezvous() -> Iterator[None]:
+    """Lets every rendezvous succeed, with the memory that GPUs have by default."""
+    from jax_intranode._src import communicator, native
+
+    agreed = SimpleNamespace(
+        reason=None,
+        half_bytes=25 << 20,
+        epoch_buffer_bytes=25 << 20,
+        ring_bytes=512 << 20,
+        reason_for_no_matmuls=None,
+    )
+    rendezvous = next(n for n in ("meet", "rendezvous_of") if hasattr(communicator, n))
+    module = native.module
+
+    def module_of(platform: str) -> Any:
+        if platform == "gpu":
+            return SimpleNamespace(MATMUL_SCRATCH_BYTES=32 << 20)
+        return module(platform)
+
+    with (
+        mock.patch.object(communicator, rendezvous, lambda devices: agreed),
+        mock.patch.object(communicator, "communicator", lambda agreed, partition: None),
+        mock.patch.object(native, "module", module_of),
+    ):
+        yield
+
+
+def mesh_of(platform: str, shape: dict[str, int]) -> Mesh:
+    count = int(np.prod(list(shape.values())))
+    devices = jax.devices() if platform == "cpu" else [FakeGpu(i) for i in range(8)]
+    return Mesh(np.array(devices[:count]).reshape(tuple(shape.values())), tuple(shape))
+
+
+# The corpus. Each program is a function of a rank's shards, with the global shapes and specs of its
+# operands. All of them are differentiable.
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program of the corpus.
+
+    Attributes:
+        body: from the package and a rank's shards to results.
+        shapes: global shapes of the operands, in units: see `sizes`.
+        specs: partition specs of the operands.
+        out: partition spec of all results.
+    """
+
+    body: Callable[..., Any]
+    shapes: tuple[tuple[str, ...], ...]
+    specs: tuple[P, ...]
+    out: P
+
+
+def sizes(platform: str, large: bool, world: int) -> dict[str, int]:
+    """The lengths that shapes name: tokens, features, hidden features, heads, layers."""
+    unit = (1024 if large else 16) if platform == "gpu" else 2
+    return {
+        "t": 4 * unit * world,
+        "f": 4 * unit * world,
+        "h": 6 * unit * world,
+        "b": 2,
+        "l": 3,
+        "s": 16 * world,
+    }
+
+
+ROWS, COLUMNS = P("x"), P(None, "x")
+X, W, V = ("t", "f"), ("f", "h"), ("h", "f")
+
+
+def sums(lib: Any, x: Any) -> Any:
+    small = x[:2]
+    tree = lib.psum({"a": x, "b": small, "c": (small * 2).astype(jnp.int32)}, "x")
+    mean = lib.pmean((small, x.sum()), "x")
+    unused = lib.psum((x, small * 3), "x")[1]
+    return (tree["a"] + mean[1])[:2] * mean[0] + unused + tree["c"].astype(x.dtype)
+
+
+def parts(lib: Any, x: Any) -> Any:
+    a = lib.psum_scatter(x, "x", scatter_dimension=1, tiled=True)
+    b = lib.all_gather(a, "x", axis=1, tiled=True)
+    c = lib.all_gather(x[:1], "x", axis=1)
+    d = lib.psum_scatter(jnp.moveaxis(c, 1, 0), "x")
+    return b + jnp.sin(d) + lib.all_gather(x[:1], "x").sum()
+
+
+def fallbacks(lib: Any, x: Any) -> Any:
+    a = lib.psum(x.astype(jnp.complex64), "x").real
+    a += lib.all_gather(np.ones((1, 4), np.float32), "x").sum() + lib.psum(np.float32(3), "x")
+    if not jax.typeof(x).manual_axis_type.varying:  # lax refuses these under check_vma
+        a += lib.psum(x, "x", axis_index_groups=[list(range(lax.axis_size("x")))])
+        a += jax.vmap(lambda u: lib.psum(u, "i") + lib.psum(u, ("i", "x")), axis_name="i")(x)
+    return a.astype(x.dtype)
+
+
+def hidden_axis(lib: Any, x: Any) -> Any:
+    if jax.typeof(x).manual_axis_type.varying:  # lax refuses it under check_vma
+        return x
+    traced = jax.make_jaxpr(lambda u: lib.psum(u, "x") + lib.all_gather(u, "x").sum(0))(x[0])
+    run = jax.extend.core.jaxpr_as_fun(traced)
+    return jax.vmap(lambda u: run(u)[0], axis_name="x", axis_size=x.shape[0])(x)
+
+
+def loops(lib: Any, x: Any) -> Any:
+    def step(c: Any, _: Any) -> Any:
+        c = lax.cond(c.sum() > 0, lambda u: lib.psum(u, "x") + u, lambda u: u * 2, c)
+        return lib.pmean(c, "x") + c, c.sum()
+
+    return lax.scan(step, x, None, length=3)[0]
+
+
+def batches(lib: Any, x: Any) -> Any:
+    a = jax.vmap(lambda u: lib.psum(u, "x"), 1, 1)(x)
+    b = jax.vmap(lambda u: lib.all_gather(u, "x", tiled=True), 1, 1)(x)
+    c = jax.vmap(lambda u: lib.psum_scatter(u, "x", tiled=True), 0)(x)
+    return a.sum() + b.sum() + c
+
+
+def products(lib: Any, x: Any, w: Any, v: Any) -> Any:
+    return lib.matmul_reduce_scatter(jnp.tanh(lib.all_gather_matmul(x, w, "x")), v, "x")
+
+
+def list_of_matrices(lib: Any, x: Any, w: Any, v: Any) -> Any:
+    a, b = lib.all_gather_matmul(x, [w, w * 2], "x")
+    return lib.matmul_reduce_scatter(a * jax.nn.sigmoid(b), v, "x") + x
+
+
+def gathered(lib: Any, x: Any, w: Any, v: Any) -> Any:
+    ys, whole = lib.all_gather_matmul(x, [w, w], "x", return_gathered=True)
+    return lib.matmul_reduce_scatter(ys[0] * ys[1] * whole[:, :1], v, "x")
+
+
+def all_reduce(lib: Any, x: Any, w: Any, v: Any) -> Any:
+    del w
+    y = lib.all_gather(x, "x", axis=0, tiled=True)[:, : v.shape[0]]
+    return lib.matmul_all_reduce(y, v, "x")[: x.shape[0]] + x
+
+
+def preferred(lib: Any, x: Any, w: Any, v: Any) -> Any:
+    y = lib.all_gather_matmul(x, w, "x", preferred_element_type=jnp.float32)
+    z = lib.matmul_reduce_scatter(y.astype(x.dtype), v, "x", preferred_element_type=jnp.float32)
+    return z.astype(x.dtype)
+
+
+def last_axis(lib: Any, x: Any, w: Any, v: Any) -> Any:
+    wide = jnp.concatenate([w] * lax.axis_size("x"), 1)
+    y = lib.matmul_reduce_scatter(x, wide, "x", scatter_axis=-1)
+    return lib.matmul_reduce_scatter(lib.all_gather_matmul(x, w, "x"), v, "x") + y.sum()
+
+
+def batched_matmuls(lib: Any, x: Any, w: Any, v: Any) -> Any:
+    def f(x: Any, w: Any) -> Any:
+        y = jnp.tanh(lib.all_gather_matmul(x, w, "x"))
+        return lib.matmul_reduce_scatter(y, v, "x") + lib.matmul_all_reduce(y, v, "x").mean()
+
+    a = jax.vmap(f, (0, None))(jnp.stack([x, -x]), w)
+    b = jax.vmap(f, (None, 0))(x, jnp.stack([w, -w]))
+    return (a + b).sum(0)
+
+
+def batch_of_rows(lib: Any, x: Any, w: Any, v: Any) -> Any:
+    x = jnp.stack([x, x * 2])
+    y = jnp.tanh(lib.all_gather_matmul(x, w, "x", gather_axis=1))
+    return lib.matmul_reduce_scatter(y, v, "x", scatter_axis=1).sum(0)
+
+
+def remat(lib: Any, x: Any, w: Any, v: Any) -> Any:
+    policy = jax.checkpoint_policies.save_only_these_names("jax_intranode.gathered")
+    a = jax.checkpoint(functools.partial(products, lib))(x, w, v)
+    return a + jax.checkpoint(functools.partial(products, lib), policy=policy)(x, w, v)
+
+
+def tangents(lib: Any, x: Any, w: Any, v: Any) -> Any:
+    f = functools.partial(list_of_matrices, lib)
+    moved = jax.jvp(f, (x, w, v), (jnp.cos(x), jnp.sin(w), v))[1]
+    return moved + jax.jvp(lambda w: f(x, w, v), (w,), (w,))[1]
+
+
+def linear_transposes(lib: Any, x: Any, w: Any, v: Any) -> Any:
+    def by(f: Any, u: Any) -> Any:
+        return jax.linear_transpose(f, u)(jax.tree.map(jnp.cos, f(u)))[0]
+
+    a = by(lambda x: lib.all_gather_matmul(x, [w, w], "x")[1], x)
+    b = by(lambda w: lib.all_gather_matmul(x, w, "x"), w)
+    pull = jax.vjp(lambda x, w: lib.all_gather_matmul(x, w, "x"), x, w)[1]
+    ct = lib.all_gather_matmul(x, w, "x")
+    c = by(pull, ct)
+    return a + b.sum() + c.sum() + v.sum()
+
+
+def layers(lib: Any, x: Any, w: Any, v: Any) -> Any:
+    def layer(x: Any, weights: Any) -> Any:
+        return x + products(lib, x, *weights), x.sum()
+
+    return lax.scan(jax.checkpoint(layer), x, (w, v))[0]
+
+
+def block(lib: Any, x: Any, w: Any, v: Any) -> Any:
+    """A transformer block with sequence parallelism: attention of one head a rank, then an MLP."""
+
+    def norm(u: Any) -> Any:
+        return u * lax.rsqrt((u * u).mean(-1, keepdims=True) + 1e-6).astype(u.dtype)
+
+    q, k, r = lib.all_gather_matmul(norm(x), [w, w * 2, w * 3], "x")
+    scores = jax.nn.softmax(q @ k.T)
+    x = x + lib.matmul_reduce_scatter(scores @ r, v, "x")
+    gate, up = lib.all_gather_matmul(norm(x), [w, w * 2], "x")
+    x = x + lib.matmul_reduce_scatter(jax.nn.silu(gate) * up, v, "x")
+    return x * lib.pmean((x * x).mean(), "x")
+
+
+MATMUL = (X, W, V), (ROWS, COLUMNS, ROWS), ROWS
+PROGRAMS = {
+    **{
+        body.__name__: Program(body, (("s", "s"),), (ROWS,), ROWS)
+        for body in (sums, parts, fallbacks, loops, batches)
+    },
+    "sums_large": Program(sums, (X,), (ROWS,), ROWS),
+    "parts_large": Program(parts, (X,), (ROWS,), ROWS),
+    "hidden_axis": Program(hidden_axis, (("s", "s"),), (ROWS,), ROWS),
+    **{
+        body.__name__: Program(body, *MATMUL)
+        for body in (
+            *(products, list_of_matrices, gathered, all_reduce, preferred, last_axis),
+            *(batched_matmuls, batch_of_rows, remat, tangents, linear_transposes, block),
+        )
+    },
+    "layers": Program(
+        layers, (X, ("l", *W), ("l", *V)), (ROWS, P(None, None, "x"), P(None, "x")), ROWS
+    ),
+    "replicated_matrices": Program(products, (X, W, V), (ROWS, P(), P()), ROWS),
+}
+
+
+def two_axes(lib: Any, x: Any, w: Any) -> Any:
+    y = lib.all_gather_matmul(x, w, ("x", "y"))
+    y = lib.psum(y, "y") + lib.pmean(lib.psum(y, ("y", "x")), "x")
+    return lib.matmul_reduce_scatter(y, w.T, "x")
+
+
+def functions() -> Iterator[tuple[str, str, Callable[..., Any], tuple[Any, ...]]]:
+    """The programs: name, platform, a jitted function and the types of its arguments."""
+    import jax_intranode as lib
+
+    def program(
+        platform: str, mesh: Mesh, world: int, of: Program, check_vma: bool, large: bool
+    ) -> Any:
+        lengths = sizes(platform, large, world)
+        dtype = jnp.bfloat16 if platform == "gpu" else jnp.float32
+        args = tuple(
+            jax.ShapeDtypeStruct(tuple(lengths[n] for n in shape), dtype) for shape in of.shapes
+        )
+        f = jax.shard_map(
+            functools.partial(of.body, lib),
+            mesh=mesh,
+            in_specs=of.specs,
+            out_specs=of.out,
+            check_vma=check_vma,
+        )
+
+        def gradient(*args: Any) -> Any:
+            return jax.value_and_grad(
+                lambda *args: jnp.sin(f(*args).astype(jnp.float32)).sum(), tuple(range(len(args)))
+            )(*args)
+
+        def some(*args: Any) -> Any:
+            return [gradient(*args)[1][k] for k in (0, -1)]
+
+        return {"forward": f, "gradient": gradient, "some": some}, args
+
+    for platform, worlds in (("cpu", (2, 4, 8)), ("gpu", (2, 4, 8))):
+        for world in worlds:
+            mesh = mesh_of(platform, {"x": world})
+            for check_vma in (False, True):
+                for name, of in PROGRAMS.items():
+                    for large in (False, True) if platform == "gpu" and len(of.shapes) > 1 else (0,):
+                        found, args = program(platform, mesh, world, of, check_vma, bool(large))
+                        for kind, f in found.items():
+                            title = [name, platform, str(world), *["large"] * large, kind]
+                            title += ["check_vma"] * check_vma
+                            yield "-".join(title), platform, jax.jit(f), args
+        mesh = mesh_of(platform, {"x": 2, "y": 4})
+        of = Program(two_axes, (X, W), (P(("x", "y")), P()), P(("x", "y")))
+        found, args = program(platform, mesh, 8, of, False, platform == "gpu")
+        for kind, f in found.items():
+            yield f"two_axes-{platform}-{kind}", platform, jax.jit(f), args
+
+
+# Writing.
+
+
+def flat(params: dict[str, Any]) -> dict[str, Any]:
+    """Parameters of an equation, with the fields of records in place of these."""
+    found: dict[str, Any] = {}
+    for name, value in params.items():
+        if dataclasses.is_dataclass(value):
+            fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+            found |= flat(fields)
+        else:
+            found[name] = value
+    return found
+
+
+def equations(jaxpr: Any) -> Iterator[str]:
+    """A line for each equation of this package, in all jaxprs of a program."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name.startswith("intranode_"):
+            params = " ".join(f"{k}={v!r};" for k, v in sorted(flat(equation.params).items()))
+            types = [" ".join(str(v.aval) for v in vs) for vs in (equation.invars, equation.outvars)]
+            yield f"{name} {types[0]} -> {types[1]} | {params}"
+        for value in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(value, "jaxpr", value)
+            if isinstance(inner, jax.extend.core.Jaxpr):
+                yield from equations(inner)
+
+
+def write(folder: Path, only: str) -> None:
+    import jax_intranode
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, platform, f, args in functions():
+        if not re.search(only, name):
+            continue
+        with without_rendezvous():
+            traced = f.trace(*args)
+            lowered = traced.lower(lowering_platforms=("cuda" if platform == "gpu" else "cpu",))
+            calls = [
+                f"{c.operation} {c.algorithm} {c.shapes} {c.dtype} {c.nbytes} {c.axes} {c.groups} "
+                f"{c.blocks} {c.threads} {c.times} {c.conditional}"
+                for c in jax_intranode.explain(f)(*args)
+            ]
+        sections = {
+            "jaxpr": str(traced.jaxpr),
+            "equations": "\n".join(equations(traced.jaxpr.jaxpr)),
+            "explain": "\n".join(calls),
+            "stablehlo": lowered.as_text(),
+        }
+        text = "".join(f"==== {title}\n{body}\n" for title, body in sections.items())
+        (folder / f"{name}.txt").write_text(text)
+
+
+# Comparing.
+
+# Names of earlier versions, and what they are now.
+RENAMED = {
+    "besides": "wgrads",
+    "by_w": "wgrads",
+    "by_x": "dgrad",
+    "dimension": "axis",
+    "dtype_by_w": "wgrad_dtype",
+    "pairs": "terms",
+    "size": "world_size",
+    "beside_after": "wgrad_tiles_last",
+    "first_cuts": "first_pieces",
+    "group_pairs": "band_pairs",
+    "last_cuts": "last_pieces",
+    "pairs_before": "row_pairs_before_wgrad",
+}
+ATTRIBUTES = re.compile(r"mhlo\.backend_config = (\{.*?\}), operand_layouts")
+
+
+def same_names(text: str) -> str:
+    return text.replace("derivatives_of_", "gradients_of_")
+
+
+def attributes(line: str) -> dict[str, str]:
+    """The attributes of a custom call of this package, those of its plan among them."""
+    found = ATTRIBUTES.search(line)
+    if found is None or "@jax_intranode_" not in line:
+        return {}
+    inner = found[1].replace("plan = {", "").replace("}", "").removeprefix("{")
+    pairs = re.findall(r"(\w+) = ((?:dense<.*?> : )?[^,]*|\"[^\"]*\")(?:, |$)", inner)
+    values = {"true": "1", "false": "0"}
+    result = {}
+    for name, value in pairs:
+        value = value if value.startswith("dense") else value.split(" : ")[0]
+        result[RENAMED.get(name, name)] = values.get(value, value)
+    # It says again that there are weight gradients.
+    result.pop("wgrad", None)
+    return result
+
+
+def without_parameters(jaxpr: str) -> str:
+    """A jaxpr's text without the parameters of this package's equations, and without line breaks."""
+    text, out, at = " ".join(same_names(jaxpr).split()), [], 0
+    for found in re.finditer(r"intranode_\w+\[", text):
+        if found.start() < at:
+            continue
+        out.append(text[at : found.end()])
+        depth, at = 1, found.end()
+        while depth:
+            depth += {"[": 1, "]": -1}.get(text[at], 0)
+            at += 1
+        out.append("]")
+    return "".join([*out, text[at:]])
+
+
+def same_jaxpr(text: str) -> str:
+    return re.sub(r" ?([a-z]+:\S+ ?)+= ", lambda m: "\n" + m[0], without_parameters(text))
+
+
+def same_equations(text: str) -> list[tuple[str, dict[str, str]]]:
+    found = []
+    for line in same_names(text).splitlines():
+        head, _, tail = line.partition(" | ")
+        params = {}
+        for name, value in re.findall(r"(\w+)=(.*?);(?: |$)", tail):
+            name = RENAMED.get(name, name)
+            if name == "wgrads":
+                value = {"True": "(0,)", "False": "()"}.get(value, value)
+            params[name] = value
+        found.append((head, params))
+    return found
+
+
+def same_stablehlo(text: str) -> str:
+    lines = []
+    for line in text.splitlines():
+        known = attributes(line)
+        lines.append(ATTRIBUTES.sub(repr(sorted(known.items())), line) if known else line)
+    return "\n".join(lines)
+
+
+def sections_of(path: Path) -> dict[str, str]:
+    parts = re.split(r"^==== (\w+)\n", path.read_text(), flags=re.MULTILINE)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def differences(before: Path, after: Path) -> Iterator[str]:
+    one, other = sections_of(before), sections_of(after)
+    for title, normalised in (("jaxpr", same_jaxpr), ("stablehlo", same_stablehlo)):
+        a, b = normalised(one[title]), normalised(other[title])
+        if a != b:
+            yield title
+            yield from list(difflib.unified_diff(a.splitlines(), b.splitlines(), lineterm="", n=0))[
+                2:
+            ]
+    if one["explain"] != other["explain"]:
+        yield "explain"
+        yield from difflib.ndiff(one["explain"].splitlines(), other["explain"].splitlines())
+    a, b = same_equations(one["equations"]), same_equations(other["equations"])
+    if [head for head, _ in a] != [head for head, _ in b]:
+        yield "equations"
+        return
+    for (head, old), (_, new) in zip(a, b, strict=True):
+        for name in sorted(old.keys() & new.keys()):
+            if old[name] != new[name]:
+                yield f"equations: {head}: {name}: {old[name]} before, {new[name]} after"
+
+
+def compare(before: Path, after: Path) -> int:
+    names = {path.name for path in before.iterdir()}
+    others = {path.name for path in after.iterdir()}
+    for name in sorted(names ^ others):
+        print(f"only in {before if name in names else after}: {name}")
+    different = 0
+    for name in sorted(names & others):
+        lines = list(differences(before / name, after / name))
+        if lines:
+            different += 1
+            print(f"{name}:", *lines[:40], sep="\n  ")
+    print(f"{len(names & others)} programs compared; {different} differ")
+    return int(different > 0 or names != others)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--write", type=Path, metavar="FOLDER")
+    action.add_argument("--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
+    parser.add_argument("--only", default="", help="a pattern that names of programs match")
+    options = parser.parse_args()
+    if options.compare:
+        return compare(*options.compare)
+    jax.config.update("jax_num_cpu_devices", 8)
+    write(options.write, options.only)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -22,7 +22,13 @@ from lowered import in_lowered
 import jax_intranode
 from jax_intranode import all_gather_matmul, explain, matmul_all_reduce, matmul_reduce_scatter
 from jax_intranode._src import communicator, compat, overlap
-from jax_intranode._src.ops import all_gather, overlapped, psum_scatter
+from jax_intranode._src.ops import overlapped
+from jax_intranode._src.ops.collective import (
+    AllGatherParams,
+    PsumScatterParams,
+    all_gather_p,
+    psum_scatter_p,
+)
 
 N = min(4, len(jax.devices()))
 BOTH = pytest.mark.parametrize("check_vma", [True, False])
@@ -439,8 +445,8 @@ def test_replicated_matrices_get_the_sum(check_vma: bool) -> None:
 
 # Both derivatives as one equation.
 
-BOTH_OF_GATHER = "intranode_derivatives_of_all_gather_matmul"
-BOTH_OF_SCATTER = "intranode_derivatives_of_matmul_reduce_scatter"
+BOTH_OF_GATHER = "intranode_gradients_of_all_gather_matmul"
+BOTH_OF_SCATTER = "intranode_gradients_of_matmul_reduce_scatter"
 TANGENT_OF_GATHER = "intranode_tangent_of_all_gather_matmul"
 
 
@@ -545,10 +551,14 @@ def test_derivatives_that_are_not_asked_for(check_vma: bool) -> None:
         return of
 
     def backward(f: Any, args: Any) -> tuple[list[str], int, list[Any]]:
-        found = [e for e in equations(f, *args) if "derivatives" in e.primitive.name]
+        found = [e for e in equations(f, *args) if "gradients" in e.primitive.name]
         text = jax.jit(f).lower(*args).as_text()
-        by = [(e.params["by_x"], e.params["by_w"]) for e in found]
-        return sorted(collectives(f, *args)), text.count("stablehlo.dot_general"), by
+        params = [e.params["params"] for e in found]
+        return (
+            sorted(collectives(f, *args)),
+            text.count("stablehlo.dot_general"),
+            [(p.dgrad, p.wgrads) for p in params],
+        )
 
     # All; by x and a matrix; by x; by matrices; by one.
     used = {(0, 1, 2): 4, (0, 2): 3, (0,): 2, (1, 2): 2, (2,): 1}
@@ -558,7 +568,7 @@ def test_derivatives_that_are_not_asked_for(check_vma: bool) -> None:
         by_w = tuple(k - 1 for k in which if k > 0) if 0 in which else tuple(range(len(which)))
         expected = sorted(sent), dots, [(0 in which, by_w)]
         assert backward(some(gather, which), to_gather) == expected, which
-    by_both = {(0, 1): (2, [(True, True)]), (0,): (1, [(True, False)]), (1,): (1, [(False, True)])}
+    by_both = {(0, 1): (2, [(True, (0,))]), (0,): (1, [(True, ())]), (1,): (1, [(False, (0,))])}
     for which, expected_of in by_both.items():
         found = backward(some(scatter, which), to_scatter)
         assert found == ([GATHER], *expected_of), which
@@ -575,7 +585,8 @@ def test_derivatives_that_are_not_asked_for(check_vma: bool) -> None:
     half = jax.grad(lambda x, w: gather(x, w, to_gather[2])[0].sum(), (0, 1))
     *_, equation = equations(half, *to_gather[:2])
     assert equation.primitive.name == BOTH_OF_GATHER
-    assert (equation.params["pairs"], equation.params["by_w"]) == (1, (0,))
+    params = equation.params["params"]
+    assert (params.matmul.terms, params.wgrads) == (1, (0,))
     # No derivative by the matrix of the one that is not zero.
     other = jax.grad(lambda x, w: gather(x, w, to_gather[2])[1].sum(), (0, 1))
     assert names_of(other, *to_gather[:2])[-1] == "intranode_matmul_reduce_scatter"
@@ -602,7 +613,7 @@ def test_tangents_that_are_not_asked_for(check_vma: bool) -> None:
 
         *_, equation = equations(some, *args)
         assert equation.primitive.name == TANGENT_OF_GATHER
-        assert equation.params["by_w"] == by_w
+        assert equation.params["params"].moving == by_w
         # The gathered x is needed where a matrix moves.
         assert collectives(some, *args) == {GATHER: 1 + bool(by_w)}
         same(jax.jit(some)(*args), jax.jit(tangents)(*args)[used])
@@ -1101,13 +1112,10 @@ def overlapping() -> Iterator[None]:
                 xs, ws = reshaped[:terms], reshaped[terms:]
                 for x, k in zip(xs, request.ks, strict=True):
                     assert x.shape == (request.rows * groups.group_size, k)
-                return psum_scatter.primitive.bind_as_traced(
+                return psum_scatter_p.bind_as_traced(
                     sum(x @ w for x, w in zip(xs, ws, strict=True)),
+                    params=PsumScatterParams(axes, request.axis, True, groups.group_size),
                     traced_over=traced_over,
-                    axes=axes,
-                    dimension=request.axis,
-                    tiled=True,
-                    size=groups.group_size,
                 )
 
         assert operation == "matmul_reduce_scatter"
@@ -1189,7 +1197,6 @@ def both_in_one_call() -> Iterator[list[overlapped.Request]]:
         size = groups.group_size
         granted.append(request)
         assert request.transposed and not request.gathered
-        params = {"axes": axes, "tiled": True, "size": size}
 
         class StandIn(overlapped.Overlapped):
             def __call__(self, *operands: Any) -> list[Any]:
@@ -1202,14 +1209,18 @@ def both_in_one_call() -> Iterator[list[overlapped.Request]]:
                 rows = tuple(range(beside.ndim - 1))
                 if operation == "all_gather_matmul":
                     assert xs[0].size == request.outer * request.rows * request.ks[0]
-                    (whole,) = all_gather.primitive.bind_as_traced(
-                        xs[0], traced_over=traced_over, axis=request.axis, **params
+                    (whole,) = all_gather_p.bind_as_traced(
+                        xs[0],
+                        params=AllGatherParams(axes, request.axis, True, size),
+                        traced_over=traced_over,
                     )
                     return [whole @ ws[0].T, jnp.tensordot(beside, whole, (rows, rows))]
                 assert xs[0].size == request.outer * request.rows * size * request.ks[0]
                 total = sum(x @ w.T for x, w in zip(xs, ws, strict=True))
-                (part,) = psum_scatter.primitive.bind_as_traced(
-                    total, traced_over=traced_over, dimension=request.axis, **params
+                (part,) = psum_scatter_p.bind_as_traced(
+                    total,
+                    params=PsumScatterParams(axes, request.axis, True, size),
+                    traced_over=traced_over,
                 )
                 by_w = [jnp.tensordot(beside, x, (rows, rows)) for x in xs[: request.wgrads]]
                 return [part, *by_w]
@@ -1368,14 +1379,14 @@ REFUSED = {
         "x is a ShapeDtypeStruct; pass an array",
     ),
     "rank of x": (all_gather_matmul, (X[0], W), {}, ValueError, r"x has the shape \(4,\); it need"),
-    "rank of w": (matmul_all_reduce, (X, W[None]), {}, ValueError, r"w\[0\] has the shape \(1, 4"),
+    "rank of w": (matmul_all_reduce, (X, W[None]), {}, ValueError, r"w has the shape \(1, 4"),
     "no matrices": (all_gather_matmul, (X, []), {}, ValueError, "w is an empty list; pass at "),
-    "a list": (matmul_all_reduce, (X, [W]), {}, TypeError, r"w\[0\] is a list"),
+    "a list": (matmul_all_reduce, (X, [W]), {}, TypeError, "w is a list; pass an array"),
     "contracted": (matmul_reduce_scatter, (X, W[1:]), {}, ValueError, r"\(3, 4\); they must be"),
     "of a list": (all_gather_matmul, (X, [W, W[1:]]), {}, ValueError, r"first of w\[1\], of shape"),
     "dtypes": (
         all_gather_matmul, (X, W.astype("bfloat16")), {}, TypeError,
-        r"x is float32, w\[0\] is bfloat16; cast one",
+        "x is float32, w is bfloat16; cast one",
     ),
     "preferred": (
         matmul_all_reduce, (X, W), {"preferred_element_type": "int32"}, TypeError,

@@ -10,7 +10,7 @@ A file holds one program: the jaxpr, the equations of this package with their pa
 `explain` says, and the StableHLO. The comparison ignores source locations and the wording of
 reasons, and knows the names that parameters and attributes had in earlier versions.
 
-No GPU is needed: programs for GPUs are lowered for fake devices, on which every rendezvous succeeds.
+No GPU is needed: programs for GPUs are lowered for fake devices, whose rendezvous always succeeds.
 """
 
 import argparse
@@ -60,16 +60,15 @@ class FakeGpu:
 @contextlib.contextmanager
 def without_rendezvous() -> Iterator[None]:
     """Lets every rendezvous succeed, with the memory that GPUs have by default."""
-    from jax_intranode._src import communicator, native
+    from jax_intranode._src import communicator, native, overlap
 
     agreed = SimpleNamespace(
         reason=None,
-        half_bytes=25 << 20,
         epoch_buffer_bytes=25 << 20,
         ring_bytes=512 << 20,
         reason_for_no_matmuls=None,
+        profile=overlap.H200,
     )
-    rendezvous = next(n for n in ("meet", "rendezvous_of") if hasattr(communicator, n))
     module = native.module
 
     def module_of(platform: str) -> Any:
@@ -78,8 +77,8 @@ def without_rendezvous() -> Iterator[None]:
         return module(platform)
 
     with (
-        mock.patch.object(communicator, rendezvous, lambda devices: agreed),
-        mock.patch.object(communicator, "communicator", lambda agreed, partition: None),
+        mock.patch.object(communicator, "rendezvous_of", lambda devices: agreed),
+        mock.patch.object(communicator, "communicator", lambda rendezvous, partition: None),
         mock.patch.object(native, "module", module_of),
     ):
         yield
@@ -334,7 +333,9 @@ def functions() -> Iterator[tuple[str, str, Callable[..., Any], tuple[Any, ...]]
             mesh = mesh_of(platform, {"x": world})
             for check_vma in (False, True):
                 for name, of in PROGRAMS.items():
-                    for large in (False, True) if platform == "gpu" and len(of.shapes) > 1 else (0,):
+                    for large in (
+                        (False, True) if platform == "gpu" and len(of.shapes) > 1 else (0,)
+                    ):
                         found, args = program(platform, mesh, world, of, check_vma, bool(large))
                         for kind, f in found.items():
                             title = [name, platform, str(world), *["large"] * large, kind]
@@ -368,7 +369,9 @@ def equations(jaxpr: Any) -> Iterator[str]:
         name = equation.primitive.name
         if name.startswith("intranode_"):
             params = " ".join(f"{k}={v!r};" for k, v in sorted(flat(equation.params).items()))
-            types = [" ".join(str(v.aval) for v in vs) for vs in (equation.invars, equation.outvars)]
+            types = [
+                " ".join(str(v.aval) for v in vs) for vs in (equation.invars, equation.outvars)
+            ]
             yield f"{name} {types[0]} -> {types[1]} | {params}"
         for value in jax.tree.leaves(list(equation.params.values())):
             inner = getattr(value, "jaxpr", value)
@@ -443,7 +446,7 @@ def attributes(line: str) -> dict[str, str]:
 
 
 def without_parameters(jaxpr: str) -> str:
-    """A jaxpr's text without the parameters of this package's equations, and without line breaks."""
+    """A jaxpr on one line, without the parameters of this package's equations."""
     text, out, at = " ".join(same_names(jaxpr).split()), [], 0
     for found in re.finditer(r"intranode_\w+\[", text):
         if found.start() < at:
@@ -471,6 +474,8 @@ def same_equations(text: str) -> list[tuple[str, dict[str, str]]]:
             if name == "wgrads":
                 value = {"True": "(0,)", "False": "()"}.get(value, value)
             params[name] = value
+        if "matrices" in params:  # of a tangent; formerly `pairs`, too
+            params |= {"terms": params["matrices"], "wgrads": params["moving"]}
         found.append((head, params))
     return found
 

@@ -1,43 +1,43 @@
-"""What depends on JAX's version: every use of private JAX, and a way around a fault of XLA's.
+"""Everything that depends on JAX's version: all uses of private JAX, and a workaround for XLA.
 
-Each with the versions that need it. Nothing else imports jax._src.
-
-Seen with jax 0.10.2, 0.11.2 and 0.12.0.1.
+No other file imports jax._src, or relies on names and parameters that JAX does not document. Each
+function says which versions need it. Tested with jax 0.10.2, 0.11.2 and 0.12.0.1.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax._src import config, core, dispatch, distributed, mesh, source_info_util
 from jax._src.interpreters import partial_eval
 from jax._src.lax import lax as lax_internal
-from jax.extend.core import Primitive, Var
+from jax.extend.core import Jaxpr, Primitive, Var
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import batching
 from jaxlib.version import __version__ as jaxlib_version
 
+# Rules of primitives for which jax.interpreters has no public registration.
+
 
 def lower_with_devices(primitive: Primitive) -> None:
-    """Has programs with this primitive lowered anew for each order of devices.
+    """Makes JAX lower programs with this primitive anew for each order of devices.
 
-    0.10.2 and later: else a lowering that holds device ids is reused, under ``jax.set_mesh``, for
-    a mesh whose devices come in another order. There is no public way to ask for it. Such a
-    program can't use two meshes.
+    0.10.2 and later. Without it, under ``jax.set_mesh``, JAX reuses a lowering that holds device
+    ids for a mesh whose devices are in another order. A program with such a primitive can't use two
+    meshes.
     """
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
-# From which results of a call are used, and its parameters, to which operands are, then, and new
-# parameters.
+# needed(used_results, params) -> (needed_operands, params of the equation with these results only).
 Needed = Callable[[list[bool], dict[str, Any]], tuple[list[bool], dict[str, Any]]]
 
 
 def drop_unused_results(primitive: Primitive, needed: Needed) -> None:
-    """Has unused results dropped from a primitive, with the operands that only they need.
+    """Makes dead code elimination drop unused results, and the operands that only they need.
 
-    0.10.2 and later; 0.12 hands rules one more argument. ``jax.interpreters`` has no way to ask for
-    it.
+    0.10.2 and later; 0.12 passes one more argument to the rule.
     """
 
     def rule(used: list[bool], *arguments: Any) -> tuple[list[bool], Any]:
@@ -50,11 +50,11 @@ def drop_unused_results(primitive: Primitive, needed: Needed) -> None:
 
 
 def evaluate_known_results(primitive: Primitive, needed: Needed) -> None:
-    """Has a primitive evaluated in two parts where only some of its results are known.
+    """Makes partial evaluation split a call of which only some results are known.
 
-    A result is known if all operands are that it needs. 0.10.2 and later: without rules all results
-    count as unknown as soon as one operand is, and a ``custom_jvp`` whose rule sums value and
-    tangent in one call can't be linearized. ``jax.interpreters`` has no way to ask for it.
+    A result is known if all operands that it needs are known. 0.10.2 and later: without these rules
+    all results are unknown as soon as one operand is. Then a ``custom_jvp`` whose rule sums value
+    and tangent in one call can't be linearized.
     """
 
     def known_results(known: list[bool], params: dict[str, Any], count: int) -> list[bool]:
@@ -65,6 +65,7 @@ def evaluate_known_results(primitive: Primitive, needed: Needed) -> None:
         return found
 
     def of_trace(trace: Any, *tracers: Any, **params: Any) -> list[Any]:
+        """The rule for linearization."""
         operands = [tracer.is_known() for tracer in tracers]
         known: list[bool] = []
         if any(operands) and not all(operands):
@@ -85,39 +86,45 @@ def evaluate_known_results(primitive: Primitive, needed: Needed) -> None:
         return [next(of_known if k else of_unknown) for k in known]
 
     def of_checkpoint(
-        saveable: Callable[..., Any], unknown: Sequence[bool], there: Sequence[bool], equation: Any
+        saveable: Callable[..., Any],
+        unknown: Sequence[bool],
+        available: Sequence[bool],
+        equation: Any,
     ) -> tuple[Any, Any, list[bool], list[bool], list[Any]]:
-        """For policies: equations of before and after; results that are unknown, that are there
-        after; what else has to be."""
+        """The rule for the policies of ``jax.checkpoint``.
+
+        Returns the equations of the known and of the staged part, the results that are unknown, the
+        results that the staged part computes, and the residuals that it needs.
+        """
         count = len(equation.outvars)
         known = known_results([not u for u in unknown], equation.params, count)
         unknown_results = [not k for k in known]
-        after = unknown_results
-        before_equation = after_equation = None
-        missing: list[Any] = []
+        staged = unknown_results
+        known_equation = staged_equation = None
+        residuals: list[Any] = []
         if any(known):
-            _, before_equation = _part(equation, known, needed)
-            types = [v.aval for v in before_equation.invars]
-            policy = partial_eval.ensure_enum(saveable(primitive, *types, **before_equation.params))
-            # What a policy wants on the host is kept on the device: to send it there would take
-            # another equation, and a rule returns one.
+            _, known_equation = _part(equation, known, needed)
+            types = [v.aval for v in known_equation.invars]
+            policy = partial_eval.ensure_enum(saveable(primitive, *types, **known_equation.params))
+            # Results that a policy offloads to the host stay on the device: offloading takes
+            # another equation, and a rule returns only one.
             if isinstance(policy, partial_eval.RecomputeType):
-                after = [True] * count
-        if any(after):
-            operands, after_equation = _part(equation, after, needed)
-            missing = [
+                staged = [True] * count
+        if any(staged):
+            operands, staged_equation = _part(equation, staged, needed)
+            residuals = [
                 v
-                for v, keep, is_there in zip(equation.invars, operands, there, strict=True)
-                if keep and not is_there and isinstance(v, Var)
+                for v, keep, there in zip(equation.invars, operands, available, strict=True)
+                if keep and not there and isinstance(v, Var)
             ]
-        return before_equation, after_equation, unknown_results, after, missing
+        return known_equation, staged_equation, unknown_results, staged, residuals
 
     partial_eval.custom_partial_eval_rules[primitive] = of_trace
     partial_eval.partial_eval_jaxpr_custom_rules[primitive] = of_checkpoint
 
 
 def _part(equation: Any, used: list[bool], needed: Needed) -> tuple[list[bool], Any]:
-    """Which operands an equation needs for some of its results, and the equation of these."""
+    """The operands needed for some of an equation's results, and the equation of these results."""
     operands, params = needed(used, equation.params)
     return operands, equation.replace(
         invars=_chosen(equation.invars, operands),
@@ -130,18 +137,35 @@ def _chosen(values: Sequence[Any], keep: Sequence[bool]) -> list[Any]:
     return [v for v, kept in zip(values, keep, strict=True) if kept]
 
 
+def batch_by_axis(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Registers a batching rule that gets the mapped axis: rule(name, size, operands, dims).
+
+    0.10.2 and later: ``jax.interpreters.batching`` exports the table of such rules, but does not
+    document their arguments.
+    """
+
+    def with_axis(mapped: Any, operands: Any, dims: Any, /, **params: Any) -> Any:
+        return rule(mapped.name, mapped.size, operands, dims, **params)
+
+    batching.fancy_primitive_batchers[primitive] = with_axis
+
+
+# The state in which a call is traced.
+
+
 def check_vma() -> bool:
     """Whether this is traced under ``shard_map(..., check_vma=True)``. 0.10.2 and later.
 
-    The public way, to ask what ``lax.axis_index`` varies over, leaves an equation behind.
+    The public way is to ask what ``lax.axis_index`` varies over. It leaves an equation behind.
     """
     return bool(config._check_vma.value)
 
 
 def settings_are_usual(axes: Sequence[Any]) -> bool:
-    """Whether settings are at their defaults that say what a collective over `axes` may do.
+    """Whether the settings that restrict collectives over `axes` have their default values.
 
-    0.10.2 and later, ``no_collectives`` 0.12 and later: with others, ``lax`` knows what is right.
+    With other values only ``lax`` knows what is right. 0.10.2 and later, ``no_collectives`` 0.12
+    and later.
     """
     forbidden = config.no_collectives.value if hasattr(config, "no_collectives") else frozenset()
     return (
@@ -152,17 +176,17 @@ def settings_are_usual(axes: Sequence[Any]) -> bool:
 
 
 def with_weak_type(x: Any, weak: bool) -> Any:
-    """An array as one of a weak type, or of none; cotangents are cast back.
+    """The array with a weak type, or with a strong one; its cotangent is cast back.
 
-    0.10.2 and later: public functions make no weak type of another.
+    0.10.2 and later: public functions do not make a type weak.
     """
     return lax_internal._convert_element_type(x, weak_type=weak)
 
 
 def matmul_precision() -> str | None:
-    """The precision that ``jax.default_matmul_precision`` has set where this is traced.
+    """The precision that ``jax.default_matmul_precision`` has set here.
 
-    0.10.2 and later: of its public name types know from 0.11 on only.
+    0.10.2 and later: JAX's types have its public name only from 0.11 on.
     """
     return config.default_matmul_precision.value
 
@@ -175,7 +199,7 @@ def named_axis_effects(axes: Sequence[Any]) -> set[Any]:
 def set_mesh() -> jax.sharding.Mesh | None:
     """The mesh of ``jax.set_mesh``, or None.
 
-    0.10.2 and later: ``jax.sharding.get_mesh`` refuses to answer under ``jit``.
+    0.10.2 and later: ``jax.sharding.get_mesh`` raises under ``jit``.
     """
     concrete = mesh.get_concrete_mesh()
     return None if concrete.empty else concrete
@@ -195,49 +219,25 @@ def eager_mesh() -> jax.sharding.Mesh | None:
     return None
 
 
-def batch_by_axis(primitive: Primitive, rule: Callable[..., Any]) -> None:
-    """Registers a batching rule that is told the mapped axis: rule(name, size, operands, dims).
-
-    0.10.2 and later: ``jax.interpreters.batching`` offers the table, but not what it hands to the
-    rules.
-    """
-
-    def told(mapped: Any, operands: Any, dims: Any, /, **params: Any) -> Any:
-        return rule(mapped.name, mapped.size, operands, dims, **params)
-
-    batching.fancy_primitive_batchers[primitive] = told
-
-
-def lowering_platforms(ctx: Any) -> tuple[str, ...]:
-    """The platforms that a lowering rule runs for. 0.10.2 and later, as `lowering_mesh`."""
-    return tuple(ctx.module_context.platforms)
-
-
-def called_once(results: Sequence[Any]) -> list[Any]:
-    """The results of a lowered custom call for GPUs, such that XLA runs it once. 0.11.
-
-    XLA writes a result in place where a scan stacks it for the backward pass, in a copy of the
-    call. In jaxlib 0.11 what else uses that result keeps the call itself: it would run twice
-    (mended by openxla/xla#45799). It does not look through a barrier; what is stacked is copied.
-    """
-    if not jaxlib_version.startswith("0.11."):
-        return list(results)
-    return [stablehlo.OptimizationBarrierOp([v]).results[0] for v in results]
-
-
 def key_value_client() -> Any | None:
-    """The client of JAX's key-value store; None when jax.distributed is not initialised.
+    """The client of JAX's key-value store; None if jax.distributed is not initialised.
 
     0.10.2 and later: ``jax.distributed`` has no public store.
     """
     return distributed.global_state.client
 
 
-def lowering_mesh(ctx: Any) -> tuple[Any, frozenset[str]] | None:
-    """The mesh and the manual axes that a lowering rule runs under; None outside shard_map.
+# The context of a lowering rule. 0.10.2 and later: JAX passes the module context to lowering rules,
+# but its fields are private.
 
-    0.10.2 and later: the module context is handed to lowering rules, its fields are private.
-    """
+
+def lowering_platforms(ctx: Any) -> tuple[str, ...]:
+    """The platforms that a lowering rule runs for."""
+    return tuple(ctx.module_context.platforms)
+
+
+def lowering_mesh(ctx: Any) -> tuple[Any, frozenset[str]] | None:
+    """The mesh and the manual axes that a lowering rule runs under; None outside of shard_map."""
     axis_context = ctx.module_context.axis_context
     of_program = getattr(axis_context, "mesh", None)
     if not isinstance(of_program, jax.sharding.Mesh):
@@ -246,37 +246,55 @@ def lowering_mesh(ctx: Any) -> tuple[Any, frozenset[str]] | None:
 
 
 def lowering_for_export(ctx: Any) -> bool:
-    """Whether a lowering rule runs under ``jax.export``. 0.10.2 and later, as above."""
+    """Whether a lowering rule runs under ``jax.export``."""
     return bool(ctx.module_context.lowering_parameters.for_export)
 
 
 def lowering_program_name(ctx: Any) -> str:
-    """The name of the program that is being lowered. 0.10.2 and later, as above."""
+    """The name of the program that is lowered."""
     return str(ctx.module_context.module.operation.attributes["sym_name"])
+
+
+def called_once(results: Sequence[Any]) -> list[Any]:
+    """The results of a lowered custom call for GPUs, arranged so that XLA runs the call once. 0.11.
+
+    Where a scan stacks a result for the backward pass, XLA lets a copy of the call write it in
+    place. With jaxlib 0.11 other uses of the result keep the original call, which then runs too
+    (fixed by openxla/xla#45799). XLA does not look through an optimization barrier: with one the
+    stacked result is copied.
+    """
+    if not jaxlib_version.startswith("0.11."):
+        return list(results)
+    return [stablehlo.OptimizationBarrierOp([v]).results[0] for v in results]
+
+
+# Devices.
 
 
 def device_platform(device: Any) -> str:
     """The platform that programs for a device are lowered for, as in `lowering_platforms`.
 
-    0.10.2 and later: ``Device.platform`` is "gpu" for CUDA and others.
+    0.10.2 and later: ``Device.platform`` is "gpu" for CUDA and for other GPUs.
     """
     return str(getattr(device.client, "_raw_platform", device.client.platform))
 
 
-def without_dead_code(jaxpr: Any) -> Any:
-    """A traced program's jaxpr as it is lowered: without what none of its results needs.
+# Jaxprs. 0.10.2 and later: names and parameters of JAX's primitives are not documented.
 
-    0.10.2 and later. From 0.11 on, a traced program's jaxpr holds its constants itself.
+
+def without_dead_code(jaxpr: Any) -> Any:
+    """A traced program's jaxpr as it is lowered: without equations that no result needs.
+
+    From 0.11 on a traced program's jaxpr holds its constants itself.
     """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
 
 
 def shard_map_of(equation: Any) -> tuple[jax.sharding.Mesh | None, frozenset[str]] | None:
-    """The mesh and the manual axes of an equation's body, as `lowering_mesh` will give them there.
+    """The mesh and the manual axes that `lowering_mesh` will give for a shard_map's body.
 
-    None for an equation that is no shard_map. 0.10.2 and later: the parameters have no
-    documentation. The mesh is None if its devices are not known.
+    None for any other equation. The mesh is None if its devices are not known.
     """
     if equation.primitive.name != "shard_map":
         return None
@@ -286,18 +304,118 @@ def shard_map_of(equation: Any) -> tuple[jax.sharding.Mesh | None, frozenset[str
     return concrete, manual
 
 
-def scopes_of(equation: Any) -> tuple[str, ...]:
-    """The named scopes and the transformations that an equation was traced in, outermost first.
+@dataclass(frozen=True)
+class InnerJaxpr:
+    """A jaxpr that an equation runs.
 
-    0.10.2 and later: ``jax.named_scope`` has no way back. They begin anew in each nested jaxpr.
+    Attributes:
+        jaxpr: the jaxpr.
+        times: how often one execution of the equation runs it, at most; None if that is not known.
+        conditional: whether it may run less often.
+    """
+
+    jaxpr: Jaxpr
+    times: int | None
+    conditional: bool
+
+
+def inner_jaxprs(equation: Any, platform: str | None) -> Iterator[InnerJaxpr]:
+    """The jaxprs that an equation runs when it is lowered for a platform, None for any platform."""
+    name, params = equation.primitive.name, equation.params
+    values: Sequence[Any] = list(params.values())
+    times: int | None = 1
+    conditional = False
+    if name == "scan":
+        times = params["length"]
+    elif name == "while":
+        times = None
+    elif name == "custom_linear_solve":
+        values = [params["jaxprs"].solve]  # the others are for its derivatives
+    elif name == "cond":
+        branches = params.get("branches_platforms")  # of jax.lax.platform_dependent
+        conditional = not branches
+        if branches and platform is not None:  # only the platform's branch is lowered
+            lowered = [p is None or platform in p for p in branches]
+            values = [params["branches"][lowered.index(True)]]
+    for value in values:
+        for inner in value if isinstance(value, (tuple, list)) else (value,):
+            jaxpr = getattr(inner, "jaxpr", inner)  # of a ClosedJaxpr
+            if isinstance(jaxpr, Jaxpr):
+                yield InnerJaxpr(jaxpr, times, conditional)
+
+
+# lax's primitives that communicate, and the public function of each.
+_COLLECTIVES = {
+    "psum": "psum",
+    "psum_invariant": "psum",
+    "unreduced_psum": "psum",
+    "reduce_scatter": "psum_scatter",
+    "unreduced_reduce_scatter": "psum_scatter",
+    "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather",
+    "all_gather_reduced": "all_gather",
+}
+
+
+@dataclass(frozen=True)
+class LaxCollective:
+    """A collective of jax.lax.
+
+    Attributes:
+        operation: the public function.
+        axes: the mesh axes; none if only axes of vmap are reduced.
+        index_groups: its axis_index_groups.
+    """
+
+    operation: str
+    axes: tuple[Any, ...]
+    index_groups: Any
+
+
+def lax_collective(equation: Any) -> LaxCollective | None:
+    """The collective of jax.lax that an equation is; None for any other equation."""
+    operation = _COLLECTIVES.get(equation.primitive.name)
+    if operation is None:
+        return None
+    axes = equation.params.get("axes", equation.params.get("axis_name"))
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    if not axes:
+        return None
+    # vmap has replaced the names of its axes with numbers.
+    named = tuple(axis for axis in axes if not isinstance(axis, int))
+    return LaxCollective(operation, named, equation.params.get("axis_index_groups"))
+
+
+# Where a call stands. 0.10.2 and later: ``jax.named_scope`` can't be read back, and JAX shows the
+# frames of an equation in messages only.
+
+# File, line and function.
+Frame = tuple[str, int, str]
+
+
+def scopes_of(equation: Any) -> tuple[str, ...]:
+    """The named scopes and transformations that an equation was traced in, outermost first.
+
+    They start anew in each nested jaxpr.
     """
     return tuple(entry.name for entry in equation.source_info.name_stack.stack)
 
 
-def frames_of(equation: Any) -> list[tuple[str, int, str]]:
-    """File, line and function of the frames outside of JAX that traced an equation; inmost first.
+def frames_of(equation: Any) -> list[Frame]:
+    """The frames outside of JAX that traced an equation, innermost first."""
+    return _frames(equation.source_info.traceback)
 
-    0.10.2 and later: JAX tells them in messages only.
-    """
-    frames = source_info_util.user_frames(equation.source_info.traceback)
+
+def frames_of_lowering(ctx: Any) -> list[Frame]:
+    """The frames outside of JAX that traced the equation which a lowering rule lowers."""
+    return _frames(ctx.traceback)
+
+
+def frames_here() -> list[Frame]:
+    """The frames outside of JAX that called this function, innermost first."""
+    return _frames(source_info_util.current().traceback)
+
+
+def _frames(traceback: Any) -> list[Frame]:
+    frames = source_info_util.user_frames(traceback)
     return [(f.file_name, f.start_line, f.function_name) for f in frames]

@@ -1,9 +1,9 @@
 """explain: what each collective of a program runs as, and why, without running the program.
 
-It walks the jaxpr, in which a call stands as often as it runs: a lowering is used again for what is
-called twice. A call of ours is one of our primitives, for which the same rule as in lowering tells
-the operations (`Collective.operations`). A call that was left to lax while tracing is known by the
-scope around what lax has put in its place (`collective.left_to_lax`).
+It walks the jaxpr rather than the lowered module, because the jaxpr has every call: a function that
+is called twice is lowered once. A call that was bound is an equation of one of our primitives;
+`OpPrimitive.explain` then decides as lowering does. A call that fell back to lax while it was
+traced is found by the named scope around lax's equations (`fallback.scope`).
 """
 
 import functools
@@ -11,14 +11,15 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, overload
 
 import jax
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Literal
 
 from jax_intranode._src import communicator, compat
-from jax_intranode._src.ops import collective
+from jax_intranode._src import source as source_lib
+from jax_intranode._src.ops import fallback, primitive
+from jax_intranode._src.ops.lowering_site import LoweringSite
 
 
 @dataclass(frozen=True)
@@ -27,25 +28,25 @@ class Call:
 
     Attributes:
         operation: "psum", "pmean", "psum_scatter", "all_gather", "all_gather_matmul",
-            "matmul_reduce_scatter" or "matmul_all_reduce". A transpose has its own name, and so has
-            the "all_gather" after an overlapped "matmul_all_reduce".
-        source: file:line (function) of the call; of the forward one, for its derivatives.
-        shapes: the operands' shapes on a device. A psum of a pytree is one operation or several. A
-            collective matmul that was left to lax while tracing tells only what is gathered or
-            summed.
-        dtype: the operands' dtype; of operands that differ, as in derivatives, the first one's.
-        nbytes: bytes of what is gathered or summed, on a device: the operands, or the product of a
-            matmul. (A reason counts what a rank gives to each: for psum_scatter a part, and for
-            several arrays whole packs of 16 bytes.)
-        axes: the mesh axes; none if only axes that vmap has bound are reduced.
-        groups: the ids of each group's devices, in rank order; none if they are not known.
-        algorithm: "one_shot", "two_shot", "reduce_scatter" or "all_gather" of this package,
-            "all_gather_matmul" or "matmul_reduce_scatter" if it is overlapped, or "lax": the
+            "matmul_reduce_scatter" or "matmul_all_reduce". Transposes have the names of what they
+            are. The all-gather after an overlapped "matmul_all_reduce" is an operation of its own.
+        source: file:line (function) of the call. Gradients have that of the forward call.
+        shapes: the operands' shapes on a device. A psum of a pytree is one operation or several.
+            For a collective matmul that fell back to lax while it was traced, only the shape of the
+            gathered or summed array.
+        dtype: the operands' dtype; if they differ, as in gradients, that of the first one.
+        nbytes: bytes of the array that a device gathers or sums: the operands, or the product of a
+            matmul. (A reason counts the bytes that a rank sends to each peer: for psum_scatter
+            those of a part; for several arrays, each rounded up to a multiple of 16 bytes.)
+        axes: the mesh axes; empty if only axes of vmap are reduced.
+        groups: the ids of each group's devices, in rank order; empty if they are not known.
+        algorithm: "one_shot", "two_shot", "reduce_scatter" or "all_gather" of this package;
+            "all_gather_matmul" or "matmul_reduce_scatter" for an overlapped matmul; or "lax", the
             operation of ``jax.lax``.
-        blocks: blocks that the kernel is launched with; 0 for lax.
-        threads: threads a block; 0 for lax.
+        blocks: blocks of the kernel's launch; 0 for lax.
+        threads: threads per block; 0 for lax.
         reason: why this algorithm.
-        times: how often it runs in one call of the function; at most, if `conditional`. None in a
+        times: how often it runs in one call of the function; the most, if `conditional`. None in a
             ``while`` loop.
         conditional: whether it is in a branch of ``cond`` or ``switch``.
     """
@@ -133,13 +134,37 @@ def _axes(call: Call) -> str:
     return ",".join(map(str, call.axes)) or "-"
 
 
+class Explainer:
+    """The result of ``explain(f)``, to be called with the arguments of ``f``."""
+
+    def __init__(self, fun: Callable[..., Any]):
+        """Keeps the function."""
+        self._jitted = fun if isinstance(fun, jax.stages.Wrapped) else jax.jit(fun)
+        functools.update_wrapper(self, fun)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Explanation:
+        """Traces the function and returns the report."""
+        jaxpr = compat.without_dead_code(self._jitted.trace(*args, **kwargs).jaxpr)
+        outside = _Context(LoweringSite(None, frozenset(), ()))
+        return Explanation(tuple(_calls(jaxpr, outside)))
+
+    def __repr__(self) -> str:
+        """Returns how to use it."""
+        name = getattr(self, "__name__", "f")
+        return (
+            f"<explain({name}) has no report yet; call it with the arguments of {name}, as in "
+            f"explain({name})(x)>"
+        )
+
+
 def explain(fun: Callable[..., Any]) -> Callable[..., Explanation]:
     """Reports what each collective of a function runs as, and why, without running it.
 
-    The collectives are the calls of this package, those that fall back to ``jax.lax`` included,
-    and what derivatives make of them; not the program's own calls of ``jax.lax``. The report is of
-    the program that ``jax.jit`` makes of the function, for the platform of its mesh's devices: what
-    is not needed for its results is left out, and so is what leaves nothing to compute.
+    The collectives are the calls of this package, including those that fall back to ``jax.lax``,
+    and the collectives of their gradients. The program's own calls of ``jax.lax`` are not reported,
+    nor are collectives that JAX inserts. The report is of the program that ``jax.jit`` compiles for
+    the devices of the function's mesh: without equations that no result needs, and without calls
+    that leave nothing to compute.
 
     >>> print(jax_intranode.explain(step)(x))
     >>> assert all(call.algorithm != "lax" for call in jax_intranode.explain(step)(x))
@@ -148,20 +173,12 @@ def explain(fun: Callable[..., Any]) -> Callable[..., Explanation]:
         fun: the function, jitted or not.
 
     Returns:
-        A function of the arguments of `fun` (``jax.ShapeDtypeStruct`` will do for arrays) that
-        traces `fun` and returns the report. If one of several processes calls it, all that have
-        devices of the mesh must, as they meet if they have not before. It raises what tracing
+        A function of the arguments of `fun` that traces `fun` and returns the report. Arrays may be
+        ``jax.ShapeDtypeStruct``. The processes of the mesh rendezvous if they have not before; so
+        if one process calls it, all processes with devices of the mesh must. It raises what tracing
         `fun` raises.
     """
-    jitted = fun if isinstance(fun, jax.stages.Wrapped) else jax.jit(fun)
-
-    @functools.wraps(fun)
-    def explained(*args: Any, **kwargs: Any) -> Explanation:
-        jaxpr = compat.without_dead_code(jitted.trace(*args, **kwargs).jaxpr)
-        outside = _Context(collective.Place(None, frozenset(), ()))
-        return Explanation(tuple(_calls(jaxpr, outside)))
-
-    return explained
+    return Explainer(fun)
 
 
 # The walk.
@@ -169,84 +186,64 @@ def explain(fun: Callable[..., Any]) -> Callable[..., Explanation]:
 
 @dataclass(frozen=True)
 class _Context:
-    """Where a jaxpr is: what is lowered around it, and how often it runs.
+    """What is known of a jaxpr from the equations around it.
 
     Attributes:
-        place: as lowering will find it.
+        site: the site that its equations will be lowered at.
         times: as in `Call`.
         conditional: as in `Call`.
-        transposed: whether the jaxpr is the transpose of a forward one.
+        transposed: whether the jaxpr is the transpose of another one.
     """
 
-    place: collective.Place
+    site: LoweringSite
     times: int | None = 1
     conditional: bool = False
     transposed: bool = False
 
 
 def _calls(jaxpr: Any, context: _Context) -> Iterator[Call]:
-    # What one call has left to lax lies together.
-    for left, equations in itertools.groupby(jaxpr.eqns, _left_to_lax):
-        if left is not None:
-            yield from _calls_of_lax(left, list(equations), context)
+    # The equations of one call that fell back to lax are adjacent.
+    for fell_back, equations in itertools.groupby(jaxpr.eqns, _fallback):
+        if fell_back is not None:
+            yield from _calls_of_lax(fell_back, list(equations), context)
             continue
         for equation in equations:
-            ours = collective.BY_PRIMITIVE.get(equation.primitive)
+            ours = primitive.BY_PRIMITIVE.get(equation.primitive)
             if ours is not None:
                 yield from _calls_of_ours(ours, equation, context)
-            for inner, where in _inner_jaxprs(equation, context):
-                yield from _calls(inner, where)
+            for inner, inside in _inner_jaxprs(equation, context):
+                yield from _calls(inner, inside)
 
 
 def _inner_jaxprs(equation: Any, context: _Context) -> Iterator[tuple[Any, _Context]]:
-    """The jaxprs that an equation runs, and where they are."""
-    place, times, conditional = context.place, context.times, context.conditional
+    """The jaxprs that an equation runs, and the context of each."""
+    site = context.site
     shard_map = compat.shard_map_of(equation)
     if shard_map is not None:
         mesh, manual = shard_map
-        platform = () if mesh is None else (compat.device_platform(mesh.devices.flat[0]),)
-        place = collective.Place(mesh, manual, platform)
-    name = equation.primitive.name
-    if name == "scan":
-        times = None if times is None else times * equation.params["length"]
-    elif name == "while":
-        times = None
-    elif name == "cond" and not equation.params.get("branches_platforms"):
-        conditional = True
+        platforms = () if mesh is None else (compat.device_platform(mesh.devices.flat[0]),)
+        site = LoweringSite(mesh, manual, platforms)
     transposed = context.transposed or "transpose" in compat.scopes_of(equation)
-    for inner in _run_by(equation, place):
-        jaxpr = getattr(inner, "jaxpr", inner)  # of a closed one
-        if isinstance(jaxpr, Jaxpr):
-            yield jaxpr, _Context(place, times, conditional, transposed)
+    for inner in compat.inner_jaxprs(equation, next(iter(site.platforms), None)):
+        times = None
+        if context.times is not None and inner.times is not None:
+            times = context.times * inner.times
+        conditional = context.conditional or inner.conditional
+        yield inner.jaxpr, _Context(site, times, conditional, transposed)
 
 
-def _run_by(equation: Any, place: collective.Place) -> Iterator[Any]:
-    """The parameters of an equation, among them the jaxprs that it runs."""
-    if equation.primitive.name == "custom_linear_solve":
-        yield equation.params["jaxprs"].solve  # the others are for its derivatives
-        return
-    platforms = equation.params.get("branches_platforms")
-    if platforms and place.platforms:
-        # jax.lax.platform_dependent: one branch is lowered.
-        named = [p is None or place.platforms[0] in p for p in platforms]
-        yield equation.params["branches"][named.index(True)]
-        return
-    for value in equation.params.values():
-        yield from value if isinstance(value, (tuple, list)) else (value,)
-
-
-def _calls_of_ours(ours: collective.Primitives, equation: Any, context: _Context) -> Iterator[Call]:
+def _calls_of_ours(ours: primitive.OpPrimitive, equation: Any, context: _Context) -> Iterator[Call]:
     avals = [operand.aval for operand in equation.invars]
-    axes = equation.params["axes"]
-    for described in ours.described(context.place, avals, **equation.params):
-        selected = described.selected
+    axes = equation.params["params"].axes
+    for operation in ours.explain(context.site, avals, **equation.params):
+        selected = operation.selected
         yield Call(
-            operation=_name(equation, described.operation),
+            operation=_name(equation, operation.name),
             source=_source(equation),
-            **_types(described.operands),
-            nbytes=described.nbytes,
+            **_types(operation.operands),
+            nbytes=operation.nbytes,
             axes=axes,
-            groups=_groups(context.place, axes, None),
+            groups=_groups(context.site, axes, None),
             algorithm=selected.algorithm,
             blocks=selected.blocks,
             threads=selected.threads,
@@ -256,17 +253,7 @@ def _calls_of_ours(ours: collective.Primitives, equation: Any, context: _Context
         )
 
 
-# The primitives of lax that send something to other devices, and what we call them.
-_OF_LAX = {
-    "psum": "psum",
-    "psum_invariant": "psum",
-    "unreduced_psum": "psum",
-    "reduce_scatter": "psum_scatter",
-    "unreduced_reduce_scatter": "psum_scatter",
-    "all_gather": "all_gather",
-    "all_gather_invariant": "all_gather",
-    "all_gather_reduced": "all_gather",
-}
+# Calls that fell back to lax while they were traced.
 
 # The collective of each collective matmul.
 _OF_MATMUL = {
@@ -276,28 +263,28 @@ _OF_MATMUL = {
 }
 
 
-def _left_to_lax(equation: Any) -> tuple[str, str, str] | None:
-    """The operation, the reason and the source of what is left to lax; None for others."""
+def _fallback(equation: Any) -> tuple[str, str, str] | None:
+    """The operation, the reason and the source of a call that fell back; None for others."""
     for scope in reversed(compat.scopes_of(equation)):
-        left = collective.parse_left_to_lax(scope)
-        if left is not None:
-            return *left, _source(equation)
+        found = fallback.parse_scope(scope)
+        if found is not None:
+            return *found, _source(equation)
     return None
 
 
 def _calls_of_lax(
-    left: tuple[str, str, str], equations: list[Any], context: _Context
+    fell_back: tuple[str, str, str], equations: list[Any], context: _Context
 ) -> Iterator[Call]:
-    operation, reason, source = left
+    operation, reason, source = fell_back
 
     def call(equation: Any, name: str, avals: list[Any], axes: Any, index_groups: Any) -> Call:
         return Call(
             operation=_name(equation, name),
             source=source,
             **_types(avals),
-            nbytes=sum(map(collective.nbytes, avals)),
+            nbytes=sum(map(primitive.nbytes, avals)),
             axes=axes,
-            groups=_groups(context.place, axes, index_groups),
+            groups=_groups(context.site, axes, index_groups),
             algorithm="lax",
             blocks=0,
             threads=0,
@@ -306,17 +293,14 @@ def _calls_of_lax(
             conditional=context.conditional,
         )
 
-    sent = [equation for equation in equations if _axes_of_lax(equation)]
-    for equation in sent:
-        # Those that vmap has bound have become numbers.
-        axes = tuple(axis for axis in _axes_of_lax(equation) if not isinstance(axis, int))
-        index_groups = equation.params.get("axis_index_groups")
+    found = [(equation, compat.lax_collective(equation)) for equation in equations]
+    collectives = [(equation, of_lax) for equation, of_lax in found if of_lax is not None]
+    for equation, of_lax in collectives:
         avals = [operand.aval for operand in equation.invars]
-        name = _OF_LAX[equation.primitive.name]
-        name = operation if _OF_MATMUL.get(operation) == name else name
-        yield call(equation, name, avals, axes, index_groups)
-    # Over an axis that vmap has bound, lax may compute without a collective.
-    if not sent and collective.NOT_OF_A_MESH in reason and not context.transposed:
+        name = operation if _OF_MATMUL.get(operation) == of_lax.operation else of_lax.operation
+        yield call(equation, name, avals, of_lax.axes, of_lax.index_groups)
+    # Over an axis of vmap, lax may compute without a collective.
+    if not collectives and fallback.NOT_BOUND in reason and not context.transposed:
         made = {result for equation in equations for result in equation.outvars}
         used = [v for equation in equations for v in equation.invars if not isinstance(v, Literal)]
         for operand in dict.fromkeys(used):
@@ -324,17 +308,7 @@ def _calls_of_lax(
                 yield call(equations[0], operation, [operand.aval], (), None)
 
 
-def _axes_of_lax(equation: Any) -> tuple[Any, ...]:
-    """The axes of a collective of lax; none for any other equation."""
-    if equation.primitive.name not in _OF_LAX:
-        return ()
-    axes = equation.params.get("axes", equation.params.get("axis_name"))
-    return axes if isinstance(axes, tuple) else (axes,)
-
-
-# What is said of a call.
-
-_PACKAGE = str(Path(__file__).parent.parent) + os.sep
+# The fields of a call.
 
 
 def _name(equation: Any, operation: str) -> str:
@@ -343,11 +317,7 @@ def _name(equation: Any, operation: str) -> str:
 
 
 def _source(equation: Any) -> str:
-    frames = compat.frames_of(equation)
-    users = [frame for frame in frames if not frame[0].startswith(_PACKAGE)]
-    for file, line, function in users or frames:
-        return f"{file}:{line} ({function.rpartition('<locals>.')[2]})"
-    return "unknown"
+    return source_lib.call_site(compat.frames_of(equation))
 
 
 def _types(avals: list[Any]) -> dict[str, Any]:
@@ -358,11 +328,11 @@ def _types(avals: list[Any]) -> dict[str, Any]:
 
 
 def _groups(
-    place: collective.Place, axes: tuple[str, ...], index_groups: Any
+    site: LoweringSite, axes: tuple[str, ...], index_groups: Any
 ) -> tuple[tuple[int, ...], ...]:
-    if place.mesh is None or not axes:
+    if site.mesh is None or not axes:
         return ()
-    groups = communicator.partition(place.mesh, axes).groups()
+    groups = communicator.partition(site.mesh, axes).groups()
     if index_groups is None:
         return tuple(groups)
     return tuple(tuple(group[i] for i in part) for group in groups for part in index_groups)

@@ -36,12 +36,14 @@ class Selection:
         reason: why, for people.
         blocks: blocks of the kernel's launch.
         threads: threads per block.
+        logged: whether the reason has been logged already, for all operations on the devices.
     """
 
     algorithm: str
     reason: str
     blocks: int = 0
     threads: int = 0
+    logged: bool = False
 
 
 def unsupported_dtype(operation: str, dtype: str) -> str | None:

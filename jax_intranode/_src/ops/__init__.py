@@ -1,0 +1,18 @@
+"""The operations of the package, one file each.
+
+Importing any of them registers the rules of all, since differentiation binds the primitives of
+others. No file here imports the package itself. Each imports files below it only:
+
+    fallback, lowering_site
+    primitive
+    collective      <- psum, psum_scatter, all_gather
+    products, matmul_arguments, overlapped
+    collective_matmul    <- all_gather_matmul, matmul_reduce_scatter <- matmul_all_reduce
+    composition          <- gradients
+"""
+
+from jax_intranode._src.ops import all_gather as all_gather
+from jax_intranode._src.ops import gradients as gradients
+from jax_intranode._src.ops import matmul_all_reduce as matmul_all_reduce
+from jax_intranode._src.ops import psum as psum
+from jax_intranode._src.ops import psum_scatter as psum_scatter

@@ -1,6 +1,6 @@
-"""all_gather: every rank's operand, one after another, on every rank."""
+"""all_gather: every rank's operand, in rank order, on every rank."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -9,16 +9,15 @@ from jax import lax
 from jax.interpreters import mlir
 
 from jax_intranode._src import select
-from jax_intranode._src.ops import collective, psum_scatter
-
-# The primitive: gathers one array. `size` ranks; the rest as in lax.all_gather.
-primitive = collective.Collective(
-    "all_gather",
-    lambda xs, *, axes, axis, tiled, size: [
-        lax.all_gather(x, axes, axis=axis, tiled=tiled) for x in xs
-    ],
-    None,
+from jax_intranode._src.ops import collective, fallback
+from jax_intranode._src.ops.collective import (
+    AllGatherParams,
+    PsumScatterParams,
+    all_gather_p,
+    psum_scatter_p,
 )
+from jax_intranode._src.ops.lowering_site import LoweringSite
+from jax_intranode._src.ops.primitive import Operation, nbytes
 
 
 def all_gather(
@@ -32,25 +31,26 @@ def all_gather(
 ) -> Any:
     """Gathers arrays over one or more mapped axes; takes the place of ``jax.lax.all_gather``.
 
-    Inside ``jax.shard_map`` over a mesh of devices of one host, each rank writes its array into
-    its peers' memory. What this does not serve lowers to ``jax.lax.all_gather``, on every rank
-    alike. Bits are kept, but that a float NaN may become another NaN.
+    Inside ``jax.shard_map`` over devices of one host, each rank writes its array into its peers'
+    memory. Other dtypes, sizes, axes and platforms fall back to ``jax.lax.all_gather``, on every
+    rank alike. Bits are kept, except that a floating-point NaN may become another NaN.
 
     Differentiates as ``jax.lax.all_gather`` does: the transpose is a ``psum_scatter``.
 
-    After the packet protocols of NCCL's symmetric kernels (AGxLL).
+    The algorithm follows the packet protocol of NCCL's symmetric kernels (AGxLL).
 
     Args:
-        x: an array or a pytree of arrays; any shape. Accelerated dtypes: those of ``psum``, bool,
+        x: an array or a pytree of arrays of any shape. Accelerated dtypes: those of ``psum``, bool,
             int16, uint16, complex64 and complex128.
-        axis_name: the name of a mapped axis, or a tuple of names: ranks in row-major order.
+        axis_name: the name of a mapped axis, or a tuple of names, with ranks in row-major order.
         axis_index_groups: as in ``jax.lax.all_gather``; not accelerated.
-        axis: the position of the new axis, or (tiled) the axis along which to concatenate.
-        tiled: concatenate, in place of stacking on a new axis.
+        axis: the position of the new axis, or, if tiled, the axis along which to concatenate.
+        tiled: whether to concatenate the arrays, instead of stacking them on a new axis.
         to: as in ``jax.lax.all_gather``; only "varying" is accelerated.
 
     Returns:
-        Arrays with an axis of the number of ranks more, or (tiled) with one so many times longer.
+        Arrays of the dtypes of `x`, with a new axis whose length is the number of ranks, or, if
+        tiled, with `axis` longer by that factor.
 
     Raises:
         NameError: an axis is not bound, as in ``jax.lax.all_gather``.
@@ -58,33 +58,31 @@ def all_gather(
         ValueError: there is no such `axis`.
     """
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    axis = collective.checked_integer("all_gather", "axis", axis)
+    axis = collective.integer("all_gather", "axis", axis)
 
     def by_lax(leaf: Any) -> Any:
         return lax.all_gather(
             leaf, axis_name, axis_index_groups=axis_index_groups, axis=axis, tiled=tiled, to=to
         )
 
-    reason = collective.reason_for_lax(axes, axis_index_groups)
+    reason = fallback.reason_of_axes(axes, axis_index_groups)
     if reason is None and to != "varying":
         reason = f"to={to!r}"
     if reason is not None:
-        with collective.left_to_lax("all_gather", reason):
+        with fallback.to_lax("all_gather", reason):
             return by_lax(x)
+    size = lax.psum(1, axes)
 
     def gather(leaf: Any) -> Any:
-        reason = collective.reason_for_lax_of_array("all_gather", leaf, axes)
+        reason = fallback.reason_of_array("all_gather", leaf, axes)
         if reason is not None:
-            with collective.left_to_lax("all_gather", reason):
+            with fallback.to_lax("all_gather", reason):
                 return by_lax(leaf)
         dimensions = leaf.ndim if tiled else leaf.ndim + 1
         if not -dimensions <= axis < dimensions:
-            return by_lax(leaf)  # which refuses it
-        leaf = collective.varying(leaf, axes)
-        with jax.named_scope("jax_intranode.all_gather"):
-            (result,) = primitive.bind(
-                leaf, axes=axes, axis=axis % dimensions, tiled=bool(tiled), size=lax.psum(1, axes)
-            )
+            return by_lax(leaf)  # which raises the ValueError
+        params = AllGatherParams(axes, axis % dimensions, bool(tiled), size)
+        (result,) = collective.bind(all_gather_p, [leaf], params)
         return result
 
     return jax.tree.map(gather, x)
@@ -93,52 +91,45 @@ def all_gather(
 # Abstract evaluation.
 
 
-def _abstract_eval(x: Any, *, axes: tuple[str, ...], axis: int, tiled: bool, size: int) -> Any:
+def _abstract_eval(x: Any, *, params: AllGatherParams) -> list[Any]:
     shape = list(x.shape)
-    if tiled:
-        shape[axis] *= size
+    if params.tiled:
+        shape[params.axis] *= params.world_size
     else:
-        shape.insert(axis, size)
+        shape.insert(params.axis, params.world_size)
     return [x.update(shape=tuple(shape))]
 
 
-# What it runs as, and lowering.
+# Selection and lowering.
 
 
 def _select(
-    mesh: jax.sharding.Mesh,
-    avals: Sequence[Any],
-    *,
-    axes: tuple[str, ...],
-    axis: int,
-    tiled: bool,
-    size: int,
-) -> list[collective.Operation]:
-    del axis, tiled, size
-    (aval,) = avals
-    choose = collective.chooser("all_gather", mesh, axes, aval.dtype)
-    return [([0], choose(aval.size * aval.dtype.itemsize))]
+    site: LoweringSite, aval: Any, params: AllGatherParams, traced_over: Any
+) -> select.Selection:
+    return collective.select_one(all_gather_p, site, aval, nbytes(aval), params, traced_over)
 
 
-def _emit(
-    ctx: Any,
-    x: Any,
-    *,
-    mesh: jax.sharding.Mesh,
-    selected: select.Selection,
-    axes: tuple[str, ...],
-    axis: int,
-    tiled: bool,
-    size: int,
-) -> list[Any]:
-    del tiled
+def _explain(
+    site: LoweringSite, avals: Sequence[Any], *, params: AllGatherParams, traced_over: Any
+) -> list[Operation]:
+    selected = _select(site, avals[0], params, traced_over)
+    return [collective.operation_of(all_gather_p, avals, selected)]
+
+
+def _lower(ctx: Any, x: Any, *, params: AllGatherParams, traced_over: Any) -> list[Any]:
+    site = LoweringSite.of(ctx)
     (aval,), (out_aval,) = ctx.avals_in, ctx.avals_out
-    stacked = aval.update(shape=(size, *aval.shape))
-    call = ctx.replace(avals_out=[stacked])
-    (gathered,) = collective.lower_to_call(call, "all_gather", [x], mesh, axes, selected)
+    selected = _select(site, aval, params, traced_over)
+    if selected.algorithm == "lax":
+        return collective.lower_to_lax(ctx, all_gather_p, [x], params, selected)
+    # The custom call stacks the shards; they are moved to their place after it.
+    stacked = aval.update(shape=(params.world_size, *aval.shape))
+    (gathered,) = collective.lower_to_call(
+        ctx.replace(avals_out=[stacked]), all_gather_p, [x], site.mesh, params.axes, selected
+    )
 
     def arrange(v: Any) -> Any:
-        return jnp.moveaxis(v, 0, axis).reshape(out_aval.shape)
+        return jnp.moveaxis(v, 0, params.axis).reshape(out_aval.shape)
 
     lower = mlir.lower_fun(arrange, multiple_results=False)
     return list(lower(ctx.replace(avals_in=[stacked]), gathered))
@@ -147,34 +138,42 @@ def _emit(
 # Differentiation.
 
 
-def _transpose(
-    cotangents: list[Any], *, axes: tuple[str, ...], axis: int, tiled: bool, size: int
-) -> list[Any]:
-    del size
-    (ct,) = cotangents
-    return [psum_scatter.psum_scatter(ct, axes, scatter_dimension=axis, tiled=tiled)]
+def _transpose(cotangents: Sequence[Any], x: Any, *, params: AllGatherParams) -> list[Any]:
+    scattered = PsumScatterParams(params.axes, params.axis, params.tiled, params.world_size)
+
+    def of_nonzero(cts: list[Any]) -> list[Any]:
+        return [collective.bind_or_fall_back(psum_scatter_p, ct, scattered) for ct in cts]
+
+    return collective.transpose(of_nonzero, cotangents, [x])
 
 
-# Batching.
+# Batching: the batch is one more dimension.
 
 
 def _batch(
-    operands: Sequence[Any],
-    dims: Sequence[Any],
-    *,
-    axes: tuple[str, ...],
-    axis: int,
-    tiled: bool,
-    size: int,
+    name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: AllGatherParams
 ) -> tuple[list[Any], list[Any]]:
-    (x,), (d,) = operands, dims
+    if name in params.axes:
+        return collective.batch_over_hidden_axis(
+            all_gather_p, name, size, operands, dims, params, None
+        )
+    (x,), (d,), axis = operands, dims, params.axis
     if d <= axis:
         axis += 1
-    elif not tiled:
+    elif not params.tiled:
         d += 1
-    return primitive.bind(x, axes=axes, axis=axis, tiled=tiled, size=size), [d]
+    batched = AllGatherParams(params.axes, axis, params.tiled, params.world_size)
+    return all_gather_p.bind(x, params=batched), [d]
 
 
 # Registration.
 
-primitive.define(_abstract_eval, _select, _emit, _transpose, _batch)
+all_gather_p.register(
+    abstract_eval=_abstract_eval,
+    lower=_lower,
+    explain=_explain,
+    jvp=collective.jvp,
+    transpose=_transpose,
+    batch=_batch,
+    needed=collective.needed,
+)

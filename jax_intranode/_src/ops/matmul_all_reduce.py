@@ -2,67 +2,29 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 from jax import lax
-from jax.interpreters import ad
+from jax.interpreters import ad, mlir
 
 from jax_intranode._src import compat
 from jax_intranode._src.ops import (
-    all_gather,
     collective_matmul,
+    matmul_arguments,
     matmul_reduce_scatter,
     overlapped,
-    psum,
+    products,
 )
-
-
-def _by_parts(
-    add: collective_matmul.Send,
-    *operands: Any,
-    pairs: int,
-    dtype: Any,
-    precision: Any,
-    transposed: bool,
-    **params: Any,
-) -> list[Any]:
-    del params
-    return [add(collective_matmul.sum_of_dots(operands, pairs, dtype, precision, transposed))]
-
-
-def _request(*operands: Any, invariant: bool, size: int, **params: Any) -> overlapped.Request | str:
-    del invariant
-    rows = math.prod(operands[0].shape[:-1])
-    if rows % size != 0:
-        return f"{rows} rows, no multiple of {size} ranks"
-    # The rows of all dimensions are cut as those of one: no single one has to be a multiple, and
-    # what is gathered then lies where it belongs.
-    of_operands = matmul_reduce_scatter.request(*operands, dimension=0, size=size, **params)
-    if isinstance(of_operands, str):
-        return of_operands
-
-    def of_rows(*operands: Any) -> Sequence[Any]:
-        xs, ws, _ = collective_matmul.split(operands, params["pairs"])
-        return [*(x.reshape(rows, x.shape[-1]) for x in xs), *ws]
-
-    return dataclasses.replace(of_operands, operands=of_rows)
-
-
-# The primitive: sums products of `pairs` xs and as many ws over the ranks. `invariant` as in psum;
-# `size` ranks; the rest as in all_gather_matmul.
-primitive = collective_matmul.CollectiveMatmul(
-    "matmul_all_reduce",
-    _by_parts,
-    collective_matmul.sum_of_dots_aval,
-    lambda *, axes, invariant, **_: (psum.primitive, {"axes": axes, "invariant": invariant}),
-    _request,
-    lambda *, axes, size, **_: (
-        all_gather.primitive,
-        {"axes": axes, "axis": 0, "tiled": True, "size": size},
-    ),
+from jax_intranode._src.ops.collective import AllGatherParams, PsumParams, all_gather_p, psum_p
+from jax_intranode._src.ops.collective_matmul import (
+    Communicate,
+    MatmulParams,
+    matmul_all_reduce_p,
 )
+from jax_intranode._src.ops.lowering_site import LoweringSite
+from jax_intranode._src.ops.primitive import Operation
 
 
 def matmul_all_reduce(x: Any, w: Any, axis_name: Any, *, preferred_element_type: Any = None) -> Any:
@@ -70,26 +32,28 @@ def matmul_all_reduce(x: Any, w: Any, axis_name: Any, *, preferred_element_type:
 
     ``jax.lax.psum(x @ w, axis_name)``: the second matmul of a tensor-parallel layer.
 
-    Where ``matmul_reduce_scatter`` of its rows would be overlapped it is that and an ``all_gather``
-    of the result: on Hopper GPUs, of bfloat16 and float16, with K and N of multiples of 8, and if
-    the number of rows, the product of all dimensions of x but the last, is a multiple of that of
-    the ranks. Elsewhere it is a ``psum`` after the matmul. The ``all_gather`` and the ``psum`` are
-    of this package or of ``jax.lax``, whichever they would take by themselves; ``explain`` says
-    which, and why. Each rank's product, its own too, is rounded to the result's dtype; then they
-    are summed as by ``psum``, in rank order. Products are summed in float32, or are those of
-    ``jnp.matmul``, with the precision of ``jax.default_matmul_precision``.
+    Wherever ``matmul_reduce_scatter`` of the same rows would be overlapped, it runs as that, with
+    an all-gather of the result: on Hopper GPUs, for bfloat16 and float16, for K and N that are
+    multiples of 8, and for a number of rows (the product of all dimensions of x but the last) that
+    is a multiple of the number of ranks. Elsewhere an all-reduce follows the matmul. The all-gather
+    and the all-reduce are those of this package or those of ``jax.lax``, as for calls of
+    ``all_gather`` and ``psum``. `explain` says how a call runs, and why.
 
-    Derivatives are those of the expression above, in forward and reverse mode and of any order. The
-    tangent is one sum of ``dx @ w + x @ dw``. In reverse mode the cotangent is the same on every
-    rank under check_vma=True, and the derivatives are local matmuls; under check_vma=False one
-    ``psum`` of the cotangent serves both, as for ``jax.lax.psum``. Under ``vmap`` over w, and over
-    both, it is a matmul of batches and a ``psum``.
+    Each rank's product, its own too, is rounded to the result's dtype. The rounded products are
+    summed as by ``psum``, in rank order. Overlapped products accumulate in float32; others are
+    those of ``jnp.matmul``, with the precision of ``jax.default_matmul_precision``.
+
+    Differentiates as the expression above does, in forward and reverse mode and to any order. The
+    tangent is one sum of ``dx @ w + x @ dw``. In reverse mode under check_vma=True the cotangent is
+    the same on every rank, and the gradients are local matmuls. Under check_vma=False one ``psum``
+    of the cotangent serves both gradients, as for ``jax.lax.psum``. Under ``vmap`` over w, it is a
+    batched matmul and a ``psum``.
 
     Args:
-        x: an array [..., K] with 2 dimensions or more, of any dtype that can be multiplied.
-        w: a matrix [K, N] of the dtype of x.
-        axis_name: the name of a mapped axis, or several.
-        preferred_element_type: the result's dtype, as in ``jnp.matmul``; by default that of x.
+        x: an array [..., K] with 2 or more dimensions, of any dtype that can be multiplied.
+        w: a matrix [K, N] with the dtype of x.
+        axis_name: the name of a mapped axis, or several names.
+        preferred_element_type: the result's dtype, as in ``jnp.matmul``; that of x by default.
 
     Returns:
         An array [..., N].
@@ -97,85 +61,176 @@ def matmul_all_reduce(x: Any, w: Any, axis_name: Any, *, preferred_element_type:
     Raises:
         TypeError: an operand is no array, the dtypes differ, or `preferred_element_type` is of
             another kind than they are.
-        ValueError: the ranks or the contracted dimensions do not fit.
+        ValueError: the numbers of dimensions or the contracted dimensions do not fit.
         NameError: an axis is not bound, as in ``jax.lax.psum``.
     """
     name = "matmul_all_reduce"
-    x, (w,) = collective_matmul.checked_operands(name, x, [w])
-    dtype = collective_matmul.checked_dtype(name, x, preferred_element_type)
-    axes = collective_matmul.axes_of(axis_name)
-    reason = collective_matmul.reason_for_lax("psum", axes, [x, w], [x, w], dtype)
-
-    params: dict[str, Any] = {
-        "pairs": 1,
-        "axes": axes,
-        "invariant": compat.check_vma(),
-        "dtype": dtype,
-        "precision": compat.matmul_precision(),
-        "transposed": False,
-    }
+    x, (w,) = matmul_arguments.operands(name, x, w)
+    dtype = matmul_arguments.result_dtype(name, x, preferred_element_type)
+    axes = matmul_arguments.axes_of(axis_name)
+    reason = matmul_arguments.reason_for_lax("psum", axes, [x, w], [x, w], dtype)
+    params = MatmulParams(
+        axes=axes,
+        axis=0,
+        world_size=matmul_arguments.world_size(name, axes),
+        dtype=dtype,
+        precision=compat.matmul_precision(),
+        invariant=compat.check_vma(),
+    )
     if reason is not None:
-        send = collective_matmul.by_lax(name, reason, lambda v: lax.psum(v, axis_name))
-        (result,) = _by_parts(send, x, w, **params)
+        add = collective_matmul.by_lax(name, reason, _psum_params(params))
+        (result,) = unfused(add, x, w, params=params)
     else:
-        operands = collective_matmul.varying_alike([x, w], axes)
+        operands = matmul_arguments.varying_alike([x, w], axes)
         with jax.named_scope(f"jax_intranode.{name}"):
-            (result,) = primitive.bind(
-                *operands, size=collective_matmul.ranks(name, axes), **params
+            (result,) = matmul_all_reduce_p.bind(*operands, params=params)
+    return matmul_arguments.weak_as_laxs([x, w], preferred_element_type, result)
+
+
+# The unfused computation.
+
+
+def unfused(add: Communicate, *operands: Any, params: MatmulParams) -> list[Any]:
+    """The sum of products, and the all-reduce after it."""
+    return [
+        add(
+            products.sum_of_dots(
+                operands, params.terms, params.dtype, params.precision, params.transposed
             )
-    return collective_matmul.as_weak_as([x, w], preferred_element_type, result)
+        )
+    ]
+
+
+def _psum_params(params: MatmulParams) -> PsumParams:
+    return PsumParams(params.axes, params.invariant)
 
 
 # Abstract evaluation.
 
 
-def _abstract_eval(
-    *operands: Any, axes: tuple[str, ...], invariant: bool, **params: Any
-) -> list[Any]:
-    total = collective_matmul.sum_of_dots_aval(*operands, **params)
-    if not invariant:
+def _total(operands: Sequence[Any], params: MatmulParams) -> Any:
+    """The type of the sum of products on a rank."""
+    return products.sum_of_dots_aval(operands, params.terms, params.dtype, params.transposed)
+
+
+def _abstract_eval(*operands: Any, params: MatmulParams) -> list[Any]:
+    total = _total(operands, params)
+    if not params.invariant:
         return [total]
     kind = total.manual_axis_type
-    return [total.update(manual_axis_type=kind.update(varying=kind.varying - set(axes)))]
+    return [total.update(manual_axis_type=kind.update(varying=kind.varying - set(params.axes)))]
 
 
-# Differentiation.
+# Selection and lowering.
 
 
-def _transpose(
-    cotangents: Sequence[Any],
-    *operands: Any,
-    pairs: int,
-    axes: tuple[str, ...],
-    invariant: bool,
-    size: int,
-    dtype: Any,
-    precision: Any,
-    transposed: bool,
-) -> list[Any]:
-    del size, dtype
+def _request(*operands: Any, params: MatmulParams) -> overlapped.Request | str:
+    """The request for a matmul_reduce_scatter of all rows, or why there is none."""
+    rows = math.prod(operands[0].shape[:-1])
+    if rows % params.world_size != 0:
+        return f"{rows} rows, no multiple of {params.world_size} ranks"
+    # All dimensions of rows are scattered as one. So no single one has to be a multiple of the
+    # number of ranks, and the all-gather leaves every row where it belongs.
+    request = matmul_reduce_scatter.request(*operands, params=params)
+    if isinstance(request, str):
+        return request
+
+    def in_rows(*operands: Any) -> Sequence[Any]:
+        xs, ws, _ = products.split_terms(operands, params.terms)
+        return [*(x.reshape(rows, x.shape[-1]) for x in xs), *ws]
+
+    return dataclasses.replace(request, operands=in_rows)
+
+
+def _find(
+    site: LoweringSite, avals: Sequence[Any], params: MatmulParams, traced_over: Any
+) -> overlapped.Overlapped | str:
+    return collective_matmul.find_overlapped(
+        "matmul_reduce_scatter", site, params.axes, traced_over, _request(*avals, params=params)
+    )
+
+
+def _gather_params(params: MatmulParams) -> AllGatherParams:
+    """Those of the all-gather after an overlapped matmul_reduce_scatter."""
+    return AllGatherParams(params.axes, 0, True, params.world_size)
+
+
+def _explain(
+    site: LoweringSite, avals: Sequence[Any], *, params: MatmulParams, traced_over: Any
+) -> list[Operation]:
+    found = _find(site, avals, params, traced_over)
+    total = _total(avals, params)
+    if isinstance(found, str):
+        add = psum_p, _psum_params(params)
+        return [
+            collective_matmul.explain_unfused(
+                matmul_all_reduce_p, avals, total, add, site, traced_over, found
+            )
+        ]
+    part = total.update(shape=(found.request.rows, *found.request.ns))
+    return [
+        collective_matmul.explain_overlapped(matmul_all_reduce_p, avals, total, found),
+        *all_gather_p.explain(site, [part], params=_gather_params(params), traced_over=traced_over),
+    ]
+
+
+def _lower(ctx: Any, *operands: Any, params: MatmulParams, traced_over: Any) -> Any:
+    found = _find(LoweringSite.of(ctx), ctx.avals_in, params, traced_over)
+
+    def compute(*operands: Any) -> list[Any]:
+        if isinstance(found, str):
+            own = psum_p, _psum_params(params)
+            add = collective_matmul.bound_as_traced(own, traced_over)
+            return unfused(add, *operands, params=params)
+        gather = collective_matmul.bound_as_traced(
+            (all_gather_p, _gather_params(params)), traced_over
+        )
+        (part,) = found(*operands)
+        return [gather(part).reshape(ctx.avals_out[0].shape)]
+
+    return mlir.lower_fun(compute)(ctx, *operands)
+
+
+# Differentiation. The jvp rule is `collective_matmul.jvp_of_sum`.
+
+
+def _transpose(cotangents: Sequence[Any], *operands: Any, params: MatmulParams) -> list[Any]:
     (ct,) = cotangents
     if type(ct) is ad.Zero:
         return [None] * len(operands)
-    if invariant:
-        ct = lax.pcast(ct, axes, to="varying")
+    if params.invariant:
+        ct = lax.pcast(ct, params.axes, to="varying")
     else:
-        (ct,) = psum.primitive.bind(ct, axes=axes, invariant=False)
-    return collective_matmul.transpose_of_sum(ct, operands, pairs, precision, transposed)
+        (ct,) = psum_p.bind(ct, params=_psum_params(params))
+    return collective_matmul.transpose_of_sum(ct, operands, params)
 
 
-# Batching: a batch of all xs is one more dimension of the sum.
+# Batching: a batch of all xs is the first dimension of the sum.
 
 
 def _batch(
-    operands: Sequence[Any], dims: Sequence[Any], *, pairs: int, **params: Any
-) -> tuple[Any, list[Any]]:
-    moved = collective_matmul.batches_first(operands, dims, pairs)
-    if moved is None:
-        return None, [0]
-    return primitive.bind(*moved, pairs=pairs, **params), [0]
+    name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: MatmulParams
+) -> tuple[list[Any], list[Any]]:
+    return collective_matmul.batch_of_sum(
+        matmul_all_reduce_p,
+        unfused,
+        (psum_p, _psum_params(params)),
+        name,
+        size,
+        operands,
+        dims,
+        params,
+        batched=params,
+    )
 
 
 # Registration.
 
-primitive.define(_abstract_eval, collective_matmul.jvp_of_sum, _transpose, _batch)
+matmul_all_reduce_p.register(
+    abstract_eval=_abstract_eval,
+    lower=_lower,
+    explain=_explain,
+    jvp=collective_matmul.jvp_of_sum,
+    transpose=_transpose,
+    batch=_batch,
+)

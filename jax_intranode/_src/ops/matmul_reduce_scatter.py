@@ -1,91 +1,32 @@
 """matmul_reduce_scatter: the sum of every rank's product, of which each rank keeps its own part."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
-from jax import lax
-from jax.interpreters import ad
+from jax.interpreters import ad, mlir
 
 from jax_intranode._src import compat
 from jax_intranode._src.ops import (
-    all_gather_matmul,
     collective,
     collective_matmul,
-    derivatives,
+    matmul_arguments,
     overlapped,
-    psum_scatter,
+    products,
 )
-
-
-def _by_parts(
-    scatter: collective_matmul.Send,
-    *operands: Any,
-    pairs: int,
-    axes: tuple[str, ...],
-    dimension: int,
-    size: int,
-    dtype: Any,
-    precision: Any,
-    transposed: bool,
-) -> list[Any]:
-    product = collective_matmul.sum_of_dots(operands, pairs, dtype, precision, transposed)
-    if product.size == 0:  # XLA's collectives refuse it
-        product = collective.varying(product, axes)
-        return [product.reshape(_part(product.shape, dimension, size))]
-    return [scatter(product)]
-
-
-def _part(shape: tuple[int, ...], dimension: int, size: int) -> tuple[int, ...]:
-    return (*shape[:dimension], shape[dimension] // size, *shape[dimension + 1 :])
-
-
-def request(
-    *operands: Any,
-    pairs: int,
-    axes: tuple[str, ...],
-    dimension: int,
-    size: int,
-    dtype: Any,
-    precision: Any,
-    transposed: bool,
-) -> overlapped.Request | str:
-    """What may be overlapped, or why nothing can be."""
-    del axes
-    xs, ws, addend = collective_matmul.split(operands, pairs)
-    if not xs:
-        return "no matmul"
-    if addend:
-        return "a sum with the derivative of the gathered x"
-    if dimension == xs[0].ndim - 1:
-        return "cut along the last dimension"
-
-    return overlapped.Request(
-        axis=dimension,
-        outer=math.prod(xs[0].shape[:dimension]),
-        rows=math.prod(xs[0].shape[dimension:-1]) // size,
-        ks=tuple(x.shape[-1] for x in xs),
-        ns=(ws[0].shape[0 if transposed else 1],),
-        dtypes=(*(v.dtype for v in operands), dtype),
-        precision=precision,
-        transposed=transposed,
-    )
-
-
-# The primitive: sums products of `pairs` xs and as many ws, and perhaps an addend, over the ranks:
-# a derivative of all_gather_matmul of several matrices, and of the gathered x. `size` ranks, which
-# divide `dimension`; the rest as in all_gather_matmul.
-primitive = collective_matmul.CollectiveMatmul(
-    "matmul_reduce_scatter",
-    _by_parts,
-    collective_matmul.sum_of_dots_aval,
-    lambda *, axes, dimension, size, **_: (
-        psum_scatter.primitive,
-        {"axes": axes, "dimension": dimension, "tiled": True, "size": size},
-    ),
-    request,
+from jax_intranode._src.ops.collective import PsumScatterParams, psum_scatter_p
+from jax_intranode._src.ops.collective_matmul import (
+    Communicate,
+    GradientParams,
+    MatmulParams,
+    all_gather_matmul_p,
+    gradients_of_matmul_reduce_scatter_p,
+    matmul_reduce_scatter_p,
 )
+from jax_intranode._src.ops.lowering_site import LoweringSite
+from jax_intranode._src.ops.primitive import Operation
 
 
 def matmul_reduce_scatter(
@@ -96,30 +37,32 @@ def matmul_reduce_scatter(
     ``jax.lax.psum_scatter(x @ w, axis_name, scatter_dimension=scatter_axis, tiled=True)``: the
     second matmul of a tensor-parallel layer with sequence parallelism.
 
-    On Hopper GPUs, of bfloat16 and float16, with K and N of multiples of 8 and cut along any
-    dimension but the last, the sum is overlapped with the matmul where that is faster: products
-    travel while others are computed. Elsewhere it is a ``psum_scatter`` of this package or of
-    ``jax.lax``, whichever that one would take, after the matmul; ``explain`` says which, and why.
-    Each rank's product, its own too, is rounded to the result's dtype; then they are summed as by
-    ``psum_scatter``, in rank order. Products are summed in float32, or are those of ``jnp.matmul``,
-    with the precision of ``jax.default_matmul_precision``.
+    On Hopper GPUs, for bfloat16 and float16, for K and N that are multiples of 8 and for any
+    `scatter_axis` but the last, the reduce-scatter is overlapped with the matmul where that is
+    faster: products travel while others are computed. Elsewhere a reduce-scatter follows the
+    matmul: that of this package or that of ``jax.lax``, as for a call of
+    ``jax_intranode.psum_scatter``. `explain` says how a call runs, and why.
 
-    Derivatives are those of the expression above, in forward and reverse mode and of any order. The
-    tangent is one sum of ``dx @ w + x @ dw``. In reverse mode one gathering of the cotangent (an
-    ``all_gather_matmul``) serves the derivatives by x and by w, in one kernel where that is faster;
-    x and w are kept from the forward pass. Under ``vmap`` over w, and over both, it is a matmul of
-    batches and a ``psum_scatter``.
+    Each rank's product, its own too, is rounded to the result's dtype. The rounded products are
+    summed as by ``psum_scatter``, in rank order. Overlapped products accumulate in float32; others
+    are those of ``jnp.matmul``, with the precision of ``jax.default_matmul_precision``.
 
-    The algorithm after PyTorch's ``fused_matmul_reduce_scatter`` and xformers'
-    ``fused_linear_and_reducescatter`` (the derivatives).
+    Differentiates as the expression above does, in forward and reverse mode and to any order. The
+    tangent is one sum of ``dx @ w + x @ dw``. In reverse mode one ``all_gather_matmul`` of the
+    cotangent serves the input gradient and the weight gradient, in one kernel where that is faster.
+    x and w are kept from the forward pass. Under ``vmap`` over w, it is a batched matmul and a
+    ``psum_scatter``.
+
+    The algorithm follows PyTorch's ``fused_matmul_reduce_scatter``, and the gradients follow
+    xformers' ``fused_linear_and_reducescatter``.
 
     Args:
-        x: an array [..., K] with 2 dimensions or more, of any dtype that can be multiplied.
-        w: a matrix [K, N] of the dtype of x.
-        axis_name: the name of a mapped axis, or several: ranks in row-major order.
-        scatter_axis: the dimension of the product that is cut into parts, any: of a multiple of the
-            number of ranks.
-        preferred_element_type: the result's dtype, as in ``jnp.matmul``; by default that of x.
+        x: an array [..., K] with 2 or more dimensions, of any dtype that can be multiplied.
+        w: a matrix [K, N] with the dtype of x.
+        axis_name: the name of a mapped axis, or several names, with ranks in row-major order.
+        scatter_axis: the dimension of the product that is divided among the ranks, any of them. Its
+            length is a multiple of the number of ranks.
+        preferred_element_type: the result's dtype, as in ``jnp.matmul``; that of x by default.
 
     Returns:
         This rank's part of an array [..., N].
@@ -127,134 +70,209 @@ def matmul_reduce_scatter(
     Raises:
         TypeError: an operand is no array, the dtypes differ, `preferred_element_type` is of another
             kind than they are, or `scatter_axis` is no integer.
-        ValueError: the ranks or the contracted dimensions do not fit, there is no such
-            `scatter_axis`, or its length is no multiple of the number of ranks.
+        ValueError: the numbers of dimensions or the contracted dimensions do not fit, there is no
+            such `scatter_axis`, or its length is no multiple of the number of ranks.
         NameError: an axis is not bound, as in ``jax.lax.psum_scatter``.
     """
     name = "matmul_reduce_scatter"
-    x, (w,) = collective_matmul.checked_operands(name, x, [w])
-    dtype = collective_matmul.checked_dtype(name, x, preferred_element_type)
-    dimension = collective_matmul.checked_dimension(name, "scatter_axis", scatter_axis, x.ndim)
-    axes = collective_matmul.axes_of(axis_name)
-    reason = collective_matmul.reason_for_lax("psum_scatter", axes, [x, w], [x, w], dtype)
-
-    size = collective_matmul.ranks(name, axes)
-    length = collective_matmul.dot_shape(x, w, False)[dimension]
+    x, (w,) = matmul_arguments.operands(name, x, w)
+    dtype = matmul_arguments.result_dtype(name, x, preferred_element_type)
+    dimension = matmul_arguments.dimension(name, "scatter_axis", scatter_axis, x.ndim)
+    axes = matmul_arguments.axes_of(axis_name)
+    reason = matmul_arguments.reason_for_lax("psum_scatter", axes, [x, w], [x, w], dtype)
+    size = matmul_arguments.world_size(name, axes)
+    length = products.dot_shape(x, w, False)[dimension]
     if length % size != 0:
         raise ValueError(
             f"{name}: scatter_axis {scatter_axis} of the product has {length} elements; it "
             f"must be a multiple of the {size} ranks over {axis_name!r}"
         )
-    params: dict[str, Any] = {
-        "pairs": 1,
-        "axes": axes,
-        "dimension": dimension,
-        "size": size,
-        "dtype": dtype,
-        "precision": compat.matmul_precision(),
-        "transposed": False,
-    }
+    params = MatmulParams(axes, dimension, size, dtype, compat.matmul_precision())
     if reason is not None:
-        send = collective_matmul.by_lax(
-            name,
-            reason,
-            lambda v: lax.psum_scatter(v, axis_name, scatter_dimension=dimension, tiled=True),
-        )
-        (result,) = _by_parts(send, x, w, **params)
+        scatter = collective_matmul.by_lax(name, reason, _scatter_params(params))
+        (result,) = unfused(scatter, x, w, params=params)
     else:
-        operands = collective_matmul.varying_alike([x, w], axes)
+        operands = matmul_arguments.varying_alike([x, w], axes)
         with jax.named_scope(f"jax_intranode.{name}"):
-            (result,) = primitive.bind(*operands, **params)
-    return collective_matmul.as_weak_as([x, w], preferred_element_type, result)
+            (result,) = matmul_reduce_scatter_p.bind(*operands, params=params)
+    return matmul_arguments.weak_as_laxs([x, w], preferred_element_type, result)
+
+
+# The unfused computation.
+
+
+def unfused(scatter: Communicate, *operands: Any, params: MatmulParams) -> list[Any]:
+    """The sum of products, and the reduce-scatter after it."""
+    total = products.sum_of_dots(
+        operands, params.terms, params.dtype, params.precision, params.transposed
+    )
+    if total.size == 0:  # XLA's collectives refuse empty arrays
+        total = collective.varying(total, params.axes)
+        return [total.reshape(_part_shape(total.shape, params))]
+    return [scatter(total)]
+
+
+def _part_shape(shape: tuple[int, ...], params: MatmulParams) -> tuple[int, ...]:
+    axis = params.axis
+    return (*shape[:axis], shape[axis] // params.world_size, *shape[axis + 1 :])
+
+
+def _scatter_params(params: MatmulParams) -> PsumScatterParams:
+    return PsumScatterParams(params.axes, params.axis, True, params.world_size)
 
 
 # Abstract evaluation.
 
 
-def abstract_eval(*operands: Any, dimension: int, size: int, **params: Any) -> list[Any]:
-    """From types to types."""
-    whole = collective_matmul.sum_of_dots_aval(*operands, **params)
-    return [whole.update(shape=_part(whole.shape, dimension, size))]
+def _total(operands: Sequence[Any], params: MatmulParams) -> Any:
+    """The type of the sum of products on a rank."""
+    return products.sum_of_dots_aval(operands, params.terms, params.dtype, params.transposed)
 
 
-# Differentiation.
+def abstract_eval(*operands: Any, params: MatmulParams) -> list[Any]:
+    """The types of the results."""
+    total = _total(operands, params)
+    return [total.update(shape=_part_shape(total.shape, params))]
 
 
-def _transpose(
-    cotangents: Sequence[Any],
-    *operands: Any,
-    pairs: int,
-    axes: tuple[str, ...],
-    dimension: int,
-    size: int,
-    dtype: Any,
-    precision: Any,
-    transposed: bool,
-) -> list[Any]:
-    del dtype
+# Selection and lowering.
+
+
+def request(*operands: Any, params: MatmulParams) -> overlapped.Request | str:
+    """The request for a custom call, from the operands' types, or why there is none."""
+    xs, ws, addend = products.split_terms(operands, params.terms)
+    if not xs:
+        return "no matmul"
+    if addend:
+        return "a sum with the cotangent of the gathered x"
+    if params.axis == xs[0].ndim - 1:
+        return "scattered along the last dimension"
+    return overlapped.Request(
+        axis=params.axis,
+        outer=math.prod(xs[0].shape[: params.axis]),
+        rows=math.prod(xs[0].shape[params.axis : -1]) // params.world_size,
+        ks=tuple(x.shape[-1] for x in xs),
+        ns=(ws[0].shape[0 if params.transposed else 1],),
+        dtypes=(*(v.dtype for v in operands), params.dtype),
+        precision=params.precision,
+        transposed=params.transposed,
+    )
+
+
+def _find(
+    site: LoweringSite, avals: Sequence[Any], params: MatmulParams, traced_over: Any
+) -> overlapped.Overlapped | str:
+    return collective_matmul.find_overlapped(
+        "matmul_reduce_scatter", site, params.axes, traced_over, request(*avals, params=params)
+    )
+
+
+def _explain(
+    site: LoweringSite, avals: Sequence[Any], *, params: MatmulParams, traced_over: Any
+) -> list[Operation]:
+    found = _find(site, avals, params, traced_over)
+    total = _total(avals, params)
+    if not isinstance(found, str):
+        return [collective_matmul.explain_overlapped(matmul_reduce_scatter_p, avals, total, found)]
+    scatter = psum_scatter_p, _scatter_params(params)
+    return [
+        collective_matmul.explain_unfused(
+            matmul_reduce_scatter_p, avals, total, scatter, site, traced_over, found
+        )
+    ]
+
+
+def _lower(ctx: Any, *operands: Any, params: MatmulParams, traced_over: Any) -> Any:
+    found = _find(LoweringSite.of(ctx), ctx.avals_in, params, traced_over)
+
+    def compute(*operands: Any) -> list[Any]:
+        if not isinstance(found, str):
+            return found(*operands)
+        own = psum_scatter_p, _scatter_params(params)
+        scatter = collective_matmul.bound_as_traced(own, traced_over)
+        return unfused(scatter, *operands, params=params)
+
+    return mlir.lower_fun(compute)(ctx, *operands)
+
+
+# Differentiation. The jvp rule is `collective_matmul.jvp_of_sum`.
+
+
+def _transpose(cotangents: Sequence[Any], *operands: Any, params: MatmulParams) -> list[Any]:
     (ct,) = cotangents
     if type(ct) is ad.Zero:
         return [None] * len(operands)
-    xs, ws, others = collective_matmul.split(operands, pairs)
-    linear = [k for k, x in enumerate(xs) if ad.is_undefined_primal(x)]
-    if dimension == ct.ndim - 1:
-        linear = []  # what is gathered is contracted with ws
-    rest = [None if k in linear else x for k, x in enumerate(xs)] + ws + others
-    by_rest = [i for i, v in enumerate(rest) if ad.is_undefined_primal(v)]
-    by_w = by_rest[0] - pairs if len(by_rest) == 1 else -1
-    if len(linear) == 1 and 0 <= by_w < pairs and by_w != linear[0]:
-        (by_x,) = linear
-        cotangents_of: list[Any] = [None] * len(operands)
-        found = derivatives.of_matmul_reduce_scatter.bind(
+    terms = params.terms
+    xs, ws, addend = products.split_terms(operands, terms)
+    # Input gradients are all_gather_matmuls of the cotangent, unless the gathered dimension is the
+    # one that they contract with ws.
+    fusable = [k for k, x in enumerate(xs) if ad.is_undefined_primal(x)]
+    if params.axis == ct.ndim - 1:
+        fusable = []
+    # The other cotangents are local products with the gathered cotangent.
+    others = [None if k in fusable else x for k, x in enumerate(xs)] + ws + addend
+    undefined = [i for i, v in enumerate(others) if ad.is_undefined_primal(v)]
+    found: list[Any] = [None] * len(operands)
+
+    # One input gradient and one weight gradient: one primitive has both.
+    of_w = undefined[0] - terms if len(undefined) == 1 else -1
+    if len(fusable) == 1 and 0 <= of_w < terms and of_w != fusable[0]:
+        (of_x,) = fusable
+        matmul = replace(
+            params, dtype=xs[of_x].aval.dtype, transposed=not params.transposed, terms=1
+        )
+        found[of_x], found[terms + of_w] = gradients_of_matmul_reduce_scatter_p.bind(
             ct,
-            ws[by_x],
-            xs[by_w],
-            by_x=True,
-            by_w=True,
-            axes=axes,
-            axis=dimension,
-            size=size,
-            dtype=xs[by_x].aval.dtype,
-            dtype_by_w=ws[by_w].aval.dtype,
-            precision=precision,
-            transposed=not transposed,
+            ws[of_x],
+            xs[of_w],
+            params=GradientParams(matmul, True, (0,), ws[of_w].aval.dtype),
         )
-        cotangents_of[by_x], cotangents_of[pairs + by_w] = found
-        return cotangents_of
-    gathered = any(ad.is_undefined_primal(v) for v in rest)
-    results = all_gather_matmul.primitive.bind(
+        return found
+
+    results = all_gather_matmul_p.bind(
         ct,
-        *[ws[k] for k in linear],
-        axes=axes,
-        axis=dimension,
-        size=size,
-        gathered=gathered,
-        dtype=xs[linear[0]].aval.dtype if linear else ct.dtype,
-        precision=precision,
-        transposed=not transposed,
+        *[ws[k] for k in fusable],
+        params=replace(
+            params,
+            dtype=xs[fusable[0]].aval.dtype if fusable else ct.dtype,
+            transposed=not params.transposed,
+            gathered=bool(undefined),
+            terms=1,
+        ),
     )
-    cotangents_of = [None] * len(operands)
-    if gathered:
-        cotangents_of = collective_matmul.transpose_of_sum(
-            results[-1], rest, pairs, precision, transposed
-        )
-    for k, result in zip(linear, results[: len(linear)], strict=True):
-        cotangents_of[k] = result
-    return cotangents_of
+    if undefined:
+        found = collective_matmul.transpose_of_sum(results[-1], others, params)
+    for k, result in zip(fusable, results[: len(fusable)], strict=True):
+        found[k] = result
+    return found
 
 
-# Batching: a batch of all xs is one more dimension of the sum.
+# Batching: a batch of all xs is the first dimension of the sum.
 
 
 def _batch(
-    operands: Sequence[Any], dims: Sequence[Any], *, pairs: int, dimension: int, **params: Any
-) -> tuple[Any, list[Any]]:
-    moved = collective_matmul.batches_first(operands, dims, pairs)
-    if moved is None:
-        return None, [0]
-    return primitive.bind(*moved, pairs=pairs, dimension=dimension + 1, **params), [0]
+    name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: MatmulParams
+) -> tuple[list[Any], list[Any]]:
+    return collective_matmul.batch_of_sum(
+        matmul_reduce_scatter_p,
+        unfused,
+        (psum_scatter_p, _scatter_params(params)),
+        name,
+        size,
+        operands,
+        dims,
+        params,
+        batched=replace(params, axis=params.axis + 1),
+    )
 
 
 # Registration.
 
-primitive.define(abstract_eval, collective_matmul.jvp_of_sum, _transpose, _batch)
+matmul_reduce_scatter_p.register(
+    abstract_eval=abstract_eval,
+    lower=_lower,
+    explain=_explain,
+    jvp=collective_matmul.jvp_of_sum,
+    transpose=_transpose,
+    batch=_batch,
+)

@@ -12,7 +12,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jax_intranode._src import communicator, compat, config, limits, native, overlap
-from jax_intranode._src.ops import collective
+from jax_intranode._src.ops.lowering_site import LoweringSite
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Request:
 
 def find(
     operation: str,
-    place: collective.Place,
+    site: LoweringSite,
     traced_over: tuple[int, ...] | None,
     axes: Sequence[str],
     request: Request,
@@ -62,15 +62,15 @@ def find(
 
     Args:
         operation: "all_gather_matmul" or "matmul_reduce_scatter".
-        place: where it is lowered.
+        site: where it is lowered.
         traced_over: the devices that it was traced over.
         axes: the mesh axes that it communicates over.
         request: its shapes, dtypes and operands.
     """
-    reason = place.reason_for_lax(traced_over) or _reason_for_operands(place.mesh, request)
+    reason = site.reason_for_lax(traced_over) or _reason_for_operands(site.mesh, request)
     if reason is not None:
         return reason
-    mesh = place.mesh
+    mesh = site.mesh
     assert mesh is not None  # or there were a reason
     groups = communicator.partition(mesh, tuple(axes))
     sizes = _sizes(operation, request, groups)

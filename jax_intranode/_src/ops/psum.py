@@ -8,16 +8,10 @@ import numpy as np
 from jax import lax
 
 from jax_intranode._src import compat, select
-from jax_intranode._src.ops import collective
-
-# The primitive: sums arrays of one dtype. `axes` name manual mesh axes. With `invariant` the
-# results do not vary over them (check_vma=True); lax has a primitive for each of the two cases.
-primitive = collective.Collective(
-    "psum",
-    # lax finds out by itself, as we did, what is invariant.
-    lambda xs, *, axes, invariant: lax.psum(xs, axes),
-    None,
-)
+from jax_intranode._src.ops import collective, fallback
+from jax_intranode._src.ops.collective import PsumParams, psum_p
+from jax_intranode._src.ops.lowering_site import LoweringSite
+from jax_intranode._src.ops.primitive import Operation
 
 
 def psum(
@@ -28,55 +22,52 @@ def psum(
 ) -> Any:
     """Sums over one or more mapped axes; takes the place of ``jax.lax.psum``.
 
-    Inside ``jax.shard_map`` over a mesh of devices of one host, the sum runs in kernels that
-    write into the peers' memory: one-shot for small arrays (each rank sends its array to all),
-    two-shot for larger ones (reduce-scatter, then all-gather). What they don't serve (other
-    dtypes, sizes, axes and platforms) lowers to ``jax.lax.psum``, on every rank alike.
+    Inside ``jax.shard_map`` over devices of one host, kernels that write into the peers' memory
+    compute the sum. Small arrays take the one-shot algorithm: each rank sends its array to all
+    others. Larger ones take the two-shot algorithm: a reduce-scatter, then an all-gather. Other
+    dtypes, sizes, axes and platforms fall back to ``jax.lax.psum``, on every rank alike; `explain`
+    says which calls do, and why.
 
-    Values are added in rank order, starting with rank 0's, in float32 for float32, bfloat16 and
-    float16, in float64 for float64, in their own type (wrapping) for integers, and rounded once:
-    the same bits on every rank, in every run and by every algorithm.
+    Values are added in rank order, starting with rank 0's, and rounded once. float32, bfloat16 and
+    float16 are added in float32, float64 in float64, and integers in their own type (wrapping). So
+    the bits are the same on every rank, in every run and with every algorithm.
 
-    Arrays of a pytree that have one dtype are summed together, by as few operations as can be.
+    The arrays of a pytree that have one dtype are summed by as few operations as possible.
 
-    Differentiates as ``jax.lax.psum`` does, forward and reverse, under check_vma on and off.
+    Forward and reverse mode give what ``jax.lax.psum`` gives, with check_vma on and off.
 
     Args:
-        x: an array or a pytree of arrays; any shape. Accelerated dtypes: float32, bfloat16,
+        x: an array or a pytree of arrays of any shape. Accelerated dtypes: float32, bfloat16,
             float16, float64, int8, uint8, int32, uint32, int64, uint64.
-        axis_name: the name of a mapped axis, or several.
+        axis_name: the name of a mapped axis, or several names.
         axis_index_groups: as in ``jax.lax.psum``; not accelerated.
 
     Returns:
-        Arrays of the shapes and dtypes of `x` (bool becomes int32).
+        The sums, with the shapes and dtypes of `x` (bool becomes int32).
 
     Raises:
         NameError: an axis is not bound, as in ``jax.lax.psum``.
     """
     axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
-    reason = collective.reason_for_lax(axes, axis_index_groups)
+    reason = fallback.reason_of_axes(axes, axis_index_groups)
     if reason is not None:
-        with collective.left_to_lax("psum", reason):
+        with fallback.to_lax("psum", reason):
             return lax.psum(x, axis_name, axis_index_groups=axis_index_groups)
     leaves, tree = jax.tree.flatten(x)
     by_dtype: dict[str, list[int]] = {}
     for i, leaf in enumerate(leaves):
-        reason = collective.reason_for_lax_of_array("psum", leaf, axes)
+        reason = fallback.reason_of_array("psum", leaf, axes)
         if reason is None:
             by_dtype.setdefault(leaf.dtype.name, []).append(i)
         else:
-            with collective.left_to_lax("psum", reason):
+            with fallback.to_lax("psum", reason):
                 leaves[i] = lax.psum(leaf, axes)
+    params = PsumParams(axes, invariant=compat.check_vma())
     for chosen in by_dtype.values():
-        for i, total in zip(chosen, _psum_arrays([leaves[i] for i in chosen], axes), strict=True):
+        sums = collective.bind(psum_p, [leaves[i] for i in chosen], params)
+        for i, total in zip(chosen, sums, strict=True):
             leaves[i] = total
     return jax.tree.unflatten(tree, leaves)
-
-
-def _psum_arrays(arrays: Sequence[Any], axes: tuple[str, ...]) -> list[Any]:
-    arrays = [collective.varying(x, axes) for x in arrays]
-    with jax.named_scope("jax_intranode.psum"):
-        return primitive.bind(*arrays, axes=axes, invariant=compat.check_vma())
 
 
 def pmean(
@@ -87,7 +78,8 @@ def pmean(
 ) -> Any:
     """The mean over one or more mapped axes; takes the place of ``jax.lax.pmean``.
 
-    ``psum``, divided by the number of ranks; see there for shapes, dtypes, errors and derivatives.
+    It is `psum` divided by the number of ranks. Arguments, results, errors and differentiation are
+    described there.
     """
     with jax.named_scope("jax_intranode.pmean"):
         total = psum(x, axis_name, axis_index_groups=axis_index_groups)
@@ -98,106 +90,143 @@ def pmean(
 # Abstract evaluation.
 
 
-def _abstract_eval(*xs: Any, axes: tuple[str, ...], invariant: bool) -> list[Any]:
+def _abstract_eval(*xs: Any, params: PsumParams) -> list[Any]:
     def total(x: Any) -> Any:
-        if not invariant:
+        if not params.invariant:
             return x.update(weak_type=False)
         kind = x.manual_axis_type
-        return x.update(manual_axis_type=kind.update(varying=kind.varying - set(axes)))
+        return x.update(manual_axis_type=kind.update(varying=kind.varying - set(params.axes)))
 
     return [total(x) for x in xs]
 
 
-# What it runs as, and lowering.
+# Selection: the arrays of one call are summed by one operation or several.
+
+# The positions of the arrays that one operation sums, and its algorithm.
+Part = tuple[list[int], select.Selection]
 
 
 def selection(
     mesh: jax.sharding.Mesh, axes: Sequence[str], shape: Sequence[int], dtype: Any
 ) -> select.Selection:
-    """What a psum over `axes` of a mesh runs as, for a per-device operand of a shape and dtype.
+    """The algorithm of a psum over `axes` of a mesh, for a per-device operand.
 
-    The processes of the mesh meet, if they have not before.
+    The processes of the mesh rendezvous, if they have not before.
     """
     return operations(mesh, axes, [shape], dtype)[0][1]
 
 
 def operations(
     mesh: jax.sharding.Mesh, axes: Sequence[str], shapes: Sequence[Sequence[int]], dtype: Any
-) -> list[collective.Operation]:
-    """What a psum of many arrays of one dtype runs as.
+) -> list[Part]:
+    """Divides a psum of arrays of one dtype into operations.
 
     Returns:
-        For each operation the positions of the arrays that it sums, and how; for lax, of the arrays
-        that it gets together. Empty arrays are in none, unless all are empty.
+        The operations. Empty arrays are in none of them, unless all arrays are empty.
     """
     dtype = np.dtype(dtype)
-    # Each array begins with a pack of its own.
+    # In a kernel's buffer each array starts a new pack.
     packs = [
         -(-int(np.prod(shape, dtype=np.int64)) * dtype.itemsize // select.PACK_BYTES)
         for shape in shapes
     ]
-
     choose_by_bytes = collective.chooser("psum", mesh, axes, dtype)
 
     def choose(chosen: Sequence[int]) -> select.Selection:
         return choose_by_bytes(sum(packs[i] for i in chosen) * select.PACK_BYTES)
 
-    # Nothing is to be done for empty arrays.
-    everything = [i for i, count in enumerate(packs) if count > 0] or list(range(len(packs)))
-    if len(everything) == 1 or mesh.devices.flat[0].platform == "gpu":
-        whole = choose(everything)
+    nonempty = [i for i, count in enumerate(packs) if count > 0] or list(range(len(packs)))
+    if len(nonempty) == 1 or mesh.devices.flat[0].platform == "gpu":
+        whole = choose(nonempty)
         if whole.algorithm == "lax":
-            # XLA makes one operation of it; on CPUs it makes one of each array.
-            return [(everything, whole)]
-    chosen: list[collective.Operation] = []
-    for i in everything:
-        if chosen and len(chosen[-1][0]) < select.MAX_BUFFERS:
-            longer = [*chosen[-1][0], i]
+            # On GPUs XLA sums all arrays at once; on CPUs, one by one.
+            return [(nonempty, whole)]
+    # Each operation takes as many of the arrays, in order, as can be accelerated together.
+    parts: list[Part] = []
+    for i in nonempty:
+        if parts and len(parts[-1][0]) < select.MAX_BUFFERS:
+            longer = [*parts[-1][0], i]
             selected = choose(longer)
             if selected.algorithm != "lax":
-                chosen[-1] = longer, selected
+                parts[-1] = longer, selected
                 continue
-        chosen.append(([i], choose([i])))
-    return chosen
+        parts.append(([i], choose([i])))
+    return parts
 
 
-def _select(
-    mesh: jax.sharding.Mesh, avals: Sequence[Any], *, axes: tuple[str, ...], invariant: bool
-) -> list[collective.Operation]:
-    del invariant
-    return operations(mesh, axes, [x.shape for x in avals], avals[0].dtype)
+def _parts(
+    site: LoweringSite, avals: Sequence[Any], params: PsumParams, traced_over: Any
+) -> list[Part]:
+    reason = site.reason_for_lax(traced_over)
+    if reason is not None:
+        return [(list(range(len(avals))), select.Selection("lax", reason))]
+    assert site.mesh is not None  # or there would be a reason
+    return operations(site.mesh, params.axes, [x.shape for x in avals], avals[0].dtype)
 
 
-def _emit(
-    ctx: Any,
-    *xs: Any,
-    mesh: jax.sharding.Mesh,
-    selected: select.Selection,
-    axes: tuple[str, ...],
-    invariant: bool,
-) -> list[Any]:
-    del invariant
-    return collective.lower_to_call(ctx, "psum", xs, mesh, axes, selected)
+def _explain(
+    site: LoweringSite, avals: Sequence[Any], *, params: PsumParams, traced_over: Any
+) -> list[Operation]:
+    return [
+        collective.operation_of(psum_p, [avals[i] for i in chosen], selected)
+        for chosen, selected in _parts(site, avals, params, traced_over)
+    ]
+
+
+# Lowering.
+
+
+def _lower(ctx: Any, *xs: Any, params: PsumParams, traced_over: Any) -> list[Any]:
+    site = LoweringSite.of(ctx)
+    results = list(xs)  # an empty array is its own sum
+    for chosen, selected in _parts(site, ctx.avals_in, params, traced_over):
+        operands = [xs[i] for i in chosen]
+        part = ctx.replace(
+            avals_in=[ctx.avals_in[i] for i in chosen],
+            avals_out=[ctx.avals_out[i] for i in chosen],
+        )
+        if selected.algorithm == "lax":
+            sums = collective.lower_to_lax(part, psum_p, operands, params, selected)
+        else:
+            sums = collective.lower_to_call(
+                part, psum_p, operands, site.mesh, params.axes, selected
+            )
+        for i, total in zip(chosen, sums, strict=True):
+            results[i] = total
+    return results
 
 
 # Differentiation.
 
 
-def _transpose(cotangents: list[Any], *, axes: tuple[str, ...], invariant: bool) -> list[Any]:
-    if invariant:
-        return [lax.pcast(ct, axes, to="varying") for ct in cotangents]
-    return primitive.bind(*cotangents, axes=axes, invariant=False)
+def _transpose(cotangents: Sequence[Any], *xs: Any, params: PsumParams) -> list[Any]:
+    def of_nonzero(cts: list[Any]) -> list[Any]:
+        if params.invariant:
+            return [lax.pcast(ct, params.axes, to="varying") for ct in cts]
+        return psum_p.bind(*cts, params=params)
+
+    return collective.transpose(of_nonzero, cotangents, xs)
 
 
 # Batching: elementwise.
 
 
 def _batch(
-    operands: Sequence[Any], dims: Sequence[Any], *, axes: tuple[str, ...], invariant: bool
+    name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: PsumParams
 ) -> tuple[list[Any], list[Any]]:
-    return primitive.bind(*operands, axes=axes, invariant=invariant), list(dims)
+    if name in params.axes:
+        return collective.batch_over_hidden_axis(psum_p, name, size, operands, dims, params, None)
+    return psum_p.bind(*operands, params=params), list(dims)
 
 
 # Registration.
 
-primitive.define(_abstract_eval, _select, _emit, _transpose, _batch)
+psum_p.register(
+    abstract_eval=_abstract_eval,
+    lower=_lower,
+    explain=_explain,
+    jvp=collective.jvp,
+    transpose=_transpose,
+    batch=_batch,
+    needed=collective.needed,
+)

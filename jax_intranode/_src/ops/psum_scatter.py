@@ -1,6 +1,6 @@
 """psum_scatter: the sum of every rank's operand, of which each rank keeps its own part."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -9,16 +9,15 @@ from jax import lax
 from jax.interpreters import mlir
 
 from jax_intranode._src import select
-from jax_intranode._src.ops import all_gather, collective
-
-# The primitive: sums one array. `size` ranks; the rest as in lax.psum_scatter.
-primitive = collective.Collective(
-    "psum_scatter",
-    lambda xs, *, axes, dimension, tiled, size: [
-        lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=tiled) for x in xs
-    ],
-    0,
+from jax_intranode._src.ops import collective, fallback
+from jax_intranode._src.ops.collective import (
+    AllGatherParams,
+    PsumScatterParams,
+    all_gather_p,
+    psum_scatter_p,
 )
+from jax_intranode._src.ops.lowering_site import LoweringSite
+from jax_intranode._src.ops.primitive import Operation
 
 
 def psum_scatter(
@@ -31,35 +30,34 @@ def psum_scatter(
 ) -> Any:
     """Sums over mapped axes and keeps a part; takes the place of ``jax.lax.psum_scatter``.
 
-    Inside ``jax.shard_map`` over a mesh of devices of one host, each rank writes every part of its
-    array into the memory of the peer that keeps it, which sums. What this does not serve lowers
-    to ``jax.lax.psum_scatter``, on every rank alike. Sums are those of ``jax_intranode.psum``: in
-    rank order, rounded once, the same bits in every run.
+    Inside ``jax.shard_map`` over devices of one host, each rank writes every part of its array into
+    the memory of the rank that keeps it, which computes the sum. Other dtypes, sizes, axes and
+    platforms fall back to ``jax.lax.psum_scatter``, on every rank alike. Sums are computed as by
+    ``jax_intranode.psum``: in rank order, rounded once, with the same bits in every run.
 
     Differentiates as ``jax.lax.psum_scatter`` does: the transpose is an ``all_gather``.
 
-    After the packet protocols of NCCL's symmetric kernels (RSxLL).
+    The algorithm follows the packet protocol of NCCL's symmetric kernels (RSxLL).
 
     Args:
-        x: an array or a pytree of arrays; any shape. Accelerated dtypes: those of ``psum``.
-        axis_name: the name of a mapped axis, or a tuple of names: ranks in row-major order.
-        scatter_dimension: the dimension that is cut into parts: of the number of ranks, or (tiled)
-            of a multiple of it.
+        x: an array or a pytree of arrays of any shape. Accelerated dtypes: those of ``psum``.
+        axis_name: the name of a mapped axis, or a tuple of names, with ranks in row-major order.
+        scatter_dimension: the dimension that is divided among the ranks. Its length is the number
+            of ranks, or, if tiled, a multiple of it.
         axis_index_groups: as in ``jax.lax.psum_scatter``; not accelerated.
-        tiled: keep the dimension, shorter by the number of ranks, in place of dropping it.
+        tiled: whether to keep the dimension, shorter by a factor of the number of ranks, instead
+            of dropping it.
 
     Returns:
-        Arrays of this rank's part.
+        This rank's parts of the sums, with the dtypes of `x`.
 
     Raises:
         NameError: an axis is not bound, as in ``jax.lax.psum_scatter``.
         TypeError: `scatter_dimension` is no integer.
-        ValueError: the dimension can't be cut so.
+        ValueError: the dimension can't be divided among the ranks.
     """
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    scatter_dimension = collective.checked_integer(
-        "psum_scatter", "scatter_dimension", scatter_dimension
-    )
+    scatter_dimension = collective.integer("psum_scatter", "scatter_dimension", scatter_dimension)
 
     def by_lax(leaf: Any) -> Any:
         return lax.psum_scatter(
@@ -70,9 +68,9 @@ def psum_scatter(
             tiled=tiled,
         )
 
-    reason = collective.reason_for_lax(axes, axis_index_groups)
+    reason = fallback.reason_of_axes(axes, axis_index_groups)
     if reason is not None:
-        with collective.left_to_lax("psum_scatter", reason):
+        with fallback.to_lax("psum_scatter", reason):
             return by_lax(x)
     size = lax.psum(1, axes)
 
@@ -81,20 +79,16 @@ def psum_scatter(
             return f"scatter_dimension {scatter_dimension} of {leaf.ndim} dimensions"
         length = leaf.shape[scatter_dimension]
         if length % size != 0 or (not tiled and length != size):
-            return f"{length} elements for {size} ranks"  # which lax refuses
+            return f"{length} elements for {size} ranks"  # lax raises the ValueError
         return None
 
     def scatter(leaf: Any) -> Any:
-        reason = collective.reason_for_lax_of_array("psum_scatter", leaf, axes)
-        reason = reason or reason_of_shape(leaf)
+        reason = fallback.reason_of_array("psum_scatter", leaf, axes) or reason_of_shape(leaf)
         if reason is not None:
-            with collective.left_to_lax("psum_scatter", reason):
+            with fallback.to_lax("psum_scatter", reason):
                 return by_lax(leaf)
-        leaf = collective.varying(leaf, axes)
-        with jax.named_scope("jax_intranode.psum_scatter"):
-            (result,) = primitive.bind(
-                leaf, axes=axes, dimension=scatter_dimension, tiled=bool(tiled), size=size
-            )
+        params = PsumScatterParams(axes, scatter_dimension, bool(tiled), size)
+        (result,) = collective.bind(psum_scatter_p, [leaf], params)
         return result
 
     return jax.tree.map(scatter, x)
@@ -103,90 +97,96 @@ def psum_scatter(
 # Abstract evaluation.
 
 
-def _abstract_eval(x: Any, *, axes: tuple[str, ...], dimension: int, tiled: bool, size: int) -> Any:
+def _abstract_eval(x: Any, *, params: PsumScatterParams) -> list[Any]:
     shape = list(x.shape)
-    if tiled:
-        shape[dimension] //= size
+    if params.tiled:
+        shape[params.dimension] //= params.world_size
     else:
-        del shape[dimension]
+        del shape[params.dimension]
     return [x.update(shape=tuple(shape))]
 
 
-# What it runs as, and lowering.
+# Selection and lowering.
 
 
 def _select(
-    mesh: jax.sharding.Mesh,
-    avals: Sequence[Any],
-    *,
-    axes: tuple[str, ...],
-    dimension: int,
-    tiled: bool,
-    size: int,
-) -> list[collective.Operation]:
-    del dimension, tiled
-    (aval,) = avals
-    choose = collective.chooser("psum_scatter", mesh, axes, aval.dtype)
-    return [([0], choose(aval.size // size * aval.dtype.itemsize))]
+    site: LoweringSite, aval: Any, params: PsumScatterParams, traced_over: Any
+) -> select.Selection:
+    part = aval.size // params.world_size * aval.dtype.itemsize
+    return collective.select_one(psum_scatter_p, site, aval, part, params, traced_over)
 
 
-def _emit(
-    ctx: Any,
-    x: Any,
-    *,
-    mesh: jax.sharding.Mesh,
-    selected: select.Selection,
-    axes: tuple[str, ...],
-    dimension: int,
-    tiled: bool,
-    size: int,
-) -> list[Any]:
-    del tiled
+def _explain(
+    site: LoweringSite, avals: Sequence[Any], *, params: PsumScatterParams, traced_over: Any
+) -> list[Operation]:
+    selected = _select(site, avals[0], params, traced_over)
+    return [collective.operation_of(psum_scatter_p, avals, selected)]
+
+
+def _lower(ctx: Any, x: Any, *, params: PsumScatterParams, traced_over: Any) -> list[Any]:
+    site = LoweringSite.of(ctx)
     (aval,), (out_aval,) = ctx.avals_in, ctx.avals_out
+    selected = _select(site, aval, params, traced_over)
+    if selected.algorithm == "lax":
+        return collective.lower_to_lax(ctx, psum_scatter_p, [x], params, selected)
+    size, dimension = params.world_size, params.dimension
 
-    # The parts, one after another in memory.
     def arrange(v: Any) -> Any:
-        cut = (*v.shape[:dimension], size, -1, *v.shape[dimension + 1 :])
-        return jnp.moveaxis(v.reshape(cut), dimension, 0).reshape(size, *out_aval.shape)
+        """Stacks the ranks' parts, as the custom call expects them."""
+        divided = (*v.shape[:dimension], size, -1, *v.shape[dimension + 1 :])
+        return jnp.moveaxis(v.reshape(divided), dimension, 0).reshape(size, *out_aval.shape)
 
     stacked = aval.update(shape=(size, *out_aval.shape))
     lower = mlir.lower_fun(arrange, multiple_results=False)
     (parts,) = lower(ctx.replace(avals_out=[stacked]), x)
-    call = ctx.replace(avals_in=[stacked])
-    return collective.lower_to_call(call, "psum_scatter", [parts], mesh, axes, selected)
+    return collective.lower_to_call(
+        ctx.replace(avals_in=[stacked]), psum_scatter_p, [parts], site.mesh, params.axes, selected
+    )
 
 
 # Differentiation.
 
 
-def _transpose(
-    cotangents: list[Any], *, axes: tuple[str, ...], dimension: int, tiled: bool, size: int
-) -> list[Any]:
-    del size
-    (ct,) = cotangents
-    return [all_gather.all_gather(ct, axes, axis=dimension, tiled=tiled)]
+def _transpose(cotangents: Sequence[Any], x: Any, *, params: PsumScatterParams) -> list[Any]:
+    gathered = AllGatherParams(params.axes, params.dimension, params.tiled, params.world_size)
+
+    def of_nonzero(cts: list[Any]) -> list[Any]:
+        return [collective.bind_or_fall_back(all_gather_p, ct, gathered) for ct in cts]
+
+    return collective.transpose(of_nonzero, cotangents, [x])
 
 
-# Batching.
+# Batching: the batch is one more dimension.
 
 
 def _batch(
+    name: Hashable,
+    size: int,
     operands: Sequence[Any],
     dims: Sequence[Any],
-    *,
-    axes: tuple[str, ...],
-    dimension: int,
-    tiled: bool,
-    size: int,
+    params: PsumScatterParams,
 ) -> tuple[list[Any], list[Any]]:
-    (x,), (d,) = operands, dims
+    if name in params.axes:
+        return collective.batch_over_hidden_axis(
+            psum_scatter_p, name, size, operands, dims, params, 0
+        )
+    (x,), (d,), dimension = operands, dims, params.dimension
     if d <= dimension:
         dimension += 1
-    elif not tiled:
+    elif not params.tiled:
         d -= 1
-    return primitive.bind(x, axes=axes, dimension=dimension, tiled=tiled, size=size), [d]
+    batched = PsumScatterParams(params.axes, dimension, params.tiled, params.world_size)
+    return psum_scatter_p.bind(x, params=batched), [d]
 
 
 # Registration.
 
-primitive.define(_abstract_eval, _select, _emit, _transpose, _batch)
+psum_scatter_p.register(
+    abstract_eval=_abstract_eval,
+    lower=_lower,
+    explain=_explain,
+    jvp=collective.jvp,
+    transpose=_transpose,
+    batch=_batch,
+    needed=collective.needed,
+)

@@ -1,0 +1,173 @@
+"""Primitives that stand for a collective matmul and local products.
+
+As one equation they can be lowered to one kernel, which computes the products while it waits for
+data. Elsewhere they are lowered to the collective matmul and the products. Differentiation and
+batching always act on these.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax.interpreters import ad, mlir
+
+from jax_intranode._src import select
+from jax_intranode._src.ops import collective_matmul, overlapped
+from jax_intranode._src.ops.collective_matmul import MatmulParams
+from jax_intranode._src.ops.lowering_site import LoweringSite
+from jax_intranode._src.ops.primitive import Operation, OpPrimitive
+
+# Binds a primitive: (primitive, *operands, params) -> results.
+Bind = Callable[..., list[Any]]
+
+# A collective matmul: its primitive, its operands and its parameters.
+Matmul = tuple[OpPrimitive, list[Any], MatmulParams]
+
+
+def _bind_here(primitive: OpPrimitive, *operands: Any, params: Any) -> list[Any]:
+    return primitive.bind(*operands, params=params)
+
+
+def register(
+    primitive: OpPrimitive,
+    *,
+    matmul: Callable[[Sequence[Any], Any], Matmul | None],
+    compute: Callable[..., list[Any]],
+    abstract_eval: Callable[..., list[Any]],
+    request: Callable[..., overlapped.Request | str],
+    result_count: Callable[[Any], int],
+    needed: Callable[[list[bool], Any], tuple[list[bool], Any]],
+    transpose: Callable[..., list[Any] | None] = lambda cotangents, *operands, params: None,
+) -> None:
+    """Registers the rules of a composition.
+
+    Args:
+        primitive: the primitive.
+        matmul: (operands or their types, params) -> its collective matmul; None if nothing is sent.
+        compute: (bind, *operands, params) -> results of the composition, from a `Bind`.
+        abstract_eval: (*avals, params) -> result types.
+        request: (*avals, params) -> the request for one custom call, or why there is none.
+        result_count: params -> number of results.
+        needed: as in `OpPrimitive.register`.
+        transpose: (cotangents, *operands, params) -> cotangents of the operands, or None for those
+            of the composition.
+    """
+
+    def find(
+        site: LoweringSite, avals: Sequence[Any], params: Any, traced_over: Any
+    ) -> overlapped.Overlapped | str:
+        own = matmul(avals, params)
+        if own is None:
+            return "nothing is communicated"
+        return collective_matmul.find_overlapped(
+            own[0].operation, site, params.axes, traced_over, request(*avals, params=params)
+        )
+
+    def explain(
+        site: LoweringSite, avals: Sequence[Any], *, params: Any, traced_over: Any
+    ) -> list[Operation]:
+        """Presents the call as its collective matmul."""
+        own = matmul(avals, params)
+        if own is None:
+            return []
+        its_primitive, its_avals, its_params = own
+        operations = its_primitive.explain(
+            site, its_avals, params=its_params, traced_over=traced_over
+        )
+        found = find(site, avals, params, traced_over)
+        if isinstance(found, str):
+            return operations
+        selected = select.Selection(found.operation, found.reason)
+        return [dataclasses.replace(operations[0], selected=selected)]
+
+    def lower(ctx: Any, *operands: Any, params: Any, traced_over: Any) -> Any:
+        found = find(LoweringSite.of(ctx), ctx.avals_in, params, traced_over)
+
+        def bind(primitive: OpPrimitive, *operands: Any, params: Any) -> list[Any]:
+            return primitive.bind_as_traced(*operands, params=params, traced_over=traced_over)
+
+        composed = partial(compute, bind, params=params)
+        return mlir.lower_fun(composed if isinstance(found, str) else found)(ctx, *operands)
+
+    def dependencies(params: Any) -> list[list[bool]]:
+        """For each result, which operands it depends on: those needed if it alone is used."""
+        results = range(result_count(params))
+        return [needed([i == k for i in results], params)[0] for k in results]
+
+    def of_some(
+        chosen: Sequence[int], operands: Sequence[Any], params: Any
+    ) -> Callable[..., list[Any]]:
+        """The composition as a function of the chosen operands; the others are fixed."""
+
+        def composed(*some: Any) -> list[Any]:
+            given = dict(zip(chosen, some, strict=True))
+            merged = [given.get(i, v) for i, v in enumerate(operands)]
+            return compute(_bind_here, *merged, params=params)
+
+        return composed
+
+    def jvp(
+        bind: Any, primals: Sequence[Any], tangents: Sequence[Any], params: Any
+    ) -> tuple[list[Any], list[Any]]:
+        del bind  # the composition is traced here
+        moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+        results, moved = jax.jvp(
+            of_some(moving, primals, params),
+            [primals[i] for i in moving],
+            [tangents[i] for i in moving],
+        )
+        # Tangents that are zero must not be sent.
+        return results, [
+            t if any(depends[i] for i in moving) else ad.Zero(jax.typeof(result).to_tangent_aval())
+            for result, t, depends in zip(results, moved, dependencies(params), strict=True)
+        ]
+
+    def transpose_composition(cotangents: Sequence[Any], *operands: Any, params: Any) -> list[Any]:
+        nonzero = [k for k, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
+        if not nonzero:
+            return [None] * len(operands)
+        own = transpose(cotangents, *operands, params=params)
+        if own is not None:
+            return own
+        linear = [i for i, v in enumerate(operands) if ad.is_undefined_primal(v)]
+        composed = of_some(linear, operands, params)
+
+        def of_linear(*some: Any) -> list[Any]:
+            results = composed(*some)
+            return [results[k] for k in nonzero]
+
+        transposed = jax.linear_transpose(of_linear, *(operands[i].aval for i in linear))
+        found = transposed([cotangents[k] for k in nonzero])
+        given = dict(zip(linear, found, strict=True))
+        return [given.get(i) for i in range(len(operands))]
+
+    def batch(
+        name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: Any
+    ) -> tuple[Any, Any]:
+        # The primitives of the composition know what to do where the mapped axis hides a mesh axis.
+        hides = name in params.axes
+        batched = [i for i, d in enumerate(dims) if d is not None]
+        out_dims = [
+            0 if hides or any(depends[i] for i in batched) else None
+            for depends in dependencies(params)
+        ]
+        mapped = jax.vmap(
+            partial(compute, _bind_here, params=params),
+            tuple(dims),
+            out_dims,
+            axis_name=name if hides else None,
+            axis_size=size,
+        )
+        return mapped(*operands), out_dims
+
+    primitive.register(
+        abstract_eval=abstract_eval,
+        lower=lower,
+        explain=explain,
+        jvp=jvp,
+        transpose=transpose_composition,
+        batch=batch,
+        needed=needed,
+    )

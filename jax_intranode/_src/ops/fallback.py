@@ -1,0 +1,140 @@
+"""Why jax.lax runs a call: the reasons that are known while the call is traced.
+
+Lowering knows more of them: see `lowering_site.LoweringSite` and `select.select`.
+"""
+
+import logging
+import re
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+from jax.core import ShapedArray
+
+from jax_intranode._src import compat, select, source
+
+_log = logging.getLogger("jax_intranode")
+
+# Part of the reason for an axis that no device communicates over.
+NOT_BOUND = "is not one that shard_map has bound"
+
+
+def bound_axes() -> frozenset[Any]:
+    """The mesh axes that shard_map has bound here."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+# Reasons. Each function returns None where a call may be accelerated.
+
+
+def reason_of_axes(axes: tuple[Hashable, ...], axis_index_groups: Any = None) -> str | None:
+    """Why lax runs a collective over these axes."""
+    if not axes:
+        return "no axes"
+    if len(set(axes)) < len(axes):
+        return f"an axis that is named twice in {_names(axes)}"
+    unbound = [axis for axis in axes if axis not in bound_axes()]
+    if unbound:
+        return f"axis {_names(unbound[:1])} {NOT_BOUND}"
+    if axis_index_groups is not None:
+        return "axis_index_groups"
+    if not compat.settings_are_usual(axes):
+        return "settings of jax under which collectives have other rules"
+    return None
+
+
+def reason_of_hidden_axis(name: Hashable) -> str:
+    """Why lax runs a collective over an axis of vmap that has the name of a mesh axis."""
+    return f"axis {_names([name])} {NOT_BOUND}: vmap hides that one"
+
+
+def reason_of_array(operation: str, x: Any, axes: tuple[Hashable, ...]) -> str | None:
+    """Why lax runs a collective of this operand.
+
+    lax has rules of its own for constants, and refuses references.
+    """
+    if not isinstance(x, jax.core.Tracer):
+        return "a constant"
+    if not isinstance(jax.typeof(x), ShapedArray):
+        return "not an array"
+    return reason_of_types([x], [x], axes) or select.unsupported_dtype(operation, x.dtype.name)
+
+
+def reason_of_types(
+    operands: Sequence[Any], communicated: Sequence[Any], axes: tuple[Hashable, ...]
+) -> str | None:
+    """Why lax runs a collective of operands that vary over mesh axes as these do.
+
+    Args:
+        operands: all operands of the call.
+        communicated: the operands from which the gathered or summed array is computed.
+        axes: the axes of the collective.
+    """
+    types = [jax.typeof(v).manual_axis_type for v in operands]
+    if any(t.unreduced or t.reduced for t in types):
+        return "an operand that is unreduced or reduced over mesh axes"
+    # Under check_vma=True an operand varies over all of the axes or over none; lax refuses others.
+    over = set[Any]().union(*(jax.typeof(v).manual_axis_type.varying for v in communicated))
+    if 0 < len(over.intersection(axes)) < len(axes):
+        return f"an operand that varies over some of the axes {_names(axes)} only"
+    return None
+
+
+def _names(axes: Sequence[Hashable]) -> str:
+    """Axes as text that is the same in all processes: names may be objects of any kind."""
+    return ", ".join(repr(a) if isinstance(a, str) else type(a).__name__ for a in axes)
+
+
+# Falling back.
+
+
+@contextmanager
+def to_lax(operation: str, reason: str, logged: bool = True) -> Iterator[None]:
+    """The context in which lax's function is called in place of ours.
+
+    It records the reason in the jaxpr (see `scope`) and, if `logged`, in the log. It adds to lax's
+    error for an unbound axis how an axis is bound.
+    """
+    if logged:
+        log(operation, reason, source.caller)
+    try:
+        with scope(operation, reason):
+            yield
+    except (NameError, AssertionError) as error:  # AssertionError: psum under check_vma=True
+        if isinstance(error, NameError) or NOT_BOUND in reason:
+            error.add_note(
+                f"jax_intranode.{operation} acts on the axes that jax.shard_map (or jax.vmap or "
+                f"jax.pmap) binds; bound here: {sorted(map(str, bound_axes())) or 'none'}."
+                + (f" This call: {reason}." if isinstance(error, AssertionError) else "")
+            )
+        raise
+
+
+def scope(operation: str, reason: str) -> Any:
+    """The named scope by which `explain` finds lax's equations and the reason for them."""
+    return jax.named_scope(f"jax_intranode.{operation}[lax: {reason}]")
+
+
+def parse_scope(name: str) -> tuple[str, str] | None:
+    """The operation and the reason of a `scope`; None for any other scope."""
+    match = re.fullmatch(r"jax_intranode\.(\w+)\[lax: (.*)\]", name, re.DOTALL)
+    return None if match is None else (match[1], match[2])
+
+
+_logged: set[tuple[str, str, str]] = set()
+
+
+def log(operation: str, reason: str, call_site: Any) -> None:
+    """Logs a fallback, once for each call site and reason.
+
+    Args:
+        operation: the operation.
+        reason: why lax runs it.
+        call_site: a function that returns the call site; called only if the line is wanted.
+    """
+    if _log.isEnabledFor(logging.INFO):
+        line = (operation, call_site(), reason)
+        if line not in _logged:
+            _logged.add(line)
+            _log.info("%s at %s falls back to jax.lax: %s.", *line)

@@ -1,0 +1,66 @@
+"""Where a call is lowered: its mesh, its platforms, and what they leave to jax.lax."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jax_intranode._src import compat
+
+
+def device_ids(mesh: jax.sharding.Mesh) -> tuple[int, ...]:
+    """The global ids of a mesh's devices, in its order."""
+    return tuple(device.id for device in mesh.devices.flat)
+
+
+@dataclass(frozen=True)
+class LoweringSite:
+    """What, besides the call itself, decides what a call runs as.
+
+    Attributes:
+        mesh: the mesh of the surrounding shard_map; None if there is none, or if its devices are
+            not known.
+        manual: the mesh's manual axes.
+        platforms: the platforms that the program is lowered for, in JAX's names.
+        for_export: whether ``jax.export`` lowers the program.
+    """
+
+    mesh: jax.sharding.Mesh | None
+    manual: frozenset[str]
+    platforms: tuple[str, ...]
+    for_export: bool = False
+
+    @classmethod
+    def of(cls, ctx: Any) -> "LoweringSite":
+        """The site of a lowering rule's context."""
+        mesh, manual = compat.lowering_mesh(ctx) or (None, frozenset())
+        return cls(mesh, manual, compat.lowering_platforms(ctx), compat.lowering_for_export(ctx))
+
+    def reason_for_lax(self, traced_over: tuple[int, ...] | None) -> str | None:
+        """Why lax runs all calls here; None if they may be accelerated.
+
+        Args:
+            traced_over: the ids of the devices that the call was traced over, if they were known.
+        """
+        mesh = self.mesh
+        if mesh is None:
+            return "no shard_map over a mesh of known devices around it"
+        if self.for_export:
+            return "lowered by jax.export"
+        if len(self.platforms) > 1:
+            return f"lowered for several platforms: {', '.join(self.platforms)}"
+        if traced_over is None:
+            if compat.set_mesh() is not None:
+                return "traced without the mesh of jax.set_mesh"
+        elif traced_over != device_ids(mesh):
+            return "traced under a mesh with other devices, or in another order"
+        platform = {"cpu": "cpu", "cuda": "gpu"}.get(self.platforms[0])
+        if platform is None:
+            return f"platform {self.platforms[0]}; supported are cpu and cuda"
+        # XLA would gather the operand of a custom call over the axes that it partitions itself.
+        auto = [n for n in mesh.axis_names if mesh.shape[n] > 1 and n not in self.manual]
+        if auto:
+            return f"a partly manual mesh: shard_map has not bound {', '.join(map(repr, auto))}"
+        if mesh.devices.flat[0].platform != platform:
+            return f"lowered for {self.platforms[0]}, which is not the platform of the devices"
+        return None

@@ -1,0 +1,178 @@
+"""The primitives of this package: how they are bound, and how their rules are registered.
+
+Every operation is an `OpPrimitive`. Its file defines plain functions, in the order public function,
+abstract evaluation, lowering, jvp, transpose, batching, and registers them at the end.
+
+Every equation has two parameters: `params`, a frozen record of the operation that has the mesh axes
+in `axes`, and `traced_over`, the ids of the devices of the mesh, if these were known while tracing.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
+
+from jax_intranode._src import compat, select
+from jax_intranode._src.ops.lowering_site import LoweringSite, device_ids
+
+# The operation of each JAX primitive of this package.
+BY_PRIMITIVE: dict[Primitive, "OpPrimitive"] = {}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation that a call runs as, for `explain`.
+
+    Attributes:
+        name: its name.
+        operands: the types of its operands.
+        nbytes: bytes of the array that a device gathers or sums.
+        selected: the algorithm, and why.
+    """
+
+    name: str
+    operands: list[Any]
+    nbytes: int
+    selected: select.Selection
+
+
+def nbytes(aval: Any) -> int:
+    """Bytes of an array of a type."""
+    return int(math.prod(aval.shape)) * int(aval.dtype.itemsize)
+
+
+class OpPrimitive:
+    """An operation as a JAX primitive, in two forms.
+
+    Both forms have the same rules. They differ in whether JAX caches their lowering per order of
+    devices. Our custom calls hold device ids. Under ``jax.set_mesh`` the jaxpr does not name the
+    mesh, so JAX would reuse a lowering for a mesh with other devices. The second form tells JAX to
+    key its lowering on the devices. That forbids two meshes in one program, so only calls under
+    ``jax.set_mesh`` are bound as the second form.
+
+    A jaxpr that was traced under one mesh can also be lowered under another. So an equation records
+    the devices it was traced over. lax runs it if lowering finds other devices, or if a mesh was
+    set only after tracing. (An eager shard_map sets its mesh while it runs.)
+    """
+
+    def __init__(self, operation: str):
+        """Creates both forms; `register` gives them their rules."""
+        self.operation = operation
+        self._plain = Primitive(f"intranode_{operation}")
+        self._over_set_mesh = Primitive(f"intranode_{operation}_over_set_mesh")
+        self._explain: Callable[..., list[Operation]]
+        for primitive in (self._plain, self._over_set_mesh):
+            BY_PRIMITIVE[primitive] = self
+            primitive.multiple_results = True
+        compat.lower_with_devices(self._over_set_mesh)
+
+    def bind(self, *operands: Any, params: Any) -> list[Any]:
+        """Binds the form that fits where this is traced; returns the results."""
+        primitive = self._plain if compat.set_mesh() is None else self._over_set_mesh
+        mesh = compat.set_mesh() or compat.eager_mesh()
+        traced_over = None if mesh is None else device_ids(mesh)
+        return list(primitive.bind(*operands, params=params, traced_over=traced_over))
+
+    def bind_as_traced(
+        self, *operands: Any, params: Any, traced_over: tuple[int, ...] | None
+    ) -> list[Any]:
+        """Binds inside the lowering of a call that was traced over these devices."""
+        return list(self._plain.bind(*operands, params=params, traced_over=traced_over))
+
+    def explain(
+        self,
+        site: LoweringSite,
+        avals: Sequence[Any],
+        *,
+        params: Any,
+        traced_over: tuple[int, ...] | None,
+    ) -> list[Operation]:
+        """The operations that a call runs as; the mesh's processes rendezvous if needed."""
+        return self._explain(site, avals, params=params, traced_over=traced_over)
+
+    def register(
+        self,
+        *,
+        abstract_eval: Callable[..., list[Any]],
+        lower: Callable[..., Any],
+        explain: Callable[..., list[Operation]],
+        jvp: Callable[..., tuple[list[Any], list[Any]]],
+        transpose: Callable[..., list[Any]],
+        batch: Callable[..., tuple[Any, Any]],
+        needed: Callable[[list[bool], Any], tuple[list[bool], Any]] | None = None,
+    ) -> None:
+        """Registers the rules.
+
+        Args:
+            abstract_eval: (*avals, params) -> result types.
+            lower: (ctx, *operands, params, traced_over) -> results.
+            explain: as `explain`, decided as `lower` decides.
+            jvp: (bind, primals, tangents, params) -> results and their tangents. `bind` binds
+                the form that is differentiated, for the devices it was traced over.
+            transpose: (cotangents, *operands, params) -> cotangents of the operands.
+            batch: (name, size, operands, dims, params) -> results and their batch dimensions.
+                `name` and `size` are those of the mapped axis. Called only if an operand is batched
+                or if the mapped axis has the name of one of the operation's axes.
+            needed: (used results, params) -> needed operands, and params for the used results only.
+                None if a call whose results are not all used stays whole.
+        """
+        self._explain = explain
+
+        def batch_if_needed(
+            name: Hashable,
+            size: int,
+            operands: Sequence[Any],
+            dims: Sequence[Any],
+            *,
+            params: Any,
+            traced_over: Any,
+        ) -> tuple[Any, Any]:
+            del traced_over  # what is bound next is traced here
+            if name in params.axes or any(d is not None for d in dims):
+                return batch(name, size, operands, dims, params)
+            results = self.bind(*operands, params=params)
+            return results, [None] * len(results)
+
+        def transpose_here(
+            cotangents: Sequence[Any], *operands: Any, params: Any, traced_over: Any
+        ) -> list[Any]:
+            del traced_over  # what is bound next is traced here
+            return transpose(cotangents, *operands, params=params)
+
+        def needed_by_equation(
+            used: list[bool], of_equation: dict[str, Any]
+        ) -> tuple[list[bool], dict[str, Any]]:
+            assert needed is not None
+            operands, params = needed(used, of_equation["params"])
+            return operands, of_equation | {"params": params}
+
+        for primitive in (self._plain, self._over_set_mesh):
+
+            def types_and_effects(
+                *avals: Any, params: Any, traced_over: Any
+            ) -> tuple[list[Any], Any]:
+                del traced_over
+                return abstract_eval(*avals, params=params), compat.named_axis_effects(params.axes)
+
+            def jvp_of_form(
+                primals: Any,
+                tangents: Any,
+                *,
+                params: Any,
+                traced_over: Any,
+                form: Primitive = primitive,
+            ) -> tuple[list[Any], list[Any]]:
+                return jvp(partial(form.bind, traced_over=traced_over), primals, tangents, params)
+
+            primitive.def_effectful_abstract_eval(types_and_effects)
+            mlir.register_lowering(primitive, lower)
+            ad.primitive_jvps[primitive] = jvp_of_form
+            ad.primitive_transposes[primitive] = transpose_here
+            compat.batch_by_axis(primitive, batch_if_needed)
+            if needed is not None:
+                compat.drop_unused_results(primitive, needed_by_equation)
+                compat.evaluate_known_results(primitive, needed_by_equation)

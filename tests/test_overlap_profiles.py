@@ -4,8 +4,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import subprocess
-import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +12,12 @@ import numpy as np
 import pytest
 from test_topology import SWITCH_LINK, FakeNvml, bus_id, install
 
-from jax_intranode._src import limits, overlap, topology
+from jax_intranode._src import limits, native, overlap, rendezvous, topology
 from jax_intranode._src.bench.matmuls import shapes as matmul_shapes
 from jax_intranode._src.ops import overlapped
 from jax_intranode._src.overlap import H200, Plan, profiles
 from jax_intranode._src.overlap.profiles import H200_FACTS
+from jax_intranode._src.partition import Partition
 from jax_intranode._src.topology import GpuFacts
 
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
@@ -296,28 +296,47 @@ def test_the_digest_covers_the_source_and_a_forced_plan() -> None:
     with overlap.forced(Plan(tile_columns=256)):
         assert overlap.digest() != digest
     assert overlap.digest() == digest
-    # And is the same in another process, which hashes strings differently.
-    code = "from jax_intranode._src import overlap; print(overlap.digest())"
-    other = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    assert other == digest
 
 
-def test_the_plan_is_lowered_as_one_dictionary() -> None:
-    """With the types that the handler decodes, on every jax."""
-    plan = Plan(tile_columns=192, direct=True, parts=3)
-    attributes = plan.attributes()
-    assert set(attributes) == set(limits.PLAN_FIELDS)
-    assert {type(attributes[name]) for name in ("direct", "wgrad")} == {np.bool_}
-    assert {type(v) for name, v in attributes.items() if name not in ("direct", "wgrad")} == {
-        np.int32
-    }
+def test_the_plan_is_lowered_as_one_dictionary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the types that the handler decodes."""
+    built, gpu = native.module, types.SimpleNamespace(MATMUL_SCRATCH_BYTES=100)
+    monkeypatch.setattr(native, "module", lambda name: gpu if name == "gpu" else built(name))
+    dtype = np.dtype(jnp.bfloat16)
+    request = overlapped.Request(0, 1, 16, (64,), (72,), (dtype, dtype), None, transposed=True)
+    call = overlapped.Overlapped(
+        SCATTER, Partition((0, 1), 2), request, Plan(tile_columns=192, direct=True)
+    )
+    assert call.reason.startswith("overlapped, fused kernel, tiles of 128 x 192")
+    operands = [jnp.ones(shape, dtype) for shape in ((32, 64), (72, 64))]
+    text = jax.jit(call).lower(*operands).as_text()
+    assert (
+        "plan = {band_pairs = 8 : i32, direct = true, first_pieces = 1 : i32, "
+        "last_pieces = 1 : i32, parts = 1 : i32, rounds = 1 : i32, "
+        "row_pairs_before_wgrad = 0 : i32, tile_columns = 192 : i32, wgrad = false, "
+        "wgrad_tiles_last = 0 : i32}"
+    ) in text
+    assert "wgrads = 0 : i32" in text
+    assert "-> (tensor<16x72xbf16>, tensor<100xui8>)" in text
 
-    def f(x: jax.Array) -> jax.Array:
-        return jax.ffi.ffi_call("intranode_test", x)(x, plan=attributes)
 
-    text = jax.jit(f).lower(jnp.ones(8)).as_text()
-    assert "plan = {" in text
-    for field in ("direct = true", "wgrad = false", "tile_columns = 192 : i32", "parts = 3 : i32"):
-        assert field in text
+def test_the_processes_of_a_mesh_agree_on_a_profile() -> None:
+    """It follows from what all of them have said, in whatever order."""
+    ours, theirs = facts("NVIDIA H20", sms=78), facts("NVIDIA H100 80GB HBM3")
+
+    def agreed(*of_processes: GpuFacts) -> rendezvous.Rendezvous:
+        record = rendezvous.Rendezvous({}, "gpu", "multi")
+        hellos = [
+            {"matmuls": 130000, "devices": [{"id": i, "links": None, "facts": of_one.to_json()}]}
+            for i, of_one in enumerate(of_processes)
+        ]
+        record.reason_for_no_matmuls = rendezvous._reason_for_no_matmuls(record, hellos)
+        return record
+
+    both = agreed(ours, theirs)
+    assert both.reason_for_no_matmuls is None
+    assert both.profile is not None and both.profile == agreed(theirs, ours).profile
+    assert agreed(H200_FACTS, H200_FACTS).profile is H200
+    without = agreed(H200_FACTS, facts("NVIDIA B200", capability=(10, 0)))
+    assert without.profile is None
+    assert without.reason_for_no_matmuls == "not measured on blackwell GPUs"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import json
 import math
 import random
 import sys
@@ -179,3 +180,50 @@ def test_every_calibration_is_a_run_that_the_kernels_take() -> None:
             tune_overlap.model.Costs(run.sizes, H200), parsed.tile_columns
         )
         assert costs.direct == parsed.direct
+
+
+def fake_probe(directory: Path, line: str) -> Path:
+    """A program that prints a line for each plan that it is given."""
+    path = directory / "probe"
+    path.write_text(
+        f"#!{sys.executable}\nimport sys\nfor plan in sys.argv[4:]:\n    print({line!r})\n"
+    )
+    path.chmod(0o755)
+    return path
+
+
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a probe for which everything takes 1 ms, so that short calls look slow."""
+    probe = fake_probe(tmp_path, "1.0000 ms, share 0.5, matmul alone 1.0000, #wrong 0")
+    file = tmp_path / "profile.json"
+    monkeypatch.setattr(tune_overlap, "_start_profile", lambda: H200)
+    monkeypatch.setattr(tune_overlap, "measure_copies", lambda timeout_s: 384e9)
+    monkeypatch.setattr(
+        sys, "argv", ["tune_overlap.py", "--probe", str(probe), "--json", str(file), "--compare"]
+    )
+    monkeypatch.setattr(tune_overlap, "reference_cases", lambda: [])
+    tune_overlap._main()
+    text = capsys.readouterr().out
+    assert "copy: 0.997, within the tolerance of 0.04" in text
+    assert "NVIDIA_H200 = Profile(" in text
+    assert "0 of 0 plans are the same" in text
+    measured = json.loads(file.read_text())
+    assert measured["copy_bytes_per_s"] == H200.copy_bytes_per_s
+    assert measured["matmul_flops"] == pytest.approx(0.71 * H200.matmul_flops)
+    assert measured["tiles"]["192"]["stage_s"] > H200.tiles[192].stage_s
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("GPU 0: an illegal memory access", "failed"),
+        ("1 ms, share 1, matmul alone 1, #wrong 2", ""),
+    ],
+)
+def test_a_probe_that_fails(tmp_path: Path, line: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says or "wrong results"):
+        tune_overlap.run_probe(
+            fake_probe(tmp_path, line), ("all_gather_matmul", 2, 512, 64, 64), ["tile_columns=128"]
+        )

@@ -257,8 +257,8 @@ class Call {
       if (s_.beside) {
         uint16_t* const beside = Allocate<uint16_t>(s_.BesideItems());
         Fill<<<512, 256>>>(beside, s_.BesideItems(), 1000 * d + 13, exact);
-        c.beside = beside;
-        c.derivatives = {Allocate<uint16_t>(size_t{1} * s_.n * s_.k)};
+        c.wgrad_lhs = beside;
+        c.wgrads = {Allocate<uint16_t>(size_t{1} * s_.n * s_.k)};
       }
       if (FusedRingBytes(s_.algorithm(), c, s_.ranks, plan_) > gpus[d].member.data_bytes()) {
         std::printf("rings of %zu bytes have no room for it\n", kRingBytes);
@@ -286,7 +286,7 @@ class Call {
       Check(cudaMemset(calls_[d].scratch, 0xff, scratch_bytes_));
       Check(cudaMemset(calls_[d].products[0], 0xff, 2 * s_.ResultItems()));
       if (s_.keeps) Check(cudaMemset(calls_[d].gathered, 0xff, 2 * s_.GatheredItems()));
-      for (void* derivative : calls_[d].derivatives) {
+      for (void* derivative : calls_[d].wgrads) {
         Check(cudaMemset(derivative, 0xff, size_t{2} * s_.n * s_.k));
       }
       Check(cudaDeviceSynchronize());
@@ -310,10 +310,10 @@ class Call {
       Compare<<<(samples + 127) / 128, 128>>>(
           s_, of, static_cast<const uint16_t*>(calls_[d].products[0]),
           static_cast<const uint16_t*>(calls_[d].gathered), samples, wrong);
-      for (const void* derivative : calls_[d].derivatives) {
+      for (const void* derivative : calls_[d].wgrads) {
         const int samples = std::max(2000, 2 * s_.k);
         CompareDerivative<<<(samples + 127) / 128, 128>>>(
-            s_, of, static_cast<const uint16_t*>(calls_[d].beside),
+            s_, of, static_cast<const uint16_t*>(calls_[d].wgrad_lhs),
             static_cast<const uint16_t*>(derivative), samples, wrong);
       }
       Check(cudaMemcpy(&found, wrong, sizeof found, cudaMemcpyDeviceToHost));

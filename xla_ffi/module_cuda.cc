@@ -12,6 +12,7 @@
 
 #include "cuda/fused_matmul.h"
 #include "cuda/graph_timing.h"
+#include "cuda/pipelined_matmul.h"
 #include "cuda/slab.h"
 #include "ffi/collective_matmul_cuda.h"
 #include "ffi/collectives_cuda.h"
@@ -68,7 +69,7 @@ void AddRings(const std::vector<int64_t>& device_ids, int64_t group_size,
     const DeviceGroup& group = communicator->members.at(device).value();
     MatmulMember member{static_cast<int>(device), group, {}, ring_bytes};
     for (int64_t r = 0; r < group_size; ++r) member.ring[r] = reinterpret_cast<char*>(rings.at(r));
-    SideStreams::Of(member.device);
+    CreateSideStreams(member.device);
     communicator->matmul_members[device] = member;
   }
 }
@@ -286,7 +287,7 @@ NB_MODULE(_cuda, m) {
         "Gives a communicator ring buffers, which collective matmuls need.");
   m.def("cublas_lt_version", &CublasLtVersion,
         "The version of the cuBLASLt library in use; 0 if there is none.");
-  m.attr("MATMUL_SCRATCH_BYTES") = kScratchBytes;
+  m.attr("MATMUL_SCRATCH_BYTES") = kPipelineScratchBytes;
   m.def("close", &Close, nb::call_guard<nb::gil_scoped_release>(),
         "Ends all communicators: programs that use them raise.");
   m.def("operations", &Operations, nb::call_guard<nb::gil_scoped_release>(),

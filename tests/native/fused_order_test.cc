@@ -1,6 +1,7 @@
-// The order of a fused collective matmul, and the places in rings: of all ranks, of operations of
-// all kinds of sizes, with blocks that run in any number and order. First as the kernel is, then
-// with one thing changed, which has to be found.
+// Tests the order of tiles and the ring slots of a fused collective matmul (fused_order.h) on the
+// host: all ranks, random sizes, clusters that run in any number and in any order. First with the
+// functions of the kernel, in which nothing may be wrong. Then with one thing changed at a time,
+// which the checks have to find.
 #include "xla_ffi/cuda/fused_order.h"
 
 #include <algorithm>
@@ -18,22 +19,17 @@ using namespace jax_intranode;
 
 constexpr int kColumns = 192;
 
-// Of the one that runs: as it is; work dealt out to clusters in place of drawn; products sent as if
-// it were another step; items of a tile that come before those of the next tile; units of an
-// all-gather so by their pairs; items of eight ranks one shard after the other; units of a sum step
-// after step, not in parts; matmuls beside it after all others, or none of them after others; items
-// as if nothing were beside it.
 enum class Variant {
-  kSound,
-  kDealt,
-  kOtherStep,
-  kTileByTile,
-  kPairByPair,
-  kShardByShard,
-  kStepByStep,
-  kBesideLast,
-  kAllBesideFirst,
-  kRowsFirst
+  kSound,          // as the kernel does it
+  kStaticLists,    // clusters have fixed work lists and claim none
+  kOtherStep,      // products lie in the slots of another step
+  kTileByTile,     // all-gather: all chunks of a row tile are sent before those of the next one
+  kPairByPair,     // all-gather: all tiles of a row pair are computed before those of the next one
+  kShardByShard,   // all-gather: eight ranks send one shard after the other
+  kStepByStep,     // reduce-scatter: step after step, not in parts
+  kWgradLast,      // weight gradients come after all other tiles
+  kAllWgradFirst,  // all weight gradients come before the rows that follow them
+  kChunksSansWgrad,  // chunks are sent as if there were no weight gradients
 } variant;
 int wrong;
 
@@ -41,54 +37,47 @@ void Expect(bool right, const char* what) {
   if (!right && ++wrong <= 5 && variant == Variant::kSound) std::printf("wrong: %s\n", what);
 }
 
-struct Operation {
-  bool sums;
-  int tiles_of_array, tiles, pairs, column_tiles, depth, part;
-  int group_pairs, fewer_pairs, fewer_sent_pairs, fewer_pairs_after;
-  int beside_pairs, beside_columns, pairs_before, beside_after;
-  struct {
-    int rank, size;
-  } group;
-};
-
-// Lists that clusters of a rank have drawn.
+// The work lists that the clusters of a rank have claimed.
 struct Lists {
-  const Operation& p;
+  const TileOrder& p;
   int clusters;
-  int drawn = 0;
+  int claimed = 0;
 };
 
 struct Cluster {
-  const Operation& p;
+  const TileOrder& p;
   Lists* lists;
-  int own;  // its number
+  int index;
   mutable std::vector<int> got = {};
 
   int Clusters() const { return lists->clusters; }
   int List(int k) const {
     while (static_cast<int>(got.size()) <= k) {
-      // Dealt out, a cluster has its own list of each kind and no other.
-      const bool dealt = variant == Variant::kDealt;
-      const int first = ListsOfSent(p, lists->clusters);
-      got.push_back(!dealt ? lists->drawn++ : got.empty() && own < first ? own : first + own);
+      // A cluster with fixed lists has one list of each kind.
+      const bool fixed = variant == Variant::kStaticLists;
+      const int first = SentLists(p, lists->clusters);
+      got.push_back(!fixed                         ? lists->claimed++
+                    : got.empty() && index < first ? index
+                                                   : first + index);
     }
     return got[k];
   }
 };
 
-// Each unit is done once, and what peers wait for by the clusters that run, before they wait.
-void CheckUnits(const Operation& p, int clusters, std::mt19937* random) {
+// Each cluster tile is computed once. Tiles that peers wait for are computed by the clusters that
+// run, before these wait for peers.
+void CheckClusterTiles(const TileOrder& p, int clusters, std::mt19937* random) {
   std::vector<int> order(clusters);
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), *random);
-  // These run from the start, a unit each in any order; the others when all of these have ended.
+  // These run from the start, in any order. The others run when all of these have ended.
   const int running = 1 + static_cast<int>((*random)() % clusters);
   Lists lists{p, clusters};
   std::vector<Cluster> all;
-  for (const int own : order) all.push_back(Cluster{p, &lists, own});
-  std::vector<UnitsOfCluster<Cluster>> units;
-  for (const Cluster& cluster : all) units.emplace_back(cluster);
-  std::vector<int> done(Units(p), 0);
+  for (const int index : order) all.push_back(Cluster{p, &lists, index});
+  std::vector<ClusterTileLoop<Cluster>> tiles;
+  for (const Cluster& cluster : all) tiles.emplace_back(cluster);
+  std::vector<int> done(ClusterTiles(p), 0);
   std::vector<bool> own_step(clusters, false);
   int sent = 0;
   for (int first = 0, last = running; first < clusters; first = last, last = clusters) {
@@ -97,235 +86,247 @@ void CheckUnits(const Operation& p, int clusters, std::mt19937* random) {
     while (!at.empty()) {
       const size_t k = (*random)() % at.size();
       const int i = at[k];
-      if (!units[i].Next()) {
+      if (!tiles[i].Next()) {
         at.erase(at.begin() + k);
         continue;
       }
-      const int number = units[i].number();
-      Expect(number >= 0 && number < Units(p), "a unit that there is not");
-      if (number < 0 || number >= Units(p)) return;
+      const int number = tiles[i].number();
+      Expect(number >= 0 && number < ClusterTiles(p), "a cluster tile that does not exist");
+      if (number < 0 || number >= ClusterTiles(p)) return;
       ++done[number];
-      const Unit unit = UnitOf(p, number);
-      const bool is_sent = p.sums && !unit.beside && unit.step < p.group.size - 1;
-      Expect(is_sent == units[i].is_sent(), "is_sent is not as the unit's step");
-      if (is_sent) Expect(!own_step[i], "a unit for a peer after one that waits for peers");
+      const ClusterTile tile = ClusterTileOf(p, number);
+      const bool is_sent = p.reduce_scatter && !tile.wgrad && tile.step < p.size - 1;
+      Expect(is_sent == tiles[i].is_sent(), "is_sent contradicts the tile's step");
+      if (is_sent) Expect(!own_step[i], "a tile for a peer after one that waits for peers");
       own_step[i] = own_step[i] || !is_sent;
       sent += is_sent;
     }
-    if (first == 0)
-      Expect(sent == UnitsSent(p), "units for peers left to clusters that do not run");
+    if (first == 0) {
+      Expect(sent == ClusterTilesSent(p), "tiles for peers left to clusters that do not run");
+    }
   }
   Expect(std::all_of(done.begin(), done.end(), [](int n) { return n == 1; }),
-         "a unit not done once");
-  if (variant != Variant::kDealt) {
-    Expect(lists.drawn == ListsOfSent(p, clusters) + clusters, "more lists drawn than there are");
+         "a cluster tile not computed once");
+  if (variant != Variant::kStaticLists) {
+    Expect(lists.claimed == SentLists(p, clusters) + clusters, "more lists claimed than exist");
   }
 }
 
-Unit UnitAt(const Operation& p, int number) {
-  if (variant == Variant::kBesideLast && number >= UnitsBefore(p)) {
-    Operation as = p;
-    as.beside_after = 0;
-    const int after = Units(p) - UnitsBefore(p) - UnitsBeside(p);
-    const int moved = number - UnitsBefore(p);
-    return UnitOf(as, number + (moved < after ? UnitsBeside(p) : -after));
+ClusterTile TileAt(const TileOrder& p, int number) {
+  if (variant == Variant::kWgradLast && number >= TilesBeforeWgrad(p)) {
+    TileOrder as = p;
+    as.wgrad_tiles_last = 0;
+    const int after = ClusterTiles(p) - TilesBeforeWgrad(p) - WgradTiles(p);
+    const int moved = number - TilesBeforeWgrad(p);
+    return ClusterTileOf(as, number + (moved < after ? WgradTiles(p) : -after));
   }
-  if (variant == Variant::kAllBesideFirst) {
-    Operation as = p;
-    as.beside_after = 0;
-    return UnitOf(as, number);
+  if (variant == Variant::kAllWgradFirst) {
+    TileOrder as = p;
+    as.wgrad_tiles_last = 0;
+    return ClusterTileOf(as, number);
   }
   const int pair = number / p.column_tiles;
-  if (variant == Variant::kPairByPair && !p.sums && p.beside_pairs == 0) {
-    return {pair / p.pairs, pair % p.pairs, number % p.column_tiles};
+  if (variant == Variant::kPairByPair && !p.reduce_scatter && p.wgrad_row_pairs == 0) {
+    return {pair / p.row_pairs, pair % p.row_pairs, number % p.column_tiles};
   }
-  Operation as = p;
-  if (variant == Variant::kStepByStep) as.part = p.pairs * p.column_tiles;
-  return UnitOf(as, number);
+  TileOrder as = p;
+  if (variant == Variant::kStepByStep) as.part_tiles = p.row_pairs * p.column_tiles;
+  return ClusterTileOf(as, number);
 }
-Item ItemAt(const Operation& p, int number) {
-  if (variant == Variant::kRowsFirst) {
-    Operation as = p;
-    as.beside_pairs = 0;
-    CutGroups(&as);
-    return ItemOf(as, number);
+Chunk ChunkAt(const TileOrder& p, int number) {
+  if (variant == Variant::kChunksSansWgrad) {
+    TileOrder as = p;
+    as.wgrad_row_pairs = 0;
+    SetShortBands(&as);
+    return ChunkOf(as, number);
   }
-  if (variant == Variant::kShardByShard && p.group.size == 8 && p.beside_pairs == 0) {
-    Operation as = p;  // of two ranks that have as many pairs
-    as.group.size = 2;
-    as.pairs *= 7;
-    const Item item = ItemOf(as, number);
-    return {1 + item.tile / (2 * p.pairs), item.tile % (2 * p.pairs), item.depth};
+  if (variant == Variant::kShardByShard && p.size == 8 && p.wgrad_row_pairs == 0) {
+    TileOrder as = p;  // two ranks with as many row pairs
+    as.size = 2;
+    as.row_pairs *= 7;
+    const Chunk chunk = ChunkOf(as, number);
+    return {1 + chunk.row_tile / (2 * p.row_pairs), chunk.row_tile % (2 * p.row_pairs), chunk.k};
   }
-  if (variant != Variant::kTileByTile) return ItemOf(p, number);
-  const int tile = number / p.depth;
-  return {1 + tile / (2 * p.pairs), tile % (2 * p.pairs), number % p.depth};
+  if (variant != Variant::kTileByTile) return ChunkOf(p, number);
+  const int tile = number / p.k_chunks;
+  return {1 + tile / (2 * p.row_pairs), tile % (2 * p.row_pairs), number % p.k_chunks};
 }
 
-// Of pairs up to `end` the group of one, where all but the first one are full.
-int GroupAt(const Operation& p, int end, int pair) { return -((end - 1 - pair) / p.group_pairs); }
+// The number of the band that a row pair lies in, counted back from the last band of the row pairs
+// before `end`. All bands but the first one are full.
+int BandAt(const TileOrder& p, int end, int pair) { return -((end - 1 - pair) / p.band_pairs); }
 
-// Units, and items that are sent, are all that there are, each once, and what is sent comes in the
-// order in which it is needed.
-void CheckNumbers(const Operation& p) {
-  const int size = p.group.size, all = size * p.pairs, before = p.pairs + p.pairs_before;
-  std::set<std::tuple<bool, int, int, int>> seen;
-  for (int number = 0; number < Units(p); ++number) {
-    const Unit unit = UnitAt(p, number);
-    Expect(unit.step >= 0 && unit.step < size, "a step that there is not");
-    Expect(unit.pair >= 0 && unit.pair < (unit.beside ? p.beside_pairs : p.pairs),
-           "a row that there is not");
-    Expect(unit.column >= 0 && unit.column < (unit.beside ? p.beside_columns : p.column_tiles),
-           "a column that there is not");
-    Expect(unit.beside == IsBeside(p, number) || variant != Variant::kSound,
-           "a unit that is not where IsBeside says");
-    Expect(seen.emplace(unit.beside, unit.step, unit.pair, unit.column).second,
-           "two numbers for the same");
+// The numbers of a reduce-scatter's cluster tiles come in the order in which they are needed.
+void CheckReduceScatterOrder(const TileOrder& p) {
+  // A part of the rank's own tiles has come from all peers before any of the next part comes. What
+  // waits for no peer comes before what does.
+  const int size = p.size, of_shard = p.row_pairs * p.column_tiles;
+  const int first = ClusterTiles(p) - of_shard;
+  std::map<std::pair<int, int>, int> parts;
+  std::pair<int, int> last_own = {-p.row_pairs, 0};
+  for (int number = 0; number < of_shard; ++number) {
+    const ClusterTile tile = TileAt(p, first + number);
+    Expect(tile.step == size - 1 && !tile.wgrad, "tiles for peers after those that wait");
+    parts[{tile.row_pair, tile.column}] = number / p.part_tiles;
+    const std::pair at = {BandAt(p, p.row_pairs, tile.row_pair), tile.column};
+    Expect(at >= last_own, "own tiles not band after band, or columns not in order");
+    last_own = at;
   }
-  for (int number = 0; number < Items(p); ++number) {
-    const Item item = ItemAt(p, number);
-    Expect(item.step >= 1 && item.step < size && item.tile >= 0 && item.tile < 2 * p.pairs &&
-               item.depth >= 0 && item.depth < p.depth,
-           "an item that there is not");
-    Expect(seen.emplace(false, size + item.step, item.tile, item.depth).second,
-           "two numbers for the same item");
+  int last = 0;
+  for (int number = 0; number < ClusterTilesSent(p); ++number) {
+    const ClusterTile tile = TileAt(p, number);
+    Expect(!tile.wgrad, "weight gradients before tiles that are sent");
+    const int part = parts[{tile.row_pair, tile.column}];
+    Expect(part >= last, "a part before the one before it has been sent");
+    last = part;
   }
-  Expect(static_cast<int>(seen.size()) == Units(p) + Items(p), "something has no number");
-  Expect(StagesBeside(p) == 2 * p.tiles * size, "not all rows are contracted, or more");
-  if (p.sums) {
-    // A part of the rank's own units has come from all peers before any of the next part comes.
-    // What waits for no peer comes before what does.
-    const int of_shard = p.pairs * p.column_tiles;
-    const int first = Units(p) - of_shard;
-    std::map<std::pair<int, int>, int> parts;
-    std::pair<int, int> last_own = {-p.pairs, 0};
-    for (int number = 0; number < of_shard; ++number) {
-      const Unit unit = UnitAt(p, first + number);
-      Expect(unit.step == size - 1 && !unit.beside, "units for peers after those that wait");
-      parts[{unit.pair, unit.column}] = number / p.part;
-      const std::pair at = {GroupAt(p, p.pairs, unit.pair), unit.column};
-      Expect(at >= last_own, "own units not group after group, or columns not one after the other");
-      last_own = at;
-    }
-    int last = 0;
-    for (int number = 0; number < UnitsSent(p); ++number) {
-      const Unit unit = UnitAt(p, number);
-      Expect(!unit.beside, "units beside before those that are sent");
-      const int part = parts[{unit.pair, unit.column}];
-      Expect(part >= last, "a part before the one before it has been sent");
-      last = part;
-    }
-    std::pair<int, int> last_beside = {-p.beside_pairs, 0};
-    for (int number = UnitsSent(p); number < first; ++number) {
-      const Unit unit = UnitAt(p, number);
-      const std::pair at = {GroupAt(p, p.beside_pairs, unit.pair), unit.column};
-      Expect(at >= last_beside, "units beside not group after group, or not by their columns");
-      last_beside = at;
-    }
-    return;
+  std::pair<int, int> last_wgrad = {-p.wgrad_row_pairs, 0};
+  for (int number = ClusterTilesSent(p); number < first; ++number) {
+    const ClusterTile tile = TileAt(p, number);
+    const std::pair at = {BandAt(p, p.wgrad_row_pairs, tile.row_pair), tile.column};
+    Expect(at >= last_wgrad, "weight gradients not band after band, or columns not in order");
+    last_wgrad = at;
   }
-  // Its own pairs first, then those of each peer, or among many one of each; groups of all these,
-  // and in a group columns, or depths of what arrives. What is beside it comes after some pairs
-  // that arrive, by columns; after it the groups begin again, and what arrives is one group. Or
-  // after that comes the rest of what is beside it.
+}
+
+// The numbers of an all-gather's cluster tiles and chunks come in the order in which they are
+// needed: the rank's own row pairs first, then those of the peers, one shard after the other or, in
+// large groups, one row pair of each; of all these, bands; and in a band columns, or chunks of what
+// arrives. Weight gradients come after some arriving row pairs, by columns. After them the bands
+// begin again, and what arrives is one band. The last weight gradients follow.
+void CheckAllGatherOrder(const TileOrder& p) {
+  const int size = p.size, all = size * p.row_pairs;
+  const int before = p.row_pairs + p.row_pairs_before_wgrad;
   const auto number_of = [&](int step, int pair) {
     const bool shard_by_shard = step == 0 || size <= 4;
-    return shard_by_shard ? step * p.pairs + pair : p.pairs + pair * (size - 1) + step - 1;
+    return shard_by_shard ? step * p.row_pairs + pair : p.row_pairs + pair * (size - 1) + step - 1;
   };
-  std::tuple<int, int, int> last_unit = {0, -all, 0}, last_item = {0, -all, 0};
-  int beside = 0, last_column = 0;  // of those beside it
-  for (int number = 0; number < Units(p); ++number) {
-    const Unit unit = UnitAt(p, number);
-    if (unit.beside) {
-      Expect(unit.column >= last_column, "columns beside it not one after the other");
-      last_column = unit.column;
-      const bool first = beside++ < UnitsBeside(p) - p.beside_after;
+  std::tuple<int, int, int> last_tile = {0, -all, 0}, last_chunk = {0, -all, 0};
+  int wgrads = 0, last_column = 0;  // of weight gradients
+  for (int number = 0; number < ClusterTiles(p); ++number) {
+    const ClusterTile tile = TileAt(p, number);
+    if (tile.wgrad) {
+      Expect(tile.column >= last_column, "columns of weight gradients not in order");
+      last_column = tile.column;
+      const bool first = wgrads++ < WgradTiles(p) - p.wgrad_tiles_last;
       const std::tuple at = {first ? 1 : 3, 0, 0};
-      Expect(at >= last_unit, "units beside it too late, or too early");
-      last_unit = at;
+      Expect(at >= last_tile, "weight gradients too late, or too early");
+      last_tile = at;
       continue;
     }
-    const int pair = number_of(unit.step, unit.pair);
-    const bool after = p.beside_pairs > 0 && pair >= before;
+    const int pair = number_of(tile.step, tile.row_pair);
+    const bool after = p.wgrad_row_pairs > 0 && pair >= before;
     const int end = after ? all : before;
-    const std::tuple at = {after ? 2 : 0, GroupAt(p, end, pair), unit.column};
-    Expect(at >= last_unit, "units not group after group, or columns not one after the other");
-    last_unit = at;
+    const std::tuple at = {after ? 2 : 0, BandAt(p, end, pair), tile.column};
+    Expect(at >= last_tile, "tiles not band after band, or columns not in order");
+    last_tile = at;
   }
-  for (int number = 0; number < Items(p); ++number) {
-    const Item item = ItemAt(p, number);
-    const int pair = number_of(item.step, item.tile / 2);
-    const bool after = p.beside_pairs > 0 && pair >= before;
-    const std::tuple at = {after ? 1 : 0, after ? 0 : GroupAt(p, before, pair), item.depth};
-    Expect(at >= last_item, "items not group after group, or depths not one after the other");
-    last_item = at;
+  for (int number = 0; number < ChunksSent(p); ++number) {
+    const Chunk chunk = ChunkAt(p, number);
+    const int pair = number_of(chunk.step, chunk.row_tile / 2);
+    const bool after = p.wgrad_row_pairs > 0 && pair >= before;
+    const std::tuple at = {after ? 1 : 0, after ? 0 : BandAt(p, before, pair), chunk.k};
+    Expect(at >= last_chunk, "chunks not band after band, or not in the order of K");
+    last_chunk = at;
   }
 }
 
-// What ranks send to one of them lies where it looks for it, and nothing lies there twice.
-void CheckPlaces(const Operation& p) {
-  const int size = p.group.size;
-  const int first = p.sums ? 0 : 1, columns = p.sums ? p.column_tiles : p.depth;
-  const int items = p.sums ? ItemsOfTile(kColumns) : 1;
-  std::vector<std::set<int>> places(size);
+// Each cluster tile, and each chunk that is sent, has one number.
+void CheckNumbers(const TileOrder& p) {
+  const int size = p.size;
+  std::set<std::tuple<bool, int, int, int>> seen;
+  for (int number = 0; number < ClusterTiles(p); ++number) {
+    const ClusterTile tile = TileAt(p, number);
+    Expect(tile.step >= 0 && tile.step < size, "a step that does not exist");
+    Expect(tile.row_pair >= 0 && tile.row_pair < (tile.wgrad ? p.wgrad_row_pairs : p.row_pairs),
+           "a row pair that does not exist");
+    Expect(tile.column >= 0 && tile.column < (tile.wgrad ? p.wgrad_column_tiles : p.column_tiles),
+           "a column that does not exist");
+    Expect(tile.wgrad == IsWgrad(p, number) || variant != Variant::kSound,
+           "a tile that is not where IsWgrad says");
+    Expect(seen.emplace(tile.wgrad, tile.step, tile.row_pair, tile.column).second,
+           "two numbers for the same tile");
+  }
+  for (int number = 0; number < ChunksSent(p); ++number) {
+    const Chunk chunk = ChunkAt(p, number);
+    Expect(chunk.step >= 1 && chunk.step < size && chunk.row_tile >= 0 &&
+               chunk.row_tile < 2 * p.row_pairs && chunk.k >= 0 && chunk.k < p.k_chunks,
+           "a chunk that does not exist");
+    Expect(seen.emplace(false, size + chunk.step, chunk.row_tile, chunk.k).second,
+           "two numbers for the same chunk");
+  }
+  Expect(static_cast<int>(seen.size()) == ClusterTiles(p) + ChunksSent(p),
+         "a tile or a chunk without a number");
+  Expect(WgradStages(p) == 2 * p.row_tiles * size, "not all rows are contracted, or more");
+  p.reduce_scatter ? CheckReduceScatterOrder(p) : CheckAllGatherOrder(p);
+}
+
+// Each rank looks for what its peers send in the slots in which they store it. No slot is used
+// twice.
+void CheckSlots(const TileOrder& p) {
+  const int size = p.size;
+  const int first = p.reduce_scatter ? 0 : 1,
+            columns = p.reduce_scatter ? p.column_tiles : p.k_chunks;
+  const int chunks = p.reduce_scatter ? ChunksOfTile(kColumns) : 1;
+  std::vector<std::set<int>> slots(size);
   for (int rank = 0; rank < size; ++rank) {
-    Operation sender = p;
-    sender.group.rank = rank;
+    TileOrder sender = p;
+    sender.rank = rank;
     for (int step = first; step < first + size - 1; ++step) {
-      Operation receiver = p;
-      receiver.group.rank = Receiver(sender, step);
-      Expect(receiver.group.rank != rank, "what a rank sends to itself");
-      Expect(!p.sums || receiver.group.rank == Owner(sender, step), "another rank's rows");
-      Expect(p.sums || rank == Owner(receiver, step), "a shard that is taken for another rank's");
-      const int as = p.sums && variant == Variant::kOtherStep ? size - 2 - step : step;
-      Expect(Sender(receiver, as) == rank, "what is awaited from another rank");
-      Expect(!p.sums || StepOfSender(receiver, rank) == as, "products looked for at another step");
-      for (int tile = 0; tile < p.tiles; ++tile) {
+      TileOrder receiver = p;
+      receiver.rank = Receiver(sender, step);
+      Expect(receiver.rank != rank, "a rank sends to itself");
+      Expect(!p.reduce_scatter || receiver.rank == Owner(sender, step), "another rank's rows");
+      Expect(p.reduce_scatter || rank == Owner(receiver, step), "a shard taken for another rank's");
+      const int as = p.reduce_scatter && variant == Variant::kOtherStep ? size - 2 - step : step;
+      Expect(Sender(receiver, as) == rank, "awaited from another rank");
+      Expect(!p.reduce_scatter || StepOfSender(receiver, rank) == as,
+             "products looked for at another step");
+      for (int tile = 0; tile < p.row_tiles; ++tile) {
         for (int column = 0; column < columns; ++column) {
-          const int place = p.sums ? PlaceOfTile<kColumns>(sender, as, tile, column)
-                                   : PlaceOfItem(sender, as, tile, column);
-          for (int item = 0; item < items; ++item) {
-            Expect(places[receiver.group.rank].insert(place + item).second,
-                   "two items in one place");
+          const int slot = p.reduce_scatter ? SlotOfTile<kColumns>(sender, as, tile, column)
+                                            : SlotOfChunk(sender, as, tile, column);
+          for (int chunk = 0; chunk < chunks; ++chunk) {
+            Expect(slots[receiver.rank].insert(slot + chunk).second, "two chunks in one slot");
           }
         }
       }
     }
   }
-  const int all = (size - 1) * p.tiles * columns * items;
-  for (const std::set<int>& of_rank : places) {
+  const int all = (size - 1) * p.row_tiles * columns * chunks;
+  for (const std::set<int>& of_rank : slots) {
     Expect(static_cast<int>(of_rank.size()) == all, "not all that a rank waits for");
     Expect(*of_rank.begin() == 0 && *of_rank.rbegin() == all - 1,
-           "places with gaps: more of a ring is used than there is");
+           "unused slots: more of a ring is used than there is");
   }
 }
 
-// Whether anything is wrong with a variant.
+// Whether the checks find anything wrong with a variant.
 bool IsWrong(Variant tried) {
   variant = tried;
   wrong = 0;
   std::mt19937 random(1);
   const auto below = [&](int n) { return static_cast<int>(random() % n); };
   for (int i = 0; i < 600; ++i) {
-    Operation p;
-    p.sums = i % 2 == 0;
-    p.tiles_of_array = 1 + below(7);
-    p.tiles = (1 + below(3)) * p.tiles_of_array;
-    p.pairs = (p.tiles + 1) / 2;
+    TileOrder p = {};
+    p.reduce_scatter = i % 2 == 0;
+    p.row_tiles_per_array = 1 + below(7);
+    p.row_tiles = (1 + below(3)) * p.row_tiles_per_array;
+    p.row_pairs = (p.row_tiles + 1) / 2;
     p.column_tiles = 1 + below(6);
-    p.group_pairs = 1 + below(9);
-    p.depth = 1 + below(5);
-    p.part = 1 + below(p.pairs * p.column_tiles);
-    p.group.size = 2 + below(7);
-    p.group.rank = below(p.group.size);
-    p.beside_pairs = below(2) * (1 + below(4));
-    p.beside_columns = 1 + below(6);
-    p.pairs_before = below((p.group.size - 1) * p.pairs + 1);
-    p.beside_after = p.sums ? 0 : below(UnitsBeside(p) + 1);
-    CutGroups(&p);
+    p.band_pairs = 1 + below(9);
+    p.k_chunks = 1 + below(5);
+    p.part_tiles = 1 + below(p.row_pairs * p.column_tiles);
+    p.size = 2 + below(7);
+    p.rank = below(p.size);
+    p.wgrad_row_pairs = below(2) * (1 + below(4));
+    p.wgrad_column_tiles = 1 + below(6);
+    p.row_pairs_before_wgrad = below((p.size - 1) * p.row_pairs + 1);
+    p.wgrad_tiles_last = p.reduce_scatter ? 0 : below(WgradTiles(p) + 1);
+    SetShortBands(&p);
     CheckNumbers(p);
-    CheckPlaces(p);
-    CheckUnits(p, 1 + below(40), &random);
+    CheckSlots(p);
+    CheckClusterTiles(p, 1 + below(40), &random);
   }
   return wrong > 0;
 }
@@ -335,9 +336,9 @@ bool IsWrong(Variant tried) {
 int main() {
   if (IsWrong(Variant::kSound)) return 1;
   for (const Variant broken :
-       {Variant::kDealt, Variant::kOtherStep, Variant::kTileByTile, Variant::kPairByPair,
-        Variant::kShardByShard, Variant::kStepByStep, Variant::kBesideLast,
-        Variant::kAllBesideFirst, Variant::kRowsFirst}) {
+       {Variant::kStaticLists, Variant::kOtherStep, Variant::kTileByTile, Variant::kPairByPair,
+        Variant::kShardByShard, Variant::kStepByStep, Variant::kWgradLast, Variant::kAllWgradFirst,
+        Variant::kChunksSansWgrad}) {
     if (!IsWrong(broken)) {
       std::printf("not found: broken variant %d\n", static_cast<int>(broken));
       return 1;

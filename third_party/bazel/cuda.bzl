@@ -22,7 +22,7 @@ case $$(nvcc --list-gpu-code) in *sm_100*) codes=sm_100,$$codes ;; esac
 """
 
 def cuda_object(name, src, hdrs, defines = [], gencode = "arch=compute_80,code=[$$codes]"):
-    """NAME.o from one .cu or .cc file. The standards are those of CMakeLists.txt."""
+    """NAME.o from one .cu or .cc file. The C++ standard is that of CMakeLists.txt."""
     native.genrule(
         name = name,
         srcs = [src] + hdrs,
@@ -30,7 +30,7 @@ def cuda_object(name, src, hdrs, defines = [], gencode = "arch=compute_80,code=[
         cmd = _TEMPORARIES + _GENCODE + " ".join([
             "nvcc -c $(location %s) -o $@" % src,
             "-O3 -DNDEBUG -Xcompiler -fPIC",
-            "-std=c++17" if src.endswith(".cu") else "-std=c++20",
+            "-std=c++20",
             "-gencode=" + gencode,
         ] + ["-D" + define for define in defines]),
         tags = _TAGS,

@@ -51,7 +51,7 @@ const void* Kernel(Algorithm algorithm) {
       break;
     case Algorithm::kAllGatherMatmul:
     case Algorithm::kMatmulReduceScatter:
-      break;  // collective_matmul.h
+      break;  // pipelined_matmul.h
   }
   return nullptr;
 }

@@ -25,9 +25,6 @@ struct MatmulShape {
   auto operator<=>(const MatmulShape&) const = default;
 };
 
-// What cuBLASLt works with beside the operands: a counter of tiles, as none splits k.
-constexpr size_t kMatmulWorkspaceBytes = 64 << 10;
-
 // Version of the library, as in cublasLtGetVersion; 0 if it is not to be found.
 size_t CublasLtVersion();
 

@@ -1,16 +1,12 @@
-// In what order a fused collective matmul (fused_matmul.h) goes through its tiles, and where in
-// rings they lie: for CUDA threads, and for host threads that test it. No CUDA.
+// The order in which a fused collective matmul (fused_matmul.h) computes its tiles, and where its
+// chunks lie in ring buffers. The kernel and a host test share this file. No CUDA.
 //
-// Of an operation P knows: whether it `sums`; its group's `rank` and `size`; of a shard how many
-// row tiles an array has (`tiles_of_array`), and how many row tiles (`tiles`) and pairs of them
-// (`pairs`) there are; how many `column_tiles`; how many pairs are multiplied with all columns
-// before the next ones (`group_pairs`), and how many where these don't come out even
-// (`fewer_pairs`; in an all-gather `fewer_sent_pairs` of those that are sent, and
-// `fewer_pairs_after` of those after matmuls beside it); items of a row tile, of all contracted
-// dimensions (`depth`); for a sum, how many of a shard's units are a `part`; of the matmuls beside
-// it (see IsBeside) how many `beside_pairs` of row tiles and `beside_columns`, of tiles, there are;
-// and in an all-gather how many pairs that arrive come before them (`pairs_before`; without them
-// all), and how many of their units after the rest of these pairs (`beside_after`).
+// The rows of x that belong to one rank are a shard. A shard is divided into row tiles of kTileRows
+// rows. Two adjacent row tiles are a row pair. The columns of all products are divided into column
+// tiles. A cluster of two blocks computes one cluster tile at a time: a row pair times a column
+// tile. Cluster tiles are numbered in the order in which they are computed. Chunks that a rank
+// sends in an all-gather are numbered in the order in which they are sent. The functions below map
+// these numbers to tiles and chunks.
 #pragma once
 
 #include "../kernels/memory.h"
@@ -18,264 +14,284 @@
 
 namespace jax_intranode {
 
-JIN_FN constexpr int Smaller(int a, int b) { return a < b ? a : b; }
-// Of a tile of products, of which the last one may have columns of the one before, too.
-JIN_FN constexpr int ItemsOfTile(int columns) { return (columns + kTileDepth - 1) / kTileDepth; }
+// All that the order depends on. Only `rank` differs between the ranks of a group.
+struct TileOrder {
+  int rank, size;  // this rank, and the number of ranks of its group
+
+  int k_chunks;             // chunks of a row tile of x: of all terms, each with its own last chunk
+  int row_tiles_per_array;  // x is [outer, rows, K]: row tiles of one outer index of a shard
+  int row_tiles;            // of a shard
+  int row_pairs;            // of a shard; the last one may have one row tile only
+  int column_tiles;         // of all products
+
+  // Row pairs of a band, and of the first band where row pairs don't divide evenly (0: they do). An
+  // all-gather has up to three runs of row pairs, each with bands of its own: see SetShortBands.
+  int band_pairs;
+  int short_band, short_sent_band, short_band_after_wgrad;
+
+  int part_tiles;  // reduce-scatter: cluster tiles of a shard that make a part
+
+  // Weight gradients, if the kernel computes them, of all matrices together. See IsWgrad.
+  int wgrad_row_pairs, wgrad_column_tiles;
+  int row_pairs_before_wgrad;  // all-gather: arriving row pairs multiplied before them, else all
+  int wgrad_tiles_last;        // all-gather: their cluster tiles computed after all other tiles
+
+  bool reduce_scatter;  // matmul + reduce-scatter, not all-gather + matmul
+};
+
+JIN_FN constexpr int Min(int a, int b) { return a < b ? a : b; }
+
+// Chunks of a tile of products. If the columns are not a multiple of a chunk's, the last chunk
+// overlaps the one before it.
+JIN_FN constexpr int ChunksOfTile(int columns) { return (columns + kTileDepth - 1) / kTileDepth; }
 
 struct RowTile {
-  int array, row;  // its first row
+  int array, row;  // its outer index, and its first row there
 };
-template <class P>
-JIN_FN RowTile RowTileOf(const P& p, int tile) {
-  const int array = tile / p.tiles_of_array;
-  return {array, (tile - array * p.tiles_of_array) * kTileRows};
+JIN_FN RowTile RowTileOf(const TileOrder& p, int tile) {
+  const int array = tile / p.row_tiles_per_array;
+  return {array, (tile - array * p.row_tiles_per_array) * kTileRows};
 }
 
-// Pairs of row tiles are gone through in groups: of an all-gather those of all shards, of a sum
-// those of each shard for itself. Where the groups don't come out even it is the first one that has
-// fewer, so that as much as possible is multiplied at once at the end.
-struct PairGroup {
+// Bands. A reduce-scatter divides the row pairs of each shard into bands. An all-gather divides the
+// row pairs of all shards together. If they don't divide evenly, the first band is the short one:
+// then as many tiles as possible are computed at the same time at the end.
+struct Band {
   int first, pairs;
 };
-// Sets what P knows of groups that have fewer. Without matmuls beside it all pairs come before
-// them. On the host.
-template <class P>
-void CutGroups(P* p) {
-  const int others = (p->group.size - 1) * p->pairs;
-  if (p->beside_pairs == 0) p->pairs_before = others;
-  p->fewer_pairs = (p->sums ? p->pairs : p->pairs + p->pairs_before) % p->group_pairs;
-  p->fewer_sent_pairs = p->pairs_before % p->group_pairs;
-  p->fewer_pairs_after = (others - p->pairs_before) % p->group_pairs;
-}
-// The group of a number, of which each pair has `each`; the first group has `fewer` pairs, or there
-// is none such. The number is counted from the group's first one then.
-JIN_FN PairGroup GroupOf(int fewer, int group_pairs, int each, int* number) {
-  if (*number < fewer * each) return {0, fewer};
-  *number -= fewer * each;
-  const int group = *number / (group_pairs * each);
-  *number -= group * group_pairs * each;
-  return {fewer + group * group_pairs, group_pairs};
+
+// Sets the sizes of short bands. The runs of an all-gather: own row pairs and the arriving ones
+// before the weight gradients; of these the arriving ones, as chunks are sent; and the ones after
+// the weight gradients. Without weight gradients all row pairs are "before" them. Host only.
+inline void SetShortBands(TileOrder* p) {
+  const int arriving = (p->size - 1) * p->row_pairs;
+  if (p->wgrad_row_pairs == 0) p->row_pairs_before_wgrad = arriving;
+  p->short_band =
+      (p->reduce_scatter ? p->row_pairs : p->row_pairs + p->row_pairs_before_wgrad) % p->band_pairs;
+  p->short_sent_band = p->row_pairs_before_wgrad % p->band_pairs;
+  p->short_band_after_wgrad = (arriving - p->row_pairs_before_wgrad) % p->band_pairs;
 }
 
-// Of an all-gather the pairs that arrive, by their number: shard after shard. But among many ranks
-// the first one of each shard, then the next one of each, so that a rank sends to all peers at a
-// time, and gets from all: shard after shard, ranks that are not quite in step send to the same one
-// at times, which keeps what they send to others waiting, too. Four keep in step.
+// The band that `number` lies in, where each row pair has `per_pair` numbers and the first band has
+// `short_band` pairs if that is not 0. Then counts the number from the start of the band.
+JIN_FN Band BandOf(int short_band, int band_pairs, int per_pair, int* number) {
+  if (*number < short_band * per_pair) return {0, short_band};
+  *number -= short_band * per_pair;
+  const int band = *number / (band_pairs * per_pair);
+  *number -= band * band_pairs * per_pair;
+  return {short_band + band * band_pairs, band_pairs};
+}
+
+// The arriving row pairs of an all-gather, in order. Up to kMostInStep ranks: one shard after the
+// other. More ranks: the first row pair of each shard, then the second one of each, and so on.
+// Then a rank sends to all peers and receives from all peers at the same time. With shard after
+// shard, ranks that are slightly out of step send to the same receiver at times, and delay what
+// they send to others.
 struct ShardPair {
-  int step, pair;
+  int step, row_pair;
 };
-template <class P>
-JIN_FN ShardPair ArrivingPair(const P& p, int number) {
-  const int shards = p.group.size - 1;
-  if (p.group.size > kMostInStep) return {number % shards + 1, number / shards};
-  return {number / p.pairs + 1, number % p.pairs};
+JIN_FN ShardPair ArrivingPair(const TileOrder& p, int number) {
+  const int shards = p.size - 1;
+  if (p.size > kMostInStep) return {number % shards + 1, number / shards};
+  return {number / p.row_pairs + 1, number % p.row_pairs};
 }
 
-// Units: see below. Those whose products go to peers come first.
-template <class P>
-JIN_FN int UnitsOfShard(const P& p) {
-  return p.pairs * p.column_tiles;
+// Numbers of cluster tiles. Those whose products go to peers come first.
+JIN_FN int ClusterTilesOfShard(const TileOrder& p) { return p.row_pairs * p.column_tiles; }
+JIN_FN int ClusterTilesSent(const TileOrder& p) {
+  return p.reduce_scatter ? (p.size - 1) * ClusterTilesOfShard(p) : 0;
 }
-template <class P>
-JIN_FN int UnitsSent(const P& p) {
-  return p.sums ? (p.group.size - 1) * UnitsOfShard(p) : 0;
-}
-template <class P>
-JIN_FN int UnitsBeside(const P& p) {
-  return p.beside_pairs * p.beside_columns;
-}
-template <class P>
-JIN_FN int Units(const P& p) {
-  return p.group.size * UnitsOfShard(p) + UnitsBeside(p);
+JIN_FN int WgradTiles(const TileOrder& p) { return p.wgrad_row_pairs * p.wgrad_column_tiles; }
+JIN_FN int ClusterTiles(const TileOrder& p) {
+  return p.size * ClusterTilesOfShard(p) + WgradTiles(p);
 }
 
-// Matmuls beside a collective one: derivatives by matrices, whose units fill the time in which the
-// links decide. Of a sum they come after all that is sent, before those that wait for peers. Of an
-// all-gather they contract all that is gathered along its rows, and need some columns of all. So of
-// the pairs that arrive only some are sent as without them, and multiplied before them; of the
-// others, which are multiplied after them, the first columns of all are sent before the next ones.
-// Some of them may come after these others: a unit of what arrives takes long where K is large, and
-// would leave most of the GPU idle if it came last. Earlier, it is multiplied as columns arrive.
-template <class P>
-JIN_FN int UnitsBefore(const P& p) {
-  return p.sums ? UnitsSent(p) : (p.pairs + p.pairs_before) * p.column_tiles;
+// Weight gradients fill the time in which the kernel would wait for the links.
+//   reduce-scatter  They come after all tiles that are sent, before the own ones, which wait for
+//                   peers.
+//   all-gather      They contract all gathered rows, so they need some columns of all shards.
+//                   `row_pairs_before_wgrad` arriving row pairs are sent and multiplied as without
+//                   weight gradients. The other arriving row pairs form one band: the first columns
+//                   of all of them are sent before the next columns. They are multiplied after the
+//                   weight gradients. `wgrad_tiles_last` tiles of the weight gradients come after
+//                   them: where K is large a tile of the product takes long, and would leave most
+//                   of the GPU idle if it came last. The other weight gradients are computed as
+//                   columns arrive.
+
+// Cluster tiles before the first weight gradient.
+JIN_FN int TilesBeforeWgrad(const TileOrder& p) {
+  return p.reduce_scatter ? ClusterTilesSent(p)
+                          : (p.row_pairs + p.row_pairs_before_wgrad) * p.column_tiles;
 }
-// Stages of one: what it multiplies at a time is half a row tile, of all shards.
-template <class P>
-JIN_FN int StagesBeside(const P& p) {
-  return 2 * p.tiles * p.group.size;
+// All-gather: cluster tiles between the first weight gradients and the last ones.
+JIN_FN int TilesAmidWgrad(const TileOrder& p) {
+  return p.reduce_scatter
+             ? 0
+             : ((p.size - 1) * p.row_pairs - p.row_pairs_before_wgrad) * p.column_tiles;
 }
-// Units of those others, of what arrives.
-template <class P>
-JIN_FN int UnitsBetween(const P& p) {
-  return p.sums ? 0 : ((p.group.size - 1) * p.pairs - p.pairs_before) * p.column_tiles;
-}
-// Which of them a unit is; or a negative number, or one that there is not.
-template <class P>
-JIN_FN int NumberBeside(const P& p, int number) {
-  number -= UnitsBefore(p);
-  const int first = UnitsBeside(p) - p.beside_after;
+// The number of a cluster tile among those of weight gradients. Out of their range for others.
+JIN_FN int WgradNumber(const TileOrder& p, int number) {
+  number -= TilesBeforeWgrad(p);
+  const int first = WgradTiles(p) - p.wgrad_tiles_last;
   if (number < first) return number;
-  const int after = number - UnitsBetween(p);
+  const int after = number - TilesAmidWgrad(p);
   return after < first ? -1 : after;
 }
-template <class P>
-JIN_FN bool IsBeside(const P& p, int number) {
-  const int beside = NumberBeside(p, number);
-  return beside >= 0 && beside < UnitsBeside(p);
+JIN_FN bool IsWgrad(const TileOrder& p, int number) {
+  const int wgrad = WgradNumber(p, number);
+  return wgrad >= 0 && wgrad < WgradTiles(p);
 }
+// Pipeline stages of a tile of weight gradients: each takes half a row tile of a shard.
+JIN_FN int WgradStages(const TileOrder& p) { return 2 * p.row_tiles * p.size; }
 
-// A pair of row tiles of a shard and the columns that a cluster multiplies them with: of a group
-// the first columns of all pairs, then the next ones. Of a sum first a part of each shard that is
-// sent, then the next part of each: then an owner has all products of some tiles early, and need
-// not sum all of them at the end.
-struct Unit {
+// Within a band the first columns of all row pairs are computed before the next columns. A
+// reduce-scatter computes the first part of each peer's shard, then the second part of each. So an
+// owner has all products of some tiles early, and need not add up all tiles at the end.
+struct ClusterTile {
   int step;  // which shard: see Owner
-  int pair, column;
-  bool beside = false;  // then of no shard, and of the rows and columns of a derivative
+  int row_pair, column;
+  bool wgrad = false;  // then rows and columns are those of weight gradients, and there is no shard
 };
-template <class P>
-JIN_FN Unit UnitOf(const P& p, int number) {
-  if (IsBeside(p, number)) {
-    number = NumberBeside(p, number);
-    // Of a sum in groups, as others; of an all-gather columns in the order in which they arrive.
-    const int pairs = p.sums ? p.group_pairs : p.beside_pairs;
-    const PairGroup group = GroupOf(p.beside_pairs % pairs, pairs, p.beside_columns, &number);
-    const int column = number / group.pairs;
-    return {0, group.first + number - column * group.pairs, column, true};
+JIN_FN ClusterTile ClusterTileOf(const TileOrder& p, int number) {
+  if (IsWgrad(p, number)) {
+    number = WgradNumber(p, number);
+    // All-gather: one band, so that columns come in the order in which they arrive.
+    const int pairs = p.reduce_scatter ? p.band_pairs : p.wgrad_row_pairs;
+    const Band band = BandOf(p.wgrad_row_pairs % pairs, pairs, p.wgrad_column_tiles, &number);
+    const int column = number / band.pairs;
+    return {0, band.first + number - column * band.pairs, column, true};
   }
-  int first = 0, fewer = p.fewer_pairs;
-  if (number >= UnitsBefore(p)) {
-    number -= UnitsBeside(p) - p.beside_after;
-    if (!p.sums) {
-      number -= UnitsBefore(p);
-      first = p.pairs + p.pairs_before;
-      fewer = p.fewer_pairs_after;
+  int first = 0, short_band = p.short_band;
+  if (number >= TilesBeforeWgrad(p)) {
+    number -= WgradTiles(p) - p.wgrad_tiles_last;
+    if (!p.reduce_scatter) {
+      number -= TilesBeforeWgrad(p);
+      first = p.row_pairs + p.row_pairs_before_wgrad;
+      short_band = p.short_band_after_wgrad;
     }
   }
   int step = 0;
-  if (p.sums && number >= UnitsSent(p)) {
-    number -= UnitsSent(p);
-    step = p.group.size - 1;
-  } else if (p.sums) {
-    const int steps = p.group.size - 1;
-    const int before = number / (p.part * steps) * p.part;
-    const int units = Smaller(p.part, UnitsOfShard(p) - before);
+  if (p.reduce_scatter && number >= ClusterTilesSent(p)) {
+    number -= ClusterTilesSent(p);
+    step = p.size - 1;
+  } else if (p.reduce_scatter) {
+    const int steps = p.size - 1;
+    const int before = number / (p.part_tiles * steps) * p.part_tiles;
+    const int tiles = Min(p.part_tiles, ClusterTilesOfShard(p) - before);
     number -= before * steps;
-    step = number / units;
-    number += before - step * units;
+    step = number / tiles;
+    number += before - step * tiles;
   }
-  const PairGroup group = GroupOf(fewer, p.group_pairs, p.column_tiles, &number);
-  const int column = number / group.pairs;
-  const int pair = first + group.first + number - column * group.pairs;
-  if (p.sums || pair < p.pairs) return {step, pair, column};
-  const ShardPair arriving = ArrivingPair(p, pair - p.pairs);
-  return {arriving.step, arriving.pair, column};
+  const Band band = BandOf(short_band, p.band_pairs, p.column_tiles, &number);
+  const int column = number / band.pairs;
+  const int row_pair = first + band.first + number - column * band.pairs;
+  if (p.reduce_scatter || row_pair < p.row_pairs) return {step, row_pair, column};
+  const ShardPair arriving = ArrivingPair(p, row_pair - p.row_pairs);
+  return {arriving.step, arriving.row_pair, column};
 }
 
-// Items that a rank sends in an all-gather, and that arrive there, in the order in which they are
-// multiplied: of a group those of all tiles at the first depth, then at the next one. The last pair
-// of a shard may have one tile only: then there are no items with the other one's number.
-struct Item {
-  int step, tile, depth;
+// Chunks that a rank sends in an all-gather, in the order in which the receiver multiplies them:
+// of a band the first chunk of all row tiles, then the second chunk of all. If the last row pair of
+// a shard has one row tile only, the numbers of the other row tile's chunks stand for no chunk.
+struct Chunk {
+  int step, row_tile, k;
 };
-template <class P>
-JIN_FN int Items(const P& p) {
-  return (p.group.size - 1) * p.pairs * kClusterSize * p.depth;
+JIN_FN int ChunksSent(const TileOrder& p) {
+  return (p.size - 1) * p.row_pairs * kClusterSize * p.k_chunks;
 }
-template <class P>
-JIN_FN Item ItemOf(const P& p, int number) {
-  const int of_pair = kClusterSize * p.depth;
-  PairGroup group;
-  if (number < p.pairs_before * of_pair) {
-    group = GroupOf(p.fewer_sent_pairs, p.group_pairs, of_pair, &number);
-  } else {  // one group
-    number -= p.pairs_before * of_pair;
-    group = {p.pairs_before, (p.group.size - 1) * p.pairs - p.pairs_before};
+JIN_FN Chunk ChunkOf(const TileOrder& p, int number) {
+  const int per_pair = kClusterSize * p.k_chunks;
+  Band band;
+  if (number < p.row_pairs_before_wgrad * per_pair) {
+    band = BandOf(p.short_sent_band, p.band_pairs, per_pair, &number);
+  } else {  // one band
+    number -= p.row_pairs_before_wgrad * per_pair;
+    band = {p.row_pairs_before_wgrad, (p.size - 1) * p.row_pairs - p.row_pairs_before_wgrad};
   }
-  const int tiles = kClusterSize * group.pairs;
-  const int depth = number / tiles;
-  const int tile = kClusterSize * group.first + number - depth * tiles;
+  const int tiles = kClusterSize * band.pairs;
+  const int k = number / tiles;
+  const int tile = kClusterSize * band.first + number - k * tiles;
   const ShardPair pair = ArrivingPair(p, tile / kClusterSize);
-  return {pair.step, kClusterSize * pair.pair + tile % kClusterSize, depth};
+  return {pair.step, kClusterSize * pair.row_pair + tile % kClusterSize, k};
 }
 
-template <class P>
-JIN_FN int RankAfter(const P& p, int step) {
-  const int rank = p.group.rank + step;
-  return rank >= p.group.size ? rank - p.group.size : rank;
+// Steps. At step s a rank multiplies the shard of the rank `Owner`. Its own shard is the first one
+// of an all-gather and the last one of a reduce-scatter.
+JIN_FN int RankAfter(const TileOrder& p, int step) {
+  const int rank = p.rank + step;
+  return rank >= p.size ? rank - p.size : rank;
 }
-// Of step s: whose rows are multiplied. Its own are the first of an all-gather, the last of a sum.
-template <class P>
-JIN_FN int Owner(const P& p, int step) {
-  return RankAfter(p, p.sums ? step + 1 : step);
+JIN_FN int Owner(const TileOrder& p, int step) {
+  return RankAfter(p, p.reduce_scatter ? step + 1 : step);
 }
-
-// Where this rank sends at a step: its shard at steps s >= 1, or products at steps that are not the
-// last. Whose it was that came here at a step; of a sum, at which one a rank sent here.
-template <class P>
-JIN_FN int Receiver(const P& p, int step) {
-  return RankAfter(p, p.sums ? step + 1 : p.group.size - step);
+// To which rank this rank sends at a step: its shard at the steps s >= 1 of an all-gather, products
+// at all steps but the last one of a reduce-scatter.
+JIN_FN int Receiver(const TileOrder& p, int step) {
+  return RankAfter(p, p.reduce_scatter ? step + 1 : p.size - step);
 }
-template <class P>
-JIN_FN int Sender(const P& p, int step) {
-  return RankAfter(p, p.sums ? p.group.size - 1 - step : step);
+// From which rank this rank receives at a step.
+JIN_FN int Sender(const TileOrder& p, int step) {
+  return RankAfter(p, p.reduce_scatter ? p.size - 1 - step : step);
 }
-template <class P>
-JIN_FN int StepOfSender(const P& p, int sender) {
-  const int ahead = p.group.rank - sender - 1;
-  return ahead < 0 ? ahead + p.group.size : ahead;
+// Reduce-scatter: the step at which a rank sends to this one.
+JIN_FN int StepOfSender(const TileOrder& p, int sender) {
+  const int ahead = p.rank - sender - 1;
+  return ahead < 0 ? ahead + p.size : ahead;
 }
 
-// Where in a ring, of those that arrive there, an item of what is sent at a step s >= 1 lies; or
-// the first item of a tile of what is sent at a step s >= 0.
-template <class P>
-JIN_FN int PlaceOfItem(const P& p, int step, int tile, int depth) {
-  return ((step - 1) * p.tiles + tile) * p.depth + depth;
+// Slots of the receiver's ring. All-gather: the slot of a chunk that is sent at a step s >= 1.
+JIN_FN int SlotOfChunk(const TileOrder& p, int step, int row_tile, int k) {
+  return ((step - 1) * p.row_tiles + row_tile) * p.k_chunks + k;
 }
-template <int kColumns, class P>
-JIN_FN int PlaceOfTile(const P& p, int step, int tile, int column) {
-  return ((step * p.tiles + tile) * p.column_tiles + column) * ItemsOfTile(kColumns);
-}
-
-// Units are drawn by lists, of which there is one for each cluster; and as many of those that are
-// sent, or one for each of these if they are fewer.
-template <class P>
-JIN_FN int ListsOfSent(const P& p, int clusters) {
-  return Smaller(clusters, UnitsSent(p));
+// Reduce-scatter: the slot of the first chunk of a tile that is sent at a step s >= 0.
+template <int kColumns>
+JIN_FN int SlotOfTile(const TileOrder& p, int step, int row_tile, int column) {
+  return ((step * p.row_tiles + row_tile) * p.column_tiles + column) * ChunksOfTile(kColumns);
 }
 
-// The units of a cluster, for each of its warps that goes through them. List n of those that are
-// sent has unit n and each so many clusters after it; so do the lists of the others, which come
-// next. A cluster goes through lists as it draws them, until it has gone through one of the latter.
-// Block knows the operation (`p`), how many `Clusters()` there are, and the k-th `List(k)` that its
-// cluster draws.
+// Clusters claim work lists. There is one list for each cluster with tiles that are not sent. And
+// there are as many lists with tiles that are sent, or one for each such tile if these are fewer.
+JIN_FN int SentLists(const TileOrder& p, int clusters) {
+  return Min(clusters, ClusterTilesSent(p));
+}
+
+// Goes through the cluster tiles of a cluster. Each of its warps has one of these. List n holds
+// cluster tile n and every `Clusters()`-th one after it; the lists of tiles that are sent come
+// first, then the others are counted from the first tile that is not sent. A cluster works through
+// the lists that it claims until it has finished one of the latter.
+//
+// Block knows the operation (`p`), the number of clusters (`Clusters()`), and the k-th list that
+// its cluster claims (`List(k)`).
 template <class Block>
-class UnitsOfCluster {
+class ClusterTileLoop {
  public:
-  explicit JIN_FN UnitsOfCluster(const Block& b) : b_(b) {}
+  explicit JIN_FN ClusterTileLoop(const Block& block) : block_(block) {}
 
-  // Goes to the next one, if there is one.
+  // Goes to the next tile. False if there is none.
   JIN_FN bool Next() {
-    if (lists_ > 0) number_ += b_.Clusters();
-    while (lists_ == 0 || (of_sent_ && number_ >= UnitsSent(b_.p))) {
-      number_ = b_.List(lists_++);
-      const int lists_of_sent = ListsOfSent(b_.p, b_.Clusters());
-      of_sent_ = number_ < lists_of_sent;
-      if (!of_sent_) number_ += UnitsSent(b_.p) - lists_of_sent;
+    if (lists_ > 0) number_ += block_.Clusters();
+    while (lists_ == 0 || (is_sent_ && number_ >= ClusterTilesSent(block_.p))) {
+      number_ = block_.List(lists_++);
+      const int sent_lists = SentLists(block_.p, block_.Clusters());
+      is_sent_ = number_ < sent_lists;
+      if (!is_sent_) number_ += ClusterTilesSent(block_.p) - sent_lists;
     }
-    return number_ < Units(b_.p);
+    return number_ < ClusterTiles(block_.p);
   }
   JIN_FN int number() const { return number_; }
-  JIN_FN bool is_sent() const { return of_sent_; }
+  // Whether the tile's products go to a peer.
+  JIN_FN bool is_sent() const { return is_sent_; }
+  // Lists that the cluster has begun.
   JIN_FN int lists() const { return lists_; }
-  // Whether there will be another list after this unit.
-  JIN_FN bool NeedsList() const { return of_sent_ && number_ + b_.Clusters() >= UnitsSent(b_.p); }
+  // Whether this tile is the last one of its list and another list follows.
+  JIN_FN bool NeedsList() const {
+    return is_sent_ && number_ + block_.Clusters() >= ClusterTilesSent(block_.p);
+  }
 
  private:
-  const Block& b_;
+  const Block& block_;
   int lists_ = 0, number_ = 0;
-  bool of_sent_ = false;
+  bool is_sent_ = false;
 };
 
 }  // namespace jax_intranode

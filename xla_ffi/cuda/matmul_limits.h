@@ -12,7 +12,10 @@ namespace jax_intranode {
 constexpr int64_t kMatmulElementBytes = 2;  // of bf16 and f16
 constexpr int64_t kMatmulDimMultiple = 8;   // K and N are multiples of it: rows of 16-byte packs
 
-// The fused kernel (fused_matmul.h).
+// The fused kernel (fused_matmul.h). It is compiled for GPUs of this compute capability only (9:
+// the Hopper generation), because it uses instructions that other generations lack.
+
+constexpr int kFusedComputeCapability = 9;  // major
 
 constexpr int kTileRows = 128;   // rows of a tile
 constexpr int kTileDepth = 64;   // columns of an operand (elements of K) loaded at a time
@@ -47,9 +50,13 @@ constexpr size_t RingDataOffset(size_t ring_bytes) {
   return kRingHeaderBytes + (flags + 4095) / 4096 * 4096;
 }
 
-// The cuBLASLt pipeline (collective_matmul.h).
+// The cuBLASLt pipeline (pipelined_matmul.h).
 
 constexpr int kMaxPieces = 16;    // first_pieces and last_pieces of a plan
 constexpr int64_t kMinSlots = 4;  // a row of x takes at most 1 / kMinSlots of a ring
+
+// cuBLASLt's workspace: a counter of tiles, as none of its algorithms that are used splits K.
+constexpr size_t kMatmulWorkspaceBytes = 64 << 10;
+constexpr size_t kScratchAlignment = 256;
 
 }  // namespace jax_intranode

@@ -21,7 +21,7 @@
 namespace jax_intranode {
 
 struct MatmulPlan {
-  // The cuBLASLt pipeline (collective_matmul.h) divides the rows that it sends first into
+  // The cuBLASLt pipeline (pipelined_matmul.h) divides the rows that it sends first into
   // `first_pieces` pieces, the smallest first, and the rows that it sends last into `last_pieces`,
   // the smallest last.
   int32_t first_pieces = 1;

@@ -27,11 +27,12 @@ __global__ void jax_intranode_post(const __grid_constant__ Words words) {
 }
 
 __global__ void jax_intranode_post_and_await(const __grid_constant__ DeviceGroup group,
-                                             uint32_t algorithm, const __grid_constant__ Words told,
+                                             uint32_t algorithm,
+                                             const __grid_constant__ Words posted,
                                              const __grid_constant__ Words awaited) {
-  if (threadIdx.x < told.count) {
+  if (threadIdx.x < posted.count) {
     __threadfence_system();
-    StoreWord(told.word[threadIdx.x], 1);
+    StoreWord(posted.word[threadIdx.x], 1);
   }
   if (threadIdx.x >= awaited.count) return;
   DeviceThread thread(group.failure, group.timeout_ns, group.rank, algorithm);
@@ -43,7 +44,7 @@ __global__ void jax_intranode_post_and_await(const __grid_constant__ DeviceGroup
 
 __global__ void jax_intranode_close(RingHeader* ring) { StoreWord(&ring->busy, 0); }
 
-// As many as fill the memory's bandwidth.
+// Enough blocks to use the full memory bandwidth.
 constexpr int kSumBlocks = 264;
 
 // Packs of each rank that a thread has in flight.
@@ -110,11 +111,11 @@ cudaError_t Post(const Words& words, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-cudaError_t PostAndAwait(const DeviceGroup& group, Algorithm algorithm, const Words& told,
+cudaError_t PostAndAwait(const DeviceGroup& group, Algorithm algorithm, const Words& posted,
                          const Words& awaited, cudaStream_t stream) {
-  const bool few = told.count <= 32 && awaited.count <= 32;
+  const bool few = posted.count <= 32 && awaited.count <= 32;
   jax_intranode_post_and_await<<<1, few ? 32 : kMaxSlots, 0, stream>>>(
-      group, static_cast<uint32_t>(algorithm), told, awaited);
+      group, static_cast<uint32_t>(algorithm), posted, awaited);
   return cudaGetLastError();
 }
 

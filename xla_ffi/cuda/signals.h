@@ -1,12 +1,16 @@
-// Signals: words with which ranks of a collective matmul tell each other of their rings' slots.
+// Words in device memory by which the ranks of a collective matmul signal each other.
 //
-//   granted[p][i]  in a sender's memory: slot i of rank p's ring is free for this rank's data
-//   arrived[p][i]  in a receiver's memory: rank p's data lie in slot i
+// The cuBLASLt pipeline uses two words for each slot of a ring:
 //
-// A word has one setter, rank p, which only ever writes 1, and one resetter, its owner, which only
-// ever writes 0, after it has seen the 1. No epoch and no counter: a call that is launched,
-// captured or replayed does the same. (`lent` is another matter: fused_matmul.h.)
-// collective_matmul.h says why a word is always read before it is set again.
+//   granted[p][i]  in the sender's memory: slot i of rank p's ring is free for this rank's data
+//   arrived[p][i]  in the receiver's memory: rank p's data lie in slot i
+//
+// Such a word has one writer of 1, rank p, and one writer of 0, its owner, which resets it after it
+// has seen the 1. There is no epoch and no counter, so a call that is launched, captured or
+// replayed does the same. pipelined_matmul.h says why a word is always reset before it is set
+// again.
+//
+// The fused kernel uses `ring_grant` and flags in the rings: fused_send.cuh.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,32 +20,34 @@
 
 namespace jax_intranode {
 
-constexpr int kMaxSlots = 64;
+constexpr int kMaxSlots = 64;  // of the pipeline
 
 // In the second half of a region's header (group.h).
 struct Signals {
   uint32_t granted[kMaxRanks][kMaxSlots];
   uint32_t arrived[kMaxRanks][kMaxSlots];
-  uint64_t lent[kMaxRanks];  // by peers, for a fused operation (fused_matmul.h)
-  uint32_t opened;           // collective matmuls so far
+  // The fused kernel: by which peers grant their rings. The upper half of a word is the number of
+  // the operation on the peer's ring, the lower half the number of the operation in the group.
+  uint64_t ring_grant[kMaxRanks];
+  uint32_t opened;  // collective matmuls of this group so far
 };
 static_assert(sizeof(Signals) <= kHeaderBytes / 2);
 
-// A ring, which all groups of a device share: this, then flags of fused operations, a word for each
-// chunk of data, then data (matmul_limits.h).
+// A ring buffer, which all groups of a device share: this header, one flag per chunk of data, then
+// the data (matmul_limits.h). All words but the flags are used by their owner only.
 struct RingHeader {
-  uint32_t busy;         // not 0 while an operation uses it; lists that a fused one has drawn
-  uint32_t fused;        // operations that have ended
-  uint32_t left;         // blocks that have left the one that runs
-  uint32_t drawn_items;  // items that a fused one has drawn
+  uint32_t busy;            // not 0 while an operation runs; the fused kernel: claimed work lists
+  uint32_t operations;      // of the fused kernel that have ended
+  uint32_t left;            // blocks of the running fused kernel that have ended
+  uint32_t claimed_chunks;  // of the running fused kernel
 };
 static_assert(sizeof(RingHeader) <= kRingHeaderBytes);
 
-inline Signals* SignalsOf(const Group& group, int rank) {
+JIN_HOST_FN Signals* SignalsOf(const Group& group, int rank) {
   return reinterpret_cast<Signals*>(group.region[rank] + kHeaderBytes / 2);
 }
 
-// Words, and of which rank each of them tells.
+// Words to set or to wait for, and the rank that each belongs to.
 struct Words {
   int count;
   uint32_t* word[kMaxSlots];
@@ -53,18 +59,20 @@ struct Words {
   }
 };
 
-// Gives up if the ring is in use or if the region was closed, counts the operation, sets the words.
+// Begins an operation: marks the ring as busy, counts the operation, then sets `words`. The kernel
+// gives up if the ring is in use or if the region was closed.
 cudaError_t OpenRing(const DeviceGroup& group, Algorithm algorithm, RingHeader* ring,
                      const Words& words, cudaStream_t stream);
-// Sets the words. What ran on the stream before is seen by whoever sees them set.
+// Sets words. Whoever sees them set also sees what ran on the stream before.
 cudaError_t Post(const Words& words, cudaStream_t stream);
-// Sets the first words as Post, then waits until the second ones are set, and resets them.
-cudaError_t PostAndAwait(const DeviceGroup& group, Algorithm algorithm, const Words& told,
+// Sets the words `posted` as Post does, then waits until the words `awaited` are set and resets
+// them.
+cudaError_t PostAndAwait(const DeviceGroup& group, Algorithm algorithm, const Words& posted,
                          const Words& awaited, cudaStream_t stream);
-// Lets the next operation use the ring.
+// Ends an operation: the next one may use the ring.
 cudaError_t CloseRing(RingHeader* ring, cudaStream_t stream);
 
-// Sums `packs` packs of every rank, in rank order, in f32, rounded once: bf16 or f16.
+// Sums `packs` packs of bf16 or f16 of every rank, in rank order, in f32, rounded once.
 struct Partials {
   const void* of_rank[kMaxRanks];
 };

@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
-#include "../cuda/collective_matmul.h"
 #include "../cuda/fused_matmul.h"
+#include "../cuda/matmul_site.h"
 #include "collectives_cuda.h"
 
 #define JIN_PLAN_MEMBER(name) \
@@ -19,17 +19,19 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_intranode::MatmulPlan,
 namespace jax_intranode {
 namespace {
 
-// What instantiate leaves: the matmuls of each device of this process.
+// The state of a call site, which instantiate creates: the matmuls of each device of this process.
 struct MatmulDeviceSite {
   static ffi::TypeId id;
   std::shared_ptr<DeviceCommunicator> communicator;
   Algorithm algorithm;
-  int64_t axis;
-  bool transposed;
-  bool gathered;
-  int wgrads;  // number of weight gradients
+  int64_t axis;     // of x, along which the ranks' operands are joined
+  bool transposed;  // matrices are [n, k]
+  bool gathered;    // the gathered x is a result
+  int wgrads;       // number of weight gradients
   MatmulPlan plan;
   std::vector<std::unique_ptr<MatmulSite>> sites;  // by CUDA device ordinal
+
+  bool gathers() const { return algorithm == Algorithm::kAllGatherMatmul; }
 };
 ffi::TypeId MatmulDeviceSite::id = {};
 
@@ -80,159 +82,207 @@ ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(ffi::Span<const int6
   return {std::move(site)};
 }
 
-// Fills in a call. Refuses what must not reach a kernel; lowering has checked all of it before.
-ffi::Error CollectCall(const MatmulDeviceSite& site, const MatmulMember& member,
-                       ffi::RemainingArgs args, ffi::RemainingRets rets, MatmulCall* call) {
-  const int size = member.group.size;
-  const bool gathers = site.algorithm == Algorithm::kAllGatherMatmul;
-  // x and matrices, or as many xs as matrices, of which a kernel only takes several; and what
-  // derivatives are products with.
-  const size_t besides = site.wgrads,
-               factors = args.size() - std::min(args.size(), besides > 0 ? size_t{1} : 0);
-  const size_t xs = gathers ? 1 : factors / 2;
-  const size_t ws = factors < xs ? 0 : factors - xs;
-  const size_t products = gathers ? ws : 1;
-  if (ws < 1 || (!gathers && (ws != xs || (ws > 1 && !site.plan.fused()))) ||
-      (site.plan.fused() && ws > kMaxMatrices) || besides > (gathers ? 1 : xs) ||
-      (besides > 0 && products > 1) || rets.size() != products + site.gathered + besides + 1) {
-    return Invalid(site, std::to_string(args.size()) + " operands and " +
-                             std::to_string(rets.size()) + " results.");
-  }
-  std::vector<ffi::AnyBuffer> in;
-  std::vector<ffi::AnyBuffer> out;
-  for (size_t i = 0; i < args.size(); ++i) {
-    ffi::ErrorOr<ffi::AnyBuffer> buffer = args.get<ffi::AnyBuffer>(i);
-    if (!buffer.has_value()) return std::move(buffer.error());
-    in.push_back(*buffer);
-  }
-  for (size_t i = 0; i < rets.size(); ++i) {
-    ffi::ErrorOr<ffi::Result<ffi::AnyBuffer>> buffer = rets.get<ffi::AnyBuffer>(i);
-    if (!buffer.has_value()) return std::move(buffer.error());
-    out.push_back(**buffer);
-  }
-  const ffi::AnyBuffer::Dimensions dims = in[0].dimensions();
-  const int64_t rank = dims.size();
-  if (rank < 2 || site.axis < 0 || site.axis > rank - 2) {
-    return Invalid(
-        site, "axis " + std::to_string(site.axis) + " of " + std::to_string(rank) + " dimensions.");
-  }
-  const ffi::DataType type = in[0].element_type();
-  if (type != ffi::BF16 && type != ffi::F16) return Invalid(site, "takes bf16 and f16.");
-  call->type = *ElementTypeOf(type);
-  call->transposed = site.transposed;
-  call->outer = call->rows = 1;
-  for (int64_t d = 0; d < rank - 1; ++d) (d < site.axis ? call->outer : call->rows) *= dims[d];
-  if (!gathers) {
-    if (dims[site.axis] % size != 0) {
-      return Invalid(site, std::to_string(dims[site.axis]) + " can't be split over " +
-                               std::to_string(size) + " ranks.");
+// The operands and results of one execution. They are checked again, although lowering has checked
+// them: a kernel must not get what it can't handle.
+//
+// Operands: x and the matrices of an all-gather, or the xs and then the matrices of a
+// reduce-scatter, of which only the fused kernel takes several; then wgrad_lhs if there are weight
+// gradients. Results: the products, the gathered x if asked for, the weight gradients, scratch.
+class CallChecker {
+ public:
+  CallChecker(const MatmulDeviceSite& site, const MatmulMember& member, MatmulCall* call)
+      : site_(site), member_(member), size_(member.group.size), call_(call) {}
+
+  ffi::Error Run(ffi::RemainingArgs args, ffi::RemainingRets rets) {
+    if (ffi::Error error = GetBuffers(args, rets); error.failure()) return error;
+    for (const auto& check :
+         {&CallChecker::CheckShape, &CallChecker::CheckXs, &CallChecker::CheckMatrices,
+          &CallChecker::CheckGathered, &CallChecker::CheckWgrads, &CallChecker::CheckMemory}) {
+      if (ffi::Error error = (this->*check)(); error.failure()) return error;
     }
-    call->rows /= size;
+    return ffi::Error::Success();
   }
-  const int64_t rows = call->outer * call->rows * (gathers ? 1 : size);
-  for (size_t i = 0; i < xs; ++i) {
-    const ffi::AnyBuffer::Dimensions of_x = in[i].dimensions();
-    const int64_t k = of_x.size() == dims.size() ? of_x.back() : 0;
-    if (in[i].element_type() != type || rows * k == 0 || k % 8 != 0 ||
-        static_cast<int64_t>(in[i].element_count()) != rows * k) {
-      return Invalid(site, "x[" + std::to_string(i) + "] has " +
-                               std::to_string(in[i].element_count()) + " elements for " +
-                               std::to_string(rows) + " rows, and its last dimension is " +
-                               std::to_string(k) + "; it takes multiples of 8.");
-    }
-    call->xs.push_back(in[i].untyped_data());
-    call->ks.push_back(k);
+
+ private:
+  ffi::Error Wrong(const std::string& what) const { return Invalid(site_, what); }
+  static int64_t Elements(const ffi::AnyBuffer& buffer) {
+    return static_cast<int64_t>(buffer.element_count());
   }
-  for (size_t i = 0; i < ws; ++i) {
-    const ffi::AnyBuffer& w = in[xs + i];
-    const ffi::AnyBuffer& product = out[gathers ? i : 0];
-    if (w.dimensions().size() != 2) return Invalid(site, "w is no matrix.");
-    const int64_t k = w.dimensions()[site.transposed ? 1 : 0];
-    const int64_t n = w.dimensions()[site.transposed ? 0 : 1];
-    const int64_t rows_of_product = call->outer * call->rows * (gathers ? size : 1);
-    if (w.element_type() != type || product.element_type() != type ||
-        k != call->ks[gathers ? 0 : i] || n == 0 || n % 8 != 0 ||
-        static_cast<int64_t>(product.element_count()) != rows_of_product * n) {
-      return Invalid(site, "w[" + std::to_string(i) + "] is " + std::to_string(k) + " x " +
-                               std::to_string(n) + ", its product has " +
-                               std::to_string(product.element_count()) + " elements for " +
-                               std::to_string(rows_of_product) + " rows.");
-    }
-    call->ws.push_back(w.untyped_data());
-    if (i < products) {
-      call->ns.push_back(n);
-      call->products.push_back(product.untyped_data());
-    }
+  // Rows of x, and of a product, on this rank.
+  int64_t Rows(bool of_all_ranks) const {
+    return call_->outer * call_->rows * (of_all_ranks ? size_ : 1);
   }
-  if (site.gathered) {
-    const ffi::AnyBuffer& gathered = out[products];
-    if (gathered.element_type() != type ||
-        gathered.element_count() != in[0].element_count() * size) {
-      return Invalid(
-          site, "the gathered x has " + std::to_string(gathered.element_count()) + " elements.");
+
+  ffi::Error GetBuffers(ffi::RemainingArgs args, ffi::RemainingRets rets) {
+    const size_t wgrads = site_.wgrads;
+    const size_t factors = args.size() - std::min(args.size(), wgrads > 0 ? size_t{1} : 0);
+    xs_ = site_.gathers() ? 1 : factors / 2;
+    ws_ = factors < xs_ ? 0 : factors - xs_;
+    products_ = site_.gathers() ? ws_ : 1;
+    const bool fused = site_.plan.fused();
+    if (ws_ < 1 || (!site_.gathers() && (ws_ != xs_ || (ws_ > 1 && !fused))) ||
+        (fused && ws_ > kMaxMatrices) || wgrads > (site_.gathers() ? 1 : xs_) ||
+        (wgrads > 0 && products_ > 1) || rets.size() != products_ + site_.gathered + wgrads + 1) {
+      return Wrong(std::to_string(args.size()) + " operands and " + std::to_string(rets.size()) +
+                   " results.");
     }
-    call->gathered = gathered.untyped_data();
+    for (size_t i = 0; i < args.size(); ++i) {
+      ffi::ErrorOr<ffi::AnyBuffer> buffer = args.get<ffi::AnyBuffer>(i);
+      if (!buffer.has_value()) return std::move(buffer.error());
+      in_.push_back(*buffer);
+    }
+    for (size_t i = 0; i < rets.size(); ++i) {
+      ffi::ErrorOr<ffi::Result<ffi::AnyBuffer>> buffer = rets.get<ffi::AnyBuffer>(i);
+      if (!buffer.has_value()) return std::move(buffer.error());
+      out_.push_back(**buffer);
+    }
+    return ffi::Error::Success();
   }
-  if (besides > 0) {
-    const ffi::AnyBuffer& beside = in.back();
-    const int64_t all_rows = call->outer * call->rows * size;
-    call->beside = beside.untyped_data();
-    if (beside.element_type() != type || beside.dimensions().size() != dims.size() ||
-        static_cast<int64_t>(beside.dimensions().back()) != call->ns[0] ||
-        static_cast<int64_t>(beside.element_count()) != all_rows * call->ns[0]) {
-      return Invalid(site, "what derivatives are products with has " +
-                               std::to_string(beside.element_count()) + " elements for " +
-                               std::to_string(all_rows) + " rows of " +
-                               std::to_string(call->ns[0]) + ".");
+
+  ffi::Error CheckShape() {
+    const ffi::AnyBuffer::Dimensions dims = in_[0].dimensions();
+    const int64_t rank = dims.size();
+    if (rank < 2 || site_.axis < 0 || site_.axis > rank - 2) {
+      return Wrong("axis " + std::to_string(site_.axis) + " of " + std::to_string(rank) +
+                   " dimensions.");
     }
-    for (size_t i = 0; i < besides; ++i) {
-      const ffi::AnyBuffer& derivative = out[products + i];
-      if (derivative.element_type() != type ||
-          static_cast<int64_t>(derivative.element_count()) != call->ns[0] * call->ks[i]) {
-        return Invalid(site, "derivative " + std::to_string(i) + " has " +
-                                 std::to_string(derivative.element_count()) + " elements; it is " +
-                                 std::to_string(call->ns[0]) + " x " + std::to_string(call->ks[i]) +
-                                 ".");
+    type_ = in_[0].element_type();
+    if (type_ != ffi::BF16 && type_ != ffi::F16) return Wrong("takes bf16 and f16.");
+    call_->type = *ElementTypeOf(site_.algorithm, type_);
+    call_->transposed = site_.transposed;
+    call_->outer = call_->rows = 1;
+    for (int64_t d = 0; d < rank - 1; ++d) (d < site_.axis ? call_->outer : call_->rows) *= dims[d];
+    if (!site_.gathers()) {
+      if (dims[site_.axis] % size_ != 0) {
+        return Wrong(std::to_string(dims[site_.axis]) + " can't be split over " +
+                     std::to_string(size_) + " ranks.");
       }
-      call->derivatives.push_back(derivative.untyped_data());
+      call_->rows /= size_;
     }
+    return ffi::Error::Success();
   }
-  if (site.plan.fused()) {
-    const size_t needed = FusedRingBytes(site.algorithm, *call, size, site.plan);
-    if (needed > member.data_bytes()) {
-      return Invalid(site, "takes " + std::to_string(needed) + " bytes of a ring of " +
-                               std::to_string(member.data_bytes()) +
-                               "; JAX_INTRANODE_RING_MIB sets its size.");
+
+  ffi::Error CheckXs() {
+    const int64_t rows = Rows(!site_.gathers());
+    for (size_t i = 0; i < xs_; ++i) {
+      const ffi::AnyBuffer::Dimensions dims = in_[i].dimensions();
+      const int64_t k = dims.size() == in_[0].dimensions().size() ? dims.back() : 0;
+      if (in_[i].element_type() != type_ || rows * k == 0 || k % kMatmulDimMultiple != 0 ||
+          Elements(in_[i]) != rows * k) {
+        return Wrong("x[" + std::to_string(i) + "] has " + std::to_string(Elements(in_[i])) +
+                     " elements for " + std::to_string(rows) + " rows, and its last dimension is " +
+                     std::to_string(k) + "; it must be a multiple of " +
+                     std::to_string(kMatmulDimMultiple) + ".");
+      }
+      call_->xs.push_back(in_[i].untyped_data());
+      call_->ks.push_back(k);
     }
+    return ffi::Error::Success();
   }
-  const ffi::AnyBuffer& scratch = out.back();
-  call->scratch = scratch.untyped_data();
-  const size_t needed = ScratchBytes(site.algorithm, *call, size, site.plan);
-  if (scratch.size_bytes() < needed) {
-    return Invalid(site, "scratch of " + std::to_string(scratch.size_bytes()) +
-                             " bytes; it takes " + std::to_string(needed) + ".");
+
+  ffi::Error CheckMatrices() {
+    const int64_t rows = Rows(site_.gathers());
+    for (size_t i = 0; i < ws_; ++i) {
+      const ffi::AnyBuffer& w = in_[xs_ + i];
+      const ffi::AnyBuffer& product = out_[site_.gathers() ? i : 0];
+      if (w.dimensions().size() != 2) return Wrong("w is not a matrix.");
+      const int64_t k = w.dimensions()[site_.transposed ? 1 : 0];
+      const int64_t n = w.dimensions()[site_.transposed ? 0 : 1];
+      if (w.element_type() != type_ || product.element_type() != type_ ||
+          k != call_->ks[site_.gathers() ? 0 : i] || n == 0 || n % kMatmulDimMultiple != 0 ||
+          Elements(product) != rows * n) {
+        return Wrong("w[" + std::to_string(i) + "] is " + std::to_string(k) + " x " +
+                     std::to_string(n) + ", its product has " + std::to_string(Elements(product)) +
+                     " elements for " + std::to_string(rows) + " rows.");
+      }
+      call_->ws.push_back(w.untyped_data());
+      if (i < products_) {
+        call_->ns.push_back(n);
+        call_->products.push_back(product.untyped_data());
+      }
+    }
+    return ffi::Error::Success();
   }
-  return ffi::Error::Success();
-}
+
+  ffi::Error CheckGathered() {
+    if (!site_.gathered) return ffi::Error::Success();
+    const ffi::AnyBuffer& gathered = out_[products_];
+    if (gathered.element_type() != type_ || Elements(gathered) != Elements(in_[0]) * size_) {
+      return Wrong("the gathered x has " + std::to_string(Elements(gathered)) + " elements.");
+    }
+    call_->gathered = gathered.untyped_data();
+    return ffi::Error::Success();
+  }
+
+  ffi::Error CheckWgrads() {
+    if (site_.wgrads == 0) return ffi::Error::Success();
+    const ffi::AnyBuffer& lhs = in_.back();
+    const int64_t n = call_->ns[0], rows = Rows(true);
+    if (lhs.element_type() != type_ || lhs.dimensions().size() != in_[0].dimensions().size() ||
+        static_cast<int64_t>(lhs.dimensions().back()) != n || Elements(lhs) != rows * n) {
+      return Wrong("the left operand of weight gradients has " + std::to_string(Elements(lhs)) +
+                   " elements for " + std::to_string(rows) + " rows of " + std::to_string(n) + ".");
+    }
+    call_->wgrad_lhs = lhs.untyped_data();
+    for (int i = 0; i < site_.wgrads; ++i) {
+      const ffi::AnyBuffer& wgrad = out_[products_ + i];
+      if (wgrad.element_type() != type_ || Elements(wgrad) != n * call_->ks[i]) {
+        return Wrong("weight gradient " + std::to_string(i) + " has " +
+                     std::to_string(Elements(wgrad)) + " elements; it is " + std::to_string(n) +
+                     " x " + std::to_string(call_->ks[i]) + ".");
+      }
+      call_->wgrads.push_back(wgrad.untyped_data());
+    }
+    return ffi::Error::Success();
+  }
+
+  ffi::Error CheckMemory() {
+    if (site_.plan.fused()) {
+      const size_t needed = FusedRingBytes(site_.algorithm, *call_, size_, site_.plan);
+      if (needed > member_.data_bytes()) {
+        return Wrong("needs " + std::to_string(needed) + " bytes of a ring of " +
+                     std::to_string(member_.data_bytes()) +
+                     "; JAX_INTRANODE_RING_MIB sets its size.");
+      }
+    }
+    const ffi::AnyBuffer& scratch = out_.back();
+    call_->scratch = scratch.untyped_data();
+    const size_t needed = MatmulSite::ScratchBytes(site_.algorithm, *call_, size_, site_.plan);
+    if (scratch.size_bytes() < needed) {
+      return Wrong("scratch of " + std::to_string(scratch.size_bytes()) + " bytes; it needs " +
+                   std::to_string(needed) + ".");
+    }
+    return ffi::Error::Success();
+  }
+
+  const MatmulDeviceSite& site_;
+  const MatmulMember& member_;
+  const int size_;
+  MatmulCall* const call_;
+  size_t xs_ = 0, ws_ = 0, products_ = 0;  // how many there are
+  std::vector<ffi::AnyBuffer> in_, out_;
+  ffi::DataType type_;
+};
 
 template <class Do>
 ffi::Error WithCall(MatmulDeviceSite* site, int32_t device, ffi::RemainingArgs args,
                     ffi::RemainingRets rets, Do&& act) {
   const DeviceCommunicator& communicator = *site->communicator;
   if (ffi::Error error = CheckUsable(communicator, device); error.failure()) return error;
+  // Every device that CheckUsable lets pass has a member and a site.
   MatmulCall call;
   ffi::Error error =
-      CollectCall(*site, *communicator.matmul_members[device], args, rets, &call);  // all have one
+      CallChecker(*site, *communicator.matmul_members[device], &call).Run(args, rets);
   if (error.failure()) return error;
   try {
-    act(*site->sites[device], call);  // all members have one
+    act(*site->sites[device], call);
   } catch (const std::exception& failure) {
     return ffi::Error::Internal(failure.what());
   }
   return ffi::Error::Success();
 }
 
-// At every execution; does something only at the first.
+// Called at every execution. Only the first call of a site does something.
 ffi::Error Initialize(int32_t device, MatmulDeviceSite* site, ffi::RemainingArgs args,
                       ffi::RemainingRets rets, ffi::Dictionary) {
   return WithCall(site, device, args, rets,
@@ -247,7 +297,7 @@ ffi::Error Execute(cudaStream_t stream, int32_t device, MatmulDeviceSite* site,
     try {
       of_device.Enqueue(call, stream);
     } catch (const std::exception& failure) {
-      // The peers have been sent a part: nothing that follows would be in step.
+      // The peers have received a part of it: later operations would be out of step.
       site->communicator->set_failure(failure.what());
       throw;
     }

@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "../cuda/collective_matmul.h"
 #include "../cuda/collectives.h"
+#include "../cuda/matmul_call.h"
 #include "common.h"
 
 namespace jax_intranode {

@@ -1,0 +1,139 @@
+// The fused kernel: each warp of a block gets its role. See fused_matmul.h.
+//
+// Why it ends
+//   A sender warp waits for three things. First, a peer's ring, which the peer grants when the
+//   first of its blocks begins. Second, the products of its own block. Third, the next work list of
+//   its cluster, which the producer warp claims before the last tile of the list before it has been
+//   multiplied. It publishes what it has sent before it waits for the first two, and soon after it
+//   gets the third. If chunks for a peer that is late lie between chunks for others, the others
+//   wait, too, until that peer's kernel begins; and for that it needs none of these chunks.
+//
+//   A math warpgroup waits for its turn, for a peer's ring if it stores there, and for flags.
+//   All-gather: the flags of chunks that all ranks send without waiting for any product or weight
+//   gradient. Reduce-scatter: the flags of products that each cluster computes before it waits for
+//   any flag. (Weight gradients of a reduce-scatter wait for nothing. A warpgroup that waits for
+//   peers had its turn after all those products, whoever multiplied them.) So no wait depends on
+//   itself.
+//
+//   No wait depends on blocks that do not run yet, either: what peers wait for is not dealt out to
+//   blocks, but claimed, by work lists or chunks, by the blocks that run. They finish it, however
+//   few they are. If it were dealt out, a collective of another stream could occupy SMs of one rank
+//   where blocks of this kernel wait for them, while this kernel occupies all SMs of another rank
+//   where the collective waits for them; neither would end.
+//
+//   Ranks that call an operation wait for ranks that have not come to it until the deadline.
+#pragma once
+
+#include "fused_feed.cuh"
+#include "fused_layout.cuh"
+#include "fused_multiply.cuh"
+#include "fused_send.cuh"
+
+namespace jax_intranode {
+namespace {
+
+template <class Type, bool kNMajorW, bool kWgrad, int kColumns>
+__global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads, 1)
+    jax_intranode_fused_matmul(const __grid_constant__ FusedParams p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ char memory[];
+  using Config = TileConfig<kColumns>;
+  RingHeader* const ring = OwnRing(p);
+  Signals* const own = SignalsOf(p.group, p.rank);
+  const uint32_t operations = LoadWord(&own->opened);
+  const Block<kColumns> b{p, (SharedAddress(memory) + 1023) & ~1023u,
+                          LoadWord(&ring->operations) + 1};
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < Config::kStages; ++stage) {
+      BarrierInit(b.Full(stage), 1);
+      // Of each block the warpgroup whose turn it is, or both.
+      BarrierInit(b.Empty(stage), (Config::kAlternate ? 1 : 2) * kClusterSize);
+    }
+    StoreShared(b.Stored(0), 0);
+    StoreShared(b.Stored(1), 0);
+    BarrierInitFence();
+  }
+  if (threadIdx.x <= kMaxClusters) StoreShared(b.ListAt(threadIdx.x), 0);
+  // The first list is claimed while the cluster synchronises.
+  const bool claims = threadIdx.x == 0 && RankInCluster() == 0;
+  const uint32_t list = claims ? ClaimList(p) : 0;
+  const uint32_t closed = claims ? LoadWord(&OwnHeader(p)->closed) : 0;
+  __syncwarp();
+  ClusterSync();
+  const int warp = threadIdx.x / 32;
+  if (warp < 4) {
+    KeepRegisters<Config::kOtherRegisters>();
+    if (warp == 0) {
+      if (claims) {
+        if (list == 0) b.Thread().Admit(0, closed);
+        AnnounceList(b, 0, list);
+      }
+      // The block that claimed the first list of all grants the ring to the peers.
+      const int step = 1 + threadIdx.x;
+      if (__shfl_sync(~0u, claims && list == 0, 0) && step < p.size) {
+        SystemFence();
+        StoreRelaxed(&SignalsOf(p.group, RankAfter(p, step))->ring_grant[p.rank],
+                     static_cast<uint64_t>(b.operation) << 32 | (operations + 1));
+      }
+      __syncwarp();
+      Feeder<kNMajorW, kWgrad, kColumns>(b).Run();
+    } else if (warp <= kSenderWarps) {
+      if (Config::kWholeChunks && p.reduce_scatter) {
+        p.direct ? PublishProducts(b, operations, warp - 1) : SendProducts(b, operations, warp - 1);
+      } else {
+        p.gathered == nullptr ? SendShard<false>(b, operations) : SendShard<true>(b, operations);
+      }
+    } else if (p.gathered != nullptr) {
+      CopyArriving(b);
+    }
+  } else {
+    TakeRegisters<Config::kMathRegisters>();
+    Multiplier<Type, kNMajorW, kWgrad, kColumns>(b, operations).Run();
+  }
+  __syncwarp();
+  ClusterSync();  // no block leaves while another one may still copy into its shared memory
+  if (threadIdx.x == 0) {
+    __threadfence();
+    if (atomicAdd(&ring->left, 1) == gridDim.x - 1) {
+      ring->left = 0;
+      ring->claimed_chunks = 0;
+      StoreWord(&ring->operations, b.operation);
+      StoreWord(&own->opened, operations + 1);
+      StoreWord(&ring->busy, 0);
+    }
+  }
+#endif
+}
+
+struct Kernel {
+  const void* function;
+  size_t shared_bytes;
+};
+
+template <class Type, bool kNMajorW, bool kWgrad, int kColumns>
+Kernel KernelOf() {
+  return {
+      reinterpret_cast<const void*>(&jax_intranode_fused_matmul<Type, kNMajorW, kWgrad, kColumns>),
+      TileConfig<kColumns>::kBytes};
+}
+template <class Type, bool kNMajorW>
+Kernel KernelFor(int columns) {
+  if (columns == 128) return KernelOf<Type, kNMajorW, false, 128>();
+  if (columns == 192) return KernelOf<Type, kNMajorW, false, 192>();
+  if (columns == 224) return KernelOf<Type, kNMajorW, false, 224>();
+  return KernelOf<Type, kNMajorW, false, 256>();
+}
+// Weight gradients are only computed with matrices [n, k], as those of input gradients are.
+template <class Type>
+Kernel KernelFor(bool transposed, bool wgrad, int columns) {
+  if (wgrad) return KernelOf<Type, false, true, kWgradColumns>();
+  return transposed ? KernelFor<Type, false>(columns) : KernelFor<Type, true>(columns);
+}
+// The kernel for a call; HasFusedKernel says which there are.
+inline Kernel KernelFor(ElementType type, bool transposed, bool wgrad, int columns) {
+  return type == ElementType::kBF16 ? KernelFor<BF16>(transposed, wgrad, columns)
+                                    : KernelFor<F16>(transposed, wgrad, columns);
+}
+
+}  // namespace
+}  // namespace jax_intranode

@@ -1,8 +1,8 @@
-"""What the collectives have to do: cases that run alike in one process and with one a device.
+"""Cases of the collectives, for one process with all devices and for one process per device.
 
-A case is a function that uses all devices of the program, or the first few of them, and raises if
-something is wrong. Results are compared on the devices of the own process only, bit by bit with
-the oracle (rank order, one rounding), or with what `jax.lax.psum` gives.
+A case is a function that uses all devices of the program, or the first few of them, and raises an
+error if a result is wrong. Each process compares the results on its own devices. They must have the
+bits of the oracle (a sum in rank order, rounded once), or be close to the result of `jax.lax`.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ OPERATIONS = ("psum", "psum_scatter", "all_gather")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A case, its name, and how many devices it takes."""
+    """A case, its name, and how many devices it needs."""
 
     name: str
     run: Callable[[], None]
@@ -51,7 +51,7 @@ CASES: dict[str, Case] = {}
 def case(
     devices: int = 2, into: dict[str, Case] = CASES, **parameters: Sequence[Any]
 ) -> Callable[[Any], Any]:
-    """Adds a case for every combination of the parameters' values."""
+    """Registers a function as one case per combination of the parameters' values."""
 
     def add(function: Any) -> Any:
         combinations: list[dict[str, Any]] = [{}]
@@ -79,7 +79,7 @@ def make_mesh(
 
 
 def line(world: int | None = None) -> Mesh:
-    """A mesh with one axis "x"."""
+    """A mesh of the first `world` devices, by default of all, with one axis "x"."""
     return make_mesh((world or len(jax.devices()),), ("x",))
 
 
@@ -94,7 +94,7 @@ def put(mesh: Mesh, spec: P, value: np.ndarray) -> jax.Array:
 
 
 def bits(value: np.ndarray) -> np.ndarray:
-    """The value's bits, with one NaN for all NaNs."""
+    """The bits of a value as unsigned integers; all NaNs become the same NaN."""
     value = np.ascontiguousarray(value)
     if value.dtype.kind == "c":
         value = value.view(value.real.dtype)
@@ -104,7 +104,7 @@ def bits(value: np.ndarray) -> np.ndarray:
 
 
 def check(result: jax.Array, expected: np.ndarray, *, exact: bool = True) -> None:
-    """Compares the shards that this process has."""
+    """Compares the shards of this process with the expected global value."""
     assert result.shape == expected.shape, (result.shape, expected.shape)
     assert result.dtype == expected.dtype, (result.dtype, expected.dtype)
     for shard in result.addressable_shards:
@@ -124,7 +124,7 @@ def check(result: jax.Array, expected: np.ndarray, *, exact: bool = True) -> Non
 
 
 def check_like(ours: Any, theirs: Any, tolerance: float) -> None:
-    """Compares two trees of arrays, on the shards that this process has."""
+    """Compares the shards of this process in two trees of arrays."""
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
         for p, q in zip(a.addressable_shards, b.addressable_shards, strict=True):
@@ -141,7 +141,7 @@ def random(dtype: str, shape: Sequence[int], seed: int = 0) -> np.ndarray:
 
 
 def oracle(parts: np.ndarray) -> np.ndarray:
-    """The sum over the first axis: in rank order, from rank 0's value, rounded once."""
+    """The sum over the first axis, in rank order starting from rank 0's value, rounded once."""
     dtype = parts.dtype
     wide = np.float32 if dtype.name in FLOATS else dtype
     total = parts[0].astype(wide)
@@ -152,12 +152,12 @@ def oracle(parts: np.ndarray) -> np.ndarray:
 
 
 def apply(operation: str, v: Any, axes: Any = "x", lib: Any = jax_intranode) -> Any:
-    """An operation on a rank's vector; psum_scatter and all_gather are tiled."""
+    """Applies an operation to a rank's vector; psum_scatter and all_gather are tiled."""
     return getattr(lib, operation)(v, axes, **({} if operation == "psum" else {"tiled": True}))
 
 
 def reference(operation: str, parts: np.ndarray) -> np.ndarray:
-    """The result of every rank, where rank r has the vector parts[r]."""
+    """The results of all ranks, if rank r has the vector parts[r]."""
     n = len(parts)
     if operation == "psum":
         return everywhere(oracle(parts), n)
@@ -167,7 +167,7 @@ def reference(operation: str, parts: np.ndarray) -> np.ndarray:
 
 
 def compiled_of_ours(f: Any, *args: Any, **options: Any) -> Any:
-    """A compiled program, in which each collective is ours."""
+    """Compiles a program and checks that all its collectives are ours."""
     program = jax.jit(f, **options).lower(*args).compile()
     text = program.as_text()
     assert "jax_intranode_" in text
@@ -176,13 +176,13 @@ def compiled_of_ours(f: Any, *args: Any, **options: Any) -> Any:
 
 
 def everywhere(value: np.ndarray, world: int) -> np.ndarray:
-    """A value that every rank has, as the sharded result of them all."""
+    """The sharded result of all ranks, if each rank has the same value."""
     return np.concatenate([value[None]] * world)
 
 
 @contextlib.contextmanager
 def forced(*algorithms: str) -> Iterator[None]:
-    """Uses an algorithm at all sizes, or several in turn."""
+    """Forces an algorithm at all sizes; of several, each selection takes the next one."""
     before = config.get()
     changed = itertools.cycle([dataclasses.replace(before, algorithm=a) for a in algorithms])
     with mock.patch.object(config, "get", lambda: next(changed)):
@@ -204,7 +204,7 @@ def sharded(f: Any, mesh: Mesh, in_specs: Any, out_specs: Any, check_vma: bool =
 
 
 def psum_of(parts: np.ndarray, mesh: Mesh, *, jit: bool = True) -> jax.Array:
-    """psum over "x" of parts[rank]; the result of every rank."""
+    """The results of all ranks of a psum over "x" to which rank r brings parts[r]."""
     f = sharded(lambda v: jax_intranode.psum(v, "x"), mesh, P("x"), P("x"))
     return (jax.jit(f) if jit else f)(put(mesh, P("x"), parts))
 
@@ -245,7 +245,7 @@ def every_world_size(world: int, algorithm: str) -> None:
 
 
 def special(dtype: str) -> np.ndarray:
-    """The extremes of a type, and what an empty word looks like."""
+    """The extreme values of a type, and the value whose bits are those of an empty word."""
     kind = np.dtype(dtype)
     if kind.kind == "b":
         return np.array([True, False])
@@ -269,7 +269,7 @@ def special(dtype: str) -> np.ndarray:
 
 @case(how=("one_shot", "two_shot", "psum_scatter", "all_gather"))
 def special_values(how: str) -> None:
-    """NaN, infinities, signed zeros, subnormals, extremes of integers; words of all ones."""
+    """NaN, infinities, signed zeros, subnormals, extreme integers, words of all ones."""
     mesh = line()
     n = mesh.size
     operation = how if how in OPERATIONS else "psum"
@@ -279,13 +279,13 @@ def special_values(how: str) -> None:
         values = special(dtype)
         parts[dtype] = values[generator.integers(0, len(values), (n, 61 * n))]
         if np.dtype(dtype).kind not in "biuc":
-            parts[dtype][:, :3] = np.array(-0.0, dtype)  # a sum of negative zeros is negative
+            parts[dtype][:, :3] = np.array(-0.0, dtype)  # the sum of negative zeros is -0.0
             parts[dtype][:, 3:6] = np.array([1, 2, 3], f"u{np.dtype(dtype).itemsize}").view(dtype)
         if how == "all_gather":
             parts[dtype] = parts[dtype][:, :61]
 
     def f(tree: Any) -> Any:
-        if operation == "psum":  # a tree in as few operations as can be
+        if operation == "psum":  # one psum of the whole tree
             return jax_intranode.psum(tree, "x")
         return {k: apply(operation, v[0])[None] for k, v in tree.items()}
 
@@ -329,13 +329,13 @@ def same_bits_by_every_algorithm() -> None:
 
 @case(algorithm=("auto", "one_shot", "two_shot"), leaves=(2, 300))
 def trees(algorithm: str, leaves: int) -> None:
-    """A pytree has the bits that its leaves have one by one, in as few operations as can be."""
+    """A psum of a pytree has the bits of its leaves' psums, and needs the fewest operations."""
     mesh = line()
     n = mesh.size
     generator = np.random.default_rng(leaves)
     shapes = [(), (1, 1, 3)] + [(int(k),) for k in generator.integers(1, 40, leaves)]
     if jax.devices()[0].platform == "cpu":
-        shapes.insert(1, (0,))  # jax 0.11.2 crashes when it compiles it for GPUs, lax's psum too
+        shapes.insert(1, (0,))  # on GPUs jax 0.11.2 crashes, also with lax.psum
     parts = [
         random(dtype, (n, *shape), 100 + i)
         for i, (dtype, shape) in enumerate(
@@ -355,7 +355,7 @@ def trees(algorithm: str, leaves: int) -> None:
     names = [part.dtype.name for part in parts if part.size > 0]
     fewest = sum(math.ceil(names.count(name) / 128) for name in set(names))
     if algorithm == "auto" and leaves > 128:
-        assert fewest <= operations < len(parts) / 20  # each of a size that is faster than lax's
+        assert fewest <= operations < len(parts) / 20  # split into sizes that are faster than lax
     else:
         assert operations == fewest
     for result, part in zip(program(arguments), parts, strict=True):
@@ -408,7 +408,7 @@ def device_order_changed_after_tracing() -> None:
         )
         return body(v)
 
-    # Rounding shows the order of the ranks. Where that is another one than while tracing, lax sums.
+    # Rounding reveals the rank order. If the order is not that of tracing, lax computes the sum.
     parts = random("float32", (n, 200), 8)
     for order in (range(n), range(n)[::-1], range(n)):
         mesh = make_mesh((n,), ("x",), list(order))
@@ -417,7 +417,7 @@ def device_order_changed_after_tracing() -> None:
         check(result, everywhere(oracle(parts), n), exact=order == range(n))
 
 
-# Transformations, against lax.
+# Transformations, compared with lax.
 
 
 def transformed(psum: Any, mesh: Mesh, check_vma: bool) -> dict[str, Any]:
@@ -676,7 +676,7 @@ def parts_like_lax(name: str, check_vma: bool) -> None:
 
 
 def runs_as_often_as_explained(f: Any, args: Sequence[Any]) -> None:
-    """The devices of this process execute each operation of `f` as often as `explain` says."""
+    """Checks that this process executes each operation of `f` as often as `explain` says."""
     calls = jax_intranode.explain(f)(*args)
     program = jax.jit(f)
     jax.block_until_ready(program(*args))
@@ -690,7 +690,7 @@ def runs_as_often_as_explained(f: Any, args: Sequence[Any]) -> None:
 
 @case()
 def results_that_a_scan_stacks() -> None:
-    """For the backward pass, while others use them: each call runs once."""
+    """A scan stacks results for its backward pass that others use too. Each call runs once."""
     mesh = line()
 
     def step(v: Any, w: Any) -> Any:
@@ -720,7 +720,7 @@ def _matmul_reduce_scatter(x: Any, w: Any, axis: Any, *, scatter_axis: int = 0) 
 
 
 def float32_products(function: Any) -> Any:
-    """A case without TF32, which would be the default on GPUs."""
+    """Decorates a case: matmuls of float32 don't use TF32, the default on GPUs."""
 
     @functools.wraps(function)
     def precise(**chosen: Any) -> None:
@@ -730,7 +730,7 @@ def float32_products(function: Any) -> Any:
     return precise
 
 
-# What jax.lax has in their place.
+# The same functions made of jax.lax.
 LAX_MATMULS = types.SimpleNamespace(
     all_gather_matmul=_all_gather_matmul,
     matmul_reduce_scatter=_matmul_reduce_scatter,
@@ -740,7 +740,7 @@ LAX_MATMULS = types.SimpleNamespace(
 
 @case(rows=(1, 127, 129), dtype=("float32", "bfloat16"))
 def exact_matmuls(rows: int, dtype: str) -> None:
-    """Products of zeros and ones have the bits that they must have."""
+    """Sums of products of zeros and ones are exact in each dtype."""
     mesh = line()
     n = mesh.size
     generator = np.random.default_rng(rows)
@@ -776,7 +776,7 @@ def exact_matmuls(rows: int, dtype: str) -> None:
 @case(dtype=("float32", "bfloat16"))
 @float32_products
 def sums_of_products_in_rank_order(dtype: str) -> None:
-    """Each rank's product is rounded; then they are summed as any other arrays."""
+    """Each rank rounds its product. The products are then summed like any other arrays."""
     mesh = line()
     n = mesh.size
     x, w = random(dtype, (n, 8 * n, 33), 1), random(dtype, (n, 33, 7), 2)
@@ -798,7 +798,7 @@ def sums_of_products_in_rank_order(dtype: str) -> None:
 @case(check_vma=(True, False), how=("reduce_scatter", "all_reduce"))
 @float32_products
 def gradients_of_matmuls(check_vma: bool, how: str) -> None:
-    """Of a tensor-parallel layer in float32, beside those in float64 of the layer as a whole."""
+    """Gradients of a tensor-parallel layer in float32 match those of the whole layer in float64."""
     mesh = line()
     n = mesh.size
     shapes = ((3, 2 * n, 9), (9, 3 * n), (3 * n, 9), (3, 2 * n, 9))
@@ -827,7 +827,7 @@ def gradients_of_matmuls(check_vma: bool, how: str) -> None:
 @case(devices=4, check_vma=(True, False))
 @float32_products
 def matmuls_on_a_data_and_tensor_mesh(check_vma: bool) -> None:
-    """Gradients are lax's: weights replicated over "data", devices in any order, two groups."""
+    """Gradients match lax's with weights replicated over "data" and devices in a random order."""
     n = len(jax.devices()) // 2
     order = np.random.default_rng(5).permutation(2 * n)
     mesh = make_mesh((2, n), ("data", "x"), order)
@@ -850,14 +850,17 @@ def matmuls_on_a_data_and_tensor_mesh(check_vma: bool) -> None:
     check_like(ours, program(LAX_MATMULS)(*arrays), 1e-4)
 
 
-# Random programs: chains of calls, each of which reads what the last one gave.
+# Random programs: chains of calls, each of which reads the result of the one before.
 
-WORDS = 64  # of what is handed from call to call
+WORDS = 64  # size of the carry that each call hands to the next one
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """An operation over some axes of a mesh: elements of its operand, for psum_scatter a rank's."""
+    """An operation over axes of a mesh.
+
+    `count` is the number of elements of the operand; of psum_scatter that of the result.
+    """
 
     operation: str
     axes: tuple[str, ...]
@@ -866,7 +869,7 @@ class Call:
 
 
 def random_calls(seed: int, count: int, mesh: Mesh) -> list[Call]:
-    """Calls over each axis of a mesh, and over all in both orders."""
+    """Random calls over single axes of a mesh and over all axes in both orders."""
     generator = np.random.default_rng(seed)
     names = mesh.axis_names
     axes = [(name,) for name in names] + [names, names[::-1]] * (len(names) > 1)
@@ -887,7 +890,7 @@ def random_calls(seed: int, count: int, mesh: Mesh) -> list[Call]:
 
 
 def operand(carry: Any, call: Call, k: int, size: int) -> Any:
-    """The operand of call k: a hash of the carry, as finite values of the call's type."""
+    """The operand of call k: a hash of the carry, as finite values of the call's dtype."""
     index = np.arange(call.count * (size if call.operation == "psum_scatter" else 1))
     words = carry[index * 7 % WORDS] * np.uint32(2654435761)
     words = words + (index * 40503 + k).astype(np.uint32)
@@ -905,7 +908,7 @@ def operand(carry: Any, call: Call, k: int, size: int) -> Any:
 
 
 def folded(xp: Any, carry: Any, result: Any) -> Any:
-    """The next carry: depends on every bit of a result and on its place."""
+    """The next carry. It depends on each bit of the result and on the bit's position."""
     words = result.view(np.dtype(f"u{result.dtype.itemsize}"))
     if words.dtype.itemsize == 8:
         words = words ^ (words >> np.uint64(32))
@@ -919,7 +922,7 @@ def group_size(mesh: Mesh, axes: Sequence[str]) -> int:
 
 
 def chain(calls: Sequence[Call], mesh: Mesh) -> Any:
-    """A function of every rank's carry."""
+    """The function from all ranks' carries to the carries after the calls."""
 
     def f(v: Any) -> Any:
         carry = v[0]
@@ -953,7 +956,7 @@ def random_carries(mesh: Mesh, seed: int) -> tuple[np.ndarray, jax.Array]:
 
 
 def meshes() -> list[Mesh]:
-    """All devices in a line and, where there are enough, as a grid and some of them as others."""
+    """A line of all devices; of 4 or more devices also grids and lines of some of them."""
     n = len(jax.devices())
     found = [line()]
     if n >= 4:
@@ -965,7 +968,7 @@ def meshes() -> list[Mesh]:
 
 @case(which=range(5))
 def random_program(which: int) -> None:
-    """Operations, types, sizes, algorithms and groups of every kind, one after another."""
+    """A chain of random operations, dtypes, sizes, algorithms and groups."""
     mesh = meshes()[which % len(meshes())]
     if not takes_part(mesh):
         return
@@ -982,7 +985,7 @@ def random_program(which: int) -> None:
 
 @case()
 def random_programs_in_turn() -> None:
-    """Programs over several meshes in a random order, without a pause between them."""
+    """Programs over several meshes start in a random order, without a pause between them."""
     programs = []
     with x64("float64"):
         for seed, mesh in enumerate(meshes()[:3] * 2):
@@ -1007,7 +1010,7 @@ def random_programs_in_turn() -> None:
 
 @case()
 def explained_alike() -> None:
-    """All processes get the same explanation, and the program is what it says."""
+    """All processes get the same explanation, and the program holds what it says."""
     mesh = line()
     n = mesh.size
 
@@ -1030,12 +1033,12 @@ def explained_alike() -> None:
     check(jax.jit(spread)(mine), np.zeros((n, len(digest)), np.int32))
 
 
-# Order, overlap, replay.
+# Order of calls, delays, replay of CUDA graphs.
 
 
 @case()
 def back_to_back() -> None:
-    """Calls of alternating sizes, types and algorithms, without a pause between them."""
+    """Calls of alternating sizes, dtypes and algorithms, without a pause between them."""
     mesh = line()
     n = mesh.size
     generator = np.random.default_rng(12)
@@ -1051,7 +1054,7 @@ def back_to_back() -> None:
             programs.append(jax.jit(f).lower(*arrays).compile())
         inputs.append(arrays)
         wants.append([everywhere(oracle(p), n) for p in parts])
-    # More than 32 executions in flight on 8 CPU devices hang XLA itself, lax.psum as well.
+    # More than 32 executions in flight on 8 CPU devices hang XLA itself, also with lax.psum.
     for _ in range(4):
         order = [k for _ in range(4) for k in generator.permutation(6)]
         results = [(k, programs[k](*inputs[k])) for k in order]
@@ -1062,7 +1065,7 @@ def back_to_back() -> None:
 
 @case(operation=OPERATIONS)
 def chain_with_delays(operation: str) -> None:
-    """Each rank in turn is late, by a random time; every call feeds the next one."""
+    """Each rank in turn is late by a random time. Each call reads the result of the last one."""
     mesh = line()
     n = mesh.size
     steps = 4 * n
@@ -1073,7 +1076,7 @@ def chain_with_delays(operation: str) -> None:
     )
 
     def following(result: Any) -> Any:
-        """A rank's next operand, from its result."""
+        """The next operand of a rank, made from its result."""
         if operation == "all_gather":
             return result.reshape(n, count).sum(0) % 1000
         return (result % 1000).repeat(count // result.size)
@@ -1102,7 +1105,7 @@ def chain_with_delays(operation: str) -> None:
 
 @case(devices=2, world=(2, 4, 8))
 def independent_calls_of_unequal_cost(world: int) -> None:
-    """12 calls that may start in any order, on each device in another one."""
+    """12 independent calls, which each device may start in an order of its own."""
     mesh = line(world)
     if not takes_part(mesh):
         return
@@ -1130,7 +1133,7 @@ def independent_calls_of_unequal_cost(world: int) -> None:
 
 @case()
 def replay_and_eager() -> None:
-    """XLA replays a program's graph on GPUs: the handlers are not called, the results right."""
+    """On GPUs XLA replays the graph of a program without calling the handlers."""
     mesh = line()
     n = mesh.size
     parts = random("float32", (n, 700), 16)
@@ -1161,7 +1164,7 @@ def replay_and_eager() -> None:
 
 @case()
 def conditional_in_a_graph() -> None:
-    """XLA captures both branches of a cond on GPUs, and replays the one that is to run."""
+    """On GPUs XLA captures both branches of a cond and replays the one that is taken."""
     mesh = line()
     n = mesh.size
     parts = random("float32", (n, 300), 17)
@@ -1212,7 +1215,7 @@ def donated_input() -> None:
 
 @case(operation=OPERATIONS)
 def input_overwritten(operation: str) -> None:
-    """What a call reads is overwritten at once, by its own program and by the next one."""
+    """The operand of a call is overwritten at once, by its own program and by the next one."""
     mesh = line()
     n = mesh.size
     parts = random("uint32", (n, 40 * n), 17).astype(np.float32) // 2**20
@@ -1260,7 +1263,7 @@ def beside_lax(operation: str) -> None:
 
 @case(dtype=("int8", "bfloat16", "int32"))
 def results_amid_other_data(dtype: str) -> None:
-    """Results of odd sizes at odd places of a larger array: nothing else of it changes."""
+    """Results of odd sizes go to odd offsets of a larger array. Nothing else in it changes."""
     mesh = line()
     n = mesh.size
     poison = np.array(77, dtype)
@@ -1291,10 +1294,10 @@ def results_amid_other_data(dtype: str) -> None:
 
 @case()
 def graphs_in_turn() -> None:
-    """Two programs in turn, and eager calls; one process keeps results: its addresses change.
+    """Two programs in turn and eager calls. One process keeps results, so its addresses change.
 
-    On GPUs XLA replays both from graphs and, where addresses have changed, captures them again: on
-    each rank at its own time.
+    On GPUs XLA replays both from graphs. Where addresses have changed it captures them again, on
+    each rank at a different time.
     """
     mesh = line()
     first = mesh.devices.flat[0]
@@ -1342,7 +1345,7 @@ def compiling_while_others_wait() -> None:
     value = put(mesh, P("x"), parts)
     jax.block_until_ready(waiting(value))
     running = [waiting(value) for _ in range(2)]
-    for count in (5, 17, 130, 555):  # each one is a program of its own
+    for count in (5, 17, 130, 555):  # each size is a program of its own
         data = random("float32", (n, count), count)
         check(psum_of(data, mesh), everywhere(oracle(data), n))
         running.append(waiting(value))
@@ -1351,9 +1354,9 @@ def compiling_while_others_wait() -> None:
 
 
 def set_epochs(mesh: Mesh, epoch: int) -> None:
-    """Has the next operation of every group of a mesh's devices begin in an epoch.
+    """Sets the epoch at which the next operation of each group of a mesh's devices begins.
 
-    Before the first one: all ranks must be told.
+    All ranks must call it, before their first operation.
     """
     rendezvous = communicator.rendezvous_of(mesh.devices.flat)
     assert rendezvous.reason is None and not rendezvous.communicators
@@ -1370,7 +1373,7 @@ def set_epochs(mesh: Mesh, epoch: int) -> None:
 
 @case(before_wrap=(3, 4))
 def epochs_wrap(before_wrap: int) -> None:
-    """The number of an operation passes 2^32."""
+    """The epoch passes 2^32."""
     mesh = meshes()[1] if len(jax.devices()) >= 4 else line()
     jax_intranode.shutdown()
     jax.clear_caches()

@@ -81,7 +81,7 @@ ROWS: dict[str, Row] = {}
 
 
 def row(what: str, how: str, devices: int = 2) -> Callable[[Any], Any]:
-    """Adds a row; the function's name is the row's."""
+    """Adds a row to the table, under the name of the function."""
 
     def add(function: Callable[[Psum], Any]) -> Callable[[Psum], Any]:
         name = function.__name__.strip("_").replace("_", "-")
@@ -92,15 +92,15 @@ def row(what: str, how: str, devices: int = 2) -> Callable[[Any], Any]:
     return add
 
 
-# Running a row, and comparing what it returns.
+# Running a row and comparing its results.
 
-# The text of each program that `run` compiled, since the row began.
+# The HLO of each program that `run` compiled for the current row.
 PROGRAMS: list[str] = []
 
 
 @dataclasses.dataclass(frozen=True)
 class Raised:
-    """An exception, as a result."""
+    """An exception that is the result of a row."""
 
     type: type[BaseException]
     message: str
@@ -108,22 +108,22 @@ class Raised:
 
 
 def raised(function: Callable[[], Any]) -> Any:
-    """The exception that a function raises; its result if it raises none."""
+    """The exception that a function raises, or else its result."""
     try:
         return jax.block_until_ready(function())
     except Exception as error:
-        # JAX adds to the message that it has filtered the traceback.
+        # JAX appends a remark about the filtered traceback.
         message = str(error).split("\n--------------------\n")[0]
         return Raised(type(error), message, "\n".join(getattr(error, "__notes__", [])))
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a row gave with one of the psums."""
+    """The outcome of a row with ours or with lax's psum."""
 
     result: Any
     programs: list[str]
-    calls: int  # of our handlers
+    calls: int  # how often our handlers ran
 
 
 def outcome(tested: Row, psum: Psum) -> Outcome:
@@ -134,7 +134,7 @@ def outcome(tested: Row, psum: Psum) -> Outcome:
 
 
 def compare(ours: Any, theirs: Any, path: str = "result") -> None:
-    """Compares all that a user can see of two results."""
+    """Compares everything that a user can see of two results."""
     assert type(ours) is type(theirs), f"{path}: {ours!r} is not {theirs!r}"
     if isinstance(ours, (tuple, list)):
         assert len(ours) == len(theirs), path
@@ -167,14 +167,14 @@ def compare(ours: Any, theirs: Any, path: str = "result") -> None:
 
 
 def run(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Compiles a function, keeps its text, and runs it."""
+    """Compiles a function, records its HLO, and runs it."""
     program = jax.jit(function, **options).lower(*args).compile()
     PROGRAMS.append(program.as_text())
     return program(*args)
 
 
 def kind(value: Any) -> str:
-    """The type of a value: of a tracer, with all that is in it; of anything else, its class."""
+    """The type of a value as text: all properties of a tracer, the class of anything else."""
     if not isinstance(value, jax.core.Tracer):
         return f"{type(value).__name__} {value}"
     aval = jax.typeof(value)
@@ -200,28 +200,28 @@ def shmap(
 
 
 def line(*, order: tuple[int, ...] = (0, 1)) -> Mesh:
-    """A mesh of two devices, in an order."""
+    """A mesh of two devices in the given order."""
     return cases.make_mesh((2,), ("x",), order)
 
 
 def square(order: tuple[int, ...] = (0, 1, 2, 3), kind: AxisType = AxisType.Auto) -> Mesh:
-    """A mesh of two times two devices."""
+    """A 2 x 2 mesh."""
     devices = np.array(jax.devices()[:4])[list(order)].reshape(2, 2)
     return Mesh(devices, ("x", "y"), axis_types=(kind, kind))
 
 
 def small(*shape: int, dtype: Any = np.float32, seed: int = 0, top: int = 4) -> np.ndarray:
-    """Integers of [0, top), of any type."""
+    """Random integers in [0, top), as values of `dtype`."""
     return np.random.default_rng(seed).integers(0, top, shape).astype(dtype)
 
 
 def under_both(function: Callable[[bool], Any]) -> dict[str, Any]:
-    """The result of a function under check_vma on and off."""
+    """The results of a function with check_vma on and off."""
     return {f"check_vma={check}": function(check) for check in (True, False)}
 
 
 def types_inside(function: Callable[[Any], Any], value: Any = None) -> dict[str, Any]:
-    """The types that a function returns within shard_map, under check_vma on and off.
+    """The types that a function returns inside shard_map, with check_vma on and off.
 
     The function gets an operand that varies over "x", with 3 columns.
     """
@@ -372,7 +372,7 @@ EXOTIC = [
 
 def by_exotic_dtype(dtype: str) -> Callable[[Psum], Any]:
     def result(psum: Psum) -> Any:
-        # All ones: not every type has a zero.
+        # Ones, because some of the types have no zero.
         values = np.ones((4, 3), np.float32)
         f = shmap(lambda v: psum(v.astype(dtype), "x").astype(jnp.float32), check_vma=False)
         return raised(lambda: run(f, values))
@@ -777,7 +777,7 @@ def groups_that_do_not_cover(psum: Psum) -> Any:
     def body(groups: Any) -> Any:
         return lambda v: psum(v, "x", axis_index_groups=groups)
 
-    # Which ranks get which sum is not said: only the types are compared.
+    # It is not specified which rank gets which sum. Only the types are compared.
     return [
         raised(lambda g=groups, c=check: jax.eval_shape(shmap(body(g), check_vma=c), small(4, 3)))
         for groups in ([[0]], [])
@@ -1107,11 +1107,11 @@ def cond_replayed(psum: Psum) -> Any:
     return [program(small(4, 3, seed=k), small(2, 3, seed=k + 1)) for k in range(6)]
 
 
-# Differentiation. Polynomials of small integers: gradients are exact too.
+# Differentiation. The functions are polynomials of small integers, so gradients are exact.
 
 
 def smap_2(body: Any, check_vma: bool, out_specs: Any = REPLICATED) -> Any:
-    """shard_map over an operand that varies and one that is replicated."""
+    """shard_map of a function of a varying and a replicated operand."""
     return shmap(body, in_specs=(P("x"), P()), out_specs=out_specs, check_vma=check_vma)
 
 
@@ -1120,7 +1120,7 @@ def arguments() -> tuple[np.ndarray, np.ndarray]:
 
 
 def layer(psum: Psum) -> Callable[..., Any]:
-    """Of a varying and a replicated operand; psum of both kinds, alone and in a pytree."""
+    """A layer with psums of a varying and of a replicated operand, alone and in a pytree."""
 
     def f(v: Any, w: Any) -> Any:
         tree = psum({"a": v * w, "b": w, "c": (v.sum(),)}, "x")
@@ -1130,7 +1130,7 @@ def layer(psum: Psum) -> Callable[..., Any]:
 
 
 def differentiated(psum: Psum, transform: Callable[[Any], Any]) -> Any:
-    """A transformation of the layer, taken outside shard_map."""
+    """Transforms the layer outside shard_map."""
 
     def under(check: bool) -> Any:
         return run(transform(smap_2(layer(psum), check)), *arguments())
@@ -1139,7 +1139,7 @@ def differentiated(psum: Psum, transform: Callable[[Any], Any]) -> Any:
 
 
 def differentiated_inside(psum: Psum, transform: Callable[[Any], Any], out_specs: Any) -> Any:
-    """A transformation of the layer, taken inside shard_map."""
+    """Transforms the layer inside shard_map."""
 
     def under(check: bool) -> Any:
         seen: list[Any] = []
@@ -1253,7 +1253,7 @@ def grad_of_half_precision(psum: Psum) -> Any:
 
 @row("gradients in complex64", LAX)
 def grad_of_complex(psum: Psum) -> Any:
-    # Without check_vma XLA:CPU aborts on lax's own program.
+    # With check_vma off XLA:CPU aborts on lax's own program.
     f = smap_2(lambda v, w: psum(v * w, "x"), check_vma=True)
     transform = jax.grad(lambda v, w: jnp.real(f(v, w) ** 2).sum(), argnums=(0, 1))
     return run(transform, *[(a * (1 + 2j)).astype("complex64") for a in arguments()])
@@ -1610,7 +1610,7 @@ def make_jaxpr_inside(psum: Psum) -> Any:
 
 @row("`jax.sharding.no_collectives`, where jax has it", AS_LAX)
 def forbidden_collectives(psum: Psum) -> Any:
-    # jax 0.10.2 does not have it.
+    # Not in jax 0.10.2.
     forbid = getattr(jax.sharding, "no_collectives", lambda axes: contextlib.nullcontext())
 
     def under(check: bool) -> Any:
@@ -1740,7 +1740,7 @@ def device_order_changed(psum: Psum) -> Any:
         return body(v)
 
     values, results = small(4, 6), []
-    # With stale ids the groups of "x" would be wrong ones.
+    # With stale device ids the groups of "x" would be wrong.
     for order in ((0, 1, 2, 3), (0, 2, 1, 3), (3, 1, 0, 2), (0, 1, 2, 3)):
         mesh = square(order)
         with jax.set_mesh(mesh):
@@ -1877,7 +1877,7 @@ def child(psum: str, folder: str) -> None:
 
     value = jax.device_put(small(4, 3), NamedSharding(mesh, P("x")))
     saved = Path(folder, "executable")
-    if saved.exists():  # before anything else has been lowered here
+    if saved.exists():  # load it before this process lowers anything else
         for name in ("loaded", "loaded after initialize"):
             if name != "loaded":
                 jax_intranode.initialize(mesh)
@@ -1904,9 +1904,9 @@ def child(psum: str, folder: str) -> None:
 
 @functools.cache
 def two_processes(psum: Psum) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The reports of two processes, one after the other, with one cache."""
+    """The reports of two processes that run one after the other and share a cache."""
     name = "ours" if psum is jax_intranode.psum else "lax"
-    # This process may hold most of the GPUs' memory already.
+    # This process may have reserved most of the GPUs' memory.
     env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     reports = []
     with tempfile.TemporaryDirectory() as folder:

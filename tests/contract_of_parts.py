@@ -1,4 +1,4 @@
-"""The contract of `lax.psum_scatter`, `lax.all_gather` and `lax.pmean`: rows as in contract.py.
+"""The contract of `lax.psum_scatter`, `lax.all_gather` and `lax.pmean`, as in contract.py.
 
 A row here is a function of a library: `jax_intranode`, or `jax.lax`.
 """
@@ -47,7 +47,7 @@ BY_X = contract.BY_X
 
 
 def row(what: str, how: str, devices: int = 2) -> Callable[[Any], Any]:
-    """Adds a row; the function's name is the row's."""
+    """Adds a row to the table, under the name of the function."""
 
     def add(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         name = function.__name__.strip("_").replace("_", "-")
@@ -66,7 +66,7 @@ def row(what: str, how: str, devices: int = 2) -> Callable[[Any], Any]:
 
 
 def operations(lib: Any) -> dict[str, Any]:
-    """The three, of an operand and axes, in their tiled forms."""
+    """The three operations as functions of an operand and axes; tiled."""
     return {
         "psum_scatter": functools.partial(lib.psum_scatter, tiled=True),
         "all_gather": functools.partial(lib.all_gather, tiled=True),
@@ -75,12 +75,12 @@ def operations(lib: Any) -> dict[str, Any]:
 
 
 def each(lib: Any, v: Any, axes: Any = "x", **options: Any) -> dict[str, Any]:
-    """The result of each of the three."""
+    """The results of the three operations."""
     return {name: f(v, axes, **options) for name, f in operations(lib).items()}
 
 
 def each_raised(lib: Any, function: Callable[[Any], Any]) -> dict[str, Any]:
-    """What a function of one of the three gives, or the error that it raises."""
+    """The result of a function for each operation, or the error that it raises."""
     return {name: raised(lambda f=f: function(f)) for name, f in operations(lib).items()}
 
 
@@ -91,13 +91,13 @@ def inside(
     in_specs: Any = BY_X,
     out_specs: Any = BY_X,
 ) -> dict[str, Any]:
-    """Runs a body within shard_map, under check_vma on and off."""
+    """Runs a body inside shard_map, with check_vma on and off."""
     values = values or (small(8, 3),)
     return under_both(lambda check: run(shmap(body, mesh, in_specs, out_specs, check), *values))
 
 
 def inside_raised(body: Callable[..., Any], *values: Any, **options: Any) -> dict[str, Any]:
-    """The same, for what may fail."""
+    """Like the function above, for a body that may raise an error."""
     values = values or (small(8, 3),)
     options = {"out_specs": P("x"), **options}
     return under_both(
@@ -359,7 +359,7 @@ def parts_axis_names(lib: Any) -> Any:
 
 
 class Name:
-    """An axis name that is no string."""
+    """An axis name that is not a string."""
 
     def __hash__(self) -> int:
         return 7
@@ -586,7 +586,7 @@ def parts_of_wrong_out_specs(lib: Any) -> Any:
     return [
         raised(lambda f=f: run(shmap(lambda v: f(v, "x")), small(8, 3)))
         for name, f in operations(lib).items()
-        if name != "pmean"  # the same everywhere
+        if name != "pmean"  # its result is the same on all ranks
     ]
 
 
@@ -691,11 +691,11 @@ def parts_of_cond(lib: Any) -> Any:
     return inside(body)
 
 
-# Differentiation. Polynomials of small integers: gradients are exact too.
+# Differentiation. The functions are polynomials of small integers, so gradients are exact.
 
 
 def layer(lib: Any) -> Callable[..., Any]:
-    """Of a varying and a replicated operand; results vary."""
+    """A layer of a varying and a replicated operand, whose results vary."""
 
     def f(v: Any, w: Any) -> Any:
         cut = (v * w).reshape(2, 2, 3)
@@ -721,7 +721,7 @@ def arguments() -> tuple[np.ndarray, np.ndarray]:
 
 
 def differentiated(lib: Any, transform: Callable[[Any], Any]) -> Any:
-    """A transformation of the layer, taken outside shard_map."""
+    """Transforms the layer outside shard_map."""
     return under_both(lambda check: run(transform(mapped(lib, check)), *arguments()))
 
 
@@ -825,7 +825,7 @@ def grad_of_parts_of_other_types(lib: Any) -> Any:
         results = each(lib, v * w)
         return sum(jnp.real(r * r).astype(jnp.float32).sum() for r in results.values())[None]
 
-    # Without check_vma XLA:CPU aborts on lax's own program of complex numbers.
+    # With check_vma off XLA:CPU aborts on lax's own program of complex numbers.
     g = mapped(lib, True, total)
     transform = jax.grad(lambda v, w: g(v, w).sum(), argnums=(0, 1))
     return [run(transform, *[a.astype(d) for a in arguments()]) for d in ("bfloat16", "complex64")]
@@ -872,7 +872,7 @@ def vmap_of_parts(lib: Any) -> Any:
                     lambda u, k=k: lib.all_gather(u, "x", axis=k - 1),
                     lambda u: lib.pmean(u, "x"),
                 ]
-                if d <= k:  # where it is a later one, lax's own rule is wrong
+                if d <= k:  # for later dimensions lax's own rule is wrong
                     fs.append(lambda u, k=k: lib.psum_scatter(u, "x", scatter_dimension=k))
                 results += [jax.vmap(f, d, 1)(v) for f in fs]
         return results

@@ -1,4 +1,4 @@
-"""Multiprocessors of a GPU that something else has, as a collective of another stream would."""
+"""Occupies SMs of a GPU, as a collective of another stream would."""
 
 import contextlib
 import ctypes
@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-_SHARED_BYTES = 200 << 10  # of a block: no other of this size fits beside it
-_BLOCKS_THAT_RUN, _END = 0, 4  # offsets of words
+_SHARED_BYTES = 200 << 10  # per block, so that an SM holds only one
+_BLOCKS_THAT_RUN, _END = 0, 4  # byte offsets of the kernel's two words
 _KERNEL = b"""
 .version 7.8
 .target sm_80
@@ -36,7 +36,7 @@ def _call(function: Any, *arguments: Any) -> None:
 
 @contextlib.contextmanager
 def occupied(ordinal: int, left: int) -> Iterator[None]:
-    """Meanwhile a kernel has all but `left` of the multiprocessors of one of JAX's GPUs."""
+    """Inside the context a kernel occupies all but `left` SMs of a GPU."""
     cuda = ctypes.CDLL("libcuda.so.1")
     device, context = ctypes.c_int(), ctypes.c_void_p()
     module, function, stream = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
@@ -44,8 +44,8 @@ def occupied(ordinal: int, left: int) -> Iterator[None]:
     _call(cuda.cuDeviceGet, ctypes.byref(device), ordinal)
     _call(cuda.cuDevicePrimaryCtxRetain, ctypes.byref(context), device)
     _call(cuda.cuCtxPushCurrent_v2, context)
-    multiprocessors = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
-    _call(cuda.cuDeviceGetAttribute, ctypes.byref(count), multiprocessors, device)
+    sm_count = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+    _call(cuda.cuDeviceGetAttribute, ctypes.byref(count), sm_count, device)
     _call(cuda.cuModuleLoadData, ctypes.byref(module), _KERNEL)
     _call(cuda.cuModuleGetFunction, ctypes.byref(function), module, b"occupy")
     dynamic_shared_bytes = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

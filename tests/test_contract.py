@@ -1,4 +1,4 @@
-"""The contract of lax's collectives: each row with ours and with lax's."""
+"""Runs each row of the contract with our functions and with lax's, and compares them."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ import jax_intranode
 
 TABLE = Path(__file__).resolve().parent.parent / "docs" / "contract.md"
 ROWS = {**contract.ROWS, **contract_of_parts.ROWS}
-# The collectives of XLA that must not be where ours are.
+# The collectives of XLA that must not be in a program of our collectives.
 OF_XLA = {
     **dict.fromkeys(contract.ROWS, "all-reduce"),
     **dict.fromkeys(contract_of_parts.ROWS, "all-reduce|all-gather|reduce-scatter"),
@@ -29,7 +29,7 @@ def test_row(name: str) -> None:
     row = ROWS[name]
 
     def collectives(text: str) -> int:
-        """How many collectives of XLA a program has."""
+        """The number of XLA's collectives in a program."""
         return len(re.findall(rf"\b(?:{OF_XLA[name]})(?:-start)?\(", text))
 
     need_devices(row.devices)
@@ -37,7 +37,7 @@ def test_row(name: str) -> None:
     theirs = contract.outcome(row, lax.psum)
     assert theirs.calls == 0
     if row.how == contract.DIFFERS:
-        # What the second process says of it: values, or the text of an error.
+        # The second process reports values or the text of an error.
         (ours_saved, ours_loaded), (saved, loaded) = ours.result, theirs.result
         assert ours_saved == saved == "yes"
         assert isinstance(loaded, list)
@@ -68,7 +68,7 @@ def test_row(name: str) -> None:
 
 
 def test_error_outside_any_axis_says_where_to_call_it() -> None:
-    """Lax's message, and a hint where lax has none."""
+    """The message is lax's, and has a hint if lax's has none."""
     row = contract.ROWS["unbound-axis-outside"]
     ours, theirs = (row.run(psum) for psum in (jax_intranode.psum, lax.psum))
     for a, b in zip(ours, theirs, strict=True):
@@ -78,7 +78,7 @@ def test_error_outside_any_axis_says_where_to_call_it() -> None:
 
 @pytest.mark.parametrize("dimension", [1, 2])
 def test_vmap_of_untiled_psum_scatter_over_a_later_dimension(dimension: int) -> None:
-    """Lax's own rule is wrong there; ours is not."""
+    """Lax's own batching rule is wrong in this case. Ours is right."""
     value = contract.small(4, 3, 5)
     f = contract.shmap(
         lambda v: jax.vmap(lambda u: jax_intranode.psum_scatter(u, "x"), dimension)(v),

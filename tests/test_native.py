@@ -68,7 +68,7 @@ class Programs:
 
     def _compile(self, program: Path, sources: list[Path]) -> subprocess.CompletedProcess[str]:
         return run(
-            self._compiler, "-std=c++20", "-O1", "-g", *self._flags, "-I", str(ROOT), "-pthread",
+            self._compiler, "-std=c++20", "-O1", "-g1", *self._flags, "-I", str(ROOT), "-pthread",
             *map(str, sources), "-o", str(program), timeout_s=200,
         )  # fmt: skip
 

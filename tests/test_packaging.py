@@ -1,4 +1,4 @@
-"""The installed package: its files, and importing it, also where it can't be used."""
+"""The installed package: its files, and its import, also where it can't be used."""
 
 import importlib.metadata
 import json
@@ -36,7 +36,7 @@ def run_python(code: str, *flags: str, **where: str | Path) -> subprocess.Comple
 
 
 def output_of(code: str, *flags: str) -> str:
-    """What code prints in a fresh process that uses the installed package and succeeds."""
+    """The output of code that succeeds in a fresh process with the installed package."""
     # -P: the current directory may hold the source tree, in which nothing is built.
     done = run_python(code, "-P", *flags)
     assert done.returncode == 0, done.stderr
@@ -91,7 +91,7 @@ print(json.dumps([seconds, sorted(set(sys.modules) - before)]))
     names = set(runs[0][1])
     packages = {name.split(".")[0] for name in names} - sys.stdlib_module_names
     assert packages <= {"jax", "jaxlib", "jax_intranode"}
-    # What only the command line needs.
+    # Only the command line needs these.
     assert names.isdisjoint({"jax_intranode._src.bench", "jax_intranode._src.launcher"})
 
 
@@ -119,8 +119,8 @@ def test_import_from_the_source_tree() -> None:
     assert "`pip install .`" in message
 
 
-# A runtime that is older than the headers of the build. The import must fail before anything is
-# registered: with one handler that is too new, JAX starts no backend at all.
+# The runtime is older than the headers of the build. The import must fail before it registers any
+# handler: JAX starts no backend if one handler is too new.
 
 _IMPORT = """
 import jax
@@ -167,7 +167,7 @@ def test_runtime_too_old_for_one_module(tmp_path: Path) -> None:
     assert rest == "[] 3.0\n"
 
 
-# The choice of a CUDA compiler, as far as CMake makes it before it compiles anything.
+# CMake's choice of a CUDA compiler.
 
 
 @pytest.mark.parametrize(

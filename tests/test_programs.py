@@ -1,4 +1,4 @@
-"""The benchmark's programs: what they compute, and that our collectives do it as lax's do."""
+"""The benchmark's programs compute what they should, with our collectives and with lax's."""
 
 import functools
 import types
@@ -18,22 +18,22 @@ from jax_intranode._src.bench.programs.definitions import PROGRAMS
 
 TRAINING = ("train_step", "train_step_sequence_parallel")
 
-# What a program on CPU devices, whose calls are small, has of our calls at least.
+# The least number of our calls in each program on CPU devices, where the calls are small.
 OUR_CALLS = {
     "decode_scanned": {"psum": 1},
-    "decode_unrolled": {"psum": 8},  # for each of 4 layers and 2 tokens
-    # For each of 2 layers twice forward and twice backward; and some of the gradients.
+    "decode_unrolled": {"psum": 8},  # 4 layers x 2 tokens
+    # 2 layers, each two forward and two backward, and some of the gradients.
     "train_step": {"psum": 8 + 1},
     "train_step_sequence_parallel": {"psum_scatter": 8, "all_gather": 8, "psum": 1},
     "mlp_block": {"psum_scatter": 2, "all_gather": 2},  # forward and backward
 }
 
-# How far results may be apart: they are rounded to bfloat16 many times on the way.
+# The largest distance of two right results, which are rounded to bfloat16 many times.
 TOLERANCE = 0.05
 
 
 def all_devices() -> int:
-    """As many as there are, of those that the programs take."""
+    """The largest number of devices that exists and that the programs take."""
     return max(n for n in (1, 2, 4, 8) if n <= len(jax.devices()))
 
 
@@ -43,7 +43,7 @@ def built(name: str, lib: Any, world: int) -> tuple[Callable[..., Any], Any]:
 
 
 def distance(some: Any, others: Any, start: Any) -> float:
-    """How far results are apart, in parts of how far they went from the arguments.
+    """The distance of two results, relative to their distance from the arguments.
 
     The largest over the arrays, by their norms. Arguments that are handed on are left out.
     """
@@ -130,7 +130,7 @@ def test_long_chains_stay_finite(name: str) -> None:
         arguments = jax.block_until_ready(f(*arguments))
     for leaf, same in zip(jax.tree.leaves(arguments), jax.tree.leaves(start), strict=True):
         if leaf is not same:
-            assert np.abs(np.asarray(leaf, np.float32)).max() < 100  # which no NaN is
+            assert np.abs(np.asarray(leaf, np.float32)).max() < 100  # false for NaN
 
 
 def test_scanned_and_unrolled_decode_alike() -> None:

@@ -1,4 +1,4 @@
-"""Failing well: ranks that leave or never come, processes that differ, memory that is not there."""
+"""Failures end with a clear error: lost ranks, processes that differ, missing memory."""
 
 import contextlib
 import logging
@@ -36,7 +36,7 @@ def need_cpu(why: str) -> None:
 
 
 def lines(log: str, label: str) -> list[str]:
-    """What a rank printed after a label."""
+    """The texts that a rank printed with a label."""
     return re.findall(rf"^{label}: (.*)$", log, re.MULTILINE)
 
 
@@ -48,7 +48,7 @@ def say(label: str, text: object) -> None:
 
 
 def come(stage: str, ranks: list[int]) -> None:
-    """Waits until all of these ranks have come here."""
+    """Waits until all the given ranks have reached this stage."""
     client = key_value_client()
     if jax.process_index() in ranks:
         client.key_value_set(f"test/{stage}/{jax.process_index()}", "here")
@@ -57,12 +57,12 @@ def come(stage: str, ranks: list[int]) -> None:
 
 
 def leave(present: list[int]) -> None:
-    """Ends the process without JAX's shutdown, which waits for all; rank 0 (the store) last."""
+    """Ends the process without JAX's shutdown, which waits for all; rank 0, the store, last."""
     client = key_value_client()
     if jax.process_index() == 0:
         for rank in set(present) - {0}:
             client.blocking_key_value_get(f"test/leave/{rank}", 60_000)
-        time.sleep(1)  # the others have yet to hear that their key was set, and to end
+        time.sleep(1)  # until the others know that their key was set, and have ended
     else:
         client.key_value_set(f"test/leave/{jax.process_index()}", "gone")
     os._exit(0)
@@ -76,7 +76,7 @@ def check_sum(mesh: Mesh, seed: int) -> None:
 
 
 def check_matmul(mesh: Mesh, operation: str) -> None:
-    """An overlapped collective matmul of ones; "NAME in a kernel" asks for the fused one."""
+    """Checks an overlapped matmul of ones; "NAME in a kernel" means the fused kernel."""
     operation, _, fused = operation.partition(" in a ")
     gathers = operation == "all_gather_matmul"
     x, w = np.ones((16 * mesh.size, 16)), np.ones((16, 16))
@@ -96,12 +96,12 @@ def check_matmul(mesh: Mesh, operation: str) -> None:
 
 
 def failure_of(mesh: Mesh, attempt: Callable[[], None]) -> str:
-    """What a user is told of an operation that fails.
+    """The error message that a user gets when an operation fails.
 
     That is the exception on the CPU. On GPUs a lost context raises XLA's own error, and ours comes
     in the log, and whenever a psum is lowered from then on.
     """
-    with pytest.raises(Exception) as error:  # of no particular type: it is XLA's
+    with pytest.raises(Exception) as error:  # XLA chooses the type
         attempt()
     assert not isinstance(error.value, AssertionError), error.value
     if jax.devices()[0].platform == "cpu":
@@ -141,7 +141,7 @@ def loses_a_rank(missing: int, exits: bool, operation: str) -> None:
 
 
 def misses_a_rank(missing: int) -> None:
-    """One process comes late: after the others have given up on it."""
+    """One process comes after the others have given up on it."""
     mesh = cases.line()
     others = [r for r in range(mesh.size) if r != missing]
     if jax.process_index() == missing:
@@ -263,7 +263,7 @@ def fallback_reason(ranks: Any, env: Any, world: int = 2) -> str:
     assert len(reasons) == 1, reasons
     assert all(lines(log, "SUM") == ["right"] for log in logs)
     (reason,) = reasons
-    # Logged, once by each.
+    # Each process logs it once.
     for log in logs:
         if "JAX_INTRANODE_DISABLE" not in reason:
             assert log.count(f"fall back to jax.lax: {reason}.") == 1, log
@@ -353,7 +353,7 @@ def test_segments_of_crashed_processes_are_removed() -> None:
     assert process.stdin is not None and process.stdout is not None
     name = Path("/dev/shm" + process.stdout.readline().strip())
     first = module.allocate(0, 1 << 20, True)
-    assert name.exists()  # its process is there
+    assert name.exists()  # its process still runs
     process.stdin.close()
     assert process.wait() == -signal.SIGKILL
     process.stdout.close()

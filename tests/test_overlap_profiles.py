@@ -291,11 +291,13 @@ def test_facts_are_read_from_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nvml.users == 0
 
 
-def test_the_digest_covers_the_source_and_a_forced_plan() -> None:
+def test_the_digest_covers_the_limits_and_a_forced_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     digest = overlap.digest()
     with overlap.forced(Plan(tile_columns=256)):
         assert overlap.digest() != digest
     assert overlap.digest() == digest
+    monkeypatch.setattr(limits, "MAX_MATRICES", limits.MAX_MATRICES + 1)
+    assert overlap.digest() != digest
 
 
 def test_the_plan_is_lowered_as_one_dictionary(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,19 @@ def test_failed_runs_leave_the_constants(capsys: pytest.CaptureFixture[str]) -> 
     assert profile == H200 and not corrections
 
 
+def test_a_disturbed_run_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    class Disturbed(StandIn):
+        def run(self, shape: Any, plan_texts: list[str], settle_ms: int = 0) -> Any:
+            (ms, alone), *others = super().run(shape, plan_texts, settle_ms)
+            return [
+                (1.5 * ms if shape[:3] == ("all_gather_matmul", 4, 4096) else ms, alone),
+                *others,
+            ]
+
+    assert Disturbed(H200, noise=0.01).tune() == H200
+    assert "left out, as if disturbed: all_gather_matmul" in capsys.readouterr().err
+
+
 def test_a_rate_that_is_no_copy_between_gpus_is_not_taken() -> None:
     profile, _ = tune_overlap.tune(H200, None, lambda: 20e9, tune_overlap.Clock(1000))
     assert profile == H200

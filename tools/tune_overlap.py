@@ -67,6 +67,7 @@ TOLERANCE = {
 _PRIOR = {"stage": 0.3, "fixed": 0.1, "sum": 0.1, "sender": 0.1}
 _PRIOR_OF_WIDTH = 0.02
 _NOISE = 0.02
+_DISTURBED = 4  # standard deviations
 
 
 # What is measured.
@@ -191,19 +192,37 @@ def corrected(profile: Profile, corrections: Mapping[str, float]) -> Profile:
 def fit(profile: Profile, measured: Sequence[tuple[Calibration, float]]) -> dict[str, float]:
     """Returns the corrections of a profile under which the model explains measured times best.
 
+    Runs that it explains badly were probably disturbed. They are left out of a second fit.
+
     Args:
         profile: the profile to correct.
         measured: calibration runs and what they took, in milliseconds.
     """
+    corrections = _fit_all(profile, measured)
+    trial = corrected(profile, corrections)
+    good = [(run, ms) for run, ms in measured if abs(_error(run, ms, trial)) < _DISTURBED * _NOISE]
+    if len(measured) // 2 < len(good) < len(measured):
+        for run, ms in measured:
+            if (run, ms) not in good:
+                _say(f"# left out, as if disturbed: {run.operation} {run.plan}: {ms:.4f} ms")
+        return _fit_all(profile, good)
+    return corrections
+
+
+def _error(run: Calibration, ms: float, profile: Profile) -> float:
+    """Log of how much longer a run took than the model expects, relative to an H200's run."""
+    expected = run.h200_ms * run.predicted_s(profile) / run.predicted_s(H200)
+    return math.log(ms / expected)
+
+
+def _fit_all(profile: Profile, measured: Sequence[tuple[Calibration, float]]) -> dict[str, float]:
+    """The same of all runs."""
     names = [*_PRIOR, *(f"stage of {columns}" for columns in profile.tiles)]
     prior = np.array([_PRIOR.get(name, _PRIOR_OF_WIDTH) for name in names])
 
     def residuals(logs: np.ndarray) -> np.ndarray:
         trial = corrected(profile, dict(zip(names, np.exp(logs), strict=True)))
-        of_times = [
-            math.log(ms / run.h200_ms) - math.log(run.predicted_s(trial) / run.predicted_s(H200))
-            for run, ms in measured
-        ]
+        of_times = [_error(run, ms, trial) for run, ms in measured]
         return np.concatenate([np.array(of_times) / _NOISE, logs / prior])
 
     # Gauss-Newton; the model is piecewise linear in its constants.

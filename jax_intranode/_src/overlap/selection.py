@@ -38,10 +38,11 @@ def forced(plan: Plan | None) -> Iterator[None]:
 def digest() -> str:
     """Returns a digest of all that a choice depends on; processes compare it at rendezvous.
 
-    It covers the source of the model, of the profiles and of the limits, and a forced plan. The
-    facts from which a profile is scaled are exchanged themselves.
+    It covers the source of the model and of the profiles, the kernels' limits, and a forced plan.
+    The facts from which a profile is scaled are exchanged themselves.
     """
-    text = hashlib.sha256(repr(_forced).encode())
+    constants = {name: value for name, value in vars(limits).items() if name.isupper()}
+    text = hashlib.sha256(repr((_forced, constants)).encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         text.update(path.read_bytes())
     return text.hexdigest()[:16]

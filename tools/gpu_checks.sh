@@ -34,7 +34,7 @@ pytest_on() {
   local count
   count=$(awk -F, '{ print NF }' <<<"$devices")
   CUDA_VISIBLE_DEVICES=$devices JAX_INTRANODE_REQUIRE_GPUS=$count JAX_INTRANODE_TIMEOUT_S=20 timeout "$seconds" \
-    python3 -P -m pytest -q -p no:cacheprovider "$@" >"$out/$name.log" 2>&1
+    python3 -P -m pytest --full -q -p no:cacheprovider "$@" >"$out/$name.log" 2>&1
   local status=$?
   echo "$name: $(summary "$name")"
   return "$status"

@@ -504,6 +504,16 @@ def test_arguments() -> None:
         explain(lambda v: psum(v, "nowhere"))(1.0)
 
 
+def test_printed_without_a_call() -> None:
+    def step(v: Any) -> Any:
+        return v
+
+    for text in (str(explain(step)), repr(explain(jax.jit(step)))):
+        assert "no report yet" in text and "explain(step)(x)" in text
+    assert explain(step).__name__ == "step"
+    assert "explain(f)(x)" in repr(explain(functools.partial(step)))
+
+
 def test_what_lax_does_is_as_laxs_own_program() -> None:
     """The scopes that carry reasons change nothing but locations."""
 

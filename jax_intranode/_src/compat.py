@@ -406,13 +406,11 @@ def frames_of(equation: Any) -> list[Frame]:
     return _frames(equation.source_info.traceback)
 
 
-def frames_of_lowering(ctx: Any) -> list[Frame]:
-    """The frames outside of JAX that traced the equation which a lowering rule lowers."""
-    return _frames(ctx.traceback)
-
-
 def frames_here() -> list[Frame]:
-    """The frames outside of JAX that called this function, innermost first."""
+    """The frames outside of JAX that called this function, innermost first.
+
+    In a lowering rule: the frames that traced the equation that is lowered.
+    """
     return _frames(source_info_util.current().traceback)
 
 

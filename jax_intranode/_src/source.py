@@ -22,5 +22,5 @@ def call_site(frames: Sequence[tuple[str, int, str]]) -> str:
 
 
 def caller() -> str:
-    """The call site of what is being traced."""
+    """The call site of what is traced or lowered here."""
     return call_site(compat.frames_here())

@@ -231,8 +231,7 @@ def lower_to_lax(
 ) -> list[Any]:
     """Emits the collective of jax.lax."""
     if not selected.logged:
-        call_site = partial(source.call_site, compat.frames_of_lowering(ctx))
-        fallback.log(primitive.operation, selected.reason, call_site)
+        fallback.log(primitive.operation, selected.reason, source.caller)
     return list(mlir.lower_fun(lambda *vs: params.by_lax(vs), True)(ctx, *xs))
 
 

@@ -1,21 +1,26 @@
-// Checks and times the kernel of collective matmuls (xla_ffi/cuda/fused_matmul.h) alone, without
-// XLA and graphs: among as many GPUs as there are ranks, or fewer, but two at least, that stand for
-// them: GPU d is rank d of its own group, of which the ranks after it are the other GPUs, in turn.
-// So each sends and gets as much as among so many GPUs, over the same links, but waits for fewer
-// peers. What it can't find out then: shards of peers that are one GPU, taken for each other; and
-// what is wrong with ranks of higher numbers than GPUs.
+// Checks and times the fused kernel of collective matmuls (xla_ffi/cuda/fused_matmul.h) without XLA
+// and without graphs.
+//
+// Needs at least two GPUs. If there are fewer GPUs than ranks, they stand for the ranks: GPU d is
+// rank d of a group of its own, in which the following ranks are the other GPUs in turn. So each
+// GPU sends and receives as much as among that many GPUs, over the same links, but waits for fewer
+// peers. Such a run can't find two faults: shards of two peers that are the same GPU, taken for
+// each other; and faults of ranks whose numbers are higher than those of the GPUs.
 //
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -I xla_ffi/cuda -o fused_probe \
 //       tools/fused_probe.cu xla_ffi/cuda/{fused_matmul.cu,slab.cu,cublas_lt.cc} -ldl
 //   ./fused_probe RANKS check
-//   ./fused_probe RANKS all_gather_matmul|matmul_reduce_scatter M,K,N[,SETTLE_MS] PLAN ...
+//   ./fused_probe RANKS all_gather_matmul|matmul_reduce_scatter M,K,N[,SETTLE_MS[,LINK_GB_S]] \
+//       PLAN ...
 //
 // M, K and N are those of the matmul on one GPU. A PLAN is a list name=value,name=value of the
 // fields of MatmulPlan (matmul_plan.h), as for `bench --plan`; fields that are left out have their
 // defaults. tile_columns is required. With wgrad=1 the kernel also computes a weight gradient
 // [N, K]. With wgrad_after=1 a matmul of the same size follows the kernel instead. Several plans
-// are timed in alternation. Each is timed after running for SETTLE_MS, or after a pause.
-// libcublasLt.so, to time the matmul alone, is looked for as the package does.
+// are timed in alternation, each after it has run for SETTLE_MS, or after a pause. "share" is the
+// time that matmul or links take at least, divided by the measured time; LINK_GB_S is the rate of
+// the links (an H200's by default). libcublasLt.so, which times the matmul alone, is found as the
+// package finds it.
 
 #include <algorithm>
 #include <chrono>
@@ -38,7 +43,6 @@ using namespace jax_intranode;
 namespace {
 
 constexpr size_t kRingBytes = size_t{512} << 20;
-constexpr double kLinkBytes = 385e9;  // a second
 
 void Check(cudaError_t status) { ThrowIfError(status, "fused_probe"); }
 
@@ -53,7 +57,8 @@ __device__ uint16_t Rounded(float value) {
 }
 __device__ float Float(uint16_t bf16) { return __uint_as_float(uint32_t{bf16} << 16); }
 
-// Integers from -2 to 2, whose products and sums are exact; or about normal values.
+// Fills an operand: integers from -2 to 2, whose products and sums are exact, or values that are
+// roughly normally distributed, with which a matmul draws as much power as in training.
 __global__ void Fill(uint16_t* to, size_t count, uint32_t seed, bool exact) {
   const size_t step = size_t{gridDim.x} * blockDim.x;
   for (size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step) {
@@ -68,32 +73,35 @@ __global__ void Fill(uint16_t* to, size_t count, uint32_t seed, bool exact) {
   }
 }
 
+// The operands of the ranks in the group of a GPU.
 struct Operands {
-  int rank;                                     // of a GPU, in its group
-  const uint16_t *x[kMaxRanks], *w[kMaxRanks];  // of all its ranks
-  int shard[kMaxRanks];                         // of a sum, which one of a rank comes to the GPU
+  int rank;  // of the GPU
+  const uint16_t *x[kMaxRanks], *w[kMaxRanks];
+  int shard[kMaxRanks];  // reduce-scatter: the shard of a rank's products that comes to the GPU
 };
 struct Sizes {
-  bool sums;
-  int ranks, outer, rows, k, n;  // rows of an array of a shard
-  bool transposed, keeps;
-  bool beside = false;  // with a derivative [n, k], of an operand as large as all products
+  bool reduce_scatter;
+  int ranks, outer, rows, k, n;  // `rows` of one outer index of a shard
+  bool transposed, gathered;
+  bool wgrad = false;
 
   Algorithm algorithm() const {
-    return sums ? Algorithm::kMatmulReduceScatter : Algorithm::kAllGatherMatmul;
+    return reduce_scatter ? Algorithm::kMatmulReduceScatter : Algorithm::kAllGatherMatmul;
   }
-  size_t XItems() const { return size_t{1} * outer * rows * k * (sums ? ranks : 1); }
-  size_t ResultItems() const { return size_t{1} * outer * rows * n * (sums ? 1 : ranks); }
-  size_t GatheredItems() const { return size_t{1} * outer * rows * ranks * k; }
-  size_t BesideItems() const { return size_t{1} * outer * rows * ranks * n; }
+  // Numbers of elements.
+  size_t OfX() const { return size_t{1} * outer * rows * k * (reduce_scatter ? ranks : 1); }
+  size_t OfW() const { return size_t{1} * k * n; }
+  size_t OfProduct() const { return size_t{1} * outer * rows * n * (reduce_scatter ? 1 : ranks); }
+  size_t OfGathered() const { return size_t{1} * outer * rows * ranks * k; }
+  size_t OfWgradLhs() const { return size_t{1} * outer * rows * ranks * n; }
 };
 
-// Counts elements of a result that are wrong, of so many that are looked at.
+// Counts the wrong elements among `samples` elements of a product, and of the gathered x.
 __global__ void Compare(Sizes s, Operands of, const uint16_t* result, const uint16_t* gathered,
                         int samples, unsigned* wrong) {
   const int sample = blockIdx.x * blockDim.x + threadIdx.x;
   if (sample >= samples) return;
-  const int rows = s.rows * (s.sums ? 1 : s.ranks);
+  const int rows = s.rows * (s.reduce_scatter ? 1 : s.ranks);
   const int row = sample < s.n ? rows - 1 : Hash(sample * 3) % rows;  // all columns of the last one
   const int array = Hash(sample * 7) % s.outer;
   const int column = sample < s.n ? sample : Hash(sample * 5) % s.n;
@@ -106,7 +114,7 @@ __global__ void Compare(Sizes s, Operands of, const uint16_t* result, const uint
     return Float(Rounded(sum));
   };
   float want = -0.f;
-  if (s.sums) {
+  if (s.reduce_scatter) {
     for (int rank = 0; rank < s.ranks; ++rank) {
       const size_t shard = size_t{1} * array * s.ranks + of.shard[rank];
       want += dot(of.x[rank] + (shard * s.rows + row) * s.k, of.w[rank]);
@@ -124,9 +132,9 @@ __global__ void Compare(Sizes s, Operands of, const uint16_t* result, const uint
   if (Float(result[(size_t{1} * array * rows + row) * s.n + column]) != want) atomicAdd(wrong, 1);
 }
 
-// So of a derivative.
-__global__ void CompareDerivative(Sizes s, Operands of, const uint16_t* beside,
-                                  const uint16_t* derivative, int samples, unsigned* wrong) {
+// The same for a weight gradient.
+__global__ void CompareWgrad(Sizes s, Operands of, const uint16_t* lhs, const uint16_t* wgrad,
+                             int samples, unsigned* wrong) {
   const int sample = blockIdx.x * blockDim.x + threadIdx.x;
   if (sample >= samples) return;
   const int row = sample < s.k ? s.n - 1 : Hash(sample * 3) % s.n;
@@ -136,12 +144,12 @@ __global__ void CompareDerivative(Sizes s, Operands of, const uint16_t* beside,
     for (int at = 0; at < s.ranks * s.rows; ++at) {
       const size_t all = size_t{1} * array * s.ranks * s.rows + at;
       const size_t of_shard = size_t{1} * array * s.rows + at % s.rows;
-      const uint16_t x =
-          s.sums ? of.x[of.rank][all * s.k + column] : of.x[at / s.rows][of_shard * s.k + column];
-      sum += Float(beside[all * s.n + row]) * Float(x);
+      const uint16_t x = s.reduce_scatter ? of.x[of.rank][all * s.k + column]
+                                          : of.x[at / s.rows][of_shard * s.k + column];
+      sum += Float(lhs[all * s.n + row]) * Float(x);
     }
   }
-  if (Float(derivative[size_t{1} * row * s.k + column]) != Float(Rounded(sum))) {
+  if (Float(wgrad[size_t{1} * row * s.k + column]) != Float(Rounded(sum))) {
     atomicAdd(wrong, 1);
   }
 }
@@ -154,8 +162,8 @@ struct Gpu {
 };
 std::vector<Gpu> gpus;
 
-// Of a group of `ranks`, to GPU d: which GPU gets what it sends to a rank, which GPU it gets from
-// as from that rank, and which rank GPU d is to the latter.
+// What stands for a rank of GPU d's group: the GPU that receives what GPU d sends to that rank, the
+// GPU that sends as that rank, and the rank that GPU d is to the latter.
 struct Peer {
   int receiver, sender, to_sender;
 };
@@ -179,7 +187,7 @@ void Open(int ranks) {
   int visible;
   Check(cudaGetDeviceCount(&visible));
   if (visible < 2) {
-    std::printf("%d GPUs are visible; it takes two at least\n", visible);
+    std::printf("%d GPUs are visible; two or more are needed\n", visible);
     std::exit(2);
   }
   const int count = std::min(visible, ranks);
@@ -214,7 +222,7 @@ void Open(int ranks) {
     for (int rank = 0; rank < ranks; ++rank) {
       const Peer peer = PeerOf(ranks, d, rank);
       member.ring[rank] = rings[peer.receiver];
-      // What is lent to a rank goes to who sends as that rank, to where it looks for it.
+      // A grant to a rank goes to the GPU that sends as that rank, to the word that it reads.
       member.group.region[rank] =
           regions[peer.sender] + (peer.to_sender - d) * int64_t{sizeof(uint64_t)};
     }
@@ -233,7 +241,7 @@ void Synchronize() {
   });
 }
 
-// Operands and results of all GPUs.
+// One operation with the operands and results of all GPUs.
 class Call {
  public:
   Call(const Sizes& sizes, const MatmulPlan& plan, bool exact)
@@ -246,22 +254,22 @@ class Call {
       c.rows = s_.rows;
       c.ks = {s_.k};
       c.ns = {s_.n};
-      uint16_t* const x = Allocate<uint16_t>(s_.XItems());
-      uint16_t* const w = Allocate<uint16_t>(size_t{1} * s_.k * s_.n);
-      Fill<<<512, 256>>>(x, s_.XItems(), 1000 * d + 1, exact);
-      Fill<<<512, 256>>>(w, size_t{1} * s_.k * s_.n, 1000 * d + 7, exact);
+      uint16_t* const x = Allocate<uint16_t>(s_.OfX());
+      uint16_t* const w = Allocate<uint16_t>(s_.OfW());
+      Fill<<<512, 256>>>(x, s_.OfX(), 1000 * d + 1, exact);
+      Fill<<<512, 256>>>(w, s_.OfW(), 1000 * d + 7, exact);
       c.xs = {x};
       c.ws = {w};
-      c.products = {Allocate<uint16_t>(s_.ResultItems())};
-      if (s_.keeps) c.gathered = Allocate<uint16_t>(s_.GatheredItems());
-      if (s_.beside) {
-        uint16_t* const beside = Allocate<uint16_t>(s_.BesideItems());
-        Fill<<<512, 256>>>(beside, s_.BesideItems(), 1000 * d + 13, exact);
-        c.wgrad_lhs = beside;
-        c.wgrads = {Allocate<uint16_t>(size_t{1} * s_.n * s_.k)};
+      c.products = {Allocate<uint16_t>(s_.OfProduct())};
+      if (s_.gathered) c.gathered = Allocate<uint16_t>(s_.OfGathered());
+      if (s_.wgrad) {
+        uint16_t* const lhs = Allocate<uint16_t>(s_.OfWgradLhs());
+        Fill<<<512, 256>>>(lhs, s_.OfWgradLhs(), 1000 * d + 13, exact);
+        c.wgrad_lhs = lhs;
+        c.wgrads = {Allocate<uint16_t>(s_.OfW())};
       }
       if (FusedRingBytes(s_.algorithm(), c, s_.ranks, plan_) > gpus[d].member.data_bytes()) {
-        std::printf("rings of %zu bytes have no room for it\n", kRingBytes);
+        std::printf("it does not fit rings of %zu bytes\n", kRingBytes);
         std::exit(2);
       }
       scratch_bytes_ = FusedScratchBytes(s_.algorithm(), c, s_.ranks, plan_) + 1;
@@ -281,13 +289,13 @@ class Call {
   unsigned Wrong() {
     unsigned all = 0;
     OnEach([&](int d) {
-      // NaN, also where the call before left what this one should bring.
+      // NaN everywhere, so that nothing is left of an earlier call.
       Check(cudaMemset(gpus[d].member.Data(d), 0xff, gpus[d].member.data_bytes()));
       Check(cudaMemset(calls_[d].scratch, 0xff, scratch_bytes_));
-      Check(cudaMemset(calls_[d].products[0], 0xff, 2 * s_.ResultItems()));
-      if (s_.keeps) Check(cudaMemset(calls_[d].gathered, 0xff, 2 * s_.GatheredItems()));
-      for (void* derivative : calls_[d].wgrads) {
-        Check(cudaMemset(derivative, 0xff, size_t{2} * s_.n * s_.k));
+      Check(cudaMemset(calls_[d].products[0], 0xff, 2 * s_.OfProduct()));
+      if (s_.gathered) Check(cudaMemset(calls_[d].gathered, 0xff, 2 * s_.OfGathered()));
+      for (void* wgrad : calls_[d].wgrads) {
+        Check(cudaMemset(wgrad, 0xff, 2 * s_.OfW()));
       }
       Check(cudaDeviceSynchronize());
     });
@@ -310,11 +318,11 @@ class Call {
       Compare<<<(samples + 127) / 128, 128>>>(
           s_, of, static_cast<const uint16_t*>(calls_[d].products[0]),
           static_cast<const uint16_t*>(calls_[d].gathered), samples, wrong);
-      for (const void* derivative : calls_[d].wgrads) {
+      for (const void* wgrad : calls_[d].wgrads) {
         const int samples = std::max(2000, 2 * s_.k);
-        CompareDerivative<<<(samples + 127) / 128, 128>>>(
+        CompareWgrad<<<(samples + 127) / 128, 128>>>(
             s_, of, static_cast<const uint16_t*>(calls_[d].wgrad_lhs),
-            static_cast<const uint16_t*>(derivative), samples, wrong);
+            static_cast<const uint16_t*>(wgrad), samples, wrong);
       }
       Check(cudaMemcpy(&found, wrong, sizeof found, cudaMemcpyDeviceToHost));
       Check(cudaFree(wrong));
@@ -323,7 +331,7 @@ class Call {
     return all;
   }
 
-  // The matmul of all rows by cuBLASLt.
+  // The matmul of all rows, by cuBLASLt.
   void EnqueueMatmul() {
     const int64_t rows = int64_t{s_.outer} * s_.rows * s_.ranks;
     OnEach([&](int d) {
@@ -356,7 +364,7 @@ class Call {
   std::vector<void*> allocated_;
 };
 
-// Milliseconds of one of a dozen calls, after `settle_ms` of others, or after a rest.
+// Milliseconds per call, after running for `settle_ms`, or after a pause.
 template <class Enqueue>
 double Time(int settle_ms, Enqueue&& enqueue) {
   constexpr int kCalls = 12;
@@ -386,8 +394,7 @@ double Median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-// What a way of computing a call is called on the command line: the fields of a plan, and
-// `wgrad_after`.
+// One way of computing a call, as the command line names it.
 struct Way {
   MatmulPlan plan;
   // cuBLASLt computes the weight gradient after the call. A matmul of the same size stands for it.
@@ -431,7 +438,7 @@ int CheckAll(int ranks) {
                          Sizes{true, ranks, 3, 200, 264, 136, true, false, true},
                          Sizes{true, ranks, 2, 129, 72, 1032, true, false, true}}) {
     for (const int columns : kTileColumns) {
-      if (!HasFusedKernel(s.algorithm(), columns, s.beside)) continue;
+      if (!HasFusedKernel(s.algorithm(), columns, s.wgrad)) continue;
       for (const char* fields :
            {"band_pairs=8",
             "band_pairs=2,parts=3,rounds=2,row_pairs_before_wgrad=3,"
@@ -441,8 +448,8 @@ int CheckAll(int ranks) {
         MatmulPlan plan;
         SetFields(fields, &plan);
         plan.tile_columns = columns;
-        plan.wgrad = s.beside;
-        if (plan.direct && !s.sums) continue;
+        plan.wgrad = s.wgrad;
+        if (plan.direct && !s.reduce_scatter) continue;
         Call call(s, plan, true);
         const unsigned wrong = call.Wrong() + call.Wrong();
         ++operations;
@@ -469,9 +476,11 @@ int main(int argc, char** argv) {
   Open(ranks);
   const std::string operation = argv[2];
   if (operation == "check") return CheckAll(ranks);
-  const bool sums = operation == "matmul_reduce_scatter";
+  const bool reduce_scatter = operation == "matmul_reduce_scatter";
   int m, k, n, settle_ms = 0;
-  if (argc < 5 || std::sscanf(argv[3], "%d,%d,%d,%d", &m, &k, &n, &settle_ms) < 3) return 2;
+  double link_gb_s = 385;
+  if (argc < 5 || std::sscanf(argv[3], "%d,%d,%d,%d,%lf", &m, &k, &n, &settle_ms, &link_gb_s) < 3)
+    return 2;
   if (m % ranks != 0) {
     std::printf("M is %d; it must be a multiple of %d\n", m, ranks);
     return 2;
@@ -480,8 +489,8 @@ int main(int argc, char** argv) {
   std::vector<std::unique_ptr<Call>> calls;
   const auto sizes_of = [&](const Way& way) {
     const bool transposed = way.plan.wgrad || way.wgrad_after;
-    const bool gathered = way.wgrad_after && !sums;
-    return Sizes{sums, ranks, 1, m / ranks, k, n, transposed, gathered, way.plan.wgrad};
+    const bool gathered = way.wgrad_after && !reduce_scatter;
+    return Sizes{reduce_scatter, ranks, 1, m / ranks, k, n, transposed, gathered, way.plan.wgrad};
   };
   for (int i = 4; i < argc; ++i) {
     Way way;
@@ -496,7 +505,7 @@ int main(int argc, char** argv) {
     ways.push_back(way);
     calls.push_back(std::make_unique<Call>(sizes, way.plan, false));
   }
-  // There and back, so that none is always the one that comes after the coolest.
+  // In both directions, so that no plan always follows the one that leaves the GPU coolest.
   std::vector<double> alone;
   std::map<size_t, std::vector<double>> times;
   for (int round = 0; round < 4; ++round) {
@@ -509,13 +518,13 @@ int main(int argc, char** argv) {
       }));
     }
   }
-  const double bytes = (ranks - 1.) / ranks * m * (sums ? n : k) * 2;
+  const double bytes = (ranks - 1.) / ranks * m * (reduce_scatter ? n : k) * 2;
   for (size_t i = 0; i < ways.size(); ++i) {
     const Way& way = ways[i];
     const unsigned wrong = Call(sizes_of(way), way.plan, true).Wrong();
     const double ms = Median(times[i]);
     const int matmuls = way.plan.wgrad || way.wgrad_after ? 2 : 1;
-    const double bound = std::max(matmuls * Median(alone), bytes / kLinkBytes * 1e3);
+    const double bound = std::max(matmuls * Median(alone), bytes / link_gb_s / 1e6);
     std::printf(
         "%-22s %d ranks %6d %6d %6d  %s%s: %8.4f ms, share %.3f, matmul alone %.4f, #wrong %u\n",
         operation.c_str(), ranks, m, k, n, ToString(way.plan).c_str(),

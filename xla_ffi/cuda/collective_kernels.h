@@ -1,15 +1,14 @@
-// The kernels of one element type, as collectives.cc sees them. collectives.cu is compiled once for
-// each type.
+// The kernels of one element type, which collectives.cu defines. It is compiled once for each type.
 #pragma once
 
 #include "collectives.h"
 
 namespace jax_intranode {
 
-// What a kernel is called with: AlignedBuffer, Buffer or Buffers.
+// The buffers that a kernel takes: AlignedBuffer, Buffer or Buffers.
 enum class CallKind { kAligned, kAny, kMany };
 
-// The kernel for a group of `size` ranks; none if there is no such kernel.
+// The kernel for a group of `size` ranks; null if there is none.
 template <ElementType type>
 const void* CollectiveKernel(Algorithm algorithm, int size, CallKind kind);
 

@@ -27,7 +27,7 @@ cudaError_t LaunchKernel(const void* kernel, const DeviceGroup& group, const voi
 
 cudaError_t Launch(Algorithm algorithm, ElementType type, const DeviceGroup& group,
                    const Buffer& buffer, LaunchShape shape, cudaStream_t stream) {
-  // Ranks may differ in this: how packs travel is the same.
+  // Ranks may differ in this, because packs travel alike.
   if (AlignedBuffer::Is(buffer, algorithm == Algorithm::kTwoShot ? group.size : 1)) {
     if (const void* kernel = Kernel(algorithm, type, group.size, CallKind::kAligned)) {
       const AlignedBuffer aligned{buffer.in, buffer.out, buffer.bytes};

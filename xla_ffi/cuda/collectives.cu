@@ -1,5 +1,5 @@
-// The kernels of one element type, JIN_TYPE (compiled once for each type, so that a build uses all
-// cores).
+// The kernels of one element type, JIN_TYPE. This file is compiled once for each type, so that a
+// build uses all cores.
 #include <type_traits>
 
 #include "../kernels/all_gather.h"
@@ -12,7 +12,7 @@
 namespace jax_intranode {
 namespace {
 
-// One kernel for each body of xla_ffi/kernels, which profilers show by name.
+// One kernel for each algorithm of xla_ffi/kernels. Profilers show its name.
 template <template <class, int, class> class Body, Algorithm algorithm, class Type, int N,
           class Call>
 __global__ void __launch_bounds__(kMaxThreads)
@@ -42,7 +42,7 @@ const void* Kernel(Algorithm algorithm) {
       }
       break;
     case Algorithm::kAllGather:
-      // What is only copied has no type: F32, BF16 and I8 serve the others that travel alike.
+      // Copies don't depend on the type: F32, BF16 and I8 stand for all types (CopiedAs).
       if constexpr (!std::is_same_v<Call, Buffers> &&
                     (std::is_same_v<Type, F32> || std::is_same_v<Type, BF16> ||
                      std::is_same_v<Type, I8>)) {
@@ -58,8 +58,8 @@ const void* Kernel(Algorithm algorithm) {
 
 }  // namespace
 
-// In the common case, and for the types that models compute in, sizes 2, 4 and 8 have kernels of
-// their own. The others share one: each kernel costs build time.
+// World sizes 2, 4 and 8 have kernels of their own for aligned buffers, and for the types that
+// models compute in. Other cases share one kernel, because each kernel costs build time.
 template <>
 const void* CollectiveKernel<ElementType::JIN_ELEMENT_TYPE>(Algorithm algorithm, int size,
                                                             CallKind kind) {

@@ -9,16 +9,16 @@
 
 namespace jax_intranode {
 
-// What a kernel needs to know of its communicator; passed by value.
+// A group as its kernels get it, by value.
 struct DeviceGroup : Group {
   FailureRecord* failure;  // mapped host memory
-  uint64_t timeout_ns;     // of a wait in which nothing arrives
+  uint64_t timeout_ns;     // the deadline of a wait
 };
 
-// Kernel parameters of this size hold with every driver.
+// Every driver takes kernel parameters of this size.
 static_assert(sizeof(DeviceGroup) + sizeof(Buffers) <= 4096);
 
-// The most threads a block may have; the number of registers of the kernels follows from it.
+// The maximum number of threads of a block. It limits the registers of the kernels.
 constexpr int kMaxThreads = 512;
 
 struct LaunchShape {
@@ -26,14 +26,14 @@ struct LaunchShape {
   int threads;
 };
 
-// Enqueues one operation. Only a launch: no allocation, no synchronisation; may be captured.
+// Enqueues one operation: a kernel launch without allocation or synchronisation. May be captured.
 cudaError_t Launch(Algorithm algorithm, ElementType type, const DeviceGroup& group,
                    const Buffer& buffer, LaunchShape shape, cudaStream_t stream);
 cudaError_t Launch(Algorithm algorithm, ElementType type, const DeviceGroup& group,
                    const Buffers& buffers, LaunchShape shape, cudaStream_t stream);
 
 // Loads every kernel onto the current device. Loading may wait for what runs on the GPU, so it must
-// not happen for the first time while a peer's kernel waits for ours.
+// not happen while a peer's kernel waits for ours.
 cudaError_t LoadKernels();
 
 }  // namespace jax_intranode

@@ -13,7 +13,7 @@
 namespace jax_intranode {
 namespace {
 
-// From cublasLt.h; the numbers are the same in CUDA 12 and 13.
+// From cublasLt.h. The values are the same in CUDA 12 and 13.
 using Status = int;
 using Handle = void*;
 using Descriptor = void*;
@@ -56,11 +56,11 @@ struct Library {
                      void* workspace, size_t workspace_bytes, cudaStream_t);
 };
 
-// Null if there is none. Never destroyed: matmuls live as long.
+// The library, or null if there is none. Never destroyed, because matmuls aren't, either.
 const Library* Lt() {
   static const Library* const library = []() -> const Library* {
     void* file = nullptr;
-    // What JAX has loaded, wherever it lies; else what the loader finds.
+    // The library that JAX has loaded, wherever it lies; else the one that the loader finds.
     for (const int flags : {RTLD_NOW | RTLD_NOLOAD, RTLD_NOW}) {
       for (const char* name : {"libcublasLt.so.13", "libcublasLt.so.12"}) {
         if (file == nullptr) file = dlopen(name, flags);
@@ -103,7 +103,7 @@ void Check(Status status, const char* what) {
   }
 }
 
-// One a device, for good: destroying one would wait for the device.
+// One handle per device. Never destroyed: that would wait for the device.
 Handle HandleOf(int device) {
   static std::mutex mutex;
   static std::map<int, Handle> handles;
@@ -116,16 +116,16 @@ Handle HandleOf(int device) {
   return handle;
 }
 
-// The largest power of two that divides the bytes, up to what XLA's buffers begin at.
+// The largest power of two that divides `bytes`, up to the alignment of XLA's buffers.
 uint32_t Alignment(int64_t bytes) {
   return static_cast<uint32_t>(std::min<int64_t>(128, bytes & -bytes));
 }
 
-// Candidates that are timed.
+// The number of candidates that are timed.
 constexpr int kCandidates = 16;
 
-// An algorithm with a workspace clears it first; in a graph that takes this much longer than in a
-// stream, where it is timed.
+// An algorithm with a workspace clears it first. Candidates are timed in a stream; in a graph,
+// clearing takes this much longer.
 constexpr float kMillisecondsOfMemset = 6e-3;
 
 class TimedStream {
@@ -155,8 +155,8 @@ class TimedStream {
   cudaEvent_t start_ = nullptr, stop_ = nullptr;
 };
 
-// Memory in the order of a stream: neither taking nor giving it back waits for the device, on which
-// kernels may be waiting for peers.
+// Stream-ordered memory. Neither allocating nor freeing it waits for the device, on which kernels
+// may be waiting for peers.
 class StreamMemory {
  public:
   StreamMemory(size_t bytes, cudaStream_t stream) : stream_(stream) {
@@ -195,8 +195,8 @@ struct Matmul::Descriptors {
           "cublasLtMatmul");
   }
 
-  // By one launch to load each and the shorter of two timed ones. Those that fail are passed over;
-  // if all do, or if there is no memory, the first is left to say why when it is used.
+  // Times each candidate: one launch to load it, then the shorter of two. Skips those that fail. If
+  // all fail, or if there is no memory, the first one stays, and reports the error when it is used.
   void TakeFastest(const HeuristicResult* results, int found, size_t a_bytes, size_t w_bytes,
                    size_t d_bytes) {
     algo = results[0].algo;
@@ -230,13 +230,13 @@ struct Matmul::Descriptors {
   }
 };
 
-// cuBLASLt stores by columns. A row-major matrix is the transpose of one that is stored so, and
-// what is computed is d' = w' a'.
+// cuBLASLt's matrices are column-major. A row-major matrix is the transpose of a column-major one,
+// so this computes d^T = w^T a^T.
 Matmul::Matmul(int device, const MatmulShape& shape)
     : descriptors_(std::make_unique<Descriptors>()) {
   const CurrentDevice current(device);
   const Library* lt = Lt();
-  if (lt == nullptr) throw std::runtime_error("jax_intranode: cuBLASLt is not to be found");
+  if (lt == nullptr) throw std::runtime_error("jax_intranode: cuBLASLt was not found");
   Descriptors& it = *descriptors_;
   it.handle = HandleOf(device);
   const int type = shape.type == ElementType::kBF16 ? kR16BF : kR16F;

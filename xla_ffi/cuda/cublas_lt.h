@@ -1,6 +1,6 @@
-// Matmuls by cuBLASLt, as the collective matmuls need them. The library is the one that JAX's CUDA
-// wheels bring, found at run time; its headers come only with a wheel of 400 MB, so the few
-// functions that are used are declared in cublas_lt.cc. Errors are thrown as std::runtime_error.
+// Matmuls by cuBLASLt for the collective matmuls. The library is found at run time: it comes with
+// JAX's CUDA wheels. Its headers come only with a wheel of 400 MB, so cublas_lt.cc declares the few
+// functions that it uses. Errors are thrown as std::runtime_error.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,8 +14,8 @@
 
 namespace jax_intranode {
 
-// d[b] = a[b] w for b < batch, all row-major: a[b] is m x k, d[b] is m x n, w is k x n, or n x k
-// and `transposed`. bf16 or f16, summed in f32 and rounded once.
+// d[b] = a[b] @ w for b < batch. All are row-major: a[b] is [m, k], d[b] is [m, n], w is [k, n], or
+// [n, k] if `transposed`. bf16 or f16, accumulated in f32 and rounded once.
 struct MatmulShape {
   ElementType type;
   bool transposed;
@@ -25,24 +25,24 @@ struct MatmulShape {
   auto operator<=>(const MatmulShape&) const = default;
 };
 
-// Version of the library, as in cublasLtGetVersion; 0 if it is not to be found.
+// The library's version as cublasLtGetVersion returns it; 0 if there is no library.
 size_t CublasLtVersion();
 
-// An algorithm for one shape on one device.
+// The matmul of one shape on one device, with the algorithm chosen for it.
 class Matmul {
  public:
-  // The one of this process. When it is first asked for, the library's candidates are timed, on a
-  // stream and in memory of their own, and the fastest is taken; the library's first one, if there
-  // is no memory for that. Candidates that split k among blocks do not come into question. The
-  // others differ in their tiles, and nothing says that they all add in the same order; but their
-  // results had the same bits wherever that was looked at (docs/measurements/experiments.md).
+  // The process's matmul of this shape. The first call times the library's candidates, on a stream
+  // and in memory of its own, and takes the fastest; or the library's first candidate if there is
+  // no memory for timing. Candidates that split K among blocks are excluded. The others differ in
+  // their tiles. The library does not promise that all of them add in the same order, but their
+  // results were bit-identical wherever we compared them (docs/measurements/experiments.md).
   static const Matmul& Of(int device, const MatmulShape& shape);
 
   ~Matmul();
   Matmul(const Matmul&) = delete;
   Matmul& operator=(const Matmul&) = delete;
 
-  // Only launches; may be captured. Operands begin at multiples of 16 bytes, as in XLA's buffers.
+  // Launches the matmul; may be captured. Operands are aligned to 16 bytes, as XLA's buffers are.
   void Enqueue(const void* a, const void* w, void* d, void* workspace, cudaStream_t stream) const;
 
  private:

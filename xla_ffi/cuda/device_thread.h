@@ -5,7 +5,8 @@
 #include "../kernels/memory.h"
 #include "failure.h"
 
-// How the rare end of a wait is compiled: as a call, but where a kernel may have none.
+// The rare end of a wait is compiled as a call. A kernel that must not call functions defines this
+// macro otherwise.
 #ifndef JIN_GIVE_UP_FN
 #define JIN_GIVE_UP_FN __device__ __noinline__
 #endif
@@ -25,10 +26,10 @@ class DeviceThread {
   __device__ size_t First() const { return blockIdx.x * blockDim.x + threadIdx.x; }
   __device__ size_t Stride() const { return gridDim.x * blockDim.x; }
 
-  // The clock and the host's memory are looked at rarely, and by one thread of those of a warp that
-  // wait. Reading host memory takes longer the more threads do it: when all threads of a grid did,
-  // each millisecond that one rank waited cost it another one, for which the next rank waited then,
-  // and so on (seen on 2 H200s: 1 ms an operation in place of 9 us, for seconds).
+  // Only one of the waiting threads of a warp reads the clock and host memory, and only rarely.
+  // Reading host memory takes longer the more threads do it. When all threads of a grid did, each
+  // millisecond that one rank waited cost it another one, for which the next rank then waited, and
+  // so on (2 H200s: 1 ms per operation instead of 9 us, for seconds).
   __device__ bool Wait(size_t, int missing) {
     if (++polls_ % 1024 != 0 || !FirstOfActive()) return true;
     const uint64_t now = Nanoseconds();
@@ -47,13 +48,13 @@ class DeviceThread {
   }
 
   __device__ void Enter(uint32_t* busy, uint32_t* closed) {
-    if (threadIdx.x == 0) met_ = ExchangeWord(busy, 1);
+    if (threadIdx.x == 0) was_busy_ = ExchangeWord(busy, 1);
     closed_ = LoadWord(closed);
   }
-  __device__ void Admit() { Admit(met_, closed_); }
-  // Gives up if another operation was met, or if the region is closed.
-  __device__ void Admit(uint32_t met, uint32_t closed) {
-    if ((met | closed) != 0) {
+  __device__ void Admit() { Admit(was_busy_, closed_); }
+  // Gives up if another operation is in flight, or if the region is closed.
+  __device__ void Admit(uint32_t busy, uint32_t closed) {
+    if ((busy | closed) != 0) {
       GiveUp(closed != 0 ? FailureReason::kClosed : FailureReason::kBusy, -1);
     }
   }
@@ -73,8 +74,8 @@ class DeviceThread {
     RecordAndTrap(failure_, reason, algorithm_, rank_, missing);
   }
 
-  // Writes the record and traps: the context is lost, no data leave it, XLA raises. Threads that
-  // come second leave the first one time to write.
+  // Writes the record and traps. The context is lost, so no data leave it, and XLA raises an error.
+  // Later threads give the first one time to write.
   JIN_GIVE_UP_FN static void RecordAndTrap(FailureRecord* failure, FailureReason reason,
                                            uint32_t algorithm, int rank, int missing) {
     if (atomicCAS(&failure->claimed, 0u, 1u) == 0) {
@@ -94,11 +95,11 @@ class DeviceThread {
 
   FailureRecord* failure_;
   uint64_t timeout_ns_;
-  uint64_t started_ns_ = 0;  // of the wait, when first looked at
-  uint64_t look_ns_ = 0;     // when to look at the host's memory next
+  uint64_t started_ns_ = 0;  // when the wait was first timed
+  uint64_t look_ns_ = 0;     // when to read host memory next
   uint32_t polls_ = 0;
-  uint32_t met_ = 0;     // what the block's busy word held
-  uint32_t closed_ = 0;  // and the region's
+  uint32_t was_busy_ = 0;  // the block's busy word
+  uint32_t closed_ = 0;    // the region's word
   int rank_;
   uint32_t algorithm_;
 };

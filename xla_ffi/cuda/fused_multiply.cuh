@@ -138,7 +138,7 @@ class Multiplier {
         first_half_(Config::kAlternate ? 0 : warpgroup_),
         first_left_(InRegister(TileDescriptor(b.Left(0) + first_half_ * kHalfChunk))),
         first_right_(InRegister(TileDescriptor(b.Right(0)))),
-        first_empty_(InRegister(OfCluster(b.Empty(0), thread_ % kClusterSize))) {}
+        first_empty_(InRegister(ClusterAddress(b.Empty(0), thread_ % kClusterSize))) {}
 
   JIN_FN void Run() {
     ClusterTileLoop<Block<kColumns>> tiles(b_);
@@ -187,28 +187,27 @@ class Multiplier {
     if (Config::kAlternate && fed > 0) {
       warpgroup_ == 0 ? NamedSync<3, 256>() : NamedSync<4, 256>();
     }
-    int stage;
-    if (kWgrad && tile.wgrad) {
-      stage = MultiplyStages<true, true>(fed, WgradStages(p_), d);
-    } else {
-      stage = MultiplyStages<false, kNMajorW>(fed, p_.k_chunks, d);
-    }
+    const int first_stage = fed % Config::kStages;
+    const uint32_t parity = fed / Config::kStages & 1;
+    const int last_stage =
+        kWgrad && tile.wgrad ? MultiplyStages<true, true>(first_stage, parity, WgradStages(p_), d)
+                             : MultiplyStages<false, kNMajorW>(first_stage, parity, p_.k_chunks, d);
     if (Config::kAlternate && ClusterTileLoop<Block<kColumns>>(tiles).Next()) {
       warpgroup_ == 0 ? NamedArrive<4, 256>() : NamedArrive<3, 256>();
     }
     MatmulWait<0>();
     JIN_UNROLL
     for (auto& half : d) MatmulDone(half);
-    Release(stage);
+    Release(last_stage);
   }
 
-  // Issues the matrix instructions of all stages. Releases all stages but the last one, which it
-  // returns.
+  // Issues the matrix instructions of `count` stages. Releases all stages but the last one, which
+  // it returns.
   template <bool kMMajorLeft, bool kNMajorRight>
-  JIN_FN int MultiplyStages(uint32_t fed, int stages, float (&d)[kHalves][kColumns / 2]) {
-    int stage = fed % Config::kStages, multiplied = 0;
-    uint32_t parity = fed / Config::kStages & 1;
-    for (int k = 0; k < stages; ++k) {
+  JIN_FN int MultiplyStages(int stage, uint32_t parity, int count,
+                            float (&d)[kHalves][kColumns / 2]) {
+    int multiplied = 0;
+    for (int k = 0; k < count; ++k) {
       BarrierWait(b_.Full(stage), parity);
       const uint32_t left = first_left_ + stage * DescriptorOffset(Config::kStageBytes);
       const uint32_t right = first_right_ + stage * DescriptorOffset(Config::kStageBytes);

@@ -8,7 +8,7 @@
 namespace jax_intranode {
 namespace {
 
-// Launches before the timed ones, in which the ranks find together.
+// Launches before the timed ones, in which the ranks get in step.
 constexpr int kUntimed = 3;
 
 struct Deleter {
@@ -72,7 +72,7 @@ GraphTiming TimeInGraph(int device, const DeviceGroup& group, Algorithm algorith
   ThrowIfError(cudaGraphInstantiate(&program, graph, 0), "instantiating a graph");
   const Owned<CUgraphExec_st> owned_program(program);
 
-  // All launches are queued before the first is waited for: the host is never in the way.
+  // All launches are queued before the first wait, so the host delays none of them.
   std::vector<Owned<CUevent_st>> events;
   for (int k = 0; k < kUntimed + repetitions; ++k) {
     if (k >= kUntimed) {

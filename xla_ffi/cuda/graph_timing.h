@@ -1,5 +1,5 @@
-// Times an operation in a CUDA graph with nothing between the calls: what the kernels can do, for
-// the benchmark and for the tables of select.py. No XLA, no Python.
+// Times an operation in a CUDA graph with nothing between the calls: the time of the kernels alone,
+// for the benchmark and for the selection tables (table.py). No XLA, no Python.
 #pragma once
 
 #include <string>
@@ -10,13 +10,13 @@
 namespace jax_intranode {
 
 struct GraphTiming {
-  std::vector<double> microseconds;  // a call, for each launch of the graph
+  std::vector<double> microseconds;  // per call; one value for each launch of the graph
   std::string output;                // of the last call
 };
 
-// Launches a graph of `calls` operations `repetitions` times. To be called for all devices of the
-// group at once, while nothing else uses the group. Errors are thrown as std::runtime_error; the
-// other devices wait for one that failed until their deadline.
+// Launches a graph of `calls` operations `repetitions` times. Must be called for all devices of the
+// group at the same time, while nothing else uses the group. Errors are thrown as
+// std::runtime_error; the other devices wait for a failed one until their deadline.
 GraphTiming TimeInGraph(int device, const DeviceGroup& group, Algorithm algorithm, ElementType type,
                         LaunchShape shape, const std::string& input, int calls, int repetitions);
 

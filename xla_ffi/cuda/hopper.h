@@ -1,5 +1,5 @@
-// Hopper's asynchronous copies, barriers and matrix instructions: one spelling of each, in device
-// code for sm_90a. Names and meanings are those of the PTX manual.
+// Hopper's asynchronous copies, barriers and matrix instructions, one function each, for device
+// code of sm_90a. The PTX manual explains them.
 #pragma once
 
 #include <cuda.h>
@@ -14,8 +14,8 @@ JIN_FN uint32_t SharedAddress(const void* at) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(at));
 }
 
-// One of a warp's threads, all of which ask. The compiler knows then that what follows is done
-// once.
+// True for one thread of a warp, all of whose threads must call it. The compiler then knows that
+// only one thread runs what follows.
 JIN_FN bool Elected() {
   uint32_t chosen;
   asm volatile(
@@ -33,44 +33,44 @@ JIN_FN uint32_t RankInCluster() {
   return rank;
 }
 
-// All threads of the cluster.
+// Called by all threads of the cluster.
 JIN_FN void ClusterSync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
                    : "memory");
 }
 
-// The address by which the cluster knows the same place of one of its blocks.
-JIN_FN uint32_t OfCluster(uint32_t at, uint32_t of_rank) {
+// The cluster-wide address of the same shared-memory location in one of its blocks.
+JIN_FN uint32_t ClusterAddress(uint32_t at, uint32_t of_rank) {
   uint32_t of_cluster;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(of_cluster) : "r"(at), "r"(of_rank));
   return of_cluster;
 }
 
-// Writes a word at the same place of a block of the cluster.
+// Writes a word at the same location in a block of the cluster.
 JIN_FN void StoreToCluster(uint32_t at, uint32_t of_rank, uint32_t v) {
-  asm volatile("st.relaxed.cluster.shared::cluster.u32 [%0], %1;" ::"r"(OfCluster(at, of_rank)),
-               "r"(v)
-               : "memory");
+  asm volatile(
+      "st.relaxed.cluster.shared::cluster.u32 [%0], %1;" ::"r"(ClusterAddress(at, of_rank)), "r"(v)
+      : "memory");
 }
 
-// Barriers in shared memory, by their addresses.
+// Barriers in shared memory, given by their addresses.
 
 JIN_FN void BarrierInit(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
-// Before the cluster meets: its blocks see the barriers as they were initialised.
+// Makes initialised barriers visible to the cluster. Called before the cluster synchronises.
 JIN_FN void BarrierInitFence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Arrives, and has the phase wait for so many more bytes.
+// Arrives, and lets the phase end only after `bytes` more bytes have been copied.
 JIN_FN void BarrierExpect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
-// Arrives at the barrier of a block of the cluster (OfCluster).
+// Arrives at the barrier of a block of the cluster, given by its ClusterAddress.
 JIN_FN void BarrierArrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -91,9 +91,9 @@ JIN_FN void BarrierWait(uint32_t barrier, uint32_t parity) {
   }
 }
 
-// Bulk copies. What one thread issues between two commits is a group.
+// Bulk copies. The stores that a thread issues between two commits form a bulk group.
 
-// Orders ordinary accesses, to any memory or to shared memory, and bulk copies.
+// Orders ordinary accesses before bulk copies: accesses to any memory, or to shared memory.
 JIN_FN void ProxyFence() { asm volatile("fence.proxy.async;" ::: "memory"); }
 JIN_FN void SharedProxyFence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -113,7 +113,7 @@ JIN_FN void Load(uint32_t to, const CUtensorMap& map, int x, int y, int z, uint3
       : "memory");
 }
 
-// Into the same place of all blocks of a cluster of two, and told to the barriers of both.
+// Loads into the same location in both blocks of a cluster, and signals the barriers of both.
 JIN_FN void LoadToBoth(uint32_t to, const CUtensorMap& map, int x, int y, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::"
@@ -146,19 +146,19 @@ JIN_FN void Store(const CUtensorMap& map, int x, int y, int z, uint32_t from) {
 
 JIN_FN void StoreCommit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Until at most N groups have not been written.
+// Waits until at most N bulk groups have not been written.
 template <int N>
 JIN_FN void StoreWait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// Until at most N groups have not been read.
+// Waits until at most N bulk groups have not been read.
 template <int N>
 JIN_FN void StoreWaitRead() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
 
-// Registers: each warp of a warpgroup says how many of its own it keeps or takes.
+// Changes the number of registers per thread. All warps of a warpgroup call it.
 template <int N>
 JIN_FN void KeepRegisters() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
@@ -168,20 +168,20 @@ JIN_FN void TakeRegisters() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
-// A barrier of so many threads; barrier 0 is that of the block.
+// Synchronises kThreads threads at a barrier. Barrier 0 is the one of __syncthreads.
 template <int kBarrier, int kThreads>
 JIN_FN void NamedSync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
-// Counts for it, and goes on.
+// Arrives at such a barrier without waiting.
 template <int kBarrier, int kThreads>
 JIN_FN void NamedArrive() {
   asm volatile("bar.arrive %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit elements, by a warp: lane l gives the address of row l % 8 of
-// matrix l / 8, and of matrix i word i has two elements of row l / 4.
+// A warp stores four 8 x 8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of
+// matrix l / 8. Its word i holds two elements of row l / 4 of matrix i.
 JIN_FN void StoreMatrices(uint32_t to, const uint32_t (&words)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
                "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
@@ -190,14 +190,14 @@ JIN_FN void StoreMatrices(uint32_t to, const uint32_t (&words)[4]) {
 
 // Matrix instructions.
 
-// The lower half of a descriptor of a tile in shared memory whose rows are 128 bytes long, in
-// groups of 8 rows, swizzled by 128 bytes, from an address that is a multiple of 1024. Blocks of 64
-// elements along rows that are not contracted along lie 8 KB from each other: 64 rows.
+// The lower half of a matrix descriptor: a tile in shared memory with rows of 128 bytes, swizzled
+// by 128 bytes, at a multiple of 1024. If the rows run along M or N, one block of 64 elements of M
+// or N lies 8 KB (64 rows) after the other.
 JIN_FN uint32_t TileDescriptor(uint32_t address) {
   constexpr uint32_t kLeading = 64 * 128;
   return kLeading >> 4 << 16 | (address & 0x3FFFF) >> 4;
 }
-// So much further on.
+// What to add to a descriptor to move it by `bytes`.
 JIN_FN constexpr uint32_t DescriptorOffset(uint32_t bytes) { return bytes >> 4; }
 
 JIN_FN void MatmulFence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -207,19 +207,19 @@ JIN_FN void MatmulWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// After a wait: the products are not used before it.
+// Called after a wait, so that the compiler does not use the products before it.
 template <int kRegisters>
 JIN_FN void MatmulDone(float (&d)[kRegisters]) {
   JIN_UNROLL
   for (float& value : d) asm volatile("" : "+f"(value)::"memory");
 }
 
-// d += a b: a of 64 x 16, b of 16 x (2 * kRegisters), d's rows over the warps of a warpgroup.
-// `kColumnsOfA`, `kRowsOfB`: it lies by these, of which each is one k.
-template <bool kBf16, bool kColumnsOfA, bool kRowsOfB, int kRegisters>
+// d += a b, with a [64, 16] and b [16, 2 * kRegisters] in shared memory and d in the registers of a
+// warpgroup. An operand is K-major, or M-major or N-major if the flag says so.
+template <bool kBf16, bool kMMajorA, bool kNMajorB, int kRegisters>
 JIN_FN void Matmul16(float (&d)[kRegisters], uint32_t a, uint32_t b);
 
-// Whole descriptors a and b of their lower halves. The upper half: 128 bytes of swizzle, 1024 from
+// Completes the descriptors a and b. Their upper half says: swizzled by 128 bytes, 1024 bytes from
 // one group of 8 rows to the next.
 #define JIN_DESCRIPTORS(of_a, of_b) \
   "{.reg .b64 a, b;\n"              \
@@ -227,7 +227,7 @@ JIN_FN void Matmul16(float (&d)[kRegisters], uint32_t a, uint32_t b);
   ", 0x40000040};\n"                \
   "mov.b64 b, {" of_b ", 0x40000040};\n"
 
-// d's registers, and their names in the instruction: 64, then 32, then twice 16 more.
+// Lists of d's registers, and of their names in the instruction: 64, then 32, 16 and 16 more.
 #define JIN_D8(i)                                                                             \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -249,44 +249,40 @@ JIN_FN void Matmul16(float (&d)[kRegisters], uint32_t a, uint32_t b);
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, " \
   "%125, %126, %127 "
 
-#define JIN_MATMUL16(bf16, type, columns_of_a, rows_of_b)                                          \
+#define JIN_MATMUL16(bf16, type, m_major_a, n_major_b)                                             \
   template <>                                                                                      \
-  JIN_FN void Matmul16<bf16, columns_of_a, rows_of_b, 64>(float (&d)[64], uint32_t a,              \
-                                                          uint32_t b) {                            \
+  JIN_FN void Matmul16<bf16, m_major_a, n_major_b, 64>(float (&d)[64], uint32_t a, uint32_t b) {   \
     asm volatile(JIN_DESCRIPTORS("%64", "%65") "wgmma.mma_async.sync.aligned.m64n128k16.f32." type \
                                                "." type " {" JIN_NAMES_0                           \
                                                "}, a, b, 1, 1, 1, %66, %67;}"                      \
                  : JIN_D64(0)                                                                      \
-                 : "r"(a), "r"(b), "n"(columns_of_a), "n"(rows_of_b));                             \
+                 : "r"(a), "r"(b), "n"(m_major_a), "n"(n_major_b));                                \
   }                                                                                                \
   template <>                                                                                      \
-  JIN_FN void Matmul16<bf16, columns_of_a, rows_of_b, 96>(float (&d)[96], uint32_t a,              \
-                                                          uint32_t b) {                            \
+  JIN_FN void Matmul16<bf16, m_major_a, n_major_b, 96>(float (&d)[96], uint32_t a, uint32_t b) {   \
     asm volatile(JIN_DESCRIPTORS("%96", "%97") "wgmma.mma_async.sync.aligned.m64n192k16.f32." type \
                                                "." type " {" JIN_NAMES_0 ", " JIN_NAMES_64         \
                                                "}, a, b, 1, 1, 1, %98, %99;}"                      \
                  : JIN_D64(0), JIN_D32(64)                                                         \
-                 : "r"(a), "r"(b), "n"(columns_of_a), "n"(rows_of_b));                             \
+                 : "r"(a), "r"(b), "n"(m_major_a), "n"(n_major_b));                                \
   }                                                                                                \
   template <>                                                                                      \
-  JIN_FN void Matmul16<bf16, columns_of_a, rows_of_b, 112>(float (&d)[112], uint32_t a,            \
-                                                           uint32_t b) {                           \
+  JIN_FN void Matmul16<bf16, m_major_a, n_major_b, 112>(float (&d)[112], uint32_t a, uint32_t b) { \
     asm volatile(                                                                                  \
         JIN_DESCRIPTORS("%112", "%113") "wgmma.mma_async.sync.aligned.m64n224k16.f32." type        \
                                         "." type " {" JIN_NAMES_0 ", " JIN_NAMES_64                \
                                         ", " JIN_NAMES_96 "}, a, b, 1, 1, 1, %114, %115;}"         \
         : JIN_D64(0), JIN_D32(64), JIN_D16(96)                                                     \
-        : "r"(a), "r"(b), "n"(columns_of_a), "n"(rows_of_b));                                      \
+        : "r"(a), "r"(b), "n"(m_major_a), "n"(n_major_b));                                         \
   }                                                                                                \
   template <>                                                                                      \
-  JIN_FN void Matmul16<bf16, columns_of_a, rows_of_b, 128>(float (&d)[128], uint32_t a,            \
-                                                           uint32_t b) {                           \
+  JIN_FN void Matmul16<bf16, m_major_a, n_major_b, 128>(float (&d)[128], uint32_t a, uint32_t b) { \
     asm volatile(JIN_DESCRIPTORS(                                                                  \
                      "%128", "%129") "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type  \
                                      " {" JIN_NAMES_0 ", " JIN_NAMES_64 ", " JIN_NAMES_96          \
                                      ", " JIN_NAMES_112 "}, a, b, 1, 1, 1, %130, %131;}"           \
                  : JIN_D64(0), JIN_D64(64)                                                         \
-                 : "r"(a), "r"(b), "n"(columns_of_a), "n"(rows_of_b));                             \
+                 : "r"(a), "r"(b), "n"(m_major_a), "n"(n_major_b));                                \
   }
 
 JIN_MATMUL16(true, "bf16", false, true)

@@ -11,7 +11,7 @@ __global__ void jax_intranode_write_word(uint32_t* to, uint32_t value) { StoreWo
 
 __global__ void jax_intranode_read_word(uint32_t* from, uint32_t* to) { *to = LoadWord(from); }
 
-// cuCtxGetCurrent and cuCtxSetCurrent; the runtime API can't say "none".
+// cuCtxGetCurrent and cuCtxSetCurrent: the runtime API has no way to say "no context".
 struct ContextFunctions {
   int (*get)(void**);
   int (*set)(void*);
@@ -45,7 +45,7 @@ class Stream {
 
 void ThrowIfError(cudaError_t status, const std::string& what) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // a later call shall not report it again
+  cudaGetLastError();  // so that no later call reports it again
   throw std::runtime_error("jax_intranode: " + what + " failed: " + cudaGetErrorName(status) +
                            " (" + cudaGetErrorString(status) + ")");
 }
@@ -110,7 +110,7 @@ Slab::~Slab() {
     CurrentDevice current(device_);
     opened_ ? cudaIpcCloseMemHandle(address_) : cudaFree(address_);
   } catch (const std::runtime_error&) {
-    // At exit CUDA may be gone already; then there is nothing left to give back.
+    // At exit CUDA may already have shut down. Then there is nothing to free.
   }
 }
 

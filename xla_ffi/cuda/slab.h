@@ -12,15 +12,15 @@
 
 namespace jax_intranode {
 
-// Throws if `status` is an error; `what` says what was being done.
+// Throws if `status` is an error. `what` names the action that failed.
 void ThrowIfError(cudaError_t status, const std::string& what);
 
-// A function of the driver's, which the module needs no driver library to load for. Throws if the
-// driver has none of the name, as of CUDA 12.0.
+// Looks up a function of the CUDA driver (its version of CUDA 12.0), so that the module loads on
+// machines without a driver. Throws if the driver has no such function.
 void* DriverFunction(const char* name);
 
-// Makes `device` current in this thread for as long as it lives. A thread that had no context has
-// none afterwards: going back to "device 0" would create one there, in each of n processes.
+// Makes `device` current in this thread during the object's lifetime. A thread that had no context
+// has none afterwards: setting "device 0" would create a context there, in each of n processes.
 class CurrentDevice {
  public:
   explicit CurrentDevice(int device);
@@ -46,8 +46,8 @@ class Slab {
   // The bytes of a cudaIpcMemHandle_t.
   std::string Handle() const;
   char* address() const { return address_; }
-  // A page of zeroed host memory that kernels of any device can write, for failure records. It is
-  // never freed: a kernel may still look at it when the slab is gone.
+  // A page of zeroed host memory for failure records, which kernels of any device can write. It is
+  // never freed: a kernel may still read it when the slab is gone.
   char* records() const { return records_; }
 
  private:
@@ -63,11 +63,11 @@ class Slab {
 // Lets kernels on `device` address memory of `peer`, a device of this process.
 void EnablePeerAccess(int device, int peer);
 
-// Fills memory that `device` can address; returns when it is done.
+// Sets bytes that `device` can address to `value`; returns when it is done.
 void Fill(int device, char* address, int value, size_t bytes);
 
-// Writes or reads one word by a kernel on `device`; returns when it is done. For trying a path to a
-// peer before it is trusted.
+// Writes or reads one word by a kernel on `device`; returns when it is done. The rendezvous tests
+// the paths to peers with these.
 void WriteWord(int device, char* address, uint32_t value);
 uint32_t ReadWord(int device, char* address);
 

@@ -1,5 +1,5 @@
-// The FFI handlers of all-gather + matmul and matmul + reduce-scatter on CUDA: the algorithm, an
-// attribute, says which.
+// The FFI handlers of all-gather + matmul and matmul + reduce-scatter on CUDA. The attribute
+// `algorithm` says which of the two a call is.
 #pragma once
 
 #include "common.h"

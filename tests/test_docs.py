@@ -49,6 +49,18 @@ def test_links_resolve(page: Path) -> None:
             assert anchor in anchors(linked), f"{target}: no such heading"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_named_files_exist(page: Path) -> None:
+    """Paths in code spans, but those after the word "new"."""
+    folders = "xla_ffi|jax_intranode|docs|examples|tests|cmake"
+    if (ROOT / "tools").exists():  # the sdist lacks these
+        folders += "|tools|third_party|\\.ci"
+    span = rf"(?<!new )`((?:_src|{folders})/[\w./]+)`"
+    for name in re.findall(span, page.read_text()):
+        path = ROOT / ("jax_intranode/" + name if name.startswith("_src") else name)
+        assert path.exists(), f"{name}: no such file"
+
+
 def test_the_index_links_every_page() -> None:
     index = ROOT / "docs" / "README.md"
     if not index.exists():

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from jax_intranode._src.ops import fallback
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import Operation, OpPrimitive, nbytes
 
-# The primitives, and the parameters of each. `by_lax` is what jax.lax does in place of one.
+# The primitives, and the parameters of each.
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,20 @@ class AllGatherParams:
         return [lax.all_gather(x, self.axes, axis=self.axis, tiled=self.tiled) for x in xs]
 
 
-Params = PsumParams | PsumScatterParams | AllGatherParams
+class Params(Protocol):
+    """What the functions below need of the parameters of any collective.
+
+    Attributes:
+        axes: the mesh axes.
+    """
+
+    @property
+    def axes(self) -> tuple[str, ...]: ...
+
+    def by_lax(self, xs: Sequence[Any]) -> list[Any]:
+        """What jax.lax computes in place of the primitive."""
+        ...
+
 
 psum_p = OpPrimitive("psum")
 psum_scatter_p = OpPrimitive("psum_scatter")

@@ -1,4 +1,4 @@
-"""What a lowered program holds."""
+"""Counts collectives in lowered programs."""
 
 import functools
 import re
@@ -6,7 +6,7 @@ from collections import Counter
 
 
 def in_lowered(text: str) -> Counter[str]:
-    """Counts the collectives in StableHLO; those of a function as often as it is called."""
+    """Counts the collectives in StableHLO, those of a function once for each call of it."""
     functions = {
         found[1]: text[found.start() : following]
         for found, following in (

@@ -1,4 +1,4 @@
-"""Collective matmuls in one process: as lax's, with no more collectives than are needed."""
+"""Collective matmuls in one process: results as with jax.lax, and no needless collectives."""
 
 import functools
 import types
@@ -39,7 +39,7 @@ MOSTLY_CHECKED = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def float32_products() -> Iterator[None]:
-    """On GPUs the default would be TF32."""
+    """Multiplies in float32; the default on GPUs is TF32."""
     need_devices(2)
     with jax.default_matmul_precision("highest"):
         yield
@@ -57,7 +57,7 @@ def over_x(body: Any, in_specs: Any, out_specs: Any = BY_X, check_vma: bool = Fa
 
 
 def with_gradients(f: Callable[..., Any], argnums: Sequence[int]) -> Callable[..., Any]:
-    """The results, and the gradients of a loss that is not linear in them."""
+    """A function that returns results, and gradients of a loss that is not linear in them."""
 
     def both(*args: Any) -> Any:
         def of_some(*some: Any) -> Any:
@@ -81,14 +81,14 @@ def same(ours: Any, theirs: Any, tolerance: float = 2e-5) -> None:
 
 
 def like_lax(program: Callable[[Any], Callable[..., Any]], *args: Any) -> None:
-    """Compares a program of ours with one of lax's; none of ours may be left to lax."""
+    """Compares a program with ours to one with lax's; ours has to have custom calls."""
     ours = jax.jit(program(jax_intranode))
     assert collectives(ours, *args)
     same(ours(*args), jax.jit(program(LAX_MATMULS))(*args))
 
 
 def collectives(f: Callable[..., Any], *args: Any) -> Counter[str]:
-    """The collectives of a program: ours by their names, lax's with "lax" before StableHLO's."""
+    """Counts the collectives of a program: ours by name, lax's as "lax" and StableHLO's name."""
     ours = "jax_intranode_"
     found = in_lowered(jax.jit(f).lower(*args).as_text())
     return Counter(
@@ -105,7 +105,7 @@ def collectives(f: Callable[..., Any], *args: Any) -> Counter[str]:
 @MOSTLY_CHECKED
 @pytest.mark.parametrize("leading", [(2 * N,), (N, 2 * N), (N, 2 * N, 3 * N)])
 def test_every_axis(leading: tuple[int, ...], check_vma: bool) -> None:
-    """Every axis that can be gathered or scattered, the last of the product too."""
+    """Every axis that can be gathered or scattered, including the product's last."""
     rank = len(leading) + 1
 
     def program(lib: Any) -> Any:
@@ -129,7 +129,7 @@ def test_every_axis(leading: tuple[int, ...], check_vma: bool) -> None:
 @MOSTLY_CHECKED
 @pytest.mark.parametrize("m, k, n", [(0, 3, 4), (1, 0, 4), (1, 3, 0), (0, 0, 0), (129, 33, 1)])
 def test_sizes(m: int, k: int, n: int, check_vma: bool) -> None:
-    """Empty dimensions, which XLA's collectives refuse, and odd ones."""
+    """Odd dimensions, and empty ones, which XLA's collectives refuse."""
 
     def body(x: Any, w: Any, one: Any) -> Any:
         y = matmul_reduce_scatter(all_gather_matmul(x, w, "x"), w.T, "x")
@@ -202,7 +202,7 @@ def test_over_two_axes_of_a_mesh(check_vma: bool) -> None:
 
 
 def test_results_that_vary_over_different_axes() -> None:
-    """Types are lax's: what does not vary over "a" may be a replicated result."""
+    """The types are lax's: a result that does not vary over "a" may be replicated over it."""
     need_devices(4)
     mesh = make_mesh((2, 2), ("a", "b"))
 
@@ -229,7 +229,7 @@ def test_results_that_vary_over_different_axes() -> None:
     ],
 )
 def test_empty_results_vary_as_laxs(name: str, shapes: Any) -> None:
-    """Of operands that vary over some of the axes only, or over none, which lax does."""
+    """Also for operands that vary over some or none of the axes, for which lax runs the call."""
     need_devices(4)
     mesh = make_mesh((2, 2), ("a", "b"))
 
@@ -241,7 +241,7 @@ def test_empty_results_vary_as_laxs(name: str, shapes: Any) -> None:
             if name == "all_gather_matmul":
                 result = lib.all_gather_matmul(x * one, w, ("a", "b"))
             else:
-                # Ours has no int16.
+                # No int16 kernel: lax runs it.
                 result = lib.matmul_reduce_scatter(x.astype("int16"), w.astype("int16"), "a")
             found.append(jax.typeof(result))
             return one
@@ -265,7 +265,7 @@ def test_empty_results_vary_as_laxs(name: str, shapes: Any) -> None:
         ("bfloat16", "float32", "standard"),
         ("float16", None, "standard"),
         ("float16", "float32", "standard"),
-        # Cotangents that JAX would not promote to the dtype of what they are multiplied with.
+        # JAX would not promote these cotangents to the dtype that they are multiplied with.
         ("bfloat16", "float32", "strict"),
         ("float8_e4m3fn", "float32", "standard"),
         ("float8_e5m2", "bfloat16", "standard"),
@@ -300,7 +300,7 @@ def test_dtypes_of_results_and_gradients(dtype: str, preferred: Any, promotion: 
     ("scalar", "preferred"), [(2, None), (2.0, None), (2.0, "float32"), (2j, None)]
 )
 def test_weak_types_of_results(scalar: Any, preferred: Any, weak: str) -> None:
-    """As lax's, so that what comes after is promoted alike; of gradients and empty ones, too."""
+    """Weak as lax's, so that later promotion is the same; also for gradients and empty arrays."""
     of = {"preferred_element_type": preferred}
 
     def ours(x: Any, w: Any) -> Any:
@@ -321,7 +321,7 @@ def test_weak_types_of_results(scalar: Any, preferred: Any, weak: str) -> None:
             operands = {"x": jnp.full((rows, 3), scalar), "w": jnp.full((3, N), scalar)}
             for name, v in operands.items():
                 v = v if name in weak else v.astype(v.dtype)
-                operands[name] = v * one  # no constant; as weak as before
+                operands[name] = v * one  # makes it a tracer, as weak as before
             x, w = operands.values()
             results = matmuls(x, w)
             if weak == "xw" and not isinstance(scalar, int):
@@ -338,7 +338,7 @@ def test_weak_types_of_results(scalar: Any, preferred: Any, weak: str) -> None:
 
 
 def test_list_is_summed_before_it_is_rounded() -> None:
-    """The derivative by x of many matrices: a sum in float32 that is scattered in bfloat16."""
+    """The input gradient of a list of matrices is summed in float32 and scattered in bfloat16."""
     by_columns = P(None, "x")
     f = over_x(
         lambda x, *ws: all_gather_matmul(x, list(ws), "x"),
@@ -366,14 +366,14 @@ def test_precision_is_that_of_the_call() -> None:
     assert all("precision = [HIGH, HIGH]" in line for line in products)
 
 
-# Collectives of the derivatives.
+# Collectives of gradients and tangents.
 
 
 GATHER, SCATTER, SUM = "all_gather", "psum_scatter", "psum"
 
 
 def steps(name: str) -> tuple[Callable[..., Any], Any, Any]:
-    """A function of a rank's x and ws, and its specs."""
+    """A function of a rank's x and ws, and the specs of x and of its results."""
     if name == "all_gather_matmul":
         return (lambda x, *ws: all_gather_matmul(x, list(ws), "x")), P("x"), P(None, "x")
     if name == "matmul_reduce_scatter":
@@ -390,7 +390,7 @@ def steps(name: str) -> tuple[Callable[..., Any], Any, Any]:
         ("matmul_all_reduce", {SUM: 1}, dict.fromkeys(("x", "w", "xw"), None)),
     ],
 )
-def test_collectives_of_derivatives(
+def test_collectives_of_gradients(
     name: str, forward: dict[str, int], backward: dict[str, Any], check_vma: bool
 ) -> None:
     f, of_x, of_result = steps(name)
@@ -400,7 +400,7 @@ def test_collectives_of_derivatives(
     assert collectives(g, *args) == forward
     for by, argnums in (("x", (0,)), ("w", (1, 2)), ("xw", (0, 1, 2))):
         expected = backward[by]
-        if expected is None:  # as lax.psum's: none for a cotangent that is the same on all ranks
+        if expected is None:  # as for lax.psum: none if the cotangent is the same on all ranks
             expected = {} if check_vma else {SUM: 1}
         found = collectives(with_gradients(g, argnums), *args)
         assert found == Counter(forward) + Counter(expected), by
@@ -414,7 +414,7 @@ def test_collectives_of_derivatives(
 
 @BOTH
 def test_gathered_result_adds_no_collective(check_vma: bool) -> None:
-    """Its cotangent goes with those of the products."""
+    """Its cotangent is summed together with those of the products."""
 
     def body(x: Any, w: Any) -> Any:
         ys, whole = all_gather_matmul(x, [w, w], "x", return_gathered=True)
@@ -426,7 +426,7 @@ def test_gathered_result_adds_no_collective(check_vma: bool) -> None:
 
 @BOTH
 def test_replicated_matrices_get_the_sum(check_vma: bool) -> None:
-    """The rest is what jax.shard_map, or the cast of the matrix, transposes to."""
+    """lax's all-reduces are the transposes of jax.shard_map, or of the cast of the matrix."""
 
     def body(x: Any, w: Any, v: Any) -> Any:
         return matmul_reduce_scatter(jnp.tanh(all_gather_matmul(x, w, "x")), v, "x")
@@ -443,7 +443,7 @@ def test_replicated_matrices_get_the_sum(check_vma: bool) -> None:
     same(jax.jit(f)(*args), with_gradients(alone, (0, 1, 2))(*args))
 
 
-# Both derivatives as one equation.
+# Both gradients as one equation.
 
 BOTH_OF_GATHER = "intranode_gradients_of_all_gather_matmul"
 BOTH_OF_SCATTER = "intranode_gradients_of_matmul_reduce_scatter"
@@ -451,7 +451,7 @@ TANGENT_OF_GATHER = "intranode_tangent_of_all_gather_matmul"
 
 
 def equations(f: Callable[..., Any], *args: Any) -> list[Any]:
-    """The equations with primitives of ours, in all jaxprs of a program without dead code."""
+    """The equations of our primitives in all jaxprs of a program, without dead code."""
 
     def within(jaxpr: Any) -> Iterator[Any]:
         for equation in jaxpr.eqns:
@@ -469,8 +469,8 @@ def names_of(f: Callable[..., Any], *args: Any) -> list[str]:
     return [equation.primitive.name for equation in equations(f, *args)]
 
 
-def derivatives_apart(lib: Any) -> Any:
-    """The same matmuls, but each derivative is a call of its own: lax's, or ours."""
+def gradients_apart(lib: Any) -> Any:
+    """The same matmuls, but each gradient is a call of its own: lax's, or ours."""
 
     def apart(operation: Any) -> Any:
         def call(x: Any, w: Any, axis: Any) -> Any:
@@ -479,9 +479,9 @@ def derivatives_apart(lib: Any) -> Any:
 
             def backward(kept: Any, ct: Any) -> Any:
                 x, w = kept
-                (by_x,) = jax.vjp(lambda x: run(x, w), x)[1](ct)
-                (by_w,) = jax.vjp(lambda w: run(x, w), w)[1](ct)
-                return by_x, by_w
+                (dgrad,) = jax.vjp(lambda x: run(x, w), x)[1](ct)
+                (wgrad,) = jax.vjp(lambda w: run(x, w), w)[1](ct)
+                return dgrad, wgrad
 
             f = jax.custom_vjp(run)
             f.defvjp(lambda x, w: (run(x, w), (x, w)), backward)
@@ -497,8 +497,8 @@ def derivatives_apart(lib: Any) -> Any:
 
 @BOTH
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_both_derivatives_are_one_equation(dtype: str, check_vma: bool) -> None:
-    """With the bits of one after another."""
+def test_both_gradients_are_one_equation(dtype: str, check_vma: bool) -> None:
+    """Its bits are those of the gradients computed one after another."""
 
     def program(lib: Any) -> Any:
         def body(x: Any, w: Any, u: Any, v: Any) -> Any:
@@ -520,7 +520,7 @@ def test_both_derivatives_are_one_equation(dtype: str, check_vma: bool) -> None:
     }
     if dtype == "float32":
         like_lax(program, *args)
-    apart = program(derivatives_apart(jax_intranode))
+    apart = program(gradients_apart(jax_intranode))
     assert not {BOTH_OF_GATHER, BOTH_OF_SCATTER}.intersection(names_of(apart, *args))
     both = jax.jit(program(jax_intranode))(*args)
     for a, b in zip(*map(jax.tree.leaves, (both, jax.jit(apart)(*args))), strict=True):
@@ -528,8 +528,8 @@ def test_both_derivatives_are_one_equation(dtype: str, check_vma: bool) -> None:
 
 
 @BOTH
-def test_derivatives_that_are_not_asked_for(check_vma: bool) -> None:
-    """Nothing is sent or multiplied for them, whether they are known to be zero or are unused."""
+def test_gradients_that_are_not_used(check_vma: bool) -> None:
+    """Nothing is sent or multiplied for gradients that are unused or known to be zero."""
     columns = P(None, "x")
 
     def gathers(x: Any, w: Any, u: Any) -> Any:
@@ -560,13 +560,13 @@ def test_derivatives_that_are_not_asked_for(check_vma: bool) -> None:
             [(p.dgrad, p.wgrads) for p in params],
         )
 
-    # All; by x and a matrix; by x; by matrices; by one.
+    # Which gradients are used (0: of x, others: of the matrices), and the number of products.
     used = {(0, 1, 2): 4, (0, 2): 3, (0,): 2, (1, 2): 2, (2,): 1}
     for which, dots in used.items():
         sent = {GATHER} if which != (0,) else set()  # the gathered x
         sent |= {SCATTER} if 0 in which else set()
-        by_w = tuple(k - 1 for k in which if k > 0) if 0 in which else tuple(range(len(which)))
-        expected = sorted(sent), dots, [(0 in which, by_w)]
+        wgrads = tuple(k - 1 for k in which if k > 0) if 0 in which else tuple(range(len(which)))
+        expected = sorted(sent), dots, [(0 in which, wgrads)]
         assert backward(some(gather, which), to_gather) == expected, which
     by_both = {(0, 1): (2, [(True, (0,))]), (0,): (1, [(True, ())]), (1,): (1, [(False, (0,))])}
     for which, expected_of in by_both.items():
@@ -576,7 +576,7 @@ def test_derivatives_that_are_not_asked_for(check_vma: bool) -> None:
         everything = jax.jit(some(f, range(len(args))))(*args)
         same(jax.jit(some(f, which))(*args), [everything[i] for i in which])
 
-    # Operands of which none is differentiated by.
+    # Only one operand is differentiated.
     frozen = jax.grad(lambda x: sum(v.sum() for v in gather(x, *to_gather[1:])))
     assert names_of(frozen, to_gather[0])[-1] == "intranode_matmul_reduce_scatter"
     frozen = jax.grad(lambda w: gather(to_gather[0], w, to_gather[2])[0].sum())
@@ -587,13 +587,13 @@ def test_derivatives_that_are_not_asked_for(check_vma: bool) -> None:
     assert equation.primitive.name == BOTH_OF_GATHER
     params = equation.params["params"]
     assert (params.matmul.terms, params.wgrads) == (1, (0,))
-    # No derivative by the matrix of the one that is not zero.
+    # The matrix of the nonzero cotangent is not differentiated.
     other = jax.grad(lambda x, w: gather(x, w, to_gather[2])[1].sum(), (0, 1))
     assert names_of(other, *to_gather[:2])[-1] == "intranode_matmul_reduce_scatter"
 
 
 @BOTH
-def test_tangents_that_are_not_asked_for(check_vma: bool) -> None:
+def test_tangents_that_are_not_used(check_vma: bool) -> None:
     columns = P(None, "x")
     f = over_x(
         lambda x, w, u: all_gather_matmul(x, [w, u], "x"),
@@ -606,22 +606,22 @@ def test_tangents_that_are_not_asked_for(check_vma: bool) -> None:
     def tangents(x: Any, w: Any, u: Any) -> Any:
         return jax.jvp(lambda x, w: f(x, w, u), (x, w), (jnp.cos(x), jnp.sin(w)))[1]
 
-    for used, by_w in ((slice(None), (0,)), (slice(1), (0,)), (slice(1, None), ())):
+    for used, moving in ((slice(None), (0,)), (slice(1), (0,)), (slice(1, None), ())):
 
         def some(*args: Any, used: slice = used) -> Any:
             return tangents(*args)[used]
 
         *_, equation = equations(some, *args)
         assert equation.primitive.name == TANGENT_OF_GATHER
-        assert equation.params["params"].moving == by_w
-        # The gathered x is needed where a matrix moves.
-        assert collectives(some, *args) == {GATHER: 1 + bool(by_w)}
+        assert equation.params["params"].moving == moving
+        # If a matrix has a tangent, the gathered x is needed.
+        assert collectives(some, *args) == {GATHER: 1 + bool(moving)}
         same(jax.jit(some)(*args), jax.jit(tangents)(*args)[used])
 
 
 @BOTH
-def test_linear_transpose_of_derivatives(check_vma: bool) -> None:
-    """Of a tangent, and of derivatives, which are linear in cotangents."""
+def test_linear_transpose_of_gradients(check_vma: bool) -> None:
+    """Transposes a tangent, and gradients, which are linear in cotangents."""
 
     def program(lib: Any) -> Any:
         def body(x: Any, w: Any, y: Any) -> Any:
@@ -652,8 +652,8 @@ def test_linear_transpose_of_derivatives(check_vma: bool) -> None:
 
 
 @BOTH
-def test_vmap_of_derivatives_hides_the_axis(check_vma: bool) -> None:
-    """Jaxprs with both derivatives, or with a tangent, batched over an axis of that name."""
+def test_vmap_of_gradients_hides_the_axis(check_vma: bool) -> None:
+    """Batches jaxprs with both gradients, or with a tangent, over an axis of that name."""
     x, w = values((N, 2 * N, 5), (5, 5))
 
     def program(lib: Any) -> Any:
@@ -662,11 +662,11 @@ def test_vmap_of_derivatives_hides_the_axis(check_vma: bool) -> None:
                 y = lib.matmul_reduce_scatter(lib.all_gather_matmul(x, w, "x"), w.T, "x")
                 return (y * jnp.cos(x)).sum()
 
-            def derivatives(x: Any, w: Any) -> Any:
+            def gradient_and_tangent(x: Any, w: Any) -> Any:
                 moved = jax.jvp(f, (x, w), (jnp.cos(x), jnp.sin(w)))[1]
                 return jax.grad(f, (0, 1))(x, w), moved[None]
 
-            traced = jax.make_jaxpr(derivatives)(x[0], w)
+            traced = jax.make_jaxpr(gradient_and_tangent)(x[0], w)
             if lib is jax_intranode:
                 names = {equation.primitive.name for equation in traced.jaxpr.eqns}
                 assert names >= {BOTH_OF_GATHER, BOTH_OF_SCATTER, TANGENT_OF_GATHER}
@@ -683,7 +683,7 @@ def test_vmap_of_derivatives_hides_the_axis(check_vma: bool) -> None:
 
 @MOSTLY_CHECKED
 @pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (1, 1)])
-def test_vmap_of_derivatives(in_axes: tuple[int | None, int | None], check_vma: bool) -> None:
+def test_vmap_of_gradients(in_axes: tuple[int | None, int | None], check_vma: bool) -> None:
     x, w, ct = values((2 * N, 5), (5, 3 * N), (2 * N, 3 * N))
 
     def body(x: Any, w: Any, ct: Any) -> Any:
@@ -699,12 +699,12 @@ def test_vmap_of_derivatives(in_axes: tuple[int | None, int | None], check_vma: 
     def batch(v: Any, d: int | None) -> Any:
         return v if d is None else np.stack([v, v * 2], d)
 
-    by_x, by_w = jax.jit(f)(batch(x, in_axes[0]), batch(w, in_axes[1]), ct)
+    dgrad, wgrad = jax.jit(f)(batch(x, in_axes[0]), batch(w, in_axes[1]), ct)
     for k in range(2):
         one_x, one_w = (
             v if d is None else v * (k + 1) for v, d in zip((x, w), in_axes, strict=True)
         )
-        same((by_x[k], by_w[k]), (ct @ one_w.T, one_x.T @ ct))
+        same((dgrad[k], wgrad[k]), (ct @ one_w.T, one_x.T @ ct))
 
 
 # What the backward pass keeps.
@@ -712,7 +712,7 @@ def test_vmap_of_derivatives(in_axes: tuple[int | None, int | None], check_vma: 
 
 POLICIES = jax.checkpoint_policies
 REMAT = {
-    # All is computed again, but the last sum: nothing but its derivative needs it.
+    # All is computed again except the last sum, whose value no gradient needs.
     "nothing": (None, {GATHER: 3, SCATTER: 3}),
     # x is gathered again, and nothing else.
     "results": (POLICIES.save_only_these_names("hidden", "sum"), {GATHER: 3, SCATTER: 2}),
@@ -748,13 +748,13 @@ def test_remat(name: str, check_vma: bool) -> None:
 
 
 def test_gathering_again_multiplies_nothing() -> None:
-    """Of what jax.checkpoint computes again only the gathered x is needed here."""
+    """Here the backward pass needs only the gathered x to be computed again."""
     body = jax.checkpoint(lambda x, w: all_gather_matmul(x, [w, w], "x")[0])
     f = with_gradients(over_x(body, (P("x"), P(None, "x"))), (0, 1))
     args = values((2 * N, 5), (5, 3 * N))
     called = [call.operation for call in explain(f)(*args)]
     assert called == ["all_gather_matmul", "all_gather", "matmul_reduce_scatter"]
-    # Forward, by x, and by w.
+    # Forward, input gradient, weight gradient.
     assert jax.jit(f).lower(*args).as_text().count("stablehlo.dot_general") == 3
 
 
@@ -762,7 +762,7 @@ def test_gathering_again_multiplies_nothing() -> None:
 
 
 def three(lib: Any, x: Any, w: Any) -> Any:
-    """A number from each of the three."""
+    """The sum of a number from each of the three operations."""
     return (
         (lib.all_gather_matmul(x, w, "x") ** 2).sum()
         + (lib.all_gather_matmul(x, [w, w[:, :2]], "x", gather_axis=-2)[1] ** 3).sum()
@@ -774,7 +774,7 @@ def three(lib: Any, x: Any, w: Any) -> Any:
 @MOSTLY_CHECKED
 @pytest.mark.parametrize("in_axes", [(1, None), (2, None), (None, 2), (2, 1)])
 def test_vmap(in_axes: tuple[int | None, int | None], check_vma: bool) -> None:
-    """Over x, over w, over both; of the function and of its gradient."""
+    """Batches of x, of w and of both; around the function and around its gradient."""
     x, w = values((N, 5), (5, 3))
     x, w = (
         v if d is None else np.stack([v, v * 2, 1 - v], d)
@@ -799,7 +799,7 @@ def test_vmap(in_axes: tuple[int | None, int | None], check_vma: bool) -> None:
 @MOSTLY_CHECKED
 @pytest.mark.parametrize("jacobian", [jax.jacfwd, jax.jacrev, jax.hessian])
 def test_jacobians(jacobian: Callable[..., Any], check_vma: bool) -> None:
-    """Which batch the tangents, and operations of which nothing is batched."""
+    """Jacobians batch tangents, and operations none of whose operands is batched."""
 
     def program(lib: Any) -> Any:
         def body(x: Any, w: Any) -> Any:
@@ -842,9 +842,9 @@ def test_vmap_around_shard_map() -> None:
 
 @pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (0, 0)])
 def test_vmap_around_shard_map_over_a_mesh_axis(in_axes: tuple[int | None, int | None]) -> None:
-    """What is batched varies over one axis more than what is not, whose gradient is summed over it.
+    """A batched operand varies over one axis more; gradients of others are summed over that axis.
 
-    Inside of shard_map, too, where a gradient's type is that of its operand.
+    Also inside shard_map, where a gradient has the type of its operand.
     """
     need_devices(4)
     mesh = make_mesh((2, 2), ("data", "x"))
@@ -871,7 +871,7 @@ def test_vmap_around_shard_map_over_a_mesh_axis(in_axes: tuple[int | None, int |
 
 
 def test_axis_of_vmap() -> None:
-    """Lax does it, as it does where vmap hides the mesh axis."""
+    """lax runs the collective, also where the axis of vmap hides a mesh axis."""
     x, w = values((N, N, 5), (5, 3))
 
     def program(lib: Any) -> Any:
@@ -897,7 +897,7 @@ def test_axis_of_vmap() -> None:
 
 
 def test_trace_before_vmap_hides_the_axis() -> None:
-    """A jaxpr with our primitives, batched over an axis of the mesh axis' name."""
+    """Batches a jaxpr with our primitives over an axis that has the mesh axis' name."""
 
     def program(lib: Any) -> Any:
         def body(x: Any, w: Any) -> Any:
@@ -920,7 +920,7 @@ def test_trace_before_vmap_hides_the_axis() -> None:
 @BOTH
 @pytest.mark.parametrize("remat", [True, False])
 def test_scan(remat: bool, check_vma: bool) -> None:
-    """Layers with weights of their own; the collectives of a layer are those of one alone."""
+    """A scan over layers has the collectives of one layer."""
 
     def program(lib: Any) -> Any:
         def body(x: Any, w: Any, v: Any) -> Any:
@@ -975,7 +975,7 @@ def test_derivatives_of_higher_order(check_vma: bool) -> None:
 @pytest.mark.parametrize("transform", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
 @BOTH
 def test_value_and_tangent_in_one_call(check_vma: bool, transform: Any) -> None:
-    """Of a custom_jvp's rule, where the value is known and the tangent is not."""
+    """A custom_jvp's rule makes one call of which the value is known and the tangent is not."""
 
     def program(lib: Any) -> Callable[..., Any]:
         @jax.custom_jvp
@@ -995,7 +995,7 @@ def test_value_and_tangent_in_one_call(check_vma: bool, transform: Any) -> None:
 
 
 def test_linear_transpose() -> None:
-    """Linear in x, and in w."""
+    """The operations are linear in x, and in w."""
     x, w = values((2 * N, 5), (5, 3 * N))
 
     def program(lib: Any) -> Any:
@@ -1018,7 +1018,7 @@ def test_linear_transpose() -> None:
 
 
 def test_mesh_of_set_mesh_with_explicit_axes() -> None:
-    """Right for devices in any order, whichever the program was traced for."""
+    """Results are right for any order of devices, also one that was not traced."""
     x, w = values((2 * N, 5), (5, 3 * N))
     specs = (P("x"), P(None, "x"))
 
@@ -1044,7 +1044,7 @@ def test_mesh_of_set_mesh_with_explicit_axes() -> None:
 
 @pytest.mark.parametrize("spec", [P(None, "auto"), P("auto", None)])
 def test_operands_sharded_over_explicit_axes_are_laxs(spec: P) -> None:
-    """A product's sharding is lax's affair: along N, and of a contracted dimension."""
+    """lax decides how a product is sharded, along N and along the contracted dimension."""
     need_devices(4)
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     mesh = jax.sharding.Mesh(devices, ("auto", "x"), axis_types=(AxisType.Explicit,) * 2)
@@ -1095,15 +1095,15 @@ def test_donation() -> None:
     same(carried, x)
 
 
-# A sum that is overlapped. Nothing is on CPUs: a dot and our psum_scatter stand for the call.
+# An overlapped all-reduce. On CPUs nothing is overlapped: a dot and our psum_scatter stand in.
 
 
 @pytest.fixture
 def overlapping() -> Iterator[None]:
     def find(
-        operation: str, place: Any, traced_over: Any, axes: Any, request: overlapped.Request
+        operation: str, site: Any, traced_over: Any, axes: Any, request: overlapped.Request
     ) -> overlapped.Overlapped:
-        groups = communicator.partition(place.mesh, tuple(axes))
+        groups = communicator.partition(site.mesh, tuple(axes))
 
         class StandIn(overlapped.Overlapped):
             def __call__(self, *operands: Any) -> list[Any]:
@@ -1128,7 +1128,7 @@ def overlapping() -> Iterator[None]:
 @BOTH
 @pytest.mark.parametrize("leading", [(2 * N,), (3, N), (N // 2, 6)])
 def test_overlapped_sum(overlapping: None, leading: tuple[int, ...], check_vma: bool) -> None:
-    """It, its derivatives and batches of it are scattered and gathered, by all rows as one."""
+    """It, its tangents and batches are a reduce-scatter and an all-gather of all rows."""
 
     def program(lib: Any) -> Any:
         by_columns = P(*[None] * len(leading), "x")
@@ -1147,7 +1147,7 @@ def test_overlapped_sum(overlapping: None, leading: tuple[int, ...], check_vma: 
 
     args = values((*leading, 2 * N), (2 * N, 3))
     like_lax(program, *args)
-    # Forward, with tangents 2, the batch 1. Backward as ever.
+    # 1 forward, 2 with tangents, 1 for the batch. Backward as without overlap.
     expected = {SCATTER: 4, GATHER: 4} | ({} if check_vma else {SUM: 1})
     assert collectives(program(jax_intranode), *args) == expected
 
@@ -1180,20 +1180,20 @@ def test_explain_of_an_overlapped_sum(overlapping: None) -> None:
     assert odd.reason.startswith(why)
 
 
-# Both derivatives as one call. Nothing is on CPUs: our collectives and dots stand for it.
+# Both gradients as one call. On CPUs nothing is overlapped: collectives and dots stand in.
 
 
 @pytest.fixture
 def both_in_one_call() -> Iterator[list[overlapped.Request]]:
-    """Gives the requests that were granted."""
+    """Yields the requests that were granted."""
     granted = []
 
     def find(
-        operation: str, place: Any, traced_over: Any, axes: Any, request: overlapped.Request
+        operation: str, site: Any, traced_over: Any, axes: Any, request: overlapped.Request
     ) -> overlapped.Overlapped | str:
         if not request.wgrads:
-            return "it is alone"
-        groups = communicator.partition(place.mesh, tuple(axes))
+            return "one gradient alone"
+        groups = communicator.partition(site.mesh, tuple(axes))
         size = groups.group_size
         granted.append(request)
         assert request.transposed and not request.gathered
@@ -1201,12 +1201,12 @@ def both_in_one_call() -> Iterator[list[overlapped.Request]]:
         class StandIn(overlapped.Overlapped):
             def __call__(self, *operands: Any) -> list[Any]:
                 terms = len(request.ks)
-                *factors, beside = request.operands(*operands)
+                *factors, ct = request.operands(*operands)
                 xs, ws = factors[:terms], factors[terms:]
                 assert [x.shape[-1] for x in xs] == list(request.ks)
-                assert beside.shape[-1] == request.ns[0]
+                assert ct.shape[-1] == request.ns[0]
                 assert {w.shape for w in ws} == {(request.ns[0], k) for k in request.ks}
-                rows = tuple(range(beside.ndim - 1))
+                rows = tuple(range(ct.ndim - 1))
                 if operation == "all_gather_matmul":
                     assert xs[0].size == request.outer * request.rows * request.ks[0]
                     (whole,) = all_gather_p.bind_as_traced(
@@ -1214,7 +1214,7 @@ def both_in_one_call() -> Iterator[list[overlapped.Request]]:
                         params=AllGatherParams(axes, request.axis, True, size),
                         traced_over=traced_over,
                     )
-                    return [whole @ ws[0].T, jnp.tensordot(beside, whole, (rows, rows))]
+                    return [whole @ ws[0].T, jnp.tensordot(ct, whole, (rows, rows))]
                 assert xs[0].size == request.outer * request.rows * size * request.ks[0]
                 total = sum(x @ w.T for x, w in zip(xs, ws, strict=True))
                 (part,) = psum_scatter_p.bind_as_traced(
@@ -1222,8 +1222,8 @@ def both_in_one_call() -> Iterator[list[overlapped.Request]]:
                     params=PsumScatterParams(axes, request.axis, True, size),
                     traced_over=traced_over,
                 )
-                by_w = [jnp.tensordot(beside, x, (rows, rows)) for x in xs[: request.wgrads]]
-                return [part, *by_w]
+                wgrads = [jnp.tensordot(ct, x, (rows, rows)) for x in xs[: request.wgrads]]
+                return [part, *wgrads]
 
         return StandIn(operation, groups, request, overlap.Plan(tile_columns=128, wgrad=True))
 
@@ -1233,7 +1233,7 @@ def both_in_one_call() -> Iterator[list[overlapped.Request]]:
 
 @BOTH
 @pytest.mark.parametrize("leading", [(), (3,)])
-def test_both_derivatives_in_one_call(
+def test_both_gradients_in_one_call(
     both_in_one_call: list[overlapped.Request], leading: tuple[int, ...], check_vma: bool
 ) -> None:
     axis = len(leading)
@@ -1241,7 +1241,7 @@ def test_both_derivatives_in_one_call(
 
     def program(lib: Any) -> Any:
         def body(x: Any, w: Any, u: Any, v: Any) -> Any:
-            # The first one's matrix is no argument, so that the second one's comes first.
+            # The first matrix is no argument: terms with weight gradients are moved before it.
             a, b, c = lib.all_gather_matmul(x, [jnp.ones((5, 4)), w, u], "x", gather_axis=axis)
             y = jnp.tanh(a[..., :3] * b + c[..., :3])
             return lib.matmul_reduce_scatter(y, v, "x", scatter_axis=axis)
@@ -1260,8 +1260,8 @@ def test_both_derivatives_in_one_call(
     assert found == [((6,), (3,), 1), ((3, 7, 4), (5,), 2)]
 
 
-def test_explain_of_both_derivatives(both_in_one_call: list[overlapped.Request]) -> None:
-    """As the collective matmuls that they are."""
+def test_explain_of_both_gradients(both_in_one_call: list[overlapped.Request]) -> None:
+    """Gradients are presented as the collective matmuls that compute them."""
 
     def body(x: Any, w: Any, v: Any) -> Any:
         return matmul_reduce_scatter(jnp.tanh(all_gather_matmul(x, w, "x")), v, "x")
@@ -1278,14 +1278,14 @@ def test_explain_of_both_derivatives(both_in_one_call: list[overlapped.Request])
     got = [(call.operation, call.shapes, call.nbytes) for call in calls]
     assert got == [*ones, *twos, *backward]
     for call in calls[:2]:
-        assert "not overlapped (it is alone)" in call.reason
+        assert "not overlapped (one gradient alone)" in call.reason
     for call in calls[2:]:
         assert call.algorithm == call.operation
         assert call.reason == f"overlapped, {overlap.Plan(tile_columns=128, wgrad=True)}"
 
 
-def test_what_is_not_one_call(both_in_one_call: list[overlapped.Request]) -> None:
-    """What is cut along the last dimension, and one derivative alone."""
+def test_gradients_that_are_not_one_call(both_in_one_call: list[overlapped.Request]) -> None:
+    """A reduce-scatter along the last dimension, and one gradient alone."""
 
     def scatters(x: Any, w: Any) -> Any:
         return matmul_reduce_scatter(x, w, "x", scatter_axis=1)
@@ -1303,7 +1303,7 @@ def test_what_is_not_one_call(both_in_one_call: list[overlapped.Request]) -> Non
     assert not any(call.reason.startswith("overlapped") for call in calls)
 
 
-# Where lax does it.
+# Calls that jax.lax runs.
 
 
 def test_explain() -> None:
@@ -1313,7 +1313,7 @@ def test_explain() -> None:
 
     x, w = values((2 * N, 5), (5, 3 * N))
     calls = explain(over_x(body, (P("x"), P(None, "x"))))(x, w)
-    # The matrix whose product is not used is not there.
+    # Dead code elimination removes the matrix whose product is unused.
     got = [(c.operation, c.algorithm, c.nbytes, c.group_size, len(c.shapes)) for c in calls]
     assert got == [
         ("all_gather_matmul", "all_gather", 2 * 5 * 4, N, 2),
@@ -1329,8 +1329,8 @@ def test_explain() -> None:
         assert f"bytes of float32 among {N} ranks" in call.reason
 
 
-def test_what_ours_decline() -> None:
-    """Lax's collective, under our name, with the reason."""
+def test_dtype_that_has_no_kernel() -> None:
+    """explain shows lax's collective under our name, with the reason."""
     x, w = values((2 * N, 5), (5, 3), dtype="complex64")
 
     def program(lib: Any) -> Any:

@@ -1,4 +1,4 @@
-"""explain: what it says of programs, and that it is what their HLO holds."""
+"""explain: its report of programs, and that their HLO holds what it reports."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ def two_devices() -> None:
 
 
 def over_x(body: Callable[..., Any], *, check_vma: bool = False, **kwargs: Any) -> Any:
-    """A function of one array, of which each device gets a part."""
+    """A function of one array, of which each device has a shard."""
     return jax.shard_map(
         body, mesh=line(), in_specs=P("x"), out_specs=P("x"), check_vma=check_vma, **kwargs
     )
@@ -50,7 +50,7 @@ def summary(calls: Any) -> list[tuple[Any, ...]]:
     return [(call.operation, call.algorithm, call.times) for call in calls]
 
 
-# What programs hold.
+# Reports and lowered programs.
 
 CUSTOM_CALLS = {
     "psum": "jax_intranode_psum",
@@ -58,7 +58,7 @@ CUSTOM_CALLS = {
     "psum_scatter": "jax_intranode_psum_scatter",
     "all_gather": "jax_intranode_all_gather",
 }
-OF_LAX = {
+LAX_OPERATIONS = {
     "psum": "all_reduce",
     "pmean": "all_reduce",
     "psum_scatter": "reduce_scatter",
@@ -66,14 +66,14 @@ OF_LAX = {
 }
 
 
-def in_explanation(calls: Any) -> Counter[str]:
-    """The same of an explanation. Of several arrays lax makes one operation of each."""
+def in_report(calls: Any) -> Counter[str]:
+    """Counts the collectives of a report, as `in_lowered` does; lax sums arrays one by one."""
     found: Counter[str] = Counter()
     for call in calls:
         if call.algorithm != "lax":
             found[CUSTOM_CALLS[call.operation]] += 1
         elif call.axes:
-            found[OF_LAX[call.operation]] += len(call.shapes)
+            found[LAX_OPERATIONS[call.operation]] += len(call.shapes)
     return found
 
 
@@ -104,7 +104,7 @@ def psum_of_int(v: Any) -> Any:
 
 
 def many(v: Any) -> Any:
-    """A tree that takes several operations, with empty and unused arrays."""
+    """A psum of a tree that takes several operations, with empty and unused arrays."""
     tree = [v * k for k in range(select.MAX_BUFFERS + 3)]
     return sum(psum({"a": tree, "b": v[:, :0], "c": (v * 2).astype(jnp.int32)}, "x")["a"])
 
@@ -114,7 +114,7 @@ def parts(v: Any) -> Any:
     return all_gather(scattered, "x", axis=1, tiled=True) + all_gather(v[:, 0], "x").sum()
 
 
-def left_to_lax(v: Any) -> Any:
+def fallbacks(v: Any) -> Any:
     halves = [list(range(N // 2)), list(range(N // 2, N))]
     a = psum(v.astype(jnp.complex64), "x").real + psum(v > 0, "x")
     b = psum((v, v * 2), "x", axis_index_groups=halves)
@@ -165,7 +165,7 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "custom_vjp": custom,
     "many": many,
     "parts": parts,
-    "left_to_lax": left_to_lax,
+    "fallbacks": fallbacks,
     "large": large,
     "mapped": mapped,
     "vmap": lambda v: jax.vmap(lambda u: psum(u, "x") + parts(u[None])[0])(v),
@@ -181,7 +181,7 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
         *((name, True) for name in PROGRAMS if name != "loops"),
     ],
 )
-def test_program_holds_what_explain_says(name: str, grad: bool, algorithm: str) -> None:
+def test_program_holds_what_explain_reports(name: str, grad: bool, algorithm: str) -> None:
     f = over_x(PROGRAMS[name])
     if grad:
         function = f
@@ -189,21 +189,21 @@ def test_program_holds_what_explain_says(name: str, grad: bool, algorithm: str) 
     with forced(algorithm):
         calls = explain(f)(X)
         text = jax.jit(f).lower(X).as_text()
-    assert in_explanation(calls) == in_lowered(text), f"{calls}\n{text}"
+    assert in_report(calls) == in_lowered(text), f"{calls}\n{text}"
     assert len(calls) > 0
     assert all(call.reason for call in calls)
 
 
 @pytest.mark.parametrize("name", ["plain", "twice", "many", "parts", "large"])
-def test_program_holds_what_explain_says_under_check_vma(name: str) -> None:
+def test_program_holds_what_explain_reports_under_check_vma(name: str) -> None:
     f = over_x(lambda v: v + PROGRAMS[name](v), check_vma=True)
     calls = explain(f)(X)
     text = jax.jit(f).lower(X).as_text()
-    assert in_explanation(calls) == in_lowered(text), f"{calls}\n{text}"
+    assert in_report(calls) == in_lowered(text), f"{calls}\n{text}"
 
 
-def test_derivative_under_check_vma() -> None:
-    """The transpose of a sum is free, but of an operand that is alike on all ranks."""
+def test_gradient_under_check_vma() -> None:
+    """The transpose of a psum needs no psum, except for an operand that all ranks share."""
 
     def body(v: Any, w: Any) -> Any:
         return psum(v * v, "x") + psum(w * w, "x")
@@ -213,13 +213,13 @@ def test_derivative_under_check_vma() -> None:
     arguments = X, jax.ShapeDtypeStruct((4 * N,), X.dtype)
     calls = explain(g)(*arguments)
     text = jax.jit(g).lower(*arguments).as_text()
-    assert in_explanation(calls) == in_lowered(text), f"{calls}\n{text}"
+    assert in_report(calls) == in_lowered(text), f"{calls}\n{text}"
     assert [call.algorithm == "lax" for call in calls] == [False, False, True]
     assert calls[2].reason == "the transpose of a cast by jax.lax.pcast"
     assert calls[2].source == calls[1].source
 
 
-# What is said of a call.
+# The fields of a call.
 
 
 def test_fields() -> None:
@@ -322,11 +322,11 @@ def test_times() -> None:
     assert " ?  " in str(explain(over_x(loops))(X)).splitlines()[3]
 
 
-def test_calls_of_one_function_are_all_there() -> None:
+def test_each_call_of_one_function_is_reported() -> None:
     calls = explained(PROGRAMS["twice"])
     assert len(calls) == 3
     assert len({call.source for call in calls}) == 1
-    assert explained(PROGRAMS["twice"]) == calls  # nothing is traced any more
+    assert explained(PROGRAMS["twice"]) == calls  # traced once
 
 
 def test_tree_of_several_operations() -> None:
@@ -347,7 +347,7 @@ def test_backward_pass() -> None:
     assert {call.source for call in forward} < {call.source for call in backward}
 
 
-# What lax does, and why.
+# Calls that jax.lax runs, and why.
 
 
 def reasons(body: Callable[..., Any]) -> list[str]:
@@ -448,7 +448,7 @@ def test_nested_shard_maps() -> None:
         calls = explain(f)(argument)
         text = jax.jit(f).lower(argument).as_text()
     assert [call.algorithm == "lax" for call in calls] == [True, False, False]
-    assert in_explanation(calls) == in_lowered(text)
+    assert in_report(calls) == in_lowered(text)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -468,7 +468,7 @@ def test_mesh_of_set_mesh(kind: AxisType) -> None:
 
 
 def test_trace_of_another_mesh() -> None:
-    """Devices in another order: the trace is used again, and holds the first one's."""
+    """Devices in another order: JAX reuses the trace, which records the first order."""
 
     def mesh(order: list[int]) -> jax.sharding.Mesh:
         return jax.sharding.Mesh(np.array(jax.devices())[order], ("x",))
@@ -482,10 +482,10 @@ def test_trace_of_another_mesh() -> None:
         (call,) = explain(f)(X)
         text = f.lower(X).as_text()
     assert call.reason == "traced under a mesh with other devices, or in another order"
-    assert in_explanation([call]) == in_lowered(text) == {"all_reduce": 1}
+    assert in_report([call]) == in_lowered(text) == {"all_reduce": 1}
 
 
-# How it is called.
+# Arguments.
 
 
 def test_arguments() -> None:
@@ -514,8 +514,8 @@ def test_printed_without_a_call() -> None:
     assert "explain(f)(x)" in repr(explain(functools.partial(step)))
 
 
-def test_what_lax_does_is_as_laxs_own_program() -> None:
-    """The scopes that carry reasons change nothing but locations."""
+def test_fallback_is_laxs_own_program() -> None:
+    """The scopes that carry reasons change only locations."""
 
     def program(lib: Any) -> str:
         def body(v: Any) -> Any:

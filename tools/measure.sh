@@ -72,7 +72,7 @@ for step in "${steps[@]}"; do
     transformer)
       limited "transformer_$suffix" 80 "$python" -P \
         "$source_dir/examples/tensor_parallel_transformer.py" --json "transformer_$suffix.json"
-      grep -E 'tokens per second|x the tokens' "transformer_$suffix.log"
+      grep -hE "tokens per second|x the tokens" "transformer_$suffix.log" 2>/dev/null
       ;;
     types)
       bench psum_types 200 psum -d float32,int32,float64,float16 -b 4K -e 4M -f 8 -n 9 -w 2

@@ -208,9 +208,9 @@ def _calls(jaxpr: Any, context: _Context) -> Iterator[Call]:
             yield from _calls_of_lax(fell_back, list(equations), context)
             continue
         for equation in equations:
-            ours = primitive.BY_PRIMITIVE.get(equation.primitive)
-            if ours is not None:
-                yield from _calls_of_ours(ours, equation, context)
+            bound = primitive.BY_PRIMITIVE.get(equation.primitive)
+            if bound is not None:
+                yield from _calls_of_primitive(bound, equation, context)
             for inner, inside in _inner_jaxprs(equation, context):
                 yield from _calls(inner, inside)
 
@@ -232,10 +232,12 @@ def _inner_jaxprs(equation: Any, context: _Context) -> Iterator[tuple[Any, _Cont
         yield inner.jaxpr, _Context(site, times, conditional, transposed)
 
 
-def _calls_of_ours(ours: primitive.OpPrimitive, equation: Any, context: _Context) -> Iterator[Call]:
+def _calls_of_primitive(
+    bound: primitive.OpPrimitive, equation: Any, context: _Context
+) -> Iterator[Call]:
     avals = [operand.aval for operand in equation.invars]
     axes = equation.params["params"].axes
-    for operation in ours.explain(context.site, avals, **equation.params):
+    for operation in bound.explain(context.site, avals, **equation.params):
         selected = operation.selected
         yield Call(
             operation=_name(equation, operation.name),

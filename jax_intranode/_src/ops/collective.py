@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad, mlir
 
-from jax_intranode._src import communicator, compat, config, select, source, table
+from jax_intranode._src import communicator, compat, config, limits, select, source, table
 from jax_intranode._src.ops import fallback
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import Operation, OpPrimitive, nbytes
@@ -180,18 +180,18 @@ def chooser(
         mode=communicator.mode_of(mesh.devices.flat),
     )
 
-    def without_rendezvous(nbytes: int) -> select.Selection:
-        """The selection with unlimited memory and the default environment.
+    def reason_never_accelerated(nbytes: int) -> str | None:
+        """Why lax runs the operation with any memory and any environment; None if it need not.
 
-        Where it is lax, no rendezvous can change that. (Processes whose environments differ are
-        found at the rendezvous.)
+        The question is asked with unlimited memory and an algorithm that is forced at all sizes.
         """
-        return select_within(nbytes=nbytes, epoch_buffer_bytes=_UNLIMITED, algorithm="one_shot")
+        selected = select_within(nbytes=nbytes, epoch_buffer_bytes=_UNLIMITED, algorithm="one_shot")
+        return selected.reason if selected.algorithm == "lax" else None
 
     def choose(nbytes: int) -> select.Selection:
-        selected = without_rendezvous(nbytes)
-        if selected.algorithm == "lax":
-            return selected
+        reason = reason_never_accelerated(nbytes)
+        if reason is not None:
+            return select.Selection("lax", reason)  # without a rendezvous
         rendezvous = communicator.rendezvous_of(mesh.devices.flat)
         if rendezvous.reason is not None:
             return select.Selection("lax", rendezvous.reason, logged=True)
@@ -262,7 +262,7 @@ def lower_to_call(
     attributes: dict[str, Any] = {
         "device_ids": np.array(partition.device_ids, np.int64),
         "group_size": np.int64(partition.group_size),
-        "algorithm": np.int32(select.ALGORITHMS.index(selected.algorithm)),
+        "algorithm": np.int32(limits.ALGORITHMS.index(selected.algorithm)),
     }
     on_gpus = mesh.devices.flat[0].platform == "gpu"
     if on_gpus:

@@ -21,31 +21,19 @@ QUICK_OF_FOUR = QUICK | {
 
 
 def is_quick(name: str, world: int) -> bool:
+    """Whether the quick tier runs a case in `world` processes (conftest.py)."""
     function, _, parameters = name.partition("-")
     quick = QUICK if world == 2 else QUICK_OF_FOUR
     return parameters in quick.get(function, (parameters,))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=worlds(), ids=lambda n: f"{n}_processes")
 def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     log_dir = tmp_path_factory.mktemp("cases") / "logs"
     return outcome_of_cases(request, "cases", request.param, log_dir)
 
 
-@pytest.mark.parametrize(
-    ("outcome", "name"),
-    [
-        pytest.param(
-            world,
-            name,
-            id=f"{world}_processes-{name}",
-            marks=() if is_quick(name, world) else pytest.mark.full,
-        )
-        for world in worlds()
-        for name in cases.CASES
-    ],
-    indirect=["outcome"],
-)
+@pytest.mark.parametrize("name", cases.CASES)
 def test_case(name: str, outcome: str) -> None:
     check_case(name, outcome)
 

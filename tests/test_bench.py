@@ -24,7 +24,7 @@ from devices import need_devices
 from jax.sharding import PartitionSpec
 
 import jax_intranode
-from jax_intranode._src import native, select
+from jax_intranode._src import limits, native, select
 from jax_intranode._src.bench import command, record, timing
 from jax_intranode._src.bench.collectives import chains, graph, measure, oracle
 from jax_intranode._src.bench.collectives import report as collectives_report
@@ -614,7 +614,7 @@ class FakeGraphs:
         self._data[rank] = np.frombuffer(data, dtype)
         self._barrier.wait()  # all devices of the group at once
         parts = [self._data[r] for r in range(group_size)]
-        name = select.ALGORITHMS[algorithm]
+        name = limits.ALGORITHMS[algorithm]
         total = np.concatenate(parts) if name == "all_gather" else oracle.expected_sum(parts)[0]
         if name == "reduce_scatter":
             total = np.split(total, group_size)[rank]

@@ -21,7 +21,7 @@ from lowered import in_lowered
 
 import jax_intranode
 from jax_intranode import Call, all_gather, explain, pmean, psum, psum_scatter
-from jax_intranode._src import communicator, select
+from jax_intranode._src import communicator, limits, select
 from jax_intranode._src.ops.psum import selection
 
 N = len(jax.devices())
@@ -105,7 +105,7 @@ def psum_of_int(v: Any) -> Any:
 
 def many(v: Any) -> Any:
     """A psum of a tree that takes several operations, with empty and unused arrays."""
-    tree = [v * k for k in range(select.MAX_BUFFERS + 3)]
+    tree = [v * k for k in range(limits.MAX_BUFFERS + 3)]
     return sum(psum({"a": tree, "b": v[:, :0], "c": (v * 2).astype(jnp.int32)}, "x")["a"])
 
 
@@ -332,7 +332,7 @@ def test_each_call_of_one_function_is_reported() -> None:
 def test_tree_of_several_operations() -> None:
     with forced("one_shot"):
         calls = explained(many)
-    n = select.MAX_BUFFERS
+    n = limits.MAX_BUFFERS
     assert [(len(call.shapes), call.dtype) for call in calls] == [(n, "float32"), (3, "float32")]
 
 

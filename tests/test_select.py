@@ -17,7 +17,7 @@ ORDER = {
     "psum_scatter": ("reduce_scatter", "lax"),
     "all_gather": ("all_gather", "lax"),
 }
-ITEM_BYTES = {"bfloat16": 2, **{d: np.dtype(d).itemsize for d in select.DTYPES if d != "bfloat16"}}
+ITEM_BYTES = {"bfloat16": 2, **{d: np.dtype(d).itemsize for d in limits.DTYPES if d != "bfloat16"}}
 BARE = ("float32", "bfloat16", "float16")
 
 # xla_ffi/kernels/group.h and rendezvous.py.
@@ -65,7 +65,7 @@ def sizes(dtype: str) -> list[int]:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("dtype", select.DTYPES)
+@pytest.mark.parametrize("dtype", limits.DTYPES)
 @pytest.mark.parametrize("place", PLACES, ids="-".join)
 def test_every_selection_fits_and_is_sensible(
     place: tuple[str, str], dtype: str, operation: str
@@ -91,7 +91,7 @@ def test_every_selection_fits_and_is_sensible(
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("dtype", select.DTYPES)
+@pytest.mark.parametrize("dtype", limits.DTYPES)
 @pytest.mark.parametrize("place", PLACES, ids="-".join)
 def test_algorithms_follow_each_other_as_sizes_grow(
     place: tuple[str, str], dtype: str, operation: str
@@ -107,14 +107,14 @@ def test_algorithms_follow_each_other_as_sizes_grow(
 @pytest.mark.parametrize("place", PLACES, ids="-".join)
 def test_default_slab_holds_the_whole_table(place: tuple[str, str]) -> None:
     """Sizes stop where lax is faster, not where the slab is too small."""
-    for operation, world, dtype in itertools.product(OPERATIONS, WORLDS, select.DTYPES):
+    for operation, world, dtype in itertools.product(OPERATIONS, WORLDS, limits.DTYPES):
         for nbytes in sizes(dtype):
             reason = choose(place, world, nbytes, dtype, operation).reason
             assert "JAX_INTRANODE_SLAB_MIB" not in reason
 
 
 def test_the_limit_that_a_reason_names_is_the_limit() -> None:
-    for place, world, dtype in itertools.product(PLACES, WORLDS, select.DTYPES):
+    for place, world, dtype in itertools.product(PLACES, WORLDS, limits.DTYPES):
         for operation in OPERATIONS:
             reason = choose(place, world, 1 << 30, dtype, operation).reason
             assert "faster than lax" in reason
@@ -128,7 +128,7 @@ def test_the_limit_that_a_reason_names_is_the_limit() -> None:
 @pytest.mark.parametrize("place", PLACES, ids="-".join)
 def test_forced_algorithm_runs_wherever_it_fits(place: tuple[str, str], algorithm: str) -> None:
     most = epoch_buffer_bytes(place[0])
-    for world, dtype in itertools.product(WORLDS, select.DTYPES):
+    for world, dtype in itertools.product(WORLDS, limits.DTYPES):
         for nbytes in sizes(dtype):
             chosen = choose(place, world, nbytes, dtype, algorithm=algorithm)
             fits = needed(algorithm, nbytes, dtype, world) <= most
@@ -181,12 +181,12 @@ def test_table_is_well_formed() -> None:
     for (hardware, mode, operation, packets, world), rows in table.TABLE.items():
         assert (hardware, mode) in PLACES and world in WORLDS
         assert packets in ("bare", "flagged")
-        limits = [row.nbytes for row in rows]
-        assert limits == sorted(set(limits))
+        sizes_of_rows = [row.nbytes for row in rows]
+        assert sizes_of_rows == sorted(set(sizes_of_rows))
         stages = [ORDER[operation].index(row.algorithm) for row in rows]
         assert stages == sorted(stages)
     for place, operation, packets in itertools.product(PLACES, OPERATIONS, ("bare", "flagged")):
-        assert (*place, operation, packets, select.MAX_WORLD_SIZE) in table.TABLE
+        assert (*place, operation, packets, limits.MAX_WORLD_SIZE) in table.TABLE
 
 
 def test_digest_changes_with_the_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,17 +8,12 @@ import hashlib
 from dataclasses import dataclass
 
 from jax_intranode._src import limits, table
-from jax_intranode._src.limits import ALGORITHMS as ALGORITHMS
-from jax_intranode._src.limits import DTYPES as DTYPES
-from jax_intranode._src.limits import MAX_BUFFERS as MAX_BUFFERS
-from jax_intranode._src.limits import MAX_WORLD_SIZE as MAX_WORLD_SIZE
-from jax_intranode._src.limits import PACK_BYTES as PACK_BYTES
 
 # The algorithms of a psum.
 PSUM_ALGORITHMS = ("one_shot", "two_shot")
 
 # The dtypes that can be gathered: an all-gather copies and doesn't sum.
-COPIED_DTYPES = (*DTYPES, "bool", "int16", "uint16", "complex64", "complex128")
+COPIED_DTYPES = (*limits.DTYPES, "bool", "int16", "uint16", "complex64", "complex128")
 
 
 def digest() -> str:
@@ -32,7 +27,7 @@ class Selection:
     """What runs an operation, and why.
 
     Attributes:
-        algorithm: one of ALGORITHMS, or "lax".
+        algorithm: one of limits.ALGORITHMS, or "lax".
         reason: why, for people.
         blocks: blocks of the kernel's launch.
         threads: threads per block.
@@ -48,7 +43,7 @@ class Selection:
 
 def unsupported_dtype(operation: str, dtype: str) -> str | None:
     """Why an operation falls back to jax.lax for a dtype; None if it need not."""
-    dtypes = COPIED_DTYPES if operation == "all_gather" else DTYPES
+    dtypes = COPIED_DTYPES if operation == "all_gather" else limits.DTYPES
     return None if dtype in dtypes else f"dtype {dtype}; supported are {', '.join(dtypes)}"
 
 
@@ -89,8 +84,8 @@ def select(
         return lax(f"a group of {world_size} ranks; at most {limits.MAX_WORLD_SIZE} are supported")
     if unsupported := unsupported_dtype(operation, dtype):
         return lax(unsupported)
-    packs = -(-nbytes // PACK_BYTES)
-    packets = "bare" if limits.packet_bytes("all_gather", dtype) == PACK_BYTES else "flagged"
+    packs = -(-nbytes // limits.PACK_BYTES)
+    packets = "bare" if limits.packet_bytes("all_gather", dtype) == limits.PACK_BYTES else "flagged"
     rows = table.rows(hardware, mode, operation, packets, world_size)
     measured_on = f"(measured on {table.measured_on(hardware)})"
     if not rows:

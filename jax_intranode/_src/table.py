@@ -91,7 +91,7 @@ def _cpu(
     """The rows of CPUs, from (algorithm, largest size of bare packets, of flagged ones)."""
     return {
         operation: {
-            (packets, world): tuple(Row(row[1 + k], row[0], 1, 1) for row in rows)
+            (packets, world): tuple(Row(sizes[k], algorithm, 1, 1) for algorithm, *sizes in rows)
             for world, rows in by_world.items()
             for k, packets in enumerate(("bare", "flagged"))
         }

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jax_intranode._src import compat, select
+from jax_intranode._src import compat, limits, select
 from jax_intranode._src.ops import collective, fallback
 from jax_intranode._src.ops.collective import PsumParams, psum_p
 from jax_intranode._src.ops.lowering_site import LoweringSite
@@ -127,13 +127,13 @@ def operations(
     dtype = np.dtype(dtype)
     # In a kernel's buffer each array starts a new pack.
     packs = [
-        -(-int(np.prod(shape, dtype=np.int64)) * dtype.itemsize // select.PACK_BYTES)
+        -(-int(np.prod(shape, dtype=np.int64)) * dtype.itemsize // limits.PACK_BYTES)
         for shape in shapes
     ]
     choose_by_bytes = collective.chooser("psum", mesh, axes, dtype)
 
     def choose(chosen: Sequence[int]) -> select.Selection:
-        return choose_by_bytes(sum(packs[i] for i in chosen) * select.PACK_BYTES)
+        return choose_by_bytes(sum(packs[i] for i in chosen) * limits.PACK_BYTES)
 
     nonempty = [i for i, count in enumerate(packs) if count > 0] or list(range(len(packs)))
     if len(nonempty) == 1 or mesh.devices.flat[0].platform == "gpu":
@@ -144,7 +144,7 @@ def operations(
     # Each operation takes as many of the arrays, in order, as can be accelerated together.
     parts: list[Part] = []
     for i in nonempty:
-        if parts and len(parts[-1][0]) < select.MAX_BUFFERS:
+        if parts and len(parts[-1][0]) < limits.MAX_BUFFERS:
             longer = [*parts[-1][0], i]
             selected = choose(longer)
             if selected.algorithm != "lax":

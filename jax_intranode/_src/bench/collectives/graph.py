@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_intranode._src import communicator, native, select
+from jax_intranode._src import communicator, limits, native, select
 from jax_intranode._src.bench import all_ranks, timing
 from jax_intranode._src.bench.collectives import oracle
 from jax_intranode._src.bench.collectives.operations import Operation
@@ -85,7 +85,7 @@ def _measure_step(
             list(groups.device_ids),
             groups.group_size,
             communicator.native_ordinal(devices[rank]),
-            select.ALGORITHMS.index(chosen.algorithm),
+            limits.ALGORITHMS.index(chosen.algorithm),
             chosen.blocks,
             chosen.threads,
             operand.tobytes(),

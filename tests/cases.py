@@ -1232,6 +1232,7 @@ def donated_input() -> None:
 
 
 @case(operation=OPERATIONS)
+@ours_up_to(2048)
 def input_overwritten(operation: str) -> None:
     """The operand of a call is overwritten at once, by its own program and by the next one."""
     mesh = line()

@@ -895,12 +895,12 @@ def test_lines_of_the_picture() -> None:
     result = result_of("0.11.2", ("one_shot", "one_shot", "two_shot", "lax"))
     lines = list(collectives_plot.lines([result]))
     assert [line.label for line in lines] == [
-        "ours as called, process-per-device",
+        "ours from JAX, process-per-device",
         "ours in a graph, process-per-device",
-        "lax as called, process-per-device",
-        "ours as called, single-process",
+        "lax from JAX, process-per-device",
+        "ours from JAX, single-process",
         "ours in a graph, single-process",
-        "lax as called, single-process",
+        "lax from JAX, single-process",
         "torch nccl in a graph",
     ]
     # A time of 0 has no place on a logarithmic axis.
@@ -909,7 +909,7 @@ def test_lines_of_the_picture() -> None:
     assert [point.size for point in lines[1].points] == [1024, 4096, 16384]
     assert lines[6].points == [(1024, 9.0, 1.0, None)]
     both = list(collectives_plot.lines([result, result_of("0.12", ("one_shot",))]))
-    assert both[0].label == "jax 0.11.2: ours as called, process-per-device"
+    assert both[0].label == "jax 0.11.2: ours from JAX, process-per-device"
     assert both[-1].label == "jax 0.12: torch nccl in a graph"
 
 

@@ -53,7 +53,7 @@ def chain_length(settings: Settings, size: int, leaves: int) -> int:
     return length if leaves == 1 else max(4, min(length, 1024 // leaves))
 
 
-def times_as_called(
+def times_from_jax(
     settings: Settings, operation: Operation, mesh: Mesh, data: list[jax.Array], size: int
 ) -> tuple[Times, Times, int]:
     """Measures one call of ours and of lax's on this rank.

@@ -69,7 +69,7 @@ def measure(settings: Settings, mesh: Mesh, dtype_name: str, count: int) -> tupl
         for library, of_one in zip(("ours", "lax"), errors, strict=True)
     )
 
-    our_times, lax_times, handler_calls = chains.times_as_called(
+    our_times, lax_times, handler_calls = chains.times_from_jax(
         settings, operation, mesh, data, size
     )
     our_times = timing.slowest_rank(f"{label}/ours", our_times)

@@ -17,7 +17,7 @@ class Point(NamedTuple):
     Attributes:
         size: bytes.
         us: the time in microseconds.
-        ratio: lax's time as called divided by `us`.
+        ratio: lax's time from JAX divided by `us`.
         algorithm: what our call ran as; None for other libraries and for times in a graph.
     """
 
@@ -75,7 +75,7 @@ def draw(
     drawn = list(lines(results))
     figure = Figure(figsize=(8.4, 6.4 + 0.1 * len(drawn)), dpi=200, layout="constrained")
     times, ratios = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    times.margins(y=0.1)
+    times.margins(y=0.15)  # space for the names of algorithms
     for line in drawn:
         style = {
             "color": colour_of(line.library),
@@ -87,7 +87,7 @@ def draw(
             "markerfacecolor": "white" if line.in_graph else None,
         }
         times.plot(*line.columns("size", "us"), label=line.label, **style)
-        # lax is measured as called only, so only times as called are compared with it.
+        # lax is measured from JAX only, so only times from JAX are compared with it.
         if line.library != "lax" and not line.in_graph:
             ratios.plot(*line.columns("size", "ratio"), **style)
     _mark_algorithms(times, drawn)
@@ -96,7 +96,7 @@ def draw(
     times.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     times.yaxis.set_major_formatter(lambda us, position: f"{us:g}")
     times.yaxis.set_minor_locator(NullLocator())
-    ratios.set(ylabel="lax / ours, as called", xlabel="size")
+    ratios.set(ylabel="lax / ours, from JAX", xlabel="size")
     ratios.axhline(1, color=LAX, linewidth=1)
     if is_logarithmic(drawn):
         ratios.set_yscale("log")
@@ -143,9 +143,9 @@ def _lines_of_dtype(result: dict[str, Any], dtype: str) -> Iterator[Line]:
     rows = [row for row in _rows(result) if row["dtype"] == dtype]
     for mode in dict.fromkeys(row["mode"] for row in rows):
         for library, key, how in (
-            ("ours", "time_us", "as called"),
+            ("ours", "time_us", "from JAX"),
             ("ours", "graph_time_us", "in a graph"),
-            ("lax", "lax_time_us", "as called"),
+            ("lax", "lax_time_us", "from JAX"),
         ):
             points = [
                 Point(

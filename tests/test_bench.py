@@ -1,4 +1,4 @@
-"""The benchmark: sizes, oracle, check, graph, peers, plot, and a small run of each operation."""
+"""The benchmark: options, oracles, timing, peers, plots, and a small run of each operation."""
 
 import argparse
 import dataclasses
@@ -49,7 +49,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def settings_of(name: str, **changes: Any) -> Settings:
-    """Settings of a tiny run on two CPU devices of this process."""
+    """Returns the settings of a tiny run on two CPU devices of this process."""
     usual: dict[str, Any] = {
         "name": name,
         "sizes": [1024, 4096],
@@ -167,7 +167,7 @@ def test_options_refused(options: str, message: str, capsys: pytest.CaptureFixtu
         ("stand_in --plot all.png", "--peers and --plot are for operations"),
     ],
 )
-def test_options_that_do_not_go_together(
+def test_options_that_contradict_each_other(
     options: str,
     message: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -178,9 +178,7 @@ def test_options_that_do_not_go_together(
     assert message in capsys.readouterr().err
 
 
-def test_gpus_asked_for_where_there_are_too_few(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for gpus, options, message in (
         (0, "psum", "no NVIDIA GPU here (by NVML and CUDA_VISIBLE_DEVICES): choose --platform cpu"),
         (2, "psum --devices 4", "has 2 visible GPUs, not 4: choose --devices 2 or less"),
@@ -218,7 +216,7 @@ def test_command_in_the_json_file() -> None:
         ("psum", "gpu", 0),
     ],
 )
-def test_how_long_programs_settle(options: str, platform: str, settle_ms: int) -> None:
+def test_default_settling_time(options: str, platform: str, settle_ms: int) -> None:
     settings = command._settings(parse(options), SINGLE_PROCESS, platform, 2, [])
     assert settings.settle_ms == settle_ms
 
@@ -236,10 +234,10 @@ def test_options_that_reach_the_ranks_as_variables(monkeypatch: pytest.MonkeyPat
     }
 
 
-def test_settings_travel_and_say_what_to_measure() -> None:
+def test_settings_as_json_and_their_measurements() -> None:
     settings = settings_of("psum", sizes=[6, 8, 15, 1024], dtypes=["bfloat16", "float64"])
     assert from_json(settings.to_json()) == settings
-    # Two devices share an even number of whole elements.
+    # Two devices can share an even number of elements only.
     assert settings.measurements() == [("bfloat16", 4), ("bfloat16", 512), ("float64", 128)]
 
 
@@ -247,7 +245,7 @@ def test_settings_travel_and_say_what_to_measure() -> None:
     ("count", "leaves", "multiple"),
     [(1000, 1, 1), (1000, 7, 1), (7, 7, 1), (300, 300, 1), (1000, 7, 4)],
 )
-def test_cuts_make_as_many_leaves(count: int, leaves: int, multiple: int) -> None:
+def test_cuts_into_leaves(count: int, leaves: int, multiple: int) -> None:
     at = measure.cuts(count, leaves, multiple)
     sizes = [len(leaf) for leaf in np.split(np.zeros(count), at)]
     assert len(sizes) == leaves
@@ -255,7 +253,7 @@ def test_cuts_make_as_many_leaves(count: int, leaves: int, multiple: int) -> Non
     assert all(size % multiple == 0 for size in sizes)
 
 
-def test_sizes_and_bandwidths_count_as_in_nccl_tests() -> None:
+def test_sizes_and_bandwidths_are_those_of_nccl_tests() -> None:
     counts = {
         name: (operation.operand_count(12, 4), operation.result_count(12, 4))
         for name, operation in OPERATIONS.items()
@@ -296,7 +294,7 @@ def test_presets_of_shapes() -> None:
     presets = matmul_shapes.of_presets
     assert [len(presets(["reference"], name, 4)) for name in MATMULS] == [7, 4, 4]
     assert presets(["ddlb"], scatter, 4) == [(32768, 4096, 8192)]
-    # Query, key and value, gate and up; the attention's output, down.
+    # Query, key and value together, gate and up together; then the attention's output, down.
     assert presets(["llama-70b"], gather, 4) == [(8192, 8192, 2560), (8192, 8192, 14336)]
     assert presets(["llama-70b"], add, 4) == [(8192, 2048, 8192), (8192, 7168, 8192)]
     assert len(presets(["sweep"], scatter, 8)) == 24
@@ -306,7 +304,7 @@ def test_presets_of_shapes() -> None:
     matmul_shapes.check(add, [Shape(6, 1, 1)], 4)
 
 
-def test_what_a_collective_matmul_computes_and_receives() -> None:
+def test_rows_bytes_and_operations_of_collective_matmuls() -> None:
     shape = Shape(m=8, k=3, n=5)
     received = [matmul.received_bytes(shape, 4, 2) for matmul in MATMULS.values()]
     assert received == [0.75 * 8 * 3 * 2, 0.75 * 8 * 5 * 2, 1.5 * 8 * 5 * 2]
@@ -324,7 +322,7 @@ def _sum(values: list[object], dtype: object) -> np.ndarray:
 
 
 def test_oracle_rounds_once() -> None:
-    # bfloat16 has 8 significant bits: 256 + 1 rounds back to 256 if it is rounded at each step.
+    # bfloat16 has 8 significant bits: 256 + 1 would round to 256 if each addition rounded.
     assert _sum([256, 1, 1], ml_dtypes.bfloat16) == 258
     assert _sum([2048, 1, 1], np.float16) == 2050
 
@@ -374,7 +372,7 @@ def test_every_rank_can_make_every_ranks_data() -> None:
         assert first.nbytes == 4096
         assert np.array_equal(first, oracle.random_shard(1, 4096, dtype))
         assert not np.array_equal(first, oracle.random_shard(0, 4096, dtype))
-    # The whole range, so that sums wrap.
+    # Integers span the whole range, so that sums wrap.
     assert {first.min(), first.max()} == {-128, 127}
 
 
@@ -425,7 +423,7 @@ def test_statistics() -> None:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_links_of_a_chain_fit(name: str) -> None:
-    """A chain of one operation gives its result, brought to the operand's size and scaled."""
+    """A chain of one call returns its result, brought to the operand's size and scaled."""
     mesh = mesh_of_two()
     operation = OPERATIONS[name]
     chain = chains._chain(mesh, lambda xs: operation.call(jax_intranode, xs), 1)
@@ -442,14 +440,14 @@ def test_links_of_a_chain_fit(name: str) -> None:
     assert np.array_equal(got, 0.5 * np.concatenate(wanted))
 
 
-def test_turns_are_taken_by_all() -> None:
+def test_order_of_turns() -> None:
     calls: list[str] = []
     runs = [lambda name=name: calls.append(name) for name in "abc"]
     seconds, handler_calls = timing.take_turns(runs, mesh_of_two(), settings_of("psum"))
     assert handler_calls == 0
     assert [len(times) for times in seconds] == [3, 3, 3]
-    # Once to compile, then one warm-up and three repetitions: each begun by another one than the
-    # last that went in its direction, each second one backwards.
+    # All run once to compile. Then there are one warm-up and three repetitions. The first function
+    # changes, and the direction alternates.
     assert "".join(calls) == "abc" + "bac" + "abc" + "acb" + "cab"
 
 
@@ -482,14 +480,14 @@ def matmul_settings(name: str, backward: bool, **changes: Any) -> Settings:
 def test_matmul_is_checked_and_timed(
     name: str, backward: bool, algorithms: tuple[str, ...]
 ) -> None:
-    # As on GPUs, which have a bound.
+    # The platform "gpu", because only GPUs have a bound.
     settings = matmul_settings(name, backward, platform="gpu")
     row, fallback = measure_matmul.measure(settings, mesh_of_two(), "float32", Shape(32, 16, 24))
     assert fallback is None and row.algorithm in algorithms and row.reason
     assert row.wrong == row.lax_wrong == 0
     assert row.error is not None and row.lax_error is not None
     assert 0 < row.error < 1e-6 and 0 < row.lax_error < 1e-6
-    # 768 (of the sums 1536) elements at most, from one other device: far below the time of calls.
+    # The transfer of at most 1536 elements takes far less time than a matmul.
     assert row.bound_us == row.alone_time_us > 0
     assert row.share == pytest.approx(row.bound_us / row.time_us)
     assert row.lax_share == pytest.approx(row.bound_us / row.lax_time_us)
@@ -510,8 +508,8 @@ def test_wrong_matmul_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax_intranode, "all_gather_matmul", wrong)
     settings = matmul_settings("all_gather_matmul", False, chain=1)
     row, _ = measure_matmul.measure(settings, mesh_of_two(), "bfloat16", Shape(32, 16, 24))
-    # On 2 devices one element of the product, of that with the gathered x, and of the latter; the
-    # first again if it is in the sample.
+    # On each of 2 devices one element is wrong in the product, in the product next to the gathered
+    # x, and in the gathered x; and the first one again if it is in the sample.
     assert row.wrong in (6, 8)
     assert row.lax_wrong == 0
 
@@ -521,7 +519,7 @@ def test_wrong_matmul_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     [("all_gather_matmul", True), ("matmul_reduce_scatter", False), ("matmul_all_reduce", True)],
 )
 def test_sample_of_a_matmul(name: str, backward: bool) -> None:
-    """What lax gives is right; what is off by a part, or mixed up between devices, is not."""
+    """lax's results are right. Scaled results, and results with swapped rows, are wrong."""
     mesh, matmul = mesh_of_two(), MATMULS[name]
     data = matmul_oracle.make(matmul, Shape(32, 16, 24), BFLOAT16, mesh)
     results = measure_matmul._call(mesh, matmul.lax, backward, data).results(mesh)
@@ -549,7 +547,7 @@ def test_plans_in_a_lowered_module() -> None:
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_calls_of_a_matmul_chain_remain(backward: bool) -> None:
-    """All of them are computed, one after another, on an operand that is changed in place."""
+    """XLA keeps all calls of a chain, in a row, on an operand that is changed in place."""
     mesh, matmul = mesh_of_two(), MATMULS["all_gather_matmul"]
     data = matmul_oracle.make(matmul, Shape(32, 16, 24), np.dtype(np.float32), mesh)
     call = measure_matmul._call(mesh, matmul.lax, backward, data)
@@ -578,7 +576,7 @@ def test_length_of_a_matmul_chain() -> None:
     in_a_row = [measure_matmul.calls_in_a_row(settings, name, Shape(*s)) for s, name in shapes]
     assert lengths == [2, 15, 7, 64]
     assert in_a_row == [4, 30, 14, 128]
-    # Of 50, 41, 38 and, of calls of 10 us, 1.28 ms each.
+    # Repetitions of 50, 41, 38 and 1.28 ms. The last ones consist of calls of 10 us.
     settle = dataclasses.replace(settings, settle_ms=100)
     assert [
         measure_matmul.repetitions_to_settle(settle, name, Shape(*s)) for s, name in shapes
@@ -590,7 +588,7 @@ def test_length_of_a_matmul_chain() -> None:
 
 
 class FakeGraphs:
-    """Stands in for the CUDA module. The device of rank r takes 1 + r microseconds."""
+    """A replacement for the CUDA module. The device of rank r takes 1 + r microseconds."""
 
     def __init__(self, n: int) -> None:
         self._barrier = threading.Barrier(n, timeout=20)
@@ -618,7 +616,7 @@ class FakeGraphs:
         total = np.concatenate(parts) if name == "all_gather" else oracle.expected_sum(parts)[0]
         if name == "reduce_scatter":
             total = np.split(total, group_size)[rank]
-        self._barrier.wait()  # nobody hands in the next call's data before
+        self._barrier.wait()  # before the data of the next call come
         return [1000.0] + [1.0 + rank] * (repetitions - 1), total.tobytes()
 
 
@@ -642,7 +640,7 @@ def test_in_a_graph(
     assert graph.can_measure(settings, operation, selected)
     shards = {rank: oracle.random_shard(rank, 256, np.dtype(np.float32)) for rank in range(2)}
     expected, _ = oracle.expected_result(operation, 2, 256, np.dtype(np.float32))
-    # Without the warm-up; of the slower device; of two steps the sum.
+    # The slower device's time without the warm-up, summed over the steps.
     times, wrong = graph.measure(settings, operation, mesh, selected, shards, expected, name)
     assert (times, wrong) == (timing.Times(us, us), 0)
     expected = expected + np.float32(1)
@@ -650,7 +648,7 @@ def test_in_a_graph(
     assert wrong == 2 * operation.result_count(len(expected), 2)
 
 
-def test_what_is_not_measured_in_a_graph() -> None:
+def test_calls_that_are_not_measured_in_a_graph() -> None:
     ours, lax = select.Selection("one_shot", "", 1, 1), select.Selection("lax", "")
     on_gpus = settings_of("psum", platform="gpu")
     psum, pmean = OPERATIONS["psum"], OPERATIONS["pmean"]
@@ -698,7 +696,7 @@ def test_progress_is_not_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch
     assert terminal.getvalue() == "\r\x1b[K" + "x" * 19
 
 
-def test_no_progress_elsewhere() -> None:
+def test_no_progress_line_without_a_terminal() -> None:
     stream = io.StringIO()
     line = ProgressLine(stream, total=1)
     line.begin("psum")
@@ -757,7 +755,7 @@ def measure_peers(settings: Settings) -> dict[str, Any]:
     return peers.measure(list(peers.PEERS), settings, 20, ProgressLine(io.StringIO(), 1))
 
 
-def test_peers_that_are_absent(
+def test_unavailable_peers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "")
@@ -780,7 +778,7 @@ def test_peers_that_are_absent(
         assert capsys.readouterr().err == lines
 
 
-def test_torch_makes_as_many_calls_in_a_row_as_we(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_makes_as_many_calls_as_our_chains(monkeypatch: pytest.MonkeyPatch) -> None:
     told = []
 
     def run_ranks(commands: list[list[str]], timeout_s: float, log_dir: Path) -> None:
@@ -814,7 +812,7 @@ def put_program(directory: Path, name: str, text: str, monkeypatch: pytest.Monke
     monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
 
 
-def test_nccl_tests_beside_ours(
+def test_nccl_tests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "table").write_text(NCCL_TESTS)
@@ -828,7 +826,7 @@ def test_nccl_tests_beside_ours(
     settings = settings_of("psum", platform="gpu", dtypes=["bfloat16", "int16"])
     found = measure_peers(settings)
     assert found["versions"] == ["nccl-tests 2.17.1 (NCCL 22809)"]
-    # Only sizes that were asked for.
+    # Only the requested sizes.
     assert [(row["size"], row["dtype"], row["library"]) for row in found["rows"]] == [
         (1024, "bfloat16", "nccl-tests"),
         (4096, "bfloat16", "nccl-tests"),
@@ -857,11 +855,11 @@ def test_peer_that_fails(
     assert "no device" in error
 
 
-# The picture.
+# Plots.
 
 
 def result_of(jax_version: str, algorithms: tuple[str, ...]) -> dict[str, Any]:
-    """What the JSON file of a run on GPUs holds."""
+    """Returns the contents of the JSON file of a run on GPUs."""
     rows = [
         {
             "size": 1024 << 2 * i,
@@ -891,7 +889,7 @@ def result_of(jax_version: str, algorithms: tuple[str, ...]) -> dict[str, Any]:
     return {"version": record.VERSION, "header": header, "rows": rows, "peers": peers_found}
 
 
-def test_lines_of_the_picture() -> None:
+def test_lines_of_a_plot() -> None:
     result = result_of("0.11.2", ("one_shot", "one_shot", "two_shot", "lax"))
     lines = list(collectives_plot.lines([result]))
     assert [line.label for line in lines] == [
@@ -903,7 +901,7 @@ def test_lines_of_the_picture() -> None:
         "lax from JAX, single-process",
         "torch nccl in a graph",
     ]
-    # A time of 0 has no place on a logarithmic axis.
+    # A logarithmic axis can't show a time of 0.
     assert lines[0].points[0] == (4096, 4.0, 2.5, "one_shot")
     assert [point.algorithm for point in lines[0].points] == ["one_shot", "two_shot", "lax"]
     assert [point.size for point in lines[1].points] == [1024, 4096, 16384]
@@ -913,13 +911,20 @@ def test_lines_of_the_picture() -> None:
     assert both[-1].label == "jax 0.12: torch nccl in a graph"
 
 
+def test_axis_of_ratios_is_logarithmic_where_one_is_large() -> None:
+    result = result_of("0.12", ("one_shot", "one_shot"))
+    assert not collectives_plot.is_logarithmic(list(collectives_plot.lines([result])))
+    result["rows"][1]["lax_time_us"] = 192 * result["rows"][1]["time_us"]
+    assert collectives_plot.is_logarithmic(list(collectives_plot.lines([result])))
+
+
 def draw(files: list[Path], output: Path) -> int:
     parser = argparse.ArgumentParser()
     plot.add_arguments(parser)
     return plot.run(parser.parse_args([*map(str, files), "-o", str(output)]))
 
 
-def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [tmp_path / "old.json", tmp_path / "new.json"]
     for file, version in zip(files, ("0.11.2", "0.12"), strict=True):
         file.write_text(json.dumps(result_of(version, ("one_shot", "two_shot", "lax"))))
@@ -933,7 +938,7 @@ def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def matmul_result(backward: bool, on_gpus: bool, library: str) -> dict[str, Any]:
-    """What the JSON file of collective matmuls holds."""
+    """Returns the contents of the JSON file of a collective matmul."""
     names = matmul_report.MatmulRow.__dataclass_fields__
     rows = [
         {
@@ -953,23 +958,23 @@ def matmul_result(backward: bool, on_gpus: bool, library: str) -> dict[str, Any]
     return {**result, "rows": rows}
 
 
-def test_lanes_of_the_picture() -> None:
+def test_lanes_of_a_plot() -> None:
     on_gpus, elsewhere = (matmul_result(False, there, "torch fused") for there in (True, False))
     lanes = matmul_plot.lanes([on_gpus])
-    # Both modes of a shape together.
+    # Both modes of a shape are neighbours.
     assert [(lane.shape.split()[0], lane.mode) for lane in lanes] == [
         (m, mode) for m in ("8192", "4096") for mode in MODES
     ]
     assert lanes[0].shares == {"ours": 0.75, "lax": 0.6, "torch fused": 0.5}
     assert lanes[2].shares == {"ours": 0.75, "lax": 0.6}
     assert lanes[0].text.startswith("1.25 ")
-    # Without a bound: of the matmul alone.
+    # Without a bound, shares are those of the matmul alone.
     assert matmul_plot.lanes([elsewhere])[2].shares == {"ours": 0.5, "lax": 0.4}
     both = matmul_plot.lanes([on_gpus, matmul_result(True, True, "torch nccl")])
     assert both[-1].shape.startswith("all_gather_matmul backward, jax 0.12: 4096 ")
 
 
-def test_picture_of_matmuls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_of_matmuls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if plot.why_not() is not None:
         pytest.skip("matplotlib is not installed")
     files = [tmp_path / "forward.json", tmp_path / "backward.json", tmp_path / "psum.json"]
@@ -1009,7 +1014,7 @@ def test_table_of_the_peers_of_matmuls() -> None:
         ('{"version": 2, "rows": [{"program": "mlp"}], "peers": {"rows": []}}', "no rows"),
     ],
 )
-def test_picture_of_other_files(
+def test_plot_of_other_files(
     text: str,
     message: str,
     tmp_path: Path,
@@ -1023,7 +1028,7 @@ def test_picture_of_other_files(
     assert message in capsys.readouterr().err
 
 
-def test_no_matplotlib_is_said_before_measuring(
+def test_missing_matplotlib_is_reported_before_measuring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -1037,7 +1042,7 @@ def test_no_matplotlib_is_said_before_measuring(
 
 
 def stand_in(library: Any, mesh: jax.sharding.Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A program of two arguments, in which only lax's sum has an error."""
+    """A program with two arguments. Only lax's version has an error."""
     error = 1e-3 if library is jax.lax else 0.0
 
     def step(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -1066,7 +1071,7 @@ def test_program_of_one_argument() -> None:
     assert np.array_equal(chained.run(3)[0], [3, 3])
 
 
-def test_difference_of_what_is_not_finite() -> None:
+def test_difference_of_infinite_values() -> None:
     good, bad = jnp.ones(2), jnp.array([1, jnp.inf])
     assert measure_program._difference(good, good) == 0
     assert np.isnan(measure_program._difference(bad, good))
@@ -1138,12 +1143,12 @@ def test_both_modes_on_the_cpu(name: str, leaves: int, dtype: str, tmp_path: Pat
         assert list(row) == list(collectives_report.Row.__dataclass_fields__)
         assert row["count"] * np.dtype(jnp.dtype(dtype)).itemsize == row["size"]
         assert row["dtype"] == dtype
-        # The table says lax for more on CPU devices of one process.
+        # In one process the larger size falls back to jax.lax.
         assert row["algorithm"] in algorithms or (row["mode"], row["size"]) == (MODES[1], 4096)
         assert row["operations"] == (6 if leaves == 3 else 1)
         assert row["wrong"] == row["lax_wrong"] == 0
         if dtype in eps and name != "all_gather":
-            # 0 where float32 holds the sums.
+            # The error is 0 where float32 represents the sums exactly.
             assert 0 <= row["error"] < eps[dtype] / 2 and 0 <= row["lax_error"] < eps[dtype]
         else:
             assert row["error"] is row["lax_error"] is None
@@ -1239,7 +1244,7 @@ def test_ranks_end_with_the_benchmark(tmp_path: Path) -> None:
         [sys.executable, *command.split()], cwd=tmp_path, stdout=subprocess.PIPE, text=True
     )
     assert bench.stdout is not None
-    assert bench.stdout.readline().startswith("# psum")  # a rank is there
+    assert bench.stdout.readline().startswith("# psum")  # a rank has started
     children = Path(f"/proc/{bench.pid}/task/{bench.pid}/children").read_text().split()
     bench.terminate()
     assert bench.wait(timeout=60) == 128 + 15

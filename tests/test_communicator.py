@@ -1,4 +1,4 @@
-"""Communicators in one process: their life, their limits, and what a program finds without one."""
+"""Communicators in one process: creation, limits, failures, and programs without one."""
 
 import itertools
 import logging
@@ -57,7 +57,7 @@ def summing(mesh: jax.sharding.Mesh, calls: int = 1) -> Any:
 def run_python(tmp_path: Path, code: str, *arguments: str, **env: str) -> tuple[int, str]:
     """Runs a program on CPU devices; returns its exit status and what it printed."""
     outcome = subprocess.run(
-        # -P: not the source tree, but the package that is installed.
+        # -P: imports the installed package, not the source tree.
         [sys.executable, "-P", "-c", code, *arguments],
         cwd=tmp_path,
         env={**os.environ, "JAX_PLATFORMS": "cpu", **env},
@@ -117,7 +117,7 @@ def test_partition_ranks_are_lax_axis_indices() -> None:
             assert [rank_of[device] for device in group] == list(range(len(group)))
 
 
-# Life.
+# Creation and shutdown.
 
 
 @pytest.mark.usefixtures("fresh")
@@ -182,7 +182,7 @@ def test_program_from_before_shutdown_raises(calls: int, executions: int) -> Non
     for _ in range(2):
         with pytest.raises(Exception, match=r"jax_intranode\.shutdown\(\).*jax\.clear_caches\(\)"):
             jax.block_until_ready(program(x))
-    # A new rendezvous does not bring it back; what the message advises does.
+    # A new rendezvous does not make it work again; the advice in the message does.
     check_sum(mesh)
     with pytest.raises(Exception, match=r"jax_intranode\.shutdown\(\)"):
         jax.block_until_ready(program(x))
@@ -207,7 +207,7 @@ def test_regions_run_out() -> None:
         assert f"{rendezvous_lib.REGIONS} regions" in chosen.reason
         check_sum(mesh, ours=False)
         jax_intranode.initialize(mesh)  # does not raise
-    # Those that have a region keep it.
+    # Partitions that have a region keep it.
     assert chosen_for(meshes[0]).algorithm != "lax"
     check_sum(meshes[0])
     check_sum(meshes[rendezvous_lib.REGIONS - 1])
@@ -283,7 +283,7 @@ def test_groups_of_more_than_eight(tmp_path: Path) -> None:
     assert f"calls 0 {[120.0] * 16}" in text
 
 
-# What goes wrong in a call.
+# Calls that fail.
 
 UNEVEN = """
 import sys

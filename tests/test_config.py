@@ -1,4 +1,4 @@
-"""The environment variables: defaults, what each accepts, and what it says of other values."""
+"""The environment variables: defaults, allowed values, and messages about other values."""
 
 import os
 import re

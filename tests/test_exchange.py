@@ -55,7 +55,7 @@ def test_gather_names_the_missing_process_and_the_stage() -> None:
     store = stores(client, (0, 3))[0]
     with pytest.raises(exchange.Refused, match=r"process 3 .*\(slabs\)"):
         store.gather("slabs", 1, SOON)
-    # What it said itself stands for those that come later.
+    # The value of this process stays, for processes that come later.
     assert client.values == {"p/slabs/0": "1"}
 
 

@@ -17,12 +17,12 @@ _SLEEP = "import time; time.sleep(60)"
 
 def _python(*codes: str) -> list[list[str]]:
     """Returns one command per rank, which runs that rank's code."""
-    # -P: the current directory may hold the source tree, in which nothing is built.
+    # -P: the current directory may be the source tree, where nothing is built.
     return [[sys.executable, "-P", "-c", code] for code in codes]
 
 
 def _is_running(pid: int) -> bool:
-    """Says whether a process runs; one that only waits to be reaped by its parent does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -102,7 +102,7 @@ def test_nothing_outlives_the_limit(tmp_path: Path) -> None:
         "child = subprocess.Popen(['sleep', '60'])\n"
         "print(os.getpid(), child.pid, flush=True)\n"
     )
-    # One rank stays itself, the other ends well and leaves its child behind.
+    # One rank keeps running; the other exits with 0 and leaves a child behind.
     commands = _python(stubborn + "time.sleep(60)", stubborn)
     with pytest.raises(launcher.RankError) as caught:
         launcher.run_ranks(commands, timeout_s=2.5, log_dir=tmp_path)

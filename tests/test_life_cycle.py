@@ -1,4 +1,4 @@
-"""The life of communicators as a whole program sees it: exit, fork, replay after shutdown."""
+"""Communicators over the life of a program: exit, fork, replay after shutdown."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ from jax_intranode._src import native
 def run_program(tmp_path: Path, code: str, *arguments: str) -> tuple[int, str]:
     """Runs a program on devices like the test's own; returns its status and what it printed."""
     outcome = subprocess.run(
-        # -P: not the source tree, but the package that is installed.
+        # -P: imports the installed package, not the source tree.
         [sys.executable, "-P", "-c", PRELUDE + code, *arguments],
         cwd=tmp_path,
         env={
@@ -109,7 +109,7 @@ def test_fork_is_refused(tmp_path: Path) -> None:
 
 
 def test_replay_after_shutdown(tmp_path: Path) -> None:
-    """The communicator is closed for programs that XLA replays without asking a handler too."""
+    """A closed communicator also fails programs that XLA replays without calling a handler."""
     need_devices(2)
     code = (
         "run(12)\nfrom jax_intranode._src import native\nbefore = native.handler_calls()\nrun(3)\n"

@@ -107,18 +107,19 @@ def test_sound_protocols(programs: Programs, ranks: int, calls: int) -> None:
 @pytest.mark.parametrize(
     ("variant", "ends"),
     [
-        # Who has ended operation e writes e + 1 into a half in which e is still awaited.
+        # A rank that has ended operation e writes packets of e + 1 where a peer still awaits e.
         ("one_epoch_buffer", "waits"),
-        # The packets of e are taken for those of e + 2: ranks run apart.
+        # A rank takes the packets of e for those of e + 2.
         ("never_armed", "waits or is wrong"),
-        # Words of a packet that come late stay behind, and are taken for the next one's.
+        # A rank takes the words of a packet that arrive late for those of the next packet.
         ("first_word_only", "waits or is wrong"),
-        # A block that comes back writes into another half than its namesakes read.
+        # A block that was not launched for some operations writes into the epoch buffer that the
+        # blocks of the same number don't read.
         ("idle_epochs", "waits"),
     ],
 )
 def test_broken_protocol_is_found(programs: Programs, variant: str, ends: str, ranks: int) -> None:
-    # Where nothing should wait for ever, a slow machine must not look as if.
+    # Variants that should not wait for ever get more time, so that a slow machine passes.
     patience = "1" if "waits" in ends else "10"
     outcome = run(programs.get("protocol_test"), variant, str(ranks), "300", patience)
     assert outcome.returncode == 1, outcome.stdout
@@ -139,7 +140,7 @@ def test_cpu_groups(programs: Programs, ranks: int, processes: int, rounds: int)
     assert f"checked {ranks * 12 * rounds}\n" in outcome.stdout
 
 
-def test_no_byte_beside_a_result_is_written(programs: Programs) -> None:
+def test_no_byte_outside_of_a_result_is_written(programs: Programs) -> None:
     outcome = run(programs.get("host_group_test"), "guards")
     assert outcome.returncode == 0, outcome.stdout
     assert outcome.stdout == "guards: done\n"
@@ -153,7 +154,7 @@ def test_order_of_fused_matmuls(programs: Programs) -> None:
 
 
 @pytest.mark.parametrize("mode", ["deadline", "fail"])
-def test_cpu_groups_fail_well(programs: Programs, mode: str) -> None:
+def test_cpu_groups_report_failures(programs: Programs, mode: str) -> None:
     outcome = run(programs.get("host_group_test"), mode)
     assert outcome.returncode == 0, outcome.stdout
     assert outcome.stdout.endswith(f"{mode}: done\n")

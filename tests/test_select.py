@@ -1,4 +1,4 @@
-"""The selection: a pure function, tried all over its table."""
+"""The selection, a pure function, over its whole table."""
 
 import dataclasses
 import itertools
@@ -25,7 +25,7 @@ _HEADER_BYTES, _PROBE_BYTES, _REGIONS = 64 << 10, 64 << 10, 8
 
 
 def epoch_buffer_bytes(hardware: str) -> int:
-    """What a default slab leaves for each buffer of a region."""
+    """The size of an epoch buffer in a slab of the default size."""
     slab = config.Config().slab_bytes("cpu" if hardware == "cpu" else "gpu")
     return ((slab - _PROBE_BYTES) // _REGIONS - _HEADER_BYTES) // 2 // 4096 * 4096
 
@@ -85,7 +85,7 @@ def test_every_selection_fits_and_is_sensible(
         assert 1 <= chosen.blocks <= 256, context  # kMaxBlocks
         assert 1 <= chosen.threads <= 1024, context
         assert chosen.threads == 1 or chosen.threads % 32 == 0, context
-        # No block without work; and one block fewer would have left threads with more than one.
+        # Each block has work.
         assert (chosen.blocks - 1) * chosen.threads < work, context
         assert str(nbytes) in chosen.reason and dtype in chosen.reason, context
 

@@ -1,4 +1,4 @@
-"""The NVLink mesh: links and shapes of known machines, and NVML's answers turned into them."""
+"""The NVLink mesh: links and shapes of known machines, and how they follow from NVML's answers."""
 
 import json
 import random

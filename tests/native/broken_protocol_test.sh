@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Passes if protocol_test finds that a variant of the protocol is broken, and in a way it may be.
+# Passes if protocol_test finds that a variant of the protocol is broken, in one of the given ways.
 #
 #   broken_protocol_test.sh PROGRAM VARIANT RANKS WAYS...
 #
@@ -8,7 +8,7 @@ set -euo pipefail
 program=$PWD/$1 variant=$2 ranks=$3
 shift 3
 
-# Where nothing should wait for ever, a slow machine must not look as if.
+# Variants that should not wait for ever get more time, so that a slow machine passes.
 patience=10
 if [[ "$*" == *waits* ]]; then patience=1; fi
 status=0
@@ -23,5 +23,5 @@ for way in "$@"; do
   esac
   if grep -q "$expected" <<<"$output"; then exit 0; fi
 done
-echo "It should have ended otherwise: $*"
+echo "expected: $*"
 exit 1

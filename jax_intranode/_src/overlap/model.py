@@ -218,7 +218,10 @@ class FusedCosts:
         sum_s = (sizes.world_size - 1) * tile.sum_s
         if not self._alternating:
             own_s = own * max(tile_s, multiply_s + sum_s)
-        else:  # one warpgroup sums while the other multiplies, a little slower
+        else:
+            # One warpgroup sums while the other multiplies, which gets a little slower. Either
+            # multiplying decides, and the last sum comes after it; or summing decides, and each
+            # warpgroup multiplies and sums every second tile.
             even = self._all_tiles / profile.clusters
             evenly = even >= profile.even_waves and sizes.stages <= profile.even_stages
             if evenly and not sizes.out_of_step:
@@ -242,7 +245,7 @@ class FusedCosts:
 
     @property
     def plan(self) -> Plan:
-        """In which order it goes through its tiles."""
+        """The plan: the order in which it goes through its tiles."""
         return self._gather_plan if self.costs.sizes.gathers else self._scatter_plan
 
     @property

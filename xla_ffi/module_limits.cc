@@ -94,6 +94,7 @@ void ExportLimits(nb::module_& m) {
   for (const int columns : kTileColumns) widths.append(columns);
   m.attr("TILE_COLUMNS") = nb::tuple(widths);
   m.attr("WGRAD_COLUMNS") = kWgradColumns;
+  m.attr("MAX_ALTERNATING_COLUMNS") = kMaxAlternatingColumns;
   m.attr("MAX_MATRICES") = kMaxMatrices;
   m.attr("MAX_PIECES") = kMaxPieces;
   m.attr("MIN_SLOTS") = kMinSlots;

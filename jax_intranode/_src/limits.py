@@ -29,6 +29,8 @@ TILE_ROWS: int = _host.TILE_ROWS
 TILE_DEPTH: int = _host.TILE_DEPTH
 TILE_COLUMNS: tuple[int, ...] = _host.TILE_COLUMNS
 WGRAD_COLUMNS: int = _host.WGRAD_COLUMNS
+# The widest tile at which one math warpgroup stores its tile while the other multiplies.
+MAX_ALTERNATING_COLUMNS: int = _host.MAX_ALTERNATING_COLUMNS
 MAX_MATRICES: int = _host.MAX_MATRICES
 # The largest number of first and last pieces of a cuBLASLt pipeline.
 MAX_PIECES: int = _host.MAX_PIECES

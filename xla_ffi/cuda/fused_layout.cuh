@@ -90,7 +90,7 @@ struct TileConfig {
   // Whether the math warpgroups alternate tiles, so that one multiplies while the other one stores.
   // The products of wider tiles only fit the registers of both: then each computes half of the
   // rows.
-  static constexpr bool kAlternate = kColumns <= 192;
+  static constexpr bool kAlternate = kColumns <= kMaxAlternatingColumns;
   static constexpr int kHalves = kAlternate ? 2 : 1;  // half chunks of rows per warpgroup
   static constexpr uint32_t kNextHalf =
       kAlternate ? kHalfChunk : kChunk;  // between its half chunks

@@ -25,6 +25,10 @@ constexpr int kTileColumns[] = {128, 192, 224, 256};  // tile widths for which k
 constexpr int kWgradColumns = 256;  // tile width of kernels that also compute weight gradients
                                     // (128 and 192 took 5 to 11 % longer)
 
+// The widest tile whose products fit the registers of one math warpgroup. Up to this width the
+// warpgroups alternate tiles: one multiplies while the other one stores.
+constexpr int kMaxAlternatingColumns = 192;
+
 // In groups of at most this many ranks shards arrive one after another: the ranks keep in step. In
 // larger groups the shards of all peers arrive together (fused_order.h).
 constexpr int kMostInStep = 4;

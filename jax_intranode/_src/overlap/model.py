@@ -14,10 +14,6 @@ from jax_intranode._src.overlap.plan import Plan
 from jax_intranode._src.overlap.profiles import Profile
 from jax_intranode._src.overlap.sizes import Sizes, ring_room
 
-# The widest tiles at which the fused kernel's math warpgroups take turns, each with a tile of its
-# own. Wider tiles they multiply together: the registers of one warpgroup are too few.
-_MOST_ALTERNATING_COLUMNS = 192
-
 
 def choose(sizes: Sizes, profile: Profile, ring_bytes: int, wgrads: int = 0) -> Plan | str:
     """Chooses the plan of an operation, or says why it is faster not overlapped.
@@ -173,7 +169,7 @@ class FusedCosts:
     @property
     def _alternating(self) -> bool:
         """Whether one warpgroup stores its tile while the other multiplies the next one."""
-        return self.columns <= _MOST_ALTERNATING_COLUMNS
+        return self.columns <= limits.MAX_ALTERNATING_COLUMNS
 
     @property
     def direct(self) -> bool:

@@ -46,7 +46,7 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Config::kStages; ++stage) {
       BarrierInit(b.Full(stage), 1);
-      // Of each block the warpgroup whose turn it is, or both.
+      // In each block one warpgroup releases a stage if they alternate, else both.
       BarrierInit(b.Empty(stage), (Config::kAlternate ? 1 : 2) * kClusterSize);
     }
     StoreShared(b.Stored(0), 0);

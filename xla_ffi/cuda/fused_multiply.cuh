@@ -151,10 +151,10 @@ class Multiplier {
       const ClusterTile tile = ClusterTileOf(p_, tiles.number());  // early: it takes a while
       float d[kHalves][kColumns / 2];
       Multiply(tiles, tile, fed, d);
-      uint32_t words[kHalfChunks][kWords];
-      Round(d, words);
       const int row_tile = kClusterSize * tile.row_pair + RankInCluster();
       const bool real = row_tile < (kWgrad && tile.wgrad ? p_.wgrad_row_tiles : p_.row_tiles);
+      uint32_t words[kHalfChunks][kWords];
+      Round(d, words);
       if (Config::kWholeChunks && tiles.is_sent()) {
         if (real) StoreForPeer(tile, row_tile, words);
         Sync();

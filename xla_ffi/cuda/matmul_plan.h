@@ -30,8 +30,8 @@ struct MatmulPlan {
   // The fused kernel (fused_matmul.h).
   int32_t tile_columns = 0;  // columns of a tile; 0: use the pipeline
   int32_t band_pairs = 8;    // row pairs of a band
-  // Reduce-scatter: each peer's tiles are divided into so many parts. The first parts of all peers
-  // are multiplied before the second ones.
+  // Reduce-scatter: number of parts that each peer's tiles are divided into. The first parts of all
+  // peers are multiplied before the second ones.
   int32_t parts = 1;
   // Reduce-scatter: math warpgroups store products straight into the peer's ring, not in scratch.
   bool direct = false;

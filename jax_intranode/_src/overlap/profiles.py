@@ -22,14 +22,15 @@ from jax_intranode._src.topology import GpuFacts
 class TileCosts:
     """Times of one cluster tile of the fused kernel (two row tiles x one column tile), in seconds.
 
-    Measured by `tools/tune_overlap.py`, which fits them to runs of tools/fused_probe.cu.
+    `tools/tune_overlap.py` fits all but `out_of_step` to runs of tools/fused_probe.cu.
 
     Attributes:
         stage_s: multiplying one stage, 64 of K.
         gather_s: everything else about a tile of an all-gather, mostly storing it.
         scatter_s: everything else about a tile of a reduce-scatter. None: no kernel has such tiles.
         sum_s: adding the products of one peer to a tile of the rank's own rows. None: likewise.
-        out_of_step: factor on an all-gather's tiles among more ranks than `MAX_RANKS_IN_STEP`.
+        out_of_step: factor on an all-gather's tiles among more ranks than `MAX_RANKS_IN_STEP`. The
+            probe shows it with 8 ranks; its cause is not known.
     """
 
     stage_s: float
@@ -61,7 +62,8 @@ class Profile:
     sms: int
     # FLOP/s of a large cuBLASLt matmul, settled. [tune]
     matmul_flops: float
-    # Bytes/s read plus written by a copy within the GPU's memory. [tune]
+    # Bytes/s read plus written by a kernel that streams through the GPU's memory, such as the sum
+    # at the end of the pipeline (docs/measurements/experiments.md).
     memory_bytes_per_s: float
     # Bytes/s that a rank receives from its peers by copy engines, piece after piece. [tune]
     copy_bytes_per_s: float

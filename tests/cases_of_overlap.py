@@ -748,15 +748,15 @@ WRONG_CALLS = {
     "no_wgrad": ({"wgrads": 0, "wgrad": False}, "w[1] is 72 x"),
     "axis": ({"axis": 1}, "axis 1 of 2 dimensions"),
     "dtype": ({"dtype": "float32"}, "takes bf16 and f16"),
-    "length_of_k": ({"x": (_ROWS, 60)}, "its last dimension is 60; it takes multiples of 8"),
+    "length_of_k": ({"x": (_ROWS, 60)}, "its last dimension is 60; it must be a multiple of 8"),
     "k_of_matrix": ({"w": (_N, 128)}, "w[0] is 128 x 72"),
-    "matrix": ({"w": (_N * _K,)}, "w is no matrix"),
+    "matrix": ({"w": (_N * _K,)}, "w is not a matrix"),
     "rows_of_product": ({"product": (_ROWS, _N)}, "its product has 1152 elements"),
     "rows_of_cotangent": ({"cotangent": (_ROWS, _N)}, "has 1152 elements for"),
     "columns_of_cotangent": ({"cotangent": (_N, _ROWS)}, "has 1152 elements for"),
     "shape_of_wgrad": ({"wgrad_result": (_K, _K)}, "0 has 4096 elements; it is 72 x 64"),
     "rows_of_sum": ({"sums": True, "x": (17, _K)}, "17 can't be split over"),
-    "scratch_of_sum": ({"sums": True, "scratch": 8}, "scratch of 8 bytes; it takes"),
+    "scratch_of_sum": ({"sums": True, "scratch": 8}, "scratch of 8 bytes; it needs"),
 }
 _RIGHT_PLAN = overlap.Plan(tile_columns=256, wgrad=True).attributes()
 

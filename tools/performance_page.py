@@ -154,7 +154,7 @@ def headline(result: dict[str, Any]) -> str:
     rows = [row for row in result["rows"] if row["size"] <= _SMALL and row["algorithm"] != "lax"]
     ours, lax = ([row[key] for row in rows] for key in ("time_us", "lax_time_us"))
     ratio = statistics.median(row["ratio"] for row in rows)
-    sizes = f"{size_text(rows[0]['size'])} to {size_text(rows[-1]['size'])}"
+    sizes = " to ".join(size_text(pick(row["size"] for row in rows)) for pick in (min, max))
     return (
         f"Between {header['devices']} {_BY} {header['device']} a `{header['operation']}` of "
         f"{sizes} takes {min(ours):.1f} to {max(ours):.1f} µs called from JAX, and that of "

@@ -6,7 +6,7 @@ from importlib.metadata import version
 
 import jax_intranode
 from jax_intranode._src import native
-from jax_intranode._src.bench import command
+from jax_intranode._src.bench import command, options
 from jax_intranode._src.bench.plots import command as plot
 
 
@@ -26,7 +26,7 @@ def main() -> int:
     bench = commands.add_parser(
         "bench", help="measure and check an operation beside the one of jax.lax"
     )
-    command.add_arguments(bench)
+    options.add_arguments(bench)
     bench.set_defaults(run=command.run)
     draw = commands.add_parser("plot", help="draw JSON files of bench into one PNG")
     plot.add_arguments(draw)

@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec
 import jax_intranode
 from jax_intranode._src import limits, native, select
 from jax_intranode._src.bench import command, record, timing
+from jax_intranode._src.bench import options as bench_options
 from jax_intranode._src.bench.collectives import chains, graph, measure, oracle
 from jax_intranode._src.bench.collectives import report as collectives_report
 from jax_intranode._src.bench.collectives.operations import OPERATIONS
@@ -74,7 +75,7 @@ def mesh_of_two() -> jax.sharding.Mesh:
 
 def parse(options: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    bench_options.add_arguments(parser)
     return parser.parse_args(options.split())
 
 
@@ -86,18 +87,18 @@ def parse(options: str) -> argparse.Namespace:
     [("1", 1), ("512", 512), ("4K", 4 << 10), ("4k", 4 << 10), ("1M", 1 << 20), ("2G", 2 << 30)],
 )
 def test_parse_size(text: str, expected: int) -> None:
-    assert command.parse_size(text) == expected
+    assert bench_options.parse_size(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "K", "0", "-1", "1.5K", "1KB", "4 K"])
 def test_parse_size_refuses(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
-        command.parse_size(text)
+        bench_options.parse_size(text)
 
 
 def test_sizes_include_both_ends() -> None:
-    assert command.sizes_between(1024, 16384, 4) == [1024, 4096, 16384]
-    assert command.sizes_between(1024, 16383, 4) == [1024, 4096]
+    assert bench_options.sizes_between(1024, 16384, 4) == [1024, 4096, 16384]
+    assert bench_options.sizes_between(1024, 16383, 4) == [1024, 4096]
 
 
 @pytest.mark.parametrize(
@@ -217,19 +218,19 @@ def test_command_in_the_json_file() -> None:
     ],
 )
 def test_default_settling_time(options: str, platform: str, settle_ms: int) -> None:
-    settings = command._settings(parse(options), SINGLE_PROCESS, platform, 2, [])
+    settings = bench_options._settings_of_mode(parse(options), SINGLE_PROCESS, platform, 2, [])
     assert settings.settle_ms == settle_ms
 
 
 def test_options_that_reach_the_ranks_as_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
-    assert command._environment(parse("psum")) == {}
-    assert command._environment(parse("psum --algorithm two_shot --latency-hiding on")) == {
+    assert bench_options.environment(parse("psum")) == {}
+    assert bench_options.environment(parse("psum --algorithm two_shot --latency-hiding on")) == {
         "JAX_INTRANODE_ALGORITHM": "two_shot",
         "XLA_FLAGS": "--xla_a=1 --xla_gpu_enable_latency_hiding_scheduler=true",
     }
     monkeypatch.delenv("XLA_FLAGS")
-    assert command._environment(parse("psum --latency-hiding off")) == {
+    assert bench_options.environment(parse("psum --latency-hiding off")) == {
         "XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=false"
     }
 
@@ -282,15 +283,15 @@ def test_shapes_of_the_command_line() -> None:
     assert matmul_shapes.parse("8192,4096,1792") == [Shape(8192, 4096, 1792)]
     assert matmul_shapes.parse("1,2,3; 4,5,6;1,2,3") == [Shape(1, 2, 3), Shape(4, 5, 6)]
     arguments = parse("all_gather_matmul --shapes 8,2,3 --preset tiny,ddlb")
-    assert command._shapes(arguments, "gpu", 4) == [
+    assert bench_options._shapes(arguments, "gpu", 4) == [
         *((8, 2, 3), (64, 32, 48), (256, 64, 32), (32768, 16384, 8192)),
     ]
 
 
 def test_presets_of_shapes() -> None:
     gather, scatter, add = MATMULS
-    assert command._shapes(parse(gather), "gpu", 4)[0] == (32768, 16384, 8192)
-    assert command._shapes(parse(gather), "cpu", 2) == [(32, 32, 48), (128, 64, 32)]
+    assert bench_options._shapes(parse(gather), "gpu", 4)[0] == (32768, 16384, 8192)
+    assert bench_options._shapes(parse(gather), "cpu", 2) == [(32, 32, 48), (128, 64, 32)]
     presets = matmul_shapes.of_presets
     assert [len(presets(["reference"], name, 4)) for name in MATMULS] == [7, 4, 4]
     assert presets(["ddlb"], scatter, 4) == [(32768, 4096, 8192)]
@@ -482,18 +483,18 @@ def test_matmul_is_checked_and_timed(
 ) -> None:
     # The platform "gpu", because only GPUs have a bound.
     settings = matmul_settings(name, backward, platform="gpu")
-    row, fallback = measure_matmul.measure(settings, mesh_of_two(), "float32", Shape(32, 16, 24))
+    row, fallback = measure_matmul.measure(settings, mesh_of_two(), "float32", Shape(16, 16, 24))
     assert fallback is None and row.algorithm in algorithms and row.reason
     assert row.wrong == row.lax_wrong == 0
     assert row.error is not None and row.lax_error is not None
     assert 0 < row.error < 1e-6 and 0 < row.lax_error < 1e-6
-    # The transfer of at most 1536 elements takes far less time than a matmul.
+    # The transfer of at most 768 elements takes far less time than a matmul.
     assert row.bound_us == row.alone_time_us > 0
     assert row.share == pytest.approx(row.bound_us / row.time_us)
     assert row.lax_share == pytest.approx(row.bound_us / row.lax_time_us)
     assert row.ratio == pytest.approx(row.lax_time_us / row.time_us)
     products = 4 if backward else 2
-    assert row.tflops == pytest.approx(products * 32 * 16 * 24 / row.time_us / 1e6)
+    assert row.tflops == pytest.approx(products * 16 * 16 * 24 / row.time_us / 1e6)
     assert row.time_p99_us >= row.time_us > 0 and row.chain == 2 and row.handler_calls > 0
 
 
@@ -574,9 +575,9 @@ def test_length_of_a_matmul_chain() -> None:
     )
     lengths = [measure_matmul.chain_length(settings, name, Shape(*s)) for s, name in shapes]
     in_a_row = [measure_matmul.calls_in_a_row(settings, name, Shape(*s)) for s, name in shapes]
-    assert lengths == [2, 15, 7, 64]
-    assert in_a_row == [4, 30, 14, 128]
-    # Repetitions of 50, 41, 38 and 1.28 ms. The last ones consist of calls of 10 us.
+    assert lengths == [2, 14, 7, 64]
+    assert in_a_row == [4, 28, 14, 128]
+    # Repetitions of 52, 40, 40 and 1.28 ms. The last ones consist of calls of 10 us.
     settle = dataclasses.replace(settings, settle_ms=100)
     assert [
         measure_matmul.repetitions_to_settle(settle, name, Shape(*s)) for s, name in shapes

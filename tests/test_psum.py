@@ -1,4 +1,4 @@
-"""psum in one process that has all devices."""
+"""The cases of the collectives, and programs with psum, in one process with all devices."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def test_unbound_axis_is_laxs_error() -> None:
 
 
 def lowered(psum: object, mesh: jax.sharding.Mesh, shape: tuple[int, ...], **kwargs: object) -> str:
-    """The HLO that XLA runs for a psum over "x"."""
+    """The compiled HLO of a psum over "x"."""
     f = jax.shard_map(
         lambda v: psum(v, "x"), mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False,
         **kwargs,

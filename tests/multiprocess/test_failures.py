@@ -98,8 +98,8 @@ def check_matmul(mesh: Mesh, operation: str) -> None:
 def failure_of(mesh: Mesh, attempt: Callable[[], None]) -> str:
     """The error message that a user gets when an operation fails.
 
-    That is the exception on the CPU. On GPUs a lost context raises XLA's own error, and ours comes
-    in the log, and whenever a psum is lowered from then on.
+    On CPUs it is the message of the exception. On GPUs the lost context raises XLA's own error.
+    Ours is logged, and raised by each later lowering of a psum.
     """
     with pytest.raises(Exception) as error:  # XLA chooses the type
         attempt()
@@ -158,7 +158,7 @@ def misses_a_rank(missing: int) -> None:
 
 
 def falls_back() -> None:
-    """All ranks lower to lax and say why; the sums are right."""
+    """All ranks fall back to lax, give the same reason, and compute the right sums."""
     mesh = cases.line()
     jax_intranode.initialize(mesh)
     for count in (100, 7):

@@ -1,4 +1,4 @@
-"""The life of communicators over processes: the order of shutdown, crashes, counting."""
+"""The life cycle of communicators of several processes: shutdown, crashes, the usage counter."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ def check_sum(seed: int) -> None:
 
 
 def shut_down_one_after_another() -> None:
-    """A rank ends its communicators while the others still have theirs; then all meet anew."""
+    """A rank shuts down while the others still use the communicators. Then all rendezvous again."""
     for first in range(jax.process_count()):
         check_sum(first)
         for turn in range(jax.process_count()):
@@ -89,7 +89,7 @@ def test_restart_after_a_crash(
     monkeypatch: pytest.MonkeyPatch,
     rank: int,
 ) -> None:
-    """Nothing of a run that crashed confuses the next one, at the same port."""
+    """A crashed run leaves nothing that disturbs the next run at the same port."""
     need_devices(2)
     port = launcher.free_port()
     monkeypatch.setattr(launcher, "free_port", lambda: port)

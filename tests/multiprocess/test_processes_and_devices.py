@@ -1,4 +1,4 @@
-"""Which process has which device: several a process, one visible each, in any order."""
+"""Assignments of devices to processes: several per process, one visible each, any order."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ NAMES = (
 
 
 def run_some_cases(devices: int) -> None:
-    """In a rank: cases of all kinds."""
+    """In a rank: runs one case of each kind."""
     from jax_intranode._src.compat import key_value_client
 
     assert len(jax.devices()) == devices
@@ -64,7 +64,7 @@ def test_permuted_visible_gpus(ranks: Callable[..., Any]) -> None:
     n = len(jax.devices())
     orders = [[(k + rank) % n for k in range(n)] for rank in range(n)]
     env = [{"CUDA_VISIBLE_DEVICES": ",".join(map(str, order))} for order in orders]
-    # Rank r takes GPU r, wherever it comes in the list of what r sees.
+    # Rank r takes GPU r, at whatever position r sees it.
     local = [[orders[rank].index(rank)] for rank in range(n)]
     check(ranks(run_some_cases, n, arguments=[n], env=env, local_devices=local))
 
@@ -78,5 +78,5 @@ def test_one_gpu_twice_is_refused(ranks: Callable[..., Any]) -> None:
 
 
 def say_reason() -> None:
-    """In a rank: prints why psum is not accelerated."""
+    """In a rank: prints why psum falls back to lax."""
     print(selection(cases.line(), ("x",), (1, 100), "float32").reason)

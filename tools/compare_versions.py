@@ -21,6 +21,7 @@ public functions of JAX and of the package only, so that any two versions can be
 import argparse
 import contextlib
 import hashlib
+import importlib.metadata
 import json
 import os
 import queue
@@ -64,6 +65,8 @@ _TINY = {
 }
 
 _FEWEST_ROUNDS = 3
+# A GPU's rate, from which the lengths of chains follow. Both versions get the same chains.
+_ASSUMED_FLOPS = 700e12
 # How long a worker may take to start, and to answer a command.
 _START_S = 120
 _ANSWER_S = 120
@@ -408,7 +411,7 @@ def _worker(told: dict[str, Any]) -> None:
     measured = _Measurements(mesh, told["platform"])
     facts = {
         "jax": jax.__version__,
-        "jaxlib": jax.lib.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
         "jax_intranode": jax_intranode.__version__,
         "device": devices[0].device_kind,
         "devices": len(devices),
@@ -556,7 +559,7 @@ class _Measurements:
             step = lambda x, w: [call(x, w)]  # noqa: E731
 
         # About 4 ms a chain: the host starts the next one while it runs.
-        call_s = (2 if item["backward"] else 1) * max(2 * m * k * n / 700e12, 50e-6)
+        call_s = (2 if item["backward"] else 1) * max(2 * m * k * n / _ASSUMED_FLOPS, 50e-6)
         length = min(max(round(4e-3 / call_s), 1), 16) if self._gpu else 2
 
         def body(moving: Any, *fixed: Any) -> Any:

@@ -32,9 +32,11 @@ from jax_intranode._src.bench.collectives.operations import OPERATIONS
 from jax_intranode._src.bench.settings import PROCESS_PER_DEVICE, Settings
 from jax_intranode._src.bench.timing import slowest_rank
 
+# The algorithms of each operation that bench measures.
 _ALGORITHMS = {
     name: [a for a, operation in limits.OPERATIONS.items() if operation == name]
-    for name in ("psum", "psum_scatter", "all_gather")
+    for name in dict.fromkeys(limits.OPERATIONS.values())
+    if name in OPERATIONS
 }
 _THREADS = (64, 128, 256, 512)
 _BLOCKS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
@@ -182,7 +184,7 @@ def _time_on_cpu(
     }
     sharding = NamedSharding(mesh, PartitionSpec("x"))
     data = jax.make_array_from_callback((n * count,), sharding, lambda index: np.ones(count, dtype))
-    times = chains.times_as_called(settings, operation, mesh, [data], size)[:2]
+    times = chains.times_from_jax(settings, operation, mesh, [data], size)[:2]
     label = f"{algorithm}/{nbytes}"
     ours, lax = (
         slowest_rank(f"{label}/{which}", of_one).p50

@@ -30,7 +30,7 @@ _log = logging.getLogger("jax_intranode")
 
 # Increase it whenever the layout of slabs or the protocols change: processes of different versions
 # must not share memory.
-_PROTOCOL = 6
+_PROTOCOL = 7
 
 PROBE_BYTES = 64 << 10
 REGIONS = 8

@@ -35,7 +35,7 @@ constexpr int kPacks = kWords / 4;
 constexpr int kPacksBytes = 128 * sizeof(Pack);  // of a warpgroup
 static_assert(kPacks * kPacksBytes == kHalfChunk);
 
-// Lanes of a warp stand for ranks, and bits of a word for steps.
+// A lane of a warp, or a bit of a word, stands for each rank or step.
 static_assert(kMaxRanks <= 32);
 
 // A matrix w, its x, and its product. The terms of a reduce-scatter share the first one's product.

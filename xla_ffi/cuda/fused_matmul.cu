@@ -178,8 +178,9 @@ void SetOrder(const Round& round, FusedParams* p) {
   SetShortBands(p);
   p->part_tiles = DivideUp(int64_t{p->row_pairs} * p->column_tiles, plan.parts);
   p->direct = plan.direct;
-  // Tiles of 256 columns are not multiplied in turns: there is nothing to pace.
-  p->pace_clocks = plan.direct && plan.tile_columns < 256 ? kPaceClocksPerChunk * p->k_chunks : 0;
+  // Only where the warpgroups alternate does one store while the other one multiplies.
+  const bool paces = plan.direct && plan.tile_columns <= kMaxAlternatingColumns;
+  p->pace_clocks = paces ? kPaceClocksPerChunk * p->k_chunks : 0;
 }
 
 // The number of blocks that the device can run at the same time.

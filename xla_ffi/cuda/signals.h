@@ -26,8 +26,8 @@ constexpr int kMaxSlots = 64;  // of the pipeline
 struct Signals {
   uint32_t granted[kMaxRanks][kMaxSlots];
   uint32_t arrived[kMaxRanks][kMaxSlots];
-  // The fused kernel: by which peers grant their rings. The upper half of a word is the number of
-  // the operation on the peer's ring, the lower half the number of the operation in the group.
+  // The fused kernel: a peer grants its ring by its word. The upper half of the word is the number
+  // of the operation on the peer's ring, the lower half the number of the operation in the group.
   uint64_t ring_grant[kMaxRanks];
   uint32_t opened;  // collective matmuls of this group so far
 };

@@ -104,11 +104,16 @@ class Version:
 
     def wait_until_ready(self) -> dict[str, Any]:
         """Waits until all processes have initialised JAX; returns facts about the version."""
-        facts: dict[str, Any] = self._receive(_START_S)[0]
+        facts: dict[str, Any] = self.receive(_START_S)[0]
         return facts
 
     def ask(self, **command: Any) -> list[Any]:
         """Sends all processes a command and returns their answers."""
+        self.send(**command)
+        return self.receive()
+
+    def send(self, **command: Any) -> None:
+        """Sends all processes a command."""
         for worker in self.workers:
             assert worker.process.stdin is not None
             try:
@@ -116,9 +121,9 @@ class Version:
                 worker.process.stdin.flush()
             except OSError:
                 raise WorkerError(_end_of(self.name, worker)) from None
-        return self._receive(_ANSWER_S)
 
-    def _receive(self, timeout_s: float) -> list[Any]:
+    def receive(self, timeout_s: float = _ANSWER_S) -> list[Any]:
+        """Returns the answers of all processes."""
         answers = []
         for worker in self.workers:
             try:
@@ -229,10 +234,7 @@ def compare(
             if time.monotonic() > last_preparation:
                 skipped.append(item["name"])
                 continue
-            errors: list[str] = []
-            for version in versions:
-                answers = version.ask(prepare=item)
-                errors += [f"{version.name}: {a['error']}" for a in answers if "error" in a]
+            errors = _prepare(versions, item)
             if errors:
                 skipped.append(f"{item['name']} ({errors[0]})")
             else:
@@ -254,6 +256,24 @@ def compare(
         for version in versions:
             version.close()
     return {"facts": facts, "rows": prepared, "skipped": skipped}
+
+
+def _prepare(versions: list[Version], item: dict[str, Any]) -> list[str]:
+    """Compiles a measurement and runs it once; returns what went wrong."""
+    # Two versions may compile at the same time unless XLA's autotuner times matmuls, which it does
+    # in backward passes. The first run, in which cuBLASLt's candidates are timed, has the devices
+    # for itself.
+    errors: list[str] = []
+    at_once = [versions] if not item.get("backward") else [[version] for version in versions]
+    for some in at_once:
+        for version in some:
+            version.send(compile=item)
+        for version in some:
+            errors += [f"{version.name}: {a['error']}" for a in version.receive() if "error" in a]
+    for version in versions if not errors else []:
+        answers = version.ask(start=item["name"])
+        errors += [f"{version.name}: {a['error']}" for a in answers if "error" in a]
+    return errors
 
 
 def summary(row: dict[str, Any]) -> dict[str, float]:
@@ -330,7 +350,7 @@ def _main() -> int:
     parser.add_argument(
         "--only", nargs="+", choices=("psum", "matmuls"), default=["psum", "matmuls"]
     )
-    parser.add_argument("--rounds", type=int, default=15, help="at most so many (default 15)")
+    parser.add_argument("--rounds", type=int, default=15, help="most rounds (default 15)")
     parser.add_argument(
         "--budget",
         type=float,
@@ -423,7 +443,10 @@ def _worker(told: dict[str, Any]) -> None:
             _answer(measured.run(command["run"]))
             continue
         try:
-            measured.prepare(command["prepare"])
+            if "compile" in command:
+                measured.compile(command["compile"])
+            else:
+                measured.run(command["start"])
             _answer({})
         except Exception as error:
             _answer({"error": f"{type(error).__name__}: {str(error).splitlines()[:1]}"})
@@ -463,12 +486,10 @@ class _Measurements:
         us: float = self._repetitions[name]()
         return us
 
-    def prepare(self, item: dict[str, Any]) -> None:
-        """Compiles a measurement and runs it once."""
+    def compile(self, item: dict[str, Any]) -> None:
+        """Compiles a measurement."""
         make = self._psum if item["kind"] == "psum" else self._matmul
-        repetition = make(item)
-        repetition()
-        self._repetitions[item["name"]] = repetition
+        self._repetitions[item["name"]] = make(item)
 
     def _seconds(self, chain: Any, executions: int) -> float:
         """Times executions of a chain after all ranks have met."""
@@ -488,7 +509,7 @@ class _Measurements:
 
         import jax_intranode
 
-        length, executions = (256 if item["size"] <= 1 << 20 else 128, 5) if self._gpu else (8, 4)
+        length, executions = (128, 8) if self._gpu else (8, 4)
         n, count = self._mesh.size, item["size"] // 2
         scale = 1 / n
 
@@ -498,12 +519,13 @@ class _Measurements:
                     x = jax.lax.optimization_barrier(call(x) * jnp.bfloat16(factor))
                 return x
 
-            program = self._program(body, donated=(0,))
             state = [
                 jax.make_array_from_callback(
                     (n * count,), self._sharding, lambda index: np.ones(count, jnp.bfloat16)
                 )
             ]
+
+            program = self._program(body, donated=(0,)).lower(state[0]).compile()
 
             def run() -> Any:
                 state[0] = program(state[0])
@@ -574,8 +596,8 @@ class _Measurements:
                 )
             return moving
 
-        program = self._program(body, donated=(0,))
         state = [moving.copy()]
+        program = self._program(body, donated=(0,)).lower(state[0], *fixed).compile()
 
         def run() -> Any:
             state[0] = program(state[0], *fixed)

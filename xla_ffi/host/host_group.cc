@@ -57,18 +57,22 @@ bool RunPhase(Algorithm algorithm, int phase, ResumableThread& t, const Group& g
       return phase == 0   ? TwoShot<Type, N>::Scatter(t, g, c, epoch)
              : phase == 1 ? TwoShot<Type, N>::Reduce(t, g, c, epoch)
                           : TwoShot<Type, N>::Drain(t, g, c, epoch);
+    // CollectBuffers (ffi/common.h) allows only one buffer for these two.
     case Algorithm::kReduceScatter:
-    case Algorithm::kAllGather:
+      if constexpr (std::is_same_v<C, Buffer>) {
+        return phase == 0 ? ReduceScatter<Type, N>::Scatter(t, g, c, epoch)
+                          : ReduceScatter<Type, N>::Reduce(t, g, c, epoch);
+      }
       break;
-  }
-  // CollectBuffers (ffi/common.h) allows only one buffer for these.
-  if constexpr (std::is_same_v<C, Buffer>) {
-    if (algorithm == Algorithm::kReduceScatter) {
-      return phase == 0 ? ReduceScatter<Type, N>::Scatter(t, g, c, epoch)
-                        : ReduceScatter<Type, N>::Reduce(t, g, c, epoch);
-    }
-    return phase == 0 ? AllGather<Type, N>::Push(t, g, c, epoch)
-                      : AllGather<Type, N>::Drain(t, g, c, epoch);
+    case Algorithm::kAllGather:
+      if constexpr (std::is_same_v<C, Buffer>) {
+        return phase == 0 ? AllGather<Type, N>::Push(t, g, c, epoch)
+                          : AllGather<Type, N>::Drain(t, g, c, epoch);
+      }
+      break;
+    case Algorithm::kAllGatherMatmul:
+    case Algorithm::kMatmulReduceScatter:
+      break;  // only on GPUs
   }
   return true;
 }

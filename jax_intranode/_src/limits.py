@@ -36,7 +36,7 @@ MAX_MATRICES: int = _host.MAX_MATRICES
 MAX_PIECES: int = _host.MAX_PIECES
 # A row of x takes at most 1 / MIN_SLOTS of a rank's share of the ring buffer.
 MIN_SLOTS: int = _host.MIN_SLOTS
-# In groups of at most so many ranks, shards arrive one after another.
+# In larger groups than this, the shards of all peers arrive together.
 MAX_RANKS_IN_STEP: int = _host.MAX_RANKS_IN_STEP
 # Bytes of the ring buffer's data that travel with one flag.
 CHUNK_BYTES: int = _host.CHUNK_BYTES

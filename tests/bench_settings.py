@@ -1,0 +1,50 @@
+"""Settings, arguments and a mesh for the tests of the benchmark."""
+
+import argparse
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from devices import need_devices
+
+from jax_intranode._src.bench import options as bench_options
+from jax_intranode._src.bench.settings import SINGLE_PROCESS, Settings
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def settings_of(name: str, **changes: Any) -> Settings:
+    """Returns the settings of a tiny run on two CPU devices of this process."""
+    usual: dict[str, Any] = {
+        "name": name,
+        "sizes": [1024, 4096],
+        "leaves": 1,
+        "dtypes": ["float32"],
+        "iterations": 3,
+        "warmup_iterations": 1,
+        "chain": 2,
+        "mode": SINGLE_PROCESS,
+        "devices": 2,
+        "platform": "cpu",
+    }
+    return Settings(**{**usual, **changes})
+
+
+def mesh_of_two() -> jax.sharding.Mesh:
+    need_devices(2)
+    return jax.make_mesh(
+        (2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
+    )
+
+
+def parse(options: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench_options.add_arguments(parser)
+    return parser.parse_args(options.split())
+
+
+def matmul_settings(name: str, backward: bool, **changes: Any) -> Settings:
+    return settings_of(
+        name, shapes=[[32, 16, 24]], backward=backward, iterations=2, warmup_iterations=0, **changes
+    )

@@ -1,0 +1,239 @@
+"""How the benchmark checks and times collectives."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from bench_settings import BFLOAT16, mesh_of_two, settings_of
+from jax.sharding import PartitionSpec
+
+import jax_intranode
+from jax_intranode._src import limits, native, select
+from jax_intranode._src.bench import timing
+from jax_intranode._src.bench.collectives import chains, graph, oracle
+from jax_intranode._src.bench.collectives.operations import OPERATIONS
+
+# The oracle.
+
+
+def _sum(values: list[object], dtype: object) -> np.ndarray:
+    """Returns the oracle's sum of one element per rank."""
+    return oracle.expected_sum([np.array([value], dtype) for value in values])[0]
+
+
+def test_oracle_rounds_once() -> None:
+    # bfloat16 has 8 significant bits: 256 + 1 would round to 256 if each addition rounded.
+    assert _sum([256, 1, 1], ml_dtypes.bfloat16) == 258
+    assert _sum([2048, 1, 1], np.float16) == 2050
+
+
+def test_oracle_adds_in_rank_order() -> None:
+    assert _sum([1e8, 1, -1e8], np.float32) == 0
+    assert _sum([1e8, -1e8, 1], np.float32) == 1
+
+
+def test_oracle_accumulates_float64_and_integers_in_their_own_type() -> None:
+    assert _sum([1.0, 2.0**-40], np.float64) == 1.0 + 2.0**-40
+    assert _sum([100, 100], np.int8) == -56
+    assert _sum([2**63 - 1, 1], np.int64) == -(2**63)
+
+
+def test_oracle_keeps_signed_zeros_and_subnormals() -> None:
+    assert np.signbit(_sum([-0.0, -0.0], np.float32))
+    assert _sum([1e-45, 1e-45], np.float32) > 0
+
+
+def test_oracle_returns_the_sum_of_magnitudes() -> None:
+    _, magnitude = oracle.expected_sum([np.array([value], np.float32) for value in (-1, 2, -3)])
+    assert magnitude == 6
+
+
+def test_oracle_of_each_operation() -> None:
+    shards = [oracle.random_shard(rank, 64, BFLOAT16) for rank in range(4)]
+    total = oracle.expected_sum(shards)[0]
+    for name, wanted in {
+        "psum": total,
+        "psum_scatter": total,
+        "pmean": total / ml_dtypes.bfloat16(4),
+        "all_gather": np.concatenate(shards),
+    }.items():
+        expected, tolerance = oracle.expected_result(OPERATIONS[name], 4, 64, BFLOAT16)
+        assert expected.dtype == BFLOAT16
+        assert np.array_equal(expected, wanted)
+        assert (tolerance is None) == (name == "all_gather")
+    integers = oracle.expected_result(OPERATIONS["psum"], 4, 64, np.dtype(np.int8))
+    assert integers[1] is None
+
+
+def test_every_rank_can_make_every_ranks_data() -> None:
+    for dtype in (BFLOAT16, np.dtype(np.float64), np.dtype(np.int8)):
+        first = oracle.random_shard(1, 4096, dtype)
+        assert first.dtype == dtype
+        assert first.nbytes == 4096
+        assert np.array_equal(first, oracle.random_shard(1, 4096, dtype))
+        assert not np.array_equal(first, oracle.random_shard(0, 4096, dtype))
+    # Integers span the whole range, so that sums wrap.
+    assert {first.min(), first.max()} == {-128, 127}
+
+
+def test_exact_result_and_error() -> None:
+    operation = OPERATIONS["psum"]
+    shards = [oracle.random_shard(rank, 64, BFLOAT16).astype(np.float64) for rank in range(3)]
+    exact = oracle.exact_result(operation, 3, 64, BFLOAT16)
+    assert exact is not None and np.array_equal(exact, shards[0] + shards[1] + shards[2])
+    assert oracle.exact_result(operation, 3, 64, np.dtype(np.int32)) is None
+    assert oracle.exact_result(OPERATIONS["all_gather"], 3, 64, BFLOAT16) is None
+    off = jnp.asarray(exact * 1.5, jnp.float32)
+    assert oracle.error_on_devices(off, operation, exact) == pytest.approx(0.5, rel=1e-5)
+    assert oracle.error_on_devices(off, operation, None) is None
+
+
+def test_count_wrong_compares_bits() -> None:
+    expected = np.array([1.0, 0.0, np.nan, 2.0], np.float32)
+    assert oracle.count_wrong(expected.copy(), expected, None) == 0
+    got = np.array([np.nextafter(np.float32(1), np.float32(2)), -0.0, -np.nan, 2.0], np.float32)
+    assert oracle.count_wrong(got, expected, None) == 2
+
+
+def test_count_wrong_with_a_tolerance() -> None:
+    expected = np.array([1.0, 1.0, 1.0], np.float32)
+    got = np.array([1.05, 1.2, np.nan], np.float32)
+    assert oracle.count_wrong(got, expected, np.full(3, 0.1)) == 2
+
+
+def test_count_wrong_on_devices_compares_each_devices_part() -> None:
+    mesh = mesh_of_two()
+    sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("x"))
+    result = jax.device_put(np.arange(4, dtype=np.int32), sharding)
+    scatter, psum = OPERATIONS["psum_scatter"], OPERATIONS["psum"]
+    expected = np.array([0, 1, 2, 9], np.int32)
+    assert oracle.count_wrong_on_devices(result, scatter, expected, None) == 1
+    assert oracle.count_wrong_on_devices(result, psum, np.array([0, 1], np.int32), None) == 2
+
+
+# Timing.
+
+
+def test_statistics() -> None:
+    times = timing.statistics([float(us) for us in range(101)])
+    assert (times.p50, times.p99) == (50, 99)
+    assert timing.statistics([1.0, 2.0, 9.0]).p99 == pytest.approx(9, rel=0.02)
+    assert timing.Times(1, 2) + timing.Times(10, 20) == timing.Times(11, 22)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_links_of_a_chain_fit(name: str) -> None:
+    """A chain of one call returns its result, brought to the operand's size and scaled."""
+    mesh = mesh_of_two()
+    operation = OPERATIONS[name]
+    chain = chains._chain(mesh, lambda xs: operation.call(jax_intranode, xs), 1)
+    (got,) = chain([jnp.arange(16, dtype=jnp.float32)], jnp.full(2, 0.5, jnp.float32))
+    first, second = np.arange(8), np.arange(8, 16)
+    total = first + second
+    wanted = {
+        "psum": [total, total],
+        "pmean": [total / 2, total / 2],
+        "psum_scatter": [np.tile(total[:4], 2), np.tile(total[4:], 2)],
+        "all_gather": [first, first],
+        "psum_scatter+all_gather": [total, total],
+    }[name]
+    assert np.array_equal(got, 0.5 * np.concatenate(wanted))
+
+
+def test_order_of_turns() -> None:
+    calls: list[str] = []
+    runs = [lambda name=name: calls.append(name) for name in "abc"]
+    seconds, handler_calls = timing.take_turns(runs, mesh_of_two(), settings_of("psum"))
+    assert handler_calls == 0
+    assert [len(times) for times in seconds] == [3, 3, 3]
+    # All run once to compile. Then there are one warm-up and three repetitions. The first function
+    # changes, and the direction alternates.
+    assert "".join(calls) == "abc" + "bac" + "abc" + "acb" + "cab"
+
+
+def test_turns_after_untimed_calls() -> None:
+    calls: list[str] = []
+    runs = [lambda name=name: calls.append(name) for name in "ab"]
+    settings = settings_of("psum", iterations=2, warmup_iterations=0)
+    seconds, _ = timing.take_turns(runs, mesh_of_two(), settings, untimed=2)
+    assert [len(times) for times in seconds] == [2, 2]
+    assert "".join(calls) == "ab" + "aaabbb" + "aaabbb"
+
+
+# In a graph.
+
+
+class FakeGraphs:
+    """A replacement for the CUDA module. The device of rank r takes 1 + r microseconds."""
+
+    def __init__(self, n: int) -> None:
+        self._barrier = threading.Barrier(n, timeout=20)
+        self._data: dict[int, np.ndarray] = {}
+
+    def time_in_graph(
+        self,
+        device_ids: list[int],
+        group_size: int,
+        ordinal: int,
+        algorithm: int,
+        blocks: int,
+        threads: int,
+        data: bytes,
+        dtype: str,
+        calls: int,
+        repetitions: int,
+    ) -> tuple[list[float], bytes]:
+        assert dtype == "float32" and blocks > 0 and threads > 0 and calls > 1
+        rank = [d.local_hardware_id for d in jax.devices()][:group_size].index(ordinal)
+        self._data[rank] = np.frombuffer(data, dtype)
+        self._barrier.wait()  # all devices of the group at once
+        parts = [self._data[r] for r in range(group_size)]
+        name = limits.ALGORITHMS[algorithm]
+        total = np.concatenate(parts) if name == "all_gather" else oracle.expected_sum(parts)[0]
+        if name == "reduce_scatter":
+            total = np.split(total, group_size)[rank]
+        self._barrier.wait()  # before the data of the next call come
+        return [1000.0] + [1.0 + rank] * (repetitions - 1), total.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "algorithms", "us"),
+    [
+        ("psum", ["two_shot"], 2),
+        ("psum_scatter", ["reduce_scatter"], 2),
+        ("all_gather", ["all_gather"], 2),
+        ("psum_scatter+all_gather", ["reduce_scatter", "all_gather"], 4),
+    ],
+)
+def test_in_a_graph(
+    name: str, algorithms: list[str], us: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = mesh_of_two()
+    fake = FakeGraphs(2)
+    monkeypatch.setattr(native, "module", lambda platform: fake)
+    operation, settings = OPERATIONS[name], settings_of(name, platform="gpu")
+    selected = [select.Selection(algorithm, "", 1, 32) for algorithm in algorithms]
+    assert graph.can_measure(settings, operation, selected)
+    shards = {rank: oracle.random_shard(rank, 256, np.dtype(np.float32)) for rank in range(2)}
+    expected, _ = oracle.expected_result(operation, 2, 256, np.dtype(np.float32))
+    # The slower device's time without the warm-up, summed over the steps.
+    times, wrong = graph.measure(settings, operation, mesh, selected, shards, expected, name)
+    assert (times, wrong) == (timing.Times(us, us), 0)
+    expected = expected + np.float32(1)
+    _, wrong = graph.measure(settings, operation, mesh, selected, shards, expected, name)
+    assert wrong == 2 * operation.result_count(len(expected), 2)
+
+
+def test_calls_that_are_not_measured_in_a_graph() -> None:
+    ours, lax = select.Selection("one_shot", "", 1, 1), select.Selection("lax", "")
+    on_gpus = settings_of("psum", platform="gpu")
+    psum, pmean = OPERATIONS["psum"], OPERATIONS["pmean"]
+    assert graph.can_measure(on_gpus, psum, [ours])
+    assert not graph.can_measure(on_gpus, psum, [lax])
+    assert not graph.can_measure(on_gpus, psum, [ours, lax])
+    assert not graph.can_measure(on_gpus, pmean, [ours])
+    assert not graph.can_measure(settings_of("psum"), psum, [ours])
+    assert not graph.can_measure(settings_of("psum", platform="gpu", leaves=2), psum, [ours])

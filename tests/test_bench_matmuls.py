@@ -1,0 +1,133 @@
+"""How the benchmark checks and times collective matmuls."""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bench_settings import BFLOAT16, matmul_settings, mesh_of_two
+
+import jax_intranode
+from jax_intranode._src import select
+from jax_intranode._src.bench.matmuls import measure as measure_matmul
+from jax_intranode._src.bench.matmuls import oracle as matmul_oracle
+from jax_intranode._src.bench.matmuls.operations import MATMULS
+from jax_intranode._src.bench.settings import Shape
+
+
+@pytest.mark.parametrize(
+    ("name", "backward", "algorithms"),
+    [
+        ("all_gather_matmul", True, ("reduce_scatter",)),
+        ("matmul_reduce_scatter", False, ("reduce_scatter",)),
+        ("matmul_all_reduce", True, select.PSUM_ALGORITHMS),
+    ],
+)
+def test_matmul_is_checked_and_timed(
+    name: str, backward: bool, algorithms: tuple[str, ...]
+) -> None:
+    # The platform "gpu", because only GPUs have a bound.
+    settings = matmul_settings(name, backward, platform="gpu")
+    row, fallback = measure_matmul.measure(settings, mesh_of_two(), "float32", Shape(16, 16, 24))
+    assert fallback is None and row.algorithm in algorithms and row.reason
+    assert row.wrong == row.lax_wrong == 0
+    assert row.error is not None and row.lax_error is not None
+    assert 0 < row.error < 1e-6 and 0 < row.lax_error < 1e-6
+    # The transfer of at most 768 elements takes far less time than a matmul.
+    assert row.bound_us == row.alone_time_us > 0
+    assert row.share == pytest.approx(row.bound_us / row.time_us)
+    assert row.lax_share == pytest.approx(row.bound_us / row.lax_time_us)
+    assert row.ratio == pytest.approx(row.lax_time_us / row.time_us)
+    products = 4 if backward else 2
+    assert row.tflops == pytest.approx(products * 16 * 16 * 24 / row.time_us / 1e6)
+    assert row.time_p99_us >= row.time_us > 0 and row.chain == 2 and row.handler_calls > 0
+
+
+def test_wrong_matmul_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = jax_intranode.all_gather_matmul
+
+    def wrong(x: Any, w: Any, axis: str, return_gathered: bool = False) -> Any:
+        product, whole = right(x, w, axis, return_gathered=True)
+        product = product.at[3, 5].add(100)
+        return (product, whole.at[0, 0].add(1)) if return_gathered else product
+
+    monkeypatch.setattr(jax_intranode, "all_gather_matmul", wrong)
+    settings = matmul_settings("all_gather_matmul", False, chain=1)
+    row, _ = measure_matmul.measure(settings, mesh_of_two(), "bfloat16", Shape(32, 16, 24))
+    # On each of 2 devices one element is wrong in the product, in the product next to the gathered
+    # x, and in the gathered x; and the first one again if it is in the sample.
+    assert row.wrong in (6, 8)
+    assert row.lax_wrong == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "backward"),
+    [("all_gather_matmul", True), ("matmul_reduce_scatter", False), ("matmul_all_reduce", True)],
+)
+def test_sample_of_a_matmul(name: str, backward: bool) -> None:
+    """lax's results are right. Scaled results, and results with swapped rows, are wrong."""
+    mesh, matmul = mesh_of_two(), MATMULS[name]
+    data = matmul_oracle.make(matmul, Shape(32, 16, 24), BFLOAT16, mesh)
+    results = measure_matmul._call(mesh, matmul.lax, backward, data).results(mesh)
+    sample = matmul_oracle.Sample(mesh, matmul, backward, data)
+    wrong, error = sample.compare(results)
+    assert wrong == 0 and 0 < error < 2.0**-8
+    of_devices = 2 * 8 * results[0].shape[1]  # 8 rows of each, and all columns
+    for bad in (1.5 * results[0], jnp.flipud(results[0])):
+        changed = [jax.device_put(bad, results[0].sharding), *results[1:]]
+        wrong, error = sample.compare(changed)
+        assert 0.5 * of_devices < wrong <= of_devices and error > 0.4
+        unlike = matmul_oracle.count_unlike(mesh, changed, results, matmul.results(backward))
+        assert 0.5 * bad.size < unlike <= bad.size
+
+
+def test_plans_in_a_lowered_module() -> None:
+    call = (
+        "stablehlo.custom_call @jax_intranode_collective_matmul(%0, %1) {mhlo.backend_config = "
+        "{gathered = 0 : i32, plan = {direct = true, tile_columns = 192 : i32, wgrad = false}}}"
+    )
+    plan = {"direct": 1, "tile_columns": 192, "wgrad": 0}
+    assert measure_matmul.plans_in(f"{call}\n{call}\n") == [plan, plan]
+    assert measure_matmul.plans_in("func.func @main() {}") == []
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_calls_of_a_matmul_chain_remain(backward: bool) -> None:
+    """XLA keeps all calls of a chain, in a row, on an operand that is changed in place."""
+    mesh, matmul = mesh_of_two(), MATMULS["all_gather_matmul"]
+    data = matmul_oracle.make(matmul, Shape(32, 16, 24), np.dtype(np.float32), mesh)
+    call = measure_matmul._call(mesh, matmul.lax, backward, data)
+    chain = measure_matmul._Chain(mesh, call, 3)
+    text = chain._program.lower(chain._moving, *chain._fixed).compile().as_text()
+    assert len(re.findall(r" dot\(", text)) == 3 * (2 if backward else 1)
+    collective = "reduce-scatter" if backward else "all-gather"
+    assert len(re.findall(rf" {collective}\(", text)) == 3
+    rows, columns = call.moving.shape
+    assert not re.findall(rf"f32\[{rows // 2},{columns}\]\S* copy\(", text)
+    before = np.asarray(call.moving)
+    after = np.asarray(chain.run())
+    changed = np.argwhere(before != after).tolist()
+    assert changed == [[0, 0], [rows // 2, 0]]
+
+
+def test_length_of_a_matmul_chain() -> None:
+    settings = matmul_settings("all_gather_matmul", False, platform="gpu", chain=None)
+    shapes = (
+        ((32768, 16384, 8192), "bfloat16"),
+        ((8192, 8192, 7168), "bfloat16"),
+        ((8192, 8192, 7168), "float32"),
+        ((512, 4096, 768), "bfloat16"),
+    )
+    lengths = [measure_matmul.chain_length(settings, name, Shape(*s)) for s, name in shapes]
+    in_a_row = [measure_matmul.calls_in_a_row(settings, name, Shape(*s)) for s, name in shapes]
+    assert lengths == [2, 14, 7, 64]
+    assert in_a_row == [4, 28, 14, 128]
+    # Repetitions of 52, 40, 40 and 1.28 ms. The last ones consist of calls of 10 us.
+    settle = dataclasses.replace(settings, settle_ms=100)
+    assert [
+        measure_matmul.repetitions_to_settle(settle, name, Shape(*s)) for s, name in shapes
+    ] == [2, 3, 3, 79]
+    assert measure_matmul.repetitions_to_settle(settings, "bfloat16", Shape(512, 4096, 768)) == 0

@@ -1,0 +1,308 @@
+"""The options of the benchmark, the settings that follow from them, and the progress line."""
+
+import argparse
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bench_settings import parse, settings_of
+
+from jax_intranode._src.bench import command, record
+from jax_intranode._src.bench import options as bench_options
+from jax_intranode._src.bench.collectives import measure
+from jax_intranode._src.bench.collectives.operations import OPERATIONS
+from jax_intranode._src.bench.matmuls import shapes as matmul_shapes
+from jax_intranode._src.bench.matmuls.operations import MATMULS, flops
+from jax_intranode._src.bench.progress import ProgressLine, following
+from jax_intranode._src.bench.settings import SINGLE_PROCESS, Shape, from_json
+
+# Options and settings.
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1", 1), ("512", 512), ("4K", 4 << 10), ("4k", 4 << 10), ("1M", 1 << 20), ("2G", 2 << 30)],
+)
+def test_parse_size(text: str, expected: int) -> None:
+    assert bench_options.parse_size(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "K", "0", "-1", "1.5K", "1KB", "4 K"])
+def test_parse_size_refuses(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
+        bench_options.parse_size(text)
+
+
+def test_sizes_include_both_ends() -> None:
+    assert bench_options.sizes_between(1024, 16384, 4) == [1024, 4096, 16384]
+    assert bench_options.sizes_between(1024, 16383, 4) == [1024, 4096]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("psum -d int4", "'int4' is none of bfloat16"),
+        ("psum -n 0", "0 is below 1"),
+        ("psum --chain 0", "0 is below 1"),
+        ("psum --algorithm ring", "invalid choice: 'ring'"),
+        ("psum --peers torch,mpi", "'mpi' is none of torch, nccl-tests, all"),
+        ("psum --latency-hiding maybe", "invalid choice: 'maybe'"),
+        ("all_gather_matmul --shapes 1,2", "'1,2' is not M,K,N: three positive integers"),
+        (
+            "all_gather_matmul --plan 1,2,3",
+            "'1' is not NAME=INTEGER; the names are first_pieces, last_pieces, tile_columns",
+        ),
+        (
+            "all_gather_matmul --plan tile_columns=192,direct=2",
+            "direct=2: it takes integers from 0 to 1",
+        ),
+        ("all_gather_matmul --plan wgrad=2", "wgrad=2: it takes integers from 0 to 1"),
+        ("all_gather_matmul --plan rounds=0", "rounds=0: it takes integers from 1 on"),
+        ("all_gather_matmul --plan columns=192", "a plan has no 'columns'; it has first_pieces"),
+        ("all_gather_matmul --shapes 1,2,3;1,0,3", "'1,0,3' is not M,K,N"),
+        ("all_gather_matmul --preset llama", "'llama' is none of reference, llama-8b"),
+        ("ppermute", "invalid choice: 'ppermute'"),
+    ],
+)
+def test_options_refused(options: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(options)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("pmean -d float32,int32", "pmean of int32 is a float"),
+        ("psum_scatter --leaves 2", "psum_scatter is measured with one array"),
+        ("all_gather --leaves 2", "all_gather is measured with one array"),
+        ("psum -b 1 -e 1", "sizes 1 holds a whole number of elements of bfloat16 for each of 2"),
+        (
+            "psum -b 16K -e 1K",
+            "--minbytes 16K is above --maxbytes 1K: choose a smaller -b or a larger -e",
+        ),
+        ("psum -b 1M", "--minbytes 1M is above --maxbytes 64K (the default): choose"),
+        ("psum --json /no/such/place.json", "/no/such/place.json: no such directory"),
+        ("psum --plot /no/such/place.png", "/no/such/place.png: no such directory"),
+        (
+            "psum --shapes 1,2,3",
+            "--shapes, --preset, --backward and --plan are for all_gather_matmul",
+        ),
+        ("psum --backward", "--shapes, --preset, --backward and --plan are for all_gather_matmul"),
+        (
+            "psum --plan last_pieces=1",
+            "--shapes, --preset, --backward and --plan are for all_gather_matmul",
+        ),
+        ("psum --settle 100", "--settle is for collective matmuls and programs, not for psum"),
+        ("matmul_all_reduce --leaves 2", "matmul_all_reduce is measured with one x and one w"),
+        ("matmul_all_reduce -d int8", "of int8: choose from bfloat16, float16, float32"),
+        ("all_gather_matmul --shapes 7,8,9", "7 x 8 x 9: M is 7; it must be a multiple of the 2"),
+        (
+            "matmul_all_reduce --devices 3 --preset llama-8b",
+            "preset llama-8b: 3 devices can't share 4096 columns evenly; choose --devices",
+        ),
+        ("mlp_block --peers all", "--peers and --plot are for operations"),
+        ("mlp_block --plot all.png", "--peers and --plot are for operations"),
+    ],
+)
+def test_options_that_contradict_each_other(
+    options: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command.run(parse(f"{options} --platform cpu")) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for gpus, options, message in (
+        (0, "psum", "no NVIDIA GPU here (by NVML and CUDA_VISIBLE_DEVICES): choose --platform cpu"),
+        (2, "psum --devices 4", "has 2 visible GPUs, not 4: choose --devices 2 or less"),
+        (0, "all_gather_matmul --preset llama-8b", "no NVIDIA GPU here"),
+    ):
+        monkeypatch.setattr(command, "_gpus_and_driver", lambda gpus=gpus: (gpus, None))
+        assert command.run(parse(f"{options} --platform gpu")) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_bad_variable_is_refused_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("JAX_INTRANODE_ALGORITHM", "twoshot")
+    assert command.run(parse("psum --platform cpu")) == 2
+    written = capsys.readouterr()
+    assert len(written.err.splitlines()) == 1
+    assert "JAX_INTRANODE_ALGORITHM='twoshot': use one of auto, one_shot" in written.err
+
+
+def test_command_in_the_json_file() -> None:
+    argv = ["/x/__main__.py", "bench", "psum", "--json", "/a/b.json", "-n", "3", "--plot=p.png"]
+    assert record.command_line(argv) == "python -m jax_intranode bench psum -n 3"
+    argv = ["/x/__main__.py", "bench", "all_gather_matmul", "--shapes", "1,2,3;4,5,6"]
+    assert record.command_line(argv).endswith("--shapes '1,2,3;4,5,6'")
+
+
+@pytest.mark.parametrize(
+    ("options", "platform", "settle_ms"),
+    [
+        ("all_gather_matmul", "gpu", 150),
+        ("mlp_block", "gpu", 150),
+        ("all_gather_matmul --settle 0", "gpu", 0),
+        ("all_gather_matmul", "cpu", 0),
+        ("psum", "gpu", 0),
+    ],
+)
+def test_default_settling_time(options: str, platform: str, settle_ms: int) -> None:
+    settings = bench_options._settings_of_mode(parse(options), SINGLE_PROCESS, platform, 2, [])
+    assert settings.settle_ms == settle_ms
+
+
+def test_options_that_reach_the_ranks_as_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
+    assert bench_options.environment(parse("psum")) == {}
+    assert bench_options.environment(parse("psum --algorithm two_shot --latency-hiding on")) == {
+        "JAX_INTRANODE_ALGORITHM": "two_shot",
+        "XLA_FLAGS": "--xla_a=1 --xla_gpu_enable_latency_hiding_scheduler=true",
+    }
+    monkeypatch.delenv("XLA_FLAGS")
+    assert bench_options.environment(parse("psum --latency-hiding off")) == {
+        "XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=false"
+    }
+
+
+def test_settings_as_json_and_their_measurements() -> None:
+    settings = settings_of("psum", sizes=[6, 8, 15, 1024], dtypes=["bfloat16", "float64"])
+    assert from_json(settings.to_json()) == settings
+    # Two devices can share an even number of elements only.
+    assert settings.measurements() == [("bfloat16", 4), ("bfloat16", 512), ("float64", 128)]
+
+
+@pytest.mark.parametrize(
+    ("count", "leaves", "multiple"),
+    [(1000, 1, 1), (1000, 7, 1), (7, 7, 1), (300, 300, 1), (1000, 7, 4)],
+)
+def test_cuts_into_leaves(count: int, leaves: int, multiple: int) -> None:
+    at = measure.cuts(count, leaves, multiple)
+    sizes = [len(leaf) for leaf in np.split(np.zeros(count), at)]
+    assert len(sizes) == leaves
+    assert sum(sizes) == count
+    assert all(size % multiple == 0 for size in sizes)
+
+
+def test_sizes_and_bandwidths_are_those_of_nccl_tests() -> None:
+    counts = {
+        name: (operation.operand_count(12, 4), operation.result_count(12, 4))
+        for name, operation in OPERATIONS.items()
+    }
+    assert counts == {
+        "psum": (12, 12),
+        "pmean": (12, 12),
+        "psum_scatter": (12, 3),
+        "all_gather": (3, 12),
+        "psum_scatter+all_gather": (12, 12),
+    }
+    factors = {name: operation.bus_factor(4) for name, operation in OPERATIONS.items()}
+    assert factors == {
+        "psum": 1.5,
+        "pmean": 1.5,
+        "psum_scatter": 0.75,
+        "all_gather": 0.75,
+        "psum_scatter+all_gather": 1.5,
+    }
+
+
+# Shapes of collective matmuls.
+
+
+def test_shapes_of_the_command_line() -> None:
+    assert matmul_shapes.parse("8192,4096,1792") == [Shape(8192, 4096, 1792)]
+    assert matmul_shapes.parse("1,2,3; 4,5,6;1,2,3") == [Shape(1, 2, 3), Shape(4, 5, 6)]
+    arguments = parse("all_gather_matmul --shapes 8,2,3 --preset tiny,ddlb")
+    assert bench_options._shapes(arguments, "gpu", 4) == [
+        *((8, 2, 3), (64, 32, 48), (256, 64, 32), (32768, 16384, 8192)),
+    ]
+
+
+def test_presets_of_shapes() -> None:
+    gather, scatter, add = MATMULS
+    assert bench_options._shapes(parse(gather), "gpu", 4)[0] == (32768, 16384, 8192)
+    assert bench_options._shapes(parse(gather), "cpu", 2) == [(32, 32, 48), (128, 64, 32)]
+    presets = matmul_shapes.of_presets
+    assert [len(presets(["reference"], name, 4)) for name in MATMULS] == [7, 4, 4]
+    assert presets(["ddlb"], scatter, 4) == [(32768, 4096, 8192)]
+    # Query, key and value together, gate and up together; then the attention's output, down.
+    assert presets(["llama-70b"], gather, 4) == [(8192, 8192, 2560), (8192, 8192, 14336)]
+    assert presets(["llama-70b"], add, 4) == [(8192, 2048, 8192), (8192, 7168, 8192)]
+    assert len(presets(["sweep"], scatter, 8)) == 24
+    assert len(presets(["llama-8b", "sweep"], scatter, 8)) == 24  # each shape once
+    with pytest.raises(ValueError, match="M is 6; it must be a multiple of the 4 devices"):
+        matmul_shapes.check(scatter, [Shape(6, 1, 1)], 4)
+    matmul_shapes.check(add, [Shape(6, 1, 1)], 4)
+
+
+def test_rows_bytes_and_operations_of_collective_matmuls() -> None:
+    shape = Shape(m=8, k=3, n=5)
+    received = [matmul.received_bytes(shape, 4, 2) for matmul in MATMULS.values()]
+    assert received == [0.75 * 8 * 3 * 2, 0.75 * 8 * 5 * 2, 1.5 * 8 * 5 * 2]
+    rows = [(m.x_rows(shape, 4), m.result_rows(shape, 4)) for m in MATMULS.values()]
+    assert rows == [(2, 8), (8, 2), (8, 8)]
+    assert (flops(shape, False), flops(shape, True)) == (240, 480)
+
+
+# Progress.
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_on_a_terminal() -> None:
+    terminal = Terminal()
+    line = ProgressLine(terminal, total=12)
+    line.show()
+    assert terminal.getvalue() == ""  # nothing has begun
+    line.begin("single-process, bfloat16, 1024 bytes")
+    line.show()
+    line.begin("single-process, bfloat16, 4096 bytes")
+    line.show()
+    line.clear()
+    assert terminal.getvalue() == (
+        "\r\x1b[Ksingle-process, bfloat16, 1024 bytes: 1 of 12, 0:00"
+        "\r\x1b[Ksingle-process, bfloat16, 4096 bytes: 2 of 12, 0:00"
+        "\r\x1b[K"
+    )
+
+
+def test_progress_is_not_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    terminal = Terminal()
+    line = ProgressLine(terminal, total=1)
+    line.begin("x" * 100)
+    line.show()
+    assert terminal.getvalue() == "\r\x1b[K" + "x" * 19
+
+
+def test_no_progress_line_without_a_terminal() -> None:
+    stream = io.StringIO()
+    line = ProgressLine(stream, total=1)
+    line.begin("psum")
+    line.show()
+    line.clear()
+    assert stream.getvalue() == ""
+
+
+def test_following_shows_rows_and_progress(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal = Terminal()
+    log, begun = tmp_path / "log", tmp_path / "begun"
+    with following(log, begun, ProgressLine(terminal, total=2)):
+        log.write_text("a row\n")
+        begun.write_text("first\nsecond\n")
+    assert capsys.readouterr().out == "a row\n"
+    assert "second: 2 of 2, 0:00" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\r\x1b[K")

@@ -100,7 +100,7 @@ class Program:
 
     Attributes:
         body: from the package and a rank's shards to results.
-        shapes: global shapes of the operands, in units: see `sizes`.
+        shapes: global shapes of the operands; `sizes` gives the lengths.
         specs: partition specs of the operands.
         out: partition spec of all results.
     """
@@ -111,17 +111,17 @@ class Program:
     out: P
 
 
-def sizes(platform: str, large: bool, world: int) -> dict[str, int]:
-    """The lengths that shapes name: tokens, features, hidden features, heads, layers."""
-    unit = (1024 if large else 16) if platform == "gpu" else 2
-    return {
-        "t": 4 * unit * world,
-        "f": 4 * unit * world,
-        "h": 6 * unit * world,
-        "b": 2,
-        "l": 3,
-        "s": 16 * world,
-    }
+def sizes(platform: str, kind: str, world: int) -> dict[str, int]:
+    """The lengths that shapes name: t tokens, f features, h hidden features, l layers, s short.
+
+    On GPUs "small" matmuls are not overlapped, "large" ones are, and for "narrow" ones the fused
+    kernel also computes weight gradients.
+    """
+    unit = (1024 if kind == "large" else 16) if platform == "gpu" else 2
+    lengths = {"t": 4 * unit * world, "f": 4 * unit * world, "h": 6 * unit * world}
+    if kind == "narrow":
+        lengths = {"t": 4096 * world, "f": 8192, "h": 1024 * world}
+    return lengths | {"l": 3, "s": 16 * world}
 
 
 ROWS, COLUMNS = P("x"), P(None, "x")
@@ -303,9 +303,9 @@ def functions() -> Iterator[tuple[str, str, Callable[..., Any], tuple[Any, ...]]
     import jax_intranode as lib
 
     def program(
-        platform: str, mesh: Mesh, world: int, of: Program, check_vma: bool, large: bool
+        platform: str, mesh: Mesh, world: int, of: Program, check_vma: bool, size: str
     ) -> Any:
-        lengths = sizes(platform, large, world)
+        lengths = sizes(platform, size, world)
         dtype = jnp.bfloat16 if platform == "gpu" else jnp.float32
         args = tuple(
             jax.ShapeDtypeStruct(tuple(lengths[n] for n in shape), dtype) for shape in of.shapes
@@ -333,17 +333,17 @@ def functions() -> Iterator[tuple[str, str, Callable[..., Any], tuple[Any, ...]]
             mesh = mesh_of(platform, {"x": world})
             for check_vma in (False, True):
                 for name, of in PROGRAMS.items():
-                    for large in (
-                        (False, True) if platform == "gpu" and len(of.shapes) > 1 else (0,)
-                    ):
-                        found, args = program(platform, mesh, world, of, check_vma, bool(large))
+                    matmuls = platform == "gpu" and len(of.shapes) > 1
+                    for size in ("small", "large", "narrow") if matmuls else ("small",):
+                        found, args = program(platform, mesh, world, of, check_vma, size)
                         for kind, f in found.items():
-                            title = [name, platform, str(world), *["large"] * large, kind]
+                            title = [name, platform, str(world), *[size] * (size != "small"), kind]
                             title += ["check_vma"] * check_vma
                             yield "-".join(title), platform, jax.jit(f), args
         mesh = mesh_of(platform, {"x": 2, "y": 4})
         of = Program(two_axes, (X, W), (P(("x", "y")), P()), P(("x", "y")))
-        found, args = program(platform, mesh, 8, of, False, platform == "gpu")
+        size = "large" if platform == "gpu" else "small"
+        found, args = program(platform, mesh, 8, of, False, size)
         for kind, f in found.items():
             yield f"two_axes-{platform}-{kind}", platform, jax.jit(f), args
 

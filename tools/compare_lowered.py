@@ -6,6 +6,9 @@ Write what the corpus lowers to with each version of the package, then compare t
     PYTHONPATH=new python tools/compare_lowered.py --write after
     python tools/compare_lowered.py --compare before after
 
+If this program does not run with the old version, take that version's own copy of it for the first
+step.
+
 A file holds one program: the jaxpr, the equations of this package with their parameters, what
 `explain` says, and the StableHLO. The comparison ignores source locations and the wording of
 reasons, and knows the names that parameters and attributes had in earlier versions.
@@ -424,6 +427,9 @@ RENAMED = {
 ATTRIBUTES = re.compile(r"mhlo\.backend_config = (\{.*?\}), operand_layouts")
 
 
+# The functions `same_*` give text that is the same for programs that are the same.
+
+
 def same_names(text: str) -> str:
     return text.replace("derivatives_of_", "gradients_of_")
 
@@ -440,8 +446,7 @@ def attributes(line: str) -> dict[str, str]:
     for name, value in pairs:
         value = value if value.startswith("dense") else value.split(" : ")[0]
         result[RENAMED.get(name, name)] = values.get(value, value)
-    # It says again that there are weight gradients.
-    result.pop("wgrad", None)
+    result.pop("wgrad", None)  # follows from wgrads
     return result
 
 
@@ -499,9 +504,8 @@ def differences(before: Path, after: Path) -> Iterator[str]:
         a, b = normalised(one[title]), normalised(other[title])
         if a != b:
             yield title
-            yield from list(difflib.unified_diff(a.splitlines(), b.splitlines(), lineterm="", n=0))[
-                2:
-            ]
+            lines = difflib.unified_diff(a.splitlines(), b.splitlines(), lineterm="", n=0)
+            yield from list(lines)[2:]
     if one["explain"] != other["explain"]:
         yield "explain"
         yield from difflib.ndiff(one["explain"].splitlines(), other["explain"].splitlines())

@@ -17,4 +17,4 @@ export XLA_PYTHON_CLIENT_ALLOCATOR=platform
 # Checks our kernels only, and ignores errors of API calls, because XLA causes some on purpose.
 exec compute-sanitizer --tool memcheck --target-processes all --error-exitcode 1 \
   --kernel-name kns=jax_intranode --report-api-errors no \
-  python3 -P -m pytest -q -p no:cacheprovider -o timeout=1800 "$@"
+  python3 -P -m pytest -q --full -p no:cacheprovider -o timeout=1800 "$@"

@@ -116,14 +116,15 @@ composition.register(
 # The gradients of all_gather_matmul.
 
 
-def _gather_matmul(operands: Sequence[Any], params: GradientParams) -> Matmul | None:
+def _dgrad_by_reduce_scatter(operands: Sequence[Any], params: GradientParams) -> Matmul | None:
+    """The collective matmul that gives the input gradient, if that is a result."""
     if not params.dgrad:
         return None
     return matmul_reduce_scatter_p, list(operands[: 2 * params.matmul.terms]), params.matmul
 
 
 def _gather_gradients(bind: Bind, *operands: Any, params: GradientParams) -> list[Any]:
-    own = _gather_matmul(operands, params)
+    own = _dgrad_by_reduce_scatter(operands, params)
     results = [] if own is None else bind(own[0], *own[1], params=own[2])
     how = params.wgrad_dtype, params.matmul.precision, not params.matmul.transposed
     return results + [
@@ -132,7 +133,7 @@ def _gather_gradients(bind: Bind, *operands: Any, params: GradientParams) -> lis
 
 
 def _gather_abstract_eval(*operands: Any, params: GradientParams) -> list[Any]:
-    own = _gather_matmul(operands, params)
+    own = _dgrad_by_reduce_scatter(operands, params)
     results = [] if own is None else matmul_reduce_scatter.abstract_eval(*own[1], params=own[2])
     how = params.wgrad_dtype, not params.matmul.transposed
     return results + [products.wgrad_aval(operands[-1], operands[k], *how) for k in params.wgrads]
@@ -140,7 +141,7 @@ def _gather_abstract_eval(*operands: Any, params: GradientParams) -> list[Any]:
 
 def _gather_request(*operands: Any, params: GradientParams) -> overlapped.Request | str:
     terms, wgrads = params.matmul.terms, params.wgrads
-    own = _gather_matmul(operands, params)
+    own = _dgrad_by_reduce_scatter(operands, params)
     if own is None or not wgrads or not params.matmul.transposed:
         return "not both gradients for matrices [K, N]"
     order = sorted(range(terms), key=lambda k: k not in wgrads)  # terms with weight gradients first
@@ -177,7 +178,7 @@ def _gather_needed(used: list[bool], params: GradientParams) -> tuple[list[bool]
 
 composition.register(
     gradients_of_all_gather_matmul_p,
-    matmul=_gather_matmul,
+    matmul=_dgrad_by_reduce_scatter,
     compute=_gather_gradients,
     abstract_eval=_gather_abstract_eval,
     request=_gather_request,
@@ -189,13 +190,14 @@ composition.register(
 # The gradients of matmul_reduce_scatter.
 
 
-def _scatter_matmul(operands: Sequence[Any], params: GradientParams) -> Matmul:
+def _dgrad_by_all_gather(operands: Sequence[Any], params: GradientParams) -> Matmul:
+    """The collective matmul that gives the input gradient and the gathered cotangent."""
     its_params: MatmulParams = replace(params.matmul, gathered=bool(params.wgrads))
     return all_gather_matmul_p, list(operands[: 1 + params.dgrad]), its_params
 
 
 def _scatter_gradients(bind: Bind, *operands: Any, params: GradientParams) -> list[Any]:
-    primitive, its_operands, its_params = _scatter_matmul(operands, params)
+    primitive, its_operands, its_params = _dgrad_by_all_gather(operands, params)
     results = bind(primitive, *its_operands, params=its_params)
     if params.wgrads:  # the last result is the gathered cotangent
         how = params.wgrad_dtype, its_params.precision, not its_params.transposed
@@ -204,7 +206,7 @@ def _scatter_gradients(bind: Bind, *operands: Any, params: GradientParams) -> li
 
 
 def _scatter_abstract_eval(*operands: Any, params: GradientParams) -> list[Any]:
-    _, its_operands, its_params = _scatter_matmul(operands, params)
+    _, its_operands, its_params = _dgrad_by_all_gather(operands, params)
     results = all_gather_matmul.abstract_eval(*its_operands, params=its_params)
     if params.wgrads:
         how = params.wgrad_dtype, not its_params.transposed
@@ -215,7 +217,7 @@ def _scatter_abstract_eval(*operands: Any, params: GradientParams) -> list[Any]:
 def _scatter_request(*operands: Any, params: GradientParams) -> overlapped.Request | str:
     if not params.dgrad or not params.wgrads or not params.matmul.transposed:
         return "not both gradients for a matrix [K, N]"
-    _, its_operands, _ = _scatter_matmul(operands, params)
+    _, its_operands, _ = _dgrad_by_all_gather(operands, params)
     request = all_gather_matmul.request(*its_operands, params=params.matmul)
     if isinstance(request, str):
         return request
@@ -233,7 +235,7 @@ def _scatter_needed(used: list[bool], params: GradientParams) -> tuple[list[bool
 
 composition.register(
     gradients_of_matmul_reduce_scatter_p,
-    matmul=_scatter_matmul,
+    matmul=_dgrad_by_all_gather,
     compute=_scatter_gradients,
     abstract_eval=_scatter_abstract_eval,
     request=_scatter_request,

@@ -71,7 +71,7 @@ def find(
     if reason is not None:
         return reason
     mesh = site.mesh
-    assert mesh is not None  # or there were a reason
+    assert mesh is not None  # or there would be a reason
     groups = communicator.partition(mesh, tuple(axes))
     sizes = _sizes(operation, request, groups)
     dtype = np.dtype(request.dtypes[0]).name
@@ -91,7 +91,7 @@ def find(
     if reason is not None:
         return reason
     profile = rendezvous.profile
-    assert profile is not None  # or there were a reason
+    assert profile is not None  # or there would be a reason
     chosen = overlap.choose(
         sizes,
         dtype=dtype,
@@ -107,7 +107,7 @@ def find(
 
 def _reason_for_operands(mesh: jax.sharding.Mesh | None, request: Request) -> str | None:
     """Returns why operands of these kinds are not overlapped on these devices, or None."""
-    assert mesh is not None  # or there were a reason
+    assert mesh is not None  # or there would be a reason
     if mesh.devices.flat[0].platform != "gpu":
         return "CPU devices"
     names = sorted({np.dtype(dtype).name for dtype in request.dtypes})

@@ -11,7 +11,7 @@
 namespace jax_intranode {
 namespace {
 
-// Waits. Each is done by a warp, of which each lane looks at one flag.
+// Waits for flags. All threads of a warp call these functions; each lane looks at one flag.
 
 // Waits until chunk k of the `count` chunks from a slot on has arrived. Returns how many of the
 // `count` chunks have arrived without a gap.
@@ -33,7 +33,8 @@ JIN_FN int AwaitChunks(const Block<kColumns>& b, int slot, int k, int count, int
 }
 
 // Waits until the chunks of a column tile of weight gradients have arrived for row tile `tile`,
-// counted over all shards in the order of steps. Returns up to which row tile they have.
+// counted over all shards in the order of steps. Returns the end of the row tiles for which they
+// have arrived.
 template <int kColumns>
 JIN_FN int AwaitColumns(const Block<kColumns>& b, int tile, int column) {
   DeviceThread thread = b.Thread();
@@ -66,7 +67,7 @@ class Feeder {
   JIN_FN void Run() {
     ClusterTileLoop<Block<kColumns>> tiles(b_);
     while (tiles.Next()) {
-      // Early enough for the math warpgroups: they still have this tile to multiply.
+      // The next list is claimed early, while the math warpgroups still multiply this tile.
       if (tiles.NeedsList() && threadIdx.x == 0 && side_ == 0) {
         AnnounceList(b_, tiles.lists(), ClaimList(p_));
       }
@@ -83,7 +84,8 @@ class Feeder {
  private:
   using Config = TileConfig<kColumns>;
 
-  // Rows of a shard times columns of w, by chunks of K; of a reduce-scatter of all terms.
+  // Loads the operands of a tile of products: rows of a shard and columns of w, chunk after chunk
+  // of K. In a reduce-scatter one term follows the other.
   JIN_FN void FeedProduct(const ClusterTile& tile) {
     // An N-major w is loaded in whole chunks: the last one may be wider than the tile.
     constexpr uint32_t kRight = kNMajorW ? Config::kRightBytes : kColumns * kTileDepth * 2;
@@ -130,9 +132,10 @@ class Feeder {
     }
   }
 
-  // 128 columns of wgrad_lhs, which differ between the blocks, times the columns of x. Both are
-  // contracted along the rows of all shards, half a row tile at a time. Goes through the shards
-  // without a division: stages follow each other too fast for one.
+  // Loads the operands of a tile of a weight gradient: 128 columns of wgrad_lhs, which differ
+  // between the blocks of the cluster, and the columns of x. Both are contracted along the rows of
+  // all shards, half a row tile at a time. The loops contain no division: stages follow each other
+  // too fast for one.
   JIN_FN void FeedWgrad(const ClusterTile& tile) {
     const int row_tile = kClusterSize * tile.row_pair + side_;
     const bool real = row_tile < p_.wgrad_row_tiles;  // as above
@@ -163,7 +166,7 @@ class Feeder {
             JIN_UNROLL
             for (int i = 0; i < Config::kChunks; ++i) {
               if (arrives) {
-                // For columns past the end of x, columns that exist are multiplied in vain.
+                // Past the end of x the last chunk is loaded again; its products are not stored.
                 LoadToBoth(right + i * kHalfChunk,
                            chunk + Min(i, p_.k_chunks - 1 - first_chunk) * int64_t{kChunk} +
                                half * kHalfChunk + side_ * (kHalfChunk / 2),
@@ -194,8 +197,8 @@ class Feeder {
   const Block<kColumns>& b_;
   const FusedParams& p_;
   const uint32_t side_;  // which block of the cluster this is
-  int stage_ = 0;        // that is filled next
-  uint32_t parity_ = 1;  // of its barrier
+  int stage_ = 0;        // the stage that is filled next
+  uint32_t parity_ = 1;  // of that stage's barrier
 };
 
 }  // namespace

@@ -4,9 +4,10 @@
 //   A sender warp waits for three things. First, a peer's ring, which the peer grants when the
 //   first of its blocks begins. Second, the products of its own block. Third, the next work list of
 //   its cluster, which the producer warp claims before the last tile of the list before it has been
-//   multiplied. It publishes what it has sent before it waits for the first two, and soon after it
-//   gets the third. If chunks for a peer that is late lie between chunks for others, the others
-//   wait, too, until that peer's kernel begins; and for that it needs none of these chunks.
+//   multiplied. Before it waits for one of the first two, it publishes the chunks that it has sent.
+//   When it waits for the third, it publishes them soon after. If chunks for a peer that is late
+//   lie between chunks for others, the others wait, too, until that peer's kernel begins; and for
+//   that it needs none of these chunks.
 //
 //   A math warpgroup waits for its turn, for a peer's ring if it stores there, and for flags.
 //   All-gather: the flags of chunks that all ranks send without waiting for any product or weight
@@ -15,13 +16,13 @@
 //   peers had its turn after all those products, whoever multiplied them.) So no wait depends on
 //   itself.
 //
-//   No wait depends on blocks that do not run yet, either: what peers wait for is not dealt out to
-//   blocks, but claimed, by work lists or chunks, by the blocks that run. They finish it, however
-//   few they are. If it were dealt out, a collective of another stream could occupy SMs of one rank
-//   where blocks of this kernel wait for them, while this kernel occupies all SMs of another rank
-//   where the collective waits for them; neither would end.
+//   No wait depends on blocks that do not run yet, either. The work that peers wait for is not
+//   assigned to blocks in advance: the blocks that run claim it, as work lists or chunks, and
+//   finish it, however few they are. If it were assigned in advance, a collective of another stream
+//   could occupy SMs of one rank where blocks of this kernel wait for them, while this kernel
+//   occupies all SMs of another rank where the collective waits for them; neither would end.
 //
-//   Ranks that call an operation wait for ranks that have not come to it until the deadline.
+//   A rank waits for peers that have not called the operation until the deadline passes.
 #pragma once
 
 #include "fused_feed.cuh"

@@ -27,8 +27,8 @@ constexpr uint32_t kChunk = kChunkBytes;
 constexpr uint32_t kHalfChunk = kChunk / 2;
 constexpr int kHalfRows = kTileRows / 2;
 
-// Products travel in the layout in which matrix instructions leave them in registers. Of a half
-// chunk each thread of a warpgroup has kWords words, which it stores as packs of four. The first
+// Products travel in the layout in which matrix instructions leave them in registers. Each thread
+// of a warpgroup holds kWords words of a half chunk and stores them as packs of four. The first
 // packs of all threads lie next to each other, then the second packs, and so on.
 constexpr int kWords = 16;
 constexpr int kPacks = kWords / 4;
@@ -61,7 +61,7 @@ struct FusedParams : TileOrder {
   char* ring[kMaxRanks];  // each rank's, as this rank addresses it
   size_t data_offset;     // in a ring
   char* scratch;          // reduce-scatter: products on their way to peers, unless `direct`
-  const char* x;          // all-gather: this rank's
+  const char* x;          // all-gather: this rank's x
   char* gathered;         // all-gather: all ranks' x, or null
   int products;
   int wgrads;
@@ -69,11 +69,12 @@ struct FusedParams : TileOrder {
   int row_bytes;         // all-gather: of x
   int wgrad_row_tiles;   // the last row pair may have one row tile only
   bool direct;           // reduce-scatter: math warpgroups store products in the peer's ring
-  uint32_t pace_clocks;  // clocks that a warpgroup takes for each pack that it stores so
+  uint32_t pace_clocks;  // direct: clocks that storing a pack per thread should take
 };
 static_assert(sizeof(FusedParams) <= 4096);  // kernel parameters of this size work everywhere
 
-// Warp 0 feeds, warps 1 and 2 send, warp 3 copies arriving chunks; the others multiply.
+// Warp 0 is the producer warp, warps 1 and 2 are the sender warps, warp 3 copies arriving chunks,
+// and the others form the two math warpgroups.
 constexpr int kThreads = 3 * 128;
 constexpr int kSenderWarps = 2;
 // Registers per thread that a block is given. If its warpgroups ask for more in total, they wait
@@ -95,7 +96,7 @@ struct TileConfig {
   static constexpr uint32_t kNextHalf =
       kAlternate ? kHalfChunk : kChunk;  // between its half chunks
 
-  // Registers of a thread that multiplies, most of which hold products, and of another one.
+  // Registers of a thread of a math warpgroup, most of which hold products, and of other threads.
   static constexpr int kMathRegisters = kColumns == 192 ? 224 : 200;
   static constexpr int kOtherRegisters = 3 * kRegisters - 2 * kMathRegisters;
 
@@ -172,7 +173,7 @@ JIN_FN void StoreRelaxed(uint64_t* to, uint64_t v) {
 // Orders all that this thread has written or observed before what it stores next.
 JIN_FN void SystemFence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
-// Past the L1 cache, which may hold what was there before a peer wrote.
+// Bypasses the L1 cache, which may hold values from before a peer wrote.
 JIN_FN Pack LoadPack(const char* from) {
   const uint4 got = __ldcg(reinterpret_cast<const uint4*>(from));
   return {{got.x, got.y, got.z, got.w}};

@@ -11,20 +11,19 @@
 //
 // The grid is persistent: one block per SM, in clusters of two blocks. A block has 12 warps. Two
 // math warpgroups multiply. They alternate tiles: while one multiplies a tile, the other one
-// rounds, adds up and stores its last tile. (Tiles of more than 192 columns they multiply together,
-// because their products don't fit the registers of one.) One producer warp loads operands, two
+// rounds, adds up and stores its last tile. (They share tiles of more than 192 columns, because the
+// products of such a tile don't fit the registers of one.) One producer warp loads operands, two
 // sender warps send chunks to peers or publish them, and one warp copies arriving chunks into the
-// gathered operand if the caller asks for it. What is sent lies in the receiver's ring until it has
-// been used. It travels in chunks, each with a flag: operands as matrix instructions take them from
-// shared memory, products as matrix instructions leave them in registers.
+// gathered operand if the caller asks for it. Data for a peer stay in the peer's ring until it has
+// used them. They travel in chunks, each with a flag: operands as matrix instructions take them
+// from shared memory, products as matrix instructions leave them in registers.
 //
-//   all-gather + matmul     At step s rank r sends its shard to rank r - s and receives the shard
-//   of
+//   all-gather + matmul     At step s rank r sends its shard to rank r - s and receives that of
 //                           rank r + s. In larger groups all steps proceed at the same time. A rank
 //                           multiplies its own shard first, then the others in the order in which
-//                           they are sent: of a band, which may span several shards, the first
-//                           columns of all row pairs, then the next columns. So a band is
-//                           multiplied while it arrives.
+//                           they are sent. A band may span several shards. The first columns of all
+//                           its row pairs are sent before the next columns, so a band is multiplied
+//                           while it arrives.
 //   matmul + reduce-scatter Rank r multiplies the rows of rank r + 1 first and its own last, and
 //                           sends each tile of products when it is computed. (In parts: first a
 //                           part of the tiles of each peer, then the next part.) A tile of its own

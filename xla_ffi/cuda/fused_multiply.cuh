@@ -11,9 +11,10 @@
 namespace jax_intranode {
 namespace {
 
-// Direct mode: for each chunk of K of a tile, the clocks that a warpgroup takes to store one pack a
-// thread. That is three quarters of the time in which the other warpgroup multiplies as much. (All
-// packs at once took up to 5 % longer: they fill the paths to memory that operands need.)
+// Direct stores are paced. A warpgroup takes this many clocks, times the tile's chunks of K, to
+// store one pack per thread. So it stores a tile in three quarters of the time in which the other
+// warpgroup multiplies one. (Without pacing, operations took up to 5 % longer: the stores fill the
+// paths to memory that operands need.)
 constexpr int kPaceClocksPerChunk = 24;
 
 // Clocks of this SM, modulo 2^32.
@@ -25,8 +26,8 @@ JIN_FN uint32_t InRegister(uint32_t v) {
   return v;
 }
 
-// Reduce-scatter: waits until a tile of products has arrived from all peers. A warp; each lane
-// looks at one flag at a time.
+// Reduce-scatter: waits until a tile of products has arrived from all peers. All threads of a warp
+// call it; each lane looks at one flag at a time.
 template <int kColumns>
 JIN_FN void AwaitProducts(const Block<kColumns>& b, int row_tile, int column) {
   DeviceThread thread = b.Thread();
@@ -47,9 +48,9 @@ JIN_FN void AwaitProducts(const Block<kColumns>& b, int row_tile, int column) {
 }
 
 // Adds up half chunks of a tile of the rank's own rows: the products of peers and of this rank, in
-// rank order, in float32, rounded once. A thread's words only. Packs of a peer are loaded well
-// before they are added. Even peers and odd peers have registers of their own: moving a pack that
-// is still in flight would mean waiting for it.
+// rank order, in float32, rounded once. Each thread sums its own words. Packs of a peer are loaded
+// well before they are added. Even peers and odd peers have registers of their own: moving a pack
+// that is still in flight would mean waiting for it.
 template <class Type, int kColumns, int kHalfChunks>
 class ProductSum {
  public:
@@ -169,8 +170,8 @@ class Multiplier {
  private:
   using Config = TileConfig<kColumns>;
   static constexpr int kHalves = Config::kHalves;
-  // Half chunks of products that the warpgroup has of a tile: one or two of the first chunk, then
-  // of the next one.
+  // Half chunks of a tile's products that the warpgroup holds: one or two of the first chunk, then
+  // those of the next one.
   static constexpr int kHalfChunks = kHalves * Config::kChunks;
   using Words = uint32_t[kHalfChunks][kWords];
 
@@ -182,8 +183,8 @@ class Multiplier {
       JIN_UNROLL
       for (float& value : half) value = 0;
     }
-    // Not before the other warpgroup has seen the last stage of its tile: a parity only tells a
-    // barrier's phase from the next one, so a warp must not wait for a later phase.
+    // Wait until the other warpgroup has seen the last stage of its tile. A parity only
+    // distinguishes a barrier's phase from the next one, so a warp must not wait for a later phase.
     if (Config::kAlternate && fed > 0) {
       warpgroup_ == 0 ? NamedSync<3, 256>() : NamedSync<4, 256>();
     }
@@ -274,8 +275,8 @@ class Multiplier {
     }
   }
 
-  // Stores a tile of a product or of a weight gradient, of a reduce-scatter after adding the
-  // peers' products: half chunks go through shared memory, from where bulk copies take them.
+  // Stores a tile of a product or of a weight gradient. A reduce-scatter adds the peers' products
+  // first. Half chunks go through shared memory, from where bulk copies take them.
   JIN_FN void StoreResult(const ClusterTile& tile, int row_tile, Words& words) {
     const CUtensorMap* product;
     int column;

@@ -33,7 +33,7 @@ struct TileOrder {
 
   // Weight gradients, if the kernel computes them, of all matrices together. See IsWgrad.
   int wgrad_row_pairs, wgrad_column_tiles;
-  int row_pairs_before_wgrad;  // all-gather: arriving row pairs multiplied before them, else all
+  int row_pairs_before_wgrad;  // all-gather: arriving row pairs multiplied before them
   int wgrad_tiles_last;        // all-gather: their cluster tiles computed after all other tiles
 
   bool reduce_scatter;  // matmul + reduce-scatter, not all-gather + matmul
@@ -60,9 +60,10 @@ struct Band {
   int first, pairs;
 };
 
-// Sets the sizes of short bands. The runs of an all-gather: own row pairs and the arriving ones
-// before the weight gradients; of these the arriving ones, as chunks are sent; and the ones after
-// the weight gradients. Without weight gradients all row pairs are "before" them. Host only.
+// Sets the sizes of short bands. An all-gather has three runs of row pairs: those multiplied before
+// the weight gradients, which are the rank's own and some arriving ones; the arriving ones among
+// these, for the order in which chunks are sent; and those multiplied after the weight gradients.
+// Without weight gradients all row pairs are multiplied "before" them. Host only.
 inline void SetShortBands(TileOrder* p) {
   const int arriving = (p->size - 1) * p->row_pairs;
   if (p->wgrad_row_pairs == 0) p->row_pairs_before_wgrad = arriving;
@@ -107,8 +108,8 @@ JIN_FN int ClusterTiles(const TileOrder& p) {
 }
 
 // Weight gradients fill the time in which the kernel would wait for the links.
-//   reduce-scatter  They come after all tiles that are sent, before the own ones, which wait for
-//                   peers.
+//   reduce-scatter  They come after all tiles that are sent, and before the tiles of the rank's own
+//                   rows, which wait for peers.
 //   all-gather      They contract all gathered rows, so they need some columns of all shards.
 //                   `row_pairs_before_wgrad` arriving row pairs are sent and multiplied as without
 //                   weight gradients. The other arriving row pairs form one band: the first columns
@@ -191,8 +192,9 @@ JIN_FN ClusterTile ClusterTileOf(const TileOrder& p, int number) {
 }
 
 // Chunks that a rank sends in an all-gather, in the order in which the receiver multiplies them:
-// of a band the first chunk of all row tiles, then the second chunk of all. If the last row pair of
-// a shard has one row tile only, the numbers of the other row tile's chunks stand for no chunk.
+// within a band, the first chunk of each row tile, then the second chunk of each, and so on. If the
+// last row pair of a shard has one row tile only, the numbers of the other row tile's chunks stand
+// for no chunk.
 struct Chunk {
   int step, row_tile, k;
 };
@@ -224,12 +226,12 @@ JIN_FN int RankAfter(const TileOrder& p, int step) {
 JIN_FN int Owner(const TileOrder& p, int step) {
   return RankAfter(p, p.reduce_scatter ? step + 1 : step);
 }
-// To which rank this rank sends at a step: its shard at the steps s >= 1 of an all-gather, products
-// at all steps but the last one of a reduce-scatter.
+// The rank to which this rank sends at a step. An all-gather sends the shard at each step s >= 1. A
+// reduce-scatter sends products at each step but the last one.
 JIN_FN int Receiver(const TileOrder& p, int step) {
   return RankAfter(p, p.reduce_scatter ? step + 1 : p.size - step);
 }
-// From which rank this rank receives at a step.
+// The rank from which this rank receives at a step.
 JIN_FN int Sender(const TileOrder& p, int step) {
   return RankAfter(p, p.reduce_scatter ? p.size - 1 - step : step);
 }
@@ -249,16 +251,16 @@ JIN_FN int SlotOfTile(const TileOrder& p, int step, int row_tile, int column) {
   return ((step * p.row_tiles + row_tile) * p.column_tiles + column) * ChunksOfTile(kColumns);
 }
 
-// Clusters claim work lists. There is one list for each cluster with tiles that are not sent. And
-// there are as many lists with tiles that are sent, or one for each such tile if these are fewer.
+// Clusters claim work lists, of two kinds. Lists of tiles that are not sent: one for each cluster.
+// Lists of tiles that are sent: as many, but no more than there are such tiles.
 JIN_FN int SentLists(const TileOrder& p, int clusters) {
   return Min(clusters, ClusterTilesSent(p));
 }
 
 // Goes through the cluster tiles of a cluster. Each of its warps has one of these. List n holds
 // cluster tile n and every `Clusters()`-th one after it; the lists of tiles that are sent come
-// first, then the others are counted from the first tile that is not sent. A cluster works through
-// the lists that it claims until it has finished one of the latter.
+// first, then the others are counted from the first tile that is not sent. A cluster claims list
+// after list until it has finished a list of tiles that are not sent.
 //
 // Block knows the operation (`p`), the number of clusters (`Clusters()`), and the k-th list that
 // its cluster claims (`List(k)`).

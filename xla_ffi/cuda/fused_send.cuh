@@ -2,7 +2,7 @@
 // gathered operand.
 //
 // A chunk is written into a slot of the receiver's ring and stays there until the receiver has used
-// it. (XLA's own buffers can't take this place: they move when XLA captures a graph again on one
+// it. (XLA's own buffers can't be used instead: they move when XLA captures a graph again on one
 // rank only.) Each slot has a flag, a word of its own.
 //
 // Why no slot is written before its last content has been read
@@ -55,9 +55,9 @@ JIN_FN uint32_t AwaitGrant(const Block<kColumns>& b, int peer, uint32_t operatio
   return static_cast<uint32_t>(grant >> 32);
 }
 
-// Copies a chunk by a warp, four rows at a time, 16 bytes a lane: `load(n)` reads those of the n-th
-// four rows, `store(n, pack)` writes them. Has `kLoads` loads in flight. Calls `meanwhile` when the
-// first ones are.
+// Copies a chunk. All threads of a warp call it; together they copy four rows at a time, 16 bytes a
+// lane. `load(n)` reads the lane's bytes of the n-th four rows, `store(n, pack)` writes them.
+// `kLoads` loads are in flight at a time; `meanwhile` is called while the first ones are.
 template <int kLoads, class LoadRows, class StoreRows, class Meanwhile>
 JIN_FN void CopyChunk(LoadRows&& load, StoreRows&& store, Meanwhile&& meanwhile) {
   JIN_UNROLL
@@ -71,9 +71,9 @@ JIN_FN void CopyChunk(LoadRows&& load, StoreRows&& store, Meanwhile&& meanwhile)
   }
 }
 
-// Sends chunks by a warp. The fence before a flag takes a while, so a chunk's flag is set while the
-// next chunk's loads are in flight, and one fence serves two chunks. A chunk that is urgent, as
-// peers wait for nothing else, gets its own fence.
+// Sends the chunks of a warp. The fence before a flag takes a while, so a chunk's flag is set while
+// the next chunk's loads are in flight, and one fence serves two chunks. The last chunks of an
+// operation are urgent, because peers wait for nothing else: each gets its own fence.
 template <int kLoads, int kColumns>
 class ChunkSender {
  public:
@@ -191,7 +191,8 @@ JIN_FN void SendShard(const Block<kColumns>& b, uint32_t operations) {
   sender.Publish();
 }
 
-// All-gather: copies arriving chunks into the gathered x. A warp; each block has its share of them.
+// All-gather: copies arriving chunks into the gathered x. One warp of each block calls it and
+// copies the block's share of them.
 template <int kColumns>
 JIN_FN void CopyArriving(const Block<kColumns>& b) {
   const FusedParams& p = b.p;
@@ -225,8 +226,8 @@ JIN_FN void SendProducts(const Block<kColumns>& b, uint32_t operations, int send
   static_assert(TileConfig<kColumns>::kChunks >= kSenderWarps);
   const FusedParams& p = b.p;
   const int lane = threadIdx.x % 32;
-  uint32_t before = 0;  // tiles of the block
-  int chunks = 0;       // modulo kSenderWarps, those before
+  uint32_t before = 0;  // number of the block's earlier tiles
+  int chunks = 0;       // number of their chunks, modulo kSenderWarps
   ChunkSender<kLoadsOfProducts, kColumns> sender(b, operations);
   ClusterTileLoop<Block<kColumns>> tiles(b);
   while (tiles.Next() && tiles.is_sent()) {
@@ -235,7 +236,7 @@ JIN_FN void SendProducts(const Block<kColumns>& b, uint32_t operations, int send
     const uint32_t k = before++;
     if (row_tile >= p.row_tiles) continue;
     sender.AwaitRing(tile.step);
-    const auto is_stored = [&] { return __all_sync(~0u, b.IsStored(k)); };  // alike for all lanes
+    const auto is_stored = [&] { return __all_sync(~0u, b.IsStored(k)); };  // the same in all lanes
     if (!is_stored()) {
       sender.Publish();  // peers must not wait for chunks while this warp waits
       while (!is_stored()) __nanosleep(100);
@@ -257,8 +258,8 @@ JIN_FN void SendProducts(const Block<kColumns>& b, uint32_t operations, int send
   sender.Publish();
 }
 
-// Reduce-scatter, `direct`: publishes the block's products, which the math warpgroups have stored
-// in their owners' rings. The sender warps take turns at the tiles.
+// Reduce-scatter with `direct`: publishes the block's products, which the math warpgroups have
+// stored in their owners' rings. The sender warps take turns at the tiles.
 template <int kColumns>
 JIN_FN void PublishProducts(const Block<kColumns>& b, uint32_t operations, int sender_warp) {
   constexpr int kChunks = TileConfig<kColumns>::kChunks;
@@ -269,7 +270,7 @@ JIN_FN void PublishProducts(const Block<kColumns>& b, uint32_t operations, int s
     const ClusterTile tile = ClusterTileOf(p, tiles.number());
     const int row_tile = kClusterSize * tile.row_pair + RankInCluster();
     if (static_cast<int>(k % kSenderWarps) != sender_warp || row_tile >= p.row_tiles) continue;
-    while (!__all_sync(~0u, b.IsStored(k))) __nanosleep(100);  // alike for all lanes
+    while (!__all_sync(~0u, b.IsStored(k))) __nanosleep(100);  // the same in all lanes
     const int peer = Receiver(p, tile.step);
     // The ring has been granted. It is not granted to the next operation yet: no lane sets a flag
     // before all lanes have read the grant.

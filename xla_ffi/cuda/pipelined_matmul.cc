@@ -84,7 +84,8 @@ SideStreams& SideStreams::Of(int device) {
 }
 
 // Rows of a shard [outer, rows] that travel together: the same rows of `outers` outer indices. If
-// there are several outer indices, all rows of each. A piece's rows are contiguous in the shard.
+// there are several outer indices, a piece has all rows of each. Its rows are contiguous in the
+// shard.
 struct Piece {
   int64_t outer, outers;
   int64_t row, rows;
@@ -93,7 +94,7 @@ struct Piece {
   int64_t first(int64_t rows_of_outer) const { return outer * rows_of_outer + row; }
 };
 
-// How a call is divided into pieces; alike on all ranks.
+// How a call is divided into pieces; the same on all ranks.
 class Pieces {
  public:
   Pieces(const MatmulMember& member, const MatmulPlan& plan, const MatmulCall& call)
@@ -113,7 +114,7 @@ class Pieces {
     return pieces;
   }
 
-  // Reduce-scatter: the rows of each round, of which all peers' products fit the ring.
+  // Reduce-scatter: the rows of each round: few enough that the products of all peers fit the ring.
   std::vector<Piece> Rounds() const {
     return Equal(RowsIn(Aligned(data_bytes_ / (size_ - 1)), call_.ns[0] * kMatmulElementBytes));
   }
@@ -122,7 +123,7 @@ class Pieces {
   std::vector<Piece> Sent(const Piece& round, bool first_round, int step) const {
     if (step == size_ - 1) return Halved(round, plan_.last_pieces);
     if (step > 1 || !first_round) return {round};
-    // The smallest first: sizes as of Halved, in reverse order.
+    // The smallest piece comes first: the sizes that Halved gives, in reverse order.
     const std::vector<Piece> pieces = Halved(round, plan_.first_pieces);
     std::vector<Piece> reversed;
     Piece next = round;
@@ -138,7 +139,7 @@ class Pieces {
  private:
   static int64_t Aligned(int64_t bytes) { return bytes / kScratchAlignment * kScratchAlignment; }
 
-  // The shard in equal pieces of at most `most` rows.
+  // Divides the shard into equal pieces of at most `most` rows.
   std::vector<Piece> Equal(int64_t most) const {
     std::vector<Piece> pieces;
     if (most >= call_.rows) {
@@ -159,7 +160,7 @@ class Pieces {
     return pieces;
   }
 
-  // A piece in halves, then the second half in halves, and so on, up to `count` pieces.
+  // Divides a piece into halves, then the second half, and so on, into at most `count` pieces.
   std::vector<Piece> Halved(const Piece& piece, int count) const {
     std::vector<Piece> pieces;
     Piece rest = piece;

@@ -8,8 +8,7 @@
 // that peer only. Copies run one after another: one engine serves two streams of copies in an order
 // of its own.
 //
-//   all-gather + matmul     At step s rank r sends its shard to rank r - s and receives the shard
-//   of
+//   all-gather + matmul     At step s rank r sends its shard to rank r - s and receives that of
 //                           rank r + s, so each link carries one shard at a time. A rank multiplies
 //                           its own shard first, then each piece as it arrives. The last pieces are
 //                           small, because nothing else is left to do while they travel.

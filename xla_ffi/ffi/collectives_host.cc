@@ -20,12 +20,12 @@ uint64_t Fnv1a(std::string_view text, uint64_t hash = 0xCBF29CE484222325u) {
 // Numbers the call sites with the same description in the HLO, in the order of their instantiation
 // since the last compilation ended.
 //
-// One lowered function can appear twice in a program, so a site's identity needs a number besides
-// its description. All processes must give a site the same number. They do, because a program is
-// instantiated in the same order everywhere. The count starts anew for each program, so that it
-// depends neither on what else a process has compiled nor on when executables are freed. Sites of
-// different programs may share an identity, because a device runs one program after the other.
-// Programs must be compiled one at a time.
+// One lowered function can appear twice in a program, so a site's identity needs a number in
+// addition to its description. All processes must give a site the same number. They do, because a
+// program is instantiated in the same order everywhere. The count starts anew for each program, so
+// that it depends neither on what else a process has compiled nor on when executables are freed.
+// Sites of different programs may share an identity, because a device runs one program after the
+// other. Programs must be compiled one at a time.
 class SiteNumbers {
  public:
   static SiteNumbers& Get() {

@@ -139,7 +139,7 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   mutable std::mutex mutex_;
   std::map<Key, Pending> pending_;
   std::map<std::pair<uint64_t, int>, uint32_t> counts_;  // calls so far by site and rank
-  std::deque<Key> to_log_;  // the leader's complete calls that await a place in the log
+  std::deque<Key> to_log_;  // the leader's complete calls that await a log entry
   uint32_t logged_;         // the leader's entries so far: the epoch of the next one
   uint32_t sequence_;       // the epoch of the next operation
   uint64_t operations_ = 0;

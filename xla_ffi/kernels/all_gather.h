@@ -7,7 +7,7 @@
 // of the same index handle pack i in both phases and on all ranks. The input may be the rank's own
 // shard of the result.
 //
-// The push of one_shot.h and the drain of two_shot.h.
+// It combines the push of one_shot.h with the drain of two_shot.h.
 #pragma once
 
 #include "group.h"

@@ -9,8 +9,7 @@
 
 namespace jax_intranode {
 
-// Packs past the end, of which two-shot's last shard may have some, read as zero and are not
-// stored.
+// Packs past the end read as zero and are not stored. Two-shot's last shard may have some.
 struct Buffer {
   const void* in;
   void* out;
@@ -58,8 +57,8 @@ struct AlignedBuffer {
   }
 };
 
-// As many as fit a kernel's parameters together with its group: every driver accepts 4 KB. More
-// buffers take more than one operation.
+// The most buffers that fit into a kernel's parameters together with its group: every driver
+// accepts 4 KB. More buffers take more than one operation.
 constexpr int kMaxBuffers = 128;
 
 struct Buffers {

@@ -2,9 +2,8 @@
 //
 // Each rank owns a region of its slab, which all ranks of the group can write:
 //
-//   header           the rank's own state: its epoch, its busy words, whether it is closed. Kernels
-//   of
-//                    other ranks don't touch it. Its second 32 KiB hold a log on the CPU
+//   header           the rank's own state: its epoch, its busy words, whether it is closed. Other
+//                    ranks' kernels don't touch it. Its second 32 KiB hold a log on the CPU
 //                    (host/host_group.h) and words that peers set on GPUs (cuda/signals.h).
 //   epoch buffer 0   packets of operations with an even epoch
 //   epoch buffer 1   packets of operations with an odd epoch

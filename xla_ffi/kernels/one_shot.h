@@ -1,11 +1,12 @@
 // One-shot all-reduce: every rank sends its whole input to every rank, and each sums all of them.
-// The least latency: one hop. Moves (n - 1) times the message over each link.
+// It takes one hop, so it has the least latency. It moves (n - 1) times the message over each link.
 //
 // Slot r of a rank's epoch buffer holds rank r's input. Safety: group.h; every rank sends all its
 // packs, at least one, to every rank. Threads of the same index send and receive a pack on all
 // ranks (equal grids), so a block waits only for blocks of the same number.
 //
-// After the push variant of NCCL's symmetric AGxLL and of TensorRT-LLM's one-shot Lamport kernel.
+// It follows the push variants of NCCL's symmetric AGxLL and TensorRT-LLM's one-shot Lamport
+// kernel.
 #pragma once
 
 #include "group.h"

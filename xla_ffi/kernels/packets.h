@@ -8,9 +8,9 @@
 //   Bare     16 bytes. Every word is payload; no payload word may be all ones. Floating-point data
 //            can promise that: the word is a NaN (for 16-bit types, two), for which another NaN is
 //            sent. Every other bit pattern survives: signed zeros, subnormals, infinities.
-//   Flagged  32 bytes. Each payload word sits in one 64-bit word beside a zero, and that word is
-//            stored and loaded whole: the mark is looked for in the half that holds the zero, so
-//            the payload may be anything.
+//   Flagged  32 bytes. Each payload word shares a 64-bit word with a zero, and that word is stored
+//            and loaded whole. The receiver looks for the mark in the 32 bits of the zero, so the
+//            payload may be anything.
 #pragma once
 
 #include "memory.h"

@@ -7,7 +7,8 @@
 // the same index handle pack i of a shard in both phases and on all ranks. The result must not lie
 // in the input: other threads may not have sent their parts of that shard yet.
 //
-// The first phase of two_shot.h, with its result stored. NCCL's symmetric RSxLL is similar.
+// These are the first two phases of two_shot.h, but the sum is stored and not sent. NCCL's
+// symmetric RSxLL is similar.
 #pragma once
 
 #include "group.h"

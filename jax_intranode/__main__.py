@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(dest="command", required=True)
     bench = commands.add_parser(
-        "bench", help="measure and check an operation beside the one of jax.lax"
+        "bench", help="measure and check an operation and the same one of jax.lax"
     )
     options.add_arguments(bench)
     bench.set_defaults(run=command.run)

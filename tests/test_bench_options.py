@@ -182,8 +182,8 @@ def test_settings_as_json_and_their_measurements() -> None:
     ("count", "leaves", "multiple"),
     [(1000, 1, 1), (1000, 7, 1), (7, 7, 1), (300, 300, 1), (1000, 7, 4)],
 )
-def test_cuts_into_leaves(count: int, leaves: int, multiple: int) -> None:
-    at = measure.cuts(count, leaves, multiple)
+def test_split_into_leaves(count: int, leaves: int, multiple: int) -> None:
+    at = measure.split_points(count, leaves, multiple)
     sizes = [len(leaf) for leaf in np.split(np.zeros(count), at)]
     assert len(sizes) == leaves
     assert sum(sizes) == count

@@ -77,12 +77,12 @@ def test_unavailable_peers(
 
 
 def test_torch_makes_as_many_calls_as_our_chains(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = []
+    instructions = []
 
     def run_ranks(commands: list[list[str]], timeout_s: float, log_dir: Path) -> None:
-        told.append(json.loads(commands[0][-1]))
+        instructions.append(json.loads(commands[0][-1]))
         rows = {"version": "torch", "rows": [], "failed": []}
-        Path(told[-1]["output"]).write_text(json.dumps(rows))
+        Path(instructions[-1]["output"]).write_text(json.dumps(rows))
 
     torch = types.ModuleType("torch")
     torch.__spec__ = importlib.machinery.ModuleSpec("torch", None)
@@ -95,7 +95,7 @@ def test_torch_makes_as_many_calls_as_our_chains(monkeypatch: pytest.MonkeyPatch
         settings_of("psum", platform="gpu", settle_ms=2),
     ):
         assert measure_peers(settings)["versions"] == ["torch"]
-    assert [run["measurements"] for run in told] == [
+    assert [run["measurements"] for run in instructions] == [
         [["bfloat16", [32, 16, 24], 4, 0]],
         [["float32", [32, 16, 24], 128, 2]],
         [["float32", 256, 1, 0], ["float32", 1024, 1, 0]],

@@ -29,7 +29,7 @@ class ProgressLine:
         self._started = time.monotonic()
 
     def begin(self, what: str) -> None:
-        """Tells that the next measurement begins. `show` writes the line."""
+        """Counts the next measurement, which begins now. `show` writes the line."""
         self._number += 1
         self._what = what
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_intranode._src import launcher
-from jax_intranode._src.bench import record, settings
+from jax_intranode._src.bench import record
 from jax_intranode._src.bench.collectives import measure as collectives
 from jax_intranode._src.bench.collectives.report import Row
 from jax_intranode._src.bench.matmuls import measure as matmuls
@@ -22,6 +22,7 @@ from jax_intranode._src.bench.matmuls.report import MatmulRow
 from jax_intranode._src.bench.programs import measure as programs
 from jax_intranode._src.bench.programs.definitions import PROGRAMS
 from jax_intranode._src.bench.programs.report import ProgramRow
+from jax_intranode._src.bench.settings import PROCESS_PER_DEVICE, Settings, from_json
 
 _Row = Row | ProgramRow | MatmulRow
 
@@ -32,23 +33,23 @@ def main() -> None:
     Command line: the settings as JSON, the JSON file for the results, and a file that gets a line
     when a measurement begins.
     """
-    told, output, begun = settings.from_json(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
-    rank = launcher.connect(told.platform) if told.mode == settings.PROCESS_PER_DEVICE else 0
-    if jax.default_backend() != told.platform:
-        raise RuntimeError(f"wanted JAX on {told.platform}, got {jax.default_backend()}")
-    if any(jnp.dtype(name).itemsize == 8 for name in told.dtypes):
+    settings, output, begun = from_json(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+    rank = launcher.connect(settings.platform) if settings.mode == PROCESS_PER_DEVICE else 0
+    if jax.default_backend() != settings.platform:
+        raise RuntimeError(f"wanted JAX on {settings.platform}, got {jax.default_backend()}")
+    if any(jnp.dtype(name).itemsize == 8 for name in settings.dtypes):
         jax.config.update("jax_enable_x64", True)
     # make_mesh's default axis type is Explicit, which requires operands with explicit shardings.
     mesh = jax.make_mesh(
-        (told.devices,),
+        (settings.devices,),
         ("x",),
         axis_types=(jax.sharding.AxisType.Auto,),
-        devices=jax.devices()[: told.devices],
+        devices=jax.devices()[: settings.devices],
     )
-    header = record.header(told)
-    table = _Table(told, header, begun) if rank == 0 else None
-    measured = _program_rows if told.name in PROGRAMS else _rows
-    rows: Sequence[_Row] = measured(told, mesh, table)
+    header = record.header(settings)
+    table = _Table(settings, header, begun) if rank == 0 else None
+    measured = _program_rows if settings.name in PROGRAMS else _rows
+    rows: Sequence[_Row] = measured(settings, mesh, table)
     if rank == 0:
         result = {"header": header, "rows": [dataclasses.asdict(row) for row in rows]}
         output.write_text(json.dumps(result))
@@ -57,15 +58,15 @@ def main() -> None:
 class _Table:
     """The table that rank 0 prints."""
 
-    def __init__(self, told: settings.Settings, header: dict[str, Any], begun: Path) -> None:
-        self._mode = told.mode
+    def __init__(self, settings: Settings, header: dict[str, Any], begun: Path) -> None:
+        self._mode = settings.mode
         self._begun = begun
         self._seen: set[str] = set()
-        settled = bool(told.shapes) and told.settle_ms > 0
+        settled = bool(settings.shapes) and settings.settle_ms > 0
         print(record.format_header(header, settled), flush=True)
 
     def begin(self, what: str) -> None:
-        """Tells the parent process that a measurement begins."""
+        """Signals to the parent process that a measurement begins."""
         with self._begun.open("a") as file:
             file.write(f"{self._mode}, {what}\n")
 
@@ -83,7 +84,7 @@ class _Table:
             print(text, flush=True)
 
 
-def _rows(told: settings.Settings, mesh: Mesh, table: _Table | None) -> list[Row | MatmulRow]:
+def _rows(settings: Settings, mesh: Mesh, table: _Table | None) -> list[Row | MatmulRow]:
     rows: list[Row | MatmulRow] = []
 
     def add(what: str, measured: Callable[[], tuple[Row | MatmulRow, str | None]]) -> None:
@@ -94,20 +95,20 @@ def _rows(told: settings.Settings, mesh: Mesh, table: _Table | None) -> list[Row
         if table is not None:
             table.add(row, fallback)
 
-    if told.name in MATMULS:
-        for dtype, shape in told.matmuls():
-            add(f"{dtype}, {shape}", partial(matmuls.measure, told, mesh, dtype, shape))
+    if settings.name in MATMULS:
+        for dtype, shape in settings.matmuls():
+            add(f"{dtype}, {shape}", partial(matmuls.measure, settings, mesh, dtype, shape))
     else:
-        for dtype, count in told.measurements():
+        for dtype, count in settings.measurements():
             what = f"{dtype}, {count * jnp.dtype(dtype).itemsize} bytes"
-            add(what, partial(collectives.measure, told, mesh, dtype, count))
+            add(what, partial(collectives.measure, settings, mesh, dtype, count))
     return rows
 
 
-def _program_rows(told: settings.Settings, mesh: Mesh, table: _Table | None) -> list[ProgramRow]:
+def _program_rows(settings: Settings, mesh: Mesh, table: _Table | None) -> list[ProgramRow]:
     if table is not None:
-        table.begin(told.name)
-    row = programs.measure(told, mesh)
+        table.begin(settings.name)
+    row = programs.measure(settings, mesh)
     if table is not None:
         table.add(row)
     return [row]

@@ -36,7 +36,7 @@ def _measure(
     measurements = [m for m in asked if m[0] in _DTYPES]
     if not measurements:
         raise Unavailable(f"it takes only {', '.join(_DTYPES)}")
-    told = {
+    instructions = {
         "operation": settings.name,
         "matmul": bool(settings.shapes),
         "backward": settings.backward,
@@ -51,7 +51,7 @@ def _measure(
     script = Path(__file__).with_name("pytorch_rank.py")
     # -P, because the script's folder has modules with the names of other packages' modules.
     commands = [
-        [sys.executable, "-P", str(script), json.dumps({**told, "rank": rank})]
+        [sys.executable, "-P", str(script), json.dumps({**instructions, "rank": rank})]
         for rank in range(settings.devices)
     ]
     with following(None, directory / "begun", line):

@@ -16,9 +16,9 @@ CALLS = 4
 _CHECKED_ROWS = 16
 
 
-def libraries(told: dict[str, Any]) -> tuple[str, ...]:
+def libraries(instructions: dict[str, Any]) -> tuple[str, ...]:
     """Returns the libraries that have the operation. PyTorch has no fused matmul and all-reduce."""
-    fused = told["operation"] != "matmul_all_reduce"
+    fused = instructions["operation"] != "matmul_all_reduce"
     return ("torch nccl", "torch fused") if fused else ("torch nccl",)
 
 
@@ -35,13 +35,13 @@ def keys(shape: list[int], dtype: Any) -> dict[str, int]:
 
 
 def prepare(
-    library: str, told: dict[str, Any], shape: list[int], dtype: Any, device: Any
+    library: str, instructions: dict[str, Any], shape: list[int], dtype: Any, device: Any
 ) -> tuple[Callable[[], Any], int]:
     """Returns a call on random operands, uniform between -1 and 1, after checking its results.
 
     Args:
         library: one of `libraries`.
-        told: what to measure: "operation" and "backward".
+        instructions: what to measure: "operation" and "backward".
         shape: m, k and n of the product that one device computes.
         dtype: the dtype.
         device: this rank's device.
@@ -50,8 +50,8 @@ def prepare(
         The call, and the number of wrong elements on all ranks.
     """
     m, k, n = shape
-    gathers = told["operation"] == "all_gather_matmul"
-    scatters = told["operation"] == "matmul_reduce_scatter"
+    gathers = instructions["operation"] == "all_gather_matmul"
+    scatters = instructions["operation"] == "matmul_reduce_scatter"
     size, fused = dist.get_world_size(), library == "torch fused"
     generator = torch.Generator(device).manual_seed(dist.get_rank())
 
@@ -60,7 +60,7 @@ def prepare(
         return values.uniform_(-1, 1, generator=generator)
 
     x, w = random(m // size if gathers else m, k), random(k, n)
-    if not told["backward"]:
+    if not instructions["backward"]:
         if gathers:
             gather = _gather_matmul(x, w, fused)
             return _checked(lambda: [gather()[1]], [(_gathered(x), w, False)], scatters)

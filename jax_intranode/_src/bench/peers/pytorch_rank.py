@@ -22,9 +22,9 @@ import torch.distributed._symmetric_memory as symmetric_memory
 CALLS = 20
 
 
-def libraries(told: dict[str, Any]) -> tuple[str, ...]:
+def libraries(instructions: dict[str, Any]) -> tuple[str, ...]:
     """Returns the libraries that have the operation."""
-    shared = ("torch one_shot", "torch two_shot") if told["operation"] == "psum" else ()
+    shared = ("torch one_shot", "torch two_shot") if instructions["operation"] == "psum" else ()
     return ("torch nccl", *shared)
 
 
@@ -39,15 +39,15 @@ def keys(count: int, dtype: Any) -> dict[str, int]:
 
 
 def prepare(
-    library: str, told: dict[str, Any], count: int, dtype: Any, device: Any
+    library: str, instructions: dict[str, Any], count: int, dtype: Any, device: Any
 ) -> tuple[Callable[[], Any], int]:
     """Returns a call after checking its result.
 
     Returns:
         The call, and the number of wrong elements on all ranks.
     """
-    operand, call = _operand_and_call(library, told["operation"], count, dtype, device)
-    return call, _count_wrong(told["operation"], operand, call)
+    operand, call = _operand_and_call(library, instructions["operation"], count, dtype, device)
+    return call, _count_wrong(instructions["operation"], operand, call)
 
 
 def _operand_and_call(
@@ -164,46 +164,46 @@ def _times_us(
 
 def main() -> None:
     """Makes the measurements that the command line describes."""
-    told = json.loads(sys.argv[1])
-    rank = told["rank"]
+    instructions = json.loads(sys.argv[1])
+    rank = instructions["rank"]
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     dist.init_process_group(
         "nccl",
-        init_method=f"tcp://127.0.0.1:{told['port']}",
+        init_method=f"tcp://127.0.0.1:{instructions['port']}",
         rank=rank,
-        world_size=told["devices"],
+        world_size=instructions["devices"],
         device_id=device,
     )
     with contextlib.suppress(Exception):
         # Older versions need this call; newer ones warn, or no longer have it.
         symmetric_memory.enable_symm_mem_for_group(dist.group.WORLD.group_name)
     kind: Any = sys.modules[__name__]
-    if told["matmul"]:
+    if instructions["matmul"]:
         sys.path.append(str(Path(__file__).parent))  # last, so that other packages win
         kind = importlib.import_module("pytorch_matmuls")
     rows = []
     failed: dict[tuple[str, str], str] = {}
-    for name, size, in_a_row, untimed in told["measurements"]:
+    for name, size, in_a_row, untimed in instructions["measurements"]:
         dtype = getattr(torch, name)
         what = f"{name}, {kind.label(size, dtype)}"
         if rank == 0:
-            with Path(told["begun"]).open("a") as file:
+            with Path(instructions["begun"]).open("a") as file:
                 file.write(f"torch, {what}\n")
-        for library in kind.libraries(told):
+        for library in kind.libraries(instructions):
             # A failed shape of a matmul says nothing about other shapes.
-            tried = (library, what if told["matmul"] else name)
+            tried = (library, what if instructions["matmul"] else name)
             if tried in failed:
                 continue
             try:
-                call, wrong = kind.prepare(library, told, size, dtype, device)
+                call, wrong = kind.prepare(library, instructions, size, dtype, device)
                 p50, p99 = _times_us(
                     call,
                     kind.CALLS,
                     math.ceil(in_a_row / kind.CALLS),
                     untimed,
-                    told["warmup_iterations"],
-                    told["iterations"],
+                    instructions["warmup_iterations"],
+                    instructions["iterations"],
                 )
             except RuntimeError as error:
                 # For example an unsupported dtype, which fails on all ranks alike.
@@ -223,7 +223,7 @@ def main() -> None:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         version = f"torch {torch.__version__} (NCCL {nccl})"
         result = {"version": version, "rows": rows, "failed": list(failed.values())}
-        Path(told["output"]).write_text(json.dumps(result))
+        Path(instructions["output"]).write_text(json.dumps(result))
     dist.destroy_process_group()
 
 

@@ -1,6 +1,6 @@
 """The plot of collective matmuls: for each shape, each library's time as a share of the bound.
 
-A bar joins lax's share and ours. The ratio of the times stands beside it.
+A bar joins lax's share and ours. The ratio of the times stands next to it.
 """
 
 from collections.abc import Sequence

@@ -17,7 +17,7 @@ from jax_intranode._src import select
 _log = logging.getLogger("jax_intranode")
 
 _PREFIX = "JAX_INTRANODE_"
-# What a launcher tells each rank (launcher.py): its rank, the number of ranks, the address of
+# What a launcher sets for each rank (launcher.py): its rank, the number of ranks, the address of
 # rank 0's coordination service, and which devices it uses, as numbers with commas between them.
 RANK = _PREFIX + "RANK"
 WORLD_SIZE = _PREFIX + "WORLD_SIZE"
@@ -83,7 +83,8 @@ def _positive(name: str, text: str, kind: type) -> float:
     return value
 
 
-# By the end of a variable's name: what turns its name and text into a value of Config.
+# For each field of Config, the function that turns its variable's name and text into a value. The
+# keys are the variables' names without the prefix.
 _READERS: dict[str, Callable[[str, str], Any]] = {
     "DISABLE": lambda name, text: _choice(name, text, ("0", "1")) == "1",
     "TOPOLOGY": lambda name, text: _choice(name, text, _TOPOLOGIES),

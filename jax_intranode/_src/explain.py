@@ -28,8 +28,9 @@ class Call:
 
     Attributes:
         operation: "psum", "pmean", "psum_scatter", "all_gather", "all_gather_matmul",
-            "matmul_reduce_scatter" or "matmul_all_reduce". Transposes have the names of what they
-            are. The all-gather after an overlapped "matmul_all_reduce" is an operation of its own.
+            "matmul_reduce_scatter" or "matmul_all_reduce". A transpose has the name of the
+            operation that it is. The all-gather after an overlapped "matmul_all_reduce" is an
+            operation of its own.
         source: file:line (function) of the call. Gradients have that of the forward call.
         shapes: the operands' shapes on a device. A psum of a pytree is one operation or several.
             For a collective matmul that fell back to lax while it was traced, only the shape of the

@@ -257,7 +257,7 @@ def _is_local(device: Any) -> bool:
 
 
 def _hello(rendezvous: Rendezvous) -> dict[str, Any]:
-    """What a process sends of itself: versions, settings and its devices."""
+    """What a process says about itself: versions, settings and its devices."""
     module = native.module(rendezvous.platform)
     if config.get().disable:
         return {"error": "JAX_INTRANODE_DISABLE=1"}

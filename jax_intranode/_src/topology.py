@@ -312,14 +312,14 @@ class GpuFacts:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
-        """Returns the facts that `to_json` made `fields` of."""
+        """Returns the facts from which `to_json` made `fields`."""
         return cls(**fields | {"compute_capability": tuple(fields["compute_capability"])})
 
 
-# FP32 cores of an SM; NVML tells only their total. 64 on the A100 and A30.
+# FP32 cores of an SM: 64 on the A100 and A30. NVML reports only the total of a GPU.
 _CORES_PER_SM = {(8, 0): 64}
 _OTHER_CORES_PER_SM = 128
-# Bytes per second of an NVLink in one direction, if NVML does not tell: NVLink 4's.
+# Bytes per second of an NVLink in one direction, if NVML does not report it: NVLink 4's.
 _LINK_BYTES_PER_S = 26.5625e9
 
 
@@ -331,7 +331,7 @@ def read_facts(bus_id: str, device_kind: str) -> GpuFacts:
         device_kind: JAX's name of it.
 
     Returns:
-        The facts; zeros where NVML is absent or does not tell.
+        The facts; zeros where NVML is absent or does not report them.
     """
     with _nvml() as nvml:
         handle = _handles_by_bus_id(nvml).get(normalise_bus_id(bus_id)) if nvml else None
@@ -352,14 +352,14 @@ def read_facts(bus_id: str, device_kind: str) -> GpuFacts:
             for link in range(nvml.NVML_NVLINK_MAX_LINKS)
         )
         speeds = ask("nvmlDeviceGetFieldValues", [nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON])
-        told = 1e6 * speeds[0].value.uiVal if speeds and speeds[0].nvmlReturn == 0 else 0.0
+        reported = 1e6 * speeds[0].value.uiVal if speeds and speeds[0].nvmlReturn == 0 else 0.0
         memory_hz = 1e6 * ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_MEM)
         return GpuFacts(
             device_kind=device_kind,
             compute_capability=(major, minor),
             sms=ask("nvmlDeviceGetNumGpuCores") // cores_per_sm,
             sm_clock_hz=1e6 * ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
-            link_bytes_per_s=links * (told or _LINK_BYTES_PER_S),
+            link_bytes_per_s=links * (reported or _LINK_BYTES_PER_S),
             # Two transfers per clock.
             memory_bytes_per_s=2 * memory_hz * ask("nvmlDeviceGetMemoryBusWidth") / 8,
         )

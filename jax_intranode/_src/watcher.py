@@ -40,7 +40,7 @@ def start(
         module = native.module(platform)
         while not (failures := module.failures()):
             time.sleep(_POLL_S)
-        # Of several records, one that names a missing rank says most.
+        # The records of aborted kernels come last: they don't show which wait failed first.
         failures.sort(key=lambda f: (f[3] == limits.FAILURE_REASONS["aborted"], f[2]))
         message = _message(failures[0], device_ids())
         module.fail(message)

@@ -122,7 +122,7 @@ def _lower(ctx: Any, x: Any, *, params: AllGatherParams, traced_over: Any) -> li
     selected = _select(site, aval, params, traced_over)
     if selected.algorithm == "lax":
         return collective.lower_to_lax(ctx, all_gather_p, [x], params, selected)
-    # The custom call stacks the shards; they are moved to their place after it.
+    # The custom call stacks the shards along a first dimension. `arrange` moves that dimension.
     stacked = aval.update(shape=(params.world_size, *aval.shape))
     (gathered,) = collective.lower_to_call(
         ctx.replace(avals_out=[stacked]), all_gather_p, [x], site.mesh, params.axes, selected

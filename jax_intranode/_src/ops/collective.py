@@ -95,7 +95,7 @@ class Params(Protocol):
     def axes(self) -> tuple[str, ...]: ...
 
     def by_lax(self, xs: Sequence[Any]) -> list[Any]:
-        """What jax.lax computes in place of the primitive."""
+        """What jax.lax computes instead of the primitive."""
         ...
 
 
@@ -129,7 +129,7 @@ def varying(x: Any, axes: Sequence[Hashable]) -> Any:
     missing = tuple(axis for axis in axes if axis not in over)
     if not missing:
         return x
-    # The scope tells `explain` of the psum that differentiation makes of the cast.
+    # The transpose of the cast is a psum of lax. `explain` finds it by the scope.
     with fallback.scope("psum", "the transpose of a cast by jax.lax.pcast"):
         return lax.pcast(x, missing, to="varying")
 
@@ -156,7 +156,7 @@ def bind_or_fall_back(primitive: OpPrimitive, x: Any, params: Params) -> Any:
 
 # Selection.
 
-# As the size of an epoch buffer: no operation is too large for it.
+# A size of epoch buffers for which no operation is too large.
 _UNLIMITED = sys.maxsize
 
 
@@ -268,7 +268,7 @@ def lower_to_call(
     if on_gpus:
         attributes |= {"blocks": np.int32(selected.blocks), "threads": np.int32(selected.threads)}
     else:
-        # Tells call sites apart; the same in all processes.
+        # Distinguishes call sites; the same in all processes.
         shapes = " ".join(x.str_short() for x in ctx.avals_in)
         attributes["site"] = f"{compat.lowering_program_name(ctx)} {primitive.operation} {shapes}"
     target = f"jax_intranode_{primitive.operation}"

@@ -76,7 +76,7 @@ def _tangent_transpose(
     nonzero = [k for k, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
     moving = [k for k, dw in zip(params.moving, dws, strict=True) if ad.is_undefined_primal(dw)]
     dgrad = ad.is_undefined_primal(dx)
-    # The products that have a weight gradient: their number, and position among the nonzero ones.
+    # For each product that has a weight gradient: its position among the nonzero cotangents.
     positions = {k: i for i, k in enumerate(nonzero) if k in moving}
     matmul = replace(
         params.matmul,

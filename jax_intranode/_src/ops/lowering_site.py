@@ -1,4 +1,4 @@
-"""Where a call is lowered: its mesh, its platforms, and what they leave to jax.lax."""
+"""Where a call is lowered: its mesh, its platforms, and why they make it fall back to jax.lax."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ def device_ids(mesh: jax.sharding.Mesh) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class LoweringSite:
-    """What, besides the call itself, decides what a call runs as.
+    """Everything but the call itself that decides what the call runs as.
 
     Attributes:
         mesh: the mesh of the surrounding shard_map; None if there is none, or if its devices are

@@ -145,7 +145,7 @@ def _pipeline(costs: Costs) -> Plan | str:
 class FusedCosts:
     """What the fused kernel takes with tiles of one width, in seconds.
 
-    Its unit is the cluster tile: one row pair x one column tile, which a cluster of two blocks
+    It counts cluster tiles: one row pair x one column tile, which a cluster of two blocks
     computes. A wave is as many of them as there are clusters.
     """
 
@@ -185,7 +185,7 @@ class FusedCosts:
 
     @property
     def _fixed_tile_s(self) -> float:
-        """What a tile takes besides its stages."""
+        """What a tile takes in addition to its stages."""
         tile = self.costs.profile.tiles[self.columns]
         fixed_s = tile.gather_s if self.costs.sizes.gathers else tile.scatter_s
         assert fixed_s is not None  # or it is no tile of this operation
@@ -226,7 +226,7 @@ class FusedCosts:
                 own * (tile_s + sum_s * profile.sum_interference) + sum_s,
                 own / 2 * (multiply_s + sum_s) + multiply_s / 2,
             )
-        # If all tiles are multiplied at once, nothing hides the way of the products.
+        # If all tiles are multiplied at once, nothing hides the transfer of the products.
         return (waves - own) * tile_s + own_s + (profile.exposed_s if waves == own else 0)
 
     @property
@@ -278,8 +278,8 @@ def _fastest(costs: Costs) -> FusedCosts:
     gathers = costs.sizes.gathers
     operation = costs.sizes.operation
     widths = [c for c in limits.TILE_COLUMNS if limits.has_fused_kernel(operation, c, wgrad=False)]
-    # If a reduce-scatter takes as long as its bytes do with several widths, the narrowest tiles are
-    # best: they come the most evenly.
+    # If the link limits a reduce-scatter with several widths, the narrowest tiles are best: their
+    # products are sent most evenly.
     return min(
         (FusedCosts(costs, columns) for columns in sorted(widths)),
         key=lambda fused: fused.matmul_s if gathers else fused.seconds,

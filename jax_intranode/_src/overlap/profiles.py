@@ -82,8 +82,8 @@ class Profile:
     # [bench all_gather_matmul, matmul_reduce_scatter]
     pipeline_least_bytes: float
     pipeline_least_bytes_ranks: int
-    # From this ratio of link time to matmul time on, the last shard of an all-gather is cut into
-    # two pieces, and the first and last shards of a reduce-scatter into three and two.
+    # From this ratio of link time to matmul time on, the last shard of an all-gather is divided
+    # into two pieces, and the first and last shards of a reduce-scatter into three and two.
     # [bench, --plan last_pieces=2 and --plan first_pieces=3,last_pieces=2]
     gather_pieces_ratio: float
     scatter_pieces_ratio: float
@@ -99,10 +99,10 @@ class Profile:
     # Fewest bytes from each peer for which the fused kernel is faster than no overlap; never more
     # than `pipeline_least_bytes` in all. [bench --plan, on M of 512 to 2048]
     fused_least_bytes: float
-    # Seconds that a call takes besides its tiles: launch, lending the rings, the end. [probe]
+    # Seconds that a call takes in addition to its tiles: launch, ring grants, the end. [probe]
     fused_call_s: float
-    # Seconds that the collective and the matmul one after the other take besides their bytes and
-    # flops. [bench, the rows of jax.lax on M of 512]
+    # Seconds that the collective and the matmul, one after the other, take in addition to the time
+    # for their bytes and flops. [bench, the rows of jax.lax on M of 512]
     apart_s: float
     # The model has to predict that the fused kernel is this many times faster than no overlap.
     # The second margin is for more ranks than `MAX_RANKS_IN_STEP`, where no pipeline would be
@@ -118,7 +118,8 @@ class Profile:
     # many stages, a partial last wave costs only its fraction of a wave. [probe, K of 512 to 8192]
     even_waves: int
     even_stages: int
-    # Fraction of a tile's summing by which the multiplying beside it gets slower. [probe, 8 ranks]
+    # While one warpgroup sums a tile, the other one's multiplication takes longer by this fraction
+    # of the time of the sum. [probe, 8 ranks]
     sum_interference: float
     # Seconds that the last products take to their owner, where no further tile hides it. [probe]
     exposed_s: float
@@ -165,7 +166,7 @@ class Profile:
         return self.scaled_from and f"model scaled from {self.scaled_from}, not measured"
 
 
-# The model compared with measurements: docs/measurements/. On 8 GPUs the orders for more than four
+# docs/measurements/ compares the model with measurements. On 8 GPUs the orders for more than four
 # ranks were only measured with four GPUs that stood for eight (tools/fused_probe.cu).
 H200 = Profile(
     name="NVIDIA H200",
@@ -225,9 +226,9 @@ H200_FACTS = GpuFacts(
     memory_bytes_per_s=6144 / 8 * 2 * 3201e6,
 )
 
-# GPUs whose matrix units are slower than their SMs and clock say, which NVML does not report:
-# sustained FLOP/s of a large bfloat16 matmul. The H20's data sheet promises 148 TFLOP/s; power does
-# not bound it, so 95 % of that is assumed.
+# Sustained FLOP/s of a large bfloat16 matmul on GPUs whose Tensor Cores are slower than the number
+# of SMs and the clock suggest, which NVML does not report. The H20's data sheet promises 148
+# TFLOP/s; power does not bound it, so 95 % of that is assumed.
 _SUSTAINED_FLOPS = {"NVIDIA H20": 0.95 * 148e12, "NVIDIA H20-3e": 0.95 * 148e12}
 
 # The generation and compute capability for which the fused kernel is compiled.

@@ -1,5 +1,7 @@
-"""Decides whether an operation is overlapped, and by which plan: what the kernels take, then the
-model. A plan can be forced here, at the edge; the model itself is a pure function.
+"""The selection of overlapped matmuls: whether an operation is overlapped, and by which plan.
+
+It checks what the kernels take, then asks the model. A plan can be forced here; the model itself is
+a pure function.
 """
 
 import contextlib

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from jax_intranode._src import limits
 from jax_intranode._src.overlap.plan import Plan
 
-_ITEM_BYTES = 2  # of bfloat16 and float16
+_ELEMENT_BYTES = 2  # of bfloat16 and float16
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Sizes:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row that travels: of the operand or of the product."""
-        return _ITEM_BYTES * (self.k if self.gathers else self.ns[0])
+        return _ELEMENT_BYTES * (self.k if self.gathers else self.ns[0])
 
     @property
     def all_rows(self) -> int:
@@ -81,7 +81,7 @@ class Sizes:
         else:
             columns = -(-self.column_tiles(tile_columns) // rounds) * tile_columns
         rows = (self.world_size - 1) * self.row_tiles * limits.TILE_ROWS
-        return _ITEM_BYTES * rows * columns
+        return _ELEMENT_BYTES * rows * columns
 
     def scratch_bytes(self, plan: Plan) -> int:
         """Bytes of scratch for products, under a plan of either kind."""
@@ -89,10 +89,10 @@ class Sizes:
             return 0
         if plan.fused:  # the products for peers, until the sender warps copy them
             return self.ring_bytes(plan.tile_columns, plan.rounds)
-        return _ITEM_BYTES * self.all_rows * self.ns[0]  # the products of all ranks' rows
+        return _ELEMENT_BYTES * self.all_rows * self.ns[0]  # the products of all ranks' rows
 
     def fit_fused(self, plan: Plan, ring_bytes: int) -> bool:
-        """Whether the fused kernel takes them under a plan, with a ring of `ring_bytes`."""
+        """Whether the fused kernel takes these sizes under a plan, with a ring of `ring_bytes`."""
         needed = self.ring_bytes(plan.tile_columns, plan.rounds)
         matrices = max(len(self.ks), len(self.ns))
         return matrices <= limits.MAX_MATRICES and needed <= ring_room(ring_bytes)

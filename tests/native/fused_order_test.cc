@@ -158,8 +158,8 @@ int BandAt(const TileOrder& p, int end, int pair) { return -((end - 1 - pair) / 
 
 // The numbers of a reduce-scatter's cluster tiles come in the order in which they are needed.
 void CheckReduceScatterOrder(const TileOrder& p) {
-  // A part of the rank's own tiles has come from all peers before any of the next part comes. What
-  // waits for no peer comes before what does.
+  // All peers send one part of the rank's tiles before the next part. Tiles that wait for no peer
+  // come before tiles that do.
   const int size = p.size, of_shard = p.row_pairs * p.column_tiles;
   const int first = ClusterTiles(p) - of_shard;
   std::map<std::pair<int, int>, int> parts;

@@ -8,7 +8,7 @@
 // as XLA's threads do, and start the next round without waiting for other ranks. Types, algorithms
 // and sizes are mixed. Some calls are awaited with Then(), some with Progress(). The epoch wraps in
 // the middle.
-// guards: inputs and results of every small size at every address, with guard bytes beside them.
+// guards: inputs and results of every small size at every address, between guard bytes.
 // deadline: ranks that never arrive. fail: Fail() before, while and after ranks arrive.
 // Exit status 0: everything is right; 1: something is wrong, and a line says what.
 #include "xla_ffi/host/host_group.h"

@@ -240,7 +240,7 @@ class Result {
     memcpy(&word, memory_.data() + offset_ + 4 * i, 4);
     return word;
   }
-  // Bytes beside the result that were written.
+  // The number of guard bytes that were overwritten.
   long Hit() const {
     long hit = 0;
     for (size_t i = 0; i < memory_.size(); ++i) {

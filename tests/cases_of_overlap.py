@@ -240,8 +240,8 @@ def overlapped_on_few_sms(operation: str, plan: str) -> None:
     mesh = line()
     n = mesh.size
     gathers = operation == "all_gather_matmul"
-    # So many tiles that blocks which run would wait for blocks which don't, on every rank, if tiles
-    # were assigned to blocks in advance.
+    # If tiles were assigned to blocks in advance, this many tiles would make the running blocks of
+    # every rank wait for blocks that do not run.
     rows, k, width = 1536, 1024, 4096
     x = zeros_and_ones(50, n, rows if gathers else rows * n, k)
     w = zeros_and_ones(51, n, k, width)
@@ -419,7 +419,7 @@ def overlapped_gradients(check_vma: bool, how: str, plan: str) -> None:
     lax_short = jax.jit(gradient(LAX_MATMULS))(*short)
     exact = jax.jit(gradient(LAX_MATMULS))(*wide)
 
-    # No further from the gradients in float32 than lax's, apart from chance in rounding.
+    # As close to the gradients in float32 as lax's, except for chance in rounding.
     def distance(a: Any, b: Any) -> float:
         pairs = zip(a.addressable_shards, b.addressable_shards, strict=True)
         return max(float(np.abs(np.asarray(s.data, np.float32) - t.data).max()) for s, t in pairs)
@@ -721,9 +721,9 @@ def overlapped_large_offsets() -> None:
         check(counts, np.zeros(n, np.int32))
 
 
-# What differs from a right call, and what the handler answers. The right call multiplies rows of 64
-# elements by the transpose of a matrix [72, 64] and computes its weight gradient. A name that is a
-# field of the plan changes the plan.
+# Wrong calls: what differs from a right call, and a part of the handler's error. The right call
+# multiplies rows of 64 elements by the transpose of a matrix [72, 64] and computes its weight
+# gradient. A name that is a field of the plan changes the plan.
 _ROWS, _K, _N = 16, 64, 72
 WRONG_CALLS = {
     "operation": ({"algorithm": 0}, "no collective matmul of algorithm 0"),

@@ -1,4 +1,4 @@
-"""What a test needs of the machine. A test without it is skipped, or fails where it is promised."""
+"""The devices that tests need. Without them a test is skipped, or fails where they are promised."""
 
 import os
 

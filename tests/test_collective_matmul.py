@@ -300,7 +300,7 @@ def test_dtypes_of_results_and_gradients(dtype: str, preferred: Any, promotion: 
     ("scalar", "preferred"), [(2, None), (2.0, None), (2.0, "float32"), (2j, None)]
 )
 def test_weak_types_of_results(scalar: Any, preferred: Any, weak: str) -> None:
-    """Weak as lax's, so that later promotion is the same; also for gradients and empty arrays."""
+    """Results are weakly typed where lax's are, also gradients and empty arrays."""
     of = {"preferred_element_type": preferred}
 
     def ours(x: Any, w: Any) -> Any:

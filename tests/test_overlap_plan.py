@@ -143,7 +143,7 @@ def test_small_rings_have_room_for_a_pipeline(
 
 
 def test_own_rows_are_multiplied_before_any_that_arrive() -> None:
-    """Where the matmul decides, bands end where a rank's own rows do."""
+    """If the matmul takes longer than the link, bands end where a rank's own rows end."""
     groups = {}
     for world in (2, 4, 8):
         for pairs in (1, 2, 3, 4, 7):
@@ -267,7 +267,7 @@ def test_sums_that_do_not_fit_the_ring_come_in_rounds() -> None:
 def test_weight_gradients_in_the_same_kernel(
     operation: str, m: int, k: int, n: int, world: int, expected: Plan
 ) -> None:
-    """Where the link decides. Without weight gradients such operations have other plans."""
+    """If the link takes longer. Without weight gradients such operations have other plans."""
     chosen = plan(operation, m, k, n, world=world, wgrads=1)
     assert chosen == expected
     assert "with weight gradients" in str(chosen)
@@ -308,7 +308,7 @@ def test_weight_gradients_of_several_matrices() -> None:
     assert isinstance(plan(SCATTER, 8192, ks, 8192, world=8, wgrads=1), Plan)
 
 
-def test_few_rows_of_long_products_are_left() -> None:
+def test_few_rows_of_long_products_are_not_overlapped() -> None:
     """With few tiles the last wave is badly filled, and there is little to hide."""
     assert "the fused kernel would take" in str(plan(GATHER, 512, 16384, 9216, world=2))
 

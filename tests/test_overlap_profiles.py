@@ -192,8 +192,8 @@ def test_scaled_profiles_give_sensible_plans(of_one: GpuFacts) -> None:
     assert overlapped_shapes > 100
 
 
-def test_an_h20_is_limited_by_its_matrix_units() -> None:
-    """78 SMs with slow matrix units and all NVLinks: hiding the link is worth less."""
+def test_an_h20_is_limited_by_its_tensor_cores() -> None:
+    """78 SMs with slow Tensor Cores and all NVLinks: hiding the link is worth less."""
     h20 = scaled(facts("NVIDIA H20", sms=78, memory_tb_per_s=4.0))
     assert 130e12 < h20.matmul_flops < 148e12
     assert h20.copy_bytes_per_s == H200.copy_bytes_per_s
@@ -209,7 +209,7 @@ def test_an_h20_is_limited_by_its_matrix_units() -> None:
     assert isinstance(on_h20, Plan) and on_h20.parts == 1
     # A matmul of many rows takes milliseconds, and copying is a small part of it.
     assert isinstance(plan_of(h20, GATHER, 32768, 16384, 8192), Plan)
-    # An H800 has an H200's matrix units and fewer links: what an H200 hides, it waits for.
+    # An H800 has an H200's Tensor Cores and fewer links: it waits for what an H200 hides.
     h800 = scaled(facts("NVIDIA H800", links=8))
     on_h800 = plan_of(h800, SCATTER, 8192, 2048, 8192)
     assert isinstance(on_h800, Plan) and on_h800.parts > 1

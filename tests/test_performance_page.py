@@ -1,4 +1,4 @@
-"""The performance page is the one that the measurements give, and how it is made from them."""
+"""The performance page is up to date with the measurements, and is made correctly from them."""
 
 import importlib.util
 import json

@@ -61,7 +61,7 @@ def test_our_call_is_in_the_program_and_laxs_is_not() -> None:
     assert "all-reduce" not in text
 
 
-def test_large_arrays_lower_to_lax() -> None:
+def test_large_arrays_fall_back_to_lax() -> None:
     n = len(jax.devices())
     text = lowered(jax_intranode.psum, cases.line(), (n, 64 << 20))
     assert "jax_intranode_psum" not in text
@@ -117,7 +117,7 @@ def test_partly_manual_mesh_is_not_gathered() -> None:
     assert "all-reduce" in text
 
 
-def test_export_lowers_to_lax() -> None:
+def test_export_falls_back_to_lax() -> None:
     mesh = cases.line()
     f = jax.shard_map(
         lambda v: jax_intranode.psum(v, "x"), mesh=mesh, in_specs=P("x"), out_specs=P()

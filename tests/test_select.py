@@ -9,15 +9,18 @@ import pytest
 from jax_intranode._src import config, limits, select, table
 
 WORLDS = range(2, 9)
-# Hardware, and whether one process has all devices.
-PLACES = tuple(itertools.product(("cpu", "hopper"), ("single", "multi")))
+# Hardware and process mode: whether one process has all devices.
+SETUPS = tuple(itertools.product(("cpu", "hopper"), ("single", "multi")))
 OPERATIONS = ("psum", "psum_scatter", "all_gather")
 ORDER = {
     "psum": ("one_shot", "two_shot", "lax"),
     "psum_scatter": ("reduce_scatter", "lax"),
     "all_gather": ("all_gather", "lax"),
 }
-ITEM_BYTES = {"bfloat16": 2, **{d: np.dtype(d).itemsize for d in limits.DTYPES if d != "bfloat16"}}
+ELEMENT_BYTES = {
+    "bfloat16": 2,
+    **{d: np.dtype(d).itemsize for d in limits.DTYPES if d != "bfloat16"},
+}
 BARE = ("float32", "bfloat16", "float16")
 
 # xla_ffi/kernels/group.h and rendezvous.py.
@@ -31,14 +34,14 @@ def epoch_buffer_bytes(hardware: str) -> int:
 
 
 def choose(
-    place: tuple[str, str],
+    setup: tuple[str, str],
     world: int,
     nbytes: int,
     dtype: str,
     operation: str = "psum",
     **more: object,
 ) -> select.Selection:
-    hardware, mode = place
+    hardware, mode = setup
     arguments = {
         "nbytes": nbytes, "dtype": dtype, "world_size": world, "hardware": hardware, "mode": mode,
         "epoch_buffer_bytes": epoch_buffer_bytes(hardware), **more,
@@ -57,22 +60,22 @@ def needed(algorithm: str, nbytes: int, dtype: str, world: int) -> int:
 
 def sizes(dtype: str) -> list[int]:
     """Sizes of whole elements: small ones, those at the edges of the table, and beyond it."""
-    item = ITEM_BYTES[dtype]
+    element = ELEMENT_BYTES[dtype]
     edges = {row.nbytes for rows in table.TABLE.values() for row in rows}
     near = {e + k for e in edges for k in (-16, -1, 0, 1, 16)}
     every = {1, 15, 16, 17, 31, 32, 33, 100, 1000} | {1 << k for k in range(27)} | near
-    return sorted({max(1, n // item) * item for n in every})
+    return sorted({max(1, n // element) * element for n in every})
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("dtype", limits.DTYPES)
-@pytest.mark.parametrize("place", PLACES, ids="-".join)
+@pytest.mark.parametrize("setup", SETUPS, ids="-".join)
 def test_every_selection_fits_and_is_sensible(
-    place: tuple[str, str], dtype: str, operation: str
+    setup: tuple[str, str], dtype: str, operation: str
 ) -> None:
-    most = epoch_buffer_bytes(place[0])
+    most = epoch_buffer_bytes(setup[0])
     for world, nbytes in itertools.product(WORLDS, sizes(dtype)):
-        chosen = choose(place, world, nbytes, dtype, operation)
+        chosen = choose(setup, world, nbytes, dtype, operation)
         context = (world, nbytes, chosen)
         assert chosen.reason, context
         if chosen.algorithm == "lax":
@@ -92,45 +95,45 @@ def test_every_selection_fits_and_is_sensible(
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("dtype", limits.DTYPES)
-@pytest.mark.parametrize("place", PLACES, ids="-".join)
+@pytest.mark.parametrize("setup", SETUPS, ids="-".join)
 def test_algorithms_follow_each_other_as_sizes_grow(
-    place: tuple[str, str], dtype: str, operation: str
+    setup: tuple[str, str], dtype: str, operation: str
 ) -> None:
     order = ORDER[operation]
     for world in WORLDS:
-        chosen = [choose(place, world, nbytes, dtype, operation) for nbytes in sizes(dtype)]
+        chosen = [choose(setup, world, nbytes, dtype, operation) for nbytes in sizes(dtype)]
         stages = [order.index(c.algorithm) for c in chosen]
         assert stages == sorted(stages), (world, list(zip(sizes(dtype), stages, strict=True)))
         assert stages[0] == 0 and order[stages[-1]] == "lax", world
 
 
-@pytest.mark.parametrize("place", PLACES, ids="-".join)
-def test_default_slab_holds_the_whole_table(place: tuple[str, str]) -> None:
+@pytest.mark.parametrize("setup", SETUPS, ids="-".join)
+def test_default_slab_holds_the_whole_table(setup: tuple[str, str]) -> None:
     """Sizes stop where lax is faster, not where the slab is too small."""
     for operation, world, dtype in itertools.product(OPERATIONS, WORLDS, limits.DTYPES):
         for nbytes in sizes(dtype):
-            reason = choose(place, world, nbytes, dtype, operation).reason
+            reason = choose(setup, world, nbytes, dtype, operation).reason
             assert "JAX_INTRANODE_SLAB_MIB" not in reason
 
 
 def test_the_limit_that_a_reason_names_is_the_limit() -> None:
-    for place, world, dtype in itertools.product(PLACES, WORLDS, limits.DTYPES):
+    for setup, world, dtype in itertools.product(SETUPS, WORLDS, limits.DTYPES):
         for operation in OPERATIONS:
-            reason = choose(place, world, 1 << 30, dtype, operation).reason
+            reason = choose(setup, world, 1 << 30, dtype, operation).reason
             assert "faster than lax" in reason
             limit = int(reason.split("up to ")[1].split()[0])
-            assert choose(place, world, limit, dtype, operation).algorithm != "lax"
-            item = ITEM_BYTES[dtype]
-            assert choose(place, world, limit + item, dtype, operation).algorithm == "lax"
+            assert choose(setup, world, limit, dtype, operation).algorithm != "lax"
+            element = ELEMENT_BYTES[dtype]
+            assert choose(setup, world, limit + element, dtype, operation).algorithm == "lax"
 
 
 @pytest.mark.parametrize("algorithm", select.PSUM_ALGORITHMS)
-@pytest.mark.parametrize("place", PLACES, ids="-".join)
-def test_forced_algorithm_runs_wherever_it_fits(place: tuple[str, str], algorithm: str) -> None:
-    most = epoch_buffer_bytes(place[0])
+@pytest.mark.parametrize("setup", SETUPS, ids="-".join)
+def test_forced_algorithm_runs_wherever_it_fits(setup: tuple[str, str], algorithm: str) -> None:
+    most = epoch_buffer_bytes(setup[0])
     for world, dtype in itertools.product(WORLDS, limits.DTYPES):
         for nbytes in sizes(dtype):
-            chosen = choose(place, world, nbytes, dtype, algorithm=algorithm)
+            chosen = choose(setup, world, nbytes, dtype, algorithm=algorithm)
             fits = needed(algorithm, nbytes, dtype, world) <= most
             assert chosen.algorithm == (algorithm if fits else "lax"), (world, dtype, nbytes)
             name = "JAX_INTRANODE_ALGORITHM" if fits else "JAX_INTRANODE_SLAB_MIB"
@@ -179,26 +182,26 @@ def test_reasons_for_lax(changed: dict[str, object], says: str) -> None:
 
 def test_table_is_well_formed() -> None:
     for (hardware, mode, operation, packets, world), rows in table.TABLE.items():
-        assert (hardware, mode) in PLACES and world in WORLDS
+        assert (hardware, mode) in SETUPS and world in WORLDS
         assert packets in ("bare", "flagged")
         sizes_of_rows = [row.nbytes for row in rows]
         assert sizes_of_rows == sorted(set(sizes_of_rows))
         stages = [ORDER[operation].index(row.algorithm) for row in rows]
         assert stages == sorted(stages)
-    for place, operation, packets in itertools.product(PLACES, OPERATIONS, ("bare", "flagged")):
-        assert (*place, operation, packets, limits.MAX_WORLD_SIZE) in table.TABLE
+    for setup, operation, packets in itertools.product(SETUPS, OPERATIONS, ("bare", "flagged")):
+        assert (*setup, operation, packets, limits.MAX_WORLD_SIZE) in table.TABLE
 
 
 def test_digest_changes_with_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     digest = select.digest()
     assert digest == select.digest()
-    place = ("hopper", "multi", "psum", "bare")
-    rows = table.TABLE[*place, 8]
+    setup = ("hopper", "multi", "psum", "bare")
+    rows = table.TABLE[*setup, 8]
     other = [
-        {**table.TABLE, (*place, 8): rows[:-1]},
-        {**table.TABLE, (*place, 3): rows},
+        {**table.TABLE, (*setup, 8): rows[:-1]},
+        {**table.TABLE, (*setup, 3): rows},
         *(
-            {**table.TABLE, (*place, 8): (dataclasses.replace(rows[0], **changed), *rows[1:])}
+            {**table.TABLE, (*setup, 8): (dataclasses.replace(rows[0], **changed), *rows[1:])}
             for changed in (
                 {"nbytes": rows[0].nbytes + 1},
                 {"algorithm": "two_shot"},
@@ -243,9 +246,9 @@ def test_generations_without_rows_use_those_of_hopper() -> None:
 def test_group_larger_than_any_measured_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a change of kMaxRanks alone."""
     monkeypatch.setattr(limits, "MAX_WORLD_SIZE", 16)
-    for place, operation in itertools.product(PLACES, OPERATIONS):
+    for setup, operation in itertools.product(SETUPS, OPERATIONS):
         for algorithm in ("auto", "one_shot"):
-            chosen = choose(place, 16, 512, "float32", operation, algorithm=algorithm)
+            chosen = choose(setup, 16, 512, "float32", operation, algorithm=algorithm)
             assert chosen.algorithm == "lax" and "16 ranks" in chosen.reason
 
 

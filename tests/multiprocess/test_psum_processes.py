@@ -4,7 +4,7 @@ import cases
 import pytest
 from multiprocess_ranks import check_case, outcome_of_cases, worlds
 
-# Of the cases that multiply dtypes or transformations, those that the quick tier runs, too. A
+# The quick tier runs these of the cases that come in many dtypes or transformations. A
 # transformation ends before a program is lowered, so the number of processes matters little to it.
 QUICK = {
     "like_lax": ("forward-True", "grad_scan-True", "runtime_cond-False", "vmap_of_grad-True"),

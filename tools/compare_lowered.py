@@ -1,6 +1,6 @@
 """Shows that a change of the Python sources leaves the programs that JAX lowers as they were.
 
-Write what the corpus lowers to with each version of the package, then compare the two folders::
+Lower the corpus with each version of the package, then compare the two folders::
 
     PYTHONPATH=old python tools/compare_lowered.py --write before
     PYTHONPATH=new python tools/compare_lowered.py --write after

@@ -170,10 +170,10 @@ def _start(
         environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {cache}".strip()
     log = logs / f"{name}_{count}_{rank}.log"
     command = [sys.executable, "-P", __file__, "--worker"]
-    told = {"rank": rank, "count": count, "port": port, "devices": options.devices}
+    instructions = {"rank": rank, "count": count, "port": port, "devices": options.devices}
     with log.open("w") as stderr:
         process = subprocess.Popen(
-            [*command, json.dumps({**told, "platform": options.platform})],
+            [*command, json.dumps({**instructions, "platform": options.platform})],
             env=environment,
             cwd=logs,  # not where another copy of the package would be imported
             stdin=subprocess.PIPE,
@@ -409,26 +409,28 @@ def _without_paths(options: argparse.Namespace) -> list[str]:
 # A worker: one process of one version.
 
 
-def _worker(told: dict[str, Any]) -> None:
+def _worker(instructions: dict[str, Any]) -> None:
     import jax
 
-    if told["count"] > 1:
+    if instructions["count"] > 1:
         jax.distributed.initialize(
-            f"127.0.0.1:{told['port']}",
-            told["count"],
-            told["rank"],
-            local_device_ids=[told["rank"]],
+            f"127.0.0.1:{instructions['port']}",
+            instructions["count"],
+            instructions["rank"],
+            local_device_ids=[instructions["rank"]],
         )
     import jax_intranode
 
-    devices = jax.devices()[: told["devices"]]
-    if len(devices) < told["devices"] or devices[0].platform != told["platform"]:
-        raise SystemExit(f"wanted {told['devices']} {told['platform']} devices, found {devices}")
+    devices = jax.devices()[: instructions["devices"]]
+    if len(devices) < instructions["devices"] or devices[0].platform != instructions["platform"]:
+        raise SystemExit(
+            f"wanted {instructions['devices']} {instructions['platform']} devices, found {devices}"
+        )
     mesh = jax.make_mesh(
         (len(devices),), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices
     )
     jax_intranode.initialize(mesh)
-    measured = _Measurements(mesh, told["platform"])
+    measured = _Measurements(mesh, instructions["platform"])
     facts = {
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
@@ -492,7 +494,7 @@ class _Measurements:
         self._repetitions[item["name"]] = make(item)
 
     def _seconds(self, chain: Any, executions: int) -> float:
-        """Times executions of a chain after all ranks have met."""
+        """Times executions of a chain after all ranks have synchronised."""
         import jax
 
         self._align(self._one).block_until_ready()

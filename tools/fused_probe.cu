@@ -162,8 +162,8 @@ struct Gpu {
 };
 std::vector<Gpu> gpus;
 
-// What stands for a rank of GPU d's group: the GPU that receives what GPU d sends to that rank, the
-// GPU that sends as that rank, and the rank that GPU d is to the latter.
+// The GPUs that stand for a rank of GPU d's group: the one that receives what GPU d sends to that
+// rank, and the one that sends as that rank; and the rank that GPU d is to the latter.
 struct Peer {
   int receiver, sender, to_sender;
 };

@@ -8,9 +8,9 @@ prints the launch shapes (blocks x threads) in order of time: the median over la
 calls, in microseconds per call, of the slowest rank. Results are checked. Sizes are those of
 nccl-tests: the whole of what is summed, scattered or gathered.
 
-On the CPU one thread runs all blocks, so there are no launch shapes. It times each algorithm beside
-jax.lax, in turns, and prints both times and their ratio. Sizes are those of the table: bytes of a
-rank's operand, and for psum_scatter of its result. At the end it prints up to which size each
+On the CPU one thread runs all blocks, so there are no launch shapes. It times each algorithm
+and jax.lax in turns, and prints both times and their ratio. Sizes are those of the table: bytes of
+a rank's operand, and for psum_scatter of its result. At the end it prints up to which size each
 algorithm was faster than lax.
 """
 
@@ -137,7 +137,7 @@ def _print(line: str) -> None:
 def _tune_cpu(
     settings: Settings, mesh: Mesh, epoch_buffer_bytes: int, operations: list[str]
 ) -> None:
-    """Prints the time of each size and algorithm beside lax's, and where lax becomes faster."""
+    """Prints the times of each size and algorithm and of lax, and where lax becomes faster."""
     dtype = np.dtype(jax.numpy.dtype(settings.dtypes[0]))
     n = settings.devices
     packets = "bare" if limits.packet_bytes("one_shot", dtype.name) == 16 else "flagged"

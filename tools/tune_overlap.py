@@ -18,7 +18,7 @@ constant changes only if the measurements differ by more than runs and boards of
 With --compare it also prints, for each reference shape of `bench`, the plan of today's profile and
 that of the measured one. Where these differ, it times both.
 
-Takes 2 GPUs or more and uses two. About 3 minutes, of which nvcc takes one or two.
+Takes 2 GPUs or more and uses two. About 4 minutes, of which nvcc takes one or two.
 """
 
 import argparse
@@ -62,7 +62,7 @@ TOLERANCE = {
     "matmul": 0.04,
     "copy": 0.04,
 }
-# What is assumed before measuring: relative standard deviations of the corrections, and of a
+# Assumptions before measuring: relative standard deviations of the corrections, and of a
 # time. The widths of tiles hardly change relative to each other.
 _PRIOR = {"stage": 0.3, "fixed": 0.1, "sum": 0.1, "sender": 0.1}
 _PRIOR_OF_WIDTH = 0.02
@@ -70,7 +70,7 @@ _NOISE = 0.02
 _DISTURBED = 4  # standard deviations
 
 
-# What is measured.
+# The measurements.
 
 
 @dataclass(frozen=True)
@@ -436,7 +436,7 @@ def tune(
     return corrected(start, significant(corrections)), corrections
 
 
-# What is printed.
+# Output.
 
 
 def to_source(profile: Profile) -> str:

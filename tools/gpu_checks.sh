@@ -33,7 +33,7 @@ pytest_on() {
   shift 3
   local count
   count=$(awk -F, '{ print NF }' <<<"$devices")
-  CUDA_VISIBLE_DEVICES=$devices JAX_INTRANODE_REQUIRE_GPUS=$count JAX_INTRANODE_TIMEOUT_S=20 timeout "$seconds" \
+  CUDA_VISIBLE_DEVICES=$devices JAX_INTRANODE_REQUIRE_GPUS=$count JAX_INTRANODE_TIMEOUT_S=20 timeout -s KILL "$seconds" \
     python3 -P -m pytest --full -q -p no:cacheprovider "$@" >"$out/$name.log" 2>&1
   local status=$?
   echo "$name: $(summary "$name")"
@@ -61,20 +61,20 @@ fi
 if runs probe && ! command -v nvcc >/dev/null; then
   echo "probe: not run, nvcc is not on PATH"
 elif runs probe; then
-  (cd xla_ffi/cuda && timeout 300 nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -I . \
+  (cd xla_ffi/cuda && timeout -s KILL 300 nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -I . \
     -o "$out/fused_probe" ../../tools/fused_probe.cu fused_matmul.cu slab.cu cublas_lt.cc -ldl) || failed=1
   for ranks in 2 3 4 5 6 7 8; do
-    timeout 60 "$out/fused_probe" "$ranks" check || failed=1
+    timeout -s KILL 60 "$out/fused_probe" "$ranks" check || failed=1
   done
   # Eight ranks on four GPUs. With four GPUs or fewer, the loop has just checked that.
-  [ "$gpus" -le 4 ] || CUDA_VISIBLE_DEVICES=$(cut -d, -f1-4 <<<"$visible") timeout 60 \
+  [ "$gpus" -le 4 ] || CUDA_VISIBLE_DEVICES=$(cut -d, -f1-4 <<<"$visible") timeout -s KILL 60 \
     "$out/fused_probe" 8 check || failed=1
 fi
 
 if runs memcheck && ! command -v compute-sanitizer >/dev/null; then
   echo "memcheck: not run, compute-sanitizer is not on PATH"
 elif runs memcheck; then
-  CUDA_VISIBLE_DEVICES=$two timeout 300 tools/memcheck.sh >"$out/memcheck.log" 2>&1 || failed=1
+  CUDA_VISIBLE_DEVICES=$two timeout -s KILL 300 tools/memcheck.sh >"$out/memcheck.log" 2>&1 || failed=1
   echo "memcheck: $(summary memcheck); $(grep -o 'ERROR SUMMARY.*' "$out/memcheck.log")"
 fi
 

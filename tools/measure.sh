@@ -36,7 +36,7 @@ limited() {
     return 1
   fi
   [ "$seconds" -le "$left" ] || seconds=$left
-  if timeout "$seconds" "$@" >"$name.log" 2>&1; then
+  if timeout -s KILL "$seconds" "$@" >"$name.log" 2>&1; then
     echo "$name: $((SECONDS - start)) s"
   else
     echo "$name: failed or not done within $seconds s, see $name.log"

@@ -99,8 +99,9 @@ def _cpu(
     }
 
 
-# Measured on 2 cores with jaxlib 0.10.2 and 0.12.0.1, which gave the same rows. One thread does the
-# work of all ranks of its process, so that total work counts, and not the number of hops.
+# Measured on 2 cores: groups of 2 with jaxlib 0.10.2 and 0.12.0.1, which gave the same rows; groups
+# of 4 and 8 with 0.12.0.1 only. One thread does the work of all ranks of its process, so that total
+# work counts, and not the number of hops.
 _CPU_SINGLE = _cpu(
     {
         "psum": {

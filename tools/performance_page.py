@@ -18,7 +18,7 @@ The program replaces what stands between them. The words after "make:" are
     losses FILE...        a table of the rows where ours is not faster than jax.lax
     figure PNG FILE...    a plot, written to docs/figures/PNG
 
-A table whose file does not exist yet says so. With --check the program writes nothing, and exits
+A table whose file does not exist yet keeps its text. With --check the program writes nothing, and exits
 with 1 if a table or a figure is not the one that the files give.
 """
 
@@ -256,9 +256,8 @@ def render(page: str, docs: Path, check: bool) -> str:
         kind, *names = block["what"].split()
         png = docs / "figures" / names.pop(0) if kind == "figure" else None
         files = [docs / "measurements" / name for name in names]
-        missing = [file.name for file in files if not file.exists()]
-        if missing:
-            text = f"Not measured yet: {', '.join(missing)}.\n"
+        if not all(file.exists() for file in files):
+            text = block["text"]
         elif png is not None:
             text = figure(files, png, check)
         elif kind == "transformer":

@@ -18,6 +18,9 @@ from jax_intranode._src.ops.matmul_reduce_scatter import (
 from jax_intranode._src.ops.psum import pmean as pmean
 from jax_intranode._src.ops.psum import psum as psum
 from jax_intranode._src.ops.psum_scatter import psum_scatter as psum_scatter
+from jax_intranode._src.rewrite.switch import accelerate as accelerate
+from jax_intranode._src.rewrite.switch import install as install
+from jax_intranode._src.rewrite.switch import uninstall as uninstall
 from jax_intranode._src.topology import Topology as Topology
 from jax_intranode._src.topology import TopologyKind as TopologyKind
 from jax_intranode._src.topology import topology as topology
@@ -32,10 +35,12 @@ __all__ = [
     "Explanation",
     "Topology",
     "TopologyKind",
+    "accelerate",
     "all_gather",
     "all_gather_matmul",
     "explain",
     "initialize",
+    "install",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "pmean",
@@ -43,5 +48,6 @@ __all__ = [
     "psum_scatter",
     "shutdown",
     "topology",
+    "uninstall",
     "usage_counter",
 ]

@@ -8,6 +8,7 @@ import jax_intranode
 from jax_intranode._src import native
 from jax_intranode._src.bench import command, options
 from jax_intranode._src.bench.plots import command as plot
+from jax_intranode._src.rewrite import script
 
 
 def _versions() -> str:
@@ -31,6 +32,11 @@ def main() -> int:
     draw = commands.add_parser("plot", help="draw JSON files of bench into one PNG")
     plot.add_arguments(draw)
     draw.set_defaults(run=plot.run)
+    unedited = commands.add_parser(
+        "run", help="run a script or a module with its collectives accelerated"
+    )
+    script.add_arguments(unedited)
+    unedited.set_defaults(run=script.run)
     arguments = parser.parse_args()
     return int(arguments.run(arguments))
 

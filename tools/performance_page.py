@@ -18,8 +18,8 @@ The program replaces what stands between them. The words after "make:" are
     losses FILE...        a table of the rows where ours is not faster than jax.lax
     figure PNG FILE...    a plot, written to docs/figures/PNG
 
-A table whose file does not exist yet keeps its text. With --check the program writes nothing, and exits
-with 1 if a table or a figure is not the one that the files give.
+A table whose file does not exist yet keeps its text. With --check the program writes nothing, and
+exits with 1 if a table or a figure is not the one that the files give.
 """
 
 import argparse

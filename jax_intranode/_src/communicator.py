@@ -103,6 +103,11 @@ def communicator(rendezvous: Rendezvous, groups: Partition) -> str | None:
         return rendezvous.communicators[groups]
 
 
+def generation() -> int:
+    """How often `shutdown` has been called: processes of different generations don't rendezvous."""
+    return rendezvous_lib.generation()
+
+
 def _create(rendezvous: Rendezvous, groups: Partition) -> str | None:
     if groups.group_size > limits.MAX_WORLD_SIZE:
         return (

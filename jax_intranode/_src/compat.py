@@ -4,6 +4,8 @@ No other file imports jax._src, or relies on names and parameters that JAX does 
 function says which versions need it. Tested with jax 0.10.2, 0.11.2 and 0.12.0.1.
 """
 
+import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -292,14 +294,19 @@ def without_dead_code(jaxpr: Any) -> Any:
 
 
 def shard_map_of(equation: Any) -> tuple[jax.sharding.Mesh | None, frozenset[str]] | None:
+    """As `mesh_of_shard_map`, of an equation; None if it is no shard_map."""
+    return mesh_of_shard_map(equation.params) if equation.primitive.name == "shard_map" else None
+
+
+def mesh_of_shard_map(
+    params: dict[str, Any],
+) -> tuple[jax.sharding.Mesh | None, frozenset[str]]:
     """The mesh and the manual axes that `lowering_mesh` will give for a shard_map's body.
 
-    None for any other equation. The mesh is None if its devices are not known.
+    The mesh is None if its devices are not known.
     """
-    if equation.primitive.name != "shard_map":
-        return None
-    of_equation = equation.params["mesh"]
-    manual = frozenset(equation.params["newly_manual_axes"]) | frozenset(of_equation.manual_axes)
+    of_equation = params["mesh"]
+    manual = frozenset(params["newly_manual_axes"]) | frozenset(of_equation.manual_axes)
     concrete = of_equation if isinstance(of_equation, jax.sharding.Mesh) else set_mesh()
     return concrete, manual
 
@@ -364,12 +371,22 @@ class LaxCollective:
     Attributes:
         operation: the public function.
         axes: the mesh axes; none if only axes of vmap are reduced.
+        over_vmap: whether an axis of vmap is reduced, too.
         index_groups: its axis_index_groups.
+        invariant: psum: whether the result no longer varies over the axes.
+        dimension: psum_scatter, all_gather: the dimension that is scattered or gathered.
+        tiled: psum_scatter, all_gather: whether the dimension stays, or is dropped or made.
+        size: psum_scatter, all_gather: the number of ranks.
     """
 
     operation: str
     axes: tuple[Any, ...]
+    over_vmap: bool
     index_groups: Any
+    invariant: bool
+    dimension: int
+    tiled: bool
+    size: int
 
 
 def lax_collective(equation: Any) -> LaxCollective | None:
@@ -377,13 +394,23 @@ def lax_collective(equation: Any) -> LaxCollective | None:
     operation = _COLLECTIVES.get(equation.primitive.name)
     if operation is None:
         return None
-    axes = equation.params.get("axes", equation.params.get("axis_name"))
+    params = equation.params
+    axes = params.get("axes", params.get("axis_name"))
     axes = axes if isinstance(axes, tuple) else (axes,)
     if not axes:
         return None
     # vmap has replaced the names of its axes with numbers.
     named = tuple(axis for axis in axes if not isinstance(axis, int))
-    return LaxCollective(operation, named, equation.params.get("axis_index_groups"))
+    return LaxCollective(
+        operation,
+        named,
+        over_vmap=len(named) < len(axes),
+        index_groups=params.get("axis_index_groups"),
+        invariant=equation.primitive.name in ("psum_invariant", "unreduced_psum"),
+        dimension=params.get("all_gather_dimension", params.get("scatter_dimension", 0)),
+        tiled=params.get("tiled", False),
+        size=params.get("axis_size", 0),
+    )
 
 
 # Where a call stands. 0.10.2 and later: ``jax.named_scope`` can't be read back, and JAX shows the
@@ -417,3 +444,191 @@ def frames_here() -> list[Frame]:
 def _frames(traceback: Any) -> list[Frame]:
     frames = source_info_util.user_frames(traceback)
     return [(f.file_name, f.start_line, f.function_name) for f in frames]
+
+
+# Rewriting programs when they are lowered.
+
+# What a rewrite does with a shard_map: rewrite(context of the lowering rule, its parameters) ->
+# the jaxpr of its body that is lowered.
+RewriteBody = Callable[[Any, dict[str, Any]], Any]
+
+# The context in which a whole program is lowered: around(its jaxpr).
+Around = Callable[[Any], contextlib.AbstractContextManager[Any]]
+
+_hooked = False
+
+
+def cache_key_context() -> Any:
+    """A setting, None by default, that is part of the key of all of JAX's caches.
+
+    It has a value for the process (``set_global``) and one for each thread (as a context manager).
+    0.10.2 and later: the former is not documented.
+    """
+    return jax.make_user_context(None)
+
+
+def hook_lowering(rewrite: RewriteBody, around: Around) -> None:
+    """Makes JAX call these functions whenever it lowers a program. Later calls do nothing.
+
+    0.10.2 to 0.12. It replaces the lowering rule of shard_map, which gets the body as it is after
+    all transformations, and the function that lowers a program unless JAX has done so before.
+
+    Raises:
+        RuntimeError: this version of JAX has not got what this needs. JAX is as it was.
+    """
+    global _hooked
+    if _hooked:
+        return
+    try:
+        from jax._src import shard_map
+        from jax._src.interpreters import mlir, pxla
+
+        rule, lower = shard_map._shard_map_lowering, pxla._cached_lowering_to_hlo
+        wanted = {"jaxpr", "mesh", "newly_manual_axes", "check_vma"}
+        missing = wanted - set(inspect.signature(rule).parameters)
+        if missing:
+            raise AttributeError(f"shard_map has no parameter {', '.join(sorted(missing))}")
+        if mlir._lowerings[shard_map.shard_map_p].rule is not rule:
+            raise AttributeError("another package has replaced the lowering rule of shard_map")
+        for owner, name in (
+            (shard_map, "_extend_axis_env"),
+            (shard_map, "_as_manual_mesh"),
+            (mesh, "use_abstract_mesh"),
+            (core.Jaxpr, "replace"),
+            (core.JaxprEqn, "replace"),
+            (partial_eval, "trace_to_jaxpr_dynamic"),
+            (type(jax.make_user_context(None)), "set_global"),
+        ):
+            getattr(owner, name)
+    except (ImportError, AttributeError, KeyError) as error:
+        raise RuntimeError(
+            f"jax_intranode can't rewrite programs of jax {jax.__version__}: {error}. It can with "
+            "jax 0.10.2 to 0.12.0.1. Install one of these, or call the functions of jax_intranode "
+            "in the program itself."
+        ) from error
+
+    def rewriting_rule(ctx: Any, *operands: Any, **params: Any) -> Any:
+        return rule(ctx, *operands, **params | {"jaxpr": rewrite(ctx, params)})
+
+    def rewriting_lower(closed_jaxpr: Any, *args: Any, **kwargs: Any) -> Any:
+        with around(closed_jaxpr):
+            return lower(closed_jaxpr, *args, **kwargs)
+
+    mlir.register_lowering(shard_map.shard_map_p, rewriting_rule)
+    setattr(pxla, "_cached_lowering_to_hlo", rewriting_lower)  # noqa: B010, or mypy objects
+    _hooked = True
+
+
+@contextlib.contextmanager
+def inside_shard_map(params: dict[str, Any]) -> Iterator[None]:
+    """The context in which the body of a shard_map equation was traced. 0.10.2 and later."""
+    from jax._src import shard_map
+
+    manual = shard_map._as_manual_mesh(params["mesh"], frozenset(params["newly_manual_axes"]))
+    with (
+        shard_map._extend_axis_env(params["mesh"], set(params["newly_manual_axes"])),
+        mesh.use_abstract_mesh(manual),
+        config._check_vma(params["check_vma"]),
+    ):
+        yield
+
+
+def body_of_shard_map(params: dict[str, Any]) -> Jaxpr:
+    """The jaxpr of a shard_map's body. 0.10.2 and later."""
+    return params["jaxpr"]
+
+
+def trace(fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> Jaxpr | None:
+    """The jaxpr of a function of arrays of these types; None if it needs constants.
+
+    0.10.2 and later: ``jax.make_jaxpr`` does not take the types of a shard_map's body.
+    """
+    from jax._src import api_util, linear_util
+
+    debug = api_util.debug_info("jax_intranode", fun, tuple(avals), {})
+    wrapped = linear_util.wrap_init(fun, debug_info=debug)
+    jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(wrapped, list(avals))
+    return None if consts else jaxpr
+
+
+def new_variable(aval: Any) -> Var:
+    """A variable of this type. 0.10.2 and later."""
+    return core.Var(aval)
+
+
+def new_equation(
+    like: Any, primitive: Primitive, invars: Sequence[Any], outvars: Sequence[Any], params: Any
+) -> Any:
+    """An equation that has the source and the context of another one. 0.10.2 and later."""
+    _, effects = primitive.abstract_eval(*(v.aval for v in invars), **params)
+    return core.new_jaxpr_eqn(
+        list(invars), list(outvars), primitive, params, effects, like.source_info, like.ctx
+    )
+
+
+def replaced_inside(equation: Any, rewrite: Callable[[Jaxpr], Jaxpr]) -> Any:
+    """The equation with each jaxpr that it runs rewritten; itself if none of them changes.
+
+    Only equations that do nothing else with their jaxprs than to run them: calls, loops, branches.
+    0.10.2 and later.
+    """
+    if equation.primitive.name not in _RUNS_JAXPRS:
+        return equation
+
+    def of_value(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            new = [of_value(v) for v in value]
+            changed = any(v is not w for v, w in zip(value, new, strict=True))
+            return type(value)(new) if changed else value
+        jaxpr = getattr(value, "jaxpr", value)  # of a ClosedJaxpr
+        if not isinstance(jaxpr, Jaxpr):
+            return value
+        rewritten = rewrite(jaxpr)
+        if rewritten is jaxpr:
+            return value
+        return rewritten if value is jaxpr else value.replace(jaxpr=rewritten)
+
+    new = {name: of_value(v) if name in _JAXPR_PARAMS else v for name, v in equation.params.items()}
+    if all(new[name] is value for name, value in equation.params.items()):
+        return equation
+    return equation.replace(params=new)
+
+
+_RUNS_JAXPRS = frozenset(
+    {
+        "jit",
+        "pjit",
+        "closed_call",
+        "core_call",
+        "eval_jaxpr",
+        "remat2",
+        "checkpoint",
+        "scan",
+        "while",
+        "cond",
+        "custom_jvp_call",
+        "custom_vjp_call",
+    }
+)
+_JAXPR_PARAMS = frozenset(
+    {"jaxpr", "call_jaxpr", "fun_jaxpr", "body_jaxpr", "cond_jaxpr", "branches"}
+)
+
+
+def is_fence(equation: Any) -> bool:
+    """Whether collectives must not be moved from one side of an equation to the other.
+
+    Such are optimization barriers, and what the program places itself: on the host, by
+    ``compute_on``, or in a scheduling group, by ``set_xla_metadata``. 0.10.2 and later.
+    """
+    return equation.primitive.name == "optimization_barrier" or is_placed(equation)
+
+
+def is_placed(equation: Any) -> bool:
+    """Whether an equation is under ``compute_on`` or ``set_xla_metadata``. 0.10.2 and later."""
+    return bool(equation.ctx.compute_type or equation.ctx.xla_metadata)
+
+
+def has_effects(equation: Any) -> bool:
+    """Whether an equation has effects other than to act on named axes. 0.10.2 and later."""
+    return any(not isinstance(effect, core.NamedAxisEffect) for effect in equation.effects)

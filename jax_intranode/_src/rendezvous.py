@@ -124,6 +124,11 @@ def forget_all() -> None:
     _generation += 1
 
 
+def generation() -> int:
+    """How often `forget_all` was called."""
+    return _generation
+
+
 def mode_of(devices: Iterable[Any]) -> str:
     """The process mode: "single" if one process has all of these devices, else "multi"."""
     return "single" if len({device.process_index for device in devices}) == 1 else "multi"

@@ -62,17 +62,17 @@ class OpPrimitive:
     def __init__(self, operation: str):
         """Creates both forms; `register` gives them their rules."""
         self.operation = operation
-        self._plain = Primitive(f"intranode_{operation}")
+        self.plain = Primitive(f"intranode_{operation}")
         self._over_set_mesh = Primitive(f"intranode_{operation}_over_set_mesh")
         self._explain: Callable[..., list[Operation]]
-        for primitive in (self._plain, self._over_set_mesh):
+        for primitive in (self.plain, self._over_set_mesh):
             BY_PRIMITIVE[primitive] = self
             primitive.multiple_results = True
         compat.lower_with_devices(self._over_set_mesh)
 
     def bind(self, *operands: Any, params: Any) -> list[Any]:
         """Binds the form that fits where this is traced; returns the results."""
-        primitive = self._plain if compat.set_mesh() is None else self._over_set_mesh
+        primitive = self.plain if compat.set_mesh() is None else self._over_set_mesh
         mesh = compat.set_mesh() or compat.eager_mesh()
         traced_over = None if mesh is None else device_ids(mesh)
         return list(primitive.bind(*operands, params=params, traced_over=traced_over))
@@ -81,7 +81,7 @@ class OpPrimitive:
         self, *operands: Any, params: Any, traced_over: tuple[int, ...] | None
     ) -> list[Any]:
         """Binds inside the lowering of a call that was traced over these devices."""
-        return list(self._plain.bind(*operands, params=params, traced_over=traced_over))
+        return list(self.plain.bind(*operands, params=params, traced_over=traced_over))
 
     def explain(
         self,
@@ -150,7 +150,7 @@ class OpPrimitive:
             operands, params = needed(used, of_equation["params"])
             return operands, of_equation | {"params": params}
 
-        for primitive in (self._plain, self._over_set_mesh):
+        for primitive in (self.plain, self._over_set_mesh):
 
             def types_and_effects(
                 *avals: Any, params: Any, traced_over: Any

@@ -1,0 +1,86 @@
+"""The processes of a mesh agree on whether to rewrite a program.
+
+All processes must rewrite a program, or none: a process that runs our operation waits for peers
+that run it too. A process may lower a program that the others do not lower (``f.lower(...)`` on one
+rank), and a process may have nothing installed. Neither may cost more than a few seconds.
+
+So before the first rewriting over a set of devices, each process says in JAX's key-value store that
+it lowers this program, and waits for the others. If all are there, one of them claims the decision
+"rewrite"; the first one whose time is up claims the decision to leave the program to lax. The claim
+that came first counts for all. It counts for this program only: others are decided on their own.
+Once all processes have been there at the same time, all of them have the rewriting installed, and
+nobody waits any more.
+"""
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jax_intranode._src import communicator, compat, exchange
+from jax_intranode._src.ops.lowering_site import device_ids
+
+_log = logging.getLogger("jax_intranode")
+
+# Seconds that a process waits for the others; and when it has waited in vain for these devices.
+FIRST_WAIT_S = 10.0
+LATER_WAIT_S = 1.0
+
+# By device ids: whether all processes have been there at the same time.
+_met: dict[tuple[int, ...], bool] = {}
+
+
+def reason_not_to_rewrite(mesh: jax.sharding.Mesh, body: Any) -> str | None:
+    """Why the body of a shard_map is left to lax; None if all processes rewrite it."""
+    processes = sorted({device.process_index for device in mesh.devices.flat})
+    if len(processes) == 1:
+        return None
+    here = jax.process_index()
+    devices = device_ids(mesh)
+    if here not in processes:
+        return "this process has none of these devices"
+    fingerprint = _fingerprint(devices, body)
+    try:
+        store = exchange.store(
+            f"jax_intranode/{communicator.generation()}/rewrite/{fingerprint}/", here, processes
+        )
+    except RuntimeError as error:
+        return str(error)
+    store.claim(f"here/{here}", "")
+    decision = ""
+    if not _met.get(devices):
+        wait_s = LATER_WAIT_S if devices in _met else FIRST_WAIT_S
+        missing = _missing(store, processes, wait_s)
+        if missing:
+            decision = (
+                f"process {missing[0]} has not lowered this program within {wait_s:g} s, or has "
+                "not called jax_intranode.install()"
+            )
+    decision = store.claim("decision", decision)
+    _met[devices] = _met.get(devices, False) or not decision
+    if decision:
+        _log.warning("A program is left to jax.lax: %s.", decision)
+    return decision or None
+
+
+def _missing(store: exchange.Store, processes: list[int], seconds: float) -> list[int]:
+    deadline = exchange.Deadline(seconds)
+    return [p for p in processes if store.wait(f"here/{p}", deadline) is None]
+
+
+def _fingerprint(devices: tuple[int, ...], body: Any) -> str:
+    """Identifies a program: the same in all processes that lower it."""
+    text = [repr(devices), *_described(body)]
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
+
+
+def _described(jaxpr: Any) -> Iterator[str]:
+    """Describes the collectives of a jaxpr, and of those inside."""
+    for equation in jaxpr.eqns:
+        if compat.lax_collective(equation) is not None:
+            types = ",".join(v.aval.str_short() for v in equation.invars)
+            yield f"{equation.primitive.name} {types} {sorted(map(str, equation.params.items()))}"
+        for inner in compat.inner_jaxprs(equation, None):
+            yield from _described(inner.jaxpr)

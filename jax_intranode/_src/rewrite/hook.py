@@ -1,0 +1,94 @@
+"""What runs when JAX lowers a program."""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jax_intranode._src import compat
+from jax_intranode._src.ops.lowering_site import LoweringSite, device_ids
+from jax_intranode._src.rewrite import agreement
+from jax_intranode._src.rewrite.body import Rewriter, has_collectives
+
+_log = logging.getLogger("jax_intranode")
+
+# Part of the key of all of JAX's caches. None: programs are not rewritten. ON: they are. While a
+# program is lowered that names no devices, (ON, the ids of the devices of jax.set_mesh).
+enabled = compat.cache_key_context()
+ON = "rewrite"
+
+
+class _Totals(threading.local):
+    """The collectives of the program that this thread lowers."""
+
+    taken = 0
+    left = 0
+
+
+_totals = _Totals()
+
+
+@contextlib.contextmanager
+def lowering_of_program(jaxpr: Any) -> Iterator[None]:
+    """The context in which a program is lowered.
+
+    Under ``jax.set_mesh`` the jaxpr of a shard_map without ``mesh=`` names no devices, so JAX would
+    reuse its lowering, which holds device ids, for a mesh with other devices. Hence the devices are
+    part of the cache's key while such a program is lowered.
+    """
+    if not enabled.value:
+        yield
+        return
+    mesh = compat.set_mesh()
+    key = (ON, device_ids(mesh)) if mesh is not None and _over_set_mesh(jaxpr) else ON
+    _totals.taken = _totals.left = 0
+    with enabled(key):
+        yield
+    if _totals.taken + _totals.left:
+        _log.info(
+            "Lowered a program: %d collectives of jax.lax replaced, %d left.",
+            _totals.taken,
+            _totals.left,
+        )
+
+
+def rewrite_body(ctx: Any, params: dict[str, Any]) -> Any:
+    """The jaxpr of a shard_map's body as it is to be lowered."""
+    body = compat.body_of_shard_map(params)
+    if not enabled.value or not has_collectives(body):
+        return body
+    mesh, manual = compat.mesh_of_shard_map(params)
+    site = LoweringSite(
+        mesh, manual, compat.lowering_platforms(ctx), compat.lowering_for_export(ctx)
+    )
+    rewriter = rewriter_of(site, params)
+    rewritten = rewriter.rewrite(body)
+    _totals.taken += rewriter.taken()
+    _totals.left += rewriter.left()
+    return rewritten
+
+
+def rewriter_of(site: LoweringSite, params: dict[str, Any]) -> Rewriter:
+    """The rewriter of a shard_map's body at a lowering site, which says why if it leaves all."""
+    reason = site.reason_for_lax(None if site.mesh is None else device_ids(site.mesh))
+    if reason is None:
+        assert site.mesh is not None  # or there would be a reason
+        reason = agreement.reason_not_to_rewrite(site.mesh, compat.body_of_shard_map(params))
+    return Rewriter(site, params, reason)
+
+
+def _over_set_mesh(jaxpr: Any) -> bool:
+    """Whether a jaxpr has a shard_map with collectives that names no devices."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        params = equation.params
+        if compat.shard_map_of(equation) is not None and not isinstance(
+            params["mesh"], jax.sharding.Mesh
+        ):
+            if has_collectives(compat.body_of_shard_map(params)):
+                return True
+        elif any(_over_set_mesh(inner.jaxpr) for inner in compat.inner_jaxprs(equation, None)):
+            return True
+    return False

@@ -1,0 +1,58 @@
+"""Turning the rewriting of programs on and off."""
+
+import contextlib
+from collections.abc import Iterator
+
+from jax_intranode._src import compat, config
+from jax_intranode._src.rewrite import hook
+
+# Whether programs are rewritten here. JAX compiles a function anew when the value changes, so the
+# value chooses between the programs that were compiled with and without.
+_enabled = hook.enabled
+
+
+def install() -> None:
+    """Accelerates all programs of this process from now on, without a change to them.
+
+    When JAX lowers a program, the collectives in the bodies of its shard_maps (and pmaps) are
+    replaced where `explain` says that it pays: psum, pmean, psum_scatter and all_gather of
+    ``jax.lax``, those that JAX inserts for gradients included. Sums that do not depend on each
+    other are issued as one operation, as XLA would. Results are those of the functions of this
+    package; see the README for how sums are rounded.
+
+    Functions that were compiled before are compiled again when they are called. Nothing is
+    rewritten under ``jax.export``, or with JAX_INTRANODE_DISABLE=1. All processes of a program must
+    install it, or none.
+
+    Raises:
+        RuntimeError: this version of JAX has changed in a way that makes rewriting impossible. JAX
+            is as it was.
+    """
+    if not config.get().disable:
+        compat.hook_lowering(hook.rewrite_body, hook.lowering_of_program)
+        _enabled.set_global(hook.ON)
+
+
+def uninstall() -> None:
+    """Undoes `install`; functions that were compiled with it are compiled again when called."""
+    _enabled.set_global(None)
+
+
+@contextlib.contextmanager
+def accelerate() -> Iterator[None]:
+    """Accelerates the programs that this thread calls inside of the context, as `install` does.
+
+    >>> with jax_intranode.accelerate():
+    ...     state = train_step(state, batch)
+
+    It is a decorator, too. A function that is called both inside and outside is compiled twice.
+
+    Raises:
+        RuntimeError: as `install`.
+    """
+    if config.get().disable:
+        yield
+        return
+    compat.hook_lowering(hook.rewrite_body, hook.lowering_of_program)
+    with _enabled(hook.ON):
+        yield

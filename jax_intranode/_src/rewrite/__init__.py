@@ -2,8 +2,8 @@
 
 - switch.py: the public functions that turn it on and off;
 - hook.py: what runs when JAX lowers a program;
-- body.py: rewrites the body of a shard_map, and the jaxprs inside;
-- matmuls.py: collectives next to matmuls; sums.py: psum; collectives.py: any collective of lax;
+- jaxprs.py: rewrites the body of a shard_map (body.py), and the jaxprs inside;
+- sums.py: merges sums; collectives.py: any collective of lax;
 - agreement.py: the processes of a mesh agree on rewriting a program;
 - script.py: ``python -m jax_intranode run``.
 """

@@ -1,9 +1,7 @@
 """A collective of lax, as an operation of this package."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax_intranode._src import compat
 from jax_intranode._src.ops.collective import (
@@ -16,9 +14,7 @@ from jax_intranode._src.ops.collective import (
     psum_scatter_p,
 )
 from jax_intranode._src.ops.primitive import OpPrimitive
-
-if TYPE_CHECKING:
-    from jax_intranode._src.rewrite.body import Rewriter
+from jax_intranode._src.rewrite.body import Body
 
 
 @dataclass(frozen=True)
@@ -34,23 +30,23 @@ class Choice:
     params: Params
 
 
-def choose(equation: Any, rewriter: Rewriter) -> Choice | None:
+def choose(equation: Any, body: Body) -> Choice | None:
     """The operation that replaces an equation; None if it is no collective of lax, or is left.
 
-    The decision is recorded in the rewriter.
+    The decision is recorded in the body.
     """
     collective = compat.lax_collective(equation)
     if collective is None:
         return None
     choice = _operation(equation, collective)
-    reason = choice if isinstance(choice, str) else _reason_to_leave(equation, choice, rewriter)
-    rewriter.decide(equation, reason)
+    reason = choice if isinstance(choice, str) else _reason_to_leave(equation, choice, body)
+    body.decide(equation, reason)
     return None if reason is not None or isinstance(choice, str) else choice
 
 
-def replace(equation: Any, choice: Choice, rewriter: Rewriter) -> Any:
+def replace(equation: Any, choice: Choice, body: Body) -> Any:
     """The equation that takes its place, with the same operands and results."""
-    params = {"params": choice.params, "traced_over": rewriter.traced_over}
+    params = {"params": choice.params, "traced_over": body.traced_over}
     return compat.new_equation(
         equation, choice.primitive.plain, equation.invars, equation.outvars, params
     )
@@ -76,17 +72,17 @@ def _operation(equation: Any, collective: compat.LaxCollective) -> Choice | str:
     return Choice(psum_scatter_p, PsumScatterParams(axes, dimension, tiled, size))
 
 
-def _reason_to_leave(equation: Any, choice: Choice, rewriter: Rewriter) -> str | None:
+def _reason_to_leave(equation: Any, choice: Choice, body: Body) -> str | None:
     """Why lax keeps a collective; None if selection wants it."""
-    if rewriter.reason is not None:
-        return rewriter.reason
-    if not rewriter.site.manual.issuperset(choice.params.axes):
+    if body.reason is not None:
+        return body.reason
+    if not body.site.manual.issuperset(choice.params.axes):
         return "an axis that shard_map has not bound"
     operations = choice.primitive.explain(
-        rewriter.site,
+        body.site,
         [v.aval for v in equation.invars],
         params=choice.params,
-        traced_over=rewriter.traced_over,
+        traced_over=body.traced_over,
     )
     reasons = [o.selected.reason for o in operations if o.selected.algorithm == "lax"]
     return reasons[0] if reasons else None

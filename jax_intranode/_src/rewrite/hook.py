@@ -11,7 +11,8 @@ import jax
 from jax_intranode._src import compat
 from jax_intranode._src.ops.lowering_site import LoweringSite, device_ids
 from jax_intranode._src.rewrite import agreement
-from jax_intranode._src.rewrite.body import Rewriter, has_collectives
+from jax_intranode._src.rewrite.body import Body
+from jax_intranode._src.rewrite.jaxprs import Rewriter, has_collectives
 
 _log = logging.getLogger("jax_intranode")
 
@@ -57,27 +58,27 @@ def lowering_of_program(jaxpr: Any) -> Iterator[None]:
 
 def rewrite_body(ctx: Any, params: dict[str, Any]) -> Any:
     """The jaxpr of a shard_map's body as it is to be lowered."""
-    body = compat.body_of_shard_map(params)
-    if not enabled.value or not has_collectives(body):
-        return body
+    jaxpr = compat.body_of_shard_map(params)
+    if not enabled.value or not has_collectives(jaxpr):
+        return jaxpr
     mesh, manual = compat.mesh_of_shard_map(params)
     site = LoweringSite(
         mesh, manual, compat.lowering_platforms(ctx), compat.lowering_for_export(ctx)
     )
-    rewriter = rewriter_of(site, params)
-    rewritten = rewriter.rewrite(body)
-    _totals.taken += rewriter.taken()
-    _totals.left += rewriter.left()
+    body = body_of(site, params)
+    rewritten = Rewriter(body).rewrite(jaxpr)
+    _totals.taken += body.taken()
+    _totals.left += body.left()
     return rewritten
 
 
-def rewriter_of(site: LoweringSite, params: dict[str, Any]) -> Rewriter:
-    """The rewriter of a shard_map's body at a lowering site, which says why if it leaves all."""
+def body_of(site: LoweringSite, params: dict[str, Any]) -> Body:
+    """The body of a shard_map at a lowering site, with the reason if it is left as it is."""
     reason = site.reason_for_lax(None if site.mesh is None else device_ids(site.mesh))
     if reason is None:
         assert site.mesh is not None  # or there would be a reason
         reason = agreement.reason_not_to_rewrite(site.mesh, compat.body_of_shard_map(params))
-    return Rewriter(site, params, reason)
+    return Body(site, params, reason)
 
 
 def _over_set_mesh(jaxpr: Any) -> bool:

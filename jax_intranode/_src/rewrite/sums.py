@@ -8,10 +8,8 @@ equation that the program has placed on the host or in a scheduling group), befo
 depends on it, and when it would become too large for one operation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax.extend.core import Var
 
@@ -19,10 +17,8 @@ from jax_intranode._src import compat
 from jax_intranode._src.ops import primitive
 from jax_intranode._src.ops.collective import psum_p
 from jax_intranode._src.rewrite import collectives
+from jax_intranode._src.rewrite.body import Body
 from jax_intranode._src.rewrite.collectives import Choice
-
-if TYPE_CHECKING:
-    from jax_intranode._src.rewrite.body import Rewriter
 
 # Sums with more bytes than this stay lax's if there are matmuls after them that need not wait for
 # them: XLA runs its own all-reduce next to these, and our operations only before or after them. Not
@@ -32,23 +28,23 @@ OVERLAPPED_BYTES = 1 << 20
 _HEAVY = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "scan", "while"})
 
 
-def issue(equations: Sequence[Any], choices: dict[int, Choice], rewriter: Rewriter) -> list[Any]:
+def issue(equations: Sequence[Any], choices: dict[int, Choice], body: Body) -> list[Any]:
     """Replaces collectives by their choices, and merges sums.
 
     Args:
         equations: the equations of a jaxpr.
         choices: what takes the place of an equation, by its identity.
-        rewriter: the rewriter of the body.
+        body: the body of the body.
     """
-    walk = _Walk(rewriter)
+    walk = _Walk(body)
     for index, equation in enumerate(equations):
         choice = choices.get(id(equation))
         if choice is None:
             walk.emit(equation)
         elif choice.primitive is not psum_p:
-            walk.emit(collectives.replace(equation, choice, rewriter))
-        elif _overlaps(equation, equations[index + 1 :], rewriter):
-            rewriter.leave(equation, "XLA can overlap it with the matmuls after it")
+            walk.emit(collectives.replace(equation, choice, body))
+        elif _overlaps(equation, equations[index + 1 :], body):
+            body.leave(equation, "XLA can overlap it with the matmuls after it")
             walk.emit(equation)
         else:
             walk.add(equation, choice)
@@ -62,14 +58,14 @@ class _Bucket:
         self.choice = choice
         self.equations: list[Any] = []
 
-    def fits(self, equation: Any, rewriter: Rewriter) -> bool:
+    def fits(self, equation: Any, body: Body) -> bool:
         """Whether the bucket is one operation with this sum, too."""
         members = [*self.equations, equation]
         operations = psum_p.explain(
-            rewriter.site,
+            body.site,
             [v.aval for member in members for v in member.invars],
             params=self.choice.params,
-            traced_over=rewriter.traced_over,
+            traced_over=body.traced_over,
         )
         return len(operations) == 1 and operations[0].selected.algorithm != "lax"
 
@@ -77,8 +73,8 @@ class _Bucket:
 class _Walk:
     """The walk over the equations of one jaxpr."""
 
-    def __init__(self, rewriter: Rewriter):
-        self._rewriter = rewriter
+    def __init__(self, body: Body):
+        self._body = body
         self._emitted: list[Any] = []
         self._open: dict[Any, _Bucket] = {}  # by axes, dtype and context, in the order of opening
         # The keys of the open buckets that a variable waits for, and what waits, in order.
@@ -105,7 +101,7 @@ class _Walk:
         dtype = equation.invars[0].aval.dtype
         key = (choice.params, dtype, id(equation.ctx))
         bucket = self._open.get(key)
-        if bucket is not None and not bucket.fits(equation, self._rewriter):
+        if bucket is not None and not bucket.fits(equation, self._body):
             self._issue([key])
             bucket = None
         if bucket is None:
@@ -130,7 +126,7 @@ class _Walk:
     def _issue(self, keys: Iterable[Any]) -> None:
         for key in keys:
             bucket = self._open.pop(key)
-            self._emitted.append(_merged(bucket, self._rewriter))
+            self._emitted.append(_merged(bucket, self._body))
         if not self._open:
             self._emitted += [equation for equation, _ in self._waiting]
             self._waiting.clear()
@@ -148,7 +144,7 @@ class _Walk:
         self._waits = {v: left for v, needed in self._waits.items() if (left := needed - issued)}
 
 
-def _merged(bucket: _Bucket, rewriter: Rewriter) -> Any:
+def _merged(bucket: _Bucket, body: Body) -> Any:
     first, *others = bucket.equations
     if others:
         members = bucket.equations
@@ -156,15 +152,15 @@ def _merged(bucket: _Bucket, rewriter: Rewriter) -> Any:
             invars=[v for member in members for v in member.invars],
             outvars=[v for member in members for v in member.outvars],
         )
-    return collectives.replace(first, bucket.choice, rewriter)
+    return collectives.replace(first, bucket.choice, body)
 
 
 # Sums that XLA can overlap.
 
 
-def _overlaps(equation: Any, later: Sequence[Any], rewriter: Rewriter) -> bool:
+def _overlaps(equation: Any, later: Sequence[Any], body: Body) -> bool:
     """Whether lax's sum may run at the same time as a matmul after it."""
-    site = rewriter.site
+    site = body.site
     if site.mesh is None or site.mesh.devices.flat[0].platform != "gpu":
         return False
     if sum(primitive.nbytes(v.aval) for v in equation.invars) <= OVERLAPPED_BYTES:

@@ -1,0 +1,64 @@
+"""Rewrites the body of a shard_map, and the jaxprs that its equations run.
+
+Equations that do not change stay the same objects, and a jaxpr that several equations run is
+rewritten once: lowering takes little longer, and shared functions stay shared.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from jax_intranode._src import compat
+from jax_intranode._src.rewrite import collectives, sums
+from jax_intranode._src.rewrite.body import Body
+
+_has_collectives: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def has_collectives(jaxpr: Any) -> bool:
+    """Whether a jaxpr, or one inside it, has a collective of lax that this package may replace."""
+    found = _has_collectives.get(jaxpr)
+    if found is None:
+        found = any(
+            compat.lax_collective(equation) is not None
+            or any(has_collectives(inner.jaxpr) for inner in compat.inner_jaxprs(equation, None))
+            for equation in jaxpr.eqns
+        )
+        _has_collectives[jaxpr] = found
+    return found
+
+
+class Rewriter:
+    """Rewrites the jaxprs of one body."""
+
+    def __init__(self, body: Body):
+        """Keeps what the body's equations have in common."""
+        self.body = body
+        # By identity. The first of each pair keeps the identity from being used again.
+        self._rewritten: dict[int, tuple[Any, Any]] = {}
+
+    def rewrite(self, jaxpr: Any) -> Any:
+        """The rewritten jaxpr; the same object if nothing changes."""
+        if not has_collectives(jaxpr):
+            return jaxpr
+        known = self._rewritten.get(id(jaxpr))
+        if known is None:
+            known = self._rewritten[id(jaxpr)] = jaxpr, self._rewrite(jaxpr)
+        return known[1]
+
+    def _rewrite(self, jaxpr: Any) -> Any:
+        equations: Sequence[Any] = jaxpr.eqns
+        choices = {}
+        for equation in equations:
+            choice = collectives.choose(equation, self.body)
+            if choice is not None:
+                choices[id(equation)] = choice
+        equations = [compat.replaced_inside(e, self.rewrite) for e in equations]
+        equations = sums.issue(equations, choices, self.body)
+        if len(equations) == len(jaxpr.eqns) and all(map(_same, equations, jaxpr.eqns)):
+            return jaxpr
+        return jaxpr.replace(eqns=equations)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b

@@ -160,10 +160,10 @@ def _merged(bucket: _Bucket, body: Body) -> Any:
 
 def _overlaps(equation: Any, later: Sequence[Any], body: Body) -> bool:
     """Whether lax's sum may run at the same time as a matmul after it."""
-    site = body.site
-    if site.mesh is None or site.mesh.devices.flat[0].platform != "gpu":
-        return False
-    if sum(primitive.nbytes(v.aval) for v in equation.invars) <= OVERLAPPED_BYTES:
+    if (
+        not _on_gpus(body)
+        or sum(primitive.nbytes(v.aval) for v in equation.invars) <= OVERLAPPED_BYTES
+    ):
         return False
     dependent = set(equation.outvars)
     for other in later:
@@ -172,6 +172,11 @@ def _overlaps(equation: Any, later: Sequence[Any], body: Body) -> bool:
         elif _is_heavy(other):
             return True
     return False
+
+
+def _on_gpus(body: Body) -> bool:
+    mesh = body.site.mesh
+    return mesh is not None and mesh.devices.flat[0].platform == "gpu"
 
 
 def _is_heavy(equation: Any) -> bool:

@@ -1,0 +1,267 @@
+"""What is rewritten: each form of each collective, in each jaxpr inside a body, and what is left."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import line, make_mesh, sharded
+from devices import need_devices
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jax_intranode
+from jax_intranode._src import compat
+from jax_intranode._src.ops.lowering_site import LoweringSite
+from jax_intranode._src.ops.primitive import BY_PRIMITIVE
+from jax_intranode._src.rewrite import hook
+from jax_intranode._src.rewrite.jaxprs import Rewriter
+
+N = len(jax.devices())
+KEY = jax.random.key(0)
+
+
+@pytest.fixture(autouse=True)
+def devices() -> Iterator[None]:
+    need_devices(2)
+    yield
+
+
+def rewritten(f: Callable[..., Any], *args: Any) -> tuple[Any, Any, Any]:
+    """The jaxpr of the body of a function's first shard_map before and after, and the `Body`."""
+    jaxpr = jax.jit(f).trace(*args).jaxpr
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    equation = next(e for e in jaxpr.eqns if compat.shard_map_of(e) is not None)
+    mesh, manual = compat.mesh_of_shard_map(equation.params)
+    assert mesh is not None
+    platform = compat.device_platform(mesh.devices.flat[0])
+    body = hook.body_of(LoweringSite(mesh, manual, (platform,)), equation.params)
+    before = compat.body_of_shard_map(equation.params)
+    return before, Rewriter(body).rewrite(before), body
+
+
+def names(jaxpr: Any) -> list[str]:
+    """The names of a jaxpr's collectives in order; our own begin with "intranode_"."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive in BY_PRIMITIVE or compat.lax_collective(equation) is not None:
+            found.append(equation.primitive.name)
+        for inner in compat.inner_jaxprs(equation, None):
+            found += names(inner.jaxpr)
+    return found
+
+
+def reasons(body: Any) -> list[str | None]:
+    return [decision.reason for decision in body.decisions]
+
+
+def check_values(f: Callable[..., Any], *args: Any) -> None:
+    """The rewritten function has the results of the untouched one, to rounding."""
+    wanted = jax.jit(f)(*args)
+    with jax_intranode.accelerate():
+        found = jax.jit(f)(*args)
+    for w, v in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+        assert w.dtype == v.dtype and w.shape == v.shape and w.sharding == v.sharding
+        np.testing.assert_allclose(
+            np.asarray(w, np.float64), np.asarray(v, np.float64), rtol=1e-5, atol=1e-5
+        )
+
+
+def normal(*shape: int, seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+X = normal(N, 4 * N)
+
+FORMS: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
+    "psum": (lambda v: lax.psum(v, "x"), ["psum"]),
+    "psum_of_varying": (lambda v: lax.psum(v * lax.axis_index("x"), "x"), ["psum"]),
+    "pmean": (lambda v: lax.pmean(v, "x"), ["psum"]),
+    "psum_of_ints": (lambda v: lax.psum(v.astype(jnp.int32), "x"), ["psum"]),
+    "all_gather": (lambda v: lax.all_gather(v, "x"), ["all_gather"]),
+    "all_gather_axis": (lambda v: lax.all_gather(v, "x", axis=1), ["all_gather"]),
+    "all_gather_tiled": (lambda v: lax.all_gather(v, "x", axis=1, tiled=True), ["all_gather"]),
+    "psum_scatter": (
+        lambda v: lax.psum_scatter(v.reshape(N, 4), "x", scatter_dimension=0),
+        ["psum_scatter"],
+    ),
+    "psum_scatter_tiled": (
+        lambda v: lax.psum_scatter(v, "x", scatter_dimension=1, tiled=True),
+        ["psum_scatter"],
+    ),
+}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(form: str, check_vma: bool) -> None:
+    body, wanted = FORMS[form]
+
+    def varying(v: Any) -> Any:
+        return body(v) + 0 * v.sum() if check_vma else body(v)
+
+    f = sharded(varying, line(), P("x"), P("x"), check_vma=check_vma)
+    before, after, record = rewritten(f, X)
+    assert names(after) == [f"intranode_{name}" for name in wanted]
+    assert len(names(before)) == len(wanted) and reasons(record) == [None] * len(wanted)
+    assert [v.aval for v in before.outvars] == [v.aval for v in after.outvars]
+    check_values(f, X)
+
+
+@pytest.mark.parametrize("to", ["invarying", "reduced"])
+def test_all_gather_to_other_types(to: str) -> None:
+    def body(v: Any) -> Any:
+        gathered = lax.all_gather(v, "x", tiled=True, to=to)
+        return gathered if to == "invarying" else (gathered * v.sum())
+
+    out_specs = P() if to == "invarying" else P("x")
+    f = sharded(body, line(), P("x"), out_specs, check_vma=True)
+    assert names(rewritten(f, X)[1]) == ["intranode_all_gather"]
+    check_values(f, X)
+
+
+def test_inner_jaxprs() -> None:
+    def body(v: Any) -> Any:
+        v = jax.jit(lambda u: lax.psum(u, "x"))(v)
+        v, _ = lax.scan(lambda c, _: (lax.pmean(c * 1.5, "x"), None), v, None, length=2)
+        v = lax.fori_loop(0, 2, lambda _, c: lax.pmean(c, "x"), v)  # a scan
+        v = lax.while_loop(lambda c: lax.psum(c, "x").sum() < 0, lambda c: lax.psum(c, "x"), v)
+        v = lax.cond(v.sum() > 0, lambda u: lax.pmean(u, "x"), lambda u: u, v)
+        v = jax.checkpoint(lambda u: lax.psum(jnp.sin(u), "x"))(v)
+        return with_rules(v)
+
+    @jax.custom_vjp
+    def with_rules(v: Any) -> Any:
+        return with_jvp(v)
+
+    @jax.custom_jvp
+    def with_jvp(v: Any) -> Any:
+        return lax.psum(v, "x")
+
+    with_jvp.defjvp(lambda primals, tangents: (with_jvp(*primals), tangents[0]))
+
+    with_rules.defvjp(lambda v: (with_rules(v), None), lambda _, ct: (ct,))
+    f = sharded(body, line(), P("x"), P("x"), check_vma=False)
+    before, after, record = rewritten(f, X)
+    assert len(names(before)) == 8
+    assert names(after) == ["intranode_psum"] * 8
+    assert reasons(record) == [None] * 8
+    check_values(f, X)
+
+
+def test_nested_shard_map() -> None:
+    mesh = make_mesh((2, N // 2), ("a", "b"))
+
+    def inner(v: Any) -> Any:
+        return lax.psum(v, "b")
+
+    def outer(v: Any) -> Any:
+        v = jax.shard_map(
+            inner,
+            mesh=jax.sharding.get_abstract_mesh(),
+            in_specs=P("b"),
+            out_specs=P(),
+            axis_names={"b"},
+        )(v)
+        return lax.psum(v, "a")
+
+    f = jax.shard_map(outer, mesh=mesh, in_specs=P("a"), out_specs=P(), axis_names={"a"})
+    check_values(f, normal(2 * N, 4))
+
+
+def test_shared_functions_stay_shared_and_the_rest_are_the_same_objects() -> None:
+    shared = jax.jit(lambda u: lax.psum(u, "x") * 2)
+
+    def body(v: Any) -> Any:
+        return shared(v) + shared(v * 3) + jnp.sin(v)
+
+    f = sharded(body, line(), P("x"), P("x"), check_vma=False)
+    before, after, record = rewritten(f, X)
+    calls = [e for e in after.eqns if names(e.params.get("jaxpr", _NONE))]
+    assert len(calls) == 2
+    assert calls[0].params["jaxpr"] is calls[1].params["jaxpr"]
+    kept = [e for e in before.eqns if any(e is other for other in after.eqns)]
+    assert len(kept) == len(before.eqns) - 2
+    assert reasons(record) == [None]
+    with jax_intranode.accelerate():
+        text = jax.jit(f).lower(X).as_text()
+    assert text.count("custom_call @jax_intranode_psum") == 1
+
+
+class _None:
+    eqns = ()
+
+
+_NONE = _None()
+
+
+def test_a_body_without_collectives_is_the_same_object() -> None:
+    before, after, _ = rewritten(sharded(jnp.sin, line(), P("x"), P("x")), X)
+    assert before is after
+
+
+def test_sums_that_jax_inserts_for_gradients() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        return lax.psum(((x @ w) ** 2).sum(), "x")
+
+    f = sharded(loss, line(), (P(), P("x")), P())
+    gradient = jax.grad(f)
+    w = normal(4 * N, 3)
+    with jax_intranode.accelerate():
+        text = jax.jit(gradient).lower(w, X).as_text()
+    assert "custom_call @jax_intranode_psum" in text and "stablehlo.all_reduce" not in text
+    check_values(gradient, w, X)
+
+
+LEFT: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "axis_index_groups": (
+        lambda v: lax.psum(v, "x", axis_index_groups=[list(range(N))]),
+        "axis_index_groups",
+    ),
+    "too_large": (lambda v: lax.psum(jnp.tile(v, (1, 1 << 20)), "x"), "faster than lax"),
+    "dtype": (lambda v: lax.psum(v.astype(jnp.complex64), "x").real, "dtype complex64"),
+    "empty": (lambda v: lax.psum(v[:, :0], "x").sum() + v, "empty arrays"),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_is_left(case: str) -> None:
+    body, reason = LEFT[case]
+    f = sharded(body, line(), P("x"), P("x"), check_vma=False)
+    before, after, record = rewritten(f, X)
+    assert after is before
+    assert [reason in str(found) for found in reasons(record)] == [True]
+
+
+def test_partly_manual_mesh_is_left() -> None:
+    mesh = make_mesh((2, N // 2), ("a", "b"))
+    if N // 2 == 1:
+        pytest.skip("needs 4 devices")
+    f = jax.shard_map(
+        lambda v: lax.psum(v, "a"), mesh=mesh, in_specs=P("a"), out_specs=P(), axis_names={"a"}
+    )
+    _, _, record = rewritten(f, X)
+    assert "partly manual" in str(reasons(record))
+
+
+def test_placed_collectives_are_left() -> None:
+    if not hasattr(jax.experimental, "xla_metadata"):
+        from jax.experimental import xla_metadata  # noqa: F401
+    from jax.experimental.xla_metadata import set_xla_metadata
+
+    def body(v: Any) -> Any:
+        with set_xla_metadata(_scheduling_group_id="1"):
+            return lax.psum(v, "x")
+
+    _, _, record = rewritten(sharded(body, line(), P("x"), P()), X)
+    assert "set_xla_metadata" in str(reasons(record))
+
+
+def test_other_devices_than_all(mesh: Mesh | None = None) -> None:
+    """A mesh of some of the devices, in another order."""
+    mesh = make_mesh((2,), ("x",), order=[1, 0])
+    f = sharded(lambda v: lax.all_gather(v, "x", tiled=True), mesh, P("x"), P(), check_vma=False)
+    check_values(f, normal(2, 4))

@@ -1,0 +1,152 @@
+"""Which sums are issued together, and in which order the equations around them come."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import line, sharded
+from devices import need_devices
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from test_rewriting import N, check_values, normal, rewritten
+
+from jax_intranode._src import compat
+from jax_intranode._src.ops.collective import psum_p
+from jax_intranode._src.rewrite import sums
+
+
+def buckets(body: Callable[..., Any], *args: Any, values: bool = True) -> list[int]:
+    """How many arrays each psum of a rewritten body sums; checks the values, too."""
+    need_devices(2)
+    f = sharded(body, line(), P("x"), P("x"), check_vma=False)
+    _, after, _ = rewritten(f, *args)
+    defined = set(after.invars)
+    for equation in after.eqns:  # nothing is used before it is computed
+        assert all(v in defined for v in equation.invars if not hasattr(v, "val")), equation
+        defined.update(equation.outvars)
+    if values:
+        check_values(f, *args)
+    return [len(e.invars) for e in after.eqns if e.primitive is psum_p.plain]
+
+
+X = normal(N, 8)
+
+
+def test_a_tree_of_means() -> None:
+    def body(v: Any) -> Any:
+        tree = [v * k for k in range(20)]
+        return jax.tree.map(lambda leaf: lax.pmean(leaf, "x"), tree)
+
+    assert buckets(body, X) == [20]
+
+
+def test_a_cast_between() -> None:
+    def body(v: Any) -> Any:
+        sums = [lax.psum((v * k).astype(jnp.bfloat16), "x").astype(jnp.float32) for k in range(3)]
+        return sums[0] * 2, sums[1:]
+
+    assert buckets(body, X, values=False) == [3]
+
+
+def test_sums_that_depend_on_each_other() -> None:
+    def body(v: Any) -> Any:
+        a = lax.pmean(v, "x")
+        b = lax.pmean(a + v, "x")
+        return lax.pmean(b * v, "x")
+
+    assert buckets(body, X) == [1, 1, 1]
+
+
+def test_two_chains_are_merged_step_by_step() -> None:
+    def body(v: Any) -> Any:
+        a, b = v, v * 2
+        for _ in range(3):
+            a, b = lax.pmean(a, "x") + v, lax.pmean(b, "x") * v
+        return a, b
+
+    assert buckets(body, X) == [2, 2, 2]
+
+
+def test_dtypes_and_axes_apart() -> None:
+    def body(v: Any) -> Any:
+        a = lax.psum(v, "x")
+        b = lax.psum(v.astype(jnp.int32), "x")
+        return a, b, lax.psum(v * 2, "x"), lax.psum(v.astype(jnp.int32) * 2, "x")
+
+    assert buckets(body, X) == [2, 2]
+
+
+def test_buckets_that_need_each_other() -> None:
+    """float32 -> int32 and int32 -> float32: merging both pairs would be a circle."""
+
+    def body(v: Any) -> Any:
+        a = lax.psum(v, "x")
+        c = lax.psum(v.astype(jnp.int32), "x")
+        b = lax.psum(a.astype(jnp.int32), "x")
+        d = lax.psum(c.astype(jnp.float32), "x")
+        return a, b, c, d
+
+    assert sum(buckets(body, X)) == 4
+
+
+def test_a_barrier_separates() -> None:
+    def body(v: Any) -> Any:
+        a = lax.psum(v, "x")
+        w = lax.optimization_barrier(v)
+        return a, lax.psum(w * 2, "x")
+
+    assert buckets(body, X) == [1, 1]
+
+
+def test_an_effect_stays_in_its_place() -> None:
+    seen = []
+
+    def body(v: Any) -> Any:
+        a = lax.psum(v, "x")
+        jax.debug.callback(lambda w: seen.append(float(w[0, 0])), a)
+        return a, lax.psum(v * 2, "x")
+
+    assert buckets(body, X) == [1, 1]
+    assert len(seen) == 2 * N
+
+
+def test_a_bucket_that_would_be_too_large() -> None:
+    def body(v: Any) -> Any:
+        big = jnp.tile(v, (1, 64))  # 2 KB; sums of at most 2 to 4 KB are accelerated on CPUs
+        return [lax.psum(big * k, "x") for k in range(8)]
+
+    found = buckets(body, X)
+    assert sum(found) == 8 and (jax.devices()[0].platform == "gpu" or len(found) > 1)
+
+
+def test_sums_that_xla_can_overlap_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(v: Any) -> Any:
+        a = lax.psum(v, "x")
+        return a, v @ v.T
+
+    assert buckets(body, X) == [1]  # small
+    monkeypatch.setattr(sums, "OVERLAPPED_BYTES", 0)
+    monkeypatch.setattr(sums, "_on_gpus", lambda body: True)
+    assert buckets(body, X) == []
+
+    def dependent(v: Any) -> Any:
+        a = lax.psum(v, "x")
+        return a @ v.T
+
+    assert buckets(dependent, X) == [1]
+
+
+def test_many_sums_take_linear_time() -> None:
+    def body(v: Any) -> Any:
+        for k in range(300):
+            v = lax.pmean(v, "x") + k
+        return v
+
+    f = sharded(body, line(), P("x"), P("x"), check_vma=False)
+    _, after, _ = rewritten(f, X)
+    assert sum(e.primitive is psum_p.plain for e in after.eqns) == 300
+    assert all(compat.lax_collective(e) is None for e in after.eqns)
+    assert np.isfinite(np.asarray(X)).all()

@@ -1,0 +1,263 @@
+"""install, uninstall and accelerate: which programs are rewritten, and which caches serve them."""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import line, make_mesh, sharded
+from devices import need_devices
+from jax import export, lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from lowered import in_lowered
+
+import jax_intranode
+
+N = len(jax.devices())
+
+
+@pytest.fixture(autouse=True)
+def not_installed() -> Iterator[None]:
+    need_devices(2)
+    yield
+    jax_intranode.uninstall()
+
+
+def program(**options: Any) -> Callable[..., Any]:
+    return jax.jit(sharded(lambda v: lax.psum(v, "x"), line(), P("x"), P()), **options)
+
+
+X = jnp.arange(N * 4, dtype=jnp.float32).reshape(N, 4)
+
+
+def ours(f: Callable[..., Any], *args: Any) -> int:
+    """How many operations of this package a function lowers to."""
+    found = in_lowered(f.lower(*args).as_text())
+    return sum(count for name, count in found.items() if name.startswith("jax_intranode"))
+
+
+def executed(f: Callable[..., Any], *args: Any) -> int:
+    """How many operations of this package a call runs on all devices."""
+    before = jax_intranode.usage_counter()
+    jax.block_until_ready(f(*args))
+    return jax_intranode.usage_counter() - before
+
+
+def test_install_and_uninstall_recompile_what_was_compiled_before() -> None:
+    f = program()
+    assert executed(f, X) == 0
+    jax_intranode.install()
+    assert executed(f, X) == N
+    assert executed(f, X) == N
+    jax_intranode.install()  # again: no change
+    assert executed(f, X) == N
+    jax_intranode.uninstall()
+    assert executed(f, X) == 0
+
+
+def test_accelerate_is_a_context_and_a_decorator() -> None:
+    f = program()
+    with jax_intranode.accelerate():
+        assert executed(f, X) == N
+        with jax_intranode.accelerate():
+            assert executed(f, X) == N
+    assert executed(f, X) == 0
+    assert executed(jax_intranode.accelerate()(f), X) == N
+
+
+def test_accelerate_holds_for_its_thread_only() -> None:
+    f = program()
+    entered, done = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with jax_intranode.accelerate():
+            entered.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    try:
+        assert entered.wait(60)
+        assert ours(f, X) == 0
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_install_holds_for_all_threads() -> None:
+    f = program()
+    jax_intranode.install()
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(ours(f, X))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [1] * 4
+
+
+def test_threads_that_install_and_uninstall_get_right_results() -> None:
+    f = program()
+    wanted = np.asarray(f(X))
+    wrong = []
+
+    def work(kind: int) -> None:
+        for _ in range(10):
+            (jax_intranode.install, jax_intranode.uninstall)[kind]()
+            if not np.array_equal(np.asarray(program()(X)), wanted):
+                wrong.append(kind)
+
+    threads = [threading.Thread(target=work, args=(kind,)) for kind in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_pmap_and_eager_shard_map_are_rewritten() -> None:
+    jax_intranode.install()
+    f = jax.pmap(lambda v: lax.psum(v, "i"), "i", devices=jax.devices())
+    before = jax_intranode.usage_counter()
+    result = jax.block_until_ready(f(X))
+    assert jax_intranode.usage_counter() - before == N
+    np.testing.assert_array_equal(result[0], X.sum(0))
+    eager = sharded(lambda v: lax.psum(v, "x"), line(), P("x"), P())
+    assert executed(eager, X) == N
+
+
+def test_nothing_is_rewritten_for_export() -> None:
+    jax_intranode.install()
+    exported = export.export(program())(X)
+    assert "custom_call @jax_intranode" not in str(exported.mlir_module())
+
+
+def test_ahead_of_time_compilation_and_donation() -> None:
+    jax_intranode.install()
+    f = jax.jit(sharded(lambda v: lax.psum(v, "x") + v, line(), P("x"), P("x")), donate_argnums=0)
+    compiled = f.lower(X).compile()
+    x = jax.device_put(X, NamedSharding(line(), P("x")))
+    result = compiled(x)
+    assert x.is_deleted()
+    np.testing.assert_array_equal(result, np.asarray(X).sum(0) + np.asarray(X))
+
+
+def test_two_meshes_in_one_program() -> None:
+    first, second = line(), make_mesh((2, N // 2), ("a", "b"))
+
+    def f(x: Any) -> Any:
+        y = sharded(lambda v: lax.all_gather(v, "x", tiled=True), first, P("x"), P())(x)
+        return sharded(lambda v: lax.psum(v, ("b", "a")), second, P(("a", "b")), P())(y)
+
+    jax_intranode.install()
+    assert ours(jax.jit(f), X) == 2
+    np.testing.assert_array_equal(jax.jit(f)(X)[0], np.asarray(X).sum(0))
+
+
+def test_another_order_of_devices_under_set_mesh() -> None:
+    """JAX would reuse the lowering of the first mesh: rows would come in the wrong order."""
+    f = jax.jit(
+        jax.shard_map(
+            lambda v: lax.all_gather(v, "x", tiled=True),
+            in_specs=P("x"),
+            out_specs=P(None),
+            check_vma=False,
+        )
+    )
+    jax_intranode.install()
+    x = np.arange(N * 2.0, dtype=np.float32)
+    for order in (range(N), range(N)[::-1], [*range(1, N), 0]):
+        mesh = make_mesh((N,), ("x",), order=list(order))
+        with jax.set_mesh(mesh):
+            result = f(jax.device_put(x, NamedSharding(mesh, P("x"))))
+            for shard in result.addressable_shards:
+                np.testing.assert_array_equal(shard.data, x)
+
+
+def test_one_line_a_compilation_with_totals(caplog: pytest.LogCaptureFixture) -> None:
+    jax_intranode.install()
+    f = jax.jit(sharded(lambda v: lax.psum(v, "x") + lax.pmax(v, "x"), line(), P("x"), P()))
+    with caplog.at_level(logging.INFO, "jax_intranode"):
+        f(X)
+        f(X)
+    lines = [r.getMessage() for r in caplog.records if "Lowered" in r.getMessage()]
+    assert len(lines) == 1 and "1 collectives of jax.lax replaced, 0 left" in lines[0]
+
+
+CHANGED = """
+from jax._src import shard_map
+from jax._src.interpreters import mlir, pxla
+import jax_intranode
+from jax_intranode._src.rewrite import switch
+del shard_map._extend_axis_env
+rule, lower = mlir._lowerings[shard_map.shard_map_p], pxla._cached_lowering_to_hlo
+def refused(enable):
+    try:
+        enable()
+    except RuntimeError as error:
+        print(error)
+    assert mlir._lowerings[shard_map.shard_map_p] is rule and pxla._cached_lowering_to_hlo is lower
+    assert switch._enabled.value is None
+refused(jax_intranode.install)
+refused(jax_intranode.accelerate().__enter__)
+"""
+
+
+def test_a_changed_jax_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
+    out = python(tmp_path, "-c", CHANGED)
+    first, second, _ = out.stdout.split("\n")
+    assert first == second
+    assert "no attribute '_extend_axis_env'" in first and "with jax 0.10.2 to" in first
+
+
+SCRIPT = """
+import sys
+import jax, jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+import helper
+jax.config.update("jax_num_cpu_devices", 2)
+mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2],
+    axis_types=(jax.sharding.AxisType.Auto,))
+f = jax.jit(jax.shard_map(lambda v: lax.psum(v, "x"), mesh=mesh, in_specs=P("x"), out_specs=P()))
+text = f.lower(jnp.ones((2, 4))).as_text()
+print(__name__, sys.argv[1:], helper.NAME, "custom_call @jax_intranode_psum" in text)
+"""
+
+
+@pytest.mark.parametrize("disabled", ["0", "1"])
+@pytest.mark.parametrize("as_module", [False, True])
+def test_run_a_script_that_nobody_edits(as_module: bool, disabled: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(SCRIPT)
+    (tmp_path / "helper.py").write_text("NAME = 'helper'")
+    what = ["-m", "program"] if as_module else ["program.py"]
+    out = python(
+        tmp_path, "-m", "jax_intranode", "run", *what, "-x", "1", JAX_INTRANODE_DISABLE=disabled
+    )
+    assert out.stdout.split("\n")[-2] == f"__main__ ['-x', '1'] helper {disabled == '0'}"
+
+
+def python(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python in a folder, with this package."""
+    root = str(Path(jax_intranode.__file__).parent.parent)
+    memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # JAX of this process has most of it
+    out = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, **memory, "PYTHONPATH": root, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert out.returncode == 0, out.stderr
+    return out

@@ -566,11 +566,11 @@ def new_equation(
     )
 
 
-def replaced_inside(equation: Any, rewrite: Callable[[Jaxpr], Jaxpr]) -> Any:
+def replaced_inside(equation: Any, rewrite: Callable[[Any], Any]) -> Any:
     """The equation with each jaxpr that it runs rewritten; itself if none of them changes.
 
-    Only equations that do nothing else with their jaxprs than to run them: calls, loops, branches.
-    0.10.2 and later.
+    `rewrite` gets a jaxpr, open or closed. Only equations that do nothing else with their jaxprs
+    than to run them: calls, loops, branches. 0.10.2 and later.
     """
     if equation.primitive.name not in _RUNS_JAXPRS:
         return equation
@@ -580,18 +580,24 @@ def replaced_inside(equation: Any, rewrite: Callable[[Jaxpr], Jaxpr]) -> Any:
             new = [of_value(v) for v in value]
             changed = any(v is not w for v, w in zip(value, new, strict=True))
             return type(value)(new) if changed else value
-        jaxpr = getattr(value, "jaxpr", value)  # of a ClosedJaxpr
-        if not isinstance(jaxpr, Jaxpr):
-            return value
-        rewritten = rewrite(jaxpr)
-        if rewritten is jaxpr:
-            return value
-        return rewritten if value is jaxpr else value.replace(jaxpr=rewritten)
+        return rewrite(value) if isinstance(getattr(value, "jaxpr", value), Jaxpr) else value
 
     new = {name: of_value(v) if name in _JAXPR_PARAMS else v for name, v in equation.params.items()}
     if all(new[name] is value for name, value in equation.params.items()):
         return equation
     return equation.replace(params=new)
+
+
+def open_jaxpr(jaxpr: Any) -> Jaxpr:
+    """The jaxpr of a closed one; an open one itself. From 0.12 on all are of one type."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def with_equations(jaxpr: Any, equations: Sequence[Any]) -> Any:
+    """A jaxpr, open or closed, with other equations. 0.10.2 and later."""
+    inner = open_jaxpr(jaxpr)
+    new = inner.replace(eqns=list(equations))
+    return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
 
 
 _RUNS_JAXPRS = frozenset(

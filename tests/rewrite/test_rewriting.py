@@ -1,4 +1,4 @@
-"""What is rewritten: each form of each collective, in each jaxpr inside a body, and what is left."""
+"""What is rewritten: each form of each collective, in each jaxpr of a body; and what is left."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

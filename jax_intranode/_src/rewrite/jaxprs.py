@@ -4,6 +4,7 @@ Equations that do not change stay the same objects, and a jaxpr that several equ
 rewritten once: lowering takes little longer, and shared functions stay shared.
 """
 
+import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -38,8 +39,8 @@ class Rewriter:
         self._rewritten: dict[int, tuple[Any, Any]] = {}
 
     def rewrite(self, jaxpr: Any) -> Any:
-        """The rewritten jaxpr; the same object if nothing changes."""
-        if not has_collectives(jaxpr):
+        """The rewritten jaxpr, open or closed; the same object if nothing changes."""
+        if not has_collectives(compat.open_jaxpr(jaxpr)):
             return jaxpr
         known = self._rewritten.get(id(jaxpr))
         if known is None:
@@ -47,18 +48,15 @@ class Rewriter:
         return known[1]
 
     def _rewrite(self, jaxpr: Any) -> Any:
-        equations: Sequence[Any] = jaxpr.eqns
+        before = compat.open_jaxpr(jaxpr).eqns
         choices = {}
-        for equation in equations:
+        for equation in before:
             choice = collectives.choose(equation, self.body)
             if choice is not None:
                 choices[id(equation)] = choice
-        equations = [compat.replaced_inside(e, self.rewrite) for e in equations]
+        # An equation that stays is the same object, so that its choice is found.
+        equations = [compat.replaced_inside(e, self.rewrite) for e in before]
         equations = sums.issue(equations, choices, self.body)
-        if len(equations) == len(jaxpr.eqns) and all(map(_same, equations, jaxpr.eqns)):
+        if len(equations) == len(before) and all(map(operator.is_, equations, before)):
             return jaxpr
-        return jaxpr.replace(eqns=equations)
-
-
-def _same(a: Any, b: Any) -> bool:
-    return a is b
+        return compat.with_equations(jaxpr, equations)

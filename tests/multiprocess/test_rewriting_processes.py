@@ -1,0 +1,122 @@
+"""Programs that are rewritten with a process per device, and ranks that do not agree."""
+
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from devices import need_devices
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from lowered import in_lowered
+
+import jax_intranode
+from jax_intranode._src.rewrite import agreement
+
+
+def _mesh() -> Mesh:
+    return jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Auto,))
+
+
+def _program(mesh: Mesh, factor: float = 1.0) -> Any:
+    def body(v: Any) -> Any:
+        return lax.psum(v * factor, "x")
+
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P()))
+
+
+def _argument(mesh: Mesh, columns: int = 4) -> jax.Array:
+    whole = np.arange(mesh.size * columns, dtype=np.float32).reshape(mesh.size, columns)
+    sharding = NamedSharding(mesh, P("x"))
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
+def _ours(f: Any, x: jax.Array) -> bool:
+    return "jax_intranode_psum" in in_lowered(f.lower(x).as_text())
+
+
+def _check(f: Any, x: jax.Array) -> None:
+    count = jax.device_count()
+    whole = np.arange(x.size, dtype=np.float32).reshape(x.shape)
+    for shard in f(x).addressable_shards:
+        np.testing.assert_array_equal(shard.data, whole.sum(0, keepdims=True))
+    assert count == len(whole)
+
+
+# Functions of the ranks.
+
+
+def all_ranks_rewrite() -> None:
+    jax_intranode.install()
+    mesh = _mesh()
+    for columns in (4, 8):
+        x = _argument(mesh, columns)
+        before = jax_intranode.usage_counter()
+        _check(_program(mesh), x)
+        assert jax_intranode.usage_counter() == before + 1
+
+
+def one_rank_lowers_alone(limit_s: float) -> None:
+    """It costs rank 0 some seconds, and this program its acceleration; the next one has it."""
+    jax_intranode.install()
+    mesh = _mesh()
+    x, other = _argument(mesh), _argument(mesh, 8)
+    alone = _program(mesh)
+    if jax.process_index() == 0:
+        start = time.monotonic()
+        assert not _ours(alone, x)
+        assert time.monotonic() - start < limit_s
+    _barrier("lowered")
+    _check(alone, x)  # by lax, on all ranks
+    assert jax_intranode.usage_counter() == 0
+    _check(_program(mesh), other)
+    assert jax_intranode.usage_counter() == 1
+    if jax.process_index() == 0:  # now that all ranks have met, nobody waits
+        start = time.monotonic()
+        assert _ours(_program(mesh), _argument(mesh, 16))
+        assert time.monotonic() - start < agreement.LATER_WAIT_S
+    _barrier("done")
+
+
+def one_rank_has_nothing_installed(limit_s: float) -> None:
+    if jax.process_index() == 0:
+        jax_intranode.install()
+    mesh = _mesh()
+    start = time.monotonic()
+    for columns in (4, 8):
+        _check(_program(mesh), _argument(mesh, columns))
+    assert time.monotonic() - start < limit_s
+    assert jax_intranode.usage_counter() == 0
+    _barrier("done")
+
+
+def _barrier(name: str) -> None:
+    from jax.experimental import multihost_utils
+
+    multihost_utils.sync_global_devices(name)
+
+
+# Tests.
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_all_ranks_rewrite(world: int, ranks: Any) -> None:
+    need_devices(world)
+    ranks(all_ranks_rewrite, world)
+
+
+def test_one_rank_lowers_alone(ranks: Any) -> None:
+    need_devices(2)
+    limit = agreement.FIRST_WAIT_S + 5
+    for log in ranks(one_rank_lowers_alone, 2, arguments=[limit]):
+        assert "within 10 s" in log
+
+
+def test_one_rank_has_nothing_installed(ranks: Any) -> None:
+    need_devices(2)
+    limit = agreement.FIRST_WAIT_S + agreement.LATER_WAIT_S + 15
+    log, _ = ranks(one_rank_has_nothing_installed, 2, arguments=[limit])
+    assert "process 1 has not lowered this program within 10 s" in log
+    assert "has not called jax_intranode.install()" in log

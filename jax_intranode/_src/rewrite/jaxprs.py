@@ -6,7 +6,6 @@ rewritten once: lowering takes little longer, and shared functions stay shared.
 
 import operator
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 from jax_intranode._src import compat

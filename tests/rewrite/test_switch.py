@@ -183,6 +183,39 @@ def test_another_order_of_devices_under_set_mesh() -> None:
                 np.testing.assert_array_equal(shard.data, x)
 
 
+def test_persistent_compilation_cache(tmp_path: Path) -> None:
+    """It separates programs compiled with and without, and is hit by both."""
+    out = python(tmp_path, "-c", CACHED, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache"))
+    again = python(tmp_path, "-c", CACHED, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache"))
+    plain, both = map(int, out.stdout.split())
+    assert 0 < plain < both
+    assert again.stdout.split() == [str(both)] * 2
+
+
+CACHED = """
+import os, jax, jax.numpy as jnp, jax_intranode
+from jax.sharding import PartitionSpec as P
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2],
+                     axis_types=(jax.sharding.AxisType.Auto,))
+@jax.jit
+@jax.shard_map(mesh=mesh, in_specs=P("x"), out_specs=P())
+def program(v):
+    return jax.lax.psum(v, "x")
+def entries():
+    return sum("program" in name and "atime" not in name
+               for name in os.listdir(os.environ["JAX_COMPILATION_CACHE_DIR"]))
+x = jnp.ones((2, 4))
+program(x)
+print(entries())
+with jax_intranode.accelerate():
+    program(x)
+print(entries())
+"""
+
+
 def test_one_line_a_compilation_with_totals(caplog: pytest.LogCaptureFixture) -> None:
     jax_intranode.install()
     f = jax.jit(sharded(lambda v: lax.psum(v, "x") + lax.pmax(v, "x"), line(), P("x"), P()))

@@ -60,17 +60,17 @@ def test_tensor_parallel_transformer(tmp_path: Path) -> None:
     output = run_example(
         "tensor_parallel_transformer.py", *options.split(), JAX_DEFAULT_MATMUL_PRECISION="highest"
     )
-    rows = re.findall(r"^\d+ +(\d\.\d+) +(\d\.\d+)$", output, re.MULTILINE)
+    rows = re.findall(r"^\d+ +(\d\.\d+) +(\d\.\d+) +(\d\.\d+)$", output, re.MULTILINE)
     assert len(rows) == 11, output
-    losses = [(float(ours), float(lax)) for ours, lax in rows]
-    # The two round float32 sums at different points, which in so few steps stays below the printed
+    losses = [tuple(map(float, row)) for row in rows]
+    # The ways round float32 sums at different points, which in so few steps stays below the printed
     # digits. If some gradients lacked one rank's part, the difference would be 0.02 or more.
-    assert all(abs(ours - lax) < 1e-3 for ours, lax in losses), output
+    assert all(max(row) - min(row) < 1e-3 for row in losses), output
     # The initial model finds all bytes equally likely.
-    assert losses[0] == pytest.approx((math.log(256), math.log(256)), abs=1e-4), output
+    assert losses[0] == pytest.approx([math.log(256)] * 3, abs=1e-4), output
     assert max(losses[-1]) < 4.5, output
 
-    speeds = re.search(r"^tokens per second +(\d+) +(\d+)$", output, re.MULTILINE)
+    speeds = re.search(r"^tokens per second +(\d+) +(\d+) +(\d+)$", output, re.MULTILINE)
     assert speeds is not None and all(int(speed) > 0 for speed in speeds.groups()), output
     ratio = re.search(r"^jax_intranode / jax.lax: (\d+\.\d+) x the tokens", output, re.MULTILINE)
     assert ratio is not None and float(ratio[1]) > 0, output
@@ -78,5 +78,5 @@ def test_tensor_parallel_transformer(tmp_path: Path) -> None:
     for operation in ("all_gather_matmul", "matmul_reduce_scatter"):
         counts = re.findall(rf"^{operation} +(\d+) x ", output, re.MULTILINE)
         assert sum(map(int, counts)) == 4, output
-    assert output.count("compiled the training step with ") == 2, output
+    assert output.count("compiled the training step with ") == 3, output
     assert plot.exists() == ("--plot" in options)

@@ -153,8 +153,8 @@ def test_transformer(tool: ModuleType) -> None:
     result = {
         **{"jax": "1.2.3", "device": "NVIDIA X1", "mesh": {"data": 1, "model": 2}, "processes": 1},
         **{"date": "2000-01-02T00:00:00", "settings": settings},
-        "seconds_per_step": {"ours": 0.1, "lax": 0.15},
+        "seconds_per_step": {"ours": 0.1, "unedited": 0.12, "lax": 0.15},
     }
     text = tool.transformer(result)
     assert "2 \N{MULTIPLICATION SIGN} NVIDIA X1, 1 process, jax 1.2.3" in text
-    assert text.endswith("| 3,000 | 2,000 | 1.50 |\n")
+    assert text.endswith("| 3,000 | 1.50 | 2,500 | 1.25 | 2,000 |\n")

@@ -72,7 +72,8 @@ def _missing(store: exchange.Store, processes: list[int], seconds: float) -> lis
 
 def _fingerprint(devices: tuple[int, ...], body: Any) -> str:
     """Identifies a program: the same in all processes that lower it."""
-    text = [repr(devices), *_described(body)]
+    types = [v.aval.str_short() for v in body.invars]
+    text = [repr(devices), repr(types), str(len(body.eqns)), *_described(body)]
     return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
 

@@ -38,7 +38,7 @@ def choose(equation: Any, body: Body) -> Choice | None:
     collective = compat.lax_collective(equation)
     if collective is None:
         return None
-    choice = _operation(equation, collective)
+    choice = _operation(equation, collective) if body.reason is None else body.reason
     reason = choice if isinstance(choice, str) else _reason_to_leave(equation, choice, body)
     body.decide(equation, reason)
     return None if reason is not None or isinstance(choice, str) else choice
@@ -74,8 +74,6 @@ def _operation(equation: Any, collective: compat.LaxCollective) -> Choice | str:
 
 def _reason_to_leave(equation: Any, choice: Choice, body: Body) -> str | None:
     """Why lax keeps a collective; None if selection wants it."""
-    if body.reason is not None:
-        return body.reason
     if not body.site.manual.issuperset(choice.params.axes):
         return "an axis that shard_map has not bound"
     operations = choice.primitive.explain(

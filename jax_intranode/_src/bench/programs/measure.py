@@ -1,5 +1,6 @@
-"""Compares and times a whole program with our collectives and with lax's."""
+"""Compares and times a whole program: with our collectives, with lax's, and with lax's replaced."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from functools import partial
@@ -23,8 +24,15 @@ class _Chained:
         self._function = function
         self.arguments = arguments
 
-    def run(self, calls: int) -> tuple[Any, ...]:
-        """Starts this number of calls in a row and returns the result of the last one."""
+    def run(self, calls: int, unedited: bool = False) -> tuple[Any, ...]:
+        """Starts this number of calls in a row and returns the result of the last one.
+
+        With `unedited` under `jax_intranode.accelerate`.
+        """
+        with jax_intranode.accelerate() if unedited else contextlib.nullcontext():
+            return self._run(calls)
+
+    def _run(self, calls: int) -> tuple[Any, ...]:
         for _ in range(calls):
             result = self._function(*self.arguments)
             # A function of one argument may return a result that is no tuple.
@@ -34,24 +42,28 @@ class _Chained:
 
 
 def measure(settings: Settings, mesh: Mesh) -> ProgramRow:
-    """Compares and times a program with our collectives and with lax's.
+    """Compares and times a program with our collectives, with lax's, and with lax's replaced.
 
     Args:
         settings: what to measure.
         mesh: a mesh with one axis "x" of all devices.
     """
     build = PROGRAMS[settings.name]
-    ours, lax = (_Chained(*build(library, mesh)) for library in (jax_intranode, jax.lax))
+    ours, lax, unedited = (
+        _Chained(*build(library, mesh)) for library in (jax_intranode, jax.lax, jax.lax)
+    )
     label = f"{settings.name}/{settings.mode}"
-    difference = all_ranks.largest(f"{label}/difference", _difference(ours.run(1), lax.run(1)))
+    wanted = lax.run(1)
+    worst = np.max([_difference(ours.run(1), wanted), _difference(unedited.run(1, True), wanted)])
+    difference = all_ranks.largest(f"{label}/difference", float(worst))
 
     calls = settings.chain or (2 if settings.platform == "cpu" else 10)
-    runs = [partial(program.run, calls) for program in (ours, lax)]
+    runs = [partial(ours.run, calls), partial(lax.run, calls), partial(unedited.run, calls, True)]
     untimed = 1 if settings.settle_ms > 0 else 0
     seconds, handler_calls = timing.take_turns(runs, mesh, settings, untimed)
-    our_times, lax_times = (
-        timing.slowest_rank(f"{label}/{library}", timing.statistics(1e6 * np.array(of_run) / calls))
-        for library, of_run in zip(("ours", "lax"), seconds, strict=True)
+    our_times, lax_times, unedited_times = (
+        timing.slowest_rank(f"{label}/{name}", timing.statistics(1e6 * np.array(of_run) / calls))
+        for name, of_run in zip(("ours", "lax", "unedited"), seconds, strict=True)
     )
     return ProgramRow(
         program=settings.name,
@@ -61,6 +73,8 @@ def measure(settings: Settings, mesh: Mesh) -> ProgramRow:
         lax_time_us=lax_times.p50,
         lax_time_p99_us=lax_times.p99,
         ratio=lax_times.p50 / our_times.p50,
+        unedited_time_us=unedited_times.p50,
+        unedited_ratio=lax_times.p50 / unedited_times.p50,
         difference=difference if math.isfinite(difference) else None,
         handler_calls=all_ranks.total(f"{label}/handler_calls", handler_calls),
     )

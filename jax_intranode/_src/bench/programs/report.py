@@ -17,8 +17,12 @@ class ProgramRow:
         lax_time_us: median time with lax's collectives.
         lax_time_p99_us: its 99th percentile.
         ratio: lax_time_us / time_us, above 1 where ours is faster.
-        difference: the largest difference between the two results, relative to the largest absolute
-            value of lax's, over all arrays of the result; None if a value is not finite.
+        unedited_time_us: median time of the program with lax's collectives under
+            `jax_intranode.accelerate`.
+        unedited_ratio: lax_time_us / unedited_time_us.
+        difference: the largest difference of the other two results from lax's, relative to the
+            largest absolute value of lax's, over all arrays of the result; None if a value is not
+            finite.
         handler_calls: how often XLA called our FFI handlers while times were taken, over all ranks.
     """
 
@@ -29,13 +33,16 @@ class ProgramRow:
     lax_time_us: float
     lax_time_p99_us: float
     ratio: float
+    unedited_time_us: float
+    unedited_ratio: float
     difference: float | None
     handler_calls: int
 
     COLUMNS = (
-        f"# {'':>24} | {'ours (us)':^21} | {'lax (us)':^21} |\n"
+        f"# {'':>24} | {'ours (us)':^21} | {'lax (us)':^21} | {'':>6} | "
+        f"{'lax, accelerated':^17} |\n"
         f"# {'program':>24} | {'p50':>10} {'p99':>10} | {'p50':>10} {'p99':>10} | {'ratio':>6} | "
-        f"{'difference':>10}"
+        f"{'p50':>10} {'ratio':>6} | {'difference':>10}"
     )
 
     def __str__(self) -> str:
@@ -44,5 +51,5 @@ class ProgramRow:
         return (
             f"  {self.program:>24} | {self.time_us:10.1f} {self.time_p99_us:10.1f} | "
             f"{self.lax_time_us:10.1f} {self.lax_time_p99_us:10.1f} | {self.ratio:6.2f} | "
-            f"{difference}"
+            f"{self.unedited_time_us:10.1f} {self.unedited_ratio:6.2f} | {difference}"
         )

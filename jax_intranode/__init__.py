@@ -11,6 +11,9 @@ from jax_intranode._src.explain import Explanation as Explanation
 from jax_intranode._src.explain import explain as explain
 from jax_intranode._src.ops.all_gather import all_gather as all_gather
 from jax_intranode._src.ops.all_gather_matmul import all_gather_matmul as all_gather_matmul
+from jax_intranode._src.ops.column_parallel_matmul import (
+    column_parallel_matmul as column_parallel_matmul,
+)
 from jax_intranode._src.ops.matmul_all_reduce import matmul_all_reduce as matmul_all_reduce
 from jax_intranode._src.ops.matmul_reduce_scatter import (
     matmul_reduce_scatter as matmul_reduce_scatter,
@@ -18,6 +21,7 @@ from jax_intranode._src.ops.matmul_reduce_scatter import (
 from jax_intranode._src.ops.psum import pmean as pmean
 from jax_intranode._src.ops.psum import psum as psum
 from jax_intranode._src.ops.psum_scatter import psum_scatter as psum_scatter
+from jax_intranode._src.ops.row_parallel_matmul import row_parallel_matmul as row_parallel_matmul
 from jax_intranode._src.rewrite.switch import accelerate as accelerate
 from jax_intranode._src.rewrite.switch import install as install
 from jax_intranode._src.rewrite.switch import uninstall as uninstall
@@ -38,6 +42,7 @@ __all__ = [
     "accelerate",
     "all_gather",
     "all_gather_matmul",
+    "column_parallel_matmul",
     "explain",
     "initialize",
     "install",
@@ -46,6 +51,7 @@ __all__ = [
     "pmean",
     "psum",
     "psum_scatter",
+    "row_parallel_matmul",
     "shutdown",
     "topology",
     "uninstall",

@@ -1439,6 +1439,5 @@ def test_refused_while_tracing(name: str) -> None:
 
 @pytest.mark.parametrize("f", [all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce])
 def test_unbound_axis_is_laxs_error(f: Callable[..., Any]) -> None:
-    with pytest.raises(NameError, match="unbound axis name: nowhere") as raised:
+    with pytest.raises(NameError, match=r"unbound axis name: nowhere\. .*jax\.shard_map"):
         f(X, W, "nowhere")
-    assert "shard_map" in "".join(raised.value.__notes__)

@@ -163,6 +163,28 @@ def check_vma() -> bool:
     return bool(config._check_vma.value)
 
 
+def axis_is_bound(axis: Any) -> bool:
+    """Whether shard_map, vmap or pmap has bound an axis of this name here.
+
+    0.10.2 and later: a public function would have to be called to see whether it raises.
+    """
+    return core.get_axis_env().axis_exists(axis)
+
+
+def axes_of_explicit_vmap() -> frozenset[Any]:
+    """The explicit mesh axes over which a vmap spreads its batch here. 0.10.2 and later.
+
+    The types of what is traced do not have them, and shard_map refuses to bind them.
+    """
+    return frozenset(core.get_axis_env().explicit_mesh_axis_names)
+
+
+def mesh_of_with() -> jax.sharding.Mesh | None:
+    """The mesh of ``with mesh:``, or None. 0.10.2 and later: JAX deprecates the statement."""
+    of_with = mesh.thread_resources.env.physical_mesh
+    return None if of_with.empty else of_with
+
+
 def settings_are_usual(axes: Sequence[Any]) -> bool:
     """Whether the settings that restrict collectives over `axes` have their default values.
 
@@ -439,6 +461,21 @@ def frames_here() -> list[Frame]:
     In a lowering rule: the frames that traced the equation that is lowered.
     """
     return _frames(source_info_util.current().traceback)
+
+
+def as_called_here(body: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose equations will have the frames that call this function here.
+
+    0.10.2 and later: JAX starts the frames of a shard_map's equations anew at its body. For a body
+    of this package the user's frames would be lost.
+    """
+    traceback = source_info_util.current().traceback
+
+    def called_here(*args: Any) -> Any:
+        with source_info_util.user_context(traceback):
+            return body(*args)
+
+    return called_here
 
 
 def _frames(traceback: Any) -> list[Frame]:

@@ -6,13 +6,16 @@ others. No file here imports the package itself. Each imports files below it onl
     fallback, lowering_site
     primitive
     collective      <- psum, psum_scatter, all_gather
-    products, matmul_arguments, overlapped
+    products, matmul_arguments, overlapped, global_arrays
     collective_matmul    <- all_gather_matmul, matmul_reduce_scatter <- matmul_all_reduce
     composition          <- gradients
+    column_parallel_matmul, row_parallel_matmul, which choose one of the collective matmuls
 """
 
 from jax_intranode._src.ops import all_gather as all_gather
+from jax_intranode._src.ops import column_parallel_matmul as column_parallel_matmul
 from jax_intranode._src.ops import gradients as gradients
 from jax_intranode._src.ops import matmul_all_reduce as matmul_all_reduce
 from jax_intranode._src.ops import psum as psum
 from jax_intranode._src.ops import psum_scatter as psum_scatter
+from jax_intranode._src.ops import row_parallel_matmul as row_parallel_matmul

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax_intranode._src import compat
 from jax_intranode._src.ops import (
     collective,
     collective_matmul,
+    global_arrays,
     matmul_arguments,
     overlapped,
     products,
@@ -43,6 +45,8 @@ def all_gather_matmul(
     gather_axis: int = 0,
     return_gathered: bool = False,
     preferred_element_type: Any = None,
+    batch_axes: Any = (),
+    mesh: Any = None,
 ) -> Any:
     """Gathers an array over one or more mapped axes and multiplies it with matrices.
 
@@ -74,6 +78,11 @@ def all_gather_matmul(
     list of matrices, the gathered x as a result), and the gradients follow xformers'
     ``fused_allgather_and_linear``.
 
+    Outside of ``shard_map`` it computes ``x @ w`` on global arrays, under ``jax.jit`` or eagerly,
+    on the mesh of ``jax.set_mesh`` or `mesh`. Then the axes, Auto or Explicit ones, divide
+    `gather_axis` of x, the last dimension of w and the last dimension of the result.
+    Operands that are sharded in another way are treated as by `column_parallel_matmul`.
+
     Args:
         x: an array [..., K] with 2 or more dimensions, of any dtype that can be multiplied.
         w: a matrix [K, N], or a list of matrices [K, N_i], with the dtype of x.
@@ -81,6 +90,10 @@ def all_gather_matmul(
         gather_axis: the dimension of x along which to concatenate, any but the last.
         return_gathered: whether to return the gathered x as well.
         preferred_element_type: dtype of the products, as in ``jnp.matmul``; that of x by default.
+        batch_axes: on global arrays, the other mesh axes that divide dimension 0 of x (data
+            parallelism), before `axis_name` does: a name or several. Explicit axes are known from
+            the type of x. On a mesh with further Auto axes the call falls back to ``jax.lax``.
+        mesh: on global arrays, the mesh, if there is none in context.
 
     Returns:
         An array [..., N], or a list of arrays [..., N_i] if w is a list; with `return_gathered` a
@@ -91,29 +104,94 @@ def all_gather_matmul(
             kind than they are, or `gather_axis` is no integer.
         ValueError: the numbers of dimensions or the contracted dimensions do not fit, there is no
             such `gather_axis`, or it is the contracted dimension.
+        ValueError, TypeError, NameError: on global arrays, as `column_parallel_matmul`.
         NameError: an axis is not bound, as in ``jax.lax.all_gather``.
     """
-    name = "all_gather_matmul"
+    return call(
+        *("all_gather_matmul", "gather_axis", x, w, axis_name, gather_axis),
+        *(return_gathered, preferred_element_type, batch_axes, mesh),
+    )
+
+
+def call(
+    name: str,
+    argument: str,
+    x: Any,
+    w: Any,
+    axis_name: Any,
+    gather_axis: Any,
+    return_gathered: bool,
+    preferred_element_type: Any,
+    batch_axes: Any,
+    mesh: Any,
+) -> Any:
+    """`all_gather_matmul`, for a public function of this name.
+
+    Args:
+        name: the public function, for messages.
+        argument: its argument that gives `gather_axis`.
+        x: as in `all_gather_matmul`, like all others.
+    """
     several = isinstance(w, (list, tuple))
     x, ws = matmul_arguments.operands(name, x, w, lists=True)
     dtype = matmul_arguments.result_dtype(name, x, preferred_element_type)
-    axis = matmul_arguments.dimension(name, "gather_axis", gather_axis, x.ndim)
+    axis = matmul_arguments.dimension(name, argument, gather_axis, x.ndim)
     if axis == x.ndim - 1:
         raise ValueError(
-            f"{name}: gather_axis is {gather_axis}, the last dimension of x, of shape {x.shape}, "
+            f"{name}: {argument} is {gather_axis}, the last dimension of x, of shape {x.shape}, "
             "which is contracted with w; gather another one, or call jax_intranode.all_gather and "
             "multiply"
         )
-    axes = matmul_arguments.axes_of(axis_name)
-    reason = matmul_arguments.reason_for_lax("all_gather", axes, [x, *ws], [x], x.dtype)
-    reason = reason or _reason_of_types(x, ws, return_gathered)
+    of_ranks = partial(
+        _of_ranks,
+        axes=matmul_arguments.axes_of(axis_name),
+        axis=axis,
+        gathered=bool(return_gathered),
+        dtype=dtype,
+        preferred_element_type=preferred_element_type,
+    )
+    of_global = global_arrays.find(name, axis_name, batch_axes, mesh)
+    if of_global is None:
+        results = of_ranks(x, *ws)
+    else:
+        rows = of_global.rows(x)
+        parts = [entry + of_global.axes * (k == axis) for k, entry in enumerate(rows)]
+        operands: list[Any] = [("x", x, [*parts, ()])]
+        for k, matrix in enumerate(ws):
+            operands.append((f"w[{k}]" if several else "w", matrix, [(), of_global.axes]))
+        out_specs = [[*rows, of_global.axes]] * len(ws) + [[*rows, ()]] * bool(return_gathered)
+        results = of_global.run(
+            partial(of_ranks, reason=of_global.reason),
+            operands,
+            out_specs,
+            # The type of the gathered x does not say that all ranks have the same one.
+            check_vma=not return_gathered,
+        )
+    result: Any = results[: len(ws)] if several else results[0]
+    return (result, results[-1]) if return_gathered else result
+
+
+def _of_ranks(
+    x: Any,
+    *ws: Any,
+    axes: tuple[Any, ...],
+    axis: int,
+    gathered: bool,
+    dtype: np.dtype[Any],
+    preferred_element_type: Any,
+    reason: str | None = None,
+) -> list[Any]:
+    """The products, and the gathered x if `gathered`, where shard_map has bound the axes."""
+    name = "all_gather_matmul"
+    reason = reason or matmul_arguments.reason_for_lax("all_gather", axes, [x, *ws], [x], x.dtype)
+    reason = reason or _reason_of_types(x, ws, gathered)
     params = MatmulParams(
         axes=axes,
         axis=axis,
         world_size=matmul_arguments.world_size(name, axes),
         dtype=dtype,
         precision=compat.matmul_precision(),
-        gathered=bool(return_gathered),
+        gathered=gathered,
     )
     if reason is not None:
         gather = collective_matmul.by_lax(name, reason, _gather_params(params))
@@ -122,13 +200,12 @@ def all_gather_matmul(
         operands = matmul_arguments.varying_alike([x, *ws], axes)
         with jax.named_scope(f"jax_intranode.{name}"):
             results = all_gather_matmul_p.bind(*operands, params=params)
-    result: Any = [
+    result: list[Any] = [
         matmul_arguments.weak_as_laxs([x, w], preferred_element_type, product)
         for w, product in zip(ws, results[: len(ws)], strict=True)
     ]
-    result = result if several else result[0]
-    if return_gathered:
-        return result, matmul_arguments.weak_as_laxs([x], None, results[-1])
+    if gathered:
+        result.append(matmul_arguments.weak_as_laxs([x], None, results[-1]))
     return result
 
 

@@ -3,15 +3,18 @@
 import dataclasses
 import math
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.interpreters import ad, mlir
 
 from jax_intranode._src import compat
 from jax_intranode._src.ops import (
     collective_matmul,
+    global_arrays,
     matmul_arguments,
     matmul_reduce_scatter,
     overlapped,
@@ -27,7 +30,15 @@ from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import Operation
 
 
-def matmul_all_reduce(x: Any, w: Any, axis_name: Any, *, preferred_element_type: Any = None) -> Any:
+def matmul_all_reduce(
+    x: Any,
+    w: Any,
+    axis_name: Any,
+    *,
+    preferred_element_type: Any = None,
+    batch_axes: Any = (),
+    mesh: Any = None,
+) -> Any:
     """Multiplies with a matrix and sums over one or more mapped axes.
 
     ``jax.lax.psum(x @ w, axis_name)``: the second matmul of a tensor-parallel layer.
@@ -49,11 +60,20 @@ def matmul_all_reduce(x: Any, w: Any, axis_name: Any, *, preferred_element_type:
     of the cotangent serves both gradients, as for ``jax.lax.psum``. Under ``vmap`` over w, it is a
     batched matmul and a ``psum``.
 
+    Outside of ``shard_map`` it computes ``x @ w`` on global arrays, under ``jax.jit`` or eagerly,
+    on the mesh of ``jax.set_mesh`` or `mesh`. Then the axes, Auto or Explicit ones, divide
+    the last dimension of x and the first of w, and all ranks have the whole result.
+    Operands that are sharded in another way are treated as by `column_parallel_matmul`.
+
     Args:
         x: an array [..., K] with 2 or more dimensions, of any dtype that can be multiplied.
         w: a matrix [K, N] with the dtype of x.
         axis_name: the name of a mapped axis, or several names.
         preferred_element_type: the result's dtype, as in ``jnp.matmul``; that of x by default.
+        batch_axes: on global arrays, the other mesh axes that divide dimension 0 of x (data
+            parallelism), before `axis_name` does: a name or several. Explicit axes are known from
+            the type of x. On a mesh with further Auto axes the call falls back to ``jax.lax``.
+        mesh: on global arrays, the mesh, if there is none in context.
 
     Returns:
         An array [..., N].
@@ -62,13 +82,53 @@ def matmul_all_reduce(x: Any, w: Any, axis_name: Any, *, preferred_element_type:
         TypeError: an operand is no array, the dtypes differ, or `preferred_element_type` is of
             another kind than they are.
         ValueError: the numbers of dimensions or the contracted dimensions do not fit.
+        ValueError, TypeError, NameError: on global arrays, as `column_parallel_matmul`.
         NameError: an axis is not bound, as in ``jax.lax.psum``.
     """
-    name = "matmul_all_reduce"
+    return call("matmul_all_reduce", x, w, axis_name, preferred_element_type, batch_axes, mesh)
+
+
+def call(
+    name: str,
+    x: Any,
+    w: Any,
+    axis_name: Any,
+    preferred_element_type: Any,
+    batch_axes: Any,
+    mesh: Any,
+) -> Any:
+    """`matmul_all_reduce`, for a public function of this name.
+
+    Args:
+        name: the public function, for messages.
+        x: as in `matmul_all_reduce`, like all others.
+    """
     x, (w,) = matmul_arguments.operands(name, x, w)
     dtype = matmul_arguments.result_dtype(name, x, preferred_element_type)
     axes = matmul_arguments.axes_of(axis_name)
-    reason = matmul_arguments.reason_for_lax("psum", axes, [x, w], [x, w], dtype)
+    of_ranks = partial(
+        _of_ranks, axes=axes, dtype=dtype, preferred_element_type=preferred_element_type
+    )
+    of_global = global_arrays.find(name, axis_name, batch_axes, mesh)
+    if of_global is None:
+        return of_ranks(x, w)[0]
+    rows = of_global.rows(x)
+    operands = [("x", x, [*rows, axes]), ("w", w, [axes, ()])]
+    return of_global.run(partial(of_ranks, reason=of_global.reason), operands, [[*rows, ()]])[0]
+
+
+def _of_ranks(
+    x: Any,
+    w: Any,
+    *,
+    axes: tuple[Any, ...],
+    dtype: np.dtype[Any],
+    preferred_element_type: Any,
+    reason: str | None = None,
+) -> list[Any]:
+    """The result, where shard_map has bound the axes."""
+    name = "matmul_all_reduce"
+    reason = reason or matmul_arguments.reason_for_lax("psum", axes, [x, w], [x, w], dtype)
     params = MatmulParams(
         axes=axes,
         axis=0,
@@ -84,7 +144,7 @@ def matmul_all_reduce(x: Any, w: Any, axis_name: Any, *, preferred_element_type:
         operands = matmul_arguments.varying_alike([x, w], axes)
         with jax.named_scope(f"jax_intranode.{name}"):
             (result,) = matmul_all_reduce_p.bind(*operands, params=params)
-    return matmul_arguments.weak_as_laxs([x, w], preferred_element_type, result)
+    return [matmul_arguments.weak_as_laxs([x, w], preferred_element_type, result)]
 
 
 # The unfused computation.

@@ -3,15 +3,18 @@
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax.interpreters import ad, mlir
 
 from jax_intranode._src import compat
 from jax_intranode._src.ops import (
     collective,
     collective_matmul,
+    global_arrays,
     matmul_arguments,
     overlapped,
     products,
@@ -30,7 +33,14 @@ from jax_intranode._src.ops.primitive import Operation
 
 
 def matmul_reduce_scatter(
-    x: Any, w: Any, axis_name: Any, *, scatter_axis: int = 0, preferred_element_type: Any = None
+    x: Any,
+    w: Any,
+    axis_name: Any,
+    *,
+    scatter_axis: int = 0,
+    preferred_element_type: Any = None,
+    batch_axes: Any = (),
+    mesh: Any = None,
 ) -> Any:
     """Multiplies with a matrix, sums over mapped axes, and keeps a part.
 
@@ -56,6 +66,11 @@ def matmul_reduce_scatter(
     The algorithm follows PyTorch's ``fused_matmul_reduce_scatter``, and the gradients follow
     xformers' ``fused_linear_and_reducescatter``.
 
+    Outside of ``shard_map`` it computes ``x @ w`` on global arrays, under ``jax.jit`` or eagerly,
+    on the mesh of ``jax.set_mesh`` or `mesh`. Then the axes, Auto or Explicit ones, divide
+    the last dimension of x, the first of w and `scatter_axis` of the result.
+    Operands that are sharded in another way are treated as by `column_parallel_matmul`.
+
     Args:
         x: an array [..., K] with 2 or more dimensions, of any dtype that can be multiplied.
         w: a matrix [K, N] with the dtype of x.
@@ -63,6 +78,10 @@ def matmul_reduce_scatter(
         scatter_axis: the dimension of the product that is divided among the ranks, any of them. Its
             length is a multiple of the number of ranks.
         preferred_element_type: the result's dtype, as in ``jnp.matmul``; that of x by default.
+        batch_axes: on global arrays, the other mesh axes that divide dimension 0 of x (data
+            parallelism), before `axis_name` does: a name or several. Explicit axes are known from
+            the type of x. On a mesh with further Auto axes the call falls back to ``jax.lax``.
+        mesh: on global arrays, the mesh, if there is none in context.
 
     Returns:
         This rank's part of an array [..., N].
@@ -72,21 +91,75 @@ def matmul_reduce_scatter(
             kind than they are, or `scatter_axis` is no integer.
         ValueError: the numbers of dimensions or the contracted dimensions do not fit, there is no
             such `scatter_axis`, or its length is no multiple of the number of ranks.
+        ValueError, TypeError, NameError: on global arrays, as `column_parallel_matmul`.
         NameError: an axis is not bound, as in ``jax.lax.psum_scatter``.
     """
-    name = "matmul_reduce_scatter"
+    return call(
+        *("matmul_reduce_scatter", "scatter_axis", x, w, axis_name, scatter_axis),
+        *(preferred_element_type, batch_axes, mesh),
+    )
+
+
+def call(
+    name: str,
+    argument: str,
+    x: Any,
+    w: Any,
+    axis_name: Any,
+    scatter_axis: Any,
+    preferred_element_type: Any,
+    batch_axes: Any,
+    mesh: Any,
+) -> Any:
+    """`matmul_reduce_scatter`, for a public function of this name.
+
+    Args:
+        name: the public function, for messages.
+        argument: its argument that gives `scatter_axis`.
+        x: as in `matmul_reduce_scatter`, like all others.
+    """
     x, (w,) = matmul_arguments.operands(name, x, w)
     dtype = matmul_arguments.result_dtype(name, x, preferred_element_type)
-    dimension = matmul_arguments.dimension(name, "scatter_axis", scatter_axis, x.ndim)
+    dimension = matmul_arguments.dimension(name, argument, scatter_axis, x.ndim)
     axes = matmul_arguments.axes_of(axis_name)
-    reason = matmul_arguments.reason_for_lax("psum_scatter", axes, [x, w], [x, w], dtype)
+    of_ranks = partial(
+        _of_ranks,
+        axes=axes,
+        dimension=dimension,
+        dtype=dtype,
+        preferred_element_type=preferred_element_type,
+    )
+    of_global = global_arrays.find(name, axis_name, batch_axes, mesh)
+    if of_global is None:
+        size = matmul_arguments.world_size(name, axes)
+        length = products.dot_shape(x, w, False)[dimension]
+        if length % size != 0:
+            raise ValueError(
+                f"{name}: {argument} {scatter_axis} of the product has {length} elements; it "
+                f"must be a multiple of the {size} ranks over {axis_name!r}"
+            )
+        return of_ranks(x, w)[0]
+    rows = of_global.rows(x)
+    spec = [entry + axes * (k == dimension) for k, entry in enumerate([*rows, ()])]
+    of_global.check_divisible("the product", products.dot_shape(x, w, False), spec)
+    operands = [("x", x, [*rows, axes]), ("w", w, [axes, ()])]
+    return of_global.run(partial(of_ranks, reason=of_global.reason), operands, [spec])[0]
+
+
+def _of_ranks(
+    x: Any,
+    w: Any,
+    *,
+    axes: tuple[Any, ...],
+    dimension: int,
+    dtype: np.dtype[Any],
+    preferred_element_type: Any,
+    reason: str | None = None,
+) -> list[Any]:
+    """The result, where shard_map has bound the axes."""
+    name = "matmul_reduce_scatter"
     size = matmul_arguments.world_size(name, axes)
-    length = products.dot_shape(x, w, False)[dimension]
-    if length % size != 0:
-        raise ValueError(
-            f"{name}: scatter_axis {scatter_axis} of the product has {length} elements; it "
-            f"must be a multiple of the {size} ranks over {axis_name!r}"
-        )
+    reason = reason or matmul_arguments.reason_for_lax("psum_scatter", axes, [x, w], [x, w], dtype)
     params = MatmulParams(axes, dimension, size, dtype, compat.matmul_precision())
     if reason is not None:
         scatter = collective_matmul.by_lax(name, reason, _scatter_params(params))
@@ -95,7 +168,7 @@ def matmul_reduce_scatter(
         operands = matmul_arguments.varying_alike([x, w], axes)
         with jax.named_scope(f"jax_intranode.{name}"):
             (result,) = matmul_reduce_scatter_p.bind(*operands, params=params)
-    return matmul_arguments.weak_as_laxs([x, w], preferred_element_type, result)
+    return [matmul_arguments.weak_as_laxs([x, w], preferred_element_type, result)]
 
 
 # The unfused computation.

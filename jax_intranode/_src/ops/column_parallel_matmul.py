@@ -1,0 +1,270 @@
+"""column_parallel_matmul: x, times matrices whose columns are divided among the ranks.
+
+With sequence parallelism it is an all_gather_matmul. Otherwise all ranks have the same x, and each
+multiplies it with its columns. Then nothing is sent forward, and the gradient of x is the sum of
+all ranks' gradients. The primitive here stands for these products, so that one matmul_all_reduce
+computes that gradient. JAX would insert a psum after the matmuls.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad, mlir
+
+from jax_intranode._src import compat
+from jax_intranode._src.ops import (
+    all_gather_matmul,
+    collective,
+    fallback,
+    global_arrays,
+    matmul_arguments,
+    products,
+)
+from jax_intranode._src.ops.collective_matmul import MatmulParams, matmul_all_reduce_p
+from jax_intranode._src.ops.primitive import OpPrimitive
+
+# x, which is the same on all ranks, and the ws -> a product of each w.
+column_parallel_matmul_p = OpPrimitive("column_parallel_matmul")
+
+
+def column_parallel_matmul(
+    x: Any,
+    w: Any,
+    axis_name: Any,
+    *,
+    sequence_axis: int | None = None,
+    preferred_element_type: Any = None,
+    batch_axes: Any = (),
+    mesh: Any = None,
+) -> Any:
+    """Multiplies with a matrix whose columns are divided over mesh axes.
+
+    ``x @ w`` on global arrays: the first matmul of a tensor-parallel layer. Call it under
+    ``jax.jit`` or eagerly, with the mesh of ``jax.set_mesh`` in context or with `mesh`. The mesh
+    axes may be Auto or Explicit. Inside ``jax.shard_map`` it takes and returns the ranks' shards.
+
+    Without `sequence_axis` x is the same on all ranks. The matmul sends nothing, and one
+    ``matmul_all_reduce`` computes the gradient of x. With `sequence_axis` the ranks have divided
+    that dimension of x (sequence parallelism). Then this is `all_gather_matmul`, whose
+    documentation also says how it differentiates and what is kept for the backward pass.
+
+    XLA reshards global operands that are sharded in another way than below, for instance weights
+    that are sharded over `batch_axes`, too. Refused is only an operand of Explicit axes whose type
+    has `axis_name` at another dimension.
+
+    Differentiates as ``x @ w`` does, in forward and reverse mode and to any order. Inside
+    ``shard_map(..., check_vma=False)`` JAX, and not this function, sums the gradient of x.
+
+    Args:
+        x: an array [..., K] with 2 or more dimensions, of any dtype that can be multiplied.
+        w: a matrix [K, N], or a list of matrices [K, N_i], with the dtype of x. Every N is a
+            multiple of the number of ranks.
+        axis_name: the name of a mesh axis, or several names, over which the columns are divided.
+        sequence_axis: the dimension of x that is divided over these axes, any but the last; None if
+            x is the same on all ranks.
+        preferred_element_type: dtype of the products, as in ``jnp.matmul``; that of x by default.
+        batch_axes: on global arrays, the other mesh axes that divide dimension 0 of x (data
+            parallelism), before `axis_name` does: a name or several. Explicit axes are known from
+            the type of x. On a mesh with further Auto axes the call falls back to ``jax.lax``.
+        mesh: on global arrays, the mesh, if there is none in context.
+
+    Returns:
+        An array [..., N], or a list of arrays [..., N_i]. Its last dimension is divided over
+        `axis_name`, and dimension 0 over `batch_axes`.
+
+    Raises:
+        TypeError: an operand is no array, the dtypes differ, `preferred_element_type` is of another
+            kind than they are, `sequence_axis` is no integer, or `mesh` is no mesh.
+        ValueError: the numbers of dimensions or the contracted dimensions do not fit, there is no
+            such `sequence_axis` or it is the contracted dimension, a dimension is no multiple of
+            the number of its parts, an axis is named twice, the type of an operand says that it is
+            sharded over `axis_name` in another way, or `batch_axes` or `mesh` is given inside
+            shard_map.
+        NameError: there is no such axis.
+    """
+    name = "column_parallel_matmul"
+    if sequence_axis is not None:
+        return all_gather_matmul.call(
+            *(name, "sequence_axis", x, w, axis_name, sequence_axis),
+            *(False, preferred_element_type, batch_axes, mesh),
+        )
+    several = isinstance(w, (list, tuple))
+    x, ws = matmul_arguments.operands(name, x, w, lists=True)
+    of_ranks = partial(
+        _of_ranks,
+        axes=matmul_arguments.axes_of(axis_name),
+        dtype=matmul_arguments.result_dtype(name, x, preferred_element_type),
+        preferred_element_type=preferred_element_type,
+    )
+    of_global = global_arrays.find(name, axis_name, batch_axes, mesh)
+    if of_global is None:
+        results = of_ranks(x, *ws)
+    else:
+        rows = of_global.rows(x)
+        operands: list[Any] = [("x", x, [*rows, ()])]
+        for k, matrix in enumerate(ws):
+            operands.append((f"w[{k}]" if several else "w", matrix, [(), of_global.axes]))
+        out_specs = [[*rows, of_global.axes]] * len(ws)
+        results = of_global.run(partial(of_ranks, reason=of_global.reason), operands, out_specs)
+    return results if several else results[0]
+
+
+def _of_ranks(
+    x: Any,
+    *ws: Any,
+    axes: tuple[Any, ...],
+    dtype: np.dtype[Any],
+    preferred_element_type: Any,
+    reason: str | None = None,
+) -> list[Any]:
+    """The products, where shard_map has bound the axes."""
+    name = "column_parallel_matmul"
+    params = MatmulParams(
+        axes=axes,
+        axis=0,
+        world_size=matmul_arguments.world_size(name, axes),
+        dtype=dtype,
+        precision=compat.matmul_precision(),
+    )
+    over = jax.typeof(x).manual_axis_type.varying
+    if not compat.check_vma() or over.intersection(axes):
+        results = _products(x, *ws, params=params)  # whose gradients need no sum here
+    else:
+        operands = [x, *ws]
+        reason = reason or matmul_arguments.reason_for_lax("psum", axes, operands, ws, x.dtype)
+        if reason is not None:
+            with fallback.to_lax(name, reason):
+                results = _products(x, *ws, params=params)
+        else:
+            results = _bind(x, ws, params)
+    return [
+        matmul_arguments.weak_as_laxs([x, w], preferred_element_type, product)
+        for w, product in zip(ws, results, strict=True)
+    ]
+
+
+def _bind(x: Any, ws: Sequence[Any], params: MatmulParams) -> list[Any]:
+    """Binds the primitive: the ws vary over the axes, and all operands over the same others."""
+    _, *ws = matmul_arguments.varying_alike([x, *ws], params.axes)
+    over = jax.typeof(ws[0]).manual_axis_type.varying
+    x = collective.varying(x, sorted(over.difference(params.axes)))
+    with jax.named_scope("jax_intranode.column_parallel_matmul"):
+        return column_parallel_matmul_p.bind(x, *ws, params=params)
+
+
+def _products(x: Any, *ws: Any, params: MatmulParams) -> list[Any]:
+    return [products.dot(x, w, params.dtype, params.precision, params.transposed) for w in ws]
+
+
+# Abstract evaluation.
+
+
+def _abstract_eval(x: Any, *ws: Any, params: MatmulParams) -> list[Any]:
+    kind = x.manual_axis_type
+    kind = kind.update(varying=kind.varying | set(params.axes))
+    return [
+        x.update(
+            shape=products.dot_shape(x, w, params.transposed),
+            dtype=params.dtype,
+            weak_type=False,
+            manual_axis_type=kind,
+        )
+        for w in ws
+    ]
+
+
+# Lowering.
+
+
+def _lower(ctx: Any, *operands: Any, params: MatmulParams, traced_over: Any) -> Any:
+    del traced_over  # nothing is sent
+    return mlir.lower_fun(partial(_products, params=params))(ctx, *operands)
+
+
+# Differentiation: linear in x, and linear in the matrices.
+
+
+def _jvp(
+    bind: Any, primals: Sequence[Any], tangents: Sequence[Any], params: MatmulParams
+) -> tuple[list[Any], list[Any]]:
+    x, *ws = primals
+    dx, *dws = tangents
+    results = bind(x, *ws, params=params)
+    moved: list[Any] = [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
+    if type(dx) is not ad.Zero:
+        moved = list(bind(dx, *ws, params=params))
+    moving = [k for k, dw in enumerate(dws) if type(dw) is not ad.Zero]
+    if moving:
+        of_ws = bind(x, *(dws[k] for k in moving), params=params)
+        for k, of_w in zip(moving, of_ws, strict=True):
+            moved[k] = of_w if type(dx) is ad.Zero else ad.add_jaxvals(moved[k], of_w)
+    return list(results), moved
+
+
+def _transpose(cotangents: Sequence[Any], x: Any, *ws: Any, params: MatmulParams) -> list[Any]:
+    terms = [(ct, w) for ct, w in zip(cotangents, ws, strict=True) if type(ct) is not ad.Zero]
+    if ad.is_undefined_primal(x):
+        if not terms:
+            return [None] * (1 + len(ws))
+        (ct_x,) = matmul_all_reduce_p.bind(
+            *[ct for ct, _ in terms],
+            *[w for _, w in terms],
+            params=replace(
+                params,
+                dtype=x.aval.dtype,
+                transposed=not params.transposed,
+                terms=len(terms),
+                invariant=True,
+            ),
+        )
+        return [ct_x, *[None] * len(ws)]
+    whole = collective.varying(x, params.axes)
+    return [
+        None,
+        *(
+            products.wgrad_dot(whole, ct, w.aval.dtype, params.precision, params.transposed)
+            if ad.is_undefined_primal(w) and type(ct) is not ad.Zero
+            else None
+            for ct, w in zip(cotangents, ws, strict=True)
+        ),
+    ]
+
+
+# Batching: a batch of xs is one more dimension of x.
+
+
+def _batch(
+    name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: MatmulParams
+) -> tuple[list[Any], list[Any]]:
+    d, *of_ws = dims
+    if name in params.axes or any(of_w is not None for of_w in of_ws):
+        out_dims = [None if d is None and of_w is None else 0 for of_w in of_ws]
+        compute = partial(_products, params=params)
+        return jax.vmap(compute, tuple(dims), out_dims, axis_size=size)(*operands), out_dims
+    x, *ws = operands
+    # A batch that is itself spread over mesh axes (vmap's spmd_axis_name) varies over them.
+    results = _bind(jnp.moveaxis(x, d, 0), ws, params)
+    return results, [0] * len(results)
+
+
+# Registration.
+
+
+def _needed(used: list[bool], params: MatmulParams) -> tuple[list[bool], MatmulParams]:
+    return [True, *used], params
+
+
+column_parallel_matmul_p.register(
+    abstract_eval=_abstract_eval,
+    lower=_lower,
+    explain=lambda site, avals, *, params, traced_over: [],
+    jvp=_jvp,
+    transpose=_transpose,
+    batch=_batch,
+    needed=_needed,
+)

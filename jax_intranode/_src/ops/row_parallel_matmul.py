@@ -1,0 +1,70 @@
+"""row_parallel_matmul: x, times a matrix whose rows are divided among the ranks."""
+
+from typing import Any
+
+from jax_intranode._src.ops import matmul_all_reduce, matmul_reduce_scatter
+
+
+def row_parallel_matmul(
+    x: Any,
+    w: Any,
+    axis_name: Any,
+    *,
+    sequence_axis: int | None = None,
+    preferred_element_type: Any = None,
+    batch_axes: Any = (),
+    mesh: Any = None,
+) -> Any:
+    """Multiplies with a matrix whose rows are divided over mesh axes.
+
+    ``x @ w`` on global arrays: the second matmul of a tensor-parallel layer, which takes what
+    `column_parallel_matmul` returns. Call it under ``jax.jit`` or eagerly, with the mesh of
+    ``jax.set_mesh`` in context or with `mesh`. The mesh axes may be Auto or Explicit. Inside
+    ``jax.shard_map`` it takes and returns the ranks' shards.
+
+    Without `sequence_axis` all ranks get the whole product: this is `matmul_all_reduce`. With
+    `sequence_axis` the ranks divide that dimension of the product (sequence parallelism): this is
+    `matmul_reduce_scatter`. Their documentation says how sums are rounded, what is overlapped, and
+    how they differentiate: as ``x @ w`` does, in forward and reverse mode and to any order.
+
+    XLA reshards global operands that are sharded in another way than below, for instance weights
+    that are sharded over `batch_axes`, too. Refused is only an operand of Explicit axes whose type
+    has `axis_name` at another dimension.
+
+    Args:
+        x: an array [..., K] with 2 or more dimensions, of any dtype that can be multiplied. Its
+            last dimension is divided over `axis_name`, so K is a multiple of the number of ranks.
+        w: a matrix [K, N] with the dtype of x.
+        axis_name: the name of a mesh axis, or several names, over which the rows of w are divided.
+        sequence_axis: the dimension of the product to divide over these axes, any but the last;
+            None if all ranks shall have the whole product.
+        preferred_element_type: the result's dtype, as in ``jnp.matmul``; that of x by default.
+        batch_axes: on global arrays, the other mesh axes that divide dimension 0 of x (data
+            parallelism), before `axis_name` does: a name or several. Explicit axes are known from
+            the type of x. On a mesh with further Auto axes the call falls back to ``jax.lax``.
+        mesh: on global arrays, the mesh, if there is none in context.
+
+    Returns:
+        An array [..., N]. Dimension `sequence_axis`, if there is one, is divided over `axis_name`,
+        and dimension 0 over `batch_axes`.
+
+    Raises:
+        TypeError: an operand is no array, the dtypes differ, `preferred_element_type` is of another
+            kind than they are, `sequence_axis` is no integer, or `mesh` is no mesh.
+        ValueError: the numbers of dimensions or the contracted dimensions do not fit, there is no
+            such `sequence_axis` or it is the last dimension, a dimension is no multiple of the
+            number of its parts, an axis is named twice, the type of an operand says that it is
+            sharded over `axis_name` in another way, or `batch_axes` or `mesh` is given inside
+            shard_map.
+        NameError: there is no such axis.
+    """
+    name = "row_parallel_matmul"
+    rest = preferred_element_type, batch_axes, mesh
+    if sequence_axis is None:
+        return matmul_all_reduce.call(name, x, w, axis_name, *rest)
+    if getattr(x, "ndim", 0) >= 2 and sequence_axis in (-1, x.ndim - 1):
+        raise ValueError(
+            f"{name}: sequence_axis is {sequence_axis}, the last dimension of the product; divide "
+            "another one, or call jax_intranode.matmul_reduce_scatter"
+        )
+    return matmul_reduce_scatter.call(name, "sequence_axis", x, w, axis_name, sequence_axis, *rest)

@@ -1,0 +1,626 @@
+"""Collective matmuls of global arrays, outside of shard_map: results and shardings of x @ w."""
+
+import contextlib
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import make_mesh, random
+from devices import need_devices
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from lowered import in_lowered
+
+from jax_intranode import (
+    all_gather_matmul,
+    column_parallel_matmul,
+    explain,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    row_parallel_matmul,
+)
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+TYPES = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+
+
+@pytest.fixture(autouse=True)
+def float32_products() -> Iterator[None]:
+    """Multiplies in float32; the default on GPUs is TF32."""
+    need_devices(2)
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def line(kind: AxisType = AUTO) -> Mesh:
+    """A mesh with the axis "model" only."""
+    size = min(4, len(jax.devices()))
+    return make_mesh((size,), ("model",)).update(axis_types=(kind,))
+
+
+def grid(*kinds: AxisType) -> Mesh:
+    """A mesh with the axes "data" and "model"."""
+    need_devices(4)
+    return make_mesh((2, 2), ("data", "model")).update(axis_types=kinds or (AUTO, AUTO))
+
+
+def values(mesh: Mesh, *shapes_and_specs: Any, dtype: str = "float32") -> list[jax.Array]:
+    return [
+        jax.device_put(random(dtype, shape, seed), NamedSharding(mesh, spec))
+        for seed, (shape, spec) in enumerate(shapes_and_specs)
+    ]
+
+
+def same(ours: Any, theirs: Any, tolerance: float = 2e-5) -> None:
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        a, b = np.asarray(a).astype(float), np.asarray(b).astype(float)
+        scale = max(1, np.abs(b).max(initial=0))
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * scale)
+
+
+def with_gradients(f: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that returns results, and gradients of a loss that is not linear in them."""
+
+    def both(*args: Any) -> Any:
+        results, pull_back = jax.vjp(f, *args)
+        return results, pull_back(jax.tree.map(jnp.cos, results))
+
+    return both
+
+
+def collectives(f: Callable[..., Any], *args: Any) -> dict[str, int]:
+    """Counts the collectives that a program is lowered to: ours by name, lax's as "lax"."""
+    found = in_lowered(jax.jit(f).lower(*args).as_text())
+    return {
+        name.removeprefix("jax_intranode_") if "intranode" in name else f"lax {name}": count
+        for name, count in found.items()
+    }
+
+
+def product(x: Any, w: Any) -> Any:
+    return [x @ v for v in w] if isinstance(w, (list, tuple)) else x @ w
+
+
+# Each function, the specs of x, w and the result on a line and on a grid with x's rows over "data".
+CALLS: dict[str, tuple[Any, Any, Any, Any]] = {
+    "all_gather_matmul": (
+        lambda x, w, **of: all_gather_matmul(x, w, "model", gather_axis=1, **of),
+        (None, "model", None),
+        (None, "model"),
+        (None, None, "model"),
+    ),
+    "matmul_reduce_scatter": (
+        lambda x, w, **of: matmul_reduce_scatter(x, w, "model", scatter_axis=1, **of),
+        (None, None, "model"),
+        ("model", None),
+        (None, "model", None),
+    ),
+    "matmul_all_reduce": (
+        lambda x, w, **of: matmul_all_reduce(x, w, "model", **of),
+        (None, None, "model"),
+        ("model", None),
+        (None, None, None),
+    ),
+    "column": (
+        lambda x, w, **of: column_parallel_matmul(x, w, "model", **of),
+        (None, None, None),
+        (None, "model"),
+        (None, None, "model"),
+    ),
+    "column, sequence": (
+        lambda x, w, **of: column_parallel_matmul(x, w, "model", sequence_axis=1, **of),
+        (None, "model", None),
+        (None, "model"),
+        (None, None, "model"),
+    ),
+    "row": (
+        lambda x, w, **of: row_parallel_matmul(x, w, "model", **of),
+        (None, None, "model"),
+        ("model", None),
+        (None, None, None),
+    ),
+    "row, sequence": (
+        lambda x, w, **of: row_parallel_matmul(x, w, "model", sequence_axis=-2, **of),
+        (None, None, "model"),
+        ("model", None),
+        (None, "model", None),
+    ),
+}
+EVERY = pytest.mark.parametrize("name", CALLS)
+OPERATION = {
+    "column, sequence": "all_gather_matmul",
+    "row": "matmul_all_reduce",
+    "row, sequence": "matmul_reduce_scatter",
+}
+
+
+# Values, gradients and shardings.
+
+
+@TYPES
+@EVERY
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_as_the_product_of_global_arrays(name: str, kind: AxisType, dtype: str) -> None:
+    f, of_x, of_w, of_y = CALLS[name]
+    mesh = line(kind)
+    with jax.set_mesh(mesh):
+        x, w = values(mesh, ((2, 8, 12), P(*of_x)), ((12, 16), P(*of_w)), dtype=dtype)
+        y, gradients = jax.jit(with_gradients(f))(x, w)
+    expected = with_gradients(product)(np.asarray(x), np.asarray(w))
+    same((y, gradients), expected, 2e-5 if dtype == "float32" else 0.03)
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P(*of_y)), 3)
+    for gradient, operand in zip(gradients, (x, w), strict=True):
+        assert gradient.sharding.is_equivalent_to(operand.sharding, operand.ndim)
+
+
+@pytest.mark.parametrize("kinds", [(AUTO, AUTO), (EXPLICIT,) * 2, (EXPLICIT, AUTO)], ids=str)
+@EVERY
+def test_with_batch_axes(name: str, kinds: tuple[AxisType, ...]) -> None:
+    """On a mesh of data and model no operand is gathered over data: the shard_map is all manual."""
+    f, of_x, of_w, of_y = CALLS[name]
+    mesh = grid(*kinds)
+    of = {"batch_axes": "data"} if kinds[0] is AUTO else {}
+    with jax.set_mesh(mesh):
+        specs = P("data", *of_x[1:]), P(*of_w)
+        x, w = values(mesh, ((4, 8, 12), specs[0]), ((12, 16), specs[1]))
+        program = with_gradients(lambda x, w: f(x, w, **of))
+        y, gradients = jax.jit(program)(x, w)
+        calls = explain(program)(x, w)
+    same((y, gradients), with_gradients(product)(np.asarray(x), np.asarray(w)))
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data", *of_y[1:])), 3)
+    over_model = [call for call in calls if call.axes == ("model",)]
+    assert over_model and all(call.algorithm != "lax" for call in over_model)
+    assert all(call.group_size == 2 for call in calls)
+    # The gradient of w, which is the same for all of the batch, is JAX's sum.
+    assert {call.algorithm for call in calls if call.axes == ("data",)} == {"lax"}
+
+
+@pytest.mark.parametrize("name", ["column", "row"])
+@TYPES
+def test_sharding_is_the_partitioners(name: str, kind: AxisType) -> None:
+    """The result has the sharding that plain jit gives to x @ w."""
+    f, of_x, of_w, of_y = CALLS[name]
+    mesh = grid(kind, kind)
+    with jax.set_mesh(mesh):
+        x, w = values(mesh, ((4, 8, 12), P("data", *of_x[1:])), ((12, 16), P(*of_w)))
+        out = {"out_sharding": P("data", *of_y[1:])} if kind is EXPLICIT else {}
+        theirs = jax.jit(lambda x, w: jnp.einsum("bsk,kn->bsn", x, w, **out))(x, w)
+        of = {} if kind is EXPLICIT else {"batch_axes": ("data",)}
+        ours = jax.jit(lambda x, w: f(x, w, **of))(x, w)
+        assert ours.sharding.is_equivalent_to(theirs.sharding, 3)
+        assert jax.typeof(ours) == jax.typeof(theirs)
+
+
+@TYPES
+def test_rows_of_a_matrix(kind: AxisType) -> None:
+    """Where x is a matrix, its rows are divided over data, and then over model."""
+    mesh = grid(kind, kind)
+    of = {} if kind is EXPLICIT else {"batch_axes": "data"}
+    with jax.set_mesh(mesh):
+        rows = P(("data", "model"))
+        x, w, v = values(
+            mesh, ((8, 12), rows), ((12, 6), P(None, "model")), ((6, 12), P("model", None))
+        )
+
+        def block(x: Any, w: Any, v: Any) -> Any:
+            y = column_parallel_matmul(x, w, "model", sequence_axis=0, **of)
+            return row_parallel_matmul(y, v, "model", sequence_axis=0, **of)
+
+        z, gradients = jax.jit(with_gradients(block))(x, w, v)
+    expected = with_gradients(lambda x, w, v: x @ w @ v)(*map(np.asarray, (x, w, v)))
+    same((z, gradients), expected)
+    assert z.sharding.is_equivalent_to(NamedSharding(mesh, rows), 2)
+
+
+@pytest.mark.parametrize("sequence_axis", [None, 1])
+@TYPES
+def test_list_of_matrices(kind: AxisType, sequence_axis: Any) -> None:
+    mesh = line(kind)
+    with jax.set_mesh(mesh):
+        by_columns = P(None, "model")
+        x, *ws = values(
+            mesh,
+            ((2, 8, 12), P(None, "model" if sequence_axis else None)),
+            ((12, 16), by_columns),
+            ((12, 8), by_columns),
+        )
+
+        def ours(x: Any, ws: Any) -> Any:
+            q, k = column_parallel_matmul(x, ws, "model", sequence_axis=sequence_axis)
+            return q[..., :8] * k, q
+
+        def theirs(x: Any, ws: Any) -> Any:
+            q, k = x @ ws[0], x @ ws[1]
+            return q[..., :8] * k, q
+
+        if kind is EXPLICIT:  # JAX refuses to cut a sharded dimension
+            ours = theirs = lambda x, ws: column_parallel_matmul(
+                x, ws, "model", sequence_axis=sequence_axis
+            )
+            expected = with_gradients(product)(np.asarray(x), [*map(np.asarray, ws)])
+        else:
+            expected = with_gradients(theirs)(np.asarray(x), [*map(np.asarray, ws)])
+        same(jax.jit(with_gradients(ours))(x, ws), expected)
+        total = collectives(with_gradients(ours), x, ws)
+    # One collective forward, unless all ranks have x, and one for the gradient of x.
+    assert total == ({"all_gather": 1, "psum_scatter": 1} if sequence_axis else {"psum": 1})
+
+
+@TYPES
+def test_gathered_x(kind: AxisType) -> None:
+    """The gathered x is x, and the same on all ranks."""
+    mesh = grid(kind, kind)
+    of = {} if kind is EXPLICIT else {"batch_axes": "data"}
+    with jax.set_mesh(mesh):
+        x, w = values(mesh, ((4, 8, 12), P("data", "model")), ((12, 16), P(None, "model")))
+
+        def ours(x: Any, w: Any) -> Any:
+            return all_gather_matmul(x, w, "model", gather_axis=1, return_gathered=True, **of)
+
+        (y, whole), gradients = jax.jit(with_gradients(ours))(x, w)
+    expected = with_gradients(lambda x, w: (x @ w, x))(np.asarray(x), np.asarray(w))
+    same(((y, whole), gradients), expected)
+    assert whole.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 3)
+
+
+def test_over_two_axes() -> None:
+    mesh = grid()
+    axes = ("model", "data")
+    with jax.set_mesh(mesh):
+        x, w, v = values(
+            mesh, ((8, 12), P(axes)), ((12, 16), P(None, axes)), ((16, 8), P(axes, None))
+        )
+
+        def block(x: Any, w: Any, v: Any) -> Any:
+            y = column_parallel_matmul(x, w, axes, sequence_axis=0)
+            return row_parallel_matmul(y, v, axes), row_parallel_matmul(y, v, axes, sequence_axis=0)
+
+        ours = jax.jit(with_gradients(block))(x, w, v)
+    expected = with_gradients(lambda x, w, v: (x @ w @ v,) * 2)(*map(np.asarray, (x, w, v)))
+    same(ours, expected)
+
+
+@TYPES
+def test_operands_that_are_sharded_in_another_way(kind: AxisType) -> None:
+    """Weights that are divided over data (FSDP), or not at all, are resharded."""
+    mesh = grid(kind, kind)
+    of = {} if kind is EXPLICIT else {"batch_axes": "data"}
+    with jax.set_mesh(mesh):
+        x, w, v = values(
+            mesh, ((4, 8, 12), P("data")), ((12, 16), P("data", "model")), ((16, 12), P())
+        )
+
+        def block(x: Any, w: Any, v: Any) -> Any:
+            return row_parallel_matmul(
+                column_parallel_matmul(x, w, "model", **of), v, "model", **of
+            )
+
+        z, gradients = jax.jit(with_gradients(block))(x, w, v)
+    expected = with_gradients(lambda x, w, v: x @ w @ v)(*map(np.asarray, (x, w, v)))
+    same((z, gradients), expected)
+    assert gradients[1].sharding.is_equivalent_to(w.sharding, 2) or kind is AUTO
+
+
+# What runs.
+
+
+def test_a_layer_has_no_collective_of_xla() -> None:
+    """Forward and backward pass of a layer: two sums, or two gathers and two scatters; all ours."""
+    mesh = line()
+    with jax.set_mesh(mesh):
+        x, w, v = values(
+            mesh, ((2, 8, 12), P()), ((12, 16), P(None, "model")), ((16, 12), P("model", None))
+        )
+
+        def layer(x: Any, w: Any, v: Any, sequence_axis: Any) -> Any:
+            y = column_parallel_matmul(x, w, "model", sequence_axis=sequence_axis)
+            return row_parallel_matmul(jnp.tanh(y), v, "model", sequence_axis=sequence_axis)
+
+        for sequence_axis, expected in (
+            (None, {"psum": 2}),
+            (1, {"all_gather": 2, "psum_scatter": 2}),
+        ):
+            program = with_gradients(lambda x, w, v, k=sequence_axis: layer(x, w, v, k))
+            assert collectives(program, x, w, v) == expected
+            placed = jax.device_put(
+                x, NamedSharding(mesh, P(None, "model" if sequence_axis else None))
+            )
+            compiled = jax.jit(program).lower(placed, w, v).compile().as_text()
+            assert not re.search(r"(all-reduce|all-gather|reduce-scatter|all-to-all)\(", compiled)
+
+
+@EVERY
+def test_explain_names_the_line_and_the_operation(name: str) -> None:
+    f, of_x, of_w, _ = CALLS[name]
+    mesh = line()
+    with jax.set_mesh(mesh):
+        x, w = values(mesh, ((2, 8, 12), P(*of_x)), ((12, 16), P(*of_w)))
+        calls = explain(f)(x, w)
+        backward = explain(jax.grad(lambda x, w: jnp.sin(f(x, w)).sum(), (0, 1)))(x, w)
+    assert [call.operation for call in calls] == (
+        [] if name == "column" else [OPERATION.get(name, name)]
+    )
+    if name == "column":
+        assert [call.operation for call in backward] == ["matmul_all_reduce"]
+    for call in (*calls, *backward):
+        assert call.algorithm != "lax"
+        assert "test_global_arrays.py" in call.source
+
+
+def test_a_mesh_axis_that_is_not_named_falls_back(caplog: pytest.LogCaptureFixture) -> None:
+    mesh = grid()
+    reason = "a partly manual mesh: neither axis_name nor batch_axes has 'data'"
+    with jax.set_mesh(mesh):
+        for name, (f, of_x, of_w, _) in CALLS.items():
+            x, w = values(mesh, ((4, 8, 12), P("data", *of_x[1:])), ((12, 16), P(*of_w)))
+            with caplog.at_level(logging.INFO, "jax_intranode"):
+                ours = jax.jit(with_gradients(f))(x, w)
+            same(ours, with_gradients(product)(np.asarray(x), np.asarray(w)))
+            calls = explain(with_gradients(f))(x, w)
+            assert calls and {(call.algorithm, call.reason) for call in calls} == {("lax", reason)}
+            assert f"falls back to jax.lax: {reason}" in caplog.text, name
+            caplog.clear()
+
+
+@pytest.mark.parametrize("size", ["data", "model"])
+def test_axes_of_size_one(size: str) -> None:
+    """An axis of one device needs no name; a group of one device sends nothing."""
+    mesh = make_mesh((1, 2) if size == "data" else (2, 1), ("data", "model"))
+    of = {} if size == "data" else {"batch_axes": "data"}
+    with jax.set_mesh(mesh):
+        for f, of_x, of_w, _ in CALLS.values():
+            x, w = values(mesh, ((4, 8, 12), P("data", *of_x[1:])), ((12, 16), P(*of_w)))
+            program = with_gradients(lambda x, w, f=f: f(x, w, **of))
+            same(jax.jit(program)(x, w), with_gradients(product)(np.asarray(x), np.asarray(w)))
+            if size == "data":
+                assert all(call.algorithm != "lax" for call in explain(f)(x, w))
+
+
+# Where it is called.
+
+
+@EVERY
+@pytest.mark.parametrize("context", ["set_mesh", "with", "argument"])
+@TYPES
+def test_mesh_in_context(name: str, context: str, kind: AxisType) -> None:
+    f, of_x, of_w, _ = CALLS[name]
+    mesh = line(kind)
+    x, w = values(mesh, ((2, 8, 12), P(*of_x)), ((12, 16), P(*of_w)))
+    of = {"mesh": mesh} if context == "argument" else {}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", DeprecationWarning)  # of `with mesh:`
+        if context != "argument":
+            stack.enter_context(jax.set_mesh(mesh) if context == "set_mesh" else mesh)
+
+        def call(x: Any, w: Any) -> Any:
+            return f(x, w, **of)
+
+        for g in (call, jax.jit(call), jax.jit(with_gradients(call))):
+            expected = product(np.asarray(x), np.asarray(w))
+            same(jax.tree.leaves(g(x, w))[0], expected)
+        assert all(call.algorithm != "lax" for call in explain(call)(x, w))
+
+
+def test_one_program_over_another_order_of_devices() -> None:
+    """Under set_mesh the program that is traced has no devices: each order is lowered anew."""
+    first = line()
+    second = Mesh(first.devices[::-1], first.axis_names, axis_types=first.axis_types)
+    f = jax.jit(lambda x, w: matmul_reduce_scatter(x, w, "model"))
+    for mesh in (first, second, first):
+        with jax.set_mesh(mesh):
+            x, w = values(mesh, ((8, 12), P(None, "model")), ((12, 16), P("model")))
+            same(f(x, w), np.asarray(x) @ np.asarray(w))
+
+
+def test_inside_shard_map() -> None:
+    """There the functions take shards. The gradient of a replicated x is one sum."""
+    mesh = line()
+    x, w, v = values(
+        mesh, ((8, 12), P()), ((12, 16), P(None, "model")), ((16, 12), P("model", None))
+    )
+    expected = with_gradients(lambda x, w, v: jnp.tanh(x @ w) @ v)(*map(np.asarray, (x, w, v)))
+    for check_vma in (True, False):
+
+        @jax.shard_map(
+            mesh=mesh,
+            in_specs=(P(), P(None, "model"), P("model")),
+            out_specs=P(),
+            check_vma=check_vma,
+        )
+        def block(x: Any, w: Any, v: Any) -> Any:
+            return row_parallel_matmul(jnp.tanh(column_parallel_matmul(x, w, "model")), v, "model")
+
+        same(jax.jit(with_gradients(block))(x, w, v), expected)
+        if check_vma:
+            assert collectives(with_gradients(block), x, w, v) == {"psum": 2}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_a_shard_map_over_another_axis(check_vma: bool) -> None:
+    """The axis that is not bound yet is that of global arrays. Nested shard_maps fall back."""
+    mesh = grid()
+    x, w = values(mesh, ((4, 8, 12), P("data", "model")), ((12, 16), P(None, "model")))
+
+    @jax.shard_map(
+        mesh=mesh,
+        in_specs=(P("data"), P()),
+        out_specs=P("data"),
+        axis_names={"data"},
+        check_vma=check_vma,
+    )
+    def over_data(x: Any, w: Any) -> Any:
+        return column_parallel_matmul(x, w, "model", sequence_axis=1)
+
+    # With check_vma=True JAX can't transpose a shard_map in a shard_map that keeps residuals.
+    of = (lambda f: f) if check_vma else with_gradients
+    same(jax.jit(of(over_data))(x, w), of(product)(*map(np.asarray, (x, w))))
+    (call,) = explain(over_data)(x, w)
+    assert call.algorithm == "lax" and call.reason
+
+
+# Transformations.
+
+
+@TYPES
+@EVERY
+def test_transformations(name: str, kind: AxisType) -> None:
+    f, of_x, of_w, _ = CALLS[name]
+    mesh = line(kind)
+
+    def program(f: Any) -> Any:
+        def of_operands(x: Any, w: Any) -> Any:
+            def step(total: Any, _: Any) -> Any:
+                y = jax.checkpoint(f)(x * total, w)
+                return total + jnp.sin(y).sum(), None
+
+            scanned, _ = jax.lax.scan(step, jnp.float32(1), None, 3)
+            tangent = jax.jvp(f, (x, w), (x + 1, w * 2))[1]
+
+            def gradient(x: Any) -> Any:
+                return jax.grad(lambda x, w: jnp.sin(f(x, w)).sum(), 1)(x, w).sum()
+
+            second = jax.grad(gradient)(x)
+            return scanned, tangent, second
+
+        return with_gradients(of_operands)
+
+    with jax.set_mesh(mesh):
+        x, w = values(mesh, ((2, 8, 12), P(*of_x)), ((12, 16), P(*of_w)))
+        ours = jax.jit(program(f))(x, w)
+    same(ours, jax.jit(program(product))(np.asarray(x), np.asarray(w)), 2e-4)
+
+
+@EVERY
+@pytest.mark.parametrize("dims", [(0, None), (3, None), (None, 0), (0, 2)], ids=str)
+def test_vmap(name: str, dims: Any) -> None:
+    f = CALLS[name][0]
+    mesh = line()
+    shapes = [[2, 8, 12], [12, 16]]
+    for shape, d in zip(shapes, dims, strict=True):
+        if d is not None:
+            shape.insert(d, 3)
+    x, w = (random("float32", shape, k) for k, shape in enumerate(shapes))
+    with jax.set_mesh(mesh):
+        ours = jax.jit(with_gradients(jax.vmap(f, dims)))(x, w)
+    same(ours, jax.jit(with_gradients(jax.vmap(product, dims)))(x, w), 1e-4)
+
+
+def test_vmap_over_an_axis_of_the_same_name() -> None:
+    """The name is that of the vmap then, as everywhere in JAX."""
+    with jax.set_mesh(line()):
+        x, w = random("float32", (3, 4, 5)), random("float32", (3, 5, 6), 1)
+        total = jax.vmap(lambda x, w: matmul_all_reduce(x, w, "model"), axis_name="model")(x, w)
+    same(total[0], np.einsum("bmk,bkn->mn", x, w))
+
+
+# Errors.
+
+X, W = np.ones((8, 12), np.float32), np.ones((12, 16), np.float32)
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "no axis of the mesh": (
+        lambda: column_parallel_matmul(X, W, "tensor"), NameError,
+        r"unbound axis name: tensor.*column_parallel_matmul.*context: \['data', 'model'\]",
+    ),
+    "no batch axis of the mesh": (
+        lambda: row_parallel_matmul(X, W, "model", batch_axes="batch"), NameError,
+        r"row_parallel_matmul: batch_axes has 'batch'; .*\['data', 'model'\]",
+    ),
+    "named twice": (
+        lambda: matmul_all_reduce(X, W, "model", batch_axes=("data", "model")), ValueError,
+        "matmul_all_reduce: axis 'model' is named twice",
+    ),
+    "no mesh": (
+        lambda: matmul_all_reduce(X, W, "model", mesh=4), TypeError,
+        "matmul_all_reduce: mesh is 4; pass a jax.sharding.Mesh",
+    ),
+    "another mesh": (
+        lambda: matmul_all_reduce(X, W, "x", mesh=make_mesh((2,), ("x",))), ValueError,
+        "matmul_all_reduce: mesh is .*the mesh in context is .*leave mesh out",
+    ),
+    "columns": (
+        lambda: column_parallel_matmul(X, [W, W[:, :3]], "model"), ValueError,
+        r"dimension 1 of w\[1\], of shape \(12, 3\), is divided over the mesh axes 'model'; its",
+    ),
+    "rows": (
+        lambda: row_parallel_matmul(X[:, :5], W[:5], "model"), ValueError,
+        r"row_parallel_matmul: dimension 1 of x, of shape \(8, 5\), is divided over .* multiple of",
+    ),
+    "rows of the batch": (
+        lambda: column_parallel_matmul(X[:5], W, "model", batch_axes="data"), ValueError,
+        r"dimension 0 of x, of shape \(5, 12\), is divided over the mesh axes 'data'",
+    ),
+    "gathered rows": (
+        lambda: all_gather_matmul(X[:6], W, "model", batch_axes="data"), ValueError,
+        r"dimension 0 of x, of shape \(6, 12\), is divided over the mesh axes 'data', 'model'",
+    ),
+    "scattered rows": (
+        lambda: matmul_reduce_scatter(X[:6], W, "model", batch_axes="data"), ValueError,
+        r"dimension 0 of the product, of shape \(6, 16\), is divided .*; its length .* of 4",
+    ),
+    "sequence axis of columns": (
+        lambda: column_parallel_matmul(X, W, "model", sequence_axis=1), ValueError,
+        "column_parallel_matmul: sequence_axis is 1, the last dimension of x",
+    ),
+    "sequence axis of rows": (
+        lambda: row_parallel_matmul(X, W, "model", sequence_axis=-1), ValueError,
+        "row_parallel_matmul: sequence_axis is -1, the last dimension of the product",
+    ),
+    "no sequence axis": (
+        lambda: row_parallel_matmul(X, W, "model", sequence_axis=2), ValueError,
+        "row_parallel_matmul: sequence_axis is 2; with 2 dimensions it must be from -2 to 1",
+    ),
+    "no integer": (
+        lambda: row_parallel_matmul(X, W, "model", sequence_axis="model"), TypeError,
+        "row_parallel_matmul: sequence_axis is 'model'; pass an integer",
+    ),
+    "contracted": (
+        lambda: column_parallel_matmul(X, W[1:], "model"), ValueError,
+        r"column_parallel_matmul: the last dimension of x, of shape \(8, 12\), is not the first",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_while_tracing(name: str) -> None:
+    call, error, message = REFUSED[name]
+    with jax.set_mesh(grid()), pytest.raises(error, match=message):
+        jax.eval_shape(call)
+
+
+@pytest.mark.parametrize("f", [column_parallel_matmul, row_parallel_matmul, matmul_all_reduce])
+def test_no_mesh_in_context(f: Any) -> None:
+    with pytest.raises(NameError, match=f"{f.__name__} acts on .* jax.set_mesh") as raised:
+        f(X, W, "model")
+    assert "axes of the mesh in context: none" in str(raised.value)
+
+
+@pytest.mark.parametrize("of", [{"batch_axes": "data"}, {"mesh": "the mesh"}], ids=str)
+def test_options_of_global_arrays_inside_shard_map(of: dict[str, Any]) -> None:
+    mesh = grid()
+    of = {name: mesh if name == "mesh" else value for name, value in of.items()}
+
+    @jax.shard_map(mesh=mesh, in_specs=(P(), P(None, "model")), out_specs=P(None, "model"))
+    def body(x: Any, w: Any) -> Any:
+        return column_parallel_matmul(x, w, "model", **of)
+
+    with pytest.raises(ValueError, match=f"'model' is bound here.*{next(iter(of))} is given"):
+        jax.eval_shape(body, X, W)
+
+
+def test_explicit_sharding_that_does_not_fit() -> None:
+    """JAX itself would refuse it, or communicate without being asked."""
+    mesh = line(EXPLICIT)
+    with jax.set_mesh(mesh):
+        x, w = values(mesh, ((8, 12), P("model")), ((12, 16), P("model", None)))
+        with pytest.raises(ValueError, match=r"dimension 0 of x, .* is sharded over 'model'"):
+            column_parallel_matmul(x, jax.sharding.reshard(w, P(None, "model")), "model")
+        with pytest.raises(ValueError, match=r"of w, .* needs the sharding .*jax.sharding.reshard"):
+            column_parallel_matmul(x, w, "model", sequence_axis=0)

@@ -489,8 +489,9 @@ def _frames(traceback: Any) -> list[Frame]:
 # the jaxpr of its body that is lowered.
 RewriteBody = Callable[[Any, dict[str, Any]], Any]
 
-# The context in which a whole program is lowered: around(its jaxpr).
-Around = Callable[[Any], contextlib.AbstractContextManager[Any]]
+# Lowers a program: lower_program(its jaxpr, the platforms, a function that lowers a jaxpr) -> what
+# that function returns.
+LowerProgram = Callable[[Any, tuple[str, ...], Callable[[Any], Any]], Any]
 
 _hooked = False
 
@@ -504,7 +505,7 @@ def cache_key_context() -> Any:
     return jax.make_user_context(None)
 
 
-def hook_lowering(rewrite: RewriteBody, around: Around) -> None:
+def hook_lowering(rewrite: RewriteBody, lower_program: LowerProgram) -> None:
     """Makes JAX call these functions whenever it lowers a program. Later calls do nothing.
 
     0.10.2 to 0.12. It replaces the lowering rule of shard_map, which gets the body as it is after
@@ -548,8 +549,10 @@ def hook_lowering(rewrite: RewriteBody, around: Around) -> None:
         return rule(ctx, *operands, **params | {"jaxpr": rewrite(ctx, params)})
 
     def rewriting_lower(closed_jaxpr: Any, *args: Any, **kwargs: Any) -> Any:
-        with around(closed_jaxpr):
+        if kwargs["lowering_parameters"].for_export:
             return lower(closed_jaxpr, *args, **kwargs)
+        *_, platforms = args
+        return lower_program(closed_jaxpr, platforms, lambda j: lower(j, *args, **kwargs))
 
     mlir.register_lowering(shard_map.shard_map_p, rewriting_rule)
     setattr(pxla, "_cached_lowering_to_hlo", rewriting_lower)  # noqa: B010, or mypy objects
@@ -568,6 +571,11 @@ def inside_shard_map(params: dict[str, Any]) -> Iterator[None]:
         config._check_vma(params["check_vma"]),
     ):
         yield
+
+
+def under_mesh(concrete: jax.sharding.Mesh) -> contextlib.AbstractContextManager[Any]:
+    """The context in which a program outside of shard_map is traced for this mesh. 0.10.2."""
+    return mesh.use_abstract_mesh(concrete.abstract_mesh)
 
 
 def body_of_shard_map(params: dict[str, Any]) -> Jaxpr:

@@ -2,6 +2,7 @@
 
 - switch.py: the public functions that turn it on and off;
 - hook.py: what runs when JAX lowers a program;
+- explicit.py: matmuls of plain jit programs under Explicit axes;
 - jaxprs.py: rewrites the body of a shard_map (body.py), and the jaxprs inside;
 - sums.py: merges sums; collectives.py: any collective of lax;
 - agreement.py: the processes of a mesh agree on rewriting a program;

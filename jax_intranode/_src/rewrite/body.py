@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+from jax_intranode._src import compat
 from jax_intranode._src.ops.lowering_site import LoweringSite, device_ids
+from jax_intranode._src.rewrite import agreement
 
 
 @dataclass(frozen=True)
@@ -56,3 +58,12 @@ class Body:
         for index, decision in enumerate(self.decisions):
             if decision.equation is equation:
                 self.decisions[index] = Decision(equation, reason)
+
+
+def body_of(site: LoweringSite, params: dict[str, Any]) -> Body:
+    """The body of a shard_map at a lowering site, with the reason if it is left as it is."""
+    reason = site.reason_for_lax(None if site.mesh is None else device_ids(site.mesh))
+    if reason is None:
+        assert site.mesh is not None  # or there would be a reason
+        reason = agreement.reason_not_to_rewrite(site.mesh, compat.body_of_shard_map(params))
+    return Body(site, params, reason)

@@ -1,17 +1,16 @@
 """What runs when JAX lowers a program."""
 
-import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jax_intranode._src import compat
 from jax_intranode._src.ops.lowering_site import LoweringSite, device_ids
-from jax_intranode._src.rewrite import agreement
-from jax_intranode._src.rewrite.body import Body
+from jax_intranode._src.rewrite.body import body_of
+from jax_intranode._src.rewrite.explicit import rewrite_program
 from jax_intranode._src.rewrite.jaxprs import Rewriter, has_collectives
 
 _log = logging.getLogger("jax_intranode")
@@ -32,28 +31,28 @@ class _Totals(threading.local):
 _totals = _Totals()
 
 
-@contextlib.contextmanager
-def lowering_of_program(jaxpr: Any) -> Iterator[None]:
-    """The context in which a program is lowered.
+def lower_program(jaxpr: Any, platforms: tuple[str, ...], lower: Callable[[Any], Any]) -> Any:
+    """Lowers a program: `lower` gets the jaxpr as it is to be lowered.
 
     Under ``jax.set_mesh`` the jaxpr of a shard_map without ``mesh=`` names no devices, so JAX would
     reuse its lowering, which holds device ids, for a mesh with other devices. Hence the devices are
     part of the cache's key while such a program is lowered.
     """
     if not enabled.value:
-        yield
-        return
+        return lower(jaxpr)
+    _totals.taken = _totals.left = 0
+    jaxpr = rewrite_program(jaxpr, platforms)
     mesh = compat.set_mesh()
     key = (ON, device_ids(mesh)) if mesh is not None and _over_set_mesh(jaxpr) else ON
-    _totals.taken = _totals.left = 0
     with enabled(key):
-        yield
+        lowered = lower(jaxpr)
     if _totals.taken + _totals.left:
         _log.info(
             "Lowered a program: %d collectives of jax.lax replaced, %d left.",
             _totals.taken,
             _totals.left,
         )
+    return lowered
 
 
 def rewrite_body(ctx: Any, params: dict[str, Any]) -> Any:
@@ -70,15 +69,6 @@ def rewrite_body(ctx: Any, params: dict[str, Any]) -> Any:
     _totals.taken += body.taken()
     _totals.left += body.left()
     return rewritten
-
-
-def body_of(site: LoweringSite, params: dict[str, Any]) -> Body:
-    """The body of a shard_map at a lowering site, with the reason if it is left as it is."""
-    reason = site.reason_for_lax(None if site.mesh is None else device_ids(site.mesh))
-    if reason is None:
-        assert site.mesh is not None  # or there would be a reason
-        reason = agreement.reason_not_to_rewrite(site.mesh, compat.body_of_shard_map(params))
-    return Body(site, params, reason)
 
 
 def _over_set_mesh(jaxpr: Any) -> bool:

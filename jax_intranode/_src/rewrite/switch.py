@@ -29,7 +29,7 @@ def install() -> None:
             is as it was.
     """
     if not config.get().disable:
-        compat.hook_lowering(hook.rewrite_body, hook.lowering_of_program)
+        compat.hook_lowering(hook.rewrite_body, hook.lower_program)
         _enabled.set_global(hook.ON)
 
 
@@ -53,6 +53,6 @@ def accelerate() -> Iterator[None]:
     if config.get().disable:
         yield
         return
-    compat.hook_lowering(hook.rewrite_body, hook.lowering_of_program)
+    compat.hook_lowering(hook.rewrite_body, hook.lower_program)
     with _enabled(hook.ON):
         yield

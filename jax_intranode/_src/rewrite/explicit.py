@@ -1,0 +1,210 @@
+"""Matmuls of plain jit programs under a mesh with Explicit axes, where the jaxpr has all shardings.
+
+XLA's partitioner adds the communication of such a matmul after lowering. Here it becomes a
+shard_map whose body communicates by jax.lax, with the shardings that the matmul has. The body is
+then rewritten like any other. A matmul whose communication this package would not replace stays as
+it is.
+
+- The contracted dimensions are sharded: the products are summed (and scattered, if the result is
+  sharded in their place).
+- A row or column dimension is sharded and that of the result is not: the operand is gathered.
+"""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jax_intranode._src import compat
+from jax_intranode._src.ops.lowering_site import LoweringSite, device_ids
+from jax_intranode._src.rewrite.body import body_of
+from jax_intranode._src.rewrite.jaxprs import Rewriter
+
+# The mesh axes over which a dimension is sharded; none if it is not.
+Axes = tuple[str, ...]
+
+# What became of a program on some devices. It must live as long as the program, because JAX's cache
+# of lowerings does not keep its keys alive.
+_rewritten: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def rewrite_program(jaxpr: Any, platforms: tuple[str, ...]) -> Any:
+    """A program's jaxpr with its matmuls over sharded arrays rewritten; itself if nothing changes.
+
+    Args:
+        jaxpr: the jaxpr, closed.
+        platforms: the platforms that it is lowered for.
+    """
+    mesh = compat.set_mesh()
+    if mesh is None or not _all_explicit(mesh):
+        return jaxpr
+    known = _rewritten.setdefault(jaxpr, {})
+    key = device_ids(mesh), platforms
+    if key not in known:
+        known[key] = _Program(LoweringSite(mesh, frozenset(mesh.axis_names), platforms)).rewrite(
+            jaxpr
+        )
+    return known[key]
+
+
+def _all_explicit(mesh: jax.sharding.Mesh) -> bool:
+    """Whether all axes are Explicit. Our kernels need all axes of a mesh in their shard_map."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return all(kind is AxisType.Explicit or mesh.shape[name] == 1 for name, kind in kinds)
+
+
+@dataclass(frozen=True)
+class _Communication:
+    """What a matmul over sharded arrays communicates.
+
+    Attributes:
+        gather: the operand that is gathered, its dimension and the axes; None if there is none.
+        reduce: the axes over which products are summed.
+        scatter: the dimension of the result that the sum is scattered along; None if it is not.
+    """
+
+    gather: tuple[int, int, Axes] | None
+    reduce: Axes
+    scatter: int | None
+
+
+class _Program:
+    """Rewrites the jaxprs of one program."""
+
+    def __init__(self, site: LoweringSite):
+        self._site = site
+        self._rewritten: dict[int, tuple[Any, Any]] = {}  # by identity, with what has it
+        self._of_types: dict[Any, bool] = {}
+
+    def rewrite(self, jaxpr: Any) -> Any:
+        known = self._rewritten.get(id(jaxpr))
+        if known is None:
+            known = self._rewritten[id(jaxpr)] = jaxpr, self._rewrite(jaxpr)
+        return known[1]
+
+    def _rewrite(self, jaxpr: Any) -> Any:
+        before = compat.open_jaxpr(jaxpr).eqns
+        after = [self._equation(equation) for equation in before]
+        if all(new is old for new, old in zip(after, before, strict=True)):
+            return jaxpr
+        return compat.with_equations(jaxpr, after)
+
+    def _equation(self, equation: Any) -> Any:
+        if equation.primitive.name != "dot_general" or compat.is_placed(equation):
+            return compat.replaced_inside(equation, self.rewrite)
+        left, right, result = (_spec(v.aval) for v in (*equation.invars, *equation.outvars))
+        if left is None or right is None or result is None:
+            return equation
+        found = communication(equation.params["dimension_numbers"], left, right, result)
+        if found is None:
+            return equation
+        return self._as_shard_map(equation, found, [left, right, result])
+
+    def _as_shard_map(self, equation: Any, found: _Communication, specs: Sequence[Any]) -> Any:
+        how = {k: v for k, v in equation.params.items() if k != "out_sharding"}
+
+        def body(*operands: Any) -> Any:
+            x, w = operands
+            if found.gather is not None:
+                operand, dimension, axes = found.gather
+                whole = lax.all_gather(operands[operand], axes, axis=dimension, tiled=True)
+                x, w = (whole, w) if operand == 0 else (x, whole)
+            product = lax.dot_general(x, w, **how)
+            if not found.reduce:
+                return product
+            if found.scatter is None:
+                return lax.psum(product, found.reduce)
+            return lax.psum_scatter(
+                product, found.reduce, scatter_dimension=found.scatter, tiled=True
+            )
+
+        *of_operands, of_result = (P(*(axes or None for axes in spec)) for spec in specs)
+        sharded = jax.shard_map(
+            body, in_specs=tuple(of_operands), out_specs=of_result, check_vma=False
+        )
+        assert self._site.mesh is not None
+        with compat.under_mesh(self._site.mesh):
+            traced = compat.trace(lambda *operands: [sharded(*operands)], _avals(equation))
+        if traced is None or len(traced.eqns) != 1:
+            return equation
+        (new,) = traced.eqns
+        record = body_of(self._site, new.params)
+        Rewriter(record).rewrite(compat.body_of_shard_map(new.params))
+        if not record.taken():
+            return equation
+        return new.replace(
+            invars=equation.invars,
+            outvars=equation.outvars,
+            source_info=equation.source_info,
+            ctx=equation.ctx,
+        )
+
+
+def _avals(equation: Any) -> list[Any]:
+    return [v.aval for v in equation.invars]
+
+
+def _spec(aval: Any) -> tuple[Axes, ...] | None:
+    """The axes of each dimension; None if the sharding is of another kind."""
+    sharding = aval.sharding
+    spec = sharding.spec
+    if sharding.mesh.empty or getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
+        return None
+    entries = [*spec, *[None] * (aval.ndim - len(spec))]
+    if any(entry is P.UNCONSTRAINED for entry in entries):
+        return None
+    return tuple(
+        () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        for entry in entries
+    )
+
+
+def communication(
+    dimension_numbers: Any,
+    left: Sequence[Axes],
+    right: Sequence[Axes],
+    result: Sequence[Axes],
+) -> _Communication | None:
+    """What a dot_general communicates; None if nothing, or if it is of no kind that we replace.
+
+    Args:
+        dimension_numbers: those of the dot_general.
+        left: the axes of each dimension of the left operand.
+        right: those of the right operand.
+        result: those of the result.
+    """
+    (contracted_left, contracted_right), (batch_left, batch_right) = dimension_numbers
+    reduce: Axes = ()
+    for i, j in zip(contracted_left, contracted_right, strict=True):
+        if left[i] != right[j]:
+            return None
+        reduce += left[i]
+    for k, (i, j) in enumerate(zip(batch_left, batch_right, strict=True)):
+        if not left[i] == right[j] == result[k]:
+            return None
+    gather: tuple[int, int, Axes] | None = None
+    scatter: int | None = None
+    dimension = len(batch_left)
+    for operand, (spec, others) in enumerate(
+        ((left, (*contracted_left, *batch_left)), (right, (*contracted_right, *batch_right)))
+    ):
+        for i, before in enumerate(spec):
+            if i in others:
+                continue
+            after = result[dimension]
+            if before != after:
+                if before and not after and gather is None:
+                    gather = operand, i, before
+                elif not before and after == reduce and scatter is None:
+                    scatter = dimension
+                else:
+                    return None
+            dimension += 1
+    if (gather is None) == (not reduce):
+        return None
+    return _Communication(gather, reduce, scatter)

@@ -1,0 +1,147 @@
+"""Matmuls of plain jit programs under a mesh with Explicit axes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from devices import need_devices
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from lowered import in_lowered
+
+import jax_intranode
+from jax_intranode._src.rewrite.explicit import communication
+
+N = len(jax.devices())
+
+
+def explicit_mesh(
+    order: Any = None, kinds: tuple[AxisType, AxisType] = (AxisType.Explicit,) * 2
+) -> Mesh:
+    need_devices(4)
+    devices = np.array(jax.devices())[list(order or range(N))]
+    return Mesh(devices.reshape(2, N // 2), ("data", "model"), axis_types=kinds)
+
+
+def put(seed: int, shape: tuple[int, ...], *spec: Any) -> jax.Array:
+    return jax.device_put(jax.random.normal(jax.random.key(seed), shape), P(*spec))
+
+
+def mlp(x: Any, w1: Any, w2: Any) -> Any:
+    hidden = jax.nn.relu(x @ w1)
+    return jnp.dot(hidden, w2, out_sharding=P("data", None))
+
+
+def arguments() -> tuple[jax.Array, ...]:
+    return (
+        put(0, (8, 16), "data", None),
+        put(1, (16, 32), None, "model"),
+        put(2, (32, 16), "model", None),
+    )
+
+
+def check(f: Callable[..., Any], *args: Any) -> int:
+    """Compares results and shardings; returns how many operations of ours the program has."""
+    jitted = jax.jit(f)
+    wanted = jitted(*args)
+    with jax_intranode.accelerate():
+        found = jitted(*args)
+        text = jitted.lower(*args).as_text()
+    for w, v in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+        assert w.sharding == v.sharding and w.dtype == v.dtype
+        np.testing.assert_allclose(np.asarray(w), np.asarray(v), rtol=1e-4, atol=1e-4)
+    return sum(n for name, n in in_lowered(text).items() if name.startswith("jax_intranode"))
+
+
+def test_row_parallel() -> None:
+    with jax.set_mesh(explicit_mesh()):
+        assert check(mlp, *arguments()) == 1
+
+
+def test_gradients() -> None:
+    """The sums over "data" for the weights, and those over "model" for the activations."""
+    with jax.set_mesh(explicit_mesh()):
+        gradient = jax.grad(lambda *args: (mlp(*args) ** 2).sum(), argnums=(0, 1, 2))
+        assert check(gradient, *arguments()) >= 3
+
+
+def test_scattered_sum_and_gathered_operand() -> None:
+    with jax.set_mesh(explicit_mesh()):
+        x, w = put(0, (8, 32), None, "model"), put(1, (32, 16), "model", None)
+        assert check(lambda x, w: jnp.dot(x, w, out_sharding=P("model", None)), x, w) == 1
+        x, w = put(0, (8, 16), "model", None), put(1, (16, 32), None, "model")
+        assert check(lambda x, w: jnp.dot(x, w, out_sharding=P(None, "model")), x, w) == 1
+
+
+def test_batch_dimensions_and_inner_functions() -> None:
+    def f(x: Any, w: Any) -> Any:
+        def step(c: Any, _: Any) -> Any:
+            y = jnp.einsum("bsk,kn->bsn", c, w, out_sharding=P("data", None, None))
+            return jax.reshard(jnp.tanh(y), P("data", None, "model")), None
+
+        return lax.scan(jax.checkpoint(step), x, None, length=3)[0]
+
+    with jax.set_mesh(explicit_mesh()):
+        x, w = put(0, (4, 2, 16), "data", None, "model"), put(1, (16, 16), "model", None)
+        assert check(f, x, w) == 1
+
+
+def test_another_order_of_devices() -> None:
+    f = jax.jit(mlp)
+    with jax_intranode.accelerate():
+        for order in (range(N), range(N)[::-1]):
+            with jax.set_mesh(explicit_mesh(order)):
+                args = arguments()
+                wanted = np.maximum(np.asarray(args[0]) @ np.asarray(args[1]), 0)
+                np.testing.assert_allclose(
+                    f(*args), wanted @ np.asarray(args[2]), rtol=1e-4, atol=1e-4
+                )
+
+
+def test_what_stays() -> None:
+    def large(x: Any, w: Any) -> Any:
+        return jnp.dot(x, w, out_sharding=P())
+
+    with jax.set_mesh(explicit_mesh()):
+        x, w = put(0, (2048, 64), None, "model"), put(1, (64, 8192), "model", None)
+        assert check(large, x, w) == 0  # lax is faster
+        local = put(0, (8, 16), "data", None), put(1, (16, 32), None, "model")
+        assert check(jnp.dot, *local) == 0  # nothing to communicate
+    partly = explicit_mesh(kinds=(AxisType.Auto, AxisType.Explicit))
+    with jax.set_mesh(partly):
+        x, w = put(0, (8, 16), None, "model"), put(1, (16, 8), "model", None)
+        assert check(large, x, w) == 0  # a shard_map can't be fully manual
+    mesh = explicit_mesh()
+    x = jax.device_put(np.ones((8, 16), np.float32), NamedSharding(mesh, P(None, "model")))
+    w = jax.device_put(np.ones((16, 8), np.float32), NamedSharding(mesh, P("model", None)))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        assert check(large, x, w) == 0  # no jax.set_mesh: the order of the devices is not known
+
+
+M, D = ("model",), ("data",)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "result", "wanted"),
+    [
+        (((), M), (M, ()), ((), ()), (None, M, None)),
+        ((D, M), (M, ()), (D, ()), (None, M, None)),
+        (((), M), (M, ()), (M, ()), (None, M, 0)),
+        (((), M), (M, ()), ((), M), (None, M, 1)),
+        ((M, ()), ((), ()), ((), ()), ((0, 0, M), (), None)),
+        ((M, ()), ((), D), ((), D), ((0, 0, M), (), None)),
+        (((), ()), ((), M), ((), ()), ((1, 1, M), (), None)),
+        ((D, ()), ((), M), (D, M), None),  # nothing to communicate
+        (((), M), ((), ()), ((), ()), None),  # contracted over a dimension that only one has
+        ((D, M), (M, ()), ((), ()), None),  # a sum and a gather
+        ((D, ()), ((), M), ((), ()), None),  # two gathers
+        (((), M), (M, ()), (D, ()), None),  # scattered over another axis
+    ],
+)
+def test_communication(left: Any, right: Any, result: Any, wanted: Any) -> None:
+    found = communication((((1,), (0,)), ((), ())), left, right, result)
+    assert (found and (found.gather, found.reduce, found.scatter)) == wanted

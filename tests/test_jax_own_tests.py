@@ -1,0 +1,84 @@
+"""tools/jax_own_tests.sh finds the tests that differ with install()."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOLS = Path(__file__).parent.parent / "tools"
+
+# A test that passes in both runs, one that passes without install() only, one with it only.
+TEST_FILE = """
+import jax
+import jax.numpy as jnp
+import pytest
+
+f = jax.pmap(lambda v: jax.lax.psum(v, "i"), "i")
+x = jnp.ones((jax.device_count(), 4))
+
+
+def test_result():
+    assert f(x)[0, 0] == jax.device_count()
+
+
+@pytest.mark.parametrize("name", ["stablehlo.all_reduce", "jax_intranode_psum"])
+def test_text(name):
+    assert name in f.lower(x).as_text()
+"""
+
+
+def test_it_runs_a_tree_in_both_ways(tmp_path: Path) -> None:
+    (tmp_path / "tree" / "tests").mkdir(parents=True)
+    (tmp_path / "tree" / "tests" / "some_test.py").write_text(TEST_FILE)
+    # The sources of the tree must not be imported.
+    (tmp_path / "tree" / "jax").mkdir()
+    (tmp_path / "tree" / "jax" / "__init__.py").write_text("raise ImportError")
+    run = subprocess.run(
+        [TOOLS / "jax_own_tests.sh", tmp_path / "tree", "some_test.py"],
+        env=os.environ
+        | {"PYTHON": sys.executable, "PYTEST_XDIST_AUTO_NUM_WORKERS": "1", "OUT": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    _, _, differences = run.stdout.partition("Pass without install() and not with it:\n")
+    assert run.returncode == 1, run.stdout + run.stderr
+    assert differences.splitlines() == [
+        "  tests/some_test.py::test_text[stablehlo.all_reduce]: failed",
+        "Pass with install() only:",
+        "  tests/some_test.py::test_text[jax_intranode_psum]: failed without",
+        "Without install(): 1 failed, 2 passed",
+        "With install(): 1 failed, 2 passed",
+        "1 test ran our kernels, 8 operations in all",
+        "1 test differs, and 0 for a known reason",
+    ]
+
+
+def outcomes(**by_name: str) -> str:
+    return json.dumps({name: {"outcome": o, "operations": 2} for name, o in by_name.items()})
+
+
+@pytest.mark.parametrize(
+    "with_ours, known, code, last",
+    [
+        ({"a": "passed", "b": "failed"}, "", 0, "0 tests differ, and 0 for a known reason"),
+        ({"a": "failed", "b": "passed"}, "", 1, "1 test differs, and 0 for a known reason"),
+        ({"b": "passed"}, "", 1, "1 test differs, and 0 for a known reason"),
+        ({"a": "failed"}, "[a]: it reads HLO", 0, "0 tests differ, and 1 for a known reason"),
+        ({}, "[a]: it reads HLO", 2, "Nothing was compared"),
+    ],
+)
+def test_differences(
+    tmp_path: Path, with_ours: dict[str, str], known: str, code: int, last: str
+) -> None:
+    (tmp_path / "without.json").write_text(outcomes(a="passed", b="failed"))
+    (tmp_path / "with.json").write_text(outcomes(**with_ours))
+    (tmp_path / "known.txt").write_text(f"# A comment.\n{known}\n")
+    names = ["without.json", "with.json", "known.txt"]
+    command = [sys.executable, TOOLS / "jax_own_tests.py", *(tmp_path / name for name in names)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == code, run.stdout + run.stderr
+    assert run.stdout.splitlines()[-1].startswith(last)

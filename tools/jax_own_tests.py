@@ -1,0 +1,167 @@
+"""The Python part of jax_own_tests.sh: a plugin of pytest, and the comparison of two runs.
+
+Run as a program, it prints how the outcomes in two files differ::
+
+    python tools/jax_own_tests.py without.json with.json jax_own_tests_differ.txt
+"""
+
+import argparse
+import fnmatch
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@dataclass
+class Outcome:
+    """What became of a test.
+
+    Attributes:
+        outcome: "passed", "failed" or "skipped".
+        operations: how many operations of this package the devices ran, summed over devices.
+    """
+
+    outcome: str = "passed"
+    operations: int = 0
+
+
+# The plugin.
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declares the options of the plugin."""
+    parser.addoption("--install", action="store_true", help="call jax_intranode.install()")
+    parser.addoption("--outcomes", type=Path, help="write the outcomes to this file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Turns the rewriting on, and collects outcomes in the process that gets those of all workers.
+
+    Raises:
+        RuntimeError: this version of JAX can't be rewritten.
+    """
+    if config.getoption("--install"):
+        import jax_intranode
+
+        jax_intranode.install()
+    if config.getoption("--outcomes") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Outcomes(config.getoption("--outcomes")))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Counts the operations that a test runs in our kernels."""
+    if not item.config.getoption("--install"):
+        return (yield)
+    import jax_intranode
+
+    before = jax_intranode.usage_counter()
+    try:
+        return (yield)
+    finally:
+        item.user_properties.append(("operations", jax_intranode.usage_counter() - before))
+
+
+class _Outcomes:
+    """Collects the outcomes of tests."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._outcomes: dict[str, Outcome] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        found = self._outcomes.setdefault(report.nodeid, Outcome())
+        # A test has three reports: set-up, call and tear-down.
+        if report.outcome != "passed" and found.outcome != "failed":
+            found.outcome = report.outcome
+        if report.when == "call":
+            found.operations = sum(n for name, n in report.user_properties if name == "operations")
+
+    def pytest_sessionfinish(self) -> None:
+        by_name = {name: asdict(outcome) for name, outcome in self._outcomes.items()}
+        self._path.write_text(json.dumps(by_name, indent=1, sort_keys=True))
+
+
+# The comparison.
+
+
+def known_differences(path: Path) -> dict[str, str]:
+    """The reasons why tests may differ, by pattern of the test's name."""
+    lines = (line.strip() for line in path.read_text().splitlines())
+    pairs = (line.partition(": ") for line in lines if line and not line.startswith("#"))
+    return {pattern: reason for pattern, _, reason in pairs}
+
+
+def compare(
+    without: dict[str, Outcome], with_ours: dict[str, Outcome], known: dict[str, str]
+) -> int:
+    """Prints how two runs differ; returns the exit code.
+
+    Args:
+        without: the outcomes without install(), by test.
+        with_ours: the outcomes with it.
+        known: what `known_differences` returns.
+    """
+    worse, listed, better = [], [], []
+    for name in sorted(without | with_ours):
+        before, after = (
+            outcomes[name].outcome if name in outcomes else "not run"
+            for outcomes in (without, with_ours)
+        )
+        if after == "passed" and before != "passed":
+            better.append(f"  {name}: {before} without")
+        elif before == "passed" and after != "passed":
+            reason = next((r for p, r in known.items() if fnmatch.fnmatchcase(name, p)), None)
+            if reason is None:
+                worse.append(f"  {name}: {after}")
+            else:
+                listed.append(f"  {name}: {after}; {reason}")
+    for title, lines in (
+        ("Pass without install() and not with it", worse),
+        ("The same, for a known reason", listed),
+        ("Pass with install() only", better),
+    ):
+        if lines:
+            print(f"{title}:", *lines, sep="\n")
+    for title, outcomes in (("Without", without), ("With", with_ours)):
+        counts = Counter(outcome.outcome for outcome in outcomes.values())
+        print(f"{title} install(): " + ", ".join(f"{n} {k}" for k, n in sorted(counts.items())))
+    operations = [outcome.operations for outcome in with_ours.values() if outcome.operations]
+    print(f"{_tests(operations)} ran our kernels, {sum(operations)} operations in all")
+    verb = "differs" if len(worse) == 1 else "differ"
+    print(f"{_tests(worse)} {verb}, and {len(listed)} for a known reason")
+    if not operations:
+        print("Nothing was compared: no test ran our kernels; see the logs of pytest")
+        return 2
+    return 1 if worse else 0
+
+
+def _tests(names: list[Any]) -> str:
+    return "1 test" if len(names) == 1 else f"{len(names)} tests"
+
+
+def read(path: Path) -> dict[str, Outcome]:
+    """Reads the outcomes that the plugin has written; none if pytest wrote no file."""
+    if not path.exists():
+        return {}
+    by_name: dict[str, dict[str, Any]] = json.loads(path.read_text())
+    return {name: Outcome(**outcome) for name, outcome in by_name.items()}
+
+
+def main() -> int:
+    """Compares two runs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("without", "with_ours", "known"):
+        parser.add_argument(name, type=Path)
+    files = parser.parse_args()
+    return compare(read(files.without), read(files.with_ours), known_differences(files.known))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -46,10 +46,11 @@ def rewrite_program(jaxpr: Any, platforms: tuple[str, ...]) -> Any:
     known = _rewritten.setdefault(jaxpr, {})
     key = device_ids(mesh), platforms
     if key not in known:
-        known[key] = _Program(LoweringSite(mesh, frozenset(mesh.axis_names), platforms)).rewrite(
-            jaxpr
-        )
-    return known[key]
+        site = LoweringSite(mesh, frozenset(mesh.axis_names), platforms)
+        rewritten = _Program(site).rewrite(jaxpr)
+        # The program itself would keep its own entry alive.
+        known[key] = None if rewritten is jaxpr else rewritten
+    return jaxpr if known[key] is None else known[key]
 
 
 def _all_explicit(mesh: jax.sharding.Mesh) -> bool:

@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lowered import in_lowered
 
+import jax_intranode
 from jax_intranode import (
     all_gather_matmul,
     column_parallel_matmul,
@@ -466,6 +467,26 @@ def test_inside_a_shard_map_over_another_axis(check_vma: bool) -> None:
     assert call.algorithm == "lax" and call.reason
 
 
+@TYPES
+def test_accelerate_takes_the_sums_of_weight_gradients(kind: AxisType) -> None:
+    mesh = grid(kind, kind)
+    of = {} if kind is EXPLICIT else {"batch_axes": "data"}
+    with jax.set_mesh(mesh), jax_intranode.accelerate():
+        x, w, v = values(
+            mesh, ((4, 8, 12), P("data")), ((12, 16), P(None, "model")), ((16, 12), P("model"))
+        )
+
+        def block(x: Any, w: Any, v: Any) -> Any:
+            return row_parallel_matmul(
+                column_parallel_matmul(x, w, "model", **of), v, "model", **of
+            )
+
+        ours = jax.jit(with_gradients(block))(x, w, v)
+        counted = collectives(with_gradients(block), x, w, v)
+    same(ours, with_gradients(lambda x, w, v: x @ w @ v)(*map(np.asarray, (x, w, v))))
+    assert counted == {"psum": 4}
+
+
 # Transformations.
 
 
@@ -511,6 +532,23 @@ def test_vmap(name: str, dims: Any) -> None:
     with jax.set_mesh(mesh):
         ours = jax.jit(with_gradients(jax.vmap(f, dims)))(x, w)
     same(ours, jax.jit(with_gradients(jax.vmap(product, dims)))(x, w), 1e-4)
+
+
+# JAX can't lower a psum_scatter in a shard_map that leaves explicit axes.
+@pytest.mark.parametrize("name", ["matmul_all_reduce", "column", "row"])
+def test_vmap_over_a_divided_batch(name: str) -> None:
+    """Explicit axes tell that the batch is divided. shard_map can't bind its axis, so lax runs."""
+    f, of_x, of_w, of_y = CALLS[name]
+    mesh = grid(EXPLICIT, EXPLICIT)
+    with jax.set_mesh(mesh):
+        x, w = values(mesh, ((4, 2, 8, 12), P("data", *of_x)), ((12, 16), P(*of_w)))
+        mapped = with_gradients(jax.vmap(f, (0, None)))
+        y, gradients = jax.jit(mapped)(x, w)
+        calls = explain(mapped)(x, w)
+    same((y, gradients), with_gradients(product)(np.asarray(x), np.asarray(w)))
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data", *of_y)), 4)
+    reason = "a vmap whose batch is divided over the mesh axes 'data'"
+    assert calls and {(call.algorithm, call.reason) for call in calls} == {("lax", reason)}
 
 
 def test_vmap_over_an_axis_of_the_same_name() -> None:

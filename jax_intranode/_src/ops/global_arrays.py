@@ -180,7 +180,9 @@ def find(operation: str, axis_name: Any, batch_axes: Any, mesh: Any) -> GlobalCa
     manual = (explicit | of_size_one | set(names)) - outer
     left = [axis for axis in types if axis not in manual | outer | of_vmap]
     reason = None
-    if left:
+    if of_vmap:
+        reason = f"a vmap whose batch is divided over the mesh axes {_names(sorted(of_vmap))}"
+    elif left:
         reason = f"a partly manual mesh: neither axis_name nor batch_axes has {_names(left)}"
     return GlobalCall(
         operation, axes, batch_axes, mesh, dict(found.shape), explicit, frozenset(manual), reason

@@ -152,7 +152,8 @@ def main() -> None:
     print(f"A step with jax.lax.psum takes {seconds[1] / seconds[0]:.2f} x as long.\n")
 
     print("jax_intranode runs these psums in each step:")
-    for call in jax_intranode.explain(make_train(mesh, jax_intranode.psum))(params, x, labels):
+    train = make_train(mesh, jax_intranode.psum)
+    for call in jax_intranode.explain(train)(params, x, labels).own:
         axes = ",".join(call.axes)
         print(f"  {call.nbytes:>6} bytes over {axes:<5} as {call.algorithm}: {call.reason}")
 

@@ -248,6 +248,8 @@ def test_fields() -> None:
         reason="JAX_INTRANODE_ALGORITHM=one_shot",
         times=1,
         conditional=False,
+        origin="jax_intranode",
+        sources=(f"{__file__}:{body.__code__.co_firstlineno + 1} (body)",),
     )
     assert call.group_size == N
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -271,13 +273,14 @@ def test_table() -> None:
         "algorithm": ["one_shot", "all_gather"],
         "launch": [f"{call.blocks}x{call.threads}" for call in found],
         "times": ["1", "1"],
+        "origin": ["jax_intranode", "jax_intranode"],
         "reason": [call.reason for call in found],
     }.items():
         column = lines[0].index(title)
         assert [re.split(r"  |$", line[column:])[0] for line in lines[1:3]] == cells
     assert "test_explain.py:" in lines[1] and lines[1].index("test_explain.py:") > 0
     assert lines[3] == f"groups over x: {list(range(N))}"
-    assert str(explain(jnp.sin)(1.0)) == "no collectives of jax_intranode"
+    assert str(explain(jnp.sin)(1.0)) == "no collectives"
 
 
 def test_groups() -> None:

@@ -14,6 +14,7 @@ import jax
 from jax._src import config, core, dispatch, distributed, mesh, source_info_util
 from jax._src.interpreters import partial_eval
 from jax._src.lax import lax as lax_internal
+from jax._src.lax import parallel
 from jax.extend.core import Jaxpr, Primitive, Var
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import batching
@@ -276,7 +277,7 @@ def lowering_for_export(ctx: Any) -> bool:
 
 def lowering_program_name(ctx: Any) -> str:
     """The name of the program that is lowered."""
-    return str(ctx.module_context.module.operation.attributes["sym_name"])
+    return str(ctx.module_context.module.operation.attributes["sym_name"].value)
 
 
 def called_once(results: Sequence[Any]) -> list[Any]:
@@ -435,6 +436,42 @@ def lax_collective(equation: Any) -> LaxCollective | None:
     )
 
 
+# lax's other primitives that communicate, and the public function of each.
+_OTHER_COLLECTIVES = {
+    **{
+        name: name
+        for name in (
+            *("pmax", "pmin", "ppermute", "pbroadcast", "psend", "precv"),
+            *("all_to_all", "ragged_all_to_all"),
+        )
+    },
+    "unreduced_pmax": "pmax",
+    "unreduced_pmin": "pmin",
+    "pbroadcast_dynamic": "pbroadcast",
+    **{
+        f"{name}_start": f"{function}_start"
+        for name, function in (
+            *_COLLECTIVES.items(),
+            *((name, name) for name in ("all_to_all", "pbroadcast", "ppermute")),
+        )
+    },
+}
+
+
+def other_collective(equation: Any) -> tuple[str, tuple[Any, ...]] | None:
+    """The public function and the mesh axes of a collective that is no `lax_collective`, or None.
+
+    Of those that start an operation and finish it later, it is the one that starts.
+    """
+    operation = _OTHER_COLLECTIVES.get(equation.primitive.name)
+    if operation is None:
+        return None
+    axes = equation.params.get("axes", equation.params.get("axis_name", ()))
+    axes = axes if isinstance(axes, (tuple, list)) else (axes,)
+    named = tuple(axis for axis in axes if not isinstance(axis, int))
+    return (operation, named) if named else None
+
+
 # Where a call stands. 0.10.2 and later: ``jax.named_scope`` can't be read back, and JAX shows the
 # frames of an equation in messages only.
 
@@ -478,9 +515,53 @@ def as_called_here(body: Callable[..., Any]) -> Callable[..., Any]:
     return called_here
 
 
+def as_called_by(equation: Any, body: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose equations will have the frames that traced this equation.
+
+    0.10.2 and later.
+    """
+
+    def called_there(*args: Any) -> Any:
+        with source_info_util.user_context(equation.source_info.traceback):
+            return body(*args)
+
+    return called_there
+
+
 def _frames(traceback: Any) -> list[Frame]:
     frames = source_info_util.user_frames(traceback)
     return [(f.file_name, f.start_line, f.function_name) for f in frames]
+
+
+# The functions of jax.lax that communicate. `pcast` is none: it communicates in its transpose only.
+_FUNCTIONS = frozenset(
+    {
+        *_COLLECTIVES.values(),
+        *_OTHER_COLLECTIVES.values(),
+        *("pmean", "pargmax", "pargmin", "pshuffle", "pswapaxes"),
+    }
+)
+
+
+def called_function(equation: Any) -> str | None:
+    """The function of jax.lax by whose call a collective of lax came into the program.
+
+    An equation keeps the traceback of the call that made it, and a transpose that of what it is the
+    transpose of. JAX's own frames in it, up to the caller's, tell a call of a collective from a
+    collective that JAX has inserted. 0.10.2 and later: only the frames of the caller are public.
+
+    Returns:
+        The name; "" if JAX has inserted the collective; None if there is no traceback.
+    """
+    traceback = equation.source_info.traceback
+    frames = traceback.frames if traceback is not None else []
+    name = "" if frames else None
+    for frame in frames:
+        if source_info_util.is_user_filename(frame.file_name):
+            break
+        if frame.file_name == parallel.__file__ and frame.function_name in _FUNCTIONS:
+            name = frame.function_name  # pmean calls psum: the outermost counts
+    return name
 
 
 # Rewriting programs when they are lowered.
@@ -631,6 +712,11 @@ def replaced_inside(equation: Any, rewrite: Callable[[Any], Any]) -> Any:
     if all(new[name] is value for name, value in equation.params.items()):
         return equation
     return equation.replace(params=new)
+
+
+def is_rewritten_inside(equation: Any) -> bool:
+    """Whether `replaced_inside` rewrites the jaxprs that an equation runs."""
+    return equation.primitive.name in _RUNS_JAXPRS
 
 
 def open_jaxpr(jaxpr: Any) -> Jaxpr:

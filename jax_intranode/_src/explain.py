@@ -1,25 +1,31 @@
 """explain: what each collective of a program runs as, and why, without running the program.
 
 It walks the jaxpr rather than the lowered module, because the jaxpr has every call: a function that
-is called twice is lowered once. A call that was bound is an equation of one of our primitives;
-`OpPrimitive.explain` then decides as lowering does. A call that fell back to lax while it was
-traced is found by the named scope around lax's equations (`fallback.scope`).
+is called twice is lowered once. Where programs are rewritten, it rewrites the body of each
+shard_map as lowering does, and walks the result. A call that was bound is an equation of one of our
+primitives; `OpPrimitive.explain` then decides as lowering does. A call that fell back to lax while
+it was traced is found by the named scope around lax's equations (`fallback.scope`).
 """
 
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 import jax
 from jax.extend.core import Literal
 
-from jax_intranode._src import communicator, compat
+from jax_intranode._src import communicator, compat, config, hlo
 from jax_intranode._src import source as source_lib
 from jax_intranode._src.ops import fallback, primitive
 from jax_intranode._src.ops.lowering_site import LoweringSite
+from jax_intranode._src.rewrite import explicit, hook
+
+# Where a collective of a program comes from.
+OURS, LAX, INSERTED, UNKNOWN = "jax_intranode", "jax.lax", "inserted by JAX", "unknown"
 
 
 @dataclass(frozen=True)
@@ -28,10 +34,11 @@ class Call:
 
     Attributes:
         operation: "psum", "pmean", "psum_scatter", "all_gather", "all_gather_matmul",
-            "matmul_reduce_scatter" or "matmul_all_reduce". A transpose has the name of the
-            operation that it is. The all-gather after an overlapped "matmul_all_reduce" is an
-            operation of its own.
-        source: file:line (function) of the call. Gradients have that of the forward call.
+            "matmul_reduce_scatter" or "matmul_all_reduce"; for another collective of ``jax.lax``
+            its name there. A transpose has the name of the operation that it is. The all-gather
+            after an overlapped "matmul_all_reduce" is an operation of its own.
+        source: file:line (function) of the call. Gradients have that of the forward call, and
+            collectives that JAX inserts have that of the call for which it did.
         shapes: the operands' shapes on a device. A psum of a pytree is one operation or several.
             For a collective matmul that fell back to lax while it was traced, only the shape of the
             gathered or summed array.
@@ -50,6 +57,15 @@ class Call:
         times: how often it runs in one call of the function; the most, if `conditional`. None in a
             ``while`` loop.
         conditional: whether it is in a branch of ``cond`` or ``switch``.
+        origin: who called for it. "jax_intranode": the program called a function of this package.
+            "jax.lax": the program, or a library that it uses, called one of ``jax.lax``. A gradient
+            has the origin of the forward call. "inserted by JAX": nobody called a collective; such
+            are the gradient of an operand that is replicated over the axes, and the sum of a matmul
+            of a plain ``jit`` program with Explicit axes. "unknown": JAX has not kept the
+            traceback. An operation that takes the place of several is inserted by JAX if
+            all of them are.
+        sources: the `source` of each collective of ``jax.lax`` that the operation takes the place
+            of; for all other operations, `source` only.
     """
 
     operation: str
@@ -65,6 +81,8 @@ class Call:
     reason: str
     times: int | None
     conditional: bool
+    origin: str
+    sources: tuple[str, ...]
 
     @property
     def group_size(self) -> int | None:
@@ -74,9 +92,28 @@ class Call:
 
 @dataclass(frozen=True)
 class Explanation(Sequence[Call]):
-    """The operations of a program in the order of its jaxpr; ``str()`` gives a table of them."""
+    """The operations of a program in the order of its jaxpr; ``str()`` gives a table of them.
+
+    Attributes:
+        calls: the operations.
+        compiled: with ``explain(f, compiled=True)``: the collectives in the program that XLA has
+            compiled, by the names that they have there. Custom calls of this package have names
+            like "jax_intranode_psum". All-reduces, all-gathers and reduce-scatters are counted by
+            their arrays, because XLA merges and splits them. None without ``compiled=True``.
+        added: what `compiled` has more than the lowered program: the collectives that XLA's
+            partitioner has added. XLA may also drop a collective, copy the body of a loop, or turn
+            an all-reduce into a reduce-scatter; this then differs by these. None without
+            ``compiled=True``.
+    """
 
     calls: tuple[Call, ...]
+    compiled: Mapping[str, int] | None = field(default=None, hash=False)
+    added: Mapping[str, int] | None = field(default=None, hash=False)
+
+    @property
+    def own(self) -> tuple[Call, ...]:
+        """The operations of the program's calls of this package, and of their gradients."""
+        return tuple(call for call in self.calls if call.origin == OURS)
 
     def __len__(self) -> int:
         """Returns how many operations there are."""
@@ -91,9 +128,14 @@ class Explanation(Sequence[Call]):
         return self.calls[index]
 
     def __str__(self) -> str:
-        """Returns a table, with the groups of devices below it."""
-        if not self.calls:
-            return "no collectives of jax_intranode"
+        """Returns a table, and below it the groups of devices and the counts."""
+        lines = self._table() if self.calls else ["no collectives"]
+        if self.compiled is not None and self.added is not None:
+            lines.append(f"in the compiled program: {_counts(self.compiled)}")
+            lines.append(f"added by XLA's partitioner: {_counts(self.added)}")
+        return "\n".join(lines)
+
+    def _table(self) -> list[str]:
         table = [_TITLES, *map(_row, self.calls)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = [
@@ -103,12 +145,16 @@ class Explanation(Sequence[Call]):
         for axes, groups in dict.fromkeys((_axes(call), call.groups) for call in self.calls):
             if groups:
                 lines.append(f"groups over {axes}: " + " ".join(str(list(ids)) for ids in groups))
-        return "\n".join(lines)
+        return lines
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
 
 
 _TITLES = (
     *("operation", "operands", "bytes", "axes", "ranks", "algorithm", "launch", "times"),
-    *("source", "reason"),
+    *("source", "origin", "reason"),
 )
 
 
@@ -126,7 +172,9 @@ def _row(call: Call) -> tuple[str, ...]:
         call.algorithm,
         f"{call.blocks}x{call.threads}" if call.blocks else "-",
         times,
-        call.source.removeprefix(os.getcwd() + os.sep),
+        call.source.removeprefix(os.getcwd() + os.sep)
+        + (f" and {len(call.sources) - 1} more" if len(call.sources) > 1 else ""),
+        call.origin,
         call.reason,
     )
 
@@ -138,16 +186,28 @@ def _axes(call: Call) -> str:
 class Explainer:
     """The result of ``explain(f)``, to be called with the arguments of ``f``."""
 
-    def __init__(self, fun: Callable[..., Any]):
+    def __init__(self, fun: Callable[..., Any], compiled: bool):
         """Keeps the function."""
         self._jitted = fun if isinstance(fun, jax.stages.Wrapped) else jax.jit(fun)
+        self._compiled = compiled
         functools.update_wrapper(self, fun)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Explanation:
         """Traces the function and returns the report."""
-        jaxpr = compat.without_dead_code(self._jitted.trace(*args, **kwargs).jaxpr)
+        traced = self._jitted.trace(*args, **kwargs)
+        jaxpr = compat.without_dead_code(traced.jaxpr)
+        mesh = compat.set_mesh()
+        if hook.enabled.value and mesh is not None:
+            jaxpr = explicit.rewrite_program(jaxpr, _platforms(mesh))
         outside = _Context(LoweringSite(None, frozenset(), ()))
-        return Explanation(tuple(_calls(jaxpr, outside)))
+        calls = tuple(_calls(jaxpr, outside))
+        if not self._compiled:
+            return Explanation(calls)
+        program = traced.lower()
+        before = hlo.in_lowered(program.as_text())
+        after = hlo.in_compiled(program.compile().as_text() or "")
+        of_xla = Counter({kind: after[kind] for kind in hlo.KINDS})
+        return Explanation(calls, dict(sorted(after.items())), dict(of_xla - before))
 
     def __repr__(self) -> str:
         """Returns how to use it."""
@@ -158,28 +218,31 @@ class Explainer:
         )
 
 
-def explain(fun: Callable[..., Any]) -> Callable[..., Explanation]:
+def explain(fun: Callable[..., Any], *, compiled: bool = False) -> Callable[..., Explanation]:
     """Reports what each collective of a function runs as, and why, without running it.
 
     The collectives are the calls of this package, including those that fall back to ``jax.lax``,
-    and the collectives of their gradients. The program's own calls of ``jax.lax`` are not reported,
-    nor are collectives that JAX inserts. The report is of the program that ``jax.jit`` compiles for
-    the devices of the function's mesh: without equations that no result needs, and without calls
-    that leave nothing to compute.
+    the program's own calls of ``jax.lax``, and what JAX inserts for gradients; `Call.origin` tells
+    them apart. The report is of the program that ``jax.jit`` compiles for the devices of the
+    function's mesh: without equations that no result needs, and without calls that leave nothing to
+    compute. Called while programs are rewritten (`install`, `accelerate`), it says what becomes of
+    each collective of ``jax.lax``, or why it is left.
 
     >>> print(jax_intranode.explain(step)(x))
-    >>> assert all(call.algorithm != "lax" for call in jax_intranode.explain(step)(x))
+    >>> assert all(call.algorithm != "lax" for call in jax_intranode.explain(step)(x).own)
 
     Args:
         fun: the function, jitted or not.
+        compiled: whether to compile the function and count the collectives of the result as well.
+            Only this shows the collectives that XLA's partitioner adds.
 
     Returns:
         A function of the arguments of `fun` that traces `fun` and returns the report. Arrays may be
         ``jax.ShapeDtypeStruct``. The processes of the mesh rendezvous if they have not before; so
         if one process calls it, all processes with devices of the mesh must. It raises what tracing
-        `fun` raises.
+        `fun` raises, and with `compiled` what compiling it raises.
     """
-    return Explainer(fun)
+    return Explainer(fun, compiled)
 
 
 # The walk.
@@ -194,12 +257,59 @@ class _Context:
         times: as in `Call`.
         conditional: as in `Call`.
         transposed: whether the jaxpr is the transpose of another one.
+        rewriting: what was rewritten around it; None if nothing was.
+        inside: an equation around it inside of which nothing is rewritten; None if there is none.
     """
 
     site: LoweringSite
     times: int | None = 1
     conditional: bool = False
     transposed: bool = False
+    rewriting: "_Rewriting | None" = None
+    inside: str | None = None
+
+
+def _platforms(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
+    return (compat.device_platform(mesh.devices.flat[0]),)
+
+
+class _Rewriting:
+    """What became of the collectives in the body of a shard_map that was rewritten."""
+
+    def __init__(self, site: LoweringSite, params: dict[str, Any]):
+        """Rewrites the body as lowering does."""
+        self.jaxpr, self._body = hook.rewrite(site, params)
+        # By identity: the body keeps the equations.
+        self._reasons = {id(d.equation): d.reason for d in self._body.decisions}
+        self._own: set[int] = set()
+        self._replaced: dict[Any, Any] = {}
+        for equation in _equations(compat.body_of_shard_map(params)):
+            if equation.primitive in primitive.BY_PRIMITIVE:
+                self._own.add(id(equation))
+            elif compat.lax_collective(equation) is not None:
+                self._replaced.update(dict.fromkeys(equation.outvars, equation))
+
+    def is_own(self, equation: Any) -> bool:
+        """Whether the program itself bound one of our primitives."""
+        return id(equation) in self._own
+
+    def replaced(self, equation: Any) -> list[Any]:
+        """The collectives of lax whose results an equation computes, in order."""
+        found = [self._replaced[v] for v in equation.outvars if v in self._replaced]
+        return list({id(collective): collective for collective in found}.values())
+
+    def reason_to_leave(self, equation: Any) -> str | None:
+        """Why an equation of lax was left; None if that was not decided."""
+        return self._reasons.get(id(equation))
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr and of those inside, but for those of nested shard_maps."""
+    for equation in jaxpr.eqns:
+        yield equation
+        if compat.shard_map_of(equation) is None:
+            for inner in compat.inner_jaxprs(equation, None):
+                yield from _equations(inner.jaxpr)
 
 
 def _calls(jaxpr: Any, context: _Context) -> Iterator[Call]:
@@ -212,25 +322,34 @@ def _calls(jaxpr: Any, context: _Context) -> Iterator[Call]:
             bound = primitive.BY_PRIMITIVE.get(equation.primitive)
             if bound is not None:
                 yield from _calls_of_primitive(bound, equation, context)
+            else:
+                yield from _call_of_lax(equation, context)
             for inner, inside in _inner_jaxprs(equation, context):
                 yield from _calls(inner, inside)
 
 
 def _inner_jaxprs(equation: Any, context: _Context) -> Iterator[tuple[Any, _Context]]:
     """The jaxprs that an equation runs, and the context of each."""
-    site = context.site
+    site, rewriting, inside = context.site, context.rewriting, context.inside
     shard_map = compat.shard_map_of(equation)
     if shard_map is not None:
         mesh, manual = shard_map
-        platforms = () if mesh is None else (compat.device_platform(mesh.devices.flat[0]),)
-        site = LoweringSite(mesh, manual, platforms)
+        site = LoweringSite(mesh, manual, () if mesh is None else _platforms(mesh))
+        inside = rewriting = None
+        if hook.enabled.value:
+            rewriting = _Rewriting(site, equation.params)
+    elif not compat.is_rewritten_inside(equation):
+        inside = inside or equation.primitive.name
     transposed = context.transposed or "transpose" in compat.scopes_of(equation)
     for inner in compat.inner_jaxprs(equation, next(iter(site.platforms), None)):
         times = None
         if context.times is not None and inner.times is not None:
             times = context.times * inner.times
         conditional = context.conditional or inner.conditional
-        yield inner.jaxpr, _Context(site, times, conditional, transposed)
+        jaxpr = inner.jaxpr
+        if rewriting is not None and shard_map is not None:
+            jaxpr = rewriting.jaxpr
+        yield jaxpr, _Context(site, times, conditional, transposed, rewriting, inside)
 
 
 def _calls_of_primitive(
@@ -238,11 +357,17 @@ def _calls_of_primitive(
 ) -> Iterator[Call]:
     avals = [operand.aval for operand in equation.invars]
     axes = equation.params["params"].axes
+    replaced = []
+    origin = OURS
+    if context.rewriting is not None and not context.rewriting.is_own(equation):
+        replaced = context.rewriting.replaced(equation)
+        origin = _origin_of_all(replaced)
+    sources = tuple(map(_source, replaced)) or (_source(equation),)
     for operation in bound.explain(context.site, avals, **equation.params):
         selected = operation.selected
         yield Call(
-            operation=_name(equation, operation.name),
-            source=_source(equation),
+            operation=_name(replaced or [equation], operation.name),
+            source=sources[0],
             **_types(operation.operands),
             nbytes=operation.nbytes,
             axes=axes,
@@ -253,6 +378,8 @@ def _calls_of_primitive(
             reason=selected.reason,
             times=context.times,
             conditional=context.conditional,
+            origin=origin,
+            sources=sources,
         )
 
 
@@ -268,6 +395,8 @@ _OF_MATMUL = {
 
 def _fallback(equation: Any) -> tuple[str, str, str] | None:
     """The operation, the reason and the source of a call that fell back; None for others."""
+    if equation.primitive in primitive.BY_PRIMITIVE:  # it was replaced after all
+        return None
     for scope in reversed(compat.scopes_of(equation)):
         found = fallback.parse_scope(scope)
         if found is not None:
@@ -281,19 +410,15 @@ def _calls_of_lax(
     operation, reason, source = fell_back
 
     def call(equation: Any, name: str, avals: list[Any], axes: Any, index_groups: Any) -> Call:
-        return Call(
-            operation=_name(equation, name),
+        return _left(
+            context,
+            operation=_name([equation], name),
             source=source,
-            **_types(avals),
-            nbytes=sum(map(primitive.nbytes, avals)),
+            avals=avals,
             axes=axes,
-            groups=_groups(context.site, axes, index_groups),
-            algorithm="lax",
-            blocks=0,
-            threads=0,
+            index_groups=index_groups,
             reason=reason,
-            times=context.times,
-            conditional=context.conditional,
+            origin=OURS,
         )
 
     found = [(equation, compat.lax_collective(equation)) for equation in equations]
@@ -311,12 +436,104 @@ def _calls_of_lax(
                 yield call(equations[0], operation, [operand.aval], (), None)
 
 
+# Collectives of lax that no function of this package called.
+
+_NOT_ENABLED = "left to lax; jax_intranode.install() replaces it where that pays"
+
+
+def _call_of_lax(equation: Any, context: _Context) -> Iterator[Call]:
+    collective = compat.lax_collective(equation)
+    other = compat.other_collective(equation)
+    if collective is not None and collective.axes:
+        operation, axes = collective.operation, collective.axes
+        index_groups = collective.index_groups
+        reason = _reason_to_leave(equation, context)
+    elif other is not None:
+        operation, axes = other
+        index_groups = equation.params.get("axis_index_groups")
+        reason = f"{operation} is not one of the kinds that this package accelerates"
+    else:
+        return
+    arrays = [v.aval for v in equation.invars if hasattr(v.aval, "dtype")]
+    if operation == "ragged_all_to_all":
+        arrays = arrays[:1]  # the others say which rows go where
+    yield _left(
+        context,
+        operation=_name([equation], operation),
+        source=_source(equation),
+        avals=arrays or [v.aval for v in equation.outvars],
+        axes=axes,
+        index_groups=index_groups,
+        reason=reason,
+        origin=_origin(equation),
+    )
+
+
+def _reason_to_leave(equation: Any, context: _Context) -> str:
+    if context.rewriting is None:
+        return "JAX_INTRANODE_DISABLE=1" if config.get().disable else _NOT_ENABLED
+    reason = context.rewriting.reason_to_leave(equation)
+    return reason or f"inside {context.inside}, where nothing is rewritten"
+
+
+def _left(
+    context: _Context,
+    *,
+    operation: str,
+    source: str,
+    avals: list[Any],
+    axes: Any,
+    index_groups: Any,
+    reason: str,
+    origin: str,
+) -> Call:
+    """A collective that lax runs."""
+    return Call(
+        operation=operation,
+        source=source,
+        **_types(avals),
+        nbytes=sum(map(primitive.nbytes, avals)),
+        axes=axes,
+        groups=_groups(context.site, axes, index_groups),
+        algorithm="lax",
+        blocks=0,
+        threads=0,
+        reason=reason,
+        times=context.times,
+        conditional=context.conditional,
+        origin=origin,
+        sources=(source,),
+    )
+
+
 # The fields of a call.
 
 
-def _name(equation: Any, operation: str) -> str:
-    mean = operation == "psum" and "jax_intranode.pmean" in compat.scopes_of(equation)
+def _name(equations: list[Any], operation: str) -> str:
+    mean = operation == "psum" and all(map(_is_mean, equations))
     return "pmean" if mean else operation
+
+
+def _is_mean(equation: Any) -> bool:
+    return "jax_intranode.pmean" in compat.scopes_of(equation) or (
+        compat.lax_collective(equation) is not None and compat.called_function(equation) == "pmean"
+    )
+
+
+def _origin(equation: Any) -> str:
+    """The origin of a collective of lax."""
+    if _fallback(equation) is not None:
+        return OURS
+    function = compat.called_function(equation)
+    if function is None:
+        return UNKNOWN
+    return LAX if function else INSERTED
+
+
+def _origin_of_all(replaced: list[Any]) -> str:
+    """The origin of an operation that takes the place of these collectives of lax."""
+    origins = set(map(_origin, replaced))
+    return origins.pop() if len(origins) == 1 else LAX
 
 
 def _source(equation: Any) -> str:

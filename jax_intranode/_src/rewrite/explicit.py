@@ -126,7 +126,10 @@ class _Program:
 
         *of_operands, of_result = (P(*(axes or None for axes in spec)) for spec in specs)
         sharded = jax.shard_map(
-            body, in_specs=tuple(of_operands), out_specs=of_result, check_vma=False
+            compat.as_called_by(equation, body),
+            in_specs=tuple(of_operands),
+            out_specs=of_result,
+            check_vma=False,
         )
         assert self._site.mesh is not None
         with compat.under_mesh(self._site.mesh):

@@ -9,7 +9,7 @@ import jax
 
 from jax_intranode._src import compat
 from jax_intranode._src.ops.lowering_site import LoweringSite, device_ids
-from jax_intranode._src.rewrite.body import body_of
+from jax_intranode._src.rewrite.body import Body, body_of
 from jax_intranode._src.rewrite.explicit import rewrite_program
 from jax_intranode._src.rewrite.jaxprs import Rewriter, has_collectives
 
@@ -22,8 +22,9 @@ ON = "rewrite"
 
 
 class _Totals(threading.local):
-    """The collectives of the program that this thread lowers."""
+    """The collectives of the program that this thread lowers, and the program's name."""
 
+    program = ""
     taken = 0
     left = 0
 
@@ -40,19 +41,25 @@ def lower_program(jaxpr: Any, platforms: tuple[str, ...], lower: Callable[[Any],
     """
     if not enabled.value:
         return lower(jaxpr)
+    # Lowering one program may compile another, for instance to compute a constant.
+    around = _totals.program, _totals.taken, _totals.left
     _totals.taken = _totals.left = 0
-    jaxpr = rewrite_program(jaxpr, platforms)
-    mesh = compat.set_mesh()
-    key = (ON, device_ids(mesh)) if mesh is not None and _over_set_mesh(jaxpr) else ON
-    with enabled(key):
-        lowered = lower(jaxpr)
-    if _totals.taken + _totals.left:
-        _log.info(
-            "Lowered a program: %d collectives of jax.lax replaced, %d left.",
-            _totals.taken,
-            _totals.left,
-        )
-    return lowered
+    try:
+        jaxpr = rewrite_program(jaxpr, platforms)
+        mesh = compat.set_mesh()
+        key = (ON, device_ids(mesh)) if mesh is not None and _over_set_mesh(jaxpr) else ON
+        with enabled(key):
+            lowered = lower(jaxpr)
+        if _totals.taken + _totals.left:
+            _log.info(
+                "Lowered %s: %d collectives of jax.lax replaced, %d left.",
+                _totals.program,
+                _totals.taken,
+                _totals.left,
+            )
+        return lowered
+    finally:
+        _totals.program, _totals.taken, _totals.left = around
 
 
 def rewrite_body(ctx: Any, params: dict[str, Any]) -> Any:
@@ -64,11 +71,17 @@ def rewrite_body(ctx: Any, params: dict[str, Any]) -> Any:
     site = LoweringSite(
         mesh, manual, compat.lowering_platforms(ctx), compat.lowering_for_export(ctx)
     )
-    body = body_of(site, params)
-    rewritten = Rewriter(body).rewrite(jaxpr)
+    rewritten, body = rewrite(site, params)
+    _totals.program = compat.lowering_program_name(ctx)
     _totals.taken += body.taken()
     _totals.left += body.left()
     return rewritten
+
+
+def rewrite(site: LoweringSite, params: dict[str, Any]) -> tuple[Any, Body]:
+    """The rewritten jaxpr of a shard_map's body, and what became of its collectives."""
+    body = body_of(site, params)
+    return Rewriter(body).rewrite(compat.body_of_shard_map(params)), body
 
 
 def _over_set_mesh(jaxpr: Any) -> bool:

@@ -58,7 +58,7 @@ def measure(
 
     data = oracle.make(matmul, shape, dtype, mesh)
     ours, by_lax = (_call(mesh, f, backward, data) for f in (matmul.ours, matmul.lax))
-    chosen = jax_intranode.explain(ours.program(mesh))(ours.moving, *ours.fixed)
+    chosen = jax_intranode.explain(ours.program(mesh))(ours.moving, *ours.fixed).own
     algorithms = {call.algorithm for call in chosen} or {"none"}
     plans = plans_in(ours.program(mesh).lower(ours.moving, *ours.fixed).as_text())
     fallback = next((call.reason for call in chosen if call.algorithm == "lax"), None)

@@ -1,0 +1,532 @@
+"""explain of collectives of jax.lax: the program's own, JAX's insertions, rewritten and left."""
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import line, make_mesh, sharded
+from devices import need_devices
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_intranode
+from jax_intranode import Call, explain
+from jax_intranode._src import config, hlo
+from jax_intranode._src.rewrite import hook
+
+N = len(jax.devices())
+X = jax.ShapeDtypeStruct((N, 4 * N), jnp.float32)  # float32[1, 4 N] on each device
+NOT_ENABLED = "left to lax; jax_intranode.install() replaces it where that pays"
+
+
+@pytest.fixture(autouse=True)
+def not_installed() -> Iterator[None]:
+    need_devices(2)
+    yield
+    jax_intranode.uninstall()
+
+
+def over_x(body: Callable[..., Any], *, check_vma: bool = False) -> Any:
+    """A function of one array, of which each device has a shard."""
+    return sharded(body, line(), P("x"), P("x"), check_vma)
+
+
+def rewriting(enabled: bool) -> Any:
+    return jax_intranode.accelerate() if enabled else contextlib.nullcontext()
+
+
+# The report is what the lowered program holds.
+
+KINDS = {
+    "psum": "all-reduce",
+    "pmean": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "psum_scatter": "reduce-scatter",
+    "all_gather": "all-gather",
+    "ppermute": "collective-permute",
+    "all_to_all": "all-to-all",
+}
+
+
+def in_report(calls: Any) -> Counter[str]:
+    """Counts the collectives of a report, as `hlo.in_lowered` does."""
+    found: Counter[str] = Counter()
+    for call in calls:
+        if call.algorithm != "lax":
+            found[f"jax_intranode_{call.operation.replace('pmean', 'psum')}"] += 1
+        elif call.axes:
+            found[KINDS[call.operation]] += len(call.shapes)
+    return found
+
+
+@jax.jit
+def twice_called(v: Any) -> Any:
+    return lax.psum(v * 2, "x")
+
+
+@jax.custom_vjp
+def custom(v: Any) -> Any:
+    return lax.psum(v, "x")
+
+
+custom.defvjp(lambda v: (lax.psum(v, "x"), v), lambda v, ct: (lax.all_gather(ct, "x")[0] * v,))
+
+
+def tree(v: Any) -> Any:
+    means = jax.tree.map(lambda u: lax.pmean(u, "x"), [v * k for k in range(5)])
+    return sum(means) + lax.psum((v, v.astype(jnp.int32)), "x")[0]
+
+
+def loops(v: Any) -> Any:
+    v = lax.scan(lambda c, _: (lax.pmean(c, "x"), lax.psum(c, "x")), v, None, length=7)[1].sum(0)
+    return lax.while_loop(lambda c: lax.psum(c, "x").sum() < 0, lambda c: lax.psum(c, "x"), v)
+
+
+def parts(v: Any) -> Any:
+    scattered = lax.psum_scatter(v, "x", scatter_dimension=1, tiled=True)
+    return lax.all_gather(scattered, "x", axis=1, tiled=True) + lax.all_gather(v[:, 0], "x").sum()
+
+
+def solved(v: Any) -> Any:
+    def half(_: Any, b: Any) -> Any:
+        return lax.psum(b, "x") / (2 * N)
+
+    return lax.custom_linear_solve(lambda u: 2 * lax.psum(u, "x"), v, half, half)
+
+
+def others(v: Any) -> Any:
+    a = lax.pmax(v, "x") + lax.pmin(v, "x") + lax.ppermute(v, "x", [(0, 1)])
+    b = lax.all_to_all(v, "x", 1, 0, tiled=True).sum()
+    return a + b
+
+
+def left(v: Any) -> Any:
+    halves = [list(range(N // 2)), list(range(N // 2, N))]
+    a = lax.psum(v.astype(jnp.complex64), "x").real + lax.psum(v, "x", axis_index_groups=halves)
+    return a + lax.psum(jnp.tile(v, (1, 1 << 20)), "x")[:, :1]
+
+
+def mixed(v: Any) -> Any:
+    """Calls of both packages, and calls of ours that fall back."""
+    a = jax_intranode.psum(v, "x") + lax.psum(v * 2, "x") + jax_intranode.psum(v > 0, "x")
+    halves = [list(range(N // 2)), list(range(N // 2, N))]
+    return a + jax_intranode.pmean(v, "x", axis_index_groups=halves)
+
+
+PROGRAMS: dict[str, Callable[[Any], Any]] = {
+    "plain": lambda v: lax.psum(v, "x") + lax.pmean(v * 2, "x"),
+    "unused": lambda v: (lax.psum(v, "x"), lax.psum((v * 2, v * 3), "x")[1])[1],
+    "twice": lambda v: twice_called(twice_called(v)) + twice_called(v[:, :4])[:, :1],
+    "tree": tree,
+    "loops": loops,
+    "cond": lambda v: lax.cond(
+        v[0, 0] > 0, lambda u: lax.psum(u, "x"), lambda u: lax.pmean(lax.psum(u, "x"), "x"), v
+    ),
+    "remat": jax.checkpoint(lambda v: jnp.sin(lax.psum(v, "x")) * lax.psum(v * v, "x")),
+    "custom_vjp": custom,
+    "parts": parts,
+    "solved": solved,
+    "others": others,
+    "left": left,
+    "mixed": mixed,
+    "vmap": lambda v: jax.vmap(lambda u: lax.psum(u, "x") + parts(u[None])[0])(v),
+    "vmapped_name": lambda v: jax.vmap(lambda u: lax.psum(u, ("i", "x")), axis_name="i")(v),
+}
+# They have no transpose.
+NOT_DIFFERENTIABLE = ("loops", "others")
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize(
+    ("name", "grad"),
+    [
+        *((name, False) for name in PROGRAMS),
+        *((name, True) for name in PROGRAMS if name not in NOT_DIFFERENTIABLE),
+    ],
+)
+def test_program_holds_what_explain_reports(name: str, grad: bool, enabled: bool) -> None:
+    f = over_x(PROGRAMS[name])
+    if grad:
+        function = f
+        f = jax.grad(lambda v: (function(v) ** 2).sum())
+    with rewriting(enabled):
+        calls = explain(f)(X)
+        text = jax.jit(f).lower(X).as_text()
+    assert in_report(calls) == hlo.in_lowered(text), f"{calls}\n{text}"
+    assert len(calls) > 0
+    assert all(call.reason for call in calls)
+
+
+def test_collectives_that_cpu_devices_do_not_run() -> None:
+    def body(v: Any) -> Any:
+        ints = [jnp.zeros(N, jnp.int32)] * 4
+        rows = lax.ragged_all_to_all(v[0], v[0], *ints, axis_name="x")
+        return lax.pbroadcast(v, "x", 0) + rows
+
+    calls = explain(over_x(body))(X)
+    assert [(call.operation, call.nbytes, call.axes) for call in calls] == [
+        ("ragged_all_to_all", 16 * N, ("x",)),
+        ("pbroadcast", 16 * N, ("x",)),
+    ]
+    assert [call.shapes for call in calls] == [((4 * N,),), ((1, 4 * N),)]
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_pmap(enabled: bool) -> None:
+    f = jax.pmap(lambda v: lax.psum(v, "x") + lax.pmax(v, "x"), axis_name="x")
+    with rewriting(enabled):
+        calls = explain(f)(jnp.ones((N, 4)))
+    algorithms = {call.operation: call.algorithm for call in calls}
+    assert len(calls) == 2 and algorithms.keys() == {"psum", "pmax"}
+    assert (algorithms["psum"] != "lax") == enabled and algorithms["pmax"] == "lax"
+    assert calls[0].group_size == N
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_mesh_of_set_mesh(enabled: bool) -> None:
+    f = jax.jit(
+        jax.shard_map(lambda v: lax.psum(v, "x"), in_specs=P("x"), out_specs=P(), check_vma=False)
+    )
+    for order in (list(range(N)), list(reversed(range(N)))):
+        mesh = make_mesh((N,), ("x",), order=order)
+        with jax.set_mesh(mesh), rewriting(enabled):
+            (call,) = explain(f)(X)
+        assert (call.algorithm != "lax") == enabled
+        assert call.groups == (tuple(device.id for device in mesh.devices.flat),)
+
+
+def test_nested_shard_map() -> None:
+    need_devices(4)
+    mesh = make_mesh((2, N // 2), ("a", "b"))
+
+    def outer(v: Any) -> Any:
+        v = jax.shard_map(
+            lambda u: lax.psum(u, ("a", "b")),
+            in_specs=P(None, "b"),
+            out_specs=P(None, "b"),
+            axis_names={"b"},
+            check_vma=False,
+        )(v)
+        return lax.psum(v, "a")
+
+    f = sharded_over_a = jax.shard_map(
+        outer, mesh=mesh, in_specs=P("a"), out_specs=P(), axis_names={"a"}, check_vma=False
+    )
+    with jax.set_mesh(mesh), jax_intranode.accelerate():
+        calls = explain(f)(jnp.zeros((2, N)))
+        text = jax.jit(sharded_over_a).lower(jnp.zeros((2, N))).as_text()
+    inner, after = calls
+    assert inner.algorithm != "lax"
+    assert after.reason == "a partly manual mesh: shard_map has not bound 'b'"
+    assert in_report(calls) == hlo.in_lowered(text)
+
+
+def test_matmul_of_a_plain_jit_program() -> None:
+    """With Explicit axes a matmul over a sharded dimension is rewritten; else XLA adds the sum."""
+    mesh = jax.make_mesh((N,), ("x",))
+
+    def f(a: Any, b: Any) -> Any:
+        return jnp.dot(a, b, out_sharding=P())
+
+    with jax.set_mesh(mesh):
+        args = (jnp.ones((4, N), out_sharding=P(None, "x")), jnp.ones((N, 3), out_sharding=P("x")))
+        found = explain(f, compiled=True)(*args)
+        assert not found.calls and found.added == {"all-reduce": 1}
+        with jax_intranode.accelerate():
+            found = explain(jax.jit(f), compiled=True)(*args)
+    (call,) = found
+    assert call.algorithm != "lax" and call.origin == "inserted by JAX"
+    assert call.source == f"{__file__}:{f.__code__.co_firstlineno + 1} (f)"
+    assert found.added == {} and sum((found.compiled or {}).values()) == 1
+
+
+# Where a collective comes from.
+
+
+def origins(f: Any, *args: Any) -> list[tuple[str, str]]:
+    return [(call.operation, call.origin) for call in explain(f)(*args)]
+
+
+def test_origin_of_calls() -> None:
+    assert origins(over_x(mixed), X) == [
+        ("psum", "jax_intranode"),
+        ("psum", "jax.lax"),
+        ("psum", "jax_intranode"),
+        ("pmean", "jax_intranode"),
+    ]
+    assert {call.origin for call in explain(over_x(others))(X)} == {"jax.lax"}
+    assert [call.origin for call in explain(over_x(mixed))(X).own] == ["jax_intranode"] * 3
+    with jax_intranode.accelerate():
+        found = explain(over_x(mixed))(X)
+    assert Counter(call.origin for call in found) == {"jax_intranode": 3, "jax.lax": 1}
+    (replaced,) = [call for call in found if call.origin == "jax.lax"]
+    assert replaced.algorithm != "lax"
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_sums_that_jax_inserts(check_vma: bool, enabled: bool) -> None:
+    """The gradient of an operand that all ranks share is a sum that nobody called for."""
+
+    def body(v: Any, w: Any) -> Any:
+        product = v * w
+        return lax.psum(product.sum(), "x")
+
+    f = sharded(body, line(), (P("x"), P()), P(), check_vma)
+    with rewriting(enabled):
+        calls = explain(jax.value_and_grad(f, argnums=1))(X, jnp.ones(4 * N))
+    inserted = [call for call in calls if call.origin == "inserted by JAX"]
+    assert [(call.operation, call.algorithm != "lax") for call in inserted] == [("psum", enabled)]
+    assert all(call.origin in ("jax.lax", "inserted by JAX") for call in calls)
+    first = body.__code__.co_firstlineno
+    if check_vma:  # the line where the operand met one that differs between ranks
+        assert inserted[0].source == f"{__file__}:{first + 1} (body)"
+    forward = next(call for call in calls if call.origin == "jax.lax")
+    assert forward.source == f"{__file__}:{first + 2} (body)"
+
+
+def test_transpose_of_a_cast_is_inserted() -> None:
+    def body(w: Any, v: Any) -> Any:
+        def loss(w: Any) -> Any:
+            return (lax.pcast(w, "x", to="varying") * v).sum()
+
+        return jax.grad(loss)(w)
+
+    f = sharded(body, line(), (P(), P("x")), P(), check_vma=True)
+    assert origins(f, jnp.ones(4 * N), X) == [("psum", "inserted by JAX")]
+
+
+def test_gradients_have_the_origin_of_the_forward_call() -> None:
+    def body(v: Any) -> Any:
+        return lax.all_gather(v, "x").sum() + lax.pmean(v, "x")
+
+    gradient = jax.grad(lambda v: over_x(body)(v).sum())
+    calls = explain(gradient)(X)
+    assert {call.operation for call in calls} == {"psum_scatter", "pmean"}
+    assert {call.origin for call in calls} == {"jax.lax"}
+    assert {call.source for call in calls} == {
+        f"{__file__}:{body.__code__.co_firstlineno + 1} (body)"
+    }
+
+
+def test_origin_without_a_traceback_is_unknown() -> None:
+    with mock.patch("jax_intranode._src.compat.called_function", lambda _: None):
+        assert origins(over_x(lambda v: lax.psum(v, "x")), X) == [("psum", "unknown")]
+
+
+# What became of a collective, and why it was left.
+
+
+def explained(body: Callable[..., Any]) -> tuple[Call, ...]:
+    return explain(over_x(body))(X).calls
+
+
+def test_fields_of_what_is_left() -> None:
+    def body(v: Any) -> Any:
+        return lax.psum(v, "x")
+
+    (call,) = explained(body)
+    source = f"{__file__}:{body.__code__.co_firstlineno + 1} (body)"
+    assert call == Call(
+        operation="psum",
+        source=source,
+        shapes=((1, 4 * N),),
+        dtype="float32",
+        nbytes=16 * N,
+        axes=("x",),
+        groups=(tuple(range(N)),),
+        algorithm="lax",
+        blocks=0,
+        threads=0,
+        reason=NOT_ENABLED,
+        times=1,
+        conditional=False,
+        origin="jax.lax",
+        sources=(source,),
+    )
+
+
+def test_merged_sums_name_all_sources() -> None:
+    def body(v: Any) -> Any:
+        a = lax.psum(v, "x")
+        b = lax.psum(v * 2, "x")
+        return a * lax.psum(v * 3, "x") + b
+
+    first = body.__code__.co_firstlineno
+    with jax_intranode.accelerate():
+        found = explain(over_x(body))(X)
+    (call,) = found
+    assert call.sources == tuple(f"{__file__}:{first + k} (body)" for k in (1, 2, 3))
+    assert call.source == call.sources[0]
+    assert call.shapes == ((1, 4 * N),) * 3 and call.origin == "jax.lax"
+    assert f"test_explain_lax.py:{first + 1} (body) and 2 more" in str(found)
+
+
+def test_merged_means_are_called_pmean() -> None:
+    with jax_intranode.accelerate():
+        (call,) = explained(lambda v: lax.pmean(v, "x") + lax.pmean(v * 2, "x"))
+    assert (call.operation, len(call.sources)) == ("pmean", 2)
+
+
+def test_reasons() -> None:
+    with jax_intranode.accelerate():
+        calls = explained(left)
+        (nested, *_) = explained(solved)
+        kinds = explained(others)
+    assert [call.algorithm for call in calls] == ["lax"] * 3
+    dtype, groups, size = (call.reason for call in calls)
+    assert dtype.startswith("dtype complex64; supported are")
+    assert groups == "axis_index_groups"
+    assert "faster than lax" in size
+    assert nested.algorithm == "lax"
+    assert nested.reason == "inside custom_linear_solve, where nothing is rewritten"
+    assert [call.reason for call in kinds] == [
+        f"{call.operation} is not one of the kinds that this package accelerates" for call in kinds
+    ]
+    assert {call.reason for call in explained(left)} == {NOT_ENABLED}
+
+
+def test_reason_where_the_package_is_disabled() -> None:
+    with mock.patch.object(config, "get", lambda: config.Config(disable=True)):
+        jax_intranode.install()
+        (call,) = explained(lambda v: lax.psum(v, "x"))
+    assert (call.algorithm, call.reason) == ("lax", "JAX_INTRANODE_DISABLE=1")
+
+
+def test_explain_runs_and_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    before = jax_intranode.usage_counter()
+    with jax_intranode.accelerate(), caplog.at_level(logging.INFO, "jax_intranode"):
+        explained(tree)
+    assert jax_intranode.usage_counter() == before
+    assert not [r for r in caplog.records if "Lowered" in r.getMessage()]
+
+
+# The compiled program.
+
+
+def partitioned() -> tuple[Any, tuple[Any, ...]]:
+    """A program with a collective of each kind of origin, and its arguments."""
+    mesh = line()
+    body = sharded(
+        lambda v: jax_intranode.psum(v, "x") + lax.psum(v * 2, "x"), mesh, P("x"), P("x")
+    )
+
+    def f(v: Any, a: Any, b: Any) -> Any:
+        # The contracted dimension is sharded: XLA's partitioner adds an all-reduce.
+        product = lax.with_sharding_constraint(a @ b, NamedSharding(mesh, P()))
+        return body(v), product
+
+    def argument(spec: Any) -> Any:
+        return jax.device_put(np.ones((N, N), np.float32), NamedSharding(mesh, spec))
+
+    return f, (argument(P("x")), argument(P(None, "x")), argument(P("x")))
+
+
+def test_what_the_partitioner_adds() -> None:
+    f, args = partitioned()
+    found = explain(f, compiled=True)(*args)
+    assert [call.origin for call in found] == ["jax_intranode", "jax.lax"]
+    assert found.added == {"all-reduce": 1}
+    assert found.compiled == {"all-reduce": 2, "jax_intranode_psum": 1}
+    assert str(found).splitlines()[-2:] == [
+        "in the compiled program: 2 all-reduce, 1 jax_intranode_psum",
+        "added by XLA's partitioner: 1 all-reduce",
+    ]
+    with jax_intranode.accelerate():
+        found = explain(jax.jit(f), compiled=True)(*args)
+    assert found.added == {"all-reduce": 1}
+    assert found.compiled == {"all-reduce": 1, "jax_intranode_psum": 2}
+
+
+def test_nothing_is_added_to_a_manual_program() -> None:
+    """XLA merges the all-reduces of a tree; that is no addition."""
+    found = explain(over_x(tree), compiled=True)(X)
+    assert found.added == {}
+    assert str(found).endswith("added by XLA's partitioner: none")
+    assert "all-reduce" in (found.compiled or {})
+
+
+def test_the_program_is_compiled_on_request_only() -> None:
+    f, args = partitioned()
+    found = explain(f)(*args)
+    assert found.compiled is None and found.added is None
+    assert "partitioner" not in str(found)
+    assert str(explain(jnp.sin)(1.0)) == "no collectives"
+    assert str(explain(jnp.sin, compiled=True)(1.0)).splitlines() == [
+        "no collectives",
+        "in the compiled program: none",
+        "added by XLA's partitioner: none",
+    ]
+    assert hash(found) == hash(explain(f)(*args))
+
+
+HLO_OF_GPUS = """
+%wrapped_reduce_scatter (p: f32[8]) -> f32[4] {
+  ROOT %rs = f32[4]{0} reduce-scatter(%p), channel_id=3, dimensions={0}
+}
+ENTRY %main {
+  %ar = (f32[4]{0}, f32[2]{0}) all-reduce-start(%a, %b), channel_id=1
+  %ard = (f32[4]{0}, f32[2]{0}) all-reduce-done(%ar)
+  %s = ((f32[8]), f32[4]) async-start(%d), calls=%wrapped_reduce_scatter
+  %ag = (f32[4]{0}, f32[8]{0}) all-gather-start(%c), channel_id=2
+  %a2a = (f32[2], f32[2], /*index=2*/f32[2]) all-to-all(%e, %f, /*index=2*/%g), channel_id=4
+  %cp = f32[4]{0} collective-permute(%h), source_target_pairs={{0,1}}
+  %cc = (f32[4]) custom-call(%i), custom_call_target="jax_intranode_psum", operand_layout
+  %other = (f32[4]) custom-call(%i), custom_call_target="cublas", metadata={op_name="all-reduce"}
+}
+"""
+
+
+def test_counts_in_hlo() -> None:
+    assert hlo.in_compiled(HLO_OF_GPUS) == {
+        "all-reduce": 2,
+        "reduce-scatter": 1,
+        "all-gather": 1,
+        "all-to-all": 1,
+        "collective-permute": 1,
+        "jax_intranode_psum": 1,
+    }
+
+
+# The line that each compilation logs.
+
+
+def test_line_names_the_program(caplog: pytest.LogCaptureFixture) -> None:
+    jax_intranode.install()
+
+    @jax.jit
+    def step(v: Any) -> Any:
+        return over_x(lambda u: lax.psum(u, "x") + lax.psum(u.astype(jnp.complex64), "x").real)(v)
+
+    with caplog.at_level(logging.INFO, "jax_intranode"):
+        step.lower(X)
+        step.lower(X)  # JAX finds it in its cache
+    lines = [r.getMessage() for r in caplog.records if "Lowered" in r.getMessage()]
+    assert lines == ["Lowered jit_step: 1 collectives of jax.lax replaced, 1 left."]
+
+
+def test_totals_of_a_program_that_compiles_another(caplog: pytest.LogCaptureFixture) -> None:
+    jax_intranode.install()
+    jaxpr = jax.jit(lambda v: v).trace(X).jaxpr
+
+    def fail(_: Any) -> None:
+        jax.jit(over_x(lambda v: lax.psum(v, "x") * 2)).lower(X)
+        raise ZeroDivisionError
+
+    def compile_others(_: Any) -> None:
+        jax.jit(over_x(lambda v: lax.psum(v, "x"))).lower(X)
+        with contextlib.suppress(ZeroDivisionError):
+            hook.lower_program(jaxpr, ("cpu",), fail)
+
+    with caplog.at_level(logging.INFO, "jax_intranode"):
+        hook.lower_program(jaxpr, ("cpu",), compile_others)
+    assert len(caplog.records) == 2  # the outer program has no collectives

@@ -8,16 +8,20 @@ in one process, and so does everything on GPUs, because each test uses all of th
 """
 
 import os
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadGroupScheduling
 
 ROOT = Path(__file__).resolve().parent.parent
 # More workers gain little: the longest groups of tests take as long as all others together.
 MOST_WORKERS = 4
-# Fixtures with parameters that many tests share: one worker gets all tests of a parameter.
-EXPENSIVE_FIXTURES = ("outcome", "programs")
+# Parameters of expensive fixtures, which many tests of a file share: processes that run all cases,
+# and native programs. One worker gets all tests of a file and a parameter.
+EXPENSIVE = re.compile(r"[\[-](\d+_processes|plain|thread|address)[-\]]")
 
 # `python -m pytest` puts the checkout on the path. Unless native modules were built in it, the
 # tests need the installed package.
@@ -67,14 +71,20 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(cores, MOST_WORKERS) if cores > 1 else 0
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("full"):
         of_full_tier = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=of_full_tier)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
-    for item in items:
-        for fixture in EXPENSIVE_FIXTURES:
-            if isinstance(item, pytest.Function) and fixture in item.fixturenames:
-                group = f"{item.path.stem} {item.callspec.params[fixture]}"
-                item.add_marker(pytest.mark.xdist_group(group))
+
+
+class Groups(LoadGroupScheduling):
+    """Groups tests by their names. pytest-xdist 3.8 ignores its marker for it with pytest 9.2."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        found = EXPENSIVE.search(nodeid)
+        return f"{nodeid.partition('::')[0]} {found[1]}" if found else nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Groups | None:
+    return Groups(config, log) if config.getvalue("dist") == "loadgroup" else None

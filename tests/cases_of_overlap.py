@@ -429,6 +429,38 @@ def overlapped_gradients(check_vma: bool, how: str, plan: str) -> None:
         assert distance(got, want) <= 2 * distance(by_lax, want) + 2.0**-8 * scale
 
 
+@case(how=("sequence", "columns"), plan=("pieces", "fused"))
+def overlapped_in_plain_jit(how: str, plan: str) -> None:
+    """Forward and backward pass of global arrays are overlapped, and exact."""
+    mesh = line()
+    n = mesh.size
+    axis = 1 if how == "sequence" else None
+    by_rows = P(None, "x") if how == "sequence" else P()
+    shapes, specs = ((2, 16 * n, 64), (64, 8 * n), (8 * n, 64)), (by_rows, P(None, "x"), P("x"))
+    arrays = [
+        put(mesh, spec, zeros_and_ones(60 + k, *shape).astype(jnp.bfloat16))
+        for k, (shape, spec) in enumerate(zip(shapes, specs, strict=True))
+    ]
+
+    def ours(x: Any, w1: Any, w2: Any) -> Any:
+        h = jax_intranode.column_parallel_matmul(x, w1, "x", sequence_axis=axis)
+        return jax_intranode.row_parallel_matmul(h % 3, w2, "x", sequence_axis=axis)
+
+    def step(f: Any) -> Any:
+        def results(*args: Any) -> Any:
+            y, pull_back = jax.vjp(f, *args)
+            return y, pull_back(y % 2)
+
+        return results
+
+    with jax.set_mesh(mesh):
+        results = overlapped(step(ours), arrays, plan)(*arrays)
+        theirs = jax.jit(step(lambda x, w1, w2: (x @ w1) % 3 @ w2))(*arrays)
+        # XLA may choose other shardings.
+        theirs = jax.tree.map(lambda a, b: jax.device_put(b, a.sharding), results, theirs)
+    check_like(results, theirs, 0)
+
+
 @case(rows=(1, 127, 129, 384), plan=("fused", "fused_224", "wgrad", *WGRAD))
 def overlapped_both_gradients(rows: int, plan: str) -> None:
     """Every axis, with and without batches; matrices of unequal width; rings full of NaN before."""

@@ -1110,6 +1110,8 @@ def overlapping() -> Iterator[None]:
                 terms = len(request.ks)
                 reshaped = request.operands(*operands)
                 xs, ws = reshaped[:terms], reshaped[terms:]
+                if request.transposed:
+                    ws = [w.T for w in ws]
                 for x, k in zip(xs, request.ks, strict=True):
                     assert x.shape == (request.rows * groups.group_size, k)
                 return psum_scatter_p.bind_as_traced(
@@ -1163,6 +1165,20 @@ def test_overlapped_sum_over_some_axes(overlapping: None) -> None:
         return sharded(body, mesh, (P("b"), P("a")), P(("a", "b")), False)
 
     like_lax(program, *values((8, 3), (6, 5)))
+
+
+def test_overlapped_gradient_of_column_parallel_matmul(overlapping: None) -> None:
+    """The gradient of an x that all ranks have is one sum for all matrices; overlapped, too."""
+    x, *ws = values((3, 2 * N, 6), (6, 4 * N), (6, 2 * N))
+
+    def ours(x: Any, ws: Any) -> Any:
+        return jax_intranode.column_parallel_matmul(x, ws, "x")
+
+    gradient = with_gradients(ours, (0, 1))
+    with jax.set_mesh(line(N)):
+        found = jax.jit(gradient)(x, ws)
+        assert collectives(gradient, x, ws) == {SCATTER: 1, GATHER: 1}
+    same(found, with_gradients(lambda x, ws: [x @ w for w in ws], (0, 1))(x, ws))
 
 
 def test_explain_of_an_overlapped_sum(overlapping: None) -> None:

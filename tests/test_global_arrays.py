@@ -28,6 +28,9 @@ from jax_intranode import (
 )
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+MOSTLY_EXPLICIT = pytest.mark.parametrize(
+    "kind", [pytest.param(AUTO, marks=pytest.mark.full), EXPLICIT], ids=["auto", "explicit"]
+)
 TYPES = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 
 
@@ -147,7 +150,7 @@ OPERATION = {
 
 @TYPES
 @EVERY
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
 def test_as_the_product_of_global_arrays(name: str, kind: AxisType, dtype: str) -> None:
     f, of_x, of_w, of_y = CALLS[name]
     mesh = line(kind)
@@ -389,7 +392,7 @@ def test_axes_of_size_one(size: str) -> None:
 
 @EVERY
 @pytest.mark.parametrize("context", ["set_mesh", "with", "argument"])
-@TYPES
+@MOSTLY_EXPLICIT
 def test_mesh_in_context(name: str, context: str, kind: AxisType) -> None:
     f, of_x, of_w, _ = CALLS[name]
     mesh = line(kind)
@@ -490,7 +493,7 @@ def test_accelerate_takes_the_sums_of_weight_gradients(kind: AxisType) -> None:
 # Transformations.
 
 
-@TYPES
+@MOSTLY_EXPLICIT
 @EVERY
 def test_transformations(name: str, kind: AxisType) -> None:
     f, of_x, of_w, _ = CALLS[name]

@@ -6,6 +6,7 @@ function says which versions need it. Tested with jax 0.10.2, 0.11.2 and 0.12.0.
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -750,6 +751,70 @@ _RUNS_JAXPRS = frozenset(
 _JAXPR_PARAMS = frozenset(
     {"jaxpr", "call_jaxpr", "fun_jaxpr", "body_jaxpr", "cond_jaxpr", "branches"}
 )
+
+
+# Equations between collectives and matmuls. 0.10.2 and later: names and parameters of primitives.
+
+
+@dataclass(frozen=True)
+class DotGeneral:
+    """What ``lax.dot_general`` multiplies.
+
+    Attributes:
+        contracting: pairs of contracted dimensions, (of the first operand, of the second).
+        batch: likewise for batch dimensions.
+        precision: as in ``lax.dot_general``.
+    """
+
+    contracting: tuple[tuple[int, int], ...]
+    batch: tuple[tuple[int, int], ...]
+    precision: Any
+
+
+def dot_general(equation: Any) -> DotGeneral | None:
+    """What a dot_general multiplies; None for others, and if the program shards its result."""
+    if equation.primitive.name != "dot_general":
+        return None
+    sharding = equation.params["out_sharding"]
+    if sharding is not None and (
+        any(axes is not None for axes in sharding.spec) or sharding.spec.unreduced
+    ):
+        return None
+    contracting, batch = equation.params["dimension_numbers"]
+    return DotGeneral(
+        tuple(zip(*contracting, strict=True)),
+        tuple(zip(*batch, strict=True)),
+        equation.params["precision"],
+    )
+
+
+def is_addition(equation: Any) -> bool:
+    """Whether an equation adds two arrays of one type."""
+    return equation.primitive.name in ("add", "add_any")
+
+
+def permutation(equation: Any) -> tuple[int, ...] | None:
+    """The dimensions of the operand in the result's order; None if it is no transposition."""
+    if equation.primitive.name != "transpose":
+        return None
+    return tuple(equation.params["permutation"])
+
+
+def only_reshapes(equation: Any) -> bool:
+    """Whether the result has the operand's elements in the same order."""
+    name = equation.primitive.name
+    if name == "reshape":
+        return equation.params["dimensions"] is None and len(equation.invars) == 1
+    if name == "broadcast_in_dim":
+        return len(equation.invars) == 1 and equation.invars[0].aval.size == math.prod(
+            equation.outvars[0].aval.shape
+        )
+    return name in ("squeeze", "expand_dims", "name", "pvary")
+
+
+def changes_dtype(equation: Any) -> bool:
+    """Whether the result is the operand in another dtype."""
+    return equation.primitive.name == "convert_element_type"
 
 
 def is_fence(equation: Any) -> bool:

@@ -419,4 +419,5 @@ all_gather_matmul_p.register(
     transpose=_transpose,
     batch=_batch,
     needed=_needed,
+    find=_find,
 )

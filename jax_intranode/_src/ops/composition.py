@@ -170,4 +170,5 @@ def register(
         transpose=transpose_composition,
         batch=batch,
         needed=needed,
+        find=find,
     )

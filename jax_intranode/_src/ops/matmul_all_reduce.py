@@ -293,4 +293,5 @@ matmul_all_reduce_p.register(
     jvp=collective_matmul.jvp_of_sum,
     transpose=_transpose,
     batch=_batch,
+    find=_find,
 )

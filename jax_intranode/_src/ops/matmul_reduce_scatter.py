@@ -348,4 +348,5 @@ matmul_reduce_scatter_p.register(
     jvp=collective_matmul.jvp_of_sum,
     transpose=_transpose,
     batch=_batch,
+    find=_find,
 )

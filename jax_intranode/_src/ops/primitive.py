@@ -65,6 +65,7 @@ class OpPrimitive:
         self.plain = Primitive(f"intranode_{operation}")
         self._over_set_mesh = Primitive(f"intranode_{operation}_over_set_mesh")
         self._explain: Callable[..., list[Operation]]
+        self._find: Callable[..., Any] | None
         for primitive in (self.plain, self._over_set_mesh):
             BY_PRIMITIVE[primitive] = self
             primitive.multiple_results = True
@@ -94,6 +95,19 @@ class OpPrimitive:
         """The operations that a call runs as; the mesh's processes rendezvous if needed."""
         return self._explain(site, avals, params=params, traced_over=traced_over)
 
+    def is_overlapped(
+        self,
+        site: LoweringSite,
+        avals: Sequence[Any],
+        *,
+        params: Any,
+        traced_over: tuple[int, ...] | None,
+    ) -> bool:
+        """Whether a call is one overlapped custom call; the processes rendezvous if needed."""
+        if self._find is None:
+            return False
+        return not isinstance(self._find(site, avals, params, traced_over), str)
+
     def register(
         self,
         *,
@@ -104,6 +118,7 @@ class OpPrimitive:
         transpose: Callable[..., list[Any]],
         batch: Callable[..., tuple[Any, Any]],
         needed: Callable[[list[bool], Any], tuple[list[bool], Any]] | None = None,
+        find: Callable[..., Any] | None = None,
     ) -> None:
         """Registers the rules.
 
@@ -119,8 +134,11 @@ class OpPrimitive:
                 or if the mapped axis has the name of one of the operation's axes.
             needed: (used results, params) -> needed operands, and params for the used results only.
                 None if a call whose results are not all used stays whole.
+            find: (site, avals, params, traced_over) -> the overlapped custom call, or why there is
+                none. None for operations that are never overlapped.
         """
         self._explain = explain
+        self._find = find
 
         def batch_if_needed(
             name: Hashable,

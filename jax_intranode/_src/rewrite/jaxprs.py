@@ -11,6 +11,7 @@ from typing import Any
 from jax_intranode._src import compat
 from jax_intranode._src.rewrite import collectives, sums
 from jax_intranode._src.rewrite.body import Body
+from jax_intranode._src.rewrite.matmuls import MatmulRewriter
 
 _has_collectives: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
@@ -34,6 +35,7 @@ class Rewriter:
     def __init__(self, body: Body):
         """Keeps what the body's equations have in common."""
         self.body = body
+        self._matmuls = MatmulRewriter(body)
         # By identity. The first of each pair keeps the identity from being used again.
         self._rewritten: dict[int, tuple[Any, Any]] = {}
 
@@ -47,14 +49,16 @@ class Rewriter:
         return known[1]
 
     def _rewrite(self, jaxpr: Any) -> Any:
-        before = compat.open_jaxpr(jaxpr).eqns
+        inner = compat.open_jaxpr(jaxpr)
+        before = inner.eqns
+        equations = self._matmuls.rewrite(before, inner.outvars)
         choices = {}
-        for equation in before:
+        for equation in equations:
             choice = collectives.choose(equation, self.body)
             if choice is not None:
                 choices[id(equation)] = choice
         # An equation that stays is the same object, so that its choice is found.
-        equations = [compat.replaced_inside(e, self.rewrite) for e in before]
+        equations = [compat.replaced_inside(e, self.rewrite) for e in equations]
         equations = sums.issue(equations, choices, self.body)
         if len(equations) == len(before) and all(map(operator.is_, equations, before)):
             return jaxpr

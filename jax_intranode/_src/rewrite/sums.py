@@ -41,7 +41,7 @@ def issue(equations: Sequence[Any], choices: dict[int, Choice], body: Body) -> l
         choice = choices.get(id(equation))
         if choice is None:
             walk.emit(equation)
-        elif _overlaps(equation, equations[index + 1 :], body):
+        elif overlaps_matmuls(equation, equations[index + 1 :], body):
             body.leave(equation, "XLA can overlap it with the matmuls after it")
             walk.emit(equation)
         elif choice.primitive is not psum_p:
@@ -158,7 +158,7 @@ def _merged(bucket: _Bucket, body: Body) -> Any:
 # Collectives that XLA can overlap.
 
 
-def _overlaps(equation: Any, later: Sequence[Any], body: Body) -> bool:
+def overlaps_matmuls(equation: Any, later: Sequence[Any], body: Body) -> bool:
     """Whether lax's collective may run at the same time as a matmul after it."""
     if not _on_gpus(body) or _nbytes(equation) <= OVERLAPPED_BYTES:
         return False
@@ -166,7 +166,7 @@ def _overlaps(equation: Any, later: Sequence[Any], body: Body) -> bool:
     for other in later:
         if any(v in dependent for v in other.invars if isinstance(v, Var)):
             dependent.update(other.outvars)
-        elif _is_heavy(other):
+        elif is_heavy(other):
             return True
     return False
 
@@ -184,9 +184,13 @@ def _on_gpus(body: Body) -> bool:
     return mesh is not None and mesh.devices.flat[0].platform == "gpu"
 
 
-def _is_heavy(equation: Any) -> bool:
+def is_heavy(equation: Any) -> bool:
+    """Whether an equation takes long: it multiplies matrices, or loops."""
+    own = primitive.BY_PRIMITIVE.get(equation.primitive)
+    if own is not None:
+        return "matmul" in own.operation
     return equation.primitive.name in _HEAVY or any(
-        _is_heavy(inner_equation)
+        is_heavy(inner_equation)
         for inner in compat.inner_jaxprs(equation, None)
         for inner_equation in inner.jaxpr.eqns
     )

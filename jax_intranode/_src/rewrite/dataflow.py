@@ -1,0 +1,276 @@
+"""The matmuls of a jaxpr, and which equation makes and uses each variable."""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jax.extend.core import Var
+
+from jax_intranode._src import compat
+from jax_intranode._src.rewrite import sums, views
+from jax_intranode._src.rewrite.views import Factors
+
+# Longer chains of reshapes, transpositions and casts are not looked through.
+MOST_LAYOUTS = 32
+
+
+@dataclass(frozen=True)
+class View:
+    """A variable as a view of another one.
+
+    Attributes:
+        source: the variable that it is made from.
+        dims: its dimensions, as factors of the source's.
+        dtypes: the dtypes to which the source is converted, in order.
+        path: the positions of the equations between the two.
+    """
+
+    source: Any
+    dims: list[Factors]
+    dtypes: tuple[Any, ...] = ()
+    path: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The only equations that use the result of a matmul, if they transpose and cast it.
+
+    Attributes:
+        result: the last variable.
+        permutation: its dimensions, as dimensions of the matmul's result.
+        path: the positions of the equations.
+        transposed: whether one of them transposes.
+    """
+
+    result: Any
+    permutation: tuple[int, ...]
+    path: tuple[int, ...]
+    transposed: bool
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """A dot_general without batch dimensions, other than those of size 1.
+
+    Attributes:
+        position: the position of its equation.
+        equation: its equation.
+        of: what it multiplies.
+    """
+
+    position: int
+    equation: Any
+    of: compat.DotGeneral
+
+    def contracted(self, side: int) -> list[int]:
+        """The contracted dimensions of the first (0) or second (1) operand, pairwise."""
+        return [pair[side] for pair in self.of.contracting]
+
+    def free(self, side: int) -> list[int]:
+        """The dimensions of an operand that the result has, too."""
+        inner = {pair[side] for pair in (*self.of.contracting, *self.of.batch)}
+        return [i for i in range(self.equation.invars[side].aval.ndim) if i not in inner]
+
+    def result_dims(self, rows: int) -> list[Factors]:
+        """The result's dimensions as factors of a matrix.
+
+        The matrix has the free dimensions of operand `rows` as rows, and those of the other operand
+        as columns.
+        """
+        found: list[Factors] = [()] * len(self.of.batch)
+        for side in (0, 1):
+            shape = self.equation.invars[side].aval.shape
+            sizes = [shape[i] for i in self.free(side)]
+            (all_of_them,) = views.whole([math.prod(sizes)])
+            dims = views.reshaped([all_of_them], sizes)
+            assert dims is not None
+            dim = int(side != rows)
+            found += [tuple(f._replace(dim=dim) for f in factors) for factors in dims]
+        return found
+
+    def precision(self, rows: int) -> Any:
+        """Its precision, if operand `rows` came first."""
+        precision = self.of.precision
+        return precision[::-1] if rows and isinstance(precision, tuple) else precision
+
+
+class Dataflow:
+    """Where the variables of a jaxpr are made and used.
+
+    Attributes:
+        equations: the equations, which have positions from 0 on.
+        made_at: the position at which each variable is made; the jaxpr's arguments are not there.
+        used_at: the positions at which each variable is used, once for each use. That of the
+            jaxpr's results is the number of equations.
+    """
+
+    def __init__(self, equations: Sequence[Any], results: Sequence[Any]):
+        """Walks the equations, of a jaxpr with these results."""
+        self.equations = equations
+        self.made_at: dict[Var, int] = {}
+        self.used_at: dict[Var, list[int]] = defaultdict(list)
+        for position, equation in enumerate(equations):
+            for v in variables(equation.invars):
+                self.used_at[v].append(position)
+            self.made_at.update(dict.fromkeys(equation.outvars, position))
+        for v in variables(results):
+            self.used_at[v].append(len(equations))
+        self._views: dict[Var, View] = {}
+        self._heavy: dict[int, bool] = {}
+
+    def maker(self, v: Any) -> Any:
+        """The equation that makes a variable; None for arguments and literals."""
+        position = self.made_at.get(v) if isinstance(v, Var) else None
+        return None if position is None else self.equations[position]
+
+    def only_user(self, v: Var) -> int | None:
+        """The position of the equation that is the only one to use a variable, once."""
+        users = self.used_at[v]
+        return users[0] if len(users) == 1 and users[0] < len(self.equations) else None
+
+    @cached_property
+    def stretches(self) -> list[int]:
+        """For each position the number of its stretch: nothing is moved from one to another.
+
+        They end at fences and at effects.
+        """
+        found, number = [], 0
+        for equation in self.equations:
+            ends = compat.is_fence(equation) or compat.has_effects(equation)
+            number += ends
+            found.append(number)
+            number += ends
+        return found
+
+    def is_heavy(self, position: int) -> bool:
+        """Whether an equation takes long: a matmul, a loop or a collective."""
+        found = self._heavy.get(position)
+        if found is None:
+            equation = self.equations[position]
+            found = compat.lax_collective(equation) is not None or sums.is_heavy(equation)
+            self._heavy[position] = found
+        return found
+
+    @cached_property
+    def matmuls(self) -> dict[int, Matmul]:
+        """The matmuls by position."""
+        found = {}
+        for position, equation in enumerate(self.equations):
+            of = compat.dot_general(equation)
+            if of is None or compat.is_placed(equation):
+                continue
+            first = equation.invars[0].aval
+            if all(first.shape[i] == 1 for i, _ in of.batch) and all(
+                v.aval.size and isinstance(v, Var) for v in equation.invars
+            ):
+                found[position] = Matmul(position, equation, of)
+        return found
+
+    @cached_property
+    def matmuls_of(self) -> dict[Var, list[tuple[Matmul, int]]]:
+        """For each variable the matmuls of which it is an operand or its source, and which one."""
+        found = defaultdict(list)
+        for matmul, side in itertools.product(self.matmuls.values(), (0, 1)):
+            operand = matmul.equation.invars[side]
+            for v in {operand, self.view(operand).source}:
+                found[v].append((matmul, side))
+        return found
+
+    def view(self, v: Var) -> View:
+        """The variable as a view of another one, through reshapes and transpositions."""
+        found = self._views.get(v)
+        if found is None:
+            found = self._views[v] = self._view(v, cast=False, depth=0)
+        return found
+
+    def cast_view(self, v: Var) -> View:
+        """The same, through casts, too."""
+        return self._view(v, cast=True, depth=0)
+
+    def _view(self, v: Var, cast: bool, depth: int) -> View:
+        equation = self.maker(v)
+        if equation is not None and is_layout(equation, cast) and depth < MOST_LAYOUTS:
+            (operand,) = equation.invars
+            # XLA makes a transposition part of the matmul before it.
+            follows = compat.permutation(equation) is not None and self._multiplies(operand)
+            if isinstance(operand, Var) and not follows:
+                inner = self._view(operand, cast, depth + 1)
+                dims = dims_after(equation, inner.dims)
+                if dims is not None:
+                    dtypes = inner.dtypes
+                    if compat.changes_dtype(equation):
+                        dtypes = (*dtypes, equation.outvars[0].aval.dtype)
+                    return View(inner.source, dims, dtypes, (*inner.path, self.made_at[v]))
+        return itself(v)
+
+    def _multiplies(self, v: Any) -> bool:
+        return self.made_at.get(v) in self.matmuls if isinstance(v, Var) else False
+
+    def tail(self, matmul: Matmul) -> Tail:
+        """What becomes of a matmul's result."""
+        (result,) = matmul.equation.outvars
+        permutation = tuple(range(result.aval.ndim))
+        path: list[int] = []
+        transposed = cast = False
+        while True:
+            position = self.only_user(result)
+            if position is None:
+                break
+            equation = self.equations[position]
+            order = compat.permutation(equation)
+            if compat.is_placed(equation):
+                break
+            if order is not None:
+                permutation = tuple(permutation[i] for i in order)
+                transposed = True
+            elif not cast and rounds_once(equation):
+                cast = True
+            else:
+                break
+            path.append(position)
+            (result,) = equation.outvars
+        return Tail(result, permutation, tuple(path), transposed)
+
+
+def itself(v: Any) -> View:
+    """The variable as a view of itself."""
+    return View(v, views.whole(v.aval.shape))
+
+
+def variables(atoms: Sequence[Any]) -> list[Var]:
+    """Those that are no literals."""
+    return [v for v in atoms if isinstance(v, Var)]
+
+
+def is_layout(equation: Any, cast: bool) -> bool:
+    """Whether an equation only reshapes or transposes, or casts if `cast`."""
+    return not compat.is_placed(equation) and (
+        compat.permutation(equation) is not None
+        or compat.only_reshapes(equation)
+        or (cast and compat.changes_dtype(equation))
+    )
+
+
+def dims_after(equation: Any, dims: list[Factors]) -> list[Factors] | None:
+    """The dimensions after an equation that `is_layout`, from those before it."""
+    permutation = compat.permutation(equation)
+    if permutation is not None:
+        return [dims[i] for i in permutation]
+    if compat.only_reshapes(equation):
+        return views.reshaped(dims, equation.outvars[0].aval.shape)
+    return dims
+
+
+def rounds_once(equation: Any) -> bool:
+    """Whether an equation rounds floats to a shorter dtype.
+
+    Rounding a matmul's result so is the same as a matmul that has that dtype.
+    """
+    if not compat.changes_dtype(equation):
+        return False
+    before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+    return before == "float32" and after in ("bfloat16", "float16")

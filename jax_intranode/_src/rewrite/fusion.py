@@ -1,0 +1,253 @@
+"""Equations that one of our operations replaces, and what forbids it.
+
+The operation runs at the position of the last equation that it replaces; equations that need one of
+its results wait until then.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax import lax
+from jax.extend.core import Jaxpr, Literal, Var
+
+from jax_intranode._src import compat
+from jax_intranode._src.ops import matmul_arguments
+from jax_intranode._src.ops.primitive import OpPrimitive, nbytes
+from jax_intranode._src.rewrite import dataflow, views
+from jax_intranode._src.rewrite.dataflow import Dataflow
+from jax_intranode._src.rewrite.views import Factors
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an array is made from another one: see `views.arrange`.
+
+    Attributes:
+        factors: of the other array.
+        shape: of the result.
+    """
+
+    factors: Factors
+    shape: tuple[int, ...]
+
+    def __call__(self, x: Any) -> Any:
+        return views.arrange(x, self.factors, self.shape)
+
+    @property
+    def moves(self) -> bool:
+        """Whether elements move in memory."""
+        return not views.in_order(self.factors)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One of our operations, with what is done to its operands and results.
+
+    Attributes:
+        primitive: the operation.
+        params: its parameters.
+        operands: the layout of each operand.
+        results: the layout of each result.
+        dtypes: the dtypes to which the first operand is cast, in order.
+    """
+
+    primitive: OpPrimitive
+    params: Any
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    dtypes: tuple[Any, ...] = ()
+
+    def avals(self, avals: Sequence[Any]) -> list[Any]:
+        """The types of the primitive's operands."""
+        found = [a.update(shape=x.shape) for a, x in zip(avals, self.operands, strict=True)]
+        if self.dtypes:
+            found[0] = found[0].update(dtype=self.dtypes[-1])
+        return found
+
+    def function(self, traced_over: tuple[int, ...] | None) -> Callable[..., list[Any]]:
+        """The whole as a function that can be traced."""
+
+        def fused(*operands: Any) -> list[Any]:
+            first, *others = operands
+            for dtype in self.dtypes:
+                first = lax.convert_element_type(first, dtype)
+            arranged = [
+                layout(v) for layout, v in zip(self.operands, (first, *others), strict=True)
+            ]
+            arranged = matmul_arguments.varying_alike(arranged, self.params.axes)
+            results = self.primitive.bind_as_traced(
+                *arranged, params=self.params, traced_over=traced_over
+            )
+            return [layout(v) for layout, v in zip(self.results, results, strict=True)]
+
+        return fused
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """An operation that may take the place of equations.
+
+    Attributes:
+        collective: the position of the collective.
+        operation: what takes the place.
+        operands: its operands.
+        results: the variables that it makes.
+        removed: the positions of the equations that it replaces.
+        looked_through: the positions of those between its operands and the removed equations.
+        gathered: the result of an all-gather, and the variable that the operation makes of it, if
+            any. The other results are products and sums.
+        summed: the operands that are multiplied before a sum.
+    """
+
+    collective: int
+    operation: Operation
+    operands: tuple[Var, ...]
+    results: tuple[Var, ...]
+    removed: frozenset[int]
+    looked_through: frozenset[int]
+    gathered: tuple[Var, ...] = ()
+    summed: tuple[Var, ...] = ()
+
+    @property
+    def last(self) -> int:
+        """The position at which the operation runs."""
+        return max(self.removed)
+
+    def obstacle(self, flow: Dataflow) -> int | None:
+        """The position of an equation that does not allow it; None if nothing forbids it.
+
+        Its results come to be at one time, and must not need each other. What forbids it is a fence
+        (see `compat.is_fence`), or that it would add memory: results live longer if something that
+        takes long needs one of them before the last one is computed, and more results live at once
+        if one was no longer needed by then.
+        """
+        start, last = min(self.removed), self.last
+        stretches = flow.stretches
+        if stretches[start] != stretches[last]:
+            return next(p for p in range(start, last + 1) if stretches[p] > stretches[start])
+        first = self._first(flow)
+        products = [v for v in self.results if v not in self.gathered]
+        # What depends on a product, or on something else that takes long; and on gathered arrays.
+        late, early = set(products), set(self.gathered)
+        made_of = {v: {v} for v in products}
+        for position in range(first, last + 1):
+            if position in self.removed:
+                continue
+            equation = flow.equations[position]
+            used = dataflow.variables(equation.invars)
+            if any(v in late for v in used):
+                if flow.is_heavy(position):
+                    return position
+                late.update(equation.outvars)
+                for made in made_of.values():
+                    if any(v in made for v in used):
+                        made.update(equation.outvars)
+            elif any(v in early for v in used):
+                (late if flow.is_heavy(position) else early).update(equation.outvars)
+        for v in self.operands:
+            if v in late or v in early or flow.made_at.get(v) in self.removed:
+                return flow.made_at[v]
+        for product, made in made_of.items():
+            needed = sum(nbytes(v.aval) for v in made if max(flow.used_at[v], default=0) > last)
+            if needed < nbytes(product.aval):
+                return last
+        return self._obstacle_of_sum(flow)
+
+    def _obstacle_of_sum(self, flow: Dataflow) -> int | None:
+        """The position of something that takes long, that a summand needs, after the first summand.
+
+        The operands of the first summand would have to live until it is done.
+        """
+        needed = set(self.summed)
+        for position in range(self.last, min(self.removed), -1):
+            equation = flow.equations[position]
+            if position not in self.removed and not needed.isdisjoint(equation.outvars):
+                if flow.is_heavy(position):
+                    return position
+                needed.update(dataflow.variables(equation.invars))
+        return None
+
+    def conflicts(self, other: "Fusion", flow: Dataflow) -> bool:
+        """Whether only one of two operations can be."""
+        if (
+            self.removed & (other.removed | other.looked_through)
+            or self.looked_through & other.removed
+        ):
+            return True
+        first = max(self._first(flow), other._first(flow))
+        if first > min(self.last, other.last):
+            return False
+        return self._feeds(other, flow) or other._feeds(self, flow)
+
+    def _first(self, flow: Dataflow) -> int:
+        """The position of the first equation that computes or uses a result."""
+        used = [p for v in self.gathered for p in flow.used_at[v]]
+        return min(used or self.removed)
+
+    def _feeds(self, other: "Fusion", flow: Dataflow) -> bool:
+        """Whether the other operation depends on this one."""
+        made = set(self.results)
+        for equation in flow.equations[self._first(flow) : other.last]:
+            if any(v in made for v in dataflow.variables(equation.invars)):
+                made.update(equation.outvars)
+        return any(v in made for v in other.operands)
+
+
+def replace(flow: Dataflow, accepted: Sequence[tuple[Fusion, Jaxpr]]) -> list[Any]:
+    """The equations, with operations in the place of others.
+
+    An equation waits while it needs the result of an operation that runs later.
+    """
+    of_removed = {p: k for k, (fusion, _) in enumerate(accepted) for p in fusion.removed}
+    waits = {v: frozenset([k]) for k, (fusion, _) in enumerate(accepted) for v in fusion.results}
+    running: set[int] = set()
+    waiting: list[tuple[Any, frozenset[int]]] = []
+    emitted: list[Any] = []
+    for position, equation in enumerate(flow.equations):
+        k = of_removed.get(position)
+        if k is None:
+            used = dataflow.variables(equation.invars)
+            needed = frozenset().union(*(waits[v] for v in used if v in waits)) - running
+            if not needed:
+                emitted.append(equation)
+                continue
+            waiting.append((equation, needed))
+            for v in equation.outvars:
+                waits[v] = waits.get(v, frozenset()) | needed
+        elif position == accepted[k][0].last:
+            fusion, jaxpr = accepted[k]
+            emitted += _inlined(jaxpr, fusion, flow.equations[fusion.collective])
+            running.add(k)
+            emitted += [e for e, needed in waiting if needed <= running]
+            waiting = [(e, needed) for e, needed in waiting if not needed <= running]
+    return _without_dead_layouts(emitted, flow)
+
+
+def _inlined(jaxpr: Jaxpr, fusion: Fusion, like: Any) -> Iterator[Any]:
+    """The equations of an operation, with the program's variables."""
+    names: dict[Any, Any] = dict(zip(jaxpr.invars, fusion.operands, strict=True))
+    names.update(zip(jaxpr.outvars, fusion.results, strict=True))
+    for equation in jaxpr.eqns:
+        for v in equation.outvars:
+            if v not in names:
+                names[v] = compat.new_variable(v.aval)
+        yield equation.replace(
+            invars=[v if isinstance(v, Literal) else names[v] for v in equation.invars],
+            outvars=[names[v] for v in equation.outvars],
+            source_info=like.source_info,
+            ctx=like.ctx,
+        )
+
+
+def _without_dead_layouts(equations: Sequence[Any], flow: Dataflow) -> list[Any]:
+    """Drops reshapes, transpositions and casts whose results nothing needs any more."""
+    end = len(flow.equations)
+    used = {v for v, positions in flow.used_at.items() if end in positions}
+    kept = []
+    for equation in reversed(equations):
+        if dataflow.is_layout(equation, cast=True) and used.isdisjoint(equation.outvars):
+            continue
+        used.update(dataflow.variables(equation.invars))
+        kept.append(equation)
+    return kept[::-1]

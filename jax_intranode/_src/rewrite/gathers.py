@@ -1,0 +1,251 @@
+"""All-gathers and the matmuls after them, as all_gather_matmul."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import Var
+
+from jax_intranode._src import compat
+from jax_intranode._src.ops.collective_matmul import (
+    GradientParams,
+    MatmulParams,
+    all_gather_matmul_p,
+    gradients_of_matmul_reduce_scatter_p,
+)
+from jax_intranode._src.ops.primitive import nbytes
+from jax_intranode._src.rewrite import dataflow, views
+from jax_intranode._src.rewrite.dataflow import Dataflow
+from jax_intranode._src.rewrite.fusion import Fusion, Layout, Operation
+from jax_intranode._src.rewrite.matrices import (
+    MOVED,
+    Factored,
+    Product,
+    after,
+    factored,
+    is_transposed,
+    leading_dims,
+    matrix,
+    rows_of,
+    weight_gradient,
+)
+from jax_intranode._src.rewrite.views import Factor, Factors
+
+
+def fusions(
+    flow: Dataflow, collectives: dict[int, compat.LaxCollective]
+) -> Iterator[Iterator[Fusion]]:
+    """For each all-gather, what it may become."""
+    uses: dict[int, list[Product]] = defaultdict(list)
+    gathers = {p: c for p, c in collectives.items() if c.operation == "all_gather"}
+    if not gathers:
+        return
+    for matmul in flow.matmuls.values():
+        for side in (0, 1):
+            view = flow.cast_view(matmul.equation.invars[side])
+            position = flow.made_at.get(view.source)
+            if position in gathers:
+                x, w = factored(matmul, view, side, flow)
+                uses[position].append(Product(matmul, side, x, w, flow.tail(matmul)))
+    for position, products in uses.items():
+        yield _Gather(flow, position, gathers[position]).candidates(products)
+
+
+class _Gather:
+    """An all-gather."""
+
+    def __init__(self, flow: Dataflow, position: int, collective: compat.LaxCollective):
+        self.flow = flow
+        self.position = position
+        self.collective = collective
+        equation = flow.equations[position]
+        (self.x,), (self.whole,) = equation.invars, equation.outvars
+        self.size = collective.size
+        self.peer_bytes = nbytes(self.x.aval) * (self.size - 1)
+
+    def ranks(self, factors: Factors) -> int | None:
+        """The index of the factor whose slowest digits are the rank; None if there is none."""
+        dimension = self.collective.dimension
+        length = self.whole.aval.shape[dimension]
+        for index, f in enumerate(factors):
+            if f.dim == dimension and f.stride * f.size == length and f.size % self.size == 0:
+                return index
+        return None
+
+    def local(self, factors: Factors) -> Factors:
+        """The same factors of a rank's shard."""
+        at = self.ranks(factors)
+        found = []
+        for index, f in enumerate(factors):
+            size = f.size // self.size if index == at else f.size
+            dim = f.dim
+            if not self.collective.tiled and dim > self.collective.dimension:
+                dim -= 1
+            if size > 1:
+                found.append(Factor(dim, f.stride, size))
+        return tuple(found)
+
+    def candidates(self, products: Sequence[Product]) -> Iterator[Fusion]:
+        """What it and these products may become, the best first."""
+        groups: dict[Any, list[Product]] = defaultdict(list)
+        wgrads = []
+        for product in products:
+            x, result = product.x, product.tail.result.aval
+            if not self._narrows(x.dtypes):
+                continue
+            if self.ranks(x.free) is not None:
+                layout = after(product.matmul, product.tail, product.side)
+                moves = layout.moves and not product.tail.transposed
+                if not moves or nbytes(result) <= MOVED * self.peer_bytes:
+                    key = (
+                        x.free,
+                        x.contracted,
+                        x.dtypes,
+                        result.dtype,
+                        product.matmul.precision(product.side),
+                        is_transposed(product.w),
+                    )
+                    groups[key].append(product)
+            elif self.ranks(x.contracted) is not None:
+                wgrads.append(product)
+        if not groups:
+            return
+        group = max(groups.values(), key=lambda g: sum(p.size for p in g))
+        if len(group) == 1:
+            for wgrad in wgrads:
+                yield from self._fused(group, wgrad)
+        while group:
+            found = list(self._fused(group, None))
+            obstacle = found[0].obstacle(self.flow) if found else None
+            if obstacle is None:
+                break
+            before = [p for p in group if p.matmul.position < obstacle]
+            group = before if len(before) < len(group) else group[:-1]
+        yield from found if group else ()
+        # A product that is not overlapped must not keep the others from it.
+        if len(group) > 1:
+            large = [p for p in group if views.size_of(p.w.free) % 8 == 0]
+            if 0 < len(large) < len(group):
+                yield from self._fused(large, None)
+
+    def _narrows(self, dtypes: Sequence[Any]) -> bool:
+        """Whether no more bytes are gathered if the shard is cast."""
+        widths = [self.x.aval.dtype.itemsize, *(dtype.itemsize for dtype in dtypes)]
+        return widths[-1] == min(widths)
+
+    def _fused(self, group: Sequence[Product], wgrad: Product | None) -> Iterator[Fusion]:
+        """The gather with these products, and with a weight gradient; nothing if there is none."""
+        members = [*group, *([] if wgrad is None else [wgrad])]
+        replaced = {p for member in members for p in member.positions}
+        needed = self._needed(replaced, group[0].x)
+        if needed is None or (wgrad is not None and needed.result is not None):
+            return
+        x, matmul, side = group[0].x, group[0].matmul, group[0].side
+        at = self.ranks(x.free)
+        assert at is not None  # or it would be no product of a group
+        rows = views.size_of(x.free[at:]) // self.size
+        size = views.size_of(x.free) // self.size
+        leading = leading_dims(size, rows)
+        whole = (*leading[:-1], rows * self.size)
+        shard = Factored(self.x, self.local(x.free), self.local(x.contracted), (), x.dtypes)
+        params = MatmulParams(
+            axes=self.collective.axes,
+            axis=len(leading) - 1,
+            world_size=self.size,
+            dtype=group[0].tail.result.aval.dtype,
+            precision=matmul.precision(side),
+            transposed=is_transposed(group[0].w),
+            gathered=needed.result is not None,
+        )
+        primitive = all_gather_matmul_p
+        its_params: Any = params
+        operands = [self.x, *(p.w.source for p in group)]
+        layouts = [rows_of(shard, leading), *(matrix(p.w, params.transposed) for p in group)]
+        results = [p.tail.result for p in group]
+        of_results = [after(p.matmul, p.tail, p.side) for p in group]
+        looked = {p for member in group for p in member.w.path}
+        if wgrad is not None:
+            other = weight_gradient(wgrad, x, whole)
+            columns = views.size_of(group[0].w.free)
+            if other is None or other.operand.shape[-1] != columns or not params.transposed:
+                return
+            primitive = gradients_of_matmul_reduce_scatter_p
+            its_params = GradientParams(params, True, (0,), wgrad.tail.result.aval.dtype)
+            operands.append(other.source)
+            layouts.append(other.operand)
+            results.append(wgrad.tail.result)
+            of_results.append(other.result)
+            looked.update(wgrad.w.path)
+        gathered = []
+        if needed.result is not None:
+            gathered = [needed.result]
+            results += gathered
+            of_results.append(Layout(x.free + x.contracted, needed.result.aval.shape))
+        yield Fusion(
+            collective=self.position,
+            operation=Operation(primitive, its_params, tuple(layouts), tuple(of_results), x.dtypes),
+            operands=tuple(operands),
+            results=tuple(results),
+            removed=frozenset({self.position, *replaced, *needed.removed}),
+            looked_through=frozenset(looked),
+            gathered=(self.whole, *gathered),
+        )
+
+    def _needed(self, replaced: set[int], x: Factored) -> "_Needed | None":
+        """What else needs the gathered array; None if the operation can't give it."""
+        v, removed = self.whole, []
+        users = self._users(v, replaced)
+        if not users:
+            return _Needed(None, ())
+        if not views.in_order(x.free, x.contracted):
+            return None
+        for dtype in x.dtypes:
+            while True:
+                if len(users) != 1 or users[0] == len(self.flow.equations):
+                    return None
+                equation = self.flow.equations[users[0]]
+                if not dataflow.is_layout(equation, cast=True):
+                    return None
+                removed.append(users[0])
+                (v,) = equation.outvars
+                users = self._users(v, replaced)
+                if compat.changes_dtype(equation):
+                    if v.aval.dtype != dtype:
+                        return None
+                    break
+        # After a transposition the elements of v are not in the order of the gathered array.
+        if not views.in_order(*self.flow.cast_view(v).dims):
+            return None
+        return _Needed(v, tuple(removed))
+
+    def _users(self, v: Var, replaced: set[int], depth: int = 0) -> list[int]:
+        """The positions of the equations that need v besides the replaced ones."""
+        found = []
+        for position in self.flow.used_at[v]:
+            if position in replaced:
+                continue
+            if position < len(self.flow.equations):
+                equation = self.flow.equations[position]
+                dead = (
+                    dataflow.is_layout(equation, cast=True)
+                    and depth < dataflow.MOST_LAYOUTS
+                    and not self._users(equation.outvars[0], replaced, depth + 1)
+                )
+                if dead:
+                    continue
+            found.append(position)
+        return found
+
+
+@dataclass(frozen=True)
+class _Needed:
+    """What else needs a gathered array.
+
+    Attributes:
+        result: the variable that the operation has to make, too; None if nothing needs it.
+        removed: the positions of the equations that made it from the gathered array.
+    """
+
+    result: Any
+    removed: tuple[int, ...]

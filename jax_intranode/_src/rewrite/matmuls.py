@@ -1,0 +1,107 @@
+"""Makes one operation of a collective of lax and the matmuls before or after it.
+
+- An all-gather and the matmuls that share it become one all_gather_matmul.
+- Matmuls, their sum and a reduce-scatter become one matmul_reduce_scatter; those before an
+  all-reduce become one matmul_all_reduce.
+- Weight gradients join the input gradient that has the collective, as in `ops.gradients`.
+
+Reshapes, transpositions and casts may be in between. `views` describes them, so that operands and
+results need as few transpositions as possible. Whatever the selection would
+not overlap is left as it is, and its collective is replaced alone, or stays lax's.
+
+`gathers` and `scatters` find candidates, and `fusion` says what forbids one.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import Jaxpr, Var
+
+from jax_intranode._src import compat
+from jax_intranode._src.ops.collective_matmul import matmul_all_reduce_p
+from jax_intranode._src.rewrite import fusion, gathers, scatters, sums
+from jax_intranode._src.rewrite.body import Body
+from jax_intranode._src.rewrite.dataflow import Dataflow
+from jax_intranode._src.rewrite.fusion import Fusion, Operation
+
+
+class MatmulRewriter:
+    """Rewrites the jaxprs of one body."""
+
+    def __init__(self, body: Body):
+        """Keeps what the body's equations have in common."""
+        self._body = body
+        self._traced: dict[Any, Jaxpr | None] = {}  # see `_trace`
+
+    def rewrite(self, equations: Sequence[Any], results: Sequence[Any]) -> Sequence[Any]:
+        """The equations of a jaxpr that has these results; the same object if nothing changes."""
+        if self._body.reason is not None:
+            return equations
+        collectives = {
+            position: collective
+            for position, equation in enumerate(equations)
+            if (collective := _collective(equation, self._body)) is not None
+        }
+        if not collectives or not any(map(compat.dot_general, equations)):
+            return equations
+        flow = Dataflow(equations, results)
+        accepted: list[tuple[Fusion, Jaxpr]] = []
+        for find in (gathers.fusions, scatters.fusions):
+            for candidates in find(flow, collectives):
+                for candidate in candidates:
+                    jaxpr = self._accept(flow, candidate, [other for other, _ in accepted])
+                    if jaxpr is not None:
+                        accepted.append((candidate, jaxpr))
+                        self._body.decide(equations[candidate.collective], None)
+                        break
+        return fusion.replace(flow, accepted) if accepted else equations
+
+    def _accept(self, flow: Dataflow, candidate: Fusion, others: Sequence[Fusion]) -> Jaxpr | None:
+        """What takes the place of the equations; None if they stay."""
+        if candidate.obstacle(flow) is not None or any(
+            candidate.conflicts(other, flow) for other in others
+        ):
+            return None
+        if candidate.operation.primitive is matmul_all_reduce_p and sums.overlaps_matmuls(
+            flow.equations[candidate.collective], flow.equations[candidate.last + 1 :], self._body
+        ):
+            return None
+        return self._trace(candidate.operation, [v.aval for v in candidate.operands])
+
+    def _trace(self, operation: Operation, avals: list[Any]) -> Jaxpr | None:
+        """The operation as a jaxpr; None if it would not be overlapped."""
+        key = operation, tuple(avals)
+        if key not in self._traced:
+            body, jaxpr = self._body, None
+            if operation.primitive.is_overlapped(
+                body.site,
+                operation.avals(avals),
+                params=operation.params,
+                traced_over=body.traced_over,
+            ):
+                with compat.inside_shard_map(body.params):
+                    jaxpr = compat.trace(operation.function(body.traced_over), avals)
+            self._traced[key] = jaxpr
+        return self._traced[key]
+
+
+def _collective(equation: Any, body: Body) -> compat.LaxCollective | None:
+    """The collective that an equation is, if it can be part of an operation of ours."""
+    found = compat.lax_collective(equation)
+    if (
+        found is None
+        or found.index_groups is not None
+        or found.over_vmap
+        or len(set(found.axes)) < len(found.axes)
+        or not body.site.manual.issuperset(found.axes)
+        or len(equation.invars) > 1
+        or equation.invars[0].aval.size == 0
+        or not isinstance(equation.invars[0], Var)
+        or compat.is_placed(equation)
+    ):
+        return None
+    mesh = body.site.mesh
+    assert mesh is not None  # or there would be a reason to leave all collectives
+    return dataclasses.replace(found, size=math.prod(mesh.shape[axis] for axis in found.axes))

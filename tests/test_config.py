@@ -22,7 +22,9 @@ def test_other_variables_are_ignored() -> None:
     assert config.parse(environ) == config.Config()
 
 
-@pytest.mark.parametrize("name", ["DISABLE", "TOPOLOGY", "SLAB_MIB", "TIMEOUT_S", "ALGORITHM"])
+@pytest.mark.parametrize(
+    "name", ["DISABLE", "TOPOLOGY", "SLAB_MIB", "TIMEOUT_S", "ALGORITHM", "STRICT"]
+)
 def test_empty_is_default(name: str) -> None:
     assert config.parse({f"JAX_INTRANODE_{name}": ""}) == config.Config()
 
@@ -32,6 +34,8 @@ def test_empty_is_default(name: str) -> None:
     [
         ("DISABLE", "0", "disable", False),
         ("DISABLE", "1", "disable", True),
+        ("STRICT", "0", "strict", False),
+        ("STRICT", "1", "strict", True),
         *(
             ("TOPOLOGY", kind, "topology", kind)
             for kind in ("fully_connected", "hybrid_cube_mesh", "unknown")
@@ -56,6 +60,7 @@ def test_values(name: str, text: str, field: str, value: object) -> None:
     ("name", "text", "says"),
     [
         *(("DISABLE", text, "0, 1") for text in ("2", "true", "yes", " 1")),
+        ("STRICT", "true", "0, 1"),
         *(
             ("TOPOLOGY", text, "fully_connected, hybrid_cube_mesh, unknown")
             for text in ("ring", "FULLY_CONNECTED")
@@ -86,8 +91,9 @@ def test_all_variables_together() -> None:
             "JAX_INTRANODE_RING_MIB": "4",
             "JAX_INTRANODE_TIMEOUT_S": "2.5",
             "JAX_INTRANODE_ALGORITHM": "two_shot",
+            "JAX_INTRANODE_STRICT": "1",
         }
-    ) == config.Config(True, "unknown", 3, 4, 2.5, "two_shot")
+    ) == config.Config(True, "unknown", 3, 4, 2.5, "two_shot", True)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])

@@ -48,6 +48,8 @@ class Config:
             peers, in the rendezvous and in each operation, before it raises an error.
         algorithm: JAX_INTRANODE_ALGORITHM: auto, one_shot, two_shot or lax (default auto). Uses
             this algorithm wherever it fits, instead of selecting by size.
+        strict: JAX_INTRANODE_STRICT, 0 or 1 (default 0). 1: what is not accelerated raises an
+            error, unless selection prefers ``jax.lax``. See `is_strict`.
     """
 
     disable: bool = False
@@ -56,6 +58,12 @@ class Config:
     ring_mib: int = 512
     timeout_s: float = 300.0
     algorithm: str = "auto"
+    strict: bool = False
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether fallbacks are errors: not where the other variables ask for ``jax.lax``."""
+        return self.strict and not self.disable and self.algorithm != "lax"
 
     def ring_bytes(self, platform: str) -> int:
         """Bytes of a device's ring buffer on a platform."""
@@ -92,6 +100,7 @@ _READERS: dict[str, Callable[[str, str], Any]] = {
     "RING_MIB": lambda name, text: 0 if text == "0" else int(_positive(name, text, int)),
     "TIMEOUT_S": lambda name, text: _positive(name, text, float),
     "ALGORITHM": lambda name, text: _choice(name, text, ALGORITHMS),
+    "STRICT": lambda name, text: _choice(name, text, ("0", "1")) == "1",
 }
 
 

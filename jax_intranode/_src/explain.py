@@ -258,7 +258,6 @@ class _Context:
         conditional: as in `Call`.
         transposed: whether the jaxpr is the transpose of another one.
         rewriting: what was rewritten around it; None if nothing was.
-        inside: an equation around it inside of which nothing is rewritten; None if there is none.
     """
 
     site: LoweringSite
@@ -266,7 +265,6 @@ class _Context:
     conditional: bool = False
     transposed: bool = False
     rewriting: "_Rewriting | None" = None
-    inside: str | None = None
 
 
 def _platforms(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
@@ -298,9 +296,9 @@ class _Rewriting:
         found = [self._replaced[v] for v in equation.outvars if v in self._replaced]
         return list({id(collective): collective for collective in found}.values())
 
-    def reason_to_leave(self, equation: Any) -> str | None:
-        """Why an equation of lax was left; None if that was not decided."""
-        return self._reasons.get(id(equation))
+    def reason_to_leave(self, equation: Any) -> str:
+        """Why an equation of lax was left."""
+        return self._reasons.get(id(equation)) or "not seen by the rewriting"
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:
@@ -330,16 +328,14 @@ def _calls(jaxpr: Any, context: _Context) -> Iterator[Call]:
 
 def _inner_jaxprs(equation: Any, context: _Context) -> Iterator[tuple[Any, _Context]]:
     """The jaxprs that an equation runs, and the context of each."""
-    site, rewriting, inside = context.site, context.rewriting, context.inside
+    site, rewriting = context.site, context.rewriting
     shard_map = compat.shard_map_of(equation)
     if shard_map is not None:
         mesh, manual = shard_map
         site = LoweringSite(mesh, manual, () if mesh is None else _platforms(mesh))
-        inside = rewriting = None
+        rewriting = None
         if hook.enabled.value:
             rewriting = _Rewriting(site, equation.params)
-    elif not compat.is_rewritten_inside(equation):
-        inside = inside or equation.primitive.name
     transposed = context.transposed or "transpose" in compat.scopes_of(equation)
     for inner in compat.inner_jaxprs(equation, next(iter(site.platforms), None)):
         times = None
@@ -349,7 +345,7 @@ def _inner_jaxprs(equation: Any, context: _Context) -> Iterator[tuple[Any, _Cont
         jaxpr = inner.jaxpr
         if rewriting is not None and shard_map is not None:
             jaxpr = rewriting.jaxpr
-        yield jaxpr, _Context(site, times, conditional, transposed, rewriting, inside)
+        yield jaxpr, _Context(site, times, conditional, transposed, rewriting)
 
 
 def _calls_of_primitive(
@@ -472,8 +468,7 @@ def _call_of_lax(equation: Any, context: _Context) -> Iterator[Call]:
 def _reason_to_leave(equation: Any, context: _Context) -> str:
     if context.rewriting is None:
         return "JAX_INTRANODE_DISABLE=1" if config.get().disable else _NOT_ENABLED
-    reason = context.rewriting.reason_to_leave(equation)
-    return reason or f"inside {context.inside}, where nothing is rewritten"
+    return context.rewriting.reason_to_leave(equation)
 
 
 def _left(

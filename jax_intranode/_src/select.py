@@ -16,6 +16,12 @@ PSUM_ALGORITHMS = ("one_shot", "two_shot")
 COPIED_DTYPES = (*limits.DTYPES, "bool", "int16", "uint16", "complex64", "complex128")
 
 
+# Why lax runs an operation. JAX_INTRANODE_STRICT=1 tells these apart.
+NOT_FASTER = "not faster"  # nothing is sent, or no algorithm is faster, or none that was asked for
+UNSUPPORTED = "unsupported"  # this package has no algorithm for it
+REFUSED = "refused"  # an algorithm was wanted and could not be used
+
+
 def digest() -> str:
     """Identifies the tables. Ranks with different tables would select different algorithms."""
     text = repr((table.TABLE, table.GENERATIONS))
@@ -32,6 +38,7 @@ class Selection:
         blocks: blocks of the kernel's launch.
         threads: threads per block.
         logged: whether the reason has been logged already, for all operations on the devices.
+        cause: if lax runs it: NOT_FASTER, UNSUPPORTED or REFUSED.
     """
 
     algorithm: str
@@ -39,6 +46,7 @@ class Selection:
     blocks: int = 0
     threads: int = 0
     logged: bool = False
+    cause: str = REFUSED
 
 
 def unsupported_dtype(operation: str, dtype: str) -> str | None:
@@ -71,8 +79,8 @@ def select(
         algorithm: "auto", or the one to use wherever it fits.
     """
 
-    def lax(reason: str) -> Selection:
-        return Selection("lax", reason)
+    def lax(reason: str, cause: str = NOT_FASTER) -> Selection:
+        return Selection("lax", reason, cause=cause)
 
     if algorithm == "lax":
         return lax("JAX_INTRANODE_ALGORITHM=lax")
@@ -81,9 +89,12 @@ def select(
     if world_size == 1:
         return lax("a group of one rank")
     if world_size > limits.MAX_WORLD_SIZE:
-        return lax(f"a group of {world_size} ranks; at most {limits.MAX_WORLD_SIZE} are supported")
+        return lax(
+            f"a group of {world_size} ranks; at most {limits.MAX_WORLD_SIZE} are supported",
+            UNSUPPORTED,
+        )
     if unsupported := unsupported_dtype(operation, dtype):
-        return lax(unsupported)
+        return lax(unsupported, UNSUPPORTED)
     packs = -(-nbytes // limits.PACK_BYTES)
     packets = "bare" if limits.packet_bytes("all_gather", dtype) == limits.PACK_BYTES else "flagged"
     rows = table.rows(hardware, mode, operation, packets, world_size)
@@ -105,11 +116,13 @@ def select(
         fitting = [row for row in rows if row.algorithm == algorithm]
         row = fitting[-1] if fitting else dataclasses.replace(rows[-1], algorithm=algorithm)
         reason = f"JAX_INTRANODE_ALGORITHM={algorithm}"
+    forced = algorithm != "auto"
     needed = limits.epoch_buffer_bytes_needed(row.algorithm, dtype, nbytes, world_size)
     if needed > epoch_buffer_bytes:
         return lax(
             f"{nbytes} bytes of {dtype} need {needed} bytes of an epoch buffer, which has "
-            f"{epoch_buffer_bytes}; JAX_INTRANODE_SLAB_MIB sets its size"
+            f"{epoch_buffer_bytes}; JAX_INTRANODE_SLAB_MIB sets its size",
+            NOT_FASTER if forced else REFUSED,
         )
     work = -(-packs // world_size) if row.algorithm == "two_shot" else packs
     blocks = max(1, min(row.blocks, -(-work // row.threads)))

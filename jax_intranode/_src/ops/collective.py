@@ -180,18 +180,18 @@ def chooser(
         mode=communicator.mode_of(mesh.devices.flat),
     )
 
-    def reason_never_accelerated(nbytes: int) -> str | None:
-        """Why lax runs the operation with any memory and any environment; None if it need not.
+    def never_accelerated(nbytes: int) -> select.Selection | None:
+        """The selection if lax runs the operation with any memory and any environment, or None.
 
         The question is asked with unlimited memory and an algorithm that is forced at all sizes.
         """
         selected = select_within(nbytes=nbytes, epoch_buffer_bytes=_UNLIMITED, algorithm="one_shot")
-        return selected.reason if selected.algorithm == "lax" else None
+        return selected if selected.algorithm == "lax" else None
 
     def choose(nbytes: int) -> select.Selection:
-        reason = reason_never_accelerated(nbytes)
-        if reason is not None:
-            return select.Selection("lax", reason)  # without a rendezvous
+        by_lax = never_accelerated(nbytes)
+        if by_lax is not None:
+            return by_lax  # without a rendezvous
         rendezvous = communicator.rendezvous_of(mesh.devices.flat)
         if rendezvous.reason is not None:
             return select.Selection("lax", rendezvous.reason, logged=True)
@@ -242,7 +242,13 @@ def lower_to_lax(
     params: Params,
     selected: select.Selection,
 ) -> list[Any]:
-    """Emits the collective of jax.lax."""
+    """Emits the collective of jax.lax.
+
+    Raises:
+        RuntimeError: JAX_INTRANODE_STRICT=1, and lax runs it although it might be slower.
+    """
+    if selected.cause != select.NOT_FASTER:
+        fallback.refuse_if_strict(primitive.operation, selected.reason, source.caller)
     if not selected.logged:
         fallback.log(primitive.operation, selected.reason, source.caller)
     return list(mlir.lower_fun(lambda *vs: params.by_lax(vs), True)(ctx, *xs))

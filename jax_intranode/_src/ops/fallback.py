@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.core import ShapedArray
 
-from jax_intranode._src import compat, select, source
+from jax_intranode._src import compat, config, select, source
 
 _log = logging.getLogger("jax_intranode")
 
@@ -90,11 +90,20 @@ def _names(axes: Sequence[Hashable]) -> str:
 
 
 @contextmanager
-def to_lax(operation: str, reason: str, logged: bool = True) -> Iterator[None]:
+def to_lax(operation: str, reason: str, logged: bool = True, sends: bool = True) -> Iterator[None]:
     """The context in which lax's function is called in place of ours.
 
     It records the reason in the jaxpr (see `scope`) and, if `logged`, in the log. It adds to lax's
     error for an unbound axis how an axis is bound.
+
+    Args:
+        operation: the operation.
+        reason: why lax runs it.
+        logged: whether this is a fallback. False: lax is only asked.
+        sends: whether there is anything to send.
+
+    Raises:
+        RuntimeError: JAX_INTRANODE_STRICT=1, and something is sent. An error of lax comes first.
     """
     if logged:
         log(operation, reason, source.caller)
@@ -109,6 +118,8 @@ def to_lax(operation: str, reason: str, logged: bool = True) -> Iterator[None]:
                 + (f" This call: {reason}." if isinstance(error, AssertionError) else "")
             )
         raise
+    if logged and sends:
+        refuse_if_strict(operation, reason, source.caller)
 
 
 def scope(operation: str, reason: str) -> Any:
@@ -120,6 +131,25 @@ def parse_scope(name: str) -> tuple[str, str] | None:
     """The operation and the reason of a `scope`; None for any other scope."""
     match = re.fullmatch(r"jax_intranode\.(\w+)\[lax: (.*)\]", name, re.DOTALL)
     return None if match is None else (match[1], match[2])
+
+
+def refuse_if_strict(operation: str, reason: str, call_site: Any) -> None:
+    """Raises the error of a fallback, if JAX_INTRANODE_STRICT=1.
+
+    Args:
+        operation: the operation.
+        reason: why lax runs it.
+        call_site: a function that returns the call site.
+
+    Raises:
+        RuntimeError: it is set.
+    """
+    if config.get().is_strict:
+        raise RuntimeError(
+            f"jax_intranode.{operation} at {call_site()} falls back to jax.lax: {reason}. "
+            "JAX_INTRANODE_STRICT=1 makes this an error. Remove the reason, call the function of "
+            "jax.lax instead, or unset the variable."
+        )
 
 
 _logged: set[tuple[str, str, str]] = set()

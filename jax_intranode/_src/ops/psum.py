@@ -49,18 +49,20 @@ def psum(
         NameError: an axis is not bound, as in ``jax.lax.psum``.
     """
     axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    leaves, tree = jax.tree.flatten(x)
     reason = fallback.reason_of_axes(axes, axis_index_groups)
     if reason is not None:
-        with fallback.to_lax("psum", reason):
+        # lax multiplies constants by the number of ranks.
+        sends = len(axes) > 0 and any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+        with fallback.to_lax("psum", reason, sends=sends):
             return lax.psum(x, axis_name, axis_index_groups=axis_index_groups)
-    leaves, tree = jax.tree.flatten(x)
     by_dtype: dict[str, list[int]] = {}
     for i, leaf in enumerate(leaves):
         reason = fallback.reason_of_array("psum", leaf, axes)
         if reason is None:
             by_dtype.setdefault(leaf.dtype.name, []).append(i)
         else:
-            with fallback.to_lax("psum", reason):
+            with fallback.to_lax("psum", reason, sends=isinstance(leaf, jax.core.Tracer)):
                 leaves[i] = lax.psum(leaf, axes)
     params = PsumParams(axes, invariant=compat.check_vma())
     for chosen in by_dtype.values():

@@ -15,10 +15,12 @@ class Decision:
     Attributes:
         equation: the equation.
         reason: why it was left; None if it was replaced.
+        missed: whether it was left although this package might be faster.
     """
 
     equation: Any
     reason: str | None
+    missed: bool = False
 
 
 class Body:
@@ -49,9 +51,9 @@ class Body:
         """How many collectives were left."""
         return len(self.decisions) - self.taken()
 
-    def decide(self, equation: Any, reason: str | None) -> None:
+    def decide(self, equation: Any, reason: str | None, missed: bool = False) -> None:
         """Records what became of a collective."""
-        self.decisions.append(Decision(equation, reason))
+        self.decisions.append(Decision(equation, reason, missed))
 
     def leave(self, equation: Any, reason: str) -> None:
         """Replaces the decision to replace a collective."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from jax_intranode._src import compat
+from jax_intranode._src import compat, select
 from jax_intranode._src.ops.collective import (
     AllGatherParams,
     Params,
@@ -30,18 +30,35 @@ class Choice:
     params: Params
 
 
+@dataclass(frozen=True)
+class Left:
+    """Why an equation is left.
+
+    Attributes:
+        reason: why.
+        missed: as in `Decision`.
+    """
+
+    reason: str
+    missed: bool
+
+
 def choose(equation: Any, body: Body) -> Choice | None:
     """The operation that replaces an equation; None if it is no collective of lax, or is left.
 
     The decision is recorded in the body.
     """
     collective = compat.lax_collective(equation)
-    if collective is None:
+    if collective is None or not collective.axes:  # over axes of vmap nothing is sent
         return None
-    choice = _operation(equation, collective) if body.reason is None else body.reason
-    reason = choice if isinstance(choice, str) else _reason_to_leave(equation, choice, body)
-    body.decide(equation, reason)
-    return None if reason is not None or isinstance(choice, str) else choice
+    choice = Left(body.reason, missed=True) if body.reason else _operation(equation, collective)
+    if isinstance(choice, Choice):
+        choice = _left_by_selection(equation, choice, body) or choice
+    if isinstance(choice, Left):
+        body.decide(equation, choice.reason, choice.missed)
+        return None
+    body.decide(equation, None)
+    return choice
 
 
 def replace(equation: Any, choice: Choice, body: Body) -> Any:
@@ -52,18 +69,18 @@ def replace(equation: Any, choice: Choice, body: Body) -> Any:
     )
 
 
-def _operation(equation: Any, collective: compat.LaxCollective) -> Choice | str:
+def _operation(equation: Any, collective: compat.LaxCollective) -> Choice | Left:
     axes = collective.axes
     if collective.index_groups is not None:
-        return "axis_index_groups"
-    if collective.over_vmap or not axes:
-        return "over axes of vmap"
+        return Left("axis_index_groups", missed=False)
+    if collective.over_vmap:
+        return Left("over axes of vmap, too", missed=True)
     if len(set(axes)) < len(axes):
-        return "an axis that is named twice"
+        return Left("an axis that is named twice", missed=False)
     if any(v.aval.size == 0 for v in equation.invars):
-        return "empty arrays"
+        return Left("empty arrays", missed=False)
     if compat.is_placed(equation):
-        return "under compute_on or set_xla_metadata"
+        return Left("under compute_on or set_xla_metadata", missed=True)
     if collective.operation == "psum":
         return Choice(psum_p, PsumParams(axes, invariant=collective.invariant))
     dimension, tiled, size = collective.dimension, collective.tiled, collective.size
@@ -72,15 +89,18 @@ def _operation(equation: Any, collective: compat.LaxCollective) -> Choice | str:
     return Choice(psum_scatter_p, PsumScatterParams(axes, dimension, tiled, size))
 
 
-def _reason_to_leave(equation: Any, choice: Choice, body: Body) -> str | None:
-    """Why lax keeps a collective; None if selection wants it."""
+def _left_by_selection(equation: Any, choice: Choice, body: Body) -> Left | None:
+    """Why lax keeps a collective; None if it is replaced."""
     if not body.site.manual.issuperset(choice.params.axes):
-        return "an axis that shard_map has not bound"
+        return Left("an axis that shard_map has not bound", missed=True)
     operations = choice.primitive.explain(
         body.site,
         [v.aval for v in equation.invars],
         params=choice.params,
         traced_over=body.traced_over,
     )
-    reasons = [o.selected.reason for o in operations if o.selected.algorithm == "lax"]
-    return reasons[0] if reasons else None
+    for operation in operations:
+        selected = operation.selected
+        if selected.algorithm == "lax":
+            return Left(selected.reason, selected.cause == select.REFUSED)
+    return None

@@ -6,6 +6,7 @@ rewritten once: lowering takes little longer, and shared functions stay shared.
 
 import operator
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from jax_intranode._src import compat
@@ -27,6 +28,17 @@ def has_collectives(jaxpr: Any) -> bool:
         )
         _has_collectives[jaxpr] = found
     return found
+
+
+def _collectives_in(jaxpr: Any) -> Iterator[Any]:
+    """The collectives of lax in a jaxpr and in those inside, but for nested shard_maps."""
+    for equation in jaxpr.eqns:
+        collective = compat.lax_collective(equation)
+        if collective is not None and collective.axes:
+            yield equation
+        if compat.shard_map_of(equation) is None:
+            for inner in compat.inner_jaxprs(equation, None):
+                yield from _collectives_in(inner.jaxpr)
 
 
 class Rewriter:
@@ -57,9 +69,19 @@ class Rewriter:
             choice = collectives.choose(equation, self.body)
             if choice is not None:
                 choices[id(equation)] = choice
+            self._leave_inside(equation)
         # An equation that stays is the same object, so that its choice is found.
         equations = [compat.replaced_inside(e, self.rewrite) for e in equations]
         equations = sums.issue(equations, choices, self.body)
         if len(equations) == len(before) and all(map(operator.is_, equations, before)):
             return jaxpr
         return compat.with_equations(jaxpr, equations)
+
+    def _leave_inside(self, equation: Any) -> None:
+        """Records what is left in the jaxprs of an equation that are not rewritten."""
+        if compat.is_rewritten_inside(equation) or compat.shard_map_of(equation) is not None:
+            return
+        for inner in compat.inner_jaxprs(equation, None):
+            for collective in _collectives_in(inner.jaxpr):
+                reason = f"inside {equation.primitive.name}, where nothing is rewritten"
+                self.body.decide(collective, reason, missed=True)

@@ -5,6 +5,7 @@ They compose collectives, matmuls, control flow, gradients, checkpoint and vmap.
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
+from jax_intranode._src.ops.primitive import OpPrimitive
 
 N = len(jax.devices())
 ROWS, COLUMNS = 2, 2 * N  # of a device
@@ -68,6 +70,46 @@ def _collectives(axes: Any) -> list[Step]:
     ]
 
 
+def _matrix(k: int, rows: int = COLUMNS, columns: int = COLUMNS) -> Any:
+    return jnp.sin(jnp.arange(k, k + rows * columns, dtype=jnp.float32)).reshape(rows, columns)
+
+
+def _matmuls(axes: Any) -> list[Step]:
+    """Collectives and matmuls that may become one operation."""
+
+    def layer(v: Any, w: Any = None) -> Any:
+        whole = lax.all_gather(v, axes, tiled=True)
+        w = _matrix(1) if w is None else w
+        hidden = jnp.tanh(whole @ w) * (whole @ (w * 2))
+        return lax.psum_scatter(hidden @ jnp.cos(w), axes, tiled=True)
+
+    def heads(v: Any) -> Any:
+        whole = lax.all_gather(v, axes)
+        q, k = (jnp.einsum("rtf,fhd->rhtd", whole, _matrix(i).reshape(-1, 2, N)) for i in (1, 2))
+        mixed = jnp.einsum("rhtd,hdf->rtf", jnp.tanh(q) * k, _matrix(3).reshape(2, N, -1))
+        return lax.psum_scatter(mixed, axes)
+
+    def columns(v: Any) -> Any:
+        whole = lax.all_gather(v.T, axes, axis=1, tiled=True)
+        product = _matrix(4) @ whole
+        return lax.psum_scatter(jnp.sin(product), axes, scatter_dimension=1, tiled=True).T
+
+    def rows(v: Any) -> Any:
+        return lax.psum(v @ _matrix(5) + jnp.sin(v) @ _matrix(6), axes)
+
+    def casted(v: Any) -> Any:
+        whole = lax.all_gather(v, axes, tiled=True).astype(jnp.bfloat16)
+        product = whole @ _matrix(7).astype(jnp.bfloat16)
+        return lax.psum_scatter(product.astype(jnp.float32) + whole, axes, tiled=True)
+
+    def inner(v: Any) -> Any:
+        """The gradients have collectives, too."""
+        gradients = jax.grad(lambda u, w: jnp.sin(layer(u, w)).sum(), (0, 1))(v, _matrix(8))
+        return gradients[0] + v @ gradients[1]
+
+    return [layer, heads, columns, rows, casted, inner]
+
+
 LOCAL: list[Step] = [
     jnp.sin,
     lambda v: v * lax.axis_index("x"),
@@ -75,6 +117,7 @@ LOCAL: list[Step] = [
 ]
 
 AXES = ["x", "y", ("x", "y"), ("y", "x")]
+MATMULS: list[Step] = [step for axes in AXES for step in _matmuls(axes)]
 LEAVES: list[Step] = [step for axes in AXES for step in _collectives(axes)] + LOCAL
 
 
@@ -103,10 +146,9 @@ WRAPPERS: list[Callable[[Step], Step]] = [
 ]
 
 
-def programs() -> st.SearchStrategy[Step]:
-    leaves = st.sampled_from(LEAVES)
+def programs(leaves: list[Step]) -> st.SearchStrategy[Step]:
     return st.recursive(
-        leaves,
+        st.sampled_from(leaves),
         lambda inner: st.one_of(
             st.lists(inner, min_size=2, max_size=4).map(_sequence),
             st.lists(inner, min_size=2, max_size=3).map(_both),
@@ -116,7 +158,7 @@ def programs() -> st.SearchStrategy[Step]:
     )
 
 
-def check(program: Step) -> None:
+def check(program: Step, tolerance: float = 2e-3) -> None:
     need_devices(2)
     mesh = make_mesh((2, N // 2), ("x", "y")) if N > 2 else make_mesh((2, 1), ("x", "y"))
     f = sharded(lambda v: _scale(program(v)), mesh, P(("x", "y")), P(("x", "y")))
@@ -124,7 +166,7 @@ def check(program: Step) -> None:
     wanted = np.asarray(jax.jit(f)(x))
     with jax_intranode.accelerate():
         found = np.asarray(jax.jit(f)(x))
-    np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=2e-3)
+    np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=tolerance)
 
 
 def _settings(examples: int) -> Any:
@@ -138,13 +180,32 @@ def _settings(examples: int) -> Any:
 
 
 @_settings(12)
-@given(programs())
+@given(programs(LEAVES))
 def test_made_programs(program: Step) -> None:
     check(program)
 
 
 @pytest.mark.full
 @_settings(300)
-@given(programs())
+@given(programs(LEAVES))
 def test_many_made_programs(program: Step) -> None:
     check(program)
+
+
+def check_matmuls(program: Step) -> None:
+    """On CPU devices no matmul is overlapped, unless the selection is made to say so."""
+    with mock.patch.object(OpPrimitive, "is_overlapped", lambda *_, **__: True):
+        check(program, tolerance=2e-2)
+
+
+@_settings(12)
+@given(programs(MATMULS))
+def test_made_programs_with_matmuls(program: Step) -> None:
+    check_matmuls(program)
+
+
+@pytest.mark.full
+@_settings(300)
+@given(programs(MATMULS + LEAVES))
+def test_many_made_programs_with_matmuls(program: Step) -> None:
+    check_matmuls(program)

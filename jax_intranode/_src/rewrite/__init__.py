@@ -4,6 +4,9 @@
 - hook.py: what runs when JAX lowers a program;
 - explicit.py: matmuls of plain jit programs under Explicit axes;
 - jaxprs.py: rewrites the body of a shard_map (body.py), and the jaxprs inside;
+- matmuls.py: collectives and the matmuls next to them, which gathers.py and scatters.py find;
+  fusion.py: the operation that takes their place; dataflow.py, views.py and matrices.py: how arrays
+  are made from others;
 - sums.py: merges sums; collectives.py: any collective of lax;
 - agreement.py: the processes of a mesh agree on rewriting a program;
 - script.py: ``python -m jax_intranode run``.

@@ -10,6 +10,7 @@ in one process, and so does everything on GPUs, because each test uses all of th
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ EXPENSIVE = re.compile(r"[\[-](\d+_processes|plain|thread|address)[-\]]")
 if not list((ROOT / "jax_intranode").glob("_host.*")):
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
 try:
-    import jax_intranode  # noqa: F401
+    import jax_intranode
 except ModuleNotFoundError as error:
     raise pytest.UsageError(f"{error}. Install the package: pip install '.[test]'") from error
 
@@ -38,6 +39,14 @@ from devices import REQUIRED_GPUS  # noqa: E402
 # Tests fail by the message of an operation that waits too long, and not by pytest's own limit.
 os.environ.setdefault("JAX_INTRANODE_TIMEOUT_S", "60")
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def communicators() -> Iterator[None]:
+    """Frees the regions of the slab: the files together use more partitions than there are."""
+    yield
+    jax.clear_caches()  # programs from before do not run after shutdown()
+    jax_intranode.shutdown()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import jax_intranode
 from jax_intranode import Call, explain
 from jax_intranode._src import config, hlo
+from jax_intranode._src.ops.primitive import OpPrimitive
 from jax_intranode._src.rewrite import hook
 
 N = len(jax.devices())
@@ -369,6 +370,32 @@ def test_merged_sums_name_all_sources() -> None:
     assert call.source == call.sources[0]
     assert call.shapes == ((1, 4 * N),) * 3 and call.origin == "jax.lax"
     assert f"test_explain_lax.py:{first + 1} (body) and 2 more" in str(found)
+
+
+def test_collective_matmuls_have_the_source_of_the_collective() -> None:
+    def forward(x: Any, w: Any) -> Any:
+        gathered = lax.all_gather(x, "x", tiled=True)
+        return gathered @ w
+
+    def loss(x: Any, w: Any) -> Any:
+        def local(x: Any) -> Any:
+            return (jnp.sin(x) @ w).sum()
+
+        return jax.grad(local)(x)
+
+    columns = jnp.ones((4, 4 * N))
+    gather = sharded(forward, line(), (P("x"), P(None, "x")), P(None, "x"))
+    # The gradient of a replicated x is a sum that JAX inserts. Here it follows a matmul.
+    inserted = sharded(loss, line(), (P(), P(None, "x")), P(), check_vma=True)
+    with (
+        mock.patch.object(OpPrimitive, "is_overlapped", lambda *_, **__: True),
+        jax_intranode.accelerate(),
+    ):
+        (gathered,) = explain(gather)(jnp.ones((2 * N, 4)), columns)
+        (summed,) = explain(inserted)(jnp.ones((2, 4)), columns)
+    assert (gathered.operation, gathered.origin) == ("all_gather_matmul", "jax.lax")
+    assert gathered.source == f"{__file__}:{forward.__code__.co_firstlineno + 1} (forward)"
+    assert (summed.operation, summed.origin) == ("matmul_all_reduce", "inserted by JAX")
 
 
 def test_merged_means_are_called_pmean() -> None:

@@ -357,7 +357,8 @@ def _calls_of_primitive(
     origin = OURS
     if context.rewriting is not None and not context.rewriting.is_own(equation):
         replaced = context.rewriting.replaced(equation)
-        origin = _origin_of_all(replaced)
+        # A collective matmul has new results, and the traceback of its collective.
+        origin = _origin_of_all(replaced or [equation])
     sources = tuple(map(_source, replaced)) or (_source(equation),)
     for operation in bound.explain(context.site, avals, **equation.params):
         selected = operation.selected
@@ -516,7 +517,7 @@ def _is_mean(equation: Any) -> bool:
 
 
 def _origin(equation: Any) -> str:
-    """The origin of a collective of lax."""
+    """The origin of a collective of lax, or of what takes its place."""
     if _fallback(equation) is not None:
         return OURS
     function = compat.called_function(equation)

@@ -54,6 +54,8 @@ def all_ranks_rewrite() -> None:
     for columns in (4, 8):
         x = _argument(mesh, columns)
         before = jax_intranode.usage_counter()
+        (call,) = jax_intranode.explain(_program(mesh))(x)
+        assert (call.origin, call.algorithm != "lax") == ("jax.lax", True), call
         _check(_program(mesh), x)
         assert jax_intranode.usage_counter() == before + 1
 

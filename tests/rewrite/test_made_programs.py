@@ -205,7 +205,7 @@ def test_made_programs_with_matmuls(program: Step) -> None:
 
 
 @pytest.mark.full
-@_settings(300)
+@_settings(100)
 @given(programs(MATMULS + LEAVES))
 def test_many_made_programs_with_matmuls(program: Step) -> None:
     check_matmuls(program)

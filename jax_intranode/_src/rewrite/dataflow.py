@@ -4,7 +4,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -65,6 +65,7 @@ class Matmul:
     position: int
     equation: Any
     of: compat.DotGeneral
+    _result_dims: dict[int, list[Factors]] = field(default_factory=dict)
 
     def contracted(self, side: int) -> list[int]:
         """The contracted dimensions of the first (0) or second (1) operand, pairwise."""
@@ -81,7 +82,10 @@ class Matmul:
         The matrix has the free dimensions of operand `rows` as rows, and those of the other operand
         as columns.
         """
-        found: list[Factors] = [()] * len(self.of.batch)
+        found = self._result_dims.get(rows)
+        if found is not None:
+            return found
+        found = self._result_dims[rows] = [()] * len(self.of.batch)
         for side in (0, 1):
             shape = self.equation.invars[side].aval.shape
             sizes = [shape[i] for i in self.free(side)]

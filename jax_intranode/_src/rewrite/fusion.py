@@ -6,6 +6,7 @@ its results wait until then.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from jax import lax
@@ -89,6 +90,7 @@ class Fusion:
     """An operation that may take the place of equations.
 
     Attributes:
+        flow: the equations.
         collective: the position of the collective.
         operation: what takes the place.
         operands: its operands.
@@ -100,6 +102,7 @@ class Fusion:
         summed: the operands that are multiplied before a sum.
     """
 
+    flow: Dataflow
     collective: int
     operation: Operation
     operands: tuple[Var, ...]
@@ -109,12 +112,13 @@ class Fusion:
     gathered: tuple[Var, ...] = ()
     summed: tuple[Var, ...] = ()
 
-    @property
+    @cached_property
     def last(self) -> int:
         """The position at which the operation runs."""
         return max(self.removed)
 
-    def obstacle(self, flow: Dataflow) -> int | None:
+    @cached_property
+    def obstacle(self) -> int | None:
         """The position of an equation that does not allow it; None if nothing forbids it.
 
         Its results come to be at one time, and must not need each other. What forbids it is a fence
@@ -122,28 +126,27 @@ class Fusion:
         takes long needs one of them before the last one is computed, and more results live at once
         if one was no longer needed by then.
         """
-        start, last = min(self.removed), self.last
+        flow, start, last = self.flow, min(self.removed), self.last
         stretches = flow.stretches
         if stretches[start] != stretches[last]:
             return next(p for p in range(start, last + 1) if stretches[p] > stretches[start])
-        first = self._first(flow)
         products = [v for v in self.results if v not in self.gathered]
         # What depends on a product, or on something else that takes long; and on gathered arrays.
         late, early = set(products), set(self.gathered)
         made_of = {v: {v} for v in products}
-        for position in range(first, last + 1):
+        for position in range(self.first, last + 1):
             if position in self.removed:
                 continue
             equation = flow.equations[position]
             used = dataflow.variables(equation.invars)
-            if any(v in late for v in used):
+            if not late.isdisjoint(used):
                 if flow.is_heavy(position):
                     return position
                 late.update(equation.outvars)
                 for made in made_of.values():
-                    if any(v in made for v in used):
+                    if not made.isdisjoint(used):
                         made.update(equation.outvars)
-            elif any(v in early for v in used):
+            elif not early.isdisjoint(used):
                 (late if flow.is_heavy(position) else early).update(equation.outvars)
         for v in self.operands:
             if v in late or v in early or flow.made_at.get(v) in self.removed:
@@ -152,14 +155,14 @@ class Fusion:
             needed = sum(nbytes(v.aval) for v in made if max(flow.used_at[v], default=0) > last)
             if needed < nbytes(product.aval):
                 return last
-        return self._obstacle_of_sum(flow)
+        return self._obstacle_of_sum()
 
-    def _obstacle_of_sum(self, flow: Dataflow) -> int | None:
+    def _obstacle_of_sum(self) -> int | None:
         """The position of something that takes long, that a summand needs, after the first summand.
 
         The operands of the first summand would have to live until it is done.
         """
-        needed = set(self.summed)
+        flow, needed = self.flow, set(self.summed)
         for position in range(self.last, min(self.removed), -1):
             equation = flow.equations[position]
             if position not in self.removed and not needed.isdisjoint(equation.outvars):
@@ -168,44 +171,73 @@ class Fusion:
                 needed.update(dataflow.variables(equation.invars))
         return None
 
-    def conflicts(self, other: "Fusion", flow: Dataflow) -> bool:
-        """Whether only one of two operations can be."""
-        if (
-            self.removed & (other.removed | other.looked_through)
-            or self.looked_through & other.removed
-        ):
-            return True
-        first = max(self._first(flow), other._first(flow))
-        if first > min(self.last, other.last):
-            return False
-        return self._feeds(other, flow) or other._feeds(self, flow)
-
-    def _first(self, flow: Dataflow) -> int:
+    @cached_property
+    def first(self) -> int:
         """The position of the first equation that computes or uses a result."""
-        used = [p for v in self.gathered for p in flow.used_at[v]]
+        used = [p for v in self.gathered for p in self.flow.used_at[v]]
         return min(used or self.removed)
 
-    def _feeds(self, other: "Fusion", flow: Dataflow) -> bool:
+    def feeds(self, other: "Fusion") -> bool:
         """Whether the other operation depends on this one."""
         made = set(self.results)
-        for equation in flow.equations[self._first(flow) : other.last]:
-            if any(v in made for v in dataflow.variables(equation.invars)):
+        for equation in self.flow.equations[self.first : other.last]:
+            if not made.isdisjoint(dataflow.variables(equation.invars)):
                 made.update(equation.outvars)
-        return any(v in made for v in other.operands)
+        return not made.isdisjoint(other.operands)
 
 
-def replace(flow: Dataflow, accepted: Sequence[tuple[Fusion, Jaxpr]]) -> list[Any]:
+class Accepted:
+    """Operations that can all be in one program.
+
+    No two of them replace an equation, or look through one that the other replaces. If one depends
+    on another, it begins after the other has run.
+    """
+
+    def __init__(self, flow: Dataflow):
+        """There are none yet."""
+        self._flow = flow
+        self._operations: list[tuple[Fusion, Jaxpr]] = []
+        self._removed: set[int] = set()
+        self._looked_through: set[int] = set()
+
+    def fits(self, fusion: Fusion) -> bool:
+        """Whether an operation can be in the program, too."""
+        return (
+            self._removed.isdisjoint(fusion.removed)
+            and self._removed.isdisjoint(fusion.looked_through)
+            and self._looked_through.isdisjoint(fusion.removed)
+            and not any(
+                fusion.feeds(other) or other.feeds(fusion)
+                for other, _ in self._operations
+                if other.first <= fusion.last and fusion.first <= other.last
+            )
+        )
+
+    def add(self, fusion: Fusion, jaxpr: Jaxpr) -> None:
+        """Accepts an operation that fits, as this jaxpr."""
+        self._operations.append((fusion, jaxpr))
+        self._removed |= fusion.removed
+        self._looked_through |= fusion.looked_through
+
+    def equations(self) -> Sequence[Any]:
+        """The equations, with the operations in the place of others."""
+        if not self._operations:
+            return self._flow.equations
+        return _replaced(self._flow, self._operations)
+
+
+def _replaced(flow: Dataflow, accepted: Sequence[tuple[Fusion, Jaxpr]]) -> list[Any]:
     """The equations, with operations in the place of others.
 
     An equation waits while it needs the result of an operation that runs later.
     """
-    of_removed = {p: k for k, (fusion, _) in enumerate(accepted) for p in fusion.removed}
+    owner = {p: k for k, (fusion, _) in enumerate(accepted) for p in fusion.removed}
     waits = {v: frozenset([k]) for k, (fusion, _) in enumerate(accepted) for v in fusion.results}
     running: set[int] = set()
     waiting: list[tuple[Any, frozenset[int]]] = []
     emitted: list[Any] = []
     for position, equation in enumerate(flow.equations):
-        k = of_removed.get(position)
+        k = owner.get(position)
         if k is None:
             used = dataflow.variables(equation.invars)
             needed = frozenset().union(*(waits[v] for v in used if v in waits)) - running

@@ -117,7 +117,7 @@ class _Gather:
                 yield from self._fused(group, wgrad)
         while group:
             found = list(self._fused(group, None))
-            obstacle = found[0].obstacle(self.flow) if found else None
+            obstacle = found[0].obstacle if found else None
             if obstacle is None:
                 break
             before = [p for p in group if p.matmul.position < obstacle]
@@ -183,6 +183,7 @@ class _Gather:
             results += gathered
             of_results.append(Layout(x.free + x.contracted, needed.result.aval.shape))
         yield Fusion(
+            flow=self.flow,
             collective=self.position,
             operation=Operation(primitive, its_params, tuple(layouts), tuple(of_results), x.dtypes),
             operands=tuple(operands),

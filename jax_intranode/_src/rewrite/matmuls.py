@@ -21,10 +21,10 @@ from jax.extend.core import Jaxpr, Var
 
 from jax_intranode._src import compat
 from jax_intranode._src.ops.collective_matmul import matmul_all_reduce_p
-from jax_intranode._src.rewrite import fusion, gathers, scatters, sums
+from jax_intranode._src.rewrite import gathers, scatters, sums
 from jax_intranode._src.rewrite.body import Body
 from jax_intranode._src.rewrite.dataflow import Dataflow
-from jax_intranode._src.rewrite.fusion import Fusion, Operation
+from jax_intranode._src.rewrite.fusion import Accepted, Fusion, Operation
 
 
 class MatmulRewriter:
@@ -47,28 +47,27 @@ class MatmulRewriter:
         if not collectives or not any(map(compat.dot_general, equations)):
             return equations
         flow = Dataflow(equations, results)
-        accepted: list[tuple[Fusion, Jaxpr]] = []
+        accepted = Accepted(flow)
         for find in (gathers.fusions, scatters.fusions):
             for candidates in find(flow, collectives):
                 for candidate in candidates:
-                    jaxpr = self._accept(flow, candidate, [other for other, _ in accepted])
+                    jaxpr = self._jaxpr(candidate) if accepted.fits(candidate) else None
                     if jaxpr is not None:
-                        accepted.append((candidate, jaxpr))
+                        accepted.add(candidate, jaxpr)
                         self._body.decide(equations[candidate.collective], None)
                         break
-        return fusion.replace(flow, accepted) if accepted else equations
+        return accepted.equations()
 
-    def _accept(self, flow: Dataflow, candidate: Fusion, others: Sequence[Fusion]) -> Jaxpr | None:
-        """What takes the place of the equations; None if they stay."""
-        if candidate.obstacle(flow) is not None or any(
-            candidate.conflicts(other, flow) for other in others
+    def _jaxpr(self, fusion: Fusion) -> Jaxpr | None:
+        """What takes the place of equations; None if they stay."""
+        equations = fusion.flow.equations
+        if fusion.obstacle is not None:
+            return None
+        if fusion.operation.primitive is matmul_all_reduce_p and sums.overlaps_matmuls(
+            equations[fusion.collective], equations[fusion.last + 1 :], self._body
         ):
             return None
-        if candidate.operation.primitive is matmul_all_reduce_p and sums.overlaps_matmuls(
-            flow.equations[candidate.collective], flow.equations[candidate.last + 1 :], self._body
-        ):
-            return None
-        return self._trace(candidate.operation, [v.aval for v in candidate.operands])
+        return self._trace(fusion.operation, [v.aval for v in fusion.operands])
 
     def _trace(self, operation: Operation, avals: list[Any]) -> Jaxpr | None:
         """The operation as a jaxpr; None if it would not be overlapped."""

@@ -109,6 +109,7 @@ class _Sum:
         (self.total,), (self.result,) = equation.invars, equation.outvars
         self.scatters = collective.operation == "psum_scatter"
         self.size = collective.size
+        self._of_matmuls: dict[tuple[int, int], tuple[Factored, Factored]] = {}
         self.transposed = any(compat.permutation(flow.equations[p]) is not None for p in path)
 
     def candidates(self, summands: Sequence[_Summand]) -> Iterator[Fusion]:
@@ -126,11 +127,15 @@ class _Sum:
         return sorted((0, 1), key=cost)
 
     def _operands(self, matmul: Matmul, side: int) -> tuple[Factored, Factored]:
-        operand = matmul.equation.invars[side]
-        x, w = factored(matmul, self.flow.view(operand), side, self.flow)
-        if not views.in_order(x.free, x.contracted):  # see `factored`
-            return factored(matmul, dataflow.itself(operand), side, self.flow)
-        return x, w
+        """Operand `side` and the other one, as matrices."""
+        found = self._of_matmuls.get((matmul.position, side))
+        if found is None:
+            operand = matmul.equation.invars[side]
+            found = factored(matmul, self.flow.view(operand), side, self.flow)
+            if not views.in_order(found[0].free, found[0].contracted):  # see `factored`
+                found = factored(matmul, dataflow.itself(operand), side, self.flow)
+            self._of_matmuls[matmul.position, side] = found
+        return found
 
     def _with_rows(self, summands: Sequence[_Summand], side: int) -> Iterator[Fusion]:
         """Candidates where the rows are the free dimensions of operand `side` of the first matmul.
@@ -182,6 +187,7 @@ class _Sum:
             invariant=self.collective.invariant,
         )
         plain = Fusion(
+            flow=self.flow,
             collective=self.position,
             operation=Operation(
                 matmul_reduce_scatter_p if self.scatters else matmul_all_reduce_p,

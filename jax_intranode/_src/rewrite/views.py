@@ -45,12 +45,12 @@ def whole(shape: Sequence[int]) -> list[Factors]:
 def joined(*parts: Sequence[Factor]) -> Factors:
     """One dimension that runs over several, the first of them slowest."""
     found: list[Factor] = []
-    for f in (f for part in parts for f in part):
-        last = found[-1] if found else None
-        if last is not None and last.dim == f.dim and last.stride == f.stride * f.size:
-            found[-1] = Factor(f.dim, f.stride, last.size * f.size)
-        else:
-            found.append(f)
+    for part in parts:
+        for f in part:
+            if found and found[-1].dim == f.dim and found[-1].stride == f.stride * f.size:
+                found[-1] = Factor(f.dim, f.stride, found[-1].size * f.size)
+            else:
+                found.append(f)
     return tuple(found)
 
 

@@ -812,6 +812,17 @@ def only_reshapes(equation: Any) -> bool:
     return name in ("squeeze", "expand_dims", "name", "pvary")
 
 
+def only_changes_type(equation: Any) -> bool:
+    """Whether the result is the operand, and is another sum or copy of it over axes by type only.
+
+    0.11 and later have other names for these.
+    """
+    return equation.primitive.name.removesuffix("_p") in (
+        "reduced_vary_cast",
+        "vary_unreduced_cast",
+    )
+
+
 def changes_dtype(equation: Any) -> bool:
     """Whether the result is the operand in another dtype."""
     return equation.primitive.name == "convert_element_type"

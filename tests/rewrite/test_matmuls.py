@@ -24,10 +24,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import PartitionSpec as P
 from lowered import in_lowered
-from test_rewriting import names, rewritten
+from test_rewriting import names, rewritten, rewritten_body
 
 import jax_intranode
+from jax_intranode._src import compat
 from jax_intranode._src.ops.primitive import BY_PRIMITIVE, OpPrimitive
+from jax_intranode._src.rewrite import sums
 
 N = len(jax.devices())
 T, F, H = 2, 8, 16  # rows and columns of a rank's x, columns of a rank's w
@@ -280,17 +282,31 @@ def test_forms_of_gathers(form: str) -> None:
     check_values(f, x, W)
 
 
-def test_an_invariant_gather() -> None:
-    f = sharded(
-        lambda x, w: (lax.all_gather(x, "x", tiled=True, to="invarying") @ w)[None],
-        line(),
-        XW,
-        ROWS,
-        True,
-    )
+@pytest.mark.parametrize("to", ["invarying", "reduced"])
+def test_gathers_to_other_types(to: str) -> None:
+    def body(x: Any, w: Any) -> Any:
+        return jnp.sin(lax.all_gather(x, "x", tiled=True, to=to) @ w)[None]
+
+    f = sharded(body, line(), XW, ROWS, True)
     _, after, _ = rewritten(f, X, W)
     assert f"{AG} axis=0 ({X_SHARD}, {W_SHARD})" in golden(after)
     check_values(f, X, W)
+
+
+def test_a_sum_of_another_type() -> None:
+    """The gradient of a parameter that is gathered as reduced, is an unreduced array."""
+
+    def body(x: Any, w: Any) -> Any:
+        return jnp.sin(x @ lax.all_gather(w, "x", tiled=True, to="reduced"))
+
+    f = sharded(body, line(), (ROWS, ROWS), ROWS, True)
+    gradient = jax.grad(lambda w, x: f(x, w).sum())
+    x, w = normal(T * N, F * N), normal(F * N, H)
+    jaxpr = jax.jit(gradient).trace(w, x).jaxpr
+    backward = [e for e in getattr(jaxpr, "jaxpr", jaxpr).eqns if compat.shard_map_of(e)][-1]
+    _, after, _ = rewritten_body(backward)
+    assert any(line.startswith(RS) for line in golden(after)), after
+    check_values(gradient, w, x)
 
 
 def test_over_two_axes_of_a_mesh() -> None:
@@ -594,6 +610,29 @@ def test_what_is_not_overlapped_is_left() -> None:
         _, after, record = rewritten(f, X, W, V)
     assert names(after) == ["intranode_all_gather", "intranode_psum_scatter"]
     assert [d.reason for d in record.decisions] == [None, None]
+
+
+def test_what_xla_overlaps_with_other_matmuls() -> None:
+    """It is left if ours would add transpositions, or is an all-reduce."""
+
+    def bodies(x: Any, w: Any, y: Any, v: Any) -> Any:
+        rows = w[:, :F].T @ gather(x.T, 1)  # ours would be transposed
+        return [rows[None], (gather(x) @ w)[None], lax.psum(y @ v, "x"), scatter(y @ v)]
+
+    f = sharded(bodies, line(), (ROWS, COLUMNS, COLUMNS, ROWS), [ROWS, ROWS, P(), ROWS], False)
+    args = X, W, Y, V
+    for overlaps, wanted in (
+        (False, [f"{AG}", f"{AG}", "matmul_all_reduce", RS]),
+        (True, ["all_gather", f"{AG}", "psum", RS]),
+    ):
+        with mock.patch.object(sums, "overlaps_matmuls", lambda *_, yes=overlaps: yes):
+            _, after, record = rewritten(f, *args)
+        ours = [
+            BY_PRIMITIVE[e.primitive].operation for e in after.eqns if e.primitive in BY_PRIMITIVE
+        ]
+        assert sorted(ours) == sorted(name for name in wanted if "matmul" in name)
+        assert len(record.decisions) == 4
+    check_values(f, *args)
 
 
 # Gradients, control flow, donation.

@@ -34,7 +34,11 @@ def rewritten(f: Callable[..., Any], *args: Any) -> tuple[Any, Any, Any]:
     """The jaxpr of the body of a function's first shard_map before and after, and the `Body`."""
     jaxpr = jax.jit(f).trace(*args).jaxpr
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    equation = next(e for e in jaxpr.eqns if compat.shard_map_of(e) is not None)
+    return rewritten_body(next(e for e in jaxpr.eqns if compat.shard_map_of(e) is not None))
+
+
+def rewritten_body(equation: Any) -> tuple[Any, Any, Any]:
+    """The same, of a shard_map equation."""
     mesh, manual = compat.mesh_of_shard_map(equation.params)
     assert mesh is not None
     platform = compat.device_platform(mesh.devices.flat[0])

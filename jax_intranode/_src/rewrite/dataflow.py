@@ -251,11 +251,11 @@ def variables(atoms: Sequence[Any]) -> list[Var]:
 
 
 def is_layout(equation: Any, cast: bool) -> bool:
-    """Whether an equation only reshapes or transposes, or casts if `cast`."""
+    """Whether an equation only reshapes or transposes, or if `cast` changes the type."""
     return not compat.is_placed(equation) and (
         compat.permutation(equation) is not None
         or compat.only_reshapes(equation)
-        or (cast and compat.changes_dtype(equation))
+        or (cast and (compat.changes_dtype(equation) or compat.only_changes_type(equation)))
     )
 
 

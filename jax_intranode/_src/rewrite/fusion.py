@@ -100,6 +100,7 @@ class Fusion:
         gathered: the result of an all-gather, and the variable that the operation makes of it, if
             any. The other results are products and sums.
         summed: the operands that are multiplied before a sum.
+        transposes: whether it needs transpositions that the program has not got.
     """
 
     flow: Dataflow
@@ -111,6 +112,7 @@ class Fusion:
     looked_through: frozenset[int]
     gathered: tuple[Var, ...] = ()
     summed: tuple[Var, ...] = ()
+    transposes: bool = False
 
     @cached_property
     def last(self) -> int:

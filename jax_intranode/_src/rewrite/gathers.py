@@ -95,9 +95,7 @@ class _Gather:
             if not self._narrows(x.dtypes):
                 continue
             if self.ranks(x.free) is not None:
-                layout = after(product.matmul, product.tail, product.side)
-                moves = layout.moves and not product.tail.transposed
-                if not moves or nbytes(result) <= MOVED * self.peer_bytes:
+                if not product.transposes or nbytes(result) <= MOVED * self.peer_bytes:
                     key = (
                         x.free,
                         x.contracted,
@@ -190,6 +188,7 @@ class _Gather:
             results=tuple(results),
             removed=frozenset({self.position, *replaced, *needed.removed}),
             looked_through=frozenset(looked),
+            transposes=any(p.transposes for p in group),
             gathered=(self.whole, *gathered),
         )
 

@@ -60,10 +60,13 @@ class MatmulRewriter:
 
     def _jaxpr(self, fusion: Fusion) -> Jaxpr | None:
         """What takes the place of equations; None if they stay."""
-        equations = fusion.flow.equations
         if fusion.obstacle is not None:
             return None
-        if fusion.operation.primitive is matmul_all_reduce_p and sums.overlaps_matmuls(
+        # The all-gather of an all-reduce is not overlapped, and transpositions take time. So XLA is
+        # faster if it can overlap the collective with other matmuls.
+        sequential = fusion.transposes or fusion.operation.primitive is matmul_all_reduce_p
+        equations = fusion.flow.equations
+        if sequential and sums.overlaps_matmuls(
             equations[fusion.collective], equations[fusion.last + 1 :], self._body
         ):
             return None

@@ -124,6 +124,11 @@ class Product:
         return views.size_of(self.x.free + self.x.contracted + self.w.free)
 
     @property
+    def transposes(self) -> bool:
+        """Whether the result of our operation has to be transposed, and the program's has not."""
+        return after(self.matmul, self.tail, self.side).moves and not self.tail.transposed
+
+    @property
     def positions(self) -> tuple[int, ...]:
         """The positions of its equations."""
         return (self.matmul.position, *self.tail.path)

@@ -79,7 +79,11 @@ def _summands(flow: Dataflow, v: Any, path: list[int]) -> list[_Summand] | None:
                 return None
             found += part
         return found
-    if dataflow.is_layout(equation, cast=False) or dataflow.rounds_once(equation):
+    if (
+        dataflow.is_layout(equation, cast=False)
+        or compat.only_changes_type(equation)
+        or dataflow.rounds_once(equation)
+    ):
         before = _summands(flow, equation.invars[0], path)
         found = []
         for summand in before or []:
@@ -199,6 +203,7 @@ class _Sum:
             results=(self.result,),
             removed=frozenset({self.position, *self.path}),
             looked_through=frozenset(p for _, _, x, w in terms for p in (*x.path, *w.path)),
+            transposes=moved > 0,
             summed=tuple(x.source for _, _, x, _ in terms),
         )
         if self.scatters and transposed:

@@ -20,9 +20,14 @@ from xdist.scheduler import LoadGroupScheduling
 ROOT = Path(__file__).resolve().parent.parent
 # More workers gain little: the longest groups of tests take as long as all others together.
 MOST_WORKERS = 4
-# Parameters of expensive fixtures, which many tests of a file share: processes that run all cases,
-# and native programs. One worker gets all tests of a file and a parameter.
-EXPENSIVE = re.compile(r"[\[-](\d+_processes|plain|thread|address)[-\]]")
+# One worker gets all tests of a group, which share something expensive: processes, native programs,
+# or compiled programs.
+GROUPS = re.compile(
+    r"[\[-](\d+_processes|plain|thread|address)[-\]]"
+    r"|test_programs\.py"
+    r"|test_failures\.py::test_(?:different|disabled|slab|topology)"
+    r"|\[(?:persistent-cache|serialized-executable)"
+)
 
 # `python -m pytest` puts the checkout on the path. Unless native modules were built in it, the
 # tests need the installed package.
@@ -91,8 +96,8 @@ class Groups(LoadGroupScheduling):
     """Groups tests by their names. pytest-xdist 3.8 ignores its marker for it with pytest 9.2."""
 
     def _split_scope(self, nodeid: str) -> str:
-        found = EXPENSIVE.search(nodeid)
-        return f"{nodeid.partition('::')[0]} {found[1]}" if found else nodeid
+        found = GROUPS.search(nodeid)
+        return f"{nodeid.partition('::')[0]} {found[1] or ''}" if found else nodeid
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Groups | None:

@@ -215,9 +215,13 @@ def small(*shape: int, dtype: Any = np.float32, seed: int = 0, top: int = 4) -> 
     return np.random.default_rng(seed).integers(0, top, shape).astype(dtype)
 
 
+# The values of check_vma that `under_both` tries.
+CHECK_VMA = [True, False]
+
+
 def under_both(function: Callable[[bool], Any]) -> dict[str, Any]:
     """The results of a function with check_vma on and off."""
-    return {f"check_vma={check}": function(check) for check in (True, False)}
+    return {f"check_vma={check}": function(check) for check in CHECK_VMA}
 
 
 def types_inside(function: Callable[[Any], Any], value: Any = None) -> dict[str, Any]:

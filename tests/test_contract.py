@@ -22,10 +22,33 @@ OF_XLA = {
     **dict.fromkeys(contract.ROWS, "all-reduce"),
     **dict.fromkeys(contract_of_parts.ROWS, "all-reduce|all-gather|reduce-scatter"),
 }
+# Rows that take a second or more. Each transforms what other rows run with check_vma=False, too:
+# the quick tier runs these with check_vma=True.
+SLOW = (
+    *("checkpoint", "grad-of-integers", "grad-of-one-operand", "grad-of-parts-inside"),
+    *("grad-of-parts-outside", "grad-of-parts-through-control-flow", "grad-through-control-flow"),
+    *("jacobians", "jvp", "jvp-of-grad", "jvp-of-parts", "linearize", "partly-known"),
+    *("parts-of-every-dtype", "parts-of-large-arrays", "parts-of-loops", "parts-of-nested-jit"),
+    *("parts-of-vmapped-name-inside", "pytree-of-many-arrays", "scatter-dimensions-of-any-kind"),
+    *("second-derivatives-of-parts", "vmap-of-grad", "vmap-of-grad-of-parts", "vmap-of-parts"),
+    "vmap-of-parts-of-many-kinds",
+)
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_row(name: str) -> None:
+def test_slow_rows_exist() -> None:
+    assert set(SLOW) <= ROWS.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "check_vma"),
+    [pytest.param(name, [True], id=f"{name}-checked") for name in SLOW]
+    + [
+        pytest.param(name, [True, False], id=name, marks=[pytest.mark.full] * (name in SLOW))
+        for name in ROWS
+    ],
+)
+def test_row(name: str, check_vma: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contract, "CHECK_VMA", check_vma)
     row = ROWS[name]
 
     def collectives(text: str) -> int:

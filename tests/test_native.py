@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,7 +96,15 @@ def programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return Programs(tmp_path_factory.mktemp(request.param), request.param)
 
 
-@pytest.mark.parametrize(("ranks", "calls"), [(2, 2000), (3, 1500), (4, 1000), (8, 400)])
+def quick_and_full(*loops: tuple[int, ...]) -> list[Any]:
+    """The quick tier runs a third of the loops, whose number comes last."""
+    quick = [(*parameters, count // 3) for *parameters, count in loops]
+    return quick + [pytest.param(*loop, marks=pytest.mark.full) for loop in loops]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "calls"), quick_and_full((2, 2000), (3, 1500), (4, 1000), (8, 400))
+)
 def test_sound_protocols(programs: Programs, ranks: int, calls: int) -> None:
     outcome = run(programs.get("protocol_test"), "sound", str(ranks), str(calls), "30")
     assert outcome.returncode == 0, outcome.stdout
@@ -131,7 +140,9 @@ def test_broken_protocol_is_found(programs: Programs, variant: str, ends: str, r
 
 @pytest.mark.parametrize(
     ("ranks", "processes", "rounds"),
-    [(2, 1, 100), (2, 2, 100), (3, 3, 60), (4, 2, 60), (8, 1, 30), (8, 4, 30), (8, 8, 30)],
+    quick_and_full(
+        *((2, 1, 100), (2, 2, 100), (3, 3, 60), (4, 2, 60), (8, 1, 30), (8, 4, 30), (8, 8, 30))
+    ),
 )
 def test_cpu_groups(programs: Programs, ranks: int, processes: int, rounds: int) -> None:
     arguments = [str(n) for n in (ranks, processes, rounds)]

@@ -79,10 +79,7 @@ def test_both_libraries_agree(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.full) if name == "train_step" else name
-        for name in PROGRAMS
-    ],
+    [pytest.param(name, marks=pytest.mark.full) if name in TRAINING else name for name in PROGRAMS],
 )
 def test_a_missing_rank_would_be_seen(name: str) -> None:
     need_devices(2)

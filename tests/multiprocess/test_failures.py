@@ -20,6 +20,7 @@ import pytest
 from devices import need_devices, need_overlap
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from multiprocess_ranks import run_in_ranks
 
 import jax_intranode
 from jax_intranode._src import communicator, config, launcher, native, overlap
@@ -171,6 +172,23 @@ def falls_back() -> None:
     say("SUM", "right")
 
 
+def falls_back_in_turn(environments: dict[str, list[dict[str, str]]]) -> None:
+    """Falls back under one environment after another; each has the variables of each rank."""
+    before = dict(os.environ)
+    for name, variables in environments.items():
+        os.environ.update(variables[jax.process_index()])
+        config.get.cache_clear()
+        print(f"BEGIN {name}", flush=True)
+        falls_back()
+        print(f"END {name}", flush=True)
+        come(name, list(range(jax.process_count())))
+        jax_intranode.shutdown()
+        jax.clear_caches()
+        for variable in variables[jax.process_index()]:
+            del os.environ[variable]
+        os.environ.update(before)
+
+
 def segments_of(pids: list[int]) -> list[str]:
     return [
         path.name
@@ -203,7 +221,7 @@ def uses_segments(killed: int | None) -> None:
     ("world", "missing", "exits", "operation"),
     [
         (2, 1, True, "psum"),
-        (2, 1, False, "psum"),
+        pytest.param(2, 1, False, "psum", marks=pytest.mark.full),
         (2, 0, False, "psum"),
         (3, 1, True, "psum"),
         (2, 1, True, "all_gather_matmul"),
@@ -256,11 +274,10 @@ def test_rank_that_never_comes(ranks: Any, missing: int) -> None:
     assert all(lines(log, "SUM") == ["right"] for log in logs)
 
 
-def fallback_reason(ranks: Any, env: Any, world: int = 2) -> str:
-    need_devices(world)
-    logs = ranks(falls_back, world, env=env)
+def reason_in(logs: list[str]) -> str:
+    """The reason that all ranks give in their logs of `falls_back`."""
     reasons = {reason for log in logs for reason in lines(log, "REASON")}
-    assert len(reasons) == 1, reasons
+    assert len(reasons) == 1, (reasons, logs)
     assert all(lines(log, "SUM") == ["right"] for log in logs)
     (reason,) = reasons
     # Each process logs it once.
@@ -270,49 +287,82 @@ def fallback_reason(ranks: Any, env: Any, world: int = 2) -> str:
     return reason
 
 
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("ALGORITHM", ("one_shot", "two_shot")),
-        pytest.param("SLAB_MIB", ("4", "8"), marks=pytest.mark.full),
-        pytest.param("RING_MIB", ("4", "8"), marks=pytest.mark.full),
-        ("TIMEOUT_S", ("30.0", "40.0")),
-        pytest.param("TOPOLOGY", ("fully_connected", "hybrid_cube_mesh"), marks=pytest.mark.full),
-    ],
-)
-def test_different_environments(ranks: Any, name: str, values: tuple[str, str]) -> None:
-    env = [{f"JAX_INTRANODE_{name}": value} for value in values]
-    reason = fallback_reason(ranks, env)
+# The values of two processes whose environments differ.
+DIFFERENT = {
+    "ALGORITHM": ("one_shot", "two_shot"),
+    "SLAB_MIB": ("4", "8"),
+    "RING_MIB": ("4", "8"),
+    "TIMEOUT_S": ("30.0", "40.0"),
+    "TOPOLOGY": ("fully_connected", "hybrid_cube_mesh"),
+}
+
+
+def environments() -> dict[str, list[dict[str, str]]]:
+    """Environments of two processes that make them fall back, by a name of each."""
+    found = {
+        name: [{f"JAX_INTRANODE_{name}": value} for value in values]
+        for name, values in DIFFERENT.items()
+    }
+    found["disabled"] = [{"JAX_INTRANODE_DISABLE": "1"}] * 2
+    found["disabled in one"] = [{}, {"JAX_INTRANODE_DISABLE": "1"}]
+    found["no kernels"] = [{"JAX_INTRANODE_TOPOLOGY": "hybrid_cube_mesh"}] * 2
+    if jax.devices()[0].platform == "cpu":  # only CPU slabs are in /dev/shm
+        found["large slab"] = [{"JAX_INTRANODE_SLAB_MIB": "10000000"}] * 2
+    return found
+
+
+@pytest.fixture(scope="module")
+def reason_under(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Starts two processes once. The result finds why they fell back under an environment."""
+    need_devices(2)
+    log_dir = tmp_path_factory.mktemp("environments") / "logs"
+    failure = ""
+    try:
+        run_in_ranks(falls_back_in_turn, 2, log_dir, arguments=[environments()])
+    except launcher.RankError as error:
+        failure = str(error)
+    logs = [(log_dir / f"rank{rank}.log").read_text() for rank in range(2)]
+
+    def reason(name: str) -> str:
+        parts = [re.findall(rf"^BEGIN {name}$(.*?)^END {name}$", log, re.M | re.S) for log in logs]
+        assert all(len(part) == 1 for part in parts), failure
+        return reason_in([part for (part,) in parts])
+
+    return reason
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_different_environments(reason_under: Callable[[str], str], name: str) -> None:
+    reason = reason_under(name)
     assert "processes 0 and 1" in reason
     field = name.lower()
-    parsed = [repr(getattr(config.parse(e), field)) for e in env]
-    for value in parsed:
-        assert f"{field}={value}" in reason, reason
+    for value in DIFFERENT[name]:
+        parsed = getattr(config.parse({f"JAX_INTRANODE_{name}": value}), field)
+        assert f"{field}={parsed!r}" in reason, reason
 
 
 def test_one_of_three_differs(ranks: Any) -> None:
     need_cpu("three ranks are tried on the CPU")
+    need_devices(3)
     env = [{}, {}, {"JAX_INTRANODE_ALGORITHM": "lax"}]
-    assert "processes 0 and 2" in fallback_reason(ranks, env, world=3)
+    assert "processes 0 and 2" in reason_in(ranks(falls_back, 3, env=env))
 
 
-def test_disabled(ranks: Any) -> None:
-    assert "JAX_INTRANODE_DISABLE=1" in fallback_reason(ranks, {"JAX_INTRANODE_DISABLE": "1"})
+def test_disabled(reason_under: Callable[[str], str]) -> None:
+    assert "JAX_INTRANODE_DISABLE=1" in reason_under("disabled")
 
 
-def test_disabled_in_one_process(ranks: Any) -> None:
-    reason = fallback_reason(ranks, [{}, {"JAX_INTRANODE_DISABLE": "1"}])
-    assert "JAX_INTRANODE_DISABLE=1" in reason
+def test_disabled_in_one_process(reason_under: Callable[[str], str]) -> None:
+    assert "JAX_INTRANODE_DISABLE=1" in reason_under("disabled in one")
 
 
-def test_topology_without_kernels(ranks: Any) -> None:
-    reason = fallback_reason(ranks, {"JAX_INTRANODE_TOPOLOGY": "hybrid_cube_mesh"})
-    assert "JAX_INTRANODE_TOPOLOGY=hybrid_cube_mesh" in reason
+def test_topology_without_kernels(reason_under: Callable[[str], str]) -> None:
+    assert "JAX_INTRANODE_TOPOLOGY=hybrid_cube_mesh" in reason_under("no kernels")
 
 
-def test_slab_larger_than_dev_shm(ranks: Any) -> None:
+def test_slab_larger_than_dev_shm(reason_under: Callable[[str], str]) -> None:
     need_cpu("only CPU slabs are in /dev/shm")
-    reason = fallback_reason(ranks, {"JAX_INTRANODE_SLAB_MIB": "10000000"})
+    reason = reason_under("large slab")
     assert "/dev/shm" in reason and "JAX_INTRANODE_SLAB_MIB" in reason
     assert re.match(r"process \d: ", reason)
 

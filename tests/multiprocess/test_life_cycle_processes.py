@@ -83,7 +83,7 @@ def test_in_ranks(ranks: Callable[..., list[str]], function: Callable[[], None])
     assert all("DONE" in log for log in ranks(function, 2))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_restart_after_a_crash(
     ranks: Callable[..., list[str]],
     monkeypatch: pytest.MonkeyPatch,

@@ -15,7 +15,7 @@ NAMES = (
     "every_dtype_and_count-int32-two_shot",
     "groups_of_a_two_axis_mesh",
     "permuted_devices-0",
-    "like_lax-grad_scan-True",
+    "like_lax-forward-True",
     "back_to_back",
     "independent_calls_of_unequal_cost-4",
     "replay_and_eager",

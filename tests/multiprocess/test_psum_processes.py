@@ -6,17 +6,37 @@ from multiprocess_ranks import check_case, outcome_of_cases, worlds
 
 # The quick tier runs these of the cases that come in many dtypes or transformations. A
 # transformation ends before a program is lowered, so the number of processes matters little to it.
+# Each process compiles each program: four processes get fewer cases.
 QUICK = {
     "like_lax": ("forward-True", "grad_scan-True", "runtime_cond-False", "vmap_of_grad-True"),
     "parts_like_lax": ("layer-True", "grad_scan-True", "pmean-False", "grad_axis2_tiled-True"),
     "gradients_of_matmuls": ("True-reduce_scatter", "False-all_reduce"),
+    "every_dtype_and_count": (
+        *("float32-one_shot", "bfloat16-two_shot", "int8-one_shot", "float16-one_shot"),
+        *("int64-two_shot", "uint32-two_shot"),
+    ),
+    "every_dtype_and_count_of_parts": (
+        *("float64-psum_scatter", "bfloat16-psum_scatter", "uint8-psum_scatter"),
+        *("int8-all_gather", "float16-all_gather", "uint64-all_gather"),
+    ),
+    "trees": ("auto-300", "two_shot-2"),
+    "exact_matmuls": ("129-bfloat16", "1-float32"),
+    "random_program": ("2", "4"),
 }
 QUICK_OF_FOUR = QUICK | {
+    "like_lax": ("forward-True", "runtime_cond-False"),
+    "parts_like_lax": ("layer-True", "grad_axis2_tiled-True"),
+    "matmuls_on_a_data_and_tensor_mesh": ("True",),
     "every_dtype_and_count": ("float32-one_shot", "bfloat16-two_shot", "int8-one_shot"),
     "every_dtype_and_count_of_parts": ("float64-psum_scatter", "int8-all_gather"),
-    "trees": ("auto-300", "two_shot-2"),
+    "trees": ("two_shot-2",),
     "exact_matmuls": ("129-bfloat16",),
-    "random_program": ("1", "4"),
+    "random_program": ("4",),
+    "independent_calls_of_unequal_cost": ("4",),
+    "results_amid_other_data": ("bfloat16",),
+    "epochs_wrap": ("3",),
+    "chain_with_delays": ("psum", "psum_scatter"),
+    "input_overwritten": ("psum", "all_gather"),
 }
 
 

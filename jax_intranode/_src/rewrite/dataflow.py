@@ -12,7 +12,7 @@ from jax.extend.core import Var
 
 from jax_intranode._src import compat
 from jax_intranode._src.rewrite import sums, views
-from jax_intranode._src.rewrite.views import Factors
+from jax_intranode._src.rewrite.views import Factor, Factors
 
 # Longer chains of reshapes, transpositions and casts are not looked through.
 MOST_LAYOUTS = 32
@@ -88,12 +88,11 @@ class Matmul:
         found = self._result_dims[rows] = [()] * len(self.of.batch)
         for side in (0, 1):
             shape = self.equation.invars[side].aval.shape
-            sizes = [shape[i] for i in self.free(side)]
-            (all_of_them,) = views.whole([math.prod(sizes)])
-            dims = views.reshaped([all_of_them], sizes)
-            assert dims is not None
-            dim = int(side != rows)
-            found += [tuple(f._replace(dim=dim) for f in factors) for factors in dims]
+            free = self.free(side)
+            stride = math.prod(shape[i] for i in free)
+            for i in free:
+                stride //= shape[i]
+                found.append((Factor(int(side != rows), stride, shape[i]),) * (shape[i] > 1))
         return found
 
     def precision(self, rows: int) -> Any:
@@ -124,6 +123,7 @@ class Dataflow:
         for v in variables(results):
             self.used_at[v].append(len(equations))
         self._views: dict[Var, View] = {}
+        self._sources: dict[Var, Any] = {}
         self._heavy: dict[int, bool] = {}
 
     def maker(self, v: Any) -> Any:
@@ -176,12 +176,23 @@ class Dataflow:
 
     @cached_property
     def matmuls_of(self) -> dict[Var, list[tuple[Matmul, int]]]:
-        """For each variable the matmuls of which it is an operand or its source, and which one."""
+        """The matmuls with an operand made from a variable that is a `source`, and which one."""
         found = defaultdict(list)
         for matmul, side in itertools.product(self.matmuls.values(), (0, 1)):
-            operand = matmul.equation.invars[side]
-            for v in {operand, self.view(operand).source}:
-                found[v].append((matmul, side))
+            found[self.source(matmul.equation.invars[side])].append((matmul, side))
+        return found
+
+    def source(self, v: Any) -> Any:
+        """What a variable is made from by reshapes, transpositions and casts."""
+        found = self._sources.get(v)
+        if found is None:
+            found, equation = v, self.maker(v)
+            while equation is not None and is_layout(equation, cast=True):
+                if not isinstance(equation.invars[0], Var):
+                    break
+                (found,) = equation.invars
+                equation = self.maker(found)
+            self._sources[v] = found
         return found
 
     def view(self, v: Var) -> View:

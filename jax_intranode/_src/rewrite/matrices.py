@@ -50,6 +50,8 @@ def _factored(matmul: Matmul, view: dataflow.View, side: int, order: Sequence[in
 def _pairs_in_order(matmul: Matmul, view: dataflow.View, side: int) -> list[int]:
     """The pairs of contracted dimensions, in the order in which they are in the view's source."""
     contracted = matmul.contracted(side)
+    if len(contracted) == 1:
+        return [0]
 
     def key(k: int) -> tuple[int, int]:
         return min(((f.dim, -f.stride) for f in view.dims[contracted[k]]), default=(0, 0))

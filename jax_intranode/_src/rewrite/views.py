@@ -44,6 +44,8 @@ def whole(shape: Sequence[int]) -> list[Factors]:
 
 def joined(*parts: Sequence[Factor]) -> Factors:
     """One dimension that runs over several, the first of them slowest."""
+    if len(parts) == 1 and len(parts[0]) < 2:
+        return tuple(parts[0])
     found: list[Factor] = []
     for part in parts:
         for f in part:
@@ -83,6 +85,8 @@ def reshaped(dims: Sequence[Factors], shape: Sequence[int]) -> list[Factors] | N
 def in_order(*parts: Sequence[Factor]) -> bool:
     """Whether the source, reshaped, has these dimensions: no element moves in memory."""
     factors = joined(*parts)
+    if len(factors) < 2:
+        return True
     return list(factors) == sorted(factors, key=_position)
 
 

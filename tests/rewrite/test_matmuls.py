@@ -701,6 +701,33 @@ def test_the_gradient_of_a_list_in_detail() -> None:
     assert "dot_general" not in golden(after)
 
 
+def test_under_set_mesh() -> None:
+    """The shard_map names no devices."""
+    f = jax.shard_map(layer, in_specs=LAYER_SPECS, out_specs=ROWS)
+    for order in (range(N), reversed(range(N))):
+        mesh = make_mesh((N,), ("x",), order=list(order))
+        with jax.set_mesh(mesh):
+            args = [
+                jax.device_put(v, jax.NamedSharding(mesh, spec))
+                for v, spec in zip(LAYER, LAYER_SPECS, strict=True)
+            ]
+            assert names(rewritten(f, *args)[1]) == [f"intranode_{AG}", f"intranode_{RS}"]
+            check_values(f, *args)
+
+
+def test_pmap() -> None:
+    x = normal(N, T, F)
+    w = normal(N, F, H)
+
+    def local(x: Any, w: Any) -> Any:
+        return lax.psum((gather(x) @ w)[:T] @ w.T, "x")
+
+    wanted = jax.pmap(local, axis_name="x")(x, w)
+    with jax_intranode.accelerate():
+        found = jax.pmap(lambda x, w: local(x, w), axis_name="x")(x, w)
+    np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), rtol=1e-5, atol=1e-5)
+
+
 def test_donation() -> None:
     f = sharded(layer, line(), LAYER_SPECS, ROWS, False)
     wanted = np.asarray(jax.jit(f)(*LAYER))

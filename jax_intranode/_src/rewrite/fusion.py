@@ -19,6 +19,10 @@ from jax_intranode._src.rewrite import dataflow, views
 from jax_intranode._src.rewrite.dataflow import Dataflow
 from jax_intranode._src.rewrite.views import Factors
 
+# Equations that are farther apart are not put together: comparing them with all equations between
+# would take long.
+FARTHEST = 1000
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -129,6 +133,8 @@ class Fusion:
         if one was no longer needed by then.
         """
         flow, start, last = self.flow, min(self.removed), self.last
+        if last - self.first > FARTHEST:
+            return last
         stretches = flow.stretches
         if stretches[start] != stretches[last]:
             return next(p for p in range(start, last + 1) if stretches[p] > stretches[start])

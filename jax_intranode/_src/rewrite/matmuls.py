@@ -13,6 +13,7 @@ not overlap is left as it is, and its collective is replaced alone, or stays lax
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -51,26 +52,34 @@ class MatmulRewriter:
         for find in (gathers.fusions, scatters.fusions):
             for candidates in find(flow, collectives):
                 for candidate in candidates:
-                    jaxpr = self._jaxpr(candidate) if accepted.fits(candidate) else None
+                    jaxpr = self._jaxpr(candidate, accepted)
                     if jaxpr is not None:
                         accepted.add(candidate, jaxpr)
                         self._body.decide(equations[candidate.collective], None)
                         break
         return accepted.equations()
 
-    def _jaxpr(self, fusion: Fusion) -> Jaxpr | None:
+    def _jaxpr(self, fusion: Fusion, accepted: Accepted) -> Jaxpr | None:
         """What takes the place of equations; None if they stay."""
-        if fusion.obstacle is not None:
+        if self._is_slower(fusion):
             return None
-        # The all-gather of an all-reduce is not overlapped, and transpositions take time. So XLA is
-        # faster if it can overlap the collective with other matmuls.
-        sequential = fusion.transposes or fusion.operation.primitive is matmul_all_reduce_p
+        jaxpr = self._trace(fusion.operation, [v.aval for v in fusion.operands])
+        allowed = jaxpr is not None and fusion.obstacle is None and accepted.fits(fusion)
+        return jaxpr if allowed else None
+
+    def _is_slower(self, fusion: Fusion) -> bool:
+        """Whether XLA is faster, because it can overlap the collective with other matmuls.
+
+        That counts where ours would be sequential: the all-gather of an all-reduce is not
+        overlapped, and transpositions take time.
+        """
+        if not fusion.transposes and fusion.operation.primitive is not matmul_all_reduce_p:
+            return False
         equations = fusion.flow.equations
-        if sequential and sums.overlaps_matmuls(
-            equations[fusion.collective], equations[fusion.last + 1 :], self._body
-        ):
-            return None
-        return self._trace(fusion.operation, [v.aval for v in fusion.operands])
+        ready = max((p for p in fusion.removed if p < fusion.collective), default=fusion.collective)
+        collective = equations[fusion.collective]
+        later = (e for e in itertools.islice(equations, ready + 1, None) if e is not collective)
+        return sums.overlaps_matmuls(collective, later, self._body)
 
     def _trace(self, operation: Operation, avals: list[Any]) -> Jaxpr | None:
         """The operation as a jaxpr; None if it would not be overlapped."""

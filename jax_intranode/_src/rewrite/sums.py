@@ -158,7 +158,7 @@ def _merged(bucket: _Bucket, body: Body) -> Any:
 # Collectives that XLA can overlap.
 
 
-def overlaps_matmuls(equation: Any, later: Sequence[Any], body: Body) -> bool:
+def overlaps_matmuls(equation: Any, later: Iterable[Any], body: Body) -> bool:
     """Whether lax's collective may run at the same time as a matmul after it."""
     if not _on_gpus(body) or _nbytes(equation) <= OVERLAPPED_BYTES:
         return False

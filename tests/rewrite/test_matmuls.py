@@ -844,4 +844,35 @@ def test_calls_of_programs_for_gpus(
     assert rewritten == by_hand
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_attention_with_heads(tool: ModuleType, check_vma: bool) -> None:
+    """Weights have a dimension of heads, and einsum puts operands in the order that it likes."""
+    mesh = tool.mesh_of("gpu", {"x": 4})
+
+    def attention(x: Any, weights: Any) -> Any:
+        whole = gather(x, 1)
+        q, k, v = (jnp.einsum("btf,fhd->bhtd", whole, w) for w in weights[:3])
+        k, v = (jnp.repeat(u, q.shape[1] // u.shape[1], 1) for u in (jnp.sin(k), v))
+        scores = jax.nn.softmax(jnp.einsum("bhtd,bhsd->bhts", jnp.sin(q), k))
+        mixed = jnp.einsum("bhts,bhsd->bhtd", scores, v)
+        return x + scatter(jnp.einsum("bhtd,hdf->btf", mixed, weights[3]), 1)
+
+    def types(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    few, many = types(4096, 8, 128), types(4096, 32, 128)
+    specs = (P(None, "x"), [P(None, "x")] * 3 + [ROWS])
+    f = jax.shard_map(attention, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=check_vma)
+    gradient = jax.grad(lambda *args: jnp.sin(f(*args).astype(jnp.float32)).sum(), (0, 1))
+    args = types(2, 4096, 4096), [many, few, few, types(32, 128, 4096)]
+    with (
+        mock.patch.object(OpPrimitive, "is_overlapped", IS_OVERLAPPED),
+        jax.default_matmul_precision(None),
+        tool.without_rendezvous(),
+        jax_intranode.accelerate(),
+    ):
+        lowered = jax.jit(gradient).trace(*args).lower(lowering_platforms=("cuda",))
+    assert in_lowered(lowered.as_text()) == {"jax_intranode_collective_matmul": 4}
+
+
 IS_OVERLAPPED = OpPrimitive.is_overlapped

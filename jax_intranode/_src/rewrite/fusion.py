@@ -104,7 +104,7 @@ class Fusion:
         gathered: the result of an all-gather, and the variable that the operation makes of it, if
             any. The other results are products and sums.
         summed: the operands that are multiplied before a sum.
-        transposes: whether it needs transpositions that the program has not got.
+        transposes: whether results have to be transposed that the program does not transpose.
     """
 
     flow: Dataflow

@@ -176,8 +176,8 @@ class _Sum:
             for layout, (_, _, x, _) in zip(layouts, terms, strict=True)
             if layout.moves
         )
-        if result.moves and not self.transposed:
-            moved += nbytes(self.result.aval)
+        transposes = result.moves and not self.transposed
+        moved += nbytes(self.result.aval) * transposes
         if moved > MOVED * self._peer_bytes():
             return
         params = MatmulParams(
@@ -203,7 +203,7 @@ class _Sum:
             results=(self.result,),
             removed=frozenset({self.position, *self.path}),
             looked_through=frozenset(p for _, _, x, w in terms for p in (*x.path, *w.path)),
-            transposes=moved > 0,
+            transposes=transposes,
             summed=tuple(x.source for _, _, x, _ in terms),
         )
         if self.scatters and transposed:

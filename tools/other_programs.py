@@ -10,14 +10,16 @@ steps, with random data and weights. A program can also be the path of such a fi
 packages that a program needs are installed into the folder WORK. They come on top of those of the
 Python that runs this file, jax and this package among them.
 
-Each way runs in a process of its own, on all GPUs or else on 4 CPU devices, with the same seeds. On
-CPU devices the models are tiny. Printed are the results of both ways and their largest difference,
-how many collectives were replaced and how many were left, how many operations ran in our kernels,
-and the time of a step. Exits with 1 if a program fails, if its results differ by more than its
-tolerance, or if nothing ran in our kernels.
+Each way runs in a process of its own, on all GPUs or else on 4 CPU devices, with the same seeds.
+The two processes take their steps in turns. On CPU devices the models are tiny. Printed are the
+results of both ways and their largest difference, how many collectives were replaced and how many
+were left, how many operations ran in our kernels, and the median time of a step. Exits with 1 if a
+program fails, if its results differ by more than its tolerance, or if nothing ran in our kernels.
+Integers, such as sampled tokens, may differ: they are counted.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -31,7 +33,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -58,9 +60,10 @@ class Run:
     replaced: int
     left: int
 
-    def step_ms(self) -> float:
-        """The median time of a step in ms, without the two that may compile."""
-        return 1e3 * statistics.median(self.seconds[2:])
+    def step(self) -> str:
+        """The time of a step, without the two that may compile."""
+        ms = [1e3 * seconds for seconds in self.seconds[2:]]
+        return f"{statistics.median(ms):.2f} ms (at best {min(ms):.2f})"
 
 
 def module_of(program: str) -> Any:
@@ -75,7 +78,10 @@ def module_of(program: str) -> Any:
     return module
 
 
-# In the process that runs a program.
+# In a process that runs a program. It takes a step whenever the process that compares sends a line,
+# and answers with a line.
+
+STEP_TAKEN = "other_programs: step taken"
 
 
 def run_here(program: str, sources: Path, steps: int, out: Path) -> None:
@@ -90,10 +96,12 @@ def run_here(program: str, sources: Path, steps: int, out: Path) -> None:
     seconds: list[float] = []
     taken = module.steps(small=jax.devices()[0].platform == "cpu")
     for step in range(steps):
+        sys.stdin.readline()
         start = time.perf_counter()
         arrays = jax.block_until_ready(next(taken))
         seconds.append(time.perf_counter() - start)
-        results |= {f"{name}-{step}": np.asarray(x, np.float64) for name, x in arrays.items()}
+        results |= {f"{name}-{step}": _as_written(array) for name, array in arrays.items()}
+        print(STEP_TAKEN, flush=True)
     # `python -m jax_intranode run` has imported it, if it has started this process.
     package = sys.modules.get("jax_intranode")
     operations = 0 if package is None else package.usage_counter()
@@ -101,41 +109,81 @@ def run_here(program: str, sources: Path, steps: int, out: Path) -> None:
     (out / "run.json").write_text(json.dumps({"seconds": seconds, "operations": operations}))
 
 
+def _as_written(array: Any) -> np.ndarray[Any, Any]:
+    found = np.asarray(array)
+    return found if np.issubdtype(found.dtype, np.integer) else found.astype(np.float64)
+
+
 # In the process that compares.
 
 
-def run_there(python: str, arguments: list[str], out: Path, with_ours: bool) -> Run:
-    """Runs a program in another process.
+class Process:
+    """A process that runs a program."""
 
-    Raises:
-        RuntimeError: the process failed.
-    """
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-    runner = ["-m", "jax_intranode", "run"] if with_ours else []
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-    log = out / "log"
-    with log.open("w") as file:
-        code = subprocess.run(
-            [python, "-P", *runner, __file__, *arguments, "--out", str(out)],
-            env=os.environ | {"XLA_FLAGS": flags},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        ).returncode
-    text = log.read_text()
-    if code != 0:
-        raise RuntimeError(f"exit code {code}; the end of {log}:\n{text[-2000:]}")
-    totals = [tuple(map(int, found)) for found in REPLACED.findall(text)]
-    results: dict[str, list[Any]] = {}
-    with np.load(out / "results.npz") as arrays:
-        for key in arrays:
-            results.setdefault(key.rpartition("-")[0], []).append(arrays[key])
-    return Run(
-        results=results,
-        replaced=sum(replaced for replaced, _ in totals),
-        left=sum(left for _, left in totals),
-        **json.loads((out / "run.json").read_text()),
-    )
+    def __init__(self, python: str, arguments: list[str], out: Path, with_ours: bool):
+        """Starts the process, which writes its results into the folder `out`."""
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True)
+        self._out = out
+        self._log = out / "log"
+        runner = ["-m", "jax_intranode", "run"] if with_ours else []
+        flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+        # Two processes share the memory of the GPUs.
+        environment = {"XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        with self._log.open("w") as file:
+            self._process = subprocess.Popen(
+                [python, "-P", *runner, __file__, *arguments, "--out", str(out)],
+                env=os.environ | environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+            )
+
+    def step(self) -> None:
+        """Takes a step.
+
+        Raises:
+            RuntimeError: the process has ended.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.strip() == STEP_TAKEN:
+                return
+        self._fail()
+
+    def finish(self) -> Run:
+        """Waits for the end and reads the results.
+
+        Raises:
+            RuntimeError: the process failed.
+        """
+        if self._process.wait() != 0:
+            self._fail()
+        found = [tuple(map(int, totals)) for totals in REPLACED.findall(self._log.read_text())]
+        results: dict[str, list[Any]] = {}
+        with np.load(self._out / "results.npz") as arrays:
+            for key in arrays:
+                results.setdefault(key.rpartition("-")[0], []).append(arrays[key])
+        return Run(
+            results=results,
+            replaced=sum(replaced for replaced, _ in found),
+            left=sum(left for _, left in found),
+            **json.loads((self._out / "run.json").read_text()),
+        )
+
+    def end(self) -> None:
+        """Ends the process, if it still runs."""
+        self._process.kill()
+        self._process.communicate()
+
+    def _fail(self) -> NoReturn:
+        code = self._process.wait()
+        end = self._log.read_text()[-2000:]
+        raise RuntimeError(f"exit code {code}; the end of {self._log}:\n{end}")
 
 
 def compare(plain: Run, ours: Run, tolerance: float) -> bool:
@@ -143,6 +191,10 @@ def compare(plain: Run, ours: Run, tolerance: float) -> bool:
     good = True
     for name, arrays in plain.results.items():
         pairs = list(zip(arrays, ours.results[name], strict=True))
+        if np.issubdtype(arrays[0].dtype, np.integer):
+            differ = sum(int(np.count_nonzero(a != b)) for a, b in pairs)
+            print(f"  {name}: {differ} of {sum(a.size for a in arrays)} differ")
+            continue
         difference = max(float(np.abs(a - b).max()) for a, b in pairs)
         largest = max(float(np.abs(a).max()) for a in arrays)
         print(f"  {name}: {_shown(arrays)} without, {_shown(ours.results[name])} with")
@@ -152,7 +204,7 @@ def compare(plain: Run, ours: Run, tolerance: float) -> bool:
             good = False
     print(f"  collectives: {ours.replaced} replaced, {ours.left} left")
     print(f"  {ours.operations} operations in our kernels, all devices and steps together")
-    print(f"  step: {plain.step_ms():.2f} ms without, {ours.step_ms():.2f} ms with")
+    print(f"  step: {plain.step()} without, {ours.step()} with")
     print(f"  first step: {plain.seconds[0]:.1f} s without, {ours.seconds[0]:.1f} s with")
     if not ours.operations:
         print("  FAILED: nothing ran in our kernels")
@@ -184,13 +236,22 @@ def run_both(program: str, sources: Path, steps: int, work: Path) -> bool:
     print(f"{program}: {module.REPOSITORY}, {module.FOLDER}", flush=True)
     arguments = [str(sources), program, "--steps", str(steps)]
     name = Path(program).stem
+    processes = []
     try:
         python = scratch_python(module.PACKAGES, work)
-        plain = run_there(python, arguments, work / f"{name}-without", with_ours=False)
-        ours = run_there(python, arguments, work / f"{name}-with", with_ours=True)
+        for way, with_ours in (("without", False), ("with", True)):
+            processes.append(Process(python, arguments, work / f"{name}-{way}", with_ours))
+        # In turns, so that whatever else the machine does slows both of them.
+        for _ in range(steps):
+            for process in processes:
+                process.step()
+        plain, ours = (process.finish() for process in processes)
     except (RuntimeError, subprocess.CalledProcessError) as error:
         print(f"  FAILED: {error}")
         return False
+    finally:
+        for process in processes:
+            process.end()
     return compare(plain, ours, module.TOLERANCE)
 
 

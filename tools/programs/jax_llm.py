@@ -36,21 +36,23 @@ def steps(model: Any, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     batch, prompt = 4, 32
     words = jnp.asarray(random.integers(1, cfg.vocab_size, (batch, cfg.max_seq_len)), jnp.int32)
     forward = jax.jit(model.forward, donate_argnames=("cache",))
-    with jax.set_mesh(mesh):
 
-        def prefill() -> tuple[Any, Any]:
+    def prefill() -> tuple[Any, Any]:
+        with jax.set_mesh(mesh):
             cache = model.KVCache.init(jax.random.key(0), cfg, batch, cfg.max_seq_len)
             _, logits, cache = model.prefill(words[:, :prompt], weights, cache, cfg)
             return logits, cache
 
-        _, cache = prefill()
-        logits, cache_of_decode_step = prefill()
-        yield {"logits": logits}
-        for position in range(prompt, cfg.max_seq_len):
-            word = words[:, position : position + 1]
-            segments = jnp.ones(word.shape, jnp.int32)
-            logits, cache = forward(word, segments, weights, cfg, cache=cache)
+    _, cache = prefill()
+    logits, cache_of_decode_step = prefill()
+    yield {"logits": logits}
+    for position in range(prompt, cfg.max_seq_len):
+        word = words[:, position : position + 1]
+        with jax.set_mesh(mesh):
+            logits, cache = forward(
+                word, jnp.ones(word.shape, jnp.int32), weights, cfg, cache=cache
+            )
             tokens, cache_of_decode_step = model.decode_step(
                 word, weights, cache_of_decode_step, cfg
             )
-            yield {"logits": logits, "tokens": tokens}
+        yield {"logits": logits, "tokens": tokens}

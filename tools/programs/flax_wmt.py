@@ -20,7 +20,8 @@ def steps(small: bool) -> Iterator[dict[str, Any]]:
     import flax.training.checkpoints  # noqa: F401  It looks for tensorflow, and mocks confuse it.
 
     # They read sentences from files.
-    for name in ("clu", "tensorflow", "tensorflow_datasets", "sentencepiece"):
+    absent = ("clu", "tensorflow", "tensorflow_datasets", "tensorflow_text", "sentencepiece")
+    for name in absent:
         sys.modules[name] = mock.MagicMock()
 
     import jax

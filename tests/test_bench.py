@@ -85,7 +85,7 @@ def run_bench(options: str, directory: Path) -> subprocess.CompletedProcess[str]
     ("name", "leaves", "dtype"),
     [
         ("psum", 1, "bfloat16"),
-        ("psum_scatter+all_gather", 3, "int32"),
+        pytest.param("psum_scatter+all_gather", 3, "int32", marks=pytest.mark.full),
         pytest.param("psum_scatter+all_gather", 3, "float32", marks=pytest.mark.full),
         pytest.param("pmean", 1, "float16", marks=pytest.mark.full),
         pytest.param("psum_scatter", 1, "int32", marks=pytest.mark.full),
@@ -150,7 +150,12 @@ def test_both_modes_on_the_cpu(name: str, leaves: int, dtype: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "options", "algorithms"),
     [
-        ("all_gather_matmul", "--shapes 32,16,24 --mode both", ("all_gather",)),
+        pytest.param(
+            "all_gather_matmul",
+            "--shapes 32,16,24 --mode both",
+            ("all_gather",),
+            marks=pytest.mark.full,
+        ),
         ("matmul_reduce_scatter", "--shapes 32,16,24 --backward -d float16", ("all_gather",)),
         pytest.param(
             "matmul_all_reduce", "--settle 1", select.PSUM_ALGORITHMS, marks=pytest.mark.full

@@ -103,7 +103,10 @@ def collectives(f: Callable[..., Any], *args: Any) -> Counter[str]:
 
 
 @MOSTLY_CHECKED
-@pytest.mark.parametrize("leading", [(2 * N,), (N, 2 * N), (N, 2 * N, 3 * N)])
+@pytest.mark.parametrize(
+    "leading",
+    [(2 * N,), pytest.param((N, 2 * N), marks=pytest.mark.full), (N, 2 * N, 3 * N)],
+)
 def test_every_axis(leading: tuple[int, ...], check_vma: bool) -> None:
     """Every axis that can be gathered or scattered, including the product's last."""
     rank = len(leading) + 1
@@ -773,7 +776,8 @@ def three(lib: Any, x: Any, w: Any) -> Any:
 
 @MOSTLY_CHECKED
 @pytest.mark.parametrize(
-    "in_axes", [(1, None), pytest.param((2, None), marks=pytest.mark.full), (None, 2), (2, 1)]
+    "in_axes",
+    [(1, None), *(pytest.param(a, marks=pytest.mark.full) for a in ((2, None), (None, 2))), (2, 1)],
 )
 def test_vmap(in_axes: tuple[int | None, int | None], check_vma: bool) -> None:
     """Batches of x, of w and of both; around the function and around its gradient."""
@@ -799,7 +803,9 @@ def test_vmap(in_axes: tuple[int | None, int | None], check_vma: bool) -> None:
 
 
 @MOSTLY_CHECKED
-@pytest.mark.parametrize("jacobian", [jax.jacfwd, jax.jacrev, jax.hessian])
+@pytest.mark.parametrize(
+    "jacobian", [jax.jacfwd, jax.jacrev, pytest.param(jax.hessian, marks=pytest.mark.full)]
+)
 def test_jacobians(jacobian: Callable[..., Any], check_vma: bool) -> None:
     """Jacobians batch tangents, and operations none of whose operands is batched."""
 
@@ -842,7 +848,9 @@ def test_vmap_around_shard_map() -> None:
     like_lax(program, *values((2 * N, 3, 5), (5, 3 * N)))
 
 
-@pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (0, 0)])
+@pytest.mark.parametrize(
+    "in_axes", [*(pytest.param(a, marks=pytest.mark.full) for a in ((0, None), (None, 0))), (0, 0)]
+)
 def test_vmap_around_shard_map_over_a_mesh_axis(in_axes: tuple[int | None, int | None]) -> None:
     """A batched operand varies over one axis more; gradients of others are summed over that axis.
 

@@ -391,7 +391,10 @@ def test_axes_of_size_one(size: str) -> None:
 
 
 @EVERY
-@pytest.mark.parametrize("context", ["set_mesh", "with", "argument"])
+@pytest.mark.parametrize(
+    "context",
+    ["set_mesh", *(pytest.param(c, marks=pytest.mark.full) for c in ("with", "argument"))],
+)
 @MOSTLY_EXPLICIT
 def test_mesh_in_context(name: str, context: str, kind: AxisType) -> None:
     f, of_x, of_w, _ = CALLS[name]
@@ -523,7 +526,11 @@ def test_transformations(name: str, kind: AxisType) -> None:
 
 
 @EVERY
-@pytest.mark.parametrize("dims", [(0, None), (3, None), (None, 0), (0, 2)], ids=str)
+@pytest.mark.parametrize(
+    "dims",
+    [(0, 2), *(pytest.param(d, marks=pytest.mark.full) for d in ((0, None), (3, None), (None, 0)))],
+    ids=str,
+)
 def test_vmap(name: str, dims: Any) -> None:
     f = CALLS[name][0]
     mesh = line()

@@ -30,6 +30,7 @@ def test_text(name):
 """
 
 
+@pytest.mark.full
 def test_it_runs_a_tree_in_both_ways(tmp_path: Path) -> None:
     (tmp_path / "tree" / "tests").mkdir(parents=True)
     (tmp_path / "tree" / "tests" / "some_test.py").write_text(TEST_FILE)

@@ -63,7 +63,13 @@ def described(arguments: Any) -> Any:
     return jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), arguments)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+QUICK = ("train_step_sequence_parallel", "decode_scanned")
+MOSTLY_FULL = pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in PROGRAMS]
+)
+
+
+@MOSTLY_FULL
 def test_both_libraries_agree(name: str) -> None:
     need_devices(2)
     ours, arguments = built(name, jax_intranode, all_devices())
@@ -101,7 +107,9 @@ def test_a_missing_rank_would_be_seen(name: str) -> None:
     assert distance(right(*arguments), missing(*arguments), arguments) > 4 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in TRAINING]
+)
 def test_tensor_parallel_is_what_one_device_does(name: str) -> None:
     need_devices(2)
     step, arguments = PROGRAMS[name](jax_intranode, line(2))
@@ -124,7 +132,7 @@ def test_training_learns(name: str) -> None:
     assert losses[-1] < 0.97 * losses[0]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@MOSTLY_FULL
 def test_long_chains_stay_finite(name: str) -> None:
     need_devices(2)
     f, start = built(name, jax_intranode, all_devices())

@@ -41,10 +41,15 @@ QUICK_OF_FOUR = QUICK | {
 
 
 def is_quick(name: str, world: int) -> bool:
-    """Whether the quick tier runs a case in `world` processes (conftest.py)."""
+    """Whether the quick tier runs a case in `world` processes (conftest.py).
+
+    Four processes run the cases above, and those that need four devices.
+    """
     function, _, parameters = name.partition("-")
-    quick = QUICK if world == 2 else QUICK_OF_FOUR
-    return parameters in quick.get(function, (parameters,))
+    if world == 2:
+        return parameters in QUICK.get(function, (parameters,))
+    chosen = QUICK_OF_FOUR.get(function)
+    return cases.CASES[name].devices >= 4 if chosen is None else parameters in chosen
 
 
 @pytest.fixture(scope="module", params=worlds(), ids=lambda n: f"{n}_processes")

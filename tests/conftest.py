@@ -41,6 +41,8 @@ except ModuleNotFoundError as error:
 import jax  # noqa: E402
 from devices import REQUIRED_GPUS  # noqa: E402
 
+from jax_intranode._src import rendezvous  # noqa: E402
+
 # Tests fail by the message of an operation that waits too long, and not by pytest's own limit.
 os.environ.setdefault("JAX_INTRANODE_TIMEOUT_S", "60")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -48,10 +50,14 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 @pytest.fixture(scope="module", autouse=True)
 def communicators() -> Iterator[None]:
-    """Frees the regions of the slab: the files together use more partitions than there are."""
+    """Frees the regions of the slab: the files together use more partitions than there are.
+
+    Only after files that use several, because what JAX has cached is compiled again then.
+    """
     yield
-    jax.clear_caches()  # programs from before do not run after shutdown()
-    jax_intranode.shutdown()
+    if any(len(r.communicators) > 2 for r in rendezvous._all.values()):
+        jax.clear_caches()  # programs from before do not run after shutdown()
+        jax_intranode.shutdown()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -55,6 +55,7 @@ def test_a_program_that_gives_the_same(tmp_path: Path) -> None:
     assert "1 of 1 programs give the same results" in found.stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "change, source, message",
     [

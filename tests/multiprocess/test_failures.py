@@ -223,7 +223,7 @@ def uses_segments(killed: int | None) -> None:
         (2, 1, True, "psum"),
         pytest.param(2, 1, False, "psum", marks=pytest.mark.full),
         (2, 0, False, "psum"),
-        (3, 1, True, "psum"),
+        pytest.param(3, 1, True, "psum", marks=pytest.mark.full),
         (2, 1, True, "all_gather_matmul"),
         (2, 0, False, "matmul_reduce_scatter"),
         (2, 0, False, "all_gather_matmul in a kernel"),
@@ -262,7 +262,7 @@ def test_rank_that_leaves(
             assert f"ERROR:jax_intranode:{message}" in log, "not logged"
 
 
-@pytest.mark.parametrize("missing", [0, 1])
+@pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_rank_that_never_comes(ranks: Any, missing: int) -> None:
     need_devices(2)
     logs = ranks(misses_a_rank, 2, env=ENV, arguments=[missing])

@@ -60,16 +60,17 @@ def all_ranks_rewrite() -> None:
         assert jax_intranode.usage_counter() == before + 1
 
 
-def one_rank_lowers_alone(limit_s: float) -> None:
+def one_rank_lowers_alone(wait_s: float) -> None:
     """It costs rank 0 some seconds, and this program its acceleration; the next one has it."""
     jax_intranode.install()
+    agreement.FIRST_WAIT_S = wait_s
     mesh = _mesh()
     x, other = _argument(mesh), _argument(mesh, 8)
     alone = _program(mesh)
     if jax.process_index() == 0:
         start = time.monotonic()
         assert not _ours(alone, x)
-        assert time.monotonic() - start < limit_s
+        assert wait_s <= time.monotonic() - start < wait_s + 5
     _barrier("lowered")
     _check(alone, x)  # by lax, on all ranks
     assert jax_intranode.usage_counter() == 0
@@ -82,14 +83,15 @@ def one_rank_lowers_alone(limit_s: float) -> None:
     _barrier("done")
 
 
-def one_rank_has_nothing_installed(limit_s: float) -> None:
+def one_rank_has_nothing_installed(wait_s: float) -> None:
     if jax.process_index() == 0:
         jax_intranode.install()
+    agreement.FIRST_WAIT_S = wait_s
     mesh = _mesh()
     start = time.monotonic()
     for columns in (4, 8):
         _check(_program(mesh), _argument(mesh, columns))
-    assert time.monotonic() - start < limit_s
+    assert time.monotonic() - start < wait_s + agreement.LATER_WAIT_S + 15
     assert jax_intranode.usage_counter() == 0
     _barrier("done")
 
@@ -109,16 +111,21 @@ def test_all_ranks_rewrite(world: int, ranks: Any) -> None:
     ranks(all_ranks_rewrite, world)
 
 
+WAIT_S = 2
+
+
+def test_a_lone_lowering_costs_ten_seconds_at_most() -> None:
+    assert agreement.FIRST_WAIT_S <= 10
+
+
 def test_one_rank_lowers_alone(ranks: Any) -> None:
     need_devices(2)
-    limit = agreement.FIRST_WAIT_S + 5
-    for log in ranks(one_rank_lowers_alone, 2, arguments=[limit]):
-        assert "within 10 s" in log
+    for log in ranks(one_rank_lowers_alone, 2, arguments=[WAIT_S]):
+        assert f"within {WAIT_S} s" in log
 
 
 def test_one_rank_has_nothing_installed(ranks: Any) -> None:
     need_devices(2)
-    limit = agreement.FIRST_WAIT_S + agreement.LATER_WAIT_S + 15
-    log, _ = ranks(one_rank_has_nothing_installed, 2, arguments=[limit])
-    assert "process 1 has not lowered this program within 10 s" in log
+    log, _ = ranks(one_rank_has_nothing_installed, 2, arguments=[WAIT_S])
+    assert f"process 1 has not lowered this program within {WAIT_S} s" in log
     assert "has not called jax_intranode.install()" in log

@@ -42,6 +42,8 @@ class Body:
         self.reason = reason
         self.traced_over = None if site.mesh is None else device_ids(site.mesh)
         self.decisions: list[Decision] = []
+        # What a collective became, by its operation and its types: see `collectives.choose`.
+        self.chosen: dict[Any, Any] = {}
 
     def taken(self) -> int:
         """How many collectives were replaced."""

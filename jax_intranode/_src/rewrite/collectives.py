@@ -53,7 +53,10 @@ def choose(equation: Any, body: Body) -> Choice | None:
         return None
     choice = Left(body.reason, missed=True) if body.reason else _operation(equation, collective)
     if isinstance(choice, Choice):
-        choice = _left_by_selection(equation, choice, body) or choice
+        key = choice, *((v.aval.shape, v.aval.dtype) for v in equation.invars)
+        if key not in body.chosen:
+            body.chosen[key] = _left_by_selection(equation, choice, body) or choice
+        choice = body.chosen[key]
     if isinstance(choice, Left):
         body.decide(equation, choice.reason, choice.missed)
         return None

@@ -345,7 +345,7 @@ def _check_hellos(hellos: list[dict[str, Any]]) -> None:
     for devices in by_host.values():
         seen: dict[str, int] = {}
         for device_id, report in devices:
-            if report.uuid in seen:
+            if forced is None and report.uuid in seen:
                 raise _Refusal(f"devices {seen[report.uuid]} and {device_id} are one GPU")
             seen[report.uuid] = device_id
         matrix = topology_lib.link_matrix([report for _, report in devices])

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import pytest
+from devices import MOST_RANKS_OF_A_GPU, ranks_share_a_gpu
 
 from jax_intranode._src import launcher
 
@@ -35,7 +36,8 @@ def run_in_ranks(
         timeout_s: time limit in seconds, after which all ranks are killed.
         env: more environment variables: one mapping for all ranks, or one per rank.
         arguments: arguments of the function; they travel as JSON.
-        local_devices: the devices of each rank, unless rank r has device r.
+        local_devices: the devices of each rank. By default rank r has device r, or all ranks
+            share the machine's only GPU.
 
     Returns:
         What each rank printed.
@@ -50,14 +52,14 @@ def run_in_ranks(
     for rank in range(world):
         extra = env if isinstance(env, Mapping) else (env[rank] if env else {})
         # JAX of this process has reserved most of each GPU's memory.
-        memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if platform == "gpu" else {}
-        environments.append(
-            {
-                **launcher.rank_env(rank, world, port, local_devices and local_devices[rank]),
-                **memory,
-                **extra,
-            }
-        )
+        gpu = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if platform == "gpu" else {}
+        devices = local_devices and local_devices[rank]
+        if ranks_share_a_gpu() and local_devices is None:
+            gpu["JAX_INTRANODE_TOPOLOGY"] = "fully_connected"
+            # NCCL refuses ranks of a host that share a GPU. It takes these for ranks of several.
+            gpu |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
+            devices = [0]
+        environments.append({**launcher.rank_env(rank, world, port, devices), **gpu, **extra})
     command = [
         sys.executable, str(_MAIN), platform, function.__code__.co_filename, function.__name__,
         json.dumps(list(arguments)),
@@ -67,8 +69,10 @@ def run_in_ranks(
 
 
 def worlds() -> list[int]:
-    """World sizes to test: 2 and 4 on CPUs, 2 and all on GPUs."""
+    """World sizes to test: 2 and 4 on CPUs or on one GPU, 2 and all on GPUs."""
     devices = len(jax.devices())
+    if ranks_share_a_gpu():
+        return [2, MOST_RANKS_OF_A_GPU]
     if jax.devices()[0].platform == "gpu":
         return sorted({2, devices} & set(range(2, devices + 1)))
     return [2, 4]

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from devices import need_devices, need_overlap
+from devices import need_overlap, need_ranks
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from multiprocess_ranks import run_in_ranks
@@ -238,7 +238,7 @@ def uses_segments(killed: int | None) -> None:
 def test_rank_that_leaves(
     ranks: Any, world: int, missing: int, exits: bool, operation: str
 ) -> None:
-    need_devices(world)
+    need_ranks(world)
     if operation != "psum":
         need_overlap()
     if world > 2:
@@ -264,7 +264,7 @@ def test_rank_that_leaves(
 
 @pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_rank_that_never_comes(ranks: Any, missing: int) -> None:
-    need_devices(2)
+    need_ranks(2)
     logs = ranks(misses_a_rank, 2, env=ENV, arguments=[missing])
     reasons = [lines(log, "REASON") for log in logs]
     assert len({*reasons[0], *reasons[1]}) == 1, reasons
@@ -314,7 +314,7 @@ def environments() -> dict[str, list[dict[str, str]]]:
 @pytest.fixture(scope="module")
 def reason_under(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """Starts two processes once. The result finds why they fell back under an environment."""
-    need_devices(2)
+    need_ranks(2)
     log_dir = tmp_path_factory.mktemp("environments") / "logs"
     failure = ""
     try:
@@ -343,7 +343,7 @@ def test_different_environments(reason_under: Callable[[str], str], name: str) -
 
 def test_one_of_three_differs(ranks: Any) -> None:
     need_cpu("three ranks are tried on the CPU")
-    need_devices(3)
+    need_ranks(3)
     env = [{}, {}, {"JAX_INTRANODE_ALGORITHM": "lax"}]
     assert "processes 0 and 2" in reason_in(ranks(falls_back, 3, env=env))
 
@@ -372,7 +372,7 @@ def test_no_segment_is_left(
     ranks: Callable[..., list[str]], tmp_path: Path, killed: int | None
 ) -> None:
     need_cpu("only CPU slabs are in /dev/shm")
-    need_devices(2)
+    need_ranks(2)
     with contextlib.nullcontext() if killed is None else pytest.raises(launcher.RankError) as error:
         ranks(uses_segments, 2, env={"JAX_INTRANODE_TIMEOUT_S": "20"}, arguments=[killed])
     logs = [(tmp_path / "logs" / f"rank{rank}.log").read_text() for rank in range(2)]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import cases
 import jax
 import pytest
-from devices import need_devices
+from devices import need_ranks
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
@@ -79,7 +79,7 @@ def sums() -> None:
 
 @pytest.mark.parametrize("function", [shut_down_one_after_another, count], ids=lambda f: f.__name__)
 def test_in_ranks(ranks: Callable[..., list[str]], function: Callable[[], None]) -> None:
-    need_devices(2)
+    need_ranks(2)
     assert all("DONE" in log for log in ranks(function, 2))
 
 
@@ -90,7 +90,7 @@ def test_restart_after_a_crash(
     rank: int,
 ) -> None:
     """A crashed run leaves nothing that disturbs the next run at the same port."""
-    need_devices(2)
+    need_ranks(2)
     port = launcher.free_port()
     monkeypatch.setattr(launcher, "free_port", lambda: port)
     with pytest.raises(launcher.RankError) as error:

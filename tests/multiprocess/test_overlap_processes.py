@@ -2,7 +2,7 @@
 
 import cases_of_overlap
 import pytest
-from devices import module_needs_gpus, need_devices, need_overlap
+from devices import module_needs_gpus, need_overlap, need_ranks
 from multiprocess_ranks import check_case, outcome_of_cases, worlds
 
 module_needs_gpus()
@@ -16,7 +16,7 @@ module_needs_gpus()
 def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     world, queues = request.param
     need_overlap()
-    need_devices(world)
+    need_ranks(world)
     return outcome_of_cases(
         request,
         "cases_of_overlap",

@@ -54,6 +54,7 @@ def test_all_devices_but_one_in_a_process(ranks: Callable[..., Any]) -> None:
 
 def test_one_visible_gpu_a_process(ranks: Callable[..., Any]) -> None:
     need_gpus()
+    need_devices(2)
     n = len(jax.devices())
     env = [{"CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(n)]
     check(ranks(run_some_cases, n, arguments=[n], env=env, local_devices=[[0]] * n))
@@ -61,6 +62,7 @@ def test_one_visible_gpu_a_process(ranks: Callable[..., Any]) -> None:
 
 def test_permuted_visible_gpus(ranks: Callable[..., Any]) -> None:
     need_gpus()
+    need_devices(2)
     n = len(jax.devices())
     orders = [[(k + rank) % n for k in range(n)] for rank in range(n)]
     env = [{"CUDA_VISIBLE_DEVICES": ",".join(map(str, order))} for order in orders]

@@ -1,38 +1,51 @@
 """Low-latency collectives for JAX programs on one multi-GPU node."""
 
 import os as _os
-
-from jax_intranode._src import config as _config
-from jax_intranode._src.communicator import initialize as initialize
-from jax_intranode._src.communicator import shutdown as shutdown
-from jax_intranode._src.communicator import usage_counter as usage_counter
-from jax_intranode._src.explain import Call as Call
-from jax_intranode._src.explain import Explanation as Explanation
-from jax_intranode._src.explain import explain as explain
-from jax_intranode._src.ops.all_gather import all_gather as all_gather
-from jax_intranode._src.ops.all_gather_matmul import all_gather_matmul as all_gather_matmul
-from jax_intranode._src.ops.column_parallel_matmul import (
-    column_parallel_matmul as column_parallel_matmul,
-)
-from jax_intranode._src.ops.matmul_all_reduce import matmul_all_reduce as matmul_all_reduce
-from jax_intranode._src.ops.matmul_reduce_scatter import (
-    matmul_reduce_scatter as matmul_reduce_scatter,
-)
-from jax_intranode._src.ops.psum import pmean as pmean
-from jax_intranode._src.ops.psum import psum as psum
-from jax_intranode._src.ops.psum_scatter import psum_scatter as psum_scatter
-from jax_intranode._src.ops.row_parallel_matmul import row_parallel_matmul as row_parallel_matmul
-from jax_intranode._src.rewrite.switch import accelerate as accelerate
-from jax_intranode._src.rewrite.switch import install as install
-from jax_intranode._src.rewrite.switch import uninstall as uninstall
-from jax_intranode._src.topology import Topology as Topology
-from jax_intranode._src.topology import TopologyKind as TopologyKind
-from jax_intranode._src.topology import topology as topology
+import sys as _sys
 
 __version__ = "0.1.0"
 
-# A wrong value raises here, once, and not in the middle of a compilation.
-_config.check(_os.environ)
+# What failed below, where `python -m jax_intranode` goes on: `info` says what is broken.
+_import_error: Exception | None = None
+
+try:
+    from jax_intranode._src import config as _config
+    from jax_intranode._src.communicator import initialize as initialize
+    from jax_intranode._src.communicator import shutdown as shutdown
+    from jax_intranode._src.communicator import usage_counter as usage_counter
+    from jax_intranode._src.explain import Call as Call
+    from jax_intranode._src.explain import Explanation as Explanation
+    from jax_intranode._src.explain import explain as explain
+    from jax_intranode._src.ops.all_gather import all_gather as all_gather
+    from jax_intranode._src.ops.all_gather_matmul import all_gather_matmul as all_gather_matmul
+    from jax_intranode._src.ops.column_parallel_matmul import (
+        column_parallel_matmul as column_parallel_matmul,
+    )
+    from jax_intranode._src.ops.matmul_all_reduce import matmul_all_reduce as matmul_all_reduce
+    from jax_intranode._src.ops.matmul_reduce_scatter import (
+        matmul_reduce_scatter as matmul_reduce_scatter,
+    )
+    from jax_intranode._src.ops.psum import pmean as pmean
+    from jax_intranode._src.ops.psum import psum as psum
+    from jax_intranode._src.ops.psum_scatter import psum_scatter as psum_scatter
+    from jax_intranode._src.ops.row_parallel_matmul import (
+        row_parallel_matmul as row_parallel_matmul,
+    )
+    from jax_intranode._src.rewrite.switch import accelerate as accelerate
+    from jax_intranode._src.rewrite.switch import install as install
+    from jax_intranode._src.rewrite.switch import uninstall as uninstall
+    from jax_intranode._src.topology import Topology as Topology
+    from jax_intranode._src.topology import TopologyKind as TopologyKind
+    from jax_intranode._src.topology import topology as topology
+
+    # A wrong value raises here, once, and not in the middle of a compilation.
+    _config.check(_os.environ)
+except Exception as _error:
+    # While Python looks for the module that -m names, sys.argv[0] is "-m".
+    _arguments = _sys.orig_argv[1 : len(_sys.orig_argv) - len(_sys.argv) + 1]
+    if _sys.argv[:1] != ["-m"] or _arguments[-1:] not in (["jax_intranode"], ["-mjax_intranode"]):
+        raise
+    _import_error = _error
 
 __all__ = [
     "Call",

@@ -1,44 +1,156 @@
-"""The command line, for example `python -m jax_intranode bench psum`."""
+"""The command line, for example `python -m jax_intranode bench psum`.
+
+This file imports nothing that a broken installation may lack, so that `info` always runs. Each
+command is a module that is imported when the command is chosen. The module has
+
+    DESCRIPTION: what the command does, for its --help.
+    EXAMPLES: command lines, for its --help.
+    add_arguments(parser): declares the command's arguments.
+    run(arguments) -> int: runs the command and returns the exit code. It raises `WrongInput` for
+        arguments that cannot be served.
+"""
 
 import argparse
+import difflib
+import importlib
+import os
 import sys
-from importlib.metadata import version
+import textwrap
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import jax_intranode
-from jax_intranode._src import native
-from jax_intranode._src.bench import command, options
-from jax_intranode._src.bench.plots import command as plot
-from jax_intranode._src.rewrite import script
+from jax_intranode._src.commands import WrongInput, rank
+
+PROGRAM = "python -m jax_intranode"
 
 
-def _versions() -> str:
-    return (
-        f"jax_intranode {jax_intranode.__version__} "
-        f"({'with' if native.module('gpu') else 'without'} CUDA kernels), jax {version('jax')}, "
-        f"jaxlib {version('jaxlib')}"
+class Command(NamedTuple):
+    """A command.
+
+    Attributes:
+        name: its name.
+        help: what it does, in a few words.
+        module: the module that has it.
+        needs_package: whether it runs only where `import jax_intranode` works.
+        starts_ranks: whether it is one process that starts all others it needs. If a launcher has
+            started several, only the first of a node runs it. False: each process runs it.
+    """
+
+    name: str
+    help: str
+    module: str
+    needs_package: bool = True
+    starts_ranks: bool = True
+
+
+# In the order in which a new user meets them.
+COMMANDS = (
+    Command(
+        "run",
+        "run a script or a module with its collectives accelerated",
+        "jax_intranode._src.rewrite.script",
+        starts_ranks=False,
+    ),
+    Command(
+        "bench",
+        "measure and check an operation and the same one of jax.lax",
+        "jax_intranode._src.bench.command",
+    ),
+    Command(
+        "plot",
+        "draw JSON files of bench into one PNG",
+        "jax_intranode._src.bench.plots.command",
+    ),
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that reports a wrong argument in one line. argparse prints the usage, too."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}. `{self.prog} --help` lists what it takes.\n")
+
+
+def _main_parser() -> argparse.ArgumentParser:
+    width = max(len(command.name) for command in COMMANDS)
+    commands = [f"  {command.name:<{width}}  {command.help}" for command in COMMANDS]
+    parser = _Parser(
+        prog=PROGRAM,
+        description=jax_intranode.__doc__,
+        epilog="\n".join(
+            ["commands:", *commands, "", f"`{PROGRAM} COMMAND --help` says more about one."]
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="store_true", help="print the versions and exit")
+    parser.add_argument("command", nargs="?", metavar="COMMAND", help="one of the commands below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
 
 
-def main() -> int:
-    """Runs the command that the command line names and returns its exit code."""
-    parser = argparse.ArgumentParser(prog="jax_intranode")
-    parser.add_argument("--version", action="version", version=_versions())
-    commands = parser.add_subparsers(dest="command", required=True)
-    bench = commands.add_parser(
-        "bench", help="measure and check an operation and the same one of jax.lax"
+def _command_parser(command: Command, module: Any) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=f"{PROGRAM} {command.name}",
+        description=textwrap.fill(module.DESCRIPTION, 80),
+        epilog="examples:\n" + "\n".join(f"  {line}" for line in module.EXAMPLES.splitlines()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    options.add_arguments(bench)
-    bench.set_defaults(run=command.run)
-    draw = commands.add_parser("plot", help="draw JSON files of bench into one PNG")
-    plot.add_arguments(draw)
-    draw.set_defaults(run=plot.run)
-    unedited = commands.add_parser(
-        "run", help="run a script or a module with its collectives accelerated"
-    )
-    script.add_arguments(unedited)
-    unedited.set_defaults(run=script.run)
-    arguments = parser.parse_args()
-    return int(arguments.run(arguments))
+    module.add_arguments(parser)
+    return parser
+
+
+def _find(name: str) -> Command:
+    names = [command.name for command in COMMANDS]
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        meant = f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}."
+        raise WrongInput(f"there is no command {name!r}: {meant}")
+    return COMMANDS[names.index(name)]
+
+
+def _run(argv: Sequence[str]) -> int:
+    parser = _main_parser()
+    options = parser.parse_args(argv)
+    if options.version:
+        from jax_intranode._src.commands import versions
+
+        print(versions.line())
+        return 0
+    if options.command is None:
+        parser.print_help()
+        return 2
+    command = _find(options.command)
+    error = jax_intranode._import_error
+    if command.needs_package and error is not None:
+        sys.stderr.write(
+            f"{PROGRAM} {command.name}: jax_intranode cannot be used here: "
+            f"{type(error).__name__}: {error}\n`{PROGRAM} info` shows what is installed.\n"
+        )
+        return 1
+    module = importlib.import_module(command.module)
+    arguments = _command_parser(command, module).parse_args(options.arguments)
+    if command.starts_ranks and rank.of_this_process() > 0:
+        return 0
+    return int(module.run(arguments))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command that the command line names and returns its exit code.
+
+    Args:
+        argv: the arguments; by default those of this process.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        return _run(argv)
+    except WrongInput as error:
+        sys.stderr.write(f"{PROGRAM}: {error}\n")
+        return 2
+    except BrokenPipeError:  # as by `... | head`
+        # Python would write what is left at exit, and fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from bench_settings import mesh_of_two, settings_of
 from jax.sharding import PartitionSpec
 
 import jax_intranode
-from jax_intranode._src import select
+from jax_intranode._src import table
 from jax_intranode._src.bench.collectives import report as collectives_report
 from jax_intranode._src.bench.matmuls import report as matmul_report
 from jax_intranode._src.bench.programs import definitions as programs
@@ -123,7 +123,7 @@ def test_both_modes_on_the_cpu(name: str, leaves: int, dtype: str, tmp_path: Pat
         "psum_scatter+all_gather": ("push",),
         "psum_scatter": ("reduce_scatter",),
         "all_gather": ("all_gather",),
-    }.get(name, select.PSUM_ALGORITHMS)
+    }.get(name, table.PSUM_ALGORITHMS)
     eps = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}
     factor = 0.5 if name in ("psum_scatter", "all_gather") else 1.0
     for row in rows:
@@ -158,7 +158,7 @@ def test_both_modes_on_the_cpu(name: str, leaves: int, dtype: str, tmp_path: Pat
         ),
         ("matmul_reduce_scatter", "--shapes 32,16,24 --backward -d float16", ("all_gather",)),
         pytest.param(
-            "matmul_all_reduce", "--settle 1", select.PSUM_ALGORITHMS, marks=pytest.mark.full
+            "matmul_all_reduce", "--settle 1", table.PSUM_ALGORITHMS, marks=pytest.mark.full
         ),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from bench_settings import BFLOAT16, matmul_settings, mesh_of_two
 
 import jax_intranode
-from jax_intranode._src import select
+from jax_intranode._src import table
 from jax_intranode._src.bench.matmuls import measure as measure_matmul
 from jax_intranode._src.bench.matmuls import oracle as matmul_oracle
 from jax_intranode._src.bench.matmuls.operations import MATMULS
@@ -23,7 +23,7 @@ from jax_intranode._src.bench.settings import Shape
     [
         ("all_gather_matmul", True, ("reduce_scatter",)),
         ("matmul_reduce_scatter", False, ("reduce_scatter",)),
-        ("matmul_all_reduce", True, select.PSUM_ALGORITHMS),
+        ("matmul_all_reduce", True, table.PSUM_ALGORITHMS),
     ],
 )
 def test_matmul_is_checked_and_timed(

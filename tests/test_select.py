@@ -127,7 +127,7 @@ def test_the_limit_that_a_reason_names_is_the_limit() -> None:
             assert choose(setup, world, limit + element, dtype, operation).algorithm == "lax"
 
 
-@pytest.mark.parametrize("algorithm", select.PSUM_ALGORITHMS)
+@pytest.mark.parametrize("algorithm", table.PSUM_ALGORITHMS)
 @pytest.mark.parametrize("setup", SETUPS, ids="-".join)
 def test_forced_algorithm_runs_wherever_it_fits(setup: tuple[str, str], algorithm: str) -> None:
     most = epoch_buffer_bytes(setup[0])
@@ -143,7 +143,7 @@ def test_forced_algorithm_runs_wherever_it_fits(setup: tuple[str, str], algorith
 
 
 def test_a_buffer_that_is_a_byte_too_small_is_refused() -> None:
-    for algorithm, dtype in itertools.product(select.PSUM_ALGORITHMS, ("float32", "int8")):
+    for algorithm, dtype in itertools.product(table.PSUM_ALGORITHMS, ("float32", "int8")):
         exact = needed(algorithm, 1000, dtype, 4)
         more = {"algorithm": algorithm}
         assert (

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jax_intranode._src import select
+from jax_intranode._src import table
 
 _log = logging.getLogger("jax_intranode")
 
@@ -28,7 +28,7 @@ LOCAL_DEVICES = _PREFIX + "LOCAL_DEVICES"
 _READ_ELSEWHERE = ("CUDA", "CUDA_WHEELS", "REQUIRE_GPUS")
 
 _TOPOLOGIES = ("fully_connected", "hybrid_cube_mesh", "unknown")
-ALGORITHMS = ("auto", *select.PSUM_ALGORITHMS, "lax")
+ALGORITHMS = ("auto", *table.PSUM_ALGORITHMS, "lax")
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,6 @@ from dataclasses import dataclass
 
 from jax_intranode._src import limits, table
 
-# The algorithms of a psum.
-PSUM_ALGORITHMS = ("one_shot", "two_shot")
-
 # The dtypes that can be gathered: an all-gather copies and doesn't sum.
 COPIED_DTYPES = (*limits.DTYPES, "bool", "int16", "uint16", "complex64", "complex128")
 

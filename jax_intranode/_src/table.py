@@ -5,6 +5,9 @@ tools/tune.py measures what the rows say.
 
 from dataclasses import dataclass
 
+# The algorithms of a psum.
+PSUM_ALGORITHMS = ("one_shot", "two_shot")
+
 
 @dataclass(frozen=True)
 class Row:

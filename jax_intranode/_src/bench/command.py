@@ -14,11 +14,22 @@ from jax_intranode._src import launcher
 from jax_intranode._src.bench import options, record
 from jax_intranode._src.bench.collectives import report as collectives
 from jax_intranode._src.bench.matmuls import report as matmuls
+from jax_intranode._src.bench.options import add_arguments as add_arguments
 from jax_intranode._src.bench.peers import registry as peers
 from jax_intranode._src.bench.plots import command as plot
 from jax_intranode._src.bench.programs.definitions import PROGRAMS
 from jax_intranode._src.bench.progress import ProgressLine, following
 from jax_intranode._src.bench.settings import PROCESS_PER_DEVICE, Settings
+
+DESCRIPTION = (
+    "Measures an operation of this package and the same one of jax.lax, and compares their results "
+    "with those of numpy. Starts a process per device and then one process with all devices."
+)
+EXAMPLES = """\
+python -m jax_intranode bench psum                                all sizes up to 16 MB (CPU: 64 KB)
+python -m jax_intranode bench psum -b 1K -e 64K -f 2 -d float32,bfloat16
+python -m jax_intranode bench all_gather_matmul --shapes 4096,8192,3584 --json rows.json
+python -m jax_intranode bench psum --platform cpu --devices 4 --plot psum.png"""
 
 
 def _end(signal_number: int, frame: object) -> None:

@@ -11,6 +11,9 @@ from jax_intranode._src.bench import record
 from jax_intranode._src.bench.matmuls.report import is_matmul
 from jax_intranode._src.bench.plots import collectives, matmuls
 
+DESCRIPTION = "Draws what `bench --json FILE` has written, several files into one picture."
+EXAMPLES = "python -m jax_intranode plot rows.json -o rows.png"
+
 
 def why_not() -> str | None:
     """Returns why plots can't be drawn here; None if they can."""

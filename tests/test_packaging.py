@@ -69,7 +69,7 @@ def test_each_native_module_has_its_stub() -> None:
 def test_metadata() -> None:
     assert _DISTRIBUTION.version == jax_intranode.__version__
     extras = _DISTRIBUTION.metadata.get_all("Provides-Extra") or ()
-    assert set(extras) == {"all", "cuda12", "cuda13", "examples", "plot", "test"}
+    assert set(extras) == {"all", "cuda12", "cuda13", "docs", "examples", "plot", "test"}
 
 
 # Importing.

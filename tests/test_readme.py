@@ -1,4 +1,4 @@
-"""The programs that README.md and docs/usage.md print run as they are printed."""
+"""The programs that README.md and the pages in docs print run as they are printed."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from jax_intranode._src import launcher
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-PAGES = (README, ROOT / "docs" / "usage.md")
+PAGES = (README, *sorted(ROOT.glob("docs/*.md")))
 TIMEOUT_S = 120
 
 pytestmark = pytest.mark.skipif(not README.exists(), reason="the README is not here")

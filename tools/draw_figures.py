@@ -1,4 +1,4 @@
-"""Draws the figures of docs/how_it_works.md and docs/usage.md.
+"""Draws the figures of docs/how_it_works.md, docs/when.md and docs/collective_matmuls.md.
 
     python tools/draw_figures.py docs/figures
     python tools/draw_figures.py /tmp/figures --format png

@@ -1,5 +1,6 @@
 """The environment variables: defaults, allowed values, and messages about other values."""
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -94,6 +95,12 @@ def test_all_variables_together() -> None:
             "JAX_INTRANODE_STRICT": "1",
         }
     ) == config.Config(True, "unknown", 3, 4, 2.5, "two_shot", True)
+
+
+def test_each_field_has_a_variable() -> None:
+    fields = {field.name for field in dataclasses.fields(config.Config)}
+    assert fields == {v.field for v in config.VARIABLES if v.reader == "package"}
+    assert fields == {v.field for v in config.VARIABLES if v.read is not None}
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])

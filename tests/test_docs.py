@@ -1,10 +1,13 @@
 """The links and anchors of the Markdown pages resolve, and the pages follow their own rules."""
 
+import ast
 import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from jax_intranode._src import config
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tools/*.md")])
@@ -67,6 +70,35 @@ def test_the_index_links_every_page() -> None:
         pytest.skip("the docs are not here")
     linked = {(index.parent / target.partition("#")[0]).resolve() for target in links(index)}
     assert [page for page in ROOT.glob("docs/**/*.md") if page not in linked | {index}] == []
+
+
+def test_the_site_has_every_page_once() -> None:
+    conf = ROOT / "docs" / "conf.py"
+    if not conf.exists():
+        pytest.skip("the docs are not here")
+    # Sphinx, which conf.py imports, need not be installed.
+    for node in ast.parse(conf.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "CONTENTS":
+            contents = ast.literal_eval(node.value)
+    listed = Counter(name for pages in contents.values() for name in pages)
+    pages = [*PAGES, *ROOT.glob("docs/*.rst")]
+    if not (ROOT / "tools").exists():  # the sdist has no tools
+        del listed["tools/README"]
+    names = {str(page.relative_to(ROOT).with_suffix("")) for page in pages} - {"README"}
+    assert listed == Counter(names)
+
+
+def test_the_environment_page_agrees_with_config() -> None:
+    page = ROOT / "docs" / "environment.md"
+    if not page.exists():
+        pytest.skip("the docs are not here")
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", page.read_text(), re.MULTILINE)
+    assert [(name, row.strip()) for name, row in rows] == [
+        (v.name, f"{v.values} | {v.default} | {v.meaning}")
+        for reader in ("package", "build", "launcher", "tests")
+        for v in config.VARIABLES
+        if v.reader == reader
+    ], "run tools/environment_page.py"
 
 
 def test_the_first_page_is_short() -> None:

@@ -17,39 +17,20 @@ from jax_intranode._src import table
 _log = logging.getLogger("jax_intranode")
 
 _PREFIX = "JAX_INTRANODE_"
-# What a launcher sets for each rank (launcher.py): its rank, the number of ranks, the address of
-# rank 0's coordination service, and which devices it uses, as numbers with commas between them.
+# What a launcher sets for each rank (launcher.py).
 RANK = _PREFIX + "RANK"
 WORLD_SIZE = _PREFIX + "WORLD_SIZE"
 COORDINATOR = _PREFIX + "COORDINATOR"
 LOCAL_DEVICES = _PREFIX + "LOCAL_DEVICES"
-# Read elsewhere: by the build (pyproject.toml: whether and by which compiler to build the CUDA
-# kernels) and by the tests (fail instead of skipping if there are fewer GPUs).
-_READ_ELSEWHERE = ("CUDA", "CUDA_WHEELS", "REQUIRE_GPUS")
-
 _TOPOLOGIES = ("fully_connected", "hybrid_cube_mesh", "unknown")
 ALGORITHMS = ("auto", *table.PSUM_ALGORITHMS, "lax")
 
 
 @dataclass(frozen=True)
 class Config:
-    """The values in force.
+    """The values in force. `VARIABLES` says what each one means.
 
-    Attributes:
-        disable: JAX_INTRANODE_DISABLE, 0 or 1 (default 0). 1: every operation falls back to
-            ``jax.lax``.
-        topology: JAX_INTRANODE_TOPOLOGY: fully_connected, hybrid_cube_mesh or unknown. Assumes
-            this shape of the NVLinks instead of asking NVML. For tests.
-        slab_mib: JAX_INTRANODE_SLAB_MIB, MiB of each device's slab, the memory that peers write
-            into, for all communicators together (default 392 on GPUs, 8 on the CPU).
-        ring_mib: JAX_INTRANODE_RING_MIB, MiB of each GPU's ring buffer, through which the rows and
-            products of collective matmuls travel (default 512). 0: they are not overlapped.
-        timeout_s: JAX_INTRANODE_TIMEOUT_S, seconds (default 300). How long a rank waits for its
-            peers, in the rendezvous and in each operation, before it raises an error.
-        algorithm: JAX_INTRANODE_ALGORITHM: auto, one_shot, two_shot or lax (default auto). Uses
-            this algorithm wherever it fits, instead of selecting by size.
-        strict: JAX_INTRANODE_STRICT, 0 or 1 (default 0). 1: what is not accelerated raises an
-            error, unless selection prefers ``jax.lax``. See `is_strict`.
+    Attributes have the names of the variables, in lower case and without the prefix.
     """
 
     disable: bool = False
@@ -66,11 +47,17 @@ class Config:
         return self.strict and not self.disable and self.algorithm != "lax"
 
     def ring_bytes(self, platform: str) -> int:
-        """Bytes of a device's ring buffer on a platform."""
+        """Bytes of a device's ring buffer on a platform.
+
+        Rows and products of collective matmuls travel through it.
+        """
         return 0 if platform == "cpu" else self.ring_mib << 20
 
     def slab_bytes(self, platform: str) -> int:
-        """Bytes of a device's slab on a platform."""
+        """Bytes of a device's slab on a platform.
+
+        Peers write into it. It serves all communicators together.
+        """
         return (self.slab_mib or (8 if platform == "cpu" else 392)) << 20
 
 
@@ -91,17 +78,130 @@ def _positive(name: str, text: str, kind: type) -> float:
     return value
 
 
-# For each field of Config, the function that turns its variable's name and text into a value. The
-# keys are the variables' names without the prefix.
-_READERS: dict[str, Callable[[str, str], Any]] = {
-    "DISABLE": lambda name, text: _choice(name, text, ("0", "1")) == "1",
-    "TOPOLOGY": lambda name, text: _choice(name, text, _TOPOLOGIES),
-    "SLAB_MIB": lambda name, text: int(_positive(name, text, int)),
-    "RING_MIB": lambda name, text: 0 if text == "0" else int(_positive(name, text, int)),
-    "TIMEOUT_S": lambda name, text: _positive(name, text, float),
-    "ALGORITHM": lambda name, text: _choice(name, text, ALGORITHMS),
-    "STRICT": lambda name, text: _choice(name, text, ("0", "1")) == "1",
-}
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable.
+
+    Attributes:
+        name: its name.
+        values: the values that it may have, in words. The page of environment variables has them,
+            and the meaning; both are Markdown.
+        default: what holds where it is not set, in words.
+        meaning: what it does.
+        read: turns its text into the value of the field of `Config`, or raises ValueError. None if
+            something else reads it.
+        reader: what reads it: "package", "launcher", "build" or "tests".
+    """
+
+    name: str
+    values: str
+    default: str
+    meaning: str
+    read: Callable[[str, str], Any] | None = None
+    reader: str = "package"
+
+    @property
+    def field(self) -> str:
+        """The field of `Config`."""
+        return self.name.removeprefix(_PREFIX).lower()
+
+
+def _words(allowed: tuple[str, ...]) -> str:
+    return ", ".join(f"`{value}`" for value in allowed)
+
+
+# A new variable needs an entry here, and a field of `Config` if the package reads it. Afterwards
+# tools/environment_page.py writes docs/environment.md.
+VARIABLES = (
+    Variable(
+        _PREFIX + "DISABLE",
+        "`0`, `1`",
+        "`0`",
+        "`1`: everything falls back to `jax.lax`",
+        lambda name, text: _choice(name, text, ("0", "1")) == "1",
+    ),
+    Variable(
+        _PREFIX + "TOPOLOGY",
+        _words(_TOPOLOGIES),
+        "what NVML reports",
+        "for tests: assume these NVLinks, also where processes share a GPU",
+        lambda name, text: _choice(name, text, _TOPOLOGIES),
+    ),
+    Variable(
+        _PREFIX + "SLAB_MIB",
+        "a positive integer",
+        "392 on GPUs, 8 on CPU devices",
+        "MiB of memory per device for collectives; it limits the largest array",
+        lambda name, text: int(_positive(name, text, int)),
+    ),
+    Variable(
+        _PREFIX + "RING_MIB",
+        "`0` or a positive integer",
+        "512",
+        "MiB of memory per GPU for collective matmuls; `0`: they are not overlapped",
+        lambda name, text: 0 if text == "0" else int(_positive(name, text, int)),
+    ),
+    Variable(
+        _PREFIX + "TIMEOUT_S",
+        "a positive number",
+        "300",
+        "seconds after which a rank that waits for another one fails, in the rendezvous and in "
+        "each operation",
+        lambda name, text: _positive(name, text, float),
+    ),
+    Variable(
+        _PREFIX + "ALGORITHM",
+        _words(ALGORITHMS),
+        "`auto`",
+        "`one_shot`, `two_shot`: `psum` uses this algorithm wherever it fits; `lax`: everything "
+        "falls back",
+        lambda name, text: _choice(name, text, ALGORITHMS),
+    ),
+    Variable(
+        _PREFIX + "STRICT",
+        "`0`, `1`",
+        "`0`",
+        "`1`: a fallback is an error",
+        lambda name, text: _choice(name, text, ("0", "1")) == "1",
+    ),
+    Variable(RANK, "an integer", "none", "the rank of this process, from 0", reader="launcher"),
+    Variable(WORLD_SIZE, "an integer", "none", "the number of processes", reader="launcher"),
+    Variable(
+        COORDINATOR,
+        "host:port",
+        "none",
+        "the address of rank 0's coordination service",
+        reader="launcher",
+    ),
+    Variable(
+        LOCAL_DEVICES,
+        "integers with commas between them",
+        "none",
+        "the devices of this process",
+        reader="launcher",
+    ),
+    Variable(
+        _PREFIX + "CUDA",
+        "`AUTO`, `ON`, `OFF`",
+        "`AUTO`",
+        "whether to build the CUDA kernels; `AUTO`: if there is an `nvcc`; `ON`: fail without one",
+        reader="build",
+    ),
+    Variable(
+        _PREFIX + "CUDA_WHEELS",
+        "`1`",
+        "not set",
+        "take `nvcc` from PyPI; no CUDA toolkit is needed",
+        reader="build",
+    ),
+    Variable(
+        _PREFIX + "REQUIRE_GPUS",
+        "an integer",
+        "`0`",
+        "fail with fewer GPUs than this, instead of skipping tests",
+        reader="tests",
+    ),
+)
 
 
 def parse(environ: Mapping[str, str]) -> Config:
@@ -111,10 +211,10 @@ def parse(environ: Mapping[str, str]) -> Config:
         ValueError: a variable has a value that is not allowed.
     """
     values = {}
-    for name, reader in _READERS.items():
-        text = environ.get(_PREFIX + name, "")
-        if text:
-            values[name.lower()] = reader(_PREFIX + name, text)
+    for variable in VARIABLES:
+        text = environ.get(variable.name, "")
+        if text and variable.read is not None:
+            values[variable.field] = variable.read(variable.name, text)
     return Config(**values)
 
 
@@ -125,8 +225,8 @@ def check(environ: Mapping[str, str]) -> None:
         ValueError: a variable has a value that is not allowed.
     """
     parse(environ)
-    ours = [_PREFIX + name for name in (*_READERS, *_READ_ELSEWHERE)]
-    known = (*ours, RANK, WORLD_SIZE, COORDINATOR, LOCAL_DEVICES)
+    known = [variable.name for variable in VARIABLES]
+    ours = [variable.name for variable in VARIABLES if variable.reader != "launcher"]
     for name in sorted(environ):
         if name.startswith(_PREFIX) and name not in known:
             # Compared without the prefix, which makes any two names look alike.

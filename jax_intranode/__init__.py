@@ -16,6 +16,9 @@ try:
     from jax_intranode._src.explain import Call as Call
     from jax_intranode._src.explain import Explanation as Explanation
     from jax_intranode._src.explain import explain as explain
+    from jax_intranode._src.failures import CommunicationError as CommunicationError
+    from jax_intranode._src.failures import Failure as Failure
+    from jax_intranode._src.failures import last_failure as last_failure
     from jax_intranode._src.ops.all_gather import all_gather as all_gather
     from jax_intranode._src.ops.all_gather_matmul import all_gather_matmul as all_gather_matmul
     from jax_intranode._src.ops.column_parallel_matmul import (
@@ -49,7 +52,9 @@ except Exception as _error:
 
 __all__ = [
     "Call",
+    "CommunicationError",
     "Explanation",
+    "Failure",
     "Topology",
     "TopologyKind",
     "accelerate",
@@ -59,6 +64,7 @@ __all__ = [
     "explain",
     "initialize",
     "install",
+    "last_failure",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "pmean",

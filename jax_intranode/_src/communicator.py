@@ -11,7 +11,7 @@ from itertools import combinations
 import jax
 import numpy as np
 
-from jax_intranode._src import config, limits, native
+from jax_intranode._src import config, failures, limits, native
 from jax_intranode._src import rendezvous as rendezvous_lib
 from jax_intranode._src.partition import Partition as Partition
 from jax_intranode._src.partition import partition as partition
@@ -34,8 +34,8 @@ def initialize(mesh: jax.sharding.Mesh | None = None) -> None:
 
     Raises:
         TypeError: `mesh` is not a mesh.
-        RuntimeError: an operation on these devices has failed before, or this process was forked
-            from one that had communicators.
+        CommunicationError: an operation on these devices has failed before.
+        RuntimeError: this process was forked from one that had communicators.
     """
     if mesh is None:
         mesh = jax.sharding.Mesh(np.array(jax.devices()), ("devices",))
@@ -81,12 +81,18 @@ def usage_counter() -> int:
     number never falls, not even after ``shutdown``.
 
     Raises:
-        RuntimeError: the CUDA context is lost, or this process was forked from one that had
-            communicators.
+        CommunicationError: the CUDA context is lost.
+        RuntimeError: this process was forked from one that had communicators.
     """
     rendezvous_lib.refuse_fork()
     modules = [native.module(platform) for platform in ("cpu", "gpu")]
-    return sum(module.operations() for module in modules if module is not None)
+    try:
+        return sum(module.operations() for module in modules if module is not None)
+    except RuntimeError as error:
+        failure = failures.current()
+        if failure is None:
+            raise
+        raise failures.CommunicationError(failure.message, failure) from error
 
 
 # At exit, programs keep alive what they still use.

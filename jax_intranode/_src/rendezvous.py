@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from jax_intranode._src import config, exchange, native, overlap, select, watcher
+from jax_intranode._src import config, exchange, failures, native, overlap, select, watcher
 from jax_intranode._src import topology as topology_lib
 from jax_intranode._src.partition import Partition
 
@@ -62,7 +62,6 @@ class Rendezvous:
         memory: owns the slabs.
         records: the address of each local device's failure records, by device id.
         communicators: by partition, why there is no communicator, or None if there is one.
-        failure: message of the operation that failed, after which nothing works any more.
     """
 
     devices: dict[int, Any]
@@ -79,7 +78,6 @@ class Rendezvous:
     memory: list[Any] = field(default_factory=list)
     records: dict[int, int] = field(default_factory=dict)
     communicators: dict[Partition, str | None] = field(default_factory=dict)
-    failure: str | None = None
 
     def region_bytes(self) -> int:
         """Bytes of a region: its header and its epoch buffers."""
@@ -90,8 +88,8 @@ def rendezvous_of(devices: Iterable[Any]) -> Rendezvous:
     """The rendezvous of these devices. The first call performs it; later ones return the same.
 
     Raises:
-        RuntimeError: an operation on these devices has failed before, or this process was forked
-            from one that had communicators.
+        CommunicationError: these devices can't communicate any more.
+        RuntimeError: this process was forked from one that had communicators.
     """
     refuse_fork()
     by_id = {device.id: device for device in devices}
@@ -112,15 +110,25 @@ def rendezvous_of(devices: Iterable[Any]) -> Rendezvous:
                     list(key),
                     rendezvous.reason,
                 )
-    if rendezvous.failure is not None:
-        raise RuntimeError(rendezvous.failure)
+    _raise_if_failed(rendezvous)
     return rendezvous
+
+
+def _raise_if_failed(rendezvous: Rendezvous) -> None:
+    failure = failures.current()
+    if failure is None or failure.platform != rendezvous.platform:
+        return
+    # On GPUs the context is lost, and with it all groups.
+    others = failure.platform == "cpu" and failure.device_ids
+    if not others or not rendezvous.devices.keys().isdisjoint(failure.device_ids):
+        raise failures.CommunicationError(failure.message, failure)
 
 
 def forget_all() -> None:
     """Ends every rendezvous of this process; the next use of the same devices starts anew."""
     global _generation
     _all.clear()
+    failures.forget()
     _generation += 1
 
 
@@ -197,7 +205,7 @@ def _perform(rendezvous: Rendezvous, processes: list[int]) -> None:
         # The slabs stay: a peer that has not seen the verdict yet may still write into them.
         rendezvous.addresses.clear()
     elif rendezvous.platform == "gpu":
-        watcher.start(rendezvous.platform, _local_device_ids, _fail_all)
+        watcher.start(rendezvous.platform, _local_device_ids, _process_of)
 
 
 def _gather(
@@ -456,11 +464,12 @@ def _local_device_ids() -> dict[int, int]:
     }
 
 
-def _fail_all(platform: str, message: str) -> None:
-    # Without the lock: another thread may hold it for as long as a rendezvous takes.
+def _process_of(device_id: int) -> int | None:
+    """The process of a device; None if no rendezvous has it."""
     for rendezvous in list(_all.values()):
-        if rendezvous.platform == platform:
-            rendezvous.failure = message
+        if device_id in rendezvous.devices:
+            return int(rendezvous.devices[device_id].process_index)
+    return None
 
 
 os.register_at_fork(after_in_child=_after_fork)

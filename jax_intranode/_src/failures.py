@@ -1,0 +1,156 @@
+"""Failures of communication: the one place where they enter, and the exception that tells of them.
+
+Whoever finds a failure calls `report`: the watcher of the kernels and of the groups on the CPU, and
+the watch of the peers. The first failure is kept, because the later ones follow from it, until
+``shutdown`` ends the communicators. It is logged once, raised by each later call that sets up or
+lowers an operation, shown by XLA's own errors, and printed last when the process ends because of
+it.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from jax_intranode._src import compat
+
+_log = logging.getLogger("jax_intranode")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why the devices of this process can't communicate any more.
+
+    Attributes:
+        message: what happened and what to do, in one paragraph.
+        reason: "timeout": a peer did not come in time. "peer_gone": the process of a peer has
+            ended. "peer_stopped": it does not run. "mismatch": a peer runs another operation.
+            "busy": two operations of one group overlapped on a device. "closed": a program from
+            before ``shutdown`` was replayed. "aborted": another failure ended the operation.
+        platform: "cpu" or "gpu". On GPUs the CUDA context is lost.
+        operation: the operation that failed, for instance "psum"; None if none was running.
+        nbytes: the bytes of its operand on one device, if they are known.
+        rank: the rank of this process that waited, in its group; None if none did.
+        device_ids: the devices of its group, in rank order; empty if they are not known.
+        missing_rank: the rank that it waited for, in the same group.
+        missing_process: the process of the missing rank, by ``jax.process_index()``.
+        source: where the program calls the operation, as "file:line (function)".
+        time: when the failure was found, in seconds as of ``time.time()``.
+    """
+
+    message: str
+    reason: str
+    platform: str
+    operation: str | None = None
+    nbytes: int | None = None
+    rank: int | None = None
+    device_ids: tuple[int, ...] = ()
+    missing_rank: int | None = None
+    missing_process: int | None = None
+    source: str | None = None
+    time: float = field(default_factory=time.time)
+
+
+class CommunicationError(RuntimeError):
+    """The devices of this process can't communicate with their peers any more.
+
+    Python code of this package raises it. Errors that XLA raises while a program runs are
+    ``jax.errors.JaxRuntimeError``; their text begins with the same message.
+
+    Attributes:
+        failure: the failure, as `last_failure` returns it; None if the exception was not made from
+            one.
+    """
+
+    def __init__(self, message: str, failure: Failure | None = None):
+        super().__init__(message)
+        self.failure = failure
+
+
+_lock = threading.Lock()
+_last: Failure | None = None
+_in_force = False  # whether `_last` has happened since the last `shutdown`
+_sources: list[Callable[[], Iterable[Failure]]] = []
+_listeners: list[Callable[[Failure], None]] = []
+
+# Errors of XLA with these beginnings tell of a wrong program, and not of a peer.
+_UNRELATED = ("INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND")
+
+
+def report(failure: Failure) -> bool:
+    """Enters a failure. Any thread may call it.
+
+    Returns:
+        Whether it was the first one since the start or the last `shutdown`. A later one is logged
+        at level INFO and else forgotten.
+    """
+    global _last, _in_force
+    with _lock:
+        first = not _in_force
+        if first:
+            _last, _in_force = failure, True
+    if not first:
+        _log.info("Another failure followed: %s", failure.message)
+        return False
+    _log.error(failure.message)
+    for listener in list(_listeners):
+        listener(failure)
+    return True
+
+
+def add_source(find: Callable[[], Iterable[Failure]]) -> None:
+    """Adds a function that finds failures which no thread has reported yet.
+
+    It is called when someone asks for the failure: a thread that polls may be late. From the first
+    source on, XLA's errors show the failure.
+
+    Args:
+        find: returns new failures. Any thread may call it.
+    """
+    _sources.append(find)
+    compat.show_in_runtime_errors(_shown_in)
+
+
+def on_failure(listener: Callable[[Failure], None]) -> None:
+    """Adds a function that is called once with each first failure, in the thread that reports."""
+    _listeners.append(listener)
+
+
+def current() -> Failure | None:
+    """The failure since the last `shutdown`, or None."""
+    for find in list(_sources):
+        for failure in find():
+            report(failure)
+    return _last if _in_force else None
+
+
+def last_failure() -> Failure | None:
+    """The failure that ended communication in this process, or None.
+
+    It is the first one since the communicators were set up, since later ones follow from it. After
+    ``shutdown`` it is still there, until another one takes its place.
+    """
+    current()
+    return _last
+
+
+def forget() -> None:
+    """Ends a failure on CPU devices, because the communicators that failed are gone.
+
+    A failure on GPUs stays: the CUDA context is lost.
+    """
+    global _in_force
+    current()
+    with _lock:
+        _in_force = _in_force and _last is not None and _last.platform == "gpu"
+
+
+def _shown_in(text: str) -> str | None:
+    """What an error of XLA's shows above its own text, or None."""
+    if text.startswith(_UNRELATED):
+        return None
+    failure = current()
+    if failure is None or failure.message in text:
+        return None
+    return failure.message

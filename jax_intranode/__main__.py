@@ -47,6 +47,12 @@ class Command(NamedTuple):
 # In the order in which a new user meets them.
 COMMANDS = (
     Command(
+        "info",
+        "print versions, GPUs and links, modes, environment variables, problems",
+        "jax_intranode._src.commands.info",
+        needs_package=False,
+    ),
+    Command(
         "run",
         "run a script or a module with its collectives accelerated",
         "jax_intranode._src.rewrite.script",

@@ -211,6 +211,8 @@ NB_MODULE(_cuda, m) {
   m.attr("HEADER_BYTES") = kHeaderBytes;
   m.attr("RECORD_BYTES") = sizeof(FailureRecord);
   m.attr("CUDA_VERSION") = CUDART_VERSION;
+  // As nvcc names them, with commas between them: PTX is "compute_80", for instance.
+  m.attr("ARCHITECTURES") = JAX_INTRANODE_ARCHITECTURES;
 
   nb::class_<DeviceMemory>(m, "Memory")
       .def_prop_ro(

@@ -218,6 +218,21 @@ def parse(environ: Mapping[str, str]) -> Config:
     return Config(**values)
 
 
+def unknown(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables with our prefix that nothing reads; for each, the names that may be meant."""
+    known = [variable.name for variable in VARIABLES]
+    ours = [variable.name for variable in VARIABLES if variable.reader != "launcher"]
+    found = {}
+    for name in sorted(environ):
+        if name.startswith(_PREFIX) and name not in known:
+            # Compared without the prefix, which makes any two names look alike.
+            near = difflib.get_close_matches(
+                name.removeprefix(_PREFIX), [k.removeprefix(_PREFIX) for k in known], cutoff=0.5
+            )
+            found[name] = " or ".join(_PREFIX + k for k in near) or ", ".join(ours)
+    return found
+
+
 def check(environ: Mapping[str, str]) -> None:
     """Logs one warning for each variable with our prefix that nothing reads.
 
@@ -225,16 +240,8 @@ def check(environ: Mapping[str, str]) -> None:
         ValueError: a variable has a value that is not allowed.
     """
     parse(environ)
-    known = [variable.name for variable in VARIABLES]
-    ours = [variable.name for variable in VARIABLES if variable.reader != "launcher"]
-    for name in sorted(environ):
-        if name.startswith(_PREFIX) and name not in known:
-            # Compared without the prefix, which makes any two names look alike.
-            near = difflib.get_close_matches(
-                name.removeprefix(_PREFIX), [k.removeprefix(_PREFIX) for k in known], cutoff=0.5
-            )
-            meant = " or ".join(_PREFIX + k for k in near) or ", ".join(ours)
-            _log.warning("%s is set, but no such variable exists. Did you mean %s?", name, meant)
+    for name, meant in unknown(environ).items():
+        _log.warning("%s is set, but no such variable exists. Did you mean %s?", name, meant)
 
 
 @functools.cache

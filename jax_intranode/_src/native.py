@@ -6,29 +6,17 @@
 import functools
 import importlib.util
 import pathlib
-import re
 from types import ModuleType
 from typing import Any
 
 import jax
 
-
-def _runtime_ffi_version() -> tuple[int, int]:
-    header = pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
-    text = header.read_text()
-
-    def number(name: str) -> int:
-        match = re.search(rf"#define {name} (\d+)", text)
-        if match is None:
-            raise ImportError(f"jax_intranode: {header} does not define {name}.")
-        return int(match.group(1))
-
-    return number("XLA_FFI_API_MAJOR"), number("XLA_FFI_API_MINOR")
+from jax_intranode._src import ffi_headers
 
 
 def _check_ffi_version(built: tuple[int, int]) -> None:
     # A runtime that gets handlers newer than itself refuses to start its backend.
-    runtime = _runtime_ffi_version()
+    runtime = ffi_headers.version_in(pathlib.Path(jax.ffi.include_dir()))
     if built > runtime:
         raise ImportError(
             f"jax_intranode was built against FFI headers {built[0]}.{built[1]}, but the installed "

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, Self
 
 from jax_intranode._src import config
+from jax_intranode._src import nvml as nvml_lib
 
 _SWITCH = "switch"  # what `_remote_end` returns for a switch
 
@@ -85,14 +86,27 @@ class Topology:
         """Returns the kind and a matrix of link counts, in the style of `nvidia-smi topo -m`."""
         forced = " (forced by the configuration)" if self.forced else ""
         lines = [f"{self.kind.value}{forced}, {len(self.gpus)} GPU(s)"]
-        if self.gpus:
-            lines.append(" " * 5 + "".join(f"{f'GPU{j}':>6}" for j in range(len(self.gpus))))
-        for i, gpu in enumerate(self.gpus):
-            cells = [f"NV{count}" if count else "-" for count in self.links[i]]
-            cells[i] = "X"
-            row = "".join(f"{cell:>6}" for cell in cells)
-            lines.append(f"{f'GPU{i}':<5}{row}  {gpu.bus_id}  {gpu.name}")
+        names = [f"{gpu.bus_id}  {gpu.name}" for gpu in self.gpus]
+        lines += matrix_lines(self.links, names)
         return "\n".join(lines)
+
+
+def matrix_lines(links: Sequence[Sequence[int]], names: Sequence[str] = ()) -> list[str]:
+    """Returns a matrix of link counts as lines, in the style of `nvidia-smi topo -m`.
+
+    Args:
+        links: link counts as `link_matrix` returns them.
+        names: what to add to each GPU's line.
+    """
+    if not links:
+        return []
+    lines = [" " * 5 + "".join(f"{f'GPU{j}':>6}" for j in range(len(links)))]
+    for i, row in enumerate(links):
+        cells = [f"NV{count}" if count else "-" for count in row]
+        cells[i] = "X"
+        name = f"  {names[i]}" if names else ""
+        lines.append(f"{f'GPU{i}':<5}" + "".join(f"{cell:>6}" for cell in cells) + name)
+    return lines
 
 
 def normalise_bus_id(bus_id: str) -> str:
@@ -203,20 +217,12 @@ def _has_one_counterpart(gpu: int, neighbours: Sequence[set[int]]) -> bool:
 @contextlib.contextmanager
 def _nvml() -> Iterator[ModuleType | None]:
     """Holds NVML initialised; gives None where it is absent or cannot start."""
-    try:
-        import pynvml  # here, so that `import jax_intranode` does not need it
-    except ImportError:
-        yield None
-        return
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:  # no driver library, no driver, or no permission
-        yield None
-        return
-    try:
-        yield pynvml
-    finally:
-        pynvml.nvmlShutdown()  # NVML counts its users: another one in this process stays
+    with contextlib.ExitStack() as stack:
+        try:
+            module = stack.enter_context(nvml_lib.session())
+        except nvml_lib.Unavailable:
+            module = None
+        yield module
 
 
 def _handles_by_bus_id(nvml: ModuleType) -> dict[str, Any]:

@@ -1,12 +1,16 @@
 """The command line: which command runs, what is said of wrong ones, and broken installations."""
 
 import importlib
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import jax
 import pytest
 
 import jax_intranode
@@ -100,3 +104,134 @@ def test_broken_installation_raises(broken: Path, argv: tuple[str, ...]) -> None
     done = run_in(broken, *argv, "jax_intranode")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("ImportError: jax_intranode is imported from")
+
+
+# info
+
+
+def info_of(directory: Path, *argv: str, **environ: str) -> dict[str, Any]:
+    """What `info --json` prints in a directory with a broken installation."""
+    done = run_in(directory, *argv, "-m", "jax_intranode", "info", "--json", **environ)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return json.loads(done.stdout)
+
+
+def test_info(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run_main(capsys, "info")
+    assert code == 0
+    for line in (
+        "python ",
+        "versions ",
+        "CPU part ",
+        "CUDA part ",
+        "driver ",
+        "modes ",
+        "problems ",
+    ):
+        assert re.search(f"^{line}", out, re.MULTILINE), line
+    code, out, _ = run_main(capsys, "info", "--json")
+    found = json.loads(out)
+    assert found["jax_intranode"]["version"] == jax_intranode.__version__
+    assert found["versions"]["jax"] == jax.__version__
+    assert found["cpu_part"]["built"] and found["cpu_part"]["error"] is None
+    assert found["ffi_of_jaxlib"] >= found["cpu_part"]["ffi"]
+    assert found["modes"][2] == {"mode": "CPU devices, one process", "works": True, "reason": None}
+
+
+def test_info_starts_no_backend(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom jax_intranode import __main__\nassert __main__.main(['info']) == 0\n"
+        "from jax._src import xla_bridge\nassert not xla_bridge._backends\n"
+    )
+    done = run_in(Path(jax_intranode.__file__).parent.parent, "-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_info_points_out_variables(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_INTRANODE_TIMEOUTS", "5")
+    monkeypatch.setenv("JAX_INTRANODE_ALGORITHM", "twoshot")
+    monkeypatch.setenv("JAX_INTRANODE_SLAB_MIB", "16")
+    _, out, _ = run_main(capsys, "info", "--json")
+    found = json.loads(out)
+    misspelt, wrong = sorted(found["problems"], key=lambda text: "ALGORITHM" in text)[-2:]
+    assert "Did you mean JAX_INTRANODE_TIMEOUT_S?" in misspelt
+    assert wrong.startswith("JAX_INTRANODE_ALGORITHM='twoshot': use one of auto")
+    rows = {row["name"]: row for row in found["environment"]}
+    assert rows["JAX_INTRANODE_SLAB_MIB"]["value"] == "16"
+    assert rows["JAX_INTRANODE_STRICT"]["value"] is None
+    _, out, _ = run_main(capsys, "info")
+    assert "JAX_INTRANODE_SLAB_MIB=16" in out and "JAX_INTRANODE_STRICT (0)" in out
+
+
+BREAKS = {
+    "no native module": ({}, "native modules are not built", "CPU part: not built"),
+    "a native module of another system": (
+        {"jax_intranode/_host.abi3.so": "text"},
+        "_host.abi3.so: ",
+        "CPU part: it cannot be loaded: ImportError: ",
+    ),
+    "no jax": (
+        {"jax/__init__.py": "raise ImportError(\"No module named 'jax'\")"},
+        "ImportError: No module named 'jax'",
+        "",
+    ),
+    "jax and jaxlib that do not fit": (
+        {"jax/__init__.py": "raise RuntimeError('jaxlib is version 0.1, but this jax needs 0.2')"},
+        "RuntimeError: jaxlib is version 0.1, but this jax needs 0.2",
+        "",
+    ),
+    "no jaxlib": (
+        {"sitecustomize.py": "import sys; sys.modules['jaxlib'] = None"},
+        "",
+        "jaxlib: ",
+    ),
+    "an old jaxlib": (
+        {
+            "jaxlib/__init__.py": "",
+            "jaxlib/include/xla/ffi/api/c_api.h": "#define XLA_FFI_API_MAJOR 0\n"
+            "#define XLA_FFI_API_MINOR 0",
+        },
+        "`import jax_intranode` fails",
+        "CPU part: ",
+    ),
+    "no pynvml": ({"pynvml.py": "raise ImportError('gone')"}, "", ""),
+    "a broken file": ({"jax_intranode/_src/communicator.py": "def"}, "SyntaxError: ", ""),
+}
+
+
+QUICK_BREAKS = ("a native module of another system", "no jax", "an old jaxlib")
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(what, marks=[] if what in QUICK_BREAKS else pytest.mark.full)
+        for what in BREAKS
+    ],
+)
+def test_info_of_a_broken_installation(what: str, broken: Path, tmp_path: Path) -> None:
+    files, first, second = BREAKS[what]
+    shutil.copytree(broken, tmp_path, dirs_exist_ok=True)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = info_of(tmp_path)
+    assert any(first in problem for problem in found["problems"]), found["problems"]
+    assert any(problem.startswith(second) for problem in found["problems"]), found["problems"]
+    if what == "no pynvml":
+        assert "pip install nvidia-ml-py" in found["driver"]["reason"]
+
+
+def test_info_and_version_import_nothing_that_may_be_missing(broken: Path) -> None:
+    for name in ("jax", "jaxlib", "numpy", "pynvml"):
+        (broken / f"{name}.py").write_text("raise ImportError(__name__)")
+    try:
+        assert len(info_of(broken)["problems"]) >= 2
+        done = run_in(broken, "-m", "jax_intranode", "--version")
+        assert done.returncode == 0 and "jax_intranode" in done.stdout
+    finally:
+        for name in ("jax", "jaxlib", "numpy", "pynvml"):
+            (broken / f"{name}.py").unlink()

@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import platform
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -69,9 +68,9 @@ def report() -> dict[str, Any]:
             problems.append(f"{what}: {_described(error)}")
             return None
 
-    if jax_intranode._import_error is not None:
-        error = _described(jax_intranode._import_error)
-        problems.append(f"`import jax_intranode` fails: {error}")
+    error = jax_intranode._import_error
+    if error is not None:
+        problems.append(f"`import jax_intranode` fails: {_described(error)}")
     ffi = attempt("jaxlib", _ffi_of_jaxlib)
     cpu = _part("_host", ffi, problems)
     cuda = _part("_cuda", ffi, problems)
@@ -82,8 +81,8 @@ def report() -> dict[str, Any]:
     gpus = attempt("GPUs", lambda: _gpus(found)) or []
     if gpus and not cuda["built"]:
         problems.append(
-            "this node has GPUs, but the CUDA part was not built: collectives on them run through "
-            "jax.lax. Install with nvcc on PATH, or with JAX_INTRANODE_CUDA_WHEELS=1, which fetches it"
+            "this node has GPUs, but the CUDA part was not built: jax.lax runs all collectives on "
+            "them. Install jax_intranode anew with nvcc on PATH or JAX_INTRANODE_CUDA_WHEELS=1"
         )
     if gpus and versions.of("jax-cuda12-plugin") is versions.of("jax-cuda13-plugin") is None:
         problems.append(
@@ -134,7 +133,9 @@ def _part(name: str, ffi: list[int] | None, problems: list[str]) -> dict[str, An
     if not part["built"]:
         if name == "_host":  # without _cuda, all falls back: no problem without GPUs
             part["error"] = "not built: this is a source tree, or the installation is incomplete"
-            problems.append(f"{what}: {part['error']}. Run `pip install .` and leave the source tree")
+            problems.append(
+                f"{what}: {part['error']}. Run `pip install .` and leave the source tree"
+            )
         return part
     try:
         module = importlib.import_module(f"jax_intranode.{name}")
@@ -227,7 +228,7 @@ def _variables(problems: list[str]) -> list[dict[str, Any]]:
 
     def row(name: str, default: str | None = None, problem: str | None = None) -> dict[str, Any]:
         if problem:
-            problems.append(f"environment: {problem}")
+            problems.append(problem)
         value = os.environ.get(name) or None
         return {"name": name, "value": value, "default": default, "problem": problem}
 
@@ -271,8 +272,8 @@ def text_of(found: dict[str, Any]) -> str:
     )
     links = found["topology"]["links"]
     gpus = [
-        f"{number}: {gpu['name']}, {gpu['bus_id']}, compute capability {gpu['compute_capability']}, "
-        f"{gpu['free_mib']} of {gpu['memory_mib']} MiB free"
+        f"{number}: {gpu['name']}, {gpu['bus_id']}, compute capability "
+        f"{gpu['compute_capability']}, {gpu['free_mib']} of {gpu['memory_mib']} MiB free"
         for number, gpu in enumerate(found["gpus"])
     ]
     add("GPUs", *(gpus or ["none"]))

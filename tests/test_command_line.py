@@ -207,10 +207,7 @@ QUICK_BREAKS = ("a native module of another system", "no jax", "an old jaxlib")
 
 @pytest.mark.parametrize(
     "what",
-    [
-        pytest.param(what, marks=[] if what in QUICK_BREAKS else pytest.mark.full)
-        for what in BREAKS
-    ],
+    [pytest.param(what, marks=[] if what in QUICK_BREAKS else pytest.mark.full) for what in BREAKS],
 )
 def test_info_of_a_broken_installation(what: str, broken: Path, tmp_path: Path) -> None:
     files, first, second = BREAKS[what]

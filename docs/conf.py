@@ -54,16 +54,19 @@ include_patterns = ["*.md", "docs/*.md", "docs/*.rst", "docs/measurements/*.md",
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 myst_heading_anchors = 4  # the anchors that GitHub makes
+highlight_language = "none"  # blocks that name no language are output or commands
 # In docstrings a word between single backquotes is a name of Python.
 default_role = "py:obj"
-autodoc_typehints = "none"  # signatures have them
+autodoc_typehints = "none"  # the texts have them
 
 html_theme = "furo"
 html_title = f"jax_intranode {version}"
 html_show_copyright = False
 html_copy_source = False
-# A file that leads from the root of the site to its first page, README.html.
-html_extra_path = ["site"]
+html_static_path = ["site/static"]
+html_css_files = ["wide.css"]
+# index.html leads from the root of the site to its first page, README.html.
+html_extra_path = ["site/root"]
 
 
 def add_contents(app: Sphinx, name: str, source: list[str]) -> None:

@@ -36,6 +36,9 @@ def initialize(mesh: jax.sharding.Mesh | None = None) -> None:
         TypeError: `mesh` is not a mesh.
         CommunicationError: an operation on these devices has failed before.
         RuntimeError: this process was forked from one that had communicators.
+
+    Examples:
+        >>> jax_intranode.initialize(mesh)
     """
     if mesh is None:
         mesh = jax.sharding.Mesh(np.array(jax.devices()), ("devices",))
@@ -83,6 +86,17 @@ def usage_counter() -> int:
     Raises:
         CommunicationError: the CUDA context is lost.
         RuntimeError: this process was forked from one that had communicators.
+
+    Examples:
+        >>> @jax.jit
+        ... @jax.shard_map(mesh=mesh, in_specs=P("model"), out_specs=P())
+        ... def total(x):
+        ...     return jax_intranode.psum(x, "model")
+        >>> before = jax_intranode.usage_counter()
+        >>> jax.block_until_ready(total(jnp.ones(4)))
+        Array([2., 2.], dtype=float32)
+        >>> jax_intranode.usage_counter() - before  # one operation on two devices
+        2
     """
     rendezvous_lib.refuse_fork()
     modules = [native.module(platform) for platform in ("cpu", "gpu")]

@@ -228,9 +228,6 @@ def explain(fun: Callable[..., Any], *, compiled: bool = False) -> Callable[...,
     compute. Called while programs are rewritten (`install`, `accelerate`), it says what becomes of
     each collective of ``jax.lax``, or why it is left.
 
-    >>> print(jax_intranode.explain(step)(x))
-    >>> assert all(call.algorithm != "lax" for call in jax_intranode.explain(step)(x).own)
-
     Args:
         fun: the function, jitted or not.
         compiled: whether to compile the function and count the collectives of the result as well.
@@ -241,6 +238,18 @@ def explain(fun: Callable[..., Any], *, compiled: bool = False) -> Callable[...,
         ``jax.ShapeDtypeStruct``. The processes of the mesh rendezvous if they have not before; so
         if one process calls it, all processes with devices of the mesh must. It raises what tracing
         `fun` raises, and with `compiled` what compiling it raises.
+
+    Examples:
+        >>> @jax.shard_map(mesh=mesh, in_specs=P("model"), out_specs=P())
+        ... def total(x):
+        ...     return jax_intranode.psum(x, "model")
+        >>> report = jax_intranode.explain(total)(jnp.ones(4))
+        >>> [(call.operation, call.axes, call.shapes, call.algorithm) for call in report]
+        [('psum', ('model',), ((2,),), 'one_shot')]
+
+        ``print(report)`` prints a table. A test can require that nothing falls back:
+
+        >>> assert all(call.algorithm != "lax" for call in report.own)
     """
     return Explainer(fun, compiled)
 

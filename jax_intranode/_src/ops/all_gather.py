@@ -56,6 +56,19 @@ def all_gather(
         NameError: an axis is not bound, as in ``jax.lax.all_gather``.
         TypeError: `axis` is no integer.
         ValueError: there is no such `axis`.
+
+    Examples:
+        Each rank has two numbers, and gets all four:
+
+        >>> @jax.jit
+        ... @jax.shard_map(mesh=mesh, in_specs=P("model"), out_specs=P(None, "model"))
+        ... def gathered(x):
+        ...     return jax_intranode.all_gather(x, "model", tiled=True)[:, None]
+        >>> gathered(jnp.array([1, 2, 3, 4]))
+        Array([[1, 1],
+               [2, 2],
+               [3, 3],
+               [4, 4]], dtype=int32)
     """
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     axis = collective.integer("all_gather", "axis", axis)

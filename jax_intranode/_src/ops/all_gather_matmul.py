@@ -106,6 +106,20 @@ def all_gather_matmul(
             such `gather_axis`, or it is the contracted dimension.
         ValueError, TypeError, NameError: on global arrays, as `column_parallel_matmul`.
         NameError: an axis is not bound, as in ``jax.lax.all_gather``.
+
+    Examples:
+        Each rank has half of the rows of x and half of the columns of the matrices:
+
+        >>> @jax.jit
+        ... @jax.shard_map(
+        ...     mesh=mesh, in_specs=(P("model"), P(None, "model")), out_specs=P(None, "model")
+        ... )
+        ... def gate_and_up(x, w):
+        ...     gate, up = jax_intranode.all_gather_matmul(x, [w, 2 * w], "model")
+        ...     return gate + up
+        >>> x, w = jnp.ones((4, 8)), jnp.ones((8, 6))
+        >>> bool(jnp.allclose(gate_and_up(x, w), x @ w * 3))
+        True
     """
     return call(
         *("all_gather_matmul", "gather_axis", x, w, axis_name, gather_axis),

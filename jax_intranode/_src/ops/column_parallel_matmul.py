@@ -86,6 +86,12 @@ def column_parallel_matmul(
             sharded over `axis_name` in another way, or `batch_axes` or `mesh` is given inside
             shard_map.
         NameError: there is no such axis.
+
+    Examples:
+        >>> x, w = jnp.ones((4, 8)), jnp.ones((8, 6))
+        >>> y = jax_intranode.column_parallel_matmul(x, w, "model", mesh=mesh)
+        >>> y.shape, y.addressable_shards[0].data.shape
+        ((4, 6), (4, 3))
     """
     name = "column_parallel_matmul"
     if sequence_axis is not None:

@@ -84,6 +84,14 @@ def matmul_all_reduce(
         ValueError: the numbers of dimensions or the contracted dimensions do not fit.
         ValueError, TypeError, NameError: on global arrays, as `column_parallel_matmul`.
         NameError: an axis is not bound, as in ``jax.lax.psum``.
+
+    Examples:
+        On global arrays, without ``shard_map``:
+
+        >>> x, w = jnp.ones((4, 8)), jnp.ones((8, 6))
+        >>> y = jax_intranode.matmul_all_reduce(x, w, "model", mesh=mesh)
+        >>> bool(jnp.allclose(y, x @ w))
+        True
     """
     return call("matmul_all_reduce", x, w, axis_name, preferred_element_type, batch_axes, mesh)
 

@@ -93,6 +93,17 @@ def matmul_reduce_scatter(
             such `scatter_axis`, or its length is no multiple of the number of ranks.
         ValueError, TypeError, NameError: on global arrays, as `column_parallel_matmul`.
         NameError: an axis is not bound, as in ``jax.lax.psum_scatter``.
+
+    Examples:
+        Each rank has half of the columns of x and half of the rows of w, and gets half of the rows:
+
+        >>> @jax.jit
+        ... @jax.shard_map(mesh=mesh, in_specs=(P(None, "model"), P("model")), out_specs=P("model"))
+        ... def project(x, w):
+        ...     return jax_intranode.matmul_reduce_scatter(x, w, "model")
+        >>> x, w = jnp.ones((4, 8)), jnp.ones((8, 6))
+        >>> bool(jnp.allclose(project(x, w), x @ w))
+        True
     """
     return call(
         *("matmul_reduce_scatter", "scatter_axis", x, w, axis_name, scatter_axis),

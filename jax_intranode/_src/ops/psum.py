@@ -47,6 +47,14 @@ def psum(
 
     Raises:
         NameError: an axis is not bound, as in ``jax.lax.psum``.
+
+    Examples:
+        >>> @jax.jit
+        ... @jax.shard_map(mesh=mesh, in_specs=P("model"), out_specs=P())
+        ... def total(x):
+        ...     return jax_intranode.psum(x, "model")
+        >>> total(jnp.array([1.0, 2.0]))
+        Array([3.], dtype=float32)
     """
     axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     leaves, tree = jax.tree.flatten(x)
@@ -82,6 +90,14 @@ def pmean(
 
     It is `psum` divided by the number of ranks. Arguments, results, errors and differentiation are
     described there.
+
+    Examples:
+        >>> @jax.jit
+        ... @jax.shard_map(mesh=mesh, in_specs=P("model"), out_specs=P())
+        ... def mean(x):
+        ...     return jax_intranode.pmean(x, "model")
+        >>> mean(jnp.array([1.0, 2.0]))
+        Array([1.5], dtype=float32)
     """
     with jax.named_scope("jax_intranode.pmean"):
         total = psum(x, axis_name, axis_index_groups=axis_index_groups)

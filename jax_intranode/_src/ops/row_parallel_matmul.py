@@ -57,6 +57,16 @@ def row_parallel_matmul(
             sharded over `axis_name` in another way, or `batch_axes` or `mesh` is given inside
             shard_map.
         NameError: there is no such axis.
+
+    Examples:
+        The two matmuls of a layer:
+
+        >>> x, w1, w2 = jnp.ones((4, 8)), jnp.ones((8, 6)), jnp.ones((6, 8))
+        >>> with jax.set_mesh(mesh):
+        ...     hidden = jax_intranode.column_parallel_matmul(x, w1, "model")
+        ...     y = jax_intranode.row_parallel_matmul(jax.nn.relu(hidden), w2, "model")
+        >>> bool(jnp.allclose(y, jax.nn.relu(x @ w1) @ w2))
+        True
     """
     name = "row_parallel_matmul"
     rest = preferred_element_type, batch_axes, mesh

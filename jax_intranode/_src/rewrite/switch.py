@@ -27,6 +27,16 @@ def install() -> None:
     Raises:
         RuntimeError: this version of JAX has changed in a way that makes rewriting impossible. JAX
             is as it was.
+
+    Examples:
+        >>> jax_intranode.install()
+        >>> @jax.jit
+        ... @jax.shard_map(mesh=mesh, in_specs=P("model"), out_specs=P())
+        ... def total(x):
+        ...     return jax.lax.psum(x, "model")
+        >>> total(jnp.array([1.0, 2.0]))
+        Array([3.], dtype=float32)
+        >>> jax_intranode.uninstall()
     """
     if not config.get().disable:
         compat.hook_lowering(hook.rewrite_body, hook.lower_program)
@@ -42,13 +52,19 @@ def uninstall() -> None:
 def accelerate() -> Iterator[None]:
     """Accelerates the programs that this thread calls inside of the context, as `install` does.
 
-    >>> with jax_intranode.accelerate():
-    ...     state = train_step(state, batch)
-
     It is a decorator, too. A function that is called both inside and outside is compiled twice.
 
     Raises:
         RuntimeError: as `install`.
+
+    Examples:
+        >>> @jax.jit
+        ... @jax.shard_map(mesh=mesh, in_specs=P("model"), out_specs=P())
+        ... def total(x):
+        ...     return jax.lax.psum(x, "model")
+        >>> with jax_intranode.accelerate():
+        ...     total(jnp.array([1.0, 2.0]))
+        Array([3.], dtype=float32)
     """
     if config.get().disable:
         yield

@@ -17,6 +17,8 @@ import os
 import sys
 import textwrap
 from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import jax_intranode
@@ -46,6 +48,11 @@ class Command(NamedTuple):
 
 # In the order in which a new user meets them.
 COMMANDS = (
+    Command(
+        "demo",
+        "show in half a minute what this package gains on this machine",
+        "jax_intranode._src.commands.demo",
+    ),
     Command(
         "info",
         "print versions, GPUs and links, modes, environment variables, problems",
@@ -128,6 +135,8 @@ def _run(argv: Sequence[str]) -> int:
         return 2
     command = _find(options.command)
     error = jax_intranode._import_error
+    if error is not None and _is_shadowed():
+        _run_installed(command, argv)
     if command.needs_package and error is not None:
         sys.stderr.write(
             f"{PROGRAM} {command.name}: jax_intranode cannot be used here: "
@@ -139,6 +148,26 @@ def _run(argv: Sequence[str]) -> int:
     if command.starts_ranks and rank.of_this_process() > 0:
         return 0
     return int(module.run(arguments))
+
+
+def _is_shadowed() -> bool:
+    """Whether this is a source tree without native modules in front of an installed package."""
+    package = Path(jax_intranode.__file__).resolve().parent
+    if package.parent != Path.cwd() or sys.flags.safe_path:
+        return False
+    try:
+        installed = metadata.distribution("jax_intranode").locate_file("jax_intranode")
+    except metadata.PackageNotFoundError:
+        return False
+    return os.path.isdir(installed) and not os.path.samefile(installed, package)
+
+
+def _run_installed(command: Command, argv: Sequence[str]) -> NoReturn:
+    """Replaces this process by one that does not import from the working directory."""
+    if command.name not in ("run", "launch"):  # these start programs that may import from there
+        os.environ["PYTHONSAFEPATH"] = "1"
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "jax_intranode", *argv])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from bench_settings import parse, settings_of
 
-from jax_intranode._src.bench import command, record
+from jax_intranode._src.bench import command, machine, record
 from jax_intranode._src.bench import options as bench_options
 from jax_intranode._src.bench.collectives import measure
 from jax_intranode._src.bench.collectives.operations import OPERATIONS
@@ -121,7 +121,7 @@ def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         (2, "psum --devices 4", "has 2 visible GPUs, not 4: choose --devices 2 or less"),
         (0, "all_gather_matmul --preset llama-8b", "no NVIDIA GPU here"),
     ):
-        monkeypatch.setattr(command, "_gpus_and_driver", lambda gpus=gpus: (gpus, None))
+        monkeypatch.setattr(machine, "gpus_and_driver", lambda gpus=gpus: (gpus, None))
         assert command.run(parse(f"{options} --platform gpu")) == 2
         assert message in capsys.readouterr().err
 
@@ -272,9 +272,22 @@ def test_progress_on_a_terminal() -> None:
     line.clear()
     assert terminal.getvalue() == (
         "\r\x1b[Ksingle-process, bfloat16, 1024 bytes: 1 of 12, 0:00"
-        "\r\x1b[Ksingle-process, bfloat16, 4096 bytes: 2 of 12, 0:00"
+        "\r\x1b[Ksingle-process, bfloat16, 4096 bytes: 2 of 12, 0:00, about 0:00 left"
         "\r\x1b[K"
     )
+
+
+def test_progress_says_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("jax_intranode._src.bench.progress.time.monotonic", lambda: now)
+    terminal = Terminal()
+    line = ProgressLine(terminal, total=11)
+    now = 110  # starting the ranks takes 10 s
+    line.begin("first")
+    now = 170
+    line.begin("second")
+    line.show()  # one measurement took 60 s, and the second one is assumed to be half way
+    assert terminal.getvalue().endswith("second: 2 of 11, 1:10, about 6:20 left")
 
 
 def test_progress_is_not_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,5 +317,5 @@ def test_following_shows_rows_and_progress(
         log.write_text("a row\n")
         begun.write_text("first\nsecond\n")
     assert capsys.readouterr().out == "a row\n"
-    assert "second: 2 of 2, 0:00" in terminal.getvalue()
+    assert "second: 2 of 2, 0:00, about 0:00 left" in terminal.getvalue()
     assert terminal.getvalue().endswith("\r\x1b[K")

@@ -232,3 +232,25 @@ def test_info_and_version_import_nothing_that_may_be_missing(broken: Path) -> No
     finally:
         for name in ("jax", "jaxlib", "numpy", "pynvml"):
             (broken / f"{name}.py").unlink()
+
+
+# A clone, in which the package was installed but its native modules were not built.
+
+
+def test_in_a_clone_the_installed_package_runs(broken: Path, tmp_path: Path) -> None:
+    site, clone = tmp_path / "site", tmp_path / "clone"
+    shutil.copytree(Path(jax_intranode.__file__).parent, site / "jax_intranode")
+    shutil.copytree(broken, clone)
+    environ = {"PYTHONPATH": str(site)}
+    failed = run_in(clone, "-m", "jax_intranode", "plot", "a.json", "-o", "b.png", **environ)
+    # Only the working directory comes before an installed package, so that the other is not found.
+    assert failed.returncode == 1 and "source tree" in failed.stderr
+    (site / "jax_intranode-0.1.0.dist-info").mkdir()
+    (site / "jax_intranode-0.1.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: jax_intranode\nVersion: 0.1.0\n"
+    )
+    found = info_of(clone, **environ)
+    assert found["jax_intranode"]["path"] == str(site / "jax_intranode")
+    assert found["problems"] == []
+    wrong = run_in(clone, "-m", "jax_intranode", "plot", "a.json", "-o", "b.png", **environ)
+    assert wrong.returncode == 2 and "a.json" in wrong.stderr

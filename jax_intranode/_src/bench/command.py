@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_intranode._src import launcher
-from jax_intranode._src.bench import options, record
+from jax_intranode._src.bench import machine, options, record
 from jax_intranode._src.bench.collectives import report as collectives
 from jax_intranode._src.bench.matmuls import report as matmuls
 from jax_intranode._src.bench.options import add_arguments as add_arguments
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         failed, 2 if the options can't be served.
     """
     signal.signal(signal.SIGTERM, _end)
-    gpus, driver = _gpus_and_driver()
+    gpus, driver = machine.gpus_and_driver()
     platform = arguments.platform
     if platform == "auto":
         platform = "gpu" if gpus and os.environ.get("JAX_PLATFORMS") != "cpu" else "cpu"
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     line = ProgressLine(sys.stderr, _count_measurements(settings, arguments.peers))
     for settings_of_mode in settings:
         try:
-            measured = _run_mode(
+            measured = run_mode(
                 settings_of_mode, options.environment(arguments), arguments.timeout, line
             )
         except launcher.RankError as error:
@@ -122,33 +122,25 @@ def _verdict_of_programs(result: dict[str, Any]) -> int:
     return 0 if finite else 1
 
 
-def _gpus_and_driver() -> tuple[int, str | None]:
-    """Returns the number of NVIDIA GPUs that JAX would see, and the driver's version.
-
-    Asks NVML, because this process must start neither JAX nor CUDA.
-    """
-    try:
-        import pynvml
-    except ImportError:
-        return 0, None
-    try:
-        pynvml.nvmlInit()
-        count = pynvml.nvmlDeviceGetCount()
-        driver = str(pynvml.nvmlSystemGetDriverVersion())
-        pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return 0, None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        # NVML ignores this variable.
-        count = min(count, len([name for name in visible.split(",") if name.strip()]))
-    return count, driver
-
-
-def _run_mode(
-    settings: Settings, variables: dict[str, str], timeout_s: float, line: ProgressLine
+def run_mode(
+    settings: Settings,
+    variables: dict[str, str],
+    timeout_s: float,
+    line: ProgressLine,
+    shows_table: bool = True,
 ) -> dict[str, Any]:
-    """Runs the ranks of one mode and returns the "header" and the "rows" that rank 0 wrote."""
+    """Runs the ranks of one mode and returns the "header" and the "rows" that rank 0 wrote.
+
+    Args:
+        settings: what to measure.
+        variables: environment variables for the ranks.
+        timeout_s: time limit for all ranks together.
+        line: the progress line.
+        shows_table: whether to print the table of rank 0 while it grows.
+
+    Raises:
+        launcher.RankError: a rank failed, or the time limit came first.
+    """
     env = [variables]
     if settings.mode == PROCESS_PER_DEVICE:
         port = launcher.free_port()
@@ -167,7 +159,7 @@ def _run_mode(
             *(sys.executable, "-X", "faulthandler", "-m", "jax_intranode._src.bench.rank"),
             *(settings.to_json(), str(output), str(begun)),
         ]
-        with following(directory / "rank0.log", begun, line):
+        with following(directory / "rank0.log" if shows_table else None, begun, line):
             launcher.run_ranks(
                 [command] * len(env), timeout_s=timeout_s, log_dir=directory, env=env
             )

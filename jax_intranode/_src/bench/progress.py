@@ -13,7 +13,7 @@ _CLEAR = "\r\x1b[K"
 
 
 class ProgressLine:
-    """Shows the current measurement, its number and the time since the start."""
+    """Shows the current measurement, its number, the time since the start, and what may be left."""
 
     def __init__(self, stream: TextIO, total: int) -> None:
         """Starts the clock.
@@ -27,27 +27,44 @@ class ProgressLine:
         self._number = 0
         self._what = ""
         self._started = time.monotonic()
+        self._first: float | None = None  # when the first measurement began
 
     def begin(self, what: str) -> None:
         """Counts the next measurement, which begins now. `show` writes the line."""
         self._number += 1
         self._what = what
+        if self._first is None:
+            self._first = time.monotonic()
 
     def show(self) -> None:
         """Writes the line again, with the current time."""
         if self._stream is not None and self._what:
-            minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
-            text = f"{self._what}: {self._number} of {self._total}, {minutes}:{seconds:02}"
+            text = (
+                f"{self._what}: {self._number} of {self._total}, "
+                f"{_minutes(time.monotonic() - self._started)}{self._left()}"
+            )
             # A longer line would wrap and could not be overwritten.
             columns = shutil.get_terminal_size().columns
             self._stream.write(_CLEAR + text[: columns - 1])
             self._stream.flush()
+
+    def _left(self) -> str:
+        """The time that is left if each measurement takes as long as those before; or nothing."""
+        done = self._number - 1
+        if done == 0 or self._first is None:
+            return ""
+        each = (time.monotonic() - self._first) / (done + 0.5)
+        return f", about {_minutes(each * (self._total - done - 0.5))} left"
 
     def clear(self) -> None:
         """Erases the line, before other output."""
         if self._stream is not None:
             self._stream.write(_CLEAR)
             self._stream.flush()
+
+
+def _minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
 @contextlib.contextmanager

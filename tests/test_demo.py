@@ -1,0 +1,131 @@
+"""The command `demo`: what it measures, prints and draws."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jax_intranode import __main__ as command_line
+from jax_intranode._src.bench import command as bench
+from jax_intranode._src.bench import machine
+from jax_intranode._src.bench.settings import Settings
+
+
+def rows_of(settings: Settings) -> list[dict[str, Any]]:
+    """Rows as ranks would measure them; our calls take 10 µs."""
+    common = {"mode": settings.mode, "dtype": settings.dtypes[0], "wrong": 0, "lax_wrong": 0}
+    if settings.shapes:
+        (m, k, n), *_ = settings.shapes
+        times = {"time_us": 10.0, "lax_time_us": 19.0, "ratio": 1.9, "algorithm": "fused"}
+        return [{"m": m, "k": k, "n": n, **times, **common}]
+    return [
+        {
+            "size": size,
+            "time_us": 10.0,
+            "lax_time_us": 250.0 / (k + 1),
+            "ratio": 25.0 / (k + 1),
+            "algorithm": "one_shot",
+            "graph_time_us": None,
+            **common,
+        }
+        for k, size in enumerate(settings.sizes)
+    ]
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    """Puts made-up rows in the place of measurements; returns what would be measured."""
+    asked: list[Settings] = []
+
+    def run_mode(settings: Settings, *_: Any, shows_table: bool) -> dict[str, Any]:
+        assert not shows_table
+        asked.append(settings)
+        versions = {"jax": "0.1", "jaxlib": "0.1", "jax_intranode": "0.1", "nccl": "2"}
+        device = {"platform": settings.platform, "device": settings.platform}
+        more = {"devices": settings.devices, "operation": settings.name, "date": "2026-11-23T"}
+        return {"header": {**versions, **device, **more}, "rows": rows_of(settings)}
+
+    monkeypatch.setattr(bench, "run_mode", run_mode)
+    return asked
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(machine, "gpus_and_driver", lambda: (count, "1"))
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+
+
+def test_without_gpus(
+    measured: list[Settings],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    gpus(monkeypatch, 1)
+    picture = tmp_path / "demo.png"
+    png = ["--png", str(picture)] if importlib.util.find_spec("matplotlib") else []
+    assert command_line.main(["demo", *png]) == 0
+    (settings,) = measured
+    assert (settings.name, settings.platform, settings.devices) == ("psum", "cpu", 2)
+    out = capsys.readouterr().out
+    assert re.search(r"^ +1 KB +10\.0 +250\.0 +25\.0x  #{40}$", out, re.MULTILINE)
+    assert re.search(r"^ +64 KB +10\.0 +62\.5 +6\.2x  #{10}$", out, re.MULTILINE)
+    assert "jax.lax takes up to 25.0 times as long. All results are right." in out
+    assert "gloo" in out and "doctor" in out
+    if png:
+        assert picture.read_bytes()[:4] == b"\x89PNG" and str(picture) in out
+
+
+def test_on_gpus(
+    measured: list[Settings], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(monkeypatch, 4)
+    assert command_line.main(["demo"]) == 0
+    assert [(s.name, s.platform, s.devices) for s in measured] == [
+        ("psum", "gpu", 4),
+        ("all_gather_matmul", "gpu", 4),
+    ]
+    out = capsys.readouterr().out
+    assert re.search(r"^ +8192 x 8192 x 1024 +10\.0 +19\.0 +1\.9x  #", out, re.MULTILINE)
+    assert "gloo" not in out
+
+
+def test_json(
+    measured: list[Settings], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(monkeypatch, 0)
+    assert command_line.main(["demo", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["wrong"] == 0
+    assert [row["ratio"] for row in found["results"][0]["rows"]] == [25, 12.5, 25 / 3, 6.25]
+
+
+def test_a_wrong_result_fails(
+    measured: list[Settings], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(monkeypatch, 0)
+    made = rows_of
+    monkeypatch.setitem(globals(), "rows_of", lambda s: [row | {"wrong": 3} for row in made(s)])
+    assert command_line.main(["demo"]) == 1
+    assert "12 elements are WRONG" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_measurement(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "jax_intranode", "demo", "--platform", "cpu"],
+        env=os.environ,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr
+    ratios = [float(text) for text in re.findall(r"([\d.]+)x  #", done.stdout)]
+    assert len(ratios) == 4
+    assert ratios[0] > 1  # 25 on a quiet machine

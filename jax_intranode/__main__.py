@@ -156,10 +156,11 @@ def _is_shadowed() -> bool:
     if package.parent != Path.cwd() or sys.flags.safe_path:
         return False
     try:
-        installed = metadata.distribution("jax_intranode").locate_file("jax_intranode")
+        found = metadata.distribution("jax_intranode").locate_file("jax_intranode")
     except metadata.PackageNotFoundError:
         return False
-    return os.path.isdir(installed) and not os.path.samefile(installed, package)
+    installed = Path(str(found)).resolve()
+    return installed.is_dir() and installed != package
 
 
 def _run_installed(command: Command, argv: Sequence[str]) -> NoReturn:

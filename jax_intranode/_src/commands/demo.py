@@ -14,7 +14,7 @@ from typing import Any
 
 from jax_intranode._src import launcher
 from jax_intranode._src.bench import command as bench
-from jax_intranode._src.bench import machine
+from jax_intranode._src.bench import machine, record
 from jax_intranode._src.bench.plots import collectives
 from jax_intranode._src.bench.plots import command as plot
 from jax_intranode._src.bench.progress import ProgressLine
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
             sys.stderr.write(f"{error}\n")
             return 1
         empty: dict[str, Any] = {"versions": [], "rows": []}
-        results.append({"version": bench.record.VERSION, **measured, "peers": empty})
+        results.append({"version": record.VERSION, **measured, "peers": empty})
         if not arguments.json:
             print(_table(measured["rows"]), flush=True)
     wrong = sum(row["wrong"] + row["lax_wrong"] for result in results for row in result["rows"])

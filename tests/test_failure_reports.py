@@ -2,6 +2,10 @@
 
 import dataclasses
 import logging
+import os
+import re
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -101,3 +105,65 @@ def test_the_exception_is_a_runtime_error_with_the_record() -> None:
     error = jax_intranode.CommunicationError(FAILURE.message, FAILURE)
     assert isinstance(error, RuntimeError)
     assert str(error) == FAILURE.message and error.failure is FAILURE
+
+
+PRELUDE = """
+import logging, os, sys, traceback
+logging.basicConfig()
+import jax, jax.numpy as jnp, jax_intranode
+from jax.sharding import PartitionSpec as P
+mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+def total(v):
+    return jax_intranode.psum(v, "x")
+def gathered(v):
+    return jax_intranode.all_gather(v[:10], "x").sum() + v
+def body(v):
+    return jax.lax.cond(jax.lax.axis_index("x") == 0, total, gathered, v)
+def run(body):
+    f = jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    return jax.jit(f)(jnp.ones(200)).block_until_ready()
+"""
+
+
+def run_program(code: str) -> tuple[int, str]:
+    """Runs a program on two CPU devices; returns its status and what it printed."""
+    environment = {
+        "JAX_NUM_CPU_DEVICES": "2",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_INTRANODE_TIMEOUT_S": "2",
+        "JAX_INTRANODE_REPORT_AFTER_S": "0.5",
+    }
+    outcome = subprocess.run(
+        [sys.executable, "-c", PRELUDE + code],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+    )
+    return outcome.returncode, outcome.stdout
+
+
+def test_devices_of_one_process_that_run_different_operations() -> None:
+    status, text = run_program(
+        "try:\n    run(body)\n"
+        "except Exception as error:\n    print(f'ERROR: {error}')\n"
+        "failure = jax_intranode.last_failure()\n"
+        "print('RECORD:', failure.reason, failure.operation, failure.nbytes, failure.device_ids)\n"
+        "try:\n    run(total)\n"
+        "except jax_intranode.CommunicationError as error:\n    print('LATER:', error)\n"
+        "jax_intranode.shutdown(); jax.clear_caches()\n"
+        "print('SUM:', run(total)[0], jax_intranode.last_failure() == failure)\n"
+    )
+    assert status == 0, text
+    calls = (
+        r"psum of 400 bytes \(float32\[100\], <string>:\d+ \(total\)\)",
+        r"all_gather of 40 bytes \(float32\[10\], <string>:\d+ \(gathered\)\)",
+    )
+    other = r"which waits in another operation: "
+    either = "|".join(rf"{a}.*{other}{b}" for a, b in (calls, calls[::-1]))
+    assert len(re.findall(rf"^WARNING:jax_intranode:(?:{either})", text, re.MULTILINE)) == 1, text
+    for label in ("ERROR:jax_intranode:", "ERROR: INTERNAL: ", "LATER: "):
+        assert re.search(rf"^{label}jax_intranode: (?:{either})", text, re.MULTILINE), text
+    assert re.search(r"^RECORD: mismatch (psum 400|all_gather 40) \(0, 1\)$", text, re.MULTILINE)
+    assert re.search(r"^SUM: 2.0 True$", text, re.MULTILINE), text

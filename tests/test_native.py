@@ -164,7 +164,7 @@ def test_order_of_fused_matmuls(programs: Programs) -> None:
     assert outcome.stdout == "done\n"
 
 
-@pytest.mark.parametrize("mode", ["deadline", "fail"])
+@pytest.mark.parametrize("mode", ["deadline", "mismatch", "fail"])
 def test_cpu_groups_report_failures(programs: Programs, mode: str) -> None:
     outcome = run(programs.get("host_group_test"), mode)
     assert outcome.returncode == 0, outcome.stdout

@@ -13,6 +13,8 @@
 #include <tuple>
 
 #include "ffi/collectives_host.h"
+#include "host/call_sites.h"
+#include "host/reports.h"
 #include "host/segment.h"
 #include "kernels/memory.h"
 #include "module_limits.h"
@@ -92,6 +94,25 @@ void Close() {
   Registry<HostCommunicator>::Get().Clear();
 }
 
+// As fields of Python's Failure, by name.
+nb::list TakeFailures() {
+  nb::list failures;
+  for (const FailureReport& report : Reports::Get().TakeFailures()) {
+    nb::dict failure;
+    failure["message"] = report.message;
+    failure["reason"] = static_cast<uint32_t>(report.reason);
+    failure["operation"] = report.operation;
+    failure["nbytes"] = report.bytes;
+    failure["site"] = report.site;
+    failure["calls"] = report.calls;
+    failure["rank"] = report.rank;
+    failure["missing"] = report.missing;
+    failure["device_ids"] = nb::cast(report.device_ids);
+    failures.append(failure);
+  }
+  return failures;
+}
+
 nb::dict Registrations() {
   nb::dict handlers, all;
   handlers["instantiate"] = nb::capsule(reinterpret_cast<void*>(HostCollectiveInstantiate));
@@ -161,7 +182,23 @@ NB_MODULE(_host, m) {
         "Ends all communicators: programs that use them raise.");
   m.def("operations", &Operations, nb::call_guard<nb::gil_scoped_release>(),
         "Operations that the devices of this process have executed.");
-  m.def("failures", [] { return nb::list(); }, "Empty: handlers on the CPU return their errors.");
+  m.def("take_failures", &TakeFailures,
+        "The failures of groups on the CPU that have not been taken yet.");
+  m.def(
+      "take_warnings", [] { return Reports::Get().TakeWarnings(); },
+      "Messages of waits that have lasted long, each taken once.");
+  m.def(
+      "set_patience",
+      [](double seconds) {
+        Reports::Get().set_patience(std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9)));
+      },
+      nb::arg("seconds"), "How long a rank waits before it reports it.");
+  m.def(
+      "describe_site",
+      [](const std::string& site, const std::string& label) {
+        CallSites::Get().Describe(site, label);
+      },
+      nb::arg("site"), nb::arg("label"), "What messages say of a call site.");
   m.def("end_compilation", &EndCompilation, "To be called whenever a program has been compiled.");
   m.def(
       "handler_calls", [] { return host_handler_calls.load(); },

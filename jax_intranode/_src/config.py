@@ -38,6 +38,7 @@ class Config:
     slab_mib: int | None = None
     ring_mib: int = 512
     timeout_s: float = 300.0
+    report_after_s: float = 10.0
     algorithm: str = "auto"
     strict: bool = False
 
@@ -147,6 +148,13 @@ VARIABLES = (
         "300",
         "seconds after which a rank that waits for another one fails, in the rendezvous and in "
         "each operation",
+        lambda name, text: _positive(name, text, float),
+    ),
+    Variable(
+        _PREFIX + "REPORT_AFTER_S",
+        "a positive number",
+        "10",
+        "seconds after which a rank that waits for another one logs a warning, once for each wait",
         lambda name, text: _positive(name, text, float),
     ),
     Variable(

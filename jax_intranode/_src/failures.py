@@ -35,7 +35,8 @@ class Failure:
         device_ids: the devices of its group, in rank order; empty if they are not known.
         missing_rank: the rank that it waited for, in the same group.
         missing_process: the process of the missing rank, by ``jax.process_index()``.
-        source: where the program calls the operation, as "file:line (function)".
+        source: where the program calls the operation, as "file:line (function)", if it is known.
+        calls: how often this place had been called before, if it is known.
         time: when the failure was found, in seconds as of ``time.time()``.
     """
 
@@ -49,6 +50,7 @@ class Failure:
     missing_rank: int | None = None
     missing_process: int | None = None
     source: str | None = None
+    calls: int | None = None
     time: float = field(default_factory=time.time)
 
 
@@ -68,7 +70,8 @@ class CommunicationError(RuntimeError):
         self.failure = failure
 
 
-_lock = threading.Lock()
+# Guards what follows. No function of others runs under it but those that find failures.
+_lock = threading.RLock()
 _last: Failure | None = None
 _in_force = False  # whether `_last` has happened since the last `shutdown`
 _sources: list[Callable[[], Iterable[Failure]]] = []
@@ -85,18 +88,27 @@ def report(failure: Failure) -> bool:
         Whether it was the first one since the start or the last `shutdown`. A later one is logged
         at level INFO and else forgotten.
     """
+    first = _enter(failure)
+    _tell(failure, first)
+    return first
+
+
+def _enter(failure: Failure) -> bool:
     global _last, _in_force
     with _lock:
-        first = not _in_force
-        if first:
-            _last, _in_force = failure, True
+        if _in_force:
+            return False
+        _last, _in_force = failure, True
+        return True
+
+
+def _tell(failure: Failure, first: bool) -> None:
     if not first:
         _log.info("Another failure followed: %s", failure.message)
-        return False
+        return
     _log.error(failure.message)
     for listener in list(_listeners):
         listener(failure)
-    return True
 
 
 def add_source(find: Callable[[], Iterable[Failure]]) -> None:
@@ -106,23 +118,28 @@ def add_source(find: Callable[[], Iterable[Failure]]) -> None:
     source on, XLA's errors show the failure.
 
     Args:
-        find: returns new failures. Any thread may call it.
+        find: returns each failure once. Any thread may call it, one at a time.
     """
     _sources.append(find)
     compat.show_in_runtime_errors(_shown_in)
 
 
 def on_failure(listener: Callable[[Failure], None]) -> None:
-    """Adds a function that is called once with each first failure, in the thread that reports."""
+    """Adds a function that is called once with each first failure, in the thread that finds it."""
     _listeners.append(listener)
 
 
 def current() -> Failure | None:
     """The failure since the last `shutdown`, or None."""
-    for find in list(_sources):
-        for failure in find():
-            report(failure)
-    return _last if _in_force else None
+    # Who comes second waits until the first one has entered what it found. Listeners and log
+    # handlers run without the lock, because they may wait for a thread that asks here.
+    with _lock:
+        found = [failure for find in list(_sources) for failure in find()]
+        entered = [(failure, _enter(failure)) for failure in found]
+        failure = _last if _in_force else None
+    for one, first in entered:
+        _tell(one, first)
+    return failure
 
 
 def last_failure() -> Failure | None:

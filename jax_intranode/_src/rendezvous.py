@@ -30,7 +30,7 @@ _log = logging.getLogger("jax_intranode")
 
 # Increase it whenever the layout of slabs or the protocols change: processes of different versions
 # must not share memory.
-_PROTOCOL = 7
+_PROTOCOL = 8
 
 PROBE_BYTES = 64 << 10
 REGIONS = 8
@@ -204,7 +204,7 @@ def _perform(rendezvous: Rendezvous, processes: list[int]) -> None:
     if verdict:
         # The slabs stay: a peer that has not seen the verdict yet may still write into them.
         rendezvous.addresses.clear()
-    elif rendezvous.platform == "gpu":
+    else:
         watcher.start(rendezvous.platform, _local_device_ids, _process_of)
 
 

@@ -1,18 +1,23 @@
-"""The watcher: a thread that turns the record of a kernel that gave up into a failure.
+"""The watcher: a thread that turns what the native modules report into failures and log lines.
 
-A kernel on a GPU that gives up loses the CUDA context, and XLA raises an error that says nothing of
-the cause. The kernel leaves a record in host memory before.
+On GPUs a kernel that gives up loses the CUDA context, and XLA raises an error that says nothing of
+the cause. The kernel leaves a record in host memory before. On the CPU the groups of ranks report
+why they fail, and waits that have lasted long.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from jax_intranode._src import config, failures, limits, native
+from jax_intranode._src import config, failures, limits, native, source
 from jax_intranode._src.partition import Partition
 
-_POLL_S = 0.05
+_log = logging.getLogger("jax_intranode")
+
+# On the CPU the call itself raises, and only the log line waits for the poll.
+_POLL_S = {"cpu": 0.25, "gpu": 0.05}
 _watched: set[str] = set()
 
 
@@ -27,51 +32,114 @@ def start(
     alive.
 
     Args:
-        platform: "gpu".
+        platform: "cpu" or "gpu".
         device_ids: returns the ids of this process's devices, by the ordinals of the native module.
         process_of: returns the process of a device, by its id; None if it is not known.
     """
     if platform in _watched:
         return
     _watched.add(platform)
-    module = native.module(platform)
+    if platform == "cpu":
+        native.module("cpu").set_patience(config.get().report_after_s)
+        failures.add_source(lambda: _failures_on_cpu(process_of))
+        poll = _poll_cpu
+    else:
+        failures.add_source(_Records(device_ids, process_of))
+        failures.on_failure(_end_waits_on_gpus)
+        poll = _poll_gpus
+    threading.Thread(target=poll, name=f"jax_intranode watcher, {platform}", daemon=True).start()
 
-    def find() -> list[failures.Failure]:
-        records = module.failures()
+
+def _reason(number: int) -> str:
+    return next(name for name, value in limits.FAILURE_REASONS.items() if value == number)
+
+
+# On the CPU.
+
+
+def _poll_cpu() -> None:
+    module = native.module("cpu")
+    while True:
+        for warning in module.take_warnings():
+            _log.warning(warning)
+        failures.current()
+        time.sleep(_POLL_S["cpu"])
+
+
+def _failures_on_cpu(process_of: Callable[[int], int | None]) -> list[failures.Failure]:
+    found = []
+    for report in native.module("cpu").take_failures():
+        group, missing = tuple(report["device_ids"]), report["missing"]
+        found.append(
+            failures.Failure(
+                message=report["message"],
+                reason=_reason(report["reason"]),
+                platform="cpu",
+                operation=report["operation"],
+                nbytes=report["nbytes"],
+                rank=report["rank"],
+                device_ids=group,
+                missing_rank=missing if missing >= 0 else None,
+                missing_process=process_of(group[missing]) if missing >= 0 else None,
+                source=source.place_of_site(report["site"]),
+                calls=report["calls"],
+            )
+        )
+    return found
+
+
+# On GPUs.
+
+
+def _end_waits_on_gpus(failure: failures.Failure) -> None:
+    if failure.platform == "gpu":
+        native.module("gpu").fail(failure.message)
+
+
+def _poll_gpus() -> None:
+    # After the first failure the context is lost.
+    while (failure := failures.current()) is None or failure.platform != "gpu":
+        time.sleep(_POLL_S["gpu"])
+
+
+class _Records:
+    """Finds the records of kernels that gave up."""
+
+    def __init__(
+        self,
+        device_ids: Callable[[], dict[int, int]],
+        process_of: Callable[[int], int | None],
+    ):
+        self._device_ids = device_ids
+        self._process_of = process_of
+        self._found = False
+
+    def __call__(self) -> list[failures.Failure]:
+        """The failure of the first record; nothing if it was found before."""
+        records = [] if self._found else native.module("gpu").failures()
+        if not records:
+            return []
+        self._found = True
         # The records of aborted kernels come last: they don't show which wait failed first.
         records.sort(key=lambda r: (r[3] == limits.FAILURE_REASONS["aborted"], r[2]))
-        return [_failure(platform, record, device_ids(), process_of) for record in records[:1]]
+        return [self._failure(records[0])]
 
-    def poll() -> None:
-        while (failure := failures.current()) is None or failure.platform != platform:
-            time.sleep(_POLL_S)
-
-    def end_waits(failure: failures.Failure) -> None:
-        module.fail(failure.message)
-
-    failures.on_failure(end_waits)
-    failures.add_source(find)
-    threading.Thread(target=poll, name="jax_intranode watcher", daemon=True).start()
-
-
-def _failure(
-    platform: str,
-    record: tuple[Any, ...],
-    device_ids: dict[int, int],
-    process_of: Callable[[int], int | None],
-) -> failures.Failure:
-    all_ids, group_size, ordinal, reason, algorithm, rank, missing = record
-    groups = Partition(tuple(all_ids), group_size).groups()
-    group = next((g for g in groups if g[rank] == device_ids.get(ordinal)), ())
-    timeout_s = config.get().timeout_s
-    known = 0 <= missing < len(group)
-    return failures.Failure(
-        message=limits.failure_message(reason, algorithm, timeout_s, group, rank, missing, ordinal),
-        reason=next(name for name, number in limits.FAILURE_REASONS.items() if number == reason),
-        platform=platform,
-        operation=limits.OPERATIONS[limits.ALGORITHMS[algorithm]],
-        rank=rank,
-        device_ids=tuple(group),
-        missing_rank=missing if missing >= 0 else None,
-        missing_process=process_of(group[missing]) if known else None,
-    )
+    def _failure(self, record: tuple[Any, ...]) -> failures.Failure:
+        all_ids, group_size, ordinal, reason, algorithm, rank, missing = record
+        groups = Partition(tuple(all_ids), group_size).groups()
+        mine = self._device_ids().get(ordinal)
+        group = next((tuple(g) for g in groups if g[rank] == mine), ())
+        timeout_s = config.get().timeout_s
+        known = 0 <= missing < len(group)
+        return failures.Failure(
+            message=limits.failure_message(
+                reason, algorithm, timeout_s, group, rank, missing, ordinal
+            ),
+            reason=_reason(reason),
+            platform="gpu",
+            operation=limits.OPERATIONS[limits.ALGORITHMS[algorithm]],
+            rank=rank,
+            device_ids=group,
+            missing_rank=missing if missing >= 0 else None,
+            missing_process=self._process_of(group[missing]) if known else None,
+        )

@@ -141,6 +141,53 @@ def loses_a_rank(missing: int, exits: bool, operation: str) -> None:
     leave(present)
 
 
+def waits_for_a_rank(mesh: Mesh, missing: int) -> None:
+    """One rank comes late to the second call of a place, after the other has reported it."""
+    program = jax.jit(cases.sharded(lambda v: jax_intranode.psum(v, "x"), mesh, P("x"), P()))
+    x = cases.put(mesh, P("x"), np.ones((100 * mesh.size,), np.float32))
+    jax.block_until_ready(program(x))
+    if jax.process_index() == missing:
+        time.sleep(2)
+    result = np.asarray(jax.block_until_ready(program(x)).addressable_data(0))
+    assert (result == mesh.size).all(), result
+    time.sleep(0.5)  # until the watcher has logged
+    assert jax_intranode.last_failure() is None
+
+
+def runs_another_operation(late: int) -> None:
+    """Rank 0 sums, and rank 1 gathers. Before that one of them comes late."""
+    logging.basicConfig()
+    mesh = cases.line()
+    waits_for_a_rank(mesh, late)
+    come("late", [0, 1])
+    x = cases.put(mesh, P("x"), np.ones((200,), np.float32))
+
+    def total(v: jax.Array) -> jax.Array:
+        return jax_intranode.psum(v, "x")
+
+    def gathered(v: jax.Array) -> jax.Array:
+        return jax_intranode.all_gather(v[:50], "x", tiled=True)
+
+    jax_intranode.initialize(mesh)
+    mine = gathered if jax.process_index() == 1 else total
+    with pytest.raises(Exception) as error:  # XLA chooses the type
+        np.asarray(jax.jit(cases.sharded(mine, mesh, P("x"), P()))(x).addressable_data(0))
+    say("ERROR", error.value)
+    failure = jax_intranode.last_failure()
+    assert failure is not None and failure.message in str(error.value)
+    for value in (
+        failure.reason, failure.operation, failure.nbytes, failure.rank, failure.missing_rank,
+        failure.missing_process, failure.calls, failure.platform,
+    ):  # fmt: skip
+        say("RECORD", value)
+    say("SOURCE", failure.source)
+    with pytest.raises(jax_intranode.CommunicationError) as later:
+        check_sum(mesh, 1)
+    assert later.value.failure == failure and str(later.value) == failure.message
+    come("over", [0, 1])
+    leave([0, 1])
+
+
 def misses_a_rank(missing: int) -> None:
     """One process comes after the others have given up on it."""
     mesh = cases.line()
@@ -260,6 +307,43 @@ def test_rank_that_leaves(
         assert all(message in text for text in later), (message, later)
         if jax.devices()[0].platform == "gpu":
             assert f"ERROR:jax_intranode:{message}" in log, "not logged"
+
+
+@pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_ranks_that_wait_are_told(ranks: Any, late: int) -> None:
+    """A rank that comes late, then ranks that run different operations."""
+    need_cpu("on GPUs a rank does not know what the others wait in")
+    need_ranks(2)
+    env = {"JAX_INTRANODE_TIMEOUT_S": "4", "JAX_INTRANODE_REPORT_AFTER_S": "1"}
+    logs = ranks(runs_another_operation, 2, env=env, arguments=[late])
+    late_calls = [re.findall(r"^WARNING:jax_intranode:(.*, call 2 .*)$", log, re.M) for log in logs]
+    assert late_calls[late] == []
+    (warning,) = late_calls[1 - late]
+    assert re.fullmatch(
+        r"psum of 400 bytes \(float32\[100\], .*test_failures\.py:\d+ \(<lambda>\)\), call 2 at "
+        rf"this place, has waited 1 s: rank {1 - late} \(device \d+\) waits for "
+        rf"rank {late} \(device \d+\), .*\. It fails after JAX_INTRANODE_TIMEOUT_S, 4 s\.",
+        warning,
+    ), warning
+    calls = [
+        r"psum of 400 bytes \(float32\[100\], .*test_failures\.py:\d+ \(total\)\)",
+        r"all_gather of 200 bytes \(float32\[50\], .*test_failures\.py:\d+ \(gathered\)\)",
+    ]
+    for rank, log in enumerate(logs):
+        other = 1 - rank
+        waits = rf"rank {other} \(device \d+\), which waits in another operation: {calls[other]}"
+        for pattern in (
+            rf"^WARNING:jax_intranode:{calls[rank]}, call 1 .* has waited 1 s: .*{waits}",
+            rf"^ERROR: .*{calls[rank]} timed out after 4 s: rank {rank} .* waited for {waits}"
+            r".* same operations",
+        ):
+            assert re.search(pattern, log, re.MULTILINE), (pattern, log)
+        operation, nbytes = ("psum", "400") if rank == 0 else ("all_gather", "200")
+        assert lines(log, "RECORD") == [
+            "mismatch", operation, nbytes, str(rank), str(other), str(other), "0", "cpu"
+        ]  # fmt: skip
+        (source,) = lines(log, "SOURCE")
+        assert re.search(r"test_failures\.py:\d+ \((total|gathered)\)$", source), source
 
 
 @pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.full), 1])

@@ -2,15 +2,16 @@
 // group of ranks and share its regions in one address space. Meant for ThreadSanitizer, too.
 //
 //   host_group_test sound [ranks] [processes] [rounds]
-//   host_group_test guards | deadline | fail
+//   host_group_test guards | deadline | mismatch | fail
 //
 // sound: each rank has two threads that arrive at the same 12 call sites in an order of their own,
 // as XLA's threads do, and start the next round without waiting for other ranks. Types, algorithms
 // and sizes are mixed. Some calls are awaited with Then(), some with Progress(). The epoch wraps in
 // the middle.
 // guards: inputs and results of every small size at every address, between guard bytes.
-// deadline: ranks that never arrive. fail: Fail() before, while and after ranks arrive.
-// Exit status 0: everything is right; 1: something is wrong, and a line says what.
+// deadline: ranks that never arrive. mismatch: ranks that call different operations. fail: Fail()
+// before, while and after ranks arrive. Exit status 0: everything is right; 1: something is wrong,
+// and a line says what.
 #include "xla_ffi/host/host_group.h"
 
 #include <algorithm>
@@ -29,6 +30,10 @@
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "xla_ffi/host/call_sites.h"
+#include "xla_ffi/host/reports.h"
+#include "xla_ffi/host/wait_note.h"
 
 namespace jin = jax_intranode;
 
@@ -406,7 +411,7 @@ void Deadline(int ranks, int processes, std::vector<int> arriving, int waiter, c
   for (int r : arriving) {
     const std::string error = AwaitByThen(group_of(r), *tickets[r]);
     printf("rank %d: %s\n", r, error.c_str());
-    RequireText(error, {"psum timed out", "waited for", "JAX_INTRANODE_TIMEOUT_S"});
+    RequireText(error, {"psum of 400 bytes timed out", "waited for", "JAX_INTRANODE_TIMEOUT_S"});
     if (r == waiter) RequireText(error, {waiting, missing});
     Require(group_of(r).failure() == error, "failure() is another text");
     // Every later call has the same error, at once.
@@ -431,6 +436,109 @@ void Deadlines() {
   Deadline(4, 2, {0, 2, 3}, 0, "rank 0 (device 10)", "waited for rank 1 (device 11)");
   Deadline(4, 2, {0, 1, 3}, 3, "rank 3 (device 13)", "waited for rank 2 (device 12)");
   printf("deadline: done\n");
+}
+
+// Two ranks wait in different calls. Both are told so: first by a report, then by an error.
+void Mismatch(int processes) {
+  Regions regions(2);
+  const auto groups = regions.Groups(processes, std::chrono::milliseconds(600));
+  auto group_of = [&](int rank) -> jin::HostGroup& { return *groups[rank * processes / 2]; };
+  jin::CallSites::Get().Name(Identity(0), "first");
+  jin::CallSites::Get().Name(Identity(1), "second");
+  jin::CallSites::Get().Describe("second", "float32[100], train.py:20");
+  jin::Reports::Get().TakeFailures();
+  jin::Reports::Get().set_patience(std::chrono::milliseconds(200));
+  for (int round = 0; round < 2; ++round) {
+    const auto a = ArriveWith(group_of(0), 0, 0), b = ArriveWith(group_of(1), 1, 0);
+    Require(AwaitByThen(group_of(0), *a).empty() && AwaitByThen(group_of(1), *b).empty(),
+            "a call of both");
+  }
+  const auto a = ArriveWith(group_of(0), 0, 0), b = ArriveWith(group_of(1), 1, 1);
+  group_of(0).KeepMoving();
+  group_of(1).KeepMoving();
+  const std::string first = "psum of 400 bytes (first)";
+  const std::string second = "psum of 400 bytes (float32[100], train.py:20)";
+  const char* const rule = "same operations";
+  const std::string of_0 = AwaitByThen(group_of(0), *a);
+  RequireText(of_0,
+              {(first + " timed out after 0.6 s: rank 0").c_str(),
+               ("rank 1 (device 11), which waits in another operation: " + second).c_str(), rule});
+  const std::string of_1 = AwaitByThen(group_of(1), *b);
+  if (processes == 2) {
+    RequireText(of_1,
+                {(second + " timed out after 0.6 s: rank 1").c_str(),
+                 ("rank 0 (device 10), which waits in another operation: " + first).c_str(), rule});
+  }
+  const auto warnings = jin::Reports::Get().TakeWarnings();
+  Require(warnings.size() == static_cast<size_t>(processes),
+          std::to_string(warnings.size()) + " reports");
+  for (const std::string& warning : warnings) {
+    RequireText(warning, {"has waited 0.2 s", first.c_str(), second.c_str(), "call "});
+  }
+  const auto failures = jin::Reports::Get().TakeFailures();
+  Require(failures.size() == static_cast<size_t>(processes), "failures");
+  for (const auto& failure : failures) {
+    Require(failure.reason == jin::FailureReason::kMismatch && failure.bytes == 400 &&
+                failure.missing == 1 - failure.rank &&
+                failure.message == (failure.rank == 0 ? of_0 : of_1),
+            "the report of a failure");
+    Require(failure.site == (failure.rank == 0 ? "first" : "second") &&
+                failure.calls == (failure.rank == 0 ? 2u : 0u),
+            "the call site of a failure");
+  }
+}
+
+void Mismatches() {
+  Mismatch(1);
+  Mismatch(2);
+  {
+    // Calls that both ranks make, in another order, are no mismatch: rank 1 is late in the first.
+    Regions regions(2);
+    const auto groups = regions.Groups(2, std::chrono::milliseconds(300));
+    ArriveWith(*groups[0], 0, 0);
+    const auto waiting = ArriveWith(*groups[0], 0, 1);
+    ArriveWith(*groups[1], 1, 1);
+    groups[1]->KeepMoving();
+    const std::string error = AwaitByThen(*groups[0], *waiting);
+    RequireText(error, {"timed out", "waited for rank 1 (device 11)"});
+    Require(error.find("another operation") == std::string::npos, error);
+  }
+  printf("mismatch: done\n");
+}
+
+// A peer reads a note, whatever stands there and while it is written.
+void Notes() {
+  alignas(64) static char region[jin::kHeaderBytes];
+  jin::WaitNote* note = jin::WaitNote::In(region);
+  Require(!note->Read(), "a note in a new region");
+  memset(static_cast<void*>(note), 'x', sizeof(*note) - 1);
+  const auto garbage = note->Read();  // its version is even
+  Require(garbage && garbage->call.size() == 495, "a text without an end");
+  reinterpret_cast<char*>(note)[30] = '\n';
+  Require(note->Read()->call == "xxxxxx", "a text that can't be printed");
+  memset(static_cast<void*>(note), 0, sizeof(*note));
+  std::atomic<bool> done{false};
+  std::thread writer([&] {
+    for (int i = 0; i < 20000; ++i) {
+      if (i % 3 == 0) std::this_thread::yield();
+      note->Write({static_cast<uint64_t>(i), 7, std::string(i % 600, 'a' + i % 26)});
+    }
+    done = true;
+  });
+  long seen = 0;
+  while (!done) {
+    const auto content = note->Read();
+    if (!content) continue;
+    ++seen;
+    const size_t length = std::min<size_t>(content->site % 600, 496);
+    Require(content->count == 7 && content->call == std::string(length, 'a' + content->site % 26),
+            "a torn note");
+  }
+  writer.join();
+  Require(seen > 0, "no note was read");
+  note->Clear();
+  Require(!note->Read(), "a note that was cleared");
+  printf("notes: done, %ld read\n", seen);
 }
 
 void Fails() {
@@ -489,6 +597,9 @@ int main(int argc, char** argv) {
   const std::string mode = argc > 1 ? argv[1] : "sound";
   if (mode == "deadline") {
     Deadlines();
+  } else if (mode == "mismatch") {
+    Notes();
+    Mismatches();
   } else if (mode == "guards") {
     Guards(2);
     Guards(3);

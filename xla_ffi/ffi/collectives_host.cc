@@ -5,6 +5,8 @@
 #include <string_view>
 #include <thread>
 
+#include "../host/call_sites.h"
+
 namespace jax_intranode {
 namespace {
 
@@ -81,8 +83,10 @@ ffi::ErrorOr<std::unique_ptr<HostSite>> Instantiate(ffi::Span<const int64_t> dev
         ffi::Error(ffi::ErrorCode::kFailedPrecondition, NoCommunicator(partition)));
   }
   const uint64_t description = Fnv1a(ToString(partition), Fnv1a(site) + algorithm);
-  return std::make_unique<HostSite>(std::move(communicator), static_cast<Algorithm>(algorithm),
-                                    description);
+  auto created = std::make_unique<HostSite>(std::move(communicator),
+                                            static_cast<Algorithm>(algorithm), description);
+  CallSites::Get().Name(created->identity(), std::string(site));
+  return created;
 }
 
 ffi::Future Ready(ffi::Error error) {

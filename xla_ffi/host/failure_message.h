@@ -32,6 +32,11 @@ inline std::string FailureMessage(const std::string& operation, FailureReason re
       advice =
           " Did that rank fail, or run another program? JAX_INTRANODE_TIMEOUT_S sets the limit.";
       break;
+    case FailureReason::kMismatch:
+      text << " timed out after " << timeout_s << " s";
+      advice =
+          " All ranks of a group must run the same operations, as often and in the same order.";
+      break;
     case FailureReason::kAborted:
       text << " was aborted";
       break;
@@ -47,6 +52,18 @@ inline std::string FailureMessage(const std::string& operation, FailureReason re
   text << ": " << RankName(device_ids, rank);
   if (missing >= 0) text << " waited for " << RankName(device_ids, missing) << detail;
   text << "." << advice;
+  return text.str();
+}
+
+// A rank has waited for long, and goes on waiting. `calls` is how often the call site had been
+// called before.
+inline std::string WaitMessage(const std::string& operation, uint32_t calls, double waited_s,
+                               double timeout_s, const std::vector<int64_t>& device_ids, int rank,
+                               int missing, const std::string& detail) {
+  std::ostringstream text;
+  text << operation << ", call " << calls + 1 << " at this place, has waited " << waited_s
+       << " s: " << RankName(device_ids, rank) << " waits for " << RankName(device_ids, missing)
+       << detail << ". It fails after JAX_INTRANODE_TIMEOUT_S, " << timeout_s << " s.";
   return text.str();
 }
 

@@ -9,8 +9,11 @@
 #include "../kernels/one_shot.h"
 #include "../kernels/reduce_scatter.h"
 #include "../kernels/two_shot.h"
+#include "call_sites.h"
 #include "failure_message.h"
 #include "progress.h"
+#include "reports.h"
+#include "wait_note.h"
 
 namespace jax_intranode {
 namespace {
@@ -187,6 +190,10 @@ std::shared_ptr<Ticket> HostGroup::Arrive(int rank, uint64_t site, const Operati
     Pending& pending = it->second;
     if (first) {
       pending.operation = operation;
+      pending.bytes = 0;
+      for (int b = 0; b < buffers.count; ++b) {
+        pending.bytes += buffers.buffer[b].bytes * InputShards(operation.algorithm, group_.size);
+      }
       pending.since = std::chrono::steady_clock::now();
     }
     Member member{buffers.buffer[0], nullptr, ticket};
@@ -276,6 +283,8 @@ void HostGroup::Progress() {
       operations_ += it->second.members.size();
       pending_.erase(it);
       active_ = false;
+      reported_ = false;
+      if (noted_) ClearNotes();
       // Orders this operation's arming before the next one's packets, as the end of a kernel does
       // on a GPU (group.h).
       std::atomic_thread_fence(std::memory_order_acq_rel);
@@ -295,32 +304,121 @@ void HostGroup::KeepMoving() {
   Watch(weak_from_this());
 }
 
+std::string HostGroup::Name(const Key& key, const Pending& pending) const {
+  return CallName(OperationName(pending.operation.algorithm), pending.bytes,
+                  CallSites::Get().LabelOf(key.site));
+}
+
+bool HostGroup::HasCalled(int rank, const Key& key) const {
+  const auto count = counts_.find({key.site, rank});
+  return count != counts_.end() && count->second > key.count;
+}
+
+// The call in which rank `other` waits, if `rank`, which waits in `key`, has not made it; else
+// nothing.
+std::string HostGroup::CallInsteadOf(const Key& key, int rank, int other) const {
+  if (std::count(local_ranks_.begin(), local_ranks_.end(), other) > 0) {
+    for (const auto& [other_key, pending] : pending_) {
+      if (other_key != key && pending.members.contains(other) && !HasCalled(rank, other_key)) {
+        return Name(other_key, pending);
+      }
+    }
+    return "";
+  }
+  const std::optional<WaitNote::Content> note = WaitNote::In(group_.region[other])->Read();
+  if (!note) return "";
+  const Key other_key{note->site, static_cast<uint32_t>(note->count)};
+  return other_key == key || HasCalled(rank, other_key) ? "" : note->call;
+}
+
+HostGroup::Wait HostGroup::Explain(const Key& key, const Pending& pending) const {
+  Wait wait{pending.members.begin()->first, std::max(missing_, 0),
+            ", whose process has not begun it", false};
+  if (pending.members.size() < local_ranks_.size()) {
+    for (int rank : local_ranks_) {
+      if (!pending.members.contains(rank)) wait.missing = rank;
+    }
+    wait.detail = ", which has not called it";
+  } else if (active_ && key == current_) {
+    wait.detail = ", and a part of its data has not arrived";
+  } else if (current_ != Key{}) {
+    // A rank of this process is missing in the call that comes next. Rank 0 waits in that call.
+    if (wait.missing == wait.rank) wait.missing = 0;
+    wait.detail = ", which has not finished a call that rank 0 made before this one";
+  }
+  std::vector<int> others{wait.missing};
+  for (int rank = 0; rank < group_.size; ++rank) others.push_back(rank);
+  for (int other : others) {
+    if (pending.members.contains(other)) continue;
+    const std::string call = CallInsteadOf(key, wait.rank, other);
+    if (call.empty()) continue;
+    wait.missing = other;
+    wait.detail = ", which waits in another operation: " + call;
+    wait.mismatch = true;
+    break;
+  }
+  return wait;
+}
+
+// Each rank of this process notes the oldest call in which it waits.
+void HostGroup::WriteNotes() {
+  noted_ = true;
+  for (int rank : local_ranks_) {
+    const Calls::value_type* oldest = nullptr;
+    for (const auto& call : pending_) {
+      if (call.second.members.contains(rank) &&
+          (oldest == nullptr || call.second.since < oldest->second.since)) {
+        oldest = &call;
+      }
+    }
+    if (oldest == nullptr) continue;
+    const auto& [key, pending] = *oldest;
+    WaitNote::In(group_.region[rank])->Write({key.site, key.count, Name(key, pending)});
+  }
+}
+
+void HostGroup::ClearNotes() {
+  noted_ = false;
+  for (int rank : local_ranks_) WaitNote::In(group_.region[rank])->Clear();
+}
+
 bool HostGroup::CheckDeadline() {
   Tickets done;
   bool outstanding;
   {
     std::lock_guard lock(mutex_);
-    const auto now = std::chrono::steady_clock::now();
-    for (const auto& [key, pending] : pending_) {
-      if (now - pending.since < timeout_) continue;
-      int missing = std::max(missing_, 0);
-      std::string why = ", whose process has not begun it";
-      if (pending.members.size() < local_ranks_.size()) {
-        for (int rank : local_ranks_) {
-          if (!pending.members.contains(rank)) missing = rank;
-        }
-        why = ", which has not called it";
-      } else if (active_ && key == current_) {
-        why = ", and a part of its data has not arrived";
-      } else if (current_ != Key{}) {
-        why = ", which has not finished a call that rank 0 made before this one";
+    const auto oldest = std::min_element(
+        pending_.begin(), pending_.end(),
+        [](const auto& a, const auto& b) { return a.second.since < b.second.since; });
+    if (oldest != pending_.end()) {
+      const auto& [key, pending] = *oldest;
+      const auto waited = std::chrono::steady_clock::now() - pending.since;
+      const std::chrono::nanoseconds patience = Reports::Get().patience();
+      // Peers that report or fail at the same time find the note.
+      if (!noted_ && waited >= std::min(patience, timeout_) / 2) WriteNotes();
+      if (waited >= timeout_) {
+        WriteNotes();
+        const Wait wait = Explain(key, pending);
+        const FailureReason reason =
+            wait.mismatch ? FailureReason::kMismatch : FailureReason::kTimeout;
+        const std::string message =
+            FailureMessage(Name(key, pending), reason,
+                           std::chrono::duration<double>(timeout_).count(), device_ids_, wait.rank,
+                           wait.missing, wait.detail) +
+            " This group of devices can't be used any more.";
+        Reports::Get().Fail({message, reason, OperationName(pending.operation.algorithm),
+                             pending.bytes, CallSites::Get().SiteOf(key.site), key.count, wait.rank,
+                             wait.missing, device_ids_});
+        FailLocked(message, &done);
+      } else if (!reported_ && waited >= patience) {
+        reported_ = true;
+        WriteNotes();
+        const Wait wait = Explain(key, pending);
+        Reports::Get().Warn(WaitMessage(Name(key, pending), key.count,
+                                        std::chrono::duration<double>(patience).count(),
+                                        std::chrono::duration<double>(timeout_).count(),
+                                        device_ids_, wait.rank, wait.missing, wait.detail));
       }
-      FailLocked(FailureMessage(OperationName(pending.operation.algorithm), FailureReason::kTimeout,
-                                std::chrono::duration<double>(timeout_).count(), device_ids_,
-                                pending.members.begin()->first, missing, why) +
-                     " This group of devices can't be used any more.",
-                 &done);
-      break;
     }
     watched_ = outstanding = !pending_.empty();
   }

@@ -16,6 +16,10 @@
 // the other over columns and then rows, can wait for each other in a circle of four processes. The
 // time-out ends that.
 //
+// Ranks that run different operations never exchange data, because the identity of a call site
+// holds the operation, the types and the groups. They wait. A call that has waited for long is
+// reported once, and the report says what the missing rank waits in (wait_note.h).
+//
 // The log: the leader writes entry e (site and count, then the sequence number with release order).
 // The others read it (the sequence number with acquire order, then the rest). The leader reuses
 // entry e for e + kEntries after its own operation e has ended: then it had a packet of every rank,
@@ -86,8 +90,8 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   // Makes the progress thread advance the calls that are outstanding now.
   void KeepMoving();
 
-  // Fails the group if a call has waited longer than the time-out. Returns whether calls are
-  // outstanding. The progress thread calls it.
+  // Reports a call that has waited for long, and fails the group if one has waited longer than the
+  // time-out. Returns whether calls are outstanding. The progress thread calls it.
   bool CheckDeadline();
 
   // Ends every outstanding and later call with `error`.
@@ -117,8 +121,17 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   };
   struct Pending {
     Operation operation;
+    uint64_t bytes;                 // of a rank's operand
     std::map<int, Member> members;  // by rank
     std::chrono::steady_clock::time_point since;
+  };
+  using Calls = std::map<Key, Pending>;
+  // Why a call waits.
+  struct Wait {
+    int rank;     // a rank of this process that waits
+    int missing;  // the rank that it waits for
+    std::string detail;
+    bool mismatch;  // the missing rank waits in a call that `rank` has not made
   };
   using Tickets = std::vector<std::pair<std::shared_ptr<Ticket>, std::string>>;
 
@@ -127,6 +140,12 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   void AppendToLog();
   bool FindNext();
   bool Advance(Pending& pending);
+  std::string Name(const Key& key, const Pending& pending) const;
+  bool HasCalled(int rank, const Key& key) const;
+  std::string CallInsteadOf(const Key& key, int rank, int other) const;
+  Wait Explain(const Key& key, const Pending& pending) const;
+  void WriteNotes();
+  void ClearNotes();
   void FailLocked(const std::string& error, Tickets* done);
   static void CompleteAll(const Tickets& tickets);
 
@@ -137,7 +156,7 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   const std::shared_ptr<void> keep_alive_;
 
   mutable std::mutex mutex_;
-  std::map<Key, Pending> pending_;
+  Calls pending_;
   std::map<std::pair<uint64_t, int>, uint32_t> counts_;  // calls so far by site and rank
   std::deque<Key> to_log_;  // the leader's complete calls that await a log entry
   uint32_t logged_;         // the leader's entries so far: the epoch of the next one
@@ -146,7 +165,9 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   bool watched_ = false;  // whether the progress thread has this group on its list
   bool active_ = false;   // whether operation `sequence_` has begun
   Key current_{};
-  int missing_ = -1;  // the rank for which `current_` waits
+  int missing_ = -1;       // the rank for which `current_` waits
+  bool noted_ = false;     // whether a rank of this process has a note
+  bool reported_ = false;  // whether a wait was reported since the last operation
   std::string failure_;
 };
 

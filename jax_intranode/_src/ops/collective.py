@@ -276,7 +276,9 @@ def lower_to_call(
     else:
         # Distinguishes call sites; the same in all processes.
         shapes = " ".join(x.str_short() for x in ctx.avals_in)
-        attributes["site"] = f"{compat.lowering_program_name(ctx)} {primitive.operation} {shapes}"
+        site = f"{compat.lowering_program_name(ctx)} {primitive.operation} {shapes}"
+        attributes["site"] = site
+        source.describe_site(site, shapes, "cpu")
     target = f"jax_intranode_{primitive.operation}"
     results = jax.ffi.ffi_lowering(target)(ctx, *xs, **attributes)
     return compat.called_once(results) if on_gpus else list(results)

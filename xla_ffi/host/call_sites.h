@@ -1,0 +1,66 @@
+// What messages say of a call site: the shapes of its operands, and where it is in the program.
+//
+// Lowering describes a site by its text (the attribute `site` of the HLO, the same in all
+// processes). The source line is not in the HLO, because a cached executable must not depend on it.
+// Instantiate gives each text its identity or number.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace jax_intranode {
+
+class CallSites {
+ public:
+  // Never destroyed: threads may ask for a label while the process ends.
+  static CallSites& Get() {
+    static CallSites* const sites = new CallSites;
+    return *sites;
+  }
+
+  // The label of a site, for instance "float32[100], train.py:10 (step)".
+  void Describe(const std::string& site, const std::string& label) {
+    std::lock_guard lock(mutex_);
+    labels_[site] = label;
+  }
+
+  // The program that holds the call site `identity` has been loaded.
+  void Name(uint64_t identity, const std::string& site) {
+    std::lock_guard lock(mutex_);
+    sites_[identity] = site;
+  }
+
+  // The text of a site; empty if it is not known.
+  std::string SiteOf(uint64_t identity) const {
+    std::lock_guard lock(mutex_);
+    const auto site = sites_.find(identity);
+    return site == sites_.end() ? "" : site->second;
+  }
+
+  // The label of a site. If lowering has described none, as in a process that has loaded the
+  // executable from elsewhere, its text.
+  std::string LabelOf(uint64_t identity) const {
+    std::lock_guard lock(mutex_);
+    const auto site = sites_.find(identity);
+    if (site == sites_.end()) return "";
+    const auto label = labels_.find(site->second);
+    return label == labels_.end() ? site->second : label->second;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<std::string, std::string> labels_;
+  std::map<uint64_t, std::string> sites_;
+};
+
+// "psum of 400 bytes (float32[100], train.py:10 (step))".
+inline std::string CallName(const std::string& operation, uint64_t bytes,
+                            const std::string& label) {
+  return operation + " of " + std::to_string(bytes) + " bytes" +
+         (label.empty() ? "" : " (" + label + ")");
+}
+
+}  // namespace jax_intranode

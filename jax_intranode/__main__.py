@@ -60,6 +60,11 @@ COMMANDS = (
         needs_package=False,
     ),
     Command(
+        "topology",
+        "print or draw which GPUs are linked by NVLink",
+        "jax_intranode._src.commands.topology",
+    ),
+    Command(
         "run",
         "run a script or a module with its collectives accelerated",
         "jax_intranode._src.rewrite.script",

@@ -80,6 +80,11 @@ COMMANDS = (
         "draw JSON files of bench into one PNG",
         "jax_intranode._src.bench.plots.command",
     ),
+    Command(
+        "soak",
+        "run random programs and compare every result",
+        "jax_intranode._src.soak.command",
+    ),
 )
 
 

@@ -9,12 +9,13 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from unittest import mock
 
 import jax
 import pytest
 
 import jax_intranode
-from jax_intranode._src import compat, failures
+from jax_intranode._src import compat, failures, native
 
 FAILURE = failures.Failure(
     message="jax_intranode: psum timed out: rank 0 (device 4) waited for rank 1 (device 5).",
@@ -38,8 +39,11 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(failures, "_in_force", False)
     monkeypatch.setattr(failures, "_listeners", [])
     monkeypatch.setattr(failures, "_sources", [])
+    monkeypatch.setattr(native, "_modules", {"cpu": mock.Mock()})
+    native.module.cache_clear()
     compat.show_in_runtime_errors(failures._shown_in)
     yield
+    native.module.cache_clear()
 
 
 def test_the_first_failure_is_kept(clean: None, caplog: pytest.LogCaptureFixture) -> None:
@@ -125,7 +129,7 @@ def run(body):
 """
 
 
-def run_program(code: str) -> tuple[int, str]:
+def run_program(code: str, before: str = "") -> tuple[int, str]:
     """Runs a program on two CPU devices; returns its status and what it printed."""
     environment = {
         "JAX_NUM_CPU_DEVICES": "2",
@@ -134,7 +138,7 @@ def run_program(code: str) -> tuple[int, str]:
         "JAX_INTRANODE_REPORT_AFTER_S": "0.5",
     }
     outcome = subprocess.run(
-        [sys.executable, "-c", PRELUDE + code],
+        [sys.executable, "-c", before + PRELUDE + code],
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -167,3 +171,57 @@ def test_devices_of_one_process_that_run_different_operations() -> None:
         assert re.search(rf"^{label}jax_intranode: (?:{either})", text, re.MULTILINE), text
     assert re.search(r"^RECORD: mismatch (psum 400|all_gather 40) \(0, 1\)$", text, re.MULTILINE)
     assert re.search(r"^SUM: 2.0 True$", text, re.MULTILINE), text
+
+
+# What destructors print: of objects that were there before the package, and of later ones. In the
+# C library perror prints its argument to stderr.
+NOISE = """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.strdup.restype = ctypes.c_void_p
+def print_at_exit(text):
+    copy = ctypes.c_void_p(libc.strdup(text.encode()))
+    libc.__cxa_atexit(libc.perror, copy, None)
+print_at_exit("Error destroying CUDA event")
+"""
+LATER = "print_at_exit('Error destroying CUDA event of XLA')\n"
+LOST = LATER + (
+    "from jax_intranode._src import failures\n"
+    "failures.report(failures.Failure('jax_intranode: lost.', 'timeout', 'gpu'))\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "last"),
+    [
+        pytest.param(
+            f"{LATER}run(body)", 1, r"jax_intranode: .* timed out after 2 s: .*",
+            marks=pytest.mark.full,
+        ),
+        (
+            f"{LOST}raise jax.errors.JaxRuntimeError('INTERNAL: CUDA error')",
+            1,
+            "jax_intranode: lost.",
+        ),
+        (f"{LOST}print('caught')", 0, "jax_intranode: lost."),
+        pytest.param(
+            f"{LOST}os._exit(3)", 3, "ERROR:jax_intranode:jax_intranode: lost.",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            f"{LATER}raise SystemExit(3)", 3, "Error destroying CUDA event: .*",
+            marks=pytest.mark.full,
+        ),
+    ],
+    ids=["cpu", "gpu", "gpu_that_was_caught", "os_exit", "no_failure"],
+)  # fmt: skip
+def test_the_failure_is_printed_last(code: str, status: int, last: str) -> None:
+    found, text = run_program(code, before=NOISE)
+    assert found == status, text
+    printed = text.splitlines()
+    assert re.fullmatch(last, printed[-1]), text
+    assert sum(line == printed[-1] for line in printed) == 1, text
+    if "_exit" not in code:
+        assert text.count("Error destroying CUDA event") == 2, text
+    if "raise jax" in code:
+        assert "JaxRuntimeError: jax_intranode: lost.\n\nXLA reported: INTERNAL: CUDA" in text

@@ -14,6 +14,7 @@
 
 #include "ffi/collectives_host.h"
 #include "host/call_sites.h"
+#include "host/exit_message.h"
 #include "host/reports.h"
 #include "host/segment.h"
 #include "kernels/memory.h"
@@ -199,6 +200,10 @@ NB_MODULE(_host, m) {
         CallSites::Get().Describe(site, label);
       },
       nb::arg("site"), nb::arg("label"), "What messages say of a call site.");
+  m.def("set_exit_message", &SetExitMessage, nb::arg("message"), nb::arg("always"),
+        "What the process prints last if it fails, or always; empty for nothing.");
+  m.def("print_exit_message", &PrintExitMessage,
+        "Prints the exit message now, before os._exit, and not again.");
   m.def("end_compilation", &EndCompilation, "To be called whenever a program has been compiled.");
   m.def(
       "handler_calls", [] { return host_handler_calls.load(); },

@@ -73,6 +73,7 @@ def shutdown() -> None:
             if module is not None:
                 module.close()
         rendezvous_lib.forget_all()
+    failures.forget()
 
 
 def usage_counter() -> int:

@@ -7,13 +7,14 @@ lowers an operation, shown by XLA's own errors, and printed last when the proces
 it.
 """
 
+import atexit
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from jax_intranode._src import compat
+from jax_intranode._src import compat, native
 
 _log = logging.getLogger("jax_intranode")
 
@@ -99,6 +100,9 @@ def _enter(failure: Failure) -> bool:
         if _in_force:
             return False
         _last, _in_force = failure, True
+        compat.show_in_runtime_errors(_shown_in)
+        # On GPUs the destructors of a lost context print so much that the message is lost, too.
+        native.module("cpu").set_exit_message(failure.message, failure.platform == "gpu")
         return True
 
 
@@ -161,6 +165,12 @@ def forget() -> None:
     current()
     with _lock:
         _in_force = _in_force and _last is not None and _last.platform == "gpu"
+        if not _in_force:
+            native.module("cpu").set_exit_message("", False)
+
+
+# The last chance to find a failure, for the message that is printed last.
+atexit.register(current)
 
 
 def _shown_in(text: str) -> str | None:

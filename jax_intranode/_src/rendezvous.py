@@ -128,7 +128,6 @@ def forget_all() -> None:
     """Ends every rendezvous of this process; the next use of the same devices starts anew."""
     global _generation
     _all.clear()
-    failures.forget()
     _generation += 1
 
 

@@ -29,6 +29,7 @@ CONTENTS = {
         "docs/functions",
         "docs/api",
         "docs/environment",
+        "docs/compatibility",
         "docs/contract",
         "docs/bench",
         "CHANGELOG",

@@ -8,6 +8,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,8 @@ def output_of(code: str, *flags: str) -> str:
 def test_files() -> None:
     files = {str(file) for file in _DISTRIBUTION.files or () if file.suffix != ".pyc"}
     info = {file for file in files if ".dist-info/" in file}
-    assert any(file.endswith(".dist-info/licenses/LICENSE") for file in info)
+    for name in ("LICENSE", "NOTICE"):
+        assert any(file.endswith(f".dist-info/licenses/{name}") for file in info)
     wanted = r"jax_intranode/(py\.typed|_(host|cuda)\.(pyi|[\w.-]+\.so)|(_src/(\w+/)*)?\w+\.py)"
     assert [file for file in sorted(files - info) if not re.fullmatch(wanted, file)] == []
     assert {"jax_intranode/py.typed", "jax_intranode/_host.pyi"} <= files
@@ -68,8 +70,58 @@ def test_each_native_module_has_its_stub() -> None:
 
 def test_metadata() -> None:
     assert _DISTRIBUTION.version == jax_intranode.__version__
+    assert _DISTRIBUTION.metadata["License-Expression"] == "Apache-2.0"
+    assert _DISTRIBUTION.metadata.get_all("License-File") == ["LICENSE", "NOTICE"]
     extras = _DISTRIBUTION.metadata.get_all("Provides-Extra") or ()
     assert set(extras) == {"all", "cuda12", "cuda13", "docs", "examples", "plot", "test"}
+
+
+# The files of a release.
+
+PYPROJECT = ROOT / "pyproject.toml"
+in_the_sources = pytest.mark.skipif(not PYPROJECT.exists(), reason="the sources are not here")
+in_a_checkout = pytest.mark.skipif(not (ROOT / ".github").exists(), reason="not in the sdist")
+
+
+@in_the_sources
+def test_the_version_is_in_one_place() -> None:
+    version = jax_intranode.__version__
+    names = ("pyproject.toml", "CMakeLists.txt", "CITATION.cff", "MODULE.bazel", "docs/conf.py")
+    files = [ROOT / name for name in names]
+    assert [file.name for file in files if file.exists() and version in file.read_text()] == []
+    assert re.search(rf"^## {re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(), re.M)
+
+
+@in_the_sources
+def test_extras_bring_what_gpus_need() -> None:
+    extras = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
+    assert {name: extras[name] for name in ("cuda12", "cuda13")} == {
+        "cuda12": ["jax[cuda12]"],
+        "cuda13": ["jax[cuda13]"],
+    }
+    assert all("==" in requirement for requirement in extras["docs"])
+
+
+@in_the_sources
+def test_the_notice_credits_the_sources() -> None:
+    notice = (ROOT / "NOTICE").read_text()
+    for project in ("PyTorch", "xformers", "vLLM", "nvFuser"):
+        assert project in notice and project in (ROOT / "docs" / "how_it_works.md").read_text()
+
+
+@in_a_checkout
+def test_workflows_test_the_oldest_jax() -> None:
+    project = tomllib.loads(PYPROJECT.read_text())
+    oldest = project["project"]["dependencies"][0].removeprefix("jax>=")
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert f'python: "3.11", jax: "{oldest}"' in workflow
+    assert f"jaxlib=={oldest}" in project["build-system"]["requires"]
+
+
+@in_a_checkout
+def test_a_report_of_a_bug_asks_for_info() -> None:
+    form = (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text()
+    assert "`python -m jax_intranode info --json`" in form
 
 
 # Importing.

@@ -1,7 +1,8 @@
 """The C++ tests: the protocols, the CPU groups and the order of the tiles of fused kernels.
 
-In the full tier the protocols and the CPU groups also run under ThreadSanitizer, AddressSanitizer
-and UndefinedBehaviorSanitizer.
+Models run the protocols in all behaviours of few ranks (tests/native/model). The full tier runs
+more of them. There the protocols and the CPU groups also run under ThreadSanitizer,
+AddressSanitizer and UndefinedBehaviorSanitizer.
 """
 
 import os
@@ -22,6 +23,8 @@ SOURCES = {
         ROOT / "xla_ffi/host/progress.cc",
     ],
     "fused_order_test": [NATIVE / "fused_order_test.cc"],
+    "machine_test": [NATIVE / "model/machine_test.cc"],
+    "collectives_model": [NATIVE / "model/collectives_model.cc"],
 }
 FLAGS = {
     "plain": [],
@@ -68,9 +71,10 @@ class Programs:
             self._skip_unless_sanitizer_works()
 
     def _compile(self, program: Path, sources: list[Path]) -> subprocess.CompletedProcess[str]:
+        optimize = "-O2" if program.name.endswith("_model") else "-O1"
         return run(
-            self._compiler, "-std=c++20", "-O1", "-g1", *self._flags, "-I", str(ROOT), "-pthread",
-            *map(str, sources), "-o", str(program), timeout_s=200,
+            self._compiler, "-std=c++20", optimize, "-g1", *self._flags, "-I", str(ROOT),
+            "-pthread", *map(str, sources), "-o", str(program), timeout_s=200,
         )  # fmt: skip
 
     def _skip_unless_sanitizer_works(self) -> None:
@@ -169,3 +173,58 @@ def test_cpu_groups_report_failures(programs: Programs, mode: str) -> None:
     outcome = run(programs.get("host_group_test"), mode)
     assert outcome.returncode == 0, outcome.stdout
     assert outcome.stdout.endswith(f"{mode}: done\n")
+
+
+def only_full(*parameters: Any) -> Any:
+    return pytest.param(*parameters, marks=[pytest.mark.full, pytest.mark.timeout(1200)])
+
+
+def run_model(programs: Programs, name: str, *arguments: str | int) -> str:
+    """Runs a model and returns its last line."""
+    outcome = run(programs.get(name), *map(str, arguments), timeout_s=1200)
+    assert outcome.returncode in (0, 1), outcome.stdout
+    return outcome.stdout.splitlines()[-1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("programs", ["plain"], indirect=True)
+def test_checker_of_models(programs: Programs) -> None:
+    assert run_model(programs, "machine_test") == "done"
+
+
+@pytest.mark.parametrize("programs", ["plain"], indirect=True)
+@pytest.mark.parametrize(
+    ("ranks", "operations", "depth"),
+    [
+        (2, 4, "quick"),
+        only_full(2, 4, "full"),
+        only_full(2, 8, "quick"),
+        only_full(2, 3, "every_access"),
+        only_full(3, 4, "full"),
+    ],
+)
+def test_model_of_collectives(programs: Programs, ranks: int, operations: int, depth: str) -> None:
+    line = run_model(programs, "collectives_model", "sound", ranks, operations, depth)
+    assert line.startswith(f"sound: ranks {ranks} operations {operations} wrong 0 sequences "), line
+    print(line)
+
+
+BROKEN_COLLECTIVES = [
+    "one_epoch_buffer",  # one buffer fewer
+    "never_armed",
+    "armed_late",  # armed when the next operation has been run
+    "first_word_only",  # the mark may arrive before the data
+    "idle_epochs",  # blocks that an operation does not launch keep their epoch
+    "wrong_epoch",  # a rank looks into the epoch buffer of the next operation
+    "no_release",  # arming may become visible after the next operation's packets
+    "no_acquire",  # packets may take a place before the arming that made room for them
+    "no_fence",
+]
+
+
+@pytest.mark.parametrize("programs", ["plain"], indirect=True)
+@pytest.mark.parametrize("ranks", [2, only_full(3)])
+@pytest.mark.parametrize("variant", BROKEN_COLLECTIVES)
+def test_model_finds_broken_collectives(programs: Programs, variant: str, ranks: int) -> None:
+    line = run_model(programs, "collectives_model", variant, ranks, 3)
+    assert line.startswith(f"{variant}: ranks {ranks} operations 3 ends wrong, "), line

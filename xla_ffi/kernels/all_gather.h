@@ -8,6 +8,8 @@
 // shard of the result.
 //
 // It combines the push of one_shot.h with the drain of two_shot.h.
+//
+// Model: tests/native/model/collectives_model.cc.
 #pragma once
 
 #include "group.h"

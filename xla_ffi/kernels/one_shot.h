@@ -7,6 +7,8 @@
 //
 // It follows the push variants of NCCL's symmetric AGxLL and TensorRT-LLM's one-shot Lamport
 // kernel.
+//
+// Model: tests/native/model/collectives_model.cc.
 #pragma once
 
 #include "group.h"

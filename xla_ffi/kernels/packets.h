@@ -11,6 +11,8 @@
 //   Flagged  32 bytes. Each payload word shares a 64-bit word with a zero, and that word is stored
 //            and loaded whole. The receiver looks for the mark in the 32 bits of the zero, so the
 //            payload may be anything.
+//
+// tests/native/model/collectives_model.cc checks both, with words that arrive in any order.
 #pragma once
 
 #include "memory.h"

@@ -9,6 +9,8 @@
 //
 // These are the first two phases of two_shot.h, but the sum is stored and not sent. NCCL's
 // symmetric RSxLL is similar.
+//
+// Model: tests/native/model/collectives_model.cc.
 #pragma once
 
 #include "group.h"

@@ -14,6 +14,8 @@
 // after it has read them.
 //
 // It follows MSCCL++'s packet all-reduce and SGLang's two-shot push.
+//
+// Model: tests/native/model/collectives_model.cc.
 #pragma once
 
 #include "group.h"

@@ -1,0 +1,418 @@
+// Checks the protocols of xla_ffi/kernels in all their behaviours (machine.h), for few ranks and
+// small messages. The code that runs is that of the CPU backend and of the kernels; only what
+// std::atomic_ref does is replaced.
+//
+//   collectives_model [variant] [ranks] [operations] [depth]
+//
+// Runs every sequence of so many operations, chosen among one-shot, two-shot, reduce-scatter and
+// all-gather, without a barrier between the ranks. The epoch wraps on the way. `depth` is "full";
+// "quick", which runs some of the sequences; or "every_access", which leaves out no interleaving
+// (machine.h), with packets of two words.
+//
+// Checked are all results, that no rank waits for ever, that ranks write only into slabs of peers
+// and that all slabs are empty at the end. Variants other than "sound" break the protocol on
+// purpose. Exit status 0: all is right in every behaviour; 1: not; the steps that lead there are
+// printed.
+#include "atomics.h"
+//
+#include <chrono>
+
+#include "xla_ffi/kernels/all_gather.h"
+#include "xla_ffi/kernels/one_shot.h"
+#include "xla_ffi/kernels/reduce_scatter.h"
+#include "xla_ffi/kernels/two_shot.h"
+
+namespace jin = jax_intranode;
+
+namespace {
+
+constexpr int kMostRanks = 3;
+constexpr int kMostOperations = 8;
+constexpr int kMostBlocks = 2;
+constexpr int kMostPacks = 2;
+constexpr int kMostLate = 64;
+
+enum class Kind { kOneShot, kTwoShot, kReduceScatter, kAllGather };
+constexpr int kKinds = 4;
+constexpr const char* kNames[] = {"one_shot", "two_shot", "reduce_scatter", "all_gather"};
+
+struct Plan {
+  Kind kind;
+  bool floating;
+  int packs;
+  int blocks;
+};
+
+struct Variant {
+  bool one_epoch_buffer, never_armed, armed_late, first_word_only, idle_epochs, wrong_epoch;
+  bool no_release, no_acquire;
+};
+Variant broken;
+
+// A packet that has been read and is armed too late.
+struct LateArm {
+  char* slot;
+  size_t i;
+  void (*arm)(char*, size_t);
+};
+
+// What threads access without the machine. All of it belongs to the state.
+struct Local {
+  uint32_t out[kMostRanks][kMostOperations][kMostRanks * kMostPacks * 4];
+  LateArm late[kMostRanks * kMostBlocks][kMostLate];
+  int late_count[kMostRanks * kMostBlocks];
+};
+Local local;
+
+struct ModelThread {
+  int block, blocks;
+  int Thread() const { return 0; }
+  int Threads() const { return 1; }
+  int Block() const { return block; }
+  int Blocks() const { return blocks; }
+  void Sync() const {}
+  size_t First() const { return block; }
+  size_t Stride() const { return blocks; }
+  bool Wait(size_t, int) {
+    model::TheMachine().Wait();
+    return true;
+  }
+  void Enter(uint32_t* busy, uint32_t*) {
+    if (jin::ExchangeWord(busy, 1) != 0) model::TheMachine().Fail("wrong: the region is busy");
+  }
+  void Admit() const {}
+};
+
+struct ModelGroup : jin::Group {
+  char* EpochBuffer(int of_rank, uint32_t epoch) const {
+    if (broken.wrong_epoch && of_rank == rank) ++epoch;
+    return jin::Group::EpochBuffer(of_rank, broken.one_epoch_buffer ? 0 : epoch);
+  }
+};
+
+// Packets with half of the payload, for searches that are large otherwise.
+struct HalfPackets {
+  static constexpr size_t kBytes = 8;
+  static void Put(char* slot, size_t i, const jin::Pack& p) {
+    for (int k = 0; k < 2; ++k) jin::StoreWord(At(slot, i) + k, p.word[k]);
+  }
+  static bool TryGet(char* slot, size_t i, jin::Pack* p) {
+    *p = {};
+    for (int k = 0; k < 2; ++k) p->word[k] = jin::LoadWord(At(slot, i) + k);
+    return p->word[0] != jin::kEmpty && p->word[1] != jin::kEmpty;
+  }
+  static void Arm(char* slot, size_t i) {
+    for (int k = 0; k < 2; ++k) jin::StoreWord(At(slot, i) + k, jin::kEmpty);
+  }
+  static uint32_t* At(char* slot, size_t i) {
+    return reinterpret_cast<uint32_t*>(slot + i * kBytes);
+  }
+};
+
+// Packets as they are, or broken.
+template <class Packets>
+struct MaybeBroken : Packets {
+  static constexpr bool kFloating = !std::is_same_v<Packets, jin::FlaggedPackets>;
+  static bool TryGet(char* slot, size_t i, jin::Pack* p) {
+    const bool all = Packets::TryGet(slot, i, p);
+    return kFloating && broken.first_word_only ? p->word[0] != jin::kEmpty : all;
+  }
+  static void Arm(char* slot, size_t i) {
+    if (broken.never_armed) return;
+    if (!broken.armed_late) return Packets::Arm(slot, i);
+    const int thread = model::TheMachine().current();
+    int& count = local.late_count[thread];
+    if (count < kMostLate) local.late[thread][count++] = {slot, i, &Packets::Arm};
+  }
+};
+
+uint32_t Value(int rank, int operation, size_t i, bool floating) {
+  const uint32_t v = 1 + rank * 100 + operation * 1000 + static_cast<uint32_t>(i);
+  if (!floating) return v % 5 == 0 ? 0xFFFFFFFFu : v;  // integers may look like an empty word
+  const float f = static_cast<float>(v);
+  return std::bit_cast<uint32_t>(f);
+}
+
+uint32_t Sum(int ranks, int operation, size_t i, bool floating) {
+  uint32_t integer = 0;
+  float real = 0;
+  for (int r = 0; r < ranks; ++r) {
+    const uint32_t v = Value(r, operation, i, floating);
+    real += std::bit_cast<float>(v);
+    integer += v;
+  }
+  return floating ? std::bit_cast<uint32_t>(real) : integer;
+}
+
+// One sequence of operations.
+class Sequence {
+ public:
+  Sequence(int ranks, std::vector<Plan> plans, bool every_access)
+      : ranks_(ranks),
+        plans_(std::move(plans)),
+        epoch_buffer_bytes_(64 * ranks),
+        words_(ranks * 2 * epoch_buffer_bytes_ / 4),
+        every_access_(every_access),
+        machine_(words_, jin::kEmpty, 0, {every_access}) {
+    static_assert(kMostPacks * 32 <= 64);
+    const size_t region_bytes = jin::kHeaderBytes + 2 * epoch_buffer_bytes_;
+    for (int r = 0; r < ranks_; ++r) {
+      memory_.push_back(std::make_unique<Aligned[]>(region_bytes / sizeof(Aligned)));
+      regions_.push_back(reinterpret_cast<char*>(memory_[r].get()));
+      memset(regions_[r], 0, jin::kHeaderBytes);
+      for (uint32_t& epoch : Header(r)->epoch) epoch = First();
+      machine_.AddLocalMemory(Header(r), sizeof(jin::RegionHeader));
+    }
+    memset(&local, 0, sizeof local);
+    machine_.AddLocalMemory(local.out, sizeof local.out);
+    if (broken.armed_late) machine_.AddLocalMemory(&local, sizeof local);
+    model::TheMemory() = {&machine_, [this](const void* at) { return WordAt(at); }};
+    for (int r = 0; r < ranks_; ++r) {
+      for (size_t k = 0; k < plans_.size(); ++k) {
+        const Plan& plan = plans_[k];
+        blocks_ = std::max(blocks_, plan.blocks);
+        const size_t n = plan.packs * 4 * (plan.kind == Kind::kReduceScatter ? ranks_ : 1);
+        for (size_t i = 0; i < n; ++i) inputs_[r][k].words[i] = Value(r, k, i, plan.floating);
+      }
+    }
+    for (int r = 0; r < ranks_; ++r) {
+      for (int b = 0; b < blocks_; ++b) {
+        machine_.AddThread("rank " + std::to_string(r) + " block " + std::to_string(b),
+                           [this, r, b] { RunBlock(r, b); });
+      }
+    }
+    machine_.OnEnd([this] { CheckEnd(); });
+    machine_.NameWords([this](size_t word) { return NameOf(word); });
+  }
+
+  model::Machine::Result Search() { return machine_.Search(); }
+
+ private:
+  struct alignas(64) Aligned {
+    char bytes[64];
+  };
+  struct alignas(16) Input {
+    uint32_t words[kMostRanks * kMostPacks * 4];
+  };
+
+  // The first epoch. It wraps in the middle.
+  uint32_t First() const { return 0u - static_cast<uint32_t>(plans_.size() / 2); }
+  jin::RegionHeader* Header(int r) const {
+    return reinterpret_cast<jin::RegionHeader*>(regions_[r]);
+  }
+
+  long WordAt(const void* at) {
+    for (int r = 0; r < ranks_; ++r) {
+      const char* const buffers = regions_[r] + jin::kHeaderBytes;
+      const long offset = static_cast<const char*>(at) - buffers;
+      const long bytes = 2 * epoch_buffer_bytes_;
+      if (offset >= 0 && offset < bytes) return (r * bytes + offset) / 4;
+      if (offset < 0 && offset >= -static_cast<long>(jin::kHeaderBytes)) {
+        if (machine_.current() / blocks_ != r) machine_.Fail("wrong: accesses a peer's header");
+        return -1;
+      }
+    }
+    machine_.Fail("wrong: an access outside of all regions");
+    return -1;
+  }
+  std::string NameOf(size_t word) const {
+    const size_t of_rank = 2 * epoch_buffer_bytes_ / 4, r = word / of_rank;
+    const size_t of_buffer = of_rank / 2, in_rank = word % of_rank;
+    return "word " + std::to_string(in_rank % of_buffer) + " of epoch buffer " +
+           std::to_string(in_rank / of_buffer) + " of rank " + std::to_string(r);
+  }
+
+  template <class Type, int N, class PacketsOfType = typename Type::Packets>
+  void RunKernel(ModelThread& t, const ModelGroup& g, const jin::Buffer& call, Kind kind) {
+    using Packets = MaybeBroken<PacketsOfType>;
+    switch (kind) {
+      case Kind::kOneShot:
+        jin::OneShot<Type, N, Packets>::Run(t, g, call);
+        break;
+      case Kind::kTwoShot:
+        jin::TwoShot<Type, N, Packets>::Run(t, g, call);
+        break;
+      case Kind::kReduceScatter:
+        jin::ReduceScatter<Type, N, Packets>::Run(t, g, call);
+        break;
+      case Kind::kAllGather:
+        jin::AllGather<Type, N, Packets>::Run(t, g, call);
+        break;
+    }
+  }
+
+  void RunBlock(int rank, int block) {
+    ModelGroup group;
+    for (int r = 0; r < ranks_; ++r) group.region[r] = regions_[r];
+    group.epoch_buffer_bytes = epoch_buffer_bytes_;
+    group.rank = rank;
+    group.size = ranks_;
+    for (size_t k = 0; k < plans_.size(); ++k) {
+      const Plan& plan = plans_[k];
+      const int late = local.late_count[machine_.current()];
+      if (block < plan.blocks) {
+        ModelThread thread{block, plan.blocks};
+        const jin::Buffer call{inputs_[rank][k].words, local.out[rank][k],
+                               static_cast<size_t>(16 * plan.packs)};
+        if (every_access_) {
+          RunKernel<jin::F32, 0, HalfPackets>(thread, group, call, plan.kind);
+        } else if (ranks_ == 2 && plan.floating) {
+          RunKernel<jin::F32, 2>(thread, group, call, plan.kind);
+        } else if (plan.floating) {
+          RunKernel<jin::F32, 0>(thread, group, call, plan.kind);
+        } else {
+          RunKernel<jin::I32, 0>(thread, group, call, plan.kind);
+        }
+      }
+      ArmLate(late);
+      EndKernel(rank, static_cast<int>(k));
+      if (block == 0) EndOperation(rank, static_cast<int>(k));
+    }
+  }
+
+  // The end of a kernel orders all that its blocks did before all that the next kernel does. On the
+  // CPU a fence does the same (host/host_group.cc).
+  void EndKernel(int rank, int operation) {
+    if (!broken.no_acquire) machine_.AcquireFence();
+    machine_.Barrier(operation * ranks_ + rank, blocks_);
+    if (!broken.no_release) machine_.ReleaseFence();
+  }
+
+  void EndOperation(int rank, int k) {
+    const Plan& plan = plans_[k];
+    const size_t shard = 4 * plan.packs;
+    const size_t n = shard * (plan.kind == Kind::kAllGather ? ranks_ : 1);
+    for (size_t i = 0; i < n; ++i) {
+      const size_t in = plan.kind == Kind::kReduceScatter ? rank * shard + i : i;
+      const uint32_t expected = plan.kind == Kind::kAllGather ? Value(static_cast<int>(i / shard),
+                                                                      k, i % shard, plan.floating)
+                                                              : Sum(ranks_, k, in, plan.floating);
+      if (every_access_ && i % 4 >= 2) continue;
+      if (local.out[rank][k][i] != expected) {
+        machine_.Fail("wrong: the result of operation " + std::to_string(k) + " (" +
+                      kNames[static_cast<int>(plan.kind)] + ") on rank " + std::to_string(rank));
+      }
+    }
+    if (!broken.idle_epochs) return;
+    // Blocks that an operation does not launch keep their epoch.
+    for (int b = plan.blocks; b < jin::kMaxBlocks; ++b) --Header(rank)->epoch[b];
+  }
+
+  // Arms the packets of the operation before, when this one has been run.
+  void ArmLate(int count) {
+    const int thread = machine_.current();
+    for (int i = 0; i < count; ++i) {
+      const LateArm& it = local.late[thread][i];
+      it.arm(it.slot, it.i);
+    }
+    int& total = local.late_count[thread];
+    std::copy(local.late[thread] + count, local.late[thread] + total, local.late[thread]);
+    total -= count;
+  }
+
+  void CheckEnd() {
+    for (size_t word = 0; word < words_; ++word) {
+      if (machine_.Newest(word) != jin::kEmpty) machine_.Fail("wrong: a slab is left full");
+    }
+    for (int r = 0; r < ranks_ && !broken.idle_epochs; ++r) {
+      for (uint32_t epoch : Header(r)->epoch) {
+        if (epoch != static_cast<uint32_t>(First() + plans_.size()))
+          machine_.Fail("wrong: the epoch");
+      }
+    }
+  }
+
+  const int ranks_;
+  const std::vector<Plan> plans_;
+  const size_t epoch_buffer_bytes_, words_;
+  const bool every_access_;
+  int blocks_ = 1;
+  std::vector<std::unique_ptr<Aligned[]>> memory_;
+  std::vector<char*> regions_;
+  Input inputs_[kMostRanks][kMostOperations];
+  model::Machine machine_;
+};
+
+// How the operations of a sequence differ apart from their kind.
+Plan PlanOf(int pattern, int k, Kind kind) {
+  switch (pattern) {
+    case 0:
+      return {kind, true, 1, 1};
+    case 1:
+      return {kind, false, 1, 1};
+    case 2:  // both kinds of packets and other layouts in the same memory
+      return {kind, k % 3 == 0, 1 + k % 2, 1};
+    default:  // kernels of two blocks and of one
+      return {kind, k % 4 < 2, 2, k % 3 == 1 ? 1 : 2};
+  }
+}
+constexpr int kPatterns = 4;
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string variant = argc > 1 ? argv[1] : "sound";
+  const int ranks = argc > 2 ? atoi(argv[2]) : 2;
+  const int operations = argc > 3 ? std::min(atoi(argv[3]), kMostOperations) : 4;
+  const std::string depth = argc > 4 ? argv[4] : "full";
+  const std::pair<const char*, std::vector<bool Variant::*>> variants[] = {
+      {"sound", {}},
+      {"one_epoch_buffer", {&Variant::one_epoch_buffer}},
+      {"never_armed", {&Variant::never_armed}},
+      {"armed_late", {&Variant::armed_late}},
+      {"first_word_only", {&Variant::first_word_only}},
+      {"idle_epochs", {&Variant::idle_epochs}},
+      {"wrong_epoch", {&Variant::wrong_epoch}},
+      {"no_fence", {&Variant::no_release, &Variant::no_acquire}},
+      {"no_release", {&Variant::no_release}},
+      {"no_acquire", {&Variant::no_acquire}},
+  };
+  bool known = false;
+  for (const auto& [name, flags] : variants) {
+    if (variant != name) continue;
+    known = true;
+    for (bool Variant::* flag : flags) broken.*flag = true;
+  }
+  if (!known || ranks < 2 || ranks > kMostRanks || operations < 1) {
+    printf("unknown variant, or not 2 or 3 ranks\n");
+    return 2;
+  }
+
+  const auto began = std::chrono::steady_clock::now();
+  size_t sequences = 0, states = 0, steps = 0;
+  double interleavings = 0;
+  int combinations = 1;
+  for (int k = 0; k < operations; ++k) combinations *= kKinds;
+  const int patterns = depth == "every_access" ? 1 : kPatterns;
+  for (int pattern = 0; pattern < patterns; ++pattern) {
+    for (int combination = 0; combination < combinations; ++combination) {
+      // The quick check takes sequences of one kind, and some others.
+      const bool same = combination % ((combinations - 1) / (kKinds - 1)) == 0;
+      if (depth == "quick" && !same && combination % 11 != pattern) continue;
+      std::vector<Plan> plans;
+      std::string names;
+      for (int k = 0, c = combination; k < operations; ++k, c /= kKinds) {
+        plans.push_back(PlanOf(pattern, k, static_cast<Kind>(c % kKinds)));
+        names += std::string(" ") + kNames[c % kKinds];
+      }
+      const auto result = Sequence(ranks, plans, depth == "every_access").Search();
+      ++sequences;
+      states += result.states;
+      steps += result.steps;
+      interleavings += result.interleavings;
+      if (result.error.empty()) continue;
+      printf("%s\noperations:%s, pattern %d\n", result.error.c_str(), names.c_str(), pattern);
+      for (const std::string& line : result.trace) printf("  %s\n", line.c_str());
+      printf("%s: ranks %d operations %d ends wrong, after %zu states\n", variant.c_str(), ranks,
+             operations, states);
+      return 1;
+    }
+  }
+  const double seconds =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+  printf(
+      "%s: ranks %d operations %d wrong 0 sequences %zu states %zu steps %zu "
+      "interleavings %.3g, %.1f s\n",
+      variant.c_str(), ranks, operations, sequences, states, steps, interleavings, seconds);
+  return 0;
+}

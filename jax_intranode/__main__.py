@@ -54,6 +54,12 @@ COMMANDS = (
         "jax_intranode._src.commands.demo",
     ),
     Command(
+        "doctor",
+        "check whether this package works on this node, and what the node gains",
+        "jax_intranode._src.commands.doctor",
+        needs_package=False,
+    ),
+    Command(
         "info",
         "print versions, GPUs and links, modes, environment variables, problems",
         "jax_intranode._src.commands.info",

@@ -364,12 +364,17 @@ def _check_hellos(hellos: list[dict[str, Any]]) -> None:
             )
 
 
+def epoch_buffer_bytes(slab_bytes: int, header_bytes: int) -> int:
+    """Bytes of each epoch buffer of a slab's regions; 0 or less if the slab is too small."""
+    epoch_buffer = ((slab_bytes - PROBE_BYTES) // REGIONS - header_bytes) // 2
+    return epoch_buffer // 4096 * 4096
+
+
 def _allocate(rendezvous: Rendezvous, local: list[int], shared: bool) -> dict[int, Any]:
     """Allocates a zeroed slab for each device and arms its epoch buffers (kernels/group.h)."""
     module = native.module(rendezvous.platform)
     total = config.get().slab_bytes(rendezvous.platform)
-    epoch_buffer = ((total - PROBE_BYTES) // REGIONS - module.HEADER_BYTES) // 2
-    rendezvous.epoch_buffer_bytes = epoch_buffer // 4096 * 4096
+    rendezvous.epoch_buffer_bytes = epoch_buffer_bytes(total, module.HEADER_BYTES)
     if rendezvous.epoch_buffer_bytes <= 0:
         raise RuntimeError(f"a slab of {total} bytes is too small; raise JAX_INTRANODE_SLAB_MIB")
     if rendezvous.reason_for_no_matmuls is None:

@@ -149,13 +149,14 @@ def _part(name: str, ffi: list[int] | None, problems: list[str]) -> dict[str, An
         problems.append(f"{what}: it cannot be loaded: {part['error']}. Install jax_intranode anew")
     if ffi is not None and part["ffi"] is not None and part["ffi"] > ffi:
         part["error"] = (
-            f"built against FFI headers {_dotted(part['ffi'])}, and jaxlib has {_dotted(ffi)}"
+            f"built against FFI headers {dotted(part['ffi'])}, and jaxlib has {dotted(ffi)}"
         )
         problems.append(f"{what}: {part['error']}. Install a newer jaxlib")
     return part
 
 
-def _dotted(version: list[int] | None) -> str:
+def dotted(version: list[int] | None) -> str:
+    """Returns a version as text."""
     return ".".join(map(str, version)) if version else "unknown"
 
 
@@ -180,7 +181,7 @@ def _gpus(found: list[topology.LinkReport]) -> list[dict[str, Any]]:
             {
                 "name": report_of_one.name,
                 "bus_id": report_of_one.bus_id,
-                "compute_capability": _dotted(list(facts.compute_capability)),
+                "compute_capability": dotted(list(facts.compute_capability)),
                 "memory_mib": memory and memory[0],
                 "free_mib": memory and memory[1],
             }
@@ -311,4 +312,4 @@ def _text_of_part(part: dict[str, Any]) -> str:
     if not part["built"]:
         return "not built"
     cuda = f"CUDA {part['cuda']} for {', '.join(part['architectures'])}, " if "cuda" in part else ""
-    return f"built, {cuda}FFI {_dotted(part['ffi'])}"
+    return f"built, {cuda}FFI {dotted(part['ffi'])}"

@@ -1,0 +1,307 @@
+"""The command `doctor`: verdicts of its checks on known nodes, and what a node is said to gain."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jax_intranode import __main__ as command_line
+from jax_intranode._src.commands import benefits, doctor, info, shared_memory
+from jax_intranode._src.overlap.profiles import H200_FACTS
+
+ROOT = Path(__file__).resolve().parent.parent
+PERFORMANCE = ROOT / "docs" / "performance.md"
+
+
+def node(**changes: Any) -> dict[str, Any]:
+    """The report of `info` on a node with two H200s, with changes."""
+    gpu = {"name": "NVIDIA H200", "compute_capability": "9.0", "memory_mib": 143771}
+    gpus = [{**gpu, "bus_id": f"00000000:0{i}:00.0", "free_mib": 143000} for i in range(2)]
+    architectures = ["sm_80", "sm_90", "sm_100", "compute_80", "sm_90a"]
+    part = {"built": True, "ffi": [0, 3], "error": None}
+    return {
+        "ffi_of_jaxlib": [0, 5],
+        "cpu_part": part,
+        "cuda_part": {**part, "cuda": "13.0", "architectures": architectures},
+        "versions": {"jax": "0.12", "jax-cuda13-plugin": "0.12"},
+        "driver": {"version": "580.1", "cuda": "13.0", "reason": None},
+        "gpus": gpus,
+        "topology": {"kind": "fully_connected", "links": [[0, 18], [18, 0]]},
+        "environment": [],
+    } | changes
+
+
+def verdict(check: doctor.Check) -> tuple[str, str]:
+    """The verdict and, so that a test can search it, all other text."""
+    if check.verdict in (doctor.FAILS, doctor.WARNING):
+        assert check.remedy, check
+    return check.verdict, doctor.text_of(check)
+
+
+def test_a_good_node() -> None:
+    for check in (doctor._ffi, doctor._driver, doctor._cuda_part, doctor._links):
+        assert check(node()).verdict == doctor.OK, check(node())
+    assert [check.verdict for check in doctor._memory(node())] == [doctor.OK] * 2
+
+
+def test_versions() -> None:
+    found, text = verdict(doctor._ffi(node(ffi_of_jaxlib=[0, 2])))
+    assert found == doctor.FAILS and "built against 0.3, jaxlib has 0.2" in text
+    assert doctor._ffi(node(ffi_of_jaxlib=None)).verdict == doctor.SKIPPED
+    old = {"version": "550.1", "cuda": "12.4", "reason": None}
+    found, text = verdict(doctor._driver(node(driver=old)))
+    assert found == doctor.FAILS and "550.1" in text and "built with CUDA 13.0" in text
+
+
+def test_a_driver_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    none = node(driver={"version": None, "cuda": None, "reason": "NVML does not start"}, gpus=[])
+    monkeypatch.setattr(doctor, "_device_files", list)
+    assert doctor._driver(none).verdict == doctor.SKIPPED
+    monkeypatch.setattr(doctor, "_device_files", lambda: [Path("/dev/nvidia0")])
+    found, text = verdict(doctor._driver(none))
+    assert found == doctor.FAILS and "NVML does not start" in text and "--gpus all" in text
+
+
+def test_cuda_part() -> None:
+    missing = {"built": False, "ffi": None, "error": None}
+    found, text = verdict(doctor._cuda_part(node(cuda_part=missing)))
+    assert found == doctor.FAILS and "not built; this node has 2 GPU(s)" in text
+    found, text = verdict(doctor._cuda_part(node(versions={"jax": "0.12"})))
+    assert found == doctor.FAILS and "no CUDA plugin" in text
+    found, text = verdict(doctor._cuda_part(node(gpus=[], cuda_part=missing)))
+    assert found == doctor.SKIPPED and "not built" in text
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "runs"),
+    [
+        ("sm_80,sm_90,compute_80,sm_90a", 90, True),
+        ("sm_80,sm_90,compute_80", 120, True),  # by PTX
+        ("sm_80,sm_90,sm_90a", 120, False),
+        ("sm_80", 86, True),
+        ("sm_86", 80, False),
+        ("sm_90a", 90, False),  # the fused kernels alone
+        ("compute_80", 75, False),
+    ],
+)
+def test_architectures(architectures: str, capability: int, runs: bool) -> None:
+    assert doctor._runs_on(architectures.split(","), capability) == runs
+    gpu = node()["gpus"][0] | {"compute_capability": f"{capability // 10}.{capability % 10}"}
+    part = node()["cuda_part"] | {"architectures": architectures.split(",")}
+    found, _ = verdict(doctor._cuda_part(node(gpus=[gpu], cuda_part=part)))
+    assert found == (doctor.OK if runs else doctor.FAILS)
+
+
+def test_links() -> None:
+    links = [[0, 4, 0], [4, 0, 4], [0, 4, 0]]
+    found, text = verdict(doctor._links(node(topology={"kind": "unknown", "links": links})))
+    assert found == doctor.WARNING and "not linked: GPU 0 and 2\n" in text
+    one = node(topology={"kind": "fully_connected", "links": [[0]]}, gpus=node()["gpus"][:1])
+    assert doctor._links(one) == doctor.Check("NVLink", doctor.SKIPPED, "a single GPU has no peers")
+
+
+def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+
+    def of(free_mib: int) -> tuple[str, str]:
+        return verdict(doctor._memory_of(0, node()["gpus"][0] | {"free_mib": free_mib}))
+
+    found, text = of(900)
+    assert found == doctor.FAILS and "900 of 143771 MiB free; slab and ring need 904 MiB" in text
+    found, text = of(108000)
+    assert found == doctor.WARNING and "beside JAX's 107828 MiB" in text
+    assert of(109000)[0] == doctor.OK
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    assert of(1000)[0] == doctor.OK
+    monkeypatch.setenv("JAX_INTRANODE_RING_MIB", "1024")
+    assert of(1000)[0] == doctor.FAILS
+
+
+def test_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shared_memory, "DIRECTORY", tmp_path)
+    assert doctor._dev_shm(node()).verdict == doctor.OK
+    monkeypatch.setenv("JAX_INTRANODE_SLAB_MIB", str(10**8))
+    found, text = verdict(doctor._dev_shm(node()))
+    assert found == doctor.WARNING and "needs 100000000 MiB" in text and "--shm-size" in text
+    monkeypatch.setattr(shared_memory, "DIRECTORY", tmp_path / "missing")
+    assert verdict(doctor._dev_shm(node(gpus=[])))[0] == doctor.FAILS
+    found, text = verdict(doctor._dev_shm(node()))
+    assert found == doctor.WARNING and "missing cannot be written: No such file" in text
+
+
+def test_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_HOST_NAMESPACES", {"pid": 1, "ipc": 2})
+    found, text = verdict(doctor._namespaces())
+    assert found == doctor.OK and "PID and IPC namespaces of its own" in text
+    monkeypatch.setattr(doctor, "_HOST_NAMESPACES", {"none": 1})
+    assert doctor._namespaces().verdict == doctor.SKIPPED
+
+
+def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_INTRANODE_DISABLE", "1")
+    monkeypatch.setenv("JAX_INTRANODE_TIMEOUT", "1")
+    monkeypatch.setenv("JAX_INTRANODE_SLAB_MIB", "0")
+    checks = [verdict(check) for check in doctor._environment(info.report())]
+    assert [found for found, _ in checks] == [doctor.FAILS, doctor.WARNING, doctor.WARNING]
+    assert "correct or unset JAX_INTRANODE_SLAB_MIB" in checks[0][1]
+    assert "Did you mean JAX_INTRANODE_TIMEOUT_S?" in checks[1][1]
+    assert "JAX_INTRANODE_DISABLE=1: everything falls back" in checks[2][1]
+
+
+# Tests in processes of their own.
+
+
+def test_a_test_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_LIMIT_S", 0.1)
+    found, text = verdict(doctor._self_test("multi", "cpu"))
+    assert found == doctor.FAILS
+    assert "the ranks did not finish within 0.1 s" in text
+
+
+def test_a_test_that_fails() -> None:
+    _, problem = doctor._run_module("no_such_module", [[]])
+    assert problem is not None and "No module named jax_intranode._src.commands.no_such" in problem
+
+
+def outcome(**changes: Any) -> dict[str, Any]:
+    good = {"right": True, "algorithm": "one_shot", "reason": "", "operations": 40}
+    return good | changes
+
+
+@pytest.mark.parametrize(
+    ("result", "found", "says"),
+    [
+        (outcome(), doctor.OK, "psum ran as one_shot"),
+        (outcome(right=False), doctor.FAILS, "wrong"),
+        (outcome(algorithm="lax", reason="no NVLink"), doctor.WARNING, "jax.lax ran it: no NVLink"),
+        (outcome(operations=0), doctor.FAILS, "our kernels ran nothing"),
+    ],
+)
+def test_verdict_of_a_test(
+    result: dict[str, Any], found: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_module(name: str, ranks: list[tuple[str, str, str]]) -> tuple[str, None]:
+        assert name == "selftest" and len(ranks) == 2
+        Path(ranks[0][2]).write_text(json.dumps(result))
+        return "", None
+
+    monkeypatch.setattr(doctor, "_run_module", run_module)
+    check, text = verdict(doctor._self_test("multi", "gpu"))
+    assert check == found and says in text
+
+
+# The command.
+
+
+@pytest.fixture
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Puts made-up results in the place of the tests in processes of their own."""
+    result = outcome()
+
+    def run_module(name: str, ranks: list[tuple[str, ...]]) -> tuple[str, None]:
+        if name == "selftest":
+            Path(ranks[0][2]).write_text(json.dumps(result))
+        return "[]", None
+
+    monkeypatch.setattr(doctor, "_run_module", run_module)
+    monkeypatch.setattr(doctor, "_usable_gpus", lambda found: 0)
+    return result
+
+
+def test_command(no_processes: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    code = command_line.main(["doctor"])
+    out = capsys.readouterr().out
+    assert code == int(bool(re.search("^fails ", out, re.MULTILINE)))
+    assert re.search(r"^\d+ checks: \d failed, \d with a warning\.$", out, re.MULTILINE)
+    assert "\nYour node benefits: between processes with a CPU device each, psum up to 64 KB" in out
+    assert re.search(r"^  psum +one process per device +1 KB +one-shot +23\.68$", out, re.MULTILINE)
+
+
+def test_json(no_processes: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    code = command_line.main(["doctor", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["passes"] == (code == 0)
+    assert {check["verdict"] for check in found["checks"]} <= {"ok", "warning", "fails", "skipped"}
+    assert found["benefits"][0]["ratio"] == 23.68
+
+
+def test_a_failed_check_fails_the_command(
+    no_processes: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    no_processes["right"] = False
+    assert command_line.main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "2 failed" in out
+    assert "Your node benefits: no. a psum or an all-gather was wrong." in out
+
+
+@pytest.mark.full
+def test_on_this_machine(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "jax_intranode", "doctor", "--json"],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    found = json.loads(done.stdout)
+    checks = {check["name"]: check["verdict"] for check in found["checks"]}
+    assert checks["memory of another process"] == "ok"
+    assert checks["one process with two CPU devices"] == "ok"
+    assert checks["two processes, two CPU devices"] == "ok"
+
+
+# What a node gains.
+
+
+def page_rows() -> list[list[str]]:
+    """The cells of the tables of the page of figures."""
+    lines = [line for line in PERFORMANCE.read_text().splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.mark.skipif(not PERFORMANCE.exists(), reason="the pages are not here")
+def test_ratios_are_those_of_the_page() -> None:
+    rows = page_rows()
+    for (device, mode, count), by_operation in benefits.MEASURED.items():
+        for operation, ratios in by_operation.items():
+            for what, ratio in ratios.items():
+                if count != 2:
+                    continue
+                if isinstance(what, tuple):
+                    start = " \N{MULTIPLICATION SIGN} ".join(map(str, what))
+                    assert any(r[0].startswith(start) and r[-1] == str(ratio) for r in rows), what
+                else:
+                    column = {"multi": 4, "single": 8}[mode]
+                    same = [r for r in rows if r[0] == benefits.size_text(what)]
+                    assert any(float(r[column] or 0) == ratio for r in same if len(r) == 9), (
+                        *(device, mode, operation, what),
+                    )
+
+
+@pytest.mark.parametrize("where", benefits.MEASURED)
+def test_measured_sizes_are_shown(where: tuple[str, str, int]) -> None:
+    device, mode, count = where
+    platform = "cpu" if device == "cpu" else "gpu"
+    found = benefits.of_node(platform, device, count, [H200_FACTS] * count)
+    of_mode = [b for b in found if b.mode == mode and b.ratio is not None]
+    assert of_mode
+    for benefit in of_mode:
+        assert benefit.path != "jax.lax" and (benefit.ratio or 0) > 1
+
+
+def test_other_gpus_were_not_measured() -> None:
+    h100 = [H200_FACTS] * 8
+    found = benefits.of_node("gpu", "NVIDIA H100", 8, h100)
+    assert {b.ratio for b in found} == {None}
+    text = benefits.table_of(found)
+    assert re.search(r"psum +one process +1 KB to 64 KB|psum .*one-shot +not measured", text)
+    assert "psum up to 4 MB (not measured)" in benefits.summary(found)
+    assert benefits.summary([b for b in found if b.path == "jax.lax"]).startswith("nothing")

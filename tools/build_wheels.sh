@@ -11,7 +11,7 @@
 # auditwheel names the oldest glibc that the wheels run with. It depends on the machine: the image
 # that [tool.cibuildwheel] of pyproject.toml names gives an older one than Debian 12 does. Each wheel
 # is then installed in a fresh environment and run without a compiler or a toolkit on PATH. Takes
-# about five minutes on two cores.
+# about five minutes on two cores; with CMAKE_CUDA_COMPILER_LAUNCHER=ccache about three.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=$(realpath -m "${1:?usage: tools/build_wheels.sh OUT}")
@@ -46,6 +46,8 @@ mkdir -p "$out"
 python -m build --sdist --outdir "$out" . >"$work/log" 2>&1 || { cat "$work/log"; exit 1; }
 sdist=$(ls "$out"/jax_intranode-*.tar.gz)
 
+# The C++ library of the compiler is newer than that of older systems, so it is linked statically.
+export LDFLAGS="-static-libstdc++ -static-libgcc -Wl,--exclude-libs,ALL"
 for python in "${pythons[@]}"; do
   step "$("$python" --version), CUDA $cuda"
   CUDACXX=$(command -v "$nvcc") JAX_INTRANODE_CUDA=ON \

@@ -12,7 +12,7 @@ import jax_intranode
 
 # The side bar: captions, and the pages under each.
 CONTENTS = {
-    "Start here": ["docs/when", "docs/performance"],
+    "Start here": ["Overview and installation <self>", "docs/when", "docs/performance"],
     "User guide": [
         "docs/usage",
         "docs/processes",

@@ -25,6 +25,7 @@ SOURCES = {
     "fused_order_test": [NATIVE / "fused_order_test.cc"],
     "machine_test": [NATIVE / "model/machine_test.cc"],
     "collectives_model": [NATIVE / "model/collectives_model.cc"],
+    "log_model": [NATIVE / "model/log_model.cc"],
 }
 FLAGS = {
     "plain": [],
@@ -228,3 +229,31 @@ BROKEN_COLLECTIVES = [
 def test_model_finds_broken_collectives(programs: Programs, variant: str, ranks: int) -> None:
     line = run_model(programs, "collectives_model", variant, ranks, 3)
     assert line.startswith(f"{variant}: ranks {ranks} operations 3 ends wrong, "), line
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("programs", ["plain"], indirect=True)
+@pytest.mark.parametrize(("ranks", "calls"), [(2, 8), (3, 8)])
+def test_model_of_log(programs: Programs, ranks: int, calls: int) -> None:
+    line = run_model(programs, "log_model", "sound", ranks, calls)
+    assert line.startswith(f"sound: ranks {ranks} operations {calls} wrong 0 states "), line
+    print(line)
+
+
+BROKEN_LOG = [
+    "number_first",  # the number of an entry is stored before the entry
+    "one_entry_more",  # the leader reuses an entry one operation too early
+    "any_number",  # a process takes whatever it finds in the entry
+    "no_release",
+    "no_acquire",
+    "no_fence",  # between operations
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("programs", ["plain"], indirect=True)
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("variant", BROKEN_LOG)
+def test_model_finds_broken_log(programs: Programs, variant: str, ranks: int) -> None:
+    line = run_model(programs, "log_model", variant, ranks, 5)
+    assert line.startswith(f"{variant}: ranks {ranks} operations 5 ends wrong, "), line

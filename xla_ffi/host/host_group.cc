@@ -150,19 +150,6 @@ void Ticket::Complete(const std::string& error) {
   if (on_done) RunApart([on_done = std::move(on_done), error] { on_done(error); });
 }
 
-struct HostGroup::LogEntry {
-  static constexpr uint32_t kEntries = 1024;
-  uint32_t sequence;  // the operation's epoch plus 1
-  uint32_t count;
-  uint64_t site;
-};
-
-HostGroup::LogEntry* HostGroup::Entry(uint32_t sequence) const {
-  static_assert(sizeof(LogEntry) * LogEntry::kEntries <= kHeaderBytes / 2);
-  return reinterpret_cast<LogEntry*>(group_.region[0] + kHeaderBytes / 2) +
-         sequence % LogEntry::kEntries;
-}
-
 HostGroup::HostGroup(const Group& group, std::vector<int> local_ranks,
                      std::vector<int64_t> device_ids, std::chrono::nanoseconds timeout,
                      std::shared_ptr<void> keep_alive)
@@ -170,7 +157,8 @@ HostGroup::HostGroup(const Group& group, std::vector<int> local_ranks,
       local_ranks_(std::move(local_ranks)),
       device_ids_(std::move(device_ids)),
       timeout_(timeout),
-      keep_alive_(std::move(keep_alive)) {
+      keep_alive_(std::move(keep_alive)),
+      log_(group_.region[0] + kHeaderBytes / 2) {
   Group own = group_;
   own.rank = local_ranks_.front();
   logged_ = sequence_ = LoadWord(&own.Header()->epoch[0]);
@@ -209,27 +197,22 @@ std::shared_ptr<Ticket> HostGroup::Arrive(int rank, uint64_t site, const Operati
 }
 
 void HostGroup::AppendToLog() {
-  while (!to_log_.empty() && logged_ - sequence_ < LogEntry::kEntries) {
-    LogEntry* entry = Entry(logged_);
+  while (!to_log_.empty() && Log::HasRoom(logged_, sequence_)) {
     const Key key = to_log_.front();
     to_log_.pop_front();
-    std::atomic_ref(entry->count).store(key.count, std::memory_order_relaxed);
-    std::atomic_ref(entry->site).store(key.site, std::memory_order_relaxed);
-    ++logged_;
-    std::atomic_ref(entry->sequence).store(logged_, std::memory_order_release);
+    log_.Append(logged_++, {key.site, key.count});
   }
 }
 
 // Whether the log names the next operation and all ranks of this process have arrived at it.
 bool HostGroup::FindNext() {
-  LogEntry* entry = Entry(sequence_);
-  if (std::atomic_ref(entry->sequence).load(std::memory_order_acquire) != sequence_ + 1) {
+  const auto call = log_.Read(sequence_);
+  if (!call) {
     missing_ = 0;
     current_ = {};
     return false;
   }
-  current_ = {std::atomic_ref(entry->site).load(std::memory_order_relaxed),
-              std::atomic_ref(entry->count).load(std::memory_order_relaxed)};
+  current_ = {call->site, call->count};
   auto it = pending_.find(current_);
   for (int rank : local_ranks_) {
     if (it == pending_.end() || !it->second.members.contains(rank)) {

@@ -20,10 +20,7 @@
 // holds the operation, the types and the groups. They wait. A call that has waited for long is
 // reported once, and the report says what the missing rank waits in (wait_note.h).
 //
-// The log: the leader writes entry e (site and count, then the sequence number with release order).
-// The others read it (the sequence number with acquire order, then the rest). The leader reuses
-// entry e for e + kEntries after its own operation e has ended: then it had a packet of every rank,
-// so every process had read the entry.
+// call_log.h has the log.
 #pragma once
 
 #include <chrono>
@@ -39,6 +36,7 @@
 
 #include "../kernels/algorithms.h"
 #include "../kernels/group.h"
+#include "call_log.h"
 
 namespace jax_intranode {
 
@@ -105,7 +103,8 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   int size() const { return group_.size; }
 
  private:
-  struct LogEntry;
+  using Log = CallLog<1024>;
+  static_assert(sizeof(Log::Entry) * 1024 <= kHeaderBytes / 2);
   struct Key {
     uint64_t site;
     uint32_t count;
@@ -135,7 +134,6 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   };
   using Tickets = std::vector<std::pair<std::shared_ptr<Ticket>, std::string>>;
 
-  LogEntry* Entry(uint32_t sequence) const;
   bool IsLeader() const { return local_ranks_.front() == 0; }
   void AppendToLog();
   bool FindNext();
@@ -154,6 +152,7 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   const std::vector<int64_t> device_ids_;
   const std::chrono::nanoseconds timeout_;
   const std::shared_ptr<void> keep_alive_;
+  Log log_;
 
   mutable std::mutex mutex_;
   Calls pending_;

@@ -20,6 +20,8 @@ namespace model {
 struct Memory {
   Machine* machine = nullptr;
   std::function<long(const void*)> shared;
+  // Breaks the code: all loads, or all stores, are relaxed.
+  bool no_acquire = false, no_release = false;
 };
 inline Memory& TheMemory() {
   static Memory memory;
@@ -41,19 +43,20 @@ class modelled_atomic_ref {
     const long word = model::TheMemory().shared(at_);
     if (word < 0) return *at_;
     if constexpr (sizeof(T) == 8) return model::TheMachine().LoadPair(word);
-    return model::TheMachine().Load(
-        word, order == memory_order_relaxed ? model::Order::kRelaxed : model::Order::kAcquire);
+    const bool relaxed = order == memory_order_relaxed || model::TheMemory().no_acquire;
+    return model::TheMachine().Load(word,
+                                    relaxed ? model::Order::kRelaxed : model::Order::kAcquire);
   }
   void store(T value, memory_order order) const {
     const long word = model::TheMemory().shared(at_);
+    const bool relaxed = order == memory_order_relaxed || model::TheMemory().no_release;
     if (word < 0) {
       *at_ = value;
     } else if constexpr (sizeof(T) == 8) {
       model::TheMachine().StorePair(word, value);
     } else {
-      model::TheMachine().Store(
-          word, value,
-          order == memory_order_relaxed ? model::Order::kRelaxed : model::Order::kRelease);
+      model::TheMachine().Store(word, value,
+                                relaxed ? model::Order::kRelaxed : model::Order::kRelease);
     }
   }
   // Only of a rank's own memory.

@@ -149,6 +149,7 @@ class Machine {
     state_.plain.resize(plain_objects);
   }
 
+  void SetInitial(size_t word, uint32_t value) { At(word, 0).value = value; }
   void AddThread(std::string name, std::function<void()> body) {
     names_.push_back(std::move(name));
     bodies_.push_back(std::move(body));
@@ -326,12 +327,12 @@ class Machine {
     Yield(At::kLook);
   }
 
-  // One of the values 0 ... n - 1: the search tries all of them.
-  int Choose(int n) {
-    if (n <= 1) return 0;
-    if (n > 255) return Fail("too many choices"), 0;
-    if (position_ == choices_.size()) choices_.push_back({0, static_cast<uint8_t>(n)});
-    return choices_[position_++].chosen;
+  // One of the numbers 0 ... n - 1: the search tries all of them.
+  int Pick(int n) {
+    const int picked = Choose(n);
+    Remember(picked);
+    if (tracing_) Trace("picks " + std::to_string(picked));
+    return picked;
   }
 
   // Waits until `count` threads have called it with this number, which is used once. Everything
@@ -450,6 +451,13 @@ class Machine {
   struct HashKey {
     size_t operator()(const Key& key) const { return key.a; }
   };
+
+  int Choose(int n) {
+    if (n <= 1) return 0;
+    if (n > 255) return Fail("too many choices"), 0;
+    if (position_ == choices_.size()) choices_.push_back({0, static_cast<uint8_t>(n)});
+    return choices_[position_++].chosen;
+  }
 
   Thread& Me() { return state_.threads[current_]; }
   Message& At(size_t word, int i) { return state_.messages[word * kMost + i]; }

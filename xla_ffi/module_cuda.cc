@@ -4,6 +4,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -16,6 +17,7 @@
 #include "cuda/slab.h"
 #include "ffi/collective_matmul_cuda.h"
 #include "ffi/collectives_cuda.h"
+#include "host/peer_event.h"
 
 namespace nb = nanobind;
 
@@ -52,6 +54,9 @@ void CreateCommunicator(const std::vector<int64_t>& device_ids, int64_t group_si
       communicator->members.resize(device + 1);
     }
     communicator->members[device] = group;
+    communicator->groups.resize(communicator->members.size());
+    const auto first = device_ids.begin() + group_number * group_size;
+    communicator->groups[device].assign(first, first + group_size);
   }
   Registry<DeviceCommunicator>::Get().Add({device_ids, group_size}, std::move(communicator));
 }
@@ -102,6 +107,39 @@ void Fail(const std::string& message) {
     }
   }
 }
+
+// Whether a device's group has one of the devices `ids`. `group` holds the ids of its ranks.
+bool HasAny(const std::vector<int64_t>& group, const int64_t* ids, size_t count) {
+  return std::find_first_of(group.begin(), group.end(), ids, ids + count) != group.end();
+}
+
+// The watch calls it in a thread of its own: no call of CUDA, which may block. A kernel looks at
+// the abort word only when it has waited for 10 ms, so those that have all data end in order.
+void OnPeer(PeerState state, const int64_t* ids, size_t count, const char* what) {
+  for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
+    bool concerned = false;
+    for (size_t device = 0; device < communicator->members.size(); ++device) {
+      const auto& member = communicator->members[device];
+      if (!member || !HasAny(communicator->groups[device], ids, count)) continue;
+      concerned = true;
+      static_cast<volatile FailureRecord*>(member->failure)->abort = state != PeerState::kPresent;
+    }
+    if (!concerned) continue;
+    const std::string text = std::string("jax_intranode: ") + what +
+                             ", so these devices can't communicate any more. Restart all "
+                             "processes from the last checkpoint.";
+    communicator->set_gone(state == PeerState::kPresent ? "" : text);
+    if (state == PeerState::kDead) communicator->set_failure(text);
+  }
+}
+
+// Operations on GPUs are not looked at: that would need calls of CUDA.
+uint64_t Activity(bool* outstanding) {
+  *outstanding = false;
+  return 0;
+}
+
+constexpr PeerSink kPeerSink = {&OnPeer, &Activity};
 
 RegionHeader* HeaderOf(const DeviceGroup& group) {
   return reinterpret_cast<RegionHeader*>(group.region[group.rank]);
@@ -299,6 +337,9 @@ NB_MODULE(_cuda, m) {
         nb::arg("data"), nb::arg("dtype"), nb::arg("calls"), nb::arg("repetitions"),
         "Times operations of a group in a CUDA graph: (microseconds a call of each launch, the "
         "output's bytes). All devices of the group call it at once.");
+  m.def(
+      "peer_sink", [] { return nb::capsule(&kPeerSink, kPeerSinkName); },
+      "What the watch tells of peers, for this platform.");
   m.def("failures", &Failures, "The failure records of kernels that gave up.");
   m.def("fail", &Fail, nb::arg("message"), "Ends all waits; later calls fail with the message.");
   m.def(

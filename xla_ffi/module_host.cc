@@ -15,6 +15,7 @@
 #include "ffi/collectives_host.h"
 #include "host/call_sites.h"
 #include "host/exit_message.h"
+#include "host/peer_watch.h"
 #include "host/reports.h"
 #include "host/segment.h"
 #include "kernels/memory.h"
@@ -114,6 +115,48 @@ nb::list TakeFailures() {
   return failures;
 }
 
+std::set<std::shared_ptr<HostGroup>> AllGroups() {
+  std::set<std::shared_ptr<HostGroup>> groups;
+  for (const auto& [partition, communicator] : Registry<HostCommunicator>::Get().All()) {
+    for (const auto& [device, member] : communicator->members) groups.insert(member.group);
+  }
+  return groups;
+}
+
+void OnPeer(PeerState state, const int64_t* ids, size_t count, const char* what) {
+  for (const auto& group : AllGroups()) group->SetPeer(state, {ids, ids + count}, what);
+}
+
+uint64_t Activity(bool* outstanding) {
+  *outstanding = false;
+  for (const auto& group : AllGroups()) *outstanding = *outstanding || group->outstanding();
+  return Operations();
+}
+
+constexpr PeerSink kPeerSink = {&OnPeer, &Activity};
+
+// (process, address, its device ids)
+using Peer = std::tuple<int, std::string, std::vector<int64_t>>;
+
+void ConnectPeers(PeerWatch& watch, const std::vector<Peer>& peers, nb::bytes secret,
+                  double timeout_s) {
+  std::vector<PeerWatch::Peer> all;
+  for (const auto& [process, address, ids] : peers) all.push_back({process, address, ids});
+  const std::string key(secret.c_str(), secret.size());
+  nb::gil_scoped_release release;
+  watch.Connect(all, key, timeout_s);
+}
+
+nb::list PeersOf(const PeerWatch& watch) {
+  nb::list all;
+  for (const PeerWatch::Status& s : watch.Peers()) {
+    constexpr const char* kStates[] = {"present", "gone", "stopped", "dead"};
+    all.append(
+        nb::make_tuple(s.process, s.pid, kStates[static_cast<int>(s.state)], s.ended, s.what));
+  }
+  return all;
+}
+
 nb::dict Registrations() {
   nb::dict handlers, all;
   handlers["instantiate"] = nb::capsule(reinterpret_cast<void*>(HostCollectiveInstantiate));
@@ -204,6 +247,40 @@ NB_MODULE(_host, m) {
         "What the process prints last if it fails, or always; empty for nothing.");
   m.def("print_exit_message", &PrintExitMessage,
         "Prints the exit message now, before os._exit, and not again.");
+
+  nb::class_<PeerWatch>(m, "PeerWatch")
+      .def(nb::init<int>(), nb::arg("process"),
+           "The watch of this process over its peers on this host (host/peer_watch.h).")
+      .def_prop_ro("address", &PeerWatch::address)
+      .def("connect", &ConnectPeers, nb::arg("peers"), nb::arg("secret"), nb::arg("timeout_s"),
+           "Connects with all peers, given as (process, address, device ids).")
+      .def(
+          "arm",
+          [](PeerWatch& watch, nb::capsule sink, double silent_s) {
+            watch.Arm(*static_cast<const PeerSink*>(sink.data(kPeerSinkName)), silent_s);
+          },
+          nb::arg("sink"), nb::arg("silent_s"), "Begins to watch.")
+      .def("announce", &PeerWatch::Announce, nb::call_guard<nb::gil_scoped_release>(),
+           "Tells new communicators of all peers that are not present.")
+      .def("leave", &PeerWatch::Leave, nb::call_guard<nb::gil_scoped_release>(),
+           "Tells the peers that the program has come to its end.")
+      .def("fail", &PeerWatch::Fail, nb::arg("text"), nb::call_guard<nb::gil_scoped_release>(),
+           "Tells the peers that this process ends because of a failure.")
+      .def("close", &PeerWatch::Close, nb::call_guard<nb::gil_scoped_release>(),
+           "Says goodbye and ends the watch.")
+      .def("peers", &PeersOf,
+           "One entry for each peer: (process, pid, state, whether it has ended, why).");
+  m.def("wait_for_peers", &PeerWatch::WaitForEvents, nb::arg("seen"), nb::arg("timeout_s"),
+        nb::call_guard<nb::gil_scoped_release>(),
+        "Waits until more than `seen` events of peers have happened; returns their number.");
+  m.def("wake_waiting", &PeerWatch::WakeWaiting, nb::call_guard<nb::gil_scoped_release>(),
+        "Ends all calls of wait_for_peers.");
+  m.def("before_fork", &PeerWatch::BeforeFork, nb::call_guard<nb::gil_scoped_release>());
+  m.def("after_fork_in_parent", &PeerWatch::AfterForkInParent);
+  m.def("after_fork_in_child", &PeerWatch::AfterForkInChild);
+  m.def(
+      "peer_sink", [] { return nb::capsule(&kPeerSink, kPeerSinkName); },
+      "What the watch tells of peers, for this platform.");
   m.def("end_compilation", &EndCompilation, "To be called whenever a program has been compiled.");
   m.def(
       "handler_calls", [] { return host_handler_calls.load(); },

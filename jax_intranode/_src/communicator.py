@@ -11,7 +11,7 @@ from itertools import combinations
 import jax
 import numpy as np
 
-from jax_intranode._src import config, failures, limits, native
+from jax_intranode._src import config, failures, limits, native, peers
 from jax_intranode._src import rendezvous as rendezvous_lib
 from jax_intranode._src.partition import Partition as Partition
 from jax_intranode._src.partition import partition as partition
@@ -72,6 +72,7 @@ def shutdown() -> None:
             module = native.module(platform)
             if module is not None:
                 module.close()
+        peers.close_all()
         rendezvous_lib.forget_all()
     failures.forget()
 
@@ -161,6 +162,8 @@ def _create(rendezvous: Rendezvous, groups: Partition) -> str | None:
         config.get().timeout_s,
         rendezvous.memory,
     )
+    if rendezvous.watch is not None:
+        rendezvous.watch.announce()
     if rendezvous.reason_for_no_matmuls is None:
         _add_rings(rendezvous, groups)
     return None

@@ -5,8 +5,11 @@ function says which versions need it. Tested with jax 0.10.2, 0.11.2 and 0.12.0.
 """
 
 import contextlib
+import ctypes
 import inspect
 import math
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -251,6 +254,52 @@ def key_value_client() -> Any | None:
     0.10.2 and later: ``jax.distributed`` has no public store.
     """
     return distributed.global_state.client
+
+
+def bound_distributed_shutdown(gives_up: Callable[[float, bool], bool]) -> None:
+    """Makes the end of ``jax.distributed`` give up when peers won't come.
+
+    ``jax.distributed.shutdown``, which JAX calls at exit, waits in a barrier for all processes, for
+    up to 5 minutes, and aborts the process when that fails. When it is given up, its client and
+    service are left to the end of the process: deleting them waits or aborts as well.
+
+    0.10.2 to 0.12: ``jax.distributed.shutdown`` calls a method of a private object.
+
+    Args:
+        gives_up: whether to give up, from the seconds that have passed since the end began, and
+            whether JAX's coordination service runs in this process.
+    """
+    state = distributed.global_state
+    if getattr(state.shutdown, "of_jax_intranode", False):
+        return
+    of_jax = state.shutdown
+
+    def shutdown() -> None:
+        if state.client is None:
+            return of_jax()
+        errors: list[BaseException] = []
+
+        def end() -> None:
+            try:
+                of_jax()
+            except BaseException as error:
+                errors.append(error)
+
+        started, serves = time.monotonic(), state.service is not None
+        thread = threading.Thread(target=end, name="jax_intranode shutdown", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.02)
+            if thread.is_alive() and gives_up(time.monotonic() - started, serves):
+                for name in ("client", "service", "preemption_sync_manager"):
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(getattr(state, name)))
+                    setattr(state, name, None)
+                return
+        if errors:
+            raise errors[0]
+
+    shutdown.of_jax_intranode = True  # type: ignore[attr-defined]
+    state.shutdown = shutdown  # type: ignore[method-assign]
 
 
 def show_in_runtime_errors(shown: Callable[[str], str | None]) -> None:

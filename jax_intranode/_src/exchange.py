@@ -6,7 +6,7 @@ holds nothing of an earlier run. A single process needs none.
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from jax_intranode._src import compat
@@ -81,6 +81,8 @@ class KeyValueStore:
         self._prefix = prefix
         self._process = process
         self._processes = tuple(processes)
+        # How a process was lost that will send nothing any more; None while there is none.
+        self.lost: Callable[[], str | None] = lambda: None
 
     def gather(self, stage: str, value: Any, deadline: Deadline) -> list[Any]:
         """See Store."""
@@ -92,6 +94,8 @@ class KeyValueStore:
             while (text := self.wait(f"{stage}/{process}", _slice(deadline))) is None:
                 if verdict := self.wait("verdict", Deadline(0.001)):
                     raise Refused(verdict)
+                if lost := self.lost():
+                    raise Refused(lost)
                 if deadline.passed():
                     raise Refused(
                         f"process {process} did not enter the rendezvous within "

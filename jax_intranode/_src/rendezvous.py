@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from jax_intranode._src import config, exchange, failures, native, overlap, select, watcher
+from jax_intranode._src import config, exchange, failures, native, overlap, peers, select, watcher
 from jax_intranode._src import topology as topology_lib
 from jax_intranode._src.partition import Partition
 
@@ -62,6 +62,8 @@ class Rendezvous:
         memory: owns the slabs.
         records: the address of each local device's failure records, by device id.
         communicators: by partition, why there is no communicator, or None if there is one.
+        watch: the watch over the other processes of this host; None if there are none, or if they
+            can't be watched.
     """
 
     devices: dict[int, Any]
@@ -78,6 +80,7 @@ class Rendezvous:
     memory: list[Any] = field(default_factory=list)
     records: dict[int, int] = field(default_factory=dict)
     communicators: dict[Partition, str | None] = field(default_factory=dict)
+    watch: peers.Watch | None = None
 
     def region_bytes(self) -> int:
         """Bytes of a region: its header and its epoch buffers."""
@@ -236,6 +239,8 @@ def _share_slabs(rendezvous: Rendezvous, deadline: exchange.Deadline) -> None:
     _check_hellos(hellos)
     rendezvous.reason_for_no_matmuls = _reason_for_no_matmuls(rendezvous, hellos)
 
+    _watch(rendezvous, hellos, deadline)
+
     hosts = [hello["host"] for hello in hellos]
     process_of = {d["id"]: process for process, h in enumerate(hellos) for d in h["devices"]}
     for device_id in rendezvous.devices:
@@ -262,6 +267,45 @@ def _share_slabs(rendezvous: Rendezvous, deadline: exchange.Deadline) -> None:
             slab.unlink()
     attempt("write", lambda: _probe(rendezvous, local, peers, write=True))
     attempt("read", lambda: _probe(rendezvous, local, peers, write=False))
+
+
+def _watch(
+    rendezvous: Rendezvous, hellos: list[dict[str, Any]], deadline: exchange.Deadline
+) -> None:
+    """Makes the processes of this host watch each other; on all hosts, or else on none.
+
+    Nothing else depends on it. Without it a lost peer is noticed when a wait runs out of time.
+    """
+    if rendezvous.mode == "single":
+        return
+    processes = sorted({device.process_index for device in rendezvous.devices.values()})
+    mine = hellos[processes.index(jax.process_index())]
+    others = [
+        peers.Peer(process, hello["watch"]["address"], tuple(d["id"] for d in hello["devices"]))
+        for process, hello in zip(processes, hellos, strict=True)
+        if hello["host"] == mine["host"] and hello is not mine and "address" in hello["watch"]
+    ]
+    why = next((h["watch"]["reason"] for h in hellos if "reason" in h["watch"]), "")
+    if not why and rendezvous.watch is not None:
+        try:
+            tokens = [hello["watch"]["token"] for hello in hellos]
+            rendezvous.watch.connect(others, tokens, deadline.remaining_ms() / 1e3)
+        except RuntimeError as error:
+            why = f"process {jax.process_index()}: {error}"
+    reasons = rendezvous.store.gather("watch", why, deadline)
+    why = next(filter(None, reasons), "")
+    if why:
+        rendezvous.watch = None
+        _log.warning(
+            "jax_intranode: the processes can't watch each other (%s). A lost process is noticed "
+            "only after JAX_INTRANODE_TIMEOUT_S.",
+            why,
+        )
+    elif rendezvous.watch is not None and others:
+        # It reports the failures of groups, which say more than that a peer is gone.
+        watcher.start(rendezvous.platform, _local_device_ids, _process_of)
+        rendezvous.watch.arm(rendezvous.platform)
+        rendezvous.store.lost = rendezvous.watch.lost
 
 
 def _is_local(device: Any) -> bool:
@@ -291,8 +335,16 @@ def _hello(rendezvous: Rendezvous) -> dict[str, Any]:
             links[device_id] = reports[bus_id].to_json()
             kind = rendezvous.devices[device_id].device_kind
             facts[device_id] = topology_lib.read_facts(bus_id, kind).to_json()
+    watch = {}
+    if rendezvous.mode == "multi":
+        try:
+            rendezvous.watch = peers.Watch(jax.process_index())
+            watch = rendezvous.watch.hello()
+        except RuntimeError as error:
+            watch = {"reason": f"process {jax.process_index()}: {error}"}
     return {
         "host": [_boot_id(), host_platform.node()],
+        "watch": watch,
         "config": repr(config.get()),
         "protocol": _PROTOCOL,
         "table": [select.digest(), overlap.digest()],

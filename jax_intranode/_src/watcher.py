@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jax_intranode._src import config, failures, limits, native, source
+from jax_intranode._src import config, failures, limits, native, peers, source
 from jax_intranode._src.partition import Partition
 
 _log = logging.getLogger("jax_intranode")
@@ -131,11 +131,16 @@ class _Records:
         group = next((tuple(g) for g in groups if g[rank] == mine), ())
         timeout_s = config.get().timeout_s
         known = 0 <= missing < len(group)
+        message = limits.failure_message(
+            reason, algorithm, timeout_s, group, rank, missing, ordinal
+        )
+        name = _reason(reason)
+        if name == "aborted" and (absence := peers.absence(group)):
+            name, what = absence
+            message = f"{message} The cause: {what}."
         return failures.Failure(
-            message=limits.failure_message(
-                reason, algorithm, timeout_s, group, rank, missing, ordinal
-            ),
-            reason=_reason(reason),
+            message=message,
+            reason=name,
             platform="gpu",
             operation=limits.OPERATIONS[limits.ALGORITHMS[algorithm]],
             rank=rank,

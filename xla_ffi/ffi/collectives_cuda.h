@@ -22,20 +22,28 @@ namespace jax_intranode {
 struct DeviceCommunicator {
   std::vector<std::optional<DeviceGroup>> members;  // by CUDA device ordinal
   std::vector<std::optional<MatmulMember>> matmul_members;
-  std::shared_ptr<void> memory;  // owns what the groups point to
+  std::vector<std::vector<int64_t>> groups;  // the device ids of each member's group
+  std::shared_ptr<void> memory;              // owns what the groups point to
   std::atomic<bool> closed{false};
 
   std::string failure() const {
     std::lock_guard lock(mutex);
-    return failure_message;
+    return failure_message.empty() ? gone_message : failure_message;
   }
   void set_failure(const std::string& message) {
     std::lock_guard lock(mutex);
     if (failure_message.empty()) failure_message = message;
   }
 
+  // A peer is gone; empty: it is there again.
+  void set_gone(const std::string& message) {
+    std::lock_guard lock(mutex);
+    gone_message = message;
+  }
+
   mutable std::mutex mutex;
   std::string failure_message;
+  std::string gone_message;
   // By device: the last epoch that was read, and the number of operations until then.
   std::map<size_t, std::pair<uint32_t, uint64_t>> counted;
 };

@@ -259,9 +259,14 @@ void HostGroup::Progress() {
     if (!lock) return;
     while (failure_.empty() && !pending_.empty()) {
       if (!active_) active_ = FindNext();
-      if (!active_) break;
+      if (!active_ || !Advance(pending_.at(current_))) {
+        // What a rank sent before it went was there before: it would have been found.
+        if (auto gone = gone_.find(missing_); gone != gone_.end()) {
+          LoseRank(gone->first, gone->second.reason, gone->second.what, &done);
+        }
+        break;
+      }
       auto it = pending_.find(current_);
-      if (!Advance(it->second)) break;
       for (auto& [rank, member] : it->second.members) done.emplace_back(member.ticket, "");
       operations_ += it->second.members.size();
       pending_.erase(it);
@@ -418,6 +423,45 @@ void HostGroup::Fail(const std::string& error) {
   CompleteAll(done);
 }
 
+void HostGroup::SetPeer(PeerState state, const std::vector<int64_t>& device_ids,
+                        const std::string& what) {
+  Tickets done;
+  {
+    std::lock_guard lock(mutex_);
+    for (size_t rank = 0; rank < device_ids_.size(); ++rank) {
+      if (std::find(device_ids.begin(), device_ids.end(), device_ids_[rank]) == device_ids.end()) {
+        continue;
+      }
+      const int lost = static_cast<int>(rank);
+      gone_.erase(lost);
+      if (state == PeerState::kGone) gone_[lost] = {FailureReason::kPeerGone, what};
+      if (state == PeerState::kStopped) gone_[lost] = {FailureReason::kPeerStopped, what};
+      if (state == PeerState::kDead) LoseRank(lost, FailureReason::kPeerGone, what, &done);
+    }
+  }
+  CompleteAll(done);
+  Progress();
+}
+
+// Fails the group because the process of `rank` is lost.
+void HostGroup::LoseRank(int rank, FailureReason reason, const std::string& what, Tickets* done) {
+  constexpr char kEnd[] = " This group of devices can't be used any more.";
+  const auto waiting = active_ ? pending_.find(current_) : pending_.begin();
+  if (waiting == pending_.end()) {
+    FailLocked("jax_intranode: " + RankName(device_ids_, rank) + " is lost: " + what + "." + kEnd,
+               done);
+    return;
+  }
+  const auto& [key, pending] = *waiting;
+  const int waits = pending.members.begin()->first;
+  const std::string message =
+      FailureMessage(Name(key, pending), reason, 0, device_ids_, waits, rank, ", but " + what) +
+      kEnd;
+  Reports::Get().Fail({message, reason, OperationName(pending.operation.algorithm), pending.bytes,
+                       CallSites::Get().SiteOf(key.site), key.count, waits, rank, device_ids_});
+  FailLocked(message, done);
+}
+
 void HostGroup::FailLocked(const std::string& error, Tickets* done) {
   if (failure_.empty()) failure_ = error;
   for (auto& [key, pending] : pending_) {
@@ -435,6 +479,11 @@ void HostGroup::CompleteAll(const Tickets& tickets) {
 std::string HostGroup::failure() const {
   std::lock_guard lock(mutex_);
   return failure_;
+}
+
+bool HostGroup::outstanding() const {
+  std::lock_guard lock(mutex_);
+  return !pending_.empty();
 }
 
 uint64_t HostGroup::operations() const {

@@ -35,8 +35,10 @@
 #include <vector>
 
 #include "../kernels/algorithms.h"
+#include "../kernels/failure_reason.h"
 #include "../kernels/group.h"
 #include "call_log.h"
+#include "peer_event.h"
 
 namespace jax_intranode {
 
@@ -95,10 +97,16 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   // Ends every outstanding and later call with `error`.
   void Fail(const std::string& error);
 
+  // Says what became of the process that has some devices. If it is dead, every call fails, now and
+  // later. If it is gone or stopped, the calls fail that wait for it. `what` says how it went.
+  void SetPeer(PeerState state, const std::vector<int64_t>& device_ids, const std::string& what);
+
   // Why the group has failed; empty if it hasn't.
   std::string failure() const;
 
   uint64_t operations() const;
+  // Whether a call has not ended yet.
+  bool outstanding() const;
   size_t epoch_buffer_bytes() const { return group_.epoch_buffer_bytes; }
   int size() const { return group_.size; }
 
@@ -145,6 +153,7 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   void WriteNotes();
   void ClearNotes();
   void FailLocked(const std::string& error, Tickets* done);
+  void LoseRank(int rank, FailureReason reason, const std::string& what, Tickets* done);
   static void CompleteAll(const Tickets& tickets);
 
   const Group group_;
@@ -167,6 +176,11 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   int missing_ = -1;       // the rank for which `current_` waits
   bool noted_ = false;     // whether a rank of this process has a note
   bool reported_ = false;  // whether a wait was reported since the last operation
+  struct Absence {
+    FailureReason reason;
+    std::string what;
+  };
+  std::map<int, Absence> gone_;  // ranks for which nobody may wait
   std::string failure_;
 };
 

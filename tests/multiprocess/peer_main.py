@@ -1,0 +1,101 @@
+"""The program of a rank in test_peers.py: it runs some operations, and one rank ends early.
+
+    peer_main.py PLATFORM ENDING WAITING VICTIM
+
+The last lines of main() are those of an ordinary program: it ends by an exception, or returns.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
+
+import cases  # noqa: E402
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+
+import jax_intranode  # noqa: E402
+from jax_intranode._src import launcher, native, peers  # noqa: E402
+
+SILENT_S = 3.0  # how long a process may be silent in these tests
+
+
+def say(label: str, text: object = "") -> None:
+    print(f"{label}: {time.monotonic():.3f} {' '.join(str(text).split())}", flush=True)
+
+
+def check_sum(seed: int) -> None:
+    mesh = cases.line()
+    parts = cases.random("float32", (mesh.size, 100), seed)
+    cases.check(cases.psum_of(parts, mesh), cases.everywhere(cases.oracle(parts), mesh.size))
+
+
+def attempt(label: str, seed: int) -> None:
+    try:
+        check_sum(seed)
+    except Exception as error:  # XLA chooses the type
+        say(label, error)
+    else:
+        say(label, "no error")
+
+
+def end(how: str) -> None:
+    """Ends the victim; a normal end and an exception are left to main()."""
+    if how == "killed_parent":
+        # A child like a data loader's: it has the descriptors of its parent and outlives it.
+        child = os.fork()
+        if child == 0:
+            time.sleep(20)
+            os._exit(0)
+        say("CHILD", child)
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "os_exit":
+        os._exit(0)
+    elif how == "sys_exit":
+        sys.exit(0)
+    elif how == "exception":
+        raise ValueError("the victim's own error")
+    elif how == "shutdown":
+        jax_intranode.shutdown()
+        time.sleep(3)
+    elif how == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)  # until the launcher ends it
+
+
+def main() -> None:
+    platform, ending, waiting, victim = sys.argv[1:]
+    launcher.connect(platform)
+    sys.excepthook = sys.__excepthook__  # end as programs do that nobody prepared
+    peers.SILENT_S = SILENT_S
+    jax_intranode.initialize(cases.line())
+    before = native.handler_calls()
+    check_sum(0)
+    assert native.handler_calls() > before, "ours did not run"
+    say("PID", os.getpid())
+    if jax.process_index() == int(victim):
+        time.sleep(0.5)  # the others wait by then
+        say("END")
+        end(ending)
+        return
+    if waiting != "waiting":
+        time.sleep(4 if ending == "stopped" else 2.5)
+    say("CALL")
+    attempt("FIRST", 1)
+    attempt("LATER", 2)
+    failure = jax_intranode.last_failure()
+    say("LAST", failure and f"{failure.reason} {failure.missing_process} {failure.message}")
+    try:
+        jax_intranode.initialize(cases.line())
+    except jax_intranode.CommunicationError as error:
+        say("INITIALIZE", error)
+    assert np.all(np.asarray(jax.numpy.ones(4)) == 1)  # other work goes on
+    raise RuntimeError("the survivor ends")
+
+
+if __name__ == "__main__":
+    main()

@@ -11,6 +11,9 @@ from typing import Any, Protocol
 
 from jax_intranode._src import compat
 
+# How often a process that waits looks for a verdict, and whether another one is gone.
+_LOOK_S = 1.0
+
 
 class Deadline:
     """The point in time at which a rendezvous times out."""
@@ -26,6 +29,10 @@ class Deadline:
     def remaining_ms(self) -> int:
         """Milliseconds left; at least 1."""
         return max(1, int((self._end - time.monotonic()) * 1000))
+
+    def at_most(self, seconds: float) -> "Deadline":
+        """A part of the time left, after which a waiting process looks for what has changed."""
+        return Deadline(min(seconds, self.remaining_ms() / 1e3))
 
 
 class Refused(Exception):
@@ -68,11 +75,6 @@ class LocalStore:
         return self._values.get(key)
 
 
-def _slice(deadline: Deadline) -> Deadline:
-    """At most a second of the time left, after which a waiting process looks for a verdict."""
-    return Deadline(min(1.0, deadline.remaining_ms() / 1e3))
-
-
 class KeyValueStore:
     """JAX's key-value store, under a prefix that the processes of one mesh share."""
 
@@ -91,7 +93,7 @@ class KeyValueStore:
             raise Refused(f"process {self._process} entered the rendezvous a second time")
         values = []
         for process in self._processes:
-            while (text := self.wait(f"{stage}/{process}", _slice(deadline))) is None:
+            while (text := self.wait(f"{stage}/{process}", deadline.at_most(_LOOK_S))) is None:
                 if verdict := self.wait("verdict", Deadline(0.001)):
                     raise Refused(verdict)
                 if lost := self.lost():

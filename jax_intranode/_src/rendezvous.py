@@ -113,17 +113,24 @@ def rendezvous_of(devices: Iterable[Any]) -> Rendezvous:
                     list(key),
                     rendezvous.reason,
                 )
-    _raise_if_failed(rendezvous)
+    raise_if_failed(rendezvous.devices.values())
     return rendezvous
 
 
-def _raise_if_failed(rendezvous: Rendezvous) -> None:
+def raise_if_failed(devices: Iterable[Any]) -> None:
+    """Raises if these devices can't communicate any more.
+
+    Raises:
+        CommunicationError: an operation on these devices has failed, or a process of theirs is
+            gone.
+    """
     failure = failures.current()
-    if failure is None or failure.platform != rendezvous.platform:
+    devices = list(devices)
+    if failure is None or failure.platform != devices[0].platform:
         return
     # On GPUs the context is lost, and with it all groups.
     others = failure.platform == "cpu" and failure.device_ids
-    if not others or not rendezvous.devices.keys().isdisjoint(failure.device_ids):
+    if not others or any(device.id in failure.device_ids for device in devices):
         raise failures.CommunicationError(failure.message, failure)
 
 

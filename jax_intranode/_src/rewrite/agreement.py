@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from jax_intranode._src import communicator, compat, exchange
+from jax_intranode._src import communicator, compat, exchange, rendezvous
 from jax_intranode._src.ops.lowering_site import device_ids
 
 _log = logging.getLogger("jax_intranode")
@@ -27,13 +27,19 @@ _log = logging.getLogger("jax_intranode")
 # Seconds that a process waits for the others; and when it has waited in vain for these devices.
 FIRST_WAIT_S = 10.0
 LATER_WAIT_S = 1.0
+# How often a process that waits looks whether another one is gone.
+_LOOK_S = 0.2
 
 # By device ids: whether all processes have been there at the same time.
 _met: dict[tuple[int, ...], bool] = {}
 
 
 def reason_not_to_rewrite(mesh: jax.sharding.Mesh, body: Any) -> str | None:
-    """Why the body of a shard_map is left to lax; None if all processes rewrite it."""
+    """Why the body of a shard_map is left to lax; None if all processes rewrite it.
+
+    Raises:
+        CommunicationError: a process is gone. With lax the others would wait for it without end.
+    """
     processes = sorted({device.process_index for device in mesh.devices.flat})
     if len(processes) == 1:
         return None
@@ -52,7 +58,7 @@ def reason_not_to_rewrite(mesh: jax.sharding.Mesh, body: Any) -> str | None:
     decision = ""
     if not _met.get(devices):
         wait_s = LATER_WAIT_S if devices in _met else FIRST_WAIT_S
-        missing = _missing(store, processes, wait_s)
+        missing = _missing(store, processes, mesh, wait_s)
         if missing:
             decision = (
                 f"process {missing[0]} has not lowered this program within {wait_s:g} s, or has "
@@ -65,9 +71,20 @@ def reason_not_to_rewrite(mesh: jax.sharding.Mesh, body: Any) -> str | None:
     return decision or None
 
 
-def _missing(store: exchange.Store, processes: list[int], seconds: float) -> list[int]:
+def _missing(
+    store: exchange.Store, processes: list[int], mesh: jax.sharding.Mesh, seconds: float
+) -> list[int]:
+    """The processes that have not come in time."""
     deadline = exchange.Deadline(seconds)
-    return [p for p in processes if store.wait(f"here/{p}", deadline) is None]
+    missing = []
+    for process in processes:
+        rendezvous.raise_if_failed(mesh.devices.flat)
+        while store.wait(f"here/{process}", deadline.at_most(_LOOK_S)) is None:
+            rendezvous.raise_if_failed(mesh.devices.flat)
+            if deadline.passed():
+                missing.append(process)
+                break
+    return missing
 
 
 def _fingerprint(devices: tuple[int, ...], body: Any) -> str:

@@ -18,18 +18,23 @@ from jax_intranode._src import launcher
 from jax_intranode._src.bench import machine
 from jax_intranode._src.bench.settings import MODES, PROCESS_PER_DEVICE
 from jax_intranode._src.commands import WrongInput
+from jax_intranode._src.soak.faults import command as faults
 from jax_intranode._src.soak.rank import Settings
 
 DESCRIPTION = (
     "Runs random programs and compares every result with jax.lax, or with sums in rank order where "
-    "bits are promised. Starts one process with all devices and then a process per device. Exits "
-    "with 1 if a value was wrong or a rank failed."
+    "bits are promised. Starts one process with all devices and then a process per device. With "
+    "--faults, starts jobs of a process per device in which one process fails, and checks what the "
+    "others see, and when. Exits with 1 if a value was wrong, a rank failed or an error was not as "
+    "it must be."
 )
 EXAMPLES = """\
 python -m jax_intranode soak                               one minute, half of it in each mode
 python -m jax_intranode soak --minutes 30 --json soak.json
 python -m jax_intranode soak --platform cpu --devices 8 --mode single-process
-python -m jax_intranode soak --seed 7 --program 123        that program only"""
+python -m jax_intranode soak --seed 7 --program 123        that program only
+python -m jax_intranode soak --faults --cases 50           50 jobs in which a process fails
+python -m jax_intranode soak --faults --case psum:inside:kill:1of2"""
 
 # How often a line of progress is printed where the output is no terminal.
 _LINES_S = 30
@@ -57,6 +62,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="one process per device, a single process for all devices, or both (default both)",
     )
     add("--json", type=Path, metavar="FILE", help="write the counts to FILE")
+    add("--faults", action="store_true", help="let processes fail")
+    add("--cases", type=int, default=300, metavar="COUNT", help="how many faults (default 300)")
+    add("--case", metavar="CASE[,CASE...]", help="run only these faults, as --faults prints them")
+    add("--jobs", type=int, default=1, metavar="COUNT", help="faults at the same time (default 1)")
+    add(
+        "--slack",
+        type=float,
+        default=1,
+        metavar="FACTOR",
+        help="multiplies the time limits of --faults, for a machine that is busy (default 1)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -76,8 +92,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise WrongInput(f"--minutes {arguments.minutes:g}: use a positive number")
     if arguments.program is not None and arguments.seed is None:
         raise WrongInput("--program needs the --seed of the run that it was part of")
-    seed = random.randrange(10**6) if arguments.seed is None else arguments.seed
+    for name in ("cases", "jobs", "slack"):
+        if not getattr(arguments, name) > 0:
+            raise WrongInput(f"--{name} {getattr(arguments, name)}: use a positive number")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    if arguments.faults:
+        return faults.run(arguments, platform, devices)
+    seed = random.randrange(10**6) if arguments.seed is None else arguments.seed
     modes = reversed(MODES) if arguments.mode == "both" else (arguments.mode,)
     seconds = arguments.minutes * 60 / (2 if arguments.mode == "both" else 1)
     print(f"# soak of {devices} x {platform}, --seed {seed}", flush=True)

@@ -1,0 +1,180 @@
+"""The processes of a case: starts them, notes what they do, and leaves none behind."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jax_intranode._src import launcher
+from jax_intranode._src.soak.faults.matrix import Case
+
+# JAX_INTRANODE_TIMEOUT_S of the processes.
+TIMEOUT_S = 4.0
+# How long a survivor may take from the fault to its end; and a job in all, with its start.
+_END_S = 20.0
+_JOB_S = 150.0
+_POLL_S = 0.005
+
+
+@dataclass
+class Process:
+    """What a process did.
+
+    Attributes:
+        events: what it said, in order; each has "event" and "time".
+        exit_code: its exit code, or minus a signal's number; None if it had to be killed.
+        ended: when it ended, on the clock of the events.
+        log: what it printed.
+    """
+
+    events: list[dict[str, Any]] = field(default_factory=list)
+    exit_code: int | None = None
+    ended: float | None = None
+    log: str = ""
+
+    def first(self, event: str) -> dict[str, Any] | None:
+        """The first event with this name."""
+        return next((e for e in self.events if e["event"] == event), None)
+
+    def all(self, event: str) -> list[dict[str, Any]]:
+        """All events with this name."""
+        return [e for e in self.events if e["event"] == event]
+
+
+@dataclass
+class Seen:
+    """What happened in a case.
+
+    Attributes:
+        processes: the processes, in rank order.
+        left: processes and segments that were left after the survivors had ended.
+    """
+
+    processes: list[Process]
+    left: list[str]
+
+
+def run(case: Case, platform: str, slack: float) -> Seen:
+    """Runs the processes of a case until all survivors have ended.
+
+    Args:
+        case: the case.
+        platform: "cpu" or "gpu".
+        slack: a factor for the limits of a machine that is busy.
+    """
+    with tempfile.TemporaryDirectory(prefix="jax_intranode_faults_") as name:
+        directory = Path(name)
+        children: list[subprocess.Popen[bytes]] = []
+        try:
+            coordinator = f"127.0.0.1:{launcher.free_port()}"
+            for rank in range(case.world):
+                children.append(_start(case, platform, rank, coordinator, directory))
+            seen = _watch(case, children, directory, slack)
+        finally:
+            for child in children:
+                # The group outlives its leader if that has left a child behind.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        for rank, process in enumerate(seen.processes):
+            process.events = _events(directory, rank)
+            process.log = (directory / f"{rank}.log").read_text(errors="replace")
+        return seen
+
+
+def _start(
+    case: Case, platform: str, rank: int, coordinator: str, directory: Path
+) -> "subprocess.Popen[bytes]":
+    environment = {
+        **os.environ,
+        "JAX_INTRANODE_TIMEOUT_S": str(TIMEOUT_S),
+        "PYTHONFAULTHANDLER": "1",
+        "JAX_ENABLE_X64": "0",
+    }
+    if case.operation == "psum_two_shot":
+        environment["JAX_INTRANODE_ALGORITHM"] = "two_shot"
+    if platform == "gpu":
+        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    else:
+        # XLA takes long to optimize, and our handlers are no part of what it optimizes.
+        environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    command = [
+        *(sys.executable, "-m", "jax_intranode._src.soak.faults.rank", str(case), platform),
+        *(coordinator, str(rank), str(directory / f"{rank}.events")),
+    ]
+    with (directory / f"{rank}.log").open("wb") as log:
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _events(directory: Path, rank: int) -> list[dict[str, Any]]:
+    path = directory / f"{rank}.events"
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")
+    return [json.loads(line) for line in lines[:-1]]  # the last one may be unfinished
+
+
+def _watch(
+    case: Case, children: "list[subprocess.Popen[bytes]]", directory: Path, slack: float
+) -> Seen:
+    """Waits for the survivors, and for the victim if it is to end by itself."""
+    processes = [Process() for _ in children]
+    awaited = [rank for rank in range(case.world) if rank != case.victim or case.fault != "stop"]
+    started, fault = time.monotonic(), None
+    while any(processes[rank].ended is None for rank in awaited):
+        time.sleep(_POLL_S)
+        now = time.monotonic()
+        for process, child in zip(processes, children, strict=True):
+            if process.ended is None and child.poll() is not None:
+                process.ended, process.exit_code = now, child.returncode
+        if fault is None and case.fault != "none":
+            fault = next(
+                (e["time"] for e in _events(directory, case.victim) if e["event"] == "fault"),
+                None,
+            )
+        if now > started + _JOB_S * slack or (fault and now > fault + _END_S * slack):
+            for rank in awaited:
+                if processes[rank].ended is None:
+                    children[rank].send_signal(signal.SIGABRT)  # Python prints its stacks
+            time.sleep(1)
+            break
+    left = [
+        f"{len(pids)} processes of rank {rank}"
+        for rank, child in enumerate(children)
+        if processes[rank].ended is not None and (pids := _group(child.pid))
+    ]
+    if all(process.ended is not None for process in processes):
+        left += [f"segment {segment}" for child in children for segment in _segments(child.pid)]
+    return Seen(processes, left)
+
+
+def _group(leader: int) -> list[int]:
+    """The processes of a group that still run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # "pid (name) state ppid pgrp ..."; the name may have spaces.
+            state, _, group = path.read_text().rpartition(")")[2].split()[:3]
+            if int(group) == leader and state != "Z":
+                found.append(int(path.parent.name))
+    return found
+
+
+def _segments(pid: int) -> list[str]:
+    """The shared-memory segments that a process has left."""
+    directory = Path("/dev/shm")
+    return [path.name for path in directory.glob(f"jax_intranode.{pid}.*")]

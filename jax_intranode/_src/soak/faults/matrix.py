@@ -1,0 +1,144 @@
+"""The cases: every fault of every process in every phase of every operation."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+WORLDS = (2, 3, 4)
+
+# What the victim does. "stop" is SIGSTOP, "exit" is sys.exit and "os_exit" is os._exit.
+FAULTS = ("kill", "stop", "exception", "exit", "os_exit", "delay")
+
+# When it does so. A kernel runs eagerly first, is captured into a CUDA graph, and then replayed.
+PHASES = (
+    "meeting",  # before it calls initialize()
+    "in_meeting_slabs",  # in the rendezvous, before its slab is known
+    "in_meeting_read",  # in the rendezvous, before the last test of the memory
+    "lowering",
+    "first_run",
+    "second_run",
+    "fourth_run",
+    "inside",  # while a program runs that does the operation over and over
+    "idle",  # while nobody waits for it
+)
+
+OPERATIONS = (
+    "psum",
+    "psum_two_shot",
+    "psum_tree",
+    "pmean",
+    "psum_scatter",
+    "all_gather",
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "gradient",
+    "unedited",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A case.
+
+    Attributes:
+        world: the number of processes, each with one device.
+        victim: the process that fails.
+        fault: one of FAULTS, or "none".
+        phase: one of PHASES.
+        operation: one of OPERATIONS.
+    """
+
+    world: int
+    victim: int
+    fault: str
+    phase: str
+    operation: str
+
+    def __str__(self) -> str:
+        """Returns the case as text, which `parse` reads."""
+        return f"{self.operation}:{self.phase}:{self.fault}:{self.victim}of{self.world}"
+
+    @property
+    def survivors(self) -> list[int]:
+        """The processes that don't fail."""
+        return [rank for rank in range(self.world) if rank != self.victim]
+
+    @property
+    def dies(self) -> bool:
+        """Whether the victim's process ends."""
+        return self.fault in ("kill", "exception", "exit", "os_exit")
+
+    @property
+    def before_watch(self) -> bool:
+        """Whether the processes can't know each other yet."""
+        return self.phase == "meeting"
+
+    @property
+    def in_meeting(self) -> bool:
+        """Whether the rendezvous has not ended when the victim fails."""
+        return self.phase == "meeting" or self.phase.startswith("in_meeting")
+
+
+def parse(text: str) -> Case:
+    """Returns the case that a text names.
+
+    Raises:
+        ValueError: it names none.
+    """
+    parts = text.split(":")
+    numbers = parts[-1].split("of")
+    if len(parts) == 4 and len(numbers) == 2 and all(n.isdecimal() for n in numbers):
+        case = Case(int(numbers[1]), int(numbers[0]), parts[2], parts[1], parts[0])
+        if (
+            case.operation in OPERATIONS
+            and case.phase in PHASES
+            and case.fault in (*FAULTS, "none")
+            and case.world in WORLDS
+            and case.victim < case.world
+        ):
+            return case
+    raise ValueError(
+        f"{text!r} names no case; one is {Case(2, 1, 'kill', 'first_run', 'psum')}. "
+        f"Operations: {', '.join(OPERATIONS)}. Phases: {', '.join(PHASES)}. "
+        f"Faults: {', '.join(FAULTS)}. Processes: {min(WORLDS)} to {max(WORLDS)}."
+    )
+
+
+def cases(worlds: Sequence[int]) -> list[Case]:
+    """Returns all cases with these numbers of processes."""
+    return [
+        Case(world, victim, fault, phase, operation)
+        for operation, phase, fault, world in itertools.product(OPERATIONS, PHASES, FAULTS, worlds)
+        for victim in range(world)
+    ]
+
+
+def sample(worlds: Sequence[int], count: int, seed: int) -> list[Case]:
+    """Chooses cases: every pair of fault and phase as often as the others, each case once."""
+    generator = np.random.default_rng(seed)
+    of_pair: dict[tuple[str, str], list[Case]] = {}
+    for case in cases(worlds):
+        of_pair.setdefault((case.fault, case.phase), []).append(case)
+    queues = []
+    for found in of_pair.values():
+        # Each operation and each number of processes comes soon.
+        found = [found[int(k)] for k in generator.permutation(len(found))]
+        seen: dict[tuple[str, int], int] = {}
+        ranked = []
+        for case in found:
+            key = (case.operation, case.world)
+            seen[key] = seen.get(key, 0) + 1
+            ranked.append((seen[key], case))
+        ranked.sort(key=lambda pair: pair[0])
+        queues.append([case for _, case in ranked])
+    chosen: list[Case] = []
+    for turn in itertools.count():
+        order = generator.permutation(len(queues))
+        some = [queues[int(k)][turn] for k in order if turn < len(queues[int(k)])]
+        if not some or len(chosen) >= count:
+            return chosen[:count]
+        chosen += some
+    raise AssertionError

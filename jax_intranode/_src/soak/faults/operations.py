@@ -1,0 +1,105 @@
+"""The operations of the cases, and their right results.
+
+The data are small integers, so that each result has one right value. They depend on the rank and on
+the turn, so that an old value is a wrong one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import jax_intranode
+
+# x of each rank has as many rows, times the number of ranks.
+_ROWS, _COLUMNS = 8, 16
+_W = (np.arange(_COLUMNS * _COLUMNS).reshape(_COLUMNS, _COLUMNS) * 5 % 7 - 3).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation.
+
+    Attributes:
+        run: of a rank's array [rows, columns] and the name of the axis.
+        expected: of all ranks' arrays and a rank, what the rank must have.
+        unedited: whether `run` calls `jax.lax`, and is to be accelerated.
+    """
+
+    run: Callable[[Any, str], Any]
+    expected: Callable[[np.ndarray, int], np.ndarray]
+    unedited: bool = False
+
+
+def data(rank: int, world: int, turn: int) -> np.ndarray:
+    """Returns a rank's array of a turn."""
+    count = _ROWS * world * _COLUMNS
+    return ((np.arange(count) + 7 * rank + 3 * turn) % 11 - 5).astype(np.float32).reshape(
+        -1, _COLUMNS
+    )  # fmt: skip
+
+
+def _part(total: np.ndarray, rank: int) -> np.ndarray:
+    return total.reshape(-1, _ROWS, total.shape[-1])[rank]
+
+
+def _tree(x: Any, axis: str) -> Any:
+    first, more = jax_intranode.psum((x, {"more": x[:3] * 2}), axis)
+    return jnp.concatenate([first, more["more"]])
+
+
+def _gradient(x: Any, axis: str) -> Any:
+    """The gradient of half the sum of the squares of a product."""
+
+    def product(v: Any) -> Any:
+        return jax_intranode.all_gather_matmul(v, jnp.asarray(_W), axis)
+
+    y, transpose = jax.vjp(product, x[:_ROWS])
+    return transpose(y)[0]
+
+
+def _expected_gradient(xs: np.ndarray, rank: int) -> np.ndarray:
+    # Each rank has the whole product, so each contributes.
+    return len(xs) * (xs[rank][:_ROWS] @ _W @ _W.T)
+
+
+def _psum(x: Any, axis: str) -> Any:
+    return jax_intranode.psum(x, axis)
+
+
+def _sum(xs: np.ndarray, rank: int) -> np.ndarray:
+    return xs.sum(0)
+
+
+OPERATIONS: dict[str, Operation] = {
+    "psum": Operation(_psum, _sum),
+    "psum_two_shot": Operation(_psum, _sum),
+    "psum_tree": Operation(_tree, lambda xs, _: np.concatenate([xs.sum(0), 2 * xs.sum(0)[:3]])),
+    "pmean": Operation(lambda x, axis: jax_intranode.pmean(x * lax.axis_size(axis), axis), _sum),
+    "psum_scatter": Operation(
+        lambda x, axis: jax_intranode.psum_scatter(x, axis, tiled=True),
+        lambda xs, rank: _part(xs.sum(0), rank),
+    ),
+    "all_gather": Operation(
+        lambda x, axis: jax_intranode.all_gather(x[:_ROWS], axis, tiled=True),
+        lambda xs, _: np.concatenate([x[:_ROWS] for x in xs]),
+    ),
+    "all_gather_matmul": Operation(
+        lambda x, axis: jax_intranode.all_gather_matmul(x[:_ROWS], jnp.asarray(_W), axis),
+        lambda xs, _: np.concatenate([x[:_ROWS] for x in xs]) @ _W,
+    ),
+    "matmul_reduce_scatter": Operation(
+        lambda x, axis: jax_intranode.matmul_reduce_scatter(x, jnp.asarray(_W), axis),
+        lambda xs, rank: _part(xs.sum(0) @ _W, rank),
+    ),
+    "matmul_all_reduce": Operation(
+        lambda x, axis: jax_intranode.matmul_all_reduce(x, jnp.asarray(_W), axis),
+        lambda xs, _: xs.sum(0) @ _W,
+    ),
+    "gradient": Operation(_gradient, _expected_gradient),
+    "unedited": Operation(lambda x, axis: lax.psum(x, axis), _sum, unedited=True),
+}

@@ -1,0 +1,274 @@
+"""The program of each process of a case: runs an operation again and again, or fails.
+
+It tells what happens in lines of JSON, each with the time of the clock that all processes share.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_intranode
+from jax_intranode._src import compat, exchange, rendezvous
+from jax_intranode._src.soak.faults import matrix
+from jax_intranode._src.soak.faults.matrix import Case
+from jax_intranode._src.soak.faults.operations import OPERATIONS, data
+
+# Runs before the job ends. The fourth may be the victim's last one.
+_RUNS = 5
+DELAY_S = 1.0
+# Turns of the loop inside a program: of one that a fault ends, and of one that ends by itself.
+_ENDLESS, _LONG = 10**9, 3000
+# How long a program with a loop has run when the victim fails, and how long after a fault the
+# others are idle.
+_WAIT_S = 0.5
+_IDLE_S = 2.0
+
+# The exit code of a process whose peers would not meet.
+_REFUSED = 4
+
+
+class Injected(RuntimeError):
+    """The exception of a victim."""
+
+
+class Rank:
+    """A process of a case."""
+
+    def __init__(self, case: Case, rank: int, events: int) -> None:
+        """Takes the case, the number of this process and the file of its events."""
+        self._case = case
+        self._rank = rank
+        self._events = events
+        self._operation = OPERATIONS[case.operation]
+
+    def say(self, event: str, **facts: Any) -> None:
+        """Writes a line about what happens now."""
+        line = json.dumps({"event": event, "time": time.monotonic(), **facts}) + "\n"
+        os.write(self._events, line.encode())
+
+    def run(self) -> None:
+        """Runs the operation until the victim fails, and in the others until the error comes."""
+        devices = np.array(jax.devices())
+        mesh = Mesh(devices, ("x",), axis_types=(AxisType.Auto,))
+        self._phase("meeting")
+        if self._is_victim and self._case.phase.startswith("in_meeting_"):
+            self._fail_in_stage(self._case.phase.removeprefix("in_meeting_"))
+        self.say("begins")
+        self._meet(mesh)
+        setting = jax_intranode.accelerate if self._operation.unedited else contextlib.nullcontext
+        with setting():
+            self._use(mesh)
+
+    def _meet(self, mesh: Mesh) -> None:
+        """Lets the processes meet. Ends this one if they can't use our kernels."""
+        try:
+            jax_intranode.initialize(mesh)
+        except Exception as error:
+            self._tell(error)
+            raise
+        reason = rendezvous.rendezvous_of(mesh.devices.flat).reason
+        if reason is None:
+            self.say("met")
+            return
+        self.say("refused", text=reason)
+        # jax.lax would take over, and wait for the victim in its own way.
+        os._exit(_REFUSED)
+
+    @property
+    def _is_victim(self) -> bool:
+        return self._rank == self._case.victim
+
+    def _use(self, mesh: Mesh) -> None:
+        def of_device(v: Any) -> Any:
+            return self._operation.run(v, "x")
+
+        def repeated(count: Any, v: Any) -> Any:
+            def turn(_: Any, state: Any) -> Any:
+                # The same value, which XLA does not know.
+                v, _ = state
+                y = self._operation.run(v, "x")
+                return v + (jnp.max(y) > 1e9), y
+
+            zeros = jnp.zeros_like(jax.eval_shape(lambda u: self._operation.run(u, "x"), v))
+            return lax.fori_loop(0, count, turn, (v, zeros))[1]
+
+        once = jax.jit(_sharded(of_device, mesh, (P("x"),)))
+        v = self._operand(mesh, 0)
+        if self._case.phase in ("inside", "idle"):
+            # All are through when the victim begins to fail, and nobody waits for anybody.
+            self._check(once(v), 0)
+            self._together("run")
+        if self._case.phase == "inside":
+            ends = self._case.fault in ("delay", "exception", "exit", "none")
+            count = jax.make_array_from_callback(
+                (), NamedSharding(mesh, P()), lambda _: np.int32(_LONG if ends else _ENDLESS)
+            )
+            program = jax.jit(_sharded(repeated, mesh, (P(), P("x")))).lower(count, v).compile()
+            self._together("compiled")
+            self._begin_inside()
+            self._attempt(lambda: self._check(program(count, v), 0))
+        elif self._case.phase == "idle":
+            if self._is_victim:
+                self.fail()
+            elif self._case.fault != "none":
+                time.sleep(_IDLE_S)
+        else:
+            self._phase("lowering")
+        for k in range(_RUNS):
+            self._phase(("first_run", "second_run", "", "fourth_run", "")[k])
+            self._attempt(functools.partial(self._run_once, once, mesh, k))
+        self.say("done")
+
+    def _run_once(self, program: Any, mesh: Mesh, turn: int) -> None:
+        self._check(program(self._operand(mesh, turn)), turn)
+
+    def _attempt(self, call: Callable[[], None]) -> None:
+        """Makes a call. When it raises, tells of it, of the next call's error, and raises."""
+        self.say("begins")
+        try:
+            call()
+        except Injected:
+            raise
+        except Exception as error:
+            self._tell(error)
+            self.say("begins")
+            try:
+                call()
+            except Exception as later:
+                self._tell(later)
+            else:
+                self.say("no later error")
+            raise
+
+    def _tell(self, error: Exception) -> None:
+        failure = jax_intranode.last_failure()
+        self.say(
+            "error",
+            type=type(error).__name__,
+            text=str(error),
+            missing_process=failure.missing_process if failure is not None else None,
+        )
+
+    def _check(self, result: jax.Array, turn: int) -> None:
+        jax.block_until_ready(result)
+        world = self._case.world
+        xs = np.stack([data(rank, world, turn) for rank in range(world)])
+        expected = self._operation.expected(xs, self._rank)
+        (shard,) = result.addressable_shards
+        right = bool(np.array_equal(np.asarray(shard.data), expected))
+        self.say("right" if right else "wrong", turn=turn)
+
+    def _operand(self, mesh: Mesh, turn: int) -> jax.Array:
+        mine = data(self._rank, self._case.world, turn)
+        shape = (self._case.world * mine.shape[0], mine.shape[1])
+        return jax.make_array_from_callback(shape, NamedSharding(mesh, P("x")), lambda _: mine)
+
+    def _together(self, stage: str) -> None:
+        """Waits until all processes have come to this stage."""
+        client = compat.key_value_client()
+        assert client is not None
+        client.key_value_set(f"soak/{stage}/{self._rank}", "here")
+        for rank in range(self._case.world):
+            client.blocking_key_value_get(f"soak/{stage}/{rank}", 60_000)
+
+    # What a victim does.
+
+    def _phase(self, name: str) -> None:
+        if self._is_victim and name == self._case.phase:
+            self.fail()
+
+    def fail(self) -> None:
+        """Fails."""
+        if self._case.fault == "none":
+            return
+        self.say("fault")
+        match self._case.fault:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "exception":
+                raise Injected("the injected fault")
+            case "exit":
+                sys.exit(3)
+            case "os_exit":
+                os._exit(3)
+            case "delay":
+                time.sleep(DELAY_S)
+
+    def _fail_in_stage(self, stage: str) -> None:
+        gather = exchange.KeyValueStore.gather
+
+        def failing(store: Any, of: str, *arguments: Any) -> Any:
+            if of == stage:
+                self.fail()
+            return gather(store, of, *arguments)
+
+        setattr(exchange.KeyValueStore, "gather", failing)  # noqa: B010, or mypy objects
+
+    def _begin_inside(self) -> None:
+        """Lets the victim fail while its program runs.
+
+        An exception comes after the program was dispatched. A delay stops the whole process.
+        """
+        if not self._is_victim or self._case.fault == "none":
+            return
+        if self._case.fault in ("exception", "exit"):
+            check = self._check
+
+            def fail_without_waiting(result: jax.Array, turn: int) -> None:
+                del self._check
+                time.sleep(_WAIT_S)
+                self.fail()
+                check(result, turn)
+
+            setattr(self, "_check", fail_without_waiting)  # noqa: B010, or mypy objects
+            return
+
+        def later() -> None:
+            time.sleep(0.05 if self._case.fault == "delay" else _WAIT_S)
+            if self._case.fault == "delay":
+                self.say("fault")
+                with subprocess.Popen(["sh", "-c", f"sleep {DELAY_S}; kill -CONT {os.getpid()}"]):
+                    os.kill(os.getpid(), signal.SIGSTOP)
+            else:
+                self.fail()
+
+        threading.Thread(target=later, daemon=True).start()
+
+
+def _sharded(f: Any, mesh: Mesh, in_specs: Any) -> Any:
+    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=P("x"), check_vma=False)
+
+
+def main() -> None:
+    """Command line: the case, the platform, the coordinator, this process's number, its events."""
+    case, platform, coordinator = matrix.parse(sys.argv[1]), sys.argv[2], sys.argv[3]
+    rank, events = int(sys.argv[4]), os.open(sys.argv[5], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    if platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", 1)
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        coordinator, case.world, rank, local_device_ids=[rank if platform == "gpu" else 0]
+    )
+    Rank(case, rank, events).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""What must have happened in a case."""
+
+import re
+
+from jax_intranode._src.soak.faults.job import TIMEOUT_S, Process, Seen
+from jax_intranode._src.soak.faults.matrix import Case
+
+# From the end of a process to the exception of the others.
+_DEAD_S = 1.0
+# From the exception to the end of a process that does not catch it.
+_END_S = 8.0
+# The types of exceptions that tell of a failure.
+_TYPES = ("CommunicationError", "JaxRuntimeError", "XlaRuntimeError", "ValueError")
+
+
+def problems(case: Case, seen: Seen, slack: float) -> list[str]:
+    """Returns what was not as it must be; nothing if all was.
+
+    Args:
+        case: the case.
+        seen: what happened.
+        slack: a factor for the times, on a machine that is busy.
+    """
+    found = [f"left behind: {what}" for what in seen.left]
+    for rank, process in enumerate(seen.processes):
+        wrong = [event["turn"] for event in process.all("wrong")]
+        if wrong:
+            found.append(f"rank {rank}: wrong values in runs {wrong}")
+    victim = seen.processes[case.victim]
+    if case.fault != "none" and victim.first("fault") is None:
+        return [*found, f"the victim never came to its fault; it said {victim.events}"]
+    for rank, process in enumerate(seen.processes):
+        healthy = case.fault in ("delay", "none")
+        if healthy:
+            texts = _of_healthy(process)
+        elif rank != case.victim:
+            texts = _of_survivor(case, process, victim, slack)
+        else:
+            texts = _of_victim(case, process)
+        found += [f"rank {rank}: {text}" for text in texts]
+    return found
+
+
+def _of_healthy(process: Process) -> list[str]:
+    found = []
+    if process.exit_code != 0:
+        found.append(f"exit code {process.exit_code}, not 0")
+    if process.first("done") is None:
+        found.append("did not come to its end")
+    return found
+
+
+def _of_victim(case: Case, process: Process) -> list[str]:
+    expected = {"kill": -9, "exception": 1, "exit": 3, "os_exit": 3}.get(case.fault)
+    if case.before_watch and case.fault in ("exception", "exit") and process.exit_code == -6:
+        # It waits in JAX's last barrier, and JAX ends it when the others have gone.
+        return []
+    if expected is not None and process.exit_code != expected:
+        return [f"the victim's exit code is {process.exit_code}, not {expected}"]
+    return []
+
+
+def _of_survivor(case: Case, process: Process, victim: Process, slack: float) -> list[str]:
+    fault = victim.first("fault")
+    assert fault is not None
+    if process.exit_code is None:
+        return [f"had not ended long after the fault; it said {process.events}"]
+    if process.first("done") is not None:
+        return ["came to its end as if nothing had happened"]
+    if case.victim == 0 and case.dies and process.exit_code == -6:
+        # JAX ends a process whose coordination service is gone.
+        return []
+    errors = process.all("error") or process.all("refused")
+    if not errors:
+        return [f"has seen no error; exit code {process.exit_code}, it said {process.events}"]
+    found = []
+    first = errors[0]
+    if process.exit_code == 0:
+        found.append("exit code 0 after a failure")
+    if first["event"] == "error" and first["type"] not in _TYPES:
+        found.append(f"the exception is a {first['type']}")
+    for error in errors:
+        if not re.search(rf"\b(process|rank) {case.victim}\b", error["text"]):
+            found.append(f"the error does not name process {case.victim}: {error['text']}")
+    if first["event"] == "error" and "jax_intranode" not in first["text"]:
+        found.append(f"the error is not ours: {first['text']}")
+    began = max(e["time"] for e in process.all("begins") if e["time"] < first["time"])
+    waited = first["time"] - max(fault["time"], began)
+    limit = slack * _limit(case)
+    if waited > limit:
+        found.append(f"the error came after {waited:.2f} s; the limit is {limit:.2f} s")
+    if case.fault == "stop" and not case.in_meeting and waited < TIMEOUT_S - 0.5:
+        found.append(f"the error came after {waited:.2f} s, before JAX_INTRANODE_TIMEOUT_S")
+    if process.first("no later error") is not None:
+        found.append("the call after the error raised none")
+    if len(errors) > 1:
+        began = process.all("begins")[-1]["time"]
+        later = errors[1]["time"] - began
+        if later > slack * _DEAD_S:
+            found.append(f"the next error came after {later:.2f} s")
+    assert process.ended is not None
+    end = process.ended - errors[-1]["time"]
+    if end > slack * _END_S:
+        found.append(f"the process ended {end:.1f} s after the error")
+    return found
+
+
+def _limit(case: Case) -> float:
+    """Seconds from the fault, or from the call after it, to the error."""
+    if case.in_meeting:
+        # The first process to give up says so. Others wait for its verdict 10 s longer.
+        return TIMEOUT_S + 12
+    if case.dies:
+        return _DEAD_S
+    return TIMEOUT_S + 1

@@ -1,0 +1,160 @@
+"""Faults of processes: what `soak --faults` starts, and how it judges what it sees.
+
+The full tier runs more cases, and `tools/full_checks faults` runs 300.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from devices import need_devices
+
+from jax_intranode._src.soak.faults import job, matrix, verdict
+from jax_intranode._src.soak.faults.job import Process, Seen
+from jax_intranode._src.soak.faults.matrix import Case
+from jax_intranode._src.soak.faults.operations import OPERATIONS, data
+
+# On machines that run other tests at the same time.
+SLACK = 6
+QUICK = (
+    "psum:inside:kill:1of2",
+    "all_gather_matmul:second_run:exception:0of2",
+)
+MORE = [str(case) for case in matrix.sample(matrix.WORLDS, 30, seed=0)]
+
+
+@pytest.mark.parametrize(
+    "text", [*QUICK, *(pytest.param(text, marks=pytest.mark.full) for text in MORE)]
+)
+def test_fault(text: str) -> None:
+    case = matrix.parse(text)
+    need_devices(case.world)
+    seen = job.run(case, jax.devices()[0].platform, SLACK)
+    assert verdict.problems(case, seen, SLACK) == [], [p.log[-3000:] for p in seen.processes]
+
+
+# The matrix.
+
+
+def test_a_sample_has_every_kind_of_case() -> None:
+    cases = matrix.sample(matrix.WORLDS, 300, seed=1)
+    assert cases == matrix.sample(matrix.WORLDS, 300, seed=1)
+    assert len(set(cases)) == 300
+    pairs = {(case.fault, case.phase) for case in cases}
+    assert len(pairs) == len(matrix.FAULTS) * len(matrix.PHASES)
+    assert {case.operation for case in cases} == set(matrix.OPERATIONS) == set(OPERATIONS)
+    assert {(case.world, case.victim) for case in cases} == {
+        (world, victim) for world in matrix.WORLDS for victim in range(world)
+    }
+
+
+def test_a_sample_ends_with_the_matrix() -> None:
+    assert set(matrix.sample([2], 10**6, seed=0)) == set(matrix.cases([2]))
+
+
+def test_names_of_cases() -> None:
+    for case in matrix.cases(matrix.WORLDS):
+        assert matrix.parse(str(case)) == case
+    for text in ("psum", "psum:inside:kill:2of2", "psum:inside:kill:1of5", "a:b:c:1of2"):
+        with pytest.raises(ValueError, match=f"^'{text}' names no case; one is psum:"):
+            matrix.parse(text)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_expected_values_depend_on_every_rank_and_turn(name: str) -> None:
+    """An old value, or one of the wrong rank, is a wrong one."""
+    operation = OPERATIONS[name]
+    results = []
+    for turn in range(2):
+        xs = np.stack([data(rank, 3, turn) for rank in range(3)])
+        results.append([operation.expected(xs, rank) for rank in range(3)])
+    assert all(not np.array_equal(*pair) for pair in zip(*results, strict=True))
+    if name in ("psum_scatter", "matmul_reduce_scatter", "gradient"):
+        assert not np.array_equal(results[0][0], results[0][1])
+
+
+# The verdict.
+
+CASE = Case(2, 1, "kill", "first_run", "psum")
+
+
+def event(name: str, time: float, **facts: Any) -> dict[str, Any]:
+    return {"event": name, "time": time, **facts}
+
+
+def error(time: float, **facts: Any) -> dict[str, Any]:
+    text = "jax_intranode: process 1 has ended"
+    return event(
+        "error", time, **{"type": "JaxRuntimeError", "text": text, "missing_process": 1, **facts}
+    )
+
+
+def survivor() -> Process:
+    events = [
+        event("begins", 1.0),
+        event("right", 1.1, turn=0),
+        event("begins", 1.2),
+        error(2.4),
+        event("begins", 2.4),
+        error(2.5),
+    ]
+    return Process(events, exit_code=1, ended=3.0, log="")
+
+
+def victim(time: float = 2.0) -> Process:
+    return Process([event("fault", time)], exit_code=-9, ended=time)
+
+
+def problems(process: Process, of_victim: Process | None = None, left: Any = ()) -> list[str]:
+    return verdict.problems(CASE, Seen([process, of_victim or victim()], list(left)), 1)
+
+
+def test_verdict_of_what_must_happen() -> None:
+    assert problems(survivor()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda p: p.events.insert(2, event("wrong", 1.15, turn=1)), "wrong values in runs [1]"),
+        (
+            lambda p: p.events.__setitem__(slice(3, None), [error(3.1)]),
+            "came after 1.10 s; the limit",
+        ),
+        (lambda p: p.events.insert(3, error(2.3, text="jax_intranode: no")), "name process 1"),
+        (lambda p: p.events.insert(3, error(2.3, text="process 1")), "the error is not ours"),
+        (lambda p: p.events.insert(3, error(2.3, type="OSError")), "the exception is a OSError"),
+        (lambda p: p.events.append(event("no later error", 2.5)), "the call after the error"),
+        (lambda p: p.events.append(event("done", 2.5)), "as if nothing had happened"),
+        (lambda p: p.events.__delitem__(slice(3, None)), "has seen no error"),
+        (lambda p: setattr(p, "exit_code", 0), "exit code 0 after a failure"),
+        (lambda p: setattr(p, "exit_code", None), "had not ended long after the fault"),
+        (lambda p: setattr(p, "ended", 20.0), "ended 17.5 s after the error"),
+    ],
+)
+def test_verdict_of_what_must_not_happen(change: Any, text: str) -> None:
+    process = survivor()
+    change(process)
+    assert text in " ".join(problems(process))
+
+
+def test_verdict_of_a_victim_that_goes_on() -> None:
+    assert "never came to its fault" in problems(survivor(), Process([], 0, 1.0))[-1]
+    assert "exit code is 0, not -9" in " ".join(
+        problems(survivor(), Process([event("fault", 2.0)], 0, 2.0))
+    )
+
+
+def test_verdict_of_what_is_left() -> None:
+    assert problems(survivor(), left=["segment s"]) == ["left behind: segment s"]
+
+
+def test_verdict_of_jobs_without_a_failure() -> None:
+    case = Case(2, 1, "delay", "inside", "psum")
+    right = [Process([event("fault", 1.0), event("done", 2.0)], exit_code=0) for _ in range(2)]
+    assert verdict.problems(case, Seen(right, []), 1) == []
+    right[0].exit_code = 1
+    right[1].events.pop()
+    found = verdict.problems(case, Seen(right, []), 1)
+    assert found == ["rank 0: exit code 1, not 0", "rank 1: did not come to its end"]

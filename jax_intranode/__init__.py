@@ -37,6 +37,10 @@ try:
     from jax_intranode._src.rewrite.switch import accelerate as accelerate
     from jax_intranode._src.rewrite.switch import install as install
     from jax_intranode._src.rewrite.switch import uninstall as uninstall
+    from jax_intranode._src.stats import Fallback as Fallback
+    from jax_intranode._src.stats import Lowered as Lowered
+    from jax_intranode._src.stats import Stats as Stats
+    from jax_intranode._src.stats import stats as stats
     from jax_intranode._src.topology import Topology as Topology
     from jax_intranode._src.topology import TopologyKind as TopologyKind
     from jax_intranode._src.topology import topology as topology
@@ -55,6 +59,9 @@ __all__ = [
     "CommunicationError",
     "Explanation",
     "Failure",
+    "Fallback",
+    "Lowered",
+    "Stats",
     "Topology",
     "TopologyKind",
     "accelerate",
@@ -72,6 +79,7 @@ __all__ = [
     "psum_scatter",
     "row_parallel_matmul",
     "shutdown",
+    "stats",
     "topology",
     "uninstall",
     "usage_counter",

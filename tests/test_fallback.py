@@ -11,6 +11,7 @@ from cases import line, sharded
 from devices import need_devices
 from jax.sharding import PartitionSpec as P
 
+import jax_intranode
 from jax_intranode import all_gather_matmul, matmul_reduce_scatter, pmean, psum
 from jax_intranode._src.ops import fallback
 
@@ -24,8 +25,9 @@ def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(fallback, "_logged", set())
 
     def lowered(body: Callable[..., Any], dtype: Any, columns: int = 4) -> list[str]:
-        before = len(caplog.records)
         f = sharded(body, line(), P("x"), P("x"))
+        jax_intranode.initialize(line())  # which logs a line of its own
+        before = len(caplog.records)
         with caplog.at_level(logging.INFO, "jax_intranode"):
             jax.jit(f).lower(jax.ShapeDtypeStruct((N, columns), dtype))
         return [r.getMessage() for r in caplog.records[before:] if r.name == "jax_intranode"]

@@ -757,13 +757,34 @@ def new_variable(aval: Any) -> Var:
 
 
 def new_equation(
-    like: Any, primitive: Primitive, invars: Sequence[Any], outvars: Sequence[Any], params: Any
+    like: Any,
+    primitive: Primitive,
+    invars: Sequence[Any],
+    outvars: Sequence[Any],
+    params: Any,
+    scope: str,
 ) -> Any:
-    """An equation that has the source and the context of another one. 0.10.2 and later."""
+    """An equation that has the source and the context of another one. 0.10.2 and later.
+
+    Args:
+        like: that equation.
+        primitive: the primitive.
+        invars: its operands.
+        outvars: its results.
+        params: its parameters.
+        scope: a named scope to put it in.
+    """
     _, effects = primitive.abstract_eval(*(v.aval for v in invars), **params)
+    source = source_in_scope(like, scope)
     return core.new_jaxpr_eqn(
-        list(invars), list(outvars), primitive, params, effects, like.source_info, like.ctx
+        list(invars), list(outvars), primitive, params, effects, source, like.ctx
     )
+
+
+def source_in_scope(equation: Any, scope: str) -> Any:
+    """The source of an equation, inside one more named scope. 0.10.2 and later."""
+    source = equation.source_info
+    return source.replace(name_stack=source.name_stack.extend(scope))
 
 
 def replaced_inside(equation: Any, rewrite: Callable[[Any], Any]) -> Any:

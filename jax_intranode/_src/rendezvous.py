@@ -22,7 +22,17 @@ from typing import Any
 
 import jax
 
-from jax_intranode._src import config, exchange, failures, native, overlap, peers, select, watcher
+from jax_intranode._src import (
+    config,
+    exchange,
+    failures,
+    mesh_line,
+    native,
+    overlap,
+    peers,
+    select,
+    watcher,
+)
 from jax_intranode._src import topology as topology_lib
 from jax_intranode._src.partition import Partition
 
@@ -64,6 +74,7 @@ class Rendezvous:
         communicators: by partition, why there is no communicator, or None if there is one.
         watch: the watch over the other processes of this host; None if there are none, or if they
             can't be watched.
+        description: what the log says of it if there are communicators.
     """
 
     devices: dict[int, Any]
@@ -81,6 +92,7 @@ class Rendezvous:
     records: dict[int, int] = field(default_factory=dict)
     communicators: dict[Partition, str | None] = field(default_factory=dict)
     watch: peers.Watch | None = None
+    description: str = ""
 
     def region_bytes(self) -> int:
         """Bytes of a region: its header and its epoch buffers."""
@@ -113,6 +125,8 @@ def rendezvous_of(devices: Iterable[Any]) -> Rendezvous:
                     list(key),
                     rendezvous.reason,
                 )
+            else:
+                _log.info(rendezvous.description)
     raise_if_failed(rendezvous.devices.values())
     return rendezvous
 
@@ -274,6 +288,7 @@ def _share_slabs(rendezvous: Rendezvous, deadline: exchange.Deadline) -> None:
             slab.unlink()
     attempt("write", lambda: _probe(rendezvous, local, peers, write=True))
     attempt("read", lambda: _probe(rendezvous, local, peers, write=False))
+    rendezvous.description = mesh_line.describe(rendezvous, hellos)
 
 
 def _watch(

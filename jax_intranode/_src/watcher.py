@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jax_intranode._src import config, failures, limits, native, peers, source
+from jax_intranode._src import config, counts, failures, limits, native, peers, source
 from jax_intranode._src.partition import Partition
 
 _log = logging.getLogger("jax_intranode")
@@ -62,6 +62,7 @@ def _poll_cpu() -> None:
     while True:
         for warning in module.take_warnings():
             _log.warning(warning)
+            counts.waited(warning)
         failures.current()
         time.sleep(_POLL_S["cpu"])
 

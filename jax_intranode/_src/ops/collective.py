@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad, mlir
 
-from jax_intranode._src import communicator, compat, config, limits, select, source, table
+from jax_intranode._src import communicator, compat, config, counts, limits, select, source, table
 from jax_intranode._src.ops import fallback
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import Operation, OpPrimitive, nbytes
@@ -137,7 +137,7 @@ def varying(x: Any, axes: Sequence[Hashable]) -> Any:
 def bind(primitive: OpPrimitive, xs: Sequence[Any], params: Params) -> list[Any]:
     """Binds the primitive of a collective."""
     xs = [varying(x, params.axes) for x in xs]
-    with jax.named_scope(f"jax_intranode.{primitive.operation}"):
+    with jax.named_scope(primitive.scope):
         return primitive.bind(*xs, params=params)
 
 
@@ -249,7 +249,9 @@ def lower_to_lax(
     """
     if selected.cause != select.NOT_FASTER:
         fallback.refuse_if_strict(primitive.operation, selected.reason, source.caller)
-    if not selected.logged:
+    if selected.logged:
+        counts.fell_back(primitive.operation, selected.reason)
+    else:
         fallback.log(primitive.operation, selected.reason, source.caller)
     return list(mlir.lower_fun(lambda *vs: params.by_lax(vs), True)(ctx, *xs))
 
@@ -279,6 +281,7 @@ def lower_to_call(
         site = f"{compat.lowering_program_name(ctx)} {primitive.operation} {shapes}"
         attributes["site"] = site
         source.describe_site(site, shapes, "cpu")
+    counts.lowered(primitive.operation, selected.algorithm, sum(map(nbytes, ctx.avals_in)))
     target = f"jax_intranode_{primitive.operation}"
     results = jax.ffi.ffi_lowering(target)(ctx, *xs, **attributes)
     return compat.called_once(results) if on_gpus else list(results)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.core import ShapedArray
 
-from jax_intranode._src import compat, config, select, source
+from jax_intranode._src import compat, config, counts, select, source
 
 _log = logging.getLogger("jax_intranode")
 
@@ -156,13 +156,14 @@ _logged: set[tuple[str, str, str]] = set()
 
 
 def log(operation: str, reason: str, call_site: Any) -> None:
-    """Logs a fallback, once for each call site and reason.
+    """Counts a fallback, and logs it once for each call site and reason.
 
     Args:
         operation: the operation.
         reason: why lax runs it.
         call_site: a function that returns the call site; called only if the line is wanted.
     """
+    counts.fell_back(operation, reason)
     if _log.isEnabledFor(logging.INFO):
         line = (operation, call_site(), reason)
         if line not in _logged:

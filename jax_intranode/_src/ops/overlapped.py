@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jax_intranode._src import communicator, compat, config, limits, native, overlap
+from jax_intranode._src import communicator, compat, config, counts, limits, native, overlap
 from jax_intranode._src.ops.lowering_site import LoweringSite
 
 
@@ -198,6 +198,12 @@ def _abstract_eval(x: Any, *others: Any, call: Overlapped) -> list[Any]:
 
 
 def _lower(ctx: Any, *operands: Any, call: Overlapped) -> Any:
+    itemsize = np.dtype(call.request.dtypes[0]).itemsize
+    sizes = call.sizes
+    columns = sizes.k if sizes.gathers else sizes.ns[0]
+    rows = sizes.outer * sizes.rows * (1 if sizes.gathers else sizes.world_size)
+    algorithm = "fused kernel" if call.plan.fused else "cuBLASLt pipeline"
+    counts.lowered(call.operation, algorithm, rows * columns * itemsize)
     results = jax.ffi.ffi_lowering("jax_intranode_collective_matmul")(
         ctx,
         *operands,

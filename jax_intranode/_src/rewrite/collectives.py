@@ -67,8 +67,9 @@ def choose(equation: Any, body: Body) -> Choice | None:
 def replace(equation: Any, choice: Choice, body: Body) -> Any:
     """The equation that takes its place, with the same operands and results."""
     params = {"params": choice.params, "traced_over": body.traced_over}
+    primitive = choice.primitive
     return compat.new_equation(
-        equation, choice.primitive.plain, equation.invars, equation.outvars, params
+        equation, primitive.plain, equation.invars, equation.outvars, params, primitive.scope
     )
 
 

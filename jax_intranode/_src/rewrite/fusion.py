@@ -14,7 +14,7 @@ from jax.extend.core import Jaxpr, Literal, Var
 
 from jax_intranode._src import compat
 from jax_intranode._src.ops import matmul_arguments
-from jax_intranode._src.ops.primitive import OpPrimitive, nbytes
+from jax_intranode._src.ops.primitive import BY_PRIMITIVE, OpPrimitive, nbytes
 from jax_intranode._src.rewrite import dataflow, views
 from jax_intranode._src.rewrite.dataflow import Dataflow
 from jax_intranode._src.rewrite.views import Factors
@@ -272,10 +272,13 @@ def _inlined(jaxpr: Jaxpr, fusion: Fusion, like: Any) -> Iterator[Any]:
         for v in equation.outvars:
             if v not in names:
                 names[v] = compat.new_variable(v.aval)
+        own = BY_PRIMITIVE.get(equation.primitive)
         yield equation.replace(
             invars=[v if isinstance(v, Literal) else names[v] for v in equation.invars],
             outvars=[names[v] for v in equation.outvars],
-            source_info=like.source_info,
+            source_info=like.source_info
+            if own is None
+            else compat.source_in_scope(like, own.scope),
             ctx=like.ctx,
         )
 

@@ -1,0 +1,40 @@
+"""The line that the log has for each set of devices that communicates."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax_intranode._src import limits, table
+from jax_intranode._src import topology as topology_lib
+
+
+def describe(rendezvous: Any, hellos: Sequence[dict[str, Any]]) -> str:
+    """The devices, their links, the process mode, and what runs which sizes.
+
+    Args:
+        rendezvous: a `rendezvous.Rendezvous`.
+        hellos: what each process has said about itself.
+    """
+    devices = list(rendezvous.devices.values())
+    kinds = " and ".join(dict.fromkeys(device.device_kind for device in devices))
+    facts = [{"single": "one process", "multi": f"{len(hellos)} processes"}[rendezvous.mode]]
+    hosts = len(set(rendezvous.hosts.values()))
+    if hosts > 1:
+        facts.append(f"{hosts} hosts")
+    links = [device["links"] for hello in hellos for device in hello["devices"]]
+    if hosts == 1 and len(links) > 1 and None not in links:
+        matrix = topology_lib.link_matrix([topology_lib.LinkReport.from_json(of) for of in links])
+        fewest = min(matrix[i][j] for i in range(len(matrix)) for j in range(i))
+        facts.append(f"{fewest} NVLinks between each pair")
+    hardware = table.hardware_of(rendezvous.platform, devices[0].device_kind)
+    world_size = min(-(-len(devices) // hosts), limits.MAX_WORLD_SIZE)
+    thresholds = []
+    for operation in ("psum", "psum_scatter", "all_gather"):
+        rows = table.rows(hardware, rendezvous.mode, operation, "bare", world_size)
+        upto = {row.algorithm: row.nbytes for row in rows}
+        thresholds += [f"{operation} {name} up to {size} bytes" for name, size in upto.items()]
+    why = rendezvous.reason_for_no_matmuls
+    return (
+        f"Devices {list(rendezvous.devices)} ({len(devices)} x {kinds}, {', '.join(facts)}) "
+        f"communicate through jax_intranode. Among {world_size} ranks: {', '.join(thresholds)}; "
+        f"matmuls are {'overlapped' if why is None else f'not overlapped ({why})'}."
+    )

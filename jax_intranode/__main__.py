@@ -77,6 +77,11 @@ COMMANDS = (
         starts_ranks=False,
     ),
     Command(
+        "launch",
+        "start a process per GPU or CPU device, again after a fault",
+        "jax_intranode._src.commands.launch",
+    ),
+    Command(
         "bench",
         "measure and check an operation and the same one of jax.lax",
         "jax_intranode._src.bench.command",

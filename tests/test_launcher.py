@@ -8,7 +8,9 @@ import threading
 import time
 from pathlib import Path
 
+import jax
 import pytest
+from processes import assert_gone
 
 from jax_intranode._src import launcher
 
@@ -19,23 +21,6 @@ def _python(*codes: str) -> list[list[str]]:
     """Returns one command per rank, which runs that rank's code."""
     # -P: the current directory may be the source tree, where nothing is built.
     return [[sys.executable, "-P", "-c", code] for code in codes]
-
-
-def _is_running(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
-
-
-def _assert_gone(pids: list[int]) -> None:
-    """Asserts that no process runs, after the moment that the kernel may take to kill it."""
-    deadline = time.monotonic() + 2
-    while any(_is_running(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert [pid for pid in pids if _is_running(pid)] == []
 
 
 def test_returns_when_all_ranks_succeed(tmp_path: Path) -> None:
@@ -108,7 +93,7 @@ def test_nothing_outlives_the_limit(tmp_path: Path) -> None:
         launcher.run_ranks(commands, timeout_s=2.5, log_dir=tmp_path)
 
     assert caught.value.exit_codes == [-signal.SIGKILL, 0]
-    _assert_gone([int(pid) for log in caught.value.logs for pid in log.split()])
+    assert_gone([int(pid) for log in caught.value.logs for pid in log.split()])
 
 
 @pytest.mark.parametrize("cause", ["interrupt", "missing program"])
@@ -119,8 +104,10 @@ def test_nothing_outlives_an_exception_in_the_parent(
     popen = subprocess.Popen
 
     def recording_popen(*args: object, **kwargs: object) -> subprocess.Popen[bytes]:
-        started.append(popen(*args, **kwargs))
-        return started[-1]
+        process = popen(*args, **kwargs)
+        if kwargs["stdin"] is subprocess.DEVNULL:  # a rank, not what guards the ranks
+            started.append(process)
+        return process
 
     monkeypatch.setattr(subprocess, "Popen", recording_popen)
     commands = _python(_SLEEP, _SLEEP)
@@ -139,7 +126,7 @@ def test_nothing_outlives_an_exception_in_the_parent(
         signal.signal(signal.SIGINT, before)
 
     assert len(started) == (2 if cause == "interrupt" else 1)
-    _assert_gone([process.pid for process in started])
+    assert_gone([process.pid for process in started])
 
 
 def test_connected_ranks_see_each_other_and_one_that_fails_does_not_wait(tmp_path: Path) -> None:
@@ -174,7 +161,7 @@ def test_a_rank_takes_the_gpu_of_its_number_or_those_chosen_for_it(
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # Restores what connect changes.
     calls: list[tuple[tuple[object, ...], dict[str, object]]] = []
     monkeypatch.setattr(
-        launcher.jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs))
+        jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs))
     )
 
     assert launcher.connect("gpu") == 1

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax._src import config, core, dispatch, distributed, mesh, source_info_util
+from jax._src import config, core, dispatch, distributed, mesh, source_info_util, xla_bridge
 from jax._src.interpreters import partial_eval
 from jax._src.lax import lax as lax_internal
 from jax._src.lax import parallel
 from jax.extend.core import Jaxpr, Primitive, Var
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import batching
+from jaxlib import _jax
 from jaxlib.version import __version__ as jaxlib_version
 
 # Rules of primitives for which jax.interpreters has no public registration.
@@ -260,8 +261,7 @@ def bound_distributed_shutdown(gives_up: Callable[[float, bool], bool]) -> None:
     """Makes the end of ``jax.distributed`` give up when peers won't come.
 
     ``jax.distributed.shutdown``, which JAX calls at exit, waits in a barrier for all processes, for
-    up to 5 minutes, and aborts the process when that fails. When it is given up, its client and
-    service are left to the end of the process: deleting them waits or aborts as well.
+    up to 5 minutes, and aborts the process when that fails.
 
     0.10.2 to 0.12: ``jax.distributed.shutdown`` calls a method of a private object.
 
@@ -291,15 +291,70 @@ def bound_distributed_shutdown(gives_up: Callable[[float, bool], bool]) -> None:
         while thread.is_alive():
             thread.join(0.02)
             if thread.is_alive() and gives_up(time.monotonic() - started, serves):
-                for name in ("client", "service", "preemption_sync_manager"):
-                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(getattr(state, name)))
-                    setattr(state, name, None)
+                leave_without_waiting()
                 return
         if errors:
             raise errors[0]
 
     shutdown.of_jax_intranode = True  # type: ignore[attr-defined]
     state.shutdown = shutdown  # type: ignore[method-assign]
+
+
+def leave_without_waiting() -> None:
+    """Lets this process end without the barrier at which JAX waits for all processes.
+
+    JAX's client and service are left to the end of the process: deleting them waits or aborts as
+    well. 0.10.2 and later.
+    """
+    state = distributed.global_state
+    for name in ("client", "service", "preemption_sync_manager"):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(getattr(state, name)))
+        setattr(state, name, None)
+
+
+# Processes under `launch`, whose coordination service runs in the launcher.
+
+# Seconds after which the service takes a process that it does not hear from for dead; JAX's own.
+HEARTBEAT_S = 100
+
+
+def start_coordination_service(address: str, processes: int) -> Any:
+    """Starts the service that the processes of a program meet at; `shutdown` of it ends it.
+
+    0.10.2 and later: ``jax.distributed`` starts it in process 0 only.
+    """
+    return _jax.get_distributed_runtime_service(address, processes, heartbeat_timeout=HEARTBEAT_S)
+
+
+def join_at_first_use(arguments: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Makes this process a client of a coordination service that runs elsewhere.
+
+    ``jax.distributed.initialize`` starts no service and gets arguments(those that were passed). If
+    the program has not called it before its first use of a device, it is called then. 0.10.2 and
+    later: JAX can detect the address, the number of processes and the rank, but process 0 starts a
+    service in any case, and a program that calls nothing stays alone.
+    """
+    state, backends = distributed.global_state, xla_bridge.backends
+    initialize, lock = state.initialize, threading.RLock()
+    parameters = inspect.signature(initialize)
+
+    def initialize_client(*args: Any, **kwargs: Any) -> None:
+        initialize(**arguments(dict(parameters.bind(*args, **kwargs).arguments)))
+
+    def backends_of_all() -> Any:
+        with lock:
+            if xla_bridge.backends is backends_of_all:
+                if state.client is None:
+                    jax.distributed.initialize()
+                setattr(xla_bridge, "backends", backends)  # noqa: B010, or mypy objects
+        return backends()
+
+    for owner, name, value in (
+        (_jax, "get_distributed_runtime_service", lambda *_, **__: None),
+        (state, "initialize", initialize_client),
+        (xla_bridge, "backends", backends_of_all),
+    ):
+        setattr(owner, name, value)
 
 
 def show_in_runtime_errors(shown: Callable[[str], str | None]) -> None:

@@ -17,11 +17,12 @@ from jax_intranode._src import table
 _log = logging.getLogger("jax_intranode")
 
 _PREFIX = "JAX_INTRANODE_"
-# What a launcher sets for each rank (launcher.py).
+# What a launcher sets for each rank (launcher/).
 RANK = _PREFIX + "RANK"
 WORLD_SIZE = _PREFIX + "WORLD_SIZE"
 COORDINATOR = _PREFIX + "COORDINATOR"
 LOCAL_DEVICES = _PREFIX + "LOCAL_DEVICES"
+RESTART = _PREFIX + "RESTART"
 _TOPOLOGIES = ("fully_connected", "hybrid_cube_mesh", "unknown")
 ALGORITHMS = ("auto", *table.PSUM_ALGORITHMS, "lax")
 
@@ -178,7 +179,7 @@ VARIABLES = (
         COORDINATOR,
         "host:port",
         "none",
-        "the address of rank 0's coordination service",
+        "the address of JAX's coordination service",
         reader="launcher",
     ),
     Variable(
@@ -186,6 +187,13 @@ VARIABLES = (
         "integers with commas between them",
         "none",
         "the devices of this process",
+        reader="launcher",
+    ),
+    Variable(
+        RESTART,
+        "an integer",
+        "none",
+        "how often `launch` has started the processes again",
         reader="launcher",
     ),
     Variable(

@@ -1,0 +1,184 @@
+"""The processes of one run: started together, watched together, and ended with all they started.
+
+Each rank leads a process group of its own, so that its children are ended with it. Ranks that have
+ended stay zombies until the end of the job: until then the system gives their numbers to no other
+process, and a signal hits who it is meant for.
+"""
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import IO, Any, NamedTuple, Self
+
+# Ends the ranks when the process that has started them is gone, however it ended. It reads the
+# numbers of process groups until then. PR_SET_PDEATHSIG would not reach the ranks' children, and
+# it fires when the thread ends that has started a rank.
+_GUARD = """
+import os, signal, sys
+for group in [int(line) for line in sys.stdin]:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except OSError:
+        pass
+"""
+
+
+# How long a rank may take to end after SIGKILL.
+_KILLED_S = 60.0
+
+# How long a signal to this process may have to wait for its handler.
+_SIGNAL_S = 0.1
+
+
+class Streams(NamedTuple):
+    """The stdin, stdout and stderr of a rank, as `subprocess.Popen` takes them."""
+
+    stdin: int | IO[Any] | None = subprocess.DEVNULL
+    stdout: int | IO[Any] | None = None
+    stderr: int | IO[Any] | None = None
+
+
+class Job:
+    """One process per rank.
+
+    It is a context manager. At its end no rank is left, and no process that a rank has started,
+    unless that has left the rank's process group. If this process is killed, the same holds.
+
+    Attributes:
+        processes: the processes in rank order, for their pipes and process ids (`pid`). To send
+            a signal, use `send`.
+        exit_codes: the exit code of each rank in rank order, minus the signal's number if a signal
+            has ended it, or None while it runs.
+        first_failed: the rank that was the first to end with another exit code than 0, or None.
+    """
+
+    def __init__(
+        self,
+        commands: Sequence[Sequence[str]],
+        *,
+        env: Sequence[Mapping[str, str]] | None = None,
+        streams: Sequence[Streams] | None = None,
+    ) -> None:
+        """Starts the ranks.
+
+        Args:
+            commands: the command of each rank.
+            env: for each rank, variables to add to this process's environment.
+            streams: for each rank, where its input comes from and its output goes. By default it
+                has no input, and this process's output.
+
+        Raises:
+            OSError: a command cannot be started. No rank is left.
+        """
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.exit_codes: list[int | None] = []
+        self.first_failed: int | None = None
+        self._pidfds: dict[int, int] = {}
+        self._selector = selectors.DefaultSelector()
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _GUARD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            for rank, command in enumerate(commands):
+                variables = env[rank] if env is not None else {}
+                self._start(command, variables, streams[rank] if streams is not None else Streams())
+        except BaseException:
+            self.end()
+            raise
+
+    def _start(
+        self, command: Sequence[str], variables: Mapping[str, str], streams: Streams
+    ) -> None:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONFAULTHANDLER": "1", **variables},
+            stdin=streams.stdin,
+            stdout=streams.stdout,
+            stderr=streams.stderr,
+            start_new_session=True,
+        )
+        rank = len(self.processes)
+        self.processes.append(process)
+        self.exit_codes.append(None)
+        assert self._guard.stdin is not None
+        self._guard.stdin.write(b"%d\n" % process.pid)
+        self._guard.stdin.flush()
+        self._pidfds[rank] = os.pidfd_open(process.pid)
+        self._selector.register(self._pidfds[rank], selectors.EVENT_READ, lambda: self._ended(rank))
+
+    @property
+    def running(self) -> list[int]:
+        """The ranks that run."""
+        return [rank for rank, code in enumerate(self.exit_codes) if code is None]
+
+    def watch(self, pipe: IO[bytes], ready: Callable[[], bool]) -> None:
+        """Makes `wait` call a function when a pipe can be read, until that returns False."""
+
+        def read() -> None:
+            if not ready():
+                self._selector.unregister(pipe)
+
+        self._selector.register(pipe, selectors.EVENT_READ, read)
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until a rank ends or a watched pipe can be read, at most this many seconds.
+
+        It may return earlier.
+        """
+        # A signal does not end a wait of the main thread if another thread has got it.
+        for key, _ in self._selector.select(min(timeout_s, _SIGNAL_S)):
+            key.data()
+
+    def send(self, number: int) -> None:
+        """Sends a signal to the ranks that run; not to their children."""
+        for rank in self.running:
+            os.kill(self.processes[rank].pid, number)
+
+    def end(self) -> None:
+        """Ends all that is left of the ranks. Later calls do nothing."""
+        for process in self.processes:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        for rank, process in enumerate(self.processes):
+            # One that the driver holds in the kernel ends later; nothing can hurry it.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_KILLED_S)
+            self.exit_codes[rank] = process.returncode or self.exit_codes[rank] or 0
+        for pidfd in self._pidfds.values():
+            os.close(pidfd)
+        self._pidfds.clear()
+        self._selector.close()
+        self._guard.kill()
+        self._guard.communicate()
+
+    def _ended(self, rank: int) -> None:
+        pid = self.processes[rank].pid
+        status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        assert status is not None
+        ended_itself = status.si_code == os.CLD_EXITED
+        self.exit_codes[rank] = status.si_status if ended_itself else -status.si_status
+        if self.exit_codes[rank] and self.first_failed is None:
+            self.first_failed = rank  # the selector gives events in the order in which they came
+        self._selector.unregister(self._pidfds[rank])
+        os.close(self._pidfds.pop(rank))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end()

@@ -1,0 +1,139 @@
+"""What the ranks print: shown in lines with the rank's number in front, and written to files."""
+
+import contextlib
+import os
+import select
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+# How many of a rank's last lines the report of a failure shows, and how much of a line.
+_TAIL_LINES = 30
+_TAIL_BYTES = 400
+# After this time a line that has not ended is shown as it is: a progress bar, or a question.
+_PATIENCE_S = 1.0
+_READ_BYTES = 1 << 16
+
+
+class Screen:
+    """This process's stdout or stderr.
+
+    It may be closed, as after ``... | head``. Then the ranks go on, and nothing is shown.
+    """
+
+    def __init__(self, fd: int) -> None:
+        """Writes to the file descriptor, without a buffer."""
+        self._fd: int | None = fd
+
+    def write(self, data: bytes) -> None:
+        """Writes all of it."""
+        while data and self._fd is not None:
+            try:
+                data = data[os.write(self._fd, data) :]
+            except BlockingIOError:  # another process has made it so
+                select.select([], [self._fd], [])
+            except OSError:
+                self._fd = None
+
+
+class RankOutput:
+    """What a rank prints.
+
+    Attributes:
+        prefix: stands in front of its lines.
+        tail: its last lines.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, log: Path | None, say: Callable[[str], None]
+    ) -> None:
+        """Begins with nothing.
+
+        Args:
+            rank: the rank.
+            world_size: the number of ranks.
+            log: the file that gets everything as it is, or None.
+            say: tells the user that the file cannot be written.
+        """
+        self.prefix = b"[%*d] " % (len(str(world_size - 1)), rank)
+        self.tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
+        self._say = say
+        self._log: IO[bytes] | None = None if log is None else log.open("wb", buffering=0)
+
+    def write(self, data: bytes) -> None:
+        """Writes to the file."""
+        if self._log is not None:
+            try:
+                self._log.write(data)
+            except OSError as error:
+                self._say(f"{self._log.name} is not written any more: {error.strerror}")
+                self.close()
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+
+class Stream:
+    """The stdout or the stderr of a rank, line by line."""
+
+    def __init__(self, pipe: IO[bytes], output: RankOutput, screen: Screen) -> None:
+        """Begins with an empty line.
+
+        Args:
+            pipe: the end that this process reads.
+            output: what the rank prints.
+            screen: where it is shown.
+        """
+        self._pipe = pipe
+        self._output = output
+        self._screen = screen
+        self._line = b""
+        self._changed = 0.0
+        os.set_blocking(pipe.fileno(), False)
+
+    def read(self) -> bool:
+        """Reads what there is, and returns whether there may be more later."""
+        try:
+            return self._read()
+        except BlockingIOError:
+            return True
+
+    def finish(self) -> None:
+        """Reads what is left when the rank has ended, and closes the pipe."""
+        with contextlib.suppress(BlockingIOError):  # something outside of its group has the pipe
+            while self._read():
+                pass
+        self._show_line()
+        self._pipe.close()
+
+    def show_old(self) -> None:
+        """Shows a line that has not ended for a while."""
+        if time.monotonic() - self._changed > _PATIENCE_S:
+            self._show_line()
+
+    def _read(self) -> bool:
+        data = os.read(self._pipe.fileno(), _READ_BYTES)
+        self._output.write(data)
+        *lines, self._line = (self._line + data).split(b"\n")
+        self._changed = time.monotonic()
+        for line in lines:
+            self._show(line)
+        if len(self._line) > _READ_BYTES:
+            self._show_line()
+        return bool(data)
+
+    def _show_line(self) -> None:
+        if self._line:
+            self._show(self._line)
+            self._line = b""
+
+    def _show(self, line: bytes) -> None:
+        # What a terminal would have at the end of a line that was written over.
+        text = line.rstrip(b"\r").rpartition(b"\r")[2]
+        self._output.tail.append(text[:_TAIL_BYTES])
+        self._screen.write(self._output.prefix + text + b"\n")

@@ -1,0 +1,145 @@
+"""How a rank joins the others: in tests and benchmarks by `connect`, under `launch` by itself."""
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from jax_intranode._src import compat, config
+
+_log = logging.getLogger("jax_intranode")
+
+
+def rank_env(
+    rank: int, world_size: int, coordinator: int | str, local_devices: Sequence[int] | None = None
+) -> dict[str, str]:
+    """Returns the variables that say to a process which rank it is.
+
+    Args:
+        rank: The process's rank, 0 to world_size - 1.
+        world_size: The number of processes.
+        coordinator: The address of the coordination service, or a free port, the same for all
+            ranks, where rank 0 starts one.
+        local_devices: The devices of this process, as numbered among those that it sees; by
+            default the one with the number of its rank. On the CPU only their count matters.
+    """
+    devices = [rank] if local_devices is None else local_devices
+    address = coordinator if isinstance(coordinator, str) else f"127.0.0.1:{coordinator}"
+    return {
+        config.RANK: str(rank),
+        config.WORLD_SIZE: str(world_size),
+        config.COORDINATOR: address,
+        config.LOCAL_DEVICES: ",".join(map(str, devices)),
+    }
+
+
+def connect(platform: str) -> int:
+    """Joins the other ranks' `jax.distributed` run. Call it before any other use of JAX.
+
+    Afterwards an uncaught exception ends the process at once. Python's ordinary exit would first
+    enter JAX's shutdown barrier and wait there for the healthy ranks.
+
+    Args:
+        platform: "cpu" or "gpu".
+
+    Returns:
+        This process's rank.
+    """
+    sys.excepthook = _exit_at_once
+    rank = int(os.environ[config.RANK])
+    local_devices = _local_devices()
+    if platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", len(local_devices))
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        local_devices = list(range(len(local_devices)))
+    jax.distributed.initialize(
+        os.environ[config.COORDINATOR],
+        int(os.environ[config.WORLD_SIZE]),
+        rank,
+        local_device_ids=local_devices,
+        initialization_timeout=60,
+        heartbeat_timeout_seconds=100,
+        shutdown_timeout_seconds=30,
+    )
+    return rank
+
+
+def join_at_first_use() -> None:
+    """Makes this process a rank as its environment says, as soon as the program uses a device.
+
+    If the program calls `jax.distributed.initialize` itself, this call joins the other ranks.
+    """
+    compat.join_at_first_use(_arguments)
+
+
+def leave() -> None:
+    """Lets this process end without waiting for the other ranks."""
+    compat.leave_without_waiting()
+
+
+def _arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `jax.distributed.initialize` in a rank.
+
+    Args:
+        given: those that the program has passed.
+
+    Raises:
+        ValueError: they are those of another rank.
+    """
+    rank, world_size = int(os.environ[config.RANK]), int(os.environ[config.WORLD_SIZE])
+    for name, own in (("process_id", rank), ("num_processes", world_size)):
+        if given.get(name) not in (None, own):
+            raise ValueError(
+                f"jax.distributed.initialize({name}={given[name]}): this is process {rank} of "
+                f"{world_size} that `python -m jax_intranode launch` has started. Call "
+                "jax.distributed.initialize() without arguments."
+            )
+    address = os.environ[config.COORDINATOR]
+    if given.get("coordinator_address") not in (None, address) and rank == 0:
+        _log.warning(
+            "jax.distributed.initialize(coordinator_address=%r): the processes meet at %s, where "
+            "`python -m jax_intranode launch` runs the coordination service.",
+            given["coordinator_address"],
+            address,
+        )
+    arguments = {
+        **given,
+        "coordinator_address": address,
+        "num_processes": world_size,
+        "process_id": rank,
+        "cluster_detection_method": "deactivate",  # Slurm's, within an allocation
+    }
+    if given.get("local_device_ids") is None:
+        arguments["local_device_ids"] = _local_devices()
+    heartbeat_s = given.get("heartbeat_timeout_seconds")
+    if heartbeat_s is not None and heartbeat_s > compat.HEARTBEAT_S:
+        # The service would take a process for dead that is slower than the service expects.
+        arguments["heartbeat_timeout_seconds"] = compat.HEARTBEAT_S
+        if rank == 0:
+            _log.warning(
+                "jax.distributed.initialize(heartbeat_timeout_seconds=%s): it is %s under "
+                "`python -m jax_intranode launch`.",
+                heartbeat_s,
+                compat.HEARTBEAT_S,
+            )
+    return arguments
+
+
+def _local_devices() -> list[int]:
+    return [int(number) for number in os.environ[config.LOCAL_DEVICES].split(",")]
+
+
+def _exit_at_once(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """A `sys.excepthook` that prints the error and ends the process without exit handlers."""
+    traceback.print_exception(kind, error, trace)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

@@ -1,0 +1,27 @@
+"""Whether processes run."""
+
+import time
+from pathlib import Path
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def children_of(pid: int) -> list[int]:
+    """The children of a process's main thread, and theirs."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [one for child in map(int, children) for one in (child, *children_of(child))]
+
+
+def assert_gone(pids: list[int]) -> None:
+    """Asserts that no process runs, after the moment that the kernel may take to kill it."""
+    deadline = time.monotonic() + 2
+    while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert [pid for pid in pids if is_running(pid)] == []

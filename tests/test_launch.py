@@ -1,0 +1,472 @@
+"""`python -m jax_intranode launch`: what the ranks get, what is shown, and how a run ends."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from processes import assert_gone, children_of
+
+from jax_intranode import __main__ as command_line
+from jax_intranode._src import nvml
+
+Launch = Callable[..., tuple[int, str, str]]
+
+COMMAND = (sys.executable, "-m", "jax_intranode", "launch", "--platform", "cpu", "-n", "2")
+
+# The ranks begin like this where they use JAX. The variable has to be set before JAX is imported.
+JAX = """
+    import os
+    os.environ["JAX_ENABLE_X64"] = "1"
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    def total():
+        mesh = jax.make_mesh((jax.device_count(),), "x", axis_types=(jax.sharding.AxisType.Auto,))
+        add = jax.shard_map(
+            lambda a: jax.lax.psum(a, "x"), mesh=mesh, in_specs=P("x"), out_specs=P()
+        )
+        a = jax.make_array_from_callback(
+            (jax.device_count(),), jax.NamedSharding(mesh, P("x")),
+            lambda index: jax.numpy.array([index[0].start + 0.5]),
+        )
+        return jax.jit(add)(a).addressable_data(0)
+"""
+
+
+@pytest.fixture
+def launch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Launch:
+    """Runs the command: launch(its arguments, the script) -> its exit code, stdout, stderr."""
+
+    def run(arguments: str, *script: str) -> tuple[int, str, str]:
+        words = ["launch", "--platform", "cpu", *arguments.split()]
+        if script:
+            path = tmp_path / "script.py"
+            path.write_text("".join(map(textwrap.dedent, script)))
+            words = [str(path) if word == "SCRIPT" else word for word in words]
+        code = command_line.main(words)
+        shown = capfd.readouterr()
+        return code, shown.out, shown.err
+
+    return run
+
+
+def started(tmp_path: Path, script: str, *options: str) -> subprocess.Popen[str]:
+    """The command as a process of its own, of two ranks, which have printed "ready"."""
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(script))
+    process = subprocess.Popen(
+        [*COMMAND, *options, str(path)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    ready = 0
+    while ready < 2:
+        line = process.stdout.readline()
+        assert line, "the command has ended"
+        ready += "ready" in line
+    return process
+
+
+def lines_of(text: str, rank: int) -> list[str]:
+    """What a rank has printed, without what XLA's transport between processes prints."""
+    prefix = f"[{rank}] "
+    lines = [line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix)]
+    return [line for line in lines if not line.startswith("[Gloo]")]
+
+
+# Ordinary runs.
+
+
+def test_lines_have_the_rank_in_front_and_files_have_them_as_they_are(
+    launch: Launch, tmp_path: Path
+) -> None:
+    code, out, err = launch(
+        f"-n 2 --log-dir {tmp_path}/logs SCRIPT --steps 10",
+        """
+        import os, sys
+        print("arguments", sys.argv[1:])
+        print(os.environ["JAX_INTRANODE_RANK"], os.environ["JAX_INTRANODE_WORLD_SIZE"])
+        print("to stderr", file=sys.stderr)
+        print("10 %\\r20 %\\r30 %\\r")
+        print("no end of the line", end="")
+        """,
+    )
+
+    assert code == 0
+    for rank in range(2):
+        expected = ["arguments ['--steps', '10']", f"{rank} 2"]
+        assert lines_of(out, rank) == [*expected, "30 %", "no end of the line"]
+        assert lines_of(err, rank) == ["to stderr"]
+        written = (tmp_path / "logs" / f"rank{rank}.log").read_bytes().decode()
+        for part in (*expected, "to stderr\n", "10 %\r20 %\r30 %\r\n", "no end of the line"):
+            assert part in written
+
+
+def test_a_module(launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "package_of_test"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "helper.py").write_text("VALUE = 42")
+    (package / "train.py").write_text(
+        "import sys\nfrom package_of_test.helper import VALUE\nprint(__name__, VALUE, sys.argv[1:])"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    code, out, _ = launch("-n 1 -m package_of_test.train -n 5")
+
+    assert code == 0
+    assert lines_of(out, 0) == ["__main__ 42 ['-n', '5']"]
+
+
+CALLS = {
+    "no call": "",
+    "no arguments": "jax.distributed.initialize()",
+    "the same arguments": """
+        jax.distributed.initialize(
+            "localhost:12345", 2, int(os.environ["JAX_INTRANODE_RANK"]),
+            heartbeat_timeout_seconds=30,
+        )
+        """,
+}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [pytest.param(name, marks=[] if name == "no call" else pytest.mark.full) for name in CALLS],
+)
+def test_the_ranks_are_one_program(launch: Launch, call: str) -> None:
+    code, out, err = launch(
+        "-n 2 SCRIPT",
+        JAX,
+        CALLS[call],
+        "\nprint(jax.process_index(), jax.local_device_count(), total())",
+    )
+
+    assert code == 0, err
+    # 64 bits: the script has set the variable before JAX read it.
+    assert [lines_of(out, rank) for rank in range(2)] == [["0 1 [2.]"], ["1 1 [2.]"]], err
+    assert ("the processes meet at 127.0.0.1" in err) == (call == "the same arguments")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["run SCRIPT", "run -m MODULE"])
+def test_with_run_collectives_are_accelerated(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    # The last call shows that the package imports JAX before the script does.
+    script = JAX.replace("import jax\n", "import jax_intranode\n    import jax\n", 1)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    way = way.replace("MODULE", "script")
+    code, out, err = launch(
+        f"-n 2 {way}", script, "\nprint(total(), jax_intranode.usage_counter())"
+    )
+
+    assert code == 0, err
+    for rank in range(2):
+        total, count = lines_of(out, rank)[-1].split("]")
+        assert total == "[2."
+        assert int(count) > 0
+
+
+@pytest.mark.full
+def test_children_of_a_rank_are_processes_of_their_own(launch: Launch) -> None:
+    code, out, err = launch(
+        "-n 2 SCRIPT",
+        JAX,
+        """
+        import multiprocessing
+        def work(n):
+            return jax.process_count() * n
+        if __name__ == "__main__":
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print(jax.process_count(), pool.map(work, [1, 10]))
+        """,
+    )
+
+    assert code == 0, err
+    assert [lines_of(out, rank) for rank in range(2)] == [["2 [1, 10]"]] * 2
+
+
+@pytest.mark.full
+def test_the_first_rank_gets_stdin(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import sys; print(sys.stdin.read().split())")
+    done = subprocess.run(
+        [*COMMAND, str(tmp_path / "script.py")],
+        input="one two",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] ['one', 'two']", "[1] []"]
+
+
+def test_a_rank_that_closes_its_output_is_waited_for(launch: Launch, tmp_path: Path) -> None:
+    code, _, _ = launch(
+        "-n 1 SCRIPT",
+        f"""
+        import os, time
+        os.close(1); os.close(2)
+        time.sleep(0.5)
+        open({str(tmp_path / "done")!r}, "w").close()
+        os._exit(3)
+        """,
+    )
+    assert code == 3
+    assert (tmp_path / "done").exists()
+
+
+# Faults.
+
+
+def test_the_first_failure_is_the_last_thing_shown(launch: Launch) -> None:
+    code, _, err = launch(
+        "-n 3 --grace 1 SCRIPT",
+        """
+        import os, signal, sys, time
+        rank = int(os.environ["JAX_INTRANODE_RANK"])
+        if rank == 1:
+            time.sleep(0.3)
+            raise ValueError("rank 1 broke")
+        if rank == 2:
+            time.sleep(0.6)
+            sys.exit("rank 2 broke as a consequence")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as JAX does
+        time.sleep(60)
+        """,
+    )
+
+    assert code == 1
+    head, _, report = err.rpartition("Its last lines:\n")
+    assert "launch: rank 1 failed first, after " in head
+    assert "; ending ranks 0, 2" in head
+    *traceback, after = report.splitlines()
+    assert traceback[0] == "[1] Traceback (most recent call last):"
+    assert traceback[-1] == "[1] ValueError: rank 1 broke"
+    assert not any("runpy" in line or "start_rank" in line for line in traceback)
+    assert after == "launch: after it, rank 0: SIGKILL, rank 2: exit code 1"
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "words"),
+    [
+        ("sys.exit(7)", 7, "exit code 7"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "SIGKILL"),
+        ("os.abort()", 134, "SIGABRT"),
+    ],
+)
+def test_the_exit_code_is_that_of_the_rank(launch: Launch, end: str, code: int, words: str) -> None:
+    got, _, err = launch("-n 1 SCRIPT", f"import os, signal, sys\n{end}")
+    assert got == code
+    assert "rank 0 failed first, after 0." in err
+    assert f" s: {words}" in err
+
+
+def test_restarts(launch: Launch, tmp_path: Path) -> None:
+    script = """
+        import os, sys
+        rank, restart = os.environ["JAX_INTRANODE_RANK"], os.environ["JAX_INTRANODE_RESTART"]
+        print("restart", restart)
+        sys.exit(3 if rank == "1" and int(restart) < 2 else 0)
+        """
+    code, out, err = launch(f"-n 2 --grace 1 --restarts 1 --log-dir {tmp_path} SCRIPT", script)
+    assert code == 3
+    assert lines_of(out, 1) == ["restart 0", "restart 1"]
+    assert "launch: restart 1 of 1\n" in err
+    assert (tmp_path / "rank1.log").read_text() == "restart 0\n"
+    assert (tmp_path / "rank1.restart1.log").read_text() == "restart 1\n"
+
+    code, out, err = launch("-n 2 --grace 1 --restarts 5 SCRIPT", script)
+    assert code == 0
+    assert lines_of(out, 1) == ["restart 0", "restart 1", "restart 2"]
+
+
+def test_the_time_limit_shows_where_the_ranks_are(launch: Launch) -> None:
+    code, _, err = launch(
+        "-n 2 --timeout 1 --restarts 5 SCRIPT",
+        """
+        import os, time
+        def stuck_here():
+            time.sleep(60)
+        if os.environ["JAX_INTRANODE_RANK"] == "1":
+            stuck_here()
+        """,
+    )
+    assert code == 124
+    assert "launch: ending rank 1: not finished after 1 s\n" in err
+    assert any("in stuck_here" in line for line in lines_of(err, 1))
+    assert "restart" not in err
+
+
+@pytest.mark.full
+def test_the_loss_of_any_rank_leaves_the_others_their_service(launch: Launch) -> None:
+    code, out, err = launch(
+        "-n 3 SCRIPT",
+        JAX,
+        """
+        import signal, time
+        print(total(), flush=True)
+        if jax.process_index() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1)  # JAX would have ended a process that has lost the service
+        print("still here")
+        """,
+    )
+    assert code == 137
+    assert lines_of(out, 0) == ["[4.5]"]
+    for rank in (1, 2):
+        assert lines_of(out, rank) == ["[4.5]", "still here"], err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_exception_does_not_wait_for_the_peer_that_waits(launch: Launch, victim: int) -> None:
+    start = time.monotonic()
+    code, out, err = launch(
+        "-n 2 SCRIPT",
+        JAX,
+        f"""
+        import atexit, time
+        atexit.register(lambda: print("exit handlers have run"))
+        total()
+        if jax.process_index() == {victim}:
+            raise ValueError("it broke")
+        total()
+        time.sleep(60)
+        """,
+    )
+    assert time.monotonic() - start < 40
+    assert code == 1
+    assert lines_of(out, victim) == ["exit handlers have run"]
+    assert "ValueError: it broke" in lines_of(err, victim)
+
+
+@pytest.mark.full
+def test_arguments_of_another_rank_are_refused(launch: Launch) -> None:
+    code, _, err = launch("-n 2 SCRIPT", JAX, "\njax.distributed.initialize('localhost:1', 3, 0)")
+    assert code == 1
+    assert "ValueError: jax.distributed.initialize(num_processes=3): this is process 0 of 2" in err
+
+
+# Signals to the command.
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGKILL, -signal.SIGKILL),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.full),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.full),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.full),
+    ],
+)
+def test_nothing_outlives_the_command(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    process = started(
+        tmp_path,
+        """
+        import signal, subprocess, os, time
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, _: print("got", number, flush=True))
+        child = subprocess.Popen(["sleep", "60"])
+        print("ready", os.getpid(), child.pid, flush=True)
+        while True:
+            time.sleep(1)
+        """,
+        *("--grace", "1"),
+    )
+    pids = children_of(process.pid)
+    assert len(pids) == 5  # two ranks, a child of each, and the guard
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=30)
+
+    assert process.returncode == code
+    if number is not signal.SIGKILL:
+        assert f"launch: {number.name}: ending the ranks\n" in output
+        assert all(f"[{rank}] got {number:d}\n" in output for rank in range(2))
+    assert_gone(pids)
+
+
+@pytest.mark.full
+def test_the_ranks_go_on_when_nobody_reads(tmp_path: Path) -> None:
+    process = started(
+        tmp_path,
+        f"""
+        import os, time
+        print("ready", flush=True)
+        for i in range(20):
+            time.sleep(0.1)
+            print(i, flush=True)
+        open({str(tmp_path)!r} + "/done" + os.environ["JAX_INTRANODE_RANK"], "w").close()
+        """,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(60) == 0
+    assert (tmp_path / "done0").exists()
+    assert (tmp_path / "done1").exists()
+
+
+# Wrong input.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("-n 2 nowhere.py", "launch nowhere.py: there is no such file"),
+        ("-n 2 -m no_package.train", "launch -m no_package.train: there is no module 'no_package'"),
+        ("-n 2 run", "launch run: name a script"),
+        ("-n 0 SCRIPT", "argument -n: '0': use a positive integer"),
+        ("-n 2 --grace x SCRIPT", "argument --grace: 'x': use a positive number of seconds"),
+        ("-n 2 --restarts -1 SCRIPT", "argument --restarts: '-1': use 0 or a positive integer"),
+        ("-n 2 --log-dir /dev/null/logs SCRIPT", "--log-dir /dev/null/logs: Not a directory"),
+        ("SCRIPT", "without GPUs, say how many processes to start: -n 2"),
+        ("-n 2 --platform gpu SCRIPT", "NVML finds no GPU that JAX would see"),
+        ("-n 3 --platform gpu SCRIPT", "launch -n 3: JAX sees 2 GPUs here. Use -n 2"),
+    ],
+)
+def test_wrong_input(
+    launch: Launch,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    arguments: str,
+    message: str,
+) -> None:
+    gpus = 2 if arguments.startswith("-n 3") else 0
+    monkeypatch.setattr(nvml, "visible_gpus", lambda: gpus)
+    try:
+        code, _, err = launch(arguments, "print('it ran')")
+    except SystemExit as end:
+        code, err = end.code, capfd.readouterr().err
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [(None, 4), ("0,1", 2), ("", 0), ("-1", 0), ("2,-1,1", 1), ("0,1,2,3,4,5", 4)],
+)
+def test_gpus_that_cuda_sees(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, expected: int
+) -> None:
+    monkeypatch.setattr(
+        nvml,
+        "session",
+        lambda: contextlib.nullcontext(types.SimpleNamespace(nvmlDeviceGetCount=lambda: 4)),
+    )
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    assert nvml.visible_gpus() == expected

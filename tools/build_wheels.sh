@@ -11,7 +11,7 @@
 # auditwheel names the oldest glibc that the wheels run with. It depends on the machine: the image
 # that [tool.cibuildwheel] of pyproject.toml names gives an older one than Debian 12 does. Each wheel
 # is then installed in a fresh environment and run without a compiler or a toolkit on PATH. Takes
-# about five minutes on two cores; with CMAKE_CUDA_COMPILER_LAUNCHER=ccache about three.
+# about five minutes on two cores, and less with CMAKE_CUDA_COMPILER_LAUNCHER=ccache.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=$(realpath -m "${1:?usage: tools/build_wheels.sh OUT}")
@@ -46,12 +46,17 @@ mkdir -p "$out"
 python -m build --sdist --outdir "$out" . >"$work/log" 2>&1 || { cat "$work/log"; exit 1; }
 sdist=$(ls "$out"/jax_intranode-*.tar.gz)
 
-# The C++ library of the compiler is newer than that of older systems, so it is linked statically.
-export LDFLAGS="-static-libstdc++ -static-libgcc -Wl,--exclude-libs,ALL"
+mkdir "$work/source"
+tar xzf "$sdist" -C "$work/source" --strip-components 1
+
+# The libraries of the compiler are newer than those of older systems. What is used of them is linked
+# statically, but for the unwinder.
+export LDFLAGS="-static-libstdc++ -Wl,--exclude-libs,ALL -Wl,--gc-sections"
+export CMAKE_ARGS="-DCMAKE_CXX_STANDARD_LIBRARIES=-lgcc"
 for python in "${pythons[@]}"; do
   step "$("$python" --version), CUDA $cuda"
   CUDACXX=$(command -v "$nvcc") JAX_INTRANODE_CUDA=ON \
-    "$python" -m pip wheel -q --no-deps --no-cache-dir -w "$work/built" "$sdist"
+    "$python" -m pip wheel -q --no-deps --no-cache-dir -w "$work/built" "$work/source"
 done
 
 step "auditwheel"

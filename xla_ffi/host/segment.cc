@@ -4,12 +4,12 @@
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
-#include <random>
 #include <system_error>
 
 namespace jax_intranode {
@@ -23,9 +23,9 @@ constexpr char kPrefix[] = "jax_intranode.";
 
 std::string FreshName() {
   static std::atomic<unsigned> count{0};
-  std::random_device random;
-  const unsigned long long noise =
-      (static_cast<unsigned long long>(random()) << 32) | static_cast<unsigned long long>(random());
+  unsigned long long noise = 0;
+  // Not std::random_device, which calls a function that only the newest C libraries have.
+  if (getrandom(&noise, sizeof(noise), 0) < 0) Throw(errno, "getting random bytes");
   char name[80];
   snprintf(name, sizeof(name), "/%s%d.%u.%016llx", kPrefix, static_cast<int>(getpid()), count++,
            noise);

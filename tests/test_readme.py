@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from devices import need_devices
 
-from jax_intranode._src import launcher
-
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 PAGES = (README, *sorted(ROOT.glob("docs/*.md")))
@@ -57,12 +55,17 @@ def test_one_process(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", OF_PROCESSES)
 def test_process_per_device(name: str, tmp_path: Path) -> None:
     need_devices(2)
-    text = PROGRAMS[name]
-    assert text.count("12345") == 1, "the test replaces this port by a free one"
-    (tmp_path / name).write_text(text.replace("12345", str(launcher.free_port())))
-    commands = [[sys.executable, str(tmp_path / name), str(rank), "2"] for rank in range(2)]
-    launcher.run_ranks(
-        commands, timeout_s=TIMEOUT_S, log_dir=tmp_path, env=[environment()] * len(commands)
+    (tmp_path / name).write_text(PROGRAMS[name])
+    command = f"python -m jax_intranode launch -n 2 {name}"
+    assert f"\n    {command}\n" in README.read_text()
+    done = subprocess.run(
+        [sys.executable, *command.split()[1:]],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
     )
+    assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
-        assert (tmp_path / f"rank{rank}.log").read_text()
+        assert f"[{rank}] rank {rank} has (32, 32) of (64, 32): 4096.0\n" in done.stdout

@@ -86,7 +86,7 @@ def event(name: str, time: float, **facts: Any) -> dict[str, Any]:
 def error(time: float, **facts: Any) -> dict[str, Any]:
     text = "jax_intranode: process 1 has ended"
     return event(
-        "error", time, **{"type": "JaxRuntimeError", "text": text, "missing_process": 1, **facts}
+        "error", time, **{"type": "JaxRuntimeError", "text": text, "failure": text, **facts}
     )
 
 
@@ -99,7 +99,9 @@ def survivor() -> Process:
         event("begins", 2.4),
         error(2.5),
     ]
-    return Process(events, exit_code=1, ended=3.0, log="")
+    return Process(
+        events, exit_code=1, ended=3.0, log="Traceback\n\njax_intranode: process 1 ended\n"
+    )
 
 
 def victim(time: float = 2.0) -> Process:
@@ -128,6 +130,8 @@ def test_verdict_of_what_must_happen() -> None:
         (lambda p: p.events.append(event("no later error", 2.5)), "the call after the error"),
         (lambda p: p.events.append(event("done", 2.5)), "as if nothing had happened"),
         (lambda p: p.events.__delitem__(slice(3, None)), "has seen no error"),
+        (lambda p: p.events.insert(3, error(2.3, failure="")), "last_failure() does not name it"),
+        (lambda p: setattr(p, "log", "process 1\nTraceback"), "the last line that it printed"),
         (lambda p: setattr(p, "exit_code", 0), "exit code 0 after a failure"),
         (lambda p: setattr(p, "exit_code", None), "had not ended long after the fault"),
         (lambda p: setattr(p, "ended", 20.0), "ended 17.5 s after the error"),

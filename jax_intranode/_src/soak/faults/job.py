@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jax_intranode._src import launcher
+from jax_intranode._src import launcher, native
 from jax_intranode._src.soak.faults.matrix import Case
 
 # JAX_INTRANODE_TIMEOUT_S of the processes.
@@ -76,7 +76,7 @@ def run(case: Case, platform: str, slack: float) -> Seen:
             coordinator = f"127.0.0.1:{launcher.free_port()}"
             for rank in range(case.world):
                 children.append(_start(case, platform, rank, coordinator, directory))
-            seen = _watch(case, children, directory, slack)
+            seen = _watch(case, platform, children, directory, slack)
         finally:
             for child in children:
                 # The group outlives its leader if that has left a child behind.
@@ -129,11 +129,17 @@ def _events(directory: Path, rank: int) -> list[dict[str, Any]]:
 
 
 def _watch(
-    case: Case, children: "list[subprocess.Popen[bytes]]", directory: Path, slack: float
+    case: Case,
+    platform: str,
+    children: "list[subprocess.Popen[bytes]]",
+    directory: Path,
+    slack: float,
 ) -> Seen:
     """Waits for the survivors, and for the victim if it is to end by itself."""
     processes = [Process() for _ in children]
-    awaited = [rank for rank in range(case.world) if rank != case.victim or case.fault != "stop"]
+    # A victim that ends before it has met the others waits for them in JAX's last barrier.
+    ends = not case.fails or (case.dies and not case.before_watch)
+    awaited = list(range(case.world)) if ends else case.survivors
     started, fault = time.monotonic(), None
     while any(processes[rank].ended is None for rank in awaited):
         time.sleep(_POLL_S)
@@ -158,6 +164,9 @@ def _watch(
         if processes[rank].ended is not None and (pids := _group(child.pid))
     ]
     if all(process.ended is not None for process in processes):
+        if case.in_meeting and platform == "cpu":
+            # Its peers have not mapped a segment yet. The next process to make one removes it.
+            native.module("cpu").allocate(0, 1 << 20, True).unlink()
         left += [f"segment {segment}" for child in children for segment in _segments(child.pid)]
     return Seen(processes, left)
 

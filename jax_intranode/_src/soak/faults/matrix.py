@@ -72,6 +72,11 @@ class Case:
         return self.fault in ("kill", "exception", "exit", "os_exit")
 
     @property
+    def fails(self) -> bool:
+        """Whether the others can't go on without the victim."""
+        return self.dies or self.fault == "stop"
+
+    @property
     def before_watch(self) -> bool:
         """Whether the processes can't know each other yet."""
         return self.phase == "meeting"

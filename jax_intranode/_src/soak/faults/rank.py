@@ -161,7 +161,7 @@ class Rank:
             "error",
             type=type(error).__name__,
             text=str(error),
-            missing_process=failure.missing_process if failure is not None else None,
+            failure=failure.message if failure is not None else "",
         )
 
     def _check(self, result: jax.Array, turn: int) -> None:

@@ -30,8 +30,7 @@ def problems(case: Case, seen: Seen, slack: float) -> list[str]:
     if case.fault != "none" and victim.first("fault") is None:
         return [*found, f"the victim never came to its fault; it said {victim.events}"]
     for rank, process in enumerate(seen.processes):
-        healthy = case.fault in ("delay", "none")
-        if healthy:
+        if not case.fails:
             texts = _of_healthy(process)
         elif rank != case.victim:
             texts = _of_survivor(case, process, victim, slack)
@@ -52,9 +51,8 @@ def _of_healthy(process: Process) -> list[str]:
 
 def _of_victim(case: Case, process: Process) -> list[str]:
     expected = {"kill": -9, "exception": 1, "exit": 3, "os_exit": 3}.get(case.fault)
-    if case.before_watch and case.fault in ("exception", "exit") and process.exit_code == -6:
-        # It waits in JAX's last barrier, and JAX ends it when the others have gone.
-        return []
+    if case.before_watch and case.fault in ("exception", "exit"):
+        return []  # it waits in JAX's last barrier
     if expected is not None and process.exit_code != expected:
         return [f"the victim's exit code is {process.exit_code}, not {expected}"]
     return []
@@ -80,10 +78,15 @@ def _of_survivor(case: Case, process: Process, victim: Process, slack: float) ->
     if first["event"] == "error" and first["type"] not in _TYPES:
         found.append(f"the exception is a {first['type']}")
     for error in errors:
-        if not re.search(rf"\b(process|rank) {case.victim}\b", error["text"]):
+        if not _names(case, error["text"]):
             found.append(f"the error does not name process {case.victim}: {error['text']}")
+        if error["event"] == "error" and not _names(case, error["failure"]):
+            found.append(f"last_failure() does not name it: {error['failure']}")
     if first["event"] == "error" and "jax_intranode" not in first["text"]:
         found.append(f"the error is not ours: {first['text']}")
+    last = (process.log.rstrip().splitlines() or [""])[-1]
+    if first["event"] == "error" and not _names(case, last):
+        found.append(f"the last line that it printed does not say why it ended: {last}")
     began = max(e["time"] for e in process.all("begins") if e["time"] < first["time"])
     waited = first["time"] - max(fault["time"], began)
     limit = slack * _limit(case)
@@ -105,9 +108,14 @@ def _of_survivor(case: Case, process: Process, victim: Process, slack: float) ->
     return found
 
 
+def _names(case: Case, text: str) -> bool:
+    """Whether a text names the victim."""
+    return re.search(rf"\b(process|rank) {case.victim}\b", text) is not None
+
+
 def _limit(case: Case) -> float:
     """Seconds from the fault, or from the call after it, to the error."""
-    if case.in_meeting:
+    if case.before_watch or (case.in_meeting and not case.dies):
         # The first process to give up says so. Others wait for its verdict 10 s longer.
         return TIMEOUT_S + 12
     if case.dies:

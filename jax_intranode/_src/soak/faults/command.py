@@ -1,12 +1,14 @@
 """Runs the chosen cases, and prints those that failed."""
 
 import argparse
+import contextlib
 import json
+import os
 import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
@@ -38,7 +40,8 @@ def run(arguments: argparse.Namespace, platform: str, devices: int) -> int:
     else:
         cases = matrix.sample(worlds, arguments.cases, seed)
     print(f"# {len(cases)} faults of {platform} processes, --seed {seed}", flush=True)
-    failed = _run_all(cases, platform, arguments.slack, arguments.jobs)
+    with _quiet_service():
+        failed = _run_all(cases, platform, arguments.slack, arguments.jobs)
     if arguments.json is not None:
         result = {
             "seed": seed,
@@ -53,6 +56,23 @@ def run(arguments: argparse.Namespace, platform: str, devices: int) -> int:
     print(f"# {len(cases) - len(failed)} of {len(cases)} as they must be", flush=True)
     print(f"# {'FAILED' if failed else 'OK'}", flush=True)
     return 1 if failed else 0
+
+
+@contextlib.contextmanager
+def _quiet_service() -> Iterator[None]:
+    """Drops what JAX's coordination service, in this process, prints of each process that it loses.
+
+    What Python writes to stderr is shown.
+    """
+    shown, python = os.dup(2), sys.stderr
+    with open(os.devnull, "wb") as nothing, open(shown, "w", buffering=1) as stream:
+        os.dup2(nothing.fileno(), 2)
+        sys.stderr = stream
+        try:
+            yield
+        finally:
+            sys.stderr = python
+            os.dup2(shown, 2)
 
 
 def _run_all(

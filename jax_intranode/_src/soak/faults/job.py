@@ -69,11 +69,14 @@ def run(case: Case, platform: str, slack: float) -> Seen:
         platform: "cpu" or "gpu".
         slack: a factor for the limits of a machine that is busy.
     """
-    with tempfile.TemporaryDirectory(prefix="jax_intranode_faults_") as name:
+    with (
+        tempfile.TemporaryDirectory(prefix="jax_intranode_faults_") as name,
+        # Not in a rank: JAX ends the others when it loses the service, and no error is seen.
+        launcher.coordination_service(case.world) as coordinator,
+    ):
         directory = Path(name)
         children: list[subprocess.Popen[bytes]] = []
         try:
-            coordinator = f"127.0.0.1:{launcher.free_port()}"
             for rank in range(case.world):
                 children.append(_start(case, platform, rank, coordinator, directory))
             seen = _watch(case, platform, children, directory, slack)
@@ -94,6 +97,7 @@ def _start(
 ) -> "subprocess.Popen[bytes]":
     environment = {
         **os.environ,
+        **launcher.rank_env(rank, case.world, coordinator, [rank] if platform == "gpu" else [0]),
         "JAX_INTRANODE_TIMEOUT_S": str(TIMEOUT_S),
         "PYTHONFAULTHANDLER": "1",
         "JAX_ENABLE_X64": "0",
@@ -107,7 +111,7 @@ def _start(
         environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     command = [
         *(sys.executable, "-m", "jax_intranode._src.soak.faults.rank", str(case), platform),
-        *(coordinator, str(rank), str(directory / f"{rank}.events")),
+        *(str(rank), str(directory / f"{rank}.events")),
     ]
     with (directory / f"{rank}.log").open("wb") as log:
         return subprocess.Popen(

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_intranode
 from jax_intranode._src import compat, exchange, rendezvous
+from jax_intranode._src.launcher import rank as launched
 from jax_intranode._src.soak.faults import matrix
 from jax_intranode._src.soak.faults.matrix import Case
 from jax_intranode._src.soak.faults.operations import OPERATIONS, data
@@ -257,16 +258,14 @@ def _sharded(f: Any, mesh: Mesh, in_specs: Any) -> Any:
 
 
 def main() -> None:
-    """Command line: the case, the platform, the coordinator, this process's number, its events."""
-    case, platform, coordinator = matrix.parse(sys.argv[1]), sys.argv[2], sys.argv[3]
-    rank, events = int(sys.argv[4]), os.open(sys.argv[5], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    """Command line: the case, the platform, this process's number, and the file of its events."""
+    case, platform, rank = matrix.parse(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    events = os.open(sys.argv[4], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     if platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 1)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        coordinator, case.world, rank, local_device_ids=[rank if platform == "gpu" else 0]
-    )
+    launched.join_at_first_use()
     Rank(case, rank, events).run()
 
 

@@ -65,9 +65,6 @@ def _of_survivor(case: Case, process: Process, victim: Process, slack: float) ->
         return [f"had not ended long after the fault; it said {process.events}"]
     if process.first("done") is not None:
         return ["came to its end as if nothing had happened"]
-    if case.victim == 0 and case.dies and process.exit_code == -6:
-        # JAX ends a process whose coordination service is gone.
-        return []
     errors = process.all("error") or process.all("refused")
     if not errors:
         return [f"has seen no error; exit code {process.exit_code}, it said {process.events}"]

@@ -479,7 +479,12 @@ class InnerJaxpr:
 
 
 def inner_jaxprs(equation: Any, platform: str | None) -> Iterator[InnerJaxpr]:
-    """The jaxprs that an equation runs when it is lowered for a platform, None for any platform."""
+    """The jaxprs that an equation runs when it is lowered for a platform, None for any platform.
+
+    Those that only combine two numbers, of a scatter for instance, are left out.
+    """
+    if not equation.primitive.multiple_results:
+        return  # the usual case, and quick
     name, params = equation.primitive.name, equation.params
     values: Sequence[Any] = list(params.values())
     times: int | None = 1
@@ -993,4 +998,5 @@ def is_placed(equation: Any) -> bool:
 
 def has_effects(equation: Any) -> bool:
     """Whether an equation has effects other than to act on named axes. 0.10.2 and later."""
-    return any(not isinstance(effect, core.NamedAxisEffect) for effect in equation.effects)
+    effects = equation.effects
+    return bool(effects) and any(not isinstance(e, core.NamedAxisEffect) for e in effects)

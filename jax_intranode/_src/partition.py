@@ -28,8 +28,8 @@ class Partition:
 
 def partition(mesh: jax.sharding.Mesh, axes: Sequence[str]) -> Partition:
     """The groups of an operation over `axes` of a mesh; ranks in row-major order of `axes`."""
-    ids = np.vectorize(lambda device: device.id, otypes=[np.int64])(mesh.devices)
+    ids = np.array([device.id for device in mesh.devices.flat]).reshape(mesh.devices.shape)
     kept = [i for i, name in enumerate(mesh.axis_names) if name not in axes]
     order = kept + [mesh.axis_names.index(name) for name in axes]
     size = math.prod(mesh.shape[name] for name in axes)
-    return Partition(tuple(int(i) for i in ids.transpose(order).reshape(-1)), size)
+    return Partition(tuple(ids.transpose(order).reshape(-1).tolist()), size)

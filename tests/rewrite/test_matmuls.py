@@ -625,7 +625,7 @@ def test_what_xla_overlaps_with_other_matmuls() -> None:
         (False, [f"{AG}", f"{AG}", "matmul_all_reduce", RS]),
         (True, ["all_gather", f"{AG}", "psum", RS]),
     ):
-        with mock.patch.object(sums, "overlaps_matmuls", lambda *_, yes=overlaps: yes):
+        with mock.patch.object(sums.Overlap, "has_matmul", lambda *_, yes=overlaps: yes):
             _, after, record = rewritten(f, *args)
         ours = [
             BY_PRIMITIVE[e.primitive].operation for e in after.eqns if e.primitive in BY_PRIMITIVE

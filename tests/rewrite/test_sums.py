@@ -139,6 +139,40 @@ def test_sums_that_xla_can_overlap_stay(monkeypatch: pytest.MonkeyPatch) -> None
     assert buckets(dependent, X) == [1]
 
 
+def test_what_xla_can_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sets of all collectives at once say what a search from each of them finds."""
+    monkeypatch.setattr(sums, "OVERLAPPED_BYTES", 0)
+    monkeypatch.setattr(sums, "_on_gpus", lambda body: True)
+
+    def loss(w: Any, v: Any) -> Any:
+        a = lax.psum(v, "x")
+        b = lax.all_gather(v @ w, "x", tiled=True)
+        c = lax.scan(lambda c, _: (lax.pmean(c @ w, "x"), None), v, None, length=2)[0]
+        return ((a @ w) * lax.psum(c, "x")).sum() + lax.pmean(b @ w, "x").sum()
+
+    def body(v: Any) -> Any:
+        return jax.grad(loss)(v.T @ v, v) @ v.T
+
+    f = sharded(body, line(), P("x"), P("x"), check_vma=False)
+    before, _, record = rewritten(f, X)
+    overlap = sums.Overlap(before.eqns, record)
+    found = {}
+    for position, equation in enumerate(before.eqns):
+        if compat.lax_collective(equation) is None:
+            continue
+        for start in range(position + 2):
+            dependent, wanted = set(equation.outvars), False
+            for other in before.eqns[start:]:
+                used = {v for v in other.invars if not hasattr(v, "val")}
+                if not dependent.isdisjoint(used):
+                    dependent.update(other.outvars)
+                elif sums.is_heavy(other):
+                    wanted = True
+            assert overlap.has_matmul(position, start) == wanted
+            found[position, start] = wanted
+    assert set(found.values()) == {True, False}
+
+
 def test_many_sums_take_linear_time() -> None:
     def body(v: Any) -> Any:
         for k in range(300):

@@ -30,7 +30,7 @@ def test_a_chain_is_one_arrangement(chain: list[tuple[int, ...]]) -> None:
     source = np.arange(12).reshape(shape)
     array, dims = source, views.whole(shape)
     for permutation, reshaped in zip(steps[::2], steps[1::2], strict=True):
-        array, dims = array.transpose(permutation), [dims[i] for i in permutation]
+        array, dims = array.transpose(permutation), tuple(dims[i] for i in permutation)
         after = views.reshaped(dims, reshaped)
         if after is None:  # 12 = 4 * 3 can be transposed so that 2 * 6 is not made of factors
             break
@@ -58,8 +58,8 @@ def test_digits(shape: tuple[int, ...], stride: int, data: Any) -> None:
 
 def test_a_split_of_a_factor_that_does_not_divide() -> None:
     # [4, 3] transposed is [3, 4]; as [2, 6], the first dimension is no factor.
-    assert views.reshaped([(Factor(1, 1, 3),), (Factor(0, 1, 4),)], (2, 6)) is None
-    assert views.reshaped([(Factor(1, 1, 3),), (Factor(0, 1, 4),)], (6, 2)) == [
+    assert views.reshaped(((Factor(1, 1, 3),), (Factor(0, 1, 4),)), (2, 6)) is None
+    assert views.reshaped(((Factor(1, 1, 3),), (Factor(0, 1, 4),)), (6, 2)) == (
         (Factor(1, 1, 3), Factor(0, 2, 2)),
         (Factor(0, 1, 2),),
-    ]
+    )

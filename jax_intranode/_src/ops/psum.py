@@ -1,5 +1,6 @@
 """psum: the sum of every rank's operand, on every rank."""
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -144,21 +145,20 @@ def operations(
     """
     dtype = np.dtype(dtype)
     # In a kernel's buffer each array starts a new pack.
-    packs = [
-        -(-int(np.prod(shape, dtype=np.int64)) * dtype.itemsize // limits.PACK_BYTES)
-        for shape in shapes
-    ]
+    packs = [-(-math.prod(shape) * dtype.itemsize // limits.PACK_BYTES) for shape in shapes]
     choose_by_bytes = collective.chooser("psum", mesh, axes, dtype)
 
     def choose(chosen: Sequence[int]) -> select.Selection:
         return choose_by_bytes(sum(packs[i] for i in chosen) * limits.PACK_BYTES)
 
     nonempty = [i for i, count in enumerate(packs) if count > 0] or list(range(len(packs)))
-    if len(nonempty) == 1 or mesh.devices.flat[0].platform == "gpu":
-        whole = choose(nonempty)
-        if whole.algorithm == "lax":
-            # On GPUs XLA sums all arrays at once; on CPUs, one by one.
-            return [(nonempty, whole)]
+    whole = choose(nonempty)
+    on_gpus = mesh.devices.flat[0].platform == "gpu"
+    # On GPUs XLA sums all arrays at once; on CPUs, one by one.
+    if whole.algorithm == "lax" and (len(nonempty) == 1 or on_gpus):
+        return [(nonempty, whole)]
+    if whole.algorithm != "lax" and len(nonempty) <= limits.MAX_BUFFERS:
+        return [(nonempty, whole)]
     # Each operation takes as many of the arrays, in order, as can be accelerated together.
     parts: list[Part] = []
     for i in nonempty:

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -30,7 +30,7 @@ class View:
     """
 
     source: Any
-    dims: list[Factors]
+    dims: tuple[Factors, ...]
     dtypes: tuple[Any, ...] = ()
     path: tuple[int, ...] = ()
 
@@ -106,25 +106,51 @@ class Dataflow:
 
     Attributes:
         equations: the equations, which have positions from 0 on.
+        uses: for each position the variables that its equation uses.
         made_at: the position at which each variable is made; the jaxpr's arguments are not there.
         used_at: the positions at which each variable is used, once for each use. That of the
             jaxpr's results is the number of equations.
+        known: for whoever looks at this jaxpr: what follows from a `number`.
     """
 
     def __init__(self, equations: Sequence[Any], results: Sequence[Any]):
         """Walks the equations, of a jaxpr with these results."""
         self.equations = equations
+        self.uses = [variables(equation.invars) for equation in equations]
         self.made_at: dict[Var, int] = {}
         self.used_at: dict[Var, list[int]] = defaultdict(list)
         for position, equation in enumerate(equations):
-            for v in variables(equation.invars):
+            for v in self.uses[position]:
                 self.used_at[v].append(position)
-            self.made_at.update(dict.fromkeys(equation.outvars, position))
+            for v in equation.outvars:
+                self.made_at[v] = position
         for v in variables(results):
             self.used_at[v].append(len(equations))
+        self.known: dict[Any, Any] = {}
+        self._numbers: dict[Hashable, int] = {}
         self._views: dict[Var, View] = {}
         self._sources: dict[Var, Any] = {}
         self._heavy: dict[int, bool] = {}
+        self._kinds: dict[int, int] = {}
+
+    def number(self, *properties: Hashable) -> int:
+        """A number for things that have these properties: layers of a program are alike."""
+        return self._numbers.setdefault(properties, len(self._numbers))
+
+    def kind(self, matmul: Matmul) -> int:
+        """The `number` of matmuls of arrays of these types that are made in this way."""
+        found = self._kinds.get(matmul.position)
+        if found is None:
+            equation = matmul.equation
+            operands = map(self._kind_of_operand, equation.invars)
+            found = self.number(matmul.of, equation.outvars[0].aval.dtype, *operands)
+            self._kinds[matmul.position] = found
+        return found
+
+    def _kind_of_operand(self, v: Any) -> Hashable:
+        view = self.view(v)
+        made = (view.source.aval.shape, view.dims) if view.path else None
+        return v.aval.shape, v.aval.dtype, made
 
     def maker(self, v: Any) -> Any:
         """The equation that makes a variable; None for arguments and literals."""
@@ -270,11 +296,11 @@ def is_layout(equation: Any, cast: bool) -> bool:
     )
 
 
-def dims_after(equation: Any, dims: list[Factors]) -> list[Factors] | None:
+def dims_after(equation: Any, dims: tuple[Factors, ...]) -> tuple[Factors, ...] | None:
     """The dimensions after an equation that `is_layout`, from those before it."""
     permutation = compat.permutation(equation)
     if permutation is not None:
-        return [dims[i] for i in permutation]
+        return tuple(dims[i] for i in permutation)
     if compat.only_reshapes(equation):
         return views.reshaped(dims, equation.outvars[0].aval.shape)
     return dims

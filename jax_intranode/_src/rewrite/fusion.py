@@ -4,7 +4,7 @@ The operation runs at the position of the last equation that it replaces; equati
 its results wait until then.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,6 +22,8 @@ from jax_intranode._src.rewrite.views import Factors
 # Equations that are farther apart are not put together: comparing them with all equations between
 # would take long.
 FARTHEST = 1000
+
+_NONE: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,13 @@ class Operation:
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
     dtypes: tuple[Any, ...] = ()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.primitive, self.params, self.operands, self.results, self.dtypes))
 
     def avals(self, avals: Sequence[Any]) -> list[Any]:
         """The types of the primitive's operands."""
@@ -146,7 +155,7 @@ class Fusion:
             if position in self.removed:
                 continue
             equation = flow.equations[position]
-            used = dataflow.variables(equation.invars)
+            used = flow.uses[position]
             if not late.isdisjoint(used):
                 if flow.is_heavy(position):
                     return position
@@ -160,7 +169,9 @@ class Fusion:
             if v in late or v in early or flow.made_at.get(v) in self.removed:
                 return flow.made_at[v]
         for product, made in made_of.items():
-            needed = sum(nbytes(v.aval) for v in made if max(flow.used_at[v], default=0) > last)
+            needed = sum(
+                nbytes(v.aval) for v in made if v in flow.used_at and flow.used_at[v][-1] > last
+            )
             if needed < nbytes(product.aval):
                 return last
         return self._obstacle_of_sum()
@@ -176,7 +187,7 @@ class Fusion:
             if position not in self.removed and not needed.isdisjoint(equation.outvars):
                 if flow.is_heavy(position):
                     return position
-                needed.update(dataflow.variables(equation.invars))
+                needed.update(flow.uses[position])
         return None
 
     @cached_property
@@ -188,9 +199,10 @@ class Fusion:
     def feeds(self, other: "Fusion") -> bool:
         """Whether the other operation depends on this one."""
         made = set(self.results)
-        for equation in self.flow.equations[self.first : other.last]:
-            if not made.isdisjoint(dataflow.variables(equation.invars)):
-                made.update(equation.outvars)
+        flow = self.flow
+        for position in range(self.first, other.last):
+            if not made.isdisjoint(flow.uses[position]):
+                made.update(flow.equations[position].outvars)
         return not made.isdisjoint(other.operands)
 
 
@@ -241,27 +253,29 @@ def _replaced(flow: Dataflow, accepted: Sequence[tuple[Fusion, Jaxpr]]) -> list[
     """
     owner = {p: k for k, (fusion, _) in enumerate(accepted) for p in fusion.removed}
     waits = {v: frozenset([k]) for k, (fusion, _) in enumerate(accepted) for v in fusion.results}
+    dead = _dead_layouts(flow, accepted, owner)
     running: set[int] = set()
     waiting: list[tuple[Any, frozenset[int]]] = []
     emitted: list[Any] = []
     for position, equation in enumerate(flow.equations):
         k = owner.get(position)
         if k is None:
-            used = dataflow.variables(equation.invars)
-            needed = frozenset().union(*(waits[v] for v in used if v in waits)) - running
+            if position in dead:
+                continue
+            needed = _NONE.union(*(waits[v] for v in flow.uses[position] if v in waits)) - running
             if not needed:
                 emitted.append(equation)
                 continue
             waiting.append((equation, needed))
             for v in equation.outvars:
-                waits[v] = waits.get(v, frozenset()) | needed
+                waits[v] = waits.get(v, _NONE) | needed
         elif position == accepted[k][0].last:
             fusion, jaxpr = accepted[k]
             emitted += _inlined(jaxpr, fusion, flow.equations[fusion.collective])
             running.add(k)
             emitted += [e for e, needed in waiting if needed <= running]
             waiting = [(e, needed) for e, needed in waiting if not needed <= running]
-    return _without_dead_layouts(emitted, flow)
+    return emitted
 
 
 def _inlined(jaxpr: Jaxpr, fusion: Fusion, like: Any) -> Iterator[Any]:
@@ -283,14 +297,26 @@ def _inlined(jaxpr: Jaxpr, fusion: Fusion, like: Any) -> Iterator[Any]:
         )
 
 
-def _without_dead_layouts(equations: Sequence[Any], flow: Dataflow) -> list[Any]:
-    """Drops reshapes, transpositions and casts whose results nothing needs any more."""
-    end = len(flow.equations)
-    used = {v for v, positions in flow.used_at.items() if end in positions}
-    kept = []
-    for equation in reversed(equations):
-        if dataflow.is_layout(equation, cast=True) and used.isdisjoint(equation.outvars):
+def _dead_layouts(
+    flow: Dataflow, accepted: Sequence[tuple[Fusion, Jaxpr]], removed: Container[int]
+) -> set[int]:
+    """The reshapes, transpositions and casts whose results nothing needs any more."""
+    used = {v for fusion, _ in accepted for v in fusion.operands}
+    dead: set[int] = set()
+    # Only what a removed or a dead equation used can have become dead.
+    unused = [v for fusion, _ in accepted for p in fusion.removed for v in flow.uses[p]]
+    while unused:
+        v = unused.pop()
+        position = flow.made_at.get(v)
+        if (
+            position is None
+            or position in removed
+            or position in dead
+            or v in used
+            or not dataflow.is_layout(flow.equations[position], cast=True)
+            or any(p not in removed and p not in dead for p in flow.used_at[v])
+        ):
             continue
-        used.update(dataflow.variables(equation.invars))
-        kept.append(equation)
-    return kept[::-1]
+        dead.add(position)
+        unused += flow.uses[position]
+    return dead

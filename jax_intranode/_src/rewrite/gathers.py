@@ -66,6 +66,7 @@ class _Gather:
         (self.x,), (self.whole,) = equation.invars, equation.outvars
         self.size = collective.size
         self.peer_bytes = nbytes(self.x.aval) * (self.size - 1)
+        self._kind = flow.number(collective, self.x.aval.shape, self.x.aval.dtype)
 
     def ranks(self, factors: Factors) -> int | None:
         """The index of the factor whose slowest digits are the rank; None if there is none."""
@@ -94,21 +95,13 @@ class _Gather:
         groups: dict[Any, list[Product]] = defaultdict(list)
         wgrads = []
         for product in products:
-            x, result = product.x, product.tail.result.aval
-            if not self._narrows(x.dtypes):
-                continue
-            if self.ranks(x.free) is not None:
-                if not product.transposes or nbytes(result) <= MOVED * self.peer_bytes:
-                    key = (
-                        x.free,
-                        x.contracted,
-                        x.dtypes,
-                        result.dtype,
-                        product.matmul.precision(product.side),
-                        is_transposed(product.w),
-                    )
-                    groups[key].append(product)
-            elif self.ranks(x.contracted) is not None:
+            key = _Role, self._kind, self._kind_of(product)
+            role = self.flow.known.get(key)
+            if role is None:
+                role = self.flow.known[key] = self._role(product)
+            if role.group is not None:
+                groups[role.group].append(product)
+            elif role.is_wgrad:
                 wgrads.append(product)
         if not groups:
             return
@@ -130,6 +123,27 @@ class _Gather:
             if 0 < len(large) < len(group):
                 yield from self._fused(large, None)
 
+    def _kind_of(self, product: Product) -> int:
+        """The number of products that are alike."""
+        x, tail = product.x, product.tail
+        result = tail.result.aval
+        return self.flow.number(
+            *(self.flow.kind(product.matmul), product.side, x.free, x.contracted, x.dtypes),
+            *(tail.permutation, tail.transposed, result.shape, result.dtype),
+        )
+
+    def _role(self, product: Product) -> "_Role":
+        x, result = product.x, product.tail.result.aval
+        if not self._narrows(x.dtypes):
+            return _Role(None, False)
+        if self.ranks(x.free) is None:
+            return _Role(None, self.ranks(x.contracted) is not None)
+        if product.transposes and nbytes(result) > MOVED * self.peer_bytes:
+            return _Role(None, False)
+        precision = product.matmul.precision(product.side)
+        group = x.free, x.contracted, x.dtypes, result.dtype, precision, is_transposed(product.w)
+        return _Role(group, False)
+
     def _narrows(self, dtypes: Sequence[Any]) -> bool:
         """Whether no more bytes are gathered if the shard is cast."""
         widths = [self.x.aval.dtype.itemsize, *(dtype.itemsize for dtype in dtypes)]
@@ -142,6 +156,38 @@ class _Gather:
         needed = self._needed(replaced, group[0].x)
         if needed is None or (wgrad is not None and needed.result is not None):
             return
+        kinds = tuple(map(self._kind_of, members))
+        shape = None if needed.result is None else needed.result.aval.shape
+        key = Operation, self._kind, kinds, wgrad is None, shape
+        known = self.flow.known
+        if key not in known:
+            known[key] = self._operation(group, wgrad, shape)
+        operation = known[key]
+        if operation is None:
+            return
+        gathered = () if needed.result is None else (needed.result,)
+        yield Fusion(
+            flow=self.flow,
+            collective=self.position,
+            operation=operation,
+            operands=(self.x, *(p.w.source for p in members)),
+            results=(*(p.tail.result for p in members), *gathered),
+            removed=frozenset({self.position, *replaced, *needed.removed}),
+            looked_through=frozenset(q for p in members for q in p.w.path),
+            transposes=any(p.transposes for p in group),
+            gathered=(self.whole, *gathered),
+        )
+
+    def _operation(
+        self, group: Sequence[Product], wgrad: Product | None, gathered: tuple[int, ...] | None
+    ) -> Operation | None:
+        """The operation for these products; None if there is none.
+
+        Args:
+            group: the products.
+            wgrad: a weight gradient that it computes, too, or None.
+            gathered: the shape of the gathered array, if it is a result.
+        """
         x, matmul, side = group[0].x, group[0].matmul, group[0].side
         at = self.ranks(x.free)
         assert at is not None  # or it would be no product of a group
@@ -157,43 +203,24 @@ class _Gather:
             dtype=group[0].tail.result.aval.dtype,
             precision=matmul.precision(side),
             transposed=is_transposed(group[0].w),
-            gathered=needed.result is not None,
+            gathered=gathered is not None,
         )
         primitive = all_gather_matmul_p
         its_params: Any = params
-        operands = [self.x, *(p.w.source for p in group)]
         layouts = [rows_of(shard, leading), *(matrix(p.w, params.transposed) for p in group)]
-        results = [p.tail.result for p in group]
-        of_results = [after(p.matmul, p.tail, p.side) for p in group]
-        looked = {p for member in group for p in member.w.path}
+        results = [after(p.matmul, p.tail, p.side) for p in group]
         if wgrad is not None:
             other = weight_gradient(wgrad, x, whole)
             columns = views.size_of(group[0].w.free)
             if other is None or other.operand.shape[-1] != columns or not params.transposed:
-                return
+                return None
             primitive = gradients_of_matmul_reduce_scatter_p
             its_params = GradientParams(params, True, (0,), wgrad.tail.result.aval.dtype)
-            operands.append(other.source)
             layouts.append(other.operand)
-            results.append(wgrad.tail.result)
-            of_results.append(other.result)
-            looked.update(wgrad.w.path)
-        gathered = []
-        if needed.result is not None:
-            gathered = [needed.result]
-            results += gathered
-            of_results.append(Layout(x.free + x.contracted, needed.result.aval.shape))
-        yield Fusion(
-            flow=self.flow,
-            collective=self.position,
-            operation=Operation(primitive, its_params, tuple(layouts), tuple(of_results), x.dtypes),
-            operands=tuple(operands),
-            results=tuple(results),
-            removed=frozenset({self.position, *replaced, *needed.removed}),
-            looked_through=frozenset(looked),
-            transposes=any(p.transposes for p in group),
-            gathered=(self.whole, *gathered),
-        )
+            results.append(other.result)
+        if gathered is not None:
+            results.append(Layout(x.free + x.contracted, gathered))
+        return Operation(primitive, its_params, tuple(layouts), tuple(results), x.dtypes)
 
     def _needed(self, replaced: set[int], x: Factored) -> "_Needed | None":
         """What else needs the gathered array; None if the operation can't give it."""
@@ -239,6 +266,19 @@ class _Gather:
                     continue
             found.append(position)
         return found
+
+
+@dataclass(frozen=True)
+class _Role:
+    """What a matmul of a gathered array may be in an operation.
+
+    Attributes:
+        group: equal for products that one operation can compute; None if it is no product.
+        is_wgrad: whether it may be a weight gradient.
+    """
+
+    group: Any
+    is_wgrad: bool
 
 
 @dataclass(frozen=True)

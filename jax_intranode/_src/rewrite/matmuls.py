@@ -13,7 +13,6 @@ not overlap is left as it is, and its collective is replaced alone, or stays lax
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -49,25 +48,26 @@ class MatmulRewriter:
             return equations
         flow = Dataflow(equations, results)
         accepted = Accepted(flow)
+        overlap = sums.Overlap(equations, self._body)
         for find in (gathers.fusions, scatters.fusions):
             for candidates in find(flow, collectives):
                 for candidate in candidates:
-                    jaxpr = self._jaxpr(candidate, accepted)
+                    jaxpr = self._jaxpr(candidate, accepted, overlap)
                     if jaxpr is not None:
                         accepted.add(candidate, jaxpr)
                         self._body.decide(equations[candidate.collective], None)
                         break
         return accepted.equations()
 
-    def _jaxpr(self, fusion: Fusion, accepted: Accepted) -> Jaxpr | None:
+    def _jaxpr(self, fusion: Fusion, accepted: Accepted, overlap: sums.Overlap) -> Jaxpr | None:
         """What takes the place of equations; None if they stay."""
-        if self._is_slower(fusion):
+        if self._is_slower(fusion, overlap):
             return None
         jaxpr = self._trace(fusion.operation, [v.aval for v in fusion.operands])
         allowed = jaxpr is not None and fusion.obstacle is None and accepted.fits(fusion)
         return jaxpr if allowed else None
 
-    def _is_slower(self, fusion: Fusion) -> bool:
+    def _is_slower(self, fusion: Fusion, overlap: sums.Overlap) -> bool:
         """Whether XLA is faster, because it can overlap the collective with other matmuls.
 
         That counts where ours would be sequential: the all-gather of an all-reduce is not
@@ -75,11 +75,8 @@ class MatmulRewriter:
         """
         if not fusion.transposes and fusion.operation.primitive is not matmul_all_reduce_p:
             return False
-        equations = fusion.flow.equations
         ready = max((p for p in fusion.removed if p < fusion.collective), default=fusion.collective)
-        collective = equations[fusion.collective]
-        later = (e for e in itertools.islice(equations, ready + 1, None) if e is not collective)
-        return sums.overlaps_matmuls(collective, later, self._body)
+        return overlap.has_matmul(fusion.collective, ready + 1)
 
     def _trace(self, operation: Operation, avals: list[Any]) -> Jaxpr | None:
         """The operation as a jaxpr; None if it would not be overlapped."""

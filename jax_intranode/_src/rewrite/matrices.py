@@ -34,6 +34,16 @@ class Factored:
     path: tuple[int, ...]
     dtypes: tuple[Any, ...]
 
+    def of(self, operand: Any, flow: Dataflow) -> "Factored":
+        """The same of an operand that is made in the same way, without casts."""
+        if self.path:
+            return self.made_by(flow.view(operand))
+        return Factored(operand, self.free, self.contracted, (), ())
+
+    def made_by(self, view: dataflow.View) -> "Factored":
+        """The same of a view."""
+        return Factored(view.source, self.free, self.contracted, view.path, view.dtypes)
+
 
 def _factored(matmul: Matmul, view: dataflow.View, side: int, order: Sequence[int]) -> Factored:
     """An operand, with its contracted dimensions in an order."""
@@ -63,13 +73,19 @@ def factored(
     matmul: Matmul, view: dataflow.View, side: int, flow: Dataflow
 ) -> tuple[Factored, Factored]:
     """Operand `side`, as this view, and the other one."""
-    order = _pairs_in_order(matmul, view, side)
     other = matmul.equation.invars[1 - side]
-    w = _factored(matmul, flow.view(other), 1 - side, order)
-    if not (views.in_order(w.contracted, w.free) or views.in_order(w.free, w.contracted)):
-        # The program has transposed it, and so need not we.
-        w = _factored(matmul, dataflow.itself(other), 1 - side, order)
-    return _factored(matmul, view, side, order), w
+    made = view.dims if view.path else None
+    key = factored, flow.kind(matmul), side, made, view.dtypes
+    alike = flow.known.get(key)
+    if alike is None:
+        order = _pairs_in_order(matmul, view, side)
+        w = _factored(matmul, flow.view(other), 1 - side, order)
+        if not (views.in_order(w.contracted, w.free) or views.in_order(w.free, w.contracted)):
+            # The program has transposed it, and so need not we.
+            w = _factored(matmul, dataflow.itself(other), 1 - side, order)
+        alike = flow.known[key] = _factored(matmul, view, side, order), w
+    x, w = alike
+    return x.made_by(view), w.of(other, flow)
 
 
 def is_transposed(w: Factored) -> bool:

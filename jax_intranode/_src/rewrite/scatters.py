@@ -41,7 +41,7 @@ class _Summand:
     """A matmul whose result is summed, and the dimensions of that result in the sum."""
 
     matmul: Matmul
-    dims: list[Factors]
+    dims: tuple[Factors, ...]
 
 
 def fusions(
@@ -95,6 +95,23 @@ def _summands(flow: Dataflow, v: Any, path: list[int]) -> list[_Summand] | None:
     return None
 
 
+@dataclass(frozen=True)
+class _Form:
+    """What a sum of matmuls may become, for all sums that are alike.
+
+    Attributes:
+        operation: the operation.
+        leading: the dimensions of its rows.
+        transposes: as in `Fusion`.
+        terms: for each matmul the operand that has the rows, and both operands.
+    """
+
+    operation: Operation
+    leading: tuple[int, ...]
+    transposes: bool
+    terms: tuple[tuple[int, Factored, Factored], ...]
+
+
 class _Sum:
     """A reduce-scatter or an all-reduce of a sum of matmuls."""
 
@@ -113,13 +130,21 @@ class _Sum:
         (self.total,), (self.result,) = equation.invars, equation.outvars
         self.scatters = collective.operation == "psum_scatter"
         self.size = collective.size
-        self._of_matmuls: dict[tuple[int, int], tuple[Factored, Factored]] = {}
         self.transposed = any(compat.permutation(flow.equations[p]) is not None for p in path)
 
     def candidates(self, summands: Sequence[_Summand]) -> Iterator[Fusion]:
         """What it and these matmuls may become, the best first."""
-        for side in self._sides(summands[0]):
-            yield from self._with_rows(summands, side)
+        flow, total, result = self.flow, self.total.aval, self.result.aval
+        kind = flow.number(
+            *(self.collective, self.transposed, total.shape, total.dtype, result.shape),
+            *((flow.kind(s.matmul), s.dims) for s in summands),
+        )
+        forms = flow.known.get((_Form, kind))
+        if forms is None:
+            found = (self._with_rows(summands, side) for side in self._sides(summands[0]))
+            forms = flow.known[_Form, kind] = [form for form in found if form is not None]
+        for form in forms:
+            yield from self._fusions(form, [summand.matmul for summand in summands])
 
     def _sides(self, summand: _Summand) -> list[int]:
         """The operands whose free dimensions may be the rows, the better one first."""
@@ -132,26 +157,24 @@ class _Sum:
 
     def _operands(self, matmul: Matmul, side: int) -> tuple[Factored, Factored]:
         """Operand `side` and the other one, as matrices."""
-        found = self._of_matmuls.get((matmul.position, side))
-        if found is None:
-            operand = matmul.equation.invars[side]
-            found = factored(matmul, self.flow.view(operand), side, self.flow)
-            if not views.in_order(found[0].free, found[0].contracted):  # see `factored`
-                found = factored(matmul, dataflow.itself(operand), side, self.flow)
-            self._of_matmuls[matmul.position, side] = found
+        operand = matmul.equation.invars[side]
+        found = factored(matmul, self.flow.view(operand), side, self.flow)
+        if not views.in_order(found[0].free, found[0].contracted):  # see `factored`
+            return factored(matmul, dataflow.itself(operand), side, self.flow)
         return found
 
-    def _with_rows(self, summands: Sequence[_Summand], side: int) -> Iterator[Fusion]:
-        """Candidates where the rows are the free dimensions of operand `side` of the first matmul.
+    def _with_rows(self, summands: Sequence[_Summand], side: int) -> _Form | None:
+        """The form where the rows are the free dimensions of operand `side` of the first matmul.
 
-        The sum is a matrix of rows and columns. All matmuls must have the same one.
+        The sum is a matrix of rows and columns. All matmuls must have the same one. None if they
+        have not, or if too much would be transposed.
         """
         dims = _of_matrix(summands[0], side)
         terms = []
         for summand in summands:
             fitting = [s for s in (0, 1) if _of_matrix(summand, s) == dims]
             if not fitting:
-                return
+                return None
             own = side if side in fitting else fitting[0]
             terms.append((summand.matmul, own, *self._operands(summand.matmul, own)))
         x, w = terms[0][2:]
@@ -162,12 +185,12 @@ class _Sum:
             is_transposed(other) != transposed or matmul.precision(own) != precision
             for matmul, own, _, other in terms
         ):
-            return
+            return None
         leading: tuple[int, ...] = (rows,)
         if self.scatters:
             found = self._scattered(dims, rows)
             if found is None:
-                return
+                return None
             leading, dims = found
         result = Layout(views.joined(*dims), self.result.aval.shape)
         layouts = [rows_of(x, leading) for _, _, x, _ in terms]
@@ -179,7 +202,7 @@ class _Sum:
         transposes = result.moves and not self.transposed
         moved += nbytes(self.result.aval) * transposes
         if moved > MOVED * self._peer_bytes():
-            return
+            return None
         params = MatmulParams(
             axes=self.collective.axes,
             axis=len(leading) - 1 if self.scatters else 0,
@@ -190,24 +213,35 @@ class _Sum:
             terms=len(terms),
             invariant=self.collective.invariant,
         )
+        operation = Operation(
+            matmul_reduce_scatter_p if self.scatters else matmul_all_reduce_p,
+            params,
+            (*layouts, *(matrix(w, transposed) for *_, w in terms)),
+            (result,),
+        )
+        of_terms = tuple((own, x, w) for _, own, x, w in terms)
+        return _Form(operation, leading, transposes, of_terms)
+
+    def _fusions(self, form: _Form, matmuls: Sequence[Matmul]) -> Iterator[Fusion]:
+        """The operation in the place of these matmuls, the best first."""
+        xs, ws = [], []
+        for matmul, (own, x, w) in zip(matmuls, form.terms, strict=True):
+            operands = matmul.equation.invars
+            xs.append(x.of(operands[own], self.flow))
+            ws.append(w.of(operands[1 - own], self.flow))
         plain = Fusion(
             flow=self.flow,
             collective=self.position,
-            operation=Operation(
-                matmul_reduce_scatter_p if self.scatters else matmul_all_reduce_p,
-                params,
-                (*layouts, *(matrix(w, transposed) for *_, w in terms)),
-                (result,),
-            ),
-            operands=(*(x.source for _, _, x, _ in terms), *(w.source for *_, w in terms)),
+            operation=form.operation,
+            operands=tuple(operand.source for operand in (*xs, *ws)),
             results=(self.result,),
             removed=frozenset({self.position, *self.path}),
-            looked_through=frozenset(p for _, _, x, w in terms for p in (*x.path, *w.path)),
-            transposes=transposes,
-            summed=tuple(x.source for _, _, x, _ in terms),
+            looked_through=frozenset(p for operand in (*xs, *ws) for p in operand.path),
+            transposes=form.transposes,
+            summed=tuple(x.source for x in xs),
         )
-        if self.scatters and transposed:
-            yield from self._with_weight_gradients(plain, [x for _, _, x, _ in terms], leading)
+        if self.scatters and form.operation.params.transposed:
+            yield from self._with_weight_gradients(plain, xs, form.leading)
         yield plain
 
     def _peer_bytes(self) -> int:

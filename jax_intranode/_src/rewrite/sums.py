@@ -8,7 +8,10 @@ equation that the program has placed on the host or in a scheduling group), befo
 depends on it, and when it would become too large for one operation.
 """
 
+import bisect
+import weakref
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 from jax.extend.core import Var
@@ -25,7 +28,10 @@ from jax_intranode._src.rewrite.collectives import Choice
 # measured: at 1 MB an all-reduce of lax takes 9 us between two H200s, and one of ours 6.
 OVERLAPPED_BYTES = 1 << 20
 
+_NONE: frozenset[Any] = frozenset()
+
 _HEAVY = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "scan", "while"})
+_has_heavy: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def issue(equations: Sequence[Any], choices: dict[int, Choice], body: Body) -> list[Any]:
@@ -37,11 +43,12 @@ def issue(equations: Sequence[Any], choices: dict[int, Choice], body: Body) -> l
         body: the body of the body.
     """
     walk = _Walk(body)
-    for index, equation in enumerate(equations):
+    overlap = Overlap(equations, body)
+    for position, equation in enumerate(equations):
         choice = choices.get(id(equation))
         if choice is None:
             walk.emit(equation)
-        elif overlaps_matmuls(equation, equations[index + 1 :], body):
+        elif overlap.has_matmul(position, position + 1):
             body.leave(equation, "XLA can overlap it with the matmuls after it")
             walk.emit(equation)
         elif choice.primitive is not psum_p:
@@ -116,12 +123,12 @@ class _Walk:
 
     def _needed(self, equation: Any) -> frozenset[Any]:
         """The keys of the open buckets that an equation has to wait for."""
-        keys: set[Any] = set()
-        if self._open:
-            for v in equation.invars:
-                if isinstance(v, Var):
-                    keys |= self._waits.get(v, frozenset())
-        return frozenset(keys)
+        if not self._waits:
+            return _NONE
+        waits = self._waits
+        return _NONE.union(
+            *[waits[v] for v in equation.invars if isinstance(v, Var) and v in waits]
+        )
 
     def _issue(self, keys: Iterable[Any]) -> None:
         for key in keys:
@@ -158,17 +165,65 @@ def _merged(bucket: _Bucket, body: Body) -> Any:
 # Collectives that XLA can overlap.
 
 
-def overlaps_matmuls(equation: Any, later: Iterable[Any], body: Body) -> bool:
-    """Whether lax's collective may run at the same time as a matmul after it."""
-    if not _on_gpus(body) or _nbytes(equation) <= OVERLAPPED_BYTES:
-        return False
-    dependent = set(equation.outvars)
-    for other in later:
-        if any(v in dependent for v in other.invars if isinstance(v, Var)):
-            dependent.update(other.outvars)
-        elif is_heavy(other):
-            return True
-    return False
+class Overlap:
+    """Which collectives of lax may run at the same time as a matmul after them."""
+
+    def __init__(self, equations: Sequence[Any], body: Body):
+        """Keeps the equations of a jaxpr of this body."""
+        self._equations = equations
+        self._body = body
+
+    def has_matmul(self, position: int, start: int) -> bool:
+        """Whether a matmul at `start` or later does not need a collective, if it is large.
+
+        Args:
+            position: the position of the collective.
+            start: from where on the collective could run.
+        """
+        if not _on_gpus(self._body) or not _is_large(self._equations[position]):
+            return False
+        heavy, needed_by_all = self._matmuls
+        index = bisect.bisect_left(heavy, start)
+        return index < len(heavy) and not needed_by_all[index] >> self._numbers[position] & 1
+
+    @cached_property
+    def _numbers(self) -> dict[int, int]:
+        """The large collectives, by position: a number for each."""
+        large = (
+            position
+            for position, equation in enumerate(self._equations)
+            if compat.lax_collective(equation) is not None and _is_large(equation)
+        )
+        return {position: number for number, position in enumerate(large)}
+
+    @cached_property
+    def _matmuls(self) -> tuple[list[int], list[int]]:
+        """The positions of matmuls and loops, and which collectives it and all later ones need.
+
+        Bit k of a set is that of the collective with number k.
+        """
+        needs: dict[Any, int] = {}  # by variable
+        heavy, sets = [], []
+        numbers = self._numbers
+        for position, equation in enumerate(self._equations):
+            needed = 1 << numbers[position] if position in numbers else 0
+            if needs:
+                for v in equation.invars:
+                    if isinstance(v, Var) and v in needs:
+                        needed |= needs[v]
+            if needed:
+                for v in equation.outvars:
+                    needs[v] = needed
+            if is_heavy(equation):
+                heavy.append(position)
+                sets.append(needed)
+        for index in range(len(sets) - 2, -1, -1):
+            sets[index] &= sets[index + 1]
+        return heavy, sets
+
+
+def _is_large(equation: Any) -> bool:
+    return _nbytes(equation) > OVERLAPPED_BYTES
 
 
 def _nbytes(equation: Any) -> int:
@@ -190,7 +245,12 @@ def is_heavy(equation: Any) -> bool:
     if own is not None:
         return "matmul" in own.operation
     return equation.primitive.name in _HEAVY or any(
-        is_heavy(inner_equation)
-        for inner in compat.inner_jaxprs(equation, None)
-        for inner_equation in inner.jaxpr.eqns
+        _is_heavy_inside(inner.jaxpr) for inner in compat.inner_jaxprs(equation, None)
     )
+
+
+def _is_heavy_inside(jaxpr: Any) -> bool:
+    found = _has_heavy.get(jaxpr)
+    if found is None:
+        found = _has_heavy[jaxpr] = any(map(is_heavy, jaxpr.eqns))
+    return found

@@ -6,6 +6,7 @@ factors of the source's dimensions. For example, a source [6, 4] that is reshape
 transposed to [4, 2, 3] has the dimensions [(1, 1, 4)], [(0, 3, 2)], [(0, 1, 3)].
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -37,9 +38,10 @@ def size_of(factors: Sequence[Factor]) -> int:
     return math.prod(f.size for f in factors)
 
 
-def whole(shape: Sequence[int]) -> list[Factors]:
+@functools.lru_cache
+def whole(shape: tuple[int, ...]) -> tuple[Factors, ...]:
     """The dimensions of the source itself."""
-    return [(Factor(i, 1, n),) if n > 1 else () for i, n in enumerate(shape)]
+    return tuple((Factor(i, 1, n),) if n > 1 else () for i, n in enumerate(shape))
 
 
 def joined(*parts: Sequence[Factor]) -> Factors:
@@ -75,11 +77,12 @@ def digits(factors: Sequence[Factor], stride: int, size: int) -> Factors | None:
     return result if size_of(result) == size else None
 
 
-def reshaped(dims: Sequence[Factors], shape: Sequence[int]) -> list[Factors] | None:
+@functools.lru_cache
+def reshaped(dims: tuple[Factors, ...], shape: tuple[int, ...]) -> tuple[Factors, ...] | None:
     """The dimensions after a reshape; None if factors do not describe them."""
     flat = joined(*dims)
     found = [digits(flat, math.prod(shape[i + 1 :]), n) for i, n in enumerate(shape)]
-    return None if None in found else [dim for dim in found if dim is not None]
+    return None if None in found else tuple(dim for dim in found if dim is not None)
 
 
 def in_order(*parts: Sequence[Factor]) -> bool:

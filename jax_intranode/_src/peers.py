@@ -101,6 +101,8 @@ class Watch:
 
     def close(self) -> None:
         """Says goodbye and ends the watch."""
+        global _has_lost
+        _has_lost = _has_lost or self.lost() is not None
         self._native.close()
         if self in _watches:
             _watches.remove(self)
@@ -176,6 +178,7 @@ def absence(device_ids: Iterable[int]) -> tuple[str, str] | None:
 _watches: list[Watch] = []
 _thread: threading.Thread | None = None
 _fails = False  # whether this process ends because of a failure
+_has_lost = False  # whether a peer was lost in a mesh that was shut down since
 _pid = os.getpid()
 _ending = threading.Event()
 
@@ -251,11 +254,11 @@ def _say_goodbye() -> None:
 def _won_t_come(seconds: float, serves: bool) -> bool:
     """Whether JAX's last barrier is to be given up, so many seconds after it began."""
     peers = [peer for watch in list(_watches) for peer in watch.peers()]
-    lost = any(state in ("dead", "stopped") for _, _, state, _, _ in peers)
+    lost = _has_lost or any(state in ("dead", "stopped") for _, _, state, _, _ in peers)
     if not lost and not _fails:
         return False
     ended = [has_ended for _, _, _, has_ended, _ in peers]
-    limit = _HOPELESS_BARRIER_S if any(ended) else _BARRIER_S
+    limit = _HOPELESS_BARRIER_S if _has_lost or any(ended) else _BARRIER_S
     if serves and not all(ended):
         limit += _LAST_S
     return seconds > limit

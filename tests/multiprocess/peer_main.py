@@ -2,6 +2,9 @@
 
     peer_main.py PLATFORM ENDING WAITING VICTIM
 
+WAITING is "waiting" or "not": whether the others call an operation before the rank ends; or "rest":
+they do, and go on without it. "reason": all say why they use jax.lax, and end.
+
 The last lines of main() are those of an ordinary program: it ends by an exception, or returns.
 """
 
@@ -18,7 +21,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 import jax_intranode  # noqa: E402
-from jax_intranode._src import launcher, native, peers  # noqa: E402
+from jax_intranode._src import launcher, native, peers, rendezvous  # noqa: E402
 
 SILENT_S = 3.0  # how long a process may be silent in these tests
 
@@ -67,12 +70,34 @@ def end(how: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)  # until the launcher ends it
 
 
+def go_on_without(victim: int) -> None:
+    """The other processes set up anew, with their devices."""
+    jax_intranode.shutdown()
+    jax.clear_caches()
+    assert jax_intranode.last_failure() is not None
+    devices = [device for device in jax.devices() if device.process_index != victim]
+    mesh = jax.sharding.Mesh(np.array(devices), ("x",))
+    jax_intranode.initialize(mesh)
+    before = native.handler_calls()
+    for seed in range(3):
+        parts = cases.random("float32", (mesh.size, 100), seed)
+        cases.check(cases.psum_of(parts, mesh), cases.everywhere(cases.oracle(parts), mesh.size))
+    assert native.handler_calls() > before, "ours did not run"
+    say("REST", "right")
+
+
 def main() -> None:
     platform, ending, waiting, victim = sys.argv[1:]
     launcher.connect(platform)
     sys.excepthook = sys.__excepthook__  # end as programs do that nobody prepared
     peers.SILENT_S = SILENT_S
     jax_intranode.initialize(cases.line())
+    if waiting == "reason":
+        reason = rendezvous.rendezvous_of(cases.line().devices.flat).reason
+        assert reason is not None
+        check_sum(0)
+        say("REASON", reason)
+        return
     before = native.handler_calls()
     check_sum(0)
     assert native.handler_calls() > before, "ours did not run"
@@ -82,11 +107,14 @@ def main() -> None:
         say("END")
         end(ending)
         return
-    if waiting != "waiting":
+    if waiting == "not":
         time.sleep(4 if ending == "stopped" else 2.5)
     say("CALL")
     attempt("FIRST", 1)
     attempt("LATER", 2)
+    if waiting == "rest":
+        go_on_without(int(victim))
+        return
     failure = jax_intranode.last_failure()
     say("LAST", failure and f"{failure.reason} {failure.missing_process} {failure.message}")
     try:

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import cases
 import jax
@@ -11,7 +12,7 @@ from devices import need_ranks
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src import launcher
+from jax_intranode._src import launcher, rendezvous
 from jax_intranode._src.compat import key_value_client
 
 
@@ -60,6 +61,42 @@ def count() -> None:
     print("DONE", flush=True)
 
 
+def resources() -> dict[str, int]:
+    """What this process holds of the system."""
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "mappings": len(Path("/proc/self/maps").read_text().splitlines()),
+        "segments": sum(
+            path.name.startswith(f"jax_intranode.{os.getpid()}.")
+            for path in Path("/dev/shm").iterdir()
+        ),
+    }
+
+
+def set_up_often(times: int) -> None:
+    """Sets communicators up and ends them again and again. Nothing may be left each time."""
+    mesh = cases.line()
+    check_sum(0)
+    jax_intranode.shutdown()
+    for turn in range(times):
+        if turn == min(5, times // 2):
+            before = resources()
+        jax_intranode.initialize(mesh)
+        assert rendezvous.rendezvous_of(mesh.devices.flat).reason is None
+        assert rendezvous.rendezvous_of(mesh.devices.flat).watch is not None
+        jax_intranode.shutdown()
+    after = resources()
+    # XLA's and gRPC's threads come and go.
+    assert after["threads"] <= before["threads"] + 10, (before, after)
+    assert after["mappings"] <= before["mappings"] + 40, (before, after)
+    assert after["descriptors"] <= before["descriptors"] + 4, (before, after)
+    assert after["segments"] == 0, (before, after)
+    jax.clear_caches()
+    check_sum(1)
+    print("DONE", before, after, flush=True)
+
+
 def crash(rank: int) -> None:
     check_sum(0)
     step("summed")
@@ -81,6 +118,13 @@ def sums() -> None:
 def test_in_ranks(ranks: Callable[..., list[str]], function: Callable[[], None]) -> None:
     need_ranks(2)
     assert all("DONE" in log for log in ranks(function, 2))
+
+
+@pytest.mark.parametrize("times", [20, pytest.param(1000, marks=pytest.mark.full)])
+def test_set_up_often(ranks: Callable[..., list[str]], times: int) -> None:
+    need_ranks(2)
+    logs = ranks(set_up_often, 2, arguments=[times], timeout_s=max(120, times))
+    assert all("DONE" in log for log in logs)
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])

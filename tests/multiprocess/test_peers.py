@@ -1,62 +1,11 @@
 """A process that ends or stops is noticed by its peers within a second, and they end in order."""
 
-import re
-import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 import pytest
 from devices import need_devices
-
-from jax_intranode._src import launcher
-
-MAIN = Path(__file__).with_name("peer_main.py")
-# The promise is 1 s; the rest is for machines that run other tests, too.
-NOTICED_S = 1 + 2
-SILENT_S = 3.0  # as in peer_main.py
-
-# What the survivors' error says of the victim.
-TEXTS = {
-    "killed": "has ended without a goodbye: it was killed, crashed, or called os._exit",
-    "os_exit": "has ended without a goodbye: it was killed, crashed, or called os._exit",
-    "exception": "has failed: ValueError: the victim's own error",
-    "sys_exit": "has come to the end of its program",
-    "returns": "has come to the end of its program",
-    "shutdown": "has called jax_intranode.shutdown()",
-    "stopped": f"has shown no sign of life for {SILENT_S:.0f} s: it is stopped",
-}
-TEXTS["killed_parent"] = TEXTS["killed"]
-# The victim's exit code; None: the launcher has ended it.
-EXIT_CODES = {
-    "killed": -9, "killed_parent": -9, "os_exit": 0, "exception": 1, "sys_exit": 0, "returns": 0,
-    "shutdown": 0, "stopped": None,
-}  # fmt: skip
-
-
-def line(log: str, label: str) -> tuple[float, str]:
-    """The time and the text of a line of a rank."""
-    found = re.findall(rf"^{label}: ([\d.]+) (.*)$", log, re.MULTILINE)
-    assert len(found) == 1, (label, log)
-    return float(found[0][0]), found[0][1]
-
-
-def run(tmp_path: Path, world: int, ending: str, waiting: bool, victim: int) -> Any:
-    port = launcher.free_port()
-    platform = jax.devices()[0].platform
-    command = [
-        sys.executable, str(MAIN), platform, ending, "waiting" if waiting else "not", str(victim)
-    ]  # fmt: skip
-    with pytest.raises(launcher.RankError) as error:
-        launcher.run_ranks(
-            [command] * world,
-            timeout_s=100,
-            log_dir=tmp_path,
-            env=[launcher.rank_env(rank, world, port) for rank in range(world)],
-            grace_s=20,
-        )
-    return error.value
-
+from peer_ranks import EXIT_CODES, NOTICED_S, SILENT_S, TEXTS, line, run
 
 ALL = [
     (2, ending, waiting, 1)
@@ -82,7 +31,7 @@ def test_end_of_a_process(
     if jax.devices()[0].platform != "cpu":
         pytest.skip("the programs go on after the failure, which they can on the CPU only")
     need_devices(world)
-    outcome = run(tmp_path, world, ending, waiting, victim)
+    outcome = run(tmp_path, world, ending, "waiting" if waiting else "not", victim)
     logs = outcome.logs
     end, _ = line(logs[victim], "END")
     _, pid = line(logs[victim], "PID")
@@ -113,3 +62,15 @@ def test_end_of_a_process(
         assert TEXTS[ending] in line(log, "INITIALIZE")[1]
         assert "RuntimeError: the survivor ends" in log
         assert "Terminating process because the JAX distributed service" not in log
+
+
+def test_the_rest_goes_on(tmp_path: Path) -> None:
+    """After a fault the other processes set up anew, run, and end in order."""
+    if jax.devices()[0].platform != "cpu":
+        pytest.skip("on GPUs the CUDA context is lost")
+    need_devices(3)
+    outcome = run(tmp_path, 3, "killed", "rest", 1)
+    assert outcome.exit_codes == [0, -9, 0], outcome
+    for rank in (0, 2):
+        assert TEXTS["killed"] in line(outcome.logs[rank], "FIRST")[1]
+        assert line(outcome.logs[rank], "REST")[1] == "right"

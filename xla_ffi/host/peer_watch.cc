@@ -85,20 +85,23 @@ socklen_t Fill(sockaddr_un* address, const std::string& name) {
 // -1 where the kernel has no pidfds or does not allow them.
 int OwnPidfd() { return static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0)); }
 
-// Whether a descriptor that a peer has sent is a pidfd. `pid`: of which process; 0 if it is in a
-// PID namespace that this one does not see.
-bool IsPidfd(int fd, int* pid) {
+// Whether a descriptor that a peer has sent is a pidfd of the process `pid`, as this PID namespace
+// numbers it: 0 for one that it does not see.
+bool IsPidfdOf(int fd, int pid) {
+  // Signal 0 only asks. Whether it may be sent to that process does not matter here.
+  if (syscall(SYS_pidfd_send_signal, fd, 0, nullptr, 0) != 0 && errno == EBADF) return false;
   char path[64];
   snprintf(path, sizeof(path), "/proc/self/fdinfo/%d", fd);
   FILE* file = fopen(path, "re");
-  if (file == nullptr) return false;
+  if (file == nullptr) return true;  // /proc is missing, or another PID namespace's
   char line[128];
-  bool found = false;
+  bool is_other = false;
   while (fgets(line, sizeof(line), file) != nullptr) {
-    if (sscanf(line, "Pid: %d", pid) == 1) found = true;
+    int found;
+    if (sscanf(line, "Pid: %d", &found) == 1) is_other = found != pid;
   }
   fclose(file);
-  return found;
+  return !is_other;
 }
 
 // Whether the process is ending: the kernel's flag PF_EXITING of its first thread.
@@ -347,12 +350,14 @@ class PeerWatch::Thread {
     if (epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event) != 0) Throw(ErrnoText("watching a peer"));
   }
 
+  void Unregister(Fd& fd) {
+    if (fd.get() >= 0) epoll_ctl(epoll_, EPOLL_CTL_DEL, fd.get(), nullptr);
+    fd.Reset();
+  }
+
   void Unregister(Connection& connection) {
-    for (Fd* fd : {&connection.socket, &connection.pidfd}) {
-      if (fd->get() < 0) continue;
-      epoll_ctl(epoll_, EPOLL_CTL_DEL, fd->get(), nullptr);
-      fd->Reset();
-    }
+    Unregister(connection.socket);
+    Unregister(connection.pidfd);
   }
 
   void Wake() {
@@ -415,7 +420,7 @@ class PeerWatch::Thread {
       auto it = state->connections.find(event / 2);
       if (it == state->connections.end()) continue;
       const bool is_open = Read(*state, it->second, calls);
-      if (event % 2 == 1 || !is_open) Ended(*state, it->second, calls);
+      if (event % 2 == 1 || !is_open) Lost(*state, it->second, event % 2 == 1, calls);
     }
   }
 
@@ -463,10 +468,12 @@ class PeerWatch::Thread {
     }
   }
 
-  void Ended(const State& state, Connection& connection, Calls* calls) {
+  // The connection has come to its end, or the process has ended, too.
+  void Lost(const State& state, Connection& connection, bool ended, Calls* calls) {
     if (connection.ended) return;
-    connection.ended = true;
-    Unregister(connection);
+    connection.ended = ended || connection.pidfd.get() < 0;
+    Unregister(connection.socket);
+    if (connection.ended) Unregister(connection.pidfd);
     if (!connection.left) {
       Change(state, connection, PeerState::kDead,
              " has ended without a goodbye: it was killed, crashed, or called os._exit", calls);
@@ -495,7 +502,7 @@ class PeerWatch::Thread {
         if (was_stopped) connection.heard = now;
         if (connection.pid_is_known && IsExiting(connection.pid)) {
           Read(*state, connection, calls);
-          Ended(*state, connection, calls);
+          Lost(*state, connection, true, calls);
         } else if (now - connection.heard > state->silent && !connection.left &&
                    connection.state == PeerState::kPresent) {
           const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(state->silent);
@@ -562,9 +569,8 @@ void PeerWatch::Connect(const std::vector<Peer>& peers, const std::string& secre
                                       std::chrono::duration<double>(timeout_s));
   std::map<int, Connection> made;
   const auto add = [&](const Peer& peer, const PeerHello& hello, int pid, Fd socket, Fd pidfd) {
-    int pid_of_fd = 0;
     // Without a pidfd the socket has to do.
-    if (pidfd.get() >= 0 && (!IsPidfd(pidfd.get(), &pid_of_fd) || pid_of_fd != pid)) pidfd.Reset();
+    if (pidfd.get() >= 0 && !IsPidfdOf(pidfd.get(), pid)) pidfd.Reset();
     Connection connection;
     connection.process = peer.process;
     connection.pid = pid > 0 ? pid : hello.pid;

@@ -1,0 +1,80 @@
+"""Two processes in places that restrict them: either everything works, or the reason is named.
+
+The places are made with Linux namespaces and capabilities, for which most systems ask for root.
+"""
+
+import functools
+import shutil
+import subprocess
+from pathlib import Path
+
+import jax
+import pytest
+from devices import need_devices
+from peer_ranks import TEXTS, line, run
+
+pytestmark = pytest.mark.full
+
+# A program inside of `unshare --pid` must not be the first process there: that one ignores SIGKILL.
+_NOT_THE_FIRST = ["sh", "-c", '"$@"; exit $?', "sh"]
+# By name: commands in front of rank 0's and of rank 1's.
+PLACES: dict[str, tuple[list[str], list[str]]] = {
+    "pid_namespace": ([], ["unshare", "--pid", "--fork", "--mount-proc", *_NOT_THE_FIRST]),
+    # /proc shows the processes of another namespace.
+    "pid_namespace_wrong_proc": ([], ["unshare", "--pid", "--fork", *_NOT_THE_FIRST]),
+    "pid_namespaces": (["unshare", "--pid", "--fork", "--mount-proc", *_NOT_THE_FIRST],) * 2,
+    "ipc_namespaces": (["unshare", "--ipc"],) * 2,
+    "no_ptrace": (["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"],) * 2,
+}
+_MOUNT = ["unshare", "--mount", "sh", "-c"]
+# The same, and a part of the reason why jax.lax is used there.
+REFUSED: dict[str, tuple[list[str], list[str], str]] = {
+    "small_shm": (
+        *([*_MOUNT, 'mount -t tmpfs -o size=1m none /dev/shm && exec "$@"', "sh"],) * 2,
+        "/dev/shm may be full",
+    ),
+    "no_shm": (
+        *([*_MOUNT, 'mount -t tmpfs -o ro none /dev/shm && exec "$@"', "sh"],) * 2,
+        "creating the shared-memory segment",
+    ),
+    "separate_shm": (
+        [],
+        [*_MOUNT, 'mount -t tmpfs none /dev/shm && exec "$@"', "sh"],
+        "opening the shared-memory segment",
+    ),
+}
+
+
+@functools.cache
+def works(command: tuple[str, ...]) -> bool:
+    return not command or subprocess.run([*command, "true"], capture_output=True).returncode == 0
+
+
+def need_place(*commands: list[str]) -> None:
+    if jax.devices()[0].platform != "cpu":
+        pytest.skip("the places are tried with CPU devices")
+    need_devices(2)
+    for command in commands:
+        if command and (shutil.which(command[0]) is None or not works(tuple(command))):
+            pytest.skip(f"this system does not allow {' '.join(command)}")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_lost_process_is_noticed_in(place: str, tmp_path: Path) -> None:
+    prefixes = PLACES[place]
+    need_place(*prefixes)
+    outcome = run(tmp_path, 2, "killed_parent", "waiting", 1, prefixes)
+    assert TEXTS["killed"] in line(outcome.logs[0], "FIRST")[1]
+    assert "process 1 (pid " in line(outcome.logs[0], "FIRST")[1]
+    noticed = line(outcome.logs[0], "FIRST")[0] - line(outcome.logs[1], "END")[0]
+    assert noticed < 3, noticed
+
+
+@pytest.mark.parametrize("place", REFUSED)
+def test_reason_is_named_in(place: str, tmp_path: Path) -> None:
+    *prefixes, reason = REFUSED[place]
+    need_place(*prefixes)
+    outcome = run(tmp_path, 2, "returns", "reason", 1, prefixes)
+    reasons = {line(log, "REASON")[1] for log in outcome.logs}
+    assert len(reasons) == 1 and reason in reasons.pop(), outcome
+    assert outcome.exit_codes == [0, 0], outcome

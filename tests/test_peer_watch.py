@@ -1,0 +1,267 @@
+"""The native watch, with a peer that is played by sockets of this process."""
+
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from jax_intranode._src import native
+
+SECRET = bytes(range(32))
+MAGIC = 0x57494E4A
+PEER = 1  # its number; this process is number 0
+
+
+def hello(magic: int = MAGIC, process: int = PEER, secret: bytes = SECRET) -> bytes:
+    return struct.pack("=IiI32s", magic, process, os.getpid(), secret)
+
+
+def connected(address: str) -> socket.socket:
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    client.connect("\0" + address)
+    client.settimeout(10)
+    return client
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@contextmanager
+def connecting(timeout_s: float = 20) -> Iterator[Any]:
+    """A watch that waits for its peer; all errors of connect() are raised at the end."""
+    watch = native.module("cpu").PeerWatch(0)
+    errors: list[Exception] = []
+
+    def connect() -> None:
+        try:
+            watch.connect([(PEER, "not used", [10**6])], SECRET, timeout_s)
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    try:
+        yield watch
+    finally:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+@contextmanager
+def pair(silent_s: float = 60, sent: Any = None) -> Iterator[tuple[Any, socket.socket]]:
+    """An armed watch, and the socket of its peer, which sent it a descriptor (of a pidfd)."""
+    with connecting() as watch:
+        peer = connected(watch.address)
+        fd = os.pidfd_open(os.getpid()) if sent is None else sent()
+        socket.send_fds(peer, [hello()], [fd])
+        os.close(fd)
+        answer, fds, _, _ = socket.recv_fds(peer, 100, 1)
+        for theirs in fds:
+            os.close(theirs)
+        assert answer == hello(process=0)
+    watch.arm(native.module("cpu").peer_sink(), silent_s)
+    try:
+        yield watch, peer
+    finally:
+        watch.close()
+        peer.close()
+
+
+def state_of(watch: Any, *wanted: str) -> tuple[str, str]:
+    """The peer's state and why, as soon as it is a wanted one."""
+    end = time.monotonic() + 10
+    while True:
+        ((process, pid, state, _, what),) = watch.peers()
+        assert (process, pid) == (PEER, os.getpid())
+        if state in wanted:
+            return state, what
+        assert time.monotonic() < end, (state, wanted)
+        time.sleep(0.01)
+
+
+def test_strangers_are_refused() -> None:
+    before = descriptors()
+    with connecting() as watch:
+        strangers = [connected(watch.address) for _ in range(7)]
+        packets = (
+            b"", b"x", hello()[:-1], hello() + b"x", hello(magic=1), hello(process=0),
+            hello(secret=bytes(32)),
+        )  # fmt: skip
+        for stranger, packet in zip(strangers, packets, strict=True):
+            stranger.send(packet)
+        for stranger in strangers:
+            assert stranger.recv(100) == b""  # closed
+        peer = connected(watch.address)
+        # More descriptors than fit are closed.
+        pipes = [fd for _ in range(5) for fd in os.pipe()]
+        socket.send_fds(peer, [hello()], pipes)
+        assert peer.recv(100) == hello(process=0)
+        assert peer.fileno() >= 0
+    for one in (*strangers, peer):
+        one.close()
+    for fd in pipes:
+        os.close(fd)
+    watch.close()
+    del watch
+    assert descriptors() <= before
+
+
+# The program of another process: it connects to the address in its first argument.
+CHILD = """
+import os, socket, sys, time
+peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+if sys.argv[2] == "other user":
+    os.setresuid(65534, 65534, 65534)
+peer.connect("\\0" + sys.argv[1])
+peer.settimeout(10)
+hello = bytes.fromhex(sys.argv[3])
+if sys.argv[2] == "other user":
+    try:
+        peer.send(hello)
+        print(peer.recv(100) or "refused")
+    except OSError:
+        print("refused")
+else:
+    if os.fork() == 0:  # holds the socket when its parent is gone
+        time.sleep(5)
+        os._exit(0)
+    socket.send_fds(peer, [hello], [os.pidfd_open(os.getpid())])
+    time.sleep(60)
+"""
+
+
+def start(address: str, role: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD, address, role, hello().hex()],
+        stdout=subprocess.PIPE if role == "other user" else None,
+        text=True,
+    )
+
+
+def test_another_user_is_refused() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    with connecting() as watch:
+        output, _ = start(watch.address, "other user").communicate(timeout=20)
+        assert output == "refused\n"
+        peer = connected(watch.address)
+        peer.send(hello())
+        assert peer.recv(100) == hello(process=0)
+    peer.close()
+
+
+def test_a_peer_that_never_comes_is_named() -> None:
+    started = time.monotonic()
+    with (
+        pytest.raises(RuntimeError, match="process 1 did not connect in time"),
+        connecting(timeout_s=0.3),
+    ):
+        pass
+    assert time.monotonic() - started < 5
+    watch = native.module("cpu").PeerWatch(2)
+    with pytest.raises(RuntimeError, match="connecting to process 1: Connection refused"):
+        watch.connect([(PEER, "jax_intranode.nobody", [1])], SECRET, 1)
+    with pytest.raises(RuntimeError, match="200 bytes is not one of a Unix socket"):
+        watch.connect([(PEER, "x" * 200, [1])], SECRET, 1)
+
+
+def test_end_without_and_with_a_goodbye() -> None:
+    with pair() as (watch, peer):
+        assert state_of(watch, "present")
+        peer.close()
+        _, what = state_of(watch, "dead")
+        assert f"process {PEER} (pid {os.getpid()}) has ended without a goodbye" in what
+    with pair() as (watch, peer):
+        peer.send(b"l")
+        peer.close()
+        _, what = state_of(watch, "gone", "dead")
+        assert what.endswith("has ended"), what
+    for packet, text in ((b"g", "the end of its program"), (b"s", "jax_intranode.shutdown()")):
+        with pair() as (watch, peer):
+            peer.send(packet)
+            assert text in state_of(watch, "gone", "dead")[1]
+            peer.close()
+            time.sleep(0.1)
+            assert text in state_of(watch, "gone", "dead")[1]
+
+
+def test_a_failure_is_told_and_cleaned() -> None:
+    with pair() as (watch, peer):
+        peer.send(b"fKeyError: \n\x1b[31m\xff" + b"x" * 400)
+        _, what = state_of(watch, "dead")
+        assert what.endswith("has failed: KeyError: ??[31m?" + "x" * 400)
+        peer.send(b"h")
+        peer.send(b"s")
+        time.sleep(0.1)
+        assert state_of(watch, "dead", "gone", "present") == ("dead", what)
+
+
+def test_what_makes_no_sense_is_ignored() -> None:
+    with pair() as (watch, peer):
+        for packet in (b"?", b"\0", b"G" * 300, b"g" * 600, b"f" + b"x" * 501, hello()):
+            peer.send(packet)
+        time.sleep(0.2)
+        assert state_of(watch, "present", "gone", "dead")[0] == "present"
+
+
+def test_a_silent_peer_is_stopped_until_it_is_heard() -> None:
+    with pair(silent_s=0.4) as (watch, peer):
+        _, what = state_of(watch, "stopped")
+        assert "has shown no sign of life for 0 s" in what
+        peer.send(b"h")
+        state_of(watch, "present")
+        state_of(watch, "stopped")
+        peer.close()
+        state_of(watch, "dead")
+
+
+def test_heartbeats_are_sent() -> None:
+    with pair() as (_, peer):
+        assert [peer.recv(10) for _ in range(2)] == [b"h", b"h"]
+
+
+@pytest.mark.parametrize("what", ["pipe", "other_pidfd"])
+def test_a_descriptor_that_is_not_the_peers_is_not_watched(what: str) -> None:
+    child = subprocess.Popen(["sleep", "60"])
+
+    def pipe() -> int:
+        read, write = os.pipe()
+        os.close(write)  # so that it would be readable at once
+        return read
+
+    with pair(sent=pipe if what == "pipe" else lambda: os.pidfd_open(child.pid)) as (watch, peer):
+        child.kill()
+        child.wait()
+        time.sleep(0.3)
+        assert state_of(watch, "present", "gone", "dead")[0] == "present"
+        peer.close()
+        state_of(watch, "dead")
+
+
+def test_the_pidfd_tells_of_an_end_that_the_socket_hides() -> None:
+    """The socket stays open: a child has it, as after a fork in a library."""
+    before = descriptors()
+    with connecting() as watch:
+        child = start(watch.address, "peer")
+    watch.arm(native.module("cpu").peer_sink(), 60.0)
+    ((_, pid, state, ended, _),) = watch.peers()
+    assert (pid, state, ended) == (child.pid, "present", False)
+    child.kill()
+    end = time.monotonic() + 5
+    while watch.peers()[0][2] != "dead" and time.monotonic() < end:
+        time.sleep(0.01)
+    assert watch.peers()[0][2:4] == ("dead", True)
+    child.wait()
+    watch.close()
+    del watch
+    assert descriptors() <= before

@@ -42,7 +42,8 @@ def test_a_sample_has_every_kind_of_case() -> None:
     assert cases == matrix.sample(matrix.WORLDS, 300, seed=1)
     assert len(set(cases)) == 300
     pairs = {(case.fault, case.phase) for case in cases}
-    assert len(pairs) == len(matrix.FAULTS) * len(matrix.PHASES)
+    assert pairs == {(case.fault, case.phase) for case in matrix.cases(matrix.WORLDS)}
+    assert len(pairs) == (len(matrix.FAULTS) - 1) * len(matrix.PHASES) + 4
     assert {case.operation for case in cases} == set(matrix.OPERATIONS) == set(OPERATIONS)
     assert {(case.world, case.victim) for case in cases} == {
         (world, victim) for world in matrix.WORLDS for victim in range(world)
@@ -158,6 +159,10 @@ def test_verdict_of_jobs_without_a_failure() -> None:
     case = Case(2, 1, "delay", "inside", "psum")
     right = [Process([event("fault", 1.0), event("done", 2.0)], exit_code=0) for _ in range(2)]
     assert verdict.problems(case, Seen(right, []), 1) == []
+    late = Case(2, 1, "late", "inside", "psum")
+    assert "no report that it waits for process 1" in verdict.problems(late, Seen(right, []), 1)[0]
+    right[0].log = "psum, call 2 at this place, has waited 10 s: rank 0 waits for rank 1"
+    assert verdict.problems(late, Seen(right, []), 1) == []
     right[0].exit_code = 1
     right[1].events.pop()
     found = verdict.problems(case, Seen(right, []), 1)

@@ -15,8 +15,9 @@ from typing import Any
 from jax_intranode._src import launcher, native
 from jax_intranode._src.soak.faults.matrix import Case
 
-# JAX_INTRANODE_TIMEOUT_S of the processes.
+# JAX_INTRANODE_TIMEOUT_S of the processes, and where the victim comes late.
 TIMEOUT_S = 4.0
+_LONG_TIMEOUT_S = 60.0
 # How long a survivor may take from the fault to its end; and a job in all, with its start.
 _END_S = 20.0
 _JOB_S = 150.0
@@ -98,7 +99,7 @@ def _start(
     environment = {
         **os.environ,
         **launcher.rank_env(rank, case.world, coordinator, [rank] if platform == "gpu" else [0]),
-        "JAX_INTRANODE_TIMEOUT_S": str(TIMEOUT_S),
+        "JAX_INTRANODE_TIMEOUT_S": str(_LONG_TIMEOUT_S if case.fault == "late" else TIMEOUT_S),
         "PYTHONFAULTHANDLER": "1",
         "JAX_ENABLE_X64": "0",
     }

@@ -8,8 +8,9 @@ import numpy as np
 
 WORLDS = (2, 3, 4)
 
-# What the victim does. "stop" is SIGSTOP, "exit" is sys.exit and "os_exit" is os._exit.
-FAULTS = ("kill", "stop", "exception", "exit", "os_exit", "delay")
+# What the victim does. "stop" is SIGSTOP, "exit" is sys.exit and "os_exit" is os._exit. "delay" is
+# a second, and "late" is so long that the others report that they wait.
+FAULTS = ("kill", "stop", "exception", "exit", "os_exit", "delay", "late")
 
 # When it does so. A kernel runs eagerly first, is captured into a CUDA graph, and then replayed.
 PHASES = (
@@ -23,6 +24,9 @@ PHASES = (
     "inside",  # while a program runs that does the operation over and over
     "idle",  # while nobody waits for it
 )
+
+# The phases in which a victim that comes late makes an operation of ours wait.
+_LATE_PHASES = ("lowering", "first_run", "fourth_run", "inside")
 
 OPERATIONS = (
     "psum",
@@ -77,6 +81,15 @@ class Case:
         return self.dies or self.fault == "stop"
 
     @property
+    def exists(self) -> bool:
+        """Whether the matrix has this case."""
+        if self.fault != "late":
+            return True
+        # The processes agree on rewriting a program when they lower it, without our operations.
+        agreeing = self.operation == "unedited" and self.phase == "lowering"
+        return self.phase in _LATE_PHASES and not agreeing
+
+    @property
     def before_watch(self) -> bool:
         """Whether the processes can't know each other yet."""
         return self.phase == "meeting"
@@ -103,6 +116,7 @@ def parse(text: str) -> Case:
             and case.fault in (*FAULTS, "none")
             and case.world in WORLDS
             and case.victim < case.world
+            and case.exists
         ):
             return case
     raise ValueError(
@@ -114,11 +128,12 @@ def parse(text: str) -> Case:
 
 def cases(worlds: Sequence[int]) -> list[Case]:
     """Returns all cases with these numbers of processes."""
-    return [
+    found = [
         Case(world, victim, fault, phase, operation)
         for operation, phase, fault, world in itertools.product(OPERATIONS, PHASES, FAULTS, worlds)
         for victim in range(world)
     ]
+    return [case for case in found if case.exists]
 
 
 def sample(worlds: Sequence[int], count: int, seed: int) -> list[Case]:

@@ -31,7 +31,7 @@ from jax_intranode._src.soak.faults.operations import OPERATIONS, data
 
 # Runs before the job ends. The fourth may be the victim's last one.
 _RUNS = 5
-DELAY_S = 1.0
+_DELAYS_S = {"delay": 1.0, "late": 12.0}
 # Turns of the loop inside a program: of one that a fault ends, and of one that ends by itself.
 _ENDLESS, _LONG = 10**9, 3000
 # How long a program with a loop has run when the victim fails, and how long after a fault the
@@ -115,7 +115,7 @@ class Rank:
             self._check(once(v), 0)
             self._together("run")
         if self._case.phase == "inside":
-            ends = self._case.fault in ("delay", "exception", "exit", "none")
+            ends = not self._case.fails or self._case.fault in ("exception", "exit")
             count = jax.make_array_from_callback(
                 (), NamedSharding(mesh, P()), lambda _: np.int32(_LONG if ends else _ENDLESS)
             )
@@ -209,8 +209,8 @@ class Rank:
                 sys.exit(3)
             case "os_exit":
                 os._exit(3)
-            case "delay":
-                time.sleep(DELAY_S)
+            case "delay" | "late" as fault:
+                time.sleep(_DELAYS_S[fault])
 
     def _fail_in_stage(self, stage: str) -> None:
         gather = exchange.KeyValueStore.gather
@@ -242,10 +242,11 @@ class Rank:
             return
 
         def later() -> None:
-            time.sleep(0.05 if self._case.fault == "delay" else _WAIT_S)
-            if self._case.fault == "delay":
+            delay_s = _DELAYS_S.get(self._case.fault)
+            time.sleep(_WAIT_S if delay_s is None else 0.05)
+            if delay_s is not None:
                 self.say("fault")
-                with subprocess.Popen(["sh", "-c", f"sleep {DELAY_S}; kill -CONT {os.getpid()}"]):
+                with subprocess.Popen(["sh", "-c", f"sleep {delay_s}; kill -CONT {os.getpid()}"]):
                     os.kill(os.getpid(), signal.SIGSTOP)
             else:
                 self.fail()

@@ -32,6 +32,8 @@ def problems(case: Case, seen: Seen, slack: float) -> list[str]:
     for rank, process in enumerate(seen.processes):
         if not case.fails:
             texts = _of_healthy(process)
+            if case.fault == "late" and rank != case.victim:
+                texts += _of_waiting(case, process)
         elif rank != case.victim:
             texts = _of_survivor(case, process, victim, slack)
         else:
@@ -47,6 +49,13 @@ def _of_healthy(process: Process) -> list[str]:
     if process.first("done") is None:
         found.append("did not come to its end")
     return found
+
+
+def _of_waiting(case: Case, process: Process) -> list[str]:
+    reports = [line for line in process.log.splitlines() if "has waited 10 s" in line]
+    if not any(_names(case, line) for line in reports):
+        return [f"no report that it waits for process {case.victim}; the reports are {reports}"]
+    return []
 
 
 def _of_victim(case: Case, process: Process) -> list[str]:

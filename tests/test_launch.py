@@ -199,6 +199,21 @@ def test_children_of_a_rank_are_processes_of_their_own(launch: Launch) -> None:
     assert [lines_of(out, rank) for rank in range(2)] == [["2 [1, 10]"]] * 2
 
 
+def test_a_line_that_does_not_end_is_shown_after_a_while(launch: Launch) -> None:
+    _, out, _ = launch(
+        "-n 1 SCRIPT",
+        """
+        import time
+        for i in range(16):  # a progress bar
+            print(f"\\r{i}", end="")
+            time.sleep(0.1)
+        """,
+    )
+    first, second = lines_of(out, 0)
+    assert 5 <= int(first) < 15
+    assert second == "15"
+
+
 @pytest.mark.full
 def test_the_first_rank_gets_stdin(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import sys; print(sys.stdin.read().split())")
@@ -328,6 +343,27 @@ def test_the_loss_of_any_rank_leaves_the_others_their_service(launch: Launch) ->
     assert lines_of(out, 0) == ["[4.5]"]
     for rank in (1, 2):
         assert lines_of(out, rank) == ["[4.5]", "still here"], err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_waits_for_one_that_was_killed_says_so(launch: Launch, victim: int) -> None:
+    code, _, err = launch(
+        "-n 2 --grace 10 run SCRIPT",
+        JAX,
+        f"""
+        import signal
+        total()
+        if jax.process_index() == {victim}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        total()
+        """,
+    )
+    assert code == 137
+    assert f"launch: rank {victim} failed first, after " in err
+    says = f"process {victim} (pid "
+    assert any(says in line for line in lines_of(err, 1 - victim)), err
+    assert f"launch: after it, rank {1 - victim}: exit code 1\n" in err
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import importlib.util
 import os
 import signal
@@ -113,8 +114,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.log_dir is not None:
         try:
             arguments.log_dir.mkdir(parents=True, exist_ok=True)
+            if not os.access(arguments.log_dir, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
-            raise WrongInput(f"--log-dir {arguments.log_dir}: {error.strerror}.") from error
+            raise WrongInput(
+                f"launch --log-dir {arguments.log_dir}: {error.strerror}. Name a directory that "
+                "can be written."
+            ) from error
     deadline = time.monotonic() + arguments.timeout if arguments.timeout else float("inf")
     with _signals() as received:
         for restart in range(arguments.restarts + 1):

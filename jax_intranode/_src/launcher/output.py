@@ -93,7 +93,7 @@ class Stream:
         self._output = output
         self._screen = screen
         self._line = b""
-        self._changed = 0.0
+        self._since = 0.0
         os.set_blocking(pipe.fileno(), False)
 
     def read(self) -> bool:
@@ -113,14 +113,16 @@ class Stream:
 
     def show_old(self) -> None:
         """Shows a line that has not ended for a while."""
-        if time.monotonic() - self._changed > _PATIENCE_S:
+        if time.monotonic() - self._since > _PATIENCE_S:
             self._show_line()
 
     def _read(self) -> bool:
         data = os.read(self._pipe.fileno(), _READ_BYTES)
         self._output.write(data)
-        *lines, self._line = (self._line + data).split(b"\n")
-        self._changed = time.monotonic()
+        *lines, rest = (self._line + data).split(b"\n")
+        if lines or not self._line:
+            self._since = time.monotonic()
+        self._line = rest
         for line in lines:
             self._show(line)
         if len(self._line) > _READ_BYTES:

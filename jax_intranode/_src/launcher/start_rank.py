@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 # How long the exit handlers of a rank that has failed may take.
-_EXIT_S = 5.0
+_EXIT_S = 30.0
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
@@ -74,6 +74,8 @@ def main() -> None:
     if str(package.parent) not in sys.path:
         sys.path.append(str(package.parent))  # the one whose launcher runs
     sys.meta_path.insert(0, _AfterImport({"jax": import_package, "jax_intranode": join}))
+    if "jax" in sys.modules:  # something has imported it when Python started
+        import_package()
     try:
         if is_module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)

@@ -124,6 +124,24 @@ def test_a_report_of_a_bug_asks_for_info() -> None:
     assert "`python -m jax_intranode info --json`" in form
 
 
+@in_a_checkout
+def test_wheels_are_built_with_cuda_12(tmp_path: Path) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+    nvcc.chmod(0o755)
+    environ = {name: value for name, value in os.environ.items() if name != "ANY_CUDA"}
+    done = subprocess.run(
+        [ROOT / "tools" / "build_wheels.sh", tmp_path / "wheels"],
+        env={**environ, "CUDA_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert f"{nvcc} is of CUDA 13.0: set CUDA_HOME to a toolkit of 12.8 or 12.9" in done.stderr
+
+
 # Importing.
 
 

@@ -168,7 +168,11 @@ def _run(argv: Sequence[str]) -> int:
     arguments = _command_parser(command, module).parse_args(options.arguments)
     if command.starts_ranks and rank.of_this_process() > 0:
         return 0
-    return int(module.run(arguments))
+    try:
+        return int(module.run(arguments))
+    except WrongInput as error:
+        sys.stderr.write(f"{PROGRAM} {command.name}: {error}\n")
+        return 2
 
 
 def _is_shadowed() -> bool:

@@ -43,8 +43,8 @@ def test_sizes_include_both_ends() -> None:
     ("options", "message"),
     [
         ("psum -d int4", "'int4' is none of bfloat16"),
-        ("psum -n 0", "0 is below 1"),
-        ("psum --chain 0", "0 is below 1"),
+        ("psum -n 0", "'0' is not an integer of 1 or more"),
+        ("psum --chain 0", "'0' is not an integer of 1 or more"),
         ("psum --algorithm ring", "invalid choice: 'ring'"),
         ("psum --peers torch,mpi", "'mpi' is none of torch, nccl-tests, all"),
         ("psum --latency-hiding maybe", "invalid choice: 'maybe'"),
@@ -83,8 +83,14 @@ def test_options_refused(options: str, message: str, capsys: pytest.CaptureFixtu
             "--minbytes 16K is above --maxbytes 1K: choose a smaller -b or a larger -e",
         ),
         ("psum -b 1M", "--minbytes 1M is above --maxbytes 64K (the default): choose"),
-        ("psum --json /no/such/place.json", "/no/such/place.json: no such directory"),
-        ("psum --plot /no/such/place.png", "/no/such/place.png: no such directory"),
+        (
+            "psum --json /no/such/place.json",
+            "--json /no/such/place.json: there is no directory /no/such",
+        ),
+        (
+            "psum --plot /no/such/place.png",
+            "--plot /no/such/place.png: there is no directory /no/such",
+        ),
         (
             "psum --shapes 1,2,3",
             "--shapes, --preset, --backward and --plan are for all_gather_matmul",

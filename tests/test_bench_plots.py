@@ -1,6 +1,5 @@
 """Plots and tables of the JSON files of the benchmark."""
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 from bench_settings import parse
 
+from jax_intranode import __main__ as command_line
 from jax_intranode._src.bench import command, record
 from jax_intranode._src.bench.matmuls import report as matmul_report
 from jax_intranode._src.bench.plots import collectives as collectives_plot
@@ -78,9 +78,7 @@ def test_axis_of_ratios_is_logarithmic_where_one_is_large() -> None:
 
 
 def draw(files: list[Path], output: Path) -> int:
-    parser = argparse.ArgumentParser()
-    plot.add_arguments(parser)
-    return plot.run(parser.parse_args([*map(str, files), "-o", str(output)]))
+    return command_line.main(["plot", *map(str, files), "-o", str(output)])
 
 
 def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,8 +165,8 @@ def test_table_of_the_peers_of_matmuls() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("no JSON", "is no JSON file of"),
-        ("[]", "is no JSON file of"),
+        ("no JSON", "is not what `bench --json` writes"),
+        ("[]", "is not what `bench --json` writes"),
         ('{"version": 1}', "has layout 1, not 2"),
         ('{"version": 2, "rows": [{"program": "mlp"}], "peers": {"rows": []}}', "no rows"),
     ],

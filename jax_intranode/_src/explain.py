@@ -251,6 +251,11 @@ def explain(fun: Callable[..., Any], *, compiled: bool = False) -> Callable[...,
 
         >>> assert all(call.algorithm != "lax" for call in report.own)
     """
+    if not callable(fun):
+        raise TypeError(
+            f"jax_intranode.explain got {fun!r:.80}; pass a function, and call the result with the "
+            "function's arguments: explain(f)(x)"
+        )
     return Explainer(fun, compiled)
 
 

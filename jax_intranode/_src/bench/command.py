@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         settings = options.settings(arguments, platform, devices, gpus)
     except ValueError as refusal:
-        sys.stderr.write(f"{refusal}\n")
+        sys.stderr.write(f"python -m jax_intranode bench: {refusal}\n")
         return 2
 
     result: dict[str, Any] = {"version": record.VERSION, "header": {}, "rows": []}

@@ -18,6 +18,7 @@ from jax_intranode._src.bench.programs.definitions import PROGRAMS
 from jax_intranode._src.bench.settings import MODES, Settings, Shape
 from jax_intranode._src.overlap.plan import describe_fields as describe_plan_fields
 from jax_intranode._src.overlap.plan import parse as parse_plan
+from jax_intranode._src.wrong_input import check_writable
 
 _DTYPES = (
     "bfloat16",
@@ -223,10 +224,9 @@ def _integer_from(minimum: int) -> Callable[[str], int]:
     """Returns an argparse type for integers of at least this minimum."""
 
     def integer(text: str) -> int:
-        value = int(text)
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"{value} is below {minimum}")
-        return value
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of {minimum} or more")
+        return int(text)
 
     return integer
 
@@ -282,13 +282,13 @@ def _check(arguments: argparse.Namespace) -> None:
         integers = [d for d in arguments.datatype if jnp.issubdtype(jnp.dtype(d), jnp.integer)]
         if integers:
             raise ValueError(f"pmean of {integers[0]} is a float: choose floating dtypes with -d")
-    for file in (arguments.json, arguments.plot):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ValueError(f"{file}: no such directory")
+    for option, file in (("--json", arguments.json), ("--plot", arguments.plot)):
+        if file is not None:
+            check_writable(option, file)
     config.parse({**os.environ, **environment(arguments)})
     why_not = plot.why_not() if arguments.plot else None
     if why_not is not None:
-        raise ValueError(why_not)
+        raise ValueError(f"--plot {arguments.plot}: {why_not}")
 
 
 def _check_devices(platform: str, devices: int, gpus: int) -> None:
@@ -297,8 +297,8 @@ def _check_devices(platform: str, devices: int, gpus: int) -> None:
         return
     if gpus == 0:
         raise ValueError(
-            "JAX would find no NVIDIA GPU here (by NVML and CUDA_VISIBLE_DEVICES): choose "
-            "--platform cpu"
+            "--platform gpu: JAX would find no NVIDIA GPU here (by NVML and CUDA_VISIBLE_DEVICES): "
+            "choose --platform cpu"
         )
     raise ValueError(
         f"this node has {gpus} visible GPUs, not {devices}: choose --devices {gpus} or less"

@@ -121,7 +121,7 @@ def read(path: Path) -> dict[str, Any]:
         result = json.loads(path.read_text())
         version = result["version"]
     except (ValueError, TypeError, KeyError):
-        raise ValueError(f"{path} is no JSON file of `jax_intranode bench --json`") from None
+        raise ValueError(f"{path} is not what `bench --json` writes: measure again") from None
     if version != VERSION:
-        raise ValueError(f"{path} has layout {version}, not {VERSION}; measure again")
+        raise ValueError(f"{path} has layout {version}, not {VERSION}: measure again")
     return result

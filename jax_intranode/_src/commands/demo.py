@@ -19,8 +19,7 @@ from jax_intranode._src.bench.plots import collectives
 from jax_intranode._src.bench.plots import command as plot
 from jax_intranode._src.bench.progress import ProgressLine
 from jax_intranode._src.bench.settings import PROCESS_PER_DEVICE, Settings
-from jax_intranode._src.commands import WrongInput
-from jax_intranode._src.commands.files import check_writable
+from jax_intranode._src.wrong_input import WrongInput, check_writable
 
 DESCRIPTION = (
     "Shows what this package gains on this machine, in about half a minute. On two or more GPUs it "
@@ -63,7 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     gpus, _ = machine.gpus_and_driver()
     if arguments.platform == "gpu" and gpus < 2:
         raise WrongInput(
-            f"--platform gpu: {gpus} GPU(s) are visible here, and a group has 2 or more"
+            f"--platform gpu: {gpus} GPU(s) are visible here, and a group has 2 or more: choose "
+            "--platform cpu"
         )
     if arguments.png is not None:
         check_writable("--png", arguments.png)

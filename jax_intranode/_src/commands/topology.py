@@ -7,9 +7,9 @@ from typing import Any
 
 from jax_intranode._src import nvml
 from jax_intranode._src import topology as topology_lib
-from jax_intranode._src.commands import WrongInput, picture
-from jax_intranode._src.commands.files import check_writable
+from jax_intranode._src.commands import picture
 from jax_intranode._src.topology import LinkReport, Topology, TopologyKind
+from jax_intranode._src.wrong_input import WrongInput, check_writable
 
 DESCRIPTION = (
     "Prints how many NVLinks are between each pair of this node's GPUs, as `nvidia-smi topo -m` "

@@ -93,7 +93,12 @@ def all_gather(
                 return by_lax(leaf)
         dimensions = leaf.ndim if tiled else leaf.ndim + 1
         if not -dimensions <= axis < dimensions:
-            return by_lax(leaf)  # which raises the ValueError
+            reason = (
+                f"axis is {axis}; with {leaf.ndim} dimensions it must be from {-dimensions} to "
+                f"{dimensions - 1}"
+            )
+            with fallback.to_lax("all_gather", reason, logged=False):
+                return by_lax(leaf)  # which raises the ValueError
         params = AllGatherParams(axes, axis % dimensions, bool(tiled), size)
         (result,) = collective.bind(all_gather_p, [leaf], params)
         return result

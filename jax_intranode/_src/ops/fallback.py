@@ -94,7 +94,7 @@ def to_lax(operation: str, reason: str, logged: bool = True, sends: bool = True)
     """The context in which lax's function is called in place of ours.
 
     It records the reason in the jaxpr (see `scope`) and, if `logged`, in the log. It adds to lax's
-    error for an unbound axis how an axis is bound.
+    errors which function was called, and for an unbound axis how an axis is bound.
 
     Args:
         operation: the operation.
@@ -114,9 +114,16 @@ def to_lax(operation: str, reason: str, logged: bool = True, sends: bool = True)
         if isinstance(error, NameError) or NOT_BOUND in reason:
             error.add_note(
                 f"jax_intranode.{operation} acts on the axes that jax.shard_map (or jax.vmap or "
-                f"jax.pmap) binds; bound here: {sorted(map(str, bound_axes())) or 'none'}."
+                f"jax.pmap) binds; bound here: {sorted(map(str, bound_axes())) or 'none'}. Name "
+                "some of these, or call it inside a jax.shard_map over a mesh with the axis."
                 + (f" This call: {reason}." if isinstance(error, AssertionError) else "")
             )
+        raise
+    except (TypeError, ValueError) as error:
+        error.add_note(
+            f"jax_intranode.{operation} takes arrays, or pytrees of arrays. jax.lax got this call, "
+            f"and refused it: {reason}."
+        )
         raise
     if logged and sends:
         refuse_if_strict(operation, reason, source.caller)

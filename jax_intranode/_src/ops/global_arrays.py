@@ -214,7 +214,7 @@ def _unbound(operation: str, argument: str, axis: Any, types: Mapping[str, AxisT
     if argument == "batch_axes":
         return (
             f"{operation}: batch_axes has {axis!r}; the axes of the mesh that no shard_map has "
-            f"bound are {free}"
+            f"bound are {free}: name some of these"
         )
     return (
         f"unbound axis name: {axis}. jax_intranode.{operation} acts on axes that jax.shard_map "

@@ -85,11 +85,19 @@ def psum_scatter(
     size = lax.psum(1, axes)
 
     def reason_of_shape(leaf: Any) -> str | None:
+        # lax raises the ValueError.
         if not 0 <= scatter_dimension < leaf.ndim:
-            return f"scatter_dimension {scatter_dimension} of {leaf.ndim} dimensions"
+            return (
+                f"scatter_dimension is {scatter_dimension}; with {leaf.ndim} dimensions it must be "
+                f"from 0 to {leaf.ndim - 1}"
+            )
         length = leaf.shape[scatter_dimension]
         if length % size != 0 or (not tiled and length != size):
-            return f"{length} elements for {size} ranks"  # lax raises the ValueError
+            needed = f"a multiple of {size}" if tiled else f"{size}, or pass tiled=True"
+            return (
+                f"x has the shape {leaf.shape}; with {size} ranks, the length of its dimension "
+                f"{scatter_dimension} must be {needed}"
+            )
         return None
 
     def scatter(leaf: Any) -> Any:

@@ -1,11 +1,13 @@
 """``python -m jax_intranode run``: runs a script or a module that nobody edits."""
 
 import argparse
+import importlib.util
 import runpy
 import sys
 from pathlib import Path
 
 from jax_intranode._src.rewrite import switch
+from jax_intranode._src.wrong_input import WrongInput
 
 DESCRIPTION = (
     "Runs a script or a module as Python does, after jax_intranode.install(): collectives of "
@@ -30,13 +32,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the script as ``python SCRIPT ...`` does, with `switch.install`."""
+    """Runs the script as ``python SCRIPT ...`` does, with `switch.install`.
+
+    Raises:
+        WrongInput: there is no such script.
+    """
+    script = Path(arguments.script)
+    if not arguments.module and not script.exists():
+        raise WrongInput(
+            f"{script}: there is no such file in {Path.cwd()}: name a script, or with -m a module"
+        )
     switch.install()
     sys.argv = [arguments.script, *arguments.arguments]
     if arguments.module:
         sys.path[0] = str(Path.cwd())
+        _check_module(arguments.script)
         runpy.run_module(arguments.script, run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = str(Path(arguments.script).resolve().parent)
+        sys.path[0] = str(script.resolve().parent)
         runpy.run_path(arguments.script, run_name="__main__")
     return 0
+
+
+def _check_module(name: str) -> None:
+    """Raises WrongInput if there is no such module."""
+    try:
+        found = importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError as error:
+        # A package that cannot be imported for another reason shows its own error.
+        found = not f"{name}.".startswith(f"{error.name}.")
+    if not found:
+        raise WrongInput(f"-m {name}: there is no such module: install it, or run where it lies")

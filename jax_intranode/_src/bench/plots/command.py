@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.util
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from jax_intranode._src.bench import record
 from jax_intranode._src.bench.matmuls.report import is_matmul
 from jax_intranode._src.bench.plots import collectives, matmuls
+from jax_intranode._src.wrong_input import WrongInput, check_writable
 
 DESCRIPTION = "Draws what `bench --json FILE` has written, several files into one picture."
 EXAMPLES = "python -m jax_intranode plot rows.json -o rows.png"
@@ -29,21 +29,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plots JSON files of the benchmark in one PNG; returns the exit code."""
+    """Plots JSON files of the benchmark in one PNG; returns the exit code.
+
+    Raises:
+        WrongInput: the files can't be drawn.
+    """
+    check_writable("--output", arguments.output)
     try:
         results = [record.read(file) for file in arguments.files]
-    except (OSError, ValueError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
+    except OSError as error:
+        raise WrongInput(
+            f"{error.filename}: {error.strerror}: name files that `bench --json` has written"
+        ) from error
+    except ValueError as error:
+        raise WrongInput(str(error)) from error
     refusal = why_not()
     if refusal is None and not matmuls.all_are_matmuls(results):
         if any(is_matmul(row) for result in results for row in result["rows"]):
-            refusal = "collective matmuls and other operations can't be drawn in one plot"
+            refusal = (
+                "collective matmuls and other operations can't be drawn in one plot: draw each "
+                "alone"
+            )
         elif not any(collectives.lines(results)):
-            refusal = "the files have no rows of operations: programs can't be plotted"
+            refusal = (
+                "the files have no rows of operations, and programs can't be plotted: measure psum"
+            )
     if refusal is not None:
-        sys.stderr.write(f"{refusal}\n")
-        return 2
+        raise WrongInput(refusal)
     draw(results, arguments.output)
     return 0
 

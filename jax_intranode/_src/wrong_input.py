@@ -1,8 +1,10 @@
-"""Files that commands write."""
+"""What a user has asked for on the command line, and cannot be served."""
 
 from pathlib import Path
 
-from jax_intranode._src.commands import WrongInput
+
+class WrongInput(ValueError):
+    """The message is one line; the command line shows it without a traceback."""
 
 
 def check_writable(option: str, file: Path) -> None:

@@ -1,0 +1,297 @@
+"""40 and more wrong inputs: each message names what failed, the value, and what to do.
+
+For each input there are texts that its message must have, in this order: the function, command,
+option or variable; the value; the remedy.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from devices import need_devices
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jax_intranode as jin
+from jax_intranode import __main__ as command_line
+from jax_intranode._src import config
+
+# Calls, inside of a shard_map over two ranks with the axis "model": x and w are 4 x 4 on each rank.
+INSIDE: dict[str, tuple[Callable[[Any, Any], Any], str, str, str]] = {
+    "misspelt axis of psum": (
+        lambda x, w: jin.psum(x, "modle"),
+        *("jax_intranode.psum", "'modle'", "Name some of these"),
+    ),
+    "misspelt axis of all_gather": (
+        lambda x, w: jin.all_gather(x, "modle"),
+        *("jax_intranode.all_gather", "modle", "Name some of these"),
+    ),
+    "misspelt axis of a matmul": (
+        lambda x, w: jin.all_gather_matmul(x, w, "modle"),
+        *("jax_intranode.all_gather_matmul", "modle", "Call it inside jax.shard_map"),
+    ),
+    "text in place of an array": (
+        lambda x, w: jin.psum("text", "model"),
+        *("jax_intranode.psum", "'text'", "takes arrays, or pytrees of arrays"),
+    ),
+    "text in a pytree": (
+        lambda x, w: jin.all_gather({"x": x, "name": "text"}, "model"),
+        *("jax_intranode.all_gather", "'text'", "takes arrays, or pytrees of arrays"),
+    ),
+    "rows that cannot be divided": (
+        lambda x, w: jin.psum_scatter(x[:3], "model", tiled=True),
+        *("jax_intranode.psum_scatter", "(3, 4)", "must be a multiple of 2"),
+    ),
+    "rows that are not the ranks": (
+        lambda x, w: jin.psum_scatter(x, "model"),
+        *("jax_intranode.psum_scatter", "(4, 4)", "must be 2, or pass tiled=True"),
+    ),
+    "scatter_dimension out of range": (
+        lambda x, w: jin.psum_scatter(x, "model", scatter_dimension=5),
+        *("jax_intranode.psum_scatter", "scatter_dimension is 5", "must be from 0 to 1"),
+    ),
+    "scatter_dimension of another type": (
+        lambda x, w: jin.psum_scatter(x, "model", scatter_dimension=1.5),
+        *("psum_scatter", "scatter_dimension is 1.5", "pass an integer"),
+    ),
+    "axis out of range": (
+        lambda x, w: jin.all_gather(x, "model", axis=7, tiled=True),
+        *("jax_intranode.all_gather", "axis is 7", "must be from -2 to 1"),
+    ),
+    "axis of another type": (
+        lambda x, w: jin.all_gather(x, "model", axis="rows"),
+        *("all_gather", "axis is 'rows'", "pass an integer"),
+    ),
+    "contracted lengths": (
+        lambda x, w: jin.all_gather_matmul(x, w[:3], "model"),
+        *("all_gather_matmul", "(3, 4)", "they must be equal"),
+    ),
+    "gathering what is contracted": (
+        lambda x, w: jin.all_gather_matmul(x, w, "model", gather_axis=1),
+        *("all_gather_matmul", "gather_axis is 1", "gather another one"),
+    ),
+    "gather_axis out of range": (
+        lambda x, w: jin.all_gather_matmul(x, w, "model", gather_axis=4),
+        *("all_gather_matmul", "gather_axis is 4", "must be from -2 to 1"),
+    ),
+    "two dtypes": (
+        lambda x, w: jin.all_gather_matmul(x, w.astype(jnp.bfloat16), "model"),
+        *("all_gather_matmul", "w is bfloat16", "cast one of them"),
+    ),
+    "text in place of a matrix": (
+        lambda x, w: jin.all_gather_matmul(x, "w", "model"),
+        *("all_gather_matmul", "w is a str", "pass an array"),
+    ),
+    "no matrix": (
+        lambda x, w: jin.all_gather_matmul(x, [], "model"),
+        *("all_gather_matmul", "empty list", "pass at least one matrix"),
+    ),
+    "x of one dimension": (
+        lambda x, w: jin.matmul_all_reduce(x[0], w, "model"),
+        *("matmul_all_reduce", "(4,)", "it needs 2 dimensions or more"),
+    ),
+    "w of three dimensions": (
+        lambda x, w: jin.all_gather_matmul(x, w[None], "model"),
+        *("all_gather_matmul", "(1, 4, 4)", "pass a matrix of 2 dimensions"),
+    ),
+    "rows of a product": (
+        lambda x, w: jin.matmul_reduce_scatter(x[:3], w, "model"),
+        *("matmul_reduce_scatter", "3 elements", "must be a multiple of the 2 ranks"),
+    ),
+    "a list of matrices": (
+        lambda x, w: jin.matmul_reduce_scatter(x, [w, w], "model"),
+        *("matmul_reduce_scatter", "w is a list", "pass an array"),
+    ),
+    "sequence_axis out of range": (
+        lambda x, w: jin.column_parallel_matmul(x, w, "model", sequence_axis=3),
+        *("column_parallel_matmul", "sequence_axis is 3", "must be from -2 to 1"),
+    ),
+}
+
+# Calls outside of a shard_map: with the mesh, x and w.
+OUTSIDE: dict[str, tuple[Callable[[Any, Any, Any], Any], str, str, str]] = {
+    "no shard_map": (
+        lambda mesh, x, w: jin.psum(x, "model"),
+        *("jax_intranode.psum", "model", "call it inside a jax.shard_map"),
+    ),
+    "no mesh": (
+        lambda mesh, x, w: jin.row_parallel_matmul(x, w, "model"),
+        *("jax_intranode.row_parallel_matmul", "model", "with mesh=mesh"),
+    ),
+    "an axis that the mesh lacks": (
+        lambda mesh, x, w: jin.column_parallel_matmul(x, w, "modle", mesh=mesh),
+        *("column_parallel_matmul", "axes of the mesh in context: ['model']", "with mesh=mesh"),
+    ),
+    "batch_axes that the mesh lacks": (
+        lambda mesh, x, w: jin.column_parallel_matmul(x, w, "model", mesh=mesh, batch_axes="data"),
+        *("column_parallel_matmul", "'data'", "name some of these"),
+    ),
+    "an axis twice": (
+        lambda mesh, x, w: jin.column_parallel_matmul(x, w, "model", mesh=mesh, batch_axes="model"),
+        *("column_parallel_matmul", "'model' is named twice", "name each axis once"),
+    ),
+    "columns that cannot be divided": (
+        lambda mesh, x, w: jin.column_parallel_matmul(x, w[:, :3], "model", mesh=mesh),
+        *("column_parallel_matmul", "(4, 3)", "must be a multiple of 2"),
+    ),
+    "text in place of a mesh": (
+        lambda mesh, x, w: jin.column_parallel_matmul(x, w, "model", mesh="model"),
+        *("column_parallel_matmul", "mesh is 'model'", "pass a jax.sharding.Mesh"),
+    ),
+    "initialize without a mesh": (
+        lambda mesh, x, w: jin.initialize((2,)),
+        *("jax_intranode.initialize", "(2,)", "pass a jax.sharding.Mesh"),
+    ),
+    "explain of a result": (
+        lambda mesh, x, w: jin.explain(3),
+        *("jax_intranode.explain", "got 3", "pass a function"),
+    ),
+}
+
+VARIABLES = {
+    "DISABLE": ("yes", "use one of 0, 1"),
+    "ALGORITHM": ("ring", "use one of auto, one_shot"),
+    "TIMEOUT_S": ("soon", "use a positive number"),
+    "SLAB_MIB": ("64MiB", "use a positive integer"),
+    "TOPOLOGY": ("mesh", "use one of fully_connected"),
+}
+
+# Command lines, after `python -m jax_intranode`. {files} has files that are wrong.
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "benhc psum": ("no command", "'benhc'", "did you mean bench?"),
+    "frobnicate": ("no command", "'frobnicate'", "use one of demo, doctor"),
+    "--verison": ("unrecognized arguments", "--verison", "--help"),
+    "bench": ("bench", "NAME", "--help"),
+    "bench psun": ("argument NAME", "'psun'", "choose from"),
+    "bench psum -b 0": ("--minbytes", "'0'", "such as 512, 4K"),
+    "bench psum -b 16K -e 1K": ("--minbytes 16K", "1K", "choose a smaller -b"),
+    "bench psum -b 1 -e 1": ("bench: none of the sizes", "1", "choose other sizes"),
+    "bench psum -d float12": ("--datatype", "'float12'", "none of bfloat16"),
+    "bench pmean -d int32": ("pmean", "int32", "choose floating dtypes"),
+    "bench psum -n 0": ("--iters", "'0'", "an integer of 1 or more"),
+    "bench psum --devices two": ("--devices", "'two'", "an integer of 1 or more"),
+    "bench all_gather_matmul --shapes 1,2": ("--shapes", "'1,2'", "three positive integers"),
+    "bench all_gather_matmul --preset big": ("--preset", "'big'", "none of reference"),
+    "bench all_gather_matmul --plan x=1": ("--plan", "'x'", "it has first_pieces"),
+    "bench psum --mode threads": ("--mode", "'threads'", "choose from"),
+    "bench psum --peers ucx": ("--peers", "'ucx'", "none of torch"),
+    "bench psum --platform gpu": ("--platform gpu", "no NVIDIA GPU", "choose --platform cpu"),
+    "bench psum --json /no/such/a.json": ("--json", "/no/such/a.json", "make it, or choose"),
+    "bench psum --plot {files}": ("--plot", "{files}", "name a file"),
+    "plot missing.json -o a.png": ("plot", "missing.json", "name files that `bench --json`"),
+    "plot {files}/text -o a.png": ("plot", "{files}/text", "measure again"),
+    "plot {files}/old.json -o a.png": ("plot", "layout 1", "measure again"),
+    "topology --from missing.json": ("--from", "missing.json", "name a file that exists"),
+    "topology --from {files}/text": ("--from", "{files}/text", "run that on the node"),
+    "topology --png /no/such/a.png": ("--png", "/no/such/a.png", "make it, or choose another"),
+    "demo --platform gpu": ("--platform gpu", "0 GPU(s)", "choose --platform cpu"),
+    "demo --png {files}": ("--png", "{files}", "name a file"),
+    "doctor --fix": ("doctor", "--fix", "--help"),
+    "run": ("run", "SCRIPT", "--help"),
+    "run missing.py": ("run", "missing.py", "name a script"),
+    "run -m missing_module": ("run: -m", "missing_module", "install it"),
+    "launch -n 0 train.py": ("-n", "'0'", "use a positive integer"),
+    "launch missing.py": ("launch", "missing.py", ""),
+    "soak --minutes soon": ("--minutes", "'soon'", "--help"),
+}
+
+
+def test_there_are_enough() -> None:
+    assert len(INSIDE) + len(OUTSIDE) + len(VARIABLES) + len(COMMANDS) >= 40
+
+
+def message_of(call: Callable[[], Any]) -> str:
+    """What a user sees of the exception: its text, and the notes below it."""
+    with pytest.raises((ValueError, TypeError, NameError, AssertionError)) as raised:
+        call()
+    return "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+
+
+def mesh_of_two() -> jax.sharding.Mesh:
+    need_devices(2)
+    return jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_call(name: str) -> None:
+    call, *says = INSIDE[name]
+    mapped = jax.shard_map(
+        call, mesh=mesh_of_two(), in_specs=(P("model"), P()), out_specs=P("model")
+    )
+    message = message_of(lambda: jax.eval_shape(mapped, jnp.ones((8, 4)), jnp.ones((4, 4))))
+    for text in says:
+        assert text in message, message
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_call_outside_of_shard_map(name: str) -> None:
+    call, *says = OUTSIDE[name]
+    mesh = mesh_of_two()
+    message = message_of(lambda: call(mesh, jnp.ones((4, 4)), jnp.ones((4, 4))))
+    for text in says:
+        assert text in message, message
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_variable(name: str) -> None:
+    value, remedy = VARIABLES[name]
+    message = message_of(lambda: config.parse({f"JAX_INTRANODE_{name}": value}))
+    for text in (f"JAX_INTRANODE_{name}", repr(value), remedy):
+        assert text in message, message
+
+
+def test_misspelt_variable(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        config.check({"JAX_INTRANODE_TIMEOUT": "5"})
+    assert "JAX_INTRANODE_TIMEOUT is set" in caplog.text
+    assert "Did you mean JAX_INTRANODE_TIMEOUT_S?" in caplog.text
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_command_line(
+    line: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if "gpu" in line and jax.devices()[0].platform == "gpu":
+        pytest.skip("there are GPUs here")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("no JSON")
+    (tmp_path / "old.json").write_text('{"version": 1}')
+    argv = [word.format(files=tmp_path) for word in line.split()]
+    before = list(sys.path)
+    try:
+        code: Any = command_line.main(argv)
+    except SystemExit as end:
+        code = end.code
+    finally:
+        sys.path[:] = before
+        jin.uninstall()
+    out, err = capsys.readouterr()
+    assert code == 2
+    assert out == ""
+    (message,) = err.splitlines()  # one line, and no traceback
+    assert message.startswith("python -m jax_intranode")
+    for text in COMMANDS[line]:
+        assert text.format(files=tmp_path) in message, message
+
+
+def test_no_traceback(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "jax_intranode", "run", "missing.py"],
+        cwd=tmp_path,
+        env={**os.environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1, done.stderr

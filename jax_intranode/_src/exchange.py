@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from jax_intranode._src import compat
 
 # How often a process that waits looks for a verdict, and whether another one is gone.
-_LOOK_S = 0.5
+_LOOK_S = 0.25
 
 
 class Deadline:

@@ -79,16 +79,18 @@ class Rank:
         """Lets the processes meet. Ends this one if they can't use our kernels."""
         try:
             jax_intranode.initialize(mesh)
+            reason = rendezvous.rendezvous_of(mesh.devices.flat).reason
         except Exception as error:
             self._tell(error)
             raise
-        reason = rendezvous.rendezvous_of(mesh.devices.flat).reason
         if reason is None:
             self.say("met")
             return
         self.say("refused", text=reason)
         # jax.lax would take over, and wait for the victim in its own way.
-        os._exit(_REFUSED)
+        if self._case.before_watch:
+            os._exit(_REFUSED)  # JAX's last barrier would wait for the victim
+        raise RuntimeError(reason)
 
     @property
     def _is_victim(self) -> bool:

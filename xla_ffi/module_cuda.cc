@@ -10,6 +10,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <tuple>
+#include <utility>
 
 #include "cuda/fused_matmul.h"
 #include "cuda/graph_timing.h"
@@ -17,6 +18,7 @@
 #include "cuda/slab.h"
 #include "ffi/collective_matmul_cuda.h"
 #include "ffi/collectives_cuda.h"
+#include "host/call_sites.h"
 #include "host/peer_event.h"
 
 namespace nb = nanobind;
@@ -80,7 +82,7 @@ void AddRings(const std::vector<int64_t>& device_ids, int64_t group_size,
 }
 
 // One entry for each kernel that gave up: (the partition's device ids, group size, CUDA device,
-// reason, algorithm, rank, missing rank).
+// reason, algorithm, rank, missing rank, text of the call site).
 nb::list Failures() {
   nb::list failures;
   for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
@@ -89,13 +91,34 @@ nb::list Failures() {
       const volatile FailureRecord* record = communicator->members[device]->failure;
       const uint32_t reason = record->reason;
       if (reason == 0) continue;
-      failures.append(nb::make_tuple(nb::cast(partition.first), partition.second, device, reason,
-                                     static_cast<uint32_t>(record->algorithm),
-                                     static_cast<int32_t>(record->rank),
-                                     static_cast<int32_t>(record->missing)));
+      failures.append(nb::make_tuple(
+          nb::cast(partition.first), partition.second, device, reason,
+          static_cast<uint32_t>(record->algorithm), static_cast<int32_t>(record->rank),
+          static_cast<int32_t>(record->missing), CallSites::Get().SiteOf(record->site)));
     }
   }
   return failures;
+}
+
+// One entry for each device whose kernel has waited on since the last call: (the partition's device
+// ids, group size, CUDA device, rank, missing rank, seconds, text of the call site).
+nb::list Waits() {
+  // By the address of the record. Python calls it with the GIL.
+  static auto& seen = *new std::map<const volatile FailureRecord*, uint64_t>;
+  nb::list waits;
+  for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
+    for (size_t device = 0; device < communicator->members.size(); ++device) {
+      if (!communicator->members[device]) continue;
+      const volatile FailureRecord* record = communicator->members[device]->failure;
+      const uint64_t word = record->wait;
+      if (word == std::exchange(seen[record], word)) continue;
+      const LongWait wait = UnpackWait(word);
+      waits.append(nb::make_tuple(nb::cast(partition.first), partition.second, device,
+                                  communicator->members[device]->rank, wait.missing, wait.seconds,
+                                  CallSites::Get().SiteOf(wait.site)));
+    }
+  }
+  return waits;
 }
 
 // Makes every later call fail with `message`, and ends all waits on the devices of this process.
@@ -341,6 +364,7 @@ NB_MODULE(_cuda, m) {
       "peer_sink", [] { return nb::capsule(&kPeerSink, kPeerSinkName); },
       "What the watch tells of peers, for this platform.");
   m.def("failures", &Failures, "The failure records of kernels that gave up.");
+  m.def("waits", &Waits, "The long waits of kernels that have gone on since the last call.");
   m.def("fail", &Fail, nb::arg("message"), "Ends all waits; later calls fail with the message.");
   m.def(
       "handler_calls", [] { return device_handler_calls.load(); },

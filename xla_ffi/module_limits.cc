@@ -78,14 +78,23 @@ void ExportLimits(nb::module_& m) {
   m.def(
       "failure_message",
       [](uint32_t reason, int algorithm, double timeout_s, const std::vector<int64_t>& device_ids,
-         int rank, int missing, int ordinal) {
+         int rank, int missing, int ordinal, const std::string& call, const std::string& detail) {
         return KernelFailureMessage(static_cast<Algorithm>(algorithm),
                                     static_cast<FailureReason>(reason), timeout_s, device_ids, rank,
-                                    missing, ordinal);
+                                    missing, ordinal, call, detail);
       },
       nb::arg("reason"), nb::arg("algorithm"), nb::arg("timeout_s"), nb::arg("device_ids"),
-      nb::arg("rank"), nb::arg("missing"), nb::arg("ordinal"),
+      nb::arg("rank"), nb::arg("missing"), nb::arg("ordinal"), nb::arg("call"), nb::arg("detail"),
       "The message of a kernel that gave up.");
+  m.def(
+      "wait_message",
+      [](const std::string& operation, double waited_s, double timeout_s,
+         const std::vector<int64_t>& device_ids, int rank, int missing, const std::string& detail) {
+        return WaitMessage(operation, -1, waited_s, timeout_s, device_ids, rank, missing, detail);
+      },
+      nb::arg("operation"), nb::arg("waited_s"), nb::arg("timeout_s"), nb::arg("device_ids"),
+      nb::arg("rank"), nb::arg("missing"), nb::arg("detail"),
+      "The warning of a kernel that has waited for long.");
 
   // Collective matmuls (cuda/matmul_limits.h).
   m.attr("TILE_ROWS") = kTileRows;

@@ -85,6 +85,8 @@ def failure_message(
     rank: int,
     missing: int,
     ordinal: int,
+    call: str = "",
+    detail: str = "",
 ) -> str:
     """The message of a kernel that gave up.
 
@@ -96,7 +98,34 @@ def failure_message(
         rank: the rank that gave up.
         missing: the rank that it waited for; -1 for none.
         ordinal: CUDA's number of the GPU.
+        call: more about the operation, for instance "of 400 bytes (train.py:10)".
+        detail: more about the missing rank, as the end of a sentence that begins with it.
     """
     return _host.failure_message(
-        reason, algorithm, timeout_s, list(device_ids), rank, missing, ordinal
+        reason, algorithm, timeout_s, list(device_ids), rank, missing, ordinal, call, detail
+    )
+
+
+def wait_message(
+    operation: str,
+    waited_s: float,
+    timeout_s: float,
+    device_ids: tuple[int, ...],
+    rank: int,
+    missing: int,
+    detail: str,
+) -> str:
+    """The warning of a kernel that waits for long.
+
+    Args:
+        operation: the operation, its bytes and its place.
+        waited_s: how long it has waited, in seconds.
+        timeout_s: JAX_INTRANODE_TIMEOUT_S.
+        device_ids: the devices of its group, in rank order.
+        rank: the rank that waits.
+        missing: the rank that it waits for.
+        detail: as in `failure_message`.
+    """
+    return _host.wait_message(
+        operation, waited_s, timeout_s, list(device_ids), rank, missing, detail
     )

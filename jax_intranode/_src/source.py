@@ -1,8 +1,11 @@
 """Where in the user's program a call of this package stands."""
 
+import math
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from jax_intranode._src import compat, native
 
@@ -26,32 +29,83 @@ def caller() -> str:
     return call_site(compat.frames_here())
 
 
-# The call sites of lowered programs: where the program calls the operation. One text may stand for
-# several places, for instance two equal sums of one program.
-_places: dict[str, list[str]] = {}
+@dataclass
+class _Site:
+    """A call site of lowered programs.
+
+    Attributes:
+        operation: the operation.
+        nbytes: bytes of its operands on one device.
+        shapes: the types of its operands.
+        places: where programs call it. One site may stand for several places, for instance two
+            equal sums of one program.
+    """
+
+    operation: str
+    nbytes: int
+    shapes: str
+    places: list[str] = field(default_factory=list)
+
+    @property
+    def place(self) -> str:
+        return " or ".join(self.places)
+
+    @property
+    def label(self) -> str:
+        return f"{self.shapes}, {self.place}"
+
+
+_sites: dict[str, _Site] = {}
 _MAX_PLACES = 3
+_MAX_SHAPES = 4
 
 
-def describe_site(site: str, shapes: str, platform: str) -> None:
+def describe_site(site: str, operation: str, avals: Sequence[Any]) -> None:
     """Notes where a call that is lowered here stands, for messages.
 
     The HLO must not hold it: a cached executable would depend on the line.
 
     Args:
         site: the attribute of the HLO that tells call sites apart.
-        shapes: the types of the operands.
-        platform: "cpu" or "gpu".
+        operation: the operation.
+        avals: the types of its operands.
     """
-    places = _places.setdefault(site, [])
-    if len(places) == _MAX_PLACES:
+    known = _sites.get(site)
+    if known is None:
+        nbytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in avals)
+        shapes = " ".join(x.str_short() for x in avals[:_MAX_SHAPES])
+        more = f" and {len(avals) - _MAX_SHAPES} more" if len(avals) > _MAX_SHAPES else ""
+        known = _sites[site] = _Site(operation, nbytes, shapes + more)
+    if len(known.places) == _MAX_PLACES:
         return
     place = caller()
-    if place not in places:
-        places.append(place)
-        native.module(platform).describe_site(site, f"{shapes}, {' or '.join(places)}")
+    if place not in known.places:
+        known.places.append(place)
+        # For the messages of groups on the CPU. Those of GPUs are made in Python.
+        native.module("cpu").describe_site(site, known.label)
 
 
 def place_of_site(site: str) -> str | None:
     """The call site as "file:line (function)", or several with "or"; None if it is not known."""
-    places = _places.get(site)
-    return " or ".join(places) if places else None
+    known = _sites.get(site)
+    return None if known is None else known.place
+
+
+def bytes_of_site(site: str) -> int | None:
+    """The bytes of a call's operands on one device; None if the site is not known."""
+    known = _sites.get(site)
+    return None if known is None else known.nbytes
+
+
+def call_name(site: str) -> str:
+    """A call for messages: its operation and `call_details`."""
+    known = _sites.get(site)
+    if known is None:
+        return site or "an operation"
+    return f"{known.operation} {call_details(site)}"
+
+
+def call_details(site: str) -> str:
+    """A call's bytes, shapes and place, for messages; empty if the site is not known."""
+    known = _sites.get(site)
+    return f"of {known.nbytes} bytes ({known.label})" if known else ""

@@ -5,13 +5,24 @@ the cause. The kernel leaves a record in host memory before. On the CPU the grou
 why they fail, and waits that have lasted long.
 """
 
+import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax_intranode._src import config, counts, failures, limits, native, peers, source
+from jax_intranode._src import (
+    compat,
+    config,
+    counts,
+    failures,
+    limits,
+    long_waits,
+    native,
+    peers,
+    source,
+)
 from jax_intranode._src.partition import Partition
 
 _log = logging.getLogger("jax_intranode")
@@ -39,14 +50,18 @@ def start(
     if platform in _watched:
         return
     _watched.add(platform)
+    poll: Callable[[], None]
     if platform == "cpu":
         native.module("cpu").set_patience(config.get().report_after_s)
         failures.add_source(lambda: _failures_on_cpu(process_of))
         poll = _poll_cpu
     else:
-        failures.add_source(_Records(device_ids, process_of))
+        settings = config.get()
+        notes = long_waits.Notes(compat.key_value_client)
+        waits = long_waits.LongWaits(notes, settings.report_after_s, settings.timeout_s)
+        failures.add_source(_Records(device_ids, process_of, waits))
         failures.on_failure(_end_waits_on_gpus)
-        poll = _poll_gpus
+        poll = functools.partial(_poll_gpus, device_ids, waits)
     threading.Thread(target=poll, name=f"jax_intranode watcher, {platform}", daemon=True).start()
 
 
@@ -97,10 +112,31 @@ def _end_waits_on_gpus(failure: failures.Failure) -> None:
         native.module("gpu").fail(failure.message)
 
 
-def _poll_gpus() -> None:
+def _poll_gpus(device_ids: Callable[[], dict[int, int]], waits: long_waits.LongWaits) -> None:
+    module = native.module("gpu")
     # After the first failure the context is lost.
     while (failure := failures.current()) is None or failure.platform != "gpu":
+        going_on = [_wait(record, device_ids()) for record in module.waits()]
+        for warning in waits.update([wait for wait in going_on if wait is not None]):
+            _log.warning(warning)
         time.sleep(_POLL_S["gpu"])
+
+
+def _group(
+    all_ids: Sequence[int], group_size: int, rank: int, device_id: int | None
+) -> tuple[int, ...]:
+    """The group in which a device has a rank; empty if there is none."""
+    groups = Partition(tuple(all_ids), group_size).groups()
+    return next((tuple(g) for g in groups if g[rank] == device_id), ())
+
+
+def _wait(record: tuple[Any, ...], device_ids: dict[int, int]) -> long_waits.Wait | None:
+    all_ids, group_size, ordinal, rank, missing, seconds, site = record
+    group = _group(all_ids, group_size, rank, device_ids.get(ordinal))
+    if missing >= len(group):
+        return None
+    partition = f"{group_size}: {list(all_ids)}"
+    return long_waits.Wait(partition, group, rank, missing, seconds, site)
 
 
 class _Records:
@@ -110,9 +146,11 @@ class _Records:
         self,
         device_ids: Callable[[], dict[int, int]],
         process_of: Callable[[int], int | None],
+        waits: long_waits.LongWaits,
     ):
         self._device_ids = device_ids
         self._process_of = process_of
+        self._waits = waits
         self._found = False
 
     def __call__(self) -> list[failures.Failure]:
@@ -126,14 +164,20 @@ class _Records:
         return [self._failure(records[0])]
 
     def _failure(self, record: tuple[Any, ...]) -> failures.Failure:
-        all_ids, group_size, ordinal, reason, algorithm, rank, missing = record
-        groups = Partition(tuple(all_ids), group_size).groups()
-        mine = self._device_ids().get(ordinal)
-        group = next((tuple(g) for g in groups if g[rank] == mine), ())
+        all_ids, group_size, ordinal, reason, algorithm, rank, missing, site = record
+        group = _group(all_ids, group_size, rank, self._device_ids().get(ordinal))
         timeout_s = config.get().timeout_s
         known = 0 <= missing < len(group)
+        detail = ""
+        if known and reason == limits.FAILURE_REASONS["timeout"]:
+            partition = f"{group_size}: {list(all_ids)}"
+            wait = long_waits.Wait(partition, group, rank, missing, timeout_s, site)
+            detail, mismatch = self._waits.instead(wait)
+            if mismatch:
+                reason = limits.FAILURE_REASONS["mismatch"]
+        call = source.call_details(site)
         message = limits.failure_message(
-            reason, algorithm, timeout_s, group, rank, missing, ordinal
+            reason, algorithm, timeout_s, group, rank, missing, ordinal, call, detail
         )
         name = _reason(reason)
         if name == "aborted" and (absence := peers.absence(group)):
@@ -144,8 +188,10 @@ class _Records:
             reason=name,
             platform="gpu",
             operation=limits.OPERATIONS[limits.ALGORITHMS[algorithm]],
+            nbytes=source.bytes_of_site(site),
             rank=rank,
             device_ids=group,
             missing_rank=missing if missing >= 0 else None,
             missing_process=self._process_of(group[missing]) if known else None,
+            source=source.place_of_site(site),
         )

@@ -13,6 +13,7 @@ namespace jax_intranode {
 struct DeviceGroup : Group {
   FailureRecord* failure;  // mapped host memory
   uint64_t timeout_ns;     // the deadline of a wait
+  uint32_t site;           // number of the call site, for the failure record
 };
 
 // Every driver takes kernel parameters of this size.

@@ -15,8 +15,13 @@ namespace jax_intranode {
 
 class DeviceThread {
  public:
-  __device__ DeviceThread(FailureRecord* failure, uint64_t timeout_ns, int rank, uint32_t algorithm)
-      : failure_(failure), timeout_ns_(timeout_ns), rank_(rank), algorithm_(algorithm) {}
+  __device__ DeviceThread(FailureRecord* failure, uint64_t timeout_ns, int rank, uint32_t algorithm,
+                          uint32_t site)
+      : failure_(failure),
+        timeout_ns_(timeout_ns),
+        rank_(rank),
+        algorithm_(algorithm),
+        site_(site) {}
 
   __device__ int Thread() const { return threadIdx.x; }
   __device__ int Threads() const { return blockDim.x; }
@@ -43,6 +48,10 @@ class DeviceThread {
       if (*static_cast<volatile uint32_t*>(&failure_->abort) != 0) {
         GiveUp(FailureReason::kAborted, missing);
       }
+      if (now - started_ns_ > kLongNs) {
+        *static_cast<volatile uint64_t*>(&failure_->wait) =
+            PackWait(site_, missing, now - started_ns_);
+      }
     }
     return true;
   }
@@ -61,6 +70,7 @@ class DeviceThread {
 
  private:
   static constexpr uint64_t kLookEveryNs = 10'000'000;
+  static constexpr uint64_t kLongNs = 1'000'000'000;
 
   __device__ static bool FirstOfActive() { return (threadIdx.x & 31) == __ffs(__activemask()) - 1; }
 
@@ -71,17 +81,19 @@ class DeviceThread {
   }
 
   __device__ void GiveUp(FailureReason reason, int missing) {
-    RecordAndTrap(failure_, reason, algorithm_, rank_, missing);
+    RecordAndTrap(failure_, reason, algorithm_, rank_, missing, site_);
   }
 
   // Writes the record and traps. The context is lost, so no data leave it, and XLA raises an error.
   // Later threads give the first one time to write.
   JIN_GIVE_UP_FN static void RecordAndTrap(FailureRecord* failure, FailureReason reason,
-                                           uint32_t algorithm, int rank, int missing) {
+                                           uint32_t algorithm, int rank, int missing,
+                                           uint32_t site) {
     if (atomicCAS(&failure->claimed, 0u, 1u) == 0) {
       failure->algorithm = algorithm;
       failure->rank = rank;
       failure->missing = missing;
+      failure->site = site;
       __threadfence_system();
       *static_cast<volatile uint32_t*>(&failure->reason) = static_cast<uint32_t>(reason);
       __threadfence_system();
@@ -102,6 +114,7 @@ class DeviceThread {
   uint32_t closed_ = 0;    // the region's word
   int rank_;
   uint32_t algorithm_;
+  uint32_t site_;
 };
 
 }  // namespace jax_intranode

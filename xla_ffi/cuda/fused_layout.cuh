@@ -247,7 +247,8 @@ struct Block {
   JIN_FN DeviceThread Thread() const {
     return DeviceThread(p.group.failure, p.group.timeout_ns, p.rank,
                         static_cast<uint32_t>(p.reduce_scatter ? Algorithm::kMatmulReduceScatter
-                                                               : Algorithm::kAllGatherMatmul));
+                                                               : Algorithm::kAllGatherMatmul),
+                        p.group.site);
   }
 };
 

@@ -12,9 +12,12 @@ namespace jax_intranode {
 
 class MatmulSite {
  public:
-  // `member` must outlive the site.
-  MatmulSite(const MatmulMember& member, Algorithm algorithm, const MatmulPlan& plan)
-      : member_(member), algorithm_(algorithm), plan_(plan) {}
+  // `number` is that of the call site, for failure records.
+  MatmulSite(const MatmulMember& member, Algorithm algorithm, const MatmulPlan& plan,
+             uint32_t number)
+      : member_(member), algorithm_(algorithm), plan_(plan) {
+    member_.group.site = number;
+  }
 
   // Bytes of scratch that a call needs.
   static size_t ScratchBytes(Algorithm algorithm, const MatmulCall& call, int size,
@@ -26,7 +29,7 @@ class MatmulSite {
   void Enqueue(const MatmulCall& call, cudaStream_t stream) const;
 
  private:
-  const MatmulMember& member_;
+  MatmulMember member_;
   const Algorithm algorithm_;
   const MatmulPlan plan_;
 };

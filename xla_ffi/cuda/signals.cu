@@ -8,7 +8,7 @@ namespace {
 __global__ void jax_intranode_open(const __grid_constant__ DeviceGroup group, uint32_t algorithm,
                                    RingHeader* ring, Signals* own,
                                    const __grid_constant__ Words words) {
-  DeviceThread thread(group.failure, group.timeout_ns, group.rank, algorithm);
+  DeviceThread thread(group.failure, group.timeout_ns, group.rank, algorithm, group.site);
   thread.Enter(&ring->busy, &group.Header()->closed);
   thread.Admit();
   __syncthreads();  // only the first thread knows whether the ring was in use
@@ -35,7 +35,7 @@ __global__ void jax_intranode_post_and_await(const __grid_constant__ DeviceGroup
     StoreWord(posted.word[threadIdx.x], 1);
   }
   if (threadIdx.x >= awaited.count) return;
-  DeviceThread thread(group.failure, group.timeout_ns, group.rank, algorithm);
+  DeviceThread thread(group.failure, group.timeout_ns, group.rank, algorithm, group.site);
   uint32_t* const word = awaited.word[threadIdx.x];
   while (LoadWord(word) == 0) thread.Wait(0, awaited.rank[threadIdx.x]);
   StoreWord(word, 0);

@@ -8,6 +8,7 @@
 
 #include "../cuda/fused_matmul.h"
 #include "../cuda/matmul_site.h"
+#include "../host/call_sites.h"
 #include "collectives_cuda.h"
 
 #define JIN_PLAN_MEMBER(name) \
@@ -44,7 +45,8 @@ ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(ffi::Span<const int6
                                                             int64_t group_size, int32_t algorithm,
                                                             int64_t axis, int32_t transposed,
                                                             int32_t gathered, int32_t wgrads,
-                                                            MatmulPlan plan) {
+                                                            MatmulPlan plan,
+                                                            std::string_view site_text) {
   const Partition partition{{device_ids.begin(), device_ids.end()}, group_size};
   auto site = std::make_unique<MatmulDeviceSite>();
   site->communicator = Registry<DeviceCommunicator>::Get().Find(partition);
@@ -75,9 +77,11 @@ ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(ffi::Span<const int6
             ", for which the devices have no ring here. Run it as it was compiled: with "
             "JAX_INTRANODE_RING_MIB as then, and with cuBLASLt."));
   }
+  const uint32_t number = CallSites::Get().Number(std::string(site_text));
   for (const std::optional<MatmulMember>& member : site->communicator->matmul_members) {
     site->sites.push_back(
-        member ? std::make_unique<MatmulSite>(*member, site->algorithm, site->plan) : nullptr);
+        member ? std::make_unique<MatmulSite>(*member, site->algorithm, site->plan, number)
+               : nullptr);
   }
   return {std::move(site)};
 }
@@ -317,7 +321,8 @@ XLA_FFI_Error* CudaCollectiveMatmulInstantiate(XLA_FFI_CallFrame* frame) {
                              .Attr<int32_t>("transposed")
                              .Attr<int32_t>("gathered")
                              .Attr<int32_t>("wgrads")
-                             .Attr<MatmulPlan>("plan"));
+                             .Attr<MatmulPlan>("plan")
+                             .Attr<std::string_view>("site"));
   return (*handler)(frame);
 }
 

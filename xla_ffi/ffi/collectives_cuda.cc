@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "../host/call_sites.h"
+
 namespace jax_intranode {
 namespace {
 
@@ -12,12 +14,14 @@ struct DeviceSite {
   std::shared_ptr<DeviceCommunicator> communicator;
   Algorithm algorithm;
   LaunchShape shape;
+  uint32_t number;  // of the call site
 };
 ffi::TypeId DeviceSite::id = {};
 
 ffi::ErrorOr<std::unique_ptr<DeviceSite>> Instantiate(ffi::Span<const int64_t> device_ids,
                                                       int64_t group_size, int32_t algorithm,
-                                                      int32_t blocks, int32_t threads) {
+                                                      int32_t blocks, int32_t threads,
+                                                      std::string_view site) {
   const Partition partition{{device_ids.begin(), device_ids.end()}, group_size};
   std::shared_ptr<DeviceCommunicator> communicator =
       Registry<DeviceCommunicator>::Get().Find(partition);
@@ -31,8 +35,10 @@ ffi::ErrorOr<std::unique_ptr<DeviceSite>> Instantiate(ffi::Span<const int64_t> d
         "jax_intranode: a collective can't be launched with " + std::to_string(blocks) +
         " blocks of " + std::to_string(threads) + " threads."));
   }
-  return std::make_unique<DeviceSite>(
-      DeviceSite{std::move(communicator), static_cast<Algorithm>(algorithm), {blocks, threads}});
+  return std::make_unique<DeviceSite>(DeviceSite{std::move(communicator),
+                                                 static_cast<Algorithm>(algorithm),
+                                                 {blocks, threads},
+                                                 CallSites::Get().Number(std::string(site))});
 }
 
 // XLA calls it eagerly or while it captures a graph, and not at all when it replays a graph. So it
@@ -42,7 +48,8 @@ ffi::Error Execute(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::R
   device_handler_calls.fetch_add(1, std::memory_order_relaxed);
   const DeviceCommunicator& communicator = *site->communicator;
   if (ffi::Error error = CheckUsable(communicator, device); error.failure()) return error;
-  const DeviceGroup& group = *communicator.members[device];
+  DeviceGroup group = *communicator.members[device];
+  group.site = site->number;
   ElementType type;
   Buffers buffers;
   ffi::Error error = CollectBuffers(site->algorithm, group.size, group.epoch_buffer_bytes, xs, ys,
@@ -85,7 +92,8 @@ XLA_FFI_Error* CudaCollectiveInstantiate(XLA_FFI_CallFrame* frame) {
                              .Attr<int64_t>("group_size")
                              .Attr<int32_t>("algorithm")
                              .Attr<int32_t>("blocks")
-                             .Attr<int32_t>("threads"));
+                             .Attr<int32_t>("threads")
+                             .Attr<std::string_view>("site"));
   return (*handler)(frame);
 }
 

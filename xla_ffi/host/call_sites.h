@@ -33,6 +33,16 @@ class CallSites {
     sites_[identity] = site;
   }
 
+  // The number of a site, from 1 on; each call of Number gives the same text the same one. A kernel
+  // gets it, and it does not leave the process.
+  uint32_t Number(const std::string& site) {
+    std::lock_guard lock(mutex_);
+    const auto [number, first] =
+        numbers_.try_emplace(site, static_cast<uint32_t>(numbers_.size() + 1));
+    if (first) sites_[number->second] = site;
+    return number->second;
+  }
+
   // The text of a site; empty if it is not known.
   std::string SiteOf(uint64_t identity) const {
     std::lock_guard lock(mutex_);
@@ -53,7 +63,8 @@ class CallSites {
  private:
   mutable std::mutex mutex_;
   std::map<std::string, std::string> labels_;
-  std::map<uint64_t, std::string> sites_;
+  std::map<uint64_t, std::string> sites_;  // by identity or number
+  std::map<std::string, uint32_t> numbers_;
 };
 
 // "psum of 400 bytes (float32[100], train.py:10 (step))".

@@ -56,21 +56,25 @@ inline std::string FailureMessage(const std::string& operation, FailureReason re
 }
 
 // A rank has waited for long, and goes on waiting. `calls` is how often the call site had been
-// called before.
-inline std::string WaitMessage(const std::string& operation, uint32_t calls, double waited_s,
+// called before; -1 if that is not known.
+inline std::string WaitMessage(const std::string& operation, int64_t calls, double waited_s,
                                double timeout_s, const std::vector<int64_t>& device_ids, int rank,
                                int missing, const std::string& detail) {
   std::ostringstream text;
-  text << operation << ", call " << calls + 1 << " at this place, has waited " << waited_s
-       << " s: " << RankName(device_ids, rank) << " waits for " << RankName(device_ids, missing)
-       << detail << ". It fails after JAX_INTRANODE_TIMEOUT_S, " << timeout_s << " s.";
+  text << operation;
+  if (calls >= 0) text << ", call " << calls + 1 << " at this place,";
+  text << " has waited " << waited_s << " s: " << RankName(device_ids, rank) << " waits for "
+       << RankName(device_ids, missing) << detail << ". It fails after JAX_INTRANODE_TIMEOUT_S, "
+       << timeout_s << " s.";
   return text.str();
 }
 
-// The same for a kernel on the GPU with CUDA's number `ordinal`.
+// The message of a kernel on the GPU with CUDA's number `ordinal`. `call` says more about the
+// operation, for instance "of 400 bytes (train.py:10)".
 inline std::string KernelFailureMessage(Algorithm algorithm, FailureReason reason, double timeout_s,
                                         const std::vector<int64_t>& device_ids, int rank,
-                                        int missing, int ordinal) {
+                                        int missing, int ordinal, const std::string& call,
+                                        const std::string& detail) {
   if (reason == FailureReason::kClosed) {
     return "jax_intranode: a program that was compiled before jax_intranode.shutdown() was "
            "replayed from a CUDA graph, on CUDA device " +
@@ -80,7 +84,8 @@ inline std::string KernelFailureMessage(Algorithm algorithm, FailureReason reaso
   }
   std::string operation = OperationName(algorithm);
   if (IsAllReduce(algorithm)) operation += std::string(" (") + AlgorithmName(algorithm) + ")";
-  return FailureMessage(operation, reason, timeout_s, device_ids, rank, missing) +
+  if (!call.empty()) operation += " " + call;
+  return FailureMessage(operation, reason, timeout_s, device_ids, rank, missing, detail) +
          " The CUDA context is lost; restart the program.";
 }
 

@@ -275,16 +275,22 @@ def lower_to_call(
     on_gpus = mesh.devices.flat[0].platform == "gpu"
     if on_gpus:
         attributes |= {"blocks": np.int32(selected.blocks), "threads": np.int32(selected.threads)}
-    else:
-        # Distinguishes call sites; the same in all processes.
-        shapes = " ".join(x.str_short() for x in ctx.avals_in)
-        site = f"{compat.lowering_program_name(ctx)} {primitive.operation} {shapes}"
-        attributes["site"] = site
-        source.describe_site(site, shapes, "cpu")
+    attributes["site"] = site_of(ctx, primitive.operation)
     counts.lowered(primitive.operation, selected.algorithm, sum(map(nbytes, ctx.avals_in)))
     target = f"jax_intranode_{primitive.operation}"
     results = jax.ffi.ffi_lowering(target)(ctx, *xs, **attributes)
     return compat.called_once(results) if on_gpus else list(results)
+
+
+def site_of(ctx: Any, operation: str) -> str:
+    """The attribute that tells call sites apart; the same in all processes.
+
+    On the CPU it matches the calls of the ranks. Everywhere messages name calls by it.
+    """
+    shapes = " ".join(x.str_short() for x in ctx.avals_in)
+    site = f"{compat.lowering_program_name(ctx)} {operation} {shapes}"
+    source.describe_site(site, operation, ctx.avals_in)
+    return site
 
 
 # Differentiation. Collectives are linear. Nothing is sent for a tangent or cotangent that is zero.

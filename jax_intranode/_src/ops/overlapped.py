@@ -12,6 +12,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jax_intranode._src import communicator, compat, config, counts, limits, native, overlap
+from jax_intranode._src.ops import collective
 from jax_intranode._src.ops.lowering_site import LoweringSite
 
 
@@ -215,6 +216,7 @@ def _lower(ctx: Any, *operands: Any, call: Overlapped) -> Any:
         gathered=np.int32(call.request.gathered),
         wgrads=np.int32(call.request.wgrads),
         plan=call.plan.attributes(),
+        site=collective.site_of(ctx, call.operation),
     )
     return compat.called_once(results)
 

@@ -133,10 +133,10 @@ def test_an_old_note_says_nothing(sites: None) -> None:
 class Module:
     """The native module of GPUs, with the record of a kernel that gave up."""
 
-    def __init__(self, missing: int):
+    def __init__(self, missing: int, shared: bool):
         self.record = (
             [4, 5], 2, 0, limits.FAILURE_REASONS["timeout"],
-            limits.ALGORITHMS.index("one_shot"), 0, missing, "sum",
+            limits.ALGORITHMS.index("one_shot"), 0, missing, "sum", shared,
         )  # fmt: skip
 
     def failures(self) -> list[Any]:
@@ -147,7 +147,7 @@ class Module:
 def test_the_failure_of_a_kernel(
     sites: None, monkeypatch: pytest.MonkeyPatch, mismatch: bool
 ) -> None:
-    monkeypatch.setattr(native, "_modules", {**native._modules, "gpu": Module(1)})
+    monkeypatch.setattr(native, "_modules", {**native._modules, "gpu": Module(1, not mismatch)})
     native.module.cache_clear()
     process = Process(None)
     if mismatch:
@@ -156,7 +156,8 @@ def test_the_failure_of_a_kernel(
     (failure,) = find()
     assert find() == []
     native.module.cache_clear()
-    operation = "psum (one_shot) of 400 bytes (float32[100], train.py:10 (total))"
+    place = "train.py:10 (total)" + ("" if mismatch else " or an equal call")
+    operation = f"psum (one_shot) of 400 bytes (float32[100], {place})"
     waited = f"timed out after {config.get().timeout_s:g} s: rank 0 (device 4) waited for rank 1"
     assert failure.message.startswith(f"jax_intranode: {operation} {waited}")
     assert failure.message.endswith("The CUDA context is lost; restart the program.")
@@ -164,7 +165,7 @@ def test_the_failure_of_a_kernel(
     assert failure == failures.Failure(
         message=failure.message, reason="mismatch" if mismatch else "timeout", platform="gpu",
         operation="psum", nbytes=400, rank=0, device_ids=GROUP, missing_rank=1, missing_process=1,
-        source="train.py:10 (total)", time=failure.time,
+        source=place, time=failure.time,
     )  # fmt: skip
 
 

@@ -82,7 +82,7 @@ void AddRings(const std::vector<int64_t>& device_ids, int64_t group_size,
 }
 
 // One entry for each kernel that gave up: (the partition's device ids, group size, CUDA device,
-// reason, algorithm, rank, missing rank, text of the call site).
+// reason, algorithm, rank, missing rank, text of the call site, whether several calls have it).
 nb::list Failures() {
   nb::list failures;
   for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
@@ -91,17 +91,19 @@ nb::list Failures() {
       const volatile FailureRecord* record = communicator->members[device]->failure;
       const uint32_t reason = record->reason;
       if (reason == 0) continue;
+      const std::string site = CallSites::Get().SiteOf(record->site);
       failures.append(nb::make_tuple(
           nb::cast(partition.first), partition.second, device, reason,
           static_cast<uint32_t>(record->algorithm), static_cast<int32_t>(record->rank),
-          static_cast<int32_t>(record->missing), CallSites::Get().SiteOf(record->site)));
+          static_cast<int32_t>(record->missing), site, CallSites::Get().IsShared(site)));
     }
   }
   return failures;
 }
 
 // One entry for each device whose kernel has waited on since the last call: (the partition's device
-// ids, group size, CUDA device, rank, missing rank, seconds, text of the call site).
+// ids, group size, CUDA device, rank, missing rank, seconds, text of the call site, whether several
+// calls have it).
 nb::list Waits() {
   // By the address of the record. Python calls it with the GIL.
   static auto& seen = *new std::map<const volatile FailureRecord*, uint64_t>;
@@ -113,9 +115,10 @@ nb::list Waits() {
       const uint64_t word = record->wait;
       if (word == std::exchange(seen[record], word)) continue;
       const LongWait wait = UnpackWait(word);
+      const std::string site = CallSites::Get().SiteOf(wait.site);
       waits.append(nb::make_tuple(nb::cast(partition.first), partition.second, device,
                                   communicator->members[device]->rank, wait.missing, wait.seconds,
-                                  CallSites::Get().SiteOf(wait.site)));
+                                  site, CallSites::Get().IsShared(site)));
     }
   }
   return waits;

@@ -106,6 +106,7 @@ nb::list TakeFailures() {
     failure["operation"] = report.operation;
     failure["nbytes"] = report.bytes;
     failure["site"] = report.site;
+    failure["shared"] = CallSites::Get().IsShared(report.site);
     failure["calls"] = report.calls;
     failure["rank"] = report.rank;
     failure["missing"] = report.missing;

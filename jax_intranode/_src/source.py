@@ -37,18 +37,20 @@ class _Site:
         operation: the operation.
         nbytes: bytes of its operands on one device.
         shapes: the types of its operands.
-        places: where programs call it. One site may stand for several places, for instance two
-            equal sums of one program.
+        places: where programs of the same name call it. JAX lowers equal calls of a program once:
+            the place is that of the first.
+        equal_calls: whether a program has equal calls, at places that are not known.
     """
 
     operation: str
     nbytes: int
     shapes: str
     places: list[str] = field(default_factory=list)
+    equal_calls: bool = False
 
     @property
     def place(self) -> str:
-        return " or ".join(self.places)
+        return " or ".join(self.places) + (" or an equal call" if self.equal_calls else "")
 
     @property
     def label(self) -> str:
@@ -83,6 +85,12 @@ def describe_site(site: str, operation: str, avals: Sequence[Any]) -> None:
         known.places.append(place)
         # For the messages of groups on the CPU. Those of GPUs are made in Python.
         native.module("cpu").describe_site(site, known.label)
+
+
+def has_equal_calls(site: str) -> None:
+    """Notes that several calls of loaded programs have this site."""
+    if site in _sites:
+        _sites[site].equal_calls = True
 
 
 def place_of_site(site: str) -> str | None:

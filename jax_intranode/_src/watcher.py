@@ -86,6 +86,8 @@ def _failures_on_cpu(process_of: Callable[[int], int | None]) -> list[failures.F
     found = []
     for report in native.module("cpu").take_failures():
         group, missing = tuple(report["device_ids"]), report["missing"]
+        if report["shared"]:
+            source.has_equal_calls(report["site"])
         found.append(
             failures.Failure(
                 message=report["message"],
@@ -131,7 +133,9 @@ def _group(
 
 
 def _wait(record: tuple[Any, ...], device_ids: dict[int, int]) -> long_waits.Wait | None:
-    all_ids, group_size, ordinal, rank, missing, seconds, site = record
+    all_ids, group_size, ordinal, rank, missing, seconds, site, shared = record
+    if shared:
+        source.has_equal_calls(site)
     group = _group(all_ids, group_size, rank, device_ids.get(ordinal))
     if missing >= len(group):
         return None
@@ -164,7 +168,9 @@ class _Records:
         return [self._failure(records[0])]
 
     def _failure(self, record: tuple[Any, ...]) -> failures.Failure:
-        all_ids, group_size, ordinal, reason, algorithm, rank, missing, site = record
+        all_ids, group_size, ordinal, reason, algorithm, rank, missing, site, shared = record
+        if shared:
+            source.has_equal_calls(site)
         group = _group(all_ids, group_size, rank, self._device_ids().get(ordinal))
         timeout_s = config.get().timeout_s
         known = 0 <= missing < len(group)

@@ -31,6 +31,7 @@ class CallSites {
   void Name(uint64_t identity, const std::string& site) {
     std::lock_guard lock(mutex_);
     sites_[identity] = site;
+    ++calls_[site];
   }
 
   // The number of a site, from 1 on; each call of Number gives the same text the same one. A kernel
@@ -40,7 +41,16 @@ class CallSites {
     const auto [number, first] =
         numbers_.try_emplace(site, static_cast<uint32_t>(numbers_.size() + 1));
     if (first) sites_[number->second] = site;
+    ++calls_[site];
     return number->second;
+  }
+
+  // Whether several calls have this text. JAX lowers equal calls of a program once, so that only
+  // the place of the first one is known.
+  bool IsShared(const std::string& site) const {
+    std::lock_guard lock(mutex_);
+    const auto calls = calls_.find(site);
+    return calls != calls_.end() && calls->second > 1;
   }
 
   // The text of a site; empty if it is not known.
@@ -57,7 +67,8 @@ class CallSites {
     const auto site = sites_.find(identity);
     if (site == sites_.end()) return "";
     const auto label = labels_.find(site->second);
-    return label == labels_.end() ? site->second : label->second;
+    const std::string text = label == labels_.end() ? site->second : label->second;
+    return calls_.at(site->second) > 1 ? text + " or an equal call" : text;
   }
 
  private:
@@ -65,6 +76,7 @@ class CallSites {
   std::map<std::string, std::string> labels_;
   std::map<uint64_t, std::string> sites_;  // by identity or number
   std::map<std::string, uint32_t> numbers_;
+  std::map<std::string, uint32_t> calls_;  // how many have a text
 };
 
 // "psum of 400 bytes (float32[100], train.py:10 (step))".

@@ -121,6 +121,7 @@ def _poll_gpus(device_ids: Callable[[], dict[int, int]], waits: long_waits.LongW
         going_on = [_wait(record, device_ids()) for record in module.waits()]
         for warning in waits.update([wait for wait in going_on if wait is not None]):
             _log.warning(warning)
+            counts.waited(warning)
         time.sleep(_POLL_S["gpu"])
 
 

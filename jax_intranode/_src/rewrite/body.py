@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from jax_intranode._src import compat
+from jax_intranode._src import compat, config, source
 from jax_intranode._src.ops.lowering_site import LoweringSite, device_ids
 from jax_intranode._src.rewrite import agreement
 
@@ -62,6 +62,31 @@ class Body:
         for index, decision in enumerate(self.decisions):
             if decision.equation is equation:
                 self.decisions[index] = Decision(equation, reason)
+
+    def refuse_if_strict(self, which: str) -> None:
+        """Raises the error of collectives that were missed, if JAX_INTRANODE_STRICT=1.
+
+        Args:
+            which: what the collectives are, in the plural.
+
+        Raises:
+            RuntimeError: it is set, and the rewriting has missed a collective.
+        """
+        missed = [decision for decision in self.decisions if decision.missed]
+        if not missed or not config.get().is_strict:
+            return
+        lines = []
+        for decision in missed:
+            collective = compat.lax_collective(decision.equation)
+            assert collective is not None  # or nothing would have been decided
+            where = source.call_site(compat.frames_of(decision.equation))
+            lines.append(f"  {collective.operation} at {where}: {decision.reason}")
+        raise RuntimeError(
+            f"{which} were not replaced:\n"
+            + "\n".join(lines)
+            + "\nJAX_INTRANODE_STRICT=1 makes this an error. Remove the reasons, compile this "
+            "program without install() and accelerate(), or unset the variable."
+        )
 
 
 def body_of(site: LoweringSite, params: dict[str, Any]) -> Body:

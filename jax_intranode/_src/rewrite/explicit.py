@@ -39,6 +39,9 @@ def rewrite_program(jaxpr: Any, platforms: tuple[str, ...]) -> Any:
     Args:
         jaxpr: the jaxpr, closed.
         platforms: the platforms that it is lowered for.
+
+    Raises:
+        RuntimeError: as `Body.refuse_if_strict`.
     """
     mesh = compat.set_mesh()
     if mesh is None or not _all_explicit(mesh):
@@ -140,6 +143,8 @@ class _Program:
         record = body_of(self._site, new.params)
         Rewriter(record).rewrite(compat.body_of_shard_map(new.params))
         if not record.taken():
+            # What is taken is seen again when the shard_map is lowered; what is not, only here.
+            record.refuse_if_strict("Collectives that XLA's partitioner adds to matmuls")
             return equation
         return new.replace(
             invars=equation.invars,

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jax_intranode._src import compat, config, source
+from jax_intranode._src import compat
 from jax_intranode._src.ops.lowering_site import LoweringSite, device_ids
 from jax_intranode._src.rewrite.body import Body, body_of
 from jax_intranode._src.rewrite.explicit import rewrite_program
@@ -63,7 +63,11 @@ def lower_program(jaxpr: Any, platforms: tuple[str, ...], lower: Callable[[Any],
 
 
 def rewrite_body(ctx: Any, params: dict[str, Any]) -> Any:
-    """The jaxpr of a shard_map's body as it is to be lowered."""
+    """The jaxpr of a shard_map's body as it is to be lowered.
+
+    Raises:
+        RuntimeError: as `Body.refuse_if_strict`.
+    """
     jaxpr = compat.body_of_shard_map(params)
     if not enabled.value or not has_collectives(jaxpr):
         return jaxpr
@@ -72,30 +76,11 @@ def rewrite_body(ctx: Any, params: dict[str, Any]) -> Any:
         mesh, manual, compat.lowering_platforms(ctx), compat.lowering_for_export(ctx)
     )
     rewritten, body = rewrite(site, params)
-    _refuse_if_strict(body)
+    body.refuse_if_strict("Collectives of jax.lax")
     _totals.program = compat.lowering_program_name(ctx)
     _totals.taken += body.taken()
     _totals.left += body.left()
     return rewritten
-
-
-def _refuse_if_strict(body: Body) -> None:
-    """Raises an error if the rewriting has missed a collective and JAX_INTRANODE_STRICT=1."""
-    missed = [decision for decision in body.decisions if decision.missed]
-    if not missed or not config.get().is_strict:
-        return
-    lines = []
-    for decision in missed:
-        collective = compat.lax_collective(decision.equation)
-        assert collective is not None  # or nothing would have been decided
-        where = source.call_site(compat.frames_of(decision.equation))
-        lines.append(f"  {collective.operation} at {where}: {decision.reason}")
-    raise RuntimeError(
-        "Collectives of jax.lax were not replaced:\n"
-        + "\n".join(lines)
-        + "\nJAX_INTRANODE_STRICT=1 makes this an error. Remove the reasons, compile this program "
-        "without install() and accelerate(), or unset the variable."
-    )
 
 
 def rewrite(site: LoweringSite, params: dict[str, Any]) -> tuple[Any, Body]:

@@ -26,6 +26,7 @@ SOURCES = {
     "machine_test": [NATIVE / "model/machine_test.cc"],
     "collectives_model": [NATIVE / "model/collectives_model.cc"],
     "log_model": [NATIVE / "model/log_model.cc"],
+    "pipeline_model": [NATIVE / "model/pipeline_model.cc"],
 }
 FLAGS = {
     "plain": [],
@@ -75,7 +76,8 @@ class Programs:
         optimize = "-O2" if program.name.endswith("_model") else "-O1"
         return run(
             self._compiler, "-std=c++20", optimize, "-g1", *self._flags, "-I", str(ROOT),
-            "-pthread", *map(str, sources), "-o", str(program), timeout_s=200,
+            "-I", str(NATIVE / "model/fake_cuda"), "-pthread", *map(str, sources),
+            "-o", str(program), timeout_s=200,
         )  # fmt: skip
 
     def _skip_unless_sanitizer_works(self) -> None:
@@ -257,3 +259,42 @@ BROKEN_LOG = [
 def test_model_finds_broken_log(programs: Programs, variant: str, ranks: int) -> None:
     line = run_model(programs, "log_model", variant, ranks, 5)
     assert line.startswith(f"{variant}: ranks {ranks} operations 5 ends wrong, "), line
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("programs", ["plain"], indirect=True)
+@pytest.mark.parametrize(
+    ("ranks", "operations", "order"),
+    [
+        (2, 3, "streams"),
+        (3, 1, "streams"),
+        (3, 2, "streams"),
+        (2, 1, "queue"),
+        (3, 1, "queue"),
+    ],
+)
+def test_model_of_pipeline(programs: Programs, ranks: int, operations: int, order: str) -> None:
+    line = run_model(programs, "pipeline_model", "sound", ranks, operations, order)
+    assert line.startswith(f"sound: ranks {ranks} operations {operations} wrong 0 sequences "), line
+    print(line)
+
+
+BROKEN_PIPELINE = [
+    "no_release",  # a signal may overtake the data
+    "no_acquire",
+    "never_reset",  # signals of the last operation count for the next one
+    "no_grant",  # a rank sends into slots that are in use
+    "no_arrival",  # a rank reads slots before the data have arrived
+    "one_slot_fewer",  # two slots share their memory
+    "no_event",  # a stream does not wait for the one that waits for a peer
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("programs", ["plain"], indirect=True)
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("variant", BROKEN_PIPELINE)
+def test_model_finds_broken_pipeline(programs: Programs, variant: str, ranks: int) -> None:
+    line = run_model(programs, "pipeline_model", variant, ranks, 2)
+    assert line.startswith(f"{variant}: ranks {ranks} operations 2 ends wrong, "), line

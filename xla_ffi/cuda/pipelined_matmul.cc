@@ -386,6 +386,9 @@ class AllGatherMatmul : public Operation {
     if (q >= slots_) Exchange({}, One(&own_->granted[to][slot], to), streams_.copy);
     Push(At(call_.x(), it.piece.first(call_.rows) * call_.k()),
          it.piece.count() * call_.k() * kMatmulElementBytes, RingOf(to, slot * slot_bytes_), q);
+    if (!AwaitsGrants()) return;
+    Check(Post(One(ArrivalAt(to, slot), to), streams_.copy.stream));
+    Check(cudaEventRecord(streams_.sent[q % kMaxSlots], streams_.copy.stream));
   }
   // Signals the arrival of piece q, which has been sent, and waits for the one that arrives at the
   // same time.
@@ -394,9 +397,13 @@ class AllGatherMatmul : public Operation {
     const int from = RankAfter(it.step), to = RankAfter(size_ - it.step);
     const int64_t slot = q % slots_;
     Check(cudaStreamWaitEvent(streams_.signal.stream, streams_.sent[q % kMaxSlots], 0));
-    Exchange(One(ArrivalAt(to, slot), to), One(&own_->arrived[from][slot], from), streams_.signal);
+    Exchange(AwaitsGrants() ? Words{} : One(ArrivalAt(to, slot), to),
+             One(&own_->arrived[from][slot], from), streams_.signal);
     Check(cudaEventRecord(ArrivalOf(q), streams_.signal.stream));
   }
+  // Whether slots are used again, so that copies wait for grants. Then each copy is followed by its
+  // signal: on another stream the signal could be held up by the wait for the next grant.
+  bool AwaitsGrants() const { return transfers_.size() > slots_; }
 
   void CopyToGathered(int rank, const Piece& piece, const void* from) {
     const int64_t elements = piece.rows * call_.k(), bytes = elements * kMatmulElementBytes;

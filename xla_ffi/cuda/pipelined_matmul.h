@@ -34,9 +34,12 @@
 // Why it ends, in whatever order the GPU runs what is ready (branches of a graph may share a queue,
 // in which a kernel that waits delays those behind it)
 //   A wait for a peer's piece or grant comes after everything that this rank owes its peers until
-//   then: the wait for arrival q is enqueued after this rank's own push q and depends on it, and
-//   the wait for a grant on the grants that this rank made before. So the first wait, in the order
-//   of pieces, that has not ended on any rank is one whose answer no other wait delays.
+//   then. The wait for arrival q is enqueued after this rank's own push q and the signal of it, and
+//   depends on them. The wait for a grant depends on the grants that this rank made before, and on
+//   the signals of its earlier pushes. So the first wait, in the order of pieces, that has not ended
+//   on any rank is one whose answer no other wait delays.
+//
+// tests/native/model/pipeline_model.cc checks all this, with the code that enqueues operations.
 //
 // PyTorch's _fused_all_gather_matmul and xformers' sequence_parallel_fused_ops work alike: the own
 // part first or last, a rotated order, copy engines. Here signals have constant values, and matmuls

@@ -154,7 +154,8 @@ class Machine {
     names_.push_back(std::move(name));
     bodies_.push_back(std::move(body));
   }
-  // Memory that threads access without the machine, and that belongs to the state.
+  // Memory that threads access without the machine, and that belongs to the state. Threads that run
+  // at the same time must not both access it, except in the condition of Await().
   void AddLocalMemory(void* at, size_t bytes) {
     local_.push_back({static_cast<char*>(at), bytes});
     state_.local.resize(state_.local.size() + bytes);
@@ -167,7 +168,7 @@ class Machine {
 
   Result Search() {
     const size_t threads = bodies_.size();
-    for (Plain& plain : state_.plain) plain.reads.assign(threads, 0);
+    state_.reads.assign(state_.plain.size() * threads, 0);
     state_.threads.resize(threads);
     for (size_t t = 0; t < threads; ++t) {
       state_.threads[t].now.assign(words_ + threads, 0);
@@ -298,7 +299,7 @@ class Machine {
     if (t.now[words_ + plain.writer] < plain.written)
       return Fail("wrong: a load races with a store"), 0;
     dirty_ = true;
-    plain.reads[current_] = t.now[words_ + current_];
+    ReadsOf(object)[current_] = t.now[words_ + current_];
     Remember(plain.value);
     if (tracing_) Trace("reads object " + std::to_string(object) + " = " + Hex(plain.value));
     return plain.value;
@@ -308,8 +309,8 @@ class Machine {
     Thread& t = Me();
     dirty_ = true;
     if (t.now[words_ + plain.writer] < plain.written) return Fail("wrong: two stores race");
-    for (size_t r = 0; r < plain.reads.size(); ++r) {
-      if (t.now[words_ + r] < plain.reads[r]) return Fail("wrong: a store races with a load");
+    for (size_t r = 0; r < state_.threads.size(); ++r) {
+      if (t.now[words_ + r] < ReadsOf(object)[r]) return Fail("wrong: a store races with a load");
     }
     plain.value = value;
     plain.writer = current_;
@@ -364,21 +365,30 @@ class Machine {
     Fiber::Yield();
   }
 
-  // Hands what another thread has done so far to this one, as a join of threads does.
-  void Acquire(int thread) { Join(&Me().now, state_.threads[thread].now); }
+  // Notes under a number what the thread has done and seen so far, for a thread that acquires it.
+  void SetMark(size_t mark) {
+    if (state_.marks.size() <= mark) state_.marks.resize(mark + 1, -1);
+    state_.marks[mark] = Pool(Me().now);
+  }
+  void AcquireMark(size_t mark) { Join(&Me().now, *views_[state_.marks[mark]]); }
   // Suspends the thread until `ready()`, which must depend on local memory only.
-  void Await(std::function<bool()>* ready) {
-    Me().ready = ready;
+  void Await(const std::function<bool()>& ready) {
+    Me().ready = &ready;
     Me().looking = false;
-    if (!(*ready)()) Yield(At::kCondition);
+    if (!ready()) Yield(At::kCondition);
     Me().ready = nullptr;
   }
-  // The thread changes local memory that another thread's Await depends on.
-  void Touch() {
-    dirty_ = true;
-    ++Me().now[words_ + current_];
-  }
 
+  // All that the thread still knows at this point of its program follows from `known`. (Otherwise
+  // states count as different if the thread has loaded other values before.)
+  void Forget(uint64_t known) {
+    Me().history = 1;
+    Mix(&Me().history, known);
+  }
+  // A line for the trace.
+  void Note(const std::string& what) {
+    if (tracing_) Trace(what);
+  }
   int current() const { return current_; }
   // The last value of a word in coherence order.
   uint32_t Newest(size_t word) { return At(word, state_.counts[word] - 1).value; }
@@ -416,20 +426,21 @@ class Machine {
     bool ended = false, looking = false;
     int barrier = -1;
     At at = At::kLocal;
-    std::function<bool()>* ready = nullptr;
+    const std::function<bool()>* ready = nullptr;
   };
   struct Plain {
     uint64_t value = 0;
     int writer = 0;
     uint32_t written = 0;
-    std::vector<uint32_t> reads;
   };
   struct State {
     std::vector<Message> messages;
     std::vector<uint8_t> counts;
     std::vector<Thread> threads;
     std::vector<Plain> plain;
+    Words reads;  // when each thread has read each object
     std::vector<char> local;
+    std::vector<int32_t> marks;
     uint16_t pairs = 0;
   };
   struct Snapshot {
@@ -459,6 +470,7 @@ class Machine {
     return choices_[position_++].chosen;
   }
 
+  uint32_t* ReadsOf(size_t object) { return &state_.reads[object * state_.threads.size()]; }
   Thread& Me() { return state_.threads[current_]; }
   Message& At(size_t word, int i) { return state_.messages[word * kMost + i]; }
 
@@ -633,11 +645,12 @@ class Machine {
       mix_view(t.acquired);
       mix_released(t.released);
     }
+    for (const int32_t mark : state_.marks) mix_released(mark);
     for (const Plain& plain : state_.plain) {
       mix(plain.value);
       mix(plain.writer | uint64_t{plain.written} << 32);
-      mix_view(plain.reads);
     }
+    mix_view(state_.reads);
     for (const auto& [at, bytes] : local_) {
       for (size_t i = 0; i < bytes; i += 8) {
         uint64_t value = 0;

@@ -36,8 +36,8 @@
 //   A wait for a peer's piece or grant comes after everything that this rank owes its peers until
 //   then. The wait for arrival q is enqueued after this rank's own push q and the signal of it, and
 //   depends on them. The wait for a grant depends on the grants that this rank made before, and on
-//   the signals of its earlier pushes. So the first wait, in the order of pieces, that has not ended
-//   on any rank is one whose answer no other wait delays.
+//   the signals of its earlier pushes. So the first wait, in the order of pieces, that has not
+//   ended on any rank is one whose answer no other wait delays.
 //
 // tests/native/model/pipeline_model.cc checks all this, with the code that enqueues operations.
 //

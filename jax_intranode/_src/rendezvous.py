@@ -11,6 +11,7 @@ test their access, the probe page. Regions follow; each serves the groups of one
 """
 
 import hashlib
+import importlib
 import logging
 import os
 import platform as host_platform
@@ -40,7 +41,7 @@ _log = logging.getLogger("jax_intranode")
 
 # Increase it whenever the layout of slabs or the protocols change: processes of different versions
 # must not share memory.
-_PROTOCOL = 8
+_PROTOCOL = 9
 
 PROBE_BYTES = 64 << 10
 REGIONS = 8
@@ -368,6 +369,7 @@ def _hello(rendezvous: Rendezvous) -> dict[str, Any]:
         "host": [_boot_id(), host_platform.node()],
         "watch": watch,
         "config": repr(config.get()),
+        "version": importlib.import_module("jax_intranode").__version__,
         "protocol": _PROTOCOL,
         "table": [select.digest(), overlap.digest()],
         "matmuls": 0 if rendezvous.platform == "cpu" else module.cublas_lt_version(),
@@ -404,8 +406,8 @@ def _boot_id() -> str:
 
 def _check_hellos(hellos: list[dict[str, Any]]) -> None:
     """Refuses ranks that would not decide alike, and GPUs that are not linked."""
-    for what in ("protocol", "table", "config"):
-        values = [hello[what] for hello in hellos]
+    for what in ("version", "protocol", "table", "config"):
+        values = [hello.get(what, "an older one") for hello in hellos]
         for process, value in enumerate(values):
             if value != values[0]:
                 raise _Refusal(

@@ -78,6 +78,11 @@ def end(how: str) -> None:
     elif how == "shutdown":
         jax_intranode.shutdown()
         time.sleep(3)
+    elif how == "interrupted":
+        # As Ctrl-C in a terminal, which all processes get.
+        ((_, other, *_),) = peers._watches[0].peers()
+        os.kill(other, signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
     elif how == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)  # until the launcher ends it
 

@@ -221,9 +221,10 @@ def falls_back() -> None:
 
 def falls_back_in_turn(environments: dict[str, list[dict[str, str]]]) -> None:
     """Falls back under one environment after another; each has the variables of each rank."""
-    before = dict(os.environ)
+    before, version = dict(os.environ), jax_intranode.__version__
     for name, variables in environments.items():
         os.environ.update(variables[jax.process_index()])
+        jax_intranode.__version__ = os.environ.get("VERSION", version)
         config.get.cache_clear()
         print(f"BEGIN {name}", flush=True)
         falls_back()
@@ -389,6 +390,7 @@ def environments() -> dict[str, list[dict[str, str]]]:
         name: [{f"JAX_INTRANODE_{name}": value} for value in values]
         for name, values in DIFFERENT.items()
     }
+    found["version"] = [{"VERSION": "0.1.0"}, {"VERSION": "0.2.0"}]
     found["disabled"] = [{"JAX_INTRANODE_DISABLE": "1"}] * 2
     found["disabled in one"] = [{}, {"JAX_INTRANODE_DISABLE": "1"}]
     found["no kernels"] = [{"JAX_INTRANODE_TOPOLOGY": "hybrid_cube_mesh"}] * 2
@@ -425,6 +427,11 @@ def test_different_environments(reason_under: Callable[[str], str], name: str) -
     for value in DIFFERENT[name]:
         parsed = getattr(config.parse({f"JAX_INTRANODE_{name}": value}), field)
         assert f"{field}={parsed!r}" in reason, reason
+
+
+def test_different_versions_of_the_package(reason_under: Callable[[str], str]) -> None:
+    reason = reason_under("version")
+    assert "processes 0 and 1 of the mesh have a different version: 0.1.0 and 0.2.0" in reason
 
 
 def test_one_of_three_differs(ranks: Any) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import jax
 import pytest
 from devices import need_ranks
 from jax.sharding import PartitionSpec as P
+from multiprocess_ranks import run_in_ranks
 
 import jax_intranode
 from jax_intranode._src import launcher, rendezvous
@@ -111,6 +113,12 @@ def sums() -> None:
     print("DONE", flush=True)
 
 
+def many_sums(times: int) -> None:
+    for seed in range(times):
+        check_sum(seed)
+    print("DONE", flush=True)
+
+
 # The tests.
 
 
@@ -125,6 +133,30 @@ def test_set_up_a_thousand_times(ranks: Callable[..., list[str]]) -> None:
     need_ranks(2)
     logs = ranks(set_up_often, 2, arguments=[1000], timeout_s=500)
     assert all("DONE" in log for log in logs)
+
+
+@pytest.mark.full
+def test_two_jobs_at_once(tmp_path: Path) -> None:
+    """Jobs of one user on one node have nothing in common, and their ends do not matter."""
+    need_ranks(4)
+    failed: list[Exception] = []
+
+    def job(number: int, function: Callable[..., None], arguments: list[int]) -> None:
+        try:
+            log_dir = tmp_path / str(number)
+            assert all(
+                "DONE" in log for log in run_in_ranks(function, 2, log_dir, arguments=arguments)
+            )
+        except Exception as error:
+            failed.append(error)
+
+    jobs = [(0, set_up_often, [30]), (1, many_sums, [40]), (2, many_sums, [10])]
+    threads = [threading.Thread(target=job, args=arguments) for arguments in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])

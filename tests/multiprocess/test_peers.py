@@ -16,8 +16,10 @@ ALL = [
 QUICK = [(3, "exception", False, 1)]  # test_the_rest_goes_on has a killed process
 FULL = [
     *(case for case in ALL if case not in QUICK),
-    (3, "killed", True, 2),
     (3, "killed", True, 1),
+    # The process with JAX's coordination service; JAX aborts the others when it is killed.
+    (2, "exception", True, 0),
+    (2, "returns", False, 0),
 ]
 
 
@@ -76,3 +78,16 @@ def test_the_rest_goes_on(tmp_path: Path) -> None:
         noticed, text = line(outcome.logs[rank], "FIRST")
         assert noticed - end <= NOTICED_S and TEXTS["killed"] in text, (noticed, end, text)
         assert line(outcome.logs[rank], "REST")[1] == "right"
+
+
+@pytest.mark.full
+def test_interrupted_while_it_waits(tmp_path: Path) -> None:
+    """Ctrl-C ends all processes, also those that wait inside of an operation."""
+    if jax.devices()[0].platform != "cpu":
+        pytest.skip("the times are those of CPU devices")
+    need_devices(2)
+    outcome = run(tmp_path, 2, "interrupted", "waiting", 1)
+    assert outcome.exit_codes == [-2, -2], outcome
+    for log in outcome.logs:
+        assert "KeyboardInterrupt" in log
+    assert "process 1 (pid" in outcome.logs[0]

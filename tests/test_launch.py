@@ -150,12 +150,15 @@ def test_the_ranks_are_one_program(launch: Launch, call: str) -> None:
         "-n 2 SCRIPT",
         JAX,
         CALLS[call],
-        "\nprint(jax.process_index(), jax.local_device_count(), total())",
+        "\nprint(jax.process_index(), jax.local_device_count(), total(), total().dtype)",
     )
 
     assert code == 0, err
     # 64 bits: the script has set the variable before JAX read it.
-    assert [lines_of(out, rank) for rank in range(2)] == [["0 1 [2.]"], ["1 1 [2.]"]], err
+    assert [lines_of(out, rank) for rank in range(2)] == [
+        ["0 1 [2.] float64"],
+        ["1 1 [2.] float64"],
+    ], err
     assert ("the processes meet at 127.0.0.1" in err) == (call == "the same arguments")
 
 
@@ -332,7 +335,8 @@ def test_the_loss_of_any_rank_leaves_the_others_their_service(launch: Launch) ->
         JAX,
         """
         import signal, time
-        print(total(), flush=True)
+        from jax._src import distributed
+        print(total(), distributed.global_state.service, flush=True)
         if jax.process_index() == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(1)  # JAX would have ended a process that has lost the service
@@ -340,9 +344,9 @@ def test_the_loss_of_any_rank_leaves_the_others_their_service(launch: Launch) ->
         """,
     )
     assert code == 137
-    assert lines_of(out, 0) == ["[4.5]"]
+    assert lines_of(out, 0) == ["[4.5] None"]
     for rank in (1, 2):
-        assert lines_of(out, rank) == ["[4.5]", "still here"], err
+        assert lines_of(out, rank) == ["[4.5] None", "still here"], err
 
 
 @pytest.mark.full

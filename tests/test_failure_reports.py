@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -79,6 +80,33 @@ def test_a_source_is_asked_before_the_poll_finds_it(clean: None) -> None:
     error = jax.errors.JaxRuntimeError(XLA_TEXT)
     assert FAILURE.message in str(error)
     assert jax_intranode.last_failure() == FAILURE
+
+
+def test_a_failure_that_names_its_operation_comes_first(clean: None) -> None:
+    found = [dataclasses.replace(FAILURE, operation=None, message="a peer has ended"), FAILURE]
+    failures.add_source(lambda: [found.pop(0) for _ in range(len(found))])
+    assert failures.current() == FAILURE
+
+
+def test_who_asks_does_not_wait_for_a_source_that_hangs(
+    clean: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "_PATIENCE_S", 0.1)
+    failures.report(FAILURE)
+    go_on, hangs = threading.Event(), threading.Event()
+
+    def hang() -> list[failures.Failure]:
+        hangs.set()
+        go_on.wait(60)
+        return []
+
+    failures.add_source(hang)
+    thread = threading.Thread(target=failures.current)
+    thread.start()
+    assert hangs.wait(60)
+    assert str(jax.errors.JaxRuntimeError(XLA_TEXT)).startswith(FAILURE.message)
+    go_on.set()
+    thread.join()
 
 
 def test_errors_of_xla_show_the_message(clean: None, caplog: pytest.LogCaptureFixture) -> None:

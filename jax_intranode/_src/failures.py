@@ -78,6 +78,9 @@ _in_force = False  # whether `_last` has happened since the last `shutdown`
 _sources: list[Callable[[], Iterable[Failure]]] = []
 _listeners: list[Callable[[Failure], None]] = []
 
+# How long one thread waits for another one that looks for failures.
+_PATIENCE_S = 2.0
+
 # Errors of XLA with these beginnings tell of a wrong program, and not of a peer.
 _UNRELATED = ("INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND")
 
@@ -136,11 +139,17 @@ def on_failure(listener: Callable[[Failure], None]) -> None:
 def current() -> Failure | None:
     """The failure since the last `shutdown`, or None."""
     # Who comes second waits until the first one has entered what it found. Listeners and log
-    # handlers run without the lock, because they may wait for a thread that asks here.
-    with _lock:
+    # handlers run without the lock, because they may wait for a thread that asks here. Should a
+    # source log, the wait ends.
+    if not _lock.acquire(timeout=_PATIENCE_S):
+        return _last if _in_force else None
+    try:
         found = [failure for find in list(_sources) for failure in find()]
+        found.sort(key=lambda failure: failure.operation is None)  # what says more comes first
         entered = [(failure, _enter(failure)) for failure in found]
         failure = _last if _in_force else None
+    finally:
+        _lock.release()
     for one, first in entered:
         _tell(one, first)
     return failure

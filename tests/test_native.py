@@ -23,6 +23,7 @@ SOURCES = {
         ROOT / "xla_ffi/host/progress.cc",
     ],
     "fused_order_test": [NATIVE / "fused_order_test.cc"],
+    "peer_input_fuzz": [NATIVE / "peer_input_fuzz.cc"],
     "machine_test": [NATIVE / "model/machine_test.cc"],
     "collectives_model": [NATIVE / "model/collectives_model.cc"],
     "log_model": [NATIVE / "model/log_model.cc"],
@@ -176,6 +177,13 @@ def test_cpu_groups_report_failures(programs: Programs, mode: str) -> None:
     outcome = run(programs.get("host_group_test"), mode)
     assert outcome.returncode == 0, outcome.stdout
     assert outcome.stdout.endswith(f"{mode}: done\n")
+
+
+@pytest.mark.full
+def test_random_input_from_peers(programs: Programs) -> None:
+    outcome = run(programs.get("peer_input_fuzz"), "300000")
+    assert outcome.returncode == 0, outcome.stdout
+    assert outcome.stdout == "done\n"
 
 
 def only_full(*parameters: Any) -> Any:

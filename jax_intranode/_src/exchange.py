@@ -103,7 +103,12 @@ class KeyValueStore:
                         f"process {process} did not enter the rendezvous within "
                         f"{deadline.seconds:g} s ({stage}); JAX_INTRANODE_TIMEOUT_S sets the limit"
                     )
-            values.append(json.loads(text))
+            try:
+                values.append(json.loads(text))
+            except (ValueError, RecursionError):
+                raise Refused(
+                    f"process {process} sent a record ({stage}) that is no JSON"
+                ) from None
         return values
 
     def claim(self, key: str, value: str) -> str:

@@ -10,13 +10,14 @@ test their access, the probe page. Regions follow; each serves the groups of one
 (communicator.py). On GPUs, the ring buffer of the collective matmuls follows.
 """
 
+import contextlib
 import hashlib
 import importlib
 import logging
 import os
 import platform as host_platform
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -243,6 +244,26 @@ def _gather(
     return values
 
 
+@contextlib.contextmanager
+def _reading(stage: str) -> Iterator[None]:
+    """Refuses records of other processes that have another form than those of this version."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise _Refusal(
+            f"a process sent a record ({stage}) of another form than this version's ({error!r}); "
+            "give all processes the same version"
+        ) from error
+
+
+def _device_ids_of(rendezvous: Rendezvous) -> list[list[int]]:
+    """The ids of each process's devices, in process order."""
+    of_process: dict[int, list[int]] = {}
+    for device_id, device in rendezvous.devices.items():
+        of_process.setdefault(device.process_index, []).append(device_id)
+    return [ids for _, ids in sorted(of_process.items())]
+
+
 def _share_slabs(rendezvous: Rendezvous, deadline: exchange.Deadline) -> None:
     """Fills in the rendezvous, or raises why it can't.
 
@@ -258,15 +279,27 @@ def _share_slabs(rendezvous: Rendezvous, deadline: exchange.Deadline) -> None:
         return _gather(rendezvous, stage, value, deadline)
 
     hellos = attempt("hello", lambda: _hello(rendezvous))
-    _check_hellos(hellos)
-    rendezvous.reason_for_no_matmuls = _reason_for_no_matmuls(rendezvous, hellos)
+    ids_of_processes = _device_ids_of(rendezvous)
+    with _reading("hello"):
+        _check_hellos(hellos)
+        if [[device["id"] for device in hello["devices"]] for hello in hellos] != ids_of_processes:
+            raise ValueError("other devices than the mesh has")
+        for hello in hellos:
+            host, watch = hello["host"], hello["watch"]
+            if not all(isinstance(name, str) for name in host) or len(host) != 2:
+                raise TypeError("a host without two names")
+            if watch and "reason" not in watch and not {"address", "token"} <= watch.keys():
+                raise ValueError("neither an address nor a reason for none")
+            if not all(isinstance(value, str) for value in watch.values()):
+                raise TypeError("an address that is no text")
+        rendezvous.reason_for_no_matmuls = _reason_for_no_matmuls(rendezvous, hellos)
 
     _watch(rendezvous, hellos, deadline)
 
     hosts = [hello["host"] for hello in hellos]
-    process_of = {d["id"]: process for process, h in enumerate(hellos) for d in h["devices"]}
-    for device_id in rendezvous.devices:
-        rendezvous.hosts[device_id] = hosts.index(hosts[process_of[device_id]])
+    for process, ids in enumerate(ids_of_processes):
+        for device_id in ids:
+            rendezvous.hosts[device_id] = hosts.index(hosts[process])
     here = rendezvous.hosts[
         next(i for i, device in rendezvous.devices.items() if _is_local(device))
     ]
@@ -281,8 +314,10 @@ def _share_slabs(rendezvous: Rendezvous, deadline: exchange.Deadline) -> None:
         slabs.update(_allocate(rendezvous, local, shared))
         return {str(i): slab.handle().hex() if shared else "" for i, slab in slabs.items()}
 
-    for of_process in attempt("slabs", allocate):
-        handles.update({int(i): handle for i, handle in of_process.items()})
+    records = attempt("slabs", allocate)
+    with _reading("slabs"):
+        for ids, record in zip(ids_of_processes, records, strict=True):
+            handles.update({i: record[str(i)] for i in ids})
     attempt("open", lambda: _open_peers(rendezvous, slabs, handles, local, peers))
     if shared:
         for slab in slabs.values():

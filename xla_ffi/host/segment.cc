@@ -93,9 +93,20 @@ std::unique_ptr<Segment> Segment::Create(size_t bytes) {
   return segment;
 }
 
+// A peer has sent the name. A segment that is too small would end the process at an access.
 std::unique_ptr<Segment> Segment::Open(const std::string& name, size_t bytes) {
+  if (name.rfind(std::string("/") + kPrefix, 0) != 0 || name.find('\0') != std::string::npos) {
+    Throw(EINVAL, "a peer has sent a name of a shared-memory segment that is not ours");
+  }
   const int fd = shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0);
   if (fd < 0) Throw(errno, "opening the shared-memory segment " + name);
+  struct stat status;
+  if (fstat(fd, &status) != 0 || status.st_uid != geteuid() ||
+      status.st_size < static_cast<off_t>(bytes)) {
+    close(fd);
+    Throw(EINVAL, "the shared-memory segment " + name + " is not this user's, or has fewer than " +
+                      std::to_string(bytes) + " bytes");
+  }
   std::unique_ptr<Segment> segment;
   try {
     segment = Map(fd, bytes, name);

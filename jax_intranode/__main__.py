@@ -171,7 +171,8 @@ def _run(argv: Sequence[str]) -> int:
     try:
         return int(module.run(arguments))
     except WrongInput as error:
-        sys.stderr.write(f"{PROGRAM} {command.name}: {error}\n")
+        named = str(error).startswith((f"{command.name} ", f"{command.name}:"))
+        sys.stderr.write(f"{PROGRAM} {'' if named else f'{command.name}: '}{error}\n")
         return 2
 
 

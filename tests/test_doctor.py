@@ -238,7 +238,7 @@ def test_a_failed_check_fails_the_command(
     assert command_line.main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "2 failed" in out
-    assert "Your node benefits: no. a psum or an all-gather was wrong." in out
+    assert "Your node benefits: not now: a psum or an all-gather was wrong." in out
 
 
 @pytest.mark.full

@@ -486,7 +486,7 @@ def _benefits(checks: Sequence[Check]) -> tuple[str, list[dict[str, Any]], str]:
     count = _usable_gpus(found)
     failed = [check for check in checks[-2:] if check.verdict in (FAILS, WARNING)]
     if len(failed) == 2:
-        return f"{lead}no. {failed[0].reason}.", [], ""
+        return f"{lead}not now: {failed[0].reason}.", [], ""
     on_gpus = count >= 2
     if on_gpus:
         facts = [topology.read_facts(gpu["bus_id"], gpu["name"]) for gpu in gpus[:count]]

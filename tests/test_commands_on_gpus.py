@@ -1,0 +1,153 @@
+"""What `info`, `doctor` and `topology` say of a node with GPUs, by a stand-in for NVML."""
+
+import json
+import sys
+import types
+from typing import Any
+
+import pytest
+from test_topology import INACTIVE_LINK, SWITCH_LINK, FakeNvml, bus_id
+
+from jax_intranode import __main__ as command_line
+from jax_intranode._src.commands import doctor, info
+
+
+class Node(FakeNvml):
+    """A node with GPUs, as far as the commands ask about it."""
+
+    NVML_P2P_CAPS_INDEX_READ, NVML_P2P_CAPS_INDEX_WRITE = 0, 1
+    NVML_P2P_STATUS_OK = 0
+    NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON = 90
+    NVML_CLOCK_MEM, NVML_CLOCK_SM = 2, 1
+
+    def __init__(self, links: list[list[tuple[int, int, str]]]) -> None:
+        super().__init__(links)
+        self.no_access: set[tuple[int, int]] = set()
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "580.1"
+
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        return 13010
+
+    def nvmlDeviceGetName(self, handle: int) -> bytes:
+        return b"NVIDIA H200"
+
+    def nvmlDeviceGetHandleByPciBusId(self, wanted: str) -> int:
+        return [bus_id(gpu) for gpu in range(len(self.links))].index(wanted)
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
+        return types.SimpleNamespace(total=143771 << 20, free=143000 << 20)
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:
+        return 9, 0
+
+    def nvmlDeviceGetNumGpuCores(self, handle: int) -> int:
+        return 132 * 128
+
+    def nvmlDeviceGetMaxClockInfo(self, handle: int, clock: int) -> int:
+        return 3201 if clock == self.NVML_CLOCK_MEM else 1980
+
+    def nvmlDeviceGetMemoryBusWidth(self, handle: int) -> int:
+        return 6144
+
+    def nvmlDeviceGetFieldValues(self, handle: int, fields: list[int]) -> list[Any]:
+        return []
+
+    def nvmlDeviceGetP2PStatus(self, a: int, b: int, kind: int) -> int:
+        return int((a, b) in self.no_access and kind == self.NVML_P2P_CAPS_INDEX_WRITE)
+
+
+@pytest.fixture
+def two_h200s(monkeypatch: pytest.MonkeyPatch) -> Node:
+    """Two GPUs at a switch, seen by this process."""
+    node = Node([[SWITCH_LINK] * 18] * 2)
+    monkeypatch.setitem(sys.modules, "pynvml", node)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    return node
+
+
+def test_info(two_h200s: Node, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["driver"] == {"version": "580.1", "cuda": "13.1", "reason": None}
+    assert [gpu["name"] for gpu in found["gpus"]] == ["NVIDIA H200"] * 2
+    assert found["gpus"][1]["compute_capability"] == "9.0"
+    assert (found["gpus"][1]["memory_mib"], found["gpus"][1]["free_mib"]) == (143771, 143000)
+    assert found["topology"] == {"kind": "fully_connected", "links": [[0, 18], [18, 0]]}
+    if not found["cuda_part"]["built"]:
+        assert any("the CUDA part was not built" in problem for problem in found["problems"])
+    assert command_line.main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert "0: NVIDIA H200, 00000000:06:00.0, compute capability 9.0, 143000 of 143771" in out
+    assert "GPU0      X  NV18" in out and "fully_connected" in out
+    assert "580.1, for CUDA up to 13.1" in out
+    assert two_h200s.users == 0
+
+
+def test_topology(two_h200s: Node, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["topology"]) == 0
+    assert "GPU1   NV18     X" in capsys.readouterr().out
+
+
+def test_peer_access(two_h200s: Node) -> None:
+    assert doctor._peer_access(info.report()).verdict == doctor.OK
+    two_h200s.no_access = {(1, 0)}
+    check = doctor._peer_access(info.report())
+    assert check.verdict == doctor.FAILS
+    assert "no access between GPU 0 and 1" in check.reason and "MIG" in check.remedy
+
+
+def test_unlinked_gpus(two_h200s: Node) -> None:
+    two_h200s.links = [[INACTIVE_LINK]] * 2
+    found = info.report()
+    assert doctor._links(found).verdict == doctor.WARNING
+    for mode in found["modes"][:2]:
+        assert not mode["works"] and mode["reason"]
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_doctor(
+    two_h200s: Node,
+    passes: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built = {"built": True, "ffi": [0, 3], "error": None}
+    part = {**built, "cuda": "13.0", "architectures": ["sm_90", "sm_90a"]}
+    of_module = info._part
+    monkeypatch.setattr(
+        info, "_part", lambda name, *rest: part if name == "_cuda" else of_module(name, *rest)
+    )
+    versions = {"jax-cuda13-plugin": "0.12"}
+    of_distribution = info.versions.of
+    monkeypatch.setattr(
+        info.versions, "of", lambda name: versions.get(name) or of_distribution(name)
+    )
+    asked = []
+
+    def run_module(name: str, ranks: list[tuple[str, ...]]) -> tuple[str, str | None]:
+        asked.append((name, ranks[0][:2]))
+        if name == "probe":
+            return '["GPU 0 wrote 1 to GPU 1, read 0"]' if not passes else "[]", None
+        with open(ranks[0][2], "w") as file:
+            algorithm = "one_shot" if passes else "lax"
+            result = {"right": True, "algorithm": algorithm, "reason": "made up", "operations": 4}
+            json.dump(result, file)
+        return "", None
+
+    monkeypatch.setattr(doctor, "_run_module", run_module)
+    code = command_line.main(["doctor"])
+    out = capsys.readouterr().out
+    assert code == int(not passes)
+    assert [what for what, _ in asked] == ["probe", "probe", "selftest", "selftest"]
+    assert asked[2][1] == ("gpu", "single")
+    if passes:
+        assert "ok       NVLink: 2 GPUs, each pair has 18 links or more" in out
+        assert "ok       memory of GPU 1: " in out
+        assert "Your node benefits: between 2 GPUs, psum up to 4 MB (1.4 to 1.9 times)" in out
+        assert "all_gather_matmul (1.1 to 1.9 times)" in out
+    else:
+        assert "GPU 0 wrote 1 to GPU 1, read 0" in out and "-> check the driver" in out
+        assert "Your node benefits: not now: right, but jax.lax ran it: made up." in out

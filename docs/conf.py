@@ -24,7 +24,7 @@ CONTENTS = {
         "docs/profilers",
         "docs/nodes",
     ],
-    "When something is wrong": ["docs/errors", "docs/failures", "docs/limits"],
+    "When something is wrong": ["docs/errors", "docs/failures", "docs/limits", "docs/security"],
     "Reference": [
         "docs/functions",
         "docs/api",

@@ -517,3 +517,21 @@ def test_segments_of_sees_what_it_looks_for() -> None:
     slab.unlink()
     assert segments_of([os.getpid()]) == []
     assert np.all(module.read_word(0, slab.address) == 0)
+
+
+def test_segments_from_peers_are_checked() -> None:
+    module = native.module("cpu")
+    slab = module.allocate(0, 1 << 20, True)
+    name = slab.handle()
+    assert Path("/dev/shm" + name.decode()).stat().st_mode & 0o777 == 0o600
+    module.open(0, name, 1 << 20)
+    with pytest.raises(RuntimeError, match="has fewer than 1048577 bytes"):
+        module.open(0, name, (1 << 20) + 1)
+    for bad in (b"", b"/", b"/other", b"/jax_intranode.1\0x"):
+        with pytest.raises(RuntimeError, match="name of a shared-memory segment that is not ours"):
+            module.open(0, bad, 1 << 20)
+    if os.geteuid() == 0:
+        os.chown("/dev/shm" + name.decode(), 65534, 65534)
+        with pytest.raises(RuntimeError, match="is not this user's"):
+            module.open(0, name, 1 << 20)
+    slab.unlink()

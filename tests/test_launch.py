@@ -145,7 +145,12 @@ CALLS = {
     "call",
     [pytest.param(name, marks=[] if name == "no call" else pytest.mark.full) for name in CALLS],
 )
-def test_the_ranks_are_one_program(launch: Launch, call: str) -> None:
+def test_the_ranks_are_one_program(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    # Neither is for the ranks: a proxy, and the host devices of a test in one process.
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
     code, out, err = launch(
         "-n 2 SCRIPT",
         JAX,
@@ -159,6 +164,7 @@ def test_the_ranks_are_one_program(launch: Launch, call: str) -> None:
         ["0 1 [2.] float64"],
         ["1 1 [2.] float64"],
     ], err
+    assert "proxy" not in err
     assert ("the processes meet at 127.0.0.1" in err) == (call == "the same arguments")
 
 

@@ -178,8 +178,9 @@ class _Launch:
                         assert end is not None
                         streams.append(Stream(end, output, screen))
                         job.watch(end, streams[-1].read)
-                pids = " ".join(str(process.pid) for process in job.processes)
-                _say(f"{self._world_size} ranks, process ids {pids}")
+                pids = ", ".join(str(process.pid) for process in job.processes)
+                are = "are processes" if len(ranks) > 1 else "is process"
+                _say(f"{_named(list(ranks))} {are} {pids}")
                 end_of_all = self._watch(job, streams, received, deadline)
         for stream in streams:
             stream.finish()
@@ -269,10 +270,9 @@ class _Launch:
         if platform != "auto":
             variables["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda"}[platform]
         if any("_proxy" in name.lower() for name in os.environ):
-            # gRPC would ask a proxy for the service on this node. JAX only warns of it.
+            # gRPC would ask a proxy for the service on this node.
             direct = next(filter(None, map(os.environ.get, ("no_grpc_proxy", "no_proxy"))), "")
             variables["no_grpc_proxy"] = ",".join(filter(None, (direct, "127.0.0.1")))
-            variables["JAX_CHECK_PROXY_ENVS"] = "0"
         return variables
 
 

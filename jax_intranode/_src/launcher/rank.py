@@ -75,6 +75,7 @@ def join_at_first_use() -> None:
 
     If the program calls `jax.distributed.initialize` itself, this call joins the other ranks.
     """
+    jax.config.update("jax_check_proxy_envs", False)  # `launch` has told gRPC to use none
     compat.join_at_first_use(_arguments)
 
 
@@ -115,6 +116,8 @@ def _arguments(given: dict[str, Any]) -> dict[str, Any]:
         "process_id": rank,
         "cluster_detection_method": "deactivate",  # Slurm's, within an allocation
     }
+    # Not CUDA_VISIBLE_DEVICES: peer access between GPUs is tested with both in sight, and JAX under
+    # Slurm and Open MPI does it in this way, too.
     if given.get("local_device_ids") is None:
         arguments["local_device_ids"] = _local_devices()
     heartbeat_s = given.get("heartbeat_timeout_seconds")

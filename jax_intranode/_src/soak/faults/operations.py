@@ -14,10 +14,12 @@ import numpy as np
 from jax import lax
 
 import jax_intranode
+from jax_intranode._src import overlap
 
+_FUSED, _PIPELINE = overlap.Plan(tile_columns=128), overlap.Plan(tile_columns=0)
 # x of each rank has as many rows, times the number of ranks.
-_ROWS, _COLUMNS = 8, 16
-_W = (np.arange(_COLUMNS * _COLUMNS).reshape(_COLUMNS, _COLUMNS) * 5 % 7 - 3).astype(np.float32)
+_ROWS, _COLUMNS = 16, 16
+_W = np.random.default_rng(0).integers(-1, 2, (_COLUMNS, _COLUMNS)).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -28,19 +30,24 @@ class Operation:
         run: of a rank's array [rows, columns] and the name of the axis.
         expected: of all ranks' arrays and a rank, what the rank must have.
         unedited: whether `run` calls `jax.lax`, and is to be accelerated.
+        plan: on GPUs, how its matmul is overlapped: the fused kernel, or the pipeline. None if it
+            has no matmul.
     """
 
     run: Callable[[Any, str], Any]
     expected: Callable[[np.ndarray, int], np.ndarray]
     unedited: bool = False
+    plan: overlap.Plan | None = None
 
 
 def data(rank: int, world: int, turn: int) -> np.ndarray:
     """Returns a rank's array of a turn."""
-    count = _ROWS * world * _COLUMNS
-    return ((np.arange(count) + 7 * rank + 3 * turn) % 11 - 5).astype(np.float32).reshape(
-        -1, _COLUMNS
-    )  # fmt: skip
+    generator = np.random.default_rng((rank, turn))
+    return generator.integers(-1, 2, (_ROWS * world, _COLUMNS)).astype(np.float32)
+
+
+def _w(x: Any) -> Any:
+    return jnp.asarray(_W, x.dtype)
 
 
 def _part(total: np.ndarray, rank: int) -> np.ndarray:
@@ -53,18 +60,18 @@ def _tree(x: Any, axis: str) -> Any:
 
 
 def _gradient(x: Any, axis: str) -> Any:
-    """The gradient of half the sum of the squares of a product."""
+    """The gradient of the sum of a product's absolute values."""
 
     def product(v: Any) -> Any:
-        return jax_intranode.all_gather_matmul(v, jnp.asarray(_W), axis)
+        return jax_intranode.all_gather_matmul(v, _w(v), axis)
 
     y, transpose = jax.vjp(product, x[:_ROWS])
-    return transpose(y)[0]
+    return transpose(jnp.sign(y))[0]
 
 
 def _expected_gradient(xs: np.ndarray, rank: int) -> np.ndarray:
     # Each rank has the whole product, so each contributes.
-    return len(xs) * (xs[rank][:_ROWS] @ _W @ _W.T)
+    return len(xs) * (np.sign(xs[rank][:_ROWS] @ _W) @ _W.T)
 
 
 def _psum(x: Any, axis: str) -> Any:
@@ -89,17 +96,20 @@ OPERATIONS: dict[str, Operation] = {
         lambda xs, _: np.concatenate([x[:_ROWS] for x in xs]),
     ),
     "all_gather_matmul": Operation(
-        lambda x, axis: jax_intranode.all_gather_matmul(x[:_ROWS], jnp.asarray(_W), axis),
+        lambda x, axis: jax_intranode.all_gather_matmul(x[:_ROWS], _w(x), axis),
         lambda xs, _: np.concatenate([x[:_ROWS] for x in xs]) @ _W,
+        plan=_FUSED,
     ),
     "matmul_reduce_scatter": Operation(
-        lambda x, axis: jax_intranode.matmul_reduce_scatter(x, jnp.asarray(_W), axis),
+        lambda x, axis: jax_intranode.matmul_reduce_scatter(x, _w(x), axis),
         lambda xs, rank: _part(xs.sum(0) @ _W, rank),
+        plan=_FUSED,
     ),
     "matmul_all_reduce": Operation(
-        lambda x, axis: jax_intranode.matmul_all_reduce(x, jnp.asarray(_W), axis),
+        lambda x, axis: jax_intranode.matmul_all_reduce(x, _w(x), axis),
         lambda xs, _: xs.sum(0) @ _W,
+        plan=_PIPELINE,
     ),
-    "gradient": Operation(_gradient, _expected_gradient),
+    "gradient": Operation(_gradient, _expected_gradient, plan=_PIPELINE),
     "unedited": Operation(lambda x, axis: lax.psum(x, axis), _sum, unedited=True),
 }

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src import compat, exchange, rendezvous
+from jax_intranode._src import compat, exchange, overlap, rendezvous
 from jax_intranode._src.launcher import rank as launched
 from jax_intranode._src.soak.faults import matrix
 from jax_intranode._src.soak.faults.matrix import Case
@@ -71,9 +71,16 @@ class Rank:
             self._fail_in_stage(self._case.phase.removeprefix("in_meeting_"))
         self.say("begins")
         self._meet(mesh)
-        setting = jax_intranode.accelerate if self._operation.unedited else contextlib.nullcontext
-        with setting():
+        with contextlib.ExitStack() as settings:
+            if self._operation.unedited:
+                settings.enter_context(jax_intranode.accelerate())
+            if self._overlapped:
+                settings.enter_context(overlap.forced(self._operation.plan))
             self._use(mesh)
+
+    @property
+    def _overlapped(self) -> bool:
+        return self._operation.plan is not None and jax.default_backend() == "gpu"
 
     def _meet(self, mesh: Mesh) -> None:
         """Lets the processes meet. Ends this one if they can't use our kernels."""
@@ -178,6 +185,8 @@ class Rank:
 
     def _operand(self, mesh: Mesh, turn: int) -> jax.Array:
         mine = data(self._rank, self._case.world, turn)
+        if self._overlapped:
+            mine = mine.astype(jnp.bfloat16)
         shape = (self._case.world * mine.shape[0], mine.shape[1])
         return jax.make_array_from_callback(shape, NamedSharding(mesh, P("x")), lambda _: mine)
 

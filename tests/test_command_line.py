@@ -242,9 +242,6 @@ def test_in_a_clone_the_installed_package_runs(broken: Path, tmp_path: Path) -> 
     shutil.copytree(Path(jax_intranode.__file__).parent, site / "jax_intranode")
     shutil.copytree(broken, clone)
     environ = {"PYTHONPATH": str(site)}
-    failed = run_in(clone, "-m", "jax_intranode", "plot", "a.json", "-o", "b.png", **environ)
-    # Only the working directory comes before an installed package, so that the other is not found.
-    assert failed.returncode == 1 and "source tree" in failed.stderr
     (site / "jax_intranode-0.1.0.dist-info").mkdir()
     (site / "jax_intranode-0.1.0.dist-info" / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: jax_intranode\nVersion: 0.1.0\n"

@@ -157,14 +157,16 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 # Tests in processes of their own.
 
 
-def test_a_test_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_test_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(doctor, "_LIMIT_S", 0.1)
     found, text = verdict(doctor._self_test("multi", "cpu"))
     assert found == doctor.FAILS
     assert "the ranks did not finish within 0.1 s" in text
 
 
-def test_a_test_that_fails() -> None:
+def test_a_test_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # not where the source tree would be imported
     _, problem = doctor._run_module("no_such_module", [[]])
     assert problem is not None and "No module named jax_intranode._src.commands.no_such" in problem
 

@@ -119,7 +119,7 @@ def to_lax(operation: str, reason: str, logged: bool = True, sends: bool = True)
                 + (f" This call: {reason}." if isinstance(error, AssertionError) else "")
             )
         raise
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, IndexError) as error:
         error.add_note(
             f"jax_intranode.{operation} takes arrays, or pytrees of arrays. jax.lax got this call, "
             f"and refused it: {reason}."

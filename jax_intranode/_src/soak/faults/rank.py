@@ -130,8 +130,7 @@ class Rank:
             )
             program = jax.jit(_sharded(repeated, mesh, (P(), P("x")))).lower(count, v).compile()
             self._together("compiled")
-            self._begin_inside()
-            self._attempt(lambda: self._check(program(count, v), 0))
+            self._attempt(lambda: self._run_inside(program, count, v))
         elif self._case.phase == "idle":
             if self._is_victim:
                 self.fail()
@@ -143,6 +142,14 @@ class Rank:
             self._phase(("first_run", "second_run", "", "fourth_run", "")[k])
             self._attempt(functools.partial(self._run_once, once, mesh, k))
         self.say("done")
+
+    def _run_inside(self, program: Any, count: Any, v: Any) -> None:
+        if self._is_victim and self._case.fault in ("exception", "exit"):
+            program(count, v)
+            self.fail()  # without waiting for the result
+        if self._is_victim and self._case.fault != "none":
+            self._fail_soon()
+        self._check(program(count, v), 0)
 
     def _run_once(self, program: Any, mesh: Mesh, turn: int) -> None:
         self._check(program(self._operand(mesh, turn)), turn)
@@ -233,24 +240,8 @@ class Rank:
 
         setattr(exchange.KeyValueStore, "gather", failing)  # noqa: B010, or mypy objects
 
-    def _begin_inside(self) -> None:
-        """Lets the victim fail while its program runs.
-
-        An exception comes after the program was dispatched. A delay stops the whole process.
-        """
-        if not self._is_victim or self._case.fault == "none":
-            return
-        if self._case.fault in ("exception", "exit"):
-            check = self._check
-
-            def fail_without_waiting(result: jax.Array, turn: int) -> None:
-                del self._check
-                time.sleep(_WAIT_S)
-                self.fail()
-                check(result, turn)
-
-            setattr(self, "_check", fail_without_waiting)  # noqa: B010, or mypy objects
-            return
+    def _fail_soon(self) -> None:
+        """Lets this process fail while its program runs. A delay stops the whole process."""
 
         def later() -> None:
             delay_s = _DELAYS_S.get(self._case.fault)

@@ -7,6 +7,8 @@ from jax_intranode._src.soak.faults.matrix import Case
 
 # From the end of a process to the exception of the others.
 _DEAD_S = 1.0
+# The same if it ends in order. Its peers wait a second longer for operations that are under way.
+_GOODBYE_S = 2.5
 # From the exception to the end of a process that does not catch it.
 _END_S = 8.0
 # The types of exceptions that tell of a failure.
@@ -125,5 +127,5 @@ def _limit(case: Case) -> float:
         # The first process to give up says so. Others wait for its verdict 10 s longer.
         return TIMEOUT_S + 12
     if case.dies:
-        return _DEAD_S
+        return _GOODBYE_S if case.fault == "exit" else _DEAD_S
     return TIMEOUT_S + 1

@@ -3,7 +3,8 @@
     peer_main.py PLATFORM ENDING WAITING VICTIM
 
 WAITING is "waiting" or "not": whether the others call an operation before the rank ends; or "rest":
-they do, and go on without it. "reason": all say why they use jax.lax, and end.
+they do, and go on without it. "new": they call one later that needs another communicator.
+"reason": all say why they use jax.lax, and end.
 
 The last lines of main() are those of an ordinary program: it ends by an exception, or returns.
 """
@@ -26,6 +27,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 import jax_intranode  # noqa: E402
 from jax_intranode._src import launcher, native, peers, rendezvous  # noqa: E402
 
+is_reversed = False  # whether the mesh has its devices in another order
 SILENT_S = 3.0  # how long a process may be silent in these tests
 
 
@@ -33,18 +35,22 @@ def say(label: str, text: object = "") -> None:
     print(f"{label}: {time.monotonic():.3f} {' '.join(str(text).split())}", flush=True)
 
 
+def mesh_of_all() -> jax.sharding.Mesh:
+    devices = np.array(jax.devices())
+    return jax.sharding.Mesh(devices[::-1] if is_reversed else devices, ("x",))
+
+
 @functools.cache
-def program() -> Any:
+def program(mesh: jax.sharding.Mesh) -> Any:
     """A sum that is compiled once, so that later calls begin to wait at once."""
-    mesh = cases.line()
     body = cases.sharded(lambda v: jax_intranode.psum(v, "x"), mesh, P("x"), P("x"))
     return jax.jit(body, in_shardings=jax.sharding.NamedSharding(mesh, P("x")))
 
 
 def check_sum(seed: int) -> None:
-    mesh = cases.line()
+    mesh = mesh_of_all()
     parts = cases.random("float32", (mesh.size, 100), seed)
-    result = program()(cases.put(mesh, P("x"), parts))
+    result = program(mesh)(cases.put(mesh, P("x"), parts))
     cases.check(result, cases.everywhere(cases.oracle(parts), mesh.size))
 
 
@@ -124,8 +130,10 @@ def main() -> None:
         say("END")
         end(ending)
         return
-    if waiting == "not":
+    if waiting in ("not", "new"):
         time.sleep(4 if ending == "stopped" else 2.5)
+    global is_reversed
+    is_reversed = waiting == "new"
     say("CALL")
     attempt("FIRST", 1)
     attempt("LATER", 2)

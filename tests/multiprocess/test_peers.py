@@ -81,6 +81,20 @@ def test_the_rest_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("ending", ["returns", "stopped"])
+def test_new_communicators_know_who_is_absent(tmp_path: Path, ending: str) -> None:
+    if jax.devices()[0].platform != "cpu":
+        pytest.skip("the programs go on after the failure, which they can on the CPU only")
+    need_devices(2)
+    outcome = run(tmp_path, 2, ending, "new", 1)
+    call, _ = line(outcome.logs[0], "CALL")
+    noticed, text = line(outcome.logs[0], "FIRST")
+    # The peer is no fault so far, so the call is lowered, and then waits in vain.
+    assert TEXTS[ending] in text and "waited for rank 0 (device" in text, text
+    assert noticed - call <= NOTICED_S + 2  # it compiles
+
+
+@pytest.mark.full
 def test_interrupted_while_it_waits(tmp_path: Path) -> None:
     """Ctrl-C ends all processes, also those that wait inside of an operation."""
     if jax.devices()[0].platform != "cpu":

@@ -1,6 +1,7 @@
 """Long waits of kernels, simulated: warnings, and what the missing rank waits in."""
 
 import json
+import threading
 import time
 from typing import Any
 
@@ -33,7 +34,7 @@ class Process:
 
     def __init__(self, store: Store | None, report_after_s: float = 10, timeout_s: float = 300):
         self.notes = long_waits.Notes(lambda: store)
-        self.notes._runs = True  # no thread
+        self.notes._thread = threading.Thread()  # never started: a test exchanges the notes
         self.waits = long_waits.LongWaits(self.notes, report_after_s, timeout_s)
 
     def update(self, rank: int, seconds: float, site: str, partition: str = PARTITION) -> list[str]:
@@ -178,3 +179,5 @@ def test_the_thread_exchanges_notes(sites: None) -> None:
             break
         time.sleep(0.05)
     assert json.loads(store.values["jax_intranode/waits/4"])["call"] == SUM
+    notes.end()
+    assert notes._thread is not None and not notes._thread.is_alive()

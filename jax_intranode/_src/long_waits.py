@@ -6,6 +6,7 @@ publishes what its own ranks wait in, in JAX's key-value store, so that ranks th
 operations name both. On the CPU the groups do all of this themselves (xla_ffi/host/host_group.cc).
 """
 
+import atexit
 import json
 import threading
 import time
@@ -76,7 +77,8 @@ class Notes:
         self._mine: dict[int, Note] = {}
         self._wanted: set[int] = set()
         self._found: dict[int, Note] = {}
-        self._runs = False
+        self._thread: threading.Thread | None = None
+        self._ended = False
 
     def publish(self, device_id: int, note: Note, wanted: int) -> None:
         """Publishes a device's note, and asks for that of another device."""
@@ -84,9 +86,21 @@ class Notes:
             self._mine[device_id] = note
             self._wanted.add(wanted)
             self._changed.notify()
-            if not self._runs and self._client() is not None:
-                self._runs = True
-                threading.Thread(target=self._run, name="jax_intranode waits", daemon=True).start()
+            if self._thread is None and self._client() is not None:
+                self._thread = threading.Thread(
+                    target=self._run, name="jax_intranode waits", daemon=True
+                )
+                self._thread.start()
+                # A thread that comes back from C++ while Python ends would abort the process.
+                atexit.register(self.end)
+
+    def end(self) -> None:
+        """Ends the thread. If the store hangs, the thread never comes back."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(1)
 
     def of(self, device_id: int) -> Note | None:
         """The last note that was found of a peer's device."""
@@ -112,12 +126,15 @@ class Notes:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._mine)
+                self._changed.wait_for(lambda: self._mine or self._ended)
+            if self._ended:
+                return
             try:
                 self.exchange()
             except Exception:  # the store is gone: messages do without it
                 return
-            time.sleep(_EXCHANGE_EVERY_S)
+            with self._changed:
+                self._changed.wait_for(lambda: self._ended, _EXCHANGE_EVERY_S)
 
 
 def _parsed(text: str) -> Note | None:

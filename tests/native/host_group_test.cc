@@ -443,9 +443,6 @@ void Mismatch(int processes) {
   Regions regions(2);
   const auto groups = regions.Groups(processes, std::chrono::milliseconds(600));
   auto group_of = [&](int rank) -> jin::HostGroup& { return *groups[rank * processes / 2]; };
-  jin::CallSites::Get().Name(Identity(0), "first");
-  jin::CallSites::Get().Name(Identity(1), "second");
-  jin::CallSites::Get().Describe("second", "float32[100], train.py:20");
   jin::Reports::Get().TakeFailures();
   jin::Reports::Get().set_patience(std::chrono::milliseconds(200));
   for (int round = 0; round < 2; ++round) {
@@ -489,6 +486,9 @@ void Mismatch(int processes) {
 }
 
 void Mismatches() {
+  jin::CallSites::Get().Name(Identity(0), "first");
+  jin::CallSites::Get().Name(Identity(1), "second");
+  jin::CallSites::Get().Describe("second", "float32[100], train.py:20");
   Mismatch(1);
   Mismatch(2);
   {

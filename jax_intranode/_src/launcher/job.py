@@ -153,7 +153,8 @@ class Job:
             # One that the driver holds in the kernel ends later; nothing can hurry it.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_KILLED_S)
-            self.exit_codes[rank] = process.returncode or self.exit_codes[rank] or 0
+            code = process.returncode
+            self.exit_codes[rank] = -signal.SIGKILL if code is None else code
         for pidfd in self._pidfds.values():
             os.close(pidfd)
         self._pidfds.clear()

@@ -28,6 +28,7 @@ SOURCES = {
     "collectives_model": [NATIVE / "model/collectives_model.cc"],
     "log_model": [NATIVE / "model/log_model.cc"],
     "pipeline_model": [NATIVE / "model/pipeline_model.cc"],
+    "fused_model": [NATIVE / "model/fused_model.cc"],
 }
 FLAGS = {
     "plain": [],
@@ -306,3 +307,37 @@ BROKEN_PIPELINE = [
 def test_model_finds_broken_pipeline(programs: Programs, variant: str, ranks: int) -> None:
     line = run_model(programs, "pipeline_model", variant, ranks, 2)
     assert line.startswith(f"{variant}: ranks {ranks} operations 2 ends wrong, "), line
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("programs", ["plain"], indirect=True)
+@pytest.mark.parametrize(
+    ("ranks", "operations", "products"),
+    [(2, 6, "copied"), (3, 4, "copied"), (2, 6, "direct"), (3, 3, "direct")],
+)
+def test_model_of_fused(programs: Programs, ranks: int, operations: int, products: str) -> None:
+    line = run_model(programs, "fused_model", "sound", ranks, operations, products)
+    assert line.startswith(f"sound: ranks {ranks} operations {operations} wrong 0 sequences "), line
+    print(line)
+
+
+BROKEN_FUSED = [
+    ("flag_first", "copied"),  # the flag is set before the data are written
+    ("no_fence", "copied"),
+    ("no_acquire", "copied"),
+    ("no_grant", "copied"),  # a rank writes into a ring that is in use
+    ("any_flag", "copied"),  # the flag of an earlier operation counts
+    ("any_grant", "copied"),  # the grant of an earlier operation counts
+    ("own_number", "copied"),  # flags get the sender's number, not the receiver's
+    ("granted_early", "copied"),  # the ring is granted to the next operation during this one
+    ("no_fence", "direct"),
+    ("no_acquire", "direct"),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("programs", ["plain"], indirect=True)
+@pytest.mark.parametrize(("variant", "products"), BROKEN_FUSED)
+def test_model_finds_broken_fused(programs: Programs, variant: str, products: str) -> None:
+    line = run_model(programs, "fused_model", variant, 3, 3, products)
+    assert line.startswith(f"{variant}: ranks 3 operations 3 ends wrong, "), line

@@ -4,14 +4,15 @@
 #     tools/gpu_checks.sh OUT [STEP...]
 #
 # Writes logs to the folder OUT. Steps, by default all of them: tests (both process modes, with two
-# GPUs and with all of them), probe (the fused kernel alone, among 2 to 8 ranks), memcheck. The
-# package has to be installed. CUDA_VISIBLE_DEVICES chooses the GPUs. Each step has a time limit; one
-# that fails does not keep the next one from running. tools/measure.sh measures.
+# GPUs and with all of them), probe (the fused kernel alone, among 2 to 8 ranks), and the tools of
+# compute-sanitizer: memcheck, racecheck, initcheck, synccheck. The package has to be installed.
+# CUDA_VISIBLE_DEVICES chooses the GPUs. Each step has a time limit; one that fails does not keep the
+# next one from running. tools/measure.sh measures.
 set -uo pipefail
 mkdir -p "$1"
 out=$(realpath "$1")
 shift
-steps=" ${*:-tests probe memcheck} "
+steps=" ${*:-tests probe memcheck racecheck initcheck synccheck} "
 cd "$(dirname "$0")/.."
 visible=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)}
 gpus=$(awk -F, '{ print NF }' <<<"$visible")
@@ -71,11 +72,15 @@ elif runs probe; then
     "$out/fused_probe" 8 check || failed=1
 fi
 
-if runs memcheck && ! command -v compute-sanitizer >/dev/null; then
-  echo "memcheck: not run, compute-sanitizer is not on PATH"
-elif runs memcheck; then
-  CUDA_VISIBLE_DEVICES=$two timeout -s KILL 300 tools/memcheck.sh >"$out/memcheck.log" 2>&1 || failed=1
-  echo "memcheck: $(summary memcheck); $(grep -o 'ERROR SUMMARY.*' "$out/memcheck.log")"
-fi
+for tool in memcheck racecheck initcheck synccheck; do
+  runs "$tool" || continue
+  if ! command -v compute-sanitizer >/dev/null; then
+    echo "$tool: not run, compute-sanitizer is not on PATH"
+    continue
+  fi
+  CUDA_VISIBLE_DEVICES=$two timeout -s KILL 300 tools/compute_sanitizer.sh "$tool" \
+    >"$out/$tool.log" 2>&1 || failed=1
+  echo "$tool: $(summary "$tool"); $(grep -oE '(ERROR|RACECHECK) SUMMARY.*' "$out/$tool.log")"
+done
 
 exit "$failed"

@@ -28,6 +28,8 @@
 //   sums were wrong, even with bulk copies that had completed.) A flag holds nothing but such
 //   numbers, so what it held before is the number of an operation that has ended. Nobody clears
 //   flags.
+//
+// tests/native/model/fused_model.cc repeats these steps and checks them; change it with this file.
 #pragma once
 
 #include "fused_feed.cuh"

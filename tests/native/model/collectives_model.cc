@@ -17,6 +17,7 @@
 //
 #include <chrono>
 
+#include "half_packets.h"
 #include "xla_ffi/kernels/all_gather.h"
 #include "xla_ffi/kernels/one_shot.h"
 #include "xla_ffi/kernels/reduce_scatter.h"
@@ -87,25 +88,6 @@ struct ModelGroup : jin::Group {
   char* EpochBuffer(int of_rank, uint32_t epoch) const {
     if (broken.wrong_epoch && of_rank == rank) ++epoch;
     return jin::Group::EpochBuffer(of_rank, broken.one_epoch_buffer ? 0 : epoch);
-  }
-};
-
-// Packets with half of the payload, for searches that are large otherwise.
-struct HalfPackets {
-  static constexpr size_t kBytes = 8;
-  static void Put(char* slot, size_t i, const jin::Pack& p) {
-    for (int k = 0; k < 2; ++k) jin::StoreWord(At(slot, i) + k, p.word[k]);
-  }
-  static bool TryGet(char* slot, size_t i, jin::Pack* p) {
-    *p = {};
-    for (int k = 0; k < 2; ++k) p->word[k] = jin::LoadWord(At(slot, i) + k);
-    return p->word[0] != jin::kEmpty && p->word[1] != jin::kEmpty;
-  }
-  static void Arm(char* slot, size_t i) {
-    for (int k = 0; k < 2; ++k) jin::StoreWord(At(slot, i) + k, jin::kEmpty);
-  }
-  static uint32_t* At(char* slot, size_t i) {
-    return reinterpret_cast<uint32_t*>(slot + i * kBytes);
   }
 };
 
@@ -255,7 +237,7 @@ class Sequence {
         const jin::Buffer call{inputs_[rank][k].words, local.out[rank][k],
                                static_cast<size_t>(16 * plan.packs)};
         if (every_access_) {
-          RunKernel<jin::F32, 0, HalfPackets>(thread, group, call, plan.kind);
+          RunKernel<jin::F32, 0, jin::HalfPackets>(thread, group, call, plan.kind);
         } else if (ranks_ == 2 && plan.floating) {
           RunKernel<jin::F32, 2>(thread, group, call, plan.kind);
         } else if (plan.floating) {

@@ -11,6 +11,7 @@
 //
 #include <chrono>
 
+#include "half_packets.h"
 #include "xla_ffi/host/call_log.h"
 #include "xla_ffi/kernels/one_shot.h"
 
@@ -28,25 +29,6 @@ struct Variant {
   bool number_first, one_entry_more, any_number, no_fence;
 };
 Variant broken;
-
-// Two words are enough to see that a packet arrives in parts.
-struct HalfPackets {
-  static constexpr size_t kBytes = 8;
-  static void Put(char* slot, size_t i, const jin::Pack& p) {
-    for (int k = 0; k < 2; ++k) jin::StoreWord(At(slot, i) + k, p.word[k]);
-  }
-  static bool TryGet(char* slot, size_t i, jin::Pack* p) {
-    *p = {};
-    for (int k = 0; k < 2; ++k) p->word[k] = jin::LoadWord(At(slot, i) + k);
-    return p->word[0] != jin::kEmpty && p->word[1] != jin::kEmpty;
-  }
-  static void Arm(char* slot, size_t i) {
-    for (int k = 0; k < 2; ++k) jin::StoreWord(At(slot, i) + k, jin::kEmpty);
-  }
-  static uint32_t* At(char* slot, size_t i) {
-    return reinterpret_cast<uint32_t*>(slot + i * kBytes);
-  }
-};
 
 struct ModelThread {
   size_t First() const { return 0; }
@@ -73,7 +55,7 @@ class Run {
       : ranks_(ranks),
         calls_(calls),
         log_words_(kEntries * sizeof(Log::Entry) / 4),
-        buffer_bytes_(ranks * HalfPackets::kBytes),
+        buffer_bytes_(ranks * jin::HalfPackets::kBytes),
         words_(log_words_ + ranks * 2 * buffer_bytes_ / 4),
         machine_(words_, jin::kEmpty, 0) {
     for (size_t word = 0; word < log_words_; ++word) machine_.SetInitial(word, 0);
@@ -184,7 +166,7 @@ class Run {
     }
     const jin::Buffer buffer{in, out, sizeof in};
     ModelThread thread;
-    using OneShot = jin::OneShot<jin::F32, 0, HalfPackets>;
+    using OneShot = jin::OneShot<jin::F32, 0, jin::HalfPackets>;
     OneShot::Push(thread, group, buffer, epoch);
     OneShot::Reduce(thread, group, buffer, epoch);
     if (out[0] != expected || out[1] != expected) machine_.Fail("wrong: the result of a call");

@@ -225,7 +225,7 @@ class Machine {
   }
 
   // Two adjacent words that are accessed as one.
-  uint64_t LoadPair(size_t word) {
+  uint64_t LoadPair(size_t word, Order order = Order::kRelaxed) {
     BeforeLoad();
     Thread& t = Me();
     const size_t high = word + 1;
@@ -247,8 +247,8 @@ class Machine {
     for (int i = lows - 1; i >= low_first; --i) {
       for (int j = highs - 1; j >= high_first; --j) {
         if (!IsCut(word, i + 1, j + 1) || chosen-- != 0) continue;
-        Observe(t, word, i, Order::kRelaxed);
-        Observe(t, high, j, Order::kRelaxed);
+        Observe(t, word, i, order);
+        Observe(t, high, j, order);
         const uint64_t value = At(word, i).value | uint64_t{At(high, j).value} << 32;
         Remember(value);
         if (tracing_) Trace("loads " + Name(word) + ", 64 bits = " + Hex(value));

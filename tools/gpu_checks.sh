@@ -5,7 +5,9 @@
 #
 # Writes logs to the folder OUT. Steps, by default all of them: tests (both process modes, with two
 # GPUs and with all of them), probe (the fused kernel alone, among 2 to 8 ranks), and the tools of
-# compute-sanitizer: memcheck, racecheck, initcheck, synccheck. The package has to be installed.
+# compute-sanitizer: memcheck, racecheck, initcheck, synccheck. If they are named, also: soak (8
+# minutes of random programs on two GPUs), faults (40 jobs on two GPUs in which a process fails).
+# The package has to be installed.
 # CUDA_VISIBLE_DEVICES chooses the GPUs. Each step has a time limit; one that fails does not keep the
 # next one from running. tools/measure.sh measures.
 set -uo pipefail
@@ -82,5 +84,16 @@ for tool in memcheck racecheck initcheck synccheck; do
     >"$out/$tool.log" 2>&1 || failed=1
   echo "$tool: $(summary "$tool"); $(grep -oE '(ERROR|RACECHECK) SUMMARY.*' "$out/$tool.log")"
 done
+
+# `python -m jax_intranode soak` with options, on two GPUs: name, seconds, options.
+soak_on_two() {
+  local name=$1 seconds=$2
+  shift 2
+  CUDA_VISIBLE_DEVICES=$two timeout "$seconds" python3 -P -m jax_intranode soak --platform gpu \
+    --devices 2 --json "$out/$name.json" "$@" >"$out/$name.log" 2>&1 || failed=1
+  echo "$name: $(grep -E 'elements compared|as they must be' "$out/$name.log" | tail -n 2 | paste -sd' ')"
+}
+if runs soak; then soak_on_two soak 1100 --minutes 8; fi
+if runs faults; then soak_on_two faults 1500 --faults --cases 40; fi
 
 exit "$failed"

@@ -117,6 +117,9 @@ def test_command(tmp_path: Path) -> None:
         (["--program", "3"], "--seed"),
         (["--minutes", "0"], "--minutes 0: use a positive number"),
         (["--devices", "9"], "9 devices: use 2 to 8"),
+        (["--json", "/nowhere/soak.json"], "/nowhere"),
+        (["--faults", "--cases", "0"], "--cases 0: use a positive number"),
+        (["--faults", "--case", "psum:inside"], "'psum:inside' names no case; one is psum:"),
     ],
 )
 def test_wrong_input(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

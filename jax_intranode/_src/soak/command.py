@@ -17,9 +17,9 @@ from typing import Any
 from jax_intranode._src import launcher
 from jax_intranode._src.bench import machine
 from jax_intranode._src.bench.settings import MODES, PROCESS_PER_DEVICE
-from jax_intranode._src.commands import WrongInput
 from jax_intranode._src.soak.faults import command as faults
 from jax_intranode._src.soak.rank import Settings
+from jax_intranode._src.wrong_input import WrongInput, check_writable
 
 DESCRIPTION = (
     "Runs random programs and compares every result with jax.lax, or with sums in rank order where "
@@ -92,6 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise WrongInput(f"--minutes {arguments.minutes:g}: use a positive number")
     if arguments.program is not None and arguments.seed is None:
         raise WrongInput("--program needs the --seed of the run that it was part of")
+    if arguments.json is not None:
+        check_writable("--json", arguments.json)
     for name in ("cases", "jobs", "slack"):
         if not getattr(arguments, name) > 0:
             raise WrongInput(f"--{name} {getattr(arguments, name)}: use a positive number")

@@ -97,7 +97,11 @@ def test_command_in_a_broken_installation(broken: Path) -> None:
 
 @pytest.mark.parametrize(
     "argv",
-    [("-c", "import jax_intranode"), ("-m", "jax_intranode._src.launcher"), ("-m", "x", "-m")],
+    [
+        ("-c", "import jax_intranode"),
+        pytest.param(("-m", "jax_intranode._src.launcher"), marks=pytest.mark.full),
+        pytest.param(("-m", "x", "-m"), marks=pytest.mark.full),
+    ],
 )
 def test_broken_installation_raises(broken: Path, argv: tuple[str, ...]) -> None:
     (broken / "x.py").write_text("import jax_intranode\n")

@@ -285,6 +285,7 @@ def test_command_line(
         assert text.format(files=tmp_path) in message, message
 
 
+@pytest.mark.full
 def test_no_traceback(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "jax_intranode", "run", "missing.py"],

@@ -201,6 +201,25 @@ def test_devices_of_one_process_that_run_different_operations() -> None:
     assert re.search(r"^SUM: 2.0 True$", text, re.MULTILINE), text
 
 
+# After Python has ended, a destructor takes its time, and a thread comes back from C++.
+LATE_THREAD = """
+import ctypes, threading
+from jax_intranode._src import failures, native
+libc = ctypes.CDLL(None)
+libc.__cxa_atexit(libc.sleep, ctypes.c_void_p(2), None)
+wait = native.module("cpu").wait_for_peers
+threading.Thread(target=wait, args=(0, 1.0), daemon=True).start()
+failures.report(failures.Failure("jax_intranode: lost.", "timeout", "cpu"))
+raise SystemExit(3)
+"""
+
+
+def test_a_thread_that_comes_back_late_does_not_abort() -> None:
+    status, text = run_program(LATE_THREAD)
+    assert status == 3, text
+    assert text.endswith("\njax_intranode: lost.\n"), text
+
+
 # What destructors print: of objects that were there before the package, and of later ones. In the
 # C library perror prints its argument to stderr.
 NOISE = """

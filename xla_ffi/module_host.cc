@@ -246,6 +246,8 @@ NB_MODULE(_host, m) {
       nb::arg("site"), nb::arg("label"), "What messages say of a call site.");
   m.def("set_exit_message", &SetExitMessage, nb::arg("message"), nb::arg("always"),
         "What the process prints last if it fails, or always; empty for nothing.");
+  m.def("begin_exit", &BeginExit,
+        "From now on a thread that comes back from C++ too late does not abort the process.");
   m.def("print_exit_message", &PrintExitMessage,
         "Prints the exit message now, before os._exit, and not again.");
 

@@ -178,8 +178,12 @@ def forget() -> None:
             native.module("cpu").set_exit_message("", False)
 
 
-# The last chance to find a failure, for the message that is printed last.
-atexit.register(current)
+def _begin_exit() -> None:
+    current()  # the last chance to find a failure, for the message that is printed last
+    native.module("cpu").begin_exit()
+
+
+atexit.register(_begin_exit)
 
 
 def _shown_in(text: str) -> str | None:

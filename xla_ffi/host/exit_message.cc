@@ -1,10 +1,13 @@
 #include "exit_message.h"
 
+#include <dlfcn.h>
 #include <stdlib.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <mutex>
+#include <typeinfo>
 
 namespace jax_intranode {
 namespace {
@@ -39,7 +42,33 @@ __attribute__((destructor)) void PrintAtExit() {
   if (wanted) PrintExitMessage();
 }
 
+// Of the C++ library that XLA uses. A wheel of this package may have another one inside.
+using TerminateHandler = void (*)();
+TerminateHandler former_handler = nullptr;
+const std::type_info* (*current_exception_type)() = nullptr;
+
+void OnTerminate() {
+  const bool unwinds = current_exception_type == nullptr || current_exception_type() == nullptr;
+  if (unwinds && syscall(SYS_gettid) != getpid()) {
+    for (;;) pause();
+  }
+  if (former_handler != nullptr) former_handler();
+  abort();
+}
+
 }  // namespace
+
+void BeginExit() {
+  void* const library = dlopen("libstdc++.so.6", RTLD_LAZY | RTLD_NOLOAD);
+  if (library == nullptr) return;
+  const auto set_terminate = reinterpret_cast<TerminateHandler (*)(TerminateHandler)>(
+      dlsym(library, "_ZSt13set_terminatePFvvE"));
+  current_exception_type =
+      reinterpret_cast<const std::type_info* (*)()>(dlsym(library, "__cxa_current_exception_type"));
+  if (set_terminate == nullptr) return;
+  const TerminateHandler former = set_terminate(&OnTerminate);
+  if (former != &OnTerminate) former_handler = former;
+}
 
 void SetExitMessage(const std::string& message, bool always) {
   ExitMessage& mine = Get();

@@ -13,6 +13,11 @@ namespace jax_intranode {
 // other than 0, or `always`. A process that a signal ends, or os._exit, prints nothing.
 void SetExitMessage(const std::string& message, bool always);
 
+// To be called when the process begins to end. Python ends a thread that comes back from C++ after
+// that by unwinding its stack, and C++ that must not be unwound then aborts the process: for
+// instance a shutdown of JAX that waits for peers. From now on such a thread stops for ever.
+void BeginExit();
+
 // Prints it now, for a process that is about to call _exit, and not again.
 void PrintExitMessage();
 

@@ -115,6 +115,19 @@ def test_a_wrong_result_fails(
     assert "12 elements are WRONG" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("load", [0.1, 1000.0])
+def test_a_busy_machine(
+    load: float,
+    measured: list[Settings],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpus(monkeypatch, 0)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    assert command_line.main(["demo"]) == 0
+    assert ("This machine is busy (load 1000" in capsys.readouterr().out) == (load > 1)
+
+
 @pytest.mark.full
 def test_measurement(tmp_path: Path) -> None:
     done = subprocess.run(

@@ -75,6 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
     all_settings = _on_gpus(min(gpus, 8)) if of_gpus else [_on_cpus()]
     measurements = sum(len(s.matmuls() or s.measurements()) for s in all_settings)
     line = ProgressLine(sys.stderr, measurements)
+    busy = _busy()
+    if busy and not arguments.json:
+        print(busy)
     results = []
     for settings in all_settings:
         if not arguments.json:
@@ -99,6 +102,17 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"\nThe picture is {arguments.png}.")
         print(_NEXT)
     return 1 if wrong else 0
+
+
+def _busy() -> str | None:
+    """A warning if other programs use the cores; None if they do not."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load <= cores:
+        return None
+    return (
+        f"This machine is busy (load {load:.0f} on {cores} cores), so the times below vary: run it "
+        "again when it is idle.\n"
+    )
 
 
 def _on_cpus() -> Settings:

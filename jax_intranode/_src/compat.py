@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import inspect
 import math
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -273,28 +274,36 @@ def bound_distributed_shutdown(gives_up: Callable[[float, bool], bool]) -> None:
     if getattr(state.shutdown, "of_jax_intranode", False):
         return
     of_jax = state.shutdown
+    asked: queue.SimpleQueue[None] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
-    def shutdown() -> None:
-        if state.client is None:
-            return of_jax()
-        errors: list[BaseException] = []
-
-        def end() -> None:
+    def end() -> None:
+        while True:
+            asked.get()
             try:
                 of_jax()
+                ended.put(None)
             except BaseException as error:
-                errors.append(error)
+                ended.put(error)
 
+    # Started here: at exit Python 3.12 starts no threads.
+    thread = threading.Thread(target=end, name="jax_intranode shutdown", daemon=True)
+    thread.start()
+
+    def shutdown() -> None:
+        if state.client is None or not thread.is_alive():  # not alive: in a forked child
+            return of_jax()
         started, serves = time.monotonic(), state.service is not None
-        thread = threading.Thread(target=end, name="jax_intranode shutdown", daemon=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(0.02)
-            if thread.is_alive() and gives_up(time.monotonic() - started, serves):
+        asked.put(None)
+        while True:
+            with contextlib.suppress(queue.Empty):
+                error = ended.get(timeout=0.02)
+                break
+            if gives_up(time.monotonic() - started, serves):
                 leave_without_waiting()
                 return
-        if errors:
-            raise errors[0]
+        if error is not None:
+            raise error
 
     shutdown.of_jax_intranode = True  # type: ignore[attr-defined]
     state.shutdown = shutdown  # type: ignore[method-assign]

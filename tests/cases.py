@@ -334,8 +334,9 @@ def trees(algorithm: str, leaves: int) -> None:
     n = mesh.size
     generator = np.random.default_rng(leaves)
     shapes = [(), (1, 1, 3)] + [(int(k),) for k in generator.integers(1, 40, leaves)]
-    if jax.devices()[0].platform == "cpu":
-        shapes.insert(1, (0,))  # on GPUs jax 0.11.2 crashes, also with lax.psum
+    # jax 0.11.2 crashes when it compiles this, also with lax.psum.
+    if jax.devices()[0].platform == "cpu" and jax.__version__ != "0.11.2":
+        shapes.insert(1, (0,))
     parts = [
         random(dtype, (n, *shape), 100 + i)
         for i, (dtype, shape) in enumerate(

@@ -13,8 +13,9 @@ Python that runs this file, jax and this package among them.
 Each way runs in a process of its own, on all GPUs or else on 4 CPU devices, with the same seeds.
 The two processes take their steps in turns. On CPU devices the models are tiny. Printed are the
 results of both ways and their largest difference, how many collectives were replaced and how many
-were left, how many operations ran in our kernels, and the median time of a step. Exits with 1 if a
-program fails, if its results differ by more than its tolerance, or if nothing ran in our kernels.
+were left, how many operations ran in our kernels, and the median time of a step: what passed, and
+what it took of the processor, which counts where others use it, too. Exits with 1 if a program
+fails, if its results differ by more than its tolerance, or if nothing ran in our kernels.
 Integers, such as sampled tokens, may differ: they are counted.
 """
 
@@ -49,6 +50,7 @@ class Run:
     Attributes:
         results: by name, the arrays of the steps that have the result.
         seconds: how long each step took. The first ones compile.
+        cpu_seconds: the time of the processor that each step took, of all threads.
         operations: how many operations ran in our kernels, summed over devices.
         replaced: how many collectives were replaced in the programs that were lowered.
         left: how many were left.
@@ -56,14 +58,23 @@ class Run:
 
     results: dict[str, list[np.ndarray[Any, Any]]]
     seconds: list[float]
+    cpu_seconds: list[float]
     operations: int
     replaced: int
     left: int
 
     def step(self) -> str:
         """The time of a step, without the two that may compile."""
-        ms = [1e3 * seconds for seconds in self.seconds[2:]]
-        return f"{statistics.median(ms):.2f} ms (at best {min(ms):.2f})"
+        return _milliseconds(self.seconds)
+
+    def cpu_of_step(self) -> str:
+        """The time of the processor, likewise."""
+        return _milliseconds(self.cpu_seconds)
+
+
+def _milliseconds(seconds: list[float]) -> str:
+    ms = [1e3 * s for s in seconds[2:]]
+    return f"{statistics.median(ms):.2f} ms (at best {min(ms):.2f})"
 
 
 def module_of(program: str) -> Any:
@@ -94,19 +105,22 @@ def run_here(program: str, sources: Path, steps: int, out: Path) -> None:
     sys.path.insert(0, str(sources / module.FOLDER))
     results = {}
     seconds: list[float] = []
+    cpu_seconds: list[float] = []
     taken = module.steps(small=jax.devices()[0].platform == "cpu")
     for step in range(steps):
         sys.stdin.readline()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         arrays = jax.block_until_ready(next(taken))
         seconds.append(time.perf_counter() - start)
+        cpu_seconds.append(time.process_time() - cpu_start)
         results |= {f"{name}-{step}": _as_written(array) for name, array in arrays.items()}
         print(STEP_TAKEN, flush=True)
     # `python -m jax_intranode run` has imported it, if it has started this process.
     package = sys.modules.get("jax_intranode")
     operations = 0 if package is None else package.usage_counter()
     np.savez(out / "results.npz", **results)
-    (out / "run.json").write_text(json.dumps({"seconds": seconds, "operations": operations}))
+    found = {"seconds": seconds, "cpu_seconds": cpu_seconds, "operations": operations}
+    (out / "run.json").write_text(json.dumps(found))
 
 
 def _as_written(array: Any) -> np.ndarray[Any, Any]:
@@ -205,6 +219,7 @@ def compare(plain: Run, ours: Run, tolerance: float) -> bool:
     print(f"  collectives: {ours.replaced} replaced, {ours.left} left")
     print(f"  {ours.operations} operations in our kernels, all devices and steps together")
     print(f"  step: {plain.step()} without, {ours.step()} with")
+    print(f"    of the processor: {plain.cpu_of_step()} without, {ours.cpu_of_step()} with")
     print(f"  first step: {plain.seconds[0]:.1f} s without, {ours.seconds[0]:.1f} s with")
     if not ours.operations:
         print("  FAILED: nothing ran in our kernels")

@@ -487,13 +487,18 @@ class InnerJaxpr:
     conditional: bool
 
 
+def may_run_jaxprs(equation: Any) -> bool:
+    """False for most equations, which have no `inner_jaxprs`. It takes no time."""
+    return equation.primitive.multiple_results
+
+
 def inner_jaxprs(equation: Any, platform: str | None) -> Iterator[InnerJaxpr]:
     """The jaxprs that an equation runs when it is lowered for a platform, None for any platform.
 
     Those that only combine two numbers, of a scatter for instance, are left out.
     """
-    if not equation.primitive.multiple_results:
-        return  # the usual case, and quick
+    if not may_run_jaxprs(equation):
+        return
     name, params = equation.primitive.name, equation.params
     values: Sequence[Any] = list(params.values())
     times: int | None = 1

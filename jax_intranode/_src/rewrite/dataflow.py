@@ -193,10 +193,10 @@ class Dataflow:
             of = compat.dot_general(equation)
             if of is None or compat.is_placed(equation):
                 continue
-            first = equation.invars[0].aval
-            if all(first.shape[i] == 1 for i, _ in of.batch) and all(
-                v.aval.size and isinstance(v, Var) for v in equation.invars
-            ):
+            first, second = (v.aval.shape for v in equation.invars)
+            of_one = not of.batch or all(first[i] == 1 for i, _ in of.batch)
+            arrays = all([isinstance(v, Var) for v in equation.invars])
+            if of_one and arrays and 0 not in first and 0 not in second:
                 found[position] = Matmul(position, equation, of)
         return found
 

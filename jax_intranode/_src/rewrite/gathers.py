@@ -66,6 +66,7 @@ class _Gather:
         (self.x,), (self.whole,) = equation.invars, equation.outvars
         self.size = collective.size
         self.peer_bytes = nbytes(self.x.aval) * (self.size - 1)
+        self._kinds: dict[tuple[int, int], int] = {}
         self._kind = flow.number(collective, self.x.aval.shape, self.x.aval.dtype)
 
     def ranks(self, factors: Factors) -> int | None:
@@ -95,10 +96,7 @@ class _Gather:
         groups: dict[Any, list[Product]] = defaultdict(list)
         wgrads = []
         for product in products:
-            key = _Role, self._kind, self._kind_of(product)
-            role = self.flow.known.get(key)
-            if role is None:
-                role = self.flow.known[key] = self._role(product)
+            role = self._role(product)
             if role.group is not None:
                 groups[role.group].append(product)
             elif role.is_wgrad:
@@ -125,24 +123,36 @@ class _Gather:
 
     def _kind_of(self, product: Product) -> int:
         """The number of products that are alike."""
-        x, tail = product.x, product.tail
-        result = tail.result.aval
-        return self.flow.number(
-            *(self.flow.kind(product.matmul), product.side, x.free, x.contracted, x.dtypes),
-            *(tail.permutation, tail.transposed, result.shape, result.dtype),
-        )
+        which = product.matmul.position, product.side
+        found = self._kinds.get(which)
+        if found is None:
+            x, tail = product.x, product.tail
+            result = tail.result.aval
+            found = self._kinds[which] = self.flow.number(
+                *(self.flow.kind(product.matmul), product.side, x.free, x.contracted, x.dtypes),
+                *(tail.permutation, tail.transposed, result.shape, result.dtype),
+            )
+        return found
 
     def _role(self, product: Product) -> "_Role":
+        key = _Role, self._kind, self._kind_of(product)
+        found = self.flow.known.get(key)
+        if found is None:
+            found = self.flow.known[key] = self._new_role(product)
+        return found
+
+    def _new_role(self, product: Product) -> "_Role":
         x, result = product.x, product.tail.result.aval
         if not self._narrows(x.dtypes):
-            return _Role(None, False)
+            return _NO_ROLE
         if self.ranks(x.free) is None:
-            return _Role(None, self.ranks(x.contracted) is not None)
-        if product.transposes and nbytes(result) > MOVED * self.peer_bytes:
-            return _Role(None, False)
+            return _NO_ROLE if self.ranks(x.contracted) is None else _WEIGHT_GRADIENT
+        transposes = product.transposes
+        if transposes and nbytes(result) > MOVED * self.peer_bytes:
+            return _NO_ROLE
         precision = product.matmul.precision(product.side)
         group = x.free, x.contracted, x.dtypes, result.dtype, precision, is_transposed(product.w)
-        return _Role(group, False)
+        return _Role(group, transposes=transposes)
 
     def _narrows(self, dtypes: Sequence[Any]) -> bool:
         """Whether no more bytes are gathered if the shard is cast."""
@@ -174,7 +184,7 @@ class _Gather:
             results=(*(p.tail.result for p in members), *gathered),
             removed=frozenset({self.position, *replaced, *needed.removed}),
             looked_through=frozenset(q for p in members for q in p.w.path),
-            transposes=any(p.transposes for p in group),
+            transposes=any(self._role(p).transposes for p in group),
             gathered=(self.whole, *gathered),
         )
 
@@ -275,10 +285,16 @@ class _Role:
     Attributes:
         group: equal for products that one operation can compute; None if it is no product.
         is_wgrad: whether it may be a weight gradient.
+        transposes: of a product: as in `Fusion`.
     """
 
     group: Any
-    is_wgrad: bool
+    is_wgrad: bool = False
+    transposes: bool = False
+
+
+_NO_ROLE = _Role(None)
+_WEIGHT_GRADIENT = _Role(None, is_wgrad=True)
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,8 @@ class Rewriter:
             choice = collectives.choose(equation, self.body)
             if choice is not None:
                 choices[id(equation)] = choice
-            self._leave_inside(equation)
+            if compat.may_run_jaxprs(equation):
+                self._leave_inside(equation)
         # An equation that stays is the same object, so that its choice is found.
         equations = [compat.replaced_inside(e, self.rewrite) for e in equations]
         equations = sums.issue(equations, choices, self.body)

@@ -90,6 +90,9 @@ class _Walk:
 
     def emit(self, equation: Any) -> None:
         """Emits an equation that is no sum to be merged, or lets it wait."""
+        if not self._open:  # so nothing waits
+            self._emitted.append(equation)
+            return
         if compat.is_fence(equation):
             self._issue(list(self._open))
         needed = self._needed(equation)
@@ -123,8 +126,6 @@ class _Walk:
 
     def _needed(self, equation: Any) -> frozenset[Any]:
         """The keys of the open buckets that an equation has to wait for."""
-        if not self._waits:
-            return _NONE
         waits = self._waits
         return _NONE.union(
             *[waits[v] for v in equation.invars if isinstance(v, Var) and v in waits]
@@ -241,12 +242,14 @@ def _on_gpus(body: Body) -> bool:
 
 def is_heavy(equation: Any) -> bool:
     """Whether an equation takes long: it multiplies matrices, or loops."""
+    if equation.primitive.name in _HEAVY:
+        return True
+    if not compat.may_run_jaxprs(equation):  # nor is it ours: they have several results
+        return False
     own = primitive.BY_PRIMITIVE.get(equation.primitive)
     if own is not None:
         return "matmul" in own.operation
-    return equation.primitive.name in _HEAVY or any(
-        _is_heavy_inside(inner.jaxpr) for inner in compat.inner_jaxprs(equation, None)
-    )
+    return any(_is_heavy_inside(inner.jaxpr) for inner in compat.inner_jaxprs(equation, None))
 
 
 def _is_heavy_inside(jaxpr: Any) -> bool:

@@ -52,6 +52,8 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
     if operation == "all_gather":
         tiled = tiled and bool(shape)
         dimension = draw(st.integers(0, len(shape) - (1 if tiled else 0)))
+        if tiled:  # MLIR refuses to gather a dimension without elements
+            shape[dimension] = max(1, shape[dimension])
     return {
         "operation": operation,
         "axes": axes,
@@ -149,7 +151,7 @@ def run(call: dict[str, Any]) -> bool:
     return ours
 
 
-@pytest.mark.parametrize("examples", [12, pytest.param(400, marks=pytest.mark.full)])
+@pytest.mark.parametrize("examples", [12, pytest.param(200, marks=pytest.mark.full)])
 def test_random_calls(examples: int) -> None:
     need_devices(8)
     ran: Counter[str] = Counter()

@@ -4,6 +4,7 @@
 #include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
@@ -19,7 +20,6 @@
 #include <map>
 #include <mutex>
 #include <optional>
-#include <random>
 #include <stdexcept>
 #include <system_error>
 #include <thread>
@@ -546,10 +546,14 @@ PeerWatch::PeerWatch(int process) : process_(process), state_(std::make_shared<S
   Thread::Get();  // notes which process it is
   Fd listener(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (listener.get() < 0) Throw(ErrnoText("creating a Unix socket"));
-  std::random_device random;
+  // Not std::random_device, which calls a function that only the newest C libraries have.
+  unsigned random[4];
+  if (getrandom(random, sizeof(random), 0) != sizeof(random)) {
+    Throw(ErrnoText("getting random bytes"));
+  }
   char name[64];
   snprintf(name, sizeof(name), "jax_intranode.%d.%08x%08x%08x%08x", static_cast<int>(getpid()),
-           random(), random(), random(), random());
+           random[0], random[1], random[2], random[3]);
   address_ = name;
   sockaddr_un address;
   const socklen_t size = Fill(&address, address_);

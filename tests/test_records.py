@@ -122,7 +122,8 @@ def test_a_sound_record_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("hello", "{", "process 1 sent a record (hello) that is no JSON"),
         ("slabs", "[" * 100_000, "process 1 sent a record (slabs) that is no JSON"),
-        ("hello", "{}", "a process sent a record (hello) of another form"),
+        ("hello", "[1]", "a process sent a record (hello) of another form"),
+        ("hello", "{}", "processes 0 and 1 of the mesh have a different version"),
         ("hello", '{"error": "no"}', "no"),
         ("slabs", "{}", "a process sent a record (slabs) of another form"),
         ("slabs", '"x"', "a process sent a record (slabs) of another form"),

@@ -83,11 +83,12 @@ class Case:
     @property
     def exists(self) -> bool:
         """Whether the matrix has this case."""
-        if self.fault != "late":
-            return True
-        # The processes agree on rewriting a program when they lower it, without our operations.
-        agreeing = self.operation == "unedited" and self.phase == "lowering"
-        return self.phase in _LATE_PHASES and not agreeing
+        # The processes agree on rewriting a program when they lower it. If one does not come within
+        # 10 s, the program is left to jax.lax, which waits for it in its own way.
+        agreeing = self.operation == "unedited" and self.phase in ("lowering", "first_run")
+        if self.fault == "late":
+            return self.phase in _LATE_PHASES and not agreeing
+        return not (self.fault == "stop" and agreeing)
 
     @property
     def before_watch(self) -> bool:

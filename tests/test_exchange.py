@@ -1,11 +1,14 @@
 """The key-value stores of a rendezvous, on a fake of JAX's client."""
 
+import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from jax_intranode._src import compat, exchange
+import jax_intranode
+from jax_intranode._src import compat, config, exchange
 
 
 class FakeClient:
@@ -146,3 +149,15 @@ def test_several_processes_use_jaxs_client(monkeypatch: pytest.MonkeyPatch) -> N
     store = exchange.store("p/", 1, [0, 1])
     assert store.claim("k", "v") == "v"
     assert client.values == {"p/k": "v"}
+
+
+def test_claim_ends_when_the_store_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the process that has JAX's coordination service is stopped."""
+    answer = threading.Event()
+    client = FakeClient()
+    monkeypatch.setattr(client, "key_value_set", lambda key, value: answer.wait(60))
+    monkeypatch.setattr(config, "get", lambda: SimpleNamespace(timeout_s=0.1))
+    store = exchange.KeyValueStore(client, "p/", 0, (0, 1))
+    with pytest.raises(jax_intranode.CommunicationError, match=r"did not answer within 0\.1 s"):
+        store.claim("region/0", "x")
+    answer.set()

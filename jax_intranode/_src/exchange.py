@@ -5,11 +5,12 @@ holds nothing of an earlier run. A single process needs none.
 """
 
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from jax_intranode._src import compat
+from jax_intranode._src import compat, config, failures
 
 # How often a process that waits looks for a verdict, and whether another one is gone.
 _LOOK_S = 0.25
@@ -50,7 +51,11 @@ class Store(Protocol):
         """
 
     def claim(self, key: str, value: str) -> str:
-        """Sets `key` unless it is set already; returns its value."""
+        """Sets `key` unless it is set already; returns its value.
+
+        Raises:
+            CommunicationError: a process is lost, or the store does not answer in time.
+        """
 
     def wait(self, key: str, deadline: Deadline) -> str | None:
         """Waits until `key` is set and returns its value; None after the deadline."""
@@ -114,7 +119,7 @@ class KeyValueStore:
     def claim(self, key: str, value: str) -> str:
         """See Store."""
         try:
-            self._client.key_value_set(self._prefix + key, value)
+            _in_time(lambda: self._client.key_value_set(self._prefix + key, value))
         except Exception as error:
             if "ALREADY_EXISTS" not in str(error):
                 raise
@@ -129,6 +134,34 @@ class KeyValueStore:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
             return None
+
+
+def _in_time(call: Callable[[], None]) -> None:
+    """Calls JAX's store, which has no limit of its own when the process that has it is stopped."""
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            call()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="jax_intranode store", daemon=True)
+    thread.start()
+    deadline = Deadline(config.get().timeout_s)
+    thread.join(_LOOK_S)
+    while thread.is_alive():
+        if failure := failures.current():
+            raise failures.CommunicationError(failure.message)
+        if deadline.passed():
+            raise failures.CommunicationError(
+                f"jax_intranode: JAX's coordination service did not answer within "
+                f"{deadline.seconds:g} s. Is the process stopped that has it? It is process 0, or "
+                "the launcher. JAX_INTRANODE_TIMEOUT_S sets the limit."
+            )
+        thread.join(_LOOK_S)
+    if errors:
+        raise errors[0]
 
 
 def store(prefix: str, process: int, processes: Sequence[int]) -> Store:

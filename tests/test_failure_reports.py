@@ -166,7 +166,7 @@ def run_program(code: str, before: str = "") -> tuple[int, str]:
         "JAX_INTRANODE_REPORT_AFTER_S": "0.5",
     }
     outcome = subprocess.run(
-        [sys.executable, "-c", before + PRELUDE + code],
+        [sys.executable, "-P", "-c", before + PRELUDE + code],
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

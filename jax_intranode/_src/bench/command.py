@@ -156,7 +156,7 @@ def run_mode(
         directory = Path(name)
         output, begun = directory / "rows.json", directory / "begun"
         command = [
-            *(sys.executable, "-X", "faulthandler", "-m", "jax_intranode._src.bench.rank"),
+            *(sys.executable, "-P", "-X", "faulthandler", "-m", "jax_intranode._src.bench.rank"),
             *(settings.to_json(), str(output), str(begun)),
         ]
         with following(directory / "rank0.log" if shows_table else None, begun, line):

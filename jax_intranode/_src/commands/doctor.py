@@ -442,7 +442,7 @@ def _run_module(name: str, ranks: Sequence[Sequence[str]]) -> tuple[str, str | N
 
     from jax_intranode._src import launcher
 
-    command = [sys.executable, "-m", f"jax_intranode._src.commands.{name}"]
+    command = [sys.executable, "-P", "-m", f"jax_intranode._src.commands.{name}"]
     variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_INTRANODE_TIMEOUT_S": "60"}
     port = launcher.free_port()
     environments = [

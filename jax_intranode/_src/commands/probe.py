@@ -57,7 +57,7 @@ def _owner(platform: str, device: int, peer: str) -> list[str]:
     module: Any = native.module(platform)
     memory = module.allocate(device, _BYTES, True)
     try:
-        command = [*(sys.executable, "-m", "jax_intranode._src.commands.probe", "open")]
+        command = [*(sys.executable, "-P", "-m", "jax_intranode._src.commands.probe", "open")]
         done = subprocess.run(
             [*command, platform, peer, memory.handle().hex()], capture_output=True, text=True
         )

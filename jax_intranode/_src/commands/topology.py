@@ -49,12 +49,12 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.png is not None:
         check_writable("--png", arguments.png)
-        if refusal := picture.why_not():
-            raise WrongInput(f"--png {arguments.png}: {refusal}")
     found = topology_lib.topology() if arguments.source is None else read(arguments.source)
     if arguments.png is not None:
         if not found.gpus:
             raise WrongInput(f"--png {arguments.png}: there are no GPUs to draw: {_why_none()}")
+        if refusal := picture.why_not():
+            raise WrongInput(f"--png {arguments.png}: {refusal}")
         picture.draw(found, arguments.png)
     print(json.dumps(to_json(found), indent=2) if arguments.json else text_of(found))
     return 0

@@ -18,6 +18,8 @@ _log = logging.getLogger("jax_intranode")
 
 # Part of the reason for an axis that no device communicates over.
 NOT_BOUND = "is not one that shard_map has bound"
+# The reason for an operand that does not depend on the function's arguments.
+CONSTANT = "a constant"
 
 
 def bound_axes() -> frozenset[Any]:
@@ -55,7 +57,7 @@ def reason_of_array(operation: str, x: Any, axes: tuple[Hashable, ...]) -> str |
     lax has rules of its own for constants, and refuses references.
     """
     if not isinstance(x, jax.core.Tracer):
-        return "a constant"
+        return CONSTANT
     if not isinstance(jax.typeof(x), ShapedArray):
         return "not an array"
     return reason_of_types([x], [x], axes) or select.unsupported_dtype(operation, x.dtype.name)
@@ -120,10 +122,12 @@ def to_lax(operation: str, reason: str, logged: bool = True, sends: bool = True)
             )
         raise
     except (TypeError, ValueError, IndexError) as error:
-        error.add_note(
-            f"jax_intranode.{operation} takes arrays, or pytrees of arrays. jax.lax got this call, "
-            f"and refused it: {reason}."
-        )
+        # lax takes constants, and its ValueError says what is wrong.
+        if reason != CONSTANT or not isinstance(error, ValueError):
+            error.add_note(
+                f"jax_intranode.{operation} takes arrays, or pytrees of arrays. jax.lax got this "
+                f"call, and refused it: {reason}."
+            )
         raise
     if logged and sends:
         refuse_if_strict(operation, reason, source.caller)

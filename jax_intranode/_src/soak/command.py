@@ -167,7 +167,7 @@ def _run_mode(settings: Settings) -> dict[str, Any]:
         directory = Path(name)
         output = directory / "counts.jsonl"
         command = [
-            *(sys.executable, "-m", "jax_intranode._src.soak.rank"),
+            *(sys.executable, "-P", "-m", "jax_intranode._src.soak.rank"),
             *(settings.to_json(), str(output)),
         ]
         error = None

@@ -111,7 +111,7 @@ def _start(
         # XLA takes long to optimize, and our handlers are no part of what it optimizes.
         environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     command = [
-        *(sys.executable, "-m", "jax_intranode._src.soak.faults.rank", str(case), platform),
+        *(sys.executable, "-P", "-m", "jax_intranode._src.soak.faults.rank", str(case), platform),
         *(str(rank), str(directory / f"{rank}.events")),
     ]
     with (directory / f"{rank}.log").open("wb") as log:

@@ -23,11 +23,7 @@ def need_devices(count: int) -> None:
 
 
 def ranks_share_a_gpu() -> bool:
-    """Whether processes of a test share the machine's only GPU.
-
-    The driver gives the processes turns of about 2 ms, so a wait for a peer ends, but late. Times
-    mean nothing then.
-    """
+    """Whether processes of a test share the machine's only GPU: see `launcher.sharing_env`."""
     return len(jax.devices()) == 1 and jax.devices()[0].platform == "gpu"
 
 

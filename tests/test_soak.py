@@ -16,7 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 import jax_intranode
 from jax_intranode.__main__ import main
-from jax_intranode._src.soak import programs, rank, reference
+from jax_intranode._src import launcher
+from jax_intranode._src.bench import machine
+from jax_intranode._src.commands import WrongInput
+from jax_intranode._src.soak import command, programs, rank, reference
 from jax_intranode._src.soak.programs import Layout, Program, Step, Wrapped
 
 # The ranks order their sums, and the loop sums parts that differ between the ranks.
@@ -132,3 +135,15 @@ def test_wrong_input(arguments: list[str], text: str, capsys: pytest.CaptureFixt
 def test_both_modes() -> None:
     done = soak("--minutes", "1", "--devices", "4", "--seed", "11")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_processes_share_a_single_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "gpus_and_driver", lambda: (1, "580"))
+    assert command.platform_and_devices("gpu", None, 4) == ("gpu", 2)
+    assert command.platform_and_devices("gpu", 4, 4) == ("gpu", 4)
+    monkeypatch.setattr(machine, "gpus_and_driver", lambda: (2, "580"))
+    with pytest.raises(WrongInput, match="there are 2 GPUs here"):
+        command.platform_and_devices("gpu", 4, 4)
+    # Each rank says that it is of another host, so that NCCL takes it.
+    hosts = {launcher.sharing_env(rank)["NCCL_HOSTID"] for rank in range(4)}
+    assert len(hosts) == 4

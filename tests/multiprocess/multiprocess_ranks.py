@@ -55,9 +55,7 @@ def run_in_ranks(
         gpu = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if platform == "gpu" else {}
         devices = local_devices and local_devices[rank]
         if ranks_share_a_gpu() and local_devices is None:
-            gpu["JAX_INTRANODE_TOPOLOGY"] = "fully_connected"
-            # NCCL refuses ranks of a host that share a GPU. It takes these for ranks of several.
-            gpu |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
+            gpu = launcher.sharing_env(rank)
             devices = [0]
         environments.append({**launcher.rank_env(rank, world, port, devices), **gpu, **extra})
     command = [

@@ -21,6 +21,7 @@ from jax_intranode._src.launcher.files import run_ranks as run_ranks
 from jax_intranode._src.launcher.job import Job as Job
 from jax_intranode._src.launcher.rank import connect as connect
 from jax_intranode._src.launcher.rank import rank_env as rank_env
+from jax_intranode._src.launcher.rank import sharing_env as sharing_env
 from jax_intranode._src.launcher.service import coordination_service as coordination_service
 from jax_intranode._src.launcher.service import free_port as free_port
 

@@ -38,6 +38,24 @@ def rank_env(
     }
 
 
+def sharing_env(rank: int) -> dict[str, str]:
+    """Returns variables with which several ranks share the machine's only GPU, for tests.
+
+    The driver gives the ranks turns of about 2 ms, so a wait for a peer ends, but late: times mean
+    nothing. NCCL refuses ranks of one host that share a GPU; it takes these for ranks of several.
+
+    Args:
+        rank: The process's rank.
+    """
+    return {
+        config.LOCAL_DEVICES: "0",
+        "JAX_INTRANODE_TOPOLOGY": "fully_connected",
+        "NCCL_HOSTID": f"rank {rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+
+
 def connect(platform: str) -> int:
     """Joins the other ranks' `jax.distributed` run. Call it before any other use of JAX.
 

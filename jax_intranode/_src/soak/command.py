@@ -101,8 +101,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.faults:
         return faults.run(arguments, platform, devices)
     seed = random.randrange(10**6) if arguments.seed is None else arguments.seed
-    modes = reversed(MODES) if arguments.mode == "both" else (arguments.mode,)
-    seconds = arguments.minutes * 60 / (2 if arguments.mode == "both" else 1)
+    modes = tuple(reversed(MODES)) if arguments.mode == "both" else (arguments.mode,)
+    if platform == "gpu" and machine.gpus_and_driver()[0] == 1:
+        if arguments.mode not in ("both", PROCESS_PER_DEVICE):
+            raise WrongInput(f"--mode {arguments.mode}: this needs 2 GPUs, and there is 1 here")
+        modes = (PROCESS_PER_DEVICE,)
+    seconds = arguments.minutes * 60 / len(modes)
     print(f"# soak of {devices} x {platform}, --seed {seed}", flush=True)
     results = []
     for mode in modes:
@@ -121,7 +125,8 @@ def platform_and_devices(platform: str, devices: int | None, cpus: int) -> tuple
 
     Args:
         platform: "auto", "cpu" or "gpu".
-        devices: the number that was asked for; None for all GPUs, or `cpus` CPU devices.
+        devices: the number that was asked for; None for all GPUs, or `cpus` CPU devices. Processes
+            share a single GPU; then the default is two.
         cpus: see above.
 
     Raises:
@@ -133,10 +138,10 @@ def platform_and_devices(platform: str, devices: int | None, cpus: int) -> tuple
     if platform == "gpu" and not gpus:
         raise WrongInput("--platform gpu: there is no GPU here; use --platform cpu")
     if devices is None:
-        devices = gpus if platform == "gpu" else cpus
+        devices = max(gpus, 2) if platform == "gpu" else cpus
     if not 2 <= devices <= 8:
         raise WrongInput(f"{devices} devices: use 2 to 8")
-    if platform == "gpu" and devices > gpus:
+    if platform == "gpu" and devices > gpus > 1:
         raise WrongInput(f"--devices {devices}: there are {gpus} GPUs here")
     return platform, devices
 
@@ -160,6 +165,8 @@ def _run_mode(settings: Settings) -> dict[str, Any]:
             {**variables, **launcher.rank_env(rank, settings.devices, port)}
             for rank in range(settings.devices)
         ]
+        if settings.platform == "gpu" and machine.gpus_and_driver()[0] == 1:
+            env = [{**of_rank, **launcher.sharing_env(rank)} for rank, of_rank in enumerate(env)]
     if settings.platform == "cpu":
         cpus = "1" if settings.mode == PROCESS_PER_DEVICE else str(settings.devices)
         env = [{**rank, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": cpus} for rank in env]

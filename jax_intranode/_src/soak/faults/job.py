@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_intranode._src import launcher, native
+from jax_intranode._src.bench import machine
 from jax_intranode._src.soak.faults.matrix import Case
 
 # JAX_INTRANODE_TIMEOUT_S of the processes, and where the victim comes late.
@@ -107,6 +108,8 @@ def _start(
         environment["JAX_INTRANODE_ALGORITHM"] = "two_shot"
     if platform == "gpu":
         environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+        if machine.gpus_and_driver()[0] == 1:
+            environment |= launcher.sharing_env(rank)
     else:
         # XLA takes long to optimize, and our handlers are no part of what it optimizes.
         environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"

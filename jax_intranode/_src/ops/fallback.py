@@ -122,8 +122,8 @@ def to_lax(operation: str, reason: str, logged: bool = True, sends: bool = True)
             )
         raise
     except (TypeError, ValueError, IndexError) as error:
-        # lax takes constants, and its ValueError says what is wrong.
-        if reason != CONSTANT or not isinstance(error, ValueError):
+        # lax takes numbers and arrays that are constants; then its message says what is wrong.
+        if reason != CONSTANT or isinstance(error, TypeError):
             error.add_note(
                 f"jax_intranode.{operation} takes arrays, or pytrees of arrays. jax.lax got this "
                 f"call, and refused it: {reason}."

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from jax_intranode._src import communicator, compat, exchange, rendezvous
+from jax_intranode._src import communicator, compat, exchange, failures, peers, rendezvous
 from jax_intranode._src.ops.lowering_site import device_ids
 
 _log = logging.getLogger("jax_intranode")
@@ -81,10 +81,28 @@ def _missing(
         rendezvous.raise_if_failed(mesh.devices.flat)
         while store.wait(f"here/{process}", deadline.at_most(_LOOK_S)) is None:
             rendezvous.raise_if_failed(mesh.devices.flat)
+            _raise_if_absent(process, mesh)
             if deadline.passed():
                 missing.append(process)
                 break
     return missing
+
+
+def _raise_if_absent(process: int, mesh: jax.sharding.Mesh) -> None:
+    """Raises if a process has come to its end, in order too: this one waits for it."""
+    ids = tuple(d.id for d in mesh.devices.flat if d.process_index == process)
+    if absence := peers.absence(ids):
+        reason, what = absence
+        failure = failures.Failure(
+            message=f"jax_intranode: {what}, and this process has lowered a program that needs it. "
+            "Restart all processes from the last checkpoint.",
+            reason=reason,
+            platform=mesh.devices.flat[0].platform,
+            device_ids=ids,
+            missing_process=process,
+        )
+        failures.report(failure)
+        raise failures.CommunicationError(failure.message, failure)
 
 
 def _fingerprint(devices: tuple[int, ...], body: Any) -> str:

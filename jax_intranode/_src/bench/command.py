@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import signal
 import sys
 import tempfile
@@ -51,9 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     signal.signal(signal.SIGTERM, _end)
     gpus, driver = machine.gpus_and_driver()
-    platform = arguments.platform
-    if platform == "auto":
-        platform = "gpu" if gpus and os.environ.get("JAX_PLATFORMS") != "cpu" else "cpu"
+    platform = machine.chosen_platform(arguments.platform, gpus)
     devices = arguments.devices or (gpus if platform == "gpu" else 2)
     try:
         settings = options.settings(arguments, platform, devices, gpus)

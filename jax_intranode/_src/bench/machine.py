@@ -24,3 +24,15 @@ def gpus_and_driver() -> tuple[int, str | None]:
         # NVML ignores this variable.
         count = min(count, len([name for name in visible.split(",") if name.strip()]))
     return count, driver
+
+
+def chosen_platform(asked: str, gpus: int) -> str:
+    """Returns "cpu" or "gpu": what was asked for, or for "auto" what JAX would use."""
+    if asked != "auto":
+        return asked
+    return "gpu" if gpus and os.environ.get("JAX_PLATFORMS") != "cpu" else "cpu"
+
+
+def ranks_share_a_gpu(platform: str) -> bool:
+    """Whether processes have to share the machine's only GPU (`launcher.sharing_env`)."""
+    return platform == "gpu" and gpus_and_driver()[0] == 1

@@ -89,7 +89,7 @@ def _missing(
 
 
 def _raise_if_absent(process: int, mesh: jax.sharding.Mesh) -> None:
-    """Raises if a process has come to its end, in order too: this one waits for it."""
+    """Raises if a process has ended, also in order, or is stopped: this one waits for it."""
     ids = tuple(d.id for d in mesh.devices.flat if d.process_index == process)
     if absence := peers.absence(ids):
         reason, what = absence

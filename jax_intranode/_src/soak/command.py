@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         return faults.run(arguments, platform, devices)
     seed = random.randrange(10**6) if arguments.seed is None else arguments.seed
     modes = tuple(reversed(MODES)) if arguments.mode == "both" else (arguments.mode,)
-    if platform == "gpu" and machine.gpus_and_driver()[0] == 1:
+    if machine.ranks_share_a_gpu(platform):
         if arguments.mode not in ("both", PROCESS_PER_DEVICE):
             raise WrongInput(f"--mode {arguments.mode}: this needs 2 GPUs, and there is 1 here")
         modes = (PROCESS_PER_DEVICE,)
@@ -133,8 +133,7 @@ def platform_and_devices(platform: str, devices: int | None, cpus: int) -> tuple
         WrongInput: there are not as many.
     """
     gpus, _ = machine.gpus_and_driver()
-    if platform == "auto":
-        platform = "gpu" if gpus and os.environ.get("JAX_PLATFORMS") != "cpu" else "cpu"
+    platform = machine.chosen_platform(platform, gpus)
     if platform == "gpu" and not gpus:
         raise WrongInput("--platform gpu: there is no GPU here; use --platform cpu")
     if devices is None:
@@ -165,7 +164,7 @@ def _run_mode(settings: Settings) -> dict[str, Any]:
             {**variables, **launcher.rank_env(rank, settings.devices, port)}
             for rank in range(settings.devices)
         ]
-        if settings.platform == "gpu" and machine.gpus_and_driver()[0] == 1:
+        if machine.ranks_share_a_gpu(settings.platform):
             env = [{**of_rank, **launcher.sharing_env(rank)} for rank, of_rank in enumerate(env)]
     if settings.platform == "cpu":
         cpus = "1" if settings.mode == PROCESS_PER_DEVICE else str(settings.devices)

@@ -108,7 +108,7 @@ def _start(
         environment["JAX_INTRANODE_ALGORITHM"] = "two_shot"
     if platform == "gpu":
         environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-        if machine.gpus_and_driver()[0] == 1:
+        if machine.ranks_share_a_gpu(platform):
             environment |= launcher.sharing_env(rank)
     else:
         # XLA takes long to optimize, and our handlers are no part of what it optimizes.

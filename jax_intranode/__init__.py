@@ -44,9 +44,11 @@ try:
     from jax_intranode._src.topology import Topology as Topology
     from jax_intranode._src.topology import TopologyKind as TopologyKind
     from jax_intranode._src.topology import topology as topology
+    from jax_intranode._src.tuning import current as _current_tuning
 
     # A wrong value raises here, once, and not in the middle of a compilation.
     _config.check(_os.environ)
+    _current_tuning()
 except Exception as _error:
     # While Python looks for the module that -m names, sys.argv[0] is "-m".
     _arguments = _sys.orig_argv[1 : len(_sys.orig_argv) - len(_sys.argv) + 1]

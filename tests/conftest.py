@@ -25,7 +25,7 @@ MOST_WORKERS = 4
 GROUPS = re.compile(
     r"[\[-](\d+_processes|plain|thread|address)[-\]]"
     r"|test_programs\.py"
-    r"|test_failures\.py::test_(?:different|disabled|slab|topology)"
+    r"|test_failures\.py::test_(?:different|disabled|slab|topology|a_tuning)"
     r"|\[(?:persistent-cache|serialized-executable)"
 )
 

@@ -1,7 +1,8 @@
 """The environment variables of the package: names, types, defaults and meanings.
 
 Importing the package checks them; the values are read once, at first use. All processes of a
-program need the same values of the variables in `Config`; the rendezvous compares them.
+program need the same values of the variables in `Config`; the rendezvous compares them, and of a
+file the content.
 """
 
 import difflib
@@ -42,6 +43,7 @@ class Config:
     report_after_s: float = 10.0
     algorithm: str = "auto"
     strict: bool = False
+    tuning: str | None = None
 
     @property
     def is_strict(self) -> bool:
@@ -172,6 +174,13 @@ VARIABLES = (
         "`0`",
         "`1`: a fallback is an error",
         lambda name, text: _choice(name, text, ("0", "1")) == "1",
+    ),
+    Variable(
+        _PREFIX + "TUNING",
+        "a file",
+        "what is shipped",
+        "what `python -m jax_intranode tune` has measured on this node",
+        lambda name, text: text,
     ),
     Variable(RANK, "an integer", "none", "the rank of this process, from 0", reader="launcher"),
     Variable(WORLD_SIZE, "an integer", "none", "the number of processes", reader="launcher"),

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jax_intranode._src import limits, table
+from jax_intranode._src import limits, table, tuning
 from jax_intranode._src import topology as topology_lib
 
 
@@ -27,14 +27,19 @@ def describe(rendezvous: Any, hellos: Sequence[dict[str, Any]]) -> str:
         facts.append(f"{fewest} NVLinks between each pair")
     hardware = table.hardware_of(rendezvous.platform, devices[0].device_kind)
     world_size = min(-(-len(devices) // hosts), limits.MAX_WORLD_SIZE)
+    tuned = tuning.rows_for(device.device_kind for device in devices)
     thresholds = []
     for operation in ("psum", "psum_scatter", "all_gather"):
-        rows = table.rows(hardware, rendezvous.mode, operation, "bare", world_size)
-        upto = {row.algorithm: row.nbytes for row in rows}
+        rows, _ = table.rows_and_source(
+            hardware, rendezvous.mode, operation, "bare", world_size, tuned
+        )
+        upto = {row.algorithm: row.nbytes for row in rows or ()}
         thresholds += [f"{operation} {name} up to {size} bytes" for name, size in upto.items()]
     why = rendezvous.reason_for_no_matmuls
+    matmuls = "overlapped" if why is None else f"not overlapped ({why})"
+    by = "" if tuned is None else f", by {tuned.by}"
     return (
         f"Devices {list(rendezvous.devices)} ({len(devices)} x {kinds}, {', '.join(facts)}) "
-        f"communicate through jax_intranode. Among {world_size} ranks: {', '.join(thresholds)}; "
-        f"matmuls are {'overlapped' if why is None else f'not overlapped ({why})'}."
+        f"communicate through jax_intranode{by}. Among {world_size} ranks: "
+        f"{', '.join(thresholds)}; matmuls are {matmuls}."
     )

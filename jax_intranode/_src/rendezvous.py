@@ -11,6 +11,7 @@ test their access, the probe page. Regions follow; each serves the groups of one
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import importlib
 import logging
@@ -33,6 +34,7 @@ from jax_intranode._src import (
     overlap,
     peers,
     select,
+    tuning,
     watcher,
 )
 from jax_intranode._src import topology as topology_lib
@@ -380,6 +382,9 @@ def _hello(rendezvous: Rendezvous) -> dict[str, Any]:
             "CUDA kernels" if rendezvous.platform == "gpu" else f"kernels for {rendezvous.platform}"
         )
         return {"error": f"process {jax.process_index()}: jax_intranode was built without {what}"}
+    refusal = tuning.refusal(device.device_kind for device in rendezvous.devices.values())
+    if refusal is not None:
+        return {"error": refusal}
     local = [device for device in rendezvous.devices.values() if _is_local(device)]
     links, facts = {}, {}
     if rendezvous.platform == "gpu":
@@ -403,7 +408,9 @@ def _hello(rendezvous: Rendezvous) -> dict[str, Any]:
     return {
         "host": [_boot_id(), host_platform.node()],
         "watch": watch,
-        "config": repr(config.get()),
+        # Processes may find the same file under other names.
+        "config": repr(dataclasses.replace(config.get(), tuning=None)),
+        "tuning": tuning.digest(),
         "version": importlib.import_module("jax_intranode").__version__,
         "protocol": _PROTOCOL,
         "table": [select.digest(), overlap.digest()],
@@ -420,7 +427,10 @@ def _reason_for_no_matmuls(rendezvous: Rendezvous, hellos: list[dict[str, Any]])
     if rendezvous.platform == "cpu":
         return "CPU devices"
     facts = [device["facts"] for hello in hellos for device in hello["devices"]]
-    profile = overlap.from_facts([topology_lib.GpuFacts.from_json(of_one) for of_one in facts])
+    kinds = [device.device_kind for device in rendezvous.devices.values()]
+    profile = overlap.from_facts(
+        [topology_lib.GpuFacts.from_json(of_one) for of_one in facts], tuning.profile_for(kinds)
+    )
     if isinstance(profile, str):
         return profile
     versions = {hello["matmuls"] for hello in hellos}
@@ -441,7 +451,7 @@ def _boot_id() -> str:
 
 def _check_hellos(hellos: list[dict[str, Any]]) -> None:
     """Refuses ranks that would not decide alike, and GPUs that are not linked."""
-    for what in ("version", "protocol", "table", "config"):
+    for what in ("version", "protocol", "table", "tuning", "config"):
         values = [hello.get(what, "an older one") for hello in hellos]
         for process, value in enumerate(values):
             if value != values[0]:

@@ -62,6 +62,7 @@ def select(
     mode: str,
     epoch_buffer_bytes: int,
     algorithm: str = "auto",
+    tuned: table.Tuned | None = None,
 ) -> Selection:
     """Selects the algorithm of an operation.
 
@@ -74,6 +75,7 @@ def select(
         mode: "single" if one process has all devices of the mesh, else "multi".
         epoch_buffer_bytes: bytes of each of a region's two epoch buffers.
         algorithm: "auto", or the one to use wherever it fits.
+        tuned: what was measured on this node; None for the shipped table.
     """
 
     def lax(reason: str, cause: str = NOT_FASTER) -> Selection:
@@ -94,22 +96,20 @@ def select(
         return lax(unsupported, UNSUPPORTED)
     packs = -(-nbytes // limits.PACK_BYTES)
     packets = "bare" if limits.packet_bytes("all_gather", dtype) == limits.PACK_BYTES else "flagged"
-    rows = table.rows(hardware, mode, operation, packets, world_size)
-    measured_on = f"(measured on {table.measured_on(hardware)})"
-    if not rows:
+    rows, source = table.rows_and_source(hardware, mode, operation, packets, world_size, tuned)
+    if rows is None:
         return lax(f"no group of {world_size} ranks or more has been measured")
     if operation != "psum":
         algorithm = "auto"  # there is only one
     if algorithm == "auto":
         fitting = [row for row in rows if nbytes <= row.nbytes]
         if not fitting:
-            return lax(
-                f"{nbytes} bytes of {dtype}; up to {rows[-1].nbytes} are faster than lax "
-                f"{measured_on}"
-            )
+            upto = rows[-1].nbytes if rows else 0
+            return lax(f"{nbytes} bytes of {dtype}; up to {upto} are faster than lax {source}")
         row = fitting[0]
-        reason = f"{nbytes} bytes of {dtype} among {world_size} ranks {measured_on}"
+        reason = f"{nbytes} bytes of {dtype} among {world_size} ranks {source}"
     else:
+        rows = rows or table.rows(hardware, mode, operation, packets, world_size)
         fitting = [row for row in rows if row.algorithm == algorithm]
         row = fitting[-1] if fitting else dataclasses.replace(rows[-1], algorithm=algorithm)
         reason = f"JAX_INTRANODE_ALGORITHM={algorithm}"

@@ -1,8 +1,9 @@
 """The measured table of the selection: which algorithm, and how its kernel is launched.
 
-tools/tune.py measures what the rows say.
+`python -m jax_intranode tune` measures what the rows say.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 # The algorithms of a psum.
@@ -24,6 +25,23 @@ class Row:
     algorithm: str
     threads: int
     blocks: int
+
+
+# Rows by process mode, operation, packets and world size.
+RowsByKey = Mapping[tuple[str, str, str, int], tuple[Row, ...]]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """Rows that were measured on this node (tuning.py). They take the place of those below.
+
+    Attributes:
+        rows: the rows. None for a key: lax was faster at all sizes.
+        by: where they come from, for reasons.
+    """
+
+    rows: RowsByKey
+    by: str
 
 
 _KB, _MB = 1 << 10, 1 << 20
@@ -174,18 +192,45 @@ def hardware_of(platform: str, device_kind: str) -> str:
     return "gpu"
 
 
-def measured_on(hardware: str) -> str:
-    """The device on which the rows for some hardware were measured."""
-    return _MEASURED_ON[_with_rows(hardware)]
-
-
 def rows(
     hardware: str, mode: str, operation: str, packets: str, world_size: int
 ) -> tuple[Row, ...]:
-    """The rows for a group: none if no group of this size or larger has been measured."""
+    """The shipped rows for a group: none if no group of this size or larger was measured."""
     where = (_with_rows(hardware), mode, operation, packets)
     sizes = [key[4] for key in TABLE if key[:4] == where and key[4] >= world_size]
     return TABLE[*where, min(sizes)] if sizes else ()
+
+
+def rows_and_source(
+    hardware: str,
+    mode: str,
+    operation: str,
+    packets: str,
+    world_size: int,
+    tuned: Tuned | None = None,
+) -> tuple[tuple[Row, ...] | None, str]:
+    """The rows for a group, and where they come from.
+
+    Args:
+        hardware: see `hardware_of`.
+        mode: "single" or "multi".
+        operation: the operation.
+        packets: "bare" or "flagged".
+        world_size: ranks of the group.
+        tuned: what was measured on this node. Where it has nothing for a group of this size or
+            larger, the shipped rows hold.
+
+    Returns:
+        The rows; None if no group of this size or larger was measured. And their source, for
+        reasons.
+    """
+    if tuned is not None:
+        where = (mode, operation, packets)
+        sizes = [key[3] for key in tuned.rows if key[:3] == where and key[3] >= world_size]
+        if sizes:
+            return tuned.rows[*where, min(sizes)], f"(measured by {tuned.by})"
+    shipped = rows(hardware, mode, operation, packets, world_size)
+    return shipped or None, f"(measured on {_MEASURED_ON[_with_rows(hardware)]})"
 
 
 def _with_rows(hardware: str) -> str:

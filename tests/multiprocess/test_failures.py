@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from multiprocess_ranks import run_in_ranks
 
 import jax_intranode
-from jax_intranode._src import communicator, config, launcher, native, overlap
+from jax_intranode._src import communicator, config, launcher, native, overlap, tuning
 from jax_intranode._src.compat import key_value_client
 from jax_intranode._src.ops.psum import selection
 
@@ -384,13 +384,28 @@ DIFFERENT = {
 }
 
 
-def environments() -> dict[str, list[dict[str, str]]]:
-    """Environments of two processes that make them fall back, by a name of each."""
+def tuning_of(device: str, file: Path) -> dict[str, str]:
+    """The environment that names a tuning without rows, made for a kind of device."""
+    platform = jax.devices()[0].platform
+    fields = {"platform": platform, "device": device, "devices": 2, "versions": {}, "date": ""}
+    tuning.write(file, {**fields, "tables": [], "profile": None})
+    return {tuning.VARIABLE: str(file)}
+
+
+def environments(directory: Path) -> dict[str, list[dict[str, str]]]:
+    """Environments of two processes that make them fall back, by a name of each.
+
+    Args:
+        directory: for files that they name.
+    """
     found = {
         name: [{f"JAX_INTRANODE_{name}": value} for value in values]
         for name, values in DIFFERENT.items()
     }
     found["version"] = [{"VERSION": "0.1.0"}, {"VERSION": "0.2.0"}]
+    tuned = tuning_of(jax.devices()[0].device_kind, directory / "here.json")
+    found["tuning"] = [{}, tuned]
+    found["tuning of another device"] = [tuning_of("NVIDIA H300", directory / "other.json")] * 2
     found["disabled"] = [{"JAX_INTRANODE_DISABLE": "1"}] * 2
     found["disabled in one"] = [{}, {"JAX_INTRANODE_DISABLE": "1"}]
     found["no kernels"] = [{"JAX_INTRANODE_TOPOLOGY": "hybrid_cube_mesh"}] * 2
@@ -403,10 +418,11 @@ def environments() -> dict[str, list[dict[str, str]]]:
 def reason_under(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """Starts two processes once. The result finds why they fell back under an environment."""
     need_ranks(2)
-    log_dir = tmp_path_factory.mktemp("environments") / "logs"
+    directory = tmp_path_factory.mktemp("environments")
+    log_dir = directory / "logs"
     failure = ""
     try:
-        run_in_ranks(falls_back_in_turn, 2, log_dir, arguments=[environments()])
+        run_in_ranks(falls_back_in_turn, 2, log_dir, arguments=[environments(directory)])
     except launcher.RankError as error:
         failure = str(error)
     logs = [(log_dir / f"rank{rank}.log").read_text() for rank in range(2)]
@@ -432,6 +448,16 @@ def test_different_environments(reason_under: Callable[[str], str], name: str) -
 def test_different_versions_of_the_package(reason_under: Callable[[str], str]) -> None:
     reason = reason_under("version")
     assert "processes 0 and 1 of the mesh have a different version: 0.1.0 and 0.2.0" in reason
+
+
+def test_a_tuning_in_one_process_only(reason_under: Callable[[str], str]) -> None:
+    reason = reason_under("tuning")
+    assert "processes 0 and 1 of the mesh have a different tuning: none and " in reason
+
+
+def test_a_tuning_of_another_device(reason_under: Callable[[str], str]) -> None:
+    reason = reason_under("tuning of another device")
+    assert "other.json was measured on NVIDIA H300, and these devices are" in reason
 
 
 def test_one_of_three_differs(ranks: Any) -> None:

@@ -7,7 +7,7 @@ or nothing: where the GPUs, their number or the process mode were not measured, 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jax_intranode._src import config, native, overlap, rendezvous, select, table
+from jax_intranode._src import config, native, overlap, rendezvous, select, table, tuning
 from jax_intranode._src.overlap.profiles import Profile
 from jax_intranode._src.topology import GpuFacts
 
@@ -111,7 +111,7 @@ def of_node(
             for nbytes in _SIZES[platform]:
                 found.append(_collective(platform, device_kind, count, mode, operation, nbytes))
     if platform == "gpu":
-        profile = overlap.from_facts(facts)
+        profile = overlap.from_facts(facts, tuning.profile_for([device_kind]))
         for operation, shapes in _SHAPES.items():
             for shape in shapes:
                 found.append(_matmul(device_kind, count, operation, shape, profile))
@@ -132,6 +132,7 @@ def _collective(
             config.get().slab_bytes(platform), native.module("cpu").HEADER_BYTES
         ),
         algorithm=config.get().algorithm,
+        tuned=tuning.rows_for([device_kind]),
     )
     ratio = None
     if chosen.algorithm != "lax":

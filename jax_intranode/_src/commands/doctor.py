@@ -97,6 +97,7 @@ def all_checks() -> Iterator[Check]:
     yield _package()
     yield _ffi(found)
     yield from _environment(found)
+    yield from _tuning(found)
     yield _driver(found)
     yield _cuda_part(found)
     yield _links(found)
@@ -153,6 +154,23 @@ def _environment(found: dict[str, Any]) -> Iterator[Check]:
     if not any(row["problem"] for row in found["environment"]):
         names = [row["name"] for row in found["environment"] if row["value"] and row["default"]]
         yield Check("environment", OK, f"variables set: {', '.join(names) or 'none'}")
+
+
+def _tuning(found: dict[str, Any]) -> Iterator[Check]:
+    tuning = found["tuning"]
+    if tuning is None:  # not set, or a problem of the package or of the environment
+        return
+    here = {gpu["name"] for gpu in found["gpus"]} or {"cpu"}
+    if here == {tuning["device"]}:
+        yield Check("tuning", OK, tuning["text"])
+    else:
+        yield Check(
+            "tuning",
+            FAILS if found["gpus"] else WARNING,
+            f"{tuning['path']} was measured on {tuning['device']}; this node has "
+            f"{' and '.join(sorted(here))}",
+            "measure again with `python -m jax_intranode tune`, or unset JAX_INTRANODE_TUNING",
+        )
 
 
 def _driver(found: dict[str, Any]) -> Check:

@@ -78,6 +78,7 @@ def report() -> dict[str, Any]:
     found = attempt("GPUs", topology.read_links) or []
     links = topology.link_matrix(found)
     variables = attempt("environment variables", lambda: _variables(problems)) or []
+    tuned = attempt("tuning", _tuning)
     gpus = attempt("GPUs", lambda: _gpus(found)) or []
     if gpus and not cuda["built"]:
         problems.append(
@@ -111,7 +112,28 @@ def report() -> dict[str, Any]:
         "topology": {"kind": topology.classify(links).value, "links": links},
         "modes": _modes(cpu, cuda, gpus, topology.classify(links)),
         "environment": variables,
+        "tuning": tuned,
         "problems": problems,
+    }
+
+
+def _tuning() -> dict[str, Any] | None:
+    """What JAX_INTRANODE_TUNING names; None if it is not set, or where its file is a problem."""
+    path = os.environ.get("JAX_INTRANODE_TUNING")
+    if not path or jax_intranode._import_error is not None:
+        return None
+    # It needs the native module, which a broken installation lacks.
+    tuning = importlib.import_module("jax_intranode._src.tuning").read(path)
+    return {
+        "path": path,
+        "digest": tuning.digest,
+        "device": tuning.device,
+        "devices": tuning.devices,
+        "date": tuning.date,
+        "versions": dict(tuning.versions),
+        "tables": len(tuning.rows),
+        "profile": tuning.profile is not None,
+        "text": str(tuning),
     }
 
 
@@ -301,6 +323,8 @@ def text_of(found: dict[str, Any]) -> str:
             if row["value"] is None and row["default"]
         ),
     )
+    if found["tuning"] is not None:
+        add("tuning", found["tuning"]["text"])
     add("problems", *(found["problems"] or ["none"]))
     width = max(len(title) for title, _ in rows)
     return "\n".join(f"{title:<{width}}  {line}" for title, line in rows)

@@ -16,7 +16,17 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad, mlir
 
-from jax_intranode._src import communicator, compat, config, counts, limits, select, source, table
+from jax_intranode._src import (
+    communicator,
+    compat,
+    config,
+    counts,
+    limits,
+    select,
+    source,
+    table,
+    tuning,
+)
 from jax_intranode._src.ops import fallback
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import Operation, OpPrimitive, nbytes
@@ -178,6 +188,7 @@ def chooser(
         world_size=partition.group_size,
         hardware=table.hardware_of(device.platform, device.device_kind),
         mode=communicator.mode_of(mesh.devices.flat),
+        tuned=tuning.rows_for([d.device_kind for d in mesh.devices.flat]),
     )
 
     def never_accelerated(nbytes: int) -> select.Selection | None:

@@ -11,7 +11,16 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jax_intranode._src import communicator, compat, config, counts, limits, native, overlap
+from jax_intranode._src import (
+    communicator,
+    compat,
+    config,
+    counts,
+    limits,
+    native,
+    overlap,
+    tuning,
+)
 from jax_intranode._src.ops import collective
 from jax_intranode._src.ops.lowering_site import LoweringSite
 
@@ -76,11 +85,12 @@ def find(
     groups = communicator.partition(mesh, tuple(axes))
     sizes = _sizes(operation, request, groups)
     dtype = np.dtype(request.dtypes[0]).name
+    kinds = [d.device_kind for d in mesh.devices.flat]
     # An operation that can't be overlapped with any settings needs no rendezvous.
     reason = overlap.reason_never_overlapped(
         sizes,
         dtype=dtype,
-        profile=overlap.known_from_kinds([d.device_kind for d in mesh.devices.flat]),
+        profile=overlap.known_from_kinds(kinds, tuning.profile_for(kinds)),
         wgrads=request.wgrads,
     )
     if reason is not None:

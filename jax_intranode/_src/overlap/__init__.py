@@ -10,6 +10,7 @@ from jax_intranode._src.overlap.profiles import H200 as H200
 from jax_intranode._src.overlap.profiles import Profile as Profile
 from jax_intranode._src.overlap.profiles import from_facts as from_facts
 from jax_intranode._src.overlap.profiles import known_from_kinds as known_from_kinds
+from jax_intranode._src.overlap.profiles import profile_from_json as profile_from_json
 from jax_intranode._src.overlap.selection import choose as choose
 from jax_intranode._src.overlap.selection import digest as digest
 from jax_intranode._src.overlap.selection import forced as forced

@@ -22,7 +22,7 @@ from jax_intranode._src.topology import GpuFacts
 class TileCosts:
     """Times of one cluster tile of the fused kernel (two row tiles x one column tile), in seconds.
 
-    `tools/tune_overlap.py` fits all but `out_of_step` to runs of tools/fused_probe.cu.
+    `python -m jax_intranode tune` fits all but `out_of_step` to runs of tools/fused_probe.cu.
 
     Attributes:
         stage_s: multiplying one stage, 64 of K.
@@ -45,7 +45,7 @@ class Profile:
     """The constants of the cost model for one GPU.
 
     A comment on a field gives its unit, its meaning and the measurement that yields it:
-    [tune] is `tools/tune_overlap.py`, which measures a node and prints a profile.
+    [tune] is `python -m jax_intranode tune`, which measures a node (tune/matmuls.py).
     [bench OPERATION] is `python -m jax_intranode bench OPERATION --preset sweep`, run twice, the
     second time with `--plan` forcing the other choice; the constant is where the two cross over.
     [probe] is `tools/fused_probe.cu`, run with both choices in turns, likewise.
@@ -55,6 +55,8 @@ class Profile:
     name: str
     # Empty if the constants were measured on this GPU; else what they were scaled from.
     scaled_from: str = ""
+    # Where the constants come from if they were measured on this node (tuning.py); else empty.
+    tuned_by: str = ""
 
     # The GPU.
 
@@ -162,7 +164,9 @@ class Profile:
 
     @property
     def note(self) -> str:
-        """What `explain` has to say about the constants; empty if they were measured."""
+        """What `explain` has to say about the constants; empty if they are shipped and measured."""
+        if self.tuned_by:
+            return f"model measured by {self.tuned_by}"
         return self.scaled_from and f"model scaled from {self.scaled_from}, not measured"
 
 
@@ -213,7 +217,8 @@ H200 = Profile(
     arrivals_before_wgrad=1 / 3,
 )
 
-# By exact device kind. Add what `tools/tune_overlap.py` prints for another GPU here.
+# By exact device kind. Add what `python -m jax_intranode tune --print-profile` prints for another
+# GPU here.
 MEASURED = {profile.name: profile for profile in (H200,)}
 
 # What an H200 reports (SXM: 132 SMs, 18 links of NVLink 4, six stacks of HBM3e).
@@ -235,17 +240,66 @@ _SUSTAINED_FLOPS = {"NVIDIA H20": 0.95 * 148e12, "NVIDIA H20-3e": 0.95 * 148e12}
 _GENERATION, _COMPUTE_CAPABILITY = "hopper", (9, 0)
 
 
-def known_from_kinds(kinds: Collection[str]) -> Profile | str | None:
+def profile_from_json(fields: Mapping[str, Any]) -> Profile:
+    """Returns the profile of which `dataclasses.asdict` made `fields`.
+
+    Raises:
+        AttributeError, LookupError, TypeError, ValueError: it did not.
+    """
+
+    def number(name: str, value: Any, kind: type = float) -> Any:
+        allowed = (int, float) if kind is float else (int,)
+        if isinstance(value, bool) or not isinstance(value, allowed) or not 0 <= value < 1e30:
+            raise ValueError(f"unexpected: {name} {value!r}")
+        return kind(value)
+
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(Profile):
+        value = fields[field.name]
+        if field.name == "tiles":
+            values["tiles"] = {
+                int(columns): TileCosts(
+                    **{
+                        name: None if cost is None else number(name, cost)
+                        for name, cost in tile.items()
+                    }
+                )
+                for columns, tile in value.items()
+            }
+        elif field.name == "direct_waves":
+            values["direct_waves"] = {
+                float(ratio): number("direct_waves", waves, int) for ratio, waves in value.items()
+            }
+        elif field.type is str:
+            if not isinstance(value, str):
+                raise ValueError(f"unexpected: {field.name} {value!r}")
+            values[field.name] = value
+        else:
+            values[field.name] = number(field.name, value, int if field.type is int else float)
+    # A rate of zero, or tiles that no kernel has, would fail in the model.
+    for name in ("sms", "matmul_flops", "memory_bytes_per_s", "copy_bytes_per_s",
+                 "link_bound_bytes_per_s", "sender_bytes_per_s", "pipeline_tile"):  # fmt: skip
+        if not values[name]:
+            raise ValueError(f"unexpected: {name} 0")
+    if values["tiles"].keys() != H200.tiles.keys():
+        raise ValueError(f"unexpected: tiles {list(values['tiles'])}")
+    return Profile(**values)
+
+
+def known_from_kinds(kinds: Collection[str], tuned: Profile | None = None) -> Profile | str | None:
     """Returns what device kinds alone decide, which all processes know before they rendezvous.
 
     Args:
         kinds: the device kinds of all GPUs of a mesh.
+        tuned: the profile that was measured on this node, if there is one.
 
     Returns:
         The profile if all are GPUs of one measured kind; why there is none, if one of them is no
         GPU that the kernels are compiled for; None if it takes the facts of the GPUs to say.
     """
     first, *others = dict.fromkeys(kinds)
+    if not others and tuned is not None and first == tuned.name:
+        return tuned
     if not others and first in MEASURED:
         return MEASURED[first]
     for kind in (first, *others):
@@ -255,12 +309,16 @@ def known_from_kinds(kinds: Collection[str]) -> Profile | str | None:
     return None
 
 
-def from_facts(facts: Sequence[GpuFacts]) -> Profile | str:
+def from_facts(facts: Sequence[GpuFacts], tuned: Profile | None = None) -> Profile | str:
     """Returns the profile of the GPUs of a mesh, or why there is none.
 
     GPUs that differ get the profile of the slowest: of one with the smallest of each fact.
+
+    Args:
+        facts: what each GPU reports.
+        tuned: the profile that was measured on this node, if there is one.
     """
-    known = known_from_kinds([of_one.device_kind for of_one in facts])
+    known = known_from_kinds([of_one.device_kind for of_one in facts], tuned)
     if known is not None:
         return known
     for of_one in facts:

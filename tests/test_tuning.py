@@ -1,0 +1,359 @@
+"""JAX_INTRANODE_TUNING: files that are read, refused, and obeyed."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cases
+import jax
+import jax.numpy as jnp
+import pytest
+from devices import need_devices
+from jax.sharding import PartitionSpec as P
+
+import jax_intranode
+from jax_intranode._src import config, limits, overlap, select, table, tuning
+from jax_intranode._src.ops.psum import selection
+from jax_intranode._src.overlap import H200
+
+ROW = table.Row(4096, "two_shot", 1, 1)
+
+
+def fields_of(
+    rows: dict[tuple[str, str, str, int], tuple[table.Row, ...]],
+    platform: str = "cpu",
+    device: str = "cpu",
+    profile: overlap.Profile | None = None,
+) -> dict[str, Any]:
+    return {
+        "platform": platform,
+        "device": device,
+        "devices": 8,
+        "versions": {"jax": "0.12.0.1"},
+        "date": "2026-11-23T12:00:00+00:00",
+        "tables": [tuning.table_fields(*key, of_key) for key, of_key in rows.items()],
+        "profile": None if profile is None else dataclasses.asdict(profile),
+    }
+
+
+def all_keys(
+    operation: str = "psum", rows: tuple[table.Row, ...] = (ROW,)
+) -> dict[tuple[str, str, str, int], tuple[table.Row, ...]]:
+    return {
+        (mode, operation, packets, limits.MAX_WORLD_SIZE): rows
+        for mode in ("single", "multi")
+        for packets in ("bare", "flagged")
+    }
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "node.json"
+    tuning.write(path, fields_of(all_keys()))
+    return path
+
+
+# Reading.
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    rows = {
+        ("single", "psum", "bare", 2): (
+            table.Row(1 << 10, "one_shot", 64, 128),
+            table.Row(1 << 20, "two_shot", 512, 256),
+        ),
+        ("multi", "all_gather", "flagged", 4): (),
+    }
+    profile = dataclasses.replace(H200, sms=100, exposed_s=1.25e-5)
+    path = tmp_path / "node.json"
+    tuning.write(path, fields_of(rows, "gpu", H200.name, profile))
+    read = tuning.read(str(path))
+    assert read.rows == rows and (read.platform, read.device) == ("gpu", "NVIDIA H200")
+    assert read.profile == dataclasses.replace(profile, tuned_by=f"JAX_INTRANODE_TUNING={path}")
+    assert f"JAX_INTRANODE_TUNING={path}" in read.profile.note
+    assert str(path) in str(read) and read.digest in str(read)
+
+
+def test_digest_is_of_what_decides(tmp_path: Path) -> None:
+    digests = []
+    gpu = ("gpu", H200.name)
+    row = dataclasses.replace(ROW, threads=64)
+    for number, fields in enumerate(
+        [
+            fields_of(all_keys(rows=(row,)), *gpu),
+            fields_of(all_keys(rows=(dataclasses.replace(row, nbytes=4097),)), *gpu),
+            fields_of(all_keys(rows=()), *gpu),
+            fields_of(all_keys(rows=(row,)), "gpu", "NVIDIA H100"),
+            fields_of(all_keys(rows=(row,)), *gpu, H200),
+            fields_of(all_keys(rows=(row,)), *gpu, dataclasses.replace(H200, sms=131)),
+        ]
+    ):
+        path = tmp_path / f"{number}.json"
+        tuning.write(path, fields)
+        digests.append(tuning.read(str(path)).digest)
+        other_day = tmp_path / f"{number}-later.json"
+        tuning.write(other_day, fields | {"date": "2027-01-01", "seconds": 5})
+        assert tuning.read(str(other_day)).digest == digests[-1]
+    assert len(set(digests)) == len(digests)
+
+
+def damaged(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def apply(path: Path) -> None:
+        fields = json.loads(path.read_text())
+        change(fields)
+        path.write_text(json.dumps(fields))
+
+    return apply
+
+
+def first_row(**changed: Any) -> Callable[[Path], None]:
+    return damaged(lambda fields: fields["tables"][0]["rows"][0].update(changed))
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda path: path.unlink(), "No such file"),
+        (lambda path: path.write_text(path.read_text()[:-20]), "no JSON"),
+        (lambda path: path.write_bytes(b"\xff\xfe\x00"), "no JSON"),
+        (lambda path: path.write_text("[]"), "no file of `tune`"),
+        (lambda path: path.write_text('{"version": 2, "rows": []}'), "no file of `tune`"),
+        (damaged(lambda f: f.update(format=0)), "the file has layout 0, and this is 1"),
+        (damaged(lambda f: f.update(jax_intranode="0.0.1")), "has jax_intranode 0.0.1, and this"),
+        (damaged(lambda f: f.pop("tables")), "damaged ('tables')"),
+        (damaged(lambda f: f.update(tables=5)), "damaged"),
+        (damaged(lambda f: f["tables"].append(f["tables"][0])), "twice"),
+        (damaged(lambda f: f["tables"][0].update(mode="both")), "mode 'both'"),
+        (damaged(lambda f: f["tables"][0].update(ranks=9)), "ranks 9"),
+        (damaged(lambda f: f["tables"][0].update(ranks=True)), "ranks True"),
+        (damaged(lambda f: f["tables"][0].update(operation="pmax")), "operation 'pmax'"),
+        (damaged(lambda f: f["tables"][0]["rows"].append(f["tables"][0]["rows"][0])), "sizes"),
+        (first_row(nbytes=8192), "digest"),  # a right value, but not what was measured
+        (first_row(nbytes=-1), "-1 bytes"),
+        (first_row(nbytes=4096.5), "4096.5 bytes"),
+        (first_row(algorithm="all_gather"), "psum by 'all_gather'"),
+        (first_row(algorithm="ring"), "psum by 'ring'"),
+        (first_row(threads=64), "1 x 64 threads"),
+        (first_row(warps=2), "warps"),
+        (damaged(lambda f: f.update(profile={})), "damaged ('name')"),
+        (damaged(lambda f: f.update(device="")), "device ''"),
+        (damaged(lambda f: f.update(digest="0")), "digest"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused(
+    file: Path, damage: Callable[[Path], object], says: str
+) -> None:
+    damage(file)
+    with pytest.raises(ValueError) as error:
+        tuning.read(str(file))
+    assert says in str(error.value) and f"JAX_INTRANODE_TUNING={str(file)!r}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("platform", "changed", "says"),
+    [
+        ("gpu", {"threads": 48}, "48 threads"),
+        ("gpu", {"threads": 1024}, "1024 threads"),
+        ("gpu", {"threads": 64, "blocks": 257}, "257 blocks"),
+        ("gpu", {"threads": 64, "blocks": 0}, "0 blocks"),
+    ],
+)
+def test_launches_that_no_kernel_takes_are_refused(
+    tmp_path: Path, platform: str, changed: dict[str, int], says: str
+) -> None:
+    rows = all_keys(rows=(dataclasses.replace(ROW, **changed),))
+    with pytest.raises(ValueError, match=says):
+        tuning.write(tmp_path / "node.json", fields_of(rows, platform, "NVIDIA H200"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"sms": 0}, "sms"),
+        ({"sms": 132.5}, "sms"),
+        ({"copy_bytes_per_s": float("nan")}, "copy_bytes_per_s"),
+        ({"link_bound_bytes_per_s": -1.0}, "link_bound"),
+        ({"name": "NVIDIA H100"}, "profile of 'NVIDIA H100'"),
+        ({"tiles": {}}, "tiles"),
+        ({"direct_waves": {0.5: True}}, "direct_waves"),
+    ],
+)
+def test_a_profile_that_is_none_is_refused(
+    tmp_path: Path, changed: dict[str, Any], says: str
+) -> None:
+    profile = dataclasses.replace(H200, **changed)
+    with pytest.raises(ValueError, match=says):
+        tuning.write(tmp_path / "node.json", fields_of({}, "gpu", H200.name, profile))
+
+
+def run_python(file: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python on CPU devices with this file in force."""
+    return subprocess.run(
+        [sys.executable, "-P", *arguments],  # -P: the installed package, not the source tree
+        cwd=file.parent,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_INTRANODE_TUNING": str(file)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_the_import_refuses_a_damaged_file(file: Path) -> None:
+    file.write_text(file.read_text()[:-20])
+    outcome = run_python(file, "-c", "import jax_intranode")
+    assert outcome.returncode == 1
+    last = outcome.stderr.splitlines()[-1]
+    assert last.startswith(f"ValueError: JAX_INTRANODE_TUNING={str(file)!r}: it is no JSON")
+
+
+# Selection.
+
+
+def test_tuned_rows_take_the_place_of_shipped_ones() -> None:
+    usual: dict[str, Any] = {
+        "dtype": "bfloat16", "hardware": "hopper", "mode": "multi",
+        "epoch_buffer_bytes": 1 << 30,
+    }  # fmt: skip
+    tuned = table.Tuned(
+        {
+            ("multi", "psum", "bare", 4): (table.Row(1 << 16, "two_shot", 64, 7),),
+            ("multi", "all_gather", "bare", 4): (),
+        },
+        "node.json",
+    )
+
+    def choose(operation: str, world: int, nbytes: int, **more: Any) -> select.Selection:
+        return select.select(
+            operation, world_size=world, nbytes=nbytes, tuned=tuned, **usual | more
+        )
+
+    for world in (2, 3, 4):  # those of the next larger group hold
+        chosen = choose("psum", world, 1 << 16)
+        assert (chosen.algorithm, chosen.threads, chosen.blocks) == ("two_shot", 64, 7)
+        assert "(measured by node.json)" in chosen.reason
+        above = choose("psum", world, (1 << 16) + 16)
+        assert above.algorithm == "lax" and "up to 65536" in above.reason
+        none = choose("all_gather", world, 16)
+        assert none.algorithm == "lax" and "up to 0 are faster than lax" in none.reason
+        # A forced algorithm takes a row of its own, or the launch of the last one.
+        forced = choose("psum", world, 16, algorithm="one_shot")
+        assert (forced.algorithm, forced.threads) == ("one_shot", 64)
+    for operation, world, more in (
+        ("psum", 8, {}),
+        ("psum", 4, {"mode": "single"}),
+        ("psum", 4, {"dtype": "int32"}),
+        ("psum_scatter", 4, {}),
+    ):
+        with_tuning = choose(operation, world, 4096, **more)
+        without = select.select(
+            operation,
+            world_size=world,
+            nbytes=4096,
+            **usual | more,  # type: ignore[arg-type]
+        )
+        assert with_tuning == without and "measured on H200" in without.reason
+
+
+def test_a_tuned_profile_is_for_its_device_only() -> None:
+    mine = dataclasses.replace(H200, name="NVIDIA H100 80GB HBM3", tuned_by="node.json")
+    assert overlap.known_from_kinds([mine.name] * 2, mine) is mine
+    assert overlap.known_from_kinds(["NVIDIA H200"] * 2, mine) is H200
+    assert overlap.known_from_kinds([mine.name, "NVIDIA H200"], mine) is None
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """No rendezvous has taken place before, and later tests have their own."""
+    jax_intranode.shutdown()
+    jax.clear_caches()
+    yield
+    jax_intranode.shutdown()
+    jax.clear_caches()
+
+
+def kind() -> str:
+    return jax.devices()[0].device_kind
+
+
+def tuning_for_here(tmp_path: Path, device: str) -> tuning.Tuning:
+    platform = jax.devices()[0].platform
+    row = ROW if platform == "cpu" else dataclasses.replace(ROW, threads=64, blocks=16)
+    path = tmp_path / "node.json"
+    tuning.write(path, fields_of(all_keys(rows=(row,)), platform, device))
+    return tuning.read(str(path))
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_program_obeys_the_tuning_and_its_results_are_right(tmp_path: Path) -> None:
+    need_devices(2)
+    mesh = cases.line()
+    count = ROW.nbytes // 4
+    with tuning.using(tuning_for_here(tmp_path, kind())):
+        chosen = selection(mesh, ("x",), (count,), "float32")
+        assert chosen.algorithm == "two_shot" and "node.json" in chosen.reason
+        assert selection(mesh, ("x",), (count + 4,), "float32").algorithm == "lax"
+        parts = cases.random("float32", (mesh.size, count), 5)
+        cases.check(cases.psum_of(parts, mesh), cases.everywhere(cases.oracle(parts), mesh.size))
+        f = jax.jit(cases.sharded(lambda v: jax_intranode.psum(v, "x"), mesh, P("x"), P("x")))
+        (call,) = jax_intranode.explain(f)(jnp.ones((mesh.size, count)))
+        assert call.algorithm == "two_shot" and "JAX_INTRANODE_TUNING" in call.reason
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_tuning_of_another_device_is_a_reason_for_lax(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    need_devices(2)
+    mesh = cases.line()
+    with tuning.using(tuning_for_here(tmp_path, "NVIDIA H300")):
+        chosen = selection(mesh, ("x",), (100,), "float32")
+    assert chosen.algorithm == "lax"
+    assert f"was measured on NVIDIA H300, and these devices are {kind()}" in chosen.reason
+    assert "node.json" in chosen.reason and "node.json" in caplog.text
+
+
+# The commands.
+
+
+def test_info_names_the_tuning(file: Path) -> None:
+    named = str(tuning.read(str(file)))
+    outcome = run_python(file, "-m", "jax_intranode", "info")
+    assert outcome.returncode == 0, outcome.stderr
+    assert f"tuning         {named}" in outcome.stdout
+
+
+def test_info_shows_a_file_that_cannot_be_used(file: Path) -> None:
+    file.write_text("{}")
+    outcome = run_python(file, "-m", "jax_intranode", "info", "--json")
+    assert outcome.returncode == 0, outcome.stderr
+    report = json.loads(outcome.stdout)
+    assert report["tuning"] is None
+    assert any("no file of `tune`" in problem for problem in report["problems"])
+
+
+def test_doctor_says_whether_the_tuning_is_of_this_node() -> None:
+    from jax_intranode._src.commands import doctor
+
+    def verdict(device: str, gpus: list[str]) -> str:
+        found = {
+            "tuning": {"device": device, "path": "node.json", "text": "a line"},
+            "gpus": [{"name": name} for name in gpus],
+        }
+        (check,) = doctor._tuning(found)
+        return check.verdict
+
+    assert verdict("cpu", []) == doctor.OK
+    assert verdict("NVIDIA H200", ["NVIDIA H200"] * 2) == doctor.OK
+    assert verdict("NVIDIA H200", ["NVIDIA H100"]) == doctor.FAILS
+    assert verdict("NVIDIA H200", []) == doctor.WARNING
+    assert list(doctor._tuning({"tuning": None, "gpus": []})) == []
+
+
+def test_the_variable_is_read() -> None:
+    assert config.parse({"JAX_INTRANODE_TUNING": "a.json"}).tuning == "a.json"
+    assert config.parse({}).tuning is None

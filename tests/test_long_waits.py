@@ -134,10 +134,10 @@ def test_an_old_note_says_nothing(sites: None) -> None:
 class Module:
     """The native module of GPUs, with the record of a kernel that gave up."""
 
-    def __init__(self, missing: int, shared: bool):
+    def __init__(self, missing: int, shared: bool, reason: str = "timeout", told: str = ""):
         self.record = (
-            [4, 5], 2, 0, limits.FAILURE_REASONS["timeout"],
-            limits.ALGORITHMS.index("one_shot"), 0, missing, "sum", shared,
+            [4, 5], 2, 0, limits.FAILURE_REASONS[reason],
+            limits.ALGORITHMS.index("one_shot"), 0, missing, "sum", shared, told,
         )  # fmt: skip
 
     def failures(self) -> list[Any]:
@@ -168,6 +168,26 @@ def test_the_failure_of_a_kernel(
         operation="psum", nbytes=400, rank=0, device_ids=GROUP, missing_rank=1, missing_process=1,
         source=place, time=failure.time,
     )  # fmt: skip
+
+
+def test_a_kernel_that_was_told_of_another_operation(
+    sites: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = Module(1, False, "other_operation", "all_gather of 400 bytes")
+    monkeypatch.setattr(native, "_modules", {**native._modules, "gpu": module})
+    native.module.cache_clear()
+    process = Process(None)
+    find = watcher._Records(lambda: {0: 4}, lambda device_id: device_id - 4, process.waits)
+    (failure,) = find()
+    native.module.cache_clear()
+    assert failure.message == (
+        "jax_intranode: psum (one_shot) of 400 bytes (float32[100], train.py:10 (total)) met "
+        "another operation: rank 0 (device 4) waited for rank 1 (device 5), which runs all_gather "
+        "of 400 bytes. All ranks of a group must run the same operations, as often and in the same "
+        "order. "
+        "The CUDA context is lost; restart the program."
+    )
+    assert (failure.reason, failure.missing_process) == ("mismatch", 1)
 
 
 def test_the_thread_exchanges_notes(sites: None) -> None:

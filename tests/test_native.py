@@ -134,6 +134,10 @@ def test_sound_protocols(programs: Programs, ranks: int, calls: int) -> None:
         # A block that was not launched for some operations writes into the epoch buffer that the
         # blocks of the same number don't read.
         ("idle_epochs", "waits"),
+        # A rank tells its next operation before a peer has read what it ran in the last one.
+        ("one_operation_word", "waits"),
+        # No fault of the protocol: one rank runs another operation, once.
+        ("other_operation", "is wrong"),
     ],
 )
 def test_broken_protocol_is_found(programs: Programs, variant: str, ends: str, ranks: int) -> None:

@@ -20,6 +20,7 @@
 #include "ffi/collectives_cuda.h"
 #include "host/call_sites.h"
 #include "host/peer_event.h"
+#include "kernels/same_operation.h"
 
 namespace nb = nanobind;
 
@@ -82,7 +83,8 @@ void AddRings(const std::vector<int64_t>& device_ids, int64_t group_size,
 }
 
 // One entry for each kernel that gave up: (the partition's device ids, group size, CUDA device,
-// reason, algorithm, rank, missing rank, text of the call site, whether several calls have it).
+// reason, algorithm, rank, missing rank, text of the call site, whether several calls have it, what
+// the missing rank runs instead).
 nb::list Failures() {
   nb::list failures;
   for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
@@ -95,7 +97,10 @@ nb::list Failures() {
       failures.append(nb::make_tuple(
           nb::cast(partition.first), partition.second, device, reason,
           static_cast<uint32_t>(record->algorithm), static_cast<int32_t>(record->rank),
-          static_cast<int32_t>(record->missing), site, CallSites::Get().IsShared(site)));
+          static_cast<int32_t>(record->missing), site, CallSites::Get().IsShared(site),
+          reason == static_cast<uint32_t>(FailureReason::kOtherOperation)
+              ? ToldOperation(record->other)
+              : std::string()));
     }
   }
   return failures;
@@ -175,17 +180,12 @@ RegionHeader* HeaderOf(const DeviceGroup& group) {
 std::mutex operations_mutex;
 uint64_t past_operations = 0;  // of closed communicators
 
-// The number of operations of a communicator on one device. Each operation advances the epoch or,
-// for collective matmuls, the count `opened`. Both have 32 bits: the sum is right if it is read at
-// least once in 2^32 operations.
+// The number of operations of a communicator on one device. The count has 32 bits: the sum is right
+// if it is read at least once in 2^32 operations.
 uint64_t OperationsNow(DeviceCommunicator& communicator, size_t device) {
   auto& [last, count] = communicator.counted[device];
-  const DeviceGroup& group = *communicator.members[device];
-  const auto read = [&](uint32_t* word) {
-    return ReadWord(static_cast<int>(device), reinterpret_cast<char*>(word));
-  };
-  const uint32_t now =
-      read(&HeaderOf(group)->epoch[0]) + read(&SignalsOf(group, group.rank)->opened);
+  char* const word = reinterpret_cast<char*>(&HeaderOf(*communicator.members[device])->operations);
+  const uint32_t now = ReadWord(static_cast<int>(device), word);
   count += static_cast<uint32_t>(now - last);
   last = now;
   return count;

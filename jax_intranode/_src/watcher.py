@@ -169,13 +169,13 @@ class _Records:
         return [self._failure(records[0])]
 
     def _failure(self, record: tuple[Any, ...]) -> failures.Failure:
-        all_ids, group_size, ordinal, reason, algorithm, rank, missing, site, shared = record
+        all_ids, group_size, ordinal, reason, algorithm, rank, missing, site, shared, told = record
         if shared:
             source.has_equal_calls(site)
         group = _group(all_ids, group_size, rank, self._device_ids().get(ordinal))
         timeout_s = config.get().timeout_s
         known = 0 <= missing < len(group)
-        detail = ""
+        detail = f", which runs {told}" if told else ""
         if known and reason == limits.FAILURE_REASONS["timeout"]:
             partition = f"{group_size}: {list(all_ids)}"
             wait = long_waits.Wait(partition, group, rank, missing, timeout_s, site)
@@ -187,6 +187,8 @@ class _Records:
             reason, algorithm, timeout_s, group, rank, missing, ordinal, call, detail
         )
         name = _reason(reason)
+        if name == "other_operation":
+            name = "mismatch"
         if name == "aborted" and (absence := peers.absence(group)):
             name, what = absence
             message = f"{message} The cause: {what}."

@@ -188,6 +188,30 @@ def runs_another_operation(late: int) -> None:
     leave([0, 1])
 
 
+def takes_no_other_data() -> None:
+    """Rank 0 sums, and rank 1 gathers as many bytes, so that their packets look the same."""
+    logging.basicConfig()
+    mesh = cases.line()
+    x = cases.put(mesh, P("x"), np.ones((200,), np.float32))
+
+    def total(v: jax.Array) -> jax.Array:
+        return jax_intranode.psum(v, "x")
+
+    def gathered(v: jax.Array) -> jax.Array:
+        return jax_intranode.all_gather(v, "x", tiled=True)
+
+    check_sum(mesh, 1)
+    mine = gathered if jax.process_index() == 1 else total
+    with pytest.raises(Exception) as error:  # XLA chooses the type
+        np.asarray(jax.jit(cases.sharded(mine, mesh, P("x"), P()))(x).addressable_data(0))
+    say("ERROR", error.value)
+    failure = jax_intranode.last_failure()
+    assert failure is not None and failure.message in str(error.value)
+    say("RECORD", (failure.reason, failure.rank, failure.missing_rank, failure.platform))
+    come("over", [0, 1])
+    leave([0, 1])
+
+
 def misses_a_rank(missing: int) -> None:
     """One process comes after the others have given up on it."""
     mesh = cases.line()
@@ -347,6 +371,23 @@ def test_ranks_that_wait_are_told(ranks: Any, late: int) -> None:
         ]  # fmt: skip
         (source,) = lines(log, "SOURCE")
         assert re.search(r"test_failures\.py:\d+ \((total|gathered)\)$", source), source
+
+
+def test_gpus_take_no_data_of_another_operation(ranks: Any) -> None:
+    if jax.devices()[0].platform == "cpu":
+        pytest.skip("on CPU devices ranks match their calls first")
+    need_ranks(2)
+    logs = ranks(takes_no_other_data, 2, env={"JAX_INTRANODE_TIMEOUT_S": "20"})
+    runs = ["psum of 400 bytes", "all_gather of 400 bytes"]
+    for rank, log in enumerate(logs):
+        other = 1 - rank
+        assert re.search(
+            rf"^ERROR: .*met another operation: rank {rank} .* waited for rank {other} .*, which "
+            rf"runs {runs[other]}\. All ranks",
+            log,
+            re.MULTILINE,
+        ), log
+        assert lines(log, "RECORD") == [str(("mismatch", rank, other, "gpu"))], log
 
 
 @pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.full), 1])

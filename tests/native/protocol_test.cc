@@ -26,6 +26,7 @@
 #include "xla_ffi/kernels/all_gather.h"
 #include "xla_ffi/kernels/one_shot.h"
 #include "xla_ffi/kernels/reduce_scatter.h"
+#include "xla_ffi/kernels/same_operation.h"
 #include "xla_ffi/kernels/two_shot.h"
 
 namespace jin = jax_intranode;
@@ -41,6 +42,7 @@ constexpr char kGuard = 0x5A;
 
 std::chrono::seconds patience{10};
 std::atomic<bool> was_busy{false};
+std::atomic<long> others_met{0};
 
 // Pauses a thread now and then, so that ranks run apart.
 class Jitter {
@@ -90,12 +92,18 @@ struct HostThread {
   void Admit() {
     if (met) was_busy = true;
   }
+  void Admit(uint32_t, uint32_t) {}
+  void MeetsOther(int, uint64_t) { ++others_met; }
 };
 
 // A group as the protocols see it, and the ways to break it.
 struct TestGroup : jin::Group {
   bool one_epoch_buffer = false;
-  bool keep_epoch = false;
+  bool one_operation_word = false;
+  uint64_t operation;
+  uint64_t* OperationOf(int of, int to, uint32_t count) const {
+    return jin::Group::OperationOf(of, to, one_operation_word ? 0 : count);
+  }
   char* EpochBuffer(int of_rank, uint32_t epoch) const {
     return jin::Group::EpochBuffer(of_rank, one_epoch_buffer ? 0 : epoch);
   }
@@ -282,6 +290,7 @@ int main(int argc, char** argv) {
     memset(regions[r], 0, jin::kHeaderBytes);
     auto* header = reinterpret_cast<jin::RegionHeader*>(regions[r]);
     for (uint32_t& epoch : header->epoch) epoch = 0u - calls / 2;
+    header->operations = 0u - calls / 2;
     memset(regions[r] + jin::kHeaderBytes, 0xFF, 2 * kEpochBufferBytes);
   }
 
@@ -302,9 +311,10 @@ int main(int argc, char** argv) {
   std::vector<std::thread> threads;
   std::vector<std::vector<std::vector<uint32_t>>> inputs(ranks);
   std::vector<std::vector<Result>> outputs(ranks);
-  std::vector<std::unique_ptr<std::barrier<>>> block_barriers, rank_barriers;
+  std::vector<std::unique_ptr<std::barrier<>>> block_barriers, rank_barriers, check_barriers;
   for (int r = 0; r < ranks; ++r) {
-    rank_barriers.push_back(std::make_unique<std::barrier<>>(kMaxBlocksHere * kThreads));
+    rank_barriers.push_back(std::make_unique<std::barrier<>>(kMaxBlocksHere * kThreads + ranks));
+    check_barriers.push_back(std::make_unique<std::barrier<>>(ranks));
     for (int b = 0; b < kMaxBlocksHere; ++b) {
       block_barriers.push_back(std::make_unique<std::barrier<>>(kThreads));
     }
@@ -316,17 +326,38 @@ int main(int argc, char** argv) {
     }
   }
 
+  const auto group_of = [&](int rank) {
+    TestGroup group;
+    for (int q = 0; q < ranks; ++q) group.region[q] = regions[q];
+    group.epoch_buffer_bytes = kEpochBufferBytes;
+    group.rank = rank;
+    group.size = ranks;
+    group.one_epoch_buffer = variant == "one_epoch_buffer";
+    group.one_operation_word = variant == "one_operation_word";
+    return group;
+  };
   for (int r = 0; r < ranks; ++r) {
+    // The block that checks that all ranks run the same operation.
+    for (int t = 0; t < ranks; ++t) {
+      threads.emplace_back([&, r, t] {
+        Jitter jitter(r * 100 + 50 + t);
+        TestGroup group = group_of(r);
+        for (int k = 0; k < calls; ++k) {
+          HostThread thread{t, 0, 1, check_barriers[r].get(), &jitter, {}, false};
+          jitter.Pause();
+          const bool differs = variant == "other_operation" && r == 0 && k == calls / 2;
+          group.operation = jin::OperationWord(static_cast<jin::Algorithm>(plans[k].kind),
+                                               jin::ElementType::kF32, plans[k].bytes + differs);
+          jin::CheckSameOperation(thread, group);
+          rank_barriers[r]->arrive_and_wait();
+        }
+      });
+    }
     for (int b = 0; b < kMaxBlocksHere; ++b) {
       for (int t = 0; t < kThreads; ++t) {
         threads.emplace_back([&, r, b, t] {
           Jitter jitter(r * 100 + b * 10 + t);
-          TestGroup group;
-          for (int q = 0; q < ranks; ++q) group.region[q] = regions[q];
-          group.epoch_buffer_bytes = kEpochBufferBytes;
-          group.rank = r;
-          group.size = ranks;
-          group.one_epoch_buffer = variant == "one_epoch_buffer";
+          TestGroup group = group_of(r);
           for (int k = 0; k < calls; ++k) {
             const Plan& plan = plans[k];
             if (b < plan.blocks) {
@@ -373,7 +404,9 @@ int main(int argc, char** argv) {
     }
     const auto* header = reinterpret_cast<const jin::RegionHeader*>(regions[r]);
     for (uint32_t epoch : header->epoch) wrong += epoch != static_cast<uint32_t>(calls - calls / 2);
+    wrong += header->operations != static_cast<uint32_t>(calls - calls / 2);
   }
+  wrong += others_met;
   long full = 0;
   for (int r = 0; r < ranks; ++r) {
     const char* epoch_buffers = regions[r] + jin::kHeaderBytes;

@@ -1,5 +1,6 @@
 #include "collectives.h"
 
+#include "../kernels/same_operation.h"
 #include "collective_kernels.h"
 
 namespace jax_intranode {
@@ -20,13 +21,20 @@ cudaError_t LaunchKernel(const void* kernel, const DeviceGroup& group, const voi
                          LaunchShape shape, cudaStream_t stream) {
   if (kernel == nullptr) return cudaErrorInvalidDeviceFunction;
   void* arguments[] = {const_cast<DeviceGroup*>(&group), const_cast<void*>(call)};
-  return cudaLaunchKernel(kernel, dim3(shape.blocks), dim3(shape.threads), arguments, 0, stream);
+  const dim3 grid(shape.blocks + kCheckBlocks), block(shape.threads);
+  return cudaLaunchKernel(kernel, grid, block, arguments, 0, stream);
+}
+
+DeviceGroup Named(DeviceGroup group, Algorithm algorithm, ElementType type, size_t bytes) {
+  group.operation = OperationWord(algorithm, type, bytes);
+  return group;
 }
 
 }  // namespace
 
-cudaError_t Launch(Algorithm algorithm, ElementType type, const DeviceGroup& group,
+cudaError_t Launch(Algorithm algorithm, ElementType type, const DeviceGroup& unnamed,
                    const Buffer& buffer, LaunchShape shape, cudaStream_t stream) {
+  const DeviceGroup group = Named(unnamed, algorithm, type, buffer.bytes);
   // Ranks may differ in this, because packs travel alike.
   if (AlignedBuffer::Is(buffer, algorithm == Algorithm::kTwoShot ? group.size : 1)) {
     if (const void* kernel = Kernel(algorithm, type, group.size, CallKind::kAligned)) {
@@ -38,8 +46,9 @@ cudaError_t Launch(Algorithm algorithm, ElementType type, const DeviceGroup& gro
   return LaunchKernel(kernel, group, &buffer, shape, stream);
 }
 
-cudaError_t Launch(Algorithm algorithm, ElementType type, const DeviceGroup& group,
+cudaError_t Launch(Algorithm algorithm, ElementType type, const DeviceGroup& unnamed,
                    const Buffers& buffers, LaunchShape shape, cudaStream_t stream) {
+  const DeviceGroup group = Named(unnamed, algorithm, type, buffers.Packs() * sizeof(Pack));
   const void* kernel = Kernel(algorithm, type, group.size, CallKind::kMany);
   return LaunchKernel(kernel, group, &buffers, shape, stream);
 }

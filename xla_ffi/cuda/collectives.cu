@@ -20,6 +20,10 @@ __global__ void __launch_bounds__(kMaxThreads)
                          const __grid_constant__ Call call) {
   DeviceThread thread(group.failure, group.timeout_ns, group.rank, static_cast<uint32_t>(algorithm),
                       group.site);
+  if (thread.IsCheckBlock()) {
+    CheckSameOperation(thread, group);
+    return;
+  }
   Body<Type, N, typename Type::Packets>::Run(thread, group, call);
 }
 

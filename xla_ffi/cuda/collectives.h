@@ -14,6 +14,9 @@ struct DeviceGroup : Group {
   FailureRecord* failure;  // mapped host memory
   uint64_t timeout_ns;     // the deadline of a wait
   uint32_t site;           // number of the call site, for the failure record
+  // What the ranks of the group must agree on (kernels/same_operation.h). 0 in a collective matmul:
+  // no check, for a probe whose ranks don't all exist.
+  uint64_t operation;
 };
 
 // Every driver takes kernel parameters of this size.

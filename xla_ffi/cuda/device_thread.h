@@ -3,6 +3,7 @@
 
 #include "../kernels/algorithms.h"
 #include "../kernels/memory.h"
+#include "../kernels/same_operation.h"
 #include "failure.h"
 
 // The rare end of a wait is compiled as a call. A kernel that must not call functions defines this
@@ -15,6 +16,10 @@ namespace jax_intranode {
 
 class DeviceThread {
  public:
+  // Whether this block only checks that all ranks run the same operation. The protocols don't see
+  // it.
+  __device__ bool IsCheckBlock() const { return blockIdx.x >= Blocks(); }
+
   __device__ DeviceThread(FailureRecord* failure, uint64_t timeout_ns, int rank, uint32_t algorithm,
                           uint32_t site)
       : failure_(failure),
@@ -26,10 +31,10 @@ class DeviceThread {
   __device__ int Thread() const { return threadIdx.x; }
   __device__ int Threads() const { return blockDim.x; }
   __device__ int Block() const { return blockIdx.x; }
-  __device__ int Blocks() const { return gridDim.x; }
+  __device__ int Blocks() const { return gridDim.x - kCheckBlocks; }
   __device__ void Sync() const { __syncthreads(); }
   __device__ size_t First() const { return blockIdx.x * blockDim.x + threadIdx.x; }
-  __device__ size_t Stride() const { return gridDim.x * blockDim.x; }
+  __device__ size_t Stride() const { return Blocks() * blockDim.x; }
 
   // Only one of the waiting threads of a warp reads the clock and host memory, and only rarely.
   // Reading host memory takes longer the more threads do it. When all threads of a grid did, each
@@ -67,6 +72,10 @@ class DeviceThread {
       GiveUp(closed != 0 ? FailureReason::kClosed : FailureReason::kBusy, -1);
     }
   }
+  // Gives up because `peer` runs another operation, the one that the word `other` says.
+  __device__ void MeetsOther(int peer, uint64_t other) {
+    GiveUp(FailureReason::kOtherOperation, peer, other);
+  }
 
  private:
   static constexpr uint64_t kLookEveryNs = 10'000'000;
@@ -80,20 +89,21 @@ class DeviceThread {
     return t;
   }
 
-  __device__ void GiveUp(FailureReason reason, int missing) {
-    RecordAndTrap(failure_, reason, algorithm_, rank_, missing, site_);
+  __device__ void GiveUp(FailureReason reason, int missing, uint64_t other = 0) {
+    RecordAndTrap(failure_, reason, algorithm_, rank_, missing, site_, other);
   }
 
   // Writes the record and traps. The context is lost, so no data leave it, and XLA raises an error.
   // Later threads give the first one time to write.
   JIN_GIVE_UP_FN static void RecordAndTrap(FailureRecord* failure, FailureReason reason,
-                                           uint32_t algorithm, int rank, int missing,
-                                           uint32_t site) {
+                                           uint32_t algorithm, int rank, int missing, uint32_t site,
+                                           uint64_t other) {
     if (atomicCAS(&failure->claimed, 0u, 1u) == 0) {
       failure->algorithm = algorithm;
       failure->rank = rank;
       failure->missing = missing;
       failure->site = site;
+      failure->other = other;
       __threadfence_system();
       *static_cast<volatile uint32_t*>(&failure->reason) = static_cast<uint32_t>(reason);
       __threadfence_system();

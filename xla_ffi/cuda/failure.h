@@ -21,6 +21,7 @@ struct FailureRecord {
   // The last wait that was longer than a second. A kernel that still waits writes it again every
   // 10 ms. Its threads may wait for different ranks: one of them is told.
   uint64_t wait;
+  uint64_t other;  // what the missing rank runs (kernels/same_operation.h), if reason says so
 };
 
 // What `wait` holds.

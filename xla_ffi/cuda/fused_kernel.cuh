@@ -33,6 +33,22 @@
 namespace jax_intranode {
 namespace {
 
+// Gives up if a peer has told that it runs another operation. The last thread of all calls it. A
+// peer tells when it grants its ring, so its word has been here for long.
+template <int kColumns>
+JIN_FN void EndSameOperation(const Block<kColumns>& b) {
+  const DeviceGroup& group = b.p.group;
+  if (group.operation == 0) return;
+  DeviceThread thread = b.Thread();
+  uint32_t* const operations = &OwnHeader(b.p)->operations;
+  const uint32_t count = LoadWord(operations);
+#pragma unroll 1
+  for (int step = 1; step < b.p.size; ++step) {
+    AwaitSameOperation(thread, group, RankAfter(b.p, step), count);
+  }
+  StoreWord(operations, count + 1);
+}
+
 template <class Type, bool kNMajorW, bool kWgrad, int kColumns>
 __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads, 1)
     jax_intranode_fused_matmul(const __grid_constant__ FusedParams p) {
@@ -75,6 +91,9 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
         SystemFence();
         StoreRelaxed(&SignalsOf(p.group, RankAfter(p, step))->ring_grant[p.rank],
                      static_cast<uint64_t>(b.operation) << 32 | (operations + 1));
+        if (p.group.operation != 0) {
+          TellOperation(p.group, RankAfter(p, step), LoadWord(&OwnHeader(p)->operations));
+        }
       }
       __syncwarp();
       Feeder<kNMajorW, kWgrad, kColumns>(b).Run();
@@ -96,6 +115,7 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
   if (threadIdx.x == 0) {
     __threadfence();
     if (atomicAdd(&ring->left, 1) == gridDim.x - 1) {
+      EndSameOperation(b);
       ring->left = 0;
       ring->claimed_chunks = 0;
       StoreWord(&ring->operations, b.operation);

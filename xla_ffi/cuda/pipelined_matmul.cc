@@ -244,7 +244,7 @@ class Operation {
       throw;
     }
     for (const Stream* side : Sides()) After(*side, main_);
-    Check(CloseRing(OwnRing(), main_.stream));
+    Check(CloseRing(group_, algorithm_, OwnRing(), main_.stream));
   }
 
  protected:

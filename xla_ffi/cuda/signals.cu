@@ -13,6 +13,9 @@ __global__ void jax_intranode_open(const __grid_constant__ DeviceGroup group, ui
   thread.Admit();
   __syncthreads();  // only the first thread knows whether the ring was in use
   if (threadIdx.x == 0) StoreWord(&own->opened, LoadWord(&own->opened) + 1);
+  if (threadIdx.x < group.size && threadIdx.x != group.rank) {
+    TellOperation(group, threadIdx.x, LoadWord(&group.Header()->operations));
+  }
   if (threadIdx.x < words.count) {
     __threadfence_system();
     StoreWord(words.word[threadIdx.x], 1);
@@ -42,7 +45,20 @@ __global__ void jax_intranode_post_and_await(const __grid_constant__ DeviceGroup
   __threadfence_system();
 }
 
-__global__ void jax_intranode_close(RingHeader* ring) { StoreWord(&ring->busy, 0); }
+__global__ void jax_intranode_close(const __grid_constant__ DeviceGroup group, uint32_t algorithm,
+                                    RingHeader* ring) {
+  DeviceThread thread(group.failure, group.timeout_ns, group.rank, algorithm, group.site);
+  uint32_t* const operations = &group.Header()->operations;
+  const uint32_t count = LoadWord(operations);
+  if (threadIdx.x < group.size && threadIdx.x != group.rank) {
+    AwaitSameOperation(thread, group, threadIdx.x, count);
+  }
+  __syncthreads();  // all have read the count
+  if (threadIdx.x == 0) {
+    StoreWord(operations, count + 1);
+    StoreWord(&ring->busy, 0);
+  }
+}
 
 // Enough blocks to use the full memory bandwidth.
 constexpr int kSumBlocks = 264;
@@ -119,8 +135,9 @@ cudaError_t PostAndAwait(const DeviceGroup& group, Algorithm algorithm, const Wo
   return cudaGetLastError();
 }
 
-cudaError_t CloseRing(RingHeader* ring, cudaStream_t stream) {
-  jax_intranode_close<<<1, 1, 0, stream>>>(ring);
+cudaError_t CloseRing(const DeviceGroup& group, Algorithm algorithm, RingHeader* ring,
+                      cudaStream_t stream) {
+  jax_intranode_close<<<1, 32, 0, stream>>>(group, static_cast<uint32_t>(algorithm), ring);
   return cudaGetLastError();
 }
 

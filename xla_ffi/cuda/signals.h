@@ -59,8 +59,8 @@ struct Words {
   }
 };
 
-// Begins an operation: marks the ring as busy, counts the operation, then sets `words`. The kernel
-// gives up if the ring is in use or if the region was closed.
+// Begins an operation: marks the ring as busy, counts the operation, tells the peers what it is,
+// then sets `words`. The kernel gives up if the ring is in use or if the region was closed.
 cudaError_t OpenRing(const DeviceGroup& group, Algorithm algorithm, RingHeader* ring,
                      const Words& words, cudaStream_t stream);
 // Sets words. Whoever sees them set also sees what ran on the stream before.
@@ -69,8 +69,10 @@ cudaError_t Post(const Words& words, cudaStream_t stream);
 // them.
 cudaError_t PostAndAwait(const DeviceGroup& group, Algorithm algorithm, const Words& posted,
                          const Words& awaited, cudaStream_t stream);
-// Ends an operation: the next one may use the ring.
-cudaError_t CloseRing(RingHeader* ring, cudaStream_t stream);
+// Ends an operation: the next one may use the ring. The kernel gives up if a peer has told that it
+// runs another operation.
+cudaError_t CloseRing(const DeviceGroup& group, Algorithm algorithm, RingHeader* ring,
+                      cudaStream_t stream);
 
 // Sums `packs` packs of bf16 or f16 of every rank, in rank order, in f32, rounded once.
 struct Partials {

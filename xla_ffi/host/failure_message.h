@@ -37,6 +37,11 @@ inline std::string FailureMessage(const std::string& operation, FailureReason re
       advice =
           " All ranks of a group must run the same operations, as often and in the same order.";
       break;
+    case FailureReason::kOtherOperation:
+      text << " met another operation";
+      advice =
+          " All ranks of a group must run the same operations, as often and in the same order.";
+      break;
     case FailureReason::kAborted:
       text << " was aborted";
       break;

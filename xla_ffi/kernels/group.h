@@ -3,7 +3,8 @@
 // Each rank owns a region of its slab, which all ranks of the group can write:
 //
 //   header           the rank's own state: its epoch, its busy words, whether it is closed. Other
-//                    ranks' kernels don't touch it. Its second 32 KiB hold a log on the CPU
+//                    ranks' kernels write only what they run (same_operation.h). Its second 32 KiB
+//                    hold a log on the CPU
 //                    (host/host_group.h) and words that peers set on GPUs (cuda/signals.h).
 //   epoch buffer 0   packets of operations with an even epoch
 //   epoch buffer 1   packets of operations with an odd epoch
@@ -52,7 +53,9 @@ constexpr size_t kHeaderBytes = 64 << 10;
 struct RegionHeader {
   uint32_t epoch[kMaxBlocks];
   uint32_t busy[kMaxBlocks];
-  uint32_t closed;  // the host sets it once: what is replayed afterwards gives up
+  uint32_t closed;      // the host sets it once: what is replayed afterwards gives up
+  uint32_t operations;  // of this group so far (same_operation.h)
+  uint64_t peer_operation[2][kMaxRanks];
 };
 static_assert(sizeof(RegionHeader) <= kHeaderBytes / 2);
 
@@ -65,6 +68,10 @@ struct Group {
   JIN_FN RegionHeader* Header() const { return reinterpret_cast<RegionHeader*>(region[rank]); }
   JIN_FN char* EpochBuffer(int of_rank, uint32_t epoch) const {
     return region[of_rank] + kHeaderBytes + (epoch & 1) * epoch_buffer_bytes;
+  }
+  // Where rank `of` tells rank `to` which operation it runs.
+  JIN_FN uint64_t* OperationOf(int of, int to, uint32_t count) const {
+    return &reinterpret_cast<RegionHeader*>(region[to])->peer_operation[count & 1][of];
   }
 };
 

@@ -104,6 +104,25 @@ JIN_FN void StoreWord(uint32_t* to, uint32_t v) {
 #endif
 }
 
+// One relaxed 64-bit word, which is read and written whole.
+JIN_FN uint64_t LoadLong(uint64_t* from) {
+#if defined(__CUDACC__)
+  uint64_t v;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
+  return v;
+#else
+  return std::atomic_ref<uint64_t>(*from).load(std::memory_order_relaxed);
+#endif
+}
+
+JIN_FN void StoreLong(uint64_t* to, uint64_t v) {
+#if defined(__CUDACC__)
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(v) : "memory");
+#else
+  std::atomic_ref<uint64_t>(*to).store(v, std::memory_order_relaxed);
+#endif
+}
+
 JIN_FN uint32_t ExchangeWord(uint32_t* at, uint32_t v) {
 #if defined(__CUDACC__)
   return atomicExch(at, v);

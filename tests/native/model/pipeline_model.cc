@@ -266,7 +266,7 @@ cudaError_t PostAndAwait(const DeviceGroup& group, Algorithm, const Words& poste
   program.tasks[task].waits = awaited.count > 0 && !skipped;
   return cudaSuccess;
 }
-cudaError_t CloseRing(RingHeader*, cudaStream_t stream) {
+cudaError_t CloseRing(const DeviceGroup&, Algorithm, RingHeader*, cudaStream_t stream) {
   Enqueue(stream, "close", [rank = stream->rank] { --local.busy[rank]; });
   return cudaSuccess;
 }

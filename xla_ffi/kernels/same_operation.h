@@ -1,0 +1,97 @@
+// The check that all ranks of a group run the same operation. GPUs use it; on CPU devices calls are
+// matched before they begin (host/host_group.h).
+//
+// Packets carry no name: a kernel takes whatever arrives. So each rank tells each peer what it
+// runs, in one word, and no operation ends before all ranks have told the same. Where ranks differ,
+// the kernel gives up, and no data leave it.
+//
+//   Who writes peer_operation[e % 2][r] of rank p: rank r, once in operation e. Who reads it: p, in
+//   operation e. Nobody clears it: the word holds the lowest bits of e.
+//
+//   Why the word of e + 2 can't meet the one of e: r writes it after its own operation e + 1 ended,
+//   so after p's word of e + 1 had come. p sent that after its operation e had ended.
+//
+// Operations are counted for this check alone. Collective matmuls take part in it.
+//
+// tests/native/protocol_test.cc runs it beside the data, also with one word instead of two.
+#pragma once
+
+#include <string>
+
+#include "algorithms.h"
+#include "group.h"
+
+namespace jax_intranode {
+
+// The blocks that a kernel has for the check. They come after those that work on the data.
+constexpr int kCheckBlocks = 1;
+
+// What a rank runs: a mark, 15 bits of the operation's count, 6 bits of the algorithm, 42 bits of
+// what else must be equal. The mark tells it from a word that was never written.
+constexpr uint64_t kOperationMark = uint64_t{1} << 63;
+constexpr int kCountShift = 48, kAlgorithmShift = 42, kTypeShift = 38;
+constexpr uint64_t kContentMask = (uint64_t{1} << kAlgorithmShift) - 1;
+
+// The lower 48 bits: an operation on `bytes` bytes of elements of a type.
+inline uint64_t OperationWord(Algorithm algorithm, ElementType type, size_t bytes) {
+  const uint64_t size = bytes & ((uint64_t{1} << kTypeShift) - 1);
+  return static_cast<uint64_t>(algorithm) << kAlgorithmShift |
+         static_cast<uint64_t>(type) << kTypeShift | size;
+}
+// The same of an operation that is described by more than a size.
+inline uint64_t OperationWordOfDigest(Algorithm algorithm, uint64_t digest) {
+  return static_cast<uint64_t>(algorithm) << kAlgorithmShift | (digest & kContentMask);
+}
+
+// An operation by the word that tells of it, for instance "all_gather of 40 bytes". A peer may have
+// written anything.
+inline std::string ToldOperation(uint64_t word) {
+  const uint64_t number = word >> kAlgorithmShift & 63;
+  for (const Algorithm algorithm : kAlgorithms) {
+    if (static_cast<uint64_t>(algorithm) != number) continue;
+    std::string text = OperationName(algorithm);
+    if (IsMatmul(algorithm)) return text + " of other shapes";
+    return text + " of " + std::to_string(word & ((uint64_t{1} << kTypeShift) - 1)) + " bytes";
+  }
+  return "an operation without a name";
+}
+
+JIN_FN uint64_t CountedOperation(uint64_t operation, uint32_t count) {
+  return kOperationMark | static_cast<uint64_t>(count & 0x7FFF) << kCountShift | operation;
+}
+
+// Tells rank `peer` what this rank runs. `count` is that of the operation: Header()->operations.
+template <class G>
+JIN_FN void TellOperation(const G& g, int peer, uint32_t count) {
+  StoreLong(g.OperationOf(g.rank, peer, count), CountedOperation(g.operation, count));
+}
+
+// Waits for the word of rank `peer`, and gives up if it runs another operation.
+template <class Thread, class G>
+JIN_FN void AwaitSameOperation(Thread& t, const G& g, int peer, uint32_t count) {
+  uint64_t* const word = g.OperationOf(peer, g.rank, count);
+  const uint64_t own = CountedOperation(g.operation, count);
+  uint64_t theirs = LoadLong(word);
+  while (theirs >> kCountShift != own >> kCountShift) {
+    t.Wait(0, peer);
+    theirs = LoadLong(word);
+  }
+  if (theirs != own) t.MeetsOther(peer, theirs);
+}
+
+// What a block that does nothing else runs: the whole check. At least g.size threads.
+template <class Thread, class G>
+JIN_FN void CheckSameOperation(Thread& t, const G& g) {
+  RegionHeader* h = g.Header();
+  const uint32_t closed = LoadWord(&h->closed), count = LoadWord(&h->operations);
+  t.Admit(0, closed);
+  const int peer = t.Thread();
+  if (peer < g.size && peer != g.rank) {
+    TellOperation(g, peer, count);
+    AwaitSameOperation(t, g, peer, count);
+  }
+  t.Sync();  // every thread has read the count
+  if (t.Thread() == 0) StoreWord(&h->operations, count + 1);
+}
+
+}  // namespace jax_intranode

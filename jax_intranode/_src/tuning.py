@@ -242,13 +242,13 @@ def digest() -> str:
 def rows_for(kinds: Iterable[str]) -> table.Tuned | None:
     """The rows in force for devices of these kinds; None if the shipped ones hold."""
     tuning = _for(kinds)
-    return tuning and table.Tuned(tuning.rows, tuning.name)
+    return None if tuning is None else table.Tuned(tuning.rows, tuning.name)
 
 
 def profile_for(kinds: Iterable[str]) -> overlap.Profile | None:
     """The profile in force for GPUs of these kinds; None if the shipped ones hold."""
     tuning = _for(kinds)
-    return tuning and tuning.profile
+    return None if tuning is None else tuning.profile
 
 
 def _for(kinds: Iterable[str]) -> Tuning | None:

@@ -229,8 +229,8 @@ void Close() {
 }
 
 nb::tuple TimeOnGroup(const std::vector<int64_t>& device_ids, int64_t group_size, int device,
-                      int algorithm_number, int blocks, int threads, nb::bytes data,
-                      const std::string& dtype, int calls, int repetitions) {
+                      int algorithm_number, uint32_t segments, int blocks, int threads,
+                      nb::bytes data, const std::string& dtype, int calls, int repetitions) {
   const auto communicator = Registry<DeviceCommunicator>::Get().Find({device_ids, group_size});
   if (!communicator || device < 0 || static_cast<size_t>(device) >= communicator->members.size() ||
       !communicator->members[device]) {
@@ -248,7 +248,7 @@ nb::tuple TimeOnGroup(const std::vector<int64_t>& device_ids, int64_t group_size
   GraphTiming timing;
   {
     nb::gil_scoped_release release;
-    timing = TimeInGraph(device, *communicator->members[device], algorithm, *type,
+    timing = TimeInGraph(device, *communicator->members[device], algorithm, *type, segments,
                          {blocks, threads}, input, calls, repetitions);
   }
   return nb::make_tuple(timing.microseconds, nb::bytes(timing.output.data(), timing.output.size()));
@@ -359,8 +359,9 @@ NB_MODULE(_cuda, m) {
   m.def("operations", &Operations, nb::call_guard<nb::gil_scoped_release>(),
         "Operations that the devices of this process have executed.");
   m.def("time_in_graph", &TimeOnGroup, nb::arg("device_ids"), nb::arg("group_size"),
-        nb::arg("device"), nb::arg("algorithm"), nb::arg("blocks"), nb::arg("threads"),
-        nb::arg("data"), nb::arg("dtype"), nb::arg("calls"), nb::arg("repetitions"),
+        nb::arg("device"), nb::arg("algorithm"), nb::arg("segments"), nb::arg("blocks"),
+        nb::arg("threads"), nb::arg("data"), nb::arg("dtype"), nb::arg("calls"),
+        nb::arg("repetitions"),
         "Times operations of a group in a CUDA graph: (microseconds a call of each launch, the "
         "output's bytes). All devices of the group call it at once.");
   m.def(

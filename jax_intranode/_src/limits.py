@@ -17,6 +17,10 @@ DTYPES: tuple[str, ...] = _host.DTYPES
 # The numbers of the reasons for which a kernel gives up: timeout, aborted, busy, closed.
 FAILURE_REASONS: dict[str, int] = _host.FAILURE_REASONS
 
+# The algorithms that can send a large message in segments, and how many at most.
+IN_SEGMENTS: tuple[str, ...] = _host.IN_SEGMENTS
+MAX_SEGMENTS: int = _host.MAX_SEGMENTS
+
 MAX_WORLD_SIZE: int = _host.MAX_WORLD_SIZE
 # Buffers of one operation. Each begins with a pack of its own: PACK_BYTES of data.
 MAX_BUFFERS: int = _host.MAX_BUFFERS
@@ -49,7 +53,9 @@ def packet_bytes(algorithm: str, dtype: str) -> int:
     return _host.packet_bytes(algorithm, dtype)
 
 
-def epoch_buffer_bytes_needed(algorithm: str, dtype: str, nbytes: int, world_size: int) -> int:
+def epoch_buffer_bytes_needed(
+    algorithm: str, dtype: str, nbytes: int, world_size: int, segments: int = 1
+) -> int:
     """Bytes of an epoch buffer that an operation takes.
 
     Args:
@@ -57,8 +63,21 @@ def epoch_buffer_bytes_needed(algorithm: str, dtype: str, nbytes: int, world_siz
         dtype: the operand's dtype.
         nbytes: bytes of each rank's operand; for psum_scatter of each rank's result.
         world_size: ranks of the group.
+        segments: into how many the operation is cut.
     """
-    return _host.epoch_buffer_bytes_needed(algorithm, dtype, nbytes, world_size)
+    return _host.epoch_buffer_bytes_needed(algorithm, dtype, nbytes, world_size, segments)
+
+
+def segment_packs(algorithm: str, packs: int, world_size: int, segments: int) -> int:
+    """Packs of each segment of an operation, all of which have as many.
+
+    Args:
+        algorithm: one of ALGORITHMS.
+        packs: packs of the operation.
+        world_size: ranks of the group.
+        segments: into how many the operation is cut.
+    """
+    return _host.segment_packs(algorithm, packs, world_size, segments)
 
 
 def has_fused_kernel(operation: str, tile_columns: int, wgrad: bool) -> bool:

@@ -13,6 +13,7 @@ struct DeviceSite {
   static ffi::TypeId id;
   std::shared_ptr<DeviceCommunicator> communicator;
   Algorithm algorithm;
+  uint32_t segments;
   LaunchShape shape;
   uint32_t number;  // of the call site
 };
@@ -20,8 +21,8 @@ ffi::TypeId DeviceSite::id = {};
 
 ffi::ErrorOr<std::unique_ptr<DeviceSite>> Instantiate(ffi::Span<const int64_t> device_ids,
                                                       int64_t group_size, int32_t algorithm,
-                                                      int32_t blocks, int32_t threads,
-                                                      std::string_view site) {
+                                                      int32_t segments, int32_t blocks,
+                                                      int32_t threads, std::string_view site) {
   const Partition partition{{device_ids.begin(), device_ids.end()}, group_size};
   std::shared_ptr<DeviceCommunicator> communicator =
       Registry<DeviceCommunicator>::Get().Find(partition);
@@ -35,8 +36,11 @@ ffi::ErrorOr<std::unique_ptr<DeviceSite>> Instantiate(ffi::Span<const int64_t> d
         "jax_intranode: a collective can't be launched with " + std::to_string(blocks) +
         " blocks of " + std::to_string(threads) + " threads."));
   }
+  ffi::Error error = CheckSegments(static_cast<Algorithm>(algorithm), segments);
+  if (error.failure()) return ffi::Unexpected(std::move(error));
   return std::make_unique<DeviceSite>(DeviceSite{std::move(communicator),
                                                  static_cast<Algorithm>(algorithm),
+                                                 static_cast<uint32_t>(segments),
                                                  {blocks, threads},
                                                  CallSites::Get().Number(std::string(site))});
 }
@@ -52,13 +56,14 @@ ffi::Error Execute(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::R
   group.site = site->number;
   ElementType type;
   Buffers buffers;
-  ffi::Error error = CollectBuffers(site->algorithm, group.size, group.epoch_buffer_bytes, xs, ys,
-                                    &type, &buffers);
+  ffi::Error error = CollectBuffers(site->algorithm, site->segments, group.size,
+                                    group.epoch_buffer_bytes, xs, ys, &type, &buffers);
   if (error.failure()) return error;
   const cudaError_t status =
       buffers.count == 1
-          ? Launch(site->algorithm, type, group, buffers.buffer[0], site->shape, stream)
-          : Launch(site->algorithm, type, group, buffers, site->shape, stream);
+          ? Launch(site->algorithm, type, group, buffers.buffer[0], site->segments, site->shape,
+                   stream)
+          : Launch(site->algorithm, type, group, buffers, site->segments, site->shape, stream);
   if (status != cudaSuccess) {
     return ffi::Error::Internal("jax_intranode: launching " +
                                 std::string(OperationName(site->algorithm)) + " on CUDA device " +
@@ -91,6 +96,7 @@ XLA_FFI_Error* CudaCollectiveInstantiate(XLA_FFI_CallFrame* frame) {
                              .Attr<ffi::Span<const int64_t>>("device_ids")
                              .Attr<int64_t>("group_size")
                              .Attr<int32_t>("algorithm")
+                             .Attr<int32_t>("segments")
                              .Attr<int32_t>("blocks")
                              .Attr<int32_t>("threads")
                              .Attr<std::string_view>("site"));

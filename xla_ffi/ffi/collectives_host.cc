@@ -52,10 +52,11 @@ class SiteNumbers {
 struct HostSite {
   static ffi::TypeId id;
 
-  HostSite(std::shared_ptr<HostCommunicator> communicator, Algorithm algorithm,
+  HostSite(std::shared_ptr<HostCommunicator> communicator, Algorithm algorithm, uint32_t segments,
            uint64_t description)
       : communicator(std::move(communicator)),
         algorithm(algorithm),
+        segments(segments),
         description(description),
         number(SiteNumbers::Get().Take(description)) {}
 
@@ -67,6 +68,7 @@ struct HostSite {
 
   const std::shared_ptr<HostCommunicator> communicator;
   const Algorithm algorithm;
+  const uint32_t segments;
   const uint64_t description;
   const uint32_t number;
 };
@@ -74,7 +76,7 @@ ffi::TypeId HostSite::id = {};
 
 ffi::ErrorOr<std::unique_ptr<HostSite>> Instantiate(ffi::Span<const int64_t> device_ids,
                                                     int64_t group_size, int32_t algorithm,
-                                                    std::string_view site) {
+                                                    int32_t segments, std::string_view site) {
   const Partition partition{{device_ids.begin(), device_ids.end()}, group_size};
   std::shared_ptr<HostCommunicator> communicator =
       Registry<HostCommunicator>::Get().Find(partition);
@@ -82,9 +84,12 @@ ffi::ErrorOr<std::unique_ptr<HostSite>> Instantiate(ffi::Span<const int64_t> dev
     return ffi::Unexpected(
         ffi::Error(ffi::ErrorCode::kFailedPrecondition, NoCommunicator(partition)));
   }
-  const uint64_t description = Fnv1a(ToString(partition), Fnv1a(site) + algorithm);
-  auto created = std::make_unique<HostSite>(std::move(communicator),
-                                            static_cast<Algorithm>(algorithm), description);
+  ffi::Error error = CheckSegments(static_cast<Algorithm>(algorithm), segments);
+  if (error.failure()) return ffi::Unexpected(std::move(error));
+  const uint64_t kind = algorithm + (static_cast<uint64_t>(segments) << 32);
+  const uint64_t description = Fnv1a(ToString(partition), Fnv1a(site) + kind);
+  auto created = std::make_unique<HostSite>(
+      std::move(communicator), static_cast<Algorithm>(algorithm), segments, description);
   CallSites::Get().Name(created->identity(), std::string(site));
   return created;
 }
@@ -108,12 +113,12 @@ ffi::Future Execute(int32_t device, HostSite* site, ffi::RemainingArgs xs, ffi::
   const auto& [group, rank] = it->second;
   ElementType type;
   Buffers buffers;
-  ffi::Error error = CollectBuffers(site->algorithm, group->size(), group->epoch_buffer_bytes(), xs,
-                                    ys, &type, &buffers);
+  ffi::Error error = CollectBuffers(site->algorithm, site->segments, group->size(),
+                                    group->epoch_buffer_bytes(), xs, ys, &type, &buffers);
   if (error.failure()) return Ready(std::move(error));
 
   std::shared_ptr<Ticket> ticket =
-      group->Arrive(rank, site->identity(), {site->algorithm, type}, buffers);
+      group->Arrive(rank, site->identity(), {site->algorithm, type, site->segments}, buffers);
   const auto start = std::chrono::steady_clock::now();
   while (!ticket->Done() && std::chrono::steady_clock::now() - start < kPatience) {
     std::this_thread::yield();
@@ -141,6 +146,7 @@ XLA_FFI_Error* HostCollectiveInstantiate(XLA_FFI_CallFrame* frame) {
                              .Attr<ffi::Span<const int64_t>>("device_ids")
                              .Attr<int64_t>("group_size")
                              .Attr<int32_t>("algorithm")
+                             .Attr<int32_t>("segments")
                              .Attr<std::string_view>("site"));
   return (*handler)(frame);
 }

@@ -70,6 +70,7 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   struct Operation {
     Algorithm algorithm;
     ElementType type;
+    uint32_t segments = 1;
   };
 
   // `group.region` holds every rank's region; `group.rank` is ignored. `local_ranks` are the ranks
@@ -122,15 +123,16 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
     Buffer buffer;                           // of a call with one buffer
     std::unique_ptr<const Buffers> buffers;  // of a call with many
     std::shared_ptr<Ticket> ticket;
-    int phase = 0;
-    size_t cursor = 0;
+    uint32_t segment = 0;
+    int phase = 0;      // of the segment
+    size_t cursor = 0;  // in the phase
     bool finished = false;
   };
   struct Pending {
     Operation operation;
-    uint64_t bytes;                 // of a rank's operand
-    std::map<int, Member> members;  // by rank
-    std::chrono::steady_clock::time_point since;
+    uint64_t bytes;                               // of a rank's operand
+    std::map<int, Member> members;                // by rank
+    std::chrono::steady_clock::time_point since;  // the first arrival, or the end of a segment
   };
   using Calls = std::map<Key, Pending>;
   // Why a call waits.
@@ -146,6 +148,7 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   void AppendToLog();
   bool FindNext();
   bool Advance(Pending& pending);
+  bool AdvanceInSegment(int rank, const Operation& operation, Member& member);
   std::string Name(const Key& key, const Pending& pending) const;
   bool HasCalled(int rank, const Key& key) const;
   std::string CallInsteadOf(const Key& key, int rank, int other) const;
@@ -167,11 +170,12 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   Calls pending_;
   std::map<std::pair<uint64_t, int>, uint32_t> counts_;  // calls so far by site and rank
   std::deque<Key> to_log_;  // the leader's complete calls that await a log entry
-  uint32_t logged_;         // the leader's entries so far: the epoch of the next one
-  uint32_t sequence_;       // the epoch of the next operation
+  uint32_t logged_;         // the number of the leader's next entry
+  uint32_t sequence_;       // the number of the next call
+  uint32_t epoch_;          // the first epoch of the next call
   uint64_t operations_ = 0;
   bool watched_ = false;  // whether the progress thread has this group on its list
-  bool active_ = false;   // whether operation `sequence_` has begun
+  bool active_ = false;   // whether call `sequence_` has begun
   Key current_{};
   int missing_ = -1;       // the rank for which `current_` waits
   bool noted_ = false;     // whether a rank of this process has a note

@@ -157,9 +157,27 @@ inline ElementType CopiedAs(ElementType type) {
   }
 }
 
+// Whether an algorithm can run over one segment of its message after the other (segments.h).
+inline bool RunsInSegments(Algorithm algorithm) {
+  return algorithm == Algorithm::kTwoShot || algorithm == Algorithm::kReduceScatter ||
+         algorithm == Algorithm::kAllGather;
+}
+
+// More than any message needs: with the smallest slab, each is a few KB.
+constexpr int kMaxSegments = 1 << 20;
+
+// Packs of each segment of a call of `packs` packs. A two-shot divides each segment into a shard
+// for each rank, without a remainder that would be a part of the next segment.
+inline size_t SegmentPacks(Algorithm algorithm, size_t packs, int size, uint32_t segments) {
+  if (segments == 1) return packs;
+  const size_t n = algorithm == Algorithm::kTwoShot ? size : 1, parts = n * segments;
+  return (packs / parts + (packs % parts != 0)) * n;
+}
+
 // Bytes that a call of `packs` packs takes in an epoch buffer of each rank's region (group.h).
-inline size_t EpochBufferBytesNeeded(Algorithm algorithm, ElementType type, size_t packs,
-                                     int size) {
+inline size_t EpochBufferBytesNeeded(Algorithm algorithm, ElementType type, size_t packs, int size,
+                                     uint32_t segments = 1) {
+  packs = SegmentPacks(algorithm, packs, size, segments);
   const size_t packet = PacketBytes(type), n = size;
   if (algorithm != Algorithm::kTwoShot) return n * packs * packet;
   const size_t shard = packs > n ? (packs + n - 1) / n : 1;

@@ -189,6 +189,7 @@ def chooser(
         hardware=table.hardware_of(device.platform, device.device_kind),
         mode=communicator.mode_of(mesh.devices.flat),
         tuned=tuning.rows_for([d.device_kind for d in mesh.devices.flat]),
+        segment_bytes=config.get().segment_kib * 1024,
     )
 
     def never_accelerated(nbytes: int) -> select.Selection | None:
@@ -282,6 +283,7 @@ def lower_to_call(
         "device_ids": np.array(partition.device_ids, np.int64),
         "group_size": np.int64(partition.group_size),
         "algorithm": np.int32(limits.ALGORITHMS.index(selected.algorithm)),
+        "segments": np.int32(selected.segments),
     }
     on_gpus = mesh.devices.flat[0].platform == "gpu"
     if on_gpus:

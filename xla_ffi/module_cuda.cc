@@ -106,6 +106,20 @@ nb::list Failures() {
   return failures;
 }
 
+// One entry for each communicator that has refused a call since the last call of this, because a
+// peer is gone: (the partition's device ids, group size, CUDA device, rank, message).
+nb::list Refusals() {
+  nb::list refusals;
+  for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
+    const auto refused = communicator->TakeRefused();
+    if (!refused) continue;
+    const auto& [device, message] = *refused;
+    refusals.append(nb::make_tuple(nb::cast(partition.first), partition.second, device,
+                                   communicator->members.at(device)->rank, message));
+  }
+  return refusals;
+}
+
 // One entry for each device whose kernel has waited on since the last call: (the partition's device
 // ids, group size, CUDA device, rank, missing rank, seconds, text of the call site, whether several
 // calls have it).
@@ -368,6 +382,7 @@ NB_MODULE(_cuda, m) {
       "peer_sink", [] { return nb::capsule(&kPeerSink, kPeerSinkName); },
       "What the watch tells of peers, for this platform.");
   m.def("failures", &Failures, "The failure records of kernels that gave up.");
+  m.def("refusals", &Refusals, "The calls that were refused because a peer is gone.");
   m.def("waits", &Waits, "The long waits of kernels that have gone on since the last call.");
   m.def("fail", &Fail, nb::arg("message"), "Ends all waits; later calls fail with the message.");
   m.def(

@@ -50,7 +50,7 @@ ffi::ErrorOr<std::unique_ptr<DeviceSite>> Instantiate(ffi::Span<const int64_t> d
 ffi::Error Execute(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::RemainingArgs xs,
                    ffi::RemainingRets ys, ffi::Dictionary) {
   device_handler_calls.fetch_add(1, std::memory_order_relaxed);
-  const DeviceCommunicator& communicator = *site->communicator;
+  DeviceCommunicator& communicator = *site->communicator;
   if (ffi::Error error = CheckUsable(communicator, device); error.failure()) return error;
   DeviceGroup group = *communicator.members[device];
   group.site = site->number;
@@ -76,15 +76,15 @@ ffi::Error Execute(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::R
 
 std::atomic<uint64_t> device_handler_calls{0};
 
-ffi::Error CheckUsable(const DeviceCommunicator& communicator, int32_t device) {
+ffi::Error CheckUsable(DeviceCommunicator& communicator, int32_t device) {
   if (communicator.closed) return ffi::Error(ffi::ErrorCode::kFailedPrecondition, kShutDown);
-  if (std::string failure = communicator.failure(); !failure.empty()) {
-    return ffi::Error::Internal(std::move(failure));
-  }
   if (device < 0 || static_cast<size_t>(device) >= communicator.members.size() ||
       !communicator.members[device]) {
     return ffi::Error::Internal("jax_intranode: a collective ran on CUDA device " +
                                 std::to_string(device) + ", which is in none of its groups.");
+  }
+  if (std::string failure = communicator.Refuse(device); !failure.empty()) {
+    return ffi::Error::Internal(std::move(failure));
   }
   return ffi::Error::Success();
 }

@@ -18,7 +18,6 @@ struct GraphTiming {
 // group at the same time, while nothing else uses the group. Errors are thrown as
 // std::runtime_error; the other devices wait for a failed one until their deadline.
 GraphTiming TimeInGraph(int device, const DeviceGroup& group, Algorithm algorithm, ElementType type,
-                        uint32_t segments, LaunchShape shape, const std::string& input, int calls,
-                        int repetitions);
+                        LaunchShape shape, const std::string& input, int calls, int repetitions);
 
 }  // namespace jax_intranode

@@ -2,8 +2,7 @@
 //
 // Several GPUs or processes read and write a slab at the same time. Every access that may race with
 // another one's goes through this file. All of them are relaxed: a packet carries its own
-// "I have arrived" mark (packets.h), so within an epoch no store has to be ordered before another
-// one. Epochs of one operation are divided by a fence (segments.h).
+// "I have arrived" mark (packets.h), so no store has to be ordered before another one.
 #pragma once
 
 #include <cstddef>
@@ -132,12 +131,12 @@ JIN_FN uint32_t ExchangeWord(uint32_t* at, uint32_t v) {
 #endif
 }
 
-// Orders what this thread has loaded and stored before what it stores next, for all ranks.
-JIN_FN void Fence() {
+// Asks for the cache line at an address that is read soon.
+JIN_FN void Prefetch(const void* at) {
 #if defined(__CUDACC__)
-  asm volatile("fence.acq_rel.sys;" ::: "memory");
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
 #else
-  std::atomic_thread_fence(std::memory_order_acq_rel);
+  __builtin_prefetch(at);
 #endif
 }
 

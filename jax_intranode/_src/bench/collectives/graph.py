@@ -86,7 +86,6 @@ def _measure_step(
             groups.group_size,
             communicator.native_ordinal(devices[rank]),
             limits.ALGORITHMS.index(chosen.algorithm),
-            chosen.segments,
             chosen.blocks,
             chosen.threads,
             operand.tobytes(),

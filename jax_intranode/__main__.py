@@ -87,6 +87,11 @@ COMMANDS = (
         "jax_intranode._src.bench.command",
     ),
     Command(
+        "tune",
+        "measure this node, and write a file of what is fastest on it",
+        "jax_intranode._src.tune.command",
+    ),
+    Command(
         "plot",
         "draw JSON files of bench into one PNG",
         "jax_intranode._src.bench.plots.command",

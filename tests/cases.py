@@ -400,6 +400,102 @@ def ours_up_to(nbytes: int) -> Iterator[None]:
         table.TABLE = table_before
 
 
+# Operations in segments.
+
+
+@contextlib.contextmanager
+def in_segments(nbytes: int) -> Iterator[None]:
+    """Selects our algorithms at all sizes, in segments of at most this size."""
+
+    def cut(operation: str, row: table.Row) -> table.Row:
+        algorithm = "two_shot" if operation == "psum" else row.algorithm
+        threads = min(row.threads, 32)  # so that a GPU has several blocks
+        return table.Row(1 << 40, algorithm, threads, row.blocks, nbytes)
+
+    table_before = table.TABLE
+    table.TABLE = {key: (cut(key[2], rows[-1]),) for key, rows in table_before.items()}
+    try:
+        yield
+    finally:
+        table.TABLE = table_before
+
+
+def segments_of(text: str) -> list[int]:
+    """The number of segments of each of our calls in a compiled program."""
+    return [int(number) for number in re.findall(r"segments = (\d+)", text)]
+
+
+@case(operation=OPERATIONS, dtype=DTYPES)
+def segments_of_every_dtype(operation: str, dtype: str) -> None:
+    """Sizes around the bounds of segments, and a donated operand."""
+    mesh = line()
+    n = mesh.size
+    item = np.dtype(dtype).itemsize
+    counts = [k // item for k in (8, 256, 256 + item, 512, 1000, 2048 - item, 5000)]
+    if operation == "psum_scatter":
+        counts = [k * n for k in counts]
+    parts = [random(dtype, (n, count), count) for count in counts]
+
+    def f(vs: Any) -> Any:
+        return [apply(operation, v[0])[None] for v in vs]
+
+    with x64(dtype), in_segments(256):
+        arrays = [put(mesh, P("x"), part) for part in parts]
+        program = compiled_of_ours(
+            sharded(f, mesh, P("x"), P("x")), arrays, donate_argnums=0, keep_unused=True
+        )
+        assert sorted(segments_of(program.as_text())) == [1, 1, 2, 2, 4, 8, 32]
+        results = program(arrays)
+    for result, part in zip(results, parts, strict=True):
+        check(result, reference(operation, part))
+
+
+@case()
+def trees_in_segments() -> None:
+    """Trees are summed by one operation, whose segments begin in any of the arrays."""
+    mesh = line()
+    n = mesh.size
+    counts = [*(int(k) for k in np.random.default_rng(7).integers(1, 300, 40)), 9000]
+    parts = {
+        dtype: [random(dtype, (n, count), count) for count in counts]
+        for dtype in ("float32", "bfloat16", "int8")
+    }
+    arrays = {
+        dtype: [put(mesh, P("x"), part) for part in of_dtype] for dtype, of_dtype in parts.items()
+    }
+    f = sharded(lambda tree: jax_intranode.psum(tree, "x"), mesh, P("x"), P("x"))
+    with in_segments(1 << 12):
+        program = compiled_of_ours(f, arrays)
+        assert sorted(segments_of(program.as_text())) == [4, 8, 16]
+        results = program(arrays)
+    for dtype, of_dtype in parts.items():
+        for result, part in zip(results[dtype], of_dtype, strict=True):
+            check(result, reference("psum", part))
+
+
+@case(which=(0, 1))
+def random_program_in_segments(which: int) -> None:
+    """Operations of one epoch and of many follow each other, and the epoch passes 2^32."""
+    mesh = meshes()[which % len(meshes())]
+    if not takes_part(mesh):
+        return
+    jax_intranode.shutdown()
+    jax.clear_caches()
+    set_epochs(mesh, 2**32 - 30)
+    calls = random_calls(60 + which, 15, mesh)
+    with x64("float64"), in_segments(300):
+        carries, value = random_carries(mesh, which)
+        program = compiled_of_ours(chain(calls, mesh), value)
+        segments = segments_of(program.as_text())
+        assert len(segments) == len(calls) and 1 in segments and max(segments) > 8
+        before = jax_intranode.usage_counter()
+        for _ in range(3):
+            check(program(value), expected_of_chain(calls, mesh, carries))
+    # An operation counts once, whatever the number of its segments.
+    local = sum(d.process_index == jax.process_index() for d in mesh.devices.flat)
+    assert jax_intranode.usage_counter() - before == 3 * len(calls) * local
+
+
 @case(devices=4, seed=(0, 1))
 @ours_up_to(2048)
 def permuted_devices(seed: int) -> None:

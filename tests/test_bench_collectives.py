@@ -179,6 +179,7 @@ class FakeGraphs:
         group_size: int,
         ordinal: int,
         algorithm: int,
+        segments: int,
         blocks: int,
         threads: int,
         data: bytes,
@@ -186,7 +187,7 @@ class FakeGraphs:
         calls: int,
         repetitions: int,
     ) -> tuple[list[float], bytes]:
-        assert dtype == "float32" and blocks > 0 and threads > 0 and calls > 1
+        assert dtype == "float32" and segments == 1 and blocks > 0 and threads > 0 and calls > 1
         rank = [d.local_hardware_id for d in jax.devices()][:group_size].index(ordinal)
         self._data[rank] = np.frombuffer(data, dtype)
         self._barrier.wait()  # all devices of the group at once

@@ -87,6 +87,12 @@ def test_cuda_part() -> None:
         ("sm_86", 80, False),
         ("sm_90a", 90, False),  # the fused kernels alone
         ("compute_80", 75, False),
+        ("90,sm_90a", 100, True),  # as CMake names machine code with PTX
+        ("90-real,sm_90a", 100, False),
+        ("80-virtual,sm_90a", 90, True),
+        ("90a,sm_90a", 90, True),
+        ("90a,sm_90a", 100, False),
+        ("native,sm_90a", 90, True),
     ],
 )
 def test_architectures(architectures: str, capability: int, runs: bool) -> None:

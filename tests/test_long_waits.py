@@ -135,13 +135,16 @@ class Module:
     """The native module of GPUs, with the record of a kernel that gave up."""
 
     def __init__(self, missing: int, shared: bool, reason: str = "timeout", told: str = ""):
-        self.record = (
+        self.record: tuple[Any, ...] = (
             [4, 5], 2, 0, limits.FAILURE_REASONS[reason],
             limits.ALGORITHMS.index("one_shot"), 0, missing, "sum", shared, told,
         )  # fmt: skip
 
     def failures(self) -> list[Any]:
-        return [self.record]
+        return [self.record] if self.record else []
+
+    def refusals(self) -> list[Any]:
+        return [([4, 5], 2, 0, 0, "jax_intranode: process 1 has come to its end.")]
 
 
 @pytest.mark.parametrize("mismatch", [False, True])
@@ -168,6 +171,19 @@ def test_the_failure_of_a_kernel(
         operation="psum", nbytes=400, rank=0, device_ids=GROUP, missing_rank=1, missing_process=1,
         source=place, time=failure.time,
     )  # fmt: skip
+
+
+def test_a_call_that_was_refused(sites: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Module(1, False)
+    module.record = ()
+    monkeypatch.setattr(native, "_modules", {**native._modules, "gpu": module})
+    native.module.cache_clear()
+    process = Process(None)
+    find = watcher._Records(lambda: {0: 4}, lambda device_id: device_id - 4, process.waits)
+    (failure,) = find()
+    native.module.cache_clear()
+    assert failure.message == "jax_intranode: process 1 has come to its end."
+    assert (failure.reason, failure.rank, failure.device_ids) == ("peer_gone", 0, GROUP)
 
 
 def test_a_kernel_that_was_told_of_another_operation(

@@ -24,11 +24,14 @@ QUICK_WITHOUT_CHECK_VMA = (
 
 # These differ from cases that the quick tier runs in nothing but an algorithm or in a number.
 FULL = ("trees-one_shot-300", "trees-two_shot-300", "random_program-0")
+QUICK_IN_SEGMENTS = ("psum-bfloat16", "psum-int64", "psum_scatter-float64", "all_gather-bfloat16")
 
 
 def is_quick(name: str) -> bool:
     if name in FULL:
         return False
+    if name.startswith("segments_of_every_dtype-"):
+        return name.endswith(QUICK_IN_SEGMENTS)
     transformation = name.removesuffix("-False")
     many = name != transformation and name.startswith(("like_lax-", "parts_like_lax-"))
     return not many or transformation in QUICK_WITHOUT_CHECK_VMA

@@ -49,10 +49,13 @@ def choose(
     return select.select(operation, **arguments)
 
 
-def needed(algorithm: str, nbytes: int, dtype: str, world: int) -> int:
+def needed(algorithm: str, nbytes: int, dtype: str, world: int, segments: int = 1) -> int:
     """Bytes of an epoch buffer: a slot of whole packets for every rank (xla_ffi/kernels)."""
     packet = 16 if dtype in BARE else 32
     packs = (nbytes + 15) // 16
+    if segments > 1:
+        multiple = world if algorithm == "two_shot" else 1
+        packs = -(-packs // (segments * multiple)) * multiple
     if algorithm != "two_shot":
         return world * packs * packet
     return 2 * world * max(1, (packs + world - 1) // world) * packet
@@ -134,8 +137,10 @@ def test_forced_algorithm_runs_wherever_it_fits(setup: tuple[str, str], algorith
     for world, dtype in itertools.product(WORLDS, limits.DTYPES):
         for nbytes in sizes(dtype):
             chosen = choose(setup, world, nbytes, dtype, algorithm=algorithm)
-            fits = needed(algorithm, nbytes, dtype, world) <= most
+            whole = needed(algorithm, nbytes, dtype, world) <= most
+            fits = whole or algorithm == "two_shot"
             assert chosen.algorithm == (algorithm if fits else "lax"), (world, dtype, nbytes)
+            assert (chosen.segments == 1) == (whole or not fits)
             name = "JAX_INTRANODE_ALGORITHM" if fits else "JAX_INTRANODE_SLAB_MIB"
             assert name in chosen.reason
             if fits:
@@ -151,8 +156,54 @@ def test_a_buffer_that_is_a_byte_too_small_is_refused() -> None:
             == algorithm
         )
         refused = choose(("cpu", "multi"), 4, 1000, dtype, epoch_buffer_bytes=exact - 1, **more)
+        if algorithm == "two_shot":
+            assert (refused.algorithm, refused.segments) == ("two_shot", 2)
+            continue
         assert refused.algorithm == "lax"
         assert str(exact) in refused.reason and "JAX_INTRANODE_SLAB_MIB" in refused.reason
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("setup", SETUPS, ids="-".join)
+def test_segments_fit_and_are_no_more_than_needed(setup: tuple[str, str], operation: str) -> None:
+    most = epoch_buffer_bytes(setup[0])
+    large = [n for n in sizes("float32") if n > 12 << 20] + [100_000_004, 5 << 30]
+    for world, dtype, segment in itertools.product(
+        WORLDS, ("bfloat16", "int8"), (1 << 14, 4 << 20)
+    ):
+        for nbytes in large:
+            chosen = choose(setup, world, nbytes, dtype, operation, segment_bytes=segment)
+            context = (world, nbytes, dtype, chosen)
+            assert chosen.algorithm == ORDER[operation][-2], context
+            assert "JAX_INTRANODE_SEGMENT_KIB" in chosen.reason, context
+            assert f"in {chosen.segments} segments" in chosen.reason, context
+            fits = [
+                nbytes <= n * segment and needed(chosen.algorithm, nbytes, dtype, world, n) <= most
+                for n in (chosen.segments // 2, chosen.segments)
+            ]
+            assert fits == [False, True], context
+            packs = -(-nbytes // 16 // chosen.segments)
+            work = -(-packs // world) if chosen.algorithm == "two_shot" else packs
+            assert 1 <= chosen.blocks <= 256 and (chosen.blocks - 1) * chosen.threads <= work, (
+                context
+            )
+
+
+def test_a_row_says_how_large_its_segments_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = ("hopper", "multi")
+    last = table.Row(1 << 30, "two_shot", 512, 256, segment_bytes=4 << 20)
+    rows = (*table.TABLE[*setup, "psum", "bare", 2], last)
+    monkeypatch.setattr(table, "TABLE", {**table.TABLE, (*setup, "psum", "bare", 2): rows})
+
+    def segments(nbytes: int, **more: object) -> int:
+        chosen = choose(setup, 2, nbytes, "bfloat16", **more)
+        assert chosen.algorithm == "two_shot" and "measured on H200" in chosen.reason
+        return chosen.segments
+
+    assert [segments(n << 20) for n in (12, 16, 64, 256)] == [1, 4, 16, 64]
+    assert segments(64 << 20, epoch_buffer_bytes=1 << 20) == 128  # 4 bytes for each byte
+    assert choose(setup, 2, 2 << 30, "bfloat16").algorithm == "lax"
+    assert choose(setup, 2, 2 << 30, "bfloat16", segment_bytes=8 << 20).segments == 256
 
 
 @pytest.mark.parametrize(
@@ -207,6 +258,7 @@ def test_digest_changes_with_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
                 {"algorithm": "two_shot"},
                 {"threads": 64},
                 {"blocks": 1},
+                {"segment_bytes": 1},
             )
         ),
     ]

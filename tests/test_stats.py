@@ -44,7 +44,10 @@ def test_operations_and_bytes(mesh: jax.sharding.Mesh) -> None:
     assert (again.operations, again.lowered) == (12, first.lowered)
     assert jax_intranode.stats() == jax_intranode.Stats(0)
     jax.block_until_ready(f(x))
-    assert jax_intranode.stats() == jax_intranode.Stats(6)
+    third = jax_intranode.stats()
+    assert (third.operations, third.lowered) == (6, ())
+    if jax.devices()[0].platform == "cpu":  # XLA replays nothing there
+        assert third.handler_calls == 6
 
 
 def test_fallbacks(mesh: jax.sharding.Mesh) -> None:
@@ -85,6 +88,7 @@ def test_text(mesh: jax.sharding.Mesh) -> None:
     counts.waited("rank 0 waits for rank 1")
     assert str(jax_intranode.stats()).splitlines() == [
         "operations executed: 0",
+        "calls of handlers by XLA: 0",
         "lowered:",
         "       1 x psum as two_shot, 1048576 bytes in all",
         "fell back to jax.lax:",

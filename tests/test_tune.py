@@ -1,35 +1,228 @@
-"""tools/tune.py runs on the CPU and prints a row for each size and algorithm."""
+"""`tune`: what is measured becomes rows, and a file that programs obey."""
 
+import argparse
+import dataclasses
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from bench_settings import mesh_of_two, settings_of
 
-TUNE = Path(__file__).parent.parent / "tools" / "tune.py"
+import jax_intranode
+from jax_intranode._src import communicator, limits, table, tuning
+from jax_intranode._src.bench.settings import MODES, SINGLE_PROCESS
+from jax_intranode._src.tune import command, sweep
+from jax_intranode._src.tune.rows import Measured, fastest, rows_of
+from jax_intranode._src.wrong_input import WrongInput
 
-pytestmark = pytest.mark.skipif(not TUNE.exists(), reason="tools are not in the sdist")
+ONE, TWO = table.Row(0, "one_shot", 128, 256), table.Row(0, "two_shot", 256, 256)
 
 
-def test_tune_on_the_cpu(tmp_path: Path) -> None:
+def at(nbytes: int, row: table.Row, us: float = 1.0, lax_us: float = 2.0) -> Measured:
+    return Measured(nbytes, dataclasses.replace(row, nbytes=nbytes), us, lax_us)
+
+
+def test_rows_are_launches_up_to_the_first_loss() -> None:
+    measured = [at(64, ONE), at(256, ONE), at(1024, TWO), at(4096, TWO, us=3), at(2048, TWO)]
+    assert rows_of(measured) == (
+        dataclasses.replace(ONE, nbytes=256),
+        dataclasses.replace(TWO, nbytes=2048),
+    )
+    assert rows_of([*measured, at(128, ONE, us=2.1)]) == (dataclasses.replace(ONE, nbytes=64),)
+    assert rows_of([at(64, ONE, us=2.0)]) == (dataclasses.replace(ONE, nbytes=64),)  # as fast
+    assert rows_of([at(64, ONE, us=2.1)]) == () == rows_of([])
+
+
+def test_the_launch_of_the_size_before_is_kept_if_it_is_as_fast() -> None:
+    times = [(10.0, TWO), (10.2, ONE)]
+    assert fastest(times, None, 0.03) == (10.0, TWO)
+    assert fastest(times, ONE, 0.03) == (10.2, ONE)
+    assert fastest(times, ONE, 0.01) == (10.0, TWO)
+
+
+def test_worlds_and_jobs() -> None:
+    assert command.worlds(2) == [2]
+    assert command.worlds(4) == [4, 2]
+    assert command.worlds(6) == [6, 4, 2]
+    assert command.worlds(16) == [limits.MAX_WORLD_SIZE, 4, 2]
+    jobs = list(command.jobs("gpu", 4, list(MODES)))
+    assert [(job.devices, job.mode) for job in jobs] == [(n, m) for n in (4, 2) for m in MODES]
+
+
+class StandIn(sweep.Sweep):
+    """A sweep whose times are those of a function of the row."""
+
+    def __init__(self, loses_from: int, platform: str, disturbed: int = 0, ends_at: int = 0):
+        mesh: Any = argparse.Namespace(
+            devices=argparse.Namespace(flat=[argparse.Namespace(core_count=132)])
+        )
+        super().__init__(
+            settings_of("psum", platform=platform), mesh, 1 << 25, "psum", "bare", self._over
+        )
+        self._loses_from, self._disturbed, self._ends_at = loses_from, disturbed, ends_at
+        self.tried: list[table.Row] = []
+
+    def _over(self, name: str) -> bool:
+        return 0 < self._ends_at <= len(self.tried)
+
+    def _time_in_graph(self, row: table.Row, label: str) -> float:
+        # Two-shot is faster from 64 KB on, and 256 threads always.
+        slow = (row.algorithm == "two_shot") != (row.nbytes >= 1 << 16)
+        return 10.0 + 5 * slow + 0.01 * abs(row.threads - 256) + 0.001 * (256 - row.blocks)
+
+    def _time_from_jax(self, row: table.Row, label: str) -> tuple[float, float]:
+        self.tried.append(row)
+        if len(self.tried) == self._disturbed:
+            return 100.0, 20.0
+        us = self._time_in_graph(row, label)
+        return us, 20.0 if row.nbytes < self._loses_from else us - 1
+
+
+def test_a_sweep_on_gpus_finds_launches_and_the_limit() -> None:
+    of_one = StandIn(loses_from=3 << 20, platform="gpu")
+    begun: list[int] = []
+    measured = list(of_one.run(begun.append))
+    sizes = [m.nbytes for m in measured]
+    assert sizes == begun == [1 << k for k in (10, 12, 14, 16, 18, 20, 22, 21)]
+    rows = rows_of(measured)
+    assert [(row.nbytes, row.algorithm) for row in rows if row.nbytes >= 1 << 14] == [
+        (1 << 14, "one_shot"),
+        (1 << 21, "two_shot"),
+    ]
+    assert all(row.threads == 256 for row in rows if row.nbytes >= 1 << 16)
+    # 4 MB were tried twice before they counted as lost.
+    assert [row.nbytes for row in of_one.tried].count(1 << 22) == 2
+
+
+def test_a_disturbed_measurement_does_not_end_the_search() -> None:
+    measured = list(StandIn(loses_from=1 << 20, platform="gpu", disturbed=2).run(lambda _: None))
+    assert rows_of(measured)[-1].nbytes == 1 << 19
+
+
+def test_a_sweep_ends_where_no_kernel_takes_the_size() -> None:
+    measured = list(StandIn(loses_from=1 << 60, platform="gpu").run(lambda _: None))
+    largest = rows_of(measured)[-1].nbytes
+    needed = [
+        limits.epoch_buffer_bytes_needed(algorithm, "bfloat16", largest * 2, 2)
+        for algorithm in ("one_shot", "two_shot")
+    ]
+    assert min(needed) > 1 << 25 and largest == measured[-1].nbytes
+
+
+def test_a_sweep_ends_when_its_time_is_over() -> None:
+    of_one = StandIn(loses_from=1 << 20, platform="gpu", ends_at=3)
+    measured = []
+    with pytest.raises(sweep.OutOfTime):
+        for of_size in of_one.run(lambda _: None):
+            measured.append(of_size)
+    assert len(measured) == 3
+
+
+def test_algorithms_are_those_of_the_table() -> None:
+    assert sweep.algorithms("psum") == list(table.PSUM_ALGORITHMS)
+    assert sweep.algorithms("psum_scatter") == ["reduce_scatter"]
+    assert sweep.algorithms("all_gather") == ["all_gather"]
+
+
+@pytest.mark.parametrize("operation", command.OPERATIONS)
+def test_measuring_on_devices(operation: str) -> None:
+    """Two devices: GPUs with two launches, or CPU devices."""
+    mesh = mesh_of_two()
+    platform = mesh.devices.flat[0].platform
+    settings = settings_of(operation, platform=platform, iterations=1, chain=1)
+    jax_intranode.initialize(mesh)
+    rendezvous = communicator.rendezvous_of(mesh.devices.flat)
+    of_one = sweep.Sweep(
+        settings, mesh, rendezvous.epoch_buffer_bytes, operation, "flagged", lambda name: False
+    )
+    before = jax_intranode.usage_counter()
+    measured = of_one._measure(1024, None)
+    assert jax_intranode.usage_counter() > before  # not lax, whatever the table says
+    assert measured.nbytes == 1024 and measured.us >= 0 and measured.lax_us > 0
+    assert limits.OPERATIONS[measured.best.algorithm] == operation
+    assert str(measured.best.algorithm) in sweep.describe(measured)
+
+
+def run_tune(arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(command, "_ITERATIONS", {"gpu": 1, "cpu": 1})
+    monkeypatch.setattr(command, "_CHAIN", {"gpu": 1, "cpu": 1})
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(arguments.split()))
+
+
+def bench_under(file: Path, mode: str) -> tuple[str, list[dict[str, Any]]]:
+    """Runs `bench psum` with a tuning; returns its output and its rows."""
+    rows = file.with_name("rows.json")
     outcome = subprocess.run(
-        # -P: imports the installed package, not the source tree.
         [
-            *(sys.executable, "-P", str(TUNE), "--platform", "cpu", "--mode", "single-process"),
-            *("--minbytes", "512", "--maxbytes", "512", "psum", "all_gather"),
+            *(sys.executable, "-P", "-m", "jax_intranode", "bench", "psum", "--platform", "cpu"),
+            *("-b", "256", "-e", "256", "-n", "1", "-w", "0", "--chain", "1", "-d", "float32"),
+            *("--mode", mode, "--json", str(rows)),
         ],
-        cwd=tmp_path,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        cwd=file.parent,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", tuning.VARIABLE: str(file)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=200,
     )
     assert outcome.returncode == 0, outcome.stdout
-    for algorithm in ("one_shot", "two_shot", "all_gather"):
-        (row,) = [line for line in outcome.stdout.splitlines() if f" {algorithm} " in line]
-        mode, devices, _, _, dtype, nbytes, *times, _ = row.split()
-        assert (mode, devices, dtype, nbytes) == ("single-process", "2", "float32", "512")
-        assert len(times) == 2 and all(float(time) >= 0 for time in times)
-        assert f"# {algorithm}: not slower than lax up to" in outcome.stdout
+    return outcome.stdout, json.loads(rows.read_text())["rows"]
+
+
+@pytest.mark.parametrize("mode", [SINGLE_PROCESS, pytest.param("both", marks=pytest.mark.full)])
+def test_the_file_of_the_command_is_what_programs_use(
+    mode: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "node.json"
+    options = f"--platform cpu --operations psum --minutes 3 --mode {mode} -o {file}"
+    assert run_tune(options, monkeypatch) == 0
+    output = capsys.readouterr().out
+    tuned = tuning.read(str(file))
+    modes = ("multi", "single") if mode == "both" else ("single",)
+    assert set(tuned.rows) == {(m, "psum", p, 2) for m in modes for p in ("bare", "flagged")}
+    assert (tuned.platform, tuned.device, tuned.devices) == ("cpu", "cpu", 2)
+    assert tuned.profile is None and tuned.versions["jax"]
+    assert f"export JAX_INTRANODE_TUNING={file}" in output
+    assert "psum of int32, 2 x cpu, single-process" in output
+
+    # The opposite of what is shipped.
+    fields = json.loads(file.read_text())
+    for of_key in fields["tables"]:
+        of_key["rows"] = [dataclasses.asdict(table.Row(1 << 16, "two_shot", 1, 1))]
+    tuning.write(file, fields)
+    text, rows = bench_under(file, mode)
+    assert len(rows) == len(modes) and str(file) in text
+    for row in rows:
+        assert row["algorithm"] == "two_shot" and row["shipped_algorithm"] == "one_shot"
+        assert row["shipped_time_us"] >= 0 and row["wrong"] == 0
+    assert "shipped:" in text and "one_shot" in text
+
+
+def test_a_node_that_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command.machine, "gpus_and_driver", lambda: (1, "1.0"))
+    with pytest.raises(WrongInput, match="this node has 1, and 1 are asked for"):
+        run_tune(f"--platform gpu -o {tmp_path / 'node.json'}", monkeypatch)
+    with pytest.raises(WrongInput, match="there is no directory"):
+        run_tune(f"--platform cpu -o {tmp_path / 'none' / 'node.json'}", monkeypatch)
+
+
+@pytest.mark.full
+def test_time_that_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "node.json"
+    options = f"--platform cpu --operations psum --minutes 0.0001 --mode {SINGLE_PROCESS} -o {file}"
+    assert run_tune(options, monkeypatch) == 0
+    assert tuning.read(str(file)).rows == {}
+    output = capsys.readouterr().out
+    for dtype in ("float32", "int32"):
+        assert f"for want of time: psum of {dtype}, 2 x cpu, single-process" in output

@@ -259,11 +259,16 @@ def test_tuned_rows_take_the_place_of_shipped_ones() -> None:
         assert with_tuning == without and "measured on H200" in without.reason
 
 
-def test_a_tuned_profile_is_for_its_device_only() -> None:
-    mine = dataclasses.replace(H200, name="NVIDIA H100 80GB HBM3", tuned_by="node.json")
-    assert overlap.known_from_kinds([mine.name] * 2, mine) is mine
-    assert overlap.known_from_kinds(["NVIDIA H200"] * 2, mine) is H200
-    assert overlap.known_from_kinds([mine.name, "NVIDIA H200"], mine) is None
+def test_a_tuned_profile_is_for_its_device_only(tmp_path: Path) -> None:
+    mine = dataclasses.replace(H200, name="NVIDIA H100 80GB HBM3", sms=114)
+    path = tmp_path / "node.json"
+    tuning.write(path, fields_of({}, "gpu", mine.name, mine))
+    with tuning.using(tuning.read(str(path))):
+        profile = tuning.profile_for([mine.name] * 2)
+        assert profile is not None and profile.sms == 114
+        assert tuning.profile_for(["NVIDIA H200"] * 2) is None
+        assert tuning.profile_for([mine.name, "NVIDIA H200"]) is None
+    assert tuning.profile_for([mine.name]) is None
 
 
 @pytest.fixture

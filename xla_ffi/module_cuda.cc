@@ -14,12 +14,10 @@
 
 #include "cuda/fused_matmul.h"
 #include "cuda/graph_timing.h"
-#include "cuda/norms.h"
 #include "cuda/pipelined_matmul.h"
 #include "cuda/slab.h"
 #include "ffi/collective_matmul_cuda.h"
 #include "ffi/collectives_cuda.h"
-#include "ffi/norm_call.h"
 #include "host/call_sites.h"
 #include "host/peer_event.h"
 #include "kernels/same_operation.h"
@@ -106,6 +104,20 @@ nb::list Failures() {
     }
   }
   return failures;
+}
+
+// One entry for each communicator that has refused a call since the last call of this, because a
+// peer is gone: (the partition's device ids, group size, CUDA device, rank, message).
+nb::list Refusals() {
+  nb::list refusals;
+  for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
+    const auto refused = communicator->TakeRefused();
+    if (!refused) continue;
+    const auto& [device, message] = *refused;
+    refusals.append(nb::make_tuple(nb::cast(partition.first), partition.second, device,
+                                   communicator->members.at(device)->rank, message));
+  }
+  return refusals;
 }
 
 // One entry for each device whose kernel has waited on since the last call: (the partition's device
@@ -231,8 +243,8 @@ void Close() {
 }
 
 nb::tuple TimeOnGroup(const std::vector<int64_t>& device_ids, int64_t group_size, int device,
-                      int algorithm_number, int blocks, int threads, nb::bytes data,
-                      const std::string& dtype, int calls, int repetitions) {
+                      int algorithm_number, uint32_t segments, int blocks, int threads,
+                      nb::bytes data, const std::string& dtype, int calls, int repetitions) {
   const auto communicator = Registry<DeviceCommunicator>::Get().Find({device_ids, group_size});
   if (!communicator || device < 0 || static_cast<size_t>(device) >= communicator->members.size() ||
       !communicator->members[device]) {
@@ -250,7 +262,7 @@ nb::tuple TimeOnGroup(const std::vector<int64_t>& device_ids, int64_t group_size
   GraphTiming timing;
   {
     nb::gil_scoped_release release;
-    timing = TimeInGraph(device, *communicator->members[device], algorithm, *type,
+    timing = TimeInGraph(device, *communicator->members[device], algorithm, *type, segments,
                          {blocks, threads}, input, calls, repetitions);
   }
   return nb::make_tuple(timing.microseconds, nb::bytes(timing.output.data(), timing.output.size()));
@@ -261,10 +273,6 @@ nb::dict Registrations() {
   handlers["instantiate"] = nb::capsule(reinterpret_cast<void*>(CudaCollectiveInstantiate));
   handlers["execute"] = nb::capsule(reinterpret_cast<void*>(CudaCollective));
   for (const std::string& name : CollectiveTargets()) all[name.c_str()] = handlers;
-  nb::dict of_norms;
-  of_norms["instantiate"] = nb::capsule(reinterpret_cast<void*>(CudaNormInstantiate));
-  of_norms["execute"] = nb::capsule(reinterpret_cast<void*>(CudaNorm));
-  for (const std::string& name : NormTargets()) all[name.c_str()] = of_norms;
   nb::dict of_matmul;
   of_matmul["instantiate"] = nb::capsule(reinterpret_cast<void*>(CudaCollectiveMatmulInstantiate));
   of_matmul["initialize"] = nb::capsule(reinterpret_cast<void*>(CudaCollectiveMatmulInitialize));
@@ -340,7 +348,6 @@ NB_MODULE(_cuda, m) {
       [](int device) {
         CurrentDevice current(device);
         ThrowIfError(LoadKernels(), "loading the kernels");
-        ThrowIfError(LoadNormKernels(), "loading the kernels of norms");
         ThrowIfError(LoadSignalKernels(), "loading the kernels");
         LoadFusedKernels();
       },
@@ -366,14 +373,16 @@ NB_MODULE(_cuda, m) {
   m.def("operations", &Operations, nb::call_guard<nb::gil_scoped_release>(),
         "Operations that the devices of this process have executed.");
   m.def("time_in_graph", &TimeOnGroup, nb::arg("device_ids"), nb::arg("group_size"),
-        nb::arg("device"), nb::arg("algorithm"), nb::arg("blocks"), nb::arg("threads"),
-        nb::arg("data"), nb::arg("dtype"), nb::arg("calls"), nb::arg("repetitions"),
+        nb::arg("device"), nb::arg("algorithm"), nb::arg("segments"), nb::arg("blocks"),
+        nb::arg("threads"), nb::arg("data"), nb::arg("dtype"), nb::arg("calls"),
+        nb::arg("repetitions"),
         "Times operations of a group in a CUDA graph: (microseconds a call of each launch, the "
         "output's bytes). All devices of the group call it at once.");
   m.def(
       "peer_sink", [] { return nb::capsule(&kPeerSink, kPeerSinkName); },
       "What the watch tells of peers, for this platform.");
   m.def("failures", &Failures, "The failure records of kernels that gave up.");
+  m.def("refusals", &Refusals, "The calls that were refused because a peer is gone.");
   m.def("waits", &Waits, "The long waits of kernels that have gone on since the last call.");
   m.def("fail", &Fail, nb::arg("message"), "Ends all waits; later calls fail with the message.");
   m.def(

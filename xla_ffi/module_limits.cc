@@ -55,6 +55,20 @@ void ExportLimits(nb::module_& m) {
 #undef JIN_X
   m.attr("FAILURE_REASONS") = reasons;
 
+  nb::list in_segments;
+  for (Algorithm algorithm : kAlgorithms) {
+    if (RunsInSegments(algorithm)) in_segments.append(AlgorithmName(algorithm));
+  }
+  m.attr("IN_SEGMENTS") = nb::tuple(in_segments);
+  m.attr("MAX_SEGMENTS") = kMaxSegments;
+  m.def(
+      "segment_packs",
+      [](const std::string& name, size_t packs, int world_size, uint32_t segments) {
+        return SegmentPacks(AlgorithmNamed(name), packs, world_size, segments);
+      },
+      nb::arg("algorithm"), nb::arg("packs"), nb::arg("world_size"), nb::arg("segments"),
+      "Packs of each of a number of segments.");
+
   m.attr("MAX_WORLD_SIZE") = kMaxRanks;
   m.attr("MAX_BUFFERS") = kMaxBuffers;
   m.attr("PACK_BYTES") = sizeof(Pack);
@@ -68,24 +82,14 @@ void ExportLimits(nb::module_& m) {
       "Bytes of the packet that carries PACK_BYTES of data.");
   m.def(
       "epoch_buffer_bytes_needed",
-      [](const std::string& name, const std::string& dtype, size_t nbytes, int world_size) {
+      [](const std::string& name, const std::string& dtype, size_t nbytes, int world_size,
+         uint32_t segments) {
         const Algorithm algorithm = AlgorithmNamed(name);
         return EpochBufferBytesNeeded(algorithm, TypeOf(algorithm, dtype), PacksOf(nbytes),
-                                      world_size);
+                                      world_size, segments);
       },
       nb::arg("algorithm"), nb::arg("dtype"), nb::arg("nbytes"), nb::arg("world_size"),
-      "Bytes of an epoch buffer that an operation takes.");
-  m.attr("MAX_HIDDEN") = kMaxHidden;
-  m.def(
-      "norm_rows_per_operation",
-      [](const std::string& name, const std::string& dtype, size_t hidden, int world_size,
-         size_t epoch_buffer_bytes) {
-        const Algorithm algorithm = AlgorithmNamed(name);
-        const size_t row = hidden * ItemBytes(TypeOf(algorithm, dtype));
-        return NormRowsPerOperation(algorithm, PacksOf(row), world_size, epoch_buffer_bytes);
-      },
-      nb::arg("algorithm"), nb::arg("dtype"), nb::arg("hidden"), nb::arg("world_size"),
-      nb::arg("epoch_buffer_bytes"), "The most rows that one operation of a norm takes.");
+      nb::arg("segments"), "Bytes of an epoch buffer that an operation takes.");
   m.def(
       "failure_message",
       [](uint32_t reason, int algorithm, double timeout_s, const std::vector<int64_t>& device_ids,

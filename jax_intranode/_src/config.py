@@ -43,6 +43,7 @@ class Config:
     report_after_s: float = 10.0
     algorithm: str = "auto"
     strict: bool = False
+    segment_kib: int = 0
     tuning: str | None = None
 
     @property
@@ -164,9 +165,17 @@ VARIABLES = (
         _PREFIX + "ALGORITHM",
         _words(ALGORITHMS),
         "`auto`",
-        "`one_shot`, `two_shot`: `psum` uses this algorithm wherever it fits; `lax`: everything "
-        "falls back",
+        "`one_shot`, `two_shot`: `psum` uses this algorithm wherever it fits (`two_shot`, in "
+        "segments, fits everywhere); `lax`: everything falls back",
         lambda name, text: _choice(name, text, ALGORITHMS),
+    ),
+    Variable(
+        _PREFIX + "SEGMENT_KIB",
+        "a positive integer",
+        "not set",
+        "collectives of arrays that are too large for the measured table run in segments of at "
+        "most so many KiB, instead of falling back",
+        lambda name, text: int(_positive(name, text, int)),
     ),
     Variable(
         _PREFIX + "STRICT",

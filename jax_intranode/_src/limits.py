@@ -17,13 +17,14 @@ DTYPES: tuple[str, ...] = _host.DTYPES
 # The numbers of the reasons for which a kernel gives up: timeout, aborted, busy, closed.
 FAILURE_REASONS: dict[str, int] = _host.FAILURE_REASONS
 
+# The algorithms that can send a large message in segments, and how many at most.
+IN_SEGMENTS: tuple[str, ...] = _host.IN_SEGMENTS
+MAX_SEGMENTS: int = _host.MAX_SEGMENTS
+
 MAX_WORLD_SIZE: int = _host.MAX_WORLD_SIZE
 # Buffers of one operation. Each begins with a pack of its own: PACK_BYTES of data.
 MAX_BUFFERS: int = _host.MAX_BUFFERS
 PACK_BYTES: int = _host.PACK_BYTES
-
-# The longest row that a norm takes, in elements.
-MAX_HIDDEN: int = _host.MAX_HIDDEN
 
 # Collective matmuls (cuda/matmul_limits.h). A tile of the fused kernel has TILE_ROWS rows and is
 # multiplied in steps of TILE_DEPTH elements of K. TILE_COLUMNS lists the widths of tiles for
@@ -52,7 +53,9 @@ def packet_bytes(algorithm: str, dtype: str) -> int:
     return _host.packet_bytes(algorithm, dtype)
 
 
-def epoch_buffer_bytes_needed(algorithm: str, dtype: str, nbytes: int, world_size: int) -> int:
+def epoch_buffer_bytes_needed(
+    algorithm: str, dtype: str, nbytes: int, world_size: int, segments: int = 1
+) -> int:
     """Bytes of an epoch buffer that an operation takes.
 
     Args:
@@ -60,26 +63,21 @@ def epoch_buffer_bytes_needed(algorithm: str, dtype: str, nbytes: int, world_siz
         dtype: the operand's dtype.
         nbytes: bytes of each rank's operand; for psum_scatter of each rank's result.
         world_size: ranks of the group.
+        segments: into how many the operation is cut.
     """
-    return _host.epoch_buffer_bytes_needed(algorithm, dtype, nbytes, world_size)
+    return _host.epoch_buffer_bytes_needed(algorithm, dtype, nbytes, world_size, segments)
 
 
-def norm_rows_per_operation(
-    algorithm: str, dtype: str, hidden: int, world_size: int, epoch_buffer_bytes: int
-) -> int:
-    """The most rows that one operation of a norm takes; 0 if no row fits.
+def segment_packs(algorithm: str, packs: int, world_size: int, segments: int) -> int:
+    """Packs of each segment of an operation, all of which have as many.
 
     Args:
-        algorithm: one of ALGORITHMS that is a norm.
-        dtype: the operand's dtype.
-        hidden: elements of a row.
+        algorithm: one of ALGORITHMS.
+        packs: packs of the operation.
         world_size: ranks of the group.
-        epoch_buffer_bytes: bytes of each of a region's two epoch buffers.
-
-    Returns:
-        Rows of a rank's result.
+        segments: into how many the operation is cut.
     """
-    return _host.norm_rows_per_operation(algorithm, dtype, hidden, world_size, epoch_buffer_bytes)
+    return _host.segment_packs(algorithm, packs, world_size, segments)
 
 
 def has_fused_kernel(operation: str, tile_columns: int, wgrad: bool) -> bool:

@@ -72,6 +72,7 @@ class Rendezvous:
         reason_for_no_matmuls: why collective matmuls are not overlapped; None if they may be.
         profile: the GPUs' constants, by which the plans of collective matmuls are chosen; None if
             these are not overlapped.
+        shipped_profile: the same without a tuning, or why there is none.
         addresses: the address of each peer's slab, by local device id and the peer's id.
         memory: owns the slabs.
         records: the address of each local device's failure records, by device id.
@@ -91,6 +92,7 @@ class Rendezvous:
     ring_bytes: int = 0
     reason_for_no_matmuls: str | None = None
     profile: overlap.Profile | None = None
+    shipped_profile: overlap.Profile | str | None = None
     addresses: dict[int, dict[int, int]] = field(default_factory=dict)
     memory: list[Any] = field(default_factory=list)
     records: dict[int, int] = field(default_factory=dict)
@@ -428,9 +430,9 @@ def _reason_for_no_matmuls(rendezvous: Rendezvous, hellos: list[dict[str, Any]])
         return "CPU devices"
     facts = [device["facts"] for hello in hellos for device in hello["devices"]]
     kinds = [device.device_kind for device in rendezvous.devices.values()]
-    profile = overlap.from_facts(
-        [topology_lib.GpuFacts.from_json(of_one) for of_one in facts], tuning.profile_for(kinds)
-    )
+    known = [topology_lib.GpuFacts.from_json(of_one) for of_one in facts]
+    rendezvous.shipped_profile = overlap.from_facts(known)
+    profile = tuning.profile_for(kinds) or rendezvous.shipped_profile
     if isinstance(profile, str):
         return profile
     versions = {hello["matmuls"] for hello in hellos}

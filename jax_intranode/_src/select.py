@@ -36,6 +36,7 @@ class Selection:
         threads: threads per block.
         logged: whether the reason has been logged already, for all operations on the devices.
         cause: if lax runs it: NOT_FASTER, UNSUPPORTED or REFUSED.
+        segments: into how many the operation is cut.
     """
 
     algorithm: str
@@ -44,6 +45,7 @@ class Selection:
     threads: int = 0
     logged: bool = False
     cause: str = REFUSED
+    segments: int = 1
 
 
 def unsupported_dtype(operation: str, dtype: str) -> str | None:
@@ -63,6 +65,7 @@ def select(
     epoch_buffer_bytes: int,
     algorithm: str = "auto",
     tuned: table.Tuned | None = None,
+    segment_bytes: int = 0,
 ) -> Selection:
     """Selects the algorithm of an operation.
 
@@ -76,6 +79,8 @@ def select(
         epoch_buffer_bytes: bytes of each of a region's two epoch buffers.
         algorithm: "auto", or the one to use wherever it fits.
         tuned: what was measured on this node; None for the shipped table.
+        segment_bytes: if not 0, operations that are larger than the table's last row run in
+            segments of at most these bytes.
     """
 
     def lax(reason: str, cause: str = NOT_FASTER) -> Selection:
@@ -103,123 +108,66 @@ def select(
         algorithm = "auto"  # there is only one
     if algorithm == "auto":
         fitting = [row for row in rows if nbytes <= row.nbytes]
-        if not fitting:
+        if not fitting and not segment_bytes:
             upto = rows[-1].nbytes if rows else 0
             return lax(f"{nbytes} bytes of {dtype}; up to {upto} are faster than lax {source}")
-        row = fitting[0]
-        reason = f"{nbytes} bytes of {dtype} among {world_size} ranks {source}"
+        if fitting:
+            row = fitting[0]
+            reason = f"{nbytes} bytes of {dtype} among {world_size} ranks {source}"
+        else:
+            rows = rows or table.rows(hardware, mode, operation, packets, world_size)
+            row = _in_segments(rows[-1], segment_bytes)
+            reason = f"{nbytes} bytes of {dtype}: JAX_INTRANODE_SEGMENT_KIB"
     else:
         rows = rows or table.rows(hardware, mode, operation, packets, world_size)
         fitting = [row for row in rows if row.algorithm == algorithm]
         row = fitting[-1] if fitting else dataclasses.replace(rows[-1], algorithm=algorithm)
         reason = f"JAX_INTRANODE_ALGORITHM={algorithm}"
     forced = algorithm != "auto"
-    needed = limits.epoch_buffer_bytes_needed(row.algorithm, dtype, nbytes, world_size)
-    if needed > epoch_buffer_bytes:
+    if forced:  # for any size
+        row = dataclasses.replace(row, segment_bytes=row.segment_bytes or nbytes)
+    segments = _segments(row, dtype, nbytes, world_size, epoch_buffer_bytes)
+    if segments is None:
+        needed = limits.epoch_buffer_bytes_needed(row.algorithm, dtype, nbytes, world_size)
         return lax(
             f"{nbytes} bytes of {dtype} need {needed} bytes of an epoch buffer, which has "
             f"{epoch_buffer_bytes}; JAX_INTRANODE_SLAB_MIB sets its size",
             NOT_FASTER if forced else REFUSED,
         )
-    work = -(-packs // world_size) if row.algorithm == "two_shot" else packs
+    if segments > 1:
+        reason += f", in {segments} segments"
+    work = limits.segment_packs(row.algorithm, packs, world_size, segments)
+    if row.algorithm == "two_shot":
+        work = -(-work // world_size)
     blocks = max(1, min(row.blocks, -(-work // row.threads)))
-    return Selection(row.algorithm, reason, blocks, row.threads)
+    return Selection(row.algorithm, reason, blocks, row.threads, segments=segments)
 
 
-# The dtypes of norms: those that travel in bare packets.
-NORM_DTYPES = tuple(
-    dtype for dtype in limits.DTYPES if limits.packet_bytes("one_shot", dtype) == limits.PACK_BYTES
-)
-# Threads of a block that works on a row, at most (xla_ffi/cuda/norms.h).
-_MOST_ROW_THREADS = 512
-_MOST_BLOCKS = 256
+def _in_segments(row: table.Row, segment_bytes: int) -> table.Row:
+    """The row for operations that are too large for a table whose last row this is."""
+    algorithm = "two_shot" if row.algorithm in table.PSUM_ALGORITHMS else row.algorithm
+    return dataclasses.replace(row, algorithm=algorithm, segment_bytes=segment_bytes)
 
 
-def unsupported_norm(dtype: str, hidden: int) -> str | None:
-    """Why a norm falls back to jax.lax; None if it need not."""
-    if dtype not in NORM_DTYPES:
-        return f"dtype {dtype}; supported are {', '.join(NORM_DTYPES)}"
-    if hidden > limits.MAX_HIDDEN:
-        return f"rows of {hidden} elements; up to {limits.MAX_HIDDEN} are supported"
-    return None
+def _segments(
+    row: table.Row, dtype: str, nbytes: int, world_size: int, epoch_buffer_bytes: int
+) -> int | None:
+    """Into how many segments an operation is cut; None if epoch buffers are too small for it.
 
-
-def select_norm(
-    operation: str,
-    *,
-    rows: int,
-    hidden: int,
-    dtype: str,
-    world_size: int,
-    hardware: str,
-    mode: str,
-    epoch_buffer_bytes: int | None,
-    algorithm: str = "auto",
-) -> Selection:
-    """Selects the algorithm of a norm that follows a sum. It falls back only where it must.
-
-    Between one-shot and two-shot the rows of a psum of the same size decide.
-
-    Args:
-        operation: for instance "psum_residual_rms_norm".
-        rows: rows of a rank's result.
-        hidden: elements of a row.
-        dtype: name of the dtype.
-        world_size: number of ranks in the group.
-        hardware: as in `select`.
-        mode: as in `select`.
-        epoch_buffer_bytes: bytes of each of a region's two epoch buffers; None: as many as needed.
-        algorithm: "auto", or the one to use wherever it fits.
+    The number is a power of two: most sizes have it as a divisor, and whole packs are faster.
     """
 
-    def lax(reason: str, cause: str = NOT_FASTER) -> Selection:
-        return Selection("lax", reason, cause=cause)
-
-    if algorithm == "lax":
-        return lax("JAX_INTRANODE_ALGORITHM=lax")
-    if rows == 0:
-        return lax(f"{operation} of no elements")
-    if world_size == 1:
-        return lax("a group of one rank")
-    if world_size > limits.MAX_WORLD_SIZE:
-        return lax(
-            f"a group of {world_size} ranks; at most {limits.MAX_WORLD_SIZE} are supported",
-            UNSUPPORTED,
+    def fit(segments: int) -> bool:
+        needed = limits.epoch_buffer_bytes_needed(
+            row.algorithm, dtype, nbytes, world_size, segments
         )
-    if unsupported := unsupported_norm(dtype, hidden):
-        return lax(unsupported, UNSUPPORTED)
-    packs = -(-hidden * (4 if dtype == "float32" else 2) // limits.PACK_BYTES)
-    nbytes = rows * packs * limits.PACK_BYTES
-    kind = "layer_norm" if operation.endswith("layer_norm") else "rms_norm"
-    reason = f"{rows} rows of {hidden} {dtype} among {world_size} ranks"
-    if operation.startswith("reduce_scatter"):
-        candidates = ["reduce_scatter"]
-    else:
-        of_psum = table.rows(hardware, mode, "psum", "bare", world_size)
-        fitting = [row.algorithm for row in of_psum if nbytes <= row.nbytes]
-        if algorithm != "auto":
-            fitting = [algorithm]
-            reason = f"JAX_INTRANODE_ALGORITHM={algorithm}"
-        first = (fitting or ["two_shot"])[0]
-        candidates = [first, *(a for a in table.PSUM_ALGORITHMS if a != first)]
-    for candidate in candidates:
-        name = f"{candidate}_{kind}"
-        most = rows
-        if epoch_buffer_bytes is not None:
-            most = limits.norm_rows_per_operation(
-                name, dtype, hidden, world_size, epoch_buffer_bytes
-            )
-        if most == 0:
-            continue
-        at_once = min(rows, most)
-        if at_once < rows:
-            reason += f", in {-(-rows // at_once)} operations"
-        if candidate == "two_shot":
-            at_once = -(-at_once // world_size)
-        threads = max(32, min(_MOST_ROW_THREADS, 1 << (packs - 1).bit_length()))
-        return Selection(name, reason, min(at_once, _MOST_BLOCKS), threads)
-    return lax(
-        f"rows of {packs * limits.PACK_BYTES} bytes among {world_size} ranks do not fit an epoch "
-        f"buffer, which has {epoch_buffer_bytes} bytes; JAX_INTRANODE_SLAB_MIB sets its size",
-        REFUSED,
-    )
+        return needed <= epoch_buffer_bytes
+
+    if not row.segment_bytes or row.algorithm not in limits.IN_SEGMENTS:
+        return 1 if fit(1) else None
+    segments = 1
+    while nbytes > segments * row.segment_bytes or not fit(segments):
+        segments *= 2
+        if segments > limits.MAX_SEGMENTS or segments * limits.PACK_BYTES > 2 * nbytes:
+            return None
+    return segments

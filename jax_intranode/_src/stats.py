@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from jax_intranode._src import communicator, counts
+from jax_intranode._src import communicator, counts, native
 
-# What `usage_counter` was at the last reset.
+# What `usage_counter` and `native.handler_calls` were at the last reset.
 _operations_before = 0
+_handler_calls_before = 0
 
 
 @dataclass(frozen=True)
@@ -55,16 +56,20 @@ class Stats:
         waits: messages of waits that have lasted longer than JAX_INTRANODE_REPORT_AFTER_S, in the
             order in which they were first reported. Each says who waits for whom, and in what.
             Only CPU devices report them.
+        handler_calls: how often XLA has called this package to run an operation, since the start or
+            the last reset. It stands still while XLA replays CUDA graphs.
     """
 
     operations: int
     lowered: tuple[Lowered, ...] = field(default=())
     fallbacks: tuple[Fallback, ...] = field(default=())
     waits: tuple[str, ...] = field(default=())
+    handler_calls: int = 0
 
     def __str__(self) -> str:
         """Returns all of it as text."""
         lines = [f"operations executed: {self.operations}"]
+        lines += [f"calls of handlers by XLA: {self.handler_calls}"]
         lines += ["lowered:" if self.lowered else "lowered: none"]
         for row in self.lowered:
             lines.append(
@@ -92,6 +97,7 @@ def stats(*, reset: bool = False) -> Stats:
     >>> y = total(jnp.ones(512)).block_until_ready()
     >>> print(jax_intranode.stats())  # each of the two devices has run the operation
     operations executed: 2
+    calls of handlers by XLA: 2
     lowered:
            1 x psum as one_shot, 1024 bytes in all
     fell back to jax.lax: none
@@ -106,11 +112,11 @@ def stats(*, reset: bool = False) -> Stats:
     Raises:
         RuntimeError: as `usage_counter`.
     """
-    global _operations_before
-    total = communicator.usage_counter()
-    operations = total - _operations_before
+    global _operations_before, _handler_calls_before
+    total, calls = communicator.usage_counter(), native.handler_calls()
+    operations, handler_calls = total - _operations_before, calls - _handler_calls_before
     if reset:
-        _operations_before = total
+        _operations_before, _handler_calls_before = total, calls
     lowered, nbytes, fallbacks, waits = counts.take(reset)
     return Stats(
         operations=operations,
@@ -122,4 +128,5 @@ def stats(*, reset: bool = False) -> Stats:
         ),
         fallbacks=tuple(Fallback(*key, count) for key, count in fallbacks.most_common()),
         waits=tuple(waits),
+        handler_calls=handler_calls,
     )

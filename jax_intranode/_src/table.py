@@ -19,12 +19,15 @@ class Row:
         algorithm: one of limits.ALGORITHMS.
         threads: threads per block.
         blocks: the largest number of blocks.
+        segment_bytes: of these bytes, how many travel at a time, each part in an epoch of its own
+            (xla_ffi/kernels/segments.h). 0: all of them. Only for limits.IN_SEGMENTS.
     """
 
     nbytes: int
     algorithm: str
     threads: int
     blocks: int
+    segment_bytes: int = 0
 
 
 # Rows by process mode, operation, packets and world size.

@@ -182,6 +182,9 @@ def _row(platform: str, operation: str, fields: Mapping[str, Any]) -> table.Row:
     row = table.Row(**fields)
     _require(limits.OPERATIONS.get(row.algorithm) == operation, f"{operation} by {row.algorithm!r}")
     _require(_is_count(row.nbytes, 1 << 40), f"{row.nbytes!r} bytes")
+    if row.segment_bytes != 0:
+        _require(_is_count(row.segment_bytes, 1 << 40), f"segments of {row.segment_bytes!r} bytes")
+        _require(row.algorithm in limits.IN_SEGMENTS, f"{row.algorithm!r} in segments")
     if platform == "cpu":
         _require((row.threads, row.blocks) == (1, 1), f"{row.blocks} x {row.threads} threads")
     else:
@@ -242,13 +245,13 @@ def digest() -> str:
 def rows_for(kinds: Iterable[str]) -> table.Tuned | None:
     """The rows in force for devices of these kinds; None if the shipped ones hold."""
     tuning = _for(kinds)
-    return tuning and table.Tuned(tuning.rows, tuning.name)
+    return None if tuning is None else table.Tuned(tuning.rows, tuning.name)
 
 
 def profile_for(kinds: Iterable[str]) -> overlap.Profile | None:
     """The profile in force for GPUs of these kinds; None if the shipped ones hold."""
     tuning = _for(kinds)
-    return tuning and tuning.profile
+    return None if tuning is None else tuning.profile
 
 
 def _for(kinds: Iterable[str]) -> Tuning | None:

@@ -160,13 +160,23 @@ class _Records:
 
     def __call__(self) -> list[failures.Failure]:
         """The failure of the first record; nothing if it was found before."""
-        records = [] if self._found else native.module("gpu").failures()
-        if not records:
+        if self._found:
             return []
+        records = native.module("gpu").failures()
+        if not records:
+            return [self._refusal(refusal) for refusal in native.module("gpu").refusals()]
         self._found = True
         # The records of aborted kernels come last: they don't show which wait failed first.
         records.sort(key=lambda r: (r[3] == limits.FAILURE_REASONS["aborted"], r[2]))
         return [self._failure(records[0])]
+
+    def _refusal(self, refusal: tuple[Any, ...]) -> failures.Failure:
+        all_ids, group_size, ordinal, rank, message = refusal
+        group = _group(all_ids, group_size, rank, self._device_ids().get(ordinal))
+        reason, _ = peers.absence(group) or ("peer_gone", "")
+        return failures.Failure(
+            message=message, reason=reason, platform="gpu", rank=rank, device_ids=group
+        )
 
     def _failure(self, record: tuple[Any, ...]) -> failures.Failure:
         all_ids, group_size, ordinal, reason, algorithm, rank, missing, site, shared, told = record

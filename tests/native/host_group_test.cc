@@ -5,13 +5,12 @@
 //   host_group_test guards | deadline | mismatch | fail
 //
 // sound: each rank has two threads that arrive at the same 12 call sites in an order of their own,
-// as XLA's threads do, and start the next round without waiting for other ranks. Types, algorithms
-// and sizes are mixed. Some calls are awaited with Then(), some with Progress(). The epoch wraps in
-// the middle.
-// guards: inputs and results of every small size at every address, between guard bytes.
-// deadline: ranks that never arrive. mismatch: ranks that call different operations. fail: Fail()
-// before, while and after ranks arrive. Exit status 0: everything is right; 1: something is wrong,
-// and a line says what.
+// as XLA's threads do, and start the next round without waiting for other ranks. Types, algorithms,
+// sizes and numbers of segments are mixed. Some calls are awaited with Then(), some with
+// Progress(). The epoch wraps in the middle. guards: inputs and results of every small size at
+// every address, between guard bytes. deadline: ranks that never arrive. mismatch: ranks that call
+// different operations. fail: Fail() before, while and after ranks arrive. Exit status 0:
+// everything is right; 1: something is wrong, and a line says what.
 #include "xla_ffi/host/host_group.h"
 
 #include <algorithm>
@@ -122,7 +121,9 @@ struct Plan {
     const size_t bytes = random() % 2 == 0 ? 1 + random() % 60 : 1 + random() % kMaxBytes;
     const size_t items = 1 + bytes / jin::ItemBytes(type);
     const bool one = random() % 2 == 0 || !Reduces(algorithm);
-    return {{algorithm, type}, items, one ? 1 : std::min<size_t>(items, 5)};
+    const bool cut = jin::RunsInSegments(algorithm) && random() % 2 == 0;
+    const uint32_t segments = cut ? 2 + random() % 4 : 1;
+    return {{algorithm, type, segments}, items, one ? 1 : std::min<size_t>(items, 5)};
   }
   static bool Reduces(jin::Algorithm algorithm) {
     return algorithm == jin::Algorithm::kOneShot || algorithm == jin::Algorithm::kTwoShot;
@@ -188,7 +189,7 @@ std::vector<char> Input(const Plan& plan, int ranks, int rank, int round, int si
 }
 
 std::vector<char> Expected(const Plan& plan, int ranks, int rank, int round, int site) {
-  const auto& [algorithm, type] = plan.operation;
+  const auto& [algorithm, type, segments] = plan.operation;
   std::vector<char> bytes;
   for (size_t i = 0; i < plan.items * jin::OutputShards(algorithm, ranks); ++i) {
     const size_t shard = i / plan.items, at = i % plan.items;
@@ -341,10 +342,11 @@ void Guards(int ranks) {
   jin::HostGroup& group = *groups.front();
   int calls = 0;
   for (int number = 0; number < 28; ++number) {
-    const jin::HostGroup::Operation operation{static_cast<jin::Algorithm>(number % 4),
-                                              static_cast<jin::ElementType>(number / 4)};
+    jin::HostGroup::Operation operation{static_cast<jin::Algorithm>(number % 4),
+                                        static_cast<jin::ElementType>(number / 4)};
     const size_t item = jin::ItemBytes(operation.type);
     for (size_t items = 1; items * item <= 70; ++items) {
+      if (jin::RunsInSegments(operation.algorithm)) operation.segments = 1 + items % 3;
       const Plan plan{operation, items, 1};
       for (size_t shift = 0; shift < 16; ++shift, ++calls) {
         std::vector<Guarded> inputs, outputs;

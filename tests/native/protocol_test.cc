@@ -1,15 +1,21 @@
 // Runs the protocols of xla_ffi/kernels on host threads, one for each thread of each block of each
-// rank. Meant for ThreadSanitizer, too. Calls of random size, type and algorithm follow each other
-// without a barrier between the ranks, and threads pause at random places. Results lie at any
-// address, with guard bytes before and after. The epoch wraps in the middle of the calls.
+// rank. Meant for ThreadSanitizer, too. Calls of random size, type, algorithm and number of
+// segments follow each other without a barrier between the ranks, and threads pause at random
+// places. Results lie at any address, with guard bytes before and after. The epoch wraps in the
+// middle of the calls.
 //
 //   protocol_test [variant] [ranks] [calls] [patience]
+//   protocol_test offsets
+//
+// "offsets" runs the last segment of messages of more than 4 GiB, of which no other part exists.
 //
 // A thread that waits longer than `patience` seconds ends the test.
 //
 // Variants other than "sound" break the protocol on purpose: the test must then fail. Exit status
 // 0: every result right, every guard whole and every slab empty at the end; 1: a wrong result or a
 // byte outside of it written, a slab left full, an endless wait, a busy region or a wrong epoch.
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <atomic>
 #include <barrier>
@@ -27,6 +33,7 @@
 #include "xla_ffi/kernels/one_shot.h"
 #include "xla_ffi/kernels/reduce_scatter.h"
 #include "xla_ffi/kernels/same_operation.h"
+#include "xla_ffi/kernels/segments.h"
 #include "xla_ffi/kernels/two_shot.h"
 
 namespace jin = jax_intranode;
@@ -89,6 +96,10 @@ struct HostThread {
   void Enter(uint32_t* busy, uint32_t*) {
     if (thread == 0 && jin::ExchangeWord(busy, 1) != 0) met = true;
   }
+  void NextEpoch() {
+    jin::Fence();
+    jitter->Pause();
+  }
   void Admit() {
     if (met) was_busy = true;
   }
@@ -100,6 +111,7 @@ struct HostThread {
 struct TestGroup : jin::Group {
   bool one_epoch_buffer = false;
   bool one_operation_word = false;
+  bool short_segment = false;
   uint64_t operation;
   uint64_t* OperationOf(int of, int to, uint32_t count) const {
     return jin::Group::OperationOf(of, to, one_operation_word ? 0 : count);
@@ -140,57 +152,78 @@ struct Plan {
   int blocks;
   int buffers;
   size_t shift;  // of the result from an address that is a multiple of 16
+  uint32_t segments = 1;
+
+  jin::Algorithm algorithm() const { return static_cast<jin::Algorithm>(kind); }
 
   // Words of the input and of the output of each rank.
   size_t In(int ranks) const { return bytes / 4 * (kind == Kind::kReduceScatter ? ranks : 1); }
   size_t Out(int ranks) const { return bytes / 4 * (kind == Kind::kAllGather ? ranks : 1); }
 };
 
+// Runs a kernel: that of one epoch, or that of several segments.
+template <class Body, class Call>
+bool RunBody(HostThread& t, const TestGroup& g, const Call& call, const Plan& plan) {
+  if (plan.segments == 1) return Body::Run(t, g, call);
+  const size_t packs = jin::SegmentPacks(plan.algorithm(), call.Packs(), g.size, plan.segments);
+  if (!g.short_segment) return Body::Run(t, g, jin::InSegments<Call>{call, packs, plan.segments});
+  // The last segment has the packs that are left (or one), and not as many as the others.
+  const uint32_t first = jin::Begin(t, g), last = plan.segments - 1;
+  for (uint32_t k = 0; k <= last; ++k) {
+    const size_t begin = k * packs, end = std::max(call.Packs(), begin + 1);
+    const size_t of_segment = k == last ? end - begin : packs;
+    if (!Body::RunEpoch(t, g, jin::Segment<Call>{call, begin, of_segment}, first + k)) return false;
+    if (k < last) t.NextEpoch();
+  }
+  jin::End(t, g, first + last);
+  return true;
+}
+
 template <class Type, class Packets>
-bool RunAs(HostThread& t, const TestGroup& g, const jin::Buffers& call, Kind kind) {
-  return kind == Kind::kTwoShot ? jin::TwoShot<Type, 0, Packets>::Run(t, g, call)
-                                : jin::OneShot<Type, 0, Packets>::Run(t, g, call);
+bool RunAs(HostThread& t, const TestGroup& g, const jin::Buffers& call, const Plan& plan) {
+  return plan.kind == Kind::kTwoShot ? RunBody<jin::TwoShot<Type, 0, Packets>>(t, g, call, plan)
+                                     : jin::OneShot<Type, 0, Packets>::Run(t, g, call);
 }
 
 template <class Type, int N, class Packets, class Call>
-bool RunKernel(HostThread& t, const TestGroup& g, const Call& call, Kind kind) {
-  switch (kind) {
+bool RunKernel(HostThread& t, const TestGroup& g, const Call& call, const Plan& plan) {
+  switch (plan.kind) {
     case Kind::kOneShot:
       return jin::OneShot<Type, N, Packets>::Run(t, g, call);
     case Kind::kTwoShot:
-      return jin::TwoShot<Type, N, Packets>::Run(t, g, call);
+      return RunBody<jin::TwoShot<Type, N, Packets>>(t, g, call, plan);
     case Kind::kReduceScatter:
-      return jin::ReduceScatter<Type, N, Packets>::Run(t, g, call);
+      return RunBody<jin::ReduceScatter<Type, N, Packets>>(t, g, call, plan);
     case Kind::kAllGather:
-      return jin::AllGather<Type, N, Packets>::Run(t, g, call);
+      return RunBody<jin::AllGather<Type, N, Packets>>(t, g, call, plan);
   }
   return false;
 }
 
 template <class Type, class Packets>
-bool RunAs(HostThread& t, const TestGroup& g, const jin::Buffer& call, Kind kind) {
-  return RunKernel<Type, 0, Packets>(t, g, call, kind);
+bool RunAs(HostThread& t, const TestGroup& g, const jin::Buffer& call, const Plan& plan) {
+  return RunKernel<Type, 0, Packets>(t, g, call, plan);
 }
 
 // As on GPUs, some sizes have kernels of their own.
 template <class Type, class Packets>
-bool RunAs(HostThread& t, const TestGroup& g, const jin::AlignedBuffer& call, Kind kind) {
-  return g.size == 2   ? RunKernel<Type, 2, Packets>(t, g, call, kind)
-         : g.size == 4 ? RunKernel<Type, 4, Packets>(t, g, call, kind)
-                       : RunKernel<Type, 0, Packets>(t, g, call, kind);
+bool RunAs(HostThread& t, const TestGroup& g, const jin::AlignedBuffer& call, const Plan& plan) {
+  return g.size == 2   ? RunKernel<Type, 2, Packets>(t, g, call, plan)
+         : g.size == 4 ? RunKernel<Type, 4, Packets>(t, g, call, plan)
+                       : RunKernel<Type, 0, Packets>(t, g, call, plan);
 }
 
 template <template <class> class Break, class Call>
 bool RunCall(HostThread& t, const TestGroup& g, const Call& call, const Plan& plan) {
-  return plan.floating ? RunAs<jin::F32, Break<jin::BarePackets>>(t, g, call, plan.kind)
-                       : RunAs<jin::I32, Break<jin::FlaggedPackets>>(t, g, call, plan.kind);
+  return plan.floating ? RunAs<jin::F32, Break<jin::BarePackets>>(t, g, call, plan)
+                       : RunAs<jin::I32, Break<jin::FlaggedPackets>>(t, g, call, plan);
 }
 
 template <template <class> class Break>
 bool RunBroken(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const Plan& plan) {
   if (plan.buffers == 1) {
     // Ranks may use different kinds of buffers.
-    const size_t multiple = plan.kind == Kind::kTwoShot ? g.size : 1;
+    const size_t multiple = (plan.kind == Kind::kTwoShot ? g.size : 1) * plan.segments;
     if (g.rank % 2 == 0 && jin::AlignedBuffer::Is(whole, multiple)) {
       return RunCall<Break>(t, g, jin::AlignedBuffer{whole.in, whole.out, whole.bytes}, plan);
     }
@@ -272,10 +305,113 @@ uint32_t Expected(const Plan& plan, int ranks, int rank, int call, size_t i) {
   return Sum(ranks, call, i, plan.floating);
 }
 
+// Address space without memory: a page exists from the first store on.
+class Sparse {
+ public:
+  explicit Sparse(size_t bytes) : bytes_(bytes) {
+    void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at == MAP_FAILED) {
+      printf("no address space\n");
+      std::_Exit(1);
+    }
+    data_ = static_cast<char*>(at);
+  }
+  ~Sparse() { munmap(data_, bytes_); }
+  Sparse(const Sparse&) = delete;
+  char* data() const { return data_; }
+
+ private:
+  size_t bytes_;
+  char* data_;
+};
+
+// Two ranks run the last segment of a message. Returns the number of wrong words.
+template <class Body, class Call>
+long LastSegment(Kind kind, size_t bytes, const std::vector<char*>& regions) {
+  constexpr int kRanks = 2;
+  constexpr uint32_t kSegments = 1 << 20;
+  const Plan plan{kind, true, bytes, 1, 1, 0, kSegments};
+  const size_t packs = jin::SegmentPacks(plan.algorithm(), jin::PacksOf(bytes), kRanks, kSegments);
+  const uint32_t last = static_cast<uint32_t>((jin::PacksOf(bytes) - 1) / packs);
+  const size_t first_word = last * packs * 4, words = bytes / 4;
+  const size_t in_shards = jin::InputShards(plan.algorithm(), kRanks);
+  const size_t out_shards = jin::OutputShards(plan.algorithm(), kRanks);
+  std::vector<std::unique_ptr<Sparse>> in, out;
+  std::vector<std::unique_ptr<std::barrier<>>> barriers;
+  for (int r = 0; r < kRanks; ++r) {
+    in.push_back(std::make_unique<Sparse>(in_shards * bytes));
+    out.push_back(std::make_unique<Sparse>(out_shards * bytes));
+    barriers.push_back(std::make_unique<std::barrier<>>(kThreads));
+    for (size_t s = 0; s < in_shards; ++s) {
+      for (size_t i = first_word; i < words; ++i) {
+        const uint32_t value = Value(r, 0, s * words + i, true);
+        memcpy(in[r]->data() + s * bytes + 4 * i, &value, 4);
+      }
+    }
+  }
+  std::vector<std::thread> threads;
+  for (int r = 0; r < kRanks; ++r) {
+    for (int t = 0; t < kThreads; ++t) {
+      threads.emplace_back([&, r, t] {
+        Jitter jitter(r * 10 + t);
+        TestGroup group;
+        for (int q = 0; q < kRanks; ++q) group.region[q] = regions[q];
+        group.epoch_buffer_bytes = kEpochBufferBytes;
+        group.rank = r;
+        group.size = kRanks;
+        HostThread thread{t, 0, 1, barriers[r].get(), &jitter, {}, false};
+        const jin::InSegments<Call> call{{in[r]->data(), out[r]->data(), bytes}, packs, kSegments};
+        const uint32_t epoch = jin::Begin(thread, group);
+        Body::RunEpoch(thread, group, call.At(last), epoch);
+        jin::End(thread, group, epoch);
+      });
+    }
+  }
+  for (std::thread& t : threads) t.join();
+  long wrong = 0;
+  for (int r = 0; r < kRanks; ++r) {
+    for (size_t s = 0; s < out_shards; ++s) {
+      for (size_t i = first_word; i < words; ++i) {
+        uint32_t word;
+        memcpy(&word, out[r]->data() + s * bytes + 4 * i, 4);
+        wrong += word != Expected(plan, kRanks, r, 0, s * words + i);
+      }
+    }
+  }
+  return wrong;
+}
+
+int Offsets() {
+  std::vector<std::vector<char>> memory(2);
+  std::vector<char*> regions;
+  for (auto& m : memory) {
+    m.resize(jin::kHeaderBytes + 2 * kEpochBufferBytes + 64);
+    regions.push_back(
+        reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(m.data()) + 63) & ~uintptr_t{63}));
+    memset(regions.back() + jin::kHeaderBytes, 0xFF, 2 * kEpochBufferBytes);
+  }
+  // Not a multiple of a pack; and one of everything, for the buffers that need it.
+  constexpr size_t kAny = (size_t{6} << 30) + 20, kWhole = size_t{6} << 30;
+  const long wrong =
+      LastSegment<jin::TwoShot<jin::F32, 2>, jin::Buffer>(Kind::kTwoShot, kAny, regions) +
+      LastSegment<jin::TwoShot<jin::F32, 0>, jin::AlignedBuffer>(Kind::kTwoShot, kWhole, regions) +
+      LastSegment<jin::ReduceScatter<jin::F32, 2>, jin::AlignedBuffer>(Kind::kReduceScatter, kWhole,
+                                                                       regions) +
+      LastSegment<jin::ReduceScatter<jin::F32, 0>, jin::Buffer>(Kind::kReduceScatter, kAny,
+                                                                regions) +
+      LastSegment<jin::AllGather<jin::F32, 2>, jin::AlignedBuffer>(Kind::kAllGather, kWhole,
+                                                                   regions) +
+      LastSegment<jin::AllGather<jin::F32, 0>, jin::Buffer>(Kind::kAllGather, kAny, regions);
+  printf("offsets: wrong %ld\n", wrong);
+  return wrong != 0;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   const std::string variant = argc > 1 ? argv[1] : "sound";
+  if (variant == "offsets") return Offsets();
   const int ranks = argc > 2 ? atoi(argv[2]) : 4;
   const int calls = argc > 3 ? atoi(argv[3]) : 200;
   if (argc > 4) patience = std::chrono::seconds(atoi(argv[4]));
@@ -289,22 +425,29 @@ int main(int argc, char** argv) {
                                               ~uintptr_t{63}));
     memset(regions[r], 0, jin::kHeaderBytes);
     auto* header = reinterpret_cast<jin::RegionHeader*>(regions[r]);
-    for (uint32_t& epoch : header->epoch) epoch = 0u - calls / 2;
     header->operations = 0u - calls / 2;
     memset(regions[r] + jin::kHeaderBytes, 0xFF, 2 * kEpochBufferBytes);
   }
 
   std::mt19937 random(20);
   std::vector<Plan> plans;
+  uint32_t epochs = 0;
   for (int k = 0; k < calls; ++k) {
     const Kind kind = static_cast<Kind>(random() % 4);
     const bool reduces = kind == Kind::kOneShot || kind == Kind::kTwoShot;
     size_t bytes = 4 * (1 + random() % (kMaxBytes / 4));
     if (random() % 3 == 0) bytes = 16 * ranks * (1 + bytes / (16 * ranks));
-    plans.push_back({kind, random() % 2 == 0, bytes,
-                     1 + static_cast<int>(random() % kMaxBlocksHere),
-                     reduces && random() % 3 == 0 ? 1 + static_cast<int>(random() % 9) : 1,
-                     random() % 2 == 0 ? 0 : random() % 16});
+    const bool cut = jin::RunsInSegments(static_cast<jin::Algorithm>(kind)) && random() % 2 == 0;
+    plans.push_back(
+        {kind, random() % 2 == 0, bytes, 1 + static_cast<int>(random() % kMaxBlocksHere),
+         reduces && random() % 3 == 0 ? 1 + static_cast<int>(random() % 9) : 1,
+         random() % 2 == 0 ? 0 : random() % 16, cut ? 2 + static_cast<uint32_t>(random() % 4) : 1});
+    epochs += plans.back().segments;
+  }
+  const uint32_t first_epoch = 0u - epochs / 2;
+  for (char* region : regions) {
+    auto* header = reinterpret_cast<jin::RegionHeader*>(region);
+    for (uint32_t& epoch : header->epoch) epoch = first_epoch;
   }
 
   std::atomic<long> wrong{0};
@@ -333,6 +476,7 @@ int main(int argc, char** argv) {
     group.rank = rank;
     group.size = ranks;
     group.one_epoch_buffer = variant == "one_epoch_buffer";
+    group.short_segment = variant == "short_segment";
     group.one_operation_word = variant == "one_operation_word";
     return group;
   };
@@ -377,7 +521,7 @@ int main(int argc, char** argv) {
                   thread.Sync();
                   for (int q = plan.blocks; q < jin::kMaxBlocks; ++q) {
                     jin::StoreWord(&group.Header()->epoch[q],
-                                   jin::LoadWord(&group.Header()->epoch[q]) - 1);
+                                   jin::LoadWord(&group.Header()->epoch[q]) - plan.segments);
                   }
                 } else if (b == 0) {
                   thread.Sync();
@@ -403,7 +547,7 @@ int main(int argc, char** argv) {
       wrong += outputs[r][k].Hit();
     }
     const auto* header = reinterpret_cast<const jin::RegionHeader*>(regions[r]);
-    for (uint32_t epoch : header->epoch) wrong += epoch != static_cast<uint32_t>(calls - calls / 2);
+    for (uint32_t epoch : header->epoch) wrong += epoch != first_epoch + epochs;
     wrong += header->operations != static_cast<uint32_t>(calls - calls / 2);
   }
   wrong += others_met;

@@ -8,8 +8,9 @@ namespace jax_intranode {
 // The buffers that a kernel takes: AlignedBuffer, Buffer or Buffers.
 enum class CallKind { kAligned, kAny, kMany };
 
-// The kernel for a group of `size` ranks; null if there is none.
+// The kernel for a group of `size` ranks; null if there is none. `in_segments`: it takes the
+// buffers as InSegments (segments.h).
 template <ElementType type>
-const void* CollectiveKernel(Algorithm algorithm, int size, CallKind kind);
+const void* CollectiveKernel(Algorithm algorithm, int size, CallKind kind, bool in_segments);
 
 }  // namespace jax_intranode

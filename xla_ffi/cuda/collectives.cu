@@ -5,6 +5,7 @@
 #include "../kernels/all_gather.h"
 #include "../kernels/one_shot.h"
 #include "../kernels/reduce_scatter.h"
+#include "../kernels/segments.h"
 #include "../kernels/two_shot.h"
 #include "collective_kernels.h"
 #include "device_thread.h"
@@ -33,6 +34,11 @@ const void* Address() {
   return reinterpret_cast<const void*>(&jax_intranode_kernel<Body, algorithm, Type, N, Call>);
 }
 
+// Copies don't depend on the type: F32, BF16 and I8 stand for all types (CopiedAs).
+template <class Type>
+constexpr bool kStandsForCopies =
+    std::is_same_v<Type, F32> || std::is_same_v<Type, BF16> || std::is_same_v<Type, I8>;
+
 template <class Type, int N, class Call>
 const void* Kernel(Algorithm algorithm) {
   switch (algorithm) {
@@ -46,15 +52,51 @@ const void* Kernel(Algorithm algorithm) {
       }
       break;
     case Algorithm::kAllGather:
-      // Copies don't depend on the type: F32, BF16 and I8 stand for all types (CopiedAs).
-      if constexpr (!std::is_same_v<Call, Buffers> &&
-                    (std::is_same_v<Type, F32> || std::is_same_v<Type, BF16> ||
-                     std::is_same_v<Type, I8>)) {
+      if constexpr (!std::is_same_v<Call, Buffers> && kStandsForCopies<Type>) {
         return Address<AllGather, Algorithm::kAllGather, Type, N, Call>();
       }
       break;
-    default:
-      break;  // pipelined_matmul.h, norms.h
+    case Algorithm::kAllGatherMatmul:
+    case Algorithm::kMatmulReduceScatter:
+      break;  // pipelined_matmul.h
+  }
+  return nullptr;
+}
+
+// Kernels of their own, so that operations of one epoch have no loop around them.
+template <class Type, int N, class Call>
+const void* KernelInSegments(Algorithm algorithm) {
+  using Cut = InSegments<Call>;
+  if (algorithm == Algorithm::kTwoShot) {
+    return Address<TwoShot, Algorithm::kTwoShot, Type, N, Cut>();
+  }
+  if constexpr (!std::is_same_v<Call, Buffers>) {
+    if (algorithm == Algorithm::kReduceScatter) {
+      return Address<ReduceScatter, Algorithm::kReduceScatter, Type, N, Cut>();
+    }
+    if constexpr (kStandsForCopies<Type>) {
+      if (algorithm == Algorithm::kAllGather) {
+        return Address<AllGather, Algorithm::kAllGather, Type, N, Cut>();
+      }
+    }
+  }
+  return nullptr;
+}
+
+template <class Type>
+const void* KernelInSegments(Algorithm algorithm, int size, CallKind kind) {
+  switch (kind) {
+    case CallKind::kAligned:
+      if constexpr (std::is_same_v<typename Type::Packets, BarePackets>) {
+        if (size == 2) return KernelInSegments<Type, 2, AlignedBuffer>(algorithm);
+        if (size == 4) return KernelInSegments<Type, 4, AlignedBuffer>(algorithm);
+        if (size == 8) return KernelInSegments<Type, 8, AlignedBuffer>(algorithm);
+      }
+      return nullptr;
+    case CallKind::kAny:
+      return KernelInSegments<Type, 0, Buffer>(algorithm);
+    case CallKind::kMany:
+      return KernelInSegments<Type, 0, Buffers>(algorithm);
   }
   return nullptr;
 }
@@ -62,11 +104,13 @@ const void* Kernel(Algorithm algorithm) {
 }  // namespace
 
 // World sizes 2, 4 and 8 have kernels of their own for aligned buffers, and for the types that
-// models compute in. Other cases share one kernel, because each kernel costs build time.
+// models compute in. Other cases share one kernel, because each kernel costs build time. In
+// segments only aligned buffers of the latter have kernels of their own.
 template <>
 const void* CollectiveKernel<ElementType::JIN_ELEMENT_TYPE>(Algorithm algorithm, int size,
-                                                            CallKind kind) {
+                                                            CallKind kind, bool in_segments) {
   using Type = JIN_TYPE;
+  if (in_segments) return KernelInSegments<Type>(algorithm, size, kind);
   switch (kind) {
     case CallKind::kAligned:
       if (size == 2) return Kernel<Type, 2, AlignedBuffer>(algorithm);

@@ -5,6 +5,7 @@
 
 #include "../kernels/algorithms.h"
 #include "../kernels/group.h"
+#include "../kernels/segments.h"
 #include "failure.h"
 
 namespace jax_intranode {
@@ -20,7 +21,7 @@ struct DeviceGroup : Group {
 };
 
 // Every driver takes kernel parameters of this size.
-static_assert(sizeof(DeviceGroup) + sizeof(Buffers) <= 4096);
+static_assert(sizeof(DeviceGroup) + sizeof(InSegments<Buffers>) <= 4096);
 
 // The maximum number of threads of a block. It limits the registers of the kernels.
 constexpr int kMaxThreads = 512;
@@ -31,10 +32,12 @@ struct LaunchShape {
 };
 
 // Enqueues one operation: a kernel launch without allocation or synchronisation. May be captured.
+// More than one segment is for algorithms that RunsInSegments().
 cudaError_t Launch(Algorithm algorithm, ElementType type, const DeviceGroup& group,
-                   const Buffer& buffer, LaunchShape shape, cudaStream_t stream);
+                   const Buffer& buffer, uint32_t segments, LaunchShape shape, cudaStream_t stream);
 cudaError_t Launch(Algorithm algorithm, ElementType type, const DeviceGroup& group,
-                   const Buffers& buffers, LaunchShape shape, cudaStream_t stream);
+                   const Buffers& buffers, uint32_t segments, LaunchShape shape,
+                   cudaStream_t stream);
 
 // Loads every kernel onto the current device. Loading may wait for what runs on the GPU, so it must
 // not happen while a peer's kernel waits for ours.

@@ -61,6 +61,12 @@ class DeviceThread {
     return true;
   }
 
+  // A wait is timed for each epoch by itself: an operation of many may take long.
+  __device__ void NextEpoch() {
+    Fence();
+    started_ns_ = 0;
+  }
+
   __device__ void Enter(uint32_t* busy, uint32_t* closed) {
     if (threadIdx.x == 0) was_busy_ = ExchangeWord(busy, 1);
     closed_ = LoadWord(closed);

@@ -36,15 +36,17 @@ Owned<CUevent_st> Event() {
 }  // namespace
 
 GraphTiming TimeInGraph(int device, const DeviceGroup& group, Algorithm algorithm, ElementType type,
-                        LaunchShape shape, const std::string& input, int calls, int repetitions) {
+                        uint32_t segments, LaunchShape shape, const std::string& input, int calls,
+                        int repetitions) {
   const CurrentDevice current(device);
   const size_t bytes = input.size() / InputShards(algorithm, group.size);
-  if (bytes == 0 ||
-      EpochBufferBytesNeeded(algorithm, type, PacksOf(bytes), group.size) >
+  if (bytes == 0 || segments < 1 || (segments > 1 && !RunsInSegments(algorithm)) ||
+      EpochBufferBytesNeeded(algorithm, type, PacksOf(bytes), group.size, segments) >
           group.epoch_buffer_bytes ||
       shape.blocks < 1 || shape.blocks > kMaxBlocks || shape.threads < 32 ||
       shape.threads > kMaxThreads || shape.threads % 32 != 0 || calls < 1 || repetitions < 1) {
     throw std::runtime_error("jax_intranode: " + std::to_string(bytes) + " bytes, " +
+                             std::to_string(segments) + " segments, " +
                              std::to_string(shape.blocks) + " blocks of " +
                              std::to_string(shape.threads) + " threads can't be timed");
   }
@@ -62,7 +64,8 @@ GraphTiming TimeInGraph(int device, const DeviceGroup& group, Algorithm algorith
   ThrowIfError(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capturing");
   cudaError_t error = cudaSuccess;
   for (int call = 0; call < calls && error == cudaSuccess; ++call) {
-    error = Launch(algorithm, type, group, Buffer{in.get(), out.get(), bytes}, shape, stream);
+    error =
+        Launch(algorithm, type, group, Buffer{in.get(), out.get(), bytes}, segments, shape, stream);
   }
   const cudaError_t end_error = cudaStreamEndCapture(stream, &graph);
   const Owned<CUgraph_st> owned_graph(end_error == cudaSuccess ? graph : nullptr);

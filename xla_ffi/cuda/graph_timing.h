@@ -18,6 +18,7 @@ struct GraphTiming {
 // group at the same time, while nothing else uses the group. Errors are thrown as
 // std::runtime_error; the other devices wait for a failed one until their deadline.
 GraphTiming TimeInGraph(int device, const DeviceGroup& group, Algorithm algorithm, ElementType type,
-                        LaunchShape shape, const std::string& input, int calls, int repetitions);
+                        uint32_t segments, LaunchShape shape, const std::string& input, int calls,
+                        int repetitions);
 
 }  // namespace jax_intranode

@@ -271,7 +271,7 @@ class CallChecker {
 template <class Do>
 ffi::Error WithCall(MatmulDeviceSite* site, int32_t device, ffi::RemainingArgs args,
                     ffi::RemainingRets rets, Do&& act) {
-  const DeviceCommunicator& communicator = *site->communicator;
+  DeviceCommunicator& communicator = *site->communicator;
   if (ffi::Error error = CheckUsable(communicator, device); error.failure()) return error;
   // Every device that CheckUsable lets pass has a member and a site.
   MatmulCall call;

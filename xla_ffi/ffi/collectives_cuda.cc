@@ -2,9 +2,7 @@
 
 #include <utility>
 
-#include "../cuda/norms.h"
 #include "../host/call_sites.h"
-#include "norm_call.h"
 
 namespace jax_intranode {
 namespace {
@@ -15,17 +13,16 @@ struct DeviceSite {
   static ffi::TypeId id;
   std::shared_ptr<DeviceCommunicator> communicator;
   Algorithm algorithm;
+  uint32_t segments;
   LaunchShape shape;
-  uint32_t number;           // of the call site
-  float eps, weight_offset;  // of a norm
+  uint32_t number;  // of the call site
 };
 ffi::TypeId DeviceSite::id = {};
 
-ffi::ErrorOr<std::unique_ptr<DeviceSite>> InstantiateNorm(ffi::Span<const int64_t> device_ids,
-                                                          int64_t group_size, int32_t algorithm,
-                                                          int32_t blocks, int32_t threads,
-                                                          std::string_view site, float eps,
-                                                          float weight_offset) {
+ffi::ErrorOr<std::unique_ptr<DeviceSite>> Instantiate(ffi::Span<const int64_t> device_ids,
+                                                      int64_t group_size, int32_t algorithm,
+                                                      int32_t segments, int32_t blocks,
+                                                      int32_t threads, std::string_view site) {
   const Partition partition{{device_ids.begin(), device_ids.end()}, group_size};
   std::shared_ptr<DeviceCommunicator> communicator =
       Registry<DeviceCommunicator>::Get().Find(partition);
@@ -33,32 +30,19 @@ ffi::ErrorOr<std::unique_ptr<DeviceSite>> InstantiateNorm(ffi::Span<const int64_
     return ffi::Unexpected(
         ffi::Error(ffi::ErrorCode::kFailedPrecondition, NoCommunicator(partition)));
   }
-  const int most = IsNorm(static_cast<Algorithm>(algorithm)) ? kMaxNormThreads : kMaxThreads;
-  if (blocks < 1 || blocks > kMaxBlocks || threads < 32 || threads > most || threads % 32 != 0) {
+  if (blocks < 1 || blocks > kMaxBlocks || threads < 32 || threads > kMaxThreads ||
+      threads % 32 != 0) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(
         "jax_intranode: a collective can't be launched with " + std::to_string(blocks) +
         " blocks of " + std::to_string(threads) + " threads."));
   }
+  ffi::Error error = CheckSegments(static_cast<Algorithm>(algorithm), segments);
+  if (error.failure()) return ffi::Unexpected(std::move(error));
   return std::make_unique<DeviceSite>(DeviceSite{std::move(communicator),
                                                  static_cast<Algorithm>(algorithm),
+                                                 static_cast<uint32_t>(segments),
                                                  {blocks, threads},
-                                                 CallSites::Get().Number(std::string(site)),
-                                                 eps,
-                                                 weight_offset});
-}
-
-ffi::ErrorOr<std::unique_ptr<DeviceSite>> Instantiate(ffi::Span<const int64_t> device_ids,
-                                                      int64_t group_size, int32_t algorithm,
-                                                      int32_t blocks, int32_t threads,
-                                                      std::string_view site) {
-  return InstantiateNorm(device_ids, group_size, algorithm, blocks, threads, site, 0, 0);
-}
-
-ffi::Error LaunchError(const DeviceSite& site, int32_t device, cudaError_t status) {
-  if (status == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error::Internal("jax_intranode: launching " +
-                              std::string(OperationName(site.algorithm)) + " on CUDA device " +
-                              std::to_string(device) + " failed: " + cudaGetErrorString(status));
+                                                 CallSites::Get().Number(std::string(site))});
 }
 
 // XLA calls it eagerly or while it captures a graph, and not at all when it replays a graph. So it
@@ -66,59 +50,41 @@ ffi::Error LaunchError(const DeviceSite& site, int32_t device, cudaError_t statu
 ffi::Error Execute(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::RemainingArgs xs,
                    ffi::RemainingRets ys, ffi::Dictionary) {
   device_handler_calls.fetch_add(1, std::memory_order_relaxed);
-  const DeviceCommunicator& communicator = *site->communicator;
+  DeviceCommunicator& communicator = *site->communicator;
   if (ffi::Error error = CheckUsable(communicator, device); error.failure()) return error;
   DeviceGroup group = *communicator.members[device];
   group.site = site->number;
   ElementType type;
   Buffers buffers;
-  ffi::Error error = CollectBuffers(site->algorithm, group.size, group.epoch_buffer_bytes, xs, ys,
-                                    &type, &buffers);
+  ffi::Error error = CollectBuffers(site->algorithm, site->segments, group.size,
+                                    group.epoch_buffer_bytes, xs, ys, &type, &buffers);
   if (error.failure()) return error;
   const cudaError_t status =
       buffers.count == 1
-          ? Launch(site->algorithm, type, group, buffers.buffer[0], site->shape, stream)
-          : Launch(site->algorithm, type, group, buffers, site->shape, stream);
-  return LaunchError(*site, device, status);
-}
-
-// The same. The operations of one call follow each other on the stream.
-ffi::Error ExecuteNorm(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::RemainingArgs xs,
-                       ffi::RemainingRets ys, ffi::Dictionary) {
-  device_handler_calls.fetch_add(1, std::memory_order_relaxed);
-  const DeviceCommunicator& communicator = *site->communicator;
-  if (ffi::Error error = CheckUsable(communicator, device); error.failure()) return error;
-  DeviceGroup group = *communicator.members[device];
-  group.site = site->number;
-  ElementType type;
-  NormCall call;
-  ffi::Error error = CollectNorm(site->algorithm, group.size, site->eps, site->weight_offset, xs,
-                                 ys, &type, &call);
-  if (error.failure()) return error;
-  if (!NormFits(type, call, site->shape)) {
-    return ffi::Error::InvalidArgument("jax_intranode: " + std::to_string(site->shape.threads) +
-                                       " threads can't normalize rows of " +
-                                       std::to_string(call.hidden) + " elements.");
+          ? Launch(site->algorithm, type, group, buffers.buffer[0], site->segments, site->shape,
+                   stream)
+          : Launch(site->algorithm, type, group, buffers, site->segments, site->shape, stream);
+  if (status != cudaSuccess) {
+    return ffi::Error::Internal("jax_intranode: launching " +
+                                std::string(OperationName(site->algorithm)) + " on CUDA device " +
+                                std::to_string(device) + " failed: " + cudaGetErrorString(status));
   }
-  return ForEachNormOperation(
-      call, type, group.size, group.epoch_buffer_bytes, [&](const NormCall& part) {
-        return LaunchError(*site, device, LaunchNorm(type, group, part, site->shape, stream));
-      });
+  return ffi::Error::Success();
 }
 
 }  // namespace
 
 std::atomic<uint64_t> device_handler_calls{0};
 
-ffi::Error CheckUsable(const DeviceCommunicator& communicator, int32_t device) {
+ffi::Error CheckUsable(DeviceCommunicator& communicator, int32_t device) {
   if (communicator.closed) return ffi::Error(ffi::ErrorCode::kFailedPrecondition, kShutDown);
-  if (std::string failure = communicator.failure(); !failure.empty()) {
-    return ffi::Error::Internal(std::move(failure));
-  }
   if (device < 0 || static_cast<size_t>(device) >= communicator.members.size() ||
       !communicator.members[device]) {
     return ffi::Error::Internal("jax_intranode: a collective ran on CUDA device " +
                                 std::to_string(device) + ", which is in none of its groups.");
+  }
+  if (std::string failure = communicator.Refuse(device); !failure.empty()) {
+    return ffi::Error::Internal(std::move(failure));
   }
   return ffi::Error::Success();
 }
@@ -130,6 +96,7 @@ XLA_FFI_Error* CudaCollectiveInstantiate(XLA_FFI_CallFrame* frame) {
                              .Attr<ffi::Span<const int64_t>>("device_ids")
                              .Attr<int64_t>("group_size")
                              .Attr<int32_t>("algorithm")
+                             .Attr<int32_t>("segments")
                              .Attr<int32_t>("blocks")
                              .Attr<int32_t>("threads")
                              .Attr<std::string_view>("site"));
@@ -138,34 +105,6 @@ XLA_FFI_Error* CudaCollectiveInstantiate(XLA_FFI_CallFrame* frame) {
 
 XLA_FFI_Error* CudaCollective(XLA_FFI_CallFrame* frame) {
   XLA_FFI_DEFINE_HANDLER(handler, Execute,
-                         ffi::Ffi::Bind()
-                             .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                             .Ctx<ffi::DeviceOrdinal>()
-                             .Ctx<ffi::State<DeviceSite>>()
-                             .RemainingArgs()
-                             .RemainingRets()
-                             .Attrs(),
-                         {ffi::Traits::kCmdBufferCompatible});
-  return (*handler)(frame);
-}
-
-XLA_FFI_Error* CudaNormInstantiate(XLA_FFI_CallFrame* frame) {
-  RegisterStateType<DeviceSite>(frame->api, "jax_intranode_device_site");
-  XLA_FFI_DEFINE_HANDLER(handler, InstantiateNorm,
-                         ffi::Ffi::BindInstantiate()
-                             .Attr<ffi::Span<const int64_t>>("device_ids")
-                             .Attr<int64_t>("group_size")
-                             .Attr<int32_t>("algorithm")
-                             .Attr<int32_t>("blocks")
-                             .Attr<int32_t>("threads")
-                             .Attr<std::string_view>("site")
-                             .Attr<float>("eps")
-                             .Attr<float>("weight_offset"));
-  return (*handler)(frame);
-}
-
-XLA_FFI_Error* CudaNorm(XLA_FFI_CallFrame* frame) {
-  XLA_FFI_DEFINE_HANDLER(handler, ExecuteNorm,
                          ffi::Ffi::Bind()
                              .Ctx<ffi::PlatformStream<cudaStream_t>>()
                              .Ctx<ffi::DeviceOrdinal>()

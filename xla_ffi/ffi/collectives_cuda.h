@@ -30,6 +30,19 @@ struct DeviceCommunicator {
     std::lock_guard lock(mutex);
     return failure_message.empty() ? gone_message : failure_message;
   }
+  // Why a call on a device can't run; empty if it can. A call that is refused because a peer is
+  // gone has no kernel that could write a record, so it is noted here.
+  std::string Refuse(int32_t device) {
+    std::lock_guard lock(mutex);
+    if (!failure_message.empty()) return failure_message;
+    if (!gone_message.empty()) refused = {device, gone_message};
+    return gone_message;
+  }
+  // The last call that was refused because a peer is gone, once.
+  std::optional<std::pair<int32_t, std::string>> TakeRefused() {
+    std::lock_guard lock(mutex);
+    return std::exchange(refused, std::nullopt);
+  }
   void set_failure(const std::string& message) {
     std::lock_guard lock(mutex);
     if (failure_message.empty()) failure_message = message;
@@ -44,6 +57,7 @@ struct DeviceCommunicator {
   mutable std::mutex mutex;
   std::string failure_message;
   std::string gone_message;
+  std::optional<std::pair<int32_t, std::string>> refused;  // CUDA device, message
   // By device: the last epoch that was read, and the number of operations until then.
   std::map<size_t, std::pair<uint32_t, uint64_t>> counted;
 };
@@ -51,11 +65,9 @@ struct DeviceCommunicator {
 extern std::atomic<uint64_t> device_handler_calls;
 
 // Why an operation can't run on a device; success if it can.
-ffi::Error CheckUsable(const DeviceCommunicator& communicator, int32_t device);
+ffi::Error CheckUsable(DeviceCommunicator& communicator, int32_t device);
 
 XLA_FFI_Error* CudaCollectiveInstantiate(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* CudaCollective(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* CudaNormInstantiate(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* CudaNorm(XLA_FFI_CallFrame* frame);
 
 }  // namespace jax_intranode

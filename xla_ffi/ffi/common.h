@@ -42,7 +42,7 @@ inline std::string NoCommunicator(const Partition& partition) {
 inline std::set<std::string> CollectiveTargets() {
   std::set<std::string> names;
   for (Algorithm algorithm : kAlgorithms) {
-    if (!IsMatmul(algorithm) && !IsNorm(algorithm)) {
+    if (!IsMatmul(algorithm)) {
       names.insert(std::string("jax_intranode_") + OperationName(algorithm));
     }
   }
@@ -69,11 +69,20 @@ void RegisterStateType(const XLA_FFI_Api* api, std::string_view name) {
   });
 }
 
+// Refuses a number of segments that the algorithm can't be cut into (segments.h).
+inline ffi::Error CheckSegments(Algorithm algorithm, int32_t segments) {
+  if (segments >= 1 && segments <= kMaxSegments && (segments == 1 || RunsInSegments(algorithm))) {
+    return ffi::Error::Success();
+  }
+  return ffi::Error::InvalidArgument("jax_intranode: " + std::string(AlgorithmName(algorithm)) +
+                                     " can't run in " + std::to_string(segments) + " segments.");
+}
+
 // Fills in the buffers of a call. Refuses operands that must not reach a kernel, though lowering
 // lets none of them pass.
-inline ffi::Error CollectBuffers(Algorithm algorithm, int size, size_t epoch_buffer_bytes,
-                                 ffi::RemainingArgs xs, ffi::RemainingRets ys, ElementType* type,
-                                 Buffers* buffers) {
+inline ffi::Error CollectBuffers(Algorithm algorithm, uint32_t segments, int size,
+                                 size_t epoch_buffer_bytes, ffi::RemainingArgs xs,
+                                 ffi::RemainingRets ys, ElementType* type, Buffers* buffers) {
   const std::string name = OperationName(algorithm);
   const size_t most = IsAllReduce(algorithm) ? kMaxBuffers : 1;
   if (xs.size() != ys.size() || xs.size() < 1 || xs.size() > most) {
@@ -110,7 +119,7 @@ inline ffi::Error CollectBuffers(Algorithm algorithm, int size, size_t epoch_buf
     buffers->Append({x->untyped_data(), (*y)->untyped_data(), x->size_bytes() / in});
   }
   if (packs == 0) return ffi::Error::InvalidArgument("jax_intranode: " + name + " of no elements.");
-  const size_t needed = EpochBufferBytesNeeded(algorithm, *type, packs, size);
+  const size_t needed = EpochBufferBytesNeeded(algorithm, *type, packs, size, segments);
   if (needed > epoch_buffer_bytes) {
     return ffi::Error::InvalidArgument(
         "jax_intranode: " + name + " of " + std::to_string(packs * sizeof(Pack)) + " bytes takes " +

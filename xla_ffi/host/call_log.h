@@ -2,8 +2,8 @@
 //
 // Who writes an entry: the leader. Who reads it: the other processes, and the leader itself. The
 // sequence number is stored last, with release order, and loaded first, with acquire order. The
-// leader may reuse the entry of operation e for e + kEntries when its own operation e has ended:
-// then it has had a packet of every rank, so every process had read the entry.
+// leader may reuse the entry of call e for e + kEntries when its own call e has ended: then it has
+// had a packet of every rank, so every process had read the entry.
 //
 // Model: tests/native/model/log_model.cc.
 #pragma once
@@ -24,14 +24,14 @@ class CallLog {
     uint32_t count;
   };
   struct Entry {
-    uint32_t sequence;  // the operation's epoch plus 1
+    uint32_t sequence;  // the call's number plus 1
     uint32_t count;
     uint64_t site;
   };
 
   explicit CallLog(void* entries) : entries_(static_cast<Entry*>(entries)) {}
 
-  // Whether the leader may log operation `logged` when `sequence` is the first that has not ended.
+  // Whether the leader may log call `logged` when `sequence` is the first that has not ended.
   static bool HasRoom(uint32_t logged, uint32_t sequence) { return logged - sequence < kEntries; }
 
   void Append(uint32_t logged, const Call& call) {
@@ -41,7 +41,7 @@ class CallLog {
     std::atomic_ref(entry.sequence).store(logged + 1, std::memory_order_release);
   }
 
-  // The call that is operation `sequence`, if it has been logged.
+  // The call of number `sequence`, if it has been logged.
   std::optional<Call> Read(uint32_t sequence) const {
     Entry& entry = entries_[sequence % kEntries];
     if (std::atomic_ref(entry.sequence).load(std::memory_order_acquire) != sequence + 1) {

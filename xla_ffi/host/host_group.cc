@@ -6,9 +6,9 @@
 #include <type_traits>
 
 #include "../kernels/all_gather.h"
-#include "../kernels/norm_protocol.h"
 #include "../kernels/one_shot.h"
 #include "../kernels/reduce_scatter.h"
+#include "../kernels/segments.h"
 #include "../kernels/two_shot.h"
 #include "call_sites.h"
 #include "failure_message.h"
@@ -26,17 +26,6 @@ struct ResumableThread {
   int* missing;
   size_t First() const { return *cursor; }
   size_t Stride() const { return 1; }
-  // For norms (kernels/norm_protocol.h).
-  static constexpr int kRowThreads = 1;
-  uint32_t Thread() const { return 0; }
-  uint32_t Threads() const { return 1; }
-  int Block() const { return 0; }
-  int Blocks() const { return 1; }
-  size_t FirstUnit() const { return *cursor; }
-  template <uint32_t kMost>
-  float Total(float (&v)[kMost], uint32_t count) const {
-    return TotalOfPairs(v, count);
-  }
   bool Wait(size_t i, int rank) {
     *cursor = i;
     *missing = rank;
@@ -74,26 +63,27 @@ bool RunPhase(Algorithm algorithm, int phase, ResumableThread& t, const Group& g
                           : TwoShot<Type, N>::Drain(t, g, c, epoch);
     // CollectBuffers (ffi/common.h) allows only one buffer for these two.
     case Algorithm::kReduceScatter:
-      if constexpr (std::is_same_v<C, Buffer>) {
+      if constexpr (std::is_same_v<C, Segment<Buffer>>) {
         return phase == 0 ? ReduceScatter<Type, N>::Scatter(t, g, c, epoch)
                           : ReduceScatter<Type, N>::Reduce(t, g, c, epoch);
       }
       break;
     case Algorithm::kAllGather:
-      if constexpr (std::is_same_v<C, Buffer>) {
+      if constexpr (std::is_same_v<C, Segment<Buffer>>) {
         return phase == 0 ? AllGather<Type, N>::Push(t, g, c, epoch)
                           : AllGather<Type, N>::Drain(t, g, c, epoch);
       }
       break;
-    default:
-      break;  // matmuls run only on GPUs; norms are below
+    case Algorithm::kAllGatherMatmul:
+    case Algorithm::kMatmulReduceScatter:
+      break;  // only on GPUs
   }
   return true;
 }
 
 template <class Type>
-bool RunPhase(Algorithm algorithm, int phase, ResumableThread& t, const Group& g, const Buffer& c,
-              uint32_t epoch) {
+bool RunPhase(Algorithm algorithm, int phase, ResumableThread& t, const Group& g,
+              const Segment<Buffer>& c, uint32_t epoch) {
   switch (g.size) {
     case 2:
       return RunPhase<Type, 2>(algorithm, phase, t, g, c, epoch);
@@ -107,8 +97,8 @@ bool RunPhase(Algorithm algorithm, int phase, ResumableThread& t, const Group& g
 }
 
 template <class Type>
-bool RunPhase(Algorithm algorithm, int phase, ResumableThread& t, const Group& g, const Buffers& c,
-              uint32_t epoch) {
+bool RunPhase(Algorithm algorithm, int phase, ResumableThread& t, const Group& g,
+              const Segment<Buffers>& c, uint32_t epoch) {
   return RunPhase<Type, 0>(algorithm, phase, t, g, c, epoch);
 }
 
@@ -123,27 +113,6 @@ bool RunPhase(ElementType type, Algorithm algorithm, int phase, ResumableThread&
 #undef JIN_X
   }
   return true;
-}
-
-template <class Type>
-bool RunNormPhase(int phase, ResumableThread& t, const Group& g, const NormCall& c,
-                  uint32_t epoch) {
-  using Body = Norm<Type, 0, false>;
-  return phase == 0 ? Body::Send(t, g, c, epoch) : Body::Finish(t, g, c, epoch);
-}
-
-bool RunPhase(ElementType type, Algorithm, int phase, ResumableThread& t, const Group& g,
-              const NormCall& c, uint32_t epoch) {
-  switch (type) {
-    case ElementType::kF32:
-      return RunNormPhase<F32>(phase, t, g, c, epoch);
-    case ElementType::kBF16:
-      return RunNormPhase<BF16>(phase, t, g, c, epoch);
-    case ElementType::kF16:
-      return RunNormPhase<F16>(phase, t, g, c, epoch);
-    default:
-      return true;  // HasNorm
-  }
 }
 
 }  // namespace
@@ -193,31 +162,11 @@ HostGroup::HostGroup(const Group& group, std::vector<int> local_ranks,
       log_(group_.region[0] + kHeaderBytes / 2) {
   Group own = group_;
   own.rank = local_ranks_.front();
-  logged_ = sequence_ = LoadWord(&own.Header()->epoch[0]);
+  logged_ = sequence_ = epoch_ = LoadWord(&own.Header()->epoch[0]);
 }
 
 std::shared_ptr<Ticket> HostGroup::Arrive(int rank, uint64_t site, const Operation& operation,
                                           const Buffers& buffers) {
-  uint64_t bytes = 0;
-  for (int b = 0; b < buffers.count; ++b) {
-    bytes += buffers.buffer[b].bytes * InputShards(operation.algorithm, group_.size);
-  }
-  Member member{.buffer = buffers.buffer[0]};
-  if (buffers.count > 1) member.buffers = std::make_unique<const Buffers>(buffers);
-  return Arrive(rank, site, operation, bytes, std::move(member));
-}
-
-std::shared_ptr<Ticket> HostGroup::Arrive(int rank, uint64_t site, const Operation& operation,
-                                          const NormCall& call) {
-  const uint64_t bytes = uint64_t{call.rows} * call.hidden * ItemBytes(operation.type) *
-                         InputShards(operation.algorithm, group_.size);
-  Member member;
-  member.norm = std::make_unique<const NormCall>(call);
-  return Arrive(rank, site, operation, bytes, std::move(member));
-}
-
-std::shared_ptr<Ticket> HostGroup::Arrive(int rank, uint64_t site, const Operation& operation,
-                                          uint64_t bytes, Member member) {
   auto ticket = std::make_shared<Ticket>();
   {
     std::lock_guard lock(mutex_);
@@ -230,10 +179,14 @@ std::shared_ptr<Ticket> HostGroup::Arrive(int rank, uint64_t site, const Operati
     Pending& pending = it->second;
     if (first) {
       pending.operation = operation;
-      pending.bytes = bytes;
+      pending.bytes = 0;
+      for (int b = 0; b < buffers.count; ++b) {
+        pending.bytes += buffers.buffer[b].bytes * InputShards(operation.algorithm, group_.size);
+      }
       pending.since = std::chrono::steady_clock::now();
     }
-    member.ticket = ticket;
+    Member member{buffers.buffer[0], nullptr, ticket};
+    if (buffers.count > 1) member.buffers = std::make_unique<const Buffers>(buffers);
     pending.members.emplace(rank, std::move(member));
     if (IsLeader() && pending.members.size() == local_ranks_.size()) {
       to_log_.push_back(key);
@@ -252,7 +205,7 @@ void HostGroup::AppendToLog() {
   }
 }
 
-// Whether the log names the next operation and all ranks of this process have arrived at it.
+// Whether the log names the next call and all ranks of this process have arrived at it.
 bool HostGroup::FindNext() {
   const auto call = log_.Read(sequence_);
   if (!call) {
@@ -271,31 +224,45 @@ bool HostGroup::FindNext() {
   return true;
 }
 
+// Runs a rank's phases of one segment as far as possible; returns whether all have ended.
+bool HostGroup::AdvanceInSegment(int rank, const Operation& operation, Member& member) {
+  const auto& [algorithm, type, segments] = operation;
+  Group group = group_;
+  group.rank = rank;
+  const uint32_t epoch = epoch_ + member.segment;
+  const auto run = [&](const auto& call) {
+    const size_t packs = SegmentPacks(algorithm, call.Packs(), group.size, segments);
+    const Segment<std::decay_t<decltype(call)>> segment{call, member.segment * packs, packs};
+    while (member.phase < Phases(algorithm)) {
+      ResumableThread thread{&member.cursor, &missing_};
+      if (!RunPhase(type, algorithm, member.phase, thread, group, segment, epoch)) return false;
+      member.cursor = 0;
+      ++member.phase;
+    }
+    return true;
+  };
+  return member.buffers ? run(*member.buffers) : run(member.buffer);
+}
+
 // Advances each rank as far as possible; returns whether all have finished.
 bool HostGroup::Advance(Pending& pending) {
   KeepSubnormals keep_subnormals;
+  const uint32_t segments = pending.operation.segments;
   for (bool moved = true; moved;) {
     moved = false;
     for (auto& [rank, member] : pending.members) {
       if (member.finished) continue;
-      Group group = group_;
-      group.rank = rank;
-      while (member.phase < Phases(pending.operation.algorithm)) {
-        ResumableThread thread{&member.cursor, &missing_};
-        const Operation& operation = pending.operation;
-        const auto run = [&](const auto& call) {
-          return RunPhase(operation.type, operation.algorithm, member.phase, thread, group, call,
-                          sequence_);
-        };
-        const bool ended = member.norm      ? run(*member.norm)
-                           : member.buffers ? run(*member.buffers)
-                                            : run(member.buffer);
-        if (!ended) break;
-        member.cursor = 0;
-        ++member.phase;
-        moved = true;
+      const int phase = member.phase;
+      const bool ended = AdvanceInSegment(rank, pending.operation, member);
+      moved = moved || ended || member.phase != phase;
+      if (!ended) continue;
+      if (++member.segment == segments) {
+        member.finished = true;
+        continue;
       }
-      member.finished = member.phase == Phases(pending.operation.algorithm);
+      member.phase = 0;
+      pending.since = std::chrono::steady_clock::now();
+      Fence();  // between two epochs (segments.h)
     }
   }
   return std::all_of(pending.members.begin(), pending.members.end(),
@@ -319,6 +286,7 @@ void HostGroup::Progress() {
       }
       auto it = pending_.find(current_);
       for (auto& [rank, member] : it->second.members) done.emplace_back(member.ticket, "");
+      const uint32_t segments = it->second.operation.segments;
       operations_ += it->second.members.size();
       pending_.erase(it);
       active_ = false;
@@ -326,8 +294,9 @@ void HostGroup::Progress() {
       if (noted_) ClearNotes();
       // Orders this operation's arming before the next one's packets, as the end of a kernel does
       // on a GPU (group.h).
-      std::atomic_thread_fence(std::memory_order_acq_rel);
+      Fence();
       ++sequence_;
+      epoch_ += segments;
       if (IsLeader()) AppendToLog();
     }
   }

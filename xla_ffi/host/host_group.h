@@ -37,7 +37,6 @@
 #include "../kernels/algorithms.h"
 #include "../kernels/failure_reason.h"
 #include "../kernels/group.h"
-#include "../kernels/norm.h"
 #include "call_log.h"
 #include "peer_event.h"
 
@@ -71,6 +70,7 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   struct Operation {
     Algorithm algorithm;
     ElementType type;
+    uint32_t segments = 1;
   };
 
   // `group.region` holds every rank's region; `group.rank` is ignored. `local_ranks` are the ranks
@@ -84,10 +84,6 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   // until the ticket is complete.
   std::shared_ptr<Ticket> Arrive(int rank, uint64_t site, const Operation& operation,
                                  const Buffers& buffers);
-
-  // The same for a norm.
-  std::shared_ptr<Ticket> Arrive(int rank, uint64_t site, const Operation& operation,
-                                 const NormCall& call);
 
   // Advances the operations as far as possible and returns at once. Any thread may call it.
   void Progress();
@@ -126,17 +122,17 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   struct Member {
     Buffer buffer;                           // of a call with one buffer
     std::unique_ptr<const Buffers> buffers;  // of a call with many
-    std::unique_ptr<const NormCall> norm;    // of a norm
     std::shared_ptr<Ticket> ticket;
-    int phase = 0;
-    size_t cursor = 0;
+    uint32_t segment = 0;
+    int phase = 0;      // of the segment
+    size_t cursor = 0;  // in the phase
     bool finished = false;
   };
   struct Pending {
     Operation operation;
-    uint64_t bytes;                 // of a rank's operand
-    std::map<int, Member> members;  // by rank
-    std::chrono::steady_clock::time_point since;
+    uint64_t bytes;                               // of a rank's operand
+    std::map<int, Member> members;                // by rank
+    std::chrono::steady_clock::time_point since;  // the first arrival, or the end of a segment
   };
   using Calls = std::map<Key, Pending>;
   // Why a call waits.
@@ -148,12 +144,11 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   };
   using Tickets = std::vector<std::pair<std::shared_ptr<Ticket>, std::string>>;
 
-  std::shared_ptr<Ticket> Arrive(int rank, uint64_t site, const Operation& operation,
-                                 uint64_t bytes, Member member);
   bool IsLeader() const { return local_ranks_.front() == 0; }
   void AppendToLog();
   bool FindNext();
   bool Advance(Pending& pending);
+  bool AdvanceInSegment(int rank, const Operation& operation, Member& member);
   std::string Name(const Key& key, const Pending& pending) const;
   bool HasCalled(int rank, const Key& key) const;
   std::string CallInsteadOf(const Key& key, int rank, int other) const;
@@ -175,11 +170,12 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   Calls pending_;
   std::map<std::pair<uint64_t, int>, uint32_t> counts_;  // calls so far by site and rank
   std::deque<Key> to_log_;  // the leader's complete calls that await a log entry
-  uint32_t logged_;         // the leader's entries so far: the epoch of the next one
-  uint32_t sequence_;       // the epoch of the next operation
+  uint32_t logged_;         // the number of the leader's next entry
+  uint32_t sequence_;       // the number of the next call
+  uint32_t epoch_;          // the first epoch of the next call
   uint64_t operations_ = 0;
   bool watched_ = false;  // whether the progress thread has this group on its list
-  bool active_ = false;   // whether operation `sequence_` has begun
+  bool active_ = false;   // whether call `sequence_` has begun
   Key current_{};
   int missing_ = -1;       // the rank for which `current_` waits
   bool noted_ = false;     // whether a rank of this process has a note

@@ -12,7 +12,7 @@
 // Model: tests/native/model/collectives_model.cc.
 #pragma once
 
-#include "group.h"
+#include "segments.h"
 #include "types.h"
 
 namespace jax_intranode {
@@ -51,11 +51,13 @@ struct AllGather {
   }
 
   template <class Thread, class G, class C>
+  JIN_FN static bool RunEpoch(Thread& t, const G& g, const C& shard, uint32_t epoch) {
+    return Push(t, g, shard, epoch) && Drain(t, g, shard, epoch);
+  }
+
+  template <class Thread, class G, class C>
   JIN_FN static bool Run(Thread& t, const G& g, const C& shard) {
-    const uint32_t epoch = Begin(t, g);
-    if (!Push(t, g, shard, epoch) || !Drain(t, g, shard, epoch)) return false;
-    End(t, g, epoch);
-    return true;
+    return RunOperation<AllGather>(t, g, shard);
   }
 };
 

@@ -23,6 +23,9 @@
 //   nothing else needs an order.
 //   One epoch buffer would not do: r may be in e + 1 while p still polls for packets of e.
 //
+//   An operation may take several epochs, one for each segment of its message. Then a fence takes
+//   the place of a kernel's end (segments.h). Everywhere else "operation" means one of one epoch.
+//
 //   The argument does not depend on size, type, algorithm or number of blocks, so these may change
 //   from one operation to the next. It needs three things: ranks call the same operations in the
 //   same order, one at a time on each rank (the busy words detect most overlaps), and operation e
@@ -81,6 +84,7 @@ struct Group {
 //   Wait(i, missing)    called each time that pack i of rank `missing` has not arrived. False gives
 //                       up: the phase returns false at once and may be resumed at pack i.
 //   Enter(busy, closed) marks this block's operation as begun
+//   NextEpoch()         called between two epochs of an operation: a fence (memory.h)
 //   Admit()             gives up if another one was in flight then, or if the region was closed.
 //                       Called before the first store to a peer, but after the input is loaded:
 //                       the answer to Enter takes as long.
@@ -93,6 +97,7 @@ JIN_FN uint32_t Begin(Thread& t, const G& g) {
   return LoadWord(&h->epoch[t.Block()]);
 }
 
+// `epoch` is the last one of the operation.
 template <class Thread, class G>
 JIN_FN void End(Thread& t, const G& g, uint32_t epoch) {
   RegionHeader* h = g.Header();

@@ -2,7 +2,8 @@
 //
 // Several GPUs or processes read and write a slab at the same time. Every access that may race with
 // another one's goes through this file. All of them are relaxed: a packet carries its own
-// "I have arrived" mark (packets.h), so no store has to be ordered before another one.
+// "I have arrived" mark (packets.h), so within an epoch no store has to be ordered before another
+// one. Epochs of one operation are divided by a fence (segments.h).
 #pragma once
 
 #include <cstddef>
@@ -131,12 +132,12 @@ JIN_FN uint32_t ExchangeWord(uint32_t* at, uint32_t v) {
 #endif
 }
 
-// Asks for the cache line at an address that is read soon.
-JIN_FN void Prefetch(const void* at) {
+// Orders what this thread has loaded and stored before what it stores next, for all ranks.
+JIN_FN void Fence() {
 #if defined(__CUDACC__)
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+  asm volatile("fence.acq_rel.sys;" ::: "memory");
 #else
-  __builtin_prefetch(at);
+  std::atomic_thread_fence(std::memory_order_acq_rel);
 #endif
 }
 

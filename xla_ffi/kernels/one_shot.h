@@ -11,7 +11,7 @@
 // Model: tests/native/model/collectives_model.cc.
 #pragma once
 
-#include "group.h"
+#include "segments.h"
 #include "types.h"
 
 namespace jax_intranode {
@@ -48,11 +48,13 @@ struct OneShot {
   }
 
   template <class Thread, class G, class C>
+  JIN_FN static bool RunEpoch(Thread& t, const G& g, const C& c, uint32_t epoch) {
+    return Push(t, g, c, epoch) && Reduce(t, g, c, epoch);
+  }
+
+  template <class Thread, class G, class C>
   JIN_FN static bool Run(Thread& t, const G& g, const C& c) {
-    const uint32_t epoch = Begin(t, g);
-    if (!Push(t, g, c, epoch) || !Reduce(t, g, c, epoch)) return false;
-    End(t, g, epoch);
-    return true;
+    return RunOperation<OneShot>(t, g, c);
   }
 };
 

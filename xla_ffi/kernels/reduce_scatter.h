@@ -13,7 +13,7 @@
 // Model: tests/native/model/collectives_model.cc.
 #pragma once
 
-#include "group.h"
+#include "segments.h"
 #include "types.h"
 
 namespace jax_intranode {
@@ -63,11 +63,13 @@ struct ReduceScatter {
   }
 
   template <class Thread, class G, class C>
+  JIN_FN static bool RunEpoch(Thread& t, const G& g, const C& shard, uint32_t epoch) {
+    return Scatter(t, g, shard, epoch) && Reduce(t, g, shard, epoch);
+  }
+
+  template <class Thread, class G, class C>
   JIN_FN static bool Run(Thread& t, const G& g, const C& shard) {
-    const uint32_t epoch = Begin(t, g);
-    if (!Scatter(t, g, shard, epoch) || !Reduce(t, g, shard, epoch)) return false;
-    End(t, g, epoch);
-    return true;
+    return RunOperation<ReduceScatter>(t, g, shard);
   }
 };
 

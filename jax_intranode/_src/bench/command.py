@@ -31,7 +31,7 @@ python -m jax_intranode bench all_gather_matmul --shapes 4096,8192,3584 --json r
 python -m jax_intranode bench psum --platform cpu --devices 4 --plot psum.png"""
 
 
-def _end(signal_number: int, frame: object) -> None:
+def end_by_exit(signal_number: int, frame: object) -> None:
     """Ends the process by sys.exit, so that the ranks are ended too."""
     del frame
     signal.signal(signal_number, signal.SIG_IGN)  # a second signal would leave ranks behind
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         The exit code: 0 if all elements were right in all modes, 1 if one was wrong or a rank
         failed, 2 if the options can't be served.
     """
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, end_by_exit)
     gpus, driver = machine.gpus_and_driver()
     platform = machine.chosen_platform(arguments.platform, gpus)
     devices = arguments.devices or (gpus if platform == "gpu" else 2)
@@ -125,8 +125,10 @@ def run_mode(
     timeout_s: float,
     line: ProgressLine,
     shows_table: bool = True,
+    module: str = "jax_intranode._src.bench.rank",
+    arguments: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Runs the ranks of one mode and returns the "header" and the "rows" that rank 0 wrote.
+    """Runs the ranks of one mode and returns what rank 0 wrote: for `bench` "header" and "rows".
 
     Args:
         settings: what to measure.
@@ -134,6 +136,8 @@ def run_mode(
         timeout_s: time limit for all ranks together.
         line: the progress line.
         shows_table: whether to print the table of rank 0 while it grows.
+        module: the program of a rank.
+        arguments: what its command line has besides settings and files.
 
     Raises:
         launcher.RankError: a rank failed, or the time limit came first.
@@ -153,8 +157,8 @@ def run_mode(
         directory = Path(name)
         output, begun = directory / "rows.json", directory / "begun"
         command = [
-            *(sys.executable, "-P", "-X", "faulthandler", "-m", "jax_intranode._src.bench.rank"),
-            *(settings.to_json(), str(output), str(begun)),
+            *(sys.executable, "-P", "-X", "faulthandler", "-m", module),
+            *(settings.to_json(), str(output), str(begun), *arguments),
         ]
         with following(directory / "rank0.log" if shows_table else None, begun, line):
             launcher.run_ranks(

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "-f",
         "--stepfactor",
-        type=_integer_from(2),
+        type=integer_from(2),
         default=4,
         help="factor between two sizes (default 4)",
     )
@@ -95,24 +95,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="bfloat16",
         help="JAX names of dtypes, separated by commas (default bfloat16)",
     )
-    add("-n", "--iters", type=_integer_from(1), default=20, help="timed repetitions (default 20)")
+    add("-n", "--iters", type=integer_from(1), default=20, help="timed repetitions (default 20)")
     add(
         "-w",
         "--warmup_iters",
-        type=_integer_from(0),
+        type=integer_from(0),
         default=5,
         help="untimed repetitions before the timed ones (default 5)",
     )
     add(
         "-T",
         "--timeout",
-        type=_integer_from(1),
+        type=integer_from(1),
         default=1800,
         help="time limit in seconds for each mode and each peer (default 1800)",
     )
     add(
         "--leaves",
-        type=_integer_from(1),
+        type=integer_from(1),
         default=1,
         metavar="COUNT",
         help="call the collective with a pytree of COUNT arrays; the size is that of all arrays "
@@ -120,13 +120,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--chain",
-        type=_integer_from(1),
+        type=integer_from(1),
         metavar="COUNT",
         help="calls in a row in one compiled program (default 2 to 256, by platform and size)",
     )
     add(
         "--settle",
-        type=_integer_from(0),
+        type=integer_from(0),
         metavar="MS",
         help="run a collective matmul for MS milliseconds before each of its repetitions, until "
         "the GPU's clock has settled under sustained power draw; a program runs for one untimed "
@@ -150,7 +150,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--devices",
-        type=_integer_from(1),
+        type=integer_from(1),
         help="number of devices (default all GPUs, or 2 CPU devices)",
     )
     add(
@@ -220,7 +220,7 @@ def _parse_list(text: str, allowed: Sequence[str]) -> list[str]:
     return names
 
 
-def _integer_from(minimum: int) -> Callable[[str], int]:
+def integer_from(minimum: int) -> Callable[[str], int]:
     """Returns an argparse type for integers of at least this minimum."""
 
     def integer(text: str) -> int:

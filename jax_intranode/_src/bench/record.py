@@ -14,14 +14,14 @@ from typing import Any
 import jax
 
 import jax_intranode
-from jax_intranode._src import config
+from jax_intranode._src import config, tuning
 from jax_intranode._src.bench.settings import Settings
 
 # The version of the JSON file's layout, which docs/bench.md describes.
 VERSION = 2
 
 # Options that name files. They change nothing of what is measured.
-_FILE_OPTIONS = ("--json", "--plot")
+_FILE_OPTIONS = ("--json", "--plot", "-o", "--output")
 
 
 def header(settings: Settings) -> dict[str, Any]:
@@ -30,12 +30,7 @@ def header(settings: Settings) -> dict[str, Any]:
     The parent process adds the GPUs' "driver" and the "command".
     """
     return {
-        "jax": jax.__version__,
-        "jaxlib": _version_of("jaxlib"),
-        "jax_intranode": jax_intranode.__version__,
-        "nccl": _version_of("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
-        "cuda": _version_of("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"),
-        "python": platform.python_version(),
+        **library_versions(),
         "platform": settings.platform,
         "device": jax.devices()[0].device_kind,
         "cpus": os.cpu_count(),
@@ -50,8 +45,21 @@ def header(settings: Settings) -> dict[str, Any]:
         "warmup_iterations": settings.warmup_iterations,
         "chain": settings.chain,
         "settle_ms": settings.settle_ms,
+        "tuning": None if tuning.current() is None else str(tuning.current()),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def library_versions() -> dict[str, str | None]:
+    """Returns the versions of the libraries on which times depend."""
+    return {
+        "jax": jax.__version__,
+        "jaxlib": _version_of("jaxlib"),
+        "jax_intranode": jax_intranode.__version__,
+        "nccl": _version_of("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+        "cuda": _version_of("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"),
+        "python": platform.python_version(),
     }
 
 
@@ -97,6 +105,9 @@ def format_header(header: dict[str, Any], settled: bool) -> str:
     ]
     if header["algorithm"] != "auto":
         lines.append(f"# JAX_INTRANODE_ALGORITHM={header['algorithm']}")
+    if header.get("tuning"):
+        lines.append(f"# {tuning.VARIABLE}={header['tuning']}")
+        lines.append("# shipped: the same call without it")
     if header["xla_flags"]:
         lines.append(f"# XLA_FLAGS={header['xla_flags']}")
     return "\n".join(lines)

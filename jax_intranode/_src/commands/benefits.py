@@ -111,7 +111,7 @@ def of_node(
             for nbytes in _SIZES[platform]:
                 found.append(_collective(platform, device_kind, count, mode, operation, nbytes))
     if platform == "gpu":
-        profile = overlap.from_facts(facts, tuning.profile_for([device_kind]))
+        profile = tuning.profile_for([device_kind]) or overlap.from_facts(facts)
         for operation, shapes in _SHAPES.items():
             for shape in shapes:
                 found.append(_matmul(device_kind, count, operation, shape, profile))

@@ -8,6 +8,7 @@ not: what a broken installation cannot run is skipped.
 import argparse
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -232,13 +233,21 @@ def _cuda_part(found: dict[str, Any]) -> Check:
 def _runs_on(architectures: Sequence[str], capability: int) -> bool:
     """Whether code for these architectures runs on a GPU of this compute capability, as 90."""
     for name in architectures:
-        kind, _, number = name.rpartition("_")
-        if not number.isdecimal():  # as sm_90a: the fused kernels, without which the rest runs
-            continue
-        # PTX runs on all later GPUs, machine code on those of the same major version.
-        if kind == "compute" and capability >= int(number):
+        if name in ("native", "all", "all-major"):  # CMake's words; the build chose
             return True
-        if capability // 10 == int(number) // 10 and capability >= int(number):
+        # As nvcc names them (compute_80, sm_90), or as CMake does (80-virtual, 90-real, 90a).
+        found = re.fullmatch(r"(compute_|sm_)?(\d+)([af]?)(-real|-virtual)?", name)
+        if found is None or name == "sm_90a":  # the fused kernels, without which the rest runs
+            continue
+        prefix, number, suffix, kind = found.groups()
+        if suffix == "a":
+            runs = capability == int(number)
+        # PTX runs on all later GPUs, machine code on those of the same major version.
+        elif not suffix and (prefix == "compute_" or (prefix is None and kind != "-real")):
+            runs = capability >= int(number)
+        else:
+            runs = capability // 10 == int(number) // 10 and capability >= int(number)
+        if runs:
             return True
     return False
 

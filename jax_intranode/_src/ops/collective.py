@@ -189,6 +189,7 @@ def chooser(
         hardware=table.hardware_of(device.platform, device.device_kind),
         mode=communicator.mode_of(mesh.devices.flat),
         tuned=tuning.rows_for([d.device_kind for d in mesh.devices.flat]),
+        segment_bytes=config.get().segment_kib * 1024,
     )
 
     def never_accelerated(nbytes: int) -> select.Selection | None:
@@ -274,34 +275,21 @@ def lower_to_call(
     mesh: jax.sharding.Mesh | None,
     axes: Sequence[str],
     selected: select.Selection,
-    communicated: Sequence[Any] | None = None,
-    attributes: dict[str, Any] | None = None,
 ) -> list[Any]:
-    """Emits our custom call.
-
-    Args:
-        ctx: the context of the lowering rule.
-        primitive: the operation.
-        xs: the operands.
-        mesh: the mesh.
-        axes: the axes of the operation.
-        selected: the algorithm.
-        communicated: the types of the operands that are sent; None: all of them.
-        attributes: what the operation's handler gets besides.
-    """
+    """Emits our custom call."""
     assert mesh is not None  # or lax would run it
     partition = communicator.partition(mesh, axes)
-    attributes = (attributes or {}) | {
+    attributes: dict[str, Any] = {
         "device_ids": np.array(partition.device_ids, np.int64),
         "group_size": np.int64(partition.group_size),
         "algorithm": np.int32(limits.ALGORITHMS.index(selected.algorithm)),
+        "segments": np.int32(selected.segments),
     }
     on_gpus = mesh.devices.flat[0].platform == "gpu"
     if on_gpus:
         attributes |= {"blocks": np.int32(selected.blocks), "threads": np.int32(selected.threads)}
     attributes["site"] = site_of(ctx, primitive.operation)
-    sent = ctx.avals_in if communicated is None else communicated
-    counts.lowered(primitive.operation, selected.algorithm, sum(map(nbytes, sent)))
+    counts.lowered(primitive.operation, selected.algorithm, sum(map(nbytes, ctx.avals_in)))
     target = f"jax_intranode_{primitive.operation}"
     results = jax.ffi.ffi_lowering(target)(ctx, *xs, **attributes)
     return compat.called_once(results) if on_gpus else list(results)

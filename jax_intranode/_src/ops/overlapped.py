@@ -90,7 +90,7 @@ def find(
     reason = overlap.reason_never_overlapped(
         sizes,
         dtype=dtype,
-        profile=overlap.known_from_kinds(kinds, tuning.profile_for(kinds)),
+        profile=tuning.profile_for(kinds) or overlap.known_from_kinds(kinds),
         wgrads=request.wgrads,
     )
     if reason is not None:
@@ -101,7 +101,10 @@ def find(
         reason = "JAX_INTRANODE_ALGORITHM=lax"
     if reason is not None:
         return reason
-    profile = rendezvous.profile
+    # `bench` also lowers what is shipped, where the rendezvous was under a tuning.
+    profile = tuning.profile_for(kinds) or rendezvous.shipped_profile
+    if isinstance(profile, str):
+        return profile
     assert profile is not None  # or there would be a reason
     chosen = overlap.choose(
         sizes,

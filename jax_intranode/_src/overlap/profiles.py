@@ -259,10 +259,7 @@ def profile_from_json(fields: Mapping[str, Any]) -> Profile:
         if field.name == "tiles":
             values["tiles"] = {
                 int(columns): TileCosts(
-                    **{
-                        name: None if cost is None else number(name, cost)
-                        for name, cost in tile.items()
-                    }
+                    **{name: cost and number(name, cost) for name, cost in tile.items()}
                 )
                 for columns, tile in value.items()
             }
@@ -286,20 +283,17 @@ def profile_from_json(fields: Mapping[str, Any]) -> Profile:
     return Profile(**values)
 
 
-def known_from_kinds(kinds: Collection[str], tuned: Profile | None = None) -> Profile | str | None:
+def known_from_kinds(kinds: Collection[str]) -> Profile | str | None:
     """Returns what device kinds alone decide, which all processes know before they rendezvous.
 
     Args:
         kinds: the device kinds of all GPUs of a mesh.
-        tuned: the profile that was measured on this node, if there is one.
 
     Returns:
         The profile if all are GPUs of one measured kind; why there is none, if one of them is no
         GPU that the kernels are compiled for; None if it takes the facts of the GPUs to say.
     """
     first, *others = dict.fromkeys(kinds)
-    if not others and tuned is not None and first == tuned.name:
-        return tuned
     if not others and first in MEASURED:
         return MEASURED[first]
     for kind in (first, *others):
@@ -309,16 +303,12 @@ def known_from_kinds(kinds: Collection[str], tuned: Profile | None = None) -> Pr
     return None
 
 
-def from_facts(facts: Sequence[GpuFacts], tuned: Profile | None = None) -> Profile | str:
-    """Returns the profile of the GPUs of a mesh, or why there is none.
+def from_facts(facts: Sequence[GpuFacts]) -> Profile | str:
+    """Returns the shipped profile of the GPUs of a mesh, or why there is none.
 
     GPUs that differ get the profile of the slowest: of one with the smallest of each fact.
-
-    Args:
-        facts: what each GPU reports.
-        tuned: the profile that was measured on this node, if there is one.
     """
-    known = known_from_kinds([of_one.device_kind for of_one in facts], tuned)
+    known = known_from_kinds([of_one.device_kind for of_one in facts])
     if known is not None:
         return known
     for of_one in facts:

@@ -5,9 +5,10 @@
 //   collectives_model [variant] [ranks] [operations] [depth]
 //
 // Runs every sequence of so many operations, chosen among one-shot, two-shot, reduce-scatter and
-// all-gather, without a barrier between the ranks. The epoch wraps on the way. `depth` is "full";
-// "quick", which runs some of the sequences; or "every_access", which leaves out no interleaving
-// (machine.h), with packets of two words.
+// all-gather, without a barrier between the ranks. Some run in segments; of these, sequences of 3
+// ranks have at most 3 operations. The epoch wraps on the way. `depth` is "full"; "quick", which
+// runs some of the sequences; or "every_access", which leaves out no interleaving (machine.h), with
+// packets of two words.
 //
 // Checked are all results, that no rank waits for ever, that ranks write only into slabs of peers
 // and that all slabs are empty at the end. Variants other than "sound" break the protocol on
@@ -21,6 +22,7 @@
 #include "xla_ffi/kernels/all_gather.h"
 #include "xla_ffi/kernels/one_shot.h"
 #include "xla_ffi/kernels/reduce_scatter.h"
+#include "xla_ffi/kernels/segments.h"
 #include "xla_ffi/kernels/two_shot.h"
 
 namespace jin = jax_intranode;
@@ -30,23 +32,27 @@ namespace {
 constexpr int kMostRanks = 3;
 constexpr int kMostOperations = 8;
 constexpr int kMostBlocks = 2;
-constexpr int kMostPacks = 2;
+constexpr int kMostPacks = 3;
 constexpr int kMostLate = 64;
 
 enum class Kind { kOneShot, kTwoShot, kReduceScatter, kAllGather };
 constexpr int kKinds = 4;
 constexpr const char* kNames[] = {"one_shot", "two_shot", "reduce_scatter", "all_gather"};
 
+jin::Algorithm AlgorithmOf(Kind kind) { return static_cast<jin::Algorithm>(kind); }
+
 struct Plan {
   Kind kind;
   bool floating;
   int packs;
   int blocks;
+  uint32_t segments = 1;
 };
 
 struct Variant {
   bool one_epoch_buffer, never_armed, armed_late, first_word_only, idle_epochs, wrong_epoch;
   bool no_release, no_acquire;
+  bool no_segment_release, no_segment_acquire, short_segment;
 };
 Variant broken;
 
@@ -80,6 +86,10 @@ struct ModelThread {
   }
   void Enter(uint32_t* busy, uint32_t*) {
     if (jin::ExchangeWord(busy, 1) != 0) model::TheMachine().Fail("wrong: the region is busy");
+  }
+  void NextEpoch() {
+    if (!broken.no_segment_acquire) model::TheMachine().AcquireFence();
+    if (!broken.no_segment_release) model::TheMachine().ReleaseFence();
   }
   void Admit() const {}
 };
@@ -136,7 +146,6 @@ class Sequence {
         words_(ranks * 2 * epoch_buffer_bytes_ / 4),
         every_access_(every_access),
         machine_(words_, jin::kEmpty, 0, {every_access}) {
-    static_assert(kMostPacks * 32 <= 64);
     const size_t region_bytes = jin::kHeaderBytes + 2 * epoch_buffer_bytes_;
     for (int r = 0; r < ranks_; ++r) {
       memory_.push_back(std::make_unique<Aligned[]>(region_bytes / sizeof(Aligned)));
@@ -153,6 +162,10 @@ class Sequence {
       for (size_t k = 0; k < plans_.size(); ++k) {
         const Plan& plan = plans_[k];
         blocks_ = std::max(blocks_, plan.blocks);
+        if (jin::EpochBufferBytesNeeded(AlgorithmOf(plan.kind), jin::ElementType::kI32, plan.packs,
+                                        ranks_, plan.segments) > epoch_buffer_bytes_) {
+          machine_.Fail("the plan does not fit");
+        }
         const size_t n = plan.packs * 4 * (plan.kind == Kind::kReduceScatter ? ranks_ : 1);
         for (size_t i = 0; i < n; ++i) inputs_[r][k].words[i] = Value(r, k, i, plan.floating);
       }
@@ -177,8 +190,13 @@ class Sequence {
     uint32_t words[kMostRanks * kMostPacks * 4];
   };
 
+  uint32_t Epochs() const {
+    uint32_t epochs = 0;
+    for (const Plan& plan : plans_) epochs += plan.segments;
+    return epochs;
+  }
   // The first epoch. It wraps in the middle.
-  uint32_t First() const { return 0u - static_cast<uint32_t>(plans_.size() / 2); }
+  uint32_t First() const { return 0u - Epochs() / 2; }
   jin::RegionHeader* Header(int r) const {
     return reinterpret_cast<jin::RegionHeader*>(regions_[r]);
   }
@@ -204,21 +222,43 @@ class Sequence {
            std::to_string(in_rank / of_buffer) + " of rank " + std::to_string(r);
   }
 
+  // Runs a kernel: that of one epoch, or that of several segments.
+  template <class Body>
+  void RunAs(ModelThread& t, const ModelGroup& g, const jin::Buffer& call, const Plan& plan) {
+    const size_t packs =
+        jin::SegmentPacks(AlgorithmOf(plan.kind), plan.packs, ranks_, plan.segments);
+    if (plan.segments == 1) {
+      Body::Run(t, g, call);
+    } else if (!broken.short_segment) {
+      Body::Run(t, g, jin::InSegments<jin::Buffer>{call, packs, plan.segments});
+    } else {
+      // The last segment has the packs that are left (or one), and not as many as the others.
+      const uint32_t first = jin::Begin(t, g), last = plan.segments - 1;
+      for (uint32_t k = 0; k <= last; ++k) {
+        const size_t begin = k * packs, end = std::max<size_t>(plan.packs, begin + 1);
+        const size_t of_segment = k == last ? end - begin : packs;
+        Body::RunEpoch(t, g, jin::Segment<jin::Buffer>{call, begin, of_segment}, first + k);
+        if (k < last) t.NextEpoch();
+      }
+      jin::End(t, g, first + last);
+    }
+  }
+
   template <class Type, int N, class PacketsOfType = typename Type::Packets>
-  void RunKernel(ModelThread& t, const ModelGroup& g, const jin::Buffer& call, Kind kind) {
+  void RunKernel(ModelThread& t, const ModelGroup& g, const jin::Buffer& call, const Plan& plan) {
     using Packets = MaybeBroken<PacketsOfType>;
-    switch (kind) {
+    switch (plan.kind) {
       case Kind::kOneShot:
         jin::OneShot<Type, N, Packets>::Run(t, g, call);
         break;
       case Kind::kTwoShot:
-        jin::TwoShot<Type, N, Packets>::Run(t, g, call);
+        RunAs<jin::TwoShot<Type, N, Packets>>(t, g, call, plan);
         break;
       case Kind::kReduceScatter:
-        jin::ReduceScatter<Type, N, Packets>::Run(t, g, call);
+        RunAs<jin::ReduceScatter<Type, N, Packets>>(t, g, call, plan);
         break;
       case Kind::kAllGather:
-        jin::AllGather<Type, N, Packets>::Run(t, g, call);
+        RunAs<jin::AllGather<Type, N, Packets>>(t, g, call, plan);
         break;
     }
   }
@@ -237,13 +277,13 @@ class Sequence {
         const jin::Buffer call{inputs_[rank][k].words, local.out[rank][k],
                                static_cast<size_t>(16 * plan.packs)};
         if (every_access_) {
-          RunKernel<jin::F32, 0, jin::HalfPackets>(thread, group, call, plan.kind);
+          RunKernel<jin::F32, 0, jin::HalfPackets>(thread, group, call, plan);
         } else if (ranks_ == 2 && plan.floating) {
-          RunKernel<jin::F32, 2>(thread, group, call, plan.kind);
+          RunKernel<jin::F32, 2>(thread, group, call, plan);
         } else if (plan.floating) {
-          RunKernel<jin::F32, 0>(thread, group, call, plan.kind);
+          RunKernel<jin::F32, 0>(thread, group, call, plan);
         } else {
-          RunKernel<jin::I32, 0>(thread, group, call, plan.kind);
+          RunKernel<jin::I32, 0>(thread, group, call, plan);
         }
       }
       ArmLate(late);
@@ -277,7 +317,7 @@ class Sequence {
     }
     if (!broken.idle_epochs) return;
     // Blocks that an operation does not launch keep their epoch.
-    for (int b = plan.blocks; b < jin::kMaxBlocks; ++b) --Header(rank)->epoch[b];
+    for (int b = plan.blocks; b < jin::kMaxBlocks; ++b) Header(rank)->epoch[b] -= plan.segments;
   }
 
   // Arms the packets of the operation before, when this one has been run.
@@ -298,8 +338,7 @@ class Sequence {
     }
     for (int r = 0; r < ranks_ && !broken.idle_epochs; ++r) {
       for (uint32_t epoch : Header(r)->epoch) {
-        if (epoch != static_cast<uint32_t>(First() + plans_.size()))
-          machine_.Fail("wrong: the epoch");
+        if (epoch != First() + Epochs()) machine_.Fail("wrong: the epoch");
       }
     }
   }
@@ -317,6 +356,7 @@ class Sequence {
 
 // How the operations of a sequence differ apart from their kind.
 Plan PlanOf(int pattern, int k, Kind kind) {
+  const bool cut = jin::RunsInSegments(AlgorithmOf(kind));
   switch (pattern) {
     case 0:
       return {kind, true, 1, 1};
@@ -324,11 +364,16 @@ Plan PlanOf(int pattern, int k, Kind kind) {
       return {kind, false, 1, 1};
     case 2:  // both kinds of packets and other layouts in the same memory
       return {kind, k % 3 == 0, 1 + k % 2, 1};
-    default:  // kernels of two blocks and of one
+    case 3:  // kernels of two blocks and of one
       return {kind, k % 4 < 2, 2, k % 3 == 1 ? 1 : 2};
+    case 4:  // one to three segments
+      return {kind, k % 2 == 0, 2, 1, cut ? 1 + (k + 1) % 3 : 1u};
+    default:  // the last of two segments is not full; kernels of two blocks and of one
+      return {kind, true, cut ? 3 : 2, k % 3 == 1 ? 1 : 2, cut ? 2u : 1u};
   }
 }
-constexpr int kPatterns = 4;
+constexpr int kPatterns = 6;
+bool InSegments(int pattern) { return pattern >= 4; }
 
 }  // namespace
 
@@ -348,6 +393,10 @@ int main(int argc, char** argv) {
       {"no_fence", {&Variant::no_release, &Variant::no_acquire}},
       {"no_release", {&Variant::no_release}},
       {"no_acquire", {&Variant::no_acquire}},
+      {"no_segment_fence", {&Variant::no_segment_release, &Variant::no_segment_acquire}},
+      {"no_segment_release", {&Variant::no_segment_release}},
+      {"no_segment_acquire", {&Variant::no_segment_acquire}},
+      {"short_segment", {&Variant::short_segment}},
   };
   bool known = false;
   for (const auto& [name, flags] : variants) {
@@ -363,17 +412,18 @@ int main(int argc, char** argv) {
   const auto began = std::chrono::steady_clock::now();
   size_t sequences = 0, states = 0, steps = 0;
   double interleavings = 0;
-  int combinations = 1;
-  for (int k = 0; k < operations; ++k) combinations *= kKinds;
   const int patterns = depth == "every_access" ? 1 : kPatterns;
   for (int pattern = 0; pattern < patterns; ++pattern) {
+    const int length = ranks > 2 && InSegments(pattern) ? std::min(operations, 3) : operations;
+    int combinations = 1;
+    for (int k = 0; k < length; ++k) combinations *= kKinds;
     for (int combination = 0; combination < combinations; ++combination) {
       // The quick check takes sequences of one kind, and some others.
       const bool same = combination % ((combinations - 1) / (kKinds - 1)) == 0;
       if (depth == "quick" && !same && combination % 11 != pattern) continue;
       std::vector<Plan> plans;
       std::string names;
-      for (int k = 0, c = combination; k < operations; ++k, c /= kKinds) {
+      for (int k = 0, c = combination; k < length; ++k, c /= kKinds) {
         plans.push_back(PlanOf(pattern, k, static_cast<Kind>(c % kKinds)));
         names += std::string(" ") + kNames[c % kKinds];
       }

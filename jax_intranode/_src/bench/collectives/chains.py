@@ -3,6 +3,7 @@
 A chain of (operation, multiply) is timed, less the same chain without the operation.
 """
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import jax_intranode
+from jax_intranode._src import tuning
 from jax_intranode._src.bench.collectives.operations import Operation
 from jax_intranode._src.bench.settings import Settings
 from jax_intranode._src.bench.timing import Times, program, statistics, take_turns
@@ -54,8 +56,13 @@ def chain_length(settings: Settings, size: int, leaves: int) -> int:
 
 
 def times_from_jax(
-    settings: Settings, operation: Operation, mesh: Mesh, data: list[jax.Array], size: int
-) -> tuple[Times, Times, int]:
+    settings: Settings,
+    operation: Operation,
+    mesh: Mesh,
+    data: list[jax.Array],
+    size: int,
+    with_shipped: bool = False,
+) -> tuple[Times, Times, Times | None, int]:
     """Measures one call of ours and of lax's on this rank.
 
     Each chain continues from its last result in the same memory. With changing addresses XLA would
@@ -67,9 +74,11 @@ def times_from_jax(
         mesh: a mesh with one axis "x" of all devices.
         data: the operands.
         size: bytes, as defined in `operations.Operation`.
+        with_shipped: whether to measure our call by the shipped table, too.
 
     Returns:
-        Our times, lax's times, and how often XLA called our FFI handlers meanwhile.
+        Our times, lax's times, ours by the shipped table, and how often XLA called our FFI handlers
+        meanwhile.
     """
     n = settings.devices
     dtype = data[0].dtype
@@ -88,23 +97,29 @@ def times_from_jax(
     # devices.
     grows = operation.sums and not operation.is_mean and not jnp.issubdtype(dtype, jnp.integer)
     mean = scale(1 / n) if grows else one
-    chains = (
+    chains = [
         (_chain(mesh, partial(operation.call, jax_intranode), length), mean),
         (_chain(mesh, partial(operation.call, jax.lax), length), mean),
         (_chain(mesh, nothing, length), one),
-    )
+    ]
+    if with_shipped:
+        chains.append((_chain(mesh, partial(operation.call, jax_intranode), length), mean))
     calls = 4 if settings.platform == "cpu" else 5
     states = [[x.copy() for x in data] for _ in chains]
 
     def run(which: int) -> Any:
         chain, factor = chains[which]
-        for _ in range(calls):
-            states[which] = chain(states[which], factor)
+        # The first call lowers the chain.
+        with tuning.using(None) if which == 3 else contextlib.nullcontext():
+            for _ in range(calls):
+                states[which] = chain(states[which], factor)
         return states[which]
 
     runs = [partial(run, which) for which in range(len(chains))]
     seconds, handler_calls = take_turns(runs, mesh, settings)
-    ours, lax, empty = (1e6 * np.array(times) / (calls * length) for times in seconds)
+    ours, lax, empty, *shipped = (1e6 * np.array(times) / (calls * length) for times in seconds)
     overhead = np.median(empty)
-    our_times, lax_times = (statistics(np.maximum(us - overhead, 0)) for us in (ours, lax))
-    return our_times, lax_times, handler_calls
+    our_times, lax_times, *shipped_times = (
+        statistics(np.maximum(us - overhead, 0)) for us in (ours, lax, *shipped)
+    )
+    return our_times, lax_times, shipped_times[0] if shipped_times else None, handler_calls

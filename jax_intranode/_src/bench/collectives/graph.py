@@ -86,6 +86,7 @@ def _measure_step(
             groups.group_size,
             communicator.native_ordinal(devices[rank]),
             limits.ALGORITHMS.index(chosen.algorithm),
+            chosen.segments,
             chosen.blocks,
             chosen.threads,
             operand.tobytes(),

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_intranode
-from jax_intranode._src import select
+from jax_intranode._src import select, tuning
 from jax_intranode._src.bench import all_ranks, timing
 from jax_intranode._src.bench.collectives import chains, graph, oracle
 from jax_intranode._src.bench.collectives.operations import OPERATIONS, Operation
@@ -69,9 +69,16 @@ def measure(settings: Settings, mesh: Mesh, dtype_name: str, count: int) -> tupl
         for library, of_one in zip(("ours", "lax"), errors, strict=True)
     )
 
-    our_times, lax_times, handler_calls = chains.times_from_jax(
-        settings, operation, mesh, data, size
+    shipped, shipped_us = None, None
+    if tuning.rows_for([mesh.devices.flat[0].device_kind]) is not None:
+        with tuning.using(None):
+            counts = [leaf.size // n for leaf in data]
+            shipped = _algorithm(_selected(operation, mesh, counts, dtype))
+    our_times, lax_times, times_as_shipped, handler_calls = chains.times_from_jax(
+        settings, operation, mesh, data, size, with_shipped=shipped is not None
     )
+    if times_as_shipped is not None:
+        shipped_us = timing.slowest_rank(f"{label}/shipped", times_as_shipped).p50
     our_times = timing.slowest_rank(f"{label}/ours", our_times)
     lax_times = timing.slowest_rank(f"{label}/lax", lax_times)
     graph_times, graph_wrong = None, None
@@ -107,6 +114,8 @@ def measure(settings: Settings, mesh: Mesh, dtype_name: str, count: int) -> tupl
         ratio=lax_times.p50 / our_times.p50 if our_times.p50 else None,
         error=error if error is None or math.isfinite(error) else None,
         lax_error=lax_error if lax_error is None or math.isfinite(lax_error) else None,
+        shipped_algorithm=shipped,
+        shipped_time_us=shipped_us,
         handler_calls=all_ranks.total(f"{label}/handler_calls", handler_calls),
     )
     return row, reasons[0] if reasons else None

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax_intranode._src.bench.cells import optional
+from jax_intranode._src.bench.cells import optional, shipped_text
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,9 @@ class Row:
         lax_error: the same for lax's result.
         handler_calls: how often XLA called our FFI handlers while times from JAX were taken, over
             all ranks; 0 where it replayed CUDA graphs.
+        shipped_algorithm: the algorithm of the same call without JAX_INTRANODE_TUNING; None if it
+            is not set.
+        shipped_time_us: that call's median time from JAX; or None.
     """
 
     size: int
@@ -63,6 +66,8 @@ class Row:
     error: float | None
     lax_error: float | None
     handler_calls: int
+    shipped_algorithm: str | None = None
+    shipped_time_us: float | None = None
 
     COLUMNS = (
         f"# {'':>11} {'':>11} {'':>8} {'':>14} | {'in a graph (us)':^24} | "
@@ -82,6 +87,7 @@ class Row:
             f"{optional(self.algbw, 7)} {optional(self.busbw, 7)} {self.wrong:6} | "
             f"{self.lax_time_us:8.2f} {self.lax_time_p99_us:8.2f} {self.lax_wrong:6} | "
             f"{optional(self.ratio, 6)}"
+            f"{shipped_text(self.shipped_algorithm, optional(self.shipped_time_us, 8))}"
         )
 
 

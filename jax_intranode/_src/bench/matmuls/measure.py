@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 import jax_intranode
-from jax_intranode._src import communicator, overlap
+from jax_intranode._src import communicator, overlap, tuning
 from jax_intranode._src.bench import all_ranks, timing
 from jax_intranode._src.bench.matmuls import oracle
 from jax_intranode._src.bench.matmuls.operations import MATMULS, Matmul, flops
@@ -78,6 +78,15 @@ def measure(
         (empty_seconds,), _ = timing.take_turns([empty.run], mesh, settings)
         nothing = float(np.median(empty_seconds))
     chains = [_Chain(mesh, call, length) for call in (ours, by_lax, _alone(data, backward))]
+    shipped = None
+    if tuning.current() is not None and settings.plan is None:
+        with tuning.using(None):
+            as_shipped = _call(mesh, matmul.ours, backward, data)
+            lowered = as_shipped.program(mesh).lower(as_shipped.moving, *as_shipped.fixed)
+            chains.append(_Chain(mesh, as_shipped, length))
+            chains[-1].run()  # lowers it
+        shipped = "other plan" if plans_in(lowered.as_text()) != plans else "same plan"
+        del as_shipped, lowered
     del data, ours, by_lax
     seconds, handler_calls = timing.take_turns(
         [chain.run for chain in chains],
@@ -85,7 +94,7 @@ def measure(
         settings,
         repetitions_to_settle(settings, dtype_name, shape),
     )
-    our_times, lax_times, alone = (
+    our_times, lax_times, alone, *times_as_shipped = (
         timing.slowest_rank(
             f"{label}/times/{k}",
             timing.statistics(1e6 * (np.array(of_run) - nothing) / (_CHAINS * length)),
@@ -122,6 +131,8 @@ def measure(
         ratio=lax_times.p50 / our_times.p50,
         error=error if math.isfinite(error) else None,
         lax_error=lax_error if math.isfinite(lax_error) else None,
+        shipped_plan=shipped,
+        shipped_time_us=times_as_shipped[0].p50 if times_as_shipped else None,
         handler_calls=all_ranks.total(f"{label}/handler_calls", handler_calls),
     )
     return row, fallback

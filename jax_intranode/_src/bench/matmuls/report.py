@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax_intranode._src.bench.cells import milliseconds, optional
+from jax_intranode._src.bench.cells import milliseconds, optional, shipped_text
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,9 @@ class MatmulRow:
         lax_error: the same for lax's results.
         handler_calls: how often XLA called our FFI handlers while all three were timed, over all
             ranks; 0 where it replayed CUDA graphs.
+        shipped_plan: whether the same call has the "same plan" or an "other plan" without
+            JAX_INTRANODE_TUNING; None if it is not set.
+        shipped_time_us: that call's median time; or None.
     """
 
     operation: str
@@ -73,6 +76,8 @@ class MatmulRow:
     error: float | None
     lax_error: float | None
     handler_calls: int
+    shipped_plan: str | None = None
+    shipped_time_us: float | None = None
 
     COLUMNS = (
         f"# {'':>6} {'':>6} {'':>6} {'':>8} {'':>14} | {'ours (ms)':^41} | "
@@ -91,6 +96,7 @@ class MatmulRow:
             f"{milliseconds(self.alone_time_us)} {milliseconds(self.bound_us)} | "
             f"{milliseconds(self.lax_time_us)} {milliseconds(self.lax_time_p99_us)} "
             f"{optional(self.lax_share, 6)} {self.lax_wrong:6} | {self.ratio:6.2f}"
+            f"{shipped_text(self.shipped_plan, milliseconds(self.shipped_time_us))}"
         )
 
 

@@ -1,8 +1,6 @@
-"""tools/tune_overlap.py: the fit, on times that the model itself makes of known constants."""
+"""`tune`: the profile of the overlap model, fitted to times that the model itself makes."""
 
 import dataclasses
-import importlib.util
-import json
 import math
 import random
 import sys
@@ -13,20 +11,7 @@ import pytest
 
 from jax_intranode._src.overlap import H200, Profile
 from jax_intranode._src.overlap.profiles import MEASURED, TileCosts
-
-_PATH = Path(__file__).parent.parent / "tools" / "tune_overlap.py"
-
-
-def _load() -> Any:
-    spec = importlib.util.spec_from_file_location("tune_overlap", _PATH)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["tune_overlap"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-tune_overlap = _load()
+from jax_intranode._src.tune import matmuls
 
 
 class StandIn:
@@ -44,13 +29,13 @@ class StandIn:
         if self._runs in self._fails:
             raise OSError("the probe was lost")
         if settle_ms:
-            h200_ms = dict(tune_overlap.MATMULS)[shape[2:]]
+            h200_ms = dict(matmuls.MATMULS)[shape[2:]]
             return [(1.0, h200_ms * H200.matmul_flops / self._truth.matmul_flops * self._jitter())]
         times = []
         for text in plan_texts:
             (run,) = (
                 c
-                for c in tune_overlap.CALIBRATIONS
+                for c in matmuls.CALIBRATIONS
                 if (c.operation, c.ranks, c.m, c.k, c.n, c.plan) == (*shape, text)
             )
             ratio = run.predicted_s(self._truth) / run.predicted_s(H200)
@@ -64,7 +49,7 @@ class StandIn:
         return math.exp(self._random.gauss(0, self._noise))
 
     def tune(self, start: Profile = H200) -> Profile:
-        profile, _ = tune_overlap.tune(start, self.run, self.copies, tune_overlap.Clock(1000))
+        profile, _ = matmuls.tune(start, self.run, self.copies, matmuls.Clock(1000))
         assert isinstance(profile, Profile)
         return profile
 
@@ -94,7 +79,7 @@ def test_h200s_keep_their_profile(noise: float) -> None:
     ],
 )
 def test_the_fit_returns_the_constants(corrections: dict[str, float], noise: float) -> None:
-    truth = tune_overlap.corrected(H200, corrections)
+    truth = matmuls.corrected(H200, corrections)
     got = StandIn(truth, noise).tune()
     assert_close(got, truth, 0.03 + noise)
     for columns, tile in truth.tiles.items():
@@ -102,22 +87,22 @@ def test_the_fit_returns_the_constants(corrections: dict[str, float], noise: flo
 
 
 def test_it_starts_from_a_scaled_profile() -> None:
-    truth = tune_overlap.corrected(H200, {"stage": 1.5, "matmul": 0.6, "copy": 0.9})
+    truth = matmuls.corrected(H200, {"stage": 1.5, "matmul": 0.6, "copy": 0.9})
     start = dataclasses.replace(
-        tune_overlap.corrected(H200, {"stage": 1.2, "matmul": 0.8}), scaled_from=H200.name
+        matmuls.corrected(H200, {"stage": 1.2, "matmul": 0.8}), scaled_from=H200.name
     )
     assert_close(StandIn(truth).tune(start), truth, 0.03)
 
 
 def test_failed_runs_leave_the_constants(capsys: pytest.CaptureFixture[str]) -> None:
-    truth = tune_overlap.corrected(H200, {"stage": 1.3, "matmul": 0.75})
+    truth = matmuls.corrected(H200, {"stage": 1.3, "matmul": 0.75})
     # Some runs fail: the others are enough.
     assert_close(StandIn(truth, fails=(1, 5)).tune(), truth, 0.03)
     assert "the probe was lost" in capsys.readouterr().err
     # All of the probe's runs fail, or there is no probe.
     assert StandIn(truth, fails=tuple(range(100))).tune() == H200
     assert "too few runs" in capsys.readouterr().err
-    profile, corrections = tune_overlap.tune(H200, None, lambda: None, tune_overlap.Clock(1000))
+    profile, corrections = matmuls.tune(H200, None, lambda: None, matmuls.Clock(1000))
     assert profile == H200 and not corrections
 
 
@@ -135,15 +120,13 @@ def test_a_disturbed_run_is_left_out(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_rate_that_is_no_copy_between_gpus_is_not_taken() -> None:
-    profile, _ = tune_overlap.tune(H200, None, lambda: 20e9, tune_overlap.Clock(1000))
+    profile, _ = matmuls.tune(H200, None, lambda: 20e9, matmuls.Clock(1000))
     assert profile == H200
 
 
 def test_it_ends_in_time() -> None:
     stand_in = StandIn(H200)
-    profile, corrections = tune_overlap.tune(
-        H200, stand_in.run, stand_in.copies, tune_overlap.Clock(5)
-    )
+    profile, corrections = matmuls.tune(H200, stand_in.run, stand_in.copies, matmuls.Clock(5))
     assert profile == H200 and set(corrections) == {"copy"}
 
 
@@ -151,13 +134,13 @@ def test_the_output_of_the_probe_is_understood() -> None:
     fields = "first_pieces=1,last_pieces=1,tile_columns=256,band_pairs=8,wgrad=0"
     line = f"all_gather_matmul      2 ranks   8192   8192   1024  {fields}: "
     text = f"{line}  0.2228 ms, share 0.781, matmul alone 0.1742, #wrong 0\n"
-    assert tune_overlap.parse_probe(text * 2) == [(0.2228, 0.1742)] * 2
+    assert matmuls.parse_probe(text * 2) == [(0.2228, 0.1742)] * 2
     with pytest.raises(ValueError, match="wrong results"):
-        tune_overlap.parse_probe(text.replace("#wrong 0", "#wrong 3"))
+        matmuls.parse_probe(text.replace("#wrong 0", "#wrong 3"))
 
 
 def test_the_printed_source_is_the_profile() -> None:
-    source = tune_overlap.to_source(H200)
+    source = matmuls.to_source(H200)
     name, _, expression = source.partition(" = ")
     assert name == "NVIDIA_H200"
     got = eval(expression, {"Profile": Profile, "TileCosts": TileCosts})
@@ -169,11 +152,11 @@ def test_compare_says_which_plans_change(capsys: pytest.CaptureFixture[str]) -> 
         assert settle_ms and all("tile_columns=" in text for text in plan_texts)
         return [(1.0 + 0.01 * i, 1.0) for i in range(len(plan_texts))]
 
-    clock = tune_overlap.Clock(0)  # no time for what takes `bench`
-    tune_overlap.compare(H200, H200, run, clock)
-    cases = tune_overlap.reference_cases()
+    clock = matmuls.Clock(0)  # no time for what takes `bench`
+    matmuls.compare(H200, H200, run, clock)
+    cases = matmuls.reference_cases()
     assert f"{len(cases)} of {len(cases)} plans are the same" in capsys.readouterr().out
-    tune_overlap.compare(H200, tune_overlap.corrected(H200, {"stage of 224": 1.1}), run, clock)
+    matmuls.compare(H200, matmuls.corrected(H200, {"stage of 224": 1.1}), run, clock)
     text = capsys.readouterr().out
     assert "1.0000 ms today, 1.0100 ms by the new plan: +1.0%, within 2 %" in text
     assert f"{len(cases)} of" not in text
@@ -184,14 +167,12 @@ def test_every_calibration_is_a_run_that_the_kernels_take() -> None:
     from jax_intranode._src.overlap import plan
 
     assert H200 in MEASURED.values()
-    for run in tune_overlap.CALIBRATIONS:
+    for run in matmuls.CALIBRATIONS:
         parsed = plan.parse(run.plan)
         assert limits.has_fused_kernel(run.operation, parsed.tile_columns, wgrad=False)
         assert run.sizes.fit_fused(parsed, 512 << 20)
         # The model knows of no plan but its own.
-        costs = tune_overlap.model.FusedCosts(
-            tune_overlap.model.Costs(run.sizes, H200), parsed.tile_columns
-        )
+        costs = matmuls.model.FusedCosts(matmuls.model.Costs(run.sizes, H200), parsed.tile_columns)
         assert costs.direct == parsed.direct
 
 
@@ -205,27 +186,31 @@ def fake_probe(directory: Path, line: str) -> Path:
     return path
 
 
-def test_the_command(
+def test_measuring_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a probe for which everything takes 1 ms, so that short calls look slow."""
     probe = fake_probe(tmp_path, "1.0000 ms, share 0.5, matmul alone 1.0000, #wrong 0")
-    file = tmp_path / "profile.json"
-    monkeypatch.setattr(tune_overlap, "_start_profile", lambda: H200)
-    monkeypatch.setattr(tune_overlap, "measure_copies", lambda timeout_s: 384e9)
-    monkeypatch.setattr(
-        sys, "argv", ["tune_overlap.py", "--probe", str(probe), "--json", str(file), "--compare"]
-    )
-    monkeypatch.setattr(tune_overlap, "reference_cases", lambda: [])
-    tune_overlap._main()
+    monkeypatch.setattr(matmuls, "start_profile", lambda: H200)
+    monkeypatch.setattr(matmuls, "measure_copies", lambda timeout_s: 384e9)
+    monkeypatch.setattr(matmuls, "reference_cases", lambda: [])
+    measured = matmuls.measure(235, probe, compares=True)
     text = capsys.readouterr().out
     assert "copy: 0.997, within the tolerance of 0.04" in text
-    assert "NVIDIA_H200 = Profile(" in text
     assert "0 of 0 plans are the same" in text
-    measured = json.loads(file.read_text())
-    assert measured["copy_bytes_per_s"] == H200.copy_bytes_per_s
-    assert measured["matmul_flops"] == pytest.approx(0.71 * H200.matmul_flops)
-    assert measured["tiles"]["192"]["stage_s"] > H200.tiles[192].stage_s
+    assert isinstance(measured, Profile) and measured.scaled_from == ""
+    assert measured.copy_bytes_per_s == H200.copy_bytes_per_s
+    assert measured.matmul_flops == pytest.approx(0.71 * H200.matmul_flops)
+    assert measured.tiles[192].stage_s > H200.tiles[192].stage_s
+
+
+def test_nothing_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmuls, "start_profile", lambda: "not measured on ampere GPUs")
+    assert matmuls.measure(10) == "not measured on ampere GPUs"
+    monkeypatch.setattr(matmuls, "start_profile", lambda: H200)
+    monkeypatch.setattr(matmuls, "_ROOT", Path("/"))  # as in an installed package
+    monkeypatch.setattr(matmuls, "measure_copies", lambda timeout_s: None)
+    assert matmuls.measure(10) == "neither the kernels nor the copies could be measured"
 
 
 @pytest.mark.parametrize(
@@ -237,6 +222,6 @@ def test_the_command(
 )
 def test_a_probe_that_fails(tmp_path: Path, line: str, says: str) -> None:
     with pytest.raises(ValueError, match=says or "wrong results"):
-        tune_overlap.run_probe(
+        matmuls.run_probe(
             fake_probe(tmp_path, line), ("all_gather_matmul", 2, 512, 64, 64), ["tile_columns=128"]
         )

@@ -1,27 +1,21 @@
-"""Measures the GPUs of this node and prints a profile for the overlap model.
+"""Measuring the profile of the overlap model on the GPUs of this node.
 
-    python tools/tune_overlap.py [--compare] [--json FILE] [--probe PATH]
-
-The overlap model (jax_intranode/_src/overlap/) predicts what an overlapped matmul costs under each
-plan. Its constants are a `Profile`. This tool starts from the profile that these GPUs have today:
-their own, or the H200's scaled by what they report. It times the fused kernel and cuBLASLt by
+The overlap model (overlap/) predicts what an overlapped matmul costs under each plan. Its constants
+are a `Profile`. The measurement starts from the profile that these GPUs have today: their own, or
+the H200's scaled by what they report. It times the fused kernel and cuBLASLt by
 tools/fused_probe.cu, which it compiles with nvcc, and copies between two GPUs by JAX. From these
-times it corrects the rates and the tile times of the profile, and prints the result as Python
-source for overlap/profiles.py. The other constants (thresholds, margins, latencies) keep their
-values; each names the measurement that yields it in the comment on its field.
+times it corrects the rates and the tile times of the profile. The other constants (thresholds,
+margins, latencies) keep their values; each names the measurement that yields it in the comment on
+its field.
 
 Every calibration run has the time that an H200 took. What is fitted is how much faster or slower
 these GPUs are than the model expects relative to that, so that the model's own errors cancel. A
 constant changes only if the measurements differ by more than runs and boards of one kind do
-(`TOLERANCE`). A measurement that fails leaves its constants as they are, and the tool says so.
+(`TOLERANCE`). A measurement that fails leaves its constants as they are, and says so.
 
-With --compare it also prints, for each reference shape of `bench`, the plan of today's profile and
-that of the measured one. Where these differ, it times both.
-
-Takes 2 GPUs or more and uses two. About 4 minutes, of which nvcc takes one or two.
+It takes 2 GPUs or more and uses two. About 4 minutes, of which nvcc takes one or two.
 """
 
-import argparse
 import dataclasses
 import json
 import math
@@ -48,7 +42,8 @@ from jax_intranode._src.overlap.profiles import H200, Profile
 from jax_intranode._src.overlap.sizes import Sizes
 
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
-_ROOT = Path(__file__).resolve().parent.parent
+# The source tree, if this package is used from one: an installed package has no probe.
+_ROOT = Path(__file__).resolve().parents[3]
 _GPUS = 2
 _RING_BYTES = 512 << 20  # as the probe has it, and the default of JAX_INTRANODE_RING_MIB
 _SETTLE_MS = 150
@@ -273,6 +268,12 @@ def _say(text: str) -> None:
 
 def compile_probe(directory: Path, timeout_s: float) -> Path | None:
     """Compiles tools/fused_probe.cu; returns None and says why if that fails."""
+    if not (_ROOT / "tools" / "fused_probe.cu").exists():
+        _say(
+            "# the fused kernel is not timed: its probe is in the source tree only. Install from a "
+            "clone with `pip install -e .`, or give a compiled one with --probe"
+        )
+        return None
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     probe = directory / "fused_probe"
     cuda = _ROOT / "xla_ffi" / "cuda"
@@ -452,7 +453,7 @@ def to_source(profile: Profile) -> str:
                 )
                 lines.append(f"        {columns}: TileCosts({costs}),")
             lines.append("    },")
-        elif field.name != "scaled_from":
+        elif field.name not in ("scaled_from", "tuned_by"):
             lines.append(f"    {field.name}={_number(value)},")
     return "\n".join([*lines, ")"])
 
@@ -578,35 +579,35 @@ def compare(
     print(f"{same} of {len(cases)} plans are the same")
 
 
-def _start_profile() -> Profile:
-    """Returns the profile that the GPUs of this node have today."""
+def start_profile() -> Profile | str:
+    """Returns the profile that the GPUs of this node have today, or why there is none."""
     reports = topology.read_links()[:_GPUS]
     if len(reports) < _GPUS:
-        raise SystemExit(f"NVML shows {len(reports)} GPUs; this takes {_GPUS}")
+        return f"NVML shows {len(reports)} GPUs, and this takes {_GPUS}"
     facts = [topology.read_facts(report.bus_id, report.name) for report in reports]
     for of_one in facts:
         _say(f"# {of_one}")
-    profile = profiles.from_facts(facts)
-    if isinstance(profile, str):
-        raise SystemExit(f"{profile}: see docs/porting.md")
-    return profile
+    return profiles.from_facts(facts)
 
 
-def _main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--compare", action="store_true", help="compare plans of reference shapes")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the profile to FILE")
-    parser.add_argument("--probe", type=Path, help="a compiled tools/fused_probe.cu")
-    parser.add_argument(
-        "--limit", type=float, default=235, metavar="SECONDS", help="time limit (default 235)"
-    )
-    arguments = parser.parse_args()
-    clock = Clock(arguments.limit)
-    start = _start_profile()
+def measure(limit_s: float, probe: Path | None = None, compares: bool = False) -> Profile | str:
+    """Measures the GPUs of this node.
+
+    Args:
+        limit_s: time limit in seconds.
+        probe: a compiled tools/fused_probe.cu; None to compile it.
+        compares: whether to print the plans of both profiles for the reference shapes of `bench`,
+            and to time those that differ.
+
+    Returns:
+        The profile, or why nothing was measured.
+    """
+    clock = Clock(limit_s)
+    start = start_profile()
+    if isinstance(start, str):
+        return start
     with tempfile.TemporaryDirectory(prefix="jax_intranode_tune_") as directory:
-        probe = arguments.probe or compile_probe(Path(directory), clock.left_s() - 20)
+        probe = probe or compile_probe(Path(directory), clock.left_s() - 20)
 
         def run(*run_arguments: object) -> list[tuple[float, float]]:
             assert probe is not None
@@ -620,13 +621,8 @@ def _main() -> None:
         for name, factor in corrections.items():
             note = "" if name in kept else f", within the tolerance of {TOLERANCE[name.split()[0]]}"
             print(f"#   {name}: {factor:.3f}{note}")
-        measured = dataclasses.replace(profile, scaled_from="")
-        print(to_source(measured))
-        if arguments.json:
-            arguments.json.write_text(json.dumps(dataclasses.asdict(measured), indent=2) + "\n")
-        if arguments.compare:
-            compare(start, measured, run if probe else None, clock)
-
-
-if __name__ == "__main__":
-    _main()
+        if not corrections:
+            return "neither the kernels nor the copies could be measured"
+        if compares:
+            compare(start, profile, run if probe else None, clock)
+    return dataclasses.replace(profile, scaled_from="")

@@ -1,0 +1,235 @@
+"""Measures one operation of one dtype: which algorithm, which launch, and up to which size.
+
+On GPUs the launches of a size are timed in CUDA graphs, and then the fastest one beside ``jax.lax``
+from JAX. On the CPU one thread runs all blocks, so there are no launches: each algorithm is timed
+beside ``jax.lax`` from JAX. Sizes grow until ours is slower, twice in a row.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_intranode._src import limits, select, table, tuning
+from jax_intranode._src.bench import all_ranks
+from jax_intranode._src.bench.collectives import chains, graph, oracle
+from jax_intranode._src.bench.collectives.operations import OPERATIONS, Operation
+from jax_intranode._src.bench.settings import SINGLE_PROCESS, Settings
+from jax_intranode._src.bench.timing import slowest_rank
+from jax_intranode._src.tune.rows import Measured, fastest
+
+_THREADS = (64, 128, 256, 512)
+_BLOCKS = (64, 128, 256)
+# The most threads of a kernel that reside on an SM at the same time.
+_RESIDENT_THREADS_PER_SM = 1024
+# Launches whose times differ by less are alike.
+_TOLERANCE = 0.03
+# The dtype that stands for those with packets of its kind (xla_ffi/kernels/packets.h).
+DTYPES = {
+    "gpu": {"bare": "bfloat16", "flagged": "int32"},
+    "cpu": {"bare": "float32", "flagged": "int32"},
+}
+_SMALLEST = {"gpu": 1 << 10, "cpu": 256}
+_FACTOR = 4
+
+
+class OutOfTime(Exception):
+    """The time for the measurements has run out, on all ranks alike."""
+
+
+def algorithms(operation: str) -> list[str]:
+    """Returns the algorithms that the table chooses among for an operation."""
+    shipped = {
+        row.algorithm for key, rows in table.TABLE.items() if key[2] == operation for row in rows
+    }
+    return [name for name in limits.ALGORITHMS if name in shipped]
+
+
+class Sweep:
+    """The measurements of one operation of one dtype in one group."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        mesh: Mesh,
+        epoch_buffer_bytes: int,
+        operation: str,
+        packets: str,
+        out_of_time: Callable[[str], bool],
+    ) -> None:
+        """Keeps what to measure.
+
+        Args:
+            settings: repetitions, mode, devices and platform.
+            mesh: a mesh with one axis "x" of all devices.
+            epoch_buffer_bytes: bytes of an epoch buffer.
+            operation: "psum", "psum_scatter" or "all_gather".
+            packets: "bare" or "flagged".
+            out_of_time: asks, by a unique name, whether all ranks should stop.
+        """
+        self.operation, self.packets = operation, packets
+        self._settings, self._mesh = settings, mesh
+        self._epoch_buffer_bytes = epoch_buffer_bytes
+        self._out_of_time = out_of_time
+        self._dtype = np.dtype(jax.numpy.dtype(DTYPES[settings.platform][packets]))
+        self._attempts = 0
+
+    def run(self, begin: Callable[[int], None]) -> Iterator[Measured]:
+        """Yields the measurements of growing sizes, and at last one between win and loss.
+
+        Args:
+            begin: is called with the bytes of a size before it is measured.
+
+        Raises:
+            OutOfTime: the time has run out.
+        """
+        nbytes, won = _SMALLEST[self._settings.platform], 0
+        best = None
+        while self._candidates(nbytes):
+            begin(nbytes)
+            of_size = self._measure(nbytes, best)
+            if not of_size.wins:  # once more: a disturbance must not end the search
+                of_size = self._measure(nbytes, best)
+            yield of_size
+            if not of_size.wins:
+                break
+            best, won = of_size.best, nbytes
+            nbytes *= _FACTOR
+        between = won * 2
+        if won and between < nbytes and self._candidates(between):
+            begin(between)
+            yield self._measure(between, best)
+
+    def _candidates(self, nbytes: int) -> list[table.Row]:
+        """The launches that a size can be given."""
+        n = self._settings.devices
+        found: dict[tuple[str, int, int], table.Row] = {}
+        if nbytes < self._dtype.itemsize:
+            return []
+        for algorithm in algorithms(self.operation):
+            needed = limits.epoch_buffer_bytes_needed(algorithm, self._dtype.name, nbytes, n)
+            if needed > self._epoch_buffer_bytes:
+                continue
+            if self._settings.platform == "cpu":
+                found[algorithm, 1, 1] = table.Row(nbytes, algorithm, 1, 1)
+                continue
+            packs = -(-nbytes // limits.PACK_BYTES)
+            work = -(-packs // n) if algorithm == "two_shot" else packs
+            sms = getattr(self._mesh.devices.flat[0], "core_count", 132)
+            for threads in _THREADS:
+                # Small blocks of a large message are never fastest.
+                if nbytes >= 1 << 20 and threads < 128:
+                    continue
+                for most in reversed(_BLOCKS):
+                    blocks = max(1, min(most, -(-work // threads)))
+                    if blocks * threads <= _RESIDENT_THREADS_PER_SM * sms:
+                        row = table.Row(nbytes, algorithm, threads, most)
+                        found.setdefault((algorithm, threads, blocks), row)
+        return list(found.values())
+
+    def _measure(self, nbytes: int, before: table.Row | None) -> Measured:
+        self._attempts += 1
+        label = f"{self.operation}/{self.packets}/{nbytes}/{self._attempts}"
+        if self._out_of_time(label):
+            raise OutOfTime
+        candidates = self._candidates(nbytes)
+        if self._settings.platform == "gpu":
+            times = [(self._time_in_graph(row, label), row) for row in candidates]
+            candidates = [fastest(times, before, _TOLERANCE)[1]]
+        found = []
+        for number, row in enumerate(candidates):
+            us, lax_us = self._time_from_jax(row, f"{label}/{number}")
+            found.append((us, lax_us, row))
+        us, best = fastest([(us, row) for us, _, row in found], before, _TOLERANCE)
+        # Each algorithm has taken turns with lax, so they saw the same disturbances.
+        (lax_us,) = (lax_us for _, lax_us, row in found if row is best)
+        return Measured(nbytes, best, us, lax_us)
+
+    @property
+    def _operation(self) -> Operation:
+        return OPERATIONS[self.operation]
+
+    def _operand_count(self, nbytes: int) -> int:
+        """Elements of a rank's operand."""
+        n = self._settings.devices
+        return self._operation.operand_count(self._size(nbytes) // self._dtype.itemsize, n)
+
+    def _size(self, nbytes: int) -> int:
+        """The bytes in `operations.Operation`'s sense."""
+        return nbytes if self.operation == "psum" else nbytes * self._settings.devices
+
+    def _time_in_graph(self, row: table.Row, label: str) -> float:
+        """Microseconds of a launch in a CUDA graph; infinite if a result was wrong."""
+        settings, n = self._settings, self._settings.devices
+        operand_bytes = self._operand_count(row.nbytes) * self._dtype.itemsize
+        expected, _ = oracle.expected_result(self._operation, n, operand_bytes, self._dtype)
+        shards = {
+            rank: oracle.random_shard(rank, operand_bytes, self._dtype)
+            for rank, device in enumerate(self._mesh.devices.flat)
+            if device.process_index == jax.process_index()
+        }
+        packs = -(-row.nbytes // limits.PACK_BYTES)
+        work = -(-packs // n) if row.algorithm == "two_shot" else packs
+        blocks = max(1, min(row.blocks, -(-work // row.threads)))
+        selected = [select.Selection(row.algorithm, "", blocks, row.threads)]
+        times, wrong = graph.measure(
+            settings, self._operation, self._mesh, selected, shards, expected,
+            f"{label}/{row.algorithm}/{row.threads}/{row.blocks}",
+        )  # fmt: skip
+        if wrong:
+            raise RuntimeError(
+                f"{self.operation} of {row.nbytes} bytes of {self._dtype.name} by {row.algorithm} "
+                f"with {blocks} blocks of {row.threads} threads: {wrong} wrong elements"
+            )
+        return times.p50
+
+    def _time_from_jax(self, row: table.Row, label: str) -> tuple[float, float]:
+        """Microseconds per call of a launch and of lax, which take turns."""
+        count = self._operand_count(row.nbytes)
+        n = self._settings.devices
+        sharding = NamedSharding(self._mesh, PartitionSpec("x"))
+        shard = np.ones(count, self._dtype)
+        data = jax.make_array_from_callback((n * count,), sharding, lambda index: shard)
+        with tuning.using(self._trial(row)):
+            ours, lax, _, _ = chains.times_from_jax(
+                self._settings, self._operation, self._mesh, [data], self._size(row.nbytes)
+            )
+        return (
+            slowest_rank(f"{label}/ours", ours).p50,
+            slowest_rank(f"{label}/lax", lax).p50,
+        )
+
+    def _trial(self, row: table.Row) -> tuning.Tuning:
+        """A tuning under which all sizes use this launch."""
+        mode = "single" if self._settings.mode == SINGLE_PROCESS else "multi"
+        always = (dataclasses.replace(row, nbytes=1 << 40),)
+        return tuning.Tuning(
+            path="a trial",
+            digest="",
+            platform=self._settings.platform,
+            device=self._mesh.devices.flat[0].device_kind,
+            devices=self._settings.devices,
+            versions={},
+            date="",
+            rows={(mode, self.operation, self.packets, limits.MAX_WORLD_SIZE): always},
+            profile=None,
+        )
+
+
+def ask_all_ranks(over: bool, name: str) -> bool:
+    """Whether any rank says so; all ranks get the same answer."""
+    return all_ranks.largest(f"tune/over/{name}", float(over)) > 0
+
+
+def describe(of_size: Measured) -> str:
+    """Returns a measurement as text."""
+    row: Any = of_size.best
+    launch = "" if row.threads == 1 else f" ({row.blocks} x {row.threads})"
+    ratio = of_size.lax_us / of_size.us if of_size.us else float("inf")
+    return (
+        f"{of_size.nbytes:>10} bytes  {row.algorithm + launch:<26} {of_size.us:9.2f} us  "
+        f"lax {of_size.lax_us:9.2f} us  {ratio:6.2f}"
+    )

@@ -72,6 +72,12 @@ elif runs probe; then
   # Eight ranks on four GPUs. With four GPUs or fewer, the loop has just checked that.
   [ "$gpus" -le 4 ] || CUDA_VISIBLE_DEVICES=$(cut -d, -f1-4 <<<"$visible") timeout -s KILL 60 \
     "$out/fused_probe" 8 check || failed=1
+  timeout -s KILL 300 nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -DJIN_TYPE=BF16 \
+    -DJIN_ELEMENT_TYPE=kBF16 -o "$out/collectives_probe" tools/collectives_probe.cu \
+    xla_ffi/cuda/{collectives.cu,collectives.cc,slab.cu} -ldl || failed=1
+  for ranks in 2 3 4 8; do
+    timeout -s KILL 120 "$out/collectives_probe" "$ranks" check || failed=1
+  done
 fi
 
 for tool in memcheck racecheck initcheck synccheck; do

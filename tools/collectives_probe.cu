@@ -1,0 +1,370 @@
+// Checks and times the kernels of the collectives (xla_ffi/cuda/collectives.h) without XLA:
+// bfloat16, in one epoch and in segments (xla_ffi/kernels/segments.h).
+//
+// Rank r is GPU r. With fewer GPUs than ranks, all ranks are streams of GPU 0. Then results count,
+// and so do the costs of a kernel itself, but not times: nothing travels over a link.
+//
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -DJIN_TYPE=BF16
+//       -DJIN_ELEMENT_TYPE=kBF16 -o collectives_probe tools/collectives_probe.cu
+//       xla_ffi/cuda/{collectives.cu,collectives.cc,slab.cu} -ldl
+//   ./collectives_probe RANKS check
+//   ./collectives_probe RANKS psum|psum_scatter|all_gather BYTES SEGMENT_BYTES ... [BLOCKSxTHREADS]
+//
+// "check" runs operations of many sizes after each other, with random delays of each rank, in place
+// and not. The other form times operations of BYTES (of the larger of operand and result) in
+// segments of at most SEGMENT_BYTES (of an operand; of psum_scatter's result); 0: in one epoch. A
+// line says the microseconds of an operation, the bytes per second that each rank sends, and the
+// number of wrong elements. The launch shape is that of the table, or what fits on a shared GPU.
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "../xla_ffi/cuda/collective_kernels.h"
+#include "../xla_ffi/cuda/collectives.h"
+#include "../xla_ffi/cuda/slab.h"
+
+namespace jax_intranode {
+
+// collectives.cu is compiled for bfloat16 alone.
+#define JIN_X(type, item_bytes, packet_bytes)                                          \
+  template <>                                                                          \
+  const void* CollectiveKernel<ElementType::k##type>(Algorithm, int, CallKind, bool) { \
+    return nullptr;                                                                    \
+  }
+JIN_X(F32, 4, 16)
+JIN_X(F16, 2, 16)
+JIN_X(F64, 8, 32)
+JIN_X(I8, 1, 32)
+JIN_X(I32, 4, 32)
+JIN_X(I64, 8, 32)
+#undef JIN_X
+
+}  // namespace jax_intranode
+
+using namespace jax_intranode;
+
+namespace {
+
+constexpr size_t kEpochBufferBytes = size_t{24} << 20;
+constexpr ElementType kType = ElementType::kBF16;
+
+void Check(cudaError_t status) { ThrowIfError(status, "collectives_probe"); }
+
+// Element i of rank r's operand: an integer, so that sums are exact.
+__device__ float Value(int rank, size_t i, uint32_t seed) {
+  uint32_t x = static_cast<uint32_t>(i * 2654435761u) ^ static_cast<uint32_t>(i >> 32) * 97u;
+  x = (x + rank * 40503u + seed) * 0x7feb352d;
+  return static_cast<float>(static_cast<int>((x >> 16) % 17) - 8);
+}
+__device__ uint16_t Bits(float value) { return __float_as_uint(value) >> 16; }  // exact ones
+
+__global__ void Fill(uint16_t* to, size_t count, int rank, uint32_t seed) {
+  const size_t step = size_t{gridDim.x} * blockDim.x;
+  for (size_t i = size_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step) {
+    to[i] = Bits(Value(rank, i, seed));
+  }
+}
+
+// Counts the wrong elements of a rank's result. `shard`: elements of a shard.
+__global__ void Compare(Algorithm algorithm, const uint16_t* result, size_t count, size_t shard,
+                        int rank, int ranks, uint32_t seed, unsigned long long* wrong) {
+  const size_t step = size_t{gridDim.x} * blockDim.x;
+  for (size_t i = size_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step) {
+    float want = 0;
+    if (algorithm == Algorithm::kAllGather) {
+      want = Value(static_cast<int>(i / shard), i % shard, seed);
+    } else {
+      const size_t at = algorithm == Algorithm::kReduceScatter ? rank * shard + i : i;
+      for (int r = 0; r < ranks; ++r) want += Value(r, at, seed);
+    }
+    if (result[i] != Bits(want)) atomicAdd(wrong, 1ull);
+  }
+}
+
+__global__ void Delay(long long cycles) {
+  const long long start = clock64();
+  while (clock64() - start < cycles) {
+  }
+}
+
+struct Operation {
+  Algorithm algorithm;
+  size_t elements;  // of the operand; of a reduce-scatter's result
+  uint32_t segments;
+  LaunchShape shape;
+  bool in_place = false;
+  size_t shift = 0;  // elements between the buffers' beginning and an aligned address
+};
+
+class Probe {
+ public:
+  explicit Probe(int count) : groups_(count), ranks_(count) {
+    int gpus;
+    Check(cudaGetDeviceCount(&gpus));
+    shared_ = gpus < count;
+    for (int r = 0; r < count; ++r) {
+      ranks_[r].device = shared_ ? 0 : r;
+      Check(cudaSetDevice(ranks_[r].device));
+      for (int peer = 0; peer < count && !shared_; ++peer) {
+        if (peer != r) EnablePeerAccess(r, peer);
+      }
+      Check(cudaStreamCreateWithFlags(&ranks_[r].stream, cudaStreamNonBlocking));
+      Check(cudaEventCreate(&ranks_[r].begin));
+      Check(cudaEventCreate(&ranks_[r].end));
+      void* region;
+      Check(cudaMalloc(&region, kHeaderBytes + 2 * kEpochBufferBytes));
+      Check(cudaMemset(region, 0, kHeaderBytes));
+      Check(cudaMemset(static_cast<char*>(region) + kHeaderBytes, 0xFF, 2 * kEpochBufferBytes));
+      for (DeviceGroup& group : groups_) group.region[r] = static_cast<char*>(region);
+      DeviceGroup& group = groups_[r];
+      group.epoch_buffer_bytes = kEpochBufferBytes;
+      group.rank = r;
+      group.size = count;
+      Check(cudaHostAlloc(&group.failure, sizeof(FailureRecord), cudaHostAllocPortable));
+      memset(static_cast<void*>(group.failure), 0, sizeof(FailureRecord));
+      group.timeout_ns = 20'000'000'000;
+      group.site = 0;
+      // A kernel that is loaded while another one spins might wait for it.
+      Check(LoadKernels());
+      Check(cudaDeviceSynchronize());
+    }
+  }
+
+  int count() const { return static_cast<int>(ranks_.size()); }
+  bool shared() const { return shared_; }
+
+  // The blocks of so many threads that may be launched on each rank.
+  int MostBlocks(Algorithm algorithm, int threads) const {
+    if (!shared_) return kMaxBlocks;
+    int of_one_sm, sms, least = kMaxBlocks;
+    Check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
+    for (const bool in_segments : {false, true}) {
+      for (const CallKind kind : {CallKind::kAligned, CallKind::kAny}) {
+        const void* kernel = CollectiveKernel<kType>(algorithm, count(), kind, in_segments);
+        if (kernel == nullptr) continue;
+        Check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_one_sm, kernel, threads, 0));
+        least = std::min(least, of_one_sm * sms / count() - 2);  // one of them for the check
+      }
+    }
+    return least;
+  }
+
+  // Runs operations `calls` times after each other, with delays of up to `delay` cycles. Returns
+  // microseconds of all of them, on the slowest rank, and the number of wrong elements.
+  std::pair<double, unsigned long long> Run(const std::vector<Operation>& operations, int calls,
+                                            long long delay) {
+    static uint32_t seed = 0;
+    seed += 12345;
+    std::vector<std::vector<uint16_t*>> in(count()), out(count());
+    unsigned long long all_wrong = 0;
+    for (int r = 0; r < count(); ++r) {
+      Check(cudaSetDevice(ranks_[r].device));
+      for (const Operation& o : operations) {
+        const size_t ins = o.elements * InputShards(o.algorithm, count());
+        const size_t outs = o.elements * OutputShards(o.algorithm, count());
+        in[r].push_back(Allocate(ins + o.shift) + o.shift);
+        Fill<<<256, 256, 0, ranks_[r].stream>>>(in[r].back(), ins, r, seed);
+        out[r].push_back(o.in_place ? in[r].back() : Allocate(outs + o.shift) + o.shift);
+        if (!o.in_place) {
+          Check(cudaMemsetAsync(out[r].back(), 0xFF, 2 * outs, ranks_[r].stream));
+        }
+      }
+      Check(cudaStreamSynchronize(ranks_[r].stream));
+    }
+    static std::mt19937 random(1);
+    for (int k = -1; k < calls; ++k) {  // the first call lets the ranks get in step
+      for (size_t i = 0; i < operations.size(); ++i) {
+        const Operation& o = operations[i];
+        for (int r = 0; r < count(); ++r) {
+          Check(cudaSetDevice(ranks_[r].device));
+          if (k == 0 && i == 0) Check(cudaEventRecord(ranks_[r].begin, ranks_[r].stream));
+          if (delay > 0) Delay<<<1, 1, 0, ranks_[r].stream>>>(random() % delay);
+          const Buffer buffer{in[r][i], out[r][i], 2 * o.elements};
+          Check(Launch(o.algorithm, kType, groups_[r], buffer, o.segments, o.shape,
+                       ranks_[r].stream));
+        }
+      }
+    }
+    for (Rank& rank : ranks_) {
+      Check(cudaSetDevice(rank.device));
+      Check(cudaEventRecord(rank.end, rank.stream));
+    }
+    Synchronize();
+    double us = 0;
+    for (int r = 0; r < count(); ++r) {
+      Check(cudaSetDevice(ranks_[r].device));
+      float ms = 0;
+      if (calls > 0) Check(cudaEventElapsedTime(&ms, ranks_[r].begin, ranks_[r].end));
+      us = std::max(us, ms * 1e3);
+      for (size_t i = 0; i < operations.size(); ++i) {
+        const Operation& o = operations[i];
+        const size_t outs = o.elements * OutputShards(o.algorithm, count());
+        unsigned long long *wrong, found = 0;
+        Check(cudaMalloc(&wrong, sizeof found));
+        Check(cudaMemset(wrong, 0, sizeof found));
+        // In place, further calls sum sums: only the first one is checked.
+        Compare<<<256, 256>>>(o.algorithm, out[r][i], outs, o.elements, r, count(), seed, wrong);
+        Check(cudaMemcpy(&found, wrong, sizeof found, cudaMemcpyDeviceToHost));
+        Check(cudaFree(wrong));
+        all_wrong += found;
+      }
+    }
+    all_wrong += BytesLeft();
+    for (uint16_t* at : allocated_) Check(cudaFree(at));
+    allocated_.clear();
+    return {us, all_wrong};
+  }
+
+ private:
+  struct Rank {
+    int device;
+    cudaStream_t stream;
+    cudaEvent_t begin, end;
+  };
+
+  uint16_t* Allocate(size_t elements) {
+    void* at;
+    Check(cudaMalloc(&at, 2 * elements));
+    allocated_.push_back(static_cast<uint16_t*>(at));
+    return allocated_.back();
+  }
+
+  void Synchronize() {
+    cudaError_t status = cudaSuccess;
+    for (Rank& rank : ranks_) {
+      Check(cudaSetDevice(rank.device));
+      const cudaError_t of_rank = cudaStreamSynchronize(rank.stream);
+      if (status == cudaSuccess) status = of_rank;
+    }
+    for (const DeviceGroup& group : groups_) {
+      if (group.failure->reason == 0) continue;
+      printf("rank %d gave up: reason %u, it waited for rank %d\n", group.failure->rank,
+             group.failure->reason, group.failure->missing);
+    }
+    Check(status);
+  }
+
+  // Bytes of the epoch buffers that are not empty.
+  unsigned long long BytesLeft() {
+    unsigned long long left = 0;
+    std::vector<char> host(2 * kEpochBufferBytes);
+    for (const DeviceGroup& group : groups_) {
+      Check(cudaMemcpy(host.data(), group.region[group.rank] + kHeaderBytes, host.size(),
+                       cudaMemcpyDefault));
+      left += host.size() - std::count(host.begin(), host.end(), static_cast<char>(0xFF));
+    }
+    return left;
+  }
+
+  std::vector<DeviceGroup> groups_;
+  std::vector<Rank> ranks_;
+  std::vector<uint16_t*> allocated_;
+  bool shared_;
+};
+
+// Into how many segments an operation is cut (jax_intranode/_src/select.py).
+uint32_t Segments(Algorithm algorithm, size_t bytes, size_t segment_bytes, int ranks) {
+  uint32_t segments = 1;
+  while (segment_bytes > 0 && (bytes > segments * segment_bytes ||
+                               EpochBufferBytesNeeded(algorithm, kType, PacksOf(bytes), ranks,
+                                                      segments) > kEpochBufferBytes)) {
+    segments *= 2;
+  }
+  return segments;
+}
+
+// The blocks that have work, at most `most`.
+int Blocks(const Operation& o, int ranks, int most) {
+  size_t packs = SegmentPacks(o.algorithm, PacksOf(2 * o.elements), ranks, o.segments);
+  if (o.algorithm == Algorithm::kTwoShot) packs = (packs + ranks - 1) / ranks;
+  const size_t blocks = (packs + o.shape.threads - 1) / o.shape.threads;
+  return static_cast<int>(std::clamp<size_t>(blocks, 1, most));
+}
+
+int CheckAll(Probe& ranks) {
+  std::mt19937 random(7);
+  unsigned long long all_wrong = 0;
+  int operations = 0;
+  for (int round = 0; round < 12; ++round) {
+    std::vector<Operation> chosen;
+    for (int k = 0; k < 12; ++k) {
+      const Algorithm algorithms[] = {Algorithm::kTwoShot, Algorithm::kReduceScatter,
+                                      Algorithm::kAllGather};
+      Operation o{algorithms[random() % 3], 0, 1, {1, 32 << (random() % 5)}};
+      // Small ones between large ones, whole packs and not.
+      o.elements = random() % 3 == 0 ? 1 + random() % 3000 : 1 + random() % 3000000;
+      if (random() % 2 == 0) o.elements = (o.elements + 4095) / 4096 * 4096;
+      const size_t segment = size_t{1} << (12 + random() % 10);
+      o.segments = random() % 4 == 0 && o.elements < 500000
+                       ? 1
+                       : Segments(o.algorithm, 2 * o.elements, segment, ranks.count());
+      o.shape.blocks = Blocks(o, ranks.count(), ranks.MostBlocks(o.algorithm, o.shape.threads));
+      o.shift = random() % 2 == 0 ? 0 : random() % 8;
+      chosen.push_back(o);
+    }
+    all_wrong += ranks.Run(chosen, 3, 100000).second;
+    for (Operation& o : chosen) o.in_place = o.algorithm == Algorithm::kTwoShot;
+    all_wrong += ranks.Run(chosen, 0, 100000).second;
+    operations += 2 * static_cast<int>(chosen.size());
+  }
+  printf("%d ranks%s: %d operations, %llu wrong\n", ranks.count(),
+         ranks.shared() ? " on one GPU" : "", operations, all_wrong);
+  return all_wrong != 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  setvbuf(stdout, nullptr, _IOLBF, 0);
+  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1);  // a queue for each stream
+  const int count = argc > 2 ? atoi(argv[1]) : 0;
+  const std::string what = argc > 2 ? argv[2] : "";
+  const Algorithm algorithm = what == "psum"           ? Algorithm::kTwoShot
+                              : what == "psum_scatter" ? Algorithm::kReduceScatter
+                                                       : Algorithm::kAllGather;
+  const bool times = argc > 4 && (what == "psum" || what == "psum_scatter" || what == "all_gather");
+  if (count < 2 || count > kMaxRanks || (what != "check" && !times)) {
+    printf("see the head of collectives_probe.cu\n");
+    return 2;
+  }
+  Probe ranks(count);
+  if (what == "check") return CheckAll(ranks);
+  const size_t bytes = strtoull(argv[3], nullptr, 10);
+  const size_t part = algorithm == Algorithm::kTwoShot ? bytes : bytes / count;
+  LaunchShape shape{kMaxBlocks, kMaxThreads};
+  const bool given = sscanf(argv[argc - 1], "%dx%d", &shape.blocks, &shape.threads) == 2;
+  bool all_right = true;
+  for (int i = 4; i < argc - (given ? 1 : 0); ++i) {
+    const size_t segment_bytes = strtoull(argv[i], nullptr, 10);
+    Operation o{algorithm, part / 2, Segments(algorithm, part, segment_bytes, count), shape};
+    if (EpochBufferBytesNeeded(algorithm, kType, PacksOf(part), count, o.segments) >
+        kEpochBufferBytes) {
+      printf("%zu bytes don't fit an epoch buffer\n", bytes);
+      continue;
+    }
+    const int most = std::min(shape.blocks, ranks.MostBlocks(algorithm, shape.threads));
+    o.shape.blocks = Blocks(o, count, most);
+    const int calls = static_cast<int>(std::clamp<size_t>((size_t{4} << 30) / bytes, 5, 200));
+    std::vector<double> us;
+    unsigned long long wrong = 0;
+    for (int repetition = 0; repetition < 5; ++repetition) {
+      const auto [total, found] = ranks.Run({o}, calls, 0);
+      us.push_back(total / calls);
+      wrong += found;
+    }
+    std::sort(us.begin(), us.end());
+    const double sent =
+        (algorithm == Algorithm::kTwoShot ? 2.0 : 1.0) * (count - 1) / count * bytes;
+    printf("%-12s %d ranks%s %11zu bytes, %4u segments, %3dx%d: %9.2f us, %6.1f GB/s, %llu wrong\n",
+           what.c_str(), count, ranks.shared() ? " on one GPU" : "", bytes, o.segments,
+           o.shape.blocks, o.shape.threads, us[us.size() / 2], sent / us[us.size() / 2] / 1e3,
+           wrong);
+    all_right = all_right && wrong == 0;
+  }
+  return all_right ? 0 : 1;
+}

@@ -21,9 +21,9 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("nvcc is not on PATH")
     program = tmp_path_factory.mktemp("probe") / "collectives_probe"
     sources = [f"xla_ffi/cuda/{name}" for name in ("collectives.cu", "collectives.cc", "slab.cu")]
+    options = (*FLAGS, "-DJIN_TYPE=BF16", "-DJIN_ELEMENT_TYPE=kBF16", "-o", str(program))
     compiled = subprocess.run(
-        [nvcc, *FLAGS, "-DJIN_TYPE=BF16", "-DJIN_ELEMENT_TYPE=kBF16", "-o", str(program)]
-        + ["tools/collectives_probe.cu", *sources, "-ldl"],
+        [nvcc, *options, "tools/collectives_probe.cu", *sources, "-ldl"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -31,6 +31,18 @@ try:
     from jax_intranode._src.ops.psum import pmean as pmean
     from jax_intranode._src.ops.psum import psum as psum
     from jax_intranode._src.ops.psum_scatter import psum_scatter as psum_scatter
+    from jax_intranode._src.ops.residual_norm import (
+        psum_residual_layer_norm as psum_residual_layer_norm,
+    )
+    from jax_intranode._src.ops.residual_norm import (
+        psum_residual_rms_norm as psum_residual_rms_norm,
+    )
+    from jax_intranode._src.ops.residual_norm import (
+        reduce_scatter_residual_layer_norm as reduce_scatter_residual_layer_norm,
+    )
+    from jax_intranode._src.ops.residual_norm import (
+        reduce_scatter_residual_rms_norm as reduce_scatter_residual_rms_norm,
+    )
     from jax_intranode._src.ops.row_parallel_matmul import (
         row_parallel_matmul as row_parallel_matmul,
     )
@@ -78,7 +90,11 @@ __all__ = [
     "matmul_reduce_scatter",
     "pmean",
     "psum",
+    "psum_residual_layer_norm",
+    "psum_residual_rms_norm",
     "psum_scatter",
+    "reduce_scatter_residual_layer_norm",
+    "reduce_scatter_residual_rms_norm",
     "row_parallel_matmul",
     "shutdown",
     "stats",

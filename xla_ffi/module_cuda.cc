@@ -14,10 +14,12 @@
 
 #include "cuda/fused_matmul.h"
 #include "cuda/graph_timing.h"
+#include "cuda/norms.h"
 #include "cuda/pipelined_matmul.h"
 #include "cuda/slab.h"
 #include "ffi/collective_matmul_cuda.h"
 #include "ffi/collectives_cuda.h"
+#include "ffi/norm_call.h"
 #include "host/call_sites.h"
 #include "host/peer_event.h"
 #include "kernels/same_operation.h"
@@ -273,6 +275,10 @@ nb::dict Registrations() {
   handlers["instantiate"] = nb::capsule(reinterpret_cast<void*>(CudaCollectiveInstantiate));
   handlers["execute"] = nb::capsule(reinterpret_cast<void*>(CudaCollective));
   for (const std::string& name : CollectiveTargets()) all[name.c_str()] = handlers;
+  nb::dict of_norms;
+  of_norms["instantiate"] = nb::capsule(reinterpret_cast<void*>(CudaNormInstantiate));
+  of_norms["execute"] = nb::capsule(reinterpret_cast<void*>(CudaNorm));
+  for (const std::string& name : NormTargets()) all[name.c_str()] = of_norms;
   nb::dict of_matmul;
   of_matmul["instantiate"] = nb::capsule(reinterpret_cast<void*>(CudaCollectiveMatmulInstantiate));
   of_matmul["initialize"] = nb::capsule(reinterpret_cast<void*>(CudaCollectiveMatmulInitialize));
@@ -348,6 +354,7 @@ NB_MODULE(_cuda, m) {
       [](int device) {
         CurrentDevice current(device);
         ThrowIfError(LoadKernels(), "loading the kernels");
+        ThrowIfError(LoadNormKernels(), "loading the kernels of norms");
         ThrowIfError(LoadSignalKernels(), "loading the kernels");
         LoadFusedKernels();
       },

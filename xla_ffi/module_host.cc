@@ -13,6 +13,7 @@
 #include <tuple>
 
 #include "ffi/collectives_host.h"
+#include "ffi/norm_call.h"
 #include "host/call_sites.h"
 #include "host/exit_message.h"
 #include "host/peer_watch.h"
@@ -163,6 +164,10 @@ nb::dict Registrations() {
   handlers["instantiate"] = nb::capsule(reinterpret_cast<void*>(HostCollectiveInstantiate));
   handlers["execute"] = nb::capsule(reinterpret_cast<void*>(HostCollective));
   for (const std::string& name : CollectiveTargets()) all[name.c_str()] = handlers;
+  nb::dict of_norms;
+  of_norms["instantiate"] = nb::capsule(reinterpret_cast<void*>(HostNormInstantiate));
+  of_norms["execute"] = nb::capsule(reinterpret_cast<void*>(HostNorm));
+  for (const std::string& name : NormTargets()) all[name.c_str()] = of_norms;
   return all;
 }
 

@@ -90,6 +90,17 @@ void ExportLimits(nb::module_& m) {
       },
       nb::arg("algorithm"), nb::arg("dtype"), nb::arg("nbytes"), nb::arg("world_size"),
       nb::arg("segments"), "Bytes of an epoch buffer that an operation takes.");
+  m.attr("MAX_HIDDEN") = kMaxHidden;
+  m.def(
+      "norm_rows_per_operation",
+      [](const std::string& name, const std::string& dtype, size_t hidden, int world_size,
+         size_t epoch_buffer_bytes) {
+        const Algorithm algorithm = AlgorithmNamed(name);
+        const size_t row = hidden * ItemBytes(TypeOf(algorithm, dtype));
+        return NormRowsPerOperation(algorithm, PacksOf(row), world_size, epoch_buffer_bytes);
+      },
+      nb::arg("algorithm"), nb::arg("dtype"), nb::arg("hidden"), nb::arg("world_size"),
+      nb::arg("epoch_buffer_bytes"), "The most rows that one operation of a norm takes.");
   m.def(
       "failure_message",
       [](uint32_t reason, int algorithm, double timeout_s, const std::vector<int64_t>& device_ids,

@@ -26,6 +26,9 @@ MAX_WORLD_SIZE: int = _host.MAX_WORLD_SIZE
 MAX_BUFFERS: int = _host.MAX_BUFFERS
 PACK_BYTES: int = _host.PACK_BYTES
 
+# The longest row that a norm takes, in elements.
+MAX_HIDDEN: int = _host.MAX_HIDDEN
+
 # Collective matmuls (cuda/matmul_limits.h). A tile of the fused kernel has TILE_ROWS rows and is
 # multiplied in steps of TILE_DEPTH elements of K. TILE_COLUMNS lists the widths of tiles for
 # which some kernel is compiled.
@@ -78,6 +81,24 @@ def segment_packs(algorithm: str, packs: int, world_size: int, segments: int) ->
         segments: into how many the operation is cut.
     """
     return _host.segment_packs(algorithm, packs, world_size, segments)
+
+
+def norm_rows_per_operation(
+    algorithm: str, dtype: str, hidden: int, world_size: int, epoch_buffer_bytes: int
+) -> int:
+    """The most rows that one operation of a norm takes; 0 if no row fits.
+
+    Args:
+        algorithm: one of ALGORITHMS that is a norm.
+        dtype: the operand's dtype.
+        hidden: elements of a row.
+        world_size: ranks of the group.
+        epoch_buffer_bytes: bytes of each of a region's two epoch buffers.
+
+    Returns:
+        Rows of a rank's result.
+    """
+    return _host.norm_rows_per_operation(algorithm, dtype, hidden, world_size, epoch_buffer_bytes)
 
 
 def has_fused_kernel(operation: str, tile_columns: int, wgrad: bool) -> bool:

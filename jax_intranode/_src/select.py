@@ -171,3 +171,102 @@ def _segments(
         if segments > limits.MAX_SEGMENTS or segments * limits.PACK_BYTES > 2 * nbytes:
             return None
     return segments
+
+
+# The dtypes of norms: those that travel in bare packets.
+NORM_DTYPES = tuple(
+    dtype for dtype in limits.DTYPES if limits.packet_bytes("one_shot", dtype) == limits.PACK_BYTES
+)
+# Threads of a block that works on a row, at most (xla_ffi/cuda/norms.h).
+_MOST_ROW_THREADS = 512
+_MOST_BLOCKS = 256
+
+
+def unsupported_norm(dtype: str, hidden: int) -> str | None:
+    """Why a norm falls back to jax.lax; None if it need not."""
+    if dtype not in NORM_DTYPES:
+        return f"dtype {dtype}; supported are {', '.join(NORM_DTYPES)}"
+    if hidden > limits.MAX_HIDDEN:
+        return f"rows of {hidden} elements; up to {limits.MAX_HIDDEN} are supported"
+    return None
+
+
+def select_norm(
+    operation: str,
+    *,
+    rows: int,
+    hidden: int,
+    dtype: str,
+    world_size: int,
+    hardware: str,
+    mode: str,
+    epoch_buffer_bytes: int | None,
+    algorithm: str = "auto",
+) -> Selection:
+    """Selects the algorithm of a norm that follows a sum. It falls back only where it must.
+
+    Between one-shot and two-shot the rows of a psum of the same size decide.
+
+    Args:
+        operation: for instance "psum_residual_rms_norm".
+        rows: rows of a rank's result.
+        hidden: elements of a row.
+        dtype: name of the dtype.
+        world_size: number of ranks in the group.
+        hardware: as in `select`.
+        mode: as in `select`.
+        epoch_buffer_bytes: bytes of each of a region's two epoch buffers; None: as many as needed.
+        algorithm: "auto", or the one to use wherever it fits.
+    """
+
+    def lax(reason: str, cause: str = NOT_FASTER) -> Selection:
+        return Selection("lax", reason, cause=cause)
+
+    if algorithm == "lax":
+        return lax("JAX_INTRANODE_ALGORITHM=lax")
+    if rows == 0:
+        return lax(f"{operation} of no elements")
+    if world_size == 1:
+        return lax("a group of one rank")
+    if world_size > limits.MAX_WORLD_SIZE:
+        return lax(
+            f"a group of {world_size} ranks; at most {limits.MAX_WORLD_SIZE} are supported",
+            UNSUPPORTED,
+        )
+    if unsupported := unsupported_norm(dtype, hidden):
+        return lax(unsupported, UNSUPPORTED)
+    packs = -(-hidden * (4 if dtype == "float32" else 2) // limits.PACK_BYTES)
+    nbytes = rows * packs * limits.PACK_BYTES
+    kind = "layer_norm" if operation.endswith("layer_norm") else "rms_norm"
+    reason = f"{rows} rows of {hidden} {dtype} among {world_size} ranks"
+    if operation.startswith("reduce_scatter"):
+        candidates = ["reduce_scatter"]
+    else:
+        of_psum = table.rows(hardware, mode, "psum", "bare", world_size)
+        fitting = [row.algorithm for row in of_psum if nbytes <= row.nbytes]
+        if algorithm != "auto":
+            fitting = [algorithm]
+            reason = f"JAX_INTRANODE_ALGORITHM={algorithm}"
+        first = (fitting or ["two_shot"])[0]
+        candidates = [first, *(a for a in table.PSUM_ALGORITHMS if a != first)]
+    for candidate in candidates:
+        name = f"{candidate}_{kind}"
+        most = rows
+        if epoch_buffer_bytes is not None:
+            most = limits.norm_rows_per_operation(
+                name, dtype, hidden, world_size, epoch_buffer_bytes
+            )
+        if most == 0:
+            continue
+        at_once = min(rows, most)
+        if at_once < rows:
+            reason += f", in {-(-rows // at_once)} operations"
+        if candidate == "two_shot":
+            at_once = -(-at_once // world_size)
+        threads = max(32, min(_MOST_ROW_THREADS, 1 << (packs - 1).bit_length()))
+        return Selection(name, reason, min(at_once, _MOST_BLOCKS), threads)
+    return lax(
+        f"rows of {packs * limits.PACK_BYTES} bytes among {world_size} ranks do not fit an epoch "
+        f"buffer, which has {epoch_buffer_bytes} bytes; JAX_INTRANODE_SLAB_MIB sets its size",
+        REFUSED,
+    )

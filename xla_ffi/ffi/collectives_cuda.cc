@@ -2,7 +2,9 @@
 
 #include <utility>
 
+#include "../cuda/norms.h"
 #include "../host/call_sites.h"
+#include "norm_call.h"
 
 namespace jax_intranode {
 namespace {
@@ -15,14 +17,16 @@ struct DeviceSite {
   Algorithm algorithm;
   uint32_t segments;
   LaunchShape shape;
-  uint32_t number;  // of the call site
+  uint32_t number;           // of the call site
+  float eps, weight_offset;  // of a norm
 };
 ffi::TypeId DeviceSite::id = {};
 
-ffi::ErrorOr<std::unique_ptr<DeviceSite>> Instantiate(ffi::Span<const int64_t> device_ids,
-                                                      int64_t group_size, int32_t algorithm,
-                                                      int32_t segments, int32_t blocks,
-                                                      int32_t threads, std::string_view site) {
+ffi::ErrorOr<std::unique_ptr<DeviceSite>> InstantiateNorm(ffi::Span<const int64_t> device_ids,
+                                                          int64_t group_size, int32_t algorithm,
+                                                          int32_t segments, int32_t blocks,
+                                                          int32_t threads, std::string_view site,
+                                                          float eps, float weight_offset) {
   const Partition partition{{device_ids.begin(), device_ids.end()}, group_size};
   std::shared_ptr<DeviceCommunicator> communicator =
       Registry<DeviceCommunicator>::Get().Find(partition);
@@ -30,8 +34,8 @@ ffi::ErrorOr<std::unique_ptr<DeviceSite>> Instantiate(ffi::Span<const int64_t> d
     return ffi::Unexpected(
         ffi::Error(ffi::ErrorCode::kFailedPrecondition, NoCommunicator(partition)));
   }
-  if (blocks < 1 || blocks > kMaxBlocks || threads < 32 || threads > kMaxThreads ||
-      threads % 32 != 0) {
+  const int most = IsNorm(static_cast<Algorithm>(algorithm)) ? kMaxNormThreads : kMaxThreads;
+  if (blocks < 1 || blocks > kMaxBlocks || threads < 32 || threads > most || threads % 32 != 0) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(
         "jax_intranode: a collective can't be launched with " + std::to_string(blocks) +
         " blocks of " + std::to_string(threads) + " threads."));
@@ -42,7 +46,23 @@ ffi::ErrorOr<std::unique_ptr<DeviceSite>> Instantiate(ffi::Span<const int64_t> d
                                                  static_cast<Algorithm>(algorithm),
                                                  static_cast<uint32_t>(segments),
                                                  {blocks, threads},
-                                                 CallSites::Get().Number(std::string(site))});
+                                                 CallSites::Get().Number(std::string(site)),
+                                                 eps,
+                                                 weight_offset});
+}
+
+ffi::ErrorOr<std::unique_ptr<DeviceSite>> Instantiate(ffi::Span<const int64_t> device_ids,
+                                                      int64_t group_size, int32_t algorithm,
+                                                      int32_t segments, int32_t blocks,
+                                                      int32_t threads, std::string_view site) {
+  return InstantiateNorm(device_ids, group_size, algorithm, segments, blocks, threads, site, 0, 0);
+}
+
+ffi::Error LaunchError(const DeviceSite& site, int32_t device, cudaError_t status) {
+  if (status == cudaSuccess) return ffi::Error::Success();
+  return ffi::Error::Internal("jax_intranode: launching " +
+                              std::string(OperationName(site.algorithm)) + " on CUDA device " +
+                              std::to_string(device) + " failed: " + cudaGetErrorString(status));
 }
 
 // XLA calls it eagerly or while it captures a graph, and not at all when it replays a graph. So it
@@ -64,12 +84,31 @@ ffi::Error Execute(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::R
           ? Launch(site->algorithm, type, group, buffers.buffer[0], site->segments, site->shape,
                    stream)
           : Launch(site->algorithm, type, group, buffers, site->segments, site->shape, stream);
-  if (status != cudaSuccess) {
-    return ffi::Error::Internal("jax_intranode: launching " +
-                                std::string(OperationName(site->algorithm)) + " on CUDA device " +
-                                std::to_string(device) + " failed: " + cudaGetErrorString(status));
+  return LaunchError(*site, device, status);
+}
+
+// The same. The operations of one call follow each other on the stream.
+ffi::Error ExecuteNorm(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::RemainingArgs xs,
+                       ffi::RemainingRets ys, ffi::Dictionary) {
+  device_handler_calls.fetch_add(1, std::memory_order_relaxed);
+  DeviceCommunicator& communicator = *site->communicator;
+  if (ffi::Error error = CheckUsable(communicator, device); error.failure()) return error;
+  DeviceGroup group = *communicator.members[device];
+  group.site = site->number;
+  ElementType type;
+  NormCall call;
+  ffi::Error error = CollectNorm(site->algorithm, group.size, site->eps, site->weight_offset, xs,
+                                 ys, &type, &call);
+  if (error.failure()) return error;
+  if (!NormFits(type, call, site->shape)) {
+    return ffi::Error::InvalidArgument("jax_intranode: " + std::to_string(site->shape.threads) +
+                                       " threads can't normalize rows of " +
+                                       std::to_string(call.hidden) + " elements.");
   }
-  return ffi::Error::Success();
+  return ForEachNormOperation(
+      call, type, group.size, group.epoch_buffer_bytes, [&](const NormCall& part) {
+        return LaunchError(*site, device, LaunchNorm(type, group, part, site->shape, stream));
+      });
 }
 
 }  // namespace
@@ -105,6 +144,35 @@ XLA_FFI_Error* CudaCollectiveInstantiate(XLA_FFI_CallFrame* frame) {
 
 XLA_FFI_Error* CudaCollective(XLA_FFI_CallFrame* frame) {
   XLA_FFI_DEFINE_HANDLER(handler, Execute,
+                         ffi::Ffi::Bind()
+                             .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                             .Ctx<ffi::DeviceOrdinal>()
+                             .Ctx<ffi::State<DeviceSite>>()
+                             .RemainingArgs()
+                             .RemainingRets()
+                             .Attrs(),
+                         {ffi::Traits::kCmdBufferCompatible});
+  return (*handler)(frame);
+}
+
+XLA_FFI_Error* CudaNormInstantiate(XLA_FFI_CallFrame* frame) {
+  RegisterStateType<DeviceSite>(frame->api, "jax_intranode_device_site");
+  XLA_FFI_DEFINE_HANDLER(handler, InstantiateNorm,
+                         ffi::Ffi::BindInstantiate()
+                             .Attr<ffi::Span<const int64_t>>("device_ids")
+                             .Attr<int64_t>("group_size")
+                             .Attr<int32_t>("algorithm")
+                             .Attr<int32_t>("segments")
+                             .Attr<int32_t>("blocks")
+                             .Attr<int32_t>("threads")
+                             .Attr<std::string_view>("site")
+                             .Attr<float>("eps")
+                             .Attr<float>("weight_offset"));
+  return (*handler)(frame);
+}
+
+XLA_FFI_Error* CudaNorm(XLA_FFI_CallFrame* frame) {
+  XLA_FFI_DEFINE_HANDLER(handler, ExecuteNorm,
                          ffi::Ffi::Bind()
                              .Ctx<ffi::PlatformStream<cudaStream_t>>()
                              .Ctx<ffi::DeviceOrdinal>()

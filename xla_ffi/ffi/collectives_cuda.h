@@ -69,5 +69,7 @@ ffi::Error CheckUsable(DeviceCommunicator& communicator, int32_t device);
 
 XLA_FFI_Error* CudaCollectiveInstantiate(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* CudaCollective(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* CudaNormInstantiate(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* CudaNorm(XLA_FFI_CallFrame* frame);
 
 }  // namespace jax_intranode

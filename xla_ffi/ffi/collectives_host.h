@@ -28,5 +28,7 @@ void EndCompilation();
 
 XLA_FFI_Error* HostCollectiveInstantiate(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* HostCollective(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* HostNormInstantiate(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* HostNorm(XLA_FFI_CallFrame* frame);
 
 }  // namespace jax_intranode

@@ -42,7 +42,7 @@ inline std::string NoCommunicator(const Partition& partition) {
 inline std::set<std::string> CollectiveTargets() {
   std::set<std::string> names;
   for (Algorithm algorithm : kAlgorithms) {
-    if (!IsMatmul(algorithm)) {
+    if (!IsMatmul(algorithm) && !IsNorm(algorithm)) {
       names.insert(std::string("jax_intranode_") + OperationName(algorithm));
     }
   }

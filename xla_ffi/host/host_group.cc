@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "../kernels/all_gather.h"
+#include "../kernels/norm_protocol.h"
 #include "../kernels/one_shot.h"
 #include "../kernels/reduce_scatter.h"
 #include "../kernels/segments.h"
@@ -26,6 +27,17 @@ struct ResumableThread {
   int* missing;
   size_t First() const { return *cursor; }
   size_t Stride() const { return 1; }
+  // For norms (kernels/norm_protocol.h).
+  static constexpr int kRowThreads = 1;
+  uint32_t Thread() const { return 0; }
+  uint32_t Threads() const { return 1; }
+  int Block() const { return 0; }
+  int Blocks() const { return 1; }
+  size_t FirstUnit() const { return *cursor; }
+  template <uint32_t kMost>
+  float Total(float (&v)[kMost], uint32_t count) const {
+    return TotalOfPairs(v, count);
+  }
   bool Wait(size_t i, int rank) {
     *cursor = i;
     *missing = rank;
@@ -74,9 +86,8 @@ bool RunPhase(Algorithm algorithm, int phase, ResumableThread& t, const Group& g
                           : AllGather<Type, N>::Drain(t, g, c, epoch);
       }
       break;
-    case Algorithm::kAllGatherMatmul:
-    case Algorithm::kMatmulReduceScatter:
-      break;  // only on GPUs
+    default:
+      break;  // matmuls run only on GPUs; norms are below
   }
   return true;
 }
@@ -113,6 +124,27 @@ bool RunPhase(ElementType type, Algorithm algorithm, int phase, ResumableThread&
 #undef JIN_X
   }
   return true;
+}
+
+template <class Type>
+bool RunNormPhase(int phase, ResumableThread& t, const Group& g, const NormCall& c,
+                  uint32_t epoch) {
+  using Body = Norm<Type, 0, false>;
+  return phase == 0 ? Body::Send(t, g, c, epoch) : Body::Finish(t, g, c, epoch);
+}
+
+bool RunPhase(ElementType type, Algorithm, int phase, ResumableThread& t, const Group& g,
+              const NormCall& c, uint32_t epoch) {
+  switch (type) {
+    case ElementType::kF32:
+      return RunNormPhase<F32>(phase, t, g, c, epoch);
+    case ElementType::kBF16:
+      return RunNormPhase<BF16>(phase, t, g, c, epoch);
+    case ElementType::kF16:
+      return RunNormPhase<F16>(phase, t, g, c, epoch);
+    default:
+      return true;  // HasNorm
+  }
 }
 
 }  // namespace
@@ -167,6 +199,26 @@ HostGroup::HostGroup(const Group& group, std::vector<int> local_ranks,
 
 std::shared_ptr<Ticket> HostGroup::Arrive(int rank, uint64_t site, const Operation& operation,
                                           const Buffers& buffers) {
+  uint64_t bytes = 0;
+  for (int b = 0; b < buffers.count; ++b) {
+    bytes += buffers.buffer[b].bytes * InputShards(operation.algorithm, group_.size);
+  }
+  Member member{.buffer = buffers.buffer[0]};
+  if (buffers.count > 1) member.buffers = std::make_unique<const Buffers>(buffers);
+  return Arrive(rank, site, operation, bytes, std::move(member));
+}
+
+std::shared_ptr<Ticket> HostGroup::Arrive(int rank, uint64_t site, const Operation& operation,
+                                          const NormCall& call) {
+  const uint64_t bytes = uint64_t{call.rows} * call.hidden * ItemBytes(operation.type) *
+                         InputShards(operation.algorithm, group_.size);
+  Member member;
+  member.norm = std::make_unique<const NormCall>(call);
+  return Arrive(rank, site, operation, bytes, std::move(member));
+}
+
+std::shared_ptr<Ticket> HostGroup::Arrive(int rank, uint64_t site, const Operation& operation,
+                                          uint64_t bytes, Member member) {
   auto ticket = std::make_shared<Ticket>();
   {
     std::lock_guard lock(mutex_);
@@ -179,14 +231,10 @@ std::shared_ptr<Ticket> HostGroup::Arrive(int rank, uint64_t site, const Operati
     Pending& pending = it->second;
     if (first) {
       pending.operation = operation;
-      pending.bytes = 0;
-      for (int b = 0; b < buffers.count; ++b) {
-        pending.bytes += buffers.buffer[b].bytes * InputShards(operation.algorithm, group_.size);
-      }
+      pending.bytes = bytes;
       pending.since = std::chrono::steady_clock::now();
     }
-    Member member{buffers.buffer[0], nullptr, ticket};
-    if (buffers.count > 1) member.buffers = std::make_unique<const Buffers>(buffers);
+    member.ticket = ticket;
     pending.members.emplace(rank, std::move(member));
     if (IsLeader() && pending.members.size() == local_ranks_.size()) {
       to_log_.push_back(key);
@@ -230,16 +278,19 @@ bool HostGroup::AdvanceInSegment(int rank, const Operation& operation, Member& m
   Group group = group_;
   group.rank = rank;
   const uint32_t epoch = epoch_ + member.segment;
-  const auto run = [&](const auto& call) {
-    const size_t packs = SegmentPacks(algorithm, call.Packs(), group.size, segments);
-    const Segment<std::decay_t<decltype(call)>> segment{call, member.segment * packs, packs};
+  const auto run_phases = [&](const auto& call) {
     while (member.phase < Phases(algorithm)) {
       ResumableThread thread{&member.cursor, &missing_};
-      if (!RunPhase(type, algorithm, member.phase, thread, group, segment, epoch)) return false;
+      if (!RunPhase(type, algorithm, member.phase, thread, group, call, epoch)) return false;
       member.cursor = 0;
       ++member.phase;
     }
     return true;
+  };
+  if (member.norm) return run_phases(*member.norm);
+  const auto run = [&](const auto& call) {
+    const size_t packs = SegmentPacks(algorithm, call.Packs(), group.size, segments);
+    return run_phases(Segment<std::decay_t<decltype(call)>>{call, member.segment * packs, packs});
   };
   return member.buffers ? run(*member.buffers) : run(member.buffer);
 }

@@ -37,6 +37,7 @@
 #include "../kernels/algorithms.h"
 #include "../kernels/failure_reason.h"
 #include "../kernels/group.h"
+#include "../kernels/norm.h"
 #include "call_log.h"
 #include "peer_event.h"
 
@@ -85,6 +86,10 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   std::shared_ptr<Ticket> Arrive(int rank, uint64_t site, const Operation& operation,
                                  const Buffers& buffers);
 
+  // The same for a norm.
+  std::shared_ptr<Ticket> Arrive(int rank, uint64_t site, const Operation& operation,
+                                 const NormCall& call);
+
   // Advances the operations as far as possible and returns at once. Any thread may call it.
   void Progress();
 
@@ -122,6 +127,7 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   struct Member {
     Buffer buffer;                           // of a call with one buffer
     std::unique_ptr<const Buffers> buffers;  // of a call with many
+    std::unique_ptr<const NormCall> norm;    // of a norm
     std::shared_ptr<Ticket> ticket;
     uint32_t segment = 0;
     int phase = 0;      // of the segment
@@ -144,6 +150,8 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   };
   using Tickets = std::vector<std::pair<std::shared_ptr<Ticket>, std::string>>;
 
+  std::shared_ptr<Ticket> Arrive(int rank, uint64_t site, const Operation& operation,
+                                 uint64_t bytes, Member member);
   bool IsLeader() const { return local_ranks_.front() == 0; }
   void AppendToLog();
   bool FindNext();

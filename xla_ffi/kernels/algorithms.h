@@ -13,13 +13,19 @@ namespace jax_intranode {
 
 // X(enumerator, name, name of the Python function that runs it). The number of an algorithm is its
 // position here. The numbers travel in the HLO: append, don't reorder.
-#define JIN_ALGORITHMS(X)                                       \
-  X(kOneShot, "one_shot", "psum")                               \
-  X(kTwoShot, "two_shot", "psum")                               \
-  X(kReduceScatter, "reduce_scatter", "psum_scatter")           \
-  X(kAllGather, "all_gather", "all_gather")                     \
-  X(kAllGatherMatmul, "all_gather_matmul", "all_gather_matmul") \
-  X(kMatmulReduceScatter, "matmul_reduce_scatter", "matmul_reduce_scatter")
+#define JIN_ALGORITHMS(X)                                                                 \
+  X(kOneShot, "one_shot", "psum")                                                         \
+  X(kTwoShot, "two_shot", "psum")                                                         \
+  X(kReduceScatter, "reduce_scatter", "psum_scatter")                                     \
+  X(kAllGather, "all_gather", "all_gather")                                               \
+  X(kAllGatherMatmul, "all_gather_matmul", "all_gather_matmul")                           \
+  X(kMatmulReduceScatter, "matmul_reduce_scatter", "matmul_reduce_scatter")               \
+  X(kOneShotRmsNorm, "one_shot_rms_norm", "psum_residual_rms_norm")                       \
+  X(kTwoShotRmsNorm, "two_shot_rms_norm", "psum_residual_rms_norm")                       \
+  X(kReduceScatterRmsNorm, "reduce_scatter_rms_norm", "reduce_scatter_residual_rms_norm") \
+  X(kOneShotLayerNorm, "one_shot_layer_norm", "psum_residual_layer_norm")                 \
+  X(kTwoShotLayerNorm, "two_shot_layer_norm", "psum_residual_layer_norm")                 \
+  X(kReduceScatterLayerNorm, "reduce_scatter_layer_norm", "reduce_scatter_residual_layer_norm")
 
 // X(type, bytes of an element, bytes of a packet). types.h defines a struct of the same name. One
 // CUDA object file is built for each type (CMakeLists.txt, BUILD).
@@ -89,10 +95,39 @@ inline bool IsMatmul(Algorithm algorithm) {
   return algorithm == Algorithm::kAllGatherMatmul || algorithm == Algorithm::kMatmulReduceScatter;
 }
 
+// The all-reduces and reduce-scatters that add a residual and normalize rows (norm_protocol.h).
+enum class NormProtocol { kNone, kOneShot, kTwoShot, kReduceScatter };
+
+inline NormProtocol NormProtocolOf(Algorithm algorithm) {
+  switch (algorithm) {
+    case Algorithm::kOneShotRmsNorm:
+    case Algorithm::kOneShotLayerNorm:
+      return NormProtocol::kOneShot;
+    case Algorithm::kTwoShotRmsNorm:
+    case Algorithm::kTwoShotLayerNorm:
+      return NormProtocol::kTwoShot;
+    case Algorithm::kReduceScatterRmsNorm:
+    case Algorithm::kReduceScatterLayerNorm:
+      return NormProtocol::kReduceScatter;
+    default:
+      return NormProtocol::kNone;
+  }
+}
+
+inline bool IsNorm(Algorithm algorithm) { return NormProtocolOf(algorithm) != NormProtocol::kNone; }
+
+inline bool IsLayerNorm(Algorithm algorithm) {
+  return algorithm == Algorithm::kOneShotLayerNorm || algorithm == Algorithm::kTwoShotLayerNorm ||
+         algorithm == Algorithm::kReduceScatterLayerNorm;
+}
+
 // How many shards of a call's `bytes` its `in` and `out` hold: in a group of `size` ranks the input
 // of a reduce-scatter and the output of an all-gather hold one for each rank.
 inline size_t InputShards(Algorithm algorithm, int size) {
-  return algorithm == Algorithm::kReduceScatter ? size : 1;
+  return algorithm == Algorithm::kReduceScatter ||
+                 NormProtocolOf(algorithm) == NormProtocol::kReduceScatter
+             ? size
+             : 1;
 }
 inline size_t OutputShards(Algorithm algorithm, int size) {
   return algorithm == Algorithm::kAllGather ? size : 1;
@@ -182,6 +217,21 @@ inline size_t EpochBufferBytesNeeded(Algorithm algorithm, ElementType type, size
   if (algorithm != Algorithm::kTwoShot) return n * packs * packet;
   const size_t shard = packs > n ? (packs + n - 1) / n : 1;
   return 2 * n * shard * packet;
+}
+
+// The longest row that a norm takes, in elements.
+constexpr size_t kMaxHidden = 16384;
+
+// The element types of a norm are those that travel in bare packets.
+inline bool HasNorm(ElementType type) { return PacketBytes(type) == 16; }
+
+// The most rows of `row_packs` packs that one operation of a norm takes: of a reduce-scatter's
+// result, else of the operand. 0 if not even one fits.
+inline size_t NormRowsPerOperation(Algorithm algorithm, size_t row_packs, int size,
+                                   size_t epoch_buffer_bytes) {
+  const size_t rows = epoch_buffer_bytes / (size * row_packs * 16);
+  // Two-shot has slots for sums, too, but only for its own shard of the rows.
+  return NormProtocolOf(algorithm) == NormProtocol::kTwoShot ? rows / 2 * size : rows;
 }
 
 }  // namespace jax_intranode

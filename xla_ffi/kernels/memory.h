@@ -141,6 +141,15 @@ JIN_FN void Fence() {
 #endif
 }
 
+// Asks for the cache line at an address that is read soon.
+JIN_FN void Prefetch(const void* at) {
+#if defined(__CUDACC__)
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+#else
+  __builtin_prefetch(at);
+#endif
+}
+
 // Byte by byte, for the last pack and for buffers that are not aligned.
 JIN_RARE_FN Pack LoadBytes(const unsigned char* from, size_t count) {
   Pack p = {};

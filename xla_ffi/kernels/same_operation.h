@@ -50,7 +50,7 @@ inline std::string ToldOperation(uint64_t word) {
   for (const Algorithm algorithm : kAlgorithms) {
     if (static_cast<uint64_t>(algorithm) != number) continue;
     std::string text = OperationName(algorithm);
-    if (IsMatmul(algorithm)) return text + " of other shapes";
+    if (IsMatmul(algorithm) || IsNorm(algorithm)) return text + " of other shapes";
     return text + " of " + std::to_string(word & ((uint64_t{1} << kTypeShift) - 1)) + " bytes";
   }
   return "an operation without a name";

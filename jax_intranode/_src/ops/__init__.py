@@ -9,6 +9,7 @@ others. No file here imports the package itself. Each imports files below it onl
     products, matmul_arguments, overlapped, global_arrays
     collective_matmul    <- all_gather_matmul, matmul_reduce_scatter <- matmul_all_reduce
     composition          <- gradients
+    residual_norm
     column_parallel_matmul, row_parallel_matmul, which choose one of the collective matmuls
 """
 
@@ -18,4 +19,5 @@ from jax_intranode._src.ops import gradients as gradients
 from jax_intranode._src.ops import matmul_all_reduce as matmul_all_reduce
 from jax_intranode._src.ops import psum as psum
 from jax_intranode._src.ops import psum_scatter as psum_scatter
+from jax_intranode._src.ops import residual_norm as residual_norm
 from jax_intranode._src.ops import row_parallel_matmul as row_parallel_matmul

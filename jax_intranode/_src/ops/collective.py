@@ -275,11 +275,24 @@ def lower_to_call(
     mesh: jax.sharding.Mesh | None,
     axes: Sequence[str],
     selected: select.Selection,
+    communicated: Sequence[Any] | None = None,
+    attributes: dict[str, Any] | None = None,
 ) -> list[Any]:
-    """Emits our custom call."""
+    """Emits our custom call.
+
+    Args:
+        ctx: the context of the lowering rule.
+        primitive: the operation.
+        xs: the operands.
+        mesh: the mesh.
+        axes: the axes of the operation.
+        selected: the algorithm.
+        communicated: the types of the operands that are sent; None: all of them.
+        attributes: what the operation's handler gets besides.
+    """
     assert mesh is not None  # or lax would run it
     partition = communicator.partition(mesh, axes)
-    attributes: dict[str, Any] = {
+    attributes = (attributes or {}) | {
         "device_ids": np.array(partition.device_ids, np.int64),
         "group_size": np.int64(partition.group_size),
         "algorithm": np.int32(limits.ALGORITHMS.index(selected.algorithm)),
@@ -289,7 +302,8 @@ def lower_to_call(
     if on_gpus:
         attributes |= {"blocks": np.int32(selected.blocks), "threads": np.int32(selected.threads)}
     attributes["site"] = site_of(ctx, primitive.operation)
-    counts.lowered(primitive.operation, selected.algorithm, sum(map(nbytes, ctx.avals_in)))
+    sent = ctx.avals_in if communicated is None else communicated
+    counts.lowered(primitive.operation, selected.algorithm, sum(map(nbytes, sent)))
     target = f"jax_intranode_{primitive.operation}"
     results = jax.ffi.ffi_lowering(target)(ctx, *xs, **attributes)
     return compat.called_once(results) if on_gpus else list(results)

@@ -1,0 +1,656 @@
+"""psum_residual_rms_norm and its relatives: a sum over ranks, a residual added, rows normalized.
+
+There are four functions: the sum is a psum or a reduce-scatter, the norm RMSNorm or LayerNorm. Each
+has a primitive; all of them share the rules below.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import ShapedArray
+from jax.interpreters import ad, mlir
+
+from jax_intranode._src import communicator, compat, config, select, table
+from jax_intranode._src.ops import collective, fallback, matmul_arguments
+from jax_intranode._src.ops.collective import (
+    PsumParams,
+    PsumScatterParams,
+    psum_p,
+    psum_scatter_p,
+)
+from jax_intranode._src.ops.lowering_site import LoweringSite
+from jax_intranode._src.ops.primitive import Operation, OpPrimitive, nbytes
+
+
+@dataclass(frozen=True)
+class NormParams:
+    """Parameters of the primitives.
+
+    Their operands are x, the residual, the weight and, if there is one, the bias. Their results are
+    the normalized rows and the new residual.
+
+    Attributes:
+        axes: the mesh axes.
+        norm: "rms_norm" or "layer_norm".
+        eps: added to the mean of the squares.
+        weight_offset: added to the weight.
+        dimension: the dimension of x that is divided among the ranks; None for a psum.
+        world_size: number of ranks.
+        invariant: as in `PsumParams`.
+    """
+
+    axes: tuple[str, ...]
+    norm: str
+    eps: float
+    weight_offset: float
+    dimension: int | None
+    world_size: int
+    invariant: bool
+
+    @property
+    def primitive(self) -> OpPrimitive:
+        """The primitive that has these parameters."""
+        return _PRIMITIVES[self.norm, self.dimension is not None]
+
+    def by_lax(self, xs: Sequence[Any]) -> list[Any]:
+        """The same from ``jax.lax``'s sum, equal but for rounding."""
+        x, residual, weight, *bias = xs
+        if self.dimension is None:
+            total = lax.psum(x, self.axes)
+        else:
+            total = lax.psum_scatter(x, self.axes, scatter_dimension=self.dimension, tiled=True)
+        h = total + residual
+        normalized, _ = _normalized(h, self)
+        y = normalized * _scale(weight, self, normalized.dtype)
+        for b in bias:
+            y += b.astype(y.dtype)
+        return [y.astype(x.dtype), h]
+
+
+_PRIMITIVES = {
+    (norm, scatters): OpPrimitive(f"{'reduce_scatter' if scatters else 'psum'}_residual_{norm}")
+    for norm in ("rms_norm", "layer_norm")
+    for scatters in (False, True)
+}
+OPERATIONS = tuple(primitive.operation for primitive in _PRIMITIVES.values())
+
+
+# The public functions.
+
+
+def psum_residual_rms_norm(
+    x: Any,
+    residual: Any,
+    weight: Any,
+    axis_name: Any,
+    *,
+    eps: float,
+    bias: Any = None,
+    weight_offset: float = 0.0,
+) -> tuple[Any, Any]:
+    """Sums over mapped axes, adds a residual, and normalizes the rows of the result.
+
+    This is what follows the second matmul of each block of a tensor-parallel transformer. Inside
+    ``jax.shard_map`` one kernel computes it::
+
+        new_residual = psum(x, axis_name) + residual
+        normed = new_residual / sqrt(mean(new_residual**2) + eps) * (weight + weight_offset) + bias
+
+    A row is what lies along the last dimension. The bits of a row's results do not depend on other
+    rows, on their number, on the number of devices that hold other data, on the algorithm or on the
+    kind of device. They follow from these steps, each of which rounds to float32 or, where stated,
+    to the dtype of x:
+
+    1. ``s``: the ranks' values, added in float32 in rank order, rounded to the dtype, as by `psum`.
+    2. ``h = s + residual`` in float32, rounded to the dtype: `new_residual`.
+    3. ``v = total(h * h) / hidden`` in float32. `total` adds neighbours, values 0 and 1, 2 and 3,
+       and so on, then the sums in the same way, until one is left. Zeros fill up a row to a power
+       of 2.
+    4. ``y = h * (1 / sqrt(v + eps)) * (weight + weight_offset) + bias`` in float32, from left to
+       right, rounded once to the dtype: `normed`. The offset is added only if it is not 0.
+
+    So results may differ in the last bits from a composition that XLA compiles, which adds in an
+    order of its own and may keep intermediate values in float32.
+
+    The one-shot algorithm sends the rows to all ranks. Larger arrays take the two-shot algorithm: a
+    reduce-scatter of whole rows, then an all-gather of the sums. An array that does not fit an
+    epoch buffer is divided into several operations by one call.
+
+    On a mesh whose devices this package cannot serve, ``jax.lax`` sums and XLA compiles the same
+    formula; then the result is equal but for rounding. `explain` says which calls this concerns.
+
+    Differentiable in forward and reverse mode with respect to all arrays, to any order. Gradients
+    are computed in float32 by XLA, from `new_residual`; x and the residual have the same gradient.
+    Under check_vma=False the backward pass has one `psum`, as that of ``jax.lax.psum``.
+
+    The kernel follows the fusions of FlashInfer and TensorRT-LLM; the order of additions is its
+    own.
+
+    Args:
+        x: an array [..., hidden] of float32, bfloat16 or float16, on each rank a term of the sum.
+            The kernels take up to 16384 elements of hidden.
+        residual: an array of the shape and dtype of x, the same on all ranks.
+        weight: an array [hidden] of the dtype of x, or float32, the same on all ranks. Other
+            floating dtypes are cast to float32.
+        axis_name: the name of a mapped axis, or several names.
+        eps: a number that is added to the mean of the squares.
+        bias: an array like weight that is added to the normalized rows; None for none.
+        weight_offset: a number that is added to the weight; 1.0 for models whose weight is
+            stored as its difference from 1.
+
+    Returns:
+        `normed` and `new_residual`, of the shape and dtype of x, the same on all ranks.
+
+    Raises:
+        TypeError: an operand is no array or has another dtype, or `eps` or `weight_offset` is no
+            number that is known while tracing.
+        ValueError: shapes do not fit, or the residual, the weight or the bias varies over the axes
+            (known under check_vma=True).
+        NameError: an axis is not bound.
+
+    Examples:
+        >>> @jax.jit
+        ... @jax.shard_map(mesh=mesh, in_specs=(P("model"), P(), P()), out_specs=P())
+        ... def normed(x, residual, weight):
+        ...     return jax_intranode.psum_residual_rms_norm(
+        ...         x[0], residual, weight, "model", eps=0.0
+        ...     )
+        >>> y, h = normed(jnp.ones((2, 3, 4)), jnp.ones((3, 4)), jnp.full(4, 2.0))
+        >>> print(h[0], y[0])
+        [3. 3. 3. 3.] [2. 2. 2. 2.]
+    """
+    return _call("rms_norm", None, x, residual, weight, bias, axis_name, eps, weight_offset)
+
+
+def psum_residual_layer_norm(
+    x: Any,
+    residual: Any,
+    weight: Any,
+    axis_name: Any,
+    *,
+    eps: float,
+    bias: Any = None,
+    weight_offset: float = 0.0,
+) -> tuple[Any, Any]:
+    """`psum_residual_rms_norm` with LayerNorm in the place of RMSNorm.
+
+    Arguments, results, errors and differentiation are described there. Steps 3 and 4 are
+
+    3. ``m = total(h) / hidden``; ``d = h - m``; ``v = total(d * d) / hidden``;
+    4. ``y = d * (1 / sqrt(v + eps)) * (weight + weight_offset) + bias``.
+
+    Examples:
+        >>> @jax.jit
+        ... @jax.shard_map(mesh=mesh, in_specs=(P("model"), P(), P()), out_specs=P())
+        ... def normed(x, residual, weight):
+        ...     return jax_intranode.psum_residual_layer_norm(
+        ...         x[0], residual, weight, "model", eps=0.0
+        ...     )
+        >>> y, h = normed(jnp.ones((2, 1, 2)), jnp.array([[1.0, 3.0]]), jnp.ones(2))
+        >>> print(h[0], y[0])
+        [3. 5.] [-1.  1.]
+    """
+    return _call("layer_norm", None, x, residual, weight, bias, axis_name, eps, weight_offset)
+
+
+def reduce_scatter_residual_rms_norm(
+    x: Any,
+    residual: Any,
+    weight: Any,
+    axis_name: Any,
+    *,
+    eps: float,
+    bias: Any = None,
+    weight_offset: float = 0.0,
+    scatter_dimension: int = 0,
+) -> tuple[Any, Any]:
+    """`psum_residual_rms_norm` for sequence parallelism: each rank gets a part of the rows.
+
+    As ``psum_scatter(x, axis_name, scatter_dimension=scatter_dimension, tiled=True)``, followed by
+    the residual add and the norm of each rank's own rows. A row has the same bits as from
+    `psum_residual_rms_norm`, which describes the arithmetic, the other arguments and errors.
+
+    Differentiable as that function is. The backward pass has one `all_gather`.
+
+    Args:
+        x: an array [..., hidden] with 2 or more dimensions, on each rank a term of the sum.
+        residual: the rank's part of the residual, of the shape of the result.
+        weight: an array [hidden], the same on all ranks.
+        axis_name: the name of a mapped axis, or several names.
+        eps: a number that is added to the mean of the squares.
+        bias: an array like weight that is added to the normalized rows; None for none.
+        weight_offset: a number that is added to the weight.
+        scatter_dimension: the dimension of x that is divided among the ranks, any but the last. Its
+            length is a multiple of the number of ranks.
+
+    Returns:
+        `normed` and `new_residual`: the shape of x with `scatter_dimension` divided by the number
+        of ranks.
+
+    Examples:
+        >>> @jax.jit
+        ... @jax.shard_map(
+        ...     mesh=mesh, in_specs=(P(None, "model"), P("model"), P()), out_specs=P("model")
+        ... )
+        ... def normed(x, residual, weight):
+        ...     return jax_intranode.reduce_scatter_residual_rms_norm(
+        ...         x[:, 0], residual, weight, "model", eps=0.0
+        ...     )
+        >>> y, h = normed(jnp.ones((4, 2, 8)), jnp.ones((4, 8)), jnp.ones(8))
+        >>> print(h[:, 0], y[:, 0])
+        [3. 3. 3. 3.] [1. 1. 1. 1.]
+    """
+    return _call(
+        "rms_norm", scatter_dimension, x, residual, weight, bias, axis_name, eps, weight_offset
+    )
+
+
+def reduce_scatter_residual_layer_norm(
+    x: Any,
+    residual: Any,
+    weight: Any,
+    axis_name: Any,
+    *,
+    eps: float,
+    bias: Any = None,
+    weight_offset: float = 0.0,
+    scatter_dimension: int = 0,
+) -> tuple[Any, Any]:
+    """`reduce_scatter_residual_rms_norm` with LayerNorm in the place of RMSNorm.
+
+    The arithmetic of the norm is that of `psum_residual_layer_norm`.
+
+    Examples:
+        >>> @jax.jit
+        ... @jax.shard_map(
+        ...     mesh=mesh, in_specs=(P(None, "model"), P("model"), P()), out_specs=P("model")
+        ... )
+        ... def normed(x, residual, weight):
+        ...     return jax_intranode.reduce_scatter_residual_layer_norm(
+        ...         x[:, 0], residual, weight, "model", eps=0.0
+        ...     )
+        >>> y, h = normed(jnp.ones((2, 2, 2)), jnp.array([[1.0, 3.0]] * 2), jnp.ones(2))
+        >>> print(h[0], y[0])
+        [3. 5.] [-1.  1.]
+    """
+    return _call(
+        "layer_norm", scatter_dimension, x, residual, weight, bias, axis_name, eps, weight_offset
+    )
+
+
+# Checks.
+
+
+def _call(
+    norm: str,
+    dimension: int | None,
+    x: Any,
+    residual: Any,
+    weight: Any,
+    bias: Any,
+    axis_name: Any,
+    eps: Any,
+    weight_offset: Any,
+) -> tuple[Any, Any]:
+    primitive = _PRIMITIVES[norm, dimension is not None]
+    name = primitive.operation
+    axes = matmul_arguments.axes_of(axis_name)
+    operands = _operands(name, x, residual, weight, bias)
+    eps = _number(name, "eps", eps)
+    weight_offset = _number(name, "weight_offset", weight_offset)
+    if eps < 0:
+        raise ValueError(f"{name}: eps is {eps}; it must not be negative")
+    size = matmul_arguments.world_size(name, axes)
+    dimension = _check_shapes(name, operands, dimension, size)
+    _check_types(name, operands, axes, dimension is not None)
+    params = NormParams(
+        axes, norm, eps, weight_offset, dimension, size, invariant=compat.check_vma()
+    )
+    reason = _reason_for_lax(operands, axes)
+    if reason is not None:
+        with fallback.to_lax(name, reason):
+            normed, new_residual = params.by_lax(operands)
+    else:
+        operands = _varying(operands, params)
+        with jax.named_scope(primitive.scope):
+            normed, new_residual = primitive.bind(*operands, params=params)
+    return normed, new_residual
+
+
+def _operands(name: str, x: Any, residual: Any, weight: Any, bias: Any) -> list[Any]:
+    """The operands as arrays, of dtypes that fit together."""
+    given = {"x": x, "residual": residual, "weight": weight}
+    if bias is not None:
+        given["bias"] = bias
+    for key, value in given.items():
+        if not (hasattr(value, "dtype") and hasattr(value, "shape")):
+            raise TypeError(f"{name}: {key} is a {type(value).__name__}; pass an array")
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            raise TypeError(f"{name}: {key} has the dtype {value.dtype}; pass floating-point data")
+    x, residual, *parameters = [jnp.asarray(v) for v in given.values()]
+    if residual.dtype != x.dtype:
+        raise TypeError(f"{name}: x is {x.dtype}, residual is {residual.dtype}; cast one of them")
+    dtypes = {v.dtype for v in parameters}
+    if dtypes != {x.dtype}:
+        wider = np.promote_types(x.dtype, np.float32) if x.dtype == "float64" else np.float32
+        parameters = [v.astype(wider) for v in parameters]
+    return [x, residual, *parameters]
+
+
+def _number(name: str, argument: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except jax.errors.ConcretizationTypeError:
+        raise TypeError(
+            f"{name}: {argument} is not known while tracing; pass a number, or mark the argument "
+            "as static"
+        ) from None
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: {argument} is {value!r}; pass a number") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{name}: {argument} is {number}; pass a finite number")
+    return number
+
+
+def _check_shapes(
+    name: str, operands: Sequence[Any], dimension: int | None, size: int
+) -> int | None:
+    """Refuses operands that do not fit together; returns the dimension, counted from the first."""
+    x, residual, *parameters = operands
+    least = 1 if dimension is None else 2
+    if x.ndim < least or x.shape[-1] == 0:
+        raise ValueError(
+            f"{name}: x has the shape {x.shape}; it needs {least} dimension{'s' * (least > 1)} or "
+            "more, the last of them not empty"
+        )
+    expected = x.shape
+    if dimension is not None:
+        dimension = matmul_arguments.dimension(name, "scatter_dimension", dimension, x.ndim)
+        length = x.shape[dimension]
+        if dimension == x.ndim - 1:
+            raise ValueError(
+                f"{name}: scatter_dimension is {dimension}, the dimension that is normalized; pass "
+                "another one"
+            )
+        if length % size != 0:
+            raise ValueError(
+                f"{name}: dimension {dimension} of x has the length {length}; it must be a "
+                f"multiple of the number of ranks, {size}"
+            )
+        expected = (*x.shape[:dimension], length // size, *x.shape[dimension + 1 :])
+    if residual.shape != expected:
+        raise ValueError(
+            f"{name}: residual has the shape {residual.shape}; with x of the shape {x.shape} it "
+            f"must be {expected}"
+        )
+    for argument, parameter in zip(("weight", "bias"), parameters, strict=False):
+        if parameter.shape != x.shape[-1:]:
+            raise ValueError(
+                f"{name}: {argument} has the shape {parameter.shape}; with x of the shape "
+                f"{x.shape} it must be {x.shape[-1:]}"
+            )
+    return dimension
+
+
+def _check_types(
+    name: str, operands: Sequence[Any], axes: tuple[Hashable, ...], scatters: bool
+) -> None:
+    """Refuses operands that must be the same on all ranks, and are known not to be."""
+    if not compat.check_vma():
+        return
+    named = list(zip(("x", "residual", "weight", "bias"), operands, strict=False))
+    for argument, operand in named[2 if scatters else 1 :]:
+        over = set(jax.typeof(operand).manual_axis_type.varying).intersection(axes)
+        if over:
+            advice = "all ranks must have the same"
+            if argument == "residual":
+                advice += "; for a residual that is divided among the ranks, see "
+                advice += f"jax_intranode.{name.replace('psum', 'reduce_scatter')}"
+            raise ValueError(
+                f"{name}: {argument} varies over the axes {sorted(map(str, over))}; {advice}"
+            )
+
+
+def _reason_for_lax(operands: Sequence[Any], axes: tuple[Hashable, ...]) -> str | None:
+    x = operands[0]
+    reason = fallback.reason_of_axes(axes)
+    if reason is not None:
+        return reason
+    if not isinstance(x, jax.core.Tracer):
+        return fallback.CONSTANT
+    if not all(isinstance(jax.typeof(v), ShapedArray) for v in operands):
+        return "not an array"
+    if any(axis is not None for v in operands for axis in jax.typeof(v).sharding.spec):
+        return "an operand sharded over explicit axes of the mesh"
+    reason = fallback.reason_of_types(operands, [x], axes)
+    return reason or select.unsupported_norm(x.dtype.name, x.shape[-1])
+
+
+def _varying(operands: Sequence[Any], params: NormParams) -> list[Any]:
+    """The operands, cast to vary over the mesh axes that the primitive's rules ask for."""
+    operands = [compat.with_weak_type(v, False) for v in operands]
+    varying = (jax.typeof(v).manual_axis_type.varying for v in operands)
+    others = set[Any]().union(*varying).difference(params.axes)
+    x, residual, *parameters = operands
+    everywhere = sorted(others.union(params.axes), key=str)
+    shared = sorted(others, key=str)
+    of_residual = shared if params.dimension is None else everywhere
+    return [
+        collective.varying(x, everywhere),
+        collective.varying(residual, of_residual),
+        *(collective.varying(v, shared) for v in parameters),
+    ]
+
+
+# The formula. It computes in float32 (float64 for float64).
+
+
+def _normalized(h: Any, params: NormParams) -> tuple[Any, Any]:
+    """The rows before they are scaled, and the factor 1 / sqrt(v + eps) of each row."""
+    h = h.astype(jnp.promote_types(h.dtype, jnp.float32))
+    if params.norm == "layer_norm":
+        h = h - h.mean(-1, keepdims=True)
+    factor = 1 / jnp.sqrt((h * h).mean(-1, keepdims=True) + params.eps)
+    return h * factor, factor
+
+
+def _scale(weight: Any, params: NormParams, dtype: Any) -> Any:
+    weight = weight.astype(dtype)
+    return weight + params.weight_offset if params.weight_offset != 0 else weight
+
+
+# Abstract evaluation.
+
+
+def _abstract_eval(x: Any, residual: Any, weight: Any, *bias: Any, params: NormParams) -> list[Any]:
+    del x, weight, bias  # _varying has made the residual's type that of the results
+    return [residual, residual]
+
+
+# Selection.
+
+
+def _rows(avals: Sequence[Any]) -> int:
+    """The rows of a rank's result."""
+    residual = avals[1]
+    return int(math.prod(residual.shape[:-1]))
+
+
+def _select(
+    site: LoweringSite, avals: Sequence[Any], params: NormParams, traced_over: Any
+) -> select.Selection:
+    reason = site.reason_for_lax(traced_over)
+    if reason is not None:
+        return select.Selection("lax", reason)
+    mesh = site.mesh
+    assert mesh is not None  # or there would be a reason
+    partition = communicator.partition(mesh, tuple(params.axes))
+    device = mesh.devices.flat[0]
+    select_with = functools.partial(
+        select.select_norm,
+        params.primitive.operation,
+        rows=_rows(avals),
+        hidden=avals[0].shape[-1],
+        dtype=avals[0].dtype.name,
+        world_size=partition.group_size,
+        hardware=table.hardware_of(device.platform, device.device_kind),
+        mode=communicator.mode_of(mesh.devices.flat),
+        algorithm=config.get().algorithm,
+    )
+    # First with any memory: what lax runs anyway needs no rendezvous.
+    selected = select_with(epoch_buffer_bytes=None)
+    if selected.algorithm == "lax":
+        return selected
+    rendezvous = communicator.rendezvous_of(mesh.devices.flat)
+    if rendezvous.reason is not None:
+        return select.Selection("lax", rendezvous.reason, logged=True)
+    selected = select_with(epoch_buffer_bytes=rendezvous.epoch_buffer_bytes)
+    if selected.algorithm != "lax":
+        reason = communicator.communicator(rendezvous, partition)
+        if reason is not None:
+            return select.Selection("lax", reason)
+    return selected
+
+
+def _explain(
+    site: LoweringSite, avals: Sequence[Any], *, params: NormParams, traced_over: Any
+) -> list[Operation]:
+    selected = _select(site, avals, params, traced_over)
+    return [Operation(params.primitive.operation, list(avals), nbytes(avals[0]), selected)]
+
+
+# Lowering.
+
+
+def _lower(ctx: Any, *operands: Any, params: NormParams, traced_over: Any) -> list[Any]:
+    site = LoweringSite.of(ctx)
+    avals = list(ctx.avals_in)
+    selected = _select(site, avals, params, traced_over)
+    if selected.algorithm == "lax":
+        return collective.lower_to_lax(ctx, params.primitive, operands, params, selected)
+    x = operands[0]
+    if params.dimension is not None:
+        # The custom call expects the ranks' parts one after another.
+        aval, part = avals[:2]
+        size, dimension = params.world_size, params.dimension
+
+        def arrange(v: Any) -> Any:
+            divided = (*v.shape[:dimension], size, -1, *v.shape[dimension + 1 :])
+            return jnp.moveaxis(v.reshape(divided), dimension, 0).reshape(size, *part.shape)
+
+        avals[0] = aval.update(shape=(size, *part.shape))
+        lower = mlir.lower_fun(arrange, multiple_results=False)
+        (x,) = lower(ctx.replace(avals_in=[aval], avals_out=[avals[0]]), x)
+    return collective.lower_to_call(
+        ctx.replace(avals_in=avals),
+        params.primitive,
+        [x, *operands[1:]],
+        site.mesh,
+        params.axes,
+        selected,
+        communicated=avals[:1],
+        attributes={
+            "eps": np.float32(params.eps),
+            "weight_offset": np.float32(params.weight_offset),
+        },
+    )
+
+
+# Differentiation.
+
+
+def _sum_of_tangent(dx: Any, params: NormParams) -> Any:
+    if params.dimension is None:
+        summed = PsumParams(params.axes, invariant=params.invariant)
+        return psum_p.bind(dx, params=summed)[0]
+    scattered = PsumScatterParams(params.axes, params.dimension, True, params.world_size)
+    return psum_scatter_p.bind(dx, params=scattered)[0]
+
+
+def _jvp(
+    bind: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], params: NormParams
+) -> tuple[list[Any], list[Any]]:
+    """The tangents, as functions of the new residual and the operands' tangents.
+
+    With n = (h - m) * f, the normalized rows: dn = f * (d - n * mean(n * d)), where d is dh without
+    its mean if the norm is LayerNorm.
+    """
+    normed, new_residual = bind(*primals, params=params)
+    dx, dresidual, dweight, *dbias = [None if type(t) is ad.Zero else t for t in tangents]
+    weight = primals[2]
+    n, factor = _normalized(new_residual, params)
+    dh = None if dx is None else _sum_of_tangent(dx, params)
+    if dresidual is not None:
+        dh = dresidual if dh is None else dh + dresidual
+    terms = []
+    if dh is not None:
+        d = dh.astype(n.dtype)
+        if params.norm == "layer_norm":
+            d = d - d.mean(-1, keepdims=True)
+        dn = factor * (d - n * (n * d).mean(-1, keepdims=True))
+        terms.append(dn * _scale(weight, params, n.dtype))
+    if dweight is not None:
+        terms.append(n * dweight.astype(n.dtype))
+    for db in dbias:
+        if db is not None:
+            terms.append(jnp.broadcast_to(db.astype(n.dtype), n.shape))
+    dnormed = functools.reduce(jnp.add, terms).astype(normed.dtype) if terms else None
+    return [normed, new_residual], [
+        ad.Zero(jax.typeof(v).to_tangent_aval()) if t is None else t
+        for v, t in ((normed, dnormed), (new_residual, dh))
+    ]
+
+
+def _transpose(cotangents: Sequence[Any], *operands: Any, params: NormParams) -> list[Any]:
+    raise NotImplementedError(
+        f"{params.primitive.operation} is not linear, so it has no transpose; differentiate it"
+    )
+
+
+# Batching: rows are independent, so the batch is one more dimension of them.
+
+
+def _batch(
+    name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: NormParams
+) -> tuple[list[Any], list[Any]]:
+    primitive = params.primitive
+    if name in params.axes:
+        return collective.batch_over_hidden_axis(primitive, name, size, operands, dims, params, 0)
+    if any(d is not None for d in dims[2:]):
+        # Each element has its own parameters: one operation after another.
+        moved = [
+            v if d is None else jnp.moveaxis(v, d, 0) for v, d in zip(operands, dims, strict=True)
+        ]
+
+        def one(index: Any) -> list[Any]:
+            chosen = [v if d is None else v[index] for v, d in zip(moved, dims, strict=True)]
+            return primitive.bind(*chosen, params=params)
+
+        return lax.map(one, jnp.arange(size)), [0, 0]
+    x, residual = (
+        jnp.broadcast_to(v, (size, *v.shape)) if d is None else jnp.moveaxis(v, d, 0)
+        for v, d in zip(operands[:2], dims[:2], strict=True)
+    )
+    if params.dimension is not None:
+        params = replace(params, dimension=params.dimension + 1)
+    return primitive.bind(x, residual, *operands[2:], params=params), [0, 0]
+
+
+# Registration.
+
+for _primitive in _PRIMITIVES.values():
+    _primitive.register(
+        abstract_eval=_abstract_eval,
+        lower=_lower,
+        explain=_explain,
+        jvp=_jvp,
+        transpose=_transpose,
+        batch=_batch,
+    )

@@ -1,0 +1,76 @@
+"""What psum_residual_rms_norm and its relatives compute, in NumPy, bit by bit.
+
+The docstring of psum_residual_rms_norm has the definition. NumPy rounds each float32 operation;
+XLA may keep intermediate values longer, so its composition is no oracle.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+def total(values: Array) -> Array:
+    """Adds neighbours until one value of each row is left."""
+    width = values.shape[-1]
+    padded = np.zeros((*values.shape[:-1], 1 << (width - 1).bit_length()), np.float32)
+    padded[..., :width] = values
+    while padded.shape[-1] > 1:
+        padded = padded[..., ::2] + padded[..., 1::2]
+    return padded[..., 0] + np.float32(0)  # a total of 0 is +0
+
+
+def summed(xs: Sequence[Array]) -> Array:
+    """The ranks' values, added in float32 in rank order and rounded once."""
+    result = xs[0].astype(np.float32)
+    for x in xs[1:]:
+        result = result + x.astype(np.float32)
+    return result.astype(xs[0].dtype)
+
+
+def residual_norm(
+    xs: Sequence[Array],
+    residual: Array,
+    weight: Array,
+    *,
+    norm: str,
+    eps: float,
+    bias: Array | None = None,
+    weight_offset: float = 0.0,
+) -> tuple[Array, Array]:
+    """The results of a psum of the ranks' `xs`, a residual add and a norm."""
+    dtype = xs[0].dtype
+    f32 = np.float32
+    with np.errstate(all="ignore"):
+        h = (summed(xs).astype(f32) + residual.astype(f32)).astype(dtype)
+        d = h.astype(f32)
+        hidden = f32(d.shape[-1])
+        if norm == "layer_norm":
+            d = d - (total(d) / hidden)[..., None]
+        variance = total(d * d) / hidden
+        factor = f32(1) / np.sqrt(variance + f32(eps))
+        w = weight.astype(f32)
+        if weight_offset != 0:
+            w = w + f32(weight_offset)
+        y = d * factor[..., None] * w
+        if bias is not None:
+            y = y + bias.astype(f32)
+        return y.astype(dtype), h
+
+
+def gradients(
+    h: Array, weight: Array, ct_y: Array, ct_h: Array, *, norm: str, eps: float
+) -> tuple[Array, Array, Array]:
+    """Gradients of sum(y * ct_y) + sum(h * ct_h) in float64: of h, the weight and the bias."""
+    h, weight, ct_y, ct_h = (v.astype(np.float64) for v in (h, weight, ct_y, ct_h))
+    d = h - h.mean(-1, keepdims=True) if norm == "layer_norm" else h
+    factor = 1 / np.sqrt((d * d).mean(-1, keepdims=True) + eps)
+    n = d * factor
+    ct_n = ct_y * weight
+    ct_d = factor * (ct_n - n * (ct_n * n).mean(-1, keepdims=True))
+    if norm == "layer_norm":
+        ct_d = ct_d - ct_d.mean(-1, keepdims=True)
+    rows = tuple(range(h.ndim - 1))
+    return ct_d + ct_h, (ct_y * n).sum(rows), ct_y.sum(rows)

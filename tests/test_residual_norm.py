@@ -1,0 +1,311 @@
+"""psum_residual_rms_norm and its relatives, in one process with all devices."""
+
+from typing import Any
+
+import cases
+import cases_of_norms
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import check_like, line, put, sharded
+from cases_of_norms import EPS, function, normal, operands
+from devices import need_devices
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jax_intranode
+from jax_intranode._src import limits, select
+
+# The quick tier runs these of the cases that come in many dtypes and algorithms.
+QUICK = {
+    "every_dtype_and_length": (
+        *("bfloat16-one_shot-rms_norm", "float32-two_shot-layer_norm"),
+        "float16-one_shot-layer_norm",
+    ),
+    "long_rows": ("bfloat16-16384-one_shot",),
+    "every_world_size": ("3-two_shot", "8-one_shot"),
+    "unusual_values": ("bfloat16",),
+    "batch_invariance": ("bfloat16",),
+    "parts_of_the_rows": ("bfloat16-rms_norm",),
+    "gradients": ("rms_norm-False-True", "layer_norm-False-False", "rms_norm-True-True"),
+}
+
+
+def is_quick(name: str) -> bool:
+    of, _, parameters = name.partition("-")
+    return parameters in QUICK.get(of, (parameters,))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if is_quick(name) else pytest.param(name, marks=pytest.mark.full)
+        for name in cases_of_norms.CASES
+    ],
+)
+def test_case(name: str) -> None:
+    case = cases_of_norms.CASES[name]
+    need_devices(case.devices)
+    case.run()
+
+
+def test_quick_cases_exist() -> None:
+    for of, chosen in QUICK.items():
+        assert {f"{of}-{parameters}" for parameters in chosen} <= cases_of_norms.CASES.keys()
+
+
+def program(f: Any, *shapes: tuple[int, ...], dtype: Any = jnp.float32) -> tuple[Any, list[Any]]:
+    """A psum form over all devices, jitted, and the types of its arguments."""
+    n = len(jax.devices())
+    mapped = sharded(
+        lambda x, *others: f(x[0], *others), line(), (P("x"), *[P()] * (len(shapes) - 1)), P()
+    )
+    avals = [jax.ShapeDtypeStruct(s, dtype) for s in ((n, *shapes[0]), *shapes[1:])]
+    return jax.jit(mapped), avals
+
+
+def rms(x: Any, residual: Any, weight: Any, **options: Any) -> Any:
+    return jax_intranode.psum_residual_rms_norm(x, residual, weight, "x", **{"eps": EPS, **options})
+
+
+def test_it_is_one_call_of_ours() -> None:
+    f, avals = program(rms, (4, 64), (4, 64), (64,))
+    text = f.lower(*avals).compile().as_text()
+    assert text.count('custom_call_target="jax_intranode_psum_residual_rms_norm"') == 1
+    assert "all-reduce" not in text
+
+
+@pytest.mark.parametrize(
+    ("hidden", "dtype", "reason"),
+    [
+        (limits.MAX_HIDDEN + 1, "float32", "rows of 16385 elements"),
+        (8, "float64", "dtype float64"),
+    ],
+)
+def test_what_the_kernels_do_not_take_falls_back(hidden: int, dtype: str, reason: str) -> None:
+    with cases.x64(dtype):
+        f, avals = program(rms, (2, hidden), (2, hidden), (hidden,), dtype=dtype)
+        assert "all-reduce" in f.lower(*avals).compile().as_text()
+        (call,) = jax_intranode.explain(f)(*avals)
+        assert call.algorithm == "lax" and reason in call.reason
+        x, residual, weight = (normal(dtype, a.shape, k) for k, a in enumerate(avals))
+        got, h = f(x, residual, weight)
+    exact = x.astype(np.float64).sum(0) + residual
+    want = exact / np.sqrt((exact**2).mean(-1, keepdims=True) + EPS) * weight
+    tolerance = 1e-4 if dtype == "float32" else 1e-12
+    np.testing.assert_allclose(h, exact, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
+
+
+def test_explain_names_the_algorithm() -> None:
+    f, avals = program(rms, (1, 64), (1, 64), (64,))
+    (call,) = jax_intranode.explain(f)(*avals)
+    assert call.operation == "psum_residual_rms_norm"
+    assert call.algorithm == "one_shot_rms_norm"
+    assert call.nbytes == 256
+
+
+@pytest.mark.parametrize("scatters", [False, True])
+@pytest.mark.parametrize("batched", ["rows", "everything", "parameters"])
+def test_vmap_is_a_loop(scatters: bool, batched: str) -> None:
+    n, size = len(jax.devices()), 3
+    x, residual, weight, bias = (
+        normal("bfloat16", shape, k)
+        for k, shape in enumerate(((size, n, 2 * n, 24), (size, 2 * n, 24), (size, 24), (size, 24)))
+    )
+    axes = {
+        "rows": (0, 0, None, None),
+        "everything": (0, 0, 0, 0),
+        "parameters": (None, None, 0, 0),
+    }
+    dims = axes[batched]
+    arguments = [
+        v if d is not None else v[0] for v, d in zip((x, residual, weight, bias), dims, strict=True)
+    ]
+
+    def body(x: Any, residual: Any, weight: Any, bias: Any) -> Any:
+        return function("rms_norm", scatters)(x[0], residual, weight, "x", eps=EPS, bias=bias)
+
+    of_rows = P("x") if scatters else P()
+    f = sharded(body, line(), (P("x"), of_rows, P(), P()), of_rows, check_vma=True)
+    mapped = jax.jit(jax.vmap(f, dims))(*arguments)
+    looped = [
+        jax.jit(f)(*(v if d is None else v[k] for v, d in zip(arguments, dims, strict=True)))
+        for k in range(size)
+    ]
+    for k, results in enumerate(looped):
+        for whole, one in zip(mapped, results, strict=True):
+            np.testing.assert_array_equal(cases.bits(whole[k]), cases.bits(np.asarray(one)))
+
+
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_gradients_under_transformations(check_vma: bool) -> None:
+    """Under remat, scan and jit, and second derivatives: as the composition of jax.lax's."""
+    mesh = line()
+    x, residual, weight = operands("float32", mesh.size, (2, 16), False)
+
+    def composed(x: Any, residual: Any, weight: Any, axis: str, *, eps: float) -> Any:
+        h = lax.psum(x, axis) + residual
+        return h / jnp.sqrt((h * h).mean(-1, keepdims=True) + eps) * weight, h
+
+    def gradients(norm: Any) -> Any:
+        def body(x: Any, residual: Any, weight: Any) -> Any:
+            @jax.checkpoint
+            def layer(h: Any, _: Any) -> Any:
+                y, h = norm(jnp.sin(x[0] * h), h, weight, "x", eps=EPS)
+                return h + jnp.cos(y), jnp.sum(y)
+
+            def loss(residual: Any, weight: Any) -> Any:
+                h, sums = lax.scan(lambda h, _: layer(h * weight, _), residual, None, length=2)
+                return jnp.sum(h) + jnp.sum(sums**2)
+
+            first = jax.grad(loss, argnums=(0, 1))(residual, weight)
+            second = jax.jvp(jax.grad(loss), (residual, weight), (residual, weight))[1]
+            return first, second
+
+        f = sharded(body, mesh, (P("x"), P(), P()), P(), check_vma)
+        specs = (P("x"), P(), P())
+        arguments = [put(mesh, s, v) for s, v in zip(specs, (x, residual, weight), strict=True)]
+        return jax.jit(f)(*arguments)
+
+    check_like(gradients(jax_intranode.psum_residual_rms_norm), gradients(composed), tolerance=2e-3)
+
+
+def test_only_what_is_differentiated_is_sent() -> None:
+    """The gradient of the weight needs no collective, that of x one psum (check_vma=False)."""
+
+    def loss(argument: int) -> Any:
+        def body(*arguments: Any) -> Any:
+            def total(v: Any) -> Any:
+                chosen = list(arguments)
+                chosen[argument] = v
+                return jnp.sum(rms(*chosen)[0])
+
+            return jax.grad(total)(arguments[argument])
+
+        return program(body, (2, 64), (2, 64), (64,))
+
+    for argument, sums in ((0, 1), (2, 0)):
+        f, avals = loss(argument)
+        text = f.lower(*avals).as_text()
+        assert text.count("@jax_intranode_psum(") == sums
+
+
+# Arguments.
+
+X, R, W = jnp.ones((2, 8)), jnp.ones((2, 8)), jnp.ones(8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        (([1.0], R, W), {}, TypeError, "x is a list; pass an array"),
+        ((X.astype(int), R, W), {}, TypeError, "x has the dtype int32"),
+        ((X, R.astype("bfloat16"), W), {}, TypeError, "x is float32, residual is bfloat16"),
+        ((X, R[:1], W), {}, ValueError, r"residual has the shape \(1, 8\)"),
+        ((X, R, W[:4]), {}, ValueError, r"weight has the shape \(4,\)"),
+        ((X, R, W), {"bias": R}, ValueError, r"bias has the shape \(2, 8\)"),
+        ((X, R, W), {"eps": "small"}, TypeError, "eps is 'small'; pass a number"),
+        ((X, R, W), {"eps": -1.0}, ValueError, "eps is -1.0; it must not be negative"),
+        ((X, R, W), {"eps": float("nan")}, ValueError, "pass a finite number"),
+        ((X[:, :0], R[:, :0], W[:0]), {}, ValueError, "the last of them not empty"),
+        ((X[0, 0], R[0, 0], W), {}, ValueError, "needs 1 dimension"),
+    ],
+)
+def test_wrong_arguments(arguments: Any, options: Any, error: Any, message: str) -> None:
+    x, *others = arguments
+    many = x if isinstance(x, list) else None
+
+    def body(v: Any, *others: Any) -> Any:
+        return rms(v[0] if many is None else many, *others, **options)
+
+    shown = jnp.ones((len(jax.devices()), 1)) if many else jnp.stack([x] * len(jax.devices()))
+    f = sharded(body, line(), (P("x"), P(), P()), P())
+    with pytest.raises(error, match=message):
+        f(shown, *others)
+
+
+def test_traced_eps_is_refused() -> None:
+    def body(x: Any, residual: Any, weight: Any, eps: Any) -> Any:
+        return rms(x[0], residual, weight, eps=eps)
+
+    f = sharded(body, line(), (P("x"), P(), P(), P()), P())
+    with pytest.raises(TypeError, match="eps is not known while tracing"):
+        jax.jit(f)(jnp.stack([X] * len(jax.devices())), R, W, 1e-5)
+
+
+@pytest.mark.parametrize(("argument", "name"), [(1, "residual"), (2, "weight")])
+def test_operands_that_vary_are_refused(argument: int, name: str) -> None:
+    def body(*arguments: Any) -> Any:
+        chosen = [arguments[0][0], *arguments[1:]]
+        chosen[argument] = chosen[argument] + chosen[0].sum()
+        return rms(*chosen)
+
+    f = sharded(body, line(), (P("x"), P(), P()), P(), check_vma=True)
+    with pytest.raises(ValueError, match=f"{name} varies over the axes"):
+        jax.jit(f)(jnp.stack([X] * len(jax.devices())), R, W)
+
+
+def test_scatter_dimension_is_checked() -> None:
+    def call(dimension: int, rows: int) -> Any:
+        def body(x: Any, weight: Any) -> Any:
+            return jax_intranode.reduce_scatter_residual_rms_norm(
+                x, x, weight, "x", eps=EPS, scatter_dimension=dimension
+            )
+
+        return sharded(body, line(), (P(), P()), P("x"))(jnp.ones((rows, 8)), W)
+
+    with pytest.raises(ValueError, match="the dimension that is normalized"):
+        call(1, 8)
+    with pytest.raises(ValueError, match="multiple of the number of ranks"):
+        call(0, len(jax.devices()) + 1)
+    with pytest.raises(ValueError, match="scatter_dimension is 5"):
+        call(5, 8)
+
+
+def test_unbound_axis() -> None:
+    with pytest.raises(NameError, match="unbound axis name: nowhere"):
+        jax_intranode.psum_residual_rms_norm(X, R, W, "nowhere", eps=EPS)
+
+
+# Selection.
+
+
+def chosen(rows: int, hidden: int, **facts: Any) -> select.Selection:
+    return select.select_norm(
+        **{
+            "operation": "psum_residual_rms_norm", "rows": rows, "hidden": hidden,
+            "dtype": "bfloat16", "world_size": 2, "hardware": "hopper", "mode": "single",
+            "epoch_buffer_bytes": 24 << 20, **facts,
+        }
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("world_size", range(2, 9))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_number_of_rows_is_served_on_gpus(world_size: int, dtype: str) -> None:
+    for rows in (1, 7, 64, 4096, 100_000):
+        for hidden in (1, 13, 8192, 16384):
+            selected = chosen(rows, hidden, world_size=world_size, dtype=dtype)
+            assert selected.algorithm in ("one_shot_rms_norm", "two_shot_rms_norm")
+            packs = -(-hidden * (4 if dtype == "float32" else 2) // 16)
+            most = limits.MAX_HIDDEN * (4 if dtype == "float32" else 2) // 16 // 512
+            assert packs <= selected.threads * most and 1 <= selected.blocks <= 256
+
+
+def test_selection() -> None:
+    assert chosen(1, 8192).algorithm == "one_shot_rms_norm"
+    assert (chosen(1, 8192).blocks, chosen(1, 8192).threads) == (1, 512)
+    assert chosen(4096, 8192).algorithm == "two_shot_rms_norm"
+    assert "in 6 operations" in chosen(4096, 8192).reason
+    assert chosen(1, 8192, algorithm="two_shot").algorithm == "two_shot_rms_norm"
+    assert chosen(1, 8192, algorithm="lax").algorithm == "lax"
+    assert chosen(1, 8192, world_size=1).algorithm == "lax"
+    assert chosen(0, 8192).algorithm == "lax"
+    no_room = chosen(1, 16384, epoch_buffer_bytes=1 << 10)
+    assert no_room.algorithm == "lax" and no_room.cause == select.REFUSED
+    # One-shot needs less for one row.
+    assert chosen(1, 1024, epoch_buffer_bytes=4096, algorithm="two_shot").algorithm == (
+        "one_shot_rms_norm"
+    )

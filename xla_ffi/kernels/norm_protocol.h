@@ -1,0 +1,171 @@
+// A psum, or a reduce-scatter, that adds a residual to its result and normalizes the rows of that.
+//
+// This is one_shot.h, two_shot.h or reduce_scatter.h with a row in the place of a pack: a block
+// works on whole rows, each thread on some packs of a row. Each row begins with a pack of its own.
+// The three differ in what is sent where, so one kernel has them all.
+//
+//                   Send                               Finish
+//   one-shot        my rows to everybody               await a row from everybody, sum, finish
+//   reduce-scatter  the rows of shard d to rank d      the same, for the rows of my shard
+//   two-shot        the same                           the same, and send each sum to everybody;
+//                                                      then await everybody's sums, finish
+//
+// norm.h finishes a row. Sums travel, and not what a norm makes of them: each rank has the
+// residual, and norms all rows. Slot r of a rank's epoch buffer holds rank r's rows; in two-shot, n
+// slots for sums follow. In two-shot the rows are divided into n shards of equal size; rows of
+// zeros fill up the last ones.
+//
+// Safety: group.h. Within one operation each packet has its own address. There is at least one row,
+// and a shard has one, so every rank sends at least one packet to every rank. Block b works on the
+// same rows of a slot in both phases and on all ranks, so a block waits only for blocks of the same
+// number: it awaits others' sums after it has sent all of its own. A thread clears its packets of
+// a row when all of them have arrived, so Finish can be resumed at a row. Results may not overlap
+// operands: a row of x is read in both phases.
+//
+// Model: tests/native/model/collectives_model.cc.
+#pragma once
+
+#include "group.h"
+#include "norm.h"
+
+namespace jax_intranode {
+
+// `Thread` is the context of group.h with what norm.h asks for, and
+//   FirstUnit()   the unit of Finish at which to begin: 0, or where it gave up
+template <class Type, int N, bool kAligned, class PacketsOfType = typename Type::Packets>
+struct Norm {
+  using Packets = PacketsOfType;
+  using Rows = NormRows<Type, kAligned>;
+  static constexpr int kSlots = Ranks<N>::kSlots;
+
+  // The rows of a slot.
+  JIN_FN static size_t SlotRows(const NormCall& c, int size) {
+    return c.protocol == NormProtocol::kTwoShot ? (c.rows + size - 1) / size : c.rows;
+  }
+
+  // Pack k of row i of what goes to rank d.
+  JIN_FN static Pack Part(const NormCall& c, int d, size_t slot_rows, size_t i, uint32_t k) {
+    if (c.protocol == NormProtocol::kTwoShot) return Rows::X(c, 0, d * slot_rows + i, k);
+    return Rows::X(c, c.protocol == NormProtocol::kReduceScatter ? d : 0, i, k);
+  }
+
+  template <class Thread, class G>
+  JIN_FN static bool Send(Thread& t, const G& g, const NormCall& c, uint32_t epoch) {
+    const uint32_t packs = Rows::Packs(c);
+    const size_t rows = SlotRows(c, g.size);
+    const size_t slot_bytes = rows * packs * Packets::kBytes;
+    const bool same = c.protocol == NormProtocol::kOneShot;
+    for (size_t i = t.Block(); i < rows; i += t.Blocks()) {
+      for (uint32_t k = t.Thread(); k < packs; k += t.Threads()) {
+        // All are loaded before the first is stored: the compiler moves no load across a store.
+        Pack p[kSlots];
+        JIN_UNROLL
+        for (int step = 1; step < kSlots; ++step) {
+          if (!Ranks<N>::Has(step, g.size)) continue;
+          p[step] =
+              step > 1 && same ? p[1] : Part(c, Ranks<N>::After(g.rank, step, g.size), rows, i, k);
+        }
+        t.Admit();
+        JIN_UNROLL
+        for (int step = 1; step < kSlots; ++step) {
+          if (!Ranks<N>::Has(step, g.size)) continue;
+          const int to = Ranks<N>::After(g.rank, step, g.size);
+          Packets::Put(g.EpochBuffer(to, epoch) + g.rank * slot_bytes, i * packs + k,
+                       Type::Sendable(p[step]));
+        }
+      }
+    }
+    return true;
+  }
+
+  template <class Thread, class G>
+  JIN_FN static bool Finish(Thread& t, const G& g, const NormCall& c, uint32_t epoch) {
+    constexpr uint32_t kMost = Rows::template kRowPacks<Thread>;
+    const uint32_t packs = Rows::Packs(c);
+    const size_t rows = SlotRows(c, g.size);
+    const size_t slot_bytes = rows * packs * Packets::kBytes;
+    const bool two_shot = c.protocol == NormProtocol::kTwoShot;
+    char* const slots = g.EpochBuffer(g.rank, epoch);
+    char* const sums = slots + g.size * slot_bytes;
+    // This block's rows of my slot; then, in two-shot, the same rows of the next rank's, and so on.
+    const size_t block = t.Block(), mine = (rows + t.Blocks() - 1 - block) / t.Blocks();
+    for (size_t u = t.FirstUnit(); u < mine * (two_shot ? g.size : 1); ++u) {
+      const int step = static_cast<int>(u / mine);
+      const int owner = Ranks<N>::After(g.rank, step, g.size);
+      const size_t i = block + u % mine * t.Blocks(), row = two_shot ? owner * rows + i : i;
+      Pack h[kMost], residual[kMost];
+      JIN_UNROLL
+      for (uint32_t j = 0; j < kMost; ++j) {
+        const uint32_t k = t.Thread() + j * t.Threads();
+        if (k >= packs) break;
+        if (row < c.rows) residual[j] = Rows::Residual(c, row, k);
+        if (step == 0) h[j] = Type::Sendable(Part(c, g.rank, rows, i, k));
+      }
+      JIN_UNROLL
+      for (uint32_t j = 0; j < kMost; ++j) {
+        const uint32_t k = t.Thread() + j * t.Threads();
+        if (k >= packs) break;
+        if (step > 0) {
+          while (!Packets::TryGet(sums + owner * slot_bytes, i * packs + k, &h[j])) {
+            if (!t.Wait(u, owner)) return false;
+          }
+        } else {
+          Pack all[kSlots];
+          JIN_UNROLL
+          for (int r = 0; r < kSlots; ++r) all[r] = h[j];
+          while (const int missing = Missing(g, slots, slot_bytes, i * packs + k, all)) {
+            if (!t.Wait(u, missing - 1)) return false;
+          }
+          h[j] = SumInRankOrder<Type, N>(all, g.size);
+          // Used as it is sent: a NaN has the same bits everywhere.
+          if (two_shot) h[j] = Type::Sendable(h[j]);
+        }
+      }
+      for (uint32_t k = t.Thread(); k < packs; k += t.Threads()) {
+        const size_t at = i * packs + k;
+        if (step > 0) {
+          Packets::Arm(sums + owner * slot_bytes, at);
+        } else {
+          ArmAll<Packets, N>(g, slots, slot_bytes, at);
+        }
+      }
+      if (two_shot && step == 0) {
+        JIN_UNROLL
+        for (uint32_t j = 0; j < kMost; ++j) {
+          const uint32_t k = t.Thread() + j * t.Threads();
+          if (k >= packs) break;
+          PutToAll<Packets, N>(g, epoch, g.size * slot_bytes, slot_bytes, i * packs + k, h[j]);
+        }
+      }
+      if (row < c.rows) Rows::Finish(t, c, row, h, residual);
+    }
+    return true;
+  }
+
+  template <class Thread, class G>
+  JIN_FN static bool Run(Thread& t, const G& g, const NormCall& c) {
+    const uint32_t epoch = Begin(t, g);
+    Rows::PrefetchParameters(t, c);
+    if (!Send(t, g, c, epoch) || !Finish(t, g, c, epoch)) return false;
+    End(t, g, epoch);
+    return true;
+  }
+
+ private:
+  // 1 + a rank whose packet has not arrived; 0 if there is none.
+  template <class G>
+  JIN_FN static int Missing(const G& g, char* slots, size_t slot_bytes, size_t at,
+                            Pack (&all)[kSlots]) {
+    int missing = 0;
+    JIN_UNROLL
+    for (int r = 0; r < kSlots; ++r) {
+      if (Ranks<N>::Has(r, g.size) && r != g.rank &&
+          !Packets::TryGet(slots + r * slot_bytes, at, &all[r])) {
+        missing = 1 + r;
+      }
+    }
+    return missing;
+  }
+};
+
+}  // namespace jax_intranode

@@ -19,6 +19,7 @@ CONTENTS = {
         "docs/unedited",
         "docs/collective_matmuls",
         "docs/gradients",
+        "docs/decoding",
         "docs/explain",
         "docs/commands",
         "docs/profilers",

@@ -6,7 +6,7 @@
 # Writes one JSON file and one log for each step to the folder OUT. The default steps are psum,
 # gather, scatter, gather_backward, scatter_backward, pair and transformer; they take at most
 # BUDGET_S seconds together (default 360) on two H200s. Steps that no longer fit are skipped and
-# named; run these again by name. Other steps: types, programs, peers. The package has to be
+# named; run these again by name. Other steps: decode, types, programs, peers. The package has to be
 # installed. To publish the figures, copy the JSON files to docs/measurements and run
 # tools/performance_page.py.
 set -uo pipefail
@@ -73,6 +73,20 @@ for step in "${steps[@]}"; do
       limited "transformer_$suffix" 80 "$python" -P \
         "$source_dir/examples/tensor_parallel_transformer.py" --json "transformer_$suffix.json"
       grep -hE "tokens per second|x the tokens" "transformer_$suffix.log" 2>/dev/null
+      ;;
+    decode)
+      for size in 8B 70B; do
+        for batch in 1 16; do
+          name=decode_${size}_${batch}_$suffix
+          limited "$name" 90 "$python" -P "$source_dir/examples/decode.py" --size "$size" --layers 8 \
+            --batch "$batch" --json "$name.json"
+          grep -hE "tokens/s|^jax|^lax|^no sums" "$name.log" 2>/dev/null
+          limited "${name}_torch" 90 torchrun --nproc-per-node "${suffix%%_*}" \
+            "$source_dir/tools/decode_in_torch.py" --size "$size" --layers 8 --batch "$batch" \
+            --json "${name}_torch.json"
+          grep -h "tokens/s" "${name}_torch.log" 2>/dev/null
+        done
+      done
       ;;
     types)
       bench psum_types 200 psum -d float32,int32,float64,float16 -b 4K -e 4M -f 8 -n 9 -w 2

@@ -20,6 +20,7 @@
 #include <atomic>
 #include <barrier>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -30,6 +31,7 @@
 #include <vector>
 
 #include "xla_ffi/kernels/all_gather.h"
+#include "xla_ffi/kernels/norm_protocol.h"
 #include "xla_ffi/kernels/one_shot.h"
 #include "xla_ffi/kernels/reduce_scatter.h"
 #include "xla_ffi/kernels/same_operation.h"
@@ -70,6 +72,7 @@ struct HostThread {
   int thread, block, blocks;
   std::barrier<>* barrier;
   Jitter* jitter;
+  std::vector<float>* totals;  // of the block's threads (norm.h)
   std::chrono::steady_clock::time_point started{};
   bool met = false;
 
@@ -80,6 +83,17 @@ struct HostThread {
   void Sync() const { barrier->arrive_and_wait(); }
   size_t First() const { return block * kThreads + thread; }
   size_t Stride() const { return blocks * kThreads; }
+  static constexpr int kRowThreads = kThreads;
+  size_t FirstUnit() const { return 0; }
+  template <uint32_t kMost>
+  float Total(float (&v)[kMost], uint32_t count) {
+    for (uint32_t j = 0; j < count; ++j) (*totals)[j * kThreads + thread] = v[j];
+    Sync();
+    float all[kThreads * kMost];
+    std::copy_n(totals->begin(), kThreads * count, all);
+    Sync();
+    return jin::TotalOfPairs(all, kThreads * count);
+  }
   bool Wait(size_t, int) {
     if (started == std::chrono::steady_clock::time_point()) {
       started = std::chrono::steady_clock::now();
@@ -143,7 +157,16 @@ struct FirstWordOnly : Packets {
   }
 };
 
-enum class Kind { kOneShot, kTwoShot, kReduceScatter, kAllGather };
+enum class Kind {
+  kOneShot,
+  kTwoShot,
+  kReduceScatter,
+  kAllGather,
+  kOneShotNorm,
+  kTwoShotNorm,
+  kReduceScatterNorm
+};
+constexpr int kKinds = 7;
 
 struct Plan {
   Kind kind;
@@ -153,12 +176,27 @@ struct Plan {
   int buffers;
   size_t shift;  // of the result from an address that is a multiple of 16
   uint32_t segments = 1;
+  uint32_t hidden = 0;  // of a norm
 
-  jin::Algorithm algorithm() const { return static_cast<jin::Algorithm>(kind); }
+  jin::Algorithm algorithm() const {
+    switch (kind) {
+      case Kind::kOneShotNorm:
+        return jin::Algorithm::kOneShotRmsNorm;
+      case Kind::kTwoShotNorm:
+        return jin::Algorithm::kTwoShotRmsNorm;
+      case Kind::kReduceScatterNorm:
+        return jin::Algorithm::kReduceScatterRmsNorm;
+      default:
+        return static_cast<jin::Algorithm>(kind);
+    }
+  }
 
   // Words of the input and of the output of each rank.
-  size_t In(int ranks) const { return bytes / 4 * (kind == Kind::kReduceScatter ? ranks : 1); }
-  size_t Out(int ranks) const { return bytes / 4 * (kind == Kind::kAllGather ? ranks : 1); }
+  size_t In(int ranks) const { return bytes / 4 * jin::InputShards(algorithm(), ranks); }
+  // A norm has two results: the new residual and the normalized rows.
+  size_t Out(int ranks) const {
+    return bytes / 4 * (hidden > 0 ? 2 : jin::OutputShards(algorithm(), ranks));
+  }
 };
 
 // Runs a kernel: that of one epoch, or that of several segments.
@@ -196,8 +234,9 @@ bool RunKernel(HostThread& t, const TestGroup& g, const Call& call, const Plan& 
       return RunBody<jin::ReduceScatter<Type, N, Packets>>(t, g, call, plan);
     case Kind::kAllGather:
       return RunBody<jin::AllGather<Type, N, Packets>>(t, g, call, plan);
+    default:
+      return false;  // RunNorm
   }
-  return false;
 }
 
 template <class Type, class Packets>
@@ -219,8 +258,38 @@ bool RunCall(HostThread& t, const TestGroup& g, const Call& call, const Plan& pl
                        : RunAs<jin::I32, Break<jin::FlaggedPackets>>(t, g, call, plan);
 }
 
+float Weight(size_t i) { return static_cast<float>(i % 7) - 3; }
+
+// Norms whose residual is zero.
+template <class Packets>
+bool RunNorm(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const Plan& plan) {
+  const std::vector<float> residual(plan.bytes / 4, 0.0f);
+  std::vector<float> weight;
+  for (size_t i = 0; i < plan.hidden; ++i) weight.push_back(Weight(i));
+  char* const out = static_cast<char*>(whole.out);
+  const jin::NormCall call{.x = whole.in,
+                           .residual = residual.data(),
+                           .weight = weight.data(),
+                           .bias = nullptr,
+                           .normed = out + plan.bytes,
+                           .new_residual = out,
+                           .shard_bytes = plan.kind == Kind::kReduceScatterNorm ? plan.bytes : 0,
+                           .rows = plan.bytes / 4 / plan.hidden,
+                           .hidden = plan.hidden,
+                           .eps = 1,
+                           .weight_offset = 0,
+                           .algorithm = plan.algorithm(),
+                           .protocol = jin::NormProtocolOf(plan.algorithm()),
+                           .layer_norm = false,
+                           .float32_parameters = true,
+                           .aligned = false};
+  return g.size == 2 ? jin::Norm<jin::F32, 2, false, Packets>::Run(t, g, call)
+                     : jin::Norm<jin::F32, 0, false, Packets>::Run(t, g, call);
+}
+
 template <template <class> class Break>
 bool RunBroken(HostThread& t, const TestGroup& g, const jin::Buffer& whole, const Plan& plan) {
+  if (plan.hidden > 0) return RunNorm<Break<jin::BarePackets>>(t, g, whole, plan);
   if (plan.buffers == 1) {
     // Ranks may use different kinds of buffers.
     const size_t multiple = (plan.kind == Kind::kTwoShot ? g.size : 1) * plan.segments;
@@ -301,7 +370,26 @@ uint32_t Expected(const Plan& plan, int ranks, int rank, int call, size_t i) {
   if (plan.kind == Kind::kAllGather) {
     return Value(static_cast<int>(i / shard), call, i % shard, plan.floating);
   }
-  if (plan.kind == Kind::kReduceScatter) i += rank * shard;
+  if (plan.hidden > 0 && i >= shard) {
+    const size_t row = (i - shard) / plan.hidden, column = (i - shard) % plan.hidden;
+    const auto sum = [&](size_t k) {
+      const uint32_t bits = Expected(plan, ranks, rank, call, row * plan.hidden + k);
+      float value;
+      memcpy(&value, &bits, 4);
+      return value;
+    };
+    float squares[64] = {};  // at least hidden, and a power of 2
+    for (size_t k = 0; k < plan.hidden; ++k) squares[k] = sum(k) * sum(k);
+    for (size_t width = std::size(squares) / 2; width > 0; width /= 2) {
+      for (size_t k = 0; k < width; ++k) squares[k] = squares[2 * k] + squares[2 * k + 1];
+    }
+    const float scale = 1 / std::sqrt(squares[0] / static_cast<float>(plan.hidden) + 1);
+    const float value = sum(column) * scale * Weight(column);
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+  }
+  if (jin::InputShards(plan.algorithm(), ranks) > 1) i += rank * shard;
   return Sum(ranks, call, i, plan.floating);
 }
 
@@ -360,7 +448,7 @@ long LastSegment(Kind kind, size_t bytes, const std::vector<char*>& regions) {
         group.epoch_buffer_bytes = kEpochBufferBytes;
         group.rank = r;
         group.size = kRanks;
-        HostThread thread{t, 0, 1, barriers[r].get(), &jitter, {}, false};
+        HostThread thread{t, 0, 1, barriers[r].get(), &jitter, nullptr};
         const jin::InSegments<Call> call{{in[r]->data(), out[r]->data(), bytes}, packs, kSegments};
         const uint32_t epoch = jin::Begin(thread, group);
         Body::RunEpoch(thread, group, call.At(last), epoch);
@@ -433,10 +521,19 @@ int main(int argc, char** argv) {
   std::vector<Plan> plans;
   uint32_t epochs = 0;
   for (int k = 0; k < calls; ++k) {
-    const Kind kind = static_cast<Kind>(random() % 4);
+    const Kind kind = static_cast<Kind>(random() % kKinds);
     const bool reduces = kind == Kind::kOneShot || kind == Kind::kTwoShot;
     size_t bytes = 4 * (1 + random() % (kMaxBytes / 4));
     if (random() % 3 == 0) bytes = 16 * ranks * (1 + bytes / (16 * ranks));
+    if (kind >= Kind::kOneShotNorm) {
+      const uint32_t hidden = 1 + random() % 40;
+      const size_t rows = 1 + random() % 9, row_bytes = 4 * hidden;
+      plans.push_back({kind, true, rows * row_bytes,
+                       1 + static_cast<int>(random() % kMaxBlocksHere), 1, random() % 16, 1,
+                       hidden});
+      ++epochs;
+      continue;
+    }
     const bool cut = jin::RunsInSegments(static_cast<jin::Algorithm>(kind)) && random() % 2 == 0;
     plans.push_back(
         {kind, random() % 2 == 0, bytes, 1 + static_cast<int>(random() % kMaxBlocksHere),
@@ -452,6 +549,8 @@ int main(int argc, char** argv) {
 
   std::atomic<long> wrong{0};
   std::vector<std::thread> threads;
+  std::vector<std::vector<float>> totals(ranks * kMaxBlocksHere,
+                                         std::vector<float>(jin::kMaxHidden / 4));
   std::vector<std::vector<std::vector<uint32_t>>> inputs(ranks);
   std::vector<std::vector<Result>> outputs(ranks);
   std::vector<std::unique_ptr<std::barrier<>>> block_barriers, rank_barriers, check_barriers;
@@ -487,11 +586,11 @@ int main(int argc, char** argv) {
         Jitter jitter(r * 100 + 50 + t);
         TestGroup group = group_of(r);
         for (int k = 0; k < calls; ++k) {
-          HostThread thread{t, 0, 1, check_barriers[r].get(), &jitter, {}, false};
+          HostThread thread{t, 0, 1, check_barriers[r].get(), &jitter, nullptr};
           jitter.Pause();
           const bool differs = variant == "other_operation" && r == 0 && k == calls / 2;
-          group.operation = jin::OperationWord(static_cast<jin::Algorithm>(plans[k].kind),
-                                               jin::ElementType::kF32, plans[k].bytes + differs);
+          group.operation = jin::OperationWord(plans[k].algorithm(), jin::ElementType::kF32,
+                                               plans[k].bytes + differs);
           jin::CheckSameOperation(thread, group);
           rank_barriers[r]->arrive_and_wait();
         }
@@ -505,9 +604,9 @@ int main(int argc, char** argv) {
           for (int k = 0; k < calls; ++k) {
             const Plan& plan = plans[k];
             if (b < plan.blocks) {
+              const int block = r * kMaxBlocksHere + b;
               HostThread thread{
-                  t,       b,  plan.blocks, block_barriers[r * kMaxBlocksHere + b].get(),
-                  &jitter, {}, false};
+                  t, b, plan.blocks, block_barriers[block].get(), &jitter, &totals[block]};
               jitter.Pause();
               const jin::Buffer call{inputs[r][k].data(), outputs[r][k].data(), plan.bytes};
               if (variant == "never_armed") {

@@ -5,7 +5,8 @@
 //   collectives_model [variant] [ranks] [operations] [depth]
 //
 // Runs every sequence of so many operations, chosen among one-shot, two-shot, reduce-scatter and
-// all-gather, without a barrier between the ranks. Some run in segments; of these, sequences of 3
+// all-gather, without a barrier between the ranks. In some sequences the first three are norms
+// (kernels/norm_protocol.h), of rows of one pack. Some run in segments; of these, sequences of 3
 // ranks have at most 3 operations. The epoch wraps on the way. `depth` is "full"; "quick", which
 // runs some of the sequences; or "every_access", which leaves out no interleaving (machine.h), with
 // packets of two words.
@@ -20,6 +21,7 @@
 
 #include "half_packets.h"
 #include "xla_ffi/kernels/all_gather.h"
+#include "xla_ffi/kernels/norm_protocol.h"
 #include "xla_ffi/kernels/one_shot.h"
 #include "xla_ffi/kernels/reduce_scatter.h"
 #include "xla_ffi/kernels/segments.h"
@@ -47,6 +49,7 @@ struct Plan {
   int packs;
   int blocks;
   uint32_t segments = 1;
+  bool norm = false;  // unless it is an all-gather
 };
 
 struct Variant {
@@ -80,6 +83,12 @@ struct ModelThread {
   void Sync() const {}
   size_t First() const { return block; }
   size_t Stride() const { return blocks; }
+  static constexpr int kRowThreads = jin::kMaxHidden / 4;  // a thread has one pack of a row
+  size_t FirstUnit() const { return 0; }
+  template <uint32_t kMost>
+  float Total(float (&v)[kMost], uint32_t count) const {
+    return jin::TotalOfPairs(v, count);
+  }
   bool Wait(size_t, int) {
     model::TheMachine().Wait();
     return true;
@@ -263,6 +272,35 @@ class Sequence {
     }
   }
 
+  // Rows of one pack, with a residual of zeros. The normalized rows are not looked at.
+  template <int N>
+  void RunNorm(ModelThread& t, const ModelGroup& g, const jin::Buffer& call, const Plan& plan) {
+    static const Input zeros{};
+    static Input normed;
+    const auto protocol = static_cast<jin::NormProtocol>(static_cast<int>(plan.kind) + 1);
+    const jin::NormCall norm{.x = call.in,
+                             .residual = zeros.words,
+                             .weight = zeros.words,
+                             .bias = nullptr,
+                             .normed = normed.words,
+                             .new_residual = call.out,
+                             .shard_bytes = plan.kind == Kind::kReduceScatter ? call.bytes : 0,
+                             .rows = static_cast<size_t>(plan.packs),
+                             .hidden = 4,
+                             .eps = 1,
+                             .weight_offset = 0,
+                             .algorithm = AlgorithmOf(plan.kind),
+                             .protocol = protocol,
+                             .layer_norm = false,
+                             .float32_parameters = true,
+                             .aligned = true};
+    jin::Norm<jin::F32, N, true, MaybeBroken<jin::BarePackets>>::Run(t, g, norm);
+  }
+  static_assert(static_cast<int>(jin::NormProtocol::kOneShot) ==
+                    static_cast<int>(Kind::kOneShot) + 1 &&
+                static_cast<int>(jin::NormProtocol::kReduceScatter) ==
+                    static_cast<int>(Kind::kReduceScatter) + 1);
+
   void RunBlock(int rank, int block) {
     ModelGroup group;
     for (int r = 0; r < ranks_; ++r) group.region[r] = regions_[r];
@@ -276,7 +314,10 @@ class Sequence {
         ModelThread thread{block, plan.blocks};
         const jin::Buffer call{inputs_[rank][k].words, local.out[rank][k],
                                static_cast<size_t>(16 * plan.packs)};
-        if (every_access_) {
+        if (plan.norm && plan.kind != Kind::kAllGather) {
+          ranks_ == 2 ? RunNorm<2>(thread, group, call, plan)
+                      : RunNorm<0>(thread, group, call, plan);
+        } else if (every_access_) {
           RunKernel<jin::F32, 0, jin::HalfPackets>(thread, group, call, plan);
         } else if (ranks_ == 2 && plan.floating) {
           RunKernel<jin::F32, 2>(thread, group, call, plan);
@@ -368,12 +409,14 @@ Plan PlanOf(int pattern, int k, Kind kind) {
       return {kind, k % 4 < 2, 2, k % 3 == 1 ? 1 : 2};
     case 4:  // one to three segments
       return {kind, k % 2 == 0, 2, 1, cut ? 1 + (k + 1) % 3 : 1u};
+    case 6:  // norms of one row and of two; kernels of two blocks and of one
+      return {kind, true, 1 + (k + 1) % 2, k % 3 == 1 ? 1 : 2, 1, true};
     default:  // the last of two segments is not full; kernels of two blocks and of one
       return {kind, true, cut ? 3 : 2, k % 3 == 1 ? 1 : 2, cut ? 2u : 1u};
   }
 }
-constexpr int kPatterns = 6;
-bool InSegments(int pattern) { return pattern >= 4; }
+constexpr int kPatterns = 7;
+bool InSegments(int pattern) { return pattern == 4 || pattern == 5; }
 
 }  // namespace
 

@@ -103,14 +103,27 @@ def test_a_disturbed_measurement_does_not_end_the_search() -> None:
     assert rows_of(measured)[-1].nbytes == 1 << 19
 
 
-def test_a_sweep_ends_where_no_kernel_takes_the_size() -> None:
+def test_a_sweep_tries_segments_where_a_message_is_large() -> None:
     measured = list(StandIn(loses_from=1 << 60, platform="gpu").run(lambda _: None))
+    sizes = [1 << k for k in (10, 12, 14, 16, 18, 20, 22, 24, 26, 28)]
+    assert [of_size.nbytes for of_size in measured] == sizes
+    rows = rows_of(measured)
+    assert rows[-1].nbytes == 256 << 20 and rows[-1].segment_bytes in (2 << 20, 4 << 20, 8 << 20)
+    # An epoch buffer of 32 MB takes two-shots of 16 MB at once; 512 threads are slower than 256.
+    assert [row.segment_bytes for row in rows if row.nbytes <= 16 << 20] == [0] * (len(rows) - 1)
+
+
+def test_a_sweep_ends_where_no_kernel_takes_the_size() -> None:
+    of_one = StandIn(loses_from=1 << 60, platform="gpu")
+    of_one.packets = "flagged"
+    measured = list(of_one.run(lambda _: None))
     largest = rows_of(measured)[-1].nbytes
     needed = [
         limits.epoch_buffer_bytes_needed(algorithm, "bfloat16", largest * 2, 2)
         for algorithm in ("one_shot", "two_shot")
     ]
     assert min(needed) > 1 << 25 and largest == measured[-1].nbytes
+    assert not any(row.segment_bytes for row in rows_of(measured))
 
 
 def test_a_sweep_ends_when_its_time_is_over() -> None:

@@ -66,6 +66,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         ("single", "psum", "bare", 2): (
             table.Row(1 << 10, "one_shot", 64, 128),
             table.Row(1 << 20, "two_shot", 512, 256),
+            table.Row(1 << 30, "two_shot", 512, 256, 4 << 20),
         ),
         ("multi", "all_gather", "flagged", 4): (),
     }
@@ -136,6 +137,8 @@ def first_row(**changed: Any) -> Callable[[Path], None]:
         (first_row(nbytes=8192), "digest"),  # a right value, but not what was measured
         (first_row(nbytes=-1), "-1 bytes"),
         (first_row(nbytes=4096.5), "4096.5 bytes"),
+        (first_row(segment_bytes=-1), "segments of -1 bytes"),
+        (first_row(algorithm="one_shot", segment_bytes=1024), "'one_shot' in segments"),
         (first_row(algorithm="all_gather"), "psum by 'all_gather'"),
         (first_row(algorithm="ring"), "psum by 'ring'"),
         (first_row(threads=64), "1 x 64 threads"),

@@ -99,7 +99,6 @@ def select(
         )
     if unsupported := unsupported_dtype(operation, dtype):
         return lax(unsupported, UNSUPPORTED)
-    packs = -(-nbytes // limits.PACK_BYTES)
     packets = "bare" if limits.packet_bytes("all_gather", dtype) == limits.PACK_BYTES else "flagged"
     rows, source = table.rows_and_source(hardware, mode, operation, packets, world_size, tuned)
     if rows is None:
@@ -126,21 +125,36 @@ def select(
     forced = algorithm != "auto"
     if forced:  # for any size
         row = dataclasses.replace(row, segment_bytes=row.segment_bytes or nbytes)
-    segments = _segments(row, dtype, nbytes, world_size, epoch_buffer_bytes)
-    if segments is None:
+    launched = launch(row, dtype, nbytes, world_size, epoch_buffer_bytes)
+    if launched is None:
         needed = limits.epoch_buffer_bytes_needed(row.algorithm, dtype, nbytes, world_size)
         return lax(
             f"{nbytes} bytes of {dtype} need {needed} bytes of an epoch buffer, which has "
             f"{epoch_buffer_bytes}; JAX_INTRANODE_SLAB_MIB sets its size",
             NOT_FASTER if forced else REFUSED,
         )
+    segments, blocks = launched
     if segments > 1:
         reason += f", in {segments} segments"
+    return Selection(row.algorithm, reason, blocks, row.threads, segments=segments)
+
+
+def launch(
+    row: table.Row, dtype: str, nbytes: int, world_size: int, epoch_buffer_bytes: int
+) -> tuple[int, int] | None:
+    """How a row of the table runs an operation.
+
+    Returns:
+        The number of segments and of blocks; None if the epoch buffers are too small.
+    """
+    segments = _segments(row, dtype, nbytes, world_size, epoch_buffer_bytes)
+    if segments is None:
+        return None
+    packs = -(-nbytes // limits.PACK_BYTES)
     work = limits.segment_packs(row.algorithm, packs, world_size, segments)
     if row.algorithm == "two_shot":
         work = -(-work // world_size)
-    blocks = max(1, min(row.blocks, -(-work // row.threads)))
-    return Selection(row.algorithm, reason, blocks, row.threads, segments=segments)
+    return segments, max(1, min(row.blocks, -(-work // row.threads)))
 
 
 def _in_segments(row: table.Row, segment_bytes: int) -> table.Row:

@@ -426,7 +426,50 @@ void Deadline(int ranks, int processes, std::vector<int> arriving, int waiter, c
   Require(Clock::now() - start >= std::chrono::milliseconds(300), "timed out too soon");
 }
 
+// Two processes run an operation in segments. Rank 1 stops in the middle. `end` does something
+// then.
+template <class End>
+std::string AmidSegments(std::chrono::milliseconds timeout, std::chrono::milliseconds pause,
+                         End&& end) {
+  Regions regions(2);
+  const auto groups = regions.Groups(2, timeout);
+  const jin::HostGroup::Operation operation{jin::Algorithm::kTwoShot, jin::ElementType::kF32, 16};
+  std::vector<float> data[2] = {std::vector<float>(1000, 1), std::vector<float>(1000, 1)};
+  std::vector<std::shared_ptr<jin::Ticket>> tickets;
+  for (int r = 0; r < 2; ++r) {
+    jin::Buffers buffers;
+    buffers.Append({data[r].data(), data[r].data(), 4000});
+    tickets.push_back(groups[r]->Arrive(r, Identity(0), operation, buffers));
+  }
+  groups[0]->KeepMoving();  // also looks at the time limit
+  // Each of these steps ends a segment on rank 0.
+  for (int step = 0; step < 5; ++step) {
+    groups[1]->Progress();
+    std::this_thread::sleep_for(pause);
+    groups[0]->Progress();
+    Require(groups[0]->failure().empty(), "a rank that goes on: " + groups[0]->failure());
+  }
+  Require(!tickets[0]->Done(), "done without its peer");
+  end(*groups[0]);
+  const std::string error = AwaitByThen(*groups[0], *tickets[0]);
+  RequireText(error, {"psum of 4000 bytes", "rank 0 (device 10)", "rank 1 (device 11)"});
+  return error;
+}
+
+void DeadlineAmidSegments() {
+  // All segments together take longer than the time limit.
+  const auto timeout = std::chrono::milliseconds(1000);
+  RequireText(AmidSegments(timeout, std::chrono::milliseconds(300), [](jin::HostGroup&) {}),
+              {"timed out", "a part of its data has not arrived"});
+  RequireText(AmidSegments(kNever, std::chrono::milliseconds(0),
+                           [](jin::HostGroup& group) {
+                             group.SetPeer(jin::PeerState::kGone, {11}, "its process has ended");
+                           }),
+              {"its process has ended"});
+}
+
 void Deadlines() {
+  DeadlineAmidSegments();
   // Over processes: the follower, then the leader is missing; then a rank of three.
   Deadline(2, 2, {0}, 0, "rank 0 (device 10)", "waited for rank 1 (device 11)");
   Deadline(2, 2, {1}, 1, "rank 1 (device 11)", "waited for rank 0 (device 10)");

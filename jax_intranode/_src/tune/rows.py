@@ -42,8 +42,8 @@ def rows_of(measured: Sequence[Measured]) -> tuple[table.Row, ...]:
     return tuple(rows)
 
 
-def _launch(row: table.Row) -> tuple[str, int, int]:
-    return row.algorithm, row.threads, row.blocks
+def _launch(row: table.Row) -> tuple[str, int, int, int]:
+    return row.algorithm, row.threads, row.blocks, row.segment_bytes
 
 
 def fastest(

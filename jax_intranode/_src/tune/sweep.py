@@ -6,6 +6,7 @@ beside ``jax.lax`` from JAX. Sizes grow until ours is slower, twice in a row.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,6 +33,10 @@ DTYPES = {
     "gpu": {"bare": "bfloat16", "flagged": "int32"},
     "cpu": {"bare": "float32", "flagged": "int32"},
 }
+# Segments of large messages, by their bytes; 0: the whole message in one epoch. They are tried on
+# GPUs, for bare packets, up to the largest size. Flagged packets move twice the bytes.
+_SEGMENTS = (0, 2 << 20, 4 << 20, 8 << 20)
+_LARGEST = 256 << 20
 _SMALLEST = {"gpu": 1 << 10, "cpu": 256}
 _FACTOR = 4
 
@@ -105,30 +110,37 @@ class Sweep:
 
     def _candidates(self, nbytes: int) -> list[table.Row]:
         """The launches that a size can be given."""
-        n = self._settings.devices
-        found: dict[tuple[str, int, int], table.Row] = {}
+        found: dict[tuple[str, int, int, int], table.Row] = {}
         if nbytes < self._dtype.itemsize:
             return []
-        for algorithm in algorithms(self.operation):
-            needed = limits.epoch_buffer_bytes_needed(algorithm, self._dtype.name, nbytes, n)
-            if needed > self._epoch_buffer_bytes:
+        on_gpus = self._settings.platform == "gpu"
+        sms = getattr(self._mesh.devices.flat[0], "core_count", 132)
+        for algorithm, segment_bytes in itertools.product(algorithms(self.operation), _SEGMENTS):
+            if segment_bytes and not (
+                on_gpus
+                and self.packets == "bare"
+                and algorithm in limits.IN_SEGMENTS
+                and segment_bytes < nbytes <= _LARGEST
+            ):
                 continue
-            if self._settings.platform == "cpu":
-                found[algorithm, 1, 1] = table.Row(nbytes, algorithm, 1, 1)
-                continue
-            packs = -(-nbytes // limits.PACK_BYTES)
-            work = -(-packs // n) if algorithm == "two_shot" else packs
-            sms = getattr(self._mesh.devices.flat[0], "core_count", 132)
-            for threads in _THREADS:
+            for threads in _THREADS if on_gpus else (1,):
                 # Small blocks of a large message are never fastest.
-                if nbytes >= 1 << 20 and threads < 128:
+                if on_gpus and nbytes >= 1 << 20 and threads < (512 if segment_bytes else 128):
                     continue
-                for most in reversed(_BLOCKS):
-                    blocks = max(1, min(most, -(-work // threads)))
-                    if blocks * threads <= _RESIDENT_THREADS_PER_SM * sms:
-                        row = table.Row(nbytes, algorithm, threads, most)
-                        found.setdefault((algorithm, threads, blocks), row)
+                for most in reversed(_BLOCKS) if on_gpus else (1,):
+                    row = table.Row(nbytes, algorithm, threads, most, segment_bytes)
+                    launched = self._launch(row)
+                    if launched is None:
+                        continue
+                    segments, blocks = launched
+                    if not on_gpus or blocks * threads <= _RESIDENT_THREADS_PER_SM * sms:
+                        found.setdefault((algorithm, threads, blocks, segments), row)
         return list(found.values())
+
+    def _launch(self, row: table.Row) -> tuple[int, int] | None:
+        """The number of segments and of blocks; None if the epoch buffers are too small."""
+        n, bytes_of_buffer = self._settings.devices, self._epoch_buffer_bytes
+        return select.launch(row, self._dtype.name, row.nbytes, n, bytes_of_buffer)
 
     def _measure(self, nbytes: int, before: table.Row | None) -> Measured:
         self._attempts += 1
@@ -171,18 +183,19 @@ class Sweep:
             for rank, device in enumerate(self._mesh.devices.flat)
             if device.process_index == jax.process_index()
         }
-        packs = -(-row.nbytes // limits.PACK_BYTES)
-        work = -(-packs // n) if row.algorithm == "two_shot" else packs
-        blocks = max(1, min(row.blocks, -(-work // row.threads)))
-        selected = [select.Selection(row.algorithm, "", blocks, row.threads)]
+        launched = self._launch(row)
+        assert launched is not None  # or it would be no candidate
+        segments, blocks = launched
+        selected = [select.Selection(row.algorithm, "", blocks, row.threads, segments=segments)]
         times, wrong = graph.measure(
             settings, self._operation, self._mesh, selected, shards, expected,
-            f"{label}/{row.algorithm}/{row.threads}/{row.blocks}",
+            f"{label}/{row.algorithm}/{row.threads}/{row.blocks}/{segments}",
         )  # fmt: skip
         if wrong:
             raise RuntimeError(
                 f"{self.operation} of {row.nbytes} bytes of {self._dtype.name} by {row.algorithm} "
-                f"with {blocks} blocks of {row.threads} threads: {wrong} wrong elements"
+                f"with {blocks} blocks of {row.threads} threads in {segments} segments: {wrong} "
+                "wrong elements"
             )
         return times.p50
 
@@ -228,6 +241,8 @@ def describe(of_size: Measured) -> str:
     """Returns a measurement as text."""
     row: Any = of_size.best
     launch = "" if row.threads == 1 else f" ({row.blocks} x {row.threads})"
+    if row.segment_bytes:
+        launch += f" by {row.segment_bytes >> 20} MiB"
     ratio = of_size.lax_us / of_size.us if of_size.us else float("inf")
     return (
         f"{of_size.nbytes:>10} bytes  {row.algorithm + launch:<26} {of_size.us:9.2f} us  "

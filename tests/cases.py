@@ -1477,6 +1477,20 @@ def graphs_in_turn() -> None:
     assert jax_intranode.usage_counter() - before == (9 * 2 * 8 + 3) * local
 
 
+@case(operation=OPERATIONS)
+@in_segments(256)
+def delays_in_segments(operation: str) -> None:
+    """As `chain_with_delays`, with several epochs a call."""
+    chain_with_delays(operation)
+
+
+@case()
+@in_segments(256)
+def graphs_of_segments_in_turn() -> None:
+    """As `graphs_in_turn`, with several epochs in most calls."""
+    graphs_in_turn()
+
+
 @case()
 def compiling_while_others_wait() -> None:
     """New programs are compiled, loaded and launched while kernels wait for their peers."""

@@ -23,7 +23,10 @@ QUICK_WITHOUT_CHECK_VMA = (
 
 
 # These differ from cases that the quick tier runs in nothing but an algorithm or in a number.
-FULL = ("trees-one_shot-300", "trees-two_shot-300", "random_program-0")
+FULL = (
+    *("trees-one_shot-300", "trees-two_shot-300", "random_program-0"),
+    *("random_program_in_segments-0", "delays_in_segments-all_gather"),
+)
 QUICK_IN_SEGMENTS = ("psum-bfloat16", "psum-int64", "psum_scatter-float64", "all_gather-bfloat16")
 
 

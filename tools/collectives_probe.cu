@@ -336,8 +336,9 @@ int main(int argc, char** argv) {
   if (what == "check") return CheckAll(ranks);
   const size_t bytes = strtoull(argv[3], nullptr, 10);
   const size_t part = algorithm == Algorithm::kTwoShot ? bytes : bytes / count;
-  LaunchShape shape{kMaxBlocks, kMaxThreads};
-  const bool given = sscanf(argv[argc - 1], "%dx%d", &shape.blocks, &shape.threads) == 2;
+  LaunchShape shape{kMaxBlocks, kMaxThreads}, asked;
+  const bool given = sscanf(argv[argc - 1], "%dx%d", &asked.blocks, &asked.threads) == 2;
+  if (given) shape = asked;
   bool all_right = true;
   for (int i = 4; i < argc - (given ? 1 : 0); ++i) {
     const size_t segment_bytes = strtoull(argv[i], nullptr, 10);

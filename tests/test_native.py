@@ -7,6 +7,7 @@ AddressSanitizer and UndefinedBehaviorSanitizer.
 
 import os
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,28 @@ def test_messages_of_more_than_4_gib(programs: Programs) -> None:
     outcome = run(programs.get("protocol_test"), "offsets")
     assert outcome.returncode == 0, outcome.stdout
     assert outcome.stdout == "offsets: wrong 0\n"
+
+
+@pytest.mark.parametrize(("ranks", "calls"), [(2, 100), (4, 300), (8, 200)])
+def test_sound_protocol_of_a_cube_mesh(programs: Programs, ranks: int, calls: int) -> None:
+    arguments = ("sound", str(ranks), str(calls), "30", "mesh")
+    outcome = run(programs.get("protocol_test"), *arguments)
+    assert outcome.returncode == 0, outcome.stdout
+    assert outcome.stdout == f"sound: ranks {ranks} calls {calls} wrong 0 bytes left 0 busy 0\n"
+
+
+@pytest.mark.parametrize("programs", ["plain"], indirect=True)
+@pytest.mark.parametrize("variant", ["one_epoch_buffer", "never_armed", "first_word_only"])
+def test_broken_protocol_of_a_cube_mesh_is_found(programs: Programs, variant: str) -> None:
+    outcome = run(programs.get("protocol_test"), variant, "8", "300", "1", "mesh")
+    assert outcome.returncode == 1, outcome.stdout
+
+
+@pytest.mark.parametrize("programs", ["plain"], indirect=True)
+def test_a_byte_along_no_link_is_found(programs: Programs) -> None:
+    """A rank takes another one for its relay, to which it has no link, and so no address."""
+    outcome = run(programs.get("protocol_test"), "wrong_relay", "8", "10", "5", "mesh")
+    assert outcome.returncode == -signal.SIGSEGV, outcome.stdout
 
 
 @pytest.mark.parametrize("programs", ["plain"], indirect=True)
@@ -248,6 +271,43 @@ BROKEN_COLLECTIVES = [
     "no_segment_fence",
     "short_segment",  # the last segment has fewer packs, so some threads don't work in it
 ]
+
+
+@pytest.mark.parametrize("programs", ["plain"], indirect=True)
+@pytest.mark.parametrize(
+    ("ranks", "operations"), [(2, 4), only_full(2, 8), only_full(4, 4), only_full(4, 6)]
+)
+def test_model_of_a_cube_mesh(programs: Programs, ranks: int, operations: int) -> None:
+    line = run_model(programs, "collectives_model", "sound", ranks, operations, "mesh")
+    assert line.startswith(f"sound: ranks {ranks} operations {operations} wrong 0 sequences "), line
+    print(line)
+
+
+@pytest.mark.parametrize("programs", ["plain"], indirect=True)
+@pytest.mark.parametrize(
+    ("variant", "ranks", "operations"),
+    [
+        *(
+            (variant, 4, 3)
+            for variant in (
+                "one_epoch_buffer",
+                "never_armed",
+                "armed_late",
+                "first_word_only",
+                "wrong_epoch",
+                "no_release",
+                "no_acquire",
+                "wrong_relay",  # a rank writes to one that it has no link to
+            )
+        ),
+        ("idle_epochs", 2, 6),
+    ],
+)
+def test_model_finds_a_broken_cube_mesh(
+    programs: Programs, variant: str, ranks: int, operations: int
+) -> None:
+    line = run_model(programs, "collectives_model", variant, ranks, operations, "mesh")
+    assert line.startswith(f"{variant}: ranks {ranks} operations {operations} ends wrong, "), line
 
 
 @pytest.mark.parametrize("programs", ["plain"], indirect=True)

@@ -21,6 +21,7 @@
 #include "ffi/collectives_cuda.h"
 #include "ffi/norm_call.h"
 #include "host/call_sites.h"
+#include "host/cube_mesh.h"
 #include "host/peer_event.h"
 #include "kernels/same_operation.h"
 
@@ -40,8 +41,10 @@ using Member = std::tuple<int64_t, int64_t, int, std::vector<uintptr_t>, uintptr
 
 void CreateCommunicator(const std::vector<int64_t>& device_ids, int64_t group_size,
                         const std::vector<Member>& members, size_t epoch_buffer_bytes,
-                        double timeout_s, const std::vector<DeviceMemory>& memory) {
+                        double timeout_s, const std::vector<DeviceMemory>& memory,
+                        const std::vector<LinksOfGroup>& links) {
   auto communicator = std::make_shared<DeviceCommunicator>();
+  communicator->is_cube_mesh = !links.empty();
   communicator->memory = std::make_shared<std::vector<DeviceMemory>>(memory);
   for (const auto& [device, group_number, rank, regions, record] : members) {
     if (group_size > kMaxRanks || regions.size() != static_cast<size_t>(group_size)) {
@@ -53,6 +56,11 @@ void CreateCommunicator(const std::vector<int64_t>& device_ids, int64_t group_si
     group.epoch_buffer_bytes = epoch_buffer_bytes;
     group.rank = rank;
     group.size = static_cast<int>(group_size);
+    const std::vector<Links> of_group = LinksOf(links, group_number, group_size);
+    if (!of_group.empty()) group.links = of_group.at(rank);
+    for (int64_t r = 0; r < group_size; ++r) {
+      if (r != rank && !group.IsLinkedTo(static_cast<int>(r))) group.region[r] = nullptr;
+    }
     group.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
     group.failure = new (reinterpret_cast<void*>(record)) FailureRecord{};
     if (communicator->members.size() <= static_cast<size_t>(device)) {
@@ -368,7 +376,8 @@ NB_MODULE(_cuda, m) {
       },
       nb::arg("device"));
   m.def("create_communicator", &CreateCommunicator, nb::arg("device_ids"), nb::arg("group_size"),
-        nb::arg("members"), nb::arg("epoch_buffer_bytes"), nb::arg("timeout_s"), nb::arg("memory"));
+        nb::arg("members"), nb::arg("epoch_buffer_bytes"), nb::arg("timeout_s"), nb::arg("memory"),
+        nb::arg("links"));
   m.def("add_rings", &AddRings, nb::arg("device_ids"), nb::arg("group_size"), nb::arg("rings"),
         nb::arg("ring_bytes"), nb::call_guard<nb::gil_scoped_release>(),
         "Gives a communicator ring buffers, which collective matmuls need.");

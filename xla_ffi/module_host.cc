@@ -15,6 +15,7 @@
 #include "ffi/collectives_host.h"
 #include "ffi/norm_call.h"
 #include "host/call_sites.h"
+#include "host/cube_mesh.h"
 #include "host/exit_message.h"
 #include "host/peer_watch.h"
 #include "host/reports.h"
@@ -37,12 +38,14 @@ using Member = std::tuple<int64_t, int64_t, int, std::vector<uintptr_t>, uintptr
 
 void CreateCommunicator(const std::vector<int64_t>& device_ids, int64_t group_size,
                         const std::vector<Member>& members, size_t epoch_buffer_bytes,
-                        double timeout_s, const std::vector<HostMemory>& memory) {
+                        double timeout_s, const std::vector<HostMemory>& memory,
+                        const std::vector<LinksOfGroup>& links) {
   const auto keep_alive = std::make_shared<std::vector<HostMemory>>(memory);
   std::map<int64_t, std::vector<int>> local_ranks;
   for (const auto& [device, group, rank, regions, unused] : members)
     local_ranks[group].push_back(rank);
   auto communicator = std::make_shared<HostCommunicator>();
+  communicator->is_cube_mesh = !links.empty();
   std::map<int64_t, std::shared_ptr<HostGroup>> groups;
   for (const auto& [device, group_number, rank, regions, unused] : members) {
     if (group_size > kMaxRanks || regions.size() != static_cast<size_t>(group_size)) {
@@ -59,9 +62,10 @@ void CreateCommunicator(const std::vector<int64_t>& device_ids, int64_t group_si
       std::vector<int>& ranks = local_ranks[group_number];
       std::sort(ranks.begin(), ranks.end());
       const auto first = device_ids.begin() + group_number * group_size;
+      const std::vector<Links> of_group = LinksOf(links, group_number, group_size);
       group = std::make_shared<HostGroup>(
           layout, ranks, std::vector<int64_t>(first, first + group_size),
-          std::chrono::nanoseconds(static_cast<int64_t>(timeout_s * 1e9)), keep_alive);
+          std::chrono::nanoseconds(static_cast<int64_t>(timeout_s * 1e9)), keep_alive, of_group);
     }
     communicator->members[device] = {group, rank};
   }
@@ -227,7 +231,8 @@ NB_MODULE(_host, m) {
       nb::arg("device"), nb::arg("address"));
   m.def("load_kernels", [](int) {}, nb::arg("device"));
   m.def("create_communicator", &CreateCommunicator, nb::arg("device_ids"), nb::arg("group_size"),
-        nb::arg("members"), nb::arg("epoch_buffer_bytes"), nb::arg("timeout_s"), nb::arg("memory"));
+        nb::arg("members"), nb::arg("epoch_buffer_bytes"), nb::arg("timeout_s"), nb::arg("memory"),
+        nb::arg("links"));
   m.def("close", &Close, nb::call_guard<nb::gil_scoped_release>(),
         "Ends all communicators: programs that use them raise.");
   m.def("operations", &Operations, nb::call_guard<nb::gil_scoped_release>(),

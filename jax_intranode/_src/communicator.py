@@ -11,7 +11,7 @@ from itertools import combinations
 import jax
 import numpy as np
 
-from jax_intranode._src import config, failures, limits, native, peers
+from jax_intranode._src import config, failures, limits, native, peers, topology
 from jax_intranode._src import rendezvous as rendezvous_lib
 from jax_intranode._src.partition import Partition as Partition
 from jax_intranode._src.partition import partition as partition
@@ -115,14 +115,30 @@ def usage_counter() -> int:
 atexit.register(rendezvous_lib.forget_all)
 
 
-def communicator(rendezvous: Rendezvous, groups: Partition) -> str | None:
-    """Sets up the communicator of a partition; returns why there is none, or None."""
+def communicator(
+    rendezvous: Rendezvous, groups: Partition, algorithm: str | None = None
+) -> str | None:
+    """Sets up the communicator of a partition; returns why an algorithm can't use it, or None.
+
+    Args:
+        rendezvous: that of the devices.
+        groups: the partition.
+        algorithm: what is to run; None for any algorithm of fully connected groups.
+    """
     if rendezvous.reason is not None:
         return rendezvous.reason
     with rendezvous_lib.lock:
         if groups not in rendezvous.communicators:
             rendezvous.communicators[groups] = _create(rendezvous, groups)
-        return rendezvous.communicators[groups]
+        reason = rendezvous.communicators[groups]
+    cube_mesh = topology.TopologyKind.HYBRID_CUBE_MESH
+    if (
+        reason is None
+        and topology_of(rendezvous, groups) is cube_mesh
+        and algorithm != cube_mesh.value
+    ):
+        return "only psum has kernels for a hybrid cube mesh"
+    return reason
 
 
 def generation() -> int:
@@ -138,6 +154,9 @@ def _create(rendezvous: Rendezvous, groups: Partition) -> str | None:
     for group in groups.groups():
         if len({rendezvous.hosts[i] for i in group}) > 1:
             return f"group {group} spans hosts"
+    reason = _reason_of_links(rendezvous, groups)
+    if reason is not None:
+        return reason
     region = _claim_region(rendezvous, groups)
     if region is None:
         return (
@@ -146,11 +165,15 @@ def _create(rendezvous: Rendezvous, groups: Partition) -> str | None:
         )
     module = native.module(rendezvous.platform)
     offset = rendezvous_lib.PROBE_BYTES + region * rendezvous.region_bytes()
+    links = _links(rendezvous, groups)
     members = []
     for number, group in enumerate(groups.groups()):
         for rank, device_id in enumerate(group):
             if device_id in rendezvous.addresses:
-                regions = [rendezvous.addresses[device_id][peer] + offset for peer in group]
+                regions = [
+                    address and address + offset
+                    for address in (rendezvous.addresses[device_id][peer] for peer in group)
+                ]
                 ordinal = native_ordinal(rendezvous.devices[device_id])
                 record = rendezvous.records[device_id] + region * module.RECORD_BYTES
                 members.append((ordinal, number, rank, regions, record))
@@ -161,12 +184,61 @@ def _create(rendezvous: Rendezvous, groups: Partition) -> str | None:
         rendezvous.epoch_buffer_bytes,
         config.get().timeout_s,
         rendezvous.memory,
+        links,
     )
     if rendezvous.watch is not None:
         rendezvous.watch.announce()
     if rendezvous.reason_for_no_matmuls is None:
         _add_rings(rendezvous, groups)
     return None
+
+
+# The links of groups. On a hybrid cube mesh a group is linked in full, or is the whole mesh, or is
+# left to lax.
+
+
+def topology_of(rendezvous: Rendezvous, groups: Partition) -> topology.TopologyKind:
+    """How the devices of each group are linked; unknown if no communicator serves such groups."""
+    if not rendezvous.linked:
+        return topology.TopologyKind.FULLY_CONNECTED
+    kinds = {_topology_of_group(rendezvous, group) for group in groups.groups()}
+    return kinds.pop() if len(kinds) == 1 else topology.TopologyKind.UNKNOWN
+
+
+def _topology_of_group(rendezvous: Rendezvous, group: tuple[int, ...]) -> topology.TopologyKind:
+    return topology.classify(
+        [[int(i != j and rendezvous.are_linked(i, j)) for j in group] for i in group]
+    )
+
+
+def _reason_of_links(rendezvous: Rendezvous, groups: Partition) -> str | None:
+    if topology_of(rendezvous, groups) is not topology.TopologyKind.UNKNOWN:
+        return None
+    for group in groups.groups():
+        for i, j in combinations(group, 2):
+            if not rendezvous.are_linked(i, j):
+                return (
+                    f"devices {i} and {j} of group {list(group)} have no link to each other "
+                    "(hybrid cube mesh)"
+                )
+    return None
+
+
+def _links(rendezvous: Rendezvous, groups: Partition) -> list[list[tuple[int, int]]]:
+    """For each group and rank the ranks it is linked to, as bits, and its relay.
+
+    Nothing if all ranks of the groups are linked to each other.
+    """
+    if topology_of(rendezvous, groups) is not topology.TopologyKind.HYBRID_CUBE_MESH:
+        return []
+    links = []
+    for group in groups.groups():
+        matrix = [[int(i != j and rendezvous.are_linked(i, j)) for j in group] for i in group]
+        relays = topology.relays(matrix)
+        assert relays is not None  # a hybrid cube mesh in any order is one
+        peers = [sum(1 << j for j, linked in enumerate(row) if linked) for row in matrix]
+        links.append(list(zip(peers, relays, strict=True)))
+    return links
 
 
 def _claim_region(rendezvous: Rendezvous, groups: Partition) -> int | None:

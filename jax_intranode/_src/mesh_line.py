@@ -24,16 +24,23 @@ def describe(rendezvous: Any, hellos: Sequence[dict[str, Any]]) -> str:
     if hosts == 1 and len(links) > 1 and None not in links:
         matrix = topology_lib.link_matrix([topology_lib.LinkReport.from_json(of) for of in links])
         fewest = min(matrix[i][j] for i in range(len(matrix)) for j in range(i))
-        facts.append(f"{fewest} NVLinks between each pair")
+        facts.append(
+            "a hybrid cube mesh of NVLinks"
+            if rendezvous.linked
+            else f"{fewest} NVLinks between each pair"
+        )
     hardware = table.hardware_of(rendezvous.platform, devices[0].device_kind)
     world_size = min(-(-len(devices) // hosts), limits.MAX_WORLD_SIZE)
     tuned = tuning.rows_for(device.device_kind for device in devices)
     thresholds = []
-    for operation in ("psum", "psum_scatter", "all_gather"):
+    operations = ("psum",) if rendezvous.linked else ("psum", "psum_scatter", "all_gather")
+    for operation in operations:
         rows, _ = table.rows_and_source(
             hardware, rendezvous.mode, operation, "bare", world_size, tuned
         )
         upto = {row.algorithm: row.nbytes for row in rows or ()}
+        if rendezvous.linked:
+            upto = {"hybrid_cube_mesh": max(upto.values(), default=0)}
         thresholds += [f"{operation} {name} up to {size} bytes" for name, size in upto.items()]
     why = rendezvous.reason_for_no_matmuls
     matmuls = "overlapped" if why is None else f"not overlapped ({why})"

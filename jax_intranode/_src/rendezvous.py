@@ -18,7 +18,7 @@ import logging
 import os
 import platform as host_platform
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from jax_intranode._src import (
     config,
     exchange,
     failures,
+    limits,
     mesh_line,
     native,
     overlap,
@@ -67,6 +68,8 @@ class Rendezvous:
         reason: why there are no communicators; None if there are.
         store: the key-value store through which regions are claimed.
         hosts: index of each device's host, by device id.
+        linked: by device id, the devices that it is linked to, on hosts that are a hybrid cube
+            mesh. Devices of other hosts, which are not in it, are linked to all others there.
         epoch_buffer_bytes: bytes of each of the two epoch buffers of a region.
         ring_bytes: bytes of a device's ring buffer; 0 if there is none.
         reason_for_no_matmuls: why collective matmuls are not overlapped; None if they may be.
@@ -88,6 +91,7 @@ class Rendezvous:
     reason: str | None = None
     store: Any = None
     hosts: dict[int, int] = field(default_factory=dict)
+    linked: dict[int, frozenset[int]] = field(default_factory=dict)
     epoch_buffer_bytes: int = 0
     ring_bytes: int = 0
     reason_for_no_matmuls: str | None = None
@@ -99,6 +103,10 @@ class Rendezvous:
     communicators: dict[Partition, str | None] = field(default_factory=dict)
     watch: peers.Watch | None = None
     description: str = ""
+
+    def are_linked(self, first: int, second: int) -> bool:
+        """Whether data may travel between two devices of a host, given by their ids."""
+        return first == second or first not in self.linked or second in self.linked[first]
 
     def region_bytes(self) -> int:
         """Bytes of a region: its header and its epoch buffers."""
@@ -285,7 +293,7 @@ def _share_slabs(rendezvous: Rendezvous, deadline: exchange.Deadline) -> None:
     hellos = attempt("hello", lambda: _hello(rendezvous))
     ids_of_processes = _device_ids_of(rendezvous)
     with _reading("hello"):
-        _check_hellos(hellos)
+        rendezvous.linked = _check_hellos(hellos)
         if [[device["id"] for device in hello["devices"]] for hello in hellos] != ids_of_processes:
             raise ValueError("other devices than the mesh has")
         for hello in hellos:
@@ -442,6 +450,8 @@ def _reason_for_no_matmuls(rendezvous: Rendezvous, hellos: list[dict[str, Any]])
         return f"processes have different versions of cuBLASLt: {sorted(versions)}"
     if config.get().ring_bytes(rendezvous.platform) == 0:
         return "JAX_INTRANODE_RING_MIB=0"
+    if rendezvous.linked:
+        return "a hybrid cube mesh"
     rendezvous.profile = profile
     return None
 
@@ -451,8 +461,12 @@ def _boot_id() -> str:
     return path.read_text().strip() if path.exists() else ""
 
 
-def _check_hellos(hellos: list[dict[str, Any]]) -> None:
-    """Refuses ranks that would not decide alike, and GPUs that are not linked."""
+def _check_hellos(hellos: list[dict[str, Any]]) -> dict[int, frozenset[int]]:
+    """Refuses ranks that would not decide alike, and GPUs that are not linked.
+
+    Returns:
+        The links of hybrid cube meshes: `Rendezvous.linked`.
+    """
     for what in ("version", "protocol", "table", "tuning", "config"):
         values = [hello.get(what, "an older one") for hello in hellos]
         for process, value in enumerate(values):
@@ -464,27 +478,61 @@ def _check_hellos(hellos: list[dict[str, Any]]) -> None:
     by_host: dict[tuple[str, ...], list[Any]] = {}
     for hello in hellos:
         for device in hello["devices"]:
-            if device["links"] is not None:
-                report = topology_lib.LinkReport.from_json(device["links"])
-                by_host.setdefault(tuple(hello["host"]), []).append((device["id"], report))
-    forced = config.get().topology
-    if forced not in (None, topology_lib.TopologyKind.FULLY_CONNECTED.value):
-        raise _Refusal(
-            f"JAX_INTRANODE_TOPOLOGY={forced}; only fully connected GPUs have kernels yet"
-        )
+            links = device["links"]
+            report = None if links is None else topology_lib.LinkReport.from_json(links)
+            by_host.setdefault(tuple(hello["host"]), []).append((device["id"], report))
+    linked: dict[int, frozenset[int]] = {}
     for devices in by_host.values():
+        linked |= _links_of_host(sorted(devices, key=lambda device: int(device[0])))
+    return linked
+
+
+def _links_of_host(
+    devices: list[tuple[int, topology_lib.LinkReport | None]],
+) -> dict[int, frozenset[int]]:
+    """The links of a host that is a hybrid cube mesh; nothing for fully connected devices.
+
+    Args:
+        devices: ids, and what GPUs report of their links.
+
+    Raises:
+        _Refusal: the devices are linked in another way.
+    """
+    cube_mesh = topology_lib.TopologyKind.HYBRID_CUBE_MESH.value
+    full = topology_lib.TopologyKind.FULLY_CONNECTED.value
+    forced = config.get().topology
+    ids = [device_id for device_id, _ in devices]
+    reports = [report for _, report in devices if report is not None]
+    matrix: Sequence[Sequence[int]]
+    if forced is not None:
+        if forced == full:
+            return {}
+        if forced != cube_mesh or len(ids) != len(topology_lib.FORCED_CUBE_MESH):
+            raise _Refusal(
+                f"JAX_INTRANODE_TOPOLOGY={forced}, and devices {ids} on a host; only fully "
+                f"connected devices, and hybrid cube meshes of {limits.MAX_WORLD_SIZE}, have "
+                "kernels"
+            )
+        matrix = topology_lib.FORCED_CUBE_MESH
+    elif not reports:  # CPU devices
+        return {}
+    else:
         seen: dict[str, int] = {}
-        for device_id, report in devices:
-            if forced is None and report.uuid in seen:
+        for device_id, report in zip(ids, reports, strict=True):
+            if report.uuid in seen:
                 raise _Refusal(f"devices {seen[report.uuid]} and {device_id} are one GPU")
             seen[report.uuid] = device_id
-        matrix = topology_lib.link_matrix([report for _, report in devices])
+        matrix = topology_lib.link_matrix(reports)
         kind = topology_lib.classify(matrix)
-        if forced is None and kind is not topology_lib.TopologyKind.FULLY_CONNECTED:
+        if kind.value == full:
+            return {}
+        if kind.value != cube_mesh:
             raise _Refusal(
-                f"GPUs {[report.bus_id for _, report in devices]} are not all linked by NVLink "
+                f"GPUs {[report.bus_id for report in reports]} are not all linked by NVLink "
                 f"(topology {kind.value}, links {matrix})"
             )
+    neighbours = topology_lib.neighbours(matrix)
+    return {device_id: frozenset(ids[j] for j in neighbours[i]) for i, device_id in enumerate(ids)}
 
 
 def epoch_buffer_bytes(slab_bytes: int, header_bytes: int) -> int:
@@ -532,6 +580,10 @@ def _open_peers(
         ordinal = native_ordinal(rendezvous.devices[device_id])
         addresses = rendezvous.addresses[device_id] = {}
         for peer in peers:
+            # On CPU devices the log of calls is in memory of rank 0, which is linked or not.
+            if rendezvous.platform == "gpu" and not rendezvous.are_linked(device_id, peer):
+                addresses[peer] = 0
+                continue
             if peer in slabs:
                 if peer != device_id:
                     module.enable_peer_access(ordinal, native_ordinal(rendezvous.devices[peer]))
@@ -548,7 +600,7 @@ def _open_peers(
 
 
 def _probe(rendezvous: Rendezvous, local: list[int], peers: list[int], *, write: bool) -> None:
-    """Tests the access of every device to every slab.
+    """Tests the access of every device to every slab that it is linked to.
 
     Each device writes a word into the probe page of each slab. When all have done so, the writer
     reads its words back through the link, and the owner reads the words in its own slab.
@@ -564,6 +616,8 @@ def _probe(rendezvous: Rendezvous, local: list[int], peers: list[int], *, write:
     for device_id in local:
         ordinal = native_ordinal(rendezvous.devices[device_id])
         for peer in peers:
+            if not rendezvous.are_linked(device_id, peer):
+                continue
             there = rendezvous.addresses[device_id][peer] + slot(device_id)
             mine = rendezvous.addresses[device_id][device_id] + slot(peer)
             if write:

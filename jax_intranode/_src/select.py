@@ -19,6 +19,10 @@ UNSUPPORTED = "unsupported"  # this package has no algorithm for it
 REFUSED = "refused"  # an algorithm was wanted and could not be used
 
 
+# The algorithm of a psum on a hybrid cube mesh, and the topology's name.
+HYBRID_CUBE_MESH = "hybrid_cube_mesh"
+
+
 def digest() -> str:
     """Identifies the tables. Ranks with different tables would select different algorithms."""
     text = repr((table.TABLE, table.GENERATIONS))
@@ -66,6 +70,7 @@ def select(
     algorithm: str = "auto",
     tuned: table.Tuned | None = None,
     segment_bytes: int = 0,
+    topology: str = "fully_connected",
 ) -> Selection:
     """Selects the algorithm of an operation.
 
@@ -81,6 +86,8 @@ def select(
         tuned: what was measured on this node; None for the shipped table.
         segment_bytes: if not 0, operations that are larger than the table's last row run in
             segments of at most these bytes.
+        topology: how the group's devices are linked: "hybrid_cube_mesh", or anything else for those
+            that are all linked to each other.
     """
 
     def lax(reason: str, cause: str = NOT_FASTER) -> Selection:
@@ -103,6 +110,18 @@ def select(
     rows, source = table.rows_and_source(hardware, mode, operation, packets, world_size, tuned)
     if rows is None:
         return lax(f"no group of {world_size} ranks or more has been measured")
+    if topology == HYBRID_CUBE_MESH:
+        if operation != "psum":
+            return lax(f"{operation} on a hybrid cube mesh: only psum has kernels", UNSUPPORTED)
+        if algorithm != "auto":
+            return lax(
+                f"JAX_INTRANODE_ALGORITHM={algorithm} needs a link between each pair of ranks",
+                REFUSED,
+            )
+        # Not measured on such a mesh. The sizes are those at which a psum among as many ranks that
+        # are all linked gains.
+        rows = tuple(dataclasses.replace(row, algorithm=HYBRID_CUBE_MESH) for row in rows)
+        source = f"{source[:-1]}, all of them linked)"
     if operation != "psum":
         algorithm = "auto"  # there is only one
     if algorithm == "auto":

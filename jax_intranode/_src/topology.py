@@ -22,7 +22,7 @@ class TopologyKind(enum.Enum):
     """The shape of an NVLink mesh, as far as the algorithms depend on it."""
 
     FULLY_CONNECTED = "fully_connected"  # every pair is linked, directly or through a switch
-    HYBRID_CUBE_MESH = "hybrid_cube_mesh"  # two linked quads, each GPU linked to its counterpart
+    HYBRID_CUBE_MESH = "hybrid_cube_mesh"  # two linked quads, each GPU linked to its relay
     UNKNOWN = "unknown"  # anything else, including no links or no GPUs
 
 
@@ -181,12 +181,48 @@ def classify(matrix: Sequence[Sequence[int]]) -> TopologyKind:
         matrix: Link counts as `link_matrix` returns them.
     """
     everyone = set(range(len(matrix)))
-    neighbours = [{j for j in everyone if j != i and matrix[i][j] > 0} for i in range(len(matrix))]
-    if everyone and all(n == everyone - {i} for i, n in enumerate(neighbours)):
+    if everyone and all(n == everyone - {i} for i, n in enumerate(neighbours(matrix))):
         return TopologyKind.FULLY_CONNECTED
-    if len(matrix) == 8 and all(_has_one_counterpart(i, neighbours) for i in everyone):
-        return TopologyKind.HYBRID_CUBE_MESH
-    return TopologyKind.UNKNOWN
+    return TopologyKind.UNKNOWN if relays(matrix) is None else TopologyKind.HYBRID_CUBE_MESH
+
+
+def neighbours(matrix: Sequence[Sequence[int]]) -> list[set[int]]:
+    """Returns for each GPU those that it is linked to.
+
+    Args:
+        matrix: Link counts as `link_matrix` returns them.
+    """
+    return [{j for j, links in enumerate(row) if j != i and links} for i, row in enumerate(matrix)]
+
+
+def relays(matrix: Sequence[Sequence[int]]) -> list[int] | None:
+    """Returns the relay of each GPU of a hybrid cube mesh; None if the GPUs are none.
+
+    In quads {0, 1, 2, 3} and {4, 5, 6, 7}, GPU 0 is linked to 1, 2, 3 and its relay 4. It lacks 5,
+    6 and 7, to which 4 alone of its neighbours is linked. Of all graphs of eight GPUs with four
+    neighbours each, exactly the hybrid cube meshes have this at every GPU.
+
+    Args:
+        matrix: Link counts as `link_matrix` returns them.
+    """
+    if len(matrix) != 8:
+        return None
+    of_all = neighbours(matrix)
+    found = []
+    for gpu, linked in enumerate(of_all):
+        lacking = set(range(8)) - linked - {gpu}
+        candidates = [n for n in linked if lacking <= of_all[n]]
+        if len(linked) != 4 or len(candidates) != 1:
+            return None
+        found += candidates
+    return found
+
+
+# The links of a hybrid cube mesh that JAX_INTRANODE_TOPOLOGY forces: quads of the first and of the
+# last four, relays four apart.
+FORCED_CUBE_MESH = tuple(
+    tuple(int(i != j and (i // 4 == j // 4 or i % 4 == j % 4)) for j in range(8)) for i in range(8)
+)
 
 
 def topology() -> Topology:
@@ -200,18 +236,6 @@ def topology() -> Topology:
     forced = config.get().topology
     kind = classify(links) if forced is None else TopologyKind(forced)
     return Topology(kind=kind, gpus=gpus, links=links, forced=forced is not None)
-
-
-def _has_one_counterpart(gpu: int, neighbours: Sequence[set[int]]) -> bool:
-    """Whether the links of `gpu`, one of eight, are those of a hybrid cube mesh.
-
-    There, GPU 0 of quads {0, 1, 2, 3} and {4, 5, 6, 7} is linked to 1, 2, 3 and its counterpart 4.
-    It lacks 5, 6 and 7, to which 4 alone of its neighbours is linked. Of all graphs of eight GPUs
-    with four neighbours each, exactly the hybrid cube meshes have this at every GPU.
-    """
-    lacking = set(range(8)) - neighbours[gpu] - {gpu}
-    counterparts = [n for n in neighbours[gpu] if lacking <= neighbours[n]]
-    return len(neighbours[gpu]) == 4 and len(counterparts) == 1
 
 
 @contextlib.contextmanager

@@ -4,12 +4,14 @@
 // places. Results lie at any address, with guard bytes before and after. The epoch wraps in the
 // middle of the calls.
 //
-//   protocol_test [variant] [ranks] [calls] [patience]
+//   protocol_test [variant] [ranks] [calls] [patience] [mesh]
 //   protocol_test offsets
 //
 // "offsets" runs the last segment of messages of more than 4 GiB, of which no other part exists.
 //
-// A thread that waits longer than `patience` seconds ends the test.
+// A thread that waits longer than `patience` seconds ends the test. With "mesh" the ranks are a
+// hybrid cube mesh, in a shuffled order, and all calls are of that algorithm. A rank has no address
+// of the regions of those that it is not linked to, so a byte that it sends them ends the program.
 //
 // Variants other than "sound" break the protocol on purpose: the test must then fail. Exit status
 // 0: every result right, every guard whole and every slab empty at the end; 1: a wrong result or a
@@ -30,7 +32,9 @@
 #include <thread>
 #include <vector>
 
+#include "xla_ffi/host/cube_mesh.h"
 #include "xla_ffi/kernels/all_gather.h"
+#include "xla_ffi/kernels/hybrid_cube_mesh.h"
 #include "xla_ffi/kernels/norm_protocol.h"
 #include "xla_ffi/kernels/one_shot.h"
 #include "xla_ffi/kernels/reduce_scatter.h"
@@ -164,9 +168,27 @@ enum class Kind {
   kAllGather,
   kOneShotNorm,
   kTwoShotNorm,
-  kReduceScatterNorm
+  kReduceScatterNorm,
+  kHybridCubeMesh
 };
-constexpr int kKinds = 7;
+constexpr int kKinds = 7;  // of operations that run on one group
+
+// The ranks' links in a hybrid cube mesh: quads of the first and of the last ranks, then shuffled.
+std::vector<jin::Links> CubeMesh(int ranks) {
+  std::vector<int> at(ranks);
+  for (int r = 0; r < ranks; ++r) at[r] = r;
+  std::shuffle(at.begin(), at.end(), std::mt19937(7));
+  std::vector<jin::Links> links(ranks);
+  const int quad = ranks / 2;
+  for (int r = 0; r < ranks; ++r) {
+    jin::Links& of = links[at[r]];
+    of = {0, at[(r + quad) % ranks]};
+    for (int p = 0; p < ranks; ++p) {
+      if (p != r && (p / quad == r / quad || p % quad == r % quad)) of.peers |= 1u << at[p];
+    }
+  }
+  return links;
+}
 
 struct Plan {
   Kind kind;
@@ -186,6 +208,8 @@ struct Plan {
         return jin::Algorithm::kTwoShotRmsNorm;
       case Kind::kReduceScatterNorm:
         return jin::Algorithm::kReduceScatterRmsNorm;
+      case Kind::kHybridCubeMesh:
+        return jin::Algorithm::kHybridCubeMesh;
       default:
         return static_cast<jin::Algorithm>(kind);
     }
@@ -219,6 +243,9 @@ bool RunBody(HostThread& t, const TestGroup& g, const Call& call, const Plan& pl
 
 template <class Type, class Packets>
 bool RunAs(HostThread& t, const TestGroup& g, const jin::Buffers& call, const Plan& plan) {
+  if (plan.kind == Kind::kHybridCubeMesh) {
+    return jin::HybridCubeMesh<Type, 0, Packets>::Run(t, g, call);
+  }
   return plan.kind == Kind::kTwoShot ? RunBody<jin::TwoShot<Type, 0, Packets>>(t, g, call, plan)
                                      : jin::OneShot<Type, 0, Packets>::Run(t, g, call);
 }
@@ -234,6 +261,8 @@ bool RunKernel(HostThread& t, const TestGroup& g, const Call& call, const Plan& 
       return RunBody<jin::ReduceScatter<Type, N, Packets>>(t, g, call, plan);
     case Kind::kAllGather:
       return RunBody<jin::AllGather<Type, N, Packets>>(t, g, call, plan);
+    case Kind::kHybridCubeMesh:
+      return jin::HybridCubeMesh<Type, N, Packets>::Run(t, g, call);
     default:
       return false;  // RunNorm
   }
@@ -502,6 +531,7 @@ int main(int argc, char** argv) {
   if (variant == "offsets") return Offsets();
   const int ranks = argc > 2 ? atoi(argv[2]) : 4;
   const int calls = argc > 3 ? atoi(argv[3]) : 200;
+  const bool mesh = argc > 5 && std::string(argv[5]) == "mesh";
   if (argc > 4) patience = std::chrono::seconds(atoi(argv[4]));
 
   const size_t region_bytes = jin::kHeaderBytes + 2 * kEpochBufferBytes;
@@ -521,11 +551,11 @@ int main(int argc, char** argv) {
   std::vector<Plan> plans;
   uint32_t epochs = 0;
   for (int k = 0; k < calls; ++k) {
-    const Kind kind = static_cast<Kind>(random() % kKinds);
-    const bool reduces = kind == Kind::kOneShot || kind == Kind::kTwoShot;
+    const Kind kind = mesh ? Kind::kHybridCubeMesh : static_cast<Kind>(random() % kKinds);
+    const bool reduces = mesh || kind == Kind::kOneShot || kind == Kind::kTwoShot;
     size_t bytes = 4 * (1 + random() % (kMaxBytes / 4));
     if (random() % 3 == 0) bytes = 16 * ranks * (1 + bytes / (16 * ranks));
-    if (kind >= Kind::kOneShotNorm) {
+    if (kind >= Kind::kOneShotNorm && !mesh) {
       const uint32_t hidden = 1 + random() % 40;
       const size_t rows = 1 + random() % 9, row_bytes = 4 * hidden;
       plans.push_back({kind, true, rows * row_bytes,
@@ -534,7 +564,8 @@ int main(int argc, char** argv) {
       ++epochs;
       continue;
     }
-    const bool cut = jin::RunsInSegments(static_cast<jin::Algorithm>(kind)) && random() % 2 == 0;
+    const bool cut =
+        !mesh && jin::RunsInSegments(static_cast<jin::Algorithm>(kind)) && random() % 2 == 0;
     plans.push_back(
         {kind, random() % 2 == 0, bytes, 1 + static_cast<int>(random() % kMaxBlocksHere),
          reduces && random() % 3 == 0 ? 1 + static_cast<int>(random() % 9) : 1,
@@ -568,6 +599,8 @@ int main(int argc, char** argv) {
     }
   }
 
+  const std::vector<jin::Links> links = CubeMesh(ranks);
+  if (mesh && !jin::IsCubeMesh(links)) return 2;
   const auto group_of = [&](int rank) {
     TestGroup group;
     for (int q = 0; q < ranks; ++q) group.region[q] = regions[q];
@@ -577,6 +610,17 @@ int main(int argc, char** argv) {
     group.one_epoch_buffer = variant == "one_epoch_buffer";
     group.short_segment = variant == "short_segment";
     group.one_operation_word = variant == "one_operation_word";
+    if (!mesh) return group;
+    group.links = links[rank];
+    for (int q = 0; q < ranks; ++q) {
+      if (q != rank && !group.IsLinkedTo(q)) group.region[q] = nullptr;
+    }
+    // A rank that takes another one for its relay, to which it has no link.
+    if (variant == "wrong_relay" && rank == 0) {
+      for (int q = 1; q < ranks; ++q) {
+        if (!group.IsLinkedTo(q)) group.links.relay = q;
+      }
+    }
     return group;
   };
   for (int r = 0; r < ranks; ++r) {

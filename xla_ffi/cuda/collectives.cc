@@ -8,6 +8,7 @@ namespace {
 
 const void* Kernel(Algorithm algorithm, ElementType type, int size, CallKind kind,
                    bool in_segments) {
+  if (algorithm == Algorithm::kHybridCubeMesh && size != kMaxRanks) return nullptr;
   switch (algorithm == Algorithm::kAllGather ? CopiedAs(type) : type) {
 #define JIN_X(type, item_bytes, packet_bytes) \
   case ElementType::k##type:                  \
@@ -43,6 +44,11 @@ DeviceGroup Named(DeviceGroup group, Algorithm algorithm, ElementType type, size
 cudaError_t Launch(Algorithm algorithm, ElementType type, const DeviceGroup& unnamed,
                    const Buffer& buffer, uint32_t segments, LaunchShape shape,
                    cudaStream_t stream) {
+  if (algorithm == Algorithm::kHybridCubeMesh) {  // its kernels take many buffers
+    Buffers buffers;
+    buffers.Append(buffer);
+    return Launch(algorithm, type, unnamed, buffers, segments, shape, stream);
+  }
   const DeviceGroup group = Named(unnamed, algorithm, type, buffer.bytes);
   // Ranks may differ in this, because packs travel alike.
   const size_t shards = algorithm == Algorithm::kTwoShot ? group.size : 1;

@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "../kernels/all_gather.h"
+#include "../kernels/hybrid_cube_mesh.h"
 #include "../kernels/one_shot.h"
 #include "../kernels/reduce_scatter.h"
 #include "../kernels/segments.h"
@@ -54,6 +55,12 @@ const void* Kernel(Algorithm algorithm) {
     case Algorithm::kAllGather:
       if constexpr (!std::is_same_v<Call, Buffers> && kStandsForCopies<Type>) {
         return Address<AllGather, Algorithm::kAllGather, Type, N, Call>();
+      }
+      break;
+    case Algorithm::kHybridCubeMesh:
+      // One kernel for each type: a call of one buffer takes it, too.
+      if constexpr (std::is_same_v<Call, Buffers>) {
+        return Address<HybridCubeMesh, Algorithm::kHybridCubeMesh, Type, kMaxRanks, Call>();
       }
       break;
     default:

@@ -42,6 +42,8 @@ ffi::ErrorOr<std::unique_ptr<DeviceSite>> InstantiateNorm(ffi::Span<const int64_
   }
   ffi::Error error = CheckSegments(static_cast<Algorithm>(algorithm), segments);
   if (error.failure()) return ffi::Unexpected(std::move(error));
+  error = CheckLinks(static_cast<Algorithm>(algorithm), communicator->is_cube_mesh);
+  if (error.failure()) return ffi::Unexpected(std::move(error));
   return std::make_unique<DeviceSite>(DeviceSite{std::move(communicator),
                                                  static_cast<Algorithm>(algorithm),
                                                  static_cast<uint32_t>(segments),

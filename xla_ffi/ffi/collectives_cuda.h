@@ -24,6 +24,7 @@ struct DeviceCommunicator {
   std::vector<std::optional<MatmulMember>> matmul_members;
   std::vector<std::vector<int64_t>> groups;  // the device ids of each member's group
   std::shared_ptr<void> memory;              // owns what the groups point to
+  bool is_cube_mesh = false;                 // whether the groups are hybrid cube meshes
   std::atomic<bool> closed{false};
 
   std::string failure() const {

@@ -91,6 +91,8 @@ ffi::ErrorOr<std::unique_ptr<HostSite>> InstantiateNorm(ffi::Span<const int64_t>
   }
   ffi::Error error = CheckSegments(static_cast<Algorithm>(algorithm), segments);
   if (error.failure()) return ffi::Unexpected(std::move(error));
+  error = CheckLinks(static_cast<Algorithm>(algorithm), communicator->is_cube_mesh);
+  if (error.failure()) return ffi::Unexpected(std::move(error));
   const uint64_t kind = algorithm + (static_cast<uint64_t>(segments) << 32);
   const uint64_t description = Fnv1a(ToString(partition), Fnv1a(site) + kind);
   auto created =

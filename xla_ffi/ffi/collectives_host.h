@@ -19,6 +19,7 @@ struct HostCommunicator {
     int rank;
   };
   std::map<int64_t, Member> members;  // by global device id
+  bool is_cube_mesh = false;          // whether the groups are hybrid cube meshes
 };
 
 extern std::atomic<uint64_t> host_handler_calls;

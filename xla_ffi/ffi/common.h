@@ -78,6 +78,15 @@ inline ffi::Error CheckSegments(Algorithm algorithm, int32_t segments) {
                                      " can't run in " + std::to_string(segments) + " segments.");
 }
 
+// Refuses an algorithm that needs other links than a communicator's groups have.
+inline ffi::Error CheckLinks(Algorithm algorithm, bool is_cube_mesh) {
+  if ((algorithm == Algorithm::kHybridCubeMesh) == is_cube_mesh) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument(
+      "jax_intranode: " + std::string(AlgorithmName(algorithm)) + " can't run on groups that are " +
+      (is_cube_mesh ? "a hybrid cube mesh" : "no hybrid cube mesh") +
+      ". Was the program compiled with another JAX_INTRANODE_TOPOLOGY? Compile it again.");
+}
+
 // Fills in the buffers of a call. Refuses operands that must not reach a kernel, though lowering
 // lets none of them pass.
 inline ffi::Error CollectBuffers(Algorithm algorithm, uint32_t segments, int size,

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "../kernels/all_gather.h"
+#include "../kernels/hybrid_cube_mesh.h"
 #include "../kernels/norm_protocol.h"
 #include "../kernels/one_shot.h"
 #include "../kernels/reduce_scatter.h"
@@ -60,7 +61,9 @@ class KeepSubnormals {
   std::fenv_t saved_;
 };
 
-int Phases(Algorithm algorithm) { return algorithm == Algorithm::kTwoShot ? 3 : 2; }
+int Phases(Algorithm algorithm) {
+  return algorithm == Algorithm::kTwoShot || algorithm == Algorithm::kHybridCubeMesh ? 3 : 2;
+}
 
 template <class Type, int N, class C>
 bool RunPhase(Algorithm algorithm, int phase, ResumableThread& t, const Group& g, const C& c,
@@ -84,6 +87,13 @@ bool RunPhase(Algorithm algorithm, int phase, ResumableThread& t, const Group& g
       if constexpr (std::is_same_v<C, Segment<Buffer>>) {
         return phase == 0 ? AllGather<Type, N>::Push(t, g, c, epoch)
                           : AllGather<Type, N>::Drain(t, g, c, epoch);
+      }
+      break;
+    case Algorithm::kHybridCubeMesh:
+      if constexpr (N == 0 || N == 8) {
+        return phase == 0   ? HybridCubeMesh<Type, N>::Push(t, g, c, epoch)
+               : phase == 1 ? HybridCubeMesh<Type, N>::Exchange(t, g, c, epoch)
+                            : HybridCubeMesh<Type, N>::Finish(t, g, c, epoch);
       }
       break;
     default:
@@ -185,7 +195,7 @@ void Ticket::Complete(const std::string& error) {
 
 HostGroup::HostGroup(const Group& group, std::vector<int> local_ranks,
                      std::vector<int64_t> device_ids, std::chrono::nanoseconds timeout,
-                     std::shared_ptr<void> keep_alive)
+                     std::shared_ptr<void> keep_alive, const std::vector<Links>& links)
     : group_(group),
       local_ranks_(std::move(local_ranks)),
       device_ids_(std::move(device_ids)),
@@ -194,6 +204,15 @@ HostGroup::HostGroup(const Group& group, std::vector<int> local_ranks,
       log_(group_.region[0] + kHeaderBytes / 2) {
   Group own = group_;
   own.rank = local_ranks_.front();
+  for (int rank = 0; rank < group_.size; ++rank) {
+    Group view = group_;
+    view.rank = rank;
+    if (!links.empty()) view.links = links.at(rank);
+    for (int peer = 0; peer < group_.size; ++peer) {
+      if (peer != rank && !view.IsLinkedTo(peer)) view.region[peer] = nullptr;
+    }
+    views_.push_back(view);
+  }
   logged_ = sequence_ = epoch_ = LoadWord(&own.Header()->epoch[0]);
 }
 
@@ -275,8 +294,7 @@ bool HostGroup::FindNext() {
 // Runs a rank's phases of one segment as far as possible; returns whether all have ended.
 bool HostGroup::AdvanceInSegment(int rank, const Operation& operation, Member& member) {
   const auto& [algorithm, type, segments] = operation;
-  Group group = group_;
-  group.rank = rank;
+  const Group& group = views_[rank];
   const uint32_t epoch = epoch_ + member.segment;
   const auto run_phases = [&](const auto& call) {
     while (member.phase < Phases(algorithm)) {

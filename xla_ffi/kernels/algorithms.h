@@ -13,19 +13,20 @@ namespace jax_intranode {
 
 // X(enumerator, name, name of the Python function that runs it). The number of an algorithm is its
 // position here. The numbers travel in the HLO: append, don't reorder.
-#define JIN_ALGORITHMS(X)                                                                 \
-  X(kOneShot, "one_shot", "psum")                                                         \
-  X(kTwoShot, "two_shot", "psum")                                                         \
-  X(kReduceScatter, "reduce_scatter", "psum_scatter")                                     \
-  X(kAllGather, "all_gather", "all_gather")                                               \
-  X(kAllGatherMatmul, "all_gather_matmul", "all_gather_matmul")                           \
-  X(kMatmulReduceScatter, "matmul_reduce_scatter", "matmul_reduce_scatter")               \
-  X(kOneShotRmsNorm, "one_shot_rms_norm", "psum_residual_rms_norm")                       \
-  X(kTwoShotRmsNorm, "two_shot_rms_norm", "psum_residual_rms_norm")                       \
-  X(kReduceScatterRmsNorm, "reduce_scatter_rms_norm", "reduce_scatter_residual_rms_norm") \
-  X(kOneShotLayerNorm, "one_shot_layer_norm", "psum_residual_layer_norm")                 \
-  X(kTwoShotLayerNorm, "two_shot_layer_norm", "psum_residual_layer_norm")                 \
-  X(kReduceScatterLayerNorm, "reduce_scatter_layer_norm", "reduce_scatter_residual_layer_norm")
+#define JIN_ALGORITHMS(X)                                                                       \
+  X(kOneShot, "one_shot", "psum")                                                               \
+  X(kTwoShot, "two_shot", "psum")                                                               \
+  X(kReduceScatter, "reduce_scatter", "psum_scatter")                                           \
+  X(kAllGather, "all_gather", "all_gather")                                                     \
+  X(kAllGatherMatmul, "all_gather_matmul", "all_gather_matmul")                                 \
+  X(kMatmulReduceScatter, "matmul_reduce_scatter", "matmul_reduce_scatter")                     \
+  X(kOneShotRmsNorm, "one_shot_rms_norm", "psum_residual_rms_norm")                             \
+  X(kTwoShotRmsNorm, "two_shot_rms_norm", "psum_residual_rms_norm")                             \
+  X(kReduceScatterRmsNorm, "reduce_scatter_rms_norm", "reduce_scatter_residual_rms_norm")       \
+  X(kOneShotLayerNorm, "one_shot_layer_norm", "psum_residual_layer_norm")                       \
+  X(kTwoShotLayerNorm, "two_shot_layer_norm", "psum_residual_layer_norm")                       \
+  X(kReduceScatterLayerNorm, "reduce_scatter_layer_norm", "reduce_scatter_residual_layer_norm") \
+  X(kHybridCubeMesh, "hybrid_cube_mesh", "psum")
 
 // X(type, bytes of an element, bytes of a packet). types.h defines a struct of the same name. One
 // CUDA object file is built for each type (CMakeLists.txt, BUILD).
@@ -88,7 +89,8 @@ inline const char* AlgorithmName(Algorithm algorithm) {
 
 // The algorithms of an all-reduce: they take many buffers in one call.
 inline bool IsAllReduce(Algorithm algorithm) {
-  return algorithm == Algorithm::kOneShot || algorithm == Algorithm::kTwoShot;
+  return algorithm == Algorithm::kOneShot || algorithm == Algorithm::kTwoShot ||
+         algorithm == Algorithm::kHybridCubeMesh;
 }
 
 inline bool IsMatmul(Algorithm algorithm) {
@@ -214,6 +216,10 @@ inline size_t EpochBufferBytesNeeded(Algorithm algorithm, ElementType type, size
                                      uint32_t segments = 1) {
   packs = SegmentPacks(algorithm, packs, size, segments);
   const size_t packet = PacketBytes(type), n = size;
+  // A slot for each rank of a quad, and one for a sum (hybrid_cube_mesh.h).
+  if (algorithm == Algorithm::kHybridCubeMesh) {
+    return (n / 2 + (ItemBytes(type) == 2 ? 2 : 1)) * packs * packet;
+  }
   if (algorithm != Algorithm::kTwoShot) return n * packs * packet;
   const size_t shard = packs > n ? (packs + n - 1) / n : 1;
   return 2 * n * shard * packet;

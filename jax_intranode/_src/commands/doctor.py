@@ -257,6 +257,13 @@ def _links(found: dict[str, Any]) -> Check:
     if len(links) < 2:
         return Check(name, SKIPPED, _too_few(links))
     missing = _pairs(len(links), lambda i, j: links[i][j] == 0)
+    if topology.relays(links) is not None:
+        return Check(
+            name,
+            OK,
+            "a hybrid cube mesh: psum among all 8 GPUs, and all operations within groups whose "
+            "GPUs are linked to each other; jax.lax runs the rest",
+        )
     if missing:
         return Check(
             name,
@@ -295,7 +302,10 @@ def _peer_access(found: dict[str, Any]) -> Check:
                 ]
                 return any(state != module.NVML_P2P_STATUS_OK for state in states)
 
-            missing = _pairs(len(gpus), lacks)
+            # On a hybrid cube mesh only linked pairs need it.
+            links = found["topology"]["links"]
+            needed = topology.relays(links) is None
+            missing = _pairs(len(gpus), lambda i, j: (needed or links[i][j] > 0) and lacks(i, j))
     except Exception as error:
         return Check(name, SKIPPED, f"NVML does not say: {error or type(error).__name__}")
     if missing:

@@ -234,7 +234,7 @@ def _modes(
         of_gpus = f"the CUDA part {'cannot be used' if cuda['built'] else 'was not built'}"
     if len(gpus) < 2:
         of_gpus = f"a group has 2 or more GPUs, and this node has {len(gpus)}"
-    elif kind is not topology.TopologyKind.FULLY_CONNECTED:
+    elif kind is topology.TopologyKind.UNKNOWN:
         of_gpus = of_gpus or f"not all GPUs are linked by NVLink (topology {kind.value})"
     of_cpus = "the CPU part cannot be used" if cpu["error"] else None
     rows = {

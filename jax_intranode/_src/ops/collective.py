@@ -211,9 +211,10 @@ def chooser(
             nbytes=nbytes,
             epoch_buffer_bytes=rendezvous.epoch_buffer_bytes,
             algorithm=config.get().algorithm,
+            topology=communicator.topology_of(rendezvous, partition).value,
         )
         if selected.algorithm != "lax":
-            reason = communicator.communicator(rendezvous, partition)
+            reason = communicator.communicator(rendezvous, partition, selected.algorithm)
             if reason is not None:
                 return select.Selection("lax", reason)
         return selected

@@ -8,8 +8,9 @@
 // all-gather, without a barrier between the ranks. In some sequences the first three are norms
 // (kernels/norm_protocol.h), of rows of one pack. Some run in segments; of these, sequences of 3
 // ranks have at most 3 operations. The epoch wraps on the way. `depth` is "full"; "quick", which
-// runs some of the sequences; or "every_access", which leaves out no interleaving (machine.h), with
-// packets of two words.
+// runs some of the sequences; "every_access", which leaves out no interleaving (machine.h), with
+// packets of two words; or "mesh": 2 or 4 ranks are a hybrid cube mesh with quads of 1 or 2 ranks,
+// and all operations are of that algorithm.
 //
 // Checked are all results, that no rank waits for ever, that ranks write only into slabs of peers
 // and that all slabs are empty at the end. Variants other than "sound" break the protocol on
@@ -21,6 +22,7 @@
 
 #include "half_packets.h"
 #include "xla_ffi/kernels/all_gather.h"
+#include "xla_ffi/kernels/hybrid_cube_mesh.h"
 #include "xla_ffi/kernels/norm_protocol.h"
 #include "xla_ffi/kernels/one_shot.h"
 #include "xla_ffi/kernels/reduce_scatter.h"
@@ -31,17 +33,21 @@ namespace jin = jax_intranode;
 
 namespace {
 
-constexpr int kMostRanks = 3;
+constexpr int kMostRanks = 4;
 constexpr int kMostOperations = 8;
 constexpr int kMostBlocks = 2;
 constexpr int kMostPacks = 3;
 constexpr int kMostLate = 64;
 
-enum class Kind { kOneShot, kTwoShot, kReduceScatter, kAllGather };
-constexpr int kKinds = 4;
-constexpr const char* kNames[] = {"one_shot", "two_shot", "reduce_scatter", "all_gather"};
+enum class Kind { kOneShot, kTwoShot, kReduceScatter, kAllGather, kHybridCubeMesh };
+constexpr int kKinds = 4;  // of operations that run on one group
+constexpr const char* kNames[] = {"one_shot", "two_shot", "reduce_scatter", "all_gather",
+                                  "hybrid_cube_mesh"};
 
-jin::Algorithm AlgorithmOf(Kind kind) { return static_cast<jin::Algorithm>(kind); }
+jin::Algorithm AlgorithmOf(Kind kind) {
+  return kind == Kind::kHybridCubeMesh ? jin::Algorithm::kHybridCubeMesh
+                                       : static_cast<jin::Algorithm>(kind);
+}
 
 struct Plan {
   Kind kind;
@@ -54,7 +60,7 @@ struct Plan {
 
 struct Variant {
   bool one_epoch_buffer, never_armed, armed_late, first_word_only, idle_epochs, wrong_epoch;
-  bool no_release, no_acquire;
+  bool no_release, no_acquire, wrong_relay;
   bool no_segment_release, no_segment_acquire, short_segment;
 };
 Variant broken;
@@ -269,6 +275,9 @@ class Sequence {
       case Kind::kAllGather:
         RunAs<jin::AllGather<Type, N, Packets>>(t, g, call, plan);
         break;
+      case Kind::kHybridCubeMesh:
+        jin::HybridCubeMesh<Type, N, Packets>::Run(t, g, call);
+        break;
     }
   }
 
@@ -301,12 +310,25 @@ class Sequence {
                 static_cast<int>(jin::NormProtocol::kReduceScatter) ==
                     static_cast<int>(Kind::kReduceScatter) + 1);
 
+  // Quads of the even and of the odd ranks; an even rank's relay is the next one. What a rank has
+  // no link to, it has no address of: an access would be outside of all regions.
+  void LinkAsMesh(ModelGroup* group) const {
+    group->links = {0, group->rank ^ 1};
+    for (int r = 0; r < ranks_; ++r) {
+      const bool linked = r != group->rank && (r % 2 == group->rank % 2 || r == group->links.relay);
+      if (linked) group->links.peers |= 1u << r;
+      if (!linked && r != group->rank) group->region[r] = nullptr;
+    }
+    if (broken.wrong_relay && ranks_ == 4 && group->rank == 0) group->links.relay = 3;
+  }
+
   void RunBlock(int rank, int block) {
     ModelGroup group;
     for (int r = 0; r < ranks_; ++r) group.region[r] = regions_[r];
     group.epoch_buffer_bytes = epoch_buffer_bytes_;
     group.rank = rank;
     group.size = ranks_;
+    if (plans_.front().kind == Kind::kHybridCubeMesh) LinkAsMesh(&group);
     for (size_t k = 0; k < plans_.size(); ++k) {
       const Plan& plan = plans_[k];
       const int late = local.late_count[machine_.current()];
@@ -440,6 +462,7 @@ int main(int argc, char** argv) {
       {"no_segment_release", {&Variant::no_segment_release}},
       {"no_segment_acquire", {&Variant::no_segment_acquire}},
       {"short_segment", {&Variant::short_segment}},
+      {"wrong_relay", {&Variant::wrong_relay}},
   };
   bool known = false;
   for (const auto& [name, flags] : variants) {
@@ -447,28 +470,32 @@ int main(int argc, char** argv) {
     known = true;
     for (bool Variant::* flag : flags) broken.*flag = true;
   }
-  if (!known || ranks < 2 || ranks > kMostRanks || operations < 1) {
-    printf("unknown variant, or not 2 or 3 ranks\n");
+  const bool mesh = depth == "mesh";
+  if (!known || ranks < 2 || ranks > (mesh ? 4 : 3) || (mesh && ranks % 2 != 0) || operations < 1) {
+    printf("unknown variant, or not 2 or 3 ranks, or not 2 or 4 of a mesh\n");
     return 2;
   }
 
   const auto began = std::chrono::steady_clock::now();
   size_t sequences = 0, states = 0, steps = 0;
   double interleavings = 0;
-  const int patterns = depth == "every_access" ? 1 : kPatterns;
+  // A hybrid cube mesh runs neither segments nor norms.
+  const int patterns = depth == "every_access" ? 1 : mesh ? 4 : kPatterns;
   for (int pattern = 0; pattern < patterns; ++pattern) {
-    const int length = ranks > 2 && InSegments(pattern) ? std::min(operations, 3) : operations;
+    const int length =
+        ranks > 2 && !mesh && InSegments(pattern) ? std::min(operations, 3) : operations;
     int combinations = 1;
-    for (int k = 0; k < length; ++k) combinations *= kKinds;
+    for (int k = 0; k < length && !mesh; ++k) combinations *= kKinds;
     for (int combination = 0; combination < combinations; ++combination) {
       // The quick check takes sequences of one kind, and some others.
-      const bool same = combination % ((combinations - 1) / (kKinds - 1)) == 0;
+      const bool same = mesh || combination % ((combinations - 1) / (kKinds - 1)) == 0;
       if (depth == "quick" && !same && combination % 11 != pattern) continue;
       std::vector<Plan> plans;
       std::string names;
       for (int k = 0, c = combination; k < length; ++k, c /= kKinds) {
-        plans.push_back(PlanOf(pattern, k, static_cast<Kind>(c % kKinds)));
-        names += std::string(" ") + kNames[c % kKinds];
+        const Kind kind = mesh ? Kind::kHybridCubeMesh : static_cast<Kind>(c % kKinds);
+        plans.push_back(PlanOf(pattern, k, kind));
+        names += std::string(" ") + kNames[static_cast<int>(kind)];
       }
       const auto result = Sequence(ranks, plans, depth == "every_access").Search();
       ++sequences;

@@ -1,0 +1,387 @@
+"""psum on a hybrid cube mesh: 8 CPU devices whose links JAX_INTRANODE_TOPOLOGY sets.
+
+Forced links: quads of the devices 0 to 3 and 4 to 7; devices that are 4 apart are relays.
+"""
+
+import ctypes
+import itertools
+import mmap
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from devices import need_devices
+from jax.sharding import PartitionSpec as P
+from test_topology import DGX1, make_reports
+
+import jax_intranode
+from jax_intranode._src import (
+    communicator,
+    config,
+    launcher,
+    native,
+    rendezvous,
+    select,
+    topology,
+)
+from jax_intranode._src.bench.collectives.oracle import count_wrong
+from jax_intranode._src.ops.collective import chooser
+
+sys.path.append(str(Path(__file__).parent / "multiprocess"))
+from multiprocess_ranks import run_in_ranks
+
+VARIABLE = {"JAX_INTRANODE_TOPOLOGY": "hybrid_cube_mesh"}
+DTYPES = ("float32", "bfloat16", "float16", "float64", "int8", "uint32", "int64")
+
+
+def linked(i: int, j: int) -> bool:
+    """Whether two devices have a link."""
+    return i != j and (i // 4 == j // 4 or i % 4 == j % 4)
+
+
+def oracle(parts: np.ndarray, order: Sequence[int]) -> np.ndarray:
+    """The right bits: each quad in rank order, the one with rank 0 first, rounded once.
+
+    Args:
+        parts: the operand of each rank.
+        order: the device of each rank.
+    """
+    quads = [[r for r in range(8) if order[r] // 4 == quad] for quad in (0, 1)]
+    quads.sort()
+    wide = parts.dtype
+    if parts.dtype in (np.float16, jnp.bfloat16):
+        wide = np.dtype(np.float32)
+    sums = []
+    for quad in quads:
+        total = parts[quad[0]].astype(wide)
+        for rank in quad[1:]:
+            total = total + parts[rank].astype(wide)
+        sums.append(total)
+    return (sums[0] + sums[1]).astype(parts.dtype)
+
+
+@pytest.fixture
+def cube_mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The devices are a hybrid cube mesh, and no rendezvous has taken place before."""
+    if jax.devices()[0].platform != "cpu":
+        pytest.skip("GPUs have the links that they have")
+    need_devices(8)
+    monkeypatch.setenv(*next(iter(VARIABLE.items())))
+    config.get.cache_clear()
+    jax_intranode.shutdown()
+    jax.clear_caches()
+    yield
+    monkeypatch.undo()
+    config.get.cache_clear()
+    jax_intranode.shutdown()
+    jax.clear_caches()
+
+
+def mesh_of(order: Sequence[int]) -> jax.sharding.Mesh:
+    return cases.make_mesh((8,), ("x",), np.array(order))
+
+
+def random_parts(dtype: str, count: int, seed: int) -> np.ndarray:
+    """Operands whose sums round, and depend on the order of addition."""
+    rng = np.random.default_rng(seed)
+    kind = np.dtype(jnp.dtype(dtype))
+    if jnp.issubdtype(kind, jnp.integer):
+        info = np.iinfo(kind)
+        return rng.integers(info.min, info.max, (8, count), dtype=kind, endpoint=True)
+    scale = 2.0 ** rng.integers(-8, 8, (8, count))
+    return (rng.standard_normal((8, count)) * scale).astype(kind)
+
+
+def check_psum(dtype: str, count: int, order: Sequence[int], seed: int) -> None:
+    mesh = mesh_of(order)
+    parts = random_parts(dtype, count, seed)
+    before = native.handler_calls()
+    result = jax.block_until_ready(cases.psum_of(parts, mesh))
+    assert native.handler_calls() > before
+    expected = oracle(parts, order)
+    for shard in result.addressable_shards:
+        assert count_wrong(np.asarray(shard.data).reshape(-1), expected, None) == 0
+
+
+def test_the_oracle_tells_orders_apart() -> None:
+    parts = random_parts("float32", 200, 0)
+    sums = [cases.oracle(parts), oracle(parts, ORDERS[0]), oracle(parts, ORDERS[2])]
+    for a, b in itertools.combinations(sums, 2):
+        assert (a != b).any()
+
+
+ORDERS = [list(range(8)), [4, 5, 6, 7, 0, 1, 2, 3], [6, 0, 3, 5, 2, 7, 4, 1]]
+
+
+@pytest.mark.usefixtures("cube_mesh")
+@pytest.mark.parametrize("order", ORDERS, ids=("in order", "quads swapped", "shuffled"))
+def test_all_ranks_have_the_bits_of_the_sum_of_quads(order: list[int]) -> None:
+    with jax.enable_x64(True):
+        for seed, (dtype, count) in enumerate(itertools.product(DTYPES, (1, 77))):
+            check_psum(dtype, count, order, seed)
+
+
+@pytest.mark.usefixtures("cube_mesh")
+def test_special_values() -> None:
+    """Signed zeros, infinities and NaNs; a NaN of all ones must not look like an empty packet."""
+    values = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e38, 1e-45, -1e-45], np.float32)
+    parts = np.stack([np.roll(values, r) for r in range(8)])
+    parts[3].view(np.uint32)[:2] = 0xFFFFFFFF
+    parts[:, 7] = -0.0
+    for dtype in ("float32", "bfloat16"):
+        typed = parts.astype(jnp.dtype(dtype))
+        result = cases.psum_of(typed, mesh_of(ORDERS[2]))
+        with np.errstate(all="ignore"):
+            expected = oracle(typed, ORDERS[2])
+        for shard in result.addressable_shards:
+            assert count_wrong(np.asarray(shard.data).reshape(-1), expected, None) == 0
+
+
+@pytest.mark.usefixtures("cube_mesh")
+def test_trees_loops_and_gradients() -> None:
+    mesh = mesh_of(ORDERS[2])
+    parts = cases.random("float32", (8, 24), 3)
+
+    def f(v: Any) -> Any:
+        def loss(v: Any) -> Any:
+            a, (b, c) = jax_intranode.psum((v[..., :5], [v[..., 5:6] * 2, v[..., 6:]]), "x")
+            return (a**2).sum() + b.sum() + (c**3).sum()
+
+        def step(carry: Any, _: Any) -> Any:
+            return carry - 0.01 * jax.grad(loss)(carry), None
+
+        return jax.lax.scan(step, v, None, length=3)[0]
+
+    def by_lax(v: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(jax_intranode, "psum", jax.lax.psum)
+            return f(v)
+
+    ours, theirs = (jax.jit(cases.sharded(g, mesh, P("x"), P("x"))) for g in (f, by_lax))
+    np.testing.assert_allclose(ours(parts), theirs(parts), rtol=1e-4)
+    calls = jax_intranode.explain(ours)(parts)
+    assert "hybrid_cube_mesh" in {call.algorithm for call in calls}
+    assert all(call.algorithm in ("hybrid_cube_mesh", "lax") for call in calls)
+
+
+@pytest.mark.usefixtures("cube_mesh")
+def test_what_groups_run() -> None:
+    mesh = cases.make_mesh((2, 4), ("pair", "quad"), np.arange(8))
+    dtype = np.dtype(np.float32)
+
+    def choose(operation: str, axes: Sequence[str], nbytes: int = 400) -> select.Selection:
+        return chooser(operation, mesh, axes, dtype)(nbytes)
+
+    assert choose("psum", ("pair", "quad")).algorithm == "hybrid_cube_mesh"
+    # Ranks that are all linked have all operations.
+    assert choose("psum", ("quad",)).algorithm == "one_shot"
+    assert choose("all_gather", ("quad",)).algorithm == "all_gather"
+    assert choose("psum", ("pair",)).algorithm == "one_shot"
+    for operation in ("psum_scatter", "all_gather"):
+        chosen = choose(operation, ("pair", "quad"))
+        assert chosen.algorithm == "lax" and chosen.cause == select.UNSUPPORTED
+        assert chosen.reason == f"{operation} on a hybrid cube mesh: only psum has kernels"
+    assert "are faster than lax" in choose("psum", ("pair", "quad"), 1 << 20).reason
+
+    # Operations of other kinds ask for a communicator only.
+    found = communicator.rendezvous_of(mesh.devices.flat)
+    whole, quads = (communicator.partition(mesh, axes) for axes in (("pair", "quad"), ("quad",)))
+    reason = communicator.communicator(found, whole, "one_shot_rms_norm")
+    assert reason == "only psum has kernels for a hybrid cube mesh"
+    assert communicator.communicator(found, quads, "one_shot_rms_norm") is None
+
+    crossed = cases.make_mesh((2, 4), ("pair", "quad"), np.array([0, 1, 2, 7, 4, 5, 6, 3]))
+    chosen = chooser("psum", crossed, ("quad",), dtype)(400)
+    assert chosen.algorithm == "lax"
+    assert "devices 0 and 7 of group [0, 1, 2, 7] have no link to each other" in chosen.reason
+    assert chooser("psum", crossed, ("quad", "pair"), dtype)(400).algorithm == "hybrid_cube_mesh"
+
+
+@pytest.mark.usefixtures("cube_mesh")
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+def test_a_forced_algorithm_is_refused(monkeypatch: pytest.MonkeyPatch, algorithm: str) -> None:
+    monkeypatch.setenv("JAX_INTRANODE_ALGORITHM", algorithm)
+    config.get.cache_clear()
+    chosen = chooser("psum", mesh_of(range(8)), ("x",), np.dtype(np.float32))(400)
+    assert chosen.algorithm == "lax" and chosen.cause == select.REFUSED
+    assert f"JAX_INTRANODE_ALGORITHM={algorithm} needs a link between each pair" in chosen.reason
+
+
+@pytest.mark.usefixtures("cube_mesh")
+def test_fewer_devices_are_refused() -> None:
+    chosen = chooser("psum", cases.line(4), ("x",), np.dtype(np.float32))(400)
+    assert chosen.algorithm == "lax"
+    assert "JAX_INTRANODE_TOPOLOGY=hybrid_cube_mesh, and devices [0, 1, 2, 3]" in chosen.reason
+
+
+@pytest.mark.usefixtures("cube_mesh")
+def test_the_rendezvous_tests_links_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = native.module("cpu")
+    touched = []
+
+    class Recorder:
+        def __getattr__(self, name: str) -> Any:
+            call = getattr(module, name)
+            if name not in ("write_word", "read_word"):
+                return call
+
+            def recorded(ordinal: int, address: int, *rest: int) -> Any:
+                touched.append((ordinal, address))
+                return call(ordinal, address, *rest)
+
+            return recorded
+
+    monkeypatch.setattr(rendezvous.native, "module", lambda platform: Recorder())
+    jax_intranode.initialize(mesh_of(range(8)))
+    monkeypatch.undo()
+    found = communicator.rendezvous_of(jax.devices())
+    owners = {address: i for i, address in found.addresses[0].items()}
+    pairs = set()
+    for device, address in touched:
+        slab = max(start for start in owners if start <= address)
+        pairs.add((device, owners[slab]))
+    assert pairs == {(i, j) for i in range(8) for j in range(8) if linked(i, j) or i == j}
+
+
+@pytest.mark.usefixtures("cube_mesh")
+def test_links_that_are_no_mesh_are_refused_before_any_kernel() -> None:
+    module = native.module("cpu")
+    good = [(sum(1 << j for j in range(8) if linked(r, j)), (r + 4) % 8) for r in range(8)]
+
+    def create(links: list[tuple[int, int]]) -> None:
+        members = [(0, 0, 0, [0] * 8, 0)]
+        module.create_communicator(list(range(8)), 8, members, 4096, 1.0, [], [links])
+
+    def changed(rank: int, peers: int | None = None, relay: int | None = None) -> Any:
+        links = list(good)
+        links[rank] = (
+            links[rank][0] if peers is None else peers,
+            links[rank][1] if relay is None else relay,
+        )
+        return links
+
+    for wrong in (
+        good[:7],
+        changed(0, relay=1),  # whose relay is another one
+        changed(0, relay=-1),
+        changed(0, relay=8),
+        changed(0, relay=0),
+        changed(0, peers=good[0][0] & ~2),  # a mate less
+        changed(0, peers=good[0][0] & ~2 | 32),  # 5 in place of 1
+        changed(0, peers=good[0][0] | 1),
+        changed(0, peers=good[0][0] | 256),
+        [(255 ^ 1 << r, r ^ 1) for r in range(8)],  # all linked
+    ):
+        with pytest.raises(ValueError, match="are no hybrid cube mesh"):
+            create(wrong)
+
+
+# The links that GPUs report.
+
+
+def links_of(reports: Sequence[topology.LinkReport], monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(rendezvous.config, "get", lambda: config.Config())
+    return rendezvous._links_of_host([(10 + i, report) for i, report in enumerate(reports)])
+
+
+def test_links_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    linked_to = links_of(make_reports(8, DGX1), monkeypatch)
+    assert sorted(linked_to) == list(range(10, 18))
+    assert linked_to[10] == {11, 12, 13, 14} and linked_to[17] == {14, 15, 16, 13}
+    assert links_of(make_reports(8, {}, [18] * 8), monkeypatch) == {}
+    assert links_of(make_reports(2, {(0, 1): 4}), monkeypatch) == {}
+    quad = {(i, j): 1 for i in range(4) for j in range(i + 1, 4)}
+    assert links_of(make_reports(4, quad), monkeypatch) == {}
+
+
+PAIRS = {(0, 1): 4, (2, 3): 4}
+
+
+@pytest.mark.parametrize(
+    ("size", "direct"),
+    [
+        pytest.param(4, PAIRS, id="pairs with NVLink bridges"),
+        pytest.param(4, {}, id="PCIe only"),
+        pytest.param(2, {}, id="two without a link"),
+        pytest.param(8, {pair: n for pair, n in DGX1.items() if pair != (0, 4)}, id="a link less"),
+        pytest.param(8, {**DGX1, (0, 5): 1}, id="a link more"),
+        pytest.param(6, {p: n for p, n in DGX1.items() if max(p) < 6}, id="six of eight"),
+    ],
+)
+def test_gpus_that_are_linked_in_part_fall_back(
+    monkeypatch: pytest.MonkeyPatch, size: int, direct: dict[tuple[int, int], int]
+) -> None:
+    with pytest.raises(rendezvous._Refusal) as refusal:
+        links_of(make_reports(size, direct), monkeypatch)
+    reason = str(refusal.value)
+    assert "are not all linked by NVLink (topology unknown, links (" in reason
+    assert "00000000:06:00.0" in reason
+
+
+def test_one_gpu_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = make_reports(2, {(0, 1): 4})[0]
+    with pytest.raises(rendezvous._Refusal, match="devices 10 and 11 are one GPU"):
+        links_of([report, report], monkeypatch)
+
+
+# A process for each device.
+
+_PROT_NONE = 0
+
+
+def _protect(address: int, nbytes: int) -> None:
+    """Makes pages inaccessible to this process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert address % mmap.PAGESIZE == 0 == nbytes % mmap.PAGESIZE
+    assert libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _PROT_NONE) == 0
+
+
+def sums_in_a_rank(protect_a_mate: bool) -> None:
+    """Checks sums while the epoch buffers of all devices without a link are inaccessible."""
+    order = ORDERS[2]
+    jax_intranode.initialize(mesh_of(order))
+    found = communicator.rendezvous_of(jax.devices())
+    assert found.reason is None, found.reason
+    ids = sorted(device.id for device in jax.devices())
+    (local,) = jax.local_devices()
+    mine = ids.index(local.id)
+    header = native.module("cpu").HEADER_BYTES
+    protected = []
+    for peer_id, slab in found.addresses[local.id].items():
+        peer = ids.index(peer_id)
+        mate = protect_a_mate and mine == 0 and peer == 1
+        if peer == mine or (linked(mine, peer) and not mate):
+            continue
+        protected.append(peer)
+        for region in range(rendezvous.REGIONS):
+            start = slab + rendezvous.PROBE_BYTES + region * found.region_bytes()
+            _protect(start + header, 2 * found.epoch_buffer_bytes)
+    assert len(protected) == (4 if protect_a_mate and mine == 0 else 3)
+    for dtype, count in itertools.product(("float32", "bfloat16", "int8"), (1, 99)):
+        check_psum(dtype, count, order, count)
+    print("SUMS right", flush=True)
+
+
+@pytest.mark.full
+def test_no_byte_between_processes_without_a_link(tmp_path: Path) -> None:
+    if jax.devices()[0].platform != "cpu":
+        pytest.skip("GPUs have the links that they have")
+    logs = run_in_ranks(sums_in_a_rank, 8, tmp_path / "logs", env=VARIABLE, arguments=[False])
+    assert all("SUMS right" in log for log in logs)
+
+
+@pytest.mark.full
+def test_a_byte_to_a_protected_rank_ends_the_process(tmp_path: Path) -> None:
+    """The test above can fail: here a linked rank is protected, too."""
+    if jax.devices()[0].platform != "cpu":
+        pytest.skip("GPUs have the links that they have")
+    env = {**VARIABLE, "JAX_INTRANODE_TIMEOUT_S": "20"}
+    with pytest.raises(launcher.RankError) as error:
+        run_in_ranks(sums_in_a_rank, 8, tmp_path / "logs", env=env, arguments=[True])
+    assert error.value.first_failed == 0 and "SUMS right" not in error.value.logs[0]

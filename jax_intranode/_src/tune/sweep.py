@@ -81,6 +81,7 @@ class Sweep:
         self._out_of_time = out_of_time
         self._dtype = np.dtype(jax.numpy.dtype(DTYPES[settings.platform][packets]))
         self._attempts = 0
+        self._made: tuple[int, dict[int, np.ndarray], np.ndarray] | None = None
 
     def run(self, begin: Callable[[int], None]) -> Iterator[Measured]:
         """Yields the measurements of growing sizes, and at last one between win and loss.
@@ -122,6 +123,9 @@ class Sweep:
                 and algorithm in limits.IN_SEGMENTS
                 and segment_bytes < nbytes <= _LARGEST
             ):
+                continue
+            # It sends the whole message to each rank.
+            if algorithm == "one_shot" and nbytes > 2 << 20 and self._settings.devices > 2:
                 continue
             for threads in _THREADS if on_gpus else (1,):
                 # Small blocks of a large message are never fastest.
@@ -174,21 +178,18 @@ class Sweep:
         return nbytes if self.operation == "psum" else nbytes * self._settings.devices
 
     def _time_in_graph(self, row: table.Row, label: str) -> float:
-        """Microseconds of a launch in a CUDA graph; infinite if a result was wrong."""
-        settings, n = self._settings, self._settings.devices
-        operand_bytes = self._operand_count(row.nbytes) * self._dtype.itemsize
-        expected, _ = oracle.expected_result(self._operation, n, operand_bytes, self._dtype)
-        shards = {
-            rank: oracle.random_shard(rank, operand_bytes, self._dtype)
-            for rank, device in enumerate(self._mesh.devices.flat)
-            if device.process_index == jax.process_index()
-        }
+        """Microseconds of a launch in a CUDA graph.
+
+        Raises:
+            RuntimeError: a result was wrong.
+        """
+        shards, expected = self._data(row.nbytes)
         launched = self._launch(row)
         assert launched is not None  # or it would be no candidate
         segments, blocks = launched
         selected = [select.Selection(row.algorithm, "", blocks, row.threads, segments=segments)]
         times, wrong = graph.measure(
-            settings, self._operation, self._mesh, selected, shards, expected,
+            self._settings, self._operation, self._mesh, selected, shards, expected,
             f"{label}/{row.algorithm}/{row.threads}/{row.blocks}/{segments}",
         )  # fmt: skip
         if wrong:
@@ -198,6 +199,20 @@ class Sweep:
                 "wrong elements"
             )
         return times.p50
+
+    def _data(self, nbytes: int) -> tuple[dict[int, np.ndarray], np.ndarray]:
+        """The operands of this process's ranks, and the right result; made once for a size."""
+        if self._made is None or self._made[0] != nbytes:
+            operand_bytes = self._operand_count(nbytes) * self._dtype.itemsize
+            n = self._settings.devices
+            expected, _ = oracle.expected_result(self._operation, n, operand_bytes, self._dtype)
+            shards = {
+                rank: oracle.random_shard(rank, operand_bytes, self._dtype)
+                for rank, device in enumerate(self._mesh.devices.flat)
+                if device.process_index == jax.process_index()
+            }
+            self._made = nbytes, shards, expected
+        return self._made[1:]
 
     def _time_from_jax(self, row: table.Row, label: str) -> tuple[float, float]:
         """Microseconds per call of a launch and of lax, which take turns."""

@@ -38,6 +38,10 @@ namespace jin = jax_intranode;
 
 namespace {
 
+// The algorithms that run on the CPU.
+constexpr jin::Algorithm kCollectives[] = {jin::Algorithm::kOneShot, jin::Algorithm::kTwoShot,
+                                           jin::Algorithm::kReduceScatter,
+                                           jin::Algorithm::kAllGather, jin::Algorithm::kAllToAll};
 constexpr int kSites = 12;
 constexpr int kThreads = 2;
 constexpr size_t kMaxBytes = 3000;
@@ -116,7 +120,7 @@ struct Plan {
     std::mt19937 random(round * 1000 + site);
     for (int k = 0; k < 8; ++k) random();
     const auto type = static_cast<jin::ElementType>(random() % 7);
-    const auto algorithm = static_cast<jin::Algorithm>(random() % 4);
+    const jin::Algorithm algorithm = kCollectives[random() % std::size(kCollectives)];
     // Small ones and large ones: a large one is still on its way when a small one begins.
     const size_t bytes = random() % 2 == 0 ? 1 + random() % 60 : 1 + random() % kMaxBytes;
     const size_t items = 1 + bytes / jin::ItemBytes(type);
@@ -127,6 +131,9 @@ struct Plan {
   }
   static bool Reduces(jin::Algorithm algorithm) {
     return algorithm == jin::Algorithm::kOneShot || algorithm == jin::Algorithm::kTwoShot;
+  }
+  bool MayBeInPlace() const {
+    return Reduces(operation.algorithm) || operation.algorithm == jin::Algorithm::kAllToAll;
   }
   size_t bytes() const { return items * jin::ItemBytes(operation.type); }
   // The buffers of the call: pieces of one, whose last is the longest.
@@ -193,12 +200,12 @@ std::vector<char> Expected(const Plan& plan, int ranks, int rank, int round, int
   std::vector<char> bytes;
   for (size_t i = 0; i < plan.items * jin::OutputShards(algorithm, ranks); ++i) {
     const size_t shard = i / plan.items, at = i % plan.items;
-    if (algorithm == jin::Algorithm::kAllGather) {
-      Encode(type, Value(static_cast<int>(shard), round, site, at), &bytes);
-    } else {
-      const size_t first = algorithm == jin::Algorithm::kReduceScatter ? rank * plan.items : 0;
-      Encode(type, SumOfValues(ranks, round, site, first + at), &bytes);
-    }
+    const size_t first = jin::InputShards(algorithm, ranks) > 1 ? rank * plan.items : 0;
+    const bool copies = jin::OnlyCopies(algorithm);
+    Encode(type,
+           copies ? Value(static_cast<int>(shard), round, site, first + at)
+                  : SumOfValues(ranks, round, site, first + at),
+           &bytes);
   }
   return bytes;
 }
@@ -272,7 +279,7 @@ void Sound(int ranks, int processes, int rounds) {
             if (random() % 8 == 0) {
               std::this_thread::sleep_for(std::chrono::microseconds(random() % 100));
             }
-            const bool in_place = random() % 4 == 0 && Plan::Reduces(plans[k].operation.algorithm);
+            const bool in_place = random() % 4 == 0 && plans[k].MayBeInPlace();
             if (in_place) outputs[k] = inputs[k];
             tickets.push_back(group.Arrive(
                 r, Identity(sites[k]), plans[k].operation,
@@ -341,9 +348,10 @@ void Guards(int ranks) {
   const auto groups = regions.Groups(1, kNever);
   jin::HostGroup& group = *groups.front();
   int calls = 0;
-  for (int number = 0; number < 28; ++number) {
-    jin::HostGroup::Operation operation{static_cast<jin::Algorithm>(number % 4),
-                                        static_cast<jin::ElementType>(number / 4)};
+  constexpr int kAlgorithms = std::size(kCollectives);
+  for (int number = 0; number < 7 * kAlgorithms; ++number) {
+    jin::HostGroup::Operation operation{kCollectives[number % kAlgorithms],
+                                        static_cast<jin::ElementType>(number / kAlgorithms)};
     const size_t item = jin::ItemBytes(operation.type);
     for (size_t items = 1; items * item <= 70; ++items) {
       if (jin::RunsInSegments(operation.algorithm)) operation.segments = 1 + items % 3;
@@ -362,9 +370,9 @@ void Guards(int ranks) {
           const std::string error = AwaitByProgress(group, *tickets[r]);
           Require(error.empty() && inputs[r].Holds(Input(plan, ranks, r, calls, 0)) &&
                       outputs[r].Holds(Expected(plan, ranks, r, calls, 0)),
-                  "algorithm " + std::to_string(number % 4) + ", type " +
-                      std::to_string(number / 4) + ", " + std::to_string(items) + " items, shift " +
-                      std::to_string(shift) + ": " + error);
+                  std::string(jin::AlgorithmName(operation.algorithm)) + ", type " +
+                      std::to_string(number / kAlgorithms) + ", " + std::to_string(items) +
+                      " items, shift " + std::to_string(shift) + ": " + error);
         }
       }
     }

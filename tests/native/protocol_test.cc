@@ -34,6 +34,7 @@
 
 #include "xla_ffi/host/cube_mesh.h"
 #include "xla_ffi/kernels/all_gather.h"
+#include "xla_ffi/kernels/all_to_all.h"
 #include "xla_ffi/kernels/hybrid_cube_mesh.h"
 #include "xla_ffi/kernels/norm_protocol.h"
 #include "xla_ffi/kernels/one_shot.h"
@@ -77,15 +78,20 @@ struct HostThread {
   std::barrier<>* barrier;
   Jitter* jitter;
   std::vector<float>* totals;  // of the block's threads (norm.h)
+  bool changes = false;        // the next thread's packs in every second phase
   std::chrono::steady_clock::time_point started{};
   bool met = false;
+  int phases = 0;
 
   int Thread() const { return thread; }
   int Threads() const { return kThreads; }
   int Block() const { return block; }
   int Blocks() const { return blocks; }
   void Sync() const { barrier->arrive_and_wait(); }
-  size_t First() const { return block * kThreads + thread; }
+  size_t First() {
+    const size_t first = block * kThreads + thread;
+    return phases++ % 2 == 1 && changes ? (first + 1) % Stride() : first;
+  }
   size_t Stride() const { return blocks * kThreads; }
   static constexpr int kRowThreads = kThreads;
   size_t FirstUnit() const { return 0; }
@@ -166,12 +172,13 @@ enum class Kind {
   kTwoShot,
   kReduceScatter,
   kAllGather,
+  kAllToAll,
   kOneShotNorm,
   kTwoShotNorm,
   kReduceScatterNorm,
   kHybridCubeMesh
 };
-constexpr int kKinds = 7;  // of operations that run on one group
+constexpr int kKinds = 8;  // of operations that run on one group
 
 // The ranks' links in a hybrid cube mesh: quads of the first and of the last ranks, then shuffled.
 std::vector<jin::Links> CubeMesh(int ranks) {
@@ -200,8 +207,12 @@ struct Plan {
   uint32_t segments = 1;
   uint32_t hidden = 0;  // of a norm
 
+  bool in_place = false;  // the result is the input
+
   jin::Algorithm algorithm() const {
     switch (kind) {
+      case Kind::kAllToAll:
+        return jin::Algorithm::kAllToAll;
       case Kind::kOneShotNorm:
         return jin::Algorithm::kOneShotRmsNorm;
       case Kind::kTwoShotNorm:
@@ -261,6 +272,8 @@ bool RunKernel(HostThread& t, const TestGroup& g, const Call& call, const Plan& 
       return RunBody<jin::ReduceScatter<Type, N, Packets>>(t, g, call, plan);
     case Kind::kAllGather:
       return RunBody<jin::AllGather<Type, N, Packets>>(t, g, call, plan);
+    case Kind::kAllToAll:
+      return RunBody<jin::AllToAll<Type, N, Packets>>(t, g, call, plan);
     case Kind::kHybridCubeMesh:
       return jin::HybridCubeMesh<Type, N, Packets>::Run(t, g, call);
     default:
@@ -396,8 +409,10 @@ class Result {
 // Word i of a rank's output.
 uint32_t Expected(const Plan& plan, int ranks, int rank, int call, size_t i) {
   const size_t shard = plan.bytes / 4;
-  if (plan.kind == Kind::kAllGather) {
-    return Value(static_cast<int>(i / shard), call, i % shard, plan.floating);
+  const bool part = jin::InputShards(plan.algorithm(), ranks) > 1;
+  const size_t in = (part ? rank * shard : 0) + i % shard;
+  if (jin::OnlyCopies(plan.algorithm())) {
+    return Value(static_cast<int>(i / shard), call, in, plan.floating);
   }
   if (plan.hidden > 0 && i >= shard) {
     const size_t row = (i - shard) / plan.hidden, column = (i - shard) % plan.hidden;
@@ -418,8 +433,7 @@ uint32_t Expected(const Plan& plan, int ranks, int rank, int call, size_t i) {
     memcpy(&bits, &value, 4);
     return bits;
   }
-  if (jin::InputShards(plan.algorithm(), ranks) > 1) i += rank * shard;
-  return Sum(ranks, call, i, plan.floating);
+  return Sum(ranks, call, in, plan.floating);
 }
 
 // Address space without memory: a page exists from the first store on.
@@ -519,7 +533,8 @@ int Offsets() {
                                                                 regions) +
       LastSegment<jin::AllGather<jin::F32, 2>, jin::AlignedBuffer>(Kind::kAllGather, kWhole,
                                                                    regions) +
-      LastSegment<jin::AllGather<jin::F32, 0>, jin::Buffer>(Kind::kAllGather, kAny, regions);
+      LastSegment<jin::AllGather<jin::F32, 0>, jin::Buffer>(Kind::kAllGather, kAny, regions) +
+      LastSegment<jin::AllToAll<jin::F32, 2>, jin::Buffer>(Kind::kAllToAll, kAny, regions);
   printf("offsets: wrong %ld\n", wrong);
   return wrong != 0;
 }
@@ -564,12 +579,12 @@ int main(int argc, char** argv) {
       ++epochs;
       continue;
     }
-    const bool cut =
-        !mesh && jin::RunsInSegments(static_cast<jin::Algorithm>(kind)) && random() % 2 == 0;
+    const bool cut = !mesh && jin::RunsInSegments(Plan{kind}.algorithm()) && random() % 2 == 0;
     plans.push_back(
         {kind, random() % 2 == 0, bytes, 1 + static_cast<int>(random() % kMaxBlocksHere),
          reduces && random() % 3 == 0 ? 1 + static_cast<int>(random() % 9) : 1,
-         random() % 2 == 0 ? 0 : random() % 16, cut ? 2 + static_cast<uint32_t>(random() % 4) : 1});
+         random() % 2 == 0 ? 0 : random() % 16, cut ? 2 + static_cast<uint32_t>(random() % 4) : 1,
+         0, kind == Kind::kAllToAll && random() % 2 == 0});
     epochs += plans.back().segments;
   }
   const uint32_t first_epoch = 0u - epochs / 2;
@@ -596,6 +611,7 @@ int main(int argc, char** argv) {
       inputs[r].emplace_back(n);
       for (size_t i = 0; i < n; ++i) inputs[r][k][i] = Value(r, k, i, plans[k].floating);
       outputs[r].emplace_back(4 * plans[k].Out(ranks), plans[k].shift);
+      if (plans[k].in_place) memcpy(outputs[r][k].data(), inputs[r][k].data(), 4 * n);
     }
   }
 
@@ -651,8 +667,11 @@ int main(int argc, char** argv) {
               const int block = r * kMaxBlocksHere + b;
               HostThread thread{
                   t, b, plan.blocks, block_barriers[block].get(), &jitter, &totals[block]};
+              thread.changes = variant == "other_thread" && plan.in_place;
               jitter.Pause();
-              const jin::Buffer call{inputs[r][k].data(), outputs[r][k].data(), plan.bytes};
+              char* const out = outputs[r][k].data();
+              const void* const in = inputs[r][k].data();
+              const jin::Buffer call{plan.in_place ? out : in, out, plan.bytes};
               if (variant == "never_armed") {
                 RunBroken<NeverArmed>(thread, group, call, plan);
               } else if (variant == "first_word_only" && plan.floating) {

@@ -9,7 +9,7 @@ namespace {
 const void* Kernel(Algorithm algorithm, ElementType type, int size, CallKind kind,
                    bool in_segments) {
   if (algorithm == Algorithm::kHybridCubeMesh && size != kMaxRanks) return nullptr;
-  switch (algorithm == Algorithm::kAllGather ? CopiedAs(type) : type) {
+  switch (OnlyCopies(algorithm) ? CopiedAs(type) : type) {
 #define JIN_X(type, item_bytes, packet_bytes) \
   case ElementType::k##type:                  \
     return CollectiveKernel<ElementType::k##type>(algorithm, size, kind, in_segments);

@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "../kernels/all_gather.h"
+#include "../kernels/all_to_all.h"
 #include "../kernels/hybrid_cube_mesh.h"
 #include "../kernels/one_shot.h"
 #include "../kernels/reduce_scatter.h"
@@ -57,6 +58,11 @@ const void* Kernel(Algorithm algorithm) {
         return Address<AllGather, Algorithm::kAllGather, Type, N, Call>();
       }
       break;
+    case Algorithm::kAllToAll:
+      if constexpr (!std::is_same_v<Call, Buffers> && kStandsForCopies<Type>) {
+        return Address<AllToAll, Algorithm::kAllToAll, Type, N, Call>();
+      }
+      break;
     case Algorithm::kHybridCubeMesh:
       // One kernel for each type: a call of one buffer takes it, too.
       if constexpr (std::is_same_v<Call, Buffers>) {
@@ -83,6 +89,9 @@ const void* KernelInSegments(Algorithm algorithm) {
     if constexpr (kStandsForCopies<Type>) {
       if (algorithm == Algorithm::kAllGather) {
         return Address<AllGather, Algorithm::kAllGather, Type, N, Cut>();
+      }
+      if (algorithm == Algorithm::kAllToAll) {
+        return Address<AllToAll, Algorithm::kAllToAll, Type, N, Cut>();
       }
     }
   }

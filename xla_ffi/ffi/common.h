@@ -17,8 +17,7 @@ namespace jax_intranode {
 
 namespace ffi = ::xla::ffi;
 
-// The element type that runs an algorithm on an operand. An all-gather only copies, so it takes any
-// type as bytes.
+// The element type that runs an algorithm on an operand, if there is one.
 inline std::optional<ElementType> ElementTypeOf(Algorithm algorithm, ffi::DataType type) {
   switch (type) {
 #define JIN_X(xla_name, numpy_name, type) \
@@ -27,7 +26,7 @@ inline std::optional<ElementType> ElementTypeOf(Algorithm algorithm, ffi::DataTy
     JIN_DTYPES(JIN_X)
 #undef JIN_X
     default:
-      if (algorithm == Algorithm::kAllGather) return ElementType::kI8;
+      if (OnlyCopies(algorithm)) return ElementType::kI8;
       return std::nullopt;
   }
 }

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "../kernels/all_gather.h"
+#include "../kernels/all_to_all.h"
 #include "../kernels/hybrid_cube_mesh.h"
 #include "../kernels/norm_protocol.h"
 #include "../kernels/one_shot.h"
@@ -76,7 +77,7 @@ bool RunPhase(Algorithm algorithm, int phase, ResumableThread& t, const Group& g
       return phase == 0   ? TwoShot<Type, N>::Scatter(t, g, c, epoch)
              : phase == 1 ? TwoShot<Type, N>::Reduce(t, g, c, epoch)
                           : TwoShot<Type, N>::Drain(t, g, c, epoch);
-    // CollectBuffers (ffi/common.h) allows only one buffer for these two.
+    // CollectBuffers (ffi/common.h) allows only one buffer for these three.
     case Algorithm::kReduceScatter:
       if constexpr (std::is_same_v<C, Segment<Buffer>>) {
         return phase == 0 ? ReduceScatter<Type, N>::Scatter(t, g, c, epoch)
@@ -87,6 +88,12 @@ bool RunPhase(Algorithm algorithm, int phase, ResumableThread& t, const Group& g
       if constexpr (std::is_same_v<C, Segment<Buffer>>) {
         return phase == 0 ? AllGather<Type, N>::Push(t, g, c, epoch)
                           : AllGather<Type, N>::Drain(t, g, c, epoch);
+      }
+      break;
+    case Algorithm::kAllToAll:
+      if constexpr (std::is_same_v<C, Segment<Buffer>>) {
+        return phase == 0 ? AllToAll<Type, N>::Push(t, g, c, epoch)
+                          : AllToAll<Type, N>::Drain(t, g, c, epoch);
       }
       break;
     case Algorithm::kHybridCubeMesh:

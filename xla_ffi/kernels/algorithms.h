@@ -26,7 +26,8 @@ namespace jax_intranode {
   X(kOneShotLayerNorm, "one_shot_layer_norm", "psum_residual_layer_norm")                       \
   X(kTwoShotLayerNorm, "two_shot_layer_norm", "psum_residual_layer_norm")                       \
   X(kReduceScatterLayerNorm, "reduce_scatter_layer_norm", "reduce_scatter_residual_layer_norm") \
-  X(kHybridCubeMesh, "hybrid_cube_mesh", "psum")
+  X(kHybridCubeMesh, "hybrid_cube_mesh", "psum")                                                \
+  X(kAllToAll, "all_to_all", "all_to_all")
 
 // X(type, bytes of an element, bytes of a packet). types.h defines a struct of the same name. One
 // CUDA object file is built for each type (CMakeLists.txt, BUILD).
@@ -123,16 +124,22 @@ inline bool IsLayerNorm(Algorithm algorithm) {
          algorithm == Algorithm::kReduceScatterLayerNorm;
 }
 
+// Algorithms that only copy: they take any dtype, as bytes.
+inline bool OnlyCopies(Algorithm algorithm) {
+  return algorithm == Algorithm::kAllGather || algorithm == Algorithm::kAllToAll;
+}
+
 // How many shards of a call's `bytes` its `in` and `out` hold: in a group of `size` ranks the input
-// of a reduce-scatter and the output of an all-gather hold one for each rank.
+// of a reduce-scatter, the output of an all-gather and both of an all-to-all hold one for each
+// rank.
 inline size_t InputShards(Algorithm algorithm, int size) {
-  return algorithm == Algorithm::kReduceScatter ||
-                 NormProtocolOf(algorithm) == NormProtocol::kReduceScatter
-             ? size
-             : 1;
+  const bool divides = algorithm == Algorithm::kReduceScatter ||
+                       algorithm == Algorithm::kAllToAll ||
+                       NormProtocolOf(algorithm) == NormProtocol::kReduceScatter;
+  return divides ? size : 1;
 }
 inline size_t OutputShards(Algorithm algorithm, int size) {
-  return algorithm == Algorithm::kAllGather ? size : 1;
+  return OnlyCopies(algorithm) ? size : 1;
 }
 
 enum class ElementType : int32_t {
@@ -170,14 +177,13 @@ inline size_t PacketBytes(ElementType type) {
   return 0;
 }
 
-// The element type that runs an algorithm on a dtype (NumPy's name), if there is one. An all-gather
-// only copies, so it takes any dtype as bytes.
+// The element type that runs an algorithm on a dtype (NumPy's name), if there is one.
 inline std::optional<ElementType> ElementTypeNamed(Algorithm algorithm, std::string_view dtype) {
 #define JIN_X(xla_name, numpy_name, type) \
   if (dtype == numpy_name) return ElementType::k##type;
   JIN_DTYPES(JIN_X)
 #undef JIN_X
-  if (algorithm == Algorithm::kAllGather) return ElementType::kI8;
+  if (OnlyCopies(algorithm)) return ElementType::kI8;
   return std::nullopt;
 }
 
@@ -197,7 +203,7 @@ inline ElementType CopiedAs(ElementType type) {
 // Whether an algorithm can run over one segment of its message after the other (segments.h).
 inline bool RunsInSegments(Algorithm algorithm) {
   return algorithm == Algorithm::kTwoShot || algorithm == Algorithm::kReduceScatter ||
-         algorithm == Algorithm::kAllGather;
+         OnlyCopies(algorithm);
 }
 
 // More than any message needs: with the smallest slab, each is a few KB.

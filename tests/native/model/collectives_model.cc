@@ -4,13 +4,13 @@
 //
 //   collectives_model [variant] [ranks] [operations] [depth]
 //
-// Runs every sequence of so many operations, chosen among one-shot, two-shot, reduce-scatter and
-// all-gather, without a barrier between the ranks. In some sequences the first three are norms
-// (kernels/norm_protocol.h), of rows of one pack. Some run in segments; of these, sequences of 3
-// ranks have at most 3 operations. The epoch wraps on the way. `depth` is "full"; "quick", which
-// runs some of the sequences; "every_access", which leaves out no interleaving (machine.h), with
-// packets of two words; or "mesh": 2 or 4 ranks are a hybrid cube mesh with quads of 1 or 2 ranks,
-// and all operations are of that algorithm.
+// Runs every sequence of so many operations, chosen among one-shot, two-shot, reduce-scatter,
+// all-gather and all-to-all, without a barrier between the ranks. In some sequences the first three
+// are norms (kernels/norm_protocol.h), of rows of one pack. Some run in segments; of these,
+// sequences of 3 ranks have at most 3 operations. The epoch wraps on the way. `depth` is "full";
+// "quick", which runs some of the sequences; "every_access", which leaves out no interleaving
+// (machine.h), with packets of two words; or "mesh": 2 or 4 ranks are a hybrid cube mesh with quads
+// of 1 or 2 ranks, and all operations are of that algorithm.
 //
 // Checked are all results, that no rank waits for ever, that ranks write only into slabs of peers
 // and that all slabs are empty at the end. Variants other than "sound" break the protocol on
@@ -22,6 +22,7 @@
 
 #include "half_packets.h"
 #include "xla_ffi/kernels/all_gather.h"
+#include "xla_ffi/kernels/all_to_all.h"
 #include "xla_ffi/kernels/hybrid_cube_mesh.h"
 #include "xla_ffi/kernels/norm_protocol.h"
 #include "xla_ffi/kernels/one_shot.h"
@@ -39,12 +40,13 @@ constexpr int kMostBlocks = 2;
 constexpr int kMostPacks = 3;
 constexpr int kMostLate = 64;
 
-enum class Kind { kOneShot, kTwoShot, kReduceScatter, kAllGather, kHybridCubeMesh };
-constexpr int kKinds = 4;  // of operations that run on one group
-constexpr const char* kNames[] = {"one_shot", "two_shot", "reduce_scatter", "all_gather",
-                                  "hybrid_cube_mesh"};
+enum class Kind { kOneShot, kTwoShot, kReduceScatter, kAllGather, kAllToAll, kHybridCubeMesh };
+constexpr int kKinds = 5;  // of operations that run on one group
+constexpr const char* kNames[] = {"one_shot",   "two_shot",   "reduce_scatter",
+                                  "all_gather", "all_to_all", "hybrid_cube_mesh"};
 
 jin::Algorithm AlgorithmOf(Kind kind) {
+  if (kind == Kind::kAllToAll) return jin::Algorithm::kAllToAll;
   return kind == Kind::kHybridCubeMesh ? jin::Algorithm::kHybridCubeMesh
                                        : static_cast<jin::Algorithm>(kind);
 }
@@ -181,7 +183,7 @@ class Sequence {
                                         ranks_, plan.segments) > epoch_buffer_bytes_) {
           machine_.Fail("the plan does not fit");
         }
-        const size_t n = plan.packs * 4 * (plan.kind == Kind::kReduceScatter ? ranks_ : 1);
+        const size_t n = plan.packs * 4 * jin::InputShards(AlgorithmOf(plan.kind), ranks_);
         for (size_t i = 0; i < n; ++i) inputs_[r][k].words[i] = Value(r, k, i, plan.floating);
       }
     }
@@ -275,6 +277,9 @@ class Sequence {
       case Kind::kAllGather:
         RunAs<jin::AllGather<Type, N, Packets>>(t, g, call, plan);
         break;
+      case Kind::kAllToAll:
+        RunAs<jin::AllToAll<Type, N, Packets>>(t, g, call, plan);
+        break;
       case Kind::kHybridCubeMesh:
         jin::HybridCubeMesh<Type, N, Packets>::Run(t, g, call);
         break;
@@ -336,7 +341,7 @@ class Sequence {
         ModelThread thread{block, plan.blocks};
         const jin::Buffer call{inputs_[rank][k].words, local.out[rank][k],
                                static_cast<size_t>(16 * plan.packs)};
-        if (plan.norm && plan.kind != Kind::kAllGather) {
+        if (plan.norm && !jin::OnlyCopies(AlgorithmOf(plan.kind))) {
           ranks_ == 2 ? RunNorm<2>(thread, group, call, plan)
                       : RunNorm<0>(thread, group, call, plan);
         } else if (every_access_) {
@@ -366,12 +371,14 @@ class Sequence {
   void EndOperation(int rank, int k) {
     const Plan& plan = plans_[k];
     const size_t shard = 4 * plan.packs;
-    const size_t n = shard * (plan.kind == Kind::kAllGather ? ranks_ : 1);
+    const jin::Algorithm algorithm = AlgorithmOf(plan.kind);
+    const size_t n = shard * jin::OutputShards(algorithm, ranks_);
     for (size_t i = 0; i < n; ++i) {
-      const size_t in = plan.kind == Kind::kReduceScatter ? rank * shard + i : i;
-      const uint32_t expected = plan.kind == Kind::kAllGather ? Value(static_cast<int>(i / shard),
-                                                                      k, i % shard, plan.floating)
-                                                              : Sum(ranks_, k, in, plan.floating);
+      const bool part = jin::InputShards(algorithm, ranks_) > 1;
+      const size_t in = (part ? rank * shard : 0) + i % shard;
+      const uint32_t expected = jin::OnlyCopies(algorithm)
+                                    ? Value(static_cast<int>(i / shard), k, in, plan.floating)
+                                    : Sum(ranks_, k, in, plan.floating);
       if (every_access_ && i % 4 >= 2) continue;
       if (local.out[rank][k][i] != expected) {
         machine_.Fail("wrong: the result of operation " + std::to_string(k) + " (" +

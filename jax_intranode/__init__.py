@@ -21,6 +21,7 @@ try:
     from jax_intranode._src.failures import last_failure as last_failure
     from jax_intranode._src.ops.all_gather import all_gather as all_gather
     from jax_intranode._src.ops.all_gather_matmul import all_gather_matmul as all_gather_matmul
+    from jax_intranode._src.ops.all_to_all import all_to_all as all_to_all
     from jax_intranode._src.ops.column_parallel_matmul import (
         column_parallel_matmul as column_parallel_matmul,
     )
@@ -81,6 +82,7 @@ __all__ = [
     "accelerate",
     "all_gather",
     "all_gather_matmul",
+    "all_to_all",
     "column_parallel_matmul",
     "explain",
     "initialize",

@@ -33,7 +33,9 @@ from jax_intranode._src.ops.psum import selection
 FLOATS = ("float32", "bfloat16", "float16")
 DTYPES = (*FLOATS, "float64", "int8", "uint8", "int32", "uint32", "int64", "uint64")
 COPIED_DTYPES = (*DTYPES, "bool", "int16", "uint16", "complex64", "complex128")
-OPERATIONS = ("psum", "psum_scatter", "all_gather")
+OPERATIONS = ("psum", "psum_scatter", "all_gather", "all_to_all")
+# Those whose operand has a part for each rank.
+DIVIDED = ("psum_scatter", "all_to_all")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,8 +154,10 @@ def oracle(parts: np.ndarray) -> np.ndarray:
 
 
 def apply(operation: str, v: Any, axes: Any = "x", lib: Any = jax_intranode) -> Any:
-    """Applies an operation to a rank's vector; psum_scatter and all_gather are tiled."""
-    return getattr(lib, operation)(v, axes, **({} if operation == "psum" else {"tiled": True}))
+    """Applies an operation to a rank's vector; all but psum are tiled."""
+    dimensions = (0, 0) if operation == "all_to_all" else ()
+    options = {} if operation == "psum" else {"tiled": True}
+    return getattr(lib, operation)(v, axes, *dimensions, **options)
 
 
 def reference(operation: str, parts: np.ndarray) -> np.ndarray:
@@ -163,6 +167,8 @@ def reference(operation: str, parts: np.ndarray) -> np.ndarray:
         return everywhere(oracle(parts), n)
     if operation == "psum_scatter":
         return oracle(parts).reshape(n, -1)
+    if operation == "all_to_all":
+        return parts.reshape(n, n, -1).swapaxes(0, 1).reshape(n, -1)
     return everywhere(parts.reshape(-1), n)
 
 
@@ -171,7 +177,7 @@ def compiled_of_ours(f: Any, *args: Any, **options: Any) -> Any:
     program = jax.jit(f, **options).lower(*args).compile()
     text = program.as_text()
     assert "jax_intranode_" in text
-    assert not re.search(r"\b(all-reduce|all-gather|reduce-scatter)(-start)?\(", text)
+    assert not re.search(r"\b(all-reduce|all-gather|reduce-scatter|all-to-all)(-start)?\(", text)
     return program
 
 
@@ -267,7 +273,7 @@ def special(dtype: str) -> np.ndarray:
     return np.concatenate([values, subnormals, -subnormals, ones])
 
 
-@case(how=("one_shot", "two_shot", "psum_scatter", "all_gather"))
+@case(how=("one_shot", "two_shot", "psum_scatter", "all_gather", "all_to_all"))
 def special_values(how: str) -> None:
     """NaN, infinities, signed zeros, subnormals, extreme integers, words of all ones."""
     mesh = line()
@@ -275,7 +281,7 @@ def special_values(how: str) -> None:
     operation = how if how in OPERATIONS else "psum"
     generator = np.random.default_rng(3)
     parts = {}
-    for dtype in COPIED_DTYPES if how == "all_gather" else DTYPES:
+    for dtype in COPIED_DTYPES if how in ("all_gather", "all_to_all") else DTYPES:
         values = special(dtype)
         parts[dtype] = values[generator.integers(0, len(values), (n, 61 * n))]
         if np.dtype(dtype).kind not in "biuc":
@@ -506,7 +512,7 @@ def permuted_devices(seed: int) -> None:
     check_psum(random("float32", (n, 99), seed), mesh, "two_shot")
     parts = random("float32", (n, 33 * n), seed)
     value = put(mesh, P("x"), parts)
-    for operation in ("psum_scatter", "all_gather"):
+    for operation in OPERATIONS[1:]:
         f = sharded(lambda v, o=operation: apply(o, v[0])[None], mesh, P("x"), P("x"))
         check(compiled_of_ours(f, value)(value), reference(operation, parts))
 
@@ -668,9 +674,10 @@ def what_is_not_ours_is_lax() -> None:
     check(by_half, np.concatenate(sums), exact=False)
 
 
-# psum_scatter and all_gather.
+# psum_scatter, all_gather and all_to_all.
 
 
+@case(dtype=("bfloat16", "int8", "float64"), operation=("all_to_all",))
 @case(dtype=DTYPES, operation=("psum_scatter", "all_gather"))
 def every_dtype_and_count_of_parts(dtype: str, operation: str) -> None:
     mesh = line()
@@ -681,7 +688,7 @@ def every_dtype_and_count_of_parts(dtype: str, operation: str) -> None:
         for count in (1, 3, 16, 17, 61, 250, 2048)
         if count <= 61 or choose(count * np.dtype(dtype).itemsize).algorithm != "lax"
     ]
-    each = n if operation == "psum_scatter" else 1
+    each = n if operation in DIVIDED else 1
     parts = [random(dtype, (n, count * each), count) for count in counts]
     f = sharded(lambda vs: [apply(operation, v[0])[None] for v in vs], mesh, P("x"), P("x"))
     with x64(dtype):
@@ -701,10 +708,16 @@ def every_world_size_of_parts(world: int) -> None:
 
         def f(v: Any) -> Any:
             scattered = jax_intranode.psum_scatter(v[0], "x", tiled=True)
-            return jax_intranode.all_gather(scattered, "x", tiled=True)[None]
+            whole = jax_intranode.all_gather(scattered, "x", tiled=True)
+            exchanged = jax_intranode.all_to_all(v[0], "x", 0, 0, tiled=True)
+            return whole[None], exchanged[None]
 
-        result = jax.jit(sharded(f, mesh, P("x"), P("x")))(put(mesh, P("x"), parts))
-        check(result, everywhere(oracle(parts), world))
+        whole, exchanged = jax.jit(sharded(f, mesh, P("x"), (P("x"),) * 2))(
+            put(mesh, P("x"), parts)
+        )
+        check(whole, everywhere(oracle(parts), world))
+        flat = reference("all_to_all", parts.reshape(world, -1))
+        check(exchanged, flat.reshape(parts.shape))
 
 
 def gathered(name: str, lib: Any, mesh: Mesh, check_vma: bool) -> Any:
@@ -756,6 +769,10 @@ def gathered(name: str, lib: Any, mesh: Mesh, check_vma: bool) -> Any:
             lambda x, w: sum(v.sum() for v in lib.all_gather((x, {"w": w}), "x")[1].values()) + x,
             in_specs=(x_spec, x_spec), out_specs=x_spec,
         ),
+        "exchanged": smap(
+            lambda x, w: lib.all_to_all(lib.all_to_all(x * w, "x", 1, 2, tiled=True), "x", 0, 0)
+            .reshape(-1, n, n), in_specs=(x_spec, x_spec), out_specs=x_spec,
+        ),
         "replicated": smap(
             lambda x, w: lib.all_gather(jnp.ones((2, 3)), "x", axis=1).sum() * x,
             in_specs=(x_spec, x_spec), out_specs=x_spec,
@@ -771,8 +788,9 @@ def gathered(name: str, lib: Any, mesh: Mesh, check_vma: bool) -> Any:
 
 GATHERED = (
     *("axis1_tiled", "axis2_stacked", "grad_axis0_stacked", "grad_axis2_tiled"),
-    *("layer", "scan", "remat", "vmap", "pmean", "tree", "replicated", "jvp"),
+    *("layer", "scan", "remat", "vmap", "pmean", "tree", "exchanged", "replicated", "jvp"),
     *("grad_layer", "grad_scan", "grad_remat", "grad_vmap", "grad_pmean"),
+    "grad_exchanged",
 )
 
 
@@ -1009,7 +1027,7 @@ WORDS = 64  # size of the carry that each call hands to the next one
 class Call:
     """An operation over axes of a mesh.
 
-    `count` is the number of elements of the operand; of psum_scatter that of the result.
+    `count` is the number of elements of the operand; of DIVIDED that of a part of it.
     """
 
     operation: str
@@ -1026,7 +1044,8 @@ def random_calls(seed: int, count: int, mesh: Mesh) -> list[Call]:
     calls = []
     for _ in range(count):
         operation = str(generator.choice(OPERATIONS))
-        dtypes = (*DTYPES, "int16", "uint16") if operation == "all_gather" else DTYPES
+        copies = operation in ("all_gather", "all_to_all")
+        dtypes = (*DTYPES, "int16", "uint16") if copies else DTYPES
         most = 1500 if operation == "psum" else 120
         calls.append(
             Call(
@@ -1041,7 +1060,7 @@ def random_calls(seed: int, count: int, mesh: Mesh) -> list[Call]:
 
 def operand(carry: Any, call: Call, k: int, size: int) -> Any:
     """The operand of call k: a hash of the carry, as finite values of the call's dtype."""
-    index = np.arange(call.count * (size if call.operation == "psum_scatter" else 1))
+    index = np.arange(call.count * (size if call.operation in DIVIDED else 1))
     words = carry[index * 7 % WORDS] * np.uint32(2654435761)
     words = words + (index * 40503 + k).astype(np.uint32)
     words = words ^ (words >> np.uint32(15))
@@ -1219,7 +1238,7 @@ def chain_with_delays(operation: str) -> None:
     mesh = line()
     n = mesh.size
     steps = 4 * n
-    count = {"psum": 300, "psum_scatter": 40 * n, "all_gather": 40}[operation]
+    count = {"psum": 300, "all_gather": 40}.get(operation, 40 * n)
     late = np.zeros((steps, n), np.int32)
     late[np.arange(steps), np.arange(steps) % n] = np.random.default_rng(13).integers(
         1, 5000, steps
@@ -1423,8 +1442,8 @@ def results_amid_other_data(dtype: str) -> None:
     def write(xp: Any, result_of: Any, canvas: Any, part: Any) -> Any:
         at = 1
         for k, count in enumerate((1, 3, 9, 17, 31, 33)):
-            operation = OPERATIONS[k % 3]
-            size = n * count if operation == "psum_scatter" else count
+            operation = OPERATIONS[k % len(OPERATIONS)]
+            size = n * count if operation in DIVIDED else count
             result = result_of(operation, part[..., k : k + size])
             if xp is np:
                 canvas[:, at : at + result.shape[-1]] = result

@@ -1,4 +1,4 @@
-"""The contract of `lax.psum_scatter`, `lax.all_gather` and `lax.pmean`, as in contract.py.
+"""The contract of psum_scatter, all_gather, all_to_all and pmean of lax, as in contract.py.
 
 A row here is a function of a library: `jax_intranode`, or `jax.lax`.
 """
@@ -40,9 +40,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
+from jax_intranode._src import select
 
 ROWS: dict[str, Row] = {}
-NAMES = ("psum_scatter", "all_gather", "pmean")
+NAMES = ("psum_scatter", "all_gather", "all_to_all", "pmean")
 BY_X = contract.BY_X
 
 
@@ -66,16 +67,17 @@ def row(what: str, how: str, devices: int = 2) -> Callable[[Any], Any]:
 
 
 def operations(lib: Any) -> dict[str, Any]:
-    """The three operations as functions of an operand and axes; tiled."""
+    """The operations as functions of an operand and axes; tiled."""
     return {
         "psum_scatter": functools.partial(lib.psum_scatter, tiled=True),
         "all_gather": functools.partial(lib.all_gather, tiled=True),
+        "all_to_all": functools.partial(lib.all_to_all, split_axis=0, concat_axis=0, tiled=True),
         "pmean": lib.pmean,
     }
 
 
 def each(lib: Any, v: Any, axes: Any = "x", **options: Any) -> dict[str, Any]:
-    """The results of the three operations."""
+    """The results of the operations."""
     return {name: f(v, axes, **options) for name, f in operations(lib).items()}
 
 
@@ -258,8 +260,12 @@ def signatures_of_parts(lib: Any) -> Any:
         for f in functions.values()
         for a, o in (((), {}), (("x", 0), {}), (("x",), {"dimension": 0}))
     ]
+    dimensions = {"all_to_all": {"split_axis": 0, "concat_axis": 0}}
     by_name = types_inside(
-        lambda v: [f(x=v[:2], axis_name="x", axis_index_groups=None) for f in functions.values()]
+        lambda v: [
+            f(x=v[:2], axis_name="x", axis_index_groups=None, **dimensions.get(name, {}))
+            for name, f in functions.items()
+        ]
     )
     return signatures, wrong, by_name
 
@@ -348,6 +354,55 @@ def gather_to(lib: Any) -> Any:
 def gather_to_invarying(lib: Any) -> Any:
     f = shmap(lambda v: lib.all_gather(v, "x", tiled=True, to="invarying"))
     return run(f, small(8, 3)), run(jax.grad(lambda v: (f(v) ** 2).sum()), small(8, 3))
+
+
+@row("`all_to_all` of each pair of dimensions, negative ones too, tiled or not", ACCELERATED)
+def exchange_axes(lib: Any) -> Any:
+    # lax of jax 0.10 can't lower negative dimensions.
+    negative = [(-1, 0), (1, -3), (-2, -2)] if jax.__version_info__ >= (0, 11) else []
+
+    def body(v: Any) -> Any:
+        v = v.reshape(2, 2, 6)
+        pairs = [(s, c) for s in range(3) for c in range(3)] + negative
+        tiled = [lib.all_to_all(v, "x", s, c, tiled=True) for s, c in pairs]
+        pairs = [(s, c) for s, c in pairs if v.shape[s] == 2]
+        stacked = [lib.all_to_all(v, "x", s, c) for s, c in pairs]
+        of_any_kind = lib.all_to_all(v, "x", np.int64(1), np.int64(0), tiled=1)
+        return [r[None] for r in (*tiled, *stacked, of_any_kind)]
+
+    return inside(body, small(4, 12))
+
+
+@row("`all_to_all` of every dtype that `all_gather` takes, and of the float8 dtypes", ACCELERATED)
+def exchange_of_every_dtype(lib: Any) -> Any:
+    def body(v: Any) -> Any:
+        copied = {d: v.astype(d) for d in select.EXCHANGED_DTYPES}
+        exchanged = lib.all_to_all(copied, "x", 0, 1, tiled=True)
+        assert all(r.dtype == d for d, r in exchanged.items())
+        small_floats = (d for d in exchanged if d.startswith("float8"))
+        return exchanged | {d: exchanged[d].astype(jnp.float32) for d in small_floats}
+
+    with cases.x64("float64"):
+        return inside(body)
+
+
+@row("`all_to_all` of dimensions that are not there, not integers, or of other lengths", ERROR)
+def exchange_of_wrong_shapes(lib: Any) -> Any:
+    def exchange(part: Callable[[Any], Any], split: Any, concat: Any, **options: Any) -> Any:
+        return inside_raised(lambda v: lib.all_to_all(part(v), "x", split, concat, **options))
+
+    return [
+        *(
+            exchange(lambda v: v[:2], s, c, tiled=tiled)
+            for s, c in ((2, 0), (0, 3), (-3, 0), (0, -4), (1.0, 0), (0, None), ("0", 0))
+            for tiled in (True, False)
+        ),
+        exchange(lambda v: v[:3], 0, 1, tiled=True),
+        exchange(lambda v: v, 1, 0, tiled=True),
+        exchange(lambda v: v, 0, 0),
+        exchange(lambda v: v.sum(), 0, 0, tiled=True),
+        exchange(lambda v: (v, v[:3]), 0, 0, tiled=True),
+    ]
 
 
 # Axes.
@@ -453,7 +508,9 @@ def parts_of_axis_not_manual(lib: Any) -> Any:
 @row("a name bound by vmap, without shard_map", LAX)
 def parts_of_vmapped_name(lib: Any) -> Any:
     def f(v: Any) -> Any:
-        return each(lib, v, "i"), lib.all_gather(v, ("i",), axis=1), lib.psum_scatter(v[:4], "i")
+        exchanged = lib.all_to_all(v[:4], ("i",), 0, 1)
+        gathered = lib.all_gather(v, ("i",), axis=1)
+        return each(lib, v, "i"), gathered, lib.psum_scatter(v[:4], "i"), exchanged
 
     mapped = jax.vmap(f, axis_name="i")
     return run(mapped, small(4, 8, 3)), jax.vmap(f, 1, axis_name="i")(jnp.asarray(small(8, 4, 3)))
@@ -703,10 +760,11 @@ def layer(lib: Any) -> Callable[..., Any]:
         untiled = lib.psum_scatter(cut, "x", scatter_dimension=1)
         gathered = lib.all_gather((v[:1] * w[1:2], w[:1]), "x", tiled=True)
         stacked = lib.all_gather(untiled, "x", axis=1)
+        exchanged = lib.all_to_all((v, w), "x", 0, 1, tiled=True)
         mean = lib.pmean((v[:2] * 2, w[2:] * 4), "x")
         return (
             scattered["a"] * scattered["b"] + gathered[0] * gathered[1] + stacked.sum(1)
-            + untiled * mean[0] + mean[1] * v[2:]
+            + untiled * mean[0] + mean[1] * v[2:] + exchanged[0][:, :3] * exchanged[1][:, 3:]
         )  # fmt: skip
 
     return f
@@ -773,6 +831,8 @@ def transposes_of_parts(lib: Any) -> Any:
             *(lib.psum_scatter(v, "x", scatter_dimension=d) for d in (0, 1)),
             *(lib.all_gather(v, "x", axis=a, tiled=True) for a in (0, 1)),
             *(lib.all_gather(v, "x", axis=a) for a in (0, 1, -1)),
+            *(lib.all_to_all(v, "x", s, 1, tiled=True) for s in (0, 1)),
+            *(lib.all_to_all(v, "x", d, d) for d in (0, 1)),
             lib.pmean(v, "x"),
         )
 
@@ -870,6 +930,8 @@ def vmap_of_parts(lib: Any) -> Any:
                     lambda u, k=k: lib.psum_scatter(u, "x", scatter_dimension=k, tiled=True),
                     lambda u, k=k: lib.all_gather(u, "x", axis=k, tiled=True),
                     lambda u, k=k: lib.all_gather(u, "x", axis=k - 1),
+                    lambda u, k=k: lib.all_to_all(u, "x", k, 1 - k, tiled=True),
+                    lambda u, k=k: lib.all_to_all(u, "x", k, 1),
                     lambda u: lib.pmean(u, "x"),
                 ]
                 if d <= k:  # for later dimensions lax's own rule is wrong

@@ -59,11 +59,14 @@ def test_oracle_of_each_operation() -> None:
         "psum_scatter": total,
         "pmean": total / ml_dtypes.bfloat16(4),
         "all_gather": np.concatenate(shards),
+        "all_to_all": np.concatenate(
+            [np.concatenate([np.split(s, 4)[rank] for s in shards]) for rank in range(4)]
+        ),
     }.items():
         expected, tolerance = oracle.expected_result(OPERATIONS[name], 4, 64, BFLOAT16)
         assert expected.dtype == BFLOAT16
         assert np.array_equal(expected, wanted)
-        assert (tolerance is None) == (name == "all_gather")
+        assert (tolerance is None) == (name in ("all_gather", "all_to_all"))
     integers = oracle.expected_result(OPERATIONS["psum"], 4, 64, np.dtype(np.int8))
     assert integers[1] is None
 
@@ -138,9 +141,10 @@ def test_links_of_a_chain_fit(name: str) -> None:
         "pmean": [total / 2, total / 2],
         "psum_scatter": [np.tile(total[:4], 2), np.tile(total[4:], 2)],
         "all_gather": [first, first],
+        "all_to_all": np.stack([first.reshape(2, 4), second.reshape(2, 4)], axis=1),
         "psum_scatter+all_gather": [total, total],
     }[name]
-    assert np.array_equal(got, 0.5 * np.concatenate(wanted))
+    assert np.array_equal(got, 0.5 * np.ravel(wanted))
 
 
 def test_order_of_turns() -> None:
@@ -193,7 +197,12 @@ class FakeGraphs:
         self._barrier.wait()  # all devices of the group at once
         parts = [self._data[r] for r in range(group_size)]
         name = limits.ALGORITHMS[algorithm]
-        total = np.concatenate(parts) if name == "all_gather" else oracle.expected_sum(parts)[0]
+        if name == "all_to_all":
+            total = np.concatenate([np.split(part, group_size)[rank] for part in parts])
+        elif name == "all_gather":
+            total = np.concatenate(parts)
+        else:
+            total = oracle.expected_sum(parts)[0]
         if name == "reduce_scatter":
             total = np.split(total, group_size)[rank]
         self._barrier.wait()  # before the data of the next call come
@@ -206,6 +215,7 @@ class FakeGraphs:
         ("psum", ["two_shot"], 2),
         ("psum_scatter", ["reduce_scatter"], 2),
         ("all_gather", ["all_gather"], 2),
+        ("all_to_all", ["all_to_all"], 2),
         ("psum_scatter+all_gather", ["reduce_scatter", "all_gather"], 4),
     ],
 )
@@ -225,7 +235,7 @@ def test_in_a_graph(
     assert (times, wrong) == (timing.Times(us, us), 0)
     expected = expected + np.float32(1)
     _, wrong = graph.measure(settings, operation, mesh, selected, shards, expected, name)
-    assert wrong == 2 * operation.result_count(len(expected), 2)
+    assert wrong == (1 if operation.exchanges else 2) * operation.result_count(len(expected), 2)
 
 
 def test_calls_that_are_not_measured_in_a_graph() -> None:

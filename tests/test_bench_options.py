@@ -206,6 +206,7 @@ def test_sizes_and_bandwidths_are_those_of_nccl_tests() -> None:
         "pmean": (12, 12),
         "psum_scatter": (12, 3),
         "all_gather": (3, 12),
+        "all_to_all": (12, 12),
         "psum_scatter+all_gather": (12, 12),
     }
     factors = {name: operation.bus_factor(4) for name, operation in OPERATIONS.items()}
@@ -214,6 +215,7 @@ def test_sizes_and_bandwidths_are_those_of_nccl_tests() -> None:
         "pmean": 1.5,
         "psum_scatter": 0.75,
         "all_gather": 0.75,
+        "all_to_all": 0.75,
         "psum_scatter+all_gather": 1.5,
     }
 

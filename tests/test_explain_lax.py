@@ -94,7 +94,9 @@ def loops(v: Any) -> Any:
 
 def parts(v: Any) -> Any:
     scattered = lax.psum_scatter(v, "x", scatter_dimension=1, tiled=True)
-    return lax.all_gather(scattered, "x", axis=1, tiled=True) + lax.all_gather(v[:, 0], "x").sum()
+    exchanged = lax.all_to_all(v, "x", 1, 0, tiled=True).sum()
+    whole = lax.all_gather(scattered, "x", axis=1, tiled=True)
+    return whole + lax.all_gather(v[:, 0], "x").sum() + exchanged
 
 
 def solved(v: Any) -> Any:
@@ -106,8 +108,7 @@ def solved(v: Any) -> Any:
 
 def others(v: Any) -> Any:
     a = lax.pmax(v, "x") + lax.pmin(v, "x") + lax.ppermute(v, "x", [(0, 1)])
-    b = lax.all_to_all(v, "x", 1, 0, tiled=True).sum()
-    return a + b
+    return a + lax.all_to_all(v, "x", 1, 0, tiled=True).sum()
 
 
 def left(v: Any) -> Any:
@@ -416,9 +417,11 @@ def test_reasons() -> None:
     assert "faster than lax" in size
     assert nested.algorithm == "lax"
     assert nested.reason == "inside custom_linear_solve, where nothing is rewritten"
+    *kinds, exchange = kinds
     assert [call.reason for call in kinds] == [
         f"{call.operation} is not one of the kinds that this package accelerates" for call in kinds
     ]
+    assert (exchange.operation, exchange.algorithm) == ("all_to_all", "all_to_all")
     assert {call.reason for call in explained(left)} == {NOT_ENABLED}
 
 

@@ -11,11 +11,12 @@ from jax_intranode._src import config, limits, select, table
 WORLDS = range(2, 9)
 # Hardware and process mode: whether one process has all devices.
 SETUPS = tuple(itertools.product(("cpu", "hopper"), ("single", "multi")))
-OPERATIONS = ("psum", "psum_scatter", "all_gather")
+OPERATIONS = ("psum", "psum_scatter", "all_gather", "all_to_all")
 ORDER = {
     "psum": ("one_shot", "two_shot", "lax"),
     "psum_scatter": ("reduce_scatter", "lax"),
     "all_gather": ("all_gather", "lax"),
+    "all_to_all": ("all_to_all", "lax"),
 }
 ELEMENT_BYTES = {
     "bfloat16": 2,
@@ -123,7 +124,8 @@ def test_the_limit_that_a_reason_names_is_the_limit() -> None:
     for setup, world, dtype in itertools.product(SETUPS, WORLDS, limits.DTYPES):
         for operation in OPERATIONS:
             reason = choose(setup, world, 1 << 30, dtype, operation).reason
-            assert "faster than lax" in reason
+            measured = operation != "all_to_all" or setup[0] == "cpu"
+            assert ("faster than lax" if measured else "(not measured)") in reason
             limit = int(reason.split("up to ")[1].split()[0])
             assert choose(setup, world, limit, dtype, operation).algorithm != "lax"
             element = ELEMENT_BYTES[dtype]
@@ -302,6 +304,23 @@ def test_group_larger_than_any_measured_falls_back(monkeypatch: pytest.MonkeyPat
         for algorithm in ("auto", "one_shot"):
             chosen = choose(setup, 16, 512, "float32", operation, algorithm=algorithm)
             assert chosen.algorithm == "lax" and "16 ranks" in chosen.reason
+
+
+def test_calls_say_whether_their_rows_were_measured() -> None:
+    for setup, operation in itertools.product(SETUPS, OPERATIONS):
+        chosen = choose(setup, 2, 512, "float32", operation)
+        measured = operation != "all_to_all" or setup[0] == "cpu"
+        assert chosen.measured == measured
+        assert ("not measured" in chosen.reason) != measured
+
+
+def test_operands_up_to_4_mb_are_exchanged_on_gpus() -> None:
+    for world in (2, 4, 8):
+        largest = (4 << 20) // world
+        chosen = choose(("hopper", "multi"), world, largest, "bfloat16", "all_to_all")
+        assert chosen.algorithm == "all_to_all"
+        chosen = choose(("hopper", "multi"), world, largest + 16, "bfloat16", "all_to_all")
+        assert chosen.algorithm == "lax"
 
 
 def test_reason_names_the_gpu_that_was_measured() -> None:

@@ -117,6 +117,7 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "psum": lambda v: jax_intranode.psum(v, "x"),
     "all_gather": lambda v: jax_intranode.all_gather(v, "x", tiled=True),
     "psum_scatter": lambda v: jax_intranode.psum_scatter(v, "x", tiled=True),
+    "all_to_all": lambda v: jax_intranode.all_to_all(v, "x", 0, 0, tiled=True),
     "all_gather_matmul": lambda v: jax_intranode.all_gather_matmul(v, v.T, "x"),
     "matmul_reduce_scatter": lambda v: jax_intranode.matmul_reduce_scatter(v, v.T, "x"),
     "matmul_all_reduce": lambda v: jax_intranode.matmul_all_reduce(v, v.T, "x"),

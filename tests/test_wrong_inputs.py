@@ -69,6 +69,18 @@ INSIDE: dict[str, tuple[Callable[[Any, Any], Any], str, str, str]] = {
         lambda x, w: jin.all_gather(x, "model", axis="rows"),
         *("all_gather", "axis is 'rows'", "pass an integer"),
     ),
+    "split_axis out of range": (
+        lambda x, w: jin.all_to_all(x, "model", 3, 0, tiled=True),
+        *("jax_intranode.all_to_all", "split_axis is 3", "must be from -2 to 1"),
+    ),
+    "concat_axis of another type": (
+        lambda x, w: jin.all_to_all(x, "model", 0, "rows"),
+        *("all_to_all", "concat_axis is 'rows'", "pass an integer"),
+    ),
+    "parts that are not the ranks": (
+        lambda x, w: jin.all_to_all(x, "model", 0, 0),
+        *("jax_intranode.all_to_all", "(4, 4)", "must be 2, or pass tiled=True"),
+    ),
     "contracted lengths": (
         lambda x, w: jin.all_gather_matmul(x, w[:3], "model"),
         *("all_gather_matmul", "(3, 4)", "they must be equal"),

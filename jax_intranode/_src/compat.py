@@ -532,6 +532,7 @@ _COLLECTIVES = {
     "all_gather": "all_gather",
     "all_gather_invariant": "all_gather",
     "all_gather_reduced": "all_gather",
+    "all_to_all": "all_to_all",
 }
 
 
@@ -546,8 +547,11 @@ class LaxCollective:
         index_groups: its axis_index_groups.
         invariant: psum: whether the result no longer varies over the axes.
         dimension: psum_scatter, all_gather: the dimension that is scattered or gathered.
+            all_to_all: the one that is divided.
         tiled: psum_scatter, all_gather: whether the dimension stays, or is dropped or made.
-        size: psum_scatter, all_gather: the number of ranks.
+        size: psum_scatter, all_gather: the number of ranks; 0 for the others.
+        concat: all_to_all: the dimension along which the parts are concatenated. The public
+            function has added and drops dimensions, so that all stay.
     """
 
     operation: str
@@ -558,6 +562,7 @@ class LaxCollective:
     dimension: int
     tiled: bool
     size: int
+    concat: int
 
 
 def lax_collective(equation: Any) -> LaxCollective | None:
@@ -570,6 +575,7 @@ def lax_collective(equation: Any) -> LaxCollective | None:
     axes = axes if isinstance(axes, tuple) else (axes,)
     if not axes:
         return None
+    dimension = params.get("all_gather_dimension", params.get("scatter_dimension", 0))
     # vmap has replaced the names of its axes with numbers.
     named = tuple(axis for axis in axes if not isinstance(axis, int))
     return LaxCollective(
@@ -578,9 +584,10 @@ def lax_collective(equation: Any) -> LaxCollective | None:
         over_vmap=len(named) < len(axes),
         index_groups=params.get("axis_index_groups"),
         invariant=equation.primitive.name in ("psum_invariant", "unreduced_psum"),
-        dimension=params.get("all_gather_dimension", params.get("scatter_dimension", 0)),
+        dimension=params.get("split_axis", dimension),
         tiled=params.get("tiled", False),
         size=params.get("axis_size", 0),
+        concat=params.get("concat_axis", 0),
     )
 
 
@@ -589,8 +596,7 @@ _OTHER_COLLECTIVES = {
     **{
         name: name
         for name in (
-            *("pmax", "pmin", "ppermute", "pbroadcast", "psend", "precv"),
-            *("all_to_all", "ragged_all_to_all"),
+            *("pmax", "pmin", "ppermute", "pbroadcast", "psend", "precv", "ragged_all_to_all"),
         )
     },
     "unreduced_pmax": "pmax",
@@ -600,7 +606,7 @@ _OTHER_COLLECTIVES = {
         f"{name}_start": f"{function}_start"
         for name, function in (
             *_COLLECTIVES.items(),
-            *((name, name) for name in ("all_to_all", "pbroadcast", "ppermute")),
+            *((name, name) for name in ("pbroadcast", "ppermute")),
         )
     },
 }

@@ -11,6 +11,13 @@ from jax_intranode._src import limits, table
 
 # The dtypes that can be gathered: an all-gather copies and doesn't sum.
 COPIED_DTYPES = (*limits.DTYPES, "bool", "int16", "uint16", "complex64", "complex128")
+# The dtypes that can be exchanged. Those of less than a byte are packed, and fall back.
+EXCHANGED_DTYPES = (
+    *COPIED_DTYPES,
+    *("float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz"),
+    *("float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
+_DTYPES_OF = {"all_gather": COPIED_DTYPES, "all_to_all": EXCHANGED_DTYPES}
 
 
 # Why lax runs an operation. JAX_INTRANODE_STRICT=1 tells these apart.
@@ -41,6 +48,7 @@ class Selection:
         logged: whether the reason has been logged already, for all operations on the devices.
         cause: if lax runs it: NOT_FASTER, UNSUPPORTED or REFUSED.
         segments: into how many the operation is cut.
+        measured: whether it is known to be faster than lax.
     """
 
     algorithm: str
@@ -50,11 +58,12 @@ class Selection:
     logged: bool = False
     cause: str = REFUSED
     segments: int = 1
+    measured: bool = True
 
 
 def unsupported_dtype(operation: str, dtype: str) -> str | None:
     """Why an operation falls back to jax.lax for a dtype; None if it need not."""
-    dtypes = COPIED_DTYPES if operation == "all_gather" else limits.DTYPES
+    dtypes = _DTYPES_OF.get(operation, limits.DTYPES)
     return None if dtype in dtypes else f"dtype {dtype}; supported are {', '.join(dtypes)}"
 
 
@@ -75,8 +84,9 @@ def select(
     """Selects the algorithm of an operation.
 
     Args:
-        operation: "psum", "psum_scatter" or "all_gather".
-        nbytes: bytes of each rank's operand; for psum_scatter of each rank's result.
+        operation: "psum", "psum_scatter", "all_gather" or "all_to_all".
+        nbytes: bytes that a rank sends to each peer: those of its operand; for psum_scatter of its
+            result; for all_to_all of a part of its operand.
         dtype: name of its dtype.
         world_size: number of ranks in the group.
         hardware: "cpu", or the generation of the GPUs (`table.hardware_of`).
@@ -128,7 +138,8 @@ def select(
         fitting = [row for row in rows if nbytes <= row.nbytes]
         if not fitting and not segment_bytes:
             upto = rows[-1].nbytes if rows else 0
-            return lax(f"{nbytes} bytes of {dtype}; up to {upto} are faster than lax {source}")
+            what = "are faster than lax" if not rows or rows[-1].measured else "run in our kernels"
+            return lax(f"{nbytes} bytes of {dtype}; up to {upto} {what} {source}")
         if fitting:
             row = fitting[0]
             reason = f"{nbytes} bytes of {dtype} among {world_size} ranks {source}"
@@ -155,7 +166,9 @@ def select(
     segments, blocks = launched
     if segments > 1:
         reason += f", in {segments} segments"
-    return Selection(row.algorithm, reason, blocks, row.threads, segments=segments)
+    return Selection(
+        row.algorithm, reason, blocks, row.threads, segments=segments, measured=row.measured
+    )
 
 
 def launch(

@@ -1,5 +1,6 @@
 """What is rewritten: each form of each collective, in each jaxpr of a body; and what is left."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src import compat
+from jax_intranode._src import compat, table
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import BY_PRIMITIVE
 from jax_intranode._src.rewrite import hook
@@ -96,6 +97,10 @@ FORMS: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
         lambda v: lax.psum_scatter(v, "x", scatter_dimension=1, tiled=True),
         ["psum_scatter"],
     ),
+    "all_to_all": (lambda v: lax.all_to_all(v.reshape(N, 4), "x", 0, 0), ["all_to_all"]),
+    "all_to_all_axes": (lambda v: lax.all_to_all(v.reshape(N, 4), "x", 0, 1).T, ["all_to_all"]),
+    "all_to_all_tiled": (lambda v: lax.all_to_all(v, "x", 1, 0, tiled=True), ["all_to_all"]),
+    "pswapaxes": (lambda v: lax.pswapaxes(v.reshape(N, 4), "x", 0), ["all_to_all"]),
 }
 
 
@@ -113,6 +118,27 @@ def test_forms(form: str, check_vma: bool) -> None:
     assert len(names(before)) == len(wanted) and reasons(record) == [None] * len(wanted)
     assert [v.aval for v in before.outvars] == [v.aval for v in after.outvars]
     check_values(f, X)
+
+
+def test_what_was_not_measured_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    unmeasured = {
+        key: tuple(dataclasses.replace(row, measured=False) for row in rows)
+        if key[2] == "all_to_all"
+        else rows
+        for key, rows in table.TABLE.items()
+    }
+    monkeypatch.setattr(table, "TABLE", unmeasured)
+
+    def f(lib: Any) -> Any:
+        return sharded(lambda v: lib.all_to_all(v, "x", 1, 0, tiled=True), line(), P("x"), P("x"))
+
+    _, after, record = rewritten(f(lax), X)
+    assert names(after) == ["all_to_all"]
+    (reason,) = reasons(record)
+    assert reason is not None and "(not measured)" in reason
+    assert not record.decisions[0].missed
+    (call,) = jax_intranode.explain(f(jax_intranode))(X)
+    assert call.algorithm == "all_to_all" and "(not measured)" in call.reason
 
 
 @pytest.mark.parametrize("to", ["invarying", "reduced"])

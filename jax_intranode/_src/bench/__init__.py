@@ -13,7 +13,7 @@ There are three kinds of measurements, each in a package with the same modules: 
 (operations.py or definitions.py), how it is checked (oracle.py), how it is timed (measure.py) and
 its table (report.py).
 
-    collectives/   psum, pmean, psum_scatter, all_gather
+    collectives/   psum, pmean, psum_scatter, all_gather, all_to_all
     matmuls/       collective matmuls
     programs/      whole programs
     peers/         other libraries, measured after the ranks have ended

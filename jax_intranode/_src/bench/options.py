@@ -276,7 +276,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ValueError(f"{options} are for {', '.join(MATMULS)}, not for {name}")
     elif arguments.settle is not None and name not in PROGRAMS:
         raise ValueError(f"--settle is for collective matmuls and programs, not for {name}")
-    elif arguments.leaves > 1 and name in ("psum_scatter", "all_gather"):
+    elif arguments.leaves > 1 and name in ("psum_scatter", "all_gather", "all_to_all"):
         raise ValueError(f"--leaves: {name} is measured with one array")
     if name == "pmean":
         integers = [d for d in arguments.datatype if jnp.issubdtype(jnp.dtype(d), jnp.integer)]

@@ -5,7 +5,7 @@ others. No file here imports the package itself. Each imports files below it onl
 
     fallback, lowering_site
     primitive
-    collective      <- psum, psum_scatter, all_gather
+    collective      <- psum, psum_scatter, all_gather, all_to_all
     products, matmul_arguments, overlapped, global_arrays
     collective_matmul    <- all_gather_matmul, matmul_reduce_scatter <- matmul_all_reduce
     composition          <- gradients
@@ -14,6 +14,7 @@ others. No file here imports the package itself. Each imports files below it onl
 """
 
 from jax_intranode._src.ops import all_gather as all_gather
+from jax_intranode._src.ops import all_to_all as all_to_all
 from jax_intranode._src.ops import column_parallel_matmul as column_parallel_matmul
 from jax_intranode._src.ops import gradients as gradients
 from jax_intranode._src.ops import matmul_all_reduce as matmul_all_reduce

@@ -1,4 +1,4 @@
-"""What psum, psum_scatter and all_gather share.
+"""What psum, psum_scatter, all_gather and all_to_all share.
 
 Their primitives are declared here, because transposition turns one into another: each operation's
 rules are in its own file, and may bind the others' primitives.
@@ -94,6 +94,26 @@ class AllGatherParams:
         return [lax.all_gather(x, self.axes, axis=self.axis, tiled=self.tiled) for x in xs]
 
 
+@dataclass(frozen=True)
+class AllToAllParams:
+    """Parameters of `all_to_all_p`, which exchanges parts of one array. No dimension comes or goes.
+
+    Attributes:
+        axes: the mesh axes.
+        split: the dimension that is divided among the ranks.
+        concat: the dimension along which the parts of all ranks are concatenated.
+        world_size: number of ranks.
+    """
+
+    axes: tuple[str, ...]
+    split: int
+    concat: int
+    world_size: int
+
+    def by_lax(self, xs: Sequence[Any]) -> list[Any]:
+        return [lax.all_to_all(x, self.axes, self.split, self.concat, tiled=True) for x in xs]
+
+
 class Params(Protocol):
     """What the functions below need of the parameters of any collective.
 
@@ -112,6 +132,7 @@ class Params(Protocol):
 psum_p = OpPrimitive("psum")
 psum_scatter_p = OpPrimitive("psum_scatter")
 all_gather_p = OpPrimitive("all_gather")
+all_to_all_p = OpPrimitive("all_to_all")
 
 
 # Binding.
@@ -327,7 +348,7 @@ def site_of(ctx: Any, operation: str) -> str:
 def jvp(
     bind: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], params: Params
 ) -> tuple[list[Any], list[Any]]:
-    """The jvp rule of all three."""
+    """The jvp rule of all of them."""
     results = bind(*primals, params=params)
     nonzero = [t for t in tangents if type(t) is not ad.Zero]
     moved = iter(bind(*nonzero, params=params) if nonzero else [])

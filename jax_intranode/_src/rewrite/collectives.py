@@ -1,20 +1,25 @@
 """A collective of lax, as an operation of this package."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from jax_intranode._src import compat, select
 from jax_intranode._src.ops.collective import (
     AllGatherParams,
+    AllToAllParams,
     Params,
     PsumParams,
     PsumScatterParams,
     all_gather_p,
+    all_to_all_p,
     psum_p,
     psum_scatter_p,
 )
 from jax_intranode._src.ops.primitive import OpPrimitive
 from jax_intranode._src.rewrite.body import Body
+
+_UNBOUND = "an axis that shard_map has not bound"
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,9 @@ def choose(equation: Any, body: Body) -> Choice | None:
     collective = compat.lax_collective(equation)
     if collective is None or not collective.axes:  # over axes of vmap nothing is sent
         return None
-    choice = Left(body.reason, missed=True) if body.reason else _operation(equation, collective)
+    choice = (
+        Left(body.reason, missed=True) if body.reason else _operation(equation, collective, body)
+    )
     if isinstance(choice, Choice):
         key = choice, *((v.aval.shape, v.aval.dtype) for v in equation.invars)
         if key not in body.chosen:
@@ -73,7 +80,7 @@ def replace(equation: Any, choice: Choice, body: Body) -> Any:
     )
 
 
-def _operation(equation: Any, collective: compat.LaxCollective) -> Choice | Left:
+def _operation(equation: Any, collective: compat.LaxCollective, body: Body) -> Choice | Left:
     axes = collective.axes
     if collective.index_groups is not None:
         return Left("axis_index_groups", missed=False)
@@ -90,13 +97,20 @@ def _operation(equation: Any, collective: compat.LaxCollective) -> Choice | Left
     dimension, tiled, size = collective.dimension, collective.tiled, collective.size
     if collective.operation == "all_gather":
         return Choice(all_gather_p, AllGatherParams(axes, dimension, tiled, size))
+    if collective.operation == "all_to_all":
+        mesh = body.site.mesh
+        assert mesh is not None  # or there would be a reason to leave all collectives
+        if not body.site.manual.issuperset(axes):
+            return Left(_UNBOUND, missed=True)
+        size = math.prod(mesh.shape[axis] for axis in axes)
+        return Choice(all_to_all_p, AllToAllParams(axes, dimension, collective.concat, size))
     return Choice(psum_scatter_p, PsumScatterParams(axes, dimension, tiled, size))
 
 
 def _left_by_selection(equation: Any, choice: Choice, body: Body) -> Left | None:
     """Why lax keeps a collective; None if it is replaced."""
     if not body.site.manual.issuperset(choice.params.axes):
-        return Left("an axis that shard_map has not bound", missed=True)
+        return Left(_UNBOUND, missed=True)
     operations = choice.primitive.explain(
         body.site,
         [v.aval for v in equation.invars],
@@ -107,4 +121,6 @@ def _left_by_selection(equation: Any, choice: Choice, body: Body) -> Left | None
         selected = operation.selected
         if selected.algorithm == "lax":
             return Left(selected.reason, selected.cause == select.REFUSED)
+        if not selected.measured:
+            return Left(f"{selected.reason}; a tuning of this node would decide", missed=False)
     return None

@@ -100,6 +100,7 @@ def _collective(equation: Any, body: Body) -> compat.LaxCollective | None:
     found = compat.lax_collective(equation)
     if (
         found is None
+        or found.operation == "all_to_all"
         or found.index_groups is not None
         or found.over_vmap
         or len(set(found.axes)) < len(found.axes)

@@ -11,7 +11,7 @@ class Measured:
     """What a size has shown.
 
     Attributes:
-        nbytes: bytes of a rank's operand; for psum_scatter of its result.
+        nbytes: the bytes of `table.Row`.
         best: the fastest launch. Its `nbytes` are those of the size.
         us: microseconds of a call that uses it.
         lax_us: microseconds of the same call of ``jax.lax``.

@@ -71,7 +71,7 @@ class Sweep:
             settings: repetitions, mode, devices and platform.
             mesh: a mesh with one axis "x" of all devices.
             epoch_buffer_bytes: bytes of an epoch buffer.
-            operation: "psum", "psum_scatter" or "all_gather".
+            operation: "psum", "psum_scatter", "all_gather" or "all_to_all".
             packets: "bare" or "flagged".
             out_of_time: asks, by a unique name, whether all ranks should stop.
         """

@@ -1,1 +1,1 @@
-"""Measuring psum, pmean, psum_scatter and all_gather."""
+"""Measuring psum, pmean, psum_scatter, all_gather and all_to_all."""

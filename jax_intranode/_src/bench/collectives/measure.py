@@ -46,7 +46,7 @@ def measure(settings: Settings, mesh: Mesh, dtype_name: str, count: int) -> tupl
     sharding = NamedSharding(mesh, PartitionSpec("x"))
     whole = jax.make_array_from_callback((n * operand_count,), sharding, shard)
     # Each rank gets an equal part of a scattered array.
-    at = split_points(operand_count, settings.leaves, n if "psum_scatter" in operation.steps else 1)
+    at = split_points(operand_count, settings.leaves, n if operation.divides else 1)
     data = timing.program(mesh, lambda x: jnp.split(x, at))(whole)
 
     # The ranks of a mesh rendezvous at the first lowering. Until then the selection is not final.

@@ -69,10 +69,12 @@ def expected_result(
         dtype: its dtype.
 
     Returns:
-        The result of each rank; with `result_is_part` a rank has its part of it. And how far each
-        element of lax's result may be off, or None if lax's bits must be the same.
+        The result of each rank; with `result_is_part` and `exchanges` a rank has its part of it.
+        And how far each element of lax's result may be off, or None if lax's bits must be the same.
     """
     shards = (random_shard(rank, size, dtype) for rank in range(n))
+    if operation.exchanges:
+        return np.stack([shard.reshape(n, -1) for shard in shards], axis=1).reshape(-1), None
     if not operation.sums:
         return np.concatenate(list(shards)), None
     total, magnitude = expected_sum(shards)
@@ -148,4 +150,5 @@ def count_wrong_on_devices(
 
 def part_of(operation: Operation, rank: int, count: int) -> slice:
     """Returns the part of the expected result that a rank's result of `count` elements has."""
-    return slice(rank * count, (rank + 1) * count) if operation.result_is_part else slice(None)
+    has_part = operation.result_is_part or operation.exchanges
+    return slice(rank * count, (rank + 1) * count) if has_part else slice(None)

@@ -28,8 +28,9 @@ class Row:
         time_us: median time of our call from JAX, less the chain's own multiplications.
         time_p99_us: its 99th percentile.
         algbw: size / time_us in GB/s; None if the time is below the clock's resolution.
-        busbw: bus bandwidth in GB/s: algbw * 2(n-1)/n, or (n-1)/n for psum_scatter and all_gather.
-            It compares with a link's speed for any number n of devices. None where algbw is.
+        busbw: bus bandwidth in GB/s: algbw * 2(n-1)/n, or (n-1)/n for psum_scatter, all_gather
+            and all_to_all. It compares with a link's speed for any number n of devices. None where
+            algbw is.
         wrong: the number of wrong elements in our result.
         lax_time_us: median time of lax's call from JAX.
         lax_time_p99_us: its 99th percentile.

@@ -20,6 +20,7 @@ _PROGRAMS = {
     "pmean": ("all_reduce_perf", "-o", "avg"),
     "psum_scatter": ("reduce_scatter_perf",),
     "all_gather": ("all_gather_perf",),
+    "all_to_all": ("alltoall_perf",),
 }
 _DTYPES = {
     "bfloat16": "bfloat16",

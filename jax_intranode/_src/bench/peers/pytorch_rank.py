@@ -62,6 +62,7 @@ def _operand_and_call(
         return _prepare_shared(library, count, dtype, device)
     whole = torch.empty(count, dtype=dtype, device=device)
     part = torch.empty(count // dist.get_world_size(), dtype=dtype, device=device)
+    exchanged = torch.empty_like(whole)
 
     def reduce() -> Any:
         dist.all_reduce(whole, dist.ReduceOp.SUM if operation == "psum" else dist.ReduceOp.AVG)
@@ -75,6 +76,10 @@ def _operand_and_call(
         dist.all_gather_into_tensor(whole, part)
         return whole
 
+    def exchange() -> Any:
+        dist.all_to_all_single(exchanged, whole)
+        return exchanged
+
     def both() -> Any:
         scatter()
         return gather()
@@ -84,6 +89,7 @@ def _operand_and_call(
         "pmean": (whole, reduce),
         "psum_scatter": (whole, scatter),
         "all_gather": (part, gather),
+        "all_to_all": (whole, exchange),
         "psum_scatter+all_gather": (whole, both),
     }[operation]
 
@@ -106,9 +112,9 @@ def _count_wrong(operation: str, operand: Any, call: Callable[[], Any]) -> int:
     n = dist.get_world_size()
     operand.fill_(dist.get_rank() + 1)
     result = call()
-    if operation == "all_gather":
+    if operation in ("all_gather", "all_to_all"):
         numbers = torch.arange(1, n + 1, device=result.device).to(result.dtype)
-        expected = numbers.repeat_interleave(operand.numel())
+        expected = numbers.repeat_interleave(result.numel() // n)
     else:
         total = n * (n + 1) / 2
         expected = torch.full_like(result, total / n if operation == "pmean" else total)

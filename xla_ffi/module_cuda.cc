@@ -1,5 +1,6 @@
 // The Python module _cuda: slabs and groups on GPUs. It offers the same functions as _host.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -20,6 +21,7 @@
 #include "ffi/collective_matmul_cuda.h"
 #include "ffi/collectives_cuda.h"
 #include "ffi/norm_call.h"
+#include "ffi/peer_cuda.h"
 #include "host/call_sites.h"
 #include "host/cube_mesh.h"
 #include "host/peer_event.h"
@@ -92,9 +94,29 @@ void AddRings(const std::vector<int64_t>& device_ids, int64_t group_size,
   }
 }
 
+void CreatePeerBuffer(const std::string& name, const std::vector<int64_t>& device_ids,
+                      int64_t group_size, const std::vector<PeerMember>& members, uint64_t bytes,
+                      double timeout_s, const std::vector<DeviceMemory>& memory) {
+  static_assert(sizeof(v1::PeerRecord) <= kRecordsBytes);
+  auto buffer =
+      MakePeerBuffer<DeviceCommunicator>(name, device_ids, group_size, members, bytes, timeout_s,
+                                         std::make_shared<std::vector<DeviceMemory>>(memory));
+  for (const auto& [device, peers] : buffer->members) new (peers.record) v1::PeerRecord{};
+  DevicePeerBuffers::Get().Add(std::move(buffer));
+}
+
+// Calls visit(buffer, device, peers) for each device of each peer buffer.
+template <class Visit>
+void ForEachPeerRecord(const Visit& visit) {
+  for (const auto& buffer : DevicePeerBuffers::Get().Alive()) {
+    for (const auto& [device, peers] : buffer->members) visit(*buffer, device, peers);
+  }
+}
+
 // One entry for each kernel that gave up: (the partition's device ids, group size, CUDA device,
 // reason, algorithm, rank, missing rank, text of the call site, whether several calls have it, what
-// the missing rank runs instead).
+// the missing rank runs instead). The algorithm is its number, or the name of a call on a peer
+// buffer.
 nb::list Failures() {
   nb::list failures;
   for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
@@ -113,6 +135,16 @@ nb::list Failures() {
               : std::string()));
     }
   }
+  ForEachPeerRecord([&](const auto& buffer, int64_t device, const v1::Peers& peers) {
+    const volatile v1::PeerRecord* record = peers.record;
+    const uint32_t reason = record->reason;
+    if (reason == 0) return;
+    const std::string site = CallSites::Get().SiteOf(record->site);
+    failures.append(nb::make_tuple(nb::cast(buffer.partition.first), buffer.partition.second,
+                                   device, reason, PeerCallName(buffer.name, site), peers.rank,
+                                   static_cast<int32_t>(record->missing), site,
+                                   CallSites::Get().IsShared(site), std::string()));
+  });
   return failures;
 }
 
@@ -150,6 +182,16 @@ nb::list Waits() {
                                   site, CallSites::Get().IsShared(site)));
     }
   }
+  ForEachPeerRecord([&](const auto& buffer, int64_t device, const v1::Peers& peers) {
+    static auto& seen_of_peers = *new std::map<const v1::PeerRecord*, uint64_t>;
+    const uint64_t word = static_cast<const volatile v1::PeerRecord*>(peers.record)->wait;
+    if (word == std::exchange(seen_of_peers[peers.record], word)) return;
+    const LongWait wait = UnpackWait(word);
+    const std::string site = CallSites::Get().SiteOf(wait.site);
+    waits.append(nb::make_tuple(nb::cast(buffer.partition.first), buffer.partition.second, device,
+                                peers.rank, wait.missing, wait.seconds, site,
+                                CallSites::Get().IsShared(site)));
+  });
   return waits;
 }
 
@@ -161,6 +203,7 @@ void Fail(const std::string& message) {
       if (member) static_cast<volatile FailureRecord*>(member->failure)->abort = 1;
     }
   }
+  SetAbort(1, [](const std::vector<int64_t>&) { return true; });
 }
 
 // Whether a device's group has one of the devices `ids`. `group` holds the ids of its ranks.
@@ -186,6 +229,8 @@ void OnPeer(PeerState state, const int64_t* ids, size_t count, const char* what)
     communicator->set_gone(state == PeerState::kPresent ? "" : text);
     if (state == PeerState::kDead) communicator->set_failure(text);
   }
+  SetAbort(state != PeerState::kPresent,
+           [&](const std::vector<int64_t>& group) { return HasAny(group, ids, count); });
 }
 
 // Operations on GPUs are not looked at: that would need calls of CUDA.
@@ -250,6 +295,7 @@ void Close() {
     }
   }
   Registry<DeviceCommunicator>::Get().Clear();
+  for (const std::string& name : DevicePeerBuffers::Get().Names()) ClosePeerBuffer(name);
 }
 
 nb::tuple TimeOnGroup(const std::vector<int64_t>& device_ids, int64_t group_size, int device,
@@ -358,6 +404,25 @@ NB_MODULE(_cuda, m) {
       },
       nb::arg("device"), nb::arg("address"), nb::call_guard<nb::gil_scoped_release>());
   m.def(
+      "read_bytes",
+      [](int device, uintptr_t address, size_t bytes) {
+        std::string data(bytes, 0);
+        {
+          nb::gil_scoped_release release;
+          ReadBytes(device, reinterpret_cast<const char*>(address), data.data(), bytes);
+        }
+        return nb::bytes(data.data(), data.size());
+      },
+      nb::arg("device"), nb::arg("address"), nb::arg("bytes"));
+  m.def(
+      "write_bytes",
+      [](int device, uintptr_t address, nb::bytes data) {
+        const std::string copy(data.c_str(), data.size());
+        nb::gil_scoped_release release;
+        WriteBytes(device, reinterpret_cast<char*>(address), copy.data(), copy.size());
+      },
+      nb::arg("device"), nb::arg("address"), nb::arg("data"));
+  m.def(
       "load_kernels",
       [](int device) {
         CurrentDevice current(device);
@@ -384,6 +449,22 @@ NB_MODULE(_cuda, m) {
   m.def("cublas_lt_version", &CublasLtVersion,
         "The version of the cuBLASLt library in use; 0 if there is none.");
   m.attr("MATMUL_SCRATCH_BYTES") = kPipelineScratchBytes;
+  m.attr("PEER_HEADER_BYTES") = v1::kHeaderBytes;
+  m.def("create_peer_buffer", &CreatePeerBuffer, nb::arg("name"), nb::arg("device_ids"),
+        nb::arg("group_size"), nb::arg("members"), nb::arg("bytes"), nb::arg("timeout_s"),
+        nb::arg("memory"), "Makes a buffer known to the handlers of libraries.");
+  m.def("close_peer_buffer", &ClosePeerBuffer, nb::arg("name"),
+        nb::call_guard<nb::gil_scoped_release>(), "Ends a buffer: programs that use it raise.");
+  m.def(
+      "add_peer_library",
+      [](uintptr_t address, std::pair<uint32_t, uint32_t> ffi_version) {
+        PeerLibraries::Get().Add(address, v1::kCuda, &kDevicePeerApi, ffi_version);
+      },
+      nb::arg("address"), nb::arg("ffi_version"),
+      "Hands our functions to the library whose jax_intranode_peer_library is at this address.");
+  m.def(
+      "peer_instantiate", [] { return nb::capsule(reinterpret_cast<void*>(CudaPeerInstantiate)); },
+      "The handler that instantiates calls on peer buffers.");
   m.def("close", &Close, nb::call_guard<nb::gil_scoped_release>(),
         "Ends all communicators: programs that use them raise.");
   m.def("operations", &Operations, nb::call_guard<nb::gil_scoped_release>(),

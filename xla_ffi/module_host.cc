@@ -1,5 +1,6 @@
 // The Python module _host: slabs and groups on the CPU. It offers the same functions as _cuda.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -14,6 +15,7 @@
 
 #include "ffi/collectives_host.h"
 #include "ffi/norm_call.h"
+#include "ffi/peer_host.h"
 #include "host/call_sites.h"
 #include "host/cube_mesh.h"
 #include "host/exit_message.h"
@@ -72,6 +74,14 @@ void CreateCommunicator(const std::vector<int64_t>& device_ids, int64_t group_si
   Registry<HostCommunicator>::Get().Add({device_ids, group_size}, std::move(communicator));
 }
 
+void CreatePeerBuffer(const std::string& name, const std::vector<int64_t>& device_ids,
+                      int64_t group_size, const std::vector<PeerMember>& members, uint64_t bytes,
+                      double timeout_s, const std::vector<HostMemory>& memory) {
+  HostPeerBuffers::Get().Add(
+      MakePeerBuffer<HostCommunicator>(name, device_ids, group_size, members, bytes, timeout_s,
+                                       std::make_shared<std::vector<HostMemory>>(memory)));
+}
+
 // Guards the count: an operation counts either for its communicator or as past.
 std::mutex operations_mutex;
 uint64_t past_operations = 0;  // of closed communicators
@@ -99,6 +109,8 @@ void Close() {
   }
   past_operations += OperationsNow();
   Registry<HostCommunicator>::Get().Clear();
+  for (const std::string& name : HostPeerBuffers::Get().Names())
+    HostPeerBuffers::Get().Remove(name);
 }
 
 // As fields of Python's Failure, by name.
@@ -229,10 +241,39 @@ NB_MODULE(_host, m) {
       "read_word",
       [](int, uintptr_t address) { return LoadWord(reinterpret_cast<uint32_t*>(address)); },
       nb::arg("device"), nb::arg("address"));
+  m.def(
+      "read_bytes",
+      [](int, uintptr_t address, size_t bytes) {
+        return nb::bytes(reinterpret_cast<const char*>(address), bytes);
+      },
+      nb::arg("device"), nb::arg("address"), nb::arg("bytes"));
+  m.def(
+      "write_bytes",
+      [](int, uintptr_t address, nb::bytes data) {
+        memcpy(reinterpret_cast<void*>(address), data.c_str(), data.size());
+      },
+      nb::arg("device"), nb::arg("address"), nb::arg("data"));
   m.def("load_kernels", [](int) {}, nb::arg("device"));
   m.def("create_communicator", &CreateCommunicator, nb::arg("device_ids"), nb::arg("group_size"),
         nb::arg("members"), nb::arg("epoch_buffer_bytes"), nb::arg("timeout_s"), nb::arg("memory"),
         nb::arg("links"));
+  m.attr("PEER_HEADER_BYTES") = v1::kHeaderBytes;
+  m.def("create_peer_buffer", &CreatePeerBuffer, nb::arg("name"), nb::arg("device_ids"),
+        nb::arg("group_size"), nb::arg("members"), nb::arg("bytes"), nb::arg("timeout_s"),
+        nb::arg("memory"), "Makes a buffer known to the handlers of libraries.");
+  m.def(
+      "close_peer_buffer", [](const std::string& name) { HostPeerBuffers::Get().Remove(name); },
+      nb::arg("name"), "Ends a buffer: programs that use it raise.");
+  m.def(
+      "add_peer_library",
+      [](uintptr_t address, std::pair<uint32_t, uint32_t> ffi_version) {
+        PeerLibraries::Get().Add(address, v1::kCpu, &kHostPeerApi, ffi_version);
+      },
+      nb::arg("address"), nb::arg("ffi_version"),
+      "Hands our functions to the library whose jax_intranode_peer_library is at this address.");
+  m.def(
+      "peer_instantiate", [] { return nb::capsule(reinterpret_cast<void*>(HostPeerInstantiate)); },
+      "The handler that instantiates calls on peer buffers.");
   m.def("close", &Close, nb::call_guard<nb::gil_scoped_release>(),
         "Ends all communicators: programs that use them raise.");
   m.def("operations", &Operations, nb::call_guard<nb::gil_scoped_release>(),

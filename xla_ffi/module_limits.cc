@@ -102,14 +102,18 @@ void ExportLimits(nb::module_& m) {
       nb::arg("algorithm"), nb::arg("dtype"), nb::arg("hidden"), nb::arg("world_size"),
       nb::arg("epoch_buffer_bytes"), "The most rows that one operation of a norm takes.");
   m.def(
+      "operation_title",
+      [](int algorithm) { return OperationTitle(static_cast<Algorithm>(algorithm)); },
+      nb::arg("algorithm"), "What messages call an operation.");
+  m.def(
       "failure_message",
-      [](uint32_t reason, int algorithm, double timeout_s, const std::vector<int64_t>& device_ids,
-         int rank, int missing, int ordinal, const std::string& call, const std::string& detail) {
-        return KernelFailureMessage(static_cast<Algorithm>(algorithm),
-                                    static_cast<FailureReason>(reason), timeout_s, device_ids, rank,
-                                    missing, ordinal, call, detail);
+      [](uint32_t reason, const std::string& operation, double timeout_s,
+         const std::vector<int64_t>& device_ids, int rank, int missing, int ordinal,
+         const std::string& call, const std::string& detail) {
+        return KernelFailureMessage(operation, static_cast<FailureReason>(reason), timeout_s,
+                                    device_ids, rank, missing, ordinal, call, detail);
       },
-      nb::arg("reason"), nb::arg("algorithm"), nb::arg("timeout_s"), nb::arg("device_ids"),
+      nb::arg("reason"), nb::arg("operation"), nb::arg("timeout_s"), nb::arg("device_ids"),
       nb::arg("rank"), nb::arg("missing"), nb::arg("ordinal"), nb::arg("call"), nb::arg("detail"),
       "The message of a kernel that gave up.");
   m.def(

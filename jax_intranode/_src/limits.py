@@ -119,7 +119,7 @@ def ring_data_offset(ring_bytes: int) -> int:
 
 def failure_message(
     reason: int,
-    algorithm: int,
+    operation: int | str,
     timeout_s: float,
     device_ids: tuple[int, ...],
     rank: int,
@@ -132,7 +132,7 @@ def failure_message(
 
     Args:
         reason: one of the numbers in FAILURE_REASONS.
-        algorithm: index into ALGORITHMS.
+        operation: index into ALGORITHMS, or the name of a call on a peer buffer.
         timeout_s: JAX_INTRANODE_TIMEOUT_S.
         device_ids: the devices of its group, in rank order; empty if they are not known.
         rank: the rank that gave up.
@@ -141,8 +141,9 @@ def failure_message(
         call: more about the operation, for instance "of 400 bytes (train.py:10)".
         detail: more about the missing rank, as the end of a sentence that begins with it.
     """
+    title = operation if isinstance(operation, str) else _host.operation_title(operation)
     return _host.failure_message(
-        reason, algorithm, timeout_s, list(device_ids), rank, missing, ordinal, call, detail
+        reason, title, timeout_s, list(device_ids), rank, missing, ordinal, call, detail
     )
 
 

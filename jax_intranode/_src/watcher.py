@@ -94,7 +94,7 @@ def _failures_on_cpu(process_of: Callable[[int], int | None]) -> list[failures.F
                 reason=_reason(report["reason"]),
                 platform="cpu",
                 operation=report["operation"],
-                nbytes=report["nbytes"],
+                nbytes=report["nbytes"] or source.bytes_of_site(report["site"]),
                 rank=report["rank"],
                 device_ids=group,
                 missing_rank=missing if missing >= 0 else None,
@@ -206,7 +206,11 @@ class _Records:
             message=message,
             reason=name,
             platform="gpu",
-            operation=limits.OPERATIONS[limits.ALGORITHMS[algorithm]],
+            operation=(
+                algorithm
+                if isinstance(algorithm, str)
+                else limits.OPERATIONS[limits.ALGORITHMS[algorithm]]
+            ),
             nbytes=source.bytes_of_site(site),
             rank=rank,
             device_ids=group,

@@ -139,6 +139,22 @@ void Fill(int device, char* address, int value, size_t bytes) {
   stream.Synchronize("clearing a slab");
 }
 
+void ReadBytes(int device, const char* address, char* to, size_t bytes) {
+  CurrentDevice current(device);
+  Stream stream;
+  ThrowIfError(cudaMemcpyAsync(to, address, bytes, cudaMemcpyDeviceToHost, stream.get()),
+               "reading a peer buffer");
+  stream.Synchronize("reading a peer buffer");
+}
+
+void WriteBytes(int device, char* address, const char* from, size_t bytes) {
+  CurrentDevice current(device);
+  Stream stream;
+  ThrowIfError(cudaMemcpyAsync(address, from, bytes, cudaMemcpyHostToDevice, stream.get()),
+               "writing to a peer buffer");
+  stream.Synchronize("writing to a peer buffer");
+}
+
 void WriteWord(int device, char* address, uint32_t value) {
   CurrentDevice current(device);
   Stream stream;

@@ -66,6 +66,10 @@ void EnablePeerAccess(int device, int peer);
 // Sets bytes that `device` can address to `value`; returns when it is done.
 void Fill(int device, char* address, int value, size_t bytes);
 
+// Copies between host memory and memory of `device`; returns when it is done.
+void ReadBytes(int device, const char* address, char* to, size_t bytes);
+void WriteBytes(int device, char* address, const char* from, size_t bytes);
+
 // Writes or reads one word by a kernel on `device`; returns when it is done. The rendezvous tests
 // the paths to peers with these.
 void WriteWord(int device, char* address, uint32_t value);

@@ -7,6 +7,7 @@
 
 #include "../host/call_sites.h"
 #include "norm_call.h"
+#include "site_numbers.h"
 
 namespace jax_intranode {
 namespace {
@@ -14,40 +15,6 @@ namespace {
 // How long a call polls for late peers before it returns a future. Continuing from a future costs
 // tens of microseconds. A polling thread yields to others.
 constexpr auto kPatience = std::chrono::microseconds(100);
-
-uint64_t Fnv1a(std::string_view text, uint64_t hash = 0xCBF29CE484222325u) {
-  for (unsigned char c : text) hash = (hash ^ c) * 0x100000001B3u;
-  return hash;
-}
-
-// Numbers the call sites with the same description in the HLO, in the order of their instantiation
-// since the last compilation ended.
-//
-// One lowered function can appear twice in a program, so a site's identity needs a number in
-// addition to its description. All processes must give a site the same number. They do, because a
-// program is instantiated in the same order everywhere. The count starts anew for each program, so
-// that it depends neither on what else a process has compiled nor on when executables are freed.
-// Sites of different programs may share an identity, because a device runs one program after the
-// other. Programs must be compiled one at a time.
-class SiteNumbers {
- public:
-  static SiteNumbers& Get() {
-    static SiteNumbers* const numbers = new SiteNumbers;
-    return *numbers;
-  }
-  uint32_t Take(uint64_t description) {
-    std::lock_guard lock(mutex_);
-    return taken_[description]++;
-  }
-  void Restart() {
-    std::lock_guard lock(mutex_);
-    taken_.clear();
-  }
-
- private:
-  std::mutex mutex_;
-  std::map<uint64_t, uint32_t> taken_;
-};
 
 // The state that instantiate creates for execute.
 struct HostSite {
@@ -63,11 +30,7 @@ struct HostSite {
         description(description),
         number(SiteNumbers::Get().Take(description)) {}
 
-  // A hash of the description and the number: unique within the program.
-  uint64_t identity() const {
-    return Fnv1a(std::string_view(reinterpret_cast<const char*>(&number), sizeof(number)),
-                 description);
-  }
+  uint64_t identity() const { return SiteNumbers::Identity(description, number); }
 
   const std::shared_ptr<HostCommunicator> communicator;
   const Algorithm algorithm;

@@ -79,10 +79,10 @@ class CallSites {
   std::map<std::string, uint32_t> calls_;  // how many have a text
 };
 
-// "psum of 400 bytes (float32[100], train.py:10 (step))".
+// "psum of 400 bytes (float32[100], train.py:10 (step))". 0 bytes: their number is not known.
 inline std::string CallName(const std::string& operation, uint64_t bytes,
                             const std::string& label) {
-  return operation + " of " + std::to_string(bytes) + " bytes" +
+  return operation + (bytes > 0 ? " of " + std::to_string(bytes) + " bytes" : "") +
          (label.empty() ? "" : " (" + label + ")");
 }
 

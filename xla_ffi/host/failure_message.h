@@ -74,11 +74,17 @@ inline std::string WaitMessage(const std::string& operation, int64_t calls, doub
   return text.str();
 }
 
+// What messages call an operation.
+inline std::string OperationTitle(Algorithm algorithm) {
+  const std::string name = OperationName(algorithm);
+  return IsAllReduce(algorithm) ? name + " (" + AlgorithmName(algorithm) + ")" : name;
+}
+
 // The message of a kernel on the GPU with CUDA's number `ordinal`. `call` says more about the
 // operation, for instance "of 400 bytes (train.py:10)".
-inline std::string KernelFailureMessage(Algorithm algorithm, FailureReason reason, double timeout_s,
-                                        const std::vector<int64_t>& device_ids, int rank,
-                                        int missing, int ordinal, const std::string& call,
+inline std::string KernelFailureMessage(std::string operation, FailureReason reason,
+                                        double timeout_s, const std::vector<int64_t>& device_ids,
+                                        int rank, int missing, int ordinal, const std::string& call,
                                         const std::string& detail) {
   if (reason == FailureReason::kClosed) {
     return "jax_intranode: a program that was compiled before jax_intranode.shutdown() was "
@@ -87,8 +93,6 @@ inline std::string KernelFailureMessage(Algorithm algorithm, FailureReason reaso
            ". The CUDA context is lost; restart the program, and call jax.clear_caches() after "
            "jax_intranode.shutdown().";
   }
-  std::string operation = OperationName(algorithm);
-  if (IsAllReduce(algorithm)) operation += std::string(" (") + AlgorithmName(algorithm) + ")";
   if (!call.empty()) operation += " " + call;
   return FailureMessage(operation, reason, timeout_s, device_ids, rank, missing, detail) +
          " The CUDA context is lost; restart the program.";

@@ -243,6 +243,12 @@ std::shared_ptr<Ticket> HostGroup::Arrive(int rank, uint64_t site, const Operati
   return Arrive(rank, site, operation, bytes, std::move(member));
 }
 
+std::shared_ptr<Ticket> HostGroup::Arrive(int rank, uint64_t site, std::shared_ptr<HostBody> body) {
+  Member member;
+  member.body = std::move(body);
+  return Arrive(rank, site, Operation{}, 0, std::move(member));
+}
+
 std::shared_ptr<Ticket> HostGroup::Arrive(int rank, uint64_t site, const Operation& operation,
                                           uint64_t bytes, Member member) {
   auto ticket = std::make_shared<Ticket>();
@@ -320,6 +326,14 @@ bool HostGroup::AdvanceInSegment(int rank, const Operation& operation, Member& m
   return member.buffers ? run(*member.buffers) : run(member.buffer);
 }
 
+// Starts a body that has not begun; returns whether it has ended.
+bool HostGroup::AdvanceBody(HostBody& body) {
+  if (!body.started()) body.Start([group = shared_from_this()] { group->Progress(); });
+  if (body.ended()) return true;
+  missing_ = body.missing();
+  return false;
+}
+
 // Advances each rank as far as possible; returns whether all have finished.
 bool HostGroup::Advance(Pending& pending) {
   KeepSubnormals keep_subnormals;
@@ -328,6 +342,10 @@ bool HostGroup::Advance(Pending& pending) {
     moved = false;
     for (auto& [rank, member] : pending.members) {
       if (member.finished) continue;
+      if (member.body) {
+        member.finished = AdvanceBody(*member.body);
+        continue;
+      }
       const int phase = member.phase;
       const bool ended = AdvanceInSegment(rank, pending.operation, member);
       moved = moved || ended || member.phase != phase;
@@ -362,8 +380,10 @@ void HostGroup::Progress() {
       }
       auto it = pending_.find(current_);
       for (auto& [rank, member] : it->second.members) done.emplace_back(member.ticket, "");
-      const uint32_t segments = it->second.operation.segments;
-      operations_ += it->second.members.size();
+      const bool has_bodies = it->second.members.begin()->second.body != nullptr;
+      const uint32_t epochs = has_bodies ? 0 : it->second.operation.segments;
+      // Calls on peer buffers don't count: on GPUs nobody sees them.
+      if (!has_bodies) operations_ += it->second.members.size();
       pending_.erase(it);
       active_ = false;
       reported_ = false;
@@ -372,7 +392,7 @@ void HostGroup::Progress() {
       // on a GPU (group.h).
       Fence();
       ++sequence_;
-      epoch_ += segments;
+      epoch_ += epochs;
       if (IsLeader()) AppendToLog();
     }
   }
@@ -388,9 +408,13 @@ void HostGroup::KeepMoving() {
   Watch(weak_from_this());
 }
 
+std::string HostGroup::OperationOf(const Pending& pending) {
+  const std::shared_ptr<HostBody>& body = pending.members.begin()->second.body;
+  return body ? body->name() : OperationName(pending.operation.algorithm);
+}
+
 std::string HostGroup::Name(const Key& key, const Pending& pending) const {
-  return CallName(OperationName(pending.operation.algorithm), pending.bytes,
-                  CallSites::Get().LabelOf(key.site));
+  return CallName(OperationOf(pending), pending.bytes, CallSites::Get().LabelOf(key.site));
 }
 
 bool HostGroup::HasCalled(int rank, const Key& key) const {
@@ -490,9 +514,9 @@ bool HostGroup::CheckDeadline() {
                            std::chrono::duration<double>(timeout_).count(), device_ids_, wait.rank,
                            wait.missing, wait.detail) +
             " This group of devices can't be used any more.";
-        Reports::Get().Fail({message, reason, OperationName(pending.operation.algorithm),
-                             pending.bytes, CallSites::Get().SiteOf(key.site), key.count, wait.rank,
-                             wait.missing, device_ids_});
+        Reports::Get().Fail({message, reason, OperationOf(pending), pending.bytes,
+                             CallSites::Get().SiteOf(key.site), key.count, wait.rank, wait.missing,
+                             device_ids_});
         FailLocked(message, &done);
       } else if (!reported_ && waited >= patience) {
         reported_ = true;
@@ -553,7 +577,7 @@ void HostGroup::LoseRank(int rank, FailureReason reason, const std::string& what
   const std::string message =
       FailureMessage(Name(key, pending), reason, 0, device_ids_, waits, rank, ", but " + what) +
       kEnd;
-  Reports::Get().Fail({message, reason, OperationName(pending.operation.algorithm), pending.bytes,
+  Reports::Get().Fail({message, reason, OperationOf(pending), pending.bytes,
                        CallSites::Get().SiteOf(key.site), key.count, waits, rank, device_ids_});
   FailLocked(message, done);
 }
@@ -561,7 +585,12 @@ void HostGroup::LoseRank(int rank, FailureReason reason, const std::string& what
 void HostGroup::FailLocked(const std::string& error, Tickets* done) {
   if (failure_.empty()) failure_ = error;
   for (auto& [key, pending] : pending_) {
-    for (auto& [rank, member] : pending.members) done->emplace_back(member.ticket, failure_);
+    for (auto& [rank, member] : pending.members) {
+      const auto complete = [ticket = member.ticket, error = failure_] { ticket->Complete(error); };
+      // A body that runs still uses the buffers of its call.
+      if (member.body && !member.body->Stop(complete)) continue;
+      done->emplace_back(member.ticket, failure_);
+    }
   }
   pending_.clear();
   to_log_.clear();

@@ -20,6 +20,10 @@
 // holds the operation, the types and the groups. They wait. A call that has waited for long is
 // reported once, and the report says what the missing rank waits in (wait_note.h).
 //
+// Calls on peer buffers (host_body.h) take part in the same order. Their functions may block, so
+// each runs in a thread of its own. When the operation before has ended, those of this process
+// start together. They take no epoch, because they do not use the region.
+//
 // call_log.h has the log.
 #pragma once
 
@@ -39,6 +43,7 @@
 #include "../kernels/group.h"
 #include "../kernels/norm.h"
 #include "call_log.h"
+#include "host_body.h"
 #include "peer_event.h"
 
 namespace jax_intranode {
@@ -93,6 +98,10 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   std::shared_ptr<Ticket> Arrive(int rank, uint64_t site, const Operation& operation,
                                  const NormCall& call);
 
+  // The same for a call on a peer buffer. What the body uses must stay valid until the ticket is
+  // complete.
+  std::shared_ptr<Ticket> Arrive(int rank, uint64_t site, std::shared_ptr<HostBody> body);
+
   // Advances the operations as far as possible and returns at once. Any thread may call it.
   void Progress();
 
@@ -131,6 +140,7 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
     Buffer buffer;                           // of a call with one buffer
     std::unique_ptr<const Buffers> buffers;  // of a call with many
     std::unique_ptr<const NormCall> norm;    // of a norm
+    std::shared_ptr<HostBody> body;          // of a call on a peer buffer
     std::shared_ptr<Ticket> ticket;
     uint32_t segment = 0;
     int phase = 0;      // of the segment
@@ -159,6 +169,8 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   void AppendToLog();
   bool FindNext();
   bool Advance(Pending& pending);
+  bool AdvanceBody(HostBody& body);
+  static std::string OperationOf(const Pending& pending);
   bool AdvanceInSegment(int rank, const Operation& operation, Member& member);
   std::string Name(const Key& key, const Pending& pending) const;
   bool HasCalled(int rank, const Key& key) const;

@@ -1,0 +1,389 @@
+// Kernels of your own on a peer buffer (`jax_intranode.peer_buffer`): memory that every rank of a
+// group can read and write. One source serves GPUs (nvcc) and CPU devices (a C++ compiler).
+//
+// A kernel is a body: a function object that gets a thread and the peers, and has this form.
+//
+//   template <class Thread>
+//   JAX_INTRANODE_FN void operator()(Thread& t, const Peers& p) const {
+//     const uint32_t epoch = Begin(t, p);
+//     ... store into p.Half(peer, epoch), take what arrives in p.Half(p.rank, epoch) ...
+//     End(t, p);
+//   }
+//
+// Every rank runs the same calls in the same order, with the same grid. A block may wait for the
+// block of the same number on another rank. It must not wait for another block of its own grid.
+//
+// Why one call can't meet the last one
+//   The data of a buffer have two halves, and calls alternate between them. End() waits until every
+//   peer has begun the same call on its block of this number, so until every peer's call before has
+//   ended (calls of one device run one after another, and a kernel begins when the last one has
+//   ended). Hence: when call e + 1 of a rank has ended, call e of every rank has ended. A call
+//   e + 2, which uses the half of call e again, finds no rank that still reads or clears it. This
+//   does not depend on who sends to whom, on sizes, or on the number of blocks, so these may change
+//   from one call to the next. One half would not do: a fast rank may be in call e + 1 while a slow
+//   one still reads the data of call e.
+//
+//   epoch[b]                The number of calls so far. Its owner's block b reads it, and advances
+//                           it at the end; block 0 advances those of blocks that were not launched.
+//                           Only its parity is used, so it may wrap.
+//   busy[b]                 The owner's block b sets it at the beginning and clears it at the end.
+//                           A call that finds it set overlaps with another one, and gives up.
+//   begun[b]                How many calls have launched block b; the owner's block b writes it.
+//   peer_begun[b][r]        Rank r's block b writes begun[b] + 1 of its own at the beginning of
+//   each
+//                           call; the owner's block b waits for that number. It only grows, and r
+//                           is at most one call ahead. Nobody clears it.
+//   barriers, peer_barriers The same, for Barrier().
+//   closed                  The host sets it when the buffer is closed.
+//
+// All words are in device memory and kernels advance them. So a call that is replayed from a CUDA
+// graph is no different from one that the host launched.
+//
+// On GPUs a wait that lasts longer than JAX_INTRANODE_TIMEOUT_S, or that the host ends because a
+// peer is lost, writes a record and traps: no wrong data leave the GPU, XLA raises an error, and
+// jax_intranode.CommunicationError says which rank waited for which. On the CPU the waiting
+// function returns false, and the body returns at once; the call fails with the same message.
+#pragma once
+
+#include <cstring>
+#include <type_traits>
+
+#include "peer_types.h"
+
+#if defined(__CUDACC__)
+#define JAX_INTRANODE_FN __device__ __forceinline__
+#define JAX_INTRANODE_HOST_FN __host__ __device__ __forceinline__
+#else
+#include <atomic>
+#include <thread>
+#define JAX_INTRANODE_FN inline
+#define JAX_INTRANODE_HOST_FN inline
+#endif
+
+namespace jax_intranode::v1 {
+
+// Words that several devices or processes access at the same time. All accesses are of system
+// scope.
+
+JAX_INTRANODE_FN uint32_t Load(uint32_t* from) {
+#if defined(__CUDACC__)
+  uint32_t v;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+  return v;
+#else
+  return std::atomic_ref<uint32_t>(*from).load(std::memory_order_relaxed);
+#endif
+}
+
+// What the writer did before its StoreRelease is visible after this has returned the value.
+JAX_INTRANODE_FN uint32_t LoadAcquire(uint32_t* from) {
+#if defined(__CUDACC__)
+  uint32_t v;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+  return v;
+#else
+  return std::atomic_ref<uint32_t>(*from).load(std::memory_order_acquire);
+#endif
+}
+
+JAX_INTRANODE_FN void Store(uint32_t* to, uint32_t v) {
+#if defined(__CUDACC__)
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(to), "r"(v) : "memory");
+#else
+  std::atomic_ref<uint32_t>(*to).store(v, std::memory_order_relaxed);
+#endif
+}
+
+JAX_INTRANODE_FN void StoreRelease(uint32_t* to, uint32_t v) {
+#if defined(__CUDACC__)
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(to), "r"(v) : "memory");
+#else
+  std::atomic_ref<uint32_t>(*to).store(v, std::memory_order_release);
+#endif
+}
+
+JAX_INTRANODE_FN uint32_t Exchange(uint32_t* at, uint32_t v) {
+#if defined(__CUDACC__)
+  return atomicExch(at, v);
+#else
+  return std::atomic_ref<uint32_t>(*at).exchange(v, std::memory_order_relaxed);
+#endif
+}
+
+// 64 bits, stored and loaded whole.
+JAX_INTRANODE_FN void StorePair(uint64_t* to, uint64_t v) {
+#if defined(__CUDACC__)
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(v) : "memory");
+#else
+  std::atomic_ref<uint64_t>(*to).store(v, std::memory_order_relaxed);
+#endif
+}
+
+JAX_INTRANODE_FN uint64_t LoadPair(uint64_t* from) {
+#if defined(__CUDACC__)
+  uint64_t v;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
+  return v;
+#else
+  return std::atomic_ref<uint64_t>(*from).load(std::memory_order_relaxed);
+#endif
+}
+
+// The memory of a rank.
+
+JAX_INTRANODE_FN PeerHeader* Header(const Peers& p, int rank) {
+  return reinterpret_cast<PeerHeader*>(p.memory[rank]);
+}
+JAX_INTRANODE_FN char* Data(const Peers& p, int rank) { return p.memory[rank] + kHeaderBytes; }
+// The half of the data that the call with this epoch uses. It begins at a multiple of 16 bytes.
+JAX_INTRANODE_HOST_FN uint64_t HalfBytes(const Peers& p) { return p.bytes / 32 * 16; }
+JAX_INTRANODE_FN char* Half(const Peers& p, int rank, uint32_t epoch) {
+  return Data(p, rank) + (epoch & 1) * HalfBytes(p);
+}
+
+// The thread of a body. Both kinds have the same functions:
+//   First(), Stride()   the elements that this thread works on
+//   Thread(), Threads(), Block(), Blocks(), Sync()   as in CUDA
+//   Wait(missing)       to be called each time that something of rank `missing` has not arrived.
+//                       False: give up, return at once.
+
+#if defined(__CUDACC__)
+
+class DeviceThread {
+ public:
+  __device__ explicit DeviceThread(const Peers& p)
+      : record_(p.record), timeout_ns_(p.timeout_ns), site_(p.site) {}
+
+  __device__ int Thread() const { return threadIdx.x; }
+  __device__ int Threads() const { return blockDim.x; }
+  __device__ int Block() const { return blockIdx.x; }
+  __device__ int Blocks() const { return gridDim.x; }
+  __device__ void Sync() const { __syncthreads(); }
+  __device__ size_t First() const {
+    return static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  }
+  __device__ size_t Stride() const { return static_cast<size_t>(gridDim.x) * blockDim.x; }
+
+  // Only one of the waiting threads of a warp reads the clock and host memory, and only rarely:
+  // reading host memory takes longer the more threads do it.
+  __device__ bool Wait(int missing) {
+    if (++polls_ % 1024 != 0 || (threadIdx.x & 31) != __ffs(__activemask()) - 1) return true;
+    const uint64_t now = Nanoseconds();
+    if (started_ns_ == 0) {
+      started_ns_ = now;
+      look_ns_ = now + kLookEveryNs;
+    }
+    if (now - started_ns_ > timeout_ns_) GiveUp(kTimedOut, missing);
+    if (now >= look_ns_) {
+      look_ns_ = now + kLookEveryNs;
+      if (*static_cast<volatile uint32_t*>(&record_->abort) != 0) GiveUp(kAborted, missing);
+      const uint64_t waited = now - started_ns_;
+      if (waited > kLongNs) {
+        *static_cast<volatile uint64_t*>(&record_->wait) =
+            site_ | static_cast<uint64_t>(missing & 0xFF) << 32 | (waited / 10'000'000) << 40;
+      }
+    }
+    return true;
+  }
+
+  // Gives up if another call is in flight, or if the buffer is closed.
+  __device__ void Admit(uint32_t busy, uint32_t closed) {
+    if ((busy | closed) != 0) GiveUp(closed != 0 ? kClosed : kBusy, -1);
+  }
+
+ private:
+  static constexpr uint64_t kLookEveryNs = 10'000'000;
+  static constexpr uint64_t kLongNs = 1'000'000'000;
+
+  __device__ static uint64_t Nanoseconds() {
+    uint64_t t;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+    return t;
+  }
+
+  // Writes the record and traps. Later threads give the first one time to write.
+  __device__ __noinline__ static void RecordAndTrap(PeerRecord* record, uint32_t reason,
+                                                    int missing, uint32_t site) {
+    if (atomicCAS(&record->claimed, 0u, 1u) == 0) {
+      record->missing = missing;
+      record->site = site;
+      __threadfence_system();
+      *static_cast<volatile uint32_t*>(&record->reason) = reason;
+      __threadfence_system();
+    } else {
+      const uint64_t start = Nanoseconds();
+      while (Nanoseconds() - start < 10'000'000) {
+      }
+    }
+    __trap();
+  }
+  __device__ void GiveUp(uint32_t reason, int missing) {
+    RecordAndTrap(record_, reason, missing, site_);
+  }
+
+  PeerRecord* record_;
+  uint64_t timeout_ns_;
+  uint64_t started_ns_ = 0;  // when the wait was first timed
+  uint64_t look_ns_ = 0;     // when to read host memory next
+  uint32_t polls_ = 0;
+  uint32_t site_;
+};
+
+#else
+
+// One thread works on all elements of a rank. jax_intranode measures the time, and sets `abort`.
+class HostThread {
+ public:
+  explicit HostThread(HostWait* wait) : wait_(wait) {}
+
+  int Thread() const { return 0; }
+  int Threads() const { return 1; }
+  int Block() const { return 0; }
+  int Blocks() const { return 1; }
+  void Sync() const {}
+  size_t First() const { return 0; }
+  size_t Stride() const { return 1; }
+
+  bool Wait(int missing) {
+    std::atomic_ref<int32_t>(wait_->missing).store(missing, std::memory_order_relaxed);
+    if (std::atomic_ref<uint32_t>(wait_->abort).load(std::memory_order_relaxed) != 0) return false;
+    std::this_thread::yield();
+    return true;
+  }
+
+  // Nothing to check: calls of a group run one at a time, and a closed buffer is not called.
+  void Admit(uint32_t, uint32_t) const {}
+
+ private:
+  HostWait* wait_;
+};
+
+#endif
+
+// Waits until a word that rank `rank` advances has reached `value`. What the rank did before its
+// StoreRelease is visible then. Words may wrap. False: give up.
+template <class Thread>
+JAX_INTRANODE_FN bool AwaitAtLeast(Thread& t, uint32_t* word, uint32_t value, int rank) {
+  while (static_cast<int32_t>(LoadAcquire(word) - value) < 0) {
+    if (!t.Wait(rank)) return false;
+  }
+  return true;
+}
+
+// Begins a call: tells all peers, and returns the epoch. All threads of the block call it.
+template <class Thread>
+JAX_INTRANODE_FN uint32_t Begin(Thread& t, const Peers& p) {
+  PeerHeader* h = Header(p, p.rank);
+  const int b = t.Block();
+  const uint32_t epoch = Load(&h->epoch[b]), call = Load(&h->begun[b]) + 1;
+  if (t.Thread() == 0) t.Admit(Exchange(&h->busy[b], 1), Load(&h->closed));
+  t.Sync();
+  for (int r = t.Thread(); r < p.size; r += t.Threads()) {
+    if (r != p.rank) StoreRelease(&Header(p, r)->peer_begun[b][p.rank], call);
+  }
+  return epoch;
+}
+
+// Ends a call: see above. All threads of the block call it, last of all. False: it was given up.
+template <class Thread>
+JAX_INTRANODE_FN bool End(Thread& t, const Peers& p) {
+  PeerHeader* h = Header(p, p.rank);
+  const int b = t.Block();
+  const uint32_t epoch = Load(&h->epoch[b]), call = Load(&h->begun[b]) + 1;
+  for (int r = t.Thread(); r < p.size; r += t.Threads()) {
+    if (r != p.rank && !AwaitAtLeast(t, &h->peer_begun[b][r], call, r)) return false;
+  }
+  t.Sync();  // every thread of the block has read the words, and cleared what it took
+  if (t.Thread() == 0) {
+    Store(&h->epoch[b], epoch + 1);
+    Store(&h->begun[b], call);
+    Store(&h->busy[b], 0);
+  }
+  if (b == 0) {
+    for (int other = t.Blocks() + t.Thread(); other < kMaxBlocks; other += t.Threads()) {
+      Store(&h->epoch[other], epoch + 1);
+    }
+  }
+  return true;
+}
+
+// Waits until the blocks of this number on all ranks have come to the same barrier of a call. What
+// any of their threads stored before is visible afterwards. All threads of the block call it, as
+// often on every rank. False: give up.
+template <class Thread>
+JAX_INTRANODE_FN bool Barrier(Thread& t, const Peers& p) {
+  PeerHeader* h = Header(p, p.rank);
+  const int b = t.Block();
+  const uint32_t number = Load(&h->barriers[b]) + 1;
+  t.Sync();
+  for (int r = t.Thread(); r < p.size; r += t.Threads()) {
+    if (r != p.rank) StoreRelease(&Header(p, r)->peer_barriers[b][p.rank], number);
+  }
+  for (int r = t.Thread(); r < p.size; r += t.Threads()) {
+    if (r != p.rank && !AwaitAtLeast(t, &h->peer_barriers[b][r], number, r)) return false;
+  }
+  if (t.Thread() == 0) Store(&h->barriers[b], number);
+  t.Sync();
+  return true;
+}
+
+// Packets: data that show by themselves that they have arrived. A packet carries a value of 4, 8 or
+// 16 bytes in twice as many. Each 32 bits of the value share 64 bits with a mark, and these 64 bits
+// are stored and loaded whole. Memory of zeros is empty. One rank puts packet i, its owner takes it
+// and clears it; nobody else touches it. Values of any bits are allowed.
+
+template <class T>
+constexpr size_t kPacketBytes = 2 * sizeof(T);
+
+// Stores packet i of the packets at `slot`, which is a multiple of 16 bytes.
+template <class T>
+JAX_INTRANODE_FN void Put(char* slot, size_t i, const T& value) {
+  static_assert(std::is_trivially_copyable_v<T> &&
+                (sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16));
+  uint32_t words[sizeof(T) / 4];
+  memcpy(words, &value, sizeof(T));
+  uint64_t* to = reinterpret_cast<uint64_t*>(slot + i * kPacketBytes<T>);
+#if defined(__CUDACC__)
+  if constexpr (sizeof(T) >= 8) {
+    for (int k = 0; k < static_cast<int>(sizeof(T) / 4); k += 2) {
+      asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(to + k),
+                   "l"(1ull << 32 | words[k]), "l"(1ull << 32 | words[k + 1])
+                   : "memory");
+    }
+    return;
+  }
+#endif
+  for (size_t k = 0; k < sizeof(T) / 4; ++k) StorePair(to + k, 1ull << 32 | words[k]);
+}
+
+// True when packet i has arrived: then `value` holds it, and the packet is cleared.
+template <class T>
+JAX_INTRANODE_FN bool TryTake(char* slot, size_t i, T* value) {
+  constexpr int kWords = sizeof(T) / 4;
+  uint64_t* from = reinterpret_cast<uint64_t*>(slot + i * kPacketBytes<T>);
+  uint64_t pairs[kWords];
+  bool arrived = true;
+  for (int k = 0; k < kWords; ++k) {
+    pairs[k] = LoadPair(from + k);
+    arrived = arrived && (pairs[k] >> 32) != 0;
+  }
+  if (!arrived) return false;
+  uint32_t words[kWords];
+  for (int k = 0; k < kWords; ++k) {
+    words[k] = static_cast<uint32_t>(pairs[k]);
+    StorePair(from + k, 0);
+  }
+  memcpy(value, words, sizeof(T));
+  return true;
+}
+
+// Waits for packet i, which rank `rank` puts. False: give up.
+template <class T, class Thread>
+JAX_INTRANODE_FN bool Take(Thread& t, char* slot, size_t i, T* value, int rank) {
+  while (!TryTake(slot, i, value)) {
+    if (!t.Wait(rank)) return false;
+  }
+  return true;
+}
+
+}  // namespace jax_intranode::v1

@@ -1,0 +1,198 @@
+// What handlers of users' libraries need on any platform: peer buffers by name, and the libraries.
+//
+// A program holds a reference to its buffer, from instantiate on. So a buffer that was closed keeps
+// its memory until the last program that may write into it is gone.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../../jax_intranode/include/jax_intranode/peer_types.h"
+#include "common.h"
+
+namespace jax_intranode {
+
+// A peer buffer as the devices of this process see it.
+template <class Communicator>
+struct PeerBuffer {
+  std::string name;
+  Partition partition;
+  std::shared_ptr<Communicator> communicator;  // of the same groups; it knows of failures
+  std::map<int64_t, v1::Peers> members;        // by device, as handlers know it
+  std::shared_ptr<void> memory;
+  std::atomic<bool> closed{false};
+};
+
+// Device, index of its group, its rank in the group, every rank's memory, its record.
+using PeerMember = std::tuple<int64_t, int64_t, int, std::vector<uintptr_t>, uintptr_t>;
+
+template <class Communicator>
+class PeerBuffers {
+ public:
+  using Buffer = PeerBuffer<Communicator>;
+
+  // Never destroyed: executables may outlive static destruction.
+  static PeerBuffers& Get() {
+    static PeerBuffers* const buffers = new PeerBuffers;
+    return *buffers;
+  }
+
+  void Add(std::shared_ptr<Buffer> buffer) {
+    std::lock_guard lock(mutex_);
+    std::erase_if(all_, [](const auto& weak) { return weak.expired(); });
+    all_.push_back(buffer);
+    open_[buffer->name] = std::move(buffer);
+  }
+
+  std::shared_ptr<Buffer> Find(const std::string& name) const {
+    std::lock_guard lock(mutex_);
+    const auto found = open_.find(name);
+    return found == open_.end() ? nullptr : found->second;
+  }
+
+  // Takes a buffer off the list; null if it is not there.
+  std::shared_ptr<Buffer> Remove(const std::string& name) {
+    std::lock_guard lock(mutex_);
+    const auto found = open_.extract(name);
+    if (found.empty()) return nullptr;
+    found.mapped()->closed = true;
+    return found.mapped();
+  }
+
+  std::vector<std::string> Names() const {
+    std::lock_guard lock(mutex_);
+    std::vector<std::string> names;
+    for (const auto& [name, buffer] : open_) names.push_back(name);
+    return names;
+  }
+
+  // All buffers, including those that were removed but are still alive.
+  std::vector<std::shared_ptr<Buffer>> Alive() const {
+    std::lock_guard lock(mutex_);
+    std::vector<std::shared_ptr<Buffer>> alive;
+    for (const auto& weak : all_) {
+      if (auto buffer = weak.lock()) alive.push_back(std::move(buffer));
+    }
+    return alive;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<std::string, std::shared_ptr<Buffer>> open_;
+  std::vector<std::weak_ptr<Buffer>> all_;
+};
+
+template <class Communicator>
+std::shared_ptr<PeerBuffer<Communicator>> MakePeerBuffer(const std::string& name,
+                                                         const std::vector<int64_t>& device_ids,
+                                                         int64_t group_size,
+                                                         const std::vector<PeerMember>& members,
+                                                         uint64_t bytes, double timeout_s,
+                                                         std::shared_ptr<void> memory) {
+  auto buffer = std::make_shared<PeerBuffer<Communicator>>();
+  buffer->name = name;
+  buffer->partition = {device_ids, group_size};
+  buffer->communicator = Registry<Communicator>::Get().Find(buffer->partition);
+  if (!buffer->communicator) {
+    throw std::invalid_argument("jax_intranode: a peer buffer without a communicator");
+  }
+  for (const auto& [device, group, rank, addresses, record] : members) {
+    if (group_size > v1::kMaxRanks || addresses.size() != static_cast<size_t>(group_size)) {
+      throw std::invalid_argument("jax_intranode: a peer buffer of " + std::to_string(group_size) +
+                                  " ranks with " + std::to_string(addresses.size()) + " addresses");
+    }
+    v1::Peers peers{};
+    for (int64_t r = 0; r < group_size; ++r) {
+      peers.memory[r] = reinterpret_cast<char*>(addresses[r]);
+    }
+    peers.bytes = bytes;
+    peers.rank = rank;
+    peers.size = static_cast<int32_t>(group_size);
+    peers.record = reinterpret_cast<v1::PeerRecord*>(record);
+    peers.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
+    buffer->members[device] = peers;
+  }
+  return buffer;
+}
+
+inline std::string NoPeerBuffer(const std::string& name) {
+  return "jax_intranode: there is no peer buffer \"" + name +
+         "\". jax_intranode.peer_buffer makes it; that has to come before the program is compiled "
+         "or loaded, in every process, and after jax_intranode.shutdown() again.";
+}
+
+inline std::string PeerBufferClosed(const std::string& name) {
+  return "jax_intranode: the peer buffer \"" + name +
+         "\" was closed. Make it again with jax_intranode.peer_buffer, call jax.clear_caches(), "
+         "and compile the program again.";
+}
+
+inline std::string NotInPeerBuffer(const std::string& name, int64_t device) {
+  return "jax_intranode: a call on the peer buffer \"" + name + "\" ran on device " +
+         std::to_string(device) +
+         ", which is in none of its groups. Was the buffer made for "
+         "another mesh?";
+}
+
+// The name of a call, for messages. `site` begins with the name of the FFI target.
+inline std::string PeerCallName(const std::string& buffer, const std::string& site) {
+  return site.substr(0, site.find(' ')) + " on the peer buffer \"" + buffer + "\"";
+}
+
+// The libraries of a platform.
+class PeerLibraries {
+ public:
+  static PeerLibraries& Get() {
+    static PeerLibraries* const libraries = new PeerLibraries;
+    return *libraries;
+  }
+
+  // Hands `api` to the library whose function jax_intranode_peer_library has this address. Throws
+  // if it was compiled for something else. `ffi_version` is that of the running XLA: it refuses
+  // handlers that were compiled with newer headers.
+  void Add(uintptr_t address, v1::Platform platform, const v1::Api* api,
+           std::pair<uint32_t, uint32_t> ffi_version) {
+    const v1::Library* library = reinterpret_cast<const v1::Library* (*)()>(address)();
+    if (library->version != v1::kVersion) {
+      throw std::invalid_argument(
+          "it was compiled with version " + std::to_string(library->version) +
+          " of jax_intranode/peer.h, and this package has version " + std::to_string(v1::kVersion) +
+          "; compile it with the headers in jax_intranode.get_include()");
+    }
+    if (library->platform != platform) {
+      constexpr const char* kNames[] = {"CPU devices", "GPUs"};
+      throw std::invalid_argument(std::string("it was compiled for ") +
+                                  kNames[library->platform == v1::kCuda] + ", not for " +
+                                  kNames[platform == v1::kCuda]);
+    }
+    if (ffi_version < std::pair(library->ffi_major, library->ffi_minor)) {
+      throw std::invalid_argument(
+          "it was compiled with version " + std::to_string(library->ffi_major) + "." +
+          std::to_string(library->ffi_minor) +
+          " of XLA's FFI headers, but the installed jaxlib has " +
+          std::to_string(ffi_version.first) + "." + std::to_string(ffi_version.second) +
+          "; compile it with the headers of this jaxlib, or an older one");
+    }
+    library->use(api);
+    std::lock_guard lock(mutex_);
+    libraries_.push_back(library);
+  }
+
+  std::vector<const v1::Library*> All() const {
+    std::lock_guard lock(mutex_);
+    return libraries_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<const v1::Library*> libraries_;
+};
+
+}  // namespace jax_intranode

@@ -1,0 +1,109 @@
+#include "peer_cuda.h"
+
+#include <string>
+#include <string_view>
+
+#include "../../jax_intranode/include/jax_intranode/peer.h"
+#include "../cuda/slab.h"
+#include "../host/call_sites.h"
+
+namespace jax_intranode {
+namespace {
+
+// The state that instantiate creates for execute. All devices of the executable share it; read
+// only.
+struct DevicePeerSite {
+  static ffi::TypeId id;
+  std::shared_ptr<DevicePeerBuffers::Buffer> buffer;
+  uint32_t number;  // of the call site
+};
+ffi::TypeId DevicePeerSite::id = {};
+
+// Loads the kernels of all libraries onto the devices of a buffer, before one of them may wait.
+std::string LoadLibraries(const DevicePeerBuffers::Buffer& buffer) {
+  for (const v1::Library* library : PeerLibraries::Get().All()) {
+    for (const auto& [device, peers] : buffer.members) {
+      const CurrentDevice current(static_cast<int>(device));
+      if (const char* error = library->load()) {
+        return "jax_intranode: loading the kernels of a library onto CUDA device " +
+               std::to_string(device) + " failed: " + error;
+      }
+    }
+  }
+  return "";
+}
+
+ffi::ErrorOr<std::unique_ptr<DevicePeerSite>> Instantiate(ffi::Dictionary attributes) {
+  const auto name = attributes.get<std::string_view>("peer_buffer");
+  if (!name.has_value()) return ffi::Unexpected(name.error());
+  const auto site = attributes.get<std::string_view>("site");
+  if (!site.has_value()) return ffi::Unexpected(site.error());
+  const std::string buffer_name(*name);
+  std::shared_ptr<DevicePeerBuffers::Buffer> buffer = DevicePeerBuffers::Get().Find(buffer_name);
+  if (!buffer) {
+    return ffi::Unexpected(
+        ffi::Error(ffi::ErrorCode::kFailedPrecondition, NoPeerBuffer(buffer_name)));
+  }
+  std::string error;
+  try {
+    error = LoadLibraries(*buffer);
+  } catch (const std::runtime_error& thrown) {
+    error = thrown.what();
+  }
+  if (!error.empty()) return ffi::Unexpected(ffi::Error::Internal(error));
+  return std::make_unique<DevicePeerSite>(
+      DevicePeerSite{std::move(buffer), CallSites::Get().Number(std::string(*site))});
+}
+
+const char* Keep(std::string error) {
+  static thread_local std::string kept;
+  kept = std::move(error);
+  return kept.c_str();
+}
+
+const char* Find(const XLA_FFI_Api* xla, XLA_FFI_ExecutionContext* context, int32_t device,
+                 void** call, v1::Peers* peers) {
+  device_handler_calls.fetch_add(1, std::memory_order_relaxed);
+  ffi::DiagnosticEngine diagnostic;
+  const auto site = ffi::CtxDecoding<ffi::State<DevicePeerSite>>::Decode(xla, context, diagnostic);
+  if (!site) return Keep("jax_intranode: " + diagnostic.Result());
+  const DevicePeerBuffers::Buffer& buffer = *(*site)->buffer;
+  const auto member = buffer.members.find(device);
+  if (member == buffer.members.end()) return Keep(NotInPeerBuffer(buffer.name, device));
+  if (buffer.communicator->closed) return Keep(kShutDown);
+  if (buffer.closed) return Keep(PeerBufferClosed(buffer.name));
+  if (std::string failure = buffer.communicator->failure(); !failure.empty()) {
+    return Keep(std::move(failure));
+  }
+  *call = *site;
+  *peers = member->second;
+  peers->site = (*site)->number;
+  return nullptr;
+}
+
+}  // namespace
+
+const v1::Api kDevicePeerApi = {v1::kVersion, &Find, nullptr};
+
+XLA_FFI_Error* CudaPeerInstantiate(XLA_FFI_CallFrame* frame) {
+  RegisterStateType<DevicePeerSite>(frame->api, "jax_intranode_device_peer_site");
+  XLA_FFI_DEFINE_HANDLER(handler, Instantiate, ffi::Ffi::BindInstantiate().Attrs());
+  return (*handler)(frame);
+}
+
+void ClosePeerBuffer(const std::string& name) {
+  const auto buffer = DevicePeerBuffers::Get().Remove(name);
+  if (!buffer) return;
+  for (const auto& [device, peers] : buffer->members) {
+    try {
+      const CurrentDevice current(static_cast<int>(device));
+      ThrowIfError(cudaDeviceSynchronize(), "waiting for a device");
+      WriteWord(static_cast<int>(device),
+                reinterpret_cast<char*>(&v1::Header(peers, peers.rank)->closed), 1);
+    } catch (const std::runtime_error&) {
+      // The CUDA context is lost, and nothing runs in it any more.
+    }
+  }
+}
+
+}  // namespace jax_intranode

@@ -47,6 +47,10 @@ try:
     from jax_intranode._src.ops.row_parallel_matmul import (
         row_parallel_matmul as row_parallel_matmul,
     )
+    from jax_intranode._src.peer_buffer import PeerBuffer as PeerBuffer
+    from jax_intranode._src.peer_buffer import get_include as get_include
+    from jax_intranode._src.peer_buffer import peer_buffer as peer_buffer
+    from jax_intranode._src.peer_buffer import register_ffi_library as register_ffi_library
     from jax_intranode._src.rewrite.switch import accelerate as accelerate
     from jax_intranode._src.rewrite.switch import install as install
     from jax_intranode._src.rewrite.switch import uninstall as uninstall
@@ -76,6 +80,7 @@ __all__ = [
     "Failure",
     "Fallback",
     "Lowered",
+    "PeerBuffer",
     "Stats",
     "Topology",
     "TopologyKind",
@@ -85,11 +90,13 @@ __all__ = [
     "all_to_all",
     "column_parallel_matmul",
     "explain",
+    "get_include",
     "initialize",
     "install",
     "last_failure",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "peer_buffer",
     "pmean",
     "psum",
     "psum_residual_layer_norm",
@@ -97,6 +104,7 @@ __all__ = [
     "psum_scatter",
     "reduce_scatter_residual_layer_norm",
     "reduce_scatter_residual_rms_norm",
+    "register_ffi_library",
     "row_parallel_matmul",
     "shutdown",
     "stats",

@@ -39,6 +39,7 @@ class Config:
     topology: str | None = None
     slab_mib: int | None = None
     ring_mib: int = 512
+    peer_buffers_mib: int = 256
     timeout_s: float = 300.0
     report_after_s: float = 10.0
     algorithm: str = "auto"
@@ -144,6 +145,14 @@ VARIABLES = (
         "`0` or a positive integer",
         "512",
         "MiB of memory per GPU for collective matmuls; `0`: they are not overlapped",
+        lambda name, text: 0 if text == "0" else int(_positive(name, text, int)),
+    ),
+    Variable(
+        _PREFIX + "PEER_BUFFERS_MIB",
+        "`0` or a positive integer",
+        "256",
+        "the most MiB of memory per device for the open buffers of `peer_buffer`; they are "
+        "allocated one by one",
         lambda name, text: 0 if text == "0" else int(_positive(name, text, int)),
     ),
     Variable(

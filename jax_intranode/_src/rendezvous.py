@@ -83,6 +83,8 @@ class Rendezvous:
         watch: the watch over the other processes of this host; None if there are none, or if they
             can't be watched.
         description: what the log says of it if there are communicators.
+        peer_buffers: the open peer buffers, by name (peer_buffer.py).
+        peer_buffers_made: how often a peer buffer of a name was asked for.
     """
 
     devices: dict[int, Any]
@@ -103,6 +105,8 @@ class Rendezvous:
     communicators: dict[Partition, str | None] = field(default_factory=dict)
     watch: peers.Watch | None = None
     description: str = ""
+    peer_buffers: dict[str, Any] = field(default_factory=dict)
+    peer_buffers_made: dict[str, int] = field(default_factory=dict)
 
     def are_linked(self, first: int, second: int) -> bool:
         """Whether data may travel between two devices of a host, given by their ids."""
@@ -202,7 +206,7 @@ def _after_fork() -> None:
     _forked = _forked or any(rendezvous.reason is None for rendezvous in _all.values())
 
 
-class _Refusal(Exception):
+class Refusal(Exception):
     """Why these devices get no communicators."""
 
 
@@ -232,7 +236,7 @@ def _perform(rendezvous: Rendezvous, processes: list[int]) -> None:
             verdict = store.wait("verdict", exchange.Deadline(deadline.remaining_ms() / 1e3 + 10))
         if verdict is None:
             verdict = store.claim("verdict", f"process {processes[0]} gave no verdict in time")
-    except (_Refusal, exchange.Refused) as refusal:
+    except (Refusal, exchange.Refused) as refusal:
         verdict = store.claim("verdict", str(refusal))
     except BaseException as error:
         store.claim("verdict", f"process {jax.process_index()} was interrupted by {error!r}")
@@ -245,30 +249,35 @@ def _perform(rendezvous: Rendezvous, processes: list[int]) -> None:
         watcher.start(rendezvous.platform, _local_device_ids, _process_of)
 
 
-def _gather(
+def all_rendezvous() -> list[Rendezvous]:
+    """The rendezvous since the last shutdown."""
+    return list(_all.values())
+
+
+def gather(
     rendezvous: Rendezvous, stage: str, value: Any, deadline: exchange.Deadline
 ) -> list[Any]:
     """Exchanges values. A process whose step failed sends {"error": why} to all."""
     values = rendezvous.store.gather(stage, value, deadline)
     errors = [v["error"] for v in values if isinstance(v, dict) and v.get("error")]
     if errors:
-        raise _Refusal(errors[0])
+        raise Refusal(errors[0])
     return values
 
 
 @contextlib.contextmanager
-def _reading(stage: str) -> Iterator[None]:
+def reading(stage: str) -> Iterator[None]:
     """Refuses records of other processes that have another form than those of this version."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise _Refusal(
+        raise Refusal(
             f"a process sent a record ({stage}) of another form than this version's ({error!r}); "
             "give all processes the same version"
         ) from error
 
 
-def _device_ids_of(rendezvous: Rendezvous) -> list[list[int]]:
+def device_ids_of(rendezvous: Rendezvous) -> list[list[int]]:
     """The ids of each process's devices, in process order."""
     of_process: dict[int, list[int]] = {}
     for device_id, device in rendezvous.devices.items():
@@ -288,11 +297,11 @@ def _share_slabs(rendezvous: Rendezvous, deadline: exchange.Deadline) -> None:
             value = step()
         except Exception as error:
             value = {"error": f"process {jax.process_index()}: {error}"}
-        return _gather(rendezvous, stage, value, deadline)
+        return gather(rendezvous, stage, value, deadline)
 
     hellos = attempt("hello", lambda: _hello(rendezvous))
-    ids_of_processes = _device_ids_of(rendezvous)
-    with _reading("hello"):
+    ids_of_processes = device_ids_of(rendezvous)
+    with reading("hello"):
         rendezvous.linked = _check_hellos(hellos)
         if [[device["id"] for device in hello["devices"]] for hello in hellos] != ids_of_processes:
             raise ValueError("other devices than the mesh has")
@@ -312,11 +321,7 @@ def _share_slabs(rendezvous: Rendezvous, deadline: exchange.Deadline) -> None:
     for process, ids in enumerate(ids_of_processes):
         for device_id in ids:
             rendezvous.hosts[device_id] = hosts.index(hosts[process])
-    here = rendezvous.hosts[
-        next(i for i, device in rendezvous.devices.items() if _is_local(device))
-    ]
-    peers = [i for i in rendezvous.devices if rendezvous.hosts[i] == here]
-    local = [i for i in peers if _is_local(rendezvous.devices[i])]
+    local, peers = devices_of_host(rendezvous)
     shared = len(local) < len(peers)
 
     slabs: dict[int, Any] = {}
@@ -327,10 +332,17 @@ def _share_slabs(rendezvous: Rendezvous, deadline: exchange.Deadline) -> None:
         return {str(i): slab.handle().hex() if shared else "" for i, slab in slabs.items()}
 
     records = attempt("slabs", allocate)
-    with _reading("slabs"):
+    with reading("slabs"):
         for ids, record in zip(ids_of_processes, records, strict=True):
             handles.update({i: record[str(i)] for i in ids})
-    attempt("open", lambda: _open_peers(rendezvous, slabs, handles, local, peers))
+
+    def open_all() -> None:
+        nbytes = config.get().slab_bytes(rendezvous.platform) + rendezvous.ring_bytes
+        rendezvous.memory.extend(slabs.values())
+        rendezvous.addresses, opened = open_peers(rendezvous, slabs, handles, nbytes)
+        rendezvous.memory.extend(opened)
+
+    attempt("open", open_all)
     if shared:
         for slab in slabs.values():
             slab.unlink()
@@ -471,7 +483,7 @@ def _check_hellos(hellos: list[dict[str, Any]]) -> dict[int, frozenset[int]]:
         values = [hello.get(what, "an older one") for hello in hellos]
         for process, value in enumerate(values):
             if value != values[0]:
-                raise _Refusal(
+                raise Refusal(
                     f"processes 0 and {process} of the mesh have a different {what}: {values[0]} "
                     f"and {value}; give them the same version and environment"
                 )
@@ -496,7 +508,7 @@ def _links_of_host(
         devices: ids, and what GPUs report of their links.
 
     Raises:
-        _Refusal: the devices are linked in another way.
+        Refusal: the devices are linked in another way.
     """
     cube_mesh = topology_lib.TopologyKind.HYBRID_CUBE_MESH.value
     full = topology_lib.TopologyKind.FULLY_CONNECTED.value
@@ -508,7 +520,7 @@ def _links_of_host(
         if forced == full:
             return {}
         if forced != cube_mesh or len(ids) != len(topology_lib.FORCED_CUBE_MESH):
-            raise _Refusal(
+            raise Refusal(
                 f"JAX_INTRANODE_TOPOLOGY={forced}, and devices {ids} on a host; only fully "
                 f"connected devices, and hybrid cube meshes of {limits.MAX_WORLD_SIZE}, have "
                 "kernels"
@@ -520,14 +532,14 @@ def _links_of_host(
         seen: dict[str, int] = {}
         for device_id, report in zip(ids, reports, strict=True):
             if report.uuid in seen:
-                raise _Refusal(f"devices {seen[report.uuid]} and {device_id} are one GPU")
+                raise Refusal(f"devices {seen[report.uuid]} and {device_id} are one GPU")
             seen[report.uuid] = device_id
         matrix = topology_lib.link_matrix(reports)
         kind = topology_lib.classify(matrix)
         if kind.value == full:
             return {}
         if kind.value != cube_mesh:
-            raise _Refusal(
+            raise Refusal(
                 f"GPUs {[report.bus_id for report in reports]} are not all linked by NVLink "
                 f"(topology {kind.value}, links {matrix})"
             )
@@ -565,38 +577,51 @@ def _allocate(rendezvous: Rendezvous, local: list[int], shared: bool) -> dict[in
     return slabs
 
 
-def _open_peers(
-    rendezvous: Rendezvous,
-    slabs: dict[int, Any],
-    handles: dict[int, str],
-    local: list[int],
-    peers: list[int],
-) -> None:
-    """Makes every peer's slab addressable on every local device."""
+def devices_of_host(rendezvous: Rendezvous) -> tuple[list[int], list[int]]:
+    """The ids of this process's devices, and of all devices of this host."""
+    local = [i for i, device in rendezvous.devices.items() if _is_local(device)]
+    here = rendezvous.hosts[local[0]]
+    return local, [i for i in rendezvous.devices if rendezvous.hosts[i] == here]
+
+
+def open_peers(
+    rendezvous: Rendezvous, own: dict[int, Any], handles: dict[int, str], nbytes: int
+) -> tuple[dict[int, dict[int, int]], list[Any]]:
+    """Makes memory of every device of this host addressable on every local device.
+
+    Args:
+        rendezvous: that of the devices.
+        own: the memory of each local device, by device id.
+        handles: what other processes sent to open theirs, by device id.
+        nbytes: the size of each.
+
+    Returns:
+        The address of each peer's memory, by local device id and the peer's id (0 for a peer that is
+        not linked), and the owners of what was opened.
+    """
     module = native.module(rendezvous.platform)
-    rendezvous.memory.extend(slabs.values())
+    local, peers = devices_of_host(rendezvous)
+    addresses: dict[int, dict[int, int]] = {}
     opened: dict[Any, Any] = {}
     for device_id in local:
         ordinal = native_ordinal(rendezvous.devices[device_id])
-        addresses = rendezvous.addresses[device_id] = {}
+        addresses[device_id] = {}
         for peer in peers:
             # On CPU devices the log of calls is in memory of rank 0, which is linked or not.
             if rendezvous.platform == "gpu" and not rendezvous.are_linked(device_id, peer):
-                addresses[peer] = 0
+                addresses[device_id][peer] = 0
                 continue
-            if peer in slabs:
+            if peer in own:
                 if peer != device_id:
                     module.enable_peer_access(ordinal, native_ordinal(rendezvous.devices[peer]))
-                addresses[peer] = slabs[peer].address
+                addresses[device_id][peer] = own[peer].address
                 continue
-            # On GPUs each device maps a peer's slab; on the CPU one mapping serves the process.
+            # On GPUs each device maps a peer's memory; on the CPU one mapping serves the process.
             key = (ordinal if rendezvous.platform == "gpu" else None, peer)
             if key not in opened:
-                handle = bytes.fromhex(handles[peer])
-                size = config.get().slab_bytes(rendezvous.platform) + rendezvous.ring_bytes
-                opened[key] = module.open(ordinal, handle, size)
-            addresses[peer] = opened[key].address
-    rendezvous.memory.extend(opened.values())
+                opened[key] = module.open(ordinal, bytes.fromhex(handles[peer]), nbytes)
+            addresses[device_id][peer] = opened[key].address
+    return addresses, list(opened.values())
 
 
 def _probe(rendezvous: Rendezvous, local: list[int], peers: list[int], *, write: bool) -> None:

@@ -126,11 +126,7 @@ class PeerBuffer:
             over: frozenset[Any] = frozenset()
             if compat.check_vma():
                 over = over.union(self.axis_names, *(t.manual_axis_type.varying for t in types))
-            kind = jax.sharding.ManualAxisType(varying=over)
-            results = jax.tree.map(
-                lambda r: jax.ShapeDtypeStruct(r.shape, r.dtype, manual_axis_type=kind),
-                result_shape_dtypes,
-            )
+            results = jax.tree.map(lambda r: _varying(r, over), result_shape_dtypes)
             return jax.ffi.ffi_call(
                 target,
                 results,
@@ -379,6 +375,19 @@ def _symbol(library: ctypes.CDLL, name: str) -> int | None:
         return ctypes.cast(getattr(library, name), ctypes.c_void_p).value
     except AttributeError:
         return None
+
+
+def _varying(result: Any, over: frozenset[Any]) -> jax.ShapeDtypeStruct:
+    """The type of a result that varies over these axes."""
+    if not over:
+        return jax.ShapeDtypeStruct(result.shape, result.dtype)
+    here = jax.sharding.get_abstract_mesh()
+    return jax.ShapeDtypeStruct(
+        result.shape,
+        result.dtype,
+        sharding=jax.sharding.NamedSharding(here, jax.P(*[None] * len(result.shape))),
+        manual_axis_type=jax.sharding.ManualAxisType(varying=over),
+    )
 
 
 # Arguments.

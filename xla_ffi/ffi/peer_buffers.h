@@ -119,6 +119,7 @@ std::shared_ptr<PeerBuffer<Communicator>> MakePeerBuffer(const std::string& name
     peers.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
     buffer->members[device] = peers;
   }
+  buffer->memory = std::move(memory);
   return buffer;
 }
 

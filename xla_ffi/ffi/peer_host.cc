@@ -43,11 +43,12 @@ const char* Keep(std::string error) {
   return kept.c_str();
 }
 
-const char* Find(const XLA_FFI_Api* xla, XLA_FFI_ExecutionContext* context, int32_t device,
-                 void** call, v1::Peers* peers) {
+const char* Find(const void* xla, void* context, int32_t device, void** call, v1::Peers* peers) {
   host_handler_calls.fetch_add(1, std::memory_order_relaxed);
   ffi::DiagnosticEngine diagnostic;
-  const auto site = ffi::CtxDecoding<ffi::State<HostPeerSite>>::Decode(xla, context, diagnostic);
+  const auto site = ffi::CtxDecoding<ffi::State<HostPeerSite>>::Decode(
+      static_cast<const XLA_FFI_Api*>(xla), static_cast<XLA_FFI_ExecutionContext*>(context),
+      diagnostic);
   if (!site) return Keep("jax_intranode: " + diagnostic.Result());
   const HostPeerBuffers::Buffer& buffer = *(*site)->buffer;
   if (buffer.closed) return Keep(PeerBufferClosed(buffer.name));

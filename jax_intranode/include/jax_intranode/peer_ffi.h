@@ -177,7 +177,9 @@ template <>
 struct xla::ffi::CtxDecoding<jax_intranode::v1::Call> {
   using Type = jax_intranode::v1::Call;
 
-  static std::optional<Type> Decode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* context,
+  // The context's type has another name in each version of XLA's headers.
+  template <class Context>
+  static std::optional<Type> Decode(const XLA_FFI_Api* api, Context* context,
                                     DiagnosticEngine& diagnostic) {
     Type call;
     const auto device = CtxDecoding<DeviceOrdinal>::Decode(api, context, diagnostic);

@@ -9,9 +9,6 @@
 #include <cstddef>
 #include <cstdint>
 
-struct XLA_FFI_Api;
-struct XLA_FFI_ExecutionContext;
-
 namespace jax_intranode::v1 {
 
 // Raised with every change of what this file declares. The namespace has the same number.
@@ -68,9 +65,9 @@ struct HostWait {
 // is valid until the next call in the same thread.
 struct Api {
   uint32_t version;
-  // The call that XLA executes, and what its rank sees. The call is valid as long as its program.
-  const char* (*find)(const XLA_FFI_Api* xla, XLA_FFI_ExecutionContext* context, int32_t device,
-                      void** call, Peers* peers);
+  // The call that XLA executes, and what its rank sees. `xla` and `context` are what XLA hands to
+  // the handler. The call is valid as long as its program.
+  const char* (*find)(const void* xla, void* context, int32_t device, void** call, Peers* peers);
   // On the CPU: runs body(context, wait) in a thread of its own, when all ranks of this process
   // have come to the call and it is this call's turn. Then calls done(context, error) once, with
   // null if all went well. Returns at once. Null on GPUs.

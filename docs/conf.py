@@ -23,6 +23,7 @@ CONTENTS = {
         "docs/explain",
         "docs/commands",
         "docs/profilers",
+        "docs/own_kernels",
         "docs/nodes",
     ],
     "When something is wrong": ["docs/errors", "docs/failures", "docs/limits"],

@@ -91,13 +91,14 @@ def test_all_variables_together() -> None:
             "JAX_INTRANODE_TOPOLOGY": "unknown",
             "JAX_INTRANODE_SLAB_MIB": "3",
             "JAX_INTRANODE_RING_MIB": "4",
+            "JAX_INTRANODE_PEER_BUFFERS_MIB": "5",
             "JAX_INTRANODE_TIMEOUT_S": "2.5",
             "JAX_INTRANODE_REPORT_AFTER_S": "0.5",
             "JAX_INTRANODE_ALGORITHM": "two_shot",
             "JAX_INTRANODE_STRICT": "1",
             "JAX_INTRANODE_SEGMENT_KIB": "64",
         }
-    ) == config.Config(True, "unknown", 3, 4, 2.5, 0.5, "two_shot", True, 64)
+    ) == config.Config(True, "unknown", 3, 4, 5, 2.5, 0.5, "two_shot", True, 64)
 
 
 def test_each_field_has_a_variable() -> None:

@@ -28,11 +28,9 @@ HERE = Path(__file__).resolve().parent
 
 def build(platform: str, folder: Path) -> Path:
     """Builds the library for "cpu" or "gpu" in a folder; returns its path."""
-    for command in (
-        ["cmake", "-S", HERE, "-B", folder, f"-DPLATFORM={platform}", "-DCMAKE_BUILD_TYPE=Release"]
-        + [f"-DPython_EXECUTABLE={sys.executable}"],
-        ["cmake", "--build", folder],
-    ):
+    options = [f"-DPLATFORM={platform}", f"-DPython_EXECUTABLE={sys.executable}"]
+    configure = ["cmake", "-S", HERE, "-B", folder, "-DCMAKE_BUILD_TYPE=Release", *options]
+    for command in (configure, ["cmake", "--build", folder]):
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(f"{command} failed:\n{done.stdout}{done.stderr}")

@@ -6,10 +6,11 @@ A buffer is allocated when it is made, by all processes together, and never at e
 """
 
 import ctypes
+import itertools
 import math
+import operator
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -290,6 +291,7 @@ def peer_buffer(
         raise ValueError(f"{where}: the axes {axes} have one device; a group needs 2 to 8")
     agreed = rendezvous.rendezvous_of(mesh.devices.flat)
     reason = agreed.reason or communicator.communicator(agreed, partition)
+    reason = reason or _reason_of_links(agreed, partition)
     if reason is not None:
         raise RuntimeError(f"{where}: these devices can't share memory: {reason}")
     with rendezvous.lock:
@@ -346,6 +348,11 @@ def register_ffi_library(
             f"{where}: the library has no JAX_INTRANODE_PEER_LIBRARY(); add it to one of its "
             "files, after #include <jax_intranode/peer_ffi.h>"
         )
+    try:
+        runtime = ffi_headers.version_in(Path(jax.ffi.include_dir()))
+        module.add_peer_library(entry, runtime)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
     handlers = {target: _symbol(library, symbol) for target, symbol in targets.items()}
     for target, address in handlers.items():
         if address is None:
@@ -353,11 +360,6 @@ def register_ffi_library(
                 f"{where}: the library exports no {targets[target]}; "
                 "JAX_INTRANODE_PEER_HANDLER defines handlers"
             )
-    try:
-        runtime = ffi_headers.version_in(Path(jax.ffi.include_dir()))
-        module.add_peer_library(entry, runtime)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
     for target, address in handlers.items():
         stages = {
             "instantiate": module.peer_instantiate(),
@@ -415,12 +417,12 @@ def _axes(axis_name: str | Sequence[str], mesh: jax.sharding.Mesh) -> tuple[str,
 
 def _shape(shape: Sequence[int]) -> tuple[int, ...]:
     try:
-        dimensions = tuple(int(np.int64(d)) for d in shape if d == int(d))
-    except (TypeError, ValueError, OverflowError):
-        dimensions = ()
-    if isinstance(shape, str) or len(dimensions) != len(shape) or any(d < 0 for d in dimensions):
+        sizes = tuple(operator.index(size) for size in shape)
+    except TypeError:
+        sizes = (-1,)
+    if any(size < 0 for size in sizes):
         raise TypeError(f"peer_buffer: shape is {shape!r}; pass a sequence of sizes")
-    return dimensions
+    return sizes
 
 
 def _dtype(dtype: Any) -> np.dtype[Any]:
@@ -440,6 +442,15 @@ def _nbytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
 # Making.
 
 
+def _reason_of_links(agreed: Any, partition: Partition) -> str | None:
+    """Why the ranks of a group can't all access each other, or None."""
+    for group in partition.groups():
+        for i, j in itertools.combinations(group, 2):
+            if not agreed.are_linked(i, j):
+                return f"devices {i} and {j} have no NVLink to each other"
+    return None
+
+
 def _open_buffer(name: str) -> PeerBuffer | None:
     for each in rendezvous.all_rendezvous():
         if name in each.peer_buffers:
@@ -455,7 +466,7 @@ def _check_room(where: str, agreed: Any, shape: tuple[int, ...], dtype: np.dtype
     limit = config.get().peer_buffers_mib << 20
     taken = sum(each.nbytes for each in agreed.peer_buffers.values())
     wanted = _nbytes(shape, dtype)
-    if taken + wanted > min(limit, sys.maxsize):
+    if taken + wanted > limit:
         raise ValueError(
             f"{where}: {wanted} bytes on each device, and {taken} in other buffers, are more than "
             f"JAX_INTRANODE_PEER_BUFFERS_MIB={config.get().peer_buffers_mib} allows; raise it, or "

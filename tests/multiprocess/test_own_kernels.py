@@ -1,0 +1,404 @@
+"""Peer buffers and kernels of one's own on them, by the example, built as its users build it."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from devices import need_devices, need_ranks
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jax_intranode as jin
+from jax_intranode._src import config
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "custom_collective"
+MOST = 3000  # elements of a shift
+
+
+@cache
+def example() -> Any:
+    """The example as a module."""
+    spec = importlib.util.spec_from_file_location("ring_shift", EXAMPLE / "ring_shift.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example's library for the devices of the tests."""
+    platform = jax.devices()[0].platform
+    for tools in (("cmake",), ("c++", "g++"), ("nvcc",)[: platform == "gpu"]):
+        if tools and not any(map(shutil.which, tools)):
+            pytest.skip(f"the example needs {' or '.join(tools)}")
+    return example().build(platform, tmp_path_factory.mktemp("ring_shift"))
+
+
+@pytest.fixture(scope="module")
+def registered(library: Path) -> None:
+    example().register(library, jax.devices()[0].platform)
+
+
+@pytest.fixture
+def no_buffers() -> Iterator[None]:
+    """Ends what the test made, so that others find the names free."""
+    yield
+    jax.clear_caches()
+    jin.shutdown()
+
+
+def mesh_of(n: int) -> jax.sharding.Mesh:
+    return jax.make_mesh((n,), ("i",), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
+
+
+def sharded(mesh: jax.sharding.Mesh, f: Callable[..., Any], check_vma: bool = True) -> Any:
+    return jax.jit(
+        jax.shard_map(f, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=check_vma)
+    )
+
+
+def rolled(x: Any, by: int, scale: float = 1.0, offset: float = 0.0) -> Any:
+    """The oracle, of x[rank, element]."""
+    return np.roll(np.float32(scale) * np.asarray(x) + np.float32(offset), by, 0)
+
+
+def delay(x: Any, seed: int) -> Any:
+    """The operand, on each rank after another random time."""
+
+    def wait(rank: Any, v: Any) -> Any:
+        time.sleep(np.random.default_rng([seed, int(rank)]).uniform(0, 0.02))
+        return v
+
+    kind = jax.typeof(x)
+    return jax.pure_callback(wait, kind, jax.lax.axis_index("i"), x, vmap_method="sequential")
+
+
+# One process.
+
+
+@pytest.mark.parametrize("n", [2, 4, pytest.param(8, marks=pytest.mark.full)])
+def test_shifts(n: int, registered: None, no_buffers: None) -> None:
+    need_devices(n)
+    mesh = mesh_of(n)
+    shift = example().make(mesh, "i", MOST)
+    random = np.random.default_rng(n)
+    for count, by, scale, offset in [
+        (1, 1, 1.0, 0.0), (7, n - 1, -2.0, 0.0), (MOST, 2, 1.0, 0.0), (513, 0, 0.5, 0.0),
+        (1000, -1, 1.0, 0.0),
+    ]:  # fmt: skip
+        f = sharded(mesh, lambda v, b=by, s=scale, o=offset: shift(v[0], b, s, o)[None])
+        for _ in range(20):
+            # Any bits but NaNs, which arithmetic may change: zeros of both signs, subnormals.
+            x = random.integers(0, 1 << 32, (n, count), np.uint32).view(np.float32)
+            x = np.where(np.isfinite(x) & (np.abs(x) > 1e-30) & (abs(x) < 1e30), x, -0.0)
+            y = np.asarray(f(x))
+            assert y.tobytes() == rolled(x, by, scale, offset).astype(np.float32).tobytes()
+
+
+def test_independent_calls(registered: None, no_buffers: None) -> None:
+    """XLA starts them in another order on each device; the library's own calls run among them."""
+    need_devices(4)
+    mesh = mesh_of(4)
+    shift = example().make(mesh, "i", MOST)
+
+    @partial(sharded, mesh)
+    def f(v: Any) -> Any:
+        v = delay(v, 1)
+        shifted = [shift(v * k, k) for k in range(12)]
+        return sum(shifted) + sum(jin.psum(v + k, "i") for k in range(4))
+
+    x = np.random.default_rng(0).integers(-9, 9, (4, 50)).astype(np.float32)
+    wanted = sum(rolled(x * k, k) for k in range(12)) + sum((x + k).sum(0) for k in range(4))
+    for _ in range(5):
+        np.testing.assert_array_equal(f(x), wanted)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradients(check_vma: bool, registered: None, no_buffers: None) -> None:
+    need_devices(4)
+    mesh = mesh_of(4)
+    shift = example().make(mesh, "i", MOST)
+    x, w = np.random.default_rng(1).integers(-9, 9, (2, 4, 30)).astype(np.float32)
+
+    def loss(form: str, v: Any, u: Any) -> Any:
+        call = {"plain": shift, "remat": jax.checkpoint(shift, static_argnums=(1, 2, 3))}
+        if form in call:
+            y = call[form](v, 1, 2.0, 3.0)
+        elif form == "scan":
+            y = jax.lax.scan(lambda c, _: (shift(c, 1, 1.0, 0.0), None), v, length=3)[0]
+        else:
+            y = jax.vmap(lambda r: shift(r, 1, 2.0, 3.0))(jnp.stack([v, v]))[1]
+        return (y * u).sum()[None]
+
+    for form, by, scale in (("plain", 1, 2), ("remat", 1, 2), ("scan", 3, 1), ("vmap", 1, 2)):
+        mapped = jax.shard_map(
+            partial(loss, form), mesh=mesh, in_specs=(P("i"), P("i")), out_specs=P("i"),
+            check_vma=check_vma,
+        )  # fmt: skip
+        gradient = jax.jit(jax.grad(lambda v, u, f=mapped: f(v, u).sum()))(x, w)
+        np.testing.assert_array_equal(gradient, scale * np.roll(w, -by, 0), err_msg=form)
+
+
+def test_memory(no_buffers: None) -> None:
+    need_devices(2)
+    mesh = mesh_of(2)
+    first = jin.peer_buffer("first", (3, 5), jnp.bfloat16, "i", mesh=mesh)
+    assert (first.shape, first.dtype, first.nbytes) == ((3, 5), jnp.bfloat16, 30)
+    assert {i: v.any() for i, v in first.read().items()} == {0: False, 1: False}
+    values = np.arange(15).reshape(3, 5).astype(jnp.bfloat16)
+    first.write({1: values})
+    assert not first.read()[0].any()
+    np.testing.assert_array_equal(first.read()[1], values)
+    first.write(values)
+    np.testing.assert_array_equal(first.read()[0], values)
+    # The same again is the same buffer; another mesh or shape is not.
+    assert jin.peer_buffer("first", (3, 5), jnp.bfloat16, "i", mesh=mesh) is first
+    with pytest.raises(ValueError, match=r"there is the peer buffer 'first' of bfloat16\[3, 5\]"):
+        jin.peer_buffer("first", (3, 4), jnp.bfloat16, "i", mesh=mesh)
+    with pytest.raises(ValueError, match=r"got float32\[5\] for device 0; pass an array of"):
+        first.write(np.zeros(5, np.float32))
+    with pytest.raises(ValueError, match="device 9 has no part of it"):
+        first.write({9: values})
+    first.close()
+    first.close()
+    for use in (first.read, partial(first.write, values)):
+        with pytest.raises(ValueError, match="is closed"):
+            use()
+    again = jin.peer_buffer("first", (3, 4), np.uint8, "i", mesh=mesh)
+    assert not again.read()[0].any()
+    jin.shutdown()
+    assert again.closed
+
+
+def test_bound(monkeypatch: pytest.MonkeyPatch, no_buffers: None) -> None:
+    need_devices(2)
+    monkeypatch.setenv("JAX_INTRANODE_PEER_BUFFERS_MIB", "1")
+    config.get.cache_clear()
+    try:
+        mesh = mesh_of(2)
+        half = jin.peer_buffer("half", (1 << 19,), jnp.int8, "i", mesh=mesh)
+        with pytest.raises(ValueError, match=r"524289 bytes .* 524288 in other .*_MIB=1 allows"):
+            jin.peer_buffer("more", ((1 << 19) + 1,), jnp.int8, "i", mesh=mesh)
+        half.close()
+        jin.peer_buffer("more", (1 << 20,), jnp.int8, "i", mesh=mesh)
+    finally:
+        monkeypatch.undo()
+        config.get.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (("a b", (2,), "f4", "i"), ValueError, "name is 'a b'; use 1 to 100 letters"),
+        (("", (2,), "f4", "i"), ValueError, "name is ''"),
+        (("a", (0, 2), "f4", "i"), ValueError, r"shape is \[0, 2\]; a buffer needs"),
+        (("a", (-1,), "f4", "i"), TypeError, "shape is"),
+        (("a", (1.5,), "f4", "i"), TypeError, "pass a sequence of sizes"),
+        (("a", "12", "f4", "i"), TypeError, "pass a sequence of sizes"),
+        (("a", 3, "f4", "i"), TypeError, "pass a sequence of sizes"),
+        (("a", (2,), object, "i"), TypeError, "pass a dtype of a fixed size"),
+        (("a", (2,), "what", "i"), TypeError, "dtype is 'what'"),
+        (("a", (2,), "f4", "j"), ValueError, "axis_name is 'j'; name one or several of"),
+        (("a", (2,), "f4", ("i", "i")), ValueError, "each once"),
+        (("a", (2,), "f4", ()), ValueError, "axis_name is"),
+    ],
+)
+def test_wrong_arguments(arguments: Any, error: type[Exception], text: str) -> None:
+    need_devices(2)
+    with pytest.raises(error, match=text):
+        jin.peer_buffer(*arguments, mesh=mesh_of(2))
+
+
+def test_no_mesh_or_group() -> None:
+    need_devices(2)
+    with pytest.raises(ValueError, match="no mesh is set; pass mesh="):
+        jin.peer_buffer("a", (2,), "f4", "i")
+    with pytest.raises(TypeError, match="pass a jax"):
+        jin.peer_buffer("a", (2,), "f4", "i", mesh=2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="have one device"):
+        jin.peer_buffer("a", (2,), "f4", "i", mesh=mesh_of(1))
+
+
+def test_wrong_calls(registered: None, no_buffers: None) -> None:
+    need_devices(4)
+    buffer = jin.peer_buffer("calls", (2, 8, 2), jnp.uint32, "i", mesh=mesh_of(2))
+
+    def call(x: Any, **changes: Any) -> Any:
+        attributes = {"shift": np.int64(1), "scale": np.float32(1), "offset": np.float32(0)}
+        result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return buffer.ffi_call("ring_shift", result)(x, **attributes | changes)
+
+    with pytest.raises(ValueError, match="'i' is not bound here; call it inside"):
+        call(jnp.ones(2))
+    with pytest.raises(ValueError, match="'i' has 4 devices here, and 2 in the mesh"):
+        sharded(mesh_of(4), call)(jnp.ones(8))
+    turned = jax.sharding.Mesh(np.array(jax.devices()[1::-1]), ("i",))
+    with jax.set_mesh(turned), pytest.raises(ValueError, match="in another order"):
+        jax.jit(jax.shard_map(call, in_specs=P("i"), out_specs=P("i")))(jnp.ones(2))
+    other = jax.sharding.Mesh(np.array(jax.devices()[2:4]), ("i",))
+    with pytest.raises(Exception, match="is in none of its groups"):
+        jax.block_until_ready(sharded(other, call)(jnp.ones(2)))
+    with pytest.raises(Exception, match="array of 9 elements; half of the buffer has room for 8"):
+        jax.block_until_ready(sharded(mesh_of(2), call)(jnp.ones(18)))
+    # The handler's own checks have touched nothing.
+    f = sharded(mesh_of(2), call)
+    np.testing.assert_array_equal(f(jnp.arange(4.0)), [2, 3, 0, 1])
+    buffer.close()
+    with pytest.raises(Exception, match=r'the peer buffer \\?"calls\\?" was closed'):
+        jax.block_until_ready(f(jnp.arange(4.0)))
+    with pytest.raises(ValueError, match="is closed; make it again"):
+        sharded(mesh_of(2), call)(jnp.ones(4))
+
+
+def test_no_buffer_of_this_name(registered: None, no_buffers: None) -> None:
+    """A program that was compiled elsewhere finds no buffer, and says so."""
+    need_devices(2)
+    mesh = mesh_of(2)
+    shift = example().make(mesh, "i", MOST)
+    lowered = sharded(mesh, lambda v: shift(v, 1)).lower(jnp.ones(4))
+    text = lowered.as_text()
+    assert 'peer_buffer = "ring_shift_i"' in text and "0x" not in text
+    jin.shutdown()
+    with pytest.raises(Exception, match=r'no peer buffer \\?"ring_shift_i\\?"'):
+        jax.block_until_ready(lowered.compile()(jnp.ones(4)))
+
+
+_LIBRARY = """
+#include <jax_intranode/peer_types.h>
+namespace v1 = jax_intranode::v1;
+static const v1::Library library = {{{version}, v1::{platform}, 0, {minor}, [](const v1::Api*) {{}},
+                                    nullptr}};
+extern "C" const v1::Library* {entry}() {{ return &library; }}
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"version": 2}, r"compiled with version 2 of jax_intranode/peer\.h, and this package has"),
+        ({"platform": "kCuda"}, "it was compiled for GPUs, not for CPU devices"),
+        ({"minor": 999}, r"version 0\.999 of XLA's FFI headers, but the installed jaxlib has 0\."),
+        ({"entry": "another"}, r"has no JAX_INTRANODE_PEER_LIBRARY\(\)"),
+        ({}, "the library exports no Missing; JAX_INTRANODE_PEER_HANDLER defines handlers"),
+    ],
+)
+def test_libraries_that_are_refused(changes: Any, text: str, tmp_path: Path) -> None:
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler (c++ or g++) on PATH")
+    fields = {"version": 1, "platform": "kCpu", "minor": 1, "entry": "jax_intranode_peer_library"}
+    source, output = tmp_path / "library.cc", tmp_path / "library.so"
+    source.write_text(_LIBRARY.format(**fields | changes))
+    command = [compiler, "-std=c++20", "-shared", "-fPIC", f"-I{jin.get_include()}", source]
+    subprocess.run([*command, "-o", output], check=True)
+    with pytest.raises(ValueError, match=text):
+        jin.register_ffi_library(output, {"missing": "Missing"}, platform="cpu")
+
+
+def test_wrong_arguments_of_register(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="platform is 'tpu'; use 'cpu' or 'gpu'"):
+        jin.register_ffi_library("x.so", {}, platform="tpu")
+    with pytest.raises(ValueError, match="the target is 'a b'"):
+        jin.register_ffi_library("x.so", {"a b": "A"}, platform="cpu")
+    with pytest.raises(OSError, match=r"absent\.so"):
+        jin.register_ffi_library(tmp_path / "absent.so", {}, platform="cpu")
+
+
+@pytest.mark.full
+def test_example(tmp_path: Path, library: Path) -> None:
+    command = [sys.executable, EXAMPLE / "ring_shift.py", "--build", tmp_path]
+    env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "gradient: differs by at most 0.0e+00" in done.stdout
+
+
+# Several processes.
+
+
+def run_shifts(library: str) -> None:
+    """In a rank: shifts with random delays, gradients, and what the peers wrote."""
+    example().register(Path(library), jax.devices()[0].platform)
+    n, me = jax.device_count(), jax.process_index()
+    mesh = mesh_of(n)
+    shift = example().make(mesh, "i", MOST)
+    random = np.random.default_rng(5)
+    sharding = jax.sharding.NamedSharding(mesh, P("i"))
+    for count in (5, MOST):
+        f = sharded(mesh, lambda v: shift(delay(v[0], 3), 1, 2.0, 0.0)[None])
+        plain = sharded(mesh, lambda v: shift(v[0], 1, 2.0, 0.0)[None])
+        g = jax.jit(jax.grad(lambda v, f=plain: (f(v) ** 2).sum()))
+        for _ in range(15):
+            x = random.integers(-99, 99, (n, count)).astype(np.float32)
+            y = f(jax.device_put(x, sharding)).addressable_shards[0].data
+            np.testing.assert_array_equal(y, rolled(x, 1, 2.0)[me : me + 1])
+        dx = g(jax.device_put(x, sharding)).addressable_shards[0].data
+        np.testing.assert_array_equal(dx, 8 * x[me : me + 1])
+    # Another buffer over the same ranks, closed and made again with another shape.
+    for size in (4, 9):
+        buffer = jin.peer_buffer("other", (size,), jnp.int32, "i", mesh=mesh)
+        assert [v.tolist() for v in buffer.read().values()] == [[0] * size]
+        buffer.close()
+    print(f"RIGHT {me}")
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_processes(world: int, ranks: Any, library: Path) -> None:
+    need_ranks(world)
+    logs = ranks(run_shifts, world, arguments=[str(library)])
+    assert all(f"RIGHT {rank}" in log for rank, log in enumerate(logs))
+
+
+def run_failures(library: str) -> None:
+    """In a rank: buffers that differ, then a call that one rank does not make."""
+    example().register(Path(library), jax.devices()[0].platform)
+    n, me = jax.device_count(), jax.process_index()
+    mesh = mesh_of(n)
+    try:
+        jin.peer_buffer("differs", (4 + me,), jnp.int32, "i", mesh=mesh)
+    except RuntimeError as error:
+        print(f"DIFFERS {error}")
+    shift = example().make(mesh, "i", MOST)
+    f = sharded(mesh, lambda v: shift(v, 1))
+    x = jax.device_put(np.ones(4 * n, np.float32), jax.sharding.NamedSharding(mesh, P("i")))
+    compiled = f.lower(x).compile()
+    jax.block_until_ready(compiled(x))
+    if me == 1:
+        time.sleep(3)
+        os._exit(0)
+    try:
+        jax.block_until_ready(compiled(x))
+    except Exception as error:
+        print(f"FAILED {error}")
+    failure = jin.last_failure()
+    assert failure is not None
+    print(f"RECORD {failure.reason} {failure.operation} {failure.missing_rank} {failure.source}")
+    sys.stdout.flush()
+    time.sleep(1.5)  # this process has JAX's coordination service, without which rank 1 aborts
+    os._exit(0)
+
+
+def test_a_rank_that_does_not_call(ranks: Any, library: Path) -> None:
+    need_ranks(2)
+    log = ranks(run_failures, 2, arguments=[str(library)], env={"JAX_INTRANODE_TIMEOUT_S": "2"})[0]
+    assert re.search(r"makes int32\[5\] for groups .*, this one int32\[4\] for groups", log), log
+    text = log[log.index("FAILED") :]
+    for part in (
+        'ring_shift on the peer buffer "ring_shift_i"', "timed out after 2 s",
+        "rank 0 (device 0) waited for rank 1 (device", "ring_shift.py:",
+    ):  # fmt: skip
+        assert part in text, (part, log)
+    assert 'RECORD timeout ring_shift on the peer buffer "ring_shift_i" 1 ' in log, log

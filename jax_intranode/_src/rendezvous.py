@@ -596,8 +596,8 @@ def open_peers(
         nbytes: the size of each.
 
     Returns:
-        The address of each peer's memory, by local device id and the peer's id (0 for a peer that is
-        not linked), and the owners of what was opened.
+        The address of each peer's memory, by local device id and the peer's id, and the owners of
+        what was opened. The address is 0 where a GPU is not linked to the peer.
     """
     module = native.module(rendezvous.platform)
     local, peers = devices_of_host(rendezvous)

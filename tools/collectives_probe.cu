@@ -8,13 +8,16 @@
 //       -DJIN_ELEMENT_TYPE=kBF16 -o collectives_probe tools/collectives_probe.cu
 //       xla_ffi/cuda/{collectives.cu,collectives.cc,slab.cu} -ldl
 //   ./collectives_probe RANKS check
+//   ./collectives_probe 8 check-mesh
 //   ./collectives_probe RANKS psum|psum_scatter|all_gather BYTES SEGMENT_BYTES ... [BLOCKSxTHREADS]
 //
 // "check" runs operations of many sizes after each other, with random delays of each rank, in place
-// and not. The other form times operations of BYTES (of the larger of operand and result) in
-// segments of at most SEGMENT_BYTES (of an operand; of psum_scatter's result); 0: in one epoch. A
-// line says the microseconds of an operation, the bytes per second that each rank sends, and the
-// number of wrong elements. The launch shape is that of the table, or what fits on a shared GPU.
+// and not. "check-mesh" does so with the ranks as a hybrid cube mesh: a rank has no address of the
+// regions of those that it is not linked to. The other form times operations of BYTES (of the
+// larger of operand and result) in segments of at most SEGMENT_BYTES (of an operand; of
+// psum_scatter's result); 0: in one epoch. A line says the microseconds of an operation, the bytes
+// per second that each rank sends, and the number of wrong elements. The launch shape is that of
+// the table, or what fits on a shared GPU.
 
 #include <algorithm>
 #include <cstdio>
@@ -27,6 +30,7 @@
 #include "../xla_ffi/cuda/collective_kernels.h"
 #include "../xla_ffi/cuda/collectives.h"
 #include "../xla_ffi/cuda/slab.h"
+#include "../xla_ffi/host/cube_mesh.h"
 
 namespace jax_intranode {
 
@@ -103,7 +107,7 @@ struct Operation {
 
 class Probe {
  public:
-  explicit Probe(int count) : groups_(count), ranks_(count) {
+  Probe(int count, bool mesh) : groups_(count), ranks_(count) {
     int gpus;
     Check(cudaGetDeviceCount(&gpus));
     shared_ = gpus < count;
@@ -133,6 +137,7 @@ class Probe {
       Check(LoadKernels());
       Check(cudaDeviceSynchronize());
     }
+    if (mesh) LinkAsMesh();
   }
 
   int count() const { return static_cast<int>(ranks_.size()); }
@@ -144,7 +149,7 @@ class Probe {
     int of_one_sm, sms, least = kMaxBlocks;
     Check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
     for (const bool in_segments : {false, true}) {
-      for (const CallKind kind : {CallKind::kAligned, CallKind::kAny}) {
+      for (const CallKind kind : {CallKind::kAligned, CallKind::kAny, CallKind::kMany}) {
         const void* kernel = CollectiveKernel<kType>(algorithm, count(), kind, in_segments);
         if (kernel == nullptr) continue;
         Check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_one_sm, kernel, threads, 0));
@@ -227,6 +232,25 @@ class Probe {
     cudaEvent_t begin, end;
   };
 
+  // Quads of ranks 0, 3, 5, 6 and 1, 2, 4, 7; a rank's relay is the other one of its pair.
+  void LinkAsMesh() {
+    const auto quad = [](int r) { return (r ^ r >> 1 ^ r >> 2) & 1; };
+    std::vector<Links> links;
+    for (int r = 0; r < count(); ++r) {
+      links.push_back({0, r ^ 1});
+      for (int p = 0; p < count(); ++p) {
+        if (p != r && (quad(p) == quad(r) || p == (r ^ 1))) links[r].peers |= 1u << p;
+      }
+    }
+    if (!IsCubeMesh(links)) throw std::logic_error("no hybrid cube mesh");
+    for (int r = 0; r < count(); ++r) {
+      groups_[r].links = links[r];
+      for (int p = 0; p < count(); ++p) {
+        if (p != r && !groups_[r].IsLinkedTo(p)) groups_[r].region[p] = nullptr;
+      }
+    }
+  }
+
   uint16_t* Allocate(size_t elements) {
     void* at;
     Check(cudaMalloc(&at, 2 * elements));
@@ -286,7 +310,7 @@ int Blocks(const Operation& o, int ranks, int most) {
   return static_cast<int>(std::clamp<size_t>(blocks, 1, most));
 }
 
-int CheckAll(Probe& ranks) {
+int CheckAll(Probe& ranks, bool mesh) {
   std::mt19937 random(7);
   unsigned long long all_wrong = 0;
   int operations = 0;
@@ -296,11 +320,13 @@ int CheckAll(Probe& ranks) {
       const Algorithm algorithms[] = {Algorithm::kTwoShot, Algorithm::kReduceScatter,
                                       Algorithm::kAllGather};
       Operation o{algorithms[random() % 3], 0, 1, {1, 32 << (random() % 5)}};
+      if (mesh) o.algorithm = Algorithm::kHybridCubeMesh;
       // Small ones between large ones, whole packs and not.
-      o.elements = random() % 3 == 0 ? 1 + random() % 3000 : 1 + random() % 3000000;
+      o.elements =
+          random() % 3 == 0 ? 1 + random() % 3000 : 1 + random() % (mesh ? 1500000 : 3000000);
       if (random() % 2 == 0) o.elements = (o.elements + 4095) / 4096 * 4096;
       const size_t segment = size_t{1} << (12 + random() % 10);
-      o.segments = random() % 4 == 0 && o.elements < 500000
+      o.segments = mesh || (random() % 4 == 0 && o.elements < 500000)
                        ? 1
                        : Segments(o.algorithm, 2 * o.elements, segment, ranks.count());
       o.shape.blocks = Blocks(o, ranks.count(), ranks.MostBlocks(o.algorithm, o.shape.threads));
@@ -308,12 +334,13 @@ int CheckAll(Probe& ranks) {
       chosen.push_back(o);
     }
     all_wrong += ranks.Run(chosen, 3, 100000).second;
-    for (Operation& o : chosen) o.in_place = o.algorithm == Algorithm::kTwoShot;
+    for (Operation& o : chosen) o.in_place = mesh || o.algorithm == Algorithm::kTwoShot;
     all_wrong += ranks.Run(chosen, 0, 100000).second;
     operations += 2 * static_cast<int>(chosen.size());
   }
-  printf("%d ranks%s: %d operations, %llu wrong\n", ranks.count(),
-         ranks.shared() ? " on one GPU" : "", operations, all_wrong);
+  printf("%d ranks%s%s: %d operations, %llu wrong\n", ranks.count(),
+         ranks.shared() ? " on one GPU" : "", mesh ? " as a hybrid cube mesh" : "", operations,
+         all_wrong);
   return all_wrong != 0;
 }
 
@@ -328,12 +355,13 @@ int main(int argc, char** argv) {
                               : what == "psum_scatter" ? Algorithm::kReduceScatter
                                                        : Algorithm::kAllGather;
   const bool times = argc > 4 && (what == "psum" || what == "psum_scatter" || what == "all_gather");
-  if (count < 2 || count > kMaxRanks || (what != "check" && !times)) {
+  const bool mesh = what == "check-mesh";
+  if (count < 2 || count > kMaxRanks || (what != "check" && !times && !(mesh && count == 8))) {
     printf("see the head of collectives_probe.cu\n");
     return 2;
   }
-  Probe ranks(count);
-  if (what == "check") return CheckAll(ranks);
+  Probe ranks(count, mesh);
+  if (what == "check" || mesh) return CheckAll(ranks, mesh);
   const size_t bytes = strtoull(argv[3], nullptr, 10);
   const size_t part = algorithm == Algorithm::kTwoShot ? bytes : bytes / count;
   LaunchShape shape{kMaxBlocks, kMaxThreads}, asked;

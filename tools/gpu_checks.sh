@@ -78,6 +78,7 @@ elif runs probe; then
   for ranks in 2 3 4 8; do
     timeout -s KILL 120 "$out/collectives_probe" "$ranks" check || failed=1
   done
+  timeout -s KILL 120 "$out/collectives_probe" 8 check-mesh || failed=1
 fi
 
 for tool in memcheck racecheck initcheck synccheck; do

@@ -76,7 +76,7 @@ struct Group {
   int size;
   Links links;
 
-  JIN_FN bool IsLinkedTo(int r) const { return (links.peers >> r & 1) != 0; }
+  JIN_HOST_FN bool IsLinkedTo(int r) const { return (links.peers >> r & 1) != 0; }
   JIN_FN RegionHeader* Header() const { return reinterpret_cast<RegionHeader*>(region[rank]); }
   JIN_FN char* EpochBuffer(int of_rank, uint32_t epoch) const {
     return region[of_rank] + kHeaderBytes + (epoch & 1) * epoch_buffer_bytes;

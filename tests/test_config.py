@@ -67,6 +67,7 @@ def test_values(name: str, text: str, field: str, value: object) -> None:
             for text in ("ring", "FULLY_CONNECTED")
         ),
         *(("SLAB_MIB", text, "positive integer") for text in ("0", "-1", "1.5", "64MiB", "inf")),
+        ("FUSE_NORMS", "1", "auto, always, never"),
         *(("SEGMENT_KIB", text, "positive integer") for text in ("0", "4MB")),
         *(
             ("TIMEOUT_S", text, "positive number")
@@ -97,8 +98,9 @@ def test_all_variables_together() -> None:
             "JAX_INTRANODE_ALGORITHM": "two_shot",
             "JAX_INTRANODE_STRICT": "1",
             "JAX_INTRANODE_SEGMENT_KIB": "64",
+            "JAX_INTRANODE_FUSE_NORMS": "always",
         }
-    ) == config.Config(True, "unknown", 3, 4, 5, 2.5, 0.5, "two_shot", True, 64)
+    ) == config.Config(True, "unknown", 3, 4, 5, 2.5, 0.5, "two_shot", True, 64, "always")
 
 
 def test_each_field_has_a_variable() -> None:

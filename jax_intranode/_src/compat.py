@@ -962,6 +962,14 @@ def dot_general(equation: Any) -> DotGeneral | None:
     )
 
 
+def called_jaxpr(equation: Any) -> Jaxpr | None:
+    """The jaxpr that an equation calls, if it does nothing else and the jaxpr has no constants."""
+    if equation.primitive.name not in ("jit", "pjit", "closed_call", "custom_jvp_call"):
+        return None
+    called = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    return None if getattr(called, "consts", ()) else open_jaxpr(called)
+
+
 def is_addition(equation: Any) -> bool:
     """Whether an equation adds two arrays of one type."""
     return equation.primitive.name in ("add", "add_any")

@@ -26,6 +26,7 @@ LOCAL_DEVICES = _PREFIX + "LOCAL_DEVICES"
 RESTART = _PREFIX + "RESTART"
 _TOPOLOGIES = ("fully_connected", "hybrid_cube_mesh", "unknown")
 ALGORITHMS = ("auto", *table.PSUM_ALGORITHMS, "lax")
+FUSE_NORMS = ("auto", "always", "never")
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Config:
     algorithm: str = "auto"
     strict: bool = False
     segment_kib: int = 0
+    fuse_norms: str = "auto"
     tuning: str | None = None
 
     @property
@@ -185,6 +187,14 @@ VARIABLES = (
         "collectives of arrays that are too large for the measured table run in segments of at "
         "most so many KiB, instead of falling back",
         lambda name, text: int(_positive(name, text, int)),
+    ),
+    Variable(
+        _PREFIX + "FUSE_NORMS",
+        _words(FUSE_NORMS),
+        "`auto`",
+        "whether `install()` makes one operation of a sum, a residual add and a norm; `auto`: "
+        "where a row of the table says that it is faster",
+        lambda name, text: _choice(name, text, FUSE_NORMS),
     ),
     Variable(
         _PREFIX + "STRICT",

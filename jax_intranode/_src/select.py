@@ -251,7 +251,8 @@ def select_norm(
 ) -> Selection:
     """Selects the algorithm of a norm that follows a sum. It falls back only where it must.
 
-    Between one-shot and two-shot the rows of a psum of the same size decide.
+    Between one-shot and two-shot the operation's rows of the table decide, or if it has none those
+    of a psum.
 
     Args:
         operation: for instance "psum_residual_rms_norm".
@@ -288,8 +289,11 @@ def select_norm(
     if operation.startswith("reduce_scatter"):
         candidates = ["reduce_scatter"]
     else:
-        of_psum = table.rows(hardware, mode, "psum", "bare", world_size)
-        fitting = [row.algorithm for row in of_psum if nbytes <= row.nbytes]
+        own = table.rows(hardware, mode, operation, "bare", world_size)
+        measured = own or table.rows(hardware, mode, "psum", "bare", world_size)
+        fitting = [
+            row.algorithm.removesuffix(f"_{kind}") for row in measured if nbytes <= row.nbytes
+        ]
         if algorithm != "auto":
             fitting = [algorithm]
             reason = f"JAX_INTRANODE_ALGORITHM={algorithm}"

@@ -519,6 +519,26 @@ def _select(
     return selected
 
 
+def is_faster(site: LoweringSite, x: Any, params: NormParams) -> bool:
+    """Whether a norm is faster than a sum and what XLA makes of the rest, for x of this type.
+
+    A row of the table says so, or JAX_INTRANODE_FUSE_NORMS.
+    """
+    wanted = config.get().fuse_norms
+    if wanted != "auto" or site.mesh is None:
+        return wanted == "always"
+    device = site.mesh.devices.flat[0]
+    nbytes_of_result = nbytes(x) // (1 if params.dimension is None else params.world_size)
+    rows = table.rows(
+        table.hardware_of(device.platform, device.device_kind),
+        communicator.mode_of(site.mesh.devices.flat),
+        params.primitive.operation,
+        "bare",
+        params.world_size,
+    )
+    return bool(rows) and nbytes_of_result <= rows[-1].nbytes
+
+
 def _explain(
     site: LoweringSite, avals: Sequence[Any], *, params: NormParams, traced_over: Any
 ) -> list[Operation]:

@@ -7,6 +7,7 @@
 - matmuls.py: collectives and the matmuls next to them, which gathers.py and scatters.py find;
   fusion.py: the operation that takes their place; dataflow.py, views.py and matrices.py: how arrays
   are made from others;
+- norms.py: a sum over ranks, a residual add and a norm, which rows.py recognizes;
 - sums.py: merges sums; collectives.py: any collective of lax;
 - agreement.py: the processes of a mesh agree on rewriting a program;
 - script.py: ``python -m jax_intranode run``.

@@ -1,8 +1,11 @@
 """A collective of lax, as an operation of this package."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
+
+from jax.extend.core import Var
 
 from jax_intranode._src import compat, select
 from jax_intranode._src.ops.collective import (
@@ -124,3 +127,24 @@ def _left_by_selection(equation: Any, choice: Choice, body: Body) -> Left | None
         if not selected.measured:
             return Left(f"{selected.reason}; a tuning of this node would decide", missed=False)
     return None
+
+
+def collective_of(equation: Any, body: Body) -> compat.LaxCollective | None:
+    """The collective of one array that an equation is, if it can be part of another operation."""
+    found = compat.lax_collective(equation)
+    if (
+        found is None
+        or found.operation == "all_to_all"
+        or found.index_groups is not None
+        or found.over_vmap
+        or len(set(found.axes)) < len(found.axes)
+        or not body.site.manual.issuperset(found.axes)
+        or len(equation.invars) > 1
+        or equation.invars[0].aval.size == 0
+        or not isinstance(equation.invars[0], Var)
+        or compat.is_placed(equation)
+    ):
+        return None
+    mesh = body.site.mesh
+    assert mesh is not None  # or there would be a reason to leave all collectives
+    return dataclasses.replace(found, size=math.prod(mesh.shape[axis] for axis in found.axes))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jax_intranode._src import compat
-from jax_intranode._src.rewrite import collectives, sums
+from jax_intranode._src.rewrite import collectives, norms, sums
 from jax_intranode._src.rewrite.body import Body
 from jax_intranode._src.rewrite.matmuls import MatmulRewriter
 
@@ -64,6 +64,7 @@ class Rewriter:
         inner = compat.open_jaxpr(jaxpr)
         before = inner.eqns
         equations = self._matmuls.rewrite(before, inner.outvars)
+        equations = norms.rewrite(equations, inner.outvars, self.body)
         choices = {}
         for equation in equations:
             choice = collectives.choose(equation, self.body)

@@ -12,17 +12,16 @@ not overlap is left as it is, and its collective is replaced alone, or stays lax
 `gathers` and `scatters` find candidates, and `fusion` says what forbids one.
 """
 
-import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import Jaxpr, Var
+from jax.extend.core import Jaxpr
 
 from jax_intranode._src import compat
 from jax_intranode._src.ops.collective_matmul import matmul_all_reduce_p
 from jax_intranode._src.rewrite import gathers, scatters, sums
 from jax_intranode._src.rewrite.body import Body
+from jax_intranode._src.rewrite.collectives import collective_of
 from jax_intranode._src.rewrite.dataflow import Dataflow
 from jax_intranode._src.rewrite.fusion import Accepted, Fusion, Operation
 
@@ -42,7 +41,7 @@ class MatmulRewriter:
         collectives = {
             position: collective
             for position, equation in enumerate(equations)
-            if (collective := _collective(equation, self._body)) is not None
+            if (collective := collective_of(equation, self._body)) is not None
         }
         if not collectives or not any(map(compat.dot_general, equations)):
             return equations
@@ -93,24 +92,3 @@ class MatmulRewriter:
                     jaxpr = compat.trace(operation.function(body.traced_over), avals)
             self._traced[key] = jaxpr
         return self._traced[key]
-
-
-def _collective(equation: Any, body: Body) -> compat.LaxCollective | None:
-    """The collective that an equation is, if it can be part of an operation of ours."""
-    found = compat.lax_collective(equation)
-    if (
-        found is None
-        or found.operation == "all_to_all"
-        or found.index_groups is not None
-        or found.over_vmap
-        or len(set(found.axes)) < len(found.axes)
-        or not body.site.manual.issuperset(found.axes)
-        or len(equation.invars) > 1
-        or equation.invars[0].aval.size == 0
-        or not isinstance(equation.invars[0], Var)
-        or compat.is_placed(equation)
-    ):
-        return None
-    mesh = body.site.mesh
-    assert mesh is not None  # or there would be a reason to leave all collectives
-    return dataclasses.replace(found, size=math.prod(mesh.shape[axis] for axis in found.axes))

@@ -1,0 +1,313 @@
+"""Which sums, residual adds and norms become one operation."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import norm_oracle
+import numpy as np
+import pytest
+from cases import check, line, put, sharded
+from devices import need_devices
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from test_rewriting import rewritten
+
+import jax_intranode
+from jax_intranode._src import config
+from jax_intranode._src.ops.primitive import BY_PRIMITIVE
+
+HIDDEN = 24
+
+
+@pytest.fixture(autouse=True)
+def _fused() -> Iterator[None]:
+    """Norms are fused whatever the table says."""
+    always = dataclasses.replace(config.get(), fuse_norms="always")
+    with mock.patch.object(config, "get", lambda: always):
+        yield
+
+
+# Norms in the forms in which models spell them. Each gets h, a weight and a bias.
+
+
+def rms_llama(h: Any, w: Any, b: Any) -> Any:
+    x = h.astype(jnp.float32)
+    x = x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-5)
+    return w * x.astype(h.dtype)
+
+
+def rms_gemma(h: Any, w: Any, b: Any) -> Any:
+    x = h.astype(jnp.float32)
+    variance = jnp.mean(x**2, axis=-1, keepdims=True)
+    return (x * lax.rsqrt(variance + 1e-5) * (1 + w.astype(jnp.float32))).astype(h.dtype)
+
+
+def rms_flax(h: Any, w: Any, b: Any) -> Any:
+    """flax.linen.RMSNorm: statistics in float32, the weight reshaped and multiplied first."""
+    x = jnp.asarray(h, jnp.float32)
+    variance = jnp.mean(lax.square(x), (-1,))
+    variance = jnp.expand_dims(variance, (-1,))
+    mul = lax.rsqrt(variance + 1e-5) * w.reshape(*[1] * (h.ndim - 1), -1)
+    return jnp.asarray(h * mul, h.dtype)
+
+
+def rms_equinox(h: Any, w: Any, b: Any) -> Any:
+    """equinox.nn.RMSNorm: of a single row, under vmap."""
+
+    def one(x: Any) -> Any:
+        inverse = lax.rsqrt(jnp.mean(x.astype(jnp.float32) ** 2) + 1e-5)
+        return (x.astype(jnp.float32) * inverse * w + b).astype(h.dtype)
+
+    for _ in range(h.ndim - 1):
+        one = jax.vmap(one)
+    return one(h)
+
+
+def rms_by_division(h: Any, w: Any, b: Any) -> Any:
+    squares = jnp.sum(h.astype(jnp.float32) ** 2, -1, keepdims=True)
+    return (h / jnp.sqrt(squares / HIDDEN + 1e-5) * w + b).astype(h.dtype)
+
+
+@jax.jit
+def _called(h: Any, w: Any) -> Any:
+    return rms_llama(h, w, None)
+
+
+def rms_in_a_call(h: Any, w: Any, b: Any) -> Any:
+    return _called(h, w)
+
+
+def layer_by_variance(h: Any, w: Any, b: Any) -> Any:
+    x = h.astype(jnp.float32)
+    mean, variance = jnp.mean(x, -1, keepdims=True), jnp.var(x, -1, keepdims=True)
+    return ((x - mean) / jnp.sqrt(variance + 1e-5) * w + b).astype(h.dtype)
+
+
+def layer_flax(h: Any, w: Any, b: Any) -> Any:
+    """flax.linen.LayerNorm: the variance as a difference of means."""
+    x = jnp.asarray(h, jnp.float32)
+    mean, squares = jnp.mean(x, -1), jnp.mean(lax.square(x), -1)
+    variance = jnp.maximum(0.0, squares - lax.square(mean))
+    mean, variance = jnp.expand_dims(mean, -1), jnp.expand_dims(variance, -1)
+    mul = lax.rsqrt(variance + 1e-5) * w.reshape(*[1] * (h.ndim - 1), -1)
+    return jnp.asarray((h - mean) * mul + b.reshape(*[1] * (h.ndim - 1), -1), h.dtype)
+
+
+# Each form, with the norm that it is, whether it has a bias, and the weight's offset.
+FORMS: dict[Callable[..., Any], tuple[str, bool, float]] = {
+    rms_llama: ("rms_norm", False, 0.0),
+    rms_gemma: ("rms_norm", False, 1.0),
+    rms_flax: ("rms_norm", False, 0.0),
+    rms_equinox: ("rms_norm", True, 0.0),
+    rms_by_division: ("rms_norm", True, 0.0),
+    rms_in_a_call: ("rms_norm", False, 0.0),
+    layer_by_variance: ("layer_norm", True, 0.0),
+    layer_flax: ("layer_norm", True, 0.0),
+}
+
+
+def normal(dtype: str, *shape: int) -> np.ndarray:
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(dtype)
+
+
+def operations(f: Any, *arguments: Any) -> list[str]:
+    """Our operations in a rewritten body, in order."""
+    _, after, _ = rewritten(f, *arguments)
+    defined = set(after.invars) | set(after.constvars)
+    for equation in after.eqns:  # nothing is used before it is computed
+        assert all(v in defined for v in equation.invars if not hasattr(v, "val")), equation
+        defined.update(equation.outvars)
+    assert all(v in defined for v in after.outvars if not hasattr(v, "val"))
+    found = [BY_PRIMITIVE.get(e.primitive) for e in after.eqns]
+    return [primitive.operation for primitive in found if primitive is not None]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("dtype", "rank", "check_vma"),
+    [
+        ("bfloat16", 2, True),
+        pytest.param("float32", 3, False, marks=pytest.mark.full),
+        pytest.param("float16", 3, True, marks=pytest.mark.full),
+    ],
+)
+def test_a_norm_in_any_form(form: Any, dtype: str, rank: int, check_vma: bool) -> None:
+    """It becomes one operation, which has the bits of the oracle."""
+    need_devices(2)
+    mesh = line()
+    norm, has_bias, offset = FORMS[form]
+    shape = (*[3] * (rank - 1), HIDDEN)
+    x, residual = normal(dtype, mesh.size, *shape), normal(dtype, *shape)
+    w, b = normal(dtype, HIDDEN), normal(dtype, HIDDEN) * 2
+
+    def body(x: Any, residual: Any, w: Any, b: Any) -> Any:
+        h = residual + lax.psum(x[0], "x")
+        return form(h, w, b) * 1, h
+
+    specs = (P("x"), P(), P(), P())
+    f = sharded(body, mesh, specs, P(), check_vma)
+    placed = [put(mesh, s, v) for s, v in zip(specs, (x, residual, w, b), strict=True)]
+    assert operations(f, *placed) == [f"psum_residual_{norm}"]
+    with jax_intranode.accelerate():
+        results = jax.jit(f)(*placed)
+    wanted = norm_oracle.residual_norm(
+        list(x), residual, w, norm=norm, eps=np.float32(1e-5), bias=b if has_bias else None,
+        weight_offset=offset,
+    )  # fmt: skip
+    for result, want in zip(results, wanted, strict=True):
+        check(result, want)
+
+
+def test_a_scattered_norm() -> None:
+    mesh = line()
+    n = mesh.size
+
+    def body(x: Any, residual: Any, w: Any) -> Any:
+        h = lax.psum_scatter(x[0], "x", scatter_dimension=1, tiled=True) + residual
+        return rms_llama(h, w, None), h
+
+    rows = P(None, "x")
+    f = sharded(body, mesh, (P("x"), rows, P()), rows)
+    x, residual = normal("float32", n, 2, n, HIDDEN), normal("float32", 2, n, HIDDEN)
+    w = normal("float32", HIDDEN)
+    placed = [put(mesh, s, v) for s, v in zip((P("x"), rows, P()), (x, residual, w), strict=True)]
+    assert operations(f, *placed) == ["reduce_scatter_residual_rms_norm"]
+    with jax_intranode.accelerate():
+        results = jax.jit(f)(*placed)
+    wanted = norm_oracle.residual_norm(list(x), residual, w, norm="rms_norm", eps=np.float32(1e-5))
+    for result, want in zip(results, wanted, strict=True):
+        check(result, want)
+
+
+def of_body(body: Any, *arguments: Any) -> list[str]:
+    """Our operations in a body of arguments that are the same on all ranks but for the first."""
+    specs = (P("x"), *[P()] * (len(arguments) - 1))
+    return operations(sharded(body, line(), specs, P(), check_vma=True), *arguments)
+
+
+X, R, W, B = (
+    jnp.asarray(normal("bfloat16", *shape))
+    for shape in ((len(jax.devices()), 3, HIDDEN), (3, HIDDEN), (HIDDEN,), (HIDDEN,))
+)
+
+
+def test_layers_one_after_another() -> None:
+    """As in a decoder: the norm of one block feeds the next, and so does the residual."""
+
+    def body(x: Any, h: Any, w: Any, m: Any) -> Any:
+        for _ in range(3):
+            h = h + lax.psum(rms_llama(h, w, None) @ m * x[0], "x")
+        return rms_llama(h, w, None)
+
+    assert of_body(body, X, R, W, jnp.ones((HIDDEN, HIDDEN), "bfloat16")) == (
+        ["psum_residual_rms_norm"] * 3
+    )
+
+
+def test_parameters_that_are_made_later() -> None:
+    """What makes them is moved before the operation."""
+
+    def body(x: Any, r: Any, ws: Any) -> Any:
+        h = lax.psum(x[0], "x") + r
+        used = h.sum()
+        return rms_llama(h, jnp.tanh(ws[1]), None), used
+
+    assert of_body(body, X, R, jnp.stack([W, B])) == ["psum_residual_rms_norm"]
+
+
+def test_a_second_norm_of_the_same_rows() -> None:
+    def body(x: Any, r: Any, w: Any, b: Any) -> Any:
+        h = lax.psum(x[0], "x") + r
+        return rms_llama(h, w, None), rms_llama(h, b, None)
+
+    assert of_body(body, X, R, W, B) == ["psum_residual_rms_norm"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("sum_is_used", "statistic_is_used", "weight_needs_h", "barrier", "other_axis"),
+        *("no_residual", "cubes", "wrong_power", "wrong_count", "sum_of_two"),
+        *("residual_is_broadcast", "other_variance", "weight_twice", "clipped"),
+    ],
+)
+def test_what_is_not_a_norm_stays(name: str) -> None:
+    def body(x: Any, r: Any, w: Any) -> Any:
+        total = lax.psum(x[0], "x")
+        h = total + (r[:1] if name == "residual_is_broadcast" else r)
+        if name == "barrier":
+            h = lax.optimization_barrier(h)
+        if name == "no_residual":
+            h = total
+        v = h.astype(jnp.float32)
+        if name == "sum_is_used":
+            return rms_llama(h, w, None), total
+        if name == "weight_needs_h":
+            return rms_llama(h, w * h[0], None)
+        if name == "other_axis":
+            mean = jnp.mean(v**2, 0, keepdims=True)
+        elif name == "cubes":
+            mean = jnp.mean(v**3, -1, keepdims=True)
+        elif name == "wrong_count":
+            mean = jnp.sum(v**2, -1, keepdims=True) / (HIDDEN - 1)
+        elif name == "other_variance":
+            mean = jnp.var(v, -1, keepdims=True)
+        elif name == "clipped":
+            mean = jnp.maximum(jnp.mean(v**2, -1, keepdims=True), 0.5)
+        else:
+            mean = jnp.mean(v**2, -1, keepdims=True)
+        factor = (mean + 1e-5) ** (-0.25 if name == "wrong_power" else -0.5)
+        y = (v * factor * w).astype(h.dtype)
+        if name == "sum_of_two":
+            y = (v * factor * w + v).astype(h.dtype)
+        if name == "weight_twice":
+            y = (v * factor * w * w).astype(h.dtype)
+        return (y, factor) if name == "statistic_is_used" else y
+
+    found = of_body(body, X, R, W)
+    assert "psum_residual_rms_norm" not in found, found
+
+
+def test_gradients_are_those_of_the_program() -> None:
+    """A norm whose statistics the backward pass needs is left; values are right either way."""
+    mesh = line()
+
+    def body(x: Any, r: Any, w: Any) -> Any:
+        def loss(x: Any, r: Any, w: Any) -> Any:
+            h = lax.psum(x[0], "x") + r
+            return jnp.sum(rms_flax(h, w, None) ** 2)
+
+        return jax.grad(loss, argnums=(1, 2))(x, r, w)
+
+    f = sharded(body, mesh, (P("x"), P(), P()), P(), check_vma=True)
+    arguments = [v.astype(jnp.float32) for v in (X, R, W)]
+    with jax_intranode.accelerate():
+        ours = jax.jit(f)(*arguments)
+    for a, b in zip(ours, jax.jit(f)(*arguments), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_explain_shows_it() -> None:
+    def body(x: Any, r: Any, w: Any) -> Any:
+        return rms_llama(lax.psum(x[0], "x") + r, w, None)
+
+    f = jax.jit(sharded(body, line(), (P("x"), P(), P()), P()))
+    with jax_intranode.accelerate():
+        (call,) = jax_intranode.explain(f)(X, R, W)
+    assert call.operation == "psum_residual_rms_norm"
+    assert call.algorithm.endswith("rms_norm")
+    assert call.origin == "jax.lax"
+
+
+@pytest.mark.parametrize("setting", ["auto", "never"])
+def test_without_a_measured_row_it_stays_a_psum(setting: str) -> None:
+    def body(x: Any, r: Any, w: Any) -> Any:
+        return rms_llama(lax.psum(x[0], "x") + r, w, None)
+
+    chosen = dataclasses.replace(config.get(), fuse_norms=setting)
+    with mock.patch.object(config, "get", lambda: chosen):
+        assert of_body(body, X, R, W) == ["psum"]

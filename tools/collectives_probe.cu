@@ -101,6 +101,7 @@ struct Operation {
   size_t elements;  // of the operand; of a reduce-scatter's result
   uint32_t segments;
   LaunchShape shape;
+  size_t buffers = 1;  // of a psum: pieces of one buffer
   bool in_place = false;
   size_t shift = 0;  // elements between the buffers' beginning and an aligned address
 };
@@ -143,13 +144,15 @@ class Probe {
   int count() const { return static_cast<int>(ranks_.size()); }
   bool shared() const { return shared_; }
 
-  // The blocks of so many threads that may be launched on each rank.
-  int MostBlocks(Algorithm algorithm, int threads) const {
+  // The blocks of so many threads that may be launched on each rank, for one aligned buffer or for
+  // any buffers.
+  int MostBlocks(Algorithm algorithm, int threads, bool any) const {
     if (!shared_) return kMaxBlocks;
     int of_one_sm, sms, least = kMaxBlocks;
     Check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
     for (const bool in_segments : {false, true}) {
       for (const CallKind kind : {CallKind::kAligned, CallKind::kAny, CallKind::kMany}) {
+        if (kind != CallKind::kAligned && !any) continue;
         const void* kernel = CollectiveKernel<kType>(algorithm, count(), kind, in_segments);
         if (kernel == nullptr) continue;
         Check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_one_sm, kernel, threads, 0));
@@ -189,9 +192,7 @@ class Probe {
           Check(cudaSetDevice(ranks_[r].device));
           if (k == 0 && i == 0) Check(cudaEventRecord(ranks_[r].begin, ranks_[r].stream));
           if (delay > 0) Delay<<<1, 1, 0, ranks_[r].stream>>>(random() % delay);
-          const Buffer buffer{in[r][i], out[r][i], 2 * o.elements};
-          Check(Launch(o.algorithm, kType, groups_[r], buffer, o.segments, o.shape,
-                       ranks_[r].stream));
+          Enqueue(o, r, in[r][i], out[r][i]);
         }
       }
     }
@@ -249,6 +250,21 @@ class Probe {
         if (p != r && !groups_[r].IsLinkedTo(p)) groups_[r].region[p] = nullptr;
       }
     }
+  }
+
+  void Enqueue(const Operation& o, int rank, const uint16_t* in, uint16_t* out) {
+    const auto launch = [&](const auto& call) {
+      Check(Launch(o.algorithm, kType, groups_[rank], call, o.segments, o.shape,
+                   ranks_[rank].stream));
+    };
+    if (o.buffers == 1) return launch(Buffer{in, out, 2 * o.elements});
+    Buffers pieces;
+    const size_t each = (o.elements + o.buffers - 1) / o.buffers;
+    for (size_t begin = 0; begin < o.elements; begin += each) {
+      const size_t elements = std::min(each, o.elements - begin);
+      pieces.Append({in + begin, out + begin, 2 * elements});
+    }
+    launch(pieces);
   }
 
   uint16_t* Allocate(size_t elements) {
@@ -325,11 +341,14 @@ int CheckAll(Probe& ranks, bool mesh) {
       o.elements =
           random() % 3 == 0 ? 1 + random() % 3000 : 1 + random() % (mesh ? 1500000 : 3000000);
       if (random() % 2 == 0) o.elements = (o.elements + 4095) / 4096 * 4096;
+      if (o.algorithm == Algorithm::kTwoShot && random() % 2 == 0) o.buffers = 2 + random() % 100;
+      const size_t bytes = 2 * o.elements + 16 * o.buffers;  // each buffer begins a pack
       const size_t segment = size_t{1} << (12 + random() % 10);
       o.segments = mesh || (random() % 4 == 0 && o.elements < 500000)
                        ? 1
-                       : Segments(o.algorithm, 2 * o.elements, segment, ranks.count());
-      o.shape.blocks = Blocks(o, ranks.count(), ranks.MostBlocks(o.algorithm, o.shape.threads));
+                       : Segments(o.algorithm, bytes, segment, ranks.count());
+      o.shape.blocks =
+          Blocks(o, ranks.count(), ranks.MostBlocks(o.algorithm, o.shape.threads, true));
       o.shift = random() % 2 == 0 ? 0 : random() % 8;
       chosen.push_back(o);
     }
@@ -376,7 +395,7 @@ int main(int argc, char** argv) {
       printf("%zu bytes don't fit an epoch buffer\n", bytes);
       continue;
     }
-    const int most = std::min(shape.blocks, ranks.MostBlocks(algorithm, shape.threads));
+    const int most = std::min(shape.blocks, ranks.MostBlocks(algorithm, shape.threads, false));
     o.shape.blocks = Blocks(o, count, most);
     const int calls = static_cast<int>(std::clamp<size_t>((size_t{4} << 30) / bytes, 5, 200));
     std::vector<double> us;

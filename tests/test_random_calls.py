@@ -37,7 +37,7 @@ ORDERS = ["as they are", "reversed", "odd ones first"]
 
 @st.composite
 def calls(draw: st.DrawFn) -> dict[str, Any]:
-    operation = draw(st.sampled_from(["psum", "psum_scatter", "all_gather"]))
+    operation = draw(st.sampled_from(["psum", "psum_scatter", "all_gather", "all_to_all"]))
     axes, over = draw(st.sampled_from(MESHES))
     ranks = math.prod(axes[name] for name in over)
     shape = draw(st.lists(st.integers(0, 9), max_size=3))
@@ -54,13 +54,20 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
         dimension = draw(st.integers(0, len(shape) - (1 if tiled else 0)))
         if tiled:  # MLIR refuses to gather a dimension without elements
             shape[dimension] = max(1, shape[dimension])
+    concat = 0
+    if operation == "all_to_all":
+        shape = shape or [1]
+        dimension = draw(st.integers(0, len(shape) - 1))
+        concat = draw(st.integers(0, len(shape) - 1))
+        shape[dimension] = ranks * (draw(st.integers(1, 4)) if tiled else 1)
     return {
+        "concat": concat,
         "operation": operation,
         "axes": axes,
         "over": over,
         "order": draw(st.sampled_from(ORDERS)),
         "shape": tuple(shape),
-        "dtype": draw(st.sampled_from(COPIED_DTYPES if operation == "all_gather" else DTYPES)),
+        "dtype": draw(st.sampled_from(COPIED_DTYPES if operation.startswith("all_") else DTYPES)),
         "dimension": dimension,
         "tiled": tiled,
         "algorithm": draw(st.sampled_from(["one_shot", "two_shot"])),  # of psum
@@ -96,6 +103,11 @@ def expected(call: dict[str, Any], shards: list[np.ndarray], rank: int) -> np.nd
     dimension, tiled = call["dimension"], call["tiled"]
     if call["operation"] == "all_gather":
         return np.concatenate(shards, dimension) if tiled else np.stack(shards, dimension)
+    if call["operation"] == "all_to_all":
+        parts = [np.split(shard, len(shards), dimension)[rank] for shard in shards]
+        if tiled:
+            return np.concatenate(parts, call["concat"])
+        return np.stack([part.squeeze(dimension) for part in parts], call["concat"])
     total = sum_of(shards)
     if call["operation"] == "psum":
         return total
@@ -123,6 +135,9 @@ def run(call: dict[str, Any]) -> bool:
             y = jax_intranode.psum_scatter(
                 x, over, scatter_dimension=call["dimension"], tiled=call["tiled"]
             )
+        elif call["operation"] == "all_to_all":
+            dimensions = call["dimension"], call["concat"]
+            y = jax_intranode.all_to_all(x, over, *dimensions, tiled=call["tiled"])
         else:
             y = jax_intranode.all_gather(x, over, axis=call["dimension"], tiled=call["tiled"])
         return y.reshape((1,) * len(sizes) + y.shape)
@@ -165,4 +180,4 @@ def test_random_calls(examples: int) -> None:
     )  # fmt: skip
     settings(hypothesis.given(calls())(check))()
     # Small arrays of some groups fall back.
-    assert ran["psum"] and ran["psum_scatter"] and ran["all_gather"], ran
+    assert all(ran[name] for name in ("psum", "psum_scatter", "all_gather", "all_to_all")), ran

@@ -33,22 +33,25 @@ class Call:
     """One operation of a program.
 
     Attributes:
-        operation: "psum", "pmean", "psum_scatter", "all_gather", "all_gather_matmul",
-            "matmul_reduce_scatter" or "matmul_all_reduce"; for another collective of ``jax.lax``
-            its name there. A transpose has the name of the operation that it is. The all-gather
-            after an overlapped "matmul_all_reduce" is an operation of its own.
+        operation: "psum", "pmean", "psum_scatter", "all_gather", "all_to_all",
+            "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce"; for another
+            collective of ``jax.lax`` its name there. A transpose has the name of the operation that
+            it is. The all-gather after an overlapped "matmul_all_reduce" is an operation of its
+            own.
         source: file:line (function) of the call. Gradients have that of the forward call, and
             collectives that JAX inserts have that of the call for which it did.
         shapes: the operands' shapes on a device. A psum of a pytree is one operation or several.
             For a collective matmul that fell back to lax while it was traced, only the shape of the
             gathered or summed array.
         dtype: the operands' dtype; if they differ, as in gradients, that of the first one.
-        nbytes: bytes of the array that a device gathers or sums: the operands, or the product of a
-            matmul. (A reason counts the bytes that a rank sends to each peer: for psum_scatter
-            those of a part; for several arrays, each rounded up to a multiple of 16 bytes.)
+        nbytes: bytes of the array that a device gathers, sums or exchanges: the operands, or the
+            product of a matmul. (A reason counts the bytes that a rank sends to each peer: for
+            psum_scatter and all_to_all those of a part; for several arrays, each rounded up to a
+            multiple of 16 bytes.)
         axes: the mesh axes; empty if only axes of vmap are reduced.
         groups: the ids of each group's devices, in rank order; empty if they are not known.
-        algorithm: "one_shot", "two_shot", "reduce_scatter" or "all_gather" of this package;
+        algorithm: "one_shot", "two_shot", "reduce_scatter", "all_gather" or "all_to_all" of
+            this package;
             "all_gather_matmul" or "matmul_reduce_scatter" for an overlapped matmul; or "lax", the
             operation of ``jax.lax``.
         blocks: blocks of the kernel's launch; 0 for lax.

@@ -64,7 +64,7 @@ def epoch_buffer_bytes_needed(
     Args:
         algorithm: one of ALGORITHMS.
         dtype: the operand's dtype.
-        nbytes: bytes of each rank's operand; for psum_scatter of each rank's result.
+        nbytes: bytes that a rank sends to each peer, as in `select.select`.
         world_size: ranks of the group.
         segments: into how many the operation is cut.
     """

@@ -30,7 +30,7 @@ class Operation:
     Attributes:
         name: its name.
         operands: the types of its operands.
-        nbytes: bytes of the array that a device gathers or sums.
+        nbytes: bytes of the array that a device gathers, sums or exchanges.
         selected: the algorithm, and why.
     """
 

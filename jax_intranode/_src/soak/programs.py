@@ -10,11 +10,11 @@ import numpy as np
 # Sums of floats round. Everything else is exact.
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 INTEGERS = ("int8", "uint8", "int32", "uint32", "int64", "uint64")
-COPIED = ("int16", "uint16")  # only all_gather takes these
+COPIED = ("int16", "uint16")  # only what copies takes these
 MATMUL_DTYPES = ("float32", "bfloat16", "float16")
 
 SUMS = ("psum", "pmean", "psum_tree", "psum_scatter")
-GATHERS = ("all_gather",)
+GATHERS = ("all_gather", "all_to_all")
 MATMULS = (
     "matmul_all_reduce",
     "mlp",

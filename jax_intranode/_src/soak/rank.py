@@ -161,7 +161,9 @@ def run_program(program: Program) -> tuple[int, int]:
 def _has_sums_of_lax(f: Any, data: tuple[Any, ...]) -> bool:
     """Whether a sum of floats falls back to lax, whose order of summation is not known."""
     return any(
-        call.algorithm == "lax" and call.operation != "all_gather" and call.dtype in programs.FLOATS
+        call.algorithm == "lax"
+        and call.operation not in programs.GATHERS
+        and call.dtype in programs.FLOATS
         for call in jax_intranode.explain(f)(np.int32(0), *data)
     )
 
@@ -262,6 +264,7 @@ def _reference() -> Any:
         pmean=reference.pmean,
         psum_scatter=reference.psum_scatter,
         all_gather=reference.all_gather,
+        all_to_all=reference.all_to_all,
     )
 
 

@@ -47,6 +47,14 @@ _scatter = _linear(_psum_scatter, lambda ct, axes: lax.all_gather(ct, axes))
 _gather = _linear(lambda x, axes: lax.all_gather(x, axes), _psum_scatter)
 
 
+def _parts_for_this_rank(x: Any, axes: Any) -> Any:
+    """Untiled, over dimension 0. It is its own transpose."""
+    return lax.all_gather(x, axes)[:, lax.axis_index(axes)]
+
+
+_exchange = _linear(_parts_for_this_rank, _parts_for_this_rank)
+
+
 def psum(x: Any, axes: Any) -> Any:
     """As `jax.lax.psum`."""
     return jax.tree.map(lambda leaf: _sum_of_all(leaf, axes), x)
@@ -70,4 +78,15 @@ def all_gather(x: Any, axes: Any, *, axis: int = 0, tiled: bool = False) -> Any:
     y = jnp.moveaxis(_gather(x, axes), 0, axis)
     if tiled:
         y = y.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+    return y
+
+
+def all_to_all(x: Any, axes: Any, split_axis: int, concat_axis: int, *, tiled: bool = False) -> Any:
+    """As `jax.lax.all_to_all`."""
+    n, d = lax.axis_size(axes), split_axis
+    if tiled:
+        x = x.reshape(*x.shape[:d], n, x.shape[d] // n, *x.shape[d + 1 :])
+    y = jnp.moveaxis(_exchange(jnp.moveaxis(x, d, 0), axes), 0, concat_axis)
+    if tiled:
+        y = y.reshape(*y.shape[:concat_axis], -1, *y.shape[concat_axis + 2 :])
     return y

@@ -31,6 +31,7 @@ class LaxMatmuls:
         """Takes the library of the collectives."""
         self.psum, self.pmean = collectives.psum, collectives.pmean
         self.psum_scatter, self.all_gather = collectives.psum_scatter, collectives.all_gather
+        self.all_to_all = collectives.all_to_all
 
     def all_gather_matmul(
         self, x: Any, w: Any, axes: Any, *, gather_axis: int = 0, return_gathered: bool = False
@@ -242,6 +243,19 @@ def _all_gather(context: _Context, step: Step, v: Any, digest: Any) -> State:
     return _blend(step, v, whole[step.number % n]), digest
 
 
+def _all_to_all(context: _Context, step: Step, v: Any, digest: Any) -> State:
+    n = lax.axis_size(step.axes)
+    rows, columns = v.shape
+    if step.number % 4 < 2:
+        # The parts become rows, or columns.
+        y = context.lib.all_to_all(v, step.axes, 0, step.number % 2, tiled=True)
+        y = context.varies(y).reshape(rows, columns)
+    else:
+        cut = v.reshape(rows // n, n, columns)
+        y = context.varies(context.lib.all_to_all(cut, step.axes, 1, 1)).reshape(v.shape)
+    return _blend(step, v, y), _mix(digest, context.bits(y))
+
+
 # Collective matmuls.
 
 
@@ -314,6 +328,7 @@ _STEPS: dict[str, Callable[[_Context, Step, Any, Any], State]] = {
     "psum_tree": _psum_tree,
     "psum_scatter": _psum_scatter,
     "all_gather": _all_gather,
+    "all_to_all": _all_to_all,
     "matmul_all_reduce": _matmul_all_reduce,
     "mlp": _mlp,
     "mlp_of_sequences": _mlp_of_sequences,

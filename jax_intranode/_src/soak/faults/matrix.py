@@ -35,6 +35,7 @@ OPERATIONS = (
     "pmean",
     "psum_scatter",
     "all_gather",
+    "all_to_all",
     "all_gather_matmul",
     "matmul_reduce_scatter",
     "matmul_all_reduce",

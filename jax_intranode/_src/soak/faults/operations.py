@@ -95,6 +95,10 @@ OPERATIONS: dict[str, Operation] = {
         lambda x, axis: jax_intranode.all_gather(x[:_ROWS], axis, tiled=True),
         lambda xs, _: np.concatenate([x[:_ROWS] for x in xs]),
     ),
+    "all_to_all": Operation(
+        lambda x, axis: jax_intranode.all_to_all(x, axis, 0, 0, tiled=True),
+        lambda xs, rank: np.concatenate([_part(x, rank) for x in xs]),
+    ),
     "all_gather_matmul": Operation(
         lambda x, axis: jax_intranode.all_gather_matmul(x[:_ROWS], _w(x), axis),
         lambda xs, _: np.concatenate([x[:_ROWS] for x in xs]) @ _W,

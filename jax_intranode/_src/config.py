@@ -184,8 +184,8 @@ VARIABLES = (
         _PREFIX + "SEGMENT_KIB",
         "a positive integer",
         "not set",
-        "collectives of arrays that are too large for the measured table run in segments of at "
-        "most so many KiB, instead of falling back",
+        "collectives of arrays that are too large for the measured table or the slab run in "
+        "segments of at most so many KiB, instead of falling back",
         lambda name, text: int(_positive(name, text, int)),
     ),
     Variable(

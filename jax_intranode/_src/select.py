@@ -94,8 +94,8 @@ def select(
         epoch_buffer_bytes: bytes of each of a region's two epoch buffers.
         algorithm: "auto", or the one to use wherever it fits.
         tuned: what was measured on this node; None for the shipped table.
-        segment_bytes: if not 0, operations that are larger than the table's last row run in
-            segments of at most these bytes.
+        segment_bytes: if not 0, operations that are too large for the table or for an epoch buffer
+            run in segments of at most these bytes.
         topology: how the group's devices are linked: "hybrid_cube_mesh", or anything else for those
             that are all linked to each other.
     """
@@ -132,21 +132,25 @@ def select(
         # are all linked gains.
         rows = tuple(dataclasses.replace(row, algorithm=HYBRID_CUBE_MESH) for row in rows)
         source = f"{source[:-1]}, all of them linked)"
+        segment_bytes = 0  # as the algorithms above
     if operation != "psum":
         algorithm = "auto"  # there is only one
     if algorithm == "auto":
         fitting = [row for row in rows if nbytes <= row.nbytes]
-        if not fitting and not segment_bytes:
-            upto = rows[-1].nbytes if rows else 0
-            what = "are faster than lax" if not rows or rows[-1].measured else "run in our kernels"
-            return lax(f"{nbytes} bytes of {dtype}; up to {upto} {what} {source}")
-        if fitting:
+
+        def fits(row: table.Row) -> bool:
+            return launch(row, dtype, nbytes, world_size, epoch_buffer_bytes) is not None
+
+        if segment_bytes and not (fitting and fits(fitting[0])):
+            rows = rows or table.rows(hardware, mode, operation, packets, world_size)
+            row = _in_segments((fitting or rows[-1:])[0], segment_bytes)
+            reason = f"{nbytes} bytes of {dtype}: JAX_INTRANODE_SEGMENT_KIB"
+        elif fitting:
             row = fitting[0]
             reason = f"{nbytes} bytes of {dtype} among {world_size} ranks {source}"
         else:
-            rows = rows or table.rows(hardware, mode, operation, packets, world_size)
-            row = _in_segments(rows[-1], segment_bytes)
-            reason = f"{nbytes} bytes of {dtype}: JAX_INTRANODE_SEGMENT_KIB"
+            upto = rows[-1].nbytes if rows else 0
+            return lax(f"{nbytes} bytes of {dtype}; up to {upto} are faster than lax {source}")
     else:
         rows = rows or table.rows(hardware, mode, operation, packets, world_size)
         fitting = [row for row in rows if row.algorithm == algorithm]
@@ -190,7 +194,7 @@ def launch(
 
 
 def _in_segments(row: table.Row, segment_bytes: int) -> table.Row:
-    """The row for operations that are too large for a table whose last row this is."""
+    """The row in segments, for an operation that is too large for it or for its epoch buffer."""
     algorithm = "two_shot" if row.algorithm in table.PSUM_ALGORITHMS else row.algorithm
     return dataclasses.replace(row, algorithm=algorithm, segment_bytes=segment_bytes)
 

@@ -1,7 +1,7 @@
-"""The C++ tests: the protocols, the CPU groups and the order of the tiles of fused kernels.
+"""The C++ tests: the protocols, the CPU groups, the watch and the order of fused kernels' tiles.
 
 Models run the protocols in all behaviours of few ranks (tests/native/model). The full tier runs
-more of them. There the protocols and the CPU groups also run under ThreadSanitizer,
+more of them. There the protocols, the CPU groups and the watch also run under ThreadSanitizer,
 AddressSanitizer and UndefinedBehaviorSanitizer.
 """
 
@@ -25,6 +25,7 @@ SOURCES = {
     ],
     "fused_order_test": [NATIVE / "fused_order_test.cc"],
     "peer_input_fuzz": [NATIVE / "peer_input_fuzz.cc"],
+    "peer_watch_test": [NATIVE / "peer_watch_test.cc", ROOT / "xla_ffi/host/peer_watch.cc"],
     "machine_test": [NATIVE / "model/machine_test.cc"],
     "collectives_model": [NATIVE / "model/collectives_model.cc"],
     "log_model": [NATIVE / "model/log_model.cc"],
@@ -215,6 +216,14 @@ def test_cpu_groups_report_failures(programs: Programs, mode: str) -> None:
     outcome = run(programs.get("host_group_test"), mode)
     assert outcome.returncode == 0, outcome.stdout
     assert outcome.stdout.endswith(f"{mode}: done\n")
+
+
+@pytest.mark.parametrize("cases", ["quick", pytest.param("all", marks=pytest.mark.full)])
+def test_watch_of_the_peers(programs: Programs, cases: str) -> None:
+    """Processes that end in each way, and what their peers are told."""
+    outcome = run(programs.get("peer_watch_test"), *([] if cases == "all" else [cases]))
+    assert outcome.returncode == 0, outcome.stdout
+    assert outcome.stdout == "done\n"
 
 
 @pytest.mark.full

@@ -261,7 +261,8 @@ class PeerWatch::Thread {
   void Remove(const std::shared_ptr<State>& state) {
     {
       std::lock_guard lock(mutex_);
-      SendAll(*state, PeerNotice::kShutdown, "");
+      // Whoever has left ends its program, and a watch that is destroyed then is no shutdown.
+      SendAll(*state, state->leaving ? PeerNotice::kFinished : PeerNotice::kShutdown, "");
       for (auto& [number, connection] : state->connections) Unregister(connection);
       state->connections.clear();
       std::erase(states_, state);
@@ -477,14 +478,15 @@ class PeerWatch::Thread {
     if (!connection.left) {
       Change(state, connection, PeerState::kDead,
              " has ended without a goodbye: it was killed, crashed, or called os._exit", calls);
-    } else if (connection.state == PeerState::kPresent) {
+    } else {
       Change(state, connection, PeerState::kGone, " has ended", calls);
     }
   }
 
   static void Change(const State& state, Connection& connection, PeerState to,
                      const std::string& what, Calls* calls) {
-    if (connection.state == PeerState::kDead) return;  // the first fault is the one to tell of
+    // Each state is told once, and the first fault is the one to tell of.
+    if (connection.state == to || connection.state == PeerState::kDead) return;
     connection.state = to;
     connection.what = what.empty() ? "" : connection.Name() + what;
     AddCall(state, connection, calls);
@@ -503,8 +505,8 @@ class PeerWatch::Thread {
         if (connection.pid_is_known && IsExiting(connection.pid)) {
           Read(*state, connection, calls);
           Lost(*state, connection, true, calls);
-        } else if (now - connection.heard > state->silent && !connection.left &&
-                   connection.state == PeerState::kPresent) {
+        } else if (IsSilent(*state, connection, now) && Read(*state, connection, calls) &&
+                   IsSilent(*state, connection, now)) {
           const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(state->silent);
           Change(*state, connection, PeerState::kStopped,
                  " has shown no sign of life for " + std::to_string(seconds.count()) +
@@ -513,6 +515,10 @@ class PeerWatch::Thread {
         }
       }
     }
+  }
+
+  static bool IsSilent(const State& state, const Connection& connection, Clock::time_point now) {
+    return connection.state == PeerState::kPresent && now - connection.heard > state.silent;
   }
 
   // Whether a process that leaves has just become quiet.

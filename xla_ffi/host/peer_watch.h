@@ -13,7 +13,8 @@
 //     visible here; in another PID namespace the other two remain.
 //
 // A process whose watch thread has sent nothing for `silent` is stopped (SIGSTOP, a debugger) or
-// gets no processor. Who waits for it gives up. When it is heard again, it is present again.
+// gets no processor. Who waits for it gives up. When it is heard again, it is present again. This
+// holds for a process that leaves, too, because others may wait for what it still runs.
 //
 // Messages (peer_message.h). Each connection has one writer and one reader on each side, so packets
 // arrive in the order in which they were sent. The hello is written by each side before the watch
@@ -22,9 +23,9 @@
 // them.
 //
 // A goodbye and the end of its process can't be confused: the socket is read until it is empty
-// before an end is judged, and a packet that was sent before the process ended is in it by then. A
-// goodbye that found the socket full is lost, and the end counts as a fault: the reader had not
-// read for as long as it takes to fill the socket, so it was stopped.
+// before an end or a silence is judged, and a packet that was sent before the process ended is in
+// it by then. A goodbye that found the socket full is lost, and the end counts as a fault: the
+// reader had not read for as long as it takes to fill the socket, so it was stopped.
 //
 // Who closes: each side closes its own descriptors, in Close() or when it has seen the peer's end.
 // The thread looks up a descriptor's connection by a number that is never used again, so an event

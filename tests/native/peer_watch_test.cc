@@ -1,0 +1,554 @@
+// Runs the watch of the peers (host/peer_watch.h) in real processes.
+//
+//   peer_watch_test [CASE | quick]
+//
+// Each case has three processes that connect and watch each other. One of them, the victim, ends in
+// some way, or stops. Checked is what the others are told: which states, in which order, why, and
+// each once. Without arguments all cases run at the same time; "quick" leaves out those in which a
+// process is stopped, which take 8 s. Meant for ThreadSanitizer,
+// AddressSanitizer and UBSan, too.
+#include "xla_ffi/host/peer_watch.h"
+
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace jin = jax_intranode;
+using jin::PeerState;
+using namespace std::chrono_literals;
+
+namespace {
+
+constexpr int kProcesses = 3;
+constexpr int kVictim = 1;
+// The watch promises 1 s. A machine under load may be slow: this only tells a hang.
+constexpr auto kPatience = 20s;
+constexpr unsigned kLimitS = 60;  // a process that is still there is killed
+constexpr double kSilenceS = 3;   // three heartbeats
+constexpr double kLongSilenceS = 100;
+const std::string kSecret(32, 'k');
+
+constexpr char kKilled[] = "has ended without a goodbye";
+constexpr char kShutdown[] = "has called jax_intranode.shutdown()";
+constexpr char kFinished[] = "has come to the end of its program";
+constexpr char kEnded[] = "has ended";
+constexpr char kFailed[] = "has failed: KeyError: 'x'";
+constexpr char kSilent[] = "has shown no sign of life for 3 s";
+
+const char* case_name = "";
+int rank = -1;
+
+[[noreturn]] void Wrong(const std::string& what) {
+  // In one piece, because several processes write.
+  const std::string line =
+      std::string(case_name) + ": process " + std::to_string(rank) + ": " + what + "\n";
+  [[maybe_unused]] const ssize_t written = write(STDOUT_FILENO, line.data(), line.size());
+  _exit(1);
+}
+
+void Check(bool holds, const std::string& what) {
+  if (!holds) Wrong(what);
+}
+
+template <class Condition>
+void Await(Condition condition, const char* what) {
+  const auto end = std::chrono::steady_clock::now() + kPatience;
+  while (!condition()) {
+    Check(std::chrono::steady_clock::now() < end, std::string("waited in vain for ") + what);
+    std::this_thread::sleep_for(1ms);
+  }
+}
+
+// Shared by the processes of a case, as JAX's key-value store is.
+struct Board {
+  struct Process {
+    char address[108];
+    std::atomic<int> pid;
+    std::atomic<int> arrived;  // how many barriers it has come to
+    std::atomic<int> round;    // for which its address is
+  };
+  Process processes[kProcesses];
+  std::atomic<int> observers_done;
+};
+Board* board;
+
+// All processes of the case wait for each other.
+void Barrier() {
+  const int number = ++board->processes[rank].arrived;
+  Await(
+      [number] {
+        for (const auto& process : board->processes) {
+          if (process.arrived < number) return false;
+        }
+        return true;
+      },
+      "the other processes");
+}
+
+// What the sink was told, by process. The device of a process has the id 10 x its number.
+struct Event {
+  int process;
+  PeerState state;
+  std::string what;
+};
+std::mutex events_mutex;
+std::vector<Event> events;
+size_t seen = 0;  // so many of them have been expected
+std::atomic<bool> sink_closed = false;
+std::atomic<bool> busy = false;         // whether an operation of this process runs
+std::atomic<bool> slow = false;         // whether callbacks take long
+std::atomic<bool> in_callback = false;  // a slow one runs
+
+void OnPeer(PeerState state, const int64_t* ids, size_t count, const char* what) {
+  Check(!sink_closed, "a callback after Close()");
+  Check(count == 1 && ids[0] % 10 == 0, "a callback with other devices");
+  if (slow) {
+    in_callback = true;
+    std::this_thread::sleep_for(300ms);
+    in_callback = false;
+  }
+  std::lock_guard lock(events_mutex);
+  events.push_back({static_cast<int>(ids[0] / 10), state, what});
+}
+
+uint64_t Activity(bool* outstanding) {
+  *outstanding = busy;
+  return 0;
+}
+
+const char* Name(PeerState state) {
+  constexpr const char* kNames[] = {"present", "gone", "stopped", "dead"};
+  return kNames[static_cast<int>(state)];
+}
+
+// The next thing that the sink is told is this.
+void Expect(PeerState state, const std::string& text, int process = kVictim) {
+  Await(
+      [] {
+        std::lock_guard lock(events_mutex);
+        return events.size() > seen;
+      },
+      (std::string(Name(state)) + " " + text).c_str());
+  std::lock_guard lock(events_mutex);
+  const Event& event = events[seen++];
+  const std::string name = "process " + std::to_string(process) + " (pid " +
+                           std::to_string(board->processes[process].pid) + ") ";
+  const bool named =
+      state == PeerState::kPresent ? event.what.empty() : event.what.starts_with(name + text);
+  Check(event.process == process && event.state == state && named,
+        std::string("told ") + Name(event.state) + " of process " + std::to_string(event.process) +
+            " [" + event.what + "], expected " + Name(state) + " of process " +
+            std::to_string(process) + " [" + name + text + "]");
+}
+
+void ExpectNothing() {
+  std::lock_guard lock(events_mutex);
+  if (events.size() > seen) {
+    Wrong(std::string("told ") + Name(events[seen].state) + " of process " +
+          std::to_string(events[seen].process) + " [" + events[seen].what +
+          "], expected nothing more");
+  }
+}
+
+std::vector<jin::PeerWatch::Peer> OtherProcesses() {
+  std::vector<jin::PeerWatch::Peer> peers;
+  for (int process = 0; process < kProcesses; ++process) {
+    if (process == rank) continue;
+    peers.push_back({process, board->processes[process].address, {10 * process}});
+  }
+  return peers;
+}
+
+// A watch that is connected with all others.
+std::unique_ptr<jin::PeerWatch> Connected() {
+  auto watch = std::make_unique<jin::PeerWatch>(rank);
+  snprintf(board->processes[rank].address, sizeof(Board::Process::address), "%s",
+           watch->address().c_str());
+  board->processes[rank].pid = getpid();
+  Barrier();
+  watch->Connect(OtherProcesses(), kSecret, 20);
+  Barrier();
+  return watch;
+}
+
+void Arm(jin::PeerWatch& watch, double silent_s = kLongSilenceS) {
+  watch.Arm({&OnPeer, &Activity}, silent_s);
+}
+
+jin::PeerWatch::Status StatusOf(const jin::PeerWatch& watch, int process) {
+  for (const auto& status : watch.Peers()) {
+    if (status.process == process) return status;
+  }
+  Wrong("no status of process " + std::to_string(process));
+}
+
+void AwaitEnd(const jin::PeerWatch& watch) {
+  Await([&watch] { return StatusOf(watch, kVictim).ended; }, "the victim's end");
+}
+
+// Nothing follows, and who asks again hears the same.
+void ExpectTheEnd(const jin::PeerWatch& watch, PeerState state, const std::string& text) {
+  AwaitEnd(watch);
+  std::this_thread::sleep_for(600ms);  // two ticks
+  ExpectNothing();
+  watch.Announce();
+  Expect(state, text);
+  ExpectNothing();
+  const auto status = StatusOf(watch, kVictim);
+  Check(status.state == state && status.pid == board->processes[kVictim].pid,
+        "another status than the sink was told");
+  // All observers have seen this before one of them says goodbye.
+  ++board->observers_done;
+  Await([] { return board->observers_done == kProcesses - 1; }, "the other observer");
+}
+
+[[noreturn]] void KillMyself() {
+  raise(SIGKILL);
+  abort();
+}
+
+// A watch that lives until the process ends, as that of a Python program.
+jin::PeerWatch* Kept(std::unique_ptr<jin::PeerWatch> watch) {
+  static std::unique_ptr<jin::PeerWatch> kept;
+  kept = std::move(watch);
+  return kept.get();
+}
+
+// The victim ends in some way; the others are told `state` and `text` once.
+void Ending(PeerState state, const char* text, const std::function<void(jin::PeerWatch&)>& end) {
+  jin::PeerWatch* const watch = Kept(Connected());
+  Arm(*watch);
+  if (rank == kVictim) {
+    std::this_thread::sleep_for(50ms);
+    return end(*watch);
+  }
+  Expect(state, text);
+  ExpectTheEnd(*watch, state, text);
+}
+
+// The same, but the victim ends before the others are armed.
+void EndingBeforeArm(PeerState state, const char* text,
+                     const std::function<void(jin::PeerWatch&)>& end) {
+  jin::PeerWatch* const watch = Kept(Connected());
+  if (rank == kVictim) return end(*watch);
+  if (rank == 0) std::this_thread::sleep_for(300ms);
+  Arm(*watch);
+  Expect(state, text);
+  ExpectTheEnd(*watch, state, text);
+}
+
+void Close(jin::PeerWatch& watch) {
+  watch.Close();
+  sink_closed = true;
+}
+
+// A process that leaves counts as finished when nothing of it has run for a second.
+void LeaveWhileBusy() {
+  jin::PeerWatch* const watch = Kept(Connected());
+  Arm(*watch);
+  if (rank == kVictim) {
+    busy = true;
+    watch->Leave();
+    std::this_thread::sleep_for(1500ms);
+    Barrier();
+    busy = false;
+    Barrier();
+    return exit(0);  // the watch is destroyed, which is another goodbye
+  }
+  Barrier();
+  ExpectNothing();
+  Check(StatusOf(*watch, kVictim).state == PeerState::kPresent, "an operation still runs");
+  Expect(PeerState::kGone, kFinished);
+  Barrier();
+  ExpectTheEnd(*watch, PeerState::kGone, kFinished);
+}
+
+// Close() waits for a callback that runs.
+void CloseInCallback() {
+  jin::PeerWatch* const watch = Kept(Connected());
+  slow = rank != kVictim;
+  Arm(*watch);
+  if (rank == kVictim) KillMyself();
+  Await([] { return in_callback.load(); }, "the callback");
+  // From then on there is nothing that a callback may use.
+  Close(*watch);
+  Check(!in_callback, "Close() returned before a callback");
+}
+
+// SIGSTOP and SIGCONT, and an end while it is stopped.
+void Stopped(bool leaves) {
+  jin::PeerWatch* const watch = Kept(Connected());
+  Arm(*watch, kSilenceS);
+  Barrier();
+  if (rank == kVictim) {
+    if (leaves) {
+      busy = true;  // so that it has not finished
+      watch->Leave();
+    }
+    Barrier();
+    // A process that was stopped itself does not judge others.
+    while (board->processes[0].round < 1) std::this_thread::sleep_for(1ms);
+    std::this_thread::sleep_for(600ms);
+    ExpectNothing();
+    ++board->processes[rank].round;
+    for (;;) pause();
+  }
+  const int victim = board->processes[kVictim].pid;
+  Barrier();
+  if (rank == 0) kill(victim, SIGSTOP);
+  Expect(PeerState::kStopped, kSilent);
+  Check(!StatusOf(*watch, kVictim).ended, "a process that is stopped has not ended");
+  ++board->processes[rank].round;
+  Await([] { return board->processes[2 - rank].round >= 1; }, "the other observer");
+  if (rank == 0) kill(victim, SIGCONT);
+  Expect(PeerState::kPresent, "");
+  Await([] { return board->processes[kVictim].round == 1; }, "the victim's check");
+  if (rank == 0) kill(victim, SIGSTOP);
+  Expect(PeerState::kStopped, kSilent);
+  ++board->processes[rank].round;
+  Await([] { return board->processes[2 - rank].round >= 2; }, "the other observer");
+  if (rank == 0) kill(victim, SIGKILL);
+  const PeerState state = leaves ? PeerState::kGone : PeerState::kDead;
+  const char* const text = leaves ? kEnded : kKilled;
+  Expect(state, text);
+  ExpectTheEnd(*watch, state, text);
+}
+
+// A child outlives the victim. Without `hooks` it keeps copies of the victim's sockets.
+void ForkAndDie(bool hooks, const jin::PeerWatch& watch) {
+  if (hooks) jin::PeerWatch::BeforeFork();
+  const pid_t child = fork();
+  Check(child >= 0, "fork");
+  if (child == 0) {
+    alarm(kLimitS);
+    if (hooks) {
+      jin::PeerWatch::AfterForkInChild();
+      Check(watch.Peers().empty(), "the watch belongs to the parent");
+    }
+    while (board->observers_done < kProcesses - 1) std::this_thread::sleep_for(10ms);
+    _exit(0);
+  }
+  if (hooks) {
+    jin::PeerWatch::AfterForkInParent();
+    Check(watch.Peers().size() == kProcesses - 1, "the parent goes on watching");
+  }
+  KillMyself();
+}
+
+// The child says goodbye for itself, which is none of its parent.
+void ChildExits(jin::PeerWatch& watch) {
+  jin::PeerWatch::BeforeFork();
+  const pid_t child = fork();
+  Check(child >= 0, "fork");
+  if (child == 0) {
+    alarm(kLimitS);
+    jin::PeerWatch::AfterForkInChild();
+    watch.Leave();
+    watch.Fail("the child");
+    watch.Close();
+    _exit(0);
+  }
+  jin::PeerWatch::AfterForkInParent();
+  int status;
+  Check(waitpid(child, &status, 0) == child && status == 0, "the child's end");
+  watch.Fail("KeyError: 'x'");
+  KillMyself();
+}
+
+// New watches again and again. All say goodbye at the same time, and none is lost.
+void Again() {
+  for (int round = 0; round < 20; ++round) {
+    sink_closed = false;
+    auto watch = Connected();
+    Arm(*watch);
+    if (round % 2 == 0) Barrier();
+    if ((round + rank) % 3 == 0) watch->Leave();
+    Close(*watch);
+    for (const Event& event : events) {
+      Check(event.state == PeerState::kGone, "told of a fault [" + event.what + "]");
+    }
+    events.clear();
+    Barrier();
+  }
+}
+
+// Several threads use the watches while peers say goodbye, and while one is killed.
+void Threads() {
+  std::unique_ptr<jin::PeerWatch> first = Connected(), second = Connected();
+  Arm(*first);
+  Arm(*second);
+  std::atomic<bool> ends = false;
+  std::vector<std::thread> threads;
+  for (const auto* watch : {first.get(), second.get()}) {
+    threads.emplace_back([&ends, watch] {
+      while (!ends) {
+        watch->Announce();
+        for (const auto& status : watch->Peers()) Check(status.pid > 0, "a status without a pid");
+        std::this_thread::sleep_for(1ms);
+      }
+    });
+  }
+  threads.emplace_back([&ends] {
+    for (uint64_t known = 0; !ends;) known = jin::PeerWatch::WaitForEvents(known, 100);
+  });
+  Barrier();
+  if (rank == kVictim) {
+    first->Close();
+    std::this_thread::sleep_for(200ms);
+    KillMyself();
+  }
+  Await([&first] { return StatusOf(*first, kVictim).state == PeerState::kGone; }, "the goodbye");
+  Await([&second] { return StatusOf(*second, kVictim).state == PeerState::kDead; }, "the end");
+  if (rank == 0) first->Leave();
+  ends = true;
+  jin::PeerWatch::WakeWaiting();
+  for (std::thread& thread : threads) thread.join();
+  Check(StatusOf(*first, kVictim).state == PeerState::kGone, "a goodbye is final");
+  ++board->observers_done;
+  Await([] { return board->observers_done == kProcesses - 1; }, "the other observer");
+  second.reset();
+  Close(*first);
+}
+
+struct Case {
+  const char* name;
+  std::function<void()> run;  // in each process
+  int victim_status;          // as waitpid() returns it
+};
+
+const std::vector<Case>& Cases() {
+  using Watch = jin::PeerWatch;
+  static const auto fail = [](Watch& watch) { watch.Fail("KeyError: 'x'"); };
+  static const auto leave_quietly = [](Watch& watch) {
+    watch.Leave();
+    std::this_thread::sleep_for(2500ms);
+  };
+  static const auto end = [](auto... steps) {
+    return [steps...](Watch& watch) { (steps(watch), ...); };
+  };
+  static const auto leave = [](Watch& watch) { watch.Leave(); };
+  static const auto dies = [](Watch&) { KillMyself(); };
+  static const auto exits = [](Watch&) { _exit(0); };
+  static const auto returns = [](Watch&) { exit(0); };
+  static const auto ending = [](PeerState state, const char* text, auto how) {
+    return [=] { Ending(state, text, how); };
+  };
+  static const auto before_arm = [](PeerState state, const char* text, auto how) {
+    return [=] { EndingBeforeArm(state, text, how); };
+  };
+  constexpr PeerState kGone = PeerState::kGone, kDead = PeerState::kDead;
+  static const std::vector<Case> cases = {
+      {"killed", ending(kDead, kKilled, dies), SIGKILL},
+      {"exit", ending(kDead, kKilled, exits), 0},
+      {"close", ending(kGone, kShutdown, end(Close, exits)), 0},
+      {"close_killed", ending(kGone, kShutdown, end(Close, dies)), SIGKILL},
+      {"destroyed", ending(kGone, kShutdown, returns), 0},
+      {"leave", ending(kGone, kFinished, end(leave_quietly, returns)), 0},
+      {"leave_close", ending(kGone, kFinished, end(leave_quietly, Close, exits)), 0},
+      {"leave_returns", ending(kGone, kFinished, end(leave, returns)), 0},
+      {"leave_exit", ending(kGone, kEnded, end(leave, exits)), 0},
+      {"leave_killed", ending(kGone, kEnded, end(leave, dies)), SIGKILL},
+      {"leave_fail", ending(kDead, kFailed, end(leave, fail, exits)), 0},
+      {"leave_busy", LeaveWhileBusy, 0},
+      {"fail", ending(kDead, kFailed, end(fail, returns)), 0},
+      {"fail_exit", ending(kDead, kFailed, end(fail, exits)), 0},
+      {"fail_killed", ending(kDead, kFailed, end(fail, dies)), SIGKILL},
+      {"fail_close", ending(kDead, kFailed, end(fail, Close, exits)), 0},
+      {"fail_twice",
+       ending(kDead, kFailed,
+              end(
+                  fail, [](Watch& w) { w.Fail("later"); }, exits)),
+       0},
+      {"killed_early", before_arm(kDead, kKilled, dies), SIGKILL},
+      {"exit_early", before_arm(kDead, kKilled, exits), 0},
+      {"close_early", before_arm(kGone, kShutdown, end(Close, exits)), 0},
+      {"fail_early", before_arm(kDead, kFailed, end(fail, exits)), 0},
+      {"stopped", [] { Stopped(false); }, SIGKILL},
+      {"leave_stopped", [] { Stopped(true); }, SIGKILL},
+      {"forked", ending(kDead, kKilled, [](Watch& w) { ForkAndDie(false, w); }), SIGKILL},
+      {"forked_hooks", ending(kDead, kKilled, [](Watch& w) { ForkAndDie(true, w); }), SIGKILL},
+      {"forked_exits", ending(kDead, kFailed, ChildExits), SIGKILL},
+      {"close_in_callback", CloseInCallback, SIGKILL},
+      {"again", Again, 0},
+      {"threads", Threads, SIGKILL},
+  };
+  return cases;
+}
+
+// Runs a case in new processes. Returns whether it passes.
+bool Run(const Case& run) {
+  case_name = run.name;
+  void* const memory =
+      mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) Wrong("mmap");
+  board = new (memory) Board{};
+  pid_t pids[kProcesses];
+  for (rank = 0; rank < kProcesses; ++rank) {
+    pids[rank] = fork();
+    if (pids[rank] < 0) Wrong("fork");
+    if (pids[rank] > 0) continue;
+    alarm(kLimitS);
+    try {
+      run.run();
+    } catch (const std::exception& error) {
+      Wrong(error.what());
+    }
+    exit(0);
+  }
+  rank = -1;
+  bool passes = true;
+  for (int ended = 0; ended < kProcesses; ++ended) {
+    int status;
+    const pid_t pid = wait(&status);
+    for (int process = 0; process < kProcesses; ++process) {
+      if (pids[process] != pid) continue;
+      if (status == (process == kVictim ? run.victim_status : 0)) continue;
+      printf("%s: process %d ends with status %d\n", run.name, process, status);
+      passes = false;
+      for (const pid_t other : pids) kill(other, SIGKILL);
+    }
+  }
+  fflush(stdout);
+  return passes;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const bool quick = argc > 1 && strcmp(argv[1], "quick") == 0;
+  if (argc > 1 && !quick) {
+    for (const Case& one : Cases()) {
+      if (strcmp(one.name, argv[1]) == 0) return Run(one) ? 0 : 1;
+    }
+    printf("unknown case\n");
+    return 2;
+  }
+  std::vector<pid_t> runs;
+  for (const Case& one : Cases()) {
+    if (quick && strstr(one.name, "stopped") != nullptr) continue;
+    const pid_t pid = fork();
+    if (pid == 0) _exit(Run(one) ? 0 : 1);
+    runs.push_back(pid);
+  }
+  bool passes = true;
+  for (const pid_t pid : runs) {
+    int status;
+    passes &= waitpid(pid, &status, 0) == pid && status == 0;
+  }
+  printf(passes ? "done\n" : "failed\n");
+  return passes ? 0 : 1;
+}

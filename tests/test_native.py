@@ -198,6 +198,12 @@ def test_cpu_groups(programs: Programs, ranks: int, processes: int, rounds: int)
     assert f"checked {ranks * 12 * rounds}\n" in outcome.stdout
 
 
+def test_cpu_groups_on_a_cube_mesh(programs: Programs) -> None:
+    outcome = run(programs.get("host_group_test"), "mesh", "8", "4", "10")
+    assert outcome.returncode == 0, outcome.stdout
+    assert f"checked {8 * 12 * 10}\n" in outcome.stdout
+
+
 def test_no_byte_outside_of_a_result_is_written(programs: Programs) -> None:
     outcome = run(programs.get("host_group_test"), "guards")
     assert outcome.returncode == 0, outcome.stdout

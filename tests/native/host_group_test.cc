@@ -1,16 +1,16 @@
 // Runs xla_ffi/host/host_group.h without XLA: several HostGroups stand for the processes of one
 // group of ranks and share its regions in one address space. Meant for ThreadSanitizer, too.
 //
-//   host_group_test sound [ranks] [processes] [rounds]
+//   host_group_test sound|mesh [ranks] [processes] [rounds]
 //   host_group_test guards | deadline | mismatch | fail
 //
 // sound: each rank has two threads that arrive at the same 12 call sites in an order of their own,
 // as XLA's threads do, and start the next round without waiting for other ranks. Types, algorithms,
 // sizes and numbers of segments are mixed. Some calls are awaited with Then(), some with
-// Progress(). The epoch wraps in the middle. guards: inputs and results of every small size at
-// every address, between guard bytes. deadline: ranks that never arrive. mismatch: ranks that call
-// different operations. fail: Fail() before, while and after ranks arrive. Exit status 0:
-// everything is right; 1: something is wrong, and a line says what.
+// Progress(). The epoch wraps in the middle. mesh: the same on a hybrid cube mesh. guards: inputs
+// and results of every small size at every address, between guard bytes. deadline: ranks that never
+// arrive. mismatch: ranks that call different operations. fail: Fail() before, while and after
+// ranks arrive. Exit status 0: everything is right; 1: something is wrong, and a line says what.
 #include "xla_ffi/host/host_group.h"
 
 #include <algorithm>
@@ -51,6 +51,8 @@ constexpr auto kNever = std::chrono::hours(1);
 
 using Clock = std::chrono::steady_clock;
 
+bool on_mesh = false;  // whether the ranks are a hybrid cube mesh
+
 [[noreturn]] void Wrong(const std::string& what) {
   printf("WRONG: %s\n", what.c_str());
   fflush(stdout);
@@ -88,9 +90,22 @@ class Regions {
       for (int r = 0; r < n; ++r) {
         if (r * processes / n == p) local.push_back(r);
       }
-      groups.push_back(std::make_shared<jin::HostGroup>(layout, local, ids, timeout, nullptr));
+      groups.push_back(
+          std::make_shared<jin::HostGroup>(layout, local, ids, timeout, nullptr, Links(n)));
     }
     return groups;
+  }
+
+  // Quads of the even and of the odd ranks; an even rank's relay is the next one.
+  static std::vector<jin::Links> Links(int n) {
+    std::vector<jin::Links> links;
+    for (int r = 0; r < n && on_mesh; ++r) {
+      links.push_back({0, r ^ 1});
+      for (int p = 0; p < n; ++p) {
+        if (p != r && (p % 2 == r % 2 || p == (r ^ 1))) links[r].peers |= 1u << p;
+      }
+    }
+    return links;
   }
 
   size_t BytesLeft() const {
@@ -120,7 +135,8 @@ struct Plan {
     std::mt19937 random(round * 1000 + site);
     for (int k = 0; k < 8; ++k) random();
     const auto type = static_cast<jin::ElementType>(random() % 7);
-    const jin::Algorithm algorithm = kCollectives[random() % std::size(kCollectives)];
+    jin::Algorithm algorithm = kCollectives[random() % std::size(kCollectives)];
+    if (on_mesh) algorithm = jin::Algorithm::kHybridCubeMesh;
     // Small ones and large ones: a large one is still on its way when a small one begins.
     const size_t bytes = random() % 2 == 0 ? 1 + random() % 60 : 1 + random() % kMaxBytes;
     const size_t items = 1 + bytes / jin::ItemBytes(type);
@@ -129,9 +145,7 @@ struct Plan {
     const uint32_t segments = cut ? 2 + random() % 4 : 1;
     return {{algorithm, type, segments}, items, one ? 1 : std::min<size_t>(items, 5)};
   }
-  static bool Reduces(jin::Algorithm algorithm) {
-    return algorithm == jin::Algorithm::kOneShot || algorithm == jin::Algorithm::kTwoShot;
-  }
+  static bool Reduces(jin::Algorithm algorithm) { return jin::IsAllReduce(algorithm); }
   bool MayBeInPlace() const {
     return Reduces(operation.algorithm) || operation.algorithm == jin::Algorithm::kAllToAll;
   }
@@ -660,6 +674,7 @@ int main(int argc, char** argv) {
   } else if (mode == "fail") {
     Fails();
   } else {
+    on_mesh = mode == "mesh";
     Sound(argc > 2 ? atoi(argv[2]) : 4, argc > 3 ? atoi(argv[3]) : 2,
           argc > 4 ? atoi(argv[4]) : 50);
   }

@@ -96,13 +96,12 @@ bool RunPhase(Algorithm algorithm, int phase, ResumableThread& t, const Group& g
                           : AllToAll<Type, N>::Drain(t, g, c, epoch);
       }
       break;
-    case Algorithm::kHybridCubeMesh:
-      if constexpr (N == 0 || N == 8) {
-        return phase == 0   ? HybridCubeMesh<Type, N>::Push(t, g, c, epoch)
-               : phase == 1 ? HybridCubeMesh<Type, N>::Exchange(t, g, c, epoch)
-                            : HybridCubeMesh<Type, N>::Finish(t, g, c, epoch);
-      }
-      break;
+    case Algorithm::kHybridCubeMesh: {
+      using Mesh = HybridCubeMesh<Type, N == kMaxRanks ? N : 0>;
+      return phase == 0   ? Mesh::Push(t, g, c, epoch)
+             : phase == 1 ? Mesh::Exchange(t, g, c, epoch)
+                          : Mesh::Finish(t, g, c, epoch);
+    }
     default:
       break;  // matmuls run only on GPUs; norms are below
   }

@@ -317,7 +317,7 @@ PAIRS = {(0, 1): 4, (2, 3): 4}
 def test_gpus_that_are_linked_in_part_fall_back(
     monkeypatch: pytest.MonkeyPatch, size: int, direct: dict[tuple[int, int], int]
 ) -> None:
-    with pytest.raises(rendezvous._Refusal) as refusal:
+    with pytest.raises(rendezvous.Refusal) as refusal:
         links_of(make_reports(size, direct), monkeypatch)
     reason = str(refusal.value)
     assert "are not all linked by NVLink (topology unknown, links (" in reason
@@ -326,7 +326,7 @@ def test_gpus_that_are_linked_in_part_fall_back(
 
 def test_one_gpu_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     report = make_reports(2, {(0, 1): 4})[0]
-    with pytest.raises(rendezvous._Refusal, match="devices 10 and 11 are one GPU"):
+    with pytest.raises(rendezvous.Refusal, match="devices 10 and 11 are one GPU"):
         links_of([report, report], monkeypatch)
 
 

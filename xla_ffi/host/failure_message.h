@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <sstream>
+#include <cstdio>
 #include <string>
 #include <vector>
 
@@ -10,6 +10,14 @@
 #include "../kernels/failure_reason.h"
 
 namespace jax_intranode {
+
+// "2.5 s". No stream of C++ formats it: in a process whose other libraries have brought a C++
+// library of their own, a stream may find the wrong locale.
+inline std::string Seconds(double seconds) {
+  char text[32];
+  snprintf(text, sizeof(text), "%g s", seconds);
+  return text;
+}
 
 // "rank 1 (device 5)". `device_ids` are those of the group, in rank order; none if unknown.
 inline std::string RankName(const std::vector<int64_t>& device_ids, int rank) {
@@ -23,41 +31,38 @@ inline std::string RankName(const std::vector<int64_t>& device_ids, int rank) {
 inline std::string FailureMessage(const std::string& operation, FailureReason reason,
                                   double timeout_s, const std::vector<int64_t>& device_ids,
                                   int rank, int missing, const std::string& detail = "") {
-  std::ostringstream text;
-  std::string advice;
-  text << "jax_intranode: " << operation;
+  std::string text = "jax_intranode: " + operation, advice;
   switch (reason) {
     case FailureReason::kTimeout:
-      text << " timed out after " << timeout_s << " s";
+      text += " timed out after " + Seconds(timeout_s);
       advice =
           " Did that rank fail, or run another program? JAX_INTRANODE_TIMEOUT_S sets the limit.";
       break;
     case FailureReason::kMismatch:
-      text << " timed out after " << timeout_s << " s";
+      text += " timed out after " + Seconds(timeout_s);
       advice =
           " All ranks of a group must run the same operations, as often and in the same order.";
       break;
     case FailureReason::kOtherOperation:
-      text << " met another operation";
+      text += " met another operation";
       advice =
           " All ranks of a group must run the same operations, as often and in the same order.";
       break;
     case FailureReason::kAborted:
-      text << " was aborted";
+      text += " was aborted";
       break;
     case FailureReason::kBusy:
-      text << " found another operation in flight";
+      text += " found another operation in flight";
       advice =
           " Operations of one group, and collective matmuls of one device, must run one after "
           "another, on one stream.";
       break;
     default:
-      text << " failed";
+      text += " failed";
   }
-  text << ": " << RankName(device_ids, rank);
-  if (missing >= 0) text << " waited for " << RankName(device_ids, missing) << detail;
-  text << "." << advice;
-  return text.str();
+  text += ": " + RankName(device_ids, rank);
+  if (missing >= 0) text += " waited for " + RankName(device_ids, missing) + detail;
+  return text + "." + advice;
 }
 
 // A rank has waited for long, and goes on waiting. `calls` is how often the call site had been
@@ -65,13 +70,11 @@ inline std::string FailureMessage(const std::string& operation, FailureReason re
 inline std::string WaitMessage(const std::string& operation, int64_t calls, double waited_s,
                                double timeout_s, const std::vector<int64_t>& device_ids, int rank,
                                int missing, const std::string& detail) {
-  std::ostringstream text;
-  text << operation;
-  if (calls >= 0) text << ", call " << calls + 1 << " at this place,";
-  text << " has waited " << waited_s << " s: " << RankName(device_ids, rank) << " waits for "
-       << RankName(device_ids, missing) << detail << ". It fails after JAX_INTRANODE_TIMEOUT_S, "
-       << timeout_s << " s.";
-  return text.str();
+  std::string text = operation;
+  if (calls >= 0) text += ", call " + std::to_string(calls + 1) + " at this place,";
+  return text + " has waited " + Seconds(waited_s) + ": " + RankName(device_ids, rank) +
+         " waits for " + RankName(device_ids, missing) + detail +
+         ". It fails after JAX_INTRANODE_TIMEOUT_S, " + Seconds(timeout_s) + ".";
 }
 
 // What messages call an operation.

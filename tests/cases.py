@@ -438,7 +438,7 @@ def segments_of_every_dtype(operation: str, dtype: str) -> None:
     n = mesh.size
     item = np.dtype(dtype).itemsize
     counts = [k // item for k in (8, 256, 256 + item, 512, 1000, 2048 - item, 5000)]
-    if operation == "psum_scatter":
+    if operation in DIVIDED:
         counts = [k * n for k in counts]
     parts = [random(dtype, (n, count), count) for count in counts]
 

@@ -183,7 +183,7 @@ def test_what_groups_run() -> None:
     assert choose("psum", ("quad",)).algorithm == "one_shot"
     assert choose("all_gather", ("quad",)).algorithm == "all_gather"
     assert choose("psum", ("pair",)).algorithm == "one_shot"
-    for operation in ("psum_scatter", "all_gather"):
+    for operation in ("psum_scatter", "all_gather", "all_to_all"):
         chosen = choose(operation, ("pair", "quad"))
         assert chosen.algorithm == "lax" and chosen.cause == select.UNSUPPORTED
         assert chosen.reason == f"{operation} on a hybrid cube mesh: only psum has kernels"

@@ -27,7 +27,10 @@ FULL = (
     *("trees-one_shot-300", "trees-two_shot-300", "random_program-0"),
     *("random_program_in_segments-0", "delays_in_segments-all_gather"),
 )
-QUICK_IN_SEGMENTS = ("psum-bfloat16", "psum-int64", "psum_scatter-float64", "all_gather-bfloat16")
+QUICK_IN_SEGMENTS = (
+    *("psum-bfloat16", "psum-int64", "psum_scatter-float64", "all_gather-bfloat16"),
+    "all_to_all-float32",
+)
 
 
 def is_quick(name: str) -> bool:

@@ -9,7 +9,10 @@ from multiprocess_ranks import check_case, outcome_of_cases, worlds
 # Each process compiles each program: four processes get fewer cases.
 QUICK = {
     "like_lax": ("forward-True", "grad_scan-True", "runtime_cond-False", "vmap_of_grad-True"),
-    "parts_like_lax": ("layer-True", "grad_scan-True", "pmean-False", "grad_axis2_tiled-True"),
+    "parts_like_lax": (
+        *("layer-True", "grad_scan-True", "pmean-False", "grad_axis2_tiled-True"),
+        "grad_exchanged-True",
+    ),
     "gradients_of_matmuls": ("True-reduce_scatter", "False-all_reduce"),
     "every_dtype_and_count": (
         *("float32-one_shot", "bfloat16-two_shot", "int8-one_shot", "float16-one_shot"),
@@ -17,9 +20,11 @@ QUICK = {
     ),
     "every_dtype_and_count_of_parts": (
         *("float64-psum_scatter", "bfloat16-psum_scatter", "uint8-psum_scatter"),
-        *("int8-all_gather", "float16-all_gather", "uint64-all_gather"),
+        *("int8-all_gather", "float16-all_gather", "uint64-all_gather", "int8-all_to_all"),
     ),
-    "segments_of_every_dtype": ("psum-float32", "psum_scatter-int8", "all_gather-float32"),
+    "segments_of_every_dtype": (
+        *("psum-float32", "psum_scatter-int8", "all_gather-float32", "all_to_all-bfloat16"),
+    ),
     "random_program_in_segments": ("1",),
     "delays_in_segments": ("psum_scatter",),
     "trees": ("auto-300", "two_shot-2"),
@@ -42,7 +47,7 @@ QUICK_OF_FOUR = QUICK | {
     "independent_calls_of_unequal_cost": ("4",),
     "results_amid_other_data": ("bfloat16",),
     "epochs_wrap": ("3",),
-    "chain_with_delays": ("psum", "psum_scatter"),
+    "chain_with_delays": ("psum", "psum_scatter", "all_to_all"),
     "input_overwritten": ("psum", "all_gather"),
 }
 

@@ -262,3 +262,12 @@ def test_cuda_options(options: tuple[str, ...], message: str | None) -> None:
     assert (done.returncode == 0) == (message is None)
     if message is not None:
         assert message in " ".join(done.stderr.split())
+
+
+def test_native_modules_use_no_streams() -> None:
+    """Streams of C++ format by locales, of which a process may have several C++ libraries' own."""
+    sources = [path for path in (ROOT / "xla_ffi").rglob("*") if path.is_file()]
+    assert len(sources) > 50
+    for path in sources:
+        found = re.search(r"#include <(iostream|sstream|fstream|iomanip)>", path.read_text())
+        assert found is None, f"{path} has {found}"

@@ -24,10 +24,16 @@ SOURCES = {
         ROOT / "xla_ffi/host/progress.cc",
     ],
     "fused_order_test": [NATIVE / "fused_order_test.cc"],
+    "peer_test": [
+        NATIVE / "peer_test.cc",
+        ROOT / "xla_ffi/host/host_group.cc",
+        ROOT / "xla_ffi/host/progress.cc",
+    ],
     "peer_input_fuzz": [NATIVE / "peer_input_fuzz.cc"],
     "peer_watch_test": [NATIVE / "peer_watch_test.cc", ROOT / "xla_ffi/host/peer_watch.cc"],
     "machine_test": [NATIVE / "model/machine_test.cc"],
     "collectives_model": [NATIVE / "model/collectives_model.cc"],
+    "peer_model": [NATIVE / "model/peer_model.cc"],
     "log_model": [NATIVE / "model/log_model.cc"],
     "pipeline_model": [NATIVE / "model/pipeline_model.cc"],
     "fused_model": [NATIVE / "model/fused_model.cc"],
@@ -233,6 +239,29 @@ def test_watch_of_the_peers(programs: Programs, cases: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("ranks", "calls"), [(2, 300), (3, 200), (4, 200)])
+def test_peer_buffers(programs: Programs, ranks: int, calls: int) -> None:
+    outcome = run(programs.get("peer_test"), "sound", str(ranks), str(calls))
+    assert outcome.returncode == 0, outcome.stdout
+    assert outcome.stdout == f"sound: ranks {ranks} calls {calls} wrong 0\n"
+
+
+@pytest.mark.full
+def test_a_body_is_stopped_before_its_call_fails(programs: Programs) -> None:
+    outcome = run(programs.get("peer_test"), "stop")
+    assert outcome.returncode == 0, outcome.stdout
+    assert outcome.stdout == "stop: wrong 0\n"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("programs", ["plain"], indirect=True)
+@pytest.mark.parametrize("variant", ["one_half", "never_cleared"])
+def test_broken_peer_buffers_are_found(programs: Programs, variant: str) -> None:
+    outcome = run(programs.get("peer_test"), variant, "3", "300", "2")
+    assert outcome.returncode == 1, outcome.stdout
+
+
+@pytest.mark.full
 def test_random_input_from_peers(programs: Programs) -> None:
     outcome = run(programs.get("peer_input_fuzz"), "300000")
     assert outcome.returncode == 0, outcome.stdout
@@ -342,6 +371,37 @@ def test_model_of_log(programs: Programs, ranks: int, calls: int) -> None:
     line = run_model(programs, "log_model", "sound", ranks, calls)
     assert line.startswith(f"sound: ranks {ranks} operations {calls} wrong 0 states "), line
     print(line)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("programs", ["plain"], indirect=True)
+@pytest.mark.parametrize(
+    ("ranks", "calls", "depth"), [(2, 3, "full"), (2, 4, "quick"), (3, 2, "full")]
+)
+def test_model_of_peer_buffers(programs: Programs, ranks: int, calls: int, depth: str) -> None:
+    line = run_model(programs, "peer_model", "sound", ranks, calls, depth)
+    assert line.startswith(f"sound: ranks {ranks} operations {calls} wrong 0 sequences "), line
+    print(line)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("programs", ["plain"], indirect=True)
+@pytest.mark.parametrize(
+    ("variant", "ranks"),
+    [
+        *((variant, ranks) for variant in ("one_half", "never_cleared") for ranks in (2, 3)),
+        ("no_end", 2),  # End() does not wait until the peers have begun the call
+        ("no_end", 3),
+        ("idle_epochs", 2),  # blocks that a call does not launch keep their epoch
+        ("no_release", 2),  # of the words by which the ranks tell each other
+        ("no_acquire", 2),
+        ("no_barrier", 2),
+    ],
+)
+def test_model_finds_broken_peer_buffers(programs: Programs, variant: str, ranks: int) -> None:
+    line = run_model(programs, "peer_model", variant, ranks, 3)
+    assert line.startswith(f"{variant}: ranks {ranks} operations 3 ends wrong, "), line
 
 
 BROKEN_LOG = [

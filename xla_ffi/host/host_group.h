@@ -137,7 +137,7 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
     auto operator<=>(const Key&) const = default;
   };
   struct Member {
-    Buffer buffer;                           // of a call with one buffer
+    Buffer buffer{};                         // of a call with one buffer
     std::unique_ptr<const Buffers> buffers;  // of a call with many
     std::unique_ptr<const NormCall> norm;    // of a norm
     std::shared_ptr<HostBody> body;          // of a call on a peer buffer

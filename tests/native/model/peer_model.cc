@@ -1,0 +1,328 @@
+// Checks the protocol of peer buffers (jax_intranode/peer.h) in all its behaviours (machine.h), for
+// few ranks. The code that runs is that of the header; only what std::atomic_ref does is replaced.
+//
+//   peer_model [variant] [ranks] [calls] [depth]
+//
+// Runs every sequence of so many calls, chosen among a ring shift, packets from rank 0 only, plain
+// data around a barrier, and a call that sends nothing. The counts wrap on the way. `depth` is
+// "full", or "quick", which runs some of the sequences.
+//
+// Checked are all results, that no rank waits for ever, that plain data have no race, that ranks
+// store only where they may, and that no packet is left. Variants other than "sound" break the
+// protocol on purpose. Exit status 0: all is right in every behaviour; 1: not; the steps that lead
+// there are printed.
+#include <thread>
+//
+#include "atomics.h"
+//
+#include <chrono>
+
+#include "jax_intranode/include/jax_intranode/peer.h"
+
+namespace peer = jax_intranode::v1;
+
+namespace {
+
+constexpr int kMostRanks = 3;
+constexpr int kMostCalls = 8;
+constexpr int kMostBlocks = 2;
+constexpr int kMostPackets = 2;
+
+enum class Kind { kShift, kFromZero, kBarrier, kNothing };
+constexpr int kKinds = 4;
+constexpr const char* kNames[] = {"shift", "from_zero", "barrier", "nothing"};
+
+struct Plan {
+  Kind kind;
+  int packets;
+  int blocks;
+};
+
+struct Variant {
+  bool one_half, no_end, never_cleared, idle_epochs, no_release, no_acquire, no_barrier;
+};
+Variant broken;
+
+uint32_t local[kMostRanks][kMostCalls][kMostRanks * kMostPackets];  // results; part of the state
+
+struct ModelThread {
+  int block, blocks;
+  int Thread() const { return 0; }
+  int Threads() const { return 1; }
+  int Block() const { return block; }
+  int Blocks() const { return blocks; }
+  void Sync() const {}
+  size_t First() const { return block; }
+  size_t Stride() const { return blocks; }
+  bool Wait(int) {
+    model::TheMachine().Wait();
+    return true;
+  }
+  void Admit(uint32_t busy, uint32_t closed) {
+    if (busy != 0 || closed != 0) model::TheMachine().Fail("wrong: the buffer is busy");
+  }
+};
+
+uint32_t Value(int rank, int call, size_t i) {
+  const uint32_t v = rank * 100 + call * 1000 + static_cast<uint32_t>(i);
+  return v % 3 == 0 ? 0 : v;  // a value may look like an empty word
+}
+
+class Sequence {
+ public:
+  Sequence(int ranks, std::vector<Plan> plans)
+      : ranks_(ranks),
+        plans_(std::move(plans)),
+        machine_(ranks * kWordsOfRank, 0, ranks * 2 * kMostRanks * kMostBlocks) {
+    // The counts wrap in the middle. Words that peers write agree with the counts.
+    const uint32_t first = 0u - static_cast<uint32_t>(plans_.size() / 2);
+    for (int r = 0; r < ranks_; ++r) {
+      memory_.push_back(std::make_unique<Aligned[]>((peer::kHeaderBytes + kDataBytes) / 64));
+      regions_.push_back(reinterpret_cast<char*>(memory_[r].get()));
+      memset(regions_[r], 0, peer::kHeaderBytes + kDataBytes);
+      for (int b = 0; b < peer::kMaxBlocks; ++b) {
+        Header(r)->epoch[b] = Header(r)->begun[b] = Header(r)->barriers[b] = first;
+      }
+      for (size_t word = 0; word < kCountWords; ++word) {
+        machine_.SetInitial(r * kWordsOfRank + word, first);
+      }
+      machine_.AddLocalMemory(Header(r), offsetof(peer::PeerHeader, peer_begun));
+    }
+    memset(local, 0, sizeof local);
+    machine_.AddLocalMemory(local, sizeof local);
+    model::TheMemory() = {&machine_, [this](const void* at) { return WordAt(at); },
+                          broken.no_acquire, broken.no_release};
+    for (const Plan& plan : plans_) blocks_ = std::max(blocks_, plan.blocks);
+    for (int r = 0; r < ranks_; ++r) {
+      for (int b = 0; b < blocks_; ++b) {
+        machine_.AddThread("rank " + std::to_string(r) + " block " + std::to_string(b),
+                           [this, r, b] { RunBlock(r, b); });
+      }
+    }
+    machine_.OnEnd([this] { CheckEnd(); });
+    machine_.NameWords([](size_t word) {
+      const size_t in_rank = word % kWordsOfRank;
+      const std::string name = in_rank < kCountWords / 2 ? "peer_begun "
+                               : in_rank < kCountWords   ? "peer_barriers "
+                                                         : "data ";
+      return name + std::to_string(in_rank) + " of rank " + std::to_string(word / kWordsOfRank);
+    });
+  }
+
+  model::Machine::Result Search() { return machine_.Search(); }
+
+ private:
+  struct alignas(64) Aligned {
+    char bytes[64];
+  };
+  static constexpr size_t kDataBytes = 64;
+  static constexpr size_t kCountWords = 2 * kMostBlocks * peer::kMaxRanks;
+  static constexpr size_t kWordsOfRank = kCountWords + kDataBytes / 4;
+
+  peer::PeerHeader* Header(int r) const { return reinterpret_cast<peer::PeerHeader*>(regions_[r]); }
+
+  // First peer_begun of each block, then peer_barriers, then the data.
+  long WordAt(const void* at) {
+    for (int r = 0; r < ranks_; ++r) {
+      const long offset = static_cast<const char*>(at) - regions_[r];
+      if (offset < 0 || offset >= static_cast<long>(peer::kHeaderBytes + kDataBytes)) continue;
+      const long data = offset - static_cast<long>(peer::kHeaderBytes);
+      const long first = r * kWordsOfRank;
+      if (data >= 0) return first + kCountWords + data / 4;
+      constexpr long kHalf = kCountWords / 2;
+      const long begun = (offset - long{offsetof(peer::PeerHeader, peer_begun)}) / 4;
+      const long barriers = (offset - long{offsetof(peer::PeerHeader, peer_barriers)}) / 4;
+      if (begun >= 0 && begun < kHalf) return first + begun;
+      if (barriers >= 0 && barriers < kHalf) return first + kHalf + barriers;
+      if (machine_.current() / blocks_ != r) machine_.Fail("wrong: accesses a peer's header");
+      return -1;
+    }
+    machine_.Fail("wrong: an access outside of all memory");
+    return -1;
+  }
+
+  // Plain data: one object for each rank's half, writer and block.
+  size_t Object(int of_rank, uint32_t epoch, int writer, int block) const {
+    return ((of_rank * 2 + (broken.one_half ? 0 : epoch & 1)) * kMostRanks + writer) * kMostBlocks +
+           block;
+  }
+
+  static char* Half(const peer::Peers& p, int rank, uint32_t epoch) {
+    return peer::Half(p, rank, broken.one_half ? 0 : epoch);
+  }
+
+  void Take(ModelThread& t, const peer::Peers& p, uint32_t epoch, int k, size_t i, int from) {
+    uint32_t& value = local[p.rank][k][i];
+    if (!broken.never_cleared) {
+      peer::Take(t, Half(p, p.rank, epoch), i, &value, from);
+      return;
+    }
+    auto* pair = reinterpret_cast<uint64_t*>(Half(p, p.rank, epoch)) + i;
+    uint64_t found;
+    while (((found = peer::LoadPair(pair)) >> 32) == 0) t.Wait(from);
+    value = static_cast<uint32_t>(found);
+  }
+
+  void RunKernel(ModelThread& t, const peer::Peers& p, const Plan& plan, int k) {
+    const uint32_t epoch = peer::Begin(t, p);
+    const int n = p.size, me = p.rank;
+    const size_t packets = plan.packets;
+    switch (plan.kind) {
+      case Kind::kShift:
+        for (size_t i = t.First(); i < packets; i += t.Stride()) {
+          peer::Put(Half(p, (me + 1) % n, epoch), i, Value(me, k, i));
+        }
+        for (size_t i = t.First(); i < packets; i += t.Stride()) {
+          Take(t, p, epoch, k, i, (me + n - 1) % n);
+        }
+        break;
+      case Kind::kFromZero:
+        for (size_t i = t.First(); i < packets; i += t.Stride()) {
+          for (int r = 1; me == 0 && r < n; ++r) peer::Put(Half(p, r, epoch), i, Value(0, k, i));
+          if (me != 0) Take(t, p, epoch, k, i, 0);
+        }
+        break;
+      case Kind::kBarrier:
+        for (int r = 0; r < n; ++r) {
+          machine_.Write(Object(r, epoch, me, t.Block()), Value(me, k, r));
+        }
+        if (!broken.no_barrier) peer::Barrier(t, p);
+        for (int r = 0; r < n; ++r) {
+          if (machine_.Read(Object(me, epoch, r, t.Block())) != Value(r, k, me)) {
+            machine_.Fail("wrong: plain data");
+          }
+        }
+        break;
+      case Kind::kNothing:
+        break;
+    }
+    if (!broken.no_end) {
+      peer::End(t, p);
+      return;
+    }
+    peer::Peers alone = p;
+    alone.size = 0;
+    peer::End(t, alone);
+  }
+
+  void RunBlock(int rank, int block) {
+    peer::Peers p{};
+    for (int r = 0; r < ranks_; ++r) p.memory[r] = regions_[r];
+    p.bytes = kDataBytes;
+    p.rank = rank;
+    p.size = ranks_;
+    for (int k = 0; k < static_cast<int>(plans_.size()); ++k) {
+      if (block < plans_[k].blocks) {
+        ModelThread thread{block, plans_[k].blocks};
+        RunKernel(thread, p, plans_[k], k);
+      }
+      // The end of a kernel orders all that its blocks did before all that the next kernel does. On
+      // the CPU the lock of the group does the same.
+      machine_.AcquireFence();
+      machine_.Barrier(k * ranks_ + rank, blocks_);
+      machine_.ReleaseFence();
+      if (block == 0) EndCall(rank, k);
+    }
+  }
+
+  void EndCall(int rank, int k) {
+    const Plan& plan = plans_[k];
+    const bool shift = plan.kind == Kind::kShift;
+    if (shift || (plan.kind == Kind::kFromZero && rank != 0)) {
+      for (int i = 0; i < plan.packets; ++i) {
+        const int from = shift ? (rank + ranks_ - 1) % ranks_ : 0;
+        if (local[rank][k][i] != Value(from, k, i)) {
+          machine_.Fail("wrong: the result of call " + std::to_string(k) + " (" +
+                        kNames[static_cast<int>(plan.kind)] + ") on rank " + std::to_string(rank));
+        }
+      }
+    }
+    if (!broken.idle_epochs) return;
+    // Blocks that a call does not launch keep their epoch.
+    for (int b = plan.blocks; b < peer::kMaxBlocks; ++b) --Header(rank)->epoch[b];
+  }
+
+  void CheckEnd() {
+    for (int r = 0; r < ranks_; ++r) {
+      for (size_t word = kCountWords; word < kWordsOfRank; ++word) {
+        if (machine_.Newest(r * kWordsOfRank + word) != 0) machine_.Fail("wrong: a packet is left");
+      }
+    }
+  }
+
+  const int ranks_;
+  const std::vector<Plan> plans_;
+  int blocks_ = 1;
+  std::vector<std::unique_ptr<Aligned[]>> memory_;
+  std::vector<char*> regions_;
+  model::Machine machine_;
+};
+
+// How the calls of a sequence differ apart from their kind.
+Plan PlanOf(int pattern, int k, Kind kind) {
+  switch (pattern) {
+    case 0:
+      return {kind, 1, 1};
+    case 1:
+      return {kind, 1 + k % 2, 1};
+    default:  // grids of two blocks and of one
+      return {kind, 2, k % 3 == 1 ? 1 : 2};
+  }
+}
+constexpr int kPatterns = 3;
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string variant = argc > 1 ? argv[1] : "sound";
+  const int ranks = argc > 2 ? atoi(argv[2]) : 2;
+  const int calls = argc > 3 ? std::min(atoi(argv[3]), kMostCalls) : 4;
+  const std::string depth = argc > 4 ? argv[4] : "full";
+  const std::pair<const char*, bool Variant::*> variants[] = {
+      {"one_half", &Variant::one_half},           {"no_end", &Variant::no_end},
+      {"never_cleared", &Variant::never_cleared}, {"idle_epochs", &Variant::idle_epochs},
+      {"no_release", &Variant::no_release},       {"no_acquire", &Variant::no_acquire},
+      {"no_barrier", &Variant::no_barrier},
+  };
+  bool known = variant == "sound";
+  for (const auto& [name, flag] : variants) {
+    if (variant != name) continue;
+    known = true;
+    broken.*flag = true;
+  }
+  if (!known || ranks < 2 || ranks > kMostRanks || calls < 1) {
+    printf("unknown variant, or not 2 or 3 ranks\n");
+    return 2;
+  }
+  const auto began = std::chrono::steady_clock::now();
+  size_t sequences = 0, states = 0;
+  double interleavings = 0;
+  int combinations = 1;
+  for (int k = 0; k < calls; ++k) combinations *= kKinds;
+  for (int pattern = 0; pattern < kPatterns; ++pattern) {
+    for (int combination = 0; combination < combinations; ++combination) {
+      if (depth == "quick" && combination % 7 != pattern) continue;
+      std::vector<Plan> plans;
+      std::string names;
+      for (int k = 0, c = combination; k < calls; ++k, c /= kKinds) {
+        plans.push_back(PlanOf(pattern, k, static_cast<Kind>(c % kKinds)));
+        names += std::string(" ") + kNames[c % kKinds];
+      }
+      const auto result = Sequence(ranks, plans).Search();
+      ++sequences;
+      states += result.states;
+      interleavings += result.interleavings;
+      if (result.error.empty()) continue;
+      printf("%s\ncalls:%s, pattern %d\n", result.error.c_str(), names.c_str(), pattern);
+      for (const std::string& line : result.trace) printf("  %s\n", line.c_str());
+      printf("%s: ranks %d operations %d ends wrong, after %zu states\n", variant.c_str(), ranks,
+             calls, states);
+      return 1;
+    }
+  }
+  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - began;
+  printf(
+      "%s: ranks %d operations %d wrong 0 sequences %zu states %zu interleavings %.0e (%.1f s)\n",
+      variant.c_str(), ranks, calls, sequences, states, interleavings, seconds.count());
+  return 0;
+}

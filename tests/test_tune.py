@@ -56,7 +56,15 @@ def test_worlds_and_jobs() -> None:
 class StandIn(sweep.Sweep):
     """A sweep whose times are those of a function of the row."""
 
-    def __init__(self, loses_from: int, platform: str, disturbed: int = 0, ends_at: int = 0):
+    def __init__(
+        self,
+        loses_from: int,
+        platform: str,
+        disturbed: tuple[int, ...] = (),
+        ends_at: int = 0,
+        slow_at: int = 0,
+        vanishes: tuple[int, ...] = (),
+    ):
         mesh: Any = argparse.Namespace(
             devices=argparse.Namespace(flat=[argparse.Namespace(core_count=132)])
         )
@@ -64,6 +72,7 @@ class StandIn(sweep.Sweep):
             settings_of("psum", platform=platform), mesh, 1 << 25, "psum", "bare", self._over
         )
         self._loses_from, self._disturbed, self._ends_at = loses_from, disturbed, ends_at
+        self._slow_at, self._vanishes = slow_at, vanishes
         self.tried: list[table.Row] = []
 
     def _over(self, name: str) -> bool:
@@ -76,7 +85,9 @@ class StandIn(sweep.Sweep):
 
     def _time_from_jax(self, row: table.Row, label: str) -> tuple[float, float]:
         self.tried.append(row)
-        if len(self.tried) == self._disturbed:
+        if len(self.tried) in self._vanishes:
+            return 0.0, 0.0
+        if len(self.tried) in self._disturbed or row.nbytes == self._slow_at:
             return 100.0, 20.0
         us = self._time_in_graph(row, label)
         return us, 20.0 if row.nbytes < self._loses_from else us - 1
@@ -87,7 +98,7 @@ def test_a_sweep_on_gpus_finds_launches_and_the_limit() -> None:
     begun: list[int] = []
     measured = list(of_one.run(begun.append))
     sizes = [m.nbytes for m in measured]
-    assert sizes == begun == [1 << k for k in (10, 12, 14, 16, 18, 20, 22, 21)]
+    assert sizes == begun == [1 << k for k in (10, 12, 14, 16, 18, 20, 22, 24, 21)]
     rows = rows_of(measured)
     assert [(row.nbytes, row.algorithm) for row in rows if row.nbytes >= 1 << 14] == [
         (1 << 14, "one_shot"),
@@ -98,9 +109,25 @@ def test_a_sweep_on_gpus_finds_launches_and_the_limit() -> None:
     assert [row.nbytes for row in of_one.tried].count(1 << 22) == 2
 
 
-def test_a_disturbed_measurement_does_not_end_the_search() -> None:
-    measured = list(StandIn(loses_from=1 << 20, platform="gpu", disturbed=2).run(lambda _: None))
+@pytest.mark.parametrize("disturbed", [(1,), (3,), (3, 4), (1, 2)])
+def test_a_disturbed_measurement_does_not_end_the_search(disturbed: tuple[int, ...]) -> None:
+    of_one = StandIn(loses_from=1 << 20, platform="gpu", disturbed=disturbed)
+    measured = list(of_one.run(lambda _: None))
     assert rows_of(measured)[-1].nbytes == 1 << 19
+
+
+def test_a_size_that_is_slower_each_time_ends_the_rows() -> None:
+    of_one = StandIn(loses_from=1 << 20, platform="gpu", slow_at=1 << 14)
+    measured = list(of_one.run(lambda _: None))
+    assert [m.nbytes for m in measured].count(1 << 14) == 2  # again, as a larger size was faster
+    assert [m.nbytes for m in measured if m.wins][-1] == 1 << 13
+    assert rows_of(measured)[-1].nbytes == 1 << 13
+
+
+def test_times_below_the_resolution_are_measured_again() -> None:
+    of_one = StandIn(loses_from=1 << 20, platform="gpu", vanishes=(1,))
+    measured = list(of_one.run(lambda _: None))
+    assert measured[0].us > 0 and [row.nbytes for row in of_one.tried].count(1 << 10) == 2
 
 
 def test_a_sweep_tries_segments_where_a_message_is_large() -> None:

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import datetime
+import os
 import signal
 import sys
 import time
@@ -158,6 +159,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise WrongInput(
             f"a group has 2 or more GPUs; this node has {gpus}, and {devices} are asked for: "
             "choose --devices, or --platform cpu"
+        )
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > cores / 2:
+        print(
+            f"# other programs run on this machine (load {load:.1f} on {cores} cores): times will "
+            "be off",
+            flush=True,
         )
     started = time.monotonic()
     seconds = 60 * (arguments.minutes or {"gpu": 20, "cpu": 4}[platform])

@@ -29,9 +29,14 @@ class Measured:
 
 
 def rows_of(measured: Sequence[Measured]) -> tuple[table.Row, ...]:
-    """Returns the rows: the launch of each size, up to the last size below the first loss."""
+    """Returns the rows: the launch of each size, up to the last size below the first loss.
+
+    Args:
+        measured: the sizes in any order. Of several measurements of a size the last one counts.
+    """
     rows: list[table.Row] = []
-    for of_size in sorted(measured, key=lambda one: one.nbytes):
+    by_size = {of_size.nbytes: of_size for of_size in measured}
+    for _, of_size in sorted(by_size.items()):
         if not of_size.wins:
             break
         row = of_size.best

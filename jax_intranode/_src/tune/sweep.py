@@ -2,7 +2,7 @@
 
 On GPUs the launches of a size are timed in CUDA graphs, and then the fastest one beside ``jax.lax``
 from JAX. On the CPU one thread runs all blocks, so there are no launches: each algorithm is timed
-beside ``jax.lax`` from JAX. Sizes grow until ours is slower, twice in a row.
+beside ``jax.lax`` from JAX. Sizes grow until ours is slower at two in a row.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jax_intranode._src.bench.collectives import chains, graph, oracle
 from jax_intranode._src.bench.collectives.operations import OPERATIONS, Operation
 from jax_intranode._src.bench.settings import SINGLE_PROCESS, Settings
 from jax_intranode._src.bench.timing import slowest_rank
-from jax_intranode._src.tune.rows import Measured, fastest
+from jax_intranode._src.tune.rows import Measured, fastest, rows_of
 
 _THREADS = (64, 128, 256, 512)
 _BLOCKS = (64, 128, 256)
@@ -84,7 +84,11 @@ class Sweep:
         self._made: tuple[int, dict[int, np.ndarray], np.ndarray] | None = None
 
     def run(self, begin: Callable[[int], None]) -> Iterator[Measured]:
-        """Yields the measurements of growing sizes, and at last one between win and loss.
+        """Yields the measurements of growing sizes, until ours is slower at two in a row.
+
+        Then it measures again where a slower size comes before a faster one, and at last a size
+        between the last one that is faster and the next. A size that is yielded twice counts as it
+        was measured last.
 
         Args:
             begin: is called with the bytes of a size before it is measured.
@@ -92,22 +96,28 @@ class Sweep:
         Raises:
             OutOfTime: the time has run out.
         """
-        nbytes, won = _SMALLEST[self._settings.platform], 0
-        best = None
-        while self._candidates(nbytes):
+        found: dict[int, Measured] = {}
+
+        def measure(nbytes: int, before: table.Row | None) -> Measured:
             begin(nbytes)
-            of_size = self._measure(nbytes, best)
-            if not of_size.wins:  # once more: a disturbance must not end the search
-                of_size = self._measure(nbytes, best)
+            found[nbytes] = self._measure(nbytes, before)
+            if not found[nbytes].wins:  # it may have been disturbed
+                found[nbytes] = self._measure(nbytes, before)
+            return found[nbytes]
+
+        nbytes, best, lost = _SMALLEST[self._settings.platform], None, 0
+        while lost < 2 and self._candidates(nbytes):
+            of_size = measure(nbytes, best)
             yield of_size
-            if not of_size.wins:
-                break
-            best, won = of_size.best, nbytes
+            lost = 0 if of_size.wins else lost + 1
+            best = of_size.best if of_size.wins else best
             nbytes *= _FACTOR
-        between = won * 2
-        if won and between < nbytes and self._candidates(between):
-            begin(between)
-            yield self._measure(between, best)
+        for size, larger in itertools.pairwise(sorted(found)):
+            if found[larger].wins and not found[size].wins:
+                yield measure(size, found[size].best)
+        rows = rows_of(list(found.values()))
+        if rows and self._candidates(2 * rows[-1].nbytes):
+            yield measure(2 * rows[-1].nbytes, best)
 
     def _candidates(self, nbytes: int) -> list[table.Row]:
         """The launches that a size can be given."""
@@ -158,6 +168,8 @@ class Sweep:
         found = []
         for number, row in enumerate(candidates):
             us, lax_us = self._time_from_jax(row, f"{label}/{number}")
+            if min(us, lax_us) <= 0:  # the chain without the operation took longer
+                us, lax_us = self._time_from_jax(row, f"{label}/{number}/again")
             found.append((us, lax_us, row))
         us, best = fastest([(us, row) for us, _, row in found], before, _TOLERANCE)
         # Each algorithm has taken turns with lax, so they saw the same disturbances.

@@ -283,12 +283,11 @@ def special_values(how: str) -> None:
     parts = {}
     for dtype in COPIED_DTYPES if how in ("all_gather", "all_to_all") else DTYPES:
         values = special(dtype)
-        parts[dtype] = values[generator.integers(0, len(values), (n, 61 * n))]
+        count = {"all_gather": 61, "all_to_all": 30 * n}.get(how, 61 * n)
+        parts[dtype] = values[generator.integers(0, len(values), (n, count))]
         if np.dtype(dtype).kind not in "biuc":
             parts[dtype][:, :3] = np.array(-0.0, dtype)  # the sum of negative zeros is -0.0
             parts[dtype][:, 3:6] = np.array([1, 2, 3], f"u{np.dtype(dtype).itemsize}").view(dtype)
-        if how == "all_gather":
-            parts[dtype] = parts[dtype][:, :61]
 
     def f(tree: Any) -> Any:
         if operation == "psum":  # one psum of the whole tree
@@ -1046,7 +1045,7 @@ def random_calls(seed: int, count: int, mesh: Mesh) -> list[Call]:
         operation = str(generator.choice(OPERATIONS))
         copies = operation in ("all_gather", "all_to_all")
         dtypes = (*DTYPES, "int16", "uint16") if copies else DTYPES
-        most = 1500 if operation == "psum" else 120
+        most = {"psum": 1500, "all_to_all": 60}.get(operation, 120)
         calls.append(
             Call(
                 operation,

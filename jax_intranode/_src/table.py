@@ -166,8 +166,9 @@ _CPU_SINGLE = _cpu(
             8: (("all_gather", 1 * _KB, 1 * _KB),),
         },
         "all_to_all": {
-            4: (("all_to_all", 2 * _KB, 1 * _KB),),
-            8: (("all_to_all", 1 * _KB, 1 * _KB),),
+            2: (("all_to_all", 4 * _KB, 4 * _KB),),
+            4: (("all_to_all", 1 * _KB, 1 * _KB),),
+            8: (("all_to_all", _KB // 2, _KB // 2),),
         },
     }
 )
@@ -179,7 +180,10 @@ _CPU_MULTI = _cpu(
         },
         "psum_scatter": {8: (("reduce_scatter", 32 * _KB, 16 * _KB),)},
         "all_gather": {8: (("all_gather", 32 * _KB, 16 * _KB),)},
-        "all_to_all": {8: (("all_to_all", 32 * _KB, 16 * _KB),)},
+        "all_to_all": {
+            2: (("all_to_all", 32 * _KB, 32 * _KB),),
+            8: (("all_to_all", 8 * _KB, 8 * _KB),),
+        },
     }
 )
 

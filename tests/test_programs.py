@@ -27,6 +27,8 @@ OUR_CALLS = {
     "train_step_sequence_parallel": {"psum_scatter": 8, "all_gather": 8, "psum": 1},
     "mlp_block": {"psum_scatter": 2, "all_gather": 2},  # forward and backward
 }
+NORMS = tuple(name for name in PROGRAMS if name.startswith("norms_"))
+OUR_CALLS |= {name: {"psum_residual_rms_norm": 1} for name in NORMS}
 
 # The largest distance of two right results, which are rounded to bfloat16 many times.
 TOLERANCE = 0.05
@@ -63,7 +65,7 @@ def described(arguments: Any) -> Any:
     return jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), arguments)
 
 
-QUICK = ("train_step_sequence_parallel", "decode_scanned")
+QUICK = ("train_step_sequence_parallel", "decode_scanned", "norms_6")
 MOSTLY_FULL = pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in PROGRAMS]
 )
@@ -79,13 +81,19 @@ def test_both_libraries_agree(name: str) -> None:
             assert calls(ours, arguments, operation) >= least
             assert calls(theirs, arguments, operation) == 0
     result = ours(*arguments)
-    assert distance(result, theirs(*arguments), arguments) < TOLERANCE
+    # Chains of norms end near the arguments, and round hundreds of times.
+    tolerance = 4 * TOLERANCE if name in NORMS else TOLERANCE
+    assert distance(result, theirs(*arguments), arguments) < tolerance
     assert described(result) == described(arguments)
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.full) if name in TRAINING else name for name in PROGRAMS],
+    [
+        pytest.param(name, marks=pytest.mark.full) if name in TRAINING else name
+        for name in PROGRAMS
+        if name not in NORMS  # what they return is normalized
+    ],
 )
 def test_a_missing_rank_would_be_seen(name: str) -> None:
     need_devices(2)

@@ -93,7 +93,7 @@ for step in "${steps[@]}"; do
       ;;
     programs)
       for program in decode_scanned decode_unrolled train_step train_step_sequence_parallel \
-        mlp_block; do
+        mlp_block norms_1 norms_6 norms_16 norms_64 norms_1024 norms_4096; do
         bench "$program" 100 "$program" --mode process-per-device -n 9 -w 2
       done
       ;;

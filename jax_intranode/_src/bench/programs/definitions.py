@@ -69,10 +69,56 @@ def _uniform(
     return (values * np.float32(math.sqrt(3 * variance))).astype(dtype)
 
 
+def _ones(shape: Sequence[int], generator: Any) -> np.ndarray:
+    return np.ones(shape, jnp.bfloat16)
+
+
 def _rms_norm(x: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-6)
     return (wide * scale).astype(x.dtype)
+
+
+# Norms: psum, residual add and RMSNorm in a row, with nothing between.
+
+_NORM_LAYERS = 32
+# The rows of each program, and on GPUs the elements of a row.
+_NORMS = {1: 8192, 6: 6144, 16: 8192, 64: 8192, 1024: 8192, 4096: 8192}
+
+
+def _norms(lib: Any, mesh: Mesh, rows: int) -> Program:
+    """The normalized rows are what the next layer sums, in bfloat16.
+
+    Uses `lib.psum_residual_rms_norm` if `lib` has it, otherwise `psum` and what XLA fuses.
+
+    Arguments: the rows of the first layer, the residual, and the weight.
+    """
+    hidden = _sizes(mesh, {"gpu": _NORMS[rows], "cpu": 64})
+
+    def composed(x: Any, residual: Any, weight: Any) -> Any:
+        residual = lib.psum(x, "x") + residual
+        return _rms_norm(residual) * weight, residual
+
+    def fused(x: Any, residual: Any, weight: Any) -> Any:
+        return lib.psum_residual_rms_norm(x, residual, weight, "x", eps=1e-6)
+
+    norm = fused if hasattr(lib, "psum_residual_rms_norm") else composed
+
+    def body(x: Any, first: Any, weight: Any) -> Any:
+        residual = first
+        for _ in range(_NORM_LAYERS):
+            x, residual = norm(x, residual, weight)
+        return x, first, weight
+
+    shapes = (rows, hidden), (rows, hidden), (hidden,)
+    rows_of: Callable[..., np.ndarray] = partial(_uniform, variance=1, dtype=jnp.bfloat16)
+    arguments = tuple(
+        _make(mesh, P(), shape, value, seed)
+        for seed, (shape, value) in enumerate(zip(shapes, (rows_of, rows_of, _ones), strict=True))
+    )
+    specs = (P(),) * len(arguments)
+    sharded = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
+    return jax.jit(sharded), arguments
 
 
 # Decoding: many small psums in a row, between matmuls that read the weights.
@@ -450,4 +496,5 @@ PROGRAMS: dict[str, Callable[[Any, Mesh], Program]] = {
     "train_step": partial(_train_step, sequence_parallel=False),
     "train_step_sequence_parallel": partial(_train_step, sequence_parallel=True),
     "mlp_block": _mlp_block,
+    **{f"norms_{rows}": partial(_norms, rows=rows) for rows in _NORMS},
 }

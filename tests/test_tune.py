@@ -215,7 +215,8 @@ def bench_under(file: Path, mode: str) -> tuple[str, list[dict[str, Any]]]:
     return outcome.stdout, json.loads(rows.read_text())["rows"]
 
 
-@pytest.mark.parametrize("mode", [SINGLE_PROCESS, pytest.param("both", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("mode", [SINGLE_PROCESS, "both"])
 def test_the_file_of_the_command_is_what_programs_use(
     mode: str,
     tmp_path: Path,
@@ -234,13 +235,16 @@ def test_the_file_of_the_command_is_what_programs_use(
     assert f"export JAX_INTRANODE_TUNING={file}" in output
     assert "psum of int32, 2 x cpu, single-process" in output
 
-    # The opposite of what is shipped.
-    fields = json.loads(file.read_text())
-    for of_key in fields["tables"]:
-        of_key["rows"] = [dataclasses.asdict(table.Row(1 << 16, "two_shot", 1, 1))]
-    tuning.write(file, fields)
+
+@pytest.mark.parametrize("mode", [SINGLE_PROCESS, pytest.param("both", marks=pytest.mark.full)])
+def test_bench_shows_shipped_beside_tuned(mode: str, tmp_path: Path) -> None:
+    file = tmp_path / "node.json"
+    two_shot = (table.Row(1 << 16, "two_shot", 1, 1),)  # the opposite of what is shipped
+    tables = [tuning.table_fields(m, "psum", "bare", 2, two_shot) for m in ("multi", "single")]
+    fields = {"platform": "cpu", "device": "cpu", "devices": 2, "versions": {}, "date": "today"}
+    tuning.write(file, {**fields, "tables": tables, "profile": None})
     text, rows = bench_under(file, mode)
-    assert len(rows) == len(modes) and str(file) in text
+    assert len(rows) == (2 if mode == "both" else 1) and str(file) in text
     for row in rows:
         assert row["algorithm"] == "two_shot" and row["shipped_algorithm"] == "one_shot"
         assert row["shipped_time_us"] >= 0 and row["wrong"] == 0
@@ -255,7 +259,6 @@ def test_a_node_that_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.Monk
         run_tune(f"--platform cpu -o {tmp_path / 'none' / 'node.json'}", monkeypatch)
 
 
-@pytest.mark.full
 def test_time_that_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

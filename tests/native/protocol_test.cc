@@ -275,7 +275,7 @@ bool RunKernel(HostThread& t, const TestGroup& g, const Call& call, const Plan& 
     case Kind::kAllToAll:
       return RunBody<jin::AllToAll<Type, N, Packets>>(t, g, call, plan);
     case Kind::kHybridCubeMesh:
-      return jin::HybridCubeMesh<Type, N, Packets>::Run(t, g, call);
+      return jin::HybridCubeMesh<Type, 0, Packets>::Run(t, g, call);
     default:
       return false;  // RunNorm
   }

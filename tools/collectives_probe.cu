@@ -9,15 +9,16 @@
 //       xla_ffi/cuda/{collectives.cu,collectives.cc,slab.cu} -ldl
 //   ./collectives_probe RANKS check
 //   ./collectives_probe 8 check-mesh
-//   ./collectives_probe RANKS psum|psum_scatter|all_gather BYTES SEGMENT_BYTES ... [BLOCKSxTHREADS]
+//   ./collectives_probe RANKS OPERATION BYTES SEGMENT_BYTES ... [BLOCKSxTHREADS]
 //
 // "check" runs operations of many sizes after each other, with random delays of each rank, in place
 // and not. "check-mesh" does so with the ranks as a hybrid cube mesh: a rank has no address of the
-// regions of those that it is not linked to. The other form times operations of BYTES (of the
-// larger of operand and result) in segments of at most SEGMENT_BYTES (of an operand; of
-// psum_scatter's result); 0: in one epoch. A line says the microseconds of an operation, the bytes
-// per second that each rank sends, and the number of wrong elements. The launch shape is that of
-// the table, or what fits on a shared GPU.
+// regions of those that it is not linked to. The last form times psum, psum_scatter, all_gather or
+// all_to_all of BYTES (of the larger of operand and result) in segments of at most SEGMENT_BYTES
+// (of an operand; of psum_scatter's result; of what all_to_all sends to each peer); 0: in one
+// epoch. A line says the microseconds of an operation, the bytes per second that each rank sends,
+// and the number of wrong elements. The launch shape is that of the table, or what fits on a shared
+// GPU.
 
 #include <algorithm>
 #include <cstdio>
@@ -80,10 +81,12 @@ __global__ void Compare(Algorithm algorithm, const uint16_t* result, size_t coun
   const size_t step = size_t{gridDim.x} * blockDim.x;
   for (size_t i = size_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step) {
     float want = 0;
-    if (algorithm == Algorithm::kAllGather) {
-      want = Value(static_cast<int>(i / shard), i % shard, seed);
+    const bool divides =
+        algorithm == Algorithm::kReduceScatter || algorithm == Algorithm::kAllToAll;
+    const size_t at = (divides ? rank * shard : 0) + i % shard;
+    if (algorithm == Algorithm::kAllGather || algorithm == Algorithm::kAllToAll) {
+      want = Value(static_cast<int>(i / shard), at, seed);
     } else {
-      const size_t at = algorithm == Algorithm::kReduceScatter ? rank * shard + i : i;
       for (int r = 0; r < ranks; ++r) want += Value(r, at, seed);
     }
     if (result[i] != Bits(want)) atomicAdd(wrong, 1ull);
@@ -98,7 +101,7 @@ __global__ void Delay(long long cycles) {
 
 struct Operation {
   Algorithm algorithm;
-  size_t elements;  // of the operand; of a reduce-scatter's result
+  size_t elements;  // of the operand; of a reduce-scatter's result, of a part of an all-to-all
   uint32_t segments;
   LaunchShape shape;
   size_t buffers = 1;  // of a psum: pieces of one buffer
@@ -334,8 +337,8 @@ int CheckAll(Probe& ranks, bool mesh) {
     std::vector<Operation> chosen;
     for (int k = 0; k < 12; ++k) {
       const Algorithm algorithms[] = {Algorithm::kTwoShot, Algorithm::kReduceScatter,
-                                      Algorithm::kAllGather};
-      Operation o{algorithms[random() % 3], 0, 1, {1, 32 << (random() % 5)}};
+                                      Algorithm::kAllGather, Algorithm::kAllToAll};
+      Operation o{algorithms[random() % 4], 0, 1, {1, 32 << (random() % 5)}};
       if (mesh) o.algorithm = Algorithm::kHybridCubeMesh;
       // Small ones between large ones, whole packs and not.
       o.elements =
@@ -353,7 +356,10 @@ int CheckAll(Probe& ranks, bool mesh) {
       chosen.push_back(o);
     }
     all_wrong += ranks.Run(chosen, 3, 100000).second;
-    for (Operation& o : chosen) o.in_place = mesh || o.algorithm == Algorithm::kTwoShot;
+    for (Operation& o : chosen) {
+      o.in_place =
+          mesh || o.algorithm == Algorithm::kTwoShot || o.algorithm == Algorithm::kAllToAll;
+    }
     all_wrong += ranks.Run(chosen, 0, 100000).second;
     operations += 2 * static_cast<int>(chosen.size());
   }
@@ -372,8 +378,10 @@ int main(int argc, char** argv) {
   const std::string what = argc > 2 ? argv[2] : "";
   const Algorithm algorithm = what == "psum"           ? Algorithm::kTwoShot
                               : what == "psum_scatter" ? Algorithm::kReduceScatter
+                              : what == "all_to_all"   ? Algorithm::kAllToAll
                                                        : Algorithm::kAllGather;
-  const bool times = argc > 4 && (what == "psum" || what == "psum_scatter" || what == "all_gather");
+  const bool times = argc > 4 && (what == "psum" || what == "psum_scatter" ||
+                                  what == "all_gather" || what == "all_to_all");
   const bool mesh = what == "check-mesh";
   if (count < 2 || count > kMaxRanks || (what != "check" && !times && !(mesh && count == 8))) {
     printf("see the head of collectives_probe.cu\n");

@@ -45,7 +45,7 @@ _log = logging.getLogger("jax_intranode")
 
 # Increase it whenever the layout of slabs or the protocols change: processes of different versions
 # must not share memory.
-_PROTOCOL = 9
+_PROTOCOL = 10
 
 PROBE_BYTES = 64 << 10
 REGIONS = 8

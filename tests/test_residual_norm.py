@@ -288,6 +288,9 @@ def chosen(rows: int, hidden: int, **facts: Any) -> select.Selection:
 def test_every_number_of_rows_is_served_on_gpus(world_size: int, dtype: str) -> None:
     for rows in (1, 7, 64, 4096, 100_000):
         for hidden in (1, 13, 8192, 16384):
+            scattered = "reduce_scatter_residual_layer_norm"
+            parts = chosen(rows, hidden, world_size=world_size, dtype=dtype, operation=scattered)
+            assert parts.algorithm == "reduce_scatter_layer_norm"
             selected = chosen(rows, hidden, world_size=world_size, dtype=dtype)
             assert selected.algorithm in ("one_shot_rms_norm", "two_shot_rms_norm")
             packs = -(-hidden * (4 if dtype == "float32" else 2) // 16)

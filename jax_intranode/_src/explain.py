@@ -34,10 +34,10 @@ class Call:
 
     Attributes:
         operation: "psum", "pmean", "psum_scatter", "all_gather", "all_to_all",
-            "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce"; for another
-            collective of ``jax.lax`` its name there. A transpose has the name of the operation that
-            it is. The all-gather after an overlapped "matmul_all_reduce" is an operation of its
-            own.
+            "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", or a sum with a norm
+            such as "psum_residual_rms_norm"; for another collective of ``jax.lax`` its name there.
+            A transpose has the name of the operation that it is. The all-gather after an overlapped
+            "matmul_all_reduce" is an operation of its own.
         source: file:line (function) of the call. Gradients have that of the forward call, and
             collectives that JAX inserts have that of the call for which it did.
         shapes: the operands' shapes on a device. A psum of a pytree is one operation or several.

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from test_rewriting import rewritten
 
 import jax_intranode
-from jax_intranode._src import config
+from jax_intranode._src import config, table
 from jax_intranode._src.ops.primitive import BY_PRIMITIVE
 
 HIDDEN = 24
@@ -311,3 +311,19 @@ def test_without_a_measured_row_it_stays_a_psum(setting: str) -> None:
     chosen = dataclasses.replace(config.get(), fuse_norms=setting)
     with mock.patch.object(config, "get", lambda: chosen):
         assert of_body(body, X, R, W) == ["psum"]
+
+
+def test_with_a_measured_row_it_is_taken_up_to_its_size() -> None:
+    def body(x: Any, r: Any, w: Any) -> Any:
+        return rms_llama(lax.psum(x[0], "x") + r, w, None)
+
+    platform = "cpu" if jax.devices()[0].platform == "cpu" else "hopper"
+    auto = dataclasses.replace(config.get(), fuse_norms="auto")
+    for nbytes, found in ((X[0].nbytes, "psum_residual_rms_norm"), (X[0].nbytes - 1, "psum")):
+        row = table.Row(nbytes, "one_shot_rms_norm", 512, 256)
+        key = platform, "single", "psum_residual_rms_norm", "bare", 8
+        with (
+            mock.patch.object(config, "get", lambda: auto),
+            mock.patch.dict(table.TABLE, {key: (row,)}),
+        ):
+            assert of_body(body, X, R, W) == [found]

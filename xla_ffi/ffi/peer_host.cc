@@ -63,10 +63,10 @@ void Run(void* call, int32_t device, void (*body)(void*, v1::HostWait*),
          void (*done)(void*, const char*), void* context) {
   const auto* site = static_cast<HostPeerSite*>(call);
   const auto& [group, rank] = site->buffer->communicator->members.at(device);
+  // The body keeps the memory, should the program go while it runs.
+  auto run = [body, context, memory = site->buffer](v1::HostWait* wait) { body(context, wait); };
   const std::shared_ptr<Ticket> ticket =
-      group->Arrive(rank, site->identity,
-                    std::make_shared<HostBody>(
-                        site->name, [body, context](v1::HostWait* wait) { body(context, wait); }));
+      group->Arrive(rank, site->identity, std::make_shared<HostBody>(site->name, std::move(run)));
   if (!ticket->Done()) group->KeepMoving();
   ticket->Then([done, context](const std::string& error) {
     done(context, error.empty() ? nullptr : error.c_str());

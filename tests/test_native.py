@@ -35,6 +35,7 @@ SOURCES = {
     "collectives_model": [NATIVE / "model/collectives_model.cc"],
     "peer_model": [NATIVE / "model/peer_model.cc"],
     "log_model": [NATIVE / "model/log_model.cc"],
+    "watch_model": [NATIVE / "model/watch_model.cc"],
     "pipeline_model": [NATIVE / "model/pipeline_model.cc"],
     "fused_model": [NATIVE / "model/fused_model.cc"],
 }
@@ -421,6 +422,43 @@ BROKEN_LOG = [
 def test_model_finds_broken_log(programs: Programs, variant: str, ranks: int) -> None:
     line = run_model(programs, "log_model", variant, ranks, 5)
     assert line.startswith(f"{variant}: ranks {ranks} operations 5 ends wrong, "), line
+
+
+@pytest.mark.parametrize("programs", ["plain"], indirect=True)
+@pytest.mark.parametrize(
+    ("processes", "stops", "places"),
+    [(2, 0, "quick"), only_full(2, 1, "all"), only_full(2, 2, "quick"), only_full(3, 0, "quick")],
+)
+def test_model_of_watch(programs: Programs, processes: int, stops: int, places: str) -> None:
+    line = run_model(programs, "watch_model", "sound", processes, stops, places)
+    assert line.startswith(f"sound: ranks {processes} operations {stops} wrong 0 states "), line
+    print(line)
+
+
+BROKEN_WATCH = [
+    "pidfd_first",  # an end is judged before the socket has been read
+    "proc_last",  # /proc is asked when the socket has been read
+    "silence_first",  # a silence is judged before the socket has been read
+    "reset_is_end",  # what a peer sent before it closed its socket is not read
+    "forgets_before_arm",  # what came before the watch was armed is dropped
+    "no_goodbye",  # nobody remembers that a peer leaves
+    "trusts_leavers",  # a peer that leaves is never stopped
+    "stays_stopped",  # a peer that is heard again is not present again
+    "stops_dead",  # a peer that is dead may stop
+    "last_fault",  # the last fault of a peer counts, not the first one
+    "tells_twice",  # a peer that is gone may go again
+    "socket_only",  # only the socket tells of an end
+    "announce_any_time",  # new communicators are told while others are
+    "close_any_time",  # Close() does not wait for callbacks
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("programs", ["plain"], indirect=True)
+@pytest.mark.parametrize("variant", BROKEN_WATCH)
+def test_model_finds_broken_watch(programs: Programs, variant: str) -> None:
+    line = run_model(programs, "watch_model", variant, 2, 1, "quick")
+    assert line.startswith(f"{variant}: ranks 2 operations 1 ends wrong, "), line
 
 
 @pytest.mark.full

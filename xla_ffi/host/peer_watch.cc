@@ -26,6 +26,7 @@
 #include <utility>
 
 #include "peer_message.h"
+#include "peer_record.h"
 
 namespace jax_intranode {
 namespace {
@@ -198,10 +199,7 @@ struct PeerWatch::Connection {
   std::vector<int64_t> device_ids;
   Fd socket;
   Fd pidfd;
-  PeerState state = PeerState::kPresent;
-  bool left = false;  // it said that it will end
-  bool ended = false;
-  Clock::time_point heard{};
+  PeerRecord record{};
   std::string what;
 
   std::string Name() const {
@@ -247,7 +245,7 @@ class PeerWatch::Thread {
     std::map<uint64_t, Connection> numbered;
     for (auto& [process, connection] : state->connections) {
       const uint64_t number = next_++;
-      connection.heard = now;
+      connection.record.heard = now;
       Register(connection.socket.get(), 2 * number);
       if (connection.pidfd.get() >= 0) Register(connection.pidfd.get(), 2 * number + 1);
       numbered.emplace(number, std::move(connection));
@@ -287,7 +285,7 @@ class PeerWatch::Thread {
     std::lock_guard lock(mutex_);
     std::vector<Status> all;
     for (const auto& [number, c] : state->connections) {
-      all.push_back({c.process, c.pid, c.state, c.ended, c.what});
+      all.push_back({c.process, c.pid, c.record.state, c.record.ended, c.what});
     }
     return all;
   }
@@ -298,7 +296,7 @@ class PeerWatch::Thread {
     {
       std::lock_guard lock(mutex_);
       for (const auto& [number, connection] : state->connections) {
-        if (connection.state != PeerState::kPresent) AddCall(*state, connection, &calls);
+        if (connection.record.state != PeerState::kPresent) AddCall(*state, connection, &calls);
       }
     }
     for (const Call& call : calls) call();
@@ -345,6 +343,66 @@ class PeerWatch::Thread {
   };
   using Calls = std::vector<Call>;
 
+  // What a peer's record asks, and tells.
+  struct Port {
+    Thread& thread;
+    const State& state;
+    Connection& connection;
+    Calls* calls;
+
+    PeerNews Receive(std::optional<PeerMessage>* message) {
+      if (connection.socket.get() < 0) return PeerNews::kEnd;
+      char packet[2 + PeerMessage::kMaxText];
+      const ssize_t size =
+          recv(connection.socket.get(), packet, sizeof(packet), MSG_DONTWAIT | MSG_TRUNC);
+      if (size > 0) {
+        if (static_cast<size_t>(size) <= sizeof(packet)) {
+          *message = ParseMessage({packet, static_cast<size_t>(size)});
+        }
+        return PeerNews::kPacket;
+      }
+      // ECONNRESET: the peer has closed its socket before it had read all. What it sent is still
+      // there.
+      if (size < 0 && (errno == EINTR || errno == ECONNRESET)) return PeerNews::kAgain;
+      return size < 0 && errno == EAGAIN ? PeerNews::kNothing : PeerNews::kEnd;
+    }
+    bool IsExiting() const {
+      return connection.pid_is_known && jax_intranode::IsExiting(connection.pid);
+    }
+    Clock::time_point Now() const { return Clock::now(); }
+    bool HasPidfd() const { return connection.pidfd.get() >= 0; }
+    void CloseSocket() { thread.Unregister(connection.socket); }
+    void ClosePidfd() { thread.Unregister(connection.pidfd); }
+    void Tell() {
+      connection.what = WhatOf(connection, state.silent);
+      AddCall(state, connection, calls);
+    }
+  };
+
+  // How a peer has come into its state; empty if it is present.
+  static std::string WhatOf(const Connection& connection, Clock::duration silent) {
+    const std::string name = connection.Name();
+    switch (connection.record.reason) {
+      case PeerReason::kNone:
+        break;
+      case PeerReason::kNoGoodbye:
+        return name + " has ended without a goodbye: it was killed, crashed, or called os._exit";
+      case PeerReason::kFailed:
+        return name + " has failed: " + connection.record.text;
+      case PeerReason::kFinished:
+        return name + " has come to the end of its program";
+      case PeerReason::kShutdown:
+        return name + " has called jax_intranode.shutdown()";
+      case PeerReason::kEnded:
+        return name + " has ended";
+      case PeerReason::kSilent:
+        const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(silent);
+        return name + " has shown no sign of life for " + std::to_string(seconds.count()) +
+               " s: it is stopped, or gets no processor time";
+    }
+    return "";
+  }
+
   void Register(int fd, uint64_t number) {
     epoll_event event{EPOLLIN, {}};
     event.data.u64 = number;
@@ -378,7 +436,7 @@ class PeerWatch::Thread {
   }
 
   static void AddCall(const State& state, const Connection& connection, Calls* calls) {
-    calls->push_back({state.sink, connection.state, connection.device_ids, connection.what});
+    calls->push_back({state.sink, connection.record.state, connection.device_ids, connection.what});
   }
 
   void Run() {
@@ -420,76 +478,13 @@ class PeerWatch::Thread {
     for (const auto& state : states_) {
       auto it = state->connections.find(event / 2);
       if (it == state->connections.end()) continue;
-      const bool is_open = Read(*state, it->second, calls);
-      if (event % 2 == 1 || !is_open) Lost(*state, it->second, event % 2 == 1, calls);
+      Port port{*this, *state, it->second, calls};
+      if (event % 2 == 1) {
+        it->second.record.OnEnd(port);
+      } else {
+        it->second.record.OnSocket(port);
+      }
     }
-  }
-
-  // Reads all messages that are there; returns whether the socket is still open.
-  bool Read(const State& state, Connection& connection, Calls* calls) {
-    char packet[2 + PeerMessage::kMaxText];
-    while (connection.socket.get() >= 0) {
-      const ssize_t size =
-          recv(connection.socket.get(), packet, sizeof(packet), MSG_DONTWAIT | MSG_TRUNC);
-      if (size < 0 && errno == EINTR) continue;
-      // The peer has closed its socket before it had read all. What it sent is still there.
-      if (size < 0 && errno == ECONNRESET) continue;
-      if (size <= 0) return size < 0 && errno == EAGAIN;
-      connection.heard = Clock::now();
-      if (static_cast<size_t>(size) > sizeof(packet)) continue;
-      const auto message = ParseMessage({packet, static_cast<size_t>(size)});
-      if (message) OnMessage(state, connection, *message, calls);
-    }
-    return false;
-  }
-
-  void OnMessage(const State& state, Connection& connection, const PeerMessage& message,
-                 Calls* calls) {
-    if (connection.state == PeerState::kStopped) {
-      Change(state, connection, PeerState::kPresent, "", calls);
-    }
-    switch (message.notice) {
-      case PeerNotice::kHeartbeat:
-        break;
-      case PeerNotice::kLeaving:
-        connection.left = true;
-        break;
-      case PeerNotice::kFinished:
-        connection.left = true;
-        Change(state, connection, PeerState::kGone, " has come to the end of its program", calls);
-        break;
-      case PeerNotice::kShutdown:
-        connection.left = true;
-        Change(state, connection, PeerState::kGone, " has called jax_intranode.shutdown()", calls);
-        break;
-      case PeerNotice::kFailed:
-        connection.left = true;
-        Change(state, connection, PeerState::kDead, " has failed: " + message.text, calls);
-        break;
-    }
-  }
-
-  // The connection has come to its end, or the process has ended, too.
-  void Lost(const State& state, Connection& connection, bool ended, Calls* calls) {
-    if (connection.ended) return;
-    connection.ended = ended || connection.pidfd.get() < 0;
-    Unregister(connection.socket);
-    if (connection.ended) Unregister(connection.pidfd);
-    if (!connection.left) {
-      Change(state, connection, PeerState::kDead,
-             " has ended without a goodbye: it was killed, crashed, or called os._exit", calls);
-    } else {
-      Change(state, connection, PeerState::kGone, " has ended", calls);
-    }
-  }
-
-  static void Change(const State& state, Connection& connection, PeerState to,
-                     const std::string& what, Calls* calls) {
-    // Each state is told once, and the first fault is the one to tell of.
-    if (connection.state == to || connection.state == PeerState::kDead) return;
-    connection.state = to;
-    connection.what = what.empty() ? "" : connection.Name() + what;
-    AddCall(state, connection, calls);
   }
 
   void Tick(Clock::time_point now, bool was_stopped, Calls* calls) {
@@ -498,27 +493,13 @@ class PeerWatch::Thread {
     for (const auto& state : states_) {
       const bool finishes = Finishes(*state, now);
       for (auto& [number, connection] : state->connections) {
-        if (connection.ended) continue;
+        if (connection.record.ended) continue;
         if (beat) Send(connection, PeerNotice::kHeartbeat, "");
         if (finishes) Send(connection, PeerNotice::kFinished, "");
-        if (was_stopped) connection.heard = now;
-        if (connection.pid_is_known && IsExiting(connection.pid)) {
-          Read(*state, connection, calls);
-          Lost(*state, connection, true, calls);
-        } else if (IsSilent(*state, connection, now) && Read(*state, connection, calls) &&
-                   IsSilent(*state, connection, now)) {
-          const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(state->silent);
-          Change(*state, connection, PeerState::kStopped,
-                 " has shown no sign of life for " + std::to_string(seconds.count()) +
-                     " s: it is stopped, or gets no processor time",
-                 calls);
-        }
+        Port port{*this, *state, connection, calls};
+        connection.record.OnTick(port, now, state->silent, was_stopped);
       }
     }
-  }
-
-  static bool IsSilent(const State& state, const Connection& connection, Clock::time_point now) {
-    return connection.state == PeerState::kPresent && now - connection.heard > state.silent;
   }
 
   // Whether a process that leaves has just become quiet.

@@ -22,6 +22,8 @@
 // heartbeats and kFinished, and a thread in Leave() or Close() the other notices; a lock orders
 // them.
 //
+// What decides about a peer has no sockets and is checked by a model (peer_record.h).
+//
 // A goodbye and the end of its process can't be confused: the socket is read until it is empty
 // before an end or a silence is judged, and a packet that was sent before the process ended is in
 // it by then. A goodbye that found the socket full is lost, and the end counts as a fault: the

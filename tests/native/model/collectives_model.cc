@@ -6,7 +6,7 @@
 //
 // Runs every sequence of so many operations, chosen among one-shot, two-shot, reduce-scatter,
 // all-gather and all-to-all, without a barrier between the ranks. In some sequences the first three
-// are norms (kernels/norm_protocol.h), of rows of one pack. Some run in segments; of these,
+// are norms (kernels/norm_protocol.h), of rows of one pack. Some run in segments. Of both,
 // sequences of 3 ranks have at most 3 operations. The epoch wraps on the way. `depth` is "full";
 // "quick", which runs some of the sequences; "every_access", which leaves out no interleaving
 // (machine.h), with packets of two words; or "mesh": 2 or 4 ranks are a hybrid cube mesh with quads
@@ -445,7 +445,8 @@ Plan PlanOf(int pattern, int k, Kind kind) {
   }
 }
 constexpr int kPatterns = 7;
-bool InSegments(int pattern) { return pattern == 4 || pattern == 5; }
+// Segments and norms: operations with many states.
+bool IsLong(int pattern) { return pattern >= 4; }
 
 }  // namespace
 
@@ -489,8 +490,7 @@ int main(int argc, char** argv) {
   // A hybrid cube mesh runs neither segments nor norms.
   const int patterns = depth == "every_access" ? 1 : mesh ? 4 : kPatterns;
   for (int pattern = 0; pattern < patterns; ++pattern) {
-    const int length =
-        ranks > 2 && !mesh && InSegments(pattern) ? std::min(operations, 3) : operations;
+    const int length = ranks > 2 && !mesh && IsLong(pattern) ? std::min(operations, 3) : operations;
     int combinations = 1;
     for (int k = 0; k < length && !mesh; ++k) combinations *= kKinds;
     for (int combination = 0; combination < combinations; ++combination) {

@@ -1,10 +1,12 @@
 """The cases of the collectives, and programs with psum, in one process with all devices."""
 
+import re
 from typing import Any
 
 import cases
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from devices import need_devices
 from jax import lax
@@ -158,3 +160,15 @@ def test_explicit_axes() -> None:
     with jax.set_mesh(mesh):
         got = jax.jit(f)(x)
     assert (got == x.reshape(n, 4).sum(0)).all()
+
+
+@pytest.mark.parametrize(("split", "concat", "most"), [(0, 0, 0), (0, 1, 1), (1, 0, 1)])
+def test_all_to_all_is_transposed_only_where_it_must(split: int, concat: int, most: int) -> None:
+    def body(v: Any) -> Any:
+        return jax_intranode.all_to_all(v, "x", split, concat, tiled=True)
+
+    need_devices(2)
+    mesh = cases.line(2)
+    x = cases.put(mesh, P("x"), np.ones((8, 6), np.float32))
+    text = cases.compiled_of_ours(cases.sharded(body, mesh, P("x"), P("x")), x).as_text()
+    assert len(re.findall(r" transpose\(", text)) <= most, text

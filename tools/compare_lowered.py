@@ -63,15 +63,12 @@ class FakeGpu:
 @contextlib.contextmanager
 def without_rendezvous() -> Iterator[None]:
     """Lets every rendezvous succeed, with the memory that GPUs have by default."""
-    from jax_intranode._src import communicator, native, overlap
+    from jax_intranode._src import communicator, native, overlap, rendezvous
 
-    agreed = SimpleNamespace(
-        reason=None,
-        epoch_buffer_bytes=25 << 20,
-        ring_bytes=512 << 20,
-        reason_for_no_matmuls=None,
-        profile=overlap.H200,
+    agreed = rendezvous.Rendezvous(
+        {}, "gpu", "single", epoch_buffer_bytes=25 << 20, ring_bytes=512 << 20
     )
+    agreed.profile = agreed.shipped_profile = overlap.H200
     module = native.module
 
     def module_of(platform: str) -> Any:
@@ -81,7 +78,7 @@ def without_rendezvous() -> Iterator[None]:
 
     with (
         mock.patch.object(communicator, "rendezvous_of", lambda devices: agreed),
-        mock.patch.object(communicator, "communicator", lambda rendezvous, partition: None),
+        mock.patch.object(communicator, "communicator", lambda rendezvous, partition, algorithm=None: None),
         mock.patch.object(native, "module", module_of),
     ):
         yield

@@ -78,7 +78,9 @@ def without_rendezvous() -> Iterator[None]:
 
     with (
         mock.patch.object(communicator, "rendezvous_of", lambda devices: agreed),
-        mock.patch.object(communicator, "communicator", lambda rendezvous, partition, algorithm=None: None),
+        mock.patch.object(
+            communicator, "communicator", lambda rendezvous, partition, algorithm=None: None
+        ),
         mock.patch.object(native, "module", module_of),
     ):
         yield

@@ -1,4 +1,4 @@
-"""A collective of one's own: rank r sends scale * x + offset to rank r + shift, in one kernel.
+"""A collective of your own: rank r sends scale * x + offset to rank r + shift, in one kernel.
 
     python examples/custom_collective/ring_shift.py [--devices N]
 

@@ -1,4 +1,4 @@
-"""Peer buffers: named memory that the ranks of a group share, for kernels of one's own.
+"""Peer buffers: named memory that the ranks of a group share, for kernels of users.
 
 The kernels are in a library of the user's, which is compiled against the headers in
 `get_include()`. Its FFI handlers look a buffer up by its name, which is all that the HLO holds.
@@ -36,7 +36,7 @@ _FFI_PLATFORMS = {"cpu": "cpu", "gpu": "CUDA"}
 
 
 def get_include() -> str:
-    """The directory of the C++ headers for kernels of one's own, ``jax_intranode/peer_ffi.h``.
+    """The folder of the C++ headers for kernels of your own, ``jax_intranode/peer_ffi.h``.
 
     A library also needs XLA's headers, which are in ``jax.ffi.include_dir()``.
 
@@ -55,7 +55,7 @@ class PeerBuffer:
     It is not a ``jax.Array``, because XLA takes arrays for immutable. `peer_buffer` makes it.
 
     Attributes:
-        name: by which handlers look it up.
+        name: the name by which handlers look it up.
         shape: the shape on each device.
         dtype: the type of an element.
         axis_names: the mesh axes over which the ranks of a group lie.
@@ -99,7 +99,7 @@ class PeerBuffer:
         """A function that calls a handler on this buffer; to be called inside ``shard_map``.
 
         It is ``jax.ffi.ffi_call`` with two more attributes, which name the buffer and the call
-        site, and of which the handler's ``Bind()`` knows. All ranks of a group must call it equally
+        site. The handler's ``Bind()`` reads them. All ranks of a group must call it equally
         often and in the same order. The rank of a device is its position along `axis_names` in the
         mesh of the buffer, so the mesh of ``shard_map`` must have the same devices in the same
         order. It has no gradient of its own: see ``jax.custom_vjp``.
@@ -140,7 +140,7 @@ class PeerBuffer:
     def read(self) -> dict[int, np.ndarray[Any, Any]]:
         """The contents on the devices of this process, by device id. For tests.
 
-        Block on the results of calls before: this does not wait for them.
+        It does not wait for earlier calls: block on their results first.
 
         Raises:
             ValueError: the buffer is closed.
@@ -188,8 +188,9 @@ class PeerBuffer:
     def close(self) -> None:
         """Ends the buffer in this process. Programs that use it raise from then on.
 
-        Block on their results before. All processes must close it before its name is used again.
-        The memory is freed when the last of the programs is gone. Closing it again does nothing.
+        Block on the results of these programs first. All processes must close the buffer before
+        its name is used again. The memory is freed when the last of the programs is gone. To close
+        a buffer again does nothing.
         """
         with rendezvous.lock:
             if not self.closed:
@@ -241,7 +242,7 @@ def peer_buffer(
     *,
     mesh: jax.sharding.Mesh | None = None,
 ) -> PeerBuffer:
-    """Makes named memory that kernels of one's own share with their peers.
+    """Makes named memory that kernels of your own share with their peers.
 
     Every device of the mesh gets zeroed memory of this shape. The ranks of a group, which lie along
     `axis_name`, can read and write each other's. All processes of the mesh must call it, with the

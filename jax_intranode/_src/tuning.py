@@ -88,7 +88,7 @@ def read(path: str) -> Tuning:
         why = error.strerror if isinstance(error, OSError) else f"it is no JSON: {error}"
         raise ValueError(f"{VARIABLE}={path!r}: {why}.") from error
     if not isinstance(fields, dict) or fields.get("kind") != _KIND:
-        raise ValueError(f"{VARIABLE}={path!r}: this is no file of `tune`.")
+        raise ValueError(f"{VARIABLE}={path!r}: this is no file of `tune`; {_AGAIN}.")
     for what, found, wanted in (
         ("layout", fields.get("format"), FORMAT),
         ("jax_intranode", fields.get("jax_intranode"), _version()),

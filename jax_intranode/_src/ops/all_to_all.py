@@ -51,7 +51,8 @@ def all_to_all(
             concatenate.
         axis_index_groups: as in ``jax.lax.all_to_all``; not accelerated.
         tiled: whether to keep `split_axis`, shorter by a factor of the number of ranks, and to
-            make `concat_axis` longer by it, instead of dropping the one and adding the other.
+            make `concat_axis` longer by that factor. Otherwise `split_axis` is dropped, and
+            `concat_axis` is added.
 
     Returns:
         Arrays of the dtypes of `x`: the parts that all ranks have for this one, in rank order. If

@@ -104,9 +104,8 @@ def psum_residual_rms_norm(
         normed = new_residual / sqrt(mean(new_residual**2) + eps) * (weight + weight_offset) + bias
 
     A row is what lies along the last dimension. The bits of a row's results do not depend on other
-    rows, on their number, on the number of devices that hold other data, on the algorithm or on the
-    kind of device. They follow from these steps, each of which rounds to float32 or, where stated,
-    to the dtype of x:
+    rows or their number, on other groups, on the algorithm or on the kind of device. They follow
+    from these steps. Each of them rounds to float32 or, where stated, to the dtype of x:
 
     1. ``s``: the ranks' values, added in float32 in rank order, rounded to the dtype, as by `psum`.
     2. ``h = s + residual`` in float32, rounded to the dtype: `new_residual`.
@@ -123,8 +122,8 @@ def psum_residual_rms_norm(
     reduce-scatter of whole rows, then an all-gather of the sums. An array that does not fit an
     epoch buffer is divided into several operations by one call.
 
-    On a mesh whose devices this package cannot serve, ``jax.lax`` sums and XLA compiles the same
-    formula; then the result is equal but for rounding. `explain` says which calls this concerns.
+    Calls that the kernels cannot take fall back: ``jax.lax`` sums, and XLA compiles the same
+    formula. Then the result is equal but for rounding. `explain` says which calls fall back.
 
     Differentiable in forward and reverse mode with respect to all arrays, to any order. Gradients
     are computed in float32 by XLA, from `new_residual`; x and the residual have the same gradient.
@@ -135,10 +134,10 @@ def psum_residual_rms_norm(
 
     Args:
         x: an array [..., hidden] of float32, bfloat16 or float16, on each rank a term of the sum.
-            The kernels take up to 16384 elements of hidden.
+            Other floating dtypes, and rows of more than 16384 elements, fall back.
         residual: an array of the shape and dtype of x, the same on all ranks.
         weight: an array [hidden] of the dtype of x, or float32, the same on all ranks. Other
-            floating dtypes are cast to float32.
+            floating dtypes are cast to float32 (for a float64 x, to float64).
         axis_name: the name of a mapped axis, or several names.
         eps: a number that is added to the mean of the squares.
         bias: an array like weight that is added to the normalized rows; None for none.
@@ -149,10 +148,10 @@ def psum_residual_rms_norm(
         `normed` and `new_residual`, of the shape and dtype of x, the same on all ranks.
 
     Raises:
-        TypeError: an operand is no array or has another dtype, or `eps` or `weight_offset` is no
-            number that is known while tracing.
-        ValueError: shapes do not fit, or the residual, the weight or the bias varies over the axes
-            (known under check_vma=True).
+        TypeError: an operand is no array of a floating dtype, the residual has another dtype than
+            x, or `eps` or `weight_offset` is no number that is known while tracing.
+        ValueError: shapes do not fit, `eps` or `weight_offset` is not finite, or the residual, the
+            weight or the bias varies over the axes (known under check_vma=True).
         NameError: an axis is not bound.
 
     Examples:
@@ -179,7 +178,7 @@ def psum_residual_layer_norm(
     bias: Any = None,
     weight_offset: float = 0.0,
 ) -> tuple[Any, Any]:
-    """`psum_residual_rms_norm` with LayerNorm in the place of RMSNorm.
+    """`psum_residual_rms_norm` with LayerNorm instead of RMSNorm.
 
     Arguments, results, errors and differentiation are described there. Steps 3 and 4 are
 
@@ -263,7 +262,7 @@ def reduce_scatter_residual_layer_norm(
     weight_offset: float = 0.0,
     scatter_dimension: int = 0,
 ) -> tuple[Any, Any]:
-    """`reduce_scatter_residual_rms_norm` with LayerNorm in the place of RMSNorm.
+    """`reduce_scatter_residual_rms_norm` with LayerNorm instead of RMSNorm.
 
     The arithmetic of the norm is that of `psum_residual_layer_norm`.
 

@@ -6,7 +6,7 @@
 //   template <class Thread>
 //   JAX_INTRANODE_FN void operator()(Thread& t, const Peers& p) const {
 //     const uint32_t epoch = Begin(t, p);
-//     ... store into p.Half(peer, epoch), take what arrives in p.Half(p.rank, epoch) ...
+//     ... store into Half(p, peer, epoch), take what arrives in Half(p, p.rank, epoch) ...
 //     End(t, p);
 //   }
 //
@@ -29,10 +29,9 @@
 //   busy[b]                 The owner's block b sets it at the beginning and clears it at the end.
 //                           A call that finds it set overlaps with another one, and gives up.
 //   begun[b]                How many calls have launched block b; the owner's block b writes it.
-//   peer_begun[b][r]        Rank r's block b writes begun[b] + 1 of its own at the beginning of
-//   each
-//                           call; the owner's block b waits for that number. It only grows, and r
-//                           is at most one call ahead. Nobody clears it.
+//   peer_begun[b][r]        Rank r's block b writes begun[b] + 1 of its own when a call begins; the
+//                           owner's block b waits for that number. It only grows, and r is at most
+//                           one call ahead. Nobody clears it.
 //   barriers, peer_barriers The same, for Barrier().
 //   closed                  The host sets it when the buffer is closed.
 //

@@ -53,9 +53,13 @@ def test_files() -> None:
     info = {file for file in files if ".dist-info/" in file}
     for name in ("LICENSE", "NOTICE"):
         assert any(file.endswith(f".dist-info/licenses/{name}") for file in info)
-    wanted = r"jax_intranode/(py\.typed|_(host|cuda)\.(pyi|[\w.-]+\.so)|(_src/(\w+/)*)?\w+\.py)"
+    wanted = (
+        r"jax_intranode/(py\.typed|_(host|cuda)\.(pyi|[\w.-]+\.so)|(_src/(\w+/)*)?\w+\.py"
+        r"|include/jax_intranode/\w+\.h)"
+    )
     assert [file for file in sorted(files - info) if not re.fullmatch(wanted, file)] == []
-    assert {"jax_intranode/py.typed", "jax_intranode/_host.pyi"} <= files
+    header = "jax_intranode/include/jax_intranode/peer.h"
+    assert {"jax_intranode/py.typed", "jax_intranode/_host.pyi", header} <= files
     in_the_tree = {str(path.relative_to(ROOT)) for path in ROOT.glob("jax_intranode/**/*.py")}
     assert in_the_tree == {file for file in files if file.endswith(".py")}
 

@@ -182,7 +182,7 @@ def test_measuring_on_devices(operation: str) -> None:
     before = jax_intranode.usage_counter()
     measured = of_one._measure(1024, None)
     assert jax_intranode.usage_counter() > before  # not lax, whatever the table says
-    assert measured.nbytes == 1024 and measured.us >= 0 and measured.lax_us > 0
+    assert measured.nbytes == 1024 and measured.us >= 0 and measured.lax_us >= 0
     assert limits.OPERATIONS[measured.best.algorithm] == operation
     assert str(measured.best.algorithm) in sweep.describe(measured)
 

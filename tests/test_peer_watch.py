@@ -250,6 +250,8 @@ def test_a_descriptor_that_is_not_the_peers_is_not_watched(what: str) -> None:
 
 def test_the_pidfd_tells_of_an_end_that_the_socket_hides() -> None:
     """The socket stays open: a child has it, as after a fork in a library."""
+    with pair() as (_, peer):  # the first watch starts a thread, which stays
+        peer.close()
     before = descriptors()
     with connecting() as watch:
         child = start(watch.address, "peer")

@@ -67,6 +67,28 @@ def unsupported_dtype(operation: str, dtype: str) -> str | None:
     return None if dtype in dtypes else f"dtype {dtype}; supported are {', '.join(dtypes)}"
 
 
+def _lax(reason: str, cause: str = NOT_FASTER) -> Selection:
+    return Selection("lax", reason, cause=cause)
+
+
+def _left_to_lax(
+    operation: str, algorithm: str, world_size: int, *, is_empty: bool
+) -> Selection | None:
+    """What jax.lax runs whatever the dtype, the size and the hardware; None for all other calls."""
+    if algorithm == "lax":
+        return _lax("JAX_INTRANODE_ALGORITHM=lax")
+    if is_empty:
+        return _lax(f"{operation} of no elements")
+    if world_size == 1:
+        return _lax("a group of one rank")
+    if world_size > limits.MAX_WORLD_SIZE:
+        return _lax(
+            f"a group of {world_size} ranks; at most {limits.MAX_WORLD_SIZE} are supported",
+            UNSUPPORTED,
+        )
+    return None
+
+
 def select(
     operation: str,
     *,
@@ -100,31 +122,19 @@ def select(
             that are all linked to each other.
     """
 
-    def lax(reason: str, cause: str = NOT_FASTER) -> Selection:
-        return Selection("lax", reason, cause=cause)
-
-    if algorithm == "lax":
-        return lax("JAX_INTRANODE_ALGORITHM=lax")
-    if nbytes == 0:
-        return lax(f"{operation} of no elements")
-    if world_size == 1:
-        return lax("a group of one rank")
-    if world_size > limits.MAX_WORLD_SIZE:
-        return lax(
-            f"a group of {world_size} ranks; at most {limits.MAX_WORLD_SIZE} are supported",
-            UNSUPPORTED,
-        )
+    if left := _left_to_lax(operation, algorithm, world_size, is_empty=nbytes == 0):
+        return left
     if unsupported := unsupported_dtype(operation, dtype):
-        return lax(unsupported, UNSUPPORTED)
+        return _lax(unsupported, UNSUPPORTED)
     packets = "bare" if limits.packet_bytes("all_gather", dtype) == limits.PACK_BYTES else "flagged"
     rows, source = table.rows_and_source(hardware, mode, operation, packets, world_size, tuned)
     if rows is None:
-        return lax(f"no group of {world_size} ranks or more has been measured")
+        return _lax(f"no group of {world_size} ranks or more has been measured")
     if topology == HYBRID_CUBE_MESH:
         if operation != "psum":
-            return lax(f"{operation} on a hybrid cube mesh: only psum has kernels", UNSUPPORTED)
+            return _lax(f"{operation} on a hybrid cube mesh: only psum has kernels", UNSUPPORTED)
         if algorithm != "auto":
-            return lax(
+            return _lax(
                 f"JAX_INTRANODE_ALGORITHM={algorithm} needs a link between each pair of ranks",
                 REFUSED,
             )
@@ -150,7 +160,7 @@ def select(
             reason = f"{nbytes} bytes of {dtype} among {world_size} ranks {source}"
         else:
             upto = rows[-1].nbytes if rows else 0
-            return lax(f"{nbytes} bytes of {dtype}; up to {upto} are faster than lax {source}")
+            return _lax(f"{nbytes} bytes of {dtype}; up to {upto} are faster than lax {source}")
     else:
         rows = rows or table.rows(hardware, mode, operation, packets, world_size)
         fitting = [row for row in rows if row.algorithm == algorithm]
@@ -162,7 +172,7 @@ def select(
     launched = launch(row, dtype, nbytes, world_size, epoch_buffer_bytes)
     if launched is None:
         needed = limits.epoch_buffer_bytes_needed(row.algorithm, dtype, nbytes, world_size)
-        return lax(
+        return _lax(
             f"{nbytes} bytes of {dtype} need {needed} bytes of an epoch buffer, which has "
             f"{epoch_buffer_bytes}; JAX_INTRANODE_SLAB_MIB sets its size",
             NOT_FASTER if forced else REFUSED,
@@ -270,22 +280,10 @@ def select_norm(
         algorithm: "auto", or the one to use wherever it fits.
     """
 
-    def lax(reason: str, cause: str = NOT_FASTER) -> Selection:
-        return Selection("lax", reason, cause=cause)
-
-    if algorithm == "lax":
-        return lax("JAX_INTRANODE_ALGORITHM=lax")
-    if rows == 0:
-        return lax(f"{operation} of no elements")
-    if world_size == 1:
-        return lax("a group of one rank")
-    if world_size > limits.MAX_WORLD_SIZE:
-        return lax(
-            f"a group of {world_size} ranks; at most {limits.MAX_WORLD_SIZE} are supported",
-            UNSUPPORTED,
-        )
+    if left := _left_to_lax(operation, algorithm, world_size, is_empty=rows == 0):
+        return left
     if unsupported := unsupported_norm(dtype, hidden):
-        return lax(unsupported, UNSUPPORTED)
+        return _lax(unsupported, UNSUPPORTED)
     packs = -(-hidden * (4 if dtype == "float32" else 2) // limits.PACK_BYTES)
     nbytes = rows * packs * limits.PACK_BYTES
     kind = "layer_norm" if operation.endswith("layer_norm") else "rms_norm"
@@ -319,7 +317,7 @@ def select_norm(
             at_once = -(-at_once // world_size)
         threads = max(32, min(_MOST_ROW_THREADS, 1 << (packs - 1).bit_length()))
         return Selection(name, reason, min(at_once, _MOST_BLOCKS), threads)
-    return lax(
+    return _lax(
         f"rows of {packs * limits.PACK_BYTES} bytes among {world_size} ranks do not fit an epoch "
         f"buffer, which has {epoch_buffer_bytes} bytes; JAX_INTRANODE_SLAB_MIB sets its size",
         REFUSED,

@@ -67,15 +67,22 @@ ffi::Error LaunchError(const DeviceSite& site, int32_t device, cudaError_t statu
                               std::to_string(device) + " failed: " + cudaGetErrorString(status));
 }
 
+// Counts a call of a handler, and gets the device's group for it.
+ffi::Error BeginCall(const DeviceSite& site, int32_t device, DeviceGroup* group) {
+  device_handler_calls.fetch_add(1, std::memory_order_relaxed);
+  DeviceCommunicator& communicator = *site.communicator;
+  if (ffi::Error error = CheckUsable(communicator, device); error.failure()) return error;
+  *group = *communicator.members[device];
+  group->site = site.number;
+  return ffi::Error::Success();
+}
+
 // XLA calls it eagerly or while it captures a graph, and not at all when it replays a graph. So it
 // only launches and keeps no state.
 ffi::Error Execute(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::RemainingArgs xs,
                    ffi::RemainingRets ys, ffi::Dictionary) {
-  device_handler_calls.fetch_add(1, std::memory_order_relaxed);
-  DeviceCommunicator& communicator = *site->communicator;
-  if (ffi::Error error = CheckUsable(communicator, device); error.failure()) return error;
-  DeviceGroup group = *communicator.members[device];
-  group.site = site->number;
+  DeviceGroup group;
+  if (ffi::Error error = BeginCall(*site, device, &group); error.failure()) return error;
   ElementType type;
   Buffers buffers;
   ffi::Error error = CollectBuffers(site->algorithm, site->segments, group.size,
@@ -92,11 +99,8 @@ ffi::Error Execute(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::R
 // The same. The operations of one call follow each other on the stream.
 ffi::Error ExecuteNorm(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::RemainingArgs xs,
                        ffi::RemainingRets ys, ffi::Dictionary) {
-  device_handler_calls.fetch_add(1, std::memory_order_relaxed);
-  DeviceCommunicator& communicator = *site->communicator;
-  if (ffi::Error error = CheckUsable(communicator, device); error.failure()) return error;
-  DeviceGroup group = *communicator.members[device];
-  group.site = site->number;
+  DeviceGroup group;
+  if (ffi::Error error = BeginCall(*site, device, &group); error.failure()) return error;
   ElementType type;
   NormCall call;
   ffi::Error error = CollectNorm(site->algorithm, group.size, site->eps, site->weight_offset, xs,
@@ -111,6 +115,27 @@ ffi::Error ExecuteNorm(cudaStream_t stream, int32_t device, DeviceSite* site, ff
       call, type, group.size, group.epoch_buffer_bytes, [&](const NormCall& part) {
         return LaunchError(*site, device, LaunchNorm(type, group, part, site->shape, stream));
       });
+}
+
+// What collectives and norms both get.
+auto InstantiateBinding() {
+  return ffi::Ffi::BindInstantiate()
+      .Attr<ffi::Span<const int64_t>>("device_ids")
+      .Attr<int64_t>("group_size")
+      .Attr<int32_t>("algorithm")
+      .Attr<int32_t>("segments")
+      .Attr<int32_t>("blocks")
+      .Attr<int32_t>("threads")
+      .Attr<std::string_view>("site");
+}
+auto ExecuteBinding() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Ctx<ffi::State<DeviceSite>>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs();
 }
 
 }  // namespace
@@ -132,56 +157,24 @@ ffi::Error CheckUsable(DeviceCommunicator& communicator, int32_t device) {
 
 XLA_FFI_Error* CudaCollectiveInstantiate(XLA_FFI_CallFrame* frame) {
   RegisterStateType<DeviceSite>(frame->api, "jax_intranode_device_site");
-  XLA_FFI_DEFINE_HANDLER(handler, Instantiate,
-                         ffi::Ffi::BindInstantiate()
-                             .Attr<ffi::Span<const int64_t>>("device_ids")
-                             .Attr<int64_t>("group_size")
-                             .Attr<int32_t>("algorithm")
-                             .Attr<int32_t>("segments")
-                             .Attr<int32_t>("blocks")
-                             .Attr<int32_t>("threads")
-                             .Attr<std::string_view>("site"));
+  XLA_FFI_DEFINE_HANDLER(handler, Instantiate, InstantiateBinding());
   return (*handler)(frame);
 }
 
 XLA_FFI_Error* CudaCollective(XLA_FFI_CallFrame* frame) {
-  XLA_FFI_DEFINE_HANDLER(handler, Execute,
-                         ffi::Ffi::Bind()
-                             .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                             .Ctx<ffi::DeviceOrdinal>()
-                             .Ctx<ffi::State<DeviceSite>>()
-                             .RemainingArgs()
-                             .RemainingRets()
-                             .Attrs(),
-                         {ffi::Traits::kCmdBufferCompatible});
+  XLA_FFI_DEFINE_HANDLER(handler, Execute, ExecuteBinding(), {ffi::Traits::kCmdBufferCompatible});
   return (*handler)(frame);
 }
 
 XLA_FFI_Error* CudaNormInstantiate(XLA_FFI_CallFrame* frame) {
   RegisterStateType<DeviceSite>(frame->api, "jax_intranode_device_site");
   XLA_FFI_DEFINE_HANDLER(handler, InstantiateNorm,
-                         ffi::Ffi::BindInstantiate()
-                             .Attr<ffi::Span<const int64_t>>("device_ids")
-                             .Attr<int64_t>("group_size")
-                             .Attr<int32_t>("algorithm")
-                             .Attr<int32_t>("segments")
-                             .Attr<int32_t>("blocks")
-                             .Attr<int32_t>("threads")
-                             .Attr<std::string_view>("site")
-                             .Attr<float>("eps")
-                             .Attr<float>("weight_offset"));
+                         InstantiateBinding().Attr<float>("eps").Attr<float>("weight_offset"));
   return (*handler)(frame);
 }
 
 XLA_FFI_Error* CudaNorm(XLA_FFI_CallFrame* frame) {
-  XLA_FFI_DEFINE_HANDLER(handler, ExecuteNorm,
-                         ffi::Ffi::Bind()
-                             .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                             .Ctx<ffi::DeviceOrdinal>()
-                             .Ctx<ffi::State<DeviceSite>>()
-                             .RemainingArgs()
-                             .RemainingRets()
-                             .Attrs(),
+  XLA_FFI_DEFINE_HANDLER(handler, ExecuteNorm, ExecuteBinding(),
                          {ffi::Traits::kCmdBufferCompatible});
   return (*handler)(frame);
 }

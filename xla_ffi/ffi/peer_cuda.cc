@@ -73,7 +73,7 @@ const char* Find(const void* xla, void* context, int32_t device, void** call, v1
   if (member == buffer.members.end()) return Keep(NotInPeerBuffer(buffer.name, device));
   if (buffer.communicator->closed) return Keep(kShutDown);
   if (buffer.closed) return Keep(PeerBufferClosed(buffer.name));
-  if (std::string failure = buffer.communicator->failure(); !failure.empty()) {
+  if (std::string failure = buffer.communicator->Refuse(device); !failure.empty()) {
     return Keep(std::move(failure));
   }
   *call = *site;

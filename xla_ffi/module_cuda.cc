@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <stdexcept>
 #include <tuple>
 #include <utility>
@@ -22,6 +23,7 @@
 #include "ffi/collectives_cuda.h"
 #include "ffi/norm_call.h"
 #include "ffi/peer_cuda.h"
+#include "host/absent.h"
 #include "host/call_sites.h"
 #include "host/cube_mesh.h"
 #include "host/peer_event.h"
@@ -174,7 +176,7 @@ nb::list Waits() {
       if (!communicator->members[device]) continue;
       const volatile FailureRecord* record = communicator->members[device]->failure;
       const uint64_t word = record->wait;
-      if (word == std::exchange(seen[record], word)) continue;
+      if (word == std::exchange(seen[record], word) || word == 0) continue;  // 0: a new record
       const LongWait wait = UnpackWait(word);
       const std::string site = CallSites::Get().SiteOf(wait.site);
       waits.append(nb::make_tuple(nb::cast(partition.first), partition.second, device,
@@ -185,7 +187,7 @@ nb::list Waits() {
   ForEachPeerRecord([&](const auto& buffer, int64_t device, const v1::Peers& peers) {
     static auto& seen_of_peers = *new std::map<const v1::PeerRecord*, uint64_t>;
     const uint64_t word = static_cast<const volatile v1::PeerRecord*>(peers.record)->wait;
-    if (word == std::exchange(seen_of_peers[peers.record], word)) return;
+    if (word == std::exchange(seen_of_peers[peers.record], word) || word == 0) return;
     const LongWait wait = UnpackWait(word);
     const std::string site = CallSites::Get().SiteOf(wait.site);
     waits.append(nb::make_tuple(nb::cast(buffer.partition.first), buffer.partition.second, device,
@@ -211,35 +213,56 @@ bool HasAny(const std::vector<int64_t>& group, const int64_t* ids, size_t count)
   return std::find_first_of(group.begin(), group.end(), ids, ids + count) != group.end();
 }
 
+AbsentDevices absent_devices;
+
 // The watch calls it in a thread of its own: no call of CUDA, which may block. A kernel looks at
-// the abort word only when it has waited for 10 ms, so those that have all data end in order.
+// the abort word when it waits, at most every 10 ms: those that have all data end in order.
 void OnPeer(PeerState state, const int64_t* ids, size_t count, const char* what) {
+  absent_devices.Set(state, ids, count, what);
   for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
     bool concerned = false;
+    std::string gone;
     for (size_t device = 0; device < communicator->members.size(); ++device) {
       const auto& member = communicator->members[device];
       if (!member || !HasAny(communicator->groups[device], ids, count)) continue;
       concerned = true;
-      static_cast<volatile FailureRecord*>(member->failure)->abort = state != PeerState::kPresent;
+      const auto absent = absent_devices.In(communicator->groups[device]);
+      // A communicator that has failed stays so (ffi/collectives_cuda.cc).
+      const bool ends = absent || communicator->has_failed();
+      static_cast<volatile FailureRecord*>(member->failure)->abort = ends;
+      if (absent) gone = *absent;
     }
     if (!concerned) continue;
-    const std::string text = std::string("jax_intranode: ") + what +
-                             ", so these devices can't communicate any more. Restart all "
-                             "processes from the last checkpoint.";
-    communicator->set_gone(state == PeerState::kPresent ? "" : text);
-    if (state == PeerState::kDead) communicator->set_failure(text);
+    const auto text = [](const std::string& what) {
+      return "jax_intranode: " + what +
+             ", so these devices can't communicate any more. Restart all processes from the last "
+             "checkpoint.";
+    };
+    communicator->set_gone(gone.empty() ? "" : text(gone));
+    if (state == PeerState::kDead) communicator->set_failure(text(what));
   }
-  SetAbort(state != PeerState::kPresent,
-           [&](const std::vector<int64_t>& group) { return HasAny(group, ids, count); });
+  for (const uint32_t abort : {0, 1}) {
+    SetAbort(abort, [&](const std::vector<int64_t>& group) {
+      return HasAny(group, ids, count) && absent_devices.In(group).has_value() == (abort == 1);
+    });
+  }
 }
 
-// Operations on GPUs are not looked at: that would need calls of CUDA.
-uint64_t Activity(bool* outstanding) {
-  *outstanding = false;
-  return 0;
-}
+constexpr PeerSink kPeerSink = {&OnPeer};
 
-constexpr PeerSink kPeerSink = {&OnPeer, &Activity};
+// Waits until nothing runs on the devices of this process.
+void Synchronize() {
+  std::set<int> devices;
+  for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
+    for (size_t device = 0; device < communicator->members.size(); ++device) {
+      if (communicator->members[device]) devices.insert(static_cast<int>(device));
+    }
+  }
+  for (const int device : devices) {
+    const CurrentDevice current(device);
+    ThrowIfError(cudaDeviceSynchronize(), "waiting for a device");
+  }
+}
 
 RegionHeader* HeaderOf(const DeviceGroup& group) {
   return reinterpret_cast<RegionHeader*>(group.region[group.rank]);
@@ -478,6 +501,9 @@ NB_MODULE(_cuda, m) {
   m.def(
       "peer_sink", [] { return nb::capsule(&kPeerSink, kPeerSinkName); },
       "What the watch tells of peers, for this platform.");
+  m.def("forget_peers", [] { absent_devices.Clear(); }, "The watches of all peers have ended.");
+  m.def("synchronize", &Synchronize, nb::call_guard<nb::gil_scoped_release>(),
+        "Waits until nothing runs on the devices of this process.");
   m.def("failures", &Failures, "The failure records of kernels that gave up.");
   m.def("refusals", &Refusals, "The calls that were refused because a peer is gone.");
   m.def("waits", &Waits, "The long waits of kernels that have gone on since the last call.");

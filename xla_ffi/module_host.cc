@@ -145,13 +145,7 @@ void OnPeer(PeerState state, const int64_t* ids, size_t count, const char* what)
   for (const auto& group : AllGroups()) group->SetPeer(state, {ids, ids + count}, what);
 }
 
-uint64_t Activity(bool* outstanding) {
-  *outstanding = false;
-  for (const auto& group : AllGroups()) *outstanding = *outstanding || group->outstanding();
-  return Operations();
-}
-
-constexpr PeerSink kPeerSink = {&OnPeer, &Activity};
+constexpr PeerSink kPeerSink = {&OnPeer};
 
 // (process, address, its device ids)
 using Peer = std::tuple<int, std::string, std::vector<int64_t>>;
@@ -166,8 +160,13 @@ void ConnectPeers(PeerWatch& watch, const std::vector<Peer>& peers, nb::bytes se
 }
 
 nb::list PeersOf(const PeerWatch& watch) {
+  std::vector<PeerWatch::Status> peers;
+  {
+    nb::gil_scoped_release release;
+    peers = watch.Peers();
+  }
   nb::list all;
-  for (const PeerWatch::Status& s : watch.Peers()) {
+  for (const PeerWatch::Status& s : peers) {
     constexpr const char* kStates[] = {"present", "gone", "stopped", "dead"};
     all.append(
         nb::make_tuple(s.process, s.pid, kStates[static_cast<int>(s.state)], s.ended, s.what));
@@ -311,13 +310,15 @@ NB_MODULE(_host, m) {
       .def(
           "arm",
           [](PeerWatch& watch, nb::capsule sink, double silent_s) {
-            watch.Arm(*static_cast<const PeerSink*>(sink.data(kPeerSinkName)), silent_s);
+            const auto* of_platform = static_cast<const PeerSink*>(sink.data(kPeerSinkName));
+            nb::gil_scoped_release release;
+            watch.Arm(*of_platform, silent_s);
           },
           nb::arg("sink"), nb::arg("silent_s"), "Begins to watch.")
       .def("announce", &PeerWatch::Announce, nb::call_guard<nb::gil_scoped_release>(),
            "Tells new communicators of all peers that are not present.")
-      .def("leave", &PeerWatch::Leave, nb::call_guard<nb::gil_scoped_release>(),
-           "Tells the peers that the program has come to its end.")
+      .def("finish", &PeerWatch::Finish, nb::call_guard<nb::gil_scoped_release>(),
+           "Tells the peers that the program has come to its end, and that nothing of it runs.")
       .def("fail", &PeerWatch::Fail, nb::arg("text"), nb::call_guard<nb::gil_scoped_release>(),
            "Tells the peers that this process ends because of a failure.")
       .def("close", &PeerWatch::Close, nb::call_guard<nb::gil_scoped_release>(),
@@ -329,9 +330,6 @@ NB_MODULE(_host, m) {
         "Waits until more than `seen` events of peers have happened; returns their number.");
   m.def("wake_waiting", &PeerWatch::WakeWaiting, nb::call_guard<nb::gil_scoped_release>(),
         "Ends all calls of wait_for_peers.");
-  m.def("before_fork", &PeerWatch::BeforeFork, nb::call_guard<nb::gil_scoped_release>());
-  m.def("after_fork_in_parent", &PeerWatch::AfterForkInParent);
-  m.def("after_fork_in_child", &PeerWatch::AfterForkInChild);
   m.def(
       "peer_sink", [] { return nb::capsule(&kPeerSink, kPeerSinkName); },
       "What the watch tells of peers, for this platform.");

@@ -210,7 +210,7 @@ std::vector<char> Input(const Plan& plan, int ranks, int rank, int round, int si
 }
 
 std::vector<char> Expected(const Plan& plan, int ranks, int rank, int round, int site) {
-  const auto& [algorithm, type, segments] = plan.operation;
+  const auto& [algorithm, type, segments, name] = plan.operation;
   std::vector<char> bytes;
   for (size_t i = 0; i < plan.items * jin::OutputShards(algorithm, ranks); ++i) {
     const size_t shard = i / plan.items, at = i % plan.items;

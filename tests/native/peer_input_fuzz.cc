@@ -92,7 +92,6 @@ int main(int argc, char** argv) {
   const std::vector<std::string> valid = {
       std::string(reinterpret_cast<const char*>(&hello), sizeof hello),
       jin::Packet(jin::PeerNotice::kHeartbeat),
-      jin::Packet(jin::PeerNotice::kLeaving),
       jin::Packet(jin::PeerNotice::kFinished),
       jin::Packet(jin::PeerNotice::kShutdown),
       jin::Packet(jin::PeerNotice::kFailed, "ValueError: no such file"),

@@ -4,6 +4,7 @@
 //
 //   peer_test VARIANT [ranks] [calls] [patience]
 //   peer_test stop
+//   peer_test timer
 //
 // Each rank has two threads, which arrive at call sites in an order of their own and after random
 // times. One makes ring shifts of random distances, with packets of 4, 8 and 16 bytes, the other
@@ -13,6 +14,7 @@
 // 1: something is wrong, and a line says what.
 #include "jax_intranode/include/jax_intranode/peer.h"
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <condition_variable>
@@ -291,6 +293,29 @@ int RunStop() {
   return wrong != 0;
 }
 
+// A wait on a GPU, polled every microsecond: nanoseconds that the timer has seen when it ends.
+uint64_t TimedWait(peer::WaitTimer& timer, uint64_t* now, uint64_t polls) {
+  uint64_t waited = 0;
+  for (uint64_t i = 0; i < polls; ++i, *now += 1000) {
+    if (timer.Poll()) waited = timer.Waited(*now);
+  }
+  return waited;
+}
+
+// A body of an hour with a short wait every 10 ms, and one long wait, which alone is long.
+int RunTimer() {
+  peer::WaitTimer timer;
+  uint64_t now = 1, longest = 0;
+  for (int i = 0; i < 360'000; ++i, now += 10'000'000) {
+    longest = std::max(longest, TimedWait(timer, &now, 1500));
+    timer.End();
+  }
+  if (longest > 2'000'000) CountWrong();
+  if (TimedWait(timer, &now, 5'000'000) < 4'900'000'000) CountWrong();
+  printf("timer: wrong %ld\n", wrong);
+  return wrong != 0;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -299,6 +324,7 @@ int main(int argc, char** argv) {
   if (argc > 3) calls = atoi(argv[3]);
   if (argc > 4) patience = std::chrono::seconds(atoi(argv[4]));
   if (variant == "stop") return RunStop();
+  if (variant == "timer") return RunTimer();
   if (variant != "sound" && variant != "one_half" && variant != "never_cleared") {
     printf("unknown variant\n");
     return 2;

@@ -10,6 +10,7 @@
 #include "xla_ffi/host/peer_watch.h"
 
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -26,6 +27,8 @@
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "xla_ffi/host/absent.h"
 
 namespace jin = jax_intranode;
 using jin::PeerState;
@@ -45,7 +48,6 @@ const std::string kSecret(32, 'k');
 constexpr char kKilled[] = "has ended without a goodbye";
 constexpr char kShutdown[] = "has called jax_intranode.shutdown()";
 constexpr char kFinished[] = "has come to the end of its program";
-constexpr char kEnded[] = "has ended";
 constexpr char kFailed[] = "has failed: KeyError: 'x'";
 constexpr char kSilent[] = "has shown no sign of life for 3 s";
 
@@ -109,7 +111,6 @@ std::mutex events_mutex;
 std::vector<Event> events;
 size_t seen = 0;  // so many of them have been expected
 std::atomic<bool> sink_closed = false;
-std::atomic<bool> busy = false;         // whether an operation of this process runs
 std::atomic<bool> slow = false;         // whether callbacks take long
 std::atomic<bool> in_callback = false;  // a slow one runs
 
@@ -123,11 +124,6 @@ void OnPeer(PeerState state, const int64_t* ids, size_t count, const char* what)
   }
   std::lock_guard lock(events_mutex);
   events.push_back({static_cast<int>(ids[0] / 10), state, what});
-}
-
-uint64_t Activity(bool* outstanding) {
-  *outstanding = busy;
-  return 0;
 }
 
 const char* Name(PeerState state) {
@@ -185,9 +181,7 @@ std::unique_ptr<jin::PeerWatch> Connected() {
   return watch;
 }
 
-void Arm(jin::PeerWatch& watch, double silent_s = kLongSilenceS) {
-  watch.Arm({&OnPeer, &Activity}, silent_s);
-}
+void Arm(jin::PeerWatch& watch, double silent_s = kLongSilenceS) { watch.Arm({&OnPeer}, silent_s); }
 
 jin::PeerWatch::Status StatusOf(const jin::PeerWatch& watch, int process) {
   for (const auto& status : watch.Peers()) {
@@ -256,27 +250,6 @@ void Close(jin::PeerWatch& watch) {
   sink_closed = true;
 }
 
-// A process that leaves counts as finished when nothing of it has run for a second.
-void LeaveWhileBusy() {
-  jin::PeerWatch* const watch = Kept(Connected());
-  Arm(*watch);
-  if (rank == kVictim) {
-    busy = true;
-    watch->Leave();
-    std::this_thread::sleep_for(1500ms);
-    Barrier();
-    busy = false;
-    Barrier();
-    return exit(0);  // the watch is destroyed, which is another goodbye
-  }
-  Barrier();
-  ExpectNothing();
-  Check(StatusOf(*watch, kVictim).state == PeerState::kPresent, "an operation still runs");
-  Expect(PeerState::kGone, kFinished);
-  Barrier();
-  ExpectTheEnd(*watch, PeerState::kGone, kFinished);
-}
-
 // Close() waits for a callback that runs.
 void CloseInCallback() {
   jin::PeerWatch* const watch = Kept(Connected());
@@ -290,15 +263,11 @@ void CloseInCallback() {
 }
 
 // SIGSTOP and SIGCONT, and an end while it is stopped.
-void Stopped(bool leaves) {
+void Stopped() {
   jin::PeerWatch* const watch = Kept(Connected());
   Arm(*watch, kSilenceS);
   Barrier();
   if (rank == kVictim) {
-    if (leaves) {
-      busy = true;  // so that it has not finished
-      watch->Leave();
-    }
     Barrier();
     // A process that was stopped itself does not judge others.
     while (board->processes[0].round < 1) std::this_thread::sleep_for(1ms);
@@ -322,47 +291,36 @@ void Stopped(bool leaves) {
   ++board->processes[rank].round;
   Await([] { return board->processes[2 - rank].round >= 2; }, "the other observer");
   if (rank == 0) kill(victim, SIGKILL);
-  const PeerState state = leaves ? PeerState::kGone : PeerState::kDead;
-  const char* const text = leaves ? kEnded : kKilled;
-  Expect(state, text);
-  ExpectTheEnd(*watch, state, text);
+  Expect(PeerState::kDead, kKilled);
+  ExpectTheEnd(*watch, PeerState::kDead, kKilled);
 }
 
-// A child outlives the victim. Without `hooks` it keeps copies of the victim's sockets.
-void ForkAndDie(bool hooks, const jin::PeerWatch& watch) {
-  if (hooks) jin::PeerWatch::BeforeFork();
-  const pid_t child = fork();
+// A child outlives the victim. One that was made without the C library's fork() keeps copies of the
+// victim's sockets.
+void ForkAndDie(bool by_fork, const jin::PeerWatch& watch) {
+  const pid_t child = by_fork ? fork() : static_cast<pid_t>(syscall(SYS_fork));
   Check(child >= 0, "fork");
   if (child == 0) {
     alarm(kLimitS);
-    if (hooks) {
-      jin::PeerWatch::AfterForkInChild();
-      Check(watch.Peers().empty(), "the watch belongs to the parent");
-    }
+    Check(!by_fork || watch.Peers().empty(), "the watch belongs to the parent");
     while (board->observers_done < kProcesses - 1) std::this_thread::sleep_for(10ms);
     _exit(0);
   }
-  if (hooks) {
-    jin::PeerWatch::AfterForkInParent();
-    Check(watch.Peers().size() == kProcesses - 1, "the parent goes on watching");
-  }
+  Check(watch.Peers().size() == kProcesses - 1, "the parent goes on watching");
   KillMyself();
 }
 
 // The child says goodbye for itself, which is none of its parent.
 void ChildExits(jin::PeerWatch& watch) {
-  jin::PeerWatch::BeforeFork();
   const pid_t child = fork();
   Check(child >= 0, "fork");
   if (child == 0) {
     alarm(kLimitS);
-    jin::PeerWatch::AfterForkInChild();
-    watch.Leave();
+    watch.Finish();
     watch.Fail("the child");
     watch.Close();
     _exit(0);
   }
-  jin::PeerWatch::AfterForkInParent();
   int status;
   Check(waitpid(child, &status, 0) == child && status == 0, "the child's end");
   watch.Fail("KeyError: 'x'");
@@ -376,7 +334,7 @@ void Again() {
     auto watch = Connected();
     Arm(*watch);
     if (round % 2 == 0) Barrier();
-    if ((round + rank) % 3 == 0) watch->Leave();
+    if ((round + rank) % 3 == 0) watch->Finish();
     Close(*watch);
     for (const Event& event : events) {
       Check(event.state == PeerState::kGone, "told of a fault [" + event.what + "]");
@@ -413,7 +371,7 @@ void Threads() {
   }
   Await([&first] { return StatusOf(*first, kVictim).state == PeerState::kGone; }, "the goodbye");
   Await([&second] { return StatusOf(*second, kVictim).state == PeerState::kDead; }, "the end");
-  if (rank == 0) first->Leave();
+  if (rank == 0) first->Finish();
   ends = true;
   jin::PeerWatch::WakeWaiting();
   for (std::thread& thread : threads) thread.join();
@@ -433,14 +391,10 @@ struct Case {
 const std::vector<Case>& Cases() {
   using Watch = jin::PeerWatch;
   static const auto fail = [](Watch& watch) { watch.Fail("KeyError: 'x'"); };
-  static const auto leave_quietly = [](Watch& watch) {
-    watch.Leave();
-    std::this_thread::sleep_for(2500ms);
-  };
   static const auto end = [](auto... steps) {
     return [steps...](Watch& watch) { (steps(watch), ...); };
   };
-  static const auto leave = [](Watch& watch) { watch.Leave(); };
+  static const auto finish = [](Watch& watch) { watch.Finish(); };
   static const auto dies = [](Watch&) { KillMyself(); };
   static const auto exits = [](Watch&) { _exit(0); };
   static const auto returns = [](Watch&) { exit(0); };
@@ -457,13 +411,10 @@ const std::vector<Case>& Cases() {
       {"close", ending(kGone, kShutdown, end(Close, exits)), 0},
       {"close_killed", ending(kGone, kShutdown, end(Close, dies)), SIGKILL},
       {"destroyed", ending(kGone, kShutdown, returns), 0},
-      {"leave", ending(kGone, kFinished, end(leave_quietly, returns)), 0},
-      {"leave_close", ending(kGone, kFinished, end(leave_quietly, Close, exits)), 0},
-      {"leave_returns", ending(kGone, kFinished, end(leave, returns)), 0},
-      {"leave_exit", ending(kGone, kEnded, end(leave, exits)), 0},
-      {"leave_killed", ending(kGone, kEnded, end(leave, dies)), SIGKILL},
-      {"leave_fail", ending(kDead, kFailed, end(leave, fail, exits)), 0},
-      {"leave_busy", LeaveWhileBusy, 0},
+      {"finish", ending(kGone, kFinished, end(finish, returns)), 0},
+      {"finish_close", ending(kGone, kFinished, end(finish, Close, exits)), 0},
+      {"finish_exit", ending(kGone, kFinished, end(finish, exits)), 0},
+      {"finish_killed", ending(kGone, kFinished, end(finish, dies)), SIGKILL},
       {"fail", ending(kDead, kFailed, end(fail, returns)), 0},
       {"fail_exit", ending(kDead, kFailed, end(fail, exits)), 0},
       {"fail_killed", ending(kDead, kFailed, end(fail, dies)), SIGKILL},
@@ -477,8 +428,7 @@ const std::vector<Case>& Cases() {
       {"exit_early", before_arm(kDead, kKilled, exits), 0},
       {"close_early", before_arm(kGone, kShutdown, end(Close, exits)), 0},
       {"fail_early", before_arm(kDead, kFailed, end(fail, exits)), 0},
-      {"stopped", [] { Stopped(false); }, SIGKILL},
-      {"leave_stopped", [] { Stopped(true); }, SIGKILL},
+      {"stopped", Stopped, SIGKILL},
       {"forked", ending(kDead, kKilled, [](Watch& w) { ForkAndDie(false, w); }), SIGKILL},
       {"forked_hooks", ending(kDead, kKilled, [](Watch& w) { ForkAndDie(true, w); }), SIGKILL},
       {"forked_exits", ending(kDead, kFailed, ChildExits), SIGKILL},
@@ -528,7 +478,24 @@ bool Run(const Case& run) {
 
 }  // namespace
 
+// The return of one peer does not hide the absence of another.
+bool AbsentDevicesAreASet() {
+  jin::AbsentDevices absent;
+  const int64_t a = 10, b = 20, c = 30;
+  absent.Set(PeerState::kGone, &c, 1, "c");
+  absent.Set(PeerState::kStopped, &b, 1, "b");
+  bool holds = absent.In({a, b, c}) == "b" && !absent.In({a});
+  absent.Set(PeerState::kPresent, &b, 1, "");
+  holds = holds && absent.In({a, b, c}) == "c" && !absent.In({a, b});
+  absent.Clear();
+  return holds && !absent.In({a, b, c});
+}
+
 int main(int argc, char** argv) {
+  if (!AbsentDevicesAreASet()) {
+    printf("absent devices are not a set\n");
+    return 1;
+  }
   const bool quick = argc > 1 && strcmp(argv[1], "quick") == 0;
   if (argc > 1 && !quick) {
     for (const Case& one : Cases()) {

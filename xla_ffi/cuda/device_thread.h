@@ -40,8 +40,14 @@ class DeviceThread {
   // Reading host memory takes longer the more threads do it. When all threads of a grid did, each
   // millisecond that one rank waited cost it another one, for which the next rank then waited, and
   // so on (2 H200s: 1 ms per operation instead of 9 us, for seconds).
-  __device__ bool Wait(size_t, int missing) {
+  __device__ bool Wait(size_t i, int missing) {
+    return Wait(i, missing, [] {});
+  }
+  // The same; such a thread calls `rarely()` before it reads the clock.
+  template <class Rarely>
+  __device__ bool Wait(size_t, int missing, Rarely&& rarely) {
     if (++polls_ % 1024 != 0 || !FirstOfActive()) return true;
+    rarely();
     const uint64_t now = Nanoseconds();
     if (started_ns_ == 0) {
       started_ns_ = now;

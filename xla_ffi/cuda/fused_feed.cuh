@@ -28,7 +28,7 @@ JIN_FN int AwaitChunks(const Block<kColumns>& b, int slot, int k, int count, int
       ProxyFence();
       return arrived;
     }
-    thread.Wait(0, of_rank);
+    b.Wait(thread, of_rank);
   }
 }
 
@@ -55,7 +55,7 @@ JIN_FN int AwaitColumns(const Block<kColumns>& b, int tile, int column) {
       ProxyFence();
       return tile + arrived;
     }
-    thread.Wait(0, RankAfter(p, tile / p.row_tiles));
+    b.Wait(thread, RankAfter(p, tile / p.row_tiles));
   }
 }
 

@@ -244,6 +244,10 @@ struct Block {
     return LoadAcquire(SlotFlag(p, p.rank, slot)) == operation;
   }
 
+  // To be called each time that something of rank `missing` has not arrived.
+  JIN_FN void Wait(DeviceThread& thread, int missing) const {
+    thread.Wait(0, missing, [&] { CompareOperations(thread, p.group); });
+  }
   JIN_FN DeviceThread Thread() const {
     return DeviceThread(p.group.failure, p.group.timeout_ns, p.rank,
                         static_cast<uint32_t>(p.reduce_scatter ? Algorithm::kMatmulReduceScatter

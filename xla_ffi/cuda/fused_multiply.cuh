@@ -41,7 +41,7 @@ JIN_FN void AwaitProducts(const Block<kColumns>& b, int row_tile, int column) {
     for (;;) {
       const uint32_t missing = ~__ballot_sync(~0u, step >= p.size - 1 || b.HasArrived(slot));
       if (missing == 0) break;
-      thread.Wait(0, Sender(p, (first + __ffs(missing) - 1) / kChunks));
+      b.Wait(thread, Sender(p, (first + __ffs(missing) - 1) / kChunks));
     }
   }
   __syncwarp();

@@ -52,7 +52,7 @@ JIN_FN uint32_t AwaitGrant(const Block<kColumns>& b, int peer, uint32_t operatio
   const uint64_t* const word = &SignalsOf(b.p.group, b.p.rank)->ring_grant[peer];
   uint64_t grant;
   while (static_cast<uint32_t>(grant = LoadAcquire(word)) != operations + 1) {
-    thread.Wait(0, peer);
+    b.Wait(thread, peer);
   }
   return static_cast<uint32_t>(grant >> 32);
 }

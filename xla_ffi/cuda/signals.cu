@@ -40,7 +40,9 @@ __global__ void jax_intranode_post_and_await(const __grid_constant__ DeviceGroup
   if (threadIdx.x >= awaited.count) return;
   DeviceThread thread(group.failure, group.timeout_ns, group.rank, algorithm, group.site);
   uint32_t* const word = awaited.word[threadIdx.x];
-  while (LoadWord(word) == 0) thread.Wait(0, awaited.rank[threadIdx.x]);
+  while (LoadWord(word) == 0) {
+    thread.Wait(0, awaited.rank[threadIdx.x], [&] { CompareOperations(thread, group); });
+  }
   StoreWord(word, 0);
   __threadfence_system();
 }

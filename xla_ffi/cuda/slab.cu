@@ -108,7 +108,9 @@ std::unique_ptr<Slab> Slab::Open(int device, const std::string& handle) {
 Slab::~Slab() {
   try {
     CurrentDevice current(device_);
+    // Returns when no kernel of the device can use the memory or the records any more.
     opened_ ? cudaIpcCloseMemHandle(address_) : cudaFree(address_);
+    if (records_ != nullptr) cudaFreeHost(records_);
   } catch (const std::runtime_error&) {
     // At exit CUDA may already have shut down. Then there is nothing to free.
   }

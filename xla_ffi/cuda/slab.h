@@ -46,8 +46,8 @@ class Slab {
   // The bytes of a cudaIpcMemHandle_t.
   std::string Handle() const;
   char* address() const { return address_; }
-  // A page of zeroed host memory for failure records, which kernels of any device can write. It is
-  // never freed: a kernel may still read it when the slab is gone.
+  // A page of zeroed host memory for failure records, which kernels of any device can write. It
+  // lives as long as the slab.
   char* records() const { return records_; }
 
  private:

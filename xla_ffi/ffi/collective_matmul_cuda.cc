@@ -297,15 +297,10 @@ ffi::Error Initialize(int32_t device, MatmulDeviceSite* site, ffi::RemainingArgs
 ffi::Error Execute(cudaStream_t stream, int32_t device, MatmulDeviceSite* site,
                    ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary) {
   device_handler_calls.fetch_add(1, std::memory_order_relaxed);
-  return WithCall(site, device, args, rets, [&](MatmulSite& of_device, const MatmulCall& call) {
-    try {
-      of_device.Enqueue(call, stream);
-    } catch (const std::exception& failure) {
-      // The peers have received a part of it: later operations would be out of step.
-      site->communicator->set_failure(failure.what());
-      throw;
-    }
-  });
+  ffi::Error error = WithCall(
+      site, device, args, rets,
+      [&](MatmulSite& of_device, const MatmulCall& call) { of_device.Enqueue(call, stream); });
+  return Launched(*site->communicator, device, stream, std::move(error));
 }
 
 }  // namespace

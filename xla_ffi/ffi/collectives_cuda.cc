@@ -77,10 +77,8 @@ ffi::Error BeginCall(const DeviceSite& site, int32_t device, DeviceGroup* group)
   return ffi::Error::Success();
 }
 
-// XLA calls it eagerly or while it captures a graph, and not at all when it replays a graph. So it
-// only launches and keeps no state.
-ffi::Error Execute(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::RemainingArgs xs,
-                   ffi::RemainingRets ys, ffi::Dictionary) {
+ffi::Error LaunchCollective(cudaStream_t stream, int32_t device, DeviceSite* site,
+                            ffi::RemainingArgs xs, ffi::RemainingRets ys) {
   DeviceGroup group;
   if (ffi::Error error = BeginCall(*site, device, &group); error.failure()) return error;
   ElementType type;
@@ -96,9 +94,9 @@ ffi::Error Execute(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::R
   return LaunchError(*site, device, status);
 }
 
-// The same. The operations of one call follow each other on the stream.
-ffi::Error ExecuteNorm(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::RemainingArgs xs,
-                       ffi::RemainingRets ys, ffi::Dictionary) {
+// The operations of one call follow each other on the stream.
+ffi::Error LaunchNorms(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::RemainingArgs xs,
+                       ffi::RemainingRets ys) {
   DeviceGroup group;
   if (ffi::Error error = BeginCall(*site, device, &group); error.failure()) return error;
   ElementType type;
@@ -115,6 +113,14 @@ ffi::Error ExecuteNorm(cudaStream_t stream, int32_t device, DeviceSite* site, ff
       call, type, group.size, group.epoch_buffer_bytes, [&](const NormCall& part) {
         return LaunchError(*site, device, LaunchNorm(type, group, part, site->shape, stream));
       });
+}
+
+// XLA calls it eagerly or while it captures a graph, and not at all when it replays a graph. So it
+// only launches and keeps no state.
+template <auto launch>
+ffi::Error Execute(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::RemainingArgs xs,
+                   ffi::RemainingRets ys, ffi::Dictionary) {
+  return Launched(*site->communicator, device, stream, launch(stream, device, site, xs, ys));
 }
 
 // What collectives and norms both get.
@@ -155,6 +161,22 @@ ffi::Error CheckUsable(DeviceCommunicator& communicator, int32_t device) {
   return ffi::Error::Success();
 }
 
+ffi::Error Launched(DeviceCommunicator& communicator, int32_t device, cudaStream_t stream,
+                    ffi::Error error) {
+  if (error.success() || communicator.closed) return error;
+  communicator.set_failure(error.message());
+  for (const auto& member : communicator.members) {
+    if (member) static_cast<volatile FailureRecord*>(member->failure)->abort = 1;
+  }
+  if (device >= 0 && static_cast<size_t>(device) < communicator.members.size() &&
+      communicator.members[device]) {
+    uint32_t* const closed = &communicator.members[device]->Header()->closed;
+    cudaMemsetAsync(closed, 1, sizeof(*closed), stream);  // after what was launched before
+    cudaGetLastError();
+  }
+  return error;
+}
+
 XLA_FFI_Error* CudaCollectiveInstantiate(XLA_FFI_CallFrame* frame) {
   RegisterStateType<DeviceSite>(frame->api, "jax_intranode_device_site");
   XLA_FFI_DEFINE_HANDLER(handler, Instantiate, InstantiateBinding());
@@ -162,7 +184,8 @@ XLA_FFI_Error* CudaCollectiveInstantiate(XLA_FFI_CallFrame* frame) {
 }
 
 XLA_FFI_Error* CudaCollective(XLA_FFI_CallFrame* frame) {
-  XLA_FFI_DEFINE_HANDLER(handler, Execute, ExecuteBinding(), {ffi::Traits::kCmdBufferCompatible});
+  XLA_FFI_DEFINE_HANDLER(handler, Execute<LaunchCollective>, ExecuteBinding(),
+                         {ffi::Traits::kCmdBufferCompatible});
   return (*handler)(frame);
 }
 
@@ -174,7 +197,7 @@ XLA_FFI_Error* CudaNormInstantiate(XLA_FFI_CallFrame* frame) {
 }
 
 XLA_FFI_Error* CudaNorm(XLA_FFI_CallFrame* frame) {
-  XLA_FFI_DEFINE_HANDLER(handler, ExecuteNorm, ExecuteBinding(),
+  XLA_FFI_DEFINE_HANDLER(handler, Execute<LaunchNorms>, ExecuteBinding(),
                          {ffi::Traits::kCmdBufferCompatible});
   return (*handler)(frame);
 }

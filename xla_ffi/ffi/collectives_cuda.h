@@ -31,6 +31,10 @@ struct DeviceCommunicator {
     std::lock_guard lock(mutex);
     return failure_message.empty() ? gone_message : failure_message;
   }
+  bool has_failed() const {
+    std::lock_guard lock(mutex);
+    return !failure_message.empty();
+  }
   // Why a call on a device can't run; empty if it can. A call that is refused because a peer is
   // gone has no kernel that could write a record, so it is noted here.
   std::string Refuse(int32_t device) {
@@ -67,6 +71,13 @@ extern std::atomic<uint64_t> device_handler_calls;
 
 // Why an operation can't run on a device; success if it can.
 ffi::Error CheckUsable(DeviceCommunicator& communicator, int32_t device);
+
+// What a handler returns. After an error the rank has not made this call, but its peers may have,
+// so its next one would take their data of this one. Hence no later call of the communicator runs:
+// handlers refuse it; what waits on the devices of this process ends; and what is replayed on this
+// device, where no handler is called, finds its region closed.
+ffi::Error Launched(DeviceCommunicator& communicator, int32_t device, cudaStream_t stream,
+                    ffi::Error error);
 
 XLA_FFI_Error* CudaCollectiveInstantiate(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* CudaCollective(XLA_FFI_CallFrame* frame);

@@ -1,5 +1,6 @@
 #include "collectives_host.h"
 
+#include <algorithm>
 #include <chrono>
 #include <string>
 #include <string_view>
@@ -21,13 +22,14 @@ struct HostSite {
   static ffi::TypeId id;
 
   HostSite(std::shared_ptr<HostCommunicator> communicator, Algorithm algorithm, uint32_t segments,
-           uint64_t description, float eps, float weight_offset)
+           uint64_t description, uint64_t name, float eps, float weight_offset)
       : communicator(std::move(communicator)),
         algorithm(algorithm),
         segments(segments),
         eps(eps),
         weight_offset(weight_offset),
         description(description),
+        name(name),
         number(SiteNumbers::Get().Take(description)) {}
 
   uint64_t identity() const { return SiteNumbers::Identity(description, number); }
@@ -37,6 +39,7 @@ struct HostSite {
   const uint32_t segments;
   const float eps, weight_offset;  // of a norm
   const uint64_t description;
+  const uint64_t name;  // for messages
   const uint32_t number;
 };
 ffi::TypeId HostSite::id = {};
@@ -57,11 +60,14 @@ ffi::ErrorOr<std::unique_ptr<HostSite>> InstantiateNorm(ffi::Span<const int64_t>
   error = CheckLinks(static_cast<Algorithm>(algorithm), communicator->is_cube_mesh);
   if (error.failure()) return ffi::Unexpected(std::move(error));
   const uint64_t kind = algorithm + (static_cast<uint64_t>(segments) << 32);
-  const uint64_t description = Fnv1a(ToString(partition), Fnv1a(site) + kind);
+  // What is computed, without the name of the program, with which the text begins: ranks may give
+  // one program different names.
+  const std::string_view computed = site.substr(std::min(site.find(' '), site.size()));
+  const uint64_t description = Fnv1a(ToString(partition), Fnv1a(computed) + kind);
   auto created =
       std::make_unique<HostSite>(std::move(communicator), static_cast<Algorithm>(algorithm),
-                                 segments, description, eps, weight_offset);
-  CallSites::Get().Name(created->identity(), std::string(site));
+                                 segments, description, Fnv1a(site), eps, weight_offset);
+  CallSites::Get().Name(created->name, std::string(site));
   return created;
 }
 
@@ -117,8 +123,9 @@ ffi::Future Execute(int32_t device, HostSite* site, ffi::RemainingArgs xs, ffi::
                                     group->epoch_buffer_bytes(), xs, ys, &type, &buffers);
   if (error.failure()) return Ready(std::move(error));
 
-  return Finish(*group, group->Arrive(rank, site->identity(),
-                                      {site->algorithm, type, site->segments}, buffers));
+  return Finish(*group,
+                group->Arrive(rank, site->identity(),
+                              {site->algorithm, type, site->segments, site->name}, buffers));
 }
 
 // The operations of one call end in the order in which its rank arrives at them, so the last ticket
@@ -134,12 +141,13 @@ ffi::Future ExecuteNorm(int32_t device, HostSite* site, ffi::RemainingArgs xs,
                                  ys, &type, &call);
   if (error.failure()) return Ready(std::move(error));
   std::shared_ptr<Ticket> last;
-  error = ForEachNormOperation(
-      call, type, group->size(), group->epoch_buffer_bytes(),
-      [&, &group = group, rank = rank](const NormCall& part) {
-        last = group->Arrive(rank, site->identity(), {site->algorithm, type, site->segments}, part);
-        return ffi::Error::Success();
-      });
+  error = ForEachNormOperation(call, type, group->size(), group->epoch_buffer_bytes(),
+                               [&, &group = group, rank = rank](const NormCall& part) {
+                                 last = group->Arrive(
+                                     rank, site->identity(),
+                                     {site->algorithm, type, site->segments, site->name}, part);
+                                 return ffi::Error::Success();
+                               });
   if (error.failure()) return Ready(std::move(error));
   return Finish(*group, last);
 }

@@ -68,6 +68,7 @@ const char* Find(const void* xla, void* context, int32_t device, void** call, v1
       static_cast<const XLA_FFI_Api*>(xla), static_cast<XLA_FFI_ExecutionContext*>(context),
       diagnostic);
   if (!site) return Keep("jax_intranode: " + diagnostic.Result());
+  *call = *site;
   const DevicePeerBuffers::Buffer& buffer = *(*site)->buffer;
   const auto member = buffer.members.find(device);
   if (member == buffer.members.end()) return Keep(NotInPeerBuffer(buffer.name, device));
@@ -76,15 +77,28 @@ const char* Find(const void* xla, void* context, int32_t device, void** call, v1
   if (std::string failure = buffer.communicator->Refuse(device); !failure.empty()) {
     return Keep(std::move(failure));
   }
-  *call = *site;
   *peers = member->second;
   peers->site = (*site)->number;
   return nullptr;
 }
 
+void Failed(void* call, int32_t device, void* stream_of_call, const char* error) {
+  const DevicePeerBuffers::Buffer& buffer = *static_cast<DevicePeerSite*>(call)->buffer;
+  const auto stream = static_cast<cudaStream_t>(stream_of_call);
+  if (buffer.closed || !buffer.members.contains(device)) return;
+  Launched(*buffer.communicator, device, stream, ffi::Error::Internal(error));
+  for (const auto& [member, peers] : buffer.members) {
+    static_cast<volatile v1::PeerRecord*>(peers.record)->abort = 1;
+    if (member != device) continue;
+    uint32_t* const closed = &v1::Header(peers, peers.rank)->closed;
+    cudaMemsetAsync(closed, 1, sizeof(*closed), stream);
+    cudaGetLastError();
+  }
+}
+
 }  // namespace
 
-const v1::Api kDevicePeerApi = {v1::kVersion, &Find, nullptr};
+const v1::Api kDevicePeerApi = {v1::kVersion, &Find, nullptr, &Failed};
 
 XLA_FFI_Error* CudaPeerInstantiate(XLA_FFI_CallFrame* frame) {
   RegisterStateType<DevicePeerSite>(frame->api, "jax_intranode_device_peer_site");

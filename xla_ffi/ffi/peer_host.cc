@@ -75,7 +75,7 @@ void Run(void* call, int32_t device, void (*body)(void*, v1::HostWait*),
 
 }  // namespace
 
-const v1::Api kHostPeerApi = {v1::kVersion, &Find, &Run};
+const v1::Api kHostPeerApi = {v1::kVersion, &Find, &Run, nullptr};
 
 XLA_FFI_Error* HostPeerInstantiate(XLA_FFI_CallFrame* frame) {
   RegisterStateType<HostPeerSite>(frame->api, "jax_intranode_host_peer_site");

@@ -2,7 +2,7 @@
 //
 // Lowering describes a site by its text (the attribute `site` of the HLO, the same in all
 // processes). The source line is not in the HLO, because a cached executable must not depend on it.
-// Instantiate gives each text its identity or number.
+// Instantiate gives each text a number.
 #pragma once
 
 #include <cstdint>
@@ -27,10 +27,10 @@ class CallSites {
     labels_[site] = label;
   }
 
-  // The program that holds the call site `identity` has been loaded.
-  void Name(uint64_t identity, const std::string& site) {
+  // A program with a call site of this text has been loaded; `number` names the text.
+  void Name(uint64_t number, const std::string& site) {
     std::lock_guard lock(mutex_);
-    sites_[identity] = site;
+    sites_[number] = site;
     ++calls_[site];
   }
 
@@ -54,17 +54,17 @@ class CallSites {
   }
 
   // The text of a site; empty if it is not known.
-  std::string SiteOf(uint64_t identity) const {
+  std::string SiteOf(uint64_t number) const {
     std::lock_guard lock(mutex_);
-    const auto site = sites_.find(identity);
+    const auto site = sites_.find(number);
     return site == sites_.end() ? "" : site->second;
   }
 
   // The label of a site. If lowering has described none, as in a process that has loaded the
   // executable from elsewhere, its text.
-  std::string LabelOf(uint64_t identity) const {
+  std::string LabelOf(uint64_t number) const {
     std::lock_guard lock(mutex_);
-    const auto site = sites_.find(identity);
+    const auto site = sites_.find(number);
     if (site == sites_.end()) return "";
     const auto label = labels_.find(site->second);
     const std::string text = label == labels_.end() ? site->second : label->second;
@@ -74,7 +74,7 @@ class CallSites {
  private:
   mutable std::mutex mutex_;
   std::map<std::string, std::string> labels_;
-  std::map<uint64_t, std::string> sites_;  // by identity or number
+  std::map<uint64_t, std::string> sites_;  // by number
   std::map<std::string, uint32_t> numbers_;
   std::map<std::string, uint32_t> calls_;  // how many have a text
 };

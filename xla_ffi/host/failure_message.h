@@ -74,7 +74,9 @@ inline std::string WaitMessage(const std::string& operation, int64_t calls, doub
   if (calls >= 0) text += ", call " + std::to_string(calls + 1) + " at this place,";
   return text + " has waited " + Seconds(waited_s) + ": " + RankName(device_ids, rank) +
          " waits for " + RankName(device_ids, missing) + detail +
-         ". It fails after JAX_INTRANODE_TIMEOUT_S, " + Seconds(timeout_s) + ".";
+         (timeout_s < 1e9
+              ? ". It fails after " + Seconds(timeout_s) + " (see JAX_INTRANODE_TIMEOUT_S)."
+              : ". It waits without a limit.");
 }
 
 // What messages call an operation.

@@ -49,6 +49,14 @@ struct ResumableThread {
   void Admit() const {}
 };
 
+// A process that has not run for longer than this was stopped.
+constexpr std::chrono::seconds kStoppedFor{1};
+// A wait that goes on is reported again after one of these times more.
+constexpr std::chrono::nanoseconds kSecondReport = std::chrono::minutes(1);
+constexpr std::chrono::nanoseconds kLaterReports = std::chrono::minutes(5);
+// When ranks that wait in different operations of one group give up.
+constexpr std::chrono::nanoseconds kMismatchEnds = std::chrono::minutes(5);
+
 // XLA:CPU calls handlers with flush-to-zero switched on. Sums keep subnormals.
 class KeepSubnormals {
  public:
@@ -260,7 +268,11 @@ std::shared_ptr<Ticket> HostGroup::Arrive(int rank, uint64_t site, const Operati
     const Key key{site, counts_[{site, rank}]++};
     auto [it, first] = pending_.try_emplace(key);
     Pending& pending = it->second;
+    const uint64_t name = operation.name != 0 ? operation.name : site;
+    const uint32_t calls = calls_[{name, rank}]++;
     if (first) {
+      pending.name = name;
+      pending.calls = calls;
       pending.operation = operation;
       pending.bytes = bytes;
       pending.since = std::chrono::steady_clock::now();
@@ -305,7 +317,7 @@ bool HostGroup::FindNext() {
 
 // Runs a rank's phases of one segment as far as possible; returns whether all have ended.
 bool HostGroup::AdvanceInSegment(int rank, const Operation& operation, Member& member) {
-  const auto& [algorithm, type, segments] = operation;
+  const auto& [algorithm, type, segments, name] = operation;
   const Group& group = views_[rank];
   const uint32_t epoch = epoch_ + member.segment;
   const auto run_phases = [&](const auto& call) {
@@ -385,7 +397,7 @@ void HostGroup::Progress() {
       if (!has_bodies) operations_ += it->second.members.size();
       pending_.erase(it);
       active_ = false;
-      reported_ = false;
+      reported_ = {};
       if (noted_) ClearNotes();
       // Orders this operation's arming before the next one's packets, as the end of a kernel does
       // on a GPU (group.h).
@@ -412,8 +424,8 @@ std::string HostGroup::OperationOf(const Pending& pending) {
   return body ? body->name() : OperationName(pending.operation.algorithm);
 }
 
-std::string HostGroup::Name(const Key& key, const Pending& pending) const {
-  return CallName(OperationOf(pending), pending.bytes, CallSites::Get().LabelOf(key.site));
+std::string HostGroup::Name(const Pending& pending) const {
+  return CallName(OperationOf(pending), pending.bytes, CallSites::Get().LabelOf(pending.name));
 }
 
 bool HostGroup::HasCalled(int rank, const Key& key) const {
@@ -427,7 +439,7 @@ std::string HostGroup::CallInsteadOf(const Key& key, int rank, int other) const 
   if (std::count(local_ranks_.begin(), local_ranks_.end(), other) > 0) {
     for (const auto& [other_key, pending] : pending_) {
       if (other_key != key && pending.members.contains(other) && !HasCalled(rank, other_key)) {
-        return Name(other_key, pending);
+        return Name(pending);
       }
     }
     return "";
@@ -480,7 +492,7 @@ void HostGroup::WriteNotes() {
     }
     if (oldest == nullptr) continue;
     const auto& [key, pending] = *oldest;
-    WaitNote::In(group_.region[rank])->Write({key.site, key.count, Name(key, pending)});
+    WaitNote::In(group_.region[rank])->Write({key.site, key.count, Name(pending)});
   }
 }
 
@@ -494,43 +506,53 @@ bool HostGroup::CheckDeadline() {
   bool outstanding;
   {
     std::lock_guard lock(mutex_);
+    const auto now = std::chrono::steady_clock::now();
+    if (const auto gap = now - checked_; checked_ != decltype(checked_){} && gap > kStoppedFor) {
+      for (auto& [key, pending] : pending_) pending.since += gap;
+    }
+    checked_ = now;
     const auto oldest = std::min_element(
         pending_.begin(), pending_.end(),
         [](const auto& a, const auto& b) { return a.second.since < b.second.since; });
-    if (oldest != pending_.end()) {
-      const auto& [key, pending] = *oldest;
-      const auto waited = std::chrono::steady_clock::now() - pending.since;
-      const std::chrono::nanoseconds patience = Reports::Get().patience();
-      // Peers that report or fail at the same time find the note.
-      if (!noted_ && waited >= std::min(patience, timeout_) / 2) WriteNotes();
-      if (waited >= timeout_) {
-        WriteNotes();
-        const Wait wait = Explain(key, pending);
-        const FailureReason reason =
-            wait.mismatch ? FailureReason::kMismatch : FailureReason::kTimeout;
-        const std::string message =
-            FailureMessage(Name(key, pending), reason,
-                           std::chrono::duration<double>(timeout_).count(), device_ids_, wait.rank,
-                           wait.missing, wait.detail) +
-            " This group of devices can't be used any more.";
-        Reports::Get().Fail({message, reason, OperationOf(pending), pending.bytes,
-                             CallSites::Get().SiteOf(key.site), key.count, wait.rank, wait.missing,
-                             device_ids_});
-        FailLocked(message, &done);
-      } else if (!reported_ && waited >= patience) {
-        reported_ = true;
-        WriteNotes();
-        const Wait wait = Explain(key, pending);
-        Reports::Get().Warn(WaitMessage(Name(key, pending), key.count,
-                                        std::chrono::duration<double>(patience).count(),
-                                        std::chrono::duration<double>(timeout_).count(),
-                                        device_ids_, wait.rank, wait.missing, wait.detail));
-      }
-    }
+    if (oldest != pending_.end()) CheckDeadline(oldest->first, oldest->second, &done);
     watched_ = outstanding = !pending_.empty();
+    if (!outstanding) checked_ = {};
   }
   CompleteAll(done);
   return outstanding;
+}
+
+void HostGroup::CheckDeadline(const Key& key, const Pending& pending, Tickets* done) {
+  const auto seconds = [](std::chrono::nanoseconds time) {
+    return std::chrono::duration<double>(time).count();
+  };
+  const auto waited = std::chrono::steady_clock::now() - pending.since;
+  const std::chrono::nanoseconds patience = Reports::Get().patience();
+  std::chrono::nanoseconds next = patience;
+  if (reported_.count() > 0) {
+    next = reported_ + (reported_ < kSecondReport ? kSecondReport : kLaterReports);
+  }
+  // Peers that report or fail at the same time find the note.
+  if (!noted_ && waited >= std::min(patience, timeout_) / 2) WriteNotes();
+  const bool late = waited >= std::min(timeout_, kMismatchEnds);
+  if (!late && waited < next) return;
+  WriteNotes();
+  const Wait wait = Explain(key, pending);
+  const auto limit = wait.mismatch ? std::min(timeout_, kMismatchEnds) : timeout_;
+  if (waited >= limit) {
+    const FailureReason reason = wait.mismatch ? FailureReason::kMismatch : FailureReason::kTimeout;
+    const std::string message = FailureMessage(Name(pending), reason, seconds(limit), device_ids_,
+                                               wait.rank, wait.missing, wait.detail) +
+                                " This group of devices can't be used any more.";
+    Reports::Get().Fail({message, reason, OperationOf(pending), pending.bytes,
+                         CallSites::Get().SiteOf(pending.name), pending.calls, wait.rank,
+                         wait.missing, device_ids_});
+    FailLocked(message, done);
+  } else if (waited >= next) {
+    reported_ = next;
+    Reports::Get().Warn(WaitMessage(Name(pending), pending.calls, seconds(next), seconds(limit),
+                                    device_ids_, wait.rank, wait.missing, wait.detail));
+  }
 }
 
 void HostGroup::Fail(const std::string& error) {
@@ -574,10 +596,10 @@ void HostGroup::LoseRank(int rank, FailureReason reason, const std::string& what
   const auto& [key, pending] = *waiting;
   const int waits = pending.members.begin()->first;
   const std::string message =
-      FailureMessage(Name(key, pending), reason, 0, device_ids_, waits, rank, ", but " + what) +
-      kEnd;
+      FailureMessage(Name(pending), reason, 0, device_ids_, waits, rank, ", but " + what) + kEnd;
   Reports::Get().Fail({message, reason, OperationOf(pending), pending.bytes,
-                       CallSites::Get().SiteOf(key.site), key.count, waits, rank, device_ids_});
+                       CallSites::Get().SiteOf(pending.name), pending.calls, waits, rank,
+                       device_ids_});
   FailLocked(message, done);
 }
 
@@ -603,11 +625,6 @@ void HostGroup::CompleteAll(const Tickets& tickets) {
 std::string HostGroup::failure() const {
   std::lock_guard lock(mutex_);
   return failure_;
-}
-
-bool HostGroup::outstanding() const {
-  std::lock_guard lock(mutex_);
-  return !pending_.empty();
 }
 
 uint64_t HostGroup::operations() const {

@@ -77,6 +77,9 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
     Algorithm algorithm;
     ElementType type;
     uint32_t segments = 1;
+    // For messages: the number of the text of the call site (call_sites.h). 0: that of the site.
+    // Programs with different names may have one site, because ranks match what is computed.
+    uint64_t name = 0;
   };
 
   // `group.region` holds every rank's region; `group.rank` is ignored. `local_ranks` are the ranks
@@ -108,8 +111,10 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   // Makes the progress thread advance the calls that are outstanding now.
   void KeepMoving();
 
-  // Reports a call that has waited for long, and fails the group if one has waited longer than the
-  // time-out. Returns whether calls are outstanding. The progress thread calls it.
+  // Reports a call that has waited for long: after Reports::patience(), after a minute, and then
+  // every 5 minutes. Fails the group if one has waited for longer than the time-out, or for 5
+  // minutes while ranks wait in different operations. A time in which this process was stopped does
+  // not count. Returns whether calls are outstanding. The progress thread calls it.
   bool CheckDeadline();
 
   // Ends every outstanding and later call with `error`.
@@ -123,8 +128,6 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   std::string failure() const;
 
   uint64_t operations() const;
-  // Whether a call has not ended yet.
-  bool outstanding() const;
   size_t epoch_buffer_bytes() const { return group_.epoch_buffer_bytes; }
   int size() const { return group_.size; }
 
@@ -150,6 +153,8 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   struct Pending {
     Operation operation;
     uint64_t bytes;                               // of a rank's operand
+    uint64_t name;                                // of the call site, for messages
+    uint32_t calls;                               // how often it had been called before
     std::map<int, Member> members;                // by rank
     std::chrono::steady_clock::time_point since;  // the first arrival, or the end of a segment
   };
@@ -172,10 +177,11 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   bool AdvanceBody(HostBody& body);
   static std::string OperationOf(const Pending& pending);
   bool AdvanceInSegment(int rank, const Operation& operation, Member& member);
-  std::string Name(const Key& key, const Pending& pending) const;
+  std::string Name(const Pending& pending) const;
   bool HasCalled(int rank, const Key& key) const;
   std::string CallInsteadOf(const Key& key, int rank, int other) const;
   Wait Explain(const Key& key, const Pending& pending) const;
+  void CheckDeadline(const Key& key, const Pending& pending, Tickets* done);
   void WriteNotes();
   void ClearNotes();
   void FailLocked(const std::string& error, Tickets* done);
@@ -193,6 +199,7 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   mutable std::mutex mutex_;
   Calls pending_;
   std::map<std::pair<uint64_t, int>, uint32_t> counts_;  // calls so far by site and rank
+  std::map<std::pair<uint64_t, int>, uint32_t> calls_;   // the same by the site's name
   std::deque<Key> to_log_;  // the leader's complete calls that await a log entry
   uint32_t logged_;         // the number of the leader's next entry
   uint32_t sequence_;       // the number of the next call
@@ -201,9 +208,10 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   bool watched_ = false;  // whether the progress thread has this group on its list
   bool active_ = false;   // whether call `sequence_` has begun
   Key current_{};
-  int missing_ = -1;       // the rank for which `current_` waits
-  bool noted_ = false;     // whether a rank of this process has a note
-  bool reported_ = false;  // whether a wait was reported since the last operation
+  int missing_ = -1;                                 // the rank for which `current_` waits
+  bool noted_ = false;                               // whether a rank of this process has a note
+  std::chrono::nanoseconds reported_{};              // how long the wait was that was reported last
+  std::chrono::steady_clock::time_point checked_{};  // the last CheckDeadline() while calls wait
   struct Absence {
     FailureReason reason;
     std::string what;

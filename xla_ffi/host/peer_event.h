@@ -23,8 +23,6 @@ struct PeerSink {
   // The process that has the devices `ids` (global ids) is in `state`; `what` is a clause like
   // "process 1 (pid 7) has called jax_intranode.shutdown()".
   void (*on_peer)(PeerState state, const int64_t* ids, size_t count, const char* what);
-  // Changes whenever an operation of this process ends. `*outstanding` says whether one runs now.
-  uint64_t (*activity)(bool* outstanding);
 };
 
 constexpr char kPeerSinkName[] = "jax_intranode.PeerSink";

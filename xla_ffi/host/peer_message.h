@@ -25,8 +25,7 @@ static_assert(sizeof(PeerHello) == 44);
 
 enum class PeerNotice : uint8_t {
   kHeartbeat = 'h',
-  kLeaving = 'l',   // the program has come to its end: a later end of the process is no fault
-  kFinished = 'g',  // the same, and nothing of it runs any more
+  kFinished = 'g',  // the program has come to its end, and nothing of it runs any more
   kShutdown = 's',  // the process has called shutdown()
   kFailed = 'f',    // the process ends because of an exception; the text says which
 };
@@ -58,7 +57,6 @@ inline std::optional<PeerMessage> ParseMessage(std::string_view packet) {
   const auto notice = static_cast<PeerNotice>(packet[0]);
   switch (notice) {
     case PeerNotice::kHeartbeat:
-    case PeerNotice::kLeaving:
     case PeerNotice::kFinished:
     case PeerNotice::kShutdown:
     case PeerNotice::kFailed:

@@ -6,7 +6,7 @@
 //
 //   The socket is read until it is empty after the end of a process is known, and before that end
 //   or a silence is judged. So a goodbye, which comes before the end, is found before it.
-//   A peer that ends is dead, unless it has said that it will end.
+//   A peer that ends is dead, unless it has finished or has called shutdown().
 //   A peer that has failed is dead, whatever it said before, and stays so for that reason.
 //   A peer is stopped only if it was present, and present again only if it was stopped.
 //   Each change is told once.
@@ -29,7 +29,6 @@ enum class PeerReason : uint8_t {
   kFailed,
   kFinished,
   kShutdown,
-  kEnded,  // after it said that it would
   kSilent,
 };
 
@@ -56,7 +55,6 @@ struct PeerRecord {
   PeerState state = PeerState::kPresent;
   PeerReason reason = PeerReason::kNone;
   std::string text;    // of its failure
-  bool left = false;   // it said that it will end
   bool ended = false;  // its process is no more
   Time heard{};
 
@@ -110,10 +108,8 @@ struct PeerRecord {
   template <class Port>
   void OnMessage(Port& port, const PeerMessage& message) {
     if (state == PeerState::kStopped) Change(port, PeerState::kPresent, PeerReason::kNone);
-    if (message.notice != PeerNotice::kHeartbeat) left = true;
     switch (message.notice) {
       case PeerNotice::kHeartbeat:
-      case PeerNotice::kLeaving:
         break;
       case PeerNotice::kFinished:
         Change(port, PeerState::kGone, PeerReason::kFinished);
@@ -135,11 +131,7 @@ struct PeerRecord {
     ended = process_ended || !port.HasPidfd();
     port.CloseSocket();
     if (ended) port.ClosePidfd();
-    if (left) {
-      Change(port, PeerState::kGone, PeerReason::kEnded);
-    } else {
-      Change(port, PeerState::kDead, PeerReason::kNoGoodbye);
-    }
+    if (state != PeerState::kGone) Change(port, PeerState::kDead, PeerReason::kNoGoodbye);
   }
 
   template <class Port>

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/random.h>
@@ -36,11 +37,9 @@ using namespace std::chrono_literals;
 
 constexpr auto kTick = 250ms;
 constexpr auto kHeartbeat = 1s;
-// How long nothing may happen in a process that leaves until it counts as finished.
-constexpr auto kQuiet = 1s;
 // After such a gap between two ticks this process was stopped itself, and can't judge others.
 constexpr auto kOwnGap = 5s;
-// How long a stranger who connects may take for its hello.
+// How long one who connects may take for its hello.
 constexpr auto kHelloPatience = 2s;
 
 std::string ErrnoText(const std::string& what) {
@@ -213,17 +212,18 @@ struct PeerWatch::State {
   std::map<uint64_t, Connection> connections;
   PeerSink sink{};
   Clock::duration silent{};
-  bool leaving = false;
-  bool finished = false;
-  uint64_t activity = 0;
-  Clock::time_point quiet_since{};
 };
 
 class PeerWatch::Thread {
  public:
   // Never destroyed: the thread outlives static destruction.
   static Thread& Get() {
-    static Thread* const thread = new Thread;
+    static Thread* const thread = [] {
+      auto* const made = new Thread;
+      pthread_atfork([] { Get().BeforeFork(); }, [] { Get().AfterForkInParent(); },
+                     [] { Get().AfterForkInChild(); });
+      return made;
+    }();
     return *thread;
   }
 
@@ -259,8 +259,7 @@ class PeerWatch::Thread {
   void Remove(const std::shared_ptr<State>& state) {
     {
       std::lock_guard lock(mutex_);
-      // Whoever has left ends its program, and a watch that is destroyed then is no shutdown.
-      SendAll(*state, state->leaving ? PeerNotice::kFinished : PeerNotice::kShutdown, "");
+      SendAll(*state, PeerNotice::kShutdown, "");
       for (auto& [number, connection] : state->connections) Unregister(connection);
       state->connections.clear();
       std::erase(states_, state);
@@ -268,12 +267,9 @@ class PeerWatch::Thread {
     std::lock_guard wait_for_callbacks(dispatch_);
   }
 
-  void Leave(const std::shared_ptr<State>& state) {
+  void Finish(const std::shared_ptr<State>& state) {
     std::lock_guard lock(mutex_);
-    if (state->leaving) return;
-    state->leaving = true;
-    state->quiet_since = Clock::now();
-    SendAll(*state, PeerNotice::kLeaving, "");
+    SendAll(*state, PeerNotice::kFinished, "");
   }
 
   void Fail(const std::shared_ptr<State>& state, const std::string& text) {
@@ -393,8 +389,6 @@ class PeerWatch::Thread {
         return name + " has come to the end of its program";
       case PeerReason::kShutdown:
         return name + " has called jax_intranode.shutdown()";
-      case PeerReason::kEnded:
-        return name + " has ended";
       case PeerReason::kSilent:
         const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(silent);
         return name + " has shown no sign of life for " + std::to_string(seconds.count()) +
@@ -491,28 +485,13 @@ class PeerWatch::Thread {
     const bool beat = now - last_beat_ >= kHeartbeat;
     if (beat) last_beat_ = now;
     for (const auto& state : states_) {
-      const bool finishes = Finishes(*state, now);
       for (auto& [number, connection] : state->connections) {
         if (connection.record.ended) continue;
         if (beat) Send(connection, PeerNotice::kHeartbeat, "");
-        if (finishes) Send(connection, PeerNotice::kFinished, "");
         Port port{*this, *state, connection, calls};
         connection.record.OnTick(port, now, state->silent, was_stopped);
       }
     }
-  }
-
-  // Whether a process that leaves has just become quiet.
-  bool Finishes(State& state, Clock::time_point now) {
-    if (!state.leaving || state.finished) return false;
-    bool outstanding = false;
-    const uint64_t activity = state.sink.activity(&outstanding);
-    if (outstanding || activity != state.activity) {
-      state.activity = activity;
-      state.quiet_since = now;
-    }
-    state.finished = now - state.quiet_since >= kQuiet;
-    return state.finished;
   }
 
   const int pid_ = getpid();
@@ -596,30 +575,61 @@ void PeerWatch::Connect(const std::vector<Peer>& peers, const std::string& secre
     SendHello(out.get(), process_, secret);
     outgoing.emplace(peer.process, std::make_pair(std::move(out), pid));
   }
-  while (incoming > 0) {
-    pollfd poll_one{state_->listener.get(), POLLIN, 0};
-    const int ready = poll(&poll_one, 1, Milliseconds(end - Clock::now()));
-    if (ready < 0 && errno == EINTR) continue;
-    if (ready <= 0) {
-      for (const Peer& peer : peers) {
-        if (peer.process > process_ && !made.contains(peer.process)) {
-          Throw(name(peer) + " did not connect in time");
-        }
-      }
-    }
-    Fd in(accept4(state_->listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-    int pid = 0;
-    if (in.get() < 0 || !CheckUser(in.get(), &pid).empty()) continue;  // a stranger
+  // All who have connected are heard at once, so that one who says nothing delays nobody.
+  struct Caller {
+    Fd socket;
+    int pid;
+    Clock::time_point until;
+  };
+  std::vector<Caller> callers;
+  const auto answer = [&](Caller& caller) {
     Fd pidfd;
-    const auto hello =
-        ReceiveHello(in.get(), secret, std::min(end, Clock::now() + kHelloPatience), &pidfd);
-    if (!hello || hello->process <= process_ || made.contains(hello->process)) continue;
+    const auto hello = ReceiveHello(caller.socket.get(), secret, Clock::now(), &pidfd);
+    if (!hello || hello->process <= process_ || made.contains(hello->process)) return;
     for (const Peer& peer : peers) {
       if (peer.process != hello->process) continue;
-      SendHello(in.get(), process_, secret);
-      add(peer, *hello, pid, std::move(in), std::move(pidfd));
+      SendHello(caller.socket.get(), process_, secret);
+      add(peer, *hello, caller.pid, std::move(caller.socket), std::move(pidfd));
       --incoming;
-      break;
+      return;
+    }
+  };
+  while (incoming > 0) {
+    std::vector<pollfd> polled{{state_->listener.get(), POLLIN, 0}};
+    auto until = end;
+    for (const Caller& caller : callers) {
+      polled.push_back({caller.socket.get(), POLLIN, 0});
+      until = std::min(until, caller.until);
+    }
+    const int ready = poll(polled.data(), polled.size(), Milliseconds(until - Clock::now()));
+    if (ready < 0) {
+      if (errno != EINTR) Throw(ErrnoText("waiting for the peers' connections"));
+      continue;
+    }
+    const auto now = Clock::now();
+    std::vector<Caller> silent;
+    for (size_t i = 0; i < callers.size(); ++i) {
+      if (polled[i + 1].revents != 0) {
+        answer(callers[i]);
+      } else if (now < callers[i].until) {
+        silent.push_back(std::move(callers[i]));
+      }
+    }
+    callers = std::move(silent);
+    if (polled[0].revents != 0) {
+      Fd in(accept4(state_->listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      int pid = 0;
+      if (in.get() < 0) {
+        // For instance because no descriptor is free. The connection stays ready: look again later.
+        std::this_thread::sleep_for(10ms);
+      } else if (CheckUser(in.get(), &pid).empty()) {
+        callers.push_back({std::move(in), pid, now + kHelloPatience});
+      }
+    }
+    for (const Peer& peer : peers) {
+      if (now >= end && peer.process > process_ && !made.contains(peer.process)) {
+        Throw(name(peer) + " did not connect in time");
+      }
     }
   }
   for (const Peer& peer : peers) {
@@ -647,8 +657,8 @@ void PeerWatch::Announce() const {
   if (!Thread::Get().IsForked()) Thread::Get().Announce(state_);
 }
 
-void PeerWatch::Leave() {
-  if (!Thread::Get().IsForked()) Thread::Get().Leave(state_);
+void PeerWatch::Finish() {
+  if (!Thread::Get().IsForked()) Thread::Get().Finish(state_);
 }
 
 void PeerWatch::Fail(const std::string& text) {
@@ -669,9 +679,5 @@ uint64_t PeerWatch::WaitForEvents(uint64_t seen, double timeout_s) {
 }
 
 void PeerWatch::WakeWaiting() { Thread::Get().WakeWaiting(); }
-
-void PeerWatch::BeforeFork() { Thread::Get().BeforeFork(); }
-void PeerWatch::AfterForkInParent() { Thread::Get().AfterForkInParent(); }
-void PeerWatch::AfterForkInChild() { Thread::Get().AfterForkInChild(); }
 
 }  // namespace jax_intranode

@@ -13,14 +13,12 @@
 //     visible here; in another PID namespace the other two remain.
 //
 // A process whose watch thread has sent nothing for `silent` is stopped (SIGSTOP, a debugger) or
-// gets no processor. Who waits for it gives up. When it is heard again, it is present again. This
-// holds for a process that leaves, too, because others may wait for what it still runs.
+// gets no processor. Who waits for it gives up. When it is heard again, it is present again.
 //
 // Messages (peer_message.h). Each connection has one writer and one reader on each side, so packets
 // arrive in the order in which they were sent. The hello is written by each side before the watch
 // is armed, and read by the other before it is armed. From then on the owner's thread writes
-// heartbeats and kFinished, and a thread in Leave() or Close() the other notices; a lock orders
-// them.
+// heartbeats, and a thread in Finish(), Fail() or Close() the other notices; a lock orders them.
 //
 // What decides about a peer has no sockets and is checked by a model (peer_record.h).
 //
@@ -28,6 +26,12 @@
 // before an end or a silence is judged, and a packet that was sent before the process ended is in
 // it by then. A goodbye that found the socket full is lost, and the end counts as a fault: the
 // reader had not read for as long as it takes to fill the socket, so it was stopped.
+//
+// Locks: `dispatch_`, then `mutex_`. Whoever holds one of them takes no lock of Python's and runs
+// no code of others but the sink's. fork() takes `mutex_` around the system call itself
+// (pthread_atfork), when all of Python's hooks have run: a hook of others that ran under it could
+// wait for a thread that waits for it. A forked child closes its copies of the sockets, so that
+// they end with the parent.
 //
 // Who closes: each side closes its own descriptors, in Close() or when it has seen the peer's end.
 // The thread looks up a descriptor's connection by a number that is never used again, so an event
@@ -84,9 +88,9 @@ class PeerWatch {
   // Tells the sink again of all peers that are not present: for communicators that are new.
   void Announce() const;
 
-  // The program has come to its end. Peers take a later end of this process as in order. When no
-  // operation runs and none has ended for a second, they hear that nobody may wait for it.
-  void Leave();
+  // The program has come to its end, and nothing of it runs any more. Peers take a later end of
+  // this process as in order, and calls that wait for it fail.
+  void Finish();
 
   // This process ends because of a failure; the text says which. Its peers fail at once.
   void Fail(const std::string& text);
@@ -102,11 +106,6 @@ class PeerWatch {
 
   // Ends all calls of WaitForEvents().
   static void WakeWaiting();
-
-  // A child that is forked closes its copies of the sockets, so that they end with the parent.
-  static void BeforeFork();
-  static void AfterForkInParent();
-  static void AfterForkInChild();
 
  private:
   struct Connection;

@@ -33,7 +33,8 @@ std::string FreshName() {
 }
 
 // Removes the segments that crashed processes left behind. The creator of a segment keeps it locked
-// until its name is gone, and the system unlocks the files of a process that ends.
+// until its name is gone, and the system unlocks the files of a process that ends. Files of others
+// stay, also where this process may open them, as root.
 void RemoveAbandoned() {
   DIR* directory = opendir("/dev/shm");
   if (directory == nullptr) return;
@@ -42,7 +43,10 @@ void RemoveAbandoned() {
     if (name.rfind(kPrefix, 0) != 0) continue;
     const int fd = shm_open(("/" + name).c_str(), O_RDWR | O_CLOEXEC, 0);
     if (fd < 0) continue;  // another user's, or gone
-    if (flock(fd, LOCK_EX | LOCK_NB) == 0) shm_unlink(("/" + name).c_str());
+    struct stat status;
+    const bool ours =
+        fstat(fd, &status) == 0 && status.st_uid == geteuid() && S_ISREG(status.st_mode);
+    if (ours && flock(fd, LOCK_EX | LOCK_NB) == 0) shm_unlink(("/" + name).c_str());
     close(fd);
   }
   closedir(directory);

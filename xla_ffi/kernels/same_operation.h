@@ -82,6 +82,21 @@ JIN_FN void AwaitSameOperation(Thread& t, const G& g, int peer, uint32_t count) 
   if (theirs != own) t.MeetsOther(peer, theirs);
 }
 
+// Gives up if a peer has told by now that it runs another operation. Waits for nothing.
+template <class Thread, class G>
+JIN_FN void CompareOperations(Thread& t, const G& g) {
+  const uint32_t count = LoadWord(&g.Header()->operations);
+  const uint64_t own = CountedOperation(g.operation, count);
+#if defined(__CUDACC__)
+#pragma unroll 1
+#endif
+  for (int peer = 0; peer < g.size; ++peer) {
+    const uint64_t theirs = LoadLong(g.OperationOf(peer, g.rank, count));
+    const bool same_count = theirs >> kCountShift == own >> kCountShift;
+    if (peer != g.rank && same_count && theirs != own) t.MeetsOther(peer, theirs);
+  }
+}
+
 // What a block that does nothing else runs: the whole check. At least g.size threads.
 template <class Thread, class G>
 JIN_FN void CheckSameOperation(Thread& t, const G& g) {

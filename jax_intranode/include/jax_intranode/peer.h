@@ -128,6 +128,29 @@ JAX_INTRANODE_FN uint64_t LoadPair(uint64_t* from) {
 #endif
 }
 
+// Two of them in one access on GPUs. Each is whole, but one may be newer than the other.
+JAX_INTRANODE_FN void StorePairs(uint64_t* to, uint64_t first, uint64_t second) {
+#if defined(__CUDACC__)
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(first), "l"(second)
+               : "memory");
+#else
+  StorePair(to, first);
+  StorePair(to + 1, second);
+#endif
+}
+
+JAX_INTRANODE_FN void LoadPairs(uint64_t* from, uint64_t* pairs) {
+#if defined(__CUDACC__)
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+               : "=l"(pairs[0]), "=l"(pairs[1])
+               : "l"(from)
+               : "memory");
+#else
+  pairs[0] = LoadPair(from);
+  pairs[1] = LoadPair(from + 1);
+#endif
+}
+
 // The memory of a rank.
 
 JAX_INTRANODE_FN PeerHeader* Header(const Peers& p, int rank) {
@@ -145,6 +168,38 @@ JAX_INTRANODE_FN char* Half(const Peers& p, int rank, uint32_t epoch) {
 //   Thread(), Threads(), Block(), Blocks(), Sync()   as in CUDA
 //   Wait(missing)       to be called each time that something of rank `missing` has not arrived.
 //                       False: give up, return at once.
+//   Arrived()           to be called when it has arrived: the next wait has a deadline of its own.
+
+// When a wait looks at the clock, and how long it has lasted then.
+class WaitTimer {
+ public:
+  // Counts a poll; whether it is one of the few that look at the clock.
+  JAX_INTRANODE_FN bool Poll() { return ++polls_ % 1024 == 0; }
+  // Nanoseconds since this wait first looked at the clock.
+  JAX_INTRANODE_FN uint64_t Waited(uint64_t now) {
+    if (started_ns_ == 0) {
+      started_ns_ = now;
+      look_ns_ = now + kLookEveryNs;
+    }
+    return now - started_ns_;
+  }
+  // Whether to read host memory, too: every 10 ms.
+  JAX_INTRANODE_FN bool Looks(uint64_t now) {
+    if (now < look_ns_) return false;
+    look_ns_ = now + kLookEveryNs;
+    return true;
+  }
+  JAX_INTRANODE_FN void End() {
+    polls_ = 0;
+    started_ns_ = 0;
+  }
+
+ private:
+  static constexpr uint64_t kLookEveryNs = 10'000'000;
+  uint64_t started_ns_ = 0;
+  uint64_t look_ns_ = 0;
+  uint32_t polls_ = 0;
+};
 
 #if defined(__CUDACC__)
 
@@ -166,17 +221,11 @@ class DeviceThread {
   // Only one of the waiting threads of a warp reads the clock and host memory, and only rarely:
   // reading host memory takes longer the more threads do it.
   __device__ bool Wait(int missing) {
-    if (++polls_ % 1024 != 0 || (threadIdx.x & 31) != __ffs(__activemask()) - 1) return true;
-    const uint64_t now = Nanoseconds();
-    if (started_ns_ == 0) {
-      started_ns_ = now;
-      look_ns_ = now + kLookEveryNs;
-    }
-    if (now - started_ns_ > timeout_ns_) GiveUp(kTimedOut, missing);
-    if (now >= look_ns_) {
-      look_ns_ = now + kLookEveryNs;
+    if (!timer_.Poll() || (threadIdx.x & 31) != __ffs(__activemask()) - 1) return true;
+    const uint64_t now = Nanoseconds(), waited = timer_.Waited(now);
+    if (waited > timeout_ns_) GiveUp(kTimedOut, missing);
+    if (timer_.Looks(now)) {
       if (*static_cast<volatile uint32_t*>(&record_->abort) != 0) GiveUp(kAborted, missing);
-      const uint64_t waited = now - started_ns_;
       if (waited > kLongNs) {
         *static_cast<volatile uint64_t*>(&record_->wait) =
             site_ | static_cast<uint64_t>(missing & 0xFF) << 32 | (waited / 10'000'000) << 40;
@@ -184,6 +233,7 @@ class DeviceThread {
     }
     return true;
   }
+  __device__ void Arrived() { timer_.End(); }
 
   // Gives up if another call is in flight, or if the buffer is closed.
   __device__ void Admit(uint32_t busy, uint32_t closed) {
@@ -191,7 +241,6 @@ class DeviceThread {
   }
 
  private:
-  static constexpr uint64_t kLookEveryNs = 10'000'000;
   static constexpr uint64_t kLongNs = 1'000'000'000;
 
   __device__ static uint64_t Nanoseconds() {
@@ -222,9 +271,7 @@ class DeviceThread {
 
   PeerRecord* record_;
   uint64_t timeout_ns_;
-  uint64_t started_ns_ = 0;  // when the wait was first timed
-  uint64_t look_ns_ = 0;     // when to read host memory next
-  uint32_t polls_ = 0;
+  WaitTimer timer_;
   uint32_t site_;
 };
 
@@ -249,6 +296,7 @@ class HostThread {
     std::this_thread::yield();
     return true;
   }
+  void Arrived() const {}
 
   // Nothing to check: calls of a group run one at a time, and a closed buffer is not called.
   void Admit(uint32_t, uint32_t) const {}
@@ -266,6 +314,7 @@ JAX_INTRANODE_FN bool AwaitAtLeast(Thread& t, uint32_t* word, uint32_t value, in
   while (static_cast<int32_t>(LoadAcquire(word) - value) < 0) {
     if (!t.Wait(rank)) return false;
   }
+  t.Arrived();
   return true;
 }
 
@@ -342,17 +391,13 @@ JAX_INTRANODE_FN void Put(char* slot, size_t i, const T& value) {
   uint32_t words[sizeof(T) / 4];
   memcpy(words, &value, sizeof(T));
   uint64_t* to = reinterpret_cast<uint64_t*>(slot + i * kPacketBytes<T>);
-#if defined(__CUDACC__)
   if constexpr (sizeof(T) >= 8) {
-    for (int k = 0; k < static_cast<int>(sizeof(T) / 4); k += 2) {
-      asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(to + k),
-                   "l"(1ull << 32 | words[k]), "l"(1ull << 32 | words[k + 1])
-                   : "memory");
+    for (size_t k = 0; k < sizeof(T) / 4; k += 2) {
+      StorePairs(to + k, 1ull << 32 | words[k], 1ull << 32 | words[k + 1]);
     }
-    return;
+  } else {
+    StorePair(to, 1ull << 32 | words[0]);
   }
-#endif
-  for (size_t k = 0; k < sizeof(T) / 4; ++k) StorePair(to + k, 1ull << 32 | words[k]);
 }
 
 // True when packet i has arrived: then `value` holds it, and the packet is cleared.
@@ -362,15 +407,19 @@ JAX_INTRANODE_FN bool TryTake(char* slot, size_t i, T* value) {
   uint64_t* from = reinterpret_cast<uint64_t*>(slot + i * kPacketBytes<T>);
   uint64_t pairs[kWords];
   bool arrived = true;
-  for (int k = 0; k < kWords; ++k) {
-    pairs[k] = LoadPair(from + k);
-    arrived = arrived && (pairs[k] >> 32) != 0;
+  if constexpr (kWords > 1) {
+    for (int k = 0; k < kWords; k += 2) LoadPairs(from + k, pairs + k);
+  } else {
+    pairs[0] = LoadPair(from);
   }
+  for (const uint64_t pair : pairs) arrived = arrived && (pair >> 32) != 0;
   if (!arrived) return false;
   uint32_t words[kWords];
-  for (int k = 0; k < kWords; ++k) {
-    words[k] = static_cast<uint32_t>(pairs[k]);
-    StorePair(from + k, 0);
+  for (int k = 0; k < kWords; ++k) words[k] = static_cast<uint32_t>(pairs[k]);
+  if constexpr (kWords > 1) {
+    for (int k = 0; k < kWords; k += 2) StorePairs(from + k, 0, 0);
+  } else {
+    StorePair(from, 0);
   }
   memcpy(value, words, sizeof(T));
   return true;
@@ -382,6 +431,7 @@ JAX_INTRANODE_FN bool Take(Thread& t, char* slot, size_t i, T* value, int rank) 
   while (!TryTake(slot, i, value)) {
     if (!t.Wait(rank)) return false;
   }
+  t.Arrived();
   return true;
 }
 

@@ -159,6 +159,16 @@ class Call {
   // Why the call can't run; empty if it can.
   const std::string& error() const { return error_; }
 
+  // What the handler returns, after jax_intranode has learnt of an error.
+  Result Return(Result result) const {
+#if defined(__CUDACC__)
+    if (result.failure() && call_ != nullptr) {
+      TheApi()->failed(call_, device_, stream_, result.message().c_str());
+    }
+#endif
+    return result;
+  }
+
  private:
   friend struct ::xla::ffi::CtxDecoding<Call>;
 
@@ -216,9 +226,9 @@ template <class... Args>
 auto Guarded(Result (*function)(Call, Args...)) {
   return [function](Call call, std::string_view, std::string_view, Args... args) -> Result {
     if (!call.error().empty()) {
-      return Failed(ffi::Error(ffi::ErrorCode::kFailedPrecondition, call.error()));
+      return call.Return(Failed(ffi::Error(ffi::ErrorCode::kFailedPrecondition, call.error())));
     }
-    return function(std::move(call), std::move(args)...);
+    return call.Return(function(call, std::move(args)...));
   };
 }
 

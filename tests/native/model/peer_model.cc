@@ -54,6 +54,7 @@ struct ModelThread {
   void Sync() const {}
   size_t First() const { return block; }
   size_t Stride() const { return blocks; }
+  void Arrived() {}
   bool Wait(int) {
     model::TheMachine().Wait();
     return true;

@@ -3,7 +3,7 @@
 //   watch_model [variant] [processes] [stops] [quick]
 //
 // Process 0 watches the others. What a process sends does not depend on what it hears, so that one
-// watcher stands for all. Its first peer does anything at any time: it leaves, finishes, fails,
+// watcher stands for all. Its first peer does anything at any time: it finishes, fails,
 // shuts down, stops and goes on (so many times), or is killed. A second peer does less. The watch's
 // thread looks at any time, and peers also act between any two questions that it asks. Meanwhile
 // the program arms the watch, makes a new communicator, announces, and closes. The end of a process
@@ -55,7 +55,6 @@ const std::vector<std::pair<const char*, const char*>> kVariants = {
     {"reset_is_end", "what a peer sent before it closed its socket is not read"},
     {"forgets_before_arm", "what came before the watch was armed is dropped"},
     {"no_goodbye", "nobody remembers that a peer leaves"},
-    {"trusts_leavers", "a peer that leaves is never stopped"},
     {"stays_stopped", "a peer that is heard again is not present again"},
     {"stops_dead", "a peer that is dead may stop"},
     {"last_fault", "the last fault of a peer counts, not the first one"},
@@ -82,7 +81,7 @@ struct Told {
 // A peer, and what process 0 has of it.
 struct Peer {
   // What it has said, and how it is.
-  bool left = false, finished = false, shut_down = false, failed = false;
+  bool finished = false, shut_down = false, failed = false;
   bool stopped = false, exits = false, socket_closed = false, ended = false, reaped = false;
   uint8_t stops = 0;
   // On the way to process 0.
@@ -161,7 +160,7 @@ struct World {
 std::string KeyOfRecord(const Peer& peer) {
   const jin::PeerRecord& r = peer.record;
   return {static_cast<char>(r.state), static_cast<char>(r.reason),
-          static_cast<char>(r.left | r.ended << 1 | (r.heard == kNow) << 2),
+          static_cast<char>(r.ended << 1 | (r.heard == kNow) << 2),
           static_cast<char>(peer.socket_open | peer.pidfd_open << 1 | !r.text.empty() << 2)};
 }
 
@@ -171,7 +170,7 @@ std::string World::Key() const {
   const auto add_told = [&](const Told& told) { add(told.state, told.reason); };
   for (size_t p = 0; p < peers.size(); ++p) {
     const Peer& peer = peers[p];
-    add(peer.left | peer.finished << 1 | peer.shut_down << 2 | peer.failed << 3,
+    add(peer.finished << 1 | peer.shut_down << 2 | peer.failed << 3,
         peer.stopped | peer.exits << 1 | peer.socket_closed << 2 | peer.ended << 3 |
             peer.reaped << 4 | peer.reset << 5,
         peer.stops, peer.packets.size());
@@ -197,10 +196,10 @@ std::string World::Key() const {
 std::vector<World::Action> World::ActionsOfSecond(const Peer& peer) {
   std::vector<Action> actions;
   if (peer.exits) return actions;
-  if (!peer.left && !peer.failed) {
-    actions.push_back({"leaves", [](Peer& p) {
-                         p.packets.push_back(PeerNotice::kLeaving);
-                         p.left = true;
+  if (!peer.finished && !peer.failed) {
+    actions.push_back({"finishes", [](Peer& p) {
+                         p.packets.push_back(PeerNotice::kFinished);
+                         p.finished = true;
                        }});
     actions.push_back({"fails", [](Peer& p) {
                          p.packets.push_back(PeerNotice::kFailed);
@@ -228,12 +227,7 @@ std::vector<World::Action> World::ActionsOf(int p, int stops) const {
     if (!peer.HasHeartbeat() && !was_read) {
       actions.push_back({"beats", says(PeerNotice::kHeartbeat)});
     }
-    if (!peer.left) {
-      actions.push_back({"leaves", [=](Peer& p) {
-                           says(PeerNotice::kLeaving)(p);
-                           p.left = true;
-                         }});
-    } else if (!peer.finished) {
+    if (!peer.finished) {
       actions.push_back({"finishes", [=](Peer& p) {
                            says(PeerNotice::kFinished)(p);
                            p.finished = true;
@@ -248,8 +242,8 @@ std::vector<World::Action> World::ActionsOf(int p, int stops) const {
     // With and without having read all that process 0 has sent.
     for (const bool reset : {false, true}) {
       actions.push_back({reset ? "closes, with unread data" : "closes", [=](Peer& p) {
-                           says(p.left ? PeerNotice::kFinished : PeerNotice::kShutdown)(p);
-                           (p.left ? p.finished : p.shut_down) = true;
+                           says(PeerNotice::kShutdown)(p);
+                           p.shut_down = true;
                            p.socket_closed = true;
                            p.reset = reset;
                          }});
@@ -392,20 +386,18 @@ void World::Do(Port& port) {
         record.reason = PeerReason::kSilent;
         calls.clear();
       }
-      if (Is("no_goodbye")) record.left = false;
+      if (Is("no_goodbye") && record.state == PeerState::kGone) record.state = PeerState::kPresent;
       break;
     }
     case Doing::kPidfd:
       if (Is("last_fault") && record.state == PeerState::kDead && !record.ended) {
         Forget(record);
-        record.left = false;
       }
       port.hides_packets = Is("pidfd_first");
       record.OnEnd(port);
       break;
     case Doing::kTick:
     case Doing::kTickAfterOwnStop:
-      if (Is("trusts_leavers") && record.left) record.heard = kNow;
       if (Is("stops_dead") && record.state == PeerState::kDead && record.heard == kLongAgo) {
         record.state = PeerState::kStopped;
         record.reason = PeerReason::kSilent;
@@ -422,14 +414,13 @@ void World::Do(Port& port) {
 void World::Change(int p) {
   const Peer& peer = peers[p];
   const PeerReason reason = peer.record.reason;
-  const bool said_goodbye = peer.left || peer.finished || peer.shut_down;
+  const bool said_goodbye = peer.finished || peer.shut_down;
   switch (peer.record.state) {
     case PeerState::kPresent:
       break;
     case PeerState::kGone:
       if (reason == PeerReason::kFinished   ? !peer.finished
           : reason == PeerReason::kShutdown ? !peer.shut_down
-          : reason == PeerReason::kEnded    ? !said_goodbye || !(peer.socket_closed || peer.exits)
                                             : true) {
         Fail("wrong: a peer is gone for another reason");
       }
@@ -522,7 +513,7 @@ void World::Settle() {
   for (size_t p = 0; p < peers.size(); ++p) {
     const Peer& peer = peers[p];
     const Told told = first[p];
-    const bool goes = peer.left || peer.finished || peer.shut_down;
+    const bool goes = peer.finished || peer.shut_down;
     // /proc may have forgotten the process before anybody asked.
     const bool shows = place.has_pidfd || !place.child_holds_socket;
     const PeerState known = told.state;

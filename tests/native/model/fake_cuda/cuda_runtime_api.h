@@ -1,5 +1,6 @@
-// The few names of CUDA's runtime that the host code of the cuBLASLt pipeline uses. The functions
-// are defined in pipeline_model.cc: they note what is enqueued.
+// The few names of CUDA's runtime that host code uses which runs without a GPU: that of the
+// cuBLASLt pipeline (pipeline_model.cc defines its functions, which note what is enqueued), and the
+// handlers of collectives (failed_launch_test.cc).
 #pragma once
 
 #include <cstddef>
@@ -15,6 +16,9 @@ using cudaEvent_t = FakeEvent*;
 enum cudaMemcpyKind { cudaMemcpyDefault };
 constexpr unsigned cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2;
 
+cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream);
+cudaError_t cudaGetLastError();
+const char* cudaGetErrorString(cudaError_t error);
 cudaError_t cudaDeviceGetStreamPriorityRange(int* lowest, int* highest);
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority);
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags);

@@ -1,0 +1,199 @@
+// Calls the handlers of collectives on GPUs as XLA does, with CUDA and XLA's runtime in fakes. When
+// a launch fails, no later call may take what the peers have sent for this one: it is refused, what
+// waits is told to end, and what is replayed finds its region closed. Exit status 0: all of it is
+// so.
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "xla_ffi/cuda/norms.h"
+#include "xla_ffi/ffi/collectives_cuda.h"
+#include "xla_ffi/host/call_sites.h"
+
+struct XLA_FFI_Error {
+  std::string message;
+};
+
+namespace {
+
+cudaError_t next_status = cudaSuccess;
+int launches = 0;
+void* state = nullptr;
+
+template <class... Args>
+XLA_FFI_Error* Succeeds(Args...) {
+  return nullptr;
+}
+
+XLA_FFI_Api MakeApi() {
+  XLA_FFI_Api api;
+  memset(&api, 0, sizeof api);
+  api.struct_size = XLA_FFI_Api_STRUCT_SIZE;
+  api.api_version.struct_size = XLA_FFI_Api_Version_STRUCT_SIZE;
+  api.api_version.major_version = XLA_FFI_API_MAJOR;
+  api.api_version.minor_version = XLA_FFI_API_MINOR;
+  api.XLA_FFI_Error_Create = [](XLA_FFI_Error_Create_Args* args) {
+    return new XLA_FFI_Error{args->message};
+  };
+  api.XLA_FFI_Error_Destroy = [](XLA_FFI_Error_Destroy_Args* args) { delete args->error; };
+  api.XLA_FFI_Type_Register = [](XLA_FFI_Type_Register_Args* args) {
+    args->type_id->type_id = 1;
+    return Succeeds();
+  };
+  api.XLA_FFI_State_Set = [](XLA_FFI_State_Set_Args* args) {
+    state = args->state;
+    return Succeeds();
+  };
+  api.XLA_FFI_State_Get = [](XLA_FFI_State_Get_Args* args) {
+    args->state = state;
+    return Succeeds();
+  };
+  api.XLA_FFI_Stream_Get = [](XLA_FFI_Stream_Get_Args* args) {
+    args->stream = nullptr;
+    return Succeeds();
+  };
+  api.XLA_FFI_DeviceOrdinal_Get = [](XLA_FFI_DeviceOrdinal_Get_Args* args) {
+    args->device_ordinal = 0;
+    return Succeeds();
+  };
+  return api;
+}
+
+// The attributes of a call, and its arguments.
+struct Frame {
+  XLA_FFI_Api api = MakeApi();
+  XLA_FFI_CallFrame frame;
+  std::map<std::string, std::pair<XLA_FFI_AttrType, void*>> attributes;  // sorted, as XLA's are
+  std::vector<XLA_FFI_ByteSpan> spans;
+  std::vector<XLA_FFI_ByteSpan*> names;
+  std::vector<XLA_FFI_AttrType> types;
+  std::vector<void*> values;
+
+  // Runs a handler; returns its error's text.
+  std::string Run(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*), XLA_FFI_ExecutionStage stage,
+                  XLA_FFI_Buffer* x = nullptr, XLA_FFI_Buffer* y = nullptr) {
+    memset(&frame, 0, sizeof frame);
+    frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
+    frame.api = &api;
+    frame.stage = stage;
+    XLA_FFI_ArgType argument = XLA_FFI_ArgType_BUFFER;
+    XLA_FFI_RetType result = XLA_FFI_RetType_BUFFER;
+    void *xs = x, *ys = y;
+    const int64_t count = x == nullptr ? 0 : 1;
+    frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, count, &argument, &xs};
+    frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, count, &result, &ys};
+    spans.clear(), names.clear(), types.clear(), values.clear();
+    for (const auto& [name, value] : attributes) spans.push_back({name.data(), name.size()});
+    for (auto& span : spans) names.push_back(&span);
+    for (const auto& [name, value] : attributes) {
+      types.push_back(value.first);
+      values.push_back(value.second);
+    }
+    frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE,
+                   nullptr,
+                   static_cast<int64_t>(types.size()),
+                   types.data(),
+                   names.data(),
+                   values.data()};
+    XLA_FFI_Error* const error = handler(&frame);
+    std::string text = error == nullptr ? "" : error->message;
+    delete error;
+    return text;
+  }
+};
+
+}  // namespace
+
+// CUDA, and what launches kernels.
+cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
+  memset(to, value, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+const char* cudaGetErrorString(cudaError_t) { return "out of resources"; }
+
+namespace jax_intranode {
+cudaError_t Launch(Algorithm, ElementType, const DeviceGroup&, const Buffer&, uint32_t, LaunchShape,
+                   cudaStream_t) {
+  ++launches;
+  return next_status;
+}
+cudaError_t Launch(Algorithm, ElementType, const DeviceGroup&, const Buffers&, uint32_t,
+                   LaunchShape, cudaStream_t) {
+  return next_status;
+}
+cudaError_t LaunchNorm(ElementType, const DeviceGroup&, const NormCall&, LaunchShape,
+                       cudaStream_t) {
+  return next_status;
+}
+bool NormFits(ElementType, const NormCall&, LaunchShape) { return true; }
+}  // namespace jax_intranode
+
+#define CHECK(condition)                      \
+  if (!(condition)) {                         \
+    printf("%d: %s\n", __LINE__, #condition); \
+    return 1;                                 \
+  }                                           \
+  static_assert(true)
+
+int main() {
+  using namespace jax_intranode;
+  constexpr size_t kBuffer = 64 << 10;
+  std::vector<uint64_t> own((kHeaderBytes + 2 * kBuffer) / 8), other(own.size());
+  FailureRecord records[2] = {};
+  auto communicator = std::make_shared<DeviceCommunicator>();
+  for (int device : {0, 1}) {
+    DeviceGroup group{};
+    group.region[0] = reinterpret_cast<char*>(own.data());
+    group.region[1] = reinterpret_cast<char*>(other.data());
+    group.epoch_buffer_bytes = kBuffer;
+    group.rank = device;
+    group.size = 2;
+    group.failure = &records[device];
+    communicator->members.push_back(group);
+    communicator->groups.push_back({0, 1});
+  }
+  Registry<DeviceCommunicator>::Get().Add({{0, 1}, 2}, communicator);
+
+  Frame frame;
+  int64_t ids[] = {0, 1}, size = 2;
+  int32_t algorithm = static_cast<int32_t>(Algorithm::kOneShot), one = 1, threads = 32;
+  XLA_FFI_Array array{XLA_FFI_DataType_S64, 2, ids};
+  XLA_FFI_Scalar of_size{XLA_FFI_DataType_S64, &size}, of_one{XLA_FFI_DataType_S32, &one},
+      of_threads{XLA_FFI_DataType_S32, &threads}, of_algorithm{XLA_FFI_DataType_S32, &algorithm};
+  XLA_FFI_ByteSpan site{"psum", 4};
+  frame.attributes = {{"device_ids", {XLA_FFI_AttrType_ARRAY, &array}},
+                      {"group_size", {XLA_FFI_AttrType_SCALAR, &of_size}},
+                      {"algorithm", {XLA_FFI_AttrType_SCALAR, &of_algorithm}},
+                      {"segments", {XLA_FFI_AttrType_SCALAR, &of_one}},
+                      {"blocks", {XLA_FFI_AttrType_SCALAR, &of_one}},
+                      {"threads", {XLA_FFI_AttrType_SCALAR, &of_threads}},
+                      {"site", {XLA_FFI_AttrType_STRING, &site}}};
+  CHECK(frame.Run(&CudaCollectiveInstantiate, XLA_FFI_ExecutionStage_INSTANTIATE).empty());
+  CHECK(state != nullptr);
+
+  float numbers[4] = {};
+  int64_t dims[] = {4};
+  XLA_FFI_Buffer x{XLA_FFI_Buffer_STRUCT_SIZE, nullptr, XLA_FFI_DataType_F32, numbers, 1, dims};
+  const auto call = [&] {
+    return frame.Run(&CudaCollective, XLA_FFI_ExecutionStage_EXECUTE, &x, &x);
+  };
+  CHECK(call().empty() && launches == 1);
+  CHECK(records[0].abort == 0 && communicator->members[0]->Header()->closed == 0);
+
+  next_status = cudaSuccess + 1;
+  const std::string failed = call();
+  CHECK(failed.find("launching psum on CUDA device 0 failed: out of resources") != failed.npos);
+  CHECK(launches == 2);
+
+  next_status = cudaSuccess;
+  CHECK(call() == failed);  // refused
+  CHECK(launches == 2);
+  CHECK(records[0].abort == 1 && records[1].abort == 1);   // what waits ends
+  CHECK(communicator->members[0]->Header()->closed != 0);  // what is replayed gives up
+  CHECK(communicator->members[1]->Header()->closed == 0);  // where calls are refused, too
+  printf("failed launch: OK\n");
+  return 0;
+}

@@ -14,6 +14,7 @@ import argparse
 import difflib
 import importlib
 import os
+import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -73,7 +74,7 @@ COMMANDS = (
     Command(
         "run",
         "run a script or a module with its collectives accelerated",
-        "jax_intranode._src.rewrite.script",
+        "jax_intranode._src.commands.run",
         starts_ranks=False,
     ),
     Command(
@@ -161,8 +162,8 @@ def _run(argv: Sequence[str]) -> int:
         return 2
     command = _find(options.command)
     error = jax_intranode._import_error
-    if error is not None and _is_shadowed():
-        _run_installed(command, argv)
+    if error is not None and (installed := _shadowed()) is not None:
+        _run_installed(installed, command, argv)
     if command.needs_package and error is not None:
         sys.stderr.write(
             f"{PROGRAM} {command.name}: jax_intranode cannot be used here: "
@@ -181,25 +182,35 @@ def _run(argv: Sequence[str]) -> int:
         return 2
 
 
-def _is_shadowed() -> bool:
-    """Whether this is a source tree without native modules in front of an installed package."""
+def _shadowed() -> Path | None:
+    """The installed package, if this is a source tree without native modules in front of it."""
     package = Path(jax_intranode.__file__).resolve().parent
     if package.parent != Path.cwd() or sys.flags.safe_path:
-        return False
+        return None
+    if str(package.parent) in sys.path[1:]:  # PYTHONPATH asks for it
+        return None
     try:
         found = metadata.distribution("jax_intranode").locate_file("jax_intranode")
     except metadata.PackageNotFoundError:
-        return False
+        return None
     installed = Path(str(found)).resolve()
-    return installed.is_dir() and installed != package
+    return installed if installed.is_dir() and installed != package else None
 
 
-def _run_installed(command: Command, argv: Sequence[str]) -> NoReturn:
-    """Replaces this process by one that does not import from the working directory."""
-    if command.name not in ("run", "launch"):  # these start programs that may import from there
+def _run_installed(installed: Path, command: Command, argv: Sequence[str]) -> NoReturn:
+    """Replaces this process by one that imports the installed package."""
+    if command.name not in ("run", "launch"):  # these start programs that may import from here
         os.environ["PYTHONSAFEPATH"] = "1"
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "jax_intranode", *argv])
+    flags = getattr(subprocess, "_args_from_interpreter_flags")()  # noqa: B009, not in mypy's stubs
+    # Not -P: `run` and `launch` would take it for the user's.
+    source = (
+        f"import sys; sys.path.insert(0, {str(installed.parent)!r}); "
+        "from jax_intranode.__main__ import main; "
+        "del sys.path[0]; sys.exit(main())"
+    )
+    if sys.stdout is not None:  # closed
+        sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *flags, "-c", source, *argv])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

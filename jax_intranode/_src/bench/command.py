@@ -142,16 +142,11 @@ def run_mode(
     Raises:
         launcher.RankError: a rank failed, or the time limit came first.
     """
-    env = [variables]
-    if settings.mode == PROCESS_PER_DEVICE:
-        port = launcher.free_port()
-        env = [
-            {**variables, **launcher.rank_env(rank, settings.devices, port)}
-            for rank in range(settings.devices)
-        ]
+    joined = settings.mode == PROCESS_PER_DEVICE
+    env = [variables] * (settings.devices if joined else 1)
     if settings.platform == "cpu":
         # JAX_NUM_CPU_DEVICES overrides the number of host devices in XLA_FLAGS.
-        cpus = "1" if settings.mode == PROCESS_PER_DEVICE else str(settings.devices)
+        cpus = "1" if joined else str(settings.devices)
         env = [{**rank, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": cpus} for rank in env]
     with tempfile.TemporaryDirectory(prefix="jax_intranode_bench_") as name:
         directory = Path(name)
@@ -162,6 +157,10 @@ def run_mode(
         ]
         with following(directory / "rank0.log" if shows_table else None, begun, line):
             launcher.run_ranks(
-                [command] * len(env), timeout_s=timeout_s, log_dir=directory, env=env
+                [command] * len(env),
+                timeout_s=timeout_s,
+                log_dir=directory,
+                env=env,
+                joined=joined,
             )
         return json.loads(output.read_text())

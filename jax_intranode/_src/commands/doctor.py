@@ -481,18 +481,14 @@ def _run_module(name: str, ranks: Sequence[Sequence[str]]) -> tuple[str, str | N
 
     command = [sys.executable, "-P", "-m", f"jax_intranode._src.commands.{name}"]
     variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_INTRANODE_TIMEOUT_S": "60"}
-    port = launcher.free_port()
-    environments = [
-        {**variables, **(launcher.rank_env(rank, len(ranks), port) if len(ranks) > 1 else {})}
-        for rank in range(len(ranks))
-    ]
     with tempfile.TemporaryDirectory(prefix="jax_intranode_doctor_") as directory:
         try:
             launcher.run_ranks(
                 [[*command, *arguments] for arguments in ranks],
                 timeout_s=_LIMIT_S,
                 log_dir=Path(directory),
-                env=environments,
+                env=[variables] * len(ranks),
+                joined=len(ranks) > 1,
             )
         except launcher.RankError as error:
             if error.first_failed is None:

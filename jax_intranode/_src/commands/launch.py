@@ -3,8 +3,10 @@
 import argparse
 import contextlib
 import errno
+import functools
 import importlib.util
 import os
+import select
 import signal
 import subprocess
 import time
@@ -109,6 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         WrongInput: there is no such script, or not enough GPUs.
     """
+    _reserve_standard_descriptors()
     program = _program(arguments)
     world_size = _world_size(arguments)
     if arguments.log_dir is not None:
@@ -128,6 +131,10 @@ def run(arguments: argparse.Namespace) -> int:
             if not end.is_fault or restart == arguments.restarts or received:
                 break
             _say(f"restart {restart + 1} of {arguments.restarts}")
+        while (full := _full()) and not received and time.monotonic() < deadline:
+            select.select([], full, [], 0.1)
+        if full:  # nobody has read the rest
+            return 128 + received[0] if received else _TIMED_OUT
     return end.code
 
 
@@ -164,7 +171,13 @@ class _Launch:
             deadline: the time at which the processes are ended.
         """
         ranks = range(self._world_size)
-        outputs = [RankOutput(r, self._world_size, self._log(r), _say) for r in ranks]
+        try:
+            outputs = [RankOutput(r, self._world_size, self._log(r), _say) for r in ranks]
+        except OSError as error:
+            raise WrongInput(
+                f"launch --log-dir: {error.filename}: {error.strerror}. Name a directory of "
+                "your own."
+            ) from error
         streams: list[Stream] = []
         with launcher.coordination_service(self._world_size) as address:
             pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
@@ -181,7 +194,8 @@ class _Launch:
                 pids = ", ".join(str(process.pid) for process in job.processes)
                 are = "are processes" if len(ranks) > 1 else "is process"
                 _say(f"{_named(list(ranks))} {are} {pids}")
-                end_of_all = self._watch(job, streams, received, deadline)
+                with _handling(signal.SIGTSTP, job.pause):
+                    end_of_all = self._watch(job, streams, received, deadline)
         for stream in streams:
             stream.finish()
         for output in outputs:
@@ -204,7 +218,7 @@ class _Launch:
         def wait(seconds: float, wakes: Callable[[], bool]) -> None:
             until = time.monotonic() + seconds
             while job.running and not wakes() and (left := until - time.monotonic()) > 0:
-                job.wait(left)
+                job.wait(left, _full())
                 for stream in streams:
                     stream.show_old()
 
@@ -279,6 +293,11 @@ class _Launch:
 _STDOUT, _STDERR = Screen(1), Screen(2)
 
 
+def _full() -> list[int]:
+    """The file descriptors that do not take what is to be shown."""
+    return [screen.fd for screen in (_STDOUT, _STDERR) if screen.is_full()]
+
+
 def _say(text: str) -> None:
     """Tells the user of an event, in one line."""
     _STDERR.write(f"launch: {text}\n".encode())
@@ -303,17 +322,34 @@ def _described(code: int | None) -> str:
 def _signals() -> Iterator[list[signal.Signals]]:
     """Gives a list that gets the signals that end the job, and keeps them from this process."""
     received: list[signal.Signals] = []
-    before = {}
-    for number in _ENDING:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup does
-            before[number] = signal.signal(
-                number, lambda number, _: received.append(signal.Signals(number))
-            )
-    try:
+    with contextlib.ExitStack() as handlers:
+        for number in _ENDING:
+            handlers.enter_context(_handling(number, functools.partial(received.append, number)))
         yield received
+
+
+@contextlib.contextmanager
+def _handling(number: signal.Signals, act: Callable[[], None]) -> Iterator[None]:
+    """Calls a function at a signal, unless the signal is ignored, as by nohup."""
+    before = signal.getsignal(number)
+    if before is signal.SIG_IGN:
+        yield
+        return
+    signal.signal(number, lambda *_: act())
+    try:
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.signal(number, before)
+
+
+def _reserve_standard_descriptors() -> None:
+    """Opens those of stdin, stdout and stderr that are closed, or other files would get them."""
+    while True:
+        fd = os.open(os.devnull, os.O_RDWR)
+        if fd > 2:
+            os.close(fd)
+            return
+        os.set_inheritable(fd, True)
 
 
 def _program(arguments: argparse.Namespace) -> list[str]:

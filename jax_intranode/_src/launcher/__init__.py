@@ -13,6 +13,7 @@ torchrun and mpirun start processes, too. Neither starts JAX's coordination serv
 live in rank 0 and die with it, and neither is a dependency that JAX programs have anyway.
 """
 
+import subprocess as _subprocess
 import sys as _sys
 from pathlib import Path as _Path
 
@@ -23,7 +24,11 @@ from jax_intranode._src.launcher.rank import connect as connect
 from jax_intranode._src.launcher.rank import rank_env as rank_env
 from jax_intranode._src.launcher.rank import sharing_env as sharing_env
 from jax_intranode._src.launcher.service import coordination_service as coordination_service
-from jax_intranode._src.launcher.service import free_port as free_port
 
 # The beginning of a rank's command: a script and its arguments follow, see start_rank.py.
-START_RANK = (_sys.executable, str(_Path(__file__).with_name("start_rank.py")))
+START_RANK = (
+    _sys.executable,
+    *("-u", "-X", "faulthandler"),  # no variables: Python may have been told to ignore them
+    *getattr(_subprocess, "_args_from_interpreter_flags")(),  # noqa: B009, not in mypy's stubs
+    str(_Path(__file__).with_name("start_rank.py")),
+)

@@ -1,5 +1,6 @@
 """Runs of ranks whose output goes to files: those of tests and benchmarks."""
 
+import contextlib
 import signal
 import subprocess
 import time
@@ -7,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jax_intranode._src.launcher.job import Job, Streams
+from jax_intranode._src.launcher.output import open_log
+from jax_intranode._src.launcher.rank import rank_env
+from jax_intranode._src.launcher.service import coordination_service
 
 # How long a rank may take to print its stacks after SIGABRT.
 _ABORT_S = 1.0
@@ -44,6 +48,7 @@ def run_ranks(
     log_dir: Path,
     env: Sequence[Mapping[str, str]] | None = None,
     grace_s: float = 2.0,
+    joined: bool = False,
 ) -> None:
     """Runs one process per rank until all have succeeded.
 
@@ -56,22 +61,30 @@ def run_ranks(
         commands: The command of each rank.
         timeout_s: Time limit for all ranks together.
         log_dir: An existing directory; rank r's stdout and stderr go to `rank{r}.log` there.
-        env: For each rank, variables to add to this process's environment.
+        env: For each rank, variables to add to this process's environment, and to those by which
+            the ranks join.
         grace_s: How long the other ranks may go on after the first failure.
+        joined: Whether they join each other by `connect`; JAX's coordination service then runs in
+            this process, for this user alone.
 
     Raises:
         RankError: A rank failed, or the time limit came first.
     """
     started = time.monotonic()
     log_paths = [log_dir / f"rank{rank}.log" for rank in range(len(commands))]
-    logs = [path.open("wb") for path in log_paths]
-    try:
-        streams = [Streams(stdout=log, stderr=subprocess.STDOUT) for log in logs]
-        job = Job(commands, env=env, streams=streams)
-    finally:
-        for log in logs:
-            log.close()
-    with job:
+    variables = [dict(of_rank) for of_rank in env] if env is not None else [{} for _ in commands]
+    with contextlib.ExitStack() as stack:
+        if joined:
+            address = stack.enter_context(coordination_service(len(commands)))
+            for rank, of_rank in enumerate(variables):
+                variables[rank] = {**rank_env(rank, len(commands), address), **of_rank}
+        logs = [open_log(path) for path in log_paths]
+        try:
+            streams = [Streams(stdout=log, stderr=subprocess.STDOUT) for log in logs]
+            job = stack.enter_context(Job(commands, env=variables, streams=streams))
+        finally:
+            for log in logs:
+                log.close()
         deadline = started + timeout_s
         while job.running and job.first_failed is None and time.monotonic() < deadline:
             job.wait(deadline - time.monotonic())

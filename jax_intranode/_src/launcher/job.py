@@ -7,6 +7,7 @@ process, and a signal hits who it is meant for.
 
 import contextlib
 import os
+import select
 import selectors
 import signal
 import subprocess
@@ -79,7 +80,9 @@ class Job:
         self.exit_codes: list[int | None] = []
         self.first_failed: int | None = None
         self._pidfds: dict[int, int] = {}
-        self._selector = selectors.DefaultSelector()
+        self._ends = selectors.EpollSelector()  # of the ranks
+        self._selector = selectors.EpollSelector()  # of all that is waited for
+        self._selector.register(self._ends.fileno(), selectors.EVENT_READ, self._take_ends)
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _GUARD],
             stdin=subprocess.PIPE,
@@ -113,7 +116,7 @@ class Job:
         self._guard.stdin.write(b"%d\n" % process.pid)
         self._guard.stdin.flush()
         self._pidfds[rank] = os.pidfd_open(process.pid)
-        self._selector.register(self._pidfds[rank], selectors.EVENT_READ, lambda: self._ended(rank))
+        self._ends.register(self._pidfds[rank], selectors.EVENT_READ, lambda: self._ended(rank))
 
     @property
     def running(self) -> list[int]:
@@ -129,13 +132,27 @@ class Job:
 
         self._selector.register(pipe, selectors.EVENT_READ, read)
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float, full: Sequence[int] = ()) -> None:
         """Waits until a rank ends or a watched pipe can be read, at most this many seconds.
 
         It may return earlier.
+
+        Args:
+            timeout_s: the limit.
+            full: file descriptors. If there are any, the pipes stay unread, and the wait ends when
+                one of these can be written.
         """
         # A signal does not end a wait of the main thread if another thread has got it.
-        for key, _ in self._selector.select(min(timeout_s, _SIGNAL_S)):
+        timeout_s = max(0.0, min(timeout_s, _SIGNAL_S))
+        if full:
+            ready = select.poll()
+            ready.register(self._ends.fileno(), select.POLLIN)
+            for fd in full:
+                ready.register(fd, select.POLLOUT)
+            ready.poll(timeout_s * 1e3)
+            self._take_ends()
+            return
+        for key, _ in self._selector.select(timeout_s):
             key.data()
 
     def send(self, number: int) -> None:
@@ -143,12 +160,15 @@ class Job:
         for rank in self.running:
             os.kill(self.processes[rank].pid, number)
 
+    def pause(self) -> None:
+        """Stops this process, and all processes of the ranks' groups until it is continued."""
+        self._send_to_groups(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._send_to_groups(signal.SIGCONT)
+
     def end(self) -> None:
         """Ends all that is left of the ranks. Later calls do nothing."""
-        for process in self.processes:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
+        self._send_to_groups(signal.SIGKILL)
         for rank, process in enumerate(self.processes):
             # One that the driver holds in the kernel ends later; nothing can hurry it.
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -159,8 +179,19 @@ class Job:
             os.close(pidfd)
         self._pidfds.clear()
         self._selector.close()
+        self._ends.close()
         self._guard.kill()
         self._guard.communicate()
+
+    def _send_to_groups(self, number: int) -> None:
+        for process in self.processes:
+            if process.returncode is None:  # until `end` waits for it, its number is its own
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, number)
+
+    def _take_ends(self) -> None:
+        for key, _ in self._ends.select(0):
+            key.data()
 
     def _ended(self, rank: int) -> None:
         pid = self.processes[rank].pid
@@ -170,7 +201,7 @@ class Job:
         self.exit_codes[rank] = status.si_status if ended_itself else -status.si_status
         if self.exit_codes[rank] and self.first_failed is None:
             self.first_failed = rank  # the selector gives events in the order in which they came
-        self._selector.unregister(self._pidfds[rank])
+        self._ends.unregister(self._pidfds[rank])
         os.close(self._pidfds.pop(rank))
 
     def __enter__(self) -> Self:

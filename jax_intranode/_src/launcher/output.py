@@ -1,11 +1,13 @@
 """What the ranks print: shown in lines with the rank's number in front, and written to files."""
 
 import contextlib
+import errno
 import os
 import select
+import stat
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -15,27 +17,61 @@ _TAIL_BYTES = 400
 # After this time a line that has not ended is shown as it is: a progress bar, or a question.
 _PATIENCE_S = 1.0
 _READ_BYTES = 1 << 16
+_PIECE_BYTES = select.PIPE_BUF
 
 
 class Screen:
     """This process's stdout or stderr.
 
-    It may be closed, as after ``... | head``. Then the ranks go on, and nothing is shown.
+    It may be closed, as after ``... | head``. Then the ranks go on, and nothing is shown. It may be
+    a pipe that nobody reads for a while, as before ``less``: what does not fit waits here.
+
+    Attributes:
+        fd: the file descriptor.
     """
 
     def __init__(self, fd: int) -> None:
-        """Writes to the file descriptor, without a buffer."""
-        self._fd: int | None = fd
+        """Writes to the file descriptor, without a buffer as long as it takes all."""
+        self.fd = fd
+        self._waiting = b""
+        self._is_open = True
 
     def write(self, data: bytes) -> None:
-        """Writes all of it."""
-        while data and self._fd is not None:
+        """Writes as much as it takes now, and keeps the rest."""
+        if self._is_open:
+            self._waiting += data
+            self.is_full()
+
+    def is_full(self) -> bool:
+        """Writes as much as it takes now, and returns whether anything is left."""
+        can_write = select.poll()
+        can_write.register(self.fd, select.POLLOUT)
+        # A write of so many bytes does not wait where one byte fits; Python would go on with a
+        # write that waits after a signal.
+        while self._waiting and can_write.poll(0):
             try:
-                data = data[os.write(self._fd, data) :]
+                self._waiting = self._waiting[os.write(self.fd, self._waiting[:_PIECE_BYTES]) :]
             except BlockingIOError:  # another process has made it so
-                select.select([], [self._fd], [])
+                break
             except OSError:
-                self._fd = None
+                self._is_open, self._waiting = False, b""
+        return bool(self._waiting)
+
+
+def open_log(path: Path) -> IO[bytes]:
+    """Opens a new or own file for what a rank prints, for this user alone, without a buffer.
+
+    Raises:
+        OSError: the file can't be opened, is a link, or is of another user or kind.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    log = os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0)
+    status = os.fstat(log.fileno())
+    if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
+        log.close()
+        raise PermissionError(errno.EPERM, "it is another user's, or no regular file", str(path))
+    log.truncate()
+    return log
 
 
 class RankOutput:
@@ -56,11 +92,14 @@ class RankOutput:
             world_size: the number of ranks.
             log: the file that gets everything as it is, or None.
             say: tells the user that the file cannot be written.
+
+        Raises:
+            OSError: see `open_log`.
         """
         self.prefix = b"[%*d] " % (len(str(world_size - 1)), rank)
         self.tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
         self._say = say
-        self._log: IO[bytes] | None = None if log is None else log.open("wb", buffering=0)
+        self._log: IO[bytes] | None = None if log is None else open_log(log)
 
     def write(self, data: bytes) -> None:
         """Writes to the file."""
@@ -123,19 +162,18 @@ class Stream:
         if lines or not self._line:
             self._since = time.monotonic()
         self._line = rest
-        for line in lines:
-            self._show(line)
+        self._show(lines)
         if len(self._line) > _READ_BYTES:
             self._show_line()
         return bool(data)
 
     def _show_line(self) -> None:
         if self._line:
-            self._show(self._line)
+            self._show([self._line])
             self._line = b""
 
-    def _show(self, line: bytes) -> None:
+    def _show(self, lines: Sequence[bytes]) -> None:
         # What a terminal would have at the end of a line that was written over.
-        text = line.rstrip(b"\r").rpartition(b"\r")[2]
-        self._output.tail.append(text[:_TAIL_BYTES])
-        self._screen.write(self._output.prefix + text + b"\n")
+        texts = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
+        self._output.tail.extend(text[:_TAIL_BYTES] for text in texts)
+        self._screen.write(b"".join(self._output.prefix + text + b"\n" for text in texts))

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import secrets
 import sys
 import traceback
 from collections.abc import Sequence
@@ -13,6 +14,9 @@ import jax
 from jax_intranode._src import compat, config
 
 _log = logging.getLogger("jax_intranode")
+
+# Of the ranks that this process starts. Who does not know it can't set their keys beforehand.
+_SECRET = secrets.token_hex(16)
 
 
 def rank_env(
@@ -35,6 +39,7 @@ def rank_env(
         config.WORLD_SIZE: str(world_size),
         config.COORDINATOR: address,
         config.LOCAL_DEVICES: ",".join(map(str, devices)),
+        config.SECRET: _SECRET,
     }
 
 
@@ -76,11 +81,15 @@ def connect(platform: str) -> int:
         jax.config.update("jax_num_cpu_devices", len(local_devices))
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         local_devices = list(range(len(local_devices)))
+    address = os.environ[config.COORDINATOR]
+    if address.startswith("unix:"):
+        compat.use_service_elsewhere()
     jax.distributed.initialize(
-        os.environ[config.COORDINATOR],
+        address,
         int(os.environ[config.WORLD_SIZE]),
         rank,
         local_device_ids=local_devices,
+        coordinator_bind_address=address,  # by default all interfaces of the host
         initialization_timeout=60,
         heartbeat_timeout_seconds=100,
         shutdown_timeout_seconds=30,
@@ -130,6 +139,7 @@ def _arguments(given: dict[str, Any]) -> dict[str, Any]:
     arguments = {
         **given,
         "coordinator_address": address,
+        "coordinator_bind_address": address,  # JAX logs it
         "num_processes": world_size,
         "process_id": rank,
         "cluster_detection_method": "deactivate",  # Slurm's, within an allocation
@@ -138,17 +148,7 @@ def _arguments(given: dict[str, Any]) -> dict[str, Any]:
     # Slurm and Open MPI does it in this way, too.
     if given.get("local_device_ids") is None:
         arguments["local_device_ids"] = _local_devices()
-    heartbeat_s = given.get("heartbeat_timeout_seconds")
-    if heartbeat_s is not None and heartbeat_s > compat.HEARTBEAT_S:
-        # The service would take a process for dead that is slower than the service expects.
-        arguments["heartbeat_timeout_seconds"] = compat.HEARTBEAT_S
-        if rank == 0:
-            _log.warning(
-                "jax.distributed.initialize(heartbeat_timeout_seconds=%s): it is %s under "
-                "`python -m jax_intranode launch`.",
-                heartbeat_s,
-                compat.HEARTBEAT_S,
-            )
+    arguments.setdefault("heartbeat_timeout_seconds", compat.HEARTBEAT_S)
     return arguments
 
 

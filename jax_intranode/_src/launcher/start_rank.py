@@ -13,12 +13,15 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
+import pkgutil
 import runpy
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import CodeType, ModuleType, TracebackType
+from typing import Any
 
 # How long the exit handlers of a rank that has failed may take.
 _EXIT_S = 30.0
@@ -49,13 +52,11 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 def main() -> None:
-    """Runs the script, and reports an exception as Python does."""
+    """Makes the process a rank and runs the script."""
     arguments = sys.argv[1:]
     accelerated = arguments[:1] == ["run"]
     arguments = arguments[accelerated:]
     is_module = arguments[:1] == ["-m"]
-    sys.argv = arguments[is_module:]
-    script = sys.argv[0]
 
     def join() -> None:
         import jax_intranode
@@ -69,36 +70,145 @@ def main() -> None:
         # If it is our package that has imported JAX, it is not complete yet, and this does nothing.
         importlib.import_module("jax_intranode")
 
-    sys.path[0] = str(Path.cwd() if is_module else Path(script).resolve().parent)
     package = Path(__file__).resolve().parents[2]
     if str(package.parent) not in sys.path:
         sys.path.append(str(package.parent))  # the one whose launcher runs
     sys.meta_path.insert(0, _AfterImport({"jax": import_package, "jax_intranode": join}))
     if "jax" in sys.modules:  # something has imported it when Python started
         import_package()
+    _remain_a_rank(["run"] if accelerated else [])
     try:
-        if is_module:
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(script, run_name="__main__")
+        run_as_main(arguments[is_module:], is_module=is_module)
     except SystemExit as end:
         if end.code not in (None, 0):
             _leave()
         raise
-    except BaseException as error:
+    except BaseException:
         _leave()
-        error.__traceback__ = _of_script(error.__traceback__)
-        sys.excepthook(type(error), error, error.__traceback__)
-        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+        raise
 
 
-def _of_script(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames of this file and of runpy; all of it if nothing is left."""
-    ours = (__file__, runpy.__file__, "<frozen runpy>")
-    inner = trace
-    while inner is not None and inner.tb_frame.f_code.co_filename in ours:
-        inner = inner.tb_next
-    return inner or trace
+def run_as_main(arguments: Sequence[str], *, is_module: bool) -> None:
+    """Runs a script or a module as ``python SCRIPT ...`` or ``python -m MODULE ...`` does.
+
+    It is the module `__main__` from here on, also when its last line has run: exit handlers and
+    threads may need it then, for instance to pickle objects of its classes. (`runpy` takes it away
+    again.) What shows an exception that ends it does not see the frames of this file.
+
+    Args:
+        arguments: the script or the module, and its own arguments.
+        is_module: which of the two.
+    """
+    try:
+        sys.argv = list(arguments)
+        code, names = _module(arguments[0]) if is_module else _script(arguments[0])
+        main = ModuleType("__main__")
+        main.__dict__.update(names)
+        if sys.version_info < (3, 14):
+            main.__annotations__ = {}
+        sys.modules["__main__"] = main
+        exec(code, main.__dict__)
+    except SystemExit:
+        raise
+    except BaseException:
+        _show_without_own_frames()
+        raise
+
+
+def _module(name: str) -> tuple[CodeType, dict[str, Any]]:
+    """The code of a module, and the names that Python gives it as `__main__`."""
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path.cwd())
+    _, spec, code = getattr(runpy, "_get_module_details")(name)  # noqa: B009, not in mypy's stubs
+    sys.argv[0] = spec.origin
+    return code, _names_of(spec)
+
+
+def _script(name: str) -> tuple[CodeType, dict[str, Any]]:
+    """The same of a file with source or bytecode, or of a folder or an archive with such a file."""
+    path = str(Path.cwd() / name)
+    if pkgutil.get_importer(path) is not None:
+        sys.path[: int(not sys.flags.safe_path)] = [path]
+        _, spec, code = getattr(runpy, "_get_main_module_details")()  # noqa: B009
+        return code, _names_of(spec)
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path(name).resolve().parent)
+    loader: importlib.machinery.SourceFileLoader | importlib.machinery.SourcelessFileLoader
+    if name.endswith(".pyc"):
+        loader = importlib.machinery.SourcelessFileLoader("__main__", path)
+        code = loader.get_code("__main__")
+    else:
+        loader = importlib.machinery.SourceFileLoader("__main__", path)
+        code = loader.source_to_code(loader.get_data(path), path)
+    assert code is not None
+    names = {"__file__": path, "__cached__": None, "__loader__": loader, "__package__": None}
+    return code, names
+
+
+def _names_of(spec: importlib.machinery.ModuleSpec) -> dict[str, Any]:
+    return {
+        "__file__": spec.origin,
+        "__cached__": spec.cached,
+        "__loader__": spec.loader,
+        "__package__": spec.parent,
+        "__spec__": spec,
+    }
+
+
+def _show_without_own_frames() -> None:
+    """Hides the frames outside of the script from `sys.excepthook`, which Python calls at the end.
+
+    Python itself does all else that it does with an exception that nobody has caught.
+    """
+    hook = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        sys.excepthook = hook
+        inner, frame = None, trace
+        while frame is not None:
+            if frame.tb_frame.f_code is run_as_main.__code__:
+                inner = frame.tb_next
+            frame = frame.tb_next
+        while inner is not None and _is_of_loader(inner.tb_frame.f_code.co_filename):
+            inner = inner.tb_next
+        hook(kind, error.with_traceback(inner), inner)
+
+    sys.excepthook = show
+
+
+def _is_of_loader(filename: str) -> bool:
+    return filename in (__file__, runpy.__file__) or filename.startswith("<frozen ")
+
+
+def _remain_a_rank(begin: list[str]) -> None:
+    """Makes the script a rank again when it executes itself again by ``os.execv`` or the like.
+
+    Scripts do this to set variables that the dynamic loader reads. It would be a program of its own
+    then, and each of the ranks another one.
+
+    Args:
+        begin: what stands in front of the script in the arguments of this file.
+    """
+    pid = os.getpid()
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event != "os.exec" or os.getpid() != pid:
+            return
+        path, words, env = os.fsdecode(arguments[0]), [*map(os.fsdecode, arguments[1])], None
+        if not Path(path).exists() or not Path(path).samefile(sys.executable) or __file__ in words:
+            return
+        at = 1
+        while words[at : at + 1] and words[at].startswith("-") and words[at] not in ("-m", "-c"):
+            at += 2 if words[at] in ("-X", "-W") else 1
+        if words[at : at + 1] in ([], ["-c"]):
+            return
+        env = dict(os.environ if arguments[2] is None else arguments[2])
+        for name, value in os.environ.items():
+            if name.startswith("JAX_INTRANODE_"):
+                env.setdefault(name, value)
+        os.execve(path, [*words[:at], __file__, *begin, *words[at:]], env)
+
+    sys.addaudithook(hook)
 
 
 def _leave() -> None:

@@ -157,17 +157,12 @@ def _run_mode(settings: Settings) -> dict[str, Any]:
         # XLA would leave out roundings between operations that it fuses.
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_allow_excess_precision=false",
     }
-    env = [variables]
-    if settings.mode == PROCESS_PER_DEVICE:
-        port = launcher.free_port()
-        env = [
-            {**variables, **launcher.rank_env(rank, settings.devices, port)}
-            for rank in range(settings.devices)
-        ]
-        if machine.ranks_share_a_gpu(settings.platform):
-            env = [{**of_rank, **launcher.sharing_env(rank)} for rank, of_rank in enumerate(env)]
+    joined = settings.mode == PROCESS_PER_DEVICE
+    env = [variables] * (settings.devices if joined else 1)
+    if joined and machine.ranks_share_a_gpu(settings.platform):
+        env = [{**of_rank, **launcher.sharing_env(rank)} for rank, of_rank in enumerate(env)]
     if settings.platform == "cpu":
-        cpus = "1" if settings.mode == PROCESS_PER_DEVICE else str(settings.devices)
+        cpus = "1" if joined else str(settings.devices)
         env = [{**rank, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": cpus} for rank in env]
     with tempfile.TemporaryDirectory(prefix="jax_intranode_soak_") as name:
         directory = Path(name)
@@ -185,6 +180,7 @@ def _run_mode(settings: Settings) -> dict[str, Any]:
                     timeout_s=settings.seconds + _SLACK_S,
                     log_dir=directory,
                     env=env,
+                    joined=joined,
                 )
             except launcher.RankError as failed:
                 error = str(failed)

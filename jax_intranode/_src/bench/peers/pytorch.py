@@ -44,7 +44,7 @@ def _measure(
         "iterations": settings.iterations,
         "warmup_iterations": settings.warmup_iterations,
         "devices": settings.devices,
-        "port": launcher.free_port(),
+        "store": str(directory / "store"),
         "output": str(directory / "rows.json"),
         "begun": str(directory / "begun"),
     }

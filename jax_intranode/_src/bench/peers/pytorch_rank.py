@@ -176,7 +176,7 @@ def main() -> None:
     device = torch.device("cuda", rank)
     dist.init_process_group(
         "nccl",
-        init_method=f"tcp://127.0.0.1:{instructions['port']}",
+        init_method=f"file://{instructions['store']}",
         rank=rank,
         world_size=instructions["devices"],
         device_id=device,

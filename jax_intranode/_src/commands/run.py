@@ -2,12 +2,12 @@
 
 import argparse
 import importlib.util
-import runpy
 import sys
 from pathlib import Path
 
-from jax_intranode._src.rewrite import switch
-from jax_intranode._src.wrong_input import WrongInput
+import jax_intranode
+from jax_intranode._src.commands import WrongInput
+from jax_intranode._src.launcher import start_rank
 
 DESCRIPTION = (
     "Runs a script or a module as Python does, after jax_intranode.install(): collectives of "
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the script as ``python SCRIPT ...`` does, with `switch.install`.
+    """Runs the script as ``python SCRIPT ...`` does, after `jax_intranode.install`.
 
     Raises:
         WrongInput: there is no such script.
@@ -42,20 +42,17 @@ def run(arguments: argparse.Namespace) -> int:
         raise WrongInput(
             f"{script}: there is no such file in {Path.cwd()}: name a script, or with -m a module"
         )
-    switch.install()
-    sys.argv = [arguments.script, *arguments.arguments]
+    jax_intranode.install()
     if arguments.module:
-        sys.path[0] = str(Path.cwd())
         _check_module(arguments.script)
-        runpy.run_module(arguments.script, run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = str(script.resolve().parent)
-        runpy.run_path(arguments.script, run_name="__main__")
+    start_rank.run_as_main([arguments.script, *arguments.arguments], is_module=arguments.module)
     return 0
 
 
 def _check_module(name: str) -> None:
     """Raises WrongInput if there is no such module."""
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path.cwd())
     try:
         found = importlib.util.find_spec(name) is not None
     except ModuleNotFoundError as error:

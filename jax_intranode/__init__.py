@@ -18,6 +18,7 @@ try:
     from jax_intranode._src.explain import explain as explain
     from jax_intranode._src.failures import CommunicationError as CommunicationError
     from jax_intranode._src.failures import Failure as Failure
+    from jax_intranode._src.failures import communication_errors as communication_errors
     from jax_intranode._src.failures import last_failure as last_failure
     from jax_intranode._src.ops.all_gather import all_gather as all_gather
     from jax_intranode._src.ops.all_gather_matmul import all_gather_matmul as all_gather_matmul
@@ -89,6 +90,7 @@ __all__ = [
     "all_gather_matmul",
     "all_to_all",
     "column_parallel_matmul",
+    "communication_errors",
     "explain",
     "get_include",
     "initialize",

@@ -5,7 +5,6 @@ A communicator needs a region of the slabs, the same one on all devices: the fir
 asks claims the next free region in the key-value store, and the others find the claim there.
 """
 
-import atexit
 from itertools import combinations
 
 import jax
@@ -61,13 +60,16 @@ def shutdown() -> None:
     Block on results before: operations that still run fail. Programs that were compiled with the
     communicators must not run any more: they raise. If XLA replays one from a CUDA graph, its error
     loses the CUDA context. The memory is freed when the last of these programs is gone. A later
-    call sets up new communicators; all processes must have called ``shutdown`` before that.
+    call sets up new communicators; all processes must have called ``shutdown`` before that. Without
+    communicators the call does nothing.
 
     Raises:
         RuntimeError: this process was forked from one that had communicators.
     """
     rendezvous_lib.refuse_fork()
     with rendezvous_lib.lock:
+        if not rendezvous_lib.all_rendezvous():
+            return  # the next rendezvous is the same one in all processes
         for platform in ("cpu", "gpu"):
             module = native.module(platform)
             if module is not None:
@@ -109,10 +111,6 @@ def usage_counter() -> int:
         if failure is None:
             raise
         raise failures.CommunicationError(failure.message, failure) from error
-
-
-# At exit, programs keep alive what they still use.
-atexit.register(rendezvous_lib.forget_all)
 
 
 def communicator(
@@ -182,7 +180,7 @@ def _create(rendezvous: Rendezvous, groups: Partition) -> str | None:
         groups.group_size,
         members,
         rendezvous.epoch_buffer_bytes,
-        config.get().timeout_s,
+        config.get().wait_s,
         rendezvous.memory,
         links,
     )

@@ -6,6 +6,7 @@ function says which versions need it. Tested with jax 0.10.2, 0.11.2 and 0.12.0.
 
 import contextlib
 import ctypes
+import functools
 import inspect
 import math
 import queue
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax._src import config, core, dispatch, distributed, mesh, source_info_util, xla_bridge
+from jax._src import api, config, core, dispatch, distributed, mesh, source_info_util, xla_bridge
 from jax._src.interpreters import partial_eval
 from jax._src.lax import lax as lax_internal
 from jax._src.lax import parallel
@@ -258,7 +259,36 @@ def key_value_client() -> Any | None:
     return distributed.global_state.client
 
 
-def bound_distributed_shutdown(gives_up: Callable[[float, bool], bool]) -> None:
+def at_end_of_backends(action: Callable[[], None]) -> None:
+    """Makes the end of the process call `action` before JAX clears its backends.
+
+    0.10.2 to 0.12: JAX's exit handler, which was registered when JAX was imported, calls
+    ``clear_backends`` of its module. The program's own exit handlers that were registered later
+    have run by then.
+    """
+    if action in _at_end:
+        return
+    _at_end.append(action)
+    of_jax = api.clear_backends
+    if len(_at_end) > 1:
+        return
+
+    @functools.wraps(of_jax)
+    def clear_backends(*args: Any, **kwargs: Any) -> Any:
+        if not threading.main_thread().is_alive():
+            for action in _at_end:
+                action()
+        return of_jax(*args, **kwargs)
+
+    api.clear_backends = clear_backends
+
+
+_at_end: list[Callable[[], None]] = []
+
+
+def bound_distributed_shutdown(
+    begins: Callable[[], None], gives_up: Callable[[float, bool], bool]
+) -> None:
     """Makes the end of ``jax.distributed`` give up when peers won't come.
 
     ``jax.distributed.shutdown``, which JAX calls at exit, waits in a barrier for all processes, for
@@ -267,6 +297,7 @@ def bound_distributed_shutdown(gives_up: Callable[[float, bool], bool]) -> None:
     0.10.2 to 0.12: ``jax.distributed.shutdown`` calls a method of a private object.
 
     Args:
+        begins: is called first.
         gives_up: whether to give up, from the seconds that have passed since the end began, and
             whether JAX's coordination service runs in this process.
     """
@@ -291,6 +322,7 @@ def bound_distributed_shutdown(gives_up: Callable[[float, bool], bool]) -> None:
     thread.start()
 
     def shutdown() -> None:
+        begins()
         if state.client is None or not thread.is_alive():  # not alive: in a forked child
             return of_jax()
         started, serves = time.monotonic(), state.service is not None
@@ -323,8 +355,10 @@ def leave_without_waiting() -> None:
 
 # Processes under `launch`, whose coordination service runs in the launcher.
 
-# Seconds after which the service takes a process that it does not hear from for dead; JAX's own.
-HEARTBEAT_S = 100
+# Seconds after which the service and a process that do not hear from each other take each other for
+# dead: a week. A launcher sees processes end. One that is suspended, alone or with all others, is
+# not dead; with JAX's 100 s it would be when it goes on.
+HEARTBEAT_S = 7 * 24 * 3600
 
 
 def start_coordination_service(address: str, processes: int) -> Any:
@@ -335,14 +369,23 @@ def start_coordination_service(address: str, processes: int) -> Any:
     return _jax.get_distributed_runtime_service(address, processes, heartbeat_timeout=HEARTBEAT_S)
 
 
+def use_service_elsewhere() -> None:
+    """Makes this process a client of a coordination service that runs in another one.
+
+    0.10.2 and later: ``jax.distributed.initialize`` starts one in process 0 in any case.
+    """
+    setattr(_jax, "get_distributed_runtime_service", lambda *_, **__: None)  # noqa: B010, as below
+
+
 def join_at_first_use(arguments: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Makes this process a client of a coordination service that runs elsewhere.
 
     ``jax.distributed.initialize`` starts no service and gets arguments(those that were passed). If
     the program has not called it before its first use of a device, it is called then. 0.10.2 and
-    later: JAX can detect the address, the number of processes and the rank, but process 0 starts a
-    service in any case, and a program that calls nothing stays alone.
+    later: JAX can detect the address, the number of processes and the rank, but a program that
+    calls nothing stays alone.
     """
+    use_service_elsewhere()
     state, backends = distributed.global_state, xla_bridge.backends
     initialize, lock = state.initialize, threading.RLock()
     parameters = inspect.signature(initialize)
@@ -359,7 +402,6 @@ def join_at_first_use(arguments: Callable[[dict[str, Any]], dict[str, Any]]) -> 
         return backends()
 
     for owner, name, value in (
-        (_jax, "get_distributed_runtime_service", lambda *_, **__: None),
         (state, "initialize", initialize_client),
         (xla_bridge, "backends", backends_of_all),
     ):
@@ -789,6 +831,13 @@ def hook_lowering(rewrite: RewriteBody, lower_program: LowerProgram) -> None:
         *_, platforms = args
         return lower_program(closed_jaxpr, platforms, lambda j: lower(j, *args, **kwargs))
 
+    # Users count compilations by the function's cache.
+    for name in ("cache_info", "cache_clear", "cache_keys", "evict_weakref"):
+        if hasattr(lower, name):
+            setattr(rewriting_lower, name, getattr(lower, name))
+    # Or locations in the lowered program would begin with these frames, which are not the user's.
+    for function in (rewriting_lower, lower_program):
+        source_info_util.register_exclusion(function.__code__.co_filename)
     mlir.register_lowering(shard_map.shard_map_p, rewriting_rule)
     setattr(pxla, "_cached_lowering_to_hlo", rewriting_lower)  # noqa: B010, or mypy objects
     _hooked = True

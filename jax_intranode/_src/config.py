@@ -9,6 +9,7 @@ import difflib
 import functools
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +25,11 @@ WORLD_SIZE = _PREFIX + "WORLD_SIZE"
 COORDINATOR = _PREFIX + "COORDINATOR"
 LOCAL_DEVICES = _PREFIX + "LOCAL_DEVICES"
 RESTART = _PREFIX + "RESTART"
+SECRET = _PREFIX + "SECRET"
 _TOPOLOGIES = ("fully_connected", "hybrid_cube_mesh", "unknown")
 ALGORITHMS = ("auto", *table.PSUM_ALGORITHMS, "lax")
 FUSE_NORMS = ("auto", "always", "never")
+_INTEGER = "[0-9]{1,18}"
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Config:
     slab_mib: int | None = None
     ring_mib: int = 512
     peer_buffers_mib: int = 256
-    timeout_s: float = 300.0
+    timeout_s: float = 1800.0
     report_after_s: float = 10.0
     algorithm: str = "auto"
     strict: bool = False
@@ -53,6 +56,16 @@ class Config:
     def is_strict(self) -> bool:
         """Whether fallbacks are errors: not where the other variables ask for ``jax.lax``."""
         return self.strict and not self.disable and self.algorithm != "lax"
+
+    @property
+    def wait_s(self) -> float:
+        """The limit of a wait in seconds; 30 years for no limit."""
+        return self.timeout_s or 1e9
+
+    @property
+    def meeting_s(self) -> float:
+        """The limit of what needs all processes at once: a rendezvous, or JAX's store."""
+        return min(self.wait_s, 300.0)
 
     def ring_bytes(self, platform: str) -> int:
         """Bytes of a device's ring buffer on a platform.
@@ -76,13 +89,13 @@ def _choice(name: str, text: str, allowed: tuple[str, ...]) -> str:
 
 
 def _positive(name: str, text: str, kind: type) -> float:
-    try:
-        value = kind(text)
-    except ValueError:
-        value = 0
-    if not 0 < value <= 10**9:
-        what = "integer" if kind is int else "number"
-        raise ValueError(f"{name}={text!r}: use a positive {what}, at most 10**9.")
+    # Python also takes "1_0" and the digits of other scripts.
+    what, form = "integer", _INTEGER
+    if kind is float:
+        what, form = "number, at least 0.001 and", r"[0-9]*\.?[0-9]+(e-?[0-9]+)?"
+    value = kind(text) if re.fullmatch(form, text) else 0
+    if not 0.001 <= value <= 10**9:
+        raise ValueError(f"{name}={text!r}: use a positive {what} at most 10**9.")
     return value
 
 
@@ -98,6 +111,7 @@ class Variable:
         meaning: what it does.
         read: turns its text into the value of the field of `Config`, or raises ValueError. None if
             something else reads it.
+        form: what its text has to match, as a regular expression, where `read` does not check it.
         reader: what reads it: "package", "launcher", "build" or "tests".
     """
 
@@ -106,6 +120,7 @@ class Variable:
     default: str
     meaning: str
     read: Callable[[str, str], Any] | None = None
+    form: str = r"[\s\S]*"
     reader: str = "package"
 
     @property
@@ -159,17 +174,17 @@ VARIABLES = (
     ),
     Variable(
         _PREFIX + "TIMEOUT_S",
-        "a positive number",
-        "300",
-        "seconds after which a rank that waits for another one fails, in the rendezvous and in "
-        "each operation",
-        lambda name, text: _positive(name, text, float),
+        "`0` or a positive number",
+        "1800",
+        "seconds after which a rank that waits for another one fails; `0`: never. A rendezvous "
+        "takes at most 300",
+        lambda name, text: 0.0 if text == "0" else _positive(name, text, float),
     ),
     Variable(
         _PREFIX + "REPORT_AFTER_S",
         "a positive number",
         "10",
-        "seconds after which a rank that waits for another one logs a warning, once for each wait",
+        "seconds after which a rank that waits for another one logs a warning for the first time",
         lambda name, text: _positive(name, text, float),
     ),
     Variable(
@@ -210,11 +225,25 @@ VARIABLES = (
         "what `python -m jax_intranode tune` has measured on this node",
         lambda name, text: text,
     ),
-    Variable(RANK, "an integer", "none", "the rank of this process, from 0", reader="launcher"),
-    Variable(WORLD_SIZE, "an integer", "none", "the number of processes", reader="launcher"),
+    Variable(
+        RANK,
+        "an integer",
+        "none",
+        "the rank of this process, from 0",
+        form=_INTEGER,
+        reader="launcher",
+    ),
+    Variable(
+        WORLD_SIZE,
+        "an integer",
+        "none",
+        "the number of processes",
+        form=_INTEGER,
+        reader="launcher",
+    ),
     Variable(
         COORDINATOR,
-        "host:port",
+        "host:port, or `unix:` and a path",
         "none",
         "the address of JAX's coordination service",
         reader="launcher",
@@ -224,6 +253,7 @@ VARIABLES = (
         "integers with commas between them",
         "none",
         "the devices of this process",
+        form=f"{_INTEGER}(,{_INTEGER})*",
         reader="launcher",
     ),
     Variable(
@@ -231,6 +261,15 @@ VARIABLES = (
         "an integer",
         "none",
         "how often `launch` has started the processes again",
+        form=_INTEGER,
+        reader="launcher",
+    ),
+    Variable(
+        SECRET,
+        "a word of hexadecimal digits",
+        "none",
+        "what the job's keys in JAX's key-value store begin with",
+        form="[0-9a-f]{1,64}",
         reader="launcher",
     ),
     Variable(
@@ -293,6 +332,10 @@ def check(environ: Mapping[str, str]) -> None:
         ValueError: a variable has a value that is not allowed.
     """
     parse(environ)
+    for variable in VARIABLES:
+        text = environ.get(variable.name, "")
+        if text and not re.fullmatch(variable.form, text):
+            raise ValueError(f"{variable.name}={text!r}: use {variable.values}.")
     for name, meant in unknown(environ).items():
         _log.warning("%s is set, but no such variable exists. Did you mean %s?", name, meant)
 

@@ -5,6 +5,7 @@ holds nothing of an earlier run. A single process needs none.
 """
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -148,7 +149,7 @@ def _in_time(call: Callable[[], None]) -> None:
 
     thread = threading.Thread(target=run, name="jax_intranode store", daemon=True)
     thread.start()
-    deadline = Deadline(config.get().timeout_s)
+    deadline = Deadline(config.get().meeting_s)
     thread.join(_LOOK_S)
     while thread.is_alive():
         if failure := failures.current():
@@ -177,4 +178,5 @@ def store(prefix: str, process: int, processes: Sequence[int]) -> Store:
         raise RuntimeError(
             f"processes {list(processes)} need jax.distributed.initialize() to rendezvous"
         )
-    return KeyValueStore(client, prefix, process, processes)
+    secret = os.environ.get(config.SECRET)
+    return KeyValueStore(client, f"{prefix}{secret}/" if secret else prefix, process, processes)

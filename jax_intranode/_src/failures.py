@@ -8,11 +8,15 @@ it.
 """
 
 import atexit
+import contextlib
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+
+import jax
 
 from jax_intranode._src import compat, native
 
@@ -77,12 +81,13 @@ _last: Failure | None = None
 _in_force = False  # whether `_last` has happened since the last `shutdown`
 _sources: list[Callable[[], Iterable[Failure]]] = []
 _listeners: list[Callable[[Failure], None]] = []
+_pid = os.getpid()
+
+# Errors of XLA with these beginnings tell of a wrong program, and not of a lost context.
+_UNRELATED = ("INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND", "RESOURCE_EXHAUSTED")
 
 # How long one thread waits for another one that looks for failures.
 _PATIENCE_S = 2.0
-
-# Errors of XLA with these beginnings tell of a wrong program, and not of a peer.
-_UNRELATED = ("INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND")
 
 
 def report(failure: Failure) -> bool:
@@ -138,6 +143,8 @@ def on_failure(listener: Callable[[Failure], None]) -> None:
 
 def current() -> Failure | None:
     """The failure since the last `shutdown`, or None."""
+    if os.getpid() != _pid:
+        return None  # a forked child: nothing of its parent's communication concerns it
     # Who comes second waits until the first one has entered what it found. Listeners and log
     # handlers run without the lock, because they may wait for a thread that asks here. Should a
     # source log, the wait ends.
@@ -178,6 +185,37 @@ def forget() -> None:
             native.module("cpu").set_exit_message("", False)
 
 
+@contextlib.contextmanager
+def communication_errors() -> Iterator[None]:
+    """Makes every failure of communication in its body a `CommunicationError`.
+
+    XLA chooses the type of the exception of a call that fails while it runs:
+    ``jax.errors.JaxRuntimeError`` or ``ValueError``. Only later calls raise `CommunicationError`
+    by themselves. Within this context one handler is enough. XLA runs programs while Python goes
+    on, so block on the results inside.
+
+    Raises:
+        CommunicationError: the body has raised an exception of XLA or of this package, and the
+            devices of this process can't communicate any more. Other exceptions pass.
+
+    Examples:
+        >>> try:
+        ...     with jax_intranode.communication_errors():
+        ...         total = jax.block_until_ready(jnp.ones(4).sum())
+        ... except jax_intranode.CommunicationError as error:
+        ...     print(error.failure.missing_process)
+    """
+    try:
+        yield
+    except CommunicationError:
+        raise
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        failure = current()
+        if failure is None or (failure.platform == "cpu" and "jax_intranode" not in str(error)):
+            raise
+        raise CommunicationError(failure.message, failure) from error
+
+
 def _begin_exit() -> None:
     current()  # the last chance to find a failure, for the message that is printed last
     native.module("cpu").begin_exit()
@@ -187,10 +225,14 @@ atexit.register(_begin_exit)
 
 
 def _shown_in(text: str) -> str | None:
-    """What an error of XLA's shows above its own text, or None."""
-    if text.startswith(_UNRELATED):
+    """What an error of XLA's shows above its own text, or None.
+
+    On CPU devices the error of a failed call has our text already. On GPUs a failed kernel loses
+    the CUDA context, and what XLA says of that does not tell why.
+    """
+    if text.startswith(_UNRELATED) or "callback" in text:
         return None
     failure = current()
-    if failure is None or failure.message in text:
+    if failure is None or failure.platform != "gpu" or failure.message in text:
         return None
     return failure.message

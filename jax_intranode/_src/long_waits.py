@@ -21,6 +21,9 @@ _OVER_AFTER_S = 1.0
 # How old the note of a peer may be.
 _STALE_AFTER_S = 5.0
 _EXCHANGE_EVERY_S = 0.5
+# After how much more time a wait that goes on is reported again.
+_SECOND_REPORT_S = 60.0
+_LATER_REPORTS_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,7 @@ class LongWaits:
         self._note_after_s = min(report_after_s, timeout_s) / 2
         self._timeout_s = timeout_s
         self._waits: dict[int, tuple[Wait, float]] = {}  # by device, with the time
-        self._reported: set[int] = set()
+        self._next_report: dict[int, float] = {}  # by device, after how many seconds
 
     def update(self, going_on: list[Wait]) -> list[str]:
         """Takes the waits that have gone on since the last call; returns new warnings."""
@@ -168,15 +171,17 @@ class LongWaits:
         for device_id, (_, seen) in list(self._waits.items()):
             if now - seen > _OVER_AFTER_S:
                 del self._waits[device_id]
-                self._reported.discard(device_id)
+                self._next_report.pop(device_id, None)
         warnings = []
         for device_id, (wait, seen) in self._waits.items():
             if wait.seconds >= self._note_after_s:
                 note = Note(wait.partition, wait.site, source.call_name(wait.site), seen)
                 self._notes.publish(device_id, note, wait.group[wait.missing])
-            if wait.seconds >= self._report_after_s and device_id not in self._reported:
-                self._reported.add(device_id)
-                warnings.append(self._warning(wait))
+            due = self._next_report.get(device_id, self._report_after_s)
+            if wait.seconds >= due:
+                more = _SECOND_REPORT_S if due < _SECOND_REPORT_S else _LATER_REPORTS_S
+                self._next_report[device_id] = due + more
+                warnings.append(self._warning(wait, due))
         return warnings
 
     def instead(self, wait: Wait) -> tuple[str, bool]:
@@ -198,11 +203,11 @@ class LongWaits:
             return "", False
         return f", which waits in another operation: {note.call}", same_group
 
-    def _warning(self, wait: Wait) -> str:
+    def _warning(self, wait: Wait, waited_s: float) -> str:
         detail, _ = self.instead(wait)
         return limits.wait_message(
             source.call_name(wait.site),
-            self._report_after_s,
+            waited_s,
             self._timeout_s,
             wait.group,
             wait.rank,

@@ -32,6 +32,9 @@ from jax_intranode._src import (
 from jax_intranode._src.partition import Partition
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
+# Buffers have a multiple of these bytes. CUDA IPC exports whole blocks of 2 MiB: what else lies in
+# one would be exported, too.
+_UNIT_BYTES = {"cpu": 32, "gpu": 2 << 20}
 _FFI_PLATFORMS = {"cpu": "cpu", "gpu": "CUDA"}
 
 
@@ -465,14 +468,25 @@ def _check_room(where: str, agreed: Any, shape: tuple[int, ...], dtype: np.dtype
     Every process finds the same, because all make the same buffers of a mesh in the same order.
     """
     limit = config.get().peer_buffers_mib << 20
-    taken = sum(each.nbytes for each in agreed.peer_buffers.values())
-    wanted = _nbytes(shape, dtype)
+    taken = sum(_counted(agreed.platform, each.nbytes) for each in agreed.peer_buffers.values())
+    wanted = _counted(agreed.platform, _nbytes(shape, dtype))
     if taken + wanted > limit:
         raise ValueError(
             f"{where}: {wanted} bytes on each device, and {taken} in other buffers, are more than "
             f"JAX_INTRANODE_PEER_BUFFERS_MIB={config.get().peer_buffers_mib} allows; raise it, or "
             "close a buffer"
         )
+
+
+def _allocated(platform: str, nbytes: int) -> int:
+    """Bytes on each device that a buffer of `nbytes` takes, its header included."""
+    unit = _UNIT_BYTES[platform]
+    return -(-(native.module(platform).PEER_HEADER_BYTES + nbytes) // unit) * unit
+
+
+def _counted(platform: str, nbytes: int) -> int:
+    """What it takes of JAX_INTRANODE_PEER_BUFFERS_MIB: on the CPU its data only."""
+    return nbytes if platform == "cpu" else _allocated(platform, nbytes)
 
 
 def _make(
@@ -487,11 +501,11 @@ def _make(
         Refused, Refusal: there is no buffer, on any process.
     """
     module = native.module(agreed.platform)
-    deadline = exchange.Deadline(config.get().timeout_s)
+    deadline = exchange.Deadline(config.get().meeting_s)
     made = agreed.peer_buffers_made[name] = agreed.peer_buffers_made.get(name, 0) + 1
     local, peers = rendezvous.devices_of_host(agreed)
     shared = len(local) < len(peers)
-    nbytes = module.PEER_HEADER_BYTES + -(-_nbytes(shape, dtype) // 32) * 32
+    nbytes = _allocated(agreed.platform, _nbytes(shape, dtype))
     own: dict[int, Any] = {}
     opened: list[Any] = []
     addresses: dict[int, dict[int, int]] = {}
@@ -546,8 +560,8 @@ def _make(
         list(partition.device_ids),
         partition.group_size,
         members,
-        nbytes - module.PEER_HEADER_BYTES,
-        config.get().timeout_s,
+        -(-_nbytes(shape, dtype) // 32) * 32,
+        config.get().wait_s,
         [*own.values(), *opened],
     )
     return {i: own[i].address + module.PEER_HEADER_BYTES for i in local}

@@ -12,10 +12,12 @@ import os
 import secrets
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 
 from jax_intranode._src import compat, failures, native
 
@@ -33,6 +35,9 @@ _HOPELESS_BARRIER_S = 0.5
 # How long the process with JAX's coordination service then waits for its peers to end: when it
 # ends, JAX aborts those that are left.
 _LAST_S = 5.0
+# How often a process that has finished looks whether its peers have.
+_LOOK_S = 0.02
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,11 @@ class Watch:
         _watches.append(self)
         _follow()
 
+    @property
+    def platform(self) -> str:
+        """The platform of its devices."""
+        return self._platform
+
     def announce(self) -> None:
         """Tells new communicators of the peers that are gone already."""
         self._native.announce()
@@ -106,10 +116,12 @@ class Watch:
         self._native.close()
         if self in _watches:
             _watches.remove(self)
+        if not _watches and self._platform == "gpu":
+            native.module("gpu").forget_peers()
 
-    def leave(self) -> None:
-        """Tells the peers that the program has come to its end."""
-        self._native.leave()
+    def finish(self) -> None:
+        """Tells the peers that the program has come to its end, and that nothing of it runs."""
+        self._native.finish()
 
     def fail(self, text: str) -> None:
         """Tells the peers that the process ends because of a failure."""
@@ -180,6 +192,7 @@ _thread: threading.Thread | None = None
 _fails = False  # whether this process ends because of a failure
 _has_lost = False  # whether a peer was lost in a mesh that was shut down since
 _pid = os.getpid()
+_program = ""  # the file that Python runs
 _ending = threading.Event()
 
 
@@ -189,10 +202,12 @@ def _new_failures() -> list[failures.Failure]:
 
 def _follow() -> None:
     """Starts, once, what reports failures, and what ends the process in order."""
-    global _thread, _pid
+    global _thread, _pid, _program
     if _thread is not None:
         return
     _pid = os.getpid()
+    # At exit __main__ has it no more.
+    _program = os.path.abspath(getattr(sys.modules.get("__main__"), "__file__", None) or "")
     module = native.module("cpu")
 
     def poll() -> None:
@@ -205,50 +220,99 @@ def _follow() -> None:
     _thread.start()
 
     failures.add_source(_new_failures)
-    os.register_at_fork(
-        before=module.before_fork,
-        after_in_parent=module.after_fork_in_parent,
-        after_in_child=module.after_fork_in_child,
-    )
-    compat.bound_distributed_shutdown(_won_t_come)
-    # JAX registered its own end before, so this one runs first.
-    atexit.register(_say_goodbye)
+    compat.at_end_of_backends(_drain)
+    compat.bound_distributed_shutdown(_say_goodbye, _won_t_come)
+    atexit.register(_end_thread)
 
 
-def _uncaught() -> BaseException | None:
-    """The exception that ends this process, if one does."""
-    if hasattr(sys, "ps1"):
-        return None  # an interactive session goes on after exceptions
-    return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-
-
-def _say_goodbye() -> None:
-    """At exit: tells the peers how this process ends, before JAX waits for them."""
-    global _fails
+def _end_thread() -> None:
+    """At exit: a thread that comes back from C++ while Python ends would abort the process."""
     if os.getpid() != _pid or _thread is None:
         return
-    # A thread that comes back from C++ while Python ends would abort the process.
     _ending.set()
     native.module("cpu").wake_waiting()
     _thread.join(1)
-    if not _watches:
-        return
+
+
+def _uncaught() -> BaseException | None:
+    """The exception that has ended the program, if one has.
+
+    ``sys.last_exc`` is also set by consoles, debuggers and test runners that show an exception and
+    go on. What ends a program has passed through the module that Python runs.
+    """
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if hasattr(sys, "ps1") or error is None:
+        return None
+    traceback = error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if code.co_name == "<module>":
+            is_program = code.co_filename in ("<string>", "<stdin>") or (
+                os.path.abspath(code.co_filename) == _program
+            )
+            return error if is_program else None
+        file = code.co_filename
+        if not (file.startswith(("<frozen ", _PACKAGE)) or os.path.basename(file) == "runpy.py"):
+            return None
+        traceback = traceback.tb_next
+    return None
+
+
+def _failed() -> str:
+    """How this program has failed, in a line; empty if it has not."""
     error, failure = _uncaught(), failures.current()
-    if error is None and failure is None:
-        for watch in _watches:
-            watch.leave()
-        # Peers may wait for operations that still run here.
-        for array in jax.live_arrays():
-            with contextlib.suppress(Exception):  # who needed the result has seen the error
-                array.block_until_ready()
+    if failure is not None:
+        return failure.message.removeprefix("jax_intranode: ").partition(". ")[0]
+    return "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _drain() -> None:
+    """Waits until nothing that this process has dispatched can still run.
+
+    Live arrays don't tell: a program whose results were dropped runs on. What waits for it is a
+    program on each device, one over all local devices, and on GPUs the driver.
+    """
+    if os.getpid() != _pid or not _watches or _failed():
         return
-    _fails = True
-    if failure is None:
-        text = f"{type(error).__name__}: {error}".splitlines()[0]
-    else:
-        text = failure.message.removeprefix("jax_intranode: ").partition(". ")[0]
+    for platform in {watch.platform for watch in _watches}:
+        with contextlib.suppress(Exception):  # who needed a result has seen its error
+            for array in jax.live_arrays(platform):
+                array.block_until_ready()
+        with contextlib.suppress(Exception):
+            devices = np.array(jax.local_devices(backend=platform))
+            for device in devices:
+                jax.jit(lambda x: x + 1)(jax.device_put(np.float32(0), device)).block_until_ready()
+            if len(devices) > 1:
+                mesh = jax.sharding.Mesh(devices, ("x",))
+                over_all = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+                on_each = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+                x = jax.device_put(np.zeros(len(devices), np.float32), over_all)
+                jax.jit(lambda x: x.sum(), out_shardings=on_each)(x).block_until_ready()
+        with contextlib.suppress(Exception):
+            if platform == "gpu":
+                native.module("gpu").synchronize()
+
+
+def _say_goodbye() -> None:
+    """When JAX ends with the process, and nothing of the program runs: tells the peers.
+
+    JAX's last barrier gives up after 5 minutes, so a program that has finished waits here until its
+    peers have finished, too, or are lost.
+    """
+    global _fails
+    if os.getpid() != _pid or threading.main_thread().is_alive():
+        return  # the program calls jax.distributed.shutdown() itself, and may go on
+    if text := _failed():
+        _fails = True
+        for watch in _watches:
+            watch.fail(text)
+        return
     for watch in _watches:
-        watch.fail(text)
+        watch.finish()
+    while any(
+        state in ("present", "stopped") for watch in _watches for _, _, state, _, _ in watch.peers()
+    ):
+        time.sleep(_LOOK_S)
 
 
 def _won_t_come(seconds: float, serves: bool) -> bool:

@@ -26,6 +26,7 @@ from typing import Any
 import jax
 
 from jax_intranode._src import (
+    compat,
     config,
     exchange,
     failures,
@@ -40,6 +41,7 @@ from jax_intranode._src import (
 )
 from jax_intranode._src import topology as topology_lib
 from jax_intranode._src.partition import Partition
+from jax_intranode._src.quoting import shown
 
 _log = logging.getLogger("jax_intranode")
 
@@ -216,7 +218,7 @@ def _perform(rendezvous: Rendezvous, processes: list[int]) -> None:
     if jax.process_index() not in processes:
         rendezvous.reason = "this process has none of these devices"
         return
-    deadline = exchange.Deadline(config.get().timeout_s)
+    deadline = exchange.Deadline(config.get().meeting_s)
     name = hashlib.sha256(repr(tuple(rendezvous.devices)).encode()).hexdigest()[:16]
     try:
         store = rendezvous.store = exchange.store(
@@ -241,12 +243,14 @@ def _perform(rendezvous: Rendezvous, processes: list[int]) -> None:
     except BaseException as error:
         store.claim("verdict", f"process {jax.process_index()} was interrupted by {error!r}")
         raise
-    rendezvous.reason = verdict or None
+    rendezvous.reason = shown(verdict) if verdict else None
     if verdict:
         # The slabs stay: a peer that has not seen the verdict yet may still write into them.
         rendezvous.addresses.clear()
     else:
         watcher.start(rendezvous.platform, _local_device_ids, _process_of)
+        # Programs keep alive what they still use.
+        compat.at_end_of_backends(forget_all)
 
 
 def all_rendezvous() -> list[Rendezvous]:

@@ -14,17 +14,23 @@ import functools
 import hashlib
 import importlib
 import json
+import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jax_intranode._src import config, limits, overlap, table
+from jax_intranode._src.quoting import shown
 
 # The version of the file's layout.
 FORMAT = 1
 VARIABLE = "JAX_INTRANODE_TUNING"
 _KIND = "jax_intranode tuning"
+# `tune` writes some 100 kB.
+_MOST_BYTES = 16 << 20
+_MOST_CHARACTERS = 200
 # xla_ffi/cuda/collectives.h and xla_ffi/kernels/group.h: the handler refuses more.
 _MAX_THREADS, _MAX_BLOCKS = 512, 256
 _AGAIN = "measure again with `python -m jax_intranode tune`"
@@ -83,8 +89,8 @@ def read(path: str) -> Tuning:
         ValueError: the file cannot be read, is damaged, or is of another version.
     """
     try:
-        fields = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+        fields = json.loads(_content(path))
+    except (OSError, ValueError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else f"it is no JSON: {error}"
         raise ValueError(f"{VARIABLE}={path!r}: {why}.") from error
     if not isinstance(fields, dict) or fields.get("kind") != _KIND:
@@ -95,20 +101,30 @@ def read(path: str) -> Tuning:
     ):
         if found != wanted:
             raise ValueError(
-                f"{VARIABLE}={path!r}: the file has {what} {found}, and this is {wanted}; {_AGAIN}."
+                f"{VARIABLE}={path!r}: the file has {what} {shown(found)}, and this is {wanted}; "
+                f"{_AGAIN}."
             )
     try:
         tuning = _parse(path, fields)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{VARIABLE}={path!r}: the file is damaged ({error}); {_AGAIN}."
+            f"{VARIABLE}={path!r}: the file is damaged ({shown(error)}); {_AGAIN}."
         ) from error
     if tuning.digest != fields.get("digest"):
         raise ValueError(
             f"{VARIABLE}={path!r}: the file is damaged: its content has the digest "
-            f"{tuning.digest}, and it says {fields.get('digest')}; {_AGAIN}."
+            f"{tuning.digest}, and it says {shown(fields.get('digest'))}; {_AGAIN}."
         )
     return tuning
+
+
+def _content(path: str) -> bytes:
+    """The bytes of a file. It may be anything, or what a FIFO or a device never ends to give."""
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
+            raise ValueError(f"use a regular file of at most {_MOST_BYTES >> 20} MiB")
+        return file.read(_MOST_BYTES)
 
 
 def write(path: Path, fields: Mapping[str, Any]) -> None:
@@ -156,9 +172,9 @@ def _parse(path: str, fields: Mapping[str, Any]) -> Tuning:
         rows[key] = tuple(_row(platform, operation, row) for row in of_one["rows"])
         sizes = [row.nbytes for row in rows[key]]
         _require(sizes == sorted(set(sizes)), f"sizes {sizes}")
-    _require(isinstance(device, str) and bool(device), f"device {device!r}")
+    _require(_is_text(device), f"device {device!r}")
     _require(_is_count(devices), f"devices {devices!r}")
-    _require(isinstance(fields["date"], str), f"date {fields['date']!r}")
+    _require(_is_text(fields["date"]), f"date {fields['date']!r}")
     profile = None
     if fields["profile"] is not None:
         profile = overlap.profile_from_json(fields["profile"])
@@ -192,6 +208,10 @@ def _row(platform: str, operation: str, fields: Mapping[str, Any]) -> table.Row:
         _require(whole_warps, f"{row.threads!r} threads")
         _require(_is_count(row.blocks, _MAX_BLOCKS), f"{row.blocks!r} blocks")
     return row
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= _MOST_CHARACTERS and value.isprintable()
 
 
 def _is_count(value: object, most: int = 1 << 20) -> bool:

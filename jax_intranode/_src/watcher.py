@@ -58,7 +58,7 @@ def start(
     else:
         settings = config.get()
         notes = long_waits.Notes(compat.key_value_client)
-        waits = long_waits.LongWaits(notes, settings.report_after_s, settings.timeout_s)
+        waits = long_waits.LongWaits(notes, settings.report_after_s, settings.wait_s)
         failures.add_source(_Records(device_ids, process_of, waits))
         failures.on_failure(_end_waits_on_gpus)
         poll = functools.partial(_poll_gpus, device_ids, waits)
@@ -183,7 +183,7 @@ class _Records:
         if shared:
             source.has_equal_calls(site)
         group = _group(all_ids, group_size, rank, self._device_ids().get(ordinal))
-        timeout_s = config.get().timeout_s
+        timeout_s = config.get().wait_s
         known = 0 <= missing < len(group)
         detail = f", which runs {told}" if told else ""
         if known and reason == limits.FAILURE_REASONS["timeout"]:

@@ -143,7 +143,7 @@ class Fusion:
         """
         flow, start, last = self.flow, min(self.removed), self.last
         if last - self.first > FARTHEST:
-            return last
+            return self.first + FARTHEST + 1
         stretches = flow.stretches
         if stretches[start] != stretches[last]:
             return next(p for p in range(start, last + 1) if stretches[p] > stretches[start])

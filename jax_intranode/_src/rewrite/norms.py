@@ -19,6 +19,9 @@ from jax_intranode._src.rewrite.body import Body
 from jax_intranode._src.rewrite.collectives import collective_of
 from jax_intranode._src.rewrite.dataflow import Dataflow
 
+# A parameter that is made in more steps is read from the middle on, as if it were given there.
+_MOST_STEPS = 32
+
 
 @dataclass(frozen=True)
 class _Found:
@@ -181,14 +184,18 @@ def _norms(flow: Dataflow, h: Any) -> Iterator[tuple[Var, rows.Norm, set[int]]]:
 
 
 def _parameter(
-    flow: Dataflow, reader: rows.Reader, v: Any, known: dict[Any, rows.Rows | None]
+    flow: Dataflow,
+    reader: rows.Reader,
+    v: Any,
+    known: dict[Any, rows.Rows | None],
+    steps: int = _MOST_STEPS,
 ) -> rows.Rows | None:
     """A variable that does not depend on h, as a parameter or as a function of some."""
     if v not in known:
         known[v] = None
-        equation = flow.maker(v)
+        equation = flow.maker(v) if steps else None
         if equation is not None and not (compat.changes_dtype(equation) and not _widens(equation)):
-            read = reader.read(equation, lambda w: _parameter(flow, reader, w, known))
+            read = reader.read(equation, lambda w: _parameter(flow, reader, w, known, steps - 1))
             known[v] = read[equation.outvars.index(v)]
         dtype = v.aval.dtype
         if known[v] is None and v.aval.ndim == 1 and dtype in rows.FLOATS:

@@ -171,14 +171,16 @@ class Reader:
             if any(v is None for v in operands):
                 return [None]
             return [rule(self, equation, *operands)]
-        except (_Unknown, OverflowError, ZeroDivisionError):
+        # Any numbers may stand in a program, for instance a division by 0 or a power of nan.
+        except (_Unknown, ArithmeticError, LookupError, ValueError):
             return [None]
 
     def _operand(self, v: Any, value: Callable[[Any], Rows | None]) -> Rows | None:
         if not isinstance(v, Literal):
             return value(v)
         number = np.asarray(v.val)
-        return constant(float(number)) if number.ndim == 0 else None
+        is_real = number.ndim == 0 and not np.iscomplexobj(number)
+        return constant(float(number)) if is_real else None
 
     def _call(self, jaxpr: Any, operands: list[Rows | None]) -> list[Rows | None]:
         if len(jaxpr.eqns) > 100 or jaxpr.constvars:
@@ -226,7 +228,7 @@ class Reader:
 
     def _div(self, equation: Any, x: Rows, y: Rows) -> Rows:
         if y.form == "constant":
-            return Rows(_multiplied(x.terms, {_ONE: 1.0 / y.terms[_ONE]}), x.form)
+            return Rows(_multiplied(x.terms, {_ONE: 1.0 / y.terms.get(_ONE, 0.0)}), x.form)
         return Rows(_multiplied(x.terms, _power(y.terms, -1.0)), self._form(equation, x, y))
 
     def _integer_pow(self, equation: Any, x: Rows) -> Rows:

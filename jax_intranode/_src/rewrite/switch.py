@@ -1,7 +1,9 @@
 """Turning the rewriting of programs on and off."""
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+import threading
+from typing import Any
 
 from jax_intranode._src import compat, config
 from jax_intranode._src.rewrite import hook
@@ -49,14 +51,88 @@ def uninstall() -> None:
     _enabled.set_global(None)
 
 
-@contextlib.contextmanager
-def accelerate() -> Iterator[None]:
+class _Depth(threading.local):
+    """How many contexts of `accelerate` this thread is in, and JAX's, which the first has entered.
+
+    They are counted, because those of asyncio's tasks need not end in the order of a stack.
+    """
+
+    count = 0
+    context: Any = None
+
+
+_depth = _Depth()
+
+
+class Accelerated(contextlib.ContextDecorator):
+    """What `accelerate` returns."""
+
+    def __enter__(self) -> None:
+        """Begins.
+
+        Raises:
+            RuntimeError: as `install`.
+        """
+        self._thread = threading.get_ident()
+        if _depth.count == 0 and not config.get().disable:
+            compat.hook_lowering(hook.rewrite_body, hook.lower_program)
+            _depth.context = _enabled(hook.ON)
+            _depth.context.__enter__()
+        _depth.count += 1
+
+    def __exit__(self, *exception: Any) -> None:
+        """Ends.
+
+        Raises:
+            RuntimeError: another thread began it.
+        """
+        if self._thread != threading.get_ident():
+            raise RuntimeError(
+                "jax_intranode.accelerate() ended in another thread than the one that it began in, "
+                "which stays accelerated. Don't hand a generator or a task that is inside of it "
+                "to another thread."
+            )
+        _depth.count -= 1
+        if _depth.count == 0 and _depth.context is not None:
+            context, _depth.context = _depth.context, None
+            context.__exit__(None, None, None)
+
+    def _recreate_cm(self) -> "Accelerated":
+        """For each call of a decorated function: calls may run in several threads."""
+        return Accelerated()
+
+    def __call__(self, function: Any) -> Any:
+        """The function, accelerated.
+
+        Raises:
+            TypeError: a call of the function runs nothing of its body.
+        """
+        for kind, found in (
+            ("a generator function", inspect.isgeneratorfunction),
+            ("a coroutine function", inspect.iscoroutinefunction),
+            ("an asynchronous generator function", inspect.isasyncgenfunction),
+        ):
+            if found(function):
+                raise TypeError(
+                    f"jax_intranode.accelerate() can't decorate {function}, which is {kind}: its "
+                    "body runs after the call. Write `with jax_intranode.accelerate():` inside it, "
+                    "around calls of JAX and around no yield or await."
+                )
+        return super().__call__(function)
+
+
+def accelerate() -> Accelerated:
     """Accelerates the programs that this thread calls inside of the context, as `install` does.
 
     It is a decorator, too. A function that is called both inside and outside is compiled twice.
 
+    The context covers all that its thread runs until it ends. With a ``yield`` inside, that is the
+    generator's caller, too; with an ``await``, other tasks of the same thread. Without these the
+    context covers what is written in it.
+
     Raises:
-        RuntimeError: as `install`.
+        RuntimeError: as `install`, or the context ends in another thread than it began in.
+        TypeError: it decorates a generator function or a coroutine function.
 
     Examples:
         >>> @jax.jit
@@ -67,9 +143,4 @@ def accelerate() -> Iterator[None]:
         ...     total(jnp.array([1.0, 2.0]))
         Array([3.], dtype=float32)
     """
-    if config.get().disable:
-        yield
-        return
-    compat.hook_lowering(hook.rewrite_body, hook.lower_program)
-    with _enabled(hook.ON):
-        yield
+    return Accelerated()

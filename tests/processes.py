@@ -1,5 +1,8 @@
-"""Whether processes run."""
+"""Whether processes run, and ports for them."""
 
+import contextlib
+import random
+import socket
 import time
 from pathlib import Path
 
@@ -25,3 +28,16 @@ def assert_gone(pids: list[int]) -> None:
     while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert [pid for pid in pids if is_running(pid)] == []
+
+
+def free_port() -> int:
+    """Returns a TCP port that nobody on this node listened on a moment ago.
+
+    It is outside of the range from which the system takes ports for connections: such a port may be
+    taken before the caller's child listens on it.
+    """
+    while True:
+        port = random.randrange(10_000, 32_000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("", port))
+            return port

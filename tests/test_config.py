@@ -14,7 +14,7 @@ from jax_intranode._src import config
 
 def test_defaults() -> None:
     assert config.parse({}) == config.Config(
-        disable=False, topology=None, slab_mib=None, timeout_s=300.0, algorithm="auto"
+        disable=False, topology=None, slab_mib=None, timeout_s=1800.0, algorithm="auto"
     )
 
 
@@ -45,6 +45,7 @@ def test_empty_is_default(name: str) -> None:
         ("SLAB_MIB", "10000000", "slab_mib", 10_000_000),
         ("TIMEOUT_S", "3", "timeout_s", 3.0),
         ("TIMEOUT_S", "0.5", "timeout_s", 0.5),
+        ("TIMEOUT_S", "0", "timeout_s", 0.0),
         *(
             ("ALGORITHM", algorithm, "algorithm", algorithm)
             for algorithm in ("auto", "one_shot", "two_shot", "lax")
@@ -66,12 +67,15 @@ def test_values(name: str, text: str, field: str, value: object) -> None:
             ("TOPOLOGY", text, "fully_connected, hybrid_cube_mesh, unknown")
             for text in ("ring", "FULLY_CONNECTED")
         ),
-        *(("SLAB_MIB", text, "positive integer") for text in ("0", "-1", "1.5", "64MiB", "inf")),
+        *(
+            ("SLAB_MIB", text, "positive integer")
+            for text in ("0", "-1", "1.5", "64MiB", "inf", "1_0", "\N{ARABIC-INDIC DIGIT FOUR}")
+        ),
         ("FUSE_NORMS", "1", "auto, always, never"),
         *(("SEGMENT_KIB", text, "positive integer") for text in ("0", "4MB")),
         *(
             ("TIMEOUT_S", text, "positive number")
-            for text in ("0", "-1", "soon", "inf", "nan", "1e999")
+            for text in ("0.0", "-1", "soon", "inf", "nan", "1e999", "1e-9", "1_0", " 1")
         ),
         *(
             ("ALGORITHM", text, "auto, one_shot, two_shot, lax")
@@ -144,8 +148,23 @@ def test_unknown_variable_is_reported_once(
 def test_known_variables_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     names = [f"JAX_INTRANODE_{name}" for name in ("CUDA", "CUDA_WHEELS", "REQUIRE_GPUS")]
     names += [config.RANK, config.WORLD_SIZE, config.COORDINATOR, config.LOCAL_DEVICES]
-    config.check({name: "x" for name in names} | {"JAX_INTRANODE_TIMEOUT_S": "2", "OTHER": "x"})
+    config.check({name: "1" for name in names} | {"JAX_INTRANODE_TIMEOUT_S": "2", "OTHER": "x"})
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("RANK", "abc"),
+        ("RANK", "-1"),
+        ("WORLD_SIZE", "2.0"),
+        ("LOCAL_DEVICES", "0,"),
+        ("RESTART", "\N{ARABIC-INDIC DIGIT FOUR}"),
+    ],
+)
+def test_what_a_launcher_sets_is_checked(name: str, text: str) -> None:
+    with pytest.raises(ValueError, match=f"JAX_INTRANODE_{name}=.*: use (an )?integer"):
+        config.check({f"JAX_INTRANODE_{name}": text})
 
 
 def test_import_checks_values(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The key-value stores of a rendezvous, on a fake of JAX's client."""
 
+import re
 import threading
 import time
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 import jax_intranode
-from jax_intranode._src import compat, config, exchange
+from jax_intranode._src import compat, config, exchange, launcher, quoting
 
 
 class FakeClient:
@@ -101,6 +102,11 @@ def test_wait() -> None:
     assert second.wait("verdict", SOON) == ""
 
 
+def test_texts_of_others_are_cut_and_printable() -> None:
+    assert quoting.shown("a verdict of \x1b[2J\n") == "a verdict of ?[2J?"
+    assert quoting.shown("x" * 10**6) == "x" * 500 + "..."
+
+
 def test_other_errors_are_not_swallowed() -> None:
     client = FakeClient()
     store = stores(client, (0, 1))[0]
@@ -151,12 +157,25 @@ def test_several_processes_use_jaxs_client(monkeypatch: pytest.MonkeyPatch) -> N
     assert client.values == {"p/k": "v"}
 
 
+def test_keys_of_a_launched_job_cannot_be_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeClient()
+    monkeypatch.setattr(compat, "key_value_client", lambda: client)
+    ranks = [launcher.rank_env(rank, 2, "unix:/path") for rank in range(2)]
+    assert ranks[0][config.SECRET] == ranks[1][config.SECRET]
+    monkeypatch.setenv(config.SECRET, ranks[0][config.SECRET])
+    config.check(ranks[0])
+    client.values["p/verdict"] = "a stranger's"
+    assert exchange.store("p/", 1, [0, 1]).claim("verdict", "") == ""
+    (key,) = set(client.values) - {"p/verdict"}
+    assert re.fullmatch("p/[0-9a-f]{32}/verdict", key)
+
+
 def test_claim_ends_when_the_store_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the process that has JAX's coordination service is stopped."""
     answer = threading.Event()
     client = FakeClient()
     monkeypatch.setattr(client, "key_value_set", lambda key, value: answer.wait(60))
-    monkeypatch.setattr(config, "get", lambda: SimpleNamespace(timeout_s=0.1))
+    monkeypatch.setattr(config, "get", lambda: SimpleNamespace(meeting_s=0.1))
     store = exchange.KeyValueStore(client, "p/", 0, (0, 1))
     with pytest.raises(jax_intranode.CommunicationError, match=r"did not answer within 0\.1 s"):
         store.claim("region/0", "x")

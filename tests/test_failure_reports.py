@@ -31,6 +31,7 @@ FAILURE = failures.Failure(
     source="train.py:10 (step)",
 )
 XLA_TEXT = "INTERNAL: CUDA error: unspecified launch failure"
+ON_GPUS = dataclasses.replace(FAILURE, platform="gpu")
 
 
 @pytest.fixture
@@ -75,11 +76,11 @@ def test_after_shutdown(clean: None, platform: str) -> None:
 
 
 def test_a_source_is_asked_before_the_poll_finds_it(clean: None) -> None:
-    found = [FAILURE]
+    found = [ON_GPUS]
     failures.add_source(lambda: [found.pop()] if found else [])
     error = jax.errors.JaxRuntimeError(XLA_TEXT)
     assert FAILURE.message in str(error)
-    assert jax_intranode.last_failure() == FAILURE
+    assert jax_intranode.last_failure() == ON_GPUS
 
 
 def test_a_failure_that_names_its_operation_comes_first(clean: None) -> None:
@@ -92,7 +93,7 @@ def test_who_asks_does_not_wait_for_a_source_that_hangs(
     clean: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failures, "_PATIENCE_S", 0.1)
-    failures.report(FAILURE)
+    failures.report(ON_GPUS)
     go_on, hangs = threading.Event(), threading.Event()
 
     def hang() -> list[failures.Failure]:
@@ -112,7 +113,7 @@ def test_who_asks_does_not_wait_for_a_source_that_hangs(
 def test_errors_of_xla_show_the_message(clean: None, caplog: pytest.LogCaptureFixture) -> None:
     error = jax.errors.JaxRuntimeError(XLA_TEXT)
     assert str(error) == XLA_TEXT
-    failures.report(FAILURE)
+    failures.report(ON_GPUS)
     shown = f"{FAILURE.message}\n\nXLA reported: {XLA_TEXT}"
     assert str(error) == shown
     try:
@@ -128,9 +129,40 @@ def test_errors_of_xla_show_the_message(clean: None, caplog: pytest.LogCaptureFi
     # Where the text has the message already, it is not shown twice.
     assert str(jax.errors.JaxRuntimeError(f"INTERNAL: {FAILURE.message}")).count("timed out") == 1
     # An error that no failure causes stays as it is.
-    assert str(jax.errors.JaxRuntimeError("INVALID_ARGUMENT: shape")) == "INVALID_ARGUMENT: shape"
-    failures.forget()
-    assert str(error) == XLA_TEXT
+    for text in (
+        "INVALID_ARGUMENT: shape",
+        "RESOURCE_EXHAUSTED: out of memory",
+        "INTERNAL: CpuCallback error calling callback: ValueError",
+    ):
+        assert str(jax.errors.JaxRuntimeError(text)) == text
+
+
+def test_errors_on_cpu_devices_stay_as_they_are(clean: None) -> None:
+    """The error of a failed call has the message. Others have nothing to do with it."""
+    failures.report(FAILURE)
+    assert str(jax.errors.JaxRuntimeError(XLA_TEXT)) == XLA_TEXT
+
+
+def test_one_handler_for_all_failures(clean: None) -> None:
+    for error in (jax.errors.JaxRuntimeError(XLA_TEXT), ValueError("jax_intranode: psum failed")):
+        # Without a failure it is another error.
+        with pytest.raises(type(error)), jax_intranode.communication_errors():
+            raise error
+    failures.report(FAILURE)
+    for error in (
+        jax.errors.JaxRuntimeError(f"INTERNAL: {FAILURE.message}"),
+        ValueError(f"{FAILURE.message}, said by a handler"),
+        jax_intranode.CommunicationError(FAILURE.message, FAILURE),
+    ):
+        with (
+            pytest.raises(jax_intranode.CommunicationError) as info,
+            jax_intranode.communication_errors(),
+        ):
+            raise error
+        assert info.value.failure == FAILURE
+    for error in (ValueError("shapes differ"), KeyError("x")):
+        with pytest.raises(type(error)), jax_intranode.communication_errors():
+            raise error
 
 
 def test_the_exception_is_a_runtime_error_with_the_record() -> None:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from processes import assert_gone, children_of
+from processes import assert_gone, children_of, is_running
 
 from jax_intranode import __main__ as command_line
-from jax_intranode._src import nvml
+from jax_intranode._src import compat, nvml
 
 Launch = Callable[..., tuple[int, str, str]]
 
@@ -165,7 +165,7 @@ def test_the_ranks_are_one_program(
         ["1 1 [2.] float64"],
     ], err
     assert "proxy" not in err
-    assert ("the processes meet at 127.0.0.1" in err) == (call == "the same arguments")
+    assert ("the processes meet at unix:" in err) == (call == "the same arguments")
 
 
 @pytest.mark.full
@@ -406,6 +406,34 @@ def test_arguments_of_another_rank_are_refused(launch: Launch) -> None:
     assert "ValueError: jax.distributed.initialize(num_processes=3): this is process 0 of 2" in err
 
 
+def test_only_this_user_can_reach_the_service(launch: Launch) -> None:
+    """JAX's service asks nobody who he is."""
+    code, out, err = launch(
+        "-n 1 SCRIPT",
+        """
+        import os
+        from pathlib import Path
+        kind, _, path = os.environ["JAX_INTRANODE_COORDINATOR"].partition(":")
+        folder = Path(path).parent
+        print(kind, oct(folder.stat().st_mode & 0o777), folder.stat().st_uid == os.geteuid())
+        if os.geteuid() == 0 and not os.fork():
+            import socket
+            os.setuid(65534)
+            try:
+                socket.socket(socket.AF_UNIX).connect(path)
+                print("a stranger has connected")
+            except PermissionError:
+                pass
+            os._exit(0)
+        print(folder)
+        """,
+    )
+    assert code == 0, err
+    how, folder = lines_of(out, 0)
+    assert how == "unix 0o700 True"
+    assert not Path(folder).exists()
+
+
 # Signals to the command.
 
 
@@ -462,6 +490,118 @@ def test_the_ranks_go_on_when_nobody_reads(tmp_path: Path) -> None:
     assert process.wait(60) == 0
     assert (tmp_path / "done0").exists()
     assert (tmp_path / "done1").exists()
+
+
+FILLS_THE_PIPE = """
+    import os, sys, time
+    print("ready", flush=True)
+    if os.environ["JAX_INTRANODE_RANK"] == "1":
+        time.sleep(2)
+        sys.exit(5)
+    while True:
+        print("x" * 100)
+    """
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("a failure", 5),
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.full),
+        pytest.param("--timeout", 124, marks=pytest.mark.full),
+    ],
+)
+def test_a_full_pipe_that_nobody_reads_delays_nothing(
+    tmp_path: Path, end: str | signal.Signals, code: int
+) -> None:
+    options = ("--timeout", "1.5") if end == "--timeout" else ()
+    process = started(tmp_path, FILLS_THE_PIPE, "--grace", "1", *options)
+    ranks = children_of(process.pid)
+    if isinstance(end, signal.Signals):
+        time.sleep(0.5)  # until the pipe is full
+        process.send_signal(end)
+    if end == "a failure":
+        time.sleep(5)
+        assert [pid for pid in ranks if is_running(pid)] == []
+        assert process.poll() is None  # the report waits for somebody who reads it
+        assert "rank 1 failed first" in process.communicate(timeout=30)[0]
+    assert process.wait(30) == code
+    assert process.stdout is not None
+    process.stdout.close()
+    assert_gone(ranks)
+
+
+@pytest.mark.full
+def test_the_ranks_pause_with_the_command(tmp_path: Path) -> None:
+    process = started(
+        tmp_path,
+        """
+        import time
+        print("ready", flush=True)
+        time.sleep(1)
+        """,
+    )
+    pids = [process.pid, *children_of(process.pid)]
+    guard = [pid for pid in pids if b"-I" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    watched = [pid for pid in pids if pid not in guard]
+
+    def states() -> set[str]:
+        stats = [Path(f"/proc/{pid}/stat").read_text() for pid in watched]
+        return {stat.rpartition(")")[2].split()[0] for stat in stats}
+
+    process.send_signal(signal.SIGTSTP)
+    deadline = time.monotonic() + 20
+    while states() != {"T"} and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert states() == {"T"}
+    process.send_signal(signal.SIGCONT)
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
+def test_a_pause_of_all_is_no_loss() -> None:
+    """With JAX's 100 s the service would take all ranks for dead when it goes on."""
+    assert compat.HEARTBEAT_S > 24 * 3600
+
+
+@pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])
+def test_closed_descriptors_stay_unused(tmp_path: Path, closed: str) -> None:
+    """Nothing of the command gets the numbers of stdin, stdout and stderr."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        "fds = [os.readlink(f'/proc/{os.getppid()}/fd/{fd}') for fd in range(3)]\n"
+        f"open({str(tmp_path / 'fds')!r}, 'w').write(' '.join(fds))\n"
+        "print('text', sys.stdin.read())\n"
+    )
+    command = [*COMMAND[:-1], "1", str(script)]
+    done = subprocess.run(
+        ["bash", "-c", f'exec "$@" {closed}', "bash", *command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    fds = (tmp_path / "fds").read_text().split()
+    assert fds[: closed.count("-")] == ["/dev/null"] * closed.count("-")
+
+
+@pytest.mark.full
+def test_peers_hear_why_a_rank_has_failed(launch: Launch) -> None:
+    code, _, err = launch(
+        "-n 2 --grace 10 run SCRIPT",
+        JAX,
+        """
+        total()
+        if jax.process_index() == 1:
+            raise ValueError("loss is NaN")
+        total()
+        """,
+    )
+    assert code == 1
+    says = "ValueError: loss is NaN"
+    assert any("process 1" in line and says in line for line in lines_of(err, 0)), err
 
 
 # Wrong input.

@@ -58,7 +58,7 @@ def test_a_wait_is_reported_once(sites: None, monkeypatch: pytest.MonkeyPatch) -
     process = Process(None)
     assert process.update(0, 4.0, "sum") == []
     warning = f"{SUM} has waited 10 s: rank 0 (device 4) waits for rank 1 (device 5). "
-    warning += "It fails after JAX_INTRANODE_TIMEOUT_S, 300 s."
+    warning += "It fails after 300 s (see JAX_INTRANODE_TIMEOUT_S)."
     assert process.update(0, 10.5, "sum") == [warning]
     assert process.update(0, 11.0, "sum") == []
     # It is over when the kernel no longer writes. The next one is reported again.

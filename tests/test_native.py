@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -28,6 +29,10 @@ SOURCES = {
         NATIVE / "peer_test.cc",
         ROOT / "xla_ffi/host/host_group.cc",
         ROOT / "xla_ffi/host/progress.cc",
+    ],
+    "failed_launch_test": [
+        NATIVE / "failed_launch_test.cc",
+        ROOT / "xla_ffi/ffi/collectives_cuda.cc",
     ],
     "peer_input_fuzz": [NATIVE / "peer_input_fuzz.cc"],
     "peer_watch_test": [NATIVE / "peer_watch_test.cc", ROOT / "xla_ffi/host/peer_watch.cc"],
@@ -87,8 +92,8 @@ class Programs:
         optimize = "-O2" if program.name.endswith("_model") else "-O1"
         return run(
             self._compiler, "-std=c++20", optimize, "-g1", *self._flags, "-I", str(ROOT),
-            "-I", str(NATIVE / "model/fake_cuda"), "-pthread", *map(str, sources),
-            "-o", str(program), timeout_s=200,
+            "-I", str(NATIVE / "model/fake_cuda"), "-I", jax.ffi.include_dir(), "-pthread",
+            *map(str, sources), "-o", str(program), timeout_s=200,
         )  # fmt: skip
 
     def _skip_unless_sanitizer_works(self) -> None:
@@ -252,6 +257,19 @@ def test_a_body_is_stopped_before_its_call_fails(programs: Programs) -> None:
     outcome = run(programs.get("peer_test"), "stop")
     assert outcome.returncode == 0, outcome.stdout
     assert outcome.stdout == "stop: wrong 0\n"
+
+
+@pytest.mark.parametrize("programs", ["plain"], indirect=True)
+def test_a_failed_launch_ends_a_communicator(programs: Programs) -> None:
+    outcome = run(programs.get("failed_launch_test"))
+    assert outcome.returncode == 0, outcome.stdout
+
+
+@pytest.mark.parametrize("programs", ["plain"], indirect=True)
+def test_each_wait_of_a_body_is_timed_by_itself(programs: Programs) -> None:
+    outcome = run(programs.get("peer_test"), "timer")
+    assert outcome.returncode == 0, outcome.stdout
+    assert outcome.stdout == "timer: wrong 0\n"
 
 
 @pytest.mark.full
@@ -442,7 +460,6 @@ BROKEN_WATCH = [
     "reset_is_end",  # what a peer sent before it closed its socket is not read
     "forgets_before_arm",  # what came before the watch was armed is dropped
     "no_goodbye",  # nobody remembers that a peer leaves
-    "trusts_leavers",  # a peer that leaves is never stopped
     "stays_stopped",  # a peer that is heard again is not present again
     "stops_dead",  # a peer that is dead may stop
     "last_fault",  # the last fault of a peer counts, not the first one

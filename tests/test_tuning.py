@@ -116,6 +116,20 @@ def first_row(**changed: Any) -> Callable[[Path], None]:
     return damaged(lambda fields: fields["tables"][0]["rows"][0].update(changed))
 
 
+def nested(depth: int) -> list[Any]:
+    return [nested(depth - 1)] if depth else []
+
+
+def put_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def put_endless(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
@@ -146,6 +160,15 @@ def first_row(**changed: Any) -> Callable[[Path], None]:
         (damaged(lambda f: f.update(profile={})), "damaged ('name')"),
         (damaged(lambda f: f.update(device="")), "device ''"),
         (damaged(lambda f: f.update(digest="0")), "digest"),
+        (lambda path: path.write_text("[" * 1_000_000), "no JSON: maximum recursion depth"),
+        (damaged(lambda f: f.update(profile={"tiles": nested(500)})), "damaged"),
+        (damaged(lambda f: f.update(format="\x1b[2J" + "x" * 3_000_000)), "layout ?[2Jxxx"),
+        (damaged(lambda f: f.update(digest="x" * 3_000_000)), "digest"),
+        (damaged(lambda f: f.update(device="x" * 3_000_000)), "device 'xxx"),
+        (damaged(lambda f: f.update(date="\n")), "date"),
+        (lambda path: os.truncate(path, 1 << 30), "a regular file of at most 16 MiB"),
+        (put_fifo, "a regular file of at most 16 MiB"),
+        (put_endless, "a regular file of at most 16 MiB"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused(
@@ -155,6 +178,7 @@ def test_a_file_that_cannot_be_used_is_refused(
     with pytest.raises(ValueError) as error:
         tuning.read(str(file))
     assert says in str(error.value) and f"JAX_INTRANODE_TUNING={str(file)!r}" in str(error.value)
+    assert len(str(error.value)) < 1000 and str(error.value).isprintable()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import pytest
 from devices import MOST_RANKS_OF_A_GPU, ranks_share_a_gpu
+from processes import free_port
 
 from jax_intranode._src import launcher
 
@@ -46,7 +47,7 @@ def run_in_ranks(
         launcher.RankError: a rank failed. Its text begins with the rank that failed first.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
-    port = launcher.free_port()
+    port = free_port()
     platform = jax.devices()[0].platform
     environments = []
     for rank in range(world):

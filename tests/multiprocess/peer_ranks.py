@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+from processes import free_port
 
 from jax_intranode._src import launcher
 
@@ -57,7 +58,7 @@ def run(
     prefixes: Sequence[Sequence[str]] = (),
 ) -> Outcome:
     """Runs the ranks, each with the words of `prefixes` in front of its command."""
-    port = launcher.free_port()
+    port = free_port()
     platform = jax.devices()[0].platform
     command = [sys.executable, str(MAIN), platform, ending, waiting, str(victim)]
     try:

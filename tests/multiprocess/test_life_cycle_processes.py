@@ -8,10 +8,12 @@ from pathlib import Path
 
 import cases
 import jax
+import multiprocess_ranks
 import pytest
 from devices import need_ranks
 from jax.sharding import PartitionSpec as P
 from multiprocess_ranks import run_in_ranks
+from processes import free_port
 
 import jax_intranode
 from jax_intranode._src import launcher, rendezvous
@@ -167,8 +169,8 @@ def test_restart_after_a_crash(
 ) -> None:
     """A crashed run leaves nothing that disturbs the next run at the same port."""
     need_ranks(2)
-    port = launcher.free_port()
-    monkeypatch.setattr(launcher, "free_port", lambda: port)
+    port = free_port()
+    monkeypatch.setattr(multiprocess_ranks, "free_port", lambda: port)
     with pytest.raises(launcher.RankError) as error:
         ranks(crash, 2, arguments=[rank], env={"JAX_INTRANODE_TIMEOUT_S": "20"})
     assert error.value.exit_codes[rank] == -signal.SIGKILL

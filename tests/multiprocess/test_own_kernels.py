@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode as jin
-from jax_intranode._src import config
+from jax_intranode._src import config, native, peer_buffer
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "custom_collective"
 MOST = 3000  # elements of a shift
@@ -185,15 +186,23 @@ def test_memory(no_buffers: None) -> None:
 
 def test_bound(monkeypatch: pytest.MonkeyPatch, no_buffers: None) -> None:
     need_devices(2)
-    monkeypatch.setenv("JAX_INTRANODE_PEER_BUFFERS_MIB", "1")
+    on_gpus = jax.devices()[0].platform == "gpu"
+    limit, wanted, taken = (2, 2 << 20, 2 << 20) if on_gpus else (1, (1 << 19) + 1, 1 << 19)
+    monkeypatch.setenv("JAX_INTRANODE_PEER_BUFFERS_MIB", str(limit))
     config.get.cache_clear()
     try:
         mesh = mesh_of(2)
         half = jin.peer_buffer("half", (1 << 19,), jnp.int8, "i", mesh=mesh)
-        with pytest.raises(ValueError, match=r"524289 bytes .* 524288 in other .*_MIB=1 allows"):
+        with pytest.raises(ValueError, match=rf"{wanted} .* {taken} in other .*_MIB={limit} "):
             jin.peer_buffer("more", ((1 << 19) + 1,), jnp.int8, "i", mesh=mesh)
         half.close()
         jin.peer_buffer("more", (1 << 20,), jnp.int8, "i", mesh=mesh)
+        # CUDA IPC exports whole blocks of 2 MiB.
+        module = native.module("cpu")
+        assert peer_buffer._allocated("cpu", 33) == module.PEER_HEADER_BYTES + 64
+        with mock.patch.object(native, "module", lambda _: module):
+            assert peer_buffer._allocated("gpu", 1) == 2 << 20
+            assert peer_buffer._allocated("gpu", 2 << 20) == 4 << 20
     finally:
         monkeypatch.undo()
         config.get.cache_clear()

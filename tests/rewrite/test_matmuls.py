@@ -29,7 +29,7 @@ from test_rewriting import names, rewritten, rewritten_body
 import jax_intranode
 from jax_intranode._src import compat
 from jax_intranode._src.ops.primitive import BY_PRIMITIVE, OpPrimitive
-from jax_intranode._src.rewrite import sums
+from jax_intranode._src.rewrite import gathers, sums
 
 N = len(jax.devices())
 T, F, H = 2, 8, 16  # rows and columns of a rank's x, columns of a rank's w
@@ -736,6 +736,30 @@ def test_donation() -> None:
         found = jax.jit(f, donate_argnums=0)(x, *LAYER[1:])
     assert x.is_deleted()
     np.testing.assert_allclose(np.asarray(found), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_gathered_array_of_many_products_and_sums() -> None:
+    """What is looked at grows like the program."""
+    looked_at = 0
+    whole = gathers._Gather._fused
+
+    def counted(self: Any, group: Any, wgrad: Any) -> Any:
+        nonlocal looked_at
+        looked_at += len(group)
+        return whole(self, group, wgrad)
+
+    def of(count: int) -> int:
+        def body(x: Any, w: Any) -> Any:
+            g = lax.all_gather(x, "x", tiled=True)
+            return sum(lax.psum_scatter(g @ (w * i), "x", tiled=True) for i in range(count))
+
+        before = looked_at
+        f = sharded(body, line(), (P("x"), P()), P("x"), False)
+        rewritten(f, normal(N * T, F), normal(F, H))
+        return looked_at - before
+
+    with mock.patch.object(gathers._Gather, "_fused", counted):
+        assert of(800) <= 3 * of(400)
 
 
 def test_a_large_unrolled_program() -> None:

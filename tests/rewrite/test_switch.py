@@ -1,5 +1,6 @@
 """install, uninstall and accelerate: which programs are rewritten, and which caches serve them."""
 
+import asyncio
 import logging
 import os
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from cases import line, make_mesh, sharded
 from devices import need_devices
 from jax import export, lax
+from jax._src.interpreters import pxla  # noqa: TID251 - programs count compilations by it
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from lowered import in_lowered
@@ -91,6 +93,87 @@ def test_accelerate_holds_for_its_thread_only() -> None:
     finally:
         done.set()
         thread.join()
+
+
+def test_accelerate_of_tasks_that_overlap() -> None:
+    """The thread is not accelerated when both have ended."""
+    f = program()
+
+    async def task(begins: asyncio.Event, goes_on: asyncio.Event) -> None:
+        with jax_intranode.accelerate():
+            begins.set()
+            await goes_on.wait()
+
+    async def both() -> None:
+        first, second = asyncio.Event(), asyncio.Event()
+        await asyncio.gather(task(first, second), task(second, first))
+
+    async def one_by_one() -> None:
+        begins = [asyncio.Event() for _ in range(2)]
+        goes_on = [asyncio.Event() for _ in range(2)]
+        tasks = [asyncio.create_task(task(*e)) for e in zip(begins, goes_on, strict=True)]
+        for event in begins:
+            await event.wait()
+        for event, running in zip(goes_on, tasks, strict=True):
+            event.set()
+            await running
+
+    for overlap in (both, one_by_one):
+        asyncio.run(overlap())
+        assert ours(f, X) == 0
+
+
+def generates() -> Any:
+    yield
+
+
+async def awaits() -> None: ...
+
+
+async def generates_later() -> Any:
+    yield
+
+
+@pytest.mark.parametrize("function", [generates, awaits, generates_later])
+def test_accelerate_refuses_functions_whose_body_runs_later(function: Any) -> None:
+    with pytest.raises(TypeError, match=f"can't decorate.*{function.__name__}.*runs after"):
+        jax_intranode.accelerate()(function)
+
+
+def test_accelerate_that_ends_in_another_thread() -> None:
+    context = jax_intranode.accelerate()
+    found: list[str] = []
+
+    def ends() -> None:
+        try:
+            context.__exit__(None, None, None)
+        except RuntimeError as error:
+            found.append(str(error))
+
+    with context:
+        thread = threading.Thread(target=ends)
+        thread.start()
+        thread.join()
+    assert "ended in another thread" in found[0]
+    assert ours(program(), X) == 0
+
+
+def test_locations_in_lowered_programs_are_the_users() -> None:
+    """Also those of programs without collectives."""
+    package = str(Path(jax_intranode.__file__).parent)
+    jax_intranode.install()
+    for f, x in ((jax.jit(jnp.sin), X), (program(), X)):
+        text = f.lower(x).as_text(debug_info=True)
+        assert __file__ in text and package not in text
+
+
+def test_the_cache_of_lowered_programs_can_be_asked() -> None:
+    jax_intranode.install()
+    f = program()
+    before = pxla._cached_lowering_to_hlo.cache_info().misses
+    f.lower(X)
+    f.lower(X)
+    assert pxla._cached_lowering_to_hlo.cache_info().misses == before + 1
 
 
 def test_install_holds_for_all_threads() -> None:

@@ -1,0 +1,106 @@
+"""What tests of whole programs (whole_programs.py) share: they run several at once."""
+
+import concurrent.futures
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from processes import free_port
+
+from jax_intranode._src import launcher
+
+MAIN = Path(__file__).with_name("whole_programs.py")
+# Most programs sleep most of the time.
+_AT_ONCE = 4
+_TIMEOUT_S = 90
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program, and what its ranks print.
+
+    Attributes:
+        results: the results of each rank, one rank after another.
+        env: more environment variables.
+        options: options of Python.
+    """
+
+    results: Sequence[Sequence[object]] = ((), ())
+    env: Mapping[str, str] = field(default_factory=dict)
+    options: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the ranks of a program ended, and what they printed."""
+
+    exit_codes: list[int]
+    logs: list[str]
+
+    def said(self, rank: int, label: str = "RESULT") -> list[str]:
+        """What a rank said with a label."""
+        return re.findall(rf"^{label}: (.*)$", self.logs[rank], re.MULTILINE)
+
+    def __str__(self) -> str:
+        texts = [f"---- rank {rank}\n{log[-4000:]}" for rank, log in enumerate(self.logs)]
+        return "\n".join([f"exit codes {self.exit_codes}", *texts])
+
+
+def run(name: str, program: Program, log_dir: Path, grace_s: float = 2) -> Outcome:
+    """Runs the ranks of a program.
+
+    Args:
+        name: the function.
+        program: says how.
+        log_dir: gets a log per rank.
+        grace_s: how long the others may go on after the first failure.
+    """
+    log_dir.mkdir(parents=True)
+    world, port = len(program.results), free_port()
+    command = [sys.executable, *program.options, str(MAIN), "cpu", name]
+    environments = [
+        {**launcher.rank_env(rank, world, port), **program.env} for rank in range(world)
+    ]
+    codes = [0] * world
+    try:
+        launcher.run_ranks(
+            [command] * world, timeout_s=_TIMEOUT_S, log_dir=log_dir, env=environments,
+            grace_s=grace_s,
+        )  # fmt: skip
+    except launcher.RankError as error:
+        codes = error.exit_codes
+    return Outcome(codes, [(log_dir / f"rank{r}.log").read_text() for r in range(world)])
+
+
+Started = Mapping[str, "concurrent.futures.Future[Outcome]"]
+
+
+def start_all(
+    request: pytest.FixtureRequest, programs: Mapping[str, Program], log_dir: Path, **how: Any
+) -> Iterator[Started]:
+    """For a fixture of a module: starts the programs that this session tests, some at once.
+
+    The tests have the parameter "name".
+    """
+    if jax.devices()[0].platform != "cpu":
+        pytest.skip("the programs are processes with CPU devices")
+    names = [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and item.path == request.path
+        and "started" in item.fixturenames
+    ]
+    with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
+        try:
+            yield {
+                name: pool.submit(run, name, programs[name], log_dir / name, **how)
+                for name in names
+            }
+        finally:
+            pool.shutdown(cancel_futures=True)

@@ -1,0 +1,82 @@
+"""Faults of whole programs that the other ranks are told of: by their words, and within seconds."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from program_ranks import Outcome, Program, Started, start_all
+
+# The promise is 10 s; the rest is for machines that run other tests, too.
+NAMED_S = 10 + 10
+SOON = {"JAX_INTRANODE_REPORT_AFTER_S": "1"}
+
+# What rank 0 is told of rank 1, its reason, and the exit code of rank 1; None: any.
+TOLD = {
+    "raises": ("has failed: ValueError: loss is NaN", "peer_gone", 1),
+    "raises_after_another_was_shown": ("has failed: ValueError: loss is NaN", "peer_gone", 1),
+    "raises_with_a_hook": ("has failed: ValueError: loss is NaN", "peer_gone", 1),
+    "raises_in_a_signal_handler": (
+        "has failed: TimeoutError: the job's time is over", "peer_gone", 1,
+    ),
+    "is_interrupted": ("has failed: KeyboardInterrupt", "peer_gone", None),
+    "is_needed_after_its_end": ("process 1 ", "peer_gone", 0),
+    "ends_while_it_is_waited_for": ("process 1 ", "peer_gone", 0),
+}  # fmt: skip
+# The ranks that are told, and the operations that a message has to name.
+DIFFERENT = {
+    "waits_in_another_operation": 2,
+}
+PROGRAMS = {
+    **{name: Program() for name in TOLD},
+    **{name: Program([()] * world, env=SOON) for name, world in DIFFERENT.items()},
+    "unrelated_errors": Program(),
+}
+
+
+@pytest.fixture(scope="module")
+def started(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Started]:
+    yield from start_all(request, PROGRAMS, tmp_path_factory.mktemp("faults"), grace_s=30)
+
+
+def said(outcome: Outcome, label: str, rank: int = 0) -> str:
+    """The only text that a rank said with a label."""
+    found = outcome.said(rank, label)
+    assert len(found) == 1, (label, outcome)
+    return found[0]
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_rank_0_is_told_of_rank_1(started: Started, name: str) -> None:
+    outcome = started[name].result()
+    words, reason, code = TOLD[name]
+    text = said(outcome, "RESULT")
+    assert words in text and "process 1 " in text, outcome
+    assert re.search(r"psum.*rank 0 .*rank 1 ", text) or name == "is_needed_after_its_end", outcome
+    assert float(said(outcome, "TOOK")) < NAMED_S, outcome
+    assert said(outcome, "RECORD") == f"{reason} 1", outcome
+    assert outcome.exit_codes[0] == 0, outcome
+    assert code is None or outcome.exit_codes[1] == code, outcome
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_ranks_that_wait_for_each_other_are_told(started: Started, name: str) -> None:
+    outcome = started[name].result()
+    for rank in range(DIFFERENT[name]):
+        told, seconds = outcome.said(rank), outcome.said(rank, "TOOK")
+        assert told and float(seconds[0]) < NAMED_S, outcome
+
+
+@pytest.mark.parametrize("name", ["unrelated_errors"])
+def test_unrelated_errors_stay_as_they_are(started: Started, name: str) -> None:
+    """An error that the loss of a rank did not cause has its own text, before and after it."""
+    outcome = started[name].result()
+    assert "process 1 " in said(outcome, "RESULT"), outcome
+    assert said(outcome, "RECORD") == "peer_gone 1", outcome
+    assert said(outcome, "BEFORE AGAIN") == said(outcome, "BEFORE"), outcome
+    for label in ("BEFORE", "CALLBACK"):
+        text = said(outcome, label)
+        assert "the callback's own error" in text and "process 1 " not in text, outcome
+    text = said(outcome, "MEMORY")
+    assert "RESOURCE_EXHAUSTED" in text and "process 1 " not in text, outcome

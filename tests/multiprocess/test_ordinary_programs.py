@@ -1,0 +1,108 @@
+"""Ordinary programs of several processes that must not fail, and say nothing of a failure.
+
+What they have in common: nobody is missing, somebody is late, and the processes end as programs do.
+"""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from program_ranks import MAIN, Program, Started, start_all
+
+SHORT = {"JAX_INTRANODE_TIMEOUT_S": "5"}
+# Ends a wait that would never end, and is long enough for all that is right.
+LIMITED = {"JAX_INTRANODE_TIMEOUT_S": "20"}
+
+
+# With two ranks a sum is 3 times its scale.
+PROGRAMS = {
+    # How they end.
+    "last_step_unread": Program([["6.0"], []]),
+    "last_result_deleted": Program([["6.0"], []]),
+    "computes_in_the_last_step": Program([["6.0"], []]),
+    "drops_the_last_step": Program([["6.0"], []]),
+    "ends_at_different_times": Program([["12.0", "4.0"]] * 3, env=SHORT),
+    "ends_long_before_its_peer": Program([["4.0"], []]),
+    "half_of_the_ranks_end": Program([["3.0", "6.0", "9.0"]] * 2 + [["7.0"]] * 2),
+    "ends_before_its_peer_lowers": Program([["True"], []]),
+    "ends_in_a_function": Program([["6.0"], []]),
+    "collective_in_exit_handlers": Program([["6.0", "9.0"]] * 2),
+    "thread_after_the_end": Program([["6.0", "9.0"]] * 2),
+    "distributed_shutdown_at_the_end": Program([["6.0", "4.0"], ["4.0"]]),
+    "distributed_shutdown_in_the_middle": Program([["6.0"]] * 2),
+    "distributed_again": Program([["6.0"], []]),
+    "shutdown_twice": Program([["6.0"]] * 2, env=LIMITED),
+    # Ranks that are not equally fast.
+    "checkpoint_between_steps": Program([["12.0"]] * 2),
+    "evaluates_on_rank_0": Program([["2.0", "6.0", "3.0", "9.0"], ["6.0", "9.0"]]),
+    "compiles_for_long": Program([["3.0", "6.0"]] * 2),
+    "another_name_on_one_rank": Program([["6.0"]] * 2, env=LIMITED),
+    "one_rank_is_stopped": Program([["6.0", "9.0"]] * 2),
+    "all_ranks_are_stopped": Program([["6.0"]] * 2, env=SHORT),
+    # Processes, threads, signals.
+    "forked_workers": Program([["36", "6.0"], ["36"]]),
+    "forks_beside_a_thread": Program([["6.0"]] * 2),
+    "spawned_workers": Program([["4.0", "6.0"]] * 2),
+    "checkpoints_at_sigterm": Program([["6.0"]] * 2),
+    "interrupted_in_a_wait": Program([["interrupted", "6.0", "9.0"]] * 2),
+    # Exceptions that do not end them.
+    "console_that_showed_an_exception": Program([["None"], ["7"]]),
+    "debugger_that_showed_an_exception": Program([["None"], ["went on"]]),
+    "pytest_in_a_rank": Program([["0", "None"], ["0"]]),
+    "catches_exceptions": Program([["None"], ["JaxRuntimeError", "NameError", "4.0"]]),
+    "plain": Program([["6.0"]] * 2, options=["-X", "dev", "-W", "error"]),
+}
+
+
+# Variants of others, and those that take long.
+FULL = (
+    "last_result_deleted",
+    "ends_long_before_its_peer",
+    "spawned_workers",
+    "debugger_that_showed_an_exception",
+)
+
+
+@pytest.fixture(scope="module")
+def started(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Started]:
+    yield from start_all(request, PROGRAMS, tmp_path_factory.mktemp("ordinary"))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.full if n in FULL else ()) for n in PROGRAMS]
+)
+def test_does_not_fail(started: Started, name: str) -> None:
+    outcome = started[name].result()
+    found = [outcome.said(rank) for rank in range(len(outcome.logs))]
+    assert found == [list(results) for results in PROGRAMS[name].results], outcome
+    assert not any(outcome.exit_codes), outcome
+    for rank, log in enumerate(outcome.logs):
+        assert outcome.said(rank, "END") == ["None"], outcome
+        assert not re.search(r"^(ERROR|CRITICAL):jax_intranode", log, re.MULTILINE), outcome
+        assert "fall back to jax.lax" not in log, outcome
+        if PROGRAMS[name].options:
+            assert "Exception ignored" not in log, outcome
+
+
+def test_goes_on_after_a_restart(tmp_path: Path) -> None:
+    """The second run finds nothing of the first, and ends with a step that rank 1 has not read."""
+    done = subprocess.run(
+        [
+            sys.executable, "-P", "-m", "jax_intranode", "launch", "--platform", "cpu", "-n", "2",
+            "--grace", "1", "--restarts", "1", "--timeout", "100",
+            str(MAIN), "launch", "resumes", str(tmp_path / "checkpoint"),
+        ],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done
+    found = re.findall(r"^\[(\d)\] RESULT: (.*)$", done.stdout, re.MULTILINE)
+    assert sorted(found) == [
+        ("0", "6.0"), ("0", "from 0"), ("0", "from 1.0"), ("1", "from 0"), ("1", "from 1.0"),
+    ], done  # fmt: skip
+    last = done.stderr.partition("launch: restart 1 of 1")[2]
+    assert last and "ERROR:jax_intranode" not in last, done

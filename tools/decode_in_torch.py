@@ -111,7 +111,7 @@ class Decoder:
         where = where + dist.get_rank() * self.unembedding.shape[1]
         mine = torch.stack([best, where.float()])
         found = torch.empty(dist.get_world_size(), *mine.shape, device="cuda")
-        dist.all_gather_into_tensor(found, mine)
+        dist.all_gather_into_tensor(found.flatten(0, 1), mine)
         rank = found[:, 0].argmax(0)
         self.tokens.copy_(found[:, 1].gather(0, rank[None])[0].long())
         self.position.add_(1)

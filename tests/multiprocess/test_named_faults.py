@@ -52,12 +52,12 @@ def test_rank_0_is_told_of_rank_1(started: Started, name: str) -> None:
     outcome = started[name].result()
     words, reason, code = TOLD[name]
     text = said(outcome, "RESULT")
-    assert words in text and "process 1 " in text, outcome
-    assert re.search(r"psum.*rank 0 .*rank 1 ", text) or name == "is_needed_after_its_end", outcome
-    assert float(said(outcome, "TOOK")) < NAMED_S, outcome
-    assert said(outcome, "RECORD") == f"{reason} 1", outcome
-    assert outcome.exit_codes[0] == 0, outcome
-    assert code is None or outcome.exit_codes[1] == code, outcome
+    assert words in text and "process 1 " in text, str(outcome)
+    assert re.search(r"psum.*rank 0 .*rank 1 ", text) or name == "is_needed_after_its_end", str(outcome)
+    assert float(said(outcome, "TOOK")) < NAMED_S, str(outcome)
+    assert said(outcome, "RECORD") == f"{reason} 1", str(outcome)
+    assert outcome.exit_codes[0] == 0, str(outcome)
+    assert code is None or outcome.exit_codes[1] == code, str(outcome)
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
@@ -65,18 +65,18 @@ def test_ranks_that_wait_for_each_other_are_told(started: Started, name: str) ->
     outcome = started[name].result()
     for rank in range(DIFFERENT[name]):
         told, seconds = outcome.said(rank), outcome.said(rank, "TOOK")
-        assert told and float(seconds[0]) < NAMED_S, outcome
+        assert told and float(seconds[0]) < NAMED_S, str(outcome)
 
 
 @pytest.mark.parametrize("name", ["unrelated_errors"])
 def test_unrelated_errors_stay_as_they_are(started: Started, name: str) -> None:
     """An error that the loss of a rank did not cause has its own text, before and after it."""
     outcome = started[name].result()
-    assert "process 1 " in said(outcome, "RESULT"), outcome
-    assert said(outcome, "RECORD") == "peer_gone 1", outcome
-    assert said(outcome, "BEFORE AGAIN") == said(outcome, "BEFORE"), outcome
+    assert "process 1 " in said(outcome, "RESULT"), str(outcome)
+    assert said(outcome, "RECORD") == "peer_gone 1", str(outcome)
+    assert said(outcome, "BEFORE AGAIN") == said(outcome, "BEFORE"), str(outcome)
     for label in ("BEFORE", "CALLBACK"):
         text = said(outcome, label)
-        assert "the callback's own error" in text and "process 1 " not in text, outcome
+        assert "the callback's own error" in text and "process 1 " not in text, str(outcome)
     text = said(outcome, "MEMORY")
-    assert "RESOURCE_EXHAUSTED" in text and "process 1 " not in text, outcome
+    assert "RESOURCE_EXHAUSTED" in text and "process 1 " not in text, str(outcome)

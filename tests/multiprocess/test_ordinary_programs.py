@@ -79,14 +79,14 @@ def started(
 def test_does_not_fail(started: Started, name: str) -> None:
     outcome = started[name].result()
     found = [outcome.said(rank) for rank in range(len(outcome.logs))]
-    assert found == [list(results) for results in PROGRAMS[name].results], outcome
-    assert not any(outcome.exit_codes), outcome
+    assert found == [list(results) for results in PROGRAMS[name].results], str(outcome)
+    assert not any(outcome.exit_codes), str(outcome)
     for rank, log in enumerate(outcome.logs):
-        assert outcome.said(rank, "END") == ["None"], outcome
-        assert not re.search(r"^(ERROR|CRITICAL):jax_intranode", log, re.MULTILINE), outcome
-        assert "fall back to jax.lax" not in log, outcome
+        assert outcome.said(rank, "END") == ["None"], str(outcome)
+        assert not re.search(r"^(ERROR|CRITICAL):jax_intranode", log, re.MULTILINE), str(outcome)
+        assert "fall back to jax.lax" not in log, str(outcome)
         if PROGRAMS[name].options:
-            assert "Exception ignored" not in log, outcome
+            assert "Exception ignored" not in log, str(outcome)
 
 
 def test_goes_on_after_a_restart(tmp_path: Path) -> None:

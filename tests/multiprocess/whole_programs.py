@@ -301,7 +301,7 @@ def distributed_shutdown_in_the_middle() -> None:
 
 def distributed_again() -> None:
     begin()
-    # Another port: on the same one rank 1 could still reach the service that rank 0 is about to end.
+    # Another port: on the same one rank 1 could still reach the service that rank 0 will end.
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = multihost_utils.broadcast_one_to_all(np.int32(free.getsockname()[1]))
@@ -403,6 +403,7 @@ def all_ranks_are_stopped() -> None:
     and rank 1 comes 0.3 s later."""
     begin()
     first, second = pids()
+    read(total(2))  # so that rank 1 compiles nothing within the limit
     if rank() == 0:
         result = total(2)
         end = in_background(
@@ -428,12 +429,14 @@ def quiet_forks() -> Iterator[None]:
 
 
 def forked_workers() -> None:
-    """A pool that is ended, a child that a signal kills, one that ends by os._exit, and one that
+    """A pool, a child that a signal kills, one that ends by os._exit, and one that
     lives longer than its parent and has all of its descriptors."""
     begin()
     with quiet_forks():
-        with multiprocessing.get_context("fork").Pool(2) as pool:
+        # Closed, not terminated: a forked process has JAX's handler of SIGTERM, which does not end it.
+        with contextlib.closing(multiprocessing.get_context("fork").Pool(2)) as pool:
             say(sum(pool.map(abs, range(-8, 0))))
+        pool.join()
         for end in ("killed", "_exit", "outlives"):
             child = os.fork()
             if child == 0:

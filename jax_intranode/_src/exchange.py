@@ -124,8 +124,10 @@ class KeyValueStore:
         except Exception as error:
             if "ALREADY_EXISTS" not in str(error):
                 raise
-            return self._client.blocking_key_value_get(self._prefix + key, 10_000)
-        return value
+        else:
+            return value
+        # Not above: the text of that error, which has the key, would be shown with one of this call.
+        return self._client.blocking_key_value_get(self._prefix + key, 10_000)
 
     def wait(self, key: str, deadline: Deadline) -> str | None:
         """See Store."""

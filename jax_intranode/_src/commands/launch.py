@@ -283,10 +283,6 @@ class _Launch:
         platform = self._arguments.platform
         if platform != "auto":
             variables["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda"}[platform]
-        if any("_proxy" in name.lower() for name in os.environ):
-            # gRPC would ask a proxy for the service on this node.
-            direct = next(filter(None, map(os.environ.get, ("no_grpc_proxy", "no_proxy"))), "")
-            variables["no_grpc_proxy"] = ",".join(filter(None, (direct, "127.0.0.1")))
         return variables
 
 

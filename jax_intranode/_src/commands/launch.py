@@ -171,9 +171,13 @@ class _Launch:
             deadline: the time at which the processes are ended.
         """
         ranks = range(self._world_size)
+        outputs: list[RankOutput] = []
         try:
-            outputs = [RankOutput(r, self._world_size, self._log(r), _say) for r in ranks]
+            for r in ranks:
+                outputs.append(RankOutput(r, self._world_size, self._log(r), _say))
         except OSError as error:
+            for output in outputs:
+                output.close()
             raise WrongInput(
                 f"launch --log-dir: {error.filename}: {error.strerror}. Name a directory of "
                 "your own."

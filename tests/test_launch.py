@@ -423,12 +423,21 @@ def test_only_this_user_can_reach_the_service(launch: Launch) -> None:
         kind, _, path = os.environ["JAX_INTRANODE_COORDINATOR"].partition(":")
         folder = Path(path).parent
         print(kind, oct(folder.stat().st_mode & 0o777), folder.stat().st_uid == os.geteuid())
+        rows = [
+            row.split() for name in ("tcp", "tcp6") for row in Path("/proc/net", name).open()
+        ]
+        listening = {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}
+        links = [
+            os.readlink(entry.path) for entry in os.scandir(f"/proc/{os.getppid()}/fd")
+        ]
+        print(any("socket:" in link for link in links), *listening.intersection(links))
         print(folder)
         """,
     )
     assert code == 0, err
-    how, folder = lines_of(out, 0)
+    how, ports, folder = lines_of(out, 0)
     assert how == "unix 0o700 True"
+    assert ports == "True"
     assert not Path(folder).exists()
 
 

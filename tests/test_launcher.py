@@ -198,13 +198,19 @@ def test_a_rank_takes_the_gpu_of_its_number_or_those_chosen_for_it(
 # Where the service of the processes listens.
 
 
-@pytest.mark.parametrize("what", ["plain", "spaces", "long", "writable", "foreign", "no sockets"])
+@pytest.mark.parametrize(
+    "what", ["plain", "of a group", "spaces", "long", "writable", "foreign", "no sockets"]
+)
 def test_the_socket_is_where_grpc_finds_it_and_nobody_can_replace_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    place = tmp_path / {"spaces": "a b%20", "long": "a" * 100}.get(what, "place")
+    # Not tmp_path, which is almost as long as a socket's path may be.
+    name = {"spaces": "a b%20", "long": "a" * 100}.get(what, "place")
+    place = tmp_path_factory.mktemp("s") / name
     place.mkdir()
-    if what == "writable":
+    if what == "of a group":
+        place.chmod(0o2750)  # folders in it get the bit, too
+    elif what == "writable":
         place.chmod(0o777)
         place = place / "inner"
         place.mkdir()
@@ -225,7 +231,7 @@ def test_the_socket_is_where_grpc_finds_it_and_nobody_can_replace_it(
     with launcher.coordination_service(1) as address:
         path = Path(address.removeprefix("unix:"))
         assert path.is_socket() and path.parent.stat().st_mode & 0o777 == 0o700
-        assert (place in path.parents) == (what == "plain")
+        assert (place in path.parents) == (what in ("plain", "of a group"))
     assert not path.parent.exists() and list(place.iterdir()) == []
 
 

@@ -108,9 +108,11 @@ def test_strangers_are_refused() -> None:
         socket.send_fds(peer, [hello()], pipes)
         assert peer.recv(100) == hello(process=0)
         assert peer.fileno() >= 0
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as late:
-        with pytest.raises(ConnectionRefusedError):  # all peers have connected
-            late.connect("\0" + watch.address)
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as late,
+        pytest.raises(ConnectionRefusedError),  # all peers have connected
+    ):
+        late.connect("\0" + watch.address)
     for one in (*strangers, peer):
         one.close()
     for fd in pipes:

@@ -126,7 +126,7 @@ class KeyValueStore:
                 raise
         else:
             return value
-        # Not above: the text of that error, which has the key, would be shown with one of this call.
+        # Not above: an error of this call would be shown with that one, whose text has the key.
         return self._client.blocking_key_value_get(self._prefix + key, 10_000)
 
     def wait(self, key: str, deadline: Deadline) -> str | None:

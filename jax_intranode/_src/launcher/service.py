@@ -16,9 +16,6 @@ from jax_intranode._src.quoting import shown
 
 _log = logging.getLogger("jax_intranode")
 
-# The longest path of a Unix socket that Linux takes.
-_MOST_BYTES = 107
-
 
 @contextlib.contextmanager
 def coordination_service(world_size: int) -> Iterator[str]:
@@ -46,20 +43,20 @@ def coordination_service(world_size: int) -> Iterator[str]:
 
 
 def _private_directory() -> str:
-    """A new directory that only this user can enter, where others can replace it only if need be."""
+    """A new directory that only this user can enter, if possible where nobody can replace it."""
     places: dict[str, Path | None] = {}
     refused = []
     for place in map(os.path.realpath, (tempfile.gettempdir(), "/tmp", "/dev/shm")):
         is_plain = all(c.isascii() and (c.isalnum() or c in "/._-") for c in place)
-        if not is_plain or len(place) > _MOST_BYTES - 40:  # gRPC reads the address as a URI
-            refused.append(f"{shown(place)}: too long, or not of letters and digits")
+        if not is_plain:  # gRPC reads the address as a URI
+            refused.append(f"{shown(place)}: not of letters and digits")
         elif os.path.isdir(place):
             places[place] = _replaceable(Path(place))
     for place, folder in sorted(places.items(), key=lambda item: item[1] is not None):
         try:
             directory = _new_directory(place)
         except OSError as error:
-            refused.append(f"{place}: {error.strerror}")
+            refused.append(f"{place}: {error.strerror or error}")
             continue
         if folder is not None:
             _log.warning(
@@ -69,9 +66,8 @@ def _private_directory() -> str:
             )
         return directory
     raise RuntimeError(
-        "there is no directory for the socket of JAX's coordination service: set TMPDIR to one that "
-        f"can be written, of letters and digits, with at most {_MOST_BYTES - 40} characters "
-        f"({'; '.join(refused)})."
+        "there is no directory for the socket of JAX's coordination service: set TMPDIR to one "
+        f"that can be written, with a short name of letters and digits ({'; '.join(refused)})."
     )
 
 
@@ -88,15 +84,18 @@ def _replaceable(place: Path) -> Path | None:
 
 
 def _new_directory(place: str) -> str:
-    """A new directory of this user alone, after a trial: not all file systems have sockets."""
+    """A new directory of this user alone, after a trial with a socket.
+
+    Not all file systems have sockets, and their paths are short.
+    """
     directory = tempfile.mkdtemp(prefix="jax_intranode_", dir=place)
     try:
         status = os.stat(directory)
-        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o700:
+        if status.st_uid != os.geteuid() or status.st_mode & 0o777 != 0o700:
             raise PermissionError(errno.EPERM, "its files are not of their user alone")
         with socket.socket(socket.AF_UNIX) as trial:
-            trial.bind(f"{directory}/trial")
-        os.unlink(f"{directory}/trial")
+            trial.bind(f"{directory}/service")
+        os.unlink(f"{directory}/service")
     except OSError:
         shutil.rmtree(directory, ignore_errors=True)
         raise

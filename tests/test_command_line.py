@@ -15,6 +15,7 @@ import pytest
 
 import jax_intranode
 from jax_intranode import __main__ as command_line
+from jax_intranode._src import config
 
 
 def run_main(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -168,6 +169,19 @@ def test_info_points_out_variables(
     assert rows["JAX_INTRANODE_STRICT"]["value"] is None
     _, out, _ = run_main(capsys, "info")
     assert "JAX_INTRANODE_SLAB_MIB=16" in out and "JAX_INTRANODE_STRICT (0)" in out
+
+
+def test_reports_and_messages_leave_out_the_secret(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job may still run when somebody shows them."""
+    monkeypatch.setenv(config.SECRET, "0123abcd")
+    for words in (["info"], ["info", "--json"]):
+        code, out, err = run_main(capsys, *words)
+        assert code == 0 and "0123abcd" not in out + err
+        assert config.SECRET in out
+    with pytest.raises(ValueError, match=r"JAX_INTRANODE_SECRET=\.\.\.: use a word of hexadecimal"):
+        config.check({config.SECRET: "not hexadecimal"})
 
 
 BREAKS = {

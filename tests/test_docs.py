@@ -64,6 +64,16 @@ def test_named_files_exist(page: Path) -> None:
         assert path.exists(), f"{name}: no such file"
 
 
+def test_named_tests_exist() -> None:
+    page = ROOT / "docs" / "security.md"
+    if not page.exists():
+        pytest.skip("the docs are not here")
+    sources = "".join(file.read_text() for file in ROOT.glob("tests/**/test_*.py"))
+    names = re.findall(r"`(test_\w+)`", page.read_text())
+    assert len(names) > 20
+    assert [name for name in names if f"def {name}(" not in sources] == []
+
+
 def test_the_index_links_every_page() -> None:
     index = ROOT / "docs" / "README.md"
     if not index.exists():

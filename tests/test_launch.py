@@ -2,13 +2,16 @@
 
 import contextlib
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import assert_gone, children_of, is_running
@@ -148,8 +151,12 @@ CALLS = {
 def test_the_ranks_are_one_program(
     launch: Launch, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    # Neither is for the ranks: a proxy, and the host devices of a test in one process.
+    # None is for the ranks: a proxy, what jobs on a network need, and the host devices of a test in
+    # one process.
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "192.0.2.1:9")
+    for name in ("CERT", "KEY", "CA"):
+        monkeypatch.setenv(f"JAX_MTLS_{name}_FILE", "/no/such/file")
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
     code, out, err = launch(
         "-n 2 SCRIPT",
@@ -407,7 +414,7 @@ def test_arguments_of_another_rank_are_refused(launch: Launch) -> None:
 
 
 def test_only_this_user_can_reach_the_service(launch: Launch) -> None:
-    """JAX's service asks nobody who he is."""
+    """JAX's service asks nobody who he is. test_strangers.py has the attacks."""
     code, out, err = launch(
         "-n 1 SCRIPT",
         """
@@ -416,22 +423,66 @@ def test_only_this_user_can_reach_the_service(launch: Launch) -> None:
         kind, _, path = os.environ["JAX_INTRANODE_COORDINATOR"].partition(":")
         folder = Path(path).parent
         print(kind, oct(folder.stat().st_mode & 0o777), folder.stat().st_uid == os.geteuid())
-        if os.geteuid() == 0 and not os.fork():
-            import socket
-            os.setuid(65534)
-            try:
-                socket.socket(socket.AF_UNIX).connect(path)
-                print("a stranger has connected")
-            except PermissionError:
-                pass
-            os._exit(0)
+        rows = [
+            row.split() for name in ("tcp", "tcp6") for row in Path("/proc/net", name).open()
+        ]
+        listening = {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}
+        links = [
+            os.readlink(entry.path) for entry in os.scandir(f"/proc/{os.getppid()}/fd")
+        ]
+        print(any("socket:" in link for link in links), *listening.intersection(links))
         print(folder)
         """,
     )
     assert code == 0, err
-    how, folder = lines_of(out, 0)
+    how, ports, folder = lines_of(out, 0)
     assert how == "unix 0o700 True"
+    assert ports == "True"
     assert not Path(folder).exists()
+
+
+def test_connections_of_others_to_the_service_disturb_nobody(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of this user's processes that are not of the job: half open, slow, of another kind."""
+    start = compat.start_coordination_service
+    others: list[socket.socket] = []
+    ended = threading.Event()
+
+    def send_slowly() -> None:
+        while not ended.wait(0.02):
+            for other in others:
+                with contextlib.suppress(OSError):
+                    other.send(b"P")
+
+    def start_and_connect(address: str, processes: int) -> Any:
+        service = start(address, processes)
+        http2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+        for packet in (b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", http2[:9], http2, bytes(70_000)) * 8:
+            others.append(socket.socket(socket.AF_UNIX))
+            others[-1].settimeout(10)
+            others[-1].connect(address.removeprefix("unix:"))
+            with contextlib.suppress(OSError):
+                others[-1].send(packet)
+        others[0].shutdown(socket.SHUT_WR)
+        return service
+
+    monkeypatch.setattr(compat, "start_coordination_service", start_and_connect)
+    thread = threading.Thread(target=send_slowly)
+    thread.start()
+    try:
+        code, out, err = launch("-n 2 SCRIPT", JAX, "\nprint(total())")
+    finally:
+        ended.set()
+        thread.join()
+    assert code == 0, err
+    assert [lines_of(out, rank) for rank in range(2)] == [["[2.]"]] * 2
+    assert len(others) == 48
+    for other in others:
+        with contextlib.suppress(ConnectionError):
+            while other.recv(1 << 16):  # until the service has closed it
+                pass
+        other.close()
 
 
 # Signals to the command.

@@ -1,18 +1,24 @@
 """The launcher: a failure reaches the parent with its cause, and no process is left behind."""
 
 import _thread
+import errno
+import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 from processes import assert_gone
 
 from jax_intranode._src import launcher
+from jax_intranode._src.launcher import service
 
 _SLEEP = "import time; time.sleep(60)"
 
@@ -187,3 +193,62 @@ def test_a_rank_takes_the_gpu_of_its_number_or_those_chosen_for_it(
     ((args, kwargs),) = calls
     assert args == ("127.0.0.1:1234", 2, 1)
     assert kwargs["local_device_ids"] == expected
+
+
+# Where the service of the processes listens.
+
+
+@pytest.mark.parametrize(
+    "what", ["plain", "of a group", "spaces", "long", "writable", "foreign", "no sockets"]
+)
+def test_the_socket_is_where_grpc_finds_it_and_nobody_can_replace_it(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    # Not tmp_path, which is almost as long as a socket's path may be.
+    name = {"spaces": "a b%20", "long": "a" * 100}.get(what, "place")
+    place = tmp_path_factory.mktemp("s") / name
+    place.mkdir()
+    if what == "of a group":
+        place.chmod(0o2750)  # folders in it get the bit, too
+    elif what == "writable":
+        place.chmod(0o777)
+        place = place / "inner"
+        place.mkdir()
+    elif what == "foreign":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a directory to another user")
+        os.chown(place, 65534, 65534)
+    elif what == "no sockets":
+
+        class Socket(socket.socket):
+            def bind(self, address: Any) -> None:
+                if address.startswith(str(place)):
+                    raise PermissionError(errno.EPERM, "no sockets here")
+                super().bind(address)
+
+        monkeypatch.setattr(socket, "socket", Socket)
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    with launcher.coordination_service(1) as address:
+        path = Path(address.removeprefix("unix:"))
+        assert path.is_socket() and path.parent.stat().st_mode & 0o777 == 0o700
+        assert (place in path.parents) == (what in ("plain", "of a group"))
+    assert not path.parent.exists() and list(place.iterdir()) == []
+
+
+def test_a_place_that_others_can_change_is_the_last_choice_and_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(service, "_replaceable", lambda place: Path("/folder"))
+    with launcher.coordination_service(1):
+        pass
+    assert "Another user may rename what is in /folder" in caplog.text
+
+    def refuse(place: str) -> str:
+        raise OSError(errno.ENOSPC, "it is full")
+
+    monkeypatch.setattr(service, "_new_directory", refuse)
+    with (
+        pytest.raises(RuntimeError, match=r"set TMPDIR to one .*/tmp: it is full"),
+        launcher.coordination_service(1),
+    ):
+        pass

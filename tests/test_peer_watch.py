@@ -1,6 +1,7 @@
 """The native watch, with a peer that is played by sockets of this process."""
 
 import os
+import resource
 import socket
 import struct
 import subprocess
@@ -107,6 +108,11 @@ def test_strangers_are_refused() -> None:
         socket.send_fds(peer, [hello()], pipes)
         assert peer.recv(100) == hello(process=0)
         assert peer.fileno() >= 0
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as late,
+        pytest.raises(ConnectionRefusedError),  # all peers have connected
+    ):
+        late.connect("\0" + watch.address)
     for one in (*strangers, peer):
         one.close()
     for fd in pipes:
@@ -130,6 +136,31 @@ def test_connections_that_say_nothing_delay_nobody() -> None:
     for one in (*quiet, peer):
         one.close()
     watch.close()
+
+
+def test_a_process_without_free_descriptors_waits_with_pauses() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    pauses: list[int] = []
+
+    def connect() -> None:
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+        with pytest.raises(RuntimeError, match="process 1 did not connect in time"):
+            watch.connect([(PEER, "not used", [10**6])], SECRET, 1)
+        pauses.append(resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before)
+
+    watch = native.module("cpu").PeerWatch(0)
+    client = connected(watch.address)
+    thread = threading.Thread(target=connect)
+    first_free = os.dup(0)
+    os.close(first_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, hard))
+    try:
+        thread.start()
+        thread.join()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        client.close()
+    assert pauses[0] >= 5  # one that spins makes none
 
 
 # The program of another process: it connects to the address in its first argument.

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import pytest
 
-from jax_intranode._src import exchange, peers, rendezvous
+from jax_intranode._src import exchange, peers, quoting, rendezvous
 
 STRANGE = [
     None, True, -1, 0, 1, 2**70, 1e400, float("nan"), "", "x" * 5000, "\x00", "/../etc/passwd",
@@ -74,7 +74,7 @@ def meet(monkeypatch: pytest.MonkeyPatch, change: Any) -> tuple[str | None, Malf
     monkeypatch.setattr(rendezvous, "_probe", lambda *_, **__: None)
     met = rendezvous.Rendezvous(devices, "cpu", "multi")
     rendezvous._perform(met, [0, 1])
-    assert store.verdict == (met.reason or "")
+    assert quoting.shown(store.verdict) == (met.reason or "")
     return met.reason, store
 
 
@@ -125,6 +125,7 @@ def test_a_sound_record_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
         ("hello", "[1]", "a process sent a record (hello) of another form"),
         ("hello", "{}", "processes 0 and 1 of the mesh have a different version"),
         ("hello", '{"error": "no"}', "no"),
+        ("hello", json.dumps({"error": "\x1b[2J" + "x" * 10**6}), "?[2Jxxx"),
         ("slabs", "{}", "a process sent a record (slabs) of another form"),
         ("slabs", '"x"', "a process sent a record (slabs) of another form"),
     ],
@@ -134,6 +135,7 @@ def test_malformed_records_are_refused(
 ) -> None:
     found, _ = meet(monkeypatch, lambda at, record: text if at == stage else json.dumps(record))
     assert found is not None and found.startswith(reason), found
+    assert len(found) < 600
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from jax_intranode import __main__ as command_line
 from jax_intranode._src import launcher, native
 from jax_intranode._src.launcher import output
 
@@ -85,64 +86,133 @@ def test_many_segments_of_others_stay(foreign_segments: list[Path]) -> None:
     assert present >= {file.name for file in foreign_segments}
 
 
-# A rank of a job. A stranger tries what JAX's service would let him do: to store 300 MB, to set and
-# delete keys, to join as a task. All of it begins with a connection. He can't take the address
-# either. This user can connect.
-_RANK = f"""
-import os, socket, subprocess, sys
+def test_launch_says_whose_log_is_in_the_way(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path.chmod(0o1777)
+    (tmp_path / "rank1.log").symlink_to(tmp_path / "victim")
+    words = ["launch", "--platform", "cpu", "-n", "2", "--log-dir", str(tmp_path), __file__]
+    assert command_line.main(words) == 2
+    _, err = capfd.readouterr()
+    assert f"launch --log-dir: {tmp_path}/rank1.log: " in err and "Name a directory of your" in err
+    assert not (tmp_path / "victim").exists()
 
-STRANGER = '''
-import os, socket, sys
-path = sys.argv[1]
+
+# What a stranger does to a job while it runs. It prints a line for each attack: how the attack has
+# ended, and a line for each place where it has found the secret of the job.
+_ATTACKS = f"""
+import os, signal, socket, sys
+from pathlib import Path
+
+path, secret = sys.argv[1], sys.stdin.readline().strip().encode()
+if "jax" in sys.argv:
+    from jax._src.lib import _jax
+os.setgroups([])
 os.setresgid({_STRANGER}, {_STRANGER}, {_STRANGER})
 os.setresuid({_STRANGER}, {_STRANGER}, {_STRANGER})
 
-def flood():
+def connect():
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(path)
-        for _ in range(300):
-            client.sendall(bytes(1 << 20))
 
 def take():
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path + "2")
 
-calls = dict(
-    flood=flood, take=take, unlink=lambda: os.unlink(path),
+def join():
+    client = _jax.get_distributed_runtime_client("unix:" + path, 1, init_timeout=2)
+    client.connect()
+    print("has joined", flush=True)
+    client.key_value_delete("jax_intranode/0/")
+    client.key_value_set("jax_intranode/0/verdict", "evil")
+    for number in range(300):
+        client.key_value_set(str(number), "x" * 2**20)
+
+attacks = dict(
+    connect=connect, take=take, unlink=lambda: os.unlink(path),
     move=lambda: os.rename(os.path.dirname(path), os.path.dirname(path) + "2"),
     list=lambda: os.listdir(os.path.dirname(path)),
 )
-for name, call in calls.items():
+if "jax" in sys.argv:
+    attacks["join"] = join
+print("begins", flush=True)
+for name, attack in attacks.items():
+    if not (child := os.fork()):  # JAX ends a process whose client can't connect
+        signal.alarm(10)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        attack()
+        os._exit(0)
+    print(name, "refused" if os.waitpid(child, 0)[1] else "done", flush=True)
+
+public = [Path("/proc/net/unix"), *Path("/dev/shm").iterdir()]
+for folder in (path[: path.index("/jax_intranode_")], *sys.argv[2:]):
+    for root, _, names in os.walk(folder):
+        public += [Path(root, name) for name in names if "jax_intranode" in root or ".log" in name]
+public += [file for name in ("cmdline", "environ") for file in Path("/proc").glob("[0-9]*/" + name)]
+for file in public:
     try:
-        call()
-        print(name, "done")
-    except PermissionError:
-        print(name, "refused")
-'''
+        if secret in file.read_bytes():
+            print("the secret is in", file)
+    except OSError:
+        pass
+"""
+
+# A rank of the job that is attacked. It uses JAX while the stranger attacks.
+_RANK = f"""
+import os, socket, subprocess, sys
+
 path = os.environ["JAX_INTRANODE_COORDINATOR"].removeprefix("unix:")
 with socket.socket(socket.AF_UNIX) as client:
-    client.connect(path)
-out = subprocess.run(
-    [sys.executable, "-c", STRANGER, path], capture_output=True, text=True, check=True, timeout=60
-)
-print(*sorted(out.stdout.splitlines()), sep=", ")
+    client.connect(path)  # this user can
+if os.environ["JAX_INTRANODE_RANK"] == "0":
+    stranger = subprocess.Popen(
+        [sys.executable, "-c", {_ATTACKS!r}, path, *sys.argv[1:]],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )
+    stranger.stdin.write(os.environ["JAX_INTRANODE_SECRET"] + chr(10))
+    stranger.stdin.flush()
+    assert stranger.stdout.readline() == "begins" + chr(10), stranger.communicate()
+if "jax" in sys.argv:
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec as P
+    import jax_intranode
+    mesh = jax.make_mesh((2,), "x", axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.make_array_from_callback(
+        (2,), NamedSharding(mesh, P("x")), lambda i: jax.numpy.ones(1)
+    )
+    total = jax.shard_map(
+        lambda x: jax_intranode.psum(x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P()
+    )
+    print("sum", jax.jit(total)(x).addressable_data(0), jax_intranode.usage_counter() > 0)
+if os.environ["JAX_INTRANODE_RANK"] == "0":
+    out, _ = stranger.communicate(timeout=100)
+    print(*sorted(out.splitlines()), sep=", ")
 """
 
 
-@pytest.mark.parametrize("how", ["launch", "run_ranks"])
-def test_the_service_refuses_strangers(tmp_path: Path, how: str) -> None:
+_REFUSED = "connect refused, list refused, move refused, take refused, unlink refused"
+
+
+def test_commands_refuse_strangers(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(_RANK)
-    command = [sys.executable, str(script)]
-    if how == "launch":
-        done = subprocess.run(
-            [sys.executable, "-m", "jax_intranode", "launch", "-n", "1", str(script)],
-            capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        text = done.stdout
-    else:
-        launcher.run_ranks([command], timeout_s=120, log_dir=tmp_path, joined=True)
-        text = "".join(file.read_text() for file in tmp_path.glob("*.log"))
-    names = ("flood", "list", "move", "take", "unlink")
-    assert ", ".join(f"{name} refused" for name in names) in text
+    command = [sys.executable, str(script), str(tmp_path)]
+    launcher.run_ranks([command], timeout_s=120, log_dir=tmp_path, joined=True)
+    assert (tmp_path / "rank0.log").read_text() == f"{_REFUSED}\n"
+
+
+def test_a_launched_job_goes_on_beside_strangers(tmp_path: Path) -> None:
+    script, logs = tmp_path / "rank.py", tmp_path / "logs"
+    script.write_text(_RANK)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "jax_intranode", "launch", "--platform", "cpu", "-n", "2"),
+            *("--log-dir", str(logs), str(script), str(logs), "jax"),
+        ],
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    with_join = _REFUSED.replace("list", "join refused, list")
+    assert f"[0] {with_join}\n" in done.stdout
+    for rank in range(2):
+        assert f"[{rank}] sum [2.] True\n" in done.stdout

@@ -372,9 +372,20 @@ def start_coordination_service(address: str, processes: int) -> Any:
 def use_service_elsewhere() -> None:
     """Makes this process a client of a coordination service that runs in another one.
 
-    0.10.2 and later: ``jax.distributed.initialize`` starts one in process 0 in any case.
+    0.10.2 and later: ``jax.distributed.initialize`` starts one in process 0 in any case. 0.12: the
+    client would use the certificates of JAX's settings, which are for a service on the network.
     """
-    setattr(_jax, "get_distributed_runtime_service", lambda *_, **__: None)  # noqa: B010, as below
+    of_jax = _jax.get_distributed_runtime_client
+
+    def client(*args: Any, **kwargs: Any) -> Any:
+        of_network = [name for name in kwargs if name.startswith(("mtls_", "verify_"))]
+        return of_jax(*args, **{k: v for k, v in kwargs.items() if k not in of_network})
+
+    for name, value in (
+        ("get_distributed_runtime_service", lambda *_, **__: None),
+        ("get_distributed_runtime_client", client),
+    ):
+        setattr(_jax, name, value)
 
 
 def join_at_first_use(arguments: Callable[[dict[str, Any]], dict[str, Any]]) -> None:

@@ -113,6 +113,7 @@ class Variable:
             something else reads it.
         form: what its text has to match, as a regular expression, where `read` does not check it.
         reader: what reads it: "package", "launcher", "build" or "tests".
+        is_secret: whether reports and messages leave out its value.
     """
 
     name: str
@@ -122,6 +123,7 @@ class Variable:
     read: Callable[[str, str], Any] | None = None
     form: str = r"[\s\S]*"
     reader: str = "package"
+    is_secret: bool = False
 
     @property
     def field(self) -> str:
@@ -271,6 +273,7 @@ VARIABLES = (
         "what the job's keys in JAX's key-value store begin with",
         form="[0-9a-f]{1,64}",
         reader="launcher",
+        is_secret=True,
     ),
     Variable(
         _PREFIX + "CUDA",
@@ -335,7 +338,8 @@ def check(environ: Mapping[str, str]) -> None:
     for variable in VARIABLES:
         text = environ.get(variable.name, "")
         if text and not re.fullmatch(variable.form, text):
-            raise ValueError(f"{variable.name}={text!r}: use {variable.values}.")
+            shown = "..." if variable.is_secret else repr(text)
+            raise ValueError(f"{variable.name}={shown}: use {variable.values}.")
     for name, meant in unknown(environ).items():
         _log.warning("%s is set, but no such variable exists. Did you mean %s?", name, meant)
 

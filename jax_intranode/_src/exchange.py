@@ -124,8 +124,10 @@ class KeyValueStore:
         except Exception as error:
             if "ALREADY_EXISTS" not in str(error):
                 raise
-            return self._client.blocking_key_value_get(self._prefix + key, 10_000)
-        return value
+        else:
+            return value
+        # Not above: an error of this call would be shown with that one, whose text has the key.
+        return self._client.blocking_key_value_get(self._prefix + key, 10_000)
 
     def wait(self, key: str, deadline: Deadline) -> str | None:
         """See Store."""

@@ -253,8 +253,11 @@ def _variables(problems: list[str]) -> list[dict[str, Any]]:
         if problem:
             problems.append(problem)
         value = os.environ.get(name) or None
+        if value and name in secrets:
+            value = "(set, not shown)"
         return {"name": name, "value": value, "default": default, "problem": problem}
 
+    secrets = {variable.name for variable in config.VARIABLES if variable.is_secret}
     rows = []
     for variable in config.VARIABLES:
         if variable.reader == "package" or variable.name in os.environ:

@@ -171,9 +171,13 @@ class _Launch:
             deadline: the time at which the processes are ended.
         """
         ranks = range(self._world_size)
+        outputs: list[RankOutput] = []
         try:
-            outputs = [RankOutput(r, self._world_size, self._log(r), _say) for r in ranks]
+            for r in ranks:
+                outputs.append(RankOutput(r, self._world_size, self._log(r), _say))
         except OSError as error:
+            for output in outputs:
+                output.close()
             raise WrongInput(
                 f"launch --log-dir: {error.filename}: {error.strerror}. Name a directory of "
                 "your own."
@@ -283,10 +287,6 @@ class _Launch:
         platform = self._arguments.platform
         if platform != "auto":
             variables["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda"}[platform]
-        if any("_proxy" in name.lower() for name in os.environ):
-            # gRPC would ask a proxy for the service on this node.
-            direct = next(filter(None, map(os.environ.get, ("no_grpc_proxy", "no_proxy"))), "")
-            variables["no_grpc_proxy"] = ",".join(filter(None, (direct, "127.0.0.1")))
         return variables
 
 

@@ -78,13 +78,10 @@ def run_ranks(
             address = stack.enter_context(coordination_service(len(commands)))
             for rank, of_rank in enumerate(variables):
                 variables[rank] = {**rank_env(rank, len(commands), address), **of_rank}
-        logs = [open_log(path) for path in log_paths]
-        try:
-            streams = [Streams(stdout=log, stderr=subprocess.STDOUT) for log in logs]
+        with contextlib.ExitStack() as logs:  # this process needs none of them
+            opened = [logs.enter_context(open_log(path)) for path in log_paths]
+            streams = [Streams(stdout=log, stderr=subprocess.STDOUT) for log in opened]
             job = stack.enter_context(Job(commands, env=variables, streams=streams))
-        finally:
-            for log in logs:
-                log.close()
         deadline = started + timeout_s
         while job.running and job.first_failed is None and time.monotonic() < deadline:
             job.wait(deadline - time.monotonic())

@@ -102,7 +102,7 @@ def join_at_first_use() -> None:
 
     If the program calls `jax.distributed.initialize` itself, this call joins the other ranks.
     """
-    jax.config.update("jax_check_proxy_envs", False)  # `launch` has told gRPC to use none
+    jax.config.update("jax_check_proxy_envs", False)  # gRPC asks none for a Unix socket
     compat.join_at_first_use(_arguments)
 
 

@@ -3,51 +3,33 @@
     pip install '.[docs]' && .ci/docs
 
 The source folder is the repository and not docs, so the links between README.md, docs and tools
-work in the site as they do in a checkout. A page that `CONTENTS` lacks fails the build.
+work in the site as they do in a checkout. docs/README.md is the side bar, too; a page that it lacks
+fails the build.
 """
+
+import re
+from pathlib import Path
 
 from sphinx.application import Sphinx
 
 import jax_intranode
 
-# The side bar: captions, and the pages under each.
-CONTENTS = {
-    "Start here": ["Overview and installation <self>", "docs/when", "docs/performance"],
-    "User guide": [
-        "docs/usage",
-        "docs/processes",
-        "docs/unedited",
-        "docs/collective_matmuls",
-        "docs/gradients",
-        "docs/decoding",
-        "docs/explain",
-        "docs/commands",
-        "docs/profilers",
-        "docs/own_kernels",
-        "docs/nodes",
-    ],
-    "When something is wrong": ["docs/errors", "docs/failures", "docs/limits"],
-    "Reference": [
-        "docs/functions",
-        "docs/api",
-        "docs/environment",
-        "docs/compatibility",
-        "docs/security",
-        "docs/contract",
-        "docs/bench",
-        "CHANGELOG",
-    ],
-    "For contributors": [
-        "docs/README",
-        "docs/how_it_works",
-        "CONTRIBUTING",
-        "docs/porting",
-        "tools/README",
-        "docs/measurements/README",
-        "docs/measurements/experiments",
-        "docs/measurements/earlier",
-    ],
-}
+ROOT = Path(__file__).resolve().parent.parent
+OVERVIEW = "Overview and installation <self>"
+
+
+def contents() -> dict[str, list[str]]:
+    """The side bar: captions, and the pages under each. They are those of docs/README.md."""
+    found: dict[str, list[str]] = {}
+    for line in (ROOT / "docs" / "README.md").read_text().splitlines():
+        if line.startswith("## "):
+            # The page of all pages stands first, after the README.
+            found[line[3:]] = [] if found else [OVERVIEW, "docs/README"]
+        elif link := re.match(r"- \[.*?\]\(([^)]+)\)", line):
+            page = (ROOT / "docs" / link[1]).resolve().relative_to(ROOT)
+            found[list(found)[-1]].append(str(page.with_suffix("")))
+    return found
+
 
 project = "jax_intranode"
 author = "the jax_intranode contributors"
@@ -76,7 +58,7 @@ html_extra_path = ["site/root"]
 def add_contents(app: Sphinx, name: str, source: list[str]) -> None:
     """Appends the tables of contents to the first page. On GitHub they would be clutter."""
     if name == root_doc:
-        for caption, pages in CONTENTS.items():
+        for caption, pages in contents().items():
             lines = ["```{toctree}", ":hidden:", f":caption: {caption}", *pages, "```"]
             source[0] += "\n" + "\n".join(lines) + "\n"
 

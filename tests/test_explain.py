@@ -530,3 +530,21 @@ def test_fallback_is_laxs_own_program() -> None:
         return jax.jit(over_x(body)).lower(X).as_text()
 
     assert program(jax_intranode) == program(lax)
+
+
+def test_functions_of_other_jits() -> None:
+    """flax.nnx.jit, for example, whose trace is not JAX's."""
+
+    class Jitted:
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x
+
+        def lower(self, x: jax.Array) -> None: ...
+
+        def trace(self, x: jax.Array) -> object:
+            return object()
+
+        def eval_shape(self, x: jax.Array) -> None: ...
+
+    with pytest.raises(TypeError, match=r"Jitted, whose trace has no jaxpr"):
+        jax_intranode.explain(Jitted())(jnp.ones(3))

@@ -148,13 +148,9 @@ def test_figure_is_that_of_its_files(tool: ModuleType, tmp_path: Path) -> None:
         tool.render(made, tmp_path, True)
 
 
-def test_transformer(tool: ModuleType) -> None:
-    settings = {"layers": 2, "width": 8, "sequence": 100, "batch": 3, "data": 1, "dtype": "float32"}
-    result = {
-        **{"jax": "1.2.3", "device": "NVIDIA X1", "mesh": {"data": 1, "model": 2}, "processes": 1},
-        **{"date": "2000-01-02T00:00:00", "settings": settings},
-        "seconds_per_step": {"ours": 0.1, "unedited": 0.12, "lax": 0.15},
-    }
-    text = tool.transformer(result)
-    assert "2 \N{MULTIPLICATION SIGN} NVIDIA X1, 1 process, jax 1.2.3" in text
-    assert text.endswith("| 3,000 | 1.50 | 2,500 | 1.25 | 2,000 |\n")
+def test_programs(tool: ModuleType) -> None:
+    row = {"program": "mlp_block", "mode": PROCESS_PER_DEVICE, "time_us": 100.0, "ratio": 1.5}
+    row |= {"lax_time_us": 150.0, "unedited_time_us": 120.0, "unedited_ratio": 1.25}
+    text = tool.programs({"rows": [row]}, {"rows": [{**row, "program": "transformer"}]})
+    cells = "one process per device | 0.100 | 0.150 | 1.50 | 0.120 | 1.25 |"
+    assert text.endswith(f"| `mlp_block` | {cells}\n| `transformer` | {cells}\n")

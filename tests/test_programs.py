@@ -16,7 +16,8 @@ from jax import lax
 import jax_intranode
 from jax_intranode._src.bench.programs.definitions import PROGRAMS
 
-TRAINING = ("train_step", "train_step_sequence_parallel")
+TRAINING = ("train_step", "train_step_sequence_parallel", "transformer")
+LLAMAS = ("decode_8b_1", "decode_8b_16", "decode_70b_1", "decode_70b_16")
 
 # The least number of our calls in each program on CPU devices, where the calls are small.
 OUR_CALLS = {
@@ -26,6 +27,8 @@ OUR_CALLS = {
     "train_step": {"psum": 8 + 1},
     "train_step_sequence_parallel": {"psum_scatter": 8, "all_gather": 8, "psum": 1},
     "mlp_block": {"psum_scatter": 2, "all_gather": 2},  # forward and backward
+    "transformer": {"psum_scatter": 8, "all_gather": 8, "psum": 1},
+    **{name: {"psum_residual_rms_norm": 4, "all_gather": 1} for name in LLAMAS},
 }
 NORMS = tuple(name for name in PROGRAMS if name.startswith("norms_"))
 OUR_CALLS |= {name: {"psum_residual_rms_norm": 1} for name in NORMS}
@@ -65,7 +68,7 @@ def described(arguments: Any) -> Any:
     return jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), arguments)
 
 
-QUICK = ("train_step_sequence_parallel", "decode_scanned", "norms_6")
+QUICK = ("train_step_sequence_parallel", "decode_scanned", "norms_6", "decode_8b_1", "transformer")
 MOSTLY_FULL = pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in PROGRAMS]
 )
@@ -92,7 +95,7 @@ def test_both_libraries_agree(name: str) -> None:
     [
         pytest.param(name, marks=pytest.mark.full) if name in TRAINING else name
         for name in PROGRAMS
-        if name not in NORMS  # what they return is normalized
+        if name not in NORMS + LLAMAS  # what they return is normalized
     ],
 )
 def test_a_missing_rank_would_be_seen(name: str) -> None:
@@ -128,7 +131,7 @@ def test_tensor_parallel_is_what_one_device_does(name: str) -> None:
     assert distance(step(*arguments), alone(*whole), arguments) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("name", [*TRAINING[:2], pytest.param(TRAINING[2], marks=pytest.mark.full)])
 def test_training_learns(name: str) -> None:
     need_devices(2)
     step, arguments = built(name, jax_intranode, all_devices())
@@ -140,7 +143,9 @@ def test_training_learns(name: str) -> None:
     assert losses[-1] < 0.97 * losses[0]
 
 
-@MOSTLY_FULL
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK[:3] else pytest.param(n, marks=pytest.mark.full) for n in PROGRAMS]
+)
 def test_long_chains_stay_finite(name: str) -> None:
     need_devices(2)
     f, start = built(name, jax_intranode, all_devices())

@@ -1,5 +1,7 @@
 """The programs that README.md and the pages in docs print run as they are printed."""
 
+import ast
+import importlib.util
 import os
 import re
 import subprocess
@@ -28,6 +30,20 @@ PROGRAMS = programs()
 OF_PROCESSES = [name for name, text in PROGRAMS.items() if "jax.distributed.initialize" in text]
 
 
+def need_modules(program: str) -> None:
+    """Skips the test if the program imports a package that is not installed here."""
+    for node in ast.walk(ast.parse(program)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [str(node.module)]
+        else:
+            continue
+        for name in names:
+            if importlib.util.find_spec(name.partition(".")[0]) is None:
+                pytest.skip(f"{name} is not installed")
+
+
 def environment() -> dict[str, str]:
     # JAX of this process has reserved most of each GPU's memory.
     return {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -39,6 +55,8 @@ def test_both_kinds_of_programs_are_there() -> None:
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in OF_PROCESSES])
 def test_one_process(name: str, tmp_path: Path) -> None:
+    need_devices(2)
+    need_modules(PROGRAMS[name])
     (tmp_path / name).write_text(PROGRAMS[name])
     done = subprocess.run(
         [sys.executable, name],
@@ -57,7 +75,7 @@ def test_process_per_device(name: str, tmp_path: Path) -> None:
     need_devices(2)
     (tmp_path / name).write_text(PROGRAMS[name])
     command = f"python -m jax_intranode launch -n 2 {name}"
-    assert f"\n    {command}\n" in README.read_text()
+    assert any(f"\n    {command}\n" in page.read_text() for page in PAGES if page.exists())
     done = subprocess.run(
         [sys.executable, *command.split()[1:]],
         cwd=tmp_path,
@@ -68,4 +86,4 @@ def test_process_per_device(name: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
-        assert f"[{rank}] rank {rank} has (32, 32) of (64, 32): 4096.0\n" in done.stdout
+        assert re.search(rf"^\[{rank}\] rank {rank} has .*: 1\.0$", done.stdout, re.M), done.stdout

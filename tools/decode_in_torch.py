@@ -1,10 +1,11 @@
-"""Decodes as examples/decode.py does, in PyTorch, as a peer to compare with.
+"""Decodes with the layers of `bench decode_8b_1`, in PyTorch, as a peer to compare with.
 
     torchrun --nproc-per-node 2 tools/decode_in_torch.py --size 8B --layers 8 --batch 1
 
-The layers are those of the example, with random weights: tensor-parallel attention with a
-key-value cache, and an MLP. torch.compile compiles a step, and a CUDA graph replays it. Sums over
-the ranks use each of these in turn; the fastest is what a user would pick:
+The layers have random weights: tensor-parallel attention with a key-value cache, and an MLP.
+Besides, positions are rotated, new keys and values are stored, and the best token is found.
+torch.compile compiles a step, and a CUDA graph replays it. Sums over the ranks use each of these in
+turn; the fastest is what a user would pick:
 
     nccl         torch.distributed.all_reduce
     one_shot     torch.ops.symm_mem.one_shot_all_reduce, on symmetric memory
@@ -31,7 +32,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 import torch.nn.functional as F
 
-# hidden, intermediate, heads, key-value heads, vocabulary, layers: as in examples/decode.py.
+# hidden, intermediate, heads, key-value heads, vocabulary, layers: as in bench.
 SIZES = {
     "tiny": (256, 768, 8, 8, 512, 2),
     "8B": (4096, 14336, 32, 8, 128_256, 32),

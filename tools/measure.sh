@@ -4,9 +4,9 @@
 #     tools/measure.sh OUT [STEP...]
 #
 # Writes one JSON file and one log for each step to the folder OUT. The default steps are psum,
-# gather, scatter, gather_backward, scatter_backward, pair and transformer; they take at most
+# gather, scatter, gather_backward, scatter_backward, pair and programs; they take at most
 # BUDGET_S seconds together (default 360) on two H200s. Steps that no longer fit are skipped and
-# named; run these again by name. Other steps: decode, types, programs, peers. The package has to be
+# named; run these again by name. Other steps: decode, types, norms, peers. The package has to be
 # installed. To publish the figures, copy the JSON files to docs/measurements and run
 # tools/performance_page.py.
 set -uo pipefail
@@ -14,7 +14,7 @@ mkdir -p "$1"
 out=$(realpath "$1")
 shift
 steps=("$@")
-[ $# -gt 0 ] || steps=(psum gather scatter gather_backward scatter_backward pair transformer)
+[ $# -gt 0 ] || steps=(psum gather scatter gather_backward scatter_backward pair programs)
 source_dir=$(realpath "$(dirname "$0")/..")
 python=${PYTHON:-python3}
 deadline=$((SECONDS + ${BUDGET_S:-360}))
@@ -69,32 +69,31 @@ for step in "${steps[@]}"; do
       bench psum_scatter_all_gather 60 psum_scatter+all_gather --mode process-per-device \
         -b 1K -e 16M -f 4 -n 25 -w 4
       ;;
-    transformer)
-      limited "transformer_$suffix" 80 "$python" -P \
-        "$source_dir/examples/tensor_parallel_transformer.py" --json "transformer_$suffix.json"
-      grep -hE "tokens per second|x the tokens" "transformer_$suffix.log" 2>/dev/null
+    programs)
+      for program in transformer mlp_block train_step train_step_sequence_parallel decode_8b_1 \
+        decode_8b_16 decode_scanned decode_unrolled; do
+        bench "$program" 80 "$program" --mode process-per-device -n 9 -w 2
+      done
       ;;
     decode)
       for size in 8B 70B; do
         for batch in 1 16; do
-          name=decode_${size}_${batch}_$suffix
-          limited "$name" 90 "$python" -P "$source_dir/examples/decode.py" --size "$size" --layers 8 \
-            --batch "$batch" --json "$name.json"
-          grep -hE "tokens/s|^jax|^lax|^no sums" "$name.log" 2>/dev/null
-          limited "${name}_torch" 90 torchrun --nproc-per-node "${suffix%%_*}" \
+          name=decode_${size,,}_$batch
+          bench "$name" 90 "$name" --mode process-per-device -n 9 -w 2
+          name=${name}_torch_$suffix
+          limited "$name" 90 torchrun --nproc-per-node "${suffix%%_*}" \
             "$source_dir/tools/decode_in_torch.py" --size "$size" --layers 8 --batch "$batch" \
-            --json "${name}_torch.json"
-          grep -h "tokens/s" "${name}_torch.log" 2>/dev/null
+            --json "$name.json"
+          grep -h "tokens/s" "$name.log" 2>/dev/null
         done
       done
       ;;
     types)
       bench psum_types 200 psum -d float32,int32,float64,float16 -b 4K -e 4M -f 8 -n 9 -w 2
       ;;
-    programs)
-      for program in decode_scanned decode_unrolled train_step train_step_sequence_parallel \
-        mlp_block norms_1 norms_6 norms_16 norms_64 norms_1024 norms_4096; do
-        bench "$program" 100 "$program" --mode process-per-device -n 9 -w 2
+    norms)
+      for rows in 1 6 16 64 1024 4096; do
+        bench "norms_$rows" 100 "norms_$rows" --mode process-per-device -n 9 -w 2
       done
       ;;
     peers)

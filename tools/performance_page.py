@@ -14,7 +14,7 @@ The program replaces what stands between them. The words after "make:" are
     setup FILE...         devices, versions, date and command of runs of the benchmark
     collectives FILE      a table of sizes
     matmuls FILE          a table of shapes
-    transformer FILE      a table of examples/tensor_parallel_transformer.py --json
+    programs FILE...      a table of whole programs, a row for each run of the benchmark
     losses FILE...        a table of the rows where ours is not faster than jax.lax
     figure PNG FILE...    a plot, written to docs/figures/PNG
 
@@ -24,7 +24,6 @@ exits with 1 if a table or a figure is not the one that the files give.
 
 import argparse
 import hashlib
-import json
 import re
 import statistics
 import sys
@@ -129,23 +128,23 @@ def matmuls(result: dict[str, Any]) -> str:
     return "Times in milliseconds.\n\n" + _markdown(head, cells)
 
 
-def transformer(result: dict[str, Any]) -> str:
-    """Returns the table of the transformer example."""
-    settings, seconds = result["settings"], result["seconds_per_step"]
-    tokens = settings["data"] * settings["batch"] * settings["sequence"]
-    ours, lax, unedited = (f"{tokens / seconds[name]:,.0f}" for name in ("ours", "lax", "unedited"))
-    ratios = [f"{seconds['lax'] / seconds[name]:.2f}" for name in ("ours", "unedited")]
-    devices = 1
-    for size in result["mesh"].values():
-        devices *= size
-    words = "1 process" if result["processes"] == 1 else f"{result['processes']} processes"
-    setup = (
-        f"{settings['layers']} layers of width {settings['width']}, sequences of "
-        f"{settings['sequence']}, {settings['dtype']}; {devices} {_BY} {result['device']}, "
-        f"{words}, jax {result['jax']}, {result['date'][:10]}.\n\n"
-    )
-    head = ["tokens per second: ours", "ratio", "`jax.lax`, accelerated", "ratio", "`jax.lax`"]
-    return setup + _markdown(head, [[ours, ratios[0], unedited, ratios[1], lax]])
+def programs(*results: dict[str, Any]) -> str:
+    """Returns a table with a row for each program and mode."""
+    head = ["program", "mode", "ours", "`jax.lax`", "ratio", "`jax.lax`, accelerated", "ratio"]
+    cells = [
+        [
+            f"`{row['program']}`",
+            _MODES[row["mode"]],
+            _milliseconds(row["time_us"]),
+            _milliseconds(row["lax_time_us"]),
+            f"{row['ratio']:.2f}",
+            _milliseconds(row["unedited_time_us"]),
+            f"{row['unedited_ratio']:.2f}",
+        ]
+        for result in results
+        for row in result["rows"]
+    ]
+    return "Times in milliseconds.\n\n" + _markdown(head, cells)
 
 
 def headline(result: dict[str, Any]) -> str:
@@ -236,6 +235,7 @@ _TABLES: dict[str, Callable[..., str]] = {
     "setup": setup,
     "collectives": collectives,
     "matmuls": matmuls,
+    "programs": programs,
     "losses": losses,
 }
 
@@ -260,12 +260,10 @@ def render(page: str, docs: Path, check: bool) -> str:
             text = block["text"]
         elif png is not None:
             text = figure(files, png, check)
-        elif kind == "transformer":
-            text = transformer(json.loads(files[0].read_text()))
         elif kind in _TABLES:
             text = _TABLES[kind](*map(record.read, files))
         else:
-            raise ValueError(f"make: {kind} is none of {', '.join(_TABLES)}, transformer, figure")
+            raise ValueError(f"make: {kind} is none of {', '.join(_TABLES)}, figure")
         return f"<!-- make: {block['what']} -->\n{text}<!-- end -->"
 
     return _BLOCK.sub(make, page)

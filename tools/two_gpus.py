@@ -66,7 +66,13 @@ def steps(out: Path, cpu: bool) -> Iterator[Step]:
         yield bench("tune", f"{name}_shipped", 45, f"{name} {large}")
         yield bench("tune", f"{name}_tuned", 45, f"{name} {large}", JAX_INTRANODE_TUNING=tuning)
 
-    for name in ("train_step", "train_step_sequence_parallel", "mlp_block", "decode_scanned"):
+    for name in (
+        "train_step",
+        "train_step_sequence_parallel",
+        "mlp_block",
+        "decode_scanned",
+        "transformer",
+    ):
         yield bench("programs", name, 60, name)
     if "--auto" in subprocess.run([*PACKAGE, "bench", "-h"], capture_output=True, text=True).stdout:
         for name in ("tensor_parallel", "sequence_parallel", "fsdp", "data_parallel", "decode"):
@@ -77,8 +83,7 @@ def steps(out: Path, cpu: bool) -> Iterator[Step]:
         yield bench("decode", name, 45, name, JAX_INTRANODE_FUSE_NORMS="always")
     for batch in (1, 16):
         model = [*("--size tiny" if cpu else "--size 8B --layers 8").split(), "--batch", str(batch)]
-        example = [*PYTHON, f"{ROOT}/examples/decode.py", *model, "--devices", "2"]
-        yield command("decode", f"decode_{batch}", 90, example)
+        yield bench("decode", f"decode_{batch}", 90, f"decode_8b_{batch}")
         torch = [*PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=2"]
         peer = [*torch, f"{ROOT}/tools/decode_in_torch.py", *model]
         yield command("decode", f"decode_{batch}_torch", 90, peer)

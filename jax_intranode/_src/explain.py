@@ -198,6 +198,13 @@ class Explainer:
     def __call__(self, *args: Any, **kwargs: Any) -> Explanation:
         """Traces the function and returns the report."""
         traced = self._jitted.trace(*args, **kwargs)
+        if not hasattr(traced, "jaxpr"):
+            kind = type(self._jitted)
+            raise TypeError(
+                f"explain: {getattr(self, '__name__', 'f')} is a {kind.__module__}."
+                f"{kind.__qualname__}, whose trace has no jaxpr; pass a function of arrays, or one "
+                "of jax.jit"
+            )
         jaxpr = compat.without_dead_code(traced.jaxpr)
         mesh = compat.set_mesh()
         if hook.enabled.value and mesh is not None:

@@ -6,17 +6,16 @@ function's result has the structure, shapes, dtypes and shardings of the argumen
 can be chained: ``args = f(*args)``. Values stay finite in long chains. Arguments depend on the mesh
 only, and each process makes the shards of its own devices.
 
-The transformer of `train_step` is not the one of examples/tensor_parallel_transformer.py. The
-example is a program for readers, is not installed with the package, and consists of collective
-matmuls. `train_step` covers what the example lacks: psum and psum_scatter / all_gather between
-plain matmuls, and data-parallel pmean of a tree of gradients.
+`train_step` and `train_step_sequence_parallel` are small transformers with psum, or psum_scatter
+and all_gather, between plain matmuls, and a data-parallel pmean of a tree of gradients.
+`transformer` is the same step with collective matmuls, in a size at which these overlap.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -241,6 +240,88 @@ def _decode_layers(mesh: Mesh, sizes: _DecodeSizes, *, stacked: bool) -> tuple[A
     return unstack(*layers), pairs
 
 
+# Decoding with layers of Llama's shape: attention over a cache, and a gated MLP.
+
+
+@dataclass(frozen=True)
+class _Llama:
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    layers: int = 8
+    length: int = 1024
+    vocabulary: int = 128_256
+
+
+_LLAMAS = {
+    "8b": _Llama(hidden=4096, inner=14336, heads=32, kv_heads=8),
+    "70b": _Llama(hidden=8192, inner=28672, heads=64, kv_heads=8),
+}
+_TINY_LLAMA = _Llama(hidden=64, inner=96, heads=8, kv_heads=8, layers=2, length=16, vocabulary=64)
+
+
+def _decode_llama(lib: Any, mesh: Mesh, model: str, batch: int) -> Program:
+    """A token through layers with unrolled calls, each a sum, a residual add and a norm, twice.
+
+    Uses `lib.psum_residual_rms_norm` if `lib` has it, otherwise `psum` and what XLA fuses. The
+    caches are full, and are read only. At the end the ranks gather the best logits of their parts
+    of the vocabulary, of which a little goes into the next call.
+
+    Arguments: the activations [batch, hidden], for each layer its weights and its cache, and the
+    weights of the logits, all in bfloat16.
+    """
+    sizes = _sizes(mesh, {"gpu": _LLAMAS[model], "cpu": _TINY_LLAMA})
+    hidden, inner, channels = sizes.hidden, sizes.inner, sizes.hidden // sizes.heads
+    columns, rows = P(None, "x"), P("x")
+    cache = (batch, sizes.length, sizes.kv_heads, channels), P(None, None, "x")
+    shapes = {
+        **{"query": ((hidden, hidden), columns), "output": ((hidden, hidden), rows)},
+        **{name: ((hidden, inner), columns) for name in ("gate", "up")},
+        **{"down": ((inner, hidden), rows), "keys": cache, "values": cache},
+    }
+
+    def composed(x: Any, residual: Any, weight: Any) -> Any:
+        residual = residual + lib.psum(x, "x")
+        return _rms_norm(residual) * weight, residual
+
+    def fused(x: Any, residual: Any, weight: Any) -> Any:
+        return lib.psum_residual_rms_norm(x, residual, weight, "x", eps=1e-6)
+
+    norm = fused if hasattr(lib, "psum_residual_rms_norm") else composed
+
+    def body(first: Any, layers: Any, unembedding: Any) -> Any:
+        ones = jnp.ones(hidden, jnp.bfloat16)
+        x, residual = first, first
+        for w in layers:
+            query = (x @ w["query"]).reshape(batch, 1, -1, channels)
+            mixed = jax.nn.dot_product_attention(query, w["keys"], w["values"])
+            x, residual = norm(mixed.reshape(batch, -1) @ w["output"], residual, ones)
+            raised = jax.nn.silu(x @ w["gate"]) * (x @ w["up"])
+            x, residual = norm(raised @ w["down"], residual, ones)
+        best = lib.all_gather((x @ unembedding).max(-1), "x").max(0)
+        return _rms_norm(x + 1e-3 * best[:, None])
+
+    def random(seed: int, shape: Sequence[int], spec: P) -> jax.Array:
+        def values() -> jax.Array:
+            scale = shape[0] ** -0.5 if len(shape) == 2 else 1
+            return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16) * scale
+
+        return jax.jit(values, out_shardings=NamedSharding(mesh, spec))()
+
+    layers = [
+        {name: random(len(shapes) * i + k, *shapes[name]) for k, name in enumerate(shapes)}
+        for i in range(sizes.layers)
+    ]
+    unembedding = random(len(shapes) * sizes.layers, (hidden, sizes.vocabulary), columns)
+    specs = [{name: spec for name, (_, spec) in shapes.items()}] * sizes.layers
+    sharded = jax.shard_map(
+        body, mesh=mesh, in_specs=(P(), specs, columns), out_specs=P(), check_vma=False
+    )
+    x = _make(mesh, P(), (batch, hidden), partial(_uniform, variance=1, dtype=jnp.bfloat16), 0)
+    return _ReturningWeights(jax.jit(sharded)), (x, layers, unembedding)
+
+
 # Training: psums of activations, forward and backward, and a pmean of all gradients.
 
 
@@ -255,6 +336,7 @@ class _Transformer:
     inner: int
     layers: int
     vocabulary: int
+    attention: Literal["xla", "cudnn"] = "xla"
 
 
 _TRAIN = {
@@ -264,6 +346,20 @@ _TRAIN = {
     ),
     # Activations have 1 KB, and many gradients at most 4 KB.
     "cpu": _Transformer(batch=2, sequence=8, width=32, heads=4, inner=64, layers=2, vocabulary=32),
+}
+
+_LARGE_TRAIN = {
+    "gpu": _Transformer(
+        batch=1,
+        sequence=4096,
+        width=4096,
+        heads=32,
+        inner=16384,
+        layers=4,
+        vocabulary=256,
+        attention="cudnn",
+    ),
+    "cpu": _TRAIN["cpu"],
 }
 
 _LEARNING_RATE = 0.05
@@ -277,14 +373,14 @@ class _Parameter:
 
 def _parameters(sizes: _Transformer) -> Any:
     """Returns the tree of the parameters, with the shape and the spec of each."""
-    width, heads, inner, head = sizes.width, sizes.heads, sizes.inner, sizes.width // sizes.heads
-    by_head = _Parameter((width, heads, head), P(None, "tensor"))
+    width, inner = sizes.width, sizes.inner
+    of_heads = _Parameter((width, width), P(None, "tensor"))
     layer = {
         "norm_1": _Parameter((width,), P()),
-        "query": by_head,
-        "key": by_head,
-        "value": by_head,
-        "output": _Parameter((heads, head, width), P("tensor")),
+        "query": of_heads,
+        "key": of_heads,
+        "value": of_heads,
+        "output": _Parameter((width, width), P("tensor")),
         "norm_2": _Parameter((width,), P()),
         "columns": _Parameter((width, inner), P(None, "tensor")),
         "columns_bias": _Parameter((inner,), P("tensor")),
@@ -318,59 +414,79 @@ def _varying_summed_by(lib: Any, axis: str) -> Callable[[Any], Any]:
     return mark
 
 
+# The products of an array with matrices that are split by columns over "tensor".
+_Enter = Callable[[Any, list[Any]], list[Any]]
+# The product with a matrix that is split by rows over "tensor".
+_Leave = Callable[[Any, Any], Any]
+
+
 def _forward(
-    params: Any, tokens: jax.Array, enter: Callable[[Any], Any], leave: Callable[[Any], Any]
+    sizes: _Transformer, params: Any, tokens: jax.Array, enter: _Enter, leave: _Leave
 ) -> jax.Array:
-    """Returns the logits. `enter` and `leave` enclose the parts that are split over "tensor"."""
+    """Returns the logits."""
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
     x = params["embedding"][tokens]
     for layer in params["layers"]:
-        h = enter(_rms_norm(x) * (1 + layer["norm_1"]))
-        x = x + leave(_attention(layer, h))
-        h = enter(_rms_norm(x) * (1 + layer["norm_2"]))
-        h = jax.nn.gelu(h @ layer["columns"] + layer["columns_bias"])
-        x = x + leave(h @ layer["rows"]) + layer["rows_bias"]
+        h = _rms_norm(x) * (1 + layer["norm_1"])
+        qkv = enter(h, [layer[name] for name in ("query", "key", "value")])
+        x = x + leave(_attention(sizes, qkv), layer["output"])
+        (h,) = enter(_rms_norm(x) * (1 + layer["norm_2"]), [layer["columns"]])
+        h = jax.nn.gelu(h + layer["columns_bias"])
+        x = x + leave(h, layer["rows"]) + layer["rows_bias"]
     return (_rms_norm(x) * (1 + params["norm"])) @ params["logits"]
 
 
-def _attention(layer: Any, x: jax.Array) -> jax.Array:
-    """Returns this rank's summand of causal attention: [batch, sequence, width] to the same."""
-    query, key, value = (
-        jnp.einsum("bsw,whd->bhsd", x, layer[name]) for name in ("query", "key", "value")
-    )
-    scores = jnp.einsum("bhsd,bhtd->bhst", query, key).astype(jnp.float32)
-    seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    weights = jax.nn.softmax(jnp.where(seen, scores / math.sqrt(query.shape[-1]), -1e30))
-    mixed = jnp.einsum("bhst,bhtd->bhsd", weights.astype(x.dtype), value)
-    return jnp.einsum("bhsd,hdw->bsw", mixed, layer["output"])
+def _attention(sizes: _Transformer, qkv: list[jax.Array]) -> jax.Array:
+    """Returns causal attention of this rank's heads over the whole sequence."""
+    by_head = [x.reshape(*x.shape[:2], -1, sizes.width // sizes.heads) for x in qkv]
+    mixed = jax.nn.dot_product_attention(*by_head, is_causal=True, implementation=sizes.attention)
+    return mixed.reshape(qkv[0].shape)
 
 
-def _train_step(lib: Any, mesh: Mesh, sequence_parallel: bool) -> Program:
+def _collectives_of_step(
+    lib: Any, kind: str, sum_backward: Callable[[Any], Any]
+) -> tuple[_Enter, _Leave]:
+    """The collectives of a training step, with the matmuls after and before them."""
+    if kind == "overlapped" and hasattr(lib, "all_gather_matmul"):
+        return (
+            partial(lib.all_gather_matmul, axis_name="tensor", gather_axis=1),
+            partial(lib.matmul_reduce_scatter, axis_name="tensor", scatter_axis=1),
+        )
+    if kind == "sums":
+        gather, total = sum_backward, partial(lib.psum, axis_name="tensor")
+    else:
+        gather = partial(lib.all_gather, axis_name="tensor", axis=1, tiled=True)
+        total = partial(lib.psum_scatter, axis_name="tensor", scatter_dimension=1, tiled=True)
+
+    def enter(x: Any, ws: list[Any]) -> list[Any]:
+        whole = gather(x)
+        return [whole @ w for w in ws]
+
+    return enter, lambda x, w: total(x @ w)
+
+
+def _train_step(
+    lib: Any, mesh: Mesh, kind: str, of_platform: dict[str, _Transformer] = _TRAIN
+) -> Program:
     """One step of gradient descent of a data- and tensor-parallel transformer.
 
-    Activations are reduced over "tensor" by `lib.psum` or, with sequence parallelism, by
-    `lib.psum_scatter` and `lib.all_gather` along the sequence. Gradients are averaged over "data"
-    by `lib.pmean`. Parameters are float32, the computation is bfloat16.
+    `kind` says how activations are reduced over "tensor": "sums" by `lib.psum`; "sequence", with
+    sequence parallelism, by `lib.psum_scatter` and `lib.all_gather`; "overlapped" by
+    `lib.matmul_reduce_scatter` and `lib.all_gather_matmul` if `lib` has them. Gradients are
+    averaged over "data" by `lib.pmean`. Parameters are float32, the computation is bfloat16.
 
     Arguments: the parameters, the tokens [sequences, sequence] (int32), and a loss (float32), which
     is not read. The result has the loss of the step's batch before the step.
     """
-    sizes = _sizes(mesh, _TRAIN)
+    sizes = _sizes(mesh, of_platform)
+    sequence_parallel = kind != "sums"
     data = 2 if mesh.size >= 4 else 1
     mesh = Mesh(mesh.devices.reshape(data, -1), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     parameters, tree = jax.tree.flatten(_parameters(sizes))
     specs = jax.tree.unflatten(tree, [p.spec for p in parameters])
     tokens_spec = P("data", "tensor") if sequence_parallel else P("data")
     sum_backward = _varying_summed_by(lib, "tensor")
-    if sequence_parallel:
-        enter: Callable[[Any], Any] = partial(
-            lib.all_gather, axis_name="tensor", axis=1, tiled=True
-        )
-        leave: Callable[[Any], Any] = partial(
-            lib.psum_scatter, axis_name="tensor", scatter_dimension=1, tiled=True
-        )
-    else:
-        enter, leave = sum_backward, partial(lib.psum, axis_name="tensor")
+    enter, leave = _collectives_of_step(lib, kind, sum_backward)
 
     def loss_of(params: Any, tokens: jax.Array) -> jax.Array:
         if sequence_parallel:
@@ -381,7 +497,7 @@ def _train_step(lib: Any, mesh: Mesh, sequence_parallel: bool) -> Program:
             for i, leaf in zip(whole, sum_backward([leaves[i] for i in whole]), strict=True):
                 leaves[i] = leaf
             params = jax.tree.unflatten(tree, leaves)
-        logits = _forward(params, tokens, enter, leave).astype(jnp.float32)
+        logits = _forward(sizes, params, tokens, enter, leave).astype(jnp.float32)
         wanted = (tokens + 1) % sizes.vocabulary
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), wanted[..., None], axis=-1)
         return -chosen.sum() / (sizes.batch * sizes.sequence)
@@ -493,8 +609,14 @@ def _mlp_block(lib: Any, mesh: Mesh) -> Program:
 PROGRAMS: dict[str, Callable[[Any, Mesh], Program]] = {
     "decode_scanned": partial(_decode, loop=_scanned),
     "decode_unrolled": partial(_decode, loop=_unrolled),
-    "train_step": partial(_train_step, sequence_parallel=False),
-    "train_step_sequence_parallel": partial(_train_step, sequence_parallel=True),
+    **{
+        f"decode_{model}_{batch}": partial(_decode_llama, model=model, batch=batch)
+        for model in _LLAMAS
+        for batch in (1, 16)
+    },
+    "train_step": partial(_train_step, kind="sums"),
+    "train_step_sequence_parallel": partial(_train_step, kind="sequence"),
+    "transformer": partial(_train_step, kind="overlapped", of_platform=_LARGE_TRAIN),
     "mlp_block": _mlp_block,
     **{f"norms_{rows}": partial(_norms, rows=rows) for rows in _NORMS},
 }

@@ -66,8 +66,8 @@ def main() -> None:
 
         rank.join_at_first_use()
         if accelerated:
-            from jax_intranode._src.commands import run
-
+            # A command of the layer above, which this program stands in for.
+            run = importlib.import_module("jax_intranode._src.commands.run")
             run.begin(run.parse_options(options))
 
     def import_package() -> None:

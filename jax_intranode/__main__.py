@@ -94,8 +94,8 @@ COMMANDS = (
     ),
     Command(
         "plot",
-        "draw JSON files of bench into one PNG",
-        "jax_intranode._src.bench.plots.command",
+        "draw JSON files of bench into one PNG (in the source tree)",
+        "bench_plots.command",
     ),
     Command(
         "soak",
@@ -170,7 +170,7 @@ def _run(argv: Sequence[str]) -> int:
             f"{type(error).__name__}: {error}\n`{PROGRAM} info` shows what is installed.\n"
         )
         return 1
-    module = importlib.import_module(command.module)
+    module = _module(command)
     arguments = _command_parser(command, module).parse_args(options.arguments)
     if command.starts_ranks and rank.of_this_process() > 0:
         return 0
@@ -180,6 +180,14 @@ def _run(argv: Sequence[str]) -> int:
         named = str(error).startswith((f"{command.name} ", f"{command.name}:"))
         sys.stderr.write(f"{PROGRAM} {'' if named else f'{command.name}: '}{error}\n")
         return 2
+
+
+def _module(command: Command) -> Any:
+    if command.module.startswith("jax_intranode."):
+        return importlib.import_module(command.module)
+    from jax_intranode._src import source_tree
+
+    return source_tree.load(command.module, command.name)
 
 
 def _shadowed() -> Path | None:

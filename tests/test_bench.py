@@ -12,6 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bench_programs import definitions as programs
+from bench_programs import measure as measure_program
+from bench_programs import report as program_report
 from bench_settings import mesh_of_two, settings_of
 from jax.sharding import PartitionSpec
 
@@ -19,9 +22,6 @@ import jax_intranode
 from jax_intranode._src import table
 from jax_intranode._src.bench.collectives import report as collectives_report
 from jax_intranode._src.bench.matmuls import report as matmul_report
-from jax_intranode._src.bench.programs import definitions as programs
-from jax_intranode._src.bench.programs import measure as measure_program
-from jax_intranode._src.bench.programs import report as program_report
 from jax_intranode._src.bench.settings import MODES
 
 # Whole programs.

@@ -62,7 +62,7 @@ def test_sizes_include_both_ends() -> None:
         ("all_gather_matmul --plan columns=192", "a plan has no 'columns'; it has first_pieces"),
         ("all_gather_matmul --shapes 1,2,3;1,0,3", "'1,0,3' is not M,K,N"),
         ("all_gather_matmul --preset llama", "'llama' is none of reference, llama-8b"),
-        ("ppermute", "invalid choice: 'ppermute'"),
+        ("ppermute", "'ppermute' is none of psum, "),
     ],
 )
 def test_options_refused(options: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

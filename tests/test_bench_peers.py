@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_peers import nccl_tests, pytorch
+from bench_peers import registry as peers
 from bench_settings import matmul_settings, settings_of
 
-from jax_intranode._src.bench.collectives import report as collectives_report
-from jax_intranode._src.bench.peers import nccl_tests, pytorch
-from jax_intranode._src.bench.peers import registry as peers
 from jax_intranode._src.bench.progress import ProgressLine
 from jax_intranode._src.bench.settings import SINGLE_PROCESS, Settings, from_json
 
@@ -135,7 +134,7 @@ def test_nccl_tests(
     assert "# nccl-tests does not know int16" in capsys.readouterr().err
 
     ours = {"dtype": "bfloat16", "size": 1024, "mode": SINGLE_PROCESS, "graph_time_us": 2.5}
-    table = [line.split() for line in collectives_report.format_peers(found, [ours]).splitlines()]
+    table = [line.split() for line in peers.table_of(found, [ours]).splitlines()]
     assert table[1][-3:] == ["ours,", "single-process", "nccl-tests"]
     assert table[2] == ["1024", "bfloat16", "|", "2.50", "11.25"]
     assert table[3] == ["4096", "bfloat16", "|", "-", "11.40"]

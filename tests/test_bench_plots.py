@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_peers import report as peers_report
+from bench_plots import collectives as collectives_plot
+from bench_plots import command as plot
+from bench_plots import matmuls as matmul_plot
 from bench_settings import parse
 
 from jax_intranode import __main__ as command_line
 from jax_intranode._src.bench import command, record
 from jax_intranode._src.bench.matmuls import report as matmul_report
-from jax_intranode._src.bench.plots import collectives as collectives_plot
-from jax_intranode._src.bench.plots import command as plot
-from jax_intranode._src.bench.plots import matmuls as matmul_plot
 from jax_intranode._src.bench.settings import MODES
 
 
@@ -153,7 +154,7 @@ def test_plot_of_matmuls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_table_of_the_peers_of_matmuls() -> None:
     result = matmul_result(False, True, "torch fused")
-    table = matmul_report.format_peers(result["peers"], result["rows"]).splitlines()
+    table = peers_report.table_of(result["peers"], result["rows"]).splitlines()
     columns = [word.strip() for word in table[1].split("  ") if word.strip()]
     assert columns[-2:] == ["ours, single-process", "torch fused"]
     cells = ["0.400", "(0.75)", "0.400", "(0.75)"]

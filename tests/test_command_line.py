@@ -17,6 +17,8 @@ import jax_intranode
 from jax_intranode import __main__ as command_line
 from jax_intranode._src import config
 
+ROOT = Path(__file__).parent.parent
+
 
 def run_main(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     """The exit code and the output of a command line that runs in this process."""
@@ -267,5 +269,6 @@ def test_in_a_clone_the_installed_package_runs(broken: Path, tmp_path: Path) -> 
     found = info_of(clone, **environ)
     assert found["jax_intranode"]["path"] == str(site / "jax_intranode")
     assert found["problems"] == []
+    shutil.copytree(ROOT / "tools", clone / "tools")
     wrong = run_in(clone, "-m", "jax_intranode", "plot", "a.json", "-o", "b.png", **environ)
     assert wrong.returncode == 2 and "a.json" in wrong.stderr

@@ -14,8 +14,6 @@ import jax_intranode
 
 TOOL = Path(__file__).parent.parent / "tools" / "compare_versions.py"
 
-pytestmark = pytest.mark.skipif(not TOOL.exists(), reason="tools are not in the sdist")
-
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:

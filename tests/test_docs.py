@@ -44,8 +44,6 @@ def test_links_resolve(page: Path) -> None:
     for target in links(page):
         name, _, anchor = target.partition("#")
         linked = (page.parent / name).resolve() if name else page
-        if ROOT / "tools" in linked.parents and not (ROOT / "tools").exists():
-            continue  # the sdist has no tools
         assert linked.exists(), f"{target}: no such file"
         if anchor:
             assert anchor in anchors(linked), f"{target}: no such heading"
@@ -54,9 +52,9 @@ def test_links_resolve(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_named_files_exist(page: Path) -> None:
     """Paths in code spans, but those after the word "new"."""
-    folders = "xla_ffi|jax_intranode|docs|examples|tests|cmake"
-    if (ROOT / "tools").exists():  # the sdist lacks these
-        folders += "|tools|third_party|\\.ci"
+    folders = "xla_ffi|jax_intranode|docs|examples|tests|tools|cmake"
+    if (ROOT / ".ci").exists():  # the sdist lacks these
+        folders += "|third_party|\\.ci"
     span = rf"(?<!new )`((?:_src|{folders})/[\w./]+)`"
     for name in re.findall(span, page.read_text()):
         path = ROOT / ("jax_intranode/" + name if name.startswith("_src") else name)

@@ -15,8 +15,6 @@ from jax_intranode._src.bench.settings import MODES, PROCESS_PER_DEVICE
 ROOT = Path(__file__).parent.parent
 TOOL = ROOT / "tools" / "performance_page.py"
 
-pytestmark = pytest.mark.skipif(not TOOL.exists(), reason="tools are not in the sdist")
-
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:

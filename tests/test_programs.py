@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bench_programs.definitions import PROGRAMS
 from cases import line
 from devices import need_devices
 from jax import lax
 
 import jax_intranode
-from jax_intranode._src.bench.programs.definitions import PROGRAMS
 
 TRAINING = ("train_step", "train_step_sequence_parallel", "transformer")
 LLAMAS = ("decode_8b_1", "decode_8b_16", "decode_70b_1", "decode_70b_16")

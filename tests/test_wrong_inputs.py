@@ -181,7 +181,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "frobnicate": ("no command", "'frobnicate'", "use one of demo, doctor"),
     "--verison": ("unrecognized arguments", "--verison", "--help"),
     "bench": ("bench", "NAME", "--help"),
-    "bench psun": ("argument NAME", "'psun'", "choose from"),
+    "bench psun": ("argument NAME", "'psun'", "is none of psum, "),
     "bench psum -b 0": ("--minbytes", "'0'", "such as 512, 4K"),
     "bench psum -b 16K -e 1K": ("--minbytes 16K", "1K", "choose a smaller -b"),
     "bench psum -b 1 -e 1": ("bench: none of the sizes", "1", "choose other sizes"),

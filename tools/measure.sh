@@ -19,6 +19,7 @@ source_dir=$(realpath "$(dirname "$0")/..")
 python=${PYTHON:-python3}
 deadline=$((SECONDS + ${BUDGET_S:-360}))
 failed=0
+export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$source_dir/tools # what `bench` has there only
 cd "$out" # not where the source tree would be imported
 
 # The files' names end with the number and the kind of the GPUs: psum_2_h200.json.

@@ -97,7 +97,9 @@ def steps(out: Path, cpu: bool) -> Iterator[Step]:
 def run(step: Step, out: Path, cpu: bool) -> dict[str, Any]:
     """Runs a step; returns its line."""
     group, name, limit_s, command, more = step
-    env = {**os.environ, **more, **({"JAX_PLATFORMS": "cpu"} if cpu else {})}
+    # Where `bench` and `soak` find what an installed package lacks.
+    tools = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT / "tools")]))
+    env = {**os.environ, "PYTHONPATH": tools, **more, **({"JAX_PLATFORMS": "cpu"} if cpu else {})}
     begun, log = time.monotonic(), out / f"{name}.log"
     code: int | None = None
     with log.open("w") as to:

@@ -251,6 +251,14 @@ def eager_mesh() -> jax.sharding.Mesh | None:
     return None
 
 
+def is_tracing() -> bool:
+    """Whether this thread traces a function.
+
+    0.10.2 and later: public functions only tell of single values whether they are traced.
+    """
+    return not core.trace_state_clean()
+
+
 def key_value_client() -> Any | None:
     """The client of JAX's key-value store; None if jax.distributed is not initialised.
 

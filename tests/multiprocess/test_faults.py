@@ -10,11 +10,10 @@ import jax
 import numpy as np
 import pytest
 from devices import need_devices
-
-from jax_intranode._src.soak.faults import job, matrix, verdict
-from jax_intranode._src.soak.faults.job import Process, Seen
-from jax_intranode._src.soak.faults.matrix import Case
-from jax_intranode._src.soak.faults.operations import OPERATIONS, data
+from soak_faults import job, matrix, verdict
+from soak_faults.job import Process, Seen
+from soak_faults.matrix import Case
+from soak_faults.operations import OPERATIONS, data
 
 # On machines that run other tests at the same time.
 SLACK = 6

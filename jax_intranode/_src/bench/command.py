@@ -9,14 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_intranode._src import launcher
+from jax_intranode._src import launcher, source_tree
 from jax_intranode._src.bench import machine, options, record
-from jax_intranode._src.bench.collectives import report as collectives
-from jax_intranode._src.bench.matmuls import report as matmuls
 from jax_intranode._src.bench.options import add_arguments as add_arguments
-from jax_intranode._src.bench.peers import registry as peers
-from jax_intranode._src.bench.plots import command as plot
-from jax_intranode._src.bench.programs.definitions import PROGRAMS
 from jax_intranode._src.bench.progress import ProgressLine, following
 from jax_intranode._src.bench.settings import PROCESS_PER_DEVICE, Settings
 
@@ -59,7 +54,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
 
     result: dict[str, Any] = {"version": record.VERSION, "header": {}, "rows": []}
-    line = ProgressLine(sys.stderr, _count_measurements(settings, arguments.peers))
+    peers = source_tree.load("bench_peers.registry", "--peers") if arguments.peers else None
+    measurements = settings[0].matmuls() or settings[0].measurements() or [settings[0].name]
+    of_peers = peers.count(arguments.peers, settings[0]) if peers is not None else 0
+    line = ProgressLine(sys.stderr, len(settings) * len(measurements) + of_peers)
     for settings_of_mode in settings:
         try:
             measured = run_mode(
@@ -75,23 +73,16 @@ def run(arguments: argparse.Namespace) -> int:
             "command": record.command_line(sys.argv),
         }
         result["rows"] += measured["rows"]
-    result["peers"] = peers.measure(arguments.peers, settings[0], arguments.timeout, line)
-    if result["peers"]["rows"]:
-        report = matmuls if settings[0].shapes else collectives
-        print(report.format_peers(result["peers"], result["rows"]), flush=True)
+    result["peers"] = {"versions": [], "rows": []}
+    if peers is not None:
+        result["peers"] = peers.measure(arguments.peers, settings[0], arguments.timeout, line)
+        print(peers.table_of(result["peers"], result["rows"]), end="", flush=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
     if arguments.plot is not None:
-        plot.draw([result], arguments.plot)
-    return (_verdict_of_programs if arguments.name in PROGRAMS else _verdict)(result)
-
-
-def _count_measurements(settings: Sequence[Settings], peer_names: Sequence[str]) -> int:
-    """Returns the number of measurements that the progress line counts."""
-    if settings[0].name in PROGRAMS:
-        return len(settings)
-    measurements = settings[0].matmuls() or settings[0].measurements()
-    return len(settings) * len(measurements) + peers.count(peer_names, settings[0])
+        source_tree.load("bench_plots.command", "--plot").draw([result], arguments.plot)
+    is_program = options.is_program(arguments.name)
+    return (_verdict_of_programs if is_program else _verdict)(result)
 
 
 def _print_errors(rows: Sequence[dict[str, Any]]) -> None:

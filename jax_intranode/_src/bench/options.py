@@ -8,17 +8,14 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from jax_intranode._src import config
+from jax_intranode._src import config, source_tree
 from jax_intranode._src.bench.collectives.operations import OPERATIONS
 from jax_intranode._src.bench.matmuls import shapes as matmul_shapes
 from jax_intranode._src.bench.matmuls.operations import MATMULS
-from jax_intranode._src.bench.peers.registry import PEERS
-from jax_intranode._src.bench.plots import command as plot
-from jax_intranode._src.bench.programs.definitions import PROGRAMS
 from jax_intranode._src.bench.settings import MODES, Settings, Shape
 from jax_intranode._src.overlap.plan import describe_fields as describe_plan_fields
 from jax_intranode._src.overlap.plan import parse as parse_plan
-from jax_intranode._src.wrong_input import check_writable
+from jax_intranode._src.wrong_input import WrongInput, check_writable
 
 _DTYPES = (
     "bfloat16",
@@ -39,9 +36,14 @@ _SIZE_SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the benchmark's options. Those that nccl-tests has too have the same names."""
-    names = (*OPERATIONS, *MATMULS, *PROGRAMS)
     add = parser.add_argument
-    add("name", choices=names, metavar="NAME", help=f"what to measure: {', '.join(names)}")
+    add(
+        "name",
+        type=_parse_name,
+        metavar="NAME",
+        help=f"what to measure: {', '.join((*OPERATIONS, *MATMULS))}; in the source tree also the "
+        "programs of tools/bench_programs",
+    )
     add(
         "-b",
         "--minbytes",
@@ -164,10 +166,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_parse_peers,
         default=[],
         metavar="NAME[,NAME...]",
-        help=f"other libraries to measure too: {', '.join(PEERS)}, or all (default none)",
+        help="other libraries to measure too: torch, nccl-tests, or all (default none); needs the "
+        "source tree",
     )
     add("--json", type=Path, metavar="FILE", help="write the results to FILE")
-    add("--plot", type=Path, metavar="FILE.png", help="plot the results (needs matplotlib)")
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="plot the results; needs matplotlib and the source tree",
+    )
 
 
 def parse_size(text: str) -> int:
@@ -188,6 +196,26 @@ def size_text(size: int) -> str:
     return str(size)
 
 
+def is_program(name: str) -> bool:
+    """Whether this is the name of a whole program."""
+    return name not in OPERATIONS and name not in MATMULS
+
+
+def _parse_name(text: str) -> str:
+    """Returns the name of an operation or a program."""
+    if is_program(text):
+        names: list[str] = [*OPERATIONS, *MATMULS]
+        try:
+            programs = source_tree.load("bench_programs.definitions", "bench of other programs")
+            names += programs.PROGRAMS
+        except WrongInput as error:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is none of {', '.join(names)}; {error}"
+            ) from None
+        _parse_list(text, names)
+    return text
+
+
 def _parse_dtypes(text: str) -> list[str]:
     """Returns the dtype names of a comma-separated list."""
     return _parse_list(text, _DTYPES)
@@ -195,7 +223,11 @@ def _parse_dtypes(text: str) -> list[str]:
 
 def _parse_peers(text: str) -> list[str]:
     """Returns the peers of a comma-separated list."""
-    return list(PEERS) if text == "all" else _parse_list(text, (*PEERS, "all"))
+    try:
+        peers = source_tree.load("bench_peers.registry", "--peers").PEERS
+    except WrongInput as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return list(peers) if text == "all" else _parse_list(text, (*peers, "all"))
 
 
 def _parse_presets(text: str) -> list[str]:
@@ -261,7 +293,7 @@ def settings(
 def _check(arguments: argparse.Namespace) -> None:
     """Raises ValueError if these options contradict each other or can't work here."""
     name = arguments.name
-    if name in PROGRAMS and (arguments.peers or arguments.plot):
+    if is_program(name) and (arguments.peers or arguments.plot):
         raise ValueError(f"--peers and --plot are for operations, not for the program {name}")
     if name in MATMULS:
         if arguments.leaves > 1:
@@ -274,7 +306,7 @@ def _check(arguments: argparse.Namespace) -> None:
     elif arguments.shapes or arguments.preset or arguments.backward or arguments.plan:
         options = "--shapes, --preset, --backward and --plan"
         raise ValueError(f"{options} are for {', '.join(MATMULS)}, not for {name}")
-    elif arguments.settle is not None and name not in PROGRAMS:
+    elif arguments.settle is not None and not is_program(name):
         raise ValueError(f"--settle is for collective matmuls and programs, not for {name}")
     elif arguments.leaves > 1 and name in ("psum_scatter", "all_gather", "all_to_all"):
         raise ValueError(f"--leaves: {name} is measured with one array")
@@ -286,9 +318,10 @@ def _check(arguments: argparse.Namespace) -> None:
         if file is not None:
             check_writable(option, file)
     config.parse({**os.environ, **environment(arguments)})
-    why_not = plot.why_not() if arguments.plot else None
-    if why_not is not None:
-        raise ValueError(f"--plot {arguments.plot}: {why_not}")
+    if arguments.plot:
+        why_not = source_tree.load("bench_plots.command", "--plot").why_not()
+        if why_not is not None:
+            raise ValueError(f"--plot {arguments.plot}: {why_not}")
 
 
 def _check_devices(platform: str, devices: int, gpus: int) -> None:
@@ -383,7 +416,7 @@ def _largest_size(arguments: argparse.Namespace, platform: str) -> int:
 def _settle_ms(arguments: argparse.Namespace, platform: str) -> int:
     if arguments.settle is not None:
         return int(arguments.settle)
-    settles = arguments.name in MATMULS or arguments.name in PROGRAMS
+    settles = arguments.name not in OPERATIONS
     return 150 if settles and platform == "gpu" else 0
 
 

@@ -12,19 +12,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jax_intranode._src import launcher
-from jax_intranode._src.bench import record
+from jax_intranode._src import launcher, source_tree
+from jax_intranode._src.bench import options, record
 from jax_intranode._src.bench.collectives import measure as collectives
 from jax_intranode._src.bench.collectives.report import Row
 from jax_intranode._src.bench.matmuls import measure as matmuls
 from jax_intranode._src.bench.matmuls.operations import MATMULS
 from jax_intranode._src.bench.matmuls.report import MatmulRow
-from jax_intranode._src.bench.programs import measure as programs
-from jax_intranode._src.bench.programs.definitions import PROGRAMS
-from jax_intranode._src.bench.programs.report import ProgramRow
 from jax_intranode._src.bench.settings import PROCESS_PER_DEVICE, Settings, from_json
 
-_Row = Row | ProgramRow | MatmulRow
+# Of operations; or a row of a whole program, of a class that only the source tree has.
+_Row = Row | MatmulRow | Any
 
 
 def main() -> None:
@@ -48,7 +46,7 @@ def main() -> None:
     )
     header = record.header(settings)
     table = _Table(settings, header, begun) if rank == 0 else None
-    measured = _program_rows if settings.name in PROGRAMS else _rows
+    measured = _program_rows if options.is_program(settings.name) else _rows
     rows: Sequence[_Row] = measured(settings, mesh, table)
     if rank == 0:
         result = {"header": header, "rows": [dataclasses.asdict(row) for row in rows]}
@@ -105,10 +103,10 @@ def _rows(settings: Settings, mesh: Mesh, table: _Table | None) -> list[Row | Ma
     return rows
 
 
-def _program_rows(settings: Settings, mesh: Mesh, table: _Table | None) -> list[ProgramRow]:
+def _program_rows(settings: Settings, mesh: Mesh, table: _Table | None) -> list[Any]:
     if table is not None:
         table.begin(settings.name)
-    row = programs.measure(settings, mesh)
+    row = source_tree.load("bench_programs.measure", settings.name).measure(settings, mesh)
     if table is not None:
         table.add(row)
     return [row]

@@ -12,13 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jax_intranode._src import launcher
+from jax_intranode._src import launcher, source_tree
 from jax_intranode._src.bench import command as bench
 from jax_intranode._src.bench import machine, record
-from jax_intranode._src.bench.plots import collectives
-from jax_intranode._src.bench.plots import command as plot
 from jax_intranode._src.bench.progress import ProgressLine
 from jax_intranode._src.bench.settings import PROCESS_PER_DEVICE, Settings
+from jax_intranode._src.commands import benefits
 from jax_intranode._src.wrong_input import WrongInput, check_writable
 
 DESCRIPTION = (
@@ -28,7 +27,7 @@ DESCRIPTION = (
 )
 EXAMPLES = """\
 python -m jax_intranode demo
-python -m jax_intranode demo --png demo.png                 needs matplotlib
+python -m jax_intranode demo --png demo.png                 needs matplotlib and the source tree
 python -m jax_intranode demo --platform cpu --json"""
 
 _NEXT = """
@@ -67,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.png is not None:
         check_writable("--png", arguments.png)
+        plot = source_tree.load("bench_plots.command", "--png")
         if refusal := plot.why_not():
             raise WrongInput(f"--png {arguments.png}: {refusal}")
     of_gpus = arguments.platform == "gpu" or (
@@ -169,7 +169,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
         what = (
             f"{row['m']} x {row['k']} x {row['n']}"
             if "k" in row
-            else collectives.size_text(row["size"])
+            else benefits.size_text(row["size"])
         )
         ratio = row["ratio"] or 0
         bar = "#" * max(1, round(_BAR * ratio / max(largest, 1)))

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 from jax_intranode._src import config, launcher, nvml
 from jax_intranode._src.commands import WrongInput
+from jax_intranode._src.commands import run as run_command
+from jax_intranode._src.launcher import start_rank
 from jax_intranode._src.launcher.job import Streams
 from jax_intranode._src.launcher.output import RankOutput, Screen, Stream
 
@@ -34,6 +36,7 @@ python -m jax_intranode launch train.py --steps 10            # a process per GP
 python -m jax_intranode launch -n 2 --platform cpu train.py   # two CPU devices
 python -m jax_intranode launch -n 4 -m package.train
 python -m jax_intranode launch -n 4 run train.py              # collectives accelerated
+python -m jax_intranode launch -n 4 run --compare train.py    # and not, in turns
 python -m jax_intranode launch -n 4 --restarts 3 --log-dir logs train.py"""
 
 # Ends the job, as when a terminal is closed, Ctrl-C is pressed, or a supervisor ends it.
@@ -355,8 +358,11 @@ def _reserve_standard_descriptors() -> None:
 def _program(arguments: argparse.Namespace) -> list[str]:
     """The arguments of start_rank.py."""
     words = [*(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
-    accelerated = words[:1] == ["run"]
-    what = words[accelerated:]
+    what = words
+    if words[:1] == ["run"]:
+        options, what = start_rank.split(words[1:])
+        run_command.parse_options(options)
+        words = ["run", *options, *what]
     is_module = what[:1] == ["-m"]
     if not what[is_module:]:
         raise WrongInput("launch run: name a script, or a module after -m.")

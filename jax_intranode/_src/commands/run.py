@@ -3,24 +3,30 @@
 import argparse
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import jax_intranode
-from jax_intranode._src.commands import WrongInput
+from jax_intranode._src import config
+from jax_intranode._src.commands import WrongInput, compare
 from jax_intranode._src.launcher import start_rank
 
 DESCRIPTION = (
     "Runs a script or a module as Python does, after jax_intranode.install(): collectives of "
     "jax.lax inside shard_map and pmap run in this package's kernels where that is faster. "
-    "JAX_INTRANODE_DISABLE=1 runs it without."
+    "JAX_INTRANODE_DISABLE=1 runs it without. --compare runs its steps plain and accelerated in "
+    "turns, and says how long they take and how far their results are apart."
 )
 EXAMPLES = """\
 python -m jax_intranode run train.py --steps 10
+python -m jax_intranode run --compare train.py                plain and accelerated in turns
 python -m jax_intranode run -m package.train --steps 10"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the command."""
+    add_options(parser)
     parser.add_argument(
         "-m", dest="module", action="store_true", help="SCRIPT is the name of a module"
     )
@@ -29,6 +35,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script"
     )
     others.required = False
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declares the options that stand before the script, which `launch run` has, too."""
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="run the steps of the script plain and accelerated in turns, and compare times and "
+        "results: those of the jitted function that is called most",
+    )
+    parser.add_argument(
+        "--steps",
+        type=_steps,
+        default=compare.STEPS,
+        metavar="N",
+        help=f"how many steps to compare (default {compare.STEPS}); the script goes on after them",
+    )
+
+
+def _steps(text: str) -> int:
+    if not text.isdecimal() or int(text) < 16:
+        raise argparse.ArgumentTypeError(f"{text!r}: use an integer from 16 on")
+    return int(text)
+
+
+class _Options(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise WrongInput(f"run: {message}")
+
+
+def parse_options(words: Sequence[str]) -> argparse.Namespace:
+    """Returns what the words in front of the script say, as `start_rank.split` returns them.
+
+    Raises:
+        WrongInput: there is no such option.
+    """
+    parser = _Options(add_help=False)
+    add_options(parser)
+    return parser.parse_args(words)
+
+
+def begin(options: argparse.Namespace) -> None:
+    """Accelerates what this process runs from here on, or compares it.
+
+    Args:
+        options: those of `add_options`.
+
+    Raises:
+        WrongInput: nothing can be accelerated, so there is nothing to compare.
+    """
+    if not options.compare:
+        jax_intranode.install()
+    elif config.get().disable:
+        raise WrongInput("--compare: JAX_INTRANODE_DISABLE=1 switches acceleration off: unset it")
+    else:
+        compare.start(options.steps)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise WrongInput(
             f"{script}: there is no such file in {Path.cwd()}: name a script, or with -m a module"
         )
-    jax_intranode.install()
+    begin(arguments)
     if arguments.module:
         _check_module(arguments.script)
     start_rank.run_as_main([arguments.script, *arguments.arguments], is_module=arguments.module)

@@ -1,6 +1,7 @@
 """The program of a rank under `launch`: runs a script or a module as Python does.
 
-Command line: ``[run] [-m] SCRIPT ...``. With `run`, as ``python -m jax_intranode run`` does.
+Command line: ``[run [OPTION...]] [-m] SCRIPT ...``. With `run`, as ``python -m jax_intranode run``
+does, with its options.
 
 It is run as a file and imports the standard library only, so that the script imports JAX itself,
 after it has set environment variables that JAX reads when it is imported. As soon as JAX has been
@@ -25,6 +26,8 @@ from typing import Any
 
 # How long the exit handlers of a rank that has failed may take.
 _EXIT_S = 30.0
+# Options of `run` that take a value.
+_WITH_VALUE = ("--steps",)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
@@ -55,16 +58,17 @@ def main() -> None:
     """Makes the process a rank and runs the script."""
     arguments = sys.argv[1:]
     accelerated = arguments[:1] == ["run"]
-    arguments = arguments[accelerated:]
+    options, arguments = split(arguments[1:]) if accelerated else ([], arguments)
     is_module = arguments[:1] == ["-m"]
 
     def join() -> None:
-        import jax_intranode
         from jax_intranode._src.launcher import rank
 
         rank.join_at_first_use()
         if accelerated:
-            jax_intranode.install()
+            # A command of the layer above, which this program stands in for.
+            run = importlib.import_module("jax_intranode._src.commands.run")
+            run.begin(run.parse_options(options))
 
     def import_package() -> None:
         # If it is our package that has imported JAX, it is not complete yet, and this does nothing.
@@ -76,7 +80,7 @@ def main() -> None:
     sys.meta_path.insert(0, _AfterImport({"jax": import_package, "jax_intranode": join}))
     if "jax" in sys.modules:  # something has imported it when Python started
         import_package()
-    _remain_a_rank(["run"] if accelerated else [])
+    _remain_a_rank(["run", *options] if accelerated else [])
     try:
         run_as_main(arguments[is_module:], is_module=is_module)
     except SystemExit as end:
@@ -86,6 +90,15 @@ def main() -> None:
     except BaseException:
         _leave()
         raise
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Splits what follows `run`: its options, each with its value as one word, and the rest."""
+    options, rest = [], list(words)
+    while rest and rest[0].startswith("--"):
+        word = rest.pop(0)
+        options.append(f"{word}={rest.pop(0)}" if word in _WITH_VALUE and rest else word)
+    return options, rest
 
 
 def run_as_main(arguments: Sequence[str], *, is_module: bool) -> None:
@@ -108,11 +121,21 @@ def run_as_main(arguments: Sequence[str], *, is_module: bool) -> None:
             main.__annotations__ = {}
         sys.modules["__main__"] = main
         exec(code, main.__dict__)
-    except SystemExit:
+    except SystemExit as end:
+        if end.code in (None, 0):
+            _finish()
         raise
     except BaseException:
         _show_without_own_frames()
         raise
+    _finish()
+
+
+def _finish() -> None:
+    """Ends what `run` has begun, when the script has ended well."""
+    compare = sys.modules.get("jax_intranode._src.commands.compare")
+    if compare is not None:
+        compare.finish()
 
 
 def _module(name: str) -> tuple[CodeType, dict[str, Any]]:

@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jax_intranode._src import launcher
+from jax_intranode._src import launcher, source_tree
 from jax_intranode._src.bench import machine
 from jax_intranode._src.bench.settings import MODES, PROCESS_PER_DEVICE
-from jax_intranode._src.soak.faults import command as faults
 from jax_intranode._src.soak.rank import Settings
 from jax_intranode._src.wrong_input import WrongInput, check_writable
 
@@ -62,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="one process per device, a single process for all devices, or both (default both)",
     )
     add("--json", type=Path, metavar="FILE", help="write the counts to FILE")
-    add("--faults", action="store_true", help="let processes fail")
+    add("--faults", action="store_true", help="let processes fail; needs the source tree")
     add("--cases", type=int, default=300, metavar="COUNT", help="how many faults (default 300)")
     add("--case", metavar="CASE[,CASE...]", help="run only these faults, as --faults prints them")
     add("--jobs", type=int, default=1, metavar="COUNT", help="faults at the same time (default 1)")
@@ -99,7 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise WrongInput(f"--{name} {getattr(arguments, name)}: use a positive number")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     if arguments.faults:
-        return faults.run(arguments, platform, devices)
+        faults = source_tree.load("soak_faults.command", "--faults")
+        return int(faults.run(arguments, platform, devices))
     seed = random.randrange(10**6) if arguments.seed is None else arguments.seed
     modes = tuple(reversed(MODES)) if arguments.mode == "both" else (arguments.mode,)
     if machine.ranks_share_a_gpu(platform):

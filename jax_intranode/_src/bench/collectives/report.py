@@ -1,8 +1,6 @@
-"""The table of a collective: one row for each size, and the table of the peers."""
+"""The table of a collective: one row for each size."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jax_intranode._src.bench.cells import optional, shipped_text
 
@@ -90,31 +88,3 @@ class Row:
             f"{optional(self.ratio, 6)}"
             f"{shipped_text(self.shipped_algorithm, optional(self.shipped_time_us, 8))}"
         )
-
-
-def format_peers(peers: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
-    """Returns a table of the peers' times and ours in a CUDA graph.
-
-    Args:
-        peers: the result of `peers.registry.measure`.
-        rows: our rows, as dictionaries.
-    """
-    times: dict[tuple[str, int], dict[str, float | None]] = {}
-    for row in rows:
-        column = f"ours, {row['mode']}"
-        times.setdefault((row["dtype"], row["size"]), {})[column] = row["graph_time_us"]
-    for row in peers["rows"]:
-        times.setdefault((row["dtype"], row["size"]), {})[row["library"]] = row["time_us"]
-    columns = list(dict.fromkeys(name for by_library in times.values() for name in by_library))
-    wrong = sum(row["wrong"] or 0 for row in peers["rows"])
-    lines = [
-        f"# p50 in a CUDA graph (us; nccl-tests: mean): {', '.join(peers['versions'])}",
-        f"# {'size(B)':>12} {'type':>8} | " + " ".join(f"{name:>24}" for name in columns),
-        *(
-            f"  {size:12} {dtype:>8} | "
-            + " ".join(optional(by_library.get(name), 24) for name in columns)
-            for (dtype, size), by_library in times.items()
-        ),
-        f"# wrong elements of the peers: {wrong}",
-    ]
-    return "\n".join(lines)

@@ -1,8 +1,6 @@
-"""The table of a collective matmul: one row for each shape, and the table of the peers."""
+"""The table of a collective matmul: one row for each shape."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jax_intranode._src.bench.cells import milliseconds, optional, shipped_text
 
@@ -98,47 +96,3 @@ class MatmulRow:
             f"{optional(self.lax_share, 6)} {self.lax_wrong:6} | {self.ratio:6.2f}"
             f"{shipped_text(self.shipped_plan, milliseconds(self.shipped_time_us))}"
         )
-
-
-def is_matmul(row: dict[str, Any]) -> bool:
-    """Returns whether a row of the JSON file is that of a collective matmul."""
-    return "k" in row
-
-
-def key_of(row: dict[str, Any]) -> tuple[str, int, int, int]:
-    """Returns the fields that identify a measurement in our rows and in those of peers."""
-    return row["dtype"], row["m"], row["k"], row["n"]
-
-
-def format_peers(peers: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
-    """Returns a table of the peers' times and ours.
-
-    Args:
-        peers: the result of `peers.registry.measure`.
-        rows: our rows, as dictionaries.
-    """
-    times: dict[tuple[str, int, int, int], dict[str, float]] = {}
-    bounds = {key_of(row): row["bound_us"] for row in rows}
-    for row in rows:
-        times.setdefault(key_of(row), {})[f"ours, {row['mode']}"] = row["time_us"]
-    for row in peers["rows"]:
-        times.setdefault(key_of(row), {})[row["library"]] = row["time_us"]
-    columns = list(dict.fromkeys(name for by_library in times.values() for name in by_library))
-
-    def cell(key: tuple[str, int, int, int], name: str) -> str:
-        us = times[key].get(name)
-        share = bounds[key] / us if us and bounds.get(key) else None
-        return f"{milliseconds(us):>20} {'' if share is None else f'({share:.2f})':>6}"
-
-    wrong = sum(row["wrong"] or 0 for row in peers["rows"])
-    lines = [
-        f"# p50 in ms (bound / p50), peers in a CUDA graph: {', '.join(peers['versions'])}",
-        f"# {'M':>6} {'K':>6} {'N':>6} {'type':>8} | " + " ".join(f"{c:>27}" for c in columns),
-        *(
-            f"  {m:6} {k:6} {n:6} {dtype:>8} | "
-            + " ".join(cell((dtype, m, k, n), name) for name in columns)
-            for dtype, m, k, n in times
-        ),
-        f"# wrong elements of the peers: {wrong}",
-    ]
-    return "\n".join(lines)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jax_intranode._src.bench.plots.styles import GRID, LAX, OURS, colour_of, marker_of
+from bench_plots.styles import GRID, LAX, OURS, colour_of, marker_of
 
 # A larger ratio makes the axis of the ratios logarithmic: a linear axis would flatten the others.
 _LARGEST_LINEAR_RATIO = 8

@@ -11,9 +11,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 import jax_intranode
+from bench_programs.definitions import PROGRAMS
+from bench_programs.report import ProgramRow
 from jax_intranode._src.bench import all_ranks, timing
-from jax_intranode._src.bench.programs.definitions import PROGRAMS
-from jax_intranode._src.bench.programs.report import ProgramRow
 from jax_intranode._src.bench.settings import Settings
 
 

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bench_peers.peer import Peer, Unavailable
 from jax_intranode._src import launcher
 from jax_intranode._src.bench.matmuls import measure as matmuls
-from jax_intranode._src.bench.peers.peer import Peer, Unavailable
 from jax_intranode._src.bench.progress import ProgressLine, following
 from jax_intranode._src.bench.settings import Settings
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jax_intranode._src.bench.matmuls.report import is_matmul, key_of
-from jax_intranode._src.bench.plots.styles import GRID, OURS, colour_of, marker_of
+from bench_peers.report import is_matmul, key_of
+
+from bench_plots.styles import GRID, OURS, colour_of, marker_of
 
 _INCHES_PER_LANE = 0.3
 _TIMES = "\N{MULTIPLICATION SIGN}"

@@ -14,7 +14,7 @@ from typing import Any
 
 from jax_intranode._src import launcher, native
 from jax_intranode._src.bench import machine
-from jax_intranode._src.soak.faults.matrix import Case
+from soak_faults.matrix import Case
 
 # JAX_INTRANODE_TIMEOUT_S of the processes, and where the victim comes late.
 TIMEOUT_S = 4.0
@@ -114,7 +114,7 @@ def _start(
         # XLA takes long to optimize, and our handlers are no part of what it optimizes.
         environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     command = [
-        *(sys.executable, "-P", "-m", "jax_intranode._src.soak.faults.rank", str(case), platform),
+        *(sys.executable, "-P", "-m", "soak_faults.rank", str(case), platform),
         *(str(rank), str(directory / f"{rank}.events")),
     ]
     with (directory / f"{rank}.log").open("wb") as log:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench_peers.report import is_matmul
+
+from bench_plots import collectives, matmuls
 from jax_intranode._src.bench import record
-from jax_intranode._src.bench.matmuls.report import is_matmul
-from jax_intranode._src.bench.plots import collectives, matmuls
 from jax_intranode._src.wrong_input import WrongInput, check_writable
 
 DESCRIPTION = "Draws what `bench --json FILE` has written, several files into one picture."

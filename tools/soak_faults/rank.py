@@ -25,9 +25,9 @@ from jax.sharding import PartitionSpec as P
 import jax_intranode
 from jax_intranode._src import compat, exchange, overlap, rendezvous
 from jax_intranode._src.launcher import rank as launched
-from jax_intranode._src.soak.faults import matrix
-from jax_intranode._src.soak.faults.matrix import Case
-from jax_intranode._src.soak.faults.operations import OPERATIONS, data
+from soak_faults import matrix
+from soak_faults.matrix import Case
+from soak_faults.operations import OPERATIONS, data
 
 # Runs before the job ends. The fourth may be the victim's last one.
 _RUNS = 5

@@ -3,7 +3,8 @@
 The colours are those of Okabe and Ito, which people with colour blindness can tell apart.
 """
 
-from jax_intranode._src.bench.peers.registry import PEERS
+from bench_peers.registry import PEERS
+
 from jax_intranode._src.bench.settings import PROCESS_PER_DEVICE, SINGLE_PROCESS
 
 OURS = "#0072B2"

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from bench_peers.peer import Peer, Unavailable
 from jax_intranode._src import launcher
-from jax_intranode._src.bench.peers.peer import Peer, Unavailable
 from jax_intranode._src.bench.progress import ProgressLine
 from jax_intranode._src.bench.settings import Settings
 

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench_peers.nccl_tests import NCCL_TESTS
+from bench_peers.peer import Unavailable
+from bench_peers.pytorch import PYTORCH
+from bench_peers.report import table_of as table_of
 from jax_intranode._src import launcher
-from jax_intranode._src.bench.peers.nccl_tests import NCCL_TESTS
-from jax_intranode._src.bench.peers.peer import Unavailable
-from jax_intranode._src.bench.peers.pytorch import PYTORCH
 from jax_intranode._src.bench.progress import ProgressLine
 from jax_intranode._src.bench.settings import Settings
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
-from jax_intranode._src.soak.faults import job, matrix, verdict
-from jax_intranode._src.soak.faults.matrix import Case
 from jax_intranode._src.wrong_input import WrongInput
+from soak_faults import job, matrix, verdict
+from soak_faults.matrix import Case
 
 _LOG_TAIL_CHARS = 2500
 

@@ -2,8 +2,8 @@
 
 import re
 
-from jax_intranode._src.soak.faults.job import TIMEOUT_S, Process, Seen
-from jax_intranode._src.soak.faults.matrix import Case
+from soak_faults.job import TIMEOUT_S, Process, Seen
+from soak_faults.matrix import Case
 
 # From the end of a process to the exception of the others.
 _DEAD_S = 1.0

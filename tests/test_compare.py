@@ -1,0 +1,296 @@
+"""`run --compare`: which program each call runs, what is timed, and what is said."""
+
+import contextlib
+import functools
+import math
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import line
+from devices import need_devices
+from jax.experimental import io_callback
+from jax.sharding import PartitionSpec as P
+
+import jax_intranode
+from jax_intranode import __main__ as command_line
+from jax_intranode._src.commands import compare
+
+STEPS = 16
+Started = Callable[..., compare.Comparison]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
+    """Begins a comparison of what the test jits."""
+    for name in ("jit", "pmap"):
+        monkeypatch.setattr(jax, name, getattr(jax, name))  # puts it back
+    monkeypatch.setattr(compare, "_current", None)
+    yield lambda **how: compare.start(STEPS, **how)
+    jax_intranode.uninstall()
+
+
+def on_two(function: Any, **how: Any) -> Any:
+    """A jitted function over a mesh of two devices."""
+    spec = P("x")
+    return jax.jit(
+        jax.shard_map(function, mesh=line(2), in_specs=spec, out_specs=spec, check_vma=False),
+        **how,
+    )
+
+
+def test_the_order_of_the_programs(started: Started, capsys: pytest.CaptureFixture[str]) -> None:
+    need_devices(2)
+    programs: list[str] = []
+
+    @contextlib.contextmanager
+    def accelerate() -> Iterator[None]:
+        programs[-1] = "A"
+        with jax_intranode.accelerate():
+            yield
+
+    comparison = started(accelerate=accelerate)
+    total = on_two(lambda x: jax.lax.psum(x, "x"), donate_argnums=0)
+    x = jnp.ones(4)
+    for turn in range(1, STEPS + 4):
+        programs.append("P")
+        x = total(x)
+        assert np.array_equal(x, np.full(4, 2.0**turn)), turn
+    # One call of each, then blocks of two. After the report the script has JAX's own.
+    assert "".join(programs) == "PA" + "PPAAAAPPPPAAAAPP" + "P"
+    assert not isinstance(jax.jit(lambda x: x), compare._Jitted)
+    comparison.finish()  # says nothing more
+    first, plain, accelerated, faster, *rest = capsys.readouterr().err.splitlines()
+    assert first.startswith("compare: <lambda> (test_compare.py:")
+    assert f", {STEPS + 2} calls; median" in first
+    # Not timed is the first call after a change of the program.
+    assert "  plain " in plain and plain.endswith(", 5 calls)")
+    assert "  accelerated " in accelerated and accelerated.endswith(", 6 calls)")
+    assert "times as fast" in faster
+    assert rest == [
+        "compare:   results: all have the same values",
+        "compare:   replaced: 1 psum (one_shot)",
+        "compare: the script goes on, accelerated",
+    ]
+
+
+def test_what_scripts_do_with_jitted_functions(
+    started: Started, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Methods, static arguments, keys, trees, functions in functions, and jit with options only."""
+
+    def run_script() -> list[Any]:
+        @jax.jit(static_argnames="power")
+        def inner(x: Any, power: int = 2) -> Any:
+            return x**power
+
+        class Model:
+            scale = 3.0
+
+            @functools.partial(jax.jit, static_argnums=(0, 2), donate_argnums=(1,))
+            def step(self, state: Any, name: str, *, rate: float) -> Any:
+                key, draw = jax.random.split(state["key"])
+                w = state["w"] * rate + inner(jax.random.normal(draw, state["w"].shape))
+                return {"key": key, "w": w * self.scale}, {name: w.sum()}
+
+        model, sums = Model(), []
+        state: Any = {"key": jax.random.key(0), "w": jnp.ones(3)}
+        for _ in range(STEPS):
+            state, metrics = model.step(state, "sum", rate=0.5)
+            sums.append(metrics["sum"])
+        gradient = jax.grad(lambda v: inner(v, power=3).sum())(jnp.ones(2))
+        exported = jax.export.export(inner)(jnp.ones(2))
+        return [sums, state["w"], gradient, inner(state["w"]), exported.call(jnp.ones(2))]
+
+    expected = run_script()
+    comparison = started()
+    found = run_script()
+    assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))
+    comparison.finish()
+    err = capsys.readouterr().err
+    assert "compare: step (test_compare.py:" in err and f" {STEPS} calls" in err
+    assert "results: all have the same values" in err
+    assert "collectives: it calls none, so nothing was replaced" in err
+
+
+@pytest.mark.parametrize("kind", ["callback", "mutable array"])
+def test_effects_happen_once(
+    kind: str, started: Started, capsys: pytest.CaptureFixture[str]
+) -> None:
+    comparison = started()
+    seen: list[int] = []
+
+    @jax.jit
+    def step(x: Any) -> Any:
+        if kind == "callback":
+            io_callback(lambda v: seen.append(int(v)), None, x, ordered=True)
+            return x + 1
+        x[...] += 1
+        return None
+
+    x = jnp.int32(0) if kind == "callback" else jax.new_ref(jnp.int32(0))
+    for _ in range(4):
+        y = step(x)
+        x = x if y is None else y
+    jax.effects_barrier()
+    assert x[...] == 4 and seen in ([], [0, 1, 2, 3])
+    comparison.finish()
+    assert "results: not compared: it has effects that must not happen twice: " in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_program_that_the_script_compiles_itself(
+    started: Started, capsys: pytest.CaptureFixture[str]
+) -> None:
+    need_devices(2)
+    comparison = started()
+
+    def total(x: Any, factor: int) -> Any:
+        return factor * jax.lax.psum(x, "x")
+
+    jitted = jax.jit(
+        lambda x, factor: jax.shard_map(
+            functools.partial(total, factor=factor),
+            mesh=line(2), in_specs=P("x"), out_specs=P("x"), check_vma=False,
+        )(x),
+        static_argnums=1, donate_argnums=0,
+    )  # fmt: skip
+    x = jax.device_put(jnp.ones(4), jax.NamedSharding(line(2), P("x")))
+    lowered = jitted.lower(x, 2)
+    assert "jax_intranode" not in lowered.as_text()
+    step = lowered.compile()
+    for _ in range(STEPS):
+        x = step(x)
+    assert np.array_equal(x, np.full(4, 4.0**STEPS))
+    comparison.finish()
+    err = capsys.readouterr().err
+    assert f" {STEPS} calls" in err and "replaced: 1 psum (one_shot)" in err
+    assert "results: all have the same values" in err
+
+
+def test_the_most_called_of_those_with_replaced_collectives(
+    started: Started, capsys: pytest.CaptureFixture[str]
+) -> None:
+    need_devices(2)
+    comparison = started()
+
+    def rarely(x: Any) -> Any:
+        return jax.lax.psum(x, "x")
+
+    total, often = on_two(rarely), jax.jit(lambda x: x + 1)
+    for turn in range(6):
+        often(jnp.ones(2))
+        if turn % 2:
+            total(jnp.ones(2))
+    comparison.finish()
+    assert "compare: rarely (test_compare.py:" in capsys.readouterr().err
+
+
+def test_calls_with_other_shapes_are_not_compared(
+    started: Started, capsys: pytest.CaptureFixture[str]
+) -> None:
+    comparison = started()
+    double = jax.jit(lambda x: 2 * x)
+    for turn in range(STEPS):
+        double(jnp.ones(3 if turn in (6, 7) else 2))  # an accelerated block
+    comparison.finish()
+    plain, accelerated = capsys.readouterr().err.splitlines()[1:3]
+    assert plain.endswith(", 4 calls)") and accelerated.endswith(", 4 calls)")
+
+
+def test_one_call_is_nothing_to_compare(
+    started: Started, capsys: pytest.CaptureFixture[str]
+) -> None:
+    comparison = started()
+    jax.jit(lambda x: x + 1)(1)
+    comparison.finish()
+    comparison.finish()
+    (text,) = capsys.readouterr().err.splitlines()
+    assert text.startswith("compare: there is nothing to compare: no function of jax.jit")
+
+
+def test_difference_of_results() -> None:
+    def of(*values: Any) -> list[tuple[str, list[np.ndarray]]]:
+        return [(f"[{k}]", [np.asarray(value)]) for k, value in enumerate(values)]
+
+    inf, nan = math.inf, math.nan
+    assert compare.difference(of([1.0, nan, inf]), of([1.0, nan, inf])) == (0, "")
+    assert compare.difference(of([1.0], [10.0, 4.5]), of([1.0], [10.0, 4.0])) == (0.05, "[1]")
+    assert compare.difference(of(np.int8(-3)), of(np.int8(0))) == (3, "[0]")
+    assert compare.difference(of(jnp.bfloat16(2)), of(jnp.bfloat16(1))) == (1, "[0]")
+    for a, b in ((nan, 1.0), (1.0, nan), (inf, 1.0), (inf, -inf)):
+        assert math.isnan(compare.difference(of(a), of(b))[0])
+
+
+def test_percentiles() -> None:
+    assert compare.percentiles([k / 1e3 for k in range(11)]) == pytest.approx([1, 5, 9])
+    assert all(map(math.isnan, compare.percentiles([1.0])))
+
+
+SCRIPT = """
+    import sys
+    import jax, jax.numpy as jnp
+    from jax.sharding import PartitionSpec as P
+
+    def main():
+        mesh = jax.make_mesh((2,), "x", axis_types=(jax.sharding.AxisType.Auto,))
+
+        @jax.jit
+        @jax.shard_map(mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+        def step(w):
+            return w - 0.1 * jax.lax.psum(w, "x")
+
+        sharding = jax.NamedSharding(mesh, P("x"))
+        w = jax.make_array_from_callback((64,), sharding, lambda index: jnp.arange(64.0)[index])
+        for _ in range(20):
+            w = step(w)
+        print("argument", sys.argv[1], flush=True)
+
+    main()
+    sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("steps", [16, 100])
+def test_a_script(ranks: int, steps: int, tmp_path: Path) -> None:
+    """In one process, and in two that `launch` starts; reported in the middle, and at the end."""
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    launch = ["launch", "-n", "2", "--platform", "cpu"] if ranks == 2 else []
+    options = ["--compare", "--steps", str(steps), "script.py", "--steps=1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "jax_intranode", *launch, "run", *options],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(3 - ranks)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("argument --steps=1") == ranks
+    calls = 18 if steps == 16 else 20
+    assert done.stderr.count(f"compare: step (script.py:9), {calls} calls") == 1, done.stderr
+    assert "times as fast" in done.stderr and "replaced: 1 psum (one_shot)" in done.stderr
+
+
+def test_wrong_options(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    launch = "launch -n 2 --platform cpu run"
+    for words, text in (
+        (f"{launch} --steps 3 script.py", "'3': use an integer from 16 on"),
+        (f"{launch} --fast script.py", "unrecognized arguments: --fast"),
+    ):
+        assert command_line.main(words.split()) == 2
+        assert text in capsys.readouterr().err

@@ -1,0 +1,36 @@
+"""What commands have in the source tree only: an installed package says where to find it."""
+
+import sys
+
+import pytest
+
+from jax_intranode import __main__ as command_line
+from jax_intranode._src import source_tree
+
+
+@pytest.mark.parametrize(
+    ("line", "package"),
+    [
+        ("bench psum --peers all", "bench_peers"),
+        ("bench psum --platform cpu --plot x.png", "bench_plots"),
+        ("bench mlp_block", "bench_programs"),
+        ("demo --platform cpu --png x.png", "bench_plots"),
+        ("plot rows.json -o x.png", "bench_plots"),
+        ("soak --faults --platform cpu", "soak_faults"),
+    ],
+)
+def test_without_the_source_tree(
+    line: str,
+    package: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(source_tree, "_folder", lambda package: None)
+    try:
+        code = command_line.main(line.split())
+    except SystemExit as end:
+        code = int(end.code or 0)
+    assert code == 2
+    (message,) = capsys.readouterr().err.splitlines()
+    assert f"needs the folder tools/{package}, which only the source tree has: run" in message

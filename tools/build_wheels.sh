@@ -52,7 +52,7 @@ tar xzf "$sdist" -C "$work/source" --strip-components 1
 # The libraries of the compiler are newer than those of older systems. What is used of them is linked
 # statically, but for the unwinder.
 export LDFLAGS="-static-libstdc++ -Wl,--exclude-libs,ALL -Wl,--gc-sections"
-export CMAKE_ARGS="-DCMAKE_CXX_STANDARD_LIBRARIES=-lgcc"
+export CMAKE_ARGS="-DCMAKE_CXX_STANDARD_LIBRARIES=-lgcc -DCMAKE_CUDA_ARCHITECTURES='80-real;90-real;100-real;80-virtual'"
 for python in "${pythons[@]}"; do
   step "$("$python" --version), CUDA $cuda"
   CUDACXX=$(command -v "$nvcc") JAX_INTRANODE_CUDA=ON \

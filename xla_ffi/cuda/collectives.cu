@@ -36,10 +36,9 @@ const void* Address() {
   return reinterpret_cast<const void*>(&jax_intranode_kernel<Body, algorithm, Type, N, Call>);
 }
 
-// Copies don't depend on the type: F32, BF16 and I8 stand for all types (CopiedAs).
+// Copies don't depend on the type: BF16 and I8 stand for all types (CopiedAs).
 template <class Type>
-constexpr bool kStandsForCopies =
-    std::is_same_v<Type, F32> || std::is_same_v<Type, BF16> || std::is_same_v<Type, I8>;
+constexpr bool kStandsForCopies = std::is_same_v<Type, BF16> || std::is_same_v<Type, I8>;
 
 template <class Type, int N, class Call>
 const void* Kernel(Algorithm algorithm) {

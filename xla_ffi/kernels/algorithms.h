@@ -187,17 +187,10 @@ inline std::optional<ElementType> ElementTypeNamed(Algorithm algorithm, std::str
   return std::nullopt;
 }
 
-// The type whose packets carry the bits of `type` where nothing is summed.
+// The type whose packets carry the bits of `type` where nothing is summed: BF16 for all types that
+// travel in bare packets. The NaN that it sends in place of an empty word is one of each of them.
 inline ElementType CopiedAs(ElementType type) {
-  switch (type) {
-    case ElementType::kF32:
-      return ElementType::kF32;
-    case ElementType::kBF16:
-    case ElementType::kF16:
-      return ElementType::kBF16;
-    default:
-      return ElementType::kI8;
-  }
+  return PacketBytes(type) == 16 ? ElementType::kBF16 : ElementType::kI8;
 }
 
 // Whether an algorithm can run over one segment of its message after the other (segments.h).

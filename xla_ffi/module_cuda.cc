@@ -23,10 +23,10 @@
 #include "ffi/collectives_cuda.h"
 #include "ffi/norm_call.h"
 #include "ffi/peer_cuda.h"
-#include "host/absent.h"
+#include "ffi/site_numbers.h"
+#include "health/platform.h"
 #include "host/call_sites.h"
 #include "host/cube_mesh.h"
-#include "host/peer_event.h"
 #include "kernels/same_operation.h"
 
 namespace nb = nanobind;
@@ -42,6 +42,212 @@ struct DeviceMemory {
 // (CUDA device ordinal, index of its group, its rank in the group, every rank's region, address of
 // its failure record)
 using Member = std::tuple<int64_t, int64_t, int, std::vector<uintptr_t>, uintptr_t>;
+
+// The kernels of this process, for the monitor.
+class CudaPlatform final : public Platform {
+ public:
+  static CudaPlatform& Get() {
+    static CudaPlatform* const platform = new CudaPlatform;
+    return *platform;
+  }
+
+  // Something is new: a communicator, or a peer buffer.
+  template <class Add>
+  void AddNew(const Add& add) {
+    std::lock_guard lock(mutex_);
+    add();
+    Apply();
+  }
+
+  bool OnGpu() const override { return true; }
+
+  void SetAbsent(const AbsentDevices& absent) override {
+    std::lock_guard lock(mutex_);
+    absent_ = absent;
+    Apply();
+  }
+
+  // A kernel that has waited for a second writes that again and again, while it waits.
+  std::vector<Wait> Look(Clock::time_point now, Clock::duration) override {
+    std::lock_guard lock(mutex_);
+    std::vector<Wait> waits;
+    std::map<const volatile uint64_t*, Seen> seen;
+    for (const Place& place : Places()) {
+      const uint64_t word = *place.wait;
+      const auto known = seen_.find(place.wait);
+      const bool is_new = known == seen_.end() || known->second.word != word;
+      const Clock::time_point changed = is_new ? now : known->second.changed;
+      seen[place.wait] = {word, changed};
+      const LongWait kernel = UnpackWait(word);
+      if (word == 0 || now - changed > kOver ||
+          static_cast<size_t>(kernel.missing) >= place.group.size()) {
+        continue;
+      }
+      Wait& wait = waits.emplace_back();
+      wait.owner = place.communicator;
+      wait.device_ids = place.group;
+      wait.group = place.name;
+      wait.rank = place.rank;
+      wait.missing = kernel.missing;
+      wait.present = 1u << place.rank;
+      wait.waited = std::chrono::duration_cast<Clock::duration>(
+          std::chrono::duration<double>(kernel.seconds));
+      wait.site = CallSites::Get().SiteOf(kernel.site);
+      wait.shared = CallSites::Get().IsShared(wait.site);
+      wait.site_number = Fnv1a(wait.site);
+      wait.limit_s = place.limit_s;
+      wait.reported = wait.ends_itself = true;
+      const AbsentDevice* const absent = absent_.Find(place.group[kernel.missing]);
+      if (absent && GivesUp(absent->absence, wait.waited, now - absent->since)) {
+        place.communicator->set_failure(CantCommunicate(absent->what));
+      }
+    }
+    seen_ = std::move(seen);
+    Apply();
+    return waits;
+  }
+
+  // Kernels compare their operations, and end at their limit, by themselves.
+  bool HasCalled(const Wait&, uint64_t, uint64_t) override { return false; }
+  void GiveUp(const Wait&, Failure) override {}
+
+  std::vector<Failure> TakeFailures() override {
+    std::lock_guard lock(mutex_);
+    std::vector<Failure> failures;
+    for (const Place& place : Places()) {
+      const auto add = [&](FailureReason reason, int missing, uint32_t site) -> Failure& {
+        Failure& failure = failures.emplace_back();
+        failure.reason = reason;
+        failure.on_gpu = true;
+        failure.rank = place.rank;
+        failure.missing = missing;
+        failure.device_ids = place.group;
+        failure.group = place.name;
+        failure.limit_s = place.limit_s;
+        failure.site = CallSites::Get().SiteOf(site);
+        failure.shared = CallSites::Get().IsShared(failure.site);
+        return failure;
+      };
+      if (const auto refused = place.communicator->TakeRefused()) {
+        add(FailureReason::kPeerGone, -1, 0).message = refused->second;
+      }
+      const auto reason = static_cast<FailureReason>(*place.reason);
+      if (reason == FailureReason::kNone || !taken_.insert(place.reason).second) continue;
+      const AbsentDevice* const absent = absent_.WorstIn(place.group);
+      Failure* failure;
+      if (const volatile v1::PeerRecord* record = place.of_buffer) {
+        failure = &add(reason, record->missing, record->site);
+        failure->operation = PeerCallName(place.buffer, failure->site);
+      } else {
+        const volatile FailureRecord* of_kernel = place.record;
+        failure = &add(reason, of_kernel->missing, of_kernel->site);
+        const auto algorithm = static_cast<Algorithm>(of_kernel->algorithm);
+        failure->operation = failure->title = OperationName(algorithm);
+        if (IsAllReduce(algorithm)) {
+          failure->title += std::string(" (") + AlgorithmName(algorithm) + ")";
+        }
+        if (reason == FailureReason::kOtherOperation) {
+          failure->detail = ", which runs " + ToldOperation(of_kernel->other);
+        }
+      }
+      if (reason == FailureReason::kAborted && absent) {
+        failure->reason = absent->state == PeerState::kSilent ? FailureReason::kPeerStopped
+                                                              : FailureReason::kPeerGone;
+        failure->detail += ", but " + absent->what;
+      }
+    }
+    // Those of aborted kernels come last: they don't show which wait failed first.
+    std::stable_sort(failures.begin(), failures.end(), [](const Failure& a, const Failure& b) {
+      return (a.reason == FailureReason::kAborted) < (b.reason == FailureReason::kAborted);
+    });
+    return failures;
+  }
+
+  uint64_t Calls() override { return device_handler_calls.load(); }
+
+  void FailAll(const std::string& message) override {
+    std::lock_guard lock(mutex_);
+    for (const Place& place : Places()) place.communicator->set_failure(message);
+    Apply();
+  }
+
+ private:
+  // How long after its last word a wait is over. Kernels that wait write every 10 ms.
+  static constexpr auto kOver = std::chrono::seconds(1);
+
+  // Where kernels of a device write: the record of a communicator, or that of a peer buffer.
+  struct Place {
+    std::shared_ptr<DeviceCommunicator> communicator;
+    std::vector<int64_t> group;  // device ids
+    uint64_t name;               // of the partition
+    int rank;
+    double limit_s;
+    const volatile uint32_t* reason;
+    const volatile uint64_t* wait;
+    volatile uint32_t* abort;
+    const volatile FailureRecord* record;
+    const volatile v1::PeerRecord* of_buffer;
+    std::string buffer;
+  };
+  struct Seen {
+    uint64_t word;
+    Clock::time_point changed;
+  };
+
+  static std::vector<Place> Places() {
+    std::vector<Place> places;
+    const auto add = [&](const auto& communicator, size_t device, const Partition& partition,
+                         int rank, uint64_t timeout_ns, auto* record) -> Place& {
+      return places.emplace_back(Place{communicator, communicator->groups.at(device),
+                                       Fnv1a(ToString(partition)), rank, timeout_ns / 1e9,
+                                       &record->reason, &record->wait, &record->abort});
+    };
+    for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
+      for (size_t device = 0; device < communicator->members.size(); ++device) {
+        const auto& member = communicator->members[device];
+        if (!member) continue;
+        add(communicator, device, partition, member->rank, member->timeout_ns, member->failure)
+            .record = member->failure;
+      }
+    }
+    for (const auto& buffer : DevicePeerBuffers::Get().Alive()) {
+      for (const auto& [device, peers] : buffer->members) {
+        Place& place = add(buffer->communicator, device, buffer->partition, peers.rank,
+                           peers.timeout_ns, peers.record);
+        place.of_buffer = peers.record;
+        place.buffer = buffer->name;
+      }
+    }
+    return places;
+  }
+
+  static std::string CantCommunicate(const std::string& what) {
+    return "jax_intranode: " + what +
+           ", so these devices can't communicate any more. Restart all processes from the last "
+           "checkpoint.";
+  }
+
+  // What follows from the set of absent devices: which communicators have failed, and where kernels
+  // that wait give up. A kernel looks at the word at most every 10 ms, and only when it waits:
+  // those that have all data end in order.
+  void Apply() {
+    const std::vector<Place> places = Places();
+    for (const Place& place : places) {
+      const AbsentDevice* const absent = absent_.WorstIn(place.group);
+      if (absent && absent->absence == Absence::kFault) {
+        place.communicator->set_failure(CantCommunicate(absent->what));
+      } else if (absent && Refuses(absent->absence)) {
+        place.communicator->set_left(CantCommunicate(absent->what));
+      }
+    }
+    for (const Place& place : places) *place.abort = !place.communicator->failure().empty();
+  }
+
+  std::mutex mutex_;
+  AbsentDevices absent_;
+  std::map<const volatile uint64_t*, Seen> seen_;
+  std::set<const volatile uint32_t*> taken_;
+};
 
 void CreateCommunicator(const std::vector<int64_t>& device_ids, int64_t group_size,
                         const std::vector<Member>& members, size_t epoch_buffer_bytes,
@@ -75,7 +281,9 @@ void CreateCommunicator(const std::vector<int64_t>& device_ids, int64_t group_si
     const auto first = device_ids.begin() + group_number * group_size;
     communicator->groups[device].assign(first, first + group_size);
   }
-  Registry<DeviceCommunicator>::Get().Add({device_ids, group_size}, std::move(communicator));
+  CudaPlatform::Get().AddNew([&] {
+    Registry<DeviceCommunicator>::Get().Add({device_ids, group_size}, std::move(communicator));
+  });
 }
 
 // (CUDA device ordinal, every rank's ring buffer)
@@ -104,151 +312,8 @@ void CreatePeerBuffer(const std::string& name, const std::vector<int64_t>& devic
       MakePeerBuffer<DeviceCommunicator>(name, device_ids, group_size, members, bytes, timeout_s,
                                          std::make_shared<std::vector<DeviceMemory>>(memory));
   for (const auto& [device, peers] : buffer->members) new (peers.record) v1::PeerRecord{};
-  DevicePeerBuffers::Get().Add(std::move(buffer));
+  CudaPlatform::Get().AddNew([&] { DevicePeerBuffers::Get().Add(std::move(buffer)); });
 }
-
-// Calls visit(buffer, device, peers) for each device of each peer buffer.
-template <class Visit>
-void ForEachPeerRecord(const Visit& visit) {
-  for (const auto& buffer : DevicePeerBuffers::Get().Alive()) {
-    for (const auto& [device, peers] : buffer->members) visit(*buffer, device, peers);
-  }
-}
-
-// One entry for each kernel that gave up: (the partition's device ids, group size, CUDA device,
-// reason, algorithm, rank, missing rank, text of the call site, whether several calls have it, what
-// the missing rank runs instead). The algorithm is its number, or the name of a call on a peer
-// buffer.
-nb::list Failures() {
-  nb::list failures;
-  for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
-    for (size_t device = 0; device < communicator->members.size(); ++device) {
-      if (!communicator->members[device]) continue;
-      const volatile FailureRecord* record = communicator->members[device]->failure;
-      const uint32_t reason = record->reason;
-      if (reason == 0) continue;
-      const std::string site = CallSites::Get().SiteOf(record->site);
-      failures.append(nb::make_tuple(
-          nb::cast(partition.first), partition.second, device, reason,
-          static_cast<uint32_t>(record->algorithm), static_cast<int32_t>(record->rank),
-          static_cast<int32_t>(record->missing), site, CallSites::Get().IsShared(site),
-          reason == static_cast<uint32_t>(FailureReason::kOtherOperation)
-              ? ToldOperation(record->other)
-              : std::string()));
-    }
-  }
-  ForEachPeerRecord([&](const auto& buffer, int64_t device, const v1::Peers& peers) {
-    const volatile v1::PeerRecord* record = peers.record;
-    const uint32_t reason = record->reason;
-    if (reason == 0) return;
-    const std::string site = CallSites::Get().SiteOf(record->site);
-    failures.append(nb::make_tuple(nb::cast(buffer.partition.first), buffer.partition.second,
-                                   device, reason, PeerCallName(buffer.name, site), peers.rank,
-                                   static_cast<int32_t>(record->missing), site,
-                                   CallSites::Get().IsShared(site), std::string()));
-  });
-  return failures;
-}
-
-// One entry for each communicator that has refused a call since the last call of this, because a
-// peer is gone: (the partition's device ids, group size, CUDA device, rank, message).
-nb::list Refusals() {
-  nb::list refusals;
-  for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
-    const auto refused = communicator->TakeRefused();
-    if (!refused) continue;
-    const auto& [device, message] = *refused;
-    refusals.append(nb::make_tuple(nb::cast(partition.first), partition.second, device,
-                                   communicator->members.at(device)->rank, message));
-  }
-  return refusals;
-}
-
-// One entry for each device whose kernel has waited on since the last call: (the partition's device
-// ids, group size, CUDA device, rank, missing rank, seconds, text of the call site, whether several
-// calls have it).
-nb::list Waits() {
-  // By the address of the record. Python calls it with the GIL.
-  static auto& seen = *new std::map<const volatile FailureRecord*, uint64_t>;
-  nb::list waits;
-  for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
-    for (size_t device = 0; device < communicator->members.size(); ++device) {
-      if (!communicator->members[device]) continue;
-      const volatile FailureRecord* record = communicator->members[device]->failure;
-      const uint64_t word = record->wait;
-      if (word == std::exchange(seen[record], word) || word == 0) continue;  // 0: a new record
-      const LongWait wait = UnpackWait(word);
-      const std::string site = CallSites::Get().SiteOf(wait.site);
-      waits.append(nb::make_tuple(nb::cast(partition.first), partition.second, device,
-                                  communicator->members[device]->rank, wait.missing, wait.seconds,
-                                  site, CallSites::Get().IsShared(site)));
-    }
-  }
-  ForEachPeerRecord([&](const auto& buffer, int64_t device, const v1::Peers& peers) {
-    static auto& seen_of_peers = *new std::map<const v1::PeerRecord*, uint64_t>;
-    const uint64_t word = static_cast<const volatile v1::PeerRecord*>(peers.record)->wait;
-    if (word == std::exchange(seen_of_peers[peers.record], word) || word == 0) return;
-    const LongWait wait = UnpackWait(word);
-    const std::string site = CallSites::Get().SiteOf(wait.site);
-    waits.append(nb::make_tuple(nb::cast(buffer.partition.first), buffer.partition.second, device,
-                                peers.rank, wait.missing, wait.seconds, site,
-                                CallSites::Get().IsShared(site)));
-  });
-  return waits;
-}
-
-// Makes every later call fail with `message`, and ends all waits on the devices of this process.
-void Fail(const std::string& message) {
-  for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().All()) {
-    communicator->set_failure(message);
-    for (const auto& member : communicator->members) {
-      if (member) static_cast<volatile FailureRecord*>(member->failure)->abort = 1;
-    }
-  }
-  SetAbort(1, [](const std::vector<int64_t>&) { return true; });
-}
-
-// Whether a device's group has one of the devices `ids`. `group` holds the ids of its ranks.
-bool HasAny(const std::vector<int64_t>& group, const int64_t* ids, size_t count) {
-  return std::find_first_of(group.begin(), group.end(), ids, ids + count) != group.end();
-}
-
-AbsentDevices absent_devices;
-
-// The watch calls it in a thread of its own: no call of CUDA, which may block. A kernel looks at
-// the abort word when it waits, at most every 10 ms: those that have all data end in order.
-void OnPeer(PeerState state, const int64_t* ids, size_t count, const char* what) {
-  absent_devices.Set(state, ids, count, what);
-  for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
-    bool concerned = false;
-    std::string gone;
-    for (size_t device = 0; device < communicator->members.size(); ++device) {
-      const auto& member = communicator->members[device];
-      if (!member || !HasAny(communicator->groups[device], ids, count)) continue;
-      concerned = true;
-      const auto absent = absent_devices.In(communicator->groups[device]);
-      // A communicator that has failed stays so (ffi/collectives_cuda.cc).
-      const bool ends = absent || communicator->has_failed();
-      static_cast<volatile FailureRecord*>(member->failure)->abort = ends;
-      if (absent) gone = *absent;
-    }
-    if (!concerned) continue;
-    const auto text = [](const std::string& what) {
-      return "jax_intranode: " + what +
-             ", so these devices can't communicate any more. Restart all processes from the last "
-             "checkpoint.";
-    };
-    communicator->set_gone(gone.empty() ? "" : text(gone));
-    if (state == PeerState::kDead) communicator->set_failure(text(what));
-  }
-  for (const uint32_t abort : {0, 1}) {
-    SetAbort(abort, [&](const std::vector<int64_t>& group) {
-      return HasAny(group, ids, count) && absent_devices.In(group).has_value() == (abort == 1);
-    });
-  }
-}
-
-constexpr PeerSink kPeerSink = {&OnPeer};
 
 // Waits until nothing runs on the devices of this process.
 void Synchronize() {
@@ -499,15 +564,10 @@ NB_MODULE(_cuda, m) {
         "Times operations of a group in a CUDA graph: (microseconds a call of each launch, the "
         "output's bytes). All devices of the group call it at once.");
   m.def(
-      "peer_sink", [] { return nb::capsule(&kPeerSink, kPeerSinkName); },
-      "What the watch tells of peers, for this platform.");
-  m.def("forget_peers", [] { absent_devices.Clear(); }, "The watches of all peers have ended.");
+      "platform", [] { return nb::capsule(&CudaPlatform::Get(), kPlatformName); },
+      "The communicators of this platform, for the monitor.");
   m.def("synchronize", &Synchronize, nb::call_guard<nb::gil_scoped_release>(),
         "Waits until nothing runs on the devices of this process.");
-  m.def("failures", &Failures, "The failure records of kernels that gave up.");
-  m.def("refusals", &Refusals, "The calls that were refused because a peer is gone.");
-  m.def("waits", &Waits, "The long waits of kernels that have gone on since the last call.");
-  m.def("fail", &Fail, nb::arg("message"), "Ends all waits; later calls fail with the message.");
   m.def(
       "handler_calls", [] { return device_handler_calls.load(); },
       "Number of times that XLA has called a handler in this process.");

@@ -809,7 +809,7 @@ def three_wait_in_a_circle() -> None:
         if rank() in (number, (number + 1) % 3):
             result = on(mesh, lambda v: OPERATIONS.psum(v * 2, "x"))(parts(mesh))
             assert read(result) == 6
-    listen(f"(device {rank()}) waits", "They wait in a circle")
+    listen(f"(device {jax.local_devices()[0].id}) waits", "They wait in a circle")
     mesh = meshes[rank()]
     wait_in(on(mesh, lambda v: OPERATIONS.psum(v * 2, "x"))(parts(mesh)))
 

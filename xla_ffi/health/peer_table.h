@@ -3,12 +3,12 @@
 //
 // What a process knows of a peer is one value. "Ends" is the end of the peer's process.
 //
-//   state     | heard    | finishes | goes on | leaves | fails  | ends     | silent for 30 s
-//   ----------+----------+----------+---------+--------+--------+----------+----------------
-//   unheard   | running  | finished | running | left   | failed | lost     | silent
-//   running   | running  | finished | running | left   | failed | lost     | silent
-//   silent    | running  | finished | running | left   | failed | lost     | silent
-//   finished  | finished | finished | running | left   | failed | finished | finished
+//   state     | heard    | finishes | goes on | leaves   | fails  | ends     | silent for 30 s
+//   ----------+----------+----------+---------+----------+--------+----------+----------------
+//   unheard   | running  | finished | running | left     | failed | lost     | silent
+//   running   | running  | finished | running | left     | failed | lost     | silent
+//   silent    | running  | finished | running | left     | failed | lost     | silent
+//   finished  | finished | finished | running | finished | failed | finished | finished
 //   left      | left in all columns
 //   failed    | failed in all columns
 //   lost      | lost in all columns
@@ -61,7 +61,6 @@ constexpr PeerState StateAfter(PeerState state, PeerEvent event) {
     }
     case kFinished:
       if (event == PeerEvent::kGoesOn) return kRunning;
-      if (event == PeerEvent::kLeaves) return kLeft;
       return event == PeerEvent::kFails ? kFailed : kFinished;
     default:
       return state;

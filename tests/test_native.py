@@ -95,7 +95,7 @@ class Programs:
     def _compile(self, program: Path, sources: list[Path]) -> subprocess.CompletedProcess[str]:
         optimize = "-O2" if program.name.endswith("_model") else "-O1"
         return run(
-            self._compiler, "-std=c++20", optimize, "-g1", *self._flags, "-I", str(ROOT), "-I", str(NATIVE),
+            self._compiler, "-std=c++20", optimize, "-g1", *self._flags, "-I", str(ROOT),
             "-I", str(NATIVE / "model/fake_cuda"), "-I", jax.ffi.include_dir(), "-pthread",
             *map(str, sources), "-o", str(program), timeout_s=200,
         )  # fmt: skip

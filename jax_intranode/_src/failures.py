@@ -91,9 +91,7 @@ _ending = threading.Event()
 _UNRELATED = ("INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND", "RESOURCE_EXHAUSTED")
 
 
-def watch(
-    platform: str, process_of: Callable[[int], int | None], report_after_s: float
-) -> None:
+def watch(platform: str, process_of: Callable[[int], int | None], report_after_s: float) -> None:
     """Makes the monitor watch a platform. It never ends: programs may run after a shutdown.
 
     Args:

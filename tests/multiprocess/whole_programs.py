@@ -301,7 +301,7 @@ def distributed_shutdown_in_the_middle() -> None:
 
 def distributed_again() -> None:
     begin()
-    # Another port: on the same one rank 1 could still reach the service that rank 0 is about to end.
+    # Another port: on the same one rank 1 could still reach the service that rank 0 will end.
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = multihost_utils.broadcast_one_to_all(np.int32(free.getsockname()[1]))

@@ -30,7 +30,7 @@
 #include <thread>
 #include <vector>
 
-#include "test_monitor.h"
+#include "tests/native/test_monitor.h"
 #include "xla_ffi/host/call_sites.h"
 
 namespace jin = jax_intranode;

@@ -28,7 +28,7 @@
 #include <thread>
 #include <vector>
 
-#include "test_monitor.h"
+#include "tests/native/test_monitor.h"
 #include "xla_ffi/host/host_group.h"
 
 namespace jin = jax_intranode;

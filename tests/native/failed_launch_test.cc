@@ -202,17 +202,16 @@ int AbsentPeers() {
   tell(kRunning, kSilent);
   wait(2, 21);
   platform.Look(start + std::chrono::seconds(33), {});
-  CHECK(record->abort == 1 &&
-        communicator->Refuse(0).find("12, so these devices") != std::string::npos);
+  CHECK(record->abort == 1 && communicator->Refuse(0).find(": 12. Restart") != std::string::npos);
   // What has given up does not go on when the peer returns.
   tell(kRunning, kRunning);
   CHECK(record->abort == 1);
 
   communicator = add(4);
   tell(kLeft, kSilent);
-  CHECK(record->abort == 1 && communicator->Refuse(0).find(": 11, so") != std::string::npos);
+  CHECK(record->abort == 1 && communicator->Refuse(0).find(": 11. Restart") != std::string::npos);
   const auto refused = platform.TakeFailures();
-  CHECK(!refused.empty() && refused.back().message.find(": 11, so") != std::string::npos);
+  CHECK(!refused.empty() && refused.back().message.find(": 11. Restart") != std::string::npos);
   tell(kLeft, kRunning);  // the return of one does not hide the absence of another
   CHECK(record->abort == 1);
 

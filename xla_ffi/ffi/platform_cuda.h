@@ -76,7 +76,7 @@ class CudaPlatform final : public Platform {
       wait.reported = wait.ends_itself = true;
       const AbsentDevice* const absent = absent_.Find(place.group[kernel.missing]);
       if (absent && GivesUp(absent->absence, wait.waited, now - absent->since)) {
-        place.communicator->set_failure(CantCommunicate(absent->what));
+        place.communicator->set_failure(LostText(absent->what, true));
       }
     }
     seen_ = std::move(seen);
@@ -198,12 +198,6 @@ class CudaPlatform final : public Platform {
     return places;
   }
 
-  static std::string CantCommunicate(const std::string& what) {
-    return "jax_intranode: " + what +
-           ", so these devices can't communicate any more. Restart all processes from the last "
-           "checkpoint.";
-  }
-
   // What follows from the set of absent devices: which communicators have failed, and where kernels
   // that wait give up. A kernel looks at the word at most every 10 ms, and only when it waits:
   // those that have all data end in order.
@@ -212,9 +206,9 @@ class CudaPlatform final : public Platform {
     for (const Place& place : places) {
       const AbsentDevice* const absent = absent_.WorstIn(place.group);
       if (absent && absent->absence == Absence::kFault) {
-        place.communicator->set_failure(CantCommunicate(absent->what));
+        place.communicator->set_failure(LostText(absent->what, true));
       } else if (absent && Refuses(absent->absence)) {
-        place.communicator->set_left(CantCommunicate(absent->what));
+        place.communicator->set_left(LostText(absent->what, true));
       }
     }
     for (const Place& place : places) *place.abort = !place.communicator->failure().empty();

@@ -95,4 +95,12 @@ inline std::string TextOf(const Failure& failure) {
   return text + "." + advice + end;
 }
 
+// The text of a failure that no call was waiting for. `what` says what became of the process.
+inline std::string LostText(const std::string& what, bool on_gpu) {
+  return "jax_intranode: " + what + ". " +
+         (on_gpu ? "Restart all processes from the last checkpoint."
+                 : "Restart all processes, or call jax_intranode.shutdown() in those that are left "
+                   "and go on with their devices.");
+}
+
 }  // namespace jax_intranode

@@ -386,10 +386,7 @@ class Monitor::Thread {
           Failure fault{FailureReason::kPeerGone, on_gpu};
           fault.device_ids = peer.connection.device_ids;
           fault.process = peer.connection.process;
-          fault.message = "jax_intranode: " + what + ". " +
-                          (on_gpu ? "Restart all processes from the last checkpoint."
-                                  : "Restart all processes, or call jax_intranode.shutdown() in "
-                                    "those that are left and go on with their devices.");
+          fault.message = LostText(what, on_gpu);
           faults.push_back(std::move(fault));
         }
       }

@@ -528,9 +528,7 @@ void HostGroup::LoseRank(int rank, Tickets* done) {
   const AbsentDevice& absent = absent_.at(rank);
   const auto waiting = active_ ? pending_.find(current_) : pending_.begin();
   if (waiting == pending_.end()) {
-    FailLocked("jax_intranode: " + RankName(device_ids_, rank) + " is lost: " + absent.what +
-                   ". This group of devices can't be used any more.",
-               done);
+    FailLocked(LostText(absent.what, false), done);
     return;
   }
   const Wait wait =

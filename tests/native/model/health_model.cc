@@ -5,11 +5,12 @@
 //
 // Process 0 watches the others. What a process sends does not depend on what it hears, so that one
 // watcher stands for all. Its peer does anything at any time: it finishes, takes that back by a
-// call, fails, shuts down, stops and goes on (so many times), or is killed. Two peers do less. The monitor looks at any time, and peers also act between any two questions that it asks.
-// Meanwhile the program arms the watch and closes it. A call of process 0 waits for all peers. The
-// end of a process shows in steps: /proc says that it is exiting, its socket ends, its pidfd
-// becomes readable, /proc forgets it. The search is repeated where a forked child holds the socket,
-// where there is no pidfd, and where /proc does not show the peer; "quick" leaves out most of these
+// call, fails, shuts down, stops and goes on (so many times), or is killed. Two peers do less. The
+// monitor looks at any time, and peers also act between any two questions that it asks. Meanwhile
+// the program arms the watch and closes it. A call of process 0 waits for all peers. The end of a
+// process shows in steps: /proc says that it is exiting, its socket ends, its pidfd becomes
+// readable, /proc forgets it. The search is repeated where a forked child holds the socket, where
+// there is no pidfd, and where /proc does not show the peer; "quick" leaves out most of these
 // places.
 //
 // Real is what decides. The model repeats processes, sockets and locks. Its sockets hold

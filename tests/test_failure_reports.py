@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -36,12 +35,13 @@ ON_GPUS = dataclasses.replace(FAILURE, platform="gpu")
 
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No failure before, and none after; no listeners of other tests."""
+    """No failure before, and none after; a native module that says what a test has it say."""
     monkeypatch.setattr(failures, "_last", None)
     monkeypatch.setattr(failures, "_in_force", False)
-    monkeypatch.setattr(failures, "_listeners", [])
-    monkeypatch.setattr(failures, "_sources", [])
-    monkeypatch.setattr(native, "_modules", {"cpu": mock.Mock()})
+    monkeypatch.setattr(failures, "_process_of", lambda device_id: device_id - 4)
+    module = mock.Mock()
+    module.take_failures.return_value = []
+    monkeypatch.setattr(native, "_modules", {"cpu": module})
     native.module.cache_clear()
     compat.show_in_runtime_errors(failures._shown_in)
     yield
@@ -49,8 +49,6 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_the_first_failure_is_kept(clean: None, caplog: pytest.LogCaptureFixture) -> None:
-    heard: list[failures.Failure] = []
-    failures.on_failure(heard.append)
     assert jax_intranode.last_failure() is None
     before = time.time()
     assert failures.report(dataclasses.replace(FAILURE, time=time.time()))
@@ -59,7 +57,6 @@ def test_the_first_failure_is_kept(clean: None, caplog: pytest.LogCaptureFixture
     found = jax_intranode.last_failure()
     assert found is not None and found == dataclasses.replace(FAILURE, time=found.time)
     assert before <= found.time <= time.time()
-    assert heard == [found]
     assert [r.levelname for r in caplog.records if r.message == found.message] == ["ERROR"]
     assert [r.levelname for r in caplog.records if "a later one" in r.message] == ["INFO"]
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -75,39 +72,45 @@ def test_after_shutdown(clean: None, platform: str) -> None:
     assert failures.report(dataclasses.replace(FAILURE, reason="mismatch")) == (platform == "cpu")
 
 
-def test_a_source_is_asked_before_the_poll_finds_it(clean: None) -> None:
-    found = [ON_GPUS]
-    failures.add_source(lambda: [found.pop()] if found else [])
+# What the native monitor says of FAILURE.
+FIELDS = {
+    "message": FAILURE.message, "reason": 1, "platform": "cpu", "operation": "psum", "nbytes": 4096,
+    "site": "jit_step psum", "shared": False, "calls": -1, "rank": 0, "missing_rank": 1,
+    "missing_process": -1, "device_ids": [4, 5],
+}  # fmt: skip
+# What it says of a process that has ended.
+OF_PEER = {
+    **FIELDS, "message": "a peer has ended", "reason": 6, "operation": "", "nbytes": 0, "site": "",
+    "rank": -1, "missing_rank": -1, "missing_process": 1,
+}  # fmt: skip
+
+
+def say(*found: dict[str, object]) -> None:
+    native.module("cpu").take_failures.side_effect = [list(found), *[[] for _ in range(10)]]
+
+
+def test_the_monitor_is_asked_before_the_thread_finds_it(clean: None) -> None:
+    say({**FIELDS, "platform": "gpu"})
     error = jax.errors.JaxRuntimeError(XLA_TEXT)
     assert FAILURE.message in str(error)
-    assert jax_intranode.last_failure() == ON_GPUS
+    found = jax_intranode.last_failure()
+    assert found is not None
+    assert found == dataclasses.replace(ON_GPUS, source=None, time=found.time)
 
 
 def test_a_failure_that_names_its_operation_comes_first(clean: None) -> None:
-    found = [dataclasses.replace(FAILURE, operation=None, message="a peer has ended"), FAILURE]
-    failures.add_source(lambda: [found.pop(0) for _ in range(len(found))])
-    assert failures.current() == FAILURE
+    say(OF_PEER, FIELDS)
+    found = failures.current()
+    assert found is not None and found.operation == "psum"
 
 
-def test_who_asks_does_not_wait_for_a_source_that_hangs(
-    clean: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(failures, "_PATIENCE_S", 0.1)
-    failures.report(ON_GPUS)
-    go_on, hangs = threading.Event(), threading.Event()
-
-    def hang() -> list[failures.Failure]:
-        hangs.set()
-        go_on.wait(60)
-        return []
-
-    failures.add_source(hang)
-    thread = threading.Thread(target=failures.current)
-    thread.start()
-    assert hangs.wait(60)
-    assert str(jax.errors.JaxRuntimeError(XLA_TEXT)).startswith(FAILURE.message)
-    go_on.set()
-    thread.join()
+def test_the_failure_of_a_peer(clean: None) -> None:
+    say(OF_PEER)
+    found = failures.current()
+    assert found is not None
+    assert (found.reason, found.operation, found.nbytes, found.rank, found.missing_process) == (
+        "peer_gone", None, None, None, 1,
+    )  # fmt: skip
 
 
 def test_errors_of_xla_show_the_message(clean: None, caplog: pytest.LogCaptureFixture) -> None:
@@ -239,8 +242,8 @@ import ctypes, threading
 from jax_intranode._src import failures, native
 libc = ctypes.CDLL(None)
 libc.__cxa_atexit(libc.sleep, ctypes.c_void_p(2), None)
-wait = native.module("cpu").wait_for_peers
-threading.Thread(target=wait, args=(0, 1.0), daemon=True).start()
+wait = native.module("cpu").await_news
+threading.Thread(target=wait, args=(1.0,), daemon=True).start()
 failures.report(failures.Failure("jax_intranode: lost.", "timeout", "cpu"))
 raise SystemExit(3)
 """

@@ -35,12 +35,16 @@ SOURCES = {
         ROOT / "xla_ffi/ffi/collectives_cuda.cc",
     ],
     "peer_input_fuzz": [NATIVE / "peer_input_fuzz.cc"],
-    "peer_watch_test": [NATIVE / "peer_watch_test.cc", ROOT / "xla_ffi/host/peer_watch.cc"],
+    "monitor_test": [
+        NATIVE / "monitor_test.cc",
+        ROOT / "xla_ffi/health/monitor.cc",
+        ROOT / "xla_ffi/health/peer_socket.cc",
+    ],
     "machine_test": [NATIVE / "model/machine_test.cc"],
     "collectives_model": [NATIVE / "model/collectives_model.cc"],
     "peer_model": [NATIVE / "model/peer_model.cc"],
     "log_model": [NATIVE / "model/log_model.cc"],
-    "watch_model": [NATIVE / "model/watch_model.cc"],
+    "health_model": [NATIVE / "model/health_model.cc"],
     "pipeline_model": [NATIVE / "model/pipeline_model.cc"],
     "fused_model": [NATIVE / "model/fused_model.cc"],
 }
@@ -239,7 +243,7 @@ def test_cpu_groups_report_failures(programs: Programs, mode: str) -> None:
 @pytest.mark.parametrize("cases", ["quick", pytest.param("all", marks=pytest.mark.full)])
 def test_watch_of_the_peers(programs: Programs, cases: str) -> None:
     """Processes that end in each way, and what their peers are told."""
-    outcome = run(programs.get("peer_watch_test"), *([] if cases == "all" else [cases]))
+    outcome = run(programs.get("monitor_test"), *([] if cases == "all" else [cases]))
     assert outcome.returncode == 0, outcome.stdout
     assert outcome.stdout == "done\n"
 
@@ -445,37 +449,38 @@ def test_model_finds_broken_log(programs: Programs, variant: str, ranks: int) ->
 @pytest.mark.parametrize("programs", ["plain"], indirect=True)
 @pytest.mark.parametrize(
     ("processes", "stops", "places"),
-    [(2, 0, "quick"), only_full(2, 1, "all"), only_full(2, 2, "quick"), only_full(3, 0, "quick")],
+    [(2, 0, "quick"), only_full(2, 1, "all"), only_full(2, 2, "quick"), only_full(3, 1, "quick")],
 )
-def test_model_of_watch(programs: Programs, processes: int, stops: int, places: str) -> None:
-    line = run_model(programs, "watch_model", "sound", processes, stops, places)
+def test_model_of_health(programs: Programs, processes: int, stops: int, places: str) -> None:
+    line = run_model(programs, "health_model", "sound", processes, stops, places)
     assert line.startswith(f"sound: ranks {processes} operations {stops} wrong 0 states "), line
     print(line)
 
 
-BROKEN_WATCH = [
+BROKEN_HEALTH = [
     "pidfd_first",  # an end is judged before the socket has been read
     "proc_last",  # /proc is asked when the socket has been read
     "silence_first",  # a silence is judged before the socket has been read
     "reset_is_end",  # what a peer sent before it closed its socket is not read
     "forgets_before_arm",  # what came before the watch was armed is dropped
-    "no_goodbye",  # nobody remembers that a peer leaves
-    "stays_stopped",  # a peer that is heard again is not present again
-    "stops_dead",  # a peer that is dead may stop
+    "no_goodbye",  # nobody remembers that a peer has finished
+    "stays_silent",  # a peer that is heard again is not present again
+    "stays_finished",  # a call after the end takes nothing back
     "last_fault",  # the last fault of a peer counts, not the first one
-    "tells_twice",  # a peer that is gone may go again
     "socket_only",  # only the socket tells of an end
-    "announce_any_time",  # new communicators are told while others are
-    "close_any_time",  # Close() does not wait for callbacks
+    "one_bit",  # the return of one peer clears the absence of all
+    "no_patience",  # a call gives up at once for a peer that may come back
+    "close_any_time",  # Close() does not wait until the platform has been told
 ]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("programs", ["plain"], indirect=True)
-@pytest.mark.parametrize("variant", BROKEN_WATCH)
-def test_model_finds_broken_watch(programs: Programs, variant: str) -> None:
-    line = run_model(programs, "watch_model", variant, 2, 1, "quick")
-    assert line.startswith(f"{variant}: ranks 2 operations 1 ends wrong, "), line
+@pytest.mark.parametrize("variant", BROKEN_HEALTH)
+def test_model_finds_broken_health(programs: Programs, variant: str) -> None:
+    processes = 3 if variant == "one_bit" else 2
+    line = run_model(programs, "health_model", variant, processes, 1, "quick")
+    assert line.startswith(f"{variant}: ranks {processes} operations 1 ends wrong, "), line
 
 
 @pytest.mark.full

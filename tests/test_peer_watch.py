@@ -1,4 +1,4 @@
-"""The native watch, with a peer that is played by sockets of this process."""
+"""The native watch of peers, with a peer that is played by sockets of this process."""
 
 import os
 import resource
@@ -70,7 +70,7 @@ def pair(silent_s: float = 60, sent: Any = None) -> Iterator[tuple[Any, socket.s
         for theirs in fds:
             os.close(theirs)
         assert answer == hello(process=0)
-    watch.arm(native.module("cpu").peer_sink(), silent_s)
+    watch.arm(native.module("cpu").platform(), silent_s)
     try:
         yield watch, peer
     finally:
@@ -224,47 +224,55 @@ def test_a_peer_that_never_comes_is_named() -> None:
 
 def test_end_without_and_with_a_goodbye() -> None:
     with pair() as (watch, peer):
-        assert state_of(watch, "present")
+        assert state_of(watch, "unheard")
+        peer.send(b"h")
+        assert state_of(watch, "running")
         peer.close()
-        _, what = state_of(watch, "dead")
+        _, what = state_of(watch, "lost")
         assert f"process {PEER} (pid {os.getpid()}) has ended without a goodbye" in what
-    for packet, text in ((b"g", "the end of its program"), (b"s", "jax_intranode.shutdown()")):
+    for packet, state, text in (
+        (b"g", "finished", "the end of its program"),
+        (b"s", "left", "jax_intranode.shutdown()"),
+    ):
         with pair() as (watch, peer):
             peer.send(packet)
-            assert text in state_of(watch, "gone", "dead")[1]
+            assert text in state_of(watch, state)[1]
             peer.close()
             time.sleep(0.1)
-            assert text in state_of(watch, "gone", "dead")[1]
+            assert text in state_of(watch, state)[1]
 
 
 def test_a_failure_is_told_and_cleaned() -> None:
     with pair() as (watch, peer):
         peer.send(b"fKeyError: \n\x1b[31m\xff" + b"x" * 400)
-        _, what = state_of(watch, "dead")
+        _, what = state_of(watch, "failed")
         assert what.endswith("has failed: KeyError: ??[31m?" + "x" * 400)
         peer.send(b"h")
         peer.send(b"s")
         time.sleep(0.1)
-        assert state_of(watch, "dead", "gone", "present") == ("dead", what)
+        assert state_of(watch, "failed", "left", "running") == ("failed", what)
 
 
 def test_what_makes_no_sense_is_ignored() -> None:
     with pair() as (watch, peer):
-        for packet in (b"?", b"\0", b"G" * 300, b"g" * 600, b"f" + b"x" * 501, hello()):
+        for packet in (
+            b"?", b"\0", b"G" * 300, b"g" * 600, b"f" + b"x" * 501, hello(),
+            b"w", b"wx y", b"w1 2 3 4 ", b"w1 2 3 4 5 psum",
+        ):  # fmt: skip
             peer.send(packet)
         time.sleep(0.2)
-        assert state_of(watch, "present", "gone", "dead")[0] == "present"
+        assert state_of(watch, "running", "finished", "failed")[0] == "running"
 
 
 def test_a_silent_peer_is_stopped_until_it_is_heard() -> None:
     with pair(silent_s=0.4) as (watch, peer):
-        _, what = state_of(watch, "stopped")
+        _, what = state_of(watch, "silent")
         assert "has shown no sign of life for 0 s" in what
         peer.send(b"h")
-        state_of(watch, "present")
-        state_of(watch, "stopped")
+        state_of(watch, "running")
+        state_of(watch, "silent")
         peer.close()
-        state_of(watch, "dead")
+        state_of(watch, "lost")
 
 
 def test_heartbeats_are_sent() -> None:
@@ -285,9 +293,9 @@ def test_a_descriptor_that_is_not_the_peers_is_not_watched(what: str) -> None:
         child.kill()
         child.wait()
         time.sleep(0.3)
-        assert state_of(watch, "present", "gone", "dead")[0] == "present"
+        assert state_of(watch, "unheard", "lost")[0] == "unheard"
         peer.close()
-        state_of(watch, "dead")
+        state_of(watch, "lost")
 
 
 def test_the_pidfd_tells_of_an_end_that_the_socket_hides() -> None:
@@ -297,14 +305,14 @@ def test_the_pidfd_tells_of_an_end_that_the_socket_hides() -> None:
     before = descriptors()
     with connecting() as watch:
         child = start(watch.address, "peer")
-    watch.arm(native.module("cpu").peer_sink(), 60.0)
+    watch.arm(native.module("cpu").platform(), 60.0)
     ((_, pid, state, ended, _),) = watch.peers()
-    assert (pid, state, ended) == (child.pid, "present", False)
+    assert (pid, state, ended) == (child.pid, "unheard", False)
     child.kill()
     end = time.monotonic() + 5
-    while watch.peers()[0][2] != "dead" and time.monotonic() < end:
+    while watch.peers()[0][2] != "lost" and time.monotonic() < end:
         time.sleep(0.01)
-    assert watch.peers()[0][2:4] == ("dead", True)
+    assert watch.peers()[0][2:4] == ("lost", True)
     child.wait()
     watch.close()
     del watch

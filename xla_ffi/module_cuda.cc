@@ -23,10 +23,9 @@
 #include "ffi/collectives_cuda.h"
 #include "ffi/norm_call.h"
 #include "ffi/peer_cuda.h"
-#include "host/absent.h"
+#include "ffi/platform_cuda.h"
 #include "host/call_sites.h"
 #include "host/cube_mesh.h"
-#include "host/peer_event.h"
 #include "kernels/same_operation.h"
 
 namespace nb = nanobind;
@@ -75,7 +74,9 @@ void CreateCommunicator(const std::vector<int64_t>& device_ids, int64_t group_si
     const auto first = device_ids.begin() + group_number * group_size;
     communicator->groups[device].assign(first, first + group_size);
   }
-  Registry<DeviceCommunicator>::Get().Add({device_ids, group_size}, std::move(communicator));
+  CudaPlatform::Get().AddNew([&] {
+    Registry<DeviceCommunicator>::Get().Add({device_ids, group_size}, std::move(communicator));
+  });
 }
 
 // (CUDA device ordinal, every rank's ring buffer)
@@ -104,151 +105,8 @@ void CreatePeerBuffer(const std::string& name, const std::vector<int64_t>& devic
       MakePeerBuffer<DeviceCommunicator>(name, device_ids, group_size, members, bytes, timeout_s,
                                          std::make_shared<std::vector<DeviceMemory>>(memory));
   for (const auto& [device, peers] : buffer->members) new (peers.record) v1::PeerRecord{};
-  DevicePeerBuffers::Get().Add(std::move(buffer));
+  CudaPlatform::Get().AddNew([&] { DevicePeerBuffers::Get().Add(std::move(buffer)); });
 }
-
-// Calls visit(buffer, device, peers) for each device of each peer buffer.
-template <class Visit>
-void ForEachPeerRecord(const Visit& visit) {
-  for (const auto& buffer : DevicePeerBuffers::Get().Alive()) {
-    for (const auto& [device, peers] : buffer->members) visit(*buffer, device, peers);
-  }
-}
-
-// One entry for each kernel that gave up: (the partition's device ids, group size, CUDA device,
-// reason, algorithm, rank, missing rank, text of the call site, whether several calls have it, what
-// the missing rank runs instead). The algorithm is its number, or the name of a call on a peer
-// buffer.
-nb::list Failures() {
-  nb::list failures;
-  for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
-    for (size_t device = 0; device < communicator->members.size(); ++device) {
-      if (!communicator->members[device]) continue;
-      const volatile FailureRecord* record = communicator->members[device]->failure;
-      const uint32_t reason = record->reason;
-      if (reason == 0) continue;
-      const std::string site = CallSites::Get().SiteOf(record->site);
-      failures.append(nb::make_tuple(
-          nb::cast(partition.first), partition.second, device, reason,
-          static_cast<uint32_t>(record->algorithm), static_cast<int32_t>(record->rank),
-          static_cast<int32_t>(record->missing), site, CallSites::Get().IsShared(site),
-          reason == static_cast<uint32_t>(FailureReason::kOtherOperation)
-              ? ToldOperation(record->other)
-              : std::string()));
-    }
-  }
-  ForEachPeerRecord([&](const auto& buffer, int64_t device, const v1::Peers& peers) {
-    const volatile v1::PeerRecord* record = peers.record;
-    const uint32_t reason = record->reason;
-    if (reason == 0) return;
-    const std::string site = CallSites::Get().SiteOf(record->site);
-    failures.append(nb::make_tuple(nb::cast(buffer.partition.first), buffer.partition.second,
-                                   device, reason, PeerCallName(buffer.name, site), peers.rank,
-                                   static_cast<int32_t>(record->missing), site,
-                                   CallSites::Get().IsShared(site), std::string()));
-  });
-  return failures;
-}
-
-// One entry for each communicator that has refused a call since the last call of this, because a
-// peer is gone: (the partition's device ids, group size, CUDA device, rank, message).
-nb::list Refusals() {
-  nb::list refusals;
-  for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
-    const auto refused = communicator->TakeRefused();
-    if (!refused) continue;
-    const auto& [device, message] = *refused;
-    refusals.append(nb::make_tuple(nb::cast(partition.first), partition.second, device,
-                                   communicator->members.at(device)->rank, message));
-  }
-  return refusals;
-}
-
-// One entry for each device whose kernel has waited on since the last call: (the partition's device
-// ids, group size, CUDA device, rank, missing rank, seconds, text of the call site, whether several
-// calls have it).
-nb::list Waits() {
-  // By the address of the record. Python calls it with the GIL.
-  static auto& seen = *new std::map<const volatile FailureRecord*, uint64_t>;
-  nb::list waits;
-  for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
-    for (size_t device = 0; device < communicator->members.size(); ++device) {
-      if (!communicator->members[device]) continue;
-      const volatile FailureRecord* record = communicator->members[device]->failure;
-      const uint64_t word = record->wait;
-      if (word == std::exchange(seen[record], word) || word == 0) continue;  // 0: a new record
-      const LongWait wait = UnpackWait(word);
-      const std::string site = CallSites::Get().SiteOf(wait.site);
-      waits.append(nb::make_tuple(nb::cast(partition.first), partition.second, device,
-                                  communicator->members[device]->rank, wait.missing, wait.seconds,
-                                  site, CallSites::Get().IsShared(site)));
-    }
-  }
-  ForEachPeerRecord([&](const auto& buffer, int64_t device, const v1::Peers& peers) {
-    static auto& seen_of_peers = *new std::map<const v1::PeerRecord*, uint64_t>;
-    const uint64_t word = static_cast<const volatile v1::PeerRecord*>(peers.record)->wait;
-    if (word == std::exchange(seen_of_peers[peers.record], word) || word == 0) return;
-    const LongWait wait = UnpackWait(word);
-    const std::string site = CallSites::Get().SiteOf(wait.site);
-    waits.append(nb::make_tuple(nb::cast(buffer.partition.first), buffer.partition.second, device,
-                                peers.rank, wait.missing, wait.seconds, site,
-                                CallSites::Get().IsShared(site)));
-  });
-  return waits;
-}
-
-// Makes every later call fail with `message`, and ends all waits on the devices of this process.
-void Fail(const std::string& message) {
-  for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().All()) {
-    communicator->set_failure(message);
-    for (const auto& member : communicator->members) {
-      if (member) static_cast<volatile FailureRecord*>(member->failure)->abort = 1;
-    }
-  }
-  SetAbort(1, [](const std::vector<int64_t>&) { return true; });
-}
-
-// Whether a device's group has one of the devices `ids`. `group` holds the ids of its ranks.
-bool HasAny(const std::vector<int64_t>& group, const int64_t* ids, size_t count) {
-  return std::find_first_of(group.begin(), group.end(), ids, ids + count) != group.end();
-}
-
-AbsentDevices absent_devices;
-
-// The watch calls it in a thread of its own: no call of CUDA, which may block. A kernel looks at
-// the abort word when it waits, at most every 10 ms: those that have all data end in order.
-void OnPeer(PeerState state, const int64_t* ids, size_t count, const char* what) {
-  absent_devices.Set(state, ids, count, what);
-  for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
-    bool concerned = false;
-    std::string gone;
-    for (size_t device = 0; device < communicator->members.size(); ++device) {
-      const auto& member = communicator->members[device];
-      if (!member || !HasAny(communicator->groups[device], ids, count)) continue;
-      concerned = true;
-      const auto absent = absent_devices.In(communicator->groups[device]);
-      // A communicator that has failed stays so (ffi/collectives_cuda.cc).
-      const bool ends = absent || communicator->has_failed();
-      static_cast<volatile FailureRecord*>(member->failure)->abort = ends;
-      if (absent) gone = *absent;
-    }
-    if (!concerned) continue;
-    const auto text = [](const std::string& what) {
-      return "jax_intranode: " + what +
-             ", so these devices can't communicate any more. Restart all processes from the last "
-             "checkpoint.";
-    };
-    communicator->set_gone(gone.empty() ? "" : text(gone));
-    if (state == PeerState::kDead) communicator->set_failure(text(what));
-  }
-  for (const uint32_t abort : {0, 1}) {
-    SetAbort(abort, [&](const std::vector<int64_t>& group) {
-      return HasAny(group, ids, count) && absent_devices.In(group).has_value() == (abort == 1);
-    });
-  }
-}
-
-constexpr PeerSink kPeerSink = {&OnPeer};
 
 // Waits until nothing runs on the devices of this process.
 void Synchronize() {
@@ -499,15 +357,10 @@ NB_MODULE(_cuda, m) {
         "Times operations of a group in a CUDA graph: (microseconds a call of each launch, the "
         "output's bytes). All devices of the group call it at once.");
   m.def(
-      "peer_sink", [] { return nb::capsule(&kPeerSink, kPeerSinkName); },
-      "What the watch tells of peers, for this platform.");
-  m.def("forget_peers", [] { absent_devices.Clear(); }, "The watches of all peers have ended.");
+      "platform", [] { return nb::capsule(&CudaPlatform::Get(), kPlatformName); },
+      "The communicators of this platform, for the monitor.");
   m.def("synchronize", &Synchronize, nb::call_guard<nb::gil_scoped_release>(),
         "Waits until nothing runs on the devices of this process.");
-  m.def("failures", &Failures, "The failure records of kernels that gave up.");
-  m.def("refusals", &Refusals, "The calls that were refused because a peer is gone.");
-  m.def("waits", &Waits, "The long waits of kernels that have gone on since the last call.");
-  m.def("fail", &Fail, nb::arg("message"), "Ends all waits; later calls fail with the message.");
   m.def(
       "handler_calls", [] { return device_handler_calls.load(); },
       "Number of times that XLA has called a handler in this process.");

@@ -16,11 +16,11 @@
 #include "ffi/collectives_host.h"
 #include "ffi/norm_call.h"
 #include "ffi/peer_host.h"
+#include "ffi/site_numbers.h"
+#include "health/monitor.h"
 #include "host/call_sites.h"
 #include "host/cube_mesh.h"
 #include "host/exit_message.h"
-#include "host/peer_watch.h"
-#include "host/reports.h"
 #include "host/segment.h"
 #include "kernels/memory.h"
 #include "module_limits.h"
@@ -33,6 +33,74 @@ namespace {
 // A slab, owned by Python and by the communicators that use it.
 struct HostMemory {
   std::shared_ptr<Segment> segment;
+};
+
+// The groups of this process, for the monitor.
+class HostPlatform final : public Platform {
+ public:
+  static HostPlatform& Get() {
+    static HostPlatform* const platform = new HostPlatform;
+    return *platform;
+  }
+
+  // A communicator that is new.
+  void Add(const Partition& partition, std::shared_ptr<HostCommunicator> communicator) {
+    std::lock_guard lock(mutex_);
+    for (const auto& [device, member] : communicator->members) member.group->SetAbsent(absent_);
+    Registry<HostCommunicator>::Get().Add(partition, std::move(communicator));
+  }
+
+  bool OnGpu() const override { return false; }
+
+  void SetAbsent(const AbsentDevices& absent) override {
+    std::lock_guard lock(mutex_);
+    absent_ = absent;
+    for (const auto& [group, name] : Groups()) group->SetAbsent(absent);
+  }
+  std::vector<Wait> Look(Clock::time_point now, Clock::duration stopped) override {
+    std::vector<Wait> waits;
+    for (const auto& [group, name] : Groups()) {
+      const size_t first = waits.size();
+      group->Look(now, stopped, &waits);
+      for (size_t i = first; i < waits.size(); ++i) waits[i].group = name;
+    }
+    return waits;
+  }
+  bool HasCalled(const Wait& wait, uint64_t site, uint64_t count) override {
+    return GroupOf(wait)->HasCalled(wait.rank, site, count);
+  }
+  void GiveUp(const Wait& wait, Failure failure) override {
+    std::const_pointer_cast<HostGroup>(GroupOf(wait))->GiveUp(wait, std::move(failure));
+  }
+  std::vector<Failure> TakeFailures() override {
+    std::vector<Failure> failures;
+    for (const auto& [group, name] : Groups()) {
+      for (Failure& failure : group->TakeFailures()) failures.push_back(std::move(failure));
+    }
+    return failures;
+  }
+  uint64_t Calls() override { return host_handler_calls.load(); }
+  void FailAll(const std::string& message) override {
+    for (const auto& [group, name] : Groups()) group->Fail(message);
+  }
+
+ private:
+  static std::shared_ptr<const HostGroup> GroupOf(const Wait& wait) {
+    return std::static_pointer_cast<const HostGroup>(wait.owner);
+  }
+  // All groups, with the names of their partitions.
+  static std::map<std::shared_ptr<HostGroup>, uint64_t> Groups() {
+    std::map<std::shared_ptr<HostGroup>, uint64_t> groups;
+    for (const auto& [partition, communicator] : Registry<HostCommunicator>::Get().Alive()) {
+      for (const auto& [device, member] : communicator->members) {
+        groups[member.group] = Fnv1a(ToString(partition));
+      }
+    }
+    return groups;
+  }
+
+  std::mutex mutex_;
+  AbsentDevices absent_;
 };
 
 // (device, index of its group, its rank in the group, every rank's region, unused)
@@ -71,7 +139,7 @@ void CreateCommunicator(const std::vector<int64_t>& device_ids, int64_t group_si
     }
     communicator->members[device] = {group, rank};
   }
-  Registry<HostCommunicator>::Get().Add({device_ids, group_size}, std::move(communicator));
+  HostPlatform::Get().Add({device_ids, group_size}, std::move(communicator));
 }
 
 void CreatePeerBuffer(const std::string& name, const std::vector<int64_t>& device_ids,
@@ -115,44 +183,45 @@ void Close() {
 
 // As fields of Python's Failure, by name.
 nb::list TakeFailures() {
-  nb::list failures;
-  for (const FailureReport& report : Reports::Get().TakeFailures()) {
-    nb::dict failure;
-    failure["message"] = report.message;
-    failure["reason"] = static_cast<uint32_t>(report.reason);
-    failure["operation"] = report.operation;
-    failure["nbytes"] = report.bytes;
-    failure["site"] = report.site;
-    failure["shared"] = CallSites::Get().IsShared(report.site);
-    failure["calls"] = report.calls;
-    failure["rank"] = report.rank;
-    failure["missing"] = report.missing;
-    failure["device_ids"] = nb::cast(report.device_ids);
-    failures.append(failure);
+  std::vector<Failure> failures;
+  {
+    nb::gil_scoped_release release;
+    failures = Monitor::Get().TakeFailures();
   }
-  return failures;
-}
-
-std::set<std::shared_ptr<HostGroup>> AllGroups() {
-  std::set<std::shared_ptr<HostGroup>> groups;
-  for (const auto& [partition, communicator] : Registry<HostCommunicator>::Get().All()) {
-    for (const auto& [device, member] : communicator->members) groups.insert(member.group);
+  nb::list all;
+  for (const Failure& failure : failures) {
+    nb::dict fields;
+    fields["message"] = failure.message;
+    fields["reason"] = static_cast<uint32_t>(failure.reason);
+    fields["platform"] = failure.on_gpu ? "gpu" : "cpu";
+    fields["operation"] = failure.operation;
+    fields["nbytes"] = failure.bytes;
+    fields["site"] = failure.site;
+    fields["shared"] = failure.shared;
+    fields["calls"] = failure.calls;
+    fields["rank"] = failure.rank;
+    fields["missing_rank"] = failure.missing;
+    fields["missing_process"] = failure.process;
+    fields["device_ids"] = nb::cast(failure.device_ids);
+    all.append(fields);
   }
-  return groups;
+  return all;
 }
 
-void OnPeer(PeerState state, const int64_t* ids, size_t count, const char* what) {
-  for (const auto& group : AllGroups()) group->SetPeer(state, {ids, ids + count}, what);
+nb::list TakeWarnings() {
+  nb::list all;
+  for (const Monitor::Warning& warning : Monitor::Get().TakeWarnings()) {
+    all.append(nb::make_tuple(warning.is_wait, warning.text));
+  }
+  return all;
 }
-
-constexpr PeerSink kPeerSink = {&OnPeer};
 
 // (process, address, its device ids)
-using Peer = std::tuple<int, std::string, std::vector<int64_t>>;
+using Address = std::tuple<int, std::string, std::vector<int64_t>>;
 
-void ConnectPeers(PeerWatch& watch, const std::vector<Peer>& peers, nb::bytes secret,
+void ConnectPeers(PeerWatch& watch, const std::vector<Address>& peers, nb::bytes secret,
                   double timeout_s) {
-  std::vector<PeerWatch::Peer> all;
+  std::vector<PeerAddress> all;
   for (const auto& [process, address, ids] : peers) all.push_back({process, address, ids});
   const std::string key(secret.c_str(), secret.size());
   nb::gil_scoped_release release;
@@ -167,7 +236,8 @@ nb::list PeersOf(const PeerWatch& watch) {
   }
   nb::list all;
   for (const PeerWatch::Status& s : peers) {
-    constexpr const char* kStates[] = {"present", "gone", "stopped", "dead"};
+    constexpr const char* kStates[] = {"unheard", "running", "silent", "finished",
+                                       "left",    "failed",  "lost"};
     all.append(
         nb::make_tuple(s.process, s.pid, kStates[static_cast<int>(s.state)], s.ended, s.what));
   }
@@ -277,23 +347,12 @@ NB_MODULE(_host, m) {
         "Ends all communicators: programs that use them raise.");
   m.def("operations", &Operations, nb::call_guard<nb::gil_scoped_release>(),
         "Operations that the devices of this process have executed.");
-  m.def("take_failures", &TakeFailures,
-        "The failures of groups on the CPU that have not been taken yet.");
-  m.def(
-      "take_warnings", [] { return Reports::Get().TakeWarnings(); },
-      "Messages of waits that have lasted long, each taken once.");
-  m.def(
-      "set_patience",
-      [](double seconds) {
-        Reports::Get().set_patience(std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9)));
-      },
-      nb::arg("seconds"), "How long a rank waits before it reports it.");
   m.def(
       "describe_site",
-      [](const std::string& site, const std::string& label) {
-        CallSites::Get().Describe(site, label);
-      },
-      nb::arg("site"), nb::arg("label"), "What messages say of a call site.");
+      [](const std::string& site, const std::string& operation, uint64_t bytes,
+         const std::string& label) { CallSites::Get().Describe(site, operation, bytes, label); },
+      nb::arg("site"), nb::arg("operation"), nb::arg("nbytes"), nb::arg("label"),
+      "What messages say of a call site.");
   m.def("set_exit_message", &SetExitMessage, nb::arg("message"), nb::arg("always"),
         "What the process prints last if it fails, or always; empty for nothing.");
   m.def("begin_exit", &BeginExit,
@@ -303,36 +362,51 @@ NB_MODULE(_host, m) {
 
   nb::class_<PeerWatch>(m, "PeerWatch")
       .def(nb::init<int>(), nb::arg("process"),
-           "The watch of this process over its peers on this host (host/peer_watch.h).")
+           "The watch of this process over its peers on this host (health/monitor.h).")
       .def_prop_ro("address", &PeerWatch::address)
       .def("connect", &ConnectPeers, nb::arg("peers"), nb::arg("secret"), nb::arg("timeout_s"),
            "Connects with all peers, given as (process, address, device ids).")
       .def(
           "arm",
-          [](PeerWatch& watch, nb::capsule sink, double silent_s) {
-            const auto* of_platform = static_cast<const PeerSink*>(sink.data(kPeerSinkName));
+          [](PeerWatch& watch, nb::capsule capsule, double silent_s) {
+            auto* const platform = static_cast<Platform*>(capsule.data(kPlatformName));
             nb::gil_scoped_release release;
-            watch.Arm(*of_platform, silent_s);
+            watch.Arm(platform, silent_s);
           },
-          nb::arg("sink"), nb::arg("silent_s"), "Begins to watch.")
-      .def("announce", &PeerWatch::Announce, nb::call_guard<nb::gil_scoped_release>(),
-           "Tells new communicators of all peers that are not present.")
+          nb::arg("platform"), nb::arg("silent_s"), "Begins to watch.")
       .def("finish", &PeerWatch::Finish, nb::call_guard<nb::gil_scoped_release>(),
            "Tells the peers that the program has come to its end, and that nothing of it runs.")
       .def("fail", &PeerWatch::Fail, nb::arg("text"), nb::call_guard<nb::gil_scoped_release>(),
            "Tells the peers that this process ends because of a failure.")
+      .def("set_in_barrier", &PeerWatch::SetInBarrier, nb::arg("is_in_barrier"),
+           nb::call_guard<nb::gil_scoped_release>(),
+           "Tells the peers that this process waits in JAX's last barrier, or no more.")
       .def("close", &PeerWatch::Close, nb::call_guard<nb::gil_scoped_release>(),
            "Says goodbye and ends the watch.")
       .def("peers", &PeersOf,
            "One entry for each peer: (process, pid, state, whether it has ended, why).");
-  m.def("wait_for_peers", &PeerWatch::WaitForEvents, nb::arg("seen"), nb::arg("timeout_s"),
-        nb::call_guard<nb::gil_scoped_release>(),
-        "Waits until more than `seen` events of peers have happened; returns their number.");
-  m.def("wake_waiting", &PeerWatch::WakeWaiting, nb::call_guard<nb::gil_scoped_release>(),
-        "Ends all calls of wait_for_peers.");
   m.def(
-      "peer_sink", [] { return nb::capsule(&kPeerSink, kPeerSinkName); },
-      "What the watch tells of peers, for this platform.");
+      "platform", [] { return nb::capsule(&HostPlatform::Get(), kPlatformName); },
+      "The communicators of this platform, for the monitor.");
+  m.def(
+      "monitor",
+      [](nb::capsule capsule, double patience_s) {
+        auto* const platform = static_cast<Platform*>(capsule.data(kPlatformName));
+        nb::gil_scoped_release release;
+        Monitor::Get().Add(platform, patience_s);
+      },
+      nb::arg("platform"), nb::arg("patience_s"),
+      "Watches the calls of a platform; a wait is reported after `patience_s`.");
+  m.def("take_failures", &TakeFailures, "The failures that have not been taken yet.");
+  m.def("take_warnings", &TakeWarnings,
+        "What has not been taken yet: (whether it tells of a wait, text).");
+  m.def(
+      "await_news", [](double timeout_s) { Monitor::Get().AwaitNews(timeout_s); },
+      nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>(),
+      "Waits until there may be something to take.");
+  m.def(
+      "end_news", [] { Monitor::Get().EndNews(); }, nb::call_guard<nb::gil_scoped_release>(),
+      "Ends all calls of await_news, now and later.");
   m.def("end_compilation", &EndCompilation, "To be called whenever a program has been compiled.");
   m.def(
       "handler_calls", [] { return host_handler_calls.load(); },

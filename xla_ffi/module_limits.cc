@@ -7,9 +7,9 @@
 #include <tuple>
 
 #include "cuda/matmul_plan.h"
-#include "host/failure_message.h"
 #include "kernels/algorithms.h"
 #include "kernels/buffers.h"
+#include "kernels/failure_reason.h"
 #include "kernels/group.h"
 
 namespace nb = nanobind;
@@ -101,31 +101,6 @@ void ExportLimits(nb::module_& m) {
       },
       nb::arg("algorithm"), nb::arg("dtype"), nb::arg("hidden"), nb::arg("world_size"),
       nb::arg("epoch_buffer_bytes"), "The most rows that one operation of a norm takes.");
-  m.def(
-      "operation_title",
-      [](int algorithm) { return OperationTitle(static_cast<Algorithm>(algorithm)); },
-      nb::arg("algorithm"), "What messages call an operation.");
-  m.def(
-      "failure_message",
-      [](uint32_t reason, const std::string& operation, double timeout_s,
-         const std::vector<int64_t>& device_ids, int rank, int missing, int ordinal,
-         const std::string& call, const std::string& detail) {
-        return KernelFailureMessage(operation, static_cast<FailureReason>(reason), timeout_s,
-                                    device_ids, rank, missing, ordinal, call, detail);
-      },
-      nb::arg("reason"), nb::arg("operation"), nb::arg("timeout_s"), nb::arg("device_ids"),
-      nb::arg("rank"), nb::arg("missing"), nb::arg("ordinal"), nb::arg("call"), nb::arg("detail"),
-      "The message of a kernel that gave up.");
-  m.def(
-      "wait_message",
-      [](const std::string& operation, double waited_s, double timeout_s,
-         const std::vector<int64_t>& device_ids, int rank, int missing, const std::string& detail) {
-        return WaitMessage(operation, -1, waited_s, timeout_s, device_ids, rank, missing, detail);
-      },
-      nb::arg("operation"), nb::arg("waited_s"), nb::arg("timeout_s"), nb::arg("device_ids"),
-      nb::arg("rank"), nb::arg("missing"), nb::arg("detail"),
-      "The warning of a kernel that has waited for long.");
-
   // Collective matmuls (cuda/matmul_limits.h).
   m.attr("TILE_ROWS") = kTileRows;
   m.attr("TILE_DEPTH") = kTileDepth;

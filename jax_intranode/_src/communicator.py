@@ -70,6 +70,7 @@ def shutdown() -> None:
     with rendezvous_lib.lock:
         if not rendezvous_lib.all_rendezvous():
             return  # the next rendezvous is the same one in all processes
+        failures.current()  # what failed before is no consequence of this
         for platform in ("cpu", "gpu"):
             module = native.module(platform)
             if module is not None:
@@ -184,8 +185,6 @@ def _create(rendezvous: Rendezvous, groups: Partition) -> str | None:
         rendezvous.memory,
         links,
     )
-    if rendezvous.watch is not None:
-        rendezvous.watch.announce()
     if rendezvous.reason_for_no_matmuls is None:
         _add_rings(rendezvous, groups)
     return None

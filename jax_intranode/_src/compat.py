@@ -295,7 +295,7 @@ _at_end: list[Callable[[], None]] = []
 
 
 def bound_distributed_shutdown(
-    begins: Callable[[], None], gives_up: Callable[[float, bool], bool]
+    begins: Callable[[], None], gives_up: Callable[[float, bool], bool], ends: Callable[[], None]
 ) -> None:
     """Makes the end of ``jax.distributed`` give up when peers won't come.
 
@@ -308,6 +308,7 @@ def bound_distributed_shutdown(
         begins: is called first.
         gives_up: whether to give up, from the seconds that have passed since the end began, and
             whether JAX's coordination service runs in this process.
+        ends: is called last.
     """
     state = distributed.global_state
     if getattr(state.shutdown, "of_jax_intranode", False):
@@ -330,7 +331,13 @@ def bound_distributed_shutdown(
     thread.start()
 
     def shutdown() -> None:
-        begins()
+        try:
+            begins()
+            wait()
+        finally:
+            ends()
+
+    def wait() -> None:
         if state.client is None or not thread.is_alive():  # not alive: in a forked child
             return of_jax()
         started, serves = time.monotonic(), state.service is not None

@@ -1,7 +1,7 @@
 """Counts of what was lowered, what fell back, and what waited long. `stats` reports them.
 
-They are written while programs are traced and lowered, and by the watcher; never while a program
-runs.
+They are written while programs are traced and lowered, and by the thread that follows the monitor;
+never while a program runs.
 """
 
 import threading

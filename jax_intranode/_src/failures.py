@@ -1,10 +1,10 @@
-"""Failures of communication: the one place where they enter, and the exception that tells of them.
+"""Failures of communication: the record, the exception, and what the native monitor has to say.
 
-Whoever finds a failure calls `report`: the watcher of the kernels and of the groups on the CPU, and
-the watch of the peers. The first failure is kept, because the later ones follow from it, until
-``shutdown`` ends the communicators. It is logged once, raised by each later call that sets up or
-lowers an operation, shown by XLA's own errors, and printed last when the process ends because of
-it.
+The monitor (xla_ffi/health/monitor.h) watches over the calls of this process and over its peers. A
+thread of this file waits for what it finds. The first failure is kept, because the later ones
+follow from it, until ``shutdown`` ends the communicators. It is logged once, raised by each later
+call that sets up or lowers an operation, shown by XLA's own errors, and printed last when the
+process ends because of it.
 """
 
 import atexit
@@ -13,12 +13,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 
-from jax_intranode._src import compat, native
+from jax_intranode._src import compat, counts, limits, native, source
 
 _log = logging.getLogger("jax_intranode")
 
@@ -75,19 +76,85 @@ class CommunicationError(RuntimeError):
         self.failure = failure
 
 
-# Guards what follows. No function of others runs under it but those that find failures.
+# Guards what follows.
 _lock = threading.RLock()
 _last: Failure | None = None
 _in_force = False  # whether `_last` has happened since the last `shutdown`
-_sources: list[Callable[[], Iterable[Failure]]] = []
-_listeners: list[Callable[[Failure], None]] = []
 _pid = os.getpid()
+
+# The process of a device, by the device's id; once a platform is watched.
+_process_of: Callable[[int], int | None] | None = None
+_thread: threading.Thread | None = None
+_ending = threading.Event()
 
 # Errors of XLA with these beginnings tell of a wrong program, and not of a lost context.
 _UNRELATED = ("INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND", "RESOURCE_EXHAUSTED")
 
-# How long one thread waits for another one that looks for failures.
-_PATIENCE_S = 2.0
+
+def watch(platform: str, process_of: Callable[[int], int | None], report_after_s: float) -> None:
+    """Makes the monitor watch a platform. It never ends: programs may run after a shutdown.
+
+    Args:
+        platform: "cpu" or "gpu".
+        process_of: returns the process of a device, by its id; None if it is not known.
+        report_after_s: when a wait is reported.
+    """
+    global _process_of, _thread, _pid
+    module = native.module("cpu")
+    module.monitor(native.module(platform).platform(), report_after_s)
+    _process_of = process_of
+    if _thread is None:
+        _pid = os.getpid()
+        compat.show_in_runtime_errors(_shown_in)
+        _thread = threading.Thread(target=_follow, name="jax_intranode monitor", daemon=True)
+        _thread.start()
+        atexit.register(_end_thread)
+
+
+def _follow() -> None:
+    module = native.module("cpu")
+    while not _ending.is_set():
+        module.await_news(3600.0)
+        for is_wait, text in module.take_warnings():
+            _log.warning(text)
+            if is_wait:
+                counts.waited(text)
+        current()
+
+
+def _end_thread() -> None:
+    """At exit: a thread that comes back from C++ while Python ends would abort the process."""
+    if os.getpid() != _pid or _thread is None:
+        return
+    _ending.set()
+    native.module("cpu").end_news()
+    _thread.join(1)
+
+
+def _found() -> list[Failure]:
+    """The failures that nobody has taken from the monitor; what says more comes first."""
+    if _process_of is None:
+        return []
+    found = [_record(**fields) for fields in native.module("cpu").take_failures()]
+    return sorted(found, key=lambda failure: failure.operation is None)
+
+
+def _record(site: str, shared: bool, reason: int, **fields: Any) -> Failure:
+    if shared:
+        source.has_equal_calls(site)
+    for name in ("calls", "rank", "missing_rank", "missing_process"):
+        fields[name] = fields[name] if fields[name] >= 0 else None
+    devices = fields["device_ids"] = tuple(fields["device_ids"])
+    if fields["missing_rank"] is not None and _process_of is not None:
+        fields["missing_process"] = _process_of(devices[fields["missing_rank"]])
+    name = next(name for name, value in limits.FAILURE_REASONS.items() if value == reason)
+    fields["operation"] = fields["operation"] or None
+    fields["nbytes"] = fields["nbytes"] or source.bytes_of_site(site)
+    return Failure(
+        **fields,
+        reason="mismatch" if name == "other_operation" else name,
+        source=source.place_of_site(site),
+    )
 
 
 def report(failure: Failure) -> bool:
@@ -115,48 +182,24 @@ def _enter(failure: Failure) -> bool:
 
 
 def _tell(failure: Failure, first: bool) -> None:
-    if not first:
+    if first:
+        _log.error(failure.message)
+    else:
         _log.info("Another failure followed: %s", failure.message)
-        return
-    _log.error(failure.message)
-    for listener in list(_listeners):
-        listener(failure)
-
-
-def add_source(find: Callable[[], Iterable[Failure]]) -> None:
-    """Adds a function that finds failures which no thread has reported yet.
-
-    It is called when someone asks for the failure: a thread that polls may be late. From the first
-    source on, XLA's errors show the failure.
-
-    Args:
-        find: returns each failure once. Any thread may call it, one at a time.
-    """
-    _sources.append(find)
-    compat.show_in_runtime_errors(_shown_in)
-
-
-def on_failure(listener: Callable[[Failure], None]) -> None:
-    """Adds a function that is called once with each first failure, in the thread that finds it."""
-    _listeners.append(listener)
 
 
 def current() -> Failure | None:
-    """The failure since the last `shutdown`, or None."""
+    """The failure since the last `shutdown`, or None.
+
+    Asks the monitor, too: the thread that waits for its news may be late.
+    """
     if os.getpid() != _pid:
         return None  # a forked child: nothing of its parent's communication concerns it
-    # Who comes second waits until the first one has entered what it found. Listeners and log
-    # handlers run without the lock, because they may wait for a thread that asks here. Should a
-    # source log, the wait ends.
-    if not _lock.acquire(timeout=_PATIENCE_S):
-        return _last if _in_force else None
-    try:
-        found = [failure for find in list(_sources) for failure in find()]
-        found.sort(key=lambda failure: failure.operation is None)  # what says more comes first
-        entered = [(failure, _enter(failure)) for failure in found]
+    # Who comes second waits until the first one has entered what it found. Log handlers run without
+    # the lock, because they may wait for a thread that asks here.
+    with _lock:
+        entered = [(failure, _enter(failure)) for failure in _found()]
         failure = _last if _in_force else None
-    finally:
-        _lock.release()
     for one, first in entered:
         _tell(one, first)
     return failure

@@ -1,27 +1,23 @@
 """The watch of the peers: processes of a mesh on one host notice when one of them is gone.
 
-The native module watches, without Python's lock, and ends the waits (xla_ffi/host/peer_watch.h).
-This file connects the processes, reports what the watch finds, and says goodbye at exit.
+The native monitor watches, without Python's lock, and ends the waits (xla_ffi/health/monitor.h).
+This file connects the processes, and says goodbye at exit.
 """
 
-import atexit
 import contextlib
 import hashlib
-import logging
 import os
 import secrets
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 
 from jax_intranode._src import compat, failures, native
-
-_log = logging.getLogger("jax_intranode")
 
 # How long a process may be silent until it counts as stopped. JAX ends all processes when one has
 # been silent for 100 s.
@@ -37,6 +33,8 @@ _HOPELESS_BARRIER_S = 0.5
 _LAST_S = 5.0
 # How often a process that has finished looks whether its peers have.
 _LOOK_S = 0.02
+_PRESENT = ("unheard", "running")
+_FAULTS = ("failed", "lost")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
@@ -66,10 +64,8 @@ class Watch:
         """
         self._native = native.module("cpu").PeerWatch(process)
         self._token = secrets.token_hex(32)
-        self._platform = ""
+        self.platform = ""  # of its devices
         self.device_ids: dict[int, tuple[int, ...]] = {}
-        self._reported: set[int] = set()
-        self._stopped: set[int] = set()
 
     def hello(self) -> dict[str, str]:
         """What the other processes need to connect."""
@@ -95,19 +91,10 @@ class Watch:
 
     def arm(self, platform: str) -> None:
         """Begins to watch, when all have connected. From then on a lost peer is a failure."""
-        self._platform = platform
-        self._native.arm(native.module(platform).peer_sink(), SILENT_S)
+        self.platform = platform
+        self._native.arm(native.module(platform).platform(), SILENT_S)
         _watches.append(self)
-        _follow()
-
-    @property
-    def platform(self) -> str:
-        """The platform of its devices."""
-        return self._platform
-
-    def announce(self) -> None:
-        """Tells new communicators of the peers that are gone already."""
-        self._native.announce()
+        _take_part_in_the_end()
 
     def close(self) -> None:
         """Says goodbye and ends the watch."""
@@ -116,8 +103,6 @@ class Watch:
         self._native.close()
         if self in _watches:
             _watches.remove(self)
-        if not _watches and self._platform == "gpu":
-            native.module("gpu").forget_peers()
 
     def finish(self) -> None:
         """Tells the peers that the program has come to its end, and that nothing of it runs."""
@@ -127,44 +112,20 @@ class Watch:
         """Tells the peers that the process ends because of a failure."""
         self._native.fail(text.encode("ascii", "backslashreplace").decode()[:500])
 
-    def peers(self) -> list[tuple[int, int, str, bool, str]]:
-        """For each peer: process, pid, state, whether it has ended, and how it went.
+    def set_in_barrier(self, is_in_barrier: bool) -> None:
+        """Tells the peers that this process waits in JAX's last barrier, or no more."""
+        self._native.set_in_barrier(is_in_barrier)
 
-        The state is "present", "gone", "stopped" or "dead".
+    def peers(self) -> list[tuple[int, int, str, bool, str]]:
+        """For each peer: process, pid, state, whether its process has ended, and how it went.
+
+        The states are those of xla_ffi/health/peer_table.h.
         """
         return self._native.peers()
 
     def lost(self) -> str | None:
         """How a peer was lost; None if none was."""
-        return next((what for _, _, state, _, what in self.peers() if state == "dead"), None)
-
-    def new_failures(self) -> Iterator[failures.Failure]:
-        """The failures that this has not returned before. Logs which peers stop and come back."""
-        for process, _, state, _, what in self.peers():
-            if state == "stopped" and process not in self._stopped:
-                self._stopped.add(process)
-                _log.warning("jax_intranode: %s. Calls that wait for it fail.", what)
-            elif state == "present" and process in self._stopped:
-                self._stopped.remove(process)
-                _log.warning("jax_intranode: process %d runs again.", process)
-            elif state == "dead" and process not in self._reported:
-                self._reported.add(process)
-                yield failures.Failure(
-                    message=f"jax_intranode: {what}. {_advice(self._platform)}",
-                    reason="peer_gone",
-                    platform=self._platform,
-                    device_ids=self.device_ids[process],
-                    missing_process=process,
-                )
-
-
-def _advice(platform: str) -> str:
-    if platform == "gpu":
-        return "Restart all processes from the last checkpoint."
-    return (
-        "Restart all processes, or call jax_intranode.shutdown() in those that are left and go on "
-        "with their devices."
-    )
+        return next((what for _, _, state, _, what in self.peers() if state in _FAULTS), None)
 
 
 def close_all() -> None:
@@ -182,56 +143,29 @@ def absence(device_ids: Iterable[int]) -> tuple[str, str] | None:
     wanted = set(device_ids)
     for watch in list(_watches):
         for process, _, state, _, what in watch.peers():
-            if state != "present" and wanted & set(watch.device_ids[process]):
-                return "peer_stopped" if state == "stopped" else "peer_gone", what
+            if state not in _PRESENT and wanted & set(watch.device_ids[process]):
+                return "peer_stopped" if state == "silent" else "peer_gone", what
     return None
 
 
 _watches: list[Watch] = []
-_thread: threading.Thread | None = None
+_takes_part = False
 _fails = False  # whether this process ends because of a failure
 _has_lost = False  # whether a peer was lost in a mesh that was shut down since
 _pid = os.getpid()
 _program = ""  # the file that Python runs
-_ending = threading.Event()
 
 
-def _new_failures() -> list[failures.Failure]:
-    return [failure for watch in list(_watches) for failure in watch.new_failures()]
-
-
-def _follow() -> None:
-    """Starts, once, what reports failures, and what ends the process in order."""
-    global _thread, _pid, _program
-    if _thread is not None:
+def _take_part_in_the_end() -> None:
+    """Has the peers told, once this process watches any, when it ends in order."""
+    global _takes_part, _pid, _program
+    if _takes_part:
         return
-    _pid = os.getpid()
+    _takes_part, _pid = True, os.getpid()
     # At exit __main__ has it no more.
     _program = os.path.abspath(getattr(sys.modules.get("__main__"), "__file__", None) or "")
-    module = native.module("cpu")
-
-    def poll() -> None:
-        seen = 0
-        while not _ending.is_set():
-            seen = module.wait_for_peers(seen, 3600.0)
-            failures.current()
-
-    _thread = threading.Thread(target=poll, name="jax_intranode peers", daemon=True)
-    _thread.start()
-
-    failures.add_source(_new_failures)
     compat.at_end_of_backends(_drain)
-    compat.bound_distributed_shutdown(_say_goodbye, _won_t_come)
-    atexit.register(_end_thread)
-
-
-def _end_thread() -> None:
-    """At exit: a thread that comes back from C++ while Python ends would abort the process."""
-    if os.getpid() != _pid or _thread is None:
-        return
-    _ending.set()
-    native.module("cpu").wake_waiting()
-    _thread.join(1)
+    compat.bound_distributed_shutdown(_say_goodbye, _won_t_come, _after_barrier)
 
 
 def _uncaught() -> BaseException | None:
@@ -300,8 +234,13 @@ def _say_goodbye() -> None:
     peers have finished, too, or are lost.
     """
     global _fails
-    if os.getpid() != _pid or threading.main_thread().is_alive():
-        return  # the program calls jax.distributed.shutdown() itself, and may go on
+    if os.getpid() != _pid:
+        return
+    if threading.main_thread().is_alive():
+        # The program calls jax.distributed.shutdown() itself, and may go on.
+        for watch in _watches:
+            watch.set_in_barrier(True)
+        return
     if text := _failed():
         _fails = True
         for watch in _watches:
@@ -310,15 +249,20 @@ def _say_goodbye() -> None:
     for watch in _watches:
         watch.finish()
     while any(
-        state in ("present", "stopped") for watch in _watches for _, _, state, _, _ in watch.peers()
+        state in (*_PRESENT, "silent") for watch in _watches for _, _, state, _, _ in watch.peers()
     ):
         time.sleep(_LOOK_S)
+
+
+def _after_barrier() -> None:
+    for watch in _watches:
+        watch.set_in_barrier(False)
 
 
 def _won_t_come(seconds: float, serves: bool) -> bool:
     """Whether JAX's last barrier is to be given up, so many seconds after it began."""
     peers = [peer for watch in list(_watches) for peer in watch.peers()]
-    lost = _has_lost or any(state in ("dead", "stopped") for _, _, state, _, _ in peers)
+    lost = _has_lost or any(state in (*_FAULTS, "silent") for _, _, state, _, _ in peers)
     if not lost and not _fails:
         return False
     ended = [has_ended for _, _, _, has_ended, _ in peers]

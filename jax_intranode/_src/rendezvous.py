@@ -37,7 +37,6 @@ from jax_intranode._src import (
     peers,
     select,
     tuning,
-    watcher,
 )
 from jax_intranode._src import topology as topology_lib
 from jax_intranode._src.partition import Partition
@@ -248,7 +247,7 @@ def _perform(rendezvous: Rendezvous, processes: list[int]) -> None:
         # The slabs stay: a peer that has not seen the verdict yet may still write into them.
         rendezvous.addresses.clear()
     else:
-        watcher.start(rendezvous.platform, _local_device_ids, _process_of)
+        failures.watch(rendezvous.platform, _process_of, config.get().report_after_s)
         # Programs keep alive what they still use.
         compat.at_end_of_backends(forget_all)
 
@@ -388,8 +387,7 @@ def _watch(
             why,
         )
     elif rendezvous.watch is not None and others:
-        # It reports the failures of groups, which say more than that a peer is gone.
-        watcher.start(rendezvous.platform, _local_device_ids, _process_of)
+        failures.watch(rendezvous.platform, _process_of, config.get().report_after_s)
         rendezvous.watch.arm(rendezvous.platform)
         rendezvous.store.lost = rendezvous.watch.lost
 
@@ -662,16 +660,6 @@ def _probe(rendezvous: Rendezvous, local: list[int], peers: list[int], *, write:
                         f"devices {device_id} and {peer} can't share memory: wrote {expected}, "
                         f"read {found}"
                     )
-
-
-def _local_device_ids() -> dict[int, int]:
-    """The ids of this process's GPUs, by CUDA's number."""
-    return {
-        native_ordinal(device): device.id
-        for rendezvous in list(_all.values())
-        for device in rendezvous.devices.values()
-        if _is_local(device) and device.platform != "cpu"
-    }
 
 
 def _process_of(device_id: int) -> int | None:

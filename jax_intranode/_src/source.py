@@ -54,7 +54,7 @@ class _Site:
 
     @property
     def label(self) -> str:
-        return f"{self.shapes}, {self.place}"
+        return f"{self.shapes}, {' or '.join(self.places)}"
 
 
 _sites: dict[str, _Site] = {}
@@ -83,8 +83,7 @@ def describe_site(site: str, operation: str, avals: Sequence[Any]) -> None:
     place = caller()
     if place not in known.places:
         known.places.append(place)
-        # For the messages of groups on the CPU. Those of GPUs are made in Python.
-        native.module("cpu").describe_site(site, known.label)
+        native.module("cpu").describe_site(site, operation, known.nbytes, known.label)
 
 
 def has_equal_calls(site: str) -> None:
@@ -103,17 +102,3 @@ def bytes_of_site(site: str) -> int | None:
     """The bytes of a call's operands on one device; None if the site is not known."""
     known = _sites.get(site)
     return None if known is None else known.nbytes
-
-
-def call_name(site: str) -> str:
-    """A call for messages: its operation and `call_details`."""
-    known = _sites.get(site)
-    if known is None:
-        return site or "an operation"
-    return f"{known.operation} {call_details(site)}"
-
-
-def call_details(site: str) -> str:
-    """A call's bytes, shapes and place, for messages; empty if the site is not known."""
-    known = _sites.get(site)
-    return f"of {known.nbytes} bytes ({known.label})" if known else ""

@@ -151,7 +151,7 @@ def waits_for_a_rank(mesh: Mesh, missing: int) -> None:
         time.sleep(2)
     result = np.asarray(jax.block_until_ready(program(x)).addressable_data(0))
     assert (result == mesh.size).all(), result
-    time.sleep(0.5)  # until the watcher has logged
+    time.sleep(0.5)  # until the monitor has reported
     assert jax_intranode.last_failure() is None
 
 

@@ -25,10 +25,13 @@ TOLD = {
 # The ranks that are told, and the operations that a message has to name.
 DIFFERENT = {
     "waits_in_another_operation": 2,
+    "waits_in_another_group": 2,
+    "three_wait_in_a_circle": 3,
 }
 PROGRAMS = {
     **{name: Program() for name in TOLD},
     **{name: Program([()] * world, env=SOON) for name, world in DIFFERENT.items()},
+    "is_needed_in_the_last_barrier": Program(env=SOON),
     "unrelated_errors": Program(),
 }
 
@@ -66,6 +69,13 @@ def test_ranks_that_wait_for_each_other_are_told(started: Started, name: str) ->
     for rank in range(DIFFERENT[name]):
         told, seconds = outcome.said(rank), outcome.said(rank, "TOOK")
         assert told and float(seconds[0]) < NAMED_S, str(outcome)
+
+
+@pytest.mark.parametrize("name", ["is_needed_in_the_last_barrier"])
+def test_a_peer_in_the_last_barrier_is_named(started: Started, name: str) -> None:
+    outcome = started[name].result()
+    assert "waits for all others in jax.distributed.shutdown()" in said(outcome, "RESULT"), outcome
+    assert float(said(outcome, "TOOK")) < NAMED_S, outcome
 
 
 @pytest.mark.parametrize("name", ["unrelated_errors"])

@@ -31,6 +31,7 @@ PROGRAMS = {
     "ends_in_a_function": Program([["6.0"], []]),
     "collective_in_exit_handlers": Program([["6.0", "9.0"]] * 2),
     "thread_after_the_end": Program([["6.0", "9.0"]] * 2),
+    "calls_after_its_end": Program([["6.0"], ["6.0"]]),
     "distributed_shutdown_at_the_end": Program([["6.0", "4.0"], ["4.0"]]),
     "distributed_shutdown_in_the_middle": Program([["6.0"]] * 2),
     "distributed_again": Program([["6.0"], []]),

@@ -771,7 +771,7 @@ def listen(*names: str) -> None:
 
     def end() -> None:
         if told.wait(60):
-            time.sleep(2)  # the peers are told, too
+            time.sleep(2 if rank() else 10)  # the peers are told, too; JAX's service ends last
         os._exit(0)
 
     threading.Thread(target=end, daemon=True).start()
@@ -789,6 +789,61 @@ def waits_in_another_operation() -> None:
     gathering = on(mesh, lambda v: OPERATIONS.all_gather(v, "x", tiled=True)[:1])
     listen(f"rank {1 - rank()}", "psum", "all_gather")
     wait_in(total(2) if rank() == 0 else gathering(parts(mesh)))
+
+
+def waits_in_another_group() -> None:
+    """Rank 0 waits for rank 1 in one group, and rank 1 for rank 0 in another one."""
+    begin()
+    mesh = line()
+    pair = Mesh(mesh.devices.reshape(2, 1), ("x", "y"))
+    swapped = Mesh(mesh.devices[::-1], ("x",))
+    summing_there = on(swapped, lambda v: OPERATIONS.psum(v * 2, "x"))
+    jax_intranode.initialize(pair)
+    jax_intranode.initialize(swapped)
+    listen(f"rank {rank()} (device", "waits in another operation", "They wait in a circle")
+    wait_in(total(2) if rank() == 0 else summing_there(parts(swapped)))
+
+
+def three_wait_in_a_circle() -> None:
+    """Rank r waits for rank r + 1, in a group of these two."""
+    begin()
+    meshes = [Mesh(np.array(jax.devices())[[r, (r + 1) % 3]], ("x",)) for r in range(3)]
+    for number, mesh in enumerate(meshes):
+        if rank() in (number, (number + 1) % 3):
+            result = on(mesh, lambda v: OPERATIONS.psum(v * 2, "x"))(parts(mesh))
+            assert read(result) == 6
+    listen(f"(device {jax.local_devices()[0].id}) waits", "They wait in a circle")
+    mesh = meshes[rank()]
+    wait_in(on(mesh, lambda v: OPERATIONS.psum(v * 2, "x"))(parts(mesh)))
+
+
+def is_needed_in_the_last_barrier() -> None:
+    """Rank 1 ends jax.distributed by hand, which waits for rank 0, which waits for a sum."""
+    begin()
+    if rank() == 1:
+        jax.distributed.shutdown()
+        return
+    listen("waits for rank 1", "jax.distributed.shutdown()")
+    wait_in(total(2))
+
+
+def calls_after_its_end() -> None:
+    """A daemon thread of rank 1 calls once more when the process has told that it has finished."""
+    begin()
+    mesh = line()
+    program = summing(mesh).lower(parts(mesh, 2)).compile()
+    x = parts(mesh, 2)
+    if rank() == 0:
+        time.sleep(2 * LATER_S)
+        say(read(program(x)))
+        return
+
+    def call() -> None:
+        threading.main_thread().join()
+        time.sleep(2 * LATER_S + 1)
+        say(read(program(x)))
+
+    threading.Thread(target=call, daemon=True).start()
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 // Calls the handlers of collectives on GPUs as XLA does, with CUDA and XLA's runtime in fakes. When
 // a launch fails, no later call may take what the peers have sent for this one: it is refused, what
-// waits is told to end, and what is replayed finds its region closed. Exit status 0: all of it is
-// so.
+// waits is told to end, and what is replayed finds its region closed. Then the same for peers that
+// are absent, as the monitor tells (ffi/platform_cuda.h). Exit status 0: all of it is so.
 #include <cstdio>
 #include <cstring>
 #include <map>
@@ -10,6 +10,7 @@
 
 #include "xla_ffi/cuda/norms.h"
 #include "xla_ffi/ffi/collectives_cuda.h"
+#include "xla_ffi/ffi/platform_cuda.h"
 #include "xla_ffi/host/call_sites.h"
 
 struct XLA_FFI_Error {
@@ -138,8 +139,101 @@ bool NormFits(ElementType, const NormCall&, LaunchShape) { return true; }
   }                                           \
   static_assert(true)
 
+using namespace jax_intranode;
+
+// What absent peers mean for calls, by the table in health/peer_table.h.
+int AbsentPeers() {
+  CudaPlatform& platform = CudaPlatform::Get();
+  const Clock::time_point start = Clock::now();
+  static FailureRecord records[8] = {};
+  FailureRecord* record = records;
+  std::vector<std::shared_ptr<DeviceCommunicator>> made;
+  // A communicator of the devices 10, 11 and 12 in which nothing has failed.
+  const auto add = [&](int64_t size) {
+    ++record;
+    auto communicator = std::make_shared<DeviceCommunicator>();
+    DeviceGroup group{};
+    group.size = 3;
+    group.failure = record;
+    group.timeout_ns = 1'000'000'000'000;
+    communicator->members = {group};
+    communicator->groups = {{10, 11, 12}};
+    platform.AddNew(
+        [&] { Registry<DeviceCommunicator>::Get().Add({{10, 11, 12}, size}, communicator); });
+    made.push_back(communicator);  // which keeps it alive
+    return communicator;
+  };
+  const auto tell = [&](PeerState of_11, PeerState of_12) {
+    AbsentDevices absent;
+    absent.Add(11, {AbsenceIn(of_11), of_11, start, "11"});
+    absent.Add(12, {AbsenceIn(of_12), of_12, start, "12"});
+    platform.SetAbsent(absent);
+  };
+  // The kernel has waited for the device of this rank for so many seconds; another word each time.
+  const auto wait = [&](int missing, int seconds) {
+    record->wait = uint64_t{1} | static_cast<uint64_t>(missing) << 32 |
+                   static_cast<uint64_t>(seconds) * 100 << 40;
+  };
+  using enum PeerState;
+
+  auto communicator = add(3);
+  CHECK(platform.Look(start, {}).empty());
+  wait(1, 20);
+  const auto waits = platform.Look(start + std::chrono::seconds(20), {});
+  CHECK(waits.size() == 1 && waits[0].missing == 1 && waits[0].waited == std::chrono::seconds(20));
+  CHECK(waits[0].ends_itself && waits[0].reported && record->abort == 0);
+  // Nobody has written for a second: it is over.
+  CHECK(platform.Look(start + std::chrono::seconds(22), {}).empty());
+  // A late peer is waited for, whoever else has finished.
+  tell(kRunning, kFinished);
+  CHECK(record->abort == 0 && communicator->Refuse(0).empty());
+  wait(1, 30);
+  platform.Look(start + std::chrono::seconds(30), {});
+  CHECK(record->abort == 0);
+  // One that has finished, too, but only for a while.
+  wait(2, 2);
+  platform.Look(start + std::chrono::seconds(31), {});
+  CHECK(record->abort == 0);
+  // It takes that back.
+  tell(kRunning, kRunning);
+  wait(2, 20);
+  platform.Look(start + std::chrono::seconds(32), {});
+  CHECK(record->abort == 0);
+  tell(kRunning, kSilent);
+  wait(2, 21);
+  platform.Look(start + std::chrono::seconds(33), {});
+  CHECK(record->abort == 1 && communicator->Refuse(0).find(": 12. Restart") != std::string::npos);
+  // What has given up does not go on when the peer returns.
+  tell(kRunning, kRunning);
+  CHECK(record->abort == 1);
+
+  communicator = add(4);
+  tell(kLeft, kSilent);
+  CHECK(record->abort == 1 && communicator->Refuse(0).find(": 11. Restart") != std::string::npos);
+  const auto refused = platform.TakeFailures();
+  CHECK(!refused.empty() && refused.back().message.find(": 11. Restart") != std::string::npos);
+  tell(kLeft, kRunning);  // the return of one does not hide the absence of another
+  CHECK(record->abort == 1);
+
+  tell(kRunning, kRunning);
+  communicator = add(5);
+  CHECK(record->abort == 0);
+  tell(kRunning, kLost);
+  CHECK(record->abort == 1 && !communicator->failure().empty());
+  // A communicator that is new knows of the absence, and fails.
+  communicator = add(6);
+  CHECK(record->abort == 1 && !communicator->failure().empty());
+  // The record of a kernel that was told to give up says why.
+  record->missing = 2;
+  record->reason = static_cast<uint32_t>(FailureReason::kAborted);
+  const auto failures = platform.TakeFailures();
+  CHECK(!failures.empty() && failures[0].reason == FailureReason::kPeerGone &&
+        failures[0].detail == ", but 12" && failures[0].device_ids.size() == 3);
+  for (const Failure& failure : platform.TakeFailures()) CHECK(failure.rank < 0);
+  return 0;
+}
+
 int main() {
-  using namespace jax_intranode;
   constexpr size_t kBuffer = 64 << 10;
   std::vector<uint64_t> own((kHeaderBytes + 2 * kBuffer) / 8), other(own.size());
   FailureRecord records[2] = {};
@@ -194,6 +288,9 @@ int main() {
   CHECK(records[0].abort == 1 && records[1].abort == 1);   // what waits ends
   CHECK(communicator->members[0]->Header()->closed != 0);  // what is replayed gives up
   CHECK(communicator->members[1]->Header()->closed == 0);  // where calls are refused, too
+  Registry<DeviceCommunicator>::Get().Clear();
+  communicator.reset();
+  if (AbsentPeers() != 0) return 1;
   printf("failed launch: OK\n");
   return 0;
 }

@@ -30,9 +30,8 @@
 #include <thread>
 #include <vector>
 
+#include "tests/native/test_monitor.h"
 #include "xla_ffi/host/call_sites.h"
-#include "xla_ffi/host/reports.h"
-#include "xla_ffi/host/wait_note.h"
 
 namespace jin = jax_intranode;
 
@@ -421,6 +420,7 @@ void Deadline(int ranks, int processes, std::vector<int> arriving, int waiter, c
               const char* missing) {
   Regions regions(ranks);
   const auto groups = regions.Groups(processes, std::chrono::milliseconds(300));
+  const jin::TestMonitor monitor(groups);
   auto group_of = [&](int rank) -> jin::HostGroup& { return *groups[rank * processes / ranks]; };
   // A call at which all ranks arrive works.
   std::vector<std::shared_ptr<jin::Ticket>> first;
@@ -455,6 +455,7 @@ std::string AmidSegments(std::chrono::milliseconds timeout, std::chrono::millise
                          End&& end) {
   Regions regions(2);
   const auto groups = regions.Groups(2, timeout);
+  const jin::TestMonitor monitor({groups[0]});
   const jin::HostGroup::Operation operation{jin::Algorithm::kTwoShot, jin::ElementType::kF32, 16};
   std::vector<float> data[2] = {std::vector<float>(1000, 1), std::vector<float>(1000, 1)};
   std::vector<std::shared_ptr<jin::Ticket>> tickets;
@@ -463,7 +464,7 @@ std::string AmidSegments(std::chrono::milliseconds timeout, std::chrono::millise
     buffers.Append({data[r].data(), data[r].data(), 4000});
     tickets.push_back(groups[r]->Arrive(r, Identity(0), operation, buffers));
   }
-  groups[0]->KeepMoving();  // also looks at the time limit
+  groups[0]->KeepMoving();
   // Each of these steps ends a segment on rank 0.
   for (int step = 0; step < 5; ++step) {
     groups[1]->Progress();
@@ -483,11 +484,16 @@ void DeadlineAmidSegments() {
   const auto timeout = std::chrono::milliseconds(1000);
   RequireText(AmidSegments(timeout, std::chrono::milliseconds(300), [](jin::HostGroup&) {}),
               {"timed out", "a part of its data has not arrived"});
-  RequireText(AmidSegments(kNever, std::chrono::milliseconds(0),
-                           [](jin::HostGroup& group) {
-                             group.SetPeer(jin::PeerState::kGone, {11}, "its process has ended");
-                           }),
-              {"its process has ended"});
+  RequireText(
+      AmidSegments(
+          kNever, std::chrono::milliseconds(0),
+          [](jin::HostGroup& group) {
+            jin::AbsentDevices absent;
+            absent.Add(11,
+                       {jin::Absence::kAlways, jin::PeerState::kLeft, {}, "its process has ended"});
+            group.SetAbsent(absent);
+          }),
+      {"its process has ended"});
 }
 
 void Deadlines() {
@@ -510,8 +516,7 @@ void Mismatch(int processes) {
   Regions regions(2);
   const auto groups = regions.Groups(processes, std::chrono::milliseconds(600));
   auto group_of = [&](int rank) -> jin::HostGroup& { return *groups[rank * processes / 2]; };
-  jin::Reports::Get().TakeFailures();
-  jin::Reports::Get().set_patience(std::chrono::milliseconds(200));
+  jin::TestMonitor monitor(groups, std::chrono::milliseconds(200));
   for (int round = 0; round < 2; ++round) {
     const auto a = ArriveWith(group_of(0), 0, 0), b = ArriveWith(group_of(1), 1, 0);
     Require(AwaitByThen(group_of(0), *a).empty() && AwaitByThen(group_of(1), *b).empty(),
@@ -533,13 +538,16 @@ void Mismatch(int processes) {
                 {(second + " timed out after 0.6 s: rank 1").c_str(),
                  ("rank 0 (device 10), which waits in another operation: " + first).c_str(), rule});
   }
-  const auto warnings = jin::Reports::Get().TakeWarnings();
+  const auto warnings = monitor.TakeWarnings();
   Require(warnings.size() == static_cast<size_t>(processes),
           std::to_string(warnings.size()) + " reports");
   for (const std::string& warning : warnings) {
     RequireText(warning, {"has waited 0.2 s", first.c_str(), second.c_str(), "call "});
   }
-  const auto failures = jin::Reports::Get().TakeFailures();
+  std::vector<jin::Failure> failures;
+  for (const auto& group : groups) {
+    for (const jin::Failure& failure : group->TakeFailures()) failures.push_back(failure);
+  }
   Require(failures.size() == static_cast<size_t>(processes), "failures");
   for (const auto& failure : failures) {
     Require(failure.reason == jin::FailureReason::kMismatch && failure.bytes == 400 &&
@@ -547,7 +555,7 @@ void Mismatch(int processes) {
                 failure.message == (failure.rank == 0 ? of_0 : of_1),
             "the report of a failure");
     Require(failure.site == (failure.rank == 0 ? "first" : "second") &&
-                failure.calls == (failure.rank == 0 ? 2u : 0u),
+                failure.calls == (failure.rank == 0 ? 2 : 0),
             "the call site of a failure");
   }
 }
@@ -555,13 +563,14 @@ void Mismatch(int processes) {
 void Mismatches() {
   jin::CallSites::Get().Name(Identity(0), "first");
   jin::CallSites::Get().Name(Identity(1), "second");
-  jin::CallSites::Get().Describe("second", "float32[100], train.py:20");
+  jin::CallSites::Get().Describe("second", "", 0, "float32[100], train.py:20");
   Mismatch(1);
   Mismatch(2);
   {
     // Calls that both ranks make, in another order, are no mismatch: rank 1 is late in the first.
     Regions regions(2);
     const auto groups = regions.Groups(2, std::chrono::milliseconds(300));
+    const jin::TestMonitor monitor(groups);
     ArriveWith(*groups[0], 0, 0);
     const auto waiting = ArriveWith(*groups[0], 0, 1);
     ArriveWith(*groups[1], 1, 1);
@@ -571,41 +580,6 @@ void Mismatches() {
     Require(error.find("another operation") == std::string::npos, error);
   }
   printf("mismatch: done\n");
-}
-
-// A peer reads a note, whatever stands there and while it is written.
-void Notes() {
-  alignas(64) static char region[jin::kHeaderBytes];
-  jin::WaitNote* note = jin::WaitNote::In(region);
-  Require(!note->Read(), "a note in a new region");
-  memset(static_cast<void*>(note), 'x', sizeof(*note) - 1);
-  const auto garbage = note->Read();  // its version is even
-  Require(garbage && garbage->call.size() == 495, "a text without an end");
-  reinterpret_cast<char*>(note)[30] = '\n';
-  Require(note->Read()->call == "xxxxxx", "a text that can't be printed");
-  memset(static_cast<void*>(note), 0, sizeof(*note));
-  std::atomic<bool> done{false};
-  std::thread writer([&] {
-    for (int i = 0; i < 20000; ++i) {
-      if (i % 3 == 0) std::this_thread::yield();
-      note->Write({static_cast<uint64_t>(i), 7, std::string(i % 600, 'a' + i % 26)});
-    }
-    done = true;
-  });
-  long seen = 0;
-  while (!done) {
-    const auto content = note->Read();
-    if (!content) continue;
-    ++seen;
-    const size_t length = std::min<size_t>(content->site % 600, 496);
-    Require(content->count == 7 && content->call == std::string(length, 'a' + content->site % 26),
-            "a torn note");
-  }
-  writer.join();
-  Require(seen > 0, "no note was read");
-  note->Clear();
-  Require(!note->Read(), "a note that was cleared");
-  printf("notes: done, %ld read\n", seen);
 }
 
 void Fails() {
@@ -665,7 +639,6 @@ int main(int argc, char** argv) {
   if (mode == "deadline") {
     Deadlines();
   } else if (mode == "mismatch") {
-    Notes();
     Mismatches();
   } else if (mode == "guards") {
     Guards(2);

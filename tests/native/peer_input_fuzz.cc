@@ -1,5 +1,5 @@
-// Feeds any bytes to what parses the input of peers: packets of the watch (host/peer_message.h) and
-// notes in shared memory (host/wait_note.h). Meant for AddressSanitizer and UBSan.
+// Feeds any bytes to what parses the packets of peers (health/peer_message.h). Meant for
+// AddressSanitizer and UBSan.
 //
 //   peer_input_fuzz [rounds]
 //
@@ -14,8 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "xla_ffi/host/peer_message.h"
-#include "xla_ffi/host/wait_note.h"
+#include "xla_ffi/health/peer_message.h"
 
 namespace jin = jax_intranode;
 
@@ -34,8 +33,8 @@ bool IsPrintable(const std::string& text) {
   return true;
 }
 
-// What the watch does with a packet.
-void Parse(const std::string& packet) {
+// What the monitor does with a packet.
+void Feed(const std::string& packet) {
   if (const auto hello = jin::ParseHello(packet)) {
     Check(packet.size() == sizeof(jin::PeerHello), "a hello of another size");
     Check(hello->process >= 0 && hello->pid >= 0, "a hello with a negative number");
@@ -47,26 +46,14 @@ void Parse(const std::string& packet) {
     const auto again = jin::ParseMessage(jin::Packet(message->notice, message->text));
     Check(again && again->notice == message->notice && again->text == message->text,
           "a message that changes");
-  }
-}
-
-// What a group does with a note that a peer has left in its region.
-void ReadNote(const std::string& bytes) {
-  alignas(64) static char region[jin::kHeaderBytes];
-  memset(region, 0, sizeof region);
-  char* const note = reinterpret_cast<char*>(jin::WaitNote::In(region));
-  memcpy(note, bytes.data(), std::min(bytes.size(), sizeof(jin::WaitNote)));
-  if (const auto content = jin::WaitNote::In(region)->Read()) {
-    Check(content->call.size() < sizeof(jin::WaitNote), "a call that is too long");
-    for (const char c : content->call) {
-      Check(static_cast<unsigned char>(c) >= ' ', "a call with control characters");
+    if (const auto note = jin::ParseNote(message->text)) {
+      const auto same = jin::ParseNote(jin::TextOf(*note));
+      Check(same && same->device == note->device && same->missing == note->missing &&
+                same->group == note->group && same->site == note->site &&
+                same->count == note->count && same->call == note->call,
+            "a note that changes");
     }
   }
-}
-
-void Feed(const std::string& bytes) {
-  Parse(bytes);
-  ReadNote(bytes);
 }
 
 }  // namespace
@@ -84,11 +71,6 @@ int main(int argc, char** argv) {
   const int rounds = argc > 1 ? atoi(argv[1]) : 100000;
   std::mt19937 random(25);
   jin::PeerHello hello{jin::PeerHello::kMagic, 3, 1234, {}};
-  std::string note(8, '\0');
-  note[0] = 2;                       // a version
-  note += std::string(8, '\1');      // a site
-  note += '\1' + std::string(7, 0);  // a count
-  note += "psum of 4096 bytes (model.py:12)";
   const std::vector<std::string> valid = {
       std::string(reinterpret_cast<const char*>(&hello), sizeof hello),
       jin::Packet(jin::PeerNotice::kHeartbeat),
@@ -96,14 +78,16 @@ int main(int argc, char** argv) {
       jin::Packet(jin::PeerNotice::kShutdown),
       jin::Packet(jin::PeerNotice::kFailed, "ValueError: no such file"),
       jin::Packet(jin::PeerNotice::kFailed, std::string(jin::PeerMessage::kMaxText, 'x')),
-      note,
+      jin::Packet(jin::PeerNotice::kBarrier, "1"),
+      jin::Packet(jin::PeerNotice::kWaits,
+                  jin::TextOf({-1, 7, ~0ull, 1, 2, "psum of 4096 bytes (model.py:12)"})),
   };
   size_t parsed = 0;
   for (const std::string& packet : valid) {
     Feed(packet);
     parsed += jin::ParseHello(packet) || jin::ParseMessage(packet);
   }
-  Check(parsed == valid.size() - 1, "a valid packet is refused");
+  Check(parsed == valid.size(), "a valid packet is refused");
   for (int round = 0; round < rounds; ++round) {
     std::string bytes = valid[random() % valid.size()];
     for (int changes = 1 + random() % 4; changes > 0; --changes) {

@@ -28,6 +28,7 @@
 #include <thread>
 #include <vector>
 
+#include "tests/native/test_monitor.h"
 #include "xla_ffi/host/host_group.h"
 
 namespace jin = jax_intranode;
@@ -262,6 +263,7 @@ int RunCalls(int processes) {
 // Rank 1 is in another process and does not come. Rank 0's body waits for it, and is slow to end.
 int RunStop() {
   World world(2, std::chrono::milliseconds(100));
+  const jin::TestMonitor monitor({world.group_of[0]});
   Counter counter;
   std::atomic<bool> ended{false};
   const auto ticket = world.group_of[0]->Arrive(

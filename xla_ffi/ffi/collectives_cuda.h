@@ -27,41 +27,35 @@ struct DeviceCommunicator {
   bool is_cube_mesh = false;                 // whether the groups are hybrid cube meshes
   std::atomic<bool> closed{false};
 
-  std::string failure() const {
-    std::lock_guard lock(mutex);
-    return failure_message.empty() ? gone_message : failure_message;
-  }
-  bool has_failed() const {
-    std::lock_guard lock(mutex);
-    return !failure_message.empty();
-  }
-  // Why a call on a device can't run; empty if it can. A call that is refused because a peer is
-  // gone has no kernel that could write a record, so it is noted here.
+  // Why a call on a device can't run; empty if it can. A call that is refused because a peer has
+  // left has no kernel that could write a record, so it is noted here.
   std::string Refuse(int32_t device) {
     std::lock_guard lock(mutex);
-    if (!failure_message.empty()) return failure_message;
-    if (!gone_message.empty()) refused = {device, gone_message};
-    return gone_message;
+    if (failure_message.empty() && !left_message.empty()) refused = {device, left_message};
+    return failure_message.empty() ? left_message : failure_message;
   }
-  // The last call that was refused because a peer is gone, once.
+  std::string failure() const {
+    std::lock_guard lock(mutex);
+    return failure_message.empty() ? left_message : failure_message;
+  }
+  // The last call that was refused because a peer has left, once.
   std::optional<std::pair<int32_t, std::string>> TakeRefused() {
     std::lock_guard lock(mutex);
     return std::exchange(refused, std::nullopt);
   }
+  // No call runs any more, for good.
   void set_failure(const std::string& message) {
     std::lock_guard lock(mutex);
     if (failure_message.empty()) failure_message = message;
   }
-
-  // A peer is gone; empty: it is there again.
-  void set_gone(const std::string& message) {
+  void set_left(const std::string& message) {
     std::lock_guard lock(mutex);
-    gone_message = message;
+    left_message = message;
   }
 
   mutable std::mutex mutex;
   std::string failure_message;
-  std::string gone_message;
+  std::string left_message;
   std::optional<std::pair<int32_t, std::string>> refused;  // CUDA device, message
   // By device: the last epoch that was read, and the number of operations until then.
   std::map<size_t, std::pair<uint32_t, uint64_t>> counted;

@@ -17,17 +17,4 @@ XLA_FFI_Error* CudaPeerInstantiate(XLA_FFI_CallFrame* frame);
 // what runs on its devices.
 void ClosePeerBuffer(const std::string& name);
 
-// Why no call on a buffer may go on, or that one may: sets the word that waiting kernels look at,
-// on the devices for which `concerns` holds.
-template <class Concerns>
-void SetAbort(uint32_t abort, const Concerns& concerns) {
-  for (const auto& buffer : DevicePeerBuffers::Get().Alive()) {
-    for (const auto& [device, peers] : buffer->members) {
-      if (concerns(buffer->communicator->groups.at(device))) {
-        static_cast<volatile v1::PeerRecord*>(peers.record)->abort = abort;
-      }
-    }
-  }
-}
-
 }  // namespace jax_intranode

@@ -21,10 +21,12 @@ class CallSites {
     return *sites;
   }
 
-  // The label of a site, for instance "float32[100], train.py:10 (step)".
-  void Describe(const std::string& site, const std::string& label) {
+  // The operation of a site, the bytes of its operand on one device, and a label, for instance
+  // "float32[100], train.py:10 (step)".
+  void Describe(const std::string& site, const std::string& operation, uint64_t bytes,
+                const std::string& label) {
     std::lock_guard lock(mutex_);
-    labels_[site] = label;
+    described_[site] = {operation, bytes, label};
   }
 
   // A program with a call site of this text has been loaded; `number` names the text.
@@ -60,30 +62,33 @@ class CallSites {
     return site == sites_.end() ? "" : site->second;
   }
 
-  // The label of a site. If lowering has described none, as in a process that has loaded the
-  // executable from elsewhere, its text.
-  std::string LabelOf(uint64_t number) const {
+  // The name of a call, for messages: "psum of 400 bytes (float32[100], train.py:10 (step))". What
+  // is given counts before what lowering has described; empty and 0: not known. `shared`: several
+  // calls have this text. A process that has loaded the executable from elsewhere knows no label.
+  std::string NameOf(const std::string& site, bool shared, std::string operation,
+                     uint64_t bytes) const {
     std::lock_guard lock(mutex_);
-    const auto site = sites_.find(number);
-    if (site == sites_.end()) return "";
-    const auto label = labels_.find(site->second);
-    const std::string text = label == labels_.end() ? site->second : label->second;
-    return calls_.at(site->second) > 1 ? text + " or an equal call" : text;
+    const auto found = described_.find(site);
+    const Description known =
+        found == described_.end() ? Description{"an operation", 0, site} : found->second;
+    if (operation.empty()) operation = known.operation;
+    if (bytes == 0) bytes = known.bytes;
+    if (bytes > 0) operation += " of " + std::to_string(bytes) + " bytes";
+    if (known.label.empty()) return operation;
+    return operation + " (" + known.label + (shared ? " or an equal call)" : ")");
   }
 
  private:
   mutable std::mutex mutex_;
-  std::map<std::string, std::string> labels_;
+  struct Description {
+    std::string operation;
+    uint64_t bytes;
+    std::string label;
+  };
+  std::map<std::string, Description> described_;
   std::map<uint64_t, std::string> sites_;  // by number
   std::map<std::string, uint32_t> numbers_;
   std::map<std::string, uint32_t> calls_;  // how many have a text
 };
-
-// "psum of 400 bytes (float32[100], train.py:10 (step))". 0 bytes: their number is not known.
-inline std::string CallName(const std::string& operation, uint64_t bytes,
-                            const std::string& label) {
-  return operation + (bytes > 0 ? " of " + std::to_string(bytes) + " bytes" : "") +
-         (label.empty() ? "" : " (" + label + ")");
-}
 
 }  // namespace jax_intranode

@@ -14,10 +14,7 @@
 #include "../kernels/segments.h"
 #include "../kernels/two_shot.h"
 #include "call_sites.h"
-#include "failure_message.h"
 #include "progress.h"
-#include "reports.h"
-#include "wait_note.h"
 
 namespace jax_intranode {
 namespace {
@@ -48,14 +45,6 @@ struct ResumableThread {
   // Nothing to check: a group begins one operation at a time, and handlers refuse closed groups.
   void Admit() const {}
 };
-
-// A process that has not run for longer than this was stopped.
-constexpr std::chrono::seconds kStoppedFor{1};
-// A wait that goes on is reported again after one of these times more.
-constexpr std::chrono::nanoseconds kSecondReport = std::chrono::minutes(1);
-constexpr std::chrono::nanoseconds kLaterReports = std::chrono::minutes(5);
-// When ranks that wait in different operations of one group give up.
-constexpr std::chrono::nanoseconds kMismatchEnds = std::chrono::minutes(5);
 
 // XLA:CPU calls handlers with flush-to-zero switched on. Sums keep subnormals.
 class KeepSubnormals {
@@ -380,34 +369,30 @@ void HostGroup::Progress() {
     // A thread that doesn't get the lock need not wait: the holder advances the operations.
     std::unique_lock lock(mutex_, std::try_to_lock);
     if (!lock) return;
-    while (failure_.empty() && !pending_.empty()) {
-      if (!active_) active_ = FindNext();
-      if (!active_ || !Advance(pending_.at(current_))) {
-        // What a rank sent before it went was there before: it would have been found.
-        if (auto gone = gone_.find(missing_); gone != gone_.end()) {
-          LoseRank(gone->first, gone->second.reason, gone->second.what, &done);
-        }
-        break;
-      }
-      auto it = pending_.find(current_);
-      for (auto& [rank, member] : it->second.members) done.emplace_back(member.ticket, "");
-      const bool has_bodies = it->second.members.begin()->second.body != nullptr;
-      const uint32_t epochs = has_bodies ? 0 : it->second.operation.segments;
-      // Calls on peer buffers don't count: on GPUs nobody sees them.
-      if (!has_bodies) operations_ += it->second.members.size();
-      pending_.erase(it);
-      active_ = false;
-      reported_ = {};
-      if (noted_) ClearNotes();
-      // Orders this operation's arming before the next one's packets, as the end of a kernel does
-      // on a GPU (group.h).
-      Fence();
-      ++sequence_;
-      epoch_ += epochs;
-      if (IsLeader()) AppendToLog();
-    }
+    Advance(&done);
   }
   CompleteAll(done);
+}
+
+void HostGroup::Advance(Tickets* done) {
+  while (failure_.empty() && !pending_.empty()) {
+    if (!active_) active_ = FindNext();
+    if (!active_ || !Advance(pending_.at(current_))) return;
+    auto it = pending_.find(current_);
+    for (auto& [rank, member] : it->second.members) done->emplace_back(member.ticket, "");
+    const bool has_bodies = it->second.members.begin()->second.body != nullptr;
+    const uint32_t epochs = has_bodies ? 0 : it->second.operation.segments;
+    // Calls on peer buffers don't count: on GPUs nobody sees them.
+    if (!has_bodies) operations_ += it->second.members.size();
+    pending_.erase(it);
+    active_ = false;
+    // Orders this operation's arming before the next one's packets, as the end of a kernel does
+    // on a GPU (group.h).
+    Fence();
+    ++sequence_;
+    epoch_ += epochs;
+    if (IsLeader()) AppendToLog();
+  }
 }
 
 void HostGroup::KeepMoving() {
@@ -424,135 +409,93 @@ std::string HostGroup::OperationOf(const Pending& pending) {
   return body ? body->name() : OperationName(pending.operation.algorithm);
 }
 
-std::string HostGroup::Name(const Pending& pending) const {
-  return CallName(OperationOf(pending), pending.bytes, CallSites::Get().LabelOf(pending.name));
+bool HostGroup::IsOutstanding() {
+  std::lock_guard lock(mutex_);
+  return watched_ = !pending_.empty();
 }
 
-bool HostGroup::HasCalled(int rank, const Key& key) const {
-  const auto count = counts_.find({key.site, rank});
-  return count != counts_.end() && count->second > key.count;
+bool HostGroup::HasCalled(int rank, uint64_t site, uint64_t count) const {
+  std::lock_guard lock(mutex_);
+  const auto calls = counts_.find({site, rank});
+  return calls != counts_.end() && calls->second > count;
 }
 
-// The call in which rank `other` waits, if `rank`, which waits in `key`, has not made it; else
-// nothing.
-std::string HostGroup::CallInsteadOf(const Key& key, int rank, int other) const {
-  if (std::count(local_ranks_.begin(), local_ranks_.end(), other) > 0) {
-    for (const auto& [other_key, pending] : pending_) {
-      if (other_key != key && pending.members.contains(other) && !HasCalled(rank, other_key)) {
-        return Name(pending);
-      }
-    }
-    return "";
-  }
-  const std::optional<WaitNote::Content> note = WaitNote::In(group_.region[other])->Read();
-  if (!note) return "";
-  const Key other_key{note->site, static_cast<uint32_t>(note->count)};
-  return other_key == key || HasCalled(rank, other_key) ? "" : note->call;
-}
-
-HostGroup::Wait HostGroup::Explain(const Key& key, const Pending& pending) const {
-  Wait wait{pending.members.begin()->first, std::max(missing_, 0),
-            ", whose process has not begun it", false};
+// What a rank waits in. `key` and `pending` are those of the call.
+Wait HostGroup::WaitOf(int rank, const Key& key, const Pending& pending,
+                       Clock::time_point now) const {
+  Wait wait;
+  wait.owner = shared_from_this();
+  wait.device_ids = device_ids_;
+  wait.rank = rank;
+  wait.waited = now - pending.since;
+  wait.site_number = key.site;
+  wait.count = key.count;
+  wait.operation = OperationOf(pending);
+  wait.bytes = pending.bytes;
+  wait.site = CallSites::Get().SiteOf(pending.name);
+  wait.shared = CallSites::Get().IsShared(wait.site);
+  wait.calls = pending.calls;
+  wait.limit_s = std::chrono::duration<double>(timeout_).count();
+  for (const auto& [present, member] : pending.members) wait.present |= 1u << present;
+  wait.missing = std::max(missing_, 0);
+  wait.detail = ", whose process has not begun it";
   if (pending.members.size() < local_ranks_.size()) {
-    for (int rank : local_ranks_) {
-      if (!pending.members.contains(rank)) wait.missing = rank;
+    for (int local : local_ranks_) {
+      if (!pending.members.contains(local)) wait.missing = local;
     }
     wait.detail = ", which has not called it";
   } else if (active_ && key == current_) {
     wait.detail = ", and a part of its data has not arrived";
   } else if (current_ != Key{}) {
     // A rank of this process is missing in the call that comes next. Rank 0 waits in that call.
-    if (wait.missing == wait.rank) wait.missing = 0;
+    if (wait.missing == rank) wait.missing = 0;
     wait.detail = ", which has not finished a call that rank 0 made before this one";
-  }
-  std::vector<int> others{wait.missing};
-  for (int rank = 0; rank < group_.size; ++rank) others.push_back(rank);
-  for (int other : others) {
-    if (pending.members.contains(other)) continue;
-    const std::string call = CallInsteadOf(key, wait.rank, other);
-    if (call.empty()) continue;
-    wait.missing = other;
-    wait.detail = ", which waits in another operation: " + call;
-    wait.mismatch = true;
-    break;
   }
   return wait;
 }
 
-// Each rank of this process notes the oldest call in which it waits.
-void HostGroup::WriteNotes() {
-  noted_ = true;
-  for (int rank : local_ranks_) {
-    const Calls::value_type* oldest = nullptr;
-    for (const auto& call : pending_) {
-      if (call.second.members.contains(rank) &&
-          (oldest == nullptr || call.second.since < oldest->second.since)) {
-        oldest = &call;
-      }
-    }
-    if (oldest == nullptr) continue;
-    const auto& [key, pending] = *oldest;
-    WaitNote::In(group_.region[rank])->Write({key.site, key.count, Name(pending)});
-  }
-}
-
-void HostGroup::ClearNotes() {
-  noted_ = false;
-  for (int rank : local_ranks_) WaitNote::In(group_.region[rank])->Clear();
-}
-
-bool HostGroup::CheckDeadline() {
+void HostGroup::Look(Clock::time_point now, Clock::duration stopped, std::vector<Wait>* waits) {
   Tickets done;
-  bool outstanding;
   {
     std::lock_guard lock(mutex_);
-    const auto now = std::chrono::steady_clock::now();
-    if (const auto gap = now - checked_; checked_ != decltype(checked_){} && gap > kStoppedFor) {
-      for (auto& [key, pending] : pending_) pending.since += gap;
+    for (auto& [key, pending] : pending_) pending.since += stopped;
+    Advance(&done);
+    const auto older = [](const auto* a, const auto* b) {
+      return b == nullptr || a->second.since < b->second.since;
+    };
+    const Calls::value_type* oldest = nullptr;
+    for (const auto& call : pending_) oldest = older(&call, oldest) ? &call : oldest;
+    // What a rank sent before it went was there before: it would have been found.
+    if (const auto absent = absent_.find(missing_); oldest != nullptr && absent != absent_.end()) {
+      const auto& [absence, state, since, what] = absent->second;
+      if (GivesUp(absence, now - oldest->second.since, now - since)) LoseRank(missing_, &done);
     }
-    checked_ = now;
-    const auto oldest = std::min_element(
-        pending_.begin(), pending_.end(),
-        [](const auto& a, const auto& b) { return a.second.since < b.second.since; });
-    if (oldest != pending_.end()) CheckDeadline(oldest->first, oldest->second, &done);
-    watched_ = outstanding = !pending_.empty();
-    if (!outstanding) checked_ = {};
+    for (const int rank : local_ranks_) {
+      const Calls::value_type* mine = nullptr;
+      for (const auto& call : pending_) {
+        if (call.second.members.contains(rank) && older(&call, mine)) mine = &call;
+      }
+      if (mine == nullptr) continue;
+      waits->push_back(WaitOf(rank, mine->first, mine->second, now));
+      waits->back().reported = mine == oldest && rank == oldest->second.members.begin()->first;
+    }
   }
   CompleteAll(done);
-  return outstanding;
 }
 
-void HostGroup::CheckDeadline(const Key& key, const Pending& pending, Tickets* done) {
-  const auto seconds = [](std::chrono::nanoseconds time) {
-    return std::chrono::duration<double>(time).count();
-  };
-  const auto waited = std::chrono::steady_clock::now() - pending.since;
-  const std::chrono::nanoseconds patience = Reports::Get().patience();
-  std::chrono::nanoseconds next = patience;
-  if (reported_.count() > 0) {
-    next = reported_ + (reported_ < kSecondReport ? kSecondReport : kLaterReports);
+void HostGroup::GiveUp(const Wait& wait, Failure failure) {
+  Tickets done;
+  {
+    std::lock_guard lock(mutex_);
+    if (!pending_.contains({wait.site_number, static_cast<uint32_t>(wait.count)})) return;
+    FailCall(std::move(failure), &done);
   }
-  // Peers that report or fail at the same time find the note.
-  if (!noted_ && waited >= std::min(patience, timeout_) / 2) WriteNotes();
-  const bool late = waited >= std::min(timeout_, kMismatchEnds);
-  if (!late && waited < next) return;
-  WriteNotes();
-  const Wait wait = Explain(key, pending);
-  const auto limit = wait.mismatch ? std::min(timeout_, kMismatchEnds) : timeout_;
-  if (waited >= limit) {
-    const FailureReason reason = wait.mismatch ? FailureReason::kMismatch : FailureReason::kTimeout;
-    const std::string message = FailureMessage(Name(pending), reason, seconds(limit), device_ids_,
-                                               wait.rank, wait.missing, wait.detail) +
-                                " This group of devices can't be used any more.";
-    Reports::Get().Fail({message, reason, OperationOf(pending), pending.bytes,
-                         CallSites::Get().SiteOf(pending.name), pending.calls, wait.rank,
-                         wait.missing, device_ids_});
-    FailLocked(message, done);
-  } else if (waited >= next) {
-    reported_ = next;
-    Reports::Get().Warn(WaitMessage(Name(pending), pending.calls, seconds(next), seconds(limit),
-                                    device_ids_, wait.rank, wait.missing, wait.detail));
-  }
+  CompleteAll(done);
+}
+
+std::vector<Failure> HostGroup::TakeFailures() {
+  std::lock_guard lock(mutex_);
+  return std::exchange(failures_, {});
 }
 
 void HostGroup::Fail(const std::string& error) {
@@ -564,43 +507,44 @@ void HostGroup::Fail(const std::string& error) {
   CompleteAll(done);
 }
 
-void HostGroup::SetPeer(PeerState state, const std::vector<int64_t>& device_ids,
-                        const std::string& what) {
+void HostGroup::SetAbsent(const AbsentDevices& absent) {
   Tickets done;
   {
     std::lock_guard lock(mutex_);
+    absent_.clear();
     for (size_t rank = 0; rank < device_ids_.size(); ++rank) {
-      if (std::find(device_ids.begin(), device_ids.end(), device_ids_[rank]) == device_ids.end()) {
-        continue;
-      }
-      const int lost = static_cast<int>(rank);
-      gone_.erase(lost);
-      if (state == PeerState::kGone) gone_[lost] = {FailureReason::kPeerGone, what};
-      if (state == PeerState::kStopped) gone_[lost] = {FailureReason::kPeerStopped, what};
-      if (state == PeerState::kDead) LoseRank(lost, FailureReason::kPeerGone, what, &done);
+      const AbsentDevice* const device = absent.Find(device_ids_[rank]);
+      if (device != nullptr) absent_[static_cast<int>(rank)] = *device;
+    }
+    for (const auto& [rank, device] : absent_) {
+      if (device.absence == Absence::kFault && failure_.empty()) LoseRank(rank, &done);
     }
   }
   CompleteAll(done);
-  Progress();
 }
 
-// Fails the group because the process of `rank` is lost.
-void HostGroup::LoseRank(int rank, FailureReason reason, const std::string& what, Tickets* done) {
-  constexpr char kEnd[] = " This group of devices can't be used any more.";
+// Fails the group because the process of `rank` is absent.
+void HostGroup::LoseRank(int rank, Tickets* done) {
+  const AbsentDevice& absent = absent_.at(rank);
   const auto waiting = active_ ? pending_.find(current_) : pending_.begin();
   if (waiting == pending_.end()) {
-    FailLocked("jax_intranode: " + RankName(device_ids_, rank) + " is lost: " + what + "." + kEnd,
-               done);
+    FailLocked(LostText(absent.what, false), done);
     return;
   }
-  const auto& [key, pending] = *waiting;
-  const int waits = pending.members.begin()->first;
-  const std::string message =
-      FailureMessage(Name(pending), reason, 0, device_ids_, waits, rank, ", but " + what) + kEnd;
-  Reports::Get().Fail({message, reason, OperationOf(pending), pending.bytes,
-                       CallSites::Get().SiteOf(pending.name), pending.calls, waits, rank,
-                       device_ids_});
-  FailLocked(message, done);
+  const Wait wait =
+      WaitOf(waiting->second.members.begin()->first, waiting->first, waiting->second, {});
+  Failure failure = FailureOf(wait, absent.state == PeerState::kSilent ? FailureReason::kPeerStopped
+                                                                       : FailureReason::kPeerGone);
+  failure.missing = rank;
+  failure.detail = ", but " + absent.what;
+  FailCall(std::move(failure), done);
+}
+
+// Fails the group because a call of it has failed.
+void HostGroup::FailCall(Failure failure, Tickets* done) {
+  failure.message = TextOf(failure);
+  FailLocked(failure.message, done);
+  failures_.push_back(std::move(failure));
 }
 
 void HostGroup::FailLocked(const std::string& error, Tickets* done) {

@@ -17,8 +17,8 @@
 // time-out ends that.
 //
 // Ranks that run different operations never exchange data, because the identity of a call site
-// holds the operation, the types and the groups. They wait. A call that has waited for long is
-// reported once, and the report says what the missing rank waits in (wait_note.h).
+// holds the operation, the types and the groups. They wait. The monitor (health/monitor.h) reports
+// calls that have waited for long, and ends them at their limit.
 //
 // Calls on peer buffers (host_body.h) take part in the same order. Their functions may block, so
 // each runs in a thread of its own. When the operation before has ended, those of this process
@@ -38,13 +38,12 @@
 #include <utility>
 #include <vector>
 
+#include "../health/platform.h"
 #include "../kernels/algorithms.h"
-#include "../kernels/failure_reason.h"
 #include "../kernels/group.h"
 #include "../kernels/norm.h"
 #include "call_log.h"
 #include "host_body.h"
-#include "peer_event.h"
 
 namespace jax_intranode {
 
@@ -111,18 +110,19 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   // Makes the progress thread advance the calls that are outstanding now.
   void KeepMoving();
 
-  // Reports a call that has waited for long: after Reports::patience(), after a minute, and then
-  // every 5 minutes. Fails the group if one has waited for longer than the time-out, or for 5
-  // minutes while ranks wait in different operations. A time in which this process was stopped does
-  // not count. Returns whether calls are outstanding. The progress thread calls it.
-  bool CheckDeadline();
+  // Whether calls are outstanding. If not, the progress thread forgets the group.
+  bool IsOutstanding();
+
+  // For the monitor; see health/platform.h. Appends what each rank of this process waits in.
+  void Look(Clock::time_point now, Clock::duration stopped, std::vector<Wait>* waits);
+  bool HasCalled(int rank, uint64_t site, uint64_t count) const;
+  void GiveUp(const Wait& wait, Failure failure);
+  void SetAbsent(const AbsentDevices& absent);
+  // The failures that this has not returned before.
+  std::vector<Failure> TakeFailures();
 
   // Ends every outstanding and later call with `error`.
   void Fail(const std::string& error);
-
-  // Says what became of the process that has some devices. If it is dead, every call fails, now and
-  // later. If it is gone or stopped, the calls fail that wait for it. `what` says how it went.
-  void SetPeer(PeerState state, const std::vector<int64_t>& device_ids, const std::string& what);
 
   // Why the group has failed; empty if it hasn't.
   std::string failure() const;
@@ -152,20 +152,13 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   };
   struct Pending {
     Operation operation;
-    uint64_t bytes;                               // of a rank's operand
-    uint64_t name;                                // of the call site, for messages
-    uint32_t calls;                               // how often it had been called before
-    std::map<int, Member> members;                // by rank
-    std::chrono::steady_clock::time_point since;  // the first arrival, or the end of a segment
+    uint64_t bytes;                 // of a rank's operand
+    uint64_t name;                  // of the call site, for messages
+    uint32_t calls;                 // how often it had been called before
+    std::map<int, Member> members;  // by rank
+    Clock::time_point since;        // the first arrival, or the end of a segment
   };
   using Calls = std::map<Key, Pending>;
-  // Why a call waits.
-  struct Wait {
-    int rank;     // a rank of this process that waits
-    int missing;  // the rank that it waits for
-    std::string detail;
-    bool mismatch;  // the missing rank waits in a call that `rank` has not made
-  };
   using Tickets = std::vector<std::pair<std::shared_ptr<Ticket>, std::string>>;
 
   std::shared_ptr<Ticket> Arrive(int rank, uint64_t site, const Operation& operation,
@@ -175,17 +168,13 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   bool FindNext();
   bool Advance(Pending& pending);
   bool AdvanceBody(HostBody& body);
+  void Advance(Tickets* done);
   static std::string OperationOf(const Pending& pending);
   bool AdvanceInSegment(int rank, const Operation& operation, Member& member);
-  std::string Name(const Pending& pending) const;
-  bool HasCalled(int rank, const Key& key) const;
-  std::string CallInsteadOf(const Key& key, int rank, int other) const;
-  Wait Explain(const Key& key, const Pending& pending) const;
-  void CheckDeadline(const Key& key, const Pending& pending, Tickets* done);
-  void WriteNotes();
-  void ClearNotes();
+  Wait WaitOf(int rank, const Key& key, const Pending& pending, Clock::time_point now) const;
   void FailLocked(const std::string& error, Tickets* done);
-  void LoseRank(int rank, FailureReason reason, const std::string& what, Tickets* done);
+  void FailCall(Failure failure, Tickets* done);
+  void LoseRank(int rank, Tickets* done);
   static void CompleteAll(const Tickets& tickets);
 
   const Group group_;
@@ -208,15 +197,9 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   bool watched_ = false;  // whether the progress thread has this group on its list
   bool active_ = false;   // whether call `sequence_` has begun
   Key current_{};
-  int missing_ = -1;                                 // the rank for which `current_` waits
-  bool noted_ = false;                               // whether a rank of this process has a note
-  std::chrono::nanoseconds reported_{};              // how long the wait was that was reported last
-  std::chrono::steady_clock::time_point checked_{};  // the last CheckDeadline() while calls wait
-  struct Absence {
-    FailureReason reason;
-    std::string what;
-  };
-  std::map<int, Absence> gone_;  // ranks for which nobody may wait
+  int missing_ = -1;                    // the rank for which `current_` waits
+  std::map<int, AbsentDevice> absent_;  // by rank
+  std::vector<Failure> failures_;       // that nobody has taken
   std::string failure_;
 };
 

@@ -14,7 +14,7 @@ namespace jax_intranode {
 namespace {
 
 // Polls the groups with outstanding calls. Normally the thread in which the last rank arrives
-// finishes a call. This thread finishes those whose peers are late, and checks deadlines.
+// finishes a call. This thread finishes those whose peers are late.
 class ProgressThread {
  public:
   ProgressThread() {
@@ -43,7 +43,7 @@ class ProgressThread {
         const std::shared_ptr<HostGroup> group = weak.lock();
         if (!group) return true;
         group->Progress();
-        return !group->CheckDeadline();
+        return !group->IsOutstanding();
       });
       std::this_thread::sleep_for(std::chrono::microseconds(20));
     }

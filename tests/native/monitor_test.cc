@@ -1,19 +1,20 @@
-// Runs the watch of the peers (host/peer_watch.h) in real processes.
+// Runs the monitor's watch of the peers (health/monitor.h) in real processes.
 //
-//   peer_watch_test [CASE | quick]
+//   monitor_test [CASE | quick]
 //
 // Each case has three processes that connect and watch each other. One of them, the victim, ends in
 // some way, or stops. Checked is what the others are told: which states, in which order, why, and
 // each once. Without arguments all cases run at the same time; "quick" leaves out those in which a
 // process is stopped, which take 8 s. Meant for ThreadSanitizer,
 // AddressSanitizer and UBSan, too.
-#include "xla_ffi/host/peer_watch.h"
+#include "xla_ffi/health/monitor.h"
 
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -27,8 +28,6 @@
 #include <string>
 #include <thread>
 #include <vector>
-
-#include "xla_ffi/host/absent.h"
 
 namespace jin = jax_intranode;
 using jin::PeerState;
@@ -101,7 +100,8 @@ void Barrier() {
       "the other processes");
 }
 
-// What the sink was told, by process. The device of a process has the id 10 x its number.
+// What the platform was told of each process that changed. The device of a process has the id 10 x
+// its number.
 struct Event {
   int process;
   PeerState state;
@@ -110,24 +110,48 @@ struct Event {
 std::mutex events_mutex;
 std::vector<Event> events;
 size_t seen = 0;  // so many of them have been expected
-std::atomic<bool> sink_closed = false;
-std::atomic<bool> slow = false;         // whether callbacks take long
-std::atomic<bool> in_callback = false;  // a slow one runs
+std::atomic<bool> closed = false;
+std::atomic<bool> slow = false;     // whether SetAbsent() takes long
+std::atomic<bool> in_call = false;  // a slow one runs
 
-void OnPeer(PeerState state, const int64_t* ids, size_t count, const char* what) {
-  Check(!sink_closed, "a callback after Close()");
-  Check(count == 1 && ids[0] % 10 == 0, "a callback with other devices");
-  if (slow) {
-    in_callback = true;
-    std::this_thread::sleep_for(300ms);
-    in_callback = false;
+class TestPlatform final : public jin::Platform {
+ public:
+  bool OnGpu() const override { return false; }
+  void SetAbsent(const jin::AbsentDevices& absent) override {
+    if (slow) {
+      in_call = true;
+      std::this_thread::sleep_for(300ms);
+      in_call = false;
+    }
+    std::lock_guard lock(events_mutex);
+    for (int process = 0; process < kProcesses; ++process) {
+      const jin::AbsentDevice* const device = absent.Find(10 * process);
+      const PeerState state = device ? device->state : PeerState::kRunning;
+      Check(!closed || device == nullptr, "told of an absence after Close()");
+      if (closed || known_[process] == state) continue;
+      known_[process] = state;
+      events.push_back({process, state, device ? device->what : ""});
+    }
   }
-  std::lock_guard lock(events_mutex);
-  events.push_back({static_cast<int>(ids[0] / 10), state, what});
-}
+  void Forget() { known_.fill(PeerState::kRunning); }
+  std::vector<jin::Wait> Look(jin::Clock::time_point, jin::Clock::duration) override { return {}; }
+  bool HasCalled(const jin::Wait&, uint64_t, uint64_t) override { return false; }
+  void GiveUp(const jin::Wait&, jin::Failure) override {}
+  std::vector<jin::Failure> TakeFailures() override { return {}; }
+  uint64_t Calls() override { return calls; }
+  void FailAll(const std::string&) override {}
+
+  std::atomic<uint64_t> calls = 0;
+
+ private:
+  std::array<PeerState, kProcesses> known_ = {PeerState::kRunning, PeerState::kRunning,
+                                              PeerState::kRunning};
+};
+TestPlatform platform;
 
 const char* Name(PeerState state) {
-  constexpr const char* kNames[] = {"present", "gone", "stopped", "dead"};
+  constexpr const char* kNames[] = {"unheard", "running", "silent", "finished",
+                                    "left",    "failed",  "lost"};
   return kNames[static_cast<int>(state)];
 }
 
@@ -144,7 +168,7 @@ void Expect(PeerState state, const std::string& text, int process = kVictim) {
   const std::string name = "process " + std::to_string(process) + " (pid " +
                            std::to_string(board->processes[process].pid) + ") ";
   const bool named =
-      state == PeerState::kPresent ? event.what.empty() : event.what.starts_with(name + text);
+      state == PeerState::kRunning ? event.what.empty() : event.what.starts_with(name + text);
   Check(event.process == process && event.state == state && named,
         std::string("told ") + Name(event.state) + " of process " + std::to_string(event.process) +
             " [" + event.what + "], expected " + Name(state) + " of process " +
@@ -160,8 +184,8 @@ void ExpectNothing() {
   }
 }
 
-std::vector<jin::PeerWatch::Peer> OtherProcesses() {
-  std::vector<jin::PeerWatch::Peer> peers;
+std::vector<jin::PeerAddress> OtherProcesses() {
+  std::vector<jin::PeerAddress> peers;
   for (int process = 0; process < kProcesses; ++process) {
     if (process == rank) continue;
     peers.push_back({process, board->processes[process].address, {10 * process}});
@@ -181,7 +205,7 @@ std::unique_ptr<jin::PeerWatch> Connected() {
   return watch;
 }
 
-void Arm(jin::PeerWatch& watch, double silent_s = kLongSilenceS) { watch.Arm({&OnPeer}, silent_s); }
+void Arm(jin::PeerWatch& watch, double silent_s = kLongSilenceS) { watch.Arm(&platform, silent_s); }
 
 jin::PeerWatch::Status StatusOf(const jin::PeerWatch& watch, int process) {
   for (const auto& status : watch.Peers()) {
@@ -194,14 +218,17 @@ void AwaitEnd(const jin::PeerWatch& watch) {
   Await([&watch] { return StatusOf(watch, kVictim).ended; }, "the victim's end");
 }
 
-// Nothing follows, and who asks again hears the same.
+// Nothing follows, and a fault is reported once.
 void ExpectTheEnd(const jin::PeerWatch& watch, PeerState state, const std::string& text) {
   AwaitEnd(watch);
   std::this_thread::sleep_for(600ms);  // two ticks
   ExpectNothing();
-  watch.Announce();
-  Expect(state, text);
-  ExpectNothing();
+  const auto failures = jin::Monitor::Get().TakeFailures();
+  const bool fault = jin::AbsenceIn(state) == jin::Absence::kFault;
+  Check(failures.size() == (fault ? 1 : 0), std::to_string(failures.size()) + " failures");
+  Check(!fault ||
+            (failures[0].process == kVictim && failures[0].message.find(text) != std::string::npos),
+        "another failure");
   const auto status = StatusOf(watch, kVictim);
   Check(status.state == state && status.pid == board->processes[kVictim].pid,
         "another status than the sink was told");
@@ -247,19 +274,18 @@ void EndingBeforeArm(PeerState state, const char* text,
 
 void Close(jin::PeerWatch& watch) {
   watch.Close();
-  sink_closed = true;
+  closed = true;
 }
 
-// Close() waits for a callback that runs.
-void CloseInCallback() {
+// Close() waits until the platform is not told any more.
+void CloseInCall() {
   jin::PeerWatch* const watch = Kept(Connected());
   slow = rank != kVictim;
   Arm(*watch);
   if (rank == kVictim) KillMyself();
-  Await([] { return in_callback.load(); }, "the callback");
-  // From then on there is nothing that a callback may use.
+  Await([] { return in_call.load(); }, "the call");
   Close(*watch);
-  Check(!in_callback, "Close() returned before a callback");
+  Check(!in_call, "Close() returned too early");
 }
 
 // SIGSTOP and SIGCONT, and an end while it is stopped.
@@ -279,20 +305,20 @@ void Stopped() {
   const int victim = board->processes[kVictim].pid;
   Barrier();
   if (rank == 0) kill(victim, SIGSTOP);
-  Expect(PeerState::kStopped, kSilent);
+  Expect(PeerState::kSilent, kSilent);
   Check(!StatusOf(*watch, kVictim).ended, "a process that is stopped has not ended");
   ++board->processes[rank].round;
   Await([] { return board->processes[2 - rank].round >= 1; }, "the other observer");
   if (rank == 0) kill(victim, SIGCONT);
-  Expect(PeerState::kPresent, "");
+  Expect(PeerState::kRunning, "");
   Await([] { return board->processes[kVictim].round == 1; }, "the victim's check");
   if (rank == 0) kill(victim, SIGSTOP);
-  Expect(PeerState::kStopped, kSilent);
+  Expect(PeerState::kSilent, kSilent);
   ++board->processes[rank].round;
   Await([] { return board->processes[2 - rank].round >= 2; }, "the other observer");
   if (rank == 0) kill(victim, SIGKILL);
-  Expect(PeerState::kDead, kKilled);
-  ExpectTheEnd(*watch, PeerState::kDead, kKilled);
+  Expect(PeerState::kLost, kKilled);
+  ExpectTheEnd(*watch, PeerState::kLost, kKilled);
 }
 
 // A child outlives the victim. One that was made without the C library's fork() keeps copies of the
@@ -330,18 +356,42 @@ void ChildExits(jin::PeerWatch& watch) {
 // New watches again and again. All say goodbye at the same time, and none is lost.
 void Again() {
   for (int round = 0; round < 20; ++round) {
-    sink_closed = false;
+    closed = false;
+    platform.Forget();
     auto watch = Connected();
     Arm(*watch);
     if (round % 2 == 0) Barrier();
     if ((round + rank) % 3 == 0) watch->Finish();
     Close(*watch);
     for (const Event& event : events) {
-      Check(event.state == PeerState::kGone, "told of a fault [" + event.what + "]");
+      Check(jin::AbsenceIn(event.state) != jin::Absence::kFault,
+            "told of a fault [" + event.what + "]");
     }
     events.clear();
     Barrier();
   }
+}
+
+// A process that has finished calls once more. It takes that back, and finishes later.
+void CallsAfterItsEnd() {
+  jin::PeerWatch* const watch = Kept(Connected());
+  Arm(*watch);
+  Barrier();
+  if (rank == kVictim) {
+    watch->Finish();
+    while (board->processes[0].round < 1 || board->processes[2].round < 1) {
+      std::this_thread::sleep_for(1ms);
+    }
+    ++platform.calls;
+    while (board->observers_done < kProcesses - 1) std::this_thread::sleep_for(1ms);
+    return;
+  }
+  Expect(PeerState::kFinished, kFinished);
+  ++board->processes[rank].round;
+  Expect(PeerState::kRunning, "");
+  Expect(PeerState::kFinished, kFinished);
+  ++board->observers_done;
+  Await([] { return board->observers_done == kProcesses - 1; }, "the other observer");
 }
 
 // Several threads use the watches while peers say goodbye, and while one is killed.
@@ -354,14 +404,17 @@ void Threads() {
   for (const auto* watch : {first.get(), second.get()}) {
     threads.emplace_back([&ends, watch] {
       while (!ends) {
-        watch->Announce();
         for (const auto& status : watch->Peers()) Check(status.pid > 0, "a status without a pid");
         std::this_thread::sleep_for(1ms);
       }
     });
   }
   threads.emplace_back([&ends] {
-    for (uint64_t known = 0; !ends;) known = jin::PeerWatch::WaitForEvents(known, 100);
+    while (!ends) {
+      jin::Monitor::Get().AwaitNews(100);
+      jin::Monitor::Get().TakeFailures();
+      jin::Monitor::Get().TakeWarnings();
+    }
   });
   Barrier();
   if (rank == kVictim) {
@@ -369,13 +422,13 @@ void Threads() {
     std::this_thread::sleep_for(200ms);
     KillMyself();
   }
-  Await([&first] { return StatusOf(*first, kVictim).state == PeerState::kGone; }, "the goodbye");
-  Await([&second] { return StatusOf(*second, kVictim).state == PeerState::kDead; }, "the end");
+  Await([&first] { return StatusOf(*first, kVictim).state == PeerState::kLeft; }, "the goodbye");
+  Await([&second] { return StatusOf(*second, kVictim).state == PeerState::kLost; }, "the end");
   if (rank == 0) first->Finish();
   ends = true;
-  jin::PeerWatch::WakeWaiting();
+  jin::Monitor::Get().EndNews();
   for (std::thread& thread : threads) thread.join();
-  Check(StatusOf(*first, kVictim).state == PeerState::kGone, "a goodbye is final");
+  Check(StatusOf(*first, kVictim).state == PeerState::kLeft, "a goodbye is final");
   ++board->observers_done;
   Await([] { return board->observers_done == kProcesses - 1; }, "the other observer");
   second.reset();
@@ -404,35 +457,37 @@ const std::vector<Case>& Cases() {
   static const auto before_arm = [](PeerState state, const char* text, auto how) {
     return [=] { EndingBeforeArm(state, text, how); };
   };
-  constexpr PeerState kGone = PeerState::kGone, kDead = PeerState::kDead;
+  constexpr PeerState kLeft = PeerState::kLeft, kFinish = PeerState::kFinished,
+                      kFail = PeerState::kFailed, kLost = PeerState::kLost;
   static const std::vector<Case> cases = {
-      {"killed", ending(kDead, kKilled, dies), SIGKILL},
-      {"exit", ending(kDead, kKilled, exits), 0},
-      {"close", ending(kGone, kShutdown, end(Close, exits)), 0},
-      {"close_killed", ending(kGone, kShutdown, end(Close, dies)), SIGKILL},
-      {"destroyed", ending(kGone, kShutdown, returns), 0},
-      {"finish", ending(kGone, kFinished, end(finish, returns)), 0},
-      {"finish_close", ending(kGone, kFinished, end(finish, Close, exits)), 0},
-      {"finish_exit", ending(kGone, kFinished, end(finish, exits)), 0},
-      {"finish_killed", ending(kGone, kFinished, end(finish, dies)), SIGKILL},
-      {"fail", ending(kDead, kFailed, end(fail, returns)), 0},
-      {"fail_exit", ending(kDead, kFailed, end(fail, exits)), 0},
-      {"fail_killed", ending(kDead, kFailed, end(fail, dies)), SIGKILL},
-      {"fail_close", ending(kDead, kFailed, end(fail, Close, exits)), 0},
+      {"killed", ending(kLost, kKilled, dies), SIGKILL},
+      {"exit", ending(kLost, kKilled, exits), 0},
+      {"close", ending(kLeft, kShutdown, end(Close, exits)), 0},
+      {"close_killed", ending(kLeft, kShutdown, end(Close, dies)), SIGKILL},
+      {"destroyed", ending(kLeft, kShutdown, returns), 0},
+      {"finish", ending(kFinish, kFinished, end(finish, returns)), 0},
+      {"finish_close", ending(kFinish, kFinished, end(finish, Close, exits)), 0},
+      {"finish_exit", ending(kFinish, kFinished, end(finish, exits)), 0},
+      {"finish_killed", ending(kFinish, kFinished, end(finish, dies)), SIGKILL},
+      {"fail", ending(kFail, kFailed, end(fail, returns)), 0},
+      {"fail_exit", ending(kFail, kFailed, end(fail, exits)), 0},
+      {"fail_killed", ending(kFail, kFailed, end(fail, dies)), SIGKILL},
+      {"fail_close", ending(kFail, kFailed, end(fail, Close, exits)), 0},
       {"fail_twice",
-       ending(kDead, kFailed,
+       ending(kFail, kFailed,
               end(
                   fail, [](Watch& w) { w.Fail("later"); }, exits)),
        0},
-      {"killed_early", before_arm(kDead, kKilled, dies), SIGKILL},
-      {"exit_early", before_arm(kDead, kKilled, exits), 0},
-      {"close_early", before_arm(kGone, kShutdown, end(Close, exits)), 0},
-      {"fail_early", before_arm(kDead, kFailed, end(fail, exits)), 0},
+      {"killed_early", before_arm(kLost, kKilled, dies), SIGKILL},
+      {"exit_early", before_arm(kLost, kKilled, exits), 0},
+      {"close_early", before_arm(kLeft, kShutdown, end(Close, exits)), 0},
+      {"fail_early", before_arm(kFail, kFailed, end(fail, exits)), 0},
       {"stopped", Stopped, SIGKILL},
-      {"forked", ending(kDead, kKilled, [](Watch& w) { ForkAndDie(false, w); }), SIGKILL},
-      {"forked_hooks", ending(kDead, kKilled, [](Watch& w) { ForkAndDie(true, w); }), SIGKILL},
-      {"forked_exits", ending(kDead, kFailed, ChildExits), SIGKILL},
-      {"close_in_callback", CloseInCallback, SIGKILL},
+      {"calls_after_its_end", CallsAfterItsEnd, 0},
+      {"forked", ending(kLost, kKilled, [](Watch& w) { ForkAndDie(false, w); }), SIGKILL},
+      {"forked_hooks", ending(kLost, kKilled, [](Watch& w) { ForkAndDie(true, w); }), SIGKILL},
+      {"forked_exits", ending(kFail, kFailed, ChildExits), SIGKILL},
+      {"close_in_call", CloseInCall, SIGKILL},
       {"again", Again, 0},
       {"threads", Threads, SIGKILL},
   };
@@ -480,15 +535,16 @@ bool Run(const Case& run) {
 
 // The return of one peer does not hide the absence of another.
 bool AbsentDevicesAreASet() {
-  jin::AbsentDevices absent;
-  const int64_t a = 10, b = 20, c = 30;
-  absent.Set(PeerState::kGone, &c, 1, "c");
-  absent.Set(PeerState::kStopped, &b, 1, "b");
-  bool holds = absent.In({a, b, c}) == "b" && !absent.In({a});
-  absent.Set(PeerState::kPresent, &b, 1, "");
-  holds = holds && absent.In({a, b, c}) == "c" && !absent.In({a, b});
-  absent.Clear();
-  return holds && !absent.In({a, b, c});
+  using enum PeerState;
+  const auto in = [](PeerState b, PeerState c) {
+    jin::AbsentDevices absent;
+    absent.Add(20, {jin::AbsenceIn(b), b, {}, "b"});
+    absent.Add(30, {jin::AbsenceIn(c), c, {}, "c"});
+    const auto* worst = absent.WorstIn({10, 20, 30});
+    return worst == nullptr ? "" : worst->what;
+  };
+  return in(kSilent, kLeft) == "c" && in(kRunning, kLeft) == "c" && in(kLost, kLeft) == "b" &&
+         in(kRunning, kRunning).empty();
 }
 
 int main(int argc, char** argv) {

@@ -1,23 +1,27 @@
-// Checks the decisions of the watch of the peers (host/peer_record.h) in all orders of events.
+// Checks what the monitor decides about peers (health/peer_table.h, health/peer_record.h) in all
+// orders of events.
 //
-//   watch_model [variant] [processes] [stops] [quick]
+//   health_model [variant] [processes] [stops] [quick]
 //
 // Process 0 watches the others. What a process sends does not depend on what it hears, so that one
-// watcher stands for all. Its first peer does anything at any time: it finishes, fails,
-// shuts down, stops and goes on (so many times), or is killed. A second peer does less. The watch's
-// thread looks at any time, and peers also act between any two questions that it asks. Meanwhile
-// the program arms the watch, makes a new communicator, announces, and closes. The end of a process
-// shows in steps: /proc says that it is exiting, its socket ends, its pidfd becomes readable, /proc
-// forgets it. The search is repeated where a child holds the socket, where there is no pidfd, and
-// where /proc does not show the peer; "quick" leaves out most of these places.
+// watcher stands for all. Its peer does anything at any time: it finishes, takes that back by a
+// call, fails, shuts down, stops and goes on (so many times), or is killed. Two peers do less. The
+// monitor looks at any time, and peers also act between any two questions that it asks. Meanwhile
+// the program arms the watch and closes it. A call of process 0 waits for all peers. The end of a
+// process shows in steps: /proc says that it is exiting, its socket ends, its pidfd becomes
+// readable, /proc forgets it. The search is repeated where a forked child holds the socket, where
+// there is no pidfd, and where /proc does not show the peer; "quick" leaves out most of these
+// places.
 //
-// Real is what decides about a peer. The model repeats processes, sockets and locks. Its sockets
-// hold everything. Time passes in one way: a peer that does not run, or whose heartbeat has not
-// been read, may have been silent for too long.
+// Real is what decides. The model repeats processes, sockets and locks. Its sockets hold
+// everything. Time passes in two ways: a peer that does not run, or whose heartbeat has not been
+// read, may have been silent for too long; and a call may have waited for kPatience, but not while
+// a peer's word that it goes on is on its way.
 //
-// Checked is what communicators are told, as it happens (World::Change, World::Deliver), and what
-// they know in the end, from each state (World::Settle). Variants other than "sound" do on purpose
-// what the code must not do. Exit status: that of collectives_model.cc.
+// Checked is what the platform is told, as it happens (World::Change, World::Tell), whether the
+// call is given up though all peers come, and what is known in the end, from each state
+// (World::Settle). Variants other than "sound" do on purpose what the code must not do. Exit
+// status: that of collectives_model.cc.
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -33,19 +37,18 @@
 #include <utility>
 #include <vector>
 
-#include "xla_ffi/host/peer_record.h"
+#include "xla_ffi/health/peer_record.h"
 
 namespace jin = jax_intranode;
 using jin::PeerNews;
 using jin::PeerNotice;
-using jin::PeerReason;
 using jin::PeerState;
 
 namespace {
 
 constexpr int kMostPeers = 2;
 constexpr size_t kMostPackets = 8;
-const jin::PeerRecord::Time kNow{std::chrono::seconds(100)}, kLongAgo{};
+const jin::Clock::time_point kNow{std::chrono::seconds(100)}, kLongAgo{};
 constexpr auto kSilent = std::chrono::seconds(30);
 
 const std::vector<std::pair<const char*, const char*>> kVariants = {
@@ -54,14 +57,14 @@ const std::vector<std::pair<const char*, const char*>> kVariants = {
     {"silence_first", "a silence is judged before the socket has been read"},
     {"reset_is_end", "what a peer sent before it closed its socket is not read"},
     {"forgets_before_arm", "what came before the watch was armed is dropped"},
-    {"no_goodbye", "nobody remembers that a peer leaves"},
-    {"stays_stopped", "a peer that is heard again is not present again"},
-    {"stops_dead", "a peer that is dead may stop"},
+    {"no_goodbye", "nobody remembers that a peer has finished"},
+    {"stays_silent", "a peer that is heard again is not present again"},
+    {"stays_finished", "a call after the end takes nothing back"},
     {"last_fault", "the last fault of a peer counts, not the first one"},
-    {"tells_twice", "a peer that is gone may go again"},
     {"socket_only", "only the socket tells of an end"},
-    {"announce_any_time", "new communicators are told while others are"},
-    {"close_any_time", "Close() does not wait for callbacks"},
+    {"one_bit", "the return of one peer clears the absence of all"},
+    {"no_patience", "a call gives up at once for a peer that may come back"},
+    {"close_any_time", "Close() does not wait until the platform has been told"},
 };
 std::string variant = "sound";
 bool Is(const char* name) { return variant == name; }
@@ -72,16 +75,11 @@ struct Place {
 };
 Place place;
 
-struct Told {
-  PeerState state = PeerState::kPresent;
-  PeerReason reason = PeerReason::kNone;
-  bool operator==(const Told&) const = default;
-};
-
 // A peer, and what process 0 has of it.
 struct Peer {
   // What it has said, and how it is.
   bool finished = false, shut_down = false, failed = false;
+  uint8_t call = 0;  // after its end: 0: none, 1: made, 2: and told
   bool stopped = false, exits = false, socket_closed = false, ended = false, reaped = false;
   uint8_t stops = 0;
   // On the way to process 0.
@@ -91,6 +89,9 @@ struct Peer {
   jin::PeerRecord record{};
   bool socket_open = true, pidfd_open = true;
 
+  // It has made a call since it said that it had finished, and will say so.
+  bool HasToSay() const { return call == 1; }
+  bool Comes() const { return Runs() && !shut_down && !failed && (!finished || call == 1); }
   bool Runs() const { return !stopped && !exits; }
   bool HasHeartbeat() const {
     return std::find(packets.begin(), packets.end(), PeerNotice::kHeartbeat) != packets.end();
@@ -108,21 +109,16 @@ struct NextQuestion {
 };
 
 struct World {
-  struct Call {
-    int peer;
-    Told told;
-  };
   std::vector<Peer> peers{};
   Doing doing = Doing::kNothing;
   int with = 0;           // with this peer
   std::string answers{};  // so far
   std::string at{};       // what they have led to: the same leads to the same
-  bool armed = false;
-  bool has_second = false, announced = false;  // a communicator that is new
-  bool closes = false, closed = false;
-  std::deque<Call> calls{};      // of the thread: it tells them one by one, with a lock
-  std::deque<Call> announces{};  // only in variants: Announce() has that lock, too
-  Told first[kMostPeers]{}, second[kMostPeers]{};  // what the communicators know
+  bool armed = false, closes = false, closed = false;
+  bool changed = false;           // the platform has to be told
+  PeerState known[kMostPeers]{};  // by the platform
+  bool waited[kMostPeers]{};      // its call, for kPatience
+  bool gave_up = false;
   std::string error{};
 
   void Fail(const std::string& what) {
@@ -133,69 +129,65 @@ struct World {
   // The peers.
   using Action = std::pair<const char*, std::function<void(Peer&)>>;
   std::vector<Action> ActionsOf(int p, int stops) const;
-  static std::vector<Action> ActionsOfSecond(const Peer& peer);
+  static std::vector<Action> ActionsOfFew(const Peer& peer);
 
-  // The watch's thread.
+  // The monitor.
   void Go(bool at_once);
   void Do(struct Port& port);
   void DoAtOnce(Doing what, int p) {
     doing = what;
     with = p;
     Go(true);
+    if (changed) Tell();
   }
   void Change(int p);
-  void Deliver();
+  void Tell();
+  void JudgeCall();
 
-  // The program of process 0.
   void Arm();
-  void Announce();
-
   void Settle();
 
-  // The thread has a lock from its look to the last call, and another one only for the look.
-  bool ThreadLooks() const { return doing != Doing::kNothing; }
-  bool ThreadIsFree() const { return !ThreadLooks() && calls.empty(); }
+  // The monitor has a lock from its look until the platform has been told.
+  bool MonitorLooks() const { return doing != Doing::kNothing; }
+  bool MonitorIsFree() const { return !MonitorLooks() && !changed; }
 };
 
 std::string KeyOfRecord(const Peer& peer) {
   const jin::PeerRecord& r = peer.record;
-  return {static_cast<char>(r.state), static_cast<char>(r.reason),
-          static_cast<char>(r.ended << 1 | (r.heard == kNow) << 2),
+  return {static_cast<char>(r.state), static_cast<char>(r.ended << 1 | (r.heard == kNow) << 2),
           static_cast<char>(peer.socket_open | peer.pidfd_open << 1 | !r.text.empty() << 2)};
 }
 
 std::string World::Key() const {
   std::string key;
   const auto add = [&key](auto... values) { (key.push_back(static_cast<char>(values)), ...); };
-  const auto add_told = [&](const Told& told) { add(told.state, told.reason); };
   for (size_t p = 0; p < peers.size(); ++p) {
     const Peer& peer = peers[p];
-    add(peer.finished << 1 | peer.shut_down << 2 | peer.failed << 3,
+    add(peer.finished << 1 | peer.shut_down << 2 | peer.failed << 3 | peer.call << 4,
         peer.stopped | peer.exits << 1 | peer.socket_closed << 2 | peer.ended << 3 |
             peer.reaped << 4 | peer.reset << 5,
         peer.stops, peer.packets.size());
     for (const PeerNotice notice : peer.packets) add(notice);
     key += KeyOfRecord(peer);
-    add_told(first[p]);
-    add_told(second[p]);
+    add(known[p], waited[p]);
   }
   add(doing, with, at.size());
   key += at;
-  add(armed | has_second << 1 | announced << 2 | closes << 3 | closed << 4, calls.size());
-  for (const auto* list : {&calls, &announces}) {
-    for (const Call& call : *list) {
-      add(call.peer);
-      add_told(call.told);
-    }
-    add('.');
-  }
+  add(armed | changed << 1 | closes << 2 | closed << 3 | gave_up << 4);
   return key;
 }
 
-// A second peer does less: it says one thing at most, and ends at once.
-std::vector<World::Action> World::ActionsOfSecond(const Peer& peer) {
+// Takes back that it has finished. It may finish once more.
+void SaysSo(Peer& peer) {
+  if (!peer.socket_closed) peer.packets.push_back(PeerNotice::kGoesOn);
+  peer.finished = false;
+  peer.call = 2;
+}
+
+// One of several peers does less: it says one thing at most, and ends at once.
+std::vector<World::Action> World::ActionsOfFew(const Peer& peer) {
   std::vector<Action> actions;
-  if (peer.exits) return actions;
+  if (!peer.Runs()) return actions;
   if (!peer.finished && !peer.failed) {
     actions.push_back({"finishes", [](Peer& p) {
                          p.packets.push_back(PeerNotice::kFinished);
@@ -206,14 +198,26 @@ std::vector<World::Action> World::ActionsOfSecond(const Peer& peer) {
                          p.failed = true;
                        }});
   }
+  if (peer.finished && peer.call == 0) actions.push_back({"calls", [](Peer& p) { p.call = 1; }});
+  if (peer.HasToSay()) actions.push_back({"says so", &SaysSo});
   actions.push_back({"ends", [](Peer& p) { p.exits = p.socket_closed = p.ended = true; }});
   return actions;
 }
 
 std::vector<World::Action> World::ActionsOf(int p, int stops) const {
   const Peer& peer = peers[p];
-  if (p > 0) return ActionsOfSecond(peer);
   std::vector<Action> actions;
+  if (peers.size() > 1) {
+    actions = ActionsOfFew(peer);
+    if (p == 0 && peer.Runs() && peer.stops < stops) {
+      actions.push_back({"stops", [](Peer& p) {
+                           p.stopped = true;
+                           ++p.stops;
+                         }});
+    }
+    if (peer.stopped) actions.push_back({"goes on", [](Peer& p) { p.stopped = false; }});
+    return actions;
+  }
   const auto says = [](PeerNotice notice) {
     return [notice](Peer& p) {
       if (!p.socket_closed) p.packets.push_back(notice);
@@ -233,6 +237,10 @@ std::vector<World::Action> World::ActionsOf(int p, int stops) const {
                            p.finished = true;
                          }});
     }
+    if (peer.finished && peer.call == 0) {
+      actions.push_back({"calls", [](Peer& p) { p.call = 1; }});
+    }
+    if (peer.HasToSay()) actions.push_back({"says so", &SaysSo});
     if (!peer.failed) {
       actions.push_back({"fails", [=](Peer& p) {
                            says(PeerNotice::kFailed)(p);
@@ -327,11 +335,12 @@ struct Port {
     if (Is("proc_last")) hides_packets = exits;
     return exits;
   }
-  jin::PeerRecord::Time Now() { return kNow; }
+  jin::Clock::time_point Now() { return kNow; }
   bool HasPidfd() { return place.has_pidfd && peer().pidfd_open; }
   void CloseSocket() { peer().socket_open = false; }
   void ClosePidfd() { peer().pidfd_open = false; }
-  void Tell() { world.Change(p); }
+  void OnNote(const jin::PeerMessage&) {}
+  void OnChange() { world.Change(p); }
 };
 
 // The thread goes on with what it does, as far as its next question.
@@ -349,126 +358,113 @@ void World::Go(bool at_once) {
     const bool is_tick = doing == Doing::kTick || doing == Doing::kTickAfterOwnStop;
     at = KeyOfRecord(peers[with]) + next.question;
     at.push_back(was_heard | port.hides_packets << 1 | (is_tick && port.given[0] == 1) << 2);
-    for (const Call& call : calls) {
-      at.push_back(static_cast<char>(call.told.state));
-      at.push_back(static_cast<char>(call.told.reason));
-    }
+    at.push_back(static_cast<char>(changed));
     peers[with].record = before.record;
     peers[with].socket_open = before.socket_open;
     peers[with].pidfd_open = before.pidfd_open;
-    calls.clear();
+    changed = false;
     answers = port.given;
   }
 }
 
-void Forget(jin::PeerRecord& record) {
-  record.state = PeerState::kPresent;
-  record.reason = PeerReason::kNone;
-}
-
 void World::Do(Port& port) {
   jin::PeerRecord& record = peers[with].record;
+  const PeerState before = record.state;
+  const bool was_fault = jin::AbsenceIn(before) == jin::Absence::kFault;
   switch (doing) {
     case Doing::kNothing:
       break;
-    case Doing::kSocket: {
-      const jin::PeerRecord before = record;
-      const bool tells_twice = Is("tells_twice") && record.state == PeerState::kGone;
-      if (tells_twice) Forget(record);
-      const bool was_stopped = record.state == PeerState::kStopped;
+    case Doing::kSocket:
       record.OnSocket(port);
-      if (tells_twice && record.state == PeerState::kPresent) {
-        record.state = before.state;
-        record.reason = before.reason;
-      }
-      if (Is("stays_stopped") && was_stopped && record.state == PeerState::kPresent) {
-        record.state = PeerState::kStopped;
-        record.reason = PeerReason::kSilent;
-        calls.clear();
-      }
-      if (Is("no_goodbye") && record.state == PeerState::kGone) record.state = PeerState::kPresent;
       break;
-    }
     case Doing::kPidfd:
-      if (Is("last_fault") && record.state == PeerState::kDead && !record.ended) {
-        Forget(record);
-      }
+      if (Is("last_fault") && was_fault && !record.ended) record.state = PeerState::kRunning;
       port.hides_packets = Is("pidfd_first");
       record.OnEnd(port);
       break;
     case Doing::kTick:
     case Doing::kTickAfterOwnStop:
-      if (Is("stops_dead") && record.state == PeerState::kDead && record.heard == kLongAgo) {
-        record.state = PeerState::kStopped;
-        record.reason = PeerReason::kSilent;
-        port.Tell();
-      }
       if (Is("proc_last")) record.OnSocket(port);
       port.hides_packets = Is("silence_first");
       record.OnTick(port, kNow, kSilent, doing == Doing::kTickAfterOwnStop);
       break;
   }
+  const bool comes_back = record.state == PeerState::kRunning;
+  if (comes_back && ((Is("stays_silent") && before == PeerState::kSilent) ||
+                     (Is("stays_finished") && before == PeerState::kFinished))) {
+    record.state = before;
+  }
+  if (Is("no_goodbye") && record.state == PeerState::kFinished) record.state = PeerState::kRunning;
 }
 
 // The record has a new state.
 void World::Change(int p) {
+  changed = true;
   const Peer& peer = peers[p];
-  const PeerReason reason = peer.record.reason;
-  const bool said_goodbye = peer.finished || peer.shut_down;
-  switch (peer.record.state) {
-    case PeerState::kPresent:
+  const auto& record = peer.record;
+  switch (record.state) {
+    case PeerState::kUnheard:
+      Fail("wrong: a peer that was heard is unheard of");
       break;
-    case PeerState::kGone:
-      if (reason == PeerReason::kFinished   ? !peer.finished
-          : reason == PeerReason::kShutdown ? !peer.shut_down
-                                            : true) {
-        Fail("wrong: a peer is gone for another reason");
-      }
+    case PeerState::kRunning:
       break;
-    case PeerState::kStopped:
-      if (peer.stops == 0 && !peer.exits) Fail("wrong: a peer that ran is stopped");
+    case PeerState::kSilent:
+      if (peer.stops == 0 && !peer.exits) Fail("wrong: a peer that ran is silent");
       break;
-    case PeerState::kDead:
-      if (reason == PeerReason::kFailed) {
-        if (!peer.failed || peer.record.text != "why") Fail("wrong: a failure without a text");
-      } else if (reason != PeerReason::kNoGoodbye) {
-        Fail("wrong: a peer is dead for another reason");
-      } else if (said_goodbye) {
-        Fail("wrong: a peer that said goodbye is dead");
+    case PeerState::kFinished:
+      if (!peer.finished && peer.call == 0) Fail("wrong: a peer has finished that has not said so");
+      break;
+    case PeerState::kLeft:
+      if (!peer.shut_down) Fail("wrong: a peer has left that has not said so");
+      break;
+    case PeerState::kFailed:
+      if (!peer.failed || record.text != "why") Fail("wrong: a failure without a text");
+      break;
+    case PeerState::kLost:
+      if (peer.finished || peer.shut_down) {
+        Fail("wrong: a peer that said goodbye is lost");
       } else if (peer.failed) {
-        Fail("wrong: a peer is dead, and not for the reason that it gave");
+        Fail("wrong: a peer is lost, and not for the reason that it gave");
       } else if (!peer.exits) {
-        Fail("wrong: a peer that runs is dead");
+        Fail("wrong: a peer that runs is lost");
       }
       break;
   }
-  calls.push_back({p, {peer.record.state, reason}});
 }
 
-// The thread tells of a change.
-void World::Deliver() {
-  if (closed) return Fail("wrong: a callback after Close()");
-  const Call call = calls.front();
-  calls.pop_front();
-  Told& known = first[call.peer];
-  const PeerState to = call.told.state;
-  bool allowed = false;
-  switch (known.state) {
-    case PeerState::kPresent:
-      allowed = to != PeerState::kPresent;
-      break;
-    case PeerState::kStopped:
-      allowed = to != PeerState::kStopped;
-      break;
-    case PeerState::kGone:  // then its program failed
-      allowed = to == PeerState::kDead && call.told.reason == PeerReason::kFailed;
-      break;
-    case PeerState::kDead:
-      break;
+// The platform is told of all peers.
+void World::Tell() {
+  changed = false;
+  if (closed) Fail("wrong: the platform is told after Close()");
+  bool returns = false;
+  for (size_t p = 0; p < peers.size(); ++p) {
+    const PeerState now = peers[p].record.state;
+    if (now == known[p]) continue;
+    if (jin::AbsenceIn(known[p]) == jin::Absence::kFault || known[p] == PeerState::kLeft) {
+      Fail("wrong: a change that can't follow the last one");
+    }
+    returns |= now == PeerState::kRunning && known[p] != PeerState::kUnheard;
+    known[p] = now;
+    waited[p] = false;
   }
-  if (!allowed) Fail("wrong: a change that can't follow the last one");
-  known = call.told;
-  if (has_second) second[call.peer] = call.told;
+  for (size_t p = 0; p < peers.size() && returns && Is("one_bit"); ++p) {
+    known[p] = PeerState::kRunning;
+  }
+  JudgeCall();
+}
+
+// The call that waits for all peers.
+void World::JudgeCall() {
+  if (gave_up) return;
+  bool all_come = true;
+  for (size_t p = 0; p < peers.size(); ++p) {
+    const bool long_ago = waited[p] || Is("no_patience");
+    const auto time = long_ago ? jin::kPatience : std::chrono::seconds(0);
+    gave_up |= jin::GivesUp(jin::AbsenceIn(known[p]), time, time);
+    // One that was stopped may come back too late.
+    all_come &= peers[p].Comes() && peers[p].stops == 0;
+  }
+  if (gave_up && all_come) Fail("wrong: a call gives up though all peers come");
 }
 
 void World::Arm() {
@@ -479,59 +475,46 @@ void World::Arm() {
   }
 }
 
-void World::Announce() {
-  announced = true;
-  for (size_t p = 0; p < peers.size(); ++p) {
-    const jin::PeerRecord& record = peers[p].record;
-    if (record.state == PeerState::kPresent) continue;
-    announces.push_back({static_cast<int>(p), {record.state, record.reason}});
-  }
-}
-
-// What will be known if nobody does anything more, but those that run send heartbeats.
+// What will be known if nobody does anything more, but those that run send heartbeats, and say that
+// they go on.
 void World::Settle() {
   if (!armed) Arm();
-  const bool with_second = has_second;
   for (int round = 0; round < 4; ++round) {
-    while (!calls.empty()) Deliver();
-    if (with_second && !announced) Announce();
-    for (; !announces.empty(); announces.pop_front()) {
-      second[announces.front().peer] = announces.front().told;
-    }
     for (size_t p = 0; p < peers.size(); ++p) {
       Peer& peer = peers[p];
       const int number = static_cast<int>(p);
       if (peer.exits) peer.socket_closed = peer.ended = true;
       if (peer.Runs() && !peer.socket_closed) peer.packets.push_back(PeerNotice::kHeartbeat);
+      if (peer.Runs() && !peer.socket_closed && peer.HasToSay()) SaysSo(peer);
       peer.record.heard = kLongAgo;
       if (peer.SocketIsReady()) DoAtOnce(Doing::kSocket, number);
       if (peer.PidfdIsReady()) DoAtOnce(Doing::kPidfd, number);
       DoAtOnce(Doing::kTick, number);
     }
   }
-  while (!calls.empty()) Deliver();
+  if (changed) Tell();
   for (size_t p = 0; p < peers.size(); ++p) {
     const Peer& peer = peers[p];
-    const Told told = first[p];
-    const bool goes = peer.finished || peer.shut_down;
     // /proc may have forgotten the process before anybody asked.
     const bool shows = place.has_pidfd || !place.child_holds_socket;
-    const PeerState known = told.state;
-    if (told != Told{peer.record.state, peer.record.reason} || (with_second && second[p] != told)) {
-      Fail("wrong: a communicator knows another state than the watch");
+    const PeerState now = known[p];
+    if (now != peer.record.state) {
+      Fail("wrong: the platform knows another state than the monitor");
     } else if (peer.failed) {
-      if (told.reason != PeerReason::kFailed) Fail("wrong: nobody knows of a failure");
+      if (now != PeerState::kFailed) Fail("wrong: nobody knows of a failure");
+    } else if (peer.finished) {
+      if (now != PeerState::kFinished)
+        Fail("a wait without end: nobody knows that a peer finished");
+    } else if (peer.shut_down) {
+      if (now != PeerState::kLeft) Fail("a wait without end: nobody has heard a goodbye");
     } else if (peer.exits && shows) {
-      if (known != (goes ? PeerState::kGone : PeerState::kDead)) {
+      if (now != PeerState::kLost)
         Fail("a wait without end: nobody knows that a process has ended");
-      }
     } else if (peer.exits) {
-      if (known == PeerState::kPresent) Fail("a wait without end: an end, and not even a silence");
-    } else if (peer.finished || peer.shut_down) {
-      if (known != PeerState::kGone) Fail("a wait without end: nobody has heard a goodbye");
+      if (now == PeerState::kRunning) Fail("a wait without end: an end, and not even a silence");
     } else if (peer.stopped) {
-      if (known != PeerState::kStopped) Fail("a wait without end: nobody knows of a stop");
-    } else if (known != PeerState::kPresent) {
+      if (now != PeerState::kSilent) Fail("a wait without end: nobody knows of a stop");
+    } else if (jin::AbsenceIn(now) != jin::Absence::kNone) {
       Fail("wrong: a peer that runs is absent");
     }
   }
@@ -591,7 +574,7 @@ class Search {
       if (peer.packets.size() > kMostPackets) error = "too many packets for the model";
     }
     way_.push_back({before, &*names_.insert(what).first});
-    if (error.empty() && !world.closes && world.ThreadIsFree()) {
+    if (error.empty() && !world.closes && world.MonitorIsFree()) {
       World settled = world;
       settled.Settle();
       error = settled.error;
@@ -617,8 +600,10 @@ class Search {
 
   void Expand(const World& world) {
     const int peers = static_cast<int>(world.peers.size());
-    const bool is_free = world.ThreadIsFree();
-    if (!world.calls.empty()) One(world, "the thread calls", [](World& w) { w.Deliver(); });
+    const bool is_free = world.MonitorIsFree();
+    if (!world.MonitorLooks() && world.changed) {
+      One(world, "the monitor tells the platform", [](World& w) { w.Tell(); });
+    }
     if (world.closed) return;
     if (world.closes) {
       if (is_free || Is("close_any_time")) {
@@ -632,7 +617,18 @@ class Search {
       for (const auto& action : world.ActionsOf(p, stops_)) {
         One(world, name + " " + action.first, [&](World& w) { action.second(w.peers[p]); });
       }
-      const bool is_looked_at = world.ThreadLooks() && world.with == p;
+      // A word that takes back that the peer has finished arrives in time.
+      const auto& packets = peer.packets;
+      const bool has_news =
+          std::find(packets.begin(), packets.end(), PeerNotice::kGoesOn) != packets.end();
+      if (jin::AbsenceIn(world.known[p]) == jin::Absence::kIfWaited && !world.waited[p] &&
+          !(peer.Runs() && peer.HasToSay()) && !has_news && is_free) {
+        One(world, "a call has waited for " + name, [p](World& w) {
+          w.waited[p] = true;
+          w.JudgeCall();
+        });
+      }
+      const bool is_looked_at = world.MonitorLooks() && world.with == p;
       if (world.armed && peer.record.heard == kNow && !is_looked_at &&
           (!peer.Runs() || peer.socket_closed || peer.HasHeartbeat())) {
         One(world, name + " has not been heard for long",
@@ -643,25 +639,16 @@ class Search {
       One(world, "the program arms the watch", [](World& w) { w.Arm(); });
       return;
     }
-    if (world.ThreadLooks()) {
-      One(world, "the thread looks on", [](World& w) { w.Go(false); });
+    if (world.MonitorLooks()) {
+      One(world, "the monitor looks on", [](World& w) { w.Go(false); });
     } else {
       One(world, "the program begins to close", [](World& w) { w.closes = true; });
     }
-    if (!world.has_second) {
-      One(world, "the program makes a communicator", [](World& w) { w.has_second = true; });
-    } else if (!world.announced && !world.ThreadLooks() && (is_free || Is("announce_any_time"))) {
-      One(world, "the program announces", [](World& w) {
-        w.Announce();
-        if (!Is("announce_any_time")) Take(w);
-      });
-    }
-    if (!world.announces.empty()) One(world, "Announce() calls", [](World& w) { Take(w); });
     if (!is_free) return;
     for (int p = 0; p < peers; ++p) {
       const Peer& peer = world.peers[p];
       const auto begins = [&](Doing doing, const char* what) {
-        One(world, std::string("the thread ") + what + " process " + std::to_string(p + 1),
+        One(world, std::string("the monitor ") + what + " process " + std::to_string(p + 1),
             [=](World& w) {
               w.doing = doing;
               w.with = p;
@@ -670,19 +657,11 @@ class Search {
       };
       if (peer.SocketIsReady()) begins(Doing::kSocket, "looks at the socket of");
       if (peer.PidfdIsReady()) begins(Doing::kPidfd, "looks at the pidfd of");
-      if (peer.record.ended && !Is("stops_dead")) continue;
+      if (peer.record.ended) continue;
       begins(Doing::kTick, "ticks for");
       if (peer.record.heard == kLongAgo) {
         begins(Doing::kTickAfterOwnStop, "ticks after a gap for");
       }
-    }
-  }
-
-  // Announce() tells all.
-  static void Take(World& world) {
-    for (; !world.announces.empty(); world.announces.pop_front()) {
-      const auto& call = world.announces.front();
-      world.second[call.peer] = call.told;
     }
   }
 

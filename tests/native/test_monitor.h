@@ -1,0 +1,71 @@
+// Watches over groups in one address space as the monitor (xla_ffi/health/monitor.h) does over
+// those of a process: each group stands for a process, and hears what the others wait in.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "xla_ffi/health/waits.h"
+#include "xla_ffi/host/host_group.h"
+
+namespace jax_intranode {
+
+class TestMonitor {
+ public:
+  using Groups = std::vector<std::shared_ptr<HostGroup>>;
+
+  explicit TestMonitor(Groups groups, Clock::duration patience = std::chrono::hours(1))
+      : groups_(std::move(groups)), reports_(groups_.size()), patience_(patience) {
+    thread_ = std::thread([this] {
+      while (!ends_) {
+        for (size_t i = 0; i < groups_.size(); ++i) Look(i);
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      }
+    });
+  }
+  ~TestMonitor() {
+    ends_ = true;
+    thread_.join();
+  }
+
+  std::vector<std::string> TakeWarnings() {
+    std::lock_guard lock(mutex_);
+    return std::exchange(warnings_, {});
+  }
+
+ private:
+  void Look(size_t i) {
+    std::vector<Wait> waits;
+    groups_[i]->Look(Clock::now(), {}, &waits);
+    const auto outcome = reports_[i].Update(
+        waits, Clock::now(), patience_,
+        [&](const Wait& wait, uint64_t site, uint64_t count) {
+          return groups_[i]->HasCalled(wait.rank, site, count);
+        },
+        [](int64_t) { return std::string(); });
+    for (const WaitNote& note : outcome.notes) {
+      for (size_t other = 0; other < reports_.size(); ++other) {
+        if (other != i) reports_[other].Hear(ParseNote(TextOf(note)).value(), Clock::now());
+      }
+    }
+    for (const auto& [wait, failure] : outcome.over) groups_[i]->GiveUp(wait, failure);
+    std::lock_guard lock(mutex_);
+    for (const std::string& warning : outcome.warnings) warnings_.push_back(warning);
+  }
+
+  const Groups groups_;
+  std::vector<WaitReports> reports_;
+  const Clock::duration patience_;
+  std::atomic<bool> ends_{false};
+  std::mutex mutex_;
+  std::vector<std::string> warnings_;
+  std::thread thread_;
+};
+
+}  // namespace jax_intranode

@@ -1,0 +1,223 @@
+// The communicators and peer buffers on the GPUs of this process, as the monitor sees them
+// (health/monitor.h). It reads what kernels write to host memory (cuda/failure.h), and sets the
+// word that tells them to give up. Nothing here calls CUDA.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "../health/platform.h"
+#include "../host/call_sites.h"
+#include "../kernels/same_operation.h"
+#include "collectives_cuda.h"
+#include "peer_cuda.h"
+#include "site_numbers.h"
+
+namespace jax_intranode {
+
+class CudaPlatform final : public Platform {
+ public:
+  static CudaPlatform& Get() {
+    static CudaPlatform* const platform = new CudaPlatform;
+    return *platform;
+  }
+
+  // Something is new: a communicator, or a peer buffer.
+  template <class Add>
+  void AddNew(const Add& add) {
+    std::lock_guard lock(mutex_);
+    add();
+    Apply();
+  }
+
+  bool OnGpu() const override { return true; }
+
+  void SetAbsent(const AbsentDevices& absent) override {
+    std::lock_guard lock(mutex_);
+    absent_ = absent;
+    Apply();
+  }
+
+  // A kernel that has waited for a second writes that again and again, while it waits.
+  std::vector<Wait> Look(Clock::time_point now, Clock::duration) override {
+    std::lock_guard lock(mutex_);
+    std::vector<Wait> waits;
+    std::map<const volatile uint64_t*, Seen> seen;
+    for (const Place& place : Places()) {
+      const uint64_t word = *place.wait;
+      const auto known = seen_.find(place.wait);
+      const bool is_new = known == seen_.end() || known->second.word != word;
+      const Clock::time_point changed = is_new ? now : known->second.changed;
+      seen[place.wait] = {word, changed};
+      const LongWait kernel = UnpackWait(word);
+      if (word == 0 || now - changed > kOver ||
+          static_cast<size_t>(kernel.missing) >= place.group.size()) {
+        continue;
+      }
+      Wait& wait = waits.emplace_back();
+      wait.owner = place.communicator;
+      wait.device_ids = place.group;
+      wait.group = place.name;
+      wait.rank = place.rank;
+      wait.missing = kernel.missing;
+      wait.present = 1u << place.rank;
+      wait.waited = std::chrono::duration_cast<Clock::duration>(
+          std::chrono::duration<double>(kernel.seconds));
+      wait.site = CallSites::Get().SiteOf(kernel.site);
+      wait.shared = CallSites::Get().IsShared(wait.site);
+      wait.site_number = Fnv1a(wait.site);
+      wait.limit_s = place.limit_s;
+      wait.reported = wait.ends_itself = true;
+      const AbsentDevice* const absent = absent_.Find(place.group[kernel.missing]);
+      if (absent && GivesUp(absent->absence, wait.waited, now - absent->since)) {
+        place.communicator->set_failure(LostText(absent->what, true));
+      }
+    }
+    seen_ = std::move(seen);
+    Apply();
+    return waits;
+  }
+
+  // Kernels compare their operations, and end at their limit, by themselves.
+  bool HasCalled(const Wait&, uint64_t, uint64_t) override { return false; }
+  void GiveUp(const Wait&, Failure) override {}
+
+  std::vector<Failure> TakeFailures() override {
+    std::lock_guard lock(mutex_);
+    std::vector<Failure> failures;
+    for (const Place& place : Places()) {
+      const auto add = [&](FailureReason reason, int missing, uint32_t site) -> Failure& {
+        Failure& failure = failures.emplace_back();
+        failure.reason = reason;
+        failure.on_gpu = true;
+        failure.rank = place.rank;
+        failure.missing = missing;
+        failure.device_ids = place.group;
+        failure.group = place.name;
+        failure.limit_s = place.limit_s;
+        failure.site = CallSites::Get().SiteOf(site);
+        failure.shared = CallSites::Get().IsShared(failure.site);
+        return failure;
+      };
+      if (const auto refused = place.communicator->TakeRefused()) {
+        add(FailureReason::kPeerGone, -1, 0).message = refused->second;
+      }
+      const auto reason = static_cast<FailureReason>(*place.reason);
+      if (reason == FailureReason::kNone || !taken_.insert(place.reason).second) continue;
+      const AbsentDevice* const absent = absent_.WorstIn(place.group);
+      Failure* failure;
+      if (const volatile v1::PeerRecord* record = place.of_buffer) {
+        failure = &add(reason, record->missing, record->site);
+        failure->operation = PeerCallName(place.buffer, failure->site);
+      } else {
+        const volatile FailureRecord* of_kernel = place.record;
+        failure = &add(reason, of_kernel->missing, of_kernel->site);
+        const auto algorithm = static_cast<Algorithm>(of_kernel->algorithm);
+        failure->operation = failure->title = OperationName(algorithm);
+        if (IsAllReduce(algorithm)) {
+          failure->title += std::string(" (") + AlgorithmName(algorithm) + ")";
+        }
+        if (reason == FailureReason::kOtherOperation) {
+          failure->detail = ", which runs " + ToldOperation(of_kernel->other);
+        }
+      }
+      if (reason == FailureReason::kAborted && absent) {
+        failure->reason = absent->state == PeerState::kSilent ? FailureReason::kPeerStopped
+                                                              : FailureReason::kPeerGone;
+        failure->detail += ", but " + absent->what;
+      }
+    }
+    // Those of aborted kernels come last: they don't show which wait failed first.
+    std::stable_sort(failures.begin(), failures.end(), [](const Failure& a, const Failure& b) {
+      return (a.reason == FailureReason::kAborted) < (b.reason == FailureReason::kAborted);
+    });
+    return failures;
+  }
+
+  uint64_t Calls() override { return device_handler_calls.load(); }
+
+  void FailAll(const std::string& message) override {
+    std::lock_guard lock(mutex_);
+    for (const Place& place : Places()) place.communicator->set_failure(message);
+    Apply();
+  }
+
+ private:
+  // How long after its last word a wait is over. Kernels that wait write every 10 ms.
+  static constexpr auto kOver = std::chrono::seconds(1);
+
+  // Where kernels of a device write: the record of a communicator, or that of a peer buffer.
+  struct Place {
+    std::shared_ptr<DeviceCommunicator> communicator;
+    std::vector<int64_t> group;  // device ids
+    uint64_t name;               // of the partition
+    int rank;
+    double limit_s;
+    const volatile uint32_t* reason;
+    const volatile uint64_t* wait;
+    volatile uint32_t* abort;
+    const volatile FailureRecord* record;
+    const volatile v1::PeerRecord* of_buffer;
+    std::string buffer;
+  };
+  struct Seen {
+    uint64_t word;
+    Clock::time_point changed;
+  };
+
+  static std::vector<Place> Places() {
+    std::vector<Place> places;
+    const auto add = [&](const auto& communicator, size_t device, const Partition& partition,
+                         int rank, uint64_t timeout_ns, auto* record) -> Place& {
+      return places.emplace_back(Place{communicator, communicator->groups.at(device),
+                                       Fnv1a(ToString(partition)), rank, timeout_ns / 1e9,
+                                       &record->reason, &record->wait, &record->abort});
+    };
+    for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
+      for (size_t device = 0; device < communicator->members.size(); ++device) {
+        const auto& member = communicator->members[device];
+        if (!member) continue;
+        add(communicator, device, partition, member->rank, member->timeout_ns, member->failure)
+            .record = member->failure;
+      }
+    }
+    for (const auto& buffer : DevicePeerBuffers::Get().Alive()) {
+      for (const auto& [device, peers] : buffer->members) {
+        Place& place = add(buffer->communicator, device, buffer->partition, peers.rank,
+                           peers.timeout_ns, peers.record);
+        place.of_buffer = peers.record;
+        place.buffer = buffer->name;
+      }
+    }
+    return places;
+  }
+
+  // What follows from the set of absent devices: which communicators have failed, and where kernels
+  // that wait give up. A kernel looks at the word at most every 10 ms, and only when it waits:
+  // those that have all data end in order.
+  void Apply() {
+    const std::vector<Place> places = Places();
+    for (const Place& place : places) {
+      const AbsentDevice* const absent = absent_.WorstIn(place.group);
+      if (absent && absent->absence == Absence::kFault) {
+        place.communicator->set_failure(LostText(absent->what, true));
+      } else if (absent && Refuses(absent->absence)) {
+        place.communicator->set_left(LostText(absent->what, true));
+      }
+    }
+    for (const Place& place : places) *place.abort = !place.communicator->failure().empty();
+  }
+
+  std::mutex mutex_;
+  AbsentDevices absent_;
+  std::map<const volatile uint64_t*, Seen> seen_;
+  std::set<const volatile uint32_t*> taken_;
+};
+
+}  // namespace jax_intranode

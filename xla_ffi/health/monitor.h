@@ -1,0 +1,128 @@
+// The monitor: what watches over the calls of this process and over its peers. One thread, which
+// never takes Python's lock, so that a program that computes, compiles or debugs doesn't hold it
+// up.
+//
+// It sleeps in epoll on the sockets of its peers, and looks every 250 ms. It learns of a peer's end
+// in three ways, and the first one counts:
+//
+//   - The socket ends. The kernel closes it early in a process's end, 20 ms after SIGKILL. But a
+//     child that was forked without exec holds a copy, which may outlive its parent.
+//   - The pidfd becomes readable. It always does, but only when the driver and the kernel have
+//     freed the process's memory: 0.1 s after SIGKILL with 60 GB of a GPU, 3 s with 20 GB of pinned
+//     host memory (one H100).
+//   - /proc says that the process is exiting. It needs a pid that is visible here; in another PID
+//     namespace the other two remain.
+//
+// A process whose monitor has sent nothing for `silent` is stopped (SIGSTOP, a debugger) or gets no
+// processor. What follows from the state of a peer is in peer_table.h. The monitor makes the set of
+// absent devices from the states of all peers, and hands it to the platforms (platform.h), whenever
+// one of them changes. It also collects the waits of the platforms, tells peers of them, reports
+// long ones (waits.h), and ends those that have reached their limit. Python takes what there is to
+// say: jax_intranode/_src/failures.py.
+//
+// Messages (peer_message.h). Each connection has one writer and one reader on each side, so packets
+// arrive in the order in which they were sent. A goodbye and the end of its process can't be
+// confused: the socket is read until it is empty before an end or a silence is judged, and a packet
+// that was sent before the process ended is in it by then. A goodbye that found the socket full is
+// lost, and the end counts as a fault: the reader had not read for as long as it takes to fill the
+// socket, so it was stopped.
+//
+// Locks: `dispatch_`, then `mutex_`, then those of the platforms. Whoever holds one of them takes
+// no lock of Python's and runs no code of others. fork() takes `mutex_` around the system call
+// itself (pthread_atfork), when all of Python's hooks have run: a hook of others that ran under it
+// could wait for a thread that waits for it. A forked child closes its copies of the sockets, so
+// that they end with the parent.
+//
+// Who closes: each side closes its own descriptors, in Close() or when it has seen the peer's end.
+// The thread looks up a descriptor's connection by a number that is never used again, so an event
+// of a closed one finds nothing. When Close() returns, no platform is told of its peers any more.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "failure.h"
+#include "peer_socket.h"
+#include "platform.h"
+
+namespace jax_intranode {
+
+// This process's watch over its peers in one mesh, from the rendezvous to shutdown().
+class PeerWatch {
+ public:
+  struct Status {
+    int process;
+    int pid;
+    PeerState state;
+    bool ended;  // its process is no more
+    std::string what;
+  };
+
+  // Listens at a new address. `process` is the number of this process.
+  explicit PeerWatch(int process);
+  ~PeerWatch();
+  PeerWatch(const PeerWatch&) = delete;
+  PeerWatch& operator=(const PeerWatch&) = delete;
+
+  const std::string& address() const { return socket_.address(); }
+
+  // As PeerSocket::Connect().
+  void Connect(const std::vector<PeerAddress>& peers, const std::string& secret, double timeout_s);
+
+  // Begins to watch. To be called when all peers have connected: before, an end of a connection
+  // does not mean anything.
+  void Arm(Platform* platform, double silent_s);
+
+  // The program has come to its end, and nothing of it runs any more. Peers take a later end of
+  // this process as in order, and calls that wait for it fail. Until then a call of this process
+  // takes it back, and the monitor tells it again when none has come for a while.
+  void Finish();
+
+  // This process ends because of a failure; the text says which. Its peers fail at once.
+  void Fail(const std::string& text);
+
+  // Whether this process waits in JAX's last barrier, for the reports of its peers.
+  void SetInBarrier(bool is_in_barrier);
+
+  // Says goodbye, because of shutdown(), and ends the watch.
+  void Close();
+
+  std::vector<Status> Peers() const;
+
+ private:
+  friend class Monitor;
+  struct Peer;
+  struct State;
+
+  PeerSocket socket_;
+  std::shared_ptr<State> state_;
+};
+
+class Monitor {
+ public:
+  static Monitor& Get();
+
+  // Watches the calls of a platform from now on. `patience_s`: when a wait is reported.
+  void Add(Platform* platform, double patience_s);
+
+  // What there is to tell, each once: warnings, and whether one is of a wait.
+  struct Warning {
+    bool is_wait;
+    std::string text;
+  };
+  std::vector<Warning> TakeWarnings();
+  std::vector<Failure> TakeFailures();
+
+  // Waits until there may be something to take, or for so long.
+  void AwaitNews(double timeout_s);
+  // Ends AwaitNews(), now and later.
+  void EndNews();
+
+ private:
+  friend class PeerWatch;
+  class Thread;
+};
+
+}  // namespace jax_intranode

@@ -1,0 +1,86 @@
+// What the monitor (monitor.h) asks of the communicators of a platform, and tells them.
+//
+// The monitor lives in the module _host. The communicators of GPUs live in _cuda, another shared
+// library of the same build; Python carries the pointer over. The monitor's thread calls these
+// functions, and none of them may block: no call of CUDA.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "failure.h"
+#include "peer_table.h"
+
+namespace jax_intranode {
+
+// A rank of this process waits for another rank.
+struct Wait {
+  std::shared_ptr<const void> owner{};  // the communicator's group, or the communicator
+  std::vector<int64_t> device_ids{};    // of the group, in rank order
+  uint64_t group = 0;                   // names it, in all processes
+  int rank = -1;
+  int missing = -1;          // a rank that it waits for
+  uint32_t present = 0;      // the ranks that are known to be in this call: one bit each
+  Clock::duration waited{};  // without the time in which this process was stopped
+  // The call: what the group's ranks compare.
+  uint64_t site_number = 0;
+  uint64_t count = 0;
+  // What messages say of it; see Failure.
+  std::string operation{};
+  uint64_t bytes = 0;
+  std::string site{};
+  bool shared = false;
+  int64_t calls = -1;
+  std::string detail{};      // the end of a sentence on the missing rank
+  double limit_s = 0;        // how long it may wait
+  bool reported = false;     // whether the monitor reports it: one wait of a group
+  bool ends_itself = false;  // at its limit, as kernels do
+};
+
+// The failure of a call that waits.
+inline Failure FailureOf(const Wait& wait, FailureReason reason) {
+  Failure failure{reason};
+  failure.operation = wait.operation;
+  failure.bytes = wait.bytes;
+  failure.site = wait.site;
+  failure.shared = wait.shared;
+  failure.calls = wait.calls;
+  failure.rank = wait.rank;
+  failure.missing = wait.missing;
+  failure.device_ids = wait.device_ids;
+  return failure;
+}
+
+class Platform {
+ public:
+  virtual bool OnGpu() const = 0;
+
+  // All devices that are absent. What new communicators have to know, too.
+  virtual void SetAbsent(const AbsentDevices& absent) = 0;
+
+  // The waits of the ranks of this process; all long ones are among them. Gives up those that wait
+  // for an absent rank (GivesUp() in peer_table.h). `stopped`: so long this process was stopped
+  // since the last look.
+  virtual std::vector<Wait> Look(Clock::time_point now, Clock::duration stopped) = 0;
+
+  // Whether the rank of a wait has made a call: then it waits in it, or has done so.
+  virtual bool HasCalled(const Wait& wait, uint64_t site_number, uint64_t count) = 0;
+
+  // Ends a wait that has reached its limit, unless it has ended.
+  virtual void GiveUp(const Wait& wait, Failure failure) = 0;
+
+  // The failures that this has not returned before. Any thread calls it.
+  virtual std::vector<Failure> TakeFailures() = 0;
+
+  // How many handlers have been called.
+  virtual uint64_t Calls() = 0;
+
+  // Ends all waits; later calls fail with the message.
+  virtual void FailAll(const std::string& message) = 0;
+};
+
+constexpr char kPlatformName[] = "jax_intranode.Platform";
+
+}  // namespace jax_intranode

@@ -24,6 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-m", dest="module", action="store_true", help="SCRIPT is the name of a module"
     )
+    parser.add_argument(
+        "--auto",
+        action="store_true",
+        help="replace collectives that XLA's partitioner adds to plain jit programs, too",
+    )
     parser.add_argument("script", metavar="SCRIPT", help="a Python file, or with -m a module")
     others = parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script"
@@ -42,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise WrongInput(
             f"{script}: there is no such file in {Path.cwd()}: name a script, or with -m a module"
         )
-    jax_intranode.install()
+    jax_intranode.install(auto=arguments.auto)
     if arguments.module:
         _check_module(arguments.script)
     start_rank.run_as_main([arguments.script, *arguments.arguments], is_module=arguments.module)

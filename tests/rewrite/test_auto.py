@@ -377,4 +377,5 @@ def test_plans_of_a_dot() -> None:
     sizes = {"m": 4}
     for count, fits in ((64, True), (32, False)):
         one = [("all-reduce", frozenset("m"), count)]
-        assert (plans.with_sums_of(found[0], one, ((8, 8), (8, 8)), (8, 8), sizes) is not None) is fits
+        fitting = plans.with_sums_of(found[0], one, ((8, 8), (8, 8)), (8, 8), sizes)
+        assert (fitting is not None) is fits

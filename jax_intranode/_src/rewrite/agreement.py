@@ -12,9 +12,9 @@ Once all processes have been there at the same time, all of them have the rewrit
 nobody waits any more.
 
 Auto-sharded programs are agreed on by mesh. Before the first one over a set of devices, the
-processes meet in the same way; if one is missing, all leave these programs to XLA from then on. What
-they take of the first program is compared. It can differ only if the processes run different
-programs. After that nobody waits: what the first process takes of a program counts for all.
+processes meet in the same way. If one is missing, all leave these programs to XLA from then on.
+They also compare what they would replace in the first program, and leave everything to XLA if it
+differs. After that nobody waits.
 """
 
 import contextlib
@@ -178,7 +178,7 @@ def same_everywhere(mesh: jax.sharding.Mesh, program: str, taken: str) -> str | 
         values = {store.wait(f"here/{p}", exchange.Deadline(1)) for p in {*processes} - {*missing}}
         decision = ""
         if missing:
-            decision = f"process {missing[0]} has not lowered this program, or another one"
+            decision = f"process {missing[0]} has not lowered the program that others have lowered"
         elif len(values) > 1:
             decision = "the processes would replace different operations of a program"
         meeting.reason = store.claim("decision", decision) or None

@@ -1,7 +1,7 @@
 """Operations become shard_maps, whose bodies are rewritten like any other.
 
-Operations that do not need each other share a shard_map where this merges their communication: those
-that use the same gathered array, and sums over the same axes up to a size.
+Operations that do not need each other share a shard_map where this merges their communication.
+Such are operations that use the same gathered array, and sums over the same axes, up to a size.
 """
 
 import math
@@ -15,7 +15,7 @@ from jax.extend.mlir import ir
 
 from jax_intranode._src.rewrite import sums
 from jax_intranode._src.rewrite.auto.operations import Found, Kind
-from jax_intranode._src.rewrite.auto.plans import Axes, Spec, local_size
+from jax_intranode._src.rewrite.auto.plans import Axes, Plan, Spec, local_size
 from jax_intranode._src.rewrite.auto.program import inner_blocks, number, operations, owner
 
 # Sums of more bytes together are not merged.
@@ -66,10 +66,24 @@ class Member:
         """What it computes."""
         return self.found.kind
 
+    @property
+    def plan(self) -> Plan:
+        """How it is computed."""
+        assert self.found.plan is not None  # or it would be no member
+        return self.found.plan
+
+    def computation(self) -> tuple[Callable[..., Any], list[Gathers], Plan]:
+        """What it computes, how its operands are gathered, and its plan."""
+        assert self.kind.compute is not None  # as there is a plan
+        return self.kind.compute, self.gathers, self.plan
+
+    def communicates(self) -> bool:
+        """Whether it sends anything."""
+        return any(self.gathers) or bool(self.plan.sums)
+
     def key(self) -> Any:
         """Identifies what the body does, but for the operands."""
-        plan = self.found.plan
-        assert plan is not None  # or it would be no member
+        plan = self.plan
         return self.kind.key, tuple(self.gathers), plan.sums, plan.scatter, plan.result
 
 
@@ -104,7 +118,7 @@ class Group:
     def body(self) -> Callable[..., list[Any]]:
         """What each device computes."""
         _, where = self.inputs()
-        members = [(m.kind.compute, m.gathers, m.found.plan) for m in self.members]
+        members = [m.computation() for m in self.members]
 
         def body(*operands: Any) -> list[Any]:
             gathered: dict[Any, Any] = {}
@@ -236,8 +250,7 @@ def groups_of(members: Sequence[Member], block: Block, sizes: dict[str, int]) ->
     done: list[Group] = []
     for member in members:
         position = block.place(member.found.operation)
-        plan = member.found.plan
-        assert plan is not None  # or it would be no member
+        plan = member.plan
         era = sum(fence < position for fence in fences)
         nbytes = sum_bytes(member, sizes)
         key: Any = None
@@ -295,8 +308,7 @@ def independent(group: Group, block: Block) -> Iterator[tuple[Group, set[int]]]:
 
 def sum_bytes(member: Member, sizes: dict[str, int]) -> int:
     """The bytes that a device gathers or sums, at most."""
-    plan = member.found.plan
-    assert plan is not None  # or it would be no member
+    plan = member.plan
     largest = 0
     for one, gathers in zip(member.inputs, member.gathers, strict=True):
         if gathers:

@@ -11,7 +11,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from jax_intranode._src.rewrite.auto import partitioner, plans
-from jax_intranode._src.rewrite.auto.plans import Axes, Labels, Plan, Spec
+from jax_intranode._src.rewrite.auto.plans import Axes, Labels, Plan
 from jax_intranode._src.rewrite.auto.program import Program
 
 _DTYPES = {
@@ -224,7 +224,7 @@ def _decide(
         return found(same[0]) if of_gathered and same else None
     if kind.compute is None:
         return found(None, kind.reason)
-    if None in (*avals, result):
+    if result is None or None in avals:
         return found(None, UNKNOWN_DTYPE)
     sizes = dict(program.mesh.shape)
     shapes = [a.shape for a in avals]
@@ -235,9 +235,7 @@ def _decide(
         return found(None, "a dimension that the axes do not divide")
     if not candidates:
         return found(None, "no plan of gathers and sums")
-    of_xla = partitioner.collectives(
-        kind.key, kind.compute, avals, ins, out, program.mesh, program.positions
-    )
+    of_xla = partitioner.collectives(kind.key, kind.compute, avals, ins, out, program.mesh)
     if isinstance(of_xla, str):
         return found(None, of_xla)
     if not of_xla:

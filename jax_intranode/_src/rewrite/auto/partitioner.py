@@ -45,7 +45,6 @@ def collectives(
     operands: Sequence[Spec],
     result: Spec,
     mesh: jax.sharding.Mesh,
-    positions: Any,
 ) -> tuple[Collective, ...] | str:
     """The collectives of an operation, in order; or why they are not known.
 
@@ -56,12 +55,11 @@ def collectives(
         operands: how they are sharded.
         result: how the result is sharded.
         mesh: the mesh.
-        positions: where the mesh's devices are in the program's list of devices.
     """
     types = tuple((aval.shape, aval.dtype.name) for aval in avals)
     whole = key, types, tuple(operands), result, mesh
     if whole not in _known:
-        _known[whole] = _compiled(local, avals, operands, result, mesh, positions)
+        _known[whole] = _compiled(local, avals, operands, result, mesh)
     return _known[whole]
 
 
@@ -71,7 +69,6 @@ def _compiled(
     operands: Sequence[Spec],
     result: Spec,
     mesh: jax.sharding.Mesh,
-    positions: Any,
 ) -> tuple[Collective, ...] | str:
     jitted = jax.jit(
         local,
@@ -85,12 +82,13 @@ def _compiled(
             text = lowered.compile(_OPTIONS.get(platform)).as_text() or ""
     except (jax.errors.JaxRuntimeError, ValueError, TypeError) as error:
         return f"XLA does not compile it alone: {str(error).splitlines()[0][:100]}"
-    # A program's devices are numbered in the order of its mesh.
+    # The devices of this program are numbered in the order of its mesh.
+    positions = np.arange(mesh.size).reshape(mesh.devices.shape)
     found = []
     counted = hlo.in_compiled(text)
     for match in _COLLECTIVE.finditer(text):
         types, kind, start, groups = match.groups()
-        axes = axes_of_groups(groups, mesh.axis_names, np.arange(mesh.size).reshape(positions.shape))
+        axes = axes_of_groups(groups, mesh.axis_names, positions)
         if axes is None:
             return f"XLA adds {kind} among {groups}"
         arrays = [_size(shape) for shape in _ARRAY.findall(types)]
@@ -110,9 +108,7 @@ def _numbers(text: str) -> list[int]:
     return [int(n) for n in text.split(",") if n]
 
 
-def axes_of_groups(
-    groups: str, names: Sequence[str], positions: Any
-) -> frozenset[str] | None:
+def axes_of_groups(groups: str, names: Sequence[str], positions: Any) -> frozenset[str] | None:
     """The mesh axes along which the groups of an HLO collective lie; None if there are none.
 
     Args:

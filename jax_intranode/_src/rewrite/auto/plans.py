@@ -52,7 +52,7 @@ class Plan:
             taking a part of it costs nothing.
         gathers: what is gathered.
         sums: the axes of each sum of the products, one sum after the other.
-        scatter: the dimension of the result along which the last sum is scattered; None if it isn't.
+        scatter: the dimension of the result that the last sum is scattered along; None if it isn't.
         result: how the result is sharded.
     """
 

@@ -21,8 +21,7 @@ from jax_intranode._src.rewrite.auto.plans import Spec
 PIPELINE = "builtin.module(sdy-propagation-pipeline)"
 
 
-# The attribute that tells operations apart: they have no identity in Python, and a hash of what they
-# compute.
+# The attribute that tells operations apart. In Python their hashes change with their operands.
 _NUMBER = "jax_intranode.number"
 
 
@@ -116,7 +115,6 @@ class Program:
             names,
             axis_types=(AxisType.Auto,) * len(names),
         )
-        self.positions = np.array(positions).reshape(sizes)
         self._int = ir.IntegerType.get_signless(64)
         self._last = 0
         for operation in self._all_operations():

@@ -256,6 +256,10 @@ class _Rewriting:
 
     def run(self) -> None:
         """Rewrites the program; the outcome has its module if anything was replaced."""
+        text = self._program.module.operation.get_asm(large_elements_limit=4)
+        # The same in all processes, whatever the constants.
+        text = _CONSTANTS.sub("", str(text))
+        fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
         blocks = [(block, self._found(block)) for block in self._program.blocks()]
         if not any(each.plan for _, found in blocks for each in found):
             for _, found in blocks:
@@ -273,9 +277,7 @@ class _Rewriting:
             else:
                 taken += self._rewrite_block(block, found)
         if taken:
-            reason = agreement.same_everywhere(
-                self._mesh, self._fingerprint(), json.dumps(sorted(taken))
-            )
+            reason = agreement.same_everywhere(self._mesh, fingerprint, json.dumps(sorted(taken)))
         if reason is not None:
             self._outcome.records = [
                 dataclasses.replace(r, reason=r.reason or reason, missed=True, jaxpr=None)
@@ -302,17 +304,8 @@ class _Rewriting:
             left,
         )
 
-    def _fingerprint(self) -> str:
-        """Identifies the program: the same in all processes, whatever its constants."""
-        text = _CONSTANTS.sub("", self._before)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
     def _found(self, block: Any) -> list[Found]:
         """The operations of a block that communicate, in order."""
-        if not hasattr(self, "_before"):
-            self._before = self._program.module.operation.get_asm(
-                large_elements_limit=4, enable_debug_info=False
-            )
         found: list[Found] = []
         gathered: dict[int, Found] = {}
         for operation in operations(block):
@@ -377,7 +370,7 @@ class _Rewriting:
                 self._record(each, each.reason)
                 continue
             member = groups.member_of(each, gathering)
-            if not (any(member.gathers) or each.plan.sums):
+            if not member.communicates():
                 continue
             if self._on_gpus() and groups.is_overlapped(member, block, self._sizes):
                 self._record(each, _OVERLAPPED)
@@ -407,7 +400,7 @@ class _Rewriting:
     def _accepted(self, members: list[Any]) -> list[Any]:
         """The members that this package would run.
 
-        XLA gathers an array once for all operations that use it. So if one of them is left, all are.
+        XLA gathers an array once for all operations that use it. If one of them is left, all are.
         """
         reasons = {id(m): self._judged(Group([m])).left for m in members}
         by_gather: dict[Any, list[Any]] = {}
@@ -425,10 +418,9 @@ class _Rewriting:
                             reasons[id(other)] = _SHARED, False
                             todo.append(other)
         for member in members:
-            if (left := reasons[id(member)]) is not None:
-                plan = member.found.plan
-                if any(member.gathers) or (plan is not None and plan.sums):
-                    self._record(member.found, *left)
+            left = reasons[id(member)]
+            if left is not None and member.communicates():
+                self._record(member.found, *left)
         return [m for m in members if reasons[id(m)] is None]
 
     def _on_gpus(self) -> bool:
@@ -482,9 +474,7 @@ class _Rewriting:
             body,
             mesh=self._mesh,
             in_specs=tuple(partitioner.spec(one.spec) for one in inputs),
-            out_specs=[
-                partitioner.spec(m.found.plan.result) for m in group.members if m.found.plan
-            ],
+            out_specs=[partitioner.spec(member.plan.result) for member in group.members],
             check_vma=False,
         )
         with hook.enabled(hook.ON), agreement.decided():

@@ -316,7 +316,8 @@ def test_dtypes_that_are_left() -> None:
     assert before == after
 
 
-@pytest.mark.parametrize("seed", range(40))
+# 59: XLA sums an array whole, and gives one operation a part of it and another one another part.
+@pytest.mark.parametrize("seed", [*range(39), 59])
 def test_random_einsums_add_no_collective(seed: int) -> None:
     """Whatever the shardings, what XLA still does is among what it did."""
     mesh, random = two_axes(), np.random.default_rng(seed)

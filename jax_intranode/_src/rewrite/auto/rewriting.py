@@ -44,6 +44,14 @@ _log = logging.getLogger("jax_intranode")
 # For tests: XLA gets the propagated copy even if nothing of it was replaced.
 propagated_only = False
 
+_WHOLE = "XLA would have the whole sum for another operation that needs it"
+# Operations without a plan that were found to send nothing, or that end a block.
+_TAKES_SHARDS = frozenset(
+    {
+        *("func.return", "return", "stablehlo.return", "sdy.return"),
+        *("stablehlo.dot_general", "stablehlo.reduce"),
+    }
+)
 _SHARED = "another operation that needs the same gathered array is left"
 _OVERLAPPED = "XLA can overlap it with the matmuls after it"
 _CONSTANTS = re.compile(r"dense<[^>]*>")
@@ -376,6 +384,11 @@ class _Rewriting:
                 self._record(each, _OVERLAPPED)
             else:
                 members.append(member)
+        whole = {id(m) for m in members if m.plan.scatter is not None and not self._fits(m, found)}
+        for member in members:
+            if id(member) in whole:
+                self._record(member.found, _WHOLE)
+        members = [member for member in members if id(member) not in whole]
         joined = {
             id(member): [
                 value
@@ -425,6 +438,32 @@ class _Rewriting:
 
     def _on_gpus(self) -> bool:
         return self._mesh.devices.flat[0].platform == "gpu"
+
+    def _fits(self, member: Any, found: Sequence[Found]) -> bool:
+        """Whether all users of a scattered sum take it as it is sharded.
+
+        XLA scatters some sums by an all-reduce, and lets the other users have all of it.
+        """
+        known = {number(each.operation): each for each in found}
+        todo = [member.found.operation.results[0]]
+        while todo:
+            value = todo.pop()
+            spec = self._program.spec(value)
+            for use in value.uses:
+                user = use.owner.operation
+                each = known.get(number(user))
+                if each is not None:
+                    if each.plan is None or each.plan.operands[use.operand_number] != spec:
+                        return False
+                elif user.name in ("sdy.reshard", "sdy.sharding_constraint"):
+                    if self._program.spec(user.results[0]) != spec:
+                        return False
+                    todo.append(user.results[0])
+                elif user.name not in _TAKES_SHARDS:
+                    same = [r for r in user.results if r.type == value.type]
+                    if not same or self._program.spec(same[0]) != spec:
+                        return False
+        return True
 
     def _only_joined(self, reshard: Any, members: Sequence[Any], joined: Any) -> bool:
         """Whether all users of a reshard gather its operand themselves."""

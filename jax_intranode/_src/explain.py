@@ -7,6 +7,7 @@ primitives; `OpPrimitive.explain` then decides as lowering does. A call that fel
 it was traced is found by the named scope around lax's equations (`fallback.scope`).
 """
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -22,10 +23,12 @@ from jax_intranode._src import communicator, compat, config, hlo
 from jax_intranode._src import source as source_lib
 from jax_intranode._src.ops import fallback, primitive
 from jax_intranode._src.ops.lowering_site import LoweringSite
-from jax_intranode._src.rewrite import explicit, hook
+from jax_intranode._src.rewrite import agreement, explicit, hook
+from jax_intranode._src.rewrite.auto import rewriting
 
 # Where a collective of a program comes from.
 OURS, LAX, INSERTED, UNKNOWN = "jax_intranode", "jax.lax", "inserted by JAX", "unknown"
+PARTITIONER = "XLA's partitioner"
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ class Call:
             are the gradient of an operand that is replicated over the axes, and the sum of a matmul
             of a plain ``jit`` program with Explicit axes. "unknown": JAX has not kept the
             traceback. An operation that takes the place of several is inserted by JAX if
-            all of them are.
+            all of them are. "XLA's partitioner": it would add the collective to an operation of a
+            program over Auto axes; these are listed with ``install(auto=True)`` only.
         sources: the `source` of each collective of ``jax.lax`` that the operation takes the place
             of; for all other operations, `source` only.
     """
@@ -211,9 +215,14 @@ class Explainer:
             jaxpr = explicit.rewrite_program(jaxpr, _platforms(mesh))
         outside = _Context(LoweringSite(None, frozenset(), ()))
         calls = tuple(_calls(jaxpr, outside))
+        if not self._compiled and not hook.is_auto():
+            return Explanation(calls)
+        with rewriting.explaining():
+            program = traced.lower()
+        if hook.is_auto():
+            calls += tuple(_calls_of_partitioner(program, outside))
         if not self._compiled:
             return Explanation(calls)
-        program = traced.lower()
         before = hlo.in_lowered(program.as_text())
         after = hlo.in_compiled(program.compile().as_text() or "")
         of_xla = Counter({kind: after[kind] for kind in hlo.KINDS})
@@ -526,6 +535,45 @@ def _left(
     )
 
 
+# Operations to which XLA's partitioner would add collectives.
+
+
+def _calls_of_partitioner(program: Any, outside: _Context) -> Iterator[Call]:
+    place = compat.lowered_by_jax(program)
+    if place is None:
+        return
+    with rewriting.explaining():
+        outcome = rewriting.outcome_of(*place)
+    for record in outcome.records:
+        times = None if record.in_loop else 1
+        if record.jaxpr is not None:
+            with agreement.decided():
+                calls = list(_calls(record.jaxpr, outside))
+            for call in calls:
+                yield dataclasses.replace(
+                    call,
+                    source=record.source,
+                    sources=record.sources,
+                    origin=PARTITIONER,
+                    times=times,
+                    conditional=record.in_branch,
+                )
+        elif record.reason is not None:
+            mesh = outcome.mesh
+            platforms = () if mesh is None else _platforms(mesh)
+            site = LoweringSite(mesh, frozenset(), platforms)
+            yield _left(
+                _Context(site, times, record.in_branch),
+                operation=record.operation,
+                source=record.source,
+                avals=list(record.avals),
+                axes=record.axes,
+                index_groups=None,
+                reason=record.reason,
+                origin=PARTITIONER,
+            )
+
+
 # The fields of a call.
 
 
@@ -563,7 +611,7 @@ def _source(equation: Any) -> str:
 def _types(avals: list[Any]) -> dict[str, Any]:
     return {
         "shapes": tuple(aval.shape for aval in avals),
-        "dtype": avals[0].dtype.name,
+        "dtype": avals[0].dtype.name if avals else "unknown",
     }
 
 

@@ -1,6 +1,7 @@
 """``python -m jax_intranode run``: runs a script or a module that nobody edits."""
 
 import argparse
+import functools
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -39,6 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declares the options that stand before the script, which `launch run` has, too."""
+    parser.add_argument(
+        "--auto",
+        action="store_true",
+        help="replace collectives that XLA's partitioner adds to plain jit programs, too",
+    )
     parser.add_argument(
         "--compare",
         action="store_true",
@@ -86,11 +92,13 @@ def begin(options: argparse.Namespace) -> None:
         WrongInput: nothing can be accelerated, so there is nothing to compare.
     """
     if not options.compare:
-        jax_intranode.install()
+        jax_intranode.install(auto=options.auto)
     elif config.get().disable:
         raise WrongInput("--compare: JAX_INTRANODE_DISABLE=1 switches acceleration off: unset it")
     else:
-        compare.start(options.steps)
+        compare.start(
+            options.steps, functools.partial(jax_intranode.accelerate, auto=options.auto)
+        )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 - switch.py: the public functions that turn it on and off;
 - hook.py: what runs when JAX lowers a program;
+- auto/: what XLA's partitioner adds to plain jit programs under Auto axes;
 - explicit.py: matmuls of plain jit programs under Explicit axes;
 - jaxprs.py: rewrites the body of a shard_map (body.py), and the jaxprs inside;
 - matmuls.py: collectives and the matmuls next to them, which gathers.py and scatters.py find;

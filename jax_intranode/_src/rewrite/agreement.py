@@ -10,11 +10,19 @@ it lowers this program, and waits for the others. If all are there, one of them 
 that came first counts for all. It counts for this program only: others are decided on their own.
 Once all processes have been there at the same time, all of them have the rewriting installed, and
 nobody waits any more.
+
+Auto-sharded programs are agreed on by mesh. Before the first one over a set of devices, the
+processes meet in the same way. If one is missing, all leave these programs to XLA from then on.
+They also compare what they would replace in the first program, and leave everything to XLA if it
+differs. After that nobody waits.
 """
 
+import contextlib
 import hashlib
 import logging
+import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -40,8 +48,8 @@ def reason_not_to_rewrite(mesh: jax.sharding.Mesh, body: Any) -> str | None:
     Raises:
         CommunicationError: a process is gone. With lax the others would wait for it without end.
     """
-    processes = sorted({device.process_index for device in mesh.devices.flat})
-    if len(processes) == 1:
+    processes = _processes(mesh)
+    if len(processes) == 1 or _decided.value:
         return None
     here = jax.process_index()
     devices = device_ids(mesh)
@@ -69,6 +77,138 @@ def reason_not_to_rewrite(mesh: jax.sharding.Mesh, body: Any) -> str | None:
     if decision:
         _log.warning("A program is left to jax.lax: %s.", decision)
     return decision or None
+
+
+# Auto-sharded programs.
+
+
+class _Decided(threading.local):
+    """Whether what this thread lowers is part of a program that the processes agree on."""
+
+    value = False
+
+
+_decided = _Decided()
+
+
+@contextlib.contextmanager
+def decided() -> Iterator[None]:
+    """The bodies that this thread rewrites inside belong to a program that is agreed on."""
+    before, _decided.value = _decided.value, True
+    try:
+        yield
+    finally:
+        _decided.value = before
+
+
+@dataclass
+class _Meeting:
+    """How the processes of a mesh have met.
+
+    Attributes:
+        reason: why they leave all auto-sharded programs to XLA; None if they don't.
+        compared: whether they have found that they take the same of a program.
+    """
+
+    reason: str | None
+    compared: bool = False
+
+
+# By the generation and the ids of the devices.
+_meetings: dict[Any, _Meeting] = {}
+
+
+def generation() -> int:
+    """As `communicator.generation`."""
+    return communicator.generation()
+
+
+def reason_for_no_auto(mesh: jax.sharding.Mesh) -> str | None:
+    """Why auto-sharded programs over a mesh are left to XLA; None if all processes rewrite them.
+
+    Raises:
+        CommunicationError: a process is gone. With XLA the others would wait for it without end.
+    """
+    processes = _processes(mesh)
+    if len(processes) == 1:
+        return None
+    if jax.process_index() not in processes:
+        return "this process has none of these devices"
+    key = communicator.generation(), device_ids(mesh)
+    if key not in _meetings:
+        try:
+            store = _store_of_auto(mesh, "meeting")
+        except RuntimeError as error:
+            return str(error)
+        store.claim(f"here/{jax.process_index()}", "")
+        decision = ""
+        if missing := _missing(store, processes, mesh, FIRST_WAIT_S):
+            decision = (
+                f"process {missing[0]} has not lowered an auto-sharded program within "
+                f"{FIRST_WAIT_S:g} s, or has not called jax_intranode.install(auto=True)"
+            )
+        _meetings[key] = _Meeting(store.claim("decision", decision) or None)
+        _warn_of(_meetings[key])
+    return _meetings[key].reason
+
+
+def same_everywhere(mesh: jax.sharding.Mesh, program: str, taken: str) -> str | None:
+    """Why a program is left to XLA; None if all processes take the same of it.
+
+    Args:
+        mesh: the mesh; its processes have met.
+        program: identifies the program.
+        taken: what this process takes.
+
+    Raises:
+        CommunicationError: a process is gone.
+        RuntimeError: the processes have compared a program before, and another one takes something
+            else of this program. It runs already.
+    """
+    processes = _processes(mesh)
+    if len(processes) == 1:
+        return None
+    taken = hashlib.sha256(taken.encode()).hexdigest()[:16]
+    meeting = _meetings[communicator.generation(), device_ids(mesh)]
+    store = _store_of_auto(mesh, f"program/{program}")
+    here = jax.process_index()
+    if not meeting.compared:
+        store.claim(f"here/{here}", taken)
+        missing = _missing(store, processes, mesh, FIRST_WAIT_S)
+        values = {store.wait(f"here/{p}", exchange.Deadline(1)) for p in {*processes} - {*missing}}
+        decision = ""
+        if missing:
+            decision = f"process {missing[0]} has not lowered the program that others have lowered"
+        elif len(values) > 1:
+            decision = "the processes would replace different operations of a program"
+        meeting.reason = store.claim("decision", decision) or None
+        meeting.compared = True
+        _warn_of(meeting)
+        return meeting.reason
+    if store.claim("taken", taken) != taken:
+        raise RuntimeError(
+            "another process replaces other operations of this program; all must run the same "
+            "program, with the same versions and settings"
+        )
+    return None
+
+
+def _warn_of(meeting: _Meeting) -> None:
+    if meeting.reason is not None:
+        _log.warning("Auto-sharded programs are left to XLA: %s.", meeting.reason)
+
+
+def _store_of_auto(mesh: jax.sharding.Mesh, what: str) -> exchange.Store:
+    devices = hashlib.sha256(repr(device_ids(mesh)).encode()).hexdigest()[:16]
+    return exchange.store(
+        f"jax_intranode/{communicator.generation()}/auto/{devices}/{what}/",
+        jax.process_index(),
+        _processes(mesh),
+    )
+
+
+def _processes(mesh: jax.sharding.Mesh) -> list[int]:
+    return sorted({device.process_index for device in mesh.devices.flat})
 
 
 def _missing(

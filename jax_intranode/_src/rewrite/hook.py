@@ -15,10 +15,17 @@ from jax_intranode._src.rewrite.jaxprs import Rewriter, has_collectives
 
 _log = logging.getLogger("jax_intranode")
 
-# Part of the key of all of JAX's caches. None: programs are not rewritten. ON: they are. While a
-# program is lowered that names no devices, (ON, the ids of the devices of jax.set_mesh).
+# Part of the key of all of JAX's caches. None: programs are not rewritten. ON: they are. AUTO: they
+# are, and so is what XLA's partitioner adds. While a program is lowered that names no devices, (ON
+# or AUTO, the ids of the devices of jax.set_mesh).
 enabled = compat.cache_key_context()
 ON = "rewrite"
+AUTO = "rewrite, and what XLA's partitioner adds"
+
+
+def is_auto() -> bool:
+    """Whether collectives that XLA's partitioner adds are replaced here."""
+    return bool(enabled.value == AUTO)
 
 
 class _Totals(threading.local):
@@ -47,7 +54,8 @@ def lower_program(jaxpr: Any, platforms: tuple[str, ...], lower: Callable[[Any],
     try:
         jaxpr = rewrite_program(jaxpr, platforms)
         mesh = compat.set_mesh()
-        key = (ON, device_ids(mesh)) if mesh is not None and _over_set_mesh(jaxpr) else ON
+        on = enabled.value
+        key = (on, device_ids(mesh)) if mesh is not None and _over_set_mesh(jaxpr) else on
         with enabled(key):
             lowered = lower(jaxpr)
         if _totals.taken + _totals.left:

@@ -7,13 +7,15 @@ from typing import Any
 
 from jax_intranode._src import compat, config
 from jax_intranode._src.rewrite import hook
+from jax_intranode._src.rewrite.auto import rewriting
+from jax_intranode._src.rewrite.auto.program import PIPELINE
 
 # Whether programs are rewritten here. JAX compiles a function anew when the value changes, so the
 # value chooses between the programs that were compiled with and without.
 _enabled = hook.enabled
 
 
-def install() -> None:
+def install(*, auto: bool = False) -> None:
     """Accelerates all programs of this process from now on, without a change to them.
 
     When JAX lowers a program, the collectives in the bodies of its shard_maps (and pmaps) are
@@ -26,6 +28,10 @@ def install() -> None:
     Functions that were compiled before are compiled again when they are called. Nothing is
     rewritten under ``jax.export``, or with JAX_INTRANODE_DISABLE=1. All processes of a program must
     install it, or none.
+
+    Args:
+        auto: whether collectives that XLA's partitioner adds to plain ``jit`` programs are replaced
+            as well. Then all processes must install it with `auto`, or these are left to XLA.
 
     Raises:
         RuntimeError: this version of JAX has changed in a way that makes rewriting impossible. JAX
@@ -42,13 +48,32 @@ def install() -> None:
         >>> jax_intranode.uninstall()
     """
     if not config.get().disable:
-        compat.hook_lowering(hook.rewrite_body, hook.lower_program)
-        _enabled.set_global(hook.ON)
+        _hook(auto)
+        _installed.auto = auto
+        _enabled.set_global(hook.AUTO if auto else hook.ON)
 
 
 def uninstall() -> None:
     """Undoes `install`; functions that were compiled with it are compiled again when called."""
+    _installed.auto = False
     _enabled.set_global(None)
+
+
+def _hook(auto: bool) -> None:
+    if auto:
+        compat.check_propagation(PIPELINE)
+    compat.hook_lowering(hook.rewrite_body, hook.lower_program)
+    if auto:
+        compat.hook_programs(rewriting.rewrite_program, rewriting.forget)
+
+
+class _Installed:
+    """Whether `install` was called with `auto`."""
+
+    auto = False
+
+
+_installed = _Installed()
 
 
 class _Depth(threading.local):
@@ -58,7 +83,18 @@ class _Depth(threading.local):
     """
 
     count = 0
+    autos = 0
     context: Any = None
+
+    def enter(self) -> None:
+        """Enters the context that the counts ask for, instead of the one that was entered."""
+        if self.context is not None:
+            context, self.context = self.context, None
+            context.__exit__(None, None, None)
+        if self.count and not config.get().disable:
+            auto = self.autos or _installed.auto
+            self.context = _enabled(hook.AUTO if auto else hook.ON)
+            self.context.__enter__()
 
 
 _depth = _Depth()
@@ -67,6 +103,10 @@ _depth = _Depth()
 class Accelerated(contextlib.ContextDecorator):
     """What `accelerate` returns."""
 
+    def __init__(self, auto: bool):
+        """Keeps the argument."""
+        self._auto = auto
+
     def __enter__(self) -> None:
         """Begins.
 
@@ -74,11 +114,12 @@ class Accelerated(contextlib.ContextDecorator):
             RuntimeError: as `install`.
         """
         self._thread = threading.get_ident()
-        if _depth.count == 0 and not config.get().disable:
-            compat.hook_lowering(hook.rewrite_body, hook.lower_program)
-            _depth.context = _enabled(hook.ON)
-            _depth.context.__enter__()
+        if not config.get().disable:
+            _hook(self._auto)
         _depth.count += 1
+        _depth.autos += self._auto
+        if _depth.count == 1 or (self._auto and _depth.autos == 1):
+            _depth.enter()
 
     def __exit__(self, *exception: Any) -> None:
         """Ends.
@@ -93,13 +134,13 @@ class Accelerated(contextlib.ContextDecorator):
                 "to another thread."
             )
         _depth.count -= 1
-        if _depth.count == 0 and _depth.context is not None:
-            context, _depth.context = _depth.context, None
-            context.__exit__(None, None, None)
+        _depth.autos -= self._auto
+        if _depth.count == 0 or (self._auto and _depth.autos == 0):
+            _depth.enter()
 
     def _recreate_cm(self) -> "Accelerated":
         """For each call of a decorated function: calls may run in several threads."""
-        return Accelerated()
+        return Accelerated(self._auto)
 
     def __call__(self, function: Any) -> Any:
         """The function, accelerated.
@@ -121,7 +162,7 @@ class Accelerated(contextlib.ContextDecorator):
         return super().__call__(function)
 
 
-def accelerate() -> Accelerated:
+def accelerate(*, auto: bool = False) -> Accelerated:
     """Accelerates the programs that this thread calls inside of the context, as `install` does.
 
     It is a decorator, too. A function that is called both inside and outside is compiled twice.
@@ -129,6 +170,9 @@ def accelerate() -> Accelerated:
     The context covers all that its thread runs until it ends. With a ``yield`` inside, that is the
     generator's caller, too; with an ``await``, other tasks of the same thread. Without these the
     context covers what is written in it.
+
+    Args:
+        auto: as for `install`.
 
     Raises:
         RuntimeError: as `install`, or the context ends in another thread than it began in.
@@ -143,4 +187,4 @@ def accelerate() -> Accelerated:
         ...     total(jnp.array([1.0, 2.0]))
         Array([3.], dtype=float32)
     """
-    return Accelerated()
+    return Accelerated(auto)

@@ -1,0 +1,9 @@
+"""Collectives that XLA's partitioner would add to plain jit programs over Auto axes.
+
+- program.py: a lowered program after Shardy's propagation, in which each value has its sharding;
+- plans.py: the ways in which an operation over sharded arrays can be computed;
+- partitioner.py: which of them XLA takes, from compiling the operation alone;
+- operations.py: the operations of a program that communicate, each with its plan;
+- groups.py: operations become shard_maps, whose bodies are rewritten like any other;
+- rewriting.py: what runs when JAX has lowered a program.
+"""

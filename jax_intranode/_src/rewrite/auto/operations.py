@@ -1,0 +1,251 @@
+"""The operations of a program that communicate, each with the plan that XLA follows."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+
+from jax_intranode._src.rewrite.auto import partitioner, plans
+from jax_intranode._src.rewrite.auto.plans import Axes, Labels, Plan
+from jax_intranode._src.rewrite.auto.program import Program
+
+_DTYPES = {
+    **{"f32": "float32", "f64": "float64", "f16": "float16", "bf16": "bfloat16"},
+    **{f"i{n}": f"int{n}" for n in (8, 16, 32, 64)},
+    **{f"ui{n}": f"uint{n}" for n in (8, 16, 32, 64)},
+    **{"f8E4M3FN": "float8_e4m3fn", "f8E5M2": "float8_e5m2", "i1": "bool"},
+}
+
+
+UNKNOWN_DTYPE = "a dtype that this package does not know"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an operation computes.
+
+    Attributes:
+        name: "dot_general", "reduce" or "reshard".
+        key: identifies the kind.
+        labels: the labels of its dimensions.
+        compute: the operation, of JAX arrays; None if it is left whatever it sends.
+        operands: how many of the MLIR operation's operands are arrays.
+        reason: why it is left, then.
+    """
+
+    name: str
+    key: Any
+    labels: Labels
+    compute: Callable[..., Any] | None
+    operands: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Found:
+    """An operation that communicates.
+
+    Attributes:
+        operation: the MLIR operation.
+        kind: what it computes.
+        values: its operands.
+        avals: their types.
+        plan: how XLA computes it; None if it is left.
+        reason: why it is left; None if there is a plan.
+    """
+
+    operation: Any
+    kind: Kind
+    values: tuple[Any, ...]
+    avals: tuple[Any, ...]
+    plan: Plan | None
+    reason: str | None
+
+    @property
+    def sums(self) -> tuple[Axes, ...]:
+        """The axes of each of its sums."""
+        return self.plan.sums if self.plan else ()
+
+
+def aval(value: Any) -> Any | None:
+    """The type of a value for JAX; None if this package doesn't know it."""
+    try:
+        ranked = ir.RankedTensorType(value.type)
+    except ValueError:
+        return None
+    name = _DTYPES.get(str(ranked.element_type))
+    if name is None or any(ranked.is_dynamic_dim(i) for i in range(ranked.rank)):
+        return None
+    return jax.ShapeDtypeStruct(tuple(ranked.shape), jnp.dtype(name))
+
+
+def kind_of(operation: Any) -> Kind | None:
+    """What an operation computes; None if nothing of it can be ours."""
+    if operation.name == "stablehlo.dot_general":
+        return _dot_general(operation)
+    if operation.name == "stablehlo.reduce":
+        return _reduce(operation)
+    if operation.name in ("sdy.reshard", "sdy.sharding_constraint"):
+        rank = len(ir.RankedTensorType(operation.results[0].type).shape)
+        labels = tuple(range(rank))
+        return Kind("reshard", ("reshard",), Labels((labels,), labels), lambda x: x, 1)
+    return None
+
+
+def _dot_general(operation: Any) -> Kind:
+    attributes = operation.attributes
+    d = stablehlo.DotDimensionNumbers(attributes["dot_dimension_numbers"])
+    contracting = tuple(d.lhs_contracting_dimensions), tuple(d.rhs_contracting_dimensions)
+    batch = tuple(d.lhs_batching_dimensions), tuple(d.rhs_batching_dimensions)
+    precision = (lax.Precision.DEFAULT,) * 2
+    if "precision_config" in attributes:
+        precision = tuple(
+            getattr(lax.Precision, str(stablehlo.PrecisionAttr(x).value))
+            for x in attributes["precision_config"]
+        )
+    new, of_operands, result_labels = 0, [], []
+    of_batch = list(range(len(batch[0])))
+    of_contracting = [len(of_batch) + i for i in range(len(contracting[0]))]
+    new = len(of_batch) + len(of_contracting)
+    result_labels = list(of_batch)
+    for side, value in enumerate(operation.operands):
+        own = []
+        for i in range(len(ir.RankedTensorType(value.type).shape)):
+            if i in batch[side]:
+                own.append(of_batch[batch[side].index(i)])
+            elif i in contracting[side]:
+                own.append(of_contracting[contracting[side].index(i)])
+            else:
+                own.append(new)
+                result_labels.append(new)
+                new += 1
+        of_operands.append(tuple(own))
+    labels = Labels(tuple(of_operands), tuple(result_labels))
+    result = aval(operation.results[0])
+    if "algorithm" in attributes or result is None:
+        reason = "a dot algorithm" if result else UNKNOWN_DTYPE
+        return Kind("dot_general", None, labels, None, 2, reason)
+    dtype = result.dtype
+
+    def compute(x: Any, w: Any) -> Any:
+        return lax.dot_general(
+            x, w, (contracting, batch), precision=precision, preferred_element_type=dtype
+        )
+
+    key = "dot_general", contracting, batch, precision, dtype.name
+    return Kind("dot_general", key, labels, compute, 2)
+
+
+def _reduce(operation: Any) -> Kind | None:
+    if len(operation.operands) != 2:
+        return None
+    dimensions = tuple(ir.DenseI64ArrayAttr(operation.attributes["dimensions"]))
+    rank = len(ir.RankedTensorType(operation.operands[0].type).shape)
+    own = tuple(range(rank))
+    labels = Labels((own,), tuple(i for i in own if i not in dimensions))
+    block = operation.regions[0].blocks[0]
+    reason = ""
+    if [o.operation.name for o in block.operations] != ["stablehlo.add", "stablehlo.return"]:
+        reason = "a reduction that is no sum"
+    elif not _is_zero(operation.operands[1]):
+        reason = "a sum that does not begin at 0"
+
+    def compute(x: Any) -> Any:
+        return lax.reduce_sum(x, dimensions)
+
+    return Kind("reduce", ("reduce", dimensions), labels, None if reason else compute, 1, reason)
+
+
+def _is_zero(value: Any) -> bool:
+    if isinstance(value.owner, ir.Block):
+        return False
+    owner = value.owner.operation
+    if owner.name not in ("stablehlo.constant", "sdy.constant"):
+        return False
+    try:
+        elements = ir.DenseElementsAttr(owner.attributes["value"])
+        if not elements.is_splat:
+            return False
+        splat = elements.get_splat_value()
+    except ValueError:
+        return False
+    for kind in (ir.FloatAttr, ir.IntegerAttr):
+        try:
+            return bool(kind(splat).value == 0)
+        except ValueError:
+            continue
+    return False
+
+
+def find(operation: Any, program: Program, of_gathered: bool = False) -> Found | None:
+    """An operation with its plan, or why it is left; None if it sends nothing.
+
+    Args:
+        operation: the operation.
+        program: its program.
+        of_gathered: whether an operand is the result of a reshard that gathers. Then it is found
+            even if it sends nothing itself.
+    """
+    kind = kind_of(operation)
+    if kind is None:
+        return None
+    values = tuple(operation.operands)[: kind.operands]
+    specs = [program.spec(value) for value in (*values, operation.results[0])]
+    avals = [aval(value) for value in values]
+    if None in specs:
+        reason = "shardings over parts of axes, or unreduced values"
+        return Found(operation, kind, values, tuple(avals), None, reason)
+    return _decide(operation, kind, values, avals, specs, program, of_gathered)
+
+
+def _decide(
+    operation: Any,
+    kind: Kind,
+    values: Sequence[Any],
+    avals: Any,
+    specs: list[Any],
+    program: Program,
+    of_gathered: bool,
+) -> Found | None:
+    def found(plan: Plan | None, reason: str | None = None) -> Found:
+        return Found(operation, kind, tuple(values), tuple(avals), plan, reason)
+
+    *ins, out = specs
+    result = aval(operation.results[0])
+    candidates = list(plans.plans(kind.labels, ins, out))
+    silent = [plan for plan in candidates if not plan.gathers and not plan.sums]
+    if silent:
+        same = [plan for plan in silent if plan.operands == tuple(ins)]
+        return found(same[0]) if of_gathered and same else None
+    if kind.compute is None:
+        return found(None, kind.reason)
+    if result is None or None in avals:
+        return found(None, UNKNOWN_DTYPE)
+    sizes = dict(program.mesh.shape)
+    shapes = [a.shape for a in avals]
+    if any(
+        plans.local_size(shape, spec, sizes) is None
+        for shape, spec in zip((*shapes, result.shape), (*ins, out), strict=True)
+    ):
+        return found(None, "a dimension that the axes do not divide")
+    if not candidates:
+        return found(None, "no plan of gathers and sums")
+    of_xla = partitioner.collectives(kind.key, kind.compute, avals, ins, out, program.mesh)
+    if isinstance(of_xla, str):
+        return found(None, of_xla)
+    if not of_xla:
+        return None
+    fitting = {
+        fits
+        for plan in candidates
+        if (fits := plans.with_sums_of(plan, of_xla, shapes, result.shape, sizes)) is not None
+    }
+    if len(fitting) != 1:
+        text = ", ".join(f"{name} over {'+'.join(sorted(axes))}" for name, axes, _ in of_xla)
+        return found(None, f"XLA computes it with {text}, in a way that is not known")
+    return found(fitting.pop())

@@ -1,0 +1,162 @@
+"""Which collectives XLA's partitioner adds for an operation: it is compiled alone.
+
+XLA's rules depend on sizes and have no interface. So each different operation is compiled with the
+shardings that it has in the program, once per process.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_intranode._src import compat, hlo
+from jax_intranode._src.rewrite.auto.plans import Collective, Spec
+
+# Nothing of the compiled operation runs, so it need not be fast.
+_OPTIONS = {"gpu": {"xla_gpu_autotune_level": 0, "xla_gpu_shard_autotuning": False}}
+
+_COLLECTIVE = re.compile(
+    rf"= (\([^=]*?\)|\S+) ({'|'.join(hlo.KINDS)})(-start)?\(.*?"
+    r"(?:replica_groups=(\{\}|\{\{[\d,{}]*\}\}|\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?"
+    r"|mesh\[[^\]]*\](?:, device_ids=\([^ ]*\))? \{[^}]*\}))"
+)
+_ARRAY = re.compile(r"[a-z]\w*\[([\d,]*)\]")
+_IOTA = re.compile(r"\[([\d,]*)\]<=\[([\d,]*)\](?:T\(([\d,]*)\))?")
+_MESH = re.compile(
+    r"mesh\[([^\]]*)\](?:, device_ids=\((\[[\d,]*\](?:T\([\d,]*\))?)\))? \{([^}]*)\}"
+)
+
+_known: dict[Any, tuple[Collective, ...] | str] = {}
+
+
+def spec(axes: Spec) -> P:
+    """The PartitionSpec of a sharding."""
+    return P(*(of or None for of in axes))
+
+
+def collectives(
+    key: Any,
+    local: Callable[..., Any],
+    avals: Sequence[Any],
+    operands: Sequence[Spec],
+    result: Spec,
+    mesh: jax.sharding.Mesh,
+) -> tuple[Collective, ...] | str:
+    """The collectives of an operation, in order; or why they are not known.
+
+    Args:
+        key: identifies `local`.
+        local: the operation.
+        avals: the types of its operands.
+        operands: how they are sharded.
+        result: how the result is sharded.
+        mesh: the mesh.
+    """
+    types = tuple((aval.shape, aval.dtype.name) for aval in avals)
+    whole = key, types, tuple(operands), result, mesh
+    if whole not in _known:
+        _known[whole] = _compiled(local, avals, operands, result, mesh)
+    return _known[whole]
+
+
+def _compiled(
+    local: Callable[..., Any],
+    avals: Sequence[Any],
+    operands: Sequence[Spec],
+    result: Spec,
+    mesh: jax.sharding.Mesh,
+) -> tuple[Collective, ...] | str:
+    jitted = jax.jit(
+        local,
+        in_shardings=tuple(NamedSharding(mesh, spec(of)) for of in operands),
+        out_shardings=NamedSharding(mesh, spec(result)),
+    )
+    platform = mesh.devices.flat[0].platform
+    try:
+        with compat.without_mesh():
+            lowered = jitted.lower(*avals)
+            text = lowered.compile(_OPTIONS.get(platform)).as_text() or ""
+    except (jax.errors.JaxRuntimeError, ValueError, TypeError) as error:
+        return f"XLA does not compile it alone: {str(error).splitlines()[0][:100]}"
+    # The devices of this program are numbered in the order of its mesh.
+    positions = np.arange(mesh.size).reshape(mesh.devices.shape)
+    found = []
+    counted = hlo.in_compiled(text)
+    for match in _COLLECTIVE.finditer(text):
+        types, kind, start, groups = match.groups()
+        axes = axes_of_groups(groups, mesh.axis_names, positions)
+        if axes is None:
+            return f"XLA adds {kind} among {groups}"
+        arrays = [_size(shape) for shape in _ARRAY.findall(types)]
+        if start and kind in ("all-gather", "collective-permute"):  # operands, then results
+            arrays = arrays[len(arrays) // 2 :]
+        found += [(kind, axes, count) for count in arrays]
+    if sum(counted[kind] for kind in hlo.KINDS) != len(found):
+        return "XLA adds a collective that is not understood"
+    return tuple(found)
+
+
+def _size(shape: str) -> int:
+    return int(np.prod([int(n) for n in shape.split(",") if n], dtype=np.int64))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n]
+
+
+def axes_of_groups(groups: str, names: Sequence[str], positions: Any) -> frozenset[str] | None:
+    """The mesh axes along which the groups of an HLO collective lie; None if there are none.
+
+    Args:
+        groups: the attribute replica_groups.
+        names: the names of the mesh's axes.
+        positions: the device at each position of the mesh.
+    """
+    found = _groups(groups, positions.size)
+    if found is None:
+        return None
+    first = next(iter(found))
+    where = [np.argwhere(positions == device)[0] for device in first]
+    axes = [i for i in range(positions.ndim) if len({int(place[i]) for place in where}) > 1]
+    wanted = np.moveaxis(positions, axes, range(-len(axes), 0)).reshape(-1, len(first))
+    if {frozenset(map(int, group)) for group in wanted} != found:
+        return None
+    return frozenset(names[i] for i in axes)
+
+
+def _groups(text: str, count: int) -> set[frozenset[int]] | None:
+    if text == "{}":
+        return {frozenset(range(count))}
+    if text.startswith("{{"):
+        return {frozenset(_numbers(group)) for group in text[2:-2].split("},{")}
+    if iota := _IOTA.fullmatch(text):
+        ids = _iota(iota[2], iota[3])
+        return {frozenset(map(int, group)) for group in ids.reshape(_numbers(iota[1]))}
+    if mesh := _MESH.fullmatch(text):
+        axes = [entry.rpartition("=") for entry in mesh[1].split(",")]
+        names, sizes = [axis[0].strip() for axis in axes], [int(axis[2]) for axis in axes]
+        chosen = [entry.strip() for entry in mesh[3].split(",") if entry.strip()]
+        if not set(chosen) <= set(names):
+            return None
+        ids = np.arange(count)
+        if mesh[2]:
+            order = re.fullmatch(r"\[([\d,]*)\](?:T\(([\d,]*)\))?", mesh[2])
+            assert order is not None  # as in _MESH
+            ids = _iota(order[1], order[2])
+        if ids.size != np.prod(sizes):
+            return None
+        along = [names.index(name) for name in chosen]
+        moved = np.moveaxis(ids.reshape(sizes), along, range(-len(along), 0))
+        size = int(np.prod([sizes[i] for i in along]))
+        return {frozenset(map(int, group)) for group in moved.reshape(-1, size)}
+    return None
+
+
+def _iota(dimensions: str, order: str | None) -> Any:
+    shape = _numbers(dimensions)
+    ids = np.arange(int(np.prod(shape))).reshape(shape)
+    return (ids.transpose(_numbers(order)) if order else ids).reshape(-1)

@@ -1,0 +1,231 @@
+"""A lowered program after Shardy's propagation, in which each value has its sharding.
+
+jaxlib has all passes of Shardy. So what XLA does when it compiles can be done before, on a copy.
+Everything is read by the types of MLIR's Python bindings.
+"""
+
+import io
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.mlir import ir, passmanager
+from jax.extend.mlir.dialects import sdy
+from jax.sharding import AxisType
+
+from jax_intranode._src.rewrite.auto.plans import Spec
+
+PIPELINE = "builtin.module(sdy-propagation-pipeline)"
+
+
+# The attribute that tells operations apart. In Python their hashes change with their operands.
+_NUMBER = "jax_intranode.number"
+
+
+class Unsuitable(Exception):
+    """A program that can't be rewritten; the text says why."""
+
+
+def operations(block: Any) -> list[Any]:
+    """The operations of a block."""
+    return [operation.operation for operation in block.operations]
+
+
+def inner_blocks(operation: Any) -> Iterator[Any]:
+    """The blocks of an operation's regions."""
+    for region in operation.regions:
+        yield from region.blocks
+
+
+def walk(operation: Any) -> list[Any]:
+    """An operation and all inside."""
+    found: list[Any] = []
+
+    def add(each: Any) -> Any:
+        found.append(each.operation)
+        return ir.WalkResult.ADVANCE
+
+    operation.walk(add)
+    return found
+
+
+def number(operation: Any) -> int:
+    """Identifies an operation of a program."""
+    return int(ir.IntegerAttr(operation.attributes[_NUMBER]).value)
+
+
+def owner(value: Any) -> Any | None:
+    """The operation that makes a value; None if it is an argument of a block."""
+    return None if isinstance(value.owner, ir.Block) else value.owner.operation
+
+
+def as_bytecode(module: Any) -> bytes:
+    """A module as bytecode."""
+    text = io.BytesIO()
+    module.operation.write_bytecode(file=text)
+    return text.getvalue()
+
+
+class Program:
+    """A copy of a lowered program after propagation.
+
+    Attributes:
+        module: the copy.
+        mesh: the mesh of its shardings.
+        mesh_name: the mesh's symbol.
+    """
+
+    def __init__(self, module: Any, devices: Any):
+        """Copies and propagates.
+
+        Args:
+            module: the program as JAX has lowered it.
+            devices: the devices that it will run on, in order.
+
+        Raises:
+            Unsuitable: nothing of it can be rewritten.
+        """
+        meshes = [o for o in operations(module.body) if o.name == "sdy.mesh"]
+        if not meshes:
+            raise Unsuitable("nothing is sharded")
+        for each in meshes[1:]:
+            if sdy.MeshAttr(each.attributes["mesh"]) != sdy.MeshAttr(meshes[0].attributes["mesh"]):
+                raise Unsuitable("several meshes")
+        if len(meshes) > 1:
+            raise Unsuitable("a shard_map beside Auto axes")
+        # JAX's caches take it for a module; a clone is of another class.
+        self.module = ir.Module.parse(as_bytecode(module))
+        passmanager.PassManager.parse(PIPELINE).run(self.module.operation)
+        top = operations(self.module.body)
+        self._functions = [o for o in top if o.name == "func.func"]
+        (mesh,) = (o for o in top if o.name == "sdy.mesh")
+        self.mesh_name = ir.StringAttr(mesh.attributes["sym_name"]).value
+        attribute = sdy.MeshAttr(mesh.attributes["mesh"])
+        axes = [sdy.MeshAxisAttr(axis) for axis in attribute.axes]
+        names, sizes = [axis.name for axis in axes], [axis.size for axis in axes]
+        # Positions in the list of devices.
+        positions = list(attribute.device_ids) or list(range(math.prod(sizes)))
+        if sorted(positions) != list(range(len(devices))):
+            raise Unsuitable("a mesh of other devices than the program's")
+        self.mesh = jax.sharding.Mesh(
+            np.array([devices[i] for i in positions], dtype=object).reshape(sizes),
+            names,
+            axis_types=(AxisType.Auto,) * len(names),
+        )
+        self._int = ir.IntegerType.get_signless(64)
+        self._last = 0
+        for operation in self._all_operations():
+            self.set_number(operation)
+        # By the function and the number of the argument.
+        self._arguments = {
+            (number(function), index): attributes["sdy.sharding"]
+            for function in self._functions
+            for index, attributes in enumerate(function.opview.arg_attrs)
+            if "sdy.sharding" in attributes
+        }
+        self._specs: dict[Any, Spec | None] = {}
+        self._refuse_unsuitable()
+
+    def _refuse_unsuitable(self) -> None:
+        """Raises if the program has something that a propagated copy may not keep."""
+        for operation in self._all_operations():
+            if operation.name == "stablehlo.custom_call":
+                target = ir.StringAttr(operation.attributes["call_target_name"]).value
+                if "callback" in target:
+                    raise Unsuitable("a callback to Python")
+
+    def set_number(self, operation: Any) -> None:
+        """Gives an operation a new number."""
+        self._last += 1
+        operation.attributes[_NUMBER] = ir.IntegerAttr.get(self._int, self._last)
+
+    def blocks(self) -> Iterator[Any]:
+        """The blocks whose values have shardings."""
+        todo = [block for function in self._functions for block in inner_blocks(function)]
+        while todo:
+            block = todo.pop()
+            yield block
+            for operation in operations(block):
+                if operation.name in ("stablehlo.while", "stablehlo.case", "stablehlo.if"):
+                    todo += inner_blocks(operation)
+
+    def spec(self, value: Any) -> Spec | None:
+        """How a value is sharded; None if a PartitionSpec over this mesh cannot say it."""
+        attribute = self._attribute(value)
+        if attribute is None:
+            return ((),) * len(ir.RankedTensorType(value.type).shape)
+        if attribute not in self._specs:
+            self._specs[attribute] = self._read(attribute)
+        return self._specs[attribute]
+
+    def _attribute(self, value: Any) -> Any:
+        owner = value.owner
+        if isinstance(owner, ir.Block):
+            index = ir.BlockArgument(value).arg_number
+            around = owner.owner.operation
+            if around.name == "func.func":
+                return self._arguments.get((number(around), index))
+            if around.name != "stablehlo.while":
+                raise Unsuitable(f"an argument of {around.name}")
+            return _per_value(around, "sdy.sharding", index)
+        operation = owner.operation
+        if operation.name in ("sdy.reshard", "sdy.sharding_constraint"):
+            return operation.attributes["sharding"]
+        name = "out_shardings" if operation.name == "sdy.manual_computation" else "sdy.sharding"
+        return _per_value(operation, name, ir.OpResult(value).result_number)
+
+    def _read(self, attribute: Any) -> Spec | None:
+        sharding = sdy.TensorShardingAttr(attribute)
+        dimensions = []
+        for dimension in sharding.dimension_shardings:
+            axes = [sdy.AxisRefAttr(axis) for axis in sdy.DimensionShardingAttr(dimension).axes]
+            if any(axis.sub_axis_info for axis in axes):
+                return None
+            dimensions.append(tuple(axis.name for axis in axes))
+        if len(sharding.unreduced_axes):
+            return None
+        return tuple(dimensions)
+
+    def _all_operations(self) -> list[Any]:
+        return [each for function in self._functions for each in walk(function)]
+
+    def repair(self) -> None:
+        """Changes what XLA's import does not take of a propagated program."""
+        for operation in self._all_operations():
+            if _NUMBER in operation.attributes:
+                del operation.attributes[_NUMBER]
+            if operation.name == "sdy.reshard":  # "op unknown mesh"
+                new = sdy.ShardingConstraintOp(
+                    operation.operands[0],
+                    operation.attributes["sharding"],
+                    loc=operation.location,
+                    ip=ir.InsertionPoint(operation),
+                )
+                operation.results[0].replace_all_uses_with(new.result)
+                operation.erase()
+            elif operation.name == "stablehlo.while" and "sdy.sharding" in operation.attributes:
+                # XLA adds results to a loop, and the process would end with a segmentation fault.
+                # The body has the shardings as well.
+                del operation.attributes["sdy.sharding"]
+
+
+def _per_value(operation: Any, name: str, index: int) -> Any:
+    if name not in operation.attributes:
+        return None
+    return list(sdy.TensorShardingPerValueAttr(operation.attributes[name]).shardings)[index]
+
+
+# The innermost frame of a location, which JAX has made of the user's frames only.
+_FRAME = re.compile(r'(?:"([^"]*)"\()?"([^"]+)":(\d+):')
+
+
+def source_of(operation: Any) -> str:
+    """The user's line that an operation comes from, as file:line (function), or "unknown"."""
+    found = _FRAME.search(str(operation.location))
+    if found is None:
+        return "unknown"
+    function = (found[1] or "").rpartition("<locals>.")[2]
+    return f"{found[2]}:{found[3]}" + (f" ({function})" if function else "")

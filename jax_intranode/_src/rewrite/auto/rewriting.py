@@ -1,0 +1,584 @@
+"""What runs when JAX has lowered a program: collectives of XLA's partitioner become ours.
+
+A copy of the lowered program is propagated. Operations that communicate as one of their plans says
+become shard_maps; if none does, XLA gets the program as JAX has lowered it. It gets that, too, if
+anything here goes wrong, or if XLA refuses the copy.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.extend.mlir import ir, passmanager
+
+from jax_intranode._src import compat, config
+from jax_intranode._src.ops.lowering_site import LoweringSite, device_ids
+from jax_intranode._src.rewrite import agreement, hook
+from jax_intranode._src.rewrite.auto import groups, partitioner
+from jax_intranode._src.rewrite.auto.groups import Block, Group
+from jax_intranode._src.rewrite.auto.operations import Found, find
+from jax_intranode._src.rewrite.auto.program import (
+    Program,
+    Unsuitable,
+    as_bytecode,
+    number,
+    operations,
+    owner,
+    source_of,
+    walk,
+)
+from jax_intranode._src.rewrite.body import body_of
+from jax_intranode._src.rewrite.jaxprs import Rewriter
+
+_log = logging.getLogger("jax_intranode")
+
+# For tests: XLA gets the propagated copy even if nothing of it was replaced.
+propagated_only = False
+
+_WHOLE = "XLA would have the whole sum for another operation that needs it"
+# Operations without a plan that were found to send nothing, or that end a block.
+_TAKES_SHARDS = frozenset(
+    {
+        *("func.return", "return", "stablehlo.return", "sdy.return"),
+        *("stablehlo.dot_general", "stablehlo.reduce"),
+    }
+)
+_SHARED = "another operation that needs the same gathered array is left"
+_OVERLAPPED = "XLA can overlap it with the matmuls after it"
+_CONSTANTS = re.compile(r"dense<[^>]*>")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What became of an operation that communicates.
+
+    Attributes:
+        operation: "dot_general", "reduce", "reshard", or another name of StableHLO.
+        source: the user's line.
+        avals: the types of its operands, over all devices.
+        axes: the mesh axes it communicates over, as far as they are known.
+        reason: why it was left; None if it was replaced.
+        missed: whether it was left although this package might be faster.
+        jaxpr: if it was replaced: the shard_map that has its place. Of operations that share one,
+            the first has it.
+        sources: the lines of the operations that share it.
+        in_loop: whether it is in a loop.
+        in_branch: whether it is in a branch.
+        number: its place in the program.
+    """
+
+    operation: str
+    source: str
+    avals: tuple[Any, ...]
+    axes: tuple[str, ...]
+    reason: str | None
+    missed: bool = False
+    jaxpr: Any = None
+    sources: tuple[str, ...] = ()
+    in_loop: bool = False
+    in_branch: bool = False
+    number: int = 0
+
+
+@dataclass
+class Outcome:
+    """What became of a program.
+
+    Attributes:
+        module: the program that XLA gets; None if it is the one that JAX has lowered.
+        records: what became of its operations.
+        mesh: the mesh; None if it is not known.
+        reason: why the program was left as a whole; None if it was not.
+    """
+
+    module: Any = None
+    records: list[Record] = field(default_factory=list)
+    mesh: jax.sharding.Mesh | None = None
+    reason: str | None = None
+
+
+# By the lowered program: what became of it, by the devices and settings. XLA's cache of programs
+# needs the same module each time.
+_outcomes: weakref.WeakKeyDictionary[Any, dict[Any, Outcome]] = weakref.WeakKeyDictionary()
+
+
+class _Active(threading.local):
+    """What this thread does.
+
+    Attributes:
+        value: whether it rewrites a program: what it lowers for that is not rewritten again.
+        explaining: see `explaining`.
+    """
+
+    value = False
+    explaining = False
+
+
+_active = _Active()
+
+
+def rewrite_program(module: Any, devices: Sequence[Any], platforms: Sequence[str]) -> Any:
+    """The module that XLA gets for a lowered program.
+
+    Raises:
+        RuntimeError: JAX_INTRANODE_STRICT=1, and an operation was left that might be faster here.
+    """
+    return outcome_of(module, devices, platforms).module or module
+
+
+def outcome_of(module: Any, devices: Sequence[Any], platforms: Sequence[str]) -> Outcome:
+    """What becomes of a lowered program.
+
+    Raises:
+        RuntimeError: as `rewrite_program`.
+    """
+    if not hook.is_auto() or _active.value or len(devices) < 2:
+        return Outcome(reason="one device")
+    known = _outcomes.setdefault(module, {})
+    key = tuple(d.id for d in devices), tuple(platforms), agreement.generation(), propagated_only
+    if key not in known:
+        _active.value = True
+        try:
+            known[key] = _rewritten(module, tuple(devices), tuple(platforms))
+        finally:
+            _active.value = False
+    if not _active.explaining:
+        _refuse_if_strict(known[key])
+    return known[key]
+
+
+@contextlib.contextmanager
+def explaining() -> Iterator[None]:
+    """What this thread lowers inside is shown, and no error of JAX_INTRANODE_STRICT=1."""
+    before, _active.explaining = _active.explaining, True
+    try:
+        yield
+    finally:
+        _active.explaining = before
+
+
+def forget(module: Any) -> None:
+    """XLA has refused what a program became: it is left as it is from now on."""
+    for outcome in _outcomes.get(module, {}).values():
+        outcome.module = None
+        outcome.reason = "XLA does not compile what it became"
+
+
+def _rewritten(module: Any, devices: Any, platforms: tuple[str, ...]) -> Outcome:
+    name = ir.StringAttr(module.operation.attributes["sym_name"]).value
+    outcome = Outcome()
+    if not compat.uses_shardy():
+        outcome.reason = "jax_use_shardy_partitioner is False"
+        return outcome
+    try:
+        with module.context, ir.Location.unknown(), compat.without_mesh():
+            _Rewriting(module, name, devices, platforms, outcome).run()
+            outcome.records.sort(key=lambda record: record.number)
+    except Unsuitable as reason:
+        outcome.module, outcome.reason = None, str(reason)
+        _log.info("%s is left to XLA: %s.", name, reason)
+    except Exception as error:
+        outcome.module, outcome.reason = None, f"{type(error).__name__}: {error}"
+        _log.warning(
+            "%s is left to XLA, because rewriting it failed: %s: %s",
+            name,
+            type(error).__name__,
+            " ".join(str(error).split())[:300],
+        )
+        _log.debug("The error in full:", exc_info=True)
+    return outcome
+
+
+def _refuse_if_strict(outcome: Outcome) -> None:
+    missed = [record for record in outcome.records if record.missed]
+    if not missed or not config.get().is_strict:
+        return
+    lines = [f"  {r.operation} at {r.source}: {r.reason}" for r in missed]
+    raise RuntimeError(
+        "Collectives that XLA's partitioner adds were not replaced:\n"
+        + "\n".join(lines)
+        + "\nJAX_INTRANODE_STRICT=1 makes this an error. Remove the reasons, compile this program "
+        "without install(auto=True) and accelerate(auto=True), or unset the variable."
+    )
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """A shard_map that was traced.
+
+    Attributes:
+        jaxpr: the jaxpr that it is the only equation of.
+        traced: JAX's record.
+        left: why lax would run a collective of it, and `Record.missed`; None if all are ours.
+    """
+
+    jaxpr: Any
+    traced: Any
+    left: tuple[str, bool] | None
+
+
+@dataclass(frozen=True)
+class _Body:
+    """A shard_map that was lowered.
+
+    Attributes:
+        judged: what was lowered.
+        operation: its MLIR operation.
+        module: the module that has the operation.
+        calls: how many operations of this package it has.
+    """
+
+    judged: _Judged
+    operation: Any
+    module: Any
+    calls: int
+
+
+class _Rewriting:
+    """The rewriting of one program."""
+
+    def __init__(
+        self, module: Any, name: str, devices: Any, platforms: tuple[str, ...], outcome: Outcome
+    ):
+        self._name = name
+        self._outcome = outcome
+        self._platforms = platforms
+        self._program = Program(module, devices)
+        self._mesh = outcome.mesh = self._program.mesh
+        self._sizes = dict(self._mesh.shape)
+        self._site = LoweringSite(self._mesh, frozenset(self._mesh.axis_names), platforms)
+        self._judgements: dict[Any, _Judged] = {}
+        self._bodies: dict[Any, _Body | None] = {}
+        self._replaced: dict[Any, Any] = {}
+        self._dead: list[Any] = []
+        self._calls = 0
+
+    def run(self) -> None:
+        """Rewrites the program; the outcome has its module if anything was replaced."""
+        text = self._program.module.operation.get_asm(large_elements_limit=4)
+        # The same in all processes, whatever the constants.
+        text = _CONSTANTS.sub("", str(text))
+        fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
+        blocks = [(block, self._found(block)) for block in self._program.blocks()]
+        if not any(each.plan for _, found in blocks for each in found):
+            for _, found in blocks:
+                self._leave_all(found, None)
+            if propagated_only:
+                self._finish()
+            return
+        reason = self._site.reason_for_lax(device_ids(self._mesh))
+        if reason is None:
+            reason = agreement.reason_for_no_auto(self._mesh)
+        taken = []
+        for block, found in blocks:
+            if reason is not None or propagated_only:
+                self._leave_all(found, reason or "for a test")
+            else:
+                taken += self._rewrite_block(block, found)
+        if taken:
+            reason = agreement.same_everywhere(self._mesh, fingerprint, json.dumps(sorted(taken)))
+        if reason is not None:
+            self._outcome.records = [
+                dataclasses.replace(r, reason=r.reason or reason, missed=True, jaxpr=None)
+                for r in self._outcome.records
+            ]
+            self._outcome.reason = reason
+        elif taken or propagated_only:
+            self._finish()
+
+    def _finish(self) -> None:
+        for operation in reversed(self._dead):
+            operation.erase()
+        self._program.repair()
+        if not self._program.module.operation.verify():
+            raise RuntimeError("MLIR does not verify the rewritten program")
+        self._outcome.module = self._program.module
+        left = sum(record.reason is not None for record in self._outcome.records)
+        _log.info(
+            "Lowered %s: %d operations that XLA's partitioner would add collectives to became %d "
+            "of this package, %d are left.",
+            self._name,
+            len(self._outcome.records) - left,
+            self._calls,
+            left,
+        )
+
+    def _found(self, block: Any) -> list[Found]:
+        """The operations of a block that communicate, in order."""
+        found: list[Found] = []
+        gathered: dict[int, Found] = {}
+        for operation in operations(block):
+            of_gathered = bool(gathered) and any(
+                maker is not None and number(maker) in gathered
+                for maker in map(owner, operation.operands)
+            )
+            each = find(operation, self._program, of_gathered)
+            if each is not None:
+                found.append(each)
+                gathered.update(groups.reshards_that_gather([each]))
+        return found
+
+    def _leave_all(self, found: Sequence[Found], reason: str | None) -> None:
+        for each in found:
+            if each.plan is None:
+                self._record(each, each.reason)
+            elif each.plan.gathers or each.plan.sums:
+                self._record(each, reason, missed=reason is not None)
+
+    def _record(
+        self,
+        found: Found,
+        reason: str | None,
+        missed: bool = False,
+        jaxpr: Any = None,
+        sources: tuple[str, ...] = (),
+    ) -> None:
+        plan = found.plan
+        axes: dict[str, None] = {}
+        if plan is not None:
+            for of in (*(g.axes for g in plan.gathers), *plan.sums):
+                axes.update(dict.fromkeys(of))
+        around = []
+        parent = found.operation.parent
+        while parent is not None and parent.operation.name != "func.func":
+            around.append(parent.operation.name)
+            parent = parent.operation.parent
+        self._outcome.records.append(
+            Record(
+                found.kind.name,
+                source_of(found.operation),
+                tuple(a for a in found.avals if a is not None),
+                tuple(axes),
+                reason,
+                missed,
+                jaxpr,
+                sources,
+                in_loop="stablehlo.while" in around,
+                in_branch=bool({"stablehlo.case", "stablehlo.if"} & {*around}),
+                number=number(found.operation),
+            )
+        )
+
+    def _rewrite_block(self, mlir_block: Any, found: Sequence[Found]) -> list[Any]:
+        """Replaces what it can; returns what identifies that."""
+        block = Block(mlir_block, self._replaced)
+        gathering = groups.reshards_that_gather(found)
+        members = []
+        for each in found:
+            if each.plan is None:
+                self._record(each, each.reason)
+                continue
+            member = groups.member_of(each, gathering)
+            if not member.communicates():
+                continue
+            if self._on_gpus() and groups.is_overlapped(member, block, self._sizes):
+                self._record(each, _OVERLAPPED)
+            else:
+                members.append(member)
+        whole = {id(m) for m in members if m.plan.scatter is not None and not self._fits(m, found)}
+        for member in members:
+            if id(member) in whole:
+                self._record(member.found, _WHOLE)
+        members = [member for member in members if id(member) not in whole]
+        joined = {
+            id(member): [
+                value
+                for value, now in zip(member.found.values, member.inputs, strict=True)
+                if value != now.value
+            ]
+            for member in members
+        }
+        members = [
+            member
+            for member in members
+            if number(member.found.operation) not in gathering
+            or not self._only_joined(member, members, joined)
+        ]
+        members = self._accepted(members)
+        taken = []
+        for group in groups.groups_of(members, block, self._sizes):
+            for part, users in groups.independent(group, block):
+                taken += self._insert(part, users, block)
+        return taken
+
+    def _accepted(self, members: list[Any]) -> list[Any]:
+        """The members that this package would run.
+
+        XLA gathers an array once for all operations that use it. If one of them is left, all are.
+        """
+        reasons = {id(m): self._judged(Group([m])).left for m in members}
+        by_gather: dict[Any, list[Any]] = {}
+        for member in members:
+            for one, gathers in zip(member.inputs, member.gathers, strict=True):
+                if gathers:
+                    by_gather.setdefault((hash(one.value), one.spec, gathers), []).append(member)
+        todo = [m for m in members if reasons[id(m)] is not None]
+        while todo:
+            member = todo.pop()
+            for sharing in by_gather.values():
+                if any(other is member for other in sharing):
+                    for other in sharing:
+                        if reasons[id(other)] is None:
+                            reasons[id(other)] = _SHARED, False
+                            todo.append(other)
+        for member in members:
+            left = reasons[id(member)]
+            if left is not None and member.communicates():
+                self._record(member.found, *left)
+        return [m for m in members if reasons[id(m)] is None]
+
+    def _on_gpus(self) -> bool:
+        return self._mesh.devices.flat[0].platform == "gpu"
+
+    def _fits(self, member: Any, found: Sequence[Found]) -> bool:
+        """Whether all users of a scattered sum take it as it is sharded.
+
+        XLA scatters some sums by an all-reduce, and lets the other users have all of it.
+        """
+        known = {number(each.operation): each for each in found}
+        todo = [member.found.operation.results[0]]
+        while todo:
+            value = todo.pop()
+            spec = self._program.spec(value)
+            for use in value.uses:
+                user = use.owner.operation
+                each = known.get(number(user))
+                if each is not None:
+                    if each.plan is None or each.plan.operands[use.operand_number] != spec:
+                        return False
+                elif user.name in ("sdy.reshard", "sdy.sharding_constraint"):
+                    if self._program.spec(user.results[0]) != spec:
+                        return False
+                    todo.append(user.results[0])
+                elif user.name not in _TAKES_SHARDS:
+                    same = [r for r in user.results if r.type == value.type]
+                    if not same or self._program.spec(same[0]) != spec:
+                        return False
+        return True
+
+    def _only_joined(self, reshard: Any, members: Sequence[Any], joined: Any) -> bool:
+        """Whether all users of a reshard gather its operand themselves."""
+        result = reshard.found.operation.results[0]
+        users = {number(use.owner.operation) for use in result.uses}
+        return users <= {number(m.found.operation) for m in members if result in joined[id(m)]}
+
+    def _insert(self, group: Group, users: set[int], block: Block) -> list[Any]:
+        body = self._body(group)
+        if body is None and len(group.members) > 1:
+            alone = [self._insert(Group([m]), set(), block) for m in group.members]
+            return [each for one in alone for each in one]
+        if body is None:
+            raise RuntimeError("a shard_map is not lowered as expected")
+        last = group.members[-1].found.operation
+        inputs, _ = group.inputs()
+        new = body.operation.clone(ip=ir.InsertionPoint(last)).operation
+        for index, one in enumerate(inputs):
+            new.operands[index] = block.resolve(one.value)
+        self._program.set_number(new)
+        block.add(new, block.place(last))
+        block.move_behind(users, last)
+        sources = tuple(source_of(member.found.operation) for member in group.members)
+        for index, (member, result) in enumerate(zip(group.members, new.results, strict=True)):
+            jaxpr = body.judged.jaxpr if index == 0 else None
+            self._record(member.found, None, False, jaxpr, () if index else sources)
+            old = member.found.operation.results[0]
+            old.replace_all_uses_with(result)
+            self._replaced[old] = result
+            self._dead.append(member.found.operation)
+        self._calls += body.calls
+        return [[round(block.place(last), 6), repr(group.key())]]
+
+    def _judged(self, group: Group) -> "_Judged":
+        """What this package would run of the shard_map of a group."""
+        key = group.key()
+        if key not in self._judgements:
+            self._judgements[key] = self._judge(group)
+        return self._judgements[key]
+
+    def _judge(self, group: Group) -> "_Judged":
+        inputs, _ = group.inputs()
+        body = group.body()
+        # Call sites have the name of the program that they are in.
+        body.__name__ = self._name.removeprefix("jit_")
+        mapped = jax.shard_map(
+            body,
+            mesh=self._mesh,
+            in_specs=tuple(partitioner.spec(one.spec) for one in inputs),
+            out_specs=[partitioner.spec(member.plan.result) for member in group.members],
+            check_vma=False,
+        )
+        with hook.enabled(hook.ON), agreement.decided():
+            traced = jax.jit(_named(mapped, body.__name__)).trace(*[one.aval for one in inputs])
+            jaxpr = compat.without_dead_code(traced.jaxpr)
+            record = next(
+                body_of(self._site, equation.params)
+                for equation in jaxpr.eqns
+                if compat.shard_map_of(equation) is not None
+            )
+            for equation in jaxpr.eqns:
+                if compat.shard_map_of(equation) is not None:
+                    Rewriter(record).rewrite(compat.body_of_shard_map(equation.params))
+        left = [d for d in record.decisions if d.reason is not None]
+        if left:
+            missed = any(decision.missed for decision in left)
+            return _Judged(jaxpr, traced, (left[0].reason or "", missed))
+        nothing = "nothing in it is a collective", False
+        return _Judged(jaxpr, traced, None if record.decisions else nothing)
+
+    def _body(self, group: Group) -> "_Body | None":
+        """The lowered shard_map of a group; None if it is not all ours."""
+        judged = self._judged(group)
+        if judged.left is not None:
+            return None
+        key = group.key()
+        if key not in self._bodies:
+            with hook.enabled(hook.ON), agreement.decided():
+                lowered = judged.traced.lower().compiler_ir()
+            self._bodies[key] = self._imported(judged, lowered)
+        return self._bodies[key]
+
+    def _imported(self, judged: "_Judged", lowered: Any) -> "_Body | None":
+        """The shard_map of a lowered module, with the mesh of the program."""
+        with lowered.context:
+            text = as_bytecode(lowered)
+        module = ir.Module.parse(text)
+        passmanager.PassManager.parse("builtin.module(inline)").run(module.operation)
+        names = {
+            ir.StringAttr(o.attributes["sym_name"]).value
+            for o in operations(module.body)
+            if o.name == "sdy.mesh"
+        }
+        for name in names:
+            # All are over the same axes. Some differ in which of them are manual.
+            if name != self._program.mesh_name:
+                ir.SymbolTable.replace_all_symbol_uses(
+                    name, self._program.mesh_name, module.operation
+                )
+        regions = [o for o in walk(module.operation) if o.name == "sdy.manual_computation"]
+        if len(regions) != 1:
+            return None
+        calls = sum(
+            ir.StringAttr(o.attributes["call_target_name"]).value.startswith("jax_intranode_")
+            for o in walk(regions[0])
+            if o.name == "stablehlo.custom_call"
+        )
+        if not calls or any(o.name == "func.call" for o in walk(regions[0])):
+            return None
+        return _Body(judged, regions[0], module, calls)
+
+
+def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def call(*operands: Any) -> Any:
+        return function(*operands)
+
+    call.__name__ = call.__qualname__ = name
+    return call

@@ -1,0 +1,382 @@
+"""Plain jit programs over Auto axes, to which XLA's partitioner adds collectives."""
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from devices import need_devices
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_intranode
+from jax_intranode._src import config, hlo
+from jax_intranode._src.rewrite.auto import groups, partitioner, plans, rewriting
+
+N = len(jax.devices())
+
+
+@pytest.fixture(autouse=True)
+def not_installed() -> Iterator[None]:
+    need_devices(4)
+    yield
+    jax_intranode.uninstall()
+    jax.clear_caches()  # tests share functions, and rewrite them under other conditions
+
+
+def two_axes(order: Any = None) -> Mesh:
+    devices = np.array(jax.devices())[list(order or range(N))]
+    return Mesh(devices.reshape(2, N // 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def normal(seed: int, *shape: int) -> Any:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32) / 4
+
+
+def put(mesh: Mesh, value: Any, *spec: Any) -> jax.Array:
+    return jax.device_put(value, NamedSharding(mesh, P(*spec)))
+
+
+def constrained(mesh: Mesh, x: Any, *spec: Any) -> Any:
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+
+
+def collectives(compiled: Any) -> Counter[str]:
+    return hlo.in_compiled(compiled.as_text())
+
+
+def of_xla(found: Counter[str]) -> int:
+    return sum(found[kind] for kind in hlo.KINDS)
+
+
+def check(f: Callable[..., Any], *args: Any) -> tuple[Counter[str], Counter[str]]:
+    """Compares results, shardings and what is left; returns the collectives before and after."""
+    wanted_program = jax.jit(f).lower(*args).compile()
+    with jax_intranode.accelerate(auto=True):
+        found_program = jax.jit(f).lower(*args).compile()
+    wanted, found = wanted_program(*args), found_program(*args)
+    for w, v in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+        assert w.sharding.is_equivalent_to(v.sharding, w.ndim) and w.dtype == v.dtype
+        np.testing.assert_allclose(np.asarray(w), np.asarray(v), rtol=1e-5, atol=1e-6)
+    before, after = collectives(wanted_program), collectives(found_program)
+    for kind in hlo.KINDS:
+        assert after[kind] <= before[kind], (kind, before, after)
+    return before, after
+
+
+def mlp(p: Any, x: Any) -> Any:
+    return jax.nn.gelu(x @ p["up"]) @ p["down"]
+
+
+def weights(mesh: Mesh, up: Any, down: Any) -> Any:
+    return {
+        "up": put(mesh, normal(0, 16, 32), *up),
+        "down": put(mesh, normal(1, 32, 16), *down),
+    }
+
+
+TENSOR_PARALLEL = (None, "model"), ("model", None)
+
+
+def test_tensor_parallel() -> None:
+    mesh = two_axes()
+    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+    before, after = check(mlp, p, x)
+    assert before == {"all-reduce": 1} and after == {"jax_intranode_psum": 1}
+    gradient = jax.grad(lambda p, x: (mlp(p, x) ** 2).sum(), argnums=(0, 1))
+    before, after = check(gradient, p, x)
+    assert of_xla(before) >= 3 and of_xla(after) == 0
+
+
+def test_sequence_parallel() -> None:
+    mesh = two_axes()
+    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 2, 8, 16), "data", "model")
+
+    def block(p: Any, x: Any) -> Any:
+        whole = constrained(mesh, x, "data", None, None)
+        return x + constrained(mesh, mlp(p, whole), "data", "model", None)
+
+    before, after = check(block, p, x)
+    assert of_xla(before) == 2 and of_xla(after) == 0
+    assert after["jax_intranode_all_gather"] == after["jax_intranode_psum_scatter"] == 1
+    _, after = check(jax.grad(lambda p, x: (block(p, x) ** 2).mean()), p, x)
+    assert of_xla(after) == 0
+
+
+def test_fsdp_gathers_weights() -> None:
+    mesh = two_axes()
+    p = weights(mesh, ("model", None), ("model", None))
+    x = put(mesh, normal(2, 64, 16), ("data", "model"))
+    before, after = check(mlp, p, x)
+    assert before == {"all-gather": 2} and after == {"jax_intranode_all_gather": 2}
+
+
+def test_scan_remat_and_donation() -> None:
+    mesh = two_axes()
+    p = {
+        "up": put(mesh, normal(0, 3, 16, 32), None, "data", "model"),
+        "down": put(mesh, normal(1, 3, 32, 16), None, "model", "data"),
+    }
+    x = put(mesh, normal(2, 8, 16), "data")
+
+    @jax.checkpoint
+    def layer(x: Any, w: Any) -> Any:
+        return x + mlp(w, x), None
+
+    def step(p: Any, x: Any) -> Any:
+        gradients = jax.grad(lambda p: (lax.scan(layer, x, p)[0] ** 2).mean())(p)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, p, gradients)
+
+    before, after = check(step, p, x)
+    assert of_xla(after) < of_xla(before)
+    donating = jax.jit(step, donate_argnums=0)
+
+    def aliases() -> list[str]:
+        return re.findall(r"input_output_alias=.*?\) }", donating.lower(p, x).compile().as_text())
+
+    wanted = aliases()
+    with jax_intranode.accelerate(auto=True):
+        assert wanted and aliases() == wanted
+        updated = donating(p, x)
+    assert p["up"].is_deleted() and updated["up"].sharding.mesh == mesh
+
+
+def test_cond_vmap_and_functions() -> None:
+    mesh = two_axes()
+    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 4, 8, 16), None, "data")
+    inner = jax.jit(mlp)
+
+    def f(p: Any, x: Any) -> Any:
+        y = jax.vmap(lambda row: inner(p, row))(x)
+        return lax.cond(y.sum() > 0, lambda y: inner(p, y), lambda y: y, inner(p, y))
+
+    before, after = check(f, p, x)
+    assert of_xla(after) < of_xla(before)
+
+
+def test_devices_in_another_order() -> None:
+    order = [2, 0, 3, 1, *range(4, N)]
+    for mesh in (two_axes(), two_axes(order)):
+        p = weights(mesh, ("model", None), ("model", None))
+        check(mlp, p, put(mesh, normal(2, 64, 16), ("data", "model")))
+
+
+def test_off_and_nothing_to_take_change_no_text() -> None:
+    mesh = two_axes()
+    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+    before = jax.jit(mlp).lower(p, x).as_text()
+    with jax_intranode.accelerate():
+        assert jax.jit(mlp).lower(p, x).as_text() == before
+
+    def local(p: Any, x: Any) -> Any:
+        return x @ p["up"]
+
+    before = jax.jit(local).lower(p, x).as_text()
+    with jax_intranode.accelerate(auto=True):
+        assert jax.jit(local).lower(p, x).as_text() == before
+
+
+def test_install_with_and_without_auto() -> None:
+    mesh = two_axes()
+    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+    f = jax.jit(mlp)
+
+    def ours() -> bool:
+        return "jax_intranode" in f.lower(p, x).as_text()
+
+    jax_intranode.install()
+    assert not ours()
+    jax_intranode.install(auto=True)
+    assert ours()
+    with jax_intranode.accelerate():
+        assert ours()
+    jax_intranode.install()
+    assert not ours()
+    with jax_intranode.accelerate():
+        with jax_intranode.accelerate(auto=True):
+            assert ours()
+        assert not ours()
+    jax_intranode.uninstall()
+    assert not ours()
+
+
+def test_explain_says_what_became_of_each() -> None:
+    mesh = two_axes()
+    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+
+    def f(p: Any, x: Any) -> Any:
+        return mlp(p, x), x.max(0)
+
+    jax_intranode.install(auto=True)
+    report = jax_intranode.explain(f)(p, x)
+    assert {call.origin for call in report} == {"XLA's partitioner"}
+    ours, left = report
+    assert (ours.operation, ours.axes, ours.algorithm != "lax") == ("psum", ("model",), True)
+    assert "test_auto.py" in ours.source
+    assert (left.operation, left.reason) == ("reduce", "a reduction that is no sum")
+
+
+def test_a_program_that_xla_refuses_is_compiled_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mesh = two_axes()
+    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+    from jax._src import compiler  # noqa: TID251 - stands in for XLA
+
+    compile_ = compiler.compile_or_get_cached
+
+    def refuse(backend: Any, computation: Any, *args: Any, **kwargs: Any) -> Any:
+        if "jax_intranode_psum" in str(computation):
+            raise jax.errors.JaxRuntimeError("INTERNAL: refused")
+        return compile_(backend, computation, *args, **kwargs)
+
+    monkeypatch.setattr(compiler, "compile_or_get_cached", refuse)
+    f = jax.jit(mlp)
+    with jax_intranode.accelerate(auto=True):
+        compiled = f.lower(p, x).compile()
+        assert collectives(compiled) == {"all-reduce": 1}
+        np.testing.assert_allclose(f(p, x), mlp(p, x), rtol=1e-4, atol=1e-5)
+        assert "jax_intranode" not in f.lower(p, x).as_text()
+    assert "INTERNAL: refused" in caplog.text
+
+
+def test_an_exception_leaves_the_program(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise KeyError("not expected")
+
+    monkeypatch.setattr(groups, "groups_of", fail)
+    mesh = two_axes()
+    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+    before, after = check(mlp, p, x)
+    assert before == after
+    assert sum("not expected" in record.message for record in caplog.records) == 1
+
+
+def test_a_jaxlib_without_propagation(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax_intranode._src.rewrite import switch
+
+    monkeypatch.setattr(switch, "PIPELINE", "builtin.module(sdy-no-such-pass)")
+    with pytest.raises(RuntimeError, match="leave out auto=True"):
+        jax_intranode.install(auto=True)
+    assert not switch.hook.enabled.value
+
+
+def test_what_xla_can_overlap_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gather that can run next to a matmul before its use; not the first one, nor sums."""
+    monkeypatch.setattr(rewriting._Rewriting, "_on_gpus", lambda _: True)
+    monkeypatch.setattr(groups.sums, "OVERLAPPED_BYTES", 0)
+    mesh = two_axes()
+    x = put(mesh, normal(2, 64, 16), ("data", "model"))
+    before, after = check(mlp, weights(mesh, ("model", None), ("model", None)), x)
+    assert of_xla(before) == 2 and of_xla(after) == 1
+    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+    _, after = check(lambda p, x: mlp(p, mlp(p, x)), p, x)
+    assert of_xla(after) == 0
+
+
+def test_strict_names_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        rewriting.agreement, "reason_for_no_auto", lambda _: "a process has not agreed"
+    )
+    strict = dataclasses.replace(config.get(), strict=True)
+    monkeypatch.setattr(config, "get", lambda: strict)
+    mesh = two_axes()
+    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+    with (
+        jax_intranode.accelerate(auto=True),
+        pytest.raises(RuntimeError, match=r"dot_general at .*test_auto.py.*has not agreed"),
+    ):
+        jax.jit(mlp).lower(p, x)
+    with jax_intranode.accelerate(auto=True):
+        (call,) = jax_intranode.explain(mlp)(p, x)
+    assert (call.algorithm, call.reason) == ("lax", "a process has not agreed")
+
+
+def test_nothing_is_replaced_under_export() -> None:
+    mesh = two_axes()
+    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+    with jax_intranode.accelerate(auto=True):
+        exported = jax.export.export(jax.jit(mlp))(p, x)
+    assert "jax_intranode" not in exported.mlir_module()
+
+
+def test_dtypes_that_are_left() -> None:
+    mesh = two_axes()
+    w = put(mesh, normal(0, 16, 8).astype(np.complex64), "model")
+    x = put(mesh, normal(1, 8, 16).astype(np.complex64), None, "model")
+    before, after = check(jnp.dot, x, w)
+    assert before == after
+
+
+# 59: XLA sums an array whole, and gives one operation a part of it and another one another part.
+@pytest.mark.parametrize("seed", [*range(39), 59])
+def test_random_einsums_add_no_collective(seed: int) -> None:
+    """Whatever the shardings, what XLA still does is among what it did."""
+    mesh, random = two_axes(), np.random.default_rng(seed)
+    letters = "abcde"[: random.integers(3, 6)]
+    terms = ["".join(random.permutation(list(letters))[: random.integers(2, 4)]) for _ in "xw"]
+    known = sorted(set("".join(terms)))
+    result = "".join(letter for letter in known if random.random() < 0.6)
+
+    def spec(term: str) -> list[Any]:
+        entries: list[Any] = [None] * len(term)
+        for axis in ("data", "model"):
+            if term and random.random() < 0.7:
+                place = random.integers(len(term))
+                entries[place] = axis if entries[place] is None else (entries[place], axis)
+        return entries
+
+    shape = {letter: 8 * int(random.integers(1, 3)) for letter in known}
+    x, w = (put(mesh, normal(seed, *(shape[c] for c in t)), *spec(t)) for t in terms)
+    out = spec(result)
+
+    def f(x: Any, w: Any) -> Any:
+        return constrained(mesh, jnp.einsum(f"{terms[0]},{terms[1]}->{result}", x, w), *out)
+
+    check(f, x, w)
+
+
+# The parts.
+
+
+@pytest.mark.parametrize(
+    ("text", "axes"),
+    [
+        ("{{0,1},{2,3}}", {"model"}),
+        ("{{0,2},{1,3}}", {"data"}),
+        ("{{0,3},{1,2}}", None),
+        ("{}", {"data", "model"}),
+        ("[2,2]<=[4]", {"model"}),
+        ("[2,2]<=[2,2]T(1,0)", {"data"}),
+        ("[1,4]<=[4]", {"data", "model"}),
+        ("mesh['axis_0'=2,'axis_1'=2] {'axis_1'}", {"model"}),
+        ("mesh['a'=2,'b'=1,'c'=2], device_ids=([2,2]T(1,0)) {'a'}", {"model"}),
+        ("mesh['a'=4] {'a':(1)2}", None),
+    ],
+)
+def test_groups_of_hlo(text: str, axes: set[str] | None) -> None:
+    found = partitioner.axes_of_groups(text, ("data", "model"), np.arange(4).reshape(2, 2))
+    assert found == (None if axes is None else frozenset(axes))
+
+
+def test_plans_of_a_dot() -> None:
+    labels = plans.Labels(((0, 1), (1, 2)), (0, 2))
+    m, none = ("m",), ()
+    summed = plans.plans(labels, ((none, m), (m, none)), (none, none))
+    found = [plan for plan in summed if not plan.gathers]
+    assert [(plan.sums, plan.scatter) for plan in found] == [((m,), None)]
+    scattered = list(plans.plans(labels, ((none, m), (m, none)), (none, m)))
+    assert ((m,), 1) in [(plan.sums, plan.scatter) for plan in scattered]
+    sizes = {"m": 4}
+    for count, fits in ((64, True), (32, False)):
+        one = [("all-reduce", frozenset("m"), count)]
+        fitting = plans.with_sums_of(found[0], one, ((8, 8), (8, 8)), (8, 8), sizes)
+        assert (fitting is not None) is fits

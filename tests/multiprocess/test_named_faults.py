@@ -56,7 +56,9 @@ def test_rank_0_is_told_of_rank_1(started: Started, name: str) -> None:
     words, reason, code = TOLD[name]
     text = said(outcome, "RESULT")
     assert words in text and "process 1 " in text, str(outcome)
-    assert re.search(r"psum.*rank 0 .*rank 1 ", text) or name == "is_needed_after_its_end", str(outcome)
+    assert re.search(r"psum.*rank 0 .*rank 1 ", text) or name == "is_needed_after_its_end", str(
+        outcome
+    )
     assert float(said(outcome, "TOOK")) < NAMED_S, str(outcome)
     assert said(outcome, "RECORD") == f"{reason} 1", str(outcome)
     assert outcome.exit_codes[0] == 0, str(outcome)

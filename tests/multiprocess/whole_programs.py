@@ -433,7 +433,7 @@ def forked_workers() -> None:
     lives longer than its parent and has all of its descriptors."""
     begin()
     with quiet_forks():
-        # Closed, not terminated: a forked process has JAX's handler of SIGTERM, which does not end it.
+        # Closed, not terminated: JAX's handler of SIGTERM keeps forked processes alive.
         with contextlib.closing(multiprocessing.get_context("fork").Pool(2)) as pool:
             say(sum(pool.map(abs, range(-8, 0))))
         pool.join()

@@ -96,9 +96,7 @@ def begin(options: argparse.Namespace) -> None:
     elif config.get().disable:
         raise WrongInput("--compare: JAX_INTRANODE_DISABLE=1 switches acceleration off: unset it")
     else:
-        compare.start(
-            options.steps, functools.partial(jax_intranode.accelerate, auto=options.auto)
-        )
+        compare.start(options.steps, functools.partial(jax_intranode.accelerate, auto=options.auto))
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -49,6 +49,7 @@ _log = logging.getLogger("jax_intranode")
 # must not share memory.
 _PROTOCOL = 10
 
+_SHARED_MEMORY = Path("/dev/shm")
 PROBE_BYTES = 64 << 10
 REGIONS = 8
 
@@ -497,10 +498,10 @@ def _host(platform: str) -> Host:
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     shared_memory = ""
     if platform == "cpu":
-        # Containers may share it or not, whatever their IPC namespaces are. Where it is no mount of
-        # its own, the device alone would not tell two directories apart.
+        # Containers may share it or not, whatever their IPC namespaces are. The device alone does
+        # not tell two directories apart that are not mounts of their own.
         with contextlib.suppress(OSError):
-            found = os.stat("/dev/shm")
+            found = os.stat(_SHARED_MEMORY)
             shared_memory = f"{found.st_dev}:{found.st_ino}"
     machine = boot_id.read_text().strip() if boot_id.exists() else ""
     return Host(machine, host_platform.node(), shared_memory)

@@ -107,6 +107,17 @@ def test_extras_bring_what_gpus_need() -> None:
 
 
 @in_the_sources
+def test_environment_variables_reach_cmake() -> None:
+    build = tomllib.loads(PYPROJECT.read_text())["tool"]["scikit-build"]
+    asked = {"env": "JAX_INTRANODE_CUDA", "default": "AUTO"}
+    assert build["cmake"]["define"]["JAX_INTRANODE_CUDA"] == asked
+    (wheels,) = build["overrides"]
+    assert wheels["if"] == {"env": {"JAX_INTRANODE_CUDA_WHEELS": True}}
+    # Who asks for the compiler of the wheels gets CUDA kernels, or an error.
+    assert wheels["cmake"]["define"]["JAX_INTRANODE_CUDA"] == "ON"
+
+
+@in_the_sources
 def test_the_notice_credits_the_sources() -> None:
     notice = (ROOT / "NOTICE").read_text()
     for project in ("PyTorch", "xformers", "vLLM", "nvFuser"):
@@ -249,6 +260,8 @@ def test_runtime_too_old_for_one_module(tmp_path: Path) -> None:
     [
         (("JAX_INTRANODE_CUDA=MAYBE",), "JAX_INTRANODE_CUDA=MAYBE: use one of AUTO, ON, OFF."),
         (("JAX_INTRANODE_CUDA=1",), "JAX_INTRANODE_CUDA=1: use one of AUTO, ON, OFF."),
+        (("JAX_INTRANODE_CUDA=ON",), "JAX_INTRANODE_CUDA=ON, but no nvcc was found that works;"),
+        (("JAX_INTRANODE_CUDA=AUTO",), None),
         (
             ("JAX_INTRANODE_CUDA=ON", "JAX_INTRANODE_CUDA_WHEELS=ON", "Python_EXECUTABLE=false"),
             "JAX_INTRANODE_CUDA_WHEELS=1, but false has no nvcc.",
@@ -256,13 +269,20 @@ def test_runtime_too_old_for_one_module(tmp_path: Path) -> None:
         (("JAX_INTRANODE_CUDA=OFF",), None),
     ],
 )
-def test_cuda_options(options: tuple[str, ...], message: str | None) -> None:
+def test_cuda_options(options: tuple[str, ...], message: str | None, tmp_path: Path) -> None:
     cmake = shutil.which("cmake")
     if cmake is None:
         pytest.skip("no cmake on PATH")
     script = ROOT / "cmake" / "FindCudaCompiler.cmake"
     command = [cmake, *(f"-D{option}" for option in options), "-P", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,  # CMake tries the compiler there
+        env={**os.environ, "CUDACXX": "false"},  # a compiler that does not work
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert (done.returncode == 0) == (message is None)
     if message is not None:
         assert message in " ".join(done.stderr.split())

@@ -151,8 +151,9 @@ def _create(rendezvous: Rendezvous, groups: Partition) -> str | None:
             f"a group of {groups.group_size} ranks; at most {limits.MAX_WORLD_SIZE} are supported"
         )
     for group in groups.groups():
-        if len({rendezvous.hosts[i] for i in group}) > 1:
-            return f"group {group} spans hosts"
+        first, *others = dict.fromkeys(rendezvous.hosts[i] for i in group)
+        if others:
+            return f"group {group} spans hosts: its processes are {first.difference(others[0])}"
     reason = _reason_of_links(rendezvous, groups)
     if reason is not None:
         return reason

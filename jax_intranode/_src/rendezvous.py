@@ -21,7 +21,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -48,6 +48,7 @@ _log = logging.getLogger("jax_intranode")
 # must not share memory.
 _PROTOCOL = 10
 
+_SHARED_MEMORY = Path("/dev/shm")
 PROBE_BYTES = 64 << 10
 REGIONS = 8
 
@@ -56,6 +57,29 @@ lock = threading.RLock()
 _all: dict[tuple[int, ...], "Rendezvous"] = {}
 _generation = 0  # number of shutdowns so far: processes of different generations don't rendezvous
 _forked = False
+
+
+class Host(NamedTuple):
+    """Where processes can share memory with each other: those for which all of this is the same.
+
+    Attributes:
+        machine: the boot id of the running kernel.
+        name: the host name. Containers on one machine usually have different ones.
+        shared_memory: which directory /dev/shm is, in which processes with CPU devices share
+            memory; empty for GPUs, whose memory they share through the driver.
+    """
+
+    machine: str
+    name: str
+    shared_memory: str
+
+    def difference(self, other: "Host") -> str:
+        """Why processes there and on another host share no memory, as part of a sentence."""
+        if self.machine != other.machine:
+            return "on different machines"
+        if self.name != other.name:
+            return "on one machine, under different host names"
+        return "on one machine, with a /dev/shm of their own each"
 
 
 @dataclass
@@ -68,7 +92,7 @@ class Rendezvous:
         mode: "single" if one process has all devices, else "multi".
         reason: why there are no communicators; None if there are.
         store: the key-value store through which regions are claimed.
-        hosts: index of each device's host, by device id.
+        hosts: each device's host, by device id.
         linked: by device id, the devices that it is linked to, on hosts that are a hybrid cube
             mesh. Devices of other hosts, which are not in it, are linked to all others there.
         epoch_buffer_bytes: bytes of each of the two epoch buffers of a region.
@@ -93,7 +117,7 @@ class Rendezvous:
     mode: str
     reason: str | None = None
     store: Any = None
-    hosts: dict[int, int] = field(default_factory=dict)
+    hosts: dict[int, Host] = field(default_factory=dict)
     linked: dict[int, frozenset[int]] = field(default_factory=dict)
     epoch_buffer_bytes: int = 0
     ring_bytes: int = 0
@@ -310,8 +334,8 @@ def _share_slabs(rendezvous: Rendezvous, deadline: exchange.Deadline) -> None:
             raise ValueError("other devices than the mesh has")
         for hello in hellos:
             host, watch = hello["host"], hello["watch"]
-            if not all(isinstance(name, str) for name in host) or len(host) != 2:
-                raise TypeError("a host without two names")
+            if not all(isinstance(part, str) for part in Host(*host)):
+                raise TypeError("a host that is no text")
             if watch and "reason" not in watch and not {"address", "token"} <= watch.keys():
                 raise ValueError("neither an address nor a reason for none")
             if not all(isinstance(value, str) for value in watch.values()):
@@ -320,10 +344,8 @@ def _share_slabs(rendezvous: Rendezvous, deadline: exchange.Deadline) -> None:
 
     _watch(rendezvous, hellos, deadline)
 
-    hosts = [hello["host"] for hello in hellos]
-    for process, ids in enumerate(ids_of_processes):
-        for device_id in ids:
-            rendezvous.hosts[device_id] = hosts.index(hosts[process])
+    for ids, hello in zip(ids_of_processes, hellos, strict=True):
+        rendezvous.hosts.update(dict.fromkeys(ids, Host(*hello["host"])))
     local, peers = devices_of_host(rendezvous)
     shared = len(local) < len(peers)
 
@@ -430,7 +452,7 @@ def _hello(rendezvous: Rendezvous) -> dict[str, Any]:
         except RuntimeError as error:
             watch = {"reason": f"process {jax.process_index()}: {error}"}
     return {
-        "host": [_boot_id(), host_platform.node()],
+        "host": _host(rendezvous.platform),
         "watch": watch,
         # Processes may find the same file under other names.
         "config": repr(dataclasses.replace(config.get(), tuning=None)),
@@ -470,9 +492,17 @@ def _reason_for_no_matmuls(rendezvous: Rendezvous, hellos: list[dict[str, Any]])
     return None
 
 
-def _boot_id() -> str:
-    path = Path("/proc/sys/kernel/random/boot_id")
-    return path.read_text().strip() if path.exists() else ""
+def _host(platform: str) -> Host:
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    shared_memory = ""
+    if platform == "cpu":
+        # Containers may share it or not, whatever their IPC namespaces are. The device alone does
+        # not tell two directories apart that are not mounts of their own.
+        with contextlib.suppress(OSError):
+            found = os.stat(_SHARED_MEMORY)
+            shared_memory = f"{found.st_dev}:{found.st_ino}"
+    machine = boot_id.read_text().strip() if boot_id.exists() else ""
+    return Host(machine, host_platform.node(), shared_memory)
 
 
 def _check_hellos(hellos: list[dict[str, Any]]) -> dict[int, frozenset[int]]:

@@ -23,24 +23,29 @@ PLACES: dict[str, tuple[list[str], list[str]]] = {
     # /proc shows the processes of another namespace.
     "pid_namespace_wrong_proc": ([], ["unshare", "--pid", "--fork", *_NOT_THE_FIRST]),
     "pid_namespaces": (["unshare", "--pid", "--fork", "--mount-proc", *_NOT_THE_FIRST],) * 2,
-    "ipc_namespaces": (["unshare", "--ipc"],) * 2,
+    # As containers that share /dev/shm.
+    "ipc_namespaces": (
+        ["unshare", "--mount", "--ipc", "--pid", "--fork", "--mount-proc", *_NOT_THE_FIRST],
+    )
+    * 2,
     "no_ptrace": (["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"],) * 2,
 }
+_READ_ONLY = "mount --bind /dev/shm /dev/shm && mount -o remount,bind,ro /dev/shm"
 _MOUNT = ["unshare", "--mount", "sh", "-c"]
 # The same, and a part of the reason why jax.lax is used there.
 REFUSED: dict[str, tuple[list[str], list[str], str]] = {
-    "small_shm": (
-        *([*_MOUNT, 'mount -t tmpfs -o size=1m none /dev/shm && exec "$@"', "sh"],) * 2,
+    "small_files": (
+        *(["sh", "-c", 'ulimit -f 1024 && exec "$@"', "sh"],) * 2,
         "/dev/shm may be full",
     ),
-    "no_shm": (
-        *([*_MOUNT, 'mount -t tmpfs -o ro none /dev/shm && exec "$@"', "sh"],) * 2,
+    "read_only_shm": (
+        *([*_MOUNT, f'{_READ_ONLY} && exec "$@"', "sh"],) * 2,
         "creating the shared-memory segment",
     ),
     "separate_shm": (
         [],
         [*_MOUNT, 'mount -t tmpfs none /dev/shm && exec "$@"', "sh"],
-        "opening the shared-memory segment",
+        "on one machine, with a /dev/shm of their own each",
     ),
 }
 

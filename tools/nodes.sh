@@ -123,7 +123,7 @@ make_node two 2
 
 # What the processes print: see nodes_program.py, and docs/processes.md.
 sums='process ([01] on one|[23] on two): (model: one_shot|(data|data, model): lax) '
-printed='rank [01] has \(32, 32\) of \(64, 32\): 4096.0'
+printed='rank [01] has \(32, 64\): 1.0'
 run by_hand
 expect 12 "$sums"
 passed=(by_hand)

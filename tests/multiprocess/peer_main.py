@@ -25,7 +25,7 @@ import numpy as np  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import jax_intranode  # noqa: E402
-from jax_intranode._src import launcher, native, peers, rendezvous  # noqa: E402
+from jax_intranode._src import launcher, native, peers  # noqa: E402
 
 is_reversed = False  # whether the mesh has its devices in another order
 SILENT_S = 3.0  # how long a process may be silent in these tests

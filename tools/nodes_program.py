@@ -3,8 +3,8 @@
     nodes_program.py [ADDRESS NUMBER_OF_PROCESSES PROCESS [VICTIM]]
 
 Without arguments, JAX learns them from Slurm or Open MPI. Each process says on which node it is,
-and what runs a sum over each axis. The process VICTIM is then killed. The others say what the next sum
-ends with, and stay until JAX ends them, as they would in an operation of NCCL.
+and what runs a sum over each axis. The process VICTIM is then killed. The others say what the next
+sum ends with, and stay until JAX ends them, as they would in an operation of NCCL.
 """
 
 import os

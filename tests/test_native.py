@@ -193,7 +193,10 @@ def test_a_byte_along_no_link_is_found(programs: Programs) -> None:
 def test_broken_protocol_is_found(programs: Programs, variant: str, ends: str, ranks: int) -> None:
     # Variants that should not wait for ever get more time, so that a slow machine passes.
     patience = "1" if "waits" in ends else "10"
-    outcome = run(programs.get("protocol_test"), variant, str(ranks), "300", patience)
+    for _ in range(3):  # a fault shows only where threads overtake each other
+        outcome = run(programs.get("protocol_test"), variant, str(ranks), "300", patience)
+        if outcome.returncode == 1:
+            break
     assert outcome.returncode == 1, outcome.stdout
     waits = "a wait without end" in outcome.stdout
     is_wrong = f"{variant}: ranks {ranks} " in outcome.stdout and " wrong 0 " not in outcome.stdout

@@ -77,7 +77,16 @@ def test_metadata() -> None:
     assert _DISTRIBUTION.metadata["License-Expression"] == "Apache-2.0"
     assert _DISTRIBUTION.metadata.get_all("License-File") == ["LICENSE", "NOTICE"]
     extras = _DISTRIBUTION.metadata.get_all("Provides-Extra") or ()
-    assert set(extras) == {"all", "cuda12", "cuda13", "docs", "examples", "plot", "test"}
+    assert set(extras) == {
+        "all",
+        "cuda12",
+        "cuda13",
+        "docs",
+        "examples",
+        "frameworks",
+        "plot",
+        "test",
+    }
 
 
 # The files of a release.

@@ -287,10 +287,15 @@ def at_end_of_backends(action: Callable[[], None]) -> None:
 
     @functools.wraps(of_jax)
     def clear_backends(*args: Any, **kwargs: Any) -> Any:
-        if not threading.main_thread().is_alive():
-            for action in _at_end:
-                action()
-        return of_jax(*args, **kwargs)
+        if threading.main_thread().is_alive():
+            return of_jax(*args, **kwargs)
+        for action in _at_end:
+            action()
+        try:
+            return of_jax(*args, **kwargs)
+        except Exception:  # such as that of a debugging callback
+            distributed.global_state.shutdown()  # JAX's exit handler does not come to it
+            raise
 
     api.clear_backends = clear_backends
 

@@ -54,6 +54,7 @@ PROGRAMS = {
     "debugger_that_showed_an_exception": Program([["None"], ["went on"]]),
     "pytest_in_a_rank": Program([["0", "None"], ["0"]]),
     "catches_exceptions": Program([["None"], ["JaxRuntimeError", "NameError", "4.0"]]),
+    "exit_handler_of_jax_fails": Program([["None"], []]),
     "plain": Program([["6.0"]] * 2, options=["-X", "dev", "-W", "error"]),
 }
 

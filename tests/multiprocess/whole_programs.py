@@ -619,6 +619,18 @@ def catches_exceptions() -> None:
     ends_before_its_peer()
 
 
+def exit_handler_of_jax_fails() -> None:
+    """As on a GPU after a callback's error: JAX's exit handler raises it and does no more."""
+
+    def fail() -> None:
+        raise ValueError("the callback's own error")
+
+    begin()
+    if rank() == 1:
+        vars(sys.modules["jax._src.api"])["effects_barrier"] = fail
+    ends_before_its_peer()
+
+
 def plain() -> None:
     begin()
     say(read(total(2)))

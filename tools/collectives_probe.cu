@@ -310,7 +310,7 @@ class Probe {
   bool shared_;
 };
 
-// Into how many segments an operation is cut (jax_intranode/_src/select.py).
+// Into how many segments an operation is cut (jax_intranode/_src/selection/select.py).
 uint32_t Segments(Algorithm algorithm, size_t bytes, size_t segment_bytes, int ranks) {
   uint32_t segments = 1;
   while (segment_bytes > 0 && (bytes > segments * segment_bytes ||

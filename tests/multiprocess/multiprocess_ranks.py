@@ -13,7 +13,7 @@ import pytest
 from devices import MOST_RANKS_OF_A_GPU, ranks_share_a_gpu
 from processes import free_port
 
-from jax_intranode._src import launcher
+from jax_intranode._src.command_line import launcher
 
 _MAIN = Path(__file__).with_name("rank_main.py")
 
@@ -79,7 +79,7 @@ def worlds() -> list[int]:
 
 def run_cases(module: str, names: Sequence[str]) -> None:
     """In a rank: runs cases of a module and prints the outcome of each."""
-    from jax_intranode._src.compat import key_value_client
+    from jax_intranode._src.jax_private.distributed import key_value_client
 
     cases = importlib.import_module(module).CASES
     for name in names:

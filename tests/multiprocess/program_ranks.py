@@ -12,7 +12,7 @@ import jax
 import pytest
 from processes import free_port
 
-from jax_intranode._src import launcher
+from jax_intranode._src.command_line import launcher
 
 MAIN = Path(__file__).with_name("whole_programs.py")
 # Most programs sleep most of the time.

@@ -24,9 +24,12 @@ from jax.sharding import PartitionSpec as P
 from multiprocess_ranks import run_in_ranks
 
 import jax_intranode
-from jax_intranode._src import communicator, config, launcher, native, overlap, tuning
-from jax_intranode._src.compat import key_value_client
+from jax_intranode._src.command_line import launcher
+from jax_intranode._src.group import rendezvous as rendezvous_lib
+from jax_intranode._src.jax_private.distributed import key_value_client
+from jax_intranode._src.native import extension
 from jax_intranode._src.ops.psum import selection
+from jax_intranode._src.selection import config, overlap, tuning
 
 TIMEOUT_S = 3
 ENV = {"JAX_INTRANODE_TIMEOUT_S": str(TIMEOUT_S)}
@@ -110,7 +113,7 @@ def failure_of(mesh: Mesh, attempt: Callable[[], None]) -> str:
         return str(error.value)
     for _ in range(40):
         try:
-            communicator.rendezvous_of(mesh.devices.flat)
+            rendezvous_lib.rendezvous_of(mesh.devices.flat)
         except RuntimeError as failure:
             return str(failure)
         time.sleep(0.05)
@@ -125,9 +128,9 @@ def loses_a_rank(missing: int, exits: bool, operation: str) -> None:
     def attempt(seed: int) -> None:
         check_sum(mesh, seed) if operation == "psum" else check_matmul(mesh, operation)
 
-    before = native.handler_calls()
+    before = extension.handler_calls()
     attempt(0)
-    assert native.handler_calls() > before, "ours did not run"
+    assert extension.handler_calls() > before, "ours did not run"
     come("first", list(range(mesh.size)))
     present = [r for r in range(mesh.size) if not exits or r != missing]
     if rank == missing:
@@ -245,9 +248,9 @@ def falls_back() -> None:
         chosen = selection(mesh, ("x",), (count,), "float32")
         assert chosen.algorithm == "lax", chosen
         say("REASON", chosen.reason)
-    before = native.handler_calls()
+    before = extension.handler_calls()
     check_sum(mesh, 4)
-    assert native.handler_calls() == before
+    assert extension.handler_calls() == before
     say("SUM", "right")
 
 
@@ -562,11 +565,11 @@ def test_no_segment_is_left(
 
 def test_segments_of_crashed_processes_are_removed() -> None:
     need_cpu("only CPU slabs are in /dev/shm")
-    module = native.module("cpu")
+    module = extension.module("cpu")
     code = (
         "import os, signal, sys\n"
-        "from jax_intranode._src import native\n"
-        "slab = native.module('cpu').allocate(0, 1 << 20, True)\n"
+        "from jax_intranode._src.native import extension\n"
+        "slab = extension.module('cpu').allocate(0, 1 << 20, True)\n"
         "print(slab.handle().decode(), flush=True)\n"
         "sys.stdin.read()\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -592,7 +595,7 @@ def test_segments_of_crashed_processes_are_removed() -> None:
 
 def test_segments_of_sees_what_it_looks_for() -> None:
     need_cpu("only CPU slabs are in /dev/shm")
-    module = native.module("cpu")
+    module = extension.module("cpu")
     slab = module.allocate(0, 1 << 20, True)
     assert segments_of([os.getpid()]) == [slab.handle().decode().lstrip("/")]
     slab.unlink()
@@ -601,7 +604,7 @@ def test_segments_of_sees_what_it_looks_for() -> None:
 
 
 def test_segments_from_peers_are_checked() -> None:
-    module = native.module("cpu")
+    module = extension.module("cpu")
     slab = module.allocate(0, 1 << 20, True)
     name = slab.handle()
     assert Path("/dev/shm" + name.decode()).stat().st_mode & 0o777 == 0o600

@@ -192,8 +192,8 @@ def runs_another_operation(late: int) -> None:
     leave([0, 1])
 
 
-def takes_no_other_data() -> None:
-    """Rank 0 sums, and rank 1 gathers as many bytes, so that their packets look the same."""
+def takes_no_other_data(operations: list[str]) -> None:
+    """Each rank runs another operation, so that their data could look the same."""
     logging.basicConfig()
     mesh = cases.line()
     x = cases.put(mesh, P("x"), np.ones((200,), np.float32))
@@ -204,12 +204,18 @@ def takes_no_other_data() -> None:
     def gathered(v: jax.Array) -> jax.Array:
         return jax_intranode.all_gather(v, "x", tiled=True)
 
+    def run_one(operation: str) -> None:
+        if "matmul" in operation:
+            check_matmul(mesh, operation)
+        else:
+            mine = gathered if operation == "all_gather" else total
+            np.asarray(jax.jit(cases.sharded(mine, mesh, P("x"), P()))(x).addressable_data(0))
+
     check_sum(mesh, 1)
-    mine = gathered if jax.process_index() == 1 else total
 
     def run() -> None:
         with pytest.raises(Exception, match="met another operation"):  # XLA chooses the type
-            np.asarray(jax.jit(cases.sharded(mine, mesh, P("x"), P()))(x).addressable_data(0))
+            run_one(operations[jax.process_index()])
 
     # When kernels of two processes give up on the same GPU, the driver tells only one of them.
     threading.Thread(target=run, daemon=True).start()
@@ -384,12 +390,33 @@ def test_ranks_that_wait_are_told(ranks: Any, late: int) -> None:
         assert re.search(r"test_failures\.py:\d+ \((total|gathered)\)$", source), source
 
 
-def test_gpus_take_no_data_of_another_operation(ranks: Any) -> None:
+@pytest.mark.parametrize(
+    ("operations", "runs"),
+    [
+        (["psum", "all_gather"], ["psum of 400 bytes", "all_gather of 400 bytes"]),
+        (
+            ["all_gather_matmul", "matmul_reduce_scatter"],
+            ["all_gather_matmul of other shapes", "matmul_reduce_scatter of other shapes"],
+        ),
+        (
+            ["all_gather_matmul", "all_gather_matmul in a kernel"],
+            ["all_gather_matmul of other shapes"] * 2,
+        ),
+    ],
+    ids=["collectives", "matmuls", "plans"],
+)
+def test_gpus_take_no_data_of_another_operation(
+    ranks: Any, operations: list[str], runs: list[str]
+) -> None:
+    """Seconds before the time limit. Matmuls wait for other things than packets."""
     if jax.devices()[0].platform == "cpu":
         pytest.skip("on CPU devices ranks match their calls first")
     need_ranks(2)
-    logs = ranks(takes_no_other_data, 2, env={"JAX_INTRANODE_TIMEOUT_S": "20"})
-    runs = ["psum of 400 bytes", "all_gather of 400 bytes"]
+    if "psum" not in operations:
+        need_overlap()
+    logs = ranks(
+        takes_no_other_data, 2, env={"JAX_INTRANODE_TIMEOUT_S": "60"}, arguments=[operations]
+    )
     for rank, log in enumerate(logs):
         other = 1 - rank
         assert re.search(

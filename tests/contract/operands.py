@@ -34,7 +34,7 @@ from contract.rows import (
     types_inside,
     under_both,
 )
-from jax_intranode._src import select
+from jax_intranode._src.selection import select
 
 # Pytrees.
 

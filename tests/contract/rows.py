@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src import native
+from jax_intranode._src.native import extension
 
 REPLICATED, BY_X = P(), P("x")
 
@@ -121,9 +121,9 @@ class Outcome:
 def outcome(tested: Row, lib: Any) -> Outcome:
     PROGRAMS.clear()
     TOGETHER.clear()
-    before = native.handler_calls()
+    before = extension.handler_calls()
     result = jax.block_until_ready(tested.run(lib))
-    return Outcome(result, list(PROGRAMS), native.handler_calls() - before)
+    return Outcome(result, list(PROGRAMS), extension.handler_calls() - before)
 
 
 def compare(ours: Any, theirs: Any, path: str = "result") -> None:

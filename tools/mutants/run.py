@@ -219,7 +219,9 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=200, metavar="S", help="seconds for tests")
     parser.add_argument("--all-tests", action="store_true", help="if need be, the quick tier, too")
     parser.add_argument("--trust", action="store_true", help="don't run the tests without faults")
-    parser.add_argument("--check", action="store_true", help="only look whether the texts are there")
+    parser.add_argument(
+        "--check", action="store_true", help="only look whether the texts are there"
+    )
     parser.add_argument("--table", type=Path, metavar="FILE", help="write a table in Markdown")
     parser.add_argument("--work", type=Path, default=ROOT / "build/mutants", help="for the copies")
     arguments = parser.parse_args()
@@ -268,7 +270,9 @@ def main() -> int:
             lines.append(f"| {fault.name} | {fault.what} | {by} | {seconds:.0f} |")
         arguments.table.write_text("\n".join(lines) + "\n")
     missed = [fault.name for fault, state, _, _ in rows if state != "found"]
-    print(f"{len(rows) - len(missed)} of {len(rows)} faults found in {time.monotonic() - start:.0f} s")
+    print(
+        f"{len(rows) - len(missed)} of {len(rows)} faults found in {time.monotonic() - start:.0f} s"
+    )
     print(*[f"not found: {name}" for name in sorted(missed)], sep="\n")
     return bool(missed or errors)
 

@@ -188,9 +188,10 @@ def main() -> int:
     if arguments.check or not faults:
         return bool(errors)
     copies: queue.Queue[Copy] = queue.Queue()
+    clean: dict[str, bytes] = {}
     for k in range(arguments.jobs):
         copy = Copy(arguments.work.resolve() / str(k), arguments)
-        clean = clean if k else copy.build()
+        clean = clean or copy.build()
         copy.take(clean)
         copies.put(copy)
     broken, missed = set[str](), []

@@ -230,7 +230,13 @@ class Explainer:
         with rewriting.explaining():
             program = traced.lower()
         if hook.is_auto():
-            calls += tuple(_calls_of_partitioner(program, outside))
+            of_partitioner = tuple(_calls_of_partitioner(program, outside))
+            seen = {source for call in of_partitioner for source in call.sources}
+            # Collectives of partly manual shard_maps are in both.
+            calls = tuple(
+                c for c in calls if c.source not in seen or "partly manual mesh" not in c.reason
+            )
+            calls += of_partitioner
         if not self._compiled:
             return Explanation(calls)
         before = hlo.in_lowered(program.as_text())

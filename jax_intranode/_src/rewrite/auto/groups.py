@@ -201,10 +201,13 @@ class Block:
         self.numbered = {number(operation): operation for operation in self.operations}
         self.position = {each: float(i) for i, each in enumerate(self.numbered)}
 
-    def add(self, operation: Any, position: float) -> None:
-        """Adds an operation of this block."""
-        self.numbered[number(operation)] = operation
-        self.position[number(operation)] = position
+    def add_before(self, operation: Any, first: Any, *others: Any) -> None:
+        """Adds operations that are before an operation; the others need the first one."""
+        end = self.place(operation)
+        start = max((p for p in self.position.values() if p < end), default=end - 1)
+        for each in (first, *others):
+            self.numbered[number(each)] = each
+            self.position[number(each)] = (start + end) / 2 if each is first else end
 
     def place(self, operation: Any) -> float:
         """The position of an operation of this block."""

@@ -21,7 +21,7 @@ from jax_intranode._src.rewrite.auto.plans import Collective, Spec
 _OPTIONS = {"gpu": {"xla_gpu_autotune_level": 0, "xla_gpu_shard_autotuning": False}}
 
 _COLLECTIVE = re.compile(
-    rf"= (\([^=]*?\)|\S+) ({'|'.join(hlo.KINDS)})(-start)?\(.*?"
+    rf"= (\(.*?\)|\S+) ({'|'.join(hlo.KINDS)})(-start)?\(.*?"
     r"(?:replica_groups=(\{\}|\{\{[\d,{}]*\}\}|\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?"
     r"|mesh\[[^\]]*\](?:, device_ids=\([^ ]*\))? \{[^}]*\}))"
 )

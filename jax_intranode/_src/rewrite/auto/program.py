@@ -214,6 +214,17 @@ class Program:
         name = "out_shardings" if operation.name == "sdy.manual_computation" else "sdy.sharding"
         return _per_value(operation, name, ir.OpResult(value).result_number)
 
+    def constrained(self, value: Any, spec: Spec, before: Any) -> Any:
+        """A value, with a constraint that it is sharded like this, before an operation."""
+        dimensions = [
+            sdy.DimensionShardingAttr.get([sdy.AxisRefAttr.get(axis) for axis in axes], True)
+            for axes in spec
+        ]
+        sharding = sdy.TensorShardingAttr.get(self.mesh_name, dimensions)
+        return sdy.ShardingConstraintOp(
+            value, sharding, loc=before.location, ip=ir.InsertionPoint(before)
+        ).result
+
     def _read(self, attribute: Any) -> Spec | None:
         sharding = sdy.TensorShardingAttr(attribute)
         dimensions = []

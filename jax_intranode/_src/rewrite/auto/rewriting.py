@@ -492,11 +492,18 @@ class _Rewriting:
         if block.manual:  # a region of a partly manual shard_map has bound these
             names = [a for a in self._mesh.axis_names if a not in block.manual]
             new.attributes["manual_axes"] = manual_axes_attribute(names)
-        self._program.set_number(new)
-        block.add(new, block.place(last))
+        # XLA gives the results of a manual computation other shardings where simplifications, such
+        # as of two reshapes, leave its users nothing to do; not where something is in between.
+        results = [
+            self._program.constrained(result, member.plan.result, last)
+            for member, result in zip(group.members, new.results, strict=True)
+        ]
+        for operation in (new, *map(owner, results)):
+            self._program.set_number(operation)
+        block.add_before(last, new, *map(owner, results))
         block.move_behind(users, last)
         sources = tuple(source_of(member.found.operation) for member in group.members)
-        for index, (member, result) in enumerate(zip(group.members, new.results, strict=True)):
+        for index, (member, result) in enumerate(zip(group.members, results, strict=True)):
             jaxpr = body.judged.jaxpr if index == 0 else None
             self._record(member.found, None, False, jaxpr, () if index else sources)
             old = member.found.operation.results[0]

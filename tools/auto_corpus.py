@@ -11,8 +11,8 @@ Each program is compiled in four ways:
 - as JAX lowers it;
 - with the rewriting on, but nothing that may be replaced: the text must be the same;
 - after propagation alone: the same collectives, with the same groups and shapes;
-- rewritten: what XLA still does must be among what it did. Shardings of results, aliases and layouts
-  must be the same, and the results, on CPU devices.
+- rewritten: what XLA still does must be among what it did. Shardings of results, aliases and
+  layouts must be the same, and the results, on CPU devices.
 
 Collectives are counted by arrays, because XLA combines them. Prints a line per program and exits
 with 1 if one differs. For GPUs our calls are compiled as calls that do nothing, as no GPU is there.
@@ -23,6 +23,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import logging
 import re
 import sys
 import time
@@ -42,6 +43,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_intranode
 from jax_intranode._src.rewrite.auto import partitioner, program, rewriting
+from jax_intranode._src.selection import table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import compare_lowered
@@ -49,7 +51,8 @@ import compare_lowered
 # A function and its arguments, and how many of them are donated.
 Built = tuple[Callable[..., Any], tuple[Any, ...], int]
 
-WIDTH, HEADS, LAYERS, ROWS = 32, 4, 2, 16
+WIDTH, HEADS, LAYERS, ROWS = 32, 8, 2, 16
+RUNS = True  # False: programs are compiled only, and their arguments have no values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +68,8 @@ jax.tree_util.register_dataclass(Sharded, ["value"], ["spec"])
 
 def normal(seed: int, shape: tuple[int, ...], *spec: Any) -> Sharded:
     """An argument of random numbers."""
+    if not RUNS:
+        return Sharded(jax.ShapeDtypeStruct(shape, np.float32), spec)
     return Sharded(np.random.default_rng(seed).standard_normal(shape, np.float32) / 4, spec)
 
 
@@ -155,8 +160,8 @@ def scanned(mesh: Mesh) -> Built:
         return (lax.scan(one, x, p)[0] ** 2).mean()
 
     p = {
-        n: Sharded(np.stack([one[n].value for one in layers]), (None, *w.spec))
-        for n, w in layers[0].items()
+        n: normal(i, (3, *w.value.shape), None, *w.spec)
+        for i, (n, w) in enumerate(layers[0].items())
     }
     return jax.value_and_grad(loss), (p, normal(99, (ROWS, 8, WIDTH), "data")), 0
 
@@ -430,6 +435,32 @@ def made_program(seed: int) -> Callable[[Mesh], Built]:
 # How they are compared.
 
 
+@contextlib.contextmanager
+def all_sizes() -> Iterator[None]:
+    """Lets the table's rows hold for all sizes."""
+    of_table = table.rows_and_source
+
+    def rows_and_source(*key: Any) -> tuple[tuple[table.Row, ...] | None, str]:
+        *where, _ = key
+        shipped = table.rows(*where) or of_table(*key)[0]
+        rows = shipped and (dataclasses.replace(shipped[-1], nbytes=1 << 30, measured=True),)
+        return rows, "(any size)"
+
+    with mock.patch.object(table, "rows_and_source", rows_and_source):
+        yield
+
+
+class Warned(logging.Handler):
+    """Keeps what the package warns of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
 class Different(Exception):
     """A program differs in a way in which it must not."""
 
@@ -445,6 +476,7 @@ class Outcome:
         exact: whether all results were equal to the bit; None if nothing ran.
         seconds: how long JAX lowered it without and with the rewriting.
         compile_seconds: how long XLA compiled it.
+        beside: the work beside XLA's collectives (`work_beside`).
     """
 
     before: Counter[str]
@@ -453,6 +485,7 @@ class Outcome:
     exact: bool | None
     seconds: tuple[float, float]
     compile_seconds: tuple[float, float]
+    beside: tuple[int, int]
 
 
 @contextlib.contextmanager
@@ -506,12 +539,14 @@ def compare(build: Callable[[Mesh], Built], mesh: Mesh, runs: bool) -> Outcome:
         Different: it differs.
     """
     built = build(mesh)
+    warned = Warned()
+    logging.getLogger("jax_intranode").handlers = [warned]
 
     def argument(x: Sharded) -> Any:
         sharding = NamedSharding(mesh, P(*x.spec))
         if runs:
             return jax.device_put(x.value, sharding)
-        return jax.ShapeDtypeStruct(np.shape(x.value), x.value.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(x.value.shape, x.value.dtype, sharding=sharding)
 
     arguments = jax.tree.map(argument, built[1], is_leaf=lambda x: isinstance(x, Sharded))
     plain = Compiled(build, mesh, arguments, on=False)
@@ -534,6 +569,8 @@ def compare(build: Callable[[Mesh], Built], mesh: Mesh, runs: bool) -> Outcome:
             or found.layout != wanted.layout
         ):
             raise Different(f"a result is {found}, and not {wanted}")
+    if warned.texts:
+        raise Different(warned.texts[0])
     if ours.aliases() != plain.aliases():
         raise Different("other aliases")
     exact = None
@@ -554,7 +591,22 @@ def compare(build: Callable[[Mesh], Built], mesh: Mesh, runs: bool) -> Outcome:
         exact,
         (plain.lowering, ours.lowering),
         (plain.compiling, ours.compiling),
+        (work_beside(plain.text), work_beside(ours.text)),
     )
+
+
+def work_beside(text: str) -> int:
+    """How many matmuls and fusions stand between the start and the end of XLA's collectives."""
+    started: dict[str, int] = {}
+    count = found = 0
+    for line in text.splitlines():
+        if match := re.match(r"\s*%?(\S+) = .*? [\w-]+-start\(", line):
+            started[match[1]] = count
+        elif match := re.match(r"\s*%?\S+ = .*? [\w-]+-done\(%?([^),]+)", line):
+            found += count - started.pop(match[1], count)
+        elif " fusion(" in line or "custom_call_target=" in line or " dot(" in line:
+            count += 1
+    return found
 
 
 def difference(before: Counter[Any], after: Counter[Any]) -> str:
@@ -680,12 +732,15 @@ def row(name: str, found: Outcome) -> str:
 
 def main() -> int:
     """Compares all programs."""
+    global RUNS, WIDTH, ROWS
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--einsums", type=int, default=0, help="how many random einsums")
     parser.add_argument("--made", type=int, default=0, help="how many programs of random parts")
     parser.add_argument("--topology", type=int, help="compile for this many GPUs, and run nothing")
+    parser.add_argument("--width", type=int, default=WIDTH, help="features of the dense programs")
+    parser.add_argument("--rows", type=int, default=ROWS, help="their batch")
     parser.add_argument("--only", default="", help="programs whose name has this")
     parser.add_argument("--table", action="store_true", help="print rows of a table")
     arguments = parser.parse_args()
@@ -693,22 +748,25 @@ def main() -> int:
     if not arguments.topology:
         jax.config.update("jax_platforms", "cpu")
     devices = devices_of(arguments)
-    runs = not arguments.topology
+    RUNS, WIDTH, ROWS = not arguments.topology, arguments.width, arguments.rows
     failed, total, exact = [], 0, 0
     before, after = Counter[str](), Counter[str]()
     with contextlib.ExitStack() as stack:
         if arguments.topology:
             stack.enter_context(compare_lowered.without_rendezvous())
             stack.enter_context(stubs("CUDA"))
+        else:
+            stack.enter_context(all_sizes())
         for name, build, mesh in all_programs(arguments, devices):
             if arguments.only not in name:
                 continue
             total += 1
             try:
-                found = compare(build, mesh, runs)
-            except Different as error:
+                found = compare(build, mesh, RUNS)
+            except Exception as error:
                 failed.append(name)
-                print(f"FAILED {name} on {dict(mesh.shape)}: {error}", flush=True)
+                what = "" if isinstance(error, Different) else f"{type(error).__name__}: "
+                print(f"FAILED {name} on {dict(mesh.shape)}: {what}{error}"[:2000], flush=True)
                 continue
             before.update(found.before)
             after.update(found.after)
@@ -717,14 +775,16 @@ def main() -> int:
                 print(row(name, found), flush=True)
             elif not name.startswith("einsum"):
                 print(
-                    f"{name}: {dict(found.before)} -> {dict(found.after)}, ours {dict(found.ours)}, "
-                    f"exact {found.exact}, lowered in {found.seconds[0]:.2f} -> "
-                    f"{found.seconds[1]:.2f} s, compiled in {found.compile_seconds[0]:.2f} -> "
-                    f"{found.compile_seconds[1]:.2f} s",
+                    f"{name}: {dict(found.before)} -> {dict(found.after)}, "
+                    f"ours {dict(found.ours)}, exact {found.exact}, "
+                    f"lowered in {found.seconds[0]:.2f} -> {found.seconds[1]:.2f} s, "
+                    f"compiled in {found.compile_seconds[0]:.2f} -> "
+                    f"{found.compile_seconds[1]:.2f} s, operations beside XLA's collectives "
+                    f"{found.beside[0]} -> {found.beside[1]}",
                     flush=True,
                 )
     print(f"{total - len(failed)} of {total} programs are as they must be", end="")
-    print(f", {exact} equal to the bit" if runs else "", end="")
+    print(f", {exact} equal to the bit" if RUNS else "", end="")
     print(f"; XLA's collectives: {dict(before)} before, {dict(after)} after")
     return 1 if failed or not total else 0
 

@@ -325,6 +325,40 @@ def test_random_einsums_add_no_collective(seed: int) -> None:
     check(f, x, w)
 
 
+def twice_reshaped(x: Any) -> Any:
+    return x.reshape(1, -1).reshape(-1)
+
+
+def test_results_whose_users_xla_removes() -> None:
+    """XLA gave the shardings of such users to what makes the results, and refused the program."""
+    mesh = two_axes()
+    x, y = put(mesh, normal(0, 16, 32), "data"), put(mesh, normal(1, 16, 64), "data", "model")
+
+    def f(x: Any, y: Any, a: Any, b: Any) -> Any:
+        sums = twice_reshaped(x.sum(0)), twice_reshaped(y.sum(0)) * 1.0
+        return [0.9 * m + g * g for m, g in zip((a, b), sums, strict=True)]
+
+    before, after = check(f, x, y, put(mesh, normal(2, 32)), put(mesh, normal(3, 64)))
+    assert of_xla(before) == 2 and of_xla(after) == 0
+
+
+def test_a_loop_whose_result_is_sliced_whole() -> None:
+    """It ended the process with a segmentation fault."""
+    mesh = two_axes()
+    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+
+    def f(p: Any, x: Any) -> Any:
+        def body(carry: Any, _: Any) -> Any:
+            x, total = carry
+            return (x + mlp(p, x), total + x[None]), None
+
+        x, total = lax.scan(body, (x, jnp.zeros((1, *x.shape))), None, length=3)[0]
+        return lax.slice(total, (0, 0, 0), total.shape).reshape(x.shape) * 1.0 + mlp(p, x)
+
+    _, after = check(jax.jacrev(lambda p, x: f(p, x).sum()), p, x)
+    assert of_xla(after) == 0
+
+
 # The parts.
 
 

@@ -22,7 +22,7 @@ _OPTIONS = {"gpu": {"xla_gpu_autotune_level": 0, "xla_gpu_shard_autotuning": Fal
 
 _COLLECTIVE = re.compile(
     rf"= (\(.*?\)|\S+) ({'|'.join(hlo.KINDS)})(-start)?\(.*?"
-    r"(?:replica_groups=(\{\}|\{\{[\d,{}]*\}\}|\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?"
+    r"(?:(?:replica_groups|source_target_pairs)=(\{\}|\{\{[\d,{}]*\}\}|\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?"
     r"|mesh\[[^\]]*\](?:, device_ids=\([^ ]*\))? \{[^}]*\}))"
 )
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
@@ -131,6 +131,8 @@ def leaves_of(text: str, devices: int) -> list[Leaf] | None:
         arrays = [(dtype, tuple(_numbers(shape))) for dtype, shape in _ARRAY.findall(types)]
         if start and kind in ("all-gather", "collective-permute"):  # operands, then results
             arrays = arrays[len(arrays) // 2 :]
+        if kind not in hlo.OF_MANY_ARRAYS:
+            arrays = arrays[:1]
         found += [Leaf(kind, frozenset(groups), *array) for array in arrays]
     if sum(counted[kind] for kind in hlo.KINDS) != len(found):
         return None
@@ -161,7 +163,7 @@ def axes_of_groups(
 
 
 def groups_of_text(text: str, count: int) -> set[frozenset[int]] | None:
-    """The groups of the attribute replica_groups."""
+    """The groups of the attribute replica_groups; of a permutation, who sends to whom."""
     if text == "{}":
         return {frozenset(range(count))}
     if text.startswith("{{"):

@@ -25,6 +25,11 @@ PIPELINE = "builtin.module(sdy-propagation-pipeline)"
 _NUMBER = "jax_intranode.number"
 
 
+_OF_MANY_RESULTS = frozenset(
+    f"stablehlo.{name}" for name in ("while", "case", "if", "optimization_barrier")
+)
+
+
 class Unsuitable(Exception):
     """A program that can't be rewritten; the text says why."""
 
@@ -90,6 +95,15 @@ def use_mesh(name: str, other: Any, module: Any) -> None:
     if before != name:
         ir.SymbolTable.replace_all_symbol_uses(before, name, module.operation)
         other.erase()
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is an array, and not a token."""
+    try:
+        ir.RankedTensorType(value.type)
+    except (ValueError, TypeError):
+        return False
+    return True
 
 
 class Program:
@@ -216,14 +230,16 @@ class Program:
 
     def constrained(self, value: Any, spec: Spec, before: Any) -> Any:
         """A value, with a constraint that it is sharded like this, before an operation."""
+        return sdy.ShardingConstraintOp(
+            value, self._sharding(spec), loc=before.location, ip=ir.InsertionPoint(before)
+        ).result
+
+    def _sharding(self, spec: Spec) -> Any:
         dimensions = [
             sdy.DimensionShardingAttr.get([sdy.AxisRefAttr.get(axis) for axis in axes], True)
             for axes in spec
         ]
-        sharding = sdy.TensorShardingAttr.get(self.mesh_name, dimensions)
-        return sdy.ShardingConstraintOp(
-            value, sharding, loc=before.location, ip=ir.InsertionPoint(before)
-        ).result
+        return sdy.TensorShardingAttr.get(self.mesh_name, dimensions)
 
     def _read(self, attribute: Any) -> Spec | None:
         sharding = sdy.TensorShardingAttr(attribute)
@@ -254,10 +270,33 @@ class Program:
                 )
                 operation.results[0].replace_all_uses_with(new.result)
                 operation.erase()
-            elif operation.name == "stablehlo.while" and "sdy.sharding" in operation.attributes:
-                # XLA adds results to a loop, and the process would end with a segmentation fault.
-                # The body has the shardings as well.
-                del operation.attributes["sdy.sharding"]
+            elif operation.name in _OF_MANY_RESULTS:
+                self._keep_shardings(operation)
+
+    def _keep_shardings(self, operation: Any) -> None:
+        """Puts constraints behind the results of an operation that has many.
+
+        Where a user has nothing to do (it slices all of a result, or adds 0), XLA removes it, and
+        gives its sharding to the operation, which ends the process with a segmentation fault.
+        """
+        shardings = [self._attribute(result) for result in operation.results]
+        if operation.name == "stablehlo.while" and "sdy.sharding" in operation.attributes:
+            # XLA adds results to a loop, and the process would end in the same way. The body has
+            # the shardings as well.
+            del operation.attributes["sdy.sharding"]
+        for result, sharding in zip(operation.results, shardings, strict=True):
+            uses = list(result.uses)
+            if not uses or not is_array(result):
+                continue
+            new = sdy.ShardingConstraintOp(
+                result,
+                sharding or self._sharding(((),) * len(ir.RankedTensorType(result.type).shape)),
+                loc=operation.location,
+                ip=ir.InsertionPoint(operation),
+            )
+            new.operation.move_after(operation)
+            for use in uses:
+                use.owner.operation.operands[use.operand_number] = new.result
 
 
 def _per_value(operation: Any, name: str, index: int) -> Any:

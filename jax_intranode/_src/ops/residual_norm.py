@@ -17,14 +17,12 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.interpreters import ad, mlir
 
-from jax_intranode._src.group import communicator
-from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import collective, fallback, matmul_arguments
 from jax_intranode._src.ops.collective import PsumParams, PsumScatterParams, psum_p, psum_scatter_p
 from jax_intranode._src.ops.lowering_site import LoweringSite
-from jax_intranode._src.ops.primitive import Operation, OpPrimitive, nbytes
+from jax_intranode._src.ops.primitive import Decision, Operation, OpPrimitive, nbytes
 from jax_intranode._src.selection import config, select, table
 
 
@@ -475,46 +473,25 @@ def _abstract_eval(x: Any, residual: Any, weight: Any, *bias: Any, params: NormP
 # Selection.
 
 
-def _rows(avals: Sequence[Any]) -> int:
-    """The rows of a rank's result."""
-    residual = avals[1]
-    return int(math.prod(residual.shape[:-1]))
-
-
 def _select(
     site: LoweringSite, avals: Sequence[Any], params: NormParams, traced_over: Any
 ) -> select.Selection:
     reason = site.reason_for_lax(traced_over)
     if reason is not None:
         return select.Selection("lax", reason)
-    mesh = site.mesh
-    assert mesh is not None  # or there would be a reason
-    partition = partition_lib.partition(mesh, tuple(params.axes))
-    device = mesh.devices.flat[0]
-    select_with = functools.partial(
-        select.select_norm,
-        params.primitive.operation,
-        rows=_rows(avals),
-        hidden=avals[0].shape[-1],
-        dtype=avals[0].dtype.name,
-        world_size=partition.group_size,
-        hardware=table.hardware_of(device.platform, device.device_kind),
-        mode=rendezvous_lib.mode_of(mesh.devices.flat),
-        algorithm=config.get().algorithm,
+    assert site.mesh is not None  # or there would be a reason
+    operation, rows = params.primitive.operation, math.prod(avals[1].shape[:-1])
+    dtype, hidden = avals[0].dtype.name, avals[0].shape[-1]
+
+    def selected_by(*, topology: str, **facts: Any) -> select.Selection:
+        return select.select_norm(operation, rows=rows, hidden=hidden, dtype=dtype, **facts)
+
+    return collective.selector(site.mesh, params.axes)(
+        select.static_reason(
+            operation, dtype, params.world_size, is_empty=rows == 0, hidden=hidden
+        ),
+        selected_by,
     )
-    # First with any memory: what lax runs anyway needs no rendezvous.
-    selected = select_with(epoch_buffer_bytes=None)
-    if selected.algorithm == "lax":
-        return selected
-    rendezvous = rendezvous_lib.rendezvous_of(mesh.devices.flat)
-    if rendezvous.reason is not None:
-        return select.Selection("lax", rendezvous.reason, logged=True)
-    selected = select_with(epoch_buffer_bytes=rendezvous.epoch_buffer_bytes)
-    if selected.algorithm != "lax":
-        reason = communicator.communicator(rendezvous, partition)
-        if reason is not None:
-            return select.Selection("lax", reason)
-    return selected
 
 
 def is_faster(site: LoweringSite, x: Any, params: NormParams) -> bool:
@@ -537,47 +514,43 @@ def is_faster(site: LoweringSite, x: Any, params: NormParams) -> bool:
     return bool(rows) and nbytes_of_result <= rows[-1].nbytes
 
 
-def _explain(
-    site: LoweringSite, avals: Sequence[Any], *, params: NormParams, traced_over: Any
-) -> list[Operation]:
+def _decide(
+    site: LoweringSite, avals: Sequence[Any], params: NormParams, traced_over: Any
+) -> Decision:
+    primitive, dimension, part = params.primitive, params.dimension, avals[1]
     selected = _select(site, avals, params, traced_over)
-    return [Operation(params.primitive.operation, list(avals), nbytes(avals[0]), selected)]
 
+    def lower(ctx: Any, *operands: Any) -> list[Any]:
+        if selected.algorithm == "lax":
+            return collective.lower_to_lax(ctx, primitive, operands, params, selected)
+        (x, *others), (of_x, *of_others) = operands, avals
+        if dimension is not None:
 
-# Lowering.
+            def divide(v: Any) -> Any:
+                """Stacks the ranks' parts, as the custom call expects them."""
+                return collective.stack_parts(v, dimension, params.world_size)
 
+            stacked = of_x.update(shape=(params.world_size, *part.shape))
+            arrange = mlir.lower_fun(divide, multiple_results=False)
+            (x,) = arrange(ctx.replace(avals_in=[of_x], avals_out=[stacked]), x)
+            of_x = stacked
+        return collective.lower_to_call(
+            ctx.replace(avals_in=[of_x, *of_others]),
+            primitive,
+            [x, *others],
+            site.mesh,
+            params.axes,
+            selected,
+            communicated=[of_x],
+            attributes={
+                "eps": np.float32(params.eps),
+                "weight_offset": np.float32(params.weight_offset),
+            },
+        )
 
-def _lower(ctx: Any, *operands: Any, params: NormParams, traced_over: Any) -> list[Any]:
-    site = LoweringSite.of(ctx)
-    avals = list(ctx.avals_in)
-    selected = _select(site, avals, params, traced_over)
-    if selected.algorithm == "lax":
-        return collective.lower_to_lax(ctx, params.primitive, operands, params, selected)
-    x = operands[0]
-    if params.dimension is not None:
-        # The custom call expects the ranks' parts one after another.
-        aval, part = avals[:2]
-        size, dimension = params.world_size, params.dimension
-
-        def arrange(v: Any) -> Any:
-            divided = (*v.shape[:dimension], size, -1, *v.shape[dimension + 1 :])
-            return jnp.moveaxis(v.reshape(divided), dimension, 0).reshape(size, *part.shape)
-
-        avals[0] = aval.update(shape=(size, *part.shape))
-        lower = mlir.lower_fun(arrange, multiple_results=False)
-        (x,) = lower(ctx.replace(avals_in=[aval], avals_out=[avals[0]]), x)
-    return collective.lower_to_call(
-        ctx.replace(avals_in=avals),
-        params.primitive,
-        [x, *operands[1:]],
-        site.mesh,
-        params.axes,
-        selected,
-        communicated=avals[:1],
-        attributes={
-            "eps": np.float32(params.eps),
-            "weight_offset": np.float32(params.weight_offset),
-        },
+    return Decision(
+        lower,
+        lambda: [Operation(primitive.operation, list(avals), nbytes(avals[0]), selected)],
     )
 
 
@@ -666,8 +639,7 @@ def _batch(
 for _primitive in _PRIMITIVES.values():
     _primitive.register(
         abstract_eval=_abstract_eval,
-        lower=_lower,
-        explain=_explain,
+        decide=_decide,
         jvp=_jvp,
         transpose=_transpose,
         batch=_batch,

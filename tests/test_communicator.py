@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import jax_intranode
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib
+from jax_intranode._src.group import slabs
 from jax_intranode._src.native import extension
 from jax_intranode._src.ops.psum import selection
 from jax_intranode._src.selection import select
@@ -199,20 +200,20 @@ def test_program_from_before_shutdown_raises(calls: int, executions: int) -> Non
 def test_regions_run_out() -> None:
     need_devices(4)
     n = len(jax.devices())
-    orders = list(itertools.islice(itertools.permutations(range(n)), rendezvous_lib.REGIONS + 2))
+    orders = list(itertools.islice(itertools.permutations(range(n)), slabs.REGIONS + 2))
     meshes = [cases.make_mesh((n,), ("x",), order) for order in orders]
-    for mesh in meshes[: rendezvous_lib.REGIONS]:
+    for mesh in meshes[: slabs.REGIONS]:
         assert chosen_for(mesh).algorithm != "lax"
-    for mesh in meshes[rendezvous_lib.REGIONS :]:
+    for mesh in meshes[slabs.REGIONS :]:
         chosen = chosen_for(mesh)
         assert chosen.algorithm == "lax"
-        assert f"{rendezvous_lib.REGIONS} regions" in chosen.reason
+        assert f"{slabs.REGIONS} regions" in chosen.reason
         check_sum(mesh, ours=False)
         jax_intranode.initialize(mesh)  # does not raise
     # Partitions that have a region keep it.
     assert chosen_for(meshes[0]).algorithm != "lax"
     check_sum(meshes[0])
-    check_sum(meshes[rendezvous_lib.REGIONS - 1])
+    check_sum(meshes[slabs.REGIONS - 1])
     # Other devices have regions of their own.
     check_sum(cases.line(n - 1))
 
@@ -221,7 +222,7 @@ def test_regions_run_out() -> None:
 def test_shutdown_gives_regions_back() -> None:
     need_devices(4)
     n = len(jax.devices())
-    orders = list(itertools.islice(itertools.permutations(range(n)), rendezvous_lib.REGIONS + 1))
+    orders = list(itertools.islice(itertools.permutations(range(n)), slabs.REGIONS + 1))
     meshes = [cases.make_mesh((n,), ("x",), order) for order in orders]
     assert [chosen_for(mesh).algorithm for mesh in meshes][-1] == "lax"
     jax_intranode.shutdown()

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad, mlir
 
-from jax_intranode._src.group import communicator
+from jax_intranode._src.group import agreed, communicator
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.jax_private import lowering_context, trace_state
@@ -197,7 +197,7 @@ def selector(
     device = mesh.devices.flat[0]
     select_with = {
         "hardware": table.hardware_of(device.platform, device.device_kind),
-        "mode": rendezvous_lib.mode_of(mesh.devices.flat),
+        "mode": agreed.mode_of(mesh.devices.flat),
         "tuned": tuning.rows_for([d.device_kind for d in mesh.devices.flat]),
     }
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad, mlir
 
-from jax_intranode._src.group import rendezvous as rendezvous_lib
+from jax_intranode._src.group import agreed
 from jax_intranode._src.ops import collective
 from jax_intranode._src.ops.collective import PsumParams, PsumScatterParams, psum_p, psum_scatter_p
 from jax_intranode._src.ops.lowering_site import LoweringSite
@@ -133,7 +133,7 @@ def is_faster(site: LoweringSite, x: Any, params: NormParams) -> bool:
     nbytes_of_result = nbytes(x) // (1 if params.dimension is None else params.world_size)
     rows, _ = table.rows_and_source(
         table.hardware_of(devices.flat[0].platform, devices.flat[0].device_kind),
-        rendezvous_lib.mode_of(devices.flat),
+        agreed.mode_of(devices.flat),
         params.primitive.operation,
         "bare",
         params.world_size,

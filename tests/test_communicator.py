@@ -18,10 +18,9 @@ from devices import need_devices
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src.group import communicator
+from jax_intranode._src.group import communicator, slabs
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib
-from jax_intranode._src.group import slabs
 from jax_intranode._src.native import extension
 from jax_intranode._src.ops.psum import selection
 from jax_intranode._src.selection import config, select

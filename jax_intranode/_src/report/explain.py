@@ -9,11 +9,7 @@ from typing import Any, overload
 
 import jax
 
-from jax_intranode._src.jax_private import (
-    hlo,
-    jaxpr_walk,
-    trace_state,
-)
+from jax_intranode._src.jax_private import hlo, jaxpr_walk, trace_state
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.report import calls
 from jax_intranode._src.report.calls import Call

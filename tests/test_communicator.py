@@ -222,7 +222,7 @@ def test_regions_lie_apart_in_the_slab() -> None:
     rendezvous = rendezvous_lib.rendezvous_of(cases.line().devices.flat)
     header = extension.module(rendezvous.platform).HEADER_BYTES
     assert rendezvous.region_bytes() >= header + 2 * rendezvous.epoch_buffer_bytes > header
-    end = rendezvous_lib.PROBE_BYTES + rendezvous_lib.REGIONS * rendezvous.region_bytes()
+    end = slabs.PROBE_BYTES + slabs.REGIONS * rendezvous.region_bytes()
     assert end <= config.get().slab_bytes(rendezvous.platform)
 
 
@@ -240,7 +240,7 @@ def test_partitions_of_the_same_devices_have_regions_of_their_own() -> None:
 @pytest.mark.usefixtures("fresh")
 def test_addresses_that_are_mixed_up_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     need_devices(3)
-    open_peers = rendezvous_lib.open_peers
+    open_peers = slabs.open_peers
 
     def mixed_up(*arguments: Any) -> Any:
         addresses, opened = open_peers(*arguments)
@@ -249,7 +249,7 @@ def test_addresses_that_are_mixed_up_are_refused(monkeypatch: pytest.MonkeyPatch
         of_first[others[0]], of_first[others[1]] = of_first[others[1]], of_first[others[0]]
         return addresses, opened
 
-    monkeypatch.setattr(rendezvous_lib, "open_peers", mixed_up)
+    monkeypatch.setattr(slabs, "open_peers", mixed_up)
     chosen = chosen_for(cases.line())
     assert chosen.algorithm == "lax" and "can't share memory: wrote" in chosen.reason
 

@@ -70,7 +70,7 @@ void RegisterStateType(const XLA_FFI_Api* api, std::string_view name) {
 
 // Refuses a number of segments that the algorithm can't be cut into (segments.h).
 inline ffi::Error CheckSegments(Algorithm algorithm, int32_t segments) {
-  if (segments >= 1 && segments <= kMaxSegments && (segments == 1 || RunsInSegments(algorithm))) {
+  if (IsNumberOfSegments(segments) && (segments == 1 || RunsInSegments(algorithm))) {
     return ffi::Error::Success();
   }
   return ffi::Error::InvalidArgument("jax_intranode: " + std::string(AlgorithmName(algorithm)) +

@@ -9,17 +9,20 @@ __version__ = "0.1.0"
 _import_error: Exception | None = None
 
 try:
-    from jax_intranode._src import config as _config
-    from jax_intranode._src.communicator import initialize as initialize
-    from jax_intranode._src.communicator import shutdown as shutdown
-    from jax_intranode._src.communicator import usage_counter as usage_counter
-    from jax_intranode._src.explain import Call as Call
-    from jax_intranode._src.explain import Explanation as Explanation
-    from jax_intranode._src.explain import explain as explain
-    from jax_intranode._src.failures import CommunicationError as CommunicationError
-    from jax_intranode._src.failures import Failure as Failure
-    from jax_intranode._src.failures import communication_errors as communication_errors
-    from jax_intranode._src.failures import last_failure as last_failure
+    from jax_intranode._src.group.communicator import initialize as initialize
+    from jax_intranode._src.group.communicator import shutdown as shutdown
+    from jax_intranode._src.group.communicator import usage_counter as usage_counter
+    from jax_intranode._src.group.peer_buffer import PeerBuffer as PeerBuffer
+    from jax_intranode._src.group.peer_buffer import get_include as get_include
+    from jax_intranode._src.group.peer_buffer import peer_buffer as peer_buffer
+    from jax_intranode._src.group.peer_buffer import register_ffi_library as register_ffi_library
+    from jax_intranode._src.group.topology import Topology as Topology
+    from jax_intranode._src.group.topology import TopologyKind as TopologyKind
+    from jax_intranode._src.group.topology import topology as topology
+    from jax_intranode._src.health.failures import CommunicationError as CommunicationError
+    from jax_intranode._src.health.failures import Failure as Failure
+    from jax_intranode._src.health.failures import communication_errors as communication_errors
+    from jax_intranode._src.health.failures import last_failure as last_failure
     from jax_intranode._src.ops.all_gather import all_gather as all_gather
     from jax_intranode._src.ops.all_gather_matmul import all_gather_matmul as all_gather_matmul
     from jax_intranode._src.ops.all_to_all import all_to_all as all_to_all
@@ -48,21 +51,18 @@ try:
     from jax_intranode._src.ops.row_parallel_matmul import (
         row_parallel_matmul as row_parallel_matmul,
     )
-    from jax_intranode._src.peer_buffer import PeerBuffer as PeerBuffer
-    from jax_intranode._src.peer_buffer import get_include as get_include
-    from jax_intranode._src.peer_buffer import peer_buffer as peer_buffer
-    from jax_intranode._src.peer_buffer import register_ffi_library as register_ffi_library
+    from jax_intranode._src.report.explain import Call as Call
+    from jax_intranode._src.report.explain import Explanation as Explanation
+    from jax_intranode._src.report.explain import explain as explain
+    from jax_intranode._src.report.stats import Fallback as Fallback
+    from jax_intranode._src.report.stats import Lowered as Lowered
+    from jax_intranode._src.report.stats import Stats as Stats
+    from jax_intranode._src.report.stats import stats as stats
     from jax_intranode._src.rewrite.switch import accelerate as accelerate
     from jax_intranode._src.rewrite.switch import install as install
     from jax_intranode._src.rewrite.switch import uninstall as uninstall
-    from jax_intranode._src.stats import Fallback as Fallback
-    from jax_intranode._src.stats import Lowered as Lowered
-    from jax_intranode._src.stats import Stats as Stats
-    from jax_intranode._src.stats import stats as stats
-    from jax_intranode._src.topology import Topology as Topology
-    from jax_intranode._src.topology import TopologyKind as TopologyKind
-    from jax_intranode._src.topology import topology as topology
-    from jax_intranode._src.tuning import current as _current_tuning
+    from jax_intranode._src.selection import config as _config
+    from jax_intranode._src.selection.tuning import current as _current_tuning
 
     # A wrong value raises here, once, and not in the middle of a compilation.
     _config.check(_os.environ)

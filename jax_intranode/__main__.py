@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import jax_intranode
-from jax_intranode._src.commands import WrongInput, rank
+from jax_intranode._src.command_line import rank
+from jax_intranode._src.command_line.wrong_input import WrongInput
 
 PROGRAM = "python -m jax_intranode"
 
@@ -52,45 +53,45 @@ COMMANDS = (
     Command(
         "demo",
         "show in half a minute what this package gains on this machine",
-        "jax_intranode._src.commands.demo",
+        "jax_intranode._src.command_line.demo",
     ),
     Command(
         "doctor",
         "check whether this package works on this node, and what the node gains",
-        "jax_intranode._src.commands.doctor",
+        "jax_intranode._src.command_line.doctor",
         needs_package=False,
     ),
     Command(
         "info",
         "print versions, GPUs and links, modes, environment variables, problems",
-        "jax_intranode._src.commands.info",
+        "jax_intranode._src.command_line.info",
         needs_package=False,
     ),
     Command(
         "topology",
         "print or draw which GPUs are linked by NVLink",
-        "jax_intranode._src.commands.topology",
+        "jax_intranode._src.command_line.topology",
     ),
     Command(
         "run",
         "run a script or a module with its collectives accelerated",
-        "jax_intranode._src.commands.run",
+        "jax_intranode._src.command_line.run",
         starts_ranks=False,
     ),
     Command(
         "launch",
         "start a process per GPU or CPU device, again after a fault",
-        "jax_intranode._src.commands.launch",
+        "jax_intranode._src.command_line.launch",
     ),
     Command(
         "bench",
         "measure and check an operation and the same one of jax.lax",
-        "jax_intranode._src.bench.command",
+        "jax_intranode._src.command_line.bench.command",
     ),
     Command(
         "tune",
         "measure this node, and write a file of what is fastest on it",
-        "jax_intranode._src.tune.command",
+        "jax_intranode._src.command_line.tune.command",
     ),
     Command(
         "plot",
@@ -100,7 +101,7 @@ COMMANDS = (
     Command(
         "soak",
         "run random programs and compare every result",
-        "jax_intranode._src.soak.command",
+        "jax_intranode._src.command_line.soak.command",
     ),
 )
 
@@ -153,7 +154,7 @@ def _run(argv: Sequence[str]) -> int:
     parser = _main_parser()
     options = parser.parse_args(argv)
     if options.version:
-        from jax_intranode._src.commands import versions
+        from jax_intranode._src.command_line import versions
 
         print(versions.line())
         return 0
@@ -185,7 +186,7 @@ def _run(argv: Sequence[str]) -> int:
 def _module(command: Command) -> Any:
     if command.module.startswith("jax_intranode."):
         return importlib.import_module(command.module)
-    from jax_intranode._src import source_tree
+    from jax_intranode._src.command_line import source_tree
 
     return source_tree.load(command.module, command.name)
 

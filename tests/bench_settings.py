@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 from devices import need_devices
 
-from jax_intranode._src.bench import options as bench_options
-from jax_intranode._src.bench.settings import SINGLE_PROCESS, Settings
+from jax_intranode._src.command_line.bench import options as bench_options
+from jax_intranode._src.command_line.bench.settings import SINGLE_PROCESS, Settings
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

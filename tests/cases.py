@@ -25,10 +25,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src import communicator, config, native, table
-from jax_intranode._src import rendezvous as rendezvous_lib
+from jax_intranode._src.group import rendezvous as rendezvous_lib
+from jax_intranode._src.native import extension
 from jax_intranode._src.ops import collective
 from jax_intranode._src.ops.psum import selection
+from jax_intranode._src.selection import config, table
 
 FLOATS = ("float32", "bfloat16", "float16")
 DTYPES = (*FLOATS, "float64", "int8", "uint8", "int32", "uint32", "int64", "uint64")
@@ -637,10 +638,10 @@ def like_lax(name: str, check_vma: bool) -> None:
     shared = [put(mesh, P(None, "x"), x), put(mesh, P("x", None), w)]
     if name == "vmap_of_grad":
         shared[1] = put(mesh, P(None, "x", None), np.stack([w, 2 * w]))
-    before = native.handler_calls()
+    before = extension.handler_calls()
     ours = jax.jit(transformed(jax_intranode.psum, mesh, check_vma)[name])(*shared)
     jax.block_until_ready(ours)
-    assert native.handler_calls() > before, "our psum did not run"
+    assert extension.handler_calls() > before, "our psum did not run"
     theirs = jax.jit(transformed(lax.psum, mesh, check_vma)[name])(*shared)
     check_like(ours, theirs, 1e-4)
 
@@ -661,12 +662,12 @@ def what_is_not_ours_is_lax() -> None:
         )
 
     parts = random("float32", (n, 20), 11)
-    before = native.handler_calls()
+    before = extension.handler_calls()
     positive, complex_, short, by_half = jax.jit(sharded(f, mesh, P("x"), (P("x"),) * 4))(
         put(mesh, P("x"), parts)
     )
     jax.block_until_ready((short, by_half))
-    assert native.handler_calls() == before
+    assert extension.handler_calls() == before
     check(positive, everywhere((parts > 0).sum(0, dtype=np.int32), n))
     assert complex_.dtype == jnp.complex64
     sums = [everywhere(oracle(parts[list(half)]), n // 2) for half in halves]
@@ -800,10 +801,10 @@ def parts_like_lax(name: str, check_vma: bool) -> None:
     n = mesh.size
     shape = (n * n, n, n)
     x, w = (put(mesh, P("x"), random("float32", shape, seed) / 4) for seed in (21, 22))
-    before = native.handler_calls()
+    before = extension.handler_calls()
     ours = jax.jit(gathered(name, jax_intranode, mesh, check_vma))(x, w)
     jax.block_until_ready(ours)
-    assert native.handler_calls() > before, "ours did not run"
+    assert extension.handler_calls() > before, "ours did not run"
     check_like(ours, jax.jit(gathered(name, lax, mesh, check_vma))(x, w), 1e-4)
 
 
@@ -1011,9 +1012,9 @@ def matmuls_on_a_data_and_tensor_mesh(check_vma: bool) -> None:
         return jax.jit(jax.value_and_grad(lambda x, w: (f(x, w) ** 2).sum(), argnums=(0, 1)))
 
     arrays = [put(mesh, spec, v) for spec, v in zip(specs, values, strict=True)]
-    before = native.handler_calls()
+    before = extension.handler_calls()
     ours = jax.block_until_ready(program(jax_intranode)(*arrays))
-    assert native.handler_calls() > before, "ours did not run"
+    assert extension.handler_calls() > before, "ours did not run"
     check_like(ours, program(LAX_MATMULS)(*arrays), 1e-4)
 
 
@@ -1322,7 +1323,7 @@ def replay_and_eager() -> None:
         jax.block_until_ready(result := program(value))
         check(result, want)
         del result
-        counts.append(native.handler_calls())
+        counts.append(extension.handler_calls())
     if jax.devices()[0].platform == "gpu":
         assert counts[-1] == counts[-4], f"handlers are still called: {counts}"
     for _ in range(3):  # eager calls among replayed ones
@@ -1362,7 +1363,7 @@ def conditional_in_a_graph() -> None:
         jax.block_until_ready(result := program(flags[flag], value))
         check(result, want[flag])
         del result
-        counts.append(native.handler_calls())
+        counts.append(extension.handler_calls())
     if jax.devices()[0].platform == "gpu":
         assert counts[-1] == counts[-4], f"handlers are still called: {counts}"
 
@@ -1541,12 +1542,12 @@ def set_epochs(mesh: Mesh, epoch: int) -> None:
 
     All ranks must call it, before their first operation.
     """
-    rendezvous = communicator.rendezvous_of(mesh.devices.flat)
+    rendezvous = rendezvous_lib.rendezvous_of(mesh.devices.flat)
     assert rendezvous.reason is None and not rendezvous.communicators
-    module = native.module(rendezvous.platform)
+    module = extension.module(rendezvous.platform)
     blocks = max(row.blocks for rows in table.TABLE.values() for row in rows)
     for device_id, addresses in rendezvous.addresses.items():
-        ordinal = communicator.native_ordinal(rendezvous.devices[device_id])
+        ordinal = rendezvous_lib.native_ordinal(rendezvous.devices[device_id])
         region_bytes = rendezvous.region_bytes()
         for region in range(rendezvous_lib.REGIONS):
             header = addresses[device_id] + rendezvous_lib.PROBE_BYTES + region * region_bytes

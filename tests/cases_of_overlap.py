@@ -23,8 +23,11 @@ from jax.sharding import PartitionSpec as P
 from occupied import occupied
 
 import jax_intranode
-from jax_intranode._src import communicator, config, limits, native, overlap
-from jax_intranode._src.compat import key_value_client
+from jax_intranode._src.group import partition as partition_lib
+from jax_intranode._src.group import rendezvous as rendezvous_lib
+from jax_intranode._src.jax_private.distributed import key_value_client
+from jax_intranode._src.native import definitions, extension
+from jax_intranode._src.selection import config, overlap
 
 CASES: dict[str, Case] = {}
 case = functools.partial(cases.case, into=CASES)
@@ -116,15 +119,15 @@ def wait_for_all(name: str) -> None:
 
 def poison(mesh: Mesh) -> None:
     """Fills the rings of this process with NaN. No operation may be in flight."""
-    rendezvous = communicator.rendezvous_of(mesh.devices.flat)
-    module = native.module(rendezvous.platform)
+    rendezvous = rendezvous_lib.rendezvous_of(mesh.devices.flat)
+    module = extension.module(rendezvous.platform)
     if rendezvous.ring_bytes == 0:
         return
-    offset = limits.ring_data_offset(rendezvous.ring_bytes)
+    offset = definitions.ring_data_offset(rendezvous.ring_bytes)
     start = config.get().slab_bytes(rendezvous.platform) + offset
     for device_id, addresses in rendezvous.addresses.items():
         module.fill(
-            communicator.native_ordinal(rendezvous.devices[device_id]),
+            rendezvous_lib.native_ordinal(rendezvous.devices[device_id]),
             addresses[device_id] + start,
             0xFF,
             rendezvous.ring_bytes - offset,
@@ -256,7 +259,7 @@ def overlapped_on_few_sms(operation: str, plan: str) -> None:
     settle(mesh)
     with contextlib.ExitStack() as stack:
         for device in mesh.local_devices:
-            stack.enter_context(occupied(communicator.native_ordinal(device), 32))
+            stack.enter_context(occupied(rendezvous_lib.native_ordinal(device), 32))
         wait_for_all("occupied")
         result = program(*arrays)
         give_up = time.monotonic() + 5
@@ -628,7 +631,7 @@ def overlapped_replayed(plan: str) -> None:
     counts = []
     for _ in range(12):
         check_like(mine(*arrays), theirs, 0)
-        counts.append(native.handler_calls())
+        counts.append(extension.handler_calls())
     if on_gpus():
         assert counts[-1] == counts[-4], f"handlers are still called: {counts}"
     before = jax_intranode.usage_counter()
@@ -808,15 +811,15 @@ def overlapped_wrong_call_is_refused(wrong: str) -> None:
     def call(sums: bool = False, dtype: str = "bfloat16", **changes: Any) -> list[Any]:
         operation = "matmul_reduce_scatter" if sums else "all_gather_matmul"
         part, whole = _ROWS, n * _ROWS
-        groups = communicator.partition(mesh, ("x",))
+        groups = partition_lib.partition(mesh, ("x",))
         right = {
             "x": (whole if sums else part, _K),
             "w": (_N, _K),
             "cotangent": (whole, _N),
             "product": (part if sums else whole, _N),
             "wgrad_result": (_N, _K),
-            "scratch": native.module("gpu").MATMUL_SCRATCH_BYTES,
-            "algorithm": limits.ALGORITHMS.index(operation),
+            "scratch": extension.module("gpu").MATMUL_SCRATCH_BYTES,
+            "algorithm": definitions.ALGORITHMS.index(operation),
             "axis": 0,
             "transposed": 1,
             "gathered": 0,

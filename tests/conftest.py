@@ -47,7 +47,7 @@ except ModuleNotFoundError as error:
 import jax  # noqa: E402
 from devices import REQUIRED_GPUS  # noqa: E402
 
-from jax_intranode._src import rendezvous  # noqa: E402
+from jax_intranode._src.group import rendezvous  # noqa: E402
 
 # Tests fail by the message of an operation that waits too long, and not by pytest's own limit.
 os.environ.setdefault("JAX_INTRANODE_TIMEOUT_S", "60")

@@ -39,7 +39,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src import native
+from jax_intranode._src.native import extension
 
 Psum = Callable[..., Any]
 
@@ -128,9 +128,9 @@ class Outcome:
 
 def outcome(tested: Row, psum: Psum) -> Outcome:
     PROGRAMS.clear()
-    before = native.handler_calls()
+    before = extension.handler_calls()
     result = jax.block_until_ready(tested.run(psum))
-    return Outcome(result, list(PROGRAMS), native.handler_calls() - before)
+    return Outcome(result, list(PROGRAMS), extension.handler_calls() - before)
 
 
 def compare(ours: Any, theirs: Any, path: str = "result") -> None:

@@ -40,7 +40,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src import select
+from jax_intranode._src.selection import select
 
 ROWS: dict[str, Row] = {}
 NAMES = ("psum_scatter", "all_gather", "all_to_all", "pmean")

@@ -5,7 +5,7 @@ import os
 import jax
 import pytest
 
-from jax_intranode._src import overlap
+from jax_intranode._src.selection import overlap
 
 REQUIRED_GPUS = int(os.environ.get("JAX_INTRANODE_REQUIRE_GPUS", "0"))
 MOST_RANKS_OF_A_GPU = 4

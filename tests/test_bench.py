@@ -19,10 +19,10 @@ from bench_settings import mesh_of_two, settings_of
 from jax.sharding import PartitionSpec
 
 import jax_intranode
-from jax_intranode._src import table
-from jax_intranode._src.bench.collectives import report as collectives_report
-from jax_intranode._src.bench.matmuls import report as matmul_report
-from jax_intranode._src.bench.settings import MODES
+from jax_intranode._src.command_line.bench.collectives import report as collectives_report
+from jax_intranode._src.command_line.bench.matmuls import report as matmul_report
+from jax_intranode._src.command_line.bench.settings import MODES
+from jax_intranode._src.selection import table
 
 # Whole programs.
 

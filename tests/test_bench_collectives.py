@@ -11,10 +11,11 @@ from bench_settings import BFLOAT16, mesh_of_two, settings_of
 from jax.sharding import PartitionSpec
 
 import jax_intranode
-from jax_intranode._src import limits, native, select
-from jax_intranode._src.bench import timing
-from jax_intranode._src.bench.collectives import chains, graph, oracle
-from jax_intranode._src.bench.collectives.operations import OPERATIONS
+from jax_intranode._src.command_line.bench import timing
+from jax_intranode._src.command_line.bench.collectives import chains, graph, oracle
+from jax_intranode._src.command_line.bench.collectives.operations import OPERATIONS
+from jax_intranode._src.native import definitions, extension
+from jax_intranode._src.selection import select
 
 # The oracle.
 
@@ -196,7 +197,7 @@ class FakeGraphs:
         self._data[rank] = np.frombuffer(data, dtype)
         self._barrier.wait()  # all devices of the group at once
         parts = [self._data[r] for r in range(group_size)]
-        name = limits.ALGORITHMS[algorithm]
+        name = definitions.ALGORITHMS[algorithm]
         if name == "all_to_all":
             total = np.concatenate([np.split(part, group_size)[rank] for part in parts])
         elif name == "all_gather":
@@ -224,9 +225,9 @@ def test_in_a_graph(
 ) -> None:
     mesh = mesh_of_two()
     fake = FakeGraphs(2)
-    module = native.module  # threads that watch CPU devices go on to use theirs
+    module = extension.module  # threads that watch CPU devices go on to use theirs
     monkeypatch.setattr(
-        native, "module", lambda platform: fake if platform == "gpu" else module(platform)
+        extension, "module", lambda platform: fake if platform == "gpu" else module(platform)
     )
     operation, settings = OPERATIONS[name], settings_of(name, platform="gpu")
     selected = [select.Selection(algorithm, "", 1, 32) for algorithm in algorithms]

@@ -11,11 +11,11 @@ import pytest
 from bench_settings import BFLOAT16, matmul_settings, mesh_of_two
 
 import jax_intranode
-from jax_intranode._src import table
-from jax_intranode._src.bench.matmuls import measure as measure_matmul
-from jax_intranode._src.bench.matmuls import oracle as matmul_oracle
-from jax_intranode._src.bench.matmuls.operations import MATMULS
-from jax_intranode._src.bench.settings import Shape
+from jax_intranode._src.command_line.bench.matmuls import measure as measure_matmul
+from jax_intranode._src.command_line.bench.matmuls import oracle as matmul_oracle
+from jax_intranode._src.command_line.bench.matmuls.operations import MATMULS
+from jax_intranode._src.command_line.bench.settings import Shape
+from jax_intranode._src.selection import table
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from bench_settings import parse, settings_of
 
-from jax_intranode._src.bench import command, machine, record
-from jax_intranode._src.bench import options as bench_options
-from jax_intranode._src.bench.collectives import measure
-from jax_intranode._src.bench.collectives.operations import OPERATIONS
-from jax_intranode._src.bench.matmuls import shapes as matmul_shapes
-from jax_intranode._src.bench.matmuls.operations import MATMULS, flops
-from jax_intranode._src.bench.progress import ProgressLine, following
-from jax_intranode._src.bench.settings import SINGLE_PROCESS, Shape, from_json
+from jax_intranode._src.command_line.bench import command, machine, record
+from jax_intranode._src.command_line.bench import options as bench_options
+from jax_intranode._src.command_line.bench.collectives import measure
+from jax_intranode._src.command_line.bench.collectives.operations import OPERATIONS
+from jax_intranode._src.command_line.bench.matmuls import shapes as matmul_shapes
+from jax_intranode._src.command_line.bench.matmuls.operations import MATMULS, flops
+from jax_intranode._src.command_line.bench.progress import ProgressLine, following
+from jax_intranode._src.command_line.bench.settings import SINGLE_PROCESS, Shape, from_json
 
 # Options and settings.
 
@@ -287,7 +287,9 @@ def test_progress_on_a_terminal() -> None:
 
 def test_progress_says_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("jax_intranode._src.bench.progress.time.monotonic", lambda: now)
+    monkeypatch.setattr(
+        "jax_intranode._src.command_line.bench.progress.time.monotonic", lambda: now
+    )
     terminal = Terminal()
     line = ProgressLine(terminal, total=11)
     now = 110  # starting the ranks takes 10 s

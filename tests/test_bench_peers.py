@@ -14,8 +14,8 @@ from bench_peers import nccl_tests, pytorch
 from bench_peers import registry as peers
 from bench_settings import matmul_settings, settings_of
 
-from jax_intranode._src.bench.progress import ProgressLine
-from jax_intranode._src.bench.settings import SINGLE_PROCESS, Settings, from_json
+from jax_intranode._src.command_line.bench.progress import ProgressLine
+from jax_intranode._src.command_line.bench.settings import SINGLE_PROCESS, Settings, from_json
 
 NCCL_TESTS = """\
 # nccl-tests version 2.17.1 nccl-headers=22809 nccl-library=22809

@@ -13,9 +13,9 @@ from bench_plots import matmuls as matmul_plot
 from bench_settings import parse
 
 from jax_intranode import __main__ as command_line
-from jax_intranode._src.bench import command, record
-from jax_intranode._src.bench.matmuls import report as matmul_report
-from jax_intranode._src.bench.settings import MODES
+from jax_intranode._src.command_line.bench import command, record
+from jax_intranode._src.command_line.bench.matmuls import report as matmul_report
+from jax_intranode._src.command_line.bench.settings import MODES
 
 
 def result_of(jax_version: str, algorithms: tuple[str, ...]) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from lowered import in_lowered
 
 import jax_intranode
 from jax_intranode import all_gather_matmul, explain, matmul_all_reduce, matmul_reduce_scatter
-from jax_intranode._src import communicator, compat, overlap
+from jax_intranode._src.group import partition as partition_lib
+from jax_intranode._src.jax_private import jaxpr_walk
 from jax_intranode._src.ops import overlapped
 from jax_intranode._src.ops.collective import (
     AllGatherParams,
@@ -29,6 +30,7 @@ from jax_intranode._src.ops.collective import (
     all_gather_p,
     psum_scatter_p,
 )
+from jax_intranode._src.selection import overlap
 
 N = min(4, len(jax.devices()))
 BOTH = pytest.mark.parametrize("check_vma", [True, False])
@@ -465,7 +467,7 @@ def equations(f: Callable[..., Any], *args: Any) -> list[Any]:
                 if isinstance(inner, jax.extend.core.Jaxpr):
                     yield from within(inner)
 
-    return list(within(compat.without_dead_code(jax.jit(f).trace(*args).jaxpr)))
+    return list(within(jaxpr_walk.without_dead_code(jax.jit(f).trace(*args).jaxpr)))
 
 
 def names_of(f: Callable[..., Any], *args: Any) -> list[str]:
@@ -1113,7 +1115,7 @@ def overlapping() -> Iterator[None]:
     def find(
         operation: str, site: Any, traced_over: Any, axes: Any, request: overlapped.Request
     ) -> overlapped.Overlapped:
-        groups = communicator.partition(site.mesh, tuple(axes))
+        groups = partition_lib.partition(site.mesh, tuple(axes))
 
         class StandIn(overlapped.Overlapped):
             def __call__(self, *operands: Any) -> list[Any]:
@@ -1219,7 +1221,7 @@ def both_in_one_call() -> Iterator[list[overlapped.Request]]:
     ) -> overlapped.Overlapped | str:
         if not request.wgrads:
             return "one gradient alone"
-        groups = communicator.partition(site.mesh, tuple(axes))
+        groups = partition_lib.partition(site.mesh, tuple(axes))
         size = groups.group_size
         granted.append(request)
         assert request.transposed and not request.gathered

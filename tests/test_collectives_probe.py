@@ -33,12 +33,23 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return program
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_kernels_in_segments(probe: Path, ranks: int) -> None:
+def run(probe: Path, ranks: int, what: str) -> str:
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}  # all ranks are streams of one GPU
-    command = ["timeout", "-s", "KILL", "120", str(probe), str(ranks), "check"]
+    command = ["timeout", "-s", "KILL", "120", str(probe), str(ranks), what]
     outcome = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     text = outcome.stdout + outcome.stderr
     assert outcome.returncode == 0, text
+    return text
+
+
+@pytest.mark.full
+def test_another_operation_is_found_though_not_all_blocks_fit(probe: Path) -> None:
+    """With 3 ranks one block of this kernel fills a multiprocessor."""
+    run(probe, 3, "check-other")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_kernels_in_segments(probe: Path, ranks: int) -> None:
+    text = run(probe, ranks, "check")
     assert text == f"{ranks} ranks on one GPU: 288 operations, 0 wrong\n"

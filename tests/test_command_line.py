@@ -15,7 +15,7 @@ import pytest
 
 import jax_intranode
 from jax_intranode import __main__ as command_line
-from jax_intranode._src import config
+from jax_intranode._src.selection import config
 
 ROOT = Path(__file__).parent.parent
 
@@ -102,7 +102,7 @@ def test_command_in_a_broken_installation(broken: Path) -> None:
     "argv",
     [
         ("-c", "import jax_intranode"),
-        pytest.param(("-m", "jax_intranode._src.launcher"), marks=pytest.mark.full),
+        pytest.param(("-m", "jax_intranode._src.command_line.launcher"), marks=pytest.mark.full),
         pytest.param(("-m", "x", "-m"), marks=pytest.mark.full),
     ],
 )
@@ -218,7 +218,7 @@ BREAKS = {
         "CPU part: ",
     ),
     "no pynvml": ({"pynvml.py": "raise ImportError('gone')"}, "", ""),
-    "a broken file": ({"jax_intranode/_src/communicator.py": "def"}, "SyntaxError: ", ""),
+    "a broken file": ({"jax_intranode/_src/group/communicator.py": "def"}, "SyntaxError: ", ""),
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 from test_topology import INACTIVE_LINK, SWITCH_LINK, FakeNvml, bus_id
 
 from jax_intranode import __main__ as command_line
-from jax_intranode._src.commands import doctor, info
+from jax_intranode._src.command_line import doctor, info
 
 
 class Node(FakeNvml):

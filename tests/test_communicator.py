@@ -18,9 +18,11 @@ from devices import need_devices
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src import communicator, native, select
-from jax_intranode._src import rendezvous as rendezvous_lib
+from jax_intranode._src.group import partition as partition_lib
+from jax_intranode._src.group import rendezvous as rendezvous_lib
+from jax_intranode._src.native import extension
 from jax_intranode._src.ops.psum import selection
+from jax_intranode._src.selection import select
 
 
 @pytest.fixture
@@ -39,9 +41,9 @@ def chosen_for(mesh: jax.sharding.Mesh, count: int = 100) -> select.Selection:
 
 def check_sum(mesh: jax.sharding.Mesh, seed: int = 0, *, ours: bool = True) -> None:
     parts = cases.random("float32", (mesh.size, 100), seed)
-    before = native.handler_calls()
+    before = extension.handler_calls()
     result = jax.block_until_ready(cases.psum_of(parts, mesh))
-    assert (native.handler_calls() > before) == ours
+    assert (extension.handler_calls() > before) == ours
     cases.check(result, cases.everywhere(cases.oracle(parts), mesh.size), exact=ours)
 
 
@@ -96,7 +98,7 @@ def fake_mesh(ids: Any, names: tuple[str, ...]) -> Any:
     ],
 )
 def test_partition(ids: Any, names: str, axes: str, groups: list[tuple[int, ...]]) -> None:
-    partition = communicator.partition(fake_mesh(ids, tuple(names)), tuple(axes))
+    partition = partition_lib.partition(fake_mesh(ids, tuple(names)), tuple(axes))
     assert partition.groups() == groups
     assert partition.group_size == len(groups[0])
     assert partition.device_ids == sum(groups, ())
@@ -113,7 +115,7 @@ def test_partition_ranks_are_lax_axis_indices() -> None:
             cases.sharded(lambda a=axes: jax.lax.axis_index(a)[None, None], mesh, (), P("a", "b"))
         )()
         rank_of = {s.device.id: int(np.asarray(s.data)[0, 0]) for s in index.addressable_shards}
-        for group in communicator.partition(mesh, axes).groups():
+        for group in partition_lib.partition(mesh, axes).groups():
             assert [rank_of[device] for device in group] == list(range(len(group)))
 
 
@@ -124,12 +126,12 @@ def test_partition_ranks_are_lax_axis_indices() -> None:
 def test_initialize_twice() -> None:
     need_devices(2)
     jax_intranode.initialize()
-    rendezvous = communicator.rendezvous_of(jax.devices())
+    rendezvous = rendezvous_lib.rendezvous_of(jax.devices())
     assert rendezvous.reason is None
     assert len(rendezvous.communicators) == 1
     jax_intranode.initialize()
     jax_intranode.initialize(cases.line())
-    assert communicator.rendezvous_of(jax.devices()) is rendezvous
+    assert rendezvous_lib.rendezvous_of(jax.devices()) is rendezvous
     assert len(rendezvous.communicators) == 1
     check_sum(cases.line())
     assert len(rendezvous.communicators) == 1
@@ -140,9 +142,9 @@ def test_initialize_sets_up_all_groups_of_a_mesh() -> None:
     need_devices(4)
     mesh = cases.make_mesh((2, 1, 2), ("a", "one", "b"))
     jax_intranode.initialize(mesh)
-    rendezvous = communicator.rendezvous_of(mesh.devices.flat)
+    rendezvous = rendezvous_lib.rendezvous_of(mesh.devices.flat)
     axes = (("a",), ("b",), ("a", "b"))
-    assert set(rendezvous.communicators) == {communicator.partition(mesh, a) for a in axes}
+    assert set(rendezvous.communicators) == {partition_lib.partition(mesh, a) for a in axes}
     assert set(rendezvous.communicators.values()) == {None}
 
 
@@ -159,7 +161,7 @@ def test_use_after_shutdown_performs_a_new_rendezvous() -> None:
     all_rendezvous = []
     for seed in range(3):
         check_sum(mesh, seed)
-        all_rendezvous.append(communicator.rendezvous_of(mesh.devices.flat))
+        all_rendezvous.append(rendezvous_lib.rendezvous_of(mesh.devices.flat))
         jax_intranode.shutdown()
         jax_intranode.shutdown()  # does nothing
     assert len({id(rendezvous) for rendezvous in all_rendezvous}) == 3
@@ -251,7 +253,7 @@ import jax
 jax.config.update("jax_num_cpu_devices", 16)
 import jax.numpy as jnp
 import jax_intranode
-from jax_intranode._src import native
+from jax_intranode._src.native import extension
 from jax_intranode._src.ops.psum import selection
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -265,9 +267,9 @@ for axes in (("a",), ("b",), ("a", "b")):
         lambda v: jax_intranode.psum(v, axes), mesh=mesh, in_specs=P(("a", "b")),
         out_specs=P(("a", "b")), check_vma=False,
     )
-    before = native.handler_calls()
+    before = extension.handler_calls()
     got = jax.block_until_ready(jax.jit(f)(jnp.arange(16.0)))
-    print("calls", native.handler_calls() - before, got.tolist())
+    print("calls", extension.handler_calls() - before, got.tolist())
 """
 
 

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_intranode
 from jax_intranode import __main__ as command_line
-from jax_intranode._src.commands import compare
+from jax_intranode._src.command_line import compare
 
 STEPS = 16
 Started = Callable[..., compare.Comparison]

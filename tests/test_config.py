@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_intranode._src import config
+from jax_intranode._src.selection import config
 
 
 def test_defaults() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from jax_intranode import __main__ as command_line
-from jax_intranode._src.bench import command as bench
-from jax_intranode._src.bench import machine
-from jax_intranode._src.bench.settings import Settings
+from jax_intranode._src.command_line.bench import command as bench
+from jax_intranode._src.command_line.bench import machine
+from jax_intranode._src.command_line.bench.settings import Settings
 
 
 def rows_of(settings: Settings) -> list[dict[str, Any]]:

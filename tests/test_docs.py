@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_intranode._src import config
+from jax_intranode._src.selection import config
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tools/*.md")])

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from jax_intranode import __main__ as command_line
-from jax_intranode._src.commands import benefits, doctor, info, shared_memory
-from jax_intranode._src.overlap.profiles import H200_FACTS
+from jax_intranode._src.command_line import benefits, doctor, info, shared_memory
+from jax_intranode._src.selection.overlap.profiles import H200_FACTS
 
 ROOT = Path(__file__).resolve().parent.parent
 PERFORMANCE = ROOT / "docs" / "performance.md"
@@ -174,7 +174,9 @@ def test_a_test_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_test_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # not where the source tree would be imported
     _, problem = doctor._run_module("no_such_module", [[]])
-    assert problem is not None and "No module named jax_intranode._src.commands.no_such" in problem
+    assert (
+        problem is not None and "No module named jax_intranode._src.command_line.no_such" in problem
+    )
 
 
 def outcome(**changes: Any) -> dict[str, Any]:

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 import jax_intranode
-from jax_intranode._src import compat, config, exchange, launcher, quoting
+from jax_intranode._src.command_line import launcher
+from jax_intranode._src.group import key_value_store
+from jax_intranode._src.jax_private import distributed
+from jax_intranode._src.selection import config, quoting
 
 
 class FakeClient:
@@ -38,10 +41,10 @@ class FakeClient:
 
 
 def stores(client: FakeClient, processes: tuple[int, ...], prefix: str = "p/") -> list[Any]:
-    return [exchange.KeyValueStore(client, prefix, p, processes) for p in processes]
+    return [key_value_store.KeyValueStore(client, prefix, p, processes) for p in processes]
 
 
-SOON = exchange.Deadline(0.05)
+SOON = key_value_store.Deadline(0.05)
 
 
 def test_gather_is_in_process_order() -> None:
@@ -49,7 +52,7 @@ def test_gather_is_in_process_order() -> None:
     processes = (5, 2, 9)
     for process in (9, 5):  # the others have spoken, in another order
         client.key_value_set(f"p/hello/{process}", f'{{"from": {process}}}')
-    store = exchange.KeyValueStore(client, "p/", 2, processes)
+    store = key_value_store.KeyValueStore(client, "p/", 2, processes)
     assert store.gather("hello", {"from": 2}, SOON) == [{"from": p} for p in processes]
     assert set(client.values) == {f"p/hello/{p}" for p in processes}
 
@@ -57,7 +60,7 @@ def test_gather_is_in_process_order() -> None:
 def test_gather_names_the_missing_process_and_the_stage() -> None:
     client = FakeClient()
     store = stores(client, (0, 3))[0]
-    with pytest.raises(exchange.Refused, match=r"process 3 .*\(slabs\)"):
+    with pytest.raises(key_value_store.Refused, match=r"process 3 .*\(slabs\)"):
         store.gather("slabs", 1, SOON)
     # The value of this process stays, for processes that come later.
     assert client.values == {"p/slabs/0": "1"}
@@ -67,7 +70,7 @@ def test_gather_in_an_earlier_stage_or_under_another_prefix_does_not_count() -> 
     client = FakeClient()
     client.key_value_set("p/hello/1", "1")
     client.key_value_set("other/slabs/1", "1")
-    with pytest.raises(exchange.Refused):
+    with pytest.raises(key_value_store.Refused):
         stores(client, (0, 1))[0].gather("slabs", 1, SOON)
 
 
@@ -76,7 +79,7 @@ def test_gather_waits_no_longer_than_the_deadline() -> None:
     store = stores(client, (0, 1, 2))[0]
     for process in (1, 2):
         client.key_value_set(f"p/hello/{process}", "null")
-    deadline = exchange.Deadline(7)
+    deadline = key_value_store.Deadline(7)
     store.gather("hello", None, deadline)
     assert client.timeouts_ms and max(client.timeouts_ms) <= 7000
 
@@ -84,7 +87,7 @@ def test_gather_waits_no_longer_than_the_deadline() -> None:
 @pytest.mark.parametrize("value", [None, "", 1, [1, 2], {"a": {"b": []}}, "a/b \N{SNOWMAN}"])
 def test_gather_keeps_values(value: Any) -> None:
     assert stores(FakeClient(), (4,))[0].gather("s", value, SOON) == [value]
-    assert exchange.LocalStore().gather("s", value, SOON) == [value]
+    assert key_value_store.LocalStore().gather("s", value, SOON) == [value]
 
 
 def test_first_claim_wins() -> None:
@@ -121,51 +124,51 @@ def test_other_errors_are_not_swallowed() -> None:
 
 
 def test_local_store() -> None:
-    store = exchange.LocalStore()
+    store = key_value_store.LocalStore()
     assert store.wait("k", SOON) is None
     assert store.claim("k", "a") == "a"
     assert store.claim("k", "b") == "a"
     assert store.wait("k", SOON) == "a"
-    assert exchange.LocalStore().wait("k", SOON) is None
+    assert key_value_store.LocalStore().wait("k", SOON) is None
 
 
 def test_local_store_gives_what_another_process_would_see() -> None:
     value = {"a": [1]}
-    (got,) = exchange.LocalStore().gather("s", value, SOON)
+    (got,) = key_value_store.LocalStore().gather("s", value, SOON)
     assert got == value and got is not value
 
 
 def test_deadline_never_runs_out_of_milliseconds() -> None:
-    deadline = exchange.Deadline(0.001)
+    deadline = key_value_store.Deadline(0.001)
     time.sleep(0.01)
     assert deadline.remaining_ms() == 1
-    assert 1 <= exchange.Deadline(100).remaining_ms() <= 100_000
+    assert 1 <= key_value_store.Deadline(100).remaining_ms() <= 100_000
 
 
 def test_one_process_needs_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "key_value_client", lambda: None)
-    assert isinstance(exchange.store("p/", 0, [0]), exchange.LocalStore)
+    monkeypatch.setattr(distributed, "key_value_client", lambda: None)
+    assert isinstance(key_value_store.store("p/", 0, [0]), key_value_store.LocalStore)
     with pytest.raises(RuntimeError, match=r"processes \[0, 1\].*jax.distributed.initialize"):
-        exchange.store("p/", 0, [0, 1])
+        key_value_store.store("p/", 0, [0, 1])
 
 
 def test_several_processes_use_jaxs_client(monkeypatch: pytest.MonkeyPatch) -> None:
     client = FakeClient()
-    monkeypatch.setattr(compat, "key_value_client", lambda: client)
-    store = exchange.store("p/", 1, [0, 1])
+    monkeypatch.setattr(distributed, "key_value_client", lambda: client)
+    store = key_value_store.store("p/", 1, [0, 1])
     assert store.claim("k", "v") == "v"
     assert client.values == {"p/k": "v"}
 
 
 def test_keys_of_a_launched_job_cannot_be_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     client = FakeClient()
-    monkeypatch.setattr(compat, "key_value_client", lambda: client)
+    monkeypatch.setattr(distributed, "key_value_client", lambda: client)
     ranks = [launcher.rank_env(rank, 2, "unix:/path") for rank in range(2)]
     assert ranks[0][config.SECRET] == ranks[1][config.SECRET]
     monkeypatch.setenv(config.SECRET, ranks[0][config.SECRET])
     config.check(ranks[0])
     client.values["p/verdict"] = "a stranger's"
-    assert exchange.store("p/", 1, [0, 1]).claim("verdict", "") == ""
+    assert key_value_store.store("p/", 1, [0, 1]).claim("verdict", "") == ""
     (key,) = set(client.values) - {"p/verdict"}
     assert re.fullmatch("p/[0-9a-f]{32}/verdict", key)
 
@@ -176,7 +179,7 @@ def test_claim_ends_when_the_store_does_not_answer(monkeypatch: pytest.MonkeyPat
     client = FakeClient()
     monkeypatch.setattr(client, "key_value_set", lambda key, value: answer.wait(60))
     monkeypatch.setattr(config, "get", lambda: SimpleNamespace(meeting_s=0.1))
-    store = exchange.KeyValueStore(client, "p/", 0, (0, 1))
+    store = key_value_store.KeyValueStore(client, "p/", 0, (0, 1))
     with pytest.raises(jax_intranode.CommunicationError, match=r"did not answer within 0\.1 s"):
         store.claim("region/0", "x")
     answer.set()

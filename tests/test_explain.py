@@ -21,8 +21,10 @@ from lowered import in_lowered
 
 import jax_intranode
 from jax_intranode import Call, all_gather, explain, pmean, psum, psum_scatter
-from jax_intranode._src import communicator, limits, select
+from jax_intranode._src.group import rendezvous as rendezvous_lib
+from jax_intranode._src.native import definitions
 from jax_intranode._src.ops.psum import selection
+from jax_intranode._src.selection import select
 
 N = len(jax.devices())
 
@@ -105,7 +107,7 @@ def psum_of_int(v: Any) -> Any:
 
 def many(v: Any) -> Any:
     """A psum of a tree that takes several operations, with empty and unused arrays."""
-    tree = [v * k for k in range(limits.MAX_BUFFERS + 3)]
+    tree = [v * k for k in range(definitions.MAX_BUFFERS + 3)]
     return sum(psum({"a": tree, "b": v[:, :0], "c": (v * 2).astype(jnp.int32)}, "x")["a"])
 
 
@@ -335,7 +337,7 @@ def test_each_call_of_one_function_is_reported() -> None:
 def test_tree_of_several_operations() -> None:
     with forced("one_shot"):
         calls = explained(many)
-    n = limits.MAX_BUFFERS
+    n = definitions.MAX_BUFFERS
     assert [(len(call.shapes), call.dtype) for call in calls] == [(n, "float32"), (3, "float32")]
 
 
@@ -412,8 +414,8 @@ def test_reasons_of_the_selection() -> None:
 
 
 def test_reason_of_the_rendezvous() -> None:
-    refused = communicator.Rendezvous({}, "cpu", "single", reason="no peer access")
-    with mock.patch.object(communicator, "rendezvous_of", lambda devices: refused):
+    refused = rendezvous_lib.Rendezvous({}, "cpu", "single", reason="no peer access")
+    with mock.patch.object(rendezvous_lib, "rendezvous_of", lambda devices: refused):
         assert reasons(lambda v: psum(v, "x")) == ["no peer access"]
 
 

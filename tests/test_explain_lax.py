@@ -19,9 +19,10 @@ from jax.sharding import PartitionSpec as P
 
 import jax_intranode
 from jax_intranode import Call, explain
-from jax_intranode._src import config, hlo
+from jax_intranode._src.jax_private import hlo
 from jax_intranode._src.ops.primitive import OpPrimitive
 from jax_intranode._src.rewrite import hook
+from jax_intranode._src.selection import config
 
 N = len(jax.devices())
 X = jax.ShapeDtypeStruct((N, 4 * N), jnp.float32)  # float32[1, 4 N] on each device
@@ -321,7 +322,9 @@ def test_gradients_have_the_origin_of_the_forward_call() -> None:
 
 
 def test_origin_without_a_traceback_is_unknown() -> None:
-    with mock.patch("jax_intranode._src.compat.called_function", lambda _: None):
+    with mock.patch(
+        "jax_intranode._src.jax_private.lax_collectives.called_function", lambda _: None
+    ):
         assert origins(over_x(lambda v: lax.psum(v, "x")), X) == [("psum", "unknown")]
 
 

@@ -15,7 +15,9 @@ import jax
 import pytest
 
 import jax_intranode
-from jax_intranode._src import compat, failures, native
+from jax_intranode._src.health import failures
+from jax_intranode._src.jax_private import runtime_errors
+from jax_intranode._src.native import extension
 
 FAILURE = failures.Failure(
     message="jax_intranode: psum timed out: rank 0 (device 4) waited for rank 1 (device 5).",
@@ -41,11 +43,11 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(failures, "_process_of", lambda device_id: device_id - 4)
     module = mock.Mock()
     module.take_failures.return_value = []
-    monkeypatch.setattr(native, "_modules", {"cpu": module})
-    native.module.cache_clear()
-    compat.show_in_runtime_errors(failures._shown_in)
+    monkeypatch.setattr(extension, "_modules", {"cpu": module})
+    extension.module.cache_clear()
+    runtime_errors.show_in_runtime_errors(failures._shown_in)
     yield
-    native.module.cache_clear()
+    extension.module.cache_clear()
 
 
 def test_the_first_failure_is_kept(clean: None, caplog: pytest.LogCaptureFixture) -> None:
@@ -86,7 +88,7 @@ OF_PEER = {
 
 
 def say(*found: dict[str, object]) -> None:
-    native.module("cpu").take_failures.side_effect = [list(found), *[[] for _ in range(10)]]
+    extension.module("cpu").take_failures.side_effect = [list(found), *[[] for _ in range(10)]]
 
 
 def test_the_monitor_is_asked_before_the_thread_finds_it(clean: None) -> None:
@@ -239,10 +241,11 @@ def test_devices_of_one_process_that_run_different_operations() -> None:
 # After Python has ended, a destructor takes its time, and a thread comes back from C++.
 LATE_THREAD = """
 import ctypes, threading
-from jax_intranode._src import failures, native
+from jax_intranode._src.health import failures
+from jax_intranode._src.native import extension
 libc = ctypes.CDLL(None)
 libc.__cxa_atexit(libc.sleep, ctypes.c_void_p(2), None)
-wait = native.module("cpu").await_news
+wait = extension.module("cpu").await_news
 threading.Thread(target=wait, args=(1.0,), daemon=True).start()
 failures.report(failures.Failure("jax_intranode: lost.", "timeout", "cpu"))
 raise SystemExit(3)
@@ -268,7 +271,7 @@ print_at_exit("Error destroying CUDA event")
 """
 LATER = "print_at_exit('Error destroying CUDA event of XLA')\n"
 LOST = LATER + (
-    "from jax_intranode._src import failures\n"
+    "from jax_intranode._src.health import failures\n"
     "failures.report(failures.Failure('jax_intranode: lost.', 'timeout', 'gpu'))\n"
 )
 

@@ -21,17 +21,14 @@ from jax.sharding import PartitionSpec as P
 from test_topology import DGX1, make_reports
 
 import jax_intranode
-from jax_intranode._src import (
-    communicator,
-    config,
-    launcher,
-    native,
-    rendezvous,
-    select,
-    topology,
-)
-from jax_intranode._src.bench.collectives.oracle import count_wrong
+from jax_intranode._src.command_line import launcher
+from jax_intranode._src.command_line.bench.collectives.oracle import count_wrong
+from jax_intranode._src.group import communicator, rendezvous, topology
+from jax_intranode._src.group import partition as partition_lib
+from jax_intranode._src.group import rendezvous as rendezvous_lib
+from jax_intranode._src.native import extension
 from jax_intranode._src.ops.collective import chooser
+from jax_intranode._src.selection import config, select
 
 sys.path.append(str(Path(__file__).parent / "multiprocess"))
 from multiprocess_ranks import run_in_ranks
@@ -101,9 +98,9 @@ def random_parts(dtype: str, count: int, seed: int) -> np.ndarray:
 def check_psum(dtype: str, count: int, order: Sequence[int], seed: int) -> None:
     mesh = mesh_of(order)
     parts = random_parts(dtype, count, seed)
-    before = native.handler_calls()
+    before = extension.handler_calls()
     result = jax.block_until_ready(cases.psum_of(parts, mesh))
-    assert native.handler_calls() > before
+    assert extension.handler_calls() > before
     expected = oracle(parts, order)
     for shard in result.addressable_shards:
         assert count_wrong(np.asarray(shard.data).reshape(-1), expected, None) == 0
@@ -190,8 +187,8 @@ def test_what_groups_run() -> None:
     assert "are faster than lax" in choose("psum", ("pair", "quad"), 1 << 20).reason
 
     # Operations of other kinds ask for a communicator only.
-    found = communicator.rendezvous_of(mesh.devices.flat)
-    whole, quads = (communicator.partition(mesh, axes) for axes in (("pair", "quad"), ("quad",)))
+    found = rendezvous_lib.rendezvous_of(mesh.devices.flat)
+    whole, quads = (partition_lib.partition(mesh, axes) for axes in (("pair", "quad"), ("quad",)))
     reason = communicator.communicator(found, whole, "one_shot_rms_norm")
     assert reason == "only psum has kernels for a hybrid cube mesh"
     assert communicator.communicator(found, quads, "one_shot_rms_norm") is None
@@ -222,7 +219,7 @@ def test_fewer_devices_are_refused() -> None:
 
 @pytest.mark.usefixtures("cube_mesh")
 def test_the_rendezvous_tests_links_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = native.module("cpu")
+    module = extension.module("cpu")
     touched = []
 
     class Recorder:
@@ -240,7 +237,7 @@ def test_the_rendezvous_tests_links_only(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(rendezvous.native, "module", lambda platform: Recorder())
     jax_intranode.initialize(mesh_of(range(8)))
     monkeypatch.undo()
-    found = communicator.rendezvous_of(jax.devices())
+    found = rendezvous_lib.rendezvous_of(jax.devices())
     owners = {address: i for i, address in found.addresses[0].items()}
     pairs = set()
     for device, address in touched:
@@ -251,7 +248,7 @@ def test_the_rendezvous_tests_links_only(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.usefixtures("cube_mesh")
 def test_links_that_are_no_mesh_are_refused_before_any_kernel() -> None:
-    module = native.module("cpu")
+    module = extension.module("cpu")
     good = [(sum(1 << j for j in range(8) if linked(r, j)), (r + 4) % 8) for r in range(8)]
 
     def create(links: list[tuple[int, int]]) -> None:
@@ -346,12 +343,12 @@ def sums_in_a_rank(protect_a_mate: bool) -> None:
     """Checks sums while the epoch buffers of all devices without a link are inaccessible."""
     order = ORDERS[2]
     jax_intranode.initialize(mesh_of(order))
-    found = communicator.rendezvous_of(jax.devices())
+    found = rendezvous_lib.rendezvous_of(jax.devices())
     assert found.reason is None, found.reason
     ids = sorted(device.id for device in jax.devices())
     (local,) = jax.local_devices()
     mine = ids.index(local.id)
-    header = native.module("cpu").HEADER_BYTES
+    header = extension.module("cpu").HEADER_BYTES
     protected = []
     for peer_id, slab in found.addresses[local.id].items():
         peer = ids.index(peer_id)

@@ -17,7 +17,8 @@ import pytest
 from processes import assert_gone, children_of, is_running
 
 from jax_intranode import __main__ as command_line
-from jax_intranode._src import compat, nvml
+from jax_intranode._src.group import nvml
+from jax_intranode._src.jax_private import distributed
 
 Launch = Callable[..., tuple[int, str, str]]
 
@@ -445,7 +446,7 @@ def test_connections_of_others_to_the_service_disturb_nobody(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of this user's processes that are not of the job: half open, slow, of another kind."""
-    start = compat.start_coordination_service
+    start = distributed.start_coordination_service
     others: list[socket.socket] = []
     ended = threading.Event()
 
@@ -467,7 +468,7 @@ def test_connections_of_others_to_the_service_disturb_nobody(
         others[0].shutdown(socket.SHUT_WR)
         return service
 
-    monkeypatch.setattr(compat, "start_coordination_service", start_and_connect)
+    monkeypatch.setattr(distributed, "start_coordination_service", start_and_connect)
     thread = threading.Thread(target=send_slowly)
     thread.start()
     try:
@@ -613,7 +614,7 @@ def test_the_ranks_pause_with_the_command(tmp_path: Path) -> None:
 
 def test_a_pause_of_all_is_no_loss() -> None:
     """With JAX's 100 s the service would take all ranks for dead when it goes on."""
-    assert compat.HEARTBEAT_S > 24 * 3600
+    assert distributed.HEARTBEAT_S > 24 * 3600
 
 
 @pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])

@@ -17,8 +17,8 @@ import jax
 import pytest
 from processes import assert_gone
 
-from jax_intranode._src import launcher
-from jax_intranode._src.launcher import service
+from jax_intranode._src.command_line import launcher
+from jax_intranode._src.command_line.launcher import service
 
 _SLEEP = "import time; time.sleep(60)"
 
@@ -138,7 +138,7 @@ def test_nothing_outlives_an_exception_in_the_parent(
 def test_connected_ranks_see_each_other_and_one_that_fails_does_not_wait(tmp_path: Path) -> None:
     code = (
         "import jax\n"
-        "from jax_intranode._src import launcher\n"
+        "from jax_intranode._src.command_line import launcher\n"
         "rank = launcher.connect('cpu')\n"
         "print(rank, jax.process_index(), jax.process_count(), jax.local_device_count())\n"
         "import os, pathlib\n"

@@ -12,7 +12,7 @@ from devices import need_devices
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src import native
+from jax_intranode._src.native import extension
 
 
 def run_program(tmp_path: Path, code: str, *arguments: str) -> tuple[int, str]:
@@ -112,8 +112,9 @@ def test_replay_after_shutdown(tmp_path: Path) -> None:
     """A closed communicator also fails programs that XLA replays without calling a handler."""
     need_devices(2)
     code = (
-        "run(12)\nfrom jax_intranode._src import native\nbefore = native.handler_calls()\nrun(3)\n"
-        "print('CALLS', native.handler_calls() - before, flush=True)\n"
+        "run(12)\nfrom jax_intranode._src.native import extension\n"
+        "before = extension.handler_calls()\nrun(3)\n"
+        "print('CALLS', extension.handler_calls() - before, flush=True)\n"
         "jax_intranode.shutdown()\nimport time\n"
         "try:\n    run(1)\n    print('WENT THROUGH')\n"
         "except Exception as error:\n    print('RAISED', error, flush=True)\n"
@@ -147,10 +148,10 @@ def test_usage_counter() -> None:
 
     assert counted(1) == 8 * 2  # each counts once for each device
     assert counted(10) == 10 * 8 * 2
-    calls = native.handler_calls()
+    calls = extension.handler_calls()
     assert counted(5) == 5 * 8 * 2
     if jax.devices()[0].platform == "gpu":
-        assert native.handler_calls() == calls, "XLA did not replay"
+        assert extension.handler_calls() == calls, "XLA did not replay"
     before = jax_intranode.usage_counter()
     jax_intranode.shutdown()
     jax.clear_caches()

@@ -5,9 +5,10 @@ import re
 
 import pytest
 
-from jax_intranode._src import limits, overlap
-from jax_intranode._src.overlap import Plan
-from jax_intranode._src.overlap.plan import describe_fields, parse
+from jax_intranode._src.native import definitions
+from jax_intranode._src.selection import overlap
+from jax_intranode._src.selection.overlap import Plan
+from jax_intranode._src.selection.overlap.plan import describe_fields, parse
 
 RING = 512 << 20
 
@@ -338,7 +339,7 @@ def test_kernel_sends_whole_tiles() -> None:
 
 
 def test_fields_are_those_of_the_native_plan() -> None:
-    assert tuple(field.name for field in dataclasses.fields(Plan)) == limits.PLAN_FIELDS
+    assert tuple(field.name for field in dataclasses.fields(Plan)) == definitions.PLAN_FIELDS
 
 
 def test_kernel_takes_what_fits_the_ring() -> None:
@@ -413,7 +414,7 @@ def test_sums_of_several_products() -> None:
             assert isinstance(kernel, Plan)
             assert kernel.tile_columns
             assert plan(SCATTER, 8192, (k, 3 * k), 8192, world=world) == kernel
-    five = limits.MAX_MATRICES + 1
+    five = definitions.MAX_MATRICES + 1
     assert plan(SCATTER, 8192, (1024,) * five, 8192) == plan(
         SCATTER, 8192, 1024 * five, 8192, ring=RING // 8
     )
@@ -455,7 +456,7 @@ def test_forced() -> None:
 def test_plans_are_read_and_refused_by_name() -> None:
     assert parse("tile_columns=192,direct=1") == Plan(tile_columns=192, direct=True)
     assert parse("last_pieces=2, first_pieces=3") == Plan(first_pieces=3, last_pieces=2)
-    names = ", ".join(limits.PLAN_FIELDS)
+    names = ", ".join(definitions.PLAN_FIELDS)
     for text, says in (
         ("", f"'' is not NAME=INTEGER; the names are {names}"),
         ("rounds", "'rounds' is not NAME=INTEGER"),
@@ -469,5 +470,5 @@ def test_plans_are_read_and_refused_by_name() -> None:
     ):
         with pytest.raises(ValueError, match=re.escape(says)):
             parse(text)
-    for name in limits.PLAN_FIELDS:
+    for name in definitions.PLAN_FIELDS:
         assert f"{name}=" in describe_fields()

@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 from test_topology import SWITCH_LINK, FakeNvml, bus_id, install
 
-from jax_intranode._src import limits, native, overlap, rendezvous, topology
-from jax_intranode._src.bench.matmuls import shapes as matmul_shapes
+from jax_intranode._src.command_line.bench.matmuls import shapes as matmul_shapes
+from jax_intranode._src.group import rendezvous, topology
+from jax_intranode._src.group.partition import Partition
+from jax_intranode._src.native import definitions, extension
 from jax_intranode._src.ops import overlapped
-from jax_intranode._src.overlap import H200, Plan, profiles
-from jax_intranode._src.overlap.profiles import H200_FACTS
-from jax_intranode._src.partition import Partition
-from jax_intranode._src.topology import GpuFacts
+from jax_intranode._src.selection import overlap
+from jax_intranode._src.selection.gpu_facts import GpuFacts
+from jax_intranode._src.selection.overlap import H200, Plan, profiles
+from jax_intranode._src.selection.overlap.profiles import H200_FACTS
 
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
 RING = 512 << 20
@@ -187,7 +189,9 @@ def test_scaled_profiles_give_sensible_plans(of_one: GpuFacts) -> None:
                     if chosen.fused:
                         sizes = overlap.Sizes(operation, 1, m // world, (k,), (n,), world)
                         assert sizes.fit_fused(chosen, RING)
-                        assert limits.has_fused_kernel(operation, chosen.tile_columns, chosen.wgrad)
+                        assert definitions.has_fused_kernel(
+                            operation, chosen.tile_columns, chosen.wgrad
+                        )
                     assert min(chosen.band_pairs, chosen.parts, chosen.rounds) >= 1
     assert overlapped_shapes > 100
 
@@ -296,14 +300,14 @@ def test_the_digest_covers_the_limits_and_a_forced_plan(monkeypatch: pytest.Monk
     with overlap.forced(Plan(tile_columns=256)):
         assert overlap.digest() != digest
     assert overlap.digest() == digest
-    monkeypatch.setattr(limits, "MAX_MATRICES", limits.MAX_MATRICES + 1)
+    monkeypatch.setattr(definitions, "MAX_MATRICES", definitions.MAX_MATRICES + 1)
     assert overlap.digest() != digest
 
 
 def test_the_plan_is_lowered_as_one_dictionary(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the types that the handler decodes."""
-    built, gpu = native.module, types.SimpleNamespace(MATMUL_SCRATCH_BYTES=100)
-    monkeypatch.setattr(native, "module", lambda name: gpu if name == "gpu" else built(name))
+    built, gpu = extension.module, types.SimpleNamespace(MATMUL_SCRATCH_BYTES=100)
+    monkeypatch.setattr(extension, "module", lambda name: gpu if name == "gpu" else built(name))
     dtype = np.dtype(jnp.bfloat16)
     request = overlapped.Request(0, 1, 16, (64,), (72,), (dtype, dtype), None, transposed=True)
     call = overlapped.Overlapped(

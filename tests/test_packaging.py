@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import jax_intranode
-from jax_intranode._src import native
+from jax_intranode._src.native import extension
 
 ROOT = Path(__file__).resolve().parent.parent
 _DISTRIBUTION = importlib.metadata.distribution("jax_intranode")
@@ -186,7 +186,9 @@ print(json.dumps([seconds, sorted(set(sys.modules) - before)]))
     packages = {name.split(".")[0] for name in names} - sys.stdlib_module_names
     assert packages <= {"jax", "jaxlib", "jax_intranode"}
     # Only the command line needs these.
-    assert names.isdisjoint({"jax_intranode._src.bench", "jax_intranode._src.launcher"})
+    assert names.isdisjoint(
+        {"jax_intranode._src.command_line.bench", "jax_intranode._src.command_line.launcher"}
+    )
 
 
 def test_import_starts_no_backend() -> None:
@@ -244,7 +246,7 @@ def write_header(include: Path, major: int, minor: int) -> None:
 
 
 def test_old_runtime(tmp_path: Path) -> None:
-    major, minor = native.module("cpu").FFI_API_VERSION
+    major, minor = extension.module("cpu").FFI_API_VERSION
     write_header(tmp_path, major, minor - 1)
     message, rest = output_of(_IMPORT.format(include=str(tmp_path))).split("\n", 1)
     assert f"built against FFI headers {major}.{minor}, but" in message
@@ -253,7 +255,7 @@ def test_old_runtime(tmp_path: Path) -> None:
 
 
 def test_runtime_too_old_for_one_module(tmp_path: Path) -> None:
-    major, minor = native.module("cpu").FFI_API_VERSION
+    major, minor = extension.module("cpu").FFI_API_VERSION
     write_header(tmp_path, major, minor)
     code = _NEWER_CUDA_MODULE + _IMPORT.format(include=str(tmp_path))
     message, rest = output_of(code).split("\n", 1)

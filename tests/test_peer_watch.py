@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from jax_intranode._src import native
+from jax_intranode._src.native import extension
 
 SECRET = bytes(range(32))
 MAGIC = 0x57494E4A
@@ -39,7 +39,7 @@ def descriptors() -> int:
 @contextmanager
 def connecting(timeout_s: float = 20) -> Iterator[Any]:
     """A watch that waits for its peer; all errors of connect() are raised at the end."""
-    watch = native.module("cpu").PeerWatch(0)
+    watch = extension.module("cpu").PeerWatch(0)
     errors: list[Exception] = []
 
     def connect() -> None:
@@ -70,7 +70,7 @@ def pair(silent_s: float = 60, sent: Any = None) -> Iterator[tuple[Any, socket.s
         for theirs in fds:
             os.close(theirs)
         assert answer == hello(process=0)
-    watch.arm(native.module("cpu").platform(), silent_s)
+    watch.arm(extension.module("cpu").platform(), silent_s)
     try:
         yield watch, peer
     finally:
@@ -148,7 +148,7 @@ def test_a_process_without_free_descriptors_waits_with_pauses() -> None:
             watch.connect([(PEER, "not used", [10**6])], SECRET, 1)
         pauses.append(resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before)
 
-    watch = native.module("cpu").PeerWatch(0)
+    watch = extension.module("cpu").PeerWatch(0)
     client = connected(watch.address)
     thread = threading.Thread(target=connect)
     first_free = os.dup(0)
@@ -215,7 +215,7 @@ def test_a_peer_that_never_comes_is_named() -> None:
     ):
         pass
     assert time.monotonic() - started < 5
-    watch = native.module("cpu").PeerWatch(2)
+    watch = extension.module("cpu").PeerWatch(2)
     with pytest.raises(RuntimeError, match="connecting to process 1: Connection refused"):
         watch.connect([(PEER, "jax_intranode.nobody", [1])], SECRET, 1)
     with pytest.raises(RuntimeError, match="200 bytes is not one of a Unix socket"):
@@ -305,7 +305,7 @@ def test_the_pidfd_tells_of_an_end_that_the_socket_hides() -> None:
     before = descriptors()
     with connecting() as watch:
         child = start(watch.address, "peer")
-    watch.arm(native.module("cpu").platform(), 60.0)
+    watch.arm(extension.module("cpu").platform(), 60.0)
     ((_, pid, state, ended, _),) = watch.peers()
     assert (pid, state, ended) == (child.pid, "unheard", False)
     child.kill()

@@ -18,7 +18,7 @@ from devices import need_devices
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src import counts
+from jax_intranode._src.ops import counts
 
 # The axes of a mesh, and those over which a call communicates.
 MESHES = [

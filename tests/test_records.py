@@ -13,7 +13,9 @@ from typing import Any
 import jax
 import pytest
 
-from jax_intranode._src import exchange, peers, quoting, rendezvous
+from jax_intranode._src.group import key_value_store, rendezvous
+from jax_intranode._src.health import peers
+from jax_intranode._src.selection import quoting
 
 STRANGE = [
     None, True, -1, 0, 1, 2**70, 1e400, float("nan"), "", "x" * 5000, "\x00", "/../etc/passwd",
@@ -22,7 +24,7 @@ STRANGE = [
 REMOTE = 1000  # is added to device ids
 
 
-class Malformed(exchange.KeyValueStore):
+class Malformed(key_value_store.KeyValueStore):
     """The store of process 0. The records of process 1 are changed by `change`."""
 
     def __init__(self, change: Any):
@@ -65,7 +67,7 @@ def meet(monkeypatch: pytest.MonkeyPatch, change: Any) -> tuple[str | None, Malf
             id=device.id + REMOTE, process_index=1, platform="cpu", device_kind="cpu"
         )
     store = Malformed(change)
-    monkeypatch.setattr(exchange, "store", lambda *_: store)
+    monkeypatch.setattr(key_value_store, "store", lambda *_: store)
 
     def no_watch(_: int) -> None:
         raise RuntimeError("no watch in this test")

@@ -15,7 +15,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src import limits, select
+from jax_intranode._src.native import definitions
+from jax_intranode._src.selection import select
 
 # The quick tier runs these of the cases that come in many dtypes and algorithms.
 QUICK = {
@@ -80,7 +81,7 @@ def test_it_is_one_call_of_ours() -> None:
 @pytest.mark.parametrize(
     ("hidden", "dtype", "reason"),
     [
-        (limits.MAX_HIDDEN + 1, "float32", "rows of 16385 elements"),
+        (definitions.MAX_HIDDEN + 1, "float32", "rows of 16385 elements"),
         (8, "float64", "dtype float64"),
     ],
 )
@@ -294,7 +295,7 @@ def test_every_number_of_rows_is_served_on_gpus(world_size: int, dtype: str) -> 
             selected = chosen(rows, hidden, world_size=world_size, dtype=dtype)
             assert selected.algorithm in ("one_shot_rms_norm", "two_shot_rms_norm")
             packs = -(-hidden * (4 if dtype == "float32" else 2) // 16)
-            most = limits.MAX_HIDDEN * (4 if dtype == "float32" else 2) // 16 // 512
+            most = definitions.MAX_HIDDEN * (4 if dtype == "float32" else 2) // 16 // 512
             assert packs <= selected.threads * most and 1 <= selected.blocks <= 256
 
 

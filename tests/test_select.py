@@ -6,7 +6,8 @@ import itertools
 import numpy as np
 import pytest
 
-from jax_intranode._src import config, limits, select, table
+from jax_intranode._src.native import definitions
+from jax_intranode._src.selection import config, select, table
 
 WORLDS = range(2, 9)
 # Hardware and process mode: whether one process has all devices.
@@ -20,7 +21,7 @@ ORDER = {
 }
 ELEMENT_BYTES = {
     "bfloat16": 2,
-    **{d: np.dtype(d).itemsize for d in limits.DTYPES if d != "bfloat16"},
+    **{d: np.dtype(d).itemsize for d in definitions.DTYPES if d != "bfloat16"},
 }
 BARE = ("float32", "bfloat16", "float16")
 
@@ -72,7 +73,7 @@ def sizes(dtype: str) -> list[int]:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("dtype", limits.DTYPES)
+@pytest.mark.parametrize("dtype", definitions.DTYPES)
 @pytest.mark.parametrize("setup", SETUPS, ids="-".join)
 def test_every_selection_fits_and_is_sensible(
     setup: tuple[str, str], dtype: str, operation: str
@@ -98,7 +99,7 @@ def test_every_selection_fits_and_is_sensible(
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("dtype", limits.DTYPES)
+@pytest.mark.parametrize("dtype", definitions.DTYPES)
 @pytest.mark.parametrize("setup", SETUPS, ids="-".join)
 def test_algorithms_follow_each_other_as_sizes_grow(
     setup: tuple[str, str], dtype: str, operation: str
@@ -114,14 +115,14 @@ def test_algorithms_follow_each_other_as_sizes_grow(
 @pytest.mark.parametrize("setup", SETUPS, ids="-".join)
 def test_default_slab_holds_the_whole_table(setup: tuple[str, str]) -> None:
     """Sizes stop where lax is faster, not where the slab is too small."""
-    for operation, world, dtype in itertools.product(OPERATIONS, WORLDS, limits.DTYPES):
+    for operation, world, dtype in itertools.product(OPERATIONS, WORLDS, definitions.DTYPES):
         for nbytes in sizes(dtype):
             reason = choose(setup, world, nbytes, dtype, operation).reason
             assert "JAX_INTRANODE_SLAB_MIB" not in reason
 
 
 def test_the_limit_that_a_reason_names_is_the_limit() -> None:
-    for setup, world, dtype in itertools.product(SETUPS, WORLDS, limits.DTYPES):
+    for setup, world, dtype in itertools.product(SETUPS, WORLDS, definitions.DTYPES):
         for operation in OPERATIONS:
             reason = choose(setup, world, 1 << 30, dtype, operation).reason
             measured = operation != "all_to_all" or setup[0] == "cpu"
@@ -136,7 +137,7 @@ def test_the_limit_that_a_reason_names_is_the_limit() -> None:
 @pytest.mark.parametrize("setup", SETUPS, ids="-".join)
 def test_forced_algorithm_runs_wherever_it_fits(setup: tuple[str, str], algorithm: str) -> None:
     most = epoch_buffer_bytes(setup[0])
-    for world, dtype in itertools.product(WORLDS, limits.DTYPES):
+    for world, dtype in itertools.product(WORLDS, definitions.DTYPES):
         for nbytes in sizes(dtype):
             chosen = choose(setup, world, nbytes, dtype, algorithm=algorithm)
             whole = needed(algorithm, nbytes, dtype, world) <= most
@@ -255,7 +256,7 @@ def test_table_is_well_formed() -> None:
         stages = [ORDER[operation].index(row.algorithm) for row in rows]
         assert stages == sorted(stages)
     for setup, operation, packets in itertools.product(SETUPS, OPERATIONS, ("bare", "flagged")):
-        assert (*setup, operation, packets, limits.MAX_WORLD_SIZE) in table.TABLE
+        assert (*setup, operation, packets, definitions.MAX_WORLD_SIZE) in table.TABLE
 
 
 def test_digest_changes_with_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +313,7 @@ def test_generations_without_rows_use_those_of_hopper() -> None:
 
 def test_group_larger_than_any_measured_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a change of kMaxRanks alone."""
-    monkeypatch.setattr(limits, "MAX_WORLD_SIZE", 16)
+    monkeypatch.setattr(definitions, "MAX_WORLD_SIZE", 16)
     for setup, operation in itertools.product(SETUPS, OPERATIONS):
         for algorithm in ("auto", "one_shot"):
             chosen = choose(setup, 16, 512, "float32", operation, algorithm=algorithm)

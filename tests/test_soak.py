@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 import jax_intranode
 from jax_intranode.__main__ import main
-from jax_intranode._src import launcher
-from jax_intranode._src.bench import machine
-from jax_intranode._src.commands import WrongInput
-from jax_intranode._src.soak import command, programs, rank, reference
-from jax_intranode._src.soak.programs import Layout, Program, Step, Wrapped
+from jax_intranode._src.command_line import launcher
+from jax_intranode._src.command_line.bench import machine
+from jax_intranode._src.command_line.soak import command, programs, rank, reference
+from jax_intranode._src.command_line.soak.programs import Layout, Program, Step, Wrapped
+from jax_intranode._src.command_line.wrong_input import WrongInput
 
 # The ranks order their sums, and the loop sums parts that differ between the ranks.
 PROGRAM = Program(

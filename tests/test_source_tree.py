@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from jax_intranode import __main__ as command_line
-from jax_intranode._src import source_tree
+from jax_intranode._src.command_line import source_tree
 
 
 @pytest.mark.parametrize(

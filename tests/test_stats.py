@@ -10,7 +10,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src import counts, rendezvous
+from jax_intranode._src.group import rendezvous
+from jax_intranode._src.health import waits
+from jax_intranode._src.ops import counts
 
 
 @pytest.fixture
@@ -84,8 +86,8 @@ def test_rendezvous_that_was_refused(
 def test_text(mesh: jax.sharding.Mesh) -> None:
     counts.lowered("psum", "two_shot", 1 << 20)
     counts.fell_back("all_gather", "dtype int4")
-    counts.waited("rank 0 waits for rank 1")
-    counts.waited("rank 0 waits for rank 1")
+    waits.waited("rank 0 waits for rank 1")
+    waits.waited("rank 0 waits for rank 1")
     assert str(jax_intranode.stats()).splitlines() == [
         "operations executed: 0",
         "calls of handlers by XLA: 0",

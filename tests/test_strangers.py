@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from jax_intranode import __main__ as command_line
-from jax_intranode._src import launcher, native
-from jax_intranode._src.launcher import output
+from jax_intranode._src.command_line import launcher
+from jax_intranode._src.command_line.launcher import output
+from jax_intranode._src.native import extension
 
 _STRANGER = 65534
 
@@ -54,10 +55,10 @@ def test_segments_of_others_stay() -> None:
         files[0].touch()
         os.mkfifo(files[1])
         os.chown(files[0], _STRANGER, _STRANGER)
-        native.module("cpu").allocate(0, 1 << 20, True).unlink()
+        extension.module("cpu").allocate(0, 1 << 20, True).unlink()
         assert all(file.exists() for file in files)
         os.chown(files[0], 0, 0)
-        native.module("cpu").allocate(0, 1 << 20, True).unlink()
+        extension.module("cpu").allocate(0, 1 << 20, True).unlink()
         assert not files[0].exists()
     finally:
         for file in files:
@@ -78,7 +79,7 @@ def foreign_segments() -> Iterator[list[Path]]:
 
 
 def test_many_segments_of_others_stay(foreign_segments: list[Path]) -> None:
-    module = native.module("cpu")
+    module = extension.module("cpu")
     for _ in range(3):
         segment = module.allocate(0, 1 << 20, True)
         segment.unlink()

@@ -21,7 +21,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src import communicator, config, select
+from jax_intranode._src.group import rendezvous as rendezvous_lib
+from jax_intranode._src.selection import config, select
 
 N = len(jax.devices())
 X = jax.ShapeDtypeStruct((N, 4 * N), jnp.float32)  # float32[1, 4 N] on each device
@@ -137,10 +138,10 @@ def test_partly_manual_mesh(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_refused_rendezvous(name: str) -> None:
-    refused = communicator.Rendezvous({}, "cpu", "single", reason="no peer access")
+    refused = rendezvous_lib.Rendezvous({}, "cpu", "single", reason="no peer access")
     argument = jax.ShapeDtypeStruct((N * N, 4), jnp.float32)
     with (
-        mock.patch.object(communicator, "rendezvous_of", lambda devices: refused),
+        mock.patch.object(rendezvous_lib, "rendezvous_of", lambda devices: refused),
         pytest.raises(RuntimeError, match=r"falls back to jax.lax: no peer access\. JAX_INTRA"),
     ):
         jax.jit(over_x(OPERATIONS[name])).lower(argument)
@@ -289,9 +290,9 @@ def test_error_lists_all_missed_collectives() -> None:
 
 
 def test_refused_rendezvous_of_a_rewritten_program() -> None:
-    refused = communicator.Rendezvous({}, "cpu", "single", reason="no peer access")
+    refused = rendezvous_lib.Rendezvous({}, "cpu", "single", reason="no peer access")
     with (
-        mock.patch.object(communicator, "rendezvous_of", lambda devices: refused),
+        mock.patch.object(rendezvous_lib, "rendezvous_of", lambda devices: refused),
         jax_intranode.accelerate(),
         pytest.raises(RuntimeError, match="no peer access"),
     ):
@@ -304,12 +305,12 @@ def test_refused_rendezvous_of_a_matmul_over_explicit_axes() -> None:
     def matmul(v: Any) -> Any:
         return jnp.dot(v, v.T, out_sharding=P())
 
-    refused = communicator.Rendezvous({}, "cpu", "single", reason="no peer access")
+    refused = rendezvous_lib.Rendezvous({}, "cpu", "single", reason="no peer access")
     with jax.set_mesh(mesh):
         argument = jax.device_put(jnp.ones((4, N)), P(None, "x"))
         with jax_intranode.accelerate():
             jax.jit(matmul).lower(argument)
-        with mock.patch.object(communicator, "rendezvous_of", lambda devices: refused):
+        with mock.patch.object(rendezvous_lib, "rendezvous_of", lambda devices: refused):
             f = jax.jit(lambda v: matmul(v))
             f.lower(argument)
             with jax_intranode.accelerate(), pytest.raises(RuntimeError) as raised:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from jax_intranode._src import topology as topo
-from jax_intranode._src.topology import LinkReport, Topology, TopologyKind
+from jax_intranode._src.group import topology as topo
+from jax_intranode._src.group.topology import LinkReport, Topology, TopologyKind
 
 # The direct links of a DGX-1 with V100: (i, j) -> links. Two linked quads and i <-> i + 4.
 DGX1 = {

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from jax_intranode import __main__ as command_line
-from jax_intranode._src import topology as topo
-from jax_intranode._src.topology import LinkReport
+from jax_intranode._src.group import topology as topo
+from jax_intranode._src.group.topology import LinkReport
 
 
 def node(switch_links: int, *pairs: tuple[int, int, int]) -> list[LinkReport]:

@@ -13,11 +13,13 @@ import pytest
 from bench_settings import mesh_of_two, settings_of
 
 import jax_intranode
-from jax_intranode._src import communicator, limits, table, tuning
-from jax_intranode._src.bench.settings import MODES, SINGLE_PROCESS
-from jax_intranode._src.tune import command, sweep
-from jax_intranode._src.tune.rows import Measured, fastest, rows_of
-from jax_intranode._src.wrong_input import WrongInput
+from jax_intranode._src.command_line.bench.settings import MODES, SINGLE_PROCESS
+from jax_intranode._src.command_line.tune import command, sweep
+from jax_intranode._src.command_line.tune.rows import Measured, fastest, rows_of
+from jax_intranode._src.command_line.wrong_input import WrongInput
+from jax_intranode._src.group import rendezvous as rendezvous_lib
+from jax_intranode._src.native import definitions
+from jax_intranode._src.selection import table, tuning
 
 ONE, TWO = table.Row(0, "one_shot", 128, 256), table.Row(0, "two_shot", 256, 256)
 
@@ -48,7 +50,7 @@ def test_worlds_and_jobs() -> None:
     assert command.worlds(2) == [2]
     assert command.worlds(4) == [4, 2]
     assert command.worlds(6) == [6, 4, 2]
-    assert command.worlds(16) == [limits.MAX_WORLD_SIZE, 4, 2]
+    assert command.worlds(16) == [definitions.MAX_WORLD_SIZE, 4, 2]
     jobs = list(command.jobs("gpu", 4, list(MODES)))
     assert [(job.devices, job.mode) for job in jobs] == [(n, m) for n in (4, 2) for m in MODES]
 
@@ -146,7 +148,7 @@ def test_a_sweep_ends_where_no_kernel_takes_the_size() -> None:
     measured = list(of_one.run(lambda _: None))
     largest = rows_of(measured)[-1].nbytes
     needed = [
-        limits.epoch_buffer_bytes_needed(algorithm, "bfloat16", largest * 2, 2)
+        definitions.epoch_buffer_bytes_needed(algorithm, "bfloat16", largest * 2, 2)
         for algorithm in ("one_shot", "two_shot")
     ]
     assert min(needed) > 1 << 25 and largest == measured[-1].nbytes
@@ -175,7 +177,7 @@ def test_measuring_on_devices(operation: str) -> None:
     platform = mesh.devices.flat[0].platform
     settings = settings_of(operation, platform=platform, iterations=1, chain=1)
     jax_intranode.initialize(mesh)
-    rendezvous = communicator.rendezvous_of(mesh.devices.flat)
+    rendezvous = rendezvous_lib.rendezvous_of(mesh.devices.flat)
     of_one = sweep.Sweep(
         settings, mesh, rendezvous.epoch_buffer_bytes, operation, "flagged", lambda name: False
     )
@@ -183,7 +185,7 @@ def test_measuring_on_devices(operation: str) -> None:
     measured = of_one._measure(1024, None)
     assert jax_intranode.usage_counter() > before  # not lax, whatever the table says
     assert measured.nbytes == 1024 and measured.us >= 0 and measured.lax_us >= 0
-    assert limits.OPERATIONS[measured.best.algorithm] == operation
+    assert definitions.OPERATIONS[measured.best.algorithm] == operation
     assert str(measured.best.algorithm) in sweep.describe(measured)
 
 

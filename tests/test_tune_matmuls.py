@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from jax_intranode._src.overlap import H200, Profile
-from jax_intranode._src.overlap.profiles import MEASURED, TileCosts
-from jax_intranode._src.tune import matmuls
+from jax_intranode._src.command_line.tune import matmuls
+from jax_intranode._src.selection.overlap import H200, Profile
+from jax_intranode._src.selection.overlap.profiles import MEASURED, TileCosts
 
 
 class StandIn:
@@ -163,13 +163,13 @@ def test_compare_says_which_plans_change(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_every_calibration_is_a_run_that_the_kernels_take() -> None:
-    from jax_intranode._src import limits
-    from jax_intranode._src.overlap import plan
+    from jax_intranode._src.native import definitions
+    from jax_intranode._src.selection.overlap import plan
 
     assert H200 in MEASURED.values()
     for run in matmuls.CALIBRATIONS:
         parsed = plan.parse(run.plan)
-        assert limits.has_fused_kernel(run.operation, parsed.tile_columns, wgrad=False)
+        assert definitions.has_fused_kernel(run.operation, parsed.tile_columns, wgrad=False)
         assert run.sizes.fit_fused(parsed, 512 << 20)
         # The model knows of no plan but its own.
         costs = matmuls.model.FusedCosts(matmuls.model.Costs(run.sizes, H200), parsed.tile_columns)

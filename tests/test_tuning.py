@@ -17,9 +17,10 @@ from devices import need_devices
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src import config, limits, overlap, select, table, tuning
+from jax_intranode._src.native import definitions
 from jax_intranode._src.ops.psum import selection
-from jax_intranode._src.overlap import H200
+from jax_intranode._src.selection import config, overlap, select, table, tuning
+from jax_intranode._src.selection.overlap import H200
 
 ROW = table.Row(4096, "two_shot", 1, 1)
 
@@ -45,7 +46,7 @@ def all_keys(
     operation: str = "psum", rows: tuple[table.Row, ...] = (ROW,)
 ) -> dict[tuple[str, str, str, int], tuple[table.Row, ...]]:
     return {
-        (mode, operation, packets, limits.MAX_WORLD_SIZE): rows
+        (mode, operation, packets, definitions.MAX_WORLD_SIZE): rows
         for mode in ("single", "multi")
         for packets in ("bare", "flagged")
     }
@@ -369,7 +370,7 @@ def test_info_shows_a_file_that_cannot_be_used(file: Path) -> None:
 
 
 def test_doctor_says_whether_the_tuning_is_of_this_node() -> None:
-    from jax_intranode._src.commands import doctor
+    from jax_intranode._src.command_line import doctor
 
     def verdict(device: str, gpus: list[str]) -> str:
         found = {

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_intranode as jin
 from jax_intranode import __main__ as command_line
-from jax_intranode._src import config
+from jax_intranode._src.selection import config
 
 # Calls, inside of a shard_map over two ranks with the axis "model": x and w are 4 x 4 on each rank.
 INSIDE: dict[str, tuple[Callable[[Any, Any], Any], str, str, str]] = {

@@ -9,11 +9,14 @@
 //       xla_ffi/cuda/{collectives.cu,collectives.cc,slab.cu} -ldl
 //   ./collectives_probe RANKS check
 //   ./collectives_probe 8 check-mesh
+//   ./collectives_probe RANKS check-other
 //   ./collectives_probe RANKS OPERATION BYTES SEGMENT_BYTES ... [BLOCKSxTHREADS]
 //
 // "check" runs operations of many sizes after each other, with random delays of each rank, in place
 // and not. "check-mesh" does so with the ranks as a hybrid cube mesh: a rank has no address of the
-// regions of those that it is not linked to. The last form times psum, psum_scatter, all_gather or
+// regions of those that it is not linked to. "check-other" launches a kernel with more blocks than
+// fit on the GPU, whose peer runs another operation: it must find that, and not time out. The last
+// form times psum, psum_scatter, all_gather or
 // all_to_all of BYTES (of the larger of operand and result) in segments of at most SEGMENT_BYTES
 // (of an operand; of psum_scatter's result; of what all_to_all sends to each peer); 0: in one
 // epoch. A line says the microseconds of an operation, the bytes per second that each rank sends,
@@ -32,6 +35,7 @@
 #include "../xla_ffi/cuda/collectives.h"
 #include "../xla_ffi/cuda/slab.h"
 #include "../xla_ffi/host/cube_mesh.h"
+#include "../xla_ffi/kernels/same_operation.h"
 
 namespace jax_intranode {
 
@@ -97,6 +101,11 @@ __global__ void Delay(long long cycles) {
   const long long start = clock64();
   while (clock64() - start < cycles) {
   }
+}
+
+// Tells rank 0 what the rank of a group runs.
+__global__ void Tell(const __grid_constant__ DeviceGroup group) {
+  TellOperation(group, 0, LoadWord(&group.Header()->operations));
 }
 
 struct Operation {
@@ -229,6 +238,26 @@ class Probe {
     return {us, all_wrong};
   }
 
+  // Launches a psum on rank 0 with all blocks of a large message, while rank 1 tells of another
+  // operation and nobody sends. Returns why the kernel gave up.
+  FailureReason MeetOther() {
+    DeviceGroup& waits = groups_[0];
+    waits.timeout_ns = 3'000'000'000;
+    DeviceGroup other = groups_[1];
+    other.operation = OperationWord(Algorithm::kAllGather, kType, 40);
+    Check(cudaSetDevice(ranks_[1].device));
+    Tell<<<1, 1, 0, ranks_[1].stream>>>(other);
+    Check(cudaStreamSynchronize(ranks_[1].stream));
+    Check(cudaSetDevice(ranks_[0].device));
+    const size_t elements = size_t{3} << 20;        // of three ranks each thread has some
+    uint16_t* const data = Allocate(elements + 1);  // not aligned: the kernel with most registers
+    const LaunchShape shape{kMaxBlocks, kMaxThreads};
+    Enqueue({Algorithm::kTwoShot, elements, 1, shape}, 0, data + 1, data + 1);
+    const cudaError_t status = cudaStreamSynchronize(ranks_[0].stream);
+    printf("%s\n", cudaGetErrorString(status));
+    return static_cast<FailureReason>(waits.failure->reason);
+  }
+
  private:
   struct Rank {
     int device;
@@ -310,7 +339,7 @@ class Probe {
   bool shared_;
 };
 
-// Into how many segments an operation is cut (jax_intranode/_src/select.py).
+// Into how many segments an operation is cut (jax_intranode/_src/selection/select.py).
 uint32_t Segments(Algorithm algorithm, size_t bytes, size_t segment_bytes, int ranks) {
   uint32_t segments = 1;
   while (segment_bytes > 0 && (bytes > segments * segment_bytes ||
@@ -383,12 +412,19 @@ int main(int argc, char** argv) {
   const bool times = argc > 4 && (what == "psum" || what == "psum_scatter" ||
                                   what == "all_gather" || what == "all_to_all");
   const bool mesh = what == "check-mesh";
-  if (count < 2 || count > kMaxRanks || (what != "check" && !times && !(mesh && count == 8))) {
+  const bool other = what == "check-other";
+  if (count < 2 || count > kMaxRanks ||
+      (what != "check" && !other && !times && !(mesh && count == 8))) {
     printf("see the head of collectives_probe.cu\n");
     return 2;
   }
   Probe ranks(count, mesh);
   if (what == "check" || mesh) return CheckAll(ranks, mesh);
+  if (other) {
+    const FailureReason reason = ranks.MeetOther();
+    printf("gave up: reason %u\n", static_cast<unsigned>(reason));
+    return reason != FailureReason::kOtherOperation;
+  }
   const size_t bytes = strtoull(argv[3], nullptr, 10);
   const size_t part = algorithm == Algorithm::kTwoShot ? bytes : bytes / count;
   LaunchShape shape{kMaxBlocks, kMaxThreads}, asked;

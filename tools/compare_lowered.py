@@ -63,13 +63,16 @@ class FakeGpu:
 @contextlib.contextmanager
 def without_rendezvous() -> Iterator[None]:
     """Lets every rendezvous succeed, with the memory that GPUs have by default."""
-    from jax_intranode._src import communicator, native, overlap, rendezvous
+    from jax_intranode._src.group import communicator, rendezvous
+    from jax_intranode._src.group import rendezvous as rendezvous_lib
+    from jax_intranode._src.native import extension
+    from jax_intranode._src.selection import overlap
 
     agreed = rendezvous.Rendezvous(
         {}, "gpu", "single", epoch_buffer_bytes=25 << 20, ring_bytes=512 << 20
     )
     agreed.profile = agreed.shipped_profile = overlap.H200
-    module = native.module
+    module = extension.module
 
     def module_of(platform: str) -> Any:
         if platform == "gpu":
@@ -77,11 +80,11 @@ def without_rendezvous() -> Iterator[None]:
         return module(platform)
 
     with (
-        mock.patch.object(communicator, "rendezvous_of", lambda devices: agreed),
+        mock.patch.object(rendezvous_lib, "rendezvous_of", lambda devices: agreed),
         mock.patch.object(
             communicator, "communicator", lambda rendezvous, partition, algorithm=None: None
         ),
-        mock.patch.object(native, "module", module_of),
+        mock.patch.object(extension, "module", module_of),
     ):
         yield
 

@@ -1,4 +1,4 @@
-"""Makes the tables of docs/environment.md from the variables in jax_intranode/_src/config.py.
+"""Makes the tables of docs/environment.md from jax_intranode/_src/selection/config.py.
 
     python tools/environment_page.py [--check]
 
@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from jax_intranode._src import config
+from jax_intranode._src.selection import config
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "environment.md"
 

@@ -13,9 +13,30 @@ import pytest
 from devices import MOST_RANKS_OF_A_GPU, ranks_share_a_gpu
 from processes import free_port
 
-from jax_intranode._src import launcher
+from jax_intranode._src.command_line import launcher
 
 _MAIN = Path(__file__).with_name("rank_main.py")
+
+
+def environments_of_ranks(
+    world: int,
+    env: Mapping[str, str] | Sequence[Mapping[str, str]] = (),
+    local_devices: Sequence[Sequence[int]] | None = None,
+) -> list[dict[str, str]]:
+    """The variables of each rank, as `run_in_ranks` takes them."""
+    port = free_port()
+    environments = []
+    for rank in range(world):
+        extra = env if isinstance(env, Mapping) else (env[rank] if env else {})
+        # JAX of this process has reserved most of each GPU's memory.
+        on_gpu = jax.devices()[0].platform == "gpu"
+        gpu = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if on_gpu else {}
+        devices = local_devices and local_devices[rank]
+        if ranks_share_a_gpu() and local_devices is None:
+            gpu = launcher.sharing_env(rank)
+            devices = [0]
+        environments.append({**launcher.rank_env(rank, world, port, devices), **gpu, **extra})
+    return environments
 
 
 def run_in_ranks(
@@ -47,18 +68,8 @@ def run_in_ranks(
         launcher.RankError: a rank failed. Its text begins with the rank that failed first.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
-    port = free_port()
     platform = jax.devices()[0].platform
-    environments = []
-    for rank in range(world):
-        extra = env if isinstance(env, Mapping) else (env[rank] if env else {})
-        # JAX of this process has reserved most of each GPU's memory.
-        gpu = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if platform == "gpu" else {}
-        devices = local_devices and local_devices[rank]
-        if ranks_share_a_gpu() and local_devices is None:
-            gpu = launcher.sharing_env(rank)
-            devices = [0]
-        environments.append({**launcher.rank_env(rank, world, port, devices), **gpu, **extra})
+    environments = environments_of_ranks(world, env, local_devices)
     command = [
         sys.executable, str(_MAIN), platform, function.__code__.co_filename, function.__name__,
         json.dumps(list(arguments)),
@@ -79,7 +90,7 @@ def worlds() -> list[int]:
 
 def run_cases(module: str, names: Sequence[str]) -> None:
     """In a rank: runs cases of a module and prints the outcome of each."""
-    from jax_intranode._src.compat import key_value_client
+    from jax_intranode._src.jax_private.distributed import key_value_client
 
     cases = importlib.import_module(module).CASES
     for name in names:

@@ -25,7 +25,9 @@ import numpy as np  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import jax_intranode  # noqa: E402
-from jax_intranode._src import launcher, native, peers  # noqa: E402
+from jax_intranode._src.command_line import launcher  # noqa: E402
+from jax_intranode._src.health import peers  # noqa: E402
+from jax_intranode._src.native import extension  # noqa: E402
 
 is_reversed = False  # whether the mesh has its devices in another order
 SILENT_S = 3.0  # how long a process may be silent in these tests
@@ -101,11 +103,11 @@ def go_on_without(victim: int) -> None:
     devices = [device for device in jax.devices() if device.process_index != victim]
     mesh = jax.sharding.Mesh(np.array(devices), ("x",))
     jax_intranode.initialize(mesh)
-    before = native.handler_calls()
+    before = extension.handler_calls()
     for seed in range(3):
         parts = cases.random("float32", (mesh.size, 100), seed)
         cases.check(cases.psum_of(parts, mesh), cases.everywhere(cases.oracle(parts), mesh.size))
-    assert native.handler_calls() > before, "ours did not run"
+    assert extension.handler_calls() > before, "ours did not run"
     say("REST", "right")
 
 
@@ -123,9 +125,9 @@ def main() -> None:
         assert call.algorithm == "lax"
         say("REASON", call.reason)
         return
-    before = native.handler_calls()
+    before = extension.handler_calls()
     check_sum(0)
-    assert native.handler_calls() > before, "ours did not run"
+    assert extension.handler_calls() > before, "ours did not run"
     say("PID", os.getpid())
     if jax.process_index() == int(victim):
         time.sleep(0.5)  # the others wait by then

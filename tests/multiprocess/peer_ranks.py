@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 from processes import free_port
 
-from jax_intranode._src import launcher
+from jax_intranode._src.command_line import launcher
 
 MAIN = Path(__file__).with_name("peer_main.py")
 # The promise is 1 s; the rest is for machines that run other tests, too.

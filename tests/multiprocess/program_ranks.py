@@ -10,14 +10,15 @@ from typing import Any
 
 import jax
 import pytest
-from processes import free_port
+from devices import need_ranks
+from multiprocess_ranks import environments_of_ranks
 
-from jax_intranode._src import launcher
+from jax_intranode._src.command_line import launcher
 
 MAIN = Path(__file__).with_name("whole_programs.py")
 # Most programs sleep most of the time.
 _AT_ONCE = 4
-_TIMEOUT_S = 90
+_TIMEOUT_S = 120
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,15 @@ def run(name: str, program: Program, log_dir: Path, grace_s: float = 2) -> Outco
         program: says how.
         log_dir: gets a log per rank.
         grace_s: how long the others may go on after the first failure.
+
+    Raises:
+        pytest.skip.Exception: there are too few devices.
     """
     log_dir.mkdir(parents=True)
-    world, port = len(program.results), free_port()
-    command = [sys.executable, *program.options, str(MAIN), "cpu", name]
-    environments = [
-        {**launcher.rank_env(rank, world, port), **program.env} for rank in range(world)
-    ]
+    world, platform = len(program.results), jax.devices()[0].platform
+    need_ranks(world)
+    command = [sys.executable, *program.options, str(MAIN), platform, name]
+    environments = environments_of_ranks(world, program.env)
     codes = [0] * world
     try:
         launcher.run_ranks(
@@ -87,8 +90,6 @@ def start_all(
 
     The tests have the parameter "name".
     """
-    if jax.devices()[0].platform != "cpu":
-        pytest.skip("the programs are processes with CPU devices")
     names = [
         item.callspec.params["name"]
         for item in request.session.items

@@ -11,7 +11,7 @@ from pathlib import Path
 def main() -> None:
     platform, file, name, arguments = sys.argv[1:]
     sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
-    from jax_intranode._src import launcher
+    from jax_intranode._src.command_line import launcher
 
     launcher.connect(platform)
     spec = importlib.util.spec_from_file_location("rank_module", file)

@@ -24,9 +24,12 @@ from jax.sharding import PartitionSpec as P
 from multiprocess_ranks import run_in_ranks
 
 import jax_intranode
-from jax_intranode._src import communicator, config, launcher, native, overlap, tuning
-from jax_intranode._src.compat import key_value_client
+from jax_intranode._src.command_line import launcher
+from jax_intranode._src.group import rendezvous as rendezvous_lib
+from jax_intranode._src.jax_private.distributed import key_value_client
+from jax_intranode._src.native import extension
 from jax_intranode._src.ops.psum import selection
+from jax_intranode._src.selection import config, overlap, tuning
 
 TIMEOUT_S = 3
 ENV = {"JAX_INTRANODE_TIMEOUT_S": str(TIMEOUT_S)}
@@ -110,7 +113,7 @@ def failure_of(mesh: Mesh, attempt: Callable[[], None]) -> str:
         return str(error.value)
     for _ in range(40):
         try:
-            communicator.rendezvous_of(mesh.devices.flat)
+            rendezvous_lib.rendezvous_of(mesh.devices.flat)
         except RuntimeError as failure:
             return str(failure)
         time.sleep(0.05)
@@ -125,9 +128,9 @@ def loses_a_rank(missing: int, exits: bool, operation: str) -> None:
     def attempt(seed: int) -> None:
         check_sum(mesh, seed) if operation == "psum" else check_matmul(mesh, operation)
 
-    before = native.handler_calls()
+    before = extension.handler_calls()
     attempt(0)
-    assert native.handler_calls() > before, "ours did not run"
+    assert extension.handler_calls() > before, "ours did not run"
     come("first", list(range(mesh.size)))
     present = [r for r in range(mesh.size) if not exits or r != missing]
     if rank == missing:
@@ -189,8 +192,8 @@ def runs_another_operation(late: int) -> None:
     leave([0, 1])
 
 
-def takes_no_other_data() -> None:
-    """Rank 0 sums, and rank 1 gathers as many bytes, so that their packets look the same."""
+def takes_no_other_data(operations: list[str]) -> None:
+    """Each rank runs another operation, so that their data could look the same."""
     logging.basicConfig()
     mesh = cases.line()
     x = cases.put(mesh, P("x"), np.ones((200,), np.float32))
@@ -201,12 +204,18 @@ def takes_no_other_data() -> None:
     def gathered(v: jax.Array) -> jax.Array:
         return jax_intranode.all_gather(v, "x", tiled=True)
 
+    def run_one(operation: str) -> None:
+        if "matmul" in operation:
+            check_matmul(mesh, operation)
+        else:
+            mine = gathered if operation == "all_gather" else total
+            np.asarray(jax.jit(cases.sharded(mine, mesh, P("x"), P()))(x).addressable_data(0))
+
     check_sum(mesh, 1)
-    mine = gathered if jax.process_index() == 1 else total
 
     def run() -> None:
         with pytest.raises(Exception, match="met another operation"):  # XLA chooses the type
-            np.asarray(jax.jit(cases.sharded(mine, mesh, P("x"), P()))(x).addressable_data(0))
+            run_one(operations[jax.process_index()])
 
     # When kernels of two processes give up on the same GPU, the driver tells only one of them.
     threading.Thread(target=run, daemon=True).start()
@@ -245,9 +254,9 @@ def falls_back() -> None:
         chosen = selection(mesh, ("x",), (count,), "float32")
         assert chosen.algorithm == "lax", chosen
         say("REASON", chosen.reason)
-    before = native.handler_calls()
+    before = extension.handler_calls()
     check_sum(mesh, 4)
-    assert native.handler_calls() == before
+    assert extension.handler_calls() == before
     say("SUM", "right")
 
 
@@ -381,12 +390,33 @@ def test_ranks_that_wait_are_told(ranks: Any, late: int) -> None:
         assert re.search(r"test_failures\.py:\d+ \((total|gathered)\)$", source), source
 
 
-def test_gpus_take_no_data_of_another_operation(ranks: Any) -> None:
+@pytest.mark.parametrize(
+    ("operations", "runs"),
+    [
+        (["psum", "all_gather"], ["psum of 400 bytes", "all_gather of 400 bytes"]),
+        (
+            ["all_gather_matmul", "matmul_reduce_scatter"],
+            ["all_gather_matmul of other shapes", "matmul_reduce_scatter of other shapes"],
+        ),
+        (
+            ["all_gather_matmul", "all_gather_matmul in a kernel"],
+            ["all_gather_matmul of other shapes"] * 2,
+        ),
+    ],
+    ids=["collectives", "matmuls", "plans"],
+)
+def test_gpus_take_no_data_of_another_operation(
+    ranks: Any, operations: list[str], runs: list[str]
+) -> None:
+    """Seconds before the time limit. Matmuls wait for other things than packets."""
     if jax.devices()[0].platform == "cpu":
         pytest.skip("on CPU devices ranks match their calls first")
     need_ranks(2)
-    logs = ranks(takes_no_other_data, 2, env={"JAX_INTRANODE_TIMEOUT_S": "20"})
-    runs = ["psum of 400 bytes", "all_gather of 400 bytes"]
+    if "psum" not in operations:
+        need_overlap()
+    logs = ranks(
+        takes_no_other_data, 2, env={"JAX_INTRANODE_TIMEOUT_S": "60"}, arguments=[operations]
+    )
     for rank, log in enumerate(logs):
         other = 1 - rank
         assert re.search(
@@ -562,11 +592,11 @@ def test_no_segment_is_left(
 
 def test_segments_of_crashed_processes_are_removed() -> None:
     need_cpu("only CPU slabs are in /dev/shm")
-    module = native.module("cpu")
+    module = extension.module("cpu")
     code = (
         "import os, signal, sys\n"
-        "from jax_intranode._src import native\n"
-        "slab = native.module('cpu').allocate(0, 1 << 20, True)\n"
+        "from jax_intranode._src.native import extension\n"
+        "slab = extension.module('cpu').allocate(0, 1 << 20, True)\n"
         "print(slab.handle().decode(), flush=True)\n"
         "sys.stdin.read()\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -592,7 +622,7 @@ def test_segments_of_crashed_processes_are_removed() -> None:
 
 def test_segments_of_sees_what_it_looks_for() -> None:
     need_cpu("only CPU slabs are in /dev/shm")
-    module = native.module("cpu")
+    module = extension.module("cpu")
     slab = module.allocate(0, 1 << 20, True)
     assert segments_of([os.getpid()]) == [slab.handle().decode().lstrip("/")]
     slab.unlink()
@@ -601,7 +631,7 @@ def test_segments_of_sees_what_it_looks_for() -> None:
 
 
 def test_segments_from_peers_are_checked() -> None:
-    module = native.module("cpu")
+    module = extension.module("cpu")
     slab = module.allocate(0, 1 << 20, True)
     name = slab.handle()
     assert Path("/dev/shm" + name.decode()).stat().st_mode & 0o777 == 0o600

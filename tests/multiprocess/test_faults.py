@@ -1,7 +1,7 @@
 """Faults of processes: what `soak --faults` starts, and how it judges what it sees.
 
-The full tier runs more cases, `tools/full_checks faults` runs 300, and `tools/gpu_checks.sh OUT
-faults` runs 40 on GPUs.
+The full tier runs more cases, `tools/full_checks faults` runs 300, and `tools/gpu_checks.py OUT
+faults` runs 10 on GPUs.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ def test_fault(text: str) -> None:
     need_devices(case.world)
     platform = jax.devices()[0].platform
     if platform == "gpu" and text not in QUICK:
-        pytest.skip("tools/gpu_checks.sh faults runs more cases on GPUs")
+        pytest.skip("tools/gpu_checks.py faults runs more cases on GPUs")
     seen = job.run(case, platform, SLACK)
     assert verdict.problems(case, seen, SLACK) == [], [p.log[-3000:] for p in seen.processes]
 

@@ -16,8 +16,9 @@ from multiprocess_ranks import run_in_ranks
 from processes import free_port
 
 import jax_intranode
-from jax_intranode._src import launcher, rendezvous
-from jax_intranode._src.compat import key_value_client
+from jax_intranode._src.command_line import launcher
+from jax_intranode._src.group import rendezvous
+from jax_intranode._src.jax_private.distributed import key_value_client
 
 
 def step(name: str) -> None:

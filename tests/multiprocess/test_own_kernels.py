@@ -22,7 +22,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode as jin
-from jax_intranode._src import config, native, peer_buffer
+from jax_intranode._src.group import peer_buffer
+from jax_intranode._src.native import extension
+from jax_intranode._src.selection import config
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "custom_collective"
 MOST = 3000  # elements of a shift
@@ -198,9 +200,9 @@ def test_bound(monkeypatch: pytest.MonkeyPatch, no_buffers: None) -> None:
         half.close()
         jin.peer_buffer("more", (1 << 20,), jnp.int8, "i", mesh=mesh)
         # CUDA IPC exports whole blocks of 2 MiB.
-        module = native.module("cpu")
+        module = extension.module("cpu")
         assert peer_buffer._allocated("cpu", 33) == module.PEER_HEADER_BYTES + 64
-        with mock.patch.object(native, "module", lambda _: module):
+        with mock.patch.object(extension, "module", lambda _: module):
             assert peer_buffer._allocated("gpu", 1) == 2 << 20
             assert peer_buffer._allocated("gpu", 2 << 20) == 4 << 20
     finally:

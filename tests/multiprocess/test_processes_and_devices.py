@@ -24,7 +24,7 @@ NAMES = (
 
 def run_some_cases(devices: int) -> None:
     """In a rank: runs one case of each kind."""
-    from jax_intranode._src.compat import key_value_client
+    from jax_intranode._src.jax_private.distributed import key_value_client
 
     assert len(jax.devices()) == devices
     chosen = selection(cases.line(), ("x",), (1, 100), "float32")

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from lowered import in_lowered
 
 import jax_intranode
-from jax_intranode._src import native
+from jax_intranode._src.native import extension
 from jax_intranode._src.rewrite import agreement
 
 
@@ -92,7 +92,7 @@ def a_training_step_is_rewritten() -> None:
         counts = []
         for _ in range(12):
             found = jax.tree.map(_local, step(*operands))
-            counts.append(native.handler_calls())
+            counts.append(extension.handler_calls())
     taken = {call.operation for call in calls if call.algorithm != "lax"}
     print("calls:", *calls, sep="\n")
     if gpu:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from multiprocess_ranks import run_in_ranks
 
 import jax_intranode
-from jax_intranode._src import rendezvous
+from jax_intranode._src.group import rendezvous
 
 
 def sums_on_two_nodes(differs: str) -> None:

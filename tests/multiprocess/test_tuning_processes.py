@@ -12,10 +12,11 @@ from devices import need_ranks
 from multiprocess_ranks import run_in_ranks
 
 import jax_intranode
-from jax_intranode._src import communicator, table, tuning
-from jax_intranode._src.bench.settings import PROCESS_PER_DEVICE, Settings
+from jax_intranode._src.command_line.bench.settings import PROCESS_PER_DEVICE, Settings
+from jax_intranode._src.command_line.tune import command, sweep
+from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.ops.psum import selection
-from jax_intranode._src.tune import command, sweep
+from jax_intranode._src.selection import table, tuning
 
 
 def row(nbytes: int) -> table.Row:
@@ -47,7 +48,7 @@ def obeys_and_measures() -> None:
 
 
 def _measure(settings: Settings, mesh: Any, operation: str, packets: str) -> None:
-    rendezvous = communicator.rendezvous_of(mesh.devices.flat)
+    rendezvous = rendezvous_lib.rendezvous_of(mesh.devices.flat)
     over = iter([False, True])
     of_one = sweep.Sweep(
         settings,

@@ -1,7 +1,8 @@
 // Calls the handlers of collectives on GPUs as XLA does, with CUDA and XLA's runtime in fakes. When
 // a launch fails, no later call may take what the peers have sent for this one: it is refused, what
 // waits is told to end, and what is replayed finds its region closed. Then the same for peers that
-// are absent, as the monitor tells (ffi/platform_cuda.h). Exit status 0: all of it is so.
+// are absent, as the monitor tells (ffi/platform_cuda.h), and for peers that run another operation.
+// Exit status 0: all of it is so.
 #include <cstdio>
 #include <cstring>
 #include <map>
@@ -233,6 +234,40 @@ int AbsentPeers() {
   return 0;
 }
 
+// Kernels of matmuls wait for other things than packets, and compare while they wait.
+int OtherOperations() {
+  struct Waiting {
+    int met = -1;
+    uint64_t other = 0;
+    void MeetsOther(int peer, uint64_t word) { met = peer, other = word; }
+  };
+  std::vector<uint64_t> regions[2];
+  DeviceGroup groups[2] = {};
+  for (int rank : {0, 1}) {
+    regions[rank].resize(kHeaderBytes / 8);
+    for (DeviceGroup& group : groups) {
+      group.region[rank] = reinterpret_cast<char*>(regions[rank].data());
+    }
+    groups[rank].rank = rank;
+    groups[rank].size = 2;
+    groups[rank].operation = OperationWordOfDigest(Algorithm::kAllGatherMatmul, 7);
+  }
+  const auto met = [&] {
+    Waiting waiting;
+    CompareOperations(waiting, groups[0]);
+    return std::make_pair(waiting.met, ToldOperation(waiting.other));
+  };
+  CHECK(met().first == -1);  // rank 1 has told nothing
+  TellOperation(groups[1], 0, 0);
+  CHECK(met().first == -1);
+  groups[1].operation = OperationWordOfDigest(Algorithm::kMatmulReduceScatter, 7);
+  TellOperation(groups[1], 0, 1);
+  CHECK(met().first == -1);  // that is the next one
+  TellOperation(groups[1], 0, 0);
+  CHECK(met() == std::make_pair(1, std::string("matmul_reduce_scatter of other shapes")));
+  return 0;
+}
+
 int main() {
   constexpr size_t kBuffer = 64 << 10;
   std::vector<uint64_t> own((kHeaderBytes + 2 * kBuffer) / 8), other(own.size());
@@ -290,7 +325,7 @@ int main() {
   CHECK(communicator->members[1]->Header()->closed == 0);  // where calls are refused, too
   Registry<DeviceCommunicator>::Get().Clear();
   communicator.reset();
-  if (AbsentPeers() != 0) return 1;
+  if (AbsentPeers() != 0 || OtherOperations() != 0) return 1;
   printf("failed launch: OK\n");
   return 0;
 }

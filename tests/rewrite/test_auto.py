@@ -16,8 +16,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src import config, hlo
+from jax_intranode._src.jax_private import hlo
 from jax_intranode._src.rewrite.auto import groups, partitioner, plans, rewriting
+from jax_intranode._src.selection import config
 
 N = len(jax.devices())
 

@@ -27,7 +27,7 @@ from lowered import in_lowered
 from test_rewriting import names, rewritten, rewritten_body
 
 import jax_intranode
-from jax_intranode._src import compat
+from jax_intranode._src.jax_private import jaxpr_walk
 from jax_intranode._src.ops.primitive import BY_PRIMITIVE, OpPrimitive
 from jax_intranode._src.rewrite import gathers, sums
 
@@ -303,7 +303,7 @@ def test_a_sum_of_another_type() -> None:
     gradient = jax.grad(lambda w, x: f(x, w).sum())
     x, w = normal(T * N, F * N), normal(F * N, H)
     jaxpr = jax.jit(gradient).trace(w, x).jaxpr
-    backward = [e for e in getattr(jaxpr, "jaxpr", jaxpr).eqns if compat.shard_map_of(e)][-1]
+    backward = [e for e in getattr(jaxpr, "jaxpr", jaxpr).eqns if jaxpr_walk.shard_map_of(e)][-1]
     _, after, _ = rewritten_body(backward)
     assert any(line.startswith(RS) for line in golden(after)), after
     check_values(gradient, w, x)

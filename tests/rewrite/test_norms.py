@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 from test_rewriting import rewritten
 
 import jax_intranode
-from jax_intranode._src import config, table
 from jax_intranode._src.ops.primitive import BY_PRIMITIVE
+from jax_intranode._src.selection import config, table
 
 HIDDEN = 24
 

@@ -15,11 +15,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src import compat, table
+from jax_intranode._src.jax_private import jaxpr_walk, lax_collectives, lowering_context
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import BY_PRIMITIVE
 from jax_intranode._src.rewrite import hook
 from jax_intranode._src.rewrite.jaxprs import Rewriter
+from jax_intranode._src.selection import table
 
 N = len(jax.devices())
 KEY = jax.random.key(0)
@@ -35,16 +36,16 @@ def rewritten(f: Callable[..., Any], *args: Any) -> tuple[Any, Any, Any]:
     """The jaxpr of the body of a function's first shard_map before and after, and the `Body`."""
     jaxpr = jax.jit(f).trace(*args).jaxpr
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    return rewritten_body(next(e for e in jaxpr.eqns if compat.shard_map_of(e) is not None))
+    return rewritten_body(next(e for e in jaxpr.eqns if jaxpr_walk.shard_map_of(e) is not None))
 
 
 def rewritten_body(equation: Any) -> tuple[Any, Any, Any]:
     """The same, of a shard_map equation."""
-    mesh, manual = compat.mesh_of_shard_map(equation.params)
+    mesh, manual = jaxpr_walk.mesh_of_shard_map(equation.params)
     assert mesh is not None
-    platform = compat.device_platform(mesh.devices.flat[0])
+    platform = lowering_context.device_platform(mesh.devices.flat[0])
     body = hook.body_of(LoweringSite(mesh, manual, (platform,)), equation.params)
-    before = compat.body_of_shard_map(equation.params)
+    before = jaxpr_walk.body_of_shard_map(equation.params)
     return before, Rewriter(body).rewrite(before), body
 
 
@@ -52,9 +53,12 @@ def names(jaxpr: Any) -> list[str]:
     """The names of a jaxpr's collectives in order; our own begin with "intranode_"."""
     found = []
     for equation in jaxpr.eqns:
-        if equation.primitive in BY_PRIMITIVE or compat.lax_collective(equation) is not None:
+        if (
+            equation.primitive in BY_PRIMITIVE
+            or lax_collectives.lax_collective(equation) is not None
+        ):
             found.append(equation.primitive.name)
-        for inner in compat.inner_jaxprs(equation, None):
+        for inner in jaxpr_walk.inner_jaxprs(equation, None):
             found += names(inner.jaxpr)
     return found
 

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from test_rewriting import N, check_values, normal, rewritten
 
-from jax_intranode._src import compat
+from jax_intranode._src.jax_private import lax_collectives
 from jax_intranode._src.ops.collective import psum_p
 from jax_intranode._src.rewrite import sums
 
@@ -158,7 +158,7 @@ def test_what_xla_can_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     overlap = sums.Overlap(before.eqns, record)
     found = {}
     for position, equation in enumerate(before.eqns):
-        if compat.lax_collective(equation) is None:
+        if lax_collectives.lax_collective(equation) is None:
             continue
         for start in range(position + 2):
             dependent, wanted = set(equation.outvars), False
@@ -182,5 +182,5 @@ def test_many_sums_take_linear_time() -> None:
     f = sharded(body, line(), P("x"), P("x"), check_vma=False)
     _, after, _ = rewritten(f, X)
     assert sum(e.primitive is psum_p.plain for e in after.eqns) == 300
-    assert all(compat.lax_collective(e) is None for e in after.eqns)
+    assert all(lax_collectives.lax_collective(e) is None for e in after.eqns)
     assert np.isfinite(np.asarray(X)).all()

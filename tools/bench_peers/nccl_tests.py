@@ -10,9 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from bench_peers.peer import Peer, Unavailable
-from jax_intranode._src import launcher
-from jax_intranode._src.bench.progress import ProgressLine
-from jax_intranode._src.bench.settings import Settings
+from jax_intranode._src.command_line import launcher
+from jax_intranode._src.command_line.bench.progress import ProgressLine
+from jax_intranode._src.command_line.bench.settings import Settings
 
 # The program for each operation, and the names that nccl-tests has for the dtypes.
 _PROGRAMS = {

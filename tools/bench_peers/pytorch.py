@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from bench_peers.peer import Peer, Unavailable
-from jax_intranode._src import launcher
-from jax_intranode._src.bench.matmuls import measure as matmuls
-from jax_intranode._src.bench.progress import ProgressLine, following
-from jax_intranode._src.bench.settings import Settings
+from jax_intranode._src.command_line import launcher
+from jax_intranode._src.command_line.bench.matmuls import measure as matmuls
+from jax_intranode._src.command_line.bench.progress import ProgressLine, following
+from jax_intranode._src.command_line.bench.settings import Settings
 
 _DTYPES = ("bfloat16", "float16", "float32")
 

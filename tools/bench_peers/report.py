@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jax_intranode._src.bench.cells import milliseconds, optional
+from jax_intranode._src.command_line.bench.cells import milliseconds, optional
 
 
 def table_of(peers: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:

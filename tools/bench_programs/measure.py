@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 import jax_intranode
 from bench_programs.definitions import PROGRAMS
 from bench_programs.report import ProgramRow
-from jax_intranode._src.bench import all_ranks, timing
-from jax_intranode._src.bench.settings import Settings
+from jax_intranode._src.command_line.bench import all_ranks, timing
+from jax_intranode._src.command_line.bench.settings import Settings
 
 
 class _Chained:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jax_intranode._src import launcher, native
-from jax_intranode._src.bench import machine
+from jax_intranode._src.command_line import launcher
+from jax_intranode._src.command_line.bench import machine
+from jax_intranode._src.native import extension
 from soak_faults.matrix import Case
 
 # JAX_INTRANODE_TIMEOUT_S of the processes, and where the victim comes late.
@@ -174,7 +175,7 @@ def _watch(
     if all(process.ended is not None for process in processes):
         if case.in_meeting and platform == "cpu":
             # Its peers have not mapped a segment yet. The next process to make one removes it.
-            native.module("cpu").allocate(0, 1 << 20, True).unlink()
+            extension.module("cpu").allocate(0, 1 << 20, True).unlink()
         left += [f"segment {segment}" for child in children for segment in _segments(child.pid)]
     return Seen(processes, left)
 

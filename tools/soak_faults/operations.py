@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 import jax_intranode
-from jax_intranode._src import overlap
+from jax_intranode._src.selection import overlap
 
 _FUSED, _PIPELINE = overlap.Plan(tile_columns=128), overlap.Plan(tile_columns=0)
 # x of each rank has as many rows, times the number of ranks.

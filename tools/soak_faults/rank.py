@@ -23,8 +23,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src import compat, exchange, overlap, rendezvous
-from jax_intranode._src.launcher import rank as launched
+from jax_intranode._src.command_line.launcher import rank as launched
+from jax_intranode._src.group import key_value_store, rendezvous
+from jax_intranode._src.jax_private import distributed
+from jax_intranode._src.selection import overlap
 from soak_faults import matrix
 from soak_faults.matrix import Case
 from soak_faults.operations import OPERATIONS, data
@@ -199,7 +201,7 @@ class Rank:
 
     def _together(self, stage: str) -> None:
         """Waits until all processes have come to this stage."""
-        client = compat.key_value_client()
+        client = distributed.key_value_client()
         assert client is not None
         client.key_value_set(f"soak/{stage}/{self._rank}", "here")
         for rank in range(self._case.world):
@@ -231,14 +233,14 @@ class Rank:
                 time.sleep(_DELAYS_S[fault])
 
     def _fail_in_stage(self, stage: str) -> None:
-        gather = exchange.KeyValueStore.gather
+        gather = key_value_store.KeyValueStore.gather
 
         def failing(store: Any, of: str, *arguments: Any) -> Any:
             if of == stage:
                 self.fail()
             return gather(store, of, *arguments)
 
-        setattr(exchange.KeyValueStore, "gather", failing)  # noqa: B010, or mypy objects
+        setattr(key_value_store.KeyValueStore, "gather", failing)  # noqa: B010, or mypy objects
 
     def _fail_soon(self) -> None:
         """Lets this process fail while its program runs. A delay stops the whole process."""

@@ -17,8 +17,9 @@ namespace jax_intranode {
 class DeviceThread {
  public:
   // Whether this block only checks that all ranks run the same operation. The protocols don't see
-  // it.
-  __device__ bool IsCheckBlock() const { return blockIdx.x >= Blocks(); }
+  // it. It is the first one: of a grid that does not fit on the GPU the first blocks start first,
+  // and the others may wait for data of another operation for ever.
+  __device__ bool IsCheckBlock() const { return blockIdx.x < kCheckBlocks; }
 
   __device__ DeviceThread(FailureRecord* failure, uint64_t timeout_ns, int rank, uint32_t algorithm,
                           uint32_t site)
@@ -30,10 +31,10 @@ class DeviceThread {
 
   __device__ int Thread() const { return threadIdx.x; }
   __device__ int Threads() const { return blockDim.x; }
-  __device__ int Block() const { return blockIdx.x; }
+  __device__ int Block() const { return blockIdx.x - kCheckBlocks; }
   __device__ int Blocks() const { return gridDim.x - kCheckBlocks; }
   __device__ void Sync() const { __syncthreads(); }
-  __device__ size_t First() const { return blockIdx.x * blockDim.x + threadIdx.x; }
+  __device__ size_t First() const { return Block() * blockDim.x + threadIdx.x; }
   __device__ size_t Stride() const { return Blocks() * blockDim.x; }
 
   // Only one of the waiting threads of a warp reads the clock and host memory, and only rarely.

@@ -1,7 +1,7 @@
 // The failure of an operation: one record for CPU devices and for GPUs, and its text.
 //
 // Who finds a failure fills in what it knows. The monitor (monitor.h) adds the text and hands the
-// record to Python, whose Failure (jax_intranode/_src/failures.py) has the same fields.
+// record to Python, whose Failure (jax_intranode/_src/health/failures.py) has the same fields.
 #pragma once
 
 #include <cstdint>

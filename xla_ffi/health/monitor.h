@@ -18,7 +18,7 @@
 // absent devices from the states of all peers, and hands it to the platforms (platform.h), whenever
 // one of them changes. It also collects the waits of the platforms, tells peers of them, reports
 // long ones (waits.h), and ends those that have reached their limit. Python takes what there is to
-// say: jax_intranode/_src/failures.py.
+// say: jax_intranode/_src/health/failures.py.
 //
 // Messages (peer_message.h). Each connection has one writer and one reader on each side, so packets
 // arrive in the order in which they were sent. A goodbye and the end of its process can't be

@@ -31,10 +31,11 @@
 //   same order, one at a time on each rank (the busy words detect most overlaps), and operation e
 //   ends before e + 1 begins (stream order; no programmatic dependent launch).
 //
-//   A block waits only for the blocks of the same number on the other ranks. So a grid need not fit
-//   on the GPU all at once, as long as each GPU starts blocks in the order of their numbers (all
-//   do; CUDA does not promise it): the first block that has not ended is then resident on every
-//   rank. If a GPU did otherwise, the deadline would end the wait.
+//   A block waits only for the blocks of the same number on the other ranks, and so does the one
+//   that checks the operation, which comes first (same_operation.h). So a grid need not fit on the
+//   GPU all at once, as long as each GPU starts blocks in the order of their numbers (all do; CUDA
+//   does not promise it): the first block that has not ended is then resident on every rank. If a
+//   GPU did otherwise, the deadline would end the wait.
 //
 //   The epoch lives here, in device memory, and the kernel advances it: a call replayed from a
 //   graph is no different from one that the host launched. Only its parity matters, so wrapping at

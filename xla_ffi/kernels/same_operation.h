@@ -26,7 +26,7 @@
 
 namespace jax_intranode {
 
-// The blocks that a kernel has for the check. They come after those that work on the data.
+// The blocks that a kernel has for the check. They come before those that work on the data.
 constexpr int kCheckBlocks = 1;
 
 // What a rank runs: a mark, 15 bits of the operation's count, 6 bits of the algorithm, 42 bits of

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import mlir
 
-from jax_intranode._src import select
 from jax_intranode._src.ops import collective, fallback
 from jax_intranode._src.ops.collective import (
     AllGatherParams,
@@ -18,6 +17,7 @@ from jax_intranode._src.ops.collective import (
 )
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import Operation, nbytes
+from jax_intranode._src.selection import select
 
 
 def all_gather(

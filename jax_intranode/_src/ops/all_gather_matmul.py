@@ -12,7 +12,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad, mlir
 
-from jax_intranode._src import compat
+from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import (
     collective,
     collective_matmul,
@@ -204,7 +204,7 @@ def _of_ranks(
         axis=axis,
         world_size=matmul_arguments.world_size(name, axes),
         dtype=dtype,
-        precision=compat.matmul_precision(),
+        precision=trace_state.matmul_precision(),
         gathered=gathered,
     )
     if reason is not None:

@@ -9,11 +9,11 @@ import numpy as np
 from jax import lax
 from jax.interpreters import mlir
 
-from jax_intranode._src import select
 from jax_intranode._src.ops import collective, fallback
 from jax_intranode._src.ops.collective import AllToAllParams, all_to_all_p
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import Operation, nbytes
+from jax_intranode._src.selection import select
 
 
 def all_to_all(

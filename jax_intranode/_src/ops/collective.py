@@ -16,20 +16,15 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad, mlir
 
-from jax_intranode._src import (
-    communicator,
-    compat,
-    config,
-    counts,
-    limits,
-    select,
-    source,
-    table,
-    tuning,
-)
-from jax_intranode._src.ops import fallback
+from jax_intranode._src.group import communicator
+from jax_intranode._src.group import partition as partition_lib
+from jax_intranode._src.group import rendezvous as rendezvous_lib
+from jax_intranode._src.jax_private import lowering_context, trace_state
+from jax_intranode._src.native import call_sites, definitions
+from jax_intranode._src.ops import counts, fallback
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import Operation, OpPrimitive, nbytes
+from jax_intranode._src.selection import config, select, table, tuning
 
 # The primitives, and the parameters of each.
 
@@ -154,7 +149,7 @@ def integer(operation: str, name: str, value: Any) -> int:
 
 def varying(x: Any, axes: Sequence[Hashable]) -> Any:
     """The operand, cast to vary over these axes too, as check_vma=True requires."""
-    if not compat.check_vma():
+    if not trace_state.check_vma():
         return x
     over = jax.typeof(x).manual_axis_type.varying
     missing = tuple(axis for axis in axes if axis not in over)
@@ -200,7 +195,7 @@ def chooser(
         A function from the operation's bytes (see `select.select`) to the selection. The processes
         of the mesh rendezvous when it is first called for an operation that may be accelerated.
     """
-    partition = communicator.partition(mesh, tuple(axes))
+    partition = partition_lib.partition(mesh, tuple(axes))
     device = mesh.devices.flat[0]
     select_within = partial(
         select.select,
@@ -208,7 +203,7 @@ def chooser(
         dtype=dtype.name,
         world_size=partition.group_size,
         hardware=table.hardware_of(device.platform, device.device_kind),
-        mode=communicator.mode_of(mesh.devices.flat),
+        mode=rendezvous_lib.mode_of(mesh.devices.flat),
         tuned=tuning.rows_for([d.device_kind for d in mesh.devices.flat]),
         segment_bytes=config.get().segment_kib * 1024,
     )
@@ -225,7 +220,7 @@ def chooser(
         by_lax = never_accelerated(nbytes)
         if by_lax is not None:
             return by_lax  # without a rendezvous
-        rendezvous = communicator.rendezvous_of(mesh.devices.flat)
+        rendezvous = rendezvous_lib.rendezvous_of(mesh.devices.flat)
         if rendezvous.reason is not None:
             return select.Selection("lax", rendezvous.reason, logged=True)
         selected = select_within(
@@ -282,11 +277,11 @@ def lower_to_lax(
         RuntimeError: JAX_INTRANODE_STRICT=1, and lax runs it although it might be slower.
     """
     if selected.cause != select.NOT_FASTER:
-        fallback.refuse_if_strict(primitive.operation, selected.reason, source.caller)
+        fallback.refuse_if_strict(primitive.operation, selected.reason, call_sites.caller)
     if selected.logged:
         counts.fell_back(primitive.operation, selected.reason)
     else:
-        fallback.log(primitive.operation, selected.reason, source.caller)
+        fallback.log(primitive.operation, selected.reason, call_sites.caller)
     return list(mlir.lower_fun(lambda *vs: params.by_lax(vs), True)(ctx, *xs))
 
 
@@ -313,11 +308,11 @@ def lower_to_call(
         attributes: what the operation's handler gets besides.
     """
     assert mesh is not None  # or lax would run it
-    partition = communicator.partition(mesh, axes)
+    partition = partition_lib.partition(mesh, axes)
     attributes = (attributes or {}) | {
         "device_ids": np.array(partition.device_ids, np.int64),
         "group_size": np.int64(partition.group_size),
-        "algorithm": np.int32(limits.ALGORITHMS.index(selected.algorithm)),
+        "algorithm": np.int32(definitions.ALGORITHMS.index(selected.algorithm)),
         "segments": np.int32(selected.segments),
     }
     on_gpus = mesh.devices.flat[0].platform == "gpu"
@@ -328,7 +323,7 @@ def lower_to_call(
     counts.lowered(primitive.operation, selected.algorithm, sum(map(nbytes, sent)))
     target = f"jax_intranode_{primitive.operation}"
     results = jax.ffi.ffi_lowering(target)(ctx, *xs, **attributes)
-    return compat.called_once(results) if on_gpus else list(results)
+    return lowering_context.called_once(results) if on_gpus else list(results)
 
 
 def site_of(ctx: Any, operation: str) -> str:
@@ -337,8 +332,8 @@ def site_of(ctx: Any, operation: str) -> str:
     On the CPU it matches the calls of the ranks. Everywhere messages name calls by it.
     """
     shapes = " ".join(x.str_short() for x in ctx.avals_in)
-    site = f"{compat.lowering_program_name(ctx)} {operation} {shapes}"
-    source.describe_site(site, operation, ctx.avals_in)
+    site = f"{lowering_context.lowering_program_name(ctx)} {operation} {shapes}"
+    call_sites.describe_site(site, operation, ctx.avals_in)
     return site
 
 

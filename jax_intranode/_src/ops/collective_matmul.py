@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad
 
-from jax_intranode._src import select
 from jax_intranode._src.ops import collective, fallback, matmul_arguments, overlapped, products
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import Operation, OpPrimitive, nbytes
+from jax_intranode._src.selection import select
 
 # The primitives, and their parameters.
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, mlir
 
-from jax_intranode._src import compat
+from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import (
     all_gather_matmul,
     collective,
@@ -135,10 +135,10 @@ def _of_ranks(
         axis=0,
         world_size=matmul_arguments.world_size(name, axes),
         dtype=dtype,
-        precision=compat.matmul_precision(),
+        precision=trace_state.matmul_precision(),
     )
     over = jax.typeof(x).manual_axis_type.varying
-    if not compat.check_vma() or over.intersection(axes):
+    if not trace_state.check_vma() or over.intersection(axes):
         results = _products(x, *ws, params=params)  # whose gradients need no sum here
     else:
         operands = [x, *ws]

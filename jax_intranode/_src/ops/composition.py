@@ -13,11 +13,11 @@ from typing import Any
 import jax
 from jax.interpreters import ad, mlir
 
-from jax_intranode._src import select
 from jax_intranode._src.ops import collective_matmul, overlapped
 from jax_intranode._src.ops.collective_matmul import MatmulParams
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import Operation, OpPrimitive
+from jax_intranode._src.selection import select
 
 # Binds a primitive: (primitive, *operands, params) -> results.
 Bind = Callable[..., list[Any]]

@@ -12,7 +12,10 @@ from typing import Any
 import jax
 from jax.core import ShapedArray
 
-from jax_intranode._src import compat, config, counts, select, source
+from jax_intranode._src.jax_private import trace_state
+from jax_intranode._src.native import call_sites
+from jax_intranode._src.ops import counts
+from jax_intranode._src.selection import config, select
 
 _log = logging.getLogger("jax_intranode")
 
@@ -41,7 +44,7 @@ def reason_of_axes(axes: tuple[Hashable, ...], axis_index_groups: Any = None) ->
         return f"axis {_names(unbound[:1])} {NOT_BOUND}"
     if axis_index_groups is not None:
         return "axis_index_groups"
-    if not compat.settings_are_usual(axes):
+    if not trace_state.settings_are_usual(axes):
         return "settings of jax under which collectives have other rules"
     return None
 
@@ -108,7 +111,7 @@ def to_lax(operation: str, reason: str, logged: bool = True, sends: bool = True)
         RuntimeError: JAX_INTRANODE_STRICT=1, and something is sent. An error of lax comes first.
     """
     if logged:
-        log(operation, reason, source.caller)
+        log(operation, reason, call_sites.caller)
     try:
         with scope(operation, reason):
             yield
@@ -130,7 +133,7 @@ def to_lax(operation: str, reason: str, logged: bool = True, sends: bool = True)
             )
         raise
     if logged and sends:
-        refuse_if_strict(operation, reason, source.caller)
+        refuse_if_strict(operation, reason, call_sites.caller)
 
 
 def scope(operation: str, reason: str) -> Any:

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_intranode._src import compat
+from jax_intranode._src.jax_private import call_frames, trace_state
 from jax_intranode._src.ops import fallback
 
 # The mesh axes over which each dimension of an array is divided.
@@ -96,7 +96,7 @@ class GlobalCall:
         for name, operand, spec in operands:
             self.check_divisible(name, operand.shape, spec)
         mapped = jax.shard_map(
-            compat.as_called_here(body),
+            call_frames.as_called_here(body),
             mesh=self.mesh,
             in_specs=tuple(_partition_spec(spec) for _, _, spec in operands),
             out_specs=[_partition_spec(spec) for spec in out_specs],
@@ -148,7 +148,7 @@ def find(operation: str, axis_name: Any, batch_axes: Any, mesh: Any) -> GlobalCa
         NameError: an axis is neither bound nor an axis of the mesh.
     """
     axes, batch_axes = _axes(axis_name), _axes(batch_axes)
-    bound = [axis for axis in axes if compat.axis_is_bound(axis)]
+    bound = [axis for axis in axes if trace_state.axis_is_bound(axis)]
     if bound and (batch_axes or mesh is not None):
         given = "batch_axes" if batch_axes else "mesh"
         raise ValueError(
@@ -171,7 +171,7 @@ def find(operation: str, axis_name: Any, batch_axes: Any, mesh: Any) -> GlobalCa
             f"batch_axes {batch_axes!r}; name each axis once"
         )
     assert found is not None  # or the axes would not be found
-    of_vmap = compat.axes_of_explicit_vmap()
+    of_vmap = trace_state.axes_of_explicit_vmap()
     explicit = frozenset(
         axis for axis, kind in types.items() if kind is AxisType.Explicit and axis not in of_vmap
     )
@@ -195,7 +195,7 @@ def _mesh(operation: str, mesh: Any) -> tuple[Any, Any]:
     if mesh is None:
         if not context.empty:
             return None, context
-        mesh = compat.mesh_of_with()
+        mesh = trace_state.mesh_of_with()
         return mesh, mesh
     if not isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
         raise TypeError(f"{operation}: mesh is {mesh!r}; pass a jax.sharding.Mesh")

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jax_intranode._src import compat
+from jax_intranode._src.jax_private import lowering_context, trace_state
 
 
 def device_ids(mesh: jax.sharding.Mesh) -> tuple[int, ...]:
@@ -33,8 +33,13 @@ class LoweringSite:
     @classmethod
     def of(cls, ctx: Any) -> "LoweringSite":
         """The site of a lowering rule's context."""
-        mesh, manual = compat.lowering_mesh(ctx) or (None, frozenset())
-        return cls(mesh, manual, compat.lowering_platforms(ctx), compat.lowering_for_export(ctx))
+        mesh, manual = lowering_context.lowering_mesh(ctx) or (None, frozenset())
+        return cls(
+            mesh,
+            manual,
+            lowering_context.lowering_platforms(ctx),
+            lowering_context.lowering_for_export(ctx),
+        )
 
     def reason_for_lax(self, traced_over: tuple[int, ...] | None) -> str | None:
         """Why lax runs all calls here; None if they may be accelerated.
@@ -50,7 +55,7 @@ class LoweringSite:
         if len(self.platforms) > 1:
             return f"lowered for several platforms: {', '.join(self.platforms)}"
         if traced_over is None:
-            if compat.set_mesh() is not None:
+            if trace_state.set_mesh() is not None:
                 return "traced without the mesh of jax.set_mesh"
         elif traced_over != device_ids(mesh):
             return "traced under a mesh with other devices, or in another order"

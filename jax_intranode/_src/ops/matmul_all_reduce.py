@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad, mlir
 
-from jax_intranode._src import compat
+from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import (
     collective_matmul,
     global_arrays,
@@ -21,11 +21,7 @@ from jax_intranode._src.ops import (
     products,
 )
 from jax_intranode._src.ops.collective import AllGatherParams, PsumParams, all_gather_p, psum_p
-from jax_intranode._src.ops.collective_matmul import (
-    Communicate,
-    MatmulParams,
-    matmul_all_reduce_p,
-)
+from jax_intranode._src.ops.collective_matmul import Communicate, MatmulParams, matmul_all_reduce_p
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import Operation
 
@@ -142,8 +138,8 @@ def _of_ranks(
         axis=0,
         world_size=matmul_arguments.world_size(name, axes),
         dtype=dtype,
-        precision=compat.matmul_precision(),
-        invariant=compat.check_vma(),
+        precision=trace_state.matmul_precision(),
+        invariant=trace_state.check_vma(),
     )
     if reason is not None:
         add = collective_matmul.by_lax(name, reason, _psum_params(params))

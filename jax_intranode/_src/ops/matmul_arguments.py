@@ -9,8 +9,9 @@ import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 
-from jax_intranode._src import compat, select
+from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import collective, fallback
+from jax_intranode._src.selection import select
 
 
 def axes_of(axis_name: Any) -> tuple[Any, ...]:
@@ -159,12 +160,12 @@ def varying_alike(operands: Sequence[Any], axes: tuple[Hashable, ...]) -> list[A
     """
     over = set(axes).union(*(jax.typeof(v).manual_axis_type.varying for v in operands))
     if all(jax.typeof(v).weak_type for v in operands):
-        operands = [compat.with_weak_type(v, False) for v in operands]
+        operands = [trace_state.with_weak_type(v, False) for v in operands]
     return [collective.varying(v, sorted(over, key=str)) for v in operands]
 
 
 def weak_as_laxs(operands: Sequence[Any], preferred_element_type: Any, result: Any) -> Any:
     """The result, weakly typed where lax's would be: where all operands are."""
     if preferred_element_type is None and all(jax.typeof(v).weak_type for v in operands):
-        return compat.with_weak_type(result, True)
+        return trace_state.with_weak_type(result, True)
     return result

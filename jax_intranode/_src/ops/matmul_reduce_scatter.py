@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.interpreters import ad, mlir
 
-from jax_intranode._src import compat
+from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import (
     collective,
     collective_matmul,
@@ -171,7 +171,7 @@ def _of_ranks(
     name = "matmul_reduce_scatter"
     size = matmul_arguments.world_size(name, axes)
     reason = reason or matmul_arguments.reason_for_lax("psum_scatter", axes, [x, w], [x, w], dtype)
-    params = MatmulParams(axes, dimension, size, dtype, compat.matmul_precision())
+    params = MatmulParams(axes, dimension, size, dtype, trace_state.matmul_precision())
     if reason is not None:
         scatter = collective_matmul.by_lax(name, reason, _scatter_params(params))
         (result,) = unfused(scatter, x, w, params=params)

@@ -11,18 +11,14 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jax_intranode._src import (
-    communicator,
-    compat,
-    config,
-    counts,
-    limits,
-    native,
-    overlap,
-    tuning,
-)
-from jax_intranode._src.ops import collective
+from jax_intranode._src.group import communicator
+from jax_intranode._src.group import partition as partition_lib
+from jax_intranode._src.group import rendezvous as rendezvous_lib
+from jax_intranode._src.jax_private import lowering_context
+from jax_intranode._src.native import definitions, extension
+from jax_intranode._src.ops import collective, counts
 from jax_intranode._src.ops.lowering_site import LoweringSite
+from jax_intranode._src.selection import config, overlap, tuning
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,7 @@ def find(
         return reason
     mesh = site.mesh
     assert mesh is not None  # or there would be a reason
-    groups = communicator.partition(mesh, tuple(axes))
+    groups = partition_lib.partition(mesh, tuple(axes))
     sizes = _sizes(operation, request, groups)
     dtype = np.dtype(request.dtypes[0]).name
     kinds = [d.device_kind for d in mesh.devices.flat]
@@ -95,7 +91,7 @@ def find(
     )
     if reason is not None:
         return reason
-    rendezvous = communicator.rendezvous_of(mesh.devices.flat)
+    rendezvous = rendezvous_lib.rendezvous_of(mesh.devices.flat)
     reason = rendezvous.reason or rendezvous.reason_for_no_matmuls
     if reason is None and config.get().algorithm == "lax":
         reason = "JAX_INTRANODE_ALGORITHM=lax"
@@ -135,7 +131,7 @@ def _reason_for_operands(mesh: jax.sharding.Mesh | None, request: Request) -> st
     return None
 
 
-def _sizes(operation: str, request: Request, groups: communicator.Partition) -> overlap.Sizes:
+def _sizes(operation: str, request: Request, groups: partition_lib.Partition) -> overlap.Sizes:
     return overlap.Sizes(
         operation, request.outer, request.rows, request.ks, request.ns, groups.group_size
     )
@@ -162,7 +158,7 @@ class Overlapped:
     """
 
     operation: str
-    groups: communicator.Partition
+    groups: partition_lib.Partition
     request: Request
     plan: overlap.Plan
     note: str = ""
@@ -207,7 +203,7 @@ def _abstract_eval(x: Any, *others: Any, call: Overlapped) -> list[Any]:
         results.append(x.update(shape=(*rows, x.shape[-1]), weak_type=False))
     for k in call.request.ks[: call.request.wgrads]:
         results.append(x.update(shape=(columns[0], k), weak_type=False))
-    scratch = native.module("gpu").MATMUL_SCRATCH_BYTES + call.sizes.scratch_bytes(call.plan)
+    scratch = extension.module("gpu").MATMUL_SCRATCH_BYTES + call.sizes.scratch_bytes(call.plan)
     return [*results, x.update(shape=(scratch,), dtype=np.dtype(np.uint8), weak_type=False)]
 
 
@@ -223,7 +219,7 @@ def _lower(ctx: Any, *operands: Any, call: Overlapped) -> Any:
         *operands,
         device_ids=np.array(call.groups.device_ids, np.int64),
         group_size=np.int64(call.groups.group_size),
-        algorithm=np.int32(limits.ALGORITHMS.index(call.operation)),
+        algorithm=np.int32(definitions.ALGORITHMS.index(call.operation)),
         axis=np.int64(call.request.axis),
         transposed=np.int32(call.request.transposed),
         gathered=np.int32(call.request.gathered),
@@ -231,7 +227,7 @@ def _lower(ctx: Any, *operands: Any, call: Overlapped) -> Any:
         plan=call.plan.attributes(),
         site=collective.site_of(ctx, call.operation),
     )
-    return compat.called_once(results)
+    return lowering_context.called_once(results)
 
 
 mlir.register_lowering(_call, _lower)

@@ -16,8 +16,9 @@ from typing import Any
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
-from jax_intranode._src import compat, select
+from jax_intranode._src.jax_private import primitive_rules, trace_state
 from jax_intranode._src.ops.lowering_site import LoweringSite, device_ids
+from jax_intranode._src.selection import select
 
 # The operation of each JAX primitive of this package.
 BY_PRIMITIVE: dict[Primitive, "OpPrimitive"] = {}
@@ -69,7 +70,7 @@ class OpPrimitive:
         for primitive in (self.plain, self._over_set_mesh):
             BY_PRIMITIVE[primitive] = self
             primitive.multiple_results = True
-        compat.lower_with_devices(self._over_set_mesh)
+        primitive_rules.lower_with_devices(self._over_set_mesh)
 
     @property
     def scope(self) -> str:
@@ -78,8 +79,8 @@ class OpPrimitive:
 
     def bind(self, *operands: Any, params: Any) -> list[Any]:
         """Binds the form that fits where this is traced; returns the results."""
-        primitive = self.plain if compat.set_mesh() is None else self._over_set_mesh
-        mesh = compat.set_mesh() or compat.eager_mesh()
+        primitive = self.plain if trace_state.set_mesh() is None else self._over_set_mesh
+        mesh = trace_state.set_mesh() or trace_state.eager_mesh()
         traced_over = None if mesh is None else device_ids(mesh)
         return list(primitive.bind(*operands, params=params, traced_over=traced_over))
 
@@ -179,7 +180,9 @@ class OpPrimitive:
                 *avals: Any, params: Any, traced_over: Any
             ) -> tuple[list[Any], Any]:
                 del traced_over
-                return abstract_eval(*avals, params=params), compat.named_axis_effects(params.axes)
+                return abstract_eval(*avals, params=params), trace_state.named_axis_effects(
+                    params.axes
+                )
 
             def jvp_of_form(
                 primals: Any,
@@ -195,7 +198,7 @@ class OpPrimitive:
             mlir.register_lowering(primitive, lower)
             ad.primitive_jvps[primitive] = jvp_of_form
             ad.primitive_transposes[primitive] = transpose_here
-            compat.batch_by_axis(primitive, batch_if_needed)
+            primitive_rules.batch_by_axis(primitive, batch_if_needed)
             if needed is not None:
-                compat.drop_unused_results(primitive, needed_by_equation)
-                compat.evaluate_known_results(primitive, needed_by_equation)
+                primitive_rules.drop_unused_results(primitive, needed_by_equation)
+                primitive_rules.evaluate_known_results(primitive, needed_by_equation)

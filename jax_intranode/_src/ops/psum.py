@@ -8,11 +8,13 @@ import jax
 import numpy as np
 from jax import lax
 
-from jax_intranode._src import compat, limits, select
+from jax_intranode._src.jax_private import trace_state
+from jax_intranode._src.native import definitions
 from jax_intranode._src.ops import collective, fallback
 from jax_intranode._src.ops.collective import PsumParams, psum_p
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import Operation
+from jax_intranode._src.selection import select
 
 
 def psum(
@@ -73,7 +75,7 @@ def psum(
         else:
             with fallback.to_lax("psum", reason, sends=isinstance(leaf, jax.core.Tracer)):
                 leaves[i] = lax.psum(leaf, axes)
-    params = PsumParams(axes, invariant=compat.check_vma())
+    params = PsumParams(axes, invariant=trace_state.check_vma())
     for chosen in by_dtype.values():
         sums = collective.bind(psum_p, [leaves[i] for i in chosen], params)
         for i, total in zip(chosen, sums, strict=True):
@@ -145,11 +147,11 @@ def operations(
     """
     dtype = np.dtype(dtype)
     # In a kernel's buffer each array starts a new pack.
-    packs = [-(-math.prod(shape) * dtype.itemsize // limits.PACK_BYTES) for shape in shapes]
+    packs = [-(-math.prod(shape) * dtype.itemsize // definitions.PACK_BYTES) for shape in shapes]
     choose_by_bytes = collective.chooser("psum", mesh, axes, dtype)
 
     def choose(chosen: Sequence[int]) -> select.Selection:
-        return choose_by_bytes(sum(packs[i] for i in chosen) * limits.PACK_BYTES)
+        return choose_by_bytes(sum(packs[i] for i in chosen) * definitions.PACK_BYTES)
 
     nonempty = [i for i, count in enumerate(packs) if count > 0] or list(range(len(packs)))
     whole = choose(nonempty)
@@ -157,12 +159,12 @@ def operations(
     # On GPUs XLA sums all arrays at once; on CPUs, one by one.
     if whole.algorithm == "lax" and (len(nonempty) == 1 or on_gpus):
         return [(nonempty, whole)]
-    if whole.algorithm != "lax" and len(nonempty) <= limits.MAX_BUFFERS:
+    if whole.algorithm != "lax" and len(nonempty) <= definitions.MAX_BUFFERS:
         return [(nonempty, whole)]
     # Each operation takes as many of the arrays, in order, as can be accelerated together.
     parts: list[Part] = []
     for i in nonempty:
-        if parts and len(parts[-1][0]) < limits.MAX_BUFFERS:
+        if parts and len(parts[-1][0]) < definitions.MAX_BUFFERS:
             longer = [*parts[-1][0], i]
             selected = choose(longer)
             if selected.algorithm != "lax":

@@ -17,16 +17,15 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.interpreters import ad, mlir
 
-from jax_intranode._src import communicator, compat, config, select, table
+from jax_intranode._src.group import communicator
+from jax_intranode._src.group import partition as partition_lib
+from jax_intranode._src.group import rendezvous as rendezvous_lib
+from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import collective, fallback, matmul_arguments
-from jax_intranode._src.ops.collective import (
-    PsumParams,
-    PsumScatterParams,
-    psum_p,
-    psum_scatter_p,
-)
+from jax_intranode._src.ops.collective import PsumParams, PsumScatterParams, psum_p, psum_scatter_p
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import Operation, OpPrimitive, nbytes
+from jax_intranode._src.selection import config, select, table
 
 
 @dataclass(frozen=True)
@@ -310,7 +309,7 @@ def _call(
     dimension = _check_shapes(name, operands, dimension, size)
     _check_types(name, operands, axes, dimension is not None)
     params = NormParams(
-        axes, norm, eps, weight_offset, dimension, size, invariant=compat.check_vma()
+        axes, norm, eps, weight_offset, dimension, size, invariant=trace_state.check_vma()
     )
     reason = _reason_for_lax(operands, axes)
     if reason is not None:
@@ -402,7 +401,7 @@ def _check_types(
     name: str, operands: Sequence[Any], axes: tuple[Hashable, ...], scatters: bool
 ) -> None:
     """Refuses operands that must be the same on all ranks, and are known not to be."""
-    if not compat.check_vma():
+    if not trace_state.check_vma():
         return
     named = list(zip(("x", "residual", "weight", "bias"), operands, strict=False))
     for argument, operand in named[2 if scatters else 1 :]:
@@ -434,7 +433,7 @@ def _reason_for_lax(operands: Sequence[Any], axes: tuple[Hashable, ...]) -> str 
 
 def _varying(operands: Sequence[Any], params: NormParams) -> list[Any]:
     """The operands, cast to vary over the mesh axes that the primitive's rules ask for."""
-    operands = [compat.with_weak_type(v, False) for v in operands]
+    operands = [trace_state.with_weak_type(v, False) for v in operands]
     varying = (jax.typeof(v).manual_axis_type.varying for v in operands)
     others = set[Any]().union(*varying).difference(params.axes)
     x, residual, *parameters = operands
@@ -490,7 +489,7 @@ def _select(
         return select.Selection("lax", reason)
     mesh = site.mesh
     assert mesh is not None  # or there would be a reason
-    partition = communicator.partition(mesh, tuple(params.axes))
+    partition = partition_lib.partition(mesh, tuple(params.axes))
     device = mesh.devices.flat[0]
     select_with = functools.partial(
         select.select_norm,
@@ -500,14 +499,14 @@ def _select(
         dtype=avals[0].dtype.name,
         world_size=partition.group_size,
         hardware=table.hardware_of(device.platform, device.device_kind),
-        mode=communicator.mode_of(mesh.devices.flat),
+        mode=rendezvous_lib.mode_of(mesh.devices.flat),
         algorithm=config.get().algorithm,
     )
     # First with any memory: what lax runs anyway needs no rendezvous.
     selected = select_with(epoch_buffer_bytes=None)
     if selected.algorithm == "lax":
         return selected
-    rendezvous = communicator.rendezvous_of(mesh.devices.flat)
+    rendezvous = rendezvous_lib.rendezvous_of(mesh.devices.flat)
     if rendezvous.reason is not None:
         return select.Selection("lax", rendezvous.reason, logged=True)
     selected = select_with(epoch_buffer_bytes=rendezvous.epoch_buffer_bytes)
@@ -530,7 +529,7 @@ def is_faster(site: LoweringSite, x: Any, params: NormParams) -> bool:
     nbytes_of_result = nbytes(x) // (1 if params.dimension is None else params.world_size)
     rows = table.rows(
         table.hardware_of(device.platform, device.device_kind),
-        communicator.mode_of(site.mesh.devices.flat),
+        rendezvous_lib.mode_of(site.mesh.devices.flat),
         params.primitive.operation,
         "bare",
         params.world_size,

@@ -27,7 +27,9 @@ from typing import Any
 
 import jax
 
-from jax_intranode._src import communicator, compat, exchange, failures, peers, rendezvous
+from jax_intranode._src.group import communicator, key_value_store, rendezvous
+from jax_intranode._src.health import failures, peers
+from jax_intranode._src.jax_private import jaxpr_walk, lax_collectives
 from jax_intranode._src.ops.lowering_site import device_ids
 
 _log = logging.getLogger("jax_intranode")
@@ -57,7 +59,7 @@ def reason_not_to_rewrite(mesh: jax.sharding.Mesh, body: Any) -> str | None:
         return "this process has none of these devices"
     fingerprint = _fingerprint(devices, body)
     try:
-        store = exchange.store(
+        store = key_value_store.store(
             f"jax_intranode/{communicator.generation()}/rewrite/{fingerprint}/", here, processes
         )
     except RuntimeError as error:
@@ -175,7 +177,9 @@ def same_everywhere(mesh: jax.sharding.Mesh, program: str, taken: str) -> str | 
     if not meeting.compared:
         store.claim(f"here/{here}", taken)
         missing = _missing(store, processes, mesh, FIRST_WAIT_S)
-        values = {store.wait(f"here/{p}", exchange.Deadline(1)) for p in {*processes} - {*missing}}
+        values = {
+            store.wait(f"here/{p}", key_value_store.Deadline(1)) for p in {*processes} - {*missing}
+        }
         decision = ""
         if missing:
             decision = f"process {missing[0]} has not lowered the program that others have lowered"
@@ -198,9 +202,9 @@ def _warn_of(meeting: _Meeting) -> None:
         _log.warning("Auto-sharded programs are left to XLA: %s.", meeting.reason)
 
 
-def _store_of_auto(mesh: jax.sharding.Mesh, what: str) -> exchange.Store:
+def _store_of_auto(mesh: jax.sharding.Mesh, what: str) -> key_value_store.Store:
     devices = hashlib.sha256(repr(device_ids(mesh)).encode()).hexdigest()[:16]
-    return exchange.store(
+    return key_value_store.store(
         f"jax_intranode/{communicator.generation()}/auto/{devices}/{what}/",
         jax.process_index(),
         _processes(mesh),
@@ -212,10 +216,10 @@ def _processes(mesh: jax.sharding.Mesh) -> list[int]:
 
 
 def _missing(
-    store: exchange.Store, processes: list[int], mesh: jax.sharding.Mesh, seconds: float
+    store: key_value_store.Store, processes: list[int], mesh: jax.sharding.Mesh, seconds: float
 ) -> list[int]:
     """The processes that have not come in time."""
-    deadline = exchange.Deadline(seconds)
+    deadline = key_value_store.Deadline(seconds)
     missing = []
     for process in processes:
         rendezvous.raise_if_failed(mesh.devices.flat)
@@ -255,8 +259,8 @@ def _fingerprint(devices: tuple[int, ...], body: Any) -> str:
 def _described(jaxpr: Any) -> Iterator[str]:
     """Describes the collectives of a jaxpr, and of those inside."""
     for equation in jaxpr.eqns:
-        if compat.lax_collective(equation) is not None:
+        if lax_collectives.lax_collective(equation) is not None:
             types = ",".join(v.aval.str_short() for v in equation.invars)
             yield f"{equation.primitive.name} {types} {sorted(map(str, equation.params.items()))}"
-        for inner in compat.inner_jaxprs(equation, None):
+        for inner in jaxpr_walk.inner_jaxprs(equation, None):
             yield from _described(inner.jaxpr)

@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-from jax_intranode._src import compat, config, source
+from jax_intranode._src.jax_private import call_frames, jaxpr_walk, lax_collectives
+from jax_intranode._src.native import call_sites
 from jax_intranode._src.ops.lowering_site import LoweringSite, device_ids
 from jax_intranode._src.rewrite import agreement
+from jax_intranode._src.selection import config
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,9 @@ class Body:
             return
         lines = []
         for decision in missed:
-            collective = compat.lax_collective(decision.equation)
+            collective = lax_collectives.lax_collective(decision.equation)
             assert collective is not None  # or nothing would have been decided
-            where = source.call_site(compat.frames_of(decision.equation))
+            where = call_sites.call_site(call_frames.frames_of(decision.equation))
             lines.append(f"  {collective.operation} at {where}: {decision.reason}")
         raise RuntimeError(
             f"{which} were not replaced:\n"
@@ -94,5 +96,5 @@ def body_of(site: LoweringSite, params: dict[str, Any]) -> Body:
     reason = site.reason_for_lax(None if site.mesh is None else device_ids(site.mesh))
     if reason is None:
         assert site.mesh is not None  # or there would be a reason
-        reason = agreement.reason_not_to_rewrite(site.mesh, compat.body_of_shard_map(params))
+        reason = agreement.reason_not_to_rewrite(site.mesh, jaxpr_walk.body_of_shard_map(params))
     return Body(site, params, reason)

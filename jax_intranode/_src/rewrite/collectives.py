@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend.core import Var
 
-from jax_intranode._src import compat, select
+from jax_intranode._src.jax_private import equation_kinds, jaxpr_edit, lax_collectives
 from jax_intranode._src.ops.collective import (
     AllGatherParams,
     AllToAllParams,
@@ -21,6 +21,7 @@ from jax_intranode._src.ops.collective import (
 )
 from jax_intranode._src.ops.primitive import OpPrimitive
 from jax_intranode._src.rewrite.body import Body
+from jax_intranode._src.selection import select
 
 _UNBOUND = "an axis that shard_map has not bound"
 
@@ -56,7 +57,7 @@ def choose(equation: Any, body: Body) -> Choice | None:
 
     The decision is recorded in the body.
     """
-    collective = compat.lax_collective(equation)
+    collective = lax_collectives.lax_collective(equation)
     if collective is None or not collective.axes:  # over axes of vmap nothing is sent
         return None
     choice = (
@@ -78,12 +79,14 @@ def replace(equation: Any, choice: Choice, body: Body) -> Any:
     """The equation that takes its place, with the same operands and results."""
     params = {"params": choice.params, "traced_over": body.traced_over}
     primitive = choice.primitive
-    return compat.new_equation(
+    return jaxpr_edit.new_equation(
         equation, primitive.plain, equation.invars, equation.outvars, params, primitive.scope
     )
 
 
-def _operation(equation: Any, collective: compat.LaxCollective, body: Body) -> Choice | Left:
+def _operation(
+    equation: Any, collective: lax_collectives.LaxCollective, body: Body
+) -> Choice | Left:
     axes = collective.axes
     if collective.index_groups is not None:
         return Left("axis_index_groups", missed=False)
@@ -93,7 +96,7 @@ def _operation(equation: Any, collective: compat.LaxCollective, body: Body) -> C
         return Left("an axis that is named twice", missed=False)
     if any(v.aval.size == 0 for v in equation.invars):
         return Left("empty arrays", missed=False)
-    if compat.is_placed(equation):
+    if equation_kinds.is_placed(equation):
         return Left("under compute_on or set_xla_metadata", missed=True)
     if collective.operation == "psum":
         return Choice(psum_p, PsumParams(axes, invariant=collective.invariant))
@@ -129,9 +132,9 @@ def _left_by_selection(equation: Any, choice: Choice, body: Body) -> Left | None
     return None
 
 
-def collective_of(equation: Any, body: Body) -> compat.LaxCollective | None:
+def collective_of(equation: Any, body: Body) -> lax_collectives.LaxCollective | None:
     """The collective of one array that an equation is, if it can be part of another operation."""
-    found = compat.lax_collective(equation)
+    found = lax_collectives.lax_collective(equation)
     if (
         found is None
         or found.operation == "all_to_all"
@@ -142,7 +145,7 @@ def collective_of(equation: Any, body: Body) -> compat.LaxCollective | None:
         or len(equation.invars) > 1
         or equation.invars[0].aval.size == 0
         or not isinstance(equation.invars[0], Var)
-        or compat.is_placed(equation)
+        or equation_kinds.is_placed(equation)
     ):
         return None
     mesh = body.site.mesh

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.extend.core import Var
 
-from jax_intranode._src import compat
+from jax_intranode._src.jax_private import equation_kinds, lax_collectives
 from jax_intranode._src.rewrite import sums, views
 from jax_intranode._src.rewrite.views import Factor, Factors
 
@@ -64,7 +64,7 @@ class Matmul:
 
     position: int
     equation: Any
-    of: compat.DotGeneral
+    of: equation_kinds.DotGeneral
     _result_dims: dict[int, list[Factors]] = field(default_factory=dict)
 
     def contracted(self, side: int) -> list[int]:
@@ -170,7 +170,7 @@ class Dataflow:
         """
         found, number = [], 0
         for equation in self.equations:
-            ends = compat.is_fence(equation) or compat.has_effects(equation)
+            ends = equation_kinds.is_fence(equation) or equation_kinds.has_effects(equation)
             number += ends
             found.append(number)
             number += ends
@@ -181,7 +181,7 @@ class Dataflow:
         found = self._heavy.get(position)
         if found is None:
             equation = self.equations[position]
-            found = compat.lax_collective(equation) is not None or sums.is_heavy(equation)
+            found = lax_collectives.lax_collective(equation) is not None or sums.is_heavy(equation)
             self._heavy[position] = found
         return found
 
@@ -190,8 +190,8 @@ class Dataflow:
         """The matmuls by position."""
         found = {}
         for position, equation in enumerate(self.equations):
-            of = compat.dot_general(equation)
-            if of is None or compat.is_placed(equation):
+            of = equation_kinds.dot_general(equation)
+            if of is None or equation_kinds.is_placed(equation):
                 continue
             first, second = (v.aval.shape for v in equation.invars)
             of_one = not of.batch or all(first[i] == 1 for i, _ in of.batch)
@@ -237,13 +237,13 @@ class Dataflow:
         if equation is not None and is_layout(equation, cast) and depth < MOST_LAYOUTS:
             (operand,) = equation.invars
             # XLA makes a transposition part of the matmul before it.
-            follows = compat.permutation(equation) is not None and self._multiplies(operand)
+            follows = equation_kinds.permutation(equation) is not None and self._multiplies(operand)
             if isinstance(operand, Var) and not follows:
                 inner = self._view(operand, cast, depth + 1)
                 dims = dims_after(equation, inner.dims)
                 if dims is not None:
                     dtypes = inner.dtypes
-                    if compat.changes_dtype(equation):
+                    if equation_kinds.changes_dtype(equation):
                         dtypes = (*dtypes, equation.outvars[0].aval.dtype)
                     return View(inner.source, dims, dtypes, (*inner.path, self.made_at[v]))
         return itself(v)
@@ -262,8 +262,8 @@ class Dataflow:
             if position is None:
                 break
             equation = self.equations[position]
-            order = compat.permutation(equation)
-            if compat.is_placed(equation):
+            order = equation_kinds.permutation(equation)
+            if equation_kinds.is_placed(equation):
                 break
             if order is not None:
                 permutation = tuple(permutation[i] for i in order)
@@ -289,19 +289,24 @@ def variables(atoms: Sequence[Any]) -> list[Var]:
 
 def is_layout(equation: Any, cast: bool) -> bool:
     """Whether an equation only reshapes or transposes, or if `cast` changes the type."""
-    return not compat.is_placed(equation) and (
-        compat.permutation(equation) is not None
-        or compat.only_reshapes(equation)
-        or (cast and (compat.changes_dtype(equation) or compat.only_changes_type(equation)))
+    return not equation_kinds.is_placed(equation) and (
+        equation_kinds.permutation(equation) is not None
+        or equation_kinds.only_reshapes(equation)
+        or (
+            cast
+            and (
+                equation_kinds.changes_dtype(equation) or equation_kinds.only_changes_type(equation)
+            )
+        )
     )
 
 
 def dims_after(equation: Any, dims: tuple[Factors, ...]) -> tuple[Factors, ...] | None:
     """The dimensions after an equation that `is_layout`, from those before it."""
-    permutation = compat.permutation(equation)
+    permutation = equation_kinds.permutation(equation)
     if permutation is not None:
         return tuple(dims[i] for i in permutation)
-    if compat.only_reshapes(equation):
+    if equation_kinds.only_reshapes(equation):
         return views.reshaped(dims, equation.outvars[0].aval.shape)
     return dims
 
@@ -311,7 +316,7 @@ def rounds_once(equation: Any) -> bool:
 
     Rounding a matmul's result so is the same as a matmul that has that dtype.
     """
-    if not compat.changes_dtype(equation):
+    if not equation_kinds.changes_dtype(equation):
         return False
     before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
     return before == "float32" and after in ("bfloat16", "float16")

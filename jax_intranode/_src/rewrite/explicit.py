@@ -20,7 +20,13 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jax_intranode._src import compat
+from jax_intranode._src.jax_private import (
+    call_frames,
+    equation_kinds,
+    jaxpr_edit,
+    jaxpr_walk,
+    trace_state,
+)
 from jax_intranode._src.ops.lowering_site import LoweringSite, device_ids
 from jax_intranode._src.rewrite.body import body_of
 from jax_intranode._src.rewrite.jaxprs import Rewriter
@@ -43,7 +49,7 @@ def rewrite_program(jaxpr: Any, platforms: tuple[str, ...]) -> Any:
     Raises:
         RuntimeError: as `Body.refuse_if_strict`.
     """
-    mesh = compat.set_mesh()
+    mesh = trace_state.set_mesh()
     if mesh is None or not _all_explicit(mesh):
         return jaxpr
     known = _rewritten.setdefault(jaxpr, {})
@@ -92,15 +98,15 @@ class _Program:
         return known[1]
 
     def _rewrite(self, jaxpr: Any) -> Any:
-        before = compat.open_jaxpr(jaxpr).eqns
+        before = jaxpr_walk.open_jaxpr(jaxpr).eqns
         after = [self._equation(equation) for equation in before]
         if all(new is old for new, old in zip(after, before, strict=True)):
             return jaxpr
-        return compat.with_equations(jaxpr, after)
+        return jaxpr_edit.with_equations(jaxpr, after)
 
     def _equation(self, equation: Any) -> Any:
-        if equation.primitive.name != "dot_general" or compat.is_placed(equation):
-            return compat.replaced_inside(equation, self.rewrite)
+        if equation.primitive.name != "dot_general" or equation_kinds.is_placed(equation):
+            return jaxpr_edit.replaced_inside(equation, self.rewrite)
         left, right, result = (_spec(v.aval) for v in (*equation.invars, *equation.outvars))
         if left is None or right is None or result is None:
             return equation
@@ -129,19 +135,19 @@ class _Program:
 
         *of_operands, of_result = (P(*(axes or None for axes in spec)) for spec in specs)
         sharded = jax.shard_map(
-            compat.as_called_by(equation, body),
+            call_frames.as_called_by(equation, body),
             in_specs=tuple(of_operands),
             out_specs=of_result,
             check_vma=False,
         )
         assert self._site.mesh is not None
-        with compat.under_mesh(self._site.mesh):
-            traced = compat.trace(lambda *operands: [sharded(*operands)], _avals(equation))
+        with trace_state.under_mesh(self._site.mesh):
+            traced = jaxpr_edit.trace(lambda *operands: [sharded(*operands)], _avals(equation))
         if traced is None or len(traced.eqns) != 1:
             return equation
         (new,) = traced.eqns
         record = body_of(self._site, new.params)
-        Rewriter(record).rewrite(compat.body_of_shard_map(new.params))
+        Rewriter(record).rewrite(jaxpr_walk.body_of_shard_map(new.params))
         if not record.taken():
             # What is taken is seen again when the shard_map is lowered; what is not, only here.
             record.refuse_if_strict("Collectives that XLA's partitioner adds to matmuls")

@@ -12,7 +12,7 @@ from typing import Any
 from jax import lax
 from jax.extend.core import Jaxpr, Literal, Var
 
-from jax_intranode._src import compat
+from jax_intranode._src.jax_private import jaxpr_edit
 from jax_intranode._src.ops import matmul_arguments
 from jax_intranode._src.ops.primitive import BY_PRIMITIVE, OpPrimitive, nbytes
 from jax_intranode._src.rewrite import dataflow, views
@@ -137,9 +137,9 @@ class Fusion:
         """The position of an equation that does not allow it; None if nothing forbids it.
 
         Its results come to be at one time, and must not need each other. What forbids it is a fence
-        (see `compat.is_fence`), or that it would add memory: results live longer if something that
-        takes long needs one of them before the last one is computed, and more results live at once
-        if one was no longer needed by then.
+        (see `equation_kinds.is_fence`), or that it would add memory: results live longer if
+        something that takes long needs one of them before the last one is computed, and more
+        results live at once if one was no longer needed by then.
         """
         flow, start, last = self.flow, min(self.removed), self.last
         if last - self.first > FARTHEST:
@@ -285,14 +285,14 @@ def _inlined(jaxpr: Jaxpr, fusion: Fusion, like: Any) -> Iterator[Any]:
     for equation in jaxpr.eqns:
         for v in equation.outvars:
             if v not in names:
-                names[v] = compat.new_variable(v.aval)
+                names[v] = jaxpr_edit.new_variable(v.aval)
         own = BY_PRIMITIVE.get(equation.primitive)
         yield equation.replace(
             invars=[v if isinstance(v, Literal) else names[v] for v in equation.invars],
             outvars=[names[v] for v in equation.outvars],
             source_info=like.source_info
             if own is None
-            else compat.source_in_scope(like, own.scope),
+            else jaxpr_edit.source_in_scope(like, own.scope),
             ctx=like.ctx,
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend.core import Var
 
-from jax_intranode._src import compat
+from jax_intranode._src.jax_private import equation_kinds, lax_collectives
 from jax_intranode._src.ops.collective_matmul import (
     GradientParams,
     MatmulParams,
@@ -34,7 +34,7 @@ from jax_intranode._src.rewrite.views import Factor, Factors
 
 
 def fusions(
-    flow: Dataflow, collectives: dict[int, compat.LaxCollective]
+    flow: Dataflow, collectives: dict[int, lax_collectives.LaxCollective]
 ) -> Iterator[Iterator[Fusion]]:
     """For each all-gather, what it may become."""
     uses: dict[int, list[Product]] = defaultdict(list)
@@ -58,7 +58,7 @@ def fusions(
 class _Gather:
     """An all-gather."""
 
-    def __init__(self, flow: Dataflow, position: int, collective: compat.LaxCollective):
+    def __init__(self, flow: Dataflow, position: int, collective: lax_collectives.LaxCollective):
         self.flow = flow
         self.position = position
         self.collective = collective
@@ -250,7 +250,7 @@ class _Gather:
                 removed.append(users[0])
                 (v,) = equation.outvars
                 users = self._users(v, replaced)
-                if compat.changes_dtype(equation):
+                if equation_kinds.changes_dtype(equation):
                     if v.aval.dtype != dtype:
                         return None
                     break

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jax_intranode._src import compat
+from jax_intranode._src.jax_private import jaxpr_walk, lowering_context, lowering_hooks, trace_state
 from jax_intranode._src.ops.lowering_site import LoweringSite, device_ids
 from jax_intranode._src.rewrite.body import Body, body_of
 from jax_intranode._src.rewrite.explicit import rewrite_program
@@ -18,7 +18,7 @@ _log = logging.getLogger("jax_intranode")
 # Part of the key of all of JAX's caches. None: programs are not rewritten. ON: they are. AUTO: they
 # are, and so is what XLA's partitioner adds. While a program is lowered that names no devices, (ON
 # or AUTO, the ids of the devices of jax.set_mesh).
-enabled = compat.cache_key_context()
+enabled = lowering_hooks.cache_key_context()
 ON = "rewrite"
 AUTO = "rewrite, and what XLA's partitioner adds"
 
@@ -53,7 +53,7 @@ def lower_program(jaxpr: Any, platforms: tuple[str, ...], lower: Callable[[Any],
     _totals.taken = _totals.left = 0
     try:
         jaxpr = rewrite_program(jaxpr, platforms)
-        mesh = compat.set_mesh()
+        mesh = trace_state.set_mesh()
         on = enabled.value
         key = (on, device_ids(mesh)) if mesh is not None and _over_set_mesh(jaxpr) else on
         with enabled(key):
@@ -76,16 +76,19 @@ def rewrite_body(ctx: Any, params: dict[str, Any]) -> Any:
     Raises:
         RuntimeError: as `Body.refuse_if_strict`.
     """
-    jaxpr = compat.body_of_shard_map(params)
+    jaxpr = jaxpr_walk.body_of_shard_map(params)
     if not enabled.value or not has_collectives(jaxpr):
         return jaxpr
-    mesh, manual = compat.mesh_of_shard_map(params)
+    mesh, manual = jaxpr_walk.mesh_of_shard_map(params)
     site = LoweringSite(
-        mesh, manual, compat.lowering_platforms(ctx), compat.lowering_for_export(ctx)
+        mesh,
+        manual,
+        lowering_context.lowering_platforms(ctx),
+        lowering_context.lowering_for_export(ctx),
     )
     rewritten, body = rewrite(site, params)
     body.refuse_if_strict("Collectives of jax.lax")
-    _totals.program = compat.lowering_program_name(ctx)
+    _totals.program = lowering_context.lowering_program_name(ctx)
     _totals.taken += body.taken()
     _totals.left += body.left()
     return rewritten
@@ -94,18 +97,18 @@ def rewrite_body(ctx: Any, params: dict[str, Any]) -> Any:
 def rewrite(site: LoweringSite, params: dict[str, Any]) -> tuple[Any, Body]:
     """The rewritten jaxpr of a shard_map's body, and what became of its collectives."""
     body = body_of(site, params)
-    return Rewriter(body).rewrite(compat.body_of_shard_map(params)), body
+    return Rewriter(body).rewrite(jaxpr_walk.body_of_shard_map(params)), body
 
 
 def _over_set_mesh(jaxpr: Any) -> bool:
     """Whether a jaxpr has a shard_map with collectives that names no devices."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         params = equation.params
-        if compat.shard_map_of(equation) is not None and not isinstance(
+        if jaxpr_walk.shard_map_of(equation) is not None and not isinstance(
             params["mesh"], jax.sharding.Mesh
         ):
-            if has_collectives(compat.body_of_shard_map(params)):
+            if has_collectives(jaxpr_walk.body_of_shard_map(params)):
                 return True
-        elif any(_over_set_mesh(inner.jaxpr) for inner in compat.inner_jaxprs(equation, None)):
+        elif any(_over_set_mesh(inner.jaxpr) for inner in jaxpr_walk.inner_jaxprs(equation, None)):
             return True
     return False

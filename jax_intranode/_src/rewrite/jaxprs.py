@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from jax_intranode._src import compat
+from jax_intranode._src.jax_private import jaxpr_edit, jaxpr_walk, lax_collectives
 from jax_intranode._src.rewrite import collectives, norms, sums
 from jax_intranode._src.rewrite.body import Body
 from jax_intranode._src.rewrite.matmuls import MatmulRewriter
@@ -22,8 +22,10 @@ def has_collectives(jaxpr: Any) -> bool:
     found = _has_collectives.get(jaxpr)
     if found is None:
         found = any(
-            compat.lax_collective(equation) is not None
-            or any(has_collectives(inner.jaxpr) for inner in compat.inner_jaxprs(equation, None))
+            lax_collectives.lax_collective(equation) is not None
+            or any(
+                has_collectives(inner.jaxpr) for inner in jaxpr_walk.inner_jaxprs(equation, None)
+            )
             for equation in jaxpr.eqns
         )
         _has_collectives[jaxpr] = found
@@ -33,11 +35,11 @@ def has_collectives(jaxpr: Any) -> bool:
 def _collectives_in(jaxpr: Any) -> Iterator[Any]:
     """The collectives of lax in a jaxpr and in those inside, but for nested shard_maps."""
     for equation in jaxpr.eqns:
-        collective = compat.lax_collective(equation)
+        collective = lax_collectives.lax_collective(equation)
         if collective is not None and collective.axes:
             yield equation
-        if compat.shard_map_of(equation) is None:
-            for inner in compat.inner_jaxprs(equation, None):
+        if jaxpr_walk.shard_map_of(equation) is None:
+            for inner in jaxpr_walk.inner_jaxprs(equation, None):
                 yield from _collectives_in(inner.jaxpr)
 
 
@@ -53,7 +55,7 @@ class Rewriter:
 
     def rewrite(self, jaxpr: Any) -> Any:
         """The rewritten jaxpr, open or closed; the same object if nothing changes."""
-        if not has_collectives(compat.open_jaxpr(jaxpr)):
+        if not has_collectives(jaxpr_walk.open_jaxpr(jaxpr)):
             return jaxpr
         known = self._rewritten.get(id(jaxpr))
         if known is None:
@@ -61,7 +63,7 @@ class Rewriter:
         return known[1]
 
     def _rewrite(self, jaxpr: Any) -> Any:
-        inner = compat.open_jaxpr(jaxpr)
+        inner = jaxpr_walk.open_jaxpr(jaxpr)
         before = inner.eqns
         equations = self._matmuls.rewrite(before, inner.outvars)
         equations = norms.rewrite(equations, inner.outvars, self.body)
@@ -70,20 +72,23 @@ class Rewriter:
             choice = collectives.choose(equation, self.body)
             if choice is not None:
                 choices[id(equation)] = choice
-            if compat.may_run_jaxprs(equation):
+            if jaxpr_walk.may_run_jaxprs(equation):
                 self._leave_inside(equation)
         # An equation that stays is the same object, so that its choice is found.
-        equations = [compat.replaced_inside(e, self.rewrite) for e in equations]
+        equations = [jaxpr_edit.replaced_inside(e, self.rewrite) for e in equations]
         equations = sums.issue(equations, choices, self.body)
         if len(equations) == len(before) and all(map(operator.is_, equations, before)):
             return jaxpr
-        return compat.with_equations(jaxpr, equations)
+        return jaxpr_edit.with_equations(jaxpr, equations)
 
     def _leave_inside(self, equation: Any) -> None:
         """Records what is left in the jaxprs of an equation that are not rewritten."""
-        if compat.is_rewritten_inside(equation) or compat.shard_map_of(equation) is not None:
+        if (
+            jaxpr_edit.is_rewritten_inside(equation)
+            or jaxpr_walk.shard_map_of(equation) is not None
+        ):
             return
-        for inner in compat.inner_jaxprs(equation, None):
+        for inner in jaxpr_walk.inner_jaxprs(equation, None):
             for collective in _collectives_in(inner.jaxpr):
                 reason = f"inside {equation.primitive.name}, where nothing is rewritten"
                 self.body.decide(collective, reason, missed=True)

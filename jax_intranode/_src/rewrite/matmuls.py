@@ -17,7 +17,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr
 
-from jax_intranode._src import compat
+from jax_intranode._src.jax_private import equation_kinds, jaxpr_edit, trace_state
 from jax_intranode._src.ops.collective_matmul import matmul_all_reduce_p
 from jax_intranode._src.rewrite import gathers, scatters, sums
 from jax_intranode._src.rewrite.body import Body
@@ -43,7 +43,7 @@ class MatmulRewriter:
             for position, equation in enumerate(equations)
             if (collective := collective_of(equation, self._body)) is not None
         }
-        if not collectives or not any(map(compat.dot_general, equations)):
+        if not collectives or not any(map(equation_kinds.dot_general, equations)):
             return equations
         flow = Dataflow(equations, results)
         accepted = Accepted(flow)
@@ -88,7 +88,7 @@ class MatmulRewriter:
                 params=operation.params,
                 traced_over=body.traced_over,
             ):
-                with compat.inside_shard_map(body.params):
-                    jaxpr = compat.trace(operation.function(body.traced_over), avals)
+                with trace_state.inside_shard_map(body.params):
+                    jaxpr = jaxpr_edit.trace(operation.function(body.traced_over), avals)
             self._traced[key] = jaxpr
         return self._traced[key]

@@ -12,12 +12,13 @@ from typing import Any
 
 from jax.extend.core import Var
 
-from jax_intranode._src import compat, select
+from jax_intranode._src.jax_private import equation_kinds, jaxpr_edit, lax_collectives
 from jax_intranode._src.ops import residual_norm
 from jax_intranode._src.rewrite import rows
 from jax_intranode._src.rewrite.body import Body
 from jax_intranode._src.rewrite.collectives import collective_of
 from jax_intranode._src.rewrite.dataflow import Dataflow
+from jax_intranode._src.selection import select
 
 # A parameter that is made in more steps is read from the middle on, as if it were given there.
 _MOST_STEPS = 32
@@ -81,11 +82,11 @@ def rewrite(equations: Sequence[Any], results: Sequence[Any], body: Body) -> Seq
     return list(_emitted(flow, accepted, removed))
 
 
-def _scatters_rows(collective: compat.LaxCollective) -> bool:
+def _scatters_rows(collective: lax_collectives.LaxCollective) -> bool:
     return collective.operation == "psum_scatter" and collective.tiled
 
 
-def _may_be_normed(equation: Any, collective: compat.LaxCollective, body: Body) -> bool:
+def _may_be_normed(equation: Any, collective: lax_collectives.LaxCollective, body: Body) -> bool:
     """Whether the sum is one of rows that our kernels take, and would be faster with some norm."""
     x: Any = equation.invars[0].aval
     scatters = collective.operation == "psum_scatter"
@@ -98,7 +99,7 @@ def _may_be_normed(equation: Any, collective: compat.LaxCollective, body: Body) 
     return any(residual_norm.is_faster(body.site, x, params) for params in candidates)
 
 
-def _params(norm: rows.Norm, collective: compat.LaxCollective) -> residual_norm.NormParams:
+def _params(norm: rows.Norm, collective: lax_collectives.LaxCollective) -> residual_norm.NormParams:
     return residual_norm.NormParams(
         collective.axes,
         norm.kind,
@@ -120,7 +121,7 @@ def _find(flow: Dataflow, position: int) -> _Found | None:
     if addition is None:
         return None
     equation = flow.equations[addition]
-    if not compat.is_addition(equation) or compat.is_placed(equation):
+    if not equation_kinds.is_addition(equation) or equation_kinds.is_placed(equation):
         return None
     (h,) = equation.outvars
     others = [v for v in equation.invars if v is not total]
@@ -194,7 +195,9 @@ def _parameter(
     if v not in known:
         known[v] = None
         equation = flow.maker(v) if steps else None
-        if equation is not None and not (compat.changes_dtype(equation) and not _widens(equation)):
+        if equation is not None and not (
+            equation_kinds.changes_dtype(equation) and not _widens(equation)
+        ):
             read = reader.read(equation, lambda w: _parameter(flow, reader, w, known, steps - 1))
             known[v] = read[equation.outvars.index(v)]
         dtype = v.aval.dtype
@@ -226,7 +229,7 @@ def _removed(
         if position != made and users and users <= removed:
             removed.add(position)
     needed = _ancestors(flow, made, passed) - removed
-    if any(not compat.changes_dtype(flow.equations[p]) for p in needed):
+    if any(not equation_kinds.changes_dtype(flow.equations[p]) for p in needed):
         return None
     return frozenset(removed)
 
@@ -247,7 +250,9 @@ def _ancestors(flow: Dataflow, position: int, among: set[int]) -> set[int]:
 # Replacing them.
 
 
-def _operation(flow: Dataflow, found: _Found, collective: compat.LaxCollective, body: Body) -> Any:
+def _operation(
+    flow: Dataflow, found: _Found, collective: lax_collectives.LaxCollective, body: Body
+) -> Any:
     """The operation's equation; None if the selection or a type forbids it."""
     like = flow.equations[found.collective]
     addition = flow.equations[found.addition]
@@ -269,7 +274,7 @@ def _operation(flow: Dataflow, found: _Found, collective: compat.LaxCollective, 
     if operation.selected.algorithm == "lax":
         return None
     equation_params = {"params": params, "traced_over": body.traced_over}
-    return compat.new_equation(
+    return jaxpr_edit.new_equation(
         like, primitive.plain, operands, [found.result, h], equation_params, primitive.scope
     )
 
@@ -288,7 +293,7 @@ def _hoisted(flow: Dataflow, found: _Found, operands: Sequence[Var]) -> list[int
             return None
         if position < found.addition or position in hoisted:
             continue
-        if compat.has_effects(flow.equations[position]) or flow.is_heavy(position):
+        if equation_kinds.has_effects(flow.equations[position]) or flow.is_heavy(position):
             return None
         hoisted.add(position)
         waiting += flow.uses[position]

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from jax_intranode._src import compat
+from jax_intranode._src.jax_private import equation_kinds
 
 # A factor of a term, and its power. H, ("parameter", variable), ("mean", term), ("sum", terms).
 H = ("h",)
@@ -158,9 +158,9 @@ class Reader:
 
     def read(self, equation: Any, value: Callable[[Any], Rows | None]) -> list[Rows | None]:
         """The results of an equation, from a function that describes its operands."""
-        if compat.is_placed(equation) or compat.has_effects(equation):
+        if equation_kinds.is_placed(equation) or equation_kinds.has_effects(equation):
             return [None] * len(equation.outvars)
-        called = compat.called_jaxpr(equation)
+        called = equation_kinds.called_jaxpr(equation)
         if called is not None:
             return self._call(called, [self._operand(v, value) for v in equation.invars])
         rule = _RULES.get(equation.primitive.name)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax_intranode._src import compat
+from jax_intranode._src.jax_private import equation_kinds, lax_collectives
 from jax_intranode._src.ops.collective_matmul import (
     GradientParams,
     MatmulParams,
@@ -45,7 +45,7 @@ class _Summand:
 
 
 def fusions(
-    flow: Dataflow, collectives: dict[int, compat.LaxCollective]
+    flow: Dataflow, collectives: dict[int, lax_collectives.LaxCollective]
 ) -> Iterator[Iterator[Fusion]]:
     """For each reduce-scatter and all-reduce, what it may become."""
     for position, collective in collectives.items():
@@ -63,7 +63,7 @@ def _summands(flow: Dataflow, v: Any, path: list[int]) -> list[_Summand] | None:
     `path` gets the positions of all equations in between, and of the matmuls.
     """
     equation = flow.maker(v)
-    if equation is None or flow.only_user(v) is None or compat.is_placed(equation):
+    if equation is None or flow.only_user(v) is None or equation_kinds.is_placed(equation):
         return None
     if len(path) > MOST_EQUATIONS:
         return None
@@ -71,7 +71,7 @@ def _summands(flow: Dataflow, v: Any, path: list[int]) -> list[_Summand] | None:
     path.append(position)
     if position in flow.matmuls:
         return [_Summand(flow.matmuls[position], views.whole(v.aval.shape))]
-    if compat.is_addition(equation):
+    if equation_kinds.is_addition(equation):
         found = []
         for operand in equation.invars:
             part = _summands(flow, operand, path)
@@ -81,7 +81,7 @@ def _summands(flow: Dataflow, v: Any, path: list[int]) -> list[_Summand] | None:
         return found
     if (
         dataflow.is_layout(equation, cast=False)
-        or compat.only_changes_type(equation)
+        or equation_kinds.only_changes_type(equation)
         or dataflow.rounds_once(equation)
     ):
         before = _summands(flow, equation.invars[0], path)
@@ -119,7 +119,7 @@ class _Sum:
         self,
         flow: Dataflow,
         position: int,
-        collective: compat.LaxCollective,
+        collective: lax_collectives.LaxCollective,
         path: Sequence[int],
     ):
         self.flow = flow
@@ -130,7 +130,9 @@ class _Sum:
         (self.total,), (self.result,) = equation.invars, equation.outvars
         self.scatters = collective.operation == "psum_scatter"
         self.size = collective.size
-        self.transposed = any(compat.permutation(flow.equations[p]) is not None for p in path)
+        self.transposed = any(
+            equation_kinds.permutation(flow.equations[p]) is not None for p in path
+        )
 
     def candidates(self, summands: Sequence[_Summand]) -> Iterator[Fusion]:
         """What it and these matmuls may become, the best first."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from jax.extend.core import Var
 
-from jax_intranode._src import compat
+from jax_intranode._src.jax_private import equation_kinds, jaxpr_walk, lax_collectives
 from jax_intranode._src.ops import primitive
 from jax_intranode._src.ops.collective import psum_p
 from jax_intranode._src.rewrite import collectives
@@ -93,10 +93,10 @@ class _Walk:
         if not self._open:  # so nothing waits
             self._emitted.append(equation)
             return
-        if compat.is_fence(equation):
+        if equation_kinds.is_fence(equation):
             self._issue(list(self._open))
         needed = self._needed(equation)
-        if needed and compat.has_effects(equation):
+        if needed and equation_kinds.has_effects(equation):
             self._issue(needed)
             needed = frozenset()
         if not needed:
@@ -193,7 +193,7 @@ class Overlap:
         large = (
             position
             for position, equation in enumerate(self._equations)
-            if compat.lax_collective(equation) is not None and _is_large(equation)
+            if lax_collectives.lax_collective(equation) is not None and _is_large(equation)
         )
         return {position: number for number, position in enumerate(large)}
 
@@ -244,12 +244,12 @@ def is_heavy(equation: Any) -> bool:
     """Whether an equation takes long: it multiplies matrices, or loops."""
     if equation.primitive.name in _HEAVY:
         return True
-    if not compat.may_run_jaxprs(equation):  # nor is it ours: they have several results
+    if not jaxpr_walk.may_run_jaxprs(equation):  # nor is it ours: they have several results
         return False
     own = primitive.BY_PRIMITIVE.get(equation.primitive)
     if own is not None:
         return "matmul" in own.operation
-    return any(_is_heavy_inside(inner.jaxpr) for inner in compat.inner_jaxprs(equation, None))
+    return any(_is_heavy_inside(inner.jaxpr) for inner in jaxpr_walk.inner_jaxprs(equation, None))
 
 
 def _is_heavy_inside(jaxpr: Any) -> bool:

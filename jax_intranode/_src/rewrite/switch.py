@@ -5,10 +5,11 @@ import inspect
 import threading
 from typing import Any
 
-from jax_intranode._src import compat, config
+from jax_intranode._src.jax_private import lowering_hooks
 from jax_intranode._src.rewrite import hook
 from jax_intranode._src.rewrite.auto import rewriting
 from jax_intranode._src.rewrite.auto.program import PIPELINE
+from jax_intranode._src.selection import config
 
 # Whether programs are rewritten here. JAX compiles a function anew when the value changes, so the
 # value chooses between the programs that were compiled with and without.
@@ -61,10 +62,10 @@ def uninstall() -> None:
 
 def _hook(auto: bool) -> None:
     if auto:
-        compat.check_propagation(PIPELINE)
-    compat.hook_lowering(hook.rewrite_body, hook.lower_program)
+        lowering_hooks.check_propagation(PIPELINE)
+    lowering_hooks.hook_lowering(hook.rewrite_body, hook.lower_program)
     if auto:
-        compat.hook_programs(rewriting.rewrite_program, rewriting.forget)
+        lowering_hooks.hook_programs(rewriting.rewrite_program, rewriting.forget)
 
 
 class _Installed:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_intranode._src import compat, hlo
+from jax_intranode._src.jax_private import hlo, trace_state
 from jax_intranode._src.rewrite.auto.plans import Collective, Spec
 
 # Nothing of the compiled operation runs, so it need not be fast.
@@ -77,7 +77,7 @@ def _compiled(
     )
     platform = mesh.devices.flat[0].platform
     try:
-        with compat.without_mesh():
+        with trace_state.without_mesh():
             lowered = jitted.lower(*avals)
             text = lowered.compile(_OPTIONS.get(platform)).as_text() or ""
     except (jax.errors.JaxRuntimeError, ValueError, TypeError) as error:

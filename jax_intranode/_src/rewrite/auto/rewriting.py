@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax.extend.mlir import ir, passmanager
 
-from jax_intranode._src import compat, config
+from jax_intranode._src.jax_private import jaxpr_walk, lowering_hooks, trace_state
 from jax_intranode._src.ops.lowering_site import LoweringSite, device_ids
 from jax_intranode._src.rewrite import agreement, hook
 from jax_intranode._src.rewrite.auto import groups, partitioner
@@ -38,6 +38,7 @@ from jax_intranode._src.rewrite.auto.program import (
 )
 from jax_intranode._src.rewrite.body import body_of
 from jax_intranode._src.rewrite.jaxprs import Rewriter
+from jax_intranode._src.selection import config
 
 _log = logging.getLogger("jax_intranode")
 
@@ -176,11 +177,11 @@ def forget(module: Any) -> None:
 def _rewritten(module: Any, devices: Any, platforms: tuple[str, ...]) -> Outcome:
     name = ir.StringAttr(module.operation.attributes["sym_name"]).value
     outcome = Outcome()
-    if not compat.uses_shardy():
+    if not lowering_hooks.uses_shardy():
         outcome.reason = "jax_use_shardy_partitioner is False"
         return outcome
     try:
-        with module.context, ir.Location.unknown(), compat.without_mesh():
+        with module.context, ir.Location.unknown(), trace_state.without_mesh():
             _Rewriting(module, name, devices, platforms, outcome).run()
             outcome.records.sort(key=lambda record: record.number)
     except Unsuitable as reason:
@@ -518,15 +519,15 @@ class _Rewriting:
         )
         with hook.enabled(hook.ON), agreement.decided():
             traced = jax.jit(_named(mapped, body.__name__)).trace(*[one.aval for one in inputs])
-            jaxpr = compat.without_dead_code(traced.jaxpr)
+            jaxpr = jaxpr_walk.without_dead_code(traced.jaxpr)
             record = next(
                 body_of(self._site, equation.params)
                 for equation in jaxpr.eqns
-                if compat.shard_map_of(equation) is not None
+                if jaxpr_walk.shard_map_of(equation) is not None
             )
             for equation in jaxpr.eqns:
-                if compat.shard_map_of(equation) is not None:
-                    Rewriter(record).rewrite(compat.body_of_shard_map(equation.params))
+                if jaxpr_walk.shard_map_of(equation) is not None:
+                    Rewriter(record).rewrite(jaxpr_walk.body_of_shard_map(equation.params))
         left = [d for d in record.decisions if d.reason is not None]
         if left:
             missed = any(decision.missed for decision in left)

@@ -1,0 +1,116 @@
+"""The collective matmuls that can be measured: what they call, transfer and compute."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jax import lax
+
+import jax_intranode
+from jax_intranode._src.command_line.bench.settings import Shape
+
+
+class Result(NamedTuple):
+    """An array that a collective matmul or its backward pass returns.
+
+    Attributes:
+        summed: it is the sum of the products of all devices.
+        part: a device has 1/n of its rows.
+        rounded: it contains a sum over devices, or is a product of such a sum. These sums round.
+    """
+
+    summed: bool = False
+    part: bool = False
+    rounded: bool = False
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """A collective matmul of x and w over the axis "x".
+
+    Each device has its own w. A gradient is a product on each device, too: of the x that it
+    multiplied in the forward pass (the whole x) and the cotangent of its product (the whole
+    cotangent).
+
+    Attributes:
+        ours: this package's function of x and w.
+        lax: the same function written with `jax.lax`.
+        whole_x: from x to the operand that is multiplied by w.
+        whole_cotangent: from the result's cotangent to that of a device's product.
+        forward: the result of the forward pass.
+        backward: the input gradient and the weight gradient.
+        passes: how often a device receives (n-1)/n of the gathered or summed array: twice if the
+            sum goes back to all devices.
+    """
+
+    ours: Callable[[Any, Any], Any]
+    lax: Callable[[Any, Any], Any]
+    whole_x: Callable[[Any], Any]
+    whole_cotangent: Callable[[Any], Any]
+    forward: Result
+    backward: tuple[Result, Result]
+    passes: int = 1
+
+    @property
+    def gathers(self) -> bool:
+        """Whether x is gathered, so that a device has a part of its rows."""
+        return self.backward[0].part
+
+    def x_rows(self, shape: Shape, devices: int) -> int:
+        """Returns the rows of a device's x."""
+        return shape.m // devices if self.gathers else shape.m
+
+    def result_rows(self, shape: Shape, devices: int) -> int:
+        """Returns the rows of a device's result."""
+        return shape.m // devices if self.forward.part else shape.m
+
+    def results(self, backward: bool) -> tuple[Result, ...]:
+        """Returns the results of the backward or forward pass."""
+        return self.backward if backward else (self.forward,)
+
+    def received_bytes(self, shape: Shape, devices: int, itemsize: int) -> float:
+        """Returns the bytes that a device receives, which are as many forward as backward."""
+        columns = shape.k if self.gathers else shape.n
+        return self.passes * (devices - 1) / devices * shape.m * columns * itemsize
+
+
+def flops(shape: Shape, backward: bool) -> int:
+    """Returns the multiplications and additions of a device: one product, backward two."""
+    return (4 if backward else 2) * shape.m * shape.k * shape.n
+
+
+def _all_gather(x: Any) -> Any:
+    return lax.all_gather(x, "x", tiled=True)
+
+
+_LOCAL = Result()
+_PART_OF_SUM = Result(summed=True, part=True, rounded=True)
+
+MATMULS = {
+    "all_gather_matmul": Matmul(
+        ours=lambda x, w: jax_intranode.all_gather_matmul(x, w, "x"),
+        lax=lambda x, w: _all_gather(x) @ w,
+        whole_x=_all_gather,
+        whole_cotangent=lambda ct: ct,
+        forward=_LOCAL,
+        backward=(_PART_OF_SUM, _LOCAL),
+    ),
+    "matmul_reduce_scatter": Matmul(
+        ours=lambda x, w: jax_intranode.matmul_reduce_scatter(x, w, "x"),
+        lax=lambda x, w: lax.psum_scatter(x @ w, "x", tiled=True),
+        whole_x=lambda x: x,
+        whole_cotangent=_all_gather,
+        forward=_PART_OF_SUM,
+        backward=(_LOCAL, _LOCAL),
+    ),
+    "matmul_all_reduce": Matmul(
+        ours=lambda x, w: jax_intranode.matmul_all_reduce(x, w, "x"),
+        lax=lambda x, w: lax.psum(x @ w, "x"),
+        whole_x=lambda x: x,
+        # As under check_vma=False, where the devices' cotangents are summed.
+        whole_cotangent=lambda ct: lax.psum(ct, "x"),
+        forward=Result(summed=True, rounded=True),
+        backward=(Result(rounded=True), Result(rounded=True)),
+        passes=2,
+    ),
+}

@@ -1,0 +1,433 @@
+"""The options of the command `bench`, and the settings that follow from them."""
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from jax_intranode._src.command_line import source_tree
+from jax_intranode._src.command_line.bench.collectives.operations import OPERATIONS
+from jax_intranode._src.command_line.bench.matmuls import shapes as matmul_shapes
+from jax_intranode._src.command_line.bench.matmuls.operations import MATMULS
+from jax_intranode._src.command_line.bench.settings import MODES, Settings, Shape
+from jax_intranode._src.command_line.wrong_input import WrongInput, check_writable
+from jax_intranode._src.selection import config
+from jax_intranode._src.selection.overlap.plan import describe_fields as describe_plan_fields
+from jax_intranode._src.selection.overlap.plan import parse as parse_plan
+
+_DTYPES = (
+    "bfloat16",
+    "float16",
+    "float32",
+    "float64",
+    *("int8", "int16", "int32", "int64"),
+    *("uint8", "uint16", "uint32", "uint64"),
+)
+
+_MATMUL_DTYPES = ("bfloat16", "float16", "float32")
+
+_SIZE_SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+# The parser.
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the benchmark's options. Those that nccl-tests has too have the same names."""
+    add = parser.add_argument
+    add(
+        "name",
+        type=_parse_name,
+        metavar="NAME",
+        help=f"what to measure: {', '.join((*OPERATIONS, *MATMULS))}; in the source tree also the "
+        "programs of tools/bench_programs",
+    )
+    add(
+        "-b",
+        "--minbytes",
+        type=parse_size,
+        default="1K",
+        help="smallest size in bytes (default 1K)",
+    )
+    add(
+        "-e",
+        "--maxbytes",
+        type=parse_size,
+        help="largest size in bytes (default 16M on GPUs, 64K on CPUs)",
+    )
+    add(
+        "-f",
+        "--stepfactor",
+        type=integer_from(2),
+        default=4,
+        help="factor between two sizes (default 4)",
+    )
+    add(
+        "--shapes",
+        type=matmul_shapes.parse,
+        metavar="M,K,N[;M,K,N...]",
+        help="shapes of a collective matmul: the product [M, K] x [K, N] that one device computes",
+    )
+    add(
+        "--preset",
+        type=_parse_presets,
+        default=[],
+        metavar="NAME[,NAME...]",
+        help=f"named lists of shapes: {', '.join(matmul_shapes.PRESETS)} (default reference on "
+        "GPUs, tiny on CPUs)",
+    )
+    add(
+        "--backward",
+        action="store_true",
+        help="measure the backward pass of a collective matmul",
+    )
+    add(
+        "--plan",
+        type=_parse_plan,
+        metavar="NAME=VALUE[,NAME=VALUE...]",
+        help="force the plan of an overlapped matmul, whether or not it is the fastest. Its fields "
+        f"and their defaults: {describe_plan_fields()}",
+    )
+    add(
+        "-d",
+        "--datatype",
+        type=_parse_dtypes,
+        default="bfloat16",
+        help="JAX names of dtypes, separated by commas (default bfloat16)",
+    )
+    add("-n", "--iters", type=integer_from(1), default=20, help="timed repetitions (default 20)")
+    add(
+        "-w",
+        "--warmup_iters",
+        type=integer_from(0),
+        default=5,
+        help="untimed repetitions before the timed ones (default 5)",
+    )
+    add(
+        "-T",
+        "--timeout",
+        type=integer_from(1),
+        default=1800,
+        help="time limit in seconds for each mode and each peer (default 1800)",
+    )
+    add(
+        "--leaves",
+        type=integer_from(1),
+        default=1,
+        metavar="COUNT",
+        help="call the collective with a pytree of COUNT arrays; the size is that of all arrays "
+        "together (default 1)",
+    )
+    add(
+        "--chain",
+        type=integer_from(1),
+        metavar="COUNT",
+        help="calls in a row in one compiled program (default 2 to 256, by platform and size)",
+    )
+    add(
+        "--settle",
+        type=integer_from(0),
+        metavar="MS",
+        help="run a collective matmul for MS milliseconds before each of its repetitions, until "
+        "the GPU's clock has settled under sustained power draw; a program runs for one untimed "
+        "repetition unless MS is 0 (default 150 on GPUs, 0 on CPUs)",
+    )
+    add(
+        "--algorithm",
+        choices=config.ALGORITHMS,
+        help="set JAX_INTRANODE_ALGORITHM (default: as in the environment)",
+    )
+    add(
+        "--latency-hiding",
+        choices=("on", "off"),
+        help="switch XLA's latency-hiding scheduler on or off (default: XLA's default)",
+    )
+    add(
+        "--mode",
+        choices=(*MODES, "both"),
+        default="both",
+        help="one process per device, a single process for all devices, or both (default both)",
+    )
+    add(
+        "--devices",
+        type=integer_from(1),
+        help="number of devices (default all GPUs, or 2 CPU devices)",
+    )
+    add(
+        "--platform",
+        choices=("auto", "cpu", "gpu"),
+        default="auto",
+        help="auto chooses GPUs if there are any (default auto)",
+    )
+    add(
+        "--peers",
+        type=_parse_peers,
+        default=[],
+        metavar="NAME[,NAME...]",
+        help="other libraries to measure too: torch, nccl-tests, or all (default none); needs the "
+        "source tree",
+    )
+    add("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="plot the results; needs matplotlib and the source tree",
+    )
+
+
+def parse_size(text: str) -> int:
+    """Returns the number of bytes that a text such as "512", "4K", "1M" or "1G" means."""
+    suffix = text[-1:].upper()
+    factor = _SIZE_SUFFIXES.get(suffix, 1)
+    digits = text[:-1] if suffix in _SIZE_SUFFIXES else text
+    if not digits.isdecimal() or int(digits) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512, 4K, 1M or 1G")
+    return int(digits) * factor
+
+
+def size_text(size: int) -> str:
+    """Returns the shortest text that `parse_size` reads as this number of bytes."""
+    for suffix, factor in reversed(_SIZE_SUFFIXES.items()):
+        if size % factor == 0:
+            return f"{size // factor}{suffix}"
+    return str(size)
+
+
+def is_program(name: str) -> bool:
+    """Whether this is the name of a whole program."""
+    return name not in OPERATIONS and name not in MATMULS
+
+
+def _parse_name(text: str) -> str:
+    """Returns the name of an operation or a program."""
+    if is_program(text):
+        names: list[str] = [*OPERATIONS, *MATMULS]
+        try:
+            programs = source_tree.load("bench_programs.definitions", "bench of other programs")
+            names += programs.PROGRAMS
+        except WrongInput as error:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is none of {', '.join(names)}; {error}"
+            ) from None
+        _parse_list(text, names)
+    return text
+
+
+def _parse_dtypes(text: str) -> list[str]:
+    """Returns the dtype names of a comma-separated list."""
+    return _parse_list(text, _DTYPES)
+
+
+def _parse_peers(text: str) -> list[str]:
+    """Returns the peers of a comma-separated list."""
+    try:
+        peers = source_tree.load("bench_peers.registry", "--peers").PEERS
+    except WrongInput as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return list(peers) if text == "all" else _parse_list(text, (*peers, "all"))
+
+
+def _parse_presets(text: str) -> list[str]:
+    """Returns the presets of a comma-separated list."""
+    return _parse_list(text, matmul_shapes.PRESETS)
+
+
+def _parse_plan(text: str) -> dict[str, int]:
+    """Returns the fields of the plan that "tile_columns=192,direct=1" stands for."""
+    try:
+        return dataclasses.asdict(parse_plan(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _parse_list(text: str, allowed: Sequence[str]) -> list[str]:
+    """Returns the names of a comma-separated list, each once."""
+    names = list(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in allowed:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(allowed)}")
+    return names
+
+
+def integer_from(minimum: int) -> Callable[[str], int]:
+    """Returns an argparse type for integers of at least this minimum."""
+
+    def integer(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of {minimum} or more")
+        return int(text)
+
+    return integer
+
+
+# From parsed arguments to settings.
+
+
+def settings(
+    arguments: argparse.Namespace, platform: str, devices: int, gpus: int
+) -> list[Settings]:
+    """Returns the settings of each mode.
+
+    Args:
+        arguments: the arguments as parsed by a parser that `add_arguments` has set up.
+        platform: "cpu" or "gpu".
+        devices: the number of devices to use.
+        gpus: the number of GPUs that JAX would see.
+
+    Raises:
+        ValueError: the options contradict each other or can't work here.
+    """
+    _check(arguments)
+    _check_devices(platform, devices, gpus)
+    shapes = _shapes(arguments, platform, devices) if arguments.name in MATMULS else []
+    modes = MODES if arguments.mode == "both" else (arguments.mode,)
+    found = [_settings_of_mode(arguments, mode, platform, devices, shapes) for mode in modes]
+    if arguments.name in OPERATIONS:
+        _check_sizes(arguments, found[0])
+    return found
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises ValueError if these options contradict each other or can't work here."""
+    name = arguments.name
+    if is_program(name) and (arguments.peers or arguments.plot):
+        raise ValueError(f"--peers and --plot are for operations, not for the program {name}")
+    if name in MATMULS:
+        if arguments.leaves > 1:
+            raise ValueError(f"--leaves: {name} is measured with one x and one w")
+        others = [dtype for dtype in arguments.datatype if dtype not in _MATMUL_DTYPES]
+        if others:
+            raise ValueError(
+                f"{name} of {others[0]}: choose from {', '.join(_MATMUL_DTYPES)} with -d"
+            )
+    elif arguments.shapes or arguments.preset or arguments.backward or arguments.plan:
+        options = "--shapes, --preset, --backward and --plan"
+        raise ValueError(f"{options} are for {', '.join(MATMULS)}, not for {name}")
+    elif arguments.settle is not None and not is_program(name):
+        raise ValueError(f"--settle is for collective matmuls and programs, not for {name}")
+    elif arguments.leaves > 1 and name in ("psum_scatter", "all_gather", "all_to_all"):
+        raise ValueError(f"--leaves: {name} is measured with one array")
+    if name == "pmean":
+        integers = [d for d in arguments.datatype if jnp.issubdtype(jnp.dtype(d), jnp.integer)]
+        if integers:
+            raise ValueError(f"pmean of {integers[0]} is a float: choose floating dtypes with -d")
+    for option, file in (("--json", arguments.json), ("--plot", arguments.plot)):
+        if file is not None:
+            check_writable(option, file)
+    config.parse({**os.environ, **environment(arguments)})
+    if arguments.plot:
+        why_not = source_tree.load("bench_plots.command", "--plot").why_not()
+        if why_not is not None:
+            raise ValueError(f"--plot {arguments.plot}: {why_not}")
+
+
+def _check_devices(platform: str, devices: int, gpus: int) -> None:
+    """Raises ValueError if there are too few devices."""
+    if platform != "gpu" or 1 <= devices <= gpus:
+        return
+    if gpus == 0:
+        raise ValueError(
+            "--platform gpu: JAX would find no NVIDIA GPU here (by NVML and CUDA_VISIBLE_DEVICES): "
+            "choose --platform cpu"
+        )
+    raise ValueError(
+        f"this node has {gpus} visible GPUs, not {devices}: choose --devices {gpus} or less"
+    )
+
+
+def _check_sizes(arguments: argparse.Namespace, settings: Settings) -> None:
+    """Raises ValueError if there is no size of a collective to measure."""
+    smallest, largest = arguments.minbytes, _largest_size(arguments, settings.platform)
+    if smallest > largest:
+        default = "" if arguments.maxbytes else " (the default)"
+        raise ValueError(
+            f"--minbytes {size_text(smallest)} is above --maxbytes {size_text(largest)}{default}: "
+            "choose a smaller -b or a larger -e"
+        )
+    if not settings.measurements():
+        raise ValueError(
+            f"none of the sizes {', '.join(map(size_text, settings.sizes))} holds a whole number "
+            f"of elements of {' or '.join(settings.dtypes)} for each of {settings.devices} "
+            "devices: choose other sizes with -b, -e and -f"
+        )
+
+
+def sizes_between(first: int, last: int, factor: int) -> list[int]:
+    """Returns the sizes from the first up to the last, each `factor` times the previous one."""
+    sizes = []
+    while first <= last:
+        sizes.append(first)
+        first *= factor
+    return sizes
+
+
+def _shapes(arguments: argparse.Namespace, platform: str, devices: int) -> list[Shape]:
+    """Returns the shapes of a collective matmul that the options ask for.
+
+    Raises:
+        ValueError: a shape can't be divided among the devices.
+    """
+    presets = arguments.preset
+    if not presets and not arguments.shapes:
+        presets = ["reference" if platform == "gpu" else "tiny"]
+    of_presets = matmul_shapes.of_presets(presets, arguments.name, devices)
+    shapes = list(dict.fromkeys([*(arguments.shapes or []), *of_presets]))
+    matmul_shapes.check(arguments.name, shapes, devices)
+    return shapes
+
+
+def _settings_of_mode(
+    arguments: argparse.Namespace,
+    mode: str,
+    platform: str,
+    devices: int,
+    shapes: Sequence[Shape],
+) -> Settings:
+    """Returns the settings for one mode."""
+    return Settings(
+        name=arguments.name,
+        sizes=sizes_between(
+            arguments.minbytes,
+            _largest_size(arguments, platform),
+            arguments.stepfactor,
+        ),
+        leaves=arguments.leaves,
+        dtypes=arguments.datatype,
+        iterations=arguments.iters,
+        warmup_iterations=arguments.warmup_iters,
+        chain=arguments.chain,
+        mode=mode,
+        devices=devices,
+        platform=platform,
+        shapes=[list(shape) for shape in shapes],
+        backward=arguments.backward,
+        plan=arguments.plan,
+        settle_ms=_settle_ms(arguments, platform),
+    )
+
+
+def _largest_size(arguments: argparse.Namespace, platform: str) -> int:
+    return arguments.maxbytes or parse_size("64K" if platform == "cpu" else "16M")
+
+
+def _settle_ms(arguments: argparse.Namespace, platform: str) -> int:
+    if arguments.settle is not None:
+        return int(arguments.settle)
+    settles = arguments.name not in OPERATIONS
+    return 150 if settles and platform == "gpu" else 0
+
+
+def environment(arguments: argparse.Namespace) -> dict[str, str]:
+    """Returns the environment variables that the options set for the ranks."""
+    variables = {}
+    if arguments.algorithm is not None:
+        variables["JAX_INTRANODE_ALGORITHM"] = arguments.algorithm
+    if arguments.latency_hiding is not None:
+        value = "true" if arguments.latency_hiding == "on" else "false"
+        flag = f"--xla_gpu_enable_latency_hiding_scheduler={value}"
+        variables["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    return variables

@@ -1,0 +1,131 @@
+"""``python -m jax_intranode run``: runs a script or a module that nobody edits."""
+
+import argparse
+import functools
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import jax_intranode
+from jax_intranode._src.command_line import compare
+from jax_intranode._src.command_line.launcher import start_rank
+from jax_intranode._src.command_line.wrong_input import WrongInput
+from jax_intranode._src.selection import config
+
+DESCRIPTION = (
+    "Runs a script or a module as Python does, after jax_intranode.install(): collectives of "
+    "jax.lax inside shard_map and pmap run in this package's kernels where that is faster. "
+    "JAX_INTRANODE_DISABLE=1 runs it without. --compare runs its steps plain and accelerated in "
+    "turns, and says how long they take and how far their results are apart."
+)
+EXAMPLES = """\
+python -m jax_intranode run train.py --steps 10
+python -m jax_intranode run --compare train.py                plain and accelerated in turns
+python -m jax_intranode run -m package.train --steps 10"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of the command."""
+    add_options(parser)
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="SCRIPT is the name of a module"
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="a Python file, or with -m a module")
+    others = parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script"
+    )
+    others.required = False
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declares the options that stand before the script, which `launch run` has, too."""
+    parser.add_argument(
+        "--auto",
+        action="store_true",
+        help="replace collectives that XLA's partitioner adds to plain jit programs, too",
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="run the steps of the script plain and accelerated in turns, and compare times and "
+        "results: those of the jitted function that is called most",
+    )
+    parser.add_argument(
+        "--steps",
+        type=_steps,
+        default=compare.STEPS,
+        metavar="N",
+        help=f"how many steps to compare (default {compare.STEPS}); the script goes on after them",
+    )
+
+
+def _steps(text: str) -> int:
+    if not text.isdecimal() or int(text) < 16:
+        raise argparse.ArgumentTypeError(f"{text!r}: use an integer from 16 on")
+    return int(text)
+
+
+class _Options(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise WrongInput(f"run: {message}")
+
+
+def parse_options(words: Sequence[str]) -> argparse.Namespace:
+    """Returns what the words in front of the script say, as `start_rank.split` returns them.
+
+    Raises:
+        WrongInput: there is no such option.
+    """
+    parser = _Options(add_help=False)
+    add_options(parser)
+    return parser.parse_args(words)
+
+
+def begin(options: argparse.Namespace) -> None:
+    """Accelerates what this process runs from here on, or compares it.
+
+    Args:
+        options: those of `add_options`.
+
+    Raises:
+        WrongInput: nothing can be accelerated, so there is nothing to compare.
+    """
+    if not options.compare:
+        jax_intranode.install(auto=options.auto)
+    elif config.get().disable:
+        raise WrongInput("--compare: JAX_INTRANODE_DISABLE=1 switches acceleration off: unset it")
+    else:
+        compare.start(options.steps, functools.partial(jax_intranode.accelerate, auto=options.auto))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the script as ``python SCRIPT ...`` does, after `jax_intranode.install`.
+
+    Raises:
+        WrongInput: there is no such script.
+    """
+    script = Path(arguments.script)
+    if not arguments.module and not script.exists():
+        raise WrongInput(
+            f"{script}: there is no such file in {Path.cwd()}: name a script, or with -m a module"
+        )
+    begin(arguments)
+    if arguments.module:
+        _check_module(arguments.script)
+    start_rank.run_as_main([arguments.script, *arguments.arguments], is_module=arguments.module)
+    return 0
+
+
+def _check_module(name: str) -> None:
+    """Raises WrongInput if there is no such module."""
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path.cwd())
+    try:
+        found = importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError as error:
+        # A package that cannot be imported for another reason shows its own error.
+        found = not f"{name}.".startswith(f"{error.name}.")
+    if not found:
+        raise WrongInput(f"-m {name}: there is no such module: install it, or run where it lies")

@@ -1,0 +1,278 @@
+"""Measures one operation of one dtype: which algorithm, which launch, and up to which size.
+
+On GPUs the launches of a size are timed in CUDA graphs, and then the fastest one beside ``jax.lax``
+from JAX. On the CPU one thread runs all blocks, so there are no launches: each algorithm is timed
+beside ``jax.lax`` from JAX. Sizes grow until ours is slower at two in a row.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_intranode._src.command_line.bench import all_ranks
+from jax_intranode._src.command_line.bench.collectives import chains, graph, oracle
+from jax_intranode._src.command_line.bench.collectives.operations import OPERATIONS, Operation
+from jax_intranode._src.command_line.bench.settings import SINGLE_PROCESS, Settings
+from jax_intranode._src.command_line.bench.timing import slowest_rank
+from jax_intranode._src.command_line.tune.rows import Measured, fastest, rows_of
+from jax_intranode._src.native import definitions
+from jax_intranode._src.selection import select, table, tuning
+
+_THREADS = (64, 128, 256, 512)
+_BLOCKS = (64, 128, 256)
+# The most threads of a kernel that reside on an SM at the same time.
+_RESIDENT_THREADS_PER_SM = 1024
+# Launches whose times differ by less are alike.
+_TOLERANCE = 0.03
+# The dtype that stands for those with packets of its kind (xla_ffi/kernels/packets.h).
+DTYPES = {
+    "gpu": {"bare": "bfloat16", "flagged": "int32"},
+    "cpu": {"bare": "float32", "flagged": "int32"},
+}
+# Segments of large messages, by their bytes; 0: the whole message in one epoch. They are tried on
+# GPUs, for bare packets, up to the largest size. Flagged packets move twice the bytes.
+_SEGMENTS = (0, 2 << 20, 4 << 20, 8 << 20)
+_LARGEST = 256 << 20
+_SMALLEST = {"gpu": 1 << 10, "cpu": 256}
+_FACTOR = 4
+
+
+class OutOfTime(Exception):
+    """The time for the measurements has run out, on all ranks alike."""
+
+
+def algorithms(operation: str) -> list[str]:
+    """Returns the algorithms that the table chooses among for an operation."""
+    shipped = {
+        row.algorithm for key, rows in table.TABLE.items() if key[2] == operation for row in rows
+    }
+    return [name for name in definitions.ALGORITHMS if name in shipped]
+
+
+class Sweep:
+    """The measurements of one operation of one dtype in one group."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        mesh: Mesh,
+        epoch_buffer_bytes: int,
+        operation: str,
+        packets: str,
+        out_of_time: Callable[[str], bool],
+    ) -> None:
+        """Keeps what to measure.
+
+        Args:
+            settings: repetitions, mode, devices and platform.
+            mesh: a mesh with one axis "x" of all devices.
+            epoch_buffer_bytes: bytes of an epoch buffer.
+            operation: "psum", "psum_scatter", "all_gather" or "all_to_all".
+            packets: "bare" or "flagged".
+            out_of_time: asks, by a unique name, whether all ranks should stop.
+        """
+        self.operation, self.packets = operation, packets
+        self._settings, self._mesh = settings, mesh
+        self._epoch_buffer_bytes = epoch_buffer_bytes
+        self._out_of_time = out_of_time
+        self._dtype = np.dtype(jax.numpy.dtype(DTYPES[settings.platform][packets]))
+        self._attempts = 0
+        self._made: tuple[int, dict[int, np.ndarray], np.ndarray] | None = None
+
+    def run(self, begin: Callable[[int], None]) -> Iterator[Measured]:
+        """Yields the measurements of growing sizes, until ours is slower at two in a row.
+
+        Then it measures again where a slower size comes before a faster one, and at last a size
+        between the last one that is faster and the next. A size that is yielded twice counts as it
+        was measured last.
+
+        Args:
+            begin: is called with the bytes of a size before it is measured.
+
+        Raises:
+            OutOfTime: the time has run out.
+        """
+        found: dict[int, Measured] = {}
+
+        def measure(nbytes: int, before: table.Row | None) -> Measured:
+            begin(nbytes)
+            found[nbytes] = self._measure(nbytes, before)
+            if not found[nbytes].wins:  # it may have been disturbed
+                found[nbytes] = self._measure(nbytes, before)
+            return found[nbytes]
+
+        nbytes, best, lost = _SMALLEST[self._settings.platform], None, 0
+        while lost < 2 and self._candidates(nbytes):
+            of_size = measure(nbytes, best)
+            yield of_size
+            lost = 0 if of_size.wins else lost + 1
+            best = of_size.best if of_size.wins else best
+            nbytes *= _FACTOR
+        for size, larger in itertools.pairwise(sorted(found)):
+            if found[larger].wins and not found[size].wins:
+                yield measure(size, found[size].best)
+        rows = rows_of(list(found.values()))
+        if rows and self._candidates(2 * rows[-1].nbytes):
+            yield measure(2 * rows[-1].nbytes, best)
+
+    def _candidates(self, nbytes: int) -> list[table.Row]:
+        """The launches that a size can be given."""
+        found: dict[tuple[str, int, int, int], table.Row] = {}
+        if nbytes < self._dtype.itemsize:
+            return []
+        on_gpus = self._settings.platform == "gpu"
+        sms = getattr(self._mesh.devices.flat[0], "core_count", 132)
+        for algorithm, segment_bytes in itertools.product(algorithms(self.operation), _SEGMENTS):
+            if segment_bytes and not (
+                on_gpus
+                and self.packets == "bare"
+                and algorithm in definitions.IN_SEGMENTS
+                and segment_bytes < nbytes <= _LARGEST
+            ):
+                continue
+            # It sends the whole message to each rank.
+            if algorithm == "one_shot" and nbytes > 2 << 20 and self._settings.devices > 2:
+                continue
+            for threads in _THREADS if on_gpus else (1,):
+                # Small blocks of a large message are never fastest.
+                if on_gpus and nbytes >= 1 << 20 and threads < (512 if segment_bytes else 128):
+                    continue
+                for most in reversed(_BLOCKS) if on_gpus else (1,):
+                    row = table.Row(nbytes, algorithm, threads, most, segment_bytes)
+                    launched = self._launch(row)
+                    if launched is None:
+                        continue
+                    segments, blocks = launched
+                    if not on_gpus or blocks * threads <= _RESIDENT_THREADS_PER_SM * sms:
+                        found.setdefault((algorithm, threads, blocks, segments), row)
+        return list(found.values())
+
+    def _launch(self, row: table.Row) -> tuple[int, int] | None:
+        """The number of segments and of blocks; None if the epoch buffers are too small."""
+        n, bytes_of_buffer = self._settings.devices, self._epoch_buffer_bytes
+        return select.launch(row, self._dtype.name, row.nbytes, n, bytes_of_buffer)
+
+    def _measure(self, nbytes: int, before: table.Row | None) -> Measured:
+        self._attempts += 1
+        label = f"{self.operation}/{self.packets}/{nbytes}/{self._attempts}"
+        if self._out_of_time(label):
+            raise OutOfTime
+        candidates = self._candidates(nbytes)
+        if self._settings.platform == "gpu":
+            times = [(self._time_in_graph(row, label), row) for row in candidates]
+            candidates = [fastest(times, before, _TOLERANCE)[1]]
+        found = []
+        for number, row in enumerate(candidates):
+            us, lax_us = self._time_from_jax(row, f"{label}/{number}")
+            if min(us, lax_us) <= 0:  # the chain without the operation took longer
+                us, lax_us = self._time_from_jax(row, f"{label}/{number}/again")
+            found.append((us, lax_us, row))
+        us, best = fastest([(us, row) for us, _, row in found], before, _TOLERANCE)
+        # Each algorithm has taken turns with lax, so they saw the same disturbances.
+        (lax_us,) = (lax_us for _, lax_us, row in found if row is best)
+        return Measured(nbytes, best, us, lax_us)
+
+    @property
+    def _operation(self) -> Operation:
+        return OPERATIONS[self.operation]
+
+    def _operand_count(self, nbytes: int) -> int:
+        """Elements of a rank's operand."""
+        n = self._settings.devices
+        return self._operation.operand_count(self._size(nbytes) // self._dtype.itemsize, n)
+
+    def _size(self, nbytes: int) -> int:
+        """The bytes in `operations.Operation`'s sense."""
+        return nbytes if self.operation == "psum" else nbytes * self._settings.devices
+
+    def _time_in_graph(self, row: table.Row, label: str) -> float:
+        """Microseconds of a launch in a CUDA graph.
+
+        Raises:
+            RuntimeError: a result was wrong.
+        """
+        shards, expected = self._data(row.nbytes)
+        launched = self._launch(row)
+        assert launched is not None  # or it would be no candidate
+        segments, blocks = launched
+        selected = [select.Selection(row.algorithm, "", blocks, row.threads, segments=segments)]
+        times, wrong = graph.measure(
+            self._settings, self._operation, self._mesh, selected, shards, expected,
+            f"{label}/{row.algorithm}/{row.threads}/{row.blocks}/{segments}",
+        )  # fmt: skip
+        if wrong:
+            raise RuntimeError(
+                f"{self.operation} of {row.nbytes} bytes of {self._dtype.name} by {row.algorithm} "
+                f"with {blocks} blocks of {row.threads} threads in {segments} segments: {wrong} "
+                "wrong elements"
+            )
+        return times.p50
+
+    def _data(self, nbytes: int) -> tuple[dict[int, np.ndarray], np.ndarray]:
+        """The operands of this process's ranks, and the right result; made once for a size."""
+        if self._made is None or self._made[0] != nbytes:
+            operand_bytes = self._operand_count(nbytes) * self._dtype.itemsize
+            n = self._settings.devices
+            expected, _ = oracle.expected_result(self._operation, n, operand_bytes, self._dtype)
+            shards = {
+                rank: oracle.random_shard(rank, operand_bytes, self._dtype)
+                for rank, device in enumerate(self._mesh.devices.flat)
+                if device.process_index == jax.process_index()
+            }
+            self._made = nbytes, shards, expected
+        return self._made[1:]
+
+    def _time_from_jax(self, row: table.Row, label: str) -> tuple[float, float]:
+        """Microseconds per call of a launch and of lax, which take turns."""
+        count = self._operand_count(row.nbytes)
+        n = self._settings.devices
+        sharding = NamedSharding(self._mesh, PartitionSpec("x"))
+        shard = np.ones(count, self._dtype)
+        data = jax.make_array_from_callback((n * count,), sharding, lambda index: shard)
+        with tuning.using(self._trial(row)):
+            ours, lax, _, _ = chains.times_from_jax(
+                self._settings, self._operation, self._mesh, [data], self._size(row.nbytes)
+            )
+        return (
+            slowest_rank(f"{label}/ours", ours).p50,
+            slowest_rank(f"{label}/lax", lax).p50,
+        )
+
+    def _trial(self, row: table.Row) -> tuning.Tuning:
+        """A tuning under which all sizes use this launch."""
+        mode = "single" if self._settings.mode == SINGLE_PROCESS else "multi"
+        always = (dataclasses.replace(row, nbytes=1 << 40),)
+        return tuning.Tuning(
+            path="a trial",
+            digest="",
+            platform=self._settings.platform,
+            device=self._mesh.devices.flat[0].device_kind,
+            devices=self._settings.devices,
+            versions={},
+            date="",
+            rows={(mode, self.operation, self.packets, definitions.MAX_WORLD_SIZE): always},
+            profile=None,
+        )
+
+
+def ask_all_ranks(over: bool, name: str) -> bool:
+    """Whether any rank says so; all ranks get the same answer."""
+    return all_ranks.largest(f"tune/over/{name}", float(over)) > 0
+
+
+def describe(of_size: Measured) -> str:
+    """Returns a measurement as text."""
+    row: Any = of_size.best
+    launch = "" if row.threads == 1 else f" ({row.blocks} x {row.threads})"
+    if row.segment_bytes:
+        launch += f" by {row.segment_bytes >> 20} MiB"
+    ratio = of_size.lax_us / of_size.us if of_size.us else float("inf")
+    return (
+        f"{of_size.nbytes:>10} bytes  {row.algorithm + launch:<26} {of_size.us:9.2f} us  "
+        f"lax {of_size.lax_us:9.2f} us  {ratio:6.2f}"
+    )

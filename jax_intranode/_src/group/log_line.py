@@ -1,0 +1,55 @@
+"""The line that the log has for each set of devices that communicates."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax_intranode._src.group import topology as topology_lib
+from jax_intranode._src.native import definitions
+from jax_intranode._src.selection import table, tuning
+
+
+def describe(rendezvous: Any, hellos: Sequence[dict[str, Any]]) -> str:
+    """The devices, their links, the process mode, and what runs which sizes.
+
+    Args:
+        rendezvous: a `rendezvous.Rendezvous`.
+        hellos: what each process has said about itself.
+    """
+    devices = list(rendezvous.devices.values())
+    kinds = " and ".join(dict.fromkeys(device.device_kind for device in devices))
+    facts = [{"single": "one process", "multi": f"{len(hellos)} processes"}[rendezvous.mode]]
+    hosts = len(set(rendezvous.hosts.values()))
+    if hosts > 1:
+        facts.append(f"{hosts} hosts")
+    links = [device["links"] for hello in hellos for device in hello["devices"]]
+    if hosts == 1 and len(links) > 1 and None not in links:
+        matrix = topology_lib.link_matrix([topology_lib.LinkReport.from_json(of) for of in links])
+        fewest = min(matrix[i][j] for i in range(len(matrix)) for j in range(i))
+        facts.append(
+            "a hybrid cube mesh of NVLinks"
+            if rendezvous.linked
+            else f"{fewest} NVLinks between each pair"
+        )
+    hardware = table.hardware_of(rendezvous.platform, devices[0].device_kind)
+    world_size = min(-(-len(devices) // hosts), definitions.MAX_WORLD_SIZE)
+    tuned = tuning.rows_for(device.device_kind for device in devices)
+    thresholds = []
+    operations = (
+        ("psum",) if rendezvous.linked else ("psum", "psum_scatter", "all_gather", "all_to_all")
+    )
+    for operation in operations:
+        rows, _ = table.rows_and_source(
+            hardware, rendezvous.mode, operation, "bare", world_size, tuned
+        )
+        upto = {row.algorithm: row.nbytes for row in rows or ()}
+        if rendezvous.linked:
+            upto = {"hybrid_cube_mesh": max(upto.values(), default=0)}
+        thresholds += [f"{operation} {name} up to {size} bytes" for name, size in upto.items()]
+    why = rendezvous.reason_for_no_matmuls
+    matmuls = "overlapped" if why is None else f"not overlapped ({why})"
+    by = "" if tuned is None else f", by {tuned.by}"
+    return (
+        f"Devices {list(rendezvous.devices)} ({len(devices)} x {kinds}, {', '.join(facts)}) "
+        f"communicate through jax_intranode{by}. Among {world_size} ranks: "
+        f"{', '.join(thresholds)}; matmuls are {matmuls}."
+    )

@@ -1,0 +1,697 @@
+"""The rendezvous: the processes of a mesh agree once on whether and how its devices communicate.
+
+A rendezvous belongs to a set of devices. It ends in one verdict for all of its processes. Either
+every device of a host can write into the slabs of all others, or there is a reason why operations
+on these devices fall back to ``jax.lax``. The verdict is final, so that all processes compile the
+same program.
+
+A slab is memory of one device that its peers write into. It starts with a page in which the devices
+test their access, the probe page. Regions follow; each serves the groups of one partition
+(communicator.py). On GPUs, the ring buffer of the collective matmuls follows.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib
+import logging
+import os
+import platform as host_platform
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from jax_intranode._src.group import key_value_store, log_line
+from jax_intranode._src.group import topology as topology_lib
+from jax_intranode._src.group.partition import Partition
+from jax_intranode._src.health import failures, peers
+from jax_intranode._src.jax_private import distributed
+from jax_intranode._src.native import definitions, extension
+from jax_intranode._src.selection import config, gpu_facts, overlap, select, tuning
+from jax_intranode._src.selection.quoting import shown
+
+_log = logging.getLogger("jax_intranode")
+
+# Increase it whenever the layout of slabs or the protocols change: processes of different versions
+# must not share memory.
+_PROTOCOL = 10
+
+_SHARED_MEMORY = Path("/dev/shm")
+PROBE_BYTES = 64 << 10
+REGIONS = 8
+
+# Guards every rendezvous, and what follows from it.
+lock = threading.RLock()
+_all: dict[tuple[int, ...], "Rendezvous"] = {}
+_generation = 0  # number of shutdowns so far: processes of different generations don't rendezvous
+_forked = False
+
+
+class Host(NamedTuple):
+    """Where processes can share memory with each other: those for which all of this is the same.
+
+    Attributes:
+        machine: the boot id of the running kernel.
+        name: the host name. Containers on one machine usually have different ones.
+        shared_memory: which directory /dev/shm is, in which processes with CPU devices share
+            memory; empty for GPUs, whose memory they share through the driver.
+    """
+
+    machine: str
+    name: str
+    shared_memory: str
+
+    def difference(self, other: "Host") -> str:
+        """Why processes there and on another host share no memory, as part of a sentence."""
+        if self.machine != other.machine:
+            return "on different machines"
+        if self.name != other.name:
+            return "on one machine, under different host names"
+        return "on one machine, with a /dev/shm of their own each"
+
+
+@dataclass
+class Rendezvous:
+    """What the processes of a set of devices agreed on.
+
+    Attributes:
+        devices: all devices, by id.
+        platform: "cpu" or "gpu".
+        mode: "single" if one process has all devices, else "multi".
+        reason: why there are no communicators; None if there are.
+        store: the key-value store through which regions are claimed.
+        hosts: each device's host, by device id.
+        linked: by device id, the devices that it is linked to, on hosts that are a hybrid cube
+            mesh. Devices of other hosts, which are not in it, are linked to all others there.
+        epoch_buffer_bytes: bytes of each of the two epoch buffers of a region.
+        ring_bytes: bytes of a device's ring buffer; 0 if there is none.
+        reason_for_no_matmuls: why collective matmuls are not overlapped; None if they may be.
+        profile: the GPUs' constants, by which the plans of collective matmuls are chosen; None if
+            these are not overlapped.
+        shipped_profile: the same without a tuning, or why there is none.
+        addresses: the address of each peer's slab, by local device id and the peer's id.
+        memory: owns the slabs.
+        records: the address of each local device's failure records, by device id.
+        communicators: by partition, why there is no communicator, or None if there is one.
+        watch: the watch over the other processes of this host; None if there are none, or if they
+            can't be watched.
+        description: what the log says of it if there are communicators.
+        peer_buffers: the open peer buffers, by name (peer_buffer.py).
+        peer_buffers_made: how often a peer buffer of a name was asked for.
+    """
+
+    devices: dict[int, Any]
+    platform: str
+    mode: str
+    reason: str | None = None
+    store: Any = None
+    hosts: dict[int, Host] = field(default_factory=dict)
+    linked: dict[int, frozenset[int]] = field(default_factory=dict)
+    epoch_buffer_bytes: int = 0
+    ring_bytes: int = 0
+    reason_for_no_matmuls: str | None = None
+    profile: overlap.Profile | None = None
+    shipped_profile: overlap.Profile | str | None = None
+    addresses: dict[int, dict[int, int]] = field(default_factory=dict)
+    memory: list[Any] = field(default_factory=list)
+    records: dict[int, int] = field(default_factory=dict)
+    communicators: dict[Partition, str | None] = field(default_factory=dict)
+    watch: peers.Watch | None = None
+    description: str = ""
+    peer_buffers: dict[str, Any] = field(default_factory=dict)
+    peer_buffers_made: dict[str, int] = field(default_factory=dict)
+
+    def are_linked(self, first: int, second: int) -> bool:
+        """Whether data may travel between two devices of a host, given by their ids."""
+        return first == second or first not in self.linked or second in self.linked[first]
+
+    def region_bytes(self) -> int:
+        """Bytes of a region: its header and its epoch buffers."""
+        return extension.module(self.platform).HEADER_BYTES + 2 * self.epoch_buffer_bytes
+
+
+def rendezvous_of(devices: Iterable[Any]) -> Rendezvous:
+    """The rendezvous of these devices. The first call performs it; later ones return the same.
+
+    Raises:
+        CommunicationError: these devices can't communicate any more.
+        RuntimeError: this process was forked from one that had communicators.
+    """
+    refuse_fork()
+    by_id = {device.id: device for device in devices}
+    key = tuple(sorted(by_id))
+    with lock:
+        rendezvous = _all.get(key)
+        if rendezvous is None:
+            devices = {i: by_id[i] for i in key}
+            processes = sorted({device.process_index for device in devices.values()})
+            rendezvous = Rendezvous(devices, devices[key[0]].platform, mode_of(devices.values()))
+            # Stored first: if it is interrupted, it is not tried again with the same keys.
+            _all[key] = rendezvous
+            _perform(rendezvous, processes)
+            if rendezvous.reason is not None:
+                _log.log(
+                    logging.INFO if config.get().disable else logging.WARNING,
+                    "Operations on devices %s fall back to jax.lax: %s.",
+                    list(key),
+                    rendezvous.reason,
+                )
+            else:
+                _log.info(rendezvous.description)
+    raise_if_failed(rendezvous.devices.values())
+    return rendezvous
+
+
+def raise_if_failed(devices: Iterable[Any]) -> None:
+    """Raises if these devices can't communicate any more.
+
+    Raises:
+        CommunicationError: an operation on these devices has failed, or a process of theirs is
+            gone.
+    """
+    failure = failures.current()
+    devices = list(devices)
+    if failure is None or failure.platform != devices[0].platform:
+        return
+    # On GPUs the context is lost, and with it all groups.
+    others = failure.platform == "cpu" and failure.device_ids
+    if not others or any(device.id in failure.device_ids for device in devices):
+        raise failures.CommunicationError(failure.message, failure)
+
+
+def forget_all() -> None:
+    """Ends every rendezvous of this process; the next use of the same devices starts anew."""
+    global _generation
+    _all.clear()
+    _generation += 1
+
+
+def generation() -> int:
+    """How often `forget_all` was called."""
+    return _generation
+
+
+def mode_of(devices: Iterable[Any]) -> str:
+    """The process mode: "single" if one process has all of these devices, else "multi"."""
+    return "single" if len({device.process_index for device in devices}) == 1 else "multi"
+
+
+def native_ordinal(device: Any) -> int:
+    """The number by which XLA's handlers know a device: on CPUs the global id, else CUDA's."""
+    return device.id if device.platform == "cpu" else device.local_hardware_id
+
+
+def refuse_fork() -> None:
+    """Raises in a process that was forked from one that had communicators.
+
+    Raises:
+        RuntimeError: this is such a process.
+    """
+    if _forked:
+        raise RuntimeError(
+            "jax_intranode: this process was forked from one that had communicators; devices and "
+            "shared memory do not survive a fork. Start processes with the method 'spawn'."
+        )
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = _forked or any(rendezvous.reason is None for rendezvous in _all.values())
+
+
+class Refusal(Exception):
+    """Why these devices get no communicators."""
+
+
+def _perform(rendezvous: Rendezvous, processes: list[int]) -> None:
+    """Fills in the rendezvous, or its reason."""
+    rendezvous.reason = "the rendezvous of its processes was interrupted"
+    if jax.process_index() not in processes:
+        rendezvous.reason = "this process has none of these devices"
+        return
+    deadline = key_value_store.Deadline(config.get().meeting_s)
+    name = hashlib.sha256(repr(tuple(rendezvous.devices)).encode()).hexdigest()[:16]
+    try:
+        store = rendezvous.store = key_value_store.store(
+            f"jax_intranode/{_generation}/{name}/", jax.process_index(), processes
+        )
+    except RuntimeError as error:
+        rendezvous.reason = str(error)
+        return
+    # A process that can't go on claims the verdict at once. The first process claims it when all is
+    # well. If it doesn't, the first process that gives up waiting for it does.
+    verdict: str | None
+    try:
+        _share_slabs(rendezvous, deadline)
+        if jax.process_index() == processes[0]:
+            verdict = store.claim("verdict", "")
+        else:
+            verdict = store.wait(
+                "verdict", key_value_store.Deadline(deadline.remaining_ms() / 1e3 + 10)
+            )
+        if verdict is None:
+            verdict = store.claim("verdict", f"process {processes[0]} gave no verdict in time")
+    except (Refusal, key_value_store.Refused) as refusal:
+        verdict = store.claim("verdict", str(refusal))
+    except BaseException as error:
+        store.claim("verdict", f"process {jax.process_index()} was interrupted by {error!r}")
+        raise
+    rendezvous.reason = shown(verdict) if verdict else None
+    if verdict:
+        # The slabs stay: a peer that has not seen the verdict yet may still write into them.
+        rendezvous.addresses.clear()
+    else:
+        failures.watch(rendezvous.platform, _process_of, config.get().report_after_s)
+        # Programs keep alive what they still use.
+        distributed.at_end_of_backends(forget_all)
+
+
+def all_rendezvous() -> list[Rendezvous]:
+    """The rendezvous since the last shutdown."""
+    return list(_all.values())
+
+
+def gather(
+    rendezvous: Rendezvous, stage: str, value: Any, deadline: key_value_store.Deadline
+) -> list[Any]:
+    """Exchanges values. A process whose step failed sends {"error": why} to all."""
+    values = rendezvous.store.gather(stage, value, deadline)
+    errors = [v["error"] for v in values if isinstance(v, dict) and v.get("error")]
+    if errors:
+        raise Refusal(errors[0])
+    return values
+
+
+@contextlib.contextmanager
+def reading(stage: str) -> Iterator[None]:
+    """Refuses records of other processes that have another form than those of this version."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise Refusal(
+            f"a process sent a record ({stage}) of another form than this version's ({error!r}); "
+            "give all processes the same version"
+        ) from error
+
+
+def device_ids_of(rendezvous: Rendezvous) -> list[list[int]]:
+    """The ids of each process's devices, in process order."""
+    of_process: dict[int, list[int]] = {}
+    for device_id, device in rendezvous.devices.items():
+        of_process.setdefault(device.process_index, []).append(device_id)
+    return [ids for _, ids in sorted(of_process.items())]
+
+
+def _share_slabs(rendezvous: Rendezvous, deadline: key_value_store.Deadline) -> None:
+    """Fills in the rendezvous, or raises why it can't.
+
+    Every stage ends with an exchange in which all processes take part, those that failed in it
+    included, so that all of them see a failure at once.
+    """
+
+    def attempt(stage: str, step: Any) -> list[Any]:
+        try:
+            value = step()
+        except Exception as error:
+            value = {"error": f"process {jax.process_index()}: {error}"}
+        return gather(rendezvous, stage, value, deadline)
+
+    hellos = attempt("hello", lambda: _hello(rendezvous))
+    ids_of_processes = device_ids_of(rendezvous)
+    with reading("hello"):
+        rendezvous.linked = _check_hellos(hellos)
+        if [[device["id"] for device in hello["devices"]] for hello in hellos] != ids_of_processes:
+            raise ValueError("other devices than the mesh has")
+        for hello in hellos:
+            host, watch = hello["host"], hello["watch"]
+            if not all(isinstance(part, str) for part in Host(*host)):
+                raise TypeError("a host that is no text")
+            if watch and "reason" not in watch and not {"address", "token"} <= watch.keys():
+                raise ValueError("neither an address nor a reason for none")
+            if not all(isinstance(value, str) for value in watch.values()):
+                raise TypeError("an address that is no text")
+        rendezvous.reason_for_no_matmuls = _reason_for_no_matmuls(rendezvous, hellos)
+
+    _watch(rendezvous, hellos, deadline)
+
+    for ids, hello in zip(ids_of_processes, hellos, strict=True):
+        rendezvous.hosts.update(dict.fromkeys(ids, Host(*hello["host"])))
+    local, peers = devices_of_host(rendezvous)
+    shared = len(local) < len(peers)
+
+    slabs: dict[int, Any] = {}
+    handles: dict[int, str] = {}
+
+    def allocate() -> dict[str, Any]:
+        slabs.update(_allocate(rendezvous, local, shared))
+        return {str(i): slab.handle().hex() if shared else "" for i, slab in slabs.items()}
+
+    records = attempt("slabs", allocate)
+    with reading("slabs"):
+        for ids, record in zip(ids_of_processes, records, strict=True):
+            handles.update({i: record[str(i)] for i in ids})
+
+    def open_all() -> None:
+        nbytes = config.get().slab_bytes(rendezvous.platform) + rendezvous.ring_bytes
+        rendezvous.memory.extend(slabs.values())
+        rendezvous.addresses, opened = open_peers(rendezvous, slabs, handles, nbytes)
+        rendezvous.memory.extend(opened)
+
+    attempt("open", open_all)
+    if shared:
+        for slab in slabs.values():
+            slab.unlink()
+    attempt("write", lambda: _probe(rendezvous, local, peers, write=True))
+    attempt("read", lambda: _probe(rendezvous, local, peers, write=False))
+    rendezvous.description = log_line.describe(rendezvous, hellos)
+
+
+def _watch(
+    rendezvous: Rendezvous, hellos: list[dict[str, Any]], deadline: key_value_store.Deadline
+) -> None:
+    """Makes the processes of this host watch each other; on all hosts, or else on none.
+
+    Nothing else depends on it. Without it a lost peer is noticed when a wait runs out of time.
+    """
+    if rendezvous.mode == "single":
+        return
+    processes = sorted({device.process_index for device in rendezvous.devices.values()})
+    mine = hellos[processes.index(jax.process_index())]
+    others = [
+        peers.Peer(process, hello["watch"]["address"], tuple(d["id"] for d in hello["devices"]))
+        for process, hello in zip(processes, hellos, strict=True)
+        if hello["host"] == mine["host"] and hello is not mine and "address" in hello["watch"]
+    ]
+    why = next((h["watch"]["reason"] for h in hellos if "reason" in h["watch"]), "")
+    if not why and rendezvous.watch is not None:
+        try:
+            tokens = [hello["watch"]["token"] for hello in hellos]
+            rendezvous.watch.connect(others, tokens, deadline.remaining_ms() / 1e3)
+        except RuntimeError as error:
+            why = f"process {jax.process_index()}: {error}"
+    reasons = rendezvous.store.gather("watch", why, deadline)
+    why = next(filter(None, reasons), "")
+    if why:
+        rendezvous.watch = None
+        _log.warning(
+            "jax_intranode: the processes can't watch each other (%s). A lost process is noticed "
+            "only after JAX_INTRANODE_TIMEOUT_S.",
+            why,
+        )
+    elif rendezvous.watch is not None and others:
+        failures.watch(rendezvous.platform, _process_of, config.get().report_after_s)
+        rendezvous.watch.arm(rendezvous.platform)
+        rendezvous.store.lost = rendezvous.watch.lost
+
+
+def _is_local(device: Any) -> bool:
+    return device.process_index == jax.process_index()
+
+
+def _hello(rendezvous: Rendezvous) -> dict[str, Any]:
+    """What a process says about itself: versions, settings and its devices."""
+    module = extension.module(rendezvous.platform)
+    if config.get().disable:
+        return {"error": "JAX_INTRANODE_DISABLE=1"}
+    if module is None:
+        what = (
+            "CUDA kernels" if rendezvous.platform == "gpu" else f"kernels for {rendezvous.platform}"
+        )
+        return {"error": f"process {jax.process_index()}: jax_intranode was built without {what}"}
+    refusal = tuning.refusal(device.device_kind for device in rendezvous.devices.values())
+    if refusal is not None:
+        return {"error": refusal}
+    local = [device for device in rendezvous.devices.values() if _is_local(device)]
+    links, facts = {}, {}
+    if rendezvous.platform == "gpu":
+        bus_ids = {
+            d.id: topology_lib.normalise_bus_id(module.pci_bus_id(native_ordinal(d))) for d in local
+        }
+        reports = {r.bus_id: r for r in topology_lib.read_links(list(bus_ids.values()))}
+        for device_id, bus_id in bus_ids.items():
+            if bus_id not in reports:
+                return {"error": f"NVML does not show the GPU {bus_id}"}
+            links[device_id] = reports[bus_id].to_json()
+            kind = rendezvous.devices[device_id].device_kind
+            facts[device_id] = topology_lib.read_facts(bus_id, kind).to_json()
+    watch = {}
+    if rendezvous.mode == "multi":
+        try:
+            rendezvous.watch = peers.Watch(jax.process_index())
+            watch = rendezvous.watch.hello()
+        except RuntimeError as error:
+            watch = {"reason": f"process {jax.process_index()}: {error}"}
+    return {
+        "host": _host(rendezvous.platform),
+        "watch": watch,
+        # Processes may find the same file under other names.
+        "config": repr(dataclasses.replace(config.get(), tuning=None)),
+        "tuning": tuning.digest(),
+        "version": importlib.import_module("jax_intranode").__version__,
+        "protocol": _PROTOCOL,
+        "table": [select.digest(), overlap.digest()],
+        "matmuls": 0 if rendezvous.platform == "cpu" else module.cublas_lt_version(),
+        "devices": [
+            {"id": device.id, "links": links.get(device.id), "facts": facts.get(device.id)}
+            for device in local
+        ],
+    }
+
+
+def _reason_for_no_matmuls(rendezvous: Rendezvous, hellos: list[dict[str, Any]]) -> str | None:
+    """Why collective matmuls are not overlapped on these devices, or None."""
+    if rendezvous.platform == "cpu":
+        return "CPU devices"
+    facts = [device["facts"] for hello in hellos for device in hello["devices"]]
+    kinds = [device.device_kind for device in rendezvous.devices.values()]
+    known = [gpu_facts.GpuFacts.from_json(of_one) for of_one in facts]
+    rendezvous.shipped_profile = overlap.from_facts(known)
+    profile = tuning.profile_for(kinds) or rendezvous.shipped_profile
+    if isinstance(profile, str):
+        return profile
+    versions = {hello["matmuls"] for hello in hellos}
+    if 0 in versions:
+        return "cuBLASLt was not found"
+    if len(versions) > 1:
+        return f"processes have different versions of cuBLASLt: {sorted(versions)}"
+    if config.get().ring_bytes(rendezvous.platform) == 0:
+        return "JAX_INTRANODE_RING_MIB=0"
+    if rendezvous.linked:
+        return "a hybrid cube mesh"
+    rendezvous.profile = profile
+    return None
+
+
+def _host(platform: str) -> Host:
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    shared_memory = ""
+    if platform == "cpu":
+        # Containers may share it or not, whatever their IPC namespaces are. The device alone does
+        # not tell two directories apart that are not mounts of their own.
+        with contextlib.suppress(OSError):
+            found = os.stat(_SHARED_MEMORY)
+            shared_memory = f"{found.st_dev}:{found.st_ino}"
+    machine = boot_id.read_text().strip() if boot_id.exists() else ""
+    return Host(machine, host_platform.node(), shared_memory)
+
+
+def _check_hellos(hellos: list[dict[str, Any]]) -> dict[int, frozenset[int]]:
+    """Refuses ranks that would not decide alike, and GPUs that are not linked.
+
+    Returns:
+        The links of hybrid cube meshes: `Rendezvous.linked`.
+    """
+    for what in ("version", "protocol", "table", "tuning", "config"):
+        values = [hello.get(what, "an older one") for hello in hellos]
+        for process, value in enumerate(values):
+            if value != values[0]:
+                raise Refusal(
+                    f"processes 0 and {process} of the mesh have a different {what}: {values[0]} "
+                    f"and {value}; give them the same version and environment"
+                )
+    by_host: dict[tuple[str, ...], list[Any]] = {}
+    for hello in hellos:
+        for device in hello["devices"]:
+            links = device["links"]
+            report = None if links is None else topology_lib.LinkReport.from_json(links)
+            by_host.setdefault(tuple(hello["host"]), []).append((device["id"], report))
+    linked: dict[int, frozenset[int]] = {}
+    for devices in by_host.values():
+        linked |= _links_of_host(sorted(devices, key=lambda device: int(device[0])))
+    return linked
+
+
+def _links_of_host(
+    devices: list[tuple[int, topology_lib.LinkReport | None]],
+) -> dict[int, frozenset[int]]:
+    """The links of a host that is a hybrid cube mesh; nothing for fully connected devices.
+
+    Args:
+        devices: ids, and what GPUs report of their links.
+
+    Raises:
+        Refusal: the devices are linked in another way.
+    """
+    cube_mesh = topology_lib.TopologyKind.HYBRID_CUBE_MESH.value
+    full = topology_lib.TopologyKind.FULLY_CONNECTED.value
+    forced = config.get().topology
+    ids = [device_id for device_id, _ in devices]
+    reports = [report for _, report in devices if report is not None]
+    matrix: Sequence[Sequence[int]]
+    if forced is not None:
+        if forced == full:
+            return {}
+        if forced != cube_mesh or len(ids) != len(topology_lib.FORCED_CUBE_MESH):
+            raise Refusal(
+                f"JAX_INTRANODE_TOPOLOGY={forced}, and devices {ids} on a host; only fully "
+                f"connected devices, and hybrid cube meshes of {definitions.MAX_WORLD_SIZE}, have "
+                "kernels"
+            )
+        matrix = topology_lib.FORCED_CUBE_MESH
+    elif not reports:  # CPU devices
+        return {}
+    else:
+        seen: dict[str, int] = {}
+        for device_id, report in zip(ids, reports, strict=True):
+            if report.uuid in seen:
+                raise Refusal(f"devices {seen[report.uuid]} and {device_id} are one GPU")
+            seen[report.uuid] = device_id
+        matrix = topology_lib.link_matrix(reports)
+        kind = topology_lib.classify(matrix)
+        if kind.value == full:
+            return {}
+        if kind.value != cube_mesh:
+            raise Refusal(
+                f"GPUs {[report.bus_id for report in reports]} are not all linked by NVLink "
+                f"(topology {kind.value}, links {matrix})"
+            )
+    neighbours = topology_lib.neighbours(matrix)
+    return {device_id: frozenset(ids[j] for j in neighbours[i]) for i, device_id in enumerate(ids)}
+
+
+def epoch_buffer_bytes(slab_bytes: int, header_bytes: int) -> int:
+    """Bytes of each epoch buffer of a slab's regions; 0 or less if the slab is too small."""
+    epoch_buffer = ((slab_bytes - PROBE_BYTES) // REGIONS - header_bytes) // 2
+    return epoch_buffer // 4096 * 4096
+
+
+def _allocate(rendezvous: Rendezvous, local: list[int], shared: bool) -> dict[int, Any]:
+    """Allocates a zeroed slab for each device and arms its epoch buffers (kernels/group.h)."""
+    module = extension.module(rendezvous.platform)
+    total = config.get().slab_bytes(rendezvous.platform)
+    rendezvous.epoch_buffer_bytes = epoch_buffer_bytes(total, module.HEADER_BYTES)
+    if rendezvous.epoch_buffer_bytes <= 0:
+        raise RuntimeError(f"a slab of {total} bytes is too small; raise JAX_INTRANODE_SLAB_MIB")
+    if rendezvous.reason_for_no_matmuls is None:
+        rendezvous.ring_bytes = config.get().ring_bytes(rendezvous.platform)
+    slabs = {}
+    for device_id in local:
+        ordinal = native_ordinal(rendezvous.devices[device_id])
+        slab = module.allocate(ordinal, total + rendezvous.ring_bytes, shared)
+        for region in range(REGIONS):
+            start = slab.address + PROBE_BYTES + region * rendezvous.region_bytes()
+            module.fill(
+                ordinal, start + module.HEADER_BYTES, 0xFF, 2 * rendezvous.epoch_buffer_bytes
+            )
+        module.load_kernels(ordinal)
+        slabs[device_id] = slab
+        rendezvous.records[device_id] = slab.records
+    return slabs
+
+
+def devices_of_host(rendezvous: Rendezvous) -> tuple[list[int], list[int]]:
+    """The ids of this process's devices, and of all devices of this host."""
+    local = [i for i, device in rendezvous.devices.items() if _is_local(device)]
+    here = rendezvous.hosts[local[0]]
+    return local, [i for i in rendezvous.devices if rendezvous.hosts[i] == here]
+
+
+def open_peers(
+    rendezvous: Rendezvous, own: dict[int, Any], handles: dict[int, str], nbytes: int
+) -> tuple[dict[int, dict[int, int]], list[Any]]:
+    """Makes memory of every device of this host addressable on every local device.
+
+    Args:
+        rendezvous: that of the devices.
+        own: the memory of each local device, by device id.
+        handles: what other processes sent to open theirs, by device id.
+        nbytes: the size of each.
+
+    Returns:
+        The address of each peer's memory, by local device id and the peer's id, and the owners of
+        what was opened. The address is 0 where a GPU is not linked to the peer.
+    """
+    module = extension.module(rendezvous.platform)
+    local, peers = devices_of_host(rendezvous)
+    addresses: dict[int, dict[int, int]] = {}
+    opened: dict[Any, Any] = {}
+    for device_id in local:
+        ordinal = native_ordinal(rendezvous.devices[device_id])
+        addresses[device_id] = {}
+        for peer in peers:
+            # On CPU devices the log of calls is in memory of rank 0, which is linked or not.
+            if rendezvous.platform == "gpu" and not rendezvous.are_linked(device_id, peer):
+                addresses[device_id][peer] = 0
+                continue
+            if peer in own:
+                if peer != device_id:
+                    module.enable_peer_access(ordinal, native_ordinal(rendezvous.devices[peer]))
+                addresses[device_id][peer] = own[peer].address
+                continue
+            # On GPUs each device maps a peer's memory; on the CPU one mapping serves the process.
+            key = (ordinal if rendezvous.platform == "gpu" else None, peer)
+            if key not in opened:
+                opened[key] = module.open(ordinal, bytes.fromhex(handles[peer]), nbytes)
+            addresses[device_id][peer] = opened[key].address
+    return addresses, list(opened.values())
+
+
+def _probe(rendezvous: Rendezvous, local: list[int], peers: list[int], *, write: bool) -> None:
+    """Tests the access of every device to every slab that it is linked to.
+
+    Each device writes a word into the probe page of each slab. When all have done so, the writer
+    reads its words back through the link, and the owner reads the words in its own slab.
+    """
+    module = extension.module(rendezvous.platform)
+
+    def word(writer: int, owner: int) -> int:
+        return (peers.index(writer) * 4099 + peers.index(owner) * 17 + 1) & 0x7FFFFFFF
+
+    def slot(writer: int) -> int:
+        return 4 * (peers.index(writer) % (PROBE_BYTES // 4))
+
+    for device_id in local:
+        ordinal = native_ordinal(rendezvous.devices[device_id])
+        for peer in peers:
+            if not rendezvous.are_linked(device_id, peer):
+                continue
+            there = rendezvous.addresses[device_id][peer] + slot(device_id)
+            mine = rendezvous.addresses[device_id][device_id] + slot(peer)
+            if write:
+                module.write_word(ordinal, there, word(device_id, peer))
+                continue
+            for address, expected in (
+                (there, word(device_id, peer)),
+                (mine, word(peer, device_id)),
+            ):
+                found = module.read_word(ordinal, address)
+                if found != expected:
+                    raise RuntimeError(
+                        f"devices {device_id} and {peer} can't share memory: wrote {expected}, "
+                        f"read {found}"
+                    )
+
+
+def _process_of(device_id: int) -> int | None:
+    """The process of a device; None if no rendezvous has it."""
+    for rendezvous in list(_all.values()):
+        if device_id in rendezvous.devices:
+            return int(rendezvous.devices[device_id].process_index)
+    return None
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,275 @@
+"""The watch of the peers: processes of a mesh on one host notice when one of them is gone.
+
+The native monitor watches, without Python's lock, and ends the waits (xla_ffi/health/monitor.h).
+This file connects the processes, and says goodbye at exit.
+"""
+
+import contextlib
+import hashlib
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jax_intranode._src.health import failures
+from jax_intranode._src.jax_private import distributed
+from jax_intranode._src.native import extension
+
+# How long a process may be silent until it counts as stopped. JAX ends all processes when one has
+# been silent for 100 s.
+SILENT_S = 30.0
+# How long the processes of a mesh may take to connect after all have come to the rendezvous.
+_CONNECT_S = 30.0
+# How long, at the end of a process after a failure, JAX's last barrier may take: while all peers
+# run, and when one has ended, which won't come.
+_BARRIER_S = 5.0
+_HOPELESS_BARRIER_S = 0.5
+# How long the process with JAX's coordination service then waits for its peers to end: when it
+# ends, JAX aborts those that are left.
+_LAST_S = 5.0
+# How often a process that has finished looks whether its peers have.
+_LOOK_S = 0.02
+_PRESENT = ("unheard", "running")
+_FAULTS = ("failed", "lost")
+_PACKAGE = str(Path(__file__).parents[2]) + os.sep
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A process of the mesh on this host.
+
+    Attributes:
+        process: its number.
+        address: where it listens.
+        device_ids: its devices in the mesh.
+    """
+
+    process: int
+    address: str
+    device_ids: tuple[int, ...]
+
+
+class Watch:
+    """This process's watch over its peers in one mesh, from the rendezvous to the shutdown."""
+
+    def __init__(self, process: int):
+        """Listens for peers.
+
+        Raises:
+            RuntimeError: the system does not allow it.
+        """
+        self._native = extension.module("cpu").PeerWatch(process)
+        self._token = secrets.token_hex(32)
+        self.platform = ""  # of its devices
+        self.device_ids: dict[int, tuple[int, ...]] = {}
+
+    def hello(self) -> dict[str, str]:
+        """What the other processes need to connect."""
+        return {"address": self._native.address, "token": self._token}
+
+    def connect(self, peers: Sequence[Peer], tokens: Sequence[str], timeout_s: float) -> None:
+        """Connects with all peers, while they do the same.
+
+        Args:
+            peers: the other processes of the mesh on this host.
+            tokens: those of all processes of the mesh. Who knows all of them is one of these.
+            timeout_s: the limit in seconds.
+
+        Raises:
+            RuntimeError: a peer can't be reached; the text says which, and why.
+        """
+        self.device_ids = {peer.process: peer.device_ids for peer in peers}
+        self._native.connect(
+            [(peer.process, peer.address, list(peer.device_ids)) for peer in peers],
+            hashlib.sha256(" ".join(tokens).encode()).digest(),
+            min(timeout_s, _CONNECT_S),
+        )
+
+    def arm(self, platform: str) -> None:
+        """Begins to watch, when all have connected. From then on a lost peer is a failure."""
+        self.platform = platform
+        self._native.arm(extension.module(platform).platform(), SILENT_S)
+        _watches.append(self)
+        _take_part_in_the_end()
+
+    def close(self) -> None:
+        """Says goodbye and ends the watch."""
+        global _has_lost
+        _has_lost = _has_lost or self.lost() is not None
+        self._native.close()
+        if self in _watches:
+            _watches.remove(self)
+
+    def finish(self) -> None:
+        """Tells the peers that the program has come to its end, and that nothing of it runs."""
+        self._native.finish()
+
+    def fail(self, text: str) -> None:
+        """Tells the peers that the process ends because of a failure."""
+        self._native.fail(text.encode("ascii", "backslashreplace").decode()[:500])
+
+    def set_in_barrier(self, is_in_barrier: bool) -> None:
+        """Tells the peers that this process waits in JAX's last barrier, or no more."""
+        self._native.set_in_barrier(is_in_barrier)
+
+    def peers(self) -> list[tuple[int, int, str, bool, str]]:
+        """For each peer: process, pid, state, whether its process has ended, and how it went.
+
+        The states are those of xla_ffi/health/peer_table.h.
+        """
+        return self._native.peers()
+
+    def lost(self) -> str | None:
+        """How a peer was lost; None if none was."""
+        return next((what for _, _, state, _, what in self.peers() if state in _FAULTS), None)
+
+
+def close_all() -> None:
+    """Says goodbye to all peers, because of ``shutdown``."""
+    for watch in list(_watches):
+        watch.close()
+
+
+def absence(device_ids: Iterable[int]) -> tuple[str, str] | None:
+    """Why a process that has one of these devices is absent; None if all are present.
+
+    Returns:
+        The reason as in `failures.Failure`, and a clause that says which process, and why.
+    """
+    wanted = set(device_ids)
+    for watch in list(_watches):
+        for process, _, state, _, what in watch.peers():
+            if state not in _PRESENT and wanted & set(watch.device_ids[process]):
+                return "peer_stopped" if state == "silent" else "peer_gone", what
+    return None
+
+
+_watches: list[Watch] = []
+_takes_part = False
+_fails = False  # whether this process ends because of a failure
+_has_lost = False  # whether a peer was lost in a mesh that was shut down since
+_pid = os.getpid()
+_program = ""  # the file that Python runs
+
+
+def _take_part_in_the_end() -> None:
+    """Has the peers told, once this process watches any, when it ends in order."""
+    global _takes_part, _pid, _program
+    if _takes_part:
+        return
+    _takes_part, _pid = True, os.getpid()
+    # At exit __main__ has it no more.
+    _program = os.path.abspath(getattr(sys.modules.get("__main__"), "__file__", None) or "")
+    distributed.at_end_of_backends(_drain)
+    distributed.bound_distributed_shutdown(_say_goodbye, _won_t_come, _after_barrier)
+
+
+def _uncaught() -> BaseException | None:
+    """The exception that has ended the program, if one has.
+
+    ``sys.last_exc`` is also set by consoles, debuggers and test runners that show an exception and
+    go on. What ends a program has passed through the module that Python runs.
+    """
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if hasattr(sys, "ps1") or error is None:
+        return None
+    traceback = error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if code.co_name == "<module>":
+            is_program = code.co_filename in ("<string>", "<stdin>") or (
+                os.path.abspath(code.co_filename) == _program
+            )
+            return error if is_program else None
+        file = code.co_filename
+        if not (file.startswith(("<frozen ", _PACKAGE)) or os.path.basename(file) == "runpy.py"):
+            return None
+        traceback = traceback.tb_next
+    return None
+
+
+def _failed() -> str:
+    """How this program has failed, in a line; empty if it has not."""
+    error, failure = _uncaught(), failures.current()
+    if failure is not None:
+        return failure.message.removeprefix("jax_intranode: ").partition(". ")[0]
+    return "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _drain() -> None:
+    """Waits until nothing that this process has dispatched can still run.
+
+    Live arrays don't tell: a program whose results were dropped runs on. What waits for it is a
+    program on each device, one over all local devices, and on GPUs the driver.
+    """
+    if os.getpid() != _pid or not _watches or _failed():
+        return
+    for platform in {watch.platform for watch in _watches}:
+        with contextlib.suppress(Exception):  # who needed a result has seen its error
+            for array in jax.live_arrays(platform):
+                array.block_until_ready()
+        with contextlib.suppress(Exception):
+            devices = np.array(jax.local_devices(backend=platform))
+            for device in devices:
+                jax.jit(lambda x: x + 1)(jax.device_put(np.float32(0), device)).block_until_ready()
+            if len(devices) > 1:
+                mesh = jax.sharding.Mesh(devices, ("x",))
+                over_all = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+                on_each = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+                x = jax.device_put(np.zeros(len(devices), np.float32), over_all)
+                jax.jit(lambda x: x.sum(), out_shardings=on_each)(x).block_until_ready()
+        with contextlib.suppress(Exception):
+            if platform == "gpu":
+                extension.module("gpu").synchronize()
+
+
+def _say_goodbye() -> None:
+    """When JAX ends with the process, and nothing of the program runs: tells the peers.
+
+    JAX's last barrier gives up after 5 minutes, so a program that has finished waits here until its
+    peers have finished, too, or are lost.
+    """
+    global _fails
+    if os.getpid() != _pid:
+        return
+    if threading.main_thread().is_alive():
+        # The program calls jax.distributed.shutdown() itself, and may go on.
+        for watch in _watches:
+            watch.set_in_barrier(True)
+        return
+    if text := _failed():
+        _fails = True
+        for watch in _watches:
+            watch.fail(text)
+        return
+    for watch in _watches:
+        watch.finish()
+    while any(
+        state in (*_PRESENT, "silent") for watch in _watches for _, _, state, _, _ in watch.peers()
+    ):
+        time.sleep(_LOOK_S)
+
+
+def _after_barrier() -> None:
+    for watch in _watches:
+        watch.set_in_barrier(False)
+
+
+def _won_t_come(seconds: float, serves: bool) -> bool:
+    """Whether JAX's last barrier is to be given up, so many seconds after it began."""
+    peers = [peer for watch in list(_watches) for peer in watch.peers()]
+    lost = _has_lost or any(state in (*_FAULTS, "silent") for _, _, state, _, _ in peers)
+    if not lost and not _fails:
+        return False
+    ended = [has_ended for _, _, _, has_ended, _ in peers]
+    limit = _HOPELESS_BARRIER_S if _has_lost or any(ended) else _BARRIER_S
+    if serves and not all(ended):
+        limit += _LAST_S
+    return seconds > limit

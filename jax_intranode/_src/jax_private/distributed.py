@@ -1,0 +1,195 @@
+"""``jax.distributed``: its key-value store, its beginning under a launcher, and its end."""
+
+import contextlib
+import ctypes
+import functools
+import inspect
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax._src import api, distributed, xla_bridge
+from jaxlib import _jax
+
+
+def key_value_client() -> Any | None:
+    """The client of JAX's key-value store; None if jax.distributed is not initialised.
+
+    0.10.2 and later: ``jax.distributed`` has no public store.
+    """
+    return distributed.global_state.client
+
+
+def at_end_of_backends(action: Callable[[], None]) -> None:
+    """Makes the end of the process call `action` before JAX clears its backends.
+
+    0.10.2 to 0.12: JAX's exit handler, which was registered when JAX was imported, calls
+    ``clear_backends`` of its module. The program's own exit handlers that were registered later
+    have run by then.
+    """
+    if action in _at_end:
+        return
+    _at_end.append(action)
+    of_jax = api.clear_backends
+    if len(_at_end) > 1:
+        return
+
+    @functools.wraps(of_jax)
+    def clear_backends(*args: Any, **kwargs: Any) -> Any:
+        if threading.main_thread().is_alive():
+            return of_jax(*args, **kwargs)
+        for action in _at_end:
+            action()
+        try:
+            return of_jax(*args, **kwargs)
+        except Exception:  # such as that of a debugging callback
+            distributed.global_state.shutdown()  # JAX's exit handler does not come to it
+            raise
+
+    api.clear_backends = clear_backends
+
+
+_at_end: list[Callable[[], None]] = []
+
+
+def bound_distributed_shutdown(
+    begins: Callable[[], None], gives_up: Callable[[float, bool], bool], ends: Callable[[], None]
+) -> None:
+    """Makes the end of ``jax.distributed`` give up when peers won't come.
+
+    ``jax.distributed.shutdown``, which JAX calls at exit, waits in a barrier for all processes, for
+    up to 5 minutes, and aborts the process when that fails.
+
+    0.10.2 to 0.12: ``jax.distributed.shutdown`` calls a method of a private object.
+
+    Args:
+        begins: is called first.
+        gives_up: whether to give up, from the seconds that have passed since the end began, and
+            whether JAX's coordination service runs in this process.
+        ends: is called last.
+    """
+    state = distributed.global_state
+    if getattr(state.shutdown, "of_jax_intranode", False):
+        return
+    of_jax = state.shutdown
+    asked: queue.SimpleQueue[None] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def end() -> None:
+        while True:
+            asked.get()
+            try:
+                of_jax()
+                ended.put(None)
+            except BaseException as error:
+                ended.put(error)
+
+    # Started here: at exit Python 3.12 starts no threads.
+    thread = threading.Thread(target=end, name="jax_intranode shutdown", daemon=True)
+    thread.start()
+
+    def shutdown() -> None:
+        try:
+            begins()
+            wait()
+        finally:
+            ends()
+
+    def wait() -> None:
+        if state.client is None or not thread.is_alive():  # not alive: in a forked child
+            return of_jax()
+        started, serves = time.monotonic(), state.service is not None
+        asked.put(None)
+        while True:
+            with contextlib.suppress(queue.Empty):
+                error = ended.get(timeout=0.02)
+                break
+            if gives_up(time.monotonic() - started, serves):
+                leave_without_waiting()
+                return
+        if error is not None:
+            raise error
+
+    shutdown.of_jax_intranode = True  # type: ignore[attr-defined]
+    state.shutdown = shutdown  # type: ignore[method-assign]
+
+
+def leave_without_waiting() -> None:
+    """Lets this process end without the barrier at which JAX waits for all processes.
+
+    JAX's client and service are left to the end of the process: deleting them waits or aborts as
+    well. 0.10.2 and later.
+    """
+    state = distributed.global_state
+    for name in ("client", "service", "preemption_sync_manager"):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(getattr(state, name)))
+        setattr(state, name, None)
+
+
+# Processes under `launch`, whose coordination service runs in the launcher.
+
+# Seconds after which the service and a process that do not hear from each other take each other for
+# dead: a week. A launcher sees processes end. One that is suspended, alone or with all others, is
+# not dead; with JAX's 100 s it would be when it goes on.
+HEARTBEAT_S = 7 * 24 * 3600
+
+
+def start_coordination_service(address: str, processes: int) -> Any:
+    """Starts the service that the processes of a program meet at; `shutdown` of it ends it.
+
+    0.10.2 and later: ``jax.distributed`` starts it in process 0 only.
+    """
+    return _jax.get_distributed_runtime_service(address, processes, heartbeat_timeout=HEARTBEAT_S)
+
+
+def use_service_elsewhere() -> None:
+    """Makes this process a client of a coordination service that runs in another one.
+
+    0.10.2 and later: ``jax.distributed.initialize`` starts one in process 0 in any case. 0.12: the
+    client would use the certificates of JAX's settings, which are for a service on the network.
+    """
+    of_jax = _jax.get_distributed_runtime_client
+
+    def client(*args: Any, **kwargs: Any) -> Any:
+        of_network = [name for name in kwargs if name.startswith(("mtls_", "verify_"))]
+        return of_jax(*args, **{k: v for k, v in kwargs.items() if k not in of_network})
+
+    for name, value in (
+        ("get_distributed_runtime_service", lambda *_, **__: None),
+        ("get_distributed_runtime_client", client),
+    ):
+        setattr(_jax, name, value)
+
+
+def join_at_first_use(arguments: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Makes this process a client of a coordination service that runs elsewhere.
+
+    ``jax.distributed.initialize`` starts no service and gets arguments(those that were passed). If
+    the program has not called it before its first use of a device, it is called then. 0.10.2 and
+    later: JAX can detect the address, the number of processes and the rank, but a program that
+    calls nothing stays alone.
+    """
+    use_service_elsewhere()
+    state, backends = distributed.global_state, xla_bridge.backends
+    initialize, lock = state.initialize, threading.RLock()
+    parameters = inspect.signature(initialize)
+
+    def initialize_client(*args: Any, **kwargs: Any) -> None:
+        initialize(**arguments(dict(parameters.bind(*args, **kwargs).arguments)))
+
+    def backends_of_all() -> Any:
+        with lock:
+            if xla_bridge.backends is backends_of_all:
+                if state.client is None:
+                    jax.distributed.initialize()
+                setattr(xla_bridge, "backends", backends)  # noqa: B010, or mypy objects
+        return backends()
+
+    for owner, name, value in (
+        (state, "initialize", initialize_client),
+        (xla_bridge, "backends", backends_of_all),
+    ):
+        setattr(owner, name, value)

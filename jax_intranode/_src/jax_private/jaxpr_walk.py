@@ -1,0 +1,101 @@
+"""Reads jaxprs: what an equation runs, and where.
+
+0.10.2 and later: JAX does not document the names and parameters of primitives.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax._src.interpreters import partial_eval
+from jax.extend.core import Jaxpr
+
+from jax_intranode._src.jax_private import trace_state
+
+
+def without_dead_code(jaxpr: Any) -> Any:
+    """A traced program's jaxpr as it is lowered: without equations that no result needs.
+
+    From 0.11 on a traced program's jaxpr holds its constants itself.
+    """
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+
+
+def shard_map_of(equation: Any) -> tuple[jax.sharding.Mesh | None, frozenset[str]] | None:
+    """As `mesh_of_shard_map`, of an equation; None if it is no shard_map."""
+    return mesh_of_shard_map(equation.params) if equation.primitive.name == "shard_map" else None
+
+
+def mesh_of_shard_map(
+    params: dict[str, Any],
+) -> tuple[jax.sharding.Mesh | None, frozenset[str]]:
+    """The mesh and the manual axes that `lowering_mesh` will give for a shard_map's body.
+
+    The mesh is None if its devices are not known.
+    """
+    of_equation = params["mesh"]
+    manual = frozenset(params["newly_manual_axes"]) | frozenset(of_equation.manual_axes)
+    concrete = of_equation if isinstance(of_equation, jax.sharding.Mesh) else trace_state.set_mesh()
+    return concrete, manual
+
+
+@dataclass(frozen=True)
+class InnerJaxpr:
+    """A jaxpr that an equation runs.
+
+    Attributes:
+        jaxpr: the jaxpr.
+        times: how often one execution of the equation runs it, at most; None if that is not known.
+        conditional: whether it may run less often.
+    """
+
+    jaxpr: Jaxpr
+    times: int | None
+    conditional: bool
+
+
+def may_run_jaxprs(equation: Any) -> bool:
+    """False for most equations, which have no `inner_jaxprs`. It takes no time."""
+    return equation.primitive.multiple_results
+
+
+def inner_jaxprs(equation: Any, platform: str | None) -> Iterator[InnerJaxpr]:
+    """The jaxprs that an equation runs when it is lowered for a platform, None for any platform.
+
+    Those that only combine two numbers, of a scatter for instance, are left out.
+    """
+    if not may_run_jaxprs(equation):
+        return
+    name, params = equation.primitive.name, equation.params
+    values: Sequence[Any] = list(params.values())
+    times: int | None = 1
+    conditional = False
+    if name == "scan":
+        times = params["length"]
+    elif name == "while":
+        times = None
+    elif name == "custom_linear_solve":
+        values = [params["jaxprs"].solve]  # the others are for its derivatives
+    elif name == "cond":
+        branches = params.get("branches_platforms")  # of jax.lax.platform_dependent
+        conditional = not branches
+        if branches and platform is not None:  # only the platform's branch is lowered
+            lowered = [p is None or platform in p for p in branches]
+            values = [params["branches"][lowered.index(True)]]
+    for value in values:
+        for inner in value if isinstance(value, (tuple, list)) else (value,):
+            jaxpr = getattr(inner, "jaxpr", inner)  # of a ClosedJaxpr
+            if isinstance(jaxpr, Jaxpr):
+                yield InnerJaxpr(jaxpr, times, conditional)
+
+
+def body_of_shard_map(params: dict[str, Any]) -> Jaxpr:
+    """The jaxpr of a shard_map's body. 0.10.2 and later."""
+    return params["jaxpr"]
+
+
+def open_jaxpr(jaxpr: Any) -> Jaxpr:
+    """The jaxpr of a closed one; an open one itself. From 0.12 on all are of one type."""
+    return getattr(jaxpr, "jaxpr", jaxpr)

@@ -1,0 +1,141 @@
+"""Equations that communicate, in the terms of ``jax.lax``."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jax._src import source_info_util
+from jax._src.lax import parallel
+
+# lax's primitives that communicate, and the public function of each.
+_COLLECTIVES = {
+    "psum": "psum",
+    "psum_invariant": "psum",
+    "unreduced_psum": "psum",
+    "reduce_scatter": "psum_scatter",
+    "unreduced_reduce_scatter": "psum_scatter",
+    "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather",
+    "all_gather_reduced": "all_gather",
+    "all_to_all": "all_to_all",
+}
+
+
+@dataclass(frozen=True)
+class LaxCollective:
+    """A collective of jax.lax.
+
+    Attributes:
+        operation: the public function.
+        axes: the mesh axes; none if only axes of vmap are reduced.
+        over_vmap: whether an axis of vmap is reduced, too.
+        index_groups: its axis_index_groups.
+        invariant: psum: whether the result no longer varies over the axes.
+        dimension: psum_scatter, all_gather: the dimension that is scattered or gathered.
+            all_to_all: the one that is divided.
+        tiled: psum_scatter, all_gather: whether the dimension stays, or is dropped or made.
+        size: psum_scatter, all_gather: the number of ranks; 0 for the others.
+        concat: all_to_all: the dimension along which the parts are concatenated. The public
+            function has added and drops dimensions, so that all stay.
+    """
+
+    operation: str
+    axes: tuple[Any, ...]
+    over_vmap: bool
+    index_groups: Any
+    invariant: bool
+    dimension: int
+    tiled: bool
+    size: int
+    concat: int
+
+
+def lax_collective(equation: Any) -> LaxCollective | None:
+    """The collective of jax.lax that an equation is; None for any other equation."""
+    operation = _COLLECTIVES.get(equation.primitive.name)
+    if operation is None:
+        return None
+    params = equation.params
+    axes = params.get("axes", params.get("axis_name"))
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    if not axes:
+        return None
+    dimension = params.get("all_gather_dimension", params.get("scatter_dimension", 0))
+    # vmap has replaced the names of its axes with numbers.
+    named = tuple(axis for axis in axes if not isinstance(axis, int))
+    return LaxCollective(
+        operation,
+        named,
+        over_vmap=len(named) < len(axes),
+        index_groups=params.get("axis_index_groups"),
+        invariant=equation.primitive.name in ("psum_invariant", "unreduced_psum"),
+        dimension=params.get("split_axis", dimension),
+        tiled=params.get("tiled", False),
+        size=params.get("axis_size", 0),
+        concat=params.get("concat_axis", 0),
+    )
+
+
+# lax's other primitives that communicate, and the public function of each.
+_OTHER_COLLECTIVES = {
+    **{
+        name: name
+        for name in (
+            *("pmax", "pmin", "ppermute", "pbroadcast", "psend", "precv", "ragged_all_to_all"),
+        )
+    },
+    "unreduced_pmax": "pmax",
+    "unreduced_pmin": "pmin",
+    "pbroadcast_dynamic": "pbroadcast",
+    **{
+        f"{name}_start": f"{function}_start"
+        for name, function in (
+            *_COLLECTIVES.items(),
+            *((name, name) for name in ("pbroadcast", "ppermute")),
+        )
+    },
+}
+
+
+def other_collective(equation: Any) -> tuple[str, tuple[Any, ...]] | None:
+    """The public function and the mesh axes of a collective that is no `lax_collective`, or None.
+
+    Of those that start an operation and finish it later, it is the one that starts.
+    """
+    operation = _OTHER_COLLECTIVES.get(equation.primitive.name)
+    if operation is None:
+        return None
+    axes = equation.params.get("axes", equation.params.get("axis_name", ()))
+    axes = axes if isinstance(axes, (tuple, list)) else (axes,)
+    named = tuple(axis for axis in axes if not isinstance(axis, int))
+    return (operation, named) if named else None
+
+
+# The functions of jax.lax that communicate. `pcast` is none: it communicates in its transpose only.
+_FUNCTIONS = frozenset(
+    {
+        *_COLLECTIVES.values(),
+        *_OTHER_COLLECTIVES.values(),
+        *("pmean", "pargmax", "pargmin", "pshuffle", "pswapaxes"),
+    }
+)
+
+
+def called_function(equation: Any) -> str | None:
+    """The function of jax.lax by whose call a collective of lax came into the program.
+
+    An equation keeps the traceback of the call that made it, and a transpose that of what it is the
+    transpose of. JAX's own frames in it, up to the caller's, tell a call of a collective from a
+    collective that JAX has inserted. 0.10.2 and later: only the frames of the caller are public.
+
+    Returns:
+        The name; "" if JAX has inserted the collective; None if there is no traceback.
+    """
+    traceback = equation.source_info.traceback
+    frames = traceback.frames if traceback is not None else []
+    name = "" if frames else None
+    for frame in frames:
+        if source_info_util.is_user_filename(frame.file_name):
+            break
+        if frame.file_name == parallel.__file__ and frame.function_name in _FUNCTIONS:
+            name = frame.function_name  # pmean calls psum: the outermost counts
+    return name

@@ -1,0 +1,142 @@
+"""The state in which a call is traced: its mesh, its axes and JAX's settings."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax._src import config, core, mesh
+from jax._src.lax import lax as lax_internal
+
+
+def check_vma() -> bool:
+    """Whether this is traced under ``shard_map(..., check_vma=True)``. 0.10.2 and later.
+
+    The public way is to ask what ``lax.axis_index`` varies over. It leaves an equation behind.
+    """
+    return bool(config._check_vma.value)
+
+
+def axis_is_bound(axis: Any) -> bool:
+    """Whether shard_map, vmap or pmap has bound an axis of this name here.
+
+    0.10.2 and later: a public function would have to be called to see whether it raises.
+    """
+    return core.get_axis_env().axis_exists(axis)
+
+
+def axes_of_explicit_vmap() -> frozenset[Any]:
+    """The explicit mesh axes over which a vmap spreads its batch here. 0.10.2 and later.
+
+    The types of what is traced do not have them, and shard_map refuses to bind them.
+    """
+    return frozenset(core.get_axis_env().explicit_mesh_axis_names)
+
+
+def mesh_of_with() -> jax.sharding.Mesh | None:
+    """The mesh of ``with mesh:``, or None. 0.10.2 and later: JAX deprecates the statement."""
+    of_with = mesh.thread_resources.env.physical_mesh
+    return None if of_with.empty else of_with
+
+
+def settings_are_usual(axes: Sequence[Any]) -> bool:
+    """Whether the settings that restrict collectives over `axes` have their default values.
+
+    With other values only ``lax`` knows what is right. 0.10.2 and later, ``no_collectives`` 0.12
+    and later.
+    """
+    forbidden = config.no_collectives.value if hasattr(config, "no_collectives") else frozenset()
+    return (
+        config.auto_pcast.value
+        and not config.remove_size_one_mesh_axis_from_type.value
+        and forbidden.isdisjoint(axes)
+    )
+
+
+def with_weak_type(x: Any, weak: bool) -> Any:
+    """The array with a weak type, or with a strong one; its cotangent is cast back.
+
+    0.10.2 and later: public functions do not make a type weak.
+    """
+    return lax_internal._convert_element_type(x, weak_type=weak)
+
+
+def matmul_precision() -> str | None:
+    """The precision that ``jax.default_matmul_precision`` has set here.
+
+    0.10.2 and later: JAX's types have its public name only from 0.11 on.
+    """
+    return config.default_matmul_precision.value
+
+
+def named_axis_effects(axes: Sequence[Any]) -> set[Any]:
+    """The effects by which a jaxpr says which axes it acts on. 0.10.2 and later."""
+    return {core.NamedAxisEffect(axis) for axis in axes}
+
+
+def set_mesh() -> jax.sharding.Mesh | None:
+    """The mesh of ``jax.set_mesh``, or None.
+
+    0.10.2 and later: ``jax.sharding.get_mesh`` raises under ``jit``.
+    """
+    concrete = mesh.get_concrete_mesh()
+    return None if concrete.empty else concrete
+
+
+def eager_mesh() -> jax.sharding.Mesh | None:
+    """The mesh of the shard_map whose body runs here without ``jit``, or None.
+
+    0.10.2 and later: its trace holds the mesh.
+    """
+    trace = core.trace_ctx.trace
+    while trace is not None:
+        of_trace = getattr(trace, "mesh", None)
+        if isinstance(of_trace, jax.sharding.Mesh):
+            return of_trace
+        trace = getattr(trace, "parent_trace", None)
+    return None
+
+
+def is_tracing() -> bool:
+    """Whether this thread traces a function.
+
+    0.10.2 and later: public functions only tell of single values whether they are traced.
+    """
+    return not core.trace_state_clean()
+
+
+@contextlib.contextmanager
+def without_mesh() -> Iterator[None]:
+    """The context in which no mesh is set. 0.10.2 and later: ``jax.set_mesh`` refuses to be traced.
+
+    From 0.11 on the settings have moved.
+    """
+    settings = mesh if hasattr(mesh, "abstract_mesh_context_manager") else config
+    abstract, concrete = settings.abstract_mesh_context_manager, settings.device_context
+    with core.set_current_trace(core.eval_trace):
+        before = abstract.swap_local(mesh.empty_abstract_mesh)
+        devices = concrete.swap_local(mesh.empty_concrete_mesh)
+        try:
+            yield
+        finally:
+            abstract.set_local(before)
+            concrete.set_local(devices)
+
+
+@contextlib.contextmanager
+def inside_shard_map(params: dict[str, Any]) -> Iterator[None]:
+    """The context in which the body of a shard_map equation was traced. 0.10.2 and later."""
+    from jax._src import shard_map
+
+    manual = shard_map._as_manual_mesh(params["mesh"], frozenset(params["newly_manual_axes"]))
+    with (
+        shard_map._extend_axis_env(params["mesh"], set(params["newly_manual_axes"])),
+        mesh.use_abstract_mesh(manual),
+        config._check_vma(params["check_vma"]),
+    ):
+        yield
+
+
+def under_mesh(concrete: jax.sharding.Mesh) -> contextlib.AbstractContextManager[Any]:
+    """The context in which a program outside of shard_map is traced for this mesh. 0.10.2."""
+    return mesh.use_abstract_mesh(concrete.abstract_mesh)

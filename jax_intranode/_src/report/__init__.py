@@ -1,0 +1,1 @@
+"""What runs the collectives of a program (explain), and what was lowered (stats)."""

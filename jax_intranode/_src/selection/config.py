@@ -1,0 +1,350 @@
+"""The environment variables of the package: names, types, defaults and meanings.
+
+Importing the package checks them; the values are read once, at first use. All processes of a
+program need the same values of the variables in `Config`; the rendezvous compares them, and of a
+file the content.
+"""
+
+import difflib
+import functools
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jax_intranode._src.selection import table
+
+_log = logging.getLogger("jax_intranode")
+
+_PREFIX = "JAX_INTRANODE_"
+# What a launcher sets for each rank (launcher/).
+RANK = _PREFIX + "RANK"
+WORLD_SIZE = _PREFIX + "WORLD_SIZE"
+COORDINATOR = _PREFIX + "COORDINATOR"
+LOCAL_DEVICES = _PREFIX + "LOCAL_DEVICES"
+RESTART = _PREFIX + "RESTART"
+SECRET = _PREFIX + "SECRET"
+_TOPOLOGIES = ("fully_connected", "hybrid_cube_mesh", "unknown")
+ALGORITHMS = ("auto", *table.PSUM_ALGORITHMS, "lax")
+FUSE_NORMS = ("auto", "always", "never")
+_INTEGER = "[0-9]{1,18}"
+
+
+@dataclass(frozen=True)
+class Config:
+    """The values in force. `VARIABLES` says what each one means.
+
+    Attributes have the names of the variables, in lower case and without the prefix.
+    """
+
+    disable: bool = False
+    topology: str | None = None
+    slab_mib: int | None = None
+    ring_mib: int = 512
+    peer_buffers_mib: int = 256
+    timeout_s: float = 1800.0
+    report_after_s: float = 10.0
+    algorithm: str = "auto"
+    strict: bool = False
+    segment_kib: int = 0
+    fuse_norms: str = "auto"
+    tuning: str | None = None
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether fallbacks are errors: not where the other variables ask for ``jax.lax``."""
+        return self.strict and not self.disable and self.algorithm != "lax"
+
+    @property
+    def wait_s(self) -> float:
+        """The limit of a wait in seconds; 30 years for no limit."""
+        return self.timeout_s or 1e9
+
+    @property
+    def meeting_s(self) -> float:
+        """The limit of what needs all processes at once: a rendezvous, or JAX's store."""
+        return min(self.wait_s, 300.0)
+
+    def ring_bytes(self, platform: str) -> int:
+        """Bytes of a device's ring buffer on a platform.
+
+        Rows and products of collective matmuls travel through it.
+        """
+        return 0 if platform == "cpu" else self.ring_mib << 20
+
+    def slab_bytes(self, platform: str) -> int:
+        """Bytes of a device's slab on a platform.
+
+        Peers write into it. It serves all communicators together.
+        """
+        return (self.slab_mib or (8 if platform == "cpu" else 392)) << 20
+
+
+def _choice(name: str, text: str, allowed: tuple[str, ...]) -> str:
+    if text not in allowed:
+        raise ValueError(f"{name}={text!r}: use one of {', '.join(allowed)}.")
+    return text
+
+
+def _positive(name: str, text: str, kind: type) -> float:
+    # Python also takes "1_0" and the digits of other scripts.
+    what, form = "integer", _INTEGER
+    if kind is float:
+        what, form = "number, at least 0.001 and", r"[0-9]*\.?[0-9]+(e-?[0-9]+)?"
+    value = kind(text) if re.fullmatch(form, text) else 0
+    if not 0.001 <= value <= 10**9:
+        raise ValueError(f"{name}={text!r}: use a positive {what} at most 10**9.")
+    return value
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable.
+
+    Attributes:
+        name: its name.
+        values: the values that it may have, in words. The page of environment variables has them,
+            and the meaning; both are Markdown.
+        default: what holds where it is not set, in words.
+        meaning: what it does.
+        read: turns its text into the value of the field of `Config`, or raises ValueError. None if
+            something else reads it.
+        form: what its text has to match, as a regular expression, where `read` does not check it.
+        reader: what reads it: "package", "launcher", "build" or "tests".
+        is_secret: whether reports and messages leave out its value.
+    """
+
+    name: str
+    values: str
+    default: str
+    meaning: str
+    read: Callable[[str, str], Any] | None = None
+    form: str = r"[\s\S]*"
+    reader: str = "package"
+    is_secret: bool = False
+
+    @property
+    def field(self) -> str:
+        """The field of `Config`."""
+        return self.name.removeprefix(_PREFIX).lower()
+
+
+def _words(allowed: tuple[str, ...]) -> str:
+    return ", ".join(f"`{value}`" for value in allowed)
+
+
+# A new variable needs an entry here, and a field of `Config` if the package reads it. Afterwards
+# tools/environment_page.py writes docs/environment.md.
+VARIABLES = (
+    Variable(
+        _PREFIX + "DISABLE",
+        "`0`, `1`",
+        "`0`",
+        "`1`: everything falls back to `jax.lax`",
+        lambda name, text: _choice(name, text, ("0", "1")) == "1",
+    ),
+    Variable(
+        _PREFIX + "TOPOLOGY",
+        _words(_TOPOLOGIES),
+        "what NVML reports",
+        "for tests: assume these NVLinks, also where processes share a GPU",
+        lambda name, text: _choice(name, text, _TOPOLOGIES),
+    ),
+    Variable(
+        _PREFIX + "SLAB_MIB",
+        "a positive integer",
+        "392 on GPUs, 8 on CPU devices",
+        "MiB of memory per device for collectives; it limits the largest array",
+        lambda name, text: int(_positive(name, text, int)),
+    ),
+    Variable(
+        _PREFIX + "RING_MIB",
+        "`0` or a positive integer",
+        "512",
+        "MiB of memory per GPU for collective matmuls; `0`: they are not overlapped",
+        lambda name, text: 0 if text == "0" else int(_positive(name, text, int)),
+    ),
+    Variable(
+        _PREFIX + "PEER_BUFFERS_MIB",
+        "`0` or a positive integer",
+        "256",
+        "the most MiB of memory per device for the open buffers of `peer_buffer`; they are "
+        "allocated one by one",
+        lambda name, text: 0 if text == "0" else int(_positive(name, text, int)),
+    ),
+    Variable(
+        _PREFIX + "TIMEOUT_S",
+        "`0` or a positive number",
+        "1800",
+        "seconds after which a rank that waits for another one fails; `0`: never. A rendezvous "
+        "takes at most 300",
+        lambda name, text: 0.0 if text == "0" else _positive(name, text, float),
+    ),
+    Variable(
+        _PREFIX + "REPORT_AFTER_S",
+        "a positive number",
+        "10",
+        "seconds after which a rank that waits for another one logs a warning for the first time",
+        lambda name, text: _positive(name, text, float),
+    ),
+    Variable(
+        _PREFIX + "ALGORITHM",
+        _words(ALGORITHMS),
+        "`auto`",
+        "`one_shot`, `two_shot`: `psum` uses this algorithm wherever it fits (`two_shot`, in "
+        "segments, fits everywhere); `lax`: everything falls back",
+        lambda name, text: _choice(name, text, ALGORITHMS),
+    ),
+    Variable(
+        _PREFIX + "SEGMENT_KIB",
+        "a positive integer",
+        "not set",
+        "collectives of arrays that are too large for the measured table or the slab run in "
+        "segments of at most so many KiB, instead of falling back",
+        lambda name, text: int(_positive(name, text, int)),
+    ),
+    Variable(
+        _PREFIX + "FUSE_NORMS",
+        _words(FUSE_NORMS),
+        "`auto`",
+        "whether `install()` makes one operation of a sum, a residual add and a norm; `auto`: "
+        "where a row of the table says that it is faster",
+        lambda name, text: _choice(name, text, FUSE_NORMS),
+    ),
+    Variable(
+        _PREFIX + "STRICT",
+        "`0`, `1`",
+        "`0`",
+        "`1`: a fallback is an error",
+        lambda name, text: _choice(name, text, ("0", "1")) == "1",
+    ),
+    Variable(
+        _PREFIX + "TUNING",
+        "a file",
+        "what is shipped",
+        "what `python -m jax_intranode tune` has measured on this node",
+        lambda name, text: text,
+    ),
+    Variable(
+        RANK,
+        "an integer",
+        "none",
+        "the rank of this process, from 0",
+        form=_INTEGER,
+        reader="launcher",
+    ),
+    Variable(
+        WORLD_SIZE,
+        "an integer",
+        "none",
+        "the number of processes",
+        form=_INTEGER,
+        reader="launcher",
+    ),
+    Variable(
+        COORDINATOR,
+        "host:port, or `unix:` and a path",
+        "none",
+        "the address of JAX's coordination service",
+        reader="launcher",
+    ),
+    Variable(
+        LOCAL_DEVICES,
+        "integers with commas between them",
+        "none",
+        "the devices of this process",
+        form=f"{_INTEGER}(,{_INTEGER})*",
+        reader="launcher",
+    ),
+    Variable(
+        RESTART,
+        "an integer",
+        "none",
+        "how often `launch` has started the processes again",
+        form=_INTEGER,
+        reader="launcher",
+    ),
+    Variable(
+        SECRET,
+        "a word of hexadecimal digits",
+        "none",
+        "what the job's keys in JAX's key-value store begin with",
+        form="[0-9a-f]{1,64}",
+        reader="launcher",
+        is_secret=True,
+    ),
+    Variable(
+        _PREFIX + "CUDA",
+        "`AUTO`, `ON`, `OFF`",
+        "`AUTO`",
+        "whether to build the CUDA kernels; `AUTO`: if there is an `nvcc`; `ON`: fail without one",
+        reader="build",
+    ),
+    Variable(
+        _PREFIX + "CUDA_WHEELS",
+        "`1`",
+        "not set",
+        "take `nvcc` from PyPI; no CUDA toolkit is needed",
+        reader="build",
+    ),
+    Variable(
+        _PREFIX + "REQUIRE_GPUS",
+        "an integer",
+        "`0`",
+        "fail with fewer GPUs than this, instead of skipping tests",
+        reader="tests",
+    ),
+)
+
+
+def parse(environ: Mapping[str, str]) -> Config:
+    """Reads the variables.
+
+    Raises:
+        ValueError: a variable has a value that is not allowed.
+    """
+    values = {}
+    for variable in VARIABLES:
+        text = environ.get(variable.name, "")
+        if text and variable.read is not None:
+            values[variable.field] = variable.read(variable.name, text)
+    return Config(**values)
+
+
+def unknown(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables with our prefix that nothing reads; for each, the names that may be meant."""
+    known = [variable.name for variable in VARIABLES]
+    ours = [variable.name for variable in VARIABLES if variable.reader != "launcher"]
+    found = {}
+    for name in sorted(environ):
+        if name.startswith(_PREFIX) and name not in known:
+            # Compared without the prefix, which makes any two names look alike.
+            near = difflib.get_close_matches(
+                name.removeprefix(_PREFIX), [k.removeprefix(_PREFIX) for k in known], cutoff=0.5
+            )
+            found[name] = " or ".join(_PREFIX + k for k in near) or ", ".join(ours)
+    return found
+
+
+def check(environ: Mapping[str, str]) -> None:
+    """Logs one warning for each variable with our prefix that nothing reads.
+
+    Raises:
+        ValueError: a variable has a value that is not allowed.
+    """
+    parse(environ)
+    for variable in VARIABLES:
+        text = environ.get(variable.name, "")
+        if text and not re.fullmatch(variable.form, text):
+            shown = "..." if variable.is_secret else repr(text)
+            raise ValueError(f"{variable.name}={shown}: use {variable.values}.")
+    for name, meant in unknown(environ).items():
+        _log.warning("%s is set, but no such variable exists. Did you mean %s?", name, meant)
+
+
+@functools.cache
+def get() -> Config:
+    """The values in force in this process."""
+    return parse(os.environ)

@@ -1,0 +1,146 @@
+"""The selection of overlapped matmuls: whether an operation is overlapped, and by which plan.
+
+It checks what the kernels take, then asks the model. A plan can be forced here; the model itself is
+a pure function.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from jax_intranode._src.native import definitions
+from jax_intranode._src.selection.overlap import model
+from jax_intranode._src.selection.overlap.plan import Plan
+from jax_intranode._src.selection.overlap.profiles import Profile
+from jax_intranode._src.selection.overlap.sizes import Sizes
+
+DTYPES = ("bfloat16", "float16")
+
+_UNLIMITED_BYTES = 1 << 62
+
+_forced: Plan | None = None
+
+
+@contextlib.contextmanager
+def forced(plan: Plan | None) -> Iterator[None]:
+    """Uses a plan for everything that is lowered within, whatever is faster.
+
+    For tuning and tests. All ranks have to force the same plan. None ends the forcing.
+    """
+    global _forced
+    before, _forced = _forced, plan
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def digest() -> str:
+    """Returns a digest of all that a choice depends on; processes compare it at rendezvous.
+
+    It covers the source of the model and of the profiles, the kernels' limits, and a forced plan.
+    The facts from which a profile is scaled are exchanged themselves.
+    """
+    constants = {name: value for name, value in vars(definitions).items() if name.isupper()}
+    text = hashlib.sha256(repr((_forced, constants)).encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        text.update(path.read_bytes())
+    return text.hexdigest()[:16]
+
+
+def choose(
+    sizes: Sizes,
+    *,
+    dtype: str,
+    profile: Profile | str | None,
+    ring_bytes: int,
+    wgrads: int = 0,
+) -> Plan | str:
+    """Chooses the plan of an operation, or says why it is not overlapped.
+
+    Args:
+        sizes: its sizes.
+        dtype: name of the dtype of its operands and results.
+        profile: the constants of the GPUs, or why there are none for them.
+        ring_bytes: bytes of a device's ring.
+        wgrads: number of weight gradients, [N, K] each, that the same call should compute: products
+            of one more operand, of N columns, with the gathered rows or with the first terms' rows.
+    """
+    reason = _unsupported(sizes, dtype)
+    if reason is not None:
+        return reason
+    if _forced is not None:
+        return _choose_forced(sizes, _forced, ring_bytes, wgrads)
+    if isinstance(profile, str):
+        return profile
+    assert profile is not None  # it is only unknown before rendezvous
+    fits_pipeline = _fits_pipeline(sizes, ring_bytes)
+    if fits_pipeline is not None:
+        return fits_pipeline
+    chosen = model.choose(sizes, profile, ring_bytes, wgrads)
+    if isinstance(chosen, str) and profile.note:
+        return f"{chosen}; {profile.note}"
+    return chosen
+
+
+def reason_never_overlapped(
+    sizes: Sizes, *, dtype: str, profile: Profile | str | None, wgrads: int = 0
+) -> str | None:
+    """Returns why an operation can't be overlapped whatever memory there is; None if it may be.
+
+    What can't be overlapped needs no rendezvous.
+
+    Args:
+        sizes: its sizes.
+        dtype: name of the dtype of its operands and results.
+        profile: the constants of the GPUs, or why there are none for them, as far as device kinds
+            alone decide; None if that takes the facts that processes exchange at rendezvous.
+        wgrads: number of weight gradients that the same call should compute.
+    """
+    if profile is None and _forced is None:
+        return _unsupported(sizes, dtype)
+    chosen = choose(sizes, dtype=dtype, profile=profile, ring_bytes=_UNLIMITED_BYTES, wgrads=wgrads)
+    return chosen if isinstance(chosen, str) else None
+
+
+def _unsupported(sizes: Sizes, dtype: str) -> str | None:
+    """Returns why neither the fused kernel nor the pipeline takes an operation."""
+    if dtype not in DTYPES:
+        return f"dtype {dtype}; overlapped are {', '.join(DTYPES)}"
+    if not 2 <= sizes.world_size <= definitions.MAX_WORLD_SIZE:
+        return (
+            f"a group of {sizes.world_size} ranks; overlapped are 2 to {definitions.MAX_WORLD_SIZE}"
+        )
+    if sizes.outer == 0 or sizes.rows == 0 or 0 in sizes.ks or 0 in sizes.ns:
+        return "no elements"
+    if any(length % 8 for length in (*sizes.ks, *sizes.ns)):
+        ks, ns = (", ".join(map(str, lengths)) for lengths in (sizes.ks, sizes.ns))
+        return f"K {ks}, N {ns}; overlapped are multiples of 8"
+    return None
+
+
+def _fits_pipeline(sizes: Sizes, ring_bytes: int) -> str | None:
+    """Returns why the ring is too small for the pipeline, which takes the least of it."""
+    if sizes.row_bytes * definitions.MIN_SLOTS * sizes.world_size > ring_bytes:
+        return (
+            f"rows of {sizes.row_bytes} bytes and a ring of {ring_bytes}; JAX_INTRANODE_RING_MIB "
+            "sets its size"
+        )
+    return None
+
+
+def _choose_forced(sizes: Sizes, plan: Plan, ring_bytes: int, wgrads: int) -> Plan | str:
+    """Returns the forced plan as far as it applies to an operation, or why it doesn't."""
+    if wgrads and not (plan.wgrad and plan.tile_columns == definitions.WGRAD_COLUMNS):
+        return f"not forced with weight gradients and tiles of {definitions.WGRAD_COLUMNS} columns"
+    if not plan.fused:
+        return _fits_pipeline(sizes, ring_bytes) or dataclasses.replace(plan, wgrad=False)
+    if not definitions.has_fused_kernel(sizes.operation, plan.tile_columns, wgrad=False):
+        return f"no fused kernel of {sizes.operation} has tiles of {plan.tile_columns} columns"
+    if not sizes.fit_fused(plan, ring_bytes):
+        return f"more from peers, or more matrices, than a kernel and {ring_bytes} bytes take"
+    if wgrads and sizes.gathers:
+        return plan
+    return dataclasses.replace(plan, wgrad=wgrads > 0, row_pairs_before_wgrad=0, wgrad_tiles_last=0)

@@ -1,0 +1,331 @@
+"""The selection: which algorithm runs an operation.
+
+A pure function of what all ranks know, and of a measured table (table.py).
+"""
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+
+from jax_intranode._src.native import definitions
+from jax_intranode._src.selection import table
+
+# The dtypes that can be gathered: an all-gather copies and doesn't sum.
+COPIED_DTYPES = (*definitions.DTYPES, "bool", "int16", "uint16", "complex64", "complex128")
+# The dtypes that can be exchanged. Those of less than a byte are packed, and fall back.
+EXCHANGED_DTYPES = (
+    *COPIED_DTYPES,
+    *("float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz"),
+    *("float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
+_DTYPES_OF = {"all_gather": COPIED_DTYPES, "all_to_all": EXCHANGED_DTYPES}
+
+
+# Why lax runs an operation. JAX_INTRANODE_STRICT=1 tells these apart.
+NOT_FASTER = "not faster"  # nothing is sent, or no algorithm is faster, or none that was asked for
+UNSUPPORTED = "unsupported"  # this package has no algorithm for it
+REFUSED = "refused"  # an algorithm was wanted and could not be used
+
+
+# The algorithm of a psum on a hybrid cube mesh, and the topology's name.
+HYBRID_CUBE_MESH = "hybrid_cube_mesh"
+
+
+def digest() -> str:
+    """Identifies the tables. Ranks with different tables would select different algorithms."""
+    text = repr((table.TABLE, table.GENERATIONS))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What runs an operation, and why.
+
+    Attributes:
+        algorithm: one of definitions.ALGORITHMS, or "lax".
+        reason: why, for people.
+        blocks: blocks of the kernel's launch.
+        threads: threads per block.
+        logged: whether the reason has been logged already, for all operations on the devices.
+        cause: if lax runs it: NOT_FASTER, UNSUPPORTED or REFUSED.
+        segments: into how many the operation is cut.
+        measured: whether it is known to be faster than lax.
+    """
+
+    algorithm: str
+    reason: str
+    blocks: int = 0
+    threads: int = 0
+    logged: bool = False
+    cause: str = REFUSED
+    segments: int = 1
+    measured: bool = True
+
+
+def unsupported_dtype(operation: str, dtype: str) -> str | None:
+    """Why an operation falls back to jax.lax for a dtype; None if it need not."""
+    dtypes = _DTYPES_OF.get(operation, definitions.DTYPES)
+    return None if dtype in dtypes else f"dtype {dtype}; supported are {', '.join(dtypes)}"
+
+
+def _lax(reason: str, cause: str = NOT_FASTER) -> Selection:
+    return Selection("lax", reason, cause=cause)
+
+
+def _left_to_lax(
+    operation: str, algorithm: str, world_size: int, *, is_empty: bool
+) -> Selection | None:
+    """What jax.lax runs whatever the dtype, the size and the hardware; None for all other calls."""
+    if algorithm == "lax":
+        return _lax("JAX_INTRANODE_ALGORITHM=lax")
+    if is_empty:
+        return _lax(f"{operation} of no elements")
+    if world_size == 1:
+        return _lax("a group of one rank")
+    if world_size > definitions.MAX_WORLD_SIZE:
+        return _lax(
+            f"a group of {world_size} ranks; at most {definitions.MAX_WORLD_SIZE} are supported",
+            UNSUPPORTED,
+        )
+    return None
+
+
+def select(
+    operation: str,
+    *,
+    nbytes: int,
+    dtype: str,
+    world_size: int,
+    hardware: str,
+    mode: str,
+    epoch_buffer_bytes: int,
+    algorithm: str = "auto",
+    tuned: table.Tuned | None = None,
+    segment_bytes: int = 0,
+    topology: str = "fully_connected",
+) -> Selection:
+    """Selects the algorithm of an operation.
+
+    Args:
+        operation: "psum", "psum_scatter", "all_gather" or "all_to_all".
+        nbytes: bytes that a rank sends to each peer: those of its operand; for psum_scatter of its
+            result; for all_to_all of a part of its operand.
+        dtype: name of its dtype.
+        world_size: number of ranks in the group.
+        hardware: "cpu", or the generation of the GPUs (`table.hardware_of`).
+        mode: "single" if one process has all devices of the mesh, else "multi".
+        epoch_buffer_bytes: bytes of each of a region's two epoch buffers.
+        algorithm: "auto", or the one to use wherever it fits.
+        tuned: what was measured on this node; None for the shipped table.
+        segment_bytes: if not 0, operations that are too large for the table or for an epoch buffer
+            run in segments of at most these bytes.
+        topology: how the group's devices are linked: "hybrid_cube_mesh", or anything else for those
+            that are all linked to each other.
+    """
+
+    if left := _left_to_lax(operation, algorithm, world_size, is_empty=nbytes == 0):
+        return left
+    if unsupported := unsupported_dtype(operation, dtype):
+        return _lax(unsupported, UNSUPPORTED)
+    packets = (
+        "bare"
+        if definitions.packet_bytes("all_gather", dtype) == definitions.PACK_BYTES
+        else "flagged"
+    )
+    rows, source = table.rows_and_source(hardware, mode, operation, packets, world_size, tuned)
+    if rows is None:
+        return _lax(f"no group of {world_size} ranks or more has been measured")
+    if topology == HYBRID_CUBE_MESH:
+        if operation != "psum":
+            return _lax(f"{operation} on a hybrid cube mesh: only psum has kernels", UNSUPPORTED)
+        if algorithm != "auto":
+            return _lax(
+                f"JAX_INTRANODE_ALGORITHM={algorithm} needs a link between each pair of ranks",
+                REFUSED,
+            )
+        # Not measured on such a mesh. The sizes are those at which a psum among as many ranks that
+        # are all linked gains.
+        rows = tuple(dataclasses.replace(row, algorithm=HYBRID_CUBE_MESH) for row in rows)
+        source = f"{source[:-1]}, all of them linked)"
+        segment_bytes = 0  # as the algorithms above
+    if operation != "psum":
+        algorithm = "auto"  # there is only one
+    if algorithm == "auto":
+        fitting = [row for row in rows if nbytes <= row.nbytes]
+
+        def fits(row: table.Row) -> bool:
+            return launch(row, dtype, nbytes, world_size, epoch_buffer_bytes) is not None
+
+        if segment_bytes and not (fitting and fits(fitting[0])):
+            rows = rows or table.rows(hardware, mode, operation, packets, world_size)
+            row = _in_segments((fitting or rows[-1:])[0], segment_bytes)
+            reason = f"{nbytes} bytes of {dtype}: JAX_INTRANODE_SEGMENT_KIB"
+        elif fitting:
+            row = fitting[0]
+            reason = f"{nbytes} bytes of {dtype} among {world_size} ranks {source}"
+        else:
+            upto = rows[-1].nbytes if rows else 0
+            return _lax(f"{nbytes} bytes of {dtype}; up to {upto} are faster than lax {source}")
+    else:
+        rows = rows or table.rows(hardware, mode, operation, packets, world_size)
+        fitting = [row for row in rows if row.algorithm == algorithm]
+        row = fitting[-1] if fitting else dataclasses.replace(rows[-1], algorithm=algorithm)
+        reason = f"JAX_INTRANODE_ALGORITHM={algorithm}"
+    forced = algorithm != "auto"
+    if forced:  # for any size
+        row = dataclasses.replace(row, segment_bytes=row.segment_bytes or nbytes)
+    launched = launch(row, dtype, nbytes, world_size, epoch_buffer_bytes)
+    if launched is None:
+        needed = definitions.epoch_buffer_bytes_needed(row.algorithm, dtype, nbytes, world_size)
+        return _lax(
+            f"{nbytes} bytes of {dtype} need {needed} bytes of an epoch buffer, which has "
+            f"{epoch_buffer_bytes}; JAX_INTRANODE_SLAB_MIB sets its size",
+            NOT_FASTER if forced else REFUSED,
+        )
+    segments, blocks = launched
+    if segments > 1:
+        reason += f", in {segments} segments"
+    return Selection(
+        row.algorithm, reason, blocks, row.threads, segments=segments, measured=row.measured
+    )
+
+
+def launch(
+    row: table.Row, dtype: str, nbytes: int, world_size: int, epoch_buffer_bytes: int
+) -> tuple[int, int] | None:
+    """How a row of the table runs an operation.
+
+    Returns:
+        The number of segments and of blocks; None if the epoch buffers are too small.
+    """
+    segments = _segments(row, dtype, nbytes, world_size, epoch_buffer_bytes)
+    if segments is None:
+        return None
+    packs = -(-nbytes // definitions.PACK_BYTES)
+    work = definitions.segment_packs(row.algorithm, packs, world_size, segments)
+    if row.algorithm == "two_shot":
+        work = -(-work // world_size)
+    return segments, max(1, min(row.blocks, -(-work // row.threads)))
+
+
+def _in_segments(row: table.Row, segment_bytes: int) -> table.Row:
+    """The row in segments, for an operation that is too large for it or for its epoch buffer."""
+    algorithm = "two_shot" if row.algorithm in table.PSUM_ALGORITHMS else row.algorithm
+    return dataclasses.replace(row, algorithm=algorithm, segment_bytes=segment_bytes)
+
+
+def _segments(
+    row: table.Row, dtype: str, nbytes: int, world_size: int, epoch_buffer_bytes: int
+) -> int | None:
+    """Into how many segments an operation is cut; None if epoch buffers are too small for it.
+
+    The number is a power of two: most sizes have it as a divisor, and whole packs are faster.
+    """
+
+    def fit(segments: int) -> bool:
+        needed = definitions.epoch_buffer_bytes_needed(
+            row.algorithm, dtype, nbytes, world_size, segments
+        )
+        return needed <= epoch_buffer_bytes
+
+    if not row.segment_bytes or row.algorithm not in definitions.IN_SEGMENTS:
+        return 1 if fit(1) else None
+    segments = 1
+    while nbytes > segments * row.segment_bytes or not fit(segments):
+        segments *= 2
+        if segments > definitions.MAX_SEGMENTS or segments * definitions.PACK_BYTES > 2 * nbytes:
+            return None
+    return segments
+
+
+# The dtypes of norms: those that travel in bare packets.
+NORM_DTYPES = tuple(
+    dtype
+    for dtype in definitions.DTYPES
+    if definitions.packet_bytes("one_shot", dtype) == definitions.PACK_BYTES
+)
+# Threads of a block that works on a row, at most (xla_ffi/cuda/norms.h).
+_MOST_ROW_THREADS = 512
+_MOST_BLOCKS = 256
+
+
+def unsupported_norm(dtype: str, hidden: int) -> str | None:
+    """Why a norm falls back to jax.lax; None if it need not."""
+    if dtype not in NORM_DTYPES:
+        return f"dtype {dtype}; supported are {', '.join(NORM_DTYPES)}"
+    if hidden > definitions.MAX_HIDDEN:
+        return f"rows of {hidden} elements; up to {definitions.MAX_HIDDEN} are supported"
+    return None
+
+
+def select_norm(
+    operation: str,
+    *,
+    rows: int,
+    hidden: int,
+    dtype: str,
+    world_size: int,
+    hardware: str,
+    mode: str,
+    epoch_buffer_bytes: int | None,
+    algorithm: str = "auto",
+) -> Selection:
+    """Selects the algorithm of a norm that follows a sum. It falls back only where it must.
+
+    Between one-shot and two-shot the operation's rows of the table decide, or if it has none those
+    of a psum.
+
+    Args:
+        operation: for instance "psum_residual_rms_norm".
+        rows: rows of a rank's result.
+        hidden: elements of a row.
+        dtype: name of the dtype.
+        world_size: number of ranks in the group.
+        hardware: as in `select`.
+        mode: as in `select`.
+        epoch_buffer_bytes: bytes of each of a region's two epoch buffers; None: as many as needed.
+        algorithm: "auto", or the one to use wherever it fits.
+    """
+
+    if left := _left_to_lax(operation, algorithm, world_size, is_empty=rows == 0):
+        return left
+    if unsupported := unsupported_norm(dtype, hidden):
+        return _lax(unsupported, UNSUPPORTED)
+    packs = -(-hidden * (4 if dtype == "float32" else 2) // definitions.PACK_BYTES)
+    nbytes = rows * packs * definitions.PACK_BYTES
+    kind = "layer_norm" if operation.endswith("layer_norm") else "rms_norm"
+    reason = f"{rows} rows of {hidden} {dtype} among {world_size} ranks"
+    if operation.startswith("reduce_scatter"):
+        candidates = ["reduce_scatter"]
+    else:
+        own = table.rows(hardware, mode, operation, "bare", world_size)
+        measured = own or table.rows(hardware, mode, "psum", "bare", world_size)
+        fitting = [
+            row.algorithm.removesuffix(f"_{kind}") for row in measured if nbytes <= row.nbytes
+        ]
+        if algorithm != "auto":
+            fitting = [algorithm]
+            reason = f"JAX_INTRANODE_ALGORITHM={algorithm}"
+        first = (fitting or ["two_shot"])[0]
+        candidates = [first, *(a for a in table.PSUM_ALGORITHMS if a != first)]
+    for candidate in candidates:
+        name = f"{candidate}_{kind}"
+        most = rows
+        if epoch_buffer_bytes is not None:
+            most = definitions.norm_rows_per_operation(
+                name, dtype, hidden, world_size, epoch_buffer_bytes
+            )
+        if most == 0:
+            continue
+        at_once = min(rows, most)
+        if at_once < rows:
+            reason += f", in {-(-rows // at_once)} operations"
+        if candidate == "two_shot":
+            at_once = -(-at_once // world_size)
+        threads = max(32, min(_MOST_ROW_THREADS, 1 << (packs - 1).bit_length()))
+        return Selection(name, reason, min(at_once, _MOST_BLOCKS), threads)
+    return _lax(
+        f"rows of {packs * definitions.PACK_BYTES} bytes among {world_size} ranks do not fit an "
+        f"epoch buffer, which has {epoch_buffer_bytes} bytes; JAX_INTRANODE_SLAB_MIB sets its size",
+        REFUSED,
+    )

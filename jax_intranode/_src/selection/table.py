@@ -1,0 +1,276 @@
+"""The measured table of the selection: which algorithm, and how its kernel is launched.
+
+`python -m jax_intranode tune` measures what the rows say.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# The algorithms of a psum.
+PSUM_ALGORITHMS = ("one_shot", "two_shot")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Up to `nbytes`, use `algorithm` with at most `blocks` blocks of `threads` threads.
+
+    Attributes:
+        nbytes: bytes of a rank's operand; for psum_scatter of its result, and for all_to_all of
+            what it sends to each peer.
+        algorithm: one of definitions.ALGORITHMS.
+        threads: threads per block.
+        blocks: the largest number of blocks.
+        segment_bytes: of these bytes, how many travel at a time, each part in an epoch of its own
+            (xla_ffi/kernels/segments.h). 0: all of them. Only for definitions.IN_SEGMENTS.
+        measured: whether it is faster than lax. A call of this package uses the row also if nobody
+            knows; unedited programs do not.
+    """
+
+    nbytes: int
+    algorithm: str
+    threads: int
+    blocks: int
+    segment_bytes: int = 0
+    measured: bool = True
+
+
+# Rows by process mode, operation, packets and world size.
+RowsByKey = Mapping[tuple[str, str, str, int], tuple[Row, ...]]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """Rows that were measured on this node (tuning.py). They take the place of those below.
+
+    Attributes:
+        rows: the rows. None for a key: lax was faster at all sizes.
+        by: where they come from, for reasons.
+    """
+
+    rows: RowsByKey
+    by: str
+
+
+_KB, _MB = 1 << 10, 1 << 20
+
+
+def _parts(algorithm: str) -> dict[tuple[str, int], tuple[Row, ...]]:
+    def bare(largest: int) -> tuple[Row, ...]:
+        return (
+            Row(512 * _KB, algorithm, 128, 256),
+            Row(1 * _MB, algorithm, 256, 256),
+            Row(largest, algorithm, 512, 256),
+        )
+
+    def flagged(largest: int) -> tuple[Row, ...]:
+        return (Row(64 * _KB, algorithm, 64, 256), Row(largest, algorithm, 128, 256))
+
+    return {
+        ("bare", 2): bare(8 * _MB),
+        ("bare", 4): bare(4 * _MB),
+        ("bare", 8): bare(2 * _MB),
+        ("flagged", 2): flagged(1 * _MB),
+        ("flagged", 4): flagged(256 * _KB),
+        ("flagged", 8): flagged(128 * _KB),
+    }
+
+
+def _unmeasured(
+    rows: dict[tuple[str, int], tuple[Row, ...]], largest: int
+) -> dict[tuple[str, int], tuple[Row, ...]]:
+    """Rows of an operation that was not measured, from those of another, which sends alike.
+
+    Args:
+        rows: the rows of the other operation.
+        largest: the largest operand, in bytes; each of n ranks gets 1/n of it.
+    """
+    return {
+        (packets, world): tuple(
+            dataclasses.replace(row, nbytes=min(row.nbytes, largest // world), measured=False)
+            for k, row in enumerate(of_group)
+            if k == 0 or of_group[k - 1].nbytes < largest // world
+        )
+        for (packets, world), of_group in rows.items()
+    }
+
+
+# Measured on 2 and 4 H200s; both process modes gave the same rows. The rows for 8 ranks were
+# measured with older kernels.
+_HOPPER: dict[str, dict[tuple[str, int], tuple[Row, ...]]] = {
+    "psum": {
+        ("bare", 2): (
+            Row(512 * _KB, "one_shot", 128, 256),
+            Row(1 * _MB, "one_shot", 256, 256),
+            Row(4 * _MB, "one_shot", 512, 256),
+            Row(12 * _MB, "two_shot", 512, 256),
+        ),
+        ("bare", 4): (
+            Row(192 * _KB, "one_shot", 128, 256),
+            Row(2 * _MB, "two_shot", 128, 256),
+            Row(4 * _MB, "two_shot", 256, 256),
+            Row(12 * _MB, "two_shot", 512, 256),
+        ),
+        ("bare", 8): (
+            Row(64 * _KB, "one_shot", 128, 128),
+            Row(1 * _MB, "two_shot", 128, 128),
+            Row(4 * _MB, "two_shot", 512, 128),
+            Row(12 * _MB, "two_shot", 512, 256),
+        ),
+        ("flagged", 2): (Row(2 * _MB, "one_shot", 128, 256),),
+        ("flagged", 4): (
+            Row(96 * _KB, "one_shot", 64, 256),
+            Row(512 * _KB, "two_shot", 64, 256),
+            Row(1 * _MB, "two_shot", 128, 256),
+        ),
+        ("flagged", 8): (
+            Row(32 * _KB, "one_shot", 64, 256),
+            Row(1 * _MB, "two_shot", 128, 256),
+        ),
+    },
+    "psum_scatter": _parts("reduce_scatter"),
+    "all_gather": _parts("all_gather"),
+    "all_to_all": _unmeasured(_parts("all_to_all"), 4 * _MB),
+}
+
+
+def _cpu(
+    limits: dict[str, dict[int, tuple[tuple[str, int, int], ...]]],
+) -> dict[str, dict[tuple[str, int], tuple[Row, ...]]]:
+    """The rows of CPUs, from (algorithm, largest size of bare packets, of flagged ones)."""
+    return {
+        operation: {
+            (packets, world): tuple(Row(sizes[k], algorithm, 1, 1) for algorithm, *sizes in rows)
+            for world, rows in by_world.items()
+            for k, packets in enumerate(("bare", "flagged"))
+        }
+        for operation, by_world in limits.items()
+    }
+
+
+# Measured on 2 cores: groups of 2 with jaxlib 0.10.2 and 0.12.0.1, which gave the same rows; groups
+# of 4 and 8 with 0.12.0.1 only. One thread does the work of all ranks of its process, so that total
+# work counts, and not the number of hops.
+_CPU_SINGLE = _cpu(
+    {
+        "psum": {
+            2: (("one_shot", 2 * _KB, 2 * _KB),),
+            8: (("one_shot", 1 * _KB, _KB // 2), ("two_shot", 4 * _KB, 2 * _KB)),
+        },
+        "psum_scatter": {
+            4: (("reduce_scatter", 2 * _KB, 1 * _KB),),
+            8: (("reduce_scatter", 1 * _KB, 1 * _KB),),
+        },
+        "all_gather": {
+            4: (("all_gather", 2 * _KB, 1 * _KB),),
+            8: (("all_gather", 1 * _KB, 1 * _KB),),
+        },
+        "all_to_all": {
+            2: (("all_to_all", 4 * _KB, 4 * _KB),),
+            4: (("all_to_all", 1 * _KB, 1 * _KB),),
+            8: (("all_to_all", _KB // 2, _KB // 2),),
+        },
+    }
+)
+_CPU_MULTI = _cpu(
+    {
+        "psum": {
+            2: (("one_shot", 64 * _KB, 32 * _KB),),
+            8: (("one_shot", 8 * _KB, 4 * _KB), ("two_shot", 64 * _KB, 32 * _KB)),
+        },
+        "psum_scatter": {8: (("reduce_scatter", 32 * _KB, 16 * _KB),)},
+        "all_gather": {8: (("all_gather", 32 * _KB, 16 * _KB),)},
+        "all_to_all": {
+            2: (("all_to_all", 32 * _KB, 32 * _KB),),
+            8: (("all_to_all", 8 * _KB, 8 * _KB),),
+        },
+    }
+)
+
+# The rows, by hardware ("cpu", or the generation of a GPU), process mode ("single": one process has
+# all devices of the mesh; "multi"), operation, encoding of the packets ("bare" or "flagged",
+# xla_ffi/kernels/packets.h), and world size. A world size without rows uses those of the next
+# larger one. Messages larger than the last row fall back to lax.
+TABLE: dict[tuple[str, str, str, str, int], tuple[Row, ...]] = {
+    (hardware, mode, operation, packets, world): rows
+    for hardware, mode, operations in (
+        ("hopper", "single", _HOPPER),
+        ("hopper", "multi", _HOPPER),
+        ("cpu", "single", _CPU_SINGLE),
+        ("cpu", "multi", _CPU_MULTI),
+    )
+    for operation, by_world in operations.items()
+    for (packets, world), rows in by_world.items()
+}
+
+# The GPUs of each generation, by a word of their device kind. Generations without rows of their own
+# use Hopper's.
+GENERATIONS = {
+    "ampere": ("A100", "A800", "A30", "A40"),
+    "hopper": ("H100", "H200", "H800", "H20", "GH200"),
+    "blackwell": ("B100", "B200", "B300", "GB200", "GB300"),
+}
+
+# The device on which the rows were measured, by hardware.
+_MEASURED_ON = {"hopper": "H200", "cpu": "2 CPU cores"}
+
+
+def hardware_of(platform: str, device_kind: str) -> str:
+    """The hardware by which the table knows a device: "cpu", a generation, or "gpu".
+
+    It compares whole words of the device kind: "NVIDIA H20" is no "NVIDIA H200".
+    """
+    if platform == "cpu":
+        return "cpu"
+    words = device_kind.replace("-", " ").split()
+    for generation, names in GENERATIONS.items():
+        if any(word in names for word in words):
+            return generation
+    return "gpu"
+
+
+def rows(
+    hardware: str, mode: str, operation: str, packets: str, world_size: int
+) -> tuple[Row, ...]:
+    """The shipped rows for a group: none if no group of this size or larger was measured."""
+    where = (_with_rows(hardware), mode, operation, packets)
+    sizes = [key[4] for key in TABLE if key[:4] == where and key[4] >= world_size]
+    return TABLE[*where, min(sizes)] if sizes else ()
+
+
+def rows_and_source(
+    hardware: str,
+    mode: str,
+    operation: str,
+    packets: str,
+    world_size: int,
+    tuned: Tuned | None = None,
+) -> tuple[tuple[Row, ...] | None, str]:
+    """The rows for a group, and where they come from.
+
+    Args:
+        hardware: see `hardware_of`.
+        mode: "single" or "multi".
+        operation: the operation.
+        packets: "bare" or "flagged".
+        world_size: ranks of the group.
+        tuned: what was measured on this node. Where it has nothing for a group of this size or
+            larger, the shipped rows hold.
+
+    Returns:
+        The rows; None if no group of this size or larger was measured. And their source, for
+        reasons.
+    """
+    if tuned is not None:
+        where = (mode, operation, packets)
+        sizes = [key[3] for key in tuned.rows if key[:3] == where and key[3] >= world_size]
+        if sizes:
+            return tuned.rows[*where, min(sizes)], f"(measured by {tuned.by})"
+    shipped = rows(hardware, mode, operation, packets, world_size)
+    if shipped and not shipped[-1].measured:
+        return shipped, "(not measured)"
+    return shipped or None, f"(measured on {_MEASURED_ON[_with_rows(hardware)]})"
+
+
+def _with_rows(hardware: str) -> str:
+    return hardware if any(key[0] == hardware for key in TABLE) else "hopper"

@@ -1,0 +1,294 @@
+"""A tuning: what `python -m jax_intranode tune` has measured, in place of what is shipped.
+
+A tuning is a JSON file. It has rows for the table of the collectives (table.py) and, for GPUs, the
+profile of the overlap model (overlap/profiles.py). JAX_INTRANODE_TUNING names the file. All
+processes need the same content: they compare its digest at the rendezvous.
+
+A file that cannot be used raises when the package is imported. A file for another device than a
+mesh has is only found at the rendezvous of that mesh, which then has a reason for ``jax.lax``.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib
+import json
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jax_intranode._src.native import definitions
+from jax_intranode._src.selection import config, overlap, table
+from jax_intranode._src.selection.quoting import shown
+
+# The version of the file's layout.
+FORMAT = 1
+VARIABLE = "JAX_INTRANODE_TUNING"
+_KIND = "jax_intranode tuning"
+# `tune` writes some 100 kB.
+_MOST_BYTES = 16 << 20
+_MOST_CHARACTERS = 200
+# xla_ffi/cuda/collectives.h and xla_ffi/kernels/group.h: the handler refuses more.
+_MAX_THREADS, _MAX_BLOCKS = 512, 256
+_AGAIN = "measure again with `python -m jax_intranode tune`"
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What a file says.
+
+    Attributes:
+        path: the file.
+        digest: identifies what decides: the device, the rows and the profile.
+        platform: "cpu" or "gpu".
+        device: the exact device kind.
+        devices: how many of them the measured meshes had at most.
+        versions: of jax, jaxlib and others at the measurement; for people.
+        date: of the measurement, in ISO 8601.
+        rows: by process mode, operation, packets and world size, as in `table.TABLE`. No rows:
+            lax was faster at all sizes.
+        profile: the constants of the GPU; None if they were not measured.
+    """
+
+    path: str
+    digest: str
+    platform: str
+    device: str
+    devices: int
+    versions: Mapping[str, str | None]
+    date: str
+    rows: table.RowsByKey
+    profile: overlap.Profile | None
+
+    @property
+    def name(self) -> str:
+        """How reasons name it."""
+        return f"{VARIABLE}={self.path}"
+
+    def __str__(self) -> str:
+        """Returns what it is, in a line."""
+        what = f"{len(self.rows)} tables"
+        if self.profile is not None:
+            what += " and a profile"
+        return (
+            f"{self.path}: {what} of {self.devices} x {self.device}, measured {self.date} "
+            f"(digest {self.digest})"
+        )
+
+
+def read(path: str) -> Tuning:
+    """Reads a file.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ValueError: the file cannot be read, is damaged, or is of another version.
+    """
+    try:
+        fields = json.loads(_content(path))
+    except (OSError, ValueError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"it is no JSON: {error}"
+        raise ValueError(f"{VARIABLE}={path!r}: {why}.") from error
+    if not isinstance(fields, dict) or fields.get("kind") != _KIND:
+        raise ValueError(f"{VARIABLE}={path!r}: this is no file of `tune`; {_AGAIN}.")
+    for what, found, wanted in (
+        ("layout", fields.get("format"), FORMAT),
+        ("jax_intranode", fields.get("jax_intranode"), _version()),
+    ):
+        if found != wanted:
+            raise ValueError(
+                f"{VARIABLE}={path!r}: the file has {what} {shown(found)}, and this is {wanted}; "
+                f"{_AGAIN}."
+            )
+    try:
+        tuning = _parse(path, fields)
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{VARIABLE}={path!r}: the file is damaged ({shown(error)}); {_AGAIN}."
+        ) from error
+    if tuning.digest != fields.get("digest"):
+        raise ValueError(
+            f"{VARIABLE}={path!r}: the file is damaged: its content has the digest "
+            f"{tuning.digest}, and it says {shown(fields.get('digest'))}; {_AGAIN}."
+        )
+    return tuning
+
+
+def _content(path: str) -> bytes:
+    """The bytes of a file. It may be anything, or what a FIFO or a device never ends to give."""
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
+            raise ValueError(f"use a regular file of at most {_MOST_BYTES >> 20} MiB")
+        return file.read(_MOST_BYTES)
+
+
+def write(path: Path, fields: Mapping[str, Any]) -> None:
+    """Writes a file that `read` accepts.
+
+    Args:
+        path: the file.
+        fields: "platform", "device", "devices", "versions", "date", "tables" and "profile", as the
+            file has them, and more for people.
+    """
+    whole = {"kind": _KIND, "format": FORMAT, "jax_intranode": _version(), **fields}
+    whole["digest"] = _parse(str(path), whole).digest
+    path.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def table_fields(
+    mode: str, operation: str, packets: str, ranks: int, rows: tuple[table.Row, ...]
+) -> dict[str, Any]:
+    """Returns the rows of one key as the file has them."""
+    return {
+        "mode": mode,
+        "operation": operation,
+        "packets": packets,
+        "ranks": ranks,
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+
+
+def _version() -> str:
+    return str(importlib.import_module("jax_intranode").__version__)
+
+
+def _parse(path: str, fields: Mapping[str, Any]) -> Tuning:
+    platform, device, devices = fields["platform"], fields["device"], fields["devices"]
+    _require(platform in ("cpu", "gpu"), f"platform {platform!r}")
+    rows: dict[tuple[str, str, str, int], tuple[table.Row, ...]] = {}
+    for of_one in fields["tables"]:
+        key = tuple(of_one[name] for name in ("mode", "operation", "packets", "ranks"))
+        mode, operation, packets, ranks = key
+        _require(mode in ("single", "multi"), f"mode {mode!r}")
+        _require(operation in definitions.OPERATIONS.values(), f"operation {operation!r}")
+        _require(packets in ("bare", "flagged"), f"packets {packets!r}")
+        _require(_is_count(ranks, definitions.MAX_WORLD_SIZE) and ranks > 1, f"ranks {ranks!r}")
+        _require(key not in rows, f"{key} twice")
+        rows[key] = tuple(_row(platform, operation, row) for row in of_one["rows"])
+        sizes = [row.nbytes for row in rows[key]]
+        _require(sizes == sorted(set(sizes)), f"sizes {sizes}")
+    _require(_is_text(device), f"device {device!r}")
+    _require(_is_count(devices), f"devices {devices!r}")
+    _require(_is_text(fields["date"]), f"date {fields['date']!r}")
+    profile = None
+    if fields["profile"] is not None:
+        profile = overlap.profile_from_json(fields["profile"])
+        _require(profile.name == device, f"a profile of {profile.name!r}")
+    decides = [fields[name] for name in ("platform", "device", "devices", "tables", "profile")]
+    text = json.dumps(decides, sort_keys=True)
+    return Tuning(
+        path=path,
+        digest=hashlib.sha256(text.encode()).hexdigest()[:16],
+        platform=platform,
+        device=device,
+        devices=devices,
+        versions=dict(fields["versions"]),
+        date=fields["date"],
+        rows=rows,
+        profile=profile and dataclasses.replace(profile, tuned_by=f"{VARIABLE}={path}"),
+    )
+
+
+def _row(platform: str, operation: str, fields: Mapping[str, Any]) -> table.Row:
+    row = table.Row(**fields)
+    _require(
+        definitions.OPERATIONS.get(row.algorithm) == operation, f"{operation} by {row.algorithm!r}"
+    )
+    _require(_is_count(row.nbytes, 1 << 40), f"{row.nbytes!r} bytes")
+    if row.segment_bytes != 0:
+        _require(_is_count(row.segment_bytes, 1 << 40), f"segments of {row.segment_bytes!r} bytes")
+        _require(row.algorithm in definitions.IN_SEGMENTS, f"{row.algorithm!r} in segments")
+    if platform == "cpu":
+        _require((row.threads, row.blocks) == (1, 1), f"{row.blocks} x {row.threads} threads")
+    else:
+        whole_warps = _is_count(row.threads, _MAX_THREADS) and row.threads % 32 == 0
+        _require(whole_warps, f"{row.threads!r} threads")
+        _require(_is_count(row.blocks, _MAX_BLOCKS), f"{row.blocks!r} blocks")
+    return row
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= _MOST_CHARACTERS and value.isprintable()
+
+
+def _is_count(value: object, most: int = 1 << 20) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(f"unexpected: {what}")
+
+
+# What is in force.
+
+# While `tune` tries a row, and while `bench` times what is shipped.
+_tried: list[Tuning | None] = []
+
+
+@functools.cache
+def _named(path: str) -> Tuning:
+    return read(path)
+
+
+def current() -> Tuning | None:
+    """The tuning that JAX_INTRANODE_TUNING names; None if it is not set.
+
+    Raises:
+        ValueError: the file cannot be used.
+    """
+    if _tried:
+        return _tried[-1]
+    path = config.get().tuning
+    return None if path is None else _named(path)
+
+
+@contextlib.contextmanager
+def using(tuning: Tuning | None) -> Iterator[None]:
+    """Uses a tuning for what is lowered within; None: what is shipped. All ranks must do alike."""
+    _tried.append(tuning)
+    try:
+        yield
+    finally:
+        _tried.pop()
+
+
+def digest() -> str:
+    """Identifies the tuning in force; "none" without one. Ranks with different ones differ."""
+    tuning = current()
+    return "none" if tuning is None else tuning.digest
+
+
+def rows_for(kinds: Iterable[str]) -> table.Tuned | None:
+    """The rows in force for devices of these kinds; None if the shipped ones hold."""
+    tuning = _for(kinds)
+    return None if tuning is None else table.Tuned(tuning.rows, tuning.name)
+
+
+def profile_for(kinds: Iterable[str]) -> overlap.Profile | None:
+    """The profile in force for GPUs of these kinds; None if the shipped ones hold."""
+    tuning = _for(kinds)
+    return None if tuning is None else tuning.profile
+
+
+def _for(kinds: Iterable[str]) -> Tuning | None:
+    tuning = current()
+    return tuning if tuning is not None and set(kinds) == {tuning.device} else None
+
+
+def refusal(kinds: Iterable[str]) -> str | None:
+    """Why the tuning in force can't be used for devices of these kinds, or None."""
+    tuning = current()
+    others = [] if tuning is None else sorted(set(kinds) - {tuning.device})
+    if tuning is None or not others:
+        return None
+    return (
+        f"{tuning.name} was measured on {tuning.device}, and these devices are "
+        f"{' and '.join(others)}; {_AGAIN} or unset it"
+    )

@@ -32,7 +32,7 @@
 #include <thread>
 #include <vector>
 
-#include "xla_ffi/host/cube_mesh.h"
+#include "xla_ffi/ffi/members.h"
 #include "xla_ffi/kernels/all_gather.h"
 #include "xla_ffi/kernels/all_to_all.h"
 #include "xla_ffi/kernels/hybrid_cube_mesh.h"

@@ -10,6 +10,8 @@
 #include "../cuda/matmul_site.h"
 #include "../host/call_sites.h"
 #include "collectives_cuda.h"
+#include "operands.h"
+#include "site.h"
 
 #define JIN_PLAN_MEMBER(name) \
   ::xla::ffi::StructMember<decltype(::jax_intranode::MatmulPlan::name)>(#name)
@@ -21,10 +23,8 @@ namespace jax_intranode {
 namespace {
 
 // The state of a call site, which instantiate creates: the matmuls of each device of this process.
-struct MatmulDeviceSite {
+struct MatmulDeviceSite : Site<DeviceCommunicator> {
   static ffi::TypeId id;
-  std::shared_ptr<DeviceCommunicator> communicator;
-  Algorithm algorithm;
   int64_t axis;     // of x, along which the ranks' operands are joined
   bool transposed;  // matrices are [n, k]
   bool gathered;    // the gathered x is a result
@@ -41,34 +41,26 @@ ffi::Error Invalid(const MatmulDeviceSite& site, const std::string& what) {
                                      OperationName(site.algorithm) + ": " + what);
 }
 
-ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(ffi::Span<const int64_t> device_ids,
-                                                            int64_t group_size, int32_t algorithm,
-                                                            int64_t axis, int32_t transposed,
-                                                            int32_t gathered, int32_t wgrads,
-                                                            MatmulPlan plan,
-                                                            std::string_view site_text) {
-  const Partition partition{{device_ids.begin(), device_ids.end()}, group_size};
+ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(ffi::Dictionary all) {
   auto site = std::make_unique<MatmulDeviceSite>();
-  site->communicator = Registry<DeviceCommunicator>::Get().Find(partition);
-  if (!site->communicator) {
-    return ffi::Unexpected(
-        ffi::Error(ffi::ErrorCode::kFailedPrecondition, NoCommunicator(partition)));
+  Attributes attributes(all);
+  site->axis = attributes.Get<int64_t>("axis");
+  site->transposed = attributes.Get<int32_t>("transposed") != 0;
+  site->gathered = attributes.Get<int32_t>("gathered") != 0;
+  const int wgrads = site->wgrads = attributes.Get<int32_t>("wgrads");
+  const MatmulPlan plan = site->plan = attributes.Get<MatmulPlan>("plan");
+  if (ffi::Error error = site->Read(&attributes); error.failure()) {
+    return ffi::Unexpected(std::move(error));
   }
-  site->algorithm = static_cast<Algorithm>(algorithm);
-  site->axis = axis;
-  site->transposed = transposed != 0;
-  site->gathered = gathered != 0;
-  site->wgrads = wgrads;
-  site->plan = plan;
   const bool gathers = site->algorithm == Algorithm::kAllGatherMatmul;
   if ((!gathers && site->algorithm != Algorithm::kMatmulReduceScatter) ||
       !IsValid(site->algorithm, plan) || (site->gathered && !gathers) || wgrads < 0 ||
       plan.wgrad != (wgrads > 0) || (wgrads > 0 && (site->gathered || !site->transposed))) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(
-        "jax_intranode: there is no collective matmul of algorithm " + std::to_string(algorithm) +
-        " with transposed=" + std::to_string(transposed) +
-        ", gathered=" + std::to_string(gathered) + ", " + std::to_string(wgrads) +
-        " weight gradients and plan " + ToString(plan) + "."));
+        "jax_intranode: there is no collective matmul of algorithm " +
+        std::to_string(static_cast<int>(site->algorithm)) + " with transposed=" +
+        std::to_string(site->transposed) + ", gathered=" + std::to_string(site->gathered) + ", " +
+        std::to_string(wgrads) + " weight gradients and plan " + ToString(plan) + "."));
   }
   if (site->communicator->matmul_members.empty()) {
     return ffi::Unexpected(ffi::Error(
@@ -77,7 +69,7 @@ ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(ffi::Span<const int6
             ", for which the devices have no ring here. Run it as it was compiled: with "
             "JAX_INTRANODE_RING_MIB as then, and with cuBLASLt."));
   }
-  const uint32_t number = CallSites::Get().Number(std::string(site_text));
+  const uint32_t number = CallSites::Get().Number(site->text);
   for (const std::optional<MatmulMember>& member : site->communicator->matmul_members) {
     site->sites.push_back(
         member ? std::make_unique<MatmulSite>(*member, site->algorithm, site->plan, number)
@@ -98,10 +90,11 @@ class CallChecker {
       : site_(site), member_(member), size_(member.group.size), call_(call) {}
 
   ffi::Error Run(ffi::RemainingArgs args, ffi::RemainingRets rets) {
-    if (ffi::Error error = GetBuffers(args, rets); error.failure()) return error;
+    if (ffi::Error error = operands_.Read(args, rets); error.failure()) return error;
     for (const auto& check :
-         {&CallChecker::CheckShape, &CallChecker::CheckXs, &CallChecker::CheckMatrices,
-          &CallChecker::CheckGathered, &CallChecker::CheckWgrads, &CallChecker::CheckMemory}) {
+         {&CallChecker::CountOperands, &CallChecker::CheckShape, &CallChecker::CheckXs,
+          &CallChecker::CheckMatrices, &CallChecker::CheckGathered, &CallChecker::CheckWgrads,
+          &CallChecker::CheckMemory}) {
       if (ffi::Error error = (this->*check)(); error.failure()) return error;
     }
     return ffi::Error::Success();
@@ -117,28 +110,18 @@ class CallChecker {
     return call_->outer * call_->rows * (of_all_ranks ? size_ : 1);
   }
 
-  ffi::Error GetBuffers(ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  ffi::Error CountOperands() {
     const size_t wgrads = site_.wgrads;
-    const size_t factors = args.size() - std::min(args.size(), wgrads > 0 ? size_t{1} : 0);
+    const size_t factors = in_.size() - std::min(in_.size(), wgrads > 0 ? size_t{1} : 0);
     xs_ = site_.gathers() ? 1 : factors / 2;
     ws_ = factors < xs_ ? 0 : factors - xs_;
     products_ = site_.gathers() ? ws_ : 1;
     const bool fused = site_.plan.fused();
     if (ws_ < 1 || (!site_.gathers() && (ws_ != xs_ || (ws_ > 1 && !fused))) ||
         (fused && ws_ > kMaxMatrices) || wgrads > (site_.gathers() ? 1 : xs_) ||
-        (wgrads > 0 && products_ > 1) || rets.size() != products_ + site_.gathered + wgrads + 1) {
-      return Wrong(std::to_string(args.size()) + " operands and " + std::to_string(rets.size()) +
+        (wgrads > 0 && products_ > 1) || out_.size() != products_ + site_.gathered + wgrads + 1) {
+      return Wrong(std::to_string(in_.size()) + " operands and " + std::to_string(out_.size()) +
                    " results.");
-    }
-    for (size_t i = 0; i < args.size(); ++i) {
-      ffi::ErrorOr<ffi::AnyBuffer> buffer = args.get<ffi::AnyBuffer>(i);
-      if (!buffer.has_value()) return std::move(buffer.error());
-      in_.push_back(*buffer);
-    }
-    for (size_t i = 0; i < rets.size(); ++i) {
-      ffi::ErrorOr<ffi::Result<ffi::AnyBuffer>> buffer = rets.get<ffi::AnyBuffer>(i);
-      if (!buffer.has_value()) return std::move(buffer.error());
-      out_.push_back(**buffer);
     }
     return ffi::Error::Success();
   }
@@ -264,7 +247,8 @@ class CallChecker {
   const int size_;
   MatmulCall* const call_;
   size_t xs_ = 0, ws_ = 0, products_ = 0;  // how many there are
-  std::vector<ffi::AnyBuffer> in_, out_;
+  Operands operands_;
+  const std::vector<ffi::AnyBuffer>&in_ = operands_.in, &out_ = operands_.out;
   ffi::DataType type_;
 };
 
@@ -307,17 +291,7 @@ ffi::Error Execute(cudaStream_t stream, int32_t device, MatmulDeviceSite* site,
 
 XLA_FFI_Error* CudaCollectiveMatmulInstantiate(XLA_FFI_CallFrame* frame) {
   RegisterStateType<MatmulDeviceSite>(frame->api, "jax_intranode_matmul_device_site");
-  XLA_FFI_DEFINE_HANDLER(handler, Instantiate,
-                         ffi::Ffi::BindInstantiate()
-                             .Attr<ffi::Span<const int64_t>>("device_ids")
-                             .Attr<int64_t>("group_size")
-                             .Attr<int32_t>("algorithm")
-                             .Attr<int64_t>("axis")
-                             .Attr<int32_t>("transposed")
-                             .Attr<int32_t>("gathered")
-                             .Attr<int32_t>("wgrads")
-                             .Attr<MatmulPlan>("plan")
-                             .Attr<std::string_view>("site"));
+  XLA_FFI_DEFINE_HANDLER(handler, Instantiate, ffi::Ffi::BindInstantiate().Attrs());
   return (*handler)(frame);
 }
 

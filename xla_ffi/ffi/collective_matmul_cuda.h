@@ -2,7 +2,7 @@
 // `algorithm` says which of the two a call is.
 #pragma once
 
-#include "common.h"
+#include "xla/ffi/api/ffi.h"
 
 namespace jax_intranode {
 

@@ -1,147 +1,83 @@
 #include "collectives_cuda.h"
 
+#include <type_traits>
 #include <utility>
 
 #include "../cuda/norms.h"
 #include "../host/call_sites.h"
-#include "norm_call.h"
+#include "operands.h"
+#include "site.h"
 
 namespace jax_intranode {
 namespace {
 
 // The state that instantiate creates for execute. All devices of the executable share it; read
 // only.
-struct DeviceSite {
+struct DeviceSite : CollectiveSite<DeviceCommunicator> {
   static ffi::TypeId id;
-  std::shared_ptr<DeviceCommunicator> communicator;
-  Algorithm algorithm;
-  uint32_t segments;
-  LaunchShape shape;
-  uint32_t number;           // of the call site
-  float eps, weight_offset;  // of a norm
+  uint32_t number;  // of the call site
+  LaunchShape shape() const { return {blocks, threads}; }
 };
 ffi::TypeId DeviceSite::id = {};
 
-ffi::ErrorOr<std::unique_ptr<DeviceSite>> InstantiateNorm(ffi::Span<const int64_t> device_ids,
-                                                          int64_t group_size, int32_t algorithm,
-                                                          int32_t segments, int32_t blocks,
-                                                          int32_t threads, std::string_view site,
-                                                          float eps, float weight_offset) {
-  const Partition partition{{device_ids.begin(), device_ids.end()}, group_size};
-  std::shared_ptr<DeviceCommunicator> communicator =
-      Registry<DeviceCommunicator>::Get().Find(partition);
-  if (!communicator) {
-    return ffi::Unexpected(
-        ffi::Error(ffi::ErrorCode::kFailedPrecondition, NoCommunicator(partition)));
+ffi::ErrorOr<std::unique_ptr<DeviceSite>> Instantiate(ffi::Dictionary attributes) {
+  auto site = std::make_unique<DeviceSite>();
+  if (ffi::Error error = site->Read(attributes); error.failure()) {
+    return ffi::Unexpected(std::move(error));
   }
-  const int most = IsNorm(static_cast<Algorithm>(algorithm)) ? kMaxNormThreads : kMaxThreads;
-  if (blocks < 1 || blocks > kMaxBlocks || threads < 32 || threads > most || threads % 32 != 0) {
+  const int most = IsNorm(site->algorithm) ? kMaxNormThreads : kMaxThreads;
+  if (site->blocks < 1 || site->blocks > kMaxBlocks || site->threads < 32 || site->threads > most ||
+      site->threads % 32 != 0) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(
-        "jax_intranode: a collective can't be launched with " + std::to_string(blocks) +
-        " blocks of " + std::to_string(threads) + " threads."));
+        "jax_intranode: a collective can't be launched with " + std::to_string(site->blocks) +
+        " blocks of " + std::to_string(site->threads) + " threads."));
   }
-  ffi::Error error = CheckSegments(static_cast<Algorithm>(algorithm), segments);
-  if (error.failure()) return ffi::Unexpected(std::move(error));
-  error = CheckLinks(static_cast<Algorithm>(algorithm), communicator->is_cube_mesh);
-  if (error.failure()) return ffi::Unexpected(std::move(error));
-  return std::make_unique<DeviceSite>(DeviceSite{std::move(communicator),
-                                                 static_cast<Algorithm>(algorithm),
-                                                 static_cast<uint32_t>(segments),
-                                                 {blocks, threads},
-                                                 CallSites::Get().Number(std::string(site)),
-                                                 eps,
-                                                 weight_offset});
+  site->number = CallSites::Get().Number(site->text);
+  return {std::move(site)};
 }
 
-ffi::ErrorOr<std::unique_ptr<DeviceSite>> Instantiate(ffi::Span<const int64_t> device_ids,
-                                                      int64_t group_size, int32_t algorithm,
-                                                      int32_t segments, int32_t blocks,
-                                                      int32_t threads, std::string_view site) {
-  return InstantiateNorm(device_ids, group_size, algorithm, segments, blocks, threads, site, 0, 0);
+cudaError_t LaunchOne(const DeviceSite& site, ElementType type, const DeviceGroup& group,
+                      const Buffers& buffers, cudaStream_t stream) {
+  return buffers.count == 1
+             ? Launch(site.algorithm, type, group, buffers.buffer[0], site.segments, site.shape(),
+                      stream)
+             : Launch(site.algorithm, type, group, buffers, site.segments, site.shape(), stream);
 }
-
-ffi::Error LaunchError(const DeviceSite& site, int32_t device, cudaError_t status) {
-  if (status == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error::Internal("jax_intranode: launching " +
-                              std::string(OperationName(site.algorithm)) + " on CUDA device " +
-                              std::to_string(device) + " failed: " + cudaGetErrorString(status));
-}
-
-// Counts a call of a handler, and gets the device's group for it.
-ffi::Error BeginCall(const DeviceSite& site, int32_t device, DeviceGroup* group) {
-  device_handler_calls.fetch_add(1, std::memory_order_relaxed);
-  DeviceCommunicator& communicator = *site.communicator;
-  if (ffi::Error error = CheckUsable(communicator, device); error.failure()) return error;
-  *group = *communicator.members[device];
-  group->site = site.number;
-  return ffi::Error::Success();
-}
-
-ffi::Error LaunchCollective(cudaStream_t stream, int32_t device, DeviceSite* site,
-                            ffi::RemainingArgs xs, ffi::RemainingRets ys) {
-  DeviceGroup group;
-  if (ffi::Error error = BeginCall(*site, device, &group); error.failure()) return error;
-  ElementType type;
-  Buffers buffers;
-  ffi::Error error = CollectBuffers(site->algorithm, site->segments, group.size,
-                                    group.epoch_buffer_bytes, xs, ys, &type, &buffers);
-  if (error.failure()) return error;
-  const cudaError_t status =
-      buffers.count == 1
-          ? Launch(site->algorithm, type, group, buffers.buffer[0], site->segments, site->shape,
-                   stream)
-          : Launch(site->algorithm, type, group, buffers, site->segments, site->shape, stream);
-  return LaunchError(*site, device, status);
+cudaError_t LaunchOne(const DeviceSite& site, ElementType type, const DeviceGroup& group,
+                      const NormCall& call, cudaStream_t stream) {
+  return LaunchNorm(type, group, call, site.shape(), stream);
 }
 
 // The operations of one call follow each other on the stream.
-ffi::Error LaunchNorms(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::RemainingArgs xs,
-                       ffi::RemainingRets ys) {
-  DeviceGroup group;
-  if (ffi::Error error = BeginCall(*site, device, &group); error.failure()) return error;
-  ElementType type;
-  NormCall call;
-  ffi::Error error = CollectNorm(site->algorithm, group.size, site->eps, site->weight_offset, xs,
-                                 ys, &type, &call);
-  if (error.failure()) return error;
-  if (!NormFits(type, call, site->shape)) {
-    return ffi::Error::InvalidArgument("jax_intranode: " + std::to_string(site->shape.threads) +
-                                       " threads can't normalize rows of " +
-                                       std::to_string(call.hidden) + " elements.");
-  }
-  return ForEachNormOperation(
-      call, type, group.size, group.epoch_buffer_bytes, [&](const NormCall& part) {
-        return LaunchError(*site, device, LaunchNorm(type, group, part, site->shape, stream));
+ffi::Error LaunchAll(cudaStream_t stream, int32_t device, const DeviceSite& site,
+                     ffi::RemainingArgs xs, ffi::RemainingRets ys) {
+  device_handler_calls.fetch_add(1, std::memory_order_relaxed);
+  if (ffi::Error error = CheckUsable(*site.communicator, device); error.failure()) return error;
+  DeviceGroup group = *site.communicator->members[device];
+  group.site = site.number;
+  return ForEachOperation(
+      site, group.size, group.epoch_buffer_bytes, xs, ys,
+      [&]<class Call>(ElementType type, const Call& call) {
+        if constexpr (std::is_same_v<Call, NormCall>) {
+          if (!NormFits(type, call, site.shape())) {
+            return ffi::Error::InvalidArgument("jax_intranode: " + std::to_string(site.threads) +
+                                               " threads can't normalize rows of " +
+                                               std::to_string(call.hidden) + " elements.");
+          }
+        }
+        const cudaError_t status = LaunchOne(site, type, group, call, stream);
+        if (status == cudaSuccess) return ffi::Error::Success();
+        return ffi::Error::Internal(
+            std::string("jax_intranode: launching ") + OperationName(site.algorithm) +
+            " on CUDA device " + std::to_string(device) + " failed: " + cudaGetErrorString(status));
       });
 }
 
 // XLA calls it eagerly or while it captures a graph, and not at all when it replays a graph. So it
 // only launches and keeps no state.
-template <auto launch>
 ffi::Error Execute(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::RemainingArgs xs,
                    ffi::RemainingRets ys, ffi::Dictionary) {
-  return Launched(*site->communicator, device, stream, launch(stream, device, site, xs, ys));
-}
-
-// What collectives and norms both get.
-auto InstantiateBinding() {
-  return ffi::Ffi::BindInstantiate()
-      .Attr<ffi::Span<const int64_t>>("device_ids")
-      .Attr<int64_t>("group_size")
-      .Attr<int32_t>("algorithm")
-      .Attr<int32_t>("segments")
-      .Attr<int32_t>("blocks")
-      .Attr<int32_t>("threads")
-      .Attr<std::string_view>("site");
-}
-auto ExecuteBinding() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .Ctx<ffi::DeviceOrdinal>()
-      .Ctx<ffi::State<DeviceSite>>()
-      .RemainingArgs()
-      .RemainingRets()
-      .Attrs();
+  return Launched(*site->communicator, device, stream, LaunchAll(stream, device, *site, xs, ys));
 }
 
 }  // namespace
@@ -179,25 +115,19 @@ ffi::Error Launched(DeviceCommunicator& communicator, int32_t device, cudaStream
 
 XLA_FFI_Error* CudaCollectiveInstantiate(XLA_FFI_CallFrame* frame) {
   RegisterStateType<DeviceSite>(frame->api, "jax_intranode_device_site");
-  XLA_FFI_DEFINE_HANDLER(handler, Instantiate, InstantiateBinding());
+  XLA_FFI_DEFINE_HANDLER(handler, Instantiate, ffi::Ffi::BindInstantiate().Attrs());
   return (*handler)(frame);
 }
 
 XLA_FFI_Error* CudaCollective(XLA_FFI_CallFrame* frame) {
-  XLA_FFI_DEFINE_HANDLER(handler, Execute<LaunchCollective>, ExecuteBinding(),
-                         {ffi::Traits::kCmdBufferCompatible});
-  return (*handler)(frame);
-}
-
-XLA_FFI_Error* CudaNormInstantiate(XLA_FFI_CallFrame* frame) {
-  RegisterStateType<DeviceSite>(frame->api, "jax_intranode_device_site");
-  XLA_FFI_DEFINE_HANDLER(handler, InstantiateNorm,
-                         InstantiateBinding().Attr<float>("eps").Attr<float>("weight_offset"));
-  return (*handler)(frame);
-}
-
-XLA_FFI_Error* CudaNorm(XLA_FFI_CallFrame* frame) {
-  XLA_FFI_DEFINE_HANDLER(handler, Execute<LaunchNorms>, ExecuteBinding(),
+  XLA_FFI_DEFINE_HANDLER(handler, Execute,
+                         ffi::Ffi::Bind()
+                             .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                             .Ctx<ffi::DeviceOrdinal>()
+                             .Ctx<ffi::State<DeviceSite>>()
+                             .RemainingArgs()
+                             .RemainingRets()
+                             .Attrs(),
                          {ffi::Traits::kCmdBufferCompatible});
   return (*handler)(frame);
 }

@@ -15,7 +15,8 @@
 #include <vector>
 
 #include "../../jax_intranode/include/jax_intranode/peer_types.h"
-#include "common.h"
+#include "members.h"
+#include "site.h"
 
 namespace jax_intranode {
 
@@ -29,9 +30,6 @@ struct PeerBuffer {
   std::shared_ptr<void> memory;
   std::atomic<bool> closed{false};
 };
-
-// Device, index of its group, its rank in the group, every rank's memory, its record.
-using PeerMember = std::tuple<int64_t, int64_t, int, std::vector<uintptr_t>, uintptr_t>;
 
 template <class Communicator>
 class PeerBuffers {
@@ -91,55 +89,85 @@ class PeerBuffers {
 
 template <class Communicator>
 std::shared_ptr<PeerBuffer<Communicator>> MakePeerBuffer(const std::string& name,
-                                                         const std::vector<int64_t>& device_ids,
-                                                         int64_t group_size,
-                                                         const std::vector<PeerMember>& members,
+                                                         const Partition& partition,
+                                                         const std::vector<GroupMember>& members,
                                                          uint64_t bytes, double timeout_s,
                                                          std::shared_ptr<void> memory) {
   auto buffer = std::make_shared<PeerBuffer<Communicator>>();
   buffer->name = name;
-  buffer->partition = {device_ids, group_size};
-  buffer->communicator = Registry<Communicator>::Get().Find(buffer->partition);
+  buffer->partition = partition;
+  buffer->communicator = Registry<Communicator>::Get().Find(partition);
   if (!buffer->communicator) {
     throw std::invalid_argument("jax_intranode: a peer buffer without a communicator");
   }
-  for (const auto& [device, group, rank, addresses, record] : members) {
-    if (group_size > v1::kMaxRanks || addresses.size() != static_cast<size_t>(group_size)) {
-      throw std::invalid_argument("jax_intranode: a peer buffer of " + std::to_string(group_size) +
-                                  " ranks with " + std::to_string(addresses.size()) + " addresses");
-    }
-    v1::Peers peers{};
-    for (int64_t r = 0; r < group_size; ++r) {
-      peers.memory[r] = reinterpret_cast<char*>(addresses[r]);
-    }
+  for (const GroupMember& member : members) {
+    v1::Peers& peers = buffer->members[member.device];
+    CopyAddresses(member, partition.second, peers.memory);
     peers.bytes = bytes;
-    peers.rank = rank;
-    peers.size = static_cast<int32_t>(group_size);
-    peers.record = reinterpret_cast<v1::PeerRecord*>(record);
+    peers.rank = member.rank;
+    peers.size = static_cast<int32_t>(partition.second);
+    peers.record = reinterpret_cast<v1::PeerRecord*>(member.record);
     peers.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
-    buffer->members[device] = peers;
   }
   buffer->memory = std::move(memory);
   return buffer;
 }
 
-inline std::string NoPeerBuffer(const std::string& name) {
-  return "jax_intranode: there is no peer buffer \"" + name +
-         "\". jax_intranode.peer_buffer makes it; that has to come before the program is compiled "
-         "or loaded, in every process, and after jax_intranode.shutdown() again.";
+// A text that is valid until the next call in the same thread, as v1::Api asks for.
+inline const char* Keep(std::string text) {
+  static thread_local std::string kept;
+  kept = std::move(text);
+  return kept.c_str();
 }
 
-inline std::string PeerBufferClosed(const std::string& name) {
-  return "jax_intranode: the peer buffer \"" + name +
-         "\" was closed. Make it again with jax_intranode.peer_buffer, call jax.clear_caches(), "
-         "and compile the program again.";
-}
+// The state of a call site, which instantiate creates for execute. All devices share it; read only.
+template <class Communicator>
+struct PeerSite {
+  std::shared_ptr<PeerBuffer<Communicator>> buffer;
+  std::string text;  // host/call_sites.h
 
-inline std::string NotInPeerBuffer(const std::string& name, int64_t device) {
-  return "jax_intranode: a call on the peer buffer \"" + name + "\" ran on device " +
-         std::to_string(device) +
-         ", which is in none of its groups. Was the buffer made for "
-         "another mesh?";
+  ffi::Error Read(ffi::Dictionary all) {
+    Attributes attributes(all);
+    const std::string name(attributes.Get<std::string_view>("peer_buffer"));
+    text = attributes.Get<std::string_view>("site");
+    if (ffi::Error error = attributes.TakeError(); error.failure()) return error;
+    buffer = PeerBuffers<Communicator>::Get().Find(name);
+    if (buffer) return ffi::Error::Success();
+    return ffi::Error(
+        ffi::ErrorCode::kFailedPrecondition,
+        "jax_intranode: there is no peer buffer \"" + name +
+            "\". jax_intranode.peer_buffer makes it; that has to come before the program is "
+            "compiled or loaded, in every process, and after jax_intranode.shutdown() again.");
+  }
+
+  // What the device's rank sees; null, and why, if the call can't run.
+  const v1::Peers* Find(int32_t device, std::string* why) const {
+    const std::string name = "jax_intranode: the peer buffer \"" + buffer->name + "\"";
+    const auto member = buffer->members.find(device);
+    if (member == buffer->members.end()) {
+      *why = name + " was called on device " + std::to_string(device) +
+             ", which is in none of its groups. Was the buffer made for another mesh?";
+    } else if (buffer->closed) {
+      *why = name +
+             " was closed. Make it again with jax_intranode.peer_buffer, call "
+             "jax.clear_caches(), and compile the program again.";
+    } else {
+      return &member->second;
+    }
+    return nullptr;
+  }
+};
+
+// The site of the call that XLA executes; null, and why, if there is none. For v1::Api::find.
+template <class State>
+State* PeerSiteOf(const void* xla, void* context, std::string* why) {
+  ffi::DiagnosticEngine diagnostic;
+  const auto site = ffi::CtxDecoding<ffi::State<State>>::Decode(
+      static_cast<const XLA_FFI_Api*>(xla), static_cast<XLA_FFI_ExecutionContext*>(context),
+      diagnostic);
+  if (site) return *site;
+  *why = "jax_intranode: " + diagnostic.Result();
+  return nullptr;
 }
 
 // The name of a call, for messages. `site` begins with the name of the FFI target.

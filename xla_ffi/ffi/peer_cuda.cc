@@ -6,15 +6,13 @@
 #include "../../jax_intranode/include/jax_intranode/peer.h"
 #include "../cuda/slab.h"
 #include "../host/call_sites.h"
+#include "collectives_cuda.h"
 
 namespace jax_intranode {
 namespace {
 
-// The state that instantiate creates for execute. All devices of the executable share it; read
-// only.
-struct DevicePeerSite {
+struct DevicePeerSite : PeerSite<DeviceCommunicator> {
   static ffi::TypeId id;
-  std::shared_ptr<DevicePeerBuffers::Buffer> buffer;
   uint32_t number;  // of the call site
 };
 ffi::TypeId DevicePeerSite::id = {};
@@ -34,51 +32,34 @@ std::string LoadLibraries(const DevicePeerBuffers::Buffer& buffer) {
 }
 
 ffi::ErrorOr<std::unique_ptr<DevicePeerSite>> Instantiate(ffi::Dictionary attributes) {
-  const auto name = attributes.get<std::string_view>("peer_buffer");
-  if (!name.has_value()) return ffi::Unexpected(name.error());
-  const auto site = attributes.get<std::string_view>("site");
-  if (!site.has_value()) return ffi::Unexpected(site.error());
-  const std::string buffer_name(*name);
-  std::shared_ptr<DevicePeerBuffers::Buffer> buffer = DevicePeerBuffers::Get().Find(buffer_name);
-  if (!buffer) {
-    return ffi::Unexpected(
-        ffi::Error(ffi::ErrorCode::kFailedPrecondition, NoPeerBuffer(buffer_name)));
+  auto site = std::make_unique<DevicePeerSite>();
+  if (ffi::Error error = site->Read(attributes); error.failure()) {
+    return ffi::Unexpected(std::move(error));
   }
   std::string error;
   try {
-    error = LoadLibraries(*buffer);
+    error = LoadLibraries(*site->buffer);
   } catch (const std::runtime_error& thrown) {
     error = thrown.what();
   }
   if (!error.empty()) return ffi::Unexpected(ffi::Error::Internal(error));
-  return std::make_unique<DevicePeerSite>(
-      DevicePeerSite{std::move(buffer), CallSites::Get().Number(std::string(*site))});
-}
-
-const char* Keep(std::string error) {
-  static thread_local std::string kept;
-  kept = std::move(error);
-  return kept.c_str();
+  site->number = CallSites::Get().Number(site->text);
+  return {std::move(site)};
 }
 
 const char* Find(const void* xla, void* context, int32_t device, void** call, v1::Peers* peers) {
   device_handler_calls.fetch_add(1, std::memory_order_relaxed);
-  ffi::DiagnosticEngine diagnostic;
-  const auto site = ffi::CtxDecoding<ffi::State<DevicePeerSite>>::Decode(
-      static_cast<const XLA_FFI_Api*>(xla), static_cast<XLA_FFI_ExecutionContext*>(context),
-      diagnostic);
-  if (!site) return Keep("jax_intranode: " + diagnostic.Result());
-  *call = *site;
-  const DevicePeerBuffers::Buffer& buffer = *(*site)->buffer;
-  const auto member = buffer.members.find(device);
-  if (member == buffer.members.end()) return Keep(NotInPeerBuffer(buffer.name, device));
-  if (buffer.communicator->closed) return Keep(kShutDown);
-  if (buffer.closed) return Keep(PeerBufferClosed(buffer.name));
-  if (std::string failure = buffer.communicator->Refuse(device); !failure.empty()) {
-    return Keep(std::move(failure));
-  }
-  *peers = member->second;
-  peers->site = (*site)->number;
+  std::string why;
+  auto* const site = PeerSiteOf<DevicePeerSite>(xla, context, &why);
+  if (site == nullptr) return Keep(std::move(why));
+  *call = site;
+  DeviceCommunicator& communicator = *site->buffer->communicator;
+  if (communicator.closed) return Keep(kShutDown);
+  const v1::Peers* const found = site->Find(device, &why);
+  if (found != nullptr) why = communicator.Refuse(device);
+  if (!why.empty()) return Keep(std::move(why));
+  *peers = *found;
+  peers->site = site->number;
   return nullptr;
 }
 

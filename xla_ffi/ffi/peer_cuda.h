@@ -1,7 +1,7 @@
 // The handlers behind calls on peer buffers on GPUs (jax_intranode/include).
 #pragma once
 
-#include "collectives_cuda.h"
+#include "communicator_cuda.h"
 #include "peer_buffers.h"
 
 namespace jax_intranode {

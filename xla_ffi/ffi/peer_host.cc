@@ -4,58 +4,39 @@
 #include <string_view>
 
 #include "../host/call_sites.h"
+#include "collectives_host.h"
 #include "site_numbers.h"
 
 namespace jax_intranode {
 namespace {
 
-// The state that instantiate creates for execute.
-struct HostPeerSite {
+struct HostPeerSite : PeerSite<HostCommunicator> {
   static ffi::TypeId id;
-  std::shared_ptr<HostPeerBuffers::Buffer> buffer;
   std::string name;
   uint64_t identity;
 };
 ffi::TypeId HostPeerSite::id = {};
 
 ffi::ErrorOr<std::unique_ptr<HostPeerSite>> Instantiate(ffi::Dictionary attributes) {
-  const auto name = attributes.get<std::string_view>("peer_buffer");
-  if (!name.has_value()) return ffi::Unexpected(name.error());
-  const auto site = attributes.get<std::string_view>("site");
-  if (!site.has_value()) return ffi::Unexpected(site.error());
-  const std::string buffer_name(*name), text(*site);
-  std::shared_ptr<HostPeerBuffers::Buffer> buffer = HostPeerBuffers::Get().Find(buffer_name);
-  if (!buffer) {
-    return ffi::Unexpected(
-        ffi::Error(ffi::ErrorCode::kFailedPrecondition, NoPeerBuffer(buffer_name)));
+  auto site = std::make_unique<HostPeerSite>();
+  if (ffi::Error error = site->Read(attributes); error.failure()) {
+    return ffi::Unexpected(std::move(error));
   }
-  const uint64_t description = Fnv1a(text, Fnv1a(buffer_name));
-  const uint64_t identity =
-      SiteNumbers::Identity(description, SiteNumbers::Get().Take(description));
-  CallSites::Get().Name(identity, text);
-  return std::make_unique<HostPeerSite>(
-      HostPeerSite{std::move(buffer), PeerCallName(buffer_name, text), identity});
-}
-
-const char* Keep(std::string error) {
-  static thread_local std::string kept;
-  kept = std::move(error);
-  return kept.c_str();
+  const uint64_t description = Fnv1a(site->text, Fnv1a(site->buffer->name));
+  site->identity = SiteNumbers::Identity(description, SiteNumbers::Get().Take(description));
+  site->name = PeerCallName(site->buffer->name, site->text);
+  CallSites::Get().Name(site->identity, site->text);
+  return {std::move(site)};
 }
 
 const char* Find(const void* xla, void* context, int32_t device, void** call, v1::Peers* peers) {
   host_handler_calls.fetch_add(1, std::memory_order_relaxed);
-  ffi::DiagnosticEngine diagnostic;
-  const auto site = ffi::CtxDecoding<ffi::State<HostPeerSite>>::Decode(
-      static_cast<const XLA_FFI_Api*>(xla), static_cast<XLA_FFI_ExecutionContext*>(context),
-      diagnostic);
-  if (!site) return Keep("jax_intranode: " + diagnostic.Result());
-  const HostPeerBuffers::Buffer& buffer = *(*site)->buffer;
-  if (buffer.closed) return Keep(PeerBufferClosed(buffer.name));
-  const auto member = buffer.members.find(device);
-  if (member == buffer.members.end()) return Keep(NotInPeerBuffer(buffer.name, device));
-  *call = *site;
-  *peers = member->second;
+  std::string why;
+  auto* const site = PeerSiteOf<HostPeerSite>(xla, context, &why);
+  const v1::Peers* const found = site == nullptr ? nullptr : site->Find(device, &why);
+  if (found == nullptr) return Keep(std::move(why));
+  *call = site;
+  *peers = *found;
   return nullptr;
 }
 

@@ -1,7 +1,7 @@
 // The handlers behind calls on peer buffers on CPU devices (jax_intranode/include).
 #pragma once
 
-#include "collectives_host.h"
+#include "communicator_host.h"
 #include "peer_buffers.h"
 
 namespace jax_intranode {

@@ -189,9 +189,7 @@ HostGroup::HostGroup(const Group& group, std::vector<int> local_ranks,
     Group view = group_;
     view.rank = rank;
     if (!links.empty()) view.links = links.at(rank);
-    for (int peer = 0; peer < group_.size; ++peer) {
-      if (peer != rank && !view.IsLinkedTo(peer)) view.region[peer] = nullptr;
-    }
+    view.KeepLinked();
     views_.push_back(view);
   }
   logged_ = sequence_ = epoch_ = LoadWord(&own.Header()->epoch[0]);

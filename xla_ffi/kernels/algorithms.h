@@ -202,9 +202,10 @@ inline bool RunsInSegments(Algorithm algorithm) {
 // More than any message needs: with the smallest slab, each is a few KB.
 constexpr int kMaxSegments = 1 << 20;
 
-// A message is one segment, or an even number of them (segments.h).
-inline bool IsNumberOfSegments(int64_t segments) {
-  return segments == 1 || (segments > 1 && segments % 2 == 0 && segments <= kMaxSegments);
+// Whether an algorithm can cut its message into so many segments: an even number (segments.h).
+inline bool CanCut(Algorithm algorithm, int64_t segments) {
+  return segments == 1 || (segments > 1 && segments % 2 == 0 && segments <= kMaxSegments &&
+                           RunsInSegments(algorithm));
 }
 
 // The phases of an algorithm that runs in segments.

@@ -78,6 +78,12 @@ struct Group {
   Links links;
 
   JIN_HOST_FN bool IsLinkedTo(int r) const { return (links.peers >> r & 1) != 0; }
+  // Forgets the regions of ranks that this one has no link to. Host only.
+  void KeepLinked() {
+    for (int r = 0; r < size; ++r) {
+      if (r != rank && !IsLinkedTo(r)) region[r] = nullptr;
+    }
+  }
   JIN_FN RegionHeader* Header() const { return reinterpret_cast<RegionHeader*>(region[rank]); }
   JIN_FN char* EpochBuffer(int of_rank, uint32_t epoch) const {
     return region[of_rank] + kHeaderBytes + (epoch & 1) * epoch_buffer_bytes;

@@ -1,0 +1,128 @@
+#include "communicator_cuda.h"
+
+#include <mutex>
+#include <new>
+#include <set>
+#include <stdexcept>
+#include <utility>
+
+#include "../cuda/pipelined_matmul.h"
+#include "../cuda/slab.h"
+#include "platform_cuda.h"
+
+namespace jax_intranode {
+namespace {
+
+// Calls `act(communicator, device, group)` for each device of the communicators that are open.
+template <class Act>
+void ForEachDevice(const Act& act) {
+  for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().All()) {
+    for (size_t device = 0; device < communicator->members.size(); ++device) {
+      if (auto& group = communicator->members[device]) {
+        act(*communicator, static_cast<int>(device), *group);
+      }
+    }
+  }
+}
+
+// Guards the count: an operation counts either for its communicator or as past.
+std::mutex operations_mutex;
+uint64_t past_operations = 0;  // of closed communicators
+
+// The number of operations of a communicator on one device. The count has 32 bits: the sum is right
+// if it is read at least once in 2^32 operations.
+uint64_t OperationsNow(DeviceCommunicator& communicator, int device, const DeviceGroup& group) {
+  auto& [last, count] = communicator.counted[device];
+  const uint32_t now = ReadWord(device, reinterpret_cast<char*>(&group.Header()->operations));
+  count += static_cast<uint32_t>(now - last);
+  last = now;
+  return count;
+}
+
+void Synchronize(int device) {
+  const CurrentDevice current(device);
+  ThrowIfError(cudaDeviceSynchronize(), "waiting for a device");
+}
+
+}  // namespace
+
+void CreateDeviceCommunicator(const Partition& partition, const std::vector<GroupMember>& members,
+                              size_t epoch_buffer_bytes, double timeout_s,
+                              std::shared_ptr<void> memory,
+                              const std::vector<LinksOfGroup>& links) {
+  auto communicator = std::make_shared<DeviceCommunicator>();
+  communicator->is_cube_mesh = !links.empty();
+  communicator->memory = std::move(memory);
+  for (const GroupMember& member : members) {
+    DeviceGroup group{GroupOf(member, partition.second, epoch_buffer_bytes)};
+    if (!links.empty()) {
+      group.links = LinksOf(links, member.group, partition.second).at(member.rank);
+    }
+    group.KeepLinked();
+    group.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
+    group.failure = new (reinterpret_cast<void*>(member.record)) FailureRecord{};
+    const size_t device = member.device;
+    if (communicator->members.size() <= device) {
+      communicator->members.resize(device + 1);
+      communicator->groups.resize(device + 1);
+    }
+    communicator->members[device] = group;
+    communicator->groups[device] = DeviceIdsOf(partition, member.group);
+  }
+  CudaPlatform::Get().AddNew(
+      [&] { Registry<DeviceCommunicator>::Get().Add(partition, std::move(communicator)); });
+}
+
+void AddRings(const Partition& partition,
+              const std::vector<std::pair<int64_t, std::vector<uintptr_t>>>& rings,
+              size_t ring_bytes) {
+  const auto communicator = Registry<DeviceCommunicator>::Get().Find(partition);
+  if (!communicator) throw std::invalid_argument("jax_intranode: rings without a communicator");
+  communicator->matmul_members.resize(communicator->members.size());
+  for (const auto& [device, addresses] : rings) {
+    MatmulMember member{
+        static_cast<int>(device), communicator->members.at(device).value(), {}, ring_bytes};
+    CopyAddresses({.addresses = addresses}, partition.second, member.ring);
+    CreateSideStreams(member.device);
+    communicator->matmul_members[device] = member;
+  }
+}
+
+void SynchronizeDevices() {
+  std::set<int> devices;
+  for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
+    for (size_t device = 0; device < communicator->members.size(); ++device) {
+      if (communicator->members[device]) devices.insert(static_cast<int>(device));
+    }
+  }
+  for (const int device : devices) Synchronize(device);
+}
+
+uint64_t DeviceOperations() {
+  std::lock_guard lock(operations_mutex);
+  uint64_t total = past_operations;
+  ForEachDevice([&](DeviceCommunicator& communicator, int device, const DeviceGroup& group) {
+    total += OperationsNow(communicator, device, group);
+  });
+  return total;
+}
+
+void CloseDeviceCommunicators() {
+  std::lock_guard lock(operations_mutex);
+  ForEachDevice([](DeviceCommunicator& communicator, int, const DeviceGroup&) {
+    communicator.closed = true;
+  });
+  ForEachDevice([](DeviceCommunicator& communicator, int device, const DeviceGroup& group) {
+    try {
+      Synchronize(device);
+      WriteWord(device, reinterpret_cast<char*>(&group.Header()->closed), 1);
+      OperationsNow(communicator, device, group);
+    } catch (const std::runtime_error&) {
+      // The CUDA context is lost, and nothing runs in it any more.
+    }
+    past_operations += communicator.counted[device].second;
+  });
+  Registry<DeviceCommunicator>::Get().Clear();
+}
+
+}  // namespace jax_intranode

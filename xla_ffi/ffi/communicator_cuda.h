@@ -1,0 +1,84 @@
+// The communicators of GPUs: made by Python, used by handlers, seen by the monitor.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../cuda/collectives.h"
+#include "../cuda/matmul_call.h"
+#include "members.h"
+
+namespace jax_intranode {
+
+// The groups of one partition, as the devices of this process see them.
+struct DeviceCommunicator {
+  std::vector<std::optional<DeviceGroup>> members;  // by CUDA device ordinal
+  std::vector<std::optional<MatmulMember>> matmul_members;
+  std::vector<std::vector<int64_t>> groups;  // the device ids of each member's group
+  std::shared_ptr<void> memory;              // owns what the groups point to
+  bool is_cube_mesh = false;                 // whether the groups are hybrid cube meshes
+  std::atomic<bool> closed{false};
+
+  // Why a call on a device can't run; empty if it can. A call that is refused because a peer has
+  // left has no kernel that could write a record, so it is noted here.
+  std::string Refuse(int32_t device) {
+    std::lock_guard lock(mutex);
+    if (failure_message.empty() && !left_message.empty()) refused = {device, left_message};
+    return failure_message.empty() ? left_message : failure_message;
+  }
+  std::string failure() const {
+    std::lock_guard lock(mutex);
+    return failure_message.empty() ? left_message : failure_message;
+  }
+  // The last call that was refused because a peer has left, once.
+  std::optional<std::pair<int32_t, std::string>> TakeRefused() {
+    std::lock_guard lock(mutex);
+    return std::exchange(refused, std::nullopt);
+  }
+  // No call runs any more, for good.
+  void set_failure(const std::string& message) {
+    std::lock_guard lock(mutex);
+    if (failure_message.empty()) failure_message = message;
+  }
+  void set_left(const std::string& message) {
+    std::lock_guard lock(mutex);
+    left_message = message;
+  }
+
+  mutable std::mutex mutex;
+  std::string failure_message;
+  std::string left_message;
+  std::optional<std::pair<int32_t, std::string>> refused;  // CUDA device, message
+  // By device: the last epoch that was read, and the number of operations until then.
+  std::map<size_t, std::pair<uint32_t, uint64_t>> counted;
+};
+
+// `memory` owns what the groups point to.
+void CreateDeviceCommunicator(const Partition& partition, const std::vector<GroupMember>& members,
+                              size_t epoch_buffer_bytes, double timeout_s,
+                              std::shared_ptr<void> memory, const std::vector<LinksOfGroup>& links);
+
+// Gives a communicator the ring buffers for collective matmuls, before any program uses it. `rings`
+// has those of every rank, by CUDA device ordinal.
+void AddRings(const Partition& partition,
+              const std::vector<std::pair<int64_t, std::vector<uintptr_t>>>& rings,
+              size_t ring_bytes);
+
+// Waits until nothing runs on the devices of this process.
+void SynchronizeDevices();
+
+// Operations that the devices of this process have executed, replayed ones included.
+uint64_t DeviceOperations();
+
+// Ends all communicators. A graph that is replayed afterwards calls no handler, but its kernels
+// find the region closed.
+void CloseDeviceCommunicators();
+
+}  // namespace jax_intranode

@@ -1,0 +1,238 @@
+// The operands of a call, checked, and the operations that the call takes. All platforms share it.
+#pragma once
+
+#include <algorithm>
+#include <optional>
+#include <set>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "../kernels/algorithms.h"
+#include "../kernels/buffers.h"
+#include "../kernels/norm.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_intranode {
+
+namespace ffi = ::xla::ffi;
+
+// The element type that runs an algorithm on an operand, if there is one.
+inline std::optional<ElementType> ElementTypeOf(Algorithm algorithm, ffi::DataType type) {
+  switch (type) {
+#define JIN_X(xla_name, numpy_name, type) \
+  case ffi::xla_name:                     \
+    return ElementType::k##type;
+    JIN_DTYPES(JIN_X)
+#undef JIN_X
+    default:
+      if (OnlyCopies(algorithm)) return ElementType::kI8;
+      return std::nullopt;
+  }
+}
+
+// The FFI targets of collectives and norms. All of them have one handler.
+inline std::set<std::string> CollectiveTargets() {
+  std::set<std::string> names;
+  for (Algorithm algorithm : kAlgorithms) {
+    if (!IsMatmul(algorithm)) {
+      names.insert(std::string("jax_intranode_") + OperationName(algorithm));
+    }
+  }
+  return names;
+}
+
+// All operands and results of a call.
+struct Operands {
+  std::vector<ffi::AnyBuffer> in, out;
+
+  ffi::Error Read(ffi::RemainingArgs xs, ffi::RemainingRets ys) {
+    for (size_t i = 0; i < xs.size(); ++i) {
+      ffi::ErrorOr<ffi::AnyBuffer> x = xs.get<ffi::AnyBuffer>(i);
+      if (!x.has_value()) return std::move(x.error());
+      in.push_back(*x);
+    }
+    for (size_t i = 0; i < ys.size(); ++i) {
+      ffi::ErrorOr<ffi::Result<ffi::AnyBuffer>> y = ys.get<ffi::AnyBuffer>(i);
+      if (!y.has_value()) return std::move(y.error());
+      out.push_back(**y);
+    }
+    return ffi::Error::Success();
+  }
+};
+
+// Fills in the buffers of a call. Refuses operands that must not reach a kernel, though lowering
+// lets none of them pass.
+inline ffi::Error CollectBuffers(Algorithm algorithm, uint32_t segments, int size,
+                                 size_t epoch_buffer_bytes, const Operands& operands,
+                                 ElementType* type, Buffers* buffers) {
+  const auto& [xs, ys] = operands;
+  const std::string name = OperationName(algorithm);
+  const size_t most = IsAllReduce(algorithm) ? kMaxBuffers : 1;
+  if (xs.size() != ys.size() || xs.size() < 1 || xs.size() > most) {
+    return ffi::Error::InvalidArgument("jax_intranode: " + name + " got " +
+                                       std::to_string(xs.size()) + " operands and " +
+                                       std::to_string(ys.size()) + " results; it takes 1 to " +
+                                       std::to_string(most) + " operands and returns as many.");
+  }
+  size_t packs = 0;
+  for (size_t i = 0; i < xs.size(); ++i) {
+    const ffi::AnyBuffer &x = xs[i], &y = ys[i];
+    const ffi::DataType x_type = x.element_type(), y_type = y.element_type();
+    const std::optional<ElementType> found = ElementTypeOf(algorithm, x_type);
+    if (!found || x_type != y_type || (i > 0 && *found != *type)) {
+      return ffi::Error::InvalidArgument(
+          "jax_intranode: operand " + std::to_string(i) + " of " + name + " has element type " +
+          std::to_string(static_cast<int>(x_type)) + ", its result " +
+          std::to_string(static_cast<int>(y_type)) +
+          "; all operands must have one type that the operation supports, and results the same.");
+    }
+    const size_t in = InputShards(algorithm, size), out = OutputShards(algorithm, size);
+    if (x.element_count() * out != y.element_count() * in) {
+      return ffi::Error::InvalidArgument(
+          "jax_intranode: operand " + std::to_string(i) + " of " + name + " has " +
+          std::to_string(x.element_count()) + " elements, its result " +
+          std::to_string(y.element_count()) + "; a group of " + std::to_string(size) +
+          " ranks needs them as " + std::to_string(in) + " to " + std::to_string(out) + ".");
+    }
+    *type = *found;
+    packs += PacksOf(x.size_bytes() / in);
+    buffers->Append({x.untyped_data(), y.untyped_data(), x.size_bytes() / in});
+  }
+  if (packs == 0) return ffi::Error::InvalidArgument("jax_intranode: " + name + " of no elements.");
+  const size_t needed = EpochBufferBytesNeeded(algorithm, *type, packs, size, segments);
+  if (needed > epoch_buffer_bytes) {
+    return ffi::Error::InvalidArgument(
+        "jax_intranode: " + name + " of " + std::to_string(packs * sizeof(Pack)) + " bytes takes " +
+        std::to_string(needed) + " bytes of each buffer of the slab, which has " +
+        std::to_string(epoch_buffer_bytes) +
+        ". Was the program compiled with another JAX_INTRANODE_SLAB_MIB? Compile it again.");
+  }
+  return ffi::Error::Success();
+}
+
+// Operands: x, residual, weight and perhaps bias. Results: normed, new residual. Refuses what must
+// not reach a kernel, though lowering lets none of it pass.
+inline ffi::Error CollectNorm(Algorithm algorithm, int size, float eps, float weight_offset,
+                              const Operands& operands, ElementType* type, NormCall* call) {
+  const auto refused = [algorithm](const std::string& why) {
+    return ffi::Error::InvalidArgument("jax_intranode: " + std::string(OperationName(algorithm)) +
+                                       " got " + why + ".");
+  };
+  const auto& [xs, ys] = operands;
+  if ((xs.size() != 3 && xs.size() != 4) || ys.size() != 2) {
+    return refused(std::to_string(xs.size()) + " operands and " + std::to_string(ys.size()) +
+                   " results; it takes 3 or 4 operands and returns 2");
+  }
+  void* data[6] = {};
+  size_t elements[6] = {};
+  ffi::DataType types[6] = {};
+  const auto add = [&](size_t i, const ffi::AnyBuffer& buffer) {
+    data[i] = buffer.untyped_data();
+    elements[i] = buffer.element_count();
+    types[i] = buffer.element_type();
+  };
+  for (size_t i = 0; i < xs.size(); ++i) add(i, xs[i]);
+  for (size_t i = 0; i < 2; ++i) add(4 + i, ys[i]);
+  const std::optional<ElementType> found = ElementTypeOf(algorithm, types[0]);
+  if (!found || !HasNorm(*found)) {
+    return refused("element type " + std::to_string(static_cast<int>(types[0])) +
+                   "; it supports float32, bfloat16 and float16");
+  }
+  if (types[1] != types[0] || types[4] != types[0] || types[5] != types[0]) {
+    return refused("a residual or results of another type than x");
+  }
+  if (types[2] != types[0] && types[2] != ffi::F32) {
+    return refused("a weight that is neither of the type of x nor float32");
+  }
+  if (xs.size() == 4 && (types[3] != types[2] || elements[3] != elements[2])) {
+    return refused("a bias of another type or length than the weight");
+  }
+  const size_t hidden = elements[2];
+  if (hidden < 1 || hidden > kMaxHidden) {
+    return refused("rows of " + std::to_string(hidden) + " elements; it takes 1 to " +
+                   std::to_string(kMaxHidden));
+  }
+  const size_t shards = InputShards(algorithm, size);
+  if (elements[1] == 0 || elements[1] % hidden != 0 || elements[0] != elements[1] * shards ||
+      elements[4] != elements[1] || elements[5] != elements[1]) {
+    return refused(std::to_string(elements[0]) + " elements of x, " + std::to_string(elements[1]) +
+                   " of the residual, and " + std::to_string(elements[4]) + " and " +
+                   std::to_string(elements[5]) + " of the results, for rows of " +
+                   std::to_string(hidden) + " among " + std::to_string(size) + " ranks");
+  }
+  *type = *found;
+  const size_t row_bytes = hidden * ItemBytes(*found);
+  uintptr_t addresses = row_bytes;
+  for (const void* at : data) addresses |= reinterpret_cast<uintptr_t>(at);
+  *call = {.x = data[0],
+           .residual = data[1],
+           .weight = data[2],
+           .bias = data[3],
+           .normed = data[4],
+           .new_residual = data[5],
+           .shard_bytes = shards == 1 ? 0 : elements[1] * ItemBytes(*found),
+           .rows = elements[1] / hidden,
+           .hidden = static_cast<uint32_t>(hidden),
+           .eps = eps,
+           .weight_offset = weight_offset,
+           .algorithm = algorithm,
+           .protocol = NormProtocolOf(algorithm),
+           .layer_norm = IsLayerNorm(algorithm),
+           .float32_parameters = types[2] == ffi::F32,
+           .aligned = addresses % sizeof(Pack) == 0};
+  return ffi::Error::Success();
+}
+
+// Calls `run` for parts of the rows, one after another, each of which fits an epoch buffer. All
+// ranks divide alike. Stops at the first error.
+template <class Run>
+ffi::Error ForEachNormOperation(const NormCall& whole, ElementType type, int size,
+                                size_t epoch_buffer_bytes, Run run) {
+  const size_t row_bytes = whole.hidden * ItemBytes(type);
+  const size_t most =
+      NormRowsPerOperation(whole.algorithm, PacksOf(row_bytes), size, epoch_buffer_bytes);
+  if (most == 0) {
+    return ffi::Error::InvalidArgument(
+        "jax_intranode: " + std::string(OperationName(whole.algorithm)) + " of rows of " +
+        std::to_string(row_bytes) + " bytes does not fit a buffer of the slab, which has " +
+        std::to_string(epoch_buffer_bytes) +
+        " bytes. Was the program compiled with another JAX_INTRANODE_SLAB_MIB? Compile it again.");
+  }
+  for (size_t row = 0; row < whole.rows; row += most) {
+    NormCall part = whole;
+    const size_t offset = row * row_bytes;
+    part.x = static_cast<const char*>(whole.x) + offset;
+    part.residual = static_cast<const char*>(whole.residual) + offset;
+    part.normed = static_cast<char*>(whole.normed) + offset;
+    part.new_residual = static_cast<char*>(whole.new_residual) + offset;
+    part.rows = std::min(most, whole.rows - row);
+    if (ffi::Error error = run(part); error.failure()) return error;
+  }
+  return ffi::Error::Success();
+}
+
+// Calls `run(type, call)` for each operation of a site's call, one after another; `call` is Buffers
+// or a NormCall. Stops at the first error.
+template <class Site, class Run>
+ffi::Error ForEachOperation(const Site& site, int size, size_t epoch_buffer_bytes,
+                            ffi::RemainingArgs xs, ffi::RemainingRets ys, Run run) {
+  Operands operands;
+  if (ffi::Error error = operands.Read(xs, ys); error.failure()) return error;
+  ElementType type;
+  if (!IsNorm(site.algorithm)) {
+    Buffers buffers;
+    ffi::Error error = CollectBuffers(site.algorithm, site.segments, size, epoch_buffer_bytes,
+                                      operands, &type, &buffers);
+    return error.failure() ? std::move(error) : run(type, buffers);
+  }
+  NormCall call;
+  ffi::Error error =
+      CollectNorm(site.algorithm, size, site.eps, site.weight_offset, operands, &type, &call);
+  if (error.failure()) return error;
+  return ForEachNormOperation(call, type, size, epoch_buffer_bytes,
+                              [&](const NormCall& part) { return run(type, part); });
+}
+
+}  // namespace jax_intranode

@@ -1,0 +1,83 @@
+// The groups of CPU devices, as the monitor sees them (health/monitor.h).
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "../health/platform.h"
+#include "collectives_host.h"
+#include "site_numbers.h"
+
+namespace jax_intranode {
+
+class HostPlatform final : public Platform {
+ public:
+  static HostPlatform& Get() {
+    static HostPlatform* const platform = new HostPlatform;
+    return *platform;
+  }
+
+  // A communicator that is new.
+  void Add(const Partition& partition, std::shared_ptr<HostCommunicator> communicator) {
+    std::lock_guard lock(mutex_);
+    for (const auto& [device, member] : communicator->members) member.group->SetAbsent(absent_);
+    Registry<HostCommunicator>::Get().Add(partition, std::move(communicator));
+  }
+
+  bool OnGpu() const override { return false; }
+
+  void SetAbsent(const AbsentDevices& absent) override {
+    std::lock_guard lock(mutex_);
+    absent_ = absent;
+    for (const auto& [group, name] : Groups()) group->SetAbsent(absent);
+  }
+  std::vector<Wait> Look(Clock::time_point now, Clock::duration stopped) override {
+    std::vector<Wait> waits;
+    for (const auto& [group, name] : Groups()) {
+      const size_t first = waits.size();
+      group->Look(now, stopped, &waits);
+      for (size_t i = first; i < waits.size(); ++i) waits[i].group = name;
+    }
+    return waits;
+  }
+  bool HasCalled(const Wait& wait, uint64_t site, uint64_t count) override {
+    return GroupOf(wait)->HasCalled(wait.rank, site, count);
+  }
+  void GiveUp(const Wait& wait, Failure failure) override {
+    std::const_pointer_cast<HostGroup>(GroupOf(wait))->GiveUp(wait, std::move(failure));
+  }
+  std::vector<Failure> TakeFailures() override {
+    std::vector<Failure> failures;
+    for (const auto& [group, name] : Groups()) {
+      for (Failure& failure : group->TakeFailures()) failures.push_back(std::move(failure));
+    }
+    return failures;
+  }
+  uint64_t Calls() override { return host_handler_calls.load(); }
+  void FailAll(const std::string& message) override {
+    for (const auto& [group, name] : Groups()) group->Fail(message);
+  }
+
+ private:
+  static std::shared_ptr<const HostGroup> GroupOf(const Wait& wait) {
+    return std::static_pointer_cast<const HostGroup>(wait.owner);
+  }
+  // All groups, with the names of their partitions.
+  static std::map<std::shared_ptr<HostGroup>, uint64_t> Groups() {
+    std::map<std::shared_ptr<HostGroup>, uint64_t> groups;
+    for (const auto& [partition, communicator] : Registry<HostCommunicator>::Get().Alive()) {
+      for (const auto& [device, member] : communicator->members) {
+        groups[member.group] = Fnv1a(ToString(partition));
+      }
+    }
+    return groups;
+  }
+
+  std::mutex mutex_;
+  AbsentDevices absent_;
+};
+
+}  // namespace jax_intranode

@@ -1,0 +1,118 @@
+// A call site as its HLO describes it: read and checked once, when a program is loaded. All
+// platforms share it.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "../kernels/algorithms.h"
+#include "registry.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_intranode {
+
+namespace ffi = ::xla::ffi;
+
+// Reads attributes by their names, and remembers the first error.
+class Attributes {
+ public:
+  explicit Attributes(ffi::Dictionary all) : all_(all) {}
+
+  template <class T>
+  T Get(std::string_view name) {
+    ffi::ErrorOr<T> value = all_.get<T>(name);
+    if (value.has_value()) return *value;
+    if (error_.success()) error_ = std::move(value.error());
+    return T{};
+  }
+  // An attribute that some calls don't have.
+  template <class T>
+  T GetOr(std::string_view name, T otherwise) {
+    return all_.contains(name) ? Get<T>(name) : otherwise;
+  }
+  ffi::Error TakeError() { return std::move(error_); }
+
+ private:
+  const ffi::Dictionary all_;
+  ffi::Error error_ = ffi::Error::Success();
+};
+
+// What every site has: its groups, its algorithm, and its text (host/call_sites.h).
+template <class Communicator>
+struct Site {
+  std::shared_ptr<Communicator> communicator;
+  Partition partition;
+  Algorithm algorithm;
+  std::string text;
+
+  ffi::Error Read(Attributes* attributes) {
+    const auto device_ids = attributes->Get<ffi::Span<const int64_t>>("device_ids");
+    partition = {{device_ids.begin(), device_ids.end()}, attributes->Get<int64_t>("group_size")};
+    algorithm = static_cast<Algorithm>(attributes->Get<int32_t>("algorithm"));
+    text = attributes->Get<std::string_view>("site");
+    if (ffi::Error error = attributes->TakeError(); error.failure()) return error;
+    communicator = Registry<Communicator>::Get().Find(partition);
+    if (communicator) return ffi::Error::Success();
+    return ffi::Error(
+        ffi::ErrorCode::kFailedPrecondition,
+        "jax_intranode: there is no communicator for the device groups " + ToString(partition) +
+            ". A program that was compiled elsewhere needs jax_intranode.initialize(mesh), with "
+            "the mesh that it was compiled for, before it is loaded.");
+  }
+};
+
+// A collective or a norm.
+template <class Communicator>
+struct CollectiveSite : Site<Communicator> {
+  uint32_t segments;
+  int blocks, threads;       // on GPUs
+  float eps, weight_offset;  // of a norm
+
+  ffi::Error Read(ffi::Dictionary all) {
+    Attributes attributes(all);
+    segments = attributes.Get<int32_t>("segments");
+    blocks = attributes.GetOr<int32_t>("blocks", 0);
+    threads = attributes.GetOr<int32_t>("threads", 0);
+    eps = attributes.GetOr<float>("eps", 0);
+    weight_offset = attributes.GetOr<float>("weight_offset", 0);
+    if (ffi::Error error = Site<Communicator>::Read(&attributes); error.failure()) return error;
+    const std::string name = std::string("jax_intranode: ") + AlgorithmName(this->algorithm);
+    if (!CanCut(this->algorithm, segments)) {
+      return ffi::Error::InvalidArgument(name + " can't run in " + std::to_string(segments) +
+                                         " segments.");
+    }
+    const bool is_cube_mesh = this->communicator->is_cube_mesh;
+    if ((this->algorithm == Algorithm::kHybridCubeMesh) != is_cube_mesh) {
+      return ffi::Error::InvalidArgument(
+          name + " can't run on groups that are " + (is_cube_mesh ? "a" : "no") +
+          " hybrid cube mesh. Was the program compiled with another JAX_INTRANODE_TOPOLOGY? "
+          "Compile it again.");
+    }
+    return ffi::Error::Success();
+  }
+};
+
+// Registers `State`, the type that an instantiate handler returns, with the runtime that calls the
+// handler. The runtime asks a handler for its metadata when it registers the handler, and the type
+// must be known then. JAX's own deferred registration would pass the types after the handlers.
+template <class State>
+void RegisterStateType(const XLA_FFI_Api* api, std::string_view name) {
+  static std::once_flag once;
+  static const XLA_FFI_TypeInfo info = ffi::MakeTypeInfo<State>();
+  std::call_once(once, [&] {
+    // Without the type the runtime refuses the handler with a message of its own.
+    if (XLA_FFI_Error* error = ffi::Ffi::RegisterTypeId(api, name, &State::id, &info)) {
+      ffi::internal::DestroyError(api, error);
+    }
+  });
+}
+
+// The error of a program that outlived its communicators.
+constexpr char kShutDown[] =
+    "jax_intranode: this program was compiled before jax_intranode.shutdown() and can't run any "
+    "more. Call jax.clear_caches() and compile it again.";
+
+}  // namespace jax_intranode

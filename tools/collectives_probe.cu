@@ -365,15 +365,16 @@ int CheckAll(Probe& ranks, bool mesh) {
   for (int round = 0; round < 12; ++round) {
     std::vector<Operation> chosen;
     for (int k = 0; k < 12; ++k) {
-      const Algorithm algorithms[] = {Algorithm::kTwoShot, Algorithm::kReduceScatter,
-                                      Algorithm::kAllGather, Algorithm::kAllToAll};
-      Operation o{algorithms[random() % 4], 0, 1, {1, 32 << (random() % 5)}};
+      const Algorithm algorithms[] = {Algorithm::kOneShot, Algorithm::kTwoShot,
+                                      Algorithm::kReduceScatter, Algorithm::kAllGather,
+                                      Algorithm::kAllToAll};
+      Operation o{algorithms[random() % 5], 0, 1, {1, 32 << (random() % 5)}};
       if (mesh) o.algorithm = Algorithm::kHybridCubeMesh;
       // Small ones between large ones, whole packs and not.
       o.elements =
           random() % 3 == 0 ? 1 + random() % 3000 : 1 + random() % (mesh ? 1500000 : 3000000);
       if (random() % 2 == 0) o.elements = (o.elements + 4095) / 4096 * 4096;
-      if (o.algorithm == Algorithm::kTwoShot && random() % 2 == 0) o.buffers = 2 + random() % 100;
+      if (IsAllReduce(o.algorithm) && !mesh && random() % 2 == 0) o.buffers = 2 + random() % 100;
       const size_t bytes = 2 * o.elements + 16 * o.buffers;  // each buffer begins a pack
       const size_t segment = size_t{1} << (12 + random() % 10);
       o.segments = mesh || (random() % 4 == 0 && o.elements < 500000)
@@ -386,8 +387,7 @@ int CheckAll(Probe& ranks, bool mesh) {
     }
     all_wrong += ranks.Run(chosen, 3, 100000).second;
     for (Operation& o : chosen) {
-      o.in_place =
-          mesh || o.algorithm == Algorithm::kTwoShot || o.algorithm == Algorithm::kAllToAll;
+      o.in_place = IsAllReduce(o.algorithm) || o.algorithm == Algorithm::kAllToAll;
     }
     all_wrong += ranks.Run(chosen, 0, 100000).second;
     operations += 2 * static_cast<int>(chosen.size());
@@ -405,10 +405,10 @@ int main(int argc, char** argv) {
   setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1);  // a queue for each stream
   const int count = argc > 2 ? atoi(argv[1]) : 0;
   const std::string what = argc > 2 ? argv[2] : "";
-  const Algorithm algorithm = what == "psum"           ? Algorithm::kTwoShot
-                              : what == "psum_scatter" ? Algorithm::kReduceScatter
-                              : what == "all_to_all"   ? Algorithm::kAllToAll
-                                                       : Algorithm::kAllGather;
+  Algorithm algorithm = what == "psum"           ? Algorithm::kTwoShot
+                        : what == "psum_scatter" ? Algorithm::kReduceScatter
+                        : what == "all_to_all"   ? Algorithm::kAllToAll
+                                                 : Algorithm::kAllGather;
   const bool times = argc > 4 && (what == "psum" || what == "psum_scatter" ||
                                   what == "all_gather" || what == "all_to_all");
   const bool mesh = what == "check-mesh";
@@ -426,13 +426,15 @@ int main(int argc, char** argv) {
     return reason != FailureReason::kOtherOperation;
   }
   const size_t bytes = strtoull(argv[3], nullptr, 10);
-  const size_t part = algorithm == Algorithm::kTwoShot ? bytes : bytes / count;
+  const size_t part = what == "psum" ? bytes : bytes / count;
   LaunchShape shape{kMaxBlocks, kMaxThreads}, asked;
   const bool given = sscanf(argv[argc - 1], "%dx%d", &asked.blocks, &asked.threads) == 2;
   if (given) shape = asked;
   bool all_right = true;
   for (int i = 4; i < argc - (given ? 1 : 0); ++i) {
     const size_t segment_bytes = strtoull(argv[i], nullptr, 10);
+    // As jax_intranode/_src/selection/select.py.
+    if (what == "psum" && count == 2 && segment_bytes > 0) algorithm = Algorithm::kOneShot;
     Operation o{algorithm, part / 2, Segments(algorithm, part, segment_bytes, count), shape};
     if (EpochBufferBytesNeeded(algorithm, kType, PacksOf(part), count, o.segments) >
         kEpochBufferBytes) {
@@ -450,8 +452,7 @@ int main(int argc, char** argv) {
       wrong += found;
     }
     std::sort(us.begin(), us.end());
-    const double sent =
-        (algorithm == Algorithm::kTwoShot ? 2.0 : 1.0) * (count - 1) / count * bytes;
+    const double sent = (what == "psum" ? 2.0 : 1.0) * (count - 1) / count * bytes;
     printf("%-12s %d ranks%s %11zu bytes, %4u segments, %3dx%d: %9.2f us, %6.1f GB/s, %llu wrong\n",
            what.c_str(), count, ranks.shared() ? " on one GPU" : "", bytes, o.segments,
            o.shape.blocks, o.shape.threads, us[us.size() / 2], sent / us[us.size() / 2] / 1e3,

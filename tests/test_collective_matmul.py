@@ -592,6 +592,10 @@ def test_gradients_that_are_not_used(check_vma: bool) -> None:
     assert equation.primitive.name == BOTH_OF_GATHER
     params = equation.params["params"]
     assert (params.matmul.terms, params.wgrads) == (1, (0,))
+    half = jax.grad(lambda x, u: gather(x, to_gather[1], u)[1].sum(), (0, 1))
+    *_, equation = equations(half, to_gather[0], to_gather[2])
+    params = equation.params["params"]
+    assert (params.matmul.terms, params.wgrads) == (1, (0,))
     # The matrix of the nonzero cotangent is not differentiated.
     other = jax.grad(lambda x, w: gather(x, w, to_gather[2])[1].sum(), (0, 1))
     assert names_of(other, *to_gather[:2])[-1] == "intranode_matmul_reduce_scatter"
@@ -622,6 +626,13 @@ def test_tangents_that_are_not_used(check_vma: bool) -> None:
         # If a matrix has a tangent, the gathered x is needed.
         assert collectives(some, *args) == {GATHER: 1 + bool(moving)}
         same(jax.jit(some)(*args), jax.jit(tangents)(*args)[used])
+
+    # The matrix of the second product moves, which becomes the first one.
+    def of_second(x: Any, w: Any, u: Any) -> Any:
+        return jax.jvp(lambda x, u: f(x, w, u), (x, u), (jnp.cos(x), jnp.sin(u)))[1][1]
+
+    *_, equation = equations(of_second, *args)
+    assert equation.params["params"].moving == (0,)
 
 
 @MOSTLY_CHECKED

@@ -18,11 +18,12 @@ from devices import need_devices
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
+from jax_intranode._src.group import communicator
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.native import extension
 from jax_intranode._src.ops.psum import selection
-from jax_intranode._src.selection import select
+from jax_intranode._src.selection import config, select
 
 
 @pytest.fixture
@@ -215,6 +216,42 @@ def test_regions_run_out() -> None:
     check_sum(meshes[rendezvous_lib.REGIONS - 1])
     # Other devices have regions of their own.
     check_sum(cases.line(n - 1))
+
+
+def test_regions_lie_apart_in_the_slab() -> None:
+    rendezvous = rendezvous_lib.rendezvous_of(cases.line().devices.flat)
+    header = extension.module(rendezvous.platform).HEADER_BYTES
+    assert rendezvous.region_bytes() >= header + 2 * rendezvous.epoch_buffer_bytes > header
+    end = rendezvous_lib.PROBE_BYTES + rendezvous_lib.REGIONS * rendezvous.region_bytes()
+    assert end <= config.get().slab_bytes(rendezvous.platform)
+
+
+def test_partitions_of_the_same_devices_have_regions_of_their_own() -> None:
+    need_devices(4)
+    mesh = cases.make_mesh((2, 2), ("a", "b"))
+    all_of_it = partition_lib.partition(mesh, ("a", "b"))
+    halves = partition_lib.partition(mesh, ("b",))
+    assert all_of_it.device_ids == halves.device_ids
+    rendezvous = rendezvous_lib.rendezvous_of(mesh.devices.flat)
+    regions = [communicator._claim_region(rendezvous, groups) for groups in (all_of_it, halves)]
+    assert None not in regions and len({*regions}) == 2
+
+
+@pytest.mark.usefixtures("fresh")
+def test_addresses_that_are_mixed_up_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    need_devices(3)
+    open_peers = rendezvous_lib.open_peers
+
+    def mixed_up(*arguments: Any) -> Any:
+        addresses, opened = open_peers(*arguments)
+        own, *others = addresses
+        of_first = addresses[own]
+        of_first[others[0]], of_first[others[1]] = of_first[others[1]], of_first[others[0]]
+        return addresses, opened
+
+    monkeypatch.setattr(rendezvous_lib, "open_peers", mixed_up)
+    chosen = chosen_for(cases.line())
+    assert chosen.algorithm == "lax" and "can't share memory: wrote" in chosen.reason
 
 
 @pytest.mark.usefixtures("fresh")

@@ -140,6 +140,18 @@ def test_malformed_records_are_refused(
     assert len(found) < 600
 
 
+@pytest.mark.parametrize("what", ["version", "protocol", "table", "tuning", "config"])
+def test_processes_that_would_decide_differently_are_refused(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def other(stage: str, record: Any) -> str:
+        return json.dumps(record | {what: "another"} if stage == "hello" else record)
+
+    found, _ = meet(monkeypatch, other)
+    assert found is not None
+    assert found.startswith(f"processes 0 and 1 of the mesh have a different {what}: "), found
+
+
 @pytest.mark.parametrize(
     ("handle", "reason"),
     [

@@ -11,17 +11,18 @@
 //   ./collectives_probe 8 check-mesh
 //   ./collectives_probe RANKS check-other
 //   ./collectives_probe RANKS OPERATION BYTES SEGMENT_BYTES ... [BLOCKSxTHREADS]
+//   ./collectives_probe RANKS OPERATION BYTES alone [BLOCKSxTHREADS]
 //
 // "check" runs operations of many sizes after each other, with random delays of each rank, in place
 // and not. "check-mesh" does so with the ranks as a hybrid cube mesh: a rank has no address of the
 // regions of those that it is not linked to. "check-other" launches a kernel with more blocks than
-// fit on the GPU, whose peer runs another operation: it must find that, and not time out. The last
-// form times psum, psum_scatter, all_gather or
-// all_to_all of BYTES (of the larger of operand and result) in segments of at most SEGMENT_BYTES
-// (of an operand; of psum_scatter's result; of what all_to_all sends to each peer); 0: in one
-// epoch. A line says the microseconds of an operation, the bytes per second that each rank sends,
-// and the number of wrong elements. The launch shape is that of the table, or what fits on a shared
-// GPU.
+// fit on the GPU, whose peer runs another operation: it must find that, and not time out. The
+// fourth form times psum, psum_scatter, all_gather or all_to_all of BYTES (of the larger of operand
+// and result) in segments of at most SEGMENT_BYTES (of an operand; of psum_scatter's result; of
+// what all_to_all sends to each peer); 0: in one epoch. A line says the microseconds of an
+// operation, the bytes per second that each rank sends, and the number of wrong elements. The
+// launch shape is that of the table, or what fits on a shared GPU. "alone" times the kernel of one
+// rank, with its whole grid, whose peers have sent everything.
 
 #include <algorithm>
 #include <cstdio>
@@ -103,9 +104,10 @@ __global__ void Delay(long long cycles) {
   }
 }
 
-// Tells rank 0 what the rank of a group runs.
+// Tells rank 0 what the rank of a group runs in rank 0's next operation.
 __global__ void Tell(const __grid_constant__ DeviceGroup group) {
-  TellOperation(group, 0, LoadWord(&group.Header()->operations));
+  auto* const header = reinterpret_cast<RegionHeader*>(group.region[0]);
+  TellOperation(group, 0, LoadWord(&header->operations));
 }
 
 struct Operation {
@@ -256,6 +258,33 @@ class Probe {
     const cudaError_t status = cudaStreamSynchronize(ranks_[0].stream);
     printf("%s\n", cudaGetErrorString(status));
     return static_cast<FailureReason>(waits.failure->reason);
+  }
+
+  // Microseconds of an operation of one epoch on rank 0, whose peers have sent all their packets
+  // before it begins: what its kernel costs with the grid that it has on a GPU of its own.
+  double Alone(const Operation& o) {
+    uint16_t* const in = Allocate(o.elements * InputShards(o.algorithm, count()));
+    uint16_t* const out = Allocate(o.elements * OutputShards(o.algorithm, count()));
+    Rank& rank = ranks_[0];
+    std::vector<float> ms(20);
+    for (float& t : ms) {
+      Check(cudaMemsetAsync(groups_[0].region[0] + kHeaderBytes, 0, 2 * kEpochBufferBytes,
+                            rank.stream));
+      for (int r = 1; r < count(); ++r) {
+        DeviceGroup peer = groups_[r];
+        peer.operation = OperationWord(o.algorithm, kType, 2 * o.elements);
+        Tell<<<1, 1, 0, rank.stream>>>(peer);
+      }
+      Check(cudaEventRecord(rank.begin, rank.stream));
+      Enqueue(o, 0, in, out);
+      Check(cudaEventRecord(rank.end, rank.stream));
+      Check(cudaStreamSynchronize(rank.stream));
+      Check(cudaEventElapsedTime(&t, rank.begin, rank.end));
+    }
+    for (uint16_t* at : allocated_) Check(cudaFree(at));
+    allocated_.clear();
+    std::sort(ms.begin(), ms.end());
+    return ms[ms.size() / 2] * 1e3;
   }
 
  private:
@@ -432,6 +461,13 @@ int main(int argc, char** argv) {
   if (given) shape = asked;
   bool all_right = true;
   for (int i = 4; i < argc - (given ? 1 : 0); ++i) {
+    if (strcmp(argv[i], "alone") == 0) {
+      Operation o{algorithm, part / 2, 1, shape};
+      o.shape.blocks = Blocks(o, count, shape.blocks);
+      printf("%-12s %d ranks, alone %9zu bytes, %3dx%d: %9.2f us\n", what.c_str(), count, bytes,
+             o.shape.blocks, o.shape.threads, ranks.Alone(o));
+      continue;
+    }
     const size_t segment_bytes = strtoull(argv[i], nullptr, 10);
     // As jax_intranode/_src/selection/select.py.
     if (what == "psum" && count == 2 && segment_bytes > 0) algorithm = Algorithm::kOneShot;

@@ -22,7 +22,7 @@ from test_topology import DGX1, make_reports
 
 import jax_intranode
 from jax_intranode._src.command_line import launcher
-from jax_intranode._src.command_line.bench.collectives.oracle import count_wrong
+from jax_intranode._src.command_line.bench.oracle import count_wrong
 from jax_intranode._src.group import communicator, rendezvous, topology
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from test_topology import SWITCH_LINK, FakeNvml, bus_id, install
 
-from jax_intranode._src.command_line.bench.matmuls import shapes as matmul_shapes
+from jax_intranode._src.command_line.bench import shapes as matmul_shapes
 from jax_intranode._src.group import rendezvous, topology
 from jax_intranode._src.group.partition import Partition
 from jax_intranode._src.native import definitions, extension

@@ -164,7 +164,7 @@ def select(
 
         if segment_bytes and not (fitting and fits(fitting[0])):
             rows = rows or table.rows(hardware, mode, operation, packets, world_size)
-            row = _in_segments((fitting or rows[-1:])[0], segment_bytes)
+            row = _in_segments((fitting or rows[-1:])[0], world_size, segment_bytes)
             reason = f"{nbytes} bytes of {dtype}: JAX_INTRANODE_SEGMENT_KIB"
         elif fitting:
             row = fitting[0]
@@ -214,9 +214,14 @@ def launch(
     return segments, max(1, min(row.blocks, -(-work // row.threads)))
 
 
-def _in_segments(row: table.Row, segment_bytes: int) -> table.Row:
-    """The row in segments, for an operation that is too large for it or for its epoch buffer."""
-    algorithm = "two_shot" if row.algorithm in table.PSUM_ALGORITHMS else row.algorithm
+def _in_segments(row: table.Row, world_size: int, segment_bytes: int) -> table.Row:
+    """The row in segments, for an operation that is too large for it or for its epoch buffer.
+
+    Between two ranks one-shot sends as many bytes as two-shot, and in one hop.
+    """
+    algorithm = row.algorithm
+    if algorithm in table.PSUM_ALGORITHMS:
+        algorithm = "one_shot" if world_size == 2 else "two_shot"
     return dataclasses.replace(row, algorithm=algorithm, segment_bytes=segment_bytes)
 
 

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_intranode._src.command_line.bench.matmuls import shapes as matmul_shapes
+from jax_intranode._src.command_line.bench import shapes as matmul_shapes
 from jax_intranode._src.group import topology
 from jax_intranode._src.selection.overlap import model, profiles
 from jax_intranode._src.selection.overlap import plan as plans
@@ -42,8 +42,7 @@ from jax_intranode._src.selection.overlap.profiles import H200, Profile
 from jax_intranode._src.selection.overlap.sizes import Sizes
 
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
-# The source tree, if this package is used from one: an installed package has no probe.
-_ROOT = Path(__file__).resolve().parents[4]
+_ROOT = Path(__file__).resolve().parents[1]
 _GPUS = 2
 _RING_BYTES = 512 << 20  # as the probe has it, and the default of JAX_INTRANODE_RING_MIB
 _SETTLE_MS = 150
@@ -268,12 +267,6 @@ def _say(text: str) -> None:
 
 def compile_probe(directory: Path, timeout_s: float) -> Path | None:
     """Compiles tools/fused_probe.cu; returns None and says why if that fails."""
-    if not (_ROOT / "tools" / "fused_probe.cu").exists():
-        _say(
-            "# the fused kernel is not timed: its probe is in the source tree only. Install from a "
-            "clone with `pip install -e .`, or give a compiled one with --probe"
-        )
-        return None
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     probe = directory / "fused_probe"
     cuda = _ROOT / "xla_ffi" / "cuda"

@@ -14,12 +14,11 @@ from jax import lax
 from jax.sharding import Mesh
 
 import jax_intranode
-from jax_intranode._src.command_line.bench import all_ranks, timing
-from jax_intranode._src.command_line.bench.matmuls import oracle
-from jax_intranode._src.command_line.bench.matmuls.operations import MATMULS, Matmul, flops
-from jax_intranode._src.command_line.bench.matmuls.oracle import Data
-from jax_intranode._src.command_line.bench.matmuls.report import MatmulRow
+from jax_intranode._src.command_line.bench import oracle, timing
+from jax_intranode._src.command_line.bench.operations import MATMULS, Matmul, flops
+from jax_intranode._src.command_line.bench.oracle import Data
 from jax_intranode._src.command_line.bench.settings import Settings, Shape
+from jax_intranode._src.command_line.launcher import all_ranks
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.selection import overlap, tuning
 
@@ -37,7 +36,7 @@ _PLAN_FIELD = re.compile(r"(\w+) = (\d+|true|false)\b")
 
 def measure(
     settings: Settings, mesh: Mesh, dtype_name: str, shape: Shape
-) -> tuple[MatmulRow, str | None]:
+) -> tuple[dict[str, Any], str | None]:
     """Checks and times one shape of one dtype.
 
     Args:
@@ -47,7 +46,7 @@ def measure(
         shape: the shape.
 
     Returns:
-        The row, and the reason if our call fell back to jax.lax.
+        The row (docs/bench.md), and the reason if our call fell back to jax.lax.
     """
     if settings.plan is not None:
         unforced = dataclasses.replace(settings, plan=None)
@@ -68,74 +67,71 @@ def measure(
     wrong, lax_wrong = (
         all_ranks.total(f"{label}/wrong/{k}", count) for k, count in enumerate(checked[:2])
     )
-    error, lax_error = (
-        all_ranks.largest(f"{label}/error/{k}", off) for k, off in enumerate(checked[2:])
-    )
+    errors = (all_ranks.largest(f"{label}/error/{k}", off) for k, off in enumerate(checked[2:]))
+    error, lax_error = (off if math.isfinite(off) else None for off in errors)
 
     length = chain_length(settings, dtype_name, shape)
     nothing = 0.0
     if mesh.devices.flat[0].platform == "gpu":
-        empty = _Chain(mesh, _nothing(mesh, ours), length, executions=1)
+        empty = _chain(mesh, _nothing(mesh, ours), length, executions=1)
         (empty_seconds,), _ = timing.take_turns([empty.run], mesh, settings)
         nothing = float(np.median(empty_seconds))
-    chains = [_Chain(mesh, call, length) for call in (ours, by_lax, _alone(data, backward))]
+    calls = {"ours": ours, "lax": by_lax, "alone": _alone(data, backward)}
+    runs = {name: _chain(mesh, call, length).run for name, call in calls.items()}
     shipped = None
     if tuning.current() is not None and settings.plan is None:
         with tuning.using(None):
             as_shipped = _call(mesh, matmul.ours, backward, data)
             lowered = as_shipped.program(mesh).lower(as_shipped.moving, *as_shipped.fixed)
-            chains.append(_Chain(mesh, as_shipped, length))
-            chains[-1].run()  # lowers it
+            runs["shipped"] = _chain(mesh, as_shipped, length).run
+            runs["shipped"]()  # lowers it
         shipped = "other plan" if plans_in(lowered.as_text()) != plans else "same plan"
         del as_shipped, lowered
-    del data, ours, by_lax
-    seconds, handler_calls = timing.take_turns(
-        [chain.run for chain in chains],
+    del data, ours, by_lax, calls
+    times, handler_calls = timing.compare(
+        runs,
         mesh,
         settings,
-        repetitions_to_settle(settings, dtype_name, shape),
+        label,
+        calls=_CHAINS * length,
+        untimed=repetitions_to_settle(settings, dtype_name, shape),
+        overhead_s=nothing,
     )
-    our_times, lax_times, alone, *times_as_shipped = (
-        timing.slowest_rank(
-            f"{label}/times/{k}",
-            timing.statistics(1e6 * (np.array(of_run) - nothing) / (_CHAINS * length)),
-        )
-        for k, of_run in enumerate(seconds)
-    )
+    our_us, lax_us, alone_us = (times[name].p50 for name in ("ours", "lax", "alone"))
     bound = None
     if settings.platform == "gpu":
         received = matmul.received_bytes(shape, mesh.size, dtype.itemsize)
-        bound = max(alone.p50, 1e6 * received / _profile(mesh).link_bound_bytes_per_s)
-    row = MatmulRow(
-        operation=settings.name,
-        backward=backward,
-        m=shape.m,
-        k=shape.k,
-        n=shape.n,
-        dtype=dtype.name,
-        mode=settings.mode,
-        algorithm=algorithms.pop() if len(algorithms) == 1 else "mixed",
-        reason="; ".join(dict.fromkeys(call.reason for call in chosen)),
-        plans=plans,
-        chain=length,
-        time_us=our_times.p50,
-        time_p99_us=our_times.p99,
-        tflops=flops(shape, backward) / our_times.p50 / 1e6,
-        wrong=wrong,
-        alone_time_us=alone.p50,
-        bound_us=bound,
-        share=None if bound is None else bound / our_times.p50,
-        lax_time_us=lax_times.p50,
-        lax_time_p99_us=lax_times.p99,
-        lax_share=None if bound is None else bound / lax_times.p50,
-        lax_wrong=lax_wrong,
-        ratio=lax_times.p50 / our_times.p50,
-        error=error if math.isfinite(error) else None,
-        lax_error=lax_error if math.isfinite(lax_error) else None,
-        shipped_plan=shipped,
-        shipped_time_us=times_as_shipped[0].p50 if times_as_shipped else None,
-        handler_calls=all_ranks.total(f"{label}/handler_calls", handler_calls),
-    )
+        bound = max(alone_us, 1e6 * received / _profile(mesh).link_bound_bytes_per_s)
+    row = {
+        "operation": settings.name,
+        "backward": backward,
+        "m": shape.m,
+        "k": shape.k,
+        "n": shape.n,
+        "dtype": dtype.name,
+        "mode": settings.mode,
+        "algorithm": algorithms.pop() if len(algorithms) == 1 else "mixed",
+        "reason": "; ".join(dict.fromkeys(call.reason for call in chosen)),
+        "plans": plans,
+        "chain": length,
+        "time_us": our_us,
+        "time_p99_us": times["ours"].p99,
+        "tflops": flops(shape, backward) / our_us / 1e6,
+        "wrong": wrong,
+        "alone_time_us": alone_us,
+        "bound_us": bound,
+        "share": None if bound is None else bound / our_us,
+        "lax_time_us": lax_us,
+        "lax_time_p99_us": times["lax"].p99,
+        "lax_share": None if bound is None else bound / lax_us,
+        "lax_wrong": lax_wrong,
+        "ratio": lax_us / our_us,
+        "error": error,
+        "lax_error": lax_error,
+        "handler_calls": handler_calls,
+        "shipped_plan": shipped,
+        "shipped_time_us": None if shipped is None else times["shipped"].p50,
+    }
     return row, fallback
 
 
@@ -221,27 +217,13 @@ def _check(
 # Chains.
 
 
-class _Chain:
-    """A program of many calls, each of which depends on the previous one, and its state."""
+def _chain(mesh: Mesh, call: _Call, length: int, executions: int = _CHAINS) -> timing.Chain:
+    """Returns a chain of calls, each of which depends on the previous one."""
 
-    def __init__(self, mesh: Mesh, call: _Call, length: int, executions: int = _CHAINS):
-        function = call.function
+    def link(moving: Any, *fixed: Any) -> Any:
+        return _moved(moving, call.function(moving, *fixed))
 
-        def body(moving: Any, *fixed: Any) -> Any:
-            for _ in range(length):
-                moving = _moved(moving, function(moving, *fixed))
-            return moving
-
-        self._program = timing.program(mesh, body, donated=0)
-        self._moving = call.moving.copy()
-        self._fixed = call.fixed
-        self._executions = executions
-
-    def run(self) -> Any:
-        """Continues from the last state in the same memory, so that XLA can replay CUDA graphs."""
-        for _ in range(self._executions):
-            self._moving = self._program(self._moving, *self._fixed)
-        return self._moving
+    return timing.Chain(mesh, link, call.moving, call.fixed, length, executions)
 
 
 def _moved(x: Any, results: list[Any]) -> Any:

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_intranode._src.command_line.bench import all_ranks, timing
-from jax_intranode._src.command_line.bench.collectives import oracle
-from jax_intranode._src.command_line.bench.collectives.operations import Operation
+from jax_intranode._src.command_line.bench import oracle, timing
+from jax_intranode._src.command_line.bench.operations import Operation
 from jax_intranode._src.command_line.bench.settings import Settings
+from jax_intranode._src.command_line.launcher import all_ranks
+from jax_intranode._src.group import agreed
 from jax_intranode._src.group import partition as partition_lib
-from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.native import definitions, extension
 from jax_intranode._src.selection import select
 
@@ -34,22 +34,20 @@ def can_measure(
 
 def measure(
     settings: Settings,
-    operation: Operation,
+    right: oracle.Collective,
     mesh: Mesh,
     selected: Sequence[select.Selection],
     shards: dict[int, np.ndarray],
-    expected: np.ndarray,
     label: str,
 ) -> tuple[timing.Times, int]:
     """Measures and checks an operation on all ranks together.
 
     Args:
         settings: the number of repetitions.
-        operation: the operation.
+        right: the right result.
         mesh: a mesh with one axis "x".
         selected: the selection for each step of the operation.
         shards: the operand of each device of this process, by the device's position in the mesh.
-        expected: the right result, from `oracle.expected_result`.
         label: a unique name of this measurement.
 
     Returns:
@@ -64,7 +62,7 @@ def measure(
         step_times, data = _measure_step(settings, mesh, chosen, data)
         times += timing.slowest_rank(f"{label}/graph/{step}", step_times)
     wrong = sum(
-        oracle.count_wrong(got, expected[oracle.part_of(operation, rank, len(got))], None)
+        oracle.count_wrong(got, right.expected[right.part(rank, len(got))], None)
         for rank, got in data.items()
     )
     return times, all_ranks.total(f"{label}/graph/wrong", wrong)
@@ -87,7 +85,7 @@ def _measure_step(
         us, output = module.time_in_graph(
             list(groups.device_ids),
             groups.group_size,
-            rendezvous_lib.native_ordinal(devices[rank]),
+            agreed.native_ordinal(devices[rank]),
             definitions.ALGORITHMS.index(chosen.algorithm),
             chosen.segments,
             chosen.blocks,

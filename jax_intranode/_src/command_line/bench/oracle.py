@@ -1,23 +1,186 @@
-"""The data of collective matmuls, and the number of wrong elements.
+"""The data of what is measured, right results, and the number of wrong elements.
 
-Our whole result is compared with lax's on the devices, which is fast. Some rows and columns of both
-are compared with float64 on the host, which would take too long for all of them.
+Collectives have one right result, which NumPy computes. Collective matmuls have none: our whole
+result is compared with lax's on the devices, which is fast, and some rows and columns of both are
+compared with float64 on the host, which would take too long for all of them.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 import jax_intranode
 from jax_intranode._src.command_line.bench import timing
-from jax_intranode._src.command_line.bench.matmuls.operations import Matmul, Result
+from jax_intranode._src.command_line.bench.operations import Matmul, Operation, Result
 from jax_intranode._src.command_line.bench.settings import Shape
+
+# Collectives.
+
+
+def random_shard(rank: int, size: int, dtype: np.dtype[Any]) -> np.ndarray:
+    """Returns one rank's data. Every rank can compute the data of all ranks.
+
+    Args:
+        rank: the rank.
+        size: bytes of the data.
+        dtype: a floating or integer dtype.
+    """
+    generator = np.random.default_rng((rank, size))
+    count = size // dtype.itemsize
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = np.iinfo(dtype)
+        return generator.integers(info.min, info.max, count, dtype=dtype, endpoint=True)
+    accumulator = _accumulator(dtype)
+    return (generator.random(count, dtype=accumulator) * 2 - 1).astype(dtype)
+
+
+def _accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Returns the dtype in which sums of this dtype are accumulated."""
+    if jnp.issubdtype(dtype, jnp.integer) or dtype == np.float64:
+        return dtype
+    return np.dtype(np.float32)
+
+
+def expected_sum(shards: Iterable[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Computes the bits that a psum must return.
+
+    The sum starts from rank 0's value, adds the others in rank order, and is rounded once.
+
+    Args:
+        shards: the data of each rank, in rank order.
+
+    Returns:
+        The result, and the sum of the absolute values. The error bound of a sum in another order is
+        proportional to the latter.
+    """
+    iterator = iter(shards)
+    first = next(iterator)
+    total = first.astype(_accumulator(first.dtype))
+    magnitude = np.abs(first.astype(np.float64))
+    for shard in iterator:
+        total = total + shard.astype(total.dtype)
+        magnitude += np.abs(shard.astype(np.float64))
+    return total.astype(first.dtype), magnitude
+
+
+def count_wrong(got: np.ndarray, expected: np.ndarray, tolerance: np.ndarray | None) -> int:
+    """Counts the wrong elements of one device's result.
+
+    Args:
+        got: the result.
+        expected: the right result.
+        tolerance: how far each element may be off; None to compare bits, with NaN equal to NaN.
+    """
+    if tolerance is None:
+        bits = f"u{got.dtype.itemsize}"
+        both_nan = np.isnan(got) & np.isnan(expected)
+        right = (got.view(bits) == expected.view(bits)) | both_nan
+    else:
+        off = np.abs(got.astype(np.float64) - expected.astype(np.float64))
+        right = off <= tolerance  # False for NaN.
+    return int(np.count_nonzero(~right))
+
+
+class Collective:
+    """The right result of a collective on `random_shard`.
+
+    Attributes:
+        operation: the operation.
+        expected: the result of each rank; with `result_is_part` and `exchanges` a rank has its part
+            of it.
+        tolerance: how far each element of lax's result may be off, or None if lax's bits must be
+            the same.
+    """
+
+    def __init__(self, operation: Operation, n: int, size: int, dtype: np.dtype[Any]) -> None:
+        """Computes the result.
+
+        Args:
+            operation: the operation.
+            n: the number of ranks.
+            size: bytes of a rank's operand.
+            dtype: its dtype.
+        """
+        self.operation, self._n, self._size, self._dtype = operation, n, size, dtype
+        self.expected, self.tolerance = self._result()
+
+    def shard(self, rank: int) -> np.ndarray:
+        """Returns a rank's operand."""
+        return random_shard(rank, self._size, self._dtype)
+
+    def own_shards(self, mesh: Mesh) -> dict[int, np.ndarray]:
+        """Returns the operands of this process's ranks."""
+        own = jax.process_index()
+        devices = enumerate(mesh.devices.flat)
+        return {rank: self.shard(rank) for rank, device in devices if device.process_index == own}
+
+    def _result(self) -> tuple[np.ndarray, np.ndarray | None]:
+        operation, n, dtype = self.operation, self._n, self._dtype
+        shards = (self.shard(rank) for rank in range(n))
+        if operation.exchanges:
+            return np.stack([shard.reshape(n, -1) for shard in shards], axis=1).reshape(-1), None
+        if not operation.sums:
+            return np.concatenate(list(shards)), None
+        total, magnitude = expected_sum(shards)
+        if jnp.issubdtype(dtype, jnp.integer):
+            return total, None
+        # lax may add in any order and round after each addition.
+        tolerance = n * float(jnp.finfo(dtype).eps) * magnitude
+        if operation.is_mean:
+            # XLA does the division, and may multiply by 1/n instead.
+            total = np.asarray(jax.jit(lambda x: x / n)(total))
+            tolerance *= (n + 1) / n**2
+        return total, tolerance
+
+    @functools.cached_property
+    def exact(self) -> np.ndarray | None:
+        """The result in float64, without rounding; None where nothing is rounded."""
+        if not self.operation.sums or jnp.issubdtype(self._dtype, jnp.integer):
+            return None
+        total = np.sum([self.shard(rank).astype(np.float64) for rank in range(self._n)], axis=0)
+        return total / self._n if self.operation.is_mean else total
+
+    def part(self, rank: int, count: int) -> slice:
+        """Returns the part of the expected result that a rank's result of `count` elements has."""
+        has_part = self.operation.result_is_part or self.operation.exchanges
+        return slice(rank * count, (rank + 1) * count) if has_part else slice(None)
+
+    def _of_devices(self, result: jax.Array) -> Iterable[tuple[np.ndarray, slice]]:
+        """The results of this process's devices, and what part of the expected one they have."""
+        for shard in result.addressable_shards:
+            got = np.asarray(shard.data)
+            yield got, self.part((shard.index[0].start or 0) // len(got), len(got))
+
+    def count_wrong(self, result: jax.Array, tolerance: np.ndarray | None) -> int:
+        """Counts the wrong elements in the results of this process's devices."""
+        return sum(
+            count_wrong(got, self.expected[part], None if tolerance is None else tolerance[part])
+            for got, part in self._of_devices(result)
+        )
+
+    def error(self, result: jax.Array) -> float | None:
+        """Returns the largest error of this process's devices; None where nothing is rounded.
+
+        The error is the root mean square of the difference, relative to that of the exact result.
+        """
+        exact = self.exact
+        if exact is None:
+            return None
+        errors = []
+        for got, part in self._of_devices(result):
+            off = got.astype(np.float64) - exact[part]
+            errors.append(math.sqrt(np.sum(off**2) / np.sum(exact[part] ** 2)))
+        return float(np.max(errors))  # NaN if one of them is
+
+
+# Collective matmuls.
 
 # The sample has this many rows and columns of each device's result.
 _SAMPLE_ROWS = 8
@@ -62,9 +225,8 @@ def make(matmul: Matmul, shape: Shape, dtype: np.dtype[Any], mesh: Mesh) -> Data
         )
         return Data(x, w, ct, matmul.whole_x(x), matmul.whole_cotangent(ct))
 
-    sharding = NamedSharding(mesh, PartitionSpec("x"))
     ranks = jax.make_array_from_callback(
-        (n,), sharding, lambda index: np.arange(n, dtype=np.int32)[index]
+        (n,), timing.sharding(mesh), lambda index: np.arange(n, dtype=np.int32)[index]
     )
     return timing.program(mesh, body)(ranks)
 

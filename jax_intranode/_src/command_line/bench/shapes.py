@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from jax_intranode._src.command_line.bench.matmuls.operations import MATMULS
+from jax_intranode._src.command_line.bench.operations import MATMULS
 from jax_intranode._src.command_line.bench.settings import Shape
 
 

@@ -68,8 +68,8 @@ class DeviceThread {
     return true;
   }
 
-  // A wait is timed for each epoch by itself: an operation of many may take long.
-  __device__ void NextEpoch() {
+  // Waits are timed for each segment by itself: an operation of many may take long.
+  __device__ void FenceSegment() {
     Fence();
     started_ns_ = 0;
   }

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jax_intranode._src.group import rendezvous
+from jax_intranode._src.group import slabs
 from jax_intranode._src.native import extension
 from jax_intranode._src.selection import config, overlap, select, table, tuning
 from jax_intranode._src.selection.gpu_facts import GpuFacts
@@ -71,7 +71,7 @@ def _collective(
         world_size=count,
         hardware=table.hardware_of(platform, device_kind),
         mode=mode,
-        epoch_buffer_bytes=rendezvous.epoch_buffer_bytes(
+        epoch_buffer_bytes=slabs.epoch_buffer_bytes(
             config.get().slab_bytes(platform), extension.module("cpu").HEADER_BYTES
         ),
         algorithm=config.get().algorithm,

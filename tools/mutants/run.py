@@ -150,9 +150,10 @@ class Copy:
         if status is None:
             return True, f"no end after {self._arguments.limit} s"
         failed = re.search(r"^(?:FAILED|ERROR) (\S.*?)(?: - |$)", output, re.MULTILINE)
-        if status in (0, 1):
-            return status == 1, failed[1] if failed else ""
-        return None, output.strip()[-1500:]
+        if status < 0:
+            return True, f"signal {-status}"
+        last = output.strip().rpartition("\n")[2]
+        return status == 1 if status < 2 else None, failed[1] if failed else last[:300]
 
     def attempt(self, fault: Fault, clean: dict[str, bytes]) -> Outcome:
         """Whether tests find a fault, and which do."""

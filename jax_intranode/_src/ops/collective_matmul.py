@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,12 @@ from jax_intranode._src.selection import select
 
 # The primitives, and their parameters.
 
+Params = TypeVar("Params", bound="MatmulParams")
+
 
 @dataclass(frozen=True)
 class MatmulParams:
-    """Parameters of a collective matmul.
+    """What the parameters of all collective matmuls have in common.
 
     Attributes:
         axes: the mesh axes of the collective.
@@ -40,9 +42,6 @@ class MatmulParams:
         dtype: dtype of the products.
         precision: as in ``jax.lax.dot_general``.
         transposed: whether the matrices are [N, K] instead of [K, N].
-        gathered: all_gather_matmul: whether the gathered x is the last result.
-        terms: matmul_reduce_scatter and matmul_all_reduce: number of products that are summed.
-        invariant: matmul_all_reduce: as in `collective.PsumParams`.
     """
 
     axes: tuple[str, ...]
@@ -51,8 +50,48 @@ class MatmulParams:
     dtype: np.dtype[Any]
     precision: Any
     transposed: bool = False
+
+    @property
+    def how(self) -> tuple[Any, Any, bool]:
+        """How products are computed: the last arguments of `products.dot`."""
+        return self.dtype, self.precision, self.transposed
+
+    def of(self, kind: type[Params], **changes: Any) -> Params:
+        """The parameters of another collective matmul that has these in common, with changes."""
+        common = {f.name: getattr(self, f.name) for f in dataclasses.fields(MatmulParams)}
+        return kind(**common | changes)
+
+
+@dataclass(frozen=True)
+class GatherMatmulParams(MatmulParams):
+    """Parameters of `all_gather_matmul_p`.
+
+    Attributes:
+        gathered: whether the gathered x is the last result.
+    """
+
     gathered: bool = False
+
+
+@dataclass(frozen=True)
+class SumMatmulParams(MatmulParams):
+    """Parameters of `matmul_reduce_scatter_p`.
+
+    Attributes:
+        terms: number of products that are summed.
+    """
+
     terms: int = 1
+
+
+@dataclass(frozen=True)
+class AllReduceMatmulParams(SumMatmulParams):
+    """Parameters of `matmul_all_reduce_p`.
+
+    Attributes:
+        invariant: as in `collective.PsumParams`.
+    """
+
     invariant: bool = False
 
 
@@ -66,7 +105,7 @@ class TangentParams:
         moving: the matrices, by position, that have a tangent.
     """
 
-    matmul: MatmulParams
+    matmul: GatherMatmulParams
     matrices: int
     moving: tuple[int, ...]
 
@@ -86,7 +125,7 @@ class GradientParams:
         wgrad_dtype: dtype of the weight gradients.
     """
 
-    matmul: MatmulParams
+    matmul: Any
     dgrad: bool
     wgrads: tuple[int, ...]
     wgrad_dtype: Any
@@ -149,12 +188,12 @@ class Kind:
     """
 
     primitive: OpPrimitive
-    of: Callable[[MatmulParams], Collective]
+    of: Callable[[Any], Collective]
     unfused: Callable[..., list[Any]]
-    communicated: Callable[[Sequence[Any], MatmulParams], Any]
+    communicated: Callable[[Sequence[Any], Any], Any]
     request: Callable[..., overlapped.Request | str]
     overlapped_as: str | None = None
-    then: Callable[[MatmulParams], Collective] | None = None
+    then: Callable[[Any], Collective] | None = None
 
     def decide(
         self, site: LoweringSite, avals: Sequence[Any], params: MatmulParams, traced_over: Any
@@ -267,7 +306,7 @@ def jvp_of_sum(
     bind: Callable[..., Any],
     primals: Sequence[Any],
     tangents: Sequence[Any],
-    params: MatmulParams,
+    params: SumMatmulParams,
 ) -> tuple[list[Any], list[Any]]:
     """The tangent is one collective of the sum of dx_i @ w_i + x_i @ dw_i."""
     (result,) = bind(*primals, params=params)
@@ -285,7 +324,7 @@ def jvp_of_sum(
     return [result], list(moved)
 
 
-def transpose_of_sum(ct: Any, operands: Sequence[Any], params: MatmulParams) -> list[Any]:
+def transpose_of_sum(ct: Any, operands: Sequence[Any], params: SumMatmulParams) -> list[Any]:
     """Cotangents of the operands of a sum of products; None for operands that are known."""
     precision, transposed = params.precision, params.transposed
     xs, ws, addend = products.split_terms(operands, params.terms)
@@ -311,8 +350,8 @@ def batch_of_sum(
     size: int,
     operands: Sequence[Any],
     dims: Sequence[Any],
-    params: MatmulParams,
-    batched: MatmulParams,
+    params: SumMatmulParams,
+    batched: SumMatmulParams,
 ) -> tuple[list[Any], list[Any]]:
     """Batches a sum of products.
 

@@ -7,7 +7,6 @@ computes that gradient. JAX would insert a psum after the matmuls.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,11 @@ from jax_intranode._src.ops import (
     matmul_arguments,
     products,
 )
-from jax_intranode._src.ops.collective_matmul import MatmulParams, matmul_all_reduce_p
+from jax_intranode._src.ops.collective_matmul import (
+    AllReduceMatmulParams,
+    MatmulParams,
+    matmul_all_reduce_p,
+)
 from jax_intranode._src.ops.global_arrays import GlobalCall
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.matmul_arguments import MatmulCall
@@ -133,7 +136,7 @@ def _bind(x: Any, ws: Sequence[Any], params: MatmulParams) -> list[Any]:
 
 
 def _products(x: Any, *ws: Any, params: MatmulParams) -> list[Any]:
-    return [products.dot(x, w, params.dtype, params.precision, params.transposed) for w in ws]
+    return [products.dot(x, w, *params.how) for w in ws]
 
 
 # Abstract evaluation.
@@ -188,8 +191,8 @@ def _transpose(cotangents: Sequence[Any], x: Any, *ws: Any, params: MatmulParams
         (ct_x,) = matmul_all_reduce_p.bind(
             *[ct for ct, _ in terms],
             *[w for _, w in terms],
-            params=replace(
-                params,
+            params=params.of(
+                AllReduceMatmulParams,
                 dtype=x.aval.dtype,
                 transposed=not params.transposed,
                 terms=len(terms),

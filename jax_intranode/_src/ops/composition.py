@@ -14,7 +14,6 @@ import jax
 from jax.interpreters import ad, mlir
 
 from jax_intranode._src.ops import overlapped
-from jax_intranode._src.ops.collective_matmul import MatmulParams
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import Decision, Operation, OpPrimitive
 from jax_intranode._src.selection import select
@@ -23,7 +22,7 @@ from jax_intranode._src.selection import select
 Bind = Callable[..., list[Any]]
 
 # A collective matmul: its primitive, its operands and its parameters.
-Matmul = tuple[OpPrimitive, list[Any], MatmulParams]
+Matmul = tuple[OpPrimitive, list[Any], Any]
 
 
 def _bind_here(primitive: OpPrimitive, *operands: Any, params: Any) -> list[Any]:

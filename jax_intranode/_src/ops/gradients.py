@@ -23,8 +23,9 @@ from jax_intranode._src.ops import (
     products,
 )
 from jax_intranode._src.ops.collective_matmul import (
+    GatherMatmulParams,
     GradientParams,
-    MatmulParams,
+    SumMatmulParams,
     TangentParams,
     all_gather_matmul_p,
     gradients_of_all_gather_matmul_p,
@@ -46,9 +47,8 @@ def _tangent(bind: Bind, *operands: Any, params: TangentParams) -> list[Any]:
     results = bind(primitive, *its_operands, params=its_params)
     if params.moving:
         whole, *dws = operands[1 + params.matrices :]
-        how = its_params.dtype, its_params.precision, its_params.transposed
         for k, dw in zip(params.moving, dws, strict=True):
-            results[k] = ad.add_jaxvals(results[k], products.dot(whole, dw, *how))
+            results[k] = ad.add_jaxvals(results[k], products.dot(whole, dw, *its_params.how))
     return results
 
 
@@ -78,8 +78,8 @@ def _tangent_transpose(
     dgrad = ad.is_undefined_primal(dx)
     # For each product that has a weight gradient: its position among the nonzero cotangents.
     positions = {k: i for i, k in enumerate(nonzero) if k in moving}
-    matmul = replace(
-        params.matmul,
+    matmul = params.matmul.of(
+        SumMatmulParams,
         terms=len(nonzero),
         dtype=dx.aval.dtype if dgrad else dx.dtype,
         transposed=not params.matmul.transposed,
@@ -192,7 +192,7 @@ composition.register(
 
 def _dgrad_by_all_gather(operands: Sequence[Any], params: GradientParams) -> Matmul:
     """The collective matmul that gives the input gradient and the gathered cotangent."""
-    its_params: MatmulParams = replace(params.matmul, gathered=bool(params.wgrads))
+    its_params: GatherMatmulParams = replace(params.matmul, gathered=bool(params.wgrads))
     return all_gather_matmul_p, list(operands[: 1 + params.dgrad]), its_params
 
 

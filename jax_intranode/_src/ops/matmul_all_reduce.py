@@ -18,9 +18,9 @@ from jax_intranode._src.ops import (
 )
 from jax_intranode._src.ops.collective import AllGatherParams, PsumParams, all_gather_p, psum_p
 from jax_intranode._src.ops.collective_matmul import (
+    AllReduceMatmulParams,
     Collective,
     Communicate,
-    MatmulParams,
     matmul_all_reduce_p,
 )
 from jax_intranode._src.ops.global_arrays import GlobalCall
@@ -104,7 +104,7 @@ def of_call(call: MatmulCall) -> Any:
         reason = reason or matmul_arguments.reason_for_lax(
             "psum", call.axes, [x, w], [x, w], call.dtype
         )
-        params = MatmulParams(
+        params = AllReduceMatmulParams(
             axes=call.axes,
             axis=0,
             world_size=matmul_arguments.world_size("matmul_all_reduce", call.axes),
@@ -123,25 +123,24 @@ def of_call(call: MatmulCall) -> Any:
 # The unfused computation.
 
 
-def _unfused(add: Communicate, *operands: Any, params: MatmulParams) -> list[Any]:
+def _unfused(add: Communicate, *operands: Any, params: AllReduceMatmulParams) -> list[Any]:
     """The sum of products, and the all-reduce after it."""
-    how = params.dtype, params.precision, params.transposed
-    return [add(products.sum_of_dots(operands, params.terms, *how))]
+    return [add(products.sum_of_dots(operands, params.terms, *params.how))]
 
 
-def _psum(params: MatmulParams) -> Collective:
+def _psum(params: AllReduceMatmulParams) -> Collective:
     return psum_p, PsumParams(params.axes, params.invariant)
 
 
 # Abstract evaluation.
 
 
-def _total(operands: Sequence[Any], params: MatmulParams) -> Any:
+def _total(operands: Sequence[Any], params: AllReduceMatmulParams) -> Any:
     """The type of the sum of products on a rank."""
     return products.sum_of_dots_aval(operands, params.terms, params.dtype, params.transposed)
 
 
-def _abstract_eval(*operands: Any, params: MatmulParams) -> list[Any]:
+def _abstract_eval(*operands: Any, params: AllReduceMatmulParams) -> list[Any]:
     total = _total(operands, params)
     if not params.invariant:
         return [total]
@@ -152,7 +151,7 @@ def _abstract_eval(*operands: Any, params: MatmulParams) -> list[Any]:
 # Overlapping.
 
 
-def _request(*operands: Any, params: MatmulParams) -> overlapped.Request | str:
+def _request(*operands: Any, params: AllReduceMatmulParams) -> overlapped.Request | str:
     """The request for a matmul_reduce_scatter of all rows, or why there is none."""
     rows = math.prod(operands[0].shape[:-1])
     if rows % params.world_size != 0:
@@ -170,7 +169,7 @@ def _request(*operands: Any, params: MatmulParams) -> overlapped.Request | str:
     return dataclasses.replace(request, operands=in_rows)
 
 
-def _gather(params: MatmulParams) -> Collective:
+def _gather(params: AllReduceMatmulParams) -> Collective:
     """The all-gather after an overlapped matmul_reduce_scatter."""
     return all_gather_p, AllGatherParams(params.axes, 0, True, params.world_size)
 
@@ -189,7 +188,9 @@ _KIND = collective_matmul.Kind(
 # Differentiation. The jvp rule is `collective_matmul.jvp_of_sum`.
 
 
-def _transpose(cotangents: Sequence[Any], *operands: Any, params: MatmulParams) -> list[Any]:
+def _transpose(
+    cotangents: Sequence[Any], *operands: Any, params: AllReduceMatmulParams
+) -> list[Any]:
     (ct,) = cotangents
     if type(ct) is ad.Zero:
         return [None] * len(operands)
@@ -204,7 +205,11 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, params: MatmulParams) 
 
 
 def _batch(
-    name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: MatmulParams
+    name: Hashable,
+    size: int,
+    operands: Sequence[Any],
+    dims: Sequence[Any],
+    params: AllReduceMatmulParams,
 ) -> tuple[list[Any], list[Any]]:
     return collective_matmul.batch_of_sum(
         _KIND,

@@ -15,9 +15,9 @@ from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import (
     collective,
     collective_matmul,
+    local_matmuls,
     matmul_arguments,
-    overlapped,
-    products,
+    overlapped_call,
 )
 from jax_intranode._src.ops.collective import AllGatherParams, all_gather_p
 from jax_intranode._src.ops.collective_matmul import (
@@ -188,7 +188,7 @@ def _unfused(gather: Communicate, x: Any, *ws: Any, params: GatherMatmulParams) 
         whole = gather(x)
     else:  # XLA's collectives refuse empty arrays
         whole = collective.varying(x, params.axes).reshape(_gathered_shape(x.shape, params))
-    found = [products.dot(whole, w, *params.how) for w in ws]
+    found = [local_matmuls.dot(whole, w, *params.how) for w in ws]
     return [*found, whole] if params.gathered else found
 
 
@@ -207,7 +207,7 @@ def _gather(params: GatherMatmulParams) -> Collective:
 def abstract_eval(x: Any, *ws: Any, params: GatherMatmulParams) -> list[Any]:
     """The types of the results."""
     whole = x.update(shape=_gathered_shape(x.shape, params), weak_type=False)
-    shapes = [products.dot_shape(whole, w, params.transposed) for w in ws]
+    shapes = [local_matmuls.dot_shape(whole, w, params.transposed) for w in ws]
     found = [whole.update(shape=s, dtype=np.dtype(params.dtype)) for s in shapes]
     return [*found, whole] if params.gathered else found
 
@@ -215,11 +215,11 @@ def abstract_eval(x: Any, *ws: Any, params: GatherMatmulParams) -> list[Any]:
 # Overlapping.
 
 
-def request(x: Any, *ws: Any, params: GatherMatmulParams) -> overlapped.Request | str:
+def request(x: Any, *ws: Any, params: GatherMatmulParams) -> overlapped_call.Request | str:
     """The request for a custom call, from the operands' types, or why there is none."""
     if not ws:
         return "no matmul"
-    return overlapped.Request(
+    return overlapped_call.Request(
         axis=params.axis,
         outer=math.prod(x.shape[: params.axis]),
         rows=math.prod(x.shape[params.axis : -1]),
@@ -266,7 +266,7 @@ def _jvp(
     if type(dx) is not ad.Zero:
         moved = list(bind(dx, *ws, params=params))
     for k in moving:
-        of_w = products.dot(whole, dws[k], *params.how)
+        of_w = local_matmuls.dot(whole, dws[k], *params.how)
         moved[k] = ad.add_jaxvals(moved[k], of_w) if type(dx) is not ad.Zero else of_w
     return results, moved
 
@@ -299,7 +299,7 @@ def _transpose(
     return [
         None,
         *(
-            products.wgrad_dot(whole, ct, w.aval.dtype, params.precision, params.transposed)
+            local_matmuls.wgrad_dot(whole, ct, w.aval.dtype, params.precision, params.transposed)
             if ad.is_undefined_primal(w) and ct is not None
             else None
             for ct, w in zip(of_products, ws, strict=True)

@@ -3,10 +3,10 @@
 Their primitives, and those of their gradients, are declared here, because differentiation turns one
 into another: each primitive's rules are in its own file, and may bind the others' primitives.
 
-A collective matmul is overlapped, as one custom call, where `overlapped.find` says so. Elsewhere it
-is computed unfused: products (`products`), and a collective that is selected by its own rules. Each
-file has a function `unfused(communicate, *operands, params)` for this, where `communicate` is the
-collective as a function of one array, and tells the others apart by a `Kind`.
+A collective matmul is overlapped, as one custom call, where `overlapped_call.find` says so.
+Elsewhere it is computed unfused: products (`local_matmuls`), and a collective that is selected by
+its own rules. Each file has a function `_unfused(communicate, *operands, params)` for this, where
+`communicate` is the collective as a function of one array, and describes itself by a `Kind`.
 """
 
 import dataclasses
@@ -20,7 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, mlir
 
-from jax_intranode._src.ops import collective, fallback, matmul_arguments, overlapped, products
+from jax_intranode._src.ops import (
+    collective,
+    fallback,
+    local_matmuls,
+    matmul_arguments,
+    overlapped_call,
+)
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import Decision, Operation, OpPrimitive, nbytes
 from jax_intranode._src.selection import select
@@ -53,7 +59,7 @@ class MatmulParams:
 
     @property
     def how(self) -> tuple[Any, Any, bool]:
-        """How products are computed: the last arguments of `products.dot`."""
+        """How products are computed: the last arguments of `local_matmuls.dot`."""
         return self.dtype, self.precision, self.transposed
 
     def of(self, kind: type[Params], **changes: Any) -> Params:
@@ -137,7 +143,7 @@ class GradientParams:
 
 # x and the ws -> a product of each w, and the gathered x if `gathered`.
 all_gather_matmul_p = OpPrimitive("all_gather_matmul")
-# A sum of products (see `products`) -> this rank's part of its sum over the ranks.
+# A sum of products (see `local_matmuls`) -> this rank's part of its sum over the ranks.
 matmul_reduce_scatter_p = OpPrimitive("matmul_reduce_scatter")
 # A sum of products without addend -> its sum over the ranks.
 matmul_all_reduce_p = OpPrimitive("matmul_all_reduce")
@@ -191,7 +197,7 @@ class Kind:
     of: Callable[[Any], Collective]
     unfused: Callable[..., list[Any]]
     communicated: Callable[[Sequence[Any], Any], Any]
-    request: Callable[..., overlapped.Request | str]
+    request: Callable[..., overlapped_call.Request | str]
     overlapped_as: str | None = None
     then: Callable[[Any], Collective] | None = None
 
@@ -204,7 +210,7 @@ class Kind:
         found = (
             request
             if isinstance(request, str)
-            else overlapped.find(operation, site, traced_over, params.axes, request)
+            else overlapped_call.find(operation, site, traced_over, params.axes, request)
         )
         if isinstance(found, str):
             return self._decide_unfused(site, avals, params, traced_over, why=found)
@@ -310,10 +316,10 @@ def jvp_of_sum(
 ) -> tuple[list[Any], list[Any]]:
     """The tangent is one collective of the sum of dx_i @ w_i + x_i @ dw_i."""
     (result,) = bind(*primals, params=params)
-    xs, ws, _ = products.split_terms(primals, params.terms)
+    xs, ws, _ = local_matmuls.split_terms(primals, params.terms)
     dxs, dws, addend = (
         [t if type(t) is not ad.Zero else None for t in part]
-        for part in products.split_terms(tangents, params.terms)
+        for part in local_matmuls.split_terms(tangents, params.terms)
     )
     terms = [(dx, w) for dx, w in zip(dxs, ws, strict=True) if dx is not None]
     terms += [(x, dw) for x, dw in zip(xs, dws, strict=True) if dw is not None]
@@ -327,15 +333,15 @@ def jvp_of_sum(
 def transpose_of_sum(ct: Any, operands: Sequence[Any], params: SumMatmulParams) -> list[Any]:
     """Cotangents of the operands of a sum of products; None for operands that are known."""
     precision, transposed = params.precision, params.transposed
-    xs, ws, addend = products.split_terms(operands, params.terms)
+    xs, ws, addend = local_matmuls.split_terms(operands, params.terms)
     of_xs = [
-        products.dot(ct, w, x.aval.dtype, precision, not transposed)
+        local_matmuls.dot(ct, w, x.aval.dtype, precision, not transposed)
         if ad.is_undefined_primal(x)
         else None
         for x, w in zip(xs, ws, strict=True)
     ]
     of_ws = [
-        products.wgrad_dot(x, ct, w.aval.dtype, precision, transposed)
+        local_matmuls.wgrad_dot(x, ct, w.aval.dtype, precision, transposed)
         if ad.is_undefined_primal(w)
         else None
         for x, w in zip(xs, ws, strict=True)
@@ -362,7 +368,7 @@ def batch_of_sum(
     operands = matmul_arguments.varying_alike(operands, ())
     if name in params.axes:
         return kind.batch_over_hidden_axis(name, size, operands, dims, params)
-    xs, ws, addend = products.split_terms(dims, params.terms)
+    xs, ws, addend = local_matmuls.split_terms(dims, params.terms)
     if any(d is not None for d in ws) or None in (*xs, *addend):
         return kind.batch_unfused(size, operands, dims, [0], params)
     moved = [v if d is None else jnp.moveaxis(v, d, 0) for v, d in zip(operands, dims, strict=True)]

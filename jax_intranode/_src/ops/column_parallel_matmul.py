@@ -19,8 +19,8 @@ from jax_intranode._src.ops import (
     all_gather_matmul,
     collective,
     fallback,
+    local_matmuls,
     matmul_arguments,
-    products,
 )
 from jax_intranode._src.ops.collective_matmul import (
     AllReduceMatmulParams,
@@ -136,7 +136,7 @@ def _bind(x: Any, ws: Sequence[Any], params: MatmulParams) -> list[Any]:
 
 
 def _products(x: Any, *ws: Any, params: MatmulParams) -> list[Any]:
-    return [products.dot(x, w, *params.how) for w in ws]
+    return [local_matmuls.dot(x, w, *params.how) for w in ws]
 
 
 # Abstract evaluation.
@@ -147,7 +147,7 @@ def _abstract_eval(x: Any, *ws: Any, params: MatmulParams) -> list[Any]:
     kind = kind.update(varying=kind.varying | set(params.axes))
     return [
         x.update(
-            shape=products.dot_shape(x, w, params.transposed),
+            shape=local_matmuls.dot_shape(x, w, params.transposed),
             dtype=params.dtype,
             weak_type=False,
             manual_axis_type=kind,
@@ -204,7 +204,7 @@ def _transpose(cotangents: Sequence[Any], x: Any, *ws: Any, params: MatmulParams
     return [
         None,
         *(
-            products.wgrad_dot(whole, ct, w.aval.dtype, params.precision, params.transposed)
+            local_matmuls.wgrad_dot(whole, ct, w.aval.dtype, params.precision, params.transposed)
             if ad.is_undefined_primal(w) and type(ct) is not ad.Zero
             else None
             for ct, w in zip(cotangents, ws, strict=True)

@@ -11,10 +11,10 @@ from jax.interpreters import ad
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import (
     collective_matmul,
+    local_matmuls,
     matmul_arguments,
     matmul_reduce_scatter,
-    overlapped,
-    products,
+    overlapped_call,
 )
 from jax_intranode._src.ops.collective import AllGatherParams, PsumParams, all_gather_p, psum_p
 from jax_intranode._src.ops.collective_matmul import (
@@ -125,7 +125,7 @@ def of_call(call: MatmulCall) -> Any:
 
 def _unfused(add: Communicate, *operands: Any, params: AllReduceMatmulParams) -> list[Any]:
     """The sum of products, and the all-reduce after it."""
-    return [add(products.sum_of_dots(operands, params.terms, *params.how))]
+    return [add(local_matmuls.sum_of_dots(operands, params.terms, *params.how))]
 
 
 def _psum(params: AllReduceMatmulParams) -> Collective:
@@ -137,7 +137,7 @@ def _psum(params: AllReduceMatmulParams) -> Collective:
 
 def _total(operands: Sequence[Any], params: AllReduceMatmulParams) -> Any:
     """The type of the sum of products on a rank."""
-    return products.sum_of_dots_aval(operands, params.terms, params.dtype, params.transposed)
+    return local_matmuls.sum_of_dots_aval(operands, params.terms, params.dtype, params.transposed)
 
 
 def _abstract_eval(*operands: Any, params: AllReduceMatmulParams) -> list[Any]:
@@ -151,7 +151,7 @@ def _abstract_eval(*operands: Any, params: AllReduceMatmulParams) -> list[Any]:
 # Overlapping.
 
 
-def _request(*operands: Any, params: AllReduceMatmulParams) -> overlapped.Request | str:
+def _request(*operands: Any, params: AllReduceMatmulParams) -> overlapped_call.Request | str:
     """The request for a matmul_reduce_scatter of all rows, or why there is none."""
     rows = math.prod(operands[0].shape[:-1])
     if rows % params.world_size != 0:
@@ -163,7 +163,7 @@ def _request(*operands: Any, params: AllReduceMatmulParams) -> overlapped.Reques
         return request
 
     def in_rows(*operands: Any) -> Sequence[Any]:
-        xs, ws, _ = products.split_terms(operands, params.terms)
+        xs, ws, _ = local_matmuls.split_terms(operands, params.terms)
         return [*(x.reshape(rows, x.shape[-1]) for x in xs), *ws]
 
     return dataclasses.replace(request, operands=in_rows)

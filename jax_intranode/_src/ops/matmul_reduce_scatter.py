@@ -11,9 +11,9 @@ from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import (
     collective,
     collective_matmul,
+    local_matmuls,
     matmul_arguments,
-    overlapped,
-    products,
+    overlapped_call,
 )
 from jax_intranode._src.ops.collective import PsumScatterParams, psum_scatter_p
 from jax_intranode._src.ops.collective_matmul import (
@@ -121,7 +121,7 @@ def of_call(call: MatmulCall, argument: str, scatter_axis: Any) -> Any:
 
     def of_ranks(x: Any, w: Any, *, reason: str | None) -> list[Any]:
         size = matmul_arguments.world_size("matmul_reduce_scatter", call.axes)
-        length = products.dot_shape(x, w, False)[dimension]
+        length = local_matmuls.dot_shape(x, w, False)[dimension]
         if length % size != 0:
             raise ValueError(
                 f"{call.name}: {argument} {scatter_axis} of the product has {length} elements; it "
@@ -138,7 +138,7 @@ def of_call(call: MatmulCall, argument: str, scatter_axis: Any) -> Any:
     def specs(of_global: GlobalCall, rows: list[Any]) -> tuple[Any, Any, list[Any]]:
         axes = of_global.axes
         spec = [entry + axes * (k == dimension) for k, entry in enumerate([*rows, ()])]
-        product = products.dot_shape(call.x, call.ws[0], False)
+        product = local_matmuls.dot_shape(call.x, call.ws[0], False)
         of_global.check_divisible("the product", product, spec)
         return [*rows, axes], [axes, ()], [spec]
 
@@ -150,7 +150,7 @@ def of_call(call: MatmulCall, argument: str, scatter_axis: Any) -> Any:
 
 def _unfused(scatter: Communicate, *operands: Any, params: SumMatmulParams) -> list[Any]:
     """The sum of products, and the reduce-scatter after it."""
-    total = products.sum_of_dots(operands, params.terms, *params.how)
+    total = local_matmuls.sum_of_dots(operands, params.terms, *params.how)
     if total.size == 0:  # XLA's collectives refuse empty arrays
         total = collective.varying(total, params.axes)
         return [total.reshape(_part_shape(total.shape, params))]
@@ -171,7 +171,7 @@ def _scatter(params: SumMatmulParams) -> Collective:
 
 def _total(operands: Sequence[Any], params: SumMatmulParams) -> Any:
     """The type of the sum of products on a rank."""
-    return products.sum_of_dots_aval(operands, params.terms, params.dtype, params.transposed)
+    return local_matmuls.sum_of_dots_aval(operands, params.terms, params.dtype, params.transposed)
 
 
 def abstract_eval(*operands: Any, params: SumMatmulParams) -> list[Any]:
@@ -183,16 +183,16 @@ def abstract_eval(*operands: Any, params: SumMatmulParams) -> list[Any]:
 # Overlapping.
 
 
-def request(*operands: Any, params: SumMatmulParams) -> overlapped.Request | str:
+def request(*operands: Any, params: SumMatmulParams) -> overlapped_call.Request | str:
     """The request for a custom call, from the operands' types, or why there is none."""
-    xs, ws, addend = products.split_terms(operands, params.terms)
+    xs, ws, addend = local_matmuls.split_terms(operands, params.terms)
     if not xs:
         return "no matmul"
     if addend:
         return "a sum with the cotangent of the gathered x"
     if params.axis == xs[0].ndim - 1:
         return "scattered along the last dimension"
-    return overlapped.Request(
+    return overlapped_call.Request(
         axis=params.axis,
         outer=math.prod(xs[0].shape[: params.axis]),
         rows=math.prod(xs[0].shape[params.axis : -1]) // params.world_size,
@@ -215,7 +215,7 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, params: SumMatmulParam
     if type(ct) is ad.Zero:
         return [None] * len(operands)
     terms = params.terms
-    xs, ws, addend = products.split_terms(operands, terms)
+    xs, ws, addend = local_matmuls.split_terms(operands, terms)
     # Input gradients are all_gather_matmuls of the cotangent, unless the gathered dimension is the
     # one that they contract with ws.
     fusable = [k for k, x in enumerate(xs) if ad.is_undefined_primal(x)]

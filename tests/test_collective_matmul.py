@@ -120,7 +120,7 @@ def test_every_axis(leading: tuple[int, ...], check_vma: bool) -> None:
                 for axis in (*range(rank - 1), -rank)
             ]
             scattered = [
-                lib.matmul_reduce_scatter(x, w, "x", scatter_axis=axis)
+                lib.matmul_reduce_scatter(x, w, "x", scatter_dimension=axis)
                 for axis in (*range(rank), -1)
             ]
             total = lib.matmul_all_reduce(x, w, "x")
@@ -139,7 +139,7 @@ def test_sizes(m: int, k: int, n: int, check_vma: bool) -> None:
     def body(x: Any, w: Any, one: Any) -> Any:
         y = matmul_reduce_scatter(all_gather_matmul(x, w, "x"), w.T, "x")
         wide = jnp.concatenate([w] * N, 1)
-        part = matmul_reduce_scatter(x, wide, "x", scatter_axis=1)
+        part = matmul_reduce_scatter(x, wide, "x", scatter_dimension=1)
         # XLA itself fails where all operands of a shard_map are empty.
         return y * one[0], part * one[0], matmul_all_reduce(x, w, "x")
 
@@ -281,7 +281,7 @@ def test_dtypes_of_results_and_gradients(dtype: str, preferred: Any, promotion: 
 
     def ours(x: Any, w: Any) -> Any:
         y = all_gather_matmul(x, w, "x", preferred_element_type=preferred)
-        z = matmul_reduce_scatter(x, w, "x", scatter_axis=1, preferred_element_type=preferred)
+        z = matmul_reduce_scatter(x, w, "x", scatter_dimension=1, preferred_element_type=preferred)
         return y, z, matmul_all_reduce(x, w, "x", preferred_element_type=preferred)
 
     def theirs(x: Any, w: Any) -> Any:
@@ -979,7 +979,7 @@ def test_gradient_inside_of_shard_map(check_vma: bool) -> None:
 def test_derivatives_of_higher_order(check_vma: bool) -> None:
     def program(lib: Any) -> Any:
         def body(x: Any, w: Any) -> Any:
-            columns = lib.matmul_reduce_scatter(x, jnp.sin(w[:, :N]), "x", scatter_axis=-1)
+            columns = lib.matmul_reduce_scatter(x, jnp.sin(w[:, :N]), "x", scatter_dimension=-1)
             return three(lib, x, w)[None] + (columns**2).sum()
 
         f = over_x(body, (P("x"), P(None, "x")), P("x"), check_vma)
@@ -1283,7 +1283,7 @@ def test_both_gradients_in_one_call(
             # The first matrix is no argument: terms with weight gradients are moved before it.
             a, b, c = lib.all_gather_matmul(x, [jnp.ones((5, 4)), w, u], "x", gather_axis=axis)
             y = jnp.tanh(a[..., :3] * b + c[..., :3])
-            return lib.matmul_reduce_scatter(y, v, "x", scatter_axis=axis)
+            return lib.matmul_reduce_scatter(y, v, "x", scatter_dimension=axis)
 
         columns = P(None, "x")
         f = over_x(body, (P(*none, "x"), columns, columns, P("x")), P(*none, "x"), check_vma)
@@ -1327,7 +1327,7 @@ def test_gradients_that_are_not_one_call(both_in_one_call: list[overlapped.Reque
     """A reduce-scatter along the last dimension, and one gradient alone."""
 
     def scatters(x: Any, w: Any) -> Any:
-        return matmul_reduce_scatter(x, w, "x", scatter_axis=1)
+        return matmul_reduce_scatter(x, w, "x", scatter_dimension=1)
 
     def products(x: Any, w: Any, v: Any) -> Any:
         return matmul_reduce_scatter(all_gather_matmul(x, w, "x"), v, "x")
@@ -1440,8 +1440,8 @@ REFUSED = {
         "gather_axis is None; pass an integer",
     ),
     "no integer": (
-        matmul_reduce_scatter, (X, W), {"scatter_axis": 0.0}, TypeError,
-        "scatter_axis is 0.0; pass an integer",
+        matmul_reduce_scatter, (X, W), {"scatter_dimension": 0.0}, TypeError,
+        "scatter_dimension is 0.0; pass an integer",
     ),
     "gathered axis": (
         all_gather_matmul, (X, W), {"gather_axis": 2}, ValueError,
@@ -1452,12 +1452,12 @@ REFUSED = {
         r"gather_axis is -1, the last dimension of x, of shape \(\d, 4\), which is contracted",
     ),
     "scattered axis": (
-        matmul_reduce_scatter, (X, W), {"scatter_axis": -3}, ValueError,
-        "scatter_axis is -3; with 2 dimensions it must be from -2 to 1",
+        matmul_reduce_scatter, (X, W), {"scatter_dimension": -3}, ValueError,
+        "scatter_dimension is -3; with 2 dimensions it must be from -2 to 1",
     ),
     "not divisible": (
         matmul_reduce_scatter, (np.ones((N + 1, 4), np.float32), W), {}, ValueError,
-        rf"scatter_axis 0 of the product has {N + 1} elements; it must be a multiple of the {N} r",
+        rf"scatter_dimension 0 of the product has {N + 1} elements; it must be a multiple of",
     ),
 }  # fmt: skip
 

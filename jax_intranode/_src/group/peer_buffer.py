@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from jax_intranode._src.group import agreed, communicator, key_value_store, rendezvous, slabs
 from jax_intranode._src.group import partition as partition_lib
@@ -89,7 +90,7 @@ class PeerBuffer:
     def ffi_call(
         self,
         target: str,
-        result_shape_dtypes: Any,
+        result_shape_dtypes: jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct],
         *,
         vmap_method: str | None = None,
         input_output_aliases: Mapping[int, int] | None = None,
@@ -151,7 +152,7 @@ class PeerBuffer:
             for device_id, address in self._data.items()
         }
 
-    def write(self, values: Any) -> None:
+    def write(self, values: ArrayLike | Mapping[int, ArrayLike]) -> None:
         """Sets the contents on the devices of this process. For tests.
 
         No call may run on the buffer meanwhile, on any rank.
@@ -235,7 +236,7 @@ class PeerBuffer:
 def peer_buffer(
     name: str,
     shape: Sequence[int],
-    dtype: Any,
+    dtype: DTypeLike,
     axis_name: str | Sequence[str],
     *,
     mesh: jax.sharding.Mesh | None = None,

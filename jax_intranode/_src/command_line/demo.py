@@ -51,11 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, and prints a table for each operation; returns the exit code.
-
-    Raises:
-        WrongInput: there are too few GPUs, or there is no matplotlib.
-    """
+    """Measures, and prints a table for each operation; returns the exit code."""
     gpus = nvml.visible_gpus()
     if arguments.platform == "gpu" and gpus < 2:
         raise WrongInput(

@@ -92,7 +92,6 @@ def build(program: Program, lib: Any) -> Callable[..., Any]:
     """Returns the function of a device's arrays that runs the program.
 
     Args:
-        program: the program.
         lib: has the functions of `jax_intranode`.
 
     Returns:

@@ -20,8 +20,9 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_intranode._src.group import agreed, communicator, key_value_store, rendezvous, slabs
+from jax_intranode._src.group import communicator, key_value_store, rendezvous, slabs
 from jax_intranode._src.group import partition as partition_lib
+from jax_intranode._src.group.agreed import devices_of_host, native_ordinal
 from jax_intranode._src.group.partition import Partition
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.native import call_sites, extension, ffi_headers
@@ -204,7 +205,7 @@ class PeerBuffer:
         return extension.module(self._rendezvous.platform)
 
     def _ordinal(self, device_id: int) -> int:
-        return agreed.native_ordinal(self._rendezvous.devices[device_id])
+        return native_ordinal(self._rendezvous.devices[device_id])
 
     def _check_open(self) -> None:
         if self.closed:
@@ -499,7 +500,7 @@ def _make(
     module = extension.module(agreed.platform)
     deadline = key_value_store.Deadline(config.get().meeting_s)
     made = agreed.peer_buffers_made[name] = agreed.peer_buffers_made.get(name, 0) + 1
-    local, peers = agreed.devices_of_host(agreed)
+    local, peers = devices_of_host(agreed)
     shared = len(local) < len(peers)
     nbytes = _allocated(agreed.platform, _nbytes(shape, dtype))
     own: dict[int, Any] = {}
@@ -518,7 +519,7 @@ def _make(
 
     def allocate() -> dict[str, Any]:
         for i in local:
-            ordinal = agreed.native_ordinal(agreed.devices[i])
+            ordinal = native_ordinal(agreed.devices[i])
             own[i] = module.allocate(ordinal, nbytes, shared)
         handles = {str(i): own[i].handle().hex() if shared else "" for i in local}
         return {"wanted": wanted, "handles": handles}
@@ -541,7 +542,7 @@ def _make(
             memory.unlink()
     members = [
         (
-            agreed.native_ordinal(agreed.devices[i]),
+            native_ordinal(agreed.devices[i]),
             number,
             rank,
             [addresses[i][peer] for peer in group],

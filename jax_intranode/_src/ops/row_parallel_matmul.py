@@ -73,12 +73,12 @@ def row_parallel_matmul(
         True
     """
     name = "row_parallel_matmul"
-    if getattr(x, "ndim", 0) >= 2 and scatter_dimension in (-1, x.ndim - 1):
+    call = MatmulCall(name, x, w, axis_name, preferred_element_type, batch_axes, mesh)
+    if scatter_dimension in (-1, call.x.ndim - 1):
         raise ValueError(
             f"{name}: scatter_dimension is {scatter_dimension}, the last dimension of the product; "
             "divide another one, or call jax_intranode.matmul_reduce_scatter"
         )
-    call = MatmulCall(name, x, w, axis_name, preferred_element_type, batch_axes, mesh)
     if scatter_dimension is None:
         return matmul_all_reduce.of_call(call)
     return matmul_reduce_scatter.of_call(call, "scatter_dimension", scatter_dimension)

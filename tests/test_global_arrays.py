@@ -4,7 +4,6 @@ import contextlib
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -12,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import make_mesh, random
+from collective_matmuls import collectives, float32_products, same, with_gradients  # noqa: F401
 from devices import need_devices
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from lowered import in_lowered
 
 import jax_intranode
 from jax_intranode import (
@@ -32,14 +31,6 @@ MOSTLY_EXPLICIT = pytest.mark.parametrize(
     "kind", [pytest.param(AUTO, marks=pytest.mark.full), EXPLICIT], ids=["auto", "explicit"]
 )
 TYPES = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
-
-
-@pytest.fixture(autouse=True)
-def float32_products() -> Iterator[None]:
-    """Multiplies in float32; the default on GPUs is TF32."""
-    need_devices(2)
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def line(kind: AxisType = AUTO) -> Mesh:
@@ -59,33 +50,6 @@ def values(mesh: Mesh, *shapes_and_specs: Any, dtype: str = "float32") -> list[j
         jax.device_put(random(dtype, shape, seed), NamedSharding(mesh, spec))
         for seed, (shape, spec) in enumerate(shapes_and_specs)
     ]
-
-
-def same(ours: Any, theirs: Any, tolerance: float = 2e-5) -> None:
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        assert a.shape == b.shape and a.dtype == b.dtype
-        a, b = np.asarray(a).astype(float), np.asarray(b).astype(float)
-        scale = max(1, np.abs(b).max(initial=0))
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * scale)
-
-
-def with_gradients(f: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that returns results, and gradients of a loss that is not linear in them."""
-
-    def both(*args: Any) -> Any:
-        results, pull_back = jax.vjp(f, *args)
-        return results, pull_back(jax.tree.map(jnp.cos, results))
-
-    return both
-
-
-def collectives(f: Callable[..., Any], *args: Any) -> dict[str, int]:
-    """Counts the collectives that a program is lowered to: ours by name, lax's as "lax"."""
-    found = in_lowered(jax.jit(f).lower(*args).as_text())
-    return {
-        name.removeprefix("jax_intranode_") if "intranode" in name else f"lax {name}": count
-        for name, count in found.items()
-    }
 
 
 def product(x: Any, w: Any) -> Any:

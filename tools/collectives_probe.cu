@@ -105,7 +105,7 @@ __global__ void Delay(long long cycles) {
 
 // Tells rank 0 what the rank of a group runs.
 __global__ void Tell(const __grid_constant__ DeviceGroup group) {
-  TellOperation(group, 0, LoadWord(&group.Header()->operations));
+  TellOperation(group, 0, Load(&group.Header()->operations));
 }
 
 struct Operation {
@@ -315,7 +315,7 @@ class Probe {
     }
     for (const DeviceGroup& group : groups_) {
       if (group.failure->reason == 0) continue;
-      printf("rank %d gave up: reason %u, it waited for rank %d\n", group.failure->rank,
+      printf("rank %d gave up: reason %u, it waited for rank %d\n", group.rank,
              group.failure->reason, group.failure->missing);
     }
     Check(status);

@@ -118,7 +118,7 @@ struct HostThread {
     return true;
   }
   void Enter(uint32_t* busy, uint32_t*) {
-    if (thread == 0 && jin::ExchangeWord(busy, 1) != 0) met = true;
+    if (thread == 0 && jin::Exchange(busy, 1) != 0) met = true;
   }
   void NextEpoch() {
     jin::Fence();
@@ -682,8 +682,8 @@ int main(int argc, char** argv) {
                 if (b == 0 && t == 0) {
                   thread.Sync();
                   for (int q = plan.blocks; q < jin::kMaxBlocks; ++q) {
-                    jin::StoreWord(&group.Header()->epoch[q],
-                                   jin::LoadWord(&group.Header()->epoch[q]) - plan.segments);
+                    jin::Store(&group.Header()->epoch[q],
+                               jin::Load(&group.Header()->epoch[q]) - plan.segments);
                   }
                 } else if (b == 0) {
                   thread.Sync();

@@ -21,8 +21,7 @@ template <template <class, int, class> class Body, Algorithm algorithm, class Ty
 __global__ void __launch_bounds__(kMaxThreads)
     jax_intranode_kernel(const __grid_constant__ DeviceGroup group,
                          const __grid_constant__ Call call) {
-  DeviceThread thread(group.failure, group.timeout_ns, group.rank, static_cast<uint32_t>(algorithm),
-                      group.site);
+  DeviceThread thread(group, algorithm);
   if (thread.IsCheckBlock()) {
     CheckSameOperation(thread, group);
     return;

@@ -41,12 +41,12 @@ JIN_FN void EndSameOperation(const Block<kColumns>& b) {
   if (group.operation == 0) return;
   DeviceThread thread = b.Thread();
   uint32_t* const operations = &OwnHeader(b.p)->operations;
-  const uint32_t count = LoadWord(operations);
+  const uint32_t count = Load(operations);
 #pragma unroll 1
   for (int step = 1; step < b.p.size; ++step) {
     AwaitSameOperation(thread, group, RankAfter(b.p, step), count);
   }
-  StoreWord(operations, count + 1);
+  Store(operations, count + 1);
 }
 
 template <class Type, bool kNMajorW, bool kWgrad, int kColumns>
@@ -57,9 +57,8 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
   using Config = TileConfig<kColumns>;
   RingHeader* const ring = OwnRing(p);
   Signals* const own = SignalsOf(p.group, p.rank);
-  const uint32_t operations = LoadWord(&own->opened);
-  const Block<kColumns> b{p, (SharedAddress(memory) + 1023) & ~1023u,
-                          LoadWord(&ring->operations) + 1};
+  const uint32_t operations = Load(&own->opened);
+  const Block<kColumns> b{p, (SharedAddress(memory) + 1023) & ~1023u, Load(&ring->operations) + 1};
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Config::kStages; ++stage) {
       BarrierInit(b.Full(stage), 1);
@@ -74,7 +73,7 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
   // The first list is claimed while the cluster synchronises.
   const bool claims = threadIdx.x == 0 && RankInCluster() == 0;
   const uint32_t list = claims ? ClaimList(p) : 0;
-  const uint32_t closed = claims ? LoadWord(&OwnHeader(p)->closed) : 0;
+  const uint32_t closed = claims ? Load(&OwnHeader(p)->closed) : 0;
   __syncwarp();
   ClusterSync();
   const int warp = threadIdx.x / 32;
@@ -88,11 +87,11 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
       // The block that claimed the first list of all grants the ring to the peers.
       const int step = 1 + threadIdx.x;
       if (__shfl_sync(~0u, claims && list == 0, 0) && step < p.size) {
-        SystemFence();
-        StoreRelaxed(&SignalsOf(p.group, RankAfter(p, step))->ring_grant[p.rank],
-                     static_cast<uint64_t>(b.operation) << 32 | (operations + 1));
+        Fence();
+        StorePair(&SignalsOf(p.group, RankAfter(p, step))->ring_grant[p.rank],
+                  static_cast<uint64_t>(b.operation) << 32 | (operations + 1));
         if (p.group.operation != 0) {
-          TellOperation(p.group, RankAfter(p, step), LoadWord(&OwnHeader(p)->operations));
+          TellOperation(p.group, RankAfter(p, step), Load(&OwnHeader(p)->operations));
         }
       }
       __syncwarp();
@@ -118,9 +117,9 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
       EndSameOperation(b);
       ring->left = 0;
       ring->claimed_chunks = 0;
-      StoreWord(&ring->operations, b.operation);
-      StoreWord(&own->opened, operations + 1);
-      StoreWord(&ring->busy, 0);
+      Store(&ring->operations, b.operation);
+      Store(&own->opened, operations + 1);
+      Store(&ring->busy, 0);
     }
   }
 #endif

@@ -7,7 +7,7 @@
 #include <cstdint>
 
 // A kernel that calls functions can't change the number of registers of its warps.
-#define JIN_GIVE_UP_FN __device__ __forceinline__
+#define JAX_INTRANODE_GIVE_UP_FN __device__ __forceinline__
 
 #include "device_thread.h"
 #include "fused_order.h"
@@ -157,22 +157,6 @@ JIN_FN RingHeader* OwnRing(const FusedParams& p) {
 
 // Accesses to memory that peers, or other blocks of the cluster, access at the same time.
 
-JIN_FN uint32_t LoadAcquire(const uint32_t* from) {
-  uint32_t v;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
-  return v;
-}
-JIN_FN uint64_t LoadAcquire(const uint64_t* from) {
-  uint64_t v;
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
-  return v;
-}
-JIN_FN void StoreRelaxed(uint64_t* to, uint64_t v) {
-  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(v) : "memory");
-}
-// Orders all that this thread has written or observed before what it stores next.
-JIN_FN void SystemFence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-
 // Bypasses the L1 cache, which may hold values from before a peer wrote.
 JIN_FN Pack LoadPack(const char* from) {
   const uint4 got = __ldcg(reinterpret_cast<const uint4*>(from));
@@ -246,13 +230,11 @@ struct Block {
 
   // To be called each time that something of rank `missing` has not arrived.
   JIN_FN void Wait(DeviceThread& thread, int missing) const {
-    thread.Wait(0, missing, [&] { CompareOperations(thread, p.group); });
+    thread.WaitAnd(missing, [&] { CompareOperations(thread, p.group); });
   }
   JIN_FN DeviceThread Thread() const {
-    return DeviceThread(p.group.failure, p.group.timeout_ns, p.rank,
-                        static_cast<uint32_t>(p.reduce_scatter ? Algorithm::kMatmulReduceScatter
-                                                               : Algorithm::kAllGatherMatmul),
-                        p.group.site);
+    return DeviceThread(
+        p.group, p.reduce_scatter ? Algorithm::kMatmulReduceScatter : Algorithm::kAllGatherMatmul);
   }
 };
 

@@ -51,7 +51,7 @@ try:
     from jax_intranode._src.ops.row_parallel_matmul import (
         row_parallel_matmul as row_parallel_matmul,
     )
-    from jax_intranode._src.report.explain import Call as Call
+    from jax_intranode._src.report.calls import Call as Call
     from jax_intranode._src.report.explain import Explanation as Explanation
     from jax_intranode._src.report.explain import explain as explain
     from jax_intranode._src.report.stats import Fallback as Fallback

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax_intranode
 from jax_intranode._src.command_line import rank
-from jax_intranode._src.command_line.wrong_input import WrongInput
+from jax_intranode._src.command_line.options import WrongInput
 
 PROGRAM = "python -m jax_intranode"
 

@@ -9,7 +9,8 @@ import numpy as np
 from devices import need_devices
 
 from jax_intranode._src.command_line.bench import options as bench_options
-from jax_intranode._src.command_line.bench.settings import SINGLE_PROCESS, Settings
+from jax_intranode._src.command_line.bench.settings import Settings
+from jax_intranode._src.command_line.launcher import SINGLE_PROCESS
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

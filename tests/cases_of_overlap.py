@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from occupied import occupied
 
 import jax_intranode
+from jax_intranode._src.group import agreed
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.jax_private.distributed import key_value_client
@@ -127,7 +128,7 @@ def poison(mesh: Mesh) -> None:
     start = config.get().slab_bytes(rendezvous.platform) + offset
     for device_id, addresses in rendezvous.addresses.items():
         module.fill(
-            rendezvous_lib.native_ordinal(rendezvous.devices[device_id]),
+            agreed.native_ordinal(rendezvous.devices[device_id]),
             addresses[device_id] + start,
             0xFF,
             rendezvous.ring_bytes - offset,
@@ -259,7 +260,7 @@ def overlapped_on_few_sms(operation: str, plan: str) -> None:
     settle(mesh)
     with contextlib.ExitStack() as stack:
         for device in mesh.local_devices:
-            stack.enter_context(occupied(rendezvous_lib.native_ordinal(device), 32))
+            stack.enter_context(occupied(agreed.native_ordinal(device), 32))
         wait_for_all("occupied")
         result = program(*arrays)
         give_up = time.monotonic() + 5

@@ -11,9 +11,8 @@ from bench_settings import BFLOAT16, mesh_of_two, settings_of
 from jax.sharding import PartitionSpec
 
 import jax_intranode
-from jax_intranode._src.command_line.bench import timing
-from jax_intranode._src.command_line.bench.collectives import chains, graph, oracle
-from jax_intranode._src.command_line.bench.collectives.operations import OPERATIONS
+from jax_intranode._src.command_line.bench import collectives, graph, oracle, timing
+from jax_intranode._src.command_line.bench.operations import OPERATIONS
 from jax_intranode._src.native import definitions, extension
 from jax_intranode._src.selection import select
 
@@ -64,12 +63,12 @@ def test_oracle_of_each_operation() -> None:
             [np.concatenate([np.split(s, 4)[rank] for s in shards]) for rank in range(4)]
         ),
     }.items():
-        expected, tolerance = oracle.expected_result(OPERATIONS[name], 4, 64, BFLOAT16)
-        assert expected.dtype == BFLOAT16
-        assert np.array_equal(expected, wanted)
-        assert (tolerance is None) == (name in ("all_gather", "all_to_all"))
-    integers = oracle.expected_result(OPERATIONS["psum"], 4, 64, np.dtype(np.int8))
-    assert integers[1] is None
+        # Of an all-gather, too, 64 bytes are those of a rank's operand.
+        right = oracle.Collective(OPERATIONS[name], 4, 64, BFLOAT16)
+        assert right.expected.dtype == BFLOAT16
+        assert np.array_equal(right.expected, wanted)
+        assert (right.tolerance is None) == (name in ("all_gather", "all_to_all"))
+    assert oracle.Collective(OPERATIONS["psum"], 4, 64, np.dtype(np.int8)).tolerance is None
 
 
 def test_every_rank_can_make_every_ranks_data() -> None:
@@ -84,15 +83,15 @@ def test_every_rank_can_make_every_ranks_data() -> None:
 
 
 def test_exact_result_and_error() -> None:
-    operation = OPERATIONS["psum"]
+    right = oracle.Collective(OPERATIONS["psum"], 3, 64, BFLOAT16)
+    exact = right.exact
     shards = [oracle.random_shard(rank, 64, BFLOAT16).astype(np.float64) for rank in range(3)]
-    exact = oracle.exact_result(operation, 3, 64, BFLOAT16)
     assert exact is not None and np.array_equal(exact, shards[0] + shards[1] + shards[2])
-    assert oracle.exact_result(operation, 3, 64, np.dtype(np.int32)) is None
-    assert oracle.exact_result(OPERATIONS["all_gather"], 3, 64, BFLOAT16) is None
     off = jnp.asarray(exact * 1.5, jnp.float32)
-    assert oracle.error_on_devices(off, operation, exact) == pytest.approx(0.5, rel=1e-5)
-    assert oracle.error_on_devices(off, operation, None) is None
+    assert right.error(off) == pytest.approx(0.5, rel=1e-5)
+    for name, dtype in (("psum", np.dtype(np.int32)), ("all_gather", BFLOAT16)):
+        not_rounded = oracle.Collective(OPERATIONS[name], 3, 64, dtype)
+        assert not_rounded.exact is None and not_rounded.error(off) is None
 
 
 def test_count_wrong_compares_bits() -> None:
@@ -112,10 +111,10 @@ def test_count_wrong_on_devices_compares_each_devices_part() -> None:
     mesh = mesh_of_two()
     sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("x"))
     result = jax.device_put(np.arange(4, dtype=np.int32), sharding)
-    scatter, psum = OPERATIONS["psum_scatter"], OPERATIONS["psum"]
-    expected = np.array([0, 1, 2, 9], np.int32)
-    assert oracle.count_wrong_on_devices(result, scatter, expected, None) == 1
-    assert oracle.count_wrong_on_devices(result, psum, np.array([0, 1], np.int32), None) == 2
+    for name, expected, wrong in (("psum_scatter", [0, 1, 2, 9], 1), ("psum", [0, 1], 2)):
+        right = oracle.Collective(OPERATIONS[name], 2, 16, np.dtype(np.int32))
+        right.expected = np.array(expected, np.int32)
+        assert right.count_wrong(result, None) == wrong
 
 
 # Timing.
@@ -133,8 +132,9 @@ def test_links_of_a_chain_fit(name: str) -> None:
     """A chain of one call returns its result, brought to the operand's size and scaled."""
     mesh = mesh_of_two()
     operation = OPERATIONS[name]
-    chain = chains._chain(mesh, lambda xs: operation.call(jax_intranode, xs), 1)
-    (got,) = chain([jnp.arange(16, dtype=jnp.float32)], jnp.full(2, 0.5, jnp.float32))
+    link = collectives.link(lambda xs: operation.call(jax_intranode, xs))
+    operands = [jnp.arange(16, dtype=jnp.float32)]
+    (got,) = timing.Chain(mesh, link, operands, (jnp.full(2, 0.5, jnp.float32),), 1, 1).run()
     first, second = np.arange(8), np.arange(8, 16)
     total = first + second
     wanted = {
@@ -233,13 +233,14 @@ def test_in_a_graph(
     selected = [select.Selection(algorithm, "", 1, 32) for algorithm in algorithms]
     assert graph.can_measure(settings, operation, selected)
     shards = {rank: oracle.random_shard(rank, 256, np.dtype(np.float32)) for rank in range(2)}
-    expected, _ = oracle.expected_result(operation, 2, 256, np.dtype(np.float32))
+    right = oracle.Collective(operation, 2, 256, np.dtype(np.float32))
     # The slower device's time without the warm-up, summed over the steps.
-    times, wrong = graph.measure(settings, operation, mesh, selected, shards, expected, name)
+    times, wrong = graph.measure(settings, right, mesh, selected, shards, name)
     assert (times, wrong) == (timing.Times(us, us), 0)
-    expected = expected + np.float32(1)
-    _, wrong = graph.measure(settings, operation, mesh, selected, shards, expected, name)
-    assert wrong == (1 if operation.exchanges else 2) * operation.result_count(len(expected), 2)
+    right.expected = right.expected + np.float32(1)
+    _, wrong = graph.measure(settings, right, mesh, selected, shards, name)
+    has_part = operation.exchanges or operation.result_is_part
+    assert wrong == (1 if has_part else 2) * len(right.expected)
 
 
 def test_calls_that_are_not_measured_in_a_graph() -> None:

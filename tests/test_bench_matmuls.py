@@ -11,9 +11,9 @@ import pytest
 from bench_settings import BFLOAT16, matmul_settings, mesh_of_two
 
 import jax_intranode
-from jax_intranode._src.command_line.bench.matmuls import measure as measure_matmul
-from jax_intranode._src.command_line.bench.matmuls import oracle as matmul_oracle
-from jax_intranode._src.command_line.bench.matmuls.operations import MATMULS
+from jax_intranode._src.command_line.bench import matmuls as measure_matmul
+from jax_intranode._src.command_line.bench import oracle as matmul_oracle
+from jax_intranode._src.command_line.bench.operations import MATMULS
 from jax_intranode._src.command_line.bench.settings import Shape
 from jax_intranode._src.selection import table
 
@@ -32,18 +32,20 @@ def test_matmul_is_checked_and_timed(
     # The platform "gpu", because only GPUs have a bound.
     settings = matmul_settings(name, backward, platform="gpu")
     row, fallback = measure_matmul.measure(settings, mesh_of_two(), "float32", Shape(16, 16, 24))
-    assert fallback is None and row.algorithm in algorithms and row.reason
-    assert row.wrong == row.lax_wrong == 0
-    assert row.error is not None and row.lax_error is not None
-    assert 0 < row.error < 1e-6 and 0 < row.lax_error < 1e-6
+    assert fallback is None and row["algorithm"] in algorithms and row["reason"]
+    assert row["wrong"] == row["lax_wrong"] == 0
+    assert row["error"] is not None and row["lax_error"] is not None
+    assert 0 < row["error"] < 1e-6 and 0 < row["lax_error"] < 1e-6
     # The transfer of at most 768 elements takes far less time than a matmul.
-    assert row.bound_us == row.alone_time_us > 0
-    assert row.share == pytest.approx(row.bound_us / row.time_us)
-    assert row.lax_share == pytest.approx(row.bound_us / row.lax_time_us)
-    assert row.ratio == pytest.approx(row.lax_time_us / row.time_us)
+    assert row["bound_us"] == row["alone_time_us"] > 0
+    assert row["share"] == pytest.approx(row["bound_us"] / row["time_us"])
+    assert row["lax_share"] == pytest.approx(row["bound_us"] / row["lax_time_us"])
+    assert row["ratio"] == pytest.approx(row["lax_time_us"] / row["time_us"])
     products = 4 if backward else 2
-    assert row.tflops == pytest.approx(products * 16 * 16 * 24 / row.time_us / 1e6)
-    assert row.time_p99_us >= row.time_us > 0 and row.chain == 2 and row.handler_calls > 0
+    assert row["tflops"] == pytest.approx(products * 16 * 16 * 24 / row["time_us"] / 1e6)
+    assert (
+        row["time_p99_us"] >= row["time_us"] > 0 and row["chain"] == 2 and row["handler_calls"] > 0
+    )
 
 
 def test_wrong_matmul_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,8 +61,8 @@ def test_wrong_matmul_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     row, _ = measure_matmul.measure(settings, mesh_of_two(), "bfloat16", Shape(32, 16, 24))
     # On each of 2 devices one element is wrong in the product, in the product next to the gathered
     # x, and in the gathered x; and the first one again if it is in the sample.
-    assert row.wrong in (6, 8)
-    assert row.lax_wrong == 0
+    assert row["wrong"] in (6, 8)
+    assert row["lax_wrong"] == 0
 
 
 @pytest.mark.parametrize(
@@ -100,8 +102,8 @@ def test_calls_of_a_matmul_chain_remain(backward: bool) -> None:
     mesh, matmul = mesh_of_two(), MATMULS["all_gather_matmul"]
     data = matmul_oracle.make(matmul, Shape(32, 16, 24), np.dtype(np.float32), mesh)
     call = measure_matmul._call(mesh, matmul.lax, backward, data)
-    chain = measure_matmul._Chain(mesh, call, 3)
-    text = chain._program.lower(chain._moving, *chain._fixed).compile().as_text()
+    chain = measure_matmul._chain(mesh, call, 3)
+    text = chain.program.lower(chain.moving, *chain.fixed).compile().as_text()
     assert len(re.findall(r" dot\(", text)) == 3 * (2 if backward else 1)
     collective = "reduce-scatter" if backward else "all-gather"
     assert len(re.findall(rf" {collective}\(", text)) == 3

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from bench_settings import parse, settings_of
 
-from jax_intranode._src.command_line.bench import command, machine, record
+from jax_intranode._src.command_line.bench import collectives, command, record
 from jax_intranode._src.command_line.bench import options as bench_options
-from jax_intranode._src.command_line.bench.collectives import measure
-from jax_intranode._src.command_line.bench.collectives.operations import OPERATIONS
-from jax_intranode._src.command_line.bench.matmuls import shapes as matmul_shapes
-from jax_intranode._src.command_line.bench.matmuls.operations import MATMULS, flops
-from jax_intranode._src.command_line.bench.progress import ProgressLine, following
-from jax_intranode._src.command_line.bench.settings import SINGLE_PROCESS, Shape, from_json
+from jax_intranode._src.command_line.bench import shapes as matmul_shapes
+from jax_intranode._src.command_line.bench.operations import MATMULS, OPERATIONS, flops
+from jax_intranode._src.command_line.bench.settings import Shape
+from jax_intranode._src.command_line.launcher.functions import followed
+from jax_intranode._src.command_line.launcher.progress import ProgressLine
+from jax_intranode._src.group import nvml
 
 # Options and settings.
 
@@ -43,8 +43,8 @@ def test_sizes_include_both_ends() -> None:
     ("options", "message"),
     [
         ("psum -d int4", "'int4' is none of bfloat16"),
-        ("psum -n 0", "'0' is not an integer of 1 or more"),
-        ("psum --chain 0", "'0' is not an integer of 1 or more"),
+        ("psum -n 0", "'0': use an integer from 1 on"),
+        ("psum --chain 0", "'0': use an integer from 1 on"),
         ("psum --algorithm ring", "invalid choice: 'ring'"),
         ("psum --peers torch,mpi", "'mpi' is none of torch, nccl-tests, all"),
         ("psum --latency-hiding maybe", "invalid choice: 'maybe'"),
@@ -127,7 +127,7 @@ def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         (2, "psum --devices 4", "has 2 visible GPUs, not 4: choose --devices 2 or less"),
         (0, "all_gather_matmul --preset llama-8b", "no NVIDIA GPU here"),
     ):
-        monkeypatch.setattr(machine, "gpus_and_driver", lambda gpus=gpus: (gpus, None))
+        monkeypatch.setattr(nvml, "visible_gpus", lambda gpus=gpus: gpus)
         assert command.run(parse(f"{options} --platform gpu")) == 2
         assert message in capsys.readouterr().err
 
@@ -160,7 +160,7 @@ def test_command_in_the_json_file() -> None:
     ],
 )
 def test_default_settling_time(options: str, platform: str, settle_ms: int) -> None:
-    settings = bench_options._settings_of_mode(parse(options), SINGLE_PROCESS, platform, 2, [])
+    settings = bench_options.settings(parse(options), platform, 2, 2)[0]
     assert settings.settle_ms == settle_ms
 
 
@@ -177,9 +177,8 @@ def test_options_that_reach_the_ranks_as_variables(monkeypatch: pytest.MonkeyPat
     }
 
 
-def test_settings_as_json_and_their_measurements() -> None:
+def test_measurements() -> None:
     settings = settings_of("psum", sizes=[6, 8, 15, 1024], dtypes=["bfloat16", "float64"])
-    assert from_json(settings.to_json()) == settings
     # Two devices can share an even number of elements only.
     assert settings.measurements() == [("bfloat16", 4), ("bfloat16", 512), ("float64", 128)]
 
@@ -189,7 +188,7 @@ def test_settings_as_json_and_their_measurements() -> None:
     [(1000, 1, 1), (1000, 7, 1), (7, 7, 1), (300, 300, 1), (1000, 7, 4)],
 )
 def test_split_into_leaves(count: int, leaves: int, multiple: int) -> None:
-    at = measure.split_points(count, leaves, multiple)
+    at = collectives.split_points(count, leaves, multiple)
     sizes = [len(leaf) for leaf in np.split(np.zeros(count), at)]
     assert len(sizes) == leaves
     assert sum(sizes) == count
@@ -198,7 +197,7 @@ def test_split_into_leaves(count: int, leaves: int, multiple: int) -> None:
 
 def test_sizes_and_bandwidths_are_those_of_nccl_tests() -> None:
     counts = {
-        name: (operation.operand_count(12, 4), operation.result_count(12, 4))
+        name: (operation.operand_count(12, 4), 3 if operation.result_is_part else 12)
         for name, operation in OPERATIONS.items()
     }
     assert counts == {
@@ -288,7 +287,7 @@ def test_progress_on_a_terminal() -> None:
 def test_progress_says_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(
-        "jax_intranode._src.command_line.bench.progress.time.monotonic", lambda: now
+        "jax_intranode._src.command_line.launcher.progress.time.monotonic", lambda: now
     )
     terminal = Terminal()
     line = ProgressLine(terminal, total=11)
@@ -322,10 +321,11 @@ def test_following_shows_rows_and_progress(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     terminal = Terminal()
-    log, begun = tmp_path / "log", tmp_path / "begun"
-    with following(log, begun, ProgressLine(terminal, total=2)):
+    log, messages = tmp_path / "log", tmp_path / "messages"
+    line = ProgressLine(terminal, total=2)
+    with followed(messages, lambda message: line.begin(message["begun"]), line, log):
         log.write_text("a row\n")
-        begun.write_text("first\nsecond\n")
+        messages.write_text('{"begun": "first"}\n{"begun": "second"}\n')
     assert capsys.readouterr().out == "a row\n"
     assert "second: 2 of 2, 0:00, about 0:00 left" in terminal.getvalue()
     assert terminal.getvalue().endswith("\r\x1b[K")

@@ -14,8 +14,9 @@ from bench_peers import nccl_tests, pytorch
 from bench_peers import registry as peers
 from bench_settings import matmul_settings, settings_of
 
-from jax_intranode._src.command_line.bench.progress import ProgressLine
-from jax_intranode._src.command_line.bench.settings import SINGLE_PROCESS, Settings, from_json
+from jax_intranode._src.command_line.bench.settings import Settings
+from jax_intranode._src.command_line.launcher import SINGLE_PROCESS
+from jax_intranode._src.command_line.launcher.progress import ProgressLine
 
 NCCL_TESTS = """\
 # nccl-tests version 2.17.1 nccl-headers=22809 nccl-library=22809
@@ -57,21 +58,27 @@ def test_unavailable_peers(
 ) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setitem(sys.modules, "torch", None)
-    for settings, lines in {
-        settings_of("psum", platform="gpu").to_json(): (
+    for name, platform, lines in (
+        (
+            "psum",
+            "gpu",
             "# torch not measured: torch is not installed\n"
-            "# nccl-tests not measured: all_reduce_perf is not on PATH\n"
+            "# nccl-tests not measured: all_reduce_perf is not on PATH\n",
         ),
-        settings_of("psum_scatter+all_gather", platform="gpu").to_json(): (
+        (
+            "psum_scatter+all_gather",
+            "gpu",
             "# torch not measured: torch is not installed\n"
-            "# nccl-tests not measured: it has no psum_scatter+all_gather\n"
+            "# nccl-tests not measured: it has no psum_scatter+all_gather\n",
         ),
-        settings_of("psum").to_json(): (
+        (
+            "psum",
+            "cpu",
             "# torch not measured: measured on GPUs only\n"
-            "# nccl-tests not measured: measured on GPUs only\n"
+            "# nccl-tests not measured: measured on GPUs only\n",
         ),
-    }.items():
-        assert measure_peers(from_json(settings)) == {"versions": [], "rows": []}
+    ):
+        assert measure_peers(settings_of(name, platform=platform)) == {"versions": [], "rows": []}
         assert capsys.readouterr().err == lines
 
 

@@ -13,9 +13,8 @@ from bench_plots import matmuls as matmul_plot
 from bench_settings import parse
 
 from jax_intranode import __main__ as command_line
-from jax_intranode._src.command_line.bench import command, record
-from jax_intranode._src.command_line.bench.matmuls import report as matmul_report
-from jax_intranode._src.command_line.bench.settings import MODES
+from jax_intranode._src.command_line.bench import command, record, report
+from jax_intranode._src.command_line.launcher import MODES
 
 
 def result_of(jax_version: str, algorithms: tuple[str, ...]) -> dict[str, Any]:
@@ -97,10 +96,9 @@ def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def matmul_result(backward: bool, on_gpus: bool, library: str) -> dict[str, Any]:
     """Returns the contents of the JSON file of a collective matmul."""
-    names = matmul_report.MatmulRow.__dataclass_fields__
     rows = [
         {
-            **dict.fromkeys(names, 0),
+            **{column.field: 0 for _, columns in report.MATMULS for column in columns},
             **{"operation": "all_gather_matmul", "backward": backward, "dtype": "bfloat16"},
             **{"m": m, "k": 4096, "n": 1792, "mode": mode, "algorithm": "all_gather"},
             **{"time_us": 400.0, "lax_time_us": 500.0, "ratio": 1.25},

@@ -623,6 +623,13 @@ def test_tangents_that_are_not_used(check_vma: bool) -> None:
         assert collectives(some, *args) == {GATHER: 1 + bool(moving)}
         same(jax.jit(some)(*args), jax.jit(tangents)(*args)[used])
 
+    # The matrix of the second product moves, which becomes the first one.
+    def of_second(x: Any, w: Any, u: Any) -> Any:
+        return jax.jvp(lambda x, u: f(x, w, u), (x, u), (jnp.cos(x), jnp.sin(u)))[1][1]
+
+    *_, equation = equations(of_second, *args)
+    assert equation.params["params"].moving == (0,)
+
 
 @MOSTLY_CHECKED
 def test_linear_transpose_of_gradients(check_vma: bool) -> None:

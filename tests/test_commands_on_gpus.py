@@ -127,27 +127,28 @@ def test_doctor(
     )
     asked = []
 
-    def run_module(name: str, ranks: list[tuple[str, ...]]) -> tuple[str, str | None]:
-        asked.append((name, ranks[0][:2]))
-        if name == "probe":
-            return '["GPU 0 wrote 1 to GPU 1, read 0"]' if not passes else "[]", None
-        with open(ranks[0][2], "w") as file:
-            algorithm = "one_shot" if passes else "lax"
-            result = {"right": True, "algorithm": algorithm, "reason": "made up", "operations": 4}
-            json.dump(result, file)
-        return "", None
+    def run_test(name: str, platform: str, devices: int, ranks: int) -> tuple[Any, None]:
+        asked.append((name, platform, ranks))
+        if name != "operations":
+            return ([] if passes else ["GPU 0 wrote 1 to GPU 1, read 0"]), None
+        algorithm = "one_shot" if passes else "lax"
+        return {"right": True, "algorithm": algorithm, "reason": "made up", "operations": 4}, None
 
-    monkeypatch.setattr(doctor, "_run_module", run_module)
+    monkeypatch.setattr(doctor, "_run_test", run_test)
     code = command_line.main(["doctor"])
     out = capsys.readouterr().out
     assert code == int(not passes)
-    assert [what for what, _ in asked] == ["probe", "probe", "selftest", "selftest"]
-    assert asked[2][1] == ("gpu", "single")
+    assert asked == [
+        ("peers", "gpu", 1),
+        ("memory_of_a_process", "gpu", 2),
+        ("operations", "gpu", 1),
+        ("operations", "gpu", 2),
+    ]
     if passes:
         assert "ok       NVLink: 2 GPUs, each pair has 18 links or more" in out
         assert "ok       memory of GPU 1: " in out
-        assert "Your node benefits: between 2 GPUs, psum up to 4 MB (1.4 to 1.9 times)" in out
-        assert "all_gather_matmul (1.1 to 1.9 times)" in out
+        assert "Your node benefits: between 2 GPUs, psum up to 4 MB, psum_scatter up to " in out
+        assert "all_gather_matmul" in out
     else:
         assert "GPU 0 wrote 1 to GPU 1, read 0" in out and "-> check the driver" in out
         assert "Your node benefits: not now: right, but jax.lax ran it: made up." in out

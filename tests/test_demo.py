@@ -13,8 +13,8 @@ import pytest
 
 from jax_intranode import __main__ as command_line
 from jax_intranode._src.command_line.bench import command as bench
-from jax_intranode._src.command_line.bench import machine
 from jax_intranode._src.command_line.bench.settings import Settings
+from jax_intranode._src.group import nvml
 
 
 def rows_of(settings: Settings) -> list[dict[str, Any]]:
@@ -56,7 +56,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(machine, "gpus_and_driver", lambda: (count, "1"))
+    monkeypatch.setattr(nvml, "visible_gpus", lambda: count)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
 
 

@@ -424,6 +424,7 @@ def test_sums_of_several_products() -> None:
         assert "joining the operands of the sum takes" in reason
     # Each term takes whole stages.
     assert overlap.Sizes(SCATTER, 1, 8, (8, 72, 64), (8,), 2).stages == 4
+    assert overlap.Sizes(GATHER, 1, 8, (64,), (100, 100, 300), 2).column_tiles(128) == 5
 
 
 def test_forced() -> None:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from test_topology import SWITCH_LINK, FakeNvml, bus_id, install
 
-from jax_intranode._src.command_line.bench.matmuls import shapes as matmul_shapes
-from jax_intranode._src.group import rendezvous, topology
+from jax_intranode._src.command_line.bench import shapes as matmul_shapes
+from jax_intranode._src.group import agreed, rendezvous, topology
 from jax_intranode._src.group.partition import Partition
 from jax_intranode._src.native import definitions, extension
 from jax_intranode._src.ops import overlapped
@@ -330,8 +330,8 @@ def test_the_processes_of_a_mesh_agree_on_a_profile() -> None:
     """It follows from what all of them have said, in whatever order."""
     ours, theirs = facts("NVIDIA H20", sms=78), facts("NVIDIA H100 80GB HBM3")
 
-    def agreed(*of_processes: GpuFacts) -> rendezvous.Rendezvous:
-        record = rendezvous.Rendezvous({}, "gpu", "multi")
+    def met(*of_processes: GpuFacts) -> agreed.Rendezvous:
+        record = agreed.Rendezvous({}, "gpu", "multi")
         hellos = [
             {"matmuls": 130000, "devices": [{"id": i, "links": None, "facts": of_one.to_json()}]}
             for i, of_one in enumerate(of_processes)
@@ -339,10 +339,10 @@ def test_the_processes_of_a_mesh_agree_on_a_profile() -> None:
         record.reason_for_no_matmuls = rendezvous._reason_for_no_matmuls(record, hellos)
         return record
 
-    both = agreed(ours, theirs)
+    both = met(ours, theirs)
     assert both.reason_for_no_matmuls is None
-    assert both.profile is not None and both.profile == agreed(theirs, ours).profile
-    assert agreed(H200_FACTS, H200_FACTS).profile is H200
-    without = agreed(H200_FACTS, facts("NVIDIA B200", capability=(10, 0)))
+    assert both.profile is not None and both.profile == met(theirs, ours).profile
+    assert met(H200_FACTS, H200_FACTS).profile is H200
+    without = met(H200_FACTS, facts("NVIDIA B200", capability=(10, 0)))
     assert without.profile is None
     assert without.reason_for_no_matmuls == "not measured on blackwell GPUs"

@@ -10,10 +10,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from jax_intranode._src.health import peers
 from jax_intranode._src.native import extension
 
 SECRET = bytes(range(32))
@@ -273,6 +275,18 @@ def test_a_silent_peer_is_stopped_until_it_is_heard() -> None:
         state_of(watch, "silent")
         peer.close()
         state_of(watch, "lost")
+
+
+def test_why_a_process_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    for state, reason in {
+        "unheard": None, "running": None, "silent": "peer_stopped", "finished": "peer_gone",
+        "left": "peer_gone", "failed": "peer_gone", "lost": "peer_gone",
+    }.items():  # fmt: skip
+        found = [(PEER, 7, state, False, "process 1 is so")]
+        watch = SimpleNamespace(peers=lambda found=found: found, device_ids={PEER: (4, 5)})
+        monkeypatch.setattr(peers, "_watches", [watch])
+        assert peers.absence([0, 5]) == (reason and (reason, "process 1 is so"))
+        assert peers.absence([0, 1]) is None
 
 
 def test_heartbeats_are_sent() -> None:

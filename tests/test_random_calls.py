@@ -6,6 +6,7 @@ for the small types, and are rounded once.
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import hypothesis
@@ -13,66 +14,44 @@ import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
-from cases import COPIED_DTYPES, DTYPES, forced, x64
+from cases import OPERATIONS, forced, make_mesh, x64
 from devices import need_devices
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from random_programs import Call, groups, random_call
 
-import jax_intranode
 from jax_intranode._src.ops import counts
 
-# The axes of a mesh, and those over which a call communicates.
-MESHES = [
-    ({"x": 2}, ("x",)),
-    ({"x": 3}, ("x",)),
-    ({"x": 8}, ("x",)),
-    ({"x": 2, "y": 2}, ("x", "y")),
-    ({"x": 2, "y": 2}, ("y", "x")),
-    ({"x": 2, "y": 3}, ("x",)),
-    ({"x": 3, "y": 2}, ("x",)),
-    ({"x": 2, "y": 2, "z": 2}, ("x", "z")),
-]
-# Devices in an order of their own, which decides what the ranks are.
-ORDERS = ["as they are", "reversed", "odd ones first"]
+# The shapes of meshes. A call communicates over one axis, or over all in either order.
+MESHES = [(2,), (3,), (8,), (2, 2), (2, 3), (3, 2), (2, 2, 2)]
+MOST = dict.fromkeys(OPERATIONS, 6300)
+
+
+class Drawn:
+    """Chooses by hypothesis."""
+
+    def __init__(self, draw: st.DrawFn):
+        self._draw = draw
+
+    def integer(self, low: int, high: int) -> int:
+        return self._draw(st.integers(low, high))
+
+    def one_of(self, values: Sequence[Any]) -> Any:
+        return self._draw(st.sampled_from(values))
 
 
 @st.composite
-def calls(draw: st.DrawFn) -> dict[str, Any]:
-    operation = draw(st.sampled_from(["psum", "psum_scatter", "all_gather", "all_to_all"]))
-    axes, over = draw(st.sampled_from(MESHES))
-    ranks = math.prod(axes[name] for name in over)
-    shape = draw(st.lists(st.integers(0, 9), max_size=3))
-    if draw(st.booleans()):  # more than a pack, or than a thread of a kernel handles
-        shape = [draw(st.integers(1, 700)), *shape[:1]]
-    dimension = 0
-    tiled = draw(st.booleans())
-    if operation == "psum_scatter":
-        shape = shape or [1]
-        dimension = draw(st.integers(0, len(shape) - 1))
-        shape[dimension] = ranks * (draw(st.integers(1, 4)) if tiled else 1)
-    if operation == "all_gather":
-        tiled = tiled and bool(shape)
-        dimension = draw(st.integers(0, len(shape) - (1 if tiled else 0)))
-        if tiled:  # MLIR refuses to gather a dimension without elements
-            shape[dimension] = max(1, shape[dimension])
-    concat = 0
-    if operation == "all_to_all":
-        shape = shape or [1]
-        dimension = draw(st.integers(0, len(shape) - 1))
-        concat = draw(st.integers(0, len(shape) - 1))
-        shape[dimension] = ranks * (draw(st.integers(1, 4)) if tiled else 1)
-    return {
-        "concat": concat,
-        "operation": operation,
-        "axes": axes,
-        "over": over,
-        "order": draw(st.sampled_from(ORDERS)),
-        "shape": tuple(shape),
-        "dtype": draw(st.sampled_from(COPIED_DTYPES if operation.startswith("all_") else DTYPES)),
-        "dimension": dimension,
-        "tiled": tiled,
-        "algorithm": draw(st.sampled_from(["one_shot", "two_shot"])),  # of psum
-        "seed": draw(st.integers(0, 2**32 - 1)),
-    }
+def calls(draw: st.DrawFn) -> tuple[Mesh, Call, str, int]:
+    """A mesh, a call, an algorithm of psum, and a seed of values."""
+    choose = Drawn(draw)
+    shape = choose.one_of(MESHES)
+    order = range(math.prod(shape))
+    # Devices in an order of their own, which decides what the ranks are.
+    order = choose.one_of([[*order], [*order][::-1], [*order][1::2] + [*order][::2]])
+    mesh = make_mesh(shape, ("x", "y", "z")[: len(shape)], order)
+    call = random_call(choose, mesh, MOST, empty=True)
+    algorithm = choose.one_of(("one_shot", "two_shot")) if call.operation == "psum" else "auto"
+    return mesh, call, algorithm, choose.integer(0, 2**32 - 1)
 
 
 def values(shape: tuple[int, ...], dtype: np.dtype, seed: int) -> np.ndarray:
@@ -89,90 +68,35 @@ def values(shape: tuple[int, ...], dtype: np.dtype, seed: int) -> np.ndarray:
     return np.where(keep, array, dtype.type(-0.0)).astype(dtype)
 
 
-def sum_of(shards: list[np.ndarray]) -> np.ndarray:
-    dtype = shards[0].dtype
-    wide = np.float32 if dtype.name in ("bfloat16", "float16") else dtype
-    with np.errstate(all="ignore"):
-        total = shards[0].astype(wide)
-        for shard in shards[1:]:
-            total = total + shard.astype(wide)
-        return total.astype(dtype)
-
-
-def expected(call: dict[str, Any], shards: list[np.ndarray], rank: int) -> np.ndarray:
-    dimension, tiled = call["dimension"], call["tiled"]
-    if call["operation"] == "all_gather":
-        return np.concatenate(shards, dimension) if tiled else np.stack(shards, dimension)
-    if call["operation"] == "all_to_all":
-        parts = [np.split(shard, len(shards), dimension)[rank] for shard in shards]
-        if tiled:
-            return np.concatenate(parts, call["concat"])
-        return np.stack([part.squeeze(dimension) for part in parts], call["concat"])
-    total = sum_of(shards)
-    if call["operation"] == "psum":
-        return total
-    part = np.split(total, len(shards), dimension)[rank]
-    return part if tiled else part.squeeze(dimension)
-
-
-def run(call: dict[str, Any]) -> bool:
+def run(mesh: Mesh, call: Call, algorithm: str, seed: int) -> bool:
     """Checks a call. Returns whether our kernels ran it."""
-    axes, over = call["axes"], call["over"]
-    sizes = tuple(axes.values())
-    count = math.prod(sizes)
-    devices = jax.devices()[:count]
-    if call["order"] == "reversed":
-        devices = devices[::-1]
-    elif call["order"] == "odd ones first":
-        devices = devices[1::2] + devices[::2]
-    mesh = jax.sharding.Mesh(np.array(devices).reshape(sizes), tuple(axes))
-
-    def collective(x: Any) -> Any:
-        x = x.reshape(x.shape[len(sizes) :])
-        if call["operation"] == "psum":
-            y = jax_intranode.psum(x, over)
-        elif call["operation"] == "psum_scatter":
-            y = jax_intranode.psum_scatter(
-                x, over, scatter_dimension=call["dimension"], tiled=call["tiled"]
-            )
-        elif call["operation"] == "all_to_all":
-            dimensions = call["dimension"], call["concat"]
-            y = jax_intranode.all_to_all(x, over, *dimensions, tiled=call["tiled"])
-        else:
-            y = jax_intranode.all_gather(x, over, axis=call["dimension"], tiled=call["tiled"])
-        return y.reshape((1,) * len(sizes) + y.shape)
-
-    with x64(call["dtype"] if call["dtype"] != "complex128" else "float64"):
-        x = values((*sizes, *call["shape"]), np.dtype(jax.numpy.dtype(call["dtype"])), call["seed"])
-        spec = P(*axes)
-        f = jax.shard_map(collective, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    spec = P(mesh.axis_names)
+    f = jax.shard_map(
+        lambda x: call.apply(x[0])[None], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
+    with x64("float64" if call.dtype == "complex128" else call.dtype), forced(algorithm):
+        x = values((mesh.size, *call.shape), np.dtype(call.dtype), seed)
         before = counts.take(reset=False)[0].total()
-        with forced(call["algorithm"] if call["operation"] == "psum" else "auto"):
-            got = np.asarray(jax.jit(f)(x))
+        got = np.asarray(jax.jit(f)(x))
         ours = counts.take(reset=False)[0].total() > before
     assert got.dtype == x.dtype
-    # Ranks count in the order in which the axes are named.
-    for place in np.ndindex(sizes):
-        at = dict(zip(axes, place, strict=True))
-        rank = int(np.ravel_multi_index([at[a] for a in over], [axes[a] for a in over]))
-        shards = []
-        for peer in np.ndindex(*[axes[a] for a in over]):
-            of_peer = at | dict(zip(over, peer, strict=True))
-            shards.append(x[tuple(of_peer[a] for a in axes)])
-        want = np.ascontiguousarray(expected(call, shards, rank))
-        mine = np.ascontiguousarray(got[place])
-        assert mine.shape == want.shape
-        assert mine.tobytes() == want.tobytes(), f"{call} differs on the rank at {at}"
+    if not ours and call.operation.startswith("psum"):
+        return False  # lax adds in an order of its own
+    for group in groups(mesh, call.axes):
+        for rank, place in enumerate(group):
+            want = call.expected(x[group], rank)
+            assert got[place].shape == want.shape
+            assert got[place].tobytes() == want.tobytes(), f"{call} differs at {place} of {group}"
     return ours
 
 
-@pytest.mark.parametrize("examples", [12, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("examples", [30, pytest.param(200, marks=pytest.mark.full)])
 def test_random_calls(examples: int) -> None:
     need_devices(8)
     ran: Counter[str] = Counter()
 
-    def check(call: dict[str, Any]) -> None:
-        ran[call["operation"]] += run(call)
+    def check(drawn: tuple[Mesh, Call, str, int]) -> None:
+        ran[drawn[1].operation] += run(*drawn)
 
     settings = hypothesis.settings(
         max_examples=examples, deadline=None, derandomize=True, database=None,
@@ -180,4 +104,4 @@ def test_random_calls(examples: int) -> None:
     )  # fmt: skip
     settings(hypothesis.given(calls())(check))()
     # Small arrays of some groups fall back.
-    assert all(ran[name] for name in ("psum", "psum_scatter", "all_gather", "all_to_all")), ran
+    assert all(ran[name] for name in OPERATIONS), ran

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import pytest
 
-from jax_intranode._src.group import key_value_store, rendezvous
+from jax_intranode._src.group import agreed, key_value_store, rendezvous, slabs
 from jax_intranode._src.health import peers
 from jax_intranode._src.selection import quoting
 
@@ -73,8 +73,8 @@ def meet(monkeypatch: pytest.MonkeyPatch, change: Any) -> tuple[str | None, Malf
         raise RuntimeError("no watch in this test")
 
     monkeypatch.setattr(peers, "Watch", no_watch)
-    monkeypatch.setattr(rendezvous, "_probe", lambda *_, **__: None)
-    met = rendezvous.Rendezvous(devices, "cpu", "multi")
+    monkeypatch.setattr(slabs, "probe", lambda *_, **__: None)
+    met = agreed.Rendezvous(devices, "cpu", "multi")
     rendezvous._perform(met, [0, 1])
     assert quoting.shown(store.verdict) == (met.reason or "")
     return met.reason, store
@@ -138,6 +138,18 @@ def test_malformed_records_are_refused(
     found, _ = meet(monkeypatch, lambda at, record: text if at == stage else json.dumps(record))
     assert found is not None and found.startswith(reason), found
     assert len(found) < 600
+
+
+@pytest.mark.parametrize("what", ["version", "protocol", "table", "tuning", "config"])
+def test_processes_that_would_decide_differently_are_refused(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def other(stage: str, record: Any) -> str:
+        return json.dumps(record | {what: "another"} if stage == "hello" else record)
+
+    found, _ = meet(monkeypatch, other)
+    assert found is not None
+    assert found.startswith(f"processes 0 and 1 of the mesh have a different {what}: "), found
 
 
 @pytest.mark.parametrize(

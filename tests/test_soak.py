@@ -17,10 +17,9 @@ from jax.sharding import PartitionSpec as P
 import jax_intranode
 from jax_intranode.__main__ import main
 from jax_intranode._src.command_line import launcher
-from jax_intranode._src.command_line.bench import machine
+from jax_intranode._src.command_line.options import WrongInput
 from jax_intranode._src.command_line.soak import command, programs, rank, reference
 from jax_intranode._src.command_line.soak.programs import Layout, Program, Step, Wrapped
-from jax_intranode._src.command_line.wrong_input import WrongInput
 
 # The ranks order their sums, and the loop sums parts that differ between the ranks.
 PROGRAM = Program(
@@ -138,12 +137,12 @@ def test_both_modes() -> None:
 
 
 def test_processes_share_a_single_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "gpus_and_driver", lambda: (1, "580"))
-    assert command.platform_and_devices("gpu", None, 4) == ("gpu", 2)
-    assert command.platform_and_devices("gpu", 4, 4) == ("gpu", 4)
-    monkeypatch.setattr(machine, "gpus_and_driver", lambda: (2, "580"))
+    monkeypatch.setattr(command.nvml, "visible_gpus", lambda: 1)
+    assert command.platform_and_devices("gpu", None) == ("gpu", 2)
+    assert command.platform_and_devices("gpu", 4) == ("gpu", 4)
+    monkeypatch.setattr(command.nvml, "visible_gpus", lambda: 2)
     with pytest.raises(WrongInput, match="there are 2 GPUs here"):
-        command.platform_and_devices("gpu", 4, 4)
+        command.platform_and_devices("gpu", 4)
     # Each rank says that it is of another host, so that NCCL takes it.
     hosts = {launcher.sharing_env(rank)["NCCL_HOSTID"] for rank in range(4)}
     assert len(hosts) == 4

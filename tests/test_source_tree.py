@@ -1,6 +1,7 @@
 """What commands have in the source tree only: an installed package says where to find it."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -22,15 +23,17 @@ from jax_intranode._src.command_line import source_tree
 def test_without_the_source_tree(
     line: str,
     package: str,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.setattr(source_tree, "_folder", lambda package: None)
+    monkeypatch.setattr(source_tree, "_ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
     try:
         code = command_line.main(line.split())
     except SystemExit as end:
         code = int(end.code or 0)
     assert code == 2
     (message,) = capsys.readouterr().err.splitlines()
-    assert f"needs the folder tools/{package}, which only the source tree has: run" in message
+    assert f"needs {package} in the folder tools, which only the source tree has: run" in message

@@ -21,6 +21,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
+from jax_intranode._src.group import agreed
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.selection import config, select
 
@@ -138,7 +139,7 @@ def test_partly_manual_mesh(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_refused_rendezvous(name: str) -> None:
-    refused = rendezvous_lib.Rendezvous({}, "cpu", "single", reason="no peer access")
+    refused = agreed.Rendezvous({}, "cpu", "single", reason="no peer access")
     argument = jax.ShapeDtypeStruct((N * N, 4), jnp.float32)
     with (
         mock.patch.object(rendezvous_lib, "rendezvous_of", lambda devices: refused),
@@ -290,7 +291,7 @@ def test_error_lists_all_missed_collectives() -> None:
 
 
 def test_refused_rendezvous_of_a_rewritten_program() -> None:
-    refused = rendezvous_lib.Rendezvous({}, "cpu", "single", reason="no peer access")
+    refused = agreed.Rendezvous({}, "cpu", "single", reason="no peer access")
     with (
         mock.patch.object(rendezvous_lib, "rendezvous_of", lambda devices: refused),
         jax_intranode.accelerate(),
@@ -305,7 +306,7 @@ def test_refused_rendezvous_of_a_matmul_over_explicit_axes() -> None:
     def matmul(v: Any) -> Any:
         return jnp.dot(v, v.T, out_sharding=P())
 
-    refused = rendezvous_lib.Rendezvous({}, "cpu", "single", reason="no peer access")
+    refused = agreed.Rendezvous({}, "cpu", "single", reason="no peer access")
     with jax.set_mesh(mesh):
         argument = jax.device_put(jnp.ones((4, N)), P(None, "x"))
         with jax_intranode.accelerate():

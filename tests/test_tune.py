@@ -13,10 +13,10 @@ import pytest
 from bench_settings import mesh_of_two, settings_of
 
 import jax_intranode
-from jax_intranode._src.command_line.bench.settings import MODES, SINGLE_PROCESS
+from jax_intranode._src.command_line.launcher import MODES, SINGLE_PROCESS
+from jax_intranode._src.command_line.options import WrongInput
 from jax_intranode._src.command_line.tune import command, sweep
 from jax_intranode._src.command_line.tune.rows import Measured, fastest, rows_of
-from jax_intranode._src.command_line.wrong_input import WrongInput
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.native import definitions
 from jax_intranode._src.selection import table, tuning
@@ -254,7 +254,7 @@ def test_bench_shows_shipped_beside_tuned(mode: str, tmp_path: Path) -> None:
 
 
 def test_a_node_that_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command.machine, "gpus_and_driver", lambda: (1, "1.0"))
+    monkeypatch.setattr(command.nvml, "visible_gpus", lambda: 1)
     with pytest.raises(WrongInput, match="this node has 1, and 1 are asked for"):
         run_tune(f"--platform gpu -o {tmp_path / 'node.json'}", monkeypatch)
     with pytest.raises(WrongInput, match="there is no directory"):

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tune_profile as matmuls
 
-from jax_intranode._src.command_line.tune import matmuls
 from jax_intranode._src.selection.overlap import H200, Profile
 from jax_intranode._src.selection.overlap.profiles import MEASURED, TileCosts
 

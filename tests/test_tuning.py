@@ -153,7 +153,10 @@ def put_endless(path: Path) -> None:
         (first_row(nbytes=-1), "-1 bytes"),
         (first_row(nbytes=4096.5), "4096.5 bytes"),
         (first_row(segment_bytes=-1), "segments of -1 bytes"),
-        (first_row(algorithm="one_shot", segment_bytes=1024), "'one_shot' in segments"),
+        (
+            first_row(algorithm="hybrid_cube_mesh", segment_bytes=1024),
+            "'hybrid_cube_mesh' in segments",
+        ),
         (first_row(algorithm="all_gather"), "psum by 'all_gather'"),
         (first_row(algorithm="ring"), "psum by 'ring'"),
         (first_row(threads=64), "1 x 64 threads"),

@@ -209,7 +209,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "run": ("run", "SCRIPT", "--help"),
     "run missing.py": ("run", "missing.py", "name a script"),
     "run -m missing_module": ("run: -m", "missing_module", "install it"),
-    "launch -n 0 train.py": ("-n", "'0'", "use a positive integer"),
+    "launch -n 0 train.py": ("-n", "'0'", "use an integer from 1 on"),
     "launch missing.py": ("launch", "missing.py", "name a module"),
     "soak --minutes soon": ("--minutes", "'soon'", "--help"),
 }

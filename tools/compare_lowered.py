@@ -63,15 +63,13 @@ class FakeGpu:
 @contextlib.contextmanager
 def without_rendezvous() -> Iterator[None]:
     """Lets every rendezvous succeed, with the memory that GPUs have by default."""
-    from jax_intranode._src.group import communicator, rendezvous
+    from jax_intranode._src.group import agreed, communicator
     from jax_intranode._src.group import rendezvous as rendezvous_lib
     from jax_intranode._src.native import extension
     from jax_intranode._src.selection import overlap
 
-    agreed = rendezvous.Rendezvous(
-        {}, "gpu", "single", epoch_buffer_bytes=25 << 20, ring_bytes=512 << 20
-    )
-    agreed.profile = agreed.shipped_profile = overlap.H200
+    met = agreed.Rendezvous({}, "gpu", "single", epoch_buffer_bytes=25 << 20, ring_bytes=512 << 20)
+    met.profile = met.shipped_profile = overlap.H200
     module = extension.module
 
     def module_of(platform: str) -> Any:
@@ -80,7 +78,7 @@ def without_rendezvous() -> Iterator[None]:
         return module(platform)
 
     with (
-        mock.patch.object(rendezvous_lib, "rendezvous_of", lambda devices: agreed),
+        mock.patch.object(rendezvous_lib, "rendezvous_of", lambda devices: met),
         mock.patch.object(
             communicator, "communicator", lambda rendezvous, partition, algorithm=None: None
         ),

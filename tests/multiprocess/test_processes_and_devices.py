@@ -6,6 +6,7 @@ from typing import Any
 import cases
 import jax
 import pytest
+from cases_of_processes import CASES
 from devices import need_devices, need_gpus
 
 from jax_intranode._src.ops.psum import selection
@@ -15,7 +16,7 @@ NAMES = (
     "every_dtype_and_count-int32-two_shot",
     "groups_of_a_two_axis_mesh",
     "permuted_devices-0",
-    "like_lax-forward-True",
+    "contract_several-axes",
     "back_to_back",
     "independent_calls_of_unequal_cost-4",
     "replay_and_eager",
@@ -30,8 +31,8 @@ def run_some_cases(devices: int) -> None:
     chosen = selection(cases.line(), ("x",), (1, 100), "float32")
     assert chosen.algorithm == "one_shot", chosen
     for name in NAMES:
-        if cases.CASES[name].devices <= devices:
-            cases.CASES[name].run()
+        if CASES[name].devices <= devices:
+            CASES[name].run()
             key_value_client().wait_at_barrier(name, 60_000)
     print("all right")
 

@@ -1,18 +1,13 @@
-"""The cases of the collectives with one process per device, in one start of the processes."""
+"""Cases and rows of the contract with one process per device, in one start of the processes."""
 
-import cases
 import pytest
+from cases_of_processes import CASES
 from multiprocess_ranks import check_case, outcome_of_cases, worlds
 
-# The quick tier runs these of the cases that come in many dtypes or transformations. A
+# The quick tier runs these of the cases that come in many dtypes, and these rows of the contract: a
 # transformation ends before a program is lowered, so the number of processes matters little to it.
 # Each process compiles each program: four processes get fewer cases.
 QUICK = {
-    "like_lax": ("forward-True", "grad_scan-True", "runtime_cond-False", "vmap_of_grad-True"),
-    "parts_like_lax": (
-        *("layer-True", "grad_scan-True", "pmean-False", "grad_axis2_tiled-True"),
-        "grad_exchanged-True",
-    ),
     "gradients_of_matmuls": ("True-reduce_scatter", "False-all_reduce"),
     "every_dtype_and_count": (
         *("float32-one_shot", "bfloat16-two_shot", "int8-one_shot", "float16-one_shot"),
@@ -32,8 +27,6 @@ QUICK = {
     "random_program": ("2", "4"),
 }
 QUICK_OF_FOUR = QUICK | {
-    "like_lax": ("forward-True", "runtime_cond-False"),
-    "parts_like_lax": ("layer-True", "grad_axis2_tiled-True"),
     "matmuls_on_a_data_and_tensor_mesh": ("True",),
     "every_dtype_and_count": ("float32-one_shot", "bfloat16-two_shot", "int8-one_shot"),
     "every_dtype_and_count_of_parts": ("float64-psum_scatter", "int8-all_gather"),
@@ -52,25 +45,41 @@ QUICK_OF_FOUR = QUICK | {
 }
 
 
+# Rows of the contract, of 2 devices and of 4, and cases of norms.
+QUICK_ROWS = {
+    2: ("cond", "grad-inside", "grad-through-control-flow", "loops", "transposes", "vmap-of-cond"),
+    4: ("device-order-changed", "several-axes", "vmap-outside"),
+}
+# What processes add to the cases of one process: data that arrive while a phase waits.
+QUICK_NORMS = (
+    *("every_dtype_and_length-bfloat16-two_shot-rms_norm", "batch_invariance-bfloat16"),
+    *("parts_of_the_rows-float32-layer_norm", "calls_in_a_loop"),
+)
+
+
 def is_quick(name: str, world: int) -> bool:
     """Whether the quick tier runs a case in `world` processes (conftest.py).
 
     Four processes run the cases above, and those that need four devices.
     """
+    if name.startswith("contract_"):
+        return name.removeprefix("contract_") in QUICK_ROWS.get(world, ())
+    if name.startswith("norm_"):
+        return world == 2 and name.removeprefix("norm_") in QUICK_NORMS
     function, _, parameters = name.partition("-")
     if world == 2:
         return parameters in QUICK.get(function, (parameters,))
     chosen = QUICK_OF_FOUR.get(function)
-    return cases.CASES[name].devices >= 4 if chosen is None else parameters in chosen
+    return CASES[name].devices >= 4 if chosen is None else parameters in chosen
 
 
 @pytest.fixture(scope="module", params=worlds(), ids=lambda n: f"{n}_processes")
 def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     log_dir = tmp_path_factory.mktemp("cases") / "logs"
-    return outcome_of_cases(request, "cases", request.param, log_dir)
+    return outcome_of_cases(request, "cases_of_processes", request.param, log_dir)
 
 
-@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_case(name: str, outcome: str) -> None:
     check_case(name, outcome)
 
@@ -78,4 +87,6 @@ def test_case(name: str, outcome: str) -> None:
 def test_quick_cases_exist() -> None:
     for quick in (QUICK, QUICK_OF_FOUR):
         for function, parameters in quick.items():
-            assert {f"{function}-{chosen}" for chosen in parameters} <= cases.CASES.keys()
+            assert {f"{function}-{chosen}" for chosen in parameters} <= CASES.keys()
+    rows = {f"contract_{name}" for names in QUICK_ROWS.values() for name in names}
+    assert rows | {f"norm_{name}" for name in QUICK_NORMS} <= CASES.keys()

@@ -547,9 +547,29 @@ bool AbsentDevicesAreASet() {
          in(kRunning, kRunning).empty();
 }
 
+// What several meshes know of a device: the worst counts, in whatever order they are asked.
+bool TheWorstOfAllMeshesCounts() {
+  using enum PeerState;
+  for (const auto& [first, second] : {std::pair{kLost, kRunning}, std::pair{kRunning, kLost}}) {
+    jin::AbsentDevices absent;
+    absent.Add(10, {jin::AbsenceIn(first), first, {}, ""});
+    absent.Add(10, {jin::AbsenceIn(second), second, {}, ""});
+    if (absent.Find(10) == nullptr || absent.Find(10)->state != kLost) return false;
+  }
+  return true;
+}
+
+// A call gives up for a peer that may come back when both have lasted: its wait, and the absence.
+bool PatienceIsForBoth() {
+  using std::chrono::hours;
+  constexpr jin::Absence kIfWaited = jin::Absence::kIfWaited;
+  return !jin::GivesUp(kIfWaited, hours(1), {}) && !jin::GivesUp(kIfWaited, {}, hours(1)) &&
+         jin::GivesUp(kIfWaited, hours(1), hours(1));
+}
+
 int main(int argc, char** argv) {
-  if (!AbsentDevicesAreASet()) {
-    printf("absent devices are not a set\n");
+  if (!AbsentDevicesAreASet() || !TheWorstOfAllMeshesCounts() || !PatienceIsForBoth()) {
+    printf("absent devices are not judged as they should be\n");
     return 1;
   }
   const bool quick = argc > 1 && strcmp(argv[1], "quick") == 0;

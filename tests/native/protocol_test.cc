@@ -120,7 +120,7 @@ struct HostThread {
   void Enter(uint32_t* busy, uint32_t*) {
     if (thread == 0 && jin::Exchange(busy, 1) != 0) met = true;
   }
-  void NextEpoch() {
+  void FenceSegment() {
     jin::Fence();
     jitter->Pause();
   }
@@ -234,21 +234,26 @@ struct Plan {
   }
 };
 
+// The last segment has the packs that are left (or one), and not as many as the others.
+template <class Call>
+struct ShortSegments : jin::InSegments<Call> {
+  jin::Segment<Call> At(uint32_t k) const {
+    const size_t begin = k * this->packs, end = std::max(this->call.Packs(), begin + 1);
+    return {this->call, begin, std::min(this->packs, end - begin)};
+  }
+};
+
 // Runs a kernel: that of one epoch, or that of several segments.
 template <class Body, class Call>
 bool RunBody(HostThread& t, const TestGroup& g, const Call& call, const Plan& plan) {
   if (plan.segments == 1) return Body::Run(t, g, call);
   const size_t packs = jin::SegmentPacks(plan.algorithm(), call.Packs(), g.size, plan.segments);
   if (!g.short_segment) return Body::Run(t, g, jin::InSegments<Call>{call, packs, plan.segments});
-  // The last segment has the packs that are left (or one), and not as many as the others.
-  const uint32_t first = jin::Begin(t, g), last = plan.segments - 1;
-  for (uint32_t k = 0; k <= last; ++k) {
-    const size_t begin = k * packs, end = std::max(call.Packs(), begin + 1);
-    const size_t of_segment = k == last ? end - begin : packs;
-    if (!Body::RunEpoch(t, g, jin::Segment<Call>{call, begin, of_segment}, first + k)) return false;
-    if (k < last) t.NextEpoch();
-  }
-  jin::End(t, g, first + last);
+  const uint32_t first = jin::Begin(t, g);
+  uint32_t step = 0;
+  const ShortSegments<Call> cut{{call, packs, plan.segments}};
+  if (!jin::RunSteps<Body>(t, g, cut, first, &step)) return false;
+  jin::End(t, g, first + jin::Epochs(Body::kPhases, plan.segments) - 1);
   return true;
 }
 
@@ -258,14 +263,14 @@ bool RunAs(HostThread& t, const TestGroup& g, const jin::Buffers& call, const Pl
     return jin::HybridCubeMesh<Type, 0, Packets>::Run(t, g, call);
   }
   return plan.kind == Kind::kTwoShot ? RunBody<jin::TwoShot<Type, 0, Packets>>(t, g, call, plan)
-                                     : jin::OneShot<Type, 0, Packets>::Run(t, g, call);
+                                     : RunBody<jin::OneShot<Type, 0, Packets>>(t, g, call, plan);
 }
 
 template <class Type, int N, class Packets, class Call>
 bool RunKernel(HostThread& t, const TestGroup& g, const Call& call, const Plan& plan) {
   switch (plan.kind) {
     case Kind::kOneShot:
-      return jin::OneShot<Type, N, Packets>::Run(t, g, call);
+      return RunBody<jin::OneShot<Type, N, Packets>>(t, g, call, plan);
     case Kind::kTwoShot:
       return RunBody<jin::TwoShot<Type, N, Packets>>(t, g, call, plan);
     case Kind::kReduceScatter:
@@ -494,7 +499,9 @@ long LastSegment(Kind kind, size_t bytes, const std::vector<char*>& regions) {
         HostThread thread{t, 0, 1, barriers[r].get(), &jitter, nullptr};
         const jin::InSegments<Call> call{{in[r]->data(), out[r]->data(), bytes}, packs, kSegments};
         const uint32_t epoch = jin::Begin(thread, group);
-        Body::RunEpoch(thread, group, call.At(last), epoch);
+        for (int phase = 0; phase < Body::kPhases; ++phase) {
+          Body::RunPhase(phase, thread, group, call.At(last), epoch);
+        }
         jin::End(thread, group, epoch);
       });
     }
@@ -580,12 +587,13 @@ int main(int argc, char** argv) {
       continue;
     }
     const bool cut = !mesh && jin::RunsInSegments(Plan{kind}.algorithm()) && random() % 2 == 0;
-    plans.push_back(
-        {kind, random() % 2 == 0, bytes, 1 + static_cast<int>(random() % kMaxBlocksHere),
-         reduces && random() % 3 == 0 ? 1 + static_cast<int>(random() % 9) : 1,
-         random() % 2 == 0 ? 0 : random() % 16, cut ? 2 + static_cast<uint32_t>(random() % 4) : 1,
-         0, kind == Kind::kAllToAll && random() % 2 == 0});
-    epochs += plans.back().segments;
+    plans.push_back({kind, random() % 2 == 0, bytes,
+                     1 + static_cast<int>(random() % kMaxBlocksHere),
+                     reduces && random() % 3 == 0 ? 1 + static_cast<int>(random() % 9) : 1,
+                     random() % 2 == 0 ? 0 : random() % 16,
+                     cut ? 2 + 2 * static_cast<uint32_t>(random() % 3) : 1, 0,
+                     kind == Kind::kAllToAll && random() % 2 == 0});
+    epochs += jin::Epochs(jin::PhasesOf(plans.back().algorithm()), plans.back().segments);
   }
   const uint32_t first_epoch = 0u - epochs / 2;
   for (char* region : regions) {
@@ -683,7 +691,8 @@ int main(int argc, char** argv) {
                   thread.Sync();
                   for (int q = plan.blocks; q < jin::kMaxBlocks; ++q) {
                     jin::Store(&group.Header()->epoch[q],
-                               jin::Load(&group.Header()->epoch[q]) - plan.segments);
+                                   jin::Load(&group.Header()->epoch[q]) -
+                                       jin::Epochs(jin::PhasesOf(plan.algorithm()), plan.segments));
                   }
                 } else if (b == 0) {
                   thread.Sync();

@@ -1,6 +1,7 @@
 """Plain jit programs over Auto axes, to which XLA's partitioner adds collectives."""
 
 import dataclasses
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -159,6 +160,27 @@ def test_cond_vmap_and_functions() -> None:
 
     before, after = check(f, p, x)
     assert of_xla(after) < of_xla(before)
+
+
+def test_sums_are_merged_up_to_a_barrier() -> None:
+    mesh = two_axes()
+    x, w = put(mesh, normal(0, 8, 16), None, "model"), put(mesh, normal(1, 16, 4), "model")
+
+    def f(x: Any, w: Any, fence: bool) -> Any:
+        first = x @ w
+        if fence:
+            x = lax.optimization_barrier(x)
+        return first, jnp.sin(x) @ w
+
+    for fence, sums in ((False, 1), (True, 2)):
+        _, after = check(functools.partial(f, fence=fence), x, w)
+        assert of_xla(after) == 0 and after["jax_intranode_psum"] == sums
+
+
+def test_a_sum_that_does_not_begin_at_zero() -> None:
+    mesh = two_axes()
+    x = put(mesh, normal(0, 8, 16), None, "model")
+    check(lambda x: lax.reduce(x, np.float32(3), lax.add, (1,)), x)
 
 
 def test_devices_in_another_order() -> None:

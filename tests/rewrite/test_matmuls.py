@@ -486,6 +486,12 @@ def rows_contracted(x: Any, w: Any) -> Any:
     return gather(x).T @ jnp.ones((T * N, 3)) + w[:, :3]
 
 
+def ranks_contracted(x: Any, w: Any) -> Any:
+    """The ranks' halves are summed, so the rows that are left belong to no rank."""
+    halves = gather(x).reshape(2, N, -1, F)
+    return jnp.einsum("antf,afh->nth", halves, jnp.stack([w, 2 * w])).reshape(-1, H)
+
+
 def a_batch(x: Any, w: Any) -> Any:
     whole = gather(x, 1)
     return jnp.einsum("bth,bhf->btf", whole[None] * jnp.ones((2, 1, 1)), jnp.stack([w, w]))[0]
@@ -518,6 +524,7 @@ def its_own_transpose(x: Any, w: Any) -> Any:
         placed,
         placed_matmul,
         rows_contracted,
+        ranks_contracted,
         scaled,
         cast_to_more_bytes,
         cast_and_used,

@@ -126,6 +126,18 @@ def operations(f: Any, *arguments: Any) -> list[str]:
     return [primitive.operation for primitive in found if primitive is not None]
 
 
+@pytest.mark.parametrize("hidden", [49, 4097])
+def test_a_length_whose_reciprocal_is_rounded(hidden: int) -> None:
+    def body(x: Any, r: Any, w: Any, b: Any) -> Any:
+        return layer_by_variance(lax.psum(x[0], "x") + r, w, b)
+
+    x, r, w = (
+        jnp.ones(shape, "float32")
+        for shape in ((len(jax.devices()), 2, hidden), (2, hidden), (hidden,))
+    )
+    assert of_body(body, x, r, w, w) == ["psum_residual_layer_norm"]
+
+
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize(
     ("dtype", "rank", "check_vma"),

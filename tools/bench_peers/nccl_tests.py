@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from bench_peers.peer import Peer, Unavailable
 from jax_intranode._src.command_line import launcher
-from jax_intranode._src.command_line.bench.progress import ProgressLine
 from jax_intranode._src.command_line.bench.settings import Settings
+from jax_intranode._src.command_line.launcher.progress import ProgressLine
 
 # The program for each operation, and the names that nccl-tests has for the dtypes.
 _PROGRAMS = {

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jax_intranode._src.command_line.bench.progress import ProgressLine
 from jax_intranode._src.command_line.bench.settings import Settings
+from jax_intranode._src.command_line.launcher.progress import ProgressLine
 
 
 class Unavailable(Exception):

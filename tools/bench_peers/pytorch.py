@@ -8,9 +8,10 @@ from typing import Any
 
 from bench_peers.peer import Peer, Unavailable
 from jax_intranode._src.command_line import launcher
-from jax_intranode._src.command_line.bench.matmuls import measure as matmuls
-from jax_intranode._src.command_line.bench.progress import ProgressLine, following
+from jax_intranode._src.command_line.bench import matmuls
 from jax_intranode._src.command_line.bench.settings import Settings
+from jax_intranode._src.command_line.launcher.functions import followed
+from jax_intranode._src.command_line.launcher.progress import ProgressLine
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -54,7 +55,7 @@ def _measure(
         [sys.executable, "-P", str(script), json.dumps({**instructions, "rank": rank})]
         for rank in range(settings.devices)
     ]
-    with following(None, directory / "begun", line):
+    with followed(directory / "begun", lambda message: line.begin(message["begun"]), line):
         launcher.run_ranks(commands, timeout_s=timeout_s, log_dir=directory)
     result: dict[str, Any] = json.loads((directory / "rows.json").read_text())
     for failed in result["failed"]:

@@ -195,7 +195,7 @@ def main() -> None:
         what = f"{name}, {kind.label(size, dtype)}"
         if rank == 0:
             with Path(instructions["begun"]).open("a") as file:
-                file.write(f"torch, {what}\n")
+                file.write(json.dumps({"begun": f"torch, {what}"}) + "\n")
         for library in kind.libraries(instructions):
             # A failed shape of a matmul says nothing about other shapes.
             tried = (library, what if instructions["matmul"] else name)

@@ -15,8 +15,8 @@ from bench_peers.peer import Unavailable
 from bench_peers.pytorch import PYTORCH
 from bench_peers.report import table_of as table_of
 from jax_intranode._src.command_line import launcher
-from jax_intranode._src.command_line.bench.progress import ProgressLine
 from jax_intranode._src.command_line.bench.settings import Settings
+from jax_intranode._src.command_line.launcher.progress import ProgressLine
 
 PEERS = {peer.name: peer for peer in (PYTORCH, NCCL_TESTS)}
 

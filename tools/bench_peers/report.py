@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jax_intranode._src.command_line.bench.cells import milliseconds, optional
+from jax_intranode._src.command_line.bench.report import number
 
 
 def table_of(peers: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
@@ -40,7 +40,7 @@ def _of_matmuls(peers: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     def cell(key: tuple[str, int, int, int], name: str) -> str:
         us = times[key].get(name)
         share = bounds[key] / us if us and bounds.get(key) else None
-        return f"{milliseconds(us):>20} {'' if share is None else f'({share:.2f})':>6}"
+        return f"{number(us, 20, '.3f', 1e-3)} {'' if share is None else f'({share:.2f})':>6}"
 
     wrong = sum(row["wrong"] or 0 for row in peers["rows"])
     lines = [
@@ -71,7 +71,7 @@ def _of_collectives(peers: dict[str, Any], rows: Sequence[dict[str, Any]]) -> st
         f"# {'size(B)':>12} {'type':>8} | " + " ".join(f"{name:>24}" for name in columns),
         *(
             f"  {size:12} {dtype:>8} | "
-            + " ".join(optional(by_library.get(name), 24) for name in columns)
+            + " ".join(number(by_library.get(name), 24) for name in columns)
             for (dtype, size), by_library in times.items()
         ),
         f"# wrong elements of the peers: {wrong}",

@@ -10,7 +10,7 @@ from bench_peers.report import is_matmul
 
 from bench_plots import collectives, matmuls
 from jax_intranode._src.command_line.bench import record
-from jax_intranode._src.command_line.wrong_input import WrongInput, check_writable
+from jax_intranode._src.command_line.options import WrongInput, check_writable
 
 DESCRIPTION = "Draws what `bench --json FILE` has written, several files into one picture."
 EXAMPLES = "python -m jax_intranode plot rows.json -o rows.png"

@@ -12,9 +12,25 @@ from jax.sharding import Mesh
 
 import jax_intranode
 from bench_programs.definitions import PROGRAMS
-from bench_programs.report import ProgramRow
-from jax_intranode._src.command_line.bench import all_ranks, timing
+from jax_intranode._src.command_line.bench import report, timing
+from jax_intranode._src.command_line.bench.report import Column
 from jax_intranode._src.command_line.bench.settings import Settings
+from jax_intranode._src.command_line.launcher import all_ranks
+
+TABLE: report.Table = (
+    ("", (Column("program", "program", 24),)),
+    ("ours (us)", (Column("time_us", "p50", 10, ".1f"), Column("time_p99_us", "p99", 10, ".1f"))),
+    (
+        "lax (us)",
+        (Column("lax_time_us", "p50", 10, ".1f"), Column("lax_time_p99_us", "p99", 10, ".1f")),
+    ),
+    ("", (Column("ratio", "ratio", 6, ".2f"),)),
+    (
+        "lax, accelerated",
+        (Column("unedited_time_us", "p50", 10, ".1f"), Column("unedited_ratio", "ratio", 6, ".2f")),
+    ),
+    ("", (Column("difference", "difference", 10, ".1e", nothing="not finite"),)),
+)
 
 
 class _Chained:
@@ -41,12 +57,15 @@ class _Chained:
         return self.arguments
 
 
-def measure(settings: Settings, mesh: Mesh) -> ProgramRow:
+def measure(settings: Settings, mesh: Mesh) -> tuple[dict[str, Any], None]:
     """Compares and times a program with our collectives, with lax's, and with lax's replaced.
 
     Args:
         settings: what to measure.
         mesh: a mesh with one axis "x" of all devices.
+
+    Returns:
+        The row (docs/bench.md), and None as the reason for a fallback, which is not looked for.
     """
     build = PROGRAMS[settings.name]
     ours, lax, unedited = (
@@ -58,26 +77,29 @@ def measure(settings: Settings, mesh: Mesh) -> ProgramRow:
     difference = all_ranks.largest(f"{label}/difference", float(worst))
 
     calls = settings.chain or (2 if settings.platform == "cpu" else 10)
-    runs = [partial(ours.run, calls), partial(lax.run, calls), partial(unedited.run, calls, True)]
-    untimed = 1 if settings.settle_ms > 0 else 0
-    seconds, handler_calls = timing.take_turns(runs, mesh, settings, untimed)
-    our_times, lax_times, unedited_times = (
-        timing.slowest_rank(f"{label}/{name}", timing.statistics(1e6 * np.array(of_run) / calls))
-        for name, of_run in zip(("ours", "lax", "unedited"), seconds, strict=True)
+    runs = {
+        "ours": partial(ours.run, calls),
+        "lax": partial(lax.run, calls),
+        "unedited": partial(unedited.run, calls, True),
+    }
+    times, handler_calls = timing.compare(
+        runs, mesh, settings, label, calls=calls, untimed=1 if settings.settle_ms > 0 else 0
     )
-    return ProgramRow(
-        program=settings.name,
-        mode=settings.mode,
-        time_us=our_times.p50,
-        time_p99_us=our_times.p99,
-        lax_time_us=lax_times.p50,
-        lax_time_p99_us=lax_times.p99,
-        ratio=lax_times.p50 / our_times.p50,
-        unedited_time_us=unedited_times.p50,
-        unedited_ratio=lax_times.p50 / unedited_times.p50,
-        difference=difference if math.isfinite(difference) else None,
-        handler_calls=all_ranks.total(f"{label}/handler_calls", handler_calls),
-    )
+    our_us, lax_us, unedited_us = (times[name].p50 for name in runs)
+    row = {
+        "program": settings.name,
+        "mode": settings.mode,
+        "time_us": our_us,
+        "time_p99_us": times["ours"].p99,
+        "lax_time_us": lax_us,
+        "lax_time_p99_us": times["lax"].p99,
+        "ratio": lax_us / our_us,
+        "unedited_time_us": unedited_us,
+        "unedited_ratio": lax_us / unedited_us,
+        "difference": difference if math.isfinite(difference) else None,
+        "handler_calls": handler_calls,
+    }
+    return row, None
 
 
 def _difference(ours: Any, lax: Any) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
-from jax_intranode._src.command_line.wrong_input import WrongInput
+from jax_intranode._src.command_line.options import WrongInput
 from soak_faults import job, matrix, verdict
 from soak_faults.matrix import Case
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jax_intranode._src.command_line import launcher
-from jax_intranode._src.command_line.bench import machine
+from jax_intranode._src.command_line import launcher, machine
 from jax_intranode._src.native import extension
 from soak_faults.matrix import Case
 
@@ -109,7 +108,7 @@ def _start(
         environment["JAX_INTRANODE_ALGORITHM"] = "two_shot"
     if platform == "gpu":
         environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-        if machine.ranks_share_a_gpu(platform):
+        if machine.has_one_gpu():
             environment |= launcher.sharing_env(rank)
     else:
         # XLA takes long to optimize, and our handlers are no part of what it optimizes.

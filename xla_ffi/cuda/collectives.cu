@@ -77,6 +77,11 @@ const void* Kernel(Algorithm algorithm) {
 template <class Type, int N, class Call>
 const void* KernelInSegments(Algorithm algorithm) {
   using Cut = InSegments<Call>;
+  if constexpr (N == 0 || N == 2) {  // among more ranks two-shot sends less
+    if (algorithm == Algorithm::kOneShot) {
+      return Address<OneShot, Algorithm::kOneShot, Type, N, Cut>();
+    }
+  }
   if (algorithm == Algorithm::kTwoShot) {
     return Address<TwoShot, Algorithm::kTwoShot, Type, N, Cut>();
   }

@@ -25,8 +25,8 @@ class DeviceThread : public v1::WaitingThread<DeviceThread> {
   using WaitingThread::Wait;
   __device__ bool Wait(size_t, int missing) { return Wait(missing); }
 
-  // A wait is timed for each epoch by itself: an operation of many may take long.
-  __device__ void NextEpoch() {
+  // Waits are timed for each segment by itself: an operation of many may take long.
+  __device__ void FenceSegment() {
     Fence();
     Arrived();
   }

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cfenv>
 #include <type_traits>
+#include <utility>
 
 #include "../kernels/all_gather.h"
 #include "../kernels/all_to_all.h"
@@ -24,7 +25,7 @@ namespace {
 struct ResumableThread {
   size_t* cursor;
   int* missing;
-  size_t First() const { return *cursor; }
+  size_t First() const { return std::exchange(*cursor, 0); }
   size_t Stride() const { return 1; }
   // For norms (kernels/norm_protocol.h).
   static constexpr int kRowThreads = 1;
@@ -32,7 +33,7 @@ struct ResumableThread {
   uint32_t Threads() const { return 1; }
   int Block() const { return 0; }
   int Blocks() const { return 1; }
-  size_t FirstUnit() const { return *cursor; }
+  size_t FirstUnit() const { return First(); }
   template <uint32_t kMost>
   float Total(float (&v)[kMost], uint32_t count) const {
     return TotalOfPairs(v, count);
@@ -44,6 +45,7 @@ struct ResumableThread {
   }
   // Nothing to check: a group begins one operation at a time, and handlers refuse closed groups.
   void Admit() const {}
+  void FenceSegment() const { Fence(); }
 };
 
 // XLA:CPU calls handlers with flush-to-zero switched on. Sums keep subnormals.
@@ -59,105 +61,81 @@ class KeepSubnormals {
   std::fenv_t saved_;
 };
 
-int Phases(Algorithm algorithm) {
-  return algorithm == Algorithm::kTwoShot || algorithm == Algorithm::kHybridCubeMesh ? 3 : 2;
-}
-
+// Runs a call from step `*step` on as far as possible; returns whether it has ended.
 template <class Type, int N, class C>
-bool RunPhase(Algorithm algorithm, int phase, ResumableThread& t, const Group& g, const C& c,
-              uint32_t epoch) {
+bool RunCall(Algorithm algorithm, ResumableThread& t, const Group& g, const InSegments<C>& c,
+             uint32_t epoch, uint32_t* step) {
   switch (algorithm) {
     case Algorithm::kOneShot:
-      return phase == 0 ? OneShot<Type, N>::Push(t, g, c, epoch)
-                        : OneShot<Type, N>::Reduce(t, g, c, epoch);
+      return RunSteps<OneShot<Type, N>>(t, g, c, epoch, step);
     case Algorithm::kTwoShot:
-      return phase == 0   ? TwoShot<Type, N>::Scatter(t, g, c, epoch)
-             : phase == 1 ? TwoShot<Type, N>::Reduce(t, g, c, epoch)
-                          : TwoShot<Type, N>::Drain(t, g, c, epoch);
-    // CollectBuffers (ffi/common.h) allows only one buffer for these three.
-    case Algorithm::kReduceScatter:
-      if constexpr (std::is_same_v<C, Segment<Buffer>>) {
-        return phase == 0 ? ReduceScatter<Type, N>::Scatter(t, g, c, epoch)
-                          : ReduceScatter<Type, N>::Reduce(t, g, c, epoch);
-      }
-      break;
-    case Algorithm::kAllGather:
-      if constexpr (std::is_same_v<C, Segment<Buffer>>) {
-        return phase == 0 ? AllGather<Type, N>::Push(t, g, c, epoch)
-                          : AllGather<Type, N>::Drain(t, g, c, epoch);
-      }
-      break;
-    case Algorithm::kAllToAll:
-      if constexpr (std::is_same_v<C, Segment<Buffer>>) {
-        return phase == 0 ? AllToAll<Type, N>::Push(t, g, c, epoch)
-                          : AllToAll<Type, N>::Drain(t, g, c, epoch);
-      }
-      break;
-    case Algorithm::kHybridCubeMesh: {
-      using Mesh = HybridCubeMesh<Type, N == kMaxRanks ? N : 0>;
-      return phase == 0   ? Mesh::Push(t, g, c, epoch)
-             : phase == 1 ? Mesh::Exchange(t, g, c, epoch)
-                          : Mesh::Finish(t, g, c, epoch);
-    }
+      return RunSteps<TwoShot<Type, N>>(t, g, c, epoch, step);
+    case Algorithm::kHybridCubeMesh:
+      return RunSteps<HybridCubeMesh<Type, N == kMaxRanks ? N : 0>>(t, g, c, epoch, step);
     default:
-      break;  // matmuls run only on GPUs; norms are below
+      break;
+  }
+  // CollectBuffers (ffi/common.h) allows only one buffer for these three.
+  if constexpr (std::is_same_v<C, Buffer>) {
+    switch (algorithm) {
+      case Algorithm::kReduceScatter:
+        return RunSteps<ReduceScatter<Type, N>>(t, g, c, epoch, step);
+      case Algorithm::kAllGather:
+        return RunSteps<AllGather<Type, N>>(t, g, c, epoch, step);
+      case Algorithm::kAllToAll:
+        return RunSteps<AllToAll<Type, N>>(t, g, c, epoch, step);
+      default:
+        break;
+    }
+  }
+  return true;  // matmuls run only on GPUs
+}
+
+template <class Type>
+bool RunCall(Algorithm algorithm, ResumableThread& t, const Group& g, const InSegments<Buffer>& c,
+             uint32_t epoch, uint32_t* step) {
+  switch (g.size) {
+    case 2:
+      return RunCall<Type, 2>(algorithm, t, g, c, epoch, step);
+    case 4:
+      return RunCall<Type, 4>(algorithm, t, g, c, epoch, step);
+    case 8:
+      return RunCall<Type, 8>(algorithm, t, g, c, epoch, step);
+    default:
+      return RunCall<Type, 0>(algorithm, t, g, c, epoch, step);
+  }
+}
+
+template <class Type>
+bool RunCall(Algorithm algorithm, ResumableThread& t, const Group& g, const InSegments<Buffers>& c,
+             uint32_t epoch, uint32_t* step) {
+  return RunCall<Type, 0>(algorithm, t, g, c, epoch, step);
+}
+
+// The element types of a norm are fewer (HasNorm).
+template <class Type>
+bool RunCall(Algorithm, ResumableThread& t, const Group& g, const NormCall& c, uint32_t epoch,
+             uint32_t* phase) {
+  if constexpr (Type::Packets::kBytes == sizeof(Pack)) {
+    using Body = Norm<Type, 0, false>;
+    for (; *phase < Body::kPhases; ++*phase) {
+      if (!Body::RunPhase(*phase, t, g, c, epoch)) return false;
+    }
   }
   return true;
 }
 
-template <class Type>
-bool RunPhase(Algorithm algorithm, int phase, ResumableThread& t, const Group& g,
-              const Segment<Buffer>& c, uint32_t epoch) {
-  switch (g.size) {
-    case 2:
-      return RunPhase<Type, 2>(algorithm, phase, t, g, c, epoch);
-    case 4:
-      return RunPhase<Type, 4>(algorithm, phase, t, g, c, epoch);
-    case 8:
-      return RunPhase<Type, 8>(algorithm, phase, t, g, c, epoch);
-    default:
-      return RunPhase<Type, 0>(algorithm, phase, t, g, c, epoch);
-  }
-}
-
-template <class Type>
-bool RunPhase(Algorithm algorithm, int phase, ResumableThread& t, const Group& g,
-              const Segment<Buffers>& c, uint32_t epoch) {
-  return RunPhase<Type, 0>(algorithm, phase, t, g, c, epoch);
-}
-
 template <class C>
-bool RunPhase(ElementType type, Algorithm algorithm, int phase, ResumableThread& t, const Group& g,
-              const C& c, uint32_t epoch) {
+bool RunCall(ElementType type, Algorithm algorithm, ResumableThread& t, const Group& g, const C& c,
+             uint32_t epoch, uint32_t* step) {
   switch (type) {
 #define JIN_X(type, item_bytes, packet_bytes) \
   case ElementType::k##type:                  \
-    return RunPhase<type>(algorithm, phase, t, g, c, epoch);
+    return RunCall<type>(algorithm, t, g, c, epoch, step);
     JIN_ELEMENT_TYPES(JIN_X)
 #undef JIN_X
   }
   return true;
-}
-
-template <class Type>
-bool RunNormPhase(int phase, ResumableThread& t, const Group& g, const NormCall& c,
-                  uint32_t epoch) {
-  using Body = Norm<Type, 0, false>;
-  return phase == 0 ? Body::Send(t, g, c, epoch) : Body::Finish(t, g, c, epoch);
-}
-
-bool RunPhase(ElementType type, Algorithm, int phase, ResumableThread& t, const Group& g,
-              const NormCall& c, uint32_t epoch) {
-  switch (type) {
-    case ElementType::kF32:
-      return RunNormPhase<F32>(phase, t, g, c, epoch);
-    case ElementType::kBF16:
-      return RunNormPhase<BF16>(phase, t, g, c, epoch);
-    case ElementType::kF16:
-      return RunNormPhase<F16>(phase, t, g, c, epoch);
-    default:
-      return true;  // HasNorm
-  }
 }
 
 }  // namespace
@@ -302,26 +280,20 @@ bool HostGroup::FindNext() {
   return true;
 }
 
-// Runs a rank's phases of one segment as far as possible; returns whether all have ended.
-bool HostGroup::AdvanceInSegment(int rank, const Operation& operation, Member& member) {
+// Runs a rank's call as far as possible; returns whether it has ended.
+bool HostGroup::AdvanceCall(int rank, const Operation& operation, Member& member) {
   const auto& [algorithm, type, segments, name] = operation;
   const Group& group = views_[rank];
-  const uint32_t epoch = epoch_ + member.segment;
-  const auto run_phases = [&](const auto& call) {
-    while (member.phase < Phases(algorithm)) {
-      ResumableThread thread{&member.cursor, &missing_};
-      if (!RunPhase(type, algorithm, member.phase, thread, group, call, epoch)) return false;
-      member.cursor = 0;
-      ++member.phase;
-    }
-    return true;
-  };
-  if (member.norm) return run_phases(*member.norm);
+  ResumableThread thread{&member.cursor, &missing_};
   const auto run = [&](const auto& call) {
-    const size_t packs = SegmentPacks(algorithm, call.Packs(), group.size, segments);
-    return run_phases(Segment<std::decay_t<decltype(call)>>{call, member.segment * packs, packs});
+    return RunCall(type, algorithm, thread, group, call, epoch_, &member.step);
   };
-  return member.buffers ? run(*member.buffers) : run(member.buffer);
+  if (member.norm) return run(*member.norm);
+  const auto run_cut = [&](const auto& call) {
+    const size_t packs = SegmentPacks(algorithm, call.Packs(), group.size, segments);
+    return run(InSegments<std::decay_t<decltype(call)>>{call, packs, segments});
+  };
+  return member.buffers ? run_cut(*member.buffers) : run_cut(member.buffer);
 }
 
 // Starts a body that has not begun; returns whether it has ended.
@@ -335,7 +307,6 @@ bool HostGroup::AdvanceBody(HostBody& body) {
 // Advances each rank as far as possible; returns whether all have finished.
 bool HostGroup::Advance(Pending& pending) {
   KeepSubnormals keep_subnormals;
-  const uint32_t segments = pending.operation.segments;
   for (bool moved = true; moved;) {
     moved = false;
     for (auto& [rank, member] : pending.members) {
@@ -344,17 +315,12 @@ bool HostGroup::Advance(Pending& pending) {
         member.finished = AdvanceBody(*member.body);
         continue;
       }
-      const int phase = member.phase;
-      const bool ended = AdvanceInSegment(rank, pending.operation, member);
-      moved = moved || ended || member.phase != phase;
-      if (!ended) continue;
-      if (++member.segment == segments) {
-        member.finished = true;
-        continue;
-      }
-      member.phase = 0;
-      pending.since = std::chrono::steady_clock::now();
-      Fence();  // between two epochs (segments.h)
+      const uint32_t step = member.step;
+      member.finished = AdvanceCall(rank, pending.operation, member);
+      if (member.step == step) continue;
+      moved = true;
+      // Each segment is waited for by itself: an operation of many may take long.
+      if (pending.operation.segments > 1) pending.since = std::chrono::steady_clock::now();
     }
   }
   return std::all_of(pending.members.begin(), pending.members.end(),
@@ -379,7 +345,9 @@ void HostGroup::Advance(Tickets* done) {
     auto it = pending_.find(current_);
     for (auto& [rank, member] : it->second.members) done->emplace_back(member.ticket, "");
     const bool has_bodies = it->second.members.begin()->second.body != nullptr;
-    const uint32_t epochs = has_bodies ? 0 : it->second.operation.segments;
+    const Operation& operation = it->second.operation;
+    const uint32_t epochs =
+        has_bodies ? 0 : Epochs(PhasesOf(operation.algorithm), operation.segments);
     // Calls on peer buffers don't count: on GPUs nobody sees them.
     if (!has_bodies) operations_ += it->second.members.size();
     pending_.erase(it);

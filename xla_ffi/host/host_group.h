@@ -145,9 +145,8 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
     std::unique_ptr<const NormCall> norm;    // of a norm
     std::shared_ptr<HostBody> body;          // of a call on a peer buffer
     std::shared_ptr<Ticket> ticket;
-    uint32_t segment = 0;
-    int phase = 0;      // of the segment
-    size_t cursor = 0;  // in the phase
+    uint32_t step = 0;  // of the operation (segments.h)
+    size_t cursor = 0;  // in the step
     bool finished = false;
   };
   struct Pending {
@@ -170,7 +169,7 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   bool AdvanceBody(HostBody& body);
   void Advance(Tickets* done);
   static std::string OperationOf(const Pending& pending);
-  bool AdvanceInSegment(int rank, const Operation& operation, Member& member);
+  bool AdvanceCall(int rank, const Operation& operation, Member& member);
   Wait WaitOf(int rank, const Key& key, const Pending& pending, Clock::time_point now) const;
   void FailLocked(const std::string& error, Tickets* done);
   void FailCall(Failure failure, Tickets* done);

@@ -34,7 +34,7 @@ import jax
 import numpy as np
 
 import jax_intranode
-from jax_intranode._src.command_line.bench import all_ranks
+from jax_intranode._src.command_line.launcher import all_ranks
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.rewrite import hook
 

@@ -7,17 +7,21 @@ collectives of jax.lax there.
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from jax_intranode._src.command_line import benefits, launcher, source_tree
+from jax_intranode._src.command_line import benefits, launcher, machine, source_tree
 from jax_intranode._src.command_line.bench import command as bench
-from jax_intranode._src.command_line.bench import machine, record
-from jax_intranode._src.command_line.bench.progress import ProgressLine
-from jax_intranode._src.command_line.bench.settings import PROCESS_PER_DEVICE, Settings
-from jax_intranode._src.command_line.wrong_input import WrongInput, check_writable
+from jax_intranode._src.command_line.bench import record
+from jax_intranode._src.command_line.bench.settings import Settings
+from jax_intranode._src.command_line.options import (
+    WrongInput,
+    add_json,
+    add_platform,
+    check_writable,
+)
+from jax_intranode._src.group import nvml
 
 DESCRIPTION = (
     "Shows what this package gains on this machine, in about half a minute. On two or more GPUs it "
@@ -41,14 +45,9 @@ _BAR = 40  # characters of the longest bar
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the command."""
-    parser.add_argument(
-        "--platform",
-        choices=("auto", "cpu", "gpu"),
-        default="auto",
-        help="auto chooses GPUs if there are two or more (default auto)",
-    )
+    add_platform(parser, gpus="two or more")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the times, too")
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -57,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         WrongInput: there are too few GPUs, or there is no matplotlib.
     """
-    gpus, _ = machine.gpus_and_driver()
+    gpus = nvml.visible_gpus()
     if arguments.platform == "gpu" and gpus < 2:
         raise WrongInput(
             f"--platform gpu: {gpus} GPU(s) are visible here, and a group has 2 or more: choose "
@@ -68,12 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
         plot = source_tree.load("bench_plots.command", "--png")
         if refusal := plot.why_not():
             raise WrongInput(f"--png {arguments.png}: {refusal}")
-    of_gpus = arguments.platform == "gpu" or (
-        arguments.platform == "auto" and gpus >= 2 and os.environ.get("JAX_PLATFORMS") != "cpu"
-    )
-    all_settings = _on_gpus(min(gpus, 8)) if of_gpus else [_on_cpus()]
+    platform = machine.chosen_platform(arguments.platform)
+    of_gpus = platform == "gpu" and gpus >= 2
+    all_settings = _settings(min(gpus, 8) if of_gpus else 0)
     measurements = sum(len(s.matmuls() or s.measurements()) for s in all_settings)
-    line = ProgressLine(sys.stderr, measurements)
+    line = launcher.ProgressLine(sys.stderr, measurements)
     busy = _busy()
     if busy and not arguments.json:
         print(busy)
@@ -105,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _busy() -> str | None:
     """A warning if other programs use the cores; None if they do not."""
-    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    load, cores = machine.load()
     if load <= cores:
         return None
     return (
@@ -114,41 +112,41 @@ def _busy() -> str | None:
     )
 
 
-def _on_cpus() -> Settings:
-    return Settings(
-        name="psum",
-        sizes=[1 << 10, 4 << 10, 16 << 10, 64 << 10],
-        leaves=1,
-        dtypes=["float32"],
-        iterations=10,
-        warmup_iterations=2,
-        chain=None,
-        mode=PROCESS_PER_DEVICE,
-        devices=2,
-        platform="cpu",
-    )
-
-
-def _on_gpus(devices: int) -> list[Settings]:
-    common: dict[str, Any] = {
-        "leaves": 1,
-        "dtypes": ["bfloat16"],
-        "iterations": 20,
-        "warmup_iterations": 4,
-        "chain": None,
-        "mode": PROCESS_PER_DEVICE,
-        "devices": devices,
+def _settings(gpus: int) -> list[Settings]:
+    """What to measure on these GPUs; on CPU devices if there are none."""
+    if not gpus:
+        return [
+            Settings(
+                name="psum",
+                mode=launcher.PROCESS_PER_DEVICE,
+                devices=2,
+                platform="cpu",
+                dtypes=["float32"],
+                sizes=[1 << 10, 4 << 10, 16 << 10, 64 << 10],
+                iterations=10,
+                warmup_iterations=2,
+            )
+        ]
+    common: Any = {
+        "mode": launcher.PROCESS_PER_DEVICE,
+        "devices": gpus,
         "platform": "gpu",
+        "dtypes": ["bfloat16"],
     }
-    sizes = [1 << 10, 16 << 10, 256 << 10, 4 << 20]
     return [
-        Settings(name="psum", sizes=sizes, **common),
+        Settings(
+            name="psum",
+            sizes=[1 << 10, 16 << 10, 256 << 10, 4 << 20],
+            warmup_iterations=4,
+            **common,
+        ),
         Settings(
             name="all_gather_matmul",
-            sizes=[],
             shapes=[[8192, 8192, 1024]],
-            **common | {"iterations": 5, "warmup_iterations": 1},
+            iterations=5,
+            warmup_iterations=1,
             settle_ms=150,
+            **common,
         ),
     ]
 

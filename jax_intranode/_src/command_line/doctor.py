@@ -9,14 +9,15 @@ import argparse
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax_intranode
-from jax_intranode._src.command_line import info, shared_memory
+from jax_intranode._src.command_line import info, machine
+from jax_intranode._src.command_line.options import add_json
 from jax_intranode._src.group import nvml, topology
 
 DESCRIPTION = (
@@ -55,9 +56,17 @@ class Check:
     remedy: str = ""
 
 
+def _made(verdict: str, name: str, reason: str, remedy: str = "") -> Check:
+    return Check(name, verdict, reason, remedy)
+
+
+_ok, _skipped = partial(_made, OK), partial(_made, SKIPPED)
+_warning, _fails = partial(_made, WARNING), partial(_made, FAILS)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the command."""
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -113,48 +122,41 @@ def all_checks() -> Iterator[Check]:
 
 
 def _package() -> Check:
-    error = jax_intranode._import_error
+    name, error = "package", jax_intranode._import_error
     if error is None:
-        return Check("package", OK, f"jax_intranode {jax_intranode.__version__} can be imported")
-    return Check(
-        "package",
-        FAILS,
-        f"`import jax_intranode` fails: {type(error).__name__}: {error}",
-        "follow the message, or install anew; `python -m jax_intranode info` shows all versions",
+        return _ok(name, f"jax_intranode {jax_intranode.__version__} can be imported")
+    reason = f"`import jax_intranode` fails: {type(error).__name__}: {error}"
+    remedy = (
+        "follow the message, or install anew; `python -m jax_intranode info` shows all versions"
     )
+    return _fails(name, reason, remedy)
 
 
 def _ffi(found: dict[str, Any]) -> Check:
-    name = "FFI version"
-    runtime = found["ffi_of_jaxlib"]
-    built = {part: found[part]["ffi"] for part in ("cpu_part", "cuda_part") if found[part]["ffi"]}
+    name, runtime = "FFI version", found["ffi_of_jaxlib"]
+    built = [found[part]["ffi"] for part in ("cpu_part", "cuda_part") if found[part]["ffi"]]
     if runtime is None or not built:
-        return Check(name, SKIPPED, "jaxlib, or this package's native modules, cannot be read")
-    newest = max(built.values())
+        return _skipped(name, "jaxlib, or this package's native modules, cannot be read")
+    newest = max(built)
     reason = f"built against {info.dotted(newest)}, jaxlib has {info.dotted(runtime)}"
     if newest > runtime:
-        return Check(name, FAILS, reason, "install a newer jaxlib: pip install -U jax")
-    return Check(name, OK, reason)
+        return _fails(name, reason, "install a newer jaxlib: pip install -U jax")
+    return _ok(name, reason)
 
 
 def _environment(found: dict[str, Any]) -> Iterator[Check]:
-    for row in found["environment"]:
+    name, rows = "environment", found["environment"]
+    for row in rows:
         if row["problem"]:
-            exists = row["default"] is not None
-            yield Check(
-                "environment",
-                FAILS if exists else WARNING,
-                row["problem"],
-                f"correct or unset {row['name']}",
-            )
-    falls_back = {"JAX_INTRANODE_DISABLE": "1", "JAX_INTRANODE_ALGORITHM": "lax"}
-    for name, value in falls_back.items():
-        if os.environ.get(name) == value:
-            reason = f"{name}={value}: everything falls back to jax.lax"
-            yield Check("environment", WARNING, reason, f"unset {name}")
-    if not any(row["problem"] for row in found["environment"]):
-        names = [row["name"] for row in found["environment"] if row["value"] and row["default"]]
-        yield Check("environment", OK, f"variables set: {', '.join(names) or 'none'}")
+            say = _fails if row["default"] is not None else _warning
+            yield say(name, row["problem"], f"correct or unset {row['name']}")
+    for variable, value in {"JAX_INTRANODE_DISABLE": "1", "JAX_INTRANODE_ALGORITHM": "lax"}.items():
+        if os.environ.get(variable) == value:
+            reason = f"{variable}={value}: everything falls back to jax.lax"
+            yield _warning(name, reason, f"unset {variable}")
+    if not any(row["problem"] for row in rows):
+        names = [row["name"] for row in rows if row["value"] and row["default"]]
+        yield _ok(name, f"variables set: {', '.join(names) or 'none'}")
 
 
 def _tuning(found: dict[str, Any]) -> Iterator[Check]:
@@ -163,38 +165,29 @@ def _tuning(found: dict[str, Any]) -> Iterator[Check]:
         return
     here = {gpu["name"] for gpu in found["gpus"]} or {"cpu"}
     if here == {tuning["device"]}:
-        yield Check("tuning", OK, tuning["text"])
-    else:
-        yield Check(
-            "tuning",
-            FAILS if found["gpus"] else WARNING,
-            f"{tuning['path']} was measured on {tuning['device']}; this node has "
-            f"{' and '.join(sorted(here))}",
-            "measure again with `python -m jax_intranode tune`, or unset JAX_INTRANODE_TUNING",
-        )
+        yield _ok("tuning", tuning["text"])
+        return
+    say = _fails if found["gpus"] else _warning
+    yield say(
+        "tuning",
+        f"{tuning['path']} was measured on {tuning['device']}; this node has "
+        f"{' and '.join(sorted(here))}",
+        "measure again with `python -m jax_intranode tune`, or unset JAX_INTRANODE_TUNING",
+    )
 
 
 def _driver(found: dict[str, Any]) -> Check:
-    driver, cuda = found["driver"], found["cuda_part"]
+    name, driver, needed = "driver", found["driver"], found["cuda_part"].get("cuda")
     if driver["version"] is None:
-        if _device_files():
-            return Check(
-                "driver",
-                FAILS,
-                f"there are GPUs in /dev, but {driver['reason']}",
-                "install NVIDIA's driver, or give the container its libraries (--gpus all)",
-            )
-        return Check("driver", SKIPPED, f"{_NO_GPUS}: {driver['reason']}")
+        if not _device_files():
+            return _skipped(name, f"{_NO_GPUS}: {driver['reason']}")
+        remedy = "install NVIDIA's driver, or give the container its libraries (--gpus all)"
+        return _fails(name, f"there are GPUs in /dev, but {driver['reason']}", remedy)
     reason = f"{driver['version']}, for CUDA up to {driver['cuda']}"
-    needed = cuda.get("cuda")
     if needed and int(needed.split(".")[0]) > int(driver["cuda"].split(".")[0]):
-        return Check(
-            "driver",
-            FAILS,
-            f"{reason}; the CUDA part was built with CUDA {needed}",
-            "install a newer driver, or build with an older CUDA toolkit",
-        )
-    return Check("driver", OK, reason)
+        reason = f"{reason}; the CUDA part was built with CUDA {needed}"
+        return _fails(name, reason, "install a newer driver, or build with an older CUDA toolkit")
+    return _ok(name, reason)
 
 
 def _device_files() -> list[Path]:
@@ -203,31 +196,23 @@ def _device_files() -> list[Path]:
 
 def _cuda_part(found: dict[str, Any]) -> Check:
     part, gpus, name = found["cuda_part"], found["gpus"], "CUDA part"
+    built_for = f"built for {', '.join(part['architectures'])}" if "cuda" in part else "not built"
     if not gpus:
-        built = f"built for {', '.join(part['architectures'])}" if "cuda" in part else "not built"
-        return Check(name, SKIPPED, f"{_NO_GPUS}; {built}")
+        return _skipped(name, f"{_NO_GPUS}; {built_for}")
     if not part["built"] or part["error"]:
-        return Check(
-            name,
-            FAILS,
-            f"{part['error'] or 'not built'}; this node has {len(gpus)} GPU(s)",
-            "install jax_intranode anew with nvcc on PATH, or with JAX_INTRANODE_CUDA_WHEELS=1",
-        )
+        reason = f"{part['error'] or 'not built'}; this node has {len(gpus)} GPU(s)"
+        remedy = "install jax_intranode anew with nvcc on PATH, or with JAX_INTRANODE_CUDA_WHEELS=1"
+        return _fails(name, reason, remedy)
     if not any(name.startswith("jax-cuda") for name in found["versions"]):
-        return Check(
-            name, FAILS, "JAX has no CUDA plugin", "pip install 'jax_intranode[cuda13]', or cuda12"
-        )
+        remedy = "pip install 'jax_intranode[cuda13]', or cuda12"
+        return _fails(name, "JAX has no CUDA plugin", remedy)
     for gpu in gpus:
-        major, minor = map(int, gpu["compute_capability"].split("."))
+        capability = gpu["compute_capability"]
+        major, minor = map(int, capability.split("."))
         if not _runs_on(part["architectures"], 10 * major + minor):
-            return Check(
-                name,
-                FAILS,
-                f"built for {', '.join(part['architectures'])}; {gpu['name']} has compute "
-                f"capability {major}.{minor}",
-                "build with CMAKE_ARGS=-DCMAKE_CUDA_ARCHITECTURES=native",
-            )
-    return Check(name, OK, f"CUDA {part['cuda']} for {', '.join(part['architectures'])}")
+            reason = f"{built_for}; {gpu['name']} has compute capability {capability}"
+            return _fails(name, reason, "build with CMAKE_ARGS=-DCMAKE_CUDA_ARCHITECTURES=native")
+    return _ok(name, f"CUDA {part['cuda']} for {', '.join(part['architectures'])}")
 
 
 def _runs_on(architectures: Sequence[str], capability: int) -> bool:
@@ -255,25 +240,23 @@ def _runs_on(architectures: Sequence[str], capability: int) -> bool:
 def _links(found: dict[str, Any]) -> Check:
     links, name = found["topology"]["links"], "NVLink"
     if len(links) < 2:
-        return Check(name, SKIPPED, _too_few(links))
+        return _skipped(name, _too_few(links))
     missing = _pairs(len(links), lambda i, j: links[i][j] == 0)
     if topology.relays(links) is not None:
-        return Check(
+        return _ok(
             name,
-            OK,
             "a hybrid cube mesh: psum among all 8 GPUs, and all operations within groups whose "
             "GPUs are linked to each other; jax.lax runs the rest",
         )
     if missing:
-        return Check(
+        return _warning(
             name,
-            WARNING,
             f"not linked: {', '.join(missing)}",
             "a mesh with such a pair falls back to jax.lax: make meshes of linked GPUs only "
             "(`python -m jax_intranode topology` shows them)",
         )
     fewest = min(links[i][j] for i in range(len(links)) for j in range(i))
-    return Check(name, OK, f"{len(links)} GPUs, each pair has {fewest} links or more")
+    return _ok(name, f"{len(links)} GPUs, each pair has {fewest} links or more")
 
 
 def _pairs(count: int, chosen: Callable[[int, int], bool]) -> list[str]:
@@ -288,69 +271,64 @@ def _peer_access(found: dict[str, Any]) -> Check:
     """What the driver says. The tests below find out whether it is true."""
     name, gpus = "peer access", found["gpus"]
     if len(gpus) < 2:
-        return Check(name, SKIPPED, _too_few(gpus))
+        return _skipped(name, _too_few(gpus))
     try:
         with nvml.session() as module:
             handles = [module.nvmlDeviceGetHandleByPciBusId(gpu["bus_id"]) for gpu in gpus]
+            kinds = (module.NVML_P2P_CAPS_INDEX_READ, module.NVML_P2P_CAPS_INDEX_WRITE)
 
             def lacks(i: int, j: int) -> bool:
-                kinds = (module.NVML_P2P_CAPS_INDEX_READ, module.NVML_P2P_CAPS_INDEX_WRITE)
-                states = [
+                return any(
                     module.nvmlDeviceGetP2PStatus(handles[a], handles[b], kind)
+                    != module.NVML_P2P_STATUS_OK
                     for a, b in ((i, j), (j, i))
                     for kind in kinds
-                ]
-                return any(state != module.NVML_P2P_STATUS_OK for state in states)
+                )
 
             # On a hybrid cube mesh only linked pairs need it.
             links = found["topology"]["links"]
             needed = topology.relays(links) is None
             missing = _pairs(len(gpus), lambda i, j: (needed or links[i][j] > 0) and lacks(i, j))
     except Exception as error:
-        return Check(name, SKIPPED, f"NVML does not say: {error or type(error).__name__}")
+        return _skipped(name, f"NVML does not say: {error or type(error).__name__}")
     if missing:
-        return Check(
-            name,
-            FAILS,
-            f"the driver allows no access between {', '.join(missing)}",
-            "switch MIG off, and IOMMU or ACS in virtual machines; see `nvidia-smi topo -p2p w`",
+        remedy = (
+            "switch MIG off, and IOMMU or ACS in virtual machines; see `nvidia-smi topo -p2p w`"
         )
-    return Check(name, OK, "the driver allows reads and writes between all pairs")
+        return _fails(name, f"the driver allows no access between {', '.join(missing)}", remedy)
+    return _ok(name, "the driver allows reads and writes between all pairs")
 
 
 def _namespaces() -> Check:
-    own = []
+    name, own = "namespaces", []
     for kind, host in _HOST_NAMESPACES.items():
         try:
             if os.stat(f"/proc/self/ns/{kind}").st_ino != host:
                 own.append(kind.upper())
         except OSError as error:
-            return Check("namespaces", SKIPPED, f"/proc/self/ns/{kind}: {error.strerror}")
+            return _skipped(name, f"/proc/self/ns/{kind}: {error.strerror}")
     if not own:
-        return Check("namespaces", OK, "the host's")
-    return Check(
-        "namespaces",
-        OK,
+        return _ok(name, "the host's")
+    return _ok(
+        name,
         f"this is a container with {' and '.join(own)} namespaces of its own: run all processes of "
         "a node in one container",
     )
 
 
 def _dev_shm(found: dict[str, Any]) -> Check:
-    name = str(shared_memory.DIRECTORY)
+    name = str(machine.SHARED_MEMORY)
     remedy = (
         "give the container more (docker run --shm-size=1g, or --ipc=host); without it, processes "
         "of CPU devices fall back to jax.lax"
     )
-    if problem := shared_memory.problem():
-        verdict = WARNING if found["gpus"] else FAILS
-        return Check(name, verdict, problem, remedy)
-    free = shared_memory.free_bytes()
-    needed = 2 * _slab_bytes("cpu")
+    if problem := machine.problem_of_shared_memory():
+        return (_warning if found["gpus"] else _fails)(name, problem, remedy)
+    free, needed = machine.free_shared_memory(), 2 * _slab_bytes("cpu")
     reason = (
         f"writable, {free >> 20} MiB free; a process with a CPU device needs {needed >> 21} MiB"
     )
-    return Check(name, OK, reason) if free >= needed else Check(name, WARNING, reason, remedy)
+    return _ok(name, reason) if free >= needed else _warning(name, reason, remedy)
 
 
 def _slab_bytes(platform: str) -> int:
@@ -365,15 +343,15 @@ def _slab_bytes(platform: str) -> int:
 
 def _memory(found: dict[str, Any]) -> Iterator[Check]:
     if not found["gpus"]:
-        yield Check("GPU memory", SKIPPED, _NO_GPUS)
+        yield _skipped("GPU memory", _NO_GPUS)
     for number, gpu in enumerate(found["gpus"]):
         yield _memory_of(number, gpu)
 
 
 def _memory_of(number: int, gpu: dict[str, Any]) -> Check:
-    name = f"memory of GPU {number}"
-    if gpu["free_mib"] is None:
-        return Check(name, SKIPPED, "NVML does not say how much is free")
+    name, free = f"memory of GPU {number}", gpu["free_mib"]
+    if free is None:
+        return _skipped(name, "NVML does not say how much is free")
     needed = _slab_bytes("gpu") >> 20
     # JAX takes this fraction of the memory at its start, and the slab lies outside of it.
     preallocates = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() != "false"
@@ -382,20 +360,20 @@ def _memory_of(number: int, gpu: dict[str, Any]) -> Check:
     except ValueError:
         fraction = 0.75
     of_jax = int(fraction * gpu["memory_mib"]) if preallocates else 0
-    reason = f"{gpu['free_mib']} of {gpu['memory_mib']} MiB free; slab and ring need {needed} MiB"
+    reason = f"{free} of {gpu['memory_mib']} MiB free; slab and ring need {needed} MiB"
     if of_jax:
         reason += f" beside JAX's {of_jax} MiB"
-    if gpu["free_mib"] < needed:
-        return Check(name, FAILS, reason, "end other programs on this GPU")
-    if gpu["free_mib"] < needed + of_jax:
-        return Check(
+    remedy = "end other programs on this GPU"
+    if free < needed:
+        return _fails(name, reason, remedy)
+    if free < needed + of_jax:
+        return _warning(
             name,
-            WARNING,
             reason,
-            "end other programs on this GPU, or lower XLA_PYTHON_CLIENT_MEM_FRACTION, "
-            "JAX_INTRANODE_SLAB_MIB or JAX_INTRANODE_RING_MIB",
+            f"{remedy}, or lower XLA_PYTHON_CLIENT_MEM_FRACTION, JAX_INTRANODE_SLAB_MIB or "
+            "JAX_INTRANODE_RING_MIB",
         )
-    return Check(name, OK, reason)
+    return _ok(name, reason)
 
 
 # Tests in processes of their own.
@@ -405,96 +383,80 @@ def _tests(found: dict[str, Any]) -> Iterator[Check]:
     names = ("peer write and read", "memory of another process", "one process", "two processes")
     if jax_intranode._import_error is not None:
         for name in names:
-            yield Check(name, SKIPPED, "the package cannot be imported")
+            yield _skipped(name, "the package cannot be imported")
         return
     count = _usable_gpus(found)
     platform = "gpu" if count >= 2 else "cpu"
-    if count < 2:
-        yield Check(names[0], SKIPPED, _too_few(found["gpus"]))
+    remedy = f"check {machine.SHARED_MEMORY}"
+    if platform == "gpu":
+        remedy = (
+            "check the driver and `nvidia-smi topo -p2p w`; in a container, run with --ipc=host"
+        )
+        what = f"each of {count} GPUs to each other"
+        yield _probe(names[0], what, remedy, "peers", platform, count, 1)
     else:
-        yield _probe(names[0], "peers", str(count), what=f"each of {count} GPUs to each other")
-    device = {"gpu": "CUDA IPC", "cpu": "POSIX shared memory"}[platform]
-    second = "1" if platform == "gpu" else "0"
-    yield _probe(names[1], "owner", platform, "0", second, what=device)
-    yield _self_test("single", platform)
-    yield _self_test("multi", platform)
+        yield _skipped(names[0], _too_few(found["gpus"]))
+    what = {"gpu": "CUDA IPC", "cpu": "POSIX shared memory"}[platform]
+    yield _probe(names[1], what, remedy, "memory_of_a_process", platform, 2, 2)
+    devices = {"gpu": "two GPUs", "cpu": "two CPU devices"}[platform]
+    yield _self_test(f"one process with {devices}", platform, 1)
+    yield _self_test(f"two processes, {devices}", platform, 2)
 
 
 def _usable_gpus(found: dict[str, Any]) -> int:
     """The GPUs that tests can use: those that CUDA shows, if the CUDA part was built."""
     if not found["cuda_part"]["built"] or found["cuda_part"]["error"]:
         return 0
-    if os.environ.get("JAX_PLATFORMS") == "cpu":
-        return 0
-    from jax_intranode._src.command_line.bench import machine
-
-    return machine.gpus_and_driver()[0]
+    return 0 if os.environ.get("JAX_PLATFORMS") == "cpu" else nvml.visible_gpus()
 
 
-def _probe(name: str, *arguments: str, what: str) -> Check:
-    remedy = (
-        "check the driver and `nvidia-smi topo -p2p w`; in a container, run with --ipc=host"
-        if "gpu" in arguments or "peers" in arguments
-        else f"check {shared_memory.DIRECTORY}"
-    )
-    output, problem = _run_module("probe", [arguments])
-    failures = [problem] if problem else json.loads(output.splitlines()[-1])
+def _probe(
+    name: str, what: str, remedy: str, test: str, platform: str, devices: int, ranks: int
+) -> Check:
+    found, problem = _run_test(test, platform, devices, ranks)
+    failures = [problem] if problem else found
     if failures:
-        return Check(name, FAILS, f"{what}: {'; '.join(failures[:3])}", remedy)
-    return Check(name, OK, f"{what}: what was written is read")
+        return _fails(name, f"{what}: {'; '.join(failures[:3])}", remedy)
+    return _ok(name, f"{what}: what was written is read")
 
 
-def _self_test(mode: str, platform: str) -> Check:
-    devices = {"gpu": "two GPUs", "cpu": "two CPU devices"}[platform]
-    name = {"single": f"one process with {devices}", "multi": f"two processes, {devices}"}[mode]
-    with tempfile.TemporaryDirectory(prefix="jax_intranode_doctor_") as directory:
-        file = Path(directory) / "result.json"
-        ranks = 1 if mode == "single" else 2
-        _, problem = _run_module("selftest", [(platform, mode, str(file))] * ranks)
-        remedy = "`python -m jax_intranode info` shows all versions; report this with its output"
-        if problem:
-            return Check(name, FAILS, problem, remedy)
-        result = json.loads(file.read_text())
+def _self_test(name: str, platform: str, ranks: int) -> Check:
+    result, problem = _run_test("operations", platform, 2, ranks)
+    fails = partial(
+        _fails,
+        name,
+        remedy="`python -m jax_intranode info` shows all versions; report this with its output",
+    )
+    if problem:
+        return fails(problem)
     if not result["right"]:
-        return Check(name, FAILS, "a psum or an all-gather was wrong", remedy)
+        return fails("a psum or an all-gather was wrong")
     if result["algorithm"] == "lax":
-        return Check(
-            name,
-            WARNING,
-            f"right, but jax.lax ran it: {result['reason']}",
-            "remove the reason, or expect no gain here",
-        )
+        reason = f"right, but jax.lax ran it: {result['reason']}"
+        return _warning(name, reason, "remove the reason, or expect no gain here")
     if not result["operations"]:
-        return Check(name, FAILS, "the results are right, but our kernels ran nothing", remedy)
-    return Check(name, OK, f"psum and all_gather are right; psum ran as {result['algorithm']}")
+        return fails("the results are right, but our kernels ran nothing")
+    return _ok(name, f"psum and all_gather are right; psum ran as {result['algorithm']}")
 
 
-def _run_module(name: str, ranks: Sequence[Sequence[str]]) -> tuple[str, str | None]:
-    """Runs a module of this package in a process for each rank, with a time limit.
-
-    Returns:
-        What the first rank has printed, and the problem, if there was one.
-    """
-    import sys
-
+def _run_test(name: str, platform: str, devices: int, ranks: int) -> tuple[Any, str | None]:
+    """Runs a test of probe.py, with a time limit; returns its result and the problem, if any."""
     from jax_intranode._src.command_line import launcher
 
-    command = [sys.executable, "-P", "-m", f"jax_intranode._src.command_line.{name}"]
-    variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_INTRANODE_TIMEOUT_S": "60"}
-    with tempfile.TemporaryDirectory(prefix="jax_intranode_doctor_") as directory:
-        try:
-            launcher.run_ranks(
-                [[*command, *arguments] for arguments in ranks],
-                timeout_s=_LIMIT_S,
-                log_dir=Path(directory),
-                env=[variables] * len(ranks),
-                joined=len(ranks) > 1,
-            )
-        except launcher.RankError as error:
-            if error.first_failed is None:
-                return "", str(error).splitlines()[0]
-            return "", _cause(error.logs[error.first_failed])
-        return (Path(directory) / "rank0.log").read_text(errors="replace"), None
+    mode = launcher.SINGLE_PROCESS if ranks == 1 else launcher.PROCESS_PER_DEVICE
+    try:
+        result = launcher.run_function(
+            f"jax_intranode._src.command_line.probe:{name}",
+            {},
+            launcher.Devices(platform, devices, mode),
+            timeout_s=_LIMIT_S,
+            variables={"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_INTRANODE_TIMEOUT_S": "60"},
+        )
+    except launcher.RankError as error:
+        if error.first_failed is None:
+            return None, str(error).splitlines()[0]
+        return None, _cause(error.logs[error.first_failed])
+    return result, None
 
 
 def _cause(log: str) -> str:
@@ -527,10 +489,10 @@ def _benefits(checks: Sequence[Check]) -> tuple[str, list[dict[str, Any]], str]:
     else:
         rows = benefits.of_node("cpu", "cpu", 2, [])
     where = f"{min(count, 8)} GPUs" if on_gpus else "processes with a CPU device each"
-    sentence = f"{lead}between {where}, {benefits.summary(rows)}."
+    sentence = (
+        f"{lead}between {where}, {benefits.summary(rows)}. `python -m jax_intranode demo` measures "
+        "how much."
+    )
     if not on_gpus:
-        sentence += (
-            "\nCPU devices are for development and tests. This table was measured between two of "
-            "them, on 2 cores:"
-        )
+        sentence += "\nCPU devices are for development and tests."
     return sentence, [asdict(row) for row in rows], benefits.table_of(rows)

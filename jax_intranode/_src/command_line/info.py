@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax_intranode
-from jax_intranode._src.command_line import shared_memory, versions
+from jax_intranode._src.command_line import machine, versions
+from jax_intranode._src.command_line.options import add_json
 from jax_intranode._src.group import nvml, topology
 from jax_intranode._src.native import ffi_headers
 from jax_intranode._src.selection import config
@@ -49,7 +50,7 @@ _T = TypeVar("_T")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the command."""
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -243,7 +244,7 @@ def _modes(
         "GPUs, one process": of_gpus,
         "GPUs, one process per GPU": of_gpus,
         "CPU devices, one process": of_cpus,
-        "CPU devices, several processes": of_cpus or shared_memory.problem(),
+        "CPU devices, several processes": of_cpus or machine.problem_of_shared_memory(),
     }
     return [{"mode": mode, "works": why is None, "reason": why} for mode, why in rows.items()]
 

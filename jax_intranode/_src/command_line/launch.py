@@ -19,7 +19,7 @@ from jax_intranode._src.command_line import run as run_command
 from jax_intranode._src.command_line.launcher import start_rank
 from jax_intranode._src.command_line.launcher.job import Streams
 from jax_intranode._src.command_line.launcher.output import RankOutput, Screen, Stream
-from jax_intranode._src.command_line.wrong_input import WrongInput
+from jax_intranode._src.command_line.options import WrongInput, integer_from, positive_number
 from jax_intranode._src.group import nvml
 from jax_intranode._src.selection import config
 
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-n",
         dest="processes",
         metavar="N",
-        type=_positive_integer,
+        type=integer_from(1),
         help="number of processes (default: the number of GPUs)",
     )
     add(
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--restarts",
-        type=_count,
+        type=integer_from(0),
         default=0,
         metavar="K",
         help="after a fault start all processes again, at most K times (default 0); the program "
@@ -83,13 +83,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--timeout",
-        type=_seconds,
+        type=positive_number(),
         metavar="S",
         help="end everything after S seconds, with the stacks of the processes that still run",
     )
     add(
         "--grace",
-        type=_seconds,
+        type=positive_number(),
         default=5.0,
         metavar="S",
         help="seconds from the first failure, or from a signal to this command, until processes "
@@ -393,25 +393,3 @@ def _world_size(arguments: argparse.Namespace) -> int:
             f"launch -n {wanted}: JAX sees {gpus} GPUs here. Use -n {gpus}, or --platform cpu."
         )
     return wanted or gpus
-
-
-def _positive_integer(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: use a positive integer")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r}: use 0 or a positive integer")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: use a positive number of seconds")
-    return value

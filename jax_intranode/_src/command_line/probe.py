@@ -1,43 +1,28 @@
-"""A process of `doctor` that tests memory: whether devices, or processes, reach each other's.
+"""The tests of `doctor` in processes of their own: memory of peers, and operations."""
 
-    python -m jax_intranode._src.command_line.probe peers COUNT
-    python -m jax_intranode._src.command_line.probe owner PLATFORM DEVICE PEER_DEVICE
-
-The first one writes from each GPU into each other one, and reads it there. The second one
-allocates memory, lets a second process open it and write, and reads it. Prints the failures as a
-list in JSON.
-"""
-
-import json
-import subprocess
-import sys
 from itertools import permutations
 from typing import Any
 
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_intranode
+from jax_intranode._src.command_line.launcher import all_ranks
+from jax_intranode._src.command_line.launcher.function_rank import Rank
+from jax_intranode._src.jax_private import distributed
 from jax_intranode._src.native import extension
 
 _BYTES = 1 << 16
 _WORD = 0x600DCAFE
+_ELEMENTS = 256  # of float32 on each device: the size at which every table has a row
 
 
-def main() -> int:
-    """Runs the test that the command line names."""
-    what, *arguments = sys.argv[1:]
-    if what == "peers":
-        print(json.dumps(_peers(int(arguments[0]))))
-    elif what == "owner":
-        platform, device, peer = arguments
-        print(json.dumps(_owner(platform, int(device), peer)))
-    else:
-        platform, device, handle = arguments
-        module = extension.module(platform)
-        memory = module.open(int(device), bytes.fromhex(handle), _BYTES)
-        module.write_word(int(device), memory.address, _WORD)
-    return 0
-
-
-def _peers(count: int) -> list[str]:
-    module = extension.module("gpu")
+def peers(rank: Rank) -> list[str]:
+    """Writes from each GPU into each other one, and reads it there; returns what failed."""
+    module: Any = extension.module("gpu")
+    count = rank.devices.size
     memory = [module.allocate(device, _BYTES, False) for device in range(count)]
     failures = []
     for number, (writer, owner) in enumerate(permutations(range(count), 2)):
@@ -53,21 +38,49 @@ def _peers(count: int) -> list[str]:
     return failures
 
 
-def _owner(platform: str, device: int, peer: str) -> list[str]:
-    module: Any = extension.module(platform)
-    memory = module.allocate(device, _BYTES, True)
-    try:
-        command = [*(sys.executable, "-P", "-m", "jax_intranode._src.command_line.probe", "open")]
-        done = subprocess.run(
-            [*command, platform, peer, memory.handle().hex()], capture_output=True, text=True
-        )
-    finally:
-        memory.unlink()
-    if done.returncode != 0:
-        return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1:]
-    found = module.read_word(device, memory.address)
-    return [] if found == _WORD else [f"a process wrote {_WORD}, and the owner reads {found}"]
+def memory_of_a_process(rank: Rank) -> list[str]:
+    """Rank 0 allocates memory, rank 1 writes into it, and rank 0 reads; returns what failed."""
+    module: Any = extension.module(rank.devices.platform)
+    device = rank.number if rank.devices.platform == "gpu" else 0
+    store: Any = distributed.key_value_client()
+    if rank.number == 0:
+        memory = module.allocate(device, _BYTES, True)
+        try:
+            store.key_value_set("doctor/handle", memory.handle().hex())
+            all_ranks.values("doctor/written", 0)
+        finally:
+            memory.unlink()
+        found = module.read_word(device, memory.address)
+        return [] if found == _WORD else [f"a process wrote {_WORD}, and the owner reads {found}"]
+    handle = bytes.fromhex(store.blocking_key_value_get("doctor/handle", 60_000))
+    memory = module.open(device, handle, _BYTES)
+    module.write_word(device, memory.address, _WORD)
+    all_ranks.values("doctor/written", 0)
+    return []
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def operations(rank: Rank) -> dict[str, Any]:
+    """Runs a psum and an all-gather; returns what ran the psum, why, and whether both are right."""
+    mesh = rank.mesh()
+
+    def f(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax_intranode.psum(x, "x"), jax_intranode.all_gather(x, "x", tiled=True)
+
+    program = jax.jit(
+        jax.shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=(P(), P(None)), check_vma=False)
+    )
+    whole = np.arange(2 * _ELEMENTS, dtype=np.float32)
+    sharding = NamedSharding(mesh, P("x"))
+    x = jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+    right = True
+    for _ in range(10):
+        total, gathered = (np.asarray(y.addressable_data(0)) for y in program(x))
+        right &= np.array_equal(total, whole[:_ELEMENTS] + whole[_ELEMENTS:])
+        right &= np.array_equal(gathered, whole)
+    psum = jax_intranode.explain(program)(x).own[0]
+    return {
+        "right": right,
+        "algorithm": psum.algorithm,
+        "reason": psum.reason,
+        "operations": jax_intranode.usage_counter(),
+    }

@@ -11,7 +11,7 @@ from typing import NoReturn
 import jax_intranode
 from jax_intranode._src.command_line import compare
 from jax_intranode._src.command_line.launcher import start_rank
-from jax_intranode._src.command_line.wrong_input import WrongInput
+from jax_intranode._src.command_line.options import WrongInput, integer_from
 from jax_intranode._src.selection import config
 
 DESCRIPTION = (
@@ -54,17 +54,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--steps",
-        type=_steps,
+        type=integer_from(16),
         default=compare.STEPS,
         metavar="N",
         help=f"how many steps to compare (default {compare.STEPS}); the script goes on after them",
     )
-
-
-def _steps(text: str) -> int:
-    if not text.isdecimal() or int(text) < 16:
-        raise argparse.ArgumentTypeError(f"{text!r}: use an integer from 16 on")
-    return int(text)
 
 
 class _Options(argparse.ArgumentParser):

@@ -1,4 +1,4 @@
-"""Parts of commands that only the source tree has: the packages in its folder tools."""
+"""Parts of commands that only the source tree has: modules and packages in its folder tools."""
 
 import importlib
 import importlib.util
@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jax_intranode._src.command_line.wrong_input import WrongInput
+from jax_intranode._src.command_line.options import WrongInput
+
+_ROOT = Path(__file__).resolve().parents[3]
 
 
 def load(module: str, what: str) -> Any:
-    """Imports a module of a package in tools, and lets processes that start later import it, too.
+    """Imports a module in tools, and lets processes that start later import it, too.
 
     It may be importable already. Else it is looked for in the source tree that this package is
     imported from, and in the current directory.
@@ -21,28 +23,25 @@ def load(module: str, what: str) -> Any:
         what: what needs it, for the error message.
 
     Raises:
-        WrongInput: there is no such package here.
+        WrongInput: there is no such module here.
     """
-    package = module.partition(".")[0]
-    if importlib.util.find_spec(package) is None:
-        folder = _folder(package)
-        if folder is None:
+    top = module.partition(".")[0]
+    spec = importlib.util.find_spec(top)
+    if spec is None:
+        for folder in (_ROOT / "tools", Path.cwd() / "tools"):
+            if (folder / top / "__init__.py").exists() or (folder / f"{top}.py").exists():
+                sys.path.append(str(folder))
+                break
+        else:
             raise WrongInput(
-                f"{what} needs the folder tools/{package}, which only the source tree has: run "
-                "this in a clone, or set PYTHONPATH to its folder tools"
+                f"{what} needs {top} in the folder tools, which only the source tree has: run this "
+                "in a clone, or set PYTHONPATH to its folder tools"
             )
-        sys.path.append(str(folder))
+        spec = importlib.util.find_spec(top)
     found = importlib.import_module(module)
-    (path,) = importlib.import_module(package).__path__
+    assert spec is not None and spec.origin is not None
+    folder = Path(spec.origin).parents[1 if spec.submodule_search_locations else 0]
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if (folder_of_it := str(Path(path).parent)) not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, paths), folder_of_it])
+    if str(folder) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, paths), str(folder)])
     return found
-
-
-def _folder(package: str) -> Path | None:
-    """The folder tools that has this package."""
-    for root in (Path(__file__).resolve().parents[3], Path.cwd()):
-        if (root / "tools" / package / "__init__.py").exists():
-            return root / "tools"
-    return None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_intranode._src.command_line import picture
-from jax_intranode._src.command_line.wrong_input import WrongInput, check_writable
+from jax_intranode._src.command_line.options import WrongInput, check_writable
 from jax_intranode._src.group import nvml
 from jax_intranode._src.group import topology as topology_lib
 from jax_intranode._src.group.topology import LinkReport, Topology, TopologyKind

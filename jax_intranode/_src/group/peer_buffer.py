@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_intranode._src.group import communicator, key_value_store, rendezvous
+from jax_intranode._src.group import agreed, communicator, key_value_store, rendezvous, slabs
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group.partition import Partition
 from jax_intranode._src.jax_private import trace_state
@@ -41,7 +41,7 @@ def get_include() -> str:
     Examples:
         >>> import os
         >>> os.listdir(os.path.join(jax_intranode.get_include(), "jax_intranode"))  # doctest: +SKIP
-        ['peer.h', 'peer_ffi.h', 'peer_types.h']
+        ['device.h', 'peer.h', 'peer_ffi.h', 'peer_types.h']
     """
     return str(Path(__file__).parents[2] / "include")
 
@@ -203,7 +203,7 @@ class PeerBuffer:
         return extension.module(self._rendezvous.platform)
 
     def _ordinal(self, device_id: int) -> int:
-        return rendezvous.native_ordinal(self._rendezvous.devices[device_id])
+        return agreed.native_ordinal(self._rendezvous.devices[device_id])
 
     def _check_open(self) -> None:
         if self.closed:
@@ -498,7 +498,7 @@ def _make(
     module = extension.module(agreed.platform)
     deadline = key_value_store.Deadline(config.get().meeting_s)
     made = agreed.peer_buffers_made[name] = agreed.peer_buffers_made.get(name, 0) + 1
-    local, peers = rendezvous.devices_of_host(agreed)
+    local, peers = agreed.devices_of_host(agreed)
     shared = len(local) < len(peers)
     nbytes = _allocated(agreed.platform, _nbytes(shape, dtype))
     own: dict[int, Any] = {}
@@ -517,7 +517,7 @@ def _make(
 
     def allocate() -> dict[str, Any]:
         for i in local:
-            ordinal = rendezvous.native_ordinal(agreed.devices[i])
+            ordinal = agreed.native_ordinal(agreed.devices[i])
             own[i] = module.allocate(ordinal, nbytes, shared)
         handles = {str(i): own[i].handle().hex() if shared else "" for i in local}
         return {"wanted": wanted, "handles": handles}
@@ -529,7 +529,7 @@ def _make(
                     f"process {process} of the mesh makes {record['wanted']}, this one {wanted}"
                 )
         handles = {int(i): text for record in records for i, text in record["handles"].items()}
-        found, others = rendezvous.open_peers(agreed, own, handles, nbytes)
+        found, others = slabs.open_peers(agreed, own, handles, nbytes)
         addresses.update(found)
         opened.extend(others)
 
@@ -540,7 +540,7 @@ def _make(
             memory.unlink()
     members = [
         (
-            rendezvous.native_ordinal(agreed.devices[i]),
+            agreed.native_ordinal(agreed.devices[i]),
             number,
             rank,
             [addresses[i][peer] for peer in group],

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.interpreters import ad, mlir
 
 from jax_intranode._src.jax_private import trace_state
@@ -21,12 +20,14 @@ from jax_intranode._src.ops import (
     all_gather_matmul,
     collective,
     fallback,
-    global_arrays,
     matmul_arguments,
     products,
 )
 from jax_intranode._src.ops.collective_matmul import MatmulParams, matmul_all_reduce_p
-from jax_intranode._src.ops.primitive import OpPrimitive
+from jax_intranode._src.ops.global_arrays import GlobalCall
+from jax_intranode._src.ops.lowering_site import LoweringSite
+from jax_intranode._src.ops.matmul_arguments import MatmulCall
+from jax_intranode._src.ops.primitive import Decision, OpPrimitive
 
 # x, which is the same on all ranks, and the ws -> a product of each w.
 column_parallel_matmul_p = OpPrimitive("column_parallel_matmul")
@@ -94,64 +95,32 @@ def column_parallel_matmul(
         ((4, 6), (4, 3))
     """
     name = "column_parallel_matmul"
+    call = MatmulCall(name, x, w, axis_name, preferred_element_type, batch_axes, mesh, lists=True)
     if sequence_axis is not None:
-        return all_gather_matmul.call(
-            *(name, "sequence_axis", x, w, axis_name, sequence_axis),
-            *(False, preferred_element_type, batch_axes, mesh),
+        return all_gather_matmul.of_call(call, "sequence_axis", sequence_axis, False)
+
+    def of_ranks(x: Any, *ws: Any, reason: str | None) -> list[Any]:
+        params = MatmulParams(
+            axes=call.axes,
+            axis=0,
+            world_size=matmul_arguments.world_size(name, call.axes),
+            dtype=call.dtype,
+            precision=trace_state.matmul_precision(),
         )
-    several = isinstance(w, (list, tuple))
-    x, ws = matmul_arguments.operands(name, x, w, lists=True)
-    of_ranks = partial(
-        _of_ranks,
-        axes=matmul_arguments.axes_of(axis_name),
-        dtype=matmul_arguments.result_dtype(name, x, preferred_element_type),
-        preferred_element_type=preferred_element_type,
-    )
-    of_global = global_arrays.find(name, axis_name, batch_axes, mesh)
-    if of_global is None:
-        results = of_ranks(x, *ws)
-    else:
-        rows = of_global.rows(x)
-        operands: list[Any] = [("x", x, [*rows, ()])]
-        for k, matrix in enumerate(ws):
-            operands.append((f"w[{k}]" if several else "w", matrix, [(), of_global.axes]))
-        out_specs = [[*rows, of_global.axes]] * len(ws)
-        results = of_global.run(partial(of_ranks, reason=of_global.reason), operands, out_specs)
-    return results if several else results[0]
+        over = jax.typeof(x).manual_axis_type.varying
+        if not trace_state.check_vma() or over.intersection(call.axes):
+            return _products(x, *ws, params=params)  # whose gradients need no sum here
+        reason = reason or matmul_arguments.reason_for_lax("psum", call.axes, [x, *ws], ws, x.dtype)
+        if reason is None:
+            return _bind(x, ws, params)
+        with fallback.to_lax(name, reason):
+            return _products(x, *ws, params=params)
 
+    def specs(of_global: GlobalCall, rows: list[Any]) -> tuple[Any, Any, list[Any]]:
+        results = [[*rows, of_global.axes]] * len(call.ws)
+        return [*rows, ()], [(), of_global.axes], results
 
-def _of_ranks(
-    x: Any,
-    *ws: Any,
-    axes: tuple[Any, ...],
-    dtype: np.dtype[Any],
-    preferred_element_type: Any,
-    reason: str | None = None,
-) -> list[Any]:
-    """The products, where shard_map has bound the axes."""
-    name = "column_parallel_matmul"
-    params = MatmulParams(
-        axes=axes,
-        axis=0,
-        world_size=matmul_arguments.world_size(name, axes),
-        dtype=dtype,
-        precision=trace_state.matmul_precision(),
-    )
-    over = jax.typeof(x).manual_axis_type.varying
-    if not trace_state.check_vma() or over.intersection(axes):
-        results = _products(x, *ws, params=params)  # whose gradients need no sum here
-    else:
-        operands = [x, *ws]
-        reason = reason or matmul_arguments.reason_for_lax("psum", axes, operands, ws, x.dtype)
-        if reason is not None:
-            with fallback.to_lax(name, reason):
-                results = _products(x, *ws, params=params)
-        else:
-            results = _bind(x, ws, params)
-    return [
-        matmul_arguments.weak_as_laxs([x, w], preferred_element_type, product)
-        for w, product in zip(ws, results, strict=True)
-    ]
+    return call.run(of_ranks, specs)[0]
 
 
 def _bind(x: Any, ws: Sequence[Any], params: MatmulParams) -> list[Any]:
@@ -184,12 +153,11 @@ def _abstract_eval(x: Any, *ws: Any, params: MatmulParams) -> list[Any]:
     ]
 
 
-# Lowering.
-
-
-def _lower(ctx: Any, *operands: Any, params: MatmulParams, traced_over: Any) -> Any:
-    del traced_over  # nothing is sent
-    return mlir.lower_fun(partial(_products, params=params))(ctx, *operands)
+def _decide(
+    site: LoweringSite, avals: Sequence[Any], params: MatmulParams, traced_over: Any
+) -> Decision:
+    del site, avals, traced_over  # nothing is sent
+    return Decision(mlir.lower_fun(partial(_products, params=params)), lambda: [])
 
 
 # Differentiation: linear in x, and linear in the matrices.
@@ -267,8 +235,7 @@ def _needed(used: list[bool], params: MatmulParams) -> tuple[list[bool], MatmulP
 
 column_parallel_matmul_p.register(
     abstract_eval=_abstract_eval,
-    lower=_lower,
-    explain=lambda site, avals, *, params, traced_over: [],
+    decide=_decide,
     jvp=_jvp,
     transpose=_transpose,
     batch=_batch,

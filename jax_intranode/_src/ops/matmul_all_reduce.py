@@ -3,27 +3,28 @@
 import dataclasses
 import math
 from collections.abc import Hashable, Sequence
-from functools import partial
 from typing import Any
 
-import jax
-import numpy as np
 from jax import lax
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad
 
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import (
     collective_matmul,
-    global_arrays,
     matmul_arguments,
     matmul_reduce_scatter,
     overlapped,
     products,
 )
 from jax_intranode._src.ops.collective import AllGatherParams, PsumParams, all_gather_p, psum_p
-from jax_intranode._src.ops.collective_matmul import Communicate, MatmulParams, matmul_all_reduce_p
-from jax_intranode._src.ops.lowering_site import LoweringSite
-from jax_intranode._src.ops.primitive import Operation
+from jax_intranode._src.ops.collective_matmul import (
+    Collective,
+    Communicate,
+    MatmulParams,
+    matmul_all_reduce_p,
+)
+from jax_intranode._src.ops.global_arrays import GlobalCall
+from jax_intranode._src.ops.matmul_arguments import MatmulCall
 
 
 def matmul_all_reduce(
@@ -89,84 +90,47 @@ def matmul_all_reduce(
         >>> bool(jnp.allclose(y, x @ w))
         True
     """
-    return call("matmul_all_reduce", x, w, axis_name, preferred_element_type, batch_axes, mesh)
-
-
-def call(
-    name: str,
-    x: Any,
-    w: Any,
-    axis_name: Any,
-    preferred_element_type: Any,
-    batch_axes: Any,
-    mesh: Any,
-) -> Any:
-    """`matmul_all_reduce`, for a public function of this name.
-
-    Args:
-        name: the public function, for messages.
-        x: as in `matmul_all_reduce`, like all others.
-    """
-    x, (w,) = matmul_arguments.operands(name, x, w)
-    dtype = matmul_arguments.result_dtype(name, x, preferred_element_type)
-    axes = matmul_arguments.axes_of(axis_name)
-    of_ranks = partial(
-        _of_ranks, axes=axes, dtype=dtype, preferred_element_type=preferred_element_type
+    return of_call(
+        MatmulCall(
+            *("matmul_all_reduce", x, w, axis_name, preferred_element_type, batch_axes, mesh)
+        )
     )
-    of_global = global_arrays.find(name, axis_name, batch_axes, mesh)
-    if of_global is None:
-        return of_ranks(x, w)[0]
-    rows = of_global.rows(x)
-    operands = [("x", x, [*rows, axes]), ("w", w, [axes, ()])]
-    return of_global.run(partial(of_ranks, reason=of_global.reason), operands, [[*rows, ()]])[0]
 
 
-def _of_ranks(
-    x: Any,
-    w: Any,
-    *,
-    axes: tuple[Any, ...],
-    dtype: np.dtype[Any],
-    preferred_element_type: Any,
-    reason: str | None = None,
-) -> list[Any]:
-    """The result, where shard_map has bound the axes."""
-    name = "matmul_all_reduce"
-    reason = reason or matmul_arguments.reason_for_lax("psum", axes, [x, w], [x, w], dtype)
-    params = MatmulParams(
-        axes=axes,
-        axis=0,
-        world_size=matmul_arguments.world_size(name, axes),
-        dtype=dtype,
-        precision=trace_state.matmul_precision(),
-        invariant=trace_state.check_vma(),
-    )
-    if reason is not None:
-        add = collective_matmul.by_lax(name, reason, _psum_params(params))
-        (result,) = unfused(add, x, w, params=params)
-    else:
-        operands = matmul_arguments.varying_alike([x, w], axes)
-        with jax.named_scope(f"jax_intranode.{name}"):
-            (result,) = matmul_all_reduce_p.bind(*operands, params=params)
-    return [matmul_arguments.weak_as_laxs([x, w], preferred_element_type, result)]
+def of_call(call: MatmulCall) -> Any:
+    """A matmul_all_reduce, for a public function."""
+
+    def of_ranks(x: Any, w: Any, *, reason: str | None) -> list[Any]:
+        reason = reason or matmul_arguments.reason_for_lax(
+            "psum", call.axes, [x, w], [x, w], call.dtype
+        )
+        params = MatmulParams(
+            axes=call.axes,
+            axis=0,
+            world_size=matmul_arguments.world_size("matmul_all_reduce", call.axes),
+            dtype=call.dtype,
+            precision=trace_state.matmul_precision(),
+            invariant=trace_state.check_vma(),
+        )
+        return _KIND.bind_or_fall_back([x, w], params, reason)
+
+    def specs(of_global: GlobalCall, rows: list[Any]) -> tuple[Any, Any, list[Any]]:
+        return [*rows, of_global.axes], [of_global.axes, ()], [[*rows, ()]]
+
+    return call.run(of_ranks, specs)[0]
 
 
 # The unfused computation.
 
 
-def unfused(add: Communicate, *operands: Any, params: MatmulParams) -> list[Any]:
+def _unfused(add: Communicate, *operands: Any, params: MatmulParams) -> list[Any]:
     """The sum of products, and the all-reduce after it."""
-    return [
-        add(
-            products.sum_of_dots(
-                operands, params.terms, params.dtype, params.precision, params.transposed
-            )
-        )
-    ]
+    how = params.dtype, params.precision, params.transposed
+    return [add(products.sum_of_dots(operands, params.terms, *how))]
 
 
-def _psum_params(params: MatmulParams) -> PsumParams:
-    return PsumParams(params.axes, params.invariant)
+def _psum(params: MatmulParams) -> Collective:
+    return psum_p, PsumParams(params.axes, params.invariant)
 
 
 # Abstract evaluation.
@@ -185,7 +149,7 @@ def _abstract_eval(*operands: Any, params: MatmulParams) -> list[Any]:
     return [total.update(manual_axis_type=kind.update(varying=kind.varying - set(params.axes)))]
 
 
-# Selection and lowering.
+# Overlapping.
 
 
 def _request(*operands: Any, params: MatmulParams) -> overlapped.Request | str:
@@ -206,53 +170,20 @@ def _request(*operands: Any, params: MatmulParams) -> overlapped.Request | str:
     return dataclasses.replace(request, operands=in_rows)
 
 
-def _find(
-    site: LoweringSite, avals: Sequence[Any], params: MatmulParams, traced_over: Any
-) -> overlapped.Overlapped | str:
-    return collective_matmul.find_overlapped(
-        "matmul_reduce_scatter", site, params.axes, traced_over, _request(*avals, params=params)
-    )
+def _gather(params: MatmulParams) -> Collective:
+    """The all-gather after an overlapped matmul_reduce_scatter."""
+    return all_gather_p, AllGatherParams(params.axes, 0, True, params.world_size)
 
 
-def _gather_params(params: MatmulParams) -> AllGatherParams:
-    """Those of the all-gather after an overlapped matmul_reduce_scatter."""
-    return AllGatherParams(params.axes, 0, True, params.world_size)
-
-
-def _explain(
-    site: LoweringSite, avals: Sequence[Any], *, params: MatmulParams, traced_over: Any
-) -> list[Operation]:
-    found = _find(site, avals, params, traced_over)
-    total = _total(avals, params)
-    if isinstance(found, str):
-        add = psum_p, _psum_params(params)
-        return [
-            collective_matmul.explain_unfused(
-                matmul_all_reduce_p, avals, total, add, site, traced_over, found
-            )
-        ]
-    part = total.update(shape=(found.request.rows, *found.request.ns))
-    return [
-        collective_matmul.explain_overlapped(matmul_all_reduce_p, avals, total, found),
-        *all_gather_p.explain(site, [part], params=_gather_params(params), traced_over=traced_over),
-    ]
-
-
-def _lower(ctx: Any, *operands: Any, params: MatmulParams, traced_over: Any) -> Any:
-    found = _find(LoweringSite.of(ctx), ctx.avals_in, params, traced_over)
-
-    def compute(*operands: Any) -> list[Any]:
-        if isinstance(found, str):
-            own = psum_p, _psum_params(params)
-            add = collective_matmul.bound_as_traced(own, traced_over)
-            return unfused(add, *operands, params=params)
-        gather = collective_matmul.bound_as_traced(
-            (all_gather_p, _gather_params(params)), traced_over
-        )
-        (part,) = found(*operands)
-        return [gather(part).reshape(ctx.avals_out[0].shape)]
-
-    return mlir.lower_fun(compute)(ctx, *operands)
+_KIND = collective_matmul.Kind(
+    matmul_all_reduce_p,
+    _psum,
+    _unfused,
+    _total,
+    _request,
+    overlapped_as="matmul_reduce_scatter",
+    then=_gather,
+)
 
 
 # Differentiation. The jvp rule is `collective_matmul.jvp_of_sum`.
@@ -265,7 +196,7 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, params: MatmulParams) 
     if params.invariant:
         ct = lax.pcast(ct, params.axes, to="varying")
     else:
-        (ct,) = psum_p.bind(ct, params=_psum_params(params))
+        (ct,) = psum_p.bind(ct, params=_psum(params)[1])
     return collective_matmul.transpose_of_sum(ct, operands, params)
 
 
@@ -276,9 +207,7 @@ def _batch(
     name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: MatmulParams
 ) -> tuple[list[Any], list[Any]]:
     return collective_matmul.batch_of_sum(
-        matmul_all_reduce_p,
-        unfused,
-        (psum_p, _psum_params(params)),
+        _KIND,
         name,
         size,
         operands,
@@ -292,10 +221,8 @@ def _batch(
 
 matmul_all_reduce_p.register(
     abstract_eval=_abstract_eval,
-    lower=_lower,
-    explain=_explain,
+    decide=_KIND.decide,
     jvp=collective_matmul.jvp_of_sum,
     transpose=_transpose,
     batch=_batch,
-    find=_find,
 )

@@ -3,24 +3,21 @@
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import jax
-import numpy as np
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad
 
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import (
     collective,
     collective_matmul,
-    global_arrays,
     matmul_arguments,
     overlapped,
     products,
 )
 from jax_intranode._src.ops.collective import PsumScatterParams, psum_scatter_p
 from jax_intranode._src.ops.collective_matmul import (
+    Collective,
     Communicate,
     GradientParams,
     MatmulParams,
@@ -28,8 +25,8 @@ from jax_intranode._src.ops.collective_matmul import (
     gradients_of_matmul_reduce_scatter_p,
     matmul_reduce_scatter_p,
 )
-from jax_intranode._src.ops.lowering_site import LoweringSite
-from jax_intranode._src.ops.primitive import Operation
+from jax_intranode._src.ops.global_arrays import GlobalCall
+from jax_intranode._src.ops.matmul_arguments import MatmulCall
 
 
 def matmul_reduce_scatter(
@@ -105,87 +102,52 @@ def matmul_reduce_scatter(
         >>> bool(jnp.allclose(project(x, w), x @ w))
         True
     """
-    return call(
-        *("matmul_reduce_scatter", "scatter_axis", x, w, axis_name, scatter_axis),
-        *(preferred_element_type, batch_axes, mesh),
+    call = MatmulCall(
+        *("matmul_reduce_scatter", x, w, axis_name, preferred_element_type, batch_axes, mesh)
     )
+    return of_call(call, "scatter_axis", scatter_axis)
 
 
-def call(
-    name: str,
-    argument: str,
-    x: Any,
-    w: Any,
-    axis_name: Any,
-    scatter_axis: Any,
-    preferred_element_type: Any,
-    batch_axes: Any,
-    mesh: Any,
-) -> Any:
-    """`matmul_reduce_scatter`, for a public function of this name.
+def of_call(call: MatmulCall, argument: str, scatter_axis: Any) -> Any:
+    """A matmul_reduce_scatter, for a public function.
 
     Args:
-        name: the public function, for messages.
+        call: the call of the public function.
         argument: its argument that gives `scatter_axis`.
-        x: as in `matmul_reduce_scatter`, like all others.
+        scatter_axis: as in `matmul_reduce_scatter`.
     """
-    x, (w,) = matmul_arguments.operands(name, x, w)
-    dtype = matmul_arguments.result_dtype(name, x, preferred_element_type)
-    dimension = matmul_arguments.dimension(name, argument, scatter_axis, x.ndim)
-    axes = matmul_arguments.axes_of(axis_name)
-    of_ranks = partial(
-        _of_ranks,
-        axes=axes,
-        dimension=dimension,
-        dtype=dtype,
-        preferred_element_type=preferred_element_type,
-    )
-    of_global = global_arrays.find(name, axis_name, batch_axes, mesh)
-    if of_global is None:
-        size = matmul_arguments.world_size(name, axes)
+    dimension = matmul_arguments.dimension(call.name, argument, scatter_axis, call.x.ndim)
+
+    def of_ranks(x: Any, w: Any, *, reason: str | None) -> list[Any]:
+        size = matmul_arguments.world_size("matmul_reduce_scatter", call.axes)
         length = products.dot_shape(x, w, False)[dimension]
         if length % size != 0:
             raise ValueError(
-                f"{name}: {argument} {scatter_axis} of the product has {length} elements; it "
-                f"must be a multiple of the {size} ranks over {axis_name!r}"
+                f"{call.name}: {argument} {scatter_axis} of the product has {length} elements; it "
+                f"must be a multiple of the {size} ranks over {call.axis_name!r}"
             )
-        return of_ranks(x, w)[0]
-    rows = of_global.rows(x)
-    spec = [entry + axes * (k == dimension) for k, entry in enumerate([*rows, ()])]
-    of_global.check_divisible("the product", products.dot_shape(x, w, False), spec)
-    operands = [("x", x, [*rows, axes]), ("w", w, [axes, ()])]
-    return of_global.run(partial(of_ranks, reason=of_global.reason), operands, [spec])[0]
+        reason = reason or matmul_arguments.reason_for_lax(
+            "psum_scatter", call.axes, [x, w], [x, w], call.dtype
+        )
+        params = MatmulParams(
+            call.axes, dimension, size, call.dtype, trace_state.matmul_precision()
+        )
+        return _KIND.bind_or_fall_back([x, w], params, reason)
 
+    def specs(of_global: GlobalCall, rows: list[Any]) -> tuple[Any, Any, list[Any]]:
+        axes = of_global.axes
+        spec = [entry + axes * (k == dimension) for k, entry in enumerate([*rows, ()])]
+        product = products.dot_shape(call.x, call.ws[0], False)
+        of_global.check_divisible("the product", product, spec)
+        return [*rows, axes], [axes, ()], [spec]
 
-def _of_ranks(
-    x: Any,
-    w: Any,
-    *,
-    axes: tuple[Any, ...],
-    dimension: int,
-    dtype: np.dtype[Any],
-    preferred_element_type: Any,
-    reason: str | None = None,
-) -> list[Any]:
-    """The result, where shard_map has bound the axes."""
-    name = "matmul_reduce_scatter"
-    size = matmul_arguments.world_size(name, axes)
-    reason = reason or matmul_arguments.reason_for_lax("psum_scatter", axes, [x, w], [x, w], dtype)
-    params = MatmulParams(axes, dimension, size, dtype, trace_state.matmul_precision())
-    if reason is not None:
-        scatter = collective_matmul.by_lax(name, reason, _scatter_params(params))
-        (result,) = unfused(scatter, x, w, params=params)
-    else:
-        operands = matmul_arguments.varying_alike([x, w], axes)
-        with jax.named_scope(f"jax_intranode.{name}"):
-            (result,) = matmul_reduce_scatter_p.bind(*operands, params=params)
-    return [matmul_arguments.weak_as_laxs([x, w], preferred_element_type, result)]
+    return call.run(of_ranks, specs)[0]
 
 
 # The unfused computation.
 
 
-def unfused(scatter: Communicate, *operands: Any, params: MatmulParams) -> list[Any]:
+def _unfused(scatter: Communicate, *operands: Any, params: MatmulParams) -> list[Any]:
     """The sum of products, and the reduce-scatter after it."""
     total = products.sum_of_dots(
         operands, params.terms, params.dtype, params.precision, params.transposed
@@ -201,8 +163,8 @@ def _part_shape(shape: tuple[int, ...], params: MatmulParams) -> tuple[int, ...]
     return (*shape[:axis], shape[axis] // params.world_size, *shape[axis + 1 :])
 
 
-def _scatter_params(params: MatmulParams) -> PsumScatterParams:
-    return PsumScatterParams(params.axes, params.axis, True, params.world_size)
+def _scatter(params: MatmulParams) -> Collective:
+    return psum_scatter_p, PsumScatterParams(params.axes, params.axis, True, params.world_size)
 
 
 # Abstract evaluation.
@@ -219,7 +181,7 @@ def abstract_eval(*operands: Any, params: MatmulParams) -> list[Any]:
     return [total.update(shape=_part_shape(total.shape, params))]
 
 
-# Selection and lowering.
+# Overlapping.
 
 
 def request(*operands: Any, params: MatmulParams) -> overlapped.Request | str:
@@ -243,40 +205,7 @@ def request(*operands: Any, params: MatmulParams) -> overlapped.Request | str:
     )
 
 
-def _find(
-    site: LoweringSite, avals: Sequence[Any], params: MatmulParams, traced_over: Any
-) -> overlapped.Overlapped | str:
-    return collective_matmul.find_overlapped(
-        "matmul_reduce_scatter", site, params.axes, traced_over, request(*avals, params=params)
-    )
-
-
-def _explain(
-    site: LoweringSite, avals: Sequence[Any], *, params: MatmulParams, traced_over: Any
-) -> list[Operation]:
-    found = _find(site, avals, params, traced_over)
-    total = _total(avals, params)
-    if not isinstance(found, str):
-        return [collective_matmul.explain_overlapped(matmul_reduce_scatter_p, avals, total, found)]
-    scatter = psum_scatter_p, _scatter_params(params)
-    return [
-        collective_matmul.explain_unfused(
-            matmul_reduce_scatter_p, avals, total, scatter, site, traced_over, found
-        )
-    ]
-
-
-def _lower(ctx: Any, *operands: Any, params: MatmulParams, traced_over: Any) -> Any:
-    found = _find(LoweringSite.of(ctx), ctx.avals_in, params, traced_over)
-
-    def compute(*operands: Any) -> list[Any]:
-        if not isinstance(found, str):
-            return found(*operands)
-        own = psum_scatter_p, _scatter_params(params)
-        scatter = collective_matmul.bound_as_traced(own, traced_over)
-        return unfused(scatter, *operands, params=params)
-
-    return mlir.lower_fun(compute)(ctx, *operands)
+_KIND = collective_matmul.Kind(matmul_reduce_scatter_p, _scatter, _unfused, _total, request)
 
 
 # Differentiation. The jvp rule is `collective_matmul.jvp_of_sum`.
@@ -338,9 +267,7 @@ def _batch(
     name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: MatmulParams
 ) -> tuple[list[Any], list[Any]]:
     return collective_matmul.batch_of_sum(
-        matmul_reduce_scatter_p,
-        unfused,
-        (psum_scatter_p, _scatter_params(params)),
+        _KIND,
         name,
         size,
         operands,
@@ -354,10 +281,8 @@ def _batch(
 
 matmul_reduce_scatter_p.register(
     abstract_eval=abstract_eval,
-    lower=_lower,
-    explain=_explain,
+    decide=_KIND.decide,
     jvp=collective_matmul.jvp_of_sum,
     transpose=_transpose,
     batch=_batch,
-    find=_find,
 )

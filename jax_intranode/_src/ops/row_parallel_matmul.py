@@ -3,6 +3,7 @@
 from typing import Any
 
 from jax_intranode._src.ops import matmul_all_reduce, matmul_reduce_scatter
+from jax_intranode._src.ops.matmul_arguments import MatmulCall
 
 
 def row_parallel_matmul(
@@ -69,12 +70,12 @@ def row_parallel_matmul(
         True
     """
     name = "row_parallel_matmul"
-    rest = preferred_element_type, batch_axes, mesh
-    if sequence_axis is None:
-        return matmul_all_reduce.call(name, x, w, axis_name, *rest)
     if getattr(x, "ndim", 0) >= 2 and sequence_axis in (-1, x.ndim - 1):
         raise ValueError(
             f"{name}: sequence_axis is {sequence_axis}, the last dimension of the product; divide "
             "another one, or call jax_intranode.matmul_reduce_scatter"
         )
-    return matmul_reduce_scatter.call(name, "sequence_axis", x, w, axis_name, sequence_axis, *rest)
+    call = MatmulCall(name, x, w, axis_name, preferred_element_type, batch_axes, mesh)
+    if sequence_axis is None:
+        return matmul_all_reduce.of_call(call)
+    return matmul_reduce_scatter.of_call(call, "sequence_axis", sequence_axis)

@@ -13,7 +13,7 @@ from typing import Any
 from jax.extend.core import Var
 
 from jax_intranode._src.jax_private import equation_kinds, jaxpr_edit, lax_collectives
-from jax_intranode._src.ops import residual_norm
+from jax_intranode._src.ops import norm_rules
 from jax_intranode._src.rewrite import rows
 from jax_intranode._src.rewrite.body import Body
 from jax_intranode._src.rewrite.collectives import collective_of
@@ -96,11 +96,11 @@ def _may_be_normed(equation: Any, collective: lax_collectives.LaxCollective, bod
         return False
     kinds = ("rms_norm", "layer_norm")
     candidates = (_params(rows.Norm(kind, 0.0, None, 0.0, None), collective) for kind in kinds)
-    return any(residual_norm.is_faster(body.site, x, params) for params in candidates)
+    return any(norm_rules.is_faster(body.site, x, params) for params in candidates)
 
 
-def _params(norm: rows.Norm, collective: lax_collectives.LaxCollective) -> residual_norm.NormParams:
-    return residual_norm.NormParams(
+def _params(norm: rows.Norm, collective: lax_collectives.LaxCollective) -> norm_rules.NormParams:
+    return norm_rules.NormParams(
         collective.axes,
         norm.kind,
         norm.eps,
@@ -264,7 +264,7 @@ def _operation(
     if _hoisted(flow, found, parameters) is None:
         return None
     params = _params(found.norm, collective)
-    if not residual_norm.is_faster(body.site, x.aval, params):
+    if not norm_rules.is_faster(body.site, x.aval, params):
         return None
     primitive = params.primitive
     operands = [x, found.residual, *parameters]

@@ -193,7 +193,7 @@ VARIABLES = (
         _PREFIX + "ALGORITHM",
         _words(ALGORITHMS),
         "`auto`",
-        "`one_shot`, `two_shot`: `psum` uses this algorithm wherever it fits (`two_shot`, in "
+        "`one_shot`, `two_shot`: `psum` uses this algorithm (what does not fit at once, in "
         "segments, fits everywhere); `lax`: everything falls back",
         lambda name, text: _choice(name, text, ALGORITHMS),
     ),

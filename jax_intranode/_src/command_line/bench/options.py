@@ -3,41 +3,41 @@
 import argparse
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
 
 from jax_intranode._src.command_line import source_tree
-from jax_intranode._src.command_line.bench.collectives.operations import OPERATIONS
-from jax_intranode._src.command_line.bench.matmuls import shapes as matmul_shapes
-from jax_intranode._src.command_line.bench.matmuls.operations import MATMULS
-from jax_intranode._src.command_line.bench.settings import MODES, Settings, Shape
-from jax_intranode._src.command_line.wrong_input import WrongInput, check_writable
+from jax_intranode._src.command_line.bench import shapes as matmul_shapes
+from jax_intranode._src.command_line.bench.operations import MATMULS, OPERATIONS
+from jax_intranode._src.command_line.bench.settings import Settings, Shape
+from jax_intranode._src.command_line.launcher.functions import MODES
+from jax_intranode._src.command_line.options import (
+    WrongInput,
+    add_mode,
+    add_platform,
+    check_writable,
+    integer_from,
+    names_from,
+)
 from jax_intranode._src.selection import config
 from jax_intranode._src.selection.overlap.plan import describe_fields as describe_plan_fields
 from jax_intranode._src.selection.overlap.plan import parse as parse_plan
 
 _DTYPES = (
-    "bfloat16",
-    "float16",
-    "float32",
-    "float64",
+    *("bfloat16", "float16", "float32", "float64"),
     *("int8", "int16", "int32", "int64"),
     *("uint8", "uint16", "uint32", "uint64"),
 )
-
 _MATMUL_DTYPES = ("bfloat16", "float16", "float32")
-
 _SIZE_SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-
-
-# The parser.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the benchmark's options. Those that nccl-tests has too have the same names."""
     add = parser.add_argument
+    positive, natural = integer_from(1), integer_from(0)
     add(
         "name",
         type=_parse_name,
@@ -45,26 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"what to measure: {', '.join((*OPERATIONS, *MATMULS))}; in the source tree also the "
         "programs of tools/bench_programs",
     )
-    add(
-        "-b",
-        "--minbytes",
-        type=parse_size,
-        default="1K",
-        help="smallest size in bytes (default 1K)",
-    )
-    add(
-        "-e",
-        "--maxbytes",
-        type=parse_size,
-        help="largest size in bytes (default 16M on GPUs, 64K on CPUs)",
-    )
-    add(
-        "-f",
-        "--stepfactor",
-        type=integer_from(2),
-        default=4,
-        help="factor between two sizes (default 4)",
-    )
+    text = "smallest size in bytes (default 1K)"
+    add("-b", "--minbytes", type=parse_size, default="1K", help=text)
+    text = "largest size in bytes (default 16M on GPUs, 64K on CPUs)"
+    add("-e", "--maxbytes", type=parse_size, help=text)
+    text = "factor between two sizes (default 4)"
+    add("-f", "--stepfactor", type=integer_from(2), default=4, help=text)
     add(
         "--shapes",
         type=matmul_shapes.parse,
@@ -73,17 +59,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--preset",
-        type=_parse_presets,
+        type=names_from(matmul_shapes.PRESETS),
         default=[],
         metavar="NAME[,NAME...]",
         help=f"named lists of shapes: {', '.join(matmul_shapes.PRESETS)} (default reference on "
         "GPUs, tiny on CPUs)",
     )
-    add(
-        "--backward",
-        action="store_true",
-        help="measure the backward pass of a collective matmul",
-    )
+    text = "measure the backward pass of a collective matmul"
+    add("--backward", action="store_true", help=text)
     add(
         "--plan",
         type=_parse_plan,
@@ -91,77 +74,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="force the plan of an overlapped matmul, whether or not it is the fastest. Its fields "
         f"and their defaults: {describe_plan_fields()}",
     )
-    add(
-        "-d",
-        "--datatype",
-        type=_parse_dtypes,
-        default="bfloat16",
-        help="JAX names of dtypes, separated by commas (default bfloat16)",
-    )
-    add("-n", "--iters", type=integer_from(1), default=20, help="timed repetitions (default 20)")
-    add(
-        "-w",
-        "--warmup_iters",
-        type=integer_from(0),
-        default=5,
-        help="untimed repetitions before the timed ones (default 5)",
-    )
-    add(
-        "-T",
-        "--timeout",
-        type=integer_from(1),
-        default=1800,
-        help="time limit in seconds for each mode and each peer (default 1800)",
-    )
+    text = "JAX names of dtypes, separated by commas (default bfloat16)"
+    add("-d", "--datatype", type=names_from(_DTYPES), default="bfloat16", help=text)
+    add("-n", "--iters", type=positive, default=20, help="timed repetitions (default 20)")
+    text = "untimed repetitions before the timed ones (default 5)"
+    add("-w", "--warmup_iters", type=natural, default=5, help=text)
+    text = "time limit in seconds for each mode and each peer (default 1800)"
+    add("-T", "--timeout", type=positive, default=1800, help=text)
     add(
         "--leaves",
-        type=integer_from(1),
+        type=positive,
         default=1,
         metavar="COUNT",
         help="call the collective with a pytree of COUNT arrays; the size is that of all arrays "
         "together (default 1)",
     )
-    add(
-        "--chain",
-        type=integer_from(1),
-        metavar="COUNT",
-        help="calls in a row in one compiled program (default 2 to 256, by platform and size)",
-    )
+    text = "calls in a row in one compiled program (default 2 to 256, by platform and size)"
+    add("--chain", type=positive, metavar="COUNT", help=text)
     add(
         "--settle",
-        type=integer_from(0),
+        type=natural,
         metavar="MS",
         help="run a collective matmul for MS milliseconds before each of its repetitions, until "
         "the GPU's clock has settled under sustained power draw; a program runs for one untimed "
         "repetition unless MS is 0 (default 150 on GPUs, 0 on CPUs)",
     )
-    add(
-        "--algorithm",
-        choices=config.ALGORITHMS,
-        help="set JAX_INTRANODE_ALGORITHM (default: as in the environment)",
-    )
-    add(
-        "--latency-hiding",
-        choices=("on", "off"),
-        help="switch XLA's latency-hiding scheduler on or off (default: XLA's default)",
-    )
-    add(
-        "--mode",
-        choices=(*MODES, "both"),
-        default="both",
-        help="one process per device, a single process for all devices, or both (default both)",
-    )
-    add(
-        "--devices",
-        type=integer_from(1),
-        help="number of devices (default all GPUs, or 2 CPU devices)",
-    )
-    add(
-        "--platform",
-        choices=("auto", "cpu", "gpu"),
-        default="auto",
-        help="auto chooses GPUs if there are any (default auto)",
-    )
+    text = "set JAX_INTRANODE_ALGORITHM (default: as in the environment)"
+    add("--algorithm", choices=config.ALGORITHMS, help=text)
+    text = "switch XLA's latency-hiding scheduler on or off (default: XLA's default)"
+    add("--latency-hiding", choices=("on", "off"), help=text)
+    add_mode(parser)
+    add("--devices", type=positive, help="number of devices (default all GPUs, or 2 CPU devices)")
+    add_platform(parser)
     add(
         "--peers",
         type=_parse_peers,
@@ -171,12 +115,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "source tree",
     )
     add("--json", type=Path, metavar="FILE", help="write the results to FILE")
-    add(
-        "--plot",
-        type=Path,
-        metavar="FILE.png",
-        help="plot the results; needs matplotlib and the source tree",
-    )
+    text = "plot the results; needs matplotlib and the source tree"
+    add("--plot", type=Path, metavar="FILE.png", help=text)
 
 
 def parse_size(text: str) -> int:
@@ -203,37 +143,24 @@ def is_program(name: str) -> bool:
 
 
 def _parse_name(text: str) -> str:
-    """Returns the name of an operation or a program."""
+    names: list[str] = [*OPERATIONS, *MATMULS]
     if is_program(text):
-        names: list[str] = [*OPERATIONS, *MATMULS]
         try:
             programs = source_tree.load("bench_programs.definitions", "bench of other programs")
-            names += programs.PROGRAMS
         except WrongInput as error:
             raise argparse.ArgumentTypeError(
                 f"{text!r} is none of {', '.join(names)}; {error}"
             ) from None
-        _parse_list(text, names)
+        names_from([*names, *programs.PROGRAMS])(text)
     return text
 
 
-def _parse_dtypes(text: str) -> list[str]:
-    """Returns the dtype names of a comma-separated list."""
-    return _parse_list(text, _DTYPES)
-
-
 def _parse_peers(text: str) -> list[str]:
-    """Returns the peers of a comma-separated list."""
     try:
         peers = source_tree.load("bench_peers.registry", "--peers").PEERS
     except WrongInput as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    return list(peers) if text == "all" else _parse_list(text, (*peers, "all"))
-
-
-def _parse_presets(text: str) -> list[str]:
-    """Returns the presets of a comma-separated list."""
-    return _parse_list(text, matmul_shapes.PRESETS)
+    return list(peers) if text == "all" else names_from((*peers, "all"))(text)
 
 
 def _parse_plan(text: str) -> dict[str, int]:
@@ -242,26 +169,6 @@ def _parse_plan(text: str) -> dict[str, int]:
         return dataclasses.asdict(parse_plan(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _parse_list(text: str, allowed: Sequence[str]) -> list[str]:
-    """Returns the names of a comma-separated list, each once."""
-    names = list(dict.fromkeys(text.split(",")))
-    for name in names:
-        if name not in allowed:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(allowed)}")
-    return names
-
-
-def integer_from(minimum: int) -> Callable[[str], int]:
-    """Returns an argparse type for integers of at least this minimum."""
-
-    def integer(text: str) -> int:
-        if not text.isdecimal() or int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of {minimum} or more")
-        return int(text)
-
-    return integer
 
 
 # From parsed arguments to settings.
@@ -283,11 +190,31 @@ def settings(
     """
     _check(arguments)
     _check_devices(platform, devices, gpus)
-    shapes = _shapes(arguments, platform, devices) if arguments.name in MATMULS else []
-    modes = MODES if arguments.mode == "both" else (arguments.mode,)
-    found = [_settings_of_mode(arguments, mode, platform, devices, shapes) for mode in modes]
-    if arguments.name in OPERATIONS:
-        _check_sizes(arguments, found[0])
+    name = arguments.name
+    shapes = _shapes(arguments, platform, devices) if name in MATMULS else []
+    largest = arguments.maxbytes or parse_size("64K" if platform == "cpu" else "16M")
+    settle_ms = 150 if platform == "gpu" and name not in OPERATIONS else 0
+    found = [
+        Settings(
+            name=name,
+            mode=mode,
+            devices=devices,
+            platform=platform,
+            dtypes=arguments.datatype,
+            sizes=sizes_between(arguments.minbytes, largest, arguments.stepfactor),
+            leaves=arguments.leaves,
+            iterations=arguments.iters,
+            warmup_iterations=arguments.warmup_iters,
+            chain=arguments.chain,
+            shapes=[list(shape) for shape in shapes],
+            backward=arguments.backward,
+            plan=arguments.plan,
+            settle_ms=settle_ms if arguments.settle is None else arguments.settle,
+        )
+        for mode in (MODES if arguments.mode == "both" else (arguments.mode,))
+    ]
+    if name in OPERATIONS:
+        _check_sizes(arguments, largest, found[0])
     return found
 
 
@@ -339,9 +266,9 @@ def _check_devices(platform: str, devices: int, gpus: int) -> None:
     )
 
 
-def _check_sizes(arguments: argparse.Namespace, settings: Settings) -> None:
+def _check_sizes(arguments: argparse.Namespace, largest: int, settings: Settings) -> None:
     """Raises ValueError if there is no size of a collective to measure."""
-    smallest, largest = arguments.minbytes, _largest_size(arguments, settings.platform)
+    smallest = arguments.minbytes
     if smallest > largest:
         default = "" if arguments.maxbytes else " (the default)"
         raise ValueError(
@@ -365,7 +292,7 @@ def sizes_between(first: int, last: int, factor: int) -> list[int]:
     return sizes
 
 
-def _shapes(arguments: argparse.Namespace, platform: str, devices: int) -> list[Shape]:
+def _shapes(arguments: argparse.Namespace, platform: str, devices: int) -> Sequence[Shape]:
     """Returns the shapes of a collective matmul that the options ask for.
 
     Raises:
@@ -378,47 +305,6 @@ def _shapes(arguments: argparse.Namespace, platform: str, devices: int) -> list[
     shapes = list(dict.fromkeys([*(arguments.shapes or []), *of_presets]))
     matmul_shapes.check(arguments.name, shapes, devices)
     return shapes
-
-
-def _settings_of_mode(
-    arguments: argparse.Namespace,
-    mode: str,
-    platform: str,
-    devices: int,
-    shapes: Sequence[Shape],
-) -> Settings:
-    """Returns the settings for one mode."""
-    return Settings(
-        name=arguments.name,
-        sizes=sizes_between(
-            arguments.minbytes,
-            _largest_size(arguments, platform),
-            arguments.stepfactor,
-        ),
-        leaves=arguments.leaves,
-        dtypes=arguments.datatype,
-        iterations=arguments.iters,
-        warmup_iterations=arguments.warmup_iters,
-        chain=arguments.chain,
-        mode=mode,
-        devices=devices,
-        platform=platform,
-        shapes=[list(shape) for shape in shapes],
-        backward=arguments.backward,
-        plan=arguments.plan,
-        settle_ms=_settle_ms(arguments, platform),
-    )
-
-
-def _largest_size(arguments: argparse.Namespace, platform: str) -> int:
-    return arguments.maxbytes or parse_size("64K" if platform == "cpu" else "16M")
-
-
-def _settle_ms(arguments: argparse.Namespace, platform: str) -> int:
-    if arguments.settle is not None:
-        return int(arguments.settle)
-    settles = arguments.name not in OPERATIONS
-    return 150 if settles and platform == "gpu" else 0
 
 
 def environment(arguments: argparse.Namespace) -> dict[str, str]:

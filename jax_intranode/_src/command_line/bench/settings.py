@@ -1,15 +1,11 @@
 """The settings of a measurement, which the parent process sends to the ranks."""
 
-import dataclasses
-import json
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
-PROCESS_PER_DEVICE = "process-per-device"
-SINGLE_PROCESS = "single-process"
-MODES = (PROCESS_PER_DEVICE, SINGLE_PROCESS)
+from jax_intranode._src.command_line.launcher.functions import Devices
 
 
 class Shape(NamedTuple):
@@ -30,16 +26,16 @@ class Settings:
 
     Attributes:
         name: a key of OPERATIONS, MATMULS or PROGRAMS.
-        sizes: bytes of each measurement of a collective, as defined in `operations.Operation`.
+        mode: one of `launcher.MODES`.
+        devices: the number of devices.
+        platform: "cpu" or "gpu".
+        dtypes: names of the dtypes. All of them are measured at each size.
+        sizes: bytes of each measurement of a collective, as defined in `collectives.Operation`.
         leaves: the number of arrays that one call takes as a pytree; a size is that of all of them
             together.
-        dtypes: names of the dtypes. All of them are measured at each size.
         iterations: the number of timed repetitions.
         warmup_iterations: the number of untimed repetitions before them.
         chain: the number of calls in a chain; None to choose it by platform and size.
-        mode: one of MODES.
-        devices: the number of devices.
-        platform: "cpu" or "gpu".
         shapes: m, k and n of each measurement of a collective matmul.
         backward: whether to measure the backward pass of a collective matmul.
         plan: the fields of the `overlap.Plan` to use; None to choose the fastest plan.
@@ -48,23 +44,24 @@ class Settings:
     """
 
     name: str
-    sizes: list[int]
-    leaves: int
-    dtypes: list[str]
-    iterations: int
-    warmup_iterations: int
-    chain: int | None
     mode: str
     devices: int
     platform: str
+    dtypes: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    leaves: int = 1
+    iterations: int = 20
+    warmup_iterations: int = 5
+    chain: int | None = None
     shapes: list[list[int]] = field(default_factory=list)
     backward: bool = False
     plan: dict[str, int] | None = None
     settle_ms: int = 0
 
-    def to_json(self) -> str:
-        """Returns the settings as text."""
-        return json.dumps(dataclasses.asdict(self))
+    @property
+    def job(self) -> Devices:
+        """The devices of the ranks."""
+        return Devices(self.platform, self.devices, self.mode)
 
     def measurements(self) -> list[tuple[str, int]]:
         """Returns the dtypes and element counts to measure.
@@ -83,8 +80,3 @@ class Settings:
     def matmuls(self) -> list[tuple[str, Shape]]:
         """Returns the dtypes and shapes of collective matmuls to measure."""
         return [(name, Shape(*shape)) for shape in self.shapes for name in self.dtypes]
-
-
-def from_json(text: str) -> Settings:
-    """Returns the settings from the text that `to_json` returned."""
-    return Settings(**json.loads(text))

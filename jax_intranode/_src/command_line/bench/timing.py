@@ -1,7 +1,7 @@
 """Timing of programs that take turns, and statistics of their repetitions."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_intranode._src.command_line.bench import all_ranks
 from jax_intranode._src.command_line.bench.settings import Settings
+from jax_intranode._src.command_line.launcher import all_ranks
 from jax_intranode._src.native import extension
 
 
@@ -50,7 +50,9 @@ def slowest_rank(name: str, times: Times) -> Times:
     )
 
 
-# Programs and chains.
+def sharding(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of an array whose first dimension is divided among all devices."""
+    return NamedSharding(mesh, PartitionSpec("x"))
 
 
 def program(mesh: Mesh, body: Callable[..., Any], donated: int | None = None) -> Any:
@@ -61,16 +63,53 @@ def program(mesh: Mesh, body: Callable[..., Any], donated: int | None = None) ->
         body: the function.
         donated: the number of the argument whose memory the result may take.
     """
-    return jax.jit(
-        jax.shard_map(
-            body,
-            mesh=mesh,
-            in_specs=PartitionSpec("x"),
-            out_specs=PartitionSpec("x"),
-            check_vma=False,
-        ),
-        donate_argnums=() if donated is None else donated,
-    )
+    spec = PartitionSpec("x")
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return jax.jit(mapped, donate_argnums=() if donated is None else donated)
+
+
+class Chain:
+    """A program of many calls, each of which depends on the previous one, and its state.
+
+    It continues from its last state in the same memory. With changing addresses XLA would capture
+    its CUDA graphs again, which takes longer than running them.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        link: Callable[..., Any],
+        moving: Any,
+        fixed: Sequence[Any],
+        length: int,
+        executions: int,
+    ) -> None:
+        """Compiles nothing yet.
+
+        Args:
+            mesh: a mesh with one axis "x".
+            link: a function of the state and of `fixed` that returns the next state.
+            moving: the first state.
+            fixed: more arguments of each call.
+            length: the number of calls in the program.
+            executions: how often `run` executes the program.
+        """
+
+        def body(moving: Any, *fixed: Any) -> Any:
+            for _ in range(length):
+                moving = link(moving, *fixed)
+            return moving
+
+        self.program = program(mesh, body, donated=0)
+        self.moving = jax.tree.map(lambda x: x.copy(), moving)
+        self.fixed = fixed
+        self._executions = executions
+
+    def run(self) -> Any:
+        """Starts the program, and returns the state to wait for."""
+        for _ in range(self._executions):
+            self.moving = self.program(self.moving, *self.fixed)
+        return self.moving
 
 
 def take_turns(
@@ -90,7 +129,7 @@ def take_turns(
     """
     align = program(mesh, lambda x: jax.lax.psum(x, "x"))
     one = jax.make_array_from_callback(
-        (mesh.size,), NamedSharding(mesh, PartitionSpec("x")), lambda index: np.ones(1, np.float32)
+        (mesh.size,), sharding(mesh), lambda index: np.ones(1, np.float32)
     )
     for run in runs:
         jax.block_until_ready(run())  # Compiles it, also without warm-up.
@@ -116,3 +155,43 @@ def take_turns(
                 seconds[which].append(time.perf_counter() - start)
                 handler_calls += extension.handler_calls() - calls_before
     return seconds, handler_calls
+
+
+def compare(
+    runs: Mapping[str, Callable[[], Any]],
+    mesh: Mesh,
+    settings: Settings,
+    label: str,
+    *,
+    calls: int,
+    untimed: int = 0,
+    overhead_s: float = 0.0,
+) -> tuple[dict[str, Times], int]:
+    """Times functions that take turns, on all ranks.
+
+    Args:
+        runs: see `take_turns`, by name. The time of one that is called "empty" is subtracted from
+            the others.
+        mesh: a mesh with one axis "x".
+        settings: the number of repetitions.
+        label: a unique name of the measurement.
+        calls: the number of calls in a repetition.
+        untimed: see `take_turns`.
+        overhead_s: the part of a repetition that is no call.
+
+    Returns:
+        The slowest rank's times of each function, but "empty"; and how often XLA called our FFI
+        handlers, over all ranks.
+    """
+    seconds, handler_calls = take_turns(list(runs.values()), mesh, settings, untimed)
+    us = {
+        name: 1e6 * (np.array(of_run) - overhead_s) / calls
+        for name, of_run in zip(runs, seconds, strict=True)
+    }
+    if "empty" in us:
+        nothing = np.median(us.pop("empty"))
+        us = {name: np.maximum(of_run - nothing, 0) for name, of_run in us.items()}
+    times = {
+        name: slowest_rank(f"{label}/{name}", statistics(of_run)) for name, of_run in us.items()
+    }
+    return times, all_ranks.total(f"{label}/handler_calls", handler_calls)

@@ -2,15 +2,10 @@
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -21,9 +16,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src.command_line import launcher
-from jax_intranode._src.command_line.bench import all_ranks
-from jax_intranode._src.command_line.bench.settings import PROCESS_PER_DEVICE
+from jax_intranode._src.command_line.launcher import all_ranks
+from jax_intranode._src.command_line.launcher.function_rank import Rank
 from jax_intranode._src.command_line.soak import programs, reference, steps
 from jax_intranode._src.command_line.soak.programs import Program
 from jax_intranode._src.selection import config
@@ -32,99 +26,54 @@ from jax_intranode._src.selection import config
 _MOST_FAILURES = 5
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What the parent process tells the ranks.
+def run(rank: Rank, seed: int, seconds: float, program: int | None = None) -> dict[str, Any]:
+    """Runs programs until the time is over, and returns the counts of all ranks together.
 
-    Attributes:
-        mode: "process-per-device" or "single-process".
-        platform: "cpu" or "gpu".
-        devices: the number of devices of the job.
+    Rank 0 tells when a program begins, and all counts so far when it has ended.
+
+    Args:
+        rank: this process.
         seed: the seed of the programs.
         seconds: how long to run.
         program: the number of the only program to run; None to run one after the other.
     """
-
-    mode: str
-    platform: str
-    devices: int
-    seed: int
-    seconds: float
-    program: int | None
-
-    def to_json(self) -> str:
-        """Returns the settings as text."""
-        return json.dumps(dataclasses.asdict(self))
-
-
-def main() -> None:
-    """Runs programs. Rank 0 writes the results.
-
-    Command line: the settings as JSON, and the file for the results: a line of JSON when a program
-    begins, and one with all counts so far when it has ended.
-    """
-    settings, output = Settings(**json.loads(sys.argv[1])), Path(sys.argv[2])
-    rank = launcher.connect(settings.platform) if settings.mode == PROCESS_PER_DEVICE else 0
-    if jax.default_backend() != settings.platform:
-        raise RuntimeError(f"wanted JAX on {settings.platform}, got {jax.default_backend()}")
+    rank.mesh()  # checks the platform
     jax.config.update("jax_enable_x64", True)
-    with contextlib.ExitStack() as stack:
-        file = stack.enter_context(output.open("a")) if rank == 0 else None
-
-        def write(line: dict[str, Any]) -> None:
-            if file is not None:
-                file.write(json.dumps(line) + "\n")
-                file.flush()
-
-        run(settings, write)
-
-
-def run(settings: Settings, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Runs programs until the time is over, and returns the counts of all ranks together.
-
-    Args:
-        settings: the settings.
-        write: gets a dictionary when a program begins and one when it has ended.
-    """
     counts: dict[str, Any] = {
-        "programs": 0,
-        "runs": 0,
-        "operations": 0,
-        "elements": 0,
-        "wrong": 0,
+        **dict.fromkeys(("programs", "runs", "operations", "elements", "wrong"), 0),
         "failures": [],
     }
-    end = time.monotonic() + settings.seconds
-    number = settings.program or 0
+    end = time.monotonic() + seconds
+    number = program or 0
     life = None
     while True:
         # Rank 0 decides for all: clocks differ.
-        over = time.monotonic() >= end or (settings.program is not None and counts["programs"] > 0)
-        name = f"soak/{settings.mode}/{number}"
+        over = time.monotonic() >= end or (program is not None and counts["programs"] > 0)
+        name = f"soak/{number}"
         if all_ranks.values(f"{name}/over", float(over))[0]:
             return counts
         if number // programs.PROGRAMS_OF_A_LIFE != life:
             life = number // programs.PROGRAMS_OF_A_LIFE
-            _begin_life(settings.seed, life)
-        program = programs.make(settings.seed, number, settings.devices, settings.platform)
-        write({"begun": str(program)})
+            _begin_life(seed, life)
+        made = programs.make(seed, number, rank.devices.size, rank.devices.platform)
+        rank.begin(str(made))
         before = jax_intranode.usage_counter()
         try:
-            wrong, elements = run_program(program)
+            wrong, elements = run_program(made)
         except BaseException:
-            sys.stderr.write(f"This failed: {program}\n")
+            sys.stderr.write(f"This failed: {made}\n")
             raise
         wrong = all_ranks.total(f"{name}/wrong", wrong)
         counts["programs"] += 1
-        counts["runs"] += program.rounds
+        counts["runs"] += made.rounds
         counts["operations"] += all_ranks.total(
             f"{name}/operations", jax_intranode.usage_counter() - before
         )
         counts["elements"] += all_ranks.total(f"{name}/elements", elements)
         counts["wrong"] += wrong
         if wrong and len(counts["failures"]) < _MOST_FAILURES:
-            counts["failures"].append({"program": number, "wrong": wrong, "text": str(program)})
-        write(counts)
+            counts["failures"].append({"program": number, "wrong": wrong, "text": str(made)})
+        rank.tell(counts=counts)
         number += 1
 
 
@@ -233,7 +182,7 @@ def _replicated(mesh: Mesh, turn: int) -> Any:
 
 def _comparison(program: Program, mesh: Mesh) -> Any:
     """A function of the operands and our results: how many elements are wrong on each device."""
-    lib = steps.LaxMatmuls(lax if program.integers else _reference())
+    lib = steps.LaxMatmuls(lax if program.integers else reference)
     expected_of = steps.build(dataclasses.replace(program, check_vma=False), lib)
 
     def body(turn: Any, v: Any, w: Any, ct: Any, *found: Any) -> Any:
@@ -256,16 +205,6 @@ def _comparison(program: Program, mesh: Mesh) -> Any:
         in_specs=(P(), *(by_device,) * (3 + (4 if program.gradient else 2))),
         out_specs=by_device,
         check_vma=False,
-    )
-
-
-def _reference() -> Any:
-    return SimpleNamespace(
-        psum=reference.psum,
-        pmean=reference.pmean,
-        psum_scatter=reference.psum_scatter,
-        all_gather=reference.all_gather,
-        all_to_all=reference.all_to_all,
     )
 
 
@@ -297,7 +236,3 @@ def _random(program: Program, mesh: Mesh, which: int, shape: tuple[int, int]) ->
     return jax.make_array_from_callback(
         (mesh.size * shape[0], shape[1]), NamedSharding(mesh, P(mesh.axis_names)), of_device
     )
-
-
-if __name__ == "__main__":
-    main()

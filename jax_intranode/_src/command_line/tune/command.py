@@ -3,25 +3,27 @@
 import argparse
 import dataclasses
 import datetime
-import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jax_intranode._src.command_line import launcher
-from jax_intranode._src.command_line.bench import machine, record
-from jax_intranode._src.command_line.bench.command import end_by_exit, run_mode
-from jax_intranode._src.command_line.bench.options import integer_from
-from jax_intranode._src.command_line.bench.progress import ProgressLine
-from jax_intranode._src.command_line.bench.settings import MODES, Settings
-from jax_intranode._src.command_line.tune import matmuls
-from jax_intranode._src.command_line.wrong_input import WrongInput, check_writable
+from jax_intranode._src.command_line import launcher, machine, source_tree
+from jax_intranode._src.command_line.bench import record
+from jax_intranode._src.command_line.bench.settings import Settings
+from jax_intranode._src.command_line.options import (
+    WrongInput,
+    add_mode,
+    add_platform,
+    check_writable,
+    integer_from,
+    names_from,
+    positive_number,
+)
+from jax_intranode._src.group import nvml
 from jax_intranode._src.native import definitions
 from jax_intranode._src.selection import table, tuning
-from jax_intranode._src.selection.overlap import Profile
 
 DESCRIPTION = (
     "Measures this node: which algorithm and which launch is fastest for each collective, process "
@@ -48,40 +50,20 @@ _SLACK_S = 300
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     add = parser.add_argument
-    add(
-        "-o",
-        "--output",
-        type=Path,
-        default=Path("jax_intranode_tuning.json"),
-        metavar="FILE",
-        help="the file (default jax_intranode_tuning.json)",
+    default = Path("jax_intranode_tuning.json")
+    text = f"the file (default {default})"
+    add("-o", "--output", type=Path, default=default, metavar="FILE", help=text)
+    text = "how long to measure, about (default 20 on GPUs, 4 on CPU devices)"
+    add("--minutes", type=positive_number(24 * 60), help=text)
+    add_platform(parser)
+    text = (
+        "number of devices (default all GPUs, or 2 CPU devices); smaller groups are measured, too"
     )
-    add(
-        "--minutes",
-        type=_minutes,
-        help="how long to measure, about (default 20 on GPUs, 4 on CPU devices)",
-    )
-    add(
-        "--platform",
-        choices=("auto", "cpu", "gpu"),
-        default="auto",
-        help="auto chooses GPUs if there are any (default auto)",
-    )
-    add(
-        "--devices",
-        type=integer_from(2),
-        help="number of devices (default all GPUs, or 2 CPU devices); smaller groups are measured, "
-        "too",
-    )
-    add(
-        "--mode",
-        choices=(*MODES, "both"),
-        default="both",
-        help="one process per device, a single process for all devices, or both (default both)",
-    )
+    add("--devices", type=integer_from(2), help=text)
+    add_mode(parser)
     add(
         "--operations",
-        type=_operations,
+        type=names_from(OPERATIONS),
         default=list(OPERATIONS),
         metavar="NAME[,NAME...]",
         help=f"the collectives to measure (default {','.join(OPERATIONS)})",
@@ -94,29 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print the plans of bench's reference shapes by today's and by the measured "
         "constants, and time those that differ",
     )
-    add(
-        "--print-profile",
-        action="store_true",
-        help="print the overlap model's constants as source for overlap/profiles.py",
-    )
-
-
-def _minutes(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 24 * 60:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of minutes above 0")
-    return value
-
-
-def _operations(text: str) -> list[str]:
-    names = list(dict.fromkeys(text.split(",")))
-    for name in names:
-        if name not in OPERATIONS:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(OPERATIONS)}")
-    return names
+    text = "print the overlap model's constants as source for overlap/profiles.py"
+    add("--print-profile", action="store_true", help=text)
 
 
 def worlds(devices: int) -> list[int]:
@@ -125,22 +86,21 @@ def worlds(devices: int) -> list[int]:
     return sorted({most, *(n for n in (2, 4, 8) if n <= most)}, reverse=True)
 
 
-def jobs(platform: str, devices: int, modes: list[str]) -> Iterator[Settings]:
-    """Yields the settings of each job."""
-    for world in worlds(devices):
-        for mode in modes:
-            yield Settings(
-                name="psum",  # of all operations, which the rank gets by name
-                sizes=[],
-                leaves=1,
-                dtypes=[],
-                iterations=_ITERATIONS[platform],
-                warmup_iterations=1,
-                chain=_CHAIN[platform],
-                mode=mode,
-                devices=world,
-                platform=platform,
-            )
+def jobs(platform: str, devices: int, modes: list[str]) -> list[Settings]:
+    """Returns the settings of each job. The ranks get the operations by name."""
+    return [
+        Settings(
+            name="psum",
+            mode=mode,
+            devices=world,
+            platform=platform,
+            iterations=_ITERATIONS[platform],
+            warmup_iterations=1,
+            chain=_CHAIN[platform],
+        )
+        for world in worlds(devices)
+        for mode in modes
+    ]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -152,17 +112,17 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         WrongInput: the arguments cannot be served.
     """
-    signal.signal(signal.SIGTERM, end_by_exit)
+    signal.signal(signal.SIGTERM, launcher.end_by_exit)
     check_writable("--output", arguments.output)
-    gpus, driver = machine.gpus_and_driver()
-    platform = machine.chosen_platform(arguments.platform, gpus)
+    gpus = nvml.visible_gpus()
+    platform = machine.chosen_platform(arguments.platform)
     devices = arguments.devices or (gpus if platform == "gpu" else 2)
     if platform == "gpu" and not 2 <= devices <= gpus:
         raise WrongInput(
             f"a group has 2 or more GPUs; this node has {gpus}, and {devices} are asked for: "
             "choose --devices, or --platform cpu"
         )
-    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    load, cores = machine.load()
     if load > cores / 2:
         print(
             f"# other programs run on this machine (load {load:.1f} on {cores} cores): times will "
@@ -171,27 +131,30 @@ def run(arguments: argparse.Namespace) -> int:
         )
     started = time.monotonic()
     seconds = 60 * (arguments.minutes or {"gpu": 20, "cpu": 4}[platform])
-    of_matmuls = 0.0
-    if platform == "gpu" and not arguments.no_matmuls:
-        of_matmuls = min(_MATMULS_S, seconds / 2)
-    end_of_collectives = started + seconds - of_matmuls
-
-    modes = list(MODES) if arguments.mode == "both" else [arguments.mode]
-    todo = list(jobs(platform, devices, modes))
-    line = ProgressLine(sys.stderr, _expected_measurements(platform, arguments.operations, todo))
+    matmuls = _module_of_matmuls(platform, arguments.no_matmuls)
+    of_matmuls = 0.0 if isinstance(matmuls, str) else min(_MATMULS_S, seconds / 2)
+    modes = list(launcher.MODES) if arguments.mode == "both" else [arguments.mode]
+    todo = jobs(platform, devices, modes)
     found: dict[str, Any] = {"tables": [], "measurements": [], "left_out": []}
+    # The progress line counts to as many sizes; the search may end earlier.
+    sizes = len(todo) * len(arguments.operations) * 2 * (8 if platform == "gpu" else 5)
+    line = launcher.ProgressLine(sys.stderr, sizes)
     for number, settings in enumerate(todo):
-        left = end_of_collectives - time.monotonic()
+        left = started + seconds - of_matmuls - time.monotonic()
         allowed = max(0.0, left) / (len(todo) - number)
+        what = {"seconds": allowed, "operations": arguments.operations}
         try:
-            of_job = run_mode(
-                settings,
+            of_job = launcher.run_function(
+                "jax_intranode._src.command_line.tune.measure:measure",
+                {**what, **dataclasses.asdict(settings)},
+                settings.job,
                 # What is in force must not decide what is measured.
-                {tuning.VARIABLE: "", "JAX_INTRANODE_ALGORITHM": "", "JAX_INTRANODE_STRICT": ""},
-                allowed + _SLACK_S,
-                line,
-                module="jax_intranode._src.command_line.tune.rank",
-                arguments=(str(allowed), ",".join(arguments.operations)),
+                variables=dict.fromkeys(
+                    (tuning.VARIABLE, "JAX_INTRANODE_ALGORITHM", "JAX_INTRANODE_STRICT"), ""
+                ),
+                timeout_s=allowed + _SLACK_S,
+                line=line,
+                shows_log=True,
             )
         except launcher.RankError as error:
             sys.stderr.write(f"{error}\n")
@@ -200,8 +163,8 @@ def run(arguments: argparse.Namespace) -> int:
         for name in ("tables", "measurements", "left_out"):
             found[name] += of_job[name]
 
-    profile: Profile | str = "not asked for" if platform == "gpu" else "CPU devices"
-    if of_matmuls:
+    profile: Any = matmuls  # or why it was not measured
+    if not isinstance(matmuls, str):
         limit = max(started + seconds - time.monotonic(), of_matmuls)
         profile = matmuls.measure(limit, arguments.probe, arguments.compare)
     if isinstance(profile, str):
@@ -214,7 +177,7 @@ def run(arguments: argparse.Namespace) -> int:
             "platform": platform,
             "device": found["device"],
             "devices": devices,
-            "versions": {**record.library_versions(), "driver": driver},
+            "versions": {**record.library_versions(), "driver": machine.driver()},
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "seconds": round(time.monotonic() - started, 1),
             "command": record.command_line(sys.argv),
@@ -228,9 +191,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _expected_measurements(platform: str, operations: list[str], todo: list[Settings]) -> int:
-    """The number of sizes that the progress line counts to; the search may end earlier."""
-    return len(todo) * len(operations) * 2 * (8 if platform == "gpu" else 5)
+def _module_of_matmuls(platform: str, left_out: bool) -> Any:
+    """The module that measures the overlap model's constants, or why they are not measured."""
+    if platform == "cpu" or left_out:
+        return "CPU devices" if platform == "cpu" else "not asked for"
+    try:
+        return source_tree.load("tune_profile", "measuring them")
+    except WrongInput as error:
+        return str(error)
 
 
 def summary(tuned: tuning.Tuning, left_out: list[str]) -> str:

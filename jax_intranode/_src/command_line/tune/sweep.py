@@ -12,13 +12,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from jax_intranode._src.command_line.bench import all_ranks
-from jax_intranode._src.command_line.bench.collectives import chains, graph, oracle
-from jax_intranode._src.command_line.bench.collectives.operations import OPERATIONS, Operation
-from jax_intranode._src.command_line.bench.settings import SINGLE_PROCESS, Settings
-from jax_intranode._src.command_line.bench.timing import slowest_rank
+from jax_intranode._src.command_line.bench import collectives, graph, oracle, timing
+from jax_intranode._src.command_line.bench.operations import OPERATIONS
+from jax_intranode._src.command_line.bench.settings import Settings
+from jax_intranode._src.command_line.launcher import SINGLE_PROCESS, all_ranks
 from jax_intranode._src.command_line.tune.rows import Measured, fastest, rows_of
 from jax_intranode._src.native import definitions
 from jax_intranode._src.selection import select, table, tuning
@@ -82,7 +81,8 @@ class Sweep:
         self._out_of_time = out_of_time
         self._dtype = np.dtype(jax.numpy.dtype(DTYPES[settings.platform][packets]))
         self._attempts = 0
-        self._made: tuple[int, dict[int, np.ndarray], np.ndarray] | None = None
+        self._operation = OPERATIONS[operation]
+        self._made: tuple[int, oracle.Collective, dict[int, np.ndarray]] | None = None
 
     def run(self, begin: Callable[[int], None]) -> Iterator[Measured]:
         """Yields the measurements of growing sizes, until ours is slower at two in a row.
@@ -177,10 +177,6 @@ class Sweep:
         (lax_us,) = (lax_us for _, lax_us, row in found if row is best)
         return Measured(nbytes, best, us, lax_us)
 
-    @property
-    def _operation(self) -> Operation:
-        return OPERATIONS[self.operation]
-
     def _operand_count(self, nbytes: int) -> int:
         """Elements of a rank's operand."""
         n = self._settings.devices
@@ -196,15 +192,13 @@ class Sweep:
         Raises:
             RuntimeError: a result was wrong.
         """
-        shards, expected = self._data(row.nbytes)
+        right, shards = self._data(row.nbytes)
         launched = self._launch(row)
         assert launched is not None  # or it would be no candidate
         segments, blocks = launched
         selected = [select.Selection(row.algorithm, "", blocks, row.threads, segments=segments)]
-        times, wrong = graph.measure(
-            self._settings, self._operation, self._mesh, selected, shards, expected,
-            f"{label}/{row.algorithm}/{row.threads}/{row.blocks}/{segments}",
-        )  # fmt: skip
+        label = f"{label}/{row.algorithm}/{row.threads}/{row.blocks}/{segments}"
+        times, wrong = graph.measure(self._settings, right, self._mesh, selected, shards, label)
         if wrong:
             raise RuntimeError(
                 f"{self.operation} of {row.nbytes} bytes of {self._dtype.name} by {row.algorithm} "
@@ -213,35 +207,28 @@ class Sweep:
             )
         return times.p50
 
-    def _data(self, nbytes: int) -> tuple[dict[int, np.ndarray], np.ndarray]:
-        """The operands of this process's ranks, and the right result; made once for a size."""
+    def _data(self, nbytes: int) -> tuple[oracle.Collective, dict[int, np.ndarray]]:
+        """The right result, and the operands of this process's ranks; made once for a size."""
         if self._made is None or self._made[0] != nbytes:
             operand_bytes = self._operand_count(nbytes) * self._dtype.itemsize
-            n = self._settings.devices
-            expected, _ = oracle.expected_result(self._operation, n, operand_bytes, self._dtype)
-            shards = {
-                rank: oracle.random_shard(rank, operand_bytes, self._dtype)
-                for rank, device in enumerate(self._mesh.devices.flat)
-                if device.process_index == jax.process_index()
-            }
-            self._made = nbytes, shards, expected
+            right = oracle.Collective(
+                self._operation, self._settings.devices, operand_bytes, self._dtype
+            )
+            self._made = nbytes, right, right.own_shards(self._mesh)
         return self._made[1:]
 
     def _time_from_jax(self, row: table.Row, label: str) -> tuple[float, float]:
         """Microseconds per call of a launch and of lax, which take turns."""
         count = self._operand_count(row.nbytes)
-        n = self._settings.devices
-        sharding = NamedSharding(self._mesh, PartitionSpec("x"))
+        shape = (self._settings.devices * count,)
         shard = np.ones(count, self._dtype)
-        data = jax.make_array_from_callback((n * count,), sharding, lambda index: shard)
+        data = jax.make_array_from_callback(shape, timing.sharding(self._mesh), lambda index: shard)
+        size = self._size(row.nbytes)
         with tuning.using(self._trial(row)):
-            ours, lax, _, _ = chains.times_from_jax(
-                self._settings, self._operation, self._mesh, [data], self._size(row.nbytes)
+            times, _ = collectives.times_from_jax(
+                self._settings, self._operation, self._mesh, [data], size, label
             )
-        return (
-            slowest_rank(f"{label}/ours", ours).p50,
-            slowest_rank(f"{label}/lax", lax).p50,
-        )
+        return times["ours"].p50, times["lax"].p50
 
     def _trial(self, row: table.Row) -> tuning.Tuning:
         """A tuning under which all sizes use this launch."""

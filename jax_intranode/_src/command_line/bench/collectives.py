@@ -1,0 +1,239 @@
+"""Checks and times one row of a collective's table.
+
+A chain of (operation, multiply) is timed, less the same chain without the operation.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+import jax_intranode
+from jax_intranode._src.command_line.bench import graph, oracle, timing
+from jax_intranode._src.command_line.bench.operations import OPERATIONS, Operation
+from jax_intranode._src.command_line.bench.settings import Settings
+from jax_intranode._src.command_line.launcher import all_ranks
+from jax_intranode._src.ops import collective
+from jax_intranode._src.ops.psum import operations
+from jax_intranode._src.selection import select, tuning
+
+
+def measure(
+    settings: Settings, mesh: Mesh, dtype_name: str, count: int
+) -> tuple[dict[str, Any], str | None]:
+    """Checks and times one size of one dtype.
+
+    Args:
+        settings: what to measure.
+        mesh: a mesh with one axis "x" of all devices.
+        dtype_name: the dtype.
+        count: the number of elements in the size, as defined in `operations.Operation`.
+
+    Returns:
+        The row (docs/bench.md), and the reason if our call fell back to jax.lax.
+    """
+    operation = OPERATIONS[settings.name]
+    dtype = np.dtype(jnp.dtype(dtype_name))
+    n, size = settings.devices, count * dtype.itemsize
+    label = f"{dtype.name}/{size}"
+    operand_count = operation.operand_count(count, n)
+    oracle_of = oracle.Collective(operation, n, operand_count * dtype.itemsize, dtype)
+
+    def operand(index: Any) -> np.ndarray:
+        return oracle_of.shard((index[0].start or 0) // operand_count)
+
+    whole = jax.make_array_from_callback(
+        (n * operand_count,),
+        timing.sharding(mesh),
+        operand,
+    )
+    # Each rank gets an equal part of a scattered array.
+    at = split_points(operand_count, settings.leaves, n if operation.divides else 1)
+    data = timing.program(mesh, lambda x: jnp.split(x, at))(whole)
+
+    # The ranks of a mesh rendezvous at the first lowering. Until then the selection is not final.
+    ours, lax = (
+        timing.program(mesh, lambda xs, lib=lib: jnp.concatenate(operation.call(lib, xs)))(data)
+        for lib in (jax_intranode, jax.lax)
+    )
+    counts = [leaf.size // n for leaf in data]
+    selected = _selected(operation, mesh, counts, dtype)
+    reasons = [chosen.reason for chosen in selected if chosen.algorithm == "lax"]
+    wrong = oracle_of.count_wrong(ours, oracle_of.tolerance if reasons else None)
+    lax_wrong = oracle_of.count_wrong(lax, oracle_of.tolerance)
+    errors = [oracle_of.error(result) for result in (ours, lax)]
+
+    shipped = None
+    if tuning.rows_for([mesh.devices.flat[0].device_kind]) is not None:
+        with tuning.using(None):
+            shipped = _algorithm(_selected(operation, mesh, counts, dtype))
+    times, handler_calls = times_from_jax(
+        settings, operation, mesh, data, size, label, with_shipped=shipped is not None
+    )
+    graph_times, graph_wrong = None, None
+    if graph.can_measure(settings, operation, selected):
+        shards = oracle_of.own_shards(mesh)
+        graph_times, graph_wrong = graph.measure(settings, oracle_of, mesh, selected, shards, label)
+
+    our_us, lax_us = times["ours"].p50, times["lax"].p50
+    algbw = size / our_us / 1e3 if our_us else None
+    row = {
+        "size": size,
+        "count": count,
+        "dtype": dtype.name,
+        "mode": settings.mode,
+        "algorithm": _algorithm(selected),
+        "operations": len(selected),
+        "graph_time_us": graph_times.p50 if graph_times else None,
+        "graph_time_p99_us": graph_times.p99 if graph_times else None,
+        "graph_wrong": graph_wrong,
+        "time_us": our_us,
+        "time_p99_us": times["ours"].p99,
+        "algbw": algbw,
+        "busbw": algbw * operation.bus_factor(n) if algbw is not None else None,
+        "wrong": all_ranks.total(f"{label}/wrong", wrong),
+        "lax_time_us": lax_us,
+        "lax_time_p99_us": times["lax"].p99,
+        "lax_wrong": all_ranks.total(f"{label}/lax_wrong", lax_wrong),
+        "ratio": lax_us / our_us if our_us else None,
+        "error": _finite_largest(f"{label}/error", errors[0]),
+        "lax_error": _finite_largest(f"{label}/lax_error", errors[1]),
+        "handler_calls": handler_calls,
+        "shipped_algorithm": shipped,
+        "shipped_time_us": times["shipped"].p50 if shipped is not None else None,
+    }
+    return row, reasons[0] if reasons else None
+
+
+def _finite_largest(label: str, error: float | None) -> float | None:
+    found = None if error is None else all_ranks.largest(label, error)
+    return found if found is not None and math.isfinite(found) else None
+
+
+def split_points(count: int, leaves: int, multiple: int = 1) -> list[int]:
+    """Returns where to split an array into leaves, whose sizes are in the ratio 1 : 2 : 3 : 4.
+
+    Args:
+        count: the number of elements of the array.
+        leaves: the number of leaves.
+        multiple: the number of elements of each leaf, and of the array, is a multiple of this.
+    """
+    ends = np.cumsum([1 + k % 4 for k in range(leaves)])
+    return [int(count // multiple * end // ends[-1]) * multiple for end in ends[:-1]]
+
+
+def _selected(
+    operation: Operation, mesh: Mesh, counts: list[int], dtype: np.dtype[Any]
+) -> list[select.Selection]:
+    """Returns the selection for each collective of our call on leaves of these sizes."""
+    if operation.steps == ("psum",):
+        shapes = [(count,) for count in counts]
+        return [chosen for _, chosen in operations(mesh, ("x",), shapes, dtype)]
+    selected = []
+    for count in counts:
+        part = (count if operation.operand_is_part else count // mesh.size) * dtype.itemsize
+        for step in operation.steps:
+            selected.append(collective.chooser(step, mesh, ("x",), dtype)(part))
+    return selected
+
+
+def _algorithm(selected: list[select.Selection]) -> str:
+    """Returns one word for the algorithms of our call."""
+    algorithms = {chosen.algorithm for chosen in selected}
+    if algorithms == {"reduce_scatter", "all_gather"}:
+        return "push"
+    return algorithms.pop() if len(algorithms) == 1 else "mixed"
+
+
+# Times from JAX.
+
+
+def link(call: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    """Returns a link of a chain, a function of the operands and a factor.
+
+    The result is brought to the operand's size and multiplied, so that sums don't grow. A barrier
+    keeps XLA from merging the calls. An empty chain measures this overhead.
+    """
+
+    def fit(x: jax.Array, count: int) -> jax.Array:
+        return x[:count] if len(x) >= count else jnp.tile(x, count // len(x))
+
+    def linked(xs: list[jax.Array], scale: jax.Array) -> list[jax.Array]:
+        ys = zip(call(xs), xs, strict=True)
+        return jax.lax.optimization_barrier([fit(y, len(x)) * scale for y, x in ys])
+
+    return linked
+
+
+def chain_length(settings: Settings, size: int, leaves: int) -> int:
+    """Returns the number of calls in a chain."""
+    if settings.chain is not None:
+        return settings.chain
+    # Chains are long on GPUs, because a single process launches on all of them: a short program
+    # would end before the next one is launched.
+    if settings.platform == "cpu":
+        length = 32 if size < 1 << 20 else 4
+    else:
+        length = 256 if size <= 1 << 20 else 128 if size <= 4 << 20 else 16
+    # With many leaves a call takes longer, and the compiled program is larger.
+    return length if leaves == 1 else max(4, min(length, 1024 // leaves))
+
+
+def times_from_jax(
+    settings: Settings,
+    operation: Operation,
+    mesh: Mesh,
+    data: list[jax.Array],
+    size: int,
+    label: str,
+    with_shipped: bool = False,
+) -> tuple[dict[str, timing.Times], int]:
+    """Measures one call of ours and of lax's.
+
+    Args:
+        settings: what to measure.
+        operation: the operation.
+        mesh: a mesh with one axis "x" of all devices.
+        data: the operands.
+        size: bytes, as defined in `operations.Operation`.
+        label: a unique name of the measurement.
+        with_shipped: whether to measure our call by the shipped table, too.
+
+    Returns:
+        Times of "ours", "lax" and "shipped", and how often XLA called our FFI handlers.
+    """
+    n, dtype = settings.devices, data[0].dtype
+    length = chain_length(settings, size, len(data))
+    executions = 4 if settings.platform == "cpu" else 5
+
+    def scale(value: float) -> jax.Array:
+        shard = np.full((1,), value, dtype)
+        return jax.make_array_from_callback((n,), data[0].sharding, lambda index: shard)
+
+    def chain(call: Callable[[Any], Any], factor: jax.Array) -> Callable[[], Any]:
+        return timing.Chain(mesh, link(call), data, (factor,), length, executions).run
+
+    def nothing(xs: list[jax.Array]) -> list[jax.Array]:
+        # An array of the size of the operation's result.
+        return [x[: len(x) // n] if operation.result_is_part else x for x in xs]
+
+    one = scale(1)
+    # Without a sum, multiplying by 1/n would end in subnormal numbers, which are slow on some
+    # devices.
+    grows = operation.sums and not operation.is_mean and not jnp.issubdtype(dtype, jnp.integer)
+    mean = scale(1 / n) if grows else one
+    runs = {
+        "ours": chain(partial(operation.call, jax_intranode), mean),
+        "lax": chain(partial(operation.call, jax.lax), mean),
+        "empty": chain(nothing, one),
+    }
+    if with_shipped:
+        runs["shipped"] = chain(partial(operation.call, jax_intranode), mean)
+        with tuning.using(None):
+            runs["shipped"]()  # lowers it
+    return timing.compare(runs, mesh, settings, label, calls=executions * length)

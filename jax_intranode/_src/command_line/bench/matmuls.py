@@ -1,0 +1,273 @@
+"""Checks and times one row of a collective matmul's table."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+
+import jax_intranode
+from jax_intranode._src.command_line.bench import oracle, timing
+from jax_intranode._src.command_line.bench.operations import MATMULS, Matmul, flops
+from jax_intranode._src.command_line.bench.oracle import Data
+from jax_intranode._src.command_line.bench.settings import Settings, Shape
+from jax_intranode._src.command_line.launcher import all_ranks
+from jax_intranode._src.group import rendezvous as rendezvous_lib
+from jax_intranode._src.selection import overlap, tuning
+
+# A chain should take this long on a GPU. A repetition is _CHAINS chains.
+_CHAIN_S = 20e-3
+_MAX_CHAIN = 64
+_CHAINS = 2
+# The shortest time that a call is assumed to take.
+_LEAST_CALL_S = 10e-6
+
+# The attribute "plan" of a custom call, and one of its fields, as a lowered module shows them.
+_PLAN = re.compile(r"\bplan = \{([^{}]*)\}")
+_PLAN_FIELD = re.compile(r"(\w+) = (\d+|true|false)\b")
+
+
+def measure(
+    settings: Settings, mesh: Mesh, dtype_name: str, shape: Shape
+) -> tuple[dict[str, Any], str | None]:
+    """Checks and times one shape of one dtype.
+
+    Args:
+        settings: what to measure.
+        mesh: a mesh with one axis "x" of all devices.
+        dtype_name: the dtype.
+        shape: the shape.
+
+    Returns:
+        The row (docs/bench.md), and the reason if our call fell back to jax.lax.
+    """
+    if settings.plan is not None:
+        unforced = dataclasses.replace(settings, plan=None)
+        with overlap.forced(overlap.plan.from_values(settings.plan)):
+            return measure(unforced, mesh, dtype_name, shape)
+    matmul, backward = MATMULS[settings.name], settings.backward
+    dtype = np.dtype(jnp.dtype(dtype_name))
+    label = f"{dtype.name}/{shape}/{backward}"
+
+    data = oracle.make(matmul, shape, dtype, mesh)
+    ours, by_lax = (_call(mesh, f, backward, data) for f in (matmul.ours, matmul.lax))
+    chosen = jax_intranode.explain(ours.program(mesh))(ours.moving, *ours.fixed).own
+    algorithms = {call.algorithm for call in chosen} or {"none"}
+    plans = plans_in(ours.program(mesh).lower(ours.moving, *ours.fixed).as_text())
+    fallback = next((call.reason for call in chosen if call.algorithm == "lax"), None)
+
+    checked = _check(mesh, matmul, backward, data, ours, by_lax)
+    wrong, lax_wrong = (
+        all_ranks.total(f"{label}/wrong/{k}", count) for k, count in enumerate(checked[:2])
+    )
+    errors = (all_ranks.largest(f"{label}/error/{k}", off) for k, off in enumerate(checked[2:]))
+    error, lax_error = (off if math.isfinite(off) else None for off in errors)
+
+    length = chain_length(settings, dtype_name, shape)
+    nothing = 0.0
+    if mesh.devices.flat[0].platform == "gpu":
+        empty = _chain(mesh, _nothing(mesh, ours), length, executions=1)
+        (empty_seconds,), _ = timing.take_turns([empty.run], mesh, settings)
+        nothing = float(np.median(empty_seconds))
+    calls = {"ours": ours, "lax": by_lax, "alone": _alone(data, backward)}
+    runs = {name: _chain(mesh, call, length).run for name, call in calls.items()}
+    shipped = None
+    if tuning.current() is not None and settings.plan is None:
+        with tuning.using(None):
+            as_shipped = _call(mesh, matmul.ours, backward, data)
+            lowered = as_shipped.program(mesh).lower(as_shipped.moving, *as_shipped.fixed)
+            runs["shipped"] = _chain(mesh, as_shipped, length).run
+            runs["shipped"]()  # lowers it
+        shipped = "other plan" if plans_in(lowered.as_text()) != plans else "same plan"
+        del as_shipped, lowered
+    del data, ours, by_lax, calls
+    times, handler_calls = timing.compare(
+        runs,
+        mesh,
+        settings,
+        label,
+        calls=_CHAINS * length,
+        untimed=repetitions_to_settle(settings, dtype_name, shape),
+        overhead_s=nothing,
+    )
+    our_us, lax_us, alone_us = (times[name].p50 for name in ("ours", "lax", "alone"))
+    bound = None
+    if settings.platform == "gpu":
+        received = matmul.received_bytes(shape, mesh.size, dtype.itemsize)
+        bound = max(alone_us, 1e6 * received / _profile(mesh).link_bound_bytes_per_s)
+    row = {
+        "operation": settings.name,
+        "backward": backward,
+        "m": shape.m,
+        "k": shape.k,
+        "n": shape.n,
+        "dtype": dtype.name,
+        "mode": settings.mode,
+        "algorithm": algorithms.pop() if len(algorithms) == 1 else "mixed",
+        "reason": "; ".join(dict.fromkeys(call.reason for call in chosen)),
+        "plans": plans,
+        "chain": length,
+        "time_us": our_us,
+        "time_p99_us": times["ours"].p99,
+        "tflops": flops(shape, backward) / our_us / 1e6,
+        "wrong": wrong,
+        "alone_time_us": alone_us,
+        "bound_us": bound,
+        "share": None if bound is None else bound / our_us,
+        "lax_time_us": lax_us,
+        "lax_time_p99_us": times["lax"].p99,
+        "lax_share": None if bound is None else bound / lax_us,
+        "lax_wrong": lax_wrong,
+        "ratio": lax_us / our_us,
+        "error": error,
+        "lax_error": lax_error,
+        "handler_calls": handler_calls,
+        "shipped_plan": shipped,
+        "shipped_time_us": None if shipped is None else times["shipped"].p50,
+    }
+    return row, fallback
+
+
+def plans_in(module: str) -> list[dict[str, int]]:
+    """Returns the plans of the overlapped matmuls in the text of a lowered module."""
+    return [
+        {name: int({"true": 1, "false": 0}.get(value, value)) for name, value in fields}
+        for fields in map(_PLAN_FIELD.findall, _PLAN.findall(module))
+    ]
+
+
+# Calls.
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A function of per-device arrays that returns a list of arrays, and its operands.
+
+    Attributes:
+        function: the function.
+        moving: its first operand, which a chain changes.
+        fixed: the other operands.
+    """
+
+    function: Callable[..., list[Any]]
+    moving: Any
+    fixed: tuple[Any, ...]
+
+    def program(self, mesh: Mesh) -> Any:
+        """Returns the function compiled for all devices."""
+        return timing.program(mesh, self.function)
+
+    def results(self, mesh: Mesh) -> list[Any]:
+        """Returns the function's results."""
+        return self.program(mesh)(self.moving, *self.fixed)
+
+
+def _call(mesh: Mesh, function: Callable[[Any, Any], Any], backward: bool, data: Data) -> _Call:
+    """Returns a collective matmul, or its backward pass given the forward pass's residuals."""
+    if not backward:
+        return _Call(lambda x, w: [function(x, w)], data.x, (data.w,))
+    forward = timing.program(mesh, lambda x, w: jax.vjp(function, x, w)[1])
+    return _Call(lambda ct, pull: list(pull(ct)), data.ct, (forward(data.x, data.w),))
+
+
+def _alone(data: Data, backward: bool) -> _Call:
+    """Returns the products without communication, of operands that are already gathered."""
+
+    def multiply(moving: Any, rest: Data) -> list[Any]:
+        whole = rest._replace(**{name: moving})
+        return [a @ b for a, b in oracle.products(whole, backward)]
+
+    name = "whole_ct" if backward else "whole_x"
+    rest = data._replace(**dict.fromkeys(("x", "ct", "whole_ct", name)))
+    return _Call(multiply, getattr(data, name), (rest,))
+
+
+def _nothing(mesh: Mesh, call: _Call) -> _Call:
+    """Returns a call that does nothing, which measures a chain's overhead.
+
+    The overhead is the start of the chain and the change of the operand. The chain of this call is
+    executed once, where other chains are executed `_CHAINS` times, because the host starts the
+    second one while the first one runs. The overhead is not subtracted on CPUs, where it is smaller
+    than the noise.
+    """
+    element = timing.program(mesh, lambda x: x[:1, :1])(call.moving)
+    return _Call(lambda _, result: [result], call.moving, (element,))
+
+
+def _check(
+    mesh: Mesh, matmul: Matmul, backward: bool, data: Data, ours: _Call, by_lax: _Call
+) -> tuple[int, int, float, float]:
+    """Returns the wrong elements of our results and of lax's, and the errors of both."""
+    got, expected = ours.results(mesh), by_lax.results(mesh)
+    sample = oracle.Sample(mesh, matmul, backward, data)
+    (wrong, error), (lax_wrong, lax_error) = sample.compare(got), sample.compare(expected)
+    wrong += oracle.count_unlike(mesh, got, expected, matmul.results(backward))
+    if matmul.gathers and not backward:
+        wrong += oracle.count_wrong_gathered(mesh, data, matmul)
+    return wrong, lax_wrong, error, lax_error
+
+
+# Chains.
+
+
+def _chain(mesh: Mesh, call: _Call, length: int, executions: int = _CHAINS) -> timing.Chain:
+    """Returns a chain of calls, each of which depends on the previous one."""
+
+    def link(moving: Any, *fixed: Any) -> Any:
+        return _moved(moving, call.function(moving, *fixed))
+
+    return timing.Chain(mesh, link, call.moving, call.fixed, length, executions)
+
+
+def _moved(x: Any, results: list[Any]) -> Any:
+    """Returns the operand with one element, changed in place, that depends on all results.
+
+    The first barrier forces XLA to compute all elements of the results. The second one keeps XLA
+    from moving the change of the operand into the computation of the next results.
+    """
+    results = lax.optimization_barrier(results)
+    total = sum(result[:1, :1].astype(jnp.float32) for result in results)
+    element = jnp.clip(total, -1, 1).astype(x.dtype)
+    return lax.optimization_barrier(lax.dynamic_update_slice(x, element, (0, 0)))
+
+
+def _profile(mesh: Mesh) -> overlap.Profile:
+    """Returns the constants of the GPUs; the H200's where matmuls are not overlapped."""
+    return rendezvous_lib.rendezvous_of(mesh.devices.flat).profile or overlap.H200
+
+
+def chain_length(settings: Settings, dtype_name: str, shape: Shape) -> int:
+    """Returns the number of calls in a chain: enough to hide the cost of starting it."""
+    if settings.chain is not None:
+        return settings.chain
+    if settings.platform == "cpu":
+        return 2
+    return min(max(round(_CHAIN_S / _call_s(settings, dtype_name, shape)), 2), _MAX_CHAIN)
+
+
+def _call_s(settings: Settings, dtype_name: str, shape: Shape) -> float:
+    """Returns a rough estimate of a call's seconds on a GPU, the same on all ranks."""
+    itemsize = jnp.dtype(dtype_name).itemsize
+    received = MATMULS[settings.name].received_bytes(shape, settings.devices, itemsize)
+    rate = overlap.H200.matmul_flops * 2 / itemsize
+    link_s = received / overlap.H200.link_bound_bytes_per_s
+    seconds = max(flops(shape, settings.backward) / rate, link_s)
+    return max(seconds, _LEAST_CALL_S)
+
+
+def calls_in_a_row(settings: Settings, dtype_name: str, shape: Shape) -> int:
+    """Returns the number of calls in a repetition."""
+    return _CHAINS * chain_length(settings, dtype_name, shape)
+
+
+def repetitions_to_settle(settings: Settings, dtype_name: str, shape: Shape) -> int:
+    """Returns the number of repetitions that take about `settle_ms`."""
+    calls_s = calls_in_a_row(settings, dtype_name, shape) * _call_s(settings, dtype_name, shape)
+    return math.ceil(1e-3 * settings.settle_ms / calls_s)

@@ -1,1 +1,0 @@
-"""Measuring the collective matmuls."""

@@ -1,0 +1,69 @@
+"""What each rank runs: all measurements, in the same order on every rank."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jax_intranode._src.command_line import source_tree
+from jax_intranode._src.command_line.bench import collectives, matmuls, record, report
+from jax_intranode._src.command_line.bench.operations import MATMULS, OPERATIONS
+from jax_intranode._src.command_line.bench.settings import Settings
+from jax_intranode._src.command_line.launcher.function_rank import Rank
+
+
+def measure(rank: Rank, **fields: Any) -> dict[str, Any]:
+    """Makes the measurements. Rank 0 prints the table.
+
+    Args:
+        rank: this process.
+        fields: those of `Settings`.
+
+    Returns:
+        "header" and "rows" of the JSON file.
+    """
+    settings = Settings(**fields)
+    if any(jnp.dtype(name).itemsize == 8 for name in settings.dtypes):
+        jax.config.update("jax_enable_x64", True)
+    mesh = rank.mesh()
+    header = record.header(settings)
+    rank.print(record.format_header(header, bool(settings.shapes) and settings.settle_ms > 0))
+    printed: set[str] = set()
+
+    def once(text: str) -> None:
+        if text not in printed:
+            printed.add(text)
+            rank.print(text)
+
+    rows = []
+    for what, table, make in _measurements(settings, mesh):
+        rank.begin(f"{settings.mode}, {what}")
+        row, fallback = make()
+        rows.append(row)
+        # The head of the table follows what libraries log during the first measurement.
+        once(report.head(table))
+        if fallback is not None:
+            once(f"# fell back to jax.lax: {fallback}")
+        rank.print(report.line(table, row))
+    return {"header": header, "rows": rows}
+
+
+def _measurements(
+    settings: Settings, mesh: Mesh
+) -> Iterator[tuple[str, report.Table, Callable[[], tuple[dict[str, Any], str | None]]]]:
+    """Yields what is measured, its table, and the function that makes a row of it."""
+    if settings.name in MATMULS:
+        for dtype, shape in settings.matmuls():
+            make = partial(matmuls.measure, settings, mesh, dtype, shape)
+            yield f"{dtype}, {shape}", report.MATMULS, make
+    elif settings.name in OPERATIONS:
+        for dtype, count in settings.measurements():
+            what = f"{dtype}, {count * jnp.dtype(dtype).itemsize} bytes"
+            make = partial(collectives.measure, settings, mesh, dtype, count)
+            yield what, report.COLLECTIVES, make
+    else:
+        programs = source_tree.load("bench_programs.measure", settings.name)
+        yield settings.name, programs.TABLE, partial(programs.measure, settings, mesh)

@@ -1,0 +1,195 @@
+"""What can be measured: collectives and collective matmuls, their calls and transfers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+
+import jax_intranode
+from jax_intranode._src.command_line.bench.settings import Shape
+
+# Collectives.
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A collective, or two of them in a row.
+
+    As in nccl-tests, a size is the number of bytes of the operand or of the result, whichever is
+    larger.
+
+    Attributes:
+        call: from a library (ours or jax.lax) and a list of arrays to a list of arrays.
+        steps: the names of the collectives in select.py.
+        operand_is_part: the operand has 1/n of the elements in the size.
+        result_is_part: the result has 1/n of them: the part with the rank's number.
+        is_mean: the sum is divided by n.
+        exchanges: the result has the parts with the rank's number of all operands.
+    """
+
+    call: Callable[[Any, list[Any]], list[Any]]
+    steps: tuple[str, ...]
+    operand_is_part: bool = False
+    result_is_part: bool = False
+    is_mean: bool = False
+    exchanges: bool = False
+
+    @property
+    def sums(self) -> bool:
+        """Whether elements of different ranks are added."""
+        return self.steps not in (("all_gather",), ("all_to_all",))
+
+    @property
+    def divides(self) -> bool:
+        """Whether the operand is divided among the ranks."""
+        return self.exchanges or "psum_scatter" in self.steps
+
+    def operand_count(self, count: int, n: int) -> int:
+        """Returns the number of elements of a device's operand, given that of the size."""
+        return count // n if self.operand_is_part else count
+
+    def bus_factor(self, n: int) -> float:
+        """Returns busbw / algbw. The bus bandwidth compares with a link's speed for any n."""
+        passes = 1 if self.operand_is_part or self.result_is_part or self.exchanges else 2
+        return passes * (n - 1) / n
+
+
+def _psum_scatter(library: Any, xs: list[Any]) -> Any:
+    return library.psum_scatter(xs, "x", tiled=True)
+
+
+def _all_gather(library: Any, xs: Any) -> Any:
+    return library.all_gather(xs, "x", tiled=True)
+
+
+# The barriers keep XLA from merging operations: psum_scatter and all_gather into an all-reduce, or
+# an all_gather with a slice of its result.
+OPERATIONS = {
+    "psum": Operation(lambda library, xs: library.psum(xs, "x"), ("psum",)),
+    "pmean": Operation(lambda library, xs: library.pmean(xs, "x"), ("psum",), is_mean=True),
+    "psum_scatter": Operation(_psum_scatter, ("psum_scatter",), result_is_part=True),
+    "all_gather": Operation(
+        lambda library, xs: jax.lax.optimization_barrier(_all_gather(library, xs)),
+        ("all_gather",),
+        operand_is_part=True,
+    ),
+    "all_to_all": Operation(
+        lambda library, xs: library.all_to_all(xs, "x", 0, 0, tiled=True),
+        ("all_to_all",),
+        exchanges=True,
+    ),
+    "psum_scatter+all_gather": Operation(
+        lambda library, xs: _all_gather(
+            library, jax.lax.optimization_barrier(_psum_scatter(library, xs))
+        ),
+        ("psum_scatter", "all_gather"),
+    ),
+}
+
+
+# Collective matmuls.
+
+
+class Result(NamedTuple):
+    """An array that a collective matmul or its backward pass returns.
+
+    Attributes:
+        summed: it is the sum of the products of all devices.
+        part: a device has 1/n of its rows.
+        rounded: it contains a sum over devices, or is a product of such a sum. These sums round.
+    """
+
+    summed: bool = False
+    part: bool = False
+    rounded: bool = False
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """A collective matmul of x and w over the axis "x".
+
+    Each device has its own w. A gradient is a product on each device, too: of the x that it
+    multiplied in the forward pass (the whole x) and the cotangent of its product (the whole
+    cotangent).
+
+    Attributes:
+        ours: this package's function of x and w.
+        lax: the same function written with `jax.lax`.
+        whole_x: from x to the operand that is multiplied by w.
+        whole_cotangent: from the result's cotangent to that of a device's product.
+        forward: the result of the forward pass.
+        backward: the input gradient and the weight gradient.
+        passes: how often a device receives (n-1)/n of the gathered or summed array: twice if the
+            sum goes back to all devices.
+    """
+
+    ours: Callable[[Any, Any], Any]
+    lax: Callable[[Any, Any], Any]
+    whole_x: Callable[[Any], Any]
+    whole_cotangent: Callable[[Any], Any]
+    forward: Result
+    backward: tuple[Result, Result]
+    passes: int = 1
+
+    @property
+    def gathers(self) -> bool:
+        """Whether x is gathered, so that a device has a part of its rows."""
+        return self.backward[0].part
+
+    def x_rows(self, shape: Shape, devices: int) -> int:
+        """Returns the rows of a device's x."""
+        return shape.m // devices if self.gathers else shape.m
+
+    def result_rows(self, shape: Shape, devices: int) -> int:
+        """Returns the rows of a device's result."""
+        return shape.m // devices if self.forward.part else shape.m
+
+    def results(self, backward: bool) -> tuple[Result, ...]:
+        """Returns the results of the backward or forward pass."""
+        return self.backward if backward else (self.forward,)
+
+    def received_bytes(self, shape: Shape, devices: int, itemsize: int) -> float:
+        """Returns the bytes that a device receives, which are as many forward as backward."""
+        columns = shape.k if self.gathers else shape.n
+        return self.passes * (devices - 1) / devices * shape.m * columns * itemsize
+
+
+def flops(shape: Shape, backward: bool) -> int:
+    """Returns the multiplications and additions of a device: one product, backward two."""
+    return (4 if backward else 2) * shape.m * shape.k * shape.n
+
+
+_LOCAL = Result()
+_PART_OF_SUM = Result(summed=True, part=True, rounded=True)
+
+MATMULS = {
+    "all_gather_matmul": Matmul(
+        ours=lambda x, w: jax_intranode.all_gather_matmul(x, w, "x"),
+        lax=lambda x, w: _all_gather(lax, x) @ w,
+        whole_x=partial(_all_gather, lax),
+        whole_cotangent=lambda ct: ct,
+        forward=_LOCAL,
+        backward=(_PART_OF_SUM, _LOCAL),
+    ),
+    "matmul_reduce_scatter": Matmul(
+        ours=lambda x, w: jax_intranode.matmul_reduce_scatter(x, w, "x"),
+        lax=lambda x, w: lax.psum_scatter(x @ w, "x", tiled=True),
+        whole_x=lambda x: x,
+        whole_cotangent=partial(_all_gather, lax),
+        forward=_PART_OF_SUM,
+        backward=(_LOCAL, _LOCAL),
+    ),
+    "matmul_all_reduce": Matmul(
+        ours=lambda x, w: jax_intranode.matmul_all_reduce(x, w, "x"),
+        lax=lambda x, w: lax.psum(x @ w, "x"),
+        whole_x=lambda x: x,
+        # As under check_vma=False, where the devices' cotangents are summed.
+        whole_cotangent=lambda ct: lax.psum(ct, "x"),
+        forward=Result(summed=True, rounded=True),
+        backward=(Result(rounded=True), Result(rounded=True)),
+        passes=2,
+    ),
+}

@@ -1,0 +1,371 @@
+"""The data of what is measured, right results, and the number of wrong elements.
+
+Collectives have one right result, which NumPy computes. Collective matmuls have none: our whole
+result is compared with lax's on the devices, which is fast, and some rows and columns of both are
+compared with float64 on the host, which would take too long for all of them.
+"""
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+
+import jax_intranode
+from jax_intranode._src.command_line.bench import timing
+from jax_intranode._src.command_line.bench.operations import Matmul, Operation, Result
+from jax_intranode._src.command_line.bench.settings import Shape
+
+# Collectives.
+
+
+def random_shard(rank: int, size: int, dtype: np.dtype[Any]) -> np.ndarray:
+    """Returns one rank's data. Every rank can compute the data of all ranks.
+
+    Args:
+        rank: the rank.
+        size: bytes of the data.
+        dtype: a floating or integer dtype.
+    """
+    generator = np.random.default_rng((rank, size))
+    count = size // dtype.itemsize
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = np.iinfo(dtype)
+        return generator.integers(info.min, info.max, count, dtype=dtype, endpoint=True)
+    accumulator = _accumulator(dtype)
+    return (generator.random(count, dtype=accumulator) * 2 - 1).astype(dtype)
+
+
+def _accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Returns the dtype in which sums of this dtype are accumulated."""
+    if jnp.issubdtype(dtype, jnp.integer) or dtype == np.float64:
+        return dtype
+    return np.dtype(np.float32)
+
+
+def expected_sum(shards: Iterable[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Computes the bits that a psum must return.
+
+    The sum starts from rank 0's value, adds the others in rank order, and is rounded once.
+
+    Args:
+        shards: the data of each rank, in rank order.
+
+    Returns:
+        The result, and the sum of the absolute values. The error bound of a sum in another order is
+        proportional to the latter.
+    """
+    iterator = iter(shards)
+    first = next(iterator)
+    total = first.astype(_accumulator(first.dtype))
+    magnitude = np.abs(first.astype(np.float64))
+    for shard in iterator:
+        total = total + shard.astype(total.dtype)
+        magnitude += np.abs(shard.astype(np.float64))
+    return total.astype(first.dtype), magnitude
+
+
+def count_wrong(got: np.ndarray, expected: np.ndarray, tolerance: np.ndarray | None) -> int:
+    """Counts the wrong elements of one device's result.
+
+    Args:
+        got: the result.
+        expected: the right result.
+        tolerance: how far each element may be off; None to compare bits, with NaN equal to NaN.
+    """
+    if tolerance is None:
+        bits = f"u{got.dtype.itemsize}"
+        both_nan = np.isnan(got) & np.isnan(expected)
+        right = (got.view(bits) == expected.view(bits)) | both_nan
+    else:
+        off = np.abs(got.astype(np.float64) - expected.astype(np.float64))
+        right = off <= tolerance  # False for NaN.
+    return int(np.count_nonzero(~right))
+
+
+class Collective:
+    """The right result of a collective on `random_shard`.
+
+    Attributes:
+        operation: the operation.
+        expected: the result of each rank; with `result_is_part` and `exchanges` a rank has its part
+            of it.
+        tolerance: how far each element of lax's result may be off, or None if lax's bits must be
+            the same.
+    """
+
+    def __init__(self, operation: Operation, n: int, size: int, dtype: np.dtype[Any]) -> None:
+        """Computes the result.
+
+        Args:
+            operation: the operation.
+            n: the number of ranks.
+            size: bytes of a rank's operand.
+            dtype: its dtype.
+        """
+        self.operation, self._n, self._size, self._dtype = operation, n, size, dtype
+        self.expected, self.tolerance = self._result()
+
+    def shard(self, rank: int) -> np.ndarray:
+        """Returns a rank's operand."""
+        return random_shard(rank, self._size, self._dtype)
+
+    def own_shards(self, mesh: Mesh) -> dict[int, np.ndarray]:
+        """Returns the operands of this process's ranks."""
+        own = jax.process_index()
+        devices = enumerate(mesh.devices.flat)
+        return {rank: self.shard(rank) for rank, device in devices if device.process_index == own}
+
+    def _result(self) -> tuple[np.ndarray, np.ndarray | None]:
+        operation, n, dtype = self.operation, self._n, self._dtype
+        shards = (self.shard(rank) for rank in range(n))
+        if operation.exchanges:
+            return np.stack([shard.reshape(n, -1) for shard in shards], axis=1).reshape(-1), None
+        if not operation.sums:
+            return np.concatenate(list(shards)), None
+        total, magnitude = expected_sum(shards)
+        if jnp.issubdtype(dtype, jnp.integer):
+            return total, None
+        # lax may add in any order and round after each addition.
+        tolerance = n * float(jnp.finfo(dtype).eps) * magnitude
+        if operation.is_mean:
+            # XLA does the division, and may multiply by 1/n instead.
+            total = np.asarray(jax.jit(lambda x: x / n)(total))
+            tolerance *= (n + 1) / n**2
+        return total, tolerance
+
+    @functools.cached_property
+    def exact(self) -> np.ndarray | None:
+        """The result in float64, without rounding; None where nothing is rounded."""
+        if not self.operation.sums or jnp.issubdtype(self._dtype, jnp.integer):
+            return None
+        total = np.sum([self.shard(rank).astype(np.float64) for rank in range(self._n)], axis=0)
+        return total / self._n if self.operation.is_mean else total
+
+    def part(self, rank: int, count: int) -> slice:
+        """Returns the part of the expected result that a rank's result of `count` elements has."""
+        has_part = self.operation.result_is_part or self.operation.exchanges
+        return slice(rank * count, (rank + 1) * count) if has_part else slice(None)
+
+    def _of_devices(self, result: jax.Array) -> Iterable[tuple[np.ndarray, slice]]:
+        """The results of this process's devices, and what part of the expected one they have."""
+        for shard in result.addressable_shards:
+            got = np.asarray(shard.data)
+            yield got, self.part((shard.index[0].start or 0) // len(got), len(got))
+
+    def count_wrong(self, result: jax.Array, tolerance: np.ndarray | None) -> int:
+        """Counts the wrong elements in the results of this process's devices."""
+        return sum(
+            count_wrong(got, self.expected[part], None if tolerance is None else tolerance[part])
+            for got, part in self._of_devices(result)
+        )
+
+    def error(self, result: jax.Array) -> float | None:
+        """Returns the largest error of this process's devices; None where nothing is rounded.
+
+        The error is the root mean square of the difference, relative to that of the exact result.
+        """
+        exact = self.exact
+        if exact is None:
+            return None
+        errors = []
+        for got, part in self._of_devices(result):
+            off = got.astype(np.float64) - exact[part]
+            errors.append(math.sqrt(np.sum(off**2) / np.sum(exact[part] ** 2)))
+        return float(np.max(errors))  # NaN if one of them is
+
+
+# Collective matmuls.
+
+# The sample has this many rows and columns of each device's result.
+_SAMPLE_ROWS = 8
+_SAMPLE_COLUMNS = 32
+
+# Two matrices [rows, inner] and [inner, columns].
+Factors = tuple[Any, Any]
+
+
+class Data(NamedTuple):
+    """Operands. Each array has those of all devices, concatenated along the first dimension.
+
+    Attributes:
+        x: each device's x.
+        w: each device's w.
+        ct: the cotangent of each device's result.
+        whole_x: the operand that each device multiplies by w.
+        whole_ct: the cotangent of each device's product.
+    """
+
+    x: Any
+    w: Any
+    ct: Any
+    whole_x: Any
+    whole_ct: Any
+
+
+def make(matmul: Matmul, shape: Shape, dtype: np.dtype[Any], mesh: Mesh) -> Data:
+    """Returns random data on the devices, uniform between -1 and 1."""
+    n = mesh.size
+    shapes = (
+        (matmul.x_rows(shape, n), shape.k),
+        (shape.k, shape.n),
+        (matmul.result_rows(shape, n), shape.n),
+    )
+
+    def body(rank: jax.Array) -> Data:
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(shape.k), rank[0]), len(shapes))
+        x, w, ct = (
+            jax.random.uniform(key, one, dtype, -1, 1)
+            for key, one in zip(keys, shapes, strict=True)
+        )
+        return Data(x, w, ct, matmul.whole_x(x), matmul.whole_cotangent(ct))
+
+    ranks = jax.make_array_from_callback(
+        (n,), timing.sharding(mesh), lambda index: np.arange(n, dtype=np.int32)[index]
+    )
+    return timing.program(mesh, body)(ranks)
+
+
+def products(data: Data, backward: bool) -> list[Factors]:
+    """Returns the two factors of each product that a device computes."""
+    if backward:
+        return [(data.whole_ct, data.w.T), (data.whole_x.T, data.whole_ct)]
+    return [(data.whole_x, data.w)]
+
+
+def tolerance(xp: Any, expected: Any, mean_square: Any, result: Result, n: int, dtype: Any) -> Any:
+    """Returns how far each element may be off by rounding.
+
+    The summands are as large as the result's root mean square, even where the sum is small. float32
+    counts as TF32, because GPUs multiply it as such.
+
+    Args:
+        xp: numpy or jax.numpy.
+        expected: the elements.
+        mean_square: the mean of their squares.
+        result: the result that the elements belong to.
+        n: the number of devices.
+        dtype: the dtype to which the elements are rounded.
+    """
+    eps = max(float(jnp.finfo(dtype).eps), 2.0**-10)
+    roundings = n if result.rounded else 1
+    return roundings * eps * (xp.abs(expected) + 2 * xp.sqrt(mean_square))
+
+
+def count_unlike(
+    mesh: Mesh, got: Sequence[Any], expected: Sequence[Any], results: Sequence[Result]
+) -> int:
+    """Counts elements that differ by more than rounding, on this process's devices."""
+
+    def body(got: Sequence[Any], expected: Sequence[Any]) -> jax.Array:
+        count = jnp.zeros(1, jnp.int32)
+        for ours, lax_s, result in zip(got, expected, results, strict=True):
+            a, b = ours.astype(jnp.float32), lax_s.astype(jnp.float32)
+            allowed = tolerance(jnp, b, jnp.mean(b * b), result, mesh.size, ours.dtype)
+            count += jnp.sum(~(jnp.abs(a - b) <= allowed), dtype=jnp.int32)  # NaN counts
+        return count
+
+    return _sum_of_devices(timing.program(mesh, body)(list(got), list(expected)))
+
+
+def count_wrong_gathered(mesh: Mesh, data: Data, matmul: Matmul) -> int:
+    """Counts the wrong elements of a call that also returns the gathered x, which must be exact."""
+
+    def body(x: Any, w: Any, whole: Any) -> tuple[Any, Any, jax.Array]:
+        product, gathered = jax_intranode.all_gather_matmul(x, w, "x", return_gathered=True)
+        bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+        unlike = lax.bitcast_convert_type(gathered, bits) != lax.bitcast_convert_type(whole, bits)
+        return product, whole @ w, jnp.sum(unlike, dtype=jnp.int32)[None]
+
+    product, expected, unlike = timing.program(mesh, body)(data.x, data.w, data.whole_x)
+    return _sum_of_devices(unlike) + count_unlike(mesh, [product], [expected], [matmul.forward])
+
+
+def _sum_of_devices(counts: jax.Array) -> int:
+    return sum(int(count) for count in _by_rank(counts).values())
+
+
+class Sample:
+    """Some elements of each result in float64."""
+
+    def __init__(self, mesh: Mesh, matmul: Matmul, backward: bool, data: Data):
+        """Computes the elements.
+
+        Args:
+            mesh: a mesh with one axis "x".
+            matmul: the operation.
+            backward: whether the results are those of the backward pass.
+            data: the operands.
+        """
+        self._mesh = mesh
+        self._results = matmul.results(backward)
+        n = mesh.size
+
+        def pick(data: Data) -> list[Factors]:
+            picked = []
+            for result, (a, b) in zip(self._results, products(data, backward), strict=True):
+                rows, columns = _indices(a.shape[0], b.shape[1], result, n)
+                factors = a[rows], b[:, columns]
+                if result.summed:
+                    factors = lax.all_gather(factors, "x")
+                picked.append(jax.tree.map(lambda v: v[None], factors))
+            return picked
+
+        # For each result, the exact elements by rank.
+        self._exact: list[dict[int, np.ndarray]] = []
+        picked = timing.program(mesh, pick)(data)
+        for result, (a, b) in zip(self._results, picked, strict=True):
+            right, exact = _by_rank(b), {}
+            for rank, left in _by_rank(a).items():
+                product = left.astype(np.float64) @ right[rank].astype(np.float64)
+                total = product.sum(0) if result.summed else product
+                exact[rank] = np.split(total, n)[rank] if result.part else total
+            self._exact.append(exact)
+
+    def compare(self, got: Sequence[Any]) -> tuple[int, float]:
+        """Compares results on this process's devices.
+
+        Returns:
+            The number of wrong elements in the sample; and the largest error of all results and
+            devices: root mean square, relative to that of the exact elements.
+        """
+        n = self._mesh.size
+
+        def pick(got: Sequence[Any]) -> list[Any]:
+            picked = []
+            for result, one in zip(self._results, got, strict=True):
+                parts = n if result.part else 1
+                rows, columns = _indices(parts * one.shape[0], one.shape[1], result, n)
+                # All parts have the rows of the first part.
+                picked.append(one[rows[: len(rows) // parts]][:, columns][None])
+            return picked
+
+        wrong, errors = 0, []
+        picked = timing.program(self._mesh, pick)(list(got))
+        for result, sampled, exact in zip(self._results, picked, self._exact, strict=True):
+            for rank, values in _by_rank(sampled).items():
+                off = np.abs(values.astype(np.float64) - exact[rank])
+                mean_square = np.mean(exact[rank] ** 2)
+                allowed = tolerance(np, exact[rank], mean_square, result, n, values.dtype)
+                wrong += int(np.count_nonzero(~(off <= allowed)))
+                errors.append(math.sqrt(np.mean(off**2) / mean_square))
+        return wrong, float(np.max(errors))  # NaN if one of them is
+
+
+def _indices(rows: int, columns: int, result: Result, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the rows and columns of the sample, the same on all ranks and in each part."""
+    generator = np.random.default_rng((rows, columns))
+    parts = n if result.part else 1
+    rows_of_part = generator.permutation(rows // parts)[:_SAMPLE_ROWS]
+    chosen = np.concatenate([part * (rows // parts) + rows_of_part for part in range(parts)])
+    return chosen, generator.permutation(columns)[:_SAMPLE_COLUMNS]
+
+
+def _by_rank(x: jax.Array) -> dict[int, np.ndarray]:
+    """Returns the shards of an array [n, ...] on this process's devices, by rank."""
+    return {shard.index[0].start or 0: np.asarray(shard.data)[0] for shard in x.addressable_shards}

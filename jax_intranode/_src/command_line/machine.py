@@ -1,0 +1,54 @@
+"""What this machine has, found without starting JAX or CUDA."""
+
+import os
+import tempfile
+from pathlib import Path
+
+from jax_intranode._src.group import nvml
+
+# POSIX shared memory, through which the processes of CPU devices communicate.
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def driver() -> str | None:
+    """The version of NVIDIA's driver; None if NVML cannot be used."""
+    try:
+        with nvml.session() as module:
+            version = module.nvmlSystemGetDriverVersion()
+    except Exception:
+        return None
+    return version.decode() if isinstance(version, bytes) else str(version)
+
+
+def chosen_platform(asked: str) -> str:
+    """Returns "cpu" or "gpu": what was asked for, or for "auto" what JAX would use."""
+    if asked != "auto":
+        return asked
+    return "gpu" if os.environ.get("JAX_PLATFORMS") != "cpu" and nvml.visible_gpus() else "cpu"
+
+
+def has_one_gpu() -> bool:
+    """Whether the ranks of a job have to share a GPU (`launcher.sharing_env`)."""
+    return nvml.visible_gpus() == 1
+
+
+def load() -> tuple[float, int]:
+    """How many programs run on this machine, and how many cores this process may use."""
+    return os.getloadavg()[0], len(os.sched_getaffinity(0))
+
+
+def free_shared_memory() -> int:
+    """Bytes of shared memory that are free. Raises OSError if there is none."""
+    stats = os.statvfs(SHARED_MEMORY)
+    return stats.f_bavail * stats.f_frsize
+
+
+def problem_of_shared_memory() -> str | None:
+    """Why processes cannot share memory; None if they can."""
+    try:
+        free = free_shared_memory()
+        with tempfile.TemporaryFile(dir=SHARED_MEMORY):
+            pass
+    except OSError as error:
+        return f"{SHARED_MEMORY} cannot be written: {error.strerror}"
+    return f"{SHARED_MEMORY} is full" if free == 0 else None

@@ -1,0 +1,93 @@
+"""What several commands declare alike: types of arguments, options, and wrong input.
+
+It imports nothing that a broken installation may lack.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+
+class WrongInput(ValueError):
+    """The message is one line; the command line shows it without a traceback."""
+
+
+def check_writable(option: str, file: Path) -> None:
+    """Raises WrongInput if a file cannot be written, before anything takes time.
+
+    Args:
+        option: the option that named it.
+        file: the file.
+    """
+    directory = file.absolute().parent
+    if file.is_dir():
+        raise WrongInput(f"{option} {file}: this is a directory: name a file")
+    if not directory.is_dir():
+        raise WrongInput(
+            f"{option} {file}: there is no directory {directory}: make it, or choose another"
+        )
+
+
+def integer_from(minimum: int) -> Callable[[str], int]:
+    """Returns an argparse type for integers of at least this minimum."""
+
+    def integer(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r}: use an integer from {minimum} on")
+        return int(text)
+
+    return integer
+
+
+def positive_number(most: float = float("inf")) -> Callable[[str], float]:
+    """Returns an argparse type for finite numbers above 0, up to a largest one."""
+
+    def number(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0.0
+        if not 0 < value <= most or value == float("inf"):
+            upto = "" if most == float("inf") else f" of at most {most:g}"
+            raise argparse.ArgumentTypeError(f"{text!r}: use a positive number{upto}")
+        return value
+
+    return number
+
+
+def names_from(allowed: Sequence[str]) -> Callable[[str], list[str]]:
+    """Returns an argparse type for names separated by commas, each once."""
+
+    def names(text: str) -> list[str]:
+        found = list(dict.fromkeys(text.split(",")))
+        for name in found:
+            if name not in allowed:
+                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(allowed)}")
+        return found
+
+    return names
+
+
+def add_platform(parser: argparse.ArgumentParser, gpus: str = "any") -> None:
+    """Declares --platform."""
+    parser.add_argument(
+        "--platform",
+        choices=("auto", "cpu", "gpu"),
+        default="auto",
+        help=f"auto chooses GPUs if there are {gpus} (default auto)",
+    )
+
+
+def add_mode(parser: argparse.ArgumentParser) -> None:
+    """Declares --mode."""
+    parser.add_argument(
+        "--mode",
+        choices=("process-per-device", "single-process", "both"),
+        default="both",
+        help="one process per device, a single process for all devices, or both (default both)",
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Declares --json of the commands that print a report."""
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")

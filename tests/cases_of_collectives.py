@@ -1,0 +1,627 @@
+"""Cases of the collectives: values, groups, segments, and calls in any order."""
+
+import math
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from cases import (
+    COPIED_DTYPES,
+    DIVIDED,
+    DTYPES,
+    OPERATIONS,
+    apply,
+    case,
+    check,
+    check_like,
+    compiled_of_ours,
+    everywhere,
+    forced,
+    in_segments,
+    line,
+    make_mesh,
+    oracle,
+    ours_up_to,
+    psum_of,
+    put,
+    random,
+    reference,
+    runs_as_often_as_explained,
+    segments_of,
+    sharded,
+    takes_part,
+    x64,
+)
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_intranode
+from jax_intranode._src.native import extension
+from jax_intranode._src.ops import collective
+from jax_intranode._src.ops.psum import selection
+
+# Values.
+
+
+@case(dtype=DTYPES, algorithm=("one_shot", "two_shot"))
+def every_dtype_and_count(dtype: str, algorithm: str) -> None:
+    mesh = line()
+    n = mesh.size
+    parts = [random(dtype, (n, count), count) for count in (1, 2, 7, 8, 9, 31, 1000, 2051)]
+    f = sharded(lambda vs: [jax_intranode.psum(v, "x") for v in vs], mesh, P("x"), P("x"))
+    with x64(dtype), forced(algorithm):
+        for part in parts:
+            chosen = selection(mesh, ("x",), (1, *part.shape[1:]), part.dtype)
+            assert chosen.algorithm == algorithm, chosen
+        arrays = [put(mesh, P("x"), part) for part in parts]
+        results = compiled_of_ours(f, arrays)(arrays)
+    for result, part in zip(results, parts, strict=True):
+        check(result, reference("psum", part))
+
+
+@case(dtype=("bfloat16", "int8", "float64"), operation=("all_to_all",))
+@case(dtype=DTYPES, operation=("psum_scatter", "all_gather"))
+def every_dtype_and_count_of_parts(dtype: str, operation: str) -> None:
+    mesh = line()
+    n = mesh.size
+    choose = collective.chooser(operation, mesh, ("x",), np.dtype(dtype))
+    counts = [
+        count
+        for count in (1, 3, 16, 17, 61, 250, 2048)
+        if count <= 61 or choose(count * np.dtype(dtype).itemsize).algorithm != "lax"
+    ]
+    each = n if operation in DIVIDED else 1
+    parts = [random(dtype, (n, count * each), count) for count in counts]
+    f = sharded(lambda vs: [apply(operation, v[0])[None] for v in vs], mesh, P("x"), P("x"))
+    with x64(dtype):
+        arrays = [put(mesh, P("x"), part) for part in parts]
+        results = compiled_of_ours(f, arrays)(arrays)
+    for result, part in zip(results, parts, strict=True):
+        check(result, reference(operation, part))
+
+
+def check_psum(parts: np.ndarray, mesh: Mesh, algorithm: str) -> None:
+    with forced(algorithm):
+        chosen = selection(mesh, ("x",), (1, *parts.shape[1:]), parts.dtype)
+        assert chosen.algorithm == algorithm, chosen
+        result = psum_of(parts, mesh)
+    check(result, everywhere(oracle(parts), len(parts)))
+
+
+@case(world=(2, 3, 4, 5, 6, 7, 8), algorithm=("one_shot", "two_shot"))
+def every_world_size(world: int, algorithm: str) -> None:
+    mesh = line(world)
+    if takes_part(mesh):
+        for dtype, count in (("float32", 1023), ("bfloat16", 77), ("int32", 500)):
+            check_psum(random(dtype, (world, count), world), mesh, algorithm)
+
+
+@case(world=(2, 3, 4, 5, 6, 7, 8))
+def every_world_size_of_parts(world: int) -> None:
+    mesh = line(world)
+    if not takes_part(mesh):
+        return
+    for dtype in ("bfloat16", "int32"):
+        parts = random(dtype, (world, world * 7, 5), world)
+
+        def f(v: Any) -> Any:
+            scattered = jax_intranode.psum_scatter(v[0], "x", tiled=True)
+            whole = jax_intranode.all_gather(scattered, "x", tiled=True)
+            exchanged = jax_intranode.all_to_all(v[0], "x", 0, 0, tiled=True)
+            return whole[None], exchanged[None]
+
+        whole, exchanged = jax.jit(sharded(f, mesh, P("x"), (P("x"),) * 2))(
+            put(mesh, P("x"), parts)
+        )
+        check(whole, everywhere(oracle(parts), world))
+        flat = reference("all_to_all", parts.reshape(world, -1))
+        check(exchanged, flat.reshape(parts.shape))
+
+
+def special(dtype: str) -> np.ndarray:
+    """The extreme values of a type, and the value whose bits are those of an empty word."""
+    kind = np.dtype(dtype)
+    if kind.kind == "b":
+        return np.array([True, False])
+    if kind.kind == "c":
+        real = special(kind.type(0).real.dtype.name)
+        pairs = np.stack(np.meshgrid(real, real), -1)
+        return pairs.view(kind).reshape(-1)
+    unsigned = f"u{kind.itemsize}"
+    ones = np.array([np.iinfo(unsigned).max], unsigned).view(kind)
+    if kind.kind in "iu":
+        info = np.iinfo(kind)
+        values = np.array([info.min, info.max, 0, 1, info.max - 1], kind)
+        return np.concatenate([values, ones])
+    finfo = ml_dtypes.finfo(kind)
+    values = np.array(
+        [0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, finfo.max, finfo.min, finfo.tiny], kind
+    )
+    subnormals = np.array([1, 2, 3], unsigned).view(kind)
+    return np.concatenate([values, subnormals, -subnormals, ones])
+
+
+@case(how=("one_shot", "two_shot", "psum_scatter", "all_gather", "all_to_all"))
+def special_values(how: str) -> None:
+    """NaN, infinities, signed zeros, subnormals, extreme integers, words of all ones."""
+    mesh = line()
+    n = mesh.size
+    operation = how if how in OPERATIONS else "psum"
+    generator = np.random.default_rng(3)
+    parts = {}
+    for dtype in COPIED_DTYPES if how in ("all_gather", "all_to_all") else DTYPES:
+        values = special(dtype)
+        count = {"all_gather": 61, "all_to_all": 30 * n}.get(how, 61 * n)
+        parts[dtype] = values[generator.integers(0, len(values), (n, count))]
+        if np.dtype(dtype).kind not in "biuc":
+            parts[dtype][:, :3] = np.array(-0.0, dtype)  # the sum of negative zeros is -0.0
+            parts[dtype][:, 3:6] = np.array([1, 2, 3], f"u{np.dtype(dtype).itemsize}").view(dtype)
+
+    def f(tree: Any) -> Any:
+        if operation == "psum":  # one psum of the whole tree
+            return jax_intranode.psum(tree, "x")
+        return {k: apply(operation, v[0])[None] for k, v in tree.items()}
+
+    with x64("float64"):
+        arrays = {dtype: put(mesh, P("x"), part) for dtype, part in parts.items()}
+        with forced(how if operation == "psum" else "auto"):
+            results = compiled_of_ours(sharded(f, mesh, P("x"), P("x")), arrays)(arrays)
+        for dtype, part in parts.items():
+            check(results[dtype], reference(operation, part))
+
+
+# Groups.
+
+
+@case(algorithm=("auto", "one_shot", "two_shot"), leaves=(2, 300))
+def trees(algorithm: str, leaves: int) -> None:
+    """A psum of a pytree has the bits of its leaves' psums, and needs the fewest operations."""
+    mesh = line()
+    n = mesh.size
+    generator = np.random.default_rng(leaves)
+    shapes = [(), (1, 1, 3)] + [(int(k),) for k in generator.integers(1, 40, leaves)]
+    # jax 0.11.2 crashes when it compiles this, also with lax.psum.
+    if jax.devices()[0].platform == "cpu" and jax.__version__ != "0.11.2":
+        shapes.insert(1, (0,))
+    parts = [
+        random(dtype, (n, *shape), 100 + i)
+        for i, (dtype, shape) in enumerate(
+            (dtype, shape)
+            for dtype in ("float32", "bfloat16", "int32")
+            for shape in shapes[: 4 + leaves // (1 if dtype == "float32" else 2)]
+        )
+    ]
+    arguments = [put(mesh, P("x"), part) for part in parts]
+    f = sharded(lambda xs: jax_intranode.psum({"tree": xs}, "x")["tree"], mesh, P("x"), P("x"))
+    with forced(algorithm):
+        program = jax.jit(f).lower(arguments).compile()
+    operations = sum(
+        "custom-call(" in line and "jax_intranode_psum" in line
+        for line in program.as_text().splitlines()
+    )
+    names = [part.dtype.name for part in parts if part.size > 0]
+    fewest = sum(math.ceil(names.count(name) / 128) for name in set(names))
+    if algorithm == "auto" and leaves > 128:
+        assert fewest <= operations < len(parts) / 20  # split into sizes that are faster than lax
+    else:
+        assert operations == fewest
+    for result, part in zip(program(arguments), parts, strict=True):
+        check(result, everywhere(oracle(part), n))
+
+
+@case(devices=4)
+def groups_of_a_two_axis_mesh() -> None:
+    n = len(jax.devices()) // 2 * 2
+    mesh = make_mesh((2, n // 2), ("d", "t"))
+    parts = random("float32", (2, n // 2, 130), 7)
+
+    def f(v: Any) -> Any:
+        psum = jax_intranode.psum
+        return psum(v, "t"), psum(v, "d"), psum(v, ("d", "t")), psum(v, ("t", "d"))
+
+    specs = (P("d", "t"),) * 4
+    results = jax.jit(sharded(f, mesh, P("d", "t"), specs))(put(mesh, P("d", "t"), parts))
+    over_t = np.stack([oracle(parts[i]) for i in range(2)])[:, None]
+    over_d = oracle(parts)[None]
+    row_major = oracle(parts.reshape(n, -1))
+    column_major = oracle(parts.transpose(1, 0, 2).reshape(n, -1))
+    expected = (over_t, over_d, row_major, column_major)
+    for result, want in zip(results, expected, strict=True):
+        check(result, np.broadcast_to(want, parts.shape))
+
+
+@case(devices=4, seed=(0, 1))
+@ours_up_to(2048)
+def permuted_devices(seed: int) -> None:
+    n = len(jax.devices())
+    order = np.random.default_rng(seed).permutation(n)
+    mesh = make_mesh((n,), ("x",), order)
+    check_psum(random("float32", (n, 99), seed), mesh, "one_shot")
+    check_psum(random("float32", (n, 99), seed), mesh, "two_shot")
+    parts = random("float32", (n, 33 * n), seed)
+    value = put(mesh, P("x"), parts)
+    for operation in OPERATIONS[1:]:
+        f = sharded(lambda v, o=operation: apply(o, v[0])[None], mesh, P("x"), P("x"))
+        check(compiled_of_ours(f, value)(value), reference(operation, parts))
+
+
+# Operations in segments.
+
+
+@case(operation=OPERATIONS, dtype=DTYPES)
+def segments_of_every_dtype(operation: str, dtype: str) -> None:
+    """Sizes around the bounds of segments, and a donated operand."""
+    mesh = line()
+    n = mesh.size
+    item = np.dtype(dtype).itemsize
+    counts = [k // item for k in (8, 256, 256 + item, 512, 1000, 2048 - item, 5000)]
+    if operation in DIVIDED:
+        counts = [k * n for k in counts]
+    parts = [random(dtype, (n, count), count) for count in counts]
+
+    def f(vs: Any) -> Any:
+        return [apply(operation, v[0])[None] for v in vs]
+
+    with x64(dtype), in_segments(256):
+        arrays = [put(mesh, P("x"), part) for part in parts]
+        program = compiled_of_ours(
+            sharded(f, mesh, P("x"), P("x")), arrays, donate_argnums=0, keep_unused=True
+        )
+        assert sorted(segments_of(program.as_text())) == [1, 1, 2, 2, 4, 8, 32]
+        results = program(arrays)
+    for result, part in zip(results, parts, strict=True):
+        check(result, reference(operation, part))
+
+
+@case()
+def trees_in_segments() -> None:
+    """Trees are summed by one operation, whose segments begin in any of the arrays."""
+    mesh = line()
+    n = mesh.size
+    counts = [*(int(k) for k in np.random.default_rng(7).integers(1, 300, 40)), 9000]
+    parts = {
+        dtype: [random(dtype, (n, count), count) for count in counts]
+        for dtype in ("float32", "bfloat16", "int8")
+    }
+    arrays = {
+        dtype: [put(mesh, P("x"), part) for part in of_dtype] for dtype, of_dtype in parts.items()
+    }
+    f = sharded(lambda tree: jax_intranode.psum(tree, "x"), mesh, P("x"), P("x"))
+    with in_segments(1 << 12):
+        program = compiled_of_ours(f, arrays)
+        assert sorted(segments_of(program.as_text())) == [4, 8, 16]
+        results = program(arrays)
+    for dtype, of_dtype in parts.items():
+        for result, part in zip(results[dtype], of_dtype, strict=True):
+            check(result, reference("psum", part))
+
+
+# How often calls run, and what explain says of them.
+
+
+@case()
+def results_that_a_scan_stacks() -> None:
+    """A scan stacks results for its backward pass that others use too. Each call runs once."""
+    mesh = line()
+
+    def step(v: Any, w: Any) -> Any:
+        whole = jax_intranode.all_gather(v, "x", axis=0, tiled=True)
+        part = jax_intranode.psum_scatter(whole * whole * w, "x", scatter_dimension=0, tiled=True)
+        total = jax_intranode.psum(part, "x")
+        return part * part * total, None
+
+    f = sharded(lambda v, ws: lax.scan(step, v, ws)[0], mesh, (P("x"), P()), P("x"))
+    args = (
+        put(mesh, P("x"), random("float32", (8 * mesh.size, 128), 23)),
+        put(mesh, P(), random("float32", (3, 128), 24)),
+    )
+    runs_as_often_as_explained(jax.grad(lambda *vs: f(*vs).sum(), argnums=(0, 1)), args)
+
+
+@case()
+def explained_alike() -> None:
+    """All processes get the same explanation, and the program holds what it says."""
+    mesh = line()
+    n = mesh.size
+
+    def f(v: Any) -> Any:
+        total = jax_intranode.psum((v, v.astype(jnp.int32)), "x")[0]
+        part = jax_intranode.psum_scatter(v, "x", scatter_dimension=1, tiled=True)
+        return total + jax_intranode.all_gather(part, "x", axis=1, tiled=True)
+
+    program = sharded(f, mesh, P("x"), P("x"))
+    argument = jax.ShapeDtypeStruct((n, n), np.float32, sharding=NamedSharding(mesh, P("x")))
+    text = str(explanation := jax_intranode.explain(program)(argument))
+    assert [call.operation for call in explanation] == ["psum", "psum_scatter", "all_gather"], text
+    assert all(call.algorithm != "lax" for call in explanation), text
+    assert jax.jit(program).lower(argument).as_text().count("@jax_intranode_") == 3
+    digest = np.frombuffer(text.encode().ljust(-len(text) % 4 + len(text)), np.int32)
+    mine = jax.make_array_from_callback(
+        (n, len(digest)), NamedSharding(mesh, P("x")), lambda _: digest[None]
+    )
+    spread = sharded(lambda v: lax.pmax(v, "x") - lax.pmin(v, "x"), mesh, P("x"), P("x"))
+    check(jax.jit(spread)(mine), np.zeros((n, len(digest)), np.int32))
+
+
+# Order of calls, delays, replay of CUDA graphs.
+
+
+@case()
+def back_to_back() -> None:
+    """Calls of alternating sizes, dtypes and algorithms, without a pause between them."""
+    mesh = line()
+    n = mesh.size
+    generator = np.random.default_rng(12)
+    programs, inputs, wants = [], [], []
+    for k in range(6):
+        kinds = generator.choice(["float32", "bfloat16", "int32", "int8", "float16"], 8)
+        parts = [random(d, (n, int(generator.integers(1, 5000))), k) for d in kinds]
+        with forced("one_shot" if k % 2 else "two_shot"):
+            f = sharded(
+                lambda *vs: tuple(jax_intranode.psum(v, "x") for v in vs), mesh, P("x"), P("x")
+            )
+            arrays = [put(mesh, P("x"), p) for p in parts]
+            programs.append(jax.jit(f).lower(*arrays).compile())
+        inputs.append(arrays)
+        wants.append([everywhere(oracle(p), n) for p in parts])
+    # More than 32 executions in flight on 8 CPU devices hang XLA itself, also with lax.psum.
+    for _ in range(4):
+        order = [k for _ in range(4) for k in generator.permutation(6)]
+        results = [(k, programs[k](*inputs[k])) for k in order]
+        for k, result in results:
+            for got, want in zip(result, wants[k], strict=True):
+                check(got, want)
+
+
+@case(operation=OPERATIONS)
+def chain_with_delays(operation: str) -> None:
+    """Each rank in turn is late by a random time. Each call reads the result of the last one."""
+    mesh = line()
+    n = mesh.size
+    steps = 4 * n
+    count = {"psum": 300, "all_gather": 40}.get(operation, 40 * n)
+    late = np.zeros((steps, n), np.int32)
+    late[np.arange(steps), np.arange(steps) % n] = np.random.default_rng(13).integers(
+        1, 5000, steps
+    )
+
+    def following(result: Any) -> Any:
+        """The next operand of a rank, made from its result."""
+        if operation == "all_gather":
+            return result.reshape(n, count).sum(0) % 1000
+        return (result % 1000).repeat(count // result.size)
+
+    def f(v: Any) -> Any:
+        rank = lax.axis_index("x")
+
+        def step(carry: Any, loops: Any) -> Any:
+            start = carry[0] * 0.0 + 0.5
+            waste = lax.fori_loop(0, loops[rank], lambda i, s: jnp.sin(s + i), start)
+            carry = carry + 0 * waste
+            result = apply(operation, carry + rank.astype(carry.dtype))
+            return following(result), result
+
+        return lax.scan(step, v[0], late)[1][None]
+
+    parts = random("uint32", (n, count), 13).astype(np.float32) // 2**20
+    result = jax.jit(sharded(f, mesh, P("x"), P("x")))(put(mesh, P("x"), parts))
+    carry, want = parts, []
+    ranks = np.arange(n, dtype=np.float32)[:, None]
+    for _ in range(steps):
+        want.append(reference(operation, carry + ranks))
+        carry = np.stack([following(of_rank) for of_rank in want[-1]])
+    check(result, np.stack(want, 1))
+
+
+@case(operation=OPERATIONS)
+@in_segments(256)
+def delays_in_segments(operation: str) -> None:
+    """As `chain_with_delays`, with several epochs a call."""
+    chain_with_delays(operation)
+
+
+@case(devices=2, world=(2, 4, 8))
+def independent_calls_of_unequal_cost(world: int) -> None:
+    """12 independent calls, which each device may start in an order of its own."""
+    mesh = line(world)
+    if not takes_part(mesh):
+        return
+
+    def f(x: Any, *ws: Any) -> Any:
+        total = 0.0
+        for w in ws:
+            total += jax_intranode.psum(jnp.tanh(x @ w) @ w.T, "x")
+        return total
+
+    sizes = np.random.default_rng(14).permutation(
+        [8, 16, 64, 128, 256, 512, 8, 700, 300, 32, 1024, 48]
+    )
+    x = put(mesh, P("x"), random("float32", (16 * world, 128), 15))
+    ws = [put(mesh, P(), random("float32", (128, int(s)), int(s)) * 0.1) for s in sizes]
+    ours = jax.jit(sharded(f, mesh, (P("x"), *(P() for _ in ws)), P("x")))
+    for _ in range(3):
+        result = ours(x, *ws)
+    with mock.patch.object(jax_intranode, "psum", lax.psum):
+        theirs = jax.jit(sharded(lambda *a: f(*a), mesh, (P("x"), *(P() for _ in ws)), P("x")))(
+            x, *ws
+        )
+    check_like(result, theirs, 1e-3)
+
+
+@case()
+def replay_and_eager() -> None:
+    """On GPUs XLA replays the graph of a program without calling the handlers."""
+    mesh = line()
+    n = mesh.size
+    parts = random("float32", (n, 700), 16)
+    step = np.float32(1 / 64)
+
+    def f(v: Any) -> Any:
+        for _ in range(8):
+            v = jax_intranode.psum(v, "x") * step
+        return v
+
+    program = jax.jit(sharded(f, mesh, P("x"), P("x")))
+    value = put(mesh, P("x"), parts)
+    want = parts
+    for _ in range(8):
+        want = everywhere(oracle(want) * step, n)
+    counts = []
+    for _ in range(12):
+        jax.block_until_ready(result := program(value))
+        check(result, want)
+        del result
+        counts.append(extension.handler_calls())
+    if jax.devices()[0].platform == "gpu":
+        assert counts[-1] == counts[-4], f"handlers are still called: {counts}"
+    for _ in range(3):  # eager calls among replayed ones
+        check(psum_of(parts, mesh, jit=False), everywhere(oracle(parts), n))
+        check(program(value), want)
+
+
+@case()
+def conditional_in_a_graph() -> None:
+    """On GPUs XLA captures both branches of a cond and replays the one that is taken."""
+    mesh = line()
+    n = mesh.size
+    parts = random("float32", (n, 300), 17)
+    step = np.float32(1 / 64)
+
+    def f(flag: Any, v: Any) -> Any:
+        for _ in range(6):
+            v = lax.cond(
+                flag,
+                lambda v: jax_intranode.psum(v, "x") * step,
+                lambda v: jax_intranode.psum(v * 2, "x") * step,
+                v,
+            )
+        return v
+
+    program = jax.jit(sharded(f, mesh, (P(), P("x")), P("x")))
+    value = put(mesh, P("x"), parts)
+    flags = {flag: put(mesh, P(), np.array(flag)) for flag in (True, False)}
+    want = {True: parts, False: parts}
+    for _ in range(6):
+        want = {
+            flag: everywhere(oracle(w if flag else 2 * w) * step, n) for flag, w in want.items()
+        }
+    counts = []
+    for k in range(14):
+        flag = k % 3 != 0
+        jax.block_until_ready(result := program(flags[flag], value))
+        check(result, want[flag])
+        del result
+        counts.append(extension.handler_calls())
+    if jax.devices()[0].platform == "gpu":
+        assert counts[-1] == counts[-4], f"handlers are still called: {counts}"
+
+
+@case(operation=OPERATIONS)
+@ours_up_to(2048)
+def input_overwritten(operation: str) -> None:
+    """The operand of a call is overwritten at once, by its own program and by the next one."""
+    mesh = line()
+    n = mesh.size
+    parts = random("uint32", (n, 40 * n), 17).astype(np.float32) // 2**20
+
+    def f(v: Any) -> Any:
+        return v + 1, apply(operation, v[0])[None]
+
+    value = put(mesh, P("x"), parts)
+    program = compiled_of_ours(sharded(f, mesh, P("x"), P("x")), value, donate_argnums=0)
+    assert "input_output_alias" in program.as_text()
+    overwrite = jax.jit(lambda v: v + 1, donate_argnums=0)
+    alone = jax.jit(sharded(lambda v: apply(operation, v[0])[None], mesh, P("x"), P("x")))
+    results = []
+    for _ in range(5):
+        results.append(alone(value))
+        value, result = program(overwrite(value))
+        results.append(result)
+    for k, result in enumerate(results):
+        check(result, reference(operation, parts + k))
+
+
+@case(operation=OPERATIONS)
+def beside_lax(operation: str) -> None:
+    """XLA's own collectives right before and right after ours, on the same buffers."""
+    mesh = line()
+    n = mesh.size
+    parts = (random("uint32", (n, 40 * n), 18) // 2**28).astype(np.float32)
+
+    def f(v: Any) -> Any:
+        theirs = lax.psum(v[0], "x")
+        ours = apply(operation, theirs + v[0])
+        after = lax.all_gather(ours, "x").sum(0)
+        again = apply(operation, v[0])
+        return tuple(r[None] for r in (theirs, ours, after, again, lax.psum(again, "x")))
+
+    program = jax.jit(sharded(f, mesh, P("x"), (P("x"),) * 5))
+    value = put(mesh, P("x"), parts)
+    total = reference("psum", parts)
+    ours, again = reference(operation, total + parts), reference(operation, parts)
+    wants = total, ours, reference("psum", ours), again, reference("psum", again)
+    for results in [program(value) for _ in range(5)]:
+        for result, want in zip(results, wants, strict=True):
+            check(result, want)
+
+
+@case(dtype=("int8", "bfloat16", "int32"))
+def results_amid_other_data(dtype: str) -> None:
+    """Results of odd sizes go to odd offsets of a larger array. Nothing else in it changes."""
+    mesh = line()
+    n = mesh.size
+    poison = np.array(77, dtype)
+    parts = (random("uint8", (n, 40 * n), 19) % 8).astype(dtype)
+
+    def write(xp: Any, result_of: Any, canvas: Any, part: Any) -> Any:
+        at = 1
+        for k, count in enumerate((1, 3, 9, 17, 31, 33)):
+            operation = OPERATIONS[k % len(OPERATIONS)]
+            size = n * count if operation in DIVIDED else count
+            result = result_of(operation, part[..., k : k + size])
+            if xp is np:
+                canvas[:, at : at + result.shape[-1]] = result
+            else:
+                canvas = lax.dynamic_update_slice(canvas, result, (at,))
+            at += result.shape[-1] + 1 + k % 2
+        return canvas
+
+    def f(canvas: Any, v: Any) -> Any:
+        return write(jnp, apply, canvas[0], v[0])[None]
+
+    poisoned = np.full((n, 100 * n), poison)
+    arguments = put(mesh, P("x"), poisoned), put(mesh, P("x"), parts)
+    f = sharded(f, mesh, (P("x"), P("x")), P("x"))
+    program = compiled_of_ours(f, *arguments, donate_argnums=0)
+    check(program(*arguments), write(np, reference, poisoned.copy(), parts))
+
+
+@case()
+def compiling_while_others_wait() -> None:
+    """New programs are compiled, loaded and launched while kernels wait for their peers."""
+    mesh = line()
+    n = mesh.size
+
+    def slow(v: Any) -> Any:
+        rank = lax.axis_index("x")
+        for k in range(3 * n):
+            loops = jnp.where(rank == k % n, 1000, 0)
+            late = lax.fori_loop(0, loops, lambda i, s: jnp.sin(s + i), v[0, 0] * 0.0 + 0.5)
+            v = jax_intranode.psum(v + 0 * late, "x") / n
+        return v
+
+    parts = np.full((n, 64), 3.0, np.float32)
+    waiting = jax.jit(sharded(slow, mesh, P("x"), P("x")))
+    value = put(mesh, P("x"), parts)
+    jax.block_until_ready(waiting(value))
+    running = [waiting(value) for _ in range(2)]
+    for count in (5, 17, 130, 555):  # each size is a program of its own
+        data = random("float32", (n, count), count)
+        check(psum_of(data, mesh), everywhere(oracle(data), n))
+        running.append(waiting(value))
+    for result in running:
+        check(result, parts)

@@ -1,0 +1,173 @@
+"""Cases of the collective matmuls, on which nothing is overlapped or everything may be."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from cases import (
+    LAX_MATMULS,
+    case,
+    check,
+    check_like,
+    everywhere,
+    float32_products,
+    line,
+    make_mesh,
+    oracle,
+    put,
+    random,
+    sharded,
+)
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_intranode
+from jax_intranode._src.native import extension
+
+
+@case(rows=(1, 127, 129), dtype=("float32", "bfloat16"))
+def exact_matmuls(rows: int, dtype: str) -> None:
+    """Sums of products of zeros and ones are exact in each dtype."""
+    mesh = line()
+    n = mesh.size
+    generator = np.random.default_rng(rows)
+
+    def ones(*shape: int) -> np.ndarray:
+        return generator.integers(0, 2, (n, *shape)).astype(dtype)
+
+    x, long, w, wide = ones(2, rows, 9), ones(2, rows * n, 9), ones(9, 5), ones(9, 13)
+
+    def f(x: Any, long: Any, w: Any, wide: Any) -> Any:
+        both, whole = jax_intranode.all_gather_matmul(
+            x[0], [w[0], wide[0]], "x", gather_axis=1, return_gathered=True
+        )
+        part = jax_intranode.matmul_reduce_scatter(long[0], w[0], "x", scatter_axis=1)
+        total = jax_intranode.matmul_all_reduce(x[0], wide[0], "x")
+        return [v[None] for v in (*both, whole, part, total)]
+
+    arrays = [put(mesh, P("x"), v) for v in (x, long, w, wide)]
+    results = jax.jit(sharded(f, mesh, P("x"), P("x")))(*arrays)
+    whole = np.concatenate(list(x), 1)
+    products = long.astype(np.float32) @ w[:, None].astype(np.float32)
+    totals = (x.astype(np.float32) @ wide[:, None].astype(np.float32)).sum(0)
+    expected = [
+        *(whole[None].astype(np.float32) @ v[:, None].astype(np.float32) for v in (w, wide)),
+        everywhere(whole, n),
+        np.stack(np.split(products.sum(0), n, axis=1)),
+        everywhere(totals, n),
+    ]
+    for result, want in zip(results, expected, strict=True):
+        check(result, want.astype(dtype))
+
+
+@case(dtype=("float32", "bfloat16"))
+@float32_products
+def sums_of_products_in_rank_order(dtype: str) -> None:
+    """Each rank rounds its product. The products are then summed like any other arrays."""
+    mesh = line()
+    n = mesh.size
+    x, w = random(dtype, (n, 8 * n, 33), 1), random(dtype, (n, 33, 7), 2)
+
+    def f(x: Any, w: Any) -> Any:
+        x, w = x[0], w[0]
+        part = jax_intranode.matmul_reduce_scatter(x, w, "x")
+        total = jax_intranode.matmul_all_reduce(x, w, "x")
+        return (x @ w)[None], part[None], total[None]
+
+    program = jax.jit(sharded(f, mesh, P("x"), P("x")))
+    products, part, total = program(*(put(mesh, P("x"), v) for v in (x, w)))
+    spread = jax.jit(lambda v: v, out_shardings=NamedSharding(mesh, P()))(products)
+    want = oracle(np.asarray(spread.addressable_data(0)))
+    check(part, want.reshape(part.shape))
+    check(total, everywhere(want, n))
+
+
+@case(check_vma=(True, False), how=("reduce_scatter", "all_reduce"))
+@float32_products
+def gradients_of_matmuls(check_vma: bool, how: str) -> None:
+    """Gradients of a tensor-parallel layer in float32 match those of the whole layer in float64."""
+    mesh = line()
+    n = mesh.size
+    shapes = ((3, 2 * n, 9), (9, 3 * n), (3 * n, 9), (3, 2 * n, 9))
+    x, w1, w2, c = (random("float32", shape, seed) for seed, shape in enumerate(shapes))
+
+    def layer(x: Any, w1: Any, w2: Any) -> Any:
+        if how == "all_reduce":
+            return jax_intranode.matmul_all_reduce(jnp.tanh(x @ w1), w2, "x")
+        h = jax_intranode.all_gather_matmul(x, w1, "x", gather_axis=1)
+        return jax_intranode.matmul_reduce_scatter(jnp.tanh(h), w2, "x", scatter_axis=1)
+
+    by_rows = P() if how == "all_reduce" else P(None, "x")
+    specs = (by_rows, P(None, "x"), P("x"))
+    f = sharded(layer, mesh, specs, by_rows, check_vma)
+    gradient = jax.jit(jax.grad(lambda x, w1, w2, c: (f(x, w1, w2) * c).sum(), argnums=(0, 1, 2)))
+    arrays = [put(mesh, spec, v) for spec, v in zip((*specs, by_rows), (x, w1, w2, c), strict=True)]
+    results = gradient(*arrays)
+    x, w1, w2, c = (v.astype(np.float64) for v in (x, w1, w2, c))
+    h = np.tanh(x @ w1)
+    dh = c @ w2.T * (1 - h**2)
+    expected = [dh @ w1.T, np.einsum("bsk,bsn->kn", x, dh), np.einsum("bsk,bsn->kn", h, c)]
+    for result, want in zip(results, expected, strict=True):
+        check(result, want.astype(np.float32), exact=False)
+
+
+@case(how=("sequence", "columns"))
+@float32_products
+def gradients_of_matmuls_of_global_arrays(how: str) -> None:
+    """A layer under plain jit: its gradients match those in float64."""
+    mesh = Mesh(line().devices, ("x",), axis_types=(AxisType.Explicit,))
+    n = mesh.size
+    shapes = ((3, 2 * n, 9), (9, 3 * n), (3 * n, 9), (3, 2 * n, 9))
+    x, w1, w2, c = (random("float32", shape, seed) for seed, shape in enumerate(shapes))
+    axis = 1 if how == "sequence" else None
+    by_rows = P(None, "x") if how == "sequence" else P()
+
+    def loss(x: Any, w1: Any, w2: Any, c: Any) -> Any:
+        h = jax_intranode.column_parallel_matmul(x, w1, "x", sequence_axis=axis)
+        y = jax_intranode.row_parallel_matmul(jnp.tanh(h), w2, "x", sequence_axis=axis)
+        return (y * c).sum()
+
+    specs = (by_rows, P(None, "x"), P("x"), by_rows)
+    arrays = [put(mesh, spec, v) for spec, v in zip(specs, (x, w1, w2, c), strict=True)]
+    with jax.set_mesh(mesh):
+        gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+        calls = jax_intranode.explain(gradient)(*arrays)
+        results = gradient(*arrays)
+    assert {call.operation for call in calls} == (
+        {"all_gather_matmul", "matmul_reduce_scatter"}
+        if how == "sequence"
+        else {"matmul_all_reduce"}
+    )
+    x, w1, w2, c = (v.astype(np.float64) for v in (x, w1, w2, c))
+    h = np.tanh(x @ w1)
+    dh = c @ w2.T * (1 - h**2)
+    expected = [dh @ w1.T, np.einsum("bsk,bsn->kn", x, dh), np.einsum("bsk,bsn->kn", h, c)]
+    for result, want in zip(results, expected, strict=True):
+        check(result, want.astype(np.float32), exact=False)
+
+
+@case(devices=4, check_vma=(True, False))
+@float32_products
+def matmuls_on_a_data_and_tensor_mesh(check_vma: bool) -> None:
+    """Gradients match lax's with weights replicated over "data" and devices in a random order."""
+    n = len(jax.devices()) // 2
+    order = np.random.default_rng(5).permutation(2 * n)
+    mesh = make_mesh((2, n), ("data", "x"), order)
+    values = (random("float32", (4, 3 * n, 5), 1), random("float32", (5, 2 * n), 2))
+    specs = (P("data", "x"), P(None, "x"))
+
+    def program(lib: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            a, b = lib.all_gather_matmul(x, [w, jnp.sin(w[:, :1])], "x", gather_axis=1)
+            y = lib.matmul_reduce_scatter(jnp.tanh(a) * b, w.T, "x", scatter_axis=1)
+            return y * lib.matmul_all_reduce(y, w, "x").sum(-1, keepdims=True)
+
+        f = sharded(layer, mesh, specs, P("data", "x"), check_vma)
+        return jax.jit(jax.value_and_grad(lambda x, w: (f(x, w) ** 2).sum(), argnums=(0, 1)))
+
+    arrays = [put(mesh, spec, v) for spec, v in zip(specs, values, strict=True)]
+    before = extension.handler_calls()
+    ours = jax.block_until_ready(program(jax_intranode)(*arrays))
+    assert extension.handler_calls() > before, "ours did not run"
+    check_like(ours, program(LAX_MATMULS)(*arrays), 1e-4)

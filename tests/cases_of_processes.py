@@ -1,0 +1,37 @@
+"""All that one start of processes runs: the cases, those of norms, and rows of the contract."""
+
+import functools
+
+import cases_of_collectives  # noqa: F401
+import cases_of_matmuls  # noqa: F401
+import cases_of_norms
+import contract
+import jax
+import random_programs  # noqa: F401
+from cases import CASES as OF_COLLECTIVES
+from cases import Case
+
+
+def in_ranks(name: str) -> None:
+    """Checks a row, whose mesh has the first devices, in the processes of these devices."""
+    row = contract.ROWS[name]
+    if any(d.process_index == jax.process_index() for d in jax.devices()[: row.devices]):
+        contract.check(row)
+
+
+def _runs(row: contract.Row) -> bool:
+    """Transformations, and whatever needs four devices."""
+    transforms = row.run.__module__ in ("contract.control_flow", "contract.differentiation")
+    accelerated = row.how in (contract.ACCELERATED, contract.PARTLY, contract.DERIVED)
+    return accelerated and (transforms or row.devices == 4)
+
+
+CASES = {
+    **OF_COLLECTIVES,
+    **{f"norm_{name}": case for name, case in cases_of_norms.CASES.items()},
+    **{
+        f"contract_{name}": Case(name, functools.partial(in_ranks, name), row.devices)
+        for name, row in contract.ROWS.items()
+        if _runs(row)
+    },
+}

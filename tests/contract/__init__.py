@@ -1,0 +1,27 @@
+"""The contract of the collectives of `jax.lax`, row by row: what a program may do with them.
+
+docs/contract.md has one line for each row. tests/test_contract.py runs the rows in one process;
+some also run in a process per device.
+"""
+
+from contract import axes, control_flow, differentiation, operands, programs, rows, sharding
+from contract.rows import ACCELERATED, DERIVED, PARTLY, Row, check
+
+__all__ = ["ACCELERATED", "DERIVED", "PARTLY", "ROWS", "SUBJECTS", "Row", "check"]
+
+# The tables of docs/contract.md.
+SUBJECTS = {
+    "Operands": operands,
+    "Axes": axes,
+    "Sharding": sharding,
+    "Control flow, batching and memory": control_flow,
+    "Differentiation": differentiation,
+    "Programs": programs,
+}
+# In the order of the tables.
+ROWS = {
+    row.name: row
+    for subject in SUBJECTS.values()
+    for row in rows.ROWS.values()
+    if row.run.__module__ == subject.__name__
+}

@@ -1,0 +1,548 @@
+"""Rows of the contract: arguments, dimensions, axis names, names bound by vmap, and groups."""
+
+import enum
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from contract.rows import (
+    ACCELERATED,
+    AS_LAX,
+    ERROR,
+    LAX,
+    NAMES,
+    TYPES,
+    each,
+    each_raised,
+    inside,
+    inside_raised,
+    kind,
+    operations,
+    raised,
+    row,
+    run,
+    shmap,
+    small,
+    square,
+    types_inside,
+    under_both,
+)
+
+# Arguments.
+
+
+@row("arguments by keyword and their defaults; `axis_index_groups` by keyword only", TYPES)
+def signature(lib: Any) -> Any:
+    functions = {name: getattr(lib, name) for name in NAMES}
+    signatures = {
+        name: [(p.name, p.kind, p.default) for p in inspect.signature(f).parameters.values()]
+        for name, f in functions.items()
+    }
+    dimensions = {"all_to_all": {"split_axis": 0, "concat_axis": 0}}
+    by_name = types_inside(
+        lambda v: [
+            f(x=v[:2], axis_name="x", axis_index_groups=None, **dimensions.get(name, {}))
+            for name, f in functions.items()
+        ]
+    )
+    return signatures, by_name
+
+
+@row("too few, too many or unknown arguments", ERROR)
+def wrong_arguments(lib: Any) -> Any:
+    def refused(f: Any, *args: Any, **options: Any) -> Any:
+        return raised(lambda: types_inside(lambda v: f(v, *args, **options)))
+
+    return [
+        (
+            refused(f),
+            refused(f, "x", 0),
+            refused(f, "x", None),
+            refused(f, "x", dimension=0),
+            refused(f, "x", axes="x"),
+        )
+        for f in (getattr(lib, name) for name in NAMES)
+    ]
+
+
+# Dimensions.
+
+
+@row("`psum_scatter` over each dimension, tiled or not", ACCELERATED)
+def scatter_dimensions(lib: Any) -> Any:
+    def body(v: Any) -> Any:
+        v = v.reshape(4, 2, 2)
+        tiled = [lib.psum_scatter(v, "x", scatter_dimension=d, tiled=True) for d in range(3)]
+        return tiled, [lib.psum_scatter(v, "x", scatter_dimension=d) for d in (1, 2)]
+
+    return inside(body, small(8, 4))
+
+
+@row("`psum_scatter` over negative dimensions, or dimensions that are not integers", AS_LAX)
+def scatter_dimensions_of_any_kind(lib: Any) -> Any:
+    def scatter(d: Any, tiled: bool) -> Any:
+        return inside_raised(
+            lambda v: lib.psum_scatter(v, "x", scatter_dimension=d, tiled=tiled)[None],
+            small(4, 2),
+        )
+
+    dimensions = -1, -2, -3, 2, np.int64(1), 1.0, None, "0"
+    return [scatter(d, tiled) for d in dimensions for tiled in (True, False)]
+
+
+@row("`psum_scatter` over dimensions that the world size does not divide, and of a scalar", ERROR)
+def scatter_of_wrong_shapes(lib: Any) -> Any:
+    def scatter(part: Callable[[Any], Any], **options: Any) -> Any:
+        return inside_raised(lambda v: lib.psum_scatter(part(v), "x", **options))
+
+    return [
+        scatter(lambda v: v[:3], tiled=True),
+        scatter(lambda v: v, scatter_dimension=1, tiled=True),
+        scatter(lambda v: v),
+        scatter(lambda v: v[:1]),
+        scatter(lambda v: v.sum()),
+        scatter(lambda v: (v, v[:3]), tiled=True),
+    ]
+
+
+@row("`all_gather` on each axis, negative ones too, tiled or not", ACCELERATED)
+def gather_axes(lib: Any) -> Any:
+    one = jnp.asarray(1)
+
+    def body(v: Any) -> Any:
+        v = v.reshape(2, 3, 1)
+        stacked = [lib.all_gather(v, "x", axis=a) for a in (0, 1, 2, 3, -1, -2, -4)]
+        tiled = [lib.all_gather(v, "x", axis=a, tiled=True) for a in (0, 1, 2, -1, -3)]
+        of_any_kind = [lib.all_gather(v, "x", axis=a, tiled=1) for a in (np.int64(1), one)]
+        return stacked, tiled, of_any_kind
+
+    return inside(body, small(4, 3))
+
+
+@row("`all_gather` on axes that the result does not have, or that are not integers", ERROR)
+def gather_on_wrong_axes(lib: Any) -> Any:
+    def gather(**options: Any) -> Any:
+        return inside_raised(lambda v: lib.all_gather(v, "x", **options))
+
+    return [
+        *(gather(axis=a) for a in (3, -4, 1.0, None, "0")),
+        *(gather(axis=a, tiled=True) for a in (2, -3, 0.5)),
+        inside_raised(lambda v: lib.all_gather(v.sum(), "x", tiled=True)),
+    ]
+
+
+@row("`to` of `all_gather`: reduced, invarying, and invalid values", AS_LAX)
+def gather_to(lib: Any) -> Any:
+    def gather(to: Any, **options: Any) -> Any:
+        seen: list[str] = []
+
+        def body(v: Any) -> Any:
+            result = lib.all_gather(v, "x", to=to, **options)
+            seen.append(kind(result))
+            return result * 2
+
+        return inside_raised(body, out_specs=P(None, "x") if to != "varying" else P("x")), seen
+
+    tos = "varying", "reduced", "invarying", "nothing", None
+    with_groups = gather("reduced", axis_index_groups=[[0], [1]])
+    return [gather(to, tiled=tiled) for to in tos for tiled in (True, False)], with_groups
+
+
+@row("an invariant result of `all_gather` where `out_specs` has no axis", LAX)
+def gather_to_invarying(lib: Any) -> Any:
+    f = shmap(lambda v: lib.all_gather(v, "x", tiled=True, to="invarying"))
+    return run(f, small(8, 3)), run(jax.grad(lambda v: (f(v) ** 2).sum()), small(8, 3))
+
+
+@row("`all_to_all` of each pair of dimensions, negative ones too, tiled or not", ACCELERATED)
+def exchange_axes(lib: Any) -> Any:
+    # lax of jax 0.10 can't lower negative dimensions.
+    negative = [(-1, 0), (1, -3), (-2, -2)] if jax.__version_info__ >= (0, 11) else []
+
+    def body(v: Any) -> Any:
+        v = v.reshape(2, 2, 6)
+        pairs = [(s, c) for s in range(3) for c in range(3)] + negative
+        tiled = [lib.all_to_all(v, "x", s, c, tiled=True) for s, c in pairs]
+        pairs = [(s, c) for s, c in pairs if v.shape[s] == 2]
+        stacked = [lib.all_to_all(v, "x", s, c) for s, c in pairs]
+        of_any_kind = lib.all_to_all(v, "x", np.int64(1), np.int64(0), tiled=1)
+        return [r[None] for r in (*tiled, *stacked, of_any_kind)]
+
+    return inside(body, small(4, 12))
+
+
+@row("`all_to_all` of dimensions that are not there, not integers, or of other lengths", ERROR)
+def exchange_of_wrong_shapes(lib: Any) -> Any:
+    def exchange(part: Callable[[Any], Any], split: Any, concat: Any, **options: Any) -> Any:
+        return inside_raised(lambda v: lib.all_to_all(part(v), "x", split, concat, **options))
+
+    return [
+        *(
+            exchange(lambda v: v[:2], s, c, tiled=tiled)
+            for s, c in ((2, 0), (0, 3), (-3, 0), (0, -4), (1.0, 0), (0, None), ("0", 0))
+            for tiled in (True, False)
+        ),
+        exchange(lambda v: v[:3], 0, 1, tiled=True),
+        exchange(lambda v: v, 1, 0, tiled=True),
+        exchange(lambda v: v, 0, 0),
+        exchange(lambda v: v.sum(), 0, 0, tiled=True),
+        exchange(lambda v: (v, v[:3]), 0, 0, tiled=True),
+    ]
+
+
+# Axis names.
+
+
+@row("axis names as a string, a tuple; a list for `psum` and `pmean`", ACCELERATED)
+def axis_names(lib: Any) -> Any:
+    return inside(
+        lambda v: (
+            each(lib, v, "x"), each(lib, v, ("x",)), lib.psum(v, ["x"]), lib.pmean(v, ["x"])
+        )
+    )  # fmt: skip
+
+
+class Name(enum.Enum):
+    ROWS = 1
+
+
+class Sortable:
+    """An axis name that is not a string, and that JAX can sort."""
+
+    def __hash__(self) -> int:
+        return 7
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sortable)
+
+    def __lt__(self, other: object) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return "Name"
+
+
+@row("axis names that are not strings", AS_LAX)
+def axis_names_of_any_kind(lib: Any) -> Any:
+    def over(name: Any) -> Any:
+        mesh = Mesh(np.array(jax.devices()[:2]), (name,), axis_types=(AxisType.Auto,))
+        of = {"mesh": mesh, "in_specs": P(name), "out_specs": P(name)}
+        return inside_raised(lambda v: lib.psum(v, name), **of), inside_raised(
+            lambda v: each(lib, v, name), **of
+        )
+
+    return [over(name) for name in (Name.ROWS, Sortable())]
+
+
+@row("several axes in any order; one axis of several", ACCELERATED, devices=4)
+def several_axes(lib: Any) -> Any:
+    def body(v: Any) -> Any:
+        of_lists = lib.psum(v, ["y", "x"]), lib.psum(lib.psum(v, "x"), "y")
+        return [each(lib, v, axes) for axes in ("x", "y", ("x", "y"), ("y", "x"))], of_lists
+
+    both = P(("x", "y"))
+    return inside(body, small(16, 3), mesh=square(), in_specs=both, out_specs=both)
+
+
+@row("no axes: returns the operand", TYPES)
+def no_axes(lib: Any) -> Any:
+    return types_inside(
+        lambda v: [lib.psum(v, ()), lib.psum((v, True), []), lib.psum("abc", ()) == "abc"]
+    )
+
+
+@row("an axis of size 1", LAX)
+def axis_of_one_device(lib: Any) -> Any:
+    mesh = cases.make_mesh((1, 2), ("one", "x"))
+    specs = P(("one", "x"))
+    return inside(lambda v: each(lib, v, "one"), mesh=mesh, in_specs=specs, out_specs=specs)
+
+
+@row("an axis of size 1 together with a larger one", ACCELERATED)
+def axis_of_one_device_beside(lib: Any) -> Any:
+    mesh = cases.make_mesh((1, 2), ("one", "x"))
+    specs = P(("one", "x"))
+    return inside(lambda v: each(lib, v, ("one", "x")), mesh=mesh, in_specs=specs, out_specs=specs)
+
+
+@row("the same axis twice (lax traces it, but XLA cannot compile it)", TYPES)
+def axis_named_twice(lib: Any) -> Any:
+    return types_inside(lambda v: lib.psum({"a": v, "b": 1}, ("x", "x")))
+
+
+@row("positional axes, with and without names", AS_LAX)
+def positional_axes(lib: Any) -> Any:
+    def under(check: bool) -> Any:
+        return [
+            raised(
+                lambda a=axes: run(shmap(lambda v: lib.psum(v, a), check_vma=check), small(4, 3))
+            )
+            for axes in (("x", 0), ("x", -1), (1, "x"), (0, "x", 1))
+        ]
+
+    return under_both(under)
+
+
+@row("no axes, the same axis twice, positional axes with and without names", AS_LAX)
+def parts_of_odd_axes(lib: Any) -> Any:
+    axes = (), ("x", "x"), ("x", 0), (0, "x"), 0, -1, (1,)
+    return [
+        each_raised(lib, lambda f, a=a: types_inside(lambda v: f(v, a), small(8, 3))) for a in axes
+    ]
+
+
+@row("axis names of wrong types: None, a set, a dict, nested tuples", ERROR)
+def no_names(lib: Any) -> Any:
+    return [
+        raised(lambda a=axis: types_inside(lambda v: lib.psum(v, a)))
+        for axis in (None, {"x"}, {"x": 1}, (("x",),), (["x"],))
+    ]
+
+
+@row("axis names of wrong types: None, a set, a dict, a list, nested tuples", AS_LAX)
+def parts_of_no_names(lib: Any) -> Any:
+    axes = None, {"x"}, {"x": 1}, ["x"], (("x",),), (["x"],)
+    return [each_raised(lib, lambda f, a=a: types_inside(lambda v: f(v, a))) for a in axes]
+
+
+@row("an unbound axis inside shard_map, alone and with a bound one", ERROR)
+def unbound_axis_inside(lib: Any) -> Any:
+    def types(body: Callable[[Any], Any]) -> Any:
+        return under_both(
+            lambda check: raised(
+                lambda: jax.eval_shape(shmap(body, out_specs=P("x"), check_vma=check), small(8, 3))
+            )
+        )
+
+    found = [
+        each_raised(lib, lambda f, a=axes, o=operand: types(lambda v: f(o(v), a)))
+        for axes in ("nowhere", ("x", "nowhere"))
+        for operand in (lambda v: v, lambda v: {"a": v, "b": v}, lambda v: np.ones(4))
+    ]
+    return found, [types(lambda v, a=axes: lib.psum(1, a)) for axes in ("n", ("x", "n"))]
+
+
+@row("a call where no axis is bound: lax's error, with a hint", ERROR)
+def unbound_axis_outside(lib: Any) -> Any:
+    value = jnp.asarray(small(4))
+    return [
+        raised(lambda: lib.psum(1, "nowhere")),
+        each_raised(lib, lambda f: f(small(4), "nowhere")),
+        each_raised(lib, lambda f: f(value, "nowhere")),
+        each_raised(lib, lambda f: f({"a": small(4)}, ("nowhere", "x"))),
+        each_raised(lib, lambda f: jax.jit(lambda v: f(v, "nowhere"))(value)),
+        each_raised(lib, lambda f: jax.jit(lambda v: f(v, "n", axis_index_groups=[[0]]))(value)),
+        each_raised(lib, lambda f: jax.grad(lambda v: f(v, "nowhere").sum())(value)),
+        each_raised(lib, lambda f: jax.vmap(lambda v: f(v, "nowhere"), axis_name="i")(value)),
+    ]
+
+
+@row("a mesh axis that is not manual", ERROR, devices=4)
+def axis_not_manual(lib: Any) -> Any:
+    def in_auto_part(check: bool) -> Any:
+        def body(f: Any) -> Any:
+            of = {"out_specs": P("x"), "axis_names": {"x"}, "check_vma": check}
+            return run(shmap(lambda v: f(v, "y"), square(), **of), small(8, 3))
+
+        return each_raised(lib, body)
+
+    without = []
+    for axis_type in (AxisType.Auto, AxisType.Explicit):
+        with jax.set_mesh(square(kind=axis_type)):
+            without.append(each_raised(lib, lambda f: jax.jit(lambda v: f(v, "x"))(small(4, 3))))
+            without.append(raised(lambda: lib.psum(1, "x")))
+    return under_both(in_auto_part), without
+
+
+# Names bound by vmap.
+
+
+@row("a name bound by vmap, without shard_map", LAX)
+def vmapped_name(lib: Any) -> Any:
+    def f(v: Any) -> Any:
+        exchanged = lib.all_to_all(v[:4], ("i",), 0, 1)
+        gathered = lib.all_gather(v, ("i",), axis=1)
+        sums = lib.psum(1, "i"), lib.psum((v, True), ("i",)), lib.psum(2.0, "i") * v
+        return each(lib, v, "i"), sums, gathered, lib.psum_scatter(v[:4], "i"), exchanged
+
+    mapped = jax.vmap(f, axis_name="i")
+    return run(mapped, small(4, 8, 3)), jax.vmap(f, 1, axis_name="i")(jnp.asarray(small(8, 4, 3)))
+
+
+@row("two names bound by vmap, an operand mapped over one of them, and `in_axes`", LAX)
+def vmapped_names(lib: Any) -> Any:
+    def f(v: Any, w: Any) -> Any:
+        return (
+            lib.psum(v, "i"),
+            lib.psum(v, ("i", "j")),
+            lib.psum((v, w), "j"),
+            lib.psum(w, ("j", "i")),
+        )
+
+    inner = jax.vmap(f, in_axes=(1, None), axis_name="j")
+    return run(jax.vmap(inner, in_axes=(0, 1), axis_name="i"), small(4, 3, 2), small(5, 4))
+
+
+@row("a name bound by vmap inside shard_map: alone, together with a mesh axis, hiding one", AS_LAX)
+def vmapped_name_inside(lib: Any) -> Any:
+    def mapped(name: str, axes: Any, **options: Any) -> Any:
+        def body(f: Any) -> Any:
+            def inner(v: Any) -> Any:
+                return jax.vmap(lambda r: f(r, axes), axis_name=name, **options)(v)
+
+            return inside_raised(inner, small(8, 4))
+
+        return each_raised(lib, body)
+
+    hiding = [mapped("x", "x", out_axes=a, in_axes=b) for a, b in ((0, 0), (None, 0), (1, 1))]
+    return mapped("i", "i"), mapped("i", ("i", "x")), hiding
+
+
+@row("a name bound by vmap together with a mesh axis", AS_LAX)
+def vmapped_name_mixed(lib: Any) -> Any:
+    def body(v: Any) -> Any:
+        return jax.vmap(lambda r: lib.psum((r, 1.0), ("i", "x")), axis_name="i")(v)[0]
+
+    return under_both(
+        lambda check: raised(
+            lambda: run(shmap(body, out_specs=P("x"), check_vma=check), small(4, 3))
+        )
+    )
+
+
+@row("a name bound by vmap around shard_map, whose mesh has an axis of that name", AS_LAX)
+def vmapped_name_outside_is_mesh_axis(lib: Any) -> Any:
+    def under(check: bool) -> Any:
+        f = shmap(lambda v: lib.psum({"a": v, "b": v[0]}, "x"), check_vma=check)
+        return raised(lambda: run(jax.vmap(f, axis_name="x"), small(3, 4, 3)))
+
+    return under_both(under)
+
+
+@row("a mesh axis under a vmap with another name", ACCELERATED)
+def mesh_axis_under_named_vmap(lib: Any) -> Any:
+    return inside(lambda v: jax.vmap(lambda c: each(lib, c), 1, 1, axis_name="i")(v))
+
+
+# axis_index_groups.
+
+
+def with_groups(lib: Any, groups: Any, check: bool) -> Any:
+    size = max(2, sum(len(group) for group in groups))
+
+    def body(v: Any) -> Any:
+        of = {"axis_index_groups": groups}
+        tree = {"a": v, "b": v.astype(jnp.int32)}
+        return each(lib, tree, **of), lib.psum(v > 1, "x", **of)
+
+    mesh = cases.make_mesh((size,), ("x",))
+    return run(shmap(body, mesh, out_specs=P("x"), check_vma=check), small(4 * size, 3))
+
+
+@row("`axis_index_groups` of equal sizes, `check_vma=False`", LAX, devices=4)
+def groups_even(lib: Any) -> Any:
+    groups = [[0, 1], [2, 3]], ((0, 2), (3, 1)), [[0, 1, 2, 3]], [[0], [1], [2], [3]]
+    return [with_groups(lib, g, False) for g in groups]
+
+
+@row("`axis_index_groups` for two devices, `check_vma=False`", LAX)
+def groups_of_two_devices(lib: Any) -> Any:
+    return [with_groups(lib, groups, False) for groups in ([[0], [1]], [[0, 1]], [[1, 0]])]
+
+
+@row("`psum` with `axis_index_groups` of different sizes, `check_vma=False`", AS_LAX, devices=4)
+def groups_uneven(lib: Any) -> Any:
+    def summed(groups: Any) -> Any:
+        def body(v: Any) -> Any:
+            tree = {"a": v, "b": v > 1, "c": v.astype(jnp.int32)}
+            return lib.psum(tree, "x", axis_index_groups=groups)
+
+        mesh = cases.make_mesh((4,), ("x",))
+        return run(shmap(body, mesh, out_specs=P("x"), check_vma=False), small(8, 3))
+
+    return [raised(lambda g=g: summed(g)) for g in ([[0, 1, 2], [3]], [[2], [0, 1, 3]])]
+
+
+def groups_checked(f: Any) -> list[Any]:
+    def over(groups: Any) -> Any:
+        body = lambda v: f(v, "x", axis_index_groups=groups)  # noqa: E731
+        return run(shmap(body, out_specs=P("x")), small(8, 3))
+
+    return [raised(lambda g=groups: over(g)) for groups in ([[0], [1]], [[0, 1]])]
+
+
+@row("`psum` and `pmean` with `axis_index_groups`, `check_vma=True`", ERROR)
+def groups_under_check_vma(lib: Any) -> Any:
+    return groups_checked(lib.psum), groups_checked(lib.pmean)
+
+
+@row("the others with `axis_index_groups`, `check_vma=True`", AS_LAX)
+def groups_of_parts_under_check_vma(lib: Any) -> Any:
+    return [groups_checked(f) for f in operations(lib).values()]
+
+
+@row(
+    "`axis_index_groups` that repeat an index, or with positional axes or names bound by vmap",
+    ERROR,
+)
+def groups_wrong(lib: Any) -> Any:
+    def under(check: bool) -> Any:
+        values = small(4, 3)
+
+        def over(axes: Any, groups: Any) -> Any:
+            return run(
+                shmap(lambda v: lib.psum(v, axes, axis_index_groups=groups), check_vma=check),
+                values,
+            )
+
+        return [
+            raised(lambda: over("x", [[0, 0], [1, 1]])),
+            raised(lambda: over("x", [["a"], ["b"]])),
+            raised(lambda: over("x", 3)),
+            raised(lambda: over(("x", 0), [[0], [1]])),
+        ]
+
+    def vmapped(v: Any) -> Any:
+        return lib.psum(v, "i", axis_index_groups=[[0, 1], [2, 3]])
+
+    return under_both(under), raised(lambda: jax.vmap(vmapped, axis_name="i")(small(4, 3)))
+
+
+@row("`axis_index_groups` of different sizes, that omit an index, repeat one, or are empty", AS_LAX)
+def groups_of_parts_that_are_wrong(lib: Any) -> Any:
+    wrong = [[0, 1, 2], [3]], [[0]], [[0, 0], [1, 1]], [["a"], ["b"]], 3, []
+
+    def types(f: Any, groups: Any) -> Any:
+        return types_inside(lambda v: f(v, "x", axis_index_groups=groups), small(8, 3))
+
+    return [each_raised(lib, lambda f, g=g: types(f, g)) for g in wrong]
+
+
+@row("`axis_index_groups` that omit indices, or are empty", AS_LAX)
+def groups_that_do_not_cover(lib: Any) -> Any:
+    def body(groups: Any) -> Any:
+        return lambda v: lib.psum(v, "x", axis_index_groups=groups)
+
+    # It is not specified which rank gets which sum. Only the types are compared.
+    return [
+        raised(lambda g=groups, c=check: jax.eval_shape(shmap(body(g), check_vma=c), small(4, 3)))
+        for groups in ([[0]], [])
+        for check in (True, False)
+    ]
+
+
+@row("`axis_index_groups` and Python scalars", TYPES)
+def groups_and_scalars(lib: Any) -> Any:
+    return types_inside(
+        lambda v: [
+            lib.psum(1, "x", axis_index_groups=[[0], [1]]),
+            lib.psum(2.0, "x", axis_index_groups=[[0, 1]]),
+        ]
+    )

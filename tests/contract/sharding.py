@@ -1,0 +1,393 @@
+"""Rows of the contract: types within shard_map, kinds of mesh axes, pmap, and several meshes."""
+
+from typing import Any
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from contract.rows import (
+    ACCELERATED,
+    AS_LAX,
+    ERROR,
+    LAX,
+    PARTLY,
+    PROGRAMS,
+    TYPES,
+    each,
+    each_raised,
+    inside,
+    inside_raised,
+    kind,
+    line,
+    on_square,
+    operations,
+    raised,
+    row,
+    run,
+    shmap,
+    small,
+    square,
+    types_inside,
+    under_both,
+)
+
+# Types within shard_map.
+
+
+@row("types of results: the axes they vary over, with `check_vma` on and off", TYPES)
+def types_of_results(lib: Any) -> Any:
+    def body(v: Any) -> Any:
+        trees = each(lib, v), each(lib, (v, v.astype(jnp.int32)), ("x",)), each(lib, v[:0])
+        return trees, lib.psum((v, v.sum()), ("x",)), lib.psum(v > 1, "x")
+
+    return types_inside(body, small(8, 3))
+
+
+@row("operands that vary over some of the mesh's axes", ACCELERATED, devices=4)
+def partly_varying(lib: Any) -> Any:
+    def under(check: bool) -> Any:
+        seen = []
+
+        def body(v: Any, w: Any, u: Any) -> Any:
+            results = each(lib, (w, u), "x"), each(lib, (v, w), "y"), each(lib, u, ("x", "y"))
+            both = lib.psum((v, u), ("x", "y"))
+            seen.append(jax.tree.map(kind, (results, both)))
+            return results, both, lib.psum(both, "x")
+
+        specs = P("x", "y"), P("x"), P()
+        values = [small(8, 8, seed=k) for k in range(3)]
+        return run(shmap(body, square(), specs, P(("x", "y")), check), *values), seen
+
+    return under_both(under)
+
+
+@row("operands that vary over some of the summed axes, `check_vma=False`", ACCELERATED, devices=4)
+def varying_over_some_axes(lib: Any) -> Any:
+    f = shmap(lambda v: lib.psum((v, v * 2), ("x", "y")), square(), check_vma=False)
+    return run(f, small(4, 6))
+
+
+@row("operands that vary over some of the summed axes, `check_vma=True`", ERROR, devices=4)
+def varying_over_some_axes_checked(lib: Any) -> Any:
+    return [
+        raised(
+            lambda t=tree: run(shmap(lambda v: lib.psum(t(v), ("x", "y")), square()), small(4, 6))
+        )
+        for tree in (lambda v: v, lambda v: (v, v.astype(jnp.int32)), lambda v: v > 1)
+    ]
+
+
+@row("operands that vary over some of the given axes", AS_LAX, devices=4)
+def parts_of_varying_over_some_axes(lib: Any) -> Any:
+    return each_raised(
+        lib,
+        lambda f: inside_raised(lambda v: f(v, ("x", "y")), mesh=square(), out_specs=P(("x", "y"))),
+    )
+
+
+@row("replicated operands, alone and with others", ACCELERATED)
+def replicated(lib: Any) -> Any:
+    def body(v: Any, w: Any) -> Any:
+        once = lib.psum(w, "x")
+        together = each(lib, [v, w, jnp.ones(4), v * w, once, lib.pmean(v, "x")])
+        return each(lib, w), together, lib.psum({"a": w * 2, "b": once}, "x")
+
+    return inside(body, small(8, 3), small(4, 3), in_specs=(P("x"), P()))
+
+
+@row("unreduced operands", LAX)
+def unreduced(lib: Any) -> Any:
+    def body(v: Any) -> Any:
+        return lib.psum(lax.pcast(v, "x", to="unreduced"), "x")
+
+    return run(shmap(body), small(4, 3)), raised(
+        lambda: run(shmap(body, check_vma=False), small(4, 3))
+    )
+
+
+@row("reduced operands", ERROR)
+def reduced(lib: Any) -> Any:
+    def body(v: Any) -> Any:
+        return lib.psum(lax.pcast(v, "x", to="reduced"), "x")
+
+    return raised(lambda: run(shmap(body, in_specs=P()), small(4, 3)))
+
+
+@row("unreduced and reduced operands", AS_LAX)
+def parts_of_unreduced(lib: Any) -> Any:
+    return [
+        each_raised(
+            lib,
+            lambda f, to=to, specs=specs: inside_raised(
+                lambda v: f(lax.pcast(v, "x", to=to), "x"), in_specs=specs
+            ),
+        )
+        for to, specs in (("unreduced", P("x")), ("reduced", P()))
+    ]
+
+
+@row("a result that contradicts `out_specs`", ERROR, devices=4)
+def wrong_out_specs(lib: Any) -> Any:
+    over_x = [
+        raised(lambda f=f: run(shmap(lambda v: f(v, "x")), small(8, 3)))
+        for name, f in operations(lib).items()
+        if name not in ("psum", "pmean")  # their results are the same on all ranks
+    ]
+    f = shmap(lambda v: lib.psum(v, "x"), square(), P("x", "y"), P())
+    return over_x, raised(lambda: run(f, small(4, 6)))
+
+
+# Kinds of axes.
+
+
+@row("partly manual meshes: the HLO of `psum` has no all-gather", LAX, devices=4)
+def partly_manual(lib: Any) -> Any:
+    def under(check: bool) -> Any:
+        mesh = square()
+        of = {"axis_names": {"x"}, "check_vma": check}
+        value = jax.device_put(small(8, 6), NamedSharding(mesh, P("x", "y")))
+        total = run(shmap(lambda v: lib.psum(v * 2, "x"), mesh, **of), value)
+        assert "all-gather" not in PROGRAMS[-1]
+        return total, run(shmap(lambda v: each(lib, v * 2), mesh, P("x"), P("x"), **of), value)
+
+    return under_both(under)
+
+
+@row("partly manual meshes with sharding constraints inside", LAX, devices=4)
+def partly_manual_with_constraints(lib: Any) -> Any:
+    def under(check: bool) -> Any:
+        def body(v: Any) -> Any:
+            return lax.with_sharding_constraint(lib.psum(v * 2, "x"), P(None, "y"))
+
+        mesh = square()
+        f = shmap(body, mesh, axis_names={"x"}, check_vma=check)
+        with jax.set_mesh(mesh):
+            return run(f, jax.device_put(small(4, 6), NamedSharding(mesh, P("x", "y"))))
+
+    return under_both(under)
+
+
+@row("a partly manual mesh whose other axes have size 1", ACCELERATED)
+def partly_manual_alone(lib: Any) -> Any:
+    mesh = cases.make_mesh((1, 2), ("one", "x"))
+    return under_both(
+        lambda check: run(
+            shmap(lambda v: each(lib, v), mesh, P("x"), P("x"), check, axis_names={"x"}),
+            small(8, 6),
+        )
+    )
+
+
+@row("shard_map inside shard_map", AS_LAX, devices=4)
+def nested_shard_map(lib: Any) -> Any:
+    def sums(v: Any) -> Any:
+        return lib.psum(v, "y"), lib.psum(v, ("x", "y"))
+
+    def body(v: Any) -> Any:
+        of = {"in_specs": P(None, "y"), "axis_names": {"y"}}
+        inner = jax.shard_map(lambda u: each(lib, u, "y"), out_specs=P("y"), **of)
+        over_y, over_both = jax.shard_map(sums, out_specs=P(), **of)(v)
+        return inner(v), each(lib, v), over_y, over_both
+
+    specs = P("x"), P("x"), P("x"), P()
+    return run(shmap(body, square(), P("x"), specs, axis_names={"x"}), small(8, 6))
+
+
+@row("meshes with Auto axes", ACCELERATED)
+def auto_axes(lib: Any) -> Any:
+    with jax.set_mesh(line()):
+        f = jax.shard_map(lambda v: each(lib, v), in_specs=P("x"), out_specs=P("x"))
+        return run(f, small(8, 3))
+
+
+@row("meshes with Explicit axes: values, and shardings in types", ACCELERATED)
+def explicit_axes(lib: Any) -> Any:
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",), axis_types=(AxisType.Explicit,))
+    seen = []
+
+    def f(v: Any) -> Any:
+        result = jax.shard_map(lambda u: each(lib, u), in_specs=P("x"), out_specs=P("x"))(v)
+        total = jax.shard_map(lambda u: lib.psum(u, "x"), in_specs=P("x"), out_specs=P())(v)
+        seen.append(jax.tree.map(kind, (result, total)))
+        return result, total
+
+    with jax.set_mesh(mesh):
+        return run(f, jax.device_put(small(8, 3), NamedSharding(mesh, P("x")))), seen
+
+
+@row("meshes with Explicit axes, some of which stay Explicit inside", LAX, devices=4)
+def explicit_and_manual_axes(lib: Any) -> Any:
+    mesh = square(kind=AxisType.Explicit)
+    seen = []
+
+    def body(v: Any) -> Any:
+        result = lib.psum(v, "x")
+        seen.append(kind(result))
+        return result
+
+    def f(v: Any) -> Any:
+        return jax.shard_map(body, in_specs=P("x"), out_specs=P(), axis_names={"x"})(v)
+
+    with jax.set_mesh(mesh):
+        value = jax.device_put(small(4, 6), NamedSharding(mesh, P("x", "y")))
+        return run(f, value), seen
+
+
+@row("meshes with Manual axes: under `set_mesh`, and the axis names inside", ACCELERATED)
+def manual_axes(lib: Any) -> Any:
+    seen = []
+
+    def body(v: Any) -> Any:
+        seen.append(str(jax.sharding.get_abstract_mesh().axis_types))
+        return each(lib, v)
+
+    return run(shmap(body, out_specs=P("x")), small(8, 3)), seen
+
+
+@row("`pmap`: all kinds of axis names above", ACCELERATED)
+def pmap(lib: Any) -> Any:
+    def f(v: Any) -> Any:
+        sums = lib.psum({"a": v, "n": 1}, "i"), v / lib.psum(1, "i"), lib.psum(v[0], "i")
+        return each(lib, v, "i"), sums
+
+    return jax.pmap(f, axis_name="i", devices=jax.devices()[:2])(small(2, 4, 3))
+
+
+@row("`pmap` with `axis_index_groups`, with a name bound by vmap, and with an unbound name", AS_LAX)
+def pmap_as_lax(lib: Any) -> Any:
+    def mapped(g: Any) -> Any:
+        return jax.pmap(g, axis_name="i", devices=jax.devices()[:2])(small(2, 4, 3))
+
+    def both(f: Any, v: Any) -> Any:
+        return jax.vmap(lambda r: f(r, ("i", "j")), 1, axis_name="j")(v)
+
+    return [
+        each_raised(lib, lambda f: mapped(lambda v: f(v, "i", axis_index_groups=[[0], [1]]))),
+        each_raised(lib, lambda f: mapped(lambda v: both(f, v))),
+        each_raised(lib, lambda f: mapped(lambda v: f(v, "j"))),
+    ]
+
+
+# Several meshes.
+
+
+@row("the device order changes after tracing: no stale ids", PARTLY, devices=4)
+def device_order_changed(lib: Any) -> Any:
+    @jax.jit
+    def f(v: Any) -> Any:
+        return jax.shard_map(lambda u: each(lib, u), in_specs=P("x", "y"), out_specs=P("x", "y"))(v)
+
+    values, results = small(8, 6), []
+    # With stale device ids the groups of "x" would be wrong.
+    for order in ((0, 1, 2, 3), (0, 2, 1, 3), (3, 1, 0, 2), (0, 1, 2, 3)):
+        mesh, x = on_square(order, values)
+        with jax.set_mesh(mesh):
+            results.append(f(x))
+            PROGRAMS.append(f.lower(values).compile().as_text())
+    return results
+
+
+@row("a jaxpr of an abstract mesh, run under one mesh after another", AS_LAX, devices=4)
+def jaxpr_under_meshes(lib: Any) -> Any:
+    body = jax.shard_map(
+        lambda u: lib.psum(u, "x"),
+        mesh=square((0, 1, 2, 3)).abstract_mesh,
+        in_specs=P("x", "y"),
+        out_specs=P(None, "y"),
+    )
+    values, results = small(4, 6), []
+    program = jax.jit(jaxpr_as_fun(jax.make_jaxpr(body)(values)))
+    for order in ((0, 1, 2, 3), (0, 2, 1, 3)):
+        mesh, x = on_square(order, values)
+        with jax.set_mesh(mesh):
+            results.append(program(x))
+    return results
+
+
+@row("linearized under one mesh, applied under another", AS_LAX, devices=4)
+def linearized_under_meshes(lib: Any) -> Any:
+    values = small(4, 6)
+    mesh, x = on_square((0, 1, 2, 3), values)
+    with jax.set_mesh(mesh):
+        squares = jax.jit(
+            jax.shard_map(
+                lambda u: lib.psum(u * u, "x"), in_specs=P("x", "y"), out_specs=P(None, "y")
+            )
+        )
+        value, push = jax.linearize(squares, x)
+    other, _ = on_square((0, 2, 1, 3), values)
+    with jax.set_mesh(other):
+        return value, raised(lambda: push(x))
+
+
+@row("two meshes of the same devices in one program", ACCELERATED, devices=4)
+def two_meshes(lib: Any) -> Any:
+    flat, folded = cases.make_mesh((4,), ("i",)), square()
+    both = P(("x", "y"))
+
+    def under(check: bool) -> Any:
+        over_flat = shmap(lambda v: each(lib, v, "i"), flat, P("i"), P("i"), check)
+        over_x = shmap(lambda v: each(lib, v, "x"), folded, both, both, check)
+        return run(lambda v: (over_flat(v), over_x(v), over_x(over_flat(v)["psum"])), small(16, 3))
+
+    return under_both(under)
+
+
+# XLA moves the arguments and results.
+@row(
+    "arguments and results on another mesh of the same devices",
+    ACCELERATED,
+    devices=4,
+    of_xla="all-reduce",
+)
+def arguments_on_another_mesh(lib: Any) -> Any:
+    flat = NamedSharding(cases.make_mesh((4,), ("i",)), P("i"))
+
+    def under(check: bool) -> Any:
+        f = shmap(lambda v: lib.psum(v, "x"), square(), P("x", "y"), P(None, "y"), check)
+        value = jax.device_put(small(4, 6), flat)
+        constrained = run(lambda v: lax.with_sharding_constraint(f(v).T[:4], flat), small(4, 6))
+        return run(f, value), constrained
+
+    return under_both(under)
+
+
+@row("two meshes in one program that differ in their devices or device order", ERROR, devices=4)
+def two_meshes_that_differ(lib: Any) -> Any:
+    def over(mesh: Mesh, check: bool) -> Any:
+        return shmap(
+            lambda v: lib.psum(v, mesh.axis_names), mesh, P(mesh.axis_names), check_vma=check
+        )
+
+    def under(check: bool) -> Any:
+        return [
+            raised(lambda b=b: run(lambda v: (over(line(), check)(v), over(b, check)(v)), small(4)))
+            for b in (line(order=(1, 0)), square())
+        ]
+
+    return under_both(under)
+
+
+@row("programs on two meshes, in turn", ACCELERATED, devices=4)
+def meshes_in_turn(lib: Any) -> Any:
+    meshes = cases.make_mesh((4,), ("i",)), square(), square((3, 1, 2, 0)), line()
+
+    def over(mesh: Mesh) -> Any:
+        specs = P(mesh.axis_names)
+        return jax.jit(shmap(lambda v: each(lib, v, mesh.axis_names[-1]), mesh, specs, specs))
+
+    fs = [over(mesh) for mesh in meshes]
+    return [f(small(16, 3, seed=k)) for k in range(3) for f in fs]
+
+
+@row("arrays on other devices than the mesh's", ERROR, devices=4)
+def wrong_devices(lib: Any) -> Any:
+    elsewhere = Mesh(np.array(jax.devices()[2:4]), ("x",), axis_types=(AxisType.Auto,))
+    value = jax.device_put(small(4, 3), NamedSharding(elsewhere, P("x")))
+    return raised(lambda: jax.jit(shmap(lambda v: lib.psum(v, "x")))(value))

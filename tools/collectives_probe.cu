@@ -35,7 +35,7 @@
 #include "../xla_ffi/cuda/collective_kernels.h"
 #include "../xla_ffi/cuda/collectives.h"
 #include "../xla_ffi/cuda/slab.h"
-#include "../xla_ffi/host/cube_mesh.h"
+#include "../xla_ffi/ffi/members.h"
 #include "../xla_ffi/kernels/same_operation.h"
 
 namespace jax_intranode {

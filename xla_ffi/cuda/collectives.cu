@@ -116,7 +116,9 @@ const void* KernelInSegments(Algorithm algorithm, int size, CallKind kind) {
     case CallKind::kMany:  // for instance gradients, which are large together
       if constexpr (std::is_same_v<typename Type::Packets, BarePackets>) {
         if (size == 2) return KernelInSegments<Type, 2, Buffers>(algorithm);
-        if (size == 4) return KernelInSegments<Type, 4, Buffers>(algorithm);
+        if (size == 4 && algorithm != Algorithm::kOneShot) {
+          return KernelInSegments<Type, 4, Buffers>(algorithm);
+        }
       }
       return KernelInSegments<Type, 0, Buffers>(algorithm);
   }

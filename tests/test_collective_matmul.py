@@ -48,7 +48,7 @@ def test_every_axis(leading: tuple[int, ...], check_vma: bool) -> None:
                 for axis in (*range(rank - 1), -rank)
             ]
             scattered = [
-                lib.matmul_reduce_scatter(x, w, "x", scatter_axis=axis)
+                lib.matmul_reduce_scatter(x, w, "x", scatter_dimension=axis)
                 for axis in (*range(rank), -1)
             ]
             total = lib.matmul_all_reduce(x, w, "x")
@@ -67,7 +67,7 @@ def test_sizes(m: int, k: int, n: int, check_vma: bool) -> None:
     def body(x: Any, w: Any, one: Any) -> Any:
         y = matmul_reduce_scatter(all_gather_matmul(x, w, "x"), w.T, "x")
         wide = jnp.concatenate([w] * N, 1)
-        part = matmul_reduce_scatter(x, wide, "x", scatter_axis=1)
+        part = matmul_reduce_scatter(x, wide, "x", scatter_dimension=1)
         # XLA itself fails where all operands of a shard_map are empty.
         return y * one[0], part * one[0], matmul_all_reduce(x, w, "x")
 
@@ -209,7 +209,7 @@ def test_dtypes_of_results_and_gradients(dtype: str, preferred: Any, promotion: 
 
     def ours(x: Any, w: Any) -> Any:
         y = all_gather_matmul(x, w, "x", preferred_element_type=preferred)
-        z = matmul_reduce_scatter(x, w, "x", scatter_axis=1, preferred_element_type=preferred)
+        z = matmul_reduce_scatter(x, w, "x", scatter_dimension=1, preferred_element_type=preferred)
         return y, z, matmul_all_reduce(x, w, "x", preferred_element_type=preferred)
 
     def theirs(x: Any, w: Any) -> Any:
@@ -397,8 +397,8 @@ REFUSED = {
         "gather_axis is None; pass an integer",
     ),
     "no integer": (
-        matmul_reduce_scatter, (X, W), {"scatter_axis": 0.0}, TypeError,
-        "scatter_axis is 0.0; pass an integer",
+        matmul_reduce_scatter, (X, W), {"scatter_dimension": 0.0}, TypeError,
+        "scatter_dimension is 0.0; pass an integer",
     ),
     "gathered axis": (
         all_gather_matmul, (X, W), {"gather_axis": 2}, ValueError,
@@ -409,12 +409,12 @@ REFUSED = {
         r"gather_axis is -1, the last dimension of x, of shape \(\d, 4\), which is contracted",
     ),
     "scattered axis": (
-        matmul_reduce_scatter, (X, W), {"scatter_axis": -3}, ValueError,
-        "scatter_axis is -3; with 2 dimensions it must be from -2 to 1",
+        matmul_reduce_scatter, (X, W), {"scatter_dimension": -3}, ValueError,
+        "scatter_dimension is -3; with 2 dimensions it must be from -2 to 1",
     ),
     "not divisible": (
         matmul_reduce_scatter, (np.ones((N + 1, 4), np.float32), W), {}, ValueError,
-        rf"scatter_axis 0 of the product has {N + 1} elements; it must be a multiple of the {N} r",
+        rf"scatter_dimension 0 of the product has {N + 1} elements; it must be a multiple of",
     ),
 }  # fmt: skip
 

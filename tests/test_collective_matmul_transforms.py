@@ -239,7 +239,7 @@ def test_gradient_inside_of_shard_map(check_vma: bool) -> None:
 def test_derivatives_of_higher_order(check_vma: bool) -> None:
     def program(lib: Any) -> Any:
         def body(x: Any, w: Any) -> Any:
-            columns = lib.matmul_reduce_scatter(x, jnp.sin(w[:, :N]), "x", scatter_axis=-1)
+            columns = lib.matmul_reduce_scatter(x, jnp.sin(w[:, :N]), "x", scatter_dimension=-1)
             return three(lib, x, w)[None] + (columns**2).sum()
 
         f = over_x(body, (P("x"), P(None, "x")), P("x"), check_vma)

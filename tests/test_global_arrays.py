@@ -65,7 +65,7 @@ CALLS: dict[str, tuple[Any, Any, Any, Any]] = {
         (None, None, "model"),
     ),
     "matmul_reduce_scatter": (
-        lambda x, w, **of: matmul_reduce_scatter(x, w, "model", scatter_axis=1, **of),
+        lambda x, w, **of: matmul_reduce_scatter(x, w, "model", scatter_dimension=1, **of),
         (None, None, "model"),
         ("model", None),
         (None, "model", None),
@@ -83,7 +83,7 @@ CALLS: dict[str, tuple[Any, Any, Any, Any]] = {
         (None, None, "model"),
     ),
     "column, sequence": (
-        lambda x, w, **of: column_parallel_matmul(x, w, "model", sequence_axis=1, **of),
+        lambda x, w, **of: column_parallel_matmul(x, w, "model", gather_axis=1, **of),
         (None, "model", None),
         (None, "model"),
         (None, None, "model"),
@@ -95,7 +95,7 @@ CALLS: dict[str, tuple[Any, Any, Any, Any]] = {
         (None, None, None),
     ),
     "row, sequence": (
-        lambda x, w, **of: row_parallel_matmul(x, w, "model", sequence_axis=-2, **of),
+        lambda x, w, **of: row_parallel_matmul(x, w, "model", scatter_dimension=-2, **of),
         (None, None, "model"),
         ("model", None),
         (None, "model", None),
@@ -178,8 +178,8 @@ def test_rows_of_a_matrix(kind: AxisType) -> None:
         )
 
         def block(x: Any, w: Any, v: Any) -> Any:
-            y = column_parallel_matmul(x, w, "model", sequence_axis=0, **of)
-            return row_parallel_matmul(y, v, "model", sequence_axis=0, **of)
+            y = column_parallel_matmul(x, w, "model", gather_axis=0, **of)
+            return row_parallel_matmul(y, v, "model", scatter_dimension=0, **of)
 
         z, gradients = jax.jit(with_gradients(block))(x, w, v)
     expected = with_gradients(lambda x, w, v: x @ w @ v)(*map(np.asarray, (x, w, v)))
@@ -201,7 +201,7 @@ def test_list_of_matrices(kind: AxisType, sequence_axis: Any) -> None:
         )
 
         def ours(x: Any, ws: Any) -> Any:
-            q, k = column_parallel_matmul(x, ws, "model", sequence_axis=sequence_axis)
+            q, k = column_parallel_matmul(x, ws, "model", gather_axis=sequence_axis)
             return q[..., :8] * k, q
 
         def theirs(x: Any, ws: Any) -> Any:
@@ -210,7 +210,7 @@ def test_list_of_matrices(kind: AxisType, sequence_axis: Any) -> None:
 
         if kind is EXPLICIT:  # JAX refuses to cut a sharded dimension
             ours = theirs = lambda x, ws: column_parallel_matmul(
-                x, ws, "model", sequence_axis=sequence_axis
+                x, ws, "model", gather_axis=sequence_axis
             )
             expected = with_gradients(product)(np.asarray(x), [*map(np.asarray, ws)])
         else:
@@ -247,8 +247,10 @@ def test_over_two_axes() -> None:
         )
 
         def block(x: Any, w: Any, v: Any) -> Any:
-            y = column_parallel_matmul(x, w, axes, sequence_axis=0)
-            return row_parallel_matmul(y, v, axes), row_parallel_matmul(y, v, axes, sequence_axis=0)
+            y = column_parallel_matmul(x, w, axes, gather_axis=0)
+            return row_parallel_matmul(y, v, axes), row_parallel_matmul(
+                y, v, axes, scatter_dimension=0
+            )
 
         ours = jax.jit(with_gradients(block))(x, w, v)
     expected = with_gradients(lambda x, w, v: (x @ w @ v,) * 2)(*map(np.asarray, (x, w, v)))
@@ -288,8 +290,8 @@ def test_a_layer_has_no_collective_of_xla() -> None:
         )
 
         def layer(x: Any, w: Any, v: Any, sequence_axis: Any) -> Any:
-            y = column_parallel_matmul(x, w, "model", sequence_axis=sequence_axis)
-            return row_parallel_matmul(jnp.tanh(y), v, "model", sequence_axis=sequence_axis)
+            y = column_parallel_matmul(x, w, "model", gather_axis=sequence_axis)
+            return row_parallel_matmul(jnp.tanh(y), v, "model", scatter_dimension=sequence_axis)
 
         for sequence_axis, expected in (
             (None, {"psum": 2}),
@@ -428,7 +430,7 @@ def test_inside_a_shard_map_over_another_axis(check_vma: bool) -> None:
         check_vma=check_vma,
     )
     def over_data(x: Any, w: Any) -> Any:
-        return column_parallel_matmul(x, w, "model", sequence_axis=1)
+        return column_parallel_matmul(x, w, "model", gather_axis=1)
 
     # With check_vma=True JAX can't transpose a shard_map in a shard_map that keeps residuals.
     of = (lambda f: f) if check_vma else with_gradients
@@ -578,20 +580,20 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         r"dimension 0 of the product, of shape \(6, 16\), is divided .*; its length .* of 4",
     ),
     "sequence axis of columns": (
-        lambda: column_parallel_matmul(X, W, "model", sequence_axis=1), ValueError,
-        "column_parallel_matmul: sequence_axis is 1, the last dimension of x",
+        lambda: column_parallel_matmul(X, W, "model", gather_axis=1), ValueError,
+        "column_parallel_matmul: gather_axis is 1, the last dimension of x",
     ),
     "sequence axis of rows": (
-        lambda: row_parallel_matmul(X, W, "model", sequence_axis=-1), ValueError,
-        "row_parallel_matmul: sequence_axis is -1, the last dimension of the product",
+        lambda: row_parallel_matmul(X, W, "model", scatter_dimension=-1), ValueError,
+        "row_parallel_matmul: scatter_dimension is -1, the last dimension of the product",
     ),
     "no sequence axis": (
-        lambda: row_parallel_matmul(X, W, "model", sequence_axis=2), ValueError,
-        "row_parallel_matmul: sequence_axis is 2; with 2 dimensions it must be from -2 to 1",
+        lambda: row_parallel_matmul(X, W, "model", scatter_dimension=2), ValueError,
+        "row_parallel_matmul: scatter_dimension is 2; with 2 dimensions it must be from -2 to 1",
     ),
     "no integer": (
-        lambda: row_parallel_matmul(X, W, "model", sequence_axis="model"), TypeError,
-        "row_parallel_matmul: sequence_axis is 'model'; pass an integer",
+        lambda: row_parallel_matmul(X, W, "model", scatter_dimension="model"), TypeError,
+        "row_parallel_matmul: scatter_dimension is 'model'; pass an integer",
     ),
     "contracted": (
         lambda: column_parallel_matmul(X, W[1:], "model"), ValueError,
@@ -635,4 +637,4 @@ def test_explicit_sharding_that_does_not_fit() -> None:
         with pytest.raises(ValueError, match=r"dimension 0 of x, .* is sharded over 'model'"):
             column_parallel_matmul(x, jax.sharding.reshard(w, P(None, "model")), "model")
         with pytest.raises(ValueError, match=r"of w, .* needs the sharding .*jax.sharding.reshard"):
-            column_parallel_matmul(x, w, "model", sequence_axis=0)
+            column_parallel_matmul(x, w, "model", gather_axis=0)

@@ -202,7 +202,7 @@ def test_both_gradients_in_one_call(
             # The first matrix is no argument: terms with weight gradients are moved before it.
             a, b, c = lib.all_gather_matmul(x, [jnp.ones((5, 4)), w, u], "x", gather_axis=axis)
             y = jnp.tanh(a[..., :3] * b + c[..., :3])
-            return lib.matmul_reduce_scatter(y, v, "x", scatter_axis=axis)
+            return lib.matmul_reduce_scatter(y, v, "x", scatter_dimension=axis)
 
         columns = P(None, "x")
         f = over_x(body, (P(*none, "x"), columns, columns, P("x")), P(*none, "x"), check_vma)
@@ -246,7 +246,7 @@ def test_gradients_that_are_not_one_call(both_in_one_call: list[overlapped.Reque
     """A reduce-scatter along the last dimension, and one gradient alone."""
 
     def scatters(x: Any, w: Any) -> Any:
-        return matmul_reduce_scatter(x, w, "x", scatter_axis=1)
+        return matmul_reduce_scatter(x, w, "x", scatter_dimension=1)
 
     def products(x: Any, w: Any, v: Any) -> Any:
         return matmul_reduce_scatter(all_gather_matmul(x, w, "x"), v, "x")

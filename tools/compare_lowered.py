@@ -206,7 +206,7 @@ def preferred(lib: Any, x: Any, w: Any, v: Any) -> Any:
 
 def last_axis(lib: Any, x: Any, w: Any, v: Any) -> Any:
     wide = jnp.concatenate([w] * lax.axis_size("x"), 1)
-    y = lib.matmul_reduce_scatter(x, wide, "x", scatter_axis=-1)
+    y = lib.matmul_reduce_scatter(x, wide, "x", scatter_dimension=-1)
     return lib.matmul_reduce_scatter(lib.all_gather_matmul(x, w, "x"), v, "x") + y.sum()
 
 
@@ -223,7 +223,7 @@ def batched_matmuls(lib: Any, x: Any, w: Any, v: Any) -> Any:
 def batch_of_rows(lib: Any, x: Any, w: Any, v: Any) -> Any:
     x = jnp.stack([x, x * 2])
     y = jnp.tanh(lib.all_gather_matmul(x, w, "x", gather_axis=1))
-    return lib.matmul_reduce_scatter(y, v, "x", scatter_axis=1).sum(0)
+    return lib.matmul_reduce_scatter(y, v, "x", scatter_dimension=1).sum(0)
 
 
 def remat(lib: Any, x: Any, w: Any, v: Any) -> Any:

@@ -210,8 +210,8 @@ def by_lax_gather(
     return (products, whole) if return_gathered else products
 
 
-def by_lax_scatter(x: Any, w: Any, axis: Any, *, scatter_axis: int = 0) -> Any:
-    return lax.psum_scatter(x @ w, axis, scatter_dimension=scatter_axis, tiled=True)
+def by_lax_scatter(x: Any, w: Any, axis: Any, *, scatter_dimension: int = 0) -> Any:
+    return lax.psum_scatter(x @ w, axis, scatter_dimension=scatter_dimension, tiled=True)
 
 
 BY_LAX = SimpleNamespace(

@@ -314,7 +314,7 @@ def select_norm(
     nbytes = rows * packs * definitions.PACK_BYTES
     kind = "layer_norm" if operation.endswith("layer_norm") else "rms_norm"
     reason = f"{rows} rows of {hidden} {dtype} among {world_size} ranks"
-    if operation.startswith("reduce_scatter"):
+    if operation.startswith("psum_scatter"):
         candidates = ["reduce_scatter"]
     else:
         where = hardware, mode, operation, "bare", world_size

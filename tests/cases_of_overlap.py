@@ -165,7 +165,7 @@ def overlapped_exact(rows: int, plan: str) -> None:
                 x[0], ws, "x", gather_axis=axis, return_gathered=True
             )
             (alone,) = jax_intranode.all_gather_matmul(x[0], ws[:1], "x", gather_axis=axis)
-            part = jax_intranode.matmul_reduce_scatter(y[0], ws[1], "x", scatter_axis=axis)
+            part = jax_intranode.matmul_reduce_scatter(y[0], ws[1], "x", scatter_dimension=axis)
             total = jax_intranode.matmul_all_reduce(y[0], ws[2], "x")
             return [v[None] for v in (*products, whole, alone, part, total)]
 
@@ -386,7 +386,7 @@ def layer(lib: Any) -> Any:
 
     def apply(x: Any, gate: Any, up: Any, down: Any) -> Any:
         a, b = lib.all_gather_matmul(x, [gate, up], "x", gather_axis=1)
-        return lib.matmul_reduce_scatter(jax.nn.silu(a) * b, down, "x", scatter_axis=1)
+        return lib.matmul_reduce_scatter(jax.nn.silu(a) * b, down, "x", scatter_dimension=1)
 
     return apply
 
@@ -447,8 +447,8 @@ def overlapped_in_plain_jit(how: str, plan: str) -> None:
     ]
 
     def ours(x: Any, w1: Any, w2: Any) -> Any:
-        h = jax_intranode.column_parallel_matmul(x, w1, "x", sequence_axis=axis)
-        return jax_intranode.row_parallel_matmul(h % 3, w2, "x", sequence_axis=axis)
+        h = jax_intranode.column_parallel_matmul(x, w1, "x", gather_axis=axis)
+        return jax_intranode.row_parallel_matmul(h % 3, w2, "x", scatter_dimension=axis)
 
     def step(f: Any) -> Any:
         def results(*args: Any) -> Any:
@@ -487,7 +487,7 @@ def overlapped_both_gradients(rows: int, plan: str) -> None:
                 return jax_intranode.all_gather_matmul(x, list(ws), "x", gather_axis=axis)
 
             def scatter(y: Any, v: Any) -> Any:
-                return jax_intranode.matmul_reduce_scatter(y, v, "x", scatter_axis=axis)
+                return jax_intranode.matmul_reduce_scatter(y, v, "x", scatter_dimension=axis)
 
             of_gather = jax.vjp(gather, x[0], *ws)[1](cts)
             # The first matrix is frozen. Matrices with a gradient come first.

@@ -70,13 +70,6 @@ def test_lines_of_a_plot() -> None:
     assert both[-1].label == "jax 0.12: torch nccl in a graph"
 
 
-def test_axis_of_ratios_is_logarithmic_where_one_is_large() -> None:
-    result = result_of("0.12", ("one_shot", "one_shot"))
-    assert not collectives_plot.is_logarithmic(list(collectives_plot.lines([result])))
-    result["rows"][1]["lax_time_us"] = 192 * result["rows"][1]["time_us"]
-    assert collectives_plot.is_logarithmic(list(collectives_plot.lines([result])))
-
-
 def draw(files: list[Path], output: Path) -> int:
     return command_line.main(["plot", *map(str, files), "-o", str(output)])
 

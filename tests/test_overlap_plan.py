@@ -1,4 +1,8 @@
-"""The overlap model on H200s: which collective matmuls are overlapped, and by which plan."""
+"""The overlap model on H200s: which collective matmuls are overlapped, and by which plan.
+
+test_overlap_profiles.py compares the plans of all shapes of the benchmark. Here is what they follow
+from.
+"""
 
 import dataclasses
 import re
@@ -38,89 +42,6 @@ def plan(
 
 
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
-
-
-@pytest.mark.parametrize(
-    ("operation", "m", "k", "n", "expected"),
-    [
-        (GATHER, 32768, 16384, 8192, Plan()),
-        (GATHER, 32768, 16384, 1024, Plan(last_pieces=2)),
-        (GATHER, 8192, 8192, 7168, Plan()),
-        (GATHER, 8192, 8192, (3584, 3584), Plan()),
-        (GATHER, 8192, 8192, 1024, Plan(tile_columns=256, band_pairs=16)),
-        (GATHER, 4096, 8192, 3584, Plan(tile_columns=224, band_pairs=4)),
-        (SCATTER, 32768, 16384, 8192, Plan()),
-        (SCATTER, 32768, 2048, 8192, Plan(tile_columns=192, direct=True)),
-        (SCATTER, 8192, 3584, 8192, Plan(tile_columns=192, direct=True)),
-        (SCATTER, 8192, 1024, 8192, Plan(tile_columns=128, parts=24)),
-        (SCATTER, 4096, 1024, 28672, Plan(tile_columns=128, parts=41)),
-        (SCATTER, 4096, 3584, 8192, Plan(tile_columns=192, direct=True)),
-        (SCATTER, 8192, 3584, 4096, Plan(tile_columns=192, direct=True)),
-        (SCATTER, 2048, 4096, 16384, Plan(tile_columns=192, direct=True)),
-        (SCATTER, 8192, 1280, 8192, Plan(tile_columns=128, parts=24)),
-        (SCATTER, 8192, 1408, 8192, Plan(tile_columns=192)),
-        (SCATTER, 8192, 1536, 4096, Plan(tile_columns=192)),
-        (SCATTER, 4096, 2048, 8192, Plan(tile_columns=192)),
-        (SCATTER, 2048, 2048, 8192, Plan(tile_columns=256)),
-        (SCATTER, 4096, 7168, 8192, Plan(tile_columns=256)),
-        (SCATTER, 2048, 13312, 16384, Plan(tile_columns=256)),
-        (SCATTER, 2048, 7168, 8192, Plan(tile_columns=256)),
-    ],
-)
-def test_measured_shapes_are_overlapped(
-    operation: str, m: int, k: int, n: int | tuple[int, ...], expected: Plan
-) -> None:
-    assert plan(operation, m, k, n) == expected
-
-
-@pytest.mark.parametrize(
-    ("operation", "m", "k", "n", "expected"),
-    [
-        (GATHER, 8192, 8192, 7168, Plan()),
-        (GATHER, 4096, 8192, 3584, Plan(tile_columns=224, band_pairs=4)),
-        (GATHER, 8192, 8192, 1024, Plan(tile_columns=256, band_pairs=16)),
-        (GATHER, 8192, 4096, 1792, Plan(tile_columns=224, band_pairs=8)),
-        (GATHER, 1024, 8192, 5120, Plan(tile_columns=192, band_pairs=2)),
-        (GATHER, 1024, 8192, (2560, 2560), Plan(tile_columns=192, band_pairs=2)),
-        (GATHER, 1024, 8192, 28672, Plan(tile_columns=256, band_pairs=2)),
-        (SCATTER, 32768, 14336, 8192, Plan()),
-        (SCATTER, 32768, 2048, 8192, Plan(tile_columns=192, direct=True)),
-        (SCATTER, 8192, 3584, 8192, Plan(tile_columns=192, direct=True)),
-        (SCATTER, 512, 14336, 8192, Plan(tile_columns=256)),
-        (SCATTER, 512, 4096, 8192, Plan(tile_columns=128)),
-        (SCATTER, 2048, 2048, 4096, Plan(tile_columns=256)),
-        (SCATTER, 4096, 3584, 8192, Plan(tile_columns=192, direct=True)),
-        (SCATTER, 4096, 2048, 4096, Plan(tile_columns=256)),
-        (SCATTER, 8192, 7168, 4096, Plan(tile_columns=256)),
-        (SCATTER, 4096, 14336, 8192, Plan(tile_columns=256)),
-    ],
-)
-def test_two_gpus_use_the_fused_kernel_for_fewer_bytes(
-    operation: str, m: int, k: int, n: int | tuple[int, ...], expected: Plan
-) -> None:
-    assert plan(operation, m, k, n, world=2) == expected
-
-
-@pytest.mark.parametrize(
-    ("operation", "m", "k", "n", "expected"),
-    [
-        (GATHER, 8192, 8192, 8192, Plan()),
-        (GATHER, 8192, 8192, 7168, Plan(tile_columns=256, band_pairs=7)),
-        (GATHER, 8192, 8192, 1024, Plan(tile_columns=256, band_pairs=16)),
-        (GATHER, 8192, 4096, 1792, Plan(tile_columns=128, band_pairs=4)),
-        (GATHER, 4096, 8192, 3584, Plan(tile_columns=128, band_pairs=2)),
-        (SCATTER, 32768, 2048, 8192, Plan(tile_columns=192, band_pairs=2, parts=77, direct=True)),
-        (SCATTER, 8192, 3584, 8192, Plan(tile_columns=192, band_pairs=2, parts=20, direct=True)),
-        (SCATTER, 8192, 1024, 8192, Plan(tile_columns=128, band_pairs=2, parts=29)),
-        (SCATTER, 4096, 3584, 8192, Plan(tile_columns=256, band_pairs=2, parts=8)),
-        (SCATTER, 4096, 7168, 8192, Plan(tile_columns=256, band_pairs=2, parts=8)),
-        (SCATTER, 8192, 1792, 4096, Plan(tile_columns=256, band_pairs=2, parts=8)),
-    ],
-)
-def test_eight_gpus_send_to_all_peers_at_once(
-    operation: str, m: int, k: int, n: int, expected: Plan
-) -> None:
-    assert plan(operation, m, k, n, world=8) == expected
 
 
 @pytest.mark.parametrize(
@@ -250,18 +171,10 @@ def test_sums_that_do_not_fit_the_ring_come_in_rounds() -> None:
                 row_pairs_before_wgrad=8, wgrad_tiles_last=62,
             ),
         ),
-        (
-            GATHER, 32768, 8192, 1024, 4,
-            Plan(tile_columns=256, band_pairs=16, wgrad=True, row_pairs_before_wgrad=32),
-        ),
         # A tile of arriving rows takes long, so it is multiplied while its columns arrive.
         (
             GATHER, 4096, 28672, 1024, 2,
             Plan(tile_columns=256, band_pairs=16, wgrad=True, wgrad_tiles_last=382),
-        ),
-        (
-            GATHER, 4096, 28672, 1024, 4,
-            Plan(tile_columns=256, band_pairs=16, wgrad=True, wgrad_tiles_last=250),
         ),
     ],
 )  # fmt: skip
@@ -378,7 +291,7 @@ def test_other_dtypes_hardware_worlds_and_rings() -> None:
     for arguments, says in (
         ({"dtype": "float32"}, "dtype float32"),
         ({"profile": "not measured on gpu GPUs"}, "not measured on gpu GPUs"),
-        ({"world": 1}, "a group of 1 ranks"),
+        ({"world": 1}, "a group of one rank"),
         ({"world": 16}, "a group of 16 ranks"),
         ({"ring": 1 << 17}, "JAX_INTRANODE_RING_MIB sets its size"),
     ):

@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -241,20 +242,18 @@ def test_explain_says_that_a_profile_was_not_measured() -> None:
     assert "bytes from peers" in reason and reason.endswith("not measured")
 
 
-def test_without_a_profile_only_what_no_gpu_takes_needs_no_rendezvous() -> None:
-    short, odd = ((512, 64), (512, 63))
-    for (m, k), profile, says in (
-        (short, None, None),
-        (odd, None, "multiples of 8"),
-        (short, H200, "bytes from peers"),
-        (short, "not measured on blackwell GPUs", "not measured on blackwell"),
+def test_what_no_gpu_takes_needs_no_rendezvous() -> None:
+    for k, profile, says in (
+        (64, None, None),
+        (63, None, "multiples of 8"),
+        (64, "not measured on blackwell GPUs", "not measured on blackwell"),
+        # Whether it is faster, and whether a ring is large enough, is asked later.
+        (64, H200, None),
+        (1 << 20, H200, None),
     ):
-        sizes = overlap.Sizes(GATHER, 1, m // 4, (k,), (64,), 4)
-        reason = overlap.reason_never_overlapped(sizes, dtype="bfloat16", profile=profile)
+        sizes = overlap.Sizes(GATHER, 1, 128, (k,), (64,), 4)
+        reason = overlap.static_reason(sizes, dtype="bfloat16", profile=profile)
         assert reason is says is None or (reason is not None and str(says) in reason)
-    # A ring that is too small for a row is no such reason.
-    sizes = overlap.Sizes(GATHER, 1, 8192, (1 << 20,), (8192,), 4)
-    assert overlap.reason_never_overlapped(sizes, dtype="bfloat16", profile=H200) is None
 
 
 def test_facts_are_read_from_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,8 +294,11 @@ def test_facts_are_read_from_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nvml.users == 0
 
 
-def test_the_digest_covers_the_limits_and_a_forced_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_covers_all_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     digest = overlap.digest()
+    slower = dataclasses.replace(H200, fused_call_s=16e-6)
+    with mock.patch.dict(profiles.MEASURED, {H200.name: slower}):
+        assert overlap.digest() != digest
     with overlap.forced(Plan(tile_columns=256)):
         assert overlap.digest() != digest
     assert overlap.digest() == digest

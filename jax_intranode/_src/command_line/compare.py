@@ -52,7 +52,6 @@ def start(
     """Lets the functions that are jitted from now on be compared.
 
     Args:
-        steps: how many calls of a function to compare.
         accelerate: returns the context of accelerated calls.
     """
     global _current
@@ -234,10 +233,7 @@ class Comparison:
         """Calls a function, by the program whose turn it is.
 
         Args:
-            function: the function.
             made: runs it, by the program that the context says.
-            args: its arguments.
-            kwargs: its keyword arguments.
             traced: what to trace; by default `made` with these arguments.
         """
         if self._over or threading.get_ident() != self._thread or trace_state.is_tracing():

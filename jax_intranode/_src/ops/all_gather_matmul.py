@@ -3,13 +3,14 @@
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
+from jax.typing import ArrayLike, DTypeLike
 
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import (
@@ -19,6 +20,7 @@ from jax_intranode._src.ops import (
     overlapped,
     products,
 )
+from jax_intranode._src.ops.annotations import AnyMesh, AxisNames, Matrices
 from jax_intranode._src.ops.collective import AllGatherParams, all_gather_p
 from jax_intranode._src.ops.collective_matmul import (
     Collective,
@@ -36,17 +38,73 @@ from jax_intranode._src.ops.matmul_arguments import MatmulCall
 GATHERED = "jax_intranode.gathered"
 
 
+@overload
 def all_gather_matmul(
-    x: Any,
-    w: Any,
-    axis_name: Any,
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisNames,
+    *,
+    gather_axis: int = ...,
+    return_gathered: Literal[False] = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    batch_axes: AxisNames = ...,
+    mesh: AnyMesh | None = ...,
+) -> jax.Array: ...
+
+
+@overload
+def all_gather_matmul(
+    x: ArrayLike,
+    w: Sequence[ArrayLike],
+    axis_name: AxisNames,
+    *,
+    gather_axis: int = ...,
+    return_gathered: Literal[False] = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    batch_axes: AxisNames = ...,
+    mesh: AnyMesh | None = ...,
+) -> list[jax.Array]: ...
+
+
+@overload
+def all_gather_matmul(
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisNames,
+    *,
+    gather_axis: int = ...,
+    return_gathered: Literal[True],
+    preferred_element_type: DTypeLike | None = ...,
+    batch_axes: AxisNames = ...,
+    mesh: AnyMesh | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def all_gather_matmul(
+    x: ArrayLike,
+    w: Sequence[ArrayLike],
+    axis_name: AxisNames,
+    *,
+    gather_axis: int = ...,
+    return_gathered: Literal[True],
+    preferred_element_type: DTypeLike | None = ...,
+    batch_axes: AxisNames = ...,
+    mesh: AnyMesh | None = ...,
+) -> tuple[list[jax.Array], jax.Array]: ...
+
+
+def all_gather_matmul(
+    x: ArrayLike,
+    w: Matrices,
+    axis_name: AxisNames,
     *,
     gather_axis: int = 0,
     return_gathered: bool = False,
-    preferred_element_type: Any = None,
-    batch_axes: Any = (),
-    mesh: Any = None,
-) -> Any:
+    preferred_element_type: DTypeLike | None = None,
+    batch_axes: AxisNames = (),
+    mesh: AnyMesh | None = None,
+) -> jax.Array | list[jax.Array] | tuple[jax.Array | list[jax.Array], jax.Array]:
     """Gathers an array over one or more mapped axes and multiplies it with matrices.
 
     ``jax.lax.all_gather(x, axis_name, axis=gather_axis, tiled=True) @ w``: the first matmul of a

@@ -5,8 +5,10 @@ import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import jax
 from jax import lax
 from jax.interpreters import ad
+from jax.typing import ArrayLike, DTypeLike
 
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import (
@@ -16,6 +18,7 @@ from jax_intranode._src.ops import (
     overlapped,
     products,
 )
+from jax_intranode._src.ops.annotations import AnyMesh, AxisNames
 from jax_intranode._src.ops.collective import AllGatherParams, PsumParams, all_gather_p, psum_p
 from jax_intranode._src.ops.collective_matmul import (
     Collective,
@@ -28,14 +31,14 @@ from jax_intranode._src.ops.matmul_arguments import MatmulCall
 
 
 def matmul_all_reduce(
-    x: Any,
-    w: Any,
-    axis_name: Any,
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisNames,
     *,
-    preferred_element_type: Any = None,
-    batch_axes: Any = (),
-    mesh: Any = None,
-) -> Any:
+    preferred_element_type: DTypeLike | None = None,
+    batch_axes: AxisNames = (),
+    mesh: AnyMesh | None = None,
+) -> jax.Array:
     """Multiplies with a matrix and sums over one or more mapped axes.
 
     ``jax.lax.psum(x @ w, axis_name)``: the second matmul of a tensor-parallel layer.

@@ -5,16 +5,20 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 from jax.interpreters import ad
+from jax.typing import ArrayLike, DTypeLike
 
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import (
     collective,
     collective_matmul,
     matmul_arguments,
+    old_names,
     overlapped,
     products,
 )
+from jax_intranode._src.ops.annotations import AnyMesh, AxisNames
 from jax_intranode._src.ops.collective import PsumScatterParams, psum_scatter_p
 from jax_intranode._src.ops.collective_matmul import (
     Collective,
@@ -29,23 +33,24 @@ from jax_intranode._src.ops.global_arrays import GlobalCall
 from jax_intranode._src.ops.matmul_arguments import MatmulCall
 
 
+@old_names.argument("scatter_axis", "scatter_dimension")
 def matmul_reduce_scatter(
-    x: Any,
-    w: Any,
-    axis_name: Any,
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisNames,
     *,
-    scatter_axis: int = 0,
-    preferred_element_type: Any = None,
-    batch_axes: Any = (),
-    mesh: Any = None,
-) -> Any:
+    scatter_dimension: int = 0,
+    preferred_element_type: DTypeLike | None = None,
+    batch_axes: AxisNames = (),
+    mesh: AnyMesh | None = None,
+) -> jax.Array:
     """Multiplies with a matrix, sums over mapped axes, and keeps a part.
 
-    ``jax.lax.psum_scatter(x @ w, axis_name, scatter_dimension=scatter_axis, tiled=True)``: the
+    ``jax.lax.psum_scatter(x @ w, axis_name, scatter_dimension=scatter_dimension, tiled=True)``: the
     second matmul of a tensor-parallel layer with sequence parallelism.
 
     On Hopper GPUs, for bfloat16 and float16, for K and N that are multiples of 8 and for any
-    `scatter_axis` but the last, the reduce-scatter is overlapped with the matmul where that is
+    `scatter_dimension` but the last, the reduce-scatter is overlapped with the matmul where that is
     faster: products travel while others are computed. Elsewhere a reduce-scatter follows the
     matmul: that of this package or that of ``jax.lax``, as for a call of
     ``jax_intranode.psum_scatter``. `explain` says how a call runs, and why.
@@ -65,15 +70,15 @@ def matmul_reduce_scatter(
 
     Outside of ``shard_map`` it computes ``x @ w`` on global arrays, under ``jax.jit`` or eagerly,
     on the mesh of ``jax.set_mesh`` or `mesh`. Then the axes, Auto or Explicit ones, divide
-    the last dimension of x, the first of w and `scatter_axis` of the result.
+    the last dimension of x, the first of w and `scatter_dimension` of the result.
     Operands that are sharded in another way are treated as by `column_parallel_matmul`.
 
     Args:
         x: an array [..., K] with 2 or more dimensions, of any dtype that can be multiplied.
         w: a matrix [K, N] with the dtype of x.
         axis_name: the name of a mapped axis, or several names, with ranks in row-major order.
-        scatter_axis: the dimension of the product that is divided among the ranks, any of them. Its
-            length is a multiple of the number of ranks.
+        scatter_dimension: the dimension of the product that is divided among the ranks, any of
+            them. Its length is a multiple of the number of ranks.
         preferred_element_type: the result's dtype, as in ``jnp.matmul``; that of x by default.
         batch_axes: on global arrays, the other mesh axes that divide dimension 0 of x (data
             parallelism), before `axis_name` does: a name or several. Explicit axes are known from
@@ -85,9 +90,9 @@ def matmul_reduce_scatter(
 
     Raises:
         TypeError: an operand is no array, the dtypes differ, `preferred_element_type` is of another
-            kind than they are, or `scatter_axis` is no integer.
+            kind than they are, or `scatter_dimension` is no integer.
         ValueError: the numbers of dimensions or the contracted dimensions do not fit, there is no
-            such `scatter_axis`, or its length is no multiple of the number of ranks.
+            such `scatter_dimension`, or its length is no multiple of the number of ranks.
         ValueError, TypeError, NameError: on global arrays, as `column_parallel_matmul`.
         NameError: an axis is not bound, as in ``jax.lax.psum_scatter``.
 
@@ -105,26 +110,26 @@ def matmul_reduce_scatter(
     call = MatmulCall(
         *("matmul_reduce_scatter", x, w, axis_name, preferred_element_type, batch_axes, mesh)
     )
-    return of_call(call, "scatter_axis", scatter_axis)
+    return of_call(call, "scatter_dimension", scatter_dimension)
 
 
-def of_call(call: MatmulCall, argument: str, scatter_axis: Any) -> Any:
+def of_call(call: MatmulCall, argument: str, scatter_dimension: Any) -> Any:
     """A matmul_reduce_scatter, for a public function.
 
     Args:
         call: the call of the public function.
-        argument: its argument that gives `scatter_axis`.
-        scatter_axis: as in `matmul_reduce_scatter`.
+        argument: its argument that gives `scatter_dimension`.
+        scatter_dimension: as in `matmul_reduce_scatter`.
     """
-    dimension = matmul_arguments.dimension(call.name, argument, scatter_axis, call.x.ndim)
+    dimension = matmul_arguments.dimension(call.name, argument, scatter_dimension, call.x.ndim)
 
     def of_ranks(x: Any, w: Any, *, reason: str | None) -> list[Any]:
         size = matmul_arguments.world_size("matmul_reduce_scatter", call.axes)
         length = products.dot_shape(x, w, False)[dimension]
         if length % size != 0:
             raise ValueError(
-                f"{call.name}: {argument} {scatter_axis} of the product has {length} elements; it "
-                f"must be a multiple of the {size} ranks over {call.axis_name!r}"
+                f"{call.name}: {argument} {scatter_dimension} of the product has {length} "
+                f"elements; it must be a multiple of the {size} ranks over {call.axis_name!r}"
             )
         reason = reason or matmul_arguments.reason_for_lax(
             "psum_scatter", call.axes, [x, w], [x, w], call.dtype

@@ -43,12 +43,8 @@ def measure(
     """Measures and checks an operation on all ranks together.
 
     Args:
-        settings: the number of repetitions.
-        right: the right result.
-        mesh: a mesh with one axis "x".
         selected: the selection for each step of the operation.
         shards: the operand of each device of this process, by the device's position in the mesh.
-        label: a unique name of this measurement.
 
     Returns:
         The slowest rank's times, summed over the steps, and the number of wrong elements on all

@@ -39,12 +39,6 @@ def measure(
 ) -> tuple[dict[str, Any], str | None]:
     """Checks and times one shape of one dtype.
 
-    Args:
-        settings: what to measure.
-        mesh: a mesh with one axis "x" of all devices.
-        dtype_name: the dtype.
-        shape: the shape.
-
     Returns:
         The row (docs/bench.md), and the reason if our call fell back to jax.lax.
     """

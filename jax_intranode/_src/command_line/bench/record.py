@@ -72,11 +72,7 @@ def _version_of(*distributions: str) -> str | None:
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """Returns the command that measures the same again, without the options that name files.
-
-    Args:
-        argv: `sys.argv` of the benchmark.
-    """
+    """Returns the command that measures the same again, without the options that name files."""
     words = []
     rest = iter(argv[1:])
     for word in rest:
@@ -91,7 +87,6 @@ def format_header(header: dict[str, Any], settled: bool) -> str:
     """Returns the lines above a table.
 
     Args:
-        header: what `header` returned.
         settled: whether the same program runs untimed before each repetition.
     """
     leaves = f", {header['leaves']} arrays a call" if header["leaves"] > 1 else ""

@@ -63,14 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs random programs in the chosen modes and prints what was found.
 
-    Args:
-        arguments: the arguments as parsed by a parser that `add_arguments` has set up.
-
     Returns:
         The exit code: 0 if all values were right, 1 if one was wrong or a rank failed.
-
-    Raises:
-        WrongInput: the arguments can't be served.
     """
     platform, devices = platform_and_devices(arguments.platform, arguments.devices)
     if arguments.program is not None and arguments.seed is None:
@@ -108,7 +102,6 @@ def platform_and_devices(platform: str, devices: int | None) -> tuple[str, int]:
     """Returns the platform and the number of devices to use.
 
     Args:
-        platform: "auto", "cpu" or "gpu".
         devices: the number that was asked for; None for all GPUs, or 4 CPU devices. Processes share
             a single GPU; then the default is two.
 

@@ -108,9 +108,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     Returns:
         The exit code: 1 if ranks failed, else 0.
-
-    Raises:
-        WrongInput: the arguments cannot be served.
     """
     signal.signal(signal.SIGTERM, launcher.end_by_exit)
     check_writable("--output", arguments.output)

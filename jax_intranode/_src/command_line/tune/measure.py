@@ -25,10 +25,7 @@ def measure(rank: Rank, seconds: float, operations: list[str], **fields: Any) ->
     """Measures. Rank 0 prints the measurements.
 
     Args:
-        rank: this process.
         seconds: how long all measurements may take.
-        operations: the collectives.
-        fields: those of `Settings`.
     """
     settings, end = Settings(**fields), time.monotonic() + seconds
     mesh = rank.mesh()

@@ -68,11 +68,6 @@ class Sweep:
         """Keeps what to measure.
 
         Args:
-            settings: repetitions, mode, devices and platform.
-            mesh: a mesh with one axis "x" of all devices.
-            epoch_buffer_bytes: bytes of an epoch buffer.
-            operation: "psum", "psum_scatter", "all_gather" or "all_to_all".
-            packets: "bare" or "flagged".
             out_of_time: asks, by a unique name, whether all ranks should stop.
         """
         self.operation, self.packets = operation, packets

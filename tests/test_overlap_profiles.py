@@ -17,7 +17,7 @@ from jax_intranode._src.command_line.bench import shapes as matmul_shapes
 from jax_intranode._src.group import agreed, rendezvous, topology
 from jax_intranode._src.group.partition import Partition
 from jax_intranode._src.native import definitions, extension
-from jax_intranode._src.ops import overlapped
+from jax_intranode._src.ops import overlapped_call
 from jax_intranode._src.selection import overlap
 from jax_intranode._src.selection.gpu_facts import GpuFacts
 from jax_intranode._src.selection.overlap import H200, Plan, profiles
@@ -232,7 +232,7 @@ def test_explain_says_that_a_profile_was_not_measured() -> None:
     h100 = scaled(facts("NVIDIA H100 80GB HBM3"))
     assert h100.note == "model scaled from NVIDIA H200, not measured"
     assert H200.note == ""
-    call = overlapped.Overlapped("", None, None, Plan(), h100.note)  # type: ignore[arg-type]
+    call = overlapped_call.Overlapped("", None, None, Plan(), h100.note)  # type: ignore[arg-type]
     assert call.reason == (
         "overlapped, cuBLASLt pipeline, first shard in 1, last in 1 pieces; "
         "model scaled from NVIDIA H200, not measured"
@@ -311,8 +311,8 @@ def test_the_plan_is_lowered_as_one_dictionary(monkeypatch: pytest.MonkeyPatch) 
     built, gpu = extension.module, types.SimpleNamespace(MATMUL_SCRATCH_BYTES=100)
     monkeypatch.setattr(extension, "module", lambda name: gpu if name == "gpu" else built(name))
     dtype = np.dtype(jnp.bfloat16)
-    request = overlapped.Request(0, 1, 16, (64,), (72,), (dtype, dtype), None, transposed=True)
-    call = overlapped.Overlapped(
+    request = overlapped_call.Request(0, 1, 16, (64,), (72,), (dtype, dtype), None, transposed=True)
+    call = overlapped_call.Overlapped(
         SCATTER, Partition((0, 1), 2), request, Plan(tile_columns=192, direct=True)
     )
     assert call.reason.startswith("overlapped, fused kernel, tiles of 128 x 192")

@@ -48,13 +48,13 @@ class CudaPlatform final : public Platform {
   std::vector<Wait> Look(Clock::time_point now, Clock::duration) override {
     std::lock_guard lock(mutex_);
     std::vector<Wait> waits;
-    std::map<const volatile uint64_t*, Seen> seen;
+    std::map<const volatile v1::PeerRecord*, Seen> seen;
     for (const Place& place : Places()) {
-      const uint64_t word = *place.wait;
-      const auto known = seen_.find(place.wait);
+      const uint64_t word = place.record->wait;
+      const auto known = seen_.find(place.record);
       const bool is_new = known == seen_.end() || known->second.word != word;
       const Clock::time_point changed = is_new ? now : known->second.changed;
-      seen[place.wait] = {word, changed};
+      seen[place.record] = {word, changed};
       const LongWait kernel = UnpackWait(word);
       if (word == 0 || now - changed > kOver ||
           static_cast<size_t>(kernel.missing) >= place.call.device_ids.size()) {
@@ -87,11 +87,12 @@ class CudaPlatform final : public Platform {
       if (const auto refused = place.communicator->TakeRefused()) {
         add(FailureReason::kPeerGone, CallAt(place, -1, 0)).message = refused->second;
       }
-      const auto reason = static_cast<FailureReason>(*place.reason);
-      if (reason == FailureReason::kNone || !taken_.insert(place.reason).second) continue;
+      const auto reason = static_cast<FailureReason>(place.record->reason);
+      if (reason == FailureReason::kNone || !taken_.insert(place.record).second) continue;
       const AbsentDevice* const absent = absent_.WorstIn(place.call.device_ids);
-      Failure& failure = add(reason, CallAt(place, *place.missing, *place.site));
-      if (const volatile FailureRecord* record = place.record) {
+      Failure& failure = add(reason, CallAt(place, place.record->missing, place.record->site));
+      if (place.buffer.empty()) {
+        const auto* const record = static_cast<const volatile FailureRecord*>(place.record);
         const auto algorithm = static_cast<Algorithm>(record->algorithm);
         failure.operation = failure.title = OperationName(algorithm);
         if (IsAllReduce(algorithm)) {
@@ -131,14 +132,9 @@ class CudaPlatform final : public Platform {
   // Where kernels of a device write: the record of a communicator, or that of a peer buffer.
   struct Place {
     std::shared_ptr<DeviceCommunicator> communicator;
-    Call call;  // what all its calls have in common
-    const volatile uint32_t* reason;
-    const volatile int32_t* missing;
-    const volatile uint32_t* site;
-    const volatile uint64_t* wait;
-    volatile uint32_t* abort;
-    const volatile FailureRecord* record;  // null: of a peer buffer
-    std::string buffer;
+    Call call;                        // what all its calls have in common
+    volatile v1::PeerRecord* record;  // of a communicator: a FailureRecord
+    std::string buffer;               // the name of a peer buffer; empty for a communicator
   };
   struct Seen {
     uint64_t word;
@@ -156,35 +152,24 @@ class CudaPlatform final : public Platform {
   static std::vector<Place> Places() {
     std::vector<Place> places;
     const auto add = [&](const auto& communicator, size_t device, const Partition& partition,
-                         int rank, uint64_t timeout_ns, auto* record) -> Place& {
-      Place& place = places.emplace_back(Place{communicator,
-                                               {},
-                                               &record->reason,
-                                               &record->missing,
-                                               &record->site,
-                                               &record->wait,
-                                               &record->abort,
-                                               nullptr,
-                                               ""});
+                         int rank, uint64_t timeout_ns, auto* record, const std::string& buffer) {
+      Place& place = places.emplace_back(Place{communicator, {}, record, buffer});
       place.call.device_ids = communicator->groups.at(device);
       place.call.group = Fnv1a(ToString(partition));
       place.call.rank = rank;
       place.call.limit_s = timeout_ns / 1e9;
-      return place;
     };
     for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
       for (size_t device = 0; device < communicator->members.size(); ++device) {
         const auto& member = communicator->members[device];
         if (!member) continue;
-        add(communicator, device, partition, member->rank, member->timeout_ns, member->failure)
-            .record = member->failure;
+        add(communicator, device, partition, member->rank, member->timeout_ns, member->failure, "");
       }
     }
     for (const auto& buffer : DevicePeerBuffers::Get().Alive()) {
       for (const auto& [device, peers] : buffer->members) {
         add(buffer->communicator, device, buffer->partition, peers.rank, peers.timeout_ns,
-            peers.record)
-            .buffer = buffer->name;
+            peers.record, buffer->name);
       }
     }
     return places;
@@ -203,13 +188,13 @@ class CudaPlatform final : public Platform {
         place.communicator->set_left(LostText(absent->what, true));
       }
     }
-    for (const Place& place : places) *place.abort = !place.communicator->failure().empty();
+    for (const Place& place : places) place.record->abort = !place.communicator->failure().empty();
   }
 
   std::mutex mutex_;
   AbsentDevices absent_;
-  std::map<const volatile uint64_t*, Seen> seen_;
-  std::set<const volatile uint32_t*> taken_;
+  std::map<const volatile v1::PeerRecord*, Seen> seen_;
+  std::set<const volatile v1::PeerRecord*> taken_;
 };
 
 }  // namespace jax_intranode

@@ -277,7 +277,7 @@ def _watch(
     processes = sorted({device.process_index for device in rendezvous.devices.values()})
     mine = hellos[processes.index(jax.process_index())]
     others = [
-        peers.Peer(process, hello["watch"]["address"], tuple(d["id"] for d in hello["devices"]))
+        (process, hello["watch"]["address"], [d["id"] for d in hello["devices"]])
         for process, hello in zip(processes, hellos, strict=True)
         if hello["host"] == mine["host"] and hello is not mine and "address" in hello["watch"]
     ]

@@ -28,14 +28,14 @@ from jax.sharding import PartitionSpec as P
 import jax_intranode
 from jax_intranode import all_gather_matmul, explain, matmul_all_reduce, matmul_reduce_scatter
 from jax_intranode._src.group import partition as partition_lib
-from jax_intranode._src.ops import overlapped
+from jax_intranode._src.ops import overlapped_call
 from jax_intranode._src.ops.collective import (
     AllGatherParams,
     PsumScatterParams,
     all_gather_p,
     psum_scatter_p,
 )
-from jax_intranode._src.selection import overlap
+from jax_intranode._src.selection.overlap.plan import Plan
 
 # An overlapped all-reduce. On CPUs nothing is overlapped: a dot and our psum_scatter stand in.
 
@@ -43,11 +43,11 @@ from jax_intranode._src.selection import overlap
 @pytest.fixture
 def overlapping() -> Iterator[None]:
     def find(
-        operation: str, site: Any, traced_over: Any, axes: Any, request: overlapped.Request
-    ) -> overlapped.Overlapped:
+        operation: str, site: Any, traced_over: Any, axes: Any, request: overlapped_call.Request
+    ) -> overlapped_call.Overlapped:
         groups = partition_lib.partition(site.mesh, tuple(axes))
 
-        class StandIn(overlapped.Overlapped):
+        class StandIn(overlapped_call.Overlapped):
             def __call__(self, *operands: Any) -> list[Any]:
                 terms = len(request.ks)
                 reshaped = request.operands(*operands)
@@ -63,9 +63,9 @@ def overlapping() -> Iterator[None]:
                 )
 
         assert operation == "matmul_reduce_scatter"
-        return StandIn(operation, groups, request, overlap.Plan())
+        return StandIn(operation, groups, request, Plan())
 
-    with mock.patch.object(overlapped, "find", find):
+    with mock.patch.object(overlapped_call, "find", find):
         yield
 
 
@@ -142,13 +142,13 @@ def test_explain_of_an_overlapped_sum(overlapping: None) -> None:
 
 
 @pytest.fixture
-def both_in_one_call() -> Iterator[list[overlapped.Request]]:
+def both_in_one_call() -> Iterator[list[overlapped_call.Request]]:
     """Yields the requests that were granted."""
     granted = []
 
     def find(
-        operation: str, site: Any, traced_over: Any, axes: Any, request: overlapped.Request
-    ) -> overlapped.Overlapped | str:
+        operation: str, site: Any, traced_over: Any, axes: Any, request: overlapped_call.Request
+    ) -> overlapped_call.Overlapped | str:
         if not request.wgrads:
             return "one gradient alone"
         groups = partition_lib.partition(site.mesh, tuple(axes))
@@ -156,7 +156,7 @@ def both_in_one_call() -> Iterator[list[overlapped.Request]]:
         granted.append(request)
         assert request.transposed and not request.gathered
 
-        class StandIn(overlapped.Overlapped):
+        class StandIn(overlapped_call.Overlapped):
             def __call__(self, *operands: Any) -> list[Any]:
                 terms = len(request.ks)
                 *factors, ct = request.operands(*operands)
@@ -183,16 +183,16 @@ def both_in_one_call() -> Iterator[list[overlapped.Request]]:
                 wgrads = [jnp.tensordot(ct, x, (rows, rows)) for x in xs[: request.wgrads]]
                 return [part, *wgrads]
 
-        return StandIn(operation, groups, request, overlap.Plan(tile_columns=128, wgrad=True))
+        return StandIn(operation, groups, request, Plan(tile_columns=128, wgrad=True))
 
-    with mock.patch.object(overlapped, "find", find):
+    with mock.patch.object(overlapped_call, "find", find):
         yield granted
 
 
 @BOTH
 @pytest.mark.parametrize("leading", [(), (3,)])
 def test_both_gradients_in_one_call(
-    both_in_one_call: list[overlapped.Request], leading: tuple[int, ...], check_vma: bool
+    both_in_one_call: list[overlapped_call.Request], leading: tuple[int, ...], check_vma: bool
 ) -> None:
     axis = len(leading)
     none = [None] * axis
@@ -218,7 +218,7 @@ def test_both_gradients_in_one_call(
     assert found == [((6,), (3,), 1), ((3, 7, 4), (5,), 2)]
 
 
-def test_explain_of_both_gradients(both_in_one_call: list[overlapped.Request]) -> None:
+def test_explain_of_both_gradients(both_in_one_call: list[overlapped_call.Request]) -> None:
     """Gradients are presented as the collective matmuls that compute them."""
 
     def body(x: Any, w: Any, v: Any) -> Any:
@@ -239,10 +239,10 @@ def test_explain_of_both_gradients(both_in_one_call: list[overlapped.Request]) -
         assert "not overlapped (one gradient alone)" in call.reason
     for call in calls[2:]:
         assert call.algorithm == call.operation
-        assert call.reason == f"overlapped, {overlap.Plan(tile_columns=128, wgrad=True)}"
+        assert call.reason == f"overlapped, {Plan(tile_columns=128, wgrad=True)}"
 
 
-def test_gradients_that_are_not_one_call(both_in_one_call: list[overlapped.Request]) -> None:
+def test_gradients_that_are_not_one_call(both_in_one_call: list[overlapped_call.Request]) -> None:
     """A reduce-scatter along the last dimension, and one gradient alone."""
 
     def scatters(x: Any, w: Any) -> Any:

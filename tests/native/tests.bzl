@@ -128,7 +128,7 @@ SOUND = {
     # Processes, stops, places.
     "health_model": {
         "quick": ["sound 2 0 quick"],
-        "long": ["sound 2 1 all", "sound 2 2 quick", "sound 3 1 quick"],
+        "long": ["sound 2 2 all", "sound 3 2 all"],
     },
     "pipeline_model": {
         "full": ["sound 2 1 queue"],
@@ -208,7 +208,7 @@ _LOG = [
 ]
 
 _HEALTH = [
-    "pidfd_first",  # an end is judged before the socket has been read
+    "end_first",  # an end is judged before the socket has been read
     "proc_last",  # /proc is asked when the socket has been read
     "silence_first",  # a silence is judged before the socket has been read
     "reset_is_end",  # what a peer sent before it closed its socket is not read
@@ -271,7 +271,7 @@ BROKEN = [
     for variant in ["one_half", "never_cleared"]
 ] + [
     ("collectives_model", "%s %d 3" % (variant, ranks), tier, _ENDS_WRONG)
-    for ranks, tier in [(2, "quick"), (3, "full")]
+    for ranks, tier in [(2, "quick"), (3, "long")]
     for variant in _COLLECTIVES
 ] + [
     ("collectives_model", variant + " 4 3 mesh", "quick", _ENDS_WRONG)

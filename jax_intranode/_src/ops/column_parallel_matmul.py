@@ -7,7 +7,6 @@ computes that gradient. JAX would insert a psum after the matmuls.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, overload
 
@@ -21,12 +20,16 @@ from jax_intranode._src.ops import (
     all_gather_matmul,
     collective,
     fallback,
+    local_matmuls,
     matmul_arguments,
     old_names,
-    products,
 )
 from jax_intranode._src.ops.annotations import AnyMesh, AxisNames, Matrices
-from jax_intranode._src.ops.collective_matmul import MatmulParams, matmul_all_reduce_p
+from jax_intranode._src.ops.collective_matmul import (
+    AllReduceMatmulParams,
+    MatmulParams,
+    matmul_all_reduce_p,
+)
 from jax_intranode._src.ops.global_arrays import GlobalCall
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.matmul_arguments import MatmulCall
@@ -163,7 +166,7 @@ def _bind(x: Any, ws: Sequence[Any], params: MatmulParams) -> list[Any]:
 
 
 def _products(x: Any, *ws: Any, params: MatmulParams) -> list[Any]:
-    return [products.dot(x, w, params.dtype, params.precision, params.transposed) for w in ws]
+    return [local_matmuls.dot(x, w, *params.how) for w in ws]
 
 
 # Abstract evaluation.
@@ -174,7 +177,7 @@ def _abstract_eval(x: Any, *ws: Any, params: MatmulParams) -> list[Any]:
     kind = kind.update(varying=kind.varying | set(params.axes))
     return [
         x.update(
-            shape=products.dot_shape(x, w, params.transposed),
+            shape=local_matmuls.dot_shape(x, w, params.transposed),
             dtype=params.dtype,
             weak_type=False,
             manual_axis_type=kind,
@@ -218,8 +221,8 @@ def _transpose(cotangents: Sequence[Any], x: Any, *ws: Any, params: MatmulParams
         (ct_x,) = matmul_all_reduce_p.bind(
             *[ct for ct, _ in terms],
             *[w for _, w in terms],
-            params=replace(
-                params,
+            params=params.of(
+                AllReduceMatmulParams,
                 dtype=x.aval.dtype,
                 transposed=not params.transposed,
                 terms=len(terms),
@@ -231,7 +234,7 @@ def _transpose(cotangents: Sequence[Any], x: Any, *ws: Any, params: MatmulParams
     return [
         None,
         *(
-            products.wgrad_dot(whole, ct, w.aval.dtype, params.precision, params.transposed)
+            local_matmuls.wgrad_dot(whole, ct, w.aval.dtype, params.precision, params.transposed)
             if ad.is_undefined_primal(w) and type(ct) is not ad.Zero
             else None
             for ct, w in zip(cotangents, ws, strict=True)

@@ -13,18 +13,19 @@ from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import (
     collective,
     collective_matmul,
+    local_matmuls,
     matmul_arguments,
     old_names,
-    overlapped,
-    products,
+    overlapped_call,
 )
 from jax_intranode._src.ops.annotations import AnyMesh, AxisNames
 from jax_intranode._src.ops.collective import PsumScatterParams, psum_scatter_p
 from jax_intranode._src.ops.collective_matmul import (
     Collective,
     Communicate,
+    GatherMatmulParams,
     GradientParams,
-    MatmulParams,
+    SumMatmulParams,
     all_gather_matmul_p,
     gradients_of_matmul_reduce_scatter_p,
     matmul_reduce_scatter_p,
@@ -125,7 +126,7 @@ def of_call(call: MatmulCall, argument: str, scatter_dimension: Any) -> Any:
 
     def of_ranks(x: Any, w: Any, *, reason: str | None) -> list[Any]:
         size = matmul_arguments.world_size("matmul_reduce_scatter", call.axes)
-        length = products.dot_shape(x, w, False)[dimension]
+        length = local_matmuls.dot_shape(x, w, False)[dimension]
         if length % size != 0:
             raise ValueError(
                 f"{call.name}: {argument} {scatter_dimension} of the product has {length} "
@@ -134,7 +135,7 @@ def of_call(call: MatmulCall, argument: str, scatter_dimension: Any) -> Any:
         reason = reason or matmul_arguments.reason_for_lax(
             "psum_scatter", call.axes, [x, w], [x, w], call.dtype
         )
-        params = MatmulParams(
+        params = SumMatmulParams(
             call.axes, dimension, size, call.dtype, trace_state.matmul_precision()
         )
         return _KIND.bind_or_fall_back([x, w], params, reason)
@@ -142,7 +143,7 @@ def of_call(call: MatmulCall, argument: str, scatter_dimension: Any) -> Any:
     def specs(of_global: GlobalCall, rows: list[Any]) -> tuple[Any, Any, list[Any]]:
         axes = of_global.axes
         spec = [entry + axes * (k == dimension) for k, entry in enumerate([*rows, ()])]
-        product = products.dot_shape(call.x, call.ws[0], False)
+        product = local_matmuls.dot_shape(call.x, call.ws[0], False)
         of_global.check_divisible("the product", product, spec)
         return [*rows, axes], [axes, ()], [spec]
 
@@ -152,35 +153,33 @@ def of_call(call: MatmulCall, argument: str, scatter_dimension: Any) -> Any:
 # The unfused computation.
 
 
-def _unfused(scatter: Communicate, *operands: Any, params: MatmulParams) -> list[Any]:
+def _unfused(scatter: Communicate, *operands: Any, params: SumMatmulParams) -> list[Any]:
     """The sum of products, and the reduce-scatter after it."""
-    total = products.sum_of_dots(
-        operands, params.terms, params.dtype, params.precision, params.transposed
-    )
+    total = local_matmuls.sum_of_dots(operands, params.terms, *params.how)
     if total.size == 0:  # XLA's collectives refuse empty arrays
         total = collective.varying(total, params.axes)
         return [total.reshape(_part_shape(total.shape, params))]
     return [scatter(total)]
 
 
-def _part_shape(shape: tuple[int, ...], params: MatmulParams) -> tuple[int, ...]:
+def _part_shape(shape: tuple[int, ...], params: SumMatmulParams) -> tuple[int, ...]:
     axis = params.axis
     return (*shape[:axis], shape[axis] // params.world_size, *shape[axis + 1 :])
 
 
-def _scatter(params: MatmulParams) -> Collective:
+def _scatter(params: SumMatmulParams) -> Collective:
     return psum_scatter_p, PsumScatterParams(params.axes, params.axis, True, params.world_size)
 
 
 # Abstract evaluation.
 
 
-def _total(operands: Sequence[Any], params: MatmulParams) -> Any:
+def _total(operands: Sequence[Any], params: SumMatmulParams) -> Any:
     """The type of the sum of products on a rank."""
-    return products.sum_of_dots_aval(operands, params.terms, params.dtype, params.transposed)
+    return local_matmuls.sum_of_dots_aval(operands, params.terms, params.dtype, params.transposed)
 
 
-def abstract_eval(*operands: Any, params: MatmulParams) -> list[Any]:
+def abstract_eval(*operands: Any, params: SumMatmulParams) -> list[Any]:
     """The types of the results."""
     total = _total(operands, params)
     return [total.update(shape=_part_shape(total.shape, params))]
@@ -189,16 +188,16 @@ def abstract_eval(*operands: Any, params: MatmulParams) -> list[Any]:
 # Overlapping.
 
 
-def request(*operands: Any, params: MatmulParams) -> overlapped.Request | str:
+def request(*operands: Any, params: SumMatmulParams) -> overlapped_call.Request | str:
     """The request for a custom call, from the operands' types, or why there is none."""
-    xs, ws, addend = products.split_terms(operands, params.terms)
+    xs, ws, addend = local_matmuls.split_terms(operands, params.terms)
     if not xs:
         return "no matmul"
     if addend:
         return "a sum with the cotangent of the gathered x"
     if params.axis == xs[0].ndim - 1:
         return "scattered along the last dimension"
-    return overlapped.Request(
+    return overlapped_call.Request(
         axis=params.axis,
         outer=math.prod(xs[0].shape[: params.axis]),
         rows=math.prod(xs[0].shape[params.axis : -1]) // params.world_size,
@@ -216,12 +215,12 @@ _KIND = collective_matmul.Kind(matmul_reduce_scatter_p, _scatter, _unfused, _tot
 # Differentiation. The jvp rule is `collective_matmul.jvp_of_sum`.
 
 
-def _transpose(cotangents: Sequence[Any], *operands: Any, params: MatmulParams) -> list[Any]:
+def _transpose(cotangents: Sequence[Any], *operands: Any, params: SumMatmulParams) -> list[Any]:
     (ct,) = cotangents
     if type(ct) is ad.Zero:
         return [None] * len(operands)
     terms = params.terms
-    xs, ws, addend = products.split_terms(operands, terms)
+    xs, ws, addend = local_matmuls.split_terms(operands, terms)
     # Input gradients are all_gather_matmuls of the cotangent, unless the gathered dimension is the
     # one that they contract with ws.
     fusable = [k for k, x in enumerate(xs) if ad.is_undefined_primal(x)]
@@ -236,8 +235,8 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, params: MatmulParams) 
     of_w = undefined[0] - terms if len(undefined) == 1 else -1
     if len(fusable) == 1 and 0 <= of_w < terms and of_w != fusable[0]:
         (of_x,) = fusable
-        matmul = replace(
-            params, dtype=xs[of_x].aval.dtype, transposed=not params.transposed, terms=1
+        matmul = params.of(
+            GatherMatmulParams, dtype=xs[of_x].aval.dtype, transposed=not params.transposed
         )
         found[of_x], found[terms + of_w] = gradients_of_matmul_reduce_scatter_p.bind(
             ct,
@@ -250,12 +249,11 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, params: MatmulParams) 
     results = all_gather_matmul_p.bind(
         ct,
         *[ws[k] for k in fusable],
-        params=replace(
-            params,
+        params=params.of(
+            GatherMatmulParams,
             dtype=xs[fusable[0]].aval.dtype if fusable else ct.dtype,
             transposed=not params.transposed,
             gathered=bool(undefined),
-            terms=1,
         ),
     )
     if undefined:
@@ -269,7 +267,7 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, params: MatmulParams) 
 
 
 def _batch(
-    name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: MatmulParams
+    name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: SumMatmulParams
 ) -> tuple[list[Any], list[Any]]:
     return collective_matmul.batch_of_sum(
         _KIND,

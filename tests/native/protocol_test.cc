@@ -579,9 +579,9 @@ int main(int argc, char** argv) {
                 if (b == 0 && t == 0) {
                   thread.Sync();
                   for (int q = plan.blocks; q < jin::kMaxBlocks; ++q) {
-                    jin::StoreWord(&group.Header()->epoch[q],
-                                   jin::LoadWord(&group.Header()->epoch[q]) -
-                                       jin::Epochs(jin::PhasesOf(plan.algorithm()), plan.segments));
+                    jin::Store(&group.Header()->epoch[q],
+                               jin::Load(&group.Header()->epoch[q]) -
+                                   jin::Epochs(jin::PhasesOf(plan.algorithm()), plan.segments));
                   }
                 } else if (b == 0) {
                   thread.Sync();

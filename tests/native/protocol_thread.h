@@ -83,7 +83,7 @@ struct HostThread {
     return true;
   }
   void Enter(uint32_t* busy, uint32_t*) {
-    if (thread == 0 && jin::ExchangeWord(busy, 1) != 0) met = true;
+    if (thread == 0 && jin::Exchange(busy, 1) != 0) met = true;
   }
   void FenceSegment() {
     jin::Fence();

@@ -43,7 +43,7 @@ def get_include() -> str:
     Examples:
         >>> import os
         >>> os.listdir(os.path.join(jax_intranode.get_include(), "jax_intranode"))  # doctest: +SKIP
-        ['peer.h', 'peer_ffi.h', 'peer_types.h']
+        ['device.h', 'peer.h', 'peer_ffi.h', 'peer_types.h']
     """
     return str(Path(__file__).parents[2] / "include")
 

@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 import jax_intranode
 from jax_intranode._src.native import definitions
 from jax_intranode._src.ops.psum import selection
-from jax_intranode._src.selection import config, overlap, select, table, tuning
-from jax_intranode._src.selection.overlap import H200
+from jax_intranode._src.selection import config, select, table, tuning
+from jax_intranode._src.selection.overlap.profiles import H200, Profile
 
 ROW = table.Row(4096, "two_shot", 1, 1)
 
@@ -29,7 +29,7 @@ def fields_of(
     rows: dict[tuple[str, str, str, int], tuple[table.Row, ...]],
     platform: str = "cpu",
     device: str = "cpu",
-    profile: overlap.Profile | None = None,
+    profile: Profile | None = None,
 ) -> dict[str, Any]:
     return {
         "platform": platform,

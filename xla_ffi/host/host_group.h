@@ -84,8 +84,6 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
 
   // For the monitor; see health/platform.h. Appends what each rank of this process waits in.
   void Look(Clock::time_point now, Clock::duration stopped, std::vector<Wait>* waits);
-  bool HasCalled(int rank, uint64_t site, uint64_t count) const;
-  void GiveUp(const Wait& wait, Failure failure);
   void SetAbsent(const AbsentDevices& absent);
   // The failures that this has not returned before.
   std::vector<Failure> TakeFailures();
@@ -135,6 +133,7 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   void Advance(Tickets* done);
   static std::string OperationOf(const Pending& pending);
   Wait WaitOf(int rank, const Key& key, const Pending& pending, Clock::time_point now) const;
+  void GiveUp(const Key& key, Failure failure);
   void FailLocked(const std::string& error, Tickets* done);
   void FailCall(Failure failure, Tickets* done);
   void LoseRank(int rank, Tickets* done);

@@ -13,17 +13,10 @@ std::string HostGroup::OperationOf(const Pending& pending) {
   return body ? body->name() : OperationName(pending.operation.algorithm);
 }
 
-bool HostGroup::HasCalled(int rank, uint64_t site, uint64_t count) const {
-  std::lock_guard lock(mutex_);
-  const auto calls = counts_.find({site, rank});
-  return calls != counts_.end() && calls->second > count;
-}
-
 // What a rank waits in. `key` and `pending` are those of the call.
 Wait HostGroup::WaitOf(int rank, const Key& key, const Pending& pending,
                        Clock::time_point now) const {
   Wait wait;
-  wait.owner = shared_from_this();
   wait.device_ids = device_ids_;
   wait.rank = rank;
   wait.waited = now - pending.since;
@@ -76,17 +69,27 @@ void HostGroup::Look(Clock::time_point now, Clock::duration stopped, std::vector
       }
       if (mine == nullptr) continue;
       waits->push_back(WaitOf(rank, mine->first, mine->second, now));
-      waits->back().reported = mine == oldest && rank == oldest->second.members.begin()->first;
+      Wait& wait = waits->back();
+      wait.reported = mine == oldest && rank == oldest->second.members.begin()->first;
+      wait.has_called = [this, rank, alive = shared_from_this()](uint64_t site, uint64_t count) {
+        std::lock_guard lock(mutex_);
+        const auto calls = counts_.find({site, rank});
+        return calls != counts_.end() && calls->second > count;
+      };
+      wait.give_up = [alive = shared_from_this(), key = mine->first](Failure failure) {
+        alive->GiveUp(key, std::move(failure));
+      };
     }
   }
   CompleteAll(done);
 }
 
-void HostGroup::GiveUp(const Wait& wait, Failure failure) {
+// Ends a call that has waited for too long, unless it has ended.
+void HostGroup::GiveUp(const Key& key, Failure failure) {
   Tickets done;
   {
     std::lock_guard lock(mutex_);
-    if (!pending_.contains({wait.site_number, static_cast<uint32_t>(wait.count)})) return;
+    if (!pending_.contains(key)) return;
     FailCall(std::move(failure), &done);
   }
   CompleteAll(done);
@@ -130,10 +133,9 @@ void HostGroup::LoseRank(int rank, Tickets* done) {
     FailLocked(LostText(absent.what, false), done);
     return;
   }
-  const Wait wait =
-      WaitOf(waiting->second.members.begin()->first, waiting->first, waiting->second, {});
-  Failure failure = FailureOf(wait, absent.state == PeerState::kSilent ? FailureReason::kPeerStopped
-                                                                       : FailureReason::kPeerGone);
+  Failure failure(
+      absent.state == PeerState::kSilent ? FailureReason::kPeerStopped : FailureReason::kPeerGone,
+      WaitOf(waiting->second.members.begin()->first, waiting->first, waiting->second, {}));
   failure.missing = rank;
   failure.detail = ", but " + absent.what;
   FailCall(std::move(failure), done);

@@ -27,7 +27,8 @@ from jax_intranode._src.group.agreed import Host, Rendezvous
 from jax_intranode._src.health import failures, peers
 from jax_intranode._src.jax_private import distributed
 from jax_intranode._src.native import definitions, extension
-from jax_intranode._src.selection import config, gpu_facts, overlap, select, tuning
+from jax_intranode._src.selection import config, gpu_facts, select, tuning
+from jax_intranode._src.selection.overlap import choice, profiles
 from jax_intranode._src.selection.quoting import shown
 
 _log = logging.getLogger("jax_intranode")
@@ -277,7 +278,7 @@ def _watch(
     processes = sorted({device.process_index for device in rendezvous.devices.values()})
     mine = hellos[processes.index(jax.process_index())]
     others = [
-        peers.Peer(process, hello["watch"]["address"], tuple(d["id"] for d in hello["devices"]))
+        (process, hello["watch"]["address"], [d["id"] for d in hello["devices"]])
         for process, hello in zip(processes, hellos, strict=True)
         if hello["host"] == mine["host"] and hello is not mine and "address" in hello["watch"]
     ]
@@ -345,7 +346,7 @@ def _hello(rendezvous: Rendezvous) -> dict[str, Any]:
         "tuning": tuning.digest(),
         "version": importlib.import_module("jax_intranode").__version__,
         "protocol": _PROTOCOL,
-        "table": [select.digest(), overlap.digest()],
+        "table": [select.digest(), choice.digest()],
         "matmuls": 0 if rendezvous.platform == "cpu" else module.cublas_lt_version(),
         "devices": [
             {"id": device.id, "links": links.get(device.id), "facts": facts.get(device.id)}
@@ -361,7 +362,7 @@ def _reason_for_no_matmuls(rendezvous: Rendezvous, hellos: list[dict[str, Any]])
     facts = [device["facts"] for hello in hellos for device in hello["devices"]]
     kinds = [device.device_kind for device in rendezvous.devices.values()]
     known = [gpu_facts.GpuFacts.from_json(of_one) for of_one in facts]
-    rendezvous.shipped_profile = overlap.from_facts(known)
+    rendezvous.shipped_profile = profiles.from_facts(known)
     profile = tuning.profile_for(kinds) or rendezvous.shipped_profile
     if isinstance(profile, str):
         return profile

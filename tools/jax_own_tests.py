@@ -13,9 +13,9 @@ Prints the tests whose outcome differs; the last line counts them. Exits with 1 
 without install() and does not pass with it, unless jax_own_tests_differ.txt lists it with a reason.
 Exits with 2 if no test ran the kernels of this package.
 
-Needs the package, pytest, pytest-xdist, pytest-timeout and absl-py. JAX_DISABLE_MOST_OPTIMIZATIONS=1
-makes the tests faster on CPUs. Takes about 10 minutes on 2 cores. This file is a plugin of pytest,
-too, which calls install() and notes outcomes.
+Needs the package, pytest, pytest-xdist, pytest-timeout and absl-py. Takes about 10 minutes on 2
+cores; JAX_DISABLE_MOST_OPTIMIZATIONS=1 makes the tests faster on CPUs. This file is a plugin of
+pytest, too, which calls install() and notes outcomes.
 """
 
 import argparse

@@ -230,11 +230,11 @@ def _share_slabs(rendezvous: Rendezvous, deadline: key_value_store.Deadline) -> 
         for hello in hellos:
             host, watch = hello["host"], hello["watch"]
             if not all(isinstance(part, str) for part in Host(*host)):
-                raise TypeError("a host that is no text")
+                raise TypeError("a host that is not text")
             if watch and "reason" not in watch and not {"address", "token"} <= watch.keys():
                 raise ValueError("neither an address nor a reason for none")
             if not all(isinstance(value, str) for value in watch.values()):
-                raise TypeError("an address that is no text")
+                raise TypeError("an address that is not text")
         rendezvous.reason_for_no_matmuls = _reason_for_no_matmuls(rendezvous, hellos)
 
     _watch(rendezvous, hellos, deadline)

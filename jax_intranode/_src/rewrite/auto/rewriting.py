@@ -208,7 +208,7 @@ def _refuse_if_strict(outcome: Outcome) -> None:
     raise RuntimeError(
         "Collectives that XLA's partitioner adds were not replaced:\n"
         + "\n".join(lines)
-        + "\nJAX_INTRANODE_STRICT=1 makes this an error. Remove the reasons, compile this program "
+        + "\nJAX_INTRANODE_STRICT=1 makes this an error. Fix the causes, compile this program "
         "without install(auto=True) and accelerate(auto=True), or unset the variable."
     )
 

@@ -43,6 +43,12 @@ try:
         psum_residual_rms_norm as psum_residual_rms_norm,
     )
     from jax_intranode._src.ops.residual_norm import (
+        psum_scatter_residual_layer_norm as psum_scatter_residual_layer_norm,
+    )
+    from jax_intranode._src.ops.residual_norm import (
+        psum_scatter_residual_rms_norm as psum_scatter_residual_rms_norm,
+    )
+    from jax_intranode._src.ops.residual_norm import (
         reduce_scatter_residual_layer_norm as reduce_scatter_residual_layer_norm,
     )
     from jax_intranode._src.ops.residual_norm import (
@@ -51,7 +57,7 @@ try:
     from jax_intranode._src.ops.row_parallel_matmul import (
         row_parallel_matmul as row_parallel_matmul,
     )
-    from jax_intranode._src.report.explain import Call as Call
+    from jax_intranode._src.report.calls import Call as Call
     from jax_intranode._src.report.explain import Explanation as Explanation
     from jax_intranode._src.report.explain import explain as explain
     from jax_intranode._src.report.stats import Fallback as Fallback
@@ -104,6 +110,8 @@ __all__ = [
     "psum_residual_layer_norm",
     "psum_residual_rms_norm",
     "psum_scatter",
+    "psum_scatter_residual_layer_norm",
+    "psum_scatter_residual_rms_norm",
     "reduce_scatter_residual_layer_norm",
     "reduce_scatter_residual_rms_norm",
     "register_ffi_library",

@@ -24,6 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
+from jax_intranode._src.group import agreed, slabs
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.native import extension
 from jax_intranode._src.selection import config, table
@@ -273,10 +274,10 @@ def set_epochs(mesh: Mesh, epoch: int) -> None:
     module = extension.module(rendezvous.platform)
     blocks = max(row.blocks for rows in table.TABLE.values() for row in rows)
     for device_id, addresses in rendezvous.addresses.items():
-        ordinal = rendezvous_lib.native_ordinal(rendezvous.devices[device_id])
+        ordinal = agreed.native_ordinal(rendezvous.devices[device_id])
         region_bytes = rendezvous.region_bytes()
-        for region in range(rendezvous_lib.REGIONS):
-            header = addresses[device_id] + rendezvous_lib.PROBE_BYTES + region * region_bytes
+        for region in range(slabs.REGIONS):
+            header = addresses[device_id] + slabs.PROBE_BYTES + region * region_bytes
             for block in range(blocks):
                 module.write_word(ordinal, header + 4 * block, epoch)
 
@@ -299,8 +300,8 @@ def _all_gather_matmul(x: Any, w: Any, axis: Any, *, gather_axis: int = 0) -> An
     return [whole @ each for each in w] if isinstance(w, list) else whole @ w
 
 
-def _matmul_reduce_scatter(x: Any, w: Any, axis: Any, *, scatter_axis: int = 0) -> Any:
-    return lax.psum_scatter(x @ w, axis, scatter_dimension=scatter_axis % x.ndim, tiled=True)
+def _matmul_reduce_scatter(x: Any, w: Any, axis: Any, *, scatter_dimension: int = 0) -> Any:
+    return lax.psum_scatter(x @ w, axis, scatter_dimension=scatter_dimension % x.ndim, tiled=True)
 
 
 # The same functions made of jax.lax.

@@ -23,7 +23,7 @@ MOST_WORKERS = 4
 # One worker gets all tests of a group, which share something expensive: processes, native programs,
 # or compiled programs.
 GROUPS = re.compile(
-    r"[\[-](\d+_processes|plain|thread|address)[-\]]"
+    r"[\[-](\d+_processes|(?:plain|thread|address)-\w+)[-\]]"
     r"|test_(?:programs|own_kernels|ordinary_programs|named_faults)\.py"
     r"|test_failures\.py::test_(?:different|disabled|slab|topology|a_tuning)"
     r"|\[(?:persistent-cache|serialized-executable)"

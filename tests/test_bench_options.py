@@ -11,7 +11,7 @@ from bench_settings import parse, settings_of
 from jax_intranode._src.command_line.bench import collectives, command, record
 from jax_intranode._src.command_line.bench import options as bench_options
 from jax_intranode._src.command_line.bench import shapes as matmul_shapes
-from jax_intranode._src.command_line.bench.operations import MATMULS, OPERATIONS, flops
+from jax_intranode._src.command_line.bench.operations import MATMULS
 from jax_intranode._src.command_line.bench.settings import Shape
 from jax_intranode._src.command_line.launcher.functions import followed
 from jax_intranode._src.command_line.launcher.progress import ProgressLine
@@ -34,20 +34,10 @@ def test_parse_size_refuses(text: str) -> None:
         bench_options.parse_size(text)
 
 
-def test_sizes_include_both_ends() -> None:
-    assert bench_options.sizes_between(1024, 16384, 4) == [1024, 4096, 16384]
-    assert bench_options.sizes_between(1024, 16383, 4) == [1024, 4096]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ("psum -d int4", "'int4' is none of bfloat16"),
-        ("psum -n 0", "'0': use an integer from 1 on"),
-        ("psum --chain 0", "'0': use an integer from 1 on"),
-        ("psum --algorithm ring", "invalid choice: 'ring'"),
-        ("psum --peers torch,mpi", "'mpi' is none of torch, nccl-tests, all"),
-        ("psum --latency-hiding maybe", "invalid choice: 'maybe'"),
         ("all_gather_matmul --shapes 1,2", "'1,2' is not M,K,N: three positive integers"),
         (
             "all_gather_matmul --plan 1,2,3",
@@ -57,7 +47,6 @@ def test_sizes_include_both_ends() -> None:
             "all_gather_matmul --plan tile_columns=192,direct=2",
             "direct=2: it takes integers from 0 to 1",
         ),
-        ("all_gather_matmul --plan wgrad=2", "wgrad=2: it takes integers from 0 to 1"),
         ("all_gather_matmul --plan rounds=0", "rounds=0: it takes integers from 1 on"),
         ("all_gather_matmul --plan columns=192", "a plan has no 'columns'; it has first_pieces"),
         ("all_gather_matmul --shapes 1,2,3;1,0,3", "'1,0,3' is not M,K,N"),
@@ -84,20 +73,7 @@ def test_options_refused(options: str, message: str, capsys: pytest.CaptureFixtu
         ),
         ("psum -b 1M", "--minbytes 1M is above --maxbytes 64K (the default): choose"),
         (
-            "psum --json /no/such/place.json",
-            "--json /no/such/place.json: there is no directory /no/such",
-        ),
-        (
-            "psum --plot /no/such/place.png",
-            "--plot /no/such/place.png: there is no directory /no/such",
-        ),
-        (
             "psum --shapes 1,2,3",
-            "--shapes, --preset, --backward and --plan are for all_gather_matmul",
-        ),
-        ("psum --backward", "--shapes, --preset, --backward and --plan are for all_gather_matmul"),
-        (
-            "psum --plan last_pieces=1",
             "--shapes, --preset, --backward and --plan are for all_gather_matmul",
         ),
         ("psum --settle 100", "--settle is for collective matmuls and programs, not for psum"),
@@ -195,30 +171,6 @@ def test_split_into_leaves(count: int, leaves: int, multiple: int) -> None:
     assert all(size % multiple == 0 for size in sizes)
 
 
-def test_sizes_and_bandwidths_are_those_of_nccl_tests() -> None:
-    counts = {
-        name: (operation.operand_count(12, 4), 3 if operation.result_is_part else 12)
-        for name, operation in OPERATIONS.items()
-    }
-    assert counts == {
-        "psum": (12, 12),
-        "pmean": (12, 12),
-        "psum_scatter": (12, 3),
-        "all_gather": (3, 12),
-        "all_to_all": (12, 12),
-        "psum_scatter+all_gather": (12, 12),
-    }
-    factors = {name: operation.bus_factor(4) for name, operation in OPERATIONS.items()}
-    assert factors == {
-        "psum": 1.5,
-        "pmean": 1.5,
-        "psum_scatter": 0.75,
-        "all_gather": 0.75,
-        "all_to_all": 0.75,
-        "psum_scatter+all_gather": 1.5,
-    }
-
-
 # Shapes of collective matmuls.
 
 
@@ -248,15 +200,6 @@ def test_presets_of_shapes() -> None:
     matmul_shapes.check(add, [Shape(6, 1, 1)], 4)
 
 
-def test_rows_bytes_and_operations_of_collective_matmuls() -> None:
-    shape = Shape(m=8, k=3, n=5)
-    received = [matmul.received_bytes(shape, 4, 2) for matmul in MATMULS.values()]
-    assert received == [0.75 * 8 * 3 * 2, 0.75 * 8 * 5 * 2, 1.5 * 8 * 5 * 2]
-    rows = [(m.x_rows(shape, 4), m.result_rows(shape, 4)) for m in MATMULS.values()]
-    assert rows == [(2, 8), (8, 2), (8, 8)]
-    assert (flops(shape, False), flops(shape, True)) == (240, 480)
-
-
 # Progress.
 
 
@@ -265,23 +208,6 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
-
-
-def test_progress_on_a_terminal() -> None:
-    terminal = Terminal()
-    line = ProgressLine(terminal, total=12)
-    line.show()
-    assert terminal.getvalue() == ""  # nothing has begun
-    line.begin("single-process, bfloat16, 1024 bytes")
-    line.show()
-    line.begin("single-process, bfloat16, 4096 bytes")
-    line.show()
-    line.clear()
-    assert terminal.getvalue() == (
-        "\r\x1b[Ksingle-process, bfloat16, 1024 bytes: 1 of 12, 0:00"
-        "\r\x1b[Ksingle-process, bfloat16, 4096 bytes: 2 of 12, 0:00, about 0:00 left"
-        "\r\x1b[K"
-    )
 
 
 def test_progress_says_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,15 +223,6 @@ def test_progress_says_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> Non
     line.begin("second")
     line.show()  # one measurement took 60 s, and the second one is assumed to be half way
     assert terminal.getvalue().endswith("second: 2 of 11, 1:10, about 6:20 left")
-
-
-def test_progress_is_not_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "20")
-    terminal = Terminal()
-    line = ProgressLine(terminal, total=1)
-    line.begin("x" * 100)
-    line.show()
-    assert terminal.getvalue() == "\r\x1b[K" + "x" * 19
 
 
 def test_no_progress_line_without_a_terminal() -> None:

@@ -18,7 +18,7 @@ from devices import need_devices
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src.group import communicator
+from jax_intranode._src.group import communicator, slabs
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.native import extension
@@ -200,20 +200,20 @@ def test_program_from_before_shutdown_raises(calls: int, executions: int) -> Non
 def test_regions_run_out() -> None:
     need_devices(4)
     n = len(jax.devices())
-    orders = list(itertools.islice(itertools.permutations(range(n)), rendezvous_lib.REGIONS + 2))
+    orders = list(itertools.islice(itertools.permutations(range(n)), slabs.REGIONS + 2))
     meshes = [cases.make_mesh((n,), ("x",), order) for order in orders]
-    for mesh in meshes[: rendezvous_lib.REGIONS]:
+    for mesh in meshes[: slabs.REGIONS]:
         assert chosen_for(mesh).algorithm != "lax"
-    for mesh in meshes[rendezvous_lib.REGIONS :]:
+    for mesh in meshes[slabs.REGIONS :]:
         chosen = chosen_for(mesh)
         assert chosen.algorithm == "lax"
-        assert f"{rendezvous_lib.REGIONS} regions" in chosen.reason
+        assert f"{slabs.REGIONS} regions" in chosen.reason
         check_sum(mesh, ours=False)
         jax_intranode.initialize(mesh)  # does not raise
     # Partitions that have a region keep it.
     assert chosen_for(meshes[0]).algorithm != "lax"
     check_sum(meshes[0])
-    check_sum(meshes[rendezvous_lib.REGIONS - 1])
+    check_sum(meshes[slabs.REGIONS - 1])
     # Other devices have regions of their own.
     check_sum(cases.line(n - 1))
 
@@ -222,7 +222,7 @@ def test_regions_lie_apart_in_the_slab() -> None:
     rendezvous = rendezvous_lib.rendezvous_of(cases.line().devices.flat)
     header = extension.module(rendezvous.platform).HEADER_BYTES
     assert rendezvous.region_bytes() >= header + 2 * rendezvous.epoch_buffer_bytes > header
-    end = rendezvous_lib.PROBE_BYTES + rendezvous_lib.REGIONS * rendezvous.region_bytes()
+    end = slabs.PROBE_BYTES + slabs.REGIONS * rendezvous.region_bytes()
     assert end <= config.get().slab_bytes(rendezvous.platform)
 
 
@@ -240,7 +240,7 @@ def test_partitions_of_the_same_devices_have_regions_of_their_own() -> None:
 @pytest.mark.usefixtures("fresh")
 def test_addresses_that_are_mixed_up_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     need_devices(3)
-    open_peers = rendezvous_lib.open_peers
+    open_peers = slabs.open_peers
 
     def mixed_up(*arguments: Any) -> Any:
         addresses, opened = open_peers(*arguments)
@@ -249,7 +249,7 @@ def test_addresses_that_are_mixed_up_are_refused(monkeypatch: pytest.MonkeyPatch
         of_first[others[0]], of_first[others[1]] = of_first[others[1]], of_first[others[0]]
         return addresses, opened
 
-    monkeypatch.setattr(rendezvous_lib, "open_peers", mixed_up)
+    monkeypatch.setattr(slabs, "open_peers", mixed_up)
     chosen = chosen_for(cases.line())
     assert chosen.algorithm == "lax" and "can't share memory: wrote" in chosen.reason
 
@@ -258,7 +258,7 @@ def test_addresses_that_are_mixed_up_are_refused(monkeypatch: pytest.MonkeyPatch
 def test_shutdown_gives_regions_back() -> None:
     need_devices(4)
     n = len(jax.devices())
-    orders = list(itertools.islice(itertools.permutations(range(n)), rendezvous_lib.REGIONS + 1))
+    orders = list(itertools.islice(itertools.permutations(range(n)), slabs.REGIONS + 1))
     meshes = [cases.make_mesh((n,), ("x",), order) for order in orders]
     assert [chosen_for(mesh).algorithm for mesh in meshes][-1] == "lax"
     jax_intranode.shutdown()

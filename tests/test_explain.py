@@ -21,6 +21,7 @@ from lowered import in_lowered
 
 import jax_intranode
 from jax_intranode import Call, all_gather, explain, pmean, psum, psum_scatter
+from jax_intranode._src.group import agreed
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.native import definitions
 from jax_intranode._src.ops.psum import selection
@@ -414,7 +415,7 @@ def test_reasons_of_the_selection() -> None:
 
 
 def test_reason_of_the_rendezvous() -> None:
-    refused = rendezvous_lib.Rendezvous({}, "cpu", "single", reason="no peer access")
+    refused = agreed.Rendezvous({}, "cpu", "single", reason="no peer access")
     with mock.patch.object(rendezvous_lib, "rendezvous_of", lambda devices: refused):
         assert reasons(lambda v: psum(v, "x")) == ["no peer access"]
 

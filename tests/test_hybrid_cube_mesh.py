@@ -23,7 +23,7 @@ from test_topology import DGX1, make_reports
 import jax_intranode
 from jax_intranode._src.command_line import launcher
 from jax_intranode._src.command_line.bench.oracle import count_wrong
-from jax_intranode._src.group import communicator, rendezvous, topology
+from jax_intranode._src.group import communicator, rendezvous, slabs, topology
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.native import extension
@@ -234,7 +234,7 @@ def test_the_rendezvous_tests_links_only(monkeypatch: pytest.MonkeyPatch) -> Non
 
             return recorded
 
-    monkeypatch.setattr(rendezvous.native, "module", lambda platform: Recorder())
+    monkeypatch.setattr(extension, "module", lambda platform: Recorder())
     jax_intranode.initialize(mesh_of(range(8)))
     monkeypatch.undo()
     found = rendezvous_lib.rendezvous_of(jax.devices())
@@ -356,8 +356,8 @@ def sums_in_a_rank(protect_a_mate: bool) -> None:
         if peer == mine or (linked(mine, peer) and not mate):
             continue
         protected.append(peer)
-        for region in range(rendezvous.REGIONS):
-            start = slab + rendezvous.PROBE_BYTES + region * found.region_bytes()
+        for region in range(slabs.REGIONS):
+            start = slab + slabs.PROBE_BYTES + region * found.region_bytes()
             _protect(start + header, 2 * found.epoch_buffer_bytes)
     assert len(protected) == (4 if protect_a_mate and mine == 0 else 3)
     for dtype, count in itertools.product(("float32", "bfloat16", "int8"), (1, 99)):

@@ -665,7 +665,6 @@ def test_peers_hear_why_a_rank_has_failed(launch: Launch) -> None:
         ("-n 2 nowhere.py", "launch nowhere.py: there is no such file"),
         ("-n 2 -m no_package.train", "launch -m no_package.train: there is no module 'no_package'"),
         ("-n 2 run", "launch run: name a script"),
-        ("-n 0 SCRIPT", "argument -n: '0': use an integer from 1 on"),
         ("-n 2 --grace x SCRIPT", "argument --grace: 'x': use a positive number"),
         ("-n 2 --restarts -1 SCRIPT", "argument --restarts: '-1': use an integer from 0 on"),
         ("-n 2 --log-dir /dev/null/logs SCRIPT", "--log-dir /dev/null/logs: Not a directory"),

@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +14,15 @@ import pytest
 from test_topology import SWITCH_LINK, FakeNvml, bus_id, install
 
 from jax_intranode._src.command_line.bench import shapes as matmul_shapes
-from jax_intranode._src.group import rendezvous, topology
+from jax_intranode._src.group import agreed, rendezvous, topology
 from jax_intranode._src.group.partition import Partition
 from jax_intranode._src.native import definitions, extension
-from jax_intranode._src.ops import overlapped
-from jax_intranode._src.selection import overlap
+from jax_intranode._src.ops import overlapped_call
 from jax_intranode._src.selection.gpu_facts import GpuFacts
-from jax_intranode._src.selection.overlap import H200, Plan, profiles
-from jax_intranode._src.selection.overlap.profiles import H200_FACTS
+from jax_intranode._src.selection.overlap import choice, profiles
+from jax_intranode._src.selection.overlap.plan import Plan
+from jax_intranode._src.selection.overlap.profiles import H200, H200_FACTS, Profile
+from jax_intranode._src.selection.overlap.sizes import Sizes
 
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
 RING = 512 << 20
@@ -52,7 +54,7 @@ HOPPERS = [
 
 
 def plan_of(
-    profile: overlap.Profile | str,
+    profile: Profile | str,
     operation: str,
     m: int,
     k: int,
@@ -61,13 +63,13 @@ def plan_of(
     wgrads: int = 0,
     ring: int = RING,
 ) -> Plan | str:
-    sizes = overlap.Sizes(operation, 1, m // world, (k,), (n,), world)
-    return overlap.choose(sizes, dtype="bfloat16", profile=profile, ring_bytes=ring, wgrads=wgrads)
+    sizes = Sizes(operation, 1, m // world, (k,), (n,), world)
+    return choice.choose(sizes, dtype="bfloat16", profile=profile, ring_bytes=ring, wgrads=wgrads)
 
 
-def scaled(of_one: GpuFacts) -> overlap.Profile:
-    profile = overlap.from_facts([of_one])
-    assert isinstance(profile, overlap.Profile)
+def scaled(of_one: GpuFacts) -> Profile:
+    profile = profiles.from_facts([of_one])
+    assert isinstance(profile, Profile)
     return profile
 
 
@@ -114,10 +116,10 @@ def test_plans_of_h200s_stay(preset: str, world: int) -> None:
 
 
 def test_a_measured_kind_has_its_profile_before_any_rendezvous() -> None:
-    assert overlap.known_from_kinds(["NVIDIA H200"] * 4) is H200
-    assert overlap.from_facts([H200_FACTS] * 4) is H200
+    assert profiles.known_from_kinds(["NVIDIA H200"] * 4) is H200
+    assert profiles.from_facts([H200_FACTS] * 4) is H200
     # What it reports about itself does not matter then.
-    assert overlap.from_facts([GpuFacts("NVIDIA H200", (0, 0), 0, 0.0, 0.0, 0.0)]) is H200
+    assert profiles.from_facts([GpuFacts("NVIDIA H200", (0, 0), 0, 0.0, 0.0, 0.0)]) is H200
 
 
 @pytest.mark.parametrize(
@@ -125,7 +127,7 @@ def test_a_measured_kind_has_its_profile_before_any_rendezvous() -> None:
 )
 def test_kinds_are_compared_exactly(kind: str) -> None:
     """Names that contain one another are different GPUs: it takes their facts."""
-    assert overlap.known_from_kinds([kind]) is None
+    assert profiles.known_from_kinds([kind]) is None
     profile = scaled(facts(kind, sms=78))
     assert (profile.name, profile.scaled_from, profile.sms) == (kind, "NVIDIA H200", 78)
 
@@ -139,31 +141,31 @@ def test_kinds_are_compared_exactly(kind: str) -> None:
     ],
 )
 def test_other_generations_are_not_overlapped(kind: str, says: str) -> None:
-    assert overlap.known_from_kinds([kind]) == says
-    assert overlap.known_from_kinds(["NVIDIA H200", kind]) == says
-    assert overlap.from_facts([H200_FACTS, facts(kind)]) == says
+    assert profiles.known_from_kinds([kind]) == says
+    assert profiles.known_from_kinds(["NVIDIA H200", kind]) == says
+    assert profiles.from_facts([H200_FACTS, facts(kind)]) == says
 
 
 def test_facts_that_are_missing_or_of_another_generation() -> None:
     silent = GpuFacts("NVIDIA H100 NVL", (9, 0), 0, 0.0, 0.0, 0.0)
-    reason = overlap.from_facts([silent])
+    reason = profiles.from_facts([silent])
     assert reason == "NVIDIA H100 NVL does not report its SMs, clock and NVLinks"
     other = facts("NVIDIA H100 NVL", capability=(9, 1))
-    assert overlap.from_facts([other]) == "not measured on NVIDIA H100 NVL GPUs"
+    assert profiles.from_facts([other]) == "not measured on NVIDIA H100 NVL GPUs"
 
 
 def test_different_gpus_get_the_profile_of_the_slowest() -> None:
     h800, pcie = facts("NVIDIA H800", links=8), facts("NVIDIA H100 PCIe", sms=114, clock_mhz=1755)
-    both = overlap.from_facts([h800, pcie])
-    assert both == overlap.from_facts([pcie, h800])  # in whatever order the processes are
-    assert isinstance(both, overlap.Profile)
+    both = profiles.from_facts([h800, pcie])
+    assert both == profiles.from_facts([pcie, h800])  # in whatever order the processes are
+    assert isinstance(both, Profile)
     assert both.name == "NVIDIA H100 PCIe and NVIDIA H800"
     assert both.sms == 114
     assert both.copy_bytes_per_s == scaled(h800).copy_bytes_per_s
     assert both.matmul_flops == scaled(pcie).matmul_flops
     # H200s among others are no H200s.
-    mixed = overlap.from_facts([H200_FACTS, facts("NVIDIA H100 80GB HBM3")])
-    assert isinstance(mixed, overlap.Profile) and mixed.scaled_from
+    mixed = profiles.from_facts([H200_FACTS, facts("NVIDIA H100 80GB HBM3")])
+    assert isinstance(mixed, Profile) and mixed.scaled_from
 
 
 def test_scaling_by_the_facts_of_an_h200_changes_nothing() -> None:
@@ -187,7 +189,7 @@ def test_scaled_profiles_give_sensible_plans(of_one: GpuFacts) -> None:
                         continue
                     overlapped_shapes += 1
                     if chosen.fused:
-                        sizes = overlap.Sizes(operation, 1, m // world, (k,), (n,), world)
+                        sizes = Sizes(operation, 1, m // world, (k,), (n,), world)
                         assert sizes.fit_fused(chosen, RING)
                         assert definitions.has_fused_kernel(
                             operation, chosen.tile_columns, chosen.wgrad
@@ -231,7 +233,7 @@ def test_explain_says_that_a_profile_was_not_measured() -> None:
     h100 = scaled(facts("NVIDIA H100 80GB HBM3"))
     assert h100.note == "model scaled from NVIDIA H200, not measured"
     assert H200.note == ""
-    call = overlapped.Overlapped("", None, None, Plan(), h100.note)  # type: ignore[arg-type]
+    call = overlapped_call.Overlapped("", None, None, Plan(), h100.note)  # type: ignore[arg-type]
     assert call.reason == (
         "overlapped, cuBLASLt pipeline, first shard in 1, last in 1 pieces; "
         "model scaled from NVIDIA H200, not measured"
@@ -241,20 +243,18 @@ def test_explain_says_that_a_profile_was_not_measured() -> None:
     assert "bytes from peers" in reason and reason.endswith("not measured")
 
 
-def test_without_a_profile_only_what_no_gpu_takes_needs_no_rendezvous() -> None:
-    short, odd = ((512, 64), (512, 63))
-    for (m, k), profile, says in (
-        (short, None, None),
-        (odd, None, "multiples of 8"),
-        (short, H200, "bytes from peers"),
-        (short, "not measured on blackwell GPUs", "not measured on blackwell"),
+def test_what_no_gpu_takes_needs_no_rendezvous() -> None:
+    for k, profile, says in (
+        (64, None, None),
+        (63, None, "multiples of 8"),
+        (64, "not measured on blackwell GPUs", "not measured on blackwell"),
+        # Whether it is faster, and whether a ring is large enough, is asked later.
+        (64, H200, None),
+        (1 << 20, H200, None),
     ):
-        sizes = overlap.Sizes(GATHER, 1, m // 4, (k,), (64,), 4)
-        reason = overlap.reason_never_overlapped(sizes, dtype="bfloat16", profile=profile)
+        sizes = Sizes(GATHER, 1, 128, (k,), (64,), 4)
+        reason = choice.static_reason(sizes, dtype="bfloat16", profile=profile)
         assert reason is says is None or (reason is not None and str(says) in reason)
-    # A ring that is too small for a row is no such reason.
-    sizes = overlap.Sizes(GATHER, 1, 8192, (1 << 20,), (8192,), 4)
-    assert overlap.reason_never_overlapped(sizes, dtype="bfloat16", profile=H200) is None
 
 
 def test_facts_are_read_from_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,13 +295,16 @@ def test_facts_are_read_from_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nvml.users == 0
 
 
-def test_the_digest_covers_the_limits_and_a_forced_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    digest = overlap.digest()
-    with overlap.forced(Plan(tile_columns=256)):
-        assert overlap.digest() != digest
-    assert overlap.digest() == digest
+def test_the_digest_covers_all_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = choice.digest()
+    slower = dataclasses.replace(H200, fused_call_s=16e-6)
+    with mock.patch.dict(profiles.MEASURED, {H200.name: slower}):
+        assert choice.digest() != digest
+    with choice.forced(Plan(tile_columns=256)):
+        assert choice.digest() != digest
+    assert choice.digest() == digest
     monkeypatch.setattr(definitions, "MAX_MATRICES", definitions.MAX_MATRICES + 1)
-    assert overlap.digest() != digest
+    assert choice.digest() != digest
 
 
 def test_the_plan_is_lowered_as_one_dictionary(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,8 +312,8 @@ def test_the_plan_is_lowered_as_one_dictionary(monkeypatch: pytest.MonkeyPatch) 
     built, gpu = extension.module, types.SimpleNamespace(MATMUL_SCRATCH_BYTES=100)
     monkeypatch.setattr(extension, "module", lambda name: gpu if name == "gpu" else built(name))
     dtype = np.dtype(jnp.bfloat16)
-    request = overlapped.Request(0, 1, 16, (64,), (72,), (dtype, dtype), None, transposed=True)
-    call = overlapped.Overlapped(
+    request = overlapped_call.Request(0, 1, 16, (64,), (72,), (dtype, dtype), None, transposed=True)
+    call = overlapped_call.Overlapped(
         SCATTER, Partition((0, 1), 2), request, Plan(tile_columns=192, direct=True)
     )
     assert call.reason.startswith("overlapped, fused kernel, tiles of 128 x 192")
@@ -330,8 +333,8 @@ def test_the_processes_of_a_mesh_agree_on_a_profile() -> None:
     """It follows from what all of them have said, in whatever order."""
     ours, theirs = facts("NVIDIA H20", sms=78), facts("NVIDIA H100 80GB HBM3")
 
-    def agreed(*of_processes: GpuFacts) -> rendezvous.Rendezvous:
-        record = rendezvous.Rendezvous({}, "gpu", "multi")
+    def met(*of_processes: GpuFacts) -> agreed.Rendezvous:
+        record = agreed.Rendezvous({}, "gpu", "multi")
         hellos = [
             {"matmuls": 130000, "devices": [{"id": i, "links": None, "facts": of_one.to_json()}]}
             for i, of_one in enumerate(of_processes)
@@ -339,10 +342,10 @@ def test_the_processes_of_a_mesh_agree_on_a_profile() -> None:
         record.reason_for_no_matmuls = rendezvous._reason_for_no_matmuls(record, hellos)
         return record
 
-    both = agreed(ours, theirs)
+    both = met(ours, theirs)
     assert both.reason_for_no_matmuls is None
-    assert both.profile is not None and both.profile == agreed(theirs, ours).profile
-    assert agreed(H200_FACTS, H200_FACTS).profile is H200
-    without = agreed(H200_FACTS, facts("NVIDIA B200", capability=(10, 0)))
+    assert both.profile is not None and both.profile == met(theirs, ours).profile
+    assert met(H200_FACTS, H200_FACTS).profile is H200
+    without = met(H200_FACTS, facts("NVIDIA B200", capability=(10, 0)))
     assert without.profile is None
     assert without.reason_for_no_matmuls == "not measured on blackwell GPUs"

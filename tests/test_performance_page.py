@@ -85,30 +85,6 @@ def matmul() -> dict[str, Any]:
     return {"version": 2, "header": header, "rows": [row], "peers": peers}
 
 
-def test_table_of_collectives(tool: ModuleType) -> None:
-    lines = tool.collectives(collective()).splitlines()
-    assert lines[2].startswith("| size | one process per device: in a graph | from JAX | ")
-    assert lines[4].split(" | ")[:6] == ["| 1 KB", "2.00", "3.00", "one-shot", "6.00", "2.00"]
-    # A ratio of two times of jax.lax means nothing.
-    assert lines[6].split(" | ")[:6] == ["| 16 KB", "", "3.00", "`jax.lax`", "6.00", ""]
-    assert all(line.count("|") == 12 for line in lines[2:])
-
-
-def test_table_of_matmuls(tool: ModuleType) -> None:
-    lines = tool.matmuls(matmul()).splitlines()
-    cells = ["1.500", "1.500", "2.000", "0.75", "fused kernel", "3.000", "1.50", "2.500"]
-    assert lines[-1].strip("| ").split(" | ")[1:] == cells
-    assert lines[2].endswith(" | `jax.lax` | ratio | torch fused |")
-
-
-def test_sentences(tool: ModuleType) -> None:
-    assert "a `psum` of 1 KB to 4 KB takes 3.0 to 6.0 µs" in tool.headline(collective())
-    setup = tool.setup(matmul())
-    assert "NVIDIA X1, driver 570, jax 1.2.3" in setup
-    assert "torch 3, 2000-01-02; 1 wrong elements" in setup
-    assert setup.endswith("\n    python -m ...\n")
-
-
 def test_where_it_does_not_win(tool: ModuleType) -> None:
     rows = tool.losses(collective((PROCESS_PER_DEVICE,)), matmul()).splitlines()[2:]
     assert [row.split(" | ")[1] for row in rows] == ["4 KB", "16 KB"]
@@ -144,11 +120,3 @@ def test_figure_is_that_of_its_files(tool: ModuleType, tmp_path: Path) -> None:
     file.write_text(json.dumps(collective((PROCESS_PER_DEVICE,))))
     with pytest.raises(ValueError, match=r"psum\.png is not the figure"):
         tool.render(made, tmp_path, True)
-
-
-def test_programs(tool: ModuleType) -> None:
-    row = {"program": "mlp_block", "mode": PROCESS_PER_DEVICE, "time_us": 100.0, "ratio": 1.5}
-    row |= {"lax_time_us": 150.0, "unedited_time_us": 120.0, "unedited_ratio": 1.25}
-    text = tool.programs({"rows": [row]}, {"rows": [{**row, "program": "transformer"}]})
-    cells = "one process per device | 0.100 | 0.150 | 1.50 | 0.120 | 1.25 |"
-    assert text.endswith(f"| `mlp_block` | {cells}\n| `transformer` | {cells}\n")

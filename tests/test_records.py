@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import pytest
 
-from jax_intranode._src.group import key_value_store, rendezvous
+from jax_intranode._src.group import agreed, key_value_store, rendezvous, slabs
 from jax_intranode._src.health import peers
 from jax_intranode._src.selection import quoting
 
@@ -73,8 +73,8 @@ def meet(monkeypatch: pytest.MonkeyPatch, change: Any) -> tuple[str | None, Malf
         raise RuntimeError("no watch in this test")
 
     monkeypatch.setattr(peers, "Watch", no_watch)
-    monkeypatch.setattr(rendezvous, "_probe", lambda *_, **__: None)
-    met = rendezvous.Rendezvous(devices, "cpu", "multi")
+    monkeypatch.setattr(slabs, "probe", lambda *_, **__: None)
+    met = agreed.Rendezvous(devices, "cpu", "multi")
     rendezvous._perform(met, [0, 1])
     assert quoting.shown(store.verdict) == (met.reason or "")
     return met.reason, store

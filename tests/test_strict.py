@@ -21,6 +21,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
+from jax_intranode._src.group import agreed
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.selection import config, select
 
@@ -110,7 +111,7 @@ def test_error_says_what_where_why_and_what_to_do() -> None:
     assert str(raised.value) == (
         f"jax_intranode.psum at {source} falls back to jax.lax: "
         f"{select.unsupported_dtype('psum', 'complex64')}. JAX_INTRANODE_STRICT=1 makes this an "
-        "error. Remove the reason, call the function of jax.lax instead, or unset the variable."
+        "error. Fix the cause, call the function of jax.lax instead, or unset the variable."
     )
 
 
@@ -138,7 +139,7 @@ def test_partly_manual_mesh(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_refused_rendezvous(name: str) -> None:
-    refused = rendezvous_lib.Rendezvous({}, "cpu", "single", reason="no peer access")
+    refused = agreed.Rendezvous({}, "cpu", "single", reason="no peer access")
     argument = jax.ShapeDtypeStruct((N * N, 4), jnp.float32)
     with (
         mock.patch.object(rendezvous_lib, "rendezvous_of", lambda devices: refused),
@@ -282,7 +283,7 @@ def test_error_lists_all_missed_collectives() -> None:
         "Collectives of jax.lax were not replaced:",
         f"  all_gather at {__file__}:{first + 1} (body): {reason}",
         f"  psum at {__file__}:{first + 2} (body): {reason}",
-        "JAX_INTRANODE_STRICT=1 makes this an error. Remove the reasons, compile this program "
+        "JAX_INTRANODE_STRICT=1 makes this an error. Fix the causes, compile this program "
         "without install() and accelerate(), or unset the variable.",
     ]
     jax_intranode.uninstall()
@@ -290,7 +291,7 @@ def test_error_lists_all_missed_collectives() -> None:
 
 
 def test_refused_rendezvous_of_a_rewritten_program() -> None:
-    refused = rendezvous_lib.Rendezvous({}, "cpu", "single", reason="no peer access")
+    refused = agreed.Rendezvous({}, "cpu", "single", reason="no peer access")
     with (
         mock.patch.object(rendezvous_lib, "rendezvous_of", lambda devices: refused),
         jax_intranode.accelerate(),
@@ -305,7 +306,7 @@ def test_refused_rendezvous_of_a_matmul_over_explicit_axes() -> None:
     def matmul(v: Any) -> Any:
         return jnp.dot(v, v.T, out_sharding=P())
 
-    refused = rendezvous_lib.Rendezvous({}, "cpu", "single", reason="no peer access")
+    refused = agreed.Rendezvous({}, "cpu", "single", reason="no peer access")
     with jax.set_mesh(mesh):
         argument = jax.device_put(jnp.ones((4, N)), P(None, "x"))
         with jax_intranode.accelerate():

@@ -16,7 +16,7 @@ import jax_intranode
 from jax_intranode._src.command_line.launcher import MODES, SINGLE_PROCESS
 from jax_intranode._src.command_line.options import WrongInput
 from jax_intranode._src.command_line.tune import command, sweep
-from jax_intranode._src.command_line.tune.rows import Measured, fastest, rows_of
+from jax_intranode._src.command_line.tune.sweep import Measured, fastest, rows_of
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.native import definitions
 from jax_intranode._src.selection import table, tuning
@@ -148,7 +148,7 @@ def test_a_sweep_ends_where_no_kernel_takes_the_size() -> None:
     measured = list(of_one.run(lambda _: None))
     largest = rows_of(measured)[-1].nbytes
     needed = [
-        definitions.epoch_buffer_bytes_needed(algorithm, "bfloat16", largest * 2, 2)
+        definitions.epoch_buffer_bytes_needed(algorithm, "bfloat16", largest * 2, 2, 1)
         for algorithm in ("one_shot", "two_shot")
     ]
     assert min(needed) > 1 << 25 and largest == measured[-1].nbytes

@@ -121,9 +121,9 @@ INSIDE: dict[str, tuple[Callable[[Any, Any], Any], str, str, str]] = {
         lambda x, w: jin.matmul_reduce_scatter(x, [w, w], "model"),
         *("matmul_reduce_scatter", "w is a list", "pass an array"),
     ),
-    "sequence_axis out of range": (
-        lambda x, w: jin.column_parallel_matmul(x, w, "model", sequence_axis=3),
-        *("column_parallel_matmul", "sequence_axis is 3", "must be from -2 to 1"),
+    "gather_axis of column_parallel_matmul out of range": (
+        lambda x, w: jin.column_parallel_matmul(x, w, "model", gather_axis=3),
+        *("column_parallel_matmul", "gather_axis is 3", "must be from -2 to 1"),
     ),
 }
 
@@ -187,8 +187,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "bench psum -b 1 -e 1": ("bench: none of the sizes", "1", "choose other sizes"),
     "bench psum -d float12": ("--datatype", "'float12'", "none of bfloat16"),
     "bench pmean -d int32": ("pmean", "int32", "choose floating dtypes"),
-    "bench psum -n 0": ("--iters", "'0'", "an integer of 1 or more"),
-    "bench psum --devices two": ("--devices", "'two'", "an integer of 1 or more"),
+    "bench psum -n 0": ("--iters", "'0'", "use an integer from 1 on"),
+    "bench psum --devices two": ("--devices", "'two'", "use an integer from 1 on"),
     "bench all_gather_matmul --shapes 1,2": ("--shapes", "'1,2'", "three positive integers"),
     "bench all_gather_matmul --preset big": ("--preset", "'big'", "none of reference"),
     "bench all_gather_matmul --plan x=1": ("--plan", "'x'", "it has first_pieces"),

@@ -11,17 +11,18 @@
 //   ./collectives_probe 8 check-mesh
 //   ./collectives_probe RANKS check-other
 //   ./collectives_probe RANKS OPERATION BYTES SEGMENT_BYTES ... [BLOCKSxTHREADS]
+//   ./collectives_probe RANKS OPERATION BYTES alone [BLOCKSxTHREADS]
 //
 // "check" runs operations of many sizes after each other, with random delays of each rank, in place
 // and not. "check-mesh" does so with the ranks as a hybrid cube mesh: a rank has no address of the
 // regions of those that it is not linked to. "check-other" launches a kernel with more blocks than
-// fit on the GPU, whose peer runs another operation: it must find that, and not time out. The last
-// form times psum, psum_scatter, all_gather or
-// all_to_all of BYTES (of the larger of operand and result) in segments of at most SEGMENT_BYTES
-// (of an operand; of psum_scatter's result; of what all_to_all sends to each peer); 0: in one
-// epoch. A line says the microseconds of an operation, the bytes per second that each rank sends,
-// and the number of wrong elements. The launch shape is that of the table, or what fits on a shared
-// GPU.
+// fit on the GPU, whose peer runs another operation: it must find that, and not time out. The
+// fourth form times psum, psum_scatter, all_gather or all_to_all of BYTES (of the larger of operand
+// and result) in segments of at most SEGMENT_BYTES (of an operand; of psum_scatter's result; of
+// what all_to_all sends to each peer); 0: in one epoch. A line says the microseconds of an
+// operation, the bytes per second that each rank sends, and the number of wrong elements. The
+// launch shape is that of the table, or what fits on a shared GPU. "alone" times the kernel of one
+// rank, with its whole grid, whose peers have sent everything.
 
 #include <algorithm>
 #include <cstdio>
@@ -34,7 +35,7 @@
 #include "../xla_ffi/cuda/collective_kernels.h"
 #include "../xla_ffi/cuda/collectives.h"
 #include "../xla_ffi/cuda/slab.h"
-#include "../xla_ffi/host/cube_mesh.h"
+#include "../xla_ffi/ffi/members.h"
 #include "../xla_ffi/kernels/same_operation.h"
 
 namespace jax_intranode {
@@ -103,9 +104,10 @@ __global__ void Delay(long long cycles) {
   }
 }
 
-// Tells rank 0 what the rank of a group runs.
+// Tells rank 0 what the rank of a group runs in rank 0's next operation.
 __global__ void Tell(const __grid_constant__ DeviceGroup group) {
-  TellOperation(group, 0, LoadWord(&group.Header()->operations));
+  auto* const header = reinterpret_cast<RegionHeader*>(group.region[0]);
+  TellOperation(group, 0, Load(&header->operations));
 }
 
 struct Operation {
@@ -258,6 +260,33 @@ class Probe {
     return static_cast<FailureReason>(waits.failure->reason);
   }
 
+  // Microseconds of an operation of one epoch on rank 0, whose peers have sent all their packets
+  // before it begins: what its kernel costs with the grid that it has on a GPU of its own.
+  double Alone(const Operation& o) {
+    uint16_t* const in = Allocate(o.elements * InputShards(o.algorithm, count()));
+    uint16_t* const out = Allocate(o.elements * OutputShards(o.algorithm, count()));
+    Rank& rank = ranks_[0];
+    std::vector<float> ms(20);
+    for (float& t : ms) {
+      Check(cudaMemsetAsync(groups_[0].region[0] + kHeaderBytes, 0, 2 * kEpochBufferBytes,
+                            rank.stream));
+      for (int r = 1; r < count(); ++r) {
+        DeviceGroup peer = groups_[r];
+        peer.operation = OperationWord(o.algorithm, kType, 2 * o.elements);
+        Tell<<<1, 1, 0, rank.stream>>>(peer);
+      }
+      Check(cudaEventRecord(rank.begin, rank.stream));
+      Enqueue(o, 0, in, out);
+      Check(cudaEventRecord(rank.end, rank.stream));
+      Check(cudaStreamSynchronize(rank.stream));
+      Check(cudaEventElapsedTime(&t, rank.begin, rank.end));
+    }
+    for (uint16_t* at : allocated_) Check(cudaFree(at));
+    allocated_.clear();
+    std::sort(ms.begin(), ms.end());
+    return ms[ms.size() / 2] * 1e3;
+  }
+
  private:
   struct Rank {
     int device;
@@ -315,7 +344,7 @@ class Probe {
     }
     for (const DeviceGroup& group : groups_) {
       if (group.failure->reason == 0) continue;
-      printf("rank %d gave up: reason %u, it waited for rank %d\n", group.failure->rank,
+      printf("rank %d gave up: reason %u, it waited for rank %d\n", group.rank,
              group.failure->reason, group.failure->missing);
     }
     Check(status);
@@ -365,15 +394,16 @@ int CheckAll(Probe& ranks, bool mesh) {
   for (int round = 0; round < 12; ++round) {
     std::vector<Operation> chosen;
     for (int k = 0; k < 12; ++k) {
-      const Algorithm algorithms[] = {Algorithm::kTwoShot, Algorithm::kReduceScatter,
-                                      Algorithm::kAllGather, Algorithm::kAllToAll};
-      Operation o{algorithms[random() % 4], 0, 1, {1, 32 << (random() % 5)}};
+      const Algorithm algorithms[] = {Algorithm::kOneShot, Algorithm::kTwoShot,
+                                      Algorithm::kReduceScatter, Algorithm::kAllGather,
+                                      Algorithm::kAllToAll};
+      Operation o{algorithms[random() % 5], 0, 1, {1, 32 << (random() % 5)}};
       if (mesh) o.algorithm = Algorithm::kHybridCubeMesh;
       // Small ones between large ones, whole packs and not.
       o.elements =
           random() % 3 == 0 ? 1 + random() % 3000 : 1 + random() % (mesh ? 1500000 : 3000000);
       if (random() % 2 == 0) o.elements = (o.elements + 4095) / 4096 * 4096;
-      if (o.algorithm == Algorithm::kTwoShot && random() % 2 == 0) o.buffers = 2 + random() % 100;
+      if (IsAllReduce(o.algorithm) && !mesh && random() % 2 == 0) o.buffers = 2 + random() % 100;
       const size_t bytes = 2 * o.elements + 16 * o.buffers;  // each buffer begins a pack
       const size_t segment = size_t{1} << (12 + random() % 10);
       o.segments = mesh || (random() % 4 == 0 && o.elements < 500000)
@@ -386,8 +416,7 @@ int CheckAll(Probe& ranks, bool mesh) {
     }
     all_wrong += ranks.Run(chosen, 3, 100000).second;
     for (Operation& o : chosen) {
-      o.in_place =
-          mesh || o.algorithm == Algorithm::kTwoShot || o.algorithm == Algorithm::kAllToAll;
+      o.in_place = IsAllReduce(o.algorithm) || o.algorithm == Algorithm::kAllToAll;
     }
     all_wrong += ranks.Run(chosen, 0, 100000).second;
     operations += 2 * static_cast<int>(chosen.size());
@@ -405,10 +434,10 @@ int main(int argc, char** argv) {
   setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1);  // a queue for each stream
   const int count = argc > 2 ? atoi(argv[1]) : 0;
   const std::string what = argc > 2 ? argv[2] : "";
-  const Algorithm algorithm = what == "psum"           ? Algorithm::kTwoShot
-                              : what == "psum_scatter" ? Algorithm::kReduceScatter
-                              : what == "all_to_all"   ? Algorithm::kAllToAll
-                                                       : Algorithm::kAllGather;
+  Algorithm algorithm = what == "psum"           ? Algorithm::kTwoShot
+                        : what == "psum_scatter" ? Algorithm::kReduceScatter
+                        : what == "all_to_all"   ? Algorithm::kAllToAll
+                                                 : Algorithm::kAllGather;
   const bool times = argc > 4 && (what == "psum" || what == "psum_scatter" ||
                                   what == "all_gather" || what == "all_to_all");
   const bool mesh = what == "check-mesh";
@@ -426,13 +455,22 @@ int main(int argc, char** argv) {
     return reason != FailureReason::kOtherOperation;
   }
   const size_t bytes = strtoull(argv[3], nullptr, 10);
-  const size_t part = algorithm == Algorithm::kTwoShot ? bytes : bytes / count;
+  const size_t part = what == "psum" ? bytes : bytes / count;
   LaunchShape shape{kMaxBlocks, kMaxThreads}, asked;
   const bool given = sscanf(argv[argc - 1], "%dx%d", &asked.blocks, &asked.threads) == 2;
   if (given) shape = asked;
   bool all_right = true;
   for (int i = 4; i < argc - (given ? 1 : 0); ++i) {
+    if (strcmp(argv[i], "alone") == 0) {
+      Operation o{algorithm, part / 2, 1, shape};
+      o.shape.blocks = Blocks(o, count, shape.blocks);
+      printf("%-12s %d ranks, alone %9zu bytes, %3dx%d: %9.2f us\n", what.c_str(), count, bytes,
+             o.shape.blocks, o.shape.threads, ranks.Alone(o));
+      continue;
+    }
     const size_t segment_bytes = strtoull(argv[i], nullptr, 10);
+    // As jax_intranode/_src/selection/select.py.
+    if (what == "psum" && count == 2 && segment_bytes > 0) algorithm = Algorithm::kOneShot;
     Operation o{algorithm, part / 2, Segments(algorithm, part, segment_bytes, count), shape};
     if (EpochBufferBytesNeeded(algorithm, kType, PacksOf(part), count, o.segments) >
         kEpochBufferBytes) {
@@ -450,8 +488,7 @@ int main(int argc, char** argv) {
       wrong += found;
     }
     std::sort(us.begin(), us.end());
-    const double sent =
-        (algorithm == Algorithm::kTwoShot ? 2.0 : 1.0) * (count - 1) / count * bytes;
+    const double sent = (what == "psum" ? 2.0 : 1.0) * (count - 1) / count * bytes;
     printf("%-12s %d ranks%s %11zu bytes, %4u segments, %3dx%d: %9.2f us, %6.1f GB/s, %llu wrong\n",
            what.c_str(), count, ranks.shared() ? " on one GPU" : "", bytes, o.segments,
            o.shape.blocks, o.shape.threads, us[us.size() / 2], sent / us[us.size() / 2] / 1e3,

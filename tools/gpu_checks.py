@@ -78,7 +78,7 @@ def _probes(out: Path) -> Iterator[Step]:
     for probe, sources, more, checks in (
         (
             "fused_probe",
-            ("fused_matmul.cu", "slab.cu", "cublas_lt.cc"),
+            ("fused_matmul.cu", "fused_kernel.cu", "slab.cu", "cublas_lt.cc"),
             ["-I", str(CUDA)],
             [f"{ranks} check" for ranks in range(2, 9)],
         ),
@@ -86,7 +86,7 @@ def _probes(out: Path) -> Iterator[Step]:
             "collectives_probe",
             ("collectives.cu", "collectives.cc", "slab.cu"),
             ["-DJIN_TYPE=BF16", "-DJIN_ELEMENT_TYPE=kBF16"],
-            ["2 check", "3 check", "4 check", "8 check", "8 check-mesh"],
+            ["2 check", "3 check", "4 check", "8 check", "8 check-mesh", "3 check-other"],
         ),
     ):
         files = [f"{ROOT}/tools/{probe}.cu", *(str(CUDA / name) for name in sources)]

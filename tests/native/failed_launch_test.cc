@@ -182,7 +182,7 @@ int AbsentPeers() {
   wait(1, 20);
   const auto waits = platform.Look(start + std::chrono::seconds(20), {});
   CHECK(waits.size() == 1 && waits[0].missing == 1 && waits[0].waited == std::chrono::seconds(20));
-  CHECK(waits[0].ends_itself && waits[0].reported && record->abort == 0);
+  CHECK(!waits[0].give_up && waits[0].reported && record->abort == 0);
   // Nobody has written for a second: it is over.
   CHECK(platform.Look(start + std::chrono::seconds(22), {}).empty());
   // A late peer is waited for, whoever else has finished.

@@ -141,7 +141,7 @@ struct Plan {
     const size_t items = 1 + bytes / jin::ItemBytes(type);
     const bool one = random() % 2 == 0 || !Reduces(algorithm);
     const bool cut = jin::RunsInSegments(algorithm) && random() % 2 == 0;
-    const uint32_t segments = cut ? 2 + random() % 4 : 1;
+    const uint32_t segments = cut ? 2 + 2 * (random() % 3) : 1;
     return {{algorithm, type, segments}, items, one ? 1 : std::min<size_t>(items, 5)};
   }
   static bool Reduces(jin::Algorithm algorithm) { return jin::IsAllReduce(algorithm); }
@@ -367,7 +367,8 @@ void Guards(int ranks) {
                                         static_cast<jin::ElementType>(number / kAlgorithms)};
     const size_t item = jin::ItemBytes(operation.type);
     for (size_t items = 1; items * item <= 70; ++items) {
-      if (jin::RunsInSegments(operation.algorithm)) operation.segments = 1 + items % 3;
+      if (jin::RunsInSegments(operation.algorithm))
+        operation.segments = items % 3 == 0 ? 1 : 2 * (items % 3);
       const Plan plan{operation, items, 1};
       for (size_t shift = 0; shift < 16; ++shift, ++calls) {
         std::vector<Guarded> inputs, outputs;

@@ -32,6 +32,7 @@
 #include <thread>
 #include <vector>
 
+#include "tests/native/protocol_thread.h"
 #include "xla_ffi/ffi/members.h"
 #include "xla_ffi/kernels/all_gather.h"
 #include "xla_ffi/kernels/all_to_all.h"
@@ -47,125 +48,13 @@ namespace jin = jax_intranode;
 
 namespace {
 
+using namespace protocol_test;
+
 constexpr int kMaxBlocksHere = 3;
-constexpr int kThreads = 2;
 constexpr size_t kMaxBytes = 1500;
 constexpr size_t kEpochBufferBytes = 64 << 10;
 constexpr size_t kGuardBytes = 32;
 constexpr char kGuard = 0x5A;
-
-std::chrono::seconds patience{10};
-std::atomic<bool> was_busy{false};
-std::atomic<long> others_met{0};
-
-// Pauses a thread now and then, so that ranks run apart.
-class Jitter {
- public:
-  explicit Jitter(uint64_t seed) : state_(seed * 0x9E3779B97F4A7C15u + 1) {}
-  void Pause() {
-    state_ ^= state_ << 13;
-    state_ ^= state_ >> 7;
-    state_ ^= state_ << 17;
-    if (state_ % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(state_ % 97));
-  }
-
- private:
-  uint64_t state_;
-};
-
-struct HostThread {
-  int thread, block, blocks;
-  std::barrier<>* barrier;
-  Jitter* jitter;
-  std::vector<float>* totals;  // of the block's threads (norm.h)
-  bool changes = false;        // the next thread's packs in every second phase
-  std::chrono::steady_clock::time_point started{};
-  bool met = false;
-  int phases = 0;
-
-  int Thread() const { return thread; }
-  int Threads() const { return kThreads; }
-  int Block() const { return block; }
-  int Blocks() const { return blocks; }
-  void Sync() const { barrier->arrive_and_wait(); }
-  size_t First() {
-    const size_t first = block * kThreads + thread;
-    return phases++ % 2 == 1 && changes ? (first + 1) % Stride() : first;
-  }
-  size_t Stride() const { return blocks * kThreads; }
-  static constexpr int kRowThreads = kThreads;
-  size_t FirstUnit() const { return 0; }
-  template <uint32_t kMost>
-  float Total(float (&v)[kMost], uint32_t count) {
-    for (uint32_t j = 0; j < count; ++j) (*totals)[j * kThreads + thread] = v[j];
-    Sync();
-    float all[kThreads * kMost];
-    std::copy_n(totals->begin(), kThreads * count, all);
-    Sync();
-    return jin::TotalOfPairs(all, kThreads * count);
-  }
-  bool Wait(size_t, int) {
-    if (started == std::chrono::steady_clock::time_point()) {
-      started = std::chrono::steady_clock::now();
-    }
-    if (std::chrono::steady_clock::now() - started > patience) {
-      printf("a wait without end\n");
-      fflush(stdout);
-      std::_Exit(1);
-    }
-    jitter->Pause();
-    std::this_thread::yield();
-    return true;
-  }
-  void Enter(uint32_t* busy, uint32_t*) {
-    if (thread == 0 && jin::ExchangeWord(busy, 1) != 0) met = true;
-  }
-  void NextEpoch() {
-    jin::Fence();
-    jitter->Pause();
-  }
-  void Admit() {
-    if (met) was_busy = true;
-  }
-  void Admit(uint32_t, uint32_t) {}
-  void MeetsOther(int, uint64_t) { ++others_met; }
-};
-
-// A group as the protocols see it, and the ways to break it.
-struct TestGroup : jin::Group {
-  bool one_epoch_buffer = false;
-  bool one_operation_word = false;
-  bool short_segment = false;
-  uint64_t operation;
-  uint64_t* OperationOf(int of, int to, uint32_t count) const {
-    return jin::Group::OperationOf(of, to, one_operation_word ? 0 : count);
-  }
-  char* EpochBuffer(int of_rank, uint32_t epoch) const {
-    return jin::Group::EpochBuffer(of_rank, one_epoch_buffer ? 0 : epoch);
-  }
-};
-
-template <class Packets>
-struct NeverArmed : Packets {
-  static void Arm(char*, size_t) {}
-};
-
-// Checks only the first word of a packet. Only floating-point calls use it: the words of a flagged
-// packet may have any value, and it would wait for ever.
-template <class Packets>
-struct FirstWordOnly : Packets {
-  static bool TryGet(char* slot, size_t i, jin::Pack* p) {
-    Packets::TryGet(slot, i, p);
-    return p->word[0] != jin::kEmpty;
-  }
-  static void Put(char* slot, size_t i, const jin::Pack& p) {
-    jin::Pack first = p;
-    for (int k = 1; k < 4; ++k) first.word[k] = jin::kEmpty;
-    Packets::Put(slot, i, first);
-    std::this_thread::yield();
-    Packets::Put(slot, i, p);
-  }
-};
 
 enum class Kind {
   kOneShot,
@@ -234,21 +123,26 @@ struct Plan {
   }
 };
 
+// The last segment has the packs that are left (or one), and not as many as the others.
+template <class Call>
+struct ShortSegments : jin::InSegments<Call> {
+  jin::Segment<Call> At(uint32_t k) const {
+    const size_t begin = k * this->packs, end = std::max(this->call.Packs(), begin + 1);
+    return {this->call, begin, std::min(this->packs, end - begin)};
+  }
+};
+
 // Runs a kernel: that of one epoch, or that of several segments.
 template <class Body, class Call>
 bool RunBody(HostThread& t, const TestGroup& g, const Call& call, const Plan& plan) {
   if (plan.segments == 1) return Body::Run(t, g, call);
   const size_t packs = jin::SegmentPacks(plan.algorithm(), call.Packs(), g.size, plan.segments);
   if (!g.short_segment) return Body::Run(t, g, jin::InSegments<Call>{call, packs, plan.segments});
-  // The last segment has the packs that are left (or one), and not as many as the others.
-  const uint32_t first = jin::Begin(t, g), last = plan.segments - 1;
-  for (uint32_t k = 0; k <= last; ++k) {
-    const size_t begin = k * packs, end = std::max(call.Packs(), begin + 1);
-    const size_t of_segment = k == last ? end - begin : packs;
-    if (!Body::RunEpoch(t, g, jin::Segment<Call>{call, begin, of_segment}, first + k)) return false;
-    if (k < last) t.NextEpoch();
-  }
-  jin::End(t, g, first + last);
+  const uint32_t first = jin::Begin(t, g);
+  uint32_t step = 0;
+  const ShortSegments<Call> cut{{call, packs, plan.segments}};
+  if (!jin::RunSteps<Body>(t, g, cut, first, &step)) return false;
+  jin::End(t, g, first + jin::Epochs(Body::kPhases, plan.segments) - 1);
   return true;
 }
 
@@ -258,14 +152,14 @@ bool RunAs(HostThread& t, const TestGroup& g, const jin::Buffers& call, const Pl
     return jin::HybridCubeMesh<Type, 0, Packets>::Run(t, g, call);
   }
   return plan.kind == Kind::kTwoShot ? RunBody<jin::TwoShot<Type, 0, Packets>>(t, g, call, plan)
-                                     : jin::OneShot<Type, 0, Packets>::Run(t, g, call);
+                                     : RunBody<jin::OneShot<Type, 0, Packets>>(t, g, call, plan);
 }
 
 template <class Type, int N, class Packets, class Call>
 bool RunKernel(HostThread& t, const TestGroup& g, const Call& call, const Plan& plan) {
   switch (plan.kind) {
     case Kind::kOneShot:
-      return jin::OneShot<Type, N, Packets>::Run(t, g, call);
+      return RunBody<jin::OneShot<Type, N, Packets>>(t, g, call, plan);
     case Kind::kTwoShot:
       return RunBody<jin::TwoShot<Type, N, Packets>>(t, g, call, plan);
     case Kind::kReduceScatter:
@@ -494,7 +388,9 @@ long LastSegment(Kind kind, size_t bytes, const std::vector<char*>& regions) {
         HostThread thread{t, 0, 1, barriers[r].get(), &jitter, nullptr};
         const jin::InSegments<Call> call{{in[r]->data(), out[r]->data(), bytes}, packs, kSegments};
         const uint32_t epoch = jin::Begin(thread, group);
-        Body::RunEpoch(thread, group, call.At(last), epoch);
+        for (int phase = 0; phase < Body::kPhases; ++phase) {
+          Body::RunPhase(phase, thread, group, call.At(last), epoch);
+        }
         jin::End(thread, group, epoch);
       });
     }
@@ -580,12 +476,13 @@ int main(int argc, char** argv) {
       continue;
     }
     const bool cut = !mesh && jin::RunsInSegments(Plan{kind}.algorithm()) && random() % 2 == 0;
-    plans.push_back(
-        {kind, random() % 2 == 0, bytes, 1 + static_cast<int>(random() % kMaxBlocksHere),
-         reduces && random() % 3 == 0 ? 1 + static_cast<int>(random() % 9) : 1,
-         random() % 2 == 0 ? 0 : random() % 16, cut ? 2 + static_cast<uint32_t>(random() % 4) : 1,
-         0, kind == Kind::kAllToAll && random() % 2 == 0});
-    epochs += plans.back().segments;
+    plans.push_back({kind, random() % 2 == 0, bytes,
+                     1 + static_cast<int>(random() % kMaxBlocksHere),
+                     reduces && random() % 3 == 0 ? 1 + static_cast<int>(random() % 9) : 1,
+                     random() % 2 == 0 ? 0 : random() % 16,
+                     cut ? 2 + 2 * static_cast<uint32_t>(random() % 3) : 1, 0,
+                     kind == Kind::kAllToAll && random() % 2 == 0});
+    epochs += jin::Epochs(jin::PhasesOf(plans.back().algorithm()), plans.back().segments);
   }
   const uint32_t first_epoch = 0u - epochs / 2;
   for (char* region : regions) {
@@ -682,8 +579,9 @@ int main(int argc, char** argv) {
                 if (b == 0 && t == 0) {
                   thread.Sync();
                   for (int q = plan.blocks; q < jin::kMaxBlocks; ++q) {
-                    jin::StoreWord(&group.Header()->epoch[q],
-                                   jin::LoadWord(&group.Header()->epoch[q]) - plan.segments);
+                    jin::Store(&group.Header()->epoch[q],
+                               jin::Load(&group.Header()->epoch[q]) -
+                                   jin::Epochs(jin::PhasesOf(plan.algorithm()), plan.segments));
                   }
                 } else if (b == 0) {
                   thread.Sync();

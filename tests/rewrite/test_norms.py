@@ -126,6 +126,18 @@ def operations(f: Any, *arguments: Any) -> list[str]:
     return [primitive.operation for primitive in found if primitive is not None]
 
 
+@pytest.mark.parametrize("hidden", [49, 4097])
+def test_a_length_whose_reciprocal_is_rounded(hidden: int) -> None:
+    def body(x: Any, r: Any, w: Any, b: Any) -> Any:
+        return layer_by_variance(lax.psum(x[0], "x") + r, w, b)
+
+    x, r, w = (
+        jnp.ones(shape, "float32")
+        for shape in ((len(jax.devices()), 2, hidden), (2, hidden), (hidden,))
+    )
+    assert of_body(body, x, r, w, w) == ["psum_residual_layer_norm"]
+
+
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize(
     ("dtype", "rank", "check_vma"),
@@ -175,7 +187,7 @@ def test_a_scattered_norm() -> None:
     x, residual = normal("float32", n, 2, n, HIDDEN), normal("float32", 2, n, HIDDEN)
     w = normal("float32", HIDDEN)
     placed = [put(mesh, s, v) for s, v in zip((P("x"), rows, P()), (x, residual, w), strict=True)]
-    assert operations(f, *placed) == ["reduce_scatter_residual_rms_norm"]
+    assert operations(f, *placed) == ["psum_scatter_residual_rms_norm"]
     with jax_intranode.accelerate():
         results = jax.jit(f)(*placed)
     wanted = norm_oracle.residual_norm(list(x), residual, w, norm="rms_norm", eps=np.float32(1e-5))

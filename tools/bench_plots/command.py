@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_peers.report import is_matmul
+from bench_peers.registry import is_matmul
 
 from bench_plots import collectives, matmuls
 from jax_intranode._src.command_line.bench import record
@@ -94,6 +94,6 @@ def _details(results: Sequence[dict[str, Any]]) -> str:
     lines = []
     for result in results:
         header = result["header"]
-        lines.append(f"{record.versions(header)}, {header['date'][:10]}")
+        lines.append(f"{record.versions_text(header)}, {header['date'][:10]}")
         lines += [", ".join(result["peers"]["versions"])] if result["peers"]["versions"] else []
     return "\n".join(lines)

@@ -124,7 +124,8 @@ class Copy:
     def build(self) -> dict[str, bytes]:
         """Builds the native modules; returns them by their names."""
         launcher = "-DCMAKE_CXX_COMPILER_LAUNCHER=ccache" if shutil.which("ccache") else ""
-        gpu, built = self._arguments.names == ["gpu"], self._folder / "build/native"
+        built = self._folder / "build/native"
+        gpu = self._arguments.names and all(n.startswith("gpu") for n in self._arguments.names)
         for command in (
             f"cmake -G Ninja -S . -B {built} {launcher} -DPython_EXECUTABLE={sys.executable} "
             "-DSKBUILD_PROJECT_NAME=jax_intranode -DSKBUILD_PROJECT_VERSION=0 "
@@ -150,9 +151,10 @@ class Copy:
         if status is None:
             return True, f"no end after {self._arguments.limit} s"
         failed = re.search(r"^(?:FAILED|ERROR) (\S.*?)(?: - |$)", output, re.MULTILINE)
-        if status in (0, 1):
-            return status == 1, failed[1] if failed else ""
-        return None, output.strip()[-1500:]
+        if status < 0:
+            return True, f"signal {-status}"
+        last = output.strip().rpartition("\n")[2]
+        return status == 1 if status < 2 else None, failed[1] if failed else last[:300]
 
     def attempt(self, fault: Fault, clean: dict[str, bytes]) -> Outcome:
         """Whether tests find a fault, and which do."""

@@ -40,7 +40,7 @@ GraphTiming TimeInGraph(int device, const DeviceGroup& group, Algorithm algorith
                         int repetitions) {
   const CurrentDevice current(device);
   const size_t bytes = input.size() / InputShards(algorithm, group.size);
-  if (bytes == 0 || segments < 1 || (segments > 1 && !RunsInSegments(algorithm)) ||
+  if (bytes == 0 || !CanCut(algorithm, segments) ||
       EpochBufferBytesNeeded(algorithm, type, PacksOf(bytes), group.size, segments) >
           group.epoch_buffer_bytes ||
       shape.blocks < 1 || shape.blocks > kMaxBlocks || shape.threads < 32 ||

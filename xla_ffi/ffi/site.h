@@ -80,8 +80,7 @@ struct CollectiveSite : Site<Communicator> {
     weight_offset = attributes.GetOr<float>("weight_offset", 0);
     if (ffi::Error error = Site<Communicator>::Read(&attributes); error.failure()) return error;
     const std::string name = std::string("jax_intranode: ") + AlgorithmName(this->algorithm);
-    if (segments < 1 || segments > kMaxSegments ||
-        (segments > 1 && !RunsInSegments(this->algorithm))) {
+    if (!CanCut(this->algorithm, segments)) {
       return ffi::Error::InvalidArgument(name + " can't run in " + std::to_string(segments) +
                                          " segments.");
     }

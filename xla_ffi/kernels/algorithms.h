@@ -13,20 +13,20 @@ namespace jax_intranode {
 
 // X(enumerator, name, name of the Python function that runs it). The number of an algorithm is its
 // position here. The numbers travel in the HLO: append, don't reorder.
-#define JIN_ALGORITHMS(X)                                                                       \
-  X(kOneShot, "one_shot", "psum")                                                               \
-  X(kTwoShot, "two_shot", "psum")                                                               \
-  X(kReduceScatter, "reduce_scatter", "psum_scatter")                                           \
-  X(kAllGather, "all_gather", "all_gather")                                                     \
-  X(kAllGatherMatmul, "all_gather_matmul", "all_gather_matmul")                                 \
-  X(kMatmulReduceScatter, "matmul_reduce_scatter", "matmul_reduce_scatter")                     \
-  X(kOneShotRmsNorm, "one_shot_rms_norm", "psum_residual_rms_norm")                             \
-  X(kTwoShotRmsNorm, "two_shot_rms_norm", "psum_residual_rms_norm")                             \
-  X(kReduceScatterRmsNorm, "reduce_scatter_rms_norm", "reduce_scatter_residual_rms_norm")       \
-  X(kOneShotLayerNorm, "one_shot_layer_norm", "psum_residual_layer_norm")                       \
-  X(kTwoShotLayerNorm, "two_shot_layer_norm", "psum_residual_layer_norm")                       \
-  X(kReduceScatterLayerNorm, "reduce_scatter_layer_norm", "reduce_scatter_residual_layer_norm") \
-  X(kHybridCubeMesh, "hybrid_cube_mesh", "psum")                                                \
+#define JIN_ALGORITHMS(X)                                                                     \
+  X(kOneShot, "one_shot", "psum")                                                             \
+  X(kTwoShot, "two_shot", "psum")                                                             \
+  X(kReduceScatter, "reduce_scatter", "psum_scatter")                                         \
+  X(kAllGather, "all_gather", "all_gather")                                                   \
+  X(kAllGatherMatmul, "all_gather_matmul", "all_gather_matmul")                               \
+  X(kMatmulReduceScatter, "matmul_reduce_scatter", "matmul_reduce_scatter")                   \
+  X(kOneShotRmsNorm, "one_shot_rms_norm", "psum_residual_rms_norm")                           \
+  X(kTwoShotRmsNorm, "two_shot_rms_norm", "psum_residual_rms_norm")                           \
+  X(kReduceScatterRmsNorm, "reduce_scatter_rms_norm", "psum_scatter_residual_rms_norm")       \
+  X(kOneShotLayerNorm, "one_shot_layer_norm", "psum_residual_layer_norm")                     \
+  X(kTwoShotLayerNorm, "two_shot_layer_norm", "psum_residual_layer_norm")                     \
+  X(kReduceScatterLayerNorm, "reduce_scatter_layer_norm", "psum_scatter_residual_layer_norm") \
+  X(kHybridCubeMesh, "hybrid_cube_mesh", "psum")                                              \
   X(kAllToAll, "all_to_all", "all_to_all")
 
 // X(type, bytes of an element, bytes of a packet). types.h defines a struct of the same name. One
@@ -193,14 +193,23 @@ inline ElementType CopiedAs(ElementType type) {
   return PacketBytes(type) == 16 ? ElementType::kBF16 : ElementType::kI8;
 }
 
-// Whether an algorithm can run over one segment of its message after the other (segments.h).
+// Whether an algorithm can run over its message in segments (segments.h).
 inline bool RunsInSegments(Algorithm algorithm) {
-  return algorithm == Algorithm::kTwoShot || algorithm == Algorithm::kReduceScatter ||
-         OnlyCopies(algorithm);
+  return algorithm == Algorithm::kOneShot || algorithm == Algorithm::kTwoShot ||
+         algorithm == Algorithm::kReduceScatter || OnlyCopies(algorithm);
 }
 
 // More than any message needs: with the smallest slab, each is a few KB.
 constexpr int kMaxSegments = 1 << 20;
+
+// Whether an algorithm can cut its message into so many segments: an even number (segments.h).
+inline bool CanCut(Algorithm algorithm, int64_t segments) {
+  return segments == 1 || (segments > 1 && segments % 2 == 0 && segments <= kMaxSegments &&
+                           RunsInSegments(algorithm));
+}
+
+// The phases of an algorithm that runs in segments.
+inline int PhasesOf(Algorithm algorithm) { return algorithm == Algorithm::kTwoShot ? 3 : 2; }
 
 // Packs of each segment of a call of `packs` packs. A two-shot divides each segment into a shard
 // for each rank, without a remainder that would be a part of the next segment.
@@ -219,9 +228,10 @@ inline size_t EpochBufferBytesNeeded(Algorithm algorithm, ElementType type, size
   if (algorithm == Algorithm::kHybridCubeMesh) {
     return (n / 2 + (ItemBytes(type) == 2 ? 2 : 1)) * packs * packet;
   }
-  if (algorithm != Algorithm::kTwoShot) return n * packs * packet;
+  // A slot for each other rank; of two segments that share an epoch, or for scatter and gather.
+  if (algorithm != Algorithm::kTwoShot) return (segments > 1 ? 2 : 1) * (n - 1) * packs * packet;
   const size_t shard = packs > n ? (packs + n - 1) / n : 1;
-  return 2 * n * shard * packet;
+  return 2 * (n - 1) * shard * packet;
 }
 
 // The longest row that a norm takes, in elements.
@@ -234,7 +244,7 @@ inline bool HasNorm(ElementType type) { return PacketBytes(type) == 16; }
 // result, else of the operand. 0 if not even one fits.
 inline size_t NormRowsPerOperation(Algorithm algorithm, size_t row_packs, int size,
                                    size_t epoch_buffer_bytes) {
-  const size_t rows = epoch_buffer_bytes / (size * row_packs * 16);
+  const size_t rows = epoch_buffer_bytes / ((size - 1) * row_packs * 16);
   // Two-shot has slots for sums, too, but only for its own shard of the rows.
   return NormProtocolOf(algorithm) == NormProtocol::kTwoShot ? rows / 2 * size : rows;
 }

@@ -50,9 +50,10 @@ struct AllGather {
     return true;
   }
 
+  static constexpr int kPhases = 2;
   template <class Thread, class G, class C>
-  JIN_FN static bool RunEpoch(Thread& t, const G& g, const C& shard, uint32_t epoch) {
-    return Push(t, g, shard, epoch) && Drain(t, g, shard, epoch);
+  JIN_FN static bool RunPhase(int phase, Thread& t, const G& g, const C& shard, uint32_t epoch) {
+    return phase == 0 ? Push(t, g, shard, epoch) : Drain(t, g, shard, epoch);
   }
 
   template <class Thread, class G, class C>

@@ -37,7 +37,7 @@ struct AllToAll {
       for (int step = 1; step < Ranks<N>::kSlots; ++step) {
         if (Ranks<N>::Has(step, g.size)) {
           const int to = Ranks<N>::After(g.rank, step, g.size);
-          Packets::Put(g.EpochBuffer(to, epoch) + g.rank * slot_bytes, i, p[step]);
+          Packets::Put(g.EpochBuffer(to, epoch) + SlotOf(g.rank, to) * slot_bytes, i, p[step]);
         }
       }
       shard.OutputOf(g.rank).Store(i, p[0]);
@@ -50,9 +50,10 @@ struct AllToAll {
     return AllGather<Type, N, Packets>::Drain(t, g, shard, epoch);
   }
 
+  static constexpr int kPhases = 2;
   template <class Thread, class G, class C>
-  JIN_FN static bool RunEpoch(Thread& t, const G& g, const C& shard, uint32_t epoch) {
-    return Push(t, g, shard, epoch) && Drain(t, g, shard, epoch);
+  JIN_FN static bool RunPhase(int phase, Thread& t, const G& g, const C& shard, uint32_t epoch) {
+    return phase == 0 ? Push(t, g, shard, epoch) : Drain(t, g, shard, epoch);
   }
 
   template <class Thread, class G, class C>

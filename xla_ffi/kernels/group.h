@@ -23,8 +23,8 @@
 //   arming visible before the next kernel's packets; nothing else needs an order. One epoch buffer
 //   would not do: r may be in e + 1 while p still polls for packets of e.
 //
-//   An operation may take several epochs, one for each segment of its message. Then a fence takes
-//   the place of a kernel's end (segments.h). Everywhere else "operation" means one of one epoch.
+//   An operation may take several epochs, for the segments of its message. Then fences take the
+//   place of a kernel's end (segments.h). Everywhere else "operation" means one of one epoch.
 //
 //   The argument does not depend on size, type, algorithm or number of blocks, so these may change
 //   from one operation to the next. It needs three things: ranks call the same operations in the
@@ -100,7 +100,7 @@ struct Group {
 //   Wait(i, missing)    called each time that pack i of rank `missing` has not arrived. False gives
 //                       up: the phase returns false at once and may be resumed at pack i.
 //   Enter(busy, closed) marks this block's operation as begun
-//   NextEpoch()         called between two epochs of an operation: a fence (memory.h)
+//   FenceSegment()      a fence (memory.h) between two segments of an operation (segments.h)
 //   Admit()             gives up if another one was in flight then, or if the region was closed.
 //                       Called before the first store to a peer, but after the input is loaded:
 //                       the answer to Enter takes as long.
@@ -110,7 +110,7 @@ template <class Thread, class G>
 JIN_FN uint32_t Begin(Thread& t, const G& g) {
   RegionHeader* h = g.Header();
   t.Enter(&h->busy[t.Block()], &h->closed);
-  return LoadWord(&h->epoch[t.Block()]);
+  return Load(&h->epoch[t.Block()]);
 }
 
 // `epoch` is the last one of the operation.
@@ -119,12 +119,12 @@ JIN_FN void End(Thread& t, const G& g, uint32_t epoch) {
   RegionHeader* h = g.Header();
   t.Sync();  // every thread of the block has read the epoch and armed what it received
   if (t.Thread() == 0) {
-    StoreWord(&h->epoch[t.Block()], epoch + 1);
-    StoreWord(&h->busy[t.Block()], 0);
+    Store(&h->epoch[t.Block()], epoch + 1);
+    Store(&h->busy[t.Block()], 0);
   }
   if (t.Block() == 0) {
     for (int b = t.Blocks() + t.Thread(); b < kMaxBlocks; b += t.Threads()) {
-      StoreWord(&h->epoch[b], epoch + 1);
+      Store(&h->epoch[b], epoch + 1);
     }
   }
 }
@@ -143,6 +143,9 @@ struct Ranks {
   }
 };
 
+// Where the slot of rank `of` lies among those of rank `at`, which has none for itself.
+JIN_FN int SlotOf(int of, int at) { return of - (of > at ? 1 : 0); }
+
 // Sends pack i to every other rank: into slot [me] of the slots at `offset` of its epoch buffer.
 template <class Packets, int N, class G>
 JIN_FN void PutToAll(const G& g, uint32_t epoch, size_t offset, size_t slot_bytes, size_t i,
@@ -151,7 +154,7 @@ JIN_FN void PutToAll(const G& g, uint32_t epoch, size_t offset, size_t slot_byte
   for (int step = 1; step < Ranks<N>::kSlots; ++step) {
     if (Ranks<N>::Has(step, g.size)) {
       const int to = Ranks<N>::After(g.rank, step, g.size);
-      Packets::Put(g.EpochBuffer(to, epoch) + offset + g.rank * slot_bytes, i, p);
+      Packets::Put(g.EpochBuffer(to, epoch) + offset + SlotOf(g.rank, to) * slot_bytes, i, p);
     }
   }
 }
@@ -165,7 +168,7 @@ JIN_FN bool AwaitAll(Thread& t, const G& g, char* slots, size_t slot_bytes, size
     JIN_UNROLL
     for (int r = 0; r < Ranks<N>::kSlots; ++r) {
       if (Ranks<N>::Has(r, g.size) && r != g.rank &&
-          !Packets::TryGet(slots + r * slot_bytes, i, &packs[r])) {
+          !Packets::TryGet(slots + SlotOf(r, g.rank) * slot_bytes, i, &packs[r])) {
         missing = r;
       }
     }
@@ -179,7 +182,9 @@ template <class Packets, int N, class G>
 JIN_FN void ArmAll(const G& g, char* slots, size_t slot_bytes, size_t i) {
   JIN_UNROLL
   for (int r = 0; r < Ranks<N>::kSlots; ++r) {
-    if (Ranks<N>::Has(r, g.size) && r != g.rank) Packets::Arm(slots + r * slot_bytes, i);
+    if (Ranks<N>::Has(r, g.size) && r != g.rank) {
+      Packets::Arm(slots + SlotOf(r, g.rank) * slot_bytes, i);
+    }
   }
 }
 

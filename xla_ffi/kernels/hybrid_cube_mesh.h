@@ -150,9 +150,12 @@ struct HybridCubeMesh {
     return true;
   }
 
+  static constexpr int kPhases = 3;
   template <class Thread, class G, class C>
-  JIN_FN static bool RunEpoch(Thread& t, const G& g, const C& c, uint32_t epoch) {
-    return Push(t, g, c, epoch) && Exchange(t, g, c, epoch) && Finish(t, g, c, epoch);
+  JIN_FN static bool RunPhase(int phase, Thread& t, const G& g, const C& c, uint32_t epoch) {
+    return phase == 0   ? Push(t, g, c, epoch)
+           : phase == 1 ? Exchange(t, g, c, epoch)
+                        : Finish(t, g, c, epoch);
   }
 
   template <class Thread, class G, class C>

@@ -11,9 +11,9 @@
 //                                                      then await everybody's sums, finish
 //
 // norm.h finishes a row. Sums travel, and not what a norm makes of them: each rank has the
-// residual, and norms all rows. Slot r of a rank's epoch buffer holds rank r's rows; in two-shot, n
-// slots for sums follow. In two-shot the rows are divided into n shards of equal size; rows of
-// zeros fill up the last ones.
+// residual, and norms all rows. A rank's epoch buffer has a slot for the rows of each other rank;
+// in two-shot as many slots for sums follow. In two-shot the rows are divided into n shards of
+// equal size; rows of zeros fill up the last ones.
 //
 // Safety: group.h. Within one operation each packet has its own address. There is at least one row,
 // and a shard has one, so every rank sends at least one packet to every rank. Block b works on the
@@ -70,7 +70,7 @@ struct Norm {
         for (int step = 1; step < kSlots; ++step) {
           if (!Ranks<N>::Has(step, g.size)) continue;
           const int to = Ranks<N>::After(g.rank, step, g.size);
-          Packets::Put(g.EpochBuffer(to, epoch) + g.rank * slot_bytes, i * packs + k,
+          Packets::Put(g.EpochBuffer(to, epoch) + SlotOf(g.rank, to) * slot_bytes, i * packs + k,
                        Type::Sendable(p[step]));
         }
       }
@@ -86,7 +86,7 @@ struct Norm {
     const size_t slot_bytes = rows * packs * Packets::kBytes;
     const bool two_shot = c.protocol == NormProtocol::kTwoShot;
     char* const slots = g.EpochBuffer(g.rank, epoch);
-    char* const sums = slots + g.size * slot_bytes;
+    char* const sums = slots + (g.size - 1) * slot_bytes;
     // This block's rows of my slot; then, in two-shot, the same rows of the next rank's, and so on.
     const size_t block = t.Block(), mine = (rows + t.Blocks() - 1 - block) / t.Blocks();
     for (size_t u = t.FirstUnit(); u < mine * (two_shot ? g.size : 1); ++u) {
@@ -106,7 +106,8 @@ struct Norm {
         const uint32_t k = t.Thread() + j * t.Threads();
         if (k >= packs) break;
         if (step > 0) {
-          while (!Packets::TryGet(sums + owner * slot_bytes, i * packs + k, &h[j])) {
+          while (
+              !Packets::TryGet(sums + SlotOf(owner, g.rank) * slot_bytes, i * packs + k, &h[j])) {
             if (!t.Wait(u, owner)) return false;
           }
         } else {
@@ -124,7 +125,7 @@ struct Norm {
       for (uint32_t k = t.Thread(); k < packs; k += t.Threads()) {
         const size_t at = i * packs + k;
         if (step > 0) {
-          Packets::Arm(sums + owner * slot_bytes, at);
+          Packets::Arm(sums + SlotOf(owner, g.rank) * slot_bytes, at);
         } else {
           ArmAll<Packets, N>(g, slots, slot_bytes, at);
         }
@@ -134,7 +135,8 @@ struct Norm {
         for (uint32_t j = 0; j < kMost; ++j) {
           const uint32_t k = t.Thread() + j * t.Threads();
           if (k >= packs) break;
-          PutToAll<Packets, N>(g, epoch, g.size * slot_bytes, slot_bytes, i * packs + k, h[j]);
+          PutToAll<Packets, N>(g, epoch, (g.size - 1) * slot_bytes, slot_bytes, i * packs + k,
+                               h[j]);
         }
       }
       if (row < c.rows) Rows::Finish(t, c, row, h, residual);
@@ -142,11 +144,20 @@ struct Norm {
     return true;
   }
 
+  static constexpr int kPhases = 2;
+  template <class Thread, class G>
+  JIN_FN static bool RunPhase(int phase, Thread& t, const G& g, const NormCall& c, uint32_t epoch) {
+    return phase == 0 ? Send(t, g, c, epoch) : Finish(t, g, c, epoch);
+  }
+
   template <class Thread, class G>
   JIN_FN static bool Run(Thread& t, const G& g, const NormCall& c) {
     const uint32_t epoch = Begin(t, g);
     Rows::PrefetchParameters(t, c);
-    if (!Send(t, g, c, epoch) || !Finish(t, g, c, epoch)) return false;
+    JIN_UNROLL
+    for (int phase = 0; phase < kPhases; ++phase) {
+      if (!RunPhase(phase, t, g, c, epoch)) return false;
+    }
     End(t, g, epoch);
     return true;
   }
@@ -160,7 +171,7 @@ struct Norm {
     JIN_UNROLL
     for (int r = 0; r < kSlots; ++r) {
       if (Ranks<N>::Has(r, g.size) && r != g.rank &&
-          !Packets::TryGet(slots + r * slot_bytes, at, &all[r])) {
+          !Packets::TryGet(slots + SlotOf(r, g.rank) * slot_bytes, at, &all[r])) {
         missing = 1 + r;
       }
     }

@@ -1,9 +1,10 @@
 // One-shot all-reduce: every rank sends its whole input to every rank, and each sums all of them.
 // It takes one hop, so it has the least latency. It moves (n - 1) times the message over each link.
 //
-// Slot r of a rank's epoch buffer holds rank r's input. Safety: group.h; every rank sends all its
-// packs, at least one, to every rank. Threads of the same index send and receive a pack on all
-// ranks (equal grids), so a block waits only for blocks of the same number.
+// A rank's epoch buffer has a slot for each other rank, which holds that rank's input. Safety:
+// group.h; every rank sends all its packs, at least one, to every rank. Threads of the same index
+// send and receive a pack on all ranks (equal grids), so a block waits only for blocks of the same
+// number.
 //
 // It follows the push variants of NCCL's symmetric AGxLL and TensorRT-LLM's one-shot Lamport
 // kernel.
@@ -47,9 +48,10 @@ struct OneShot {
     return true;
   }
 
+  static constexpr int kPhases = 2;
   template <class Thread, class G, class C>
-  JIN_FN static bool RunEpoch(Thread& t, const G& g, const C& c, uint32_t epoch) {
-    return Push(t, g, c, epoch) && Reduce(t, g, c, epoch);
+  JIN_FN static bool RunPhase(int phase, Thread& t, const G& g, const C& c, uint32_t epoch) {
+    return phase == 0 ? Push(t, g, c, epoch) : Reduce(t, g, c, epoch);
   }
 
   template <class Thread, class G, class C>

@@ -39,7 +39,8 @@ struct ReduceScatter {
       for (int step = 1; step < Ranks<N>::kSlots; ++step) {
         if (Ranks<N>::Has(step, g.size)) {
           const int to = Ranks<N>::After(g.rank, step, g.size);
-          Packets::Put(g.EpochBuffer(to, epoch) + g.rank * slot_bytes, i, Type::Sendable(p[step]));
+          Packets::Put(g.EpochBuffer(to, epoch) + SlotOf(g.rank, to) * slot_bytes, i,
+                       Type::Sendable(p[step]));
         }
       }
     }
@@ -62,9 +63,10 @@ struct ReduceScatter {
     return true;
   }
 
+  static constexpr int kPhases = 2;
   template <class Thread, class G, class C>
-  JIN_FN static bool RunEpoch(Thread& t, const G& g, const C& shard, uint32_t epoch) {
-    return Scatter(t, g, shard, epoch) && Reduce(t, g, shard, epoch);
+  JIN_FN static bool RunPhase(int phase, Thread& t, const G& g, const C& shard, uint32_t epoch) {
+    return phase == 0 ? Scatter(t, g, shard, epoch) : Reduce(t, g, shard, epoch);
   }
 
   template <class Thread, class G, class C>

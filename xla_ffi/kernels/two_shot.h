@@ -6,7 +6,7 @@
 //   Scatter  send shard d of the input to its owner, rank d: scatter slot [me] of d
 //   Reduce   await my shard from everybody, sum it, send the sum to everybody: gather slot [me]
 //   Drain    await everybody's sums
-// A rank's epoch buffer holds n scatter slots, then n gather slots.
+// A rank's epoch buffer holds a scatter slot for each other rank, then a gather slot for each.
 //
 // Safety: group.h. Within one operation each packet has its own address. Threads of the same index
 // handle pack i of a shard in all three phases and on all ranks. So a block waits only for blocks
@@ -102,14 +102,14 @@ struct TwoShot {
 
   template <class G>
   JIN_FN static char* ScatterSlot(const G& g, int to, uint32_t epoch, size_t shard) {
-    return g.EpochBuffer(to, epoch) + g.rank * shard * Packets::kBytes;
+    return g.EpochBuffer(to, epoch) + SlotOf(g.rank, to) * shard * Packets::kBytes;
   }
 
   template <class Thread, class G, class C>
   JIN_FN static bool Reduce(Thread& t, const G& g, const C& c, uint32_t epoch) {
     const size_t shard = ShardPacks(c.Packs(), g.size), slot_bytes = shard * Packets::kBytes;
     char* slots = g.EpochBuffer(g.rank, epoch);
-    const size_t gather = g.size * slot_bytes;
+    const size_t gather = (g.size - 1) * slot_bytes;
     for (size_t i = t.First(); i < shard; i += t.Stride()) {
       const Pack own = Type::Sendable(c.Load(g.rank * shard + i));
       Pack all[Ranks<N>::kSlots];
@@ -128,7 +128,7 @@ struct TwoShot {
   template <class Thread, class G, class C>
   JIN_FN static bool Drain(Thread& t, const G& g, const C& c, uint32_t epoch) {
     const size_t shard = ShardPacks(c.Packs(), g.size), slot_bytes = shard * Packets::kBytes;
-    char* slots = g.EpochBuffer(g.rank, epoch) + g.size * slot_bytes;
+    char* slots = g.EpochBuffer(g.rank, epoch) + (g.size - 1) * slot_bytes;
     for (size_t i = t.First(); i < shard; i += t.Stride()) {
       Pack all[Ranks<N>::kSlots];
       if (!AwaitAll<Packets, N>(t, g, slots, slot_bytes, i, all)) return false;
@@ -141,9 +141,12 @@ struct TwoShot {
     return true;
   }
 
+  static constexpr int kPhases = 3;
   template <class Thread, class G, class C>
-  JIN_FN static bool RunEpoch(Thread& t, const G& g, const C& c, uint32_t epoch) {
-    return Scatter(t, g, c, epoch) && Reduce(t, g, c, epoch) && Drain(t, g, c, epoch);
+  JIN_FN static bool RunPhase(int phase, Thread& t, const G& g, const C& c, uint32_t epoch) {
+    return phase == 0   ? Scatter(t, g, c, epoch)
+           : phase == 1 ? Reduce(t, g, c, epoch)
+                        : Drain(t, g, c, epoch);
   }
 
   template <class Thread, class G, class C>

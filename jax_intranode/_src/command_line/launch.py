@@ -112,9 +112,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     Returns:
         The exit code, see `DESCRIPTION`.
-
-    Raises:
-        WrongInput: there is no such script, or not enough GPUs.
     """
     _reserve_standard_descriptors()
     program = _program(arguments)
@@ -173,7 +170,6 @@ class _Launch:
 
         Args:
             received: the signals that this process gets, the newest one last.
-            deadline: the time at which the processes are ended.
         """
         ranks = range(self._world_size)
         outputs: list[RankOutput] = []

@@ -13,12 +13,7 @@ class WrongInput(ValueError):
 
 
 def check_writable(option: str, file: Path) -> None:
-    """Raises WrongInput if a file cannot be written, before anything takes time.
-
-    Args:
-        option: the option that named it.
-        file: the file.
-    """
+    """Raises WrongInput if a file cannot be written, before anything takes time."""
     directory = file.absolute().parent
     if file.is_dir():
         raise WrongInput(f"{option} {file}: this is a directory: name a file")

@@ -22,7 +22,6 @@ def draw(topology: Topology, file: Path) -> None:
 
     Args:
         topology: a topology with at least one GPU.
-        file: the PNG to write.
     """
     # Without pyplot, which would need a display or keep state.
     from matplotlib.figure import Figure

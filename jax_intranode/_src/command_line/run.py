@@ -80,9 +80,6 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
 def begin(options: argparse.Namespace) -> None:
     """Accelerates what this process runs from here on, or compares it.
 
-    Args:
-        options: those of `add_options`.
-
     Raises:
         WrongInput: nothing can be accelerated, so there is nothing to compare.
     """
@@ -95,11 +92,7 @@ def begin(options: argparse.Namespace) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the script as ``python SCRIPT ...`` does, after `jax_intranode.install`.
-
-    Raises:
-        WrongInput: there is no such script.
-    """
+    """Runs the script as ``python SCRIPT ...`` does, after `jax_intranode.install`."""
     script = Path(arguments.script)
     if not arguments.module and not script.exists():
         raise WrongInput(

@@ -18,10 +18,6 @@ def load(module: str, what: str) -> Any:
     It may be importable already. Else it is looked for in the source tree that this package is
     imported from, and in the current directory.
 
-    Args:
-        module: the module's name.
-        what: what needs it, for the error message.
-
     Raises:
         WrongInput: there is no such module here.
     """

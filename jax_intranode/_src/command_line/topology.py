@@ -42,11 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the links, and draws them.
-
-    Raises:
-        WrongInput: the file is not one of `--json`, or nothing can be drawn.
-    """
+    """Prints the links, and draws them."""
     if arguments.png is not None:
         check_writable("--png", arguments.png)
     found = topology_lib.topology() if arguments.source is None else read(arguments.source)

@@ -11,9 +11,10 @@ import jax
 import numpy as np
 
 from jax_intranode._src.group import rendezvous as rendezvous_lib
-from jax_intranode._src.group import topology
+from jax_intranode._src.group import slabs, topology
+from jax_intranode._src.group.agreed import Rendezvous, native_ordinal
 from jax_intranode._src.group.partition import Partition, partition
-from jax_intranode._src.group.rendezvous import Rendezvous, native_ordinal, rendezvous_of
+from jax_intranode._src.group.rendezvous import rendezvous_of
 from jax_intranode._src.health import failures, peers
 from jax_intranode._src.native import definitions, extension
 from jax_intranode._src.selection import config
@@ -139,11 +140,6 @@ def communicator(
     return reason
 
 
-def generation() -> int:
-    """How often `shutdown` has been called: processes of different generations don't rendezvous."""
-    return rendezvous_lib.generation()
-
-
 def _create(rendezvous: Rendezvous, groups: Partition) -> str | None:
     if groups.group_size > definitions.MAX_WORLD_SIZE:
         most = definitions.MAX_WORLD_SIZE
@@ -158,11 +154,11 @@ def _create(rendezvous: Rendezvous, groups: Partition) -> str | None:
     region = _claim_region(rendezvous, groups)
     if region is None:
         return (
-            f"the slab's {rendezvous_lib.REGIONS} regions serve other groups of these devices; a "
+            f"the slab's {slabs.REGIONS} regions serve other groups of these devices; a "
             "program can use that many partitions of a mesh"
         )
     module = extension.module(rendezvous.platform)
-    offset = rendezvous_lib.PROBE_BYTES + region * rendezvous.region_bytes()
+    offset = slabs.PROBE_BYTES + region * rendezvous.region_bytes()
     links = _links(rendezvous, groups)
     members = []
     for number, group in enumerate(groups.groups()):
@@ -240,7 +236,7 @@ def _links(rendezvous: Rendezvous, groups: Partition) -> list[list[tuple[int, in
 def _claim_region(rendezvous: Rendezvous, groups: Partition) -> int | None:
     """The region that serves a partition; None if all regions serve others."""
     text = f"{groups.group_size}: {groups.device_ids}"
-    for region in range(rendezvous_lib.REGIONS):
+    for region in range(slabs.REGIONS):
         if rendezvous.store.claim(f"region/{region}", text) == text:
             return region
     return None

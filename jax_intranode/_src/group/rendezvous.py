@@ -4,10 +4,6 @@ A rendezvous belongs to a set of devices. It ends in one verdict for all of its 
 every device of a host can write into the slabs of all others, or there is a reason why operations
 on these devices fall back to ``jax.lax``. The verdict is final, so that all processes compile the
 same program.
-
-A slab is memory of one device that its peers write into. It starts with a page in which the devices
-test their access, the probe page. Regions follow; each serves the groups of one partition
-(communicator.py). On GPUs, the ring buffer of the collective matmuls follows.
 """
 
 import contextlib
@@ -18,20 +14,21 @@ import logging
 import os
 import platform as host_platform
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from jax_intranode._src.group import key_value_store, log_line
+from jax_intranode._src.group import agreed, key_value_store, log_line
+from jax_intranode._src.group import slabs as slabs_lib
 from jax_intranode._src.group import topology as topology_lib
-from jax_intranode._src.group.partition import Partition
+from jax_intranode._src.group.agreed import Host, Rendezvous
 from jax_intranode._src.health import failures, peers
 from jax_intranode._src.jax_private import distributed
 from jax_intranode._src.native import definitions, extension
-from jax_intranode._src.selection import config, gpu_facts, overlap, select, tuning
+from jax_intranode._src.selection import config, gpu_facts, select, tuning
+from jax_intranode._src.selection.overlap import choice, profiles
 from jax_intranode._src.selection.quoting import shown
 
 _log = logging.getLogger("jax_intranode")
@@ -41,97 +38,12 @@ _log = logging.getLogger("jax_intranode")
 _PROTOCOL = 10
 
 _SHARED_MEMORY = Path("/dev/shm")
-PROBE_BYTES = 64 << 10
-REGIONS = 8
 
 # Guards every rendezvous, and what follows from it.
 lock = threading.RLock()
 _all: dict[tuple[int, ...], "Rendezvous"] = {}
 _generation = 0  # number of shutdowns so far: processes of different generations don't rendezvous
 _forked = False
-
-
-class Host(NamedTuple):
-    """Where processes can share memory with each other: those for which all of this is the same.
-
-    Attributes:
-        machine: the boot id of the running kernel.
-        name: the host name. Containers on one machine usually have different ones.
-        shared_memory: which directory /dev/shm is, in which processes with CPU devices share
-            memory; empty for GPUs, whose memory they share through the driver.
-    """
-
-    machine: str
-    name: str
-    shared_memory: str
-
-    def difference(self, other: "Host") -> str:
-        """Why processes there and on another host share no memory, as part of a sentence."""
-        if self.machine != other.machine:
-            return "on different machines"
-        if self.name != other.name:
-            return "on one machine, under different host names"
-        return "on one machine, with a /dev/shm of their own each"
-
-
-@dataclass
-class Rendezvous:
-    """What the processes of a set of devices agreed on.
-
-    Attributes:
-        devices: all devices, by id.
-        platform: "cpu" or "gpu".
-        mode: "single" if one process has all devices, else "multi".
-        reason: why there are no communicators; None if there are.
-        store: the key-value store through which regions are claimed.
-        hosts: each device's host, by device id.
-        linked: by device id, the devices that it is linked to, on hosts that are a hybrid cube
-            mesh. Devices of other hosts, which are not in it, are linked to all others there.
-        epoch_buffer_bytes: bytes of each of the two epoch buffers of a region.
-        ring_bytes: bytes of a device's ring buffer; 0 if there is none.
-        reason_for_no_matmuls: why collective matmuls are not overlapped; None if they may be.
-        profile: the GPUs' constants, by which the plans of collective matmuls are chosen; None if
-            these are not overlapped.
-        shipped_profile: the same without a tuning, or why there is none.
-        addresses: the address of each peer's slab, by local device id and the peer's id.
-        memory: owns the slabs.
-        records: the address of each local device's failure records, by device id.
-        communicators: by partition, why there is no communicator, or None if there is one.
-        watch: the watch over the other processes of this host; None if there are none, or if they
-            can't be watched.
-        description: what the log says of it if there are communicators.
-        peer_buffers: the open peer buffers, by name (peer_buffer.py).
-        peer_buffers_made: how often a peer buffer of a name was asked for.
-    """
-
-    devices: dict[int, Any]
-    platform: str
-    mode: str
-    reason: str | None = None
-    store: Any = None
-    hosts: dict[int, Host] = field(default_factory=dict)
-    linked: dict[int, frozenset[int]] = field(default_factory=dict)
-    epoch_buffer_bytes: int = 0
-    ring_bytes: int = 0
-    reason_for_no_matmuls: str | None = None
-    profile: overlap.Profile | None = None
-    shipped_profile: overlap.Profile | str | None = None
-    addresses: dict[int, dict[int, int]] = field(default_factory=dict)
-    memory: list[Any] = field(default_factory=list)
-    records: dict[int, int] = field(default_factory=dict)
-    communicators: dict[Partition, str | None] = field(default_factory=dict)
-    watch: peers.Watch | None = None
-    description: str = ""
-    peer_buffers: dict[str, Any] = field(default_factory=dict)
-    peer_buffers_made: dict[str, int] = field(default_factory=dict)
-
-    def are_linked(self, first: int, second: int) -> bool:
-        """Whether data may travel between two devices of a host, given by their ids."""
-        return first == second or first not in self.linked or second in self.linked[first]
-
-    def region_bytes(self) -> int:
-        """Bytes of a region: its header and its epoch buffers."""
-        return extension.module(self.platform).HEADER_BYTES + 2 * self.epoch_buffer_bytes
 
 
 def rendezvous_of(devices: Iterable[Any]) -> Rendezvous:
@@ -149,7 +61,9 @@ def rendezvous_of(devices: Iterable[Any]) -> Rendezvous:
         if rendezvous is None:
             devices = {i: by_id[i] for i in key}
             processes = sorted({device.process_index for device in devices.values()})
-            rendezvous = Rendezvous(devices, devices[key[0]].platform, mode_of(devices.values()))
+            rendezvous = Rendezvous(
+                devices, devices[key[0]].platform, agreed.mode_of(devices.values())
+            )
             # Stored first: if it is interrupted, it is not tried again with the same keys.
             _all[key] = rendezvous
             _perform(rendezvous, processes)
@@ -193,16 +107,6 @@ def forget_all() -> None:
 def generation() -> int:
     """How often `forget_all` was called."""
     return _generation
-
-
-def mode_of(devices: Iterable[Any]) -> str:
-    """The process mode: "single" if one process has all of these devices, else "multi"."""
-    return "single" if len({device.process_index for device in devices}) == 1 else "multi"
-
-
-def native_ordinal(device: Any) -> int:
-    """The number by which XLA's handlers know a device: on CPUs the global id, else CUDA's."""
-    return device.id if device.platform == "cpu" else device.local_hardware_id
 
 
 def refuse_fork() -> None:
@@ -276,9 +180,22 @@ def all_rendezvous() -> list[Rendezvous]:
 
 
 def gather(
-    rendezvous: Rendezvous, stage: str, value: Any, deadline: key_value_store.Deadline
+    rendezvous: Rendezvous,
+    stage: str,
+    step: Callable[[], Any],
+    deadline: key_value_store.Deadline,
 ) -> list[Any]:
-    """Exchanges values. A process whose step failed sends {"error": why} to all."""
+    """Exchanges what a step returns in each process.
+
+    Processes in which it failed take part as well, so that all of them see a failure at once.
+
+    Raises:
+        Refusal: it failed in a process.
+    """
+    try:
+        value = step()
+    except Exception as error:
+        value = {"error": f"process {jax.process_index()}: {error}"}
     values = rendezvous.store.gather(stage, value, deadline)
     errors = [v["error"] for v in values if isinstance(v, dict) and v.get("error")]
     if errors:
@@ -298,30 +215,14 @@ def reading(stage: str) -> Iterator[None]:
         ) from error
 
 
-def device_ids_of(rendezvous: Rendezvous) -> list[list[int]]:
-    """The ids of each process's devices, in process order."""
-    of_process: dict[int, list[int]] = {}
-    for device_id, device in rendezvous.devices.items():
-        of_process.setdefault(device.process_index, []).append(device_id)
-    return [ids for _, ids in sorted(of_process.items())]
-
-
 def _share_slabs(rendezvous: Rendezvous, deadline: key_value_store.Deadline) -> None:
-    """Fills in the rendezvous, or raises why it can't.
+    """Fills in the rendezvous, or raises why it can't. Every stage ends with an exchange."""
 
-    Every stage ends with an exchange in which all processes take part, those that failed in it
-    included, so that all of them see a failure at once.
-    """
-
-    def attempt(stage: str, step: Any) -> list[Any]:
-        try:
-            value = step()
-        except Exception as error:
-            value = {"error": f"process {jax.process_index()}: {error}"}
-        return gather(rendezvous, stage, value, deadline)
+    def attempt(stage: str, step: Callable[[], Any]) -> list[Any]:
+        return gather(rendezvous, stage, step, deadline)
 
     hellos = attempt("hello", lambda: _hello(rendezvous))
-    ids_of_processes = device_ids_of(rendezvous)
+    ids_of_processes = agreed.device_ids_of(rendezvous)
     with reading("hello"):
         rendezvous.linked = _check_hellos(hellos)
         if [[device["id"] for device in hello["devices"]] for hello in hellos] != ids_of_processes:
@@ -329,25 +230,25 @@ def _share_slabs(rendezvous: Rendezvous, deadline: key_value_store.Deadline) -> 
         for hello in hellos:
             host, watch = hello["host"], hello["watch"]
             if not all(isinstance(part, str) for part in Host(*host)):
-                raise TypeError("a host that is no text")
+                raise TypeError("a host that is not text")
             if watch and "reason" not in watch and not {"address", "token"} <= watch.keys():
                 raise ValueError("neither an address nor a reason for none")
             if not all(isinstance(value, str) for value in watch.values()):
-                raise TypeError("an address that is no text")
+                raise TypeError("an address that is not text")
         rendezvous.reason_for_no_matmuls = _reason_for_no_matmuls(rendezvous, hellos)
 
     _watch(rendezvous, hellos, deadline)
 
     for ids, hello in zip(ids_of_processes, hellos, strict=True):
         rendezvous.hosts.update(dict.fromkeys(ids, Host(*hello["host"])))
-    local, peers = devices_of_host(rendezvous)
+    local, peers = agreed.devices_of_host(rendezvous)
     shared = len(local) < len(peers)
 
     slabs: dict[int, Any] = {}
     handles: dict[int, str] = {}
 
     def allocate() -> dict[str, Any]:
-        slabs.update(_allocate(rendezvous, local, shared))
+        slabs.update(slabs_lib.allocate(rendezvous, local, shared))
         return {str(i): slab.handle().hex() if shared else "" for i, slab in slabs.items()}
 
     records = attempt("slabs", allocate)
@@ -358,15 +259,15 @@ def _share_slabs(rendezvous: Rendezvous, deadline: key_value_store.Deadline) -> 
     def open_all() -> None:
         nbytes = config.get().slab_bytes(rendezvous.platform) + rendezvous.ring_bytes
         rendezvous.memory.extend(slabs.values())
-        rendezvous.addresses, opened = open_peers(rendezvous, slabs, handles, nbytes)
+        rendezvous.addresses, opened = slabs_lib.open_peers(rendezvous, slabs, handles, nbytes)
         rendezvous.memory.extend(opened)
 
     attempt("open", open_all)
     if shared:
         for slab in slabs.values():
             slab.unlink()
-    attempt("write", lambda: _probe(rendezvous, local, peers, write=True))
-    attempt("read", lambda: _probe(rendezvous, local, peers, write=False))
+    attempt("write", lambda: slabs_lib.probe(rendezvous, local, peers, write=True))
+    attempt("read", lambda: slabs_lib.probe(rendezvous, local, peers, write=False))
     rendezvous.description = log_line.describe(rendezvous, hellos)
 
 
@@ -382,7 +283,7 @@ def _watch(
     processes = sorted({device.process_index for device in rendezvous.devices.values()})
     mine = hellos[processes.index(jax.process_index())]
     others = [
-        peers.Peer(process, hello["watch"]["address"], tuple(d["id"] for d in hello["devices"]))
+        (process, hello["watch"]["address"], [d["id"] for d in hello["devices"]])
         for process, hello in zip(processes, hellos, strict=True)
         if hello["host"] == mine["host"] and hello is not mine and "address" in hello["watch"]
     ]
@@ -408,10 +309,6 @@ def _watch(
         rendezvous.store.lost = rendezvous.watch.lost
 
 
-def _is_local(device: Any) -> bool:
-    return device.process_index == jax.process_index()
-
-
 def _hello(rendezvous: Rendezvous) -> dict[str, Any]:
     """What a process says about itself: versions, settings and its devices."""
     module = extension.module(rendezvous.platform)
@@ -425,11 +322,12 @@ def _hello(rendezvous: Rendezvous) -> dict[str, Any]:
     refusal = tuning.refusal(device.device_kind for device in rendezvous.devices.values())
     if refusal is not None:
         return {"error": refusal}
-    local = [device for device in rendezvous.devices.values() if _is_local(device)]
+    local = [device for device in rendezvous.devices.values() if agreed.is_local(device)]
     links, facts = {}, {}
     if rendezvous.platform == "gpu":
         bus_ids = {
-            d.id: topology_lib.normalise_bus_id(module.pci_bus_id(native_ordinal(d))) for d in local
+            d.id: topology_lib.normalise_bus_id(module.pci_bus_id(agreed.native_ordinal(d)))
+            for d in local
         }
         reports = {r.bus_id: r for r in topology_lib.read_links(list(bus_ids.values()))}
         for device_id, bus_id in bus_ids.items():
@@ -453,7 +351,7 @@ def _hello(rendezvous: Rendezvous) -> dict[str, Any]:
         "tuning": tuning.digest(),
         "version": importlib.import_module("jax_intranode").__version__,
         "protocol": _PROTOCOL,
-        "table": [select.digest(), overlap.digest()],
+        "table": [select.digest(), choice.digest()],
         "matmuls": 0 if rendezvous.platform == "cpu" else module.cublas_lt_version(),
         "devices": [
             {"id": device.id, "links": links.get(device.id), "facts": facts.get(device.id)}
@@ -469,7 +367,7 @@ def _reason_for_no_matmuls(rendezvous: Rendezvous, hellos: list[dict[str, Any]])
     facts = [device["facts"] for hello in hellos for device in hello["devices"]]
     kinds = [device.device_kind for device in rendezvous.devices.values()]
     known = [gpu_facts.GpuFacts.from_json(of_one) for of_one in facts]
-    rendezvous.shipped_profile = overlap.from_facts(known)
+    rendezvous.shipped_profile = profiles.from_facts(known)
     profile = tuning.profile_for(kinds) or rendezvous.shipped_profile
     if isinstance(profile, str):
         return profile
@@ -571,119 +469,6 @@ def _links_of_host(
             )
     neighbours = topology_lib.neighbours(matrix)
     return {device_id: frozenset(ids[j] for j in neighbours[i]) for i, device_id in enumerate(ids)}
-
-
-def epoch_buffer_bytes(slab_bytes: int, header_bytes: int) -> int:
-    """Bytes of each epoch buffer of a slab's regions; 0 or less if the slab is too small."""
-    epoch_buffer = ((slab_bytes - PROBE_BYTES) // REGIONS - header_bytes) // 2
-    return epoch_buffer // 4096 * 4096
-
-
-def _allocate(rendezvous: Rendezvous, local: list[int], shared: bool) -> dict[int, Any]:
-    """Allocates a zeroed slab for each device and arms its epoch buffers (kernels/group.h)."""
-    module = extension.module(rendezvous.platform)
-    total = config.get().slab_bytes(rendezvous.platform)
-    rendezvous.epoch_buffer_bytes = epoch_buffer_bytes(total, module.HEADER_BYTES)
-    if rendezvous.epoch_buffer_bytes <= 0:
-        raise RuntimeError(f"a slab of {total} bytes is too small; raise JAX_INTRANODE_SLAB_MIB")
-    if rendezvous.reason_for_no_matmuls is None:
-        rendezvous.ring_bytes = config.get().ring_bytes(rendezvous.platform)
-    slabs = {}
-    for device_id in local:
-        ordinal = native_ordinal(rendezvous.devices[device_id])
-        slab = module.allocate(ordinal, total + rendezvous.ring_bytes, shared)
-        for region in range(REGIONS):
-            start = slab.address + PROBE_BYTES + region * rendezvous.region_bytes()
-            module.fill(
-                ordinal, start + module.HEADER_BYTES, 0xFF, 2 * rendezvous.epoch_buffer_bytes
-            )
-        module.load_kernels(ordinal)
-        slabs[device_id] = slab
-        rendezvous.records[device_id] = slab.records
-    return slabs
-
-
-def devices_of_host(rendezvous: Rendezvous) -> tuple[list[int], list[int]]:
-    """The ids of this process's devices, and of all devices of this host."""
-    local = [i for i, device in rendezvous.devices.items() if _is_local(device)]
-    here = rendezvous.hosts[local[0]]
-    return local, [i for i in rendezvous.devices if rendezvous.hosts[i] == here]
-
-
-def open_peers(
-    rendezvous: Rendezvous, own: dict[int, Any], handles: dict[int, str], nbytes: int
-) -> tuple[dict[int, dict[int, int]], list[Any]]:
-    """Makes memory of every device of this host addressable on every local device.
-
-    Args:
-        rendezvous: that of the devices.
-        own: the memory of each local device, by device id.
-        handles: what other processes sent to open theirs, by device id.
-        nbytes: the size of each.
-
-    Returns:
-        The address of each peer's memory, by local device id and the peer's id, and the owners of
-        what was opened. The address is 0 where a GPU is not linked to the peer.
-    """
-    module = extension.module(rendezvous.platform)
-    local, peers = devices_of_host(rendezvous)
-    addresses: dict[int, dict[int, int]] = {}
-    opened: dict[Any, Any] = {}
-    for device_id in local:
-        ordinal = native_ordinal(rendezvous.devices[device_id])
-        addresses[device_id] = {}
-        for peer in peers:
-            # On CPU devices the log of calls is in memory of rank 0, which is linked or not.
-            if rendezvous.platform == "gpu" and not rendezvous.are_linked(device_id, peer):
-                addresses[device_id][peer] = 0
-                continue
-            if peer in own:
-                if peer != device_id:
-                    module.enable_peer_access(ordinal, native_ordinal(rendezvous.devices[peer]))
-                addresses[device_id][peer] = own[peer].address
-                continue
-            # On GPUs each device maps a peer's memory; on the CPU one mapping serves the process.
-            key = (ordinal if rendezvous.platform == "gpu" else None, peer)
-            if key not in opened:
-                opened[key] = module.open(ordinal, bytes.fromhex(handles[peer]), nbytes)
-            addresses[device_id][peer] = opened[key].address
-    return addresses, list(opened.values())
-
-
-def _probe(rendezvous: Rendezvous, local: list[int], peers: list[int], *, write: bool) -> None:
-    """Tests the access of every device to every slab that it is linked to.
-
-    Each device writes a word into the probe page of each slab. When all have done so, the writer
-    reads its words back through the link, and the owner reads the words in its own slab.
-    """
-    module = extension.module(rendezvous.platform)
-
-    def word(writer: int, owner: int) -> int:
-        return (peers.index(writer) * 4099 + peers.index(owner) * 17 + 1) & 0x7FFFFFFF
-
-    def slot(writer: int) -> int:
-        return 4 * (peers.index(writer) % (PROBE_BYTES // 4))
-
-    for device_id in local:
-        ordinal = native_ordinal(rendezvous.devices[device_id])
-        for peer in peers:
-            if not rendezvous.are_linked(device_id, peer):
-                continue
-            there = rendezvous.addresses[device_id][peer] + slot(device_id)
-            mine = rendezvous.addresses[device_id][device_id] + slot(peer)
-            if write:
-                module.write_word(ordinal, there, word(device_id, peer))
-                continue
-            for address, expected in (
-                (there, word(device_id, peer)),
-                (mine, word(peer, device_id)),
-            ):
-                found = module.read_word(ordinal, address)
-                if found != expected:
-                    raise RuntimeError(
-                        f"devices {device_id} and {peer} can't share memory: wrote {expected}, "
-                        f"read {found}"
-                    )
 
 
 def _process_of(device_id: int) -> int | None:

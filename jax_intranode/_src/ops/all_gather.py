@@ -1,34 +1,33 @@
 """all_gather: every rank's operand, in rank order, on every rank."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.interpreters import mlir
 
 from jax_intranode._src.ops import collective, fallback
+from jax_intranode._src.ops.annotations import AxisNames, PyTree
 from jax_intranode._src.ops.collective import (
     AllGatherParams,
     PsumScatterParams,
     all_gather_p,
     psum_scatter_p,
 )
-from jax_intranode._src.ops.lowering_site import LoweringSite
-from jax_intranode._src.ops.primitive import Operation, nbytes
-from jax_intranode._src.selection import select
+from jax_intranode._src.ops.primitive import nbytes
 
 
 def all_gather(
-    x: Any,
-    axis_name: Any,
+    x: PyTree,
+    axis_name: AxisNames,
     *,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     axis: int = 0,
     tiled: bool = False,
     to: str = "varying",
-) -> Any:
+) -> PyTree:
     """Gathers arrays over one or more mapped axes; takes the place of ``jax.lax.all_gather``.
 
     Inside ``jax.shard_map`` over devices of one host, each rank writes its array into its peers'
@@ -54,7 +53,7 @@ def all_gather(
 
     Raises:
         NameError: an axis is not bound, as in ``jax.lax.all_gather``.
-        TypeError: `axis` is no integer.
+        TypeError: `axis` is not an integer.
         ValueError: there is no such `axis`.
 
     Examples:
@@ -106,92 +105,32 @@ def all_gather(
     return jax.tree.map(gather, x)
 
 
-# Abstract evaluation.
+# Rules.
 
 
-def _abstract_eval(x: Any, *, params: AllGatherParams) -> list[Any]:
-    shape = list(x.shape)
+def _shape(shape: list[int], params: AllGatherParams) -> tuple[int, ...]:
     if params.tiled:
         shape[params.axis] *= params.world_size
     else:
         shape.insert(params.axis, params.world_size)
-    return [x.update(shape=tuple(shape))]
+    return tuple(shape)
 
 
-# Selection and lowering.
+def _batched(params: AllGatherParams, d: int) -> tuple[AllGatherParams, int]:
+    if d <= params.axis:
+        return replace(params, axis=params.axis + 1), d
+    return params, d if params.tiled else d + 1
 
 
-def _select(
-    site: LoweringSite, aval: Any, params: AllGatherParams, traced_over: Any
-) -> select.Selection:
-    return collective.select_one(all_gather_p, site, aval, nbytes(aval), params, traced_over)
-
-
-def _explain(
-    site: LoweringSite, avals: Sequence[Any], *, params: AllGatherParams, traced_over: Any
-) -> list[Operation]:
-    selected = _select(site, avals[0], params, traced_over)
-    return [collective.operation_of(all_gather_p, avals, selected)]
-
-
-def _lower(ctx: Any, x: Any, *, params: AllGatherParams, traced_over: Any) -> list[Any]:
-    site = LoweringSite.of(ctx)
-    (aval,), (out_aval,) = ctx.avals_in, ctx.avals_out
-    selected = _select(site, aval, params, traced_over)
-    if selected.algorithm == "lax":
-        return collective.lower_to_lax(ctx, all_gather_p, [x], params, selected)
-    # The custom call stacks the shards along a first dimension. `arrange` moves that dimension.
-    stacked = aval.update(shape=(params.world_size, *aval.shape))
-    (gathered,) = collective.lower_to_call(
-        ctx.replace(avals_out=[stacked]), all_gather_p, [x], site.mesh, params.axes, selected
-    )
-
-    def arrange(v: Any) -> Any:
-        return jnp.moveaxis(v, 0, params.axis).reshape(out_aval.shape)
-
-    lower = mlir.lower_fun(arrange, multiple_results=False)
-    return list(lower(ctx.replace(avals_in=[stacked]), gathered))
-
-
-# Differentiation.
-
-
-def _transpose(cotangents: Sequence[Any], x: Any, *, params: AllGatherParams) -> list[Any]:
-    scattered = PsumScatterParams(params.axes, params.axis, params.tiled, params.world_size)
-
-    def of_nonzero(cts: list[Any]) -> list[Any]:
-        return [collective.bind_or_fall_back(psum_scatter_p, ct, scattered) for ct in cts]
-
-    return collective.transpose(of_nonzero, cotangents, [x])
-
-
-# Batching: the batch is one more dimension.
-
-
-def _batch(
-    name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: AllGatherParams
-) -> tuple[list[Any], list[Any]]:
-    if name in params.axes:
-        return collective.batch_over_hidden_axis(
-            all_gather_p, name, size, operands, dims, params, None
-        )
-    (x,), (d,), axis = operands, dims, params.axis
-    if d <= axis:
-        axis += 1
-    elif not params.tiled:
-        d += 1
-    batched = AllGatherParams(params.axes, axis, params.tiled, params.world_size)
-    return all_gather_p.bind(x, params=batched), [d]
-
-
-# Registration.
-
-all_gather_p.register(
-    abstract_eval=_abstract_eval,
-    lower=_lower,
-    explain=_explain,
-    jvp=collective.jvp,
-    transpose=_transpose,
-    batch=_batch,
-    needed=collective.needed,
+collective.register(
+    all_gather_p,
+    shape=_shape,
+    sent_bytes=lambda x, params: nbytes(x),
+    join=lambda parts, shape, params: jnp.moveaxis(parts, 0, params.axis).reshape(shape),
+    transposed=lambda params: (
+        psum_scatter_p,
+        PsumScatterParams(params.axes, params.axis, params.tiled, params.world_size),
+    ),
+    batched=_batched,
+    hidden_dim=None,
 )

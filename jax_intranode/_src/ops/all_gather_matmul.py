@@ -3,51 +3,109 @@
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad
+from jax.typing import ArrayLike, DTypeLike
 
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import (
     collective,
     collective_matmul,
-    global_arrays,
+    local_matmuls,
     matmul_arguments,
-    overlapped,
-    products,
+    overlapped_call,
 )
+from jax_intranode._src.ops.annotations import AnyMesh, AxisNames, Matrices
 from jax_intranode._src.ops.collective import AllGatherParams, all_gather_p
 from jax_intranode._src.ops.collective_matmul import (
+    Collective,
     Communicate,
-    MatmulParams,
+    GatherMatmulParams,
+    SumMatmulParams,
     TangentParams,
     all_gather_matmul_p,
     matmul_reduce_scatter_p,
     tangent_of_all_gather_matmul_p,
 )
-from jax_intranode._src.ops.lowering_site import LoweringSite
-from jax_intranode._src.ops.primitive import Operation
+from jax_intranode._src.ops.global_arrays import GlobalCall
+from jax_intranode._src.ops.matmul_arguments import MatmulCall
 
 # The name, for policies of jax.checkpoint, of the gathered x that weight gradients need.
 GATHERED = "jax_intranode.gathered"
 
 
+@overload
 def all_gather_matmul(
-    x: Any,
-    w: Any,
-    axis_name: Any,
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisNames,
+    *,
+    gather_axis: int = ...,
+    return_gathered: Literal[False] = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    batch_axes: AxisNames = ...,
+    mesh: AnyMesh | None = ...,
+) -> jax.Array: ...
+
+
+@overload
+def all_gather_matmul(
+    x: ArrayLike,
+    w: Sequence[ArrayLike],
+    axis_name: AxisNames,
+    *,
+    gather_axis: int = ...,
+    return_gathered: Literal[False] = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    batch_axes: AxisNames = ...,
+    mesh: AnyMesh | None = ...,
+) -> list[jax.Array]: ...
+
+
+@overload
+def all_gather_matmul(
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisNames,
+    *,
+    gather_axis: int = ...,
+    return_gathered: Literal[True],
+    preferred_element_type: DTypeLike | None = ...,
+    batch_axes: AxisNames = ...,
+    mesh: AnyMesh | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def all_gather_matmul(
+    x: ArrayLike,
+    w: Sequence[ArrayLike],
+    axis_name: AxisNames,
+    *,
+    gather_axis: int = ...,
+    return_gathered: Literal[True],
+    preferred_element_type: DTypeLike | None = ...,
+    batch_axes: AxisNames = ...,
+    mesh: AnyMesh | None = ...,
+) -> tuple[list[jax.Array], jax.Array]: ...
+
+
+def all_gather_matmul(
+    x: ArrayLike,
+    w: Matrices,
+    axis_name: AxisNames,
     *,
     gather_axis: int = 0,
     return_gathered: bool = False,
-    preferred_element_type: Any = None,
-    batch_axes: Any = (),
-    mesh: Any = None,
-) -> Any:
+    preferred_element_type: DTypeLike | None = None,
+    batch_axes: AxisNames = (),
+    mesh: AnyMesh | None = None,
+) -> jax.Array | list[jax.Array] | tuple[jax.Array | list[jax.Array], jax.Array]:
     """Gathers an array over one or more mapped axes and multiplies it with matrices.
 
     ``jax.lax.all_gather(x, axis_name, axis=gather_axis, tiled=True) @ w``: the first matmul of a
@@ -100,8 +158,8 @@ def all_gather_matmul(
         pair of this and the gathered x.
 
     Raises:
-        TypeError: an operand is no array, the dtypes differ, `preferred_element_type` is of another
-            kind than they are, or `gather_axis` is no integer.
+        TypeError: an operand is not an array, the dtypes differ, `preferred_element_type` is
+            of a different kind, or `gather_axis` is not an integer.
         ValueError: the numbers of dimensions or the contracted dimensions do not fit, there is no
             such `gather_axis`, or it is the contracted dimension.
         ValueError, TypeError, NameError: on global arrays, as `column_parallel_matmul`.
@@ -121,106 +179,54 @@ def all_gather_matmul(
         >>> bool(jnp.allclose(gate_and_up(x, w), x @ w * 3))
         True
     """
-    return call(
-        *("all_gather_matmul", "gather_axis", x, w, axis_name, gather_axis),
-        *(return_gathered, preferred_element_type, batch_axes, mesh),
+    call = MatmulCall(
+        *("all_gather_matmul", x, w, axis_name, preferred_element_type, batch_axes, mesh),
+        lists=True,
     )
+    return of_call(call, "gather_axis", gather_axis, return_gathered)
 
 
-def call(
-    name: str,
-    argument: str,
-    x: Any,
-    w: Any,
-    axis_name: Any,
-    gather_axis: Any,
-    return_gathered: bool,
-    preferred_element_type: Any,
-    batch_axes: Any,
-    mesh: Any,
-) -> Any:
-    """`all_gather_matmul`, for a public function of this name.
+def of_call(call: MatmulCall, argument: str, gather_axis: Any, return_gathered: Any) -> Any:
+    """An all_gather_matmul, for a public function.
 
     Args:
-        name: the public function, for messages.
+        call: the call of the public function.
         argument: its argument that gives `gather_axis`.
-        x: as in `all_gather_matmul`, like all others.
+        gather_axis: as in `all_gather_matmul`.
+        return_gathered: as in `all_gather_matmul`.
     """
-    several = isinstance(w, (list, tuple))
-    x, ws = matmul_arguments.operands(name, x, w, lists=True)
-    dtype = matmul_arguments.result_dtype(name, x, preferred_element_type)
-    axis = matmul_arguments.dimension(name, argument, gather_axis, x.ndim)
-    if axis == x.ndim - 1:
+    axis = matmul_arguments.dimension(call.name, argument, gather_axis, call.x.ndim)
+    gathered = bool(return_gathered)
+    if axis == call.x.ndim - 1:
         raise ValueError(
-            f"{name}: {argument} is {gather_axis}, the last dimension of x, of shape {x.shape}, "
-            "which is contracted with w; gather another one, or call jax_intranode.all_gather and "
-            "multiply"
+            f"{call.name}: {argument} is {gather_axis}, the last dimension of x, of shape "
+            f"{call.x.shape}, which is contracted with w; gather another one, or call "
+            "jax_intranode.all_gather and multiply"
         )
-    of_ranks = partial(
-        _of_ranks,
-        axes=matmul_arguments.axes_of(axis_name),
-        axis=axis,
-        gathered=bool(return_gathered),
-        dtype=dtype,
-        preferred_element_type=preferred_element_type,
-    )
-    of_global = global_arrays.find(name, axis_name, batch_axes, mesh)
-    if of_global is None:
-        results = of_ranks(x, *ws)
-    else:
-        rows = of_global.rows(x)
+
+    def of_ranks(x: Any, *ws: Any, reason: str | None) -> list[Any]:
+        reason = reason or matmul_arguments.reason_for_lax(
+            "all_gather", call.axes, [x, *ws], [x], x.dtype
+        )
+        params = GatherMatmulParams(
+            axes=call.axes,
+            axis=axis,
+            world_size=matmul_arguments.world_size("all_gather_matmul", call.axes),
+            dtype=call.dtype,
+            precision=trace_state.matmul_precision(),
+            gathered=gathered,
+        )
+        reason = reason or _reason_of_types(x, ws, gathered)
+        return _KIND.bind_or_fall_back([x, *ws], params, reason)
+
+    def specs(of_global: GlobalCall, rows: list[Any]) -> tuple[Any, Any, list[Any]]:
         parts = [entry + of_global.axes * (k == axis) for k, entry in enumerate(rows)]
-        operands: list[Any] = [("x", x, [*parts, ()])]
-        for k, matrix in enumerate(ws):
-            operands.append((f"w[{k}]" if several else "w", matrix, [(), of_global.axes]))
-        out_specs = [[*rows, of_global.axes]] * len(ws) + [[*rows, ()]] * bool(return_gathered)
-        results = of_global.run(
-            partial(of_ranks, reason=of_global.reason),
-            operands,
-            out_specs,
-            # The type of the gathered x does not say that all ranks have the same one.
-            check_vma=not return_gathered,
-        )
-    result: Any = results[: len(ws)] if several else results[0]
-    return (result, results[-1]) if return_gathered else result
+        results = [[*rows, of_global.axes]] * len(call.ws) + [[*rows, ()]] * gathered
+        return [*parts, ()], [(), of_global.axes], results
 
-
-def _of_ranks(
-    x: Any,
-    *ws: Any,
-    axes: tuple[Any, ...],
-    axis: int,
-    gathered: bool,
-    dtype: np.dtype[Any],
-    preferred_element_type: Any,
-    reason: str | None = None,
-) -> list[Any]:
-    """The products, and the gathered x if `gathered`, where shard_map has bound the axes."""
-    name = "all_gather_matmul"
-    reason = reason or matmul_arguments.reason_for_lax("all_gather", axes, [x, *ws], [x], x.dtype)
-    reason = reason or _reason_of_types(x, ws, gathered)
-    params = MatmulParams(
-        axes=axes,
-        axis=axis,
-        world_size=matmul_arguments.world_size(name, axes),
-        dtype=dtype,
-        precision=trace_state.matmul_precision(),
-        gathered=gathered,
-    )
-    if reason is not None:
-        gather = collective_matmul.by_lax(name, reason, _gather_params(params))
-        results = unfused(gather, x, *ws, params=params)
-    else:
-        operands = matmul_arguments.varying_alike([x, *ws], axes)
-        with jax.named_scope(f"jax_intranode.{name}"):
-            results = all_gather_matmul_p.bind(*operands, params=params)
-    result: list[Any] = [
-        matmul_arguments.weak_as_laxs([x, w], preferred_element_type, product)
-        for w, product in zip(ws, results[: len(ws)], strict=True)
-    ]
-    if gathered:
-        result.append(matmul_arguments.weak_as_laxs([x], None, results[-1]))
-    return result
+    # The type of the gathered x does not say that all ranks have the same one.
+    result, whole = call.run(of_ranks, specs, check_vma=not gathered)
+    return (result, whole) if gathered else result
 
 
 def _reason_of_types(x: Any, ws: Sequence[Any], return_gathered: bool) -> str | None:
@@ -234,44 +240,44 @@ def _reason_of_types(x: Any, ws: Sequence[Any], return_gathered: bool) -> str | 
 # The unfused computation.
 
 
-def unfused(gather: Communicate, x: Any, *ws: Any, params: MatmulParams) -> list[Any]:
+def _unfused(gather: Communicate, x: Any, *ws: Any, params: GatherMatmulParams) -> list[Any]:
     """The all-gather, and the products after it."""
     if x.size:
         whole = gather(x)
     else:  # XLA's collectives refuse empty arrays
         whole = collective.varying(x, params.axes).reshape(_gathered_shape(x.shape, params))
-    found = [products.dot(whole, w, params.dtype, params.precision, params.transposed) for w in ws]
+    found = [local_matmuls.dot(whole, w, *params.how) for w in ws]
     return [*found, whole] if params.gathered else found
 
 
-def _gathered_shape(shape: tuple[int, ...], params: MatmulParams) -> tuple[int, ...]:
+def _gathered_shape(shape: tuple[int, ...], params: GatherMatmulParams) -> tuple[int, ...]:
     axis = params.axis
     return (*shape[:axis], shape[axis] * params.world_size, *shape[axis + 1 :])
 
 
-def _gather_params(params: MatmulParams) -> AllGatherParams:
-    return AllGatherParams(params.axes, params.axis, True, params.world_size)
+def _gather(params: GatherMatmulParams) -> Collective:
+    return all_gather_p, AllGatherParams(params.axes, params.axis, True, params.world_size)
 
 
 # Abstract evaluation.
 
 
-def abstract_eval(x: Any, *ws: Any, params: MatmulParams) -> list[Any]:
+def abstract_eval(x: Any, *ws: Any, params: GatherMatmulParams) -> list[Any]:
     """The types of the results."""
     whole = x.update(shape=_gathered_shape(x.shape, params), weak_type=False)
-    shapes = [products.dot_shape(whole, w, params.transposed) for w in ws]
+    shapes = [local_matmuls.dot_shape(whole, w, params.transposed) for w in ws]
     found = [whole.update(shape=s, dtype=np.dtype(params.dtype)) for s in shapes]
     return [*found, whole] if params.gathered else found
 
 
-# Selection and lowering.
+# Overlapping.
 
 
-def request(x: Any, *ws: Any, params: MatmulParams) -> overlapped.Request | str:
+def request(x: Any, *ws: Any, params: GatherMatmulParams) -> overlapped_call.Request | str:
     """The request for a custom call, from the operands' types, or why there is none."""
     if not ws:
         return "no matmul"
-    return overlapped.Request(
+    return overlapped_call.Request(
         axis=params.axis,
         outer=math.prod(x.shape[: params.axis]),
         rows=math.prod(x.shape[params.axis : -1]),
@@ -284,46 +290,16 @@ def request(x: Any, *ws: Any, params: MatmulParams) -> overlapped.Request | str:
     )
 
 
-def _find(
-    site: LoweringSite, avals: Sequence[Any], params: MatmulParams, traced_over: Any
-) -> overlapped.Overlapped | str:
-    return collective_matmul.find_overlapped(
-        "all_gather_matmul", site, params.axes, traced_over, request(*avals, params=params)
-    )
-
-
-def _explain(
-    site: LoweringSite, avals: Sequence[Any], *, params: MatmulParams, traced_over: Any
-) -> list[Operation]:
-    found = _find(site, avals, params, traced_over)
-    if not isinstance(found, str):
-        return [collective_matmul.explain_overlapped(all_gather_matmul_p, avals, avals[0], found)]
-    gather = all_gather_p, _gather_params(params)
-    return [
-        collective_matmul.explain_unfused(
-            all_gather_matmul_p, avals, avals[0], gather, site, traced_over, found
-        )
-    ]
-
-
-def _lower(ctx: Any, *operands: Any, params: MatmulParams, traced_over: Any) -> Any:
-    found = _find(LoweringSite.of(ctx), ctx.avals_in, params, traced_over)
-
-    def compute(*operands: Any) -> list[Any]:
-        if not isinstance(found, str):
-            return found(*operands)
-        own = all_gather_p, _gather_params(params)
-        gather = collective_matmul.bound_as_traced(own, traced_over)
-        return unfused(gather, *operands, params=params)
-
-    return mlir.lower_fun(compute)(ctx, *operands)
+_KIND = collective_matmul.Kind(
+    all_gather_matmul_p, _gather, _unfused, lambda avals, params: avals[0], request
+)
 
 
 # Differentiation.
 
 
 def _jvp(
-    bind: Any, primals: Sequence[Any], tangents: Sequence[Any], params: MatmulParams
+    bind: Any, primals: Sequence[Any], tangents: Sequence[Any], params: GatherMatmulParams
 ) -> tuple[list[Any], list[Any]]:
     x, *ws = primals
     dx, *dws = tangents
@@ -348,12 +324,14 @@ def _jvp(
     if type(dx) is not ad.Zero:
         moved = list(bind(dx, *ws, params=params))
     for k in moving:
-        of_w = products.dot(whole, dws[k], params.dtype, params.precision, params.transposed)
+        of_w = local_matmuls.dot(whole, dws[k], *params.how)
         moved[k] = ad.add_jaxvals(moved[k], of_w) if type(dx) is not ad.Zero else of_w
     return results, moved
 
 
-def _transpose(cotangents: Sequence[Any], x: Any, *ws: Any, params: MatmulParams) -> list[Any]:
+def _transpose(
+    cotangents: Sequence[Any], x: Any, *ws: Any, params: GatherMatmulParams
+) -> list[Any]:
     nonzero = [None if type(ct) is ad.Zero else ct for ct in cotangents]
     of_products = nonzero[: len(ws)]
     none_of_ws: list[Any] = [None] * len(ws)
@@ -366,11 +344,10 @@ def _transpose(cotangents: Sequence[Any], x: Any, *ws: Any, params: MatmulParams
             *[ct for ct, _ in terms],
             *[w for _, w in terms],
             *addend,
-            params=replace(
-                params,
+            params=params.of(
+                SumMatmulParams,
                 dtype=x.aval.dtype,
                 transposed=not params.transposed,
-                gathered=False,
                 terms=len(terms),
             ),
         )
@@ -380,7 +357,7 @@ def _transpose(cotangents: Sequence[Any], x: Any, *ws: Any, params: MatmulParams
     return [
         None,
         *(
-            products.wgrad_dot(whole, ct, w.aval.dtype, params.precision, params.transposed)
+            local_matmuls.wgrad_dot(whole, ct, w.aval.dtype, params.precision, params.transposed)
             if ad.is_undefined_primal(w) and ct is not None
             else None
             for ct, w in zip(of_products, ws, strict=True)
@@ -392,23 +369,22 @@ def _transpose(cotangents: Sequence[Any], x: Any, *ws: Any, params: MatmulParams
 
 
 def _batch(
-    name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: MatmulParams
+    name: Hashable,
+    size: int,
+    operands: Sequence[Any],
+    dims: Sequence[Any],
+    params: GatherMatmulParams,
 ) -> tuple[list[Any], list[Any]]:
     # A batch that is itself spread over mesh axes (vmap's spmd_axis_name) varies over them.
     x, *ws = operands = matmul_arguments.varying_alike(operands, ())
-    gather = all_gather_p, _gather_params(params)
     if name in params.axes:
-        return collective_matmul.batch_over_hidden_axis(
-            all_gather_matmul_p, unfused, gather, name, size, operands, dims, params
-        )
+        return _KIND.batch_over_hidden_axis(name, size, operands, dims, params)
     d, *of_ws = dims
     if any(of_w is not None for of_w in of_ws):
         out_dims = [None if d is None and of_w is None else 0 for of_w in of_ws]
         if params.gathered:
             out_dims.append(None if d is None else 0)
-        return collective_matmul.batch_unfused(
-            unfused, gather, size, operands, dims, out_dims, params
-        )
+        return _KIND.batch_unfused(size, operands, dims, out_dims, params)
     if d == x.ndim - 1:
         x, d = jnp.moveaxis(x, d, 0), 0
     batched = replace(params, axis=params.axis + (d <= params.axis))
@@ -419,7 +395,7 @@ def _batch(
 # Registration.
 
 
-def _needed(used: list[bool], params: MatmulParams) -> tuple[list[bool], MatmulParams]:
+def _needed(used: list[bool], params: GatherMatmulParams) -> tuple[list[bool], GatherMatmulParams]:
     if not params.gathered:
         return [True, *used], params
     return [True, *used[:-1]], replace(params, gathered=used[-1])
@@ -427,11 +403,9 @@ def _needed(used: list[bool], params: MatmulParams) -> tuple[list[bool], MatmulP
 
 all_gather_matmul_p.register(
     abstract_eval=abstract_eval,
-    lower=_lower,
-    explain=_explain,
+    decide=_KIND.decide,
     jvp=_jvp,
     transpose=_transpose,
     batch=_batch,
     needed=_needed,
-    find=_find,
 )

@@ -1,30 +1,29 @@
 """all_to_all: every rank's operand is divided among the ranks, and each gets its parts of all."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.interpreters import mlir
 
 from jax_intranode._src.ops import collective, fallback
+from jax_intranode._src.ops.annotations import AxisNames, PyTree
 from jax_intranode._src.ops.collective import AllToAllParams, all_to_all_p
-from jax_intranode._src.ops.lowering_site import LoweringSite
-from jax_intranode._src.ops.primitive import Operation, nbytes
-from jax_intranode._src.selection import select
+from jax_intranode._src.ops.primitive import nbytes
 
 
 def all_to_all(
-    x: Any,
-    axis_name: Any,
+    x: PyTree,
+    axis_name: AxisNames,
     split_axis: int,
     concat_axis: int,
     *,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     tiled: bool = False,
-) -> Any:
+) -> PyTree:
     """Exchanges parts of arrays over mapped axes; takes the place of ``jax.lax.all_to_all``.
 
     Inside ``jax.shard_map`` over devices of one host, each rank writes each part of its array into
@@ -61,7 +60,7 @@ def all_to_all(
 
     Raises:
         NameError: an axis is not bound, as in ``jax.lax.all_to_all``.
-        TypeError: `split_axis` or `concat_axis` is no integer.
+        TypeError: `split_axis` or `concat_axis` is not an integer.
         ValueError: there is no such dimension, or it can't be divided among the ranks. (jax 0.10
             may raise IndexError instead.)
 
@@ -141,97 +140,31 @@ def _bind(x: Any, axes: tuple[str, ...], split: int, concat: int, size: int) -> 
     return result
 
 
-# Abstract evaluation.
+# Rules.
 
 
-def _abstract_eval(x: Any, *, params: AllToAllParams) -> list[Any]:
-    shape = list(x.shape)
+def _shape(shape: list[int], params: AllToAllParams) -> tuple[int, ...]:
     shape[params.split] //= params.world_size
     shape[params.concat] *= params.world_size
-    return [x.update(shape=tuple(shape), weak_type=False)]
+    return tuple(shape)
 
 
-# Selection and lowering.
-
-
-def _select(
-    site: LoweringSite, aval: Any, params: AllToAllParams, traced_over: Any
-) -> select.Selection:
-    part = nbytes(aval) // params.world_size
-    return collective.select_one(all_to_all_p, site, aval, part, params, traced_over)
-
-
-def _explain(
-    site: LoweringSite, avals: Sequence[Any], *, params: AllToAllParams, traced_over: Any
-) -> list[Operation]:
-    selected = _select(site, avals[0], params, traced_over)
-    return [collective.operation_of(all_to_all_p, avals, selected)]
-
-
-def _lower(ctx: Any, x: Any, *, params: AllToAllParams, traced_over: Any) -> list[Any]:
-    site = LoweringSite.of(ctx)
-    (aval,), (out_aval,) = ctx.avals_in, ctx.avals_out
-    selected = _select(site, aval, params, traced_over)
-    if selected.algorithm == "lax":
-        return collective.lower_to_lax(ctx, all_to_all_p, [x], params, selected)
-    size, split, concat = params.world_size, params.split, params.concat
-    part = (*aval.shape[:split], aval.shape[split] // size, *aval.shape[split + 1 :])
-    stacked = aval.update(shape=(size, *part))
-
-    def divide(v: Any) -> Any:
-        """Stacks the parts along a first dimension, as the custom call expects them."""
-        divided = v.reshape(*part[:split], size, *part[split:])
-        return jnp.moveaxis(divided, split, 0)
-
-    def join(v: Any) -> Any:
-        """Puts the parts of all ranks, which the custom call stacks, one behind the other."""
-        return jnp.moveaxis(v, 0, concat).reshape(out_aval.shape)
-
-    (parts,) = mlir.lower_fun(divide, False)(ctx.replace(avals_out=[stacked]), x)
-    (parts,) = collective.lower_to_call(
-        ctx.replace(avals_in=[stacked], avals_out=[stacked]),
-        *(all_to_all_p, [parts], site.mesh, params.axes, selected),
-    )
-    return list(mlir.lower_fun(join, False)(ctx.replace(avals_in=[stacked]), parts))
-
-
-# Differentiation.
-
-
-def _transpose(cotangents: Sequence[Any], x: Any, *, params: AllToAllParams) -> list[Any]:
-    back = AllToAllParams(params.axes, params.concat, params.split, params.world_size)
-
-    def of_nonzero(cts: list[Any]) -> list[Any]:
-        return [collective.bind_or_fall_back(all_to_all_p, ct, back) for ct in cts]
-
-    return collective.transpose(of_nonzero, cotangents, [x])
-
-
-# Batching: the batch is one more dimension.
-
-
-def _batch(
-    name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: AllToAllParams
-) -> tuple[list[Any], list[Any]]:
-    if name in params.axes:
-        return collective.batch_over_hidden_axis(
-            all_to_all_p, name, size, operands, dims, params, 0
-        )
-    (x,), (d,) = operands, dims
+def _batched(params: AllToAllParams, d: int) -> tuple[AllToAllParams, int]:
     split, concat = (axis + (d <= axis) for axis in (params.split, params.concat))
-    return all_to_all_p.bind(
-        x, params=AllToAllParams(params.axes, split, concat, params.world_size)
-    ), [d]
+    return replace(params, split=split, concat=concat), d
 
 
-# Registration.
-
-all_to_all_p.register(
-    abstract_eval=_abstract_eval,
-    lower=_lower,
-    explain=_explain,
-    jvp=collective.jvp,
-    transpose=_transpose,
-    batch=_batch,
-    needed=collective.needed,
+collective.register(
+    all_to_all_p,
+    shape=_shape,
+    sent_bytes=lambda x, params: nbytes(x) // params.world_size,
+    divide=lambda x, params: collective.stack_parts(x, params.split, params.world_size),
+    join=lambda parts, shape, params: jnp.moveaxis(parts, 0, params.concat).reshape(shape),
+    transposed=lambda params: (
+        all_to_all_p,
+        replace(params, split=params.concat, concat=params.split),
+    ),
+    batched=_batched,
+    hidden_dim=0,
+    keeps_weak_type=False,
 )

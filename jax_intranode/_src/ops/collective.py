@@ -5,25 +5,26 @@ rules are in its own file, and may bind the others' primitives.
 """
 
 import operator
-import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.interpreters import ad, mlir
 
-from jax_intranode._src.group import communicator
+from jax_intranode._src.group import agreed, communicator
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib
+from jax_intranode._src.health import call_sites
 from jax_intranode._src.jax_private import lowering_context, trace_state
-from jax_intranode._src.native import call_sites, definitions
+from jax_intranode._src.native import definitions
 from jax_intranode._src.ops import counts, fallback
 from jax_intranode._src.ops.lowering_site import LoweringSite
-from jax_intranode._src.ops.primitive import Operation, OpPrimitive, nbytes
+from jax_intranode._src.ops.primitive import Decision, Operation, OpPrimitive, nbytes
 from jax_intranode._src.selection import config, select, table, tuning
 
 # The primitives, and the parameters of each.
@@ -137,7 +138,7 @@ def integer(operation: str, name: str, value: Any) -> int:
     """An argument that names a dimension.
 
     Raises:
-        TypeError: it is no integer, or its value is not known while tracing.
+        TypeError: it is not an integer, or its value is not known while tracing.
     """
     try:
         return int(operator.index(value))
@@ -182,49 +183,36 @@ def bind_or_fall_back(primitive: OpPrimitive, x: Any, params: Params) -> Any:
 
 # Selection.
 
-# A size of epoch buffers for which no operation is too large.
-_UNLIMITED = sys.maxsize
 
-
-def chooser(
-    operation: str, mesh: jax.sharding.Mesh, axes: Sequence[str], dtype: np.dtype[Any]
-) -> Callable[[int], select.Selection]:
-    """Selects the algorithm of an operation over `axes` of a mesh.
+def selector(
+    mesh: jax.sharding.Mesh, axes: Sequence[str]
+) -> Callable[[select.Selection | None, Callable[..., select.Selection]], select.Selection]:
+    """Selects what runs the operations over `axes` of a mesh.
 
     Returns:
-        A function from the operation's bytes (see `select.select`) to the selection. The processes
-        of the mesh rendezvous when it is first called for an operation that may be accelerated.
+        A function of what `select.static_reason` says, and of a function that selects from the
+        facts that all ranks know. The processes of the mesh rendezvous when there is no static
+        reason for the first time.
     """
     partition = partition_lib.partition(mesh, tuple(axes))
     device = mesh.devices.flat[0]
-    select_within = partial(
-        select.select,
-        operation,
-        dtype=dtype.name,
-        world_size=partition.group_size,
-        hardware=table.hardware_of(device.platform, device.device_kind),
-        mode=rendezvous_lib.mode_of(mesh.devices.flat),
-        tuned=tuning.rows_for([d.device_kind for d in mesh.devices.flat]),
-        segment_bytes=config.get().segment_kib * 1024,
-    )
+    select_with = {
+        "hardware": table.hardware_of(device.platform, device.device_kind),
+        "mode": agreed.mode_of(mesh.devices.flat),
+        "tuned": tuning.rows_for([d.device_kind for d in mesh.devices.flat]),
+    }
 
-    def never_accelerated(nbytes: int) -> select.Selection | None:
-        """The selection if lax runs the operation with any memory and any environment, or None.
-
-        The question is asked with unlimited memory and an algorithm that is forced at all sizes.
-        """
-        selected = select_within(nbytes=nbytes, epoch_buffer_bytes=_UNLIMITED, algorithm="one_shot")
-        return selected if selected.algorithm == "lax" else None
-
-    def choose(nbytes: int) -> select.Selection:
-        by_lax = never_accelerated(nbytes)
-        if by_lax is not None:
-            return by_lax  # without a rendezvous
+    def choose(
+        static: select.Selection | None, selected_by: Callable[..., select.Selection]
+    ) -> select.Selection:
+        if static is not None:
+            return static
         rendezvous = rendezvous_lib.rendezvous_of(mesh.devices.flat)
         if rendezvous.reason is not None:
             return select.Selection("lax", rendezvous.reason, logged=True)
-        selected = select_within(
-            nbytes=nbytes,
+        selected = selected_by(
+            **select_with,
+            world_size=partition.group_size,
             epoch_buffer_bytes=rendezvous.epoch_buffer_bytes,
             algorithm=config.get().algorithm,
             topology=communicator.topology_of(rendezvous, partition).value,
@@ -238,20 +226,26 @@ def chooser(
     return choose
 
 
-def select_one(
-    primitive: OpPrimitive,
-    site: LoweringSite,
-    aval: Any,
-    nbytes: int,
-    params: Params,
-    traced_over: tuple[int, ...] | None,
-) -> select.Selection:
-    """What a collective of one array runs as at a lowering site."""
-    reason = site.reason_for_lax(traced_over)
-    if reason is not None:
-        return select.Selection("lax", reason)
-    assert site.mesh is not None  # or there would be a reason
-    return chooser(primitive.operation, site.mesh, params.axes, aval.dtype)(nbytes)
+def chooser(
+    operation: str, mesh: jax.sharding.Mesh, axes: Sequence[str], dtype: np.dtype[Any]
+) -> Callable[[int], select.Selection]:
+    """Selects the algorithm of a collective from its bytes (see `select.select`)."""
+    choose = selector(mesh, axes)
+    world_size = partition_lib.partition(mesh, tuple(axes)).group_size
+
+    def choose_by_bytes(nbytes: int) -> select.Selection:
+        return choose(
+            select.static_reason(operation, dtype.name, world_size, is_empty=nbytes == 0),
+            partial(
+                select.select,
+                operation,
+                nbytes=nbytes,
+                dtype=dtype.name,
+                segment_bytes=config.get().segment_kib * 1024,
+            ),
+        )
+
+    return choose_by_bytes
 
 
 def operation_of(
@@ -337,13 +331,20 @@ def site_of(ctx: Any, operation: str) -> str:
     return site
 
 
-# Differentiation. Collectives are linear. Nothing is sent for a tangent or cotangent that is zero.
+def stack_parts(x: Any, dimension: int, size: int) -> Any:
+    """Divides a dimension among the ranks, and stacks their parts along a first dimension."""
+    part = (*x.shape[:dimension], x.shape[dimension] // size, *x.shape[dimension + 1 :])
+    divided = x.reshape(*part[:dimension], size, *part[dimension:])
+    return jnp.moveaxis(divided, dimension, 0)
+
+
+# Rules.
 
 
 def jvp(
     bind: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], params: Params
 ) -> tuple[list[Any], list[Any]]:
-    """The jvp rule of all of them."""
+    """The jvp rule: collectives are linear. Nothing is sent for a tangent that is zero."""
     results = bind(*primals, params=params)
     nonzero = [t for t in tangents if type(t) is not ad.Zero]
     moved = iter(bind(*nonzero, params=params) if nonzero else [])
@@ -363,9 +364,6 @@ def transpose(
         ad.Zero(x.aval.to_ct_aval()) if type(ct) is ad.Zero else next(transposed)
         for ct, x in zip(cotangents, operands, strict=True)
     ]
-
-
-# Batching.
 
 
 def batch_over_hidden_axis(
@@ -396,3 +394,97 @@ def batch_over_hidden_axis(
 def needed(used: list[bool], params: Params) -> tuple[list[bool], Params]:
     """Each result needs the operand of its position."""
     return used, params
+
+
+def register(
+    primitive: OpPrimitive,
+    *,
+    shape: Callable[[list[int], Any], tuple[int, ...]],
+    sent_bytes: Callable[[Any, Any], int],
+    transposed: Callable[[Any], tuple[OpPrimitive, Params]],
+    batched: Callable[[Any, int], tuple[Params, int]],
+    hidden_dim: int | None,
+    divide: Callable[[Any, Any], Any] | None = None,
+    join: Callable[[Any, tuple[int, ...], Any], Any] | None = None,
+    keeps_weak_type: bool = True,
+) -> None:
+    """Registers the rules of a collective of one array.
+
+    Args:
+        primitive: its primitive.
+        shape: (shape of the operand as a list, params) -> shape of the result.
+        sent_bytes: (type of the operand, params) -> bytes that a rank sends to each peer.
+        transposed: params -> the collective that is the transpose, and its parameters.
+        batched: (params, batch dimension) -> parameters with one more dimension, and the batch
+            dimension of the result.
+        hidden_dim: batch dimension of lax's results where vmap hides a mesh axis.
+        divide: (x, params) -> the parts that the custom call sends to the ranks, stacked along a
+            first dimension. None: it sends x to all.
+        join: (parts, shape, params) -> the result, of this shape, from the parts of all ranks,
+            which the custom call stacks along a first dimension. None: its result is one array.
+        keeps_weak_type: whether the result of a weakly typed operand is weakly typed.
+    """
+    operation = primitive.operation
+
+    def abstract_eval(x: Any, *, params: Any) -> list[Any]:
+        weak = {} if keeps_weak_type else {"weak_type": False}
+        return [x.update(shape=tuple(shape(list(x.shape), params)), **weak)]
+
+    def decide(site: LoweringSite, avals: Sequence[Any], params: Any, traced_over: Any) -> Decision:
+        (aval,) = avals
+        reason = site.reason_for_lax(traced_over)
+        if reason is not None:
+            selected = select.Selection("lax", reason)
+        else:
+            assert site.mesh is not None  # or there would be a reason
+            choose = chooser(operation, site.mesh, params.axes, aval.dtype)
+            selected = choose(sent_bytes(aval, params))
+
+        def lower(ctx: Any, x: Any) -> list[Any]:
+            if selected.algorithm == "lax":
+                return lower_to_lax(ctx, primitive, [x], params, selected)
+            (result,) = ctx.avals_out
+            parts = aval.update(shape=(params.world_size, *aval.shape))
+            if divide is not None:
+                divided = jax.eval_shape(
+                    lambda v: divide(v, params), jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+                )
+                parts = aval.update(shape=divided.shape)
+                arrange = mlir.lower_fun(lambda v: divide(v, params), multiple_results=False)
+                (x,) = arrange(ctx.replace(avals_out=[parts]), x)
+            call = ctx.replace(
+                avals_in=[aval if divide is None else parts],
+                avals_out=[result if join is None else parts],
+            )
+            found = lower_to_call(call, primitive, [x], site.mesh, params.axes, selected)
+            if join is None:
+                return found
+            arrange = mlir.lower_fun(
+                lambda v: join(v, result.shape, params), multiple_results=False
+            )
+            return list(arrange(ctx.replace(avals_in=[parts]), *found))
+
+        return Decision(lower, lambda: [operation_of(primitive, avals, selected)])
+
+    def transpose_rule(cotangents: Sequence[Any], x: Any, *, params: Any) -> list[Any]:
+        back, its_params = transposed(params)
+        return transpose(
+            lambda cts: [bind_or_fall_back(back, ct, its_params) for ct in cts], cotangents, [x]
+        )
+
+    def batch(
+        name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: Any
+    ) -> tuple[list[Any], list[Any]]:
+        if name in params.axes:
+            return batch_over_hidden_axis(primitive, name, size, operands, dims, params, hidden_dim)
+        its_params, d = batched(params, dims[0])
+        return primitive.bind(*operands, params=its_params), [d]
+
+    primitive.register(
+        abstract_eval=abstract_eval,
+        decide=decide,
+        jvp=jvp,
+        transpose=transpose_rule,
+        batch=batch,
+        needed=needed,
+    )

@@ -3,34 +3,42 @@
 Their primitives, and those of their gradients, are declared here, because differentiation turns one
 into another: each primitive's rules are in its own file, and may bind the others' primitives.
 
-A collective matmul is overlapped, as one custom call, where `overlapped.find` says so. Elsewhere it
-is computed unfused: products (`products`), and a collective that is selected by its own rules. Each
-file has a function `unfused(communicate, *operands, params)` for this, where `communicate` is the
-collective as a function of one array.
+A collective matmul is overlapped, as one custom call, where `overlapped_call.find` says so.
+Elsewhere it is computed unfused: products (`local_matmuls`), and a collective that is selected by
+its own rules. Each file has a function `_unfused(communicate, *operands, params)` for this, where
+`communicate` is the collective as a function of one array, and describes itself by a `Kind`.
 """
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import ad
+from jax.interpreters import ad, mlir
 
-from jax_intranode._src.ops import collective, fallback, matmul_arguments, overlapped, products
+from jax_intranode._src.ops import (
+    collective,
+    fallback,
+    local_matmuls,
+    matmul_arguments,
+    overlapped_call,
+)
 from jax_intranode._src.ops.lowering_site import LoweringSite
-from jax_intranode._src.ops.primitive import Operation, OpPrimitive, nbytes
+from jax_intranode._src.ops.primitive import Decision, Operation, OpPrimitive, nbytes
 from jax_intranode._src.selection import select
 
 # The primitives, and their parameters.
 
+Params = TypeVar("Params", bound="MatmulParams")
+
 
 @dataclass(frozen=True)
 class MatmulParams:
-    """Parameters of a collective matmul.
+    """What the parameters of all collective matmuls have in common.
 
     Attributes:
         axes: the mesh axes of the collective.
@@ -40,9 +48,6 @@ class MatmulParams:
         dtype: dtype of the products.
         precision: as in ``jax.lax.dot_general``.
         transposed: whether the matrices are [N, K] instead of [K, N].
-        gathered: all_gather_matmul: whether the gathered x is the last result.
-        terms: matmul_reduce_scatter and matmul_all_reduce: number of products that are summed.
-        invariant: matmul_all_reduce: as in `collective.PsumParams`.
     """
 
     axes: tuple[str, ...]
@@ -51,8 +56,48 @@ class MatmulParams:
     dtype: np.dtype[Any]
     precision: Any
     transposed: bool = False
+
+    @property
+    def how(self) -> tuple[Any, Any, bool]:
+        """How products are computed: the last arguments of `local_matmuls.dot`."""
+        return self.dtype, self.precision, self.transposed
+
+    def of(self, kind: type[Params], **changes: Any) -> Params:
+        """The parameters of another collective matmul that has these in common, with changes."""
+        common = {f.name: getattr(self, f.name) for f in dataclasses.fields(MatmulParams)}
+        return kind(**common | changes)
+
+
+@dataclass(frozen=True)
+class GatherMatmulParams(MatmulParams):
+    """Parameters of `all_gather_matmul_p`.
+
+    Attributes:
+        gathered: whether the gathered x is the last result.
+    """
+
     gathered: bool = False
+
+
+@dataclass(frozen=True)
+class SumMatmulParams(MatmulParams):
+    """Parameters of `matmul_reduce_scatter_p`.
+
+    Attributes:
+        terms: number of products that are summed.
+    """
+
     terms: int = 1
+
+
+@dataclass(frozen=True)
+class AllReduceMatmulParams(SumMatmulParams):
+    """Parameters of `matmul_all_reduce_p`.
+
+    Attributes:
+        invariant: as in `collective.PsumParams`.
+    """
+
     invariant: bool = False
 
 
@@ -66,7 +111,7 @@ class TangentParams:
         moving: the matrices, by position, that have a tangent.
     """
 
-    matmul: MatmulParams
+    matmul: GatherMatmulParams
     matrices: int
     moving: tuple[int, ...]
 
@@ -86,7 +131,7 @@ class GradientParams:
         wgrad_dtype: dtype of the weight gradients.
     """
 
-    matmul: MatmulParams
+    matmul: Any
     dgrad: bool
     wgrads: tuple[int, ...]
     wgrad_dtype: Any
@@ -98,7 +143,7 @@ class GradientParams:
 
 # x and the ws -> a product of each w, and the gathered x if `gathered`.
 all_gather_matmul_p = OpPrimitive("all_gather_matmul")
-# A sum of products (see `products`) -> this rank's part of its sum over the ranks.
+# A sum of products (see `local_matmuls`) -> this rank's part of its sum over the ranks.
 matmul_reduce_scatter_p = OpPrimitive("matmul_reduce_scatter")
 # A sum of products without addend -> its sum over the ranks.
 matmul_all_reduce_p = OpPrimitive("matmul_all_reduce")
@@ -114,12 +159,6 @@ gradients_of_matmul_reduce_scatter_p = OpPrimitive("gradients_of_matmul_reduce_s
 # The collective of an unfused collective matmul: its primitive and parameters, or as a function.
 Collective = tuple[OpPrimitive, collective.Params]
 Communicate = Callable[[Any], Any]
-
-
-def bound_here(of: Collective) -> Communicate:
-    """The collective as a function that binds it where it is called."""
-    primitive, params = of
-    return lambda v: primitive.bind(v, params=params)[0]
 
 
 def bound_as_traced(of: Collective, traced_over: tuple[int, ...] | None) -> Communicate:
@@ -138,90 +177,132 @@ def by_lax(operation: str, reason: str, params: collective.Params) -> Communicat
     return communicate
 
 
-# Selection.
+@dataclass(frozen=True)
+class Kind:
+    """A collective matmul, as far as the functions below tell them apart.
 
-
-def find_overlapped(
-    operation: str,
-    site: LoweringSite,
-    axes: tuple[str, ...],
-    traced_over: tuple[int, ...] | None,
-    request: overlapped.Request | str,
-) -> overlapped.Overlapped | str:
-    """The custom call that serves a request, or why there is none."""
-    if isinstance(request, str):
-        return request
-    return overlapped.find(operation, site, traced_over, axes, request)
-
-
-def explain_overlapped(
-    primitive: OpPrimitive, avals: Sequence[Any], communicated: Any, found: overlapped.Overlapped
-) -> Operation:
-    """What `explain` says of a collective matmul that is overlapped.
-
-    Args:
-        primitive: of the collective matmul.
-        avals: types of its operands.
-        communicated: type of the array that is gathered or summed.
-        found: the custom call.
+    Attributes:
+        primitive: its primitive.
+        of: params -> its collective.
+        unfused: (communicate, *operands, params) -> results of the collective and the products.
+        communicated: (types of the operands, params) -> type of the array that is gathered or
+            summed.
+        request: (types of the operands, params) -> the request for a custom call, or why there is
+            none.
+        overlapped_as: the operation of the custom call, if it is not that of the primitive.
+        then: params -> the collective that follows the custom call; None if none does.
     """
-    selected = select.Selection(found.operation, found.reason)
-    return Operation(primitive.operation, list(avals), nbytes(communicated), selected)
 
+    primitive: OpPrimitive
+    of: Callable[[Any], Collective]
+    unfused: Callable[..., list[Any]]
+    communicated: Callable[[Sequence[Any], Any], Any]
+    request: Callable[..., overlapped_call.Request | str]
+    overlapped_as: str | None = None
+    then: Callable[[Any], Collective] | None = None
 
-def explain_unfused(
-    primitive: OpPrimitive,
-    avals: Sequence[Any],
-    communicated: Any,
-    of: Collective,
-    site: LoweringSite,
-    traced_over: tuple[int, ...] | None,
-    why: str,
-) -> Operation:
-    """What `explain` says of a collective matmul that is computed unfused, and `why` it is."""
-    own, params = of
-    (found,) = own.explain(site, [communicated], params=params, traced_over=traced_over)
-    if len(avals) == 1:  # dead code elimination has left nothing to multiply
-        return Operation(own.operation, list(avals), nbytes(communicated), found.selected)
-    order = "before" if own is collective.all_gather_p else "after"
-    reason = f"{own.operation} {order} the matmul, not overlapped ({why}); {found.selected.reason}"
-    selected = dataclasses.replace(found.selected, reason=reason)
-    return Operation(primitive.operation, list(avals), nbytes(communicated), selected)
+    def decide(
+        self, site: LoweringSite, avals: Sequence[Any], params: MatmulParams, traced_over: Any
+    ) -> Decision:
+        """What a call runs as: one overlapped custom call, or products and a collective."""
+        request = self.request(*avals, params=params)
+        operation = self.overlapped_as or self.primitive.operation
+        found = (
+            request
+            if isinstance(request, str)
+            else overlapped_call.find(operation, site, traced_over, params.axes, request)
+        )
+        if isinstance(found, str):
+            return self._decide_unfused(site, avals, params, traced_over, why=found)
+        communicated = self.communicated(avals, params)
+        selected = select.Selection(found.operation, found.reason)
+        own = Operation(self.primitive.operation, list(avals), nbytes(communicated), selected)
+        if self.then is None:
+            return Decision(mlir.lower_fun(found), lambda: [own], is_overlapped=True)
+        then, its_params = self.then(params)
+        part = communicated.update(shape=(found.request.rows, *found.request.ns))
 
+        def compute(*operands: Any) -> list[Any]:
+            (result,) = found(*operands)
+            last = bound_as_traced((then, its_params), traced_over)
+            return [last(result).reshape(communicated.shape)]
 
-# Batching.
+        def operations() -> list[Operation]:
+            return [own, *then.explain(site, [part], params=its_params, traced_over=traced_over)]
 
+        return Decision(mlir.lower_fun(compute), operations, is_overlapped=True)
 
-def batch_unfused(
-    unfused: Callable[..., list[Any]],
-    of: Collective,
-    size: int,
-    operands: Sequence[Any],
-    dims: Sequence[Any],
-    out_dims: list[int | None],
-    params: MatmulParams,
-) -> tuple[list[Any], list[Any]]:
-    """Batches the unfused computation, where the products are products of batches."""
-    compute = partial(unfused, bound_here(of), params=params)
-    return jax.vmap(compute, tuple(dims), out_dims, axis_size=size)(*operands), out_dims
+    def _decide_unfused(
+        self,
+        site: LoweringSite,
+        avals: Sequence[Any],
+        params: MatmulParams,
+        traced_over: Any,
+        why: str,
+    ) -> Decision:
+        own, its_params = self.of(params)
+        communicate = bound_as_traced((own, its_params), traced_over)
 
+        def operations() -> list[Operation]:
+            sent = self.communicated(avals, params)
+            (found,) = own.explain(site, [sent], params=its_params, traced_over=traced_over)
+            if len(avals) == 1:  # dead code elimination has left nothing to multiply
+                return [Operation(own.operation, list(avals), nbytes(sent), found.selected)]
+            order = "before" if own is collective.all_gather_p else "after"
+            reason = f"{own.operation} {order} the matmul, not overlapped ({why})"
+            selected = dataclasses.replace(
+                found.selected, reason=f"{reason}; {found.selected.reason}"
+            )
+            return [Operation(self.primitive.operation, list(avals), nbytes(sent), selected)]
 
-def batch_over_hidden_axis(
-    primitive: OpPrimitive,
-    unfused: Callable[..., list[Any]],
-    of: Collective,
-    name: Hashable,
-    size: int,
-    operands: Sequence[Any],
-    dims: Sequence[Any],
-    params: MatmulParams,
-) -> tuple[list[Any], list[Any]]:
-    """Batches over an axis of vmap that hides the mesh axis of its name: lax communicates."""
-    communicate = by_lax(primitive.operation, fallback.reason_of_hidden_axis(name), of[1])
-    compute = partial(unfused, communicate, params=params)
-    mapped = jax.vmap(compute, tuple(dims), 0, axis_name=name, axis_size=size)
-    results = mapped(*operands)
-    return results, [0] * len(results)
+        return Decision(
+            mlir.lower_fun(partial(self.unfused, communicate, params=params)), operations
+        )
+
+    def bind_or_fall_back(
+        self, operands: Sequence[Any], params: MatmulParams, reason: str | None
+    ) -> list[Any]:
+        """Binds the primitive, or calls lax for the collective if there is a reason for it."""
+        name = self.primitive.operation
+        if reason is not None:
+            communicate = by_lax(name, reason, self.of(params)[1])
+            return self.unfused(communicate, *operands, params=params)
+        operands = matmul_arguments.varying_alike(operands, params.axes)
+        with jax.named_scope(self.primitive.scope):
+            return self.primitive.bind(*operands, params=params)
+
+    def batch_unfused(
+        self,
+        size: int,
+        operands: Sequence[Any],
+        dims: Sequence[Any],
+        out_dims: list[int | None],
+        params: MatmulParams,
+    ) -> tuple[list[Any], list[Any]]:
+        """Batches the unfused computation, where the products are products of batches."""
+        own, its_params = self.of(params)
+
+        def communicate(v: Any) -> Any:
+            return own.bind(v, params=its_params)[0]
+
+        compute = partial(self.unfused, communicate, params=params)
+        return jax.vmap(compute, tuple(dims), out_dims, axis_size=size)(*operands), out_dims
+
+    def batch_over_hidden_axis(
+        self,
+        name: Hashable,
+        size: int,
+        operands: Sequence[Any],
+        dims: Sequence[Any],
+        params: MatmulParams,
+    ) -> tuple[list[Any], list[Any]]:
+        """Batches over an axis of vmap that hides the mesh axis of its name: lax communicates."""
+        reason = fallback.reason_of_hidden_axis(name)
+        communicate = by_lax(self.primitive.operation, reason, self.of(params)[1])
+        compute = partial(self.unfused, communicate, params=params)
+        mapped = jax.vmap(compute, tuple(dims), 0, axis_name=name, axis_size=size)
+        results = mapped(*operands)
+        return results, [0] * len(results)
 
 
 # Rules of matmul_reduce_scatter and matmul_all_reduce, which sum products.
@@ -231,14 +312,14 @@ def jvp_of_sum(
     bind: Callable[..., Any],
     primals: Sequence[Any],
     tangents: Sequence[Any],
-    params: MatmulParams,
+    params: SumMatmulParams,
 ) -> tuple[list[Any], list[Any]]:
     """The tangent is one collective of the sum of dx_i @ w_i + x_i @ dw_i."""
     (result,) = bind(*primals, params=params)
-    xs, ws, _ = products.split_terms(primals, params.terms)
+    xs, ws, _ = local_matmuls.split_terms(primals, params.terms)
     dxs, dws, addend = (
         [t if type(t) is not ad.Zero else None for t in part]
-        for part in products.split_terms(tangents, params.terms)
+        for part in local_matmuls.split_terms(tangents, params.terms)
     )
     terms = [(dx, w) for dx, w in zip(dxs, ws, strict=True) if dx is not None]
     terms += [(x, dw) for x, dw in zip(xs, dws, strict=True) if dw is not None]
@@ -249,18 +330,18 @@ def jvp_of_sum(
     return [result], list(moved)
 
 
-def transpose_of_sum(ct: Any, operands: Sequence[Any], params: MatmulParams) -> list[Any]:
+def transpose_of_sum(ct: Any, operands: Sequence[Any], params: SumMatmulParams) -> list[Any]:
     """Cotangents of the operands of a sum of products; None for operands that are known."""
     precision, transposed = params.precision, params.transposed
-    xs, ws, addend = products.split_terms(operands, params.terms)
+    xs, ws, addend = local_matmuls.split_terms(operands, params.terms)
     of_xs = [
-        products.dot(ct, w, x.aval.dtype, precision, not transposed)
+        local_matmuls.dot(ct, w, x.aval.dtype, precision, not transposed)
         if ad.is_undefined_primal(x)
         else None
         for x, w in zip(xs, ws, strict=True)
     ]
     of_ws = [
-        products.wgrad_dot(x, ct, w.aval.dtype, precision, transposed)
+        local_matmuls.wgrad_dot(x, ct, w.aval.dtype, precision, transposed)
         if ad.is_undefined_primal(w)
         else None
         for x, w in zip(xs, ws, strict=True)
@@ -270,15 +351,13 @@ def transpose_of_sum(ct: Any, operands: Sequence[Any], params: MatmulParams) -> 
 
 
 def batch_of_sum(
-    primitive: OpPrimitive,
-    unfused: Callable[..., list[Any]],
-    of: Collective,
+    kind: Kind,
     name: Hashable,
     size: int,
     operands: Sequence[Any],
     dims: Sequence[Any],
-    params: MatmulParams,
-    batched: MatmulParams,
+    params: SumMatmulParams,
+    batched: SumMatmulParams,
 ) -> tuple[list[Any], list[Any]]:
     """Batches a sum of products.
 
@@ -288,9 +367,9 @@ def batch_of_sum(
     # A batch that is itself spread over mesh axes (vmap's spmd_axis_name) varies over them.
     operands = matmul_arguments.varying_alike(operands, ())
     if name in params.axes:
-        return batch_over_hidden_axis(primitive, unfused, of, name, size, operands, dims, params)
-    xs, ws, addend = products.split_terms(dims, params.terms)
+        return kind.batch_over_hidden_axis(name, size, operands, dims, params)
+    xs, ws, addend = local_matmuls.split_terms(dims, params.terms)
     if any(d is not None for d in ws) or None in (*xs, *addend):
-        return batch_unfused(unfused, of, size, operands, dims, [0], params)
+        return kind.batch_unfused(size, operands, dims, [0], params)
     moved = [v if d is None else jnp.moveaxis(v, d, 0) for v, d in zip(operands, dims, strict=True)]
-    return primitive.bind(*moved, params=batched), [0]
+    return kind.primitive.bind(*moved, params=batched), [0]

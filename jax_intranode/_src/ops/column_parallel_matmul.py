@@ -7,49 +7,83 @@ computes that gradient. JAX would insert a psum after the matmuls.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.interpreters import ad, mlir
+from jax.typing import ArrayLike, DTypeLike
 
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import (
     all_gather_matmul,
     collective,
     fallback,
-    global_arrays,
+    local_matmuls,
     matmul_arguments,
-    products,
+    old_names,
 )
-from jax_intranode._src.ops.collective_matmul import MatmulParams, matmul_all_reduce_p
-from jax_intranode._src.ops.primitive import OpPrimitive
+from jax_intranode._src.ops.annotations import AnyMesh, AxisNames, Matrices
+from jax_intranode._src.ops.collective_matmul import (
+    AllReduceMatmulParams,
+    MatmulParams,
+    matmul_all_reduce_p,
+)
+from jax_intranode._src.ops.global_arrays import GlobalCall
+from jax_intranode._src.ops.lowering_site import LoweringSite
+from jax_intranode._src.ops.matmul_arguments import MatmulCall
+from jax_intranode._src.ops.primitive import Decision, OpPrimitive
 
 # x, which is the same on all ranks, and the ws -> a product of each w.
 column_parallel_matmul_p = OpPrimitive("column_parallel_matmul")
 
 
+@overload
 def column_parallel_matmul(
-    x: Any,
-    w: Any,
-    axis_name: Any,
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisNames,
     *,
-    sequence_axis: int | None = None,
-    preferred_element_type: Any = None,
-    batch_axes: Any = (),
-    mesh: Any = None,
-) -> Any:
+    gather_axis: int | None = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    batch_axes: AxisNames = ...,
+    mesh: AnyMesh | None = ...,
+) -> jax.Array: ...
+
+
+@overload
+def column_parallel_matmul(
+    x: ArrayLike,
+    w: Sequence[ArrayLike],
+    axis_name: AxisNames,
+    *,
+    gather_axis: int | None = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    batch_axes: AxisNames = ...,
+    mesh: AnyMesh | None = ...,
+) -> list[jax.Array]: ...
+
+
+@old_names.argument("sequence_axis", "gather_axis")
+def column_parallel_matmul(
+    x: ArrayLike,
+    w: Matrices,
+    axis_name: AxisNames,
+    *,
+    gather_axis: int | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    batch_axes: AxisNames = (),
+    mesh: AnyMesh | None = None,
+) -> jax.Array | list[jax.Array]:
     """Multiplies with a matrix whose columns are divided over mesh axes.
 
     ``x @ w`` on global arrays: the first matmul of a tensor-parallel layer. Call it under
     ``jax.jit`` or eagerly, with the mesh of ``jax.set_mesh`` in context or with `mesh`. The mesh
     axes may be Auto or Explicit. Inside ``jax.shard_map`` it takes and returns the ranks' shards.
 
-    Without `sequence_axis` x is the same on all ranks. The matmul sends nothing, and one
-    ``matmul_all_reduce`` computes the gradient of x. With `sequence_axis` the ranks have divided
+    Without `gather_axis` x is the same on all ranks. The matmul sends nothing, and one
+    ``matmul_all_reduce`` computes the gradient of x. With `gather_axis` the ranks have divided
     that dimension of x (sequence parallelism). Then this is `all_gather_matmul`, whose
     documentation also says how it differentiates and what is kept for the backward pass.
 
@@ -65,7 +99,7 @@ def column_parallel_matmul(
         w: a matrix [K, N], or a list of matrices [K, N_i], with the dtype of x. Every N is a
             multiple of the number of ranks.
         axis_name: the name of a mesh axis, or several names, over which the columns are divided.
-        sequence_axis: the dimension of x that is divided over these axes, any but the last; None if
+        gather_axis: the dimension of x that is divided over these axes, any but the last; None if
             x is the same on all ranks.
         preferred_element_type: dtype of the products, as in ``jnp.matmul``; that of x by default.
         batch_axes: on global arrays, the other mesh axes that divide dimension 0 of x (data
@@ -78,10 +112,10 @@ def column_parallel_matmul(
         `axis_name`, and dimension 0 over `batch_axes`.
 
     Raises:
-        TypeError: an operand is no array, the dtypes differ, `preferred_element_type` is of another
-            kind than they are, `sequence_axis` is no integer, or `mesh` is no mesh.
+        TypeError: an operand is not an array, the dtypes differ, `preferred_element_type` is
+            of a different kind, `gather_axis` is not an integer, or `mesh` is not a mesh.
         ValueError: the numbers of dimensions or the contracted dimensions do not fit, there is no
-            such `sequence_axis` or it is the contracted dimension, a dimension is no multiple of
+            such `gather_axis` or it is the contracted dimension, a dimension is not a multiple of
             the number of its parts, an axis is named twice, the type of an operand says that it is
             sharded over `axis_name` in another way, or `batch_axes` or `mesh` is given inside
             shard_map.
@@ -94,64 +128,32 @@ def column_parallel_matmul(
         ((4, 6), (4, 3))
     """
     name = "column_parallel_matmul"
-    if sequence_axis is not None:
-        return all_gather_matmul.call(
-            *(name, "sequence_axis", x, w, axis_name, sequence_axis),
-            *(False, preferred_element_type, batch_axes, mesh),
+    call = MatmulCall(name, x, w, axis_name, preferred_element_type, batch_axes, mesh, lists=True)
+    if gather_axis is not None:
+        return all_gather_matmul.of_call(call, "gather_axis", gather_axis, False)
+
+    def of_ranks(x: Any, *ws: Any, reason: str | None) -> list[Any]:
+        params = MatmulParams(
+            axes=call.axes,
+            axis=0,
+            world_size=matmul_arguments.world_size(name, call.axes),
+            dtype=call.dtype,
+            precision=trace_state.matmul_precision(),
         )
-    several = isinstance(w, (list, tuple))
-    x, ws = matmul_arguments.operands(name, x, w, lists=True)
-    of_ranks = partial(
-        _of_ranks,
-        axes=matmul_arguments.axes_of(axis_name),
-        dtype=matmul_arguments.result_dtype(name, x, preferred_element_type),
-        preferred_element_type=preferred_element_type,
-    )
-    of_global = global_arrays.find(name, axis_name, batch_axes, mesh)
-    if of_global is None:
-        results = of_ranks(x, *ws)
-    else:
-        rows = of_global.rows(x)
-        operands: list[Any] = [("x", x, [*rows, ()])]
-        for k, matrix in enumerate(ws):
-            operands.append((f"w[{k}]" if several else "w", matrix, [(), of_global.axes]))
-        out_specs = [[*rows, of_global.axes]] * len(ws)
-        results = of_global.run(partial(of_ranks, reason=of_global.reason), operands, out_specs)
-    return results if several else results[0]
+        over = jax.typeof(x).manual_axis_type.varying
+        if not trace_state.check_vma() or over.intersection(call.axes):
+            return _products(x, *ws, params=params)  # whose gradients need no sum here
+        reason = reason or matmul_arguments.reason_for_lax("psum", call.axes, [x, *ws], ws, x.dtype)
+        if reason is None:
+            return _bind(x, ws, params)
+        with fallback.to_lax(name, reason):
+            return _products(x, *ws, params=params)
 
+    def specs(of_global: GlobalCall, rows: list[Any]) -> tuple[Any, Any, list[Any]]:
+        results = [[*rows, of_global.axes]] * len(call.ws)
+        return [*rows, ()], [(), of_global.axes], results
 
-def _of_ranks(
-    x: Any,
-    *ws: Any,
-    axes: tuple[Any, ...],
-    dtype: np.dtype[Any],
-    preferred_element_type: Any,
-    reason: str | None = None,
-) -> list[Any]:
-    """The products, where shard_map has bound the axes."""
-    name = "column_parallel_matmul"
-    params = MatmulParams(
-        axes=axes,
-        axis=0,
-        world_size=matmul_arguments.world_size(name, axes),
-        dtype=dtype,
-        precision=trace_state.matmul_precision(),
-    )
-    over = jax.typeof(x).manual_axis_type.varying
-    if not trace_state.check_vma() or over.intersection(axes):
-        results = _products(x, *ws, params=params)  # whose gradients need no sum here
-    else:
-        operands = [x, *ws]
-        reason = reason or matmul_arguments.reason_for_lax("psum", axes, operands, ws, x.dtype)
-        if reason is not None:
-            with fallback.to_lax(name, reason):
-                results = _products(x, *ws, params=params)
-        else:
-            results = _bind(x, ws, params)
-    return [
-        matmul_arguments.weak_as_laxs([x, w], preferred_element_type, product)
-        for w, product in zip(ws, results, strict=True)
-    ]
+    return call.run(of_ranks, specs)[0]
 
 
 def _bind(x: Any, ws: Sequence[Any], params: MatmulParams) -> list[Any]:
@@ -164,7 +166,7 @@ def _bind(x: Any, ws: Sequence[Any], params: MatmulParams) -> list[Any]:
 
 
 def _products(x: Any, *ws: Any, params: MatmulParams) -> list[Any]:
-    return [products.dot(x, w, params.dtype, params.precision, params.transposed) for w in ws]
+    return [local_matmuls.dot(x, w, *params.how) for w in ws]
 
 
 # Abstract evaluation.
@@ -175,7 +177,7 @@ def _abstract_eval(x: Any, *ws: Any, params: MatmulParams) -> list[Any]:
     kind = kind.update(varying=kind.varying | set(params.axes))
     return [
         x.update(
-            shape=products.dot_shape(x, w, params.transposed),
+            shape=local_matmuls.dot_shape(x, w, params.transposed),
             dtype=params.dtype,
             weak_type=False,
             manual_axis_type=kind,
@@ -184,12 +186,11 @@ def _abstract_eval(x: Any, *ws: Any, params: MatmulParams) -> list[Any]:
     ]
 
 
-# Lowering.
-
-
-def _lower(ctx: Any, *operands: Any, params: MatmulParams, traced_over: Any) -> Any:
-    del traced_over  # nothing is sent
-    return mlir.lower_fun(partial(_products, params=params))(ctx, *operands)
+def _decide(
+    site: LoweringSite, avals: Sequence[Any], params: MatmulParams, traced_over: Any
+) -> Decision:
+    del site, avals, traced_over  # nothing is sent
+    return Decision(mlir.lower_fun(partial(_products, params=params)), lambda: [])
 
 
 # Differentiation: linear in x, and linear in the matrices.
@@ -220,8 +221,8 @@ def _transpose(cotangents: Sequence[Any], x: Any, *ws: Any, params: MatmulParams
         (ct_x,) = matmul_all_reduce_p.bind(
             *[ct for ct, _ in terms],
             *[w for _, w in terms],
-            params=replace(
-                params,
+            params=params.of(
+                AllReduceMatmulParams,
                 dtype=x.aval.dtype,
                 transposed=not params.transposed,
                 terms=len(terms),
@@ -233,7 +234,7 @@ def _transpose(cotangents: Sequence[Any], x: Any, *ws: Any, params: MatmulParams
     return [
         None,
         *(
-            products.wgrad_dot(whole, ct, w.aval.dtype, params.precision, params.transposed)
+            local_matmuls.wgrad_dot(whole, ct, w.aval.dtype, params.precision, params.transposed)
             if ad.is_undefined_primal(w) and type(ct) is not ad.Zero
             else None
             for ct, w in zip(cotangents, ws, strict=True)
@@ -267,8 +268,7 @@ def _needed(used: list[bool], params: MatmulParams) -> tuple[list[bool], MatmulP
 
 column_parallel_matmul_p.register(
     abstract_eval=_abstract_eval,
-    lower=_lower,
-    explain=lambda site, avals, *, params, traced_over: [],
+    decide=_decide,
     jvp=_jvp,
     transpose=_transpose,
     batch=_batch,

@@ -3,38 +3,42 @@
 import dataclasses
 import math
 from collections.abc import Hashable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 from jax import lax
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad
+from jax.typing import ArrayLike, DTypeLike
 
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import (
     collective_matmul,
-    global_arrays,
+    local_matmuls,
     matmul_arguments,
     matmul_reduce_scatter,
-    overlapped,
-    products,
+    overlapped_call,
 )
+from jax_intranode._src.ops.annotations import AnyMesh, AxisNames
 from jax_intranode._src.ops.collective import AllGatherParams, PsumParams, all_gather_p, psum_p
-from jax_intranode._src.ops.collective_matmul import Communicate, MatmulParams, matmul_all_reduce_p
-from jax_intranode._src.ops.lowering_site import LoweringSite
-from jax_intranode._src.ops.primitive import Operation
+from jax_intranode._src.ops.collective_matmul import (
+    AllReduceMatmulParams,
+    Collective,
+    Communicate,
+    matmul_all_reduce_p,
+)
+from jax_intranode._src.ops.global_arrays import GlobalCall
+from jax_intranode._src.ops.matmul_arguments import MatmulCall
 
 
 def matmul_all_reduce(
-    x: Any,
-    w: Any,
-    axis_name: Any,
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisNames,
     *,
-    preferred_element_type: Any = None,
-    batch_axes: Any = (),
-    mesh: Any = None,
-) -> Any:
+    preferred_element_type: DTypeLike | None = None,
+    batch_axes: AxisNames = (),
+    mesh: AnyMesh | None = None,
+) -> jax.Array:
     """Multiplies with a matrix and sums over one or more mapped axes.
 
     ``jax.lax.psum(x @ w, axis_name)``: the second matmul of a tensor-parallel layer.
@@ -75,8 +79,8 @@ def matmul_all_reduce(
         An array [..., N].
 
     Raises:
-        TypeError: an operand is no array, the dtypes differ, or `preferred_element_type` is of
-            another kind than they are.
+        TypeError: an operand is not an array, the dtypes differ, or `preferred_element_type` is
+            of a different kind.
         ValueError: the numbers of dimensions or the contracted dimensions do not fit.
         ValueError, TypeError, NameError: on global arrays, as `column_parallel_matmul`.
         NameError: an axis is not bound, as in ``jax.lax.psum``.
@@ -89,95 +93,57 @@ def matmul_all_reduce(
         >>> bool(jnp.allclose(y, x @ w))
         True
     """
-    return call("matmul_all_reduce", x, w, axis_name, preferred_element_type, batch_axes, mesh)
-
-
-def call(
-    name: str,
-    x: Any,
-    w: Any,
-    axis_name: Any,
-    preferred_element_type: Any,
-    batch_axes: Any,
-    mesh: Any,
-) -> Any:
-    """`matmul_all_reduce`, for a public function of this name.
-
-    Args:
-        name: the public function, for messages.
-        x: as in `matmul_all_reduce`, like all others.
-    """
-    x, (w,) = matmul_arguments.operands(name, x, w)
-    dtype = matmul_arguments.result_dtype(name, x, preferred_element_type)
-    axes = matmul_arguments.axes_of(axis_name)
-    of_ranks = partial(
-        _of_ranks, axes=axes, dtype=dtype, preferred_element_type=preferred_element_type
+    return of_call(
+        MatmulCall(
+            *("matmul_all_reduce", x, w, axis_name, preferred_element_type, batch_axes, mesh)
+        )
     )
-    of_global = global_arrays.find(name, axis_name, batch_axes, mesh)
-    if of_global is None:
-        return of_ranks(x, w)[0]
-    rows = of_global.rows(x)
-    operands = [("x", x, [*rows, axes]), ("w", w, [axes, ()])]
-    return of_global.run(partial(of_ranks, reason=of_global.reason), operands, [[*rows, ()]])[0]
 
 
-def _of_ranks(
-    x: Any,
-    w: Any,
-    *,
-    axes: tuple[Any, ...],
-    dtype: np.dtype[Any],
-    preferred_element_type: Any,
-    reason: str | None = None,
-) -> list[Any]:
-    """The result, where shard_map has bound the axes."""
-    name = "matmul_all_reduce"
-    reason = reason or matmul_arguments.reason_for_lax("psum", axes, [x, w], [x, w], dtype)
-    params = MatmulParams(
-        axes=axes,
-        axis=0,
-        world_size=matmul_arguments.world_size(name, axes),
-        dtype=dtype,
-        precision=trace_state.matmul_precision(),
-        invariant=trace_state.check_vma(),
-    )
-    if reason is not None:
-        add = collective_matmul.by_lax(name, reason, _psum_params(params))
-        (result,) = unfused(add, x, w, params=params)
-    else:
-        operands = matmul_arguments.varying_alike([x, w], axes)
-        with jax.named_scope(f"jax_intranode.{name}"):
-            (result,) = matmul_all_reduce_p.bind(*operands, params=params)
-    return [matmul_arguments.weak_as_laxs([x, w], preferred_element_type, result)]
+def of_call(call: MatmulCall) -> Any:
+    """A matmul_all_reduce, for a public function."""
+
+    def of_ranks(x: Any, w: Any, *, reason: str | None) -> list[Any]:
+        reason = reason or matmul_arguments.reason_for_lax(
+            "psum", call.axes, [x, w], [x, w], call.dtype
+        )
+        params = AllReduceMatmulParams(
+            axes=call.axes,
+            axis=0,
+            world_size=matmul_arguments.world_size("matmul_all_reduce", call.axes),
+            dtype=call.dtype,
+            precision=trace_state.matmul_precision(),
+            invariant=trace_state.check_vma(),
+        )
+        return _KIND.bind_or_fall_back([x, w], params, reason)
+
+    def specs(of_global: GlobalCall, rows: list[Any]) -> tuple[Any, Any, list[Any]]:
+        return [*rows, of_global.axes], [of_global.axes, ()], [[*rows, ()]]
+
+    return call.run(of_ranks, specs)[0]
 
 
 # The unfused computation.
 
 
-def unfused(add: Communicate, *operands: Any, params: MatmulParams) -> list[Any]:
+def _unfused(add: Communicate, *operands: Any, params: AllReduceMatmulParams) -> list[Any]:
     """The sum of products, and the all-reduce after it."""
-    return [
-        add(
-            products.sum_of_dots(
-                operands, params.terms, params.dtype, params.precision, params.transposed
-            )
-        )
-    ]
+    return [add(local_matmuls.sum_of_dots(operands, params.terms, *params.how))]
 
 
-def _psum_params(params: MatmulParams) -> PsumParams:
-    return PsumParams(params.axes, params.invariant)
+def _psum(params: AllReduceMatmulParams) -> Collective:
+    return psum_p, PsumParams(params.axes, params.invariant)
 
 
 # Abstract evaluation.
 
 
-def _total(operands: Sequence[Any], params: MatmulParams) -> Any:
+def _total(operands: Sequence[Any], params: AllReduceMatmulParams) -> Any:
     """The type of the sum of products on a rank."""
-    return products.sum_of_dots_aval(operands, params.terms, params.dtype, params.transposed)
+    return local_matmuls.sum_of_dots_aval(operands, params.terms, params.dtype, params.transposed)
 
 
-def _abstract_eval(*operands: Any, params: MatmulParams) -> list[Any]:
+def _abstract_eval(*operands: Any, params: AllReduceMatmulParams) -> list[Any]:
     total = _total(operands, params)
     if not params.invariant:
         return [total]
@@ -185,10 +151,10 @@ def _abstract_eval(*operands: Any, params: MatmulParams) -> list[Any]:
     return [total.update(manual_axis_type=kind.update(varying=kind.varying - set(params.axes)))]
 
 
-# Selection and lowering.
+# Overlapping.
 
 
-def _request(*operands: Any, params: MatmulParams) -> overlapped.Request | str:
+def _request(*operands: Any, params: AllReduceMatmulParams) -> overlapped_call.Request | str:
     """The request for a matmul_reduce_scatter of all rows, or why there is none."""
     rows = math.prod(operands[0].shape[:-1])
     if rows % params.world_size != 0:
@@ -200,72 +166,41 @@ def _request(*operands: Any, params: MatmulParams) -> overlapped.Request | str:
         return request
 
     def in_rows(*operands: Any) -> Sequence[Any]:
-        xs, ws, _ = products.split_terms(operands, params.terms)
+        xs, ws, _ = local_matmuls.split_terms(operands, params.terms)
         return [*(x.reshape(rows, x.shape[-1]) for x in xs), *ws]
 
     return dataclasses.replace(request, operands=in_rows)
 
 
-def _find(
-    site: LoweringSite, avals: Sequence[Any], params: MatmulParams, traced_over: Any
-) -> overlapped.Overlapped | str:
-    return collective_matmul.find_overlapped(
-        "matmul_reduce_scatter", site, params.axes, traced_over, _request(*avals, params=params)
-    )
+def _gather(params: AllReduceMatmulParams) -> Collective:
+    """The all-gather after an overlapped matmul_reduce_scatter."""
+    return all_gather_p, AllGatherParams(params.axes, 0, True, params.world_size)
 
 
-def _gather_params(params: MatmulParams) -> AllGatherParams:
-    """Those of the all-gather after an overlapped matmul_reduce_scatter."""
-    return AllGatherParams(params.axes, 0, True, params.world_size)
-
-
-def _explain(
-    site: LoweringSite, avals: Sequence[Any], *, params: MatmulParams, traced_over: Any
-) -> list[Operation]:
-    found = _find(site, avals, params, traced_over)
-    total = _total(avals, params)
-    if isinstance(found, str):
-        add = psum_p, _psum_params(params)
-        return [
-            collective_matmul.explain_unfused(
-                matmul_all_reduce_p, avals, total, add, site, traced_over, found
-            )
-        ]
-    part = total.update(shape=(found.request.rows, *found.request.ns))
-    return [
-        collective_matmul.explain_overlapped(matmul_all_reduce_p, avals, total, found),
-        *all_gather_p.explain(site, [part], params=_gather_params(params), traced_over=traced_over),
-    ]
-
-
-def _lower(ctx: Any, *operands: Any, params: MatmulParams, traced_over: Any) -> Any:
-    found = _find(LoweringSite.of(ctx), ctx.avals_in, params, traced_over)
-
-    def compute(*operands: Any) -> list[Any]:
-        if isinstance(found, str):
-            own = psum_p, _psum_params(params)
-            add = collective_matmul.bound_as_traced(own, traced_over)
-            return unfused(add, *operands, params=params)
-        gather = collective_matmul.bound_as_traced(
-            (all_gather_p, _gather_params(params)), traced_over
-        )
-        (part,) = found(*operands)
-        return [gather(part).reshape(ctx.avals_out[0].shape)]
-
-    return mlir.lower_fun(compute)(ctx, *operands)
+_KIND = collective_matmul.Kind(
+    matmul_all_reduce_p,
+    _psum,
+    _unfused,
+    _total,
+    _request,
+    overlapped_as="matmul_reduce_scatter",
+    then=_gather,
+)
 
 
 # Differentiation. The jvp rule is `collective_matmul.jvp_of_sum`.
 
 
-def _transpose(cotangents: Sequence[Any], *operands: Any, params: MatmulParams) -> list[Any]:
+def _transpose(
+    cotangents: Sequence[Any], *operands: Any, params: AllReduceMatmulParams
+) -> list[Any]:
     (ct,) = cotangents
     if type(ct) is ad.Zero:
         return [None] * len(operands)
     if params.invariant:
         ct = lax.pcast(ct, params.axes, to="varying")
     else:
-        (ct,) = psum_p.bind(ct, params=_psum_params(params))
+        (ct,) = psum_p.bind(ct, params=_psum(params)[1])
     return collective_matmul.transpose_of_sum(ct, operands, params)
 
 
@@ -273,12 +208,14 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, params: MatmulParams) 
 
 
 def _batch(
-    name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: MatmulParams
+    name: Hashable,
+    size: int,
+    operands: Sequence[Any],
+    dims: Sequence[Any],
+    params: AllReduceMatmulParams,
 ) -> tuple[list[Any], list[Any]]:
     return collective_matmul.batch_of_sum(
-        matmul_all_reduce_p,
-        unfused,
-        (psum_p, _psum_params(params)),
+        _KIND,
         name,
         size,
         operands,
@@ -292,10 +229,8 @@ def _batch(
 
 matmul_all_reduce_p.register(
     abstract_eval=_abstract_eval,
-    lower=_lower,
-    explain=_explain,
+    decide=_KIND.decide,
     jvp=collective_matmul.jvp_of_sum,
     transpose=_transpose,
     batch=_batch,
-    find=_find,
 )

@@ -1,6 +1,8 @@
-"""The arguments of collective matmuls: checks, and why jax.lax runs a call."""
+"""Calls of the matmul functions: their arguments, and why jax.lax runs a call."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,13 +12,99 @@ from jax import lax
 from jax.core import ShapedArray
 
 from jax_intranode._src.jax_private import trace_state
-from jax_intranode._src.ops import collective, fallback
+from jax_intranode._src.ops import collective, fallback, global_arrays
 from jax_intranode._src.selection import select
 
 
 def axes_of(axis_name: Any) -> tuple[Any, ...]:
     """The names of the mapped axes."""
     return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+
+
+@dataclass
+class MatmulCall:
+    """A call of one of the public functions.
+
+    Attributes:
+        name: the public function, for messages.
+        x: its argument.
+        w: its argument, a matrix or, if `lists`, perhaps a list of matrices.
+        axis_name: its argument.
+        preferred_element_type: its argument.
+        batch_axes: its argument.
+        mesh: its argument.
+        lists: whether w may be a list.
+        ws: the matrices.
+        dtype: dtype of the products.
+        axes: the names of the mapped axes.
+
+    Raises:
+        TypeError, ValueError: the operands can't be multiplied.
+    """
+
+    name: str
+    x: Any
+    w: Any
+    axis_name: Any
+    preferred_element_type: Any
+    batch_axes: Any
+    mesh: Any
+    lists: bool = False
+    ws: list[Any] = field(init=False)
+    dtype: np.dtype[Any] = field(init=False)
+    axes: tuple[Any, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Checks the operands."""
+        self.x, self.ws = operands(self.name, self.x, self.w, self.lists)
+        self.dtype = result_dtype(self.name, self.x, self.preferred_element_type)
+        self.axes = axes_of(self.axis_name)
+
+    def run(
+        self,
+        of_ranks: Callable[..., list[Any]],
+        specs: Callable[[global_arrays.GlobalCall, list[Any]], tuple[Any, Any, list[Any]]],
+        check_vma: bool = True,
+    ) -> Any:
+        """Runs it where its axes are bound, or on global arrays as a shard_map.
+
+        Args:
+            of_ranks: (x, *ws, reason) -> the products, and perhaps the gathered x, of the ranks'
+                shards. The reason is why lax runs the call; None if it may be accelerated.
+            specs: (the call on global arrays, the spec of the rows of x) -> the specs of x, of each
+                matrix, and of the results.
+            check_vma: as in ``jax.shard_map``.
+
+        Returns:
+            The products, as a list if w is one, and the gathered x or None.
+        """
+
+        def weak_as_laxs(x: Any, *ws: Any, reason: str | None = None) -> list[Any]:
+            results = of_ranks(x, *ws, reason=reason)
+            weak = [self.preferred_element_type is None and _all_weak([x, w]) for w in ws]
+            weak += [_all_weak([x])] * (len(results) - len(ws))
+            return [
+                trace_state.with_weak_type(v, True) if is_weak else v
+                for v, is_weak in zip(results, weak, strict=True)
+            ]
+
+        several = self.lists and isinstance(self.w, (list, tuple))
+        found = global_arrays.find(self.name, self.axis_name, self.batch_axes, self.mesh)
+        if found is None:
+            results = weak_as_laxs(self.x, *self.ws)
+        else:
+            of_x, of_w, out_specs = specs(found, found.rows(self.x))
+            operands = [("x", self.x, of_x)]
+            for k, matrix in enumerate(self.ws):
+                operands.append((f"w[{k}]" if several else "w", matrix, of_w))
+            body = partial(weak_as_laxs, reason=found.reason)
+            results = found.run(body, operands, out_specs, check_vma)
+        count = len(self.ws)
+        return results[:count] if several else results[0], (*results[count:], None)[0]
+
+
+def _all_weak(operands: Sequence[Any]) -> bool:
+    return all(jax.typeof(v).weak_type for v in operands)
 
 
 def operands(operation: str, x: Any, w: Any, lists: bool = False) -> tuple[Any, list[Any]]:
@@ -76,7 +164,7 @@ def result_dtype(operation: str, x: Any, preferred_element_type: Any) -> np.dtyp
     """The dtype of the products.
 
     Raises:
-        TypeError: `preferred_element_type` is no dtype, or of another kind than the operands'.
+        TypeError: `preferred_element_type` is not a dtype, or of another kind than the operands'.
     """
     if preferred_element_type is None:
         return np.dtype(x.dtype)
@@ -100,7 +188,7 @@ def dimension(operation: str, name: str, value: Any, rank: int) -> int:
     """A dimension of an array, counted from the first.
 
     Raises:
-        TypeError: it is no integer.
+        TypeError: it is not an integer.
         ValueError: there is no such dimension.
     """
     value = collective.integer(operation, name, value)
@@ -159,13 +247,6 @@ def varying_alike(operands: Sequence[Any], axes: tuple[Hashable, ...]) -> list[A
     primitives' gradients are strong; the transpose of that cast makes them weak again.
     """
     over = set(axes).union(*(jax.typeof(v).manual_axis_type.varying for v in operands))
-    if all(jax.typeof(v).weak_type for v in operands):
+    if _all_weak(operands):
         operands = [trace_state.with_weak_type(v, False) for v in operands]
     return [collective.varying(v, sorted(over, key=str)) for v in operands]
-
-
-def weak_as_laxs(operands: Sequence[Any], preferred_element_type: Any, result: Any) -> Any:
-    """The result, weakly typed where lax's would be: where all operands are."""
-    if preferred_element_type is None and all(jax.typeof(v).weak_type for v in operands):
-        return trace_state.with_weak_type(result, True)
-    return result

@@ -1,7 +1,8 @@
 """The primitives of this package: how they are bound, and how their rules are registered.
 
 Every operation is an `OpPrimitive`. Its file defines plain functions, in the order public function,
-abstract evaluation, lowering, jvp, transpose, batching, and registers them at the end.
+abstract evaluation, decision, jvp, transpose, batching, and registers them at the end. What a call
+runs as is decided in one place, for lowering and for `explain`.
 
 Every equation has two parameters: `params`, a frozen record of the operation that has the mesh axes
 in `axes`, and `traced_over`, the ids of the devices of the mesh, if these were known while tracing.
@@ -41,6 +42,21 @@ class Operation:
     selected: select.Selection
 
 
+@dataclass(frozen=True)
+class Decision:
+    """What a call runs as.
+
+    Attributes:
+        lower: (ctx, *operands) -> results: emits it.
+        operations: () -> the operations that it runs as, for `explain`.
+        is_overlapped: whether it is one overlapped custom call.
+    """
+
+    lower: Callable[..., Any]
+    operations: Callable[[], list[Operation]]
+    is_overlapped: bool = False
+
+
 def nbytes(aval: Any) -> int:
     """Bytes of an array of a type."""
     return int(math.prod(aval.shape)) * int(aval.dtype.itemsize)
@@ -65,8 +81,7 @@ class OpPrimitive:
         self.operation = operation
         self.plain = Primitive(f"intranode_{operation}")
         self._over_set_mesh = Primitive(f"intranode_{operation}_over_set_mesh")
-        self._explain: Callable[..., list[Operation]]
-        self._find: Callable[..., Any] | None
+        self._decide: Callable[..., Decision]
         for primitive in (self.plain, self._over_set_mesh):
             BY_PRIMITIVE[primitive] = self
             primitive.multiple_results = True
@@ -99,7 +114,7 @@ class OpPrimitive:
         traced_over: tuple[int, ...] | None,
     ) -> list[Operation]:
         """The operations that a call runs as; the mesh's processes rendezvous if needed."""
-        return self._explain(site, avals, params=params, traced_over=traced_over)
+        return self._decide(site, avals, params, traced_over).operations()
 
     def is_overlapped(
         self,
@@ -110,28 +125,23 @@ class OpPrimitive:
         traced_over: tuple[int, ...] | None,
     ) -> bool:
         """Whether a call is one overlapped custom call; the processes rendezvous if needed."""
-        if self._find is None:
-            return False
-        return not isinstance(self._find(site, avals, params, traced_over), str)
+        return self._decide(site, avals, params, traced_over).is_overlapped
 
     def register(
         self,
         *,
         abstract_eval: Callable[..., list[Any]],
-        lower: Callable[..., Any],
-        explain: Callable[..., list[Operation]],
+        decide: Callable[[LoweringSite, Sequence[Any], Any, Any], Decision],
         jvp: Callable[..., tuple[list[Any], list[Any]]],
         transpose: Callable[..., list[Any]],
         batch: Callable[..., tuple[Any, Any]],
         needed: Callable[[list[bool], Any], tuple[list[bool], Any]] | None = None,
-        find: Callable[..., Any] | None = None,
     ) -> None:
         """Registers the rules.
 
         Args:
             abstract_eval: (*avals, params) -> result types.
-            lower: (ctx, *operands, params, traced_over) -> results.
-            explain: as `explain`, decided as `lower` decides.
+            decide: (site, avals, params, traced_over) -> what a call runs as.
             jvp: (bind, primals, tangents, params) -> results and their tangents. `bind` binds
                 the form that is differentiated, for the devices it was traced over.
             transpose: (cotangents, *operands, params) -> cotangents of the operands.
@@ -140,11 +150,12 @@ class OpPrimitive:
                 or if the mapped axis has the name of one of the operation's axes.
             needed: (used results, params) -> needed operands, and params for the used results only.
                 None if a call whose results are not all used stays whole.
-            find: (site, avals, params, traced_over) -> the overlapped custom call, or why there is
-                none. None for operations that are never overlapped.
         """
-        self._explain = explain
-        self._find = find
+        self._decide = decide
+
+        def lower(ctx: Any, *operands: Any, params: Any, traced_over: Any) -> Any:
+            site = LoweringSite.of(ctx)
+            return decide(site, ctx.avals_in, params, traced_over).lower(ctx, *operands)
 
         def batch_if_needed(
             name: Hashable,

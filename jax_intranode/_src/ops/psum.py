@@ -11,18 +11,19 @@ from jax import lax
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.native import definitions
 from jax_intranode._src.ops import collective, fallback
+from jax_intranode._src.ops.annotations import AxisNames, PyTree
 from jax_intranode._src.ops.collective import PsumParams, psum_p
 from jax_intranode._src.ops.lowering_site import LoweringSite
-from jax_intranode._src.ops.primitive import Operation
+from jax_intranode._src.ops.primitive import Decision
 from jax_intranode._src.selection import select
 
 
 def psum(
-    x: Any,
-    axis_name: Hashable | Sequence[Hashable],
+    x: PyTree,
+    axis_name: AxisNames,
     *,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
-) -> Any:
+) -> PyTree:
     """Sums over one or more mapped axes; takes the place of ``jax.lax.psum``.
 
     Inside ``jax.shard_map`` over devices of one host, kernels that write into the peers' memory
@@ -84,11 +85,11 @@ def psum(
 
 
 def pmean(
-    x: Any,
-    axis_name: Hashable | Sequence[Hashable],
+    x: PyTree,
+    axis_name: AxisNames,
     *,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
-) -> Any:
+) -> PyTree:
     """The mean over one or more mapped axes; takes the place of ``jax.lax.pmean``.
 
     It is `psum` divided by the number of ranks. Arguments, results, errors and differentiation are
@@ -106,19 +107,6 @@ def pmean(
         total = psum(x, axis_name, axis_index_groups=axis_index_groups)
     size = lax.psum(1, axis_name, axis_index_groups=axis_index_groups)
     return jax.tree.map(lambda v: v / size, total)
-
-
-# Abstract evaluation.
-
-
-def _abstract_eval(*xs: Any, params: PsumParams) -> list[Any]:
-    def total(x: Any) -> Any:
-        if not params.invariant:
-            return x.update(weak_type=False)
-        kind = x.manual_axis_type
-        return x.update(manual_axis_type=kind.update(varying=kind.varying - set(params.axes)))
-
-    return [total(x) for x in xs]
 
 
 # Selection: the arrays of one call are summed by one operation or several.
@@ -174,49 +162,54 @@ def operations(
     return parts
 
 
-def _parts(
+# Rules.
+
+
+def _abstract_eval(*xs: Any, params: PsumParams) -> list[Any]:
+    def total(x: Any) -> Any:
+        if not params.invariant:
+            return x.update(weak_type=False)
+        kind = x.manual_axis_type
+        return x.update(manual_axis_type=kind.update(varying=kind.varying - set(params.axes)))
+
+    return [total(x) for x in xs]
+
+
+def _decide(
     site: LoweringSite, avals: Sequence[Any], params: PsumParams, traced_over: Any
-) -> list[Part]:
+) -> Decision:
     reason = site.reason_for_lax(traced_over)
     if reason is not None:
-        return [(list(range(len(avals))), select.Selection("lax", reason))]
-    assert site.mesh is not None  # or there would be a reason
-    return operations(site.mesh, params.axes, [x.shape for x in avals], avals[0].dtype)
+        parts = [(list(range(len(avals))), select.Selection("lax", reason))]
+    else:
+        assert site.mesh is not None  # or there would be a reason
+        parts = operations(site.mesh, params.axes, [x.shape for x in avals], avals[0].dtype)
 
-
-def _explain(
-    site: LoweringSite, avals: Sequence[Any], *, params: PsumParams, traced_over: Any
-) -> list[Operation]:
-    return [
-        collective.operation_of(psum_p, [avals[i] for i in chosen], selected)
-        for chosen, selected in _parts(site, avals, params, traced_over)
-    ]
-
-
-# Lowering.
-
-
-def _lower(ctx: Any, *xs: Any, params: PsumParams, traced_over: Any) -> list[Any]:
-    site = LoweringSite.of(ctx)
-    results = list(xs)  # an empty array is its own sum
-    for chosen, selected in _parts(site, ctx.avals_in, params, traced_over):
-        operands = [xs[i] for i in chosen]
-        part = ctx.replace(
-            avals_in=[ctx.avals_in[i] for i in chosen],
-            avals_out=[ctx.avals_out[i] for i in chosen],
-        )
-        if selected.algorithm == "lax":
-            sums = collective.lower_to_lax(part, psum_p, operands, params, selected)
-        else:
-            sums = collective.lower_to_call(
-                part, psum_p, operands, site.mesh, params.axes, selected
+    def lower(ctx: Any, *xs: Any) -> list[Any]:
+        results = list(xs)  # an empty array is its own sum
+        for chosen, selected in parts:
+            operands = [xs[i] for i in chosen]
+            part = ctx.replace(
+                avals_in=[avals[i] for i in chosen],
+                avals_out=[ctx.avals_out[i] for i in chosen],
             )
-        for i, total in zip(chosen, sums, strict=True):
-            results[i] = total
-    return results
+            if selected.algorithm == "lax":
+                sums = collective.lower_to_lax(part, psum_p, operands, params, selected)
+            else:
+                sums = collective.lower_to_call(
+                    part, psum_p, operands, site.mesh, params.axes, selected
+                )
+            for i, total in zip(chosen, sums, strict=True):
+                results[i] = total
+        return results
 
-
-# Differentiation.
+    return Decision(
+        lower,
+        lambda: [
+            collective.operation_of(psum_p, [avals[i] for i in chosen], selected)
+            for chosen, selected in parts
+        ],
+    )
 
 
 def _transpose(cotangents: Sequence[Any], *xs: Any, params: PsumParams) -> list[Any]:
@@ -228,9 +221,6 @@ def _transpose(cotangents: Sequence[Any], *xs: Any, params: PsumParams) -> list[
     return collective.transpose(of_nonzero, cotangents, xs)
 
 
-# Batching: elementwise.
-
-
 def _batch(
     name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: PsumParams
 ) -> tuple[list[Any], list[Any]]:
@@ -239,12 +229,9 @@ def _batch(
     return psum_p.bind(*operands, params=params), list(dims)
 
 
-# Registration.
-
 psum_p.register(
     abstract_eval=_abstract_eval,
-    lower=_lower,
-    explain=_explain,
+    decide=_decide,
     jvp=collective.jvp,
     transpose=_transpose,
     batch=_batch,

@@ -1,33 +1,30 @@
 """psum_scatter: the sum of every rank's operand, of which each rank keeps its own part."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
-from jax.interpreters import mlir
 
 from jax_intranode._src.ops import collective, fallback
+from jax_intranode._src.ops.annotations import AxisNames, PyTree
 from jax_intranode._src.ops.collective import (
     AllGatherParams,
     PsumScatterParams,
     all_gather_p,
     psum_scatter_p,
 )
-from jax_intranode._src.ops.lowering_site import LoweringSite
-from jax_intranode._src.ops.primitive import Operation
-from jax_intranode._src.selection import select
 
 
 def psum_scatter(
-    x: Any,
-    axis_name: Any,
+    x: PyTree,
+    axis_name: AxisNames,
     *,
     scatter_dimension: int = 0,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     tiled: bool = False,
-) -> Any:
+) -> PyTree:
     """Sums over mapped axes and keeps a part; takes the place of ``jax.lax.psum_scatter``.
 
     Inside ``jax.shard_map`` over devices of one host, each rank writes every part of its array into
@@ -53,7 +50,7 @@ def psum_scatter(
 
     Raises:
         NameError: an axis is not bound, as in ``jax.lax.psum_scatter``.
-        TypeError: `scatter_dimension` is no integer.
+        TypeError: `scatter_dimension` is not an integer.
         ValueError: the dimension can't be divided among the ranks.
 
     Examples:
@@ -112,99 +109,37 @@ def psum_scatter(
     return jax.tree.map(scatter, x)
 
 
-# Abstract evaluation.
+# Rules.
 
 
-def _abstract_eval(x: Any, *, params: PsumScatterParams) -> list[Any]:
-    shape = list(x.shape)
+def _shape(shape: list[int], params: PsumScatterParams) -> tuple[int, ...]:
     if params.tiled:
         shape[params.dimension] //= params.world_size
     else:
         del shape[params.dimension]
-    return [x.update(shape=tuple(shape))]
+    return tuple(shape)
 
 
-# Selection and lowering.
+def _divide(x: Any, params: PsumScatterParams) -> Any:
+    parts = collective.stack_parts(x, params.dimension, params.world_size)
+    return parts.reshape(params.world_size, *_shape(list(x.shape), params))
 
 
-def _select(
-    site: LoweringSite, aval: Any, params: PsumScatterParams, traced_over: Any
-) -> select.Selection:
-    part = aval.size // params.world_size * aval.dtype.itemsize
-    return collective.select_one(psum_scatter_p, site, aval, part, params, traced_over)
+def _batched(params: PsumScatterParams, d: int) -> tuple[PsumScatterParams, int]:
+    if d <= params.dimension:
+        return replace(params, dimension=params.dimension + 1), d
+    return params, d if params.tiled else d - 1
 
 
-def _explain(
-    site: LoweringSite, avals: Sequence[Any], *, params: PsumScatterParams, traced_over: Any
-) -> list[Operation]:
-    selected = _select(site, avals[0], params, traced_over)
-    return [collective.operation_of(psum_scatter_p, avals, selected)]
-
-
-def _lower(ctx: Any, x: Any, *, params: PsumScatterParams, traced_over: Any) -> list[Any]:
-    site = LoweringSite.of(ctx)
-    (aval,), (out_aval,) = ctx.avals_in, ctx.avals_out
-    selected = _select(site, aval, params, traced_over)
-    if selected.algorithm == "lax":
-        return collective.lower_to_lax(ctx, psum_scatter_p, [x], params, selected)
-    size, dimension = params.world_size, params.dimension
-
-    def arrange(v: Any) -> Any:
-        """Stacks the ranks' parts, as the custom call expects them."""
-        divided = (*v.shape[:dimension], size, -1, *v.shape[dimension + 1 :])
-        return jnp.moveaxis(v.reshape(divided), dimension, 0).reshape(size, *out_aval.shape)
-
-    stacked = aval.update(shape=(size, *out_aval.shape))
-    lower = mlir.lower_fun(arrange, multiple_results=False)
-    (parts,) = lower(ctx.replace(avals_out=[stacked]), x)
-    return collective.lower_to_call(
-        ctx.replace(avals_in=[stacked]), psum_scatter_p, [parts], site.mesh, params.axes, selected
-    )
-
-
-# Differentiation.
-
-
-def _transpose(cotangents: Sequence[Any], x: Any, *, params: PsumScatterParams) -> list[Any]:
-    gathered = AllGatherParams(params.axes, params.dimension, params.tiled, params.world_size)
-
-    def of_nonzero(cts: list[Any]) -> list[Any]:
-        return [collective.bind_or_fall_back(all_gather_p, ct, gathered) for ct in cts]
-
-    return collective.transpose(of_nonzero, cotangents, [x])
-
-
-# Batching: the batch is one more dimension.
-
-
-def _batch(
-    name: Hashable,
-    size: int,
-    operands: Sequence[Any],
-    dims: Sequence[Any],
-    params: PsumScatterParams,
-) -> tuple[list[Any], list[Any]]:
-    if name in params.axes:
-        return collective.batch_over_hidden_axis(
-            psum_scatter_p, name, size, operands, dims, params, 0
-        )
-    (x,), (d,), dimension = operands, dims, params.dimension
-    if d <= dimension:
-        dimension += 1
-    elif not params.tiled:
-        d -= 1
-    batched = PsumScatterParams(params.axes, dimension, params.tiled, params.world_size)
-    return psum_scatter_p.bind(x, params=batched), [d]
-
-
-# Registration.
-
-psum_scatter_p.register(
-    abstract_eval=_abstract_eval,
-    lower=_lower,
-    explain=_explain,
-    jvp=collective.jvp,
-    transpose=_transpose,
-    batch=_batch,
-    needed=collective.needed,
+collective.register(
+    psum_scatter_p,
+    shape=_shape,
+    sent_bytes=lambda x, params: x.size // params.world_size * x.dtype.itemsize,
+    divide=_divide,
+    transposed=lambda params: (
+        all_gather_p,
+        AllGatherParams(params.axes, params.dimension, params.tiled, params.world_size),
+    ),
+    batched=_batched,
+    hidden_dim=0,
 )

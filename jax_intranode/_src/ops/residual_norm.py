@@ -1,99 +1,36 @@
 """psum_residual_rms_norm and its relatives: a sum over ranks, a residual added, rows normalized.
 
 There are four functions: the sum is a psum or a reduce-scatter, the norm RMSNorm or LayerNorm. Each
-has a primitive; all of them share the rules below.
+has a primitive (norm_rules.py).
 """
 
-import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import ShapedArray
-from jax.interpreters import ad, mlir
+from jax.typing import ArrayLike
 
-from jax_intranode._src.group import communicator
-from jax_intranode._src.group import partition as partition_lib
-from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.jax_private import trace_state
-from jax_intranode._src.ops import collective, fallback, matmul_arguments
-from jax_intranode._src.ops.collective import PsumParams, PsumScatterParams, psum_p, psum_scatter_p
-from jax_intranode._src.ops.lowering_site import LoweringSite
-from jax_intranode._src.ops.primitive import Operation, OpPrimitive, nbytes
-from jax_intranode._src.selection import config, select, table
-
-
-@dataclass(frozen=True)
-class NormParams:
-    """Parameters of the primitives.
-
-    Their operands are x, the residual, the weight and, if there is one, the bias. Their results are
-    the normalized rows and the new residual.
-
-    Attributes:
-        axes: the mesh axes.
-        norm: "rms_norm" or "layer_norm".
-        eps: added to the mean of the squares.
-        weight_offset: added to the weight.
-        dimension: the dimension of x that is divided among the ranks; None for a psum.
-        world_size: number of ranks.
-        invariant: as in `PsumParams`.
-    """
-
-    axes: tuple[str, ...]
-    norm: str
-    eps: float
-    weight_offset: float
-    dimension: int | None
-    world_size: int
-    invariant: bool
-
-    @property
-    def primitive(self) -> OpPrimitive:
-        """The primitive that has these parameters."""
-        return _PRIMITIVES[self.norm, self.dimension is not None]
-
-    def by_lax(self, xs: Sequence[Any]) -> list[Any]:
-        """The same from ``jax.lax``'s sum, equal but for rounding."""
-        x, residual, weight, *bias = xs
-        if self.dimension is None:
-            total = lax.psum(x, self.axes)
-        else:
-            total = lax.psum_scatter(x, self.axes, scatter_dimension=self.dimension, tiled=True)
-        h = total + residual
-        normalized, _ = _normalized(h, self)
-        y = normalized * _scale(weight, self, normalized.dtype)
-        for b in bias:
-            y += b.astype(y.dtype)
-        return [y.astype(x.dtype), h]
-
-
-_PRIMITIVES = {
-    (norm, scatters): OpPrimitive(f"{'reduce_scatter' if scatters else 'psum'}_residual_{norm}")
-    for norm in ("rms_norm", "layer_norm")
-    for scatters in (False, True)
-}
-OPERATIONS = tuple(primitive.operation for primitive in _PRIMITIVES.values())
-
-
-# The public functions.
+from jax_intranode._src.ops import collective, fallback, matmul_arguments, old_names
+from jax_intranode._src.ops.annotations import AxisNames
+from jax_intranode._src.ops.norm_rules import PRIMITIVES, NormParams
+from jax_intranode._src.selection import select
 
 
 def psum_residual_rms_norm(
-    x: Any,
-    residual: Any,
-    weight: Any,
-    axis_name: Any,
+    x: ArrayLike,
+    residual: ArrayLike,
+    weight: ArrayLike,
+    axis_name: AxisNames,
     *,
     eps: float,
-    bias: Any = None,
+    bias: ArrayLike | None = None,
     weight_offset: float = 0.0,
-) -> tuple[Any, Any]:
+) -> tuple[jax.Array, jax.Array]:
     """Sums over mapped axes, adds a residual, and normalizes the rows of the result.
 
     This is what follows the second matmul of each block of a tensor-parallel transformer. Inside
@@ -147,8 +84,8 @@ def psum_residual_rms_norm(
         `normed` and `new_residual`, of the shape and dtype of x, the same on all ranks.
 
     Raises:
-        TypeError: an operand is no array of a floating dtype, the residual has another dtype than
-            x, or `eps` or `weight_offset` is no number that is known while tracing.
+        TypeError: an operand is not an array of a floating dtype, the dtypes of the residual and x
+            differ, or `eps` or `weight_offset` is not a number that is known while tracing.
         ValueError: shapes do not fit, `eps` or `weight_offset` is not finite, or the residual, the
             weight or the bias varies over the axes (known under check_vma=True).
         NameError: an axis is not bound.
@@ -168,15 +105,15 @@ def psum_residual_rms_norm(
 
 
 def psum_residual_layer_norm(
-    x: Any,
-    residual: Any,
-    weight: Any,
-    axis_name: Any,
+    x: ArrayLike,
+    residual: ArrayLike,
+    weight: ArrayLike,
+    axis_name: AxisNames,
     *,
     eps: float,
-    bias: Any = None,
+    bias: ArrayLike | None = None,
     weight_offset: float = 0.0,
-) -> tuple[Any, Any]:
+) -> tuple[jax.Array, jax.Array]:
     """`psum_residual_rms_norm` with LayerNorm instead of RMSNorm.
 
     Arguments, results, errors and differentiation are described there. Steps 3 and 4 are
@@ -198,17 +135,17 @@ def psum_residual_layer_norm(
     return _call("layer_norm", None, x, residual, weight, bias, axis_name, eps, weight_offset)
 
 
-def reduce_scatter_residual_rms_norm(
-    x: Any,
-    residual: Any,
-    weight: Any,
-    axis_name: Any,
+def psum_scatter_residual_rms_norm(
+    x: ArrayLike,
+    residual: ArrayLike,
+    weight: ArrayLike,
+    axis_name: AxisNames,
     *,
     eps: float,
-    bias: Any = None,
+    bias: ArrayLike | None = None,
     weight_offset: float = 0.0,
     scatter_dimension: int = 0,
-) -> tuple[Any, Any]:
+) -> tuple[jax.Array, jax.Array]:
     """`psum_residual_rms_norm` for sequence parallelism: each rank gets a part of the rows.
 
     As ``psum_scatter(x, axis_name, scatter_dimension=scatter_dimension, tiled=True)``, followed by
@@ -238,7 +175,7 @@ def reduce_scatter_residual_rms_norm(
         ...     mesh=mesh, in_specs=(P(None, "model"), P("model"), P()), out_specs=P("model")
         ... )
         ... def normed(x, residual, weight):
-        ...     return jax_intranode.reduce_scatter_residual_rms_norm(
+        ...     return jax_intranode.psum_scatter_residual_rms_norm(
         ...         x[:, 0], residual, weight, "model", eps=0.0
         ...     )
         >>> y, h = normed(jnp.ones((4, 2, 8)), jnp.ones((4, 8)), jnp.ones(8))
@@ -250,18 +187,18 @@ def reduce_scatter_residual_rms_norm(
     )
 
 
-def reduce_scatter_residual_layer_norm(
-    x: Any,
-    residual: Any,
-    weight: Any,
-    axis_name: Any,
+def psum_scatter_residual_layer_norm(
+    x: ArrayLike,
+    residual: ArrayLike,
+    weight: ArrayLike,
+    axis_name: AxisNames,
     *,
     eps: float,
-    bias: Any = None,
+    bias: ArrayLike | None = None,
     weight_offset: float = 0.0,
     scatter_dimension: int = 0,
-) -> tuple[Any, Any]:
-    """`reduce_scatter_residual_rms_norm` with LayerNorm instead of RMSNorm.
+) -> tuple[jax.Array, jax.Array]:
+    """`psum_scatter_residual_rms_norm` with LayerNorm instead of RMSNorm.
 
     The arithmetic of the norm is that of `psum_residual_layer_norm`.
 
@@ -271,7 +208,7 @@ def reduce_scatter_residual_layer_norm(
         ...     mesh=mesh, in_specs=(P(None, "model"), P("model"), P()), out_specs=P("model")
         ... )
         ... def normed(x, residual, weight):
-        ...     return jax_intranode.reduce_scatter_residual_layer_norm(
+        ...     return jax_intranode.psum_scatter_residual_layer_norm(
         ...         x[:, 0], residual, weight, "model", eps=0.0
         ...     )
         >>> y, h = normed(jnp.ones((2, 2, 2)), jnp.array([[1.0, 3.0]] * 2), jnp.ones(2))
@@ -282,6 +219,13 @@ def reduce_scatter_residual_layer_norm(
         "layer_norm", scatter_dimension, x, residual, weight, bias, axis_name, eps, weight_offset
     )
 
+
+reduce_scatter_residual_rms_norm = old_names.function(
+    "reduce_scatter_residual_rms_norm", psum_scatter_residual_rms_norm
+)
+reduce_scatter_residual_layer_norm = old_names.function(
+    "reduce_scatter_residual_layer_norm", psum_scatter_residual_layer_norm
+)
 
 # Checks.
 
@@ -297,7 +241,7 @@ def _call(
     eps: Any,
     weight_offset: Any,
 ) -> tuple[Any, Any]:
-    primitive = _PRIMITIVES[norm, dimension is not None]
+    primitive = PRIMITIVES[norm, dimension is not None]
     name = primitive.operation
     axes = matmul_arguments.axes_of(axis_name)
     operands = _operands(name, x, residual, weight, bias)
@@ -410,7 +354,7 @@ def _check_types(
             advice = "all ranks must have the same"
             if argument == "residual":
                 advice += "; for a residual that is divided among the ranks, see "
-                advice += f"jax_intranode.{name.replace('psum', 'reduce_scatter')}"
+                advice += f"jax_intranode.{name.replace('psum', 'psum_scatter')}"
             raise ValueError(
                 f"{name}: {argument} varies over the axes {sorted(map(str, over))}; {advice}"
             )
@@ -445,230 +389,3 @@ def _varying(operands: Sequence[Any], params: NormParams) -> list[Any]:
         collective.varying(residual, of_residual),
         *(collective.varying(v, shared) for v in parameters),
     ]
-
-
-# The formula. It computes in float32 (float64 for float64).
-
-
-def _normalized(h: Any, params: NormParams) -> tuple[Any, Any]:
-    """The rows before they are scaled, and the factor 1 / sqrt(v + eps) of each row."""
-    h = h.astype(jnp.promote_types(h.dtype, jnp.float32))
-    if params.norm == "layer_norm":
-        h = h - h.mean(-1, keepdims=True)
-    factor = 1 / jnp.sqrt((h * h).mean(-1, keepdims=True) + params.eps)
-    return h * factor, factor
-
-
-def _scale(weight: Any, params: NormParams, dtype: Any) -> Any:
-    weight = weight.astype(dtype)
-    return weight + params.weight_offset if params.weight_offset != 0 else weight
-
-
-# Abstract evaluation.
-
-
-def _abstract_eval(x: Any, residual: Any, weight: Any, *bias: Any, params: NormParams) -> list[Any]:
-    del x, weight, bias  # _varying has made the residual's type that of the results
-    return [residual, residual]
-
-
-# Selection.
-
-
-def _rows(avals: Sequence[Any]) -> int:
-    """The rows of a rank's result."""
-    residual = avals[1]
-    return int(math.prod(residual.shape[:-1]))
-
-
-def _select(
-    site: LoweringSite, avals: Sequence[Any], params: NormParams, traced_over: Any
-) -> select.Selection:
-    reason = site.reason_for_lax(traced_over)
-    if reason is not None:
-        return select.Selection("lax", reason)
-    mesh = site.mesh
-    assert mesh is not None  # or there would be a reason
-    partition = partition_lib.partition(mesh, tuple(params.axes))
-    device = mesh.devices.flat[0]
-    select_with = functools.partial(
-        select.select_norm,
-        params.primitive.operation,
-        rows=_rows(avals),
-        hidden=avals[0].shape[-1],
-        dtype=avals[0].dtype.name,
-        world_size=partition.group_size,
-        hardware=table.hardware_of(device.platform, device.device_kind),
-        mode=rendezvous_lib.mode_of(mesh.devices.flat),
-        algorithm=config.get().algorithm,
-    )
-    # First with any memory: what lax runs anyway needs no rendezvous.
-    selected = select_with(epoch_buffer_bytes=None)
-    if selected.algorithm == "lax":
-        return selected
-    rendezvous = rendezvous_lib.rendezvous_of(mesh.devices.flat)
-    if rendezvous.reason is not None:
-        return select.Selection("lax", rendezvous.reason, logged=True)
-    selected = select_with(epoch_buffer_bytes=rendezvous.epoch_buffer_bytes)
-    if selected.algorithm != "lax":
-        reason = communicator.communicator(rendezvous, partition)
-        if reason is not None:
-            return select.Selection("lax", reason)
-    return selected
-
-
-def is_faster(site: LoweringSite, x: Any, params: NormParams) -> bool:
-    """Whether a norm is faster than a sum and what XLA makes of the rest, for x of this type.
-
-    A row of the table says so, or JAX_INTRANODE_FUSE_NORMS.
-    """
-    wanted = config.get().fuse_norms
-    if wanted != "auto" or site.mesh is None:
-        return wanted == "always"
-    device = site.mesh.devices.flat[0]
-    nbytes_of_result = nbytes(x) // (1 if params.dimension is None else params.world_size)
-    rows = table.rows(
-        table.hardware_of(device.platform, device.device_kind),
-        rendezvous_lib.mode_of(site.mesh.devices.flat),
-        params.primitive.operation,
-        "bare",
-        params.world_size,
-    )
-    return bool(rows) and nbytes_of_result <= rows[-1].nbytes
-
-
-def _explain(
-    site: LoweringSite, avals: Sequence[Any], *, params: NormParams, traced_over: Any
-) -> list[Operation]:
-    selected = _select(site, avals, params, traced_over)
-    return [Operation(params.primitive.operation, list(avals), nbytes(avals[0]), selected)]
-
-
-# Lowering.
-
-
-def _lower(ctx: Any, *operands: Any, params: NormParams, traced_over: Any) -> list[Any]:
-    site = LoweringSite.of(ctx)
-    avals = list(ctx.avals_in)
-    selected = _select(site, avals, params, traced_over)
-    if selected.algorithm == "lax":
-        return collective.lower_to_lax(ctx, params.primitive, operands, params, selected)
-    x = operands[0]
-    if params.dimension is not None:
-        # The custom call expects the ranks' parts one after another.
-        aval, part = avals[:2]
-        size, dimension = params.world_size, params.dimension
-
-        def arrange(v: Any) -> Any:
-            divided = (*v.shape[:dimension], size, -1, *v.shape[dimension + 1 :])
-            return jnp.moveaxis(v.reshape(divided), dimension, 0).reshape(size, *part.shape)
-
-        avals[0] = aval.update(shape=(size, *part.shape))
-        lower = mlir.lower_fun(arrange, multiple_results=False)
-        (x,) = lower(ctx.replace(avals_in=[aval], avals_out=[avals[0]]), x)
-    return collective.lower_to_call(
-        ctx.replace(avals_in=avals),
-        params.primitive,
-        [x, *operands[1:]],
-        site.mesh,
-        params.axes,
-        selected,
-        communicated=avals[:1],
-        attributes={
-            "eps": np.float32(params.eps),
-            "weight_offset": np.float32(params.weight_offset),
-        },
-    )
-
-
-# Differentiation.
-
-
-def _sum_of_tangent(dx: Any, params: NormParams) -> Any:
-    if params.dimension is None:
-        summed = PsumParams(params.axes, invariant=params.invariant)
-        return psum_p.bind(dx, params=summed)[0]
-    scattered = PsumScatterParams(params.axes, params.dimension, True, params.world_size)
-    return psum_scatter_p.bind(dx, params=scattered)[0]
-
-
-def _jvp(
-    bind: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], params: NormParams
-) -> tuple[list[Any], list[Any]]:
-    """The tangents, as functions of the new residual and the operands' tangents.
-
-    With n = (h - m) * f, the normalized rows: dn = f * (d - n * mean(n * d)), where d is dh without
-    its mean if the norm is LayerNorm.
-    """
-    normed, new_residual = bind(*primals, params=params)
-    dx, dresidual, dweight, *dbias = [None if type(t) is ad.Zero else t for t in tangents]
-    weight = primals[2]
-    n, factor = _normalized(new_residual, params)
-    dh = None if dx is None else _sum_of_tangent(dx, params)
-    if dresidual is not None:
-        dh = dresidual if dh is None else dh + dresidual
-    terms = []
-    if dh is not None:
-        d = dh.astype(n.dtype)
-        if params.norm == "layer_norm":
-            d = d - d.mean(-1, keepdims=True)
-        dn = factor * (d - n * (n * d).mean(-1, keepdims=True))
-        terms.append(dn * _scale(weight, params, n.dtype))
-    if dweight is not None:
-        terms.append(n * dweight.astype(n.dtype))
-    for db in dbias:
-        if db is not None:
-            terms.append(jnp.broadcast_to(db.astype(n.dtype), n.shape))
-    dnormed = functools.reduce(jnp.add, terms).astype(normed.dtype) if terms else None
-    return [normed, new_residual], [
-        ad.Zero(jax.typeof(v).to_tangent_aval()) if t is None else t
-        for v, t in ((normed, dnormed), (new_residual, dh))
-    ]
-
-
-def _transpose(cotangents: Sequence[Any], *operands: Any, params: NormParams) -> list[Any]:
-    raise NotImplementedError(
-        f"{params.primitive.operation} is not linear, so it has no transpose; differentiate it"
-    )
-
-
-# Batching: rows are independent, so the batch is one more dimension of them.
-
-
-def _batch(
-    name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: NormParams
-) -> tuple[list[Any], list[Any]]:
-    primitive = params.primitive
-    if name in params.axes:
-        return collective.batch_over_hidden_axis(primitive, name, size, operands, dims, params, 0)
-    if any(d is not None for d in dims[2:]):
-        # Each element has its own parameters: one operation after another.
-        moved = [
-            v if d is None else jnp.moveaxis(v, d, 0) for v, d in zip(operands, dims, strict=True)
-        ]
-
-        def one(index: Any) -> list[Any]:
-            chosen = [v if d is None else v[index] for v, d in zip(moved, dims, strict=True)]
-            return primitive.bind(*chosen, params=params)
-
-        return lax.map(one, jnp.arange(size)), [0, 0]
-    x, residual = (
-        jnp.broadcast_to(v, (size, *v.shape)) if d is None else jnp.moveaxis(v, d, 0)
-        for v, d in zip(operands[:2], dims[:2], strict=True)
-    )
-    if params.dimension is not None:
-        params = replace(params, dimension=params.dimension + 1)
-    return primitive.bind(x, residual, *operands[2:], params=params), [0, 0]
-
-
-# Registration.
-
-for _primitive in _PRIMITIVES.values():
-    _primitive.register(
-        abstract_eval=_abstract_eval,
-        lower=_lower,
-        explain=_explain,
-        jvp=_jvp,
-        transpose=_transpose,
-        batch=_batch,
-    )

@@ -18,7 +18,14 @@ EXCHANGED_DTYPES = (
     *("float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz"),
     *("float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
 )
-_DTYPES_OF = {"all_gather": COPIED_DTYPES, "all_to_all": EXCHANGED_DTYPES}
+# The dtypes of overlapped matmuls.
+_MULTIPLIED_DTYPES = ("bfloat16", "float16")
+_DTYPES_OF = {
+    "all_gather": COPIED_DTYPES,
+    "all_to_all": EXCHANGED_DTYPES,
+    "all_gather_matmul": _MULTIPLIED_DTYPES,
+    "matmul_reduce_scatter": _MULTIPLIED_DTYPES,
+}
 
 
 # Why lax runs an operation. JAX_INTRANODE_STRICT=1 tells these apart.
@@ -72,12 +79,18 @@ def _lax(reason: str, cause: str = NOT_FASTER) -> Selection:
     return Selection("lax", reason, cause=cause)
 
 
-def _left_to_lax(
-    operation: str, algorithm: str, world_size: int, *, is_empty: bool
+def static_reason(
+    operation: str, dtype: str, world_size: int, *, is_empty: bool, hidden: int = 0
 ) -> Selection | None:
-    """What jax.lax runs whatever the dtype, the size and the hardware; None for all other calls."""
-    if algorithm == "lax":
-        return _lax("JAX_INTRANODE_ALGORITHM=lax")
+    """What jax.lax runs on any hardware, with any memory and any settings; None for other calls.
+
+    Args:
+        operation: the operation.
+        dtype: name of its dtype.
+        world_size: number of ranks in the group.
+        is_empty: whether it has no elements.
+        hidden: of a norm, the elements of a row.
+    """
     if is_empty:
         return _lax(f"{operation} of no elements")
     if world_size == 1:
@@ -87,7 +100,8 @@ def _left_to_lax(
             f"a group of {world_size} ranks; at most {definitions.MAX_WORLD_SIZE} are supported",
             UNSUPPORTED,
         )
-    return None
+    unsupported = unsupported_norm(dtype, hidden) if hidden else unsupported_dtype(operation, dtype)
+    return None if unsupported is None else _lax(unsupported, UNSUPPORTED)
 
 
 def select(
@@ -122,11 +136,10 @@ def select(
         topology: how the group's devices are linked: "hybrid_cube_mesh", or anything else for those
             that are all linked to each other.
     """
-
-    if left := _left_to_lax(operation, algorithm, world_size, is_empty=nbytes == 0):
-        return left
-    if unsupported := unsupported_dtype(operation, dtype):
-        return _lax(unsupported, UNSUPPORTED)
+    if static := static_reason(operation, dtype, world_size, is_empty=nbytes == 0):
+        return static
+    if algorithm == "lax":
+        return _lax("JAX_INTRANODE_ALGORITHM=lax")
     packets = (
         "bare"
         if definitions.packet_bytes("all_gather", dtype) == definitions.PACK_BYTES
@@ -158,7 +171,7 @@ def select(
 
         if segment_bytes and not (fitting and fits(fitting[0])):
             rows = rows or table.rows(hardware, mode, operation, packets, world_size)
-            row = _in_segments((fitting or rows[-1:])[0], segment_bytes)
+            row = _in_segments((fitting or rows[-1:])[0], world_size, segment_bytes)
             reason = f"{nbytes} bytes of {dtype}: JAX_INTRANODE_SEGMENT_KIB"
         elif fitting:
             row = fitting[0]
@@ -176,7 +189,7 @@ def select(
         row = dataclasses.replace(row, segment_bytes=row.segment_bytes or nbytes)
     launched = launch(row, dtype, nbytes, world_size, epoch_buffer_bytes)
     if launched is None:
-        needed = definitions.epoch_buffer_bytes_needed(row.algorithm, dtype, nbytes, world_size)
+        needed = definitions.epoch_buffer_bytes_needed(row.algorithm, dtype, nbytes, world_size, 1)
         return _lax(
             f"{nbytes} bytes of {dtype} need {needed} bytes of an epoch buffer, which has "
             f"{epoch_buffer_bytes}; JAX_INTRANODE_SLAB_MIB sets its size",
@@ -208,9 +221,14 @@ def launch(
     return segments, max(1, min(row.blocks, -(-work // row.threads)))
 
 
-def _in_segments(row: table.Row, segment_bytes: int) -> table.Row:
-    """The row in segments, for an operation that is too large for it or for its epoch buffer."""
-    algorithm = "two_shot" if row.algorithm in table.PSUM_ALGORITHMS else row.algorithm
+def _in_segments(row: table.Row, world_size: int, segment_bytes: int) -> table.Row:
+    """The row in segments, for an operation that is too large for it or for its epoch buffer.
+
+    Between two ranks one-shot sends as many bytes as two-shot, and in one hop.
+    """
+    algorithm = row.algorithm
+    if algorithm in table.PSUM_ALGORITHMS:
+        algorithm = "one_shot" if world_size == 2 else "two_shot"
     return dataclasses.replace(row, algorithm=algorithm, segment_bytes=segment_bytes)
 
 
@@ -267,8 +285,9 @@ def select_norm(
     world_size: int,
     hardware: str,
     mode: str,
-    epoch_buffer_bytes: int | None,
+    epoch_buffer_bytes: int,
     algorithm: str = "auto",
+    tuned: table.Tuned | None = None,
 ) -> Selection:
     """Selects the algorithm of a norm that follows a sum. It falls back only where it must.
 
@@ -283,22 +302,23 @@ def select_norm(
         world_size: number of ranks in the group.
         hardware: as in `select`.
         mode: as in `select`.
-        epoch_buffer_bytes: bytes of each of a region's two epoch buffers; None: as many as needed.
+        epoch_buffer_bytes: bytes of each of a region's two epoch buffers.
         algorithm: "auto", or the one to use wherever it fits.
+        tuned: as in `select`.
     """
-
-    if left := _left_to_lax(operation, algorithm, world_size, is_empty=rows == 0):
-        return left
-    if unsupported := unsupported_norm(dtype, hidden):
-        return _lax(unsupported, UNSUPPORTED)
+    if static := static_reason(operation, dtype, world_size, is_empty=rows == 0, hidden=hidden):
+        return static
+    if algorithm == "lax":
+        return _lax("JAX_INTRANODE_ALGORITHM=lax")
     packs = -(-hidden * (4 if dtype == "float32" else 2) // definitions.PACK_BYTES)
     nbytes = rows * packs * definitions.PACK_BYTES
     kind = "layer_norm" if operation.endswith("layer_norm") else "rms_norm"
     reason = f"{rows} rows of {hidden} {dtype} among {world_size} ranks"
-    if operation.startswith("reduce_scatter"):
+    if operation.startswith("psum_scatter"):
         candidates = ["reduce_scatter"]
     else:
-        own = table.rows(hardware, mode, operation, "bare", world_size)
+        where = hardware, mode, operation, "bare", world_size
+        own, _ = table.rows_and_source(*where, tuned)
         measured = own or table.rows(hardware, mode, "psum", "bare", world_size)
         fitting = [
             row.algorithm.removesuffix(f"_{kind}") for row in measured if nbytes <= row.nbytes
@@ -310,11 +330,9 @@ def select_norm(
         candidates = [first, *(a for a in table.PSUM_ALGORITHMS if a != first)]
     for candidate in candidates:
         name = f"{candidate}_{kind}"
-        most = rows
-        if epoch_buffer_bytes is not None:
-            most = definitions.norm_rows_per_operation(
-                name, dtype, hidden, world_size, epoch_buffer_bytes
-            )
+        most = definitions.norm_rows_per_operation(
+            name, dtype, hidden, world_size, epoch_buffer_bytes
+        )
         if most == 0:
             continue
         at_once = min(rows, most)

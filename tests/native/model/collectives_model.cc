@@ -37,7 +37,7 @@ namespace {
 constexpr int kMostRanks = 4;
 constexpr int kMostOperations = 8;
 constexpr int kMostBlocks = 2;
-constexpr int kMostPacks = 3;
+constexpr int kMostPacks = 7;
 constexpr int kMostLate = 64;
 
 enum class Kind { kOneShot, kTwoShot, kReduceScatter, kAllGather, kAllToAll, kHybridCubeMesh };
@@ -64,6 +64,7 @@ struct Variant {
   bool one_epoch_buffer, never_armed, armed_late, first_word_only, idle_epochs, wrong_epoch;
   bool no_release, no_acquire, wrong_relay;
   bool no_segment_release, no_segment_acquire, short_segment;
+  bool sent_early, no_reduce_fence;
 };
 Variant broken;
 
@@ -102,9 +103,9 @@ struct ModelThread {
     return true;
   }
   void Enter(uint32_t* busy, uint32_t*) {
-    if (jin::ExchangeWord(busy, 1) != 0) model::TheMachine().Fail("wrong: the region is busy");
+    if (jin::Exchange(busy, 1) != 0) model::TheMachine().Fail("wrong: the region is busy");
   }
-  void NextEpoch() {
+  void FenceSegment() {
     if (!broken.no_segment_acquire) model::TheMachine().AcquireFence();
     if (!broken.no_segment_release) model::TheMachine().ReleaseFence();
   }
@@ -134,6 +135,32 @@ struct MaybeBroken : Packets {
     if (count < kMostLate) local.late[thread][count++] = {slot, i, &Packets::Arm};
   }
 };
+
+// Segments as they are, or broken: the last one has the packs that are left (or one), and not as
+// many as the others.
+struct MaybeShort : jin::InSegments<jin::Buffer> {
+  jin::Segment<jin::Buffer> At(uint32_t k) const {
+    const size_t begin = k * packs, end = std::max(call.Packs(), begin + 1);
+    return {call, begin, broken.short_segment ? std::min(packs, end - begin) : packs};
+  }
+};
+
+// The steps of an operation in segments as they are, or broken.
+struct MaybeBrokenSchedule {
+  static jin::Step At(int phases, uint32_t segments, uint32_t i) {
+    jin::Step step = jin::Schedule::At(phases, segments, i);
+    if (broken.no_reduce_fence && phases == 3 && step.phase == 1) step.fence = false;
+    if (!broken.sent_early || i == 0 || i + 1 >= phases * segments) return step;
+    // A segment is sent before the fence, and before the step that makes room for it.
+    const jin::Step next = jin::Schedule::At(phases, segments, i + 1);
+    if (next.fence) return next;
+    return step.fence ? jin::Schedule::At(phases, segments, i - 1) : step;
+  }
+};
+
+uint32_t EpochsOf(const Plan& plan) {
+  return jin::Epochs(jin::PhasesOf(AlgorithmOf(plan.kind)), plan.segments);
+}
 
 uint32_t Value(int rank, int operation, size_t i, bool floating) {
   const uint32_t v = 1 + rank * 100 + operation * 1000 + static_cast<uint32_t>(i);
@@ -209,7 +236,7 @@ class Sequence {
 
   uint32_t Epochs() const {
     uint32_t epochs = 0;
-    for (const Plan& plan : plans_) epochs += plan.segments;
+    for (const Plan& plan : plans_) epochs += EpochsOf(plan);
     return epochs;
   }
   // The first epoch. It wraps in the middle.
@@ -242,23 +269,17 @@ class Sequence {
   // Runs a kernel: that of one epoch, or that of several segments.
   template <class Body>
   void RunAs(ModelThread& t, const ModelGroup& g, const jin::Buffer& call, const Plan& plan) {
-    const size_t packs =
-        jin::SegmentPacks(AlgorithmOf(plan.kind), plan.packs, ranks_, plan.segments);
     if (plan.segments == 1) {
       Body::Run(t, g, call);
-    } else if (!broken.short_segment) {
-      Body::Run(t, g, jin::InSegments<jin::Buffer>{call, packs, plan.segments});
-    } else {
-      // The last segment has the packs that are left (or one), and not as many as the others.
-      const uint32_t first = jin::Begin(t, g), last = plan.segments - 1;
-      for (uint32_t k = 0; k <= last; ++k) {
-        const size_t begin = k * packs, end = std::max<size_t>(plan.packs, begin + 1);
-        const size_t of_segment = k == last ? end - begin : packs;
-        Body::RunEpoch(t, g, jin::Segment<jin::Buffer>{call, begin, of_segment}, first + k);
-        if (k < last) t.NextEpoch();
-      }
-      jin::End(t, g, first + last);
+      return;
     }
+    const size_t packs =
+        jin::SegmentPacks(AlgorithmOf(plan.kind), plan.packs, ranks_, plan.segments);
+    const uint32_t first = jin::Begin(t, g);
+    const MaybeShort cut{{call, packs, plan.segments}};
+    uint32_t step = 0;
+    jin::RunSteps<Body, MaybeBrokenSchedule>(t, g, cut, first, &step);
+    jin::End(t, g, first + EpochsOf(plan) - 1);
   }
 
   template <class Type, int N, class PacketsOfType = typename Type::Packets>
@@ -266,7 +287,7 @@ class Sequence {
     using Packets = MaybeBroken<PacketsOfType>;
     switch (plan.kind) {
       case Kind::kOneShot:
-        jin::OneShot<Type, N, Packets>::Run(t, g, call);
+        RunAs<jin::OneShot<Type, N, Packets>>(t, g, call, plan);
         break;
       case Kind::kTwoShot:
         RunAs<jin::TwoShot<Type, N, Packets>>(t, g, call, plan);
@@ -387,7 +408,7 @@ class Sequence {
     }
     if (!broken.idle_epochs) return;
     // Blocks that an operation does not launch keep their epoch.
-    for (int b = plan.blocks; b < jin::kMaxBlocks; ++b) Header(rank)->epoch[b] -= plan.segments;
+    for (int b = plan.blocks; b < jin::kMaxBlocks; ++b) Header(rank)->epoch[b] -= EpochsOf(plan);
   }
 
   // Arms the packets of the operation before, when this one has been run.
@@ -436,12 +457,14 @@ Plan PlanOf(int pattern, int k, Kind kind) {
       return {kind, k % 3 == 0, 1 + k % 2, 1};
     case 3:  // kernels of two blocks and of one
       return {kind, k % 4 < 2, 2, k % 3 == 1 ? 1 : 2};
-    case 4:  // one to three segments
-      return {kind, k % 2 == 0, 2, 1, cut ? 1 + (k + 1) % 3 : 1u};
+    case 4:  // one, two or four segments
+      return {kind, k % 2 == 0, 2, 1, cut ? 1u << (k + 1) % 3 : 1u};
     case 6:  // norms of one row and of two; kernels of two blocks and of one
       return {kind, true, 1 + (k + 1) % 2, k % 3 == 1 ? 1 : 2, 1, true};
-    default:  // the last of two segments is not full; kernels of two blocks and of one
-      return {kind, true, cut ? 3 : 2, k % 3 == 1 ? 1 : 2, cut ? 2u : 1u};
+    default:  // first four segments, of which the last is not full; kernels of two blocks and of
+              // one
+      if (cut && k == 0) return {kind, true, 7, 2, 4};
+      return {kind, true, 4, k % 3 == 1 ? 1 : 2};
   }
 }
 constexpr int kPatterns = 7;
@@ -470,6 +493,8 @@ int main(int argc, char** argv) {
       {"no_segment_release", {&Variant::no_segment_release}},
       {"no_segment_acquire", {&Variant::no_segment_acquire}},
       {"short_segment", {&Variant::short_segment}},
+      {"sent_early", {&Variant::sent_early}},
+      {"no_reduce_fence", {&Variant::no_reduce_fence}},
       {"wrong_relay", {&Variant::wrong_relay}},
   };
   bool known = false;

@@ -29,9 +29,6 @@ def measure(
     """Checks and times one size of one dtype.
 
     Args:
-        settings: what to measure.
-        mesh: a mesh with one axis "x" of all devices.
-        dtype_name: the dtype.
         count: the number of elements in the size, as defined in `operations.Operation`.
 
     Returns:
@@ -119,8 +116,6 @@ def split_points(count: int, leaves: int, multiple: int = 1) -> list[int]:
     """Returns where to split an array into leaves, whose sizes are in the ratio 1 : 2 : 3 : 4.
 
     Args:
-        count: the number of elements of the array.
-        leaves: the number of leaves.
         multiple: the number of elements of each leaf, and of the array, is a multiple of this.
     """
     ends = np.cumsum([1 + k % 4 for k in range(leaves)])
@@ -196,12 +191,7 @@ def times_from_jax(
     """Measures one call of ours and of lax's.
 
     Args:
-        settings: what to measure.
-        operation: the operation.
-        mesh: a mesh with one axis "x" of all devices.
-        data: the operands.
         size: bytes, as defined in `operations.Operation`.
-        label: a unique name of the measurement.
         with_shipped: whether to measure our call by the shipped table, too.
 
     Returns:

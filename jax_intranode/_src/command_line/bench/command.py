@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         result["header"] = {
             **measured["header"],
             "mode": arguments.mode,
-            "driver": machine.driver(),
+            "driver": machine.driver()["version"],
             "command": record.command_line(sys.argv),
         }
         result["rows"] += measured["rows"]
@@ -84,11 +84,7 @@ def run_mode(
     line: launcher.ProgressLine,
     shows_table: bool = True,
 ) -> dict[str, Any]:
-    """Runs the ranks of one mode and returns the "header" and the "rows" of the JSON file.
-
-    Raises:
-        launcher.RankError: a rank failed, or the time limit came first.
-    """
+    """Runs the ranks of one mode and returns the "header" and the "rows" of the JSON file."""
     return launcher.run_function(
         "jax_intranode._src.command_line.bench.measure:measure",
         dataclasses.asdict(settings),

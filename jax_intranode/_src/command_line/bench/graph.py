@@ -11,8 +11,8 @@ from jax_intranode._src.command_line.bench import oracle, timing
 from jax_intranode._src.command_line.bench.operations import Operation
 from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher import all_ranks
+from jax_intranode._src.group import agreed
 from jax_intranode._src.group import partition as partition_lib
-from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.native import definitions, extension
 from jax_intranode._src.selection import select
 
@@ -43,12 +43,8 @@ def measure(
     """Measures and checks an operation on all ranks together.
 
     Args:
-        settings: the number of repetitions.
-        right: the right result.
-        mesh: a mesh with one axis "x".
         selected: the selection for each step of the operation.
         shards: the operand of each device of this process, by the device's position in the mesh.
-        label: a unique name of this measurement.
 
     Returns:
         The slowest rank's times, summed over the steps, and the number of wrong elements on all
@@ -85,7 +81,7 @@ def _measure_step(
         us, output = module.time_in_graph(
             list(groups.device_ids),
             groups.group_size,
-            rendezvous_lib.native_ordinal(devices[rank]),
+            agreed.native_ordinal(devices[rank]),
             definitions.ALGORITHMS.index(chosen.algorithm),
             chosen.segments,
             chosen.blocks,

@@ -20,12 +20,15 @@ from jax_intranode._src.command_line.bench.oracle import Data
 from jax_intranode._src.command_line.bench.settings import Settings, Shape
 from jax_intranode._src.command_line.launcher import all_ranks
 from jax_intranode._src.group import rendezvous as rendezvous_lib
-from jax_intranode._src.selection import overlap, tuning
+from jax_intranode._src.selection import tuning
+from jax_intranode._src.selection.overlap import choice
+from jax_intranode._src.selection.overlap import plan as plan_lib
+from jax_intranode._src.selection.overlap.profiles import H200, Profile
 
-# A chain should take this long on a GPU. A repetition is _CHAINS chains.
+# A chain should take this long on a GPU. A repetition is CHAINS chains.
 _CHAIN_S = 20e-3
 _MAX_CHAIN = 64
-_CHAINS = 2
+CHAINS = 2
 # The shortest time that a call is assumed to take.
 _LEAST_CALL_S = 10e-6
 
@@ -39,18 +42,12 @@ def measure(
 ) -> tuple[dict[str, Any], str | None]:
     """Checks and times one shape of one dtype.
 
-    Args:
-        settings: what to measure.
-        mesh: a mesh with one axis "x" of all devices.
-        dtype_name: the dtype.
-        shape: the shape.
-
     Returns:
         The row (docs/bench.md), and the reason if our call fell back to jax.lax.
     """
     if settings.plan is not None:
         unforced = dataclasses.replace(settings, plan=None)
-        with overlap.forced(overlap.plan.from_values(settings.plan)):
+        with choice.forced(plan_lib.from_values(settings.plan)):
             return measure(unforced, mesh, dtype_name, shape)
     matmul, backward = MATMULS[settings.name], settings.backward
     dtype = np.dtype(jnp.dtype(dtype_name))
@@ -71,19 +68,15 @@ def measure(
     error, lax_error = (off if math.isfinite(off) else None for off in errors)
 
     length = chain_length(settings, dtype_name, shape)
-    nothing = 0.0
-    if mesh.devices.flat[0].platform == "gpu":
-        empty = _chain(mesh, _nothing(mesh, ours), length, executions=1)
-        (empty_seconds,), _ = timing.take_turns([empty.run], mesh, settings)
-        nothing = float(np.median(empty_seconds))
+    nothing = overhead_s(mesh, settings, ours, length)
     calls = {"ours": ours, "lax": by_lax, "alone": _alone(data, backward)}
-    runs = {name: _chain(mesh, call, length).run for name, call in calls.items()}
+    runs = {name: chain(mesh, call, length).run for name, call in calls.items()}
     shipped = None
     if tuning.current() is not None and settings.plan is None:
         with tuning.using(None):
             as_shipped = _call(mesh, matmul.ours, backward, data)
             lowered = as_shipped.program(mesh).lower(as_shipped.moving, *as_shipped.fixed)
-            runs["shipped"] = _chain(mesh, as_shipped, length).run
+            runs["shipped"] = chain(mesh, as_shipped, length).run
             runs["shipped"]()  # lowers it
         shipped = "other plan" if plans_in(lowered.as_text()) != plans else "same plan"
         del as_shipped, lowered
@@ -93,7 +86,7 @@ def measure(
         mesh,
         settings,
         label,
-        calls=_CHAINS * length,
+        calls=CHAINS * length,
         untimed=repetitions_to_settle(settings, dtype_name, shape),
         overhead_s=nothing,
     )
@@ -147,7 +140,7 @@ def plans_in(module: str) -> list[dict[str, int]]:
 
 
 @dataclass(frozen=True)
-class _Call:
+class Call:
     """A function of per-device arrays that returns a list of arrays, and its operands.
 
     Attributes:
@@ -169,15 +162,15 @@ class _Call:
         return self.program(mesh)(self.moving, *self.fixed)
 
 
-def _call(mesh: Mesh, function: Callable[[Any, Any], Any], backward: bool, data: Data) -> _Call:
+def _call(mesh: Mesh, function: Callable[[Any, Any], Any], backward: bool, data: Data) -> Call:
     """Returns a collective matmul, or its backward pass given the forward pass's residuals."""
     if not backward:
-        return _Call(lambda x, w: [function(x, w)], data.x, (data.w,))
+        return Call(lambda x, w: [function(x, w)], data.x, (data.w,))
     forward = timing.program(mesh, lambda x, w: jax.vjp(function, x, w)[1])
-    return _Call(lambda ct, pull: list(pull(ct)), data.ct, (forward(data.x, data.w),))
+    return Call(lambda ct, pull: list(pull(ct)), data.ct, (forward(data.x, data.w),))
 
 
-def _alone(data: Data, backward: bool) -> _Call:
+def _alone(data: Data, backward: bool) -> Call:
     """Returns the products without communication, of operands that are already gathered."""
 
     def multiply(moving: Any, rest: Data) -> list[Any]:
@@ -186,23 +179,23 @@ def _alone(data: Data, backward: bool) -> _Call:
 
     name = "whole_ct" if backward else "whole_x"
     rest = data._replace(**dict.fromkeys(("x", "ct", "whole_ct", name)))
-    return _Call(multiply, getattr(data, name), (rest,))
+    return Call(multiply, getattr(data, name), (rest,))
 
 
-def _nothing(mesh: Mesh, call: _Call) -> _Call:
+def _nothing(mesh: Mesh, call: Call) -> Call:
     """Returns a call that does nothing, which measures a chain's overhead.
 
     The overhead is the start of the chain and the change of the operand. The chain of this call is
-    executed once, where other chains are executed `_CHAINS` times, because the host starts the
+    executed once, where other chains are executed `CHAINS` times, because the host starts the
     second one while the first one runs. The overhead is not subtracted on CPUs, where it is smaller
     than the noise.
     """
     element = timing.program(mesh, lambda x: x[:1, :1])(call.moving)
-    return _Call(lambda _, result: [result], call.moving, (element,))
+    return Call(lambda _, result: [result], call.moving, (element,))
 
 
 def _check(
-    mesh: Mesh, matmul: Matmul, backward: bool, data: Data, ours: _Call, by_lax: _Call
+    mesh: Mesh, matmul: Matmul, backward: bool, data: Data, ours: Call, by_lax: Call
 ) -> tuple[int, int, float, float]:
     """Returns the wrong elements of our results and of lax's, and the errors of both."""
     got, expected = ours.results(mesh), by_lax.results(mesh)
@@ -217,7 +210,16 @@ def _check(
 # Chains.
 
 
-def _chain(mesh: Mesh, call: _Call, length: int, executions: int = _CHAINS) -> timing.Chain:
+def overhead_s(mesh: Mesh, settings: Settings, call: Call, length: int) -> float:
+    """Returns the seconds of a repetition that belong to no call: 0 on CPUs (see `_nothing`)."""
+    if settings.platform == "cpu":
+        return 0.0
+    empty = chain(mesh, _nothing(mesh, call), length, executions=1)
+    (seconds,), _ = timing.take_turns([empty.run], mesh, settings)
+    return float(np.median(seconds))
+
+
+def chain(mesh: Mesh, call: Call, length: int, executions: int = CHAINS) -> timing.Chain:
     """Returns a chain of calls, each of which depends on the previous one."""
 
     def link(moving: Any, *fixed: Any) -> Any:
@@ -238,9 +240,9 @@ def _moved(x: Any, results: list[Any]) -> Any:
     return lax.optimization_barrier(lax.dynamic_update_slice(x, element, (0, 0)))
 
 
-def _profile(mesh: Mesh) -> overlap.Profile:
+def _profile(mesh: Mesh) -> Profile:
     """Returns the constants of the GPUs; the H200's where matmuls are not overlapped."""
-    return rendezvous_lib.rendezvous_of(mesh.devices.flat).profile or overlap.H200
+    return rendezvous_lib.rendezvous_of(mesh.devices.flat).profile or H200
 
 
 def chain_length(settings: Settings, dtype_name: str, shape: Shape) -> int:
@@ -256,15 +258,15 @@ def _call_s(settings: Settings, dtype_name: str, shape: Shape) -> float:
     """Returns a rough estimate of a call's seconds on a GPU, the same on all ranks."""
     itemsize = jnp.dtype(dtype_name).itemsize
     received = MATMULS[settings.name].received_bytes(shape, settings.devices, itemsize)
-    rate = overlap.H200.matmul_flops * 2 / itemsize
-    link_s = received / overlap.H200.link_bound_bytes_per_s
+    rate = H200.matmul_flops * 2 / itemsize
+    link_s = received / H200.link_bound_bytes_per_s
     seconds = max(flops(shape, settings.backward) / rate, link_s)
     return max(seconds, _LEAST_CALL_S)
 
 
 def calls_in_a_row(settings: Settings, dtype_name: str, shape: Shape) -> int:
     """Returns the number of calls in a repetition."""
-    return _CHAINS * chain_length(settings, dtype_name, shape)
+    return CHAINS * chain_length(settings, dtype_name, shape)
 
 
 def repetitions_to_settle(settings: Settings, dtype_name: str, shape: Shape) -> int:

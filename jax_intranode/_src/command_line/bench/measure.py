@@ -18,10 +18,6 @@ from jax_intranode._src.command_line.launcher.function_rank import Rank
 def measure(rank: Rank, **fields: Any) -> dict[str, Any]:
     """Makes the measurements. Rank 0 prints the table.
 
-    Args:
-        rank: this process.
-        fields: those of `Settings`.
-
     Returns:
         "header" and "rows" of the JSON file.
     """

@@ -180,9 +180,6 @@ def settings(
     """Returns the settings of each mode.
 
     Args:
-        arguments: the arguments as parsed by a parser that `add_arguments` has set up.
-        platform: "cpu" or "gpu".
-        devices: the number of devices to use.
         gpus: the number of GPUs that JAX would see.
 
     Raises:

@@ -25,13 +25,7 @@ from jax_intranode._src.command_line.bench.settings import Shape
 
 
 def random_shard(rank: int, size: int, dtype: np.dtype[Any]) -> np.ndarray:
-    """Returns one rank's data. Every rank can compute the data of all ranks.
-
-    Args:
-        rank: the rank.
-        size: bytes of the data.
-        dtype: a floating or integer dtype.
-    """
+    """Returns one rank's data. Every rank can compute the data of all ranks."""
     generator = np.random.default_rng((rank, size))
     count = size // dtype.itemsize
     if jnp.issubdtype(dtype, jnp.integer):
@@ -53,9 +47,6 @@ def expected_sum(shards: Iterable[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
     The sum starts from rank 0's value, adds the others in rank order, and is rounded once.
 
-    Args:
-        shards: the data of each rank, in rank order.
-
     Returns:
         The result, and the sum of the absolute values. The error bound of a sum in another order is
         proportional to the latter.
@@ -74,8 +65,6 @@ def count_wrong(got: np.ndarray, expected: np.ndarray, tolerance: np.ndarray | N
     """Counts the wrong elements of one device's result.
 
     Args:
-        got: the result.
-        expected: the right result.
         tolerance: how far each element may be off; None to compare bits, with NaN equal to NaN.
     """
     if tolerance is None:
@@ -103,10 +92,7 @@ class Collective:
         """Computes the result.
 
         Args:
-            operation: the operation.
-            n: the number of ranks.
             size: bytes of a rank's operand.
-            dtype: its dtype.
         """
         self.operation, self._n, self._size, self._dtype = operation, n, size, dtype
         self.expected, self.tolerance = self._result()
@@ -245,11 +231,8 @@ def tolerance(xp: Any, expected: Any, mean_square: Any, result: Result, n: int, 
     counts as TF32, because GPUs multiply it as such.
 
     Args:
-        xp: numpy or jax.numpy.
-        expected: the elements.
         mean_square: the mean of their squares.
         result: the result that the elements belong to.
-        n: the number of devices.
         dtype: the dtype to which the elements are rounded.
     """
     eps = max(float(jnp.finfo(dtype).eps), 2.0**-10)
@@ -297,10 +280,7 @@ class Sample:
         """Computes the elements.
 
         Args:
-            mesh: a mesh with one axis "x".
-            matmul: the operation.
             backward: whether the results are those of the backward pass.
-            data: the operands.
         """
         self._mesh = mesh
         self._results = matmul.results(backward)

@@ -64,11 +64,6 @@ def parse(text: str) -> list[Shape]:
 def of_presets(names: Iterable[str], operation: str, devices: int) -> list[Shape]:
     """Returns the shapes of presets, each once.
 
-    Args:
-        names: some of PRESETS.
-        operation: a key of MATMULS.
-        devices: the number of devices that share a layer.
-
     Raises:
         ValueError: a layer can't be divided evenly among the devices.
     """
@@ -77,11 +72,7 @@ def of_presets(names: Iterable[str], operation: str, devices: int) -> list[Shape
 
 
 def check(operation: str, shapes: Sequence[Shape], devices: int) -> None:
-    """Checks that the rows of these shapes can be divided among the devices.
-
-    Raises:
-        ValueError: they can't be divided.
-    """
+    """Checks that the rows of these shapes can be divided among the devices."""
     matmul = MATMULS[operation]
     for shape in shapes:
         if (matmul.gathers or matmul.forward.part) and shape.m % devices:

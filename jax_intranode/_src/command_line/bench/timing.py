@@ -38,12 +38,7 @@ def statistics(us: Sequence[float] | np.ndarray) -> Times:
 
 
 def slowest_rank(name: str, times: Times) -> Times:
-    """Returns the largest times of all ranks. An operation is done when its last rank is.
-
-    Args:
-        name: a unique name of the measurement.
-        times: this rank's times.
-    """
+    """Returns the largest times of all ranks. An operation is done when its last rank is."""
     return Times(
         all_ranks.largest(f"{name}/p50", times.p50),
         all_ranks.largest(f"{name}/p99", times.p99),
@@ -59,8 +54,6 @@ def program(mesh: Mesh, body: Callable[..., Any], donated: int | None = None) ->
     """Compiles a function of per-device arrays for all devices of the mesh.
 
     Args:
-        mesh: a mesh with one axis "x".
-        body: the function.
         donated: the number of the argument whose memory the result may take.
     """
     spec = PartitionSpec("x")
@@ -87,11 +80,8 @@ class Chain:
         """Compiles nothing yet.
 
         Args:
-            mesh: a mesh with one axis "x".
             link: a function of the state and of `fixed` that returns the next state.
-            moving: the first state.
             fixed: more arguments of each call.
-            length: the number of calls in the program.
             executions: how often `run` executes the program.
         """
 
@@ -119,8 +109,6 @@ def take_turns(
 
     Args:
         runs: functions that start work on all devices of the mesh and return arrays to wait for.
-        mesh: a mesh with one axis "x".
-        settings: the number of repetitions.
         untimed: how often a function is called, untimed, right before each of its repetitions.
 
     Returns:
@@ -172,9 +160,6 @@ def compare(
     Args:
         runs: see `take_turns`, by name. The time of one that is called "empty" is subtracted from
             the others.
-        mesh: a mesh with one axis "x".
-        settings: the number of repetitions.
-        label: a unique name of the measurement.
         calls: the number of calls in a repetition.
         untimed: see `take_turns`.
         overhead_s: the part of a repetition that is no call.

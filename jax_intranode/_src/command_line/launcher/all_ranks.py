@@ -13,7 +13,6 @@ def values(name: str, value: float) -> list[float]:
 
     Args:
         name: identifies the value; each name may be used once.
-        value: this rank's value.
     """
     client = distributed.key_value_client()
     if client is None:

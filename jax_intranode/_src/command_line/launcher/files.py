@@ -59,7 +59,6 @@ def run_ranks(
 
     Args:
         commands: The command of each rank.
-        timeout_s: Time limit for all ranks together.
         log_dir: An existing directory; rank r's stdout and stderr go to `rank{r}.log` there.
         env: For each rank, variables to add to this process's environment, and to those by which
             the ranks join.

@@ -68,15 +68,9 @@ def run_function(
     Args:
         function: "module:name" of a function of a `function_rank.Rank` and keyword arguments.
         arguments: the keyword arguments, which travel as JSON.
-        devices: the devices.
-        timeout_s: time limit for all ranks together.
-        variables: environment variables of the ranks.
         line: the progress line; it counts the messages with "begun".
         hear: gets each message of rank 0.
         shows_log: whether to print what rank 0 prints, while it does so.
-
-    Raises:
-        RankError: a rank failed, or the time limit came first.
     """
     env = [dict(variables or {}) for _ in range(devices.ranks)]
     if devices.platform == "cpu":
@@ -122,8 +116,6 @@ def followed(
     """Follows what a job writes, until the end of the block.
 
     Args:
-        messages: a file with lines of JSON.
-        take: gets each of them.
         line: the progress line, which is shown again all the time.
         log: a file that is copied to stdout while it grows, so that each row of a table appears as
             soon as it is measured.

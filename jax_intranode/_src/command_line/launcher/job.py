@@ -68,7 +68,6 @@ class Job:
         """Starts the ranks.
 
         Args:
-            commands: the command of each rank.
             env: for each rank, variables to add to this process's environment.
             streams: for each rank, where its input comes from and its output goes. By default it
                 has no input, and this process's output.
@@ -138,7 +137,6 @@ class Job:
         It may return earlier.
 
         Args:
-            timeout_s: the limit.
             full: file descriptors. If there are any, the pipes stay unread, and the wait ends when
                 one of these can be written.
         """

@@ -88,8 +88,6 @@ class RankOutput:
         """Begins with nothing.
 
         Args:
-            rank: the rank.
-            world_size: the number of ranks.
             log: the file that gets everything as it is, or None.
             say: tells the user that the file cannot be written.
 

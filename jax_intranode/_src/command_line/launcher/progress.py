@@ -11,12 +11,7 @@ class ProgressLine:
     """Shows the current measurement, its number, the time since the start, and what may be left."""
 
     def __init__(self, stream: TextIO, total: int) -> None:
-        """Starts the clock.
-
-        Args:
-            stream: the stream for the line, if it is a terminal.
-            total: the number of measurements.
-        """
+        """Starts the clock."""
         self._stream = stream if stream.isatty() else None
         self._total = total
         self._number = 0

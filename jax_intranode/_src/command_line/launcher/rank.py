@@ -26,8 +26,6 @@ def rank_env(
     """Returns the variables that say to a process which rank it is.
 
     Args:
-        rank: The process's rank, 0 to world_size - 1.
-        world_size: The number of processes.
         coordinator: The address of the coordination service, or a free port, the same for all
             ranks, where rank 0 starts one.
         local_devices: The devices of this process, as numbered among those that it sees; by
@@ -49,9 +47,6 @@ def sharing_env(rank: int) -> dict[str, str]:
 
     The driver gives the ranks turns of about 2 ms, so a wait for a peer ends, but late: times mean
     nothing. NCCL refuses ranks of one host that share a GPU; it takes these for ranks of several.
-
-    Args:
-        rank: The process's rank.
     """
     return {
         config.LOCAL_DEVICES: "0",
@@ -67,9 +62,6 @@ def connect(platform: str) -> int:
 
     Afterwards an uncaught exception ends the process at once. Python's ordinary exit would first
     enter JAX's shutdown barrier and wait there for the healthy ranks.
-
-    Args:
-        platform: "cpu" or "gpu".
 
     Returns:
         This process's rank.
@@ -114,9 +106,6 @@ def leave() -> None:
 
 def _arguments(given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `jax.distributed.initialize` in a rank.
-
-    Args:
-        given: those that the program has passed.
 
     Raises:
         ValueError: they are those of another rank.

@@ -26,9 +26,6 @@ def coordination_service(world_size: int) -> Iterator[str]:
 
     The service asks nobody who he is. So it listens on a Unix socket in a directory that only this
     user can enter.
-
-    Args:
-        world_size: the number of processes that will connect.
     """
     directory = _private_directory()
     try:

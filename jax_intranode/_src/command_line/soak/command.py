@@ -36,7 +36,7 @@ python -m jax_intranode soak --seed 7 --program 123        that program only
 python -m jax_intranode soak --faults --cases 50           50 jobs in which a process fails
 python -m jax_intranode soak --faults --case psum:inside:kill:1of2"""
 
-# How often a line of progress is printed where the output is no terminal.
+# How often a line of progress is printed where the output is not a terminal.
 _LINES_S = 30
 # What starting, compiling and comparing may take beyond the time that was asked for.
 _SLACK_S = 600
@@ -63,14 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs random programs in the chosen modes and prints what was found.
 
-    Args:
-        arguments: the arguments as parsed by a parser that `add_arguments` has set up.
-
     Returns:
         The exit code: 0 if all values were right, 1 if one was wrong or a rank failed.
-
-    Raises:
-        WrongInput: the arguments can't be served.
     """
     platform, devices = platform_and_devices(arguments.platform, arguments.devices)
     if arguments.program is not None and arguments.seed is None:
@@ -108,7 +102,6 @@ def platform_and_devices(platform: str, devices: int | None) -> tuple[str, int]:
     """Returns the platform and the number of devices to use.
 
     Args:
-        platform: "auto", "cpu" or "gpu".
         devices: the number that was asked for; None for all GPUs, or 4 CPU devices. Processes share
             a single GPU; then the default is two.
 
@@ -189,7 +182,7 @@ class _Run(ProgressLine):
         return f"{self._job.mode}, {left} left: {_text(self._counts)}"
 
     def show(self) -> None:
-        """Shows the line, or prints it now and then where the output is no terminal."""
+        """Shows the line, or prints it now and then where the output is not a terminal."""
         super().show()
         if not sys.stderr.isatty() and time.monotonic() - self._shown > _LINES_S:
             self._shown = time.monotonic()

@@ -179,9 +179,6 @@ def make(seed: int, number: int, devices: int, platform: str) -> Program:
     """Makes the program of this number.
 
     Args:
-        seed: the seed of the run.
-        number: the number of the program, from 0.
-        devices: the number of devices of the job.
         platform: "cpu" or "gpu"; arrays are larger on GPUs.
     """
     life = number // PROGRAMS_OF_A_LIFE

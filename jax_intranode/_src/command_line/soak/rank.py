@@ -32,9 +32,6 @@ def run(rank: Rank, seed: int, seconds: float, program: int | None = None) -> di
     Rank 0 tells when a program begins, and all counts so far when it has ended.
 
     Args:
-        rank: this process.
-        seed: the seed of the programs.
-        seconds: how long to run.
         program: the number of the only program to run; None to run one after the other.
     """
     rank.mesh()  # checks the platform

@@ -108,9 +108,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     Returns:
         The exit code: 1 if ranks failed, else 0.
-
-    Raises:
-        WrongInput: the arguments cannot be served.
     """
     signal.signal(signal.SIGTERM, launcher.end_by_exit)
     check_writable("--output", arguments.output)
@@ -177,7 +174,7 @@ def run(arguments: argparse.Namespace) -> int:
             "platform": platform,
             "device": found["device"],
             "devices": devices,
-            "versions": {**record.library_versions(), "driver": machine.driver()},
+            "versions": {**record.library_versions(), "driver": machine.driver()["version"]},
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "seconds": round(time.monotonic() - started, 1),
             "command": record.command_line(sys.argv),

@@ -13,17 +13,16 @@ from typing import Any
 import jax
 from jax.interpreters import ad, mlir
 
-from jax_intranode._src.ops import collective_matmul, overlapped
-from jax_intranode._src.ops.collective_matmul import MatmulParams
+from jax_intranode._src.ops import overlapped_call
 from jax_intranode._src.ops.lowering_site import LoweringSite
-from jax_intranode._src.ops.primitive import Operation, OpPrimitive
+from jax_intranode._src.ops.primitive import Decision, Operation, OpPrimitive
 from jax_intranode._src.selection import select
 
 # Binds a primitive: (primitive, *operands, params) -> results.
 Bind = Callable[..., list[Any]]
 
 # A collective matmul: its primitive, its operands and its parameters.
-Matmul = tuple[OpPrimitive, list[Any], MatmulParams]
+Matmul = tuple[OpPrimitive, list[Any], Any]
 
 
 def _bind_here(primitive: OpPrimitive, *operands: Any, params: Any) -> list[Any]:
@@ -36,7 +35,7 @@ def register(
     matmul: Callable[[Sequence[Any], Any], Matmul | None],
     compute: Callable[..., list[Any]],
     abstract_eval: Callable[..., list[Any]],
-    request: Callable[..., overlapped.Request | str],
+    request: Callable[..., overlapped_call.Request | str],
     result_count: Callable[[Any], int],
     needed: Callable[[list[bool], Any], tuple[list[bool], Any]],
     transpose: Callable[..., list[Any] | None] = lambda cotangents, *operands, params: None,
@@ -55,41 +54,36 @@ def register(
             of the composition.
     """
 
-    def find(
-        site: LoweringSite, avals: Sequence[Any], params: Any, traced_over: Any
-    ) -> overlapped.Overlapped | str:
-        own = matmul(avals, params)
-        if own is None:
-            return "nothing is communicated"
-        return collective_matmul.find_overlapped(
-            own[0].operation, site, params.axes, traced_over, request(*avals, params=params)
-        )
-
-    def explain(
-        site: LoweringSite, avals: Sequence[Any], *, params: Any, traced_over: Any
-    ) -> list[Operation]:
+    def decide(site: LoweringSite, avals: Sequence[Any], params: Any, traced_over: Any) -> Decision:
         """Presents the call as its collective matmul."""
         own = matmul(avals, params)
-        if own is None:
-            return []
-        its_primitive, its_avals, its_params = own
-        operations = its_primitive.explain(
-            site, its_avals, params=its_params, traced_over=traced_over
-        )
-        found = find(site, avals, params, traced_over)
-        if isinstance(found, str):
-            return operations
-        selected = select.Selection(found.operation, found.reason)
-        return [dataclasses.replace(operations[0], selected=selected)]
+        found: overlapped_call.Overlapped | str = "nothing is communicated"
+        if own is not None:
+            wanted, operation = request(*avals, params=params), own[0].operation
+            found = (
+                wanted
+                if isinstance(wanted, str)
+                else overlapped_call.find(operation, site, traced_over, params.axes, wanted)
+            )
 
-    def lower(ctx: Any, *operands: Any, params: Any, traced_over: Any) -> Any:
-        found = find(LoweringSite.of(ctx), ctx.avals_in, params, traced_over)
+        def operations() -> list[Operation]:
+            if own is None:
+                return []
+            its_primitive, its_avals, its_params = own
+            its_own = its_primitive.explain(
+                site, its_avals, params=its_params, traced_over=traced_over
+            )
+            if not isinstance(found, overlapped_call.Overlapped):
+                return its_own
+            selected = select.Selection(found.operation, found.reason)
+            return [dataclasses.replace(its_own[0], selected=selected)]
 
         def bind(primitive: OpPrimitive, *operands: Any, params: Any) -> list[Any]:
             return primitive.bind_as_traced(*operands, params=params, traced_over=traced_over)
 
-        composed = partial(compute, bind, params=params)
-        return mlir.lower_fun(composed if isinstance(found, str) else found)(ctx, *operands)
+        if isinstance(found, overlapped_call.Overlapped):
+            return Decision(mlir.lower_fun(found), operations, is_overlapped=True)
+        return Decision(mlir.lower_fun(partial(compute, bind, params=params)), operations)
 
     def dependencies(params: Any) -> list[list[bool]]:
         """For each result, which operands it depends on: those needed if it alone is used."""
@@ -164,11 +158,9 @@ def register(
 
     primitive.register(
         abstract_eval=abstract_eval,
-        lower=lower,
-        explain=explain,
+        decide=decide,
         jvp=jvp,
         transpose=transpose_composition,
         batch=batch,
         needed=needed,
-        find=find,
     )

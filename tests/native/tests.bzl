@@ -1,0 +1,315 @@
+"""The native tests: the arguments that each program runs with, and how it must end.
+
+BUILD and tests/test_native.py read this file, as Starlark and as Python.
+"""
+
+# The source of each program, and what is compiled with it.
+PROGRAMS = {
+    "protocol_test": ["tests/native/protocol_test.cc"],
+    "host_group_test": [
+        "tests/native/host_group_test.cc",
+        "xla_ffi/host/engine.cc",
+        "xla_ffi/host/host_group.cc",
+        "xla_ffi/host/host_group_report.cc",
+        "xla_ffi/host/progress.cc",
+        "xla_ffi/host/ticket.cc",
+    ],
+    "fused_order_test": ["tests/native/fused_order_test.cc"],
+    "peer_test": [
+        "tests/native/peer_test.cc",
+        "xla_ffi/host/engine.cc",
+        "xla_ffi/host/host_group.cc",
+        "xla_ffi/host/host_group_report.cc",
+        "xla_ffi/host/progress.cc",
+        "xla_ffi/host/ticket.cc",
+    ],
+    "failed_launch_test": [
+        "tests/native/failed_launch_test.cc",
+        "xla_ffi/ffi/collectives_cuda.cc",
+    ],
+    "peer_input_fuzz": ["tests/native/peer_input_fuzz.cc"],
+    "monitor_test": [
+        "tests/native/monitor_test.cc",
+        "xla_ffi/health/monitor.cc",
+        "xla_ffi/health/peer_socket.cc",
+    ],
+    "machine_test": ["tests/native/model/machine_test.cc"],
+    "collectives_model": ["tests/native/model/collectives_model.cc"],
+    "peer_model": ["tests/native/model/peer_model.cc"],
+    "log_model": ["tests/native/model/log_model.cc"],
+    "health_model": ["tests/native/model/health_model.cc"],
+    "pipeline_model": ["tests/native/model/pipeline_model.cc"],
+    "fused_model": ["tests/native/model/fused_model.cc"],
+}
+
+# Those that also run under the sanitizers. These do not follow a model's jumps between stacks.
+SANITIZED = ["protocol_test", "host_group_test", "monitor_test", "peer_test", "peer_input_fuzz"]
+
+# What sound programs print, as patterns. {1}, {2}: their arguments; {checked}: the results of
+# ranks and rounds.
+_MODEL = "sound: ranks {1} operations {2} wrong 0 (sequences|states) .*\n"
+OUTPUT = {
+    "protocol_test": "sound: ranks {1} calls {2} wrong 0 bytes left 0 busy 0\n|offsets: wrong 0\n",
+    "host_group_test": "(.*\n)* ?.* checked {checked}\n|(.*\n)*{0}: done\n",
+    "fused_order_test": "done\n",
+    "peer_test": "sound: ranks {1} calls {2} wrong 0\n|{0}: wrong 0\n",
+    "failed_launch_test": "failed launch: OK\n",
+    "peer_input_fuzz": "done\n",
+    "monitor_test": "done\n",
+    "machine_test": "(.*\n)*done\n",
+    "collectives_model": _MODEL,
+    "peer_model": _MODEL,
+    "log_model": _MODEL,
+    "health_model": _MODEL,
+    "pipeline_model": _MODEL,
+    "fused_model": _MODEL,
+}
+
+# The programs must find nothing wrong. Tiers: "quick"; "full", which Bazel runs, too; and "long".
+SOUND = {
+    "protocol_test": {
+        # A wait that lasts 30 seconds is without end.
+        "quick": [
+            "sound 2 666 30",
+            "sound 3 500 30",
+            "sound 4 333 30",
+            "sound 8 133 30",
+            "sound 2 100 30 mesh",
+            "sound 4 300 30 mesh",
+            "sound 8 200 30 mesh",
+            "offsets",
+        ],
+        "full": ["sound 2 2000 30", "sound 3 1500 30", "sound 4 1000 30", "sound 8 400 30"],
+    },
+    # Ranks, processes, rounds.
+    "host_group_test": {
+        "quick": [
+            "sound 2 1 33",
+            "sound 2 2 33",
+            "sound 3 3 20",
+            "sound 4 2 20",
+            "sound 8 1 10",
+            "sound 8 4 10",
+            "sound 8 8 10",
+            "mesh 8 4 10",
+            "guards",
+            "deadline",
+            "mismatch",
+            "fail",
+        ],
+        "full": [
+            "sound 2 1 100",
+            "sound 2 2 100",
+            "sound 3 3 60",
+            "sound 4 2 60",
+            "sound 8 1 30",
+            "sound 8 4 30",
+            "sound 8 8 30",
+        ],
+    },
+    "fused_order_test": {"quick": [""]},
+    "peer_test": {
+        "quick": ["timer"],
+        "full": ["sound 2 300", "sound 3 200", "sound 4 200", "stop"],
+    },
+    "failed_launch_test": {"quick": [""]},
+    "peer_input_fuzz": {"full": ["300000"]},
+    "monitor_test": {"quick": ["quick"], "full": [""]},
+    "machine_test": {"full": [""]},
+    # Ranks, operations, and how much of their behaviours.
+    "collectives_model": {
+        "quick": ["sound 2 4 quick", "sound 2 4 mesh"],
+        "full": ["sound 2 8 mesh"],
+        "long": [
+            "sound 2 4 full",
+            "sound 2 8 quick",
+            "sound 2 3 every_access",
+            "sound 3 4 full",
+            "sound 4 4 mesh",
+            "sound 4 6 mesh",
+        ],
+    },
+    "peer_model": {"long": ["sound 2 3 full", "sound 2 4 quick", "sound 3 2 full"]},
+    "log_model": {"full": ["sound 2 8", "sound 3 8"]},
+    # Processes, stops, places.
+    "health_model": {
+        "quick": ["sound 2 0 quick"],
+        "long": ["sound 2 2 all", "sound 3 2 all"],
+    },
+    "pipeline_model": {
+        "full": ["sound 2 1 queue"],
+        "long": ["sound 2 3 streams", "sound 3 1 streams", "sound 3 2 streams", "sound 3 1 queue"],
+    },
+    "fused_model": {
+        "full": ["sound 2 6 copied", "sound 3 4 copied", "sound 2 6 direct", "sound 3 3 direct"],
+    },
+}
+
+_PROTOCOL = [
+    # A rank that has ended operation e writes packets of e + 1 where a peer still awaits e.
+    ("one_epoch_buffer", "waits"),
+    # A rank takes the packets of e for those of e + 2.
+    ("never_armed", "waits or is wrong"),
+    # A rank takes the words of a packet that arrive late for those of the next packet.
+    ("first_word_only", "waits or is wrong"),
+    # A block that was not launched for some operations writes into the epoch buffer that the
+    # blocks of the same number don't read.
+    ("idle_epochs", "waits"),
+    # An all-to-all in place stores packs that another thread has not sent yet.
+    ("other_thread", "waits or is wrong"),
+    # The last of several segments has fewer packs, so some threads don't work in it.
+    ("short_segment", "waits or is wrong"),
+    # A rank tells its next operation before a peer has read what it ran in the last one.
+    ("one_operation_word", "waits"),
+    # No fault of the protocol: one rank runs another operation, once.
+    ("other_operation", "is wrong"),
+]
+
+_COLLECTIVES = [
+    "one_epoch_buffer",  # one buffer fewer
+    "never_armed",
+    "armed_late",  # armed when the next operation has been run
+    "first_word_only",  # the mark may arrive before the data
+    "idle_epochs",  # blocks that an operation does not launch keep their epoch
+    "wrong_epoch",  # a rank looks into the epoch buffer of the next operation
+    "no_release",  # arming may become visible after the next operation's packets
+    "no_acquire",  # packets may take a place before the arming that made room for them
+    "no_fence",
+    "no_segment_release",  # the same between two epochs of one operation
+    "no_segment_acquire",
+    "no_segment_fence",
+    "short_segment",  # the last segment has fewer packs, so some threads don't work in it
+    "sent_early",  # a segment is sent before the one whose place it takes has been read
+    "no_reduce_fence",  # two-shot: sums may take a place before the arming that made room for them
+]
+
+_CUBE_MESH = [
+    "one_epoch_buffer",
+    "never_armed",
+    "armed_late",
+    "first_word_only",
+    "wrong_epoch",
+    "no_release",
+    "no_acquire",
+    "wrong_relay",  # a rank writes to one that it has no link to
+]
+
+_PEER_BUFFERS = [
+    ("one_half", [2, 3]),
+    ("never_cleared", [2, 3]),
+    ("no_end", [2, 3]),  # End() does not wait until the peers have begun the call
+    ("idle_epochs", [2]),  # blocks that a call does not launch keep their epoch
+    ("no_release", [2]),  # of the words by which the ranks tell each other
+    ("no_acquire", [2]),
+    ("no_barrier", [2]),
+]
+
+_LOG = [
+    "number_first",  # the number of an entry is stored before the entry
+    "one_entry_more",  # the leader reuses an entry one operation too early
+    "any_number",  # a process takes whatever it finds in the entry
+    "no_release",
+    "no_acquire",
+    "no_fence",  # between operations
+]
+
+_HEALTH = [
+    "end_first",  # an end is judged before the socket has been read
+    "proc_last",  # /proc is asked when the socket has been read
+    "silence_first",  # a silence is judged before the socket has been read
+    "reset_is_end",  # what a peer sent before it closed its socket is not read
+    "forgets_before_arm",  # what came before the watch was armed is dropped
+    "no_goodbye",  # nobody remembers that a peer has finished
+    "stays_silent",  # a peer that is heard again is not present again
+    "stays_finished",  # a call after the end takes nothing back
+    "last_fault",  # the last fault of a peer counts, not the first one
+    "socket_only",  # only the socket tells of an end
+    "no_patience",  # a call gives up at once for a peer that may come back
+    "close_any_time",  # Close() does not wait until the platform has been told
+]
+
+_PIPELINE = [
+    "no_release",  # a signal may overtake the data
+    "no_acquire",
+    "never_reset",  # signals of the last operation count for the next one
+    "no_grant",  # a rank sends into slots that are in use
+    "no_arrival",  # a rank reads slots before the data have arrived
+    "one_slot_fewer",  # two slots share their memory
+    "no_event",  # a stream does not wait for the one that waits for a peer
+]
+
+_FUSED = [
+    ("flag_first", "copied"),  # the flag is set before the data are written
+    ("no_fence", "copied"),
+    ("no_acquire", "copied"),
+    ("no_grant", "copied"),  # a rank writes into a ring that is in use
+    ("any_flag", "copied"),  # the flag of an earlier operation counts
+    ("any_grant", "copied"),  # the grant of an earlier operation counts
+    ("own_number", "copied"),  # flags get the sender's number, not the receiver's
+    ("granted_early", "copied"),  # the ring is granted to the next operation during this one
+    ("no_fence", "direct"),
+    ("no_acquire", "direct"),
+]
+
+# Each variant breaks a protocol, and its program must find it. The first argument is the variant.
+# Variants that should not wait for ever get more time, so that a slow machine passes.
+_ENDS_WRONG = "{0}: ranks {1} operations {2} ends wrong, "
+_ENDS = {
+    "waits": "a wait without end",
+    "is wrong": "{0}: ranks {1} .* wrong [1-9]",
+    "waits or is wrong": "a wait without end|{0}: ranks {1} .* wrong [1-9]",
+}
+
+# Program, arguments, tier, and a pattern of the output; "" for any, None for a segmentation fault.
+BROKEN = [
+    ("protocol_test", "%s %d 300 %d" % (variant, ranks, 1 if "waits" in ends else 10), "quick",
+     _ENDS[ends])
+    for variant, ends in _PROTOCOL
+    for ranks in [2, 4]
+] + [
+    ("protocol_test", variant + " 8 300 1 mesh", "quick", "")
+    for variant in ["one_epoch_buffer", "never_armed", "first_word_only"]
+] + [
+    # A rank takes another one for its relay, to which it has no link, and so no address.
+    ("protocol_test", "wrong_relay 8 10 5 mesh", "quick", None),
+] + [
+    ("peer_test", variant + " 3 300 2", "full", "")
+    for variant in ["one_half", "never_cleared"]
+] + [
+    ("collectives_model", "%s %d 3" % (variant, ranks), tier, _ENDS_WRONG)
+    for ranks, tier in [(2, "quick"), (3, "long")]
+    for variant in _COLLECTIVES
+] + [
+    ("collectives_model", variant + " 4 3 mesh", "quick", _ENDS_WRONG)
+    for variant in _CUBE_MESH
+] + [
+    ("collectives_model", "idle_epochs 2 6 mesh", "quick", _ENDS_WRONG),
+] + [
+    ("peer_model", "%s %d 3" % (variant, ranks), "full", _ENDS_WRONG)
+    for variant, worlds in _PEER_BUFFERS
+    for ranks in worlds
+] + [
+    ("log_model", "%s %d 5" % (variant, ranks), "full", _ENDS_WRONG)
+    for variant in _LOG
+    for ranks in [2, 3]
+] + [
+    ("health_model", variant + " 2 1 quick", "full", _ENDS_WRONG)
+    for variant in _HEALTH
+] + [
+    # The return of one peer clears the absence of all.
+    ("health_model", "one_bit 3 1 quick", "full", _ENDS_WRONG),
+] + [
+    ("pipeline_model", "%s %d 2" % (variant, ranks), "full", _ENDS_WRONG)
+    for variant in _PIPELINE
+    for ranks in [2, 3]
+] + [
+    ("fused_model", "%s 3 3 %s" % (variant, products), "full", _ENDS_WRONG)
+    for variant, products in _FUSED
+]
+
+def pattern_of(arguments, pattern):
+    """The pattern of a broken program's output, with its arguments."""
+    words = arguments.split(" ")
+    for k in range(3):
+        pattern = (pattern or "").replace("{%d}" % k, words[k])
+    return pattern

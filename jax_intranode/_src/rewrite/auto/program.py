@@ -97,6 +97,40 @@ def use_mesh(name: str, other: Any, module: Any) -> None:
         other.erase()
 
 
+def inline_calls(module: Any) -> None:
+    """Puts the bodies of functions where they are called. MLIR's own pass leaves these calls.
+
+    Raises:
+        Unsuitable: a call has attributes, by which XLA runs the function elsewhere.
+    """
+    functions = {
+        ir.StringAttr(o.attributes["sym_name"]).value: o
+        for o in operations(module.body)
+        if o.name == "func.func"
+    }
+    main = functions.pop("main")
+    while calls := [o for o in walk(main) if o.name == "func.call"]:
+        for call in calls:
+            if [name for name in call.attributes if name != "callee"]:
+                raise Unsuitable("a call of a function with attributes")
+            callee = functions[ir.FlatSymbolRefAttr(call.attributes["callee"]).value]
+            block = callee.regions[0].blocks[0]
+            now = dict(zip(block.arguments, call.operands, strict=True))
+            *body, end = operations(block)
+            for operation in body:
+                new = operation.clone(ip=ir.InsertionPoint(call)).operation
+                for inner in walk(new):
+                    for index, operand in enumerate(inner.operands):
+                        if operand in now:
+                            inner.operands[index] = now[operand]
+                now.update(zip(operation.results, new.results, strict=True))
+            for result, value in zip(call.results, end.operands, strict=True):
+                result.replace_all_uses_with(now.get(value, value))
+            call.erase()
+    for function in functions.values():
+        function.erase()
+
+
 def is_array(value: Any) -> bool:
     """Whether a value is an array, and not a token."""
     try:
@@ -137,6 +171,8 @@ class Program:
         for each in [o for o in operations(self.module.body) if o.name == "sdy.mesh"][1:]:
             # JAX names the mesh of a shard_map's collectives again.
             use_mesh(self.mesh_name, each, self.module)
+        # Shardy gives the arguments of functions shardings, which XLA would keep to.
+        inline_calls(self.module)
         passmanager.PassManager.parse(PIPELINE).run(self.module.operation)
         top = operations(self.module.body)
         self._functions = [o for o in top if o.name == "func.func"]
@@ -172,6 +208,10 @@ class Program:
                 target = ir.StringAttr(operation.attributes["call_target_name"]).value
                 if "callback" in target:
                     raise Unsuitable("a callback to Python")
+            for sharding in _all_per_value(operation):
+                # XLA's import may refuse them in a propagated program, and reshards otherwise.
+                if self._spec_of(sharding) is None:
+                    raise Unsuitable("shardings over parts of axes, or unreduced values")
 
     def set_number(self, operation: Any) -> None:
         """Gives an operation a new number."""
@@ -200,15 +240,18 @@ class Program:
         attribute = self._attribute(value)
         if attribute is None:
             return ((),) * len(ir.RankedTensorType(value.type).shape)
-        if attribute not in self._specs:
-            self._specs[attribute] = self._read(attribute)
-        found = self._specs[attribute]
+        found = self._spec_of(attribute)
         if found is not None and isinstance(value.owner, ir.Block):
             around = value.owner.owner.operation
             if around.name == "sdy.manual_computation":
                 bound = manual_axes(around)
                 return tuple(tuple(a for a in axes if a not in bound) for axes in found)
         return found
+
+    def _spec_of(self, attribute: Any) -> Spec | None:
+        if attribute not in self._specs:
+            self._specs[attribute] = self._read(attribute)
+        return self._specs[attribute]
 
     def _attribute(self, value: Any) -> Any:
         owner = value.owner
@@ -297,6 +340,12 @@ class Program:
             new.operation.move_after(operation)
             for use in uses:
                 use.owner.operation.operands[use.operand_number] = new.result
+
+
+def _all_per_value(operation: Any) -> list[Any]:
+    if operation.name == "func.func" or "sdy.sharding" not in operation.attributes:
+        return []
+    return list(sdy.TensorShardingPerValueAttr(operation.attributes["sdy.sharding"]).shardings)
 
 
 def _per_value(operation: Any, name: str, index: int) -> Any:

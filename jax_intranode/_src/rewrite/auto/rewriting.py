@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.extend.mlir import ir, passmanager
+from jax.extend.mlir import ir
 
 from jax_intranode._src.group import rendezvous
 from jax_intranode._src.jax_private import jaxpr_walk, lowering_hooks, trace_state
@@ -31,6 +31,7 @@ from jax_intranode._src.rewrite.auto.program import (
     Program,
     Unsuitable,
     as_bytecode,
+    inline_calls,
     manual_axes_attribute,
     number,
     operations,
@@ -568,7 +569,7 @@ class _Rewriting:
         with lowered.context:
             text = as_bytecode(lowered)
         module = ir.Module.parse(text)
-        passmanager.PassManager.parse("builtin.module(inline)").run(module.operation)
+        inline_calls(module)
         for mesh in [o for o in operations(module.body) if o.name == "sdy.mesh"]:
             # All are over the same axes. Some differ in which of them are manual.
             use_mesh(self._program.mesh_name, mesh, module)

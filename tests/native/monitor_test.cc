@@ -44,7 +44,7 @@ constexpr double kSilenceS = 3;   // three heartbeats
 constexpr double kLongSilenceS = 100;
 const std::string kSecret(32, 'k');
 
-constexpr char kKilled[] = "has ended without a goodbye";
+constexpr char kKilled[] = "has exited without notice";
 constexpr char kShutdown[] = "has called jax_intranode.shutdown()";
 constexpr char kFinished[] = "has come to the end of its program";
 constexpr char kFailed[] = "has failed: KeyError: 'x'";

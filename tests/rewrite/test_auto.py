@@ -242,7 +242,7 @@ def test_explain_says_what_became_of_each() -> None:
     ours, left = report
     assert (ours.operation, ours.axes, ours.algorithm != "lax") == ("psum", ("model",), True)
     assert "test_auto.py" in ours.source
-    assert (left.operation, left.reason) == ("reduce", "a reduction that is no sum")
+    assert (left.operation, left.reason) == ("reduce", "a reduction that is not a sum")
 
 
 def test_a_program_that_xla_refuses_is_compiled_as_it_was(

@@ -51,7 +51,7 @@ std::string PeerWatch::Peer::Name() const {
 std::string PeerWatch::Peer::What(Clock::duration silent) const {
   switch (record.state) {
     case PeerState::kLost:
-      return Name() + " has ended without a goodbye: it was killed, crashed, or called os._exit";
+      return Name() + " has exited without notice: it was killed, crashed, or called os._exit";
     case PeerState::kFailed:
       return Name() + " has failed: " + record.text;
     case PeerState::kFinished:

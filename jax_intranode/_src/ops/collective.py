@@ -137,7 +137,7 @@ def integer(operation: str, name: str, value: Any) -> int:
     """An argument that names a dimension.
 
     Raises:
-        TypeError: it is no integer, or its value is not known while tracing.
+        TypeError: it is not an integer, or its value is not known while tracing.
     """
     try:
         return int(operator.index(value))

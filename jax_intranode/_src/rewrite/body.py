@@ -86,7 +86,7 @@ class Body:
         raise RuntimeError(
             f"{which} were not replaced:\n"
             + "\n".join(lines)
-            + "\nJAX_INTRANODE_STRICT=1 makes this an error. Remove the reasons, compile this "
+            + "\nJAX_INTRANODE_STRICT=1 makes this an error. Fix the causes, compile this "
             "program without install() and accelerate(), or unset the variable."
         )
 

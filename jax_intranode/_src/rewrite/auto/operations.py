@@ -151,7 +151,7 @@ def _reduce(operation: Any) -> Kind | None:
     block = operation.regions[0].blocks[0]
     reason = ""
     if [o.operation.name for o in block.operations] != ["stablehlo.add", "stablehlo.return"]:
-        reason = "a reduction that is no sum"
+        reason = "a reduction that is not a sum"
     elif not _is_zero(operation.operands[1]):
         reason = "a sum that does not begin at 0"
 

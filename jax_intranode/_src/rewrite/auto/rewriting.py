@@ -20,6 +20,7 @@ from typing import Any
 import jax
 from jax.extend.mlir import ir, passmanager
 
+from jax_intranode._src.group import rendezvous
 from jax_intranode._src.jax_private import jaxpr_walk, lowering_hooks, trace_state
 from jax_intranode._src.ops.lowering_site import LoweringSite, device_ids
 from jax_intranode._src.rewrite import agreement, hook
@@ -145,7 +146,7 @@ def outcome_of(module: Any, devices: Sequence[Any], platforms: Sequence[str]) ->
     if not hook.is_auto() or _active.value or len(devices) < 2:
         return Outcome(reason="one device")
     known = _outcomes.setdefault(module, {})
-    key = tuple(d.id for d in devices), tuple(platforms), agreement.generation(), propagated_only
+    key = tuple(d.id for d in devices), tuple(platforms), rendezvous.generation(), propagated_only
     if key not in known:
         _active.value = True
         try:
@@ -207,7 +208,7 @@ def _refuse_if_strict(outcome: Outcome) -> None:
     raise RuntimeError(
         "Collectives that XLA's partitioner adds were not replaced:\n"
         + "\n".join(lines)
-        + "\nJAX_INTRANODE_STRICT=1 makes this an error. Remove the reasons, compile this program "
+        + "\nJAX_INTRANODE_STRICT=1 makes this an error. Fix the causes, compile this program "
         "without install(auto=True) and accelerate(auto=True), or unset the variable."
     )
 

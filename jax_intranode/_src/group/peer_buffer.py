@@ -24,8 +24,9 @@ from jax_intranode._src.group import communicator, key_value_store, rendezvous, 
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group.agreed import devices_of_host, native_ordinal
 from jax_intranode._src.group.partition import Partition
+from jax_intranode._src.health import call_sites
 from jax_intranode._src.jax_private import trace_state
-from jax_intranode._src.native import call_sites, extension, ffi_headers
+from jax_intranode._src.native import extension, ffi_headers
 from jax_intranode._src.selection import config
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from jax_intranode._src.health import call_sites
 from jax_intranode._src.jax_private import call_frames, jaxpr_walk, lax_collectives
-from jax_intranode._src.native import call_sites
 from jax_intranode._src.ops.lowering_site import LoweringSite, device_ids
 from jax_intranode._src.rewrite import agreement
 from jax_intranode._src.selection import config

@@ -31,10 +31,12 @@ from jax_intranode._src.rewrite.auto.program import (
     Program,
     Unsuitable,
     as_bytecode,
+    manual_axes_attribute,
     number,
     operations,
     owner,
     source_of,
+    use_mesh,
     walk,
 )
 from jax_intranode._src.rewrite.body import body_of
@@ -270,9 +272,9 @@ class _Rewriting:
         # The same in all processes, whatever the constants.
         text = _CONSTANTS.sub("", str(text))
         fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
-        blocks = [(block, self._found(block)) for block in self._program.blocks()]
-        if not any(each.plan for _, found in blocks for each in found):
-            for _, found in blocks:
+        blocks = [(block, m, self._found(block)) for block, m in self._program.blocks()]
+        if not any(each.plan for _, _, found in blocks for each in found):
+            for _, _, found in blocks:
                 self._leave_all(found, None)
             if propagated_only:
                 self._finish()
@@ -281,11 +283,11 @@ class _Rewriting:
         if reason is None:
             reason = agreement.reason_for_no_auto(self._mesh)
         taken = []
-        for block, found in blocks:
+        for block, manual, found in blocks:
             if reason is not None or propagated_only:
                 self._leave_all(found, reason or "for a test")
             else:
-                taken += self._rewrite_block(block, found)
+                taken += self._rewrite_block(Block(block, self._replaced, manual), found)
         if taken:
             reason = agreement.same_everywhere(self._mesh, fingerprint, json.dumps(sorted(taken)))
         if reason is not None:
@@ -333,7 +335,7 @@ class _Rewriting:
         for each in found:
             if each.plan is None:
                 self._record(each, each.reason)
-            elif each.plan.gathers or each.plan.sums:
+            elif each.plan.gathers or each.plan.sums or each.kind.axes:
                 self._record(each, reason, missed=reason is not None)
 
     def _record(
@@ -345,7 +347,7 @@ class _Rewriting:
         sources: tuple[str, ...] = (),
     ) -> None:
         plan = found.plan
-        axes: dict[str, None] = {}
+        axes: dict[str, None] = dict.fromkeys(found.kind.axes)
         if plan is not None:
             for of in (*(g.axes for g in plan.gathers), *plan.sums):
                 axes.update(dict.fromkeys(of))
@@ -370,9 +372,8 @@ class _Rewriting:
             )
         )
 
-    def _rewrite_block(self, mlir_block: Any, found: Sequence[Found]) -> list[Any]:
+    def _rewrite_block(self, block: Block, found: Sequence[Found]) -> list[Any]:
         """Replaces what it can; returns what identifies that."""
-        block = Block(mlir_block, self._replaced)
         gathering = groups.reshards_that_gather(found)
         members = []
         for each in found:
@@ -386,7 +387,11 @@ class _Rewriting:
                 self._record(each, _OVERLAPPED)
             else:
                 members.append(member)
-        whole = {id(m) for m in members if m.plan.scatter is not None and not self._fits(m, found)}
+        whole = {
+            id(m)
+            for m in members
+            if m.plan.scatter is not None and not m.kind.axes and not self._fits(m, found)
+        }
         for member in members:
             if id(member) in whole:
                 self._record(member.found, _WHOLE)
@@ -485,11 +490,21 @@ class _Rewriting:
         new = body.operation.clone(ip=ir.InsertionPoint(last)).operation
         for index, one in enumerate(inputs):
             new.operands[index] = block.resolve(one.value)
-        self._program.set_number(new)
-        block.add(new, block.place(last))
+        if block.manual:  # a region of a partly manual shard_map has bound these
+            names = [a for a in self._mesh.axis_names if a not in block.manual]
+            new.attributes["manual_axes"] = manual_axes_attribute(names)
+        # XLA gives the results of a manual computation other shardings where simplifications, such
+        # as of two reshapes, leave its users nothing to do; not where something is in between.
+        results = [
+            self._program.constrained(result, member.plan.result, last)
+            for member, result in zip(group.members, new.results, strict=True)
+        ]
+        for operation in (new, *map(owner, results)):
+            self._program.set_number(operation)
+        block.add_before(last, new, *map(owner, results))
         block.move_behind(users, last)
         sources = tuple(source_of(member.found.operation) for member in group.members)
-        for index, (member, result) in enumerate(zip(group.members, new.results, strict=True)):
+        for index, (member, result) in enumerate(zip(group.members, results, strict=True)):
             jaxpr = body.judged.jaxpr if index == 0 else None
             self._record(member.found, None, False, jaxpr, () if index else sources)
             old = member.found.operation.results[0]
@@ -554,17 +569,9 @@ class _Rewriting:
             text = as_bytecode(lowered)
         module = ir.Module.parse(text)
         passmanager.PassManager.parse("builtin.module(inline)").run(module.operation)
-        names = {
-            ir.StringAttr(o.attributes["sym_name"]).value
-            for o in operations(module.body)
-            if o.name == "sdy.mesh"
-        }
-        for name in names:
+        for mesh in [o for o in operations(module.body) if o.name == "sdy.mesh"]:
             # All are over the same axes. Some differ in which of them are manual.
-            if name != self._program.mesh_name:
-                ir.SymbolTable.replace_all_symbol_uses(
-                    name, self._program.mesh_name, module.operation
-                )
+            use_mesh(self._program.mesh_name, mesh, module)
         regions = [o for o in walk(module.operation) if o.name == "sdy.manual_computation"]
         if len(regions) != 1:
             return None

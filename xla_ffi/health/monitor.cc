@@ -228,14 +228,13 @@ void Monitor::SetAbsent() {
     for (PeerWatch* watch : watches_) {
       for (Peer& peer : watch->peers_) {
         const PeerState now = peer.record.state;
-        const Absence absence = AbsenceIn(now);
         const std::string what = peer.What(watch->silent_);
         for (const int64_t device : peer.connection.device_ids) {
-          absent[watch->platform_].Add(device, {absence, now, peer.record.since, what});
+          absent[watch->platform_].Add(device, {now, peer.record.since, what});
         }
         if (std::exchange(peer.told, now) == now) continue;
         if (now == PeerState::kSilent) Warn(what + ". Calls that wait for it fail.");
-        if (absence != Absence::kFault) continue;
+        if (AbsenceIn(now) != Absence::kFault) continue;
         Failure& fault = faults.emplace_back(FailureReason::kPeerGone);
         fault.on_gpu = watch->platform_->OnGpu();
         fault.device_ids = peer.connection.device_ids;

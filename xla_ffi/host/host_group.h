@@ -136,7 +136,7 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   void GiveUp(const Key& key, Failure failure);
   void FailLocked(const std::string& error, Tickets* done);
   void FailCall(Failure failure, Tickets* done);
-  void LoseRank(int rank, Tickets* done);
+  void LoseRank(int rank, const AbsentDevice& absent, Tickets* done);
   static void CompleteAll(const Tickets& tickets);
 
   const Group group_;
@@ -159,9 +159,9 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   bool watched_ = false;  // whether the progress thread has this group on its list
   bool active_ = false;   // whether call `sequence_` has begun
   Key current_{};
-  int missing_ = -1;                    // the rank for which `current_` waits
-  std::map<int, AbsentDevice> absent_;  // by rank
-  std::vector<Failure> failures_;       // that nobody has taken
+  int missing_ = -1;               // the rank for which `current_` waits
+  AbsentDevices absent_;           // of all groups
+  std::vector<Failure> failures_;  // that nobody has taken
   std::string failure_;
 };
 

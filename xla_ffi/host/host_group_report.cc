@@ -58,9 +58,10 @@ void HostGroup::Look(Clock::time_point now, Clock::duration stopped, std::vector
     const Calls::value_type* oldest = nullptr;
     for (const auto& call : pending_) oldest = older(&call, oldest) ? &call : oldest;
     // What a rank sent before it went was there before: it would have been found.
-    if (const auto absent = absent_.find(missing_); oldest != nullptr && absent != absent_.end()) {
-      const auto& [absence, state, since, what] = absent->second;
-      if (GivesUp(absence, now - oldest->second.since, now - since)) LoseRank(missing_, &done);
+    const AbsentDevice* const absent = missing_ < 0 ? nullptr : absent_.Find(device_ids_[missing_]);
+    if (oldest != nullptr && absent != nullptr &&
+        GivesUp(absent->absence(), now - oldest->second.since, now - absent->since)) {
+      LoseRank(missing_, *absent, &done);
     }
     for (const int rank : local_ranks_) {
       const Calls::value_type* mine = nullptr;
@@ -113,21 +114,18 @@ void HostGroup::SetAbsent(const AbsentDevices& absent) {
   Tickets done;
   {
     std::lock_guard lock(mutex_);
-    absent_.clear();
-    for (size_t rank = 0; rank < device_ids_.size(); ++rank) {
-      const AbsentDevice* const device = absent.Find(device_ids_[rank]);
-      if (device != nullptr) absent_[static_cast<int>(rank)] = *device;
-    }
-    for (const auto& [rank, device] : absent_) {
-      if (device.absence == Absence::kFault && failure_.empty()) LoseRank(rank, &done);
+    absent_ = absent;
+    for (size_t rank = 0; rank < device_ids_.size() && failure_.empty(); ++rank) {
+      const AbsentDevice* const lost = absent.Find(device_ids_[rank]);
+      if (lost == nullptr || lost->absence() != Absence::kFault) continue;
+      LoseRank(static_cast<int>(rank), *lost, &done);
     }
   }
   CompleteAll(done);
 }
 
 // Fails the group because the process of `rank` is absent.
-void HostGroup::LoseRank(int rank, Tickets* done) {
-  const AbsentDevice& absent = absent_.at(rank);
+void HostGroup::LoseRank(int rank, const AbsentDevice& absent, Tickets* done) {
   const auto waiting = active_ ? pending_.find(current_) : pending_.begin();
   if (waiting == pending_.end()) {
     FailLocked(LostText(absent.what, false), done);

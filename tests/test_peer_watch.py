@@ -226,7 +226,7 @@ def test_end_without_and_with_a_goodbye() -> None:
         assert state_of(watch, "running")
         peer.close()
         _, what = state_of(watch, "lost")
-        assert f"process {PEER} (pid {os.getpid()}) has ended without a goodbye" in what
+        assert f"process {PEER} (pid {os.getpid()}) has exited without notice" in what
     for packet, state, text in (
         (b"g", "finished", "the end of its program"),
         (b"s", "left", "jax_intranode.shutdown()"),

@@ -340,7 +340,7 @@ def test_rank_that_leaves(
             continue
         (first,) = lines(log, "FIRST")
         name = operation.partition(" in a ")[0]
-        gone = (f"process {missing} (pid ", "has ended without a goodbye")
+        gone = (f"process {missing} (pid ", "has exited without notice")
         late = (
             name, f"timed out after {TIMEOUT_S}", f"rank {rank} (device ",
             f"waited for rank {missing} (device ", "JAX_INTRANODE_TIMEOUT_S",

@@ -166,8 +166,8 @@ int AbsentPeers() {
   };
   const auto tell = [&](PeerState of_11, PeerState of_12) {
     AbsentDevices absent;
-    absent.Add(11, {AbsenceIn(of_11), of_11, start, "11"});
-    absent.Add(12, {AbsenceIn(of_12), of_12, start, "12"});
+    absent.Add(11, {of_11, start, "11"});
+    absent.Add(12, {of_12, start, "12"});
     platform.SetAbsent(absent);
   };
   // The kernel has waited for the device of this rank for so many seconds; another word each time.

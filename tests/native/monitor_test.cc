@@ -44,7 +44,7 @@ constexpr double kSilenceS = 3;   // three heartbeats
 constexpr double kLongSilenceS = 100;
 const std::string kSecret(32, 'k');
 
-constexpr char kKilled[] = "has ended without a goodbye";
+constexpr char kKilled[] = "has exited without notice";
 constexpr char kShutdown[] = "has called jax_intranode.shutdown()";
 constexpr char kFinished[] = "has come to the end of its program";
 constexpr char kFailed[] = "has failed: KeyError: 'x'";
@@ -542,8 +542,8 @@ bool AbsentDevicesAreASet() {
   using enum PeerState;
   const auto in = [](PeerState b, PeerState c) {
     jin::AbsentDevices absent;
-    absent.Add(20, {jin::AbsenceIn(b), b, {}, "b"});
-    absent.Add(30, {jin::AbsenceIn(c), c, {}, "c"});
+    absent.Add(20, {b, {}, "b"});
+    absent.Add(30, {c, {}, "c"});
     const auto* worst = absent.WorstIn({10, 20, 30});
     return worst == nullptr ? "" : worst->what;
   };
@@ -556,8 +556,8 @@ bool TheWorstOfAllMeshesCounts() {
   using enum PeerState;
   for (const auto& [first, second] : {std::pair{kLost, kRunning}, std::pair{kRunning, kLost}}) {
     jin::AbsentDevices absent;
-    absent.Add(10, {jin::AbsenceIn(first), first, {}, ""});
-    absent.Add(10, {jin::AbsenceIn(second), second, {}, ""});
+    absent.Add(10, {first, {}, ""});
+    absent.Add(10, {second, {}, ""});
     if (absent.Find(10) == nullptr || absent.Find(10)->state != kLost) return false;
   }
   return true;

@@ -8,14 +8,20 @@ PROGRAMS = {
     "protocol_test": ["tests/native/protocol_test.cc"],
     "host_group_test": [
         "tests/native/host_group_test.cc",
+        "xla_ffi/host/engine.cc",
         "xla_ffi/host/host_group.cc",
+        "xla_ffi/host/host_group_report.cc",
         "xla_ffi/host/progress.cc",
+        "xla_ffi/host/ticket.cc",
     ],
     "fused_order_test": ["tests/native/fused_order_test.cc"],
     "peer_test": [
         "tests/native/peer_test.cc",
+        "xla_ffi/host/engine.cc",
         "xla_ffi/host/host_group.cc",
+        "xla_ffi/host/host_group_report.cc",
         "xla_ffi/host/progress.cc",
+        "xla_ffi/host/ticket.cc",
     ],
     "failed_launch_test": [
         "tests/native/failed_launch_test.cc",

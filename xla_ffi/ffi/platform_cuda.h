@@ -67,7 +67,7 @@ class CudaPlatform final : public Platform {
       wait.site_number = Fnv1a(wait.site);
       wait.reported = true;
       const AbsentDevice* const absent = absent_.Find(place.call.device_ids[kernel.missing]);
-      if (absent && GivesUp(absent->absence, wait.waited, now - absent->since)) {
+      if (absent && GivesUp(absent->absence(), wait.waited, now - absent->since)) {
         place.communicator->set_failure(LostText(absent->what, true));
       }
     }
@@ -182,9 +182,9 @@ class CudaPlatform final : public Platform {
     const std::vector<Place> places = Places();
     for (const Place& place : places) {
       const AbsentDevice* const absent = absent_.WorstIn(place.call.device_ids);
-      if (absent && absent->absence == Absence::kFault) {
+      if (absent && absent->absence() == Absence::kFault) {
         place.communicator->set_failure(LostText(absent->what, true));
-      } else if (absent && Refuses(absent->absence)) {
+      } else if (absent && Refuses(absent->absence())) {
         place.communicator->set_left(LostText(absent->what, true));
       }
     }

@@ -51,7 +51,7 @@ std::string PeerWatch::Peer::Name() const {
 std::string PeerWatch::Peer::What(Clock::duration silent) const {
   switch (record.state) {
     case PeerState::kLost:
-      return Name() + " has ended without a goodbye: it was killed, crashed, or called os._exit";
+      return Name() + " has exited without notice: it was killed, crashed, or called os._exit";
     case PeerState::kFailed:
       return Name() + " has failed: " + record.text;
     case PeerState::kFinished:
@@ -228,14 +228,13 @@ void Monitor::SetAbsent() {
     for (PeerWatch* watch : watches_) {
       for (Peer& peer : watch->peers_) {
         const PeerState now = peer.record.state;
-        const Absence absence = AbsenceIn(now);
         const std::string what = peer.What(watch->silent_);
         for (const int64_t device : peer.connection.device_ids) {
-          absent[watch->platform_].Add(device, {absence, now, peer.record.since, what});
+          absent[watch->platform_].Add(device, {now, peer.record.since, what});
         }
         if (std::exchange(peer.told, now) == now) continue;
         if (now == PeerState::kSilent) Warn(what + ". Calls that wait for it fail.");
-        if (absence != Absence::kFault) continue;
+        if (AbsenceIn(now) != Absence::kFault) continue;
         Failure& fault = faults.emplace_back(FailureReason::kPeerGone);
         fault.on_gpu = watch->platform_->OnGpu();
         fault.device_ids = peer.connection.device_ids;

@@ -14,7 +14,7 @@ import logging
 import os
 import platform as host_platform
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,9 +180,22 @@ def all_rendezvous() -> list[Rendezvous]:
 
 
 def gather(
-    rendezvous: Rendezvous, stage: str, value: Any, deadline: key_value_store.Deadline
+    rendezvous: Rendezvous,
+    stage: str,
+    step: Callable[[], Any],
+    deadline: key_value_store.Deadline,
 ) -> list[Any]:
-    """Exchanges values. A process whose step failed sends {"error": why} to all."""
+    """Exchanges what a step returns in each process.
+
+    Processes in which it failed take part as well, so that all of them see a failure at once.
+
+    Raises:
+        Refusal: it failed in a process.
+    """
+    try:
+        value = step()
+    except Exception as error:
+        value = {"error": f"process {jax.process_index()}: {error}"}
     values = rendezvous.store.gather(stage, value, deadline)
     errors = [v["error"] for v in values if isinstance(v, dict) and v.get("error")]
     if errors:
@@ -203,18 +216,10 @@ def reading(stage: str) -> Iterator[None]:
 
 
 def _share_slabs(rendezvous: Rendezvous, deadline: key_value_store.Deadline) -> None:
-    """Fills in the rendezvous, or raises why it can't.
+    """Fills in the rendezvous, or raises why it can't. Every stage ends with an exchange."""
 
-    Every stage ends with an exchange in which all processes take part, those that failed in it
-    included, so that all of them see a failure at once.
-    """
-
-    def attempt(stage: str, step: Any) -> list[Any]:
-        try:
-            value = step()
-        except Exception as error:
-            value = {"error": f"process {jax.process_index()}: {error}"}
-        return gather(rendezvous, stage, value, deadline)
+    def attempt(stage: str, step: Callable[[], Any]) -> list[Any]:
+        return gather(rendezvous, stage, step, deadline)
 
     hellos = attempt("hello", lambda: _hello(rendezvous))
     ids_of_processes = agreed.device_ids_of(rendezvous)
@@ -225,11 +230,11 @@ def _share_slabs(rendezvous: Rendezvous, deadline: key_value_store.Deadline) -> 
         for hello in hellos:
             host, watch = hello["host"], hello["watch"]
             if not all(isinstance(part, str) for part in Host(*host)):
-                raise TypeError("a host that is no text")
+                raise TypeError("a host that is not text")
             if watch and "reason" not in watch and not {"address", "token"} <= watch.keys():
                 raise ValueError("neither an address nor a reason for none")
             if not all(isinstance(value, str) for value in watch.values()):
-                raise TypeError("an address that is no text")
+                raise TypeError("an address that is not text")
         rendezvous.reason_for_no_matmuls = _reason_for_no_matmuls(rendezvous, hellos)
 
     _watch(rendezvous, hellos, deadline)

@@ -19,9 +19,9 @@ from typing import Any
 
 import jax
 
-from jax_intranode._src.health import waits
+from jax_intranode._src.health import call_sites, waits
 from jax_intranode._src.jax_private import runtime_errors
-from jax_intranode._src.native import call_sites, definitions, extension
+from jax_intranode._src.native import definitions, extension
 
 _log = logging.getLogger("jax_intranode")
 

@@ -90,10 +90,10 @@ def read(path: str) -> Tuning:
     try:
         fields = json.loads(_content(path))
     except (OSError, ValueError, RecursionError) as error:
-        why = error.strerror if isinstance(error, OSError) else f"it is no JSON: {error}"
+        why = error.strerror if isinstance(error, OSError) else f"it is not JSON: {error}"
         raise ValueError(f"{VARIABLE}={path!r}: {why}.") from error
     if not isinstance(fields, dict) or fields.get("kind") != _KIND:
-        raise ValueError(f"{VARIABLE}={path!r}: this is no file of `tune`; {_AGAIN}.")
+        raise ValueError(f"{VARIABLE}={path!r}: this is not a file of `tune`; {_AGAIN}.")
     for what, found, wanted in (
         ("layout", fields.get("format"), FORMAT),
         ("jax_intranode", fields.get("jax_intranode"), _version()),

@@ -24,7 +24,6 @@ ON_GPUS = jax.default_backend() == "gpu"
 LAYERS, WIDTH, HEADS, SEQUENCE, BATCH = (4, 4096, 32, 2048, 2) if ON_GPUS else (2, 64, 4, 64, 8)
 STEPS = int((*sys.argv, 60)[1])
 RATE, DTYPE = (3e-4, jnp.bfloat16) if ON_GPUS else (3e-3, jnp.float32)
-DIVIDED = {"sequence_axis": 1, "batch_axes": "data"}
 COLUMNS, ROWS = P("data", "model"), P("model", "data")
 # Name: rows, columns, sharding.
 LAYER = {name: (WIDTH, WIDTH, COLUMNS) for name in ("query", "key", "value")}
@@ -42,12 +41,12 @@ def norm(x: jax.Array) -> jax.Array:
 
 def columns(x: jax.Array, ws: list[jax.Array]) -> list[jax.Array]:
     """[x @ w for w in ws]: gathers the sequence once, and divides the columns."""
-    return jax_intranode.column_parallel_matmul(x, ws, "model", **DIVIDED)
+    return jax_intranode.column_parallel_matmul(x, ws, "model", gather_axis=1, batch_axes="data")
 
 
 def rows(x: jax.Array, w: jax.Array) -> jax.Array:
     """x @ w: sums over the ranks, and divides the sequence."""
-    return jax_intranode.row_parallel_matmul(x, w, "model", **DIVIDED)
+    return jax_intranode.row_parallel_matmul(x, w, "model", scatter_dimension=1, batch_axes="data")
 
 
 @jax.checkpoint  # the backward pass gathers the weights again, and does not keep them

@@ -26,7 +26,6 @@ ON_GPUS = jax.default_backend() == "gpu"
 LAYERS, WIDTH, HEADS, SEQUENCE, BATCH = (4, 4096, 32, 2048, 2) if ON_GPUS else (2, 64, 4, 64, 8)
 STEPS = int((*sys.argv, 60)[1])
 RATE, DTYPE = (3e-4, jnp.bfloat16) if ON_GPUS else (3e-3, jnp.float32)
-DIVIDED = {"sequence_axis": 1, "batch_axes": "data"}
 COLUMNS, ROWS = (None, "model"), ("model", None)
 
 
@@ -46,12 +45,16 @@ class Block(nnx.Module):
 
     def columns(self, x: jax.Array, ws: nnx.List) -> list[jax.Array]:
         """[x @ w for w in ws]: gathers the sequence once, and divides the columns."""
-        matrices = [w[...].astype(DTYPE) for w in ws]
-        return jax_intranode.column_parallel_matmul(x, matrices, "model", **DIVIDED)
+        ws = [w[...].astype(DTYPE) for w in ws]
+        return jax_intranode.column_parallel_matmul(
+            x, ws, "model", gather_axis=1, batch_axes="data"
+        )
 
     def rows(self, x: jax.Array, w: nnx.Param) -> jax.Array:
         """x @ w: sums over the ranks, and divides the sequence."""
-        return jax_intranode.row_parallel_matmul(x, w[...].astype(DTYPE), "model", **DIVIDED)
+        return jax_intranode.row_parallel_matmul(
+            x, w[...].astype(DTYPE), "model", scatter_dimension=1, batch_axes="data"
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         qkv = self.columns(self.norms[0](x), self.qkv)

@@ -43,6 +43,12 @@ try:
         psum_residual_rms_norm as psum_residual_rms_norm,
     )
     from jax_intranode._src.ops.residual_norm import (
+        psum_scatter_residual_layer_norm as psum_scatter_residual_layer_norm,
+    )
+    from jax_intranode._src.ops.residual_norm import (
+        psum_scatter_residual_rms_norm as psum_scatter_residual_rms_norm,
+    )
+    from jax_intranode._src.ops.residual_norm import (
         reduce_scatter_residual_layer_norm as reduce_scatter_residual_layer_norm,
     )
     from jax_intranode._src.ops.residual_norm import (
@@ -104,6 +110,8 @@ __all__ = [
     "psum_residual_layer_norm",
     "psum_residual_rms_norm",
     "psum_scatter",
+    "psum_scatter_residual_layer_norm",
+    "psum_scatter_residual_rms_norm",
     "reduce_scatter_residual_layer_norm",
     "reduce_scatter_residual_rms_norm",
     "register_ffi_library",

@@ -300,8 +300,8 @@ def _all_gather_matmul(x: Any, w: Any, axis: Any, *, gather_axis: int = 0) -> An
     return [whole @ each for each in w] if isinstance(w, list) else whole @ w
 
 
-def _matmul_reduce_scatter(x: Any, w: Any, axis: Any, *, scatter_axis: int = 0) -> Any:
-    return lax.psum_scatter(x @ w, axis, scatter_dimension=scatter_axis % x.ndim, tiled=True)
+def _matmul_reduce_scatter(x: Any, w: Any, axis: Any, *, scatter_dimension: int = 0) -> Any:
+    return lax.psum_scatter(x @ w, axis, scatter_dimension=scatter_dimension % x.ndim, tiled=True)
 
 
 # The same functions made of jax.lax.

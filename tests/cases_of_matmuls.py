@@ -42,7 +42,7 @@ def exact_matmuls(rows: int, dtype: str) -> None:
         both, whole = jax_intranode.all_gather_matmul(
             x[0], [w[0], wide[0]], "x", gather_axis=1, return_gathered=True
         )
-        part = jax_intranode.matmul_reduce_scatter(long[0], w[0], "x", scatter_axis=1)
+        part = jax_intranode.matmul_reduce_scatter(long[0], w[0], "x", scatter_dimension=1)
         total = jax_intranode.matmul_all_reduce(x[0], wide[0], "x")
         return [v[None] for v in (*both, whole, part, total)]
 
@@ -96,7 +96,7 @@ def gradients_of_matmuls(check_vma: bool, how: str) -> None:
         if how == "all_reduce":
             return jax_intranode.matmul_all_reduce(jnp.tanh(x @ w1), w2, "x")
         h = jax_intranode.all_gather_matmul(x, w1, "x", gather_axis=1)
-        return jax_intranode.matmul_reduce_scatter(jnp.tanh(h), w2, "x", scatter_axis=1)
+        return jax_intranode.matmul_reduce_scatter(jnp.tanh(h), w2, "x", scatter_dimension=1)
 
     by_rows = P() if how == "all_reduce" else P(None, "x")
     specs = (by_rows, P(None, "x"), P("x"))
@@ -124,8 +124,8 @@ def gradients_of_matmuls_of_global_arrays(how: str) -> None:
     by_rows = P(None, "x") if how == "sequence" else P()
 
     def loss(x: Any, w1: Any, w2: Any, c: Any) -> Any:
-        h = jax_intranode.column_parallel_matmul(x, w1, "x", sequence_axis=axis)
-        y = jax_intranode.row_parallel_matmul(jnp.tanh(h), w2, "x", sequence_axis=axis)
+        h = jax_intranode.column_parallel_matmul(x, w1, "x", gather_axis=axis)
+        y = jax_intranode.row_parallel_matmul(jnp.tanh(h), w2, "x", scatter_dimension=axis)
         return (y * c).sum()
 
     specs = (by_rows, P(None, "x"), P("x"), by_rows)
@@ -160,7 +160,7 @@ def matmuls_on_a_data_and_tensor_mesh(check_vma: bool) -> None:
     def program(lib: Any) -> Any:
         def layer(x: Any, w: Any) -> Any:
             a, b = lib.all_gather_matmul(x, [w, jnp.sin(w[:, :1])], "x", gather_axis=1)
-            y = lib.matmul_reduce_scatter(jnp.tanh(a) * b, w.T, "x", scatter_axis=1)
+            y = lib.matmul_reduce_scatter(jnp.tanh(a) * b, w.T, "x", scatter_dimension=1)
             return y * lib.matmul_all_reduce(y, w, "x").sum(-1, keepdims=True)
 
         f = sharded(layer, mesh, specs, P("data", "x"), check_vma)

@@ -26,7 +26,7 @@ EPS = 1e-5
 
 
 def function(norm: str, scatters: bool = False) -> Any:
-    return getattr(jax_intranode, f"{'reduce_scatter' if scatters else 'psum'}_residual_{norm}")
+    return getattr(jax_intranode, f"{'psum_scatter' if scatters else 'psum'}_residual_{norm}")
 
 
 def normal(dtype: str, shape: tuple[int, ...], seed: int) -> np.ndarray:

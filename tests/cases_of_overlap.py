@@ -5,147 +5,39 @@ On CPUs the collective and the matmul run one after the other.
 
 import contextlib
 import functools
-import re
 import time
 import types
-from collections.abc import Sequence
 from typing import Any
 
 import cases
+import cases_of_wrong_matmuls  # noqa: F401
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import LAX_MATMULS, Case, check, check_like, everywhere, line, put, sharded
+from cases import LAX_MATMULS, check, check_like, everywhere, line, put, sharded
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from occupied import occupied
+from overlapped_cases import (
+    ALL,
+    PLANS,
+    WGRAD,
+    both_gradients,
+    case,
+    check_in_poisoned_rings,
+    on_gpus,
+    overlapped,
+    settle,
+    wait_for_all,
+    zeros_and_ones,
+)
 
 import jax_intranode
 from jax_intranode._src.group import agreed
-from jax_intranode._src.group import partition as partition_lib
-from jax_intranode._src.group import rendezvous as rendezvous_lib
-from jax_intranode._src.jax_private.distributed import key_value_client
-from jax_intranode._src.native import definitions, extension
-from jax_intranode._src.selection import config, overlap
-
-CASES: dict[str, Case] = {}
-case = functools.partial(cases.case, into=CASES)
-
-# The plans that the cases force.
-PLANS = {
-    "whole": overlap.Plan(),
-    "pieces": overlap.Plan(first_pieces=3, last_pieces=2),
-    "most_pieces": overlap.Plan(first_pieces=16, last_pieces=16),
-    "fused": overlap.Plan(tile_columns=192, parts=3),
-    "fused_224": overlap.Plan(tile_columns=224, band_pairs=3),  # all-gathers only
-    "fused_256": overlap.Plan(tile_columns=256, band_pairs=1),
-    "fused_128": overlap.Plan(tile_columns=128, band_pairs=2),
-    "direct": overlap.Plan(tile_columns=192, parts=2, direct=True),
-    "direct_256": overlap.Plan(tile_columns=256, direct=True),
-    "direct_128": overlap.Plan(tile_columns=128, direct=True),
-    "wgrad": overlap.Plan(
-        tile_columns=256,
-        parts=2,
-        rounds=2,
-        wgrad=True,
-        row_pairs_before_wgrad=1,
-        wgrad_tiles_last=4,
-    ),
-}
-ALL = tuple(PLANS)
-# For gradients only: without weight gradients these plans are like those above.
-WGRAD = {
-    "wgrad_1_round": overlap.Plan(tile_columns=256, wgrad=True),
-    "wgrad_3_rounds": overlap.Plan(
-        tile_columns=256,
-        band_pairs=2,
-        rounds=3,
-        wgrad=True,
-        row_pairs_before_wgrad=2,
-        wgrad_tiles_last=100,
-    ),
-}
-PLANS |= WGRAD
-
-
-def on_gpus() -> bool:
-    return jax.devices()[0].platform == "gpu"
-
-
-def zeros_and_ones(seed: int, *shape: int) -> np.ndarray:
-    """Zeros and few ones: matmuls with K up to 1000 are exact in bfloat16."""
-    return (np.random.default_rng(seed).random(shape) < 0.2).astype(np.float32)
-
-
-def overlapped(f: Any, args: Sequence[Any], plan: str = "pieces", **options: Any) -> Any:
-    """Compiles a program. On GPUs all of its collective matmuls must be overlapped."""
-    if not on_gpus() and plan not in ("whole", "pieces", "fused"):
-        pytest.skip(f"needs GPUs; on CPUs {plan} is like the other plans")
-    with overlap.forced(PLANS[plan]):
-        program = jax.jit(f, **options)
-        calls = [c for c in jax_intranode.explain(program)(*args) if "matmul" in c.operation]
-        assert calls
-        if on_gpus():
-            taken = [c for c in calls if plan != "fused_224" or c.operation == "all_gather_matmul"]
-            assert taken, calls
-            assert all(c.reason.startswith("overlapped") for c in taken), calls
-        return program.lower(*args).compile()
-
-
-def both_gradients(f: Any, args: Sequence[Any], plan: str, calls: int) -> Any:
-    """Compiles a program in which, on GPUs, `calls` calls compute weight gradients if forced to."""
-    if on_gpus():
-        with overlap.forced(PLANS[plan]):
-            found = [call.reason for call in jax_intranode.explain(f)(*args)]
-        taken = [reason for reason in found if reason.startswith("overlapped")]
-        with_wgrads = sum("with weight gradients" in reason for reason in taken)
-        assert with_wgrads == (calls if PLANS[plan].wgrad else 0), found
-    return overlapped(f, args, plan)
-
-
-def settle(mesh: Mesh) -> None:
-    """Waits until the devices of all processes are idle."""
-    program = jax.jit(sharded(lambda v: lax.psum(v, "x"), mesh, P("x"), P()))
-    jax.block_until_ready(program(put(mesh, P("x"), np.zeros(mesh.size, np.float32))))
-    wait_for_all("settle")
-
-
-def wait_for_all(name: str) -> None:
-    """Waits for all processes."""
-    if (client := key_value_client()) is not None and jax.process_count() > 1:
-        client.wait_at_barrier(name, 60_000)
-
-
-def poison(mesh: Mesh) -> None:
-    """Fills the rings of this process with NaN. No operation may be in flight."""
-    rendezvous = rendezvous_lib.rendezvous_of(mesh.devices.flat)
-    module = extension.module(rendezvous.platform)
-    if rendezvous.ring_bytes == 0:
-        return
-    offset = definitions.ring_data_offset(rendezvous.ring_bytes)
-    start = config.get().slab_bytes(rendezvous.platform) + offset
-    for device_id, addresses in rendezvous.addresses.items():
-        module.fill(
-            agreed.native_ordinal(rendezvous.devices[device_id]),
-            addresses[device_id] + start,
-            0xFF,
-            rendezvous.ring_bytes - offset,
-        )
-
-
-def check_in_poisoned_rings(
-    mesh: Mesh, program: Any, arrays: Sequence[Any], expected: Sequence[Any], times: int
-) -> None:
-    """A program's results are exact, also when the rings were full of NaN before it."""
-    dtype = jax.tree.leaves(arrays)[0].dtype
-    for _ in range(times):
-        settle(mesh)
-        poison(mesh)
-        settle(mesh)
-        for result, want in zip(program(*arrays), expected, strict=True):
-            check(result, want.astype(dtype))
+from jax_intranode._src.native import extension
+from jax_intranode._src.selection import overlap
 
 
 @case(rows=(1, 127, 129, 256), plan=ALL)
@@ -165,7 +57,7 @@ def overlapped_exact(rows: int, plan: str) -> None:
                 x[0], ws, "x", gather_axis=axis, return_gathered=True
             )
             (alone,) = jax_intranode.all_gather_matmul(x[0], ws[:1], "x", gather_axis=axis)
-            part = jax_intranode.matmul_reduce_scatter(y[0], ws[1], "x", scatter_axis=axis)
+            part = jax_intranode.matmul_reduce_scatter(y[0], ws[1], "x", scatter_dimension=axis)
             total = jax_intranode.matmul_all_reduce(y[0], ws[2], "x")
             return [v[None] for v in (*products, whole, alone, part, total)]
 
@@ -386,7 +278,7 @@ def layer(lib: Any) -> Any:
 
     def apply(x: Any, gate: Any, up: Any, down: Any) -> Any:
         a, b = lib.all_gather_matmul(x, [gate, up], "x", gather_axis=1)
-        return lib.matmul_reduce_scatter(jax.nn.silu(a) * b, down, "x", scatter_axis=1)
+        return lib.matmul_reduce_scatter(jax.nn.silu(a) * b, down, "x", scatter_dimension=1)
 
     return apply
 
@@ -447,8 +339,8 @@ def overlapped_in_plain_jit(how: str, plan: str) -> None:
     ]
 
     def ours(x: Any, w1: Any, w2: Any) -> Any:
-        h = jax_intranode.column_parallel_matmul(x, w1, "x", sequence_axis=axis)
-        return jax_intranode.row_parallel_matmul(h % 3, w2, "x", sequence_axis=axis)
+        h = jax_intranode.column_parallel_matmul(x, w1, "x", gather_axis=axis)
+        return jax_intranode.row_parallel_matmul(h % 3, w2, "x", scatter_dimension=axis)
 
     def step(f: Any) -> Any:
         def results(*args: Any) -> Any:
@@ -487,7 +379,7 @@ def overlapped_both_gradients(rows: int, plan: str) -> None:
                 return jax_intranode.all_gather_matmul(x, list(ws), "x", gather_axis=axis)
 
             def scatter(y: Any, v: Any) -> Any:
-                return jax_intranode.matmul_reduce_scatter(y, v, "x", scatter_axis=axis)
+                return jax_intranode.matmul_reduce_scatter(y, v, "x", scatter_dimension=axis)
 
             of_gather = jax.vjp(gather, x[0], *ws)[1](cts)
             # The first matrix is frozen. Matrices with a gradient come first.
@@ -755,105 +647,3 @@ def overlapped_large_offsets() -> None:
     program = overlapped(sharded(f, mesh, P(), P("x")), arrays, "whole")
     for counts in program(*arrays):
         check(counts, np.zeros(n, np.int32))
-
-
-# Wrong calls: what differs from a right call, and a part of the handler's error. The right call
-# multiplies rows of 64 elements by the transpose of a matrix [72, 64] and computes its weight
-# gradient. A name that is a field of the plan changes the plan.
-_ROWS, _K, _N = 16, 64, 72
-WRONG_CALLS = {
-    "operation": ({"algorithm": 0}, "no collective matmul of algorithm 0"),
-    "no_pieces": ({"first_pieces": 0}, "first_pieces=0,"),
-    "pieces": ({"last_pieces": 1000}, "last_pieces=1000,"),
-    "tiles": ({"tile_columns": 100}, "tile_columns=100,"),
-    "tiles_of_sum": (
-        {"sums": True, "wgrads": 0, "wgrad": False, "tile_columns": 224},
-        "tile_columns=224,",
-    ),
-    "tiles_of_wgrad": ({"tile_columns": 192}, "tile_columns=192,"),
-    "band_pairs": ({"band_pairs": 0}, "band_pairs=0,"),
-    "parts": ({"parts": 0}, ",parts=0,"),
-    "rounds": ({"rounds": 0}, "rounds=0,"),
-    "row_pairs_before_wgrad": ({"row_pairs_before_wgrad": -1}, "row_pairs_before_wgrad=-1"),
-    "wgrad_tiles_last": ({"wgrad_tiles_last": -1}, "wgrad_tiles_last=-1"),
-    "wgrads": ({"wgrads": -1}, "-1 weight gradients"),
-    "wgrad_of_plan": ({"wgrad": False}, "wgrad=0,"),
-    "wgrads_of_pipeline": ({"tile_columns": 0}, "1 weight gradients"),
-    "not_transposed": ({"transposed": 0}, "1 weight gradients"),
-    "gathered": ({"gathered": 1}, "1 weight gradients"),
-    "two_wgrads": ({"wgrads": 2}, "3 operands and 3 results"),
-    "no_wgrad": ({"wgrads": 0, "wgrad": False}, "w[1] is 72 x"),
-    "axis": ({"axis": 1}, "axis 1 of 2 dimensions"),
-    "dtype": ({"dtype": "float32"}, "takes bf16 and f16"),
-    "length_of_k": ({"x": (_ROWS, 60)}, "its last dimension is 60; it must be a multiple of 8"),
-    "k_of_matrix": ({"w": (_N, 128)}, "w[0] is 128 x 72"),
-    "matrix": ({"w": (_N * _K,)}, "w is not a matrix"),
-    "rows_of_product": ({"product": (_ROWS, _N)}, "its product has 1152 elements"),
-    "rows_of_cotangent": ({"cotangent": (_ROWS, _N)}, "has 1152 elements for"),
-    "columns_of_cotangent": ({"cotangent": (_N, _ROWS)}, "has 1152 elements for"),
-    "shape_of_wgrad": ({"wgrad_result": (_K, _K)}, "0 has 4096 elements; it is 72 x 64"),
-    "rows_of_sum": ({"sums": True, "x": (17, _K)}, "17 can't be split over"),
-    "scratch_of_sum": ({"sums": True, "scratch": 8}, "scratch of 8 bytes; it needs"),
-}
-_RIGHT_PLAN = overlap.Plan(tile_columns=256, wgrad=True).attributes()
-
-
-@case(wrong=tuple(WRONG_CALLS))
-def overlapped_wrong_call_is_refused(wrong: str) -> None:
-    """All ranks refuse a call that lowering never makes. A right call works before and after."""
-    if not on_gpus():
-        pytest.skip("needs GPUs; on CPUs there is no handler of collective matmuls")
-    mesh = line()
-    n = mesh.size
-    x, w = (put(mesh, P(), np.ones((64, 64), jnp.bfloat16)) for _ in range(2))
-    gather = sharded(lambda x, w: jax_intranode.all_gather_matmul(x, w, "x"), mesh, P(), P("x"))
-    overlapped(gather, (x, w), "fused")  # now there is a communicator
-
-    def call(sums: bool = False, dtype: str = "bfloat16", **changes: Any) -> list[Any]:
-        operation = "matmul_reduce_scatter" if sums else "all_gather_matmul"
-        part, whole = _ROWS, n * _ROWS
-        groups = partition_lib.partition(mesh, ("x",))
-        right = {
-            "x": (whole if sums else part, _K),
-            "w": (_N, _K),
-            "cotangent": (whole, _N),
-            "product": (part if sums else whole, _N),
-            "wgrad_result": (_N, _K),
-            "scratch": extension.module("gpu").MATMUL_SCRATCH_BYTES,
-            "algorithm": definitions.ALGORITHMS.index(operation),
-            "axis": 0,
-            "transposed": 1,
-            "gathered": 0,
-            "wgrads": 1,
-        }
-        plan = {name: type(value)(changes.pop(name, value)) for name, value in _RIGHT_PLAN.items()}
-        values = right | changes
-        operands = [values.pop(name) for name in ("x", "w", "cotangent")]
-        results = [jax.ShapeDtypeStruct(values.pop(s), dtype) for s in ("product", "wgrad_result")]
-        results.append(jax.ShapeDtypeStruct((values.pop("scratch"),), np.uint8))
-        axis = values.pop("axis")
-
-        def f() -> list[Any]:
-            found = jax.ffi.ffi_call("jax_intranode_collective_matmul", results)(
-                *(jnp.ones(shape, dtype) for shape in operands),
-                device_ids=np.array(groups.device_ids, np.int64),
-                group_size=np.int64(groups.group_size),
-                axis=np.int64(axis),
-                plan=plan,
-                **{name: np.int32(value) for name, value in values.items()},
-            )
-            return [v[None] for v in found[:2]]
-
-        return jax.block_until_ready(jax.jit(sharded(f, mesh, (), P("x")))())
-
-    def check_right_call() -> None:
-        product, wgrad = call()
-        check(product, np.full((n, n * _ROWS, _N), _K, jnp.bfloat16))
-        check(wgrad, np.full((n, _N, _K), n * _ROWS, jnp.bfloat16))
-
-    check_right_call()
-    changes, says = WRONG_CALLS[wrong]
-    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(says)):
-        call(**changes)
-    wait_for_all(f"refused {wrong}")
-    check_right_call()

@@ -102,7 +102,7 @@ def test_calls_of_a_matmul_chain_remain(backward: bool) -> None:
     mesh, matmul = mesh_of_two(), MATMULS["all_gather_matmul"]
     data = matmul_oracle.make(matmul, Shape(32, 16, 24), np.dtype(np.float32), mesh)
     call = measure_matmul._call(mesh, matmul.lax, backward, data)
-    chain = measure_matmul._chain(mesh, call, 3)
+    chain = measure_matmul.chain(mesh, call, 3)
     text = chain.program.lower(chain.moving, *chain.fixed).compile().as_text()
     assert len(re.findall(r" dot\(", text)) == 3 * (2 if backward else 1)
     collective = "reduce-scatter" if backward else "all-gather"

@@ -9,14 +9,16 @@ import types
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
-from bench_peers import nccl_tests, pytorch
+from bench_peers import nccl_tests, pallas, pallas_rank, pytorch
 from bench_peers import registry as peers
-from bench_settings import matmul_settings, settings_of
+from bench_settings import matmul_settings, mesh_of_two, settings_of
 
 from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher import SINGLE_PROCESS
 from jax_intranode._src.command_line.launcher.progress import ProgressLine
+from jax_intranode._src.group import nvml
 
 NCCL_TESTS = """\
 # nccl-tests version 2.17.1 nccl-headers=22809 nccl-library=22809
@@ -63,18 +65,21 @@ def test_unavailable_peers(
             "psum",
             "gpu",
             "# torch not measured: torch is not installed\n"
+            "# pallas not measured: it has no psum\n"
             "# nccl-tests not measured: all_reduce_perf is not on PATH\n",
         ),
         (
             "psum_scatter+all_gather",
             "gpu",
             "# torch not measured: torch is not installed\n"
+            "# pallas not measured: it has no psum_scatter+all_gather\n"
             "# nccl-tests not measured: it has no psum_scatter+all_gather\n",
         ),
         (
             "psum",
             "cpu",
             "# torch not measured: measured on GPUs only\n"
+            "# pallas not measured: measured on GPUs only\n"
             "# nccl-tests not measured: measured on GPUs only\n",
         ),
     ):
@@ -106,6 +111,56 @@ def test_torch_makes_as_many_calls_as_our_chains(monkeypatch: pytest.MonkeyPatch
         [["float32", [32, 16, 24], 128, 2]],
         [["float32", 256, 1, 0], ["float32", 1024, 1, 0]],
     ]
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"dtypes": ["float32"]}, "it takes only bfloat16, float16"),
+        ({"backward": True}, "it has no gradients"),
+        ({"devices": 4}, "it runs on all GPUs that JAX sees, 2, and --devices is 4; set CUDA_VIS"),
+        ({}, "its kernel is for Hopper GPUs, and this is cpu"),
+    ],
+)
+def test_pallas_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    reason: str,
+) -> None:
+    monkeypatch.setattr(nvml, "visible_gpus", lambda: 2)
+    monkeypatch.setattr(pallas.launcher, "run_function", lambda _, of, *args, **__: refused(of))
+    fields = {"backward": False, "dtypes": ["bfloat16"], **changes, "platform": "gpu"}
+    settings = matmul_settings("all_gather_matmul", **fields)
+    assert peers.measure(["pallas"], settings, 20, ProgressLine(io.StringIO(), 1))["rows"] == []
+    assert capsys.readouterr().err.startswith(f"# pallas not measured: {reason}")
+
+
+def refused(fields: dict[str, Any]) -> dict[str, Any]:
+    """What the process of the Pallas peer returns on CPUs."""
+    return pallas_rank.measure(None, **fields)  # type: ignore[arg-type]
+
+
+def test_pallas_is_checked_and_timed() -> None:
+    """With a stand-in for its kernel, of which one configuration does not fit."""
+    settings = matmul_settings("all_gather_matmul", False, dtypes=["bfloat16"])
+
+    def kernel(x: Any, w: Any, *, axis_name: str, dtype: Any, config: float) -> Any:
+        if config == 0:
+            raise ValueError("exceeds available shared memory")
+        whole = jax.lax.all_gather(x, axis_name, tiled=True)
+        return (config * (whole @ w)).astype(dtype)
+
+    def row(*configs: float) -> Any:
+        asked = [{"config": config} for config in configs]
+        (shape,) = [shape for _, shape in settings.matmuls()]
+        return pallas_rank.measure_shape(mesh_of_two(), settings, "bfloat16", shape, kernel, asked)
+
+    right = row(0, 1)
+    assert right["wrong"] == 0 and right["time_us"] > 0
+    assert (right["m"], right["k"], right["n"]) == (32, 16, 24)
+    assert row(1.5)["wrong"] > 0
+    assert row(0) is None
 
 
 def put_program(directory: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:

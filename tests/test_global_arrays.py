@@ -4,7 +4,6 @@ import contextlib
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -12,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import make_mesh, random
+from collective_matmuls import collectives, float32_products, same, with_gradients  # noqa: F401
 from devices import need_devices
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from lowered import in_lowered
 
 import jax_intranode
 from jax_intranode import (
@@ -32,14 +31,6 @@ MOSTLY_EXPLICIT = pytest.mark.parametrize(
     "kind", [pytest.param(AUTO, marks=pytest.mark.full), EXPLICIT], ids=["auto", "explicit"]
 )
 TYPES = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
-
-
-@pytest.fixture(autouse=True)
-def float32_products() -> Iterator[None]:
-    """Multiplies in float32; the default on GPUs is TF32."""
-    need_devices(2)
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def line(kind: AxisType = AUTO) -> Mesh:
@@ -61,33 +52,6 @@ def values(mesh: Mesh, *shapes_and_specs: Any, dtype: str = "float32") -> list[j
     ]
 
 
-def same(ours: Any, theirs: Any, tolerance: float = 2e-5) -> None:
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        assert a.shape == b.shape and a.dtype == b.dtype
-        a, b = np.asarray(a).astype(float), np.asarray(b).astype(float)
-        scale = max(1, np.abs(b).max(initial=0))
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * scale)
-
-
-def with_gradients(f: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that returns results, and gradients of a loss that is not linear in them."""
-
-    def both(*args: Any) -> Any:
-        results, pull_back = jax.vjp(f, *args)
-        return results, pull_back(jax.tree.map(jnp.cos, results))
-
-    return both
-
-
-def collectives(f: Callable[..., Any], *args: Any) -> dict[str, int]:
-    """Counts the collectives that a program is lowered to: ours by name, lax's as "lax"."""
-    found = in_lowered(jax.jit(f).lower(*args).as_text())
-    return {
-        name.removeprefix("jax_intranode_") if "intranode" in name else f"lax {name}": count
-        for name, count in found.items()
-    }
-
-
 def product(x: Any, w: Any) -> Any:
     return [x @ v for v in w] if isinstance(w, (list, tuple)) else x @ w
 
@@ -101,7 +65,7 @@ CALLS: dict[str, tuple[Any, Any, Any, Any]] = {
         (None, None, "model"),
     ),
     "matmul_reduce_scatter": (
-        lambda x, w, **of: matmul_reduce_scatter(x, w, "model", scatter_axis=1, **of),
+        lambda x, w, **of: matmul_reduce_scatter(x, w, "model", scatter_dimension=1, **of),
         (None, None, "model"),
         ("model", None),
         (None, "model", None),
@@ -119,7 +83,7 @@ CALLS: dict[str, tuple[Any, Any, Any, Any]] = {
         (None, None, "model"),
     ),
     "column, sequence": (
-        lambda x, w, **of: column_parallel_matmul(x, w, "model", sequence_axis=1, **of),
+        lambda x, w, **of: column_parallel_matmul(x, w, "model", gather_axis=1, **of),
         (None, "model", None),
         (None, "model"),
         (None, None, "model"),
@@ -131,7 +95,7 @@ CALLS: dict[str, tuple[Any, Any, Any, Any]] = {
         (None, None, None),
     ),
     "row, sequence": (
-        lambda x, w, **of: row_parallel_matmul(x, w, "model", sequence_axis=-2, **of),
+        lambda x, w, **of: row_parallel_matmul(x, w, "model", scatter_dimension=-2, **of),
         (None, None, "model"),
         ("model", None),
         (None, "model", None),
@@ -214,8 +178,8 @@ def test_rows_of_a_matrix(kind: AxisType) -> None:
         )
 
         def block(x: Any, w: Any, v: Any) -> Any:
-            y = column_parallel_matmul(x, w, "model", sequence_axis=0, **of)
-            return row_parallel_matmul(y, v, "model", sequence_axis=0, **of)
+            y = column_parallel_matmul(x, w, "model", gather_axis=0, **of)
+            return row_parallel_matmul(y, v, "model", scatter_dimension=0, **of)
 
         z, gradients = jax.jit(with_gradients(block))(x, w, v)
     expected = with_gradients(lambda x, w, v: x @ w @ v)(*map(np.asarray, (x, w, v)))
@@ -237,7 +201,7 @@ def test_list_of_matrices(kind: AxisType, sequence_axis: Any) -> None:
         )
 
         def ours(x: Any, ws: Any) -> Any:
-            q, k = column_parallel_matmul(x, ws, "model", sequence_axis=sequence_axis)
+            q, k = column_parallel_matmul(x, ws, "model", gather_axis=sequence_axis)
             return q[..., :8] * k, q
 
         def theirs(x: Any, ws: Any) -> Any:
@@ -246,7 +210,7 @@ def test_list_of_matrices(kind: AxisType, sequence_axis: Any) -> None:
 
         if kind is EXPLICIT:  # JAX refuses to cut a sharded dimension
             ours = theirs = lambda x, ws: column_parallel_matmul(
-                x, ws, "model", sequence_axis=sequence_axis
+                x, ws, "model", gather_axis=sequence_axis
             )
             expected = with_gradients(product)(np.asarray(x), [*map(np.asarray, ws)])
         else:
@@ -283,8 +247,10 @@ def test_over_two_axes() -> None:
         )
 
         def block(x: Any, w: Any, v: Any) -> Any:
-            y = column_parallel_matmul(x, w, axes, sequence_axis=0)
-            return row_parallel_matmul(y, v, axes), row_parallel_matmul(y, v, axes, sequence_axis=0)
+            y = column_parallel_matmul(x, w, axes, gather_axis=0)
+            return row_parallel_matmul(y, v, axes), row_parallel_matmul(
+                y, v, axes, scatter_dimension=0
+            )
 
         ours = jax.jit(with_gradients(block))(x, w, v)
     expected = with_gradients(lambda x, w, v: (x @ w @ v,) * 2)(*map(np.asarray, (x, w, v)))
@@ -324,8 +290,8 @@ def test_a_layer_has_no_collective_of_xla() -> None:
         )
 
         def layer(x: Any, w: Any, v: Any, sequence_axis: Any) -> Any:
-            y = column_parallel_matmul(x, w, "model", sequence_axis=sequence_axis)
-            return row_parallel_matmul(jnp.tanh(y), v, "model", sequence_axis=sequence_axis)
+            y = column_parallel_matmul(x, w, "model", gather_axis=sequence_axis)
+            return row_parallel_matmul(jnp.tanh(y), v, "model", scatter_dimension=sequence_axis)
 
         for sequence_axis, expected in (
             (None, {"psum": 2}),
@@ -464,7 +430,7 @@ def test_inside_a_shard_map_over_another_axis(check_vma: bool) -> None:
         check_vma=check_vma,
     )
     def over_data(x: Any, w: Any) -> Any:
-        return column_parallel_matmul(x, w, "model", sequence_axis=1)
+        return column_parallel_matmul(x, w, "model", gather_axis=1)
 
     # With check_vma=True JAX can't transpose a shard_map in a shard_map that keeps residuals.
     of = (lambda f: f) if check_vma else with_gradients
@@ -614,20 +580,20 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         r"dimension 0 of the product, of shape \(6, 16\), is divided .*; its length .* of 4",
     ),
     "sequence axis of columns": (
-        lambda: column_parallel_matmul(X, W, "model", sequence_axis=1), ValueError,
-        "column_parallel_matmul: sequence_axis is 1, the last dimension of x",
+        lambda: column_parallel_matmul(X, W, "model", gather_axis=1), ValueError,
+        "column_parallel_matmul: gather_axis is 1, the last dimension of x",
     ),
     "sequence axis of rows": (
-        lambda: row_parallel_matmul(X, W, "model", sequence_axis=-1), ValueError,
-        "row_parallel_matmul: sequence_axis is -1, the last dimension of the product",
+        lambda: row_parallel_matmul(X, W, "model", scatter_dimension=-1), ValueError,
+        "row_parallel_matmul: scatter_dimension is -1, the last dimension of the product",
     ),
     "no sequence axis": (
-        lambda: row_parallel_matmul(X, W, "model", sequence_axis=2), ValueError,
-        "row_parallel_matmul: sequence_axis is 2; with 2 dimensions it must be from -2 to 1",
+        lambda: row_parallel_matmul(X, W, "model", scatter_dimension=2), ValueError,
+        "row_parallel_matmul: scatter_dimension is 2; with 2 dimensions it must be from -2 to 1",
     ),
     "no integer": (
-        lambda: row_parallel_matmul(X, W, "model", sequence_axis="model"), TypeError,
-        "row_parallel_matmul: sequence_axis is 'model'; pass an integer",
+        lambda: row_parallel_matmul(X, W, "model", scatter_dimension="model"), TypeError,
+        "row_parallel_matmul: scatter_dimension is 'model'; pass an integer",
     ),
     "contracted": (
         lambda: column_parallel_matmul(X, W[1:], "model"), ValueError,
@@ -671,4 +637,4 @@ def test_explicit_sharding_that_does_not_fit() -> None:
         with pytest.raises(ValueError, match=r"dimension 0 of x, .* is sharded over 'model'"):
             column_parallel_matmul(x, jax.sharding.reshard(w, P(None, "model")), "model")
         with pytest.raises(ValueError, match=r"of w, .* needs the sharding .*jax.sharding.reshard"):
-            column_parallel_matmul(x, w, "model", sequence_axis=0)
+            column_parallel_matmul(x, w, "model", gather_axis=0)

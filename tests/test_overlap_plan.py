@@ -291,7 +291,7 @@ def test_other_dtypes_hardware_worlds_and_rings() -> None:
     for arguments, says in (
         ({"dtype": "float32"}, "dtype float32"),
         ({"profile": "not measured on gpu GPUs"}, "not measured on gpu GPUs"),
-        ({"world": 1}, "a group of 1 ranks"),
+        ({"world": 1}, "a group of one rank"),
         ({"world": 16}, "a group of 16 ranks"),
         ({"ring": 1 << 17}, "JAX_INTRANODE_RING_MIB sets its size"),
     ):

@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax_intranode._src.command_line.bench import shapes as matmul_shapes
 from jax_intranode._src.group import agreed, rendezvous, topology
 from jax_intranode._src.group.partition import Partition
 from jax_intranode._src.native import definitions, extension
-from jax_intranode._src.ops import overlapped
+from jax_intranode._src.ops import overlapped_call
 from jax_intranode._src.selection import overlap
 from jax_intranode._src.selection.gpu_facts import GpuFacts
 from jax_intranode._src.selection.overlap import H200, Plan, profiles
@@ -231,7 +232,7 @@ def test_explain_says_that_a_profile_was_not_measured() -> None:
     h100 = scaled(facts("NVIDIA H100 80GB HBM3"))
     assert h100.note == "model scaled from NVIDIA H200, not measured"
     assert H200.note == ""
-    call = overlapped.Overlapped("", None, None, Plan(), h100.note)  # type: ignore[arg-type]
+    call = overlapped_call.Overlapped("", None, None, Plan(), h100.note)  # type: ignore[arg-type]
     assert call.reason == (
         "overlapped, cuBLASLt pipeline, first shard in 1, last in 1 pieces; "
         "model scaled from NVIDIA H200, not measured"
@@ -241,20 +242,18 @@ def test_explain_says_that_a_profile_was_not_measured() -> None:
     assert "bytes from peers" in reason and reason.endswith("not measured")
 
 
-def test_without_a_profile_only_what_no_gpu_takes_needs_no_rendezvous() -> None:
-    short, odd = ((512, 64), (512, 63))
-    for (m, k), profile, says in (
-        (short, None, None),
-        (odd, None, "multiples of 8"),
-        (short, H200, "bytes from peers"),
-        (short, "not measured on blackwell GPUs", "not measured on blackwell"),
+def test_what_no_gpu_takes_needs_no_rendezvous() -> None:
+    for k, profile, says in (
+        (64, None, None),
+        (63, None, "multiples of 8"),
+        (64, "not measured on blackwell GPUs", "not measured on blackwell"),
+        # Whether it is faster, and whether a ring is large enough, is asked later.
+        (64, H200, None),
+        (1 << 20, H200, None),
     ):
-        sizes = overlap.Sizes(GATHER, 1, m // 4, (k,), (64,), 4)
-        reason = overlap.reason_never_overlapped(sizes, dtype="bfloat16", profile=profile)
+        sizes = overlap.Sizes(GATHER, 1, 128, (k,), (64,), 4)
+        reason = overlap.static_reason(sizes, dtype="bfloat16", profile=profile)
         assert reason is says is None or (reason is not None and str(says) in reason)
-    # A ring that is too small for a row is no such reason.
-    sizes = overlap.Sizes(GATHER, 1, 8192, (1 << 20,), (8192,), 4)
-    assert overlap.reason_never_overlapped(sizes, dtype="bfloat16", profile=H200) is None
 
 
 def test_facts_are_read_from_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,8 +294,11 @@ def test_facts_are_read_from_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nvml.users == 0
 
 
-def test_the_digest_covers_the_limits_and_a_forced_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_covers_all_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     digest = overlap.digest()
+    slower = dataclasses.replace(H200, fused_call_s=16e-6)
+    with mock.patch.dict(profiles.MEASURED, {H200.name: slower}):
+        assert overlap.digest() != digest
     with overlap.forced(Plan(tile_columns=256)):
         assert overlap.digest() != digest
     assert overlap.digest() == digest
@@ -309,8 +311,8 @@ def test_the_plan_is_lowered_as_one_dictionary(monkeypatch: pytest.MonkeyPatch) 
     built, gpu = extension.module, types.SimpleNamespace(MATMUL_SCRATCH_BYTES=100)
     monkeypatch.setattr(extension, "module", lambda name: gpu if name == "gpu" else built(name))
     dtype = np.dtype(jnp.bfloat16)
-    request = overlapped.Request(0, 1, 16, (64,), (72,), (dtype, dtype), None, transposed=True)
-    call = overlapped.Overlapped(
+    request = overlapped_call.Request(0, 1, 16, (64,), (72,), (dtype, dtype), None, transposed=True)
+    call = overlapped_call.Overlapped(
         SCATTER, Partition((0, 1), 2), request, Plan(tile_columns=192, direct=True)
     )
     assert call.reason.startswith("overlapped, fused kernel, tiles of 128 x 192")

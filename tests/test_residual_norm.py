@@ -252,7 +252,7 @@ def test_operands_that_vary_are_refused(argument: int, name: str) -> None:
 def test_scatter_dimension_is_checked() -> None:
     def call(dimension: int, rows: int) -> Any:
         def body(x: Any, weight: Any) -> Any:
-            return jax_intranode.reduce_scatter_residual_rms_norm(
+            return jax_intranode.psum_scatter_residual_rms_norm(
                 x, x, weight, "x", eps=EPS, scatter_dimension=dimension
             )
 
@@ -289,7 +289,7 @@ def chosen(rows: int, hidden: int, **facts: Any) -> select.Selection:
 def test_every_number_of_rows_is_served_on_gpus(world_size: int, dtype: str) -> None:
     for rows in (1, 7, 64, 4096, 100_000):
         for hidden in (1, 13, 8192, 16384):
-            scattered = "reduce_scatter_residual_layer_norm"
+            scattered = "psum_scatter_residual_layer_norm"
             parts = chosen(rows, hidden, world_size=world_size, dtype=dtype, operation=scattered)
             assert parts.algorithm == "reduce_scatter_layer_norm"
             selected = chosen(rows, hidden, world_size=world_size, dtype=dtype)

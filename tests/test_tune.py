@@ -16,7 +16,7 @@ import jax_intranode
 from jax_intranode._src.command_line.launcher import MODES, SINGLE_PROCESS
 from jax_intranode._src.command_line.options import WrongInput
 from jax_intranode._src.command_line.tune import command, sweep
-from jax_intranode._src.command_line.tune.rows import Measured, fastest, rows_of
+from jax_intranode._src.command_line.tune.sweep import Measured, fastest, rows_of
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.native import definitions
 from jax_intranode._src.selection import table, tuning

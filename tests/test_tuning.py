@@ -104,6 +104,10 @@ def test_digest_is_of_what_decides(tmp_path: Path) -> None:
     assert len(set(digests)) == len(digests)
 
 
+# What is said of a content that is not the one that was measured.
+DIGEST = "content has the digest"
+
+
 def damaged(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
     def apply(path: Path) -> None:
         fields = json.loads(path.read_text())
@@ -111,10 +115,6 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None
         path.write_text(json.dumps(fields))
 
     return apply
-
-
-def first_row(**changed: Any) -> Callable[[Path], None]:
-    return damaged(lambda fields: fields["tables"][0]["rows"][0].update(changed))
 
 
 def nested(depth: int) -> list[Any]:
@@ -142,34 +142,21 @@ def put_endless(path: Path) -> None:
         (damaged(lambda f: f.update(format=0)), "the file has layout 0, and this is 1"),
         (damaged(lambda f: f.update(jax_intranode="0.0.1")), "has jax_intranode 0.0.1, and this"),
         (damaged(lambda f: f.pop("tables")), "damaged ('tables')"),
-        (damaged(lambda f: f.update(tables=5)), "damaged"),
-        (damaged(lambda f: f["tables"].append(f["tables"][0])), "twice"),
-        (damaged(lambda f: f["tables"][0].update(mode="both")), "mode 'both'"),
-        (damaged(lambda f: f["tables"][0].update(ranks=9)), "ranks 9"),
-        (damaged(lambda f: f["tables"][0].update(ranks=True)), "ranks True"),
-        (damaged(lambda f: f["tables"][0].update(operation="pmax")), "operation 'pmax'"),
-        (damaged(lambda f: f["tables"][0]["rows"].append(f["tables"][0]["rows"][0])), "sizes"),
-        (first_row(nbytes=8192), "digest"),  # a right value, but not what was measured
-        (first_row(nbytes=-1), "-1 bytes"),
-        (first_row(nbytes=4096.5), "4096.5 bytes"),
-        (first_row(segment_bytes=-1), "segments of -1 bytes"),
+        # Whatever else has changed, it is not what was measured.
+        (damaged(lambda f: f.update(tables=5)), DIGEST),
+        (damaged(lambda f: f["tables"][0].update(ranks=9)), DIGEST),
         (
-            first_row(algorithm="hybrid_cube_mesh", segment_bytes=1024),
-            "'hybrid_cube_mesh' in segments",
+            damaged(lambda f: f["tables"][0]["rows"][0].update(nbytes=8192)),
+            DIGEST,
         ),
-        (first_row(algorithm="all_gather"), "psum by 'all_gather'"),
-        (first_row(algorithm="ring"), "psum by 'ring'"),
-        (first_row(threads=64), "1 x 64 threads"),
-        (first_row(warps=2), "warps"),
-        (damaged(lambda f: f.update(profile={})), "damaged ('name')"),
-        (damaged(lambda f: f.update(device="")), "device ''"),
-        (damaged(lambda f: f.update(digest="0")), "digest"),
+        (damaged(lambda f: f["tables"][0]["rows"][0].update(nbytes=-1)), DIGEST),
+        (damaged(lambda f: f.update(profile={})), DIGEST),
+        (damaged(lambda f: f.update(digest="0")), DIGEST),
+        (damaged(lambda f: f.pop("digest")), "damaged ('digest')"),
         (lambda path: path.write_text("[" * 1_000_000), "no JSON: maximum recursion depth"),
         (damaged(lambda f: f.update(profile={"tiles": nested(500)})), "damaged"),
         (damaged(lambda f: f.update(format="\x1b[2J" + "x" * 3_000_000)), "layout ?[2Jxxx"),
         (damaged(lambda f: f.update(digest="x" * 3_000_000)), "digest"),
-        (damaged(lambda f: f.update(device="x" * 3_000_000)), "device 'xxx"),
-        (damaged(lambda f: f.update(date="\n")), "date"),
         (lambda path: os.truncate(path, 1 << 30), "a regular file of at most 16 MiB"),
         (put_fifo, "a regular file of at most 16 MiB"),
         (put_endless, "a regular file of at most 16 MiB"),
@@ -183,43 +170,6 @@ def test_a_file_that_cannot_be_used_is_refused(
         tuning.read(str(file))
     assert says in str(error.value) and f"JAX_INTRANODE_TUNING={str(file)!r}" in str(error.value)
     assert len(str(error.value)) < 1000 and str(error.value).isprintable()
-
-
-@pytest.mark.parametrize(
-    ("platform", "changed", "says"),
-    [
-        ("gpu", {"threads": 48}, "48 threads"),
-        ("gpu", {"threads": 1024}, "1024 threads"),
-        ("gpu", {"threads": 64, "blocks": 257}, "257 blocks"),
-        ("gpu", {"threads": 64, "blocks": 0}, "0 blocks"),
-    ],
-)
-def test_launches_that_no_kernel_takes_are_refused(
-    tmp_path: Path, platform: str, changed: dict[str, int], says: str
-) -> None:
-    rows = all_keys(rows=(dataclasses.replace(ROW, **changed),))
-    with pytest.raises(ValueError, match=says):
-        tuning.write(tmp_path / "node.json", fields_of(rows, platform, "NVIDIA H200"))
-
-
-@pytest.mark.parametrize(
-    ("changed", "says"),
-    [
-        ({"sms": 0}, "sms"),
-        ({"sms": 132.5}, "sms"),
-        ({"copy_bytes_per_s": float("nan")}, "copy_bytes_per_s"),
-        ({"link_bound_bytes_per_s": -1.0}, "link_bound"),
-        ({"name": "NVIDIA H100"}, "profile of 'NVIDIA H100'"),
-        ({"tiles": {}}, "tiles"),
-        ({"direct_waves": {0.5: True}}, "direct_waves"),
-    ],
-)
-def test_a_profile_that_is_none_is_refused(
-    tmp_path: Path, changed: dict[str, Any], says: str
-) -> None:
-    profile = dataclasses.replace(H200, **changed)
-    with pytest.raises(ValueError, match=says):
-        tuning.write(tmp_path / "node.json", fields_of({}, "gpu", H200.name, profile))
 
 
 def run_python(file: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

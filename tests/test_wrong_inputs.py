@@ -121,9 +121,9 @@ INSIDE: dict[str, tuple[Callable[[Any, Any], Any], str, str, str]] = {
         lambda x, w: jin.matmul_reduce_scatter(x, [w, w], "model"),
         *("matmul_reduce_scatter", "w is a list", "pass an array"),
     ),
-    "sequence_axis out of range": (
-        lambda x, w: jin.column_parallel_matmul(x, w, "model", sequence_axis=3),
-        *("column_parallel_matmul", "sequence_axis is 3", "must be from -2 to 1"),
+    "gather_axis of column_parallel_matmul out of range": (
+        lambda x, w: jin.column_parallel_matmul(x, w, "model", gather_axis=3),
+        *("column_parallel_matmul", "gather_axis is 3", "must be from -2 to 1"),
     ),
 }
 

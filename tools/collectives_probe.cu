@@ -35,7 +35,7 @@
 #include "../xla_ffi/cuda/collective_kernels.h"
 #include "../xla_ffi/cuda/collectives.h"
 #include "../xla_ffi/cuda/slab.h"
-#include "../xla_ffi/host/cube_mesh.h"
+#include "../xla_ffi/ffi/members.h"
 #include "../xla_ffi/kernels/same_operation.h"
 
 namespace jax_intranode {
@@ -107,7 +107,7 @@ __global__ void Delay(long long cycles) {
 // Tells rank 0 what the rank of a group runs in rank 0's next operation.
 __global__ void Tell(const __grid_constant__ DeviceGroup group) {
   auto* const header = reinterpret_cast<RegionHeader*>(group.region[0]);
-  TellOperation(group, 0, LoadWord(&header->operations));
+  TellOperation(group, 0, Load(&header->operations));
 }
 
 struct Operation {
@@ -344,7 +344,7 @@ class Probe {
     }
     for (const DeviceGroup& group : groups_) {
       if (group.failure->reason == 0) continue;
-      printf("rank %d gave up: reason %u, it waited for rank %d\n", group.failure->rank,
+      printf("rank %d gave up: reason %u, it waited for rank %d\n", group.rank,
              group.failure->reason, group.failure->missing);
     }
     Check(status);

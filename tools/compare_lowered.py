@@ -9,9 +9,8 @@ Lower the corpus with each version of the package, then compare the two folders:
 If this program does not run with the old version, take that version's own copy of it for the first
 step.
 
-A file holds one program: the jaxpr, the equations of this package with their parameters, what
-`explain` says, and the StableHLO. The comparison ignores source locations and the wording of
-reasons, and knows the names that parameters and attributes had in earlier versions.
+A file holds one program: the jaxpr, what `explain` says but the wording of reasons, and the
+StableHLO without source locations.
 
 No GPU is needed: programs for GPUs are lowered for fake devices, whose rendezvous always succeeds.
 """
@@ -207,7 +206,7 @@ def preferred(lib: Any, x: Any, w: Any, v: Any) -> Any:
 
 def last_axis(lib: Any, x: Any, w: Any, v: Any) -> Any:
     wide = jnp.concatenate([w] * lax.axis_size("x"), 1)
-    y = lib.matmul_reduce_scatter(x, wide, "x", scatter_axis=-1)
+    y = lib.matmul_reduce_scatter(x, wide, "x", scatter_dimension=-1)
     return lib.matmul_reduce_scatter(lib.all_gather_matmul(x, w, "x"), v, "x") + y.sum()
 
 
@@ -224,7 +223,7 @@ def batched_matmuls(lib: Any, x: Any, w: Any, v: Any) -> Any:
 def batch_of_rows(lib: Any, x: Any, w: Any, v: Any) -> Any:
     x = jnp.stack([x, x * 2])
     y = jnp.tanh(lib.all_gather_matmul(x, w, "x", gather_axis=1))
-    return lib.matmul_reduce_scatter(y, v, "x", scatter_axis=1).sum(0)
+    return lib.matmul_reduce_scatter(y, v, "x", scatter_dimension=1).sum(0)
 
 
 def remat(lib: Any, x: Any, w: Any, v: Any) -> Any:
@@ -354,34 +353,6 @@ def functions() -> Iterator[tuple[str, str, Callable[..., Any], tuple[Any, ...]]
 # Writing.
 
 
-def flat(params: dict[str, Any]) -> dict[str, Any]:
-    """Parameters of an equation, with the fields of records in place of these."""
-    found: dict[str, Any] = {}
-    for name, value in params.items():
-        if dataclasses.is_dataclass(value):
-            fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-            found |= flat(fields)
-        else:
-            found[name] = value
-    return found
-
-
-def equations(jaxpr: Any) -> Iterator[str]:
-    """A line for each equation of this package, in all jaxprs of a program."""
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        if name.startswith("intranode_"):
-            params = " ".join(f"{k}={v!r};" for k, v in sorted(flat(equation.params).items()))
-            types = [
-                " ".join(str(v.aval) for v in vs) for vs in (equation.invars, equation.outvars)
-            ]
-            yield f"{name} {types[0]} -> {types[1]} | {params}"
-        for value in jax.tree.leaves(list(equation.params.values())):
-            inner = getattr(value, "jaxpr", value)
-            if isinstance(inner, jax.extend.core.Jaxpr):
-                yield from equations(inner)
-
-
 def write(folder: Path, only: str) -> None:
     import jax_intranode
 
@@ -399,7 +370,6 @@ def write(folder: Path, only: str) -> None:
             ]
         sections = {
             "jaxpr": str(traced.jaxpr),
-            "equations": "\n".join(equations(traced.jaxpr.jaxpr)),
             "explain": "\n".join(calls),
             "stablehlo": lowered.as_text(),
         }
@@ -409,114 +379,10 @@ def write(folder: Path, only: str) -> None:
 
 # Comparing.
 
-# Names of earlier versions, and what they are now.
-RENAMED = {
-    "besides": "wgrads",
-    "by_w": "wgrads",
-    "by_x": "dgrad",
-    "dimension": "axis",
-    "dtype_by_w": "wgrad_dtype",
-    "pairs": "terms",
-    "size": "world_size",
-    "beside_after": "wgrad_tiles_last",
-    "first_cuts": "first_pieces",
-    "group_pairs": "band_pairs",
-    "last_cuts": "last_pieces",
-    "pairs_before": "row_pairs_before_wgrad",
-}
-ATTRIBUTES = re.compile(r"mhlo\.backend_config = (\{.*?\}), operand_layouts")
 
-
-# The functions `same_*` give text that is the same for programs that are the same.
-
-
-def same_names(text: str) -> str:
-    return text.replace("derivatives_of_", "gradients_of_")
-
-
-def attributes(line: str) -> dict[str, str]:
-    """The attributes of a custom call of this package, those of its plan among them."""
-    found = ATTRIBUTES.search(line)
-    if found is None or "@jax_intranode_" not in line:
-        return {}
-    inner = found[1].replace("plan = {", "").replace("}", "").removeprefix("{")
-    pairs = re.findall(r"(\w+) = ((?:dense<.*?> : )?[^,]*|\"[^\"]*\")(?:, |$)", inner)
-    values = {"true": "1", "false": "0"}
-    result = {}
-    for name, value in pairs:
-        value = value if value.startswith("dense") else value.split(" : ")[0]
-        result[RENAMED.get(name, name)] = values.get(value, value)
-    result.pop("wgrad", None)  # follows from wgrads
-    return result
-
-
-def without_parameters(jaxpr: str) -> str:
-    """A jaxpr on one line, without the parameters of this package's equations."""
-    text, out, at = " ".join(same_names(jaxpr).split()), [], 0
-    for found in re.finditer(r"intranode_\w+\[", text):
-        if found.start() < at:
-            continue
-        out.append(text[at : found.end()])
-        depth, at = 1, found.end()
-        while depth:
-            depth += {"[": 1, "]": -1}.get(text[at], 0)
-            at += 1
-        out.append("]")
-    return "".join([*out, text[at:]])
-
-
-def same_jaxpr(text: str) -> str:
-    return re.sub(r" ?([a-z]+:\S+ ?)+= ", lambda m: "\n" + m[0], without_parameters(text))
-
-
-def same_equations(text: str) -> list[tuple[str, dict[str, str]]]:
-    found = []
-    for line in same_names(text).splitlines():
-        head, _, tail = line.partition(" | ")
-        params = {}
-        for name, value in re.findall(r"(\w+)=(.*?);(?: |$)", tail):
-            name = RENAMED.get(name, name)
-            if name == "wgrads":
-                value = {"True": "(0,)", "False": "()"}.get(value, value)
-            params[name] = value
-        if "matrices" in params:  # of a tangent; formerly `pairs`, too
-            params |= {"terms": params["matrices"], "wgrads": params["moving"]}
-        found.append((head, params))
-    return found
-
-
-def same_stablehlo(text: str) -> str:
-    lines = []
-    for line in text.splitlines():
-        known = attributes(line)
-        lines.append(ATTRIBUTES.sub(repr(sorted(known.items())), line) if known else line)
-    return "\n".join(lines)
-
-
-def sections_of(path: Path) -> dict[str, str]:
-    parts = re.split(r"^==== (\w+)\n", path.read_text(), flags=re.MULTILINE)[1:]
-    return dict(zip(parts[::2], parts[1::2], strict=True))
-
-
-def differences(before: Path, after: Path) -> Iterator[str]:
-    one, other = sections_of(before), sections_of(after)
-    for title, normalised in (("jaxpr", same_jaxpr), ("stablehlo", same_stablehlo)):
-        a, b = normalised(one[title]), normalised(other[title])
-        if a != b:
-            yield title
-            lines = difflib.unified_diff(a.splitlines(), b.splitlines(), lineterm="", n=0)
-            yield from list(lines)[2:]
-    if one["explain"] != other["explain"]:
-        yield "explain"
-        yield from difflib.ndiff(one["explain"].splitlines(), other["explain"].splitlines())
-    a, b = same_equations(one["equations"]), same_equations(other["equations"])
-    if [head for head, _ in a] != [head for head, _ in b]:
-        yield "equations"
-        return
-    for (head, old), (_, new) in zip(a, b, strict=True):
-        for name in sorted(old.keys() & new.keys()):
-            if old[name] != new[name]:
-                yield f"equations: {head}: {name}: {old[name]} before, {new[name]} after"
+def differences(before: Path, after: Path) -> list[str]:
+    texts = [path.read_text().splitlines() for path in (before, after)]
+    return list(difflib.unified_diff(*texts, lineterm="", n=0))[2:]
 
 
 def compare(before: Path, after: Path) -> int:
@@ -526,7 +392,7 @@ def compare(before: Path, after: Path) -> int:
         print(f"only in {before if name in names else after}: {name}")
     different = 0
     for name in sorted(names & others):
-        lines = list(differences(before / name, after / name))
+        lines = differences(before / name, after / name)
         if lines:
             different += 1
             print(f"{name}:", *lines[:40], sep="\n  ")

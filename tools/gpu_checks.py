@@ -78,7 +78,7 @@ def _probes(out: Path) -> Iterator[Step]:
     for probe, sources, more, checks in (
         (
             "fused_probe",
-            ("fused_matmul.cu", "slab.cu", "cublas_lt.cc"),
+            ("fused_matmul.cu", "fused_kernel.cu", "slab.cu", "cublas_lt.cc"),
             ["-I", str(CUDA)],
             [f"{ranks} check" for ranks in range(2, 9)],
         ),

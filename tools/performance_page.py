@@ -169,7 +169,7 @@ def setup(*results: dict[str, Any]) -> str:
     dates = sorted({result["header"]["date"][:10] for result in results})
     driver = f", driver {header['driver']}" if header.get("driver") else ""
     peers = [version for result in results for version in result["peers"]["versions"]]
-    versions = ", ".join([record.versions(header), *dict.fromkeys(peers)])
+    versions = ", ".join([record.versions_text(header), *dict.fromkeys(peers)])
     wrong = sum(
         row.get(key) or 0
         for result in results

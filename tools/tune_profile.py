@@ -270,7 +270,9 @@ def compile_probe(directory: Path, timeout_s: float) -> Path | None:
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     probe = directory / "fused_probe"
     cuda = _ROOT / "xla_ffi" / "cuda"
-    sources = [cuda / name for name in ("fused_matmul.cu", "slab.cu", "cublas_lt.cc")]
+    sources = [
+        cuda / name for name in ("fused_matmul.cu", "fused_kernel.cu", "slab.cu", "cublas_lt.cc")
+    ]
     command = [
         *(nvcc, "-std=c++20", "-O3", "-gencode", "arch=compute_90a,code=sm_90a", "-I", str(cuda)),
         *("-o", str(probe), str(_ROOT / "tools" / "fused_probe.cu"), *map(str, sources), "-ldl"),

@@ -37,10 +37,10 @@ struct HostBackend {
   static void EnableAccess(int, int) {}
   static void Fill(int, char* address, int value, size_t bytes) { memset(address, value, bytes); }
   static void WriteWord(int, char* address, uint32_t value) {
-    StoreWord(reinterpret_cast<uint32_t*>(address), value);
+    Store(reinterpret_cast<uint32_t*>(address), value);
   }
   static uint32_t ReadWord(int, char* address) {
-    return LoadWord(reinterpret_cast<uint32_t*>(address));
+    return Load(reinterpret_cast<uint32_t*>(address));
   }
   static void ReadBytes(int, const char* address, char* to, size_t bytes) {
     memcpy(to, address, bytes);

@@ -32,6 +32,7 @@
 #include <thread>
 #include <vector>
 
+#include "tests/native/protocol_thread.h"
 #include "xla_ffi/ffi/members.h"
 #include "xla_ffi/kernels/all_gather.h"
 #include "xla_ffi/kernels/all_to_all.h"
@@ -47,125 +48,13 @@ namespace jin = jax_intranode;
 
 namespace {
 
+using namespace protocol_test;
+
 constexpr int kMaxBlocksHere = 3;
-constexpr int kThreads = 2;
 constexpr size_t kMaxBytes = 1500;
 constexpr size_t kEpochBufferBytes = 64 << 10;
 constexpr size_t kGuardBytes = 32;
 constexpr char kGuard = 0x5A;
-
-std::chrono::seconds patience{10};
-std::atomic<bool> was_busy{false};
-std::atomic<long> others_met{0};
-
-// Pauses a thread now and then, so that ranks run apart.
-class Jitter {
- public:
-  explicit Jitter(uint64_t seed) : state_(seed * 0x9E3779B97F4A7C15u + 1) {}
-  void Pause() {
-    state_ ^= state_ << 13;
-    state_ ^= state_ >> 7;
-    state_ ^= state_ << 17;
-    if (state_ % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(state_ % 97));
-  }
-
- private:
-  uint64_t state_;
-};
-
-struct HostThread {
-  int thread, block, blocks;
-  std::barrier<>* barrier;
-  Jitter* jitter;
-  std::vector<float>* totals;  // of the block's threads (norm.h)
-  bool changes = false;        // the next thread's packs in every second phase
-  std::chrono::steady_clock::time_point started{};
-  bool met = false;
-  int phases = 0;
-
-  int Thread() const { return thread; }
-  int Threads() const { return kThreads; }
-  int Block() const { return block; }
-  int Blocks() const { return blocks; }
-  void Sync() const { barrier->arrive_and_wait(); }
-  size_t First() {
-    const size_t first = block * kThreads + thread;
-    return phases++ % 2 == 1 && changes ? (first + 1) % Stride() : first;
-  }
-  size_t Stride() const { return blocks * kThreads; }
-  static constexpr int kRowThreads = kThreads;
-  size_t FirstUnit() const { return 0; }
-  template <uint32_t kMost>
-  float Total(float (&v)[kMost], uint32_t count) {
-    for (uint32_t j = 0; j < count; ++j) (*totals)[j * kThreads + thread] = v[j];
-    Sync();
-    float all[kThreads * kMost];
-    std::copy_n(totals->begin(), kThreads * count, all);
-    Sync();
-    return jin::TotalOfPairs(all, kThreads * count);
-  }
-  bool Wait(size_t, int) {
-    if (started == std::chrono::steady_clock::time_point()) {
-      started = std::chrono::steady_clock::now();
-    }
-    if (std::chrono::steady_clock::now() - started > patience) {
-      printf("a wait without end\n");
-      fflush(stdout);
-      std::_Exit(1);
-    }
-    jitter->Pause();
-    std::this_thread::yield();
-    return true;
-  }
-  void Enter(uint32_t* busy, uint32_t*) {
-    if (thread == 0 && jin::ExchangeWord(busy, 1) != 0) met = true;
-  }
-  void FenceSegment() {
-    jin::Fence();
-    jitter->Pause();
-  }
-  void Admit() {
-    if (met) was_busy = true;
-  }
-  void Admit(uint32_t, uint32_t) {}
-  void MeetsOther(int, uint64_t) { ++others_met; }
-};
-
-// A group as the protocols see it, and the ways to break it.
-struct TestGroup : jin::Group {
-  bool one_epoch_buffer = false;
-  bool one_operation_word = false;
-  bool short_segment = false;
-  uint64_t operation;
-  uint64_t* OperationOf(int of, int to, uint32_t count) const {
-    return jin::Group::OperationOf(of, to, one_operation_word ? 0 : count);
-  }
-  char* EpochBuffer(int of_rank, uint32_t epoch) const {
-    return jin::Group::EpochBuffer(of_rank, one_epoch_buffer ? 0 : epoch);
-  }
-};
-
-template <class Packets>
-struct NeverArmed : Packets {
-  static void Arm(char*, size_t) {}
-};
-
-// Checks only the first word of a packet. Only floating-point calls use it: the words of a flagged
-// packet may have any value, and it would wait for ever.
-template <class Packets>
-struct FirstWordOnly : Packets {
-  static bool TryGet(char* slot, size_t i, jin::Pack* p) {
-    Packets::TryGet(slot, i, p);
-    return p->word[0] != jin::kEmpty;
-  }
-  static void Put(char* slot, size_t i, const jin::Pack& p) {
-    jin::Pack first = p;
-    for (int k = 1; k < 4; ++k) first.word[k] = jin::kEmpty;
-    Packets::Put(slot, i, first);
-    std::this_thread::yield();
-    Packets::Put(slot, i, p);
-  }
-};
 
 enum class Kind {
   kOneShot,
@@ -690,9 +579,9 @@ int main(int argc, char** argv) {
                 if (b == 0 && t == 0) {
                   thread.Sync();
                   for (int q = plan.blocks; q < jin::kMaxBlocks; ++q) {
-                    jin::StoreWord(&group.Header()->epoch[q],
-                                   jin::LoadWord(&group.Header()->epoch[q]) -
-                                       jin::Epochs(jin::PhasesOf(plan.algorithm()), plan.segments));
+                    jin::Store(&group.Header()->epoch[q],
+                               jin::Load(&group.Header()->epoch[q]) -
+                                   jin::Epochs(jin::PhasesOf(plan.algorithm()), plan.segments));
                   }
                 } else if (b == 0) {
                   thread.Sync();

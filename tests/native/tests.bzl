@@ -271,7 +271,7 @@ BROKEN = [
     for variant in ["one_half", "never_cleared"]
 ] + [
     ("collectives_model", "%s %d 3" % (variant, ranks), tier, _ENDS_WRONG)
-    for ranks, tier in [(2, "quick"), (3, "full")]
+    for ranks, tier in [(2, "quick"), (3, "long")]
     for variant in _COLLECTIVES
 ] + [
     ("collectives_model", variant + " 4 3 mesh", "quick", _ENDS_WRONG)

@@ -4,136 +4,49 @@ On CPU devices nothing is overlapped. So selection is made to say that everythin
 asks the real selection, and computes the operations unfused.
 """
 
-import functools
-import importlib.util
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from cases import line, make_mesh, sharded
-from devices import need_devices
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import PartitionSpec as P
-from lowered import in_lowered
+from rewritten_matmuls import (  # noqa: F401
+    AG,
+    COLUMNS,
+    HV,
+    ROWS,
+    RS,
+    W_SHARD,
+    X_SHARD,
+    XW,
+    F,
+    H,
+    N,
+    T,
+    V,
+    W,
+    X,
+    Y,
+    check,
+    check_left,
+    check_values,
+    gather,
+    golden,
+    normal,
+    overlapped,
+    scatter,
+)
 from test_rewriting import names, rewritten, rewritten_body
 
-import jax_intranode
 from jax_intranode._src.jax_private import jaxpr_walk
 from jax_intranode._src.ops.primitive import BY_PRIMITIVE, OpPrimitive
-from jax_intranode._src.rewrite import gathers, sums
-
-N = len(jax.devices())
-T, F, H = 2, 8, 16  # rows and columns of a rank's x, columns of a rank's w
-TOOL = Path(__file__).parent.parent.parent / "tools" / "compare_lowered.py"
-
-
-@pytest.fixture(autouse=True)
-def overlapped() -> Iterator[None]:
-    need_devices(2)
-    with (
-        mock.patch.object(OpPrimitive, "is_overlapped", lambda *_, **__: True),
-        jax.default_matmul_precision("highest"),
-    ):
-        yield
-
-
-def normal(*shape: int, seed: int = 0) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape)
-
-
-def check_values(f: Callable[..., Any], *args: Any) -> None:
-    """The rewritten function has the results of the untouched one, to rounding."""
-    wanted = jax.jit(f)(*args)
-    with jax_intranode.accelerate():
-        found = jax.jit(f)(*args)
-    for w, v in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
-        assert w.dtype == v.dtype and w.shape == v.shape and w.sharding == v.sharding
-        tolerance = 1e-5 if w.dtype == "float32" else 0.05
-        a, b = (np.asarray(u).astype(np.float64) for u in (w, v))
-        scale = max(1, np.abs(a).max(initial=0))
-        np.testing.assert_allclose(a / scale, b / scale, rtol=0, atol=tolerance)
-
-
-def golden(jaxpr: Any) -> list[str]:
-    """A line for each equation; ours with what matters of their parameters."""
-    found = []
-    for equation in jaxpr.eqns:
-        own = BY_PRIMITIVE.get(equation.primitive)
-        name = str(equation.primitive.name)
-        if own is not None:
-            params = equation.params["params"]
-            matmul = getattr(params, "matmul", params)
-            details = [f"{k}={getattr(matmul, k)}" for k in ("axis",) if hasattr(matmul, k)]
-            details += [k for k in ("transposed", "gathered") if getattr(matmul, k, False)]
-            details += [f"terms={matmul.terms}"] if getattr(matmul, "terms", 1) > 1 else []
-            name = " ".join([own.operation, *details])
-            types = [v.aval.str_short(short_dtypes=True) for v in equation.invars]
-            name += f" ({', '.join(t.split('{')[0] for t in types)})"
-        found.append(name)
-    return found
-
-
-def check(
-    body: Callable[..., Any],
-    args: Any,
-    wanted: list[str],
-    *,
-    in_specs: Any = None,
-    out_specs: Any,
-    check_vma: bool = False,
-) -> None:
-    """Checks the rewritten body of a function of global arrays, equation by equation."""
-    f = sharded(body, line(), in_specs or (P("x"),) * len(args), out_specs, check_vma)
-    before, after, record = rewritten(f, *args)
-    assert golden(after) == wanted, after
-    assert [v.aval for v in before.outvars] == [v.aval for v in after.outvars]
-    defined = set(after.invars)
-    for equation in after.eqns:  # nothing is used before it is computed
-        assert all(v in defined for v in equation.invars if not hasattr(v, "val")), equation
-        defined.update(equation.outvars)
-    replaced = sum("matmul" in line for line in wanted)
-    assert len(record.decisions) == len([n for n in names(before)])
-    assert sum(d.reason is None for d in record.decisions) >= replaced
-    check_values(f, *args)
-
-
-def check_left(body: Callable[..., Any], args: Any, **how: Any) -> None:
-    """No matmul joins a collective."""
-    specs = how.pop("in_specs", (P("x"),) * len(args))
-    f = sharded(body, line(), specs, how.pop("out_specs", P("x")), how.pop("check_vma", False))
-    before, after, _ = rewritten(f, *args)
-    assert not any("matmul" in name or "gradients" in name for name in golden(after)), after
-    assert sum(e.primitive.name == "dot_general" for e in before.eqns) == sum(
-        e.primitive.name == "dot_general" for e in after.eqns
-    )
-    check_values(f, *args)
-
-
-def gather(v: Any, axis: int = 0, tiled: bool = True) -> Any:
-    return lax.all_gather(v, "x", axis=axis, tiled=tiled)
-
-
-def scatter(v: Any, axis: int = 0, tiled: bool = True) -> Any:
-    return lax.psum_scatter(v, "x", scatter_dimension=axis, tiled=tiled)
-
-
-ROWS, COLUMNS = P("x"), P(None, "x")
-X, W = normal(T * N, F), normal(F, H * N, seed=1)
-V = normal(H * N, F, seed=2)
-XW = (ROWS, COLUMNS)
-AG = "all_gather_matmul"
-RS = "matmul_reduce_scatter"
-X_SHARD, W_SHARD = f"f32[{T},{F}]", f"f32[{F},{H}]"
-
+from jax_intranode._src.rewrite import sums
 
 # All-gathers.
 
@@ -370,8 +283,6 @@ def test_products_of_two_dtypes_or_widths() -> None:
 
 # Reduce-scatters and all-reduces.
 
-Y = normal(T * N, H * N)
-HV = f"(f32[{T * N},{H}], f32[{H},{F}])"
 
 SCATTERS: dict[str, tuple[Callable[..., Any], tuple[int, ...], str]] = {
     "plain": (lambda y, v: scatter(y @ v), (T * N, H * N), f"{RS} axis=0 {HV}"),
@@ -640,268 +551,3 @@ def test_what_xla_overlaps_with_other_matmuls() -> None:
         assert sorted(ours) == sorted(name for name in wanted if "matmul" in name)
         assert len(record.decisions) == 4
     check_values(f, *args)
-
-
-# Gradients, control flow, donation.
-
-
-def layer(x: Any, w: Any, u: Any, v: Any) -> Any:
-    whole = gather(x)
-    return x + scatter((jnp.tanh(whole @ w) * (whole @ u)) @ v)
-
-
-def loss(*args: Any) -> Any:
-    return jnp.sin(layer(*args)).sum()
-
-
-LAYER = (X, W, jnp.cos(W), V)
-LAYER_SPECS = (ROWS, COLUMNS, COLUMNS, ROWS)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("wrap", ["plain", "checkpoint", "jit", "scan", "vmap"])
-def test_gradients(wrap: str, check_vma: bool) -> None:
-    def local(*args: Any) -> Any:
-        x, *weights = args
-        if wrap == "scan":
-            body = jax.checkpoint(lambda c, _: (layer(c, *weights), None))
-            return jnp.sin(lax.scan(body, x, None, length=2)[0]).sum()
-        if wrap == "vmap":
-            return jnp.sin(jax.vmap(lambda x: layer(x, *weights))(jnp.stack([x, -x]))).sum()
-        wraps = {"plain": lambda f: f, "checkpoint": jax.checkpoint, "jit": jax.jit}
-        return wraps[wrap](loss)(*args)
-
-    f = sharded(
-        jax.value_and_grad(lambda *args: local(*args), (0, 1, 2, 3)),
-        line(),
-        LAYER_SPECS,
-        (P(), LAYER_SPECS),
-        False,
-    )
-    if check_vma:
-        total = sharded(lambda *args: lax.psum(local(*args), "x"), line(), LAYER_SPECS, P(), True)
-        f = jax.value_and_grad(total, (0, 1, 2, 3))
-        check_values(f, *LAYER)
-        return
-    _, after, _ = rewritten(f, *LAYER)
-    found = [name for name in names(after) if "matmul" in name]
-    assert set(names(after)) == set(found)
-    wanted = ["all_gather_matmul", RS, f"gradients_of_{RS}", f"gradients_of_{AG}"]
-    again = {"checkpoint": [AG, RS], "scan": [AG]}  # what is computed again
-    wanted[2:2] = again.get(wrap, [])
-    assert found == [f"intranode_{name}" for name in wanted]
-    check_values(f, *LAYER)
-
-
-def test_the_gradient_of_a_list_in_detail() -> None:
-    f = sharded(jax.grad(loss, (0, 1, 2, 3)), line(), LAYER_SPECS, LAYER_SPECS, False)
-    _, after, _ = rewritten(f, *LAYER)
-    ours = [line for line in golden(after) if "matmul" in line]
-    rows, whole = f"f32[{T * N},{H}]", f"f32[{T * N},{F}]"
-    assert ours == [
-        f"{AG} axis=0 gathered ({X_SHARD}, {W_SHARD}, {W_SHARD})",
-        f"{RS} axis=0 {HV}",
-        f"gradients_of_{RS} axis=0 transposed ({X_SHARD}, f32[{H},{F}], {rows})",
-        f"gradients_of_{AG} axis=0 transposed terms=2 "
-        f"({rows}, {rows}, {W_SHARD}, {W_SHARD}, {whole})",
-    ]
-    assert "dot_general" not in golden(after)
-
-
-def test_under_set_mesh() -> None:
-    """The shard_map names no devices."""
-    f = jax.shard_map(layer, in_specs=LAYER_SPECS, out_specs=ROWS)
-    for order in (range(N), reversed(range(N))):
-        mesh = make_mesh((N,), ("x",), order=list(order))
-        with jax.set_mesh(mesh):
-            args = [
-                jax.device_put(v, jax.NamedSharding(mesh, spec))
-                for v, spec in zip(LAYER, LAYER_SPECS, strict=True)
-            ]
-            assert names(rewritten(f, *args)[1]) == [f"intranode_{AG}", f"intranode_{RS}"]
-            check_values(f, *args)
-
-
-def test_pmap() -> None:
-    x = normal(N, T, F)
-    w = normal(N, F, H)
-
-    def local(x: Any, w: Any) -> Any:
-        return lax.psum((gather(x) @ w)[:T] @ w.T, "x")
-
-    wanted = jax.pmap(local, axis_name="x")(x, w)
-    with jax_intranode.accelerate():
-        found = jax.pmap(lambda x, w: local(x, w), axis_name="x")(x, w)
-    np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), rtol=1e-5, atol=1e-5)
-
-
-def test_donation() -> None:
-    f = sharded(layer, line(), LAYER_SPECS, ROWS, False)
-    wanted = np.asarray(jax.jit(f)(*LAYER))
-    x = jax.device_put(X, jax.NamedSharding(line(), ROWS))
-    with jax_intranode.accelerate():
-        found = jax.jit(f, donate_argnums=0)(x, *LAYER[1:])
-    assert x.is_deleted()
-    np.testing.assert_allclose(np.asarray(found), wanted, rtol=1e-5, atol=1e-5)
-
-
-def test_a_gathered_array_of_many_products_and_sums() -> None:
-    """What is looked at grows like the program."""
-    looked_at = 0
-    whole = gathers._Gather._fused
-
-    def counted(self: Any, group: Any, wgrad: Any) -> Any:
-        nonlocal looked_at
-        looked_at += len(group)
-        return whole(self, group, wgrad)
-
-    def of(count: int) -> int:
-        def body(x: Any, w: Any) -> Any:
-            g = lax.all_gather(x, "x", tiled=True)
-            return sum(lax.psum_scatter(g @ (w * i), "x", tiled=True) for i in range(count))
-
-        before = looked_at
-        f = sharded(body, line(), (P("x"), P()), P("x"), False)
-        rewritten(f, normal(N * T, F), normal(F, H))
-        return looked_at - before
-
-    with mock.patch.object(gathers._Gather, "_fused", counted):
-        assert of(800) <= 3 * of(400)
-
-
-def test_a_large_unrolled_program() -> None:
-    """Long chains neither overflow the stack nor take long."""
-
-    def body(x: Any, w: Any) -> Any:
-        v = gather(x)
-        for _ in range(600):
-            v = v.T.reshape(v.shape[0], -1)
-        total = v @ w
-        for _ in range(600):
-            total = total + jnp.sin(total)
-        return lax.psum(total, "x")
-
-    rewritten(sharded(body, line(), XW, COLUMNS, False), X, W)
-
-
-# The same custom calls as programs that are written with our functions.
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("compare_lowered", TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["compare_lowered"] = module  # dataclasses look the module up
-    spec.loader.exec_module(module)
-    return module
-
-
-def by_lax_gather(
-    x: Any, w: Any, axis: Any, *, gather_axis: int = 0, return_gathered: bool = False
-) -> Any:
-    whole = lax.all_gather(x, axis, axis=gather_axis, tiled=True)
-    products = [whole @ v for v in w] if isinstance(w, list) else whole @ w
-    return (products, whole) if return_gathered else products
-
-
-def by_lax_scatter(x: Any, w: Any, axis: Any, *, scatter_axis: int = 0) -> Any:
-    return lax.psum_scatter(x @ w, axis, scatter_dimension=scatter_axis, tiled=True)
-
-
-BY_LAX = SimpleNamespace(
-    all_gather_matmul=by_lax_gather,
-    matmul_reduce_scatter=by_lax_scatter,
-    matmul_all_reduce=lambda x, w, axis: lax.psum(x @ w, axis),
-    all_gather=lax.all_gather,
-    pmean=lax.pmean,
-)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("size", ["large", "narrow"])
-@pytest.mark.parametrize(
-    "program",
-    [
-        *("products", "list_of_matrices", "gathered", "all_reduce", "batch_of_rows"),
-        *("remat", "layers", "block"),
-    ],
-)
-def test_calls_of_programs_for_gpus(
-    tool: ModuleType, program: str, size: str, check_vma: bool
-) -> None:
-    """For "narrow" sizes one kernel computes both gradients, for "large" ones it does not."""
-    of = tool.PROGRAMS[program]
-    mesh = tool.mesh_of("gpu", {"x": 2})
-    lengths = tool.sizes("gpu", size, 2)
-    args = [jax.ShapeDtypeStruct(tuple(lengths[n] for n in s), jnp.bfloat16) for s in of.shapes]
-
-    def calls(lib: Any) -> Any:
-        f = jax.shard_map(
-            functools.partial(of.body, lib),
-            mesh=mesh,
-            in_specs=of.specs,
-            out_specs=of.out,
-            check_vma=check_vma,
-        )
-
-        def gradient(*args: Any) -> Any:
-            return jax.value_and_grad(
-                lambda *args: jnp.sin(f(*args).astype(jnp.float32)).sum(), range(len(args))
-            )(*args)
-
-        lowered = jax.jit(gradient).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-        attributes = [tool.attributes(line) for line in lowered.splitlines()]
-        matmuls = sorted(sorted(a.items()) for a in attributes if "transposed" in a)
-        return in_lowered(lowered), matmuls
-
-    with (
-        mock.patch.object(OpPrimitive, "is_overlapped", IS_OVERLAPPED),
-        jax.default_matmul_precision(None),
-        tool.without_rendezvous(),
-    ):
-        by_hand, matmuls = calls(jax_intranode)
-        with jax_intranode.accelerate():
-            rewritten, found = calls(BY_LAX)
-    assert found == matmuls and found
-    # JAX's own sum for a gradient is replaced, too.
-    of_sums = ("jax_intranode_psum", "all_reduce")
-    assert sum(rewritten[k] for k in of_sums) == sum(by_hand[k] for k in of_sums)
-    for name in of_sums:
-        rewritten.pop(name, None)
-        by_hand.pop(name, None)
-    assert rewritten == by_hand
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_attention_with_heads(tool: ModuleType, check_vma: bool) -> None:
-    """Weights have a dimension of heads, and einsum puts operands in the order that it likes."""
-    mesh = tool.mesh_of("gpu", {"x": 4})
-
-    def attention(x: Any, weights: Any) -> Any:
-        whole = gather(x, 1)
-        q, k, v = (jnp.einsum("btf,fhd->bhtd", whole, w) for w in weights[:3])
-        k, v = (jnp.repeat(u, q.shape[1] // u.shape[1], 1) for u in (jnp.sin(k), v))
-        scores = jax.nn.softmax(jnp.einsum("bhtd,bhsd->bhts", jnp.sin(q), k))
-        mixed = jnp.einsum("bhts,bhsd->bhtd", scores, v)
-        return x + scatter(jnp.einsum("bhtd,hdf->btf", mixed, weights[3]), 1)
-
-    def types(*shape: int) -> Any:
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-
-    few, many = types(4096, 8, 128), types(4096, 32, 128)
-    specs = (P(None, "x"), [P(None, "x")] * 3 + [ROWS])
-    f = jax.shard_map(attention, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=check_vma)
-    gradient = jax.grad(lambda *args: jnp.sin(f(*args).astype(jnp.float32)).sum(), (0, 1))
-    args = types(2, 4096, 4096), [many, few, few, types(32, 128, 4096)]
-    with (
-        mock.patch.object(OpPrimitive, "is_overlapped", IS_OVERLAPPED),
-        jax.default_matmul_precision(None),
-        tool.without_rendezvous(),
-        jax_intranode.accelerate(),
-    ):
-        lowered = jax.jit(gradient).trace(*args).lower(lowering_platforms=("cuda",))
-    assert in_lowered(lowered.as_text()) == {"jax_intranode_collective_matmul": 4}
-
-
-IS_OVERLAPPED = OpPrimitive.is_overlapped

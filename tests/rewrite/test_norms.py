@@ -187,7 +187,7 @@ def test_a_scattered_norm() -> None:
     x, residual = normal("float32", n, 2, n, HIDDEN), normal("float32", 2, n, HIDDEN)
     w = normal("float32", HIDDEN)
     placed = [put(mesh, s, v) for s, v in zip((P("x"), rows, P()), (x, residual, w), strict=True)]
-    assert operations(f, *placed) == ["reduce_scatter_residual_rms_norm"]
+    assert operations(f, *placed) == ["psum_scatter_residual_rms_norm"]
     with jax_intranode.accelerate():
         results = jax.jit(f)(*placed)
     wanted = norm_oracle.residual_norm(list(x), residual, w, norm="rms_norm", eps=np.float32(1e-5))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_peers.nccl_tests import NCCL_TESTS
+from bench_peers.pallas import PALLAS
 from bench_peers.peer import Unavailable
 from bench_peers.pytorch import PYTORCH
 from bench_peers.report import table_of as table_of
@@ -18,7 +19,7 @@ from jax_intranode._src.command_line import launcher
 from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher.progress import ProgressLine
 
-PEERS = {peer.name: peer for peer in (PYTORCH, NCCL_TESTS)}
+PEERS = {peer.name: peer for peer in (PYTORCH, PALLAS, NCCL_TESTS)}
 
 
 def measure(

@@ -94,6 +94,6 @@ def _details(results: Sequence[dict[str, Any]]) -> str:
     lines = []
     for result in results:
         header = result["header"]
-        lines.append(f"{record.versions(header)}, {header['date'][:10]}")
+        lines.append(f"{record.versions_text(header)}, {header['date'][:10]}")
         lines += [", ".join(result["peers"]["versions"])] if result["peers"]["versions"] else []
     return "\n".join(lines)

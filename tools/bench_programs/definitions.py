@@ -450,7 +450,7 @@ def _collectives_of_step(
     if kind == "overlapped" and hasattr(lib, "all_gather_matmul"):
         return (
             partial(lib.all_gather_matmul, axis_name="tensor", gather_axis=1),
-            partial(lib.matmul_reduce_scatter, axis_name="tensor", scatter_axis=1),
+            partial(lib.matmul_reduce_scatter, axis_name="tensor", scatter_dimension=1),
         )
     if kind == "sums":
         gather, total = sum_backward, partial(lib.psum, axis_name="tensor")

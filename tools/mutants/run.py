@@ -124,7 +124,8 @@ class Copy:
     def build(self) -> dict[str, bytes]:
         """Builds the native modules; returns them by their names."""
         launcher = "-DCMAKE_CXX_COMPILER_LAUNCHER=ccache" if shutil.which("ccache") else ""
-        gpu, built = self._arguments.names == ["gpu"], self._folder / "build/native"
+        built = self._folder / "build/native"
+        gpu = self._arguments.names and all(n.startswith("gpu") for n in self._arguments.names)
         for command in (
             f"cmake -G Ninja -S . -B {built} {launcher} -DPython_EXECUTABLE={sys.executable} "
             "-DSKBUILD_PROJECT_NAME=jax_intranode -DSKBUILD_PROJECT_VERSION=0 "

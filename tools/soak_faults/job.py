@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_intranode._src.command_line import launcher, machine
+from jax_intranode._src.command_line.launcher.job import Streams
 from jax_intranode._src.native import extension
 from soak_faults.matrix import Case
 
@@ -71,37 +72,30 @@ def run(case: Case, platform: str, slack: float) -> Seen:
         platform: "cpu" or "gpu".
         slack: a factor for the limits of a machine that is busy.
     """
-    with (
-        tempfile.TemporaryDirectory(prefix="jax_intranode_faults_") as name,
-        # Not in a rank: JAX ends the others when it loses the service, and no error is seen.
-        launcher.coordination_service(case.world) as coordinator,
-    ):
+    ranks = range(case.world)
+    with contextlib.ExitStack() as stack:
+        name = stack.enter_context(tempfile.TemporaryDirectory(prefix="jax_intranode_faults_"))
         directory = Path(name)
-        children: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank in range(case.world):
-                children.append(_start(case, platform, rank, coordinator, directory))
-            seen = _watch(case, platform, children, directory, slack)
-        finally:
-            for child in children:
-                # The group outlives its leader if that has left a child behind.
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
+        # Not in a rank: JAX ends the others when it loses the service, and no error is seen.
+        coordinator = stack.enter_context(launcher.coordination_service(case.world))
+        logs = [stack.enter_context((directory / f"{rank}.log").open("wb")) for rank in ranks]
+        program = [sys.executable, "-P", "-m", "soak_faults.rank", str(case), platform]
+        with launcher.Job(
+            [[*program, str(rank), str(directory / f"{rank}.events")] for rank in ranks],
+            env=[_environment(case, platform, rank, coordinator) for rank in ranks],
+            streams=[Streams(stdout=log, stderr=subprocess.STDOUT) for log in logs],
+        ) as job:
+            seen = _watch(case, platform, job, directory, slack)
         for rank, process in enumerate(seen.processes):
             process.events = _events(directory, rank)
             process.log = (directory / f"{rank}.log").read_text(errors="replace")
         return seen
 
 
-def _start(
-    case: Case, platform: str, rank: int, coordinator: str, directory: Path
-) -> "subprocess.Popen[bytes]":
+def _environment(case: Case, platform: str, rank: int, coordinator: str) -> dict[str, str]:
     environment = {
-        **os.environ,
         **launcher.rank_env(rank, case.world, coordinator, [rank] if platform == "gpu" else [0]),
         "JAX_INTRANODE_TIMEOUT_S": str(_LONG_TIMEOUT_S if case.fault == "late" else TIMEOUT_S),
-        "PYTHONFAULTHANDLER": "1",
         "JAX_ENABLE_X64": "0",
     }
     if case.operation == "psum_two_shot":
@@ -113,19 +107,7 @@ def _start(
     else:
         # XLA takes long to optimize, and our handlers are no part of what it optimizes.
         environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    command = [
-        *(sys.executable, "-P", "-m", "soak_faults.rank", str(case), platform),
-        *(str(rank), str(directory / f"{rank}.events")),
-    ]
-    with (directory / f"{rank}.log").open("wb") as log:
-        return subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    return environment
 
 
 def _events(directory: Path, rank: int) -> list[dict[str, Any]]:
@@ -136,25 +118,19 @@ def _events(directory: Path, rank: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]  # the last one may be unfinished
 
 
-def _watch(
-    case: Case,
-    platform: str,
-    children: "list[subprocess.Popen[bytes]]",
-    directory: Path,
-    slack: float,
-) -> Seen:
+def _watch(case: Case, platform: str, job: launcher.Job, directory: Path, slack: float) -> Seen:
     """Waits for the survivors, and for the victim if it is to end by itself."""
-    processes = [Process() for _ in children]
+    processes = [Process() for _ in job.processes]
     # A victim that ends before it has met the others waits for them in JAX's last barrier.
     ends = not case.fails or (case.dies and not case.before_watch)
     awaited = list(range(case.world)) if ends else case.survivors
     started, fault = time.monotonic(), None
     while any(processes[rank].ended is None for rank in awaited):
-        time.sleep(_POLL_S)
+        job.wait(_POLL_S)
         now = time.monotonic()
-        for process, child in zip(processes, children, strict=True):
-            if process.ended is None and child.poll() is not None:
-                process.ended, process.exit_code = now, child.returncode
+        for process, code in zip(processes, job.exit_codes, strict=True):
+            if process.ended is None and code is not None:
+                process.ended, process.exit_code = now, code
         if fault is None and case.fault != "none":
             fault = next(
                 (e["time"] for e in _events(directory, case.victim) if e["event"] == "fault"),
@@ -163,19 +139,21 @@ def _watch(
         if now > started + _JOB_S * slack or (fault and now > fault + _END_S * slack):
             for rank in awaited:
                 if processes[rank].ended is None:
-                    children[rank].send_signal(signal.SIGABRT)  # Python prints its stacks
+                    # Python prints its stacks. Until the job's end its number is its own.
+                    os.kill(job.processes[rank].pid, signal.SIGABRT)
             time.sleep(1)
             break
+    pids = [process.pid for process in job.processes]
     left = [
-        f"{len(pids)} processes of rank {rank}"
-        for rank, child in enumerate(children)
-        if processes[rank].ended is not None and (pids := _group(child.pid))
+        f"{len(found)} processes of rank {rank}"
+        for rank, pid in enumerate(pids)
+        if processes[rank].ended is not None and (found := _group(pid))
     ]
     if all(process.ended is not None for process in processes):
         if case.in_meeting and platform == "cpu":
             # Its peers have not mapped a segment yet. The next process to make one removes it.
             extension.module("cpu").allocate(0, 1 << 20, True).unlink()
-        left += [f"segment {segment}" for child in children for segment in _segments(child.pid)]
+        left += [f"segment {segment}" for pid in pids for segment in _segments(pid)]
     return Seen(processes, left)
 
 

@@ -21,8 +21,7 @@ template <template <class, int, class> class Body, Algorithm algorithm, class Ty
 __global__ void __launch_bounds__(kMaxThreads)
     jax_intranode_kernel(const __grid_constant__ DeviceGroup group,
                          const __grid_constant__ Call call) {
-  DeviceThread thread(group.failure, group.timeout_ns, group.rank, static_cast<uint32_t>(algorithm),
-                      group.site);
+  DeviceThread thread(group, algorithm);
   if (thread.IsCheckBlock()) {
     CheckSameOperation(thread, group);
     return;
@@ -117,7 +116,9 @@ const void* KernelInSegments(Algorithm algorithm, int size, CallKind kind) {
     case CallKind::kMany:  // for instance gradients, which are large together
       if constexpr (std::is_same_v<typename Type::Packets, BarePackets>) {
         if (size == 2) return KernelInSegments<Type, 2, Buffers>(algorithm);
-        if (size == 4) return KernelInSegments<Type, 4, Buffers>(algorithm);
+        if (size == 4 && algorithm != Algorithm::kOneShot) {
+          return KernelInSegments<Type, 4, Buffers>(algorithm);
+        }
       }
       return KernelInSegments<Type, 0, Buffers>(algorithm);
   }

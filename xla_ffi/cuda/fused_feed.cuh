@@ -59,7 +59,7 @@ JIN_FN int AwaitColumns(const Block<kColumns>& b, int tile, int column) {
   }
 }
 
-template <bool kNMajorW, bool kWgrad, int kColumns>
+template <Layout kLayout, bool kWgrad, int kColumns>
 class Feeder {
  public:
   explicit JIN_FN Feeder(const Block<kColumns>& b) : b_(b), p_(b.p), side_(RankInCluster()) {}
@@ -88,7 +88,9 @@ class Feeder {
   // of K. In a reduce-scatter one term follows the other.
   JIN_FN void FeedProduct(const ClusterTile& tile) {
     // An N-major w is loaded in whole chunks: the last one may be wider than the tile.
-    constexpr uint32_t kRight = kNMajorW ? Config::kRightBytes : kColumns * kTileDepth * 2;
+    constexpr uint32_t kExact = kColumns * kTileDepth * 2;
+    const bool n_major = IsNMajor<kLayout>(p_);
+    const uint32_t right_bytes = n_major ? Config::kRightBytes : kExact;
     const int row_tile = kClusterSize * tile.row_pair + side_;
     const bool real = row_tile < p_.row_tiles;  // the last row pair may have one row tile only
     const RowTile rows = RowTileOf(p_, row_tile);
@@ -110,21 +112,21 @@ class Feeder {
       if (Elected()) {
         const uint32_t full = b_.Full(stage_), left = b_.Left(stage_), right = b_.Right(stage_);
         BarrierWait(b_.Empty(stage_), parity_);
-        BarrierExpect(full, real ? kChunk + kRight : kRight);
+        BarrierExpect(full, right_bytes + (real ? kChunk : 0));
         if (real && arrives) {
           Load(left, SlotData(p_, p_.rank, slot + k), kChunk, full);
         } else if (real) {
           Load(left, matrix->x, at, rows.row, array, full);
           Load(left + kHalfChunk, matrix->x, at, rows.row + kHalfRows, array, full);
         }
-        if (kNMajorW) {
+        if (n_major) {
           JIN_UNROLL
           for (int n = 0; n < kColumns; n += 64) {
             LoadToBoth(right + n * kTileDepth * 2 + side_ * 4096, matrix->w, column + n,
                        at + side_ * 32, full);
           }
         } else {
-          LoadToBoth(right + side_ * (kRight / 2), matrix->w, at, column + side_ * (kColumns / 2),
+          LoadToBoth(right + side_ * (kExact / 2), matrix->w, at, column + side_ * (kColumns / 2),
                      full);
         }
       }

@@ -7,7 +7,7 @@
 #include <cstdint>
 
 // A kernel that calls functions can't change the number of registers of its warps.
-#define JIN_GIVE_UP_FN __device__ __forceinline__
+#define JAX_INTRANODE_GIVE_UP_FN __device__ __forceinline__
 
 #include "device_thread.h"
 #include "fused_order.h"
@@ -53,6 +53,10 @@ struct WgradParams {
   int first_tile;  // its first column tile among those of all weight gradients
 };
 
+// How the elements of w lie: w is [n, k], or [k, n], or the kernel takes both. It does so where
+// that costs no registers, because each kernel costs build time.
+enum class Layout { kKMajor, kNMajor, kEither };
+
 struct FusedParams : TileOrder {
   MatrixParams matrix[kMaxMatrices];
   WgradParams wgrad[kMaxMatrices];
@@ -68,6 +72,7 @@ struct FusedParams : TileOrder {
   int rows;              // of one outer index of a shard
   int row_bytes;         // all-gather: of x
   int wgrad_row_tiles;   // the last row pair may have one row tile only
+  bool n_major;          // w is [k, n]
   bool direct;           // reduce-scatter: math warpgroups store products in the peer's ring
   uint32_t pace_clocks;  // direct: clocks that storing a pack per thread should take
 };
@@ -81,6 +86,12 @@ constexpr int kSenderWarps = 2;
 // forever.
 constexpr int kRegisters = 168;
 constexpr int kMaxClusters = 72;  // a full Hopper chip has 144 SMs
+
+// Direct stores are paced. A warpgroup takes this many clocks, times the tile's chunks of K, to
+// store one pack per thread. So it stores a tile in three quarters of the time in which the other
+// warpgroup multiplies one. (Without pacing, operations took up to 5 % longer: the stores fill the
+// paths to memory that operands need.)
+constexpr int kPaceClocksPerChunk = 24;
 
 // How tiles of kColumns columns are divided between the warpgroups, and where shared memory holds
 // what. From an address that is a multiple of 1024: pipeline stages, each a chunk of the left
@@ -124,6 +135,11 @@ struct TileConfig {
   static_assert(kBytes <= 227 << 10);
 };
 
+template <Layout kLayout>
+JIN_FN bool IsNMajor(const FusedParams& p) {
+  return kLayout == Layout::kEither ? p.n_major : kLayout == Layout::kNMajor;
+}
+
 // The entry of a product or weight gradient that a column tile belongs to. (The terms of a
 // reduce-scatter have one product.)
 template <class Entry>
@@ -156,22 +172,6 @@ JIN_FN RingHeader* OwnRing(const FusedParams& p) {
 }
 
 // Accesses to memory that peers, or other blocks of the cluster, access at the same time.
-
-JIN_FN uint32_t LoadAcquire(const uint32_t* from) {
-  uint32_t v;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
-  return v;
-}
-JIN_FN uint64_t LoadAcquire(const uint64_t* from) {
-  uint64_t v;
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
-  return v;
-}
-JIN_FN void StoreRelaxed(uint64_t* to, uint64_t v) {
-  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(v) : "memory");
-}
-// Orders all that this thread has written or observed before what it stores next.
-JIN_FN void SystemFence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // Bypasses the L1 cache, which may hold values from before a peer wrote.
 JIN_FN Pack LoadPack(const char* from) {
@@ -246,13 +246,11 @@ struct Block {
 
   // To be called each time that something of rank `missing` has not arrived.
   JIN_FN void Wait(DeviceThread& thread, int missing) const {
-    thread.Wait(0, missing, [&] { CompareOperations(thread, p.group); });
+    thread.WaitAnd(missing, [&] { CompareOperations(thread, p.group); });
   }
   JIN_FN DeviceThread Thread() const {
-    return DeviceThread(p.group.failure, p.group.timeout_ns, p.rank,
-                        static_cast<uint32_t>(p.reduce_scatter ? Algorithm::kMatmulReduceScatter
-                                                               : Algorithm::kAllGatherMatmul),
-                        p.group.site);
+    return DeviceThread(
+        p.group, p.reduce_scatter ? Algorithm::kMatmulReduceScatter : Algorithm::kAllGatherMatmul);
   }
 };
 

@@ -9,7 +9,8 @@
 #include <utility>
 #include <vector>
 
-#include "fused_kernel.cuh"
+#include "fused_kernel.h"
+#include "fused_layout.cuh"
 #include "fused_matmul.h"
 #include "slab.h"
 
@@ -177,14 +178,20 @@ void SetOrder(const Round& round, FusedParams* p) {
   }
   SetShortBands(p);
   p->part_tiles = DivideUp(int64_t{p->row_pairs} * p->column_tiles, plan.parts);
+  p->n_major = !round.call.transposed;
   p->direct = plan.direct;
   // Only where the warpgroups alternate does one store while the other one multiplies.
   const bool paces = plan.direct && plan.tile_columns <= kMaxAlternatingColumns;
   p->pace_clocks = paces ? kPaceClocksPerChunk * p->k_chunks : 0;
 }
 
+FusedKernel KernelFor(ElementType type, bool transposed, bool wgrad, int columns) {
+  return type == ElementType::kBF16 ? FusedKernelFor<ElementType::kBF16>(transposed, wgrad, columns)
+                                    : FusedKernelFor<ElementType::kF16>(transposed, wgrad, columns);
+}
+
 // The number of blocks that the device can run at the same time.
-int BlocksOf(const Kernel& kernel) {
+int BlocksOf(const FusedKernel& kernel) {
   int device;
   Check(cudaGetDevice(&device));
   static std::mutex mutex;
@@ -226,7 +233,7 @@ void Launch(const Round& round, cudaStream_t stream) {
   SetMatrices(round, &p);
   SetWgrads(round, &p);
   SetOrder(round, &p);
-  const Kernel kernel =
+  const FusedKernel kernel =
       KernelFor(round.call.type, round.call.transposed, p.wgrads > 0, round.plan.tile_columns);
   void* arguments[] = {&p};
   Check(cudaLaunchKernel(kernel.function, dim3(BlocksOf(kernel)), dim3(kThreads), arguments,

@@ -6,7 +6,7 @@
 //   fused_feed.cuh      the producer warp: loads operands, waits for arriving chunks
 //   fused_send.cuh      the sender warps; why rings and flags are used safely
 //   fused_multiply.cuh  the math warpgroups: multiply, add the peers' products, store
-//   fused_kernel.cuh    the kernel: which warp does what; why it ends
+//   fused_kernel.cu     the kernel: which warp does what; why it ends
 //   fused_matmul.cu     its parameters and its launch
 //
 // The grid is persistent: one block per SM, in clusters of two blocks. A block has 12 warps. Two

@@ -11,12 +11,6 @@
 namespace jax_intranode {
 namespace {
 
-// Direct stores are paced. A warpgroup takes this many clocks, times the tile's chunks of K, to
-// store one pack per thread. So it stores a tile in three quarters of the time in which the other
-// warpgroup multiplies one. (Without pacing, operations took up to 5 % longer: the stores fill the
-// paths to memory that operands need.)
-constexpr int kPaceClocksPerChunk = 24;
-
 // Clocks of this SM, modulo 2^32.
 JIN_FN uint32_t Clock() { return static_cast<uint32_t>(clock()); }
 
@@ -127,7 +121,7 @@ class ProductSum {
 
 // A math warpgroup. It alternates tiles with the other one, and stores its products while the other
 // one multiplies. Or, if tiles are wide, it computes half of the rows of each tile.
-template <class Type, bool kNMajorW, bool kWgrad, int kColumns>
+template <class Type, Layout kLayout, bool kWgrad, int kColumns>
 class Multiplier {
  public:
   JIN_FN Multiplier(const Block<kColumns>& b, uint32_t operations)
@@ -192,7 +186,8 @@ class Multiplier {
     const uint32_t parity = fed / Config::kStages & 1;
     const int last_stage =
         kWgrad && tile.wgrad ? MultiplyStages<true, true>(first_stage, parity, WgradStages(p_), d)
-                             : MultiplyStages<false, kNMajorW>(first_stage, parity, p_.k_chunks, d);
+        : IsNMajor<kLayout>(p_) ? MultiplyStages<false, true>(first_stage, parity, p_.k_chunks, d)
+                                : MultiplyStages<false, false>(first_stage, parity, p_.k_chunks, d);
     if (Config::kAlternate && ClusterTileLoop<Block<kColumns>>(tiles).Next()) {
       warpgroup_ == 0 ? NamedArrive<4, 256>() : NamedArrive<3, 256>();
     }

@@ -49,7 +49,7 @@ constexpr int kLoadsOfArrived = 8;   // the warp that copies arriving chunks
 template <int kColumns>
 JIN_FN uint32_t AwaitGrant(const Block<kColumns>& b, int peer, uint32_t operations) {
   DeviceThread thread = b.Thread();
-  const uint64_t* const word = &SignalsOf(b.p.group, b.p.rank)->ring_grant[peer];
+  uint64_t* const word = &SignalsOf(b.p.group, b.p.rank)->ring_grant[peer];
   uint64_t grant;
   while (static_cast<uint32_t>(grant = LoadAcquire(word)) != operations + 1) {
     b.Wait(thread, peer);
@@ -114,8 +114,8 @@ class ChunkSender {
   JIN_FN void Publish() {
     __syncwarp();
     if (Lane() < unpublished_) {
-      SystemFence();
-      StoreWord(flag_, number_);
+      Fence();
+      Store(flag_, number_);
     }
     unpublished_ = 0;
   }
@@ -279,9 +279,9 @@ JIN_FN void PublishProducts(const Block<kColumns>& b, uint32_t operations, int s
     const uint32_t number = AwaitGrant(b, peer, operations);
     __syncwarp();
     if (lane < kChunks) {
-      SystemFence();
-      StoreWord(SlotFlag(p, peer, SlotOfTile<kColumns>(p, tile.step, row_tile, tile.column) + lane),
-                number);
+      Fence();
+      Store(SlotFlag(p, peer, SlotOfTile<kColumns>(p, tile.step, row_tile, tile.column) + lane),
+            number);
     }
     __syncwarp();
   }

@@ -60,8 +60,7 @@ template <class Type, int N, bool kAligned>
 __global__ void __launch_bounds__(kMaxNormThreads)
     jax_intranode_norm(const __grid_constant__ DeviceGroup group,
                        const __grid_constant__ NormCall call) {
-  RowThread thread(group.failure, group.timeout_ns, group.rank,
-                   static_cast<uint32_t>(call.algorithm), group.site);
+  RowThread thread(group, call.algorithm);
   if (thread.IsCheckBlock()) {
     CheckSameOperation(thread, group);
     return;

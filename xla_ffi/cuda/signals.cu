@@ -5,60 +5,60 @@
 namespace jax_intranode {
 namespace {
 
-__global__ void jax_intranode_open(const __grid_constant__ DeviceGroup group, uint32_t algorithm,
+__global__ void jax_intranode_open(const __grid_constant__ DeviceGroup group, Algorithm algorithm,
                                    RingHeader* ring, Signals* own,
                                    const __grid_constant__ Words words) {
-  DeviceThread thread(group.failure, group.timeout_ns, group.rank, algorithm, group.site);
+  DeviceThread thread(group, algorithm);
   thread.Enter(&ring->busy, &group.Header()->closed);
   thread.Admit();
   __syncthreads();  // only the first thread knows whether the ring was in use
-  if (threadIdx.x == 0) StoreWord(&own->opened, LoadWord(&own->opened) + 1);
+  if (threadIdx.x == 0) Store(&own->opened, Load(&own->opened) + 1);
   if (threadIdx.x < group.size && threadIdx.x != group.rank) {
-    TellOperation(group, threadIdx.x, LoadWord(&group.Header()->operations));
+    TellOperation(group, threadIdx.x, Load(&group.Header()->operations));
   }
   if (threadIdx.x < words.count) {
     __threadfence_system();
-    StoreWord(words.word[threadIdx.x], 1);
+    Store(words.word[threadIdx.x], 1);
   }
 }
 
 __global__ void jax_intranode_post(const __grid_constant__ Words words) {
   if (threadIdx.x < words.count) {
     __threadfence_system();
-    StoreWord(words.word[threadIdx.x], 1);
+    Store(words.word[threadIdx.x], 1);
   }
 }
 
 __global__ void jax_intranode_post_and_await(const __grid_constant__ DeviceGroup group,
-                                             uint32_t algorithm,
+                                             Algorithm algorithm,
                                              const __grid_constant__ Words posted,
                                              const __grid_constant__ Words awaited) {
   if (threadIdx.x < posted.count) {
     __threadfence_system();
-    StoreWord(posted.word[threadIdx.x], 1);
+    Store(posted.word[threadIdx.x], 1);
   }
   if (threadIdx.x >= awaited.count) return;
-  DeviceThread thread(group.failure, group.timeout_ns, group.rank, algorithm, group.site);
+  DeviceThread thread(group, algorithm);
   uint32_t* const word = awaited.word[threadIdx.x];
-  while (LoadWord(word) == 0) {
-    thread.Wait(0, awaited.rank[threadIdx.x], [&] { CompareOperations(thread, group); });
+  while (Load(word) == 0) {
+    thread.WaitAnd(awaited.rank[threadIdx.x], [&] { CompareOperations(thread, group); });
   }
-  StoreWord(word, 0);
+  Store(word, 0);
   __threadfence_system();
 }
 
-__global__ void jax_intranode_close(const __grid_constant__ DeviceGroup group, uint32_t algorithm,
+__global__ void jax_intranode_close(const __grid_constant__ DeviceGroup group, Algorithm algorithm,
                                     RingHeader* ring) {
-  DeviceThread thread(group.failure, group.timeout_ns, group.rank, algorithm, group.site);
+  DeviceThread thread(group, algorithm);
   uint32_t* const operations = &group.Header()->operations;
-  const uint32_t count = LoadWord(operations);
+  const uint32_t count = Load(operations);
   if (threadIdx.x < group.size && threadIdx.x != group.rank) {
     AwaitSameOperation(thread, group, threadIdx.x, count);
   }
   __syncthreads();  // all have read the count
   if (threadIdx.x == 0) {
-    StoreWord(operations, count + 1);
-    StoreWord(&ring->busy, 0);
+    Store(operations, count + 1);
+    Store(&ring->busy, 0);
   }
 }
 
@@ -119,7 +119,7 @@ const void* SumKernel(ElementType type, int size) {
 
 cudaError_t OpenRing(const DeviceGroup& group, Algorithm algorithm, RingHeader* ring,
                      const Words& words, cudaStream_t stream) {
-  jax_intranode_open<<<1, kMaxSlots, 0, stream>>>(group, static_cast<uint32_t>(algorithm), ring,
+  jax_intranode_open<<<1, kMaxSlots, 0, stream>>>(group, algorithm, ring,
                                                   SignalsOf(group, group.rank), words);
   return cudaGetLastError();
 }
@@ -132,14 +132,14 @@ cudaError_t Post(const Words& words, cudaStream_t stream) {
 cudaError_t PostAndAwait(const DeviceGroup& group, Algorithm algorithm, const Words& posted,
                          const Words& awaited, cudaStream_t stream) {
   const bool few = posted.count <= 32 && awaited.count <= 32;
-  jax_intranode_post_and_await<<<1, few ? 32 : kMaxSlots, 0, stream>>>(
-      group, static_cast<uint32_t>(algorithm), posted, awaited);
+  jax_intranode_post_and_await<<<1, few ? 32 : kMaxSlots, 0, stream>>>(group, algorithm, posted,
+                                                                       awaited);
   return cudaGetLastError();
 }
 
 cudaError_t CloseRing(const DeviceGroup& group, Algorithm algorithm, RingHeader* ring,
                       cudaStream_t stream) {
-  jax_intranode_close<<<1, 32, 0, stream>>>(group, static_cast<uint32_t>(algorithm), ring);
+  jax_intranode_close<<<1, 32, 0, stream>>>(group, algorithm, ring);
   return cudaGetLastError();
 }
 

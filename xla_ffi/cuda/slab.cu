@@ -7,9 +7,9 @@
 namespace jax_intranode {
 namespace {
 
-__global__ void jax_intranode_write_word(uint32_t* to, uint32_t value) { StoreWord(to, value); }
+__global__ void jax_intranode_write_word(uint32_t* to, uint32_t value) { Store(to, value); }
 
-__global__ void jax_intranode_read_word(uint32_t* from, uint32_t* to) { *to = LoadWord(from); }
+__global__ void jax_intranode_read_word(uint32_t* from, uint32_t* to) { *to = Load(from); }
 
 // cuCtxGetCurrent and cuCtxSetCurrent: the runtime API has no way to say "no context".
 struct ContextFunctions {

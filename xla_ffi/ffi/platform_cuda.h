@@ -48,13 +48,13 @@ class CudaPlatform final : public Platform {
   std::vector<Wait> Look(Clock::time_point now, Clock::duration) override {
     std::lock_guard lock(mutex_);
     std::vector<Wait> waits;
-    std::map<const volatile uint64_t*, Seen> seen;
+    std::map<const volatile v1::PeerRecord*, Seen> seen;
     for (const Place& place : Places()) {
-      const uint64_t word = *place.wait;
-      const auto known = seen_.find(place.wait);
+      const uint64_t word = place.record->wait;
+      const auto known = seen_.find(place.record);
       const bool is_new = known == seen_.end() || known->second.word != word;
       const Clock::time_point changed = is_new ? now : known->second.changed;
-      seen[place.wait] = {word, changed};
+      seen[place.record] = {word, changed};
       const LongWait kernel = UnpackWait(word);
       if (word == 0 || now - changed > kOver ||
           static_cast<size_t>(kernel.missing) >= place.group.size()) {
@@ -108,23 +108,21 @@ class CudaPlatform final : public Platform {
       if (const auto refused = place.communicator->TakeRefused()) {
         add(FailureReason::kPeerGone, -1, 0).message = refused->second;
       }
-      const auto reason = static_cast<FailureReason>(*place.reason);
-      if (reason == FailureReason::kNone || !taken_.insert(place.reason).second) continue;
+      const auto reason = static_cast<FailureReason>(place.record->reason);
+      if (reason == FailureReason::kNone || !taken_.insert(place.record).second) continue;
       const AbsentDevice* const absent = absent_.WorstIn(place.group);
-      Failure* failure;
-      if (const volatile v1::PeerRecord* record = place.of_buffer) {
-        failure = &add(reason, record->missing, record->site);
+      Failure* const failure = &add(reason, place.record->missing, place.record->site);
+      if (!place.buffer.empty()) {
         failure->operation = PeerCallName(place.buffer, failure->site);
       } else {
-        const volatile FailureRecord* of_kernel = place.record;
-        failure = &add(reason, of_kernel->missing, of_kernel->site);
-        const auto algorithm = static_cast<Algorithm>(of_kernel->algorithm);
+        const auto* const record = static_cast<const volatile FailureRecord*>(place.record);
+        const auto algorithm = static_cast<Algorithm>(record->algorithm);
         failure->operation = failure->title = OperationName(algorithm);
         if (IsAllReduce(algorithm)) {
           failure->title += std::string(" (") + AlgorithmName(algorithm) + ")";
         }
         if (reason == FailureReason::kOtherOperation) {
-          failure->detail = ", which runs " + ToldOperation(of_kernel->other);
+          failure->detail = ", which runs " + ToldOperation(record->other);
         }
       }
       if (reason == FailureReason::kAborted && absent) {
@@ -159,12 +157,8 @@ class CudaPlatform final : public Platform {
     uint64_t name;               // of the partition
     int rank;
     double limit_s;
-    const volatile uint32_t* reason;
-    const volatile uint64_t* wait;
-    volatile uint32_t* abort;
-    const volatile FailureRecord* record;
-    const volatile v1::PeerRecord* of_buffer;
-    std::string buffer;
+    volatile v1::PeerRecord* record;  // of a communicator: a FailureRecord
+    std::string buffer;               // the name of a peer buffer; empty for a communicator
   };
   struct Seen {
     uint64_t word;
@@ -173,26 +167,19 @@ class CudaPlatform final : public Platform {
 
   static std::vector<Place> Places() {
     std::vector<Place> places;
-    const auto add = [&](const auto& communicator, size_t device, const Partition& partition,
-                         int rank, uint64_t timeout_ns, auto* record) -> Place& {
-      return places.emplace_back(Place{communicator, communicator->groups.at(device),
-                                       Fnv1a(ToString(partition)), rank, timeout_ns / 1e9,
-                                       &record->reason, &record->wait, &record->abort});
-    };
     for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
       for (size_t device = 0; device < communicator->members.size(); ++device) {
         const auto& member = communicator->members[device];
         if (!member) continue;
-        add(communicator, device, partition, member->rank, member->timeout_ns, member->failure)
-            .record = member->failure;
+        places.push_back({communicator, communicator->groups.at(device), Fnv1a(ToString(partition)),
+                          member->rank, member->timeout_ns / 1e9, member->failure, ""});
       }
     }
     for (const auto& buffer : DevicePeerBuffers::Get().Alive()) {
       for (const auto& [device, peers] : buffer->members) {
-        Place& place = add(buffer->communicator, device, buffer->partition, peers.rank,
-                           peers.timeout_ns, peers.record);
-        place.of_buffer = peers.record;
-        place.buffer = buffer->name;
+        places.push_back({buffer->communicator, buffer->communicator->groups.at(device),
+                          Fnv1a(ToString(buffer->partition)), peers.rank, peers.timeout_ns / 1e9,
+                          peers.record, buffer->name});
       }
     }
     return places;
@@ -211,13 +198,13 @@ class CudaPlatform final : public Platform {
         place.communicator->set_left(LostText(absent->what, true));
       }
     }
-    for (const Place& place : places) *place.abort = !place.communicator->failure().empty();
+    for (const Place& place : places) place.record->abort = !place.communicator->failure().empty();
   }
 
   std::mutex mutex_;
   AbsentDevices absent_;
-  std::map<const volatile uint64_t*, Seen> seen_;
-  std::set<const volatile uint32_t*> taken_;
+  std::map<const volatile v1::PeerRecord*, Seen> seen_;
+  std::set<const volatile v1::PeerRecord*> taken_;
 };
 
 }  // namespace jax_intranode

@@ -192,7 +192,7 @@ HostGroup::HostGroup(const Group& group, std::vector<int> local_ranks,
     view.KeepLinked();
     views_.push_back(view);
   }
-  logged_ = sequence_ = epoch_ = LoadWord(&own.Header()->epoch[0]);
+  logged_ = sequence_ = epoch_ = Load(&own.Header()->epoch[0]);
 }
 
 std::shared_ptr<Ticket> HostGroup::Arrive(int rank, uint64_t site, const Operation& operation,

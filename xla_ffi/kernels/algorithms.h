@@ -13,20 +13,20 @@ namespace jax_intranode {
 
 // X(enumerator, name, name of the Python function that runs it). The number of an algorithm is its
 // position here. The numbers travel in the HLO: append, don't reorder.
-#define JIN_ALGORITHMS(X)                                                                       \
-  X(kOneShot, "one_shot", "psum")                                                               \
-  X(kTwoShot, "two_shot", "psum")                                                               \
-  X(kReduceScatter, "reduce_scatter", "psum_scatter")                                           \
-  X(kAllGather, "all_gather", "all_gather")                                                     \
-  X(kAllGatherMatmul, "all_gather_matmul", "all_gather_matmul")                                 \
-  X(kMatmulReduceScatter, "matmul_reduce_scatter", "matmul_reduce_scatter")                     \
-  X(kOneShotRmsNorm, "one_shot_rms_norm", "psum_residual_rms_norm")                             \
-  X(kTwoShotRmsNorm, "two_shot_rms_norm", "psum_residual_rms_norm")                             \
-  X(kReduceScatterRmsNorm, "reduce_scatter_rms_norm", "reduce_scatter_residual_rms_norm")       \
-  X(kOneShotLayerNorm, "one_shot_layer_norm", "psum_residual_layer_norm")                       \
-  X(kTwoShotLayerNorm, "two_shot_layer_norm", "psum_residual_layer_norm")                       \
-  X(kReduceScatterLayerNorm, "reduce_scatter_layer_norm", "reduce_scatter_residual_layer_norm") \
-  X(kHybridCubeMesh, "hybrid_cube_mesh", "psum")                                                \
+#define JIN_ALGORITHMS(X)                                                                     \
+  X(kOneShot, "one_shot", "psum")                                                             \
+  X(kTwoShot, "two_shot", "psum")                                                             \
+  X(kReduceScatter, "reduce_scatter", "psum_scatter")                                         \
+  X(kAllGather, "all_gather", "all_gather")                                                   \
+  X(kAllGatherMatmul, "all_gather_matmul", "all_gather_matmul")                               \
+  X(kMatmulReduceScatter, "matmul_reduce_scatter", "matmul_reduce_scatter")                   \
+  X(kOneShotRmsNorm, "one_shot_rms_norm", "psum_residual_rms_norm")                           \
+  X(kTwoShotRmsNorm, "two_shot_rms_norm", "psum_residual_rms_norm")                           \
+  X(kReduceScatterRmsNorm, "reduce_scatter_rms_norm", "psum_scatter_residual_rms_norm")       \
+  X(kOneShotLayerNorm, "one_shot_layer_norm", "psum_residual_layer_norm")                     \
+  X(kTwoShotLayerNorm, "two_shot_layer_norm", "psum_residual_layer_norm")                     \
+  X(kReduceScatterLayerNorm, "reduce_scatter_layer_norm", "psum_scatter_residual_layer_norm") \
+  X(kHybridCubeMesh, "hybrid_cube_mesh", "psum")                                              \
   X(kAllToAll, "all_to_all", "all_to_all")
 
 // X(type, bytes of an element, bytes of a packet). types.h defines a struct of the same name. One

@@ -110,7 +110,7 @@ template <class Thread, class G>
 JIN_FN uint32_t Begin(Thread& t, const G& g) {
   RegionHeader* h = g.Header();
   t.Enter(&h->busy[t.Block()], &h->closed);
-  return LoadWord(&h->epoch[t.Block()]);
+  return Load(&h->epoch[t.Block()]);
 }
 
 // `epoch` is the last one of the operation.
@@ -119,12 +119,12 @@ JIN_FN void End(Thread& t, const G& g, uint32_t epoch) {
   RegionHeader* h = g.Header();
   t.Sync();  // every thread of the block has read the epoch and armed what it received
   if (t.Thread() == 0) {
-    StoreWord(&h->epoch[t.Block()], epoch + 1);
-    StoreWord(&h->busy[t.Block()], 0);
+    Store(&h->epoch[t.Block()], epoch + 1);
+    Store(&h->busy[t.Block()], 0);
   }
   if (t.Block() == 0) {
     for (int b = t.Blocks() + t.Thread(); b < kMaxBlocks; b += t.Threads()) {
-      StoreWord(&h->epoch[b], epoch + 1);
+      Store(&h->epoch[b], epoch + 1);
     }
   }
 }

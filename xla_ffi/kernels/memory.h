@@ -1,7 +1,8 @@
 // Memory operations of the protocols: one spelling for device and host builds.
 //
 // Several GPUs or processes read and write a slab at the same time. Every access that may race with
-// another one's goes through this file. All of them are relaxed: a packet carries its own
+// another one's goes through this file or through the public header that it includes, which users'
+// kernels stand on, too. All of those in packets are relaxed: a packet carries its own
 // "I have arrived" mark (packets.h), so within an epoch no store has to be ordered before another
 // one. Epochs of one operation are divided by a fence (segments.h).
 #pragma once
@@ -10,20 +11,29 @@
 #include <cstdint>
 #include <cstring>
 
+#include "../../jax_intranode/include/jax_intranode/device.h"
+
+#define JIN_FN JAX_INTRANODE_FN
+#define JIN_HOST_FN JAX_INTRANODE_HOST_FN
 #if defined(__CUDACC__)
-#define JIN_FN __device__ __forceinline__
-#define JIN_HOST_FN __host__ __device__ __forceinline__
 #define JIN_RARE_FN inline __device__ __noinline__
 #define JIN_UNROLL _Pragma("unroll")
 #else
-#include <atomic>
-#define JIN_FN inline
-#define JIN_HOST_FN inline
 #define JIN_RARE_FN inline
 #define JIN_UNROLL
 #endif
 
 namespace jax_intranode {
+
+using v1::Exchange;
+using v1::Fence;
+using v1::Load;
+using v1::LoadAcquire;
+using v1::LoadPair;
+using v1::LoadPairs;
+using v1::Store;
+using v1::StorePair;
+using v1::StorePairs;
 
 // 16 bytes: what a thread moves at a time.
 struct alignas(16) Pack {
@@ -61,84 +71,6 @@ JIN_FN Pack LoadWords(uint32_t* from) {
   }
 #endif
   return p;
-}
-
-// Two relaxed 64-bit stores at system scope, each of them single-copy atomic.
-JIN_FN void StorePairs(uint64_t* to, uint64_t a, uint64_t b) {
-#if defined(__CUDACC__)
-  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(a), "l"(b) : "memory");
-#else
-  std::atomic_ref<uint64_t>(to[0]).store(a, std::memory_order_relaxed);
-  std::atomic_ref<uint64_t>(to[1]).store(b, std::memory_order_relaxed);
-#endif
-}
-
-// Two relaxed 64-bit loads at system scope.
-JIN_FN void LoadPairs(uint64_t* from, uint64_t* a, uint64_t* b) {
-#if defined(__CUDACC__)
-  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
-               : "=l"(*a), "=l"(*b)
-               : "l"(from)
-               : "memory");
-#else
-  *a = std::atomic_ref<uint64_t>(from[0]).load(std::memory_order_relaxed);
-  *b = std::atomic_ref<uint64_t>(from[1]).load(std::memory_order_relaxed);
-#endif
-}
-
-// One relaxed 32-bit word of a rank's own state.
-JIN_FN uint32_t LoadWord(uint32_t* from) {
-#if defined(__CUDACC__)
-  uint32_t v;
-  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
-  return v;
-#else
-  return std::atomic_ref<uint32_t>(*from).load(std::memory_order_relaxed);
-#endif
-}
-
-JIN_FN void StoreWord(uint32_t* to, uint32_t v) {
-#if defined(__CUDACC__)
-  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(to), "r"(v) : "memory");
-#else
-  std::atomic_ref<uint32_t>(*to).store(v, std::memory_order_relaxed);
-#endif
-}
-
-// One relaxed 64-bit word, which is read and written whole.
-JIN_FN uint64_t LoadLong(uint64_t* from) {
-#if defined(__CUDACC__)
-  uint64_t v;
-  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
-  return v;
-#else
-  return std::atomic_ref<uint64_t>(*from).load(std::memory_order_relaxed);
-#endif
-}
-
-JIN_FN void StoreLong(uint64_t* to, uint64_t v) {
-#if defined(__CUDACC__)
-  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(v) : "memory");
-#else
-  std::atomic_ref<uint64_t>(*to).store(v, std::memory_order_relaxed);
-#endif
-}
-
-JIN_FN uint32_t ExchangeWord(uint32_t* at, uint32_t v) {
-#if defined(__CUDACC__)
-  return atomicExch(at, v);
-#else
-  return std::atomic_ref<uint32_t>(*at).exchange(v, std::memory_order_relaxed);
-#endif
-}
-
-// Orders what this thread has loaded and stored before what it stores next, for all ranks.
-JIN_FN void Fence() {
-#if defined(__CUDACC__)
-  asm volatile("fence.acq_rel.sys;" ::: "memory");
-#else
-  std::atomic_thread_fence(std::memory_order_acq_rel);
-#endif
 }
 
 // Asks for the cache line at an address that is read soon.

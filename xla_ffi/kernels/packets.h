@@ -55,8 +55,8 @@ struct FlaggedPackets {
   JIN_FN static bool TryGet(char* slot, size_t i, Pack* p) {
     uint64_t w[4];
     uint64_t* from = At(slot, i);
-    LoadPairs(from, &w[0], &w[1]);
-    LoadPairs(from + 2, &w[2], &w[3]);
+    LoadPairs(from, w);
+    LoadPairs(from + 2, w + 2);
     bool arrived = true;
     JIN_UNROLL
     for (int k = 0; k < 4; ++k) {

@@ -66,7 +66,7 @@ JIN_FN uint64_t CountedOperation(uint64_t operation, uint32_t count) {
 // Tells rank `peer` what this rank runs. `count` is that of the operation: Header()->operations.
 template <class G>
 JIN_FN void TellOperation(const G& g, int peer, uint32_t count) {
-  StoreLong(g.OperationOf(g.rank, peer, count), CountedOperation(g.operation, count));
+  StorePair(g.OperationOf(g.rank, peer, count), CountedOperation(g.operation, count));
 }
 
 // Waits for the word of rank `peer`, and gives up if it runs another operation.
@@ -74,10 +74,10 @@ template <class Thread, class G>
 JIN_FN void AwaitSameOperation(Thread& t, const G& g, int peer, uint32_t count) {
   uint64_t* const word = g.OperationOf(peer, g.rank, count);
   const uint64_t own = CountedOperation(g.operation, count);
-  uint64_t theirs = LoadLong(word);
+  uint64_t theirs = LoadPair(word);
   while (theirs >> kCountShift != own >> kCountShift) {
     t.Wait(0, peer);
-    theirs = LoadLong(word);
+    theirs = LoadPair(word);
   }
   if (theirs != own) t.MeetsOther(peer, theirs);
 }
@@ -85,13 +85,13 @@ JIN_FN void AwaitSameOperation(Thread& t, const G& g, int peer, uint32_t count) 
 // Gives up if a peer has told by now that it runs another operation. Waits for nothing.
 template <class Thread, class G>
 JIN_FN void CompareOperations(Thread& t, const G& g) {
-  const uint32_t count = LoadWord(&g.Header()->operations);
+  const uint32_t count = Load(&g.Header()->operations);
   const uint64_t own = CountedOperation(g.operation, count);
 #if defined(__CUDACC__)
 #pragma unroll 1
 #endif
   for (int peer = 0; peer < g.size; ++peer) {
-    const uint64_t theirs = LoadLong(g.OperationOf(peer, g.rank, count));
+    const uint64_t theirs = LoadPair(g.OperationOf(peer, g.rank, count));
     const bool same_count = theirs >> kCountShift == own >> kCountShift;
     if (peer != g.rank && same_count && theirs != own) t.MeetsOther(peer, theirs);
   }
@@ -101,7 +101,7 @@ JIN_FN void CompareOperations(Thread& t, const G& g) {
 template <class Thread, class G>
 JIN_FN void CheckSameOperation(Thread& t, const G& g) {
   RegionHeader* h = g.Header();
-  const uint32_t closed = LoadWord(&h->closed), count = LoadWord(&h->operations);
+  const uint32_t closed = Load(&h->closed), count = Load(&h->operations);
   t.Admit(0, closed);
   const int peer = t.Thread();
   if (peer < g.size && peer != g.rank && g.IsLinkedTo(peer)) {
@@ -109,7 +109,7 @@ JIN_FN void CheckSameOperation(Thread& t, const G& g) {
     AwaitSameOperation(t, g, peer, count);
   }
   t.Sync();  // every thread has read the count
-  if (t.Thread() == 0) StoreWord(&h->operations, count + 1);
+  if (t.Thread() == 0) Store(&h->operations, count + 1);
 }
 
 }  // namespace jax_intranode

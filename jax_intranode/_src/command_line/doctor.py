@@ -71,12 +71,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the checks as they end, then the benefits; returns the exit code."""
-    checks = []
-    for check in all_checks():
+    report, checks = info.report(), []
+    for check in all_checks(report):
         checks.append(check)
         if not arguments.json:
             print(text_of(check), flush=True)
-    sentence, rows, table = _benefits(checks)
+    sentence, rows, table = _benefits(report, checks)
     fails = sum(check.verdict == FAILS for check in checks)
     if arguments.json:
         found = {
@@ -101,9 +101,8 @@ def text_of(check: Check) -> str:
     return "\n".join(lines)
 
 
-def all_checks() -> Iterator[Check]:
+def all_checks(found: dict[str, Any]) -> Iterator[Check]:
     """Yields the checks. The later ones take seconds."""
-    found = info.report()
     yield _package()
     yield _ffi(found)
     yield from _environment(found)
@@ -469,14 +468,15 @@ def _cause(log: str) -> str:
 # The end of the report.
 
 
-def _benefits(checks: Sequence[Check]) -> tuple[str, list[dict[str, Any]], str]:
+def _benefits(
+    found: dict[str, Any], checks: Sequence[Check]
+) -> tuple[str, list[dict[str, Any]], str]:
     """The last sentence, the benefits as JSON, and as a table."""
     lead = "Your node benefits: "
     if jax_intranode._import_error is not None:
         return f"{lead}not until the package can be imported.", [], ""
     from jax_intranode._src.command_line import benefits
 
-    found = info.report()
     gpus = found["gpus"]
     count = _usable_gpus(found)
     failed = [check for check in checks[-2:] if check.verdict in (FAILS, WARNING)]

@@ -77,7 +77,6 @@ def report() -> dict[str, Any]:
     ffi = attempt("jaxlib", _ffi_of_jaxlib)
     cpu = _part("_host", ffi, problems)
     cuda = _part("_cuda", ffi, problems)
-    driver = _driver()
     found = attempt("GPUs", topology.read_links) or []
     links = topology.link_matrix(found)
     variables = attempt("environment variables", lambda: _variables(problems)) or []
@@ -110,7 +109,7 @@ def report() -> dict[str, Any]:
         "ffi_of_jaxlib": ffi,
         "cpu_part": cpu,
         "cuda_part": cuda,
-        "driver": driver,
+        "driver": machine.driver(),
         "gpus": gpus,
         "topology": {"kind": topology.classify(links).value, "links": links},
         "modes": _modes(cpu, cuda, gpus, topology.classify(links)),
@@ -183,18 +182,6 @@ def _part(name: str, ffi: list[int] | None, problems: list[str]) -> dict[str, An
 def dotted(version: list[int] | None) -> str:
     """Returns a version as text."""
     return ".".join(map(str, version)) if version else "unknown"
-
-
-def _driver() -> dict[str, Any]:
-    """The driver's version and the newest CUDA that it supports, or the reason for neither."""
-    try:
-        with nvml.session() as module:
-            version = module.nvmlSystemGetDriverVersion()
-            cuda = module.nvmlSystemGetCudaDriverVersion_v2()
-    except Exception as error:
-        return {"version": None, "cuda": None, "reason": str(error) or type(error).__name__}
-    version = version.decode() if isinstance(version, bytes) else version
-    return {"version": version, "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}", "reason": None}
 
 
 def _gpus(found: list[topology.LinkReport]) -> list[dict[str, Any]]:

@@ -10,14 +10,16 @@ from jax_intranode._src.group import nvml
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def driver() -> str | None:
-    """The version of NVIDIA's driver; None if NVML cannot be used."""
+def driver() -> dict[str, str | None]:
+    """The "version" of NVIDIA's driver and the newest "cuda" for it, or the "reason" for none."""
     try:
         with nvml.session() as module:
             version = module.nvmlSystemGetDriverVersion()
-    except Exception:
-        return None
-    return version.decode() if isinstance(version, bytes) else str(version)
+            cuda = module.nvmlSystemGetCudaDriverVersion_v2()
+    except Exception as error:
+        return {"version": None, "cuda": None, "reason": str(error) or type(error).__name__}
+    version = version.decode() if isinstance(version, bytes) else version
+    return {"version": version, "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}", "reason": None}
 
 
 def chosen_platform(asked: str) -> str:

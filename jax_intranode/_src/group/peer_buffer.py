@@ -18,9 +18,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
-from jax_intranode._src.group import agreed, communicator, key_value_store, rendezvous, slabs
+from jax_intranode._src.group import communicator, key_value_store, rendezvous, slabs
 from jax_intranode._src.group import partition as partition_lib
+from jax_intranode._src.group.agreed import devices_of_host, native_ordinal
 from jax_intranode._src.group.partition import Partition
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.native import call_sites, extension, ffi_headers
@@ -41,7 +43,7 @@ def get_include() -> str:
     Examples:
         >>> import os
         >>> os.listdir(os.path.join(jax_intranode.get_include(), "jax_intranode"))  # doctest: +SKIP
-        ['peer.h', 'peer_ffi.h', 'peer_types.h']
+        ['device.h', 'peer.h', 'peer_ffi.h', 'peer_types.h']
     """
     return str(Path(__file__).parents[2] / "include")
 
@@ -89,7 +91,7 @@ class PeerBuffer:
     def ffi_call(
         self,
         target: str,
-        result_shape_dtypes: Any,
+        result_shape_dtypes: jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct],
         *,
         vmap_method: str | None = None,
         input_output_aliases: Mapping[int, int] | None = None,
@@ -151,7 +153,7 @@ class PeerBuffer:
             for device_id, address in self._data.items()
         }
 
-    def write(self, values: Any) -> None:
+    def write(self, values: ArrayLike | Mapping[int, ArrayLike]) -> None:
         """Sets the contents on the devices of this process. For tests.
 
         No call may run on the buffer meanwhile, on any rank.
@@ -203,7 +205,7 @@ class PeerBuffer:
         return extension.module(self._rendezvous.platform)
 
     def _ordinal(self, device_id: int) -> int:
-        return agreed.native_ordinal(self._rendezvous.devices[device_id])
+        return native_ordinal(self._rendezvous.devices[device_id])
 
     def _check_open(self) -> None:
         if self.closed:
@@ -235,7 +237,7 @@ class PeerBuffer:
 def peer_buffer(
     name: str,
     shape: Sequence[int],
-    dtype: Any,
+    dtype: DTypeLike,
     axis_name: str | Sequence[str],
     *,
     mesh: jax.sharding.Mesh | None = None,
@@ -498,7 +500,7 @@ def _make(
     module = extension.module(agreed.platform)
     deadline = key_value_store.Deadline(config.get().meeting_s)
     made = agreed.peer_buffers_made[name] = agreed.peer_buffers_made.get(name, 0) + 1
-    local, peers = agreed.devices_of_host(agreed)
+    local, peers = devices_of_host(agreed)
     shared = len(local) < len(peers)
     nbytes = _allocated(agreed.platform, _nbytes(shape, dtype))
     own: dict[int, Any] = {}
@@ -517,7 +519,7 @@ def _make(
 
     def allocate() -> dict[str, Any]:
         for i in local:
-            ordinal = agreed.native_ordinal(agreed.devices[i])
+            ordinal = native_ordinal(agreed.devices[i])
             own[i] = module.allocate(ordinal, nbytes, shared)
         handles = {str(i): own[i].handle().hex() if shared else "" for i in local}
         return {"wanted": wanted, "handles": handles}
@@ -540,7 +542,7 @@ def _make(
             memory.unlink()
     members = [
         (
-            agreed.native_ordinal(agreed.devices[i]),
+            native_ordinal(agreed.devices[i]),
             number,
             rank,
             [addresses[i][peer] for peer in group],

@@ -3,13 +3,14 @@
 Importing any of them registers the rules of all, since differentiation binds the primitives of
 others. No file here imports the package itself. Each imports files below it only:
 
-    fallback, lowering_site
+    counts, fallback, lowering_site
     primitive
-    collective      <- psum, psum_scatter, all_gather, all_to_all
-    products, matmul_arguments, overlapped, global_arrays
+    global_arrays
+    collective           <- psum, psum_scatter, all_gather, all_to_all
+    norm_rules           <- residual_norm
+    local_matmuls, matmul_arguments, overlapped_call
     collective_matmul    <- all_gather_matmul, matmul_reduce_scatter <- matmul_all_reduce
-    composition          <- gradients
-    residual_norm
+    combined_matmul      <- gradients
     column_parallel_matmul, row_parallel_matmul, which choose one of the collective matmuls
 """
 

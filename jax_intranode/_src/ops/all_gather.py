@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_intranode._src.ops import collective, fallback
+from jax_intranode._src.ops.annotations import AxisNames, PyTree
 from jax_intranode._src.ops.collective import (
     AllGatherParams,
     PsumScatterParams,
@@ -19,14 +20,14 @@ from jax_intranode._src.ops.primitive import nbytes
 
 
 def all_gather(
-    x: Any,
-    axis_name: Any,
+    x: PyTree,
+    axis_name: AxisNames,
     *,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     axis: int = 0,
     tiled: bool = False,
     to: str = "varying",
-) -> Any:
+) -> PyTree:
     """Gathers arrays over one or more mapped axes; takes the place of ``jax.lax.all_gather``.
 
     Inside ``jax.shard_map`` over devices of one host, each rank writes its array into its peers'

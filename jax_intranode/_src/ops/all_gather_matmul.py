@@ -3,27 +3,30 @@
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
+from jax.typing import ArrayLike, DTypeLike
 
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import (
     collective,
     collective_matmul,
+    local_matmuls,
     matmul_arguments,
-    overlapped,
-    products,
+    overlapped_call,
 )
+from jax_intranode._src.ops.annotations import AnyMesh, AxisNames, Matrices
 from jax_intranode._src.ops.collective import AllGatherParams, all_gather_p
 from jax_intranode._src.ops.collective_matmul import (
     Collective,
     Communicate,
-    MatmulParams,
+    GatherMatmulParams,
+    SumMatmulParams,
     TangentParams,
     all_gather_matmul_p,
     matmul_reduce_scatter_p,
@@ -36,17 +39,73 @@ from jax_intranode._src.ops.matmul_arguments import MatmulCall
 GATHERED = "jax_intranode.gathered"
 
 
+@overload
 def all_gather_matmul(
-    x: Any,
-    w: Any,
-    axis_name: Any,
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisNames,
+    *,
+    gather_axis: int = ...,
+    return_gathered: Literal[False] = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    batch_axes: AxisNames = ...,
+    mesh: AnyMesh | None = ...,
+) -> jax.Array: ...
+
+
+@overload
+def all_gather_matmul(
+    x: ArrayLike,
+    w: Sequence[ArrayLike],
+    axis_name: AxisNames,
+    *,
+    gather_axis: int = ...,
+    return_gathered: Literal[False] = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    batch_axes: AxisNames = ...,
+    mesh: AnyMesh | None = ...,
+) -> list[jax.Array]: ...
+
+
+@overload
+def all_gather_matmul(
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisNames,
+    *,
+    gather_axis: int = ...,
+    return_gathered: Literal[True],
+    preferred_element_type: DTypeLike | None = ...,
+    batch_axes: AxisNames = ...,
+    mesh: AnyMesh | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def all_gather_matmul(
+    x: ArrayLike,
+    w: Sequence[ArrayLike],
+    axis_name: AxisNames,
+    *,
+    gather_axis: int = ...,
+    return_gathered: Literal[True],
+    preferred_element_type: DTypeLike | None = ...,
+    batch_axes: AxisNames = ...,
+    mesh: AnyMesh | None = ...,
+) -> tuple[list[jax.Array], jax.Array]: ...
+
+
+def all_gather_matmul(
+    x: ArrayLike,
+    w: Matrices,
+    axis_name: AxisNames,
     *,
     gather_axis: int = 0,
     return_gathered: bool = False,
-    preferred_element_type: Any = None,
-    batch_axes: Any = (),
-    mesh: Any = None,
-) -> Any:
+    preferred_element_type: DTypeLike | None = None,
+    batch_axes: AxisNames = (),
+    mesh: AnyMesh | None = None,
+) -> jax.Array | list[jax.Array] | tuple[jax.Array | list[jax.Array], jax.Array]:
     """Gathers an array over one or more mapped axes and multiplies it with matrices.
 
     ``jax.lax.all_gather(x, axis_name, axis=gather_axis, tiled=True) @ w``: the first matmul of a
@@ -149,7 +208,7 @@ def of_call(call: MatmulCall, argument: str, gather_axis: Any, return_gathered: 
         reason = reason or matmul_arguments.reason_for_lax(
             "all_gather", call.axes, [x, *ws], [x], x.dtype
         )
-        params = MatmulParams(
+        params = GatherMatmulParams(
             axes=call.axes,
             axis=axis,
             world_size=matmul_arguments.world_size("all_gather_matmul", call.axes),
@@ -181,32 +240,32 @@ def _reason_of_types(x: Any, ws: Sequence[Any], return_gathered: bool) -> str | 
 # The unfused computation.
 
 
-def _unfused(gather: Communicate, x: Any, *ws: Any, params: MatmulParams) -> list[Any]:
+def _unfused(gather: Communicate, x: Any, *ws: Any, params: GatherMatmulParams) -> list[Any]:
     """The all-gather, and the products after it."""
     if x.size:
         whole = gather(x)
     else:  # XLA's collectives refuse empty arrays
         whole = collective.varying(x, params.axes).reshape(_gathered_shape(x.shape, params))
-    found = [products.dot(whole, w, params.dtype, params.precision, params.transposed) for w in ws]
+    found = [local_matmuls.dot(whole, w, *params.how) for w in ws]
     return [*found, whole] if params.gathered else found
 
 
-def _gathered_shape(shape: tuple[int, ...], params: MatmulParams) -> tuple[int, ...]:
+def _gathered_shape(shape: tuple[int, ...], params: GatherMatmulParams) -> tuple[int, ...]:
     axis = params.axis
     return (*shape[:axis], shape[axis] * params.world_size, *shape[axis + 1 :])
 
 
-def _gather(params: MatmulParams) -> Collective:
+def _gather(params: GatherMatmulParams) -> Collective:
     return all_gather_p, AllGatherParams(params.axes, params.axis, True, params.world_size)
 
 
 # Abstract evaluation.
 
 
-def abstract_eval(x: Any, *ws: Any, params: MatmulParams) -> list[Any]:
+def abstract_eval(x: Any, *ws: Any, params: GatherMatmulParams) -> list[Any]:
     """The types of the results."""
     whole = x.update(shape=_gathered_shape(x.shape, params), weak_type=False)
-    shapes = [products.dot_shape(whole, w, params.transposed) for w in ws]
+    shapes = [local_matmuls.dot_shape(whole, w, params.transposed) for w in ws]
     found = [whole.update(shape=s, dtype=np.dtype(params.dtype)) for s in shapes]
     return [*found, whole] if params.gathered else found
 
@@ -214,11 +273,11 @@ def abstract_eval(x: Any, *ws: Any, params: MatmulParams) -> list[Any]:
 # Overlapping.
 
 
-def request(x: Any, *ws: Any, params: MatmulParams) -> overlapped.Request | str:
+def request(x: Any, *ws: Any, params: GatherMatmulParams) -> overlapped_call.Request | str:
     """The request for a custom call, from the operands' types, or why there is none."""
     if not ws:
         return "no matmul"
-    return overlapped.Request(
+    return overlapped_call.Request(
         axis=params.axis,
         outer=math.prod(x.shape[: params.axis]),
         rows=math.prod(x.shape[params.axis : -1]),
@@ -240,7 +299,7 @@ _KIND = collective_matmul.Kind(
 
 
 def _jvp(
-    bind: Any, primals: Sequence[Any], tangents: Sequence[Any], params: MatmulParams
+    bind: Any, primals: Sequence[Any], tangents: Sequence[Any], params: GatherMatmulParams
 ) -> tuple[list[Any], list[Any]]:
     x, *ws = primals
     dx, *dws = tangents
@@ -265,12 +324,14 @@ def _jvp(
     if type(dx) is not ad.Zero:
         moved = list(bind(dx, *ws, params=params))
     for k in moving:
-        of_w = products.dot(whole, dws[k], params.dtype, params.precision, params.transposed)
+        of_w = local_matmuls.dot(whole, dws[k], *params.how)
         moved[k] = ad.add_jaxvals(moved[k], of_w) if type(dx) is not ad.Zero else of_w
     return results, moved
 
 
-def _transpose(cotangents: Sequence[Any], x: Any, *ws: Any, params: MatmulParams) -> list[Any]:
+def _transpose(
+    cotangents: Sequence[Any], x: Any, *ws: Any, params: GatherMatmulParams
+) -> list[Any]:
     nonzero = [None if type(ct) is ad.Zero else ct for ct in cotangents]
     of_products = nonzero[: len(ws)]
     none_of_ws: list[Any] = [None] * len(ws)
@@ -283,11 +344,10 @@ def _transpose(cotangents: Sequence[Any], x: Any, *ws: Any, params: MatmulParams
             *[ct for ct, _ in terms],
             *[w for _, w in terms],
             *addend,
-            params=replace(
-                params,
+            params=params.of(
+                SumMatmulParams,
                 dtype=x.aval.dtype,
                 transposed=not params.transposed,
-                gathered=False,
                 terms=len(terms),
             ),
         )
@@ -297,7 +357,7 @@ def _transpose(cotangents: Sequence[Any], x: Any, *ws: Any, params: MatmulParams
     return [
         None,
         *(
-            products.wgrad_dot(whole, ct, w.aval.dtype, params.precision, params.transposed)
+            local_matmuls.wgrad_dot(whole, ct, w.aval.dtype, params.precision, params.transposed)
             if ad.is_undefined_primal(w) and ct is not None
             else None
             for ct, w in zip(of_products, ws, strict=True)
@@ -309,7 +369,11 @@ def _transpose(cotangents: Sequence[Any], x: Any, *ws: Any, params: MatmulParams
 
 
 def _batch(
-    name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: MatmulParams
+    name: Hashable,
+    size: int,
+    operands: Sequence[Any],
+    dims: Sequence[Any],
+    params: GatherMatmulParams,
 ) -> tuple[list[Any], list[Any]]:
     # A batch that is itself spread over mesh axes (vmap's spmd_axis_name) varies over them.
     x, *ws = operands = matmul_arguments.varying_alike(operands, ())
@@ -331,7 +395,7 @@ def _batch(
 # Registration.
 
 
-def _needed(used: list[bool], params: MatmulParams) -> tuple[list[bool], MatmulParams]:
+def _needed(used: list[bool], params: GatherMatmulParams) -> tuple[list[bool], GatherMatmulParams]:
     if not params.gathered:
         return [True, *used], params
     return [True, *used[:-1]], replace(params, gathered=used[-1])

@@ -10,19 +10,20 @@ import numpy as np
 from jax import lax
 
 from jax_intranode._src.ops import collective, fallback
+from jax_intranode._src.ops.annotations import AxisNames, PyTree
 from jax_intranode._src.ops.collective import AllToAllParams, all_to_all_p
 from jax_intranode._src.ops.primitive import nbytes
 
 
 def all_to_all(
-    x: Any,
-    axis_name: Any,
+    x: PyTree,
+    axis_name: AxisNames,
     split_axis: int,
     concat_axis: int,
     *,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     tiled: bool = False,
-) -> Any:
+) -> PyTree:
     """Exchanges parts of arrays over mapped axes; takes the place of ``jax.lax.all_to_all``.
 
     Inside ``jax.shard_map`` over devices of one host, each rank writes each part of its array into

@@ -3,34 +3,42 @@
 Their primitives, and those of their gradients, are declared here, because differentiation turns one
 into another: each primitive's rules are in its own file, and may bind the others' primitives.
 
-A collective matmul is overlapped, as one custom call, where `overlapped.find` says so. Elsewhere it
-is computed unfused: products (`products`), and a collective that is selected by its own rules. Each
-file has a function `unfused(communicate, *operands, params)` for this, where `communicate` is the
-collective as a function of one array, and tells the others apart by a `Kind`.
+A collective matmul is overlapped, as one custom call, where `overlapped_call.find` says so.
+Elsewhere it is computed unfused: products (`local_matmuls`), and a collective that is selected by
+its own rules. Each file has a function `_unfused(communicate, *operands, params)` for this, where
+`communicate` is the collective as a function of one array, and describes itself by a `Kind`.
 """
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, mlir
 
-from jax_intranode._src.ops import collective, fallback, matmul_arguments, overlapped, products
+from jax_intranode._src.ops import (
+    collective,
+    fallback,
+    local_matmuls,
+    matmul_arguments,
+    overlapped_call,
+)
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import Decision, Operation, OpPrimitive, nbytes
 from jax_intranode._src.selection import select
 
 # The primitives, and their parameters.
 
+Params = TypeVar("Params", bound="MatmulParams")
+
 
 @dataclass(frozen=True)
 class MatmulParams:
-    """Parameters of a collective matmul.
+    """What the parameters of all collective matmuls have in common.
 
     Attributes:
         axes: the mesh axes of the collective.
@@ -40,9 +48,6 @@ class MatmulParams:
         dtype: dtype of the products.
         precision: as in ``jax.lax.dot_general``.
         transposed: whether the matrices are [N, K] instead of [K, N].
-        gathered: all_gather_matmul: whether the gathered x is the last result.
-        terms: matmul_reduce_scatter and matmul_all_reduce: number of products that are summed.
-        invariant: matmul_all_reduce: as in `collective.PsumParams`.
     """
 
     axes: tuple[str, ...]
@@ -51,8 +56,48 @@ class MatmulParams:
     dtype: np.dtype[Any]
     precision: Any
     transposed: bool = False
+
+    @property
+    def how(self) -> tuple[Any, Any, bool]:
+        """How products are computed: the last arguments of `local_matmuls.dot`."""
+        return self.dtype, self.precision, self.transposed
+
+    def of(self, kind: type[Params], **changes: Any) -> Params:
+        """The parameters of another collective matmul that has these in common, with changes."""
+        common = {f.name: getattr(self, f.name) for f in dataclasses.fields(MatmulParams)}
+        return kind(**common | changes)
+
+
+@dataclass(frozen=True)
+class GatherMatmulParams(MatmulParams):
+    """Parameters of `all_gather_matmul_p`.
+
+    Attributes:
+        gathered: whether the gathered x is the last result.
+    """
+
     gathered: bool = False
+
+
+@dataclass(frozen=True)
+class SumMatmulParams(MatmulParams):
+    """Parameters of `matmul_reduce_scatter_p`.
+
+    Attributes:
+        terms: number of products that are summed.
+    """
+
     terms: int = 1
+
+
+@dataclass(frozen=True)
+class AllReduceMatmulParams(SumMatmulParams):
+    """Parameters of `matmul_all_reduce_p`.
+
+    Attributes:
+        invariant: as in `collective.PsumParams`.
+    """
+
     invariant: bool = False
 
 
@@ -66,7 +111,7 @@ class TangentParams:
         moving: the matrices, by position, that have a tangent.
     """
 
-    matmul: MatmulParams
+    matmul: GatherMatmulParams
     matrices: int
     moving: tuple[int, ...]
 
@@ -86,7 +131,7 @@ class GradientParams:
         wgrad_dtype: dtype of the weight gradients.
     """
 
-    matmul: MatmulParams
+    matmul: Any
     dgrad: bool
     wgrads: tuple[int, ...]
     wgrad_dtype: Any
@@ -98,7 +143,7 @@ class GradientParams:
 
 # x and the ws -> a product of each w, and the gathered x if `gathered`.
 all_gather_matmul_p = OpPrimitive("all_gather_matmul")
-# A sum of products (see `products`) -> this rank's part of its sum over the ranks.
+# A sum of products (see `local_matmuls`) -> this rank's part of its sum over the ranks.
 matmul_reduce_scatter_p = OpPrimitive("matmul_reduce_scatter")
 # A sum of products without addend -> its sum over the ranks.
 matmul_all_reduce_p = OpPrimitive("matmul_all_reduce")
@@ -149,12 +194,12 @@ class Kind:
     """
 
     primitive: OpPrimitive
-    of: Callable[[MatmulParams], Collective]
+    of: Callable[[Any], Collective]
     unfused: Callable[..., list[Any]]
-    communicated: Callable[[Sequence[Any], MatmulParams], Any]
-    request: Callable[..., overlapped.Request | str]
+    communicated: Callable[[Sequence[Any], Any], Any]
+    request: Callable[..., overlapped_call.Request | str]
     overlapped_as: str | None = None
-    then: Callable[[MatmulParams], Collective] | None = None
+    then: Callable[[Any], Collective] | None = None
 
     def decide(
         self, site: LoweringSite, avals: Sequence[Any], params: MatmulParams, traced_over: Any
@@ -165,7 +210,7 @@ class Kind:
         found = (
             request
             if isinstance(request, str)
-            else overlapped.find(operation, site, traced_over, params.axes, request)
+            else overlapped_call.find(operation, site, traced_over, params.axes, request)
         )
         if isinstance(found, str):
             return self._decide_unfused(site, avals, params, traced_over, why=found)
@@ -267,14 +312,14 @@ def jvp_of_sum(
     bind: Callable[..., Any],
     primals: Sequence[Any],
     tangents: Sequence[Any],
-    params: MatmulParams,
+    params: SumMatmulParams,
 ) -> tuple[list[Any], list[Any]]:
     """The tangent is one collective of the sum of dx_i @ w_i + x_i @ dw_i."""
     (result,) = bind(*primals, params=params)
-    xs, ws, _ = products.split_terms(primals, params.terms)
+    xs, ws, _ = local_matmuls.split_terms(primals, params.terms)
     dxs, dws, addend = (
         [t if type(t) is not ad.Zero else None for t in part]
-        for part in products.split_terms(tangents, params.terms)
+        for part in local_matmuls.split_terms(tangents, params.terms)
     )
     terms = [(dx, w) for dx, w in zip(dxs, ws, strict=True) if dx is not None]
     terms += [(x, dw) for x, dw in zip(xs, dws, strict=True) if dw is not None]
@@ -285,18 +330,18 @@ def jvp_of_sum(
     return [result], list(moved)
 
 
-def transpose_of_sum(ct: Any, operands: Sequence[Any], params: MatmulParams) -> list[Any]:
+def transpose_of_sum(ct: Any, operands: Sequence[Any], params: SumMatmulParams) -> list[Any]:
     """Cotangents of the operands of a sum of products; None for operands that are known."""
     precision, transposed = params.precision, params.transposed
-    xs, ws, addend = products.split_terms(operands, params.terms)
+    xs, ws, addend = local_matmuls.split_terms(operands, params.terms)
     of_xs = [
-        products.dot(ct, w, x.aval.dtype, precision, not transposed)
+        local_matmuls.dot(ct, w, x.aval.dtype, precision, not transposed)
         if ad.is_undefined_primal(x)
         else None
         for x, w in zip(xs, ws, strict=True)
     ]
     of_ws = [
-        products.wgrad_dot(x, ct, w.aval.dtype, precision, transposed)
+        local_matmuls.wgrad_dot(x, ct, w.aval.dtype, precision, transposed)
         if ad.is_undefined_primal(w)
         else None
         for x, w in zip(xs, ws, strict=True)
@@ -311,8 +356,8 @@ def batch_of_sum(
     size: int,
     operands: Sequence[Any],
     dims: Sequence[Any],
-    params: MatmulParams,
-    batched: MatmulParams,
+    params: SumMatmulParams,
+    batched: SumMatmulParams,
 ) -> tuple[list[Any], list[Any]]:
     """Batches a sum of products.
 
@@ -323,7 +368,7 @@ def batch_of_sum(
     operands = matmul_arguments.varying_alike(operands, ())
     if name in params.axes:
         return kind.batch_over_hidden_axis(name, size, operands, dims, params)
-    xs, ws, addend = products.split_terms(dims, params.terms)
+    xs, ws, addend = local_matmuls.split_terms(dims, params.terms)
     if any(d is not None for d in ws) or None in (*xs, *addend):
         return kind.batch_unfused(size, operands, dims, [0], params)
     moved = [v if d is None else jnp.moveaxis(v, d, 0) for v, d in zip(operands, dims, strict=True)]

@@ -7,23 +7,29 @@ computes that gradient. JAX would insert a psum after the matmuls.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, mlir
+from jax.typing import ArrayLike, DTypeLike
 
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import (
     all_gather_matmul,
     collective,
     fallback,
+    local_matmuls,
     matmul_arguments,
-    products,
+    old_names,
 )
-from jax_intranode._src.ops.collective_matmul import MatmulParams, matmul_all_reduce_p
+from jax_intranode._src.ops.annotations import AnyMesh, AxisNames, Matrices
+from jax_intranode._src.ops.collective_matmul import (
+    AllReduceMatmulParams,
+    MatmulParams,
+    matmul_all_reduce_p,
+)
 from jax_intranode._src.ops.global_arrays import GlobalCall
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.matmul_arguments import MatmulCall
@@ -33,24 +39,51 @@ from jax_intranode._src.ops.primitive import Decision, OpPrimitive
 column_parallel_matmul_p = OpPrimitive("column_parallel_matmul")
 
 
+@overload
 def column_parallel_matmul(
-    x: Any,
-    w: Any,
-    axis_name: Any,
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisNames,
     *,
-    sequence_axis: int | None = None,
-    preferred_element_type: Any = None,
-    batch_axes: Any = (),
-    mesh: Any = None,
-) -> Any:
+    gather_axis: int | None = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    batch_axes: AxisNames = ...,
+    mesh: AnyMesh | None = ...,
+) -> jax.Array: ...
+
+
+@overload
+def column_parallel_matmul(
+    x: ArrayLike,
+    w: Sequence[ArrayLike],
+    axis_name: AxisNames,
+    *,
+    gather_axis: int | None = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    batch_axes: AxisNames = ...,
+    mesh: AnyMesh | None = ...,
+) -> list[jax.Array]: ...
+
+
+@old_names.argument("sequence_axis", "gather_axis")
+def column_parallel_matmul(
+    x: ArrayLike,
+    w: Matrices,
+    axis_name: AxisNames,
+    *,
+    gather_axis: int | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    batch_axes: AxisNames = (),
+    mesh: AnyMesh | None = None,
+) -> jax.Array | list[jax.Array]:
     """Multiplies with a matrix whose columns are divided over mesh axes.
 
     ``x @ w`` on global arrays: the first matmul of a tensor-parallel layer. Call it under
     ``jax.jit`` or eagerly, with the mesh of ``jax.set_mesh`` in context or with `mesh`. The mesh
     axes may be Auto or Explicit. Inside ``jax.shard_map`` it takes and returns the ranks' shards.
 
-    Without `sequence_axis` x is the same on all ranks. The matmul sends nothing, and one
-    ``matmul_all_reduce`` computes the gradient of x. With `sequence_axis` the ranks have divided
+    Without `gather_axis` x is the same on all ranks. The matmul sends nothing, and one
+    ``matmul_all_reduce`` computes the gradient of x. With `gather_axis` the ranks have divided
     that dimension of x (sequence parallelism). Then this is `all_gather_matmul`, whose
     documentation also says how it differentiates and what is kept for the backward pass.
 
@@ -66,7 +99,7 @@ def column_parallel_matmul(
         w: a matrix [K, N], or a list of matrices [K, N_i], with the dtype of x. Every N is a
             multiple of the number of ranks.
         axis_name: the name of a mesh axis, or several names, over which the columns are divided.
-        sequence_axis: the dimension of x that is divided over these axes, any but the last; None if
+        gather_axis: the dimension of x that is divided over these axes, any but the last; None if
             x is the same on all ranks.
         preferred_element_type: dtype of the products, as in ``jnp.matmul``; that of x by default.
         batch_axes: on global arrays, the other mesh axes that divide dimension 0 of x (data
@@ -80,9 +113,9 @@ def column_parallel_matmul(
 
     Raises:
         TypeError: an operand is no array, the dtypes differ, `preferred_element_type` is of another
-            kind than they are, `sequence_axis` is no integer, or `mesh` is no mesh.
+            kind than they are, `gather_axis` is no integer, or `mesh` is no mesh.
         ValueError: the numbers of dimensions or the contracted dimensions do not fit, there is no
-            such `sequence_axis` or it is the contracted dimension, a dimension is no multiple of
+            such `gather_axis` or it is the contracted dimension, a dimension is no multiple of
             the number of its parts, an axis is named twice, the type of an operand says that it is
             sharded over `axis_name` in another way, or `batch_axes` or `mesh` is given inside
             shard_map.
@@ -96,8 +129,8 @@ def column_parallel_matmul(
     """
     name = "column_parallel_matmul"
     call = MatmulCall(name, x, w, axis_name, preferred_element_type, batch_axes, mesh, lists=True)
-    if sequence_axis is not None:
-        return all_gather_matmul.of_call(call, "sequence_axis", sequence_axis, False)
+    if gather_axis is not None:
+        return all_gather_matmul.of_call(call, "gather_axis", gather_axis, False)
 
     def of_ranks(x: Any, *ws: Any, reason: str | None) -> list[Any]:
         params = MatmulParams(
@@ -133,7 +166,7 @@ def _bind(x: Any, ws: Sequence[Any], params: MatmulParams) -> list[Any]:
 
 
 def _products(x: Any, *ws: Any, params: MatmulParams) -> list[Any]:
-    return [products.dot(x, w, params.dtype, params.precision, params.transposed) for w in ws]
+    return [local_matmuls.dot(x, w, *params.how) for w in ws]
 
 
 # Abstract evaluation.
@@ -144,7 +177,7 @@ def _abstract_eval(x: Any, *ws: Any, params: MatmulParams) -> list[Any]:
     kind = kind.update(varying=kind.varying | set(params.axes))
     return [
         x.update(
-            shape=products.dot_shape(x, w, params.transposed),
+            shape=local_matmuls.dot_shape(x, w, params.transposed),
             dtype=params.dtype,
             weak_type=False,
             manual_axis_type=kind,
@@ -188,8 +221,8 @@ def _transpose(cotangents: Sequence[Any], x: Any, *ws: Any, params: MatmulParams
         (ct_x,) = matmul_all_reduce_p.bind(
             *[ct for ct, _ in terms],
             *[w for _, w in terms],
-            params=replace(
-                params,
+            params=params.of(
+                AllReduceMatmulParams,
                 dtype=x.aval.dtype,
                 transposed=not params.transposed,
                 terms=len(terms),
@@ -201,7 +234,7 @@ def _transpose(cotangents: Sequence[Any], x: Any, *ws: Any, params: MatmulParams
     return [
         None,
         *(
-            products.wgrad_dot(whole, ct, w.aval.dtype, params.precision, params.transposed)
+            local_matmuls.wgrad_dot(whole, ct, w.aval.dtype, params.precision, params.transposed)
             if ad.is_undefined_primal(w) and type(ct) is not ad.Zero
             else None
             for ct, w in zip(cotangents, ws, strict=True)

@@ -1,6 +1,7 @@
 """Tangents and gradients of collective matmuls, where several share one collective.
 
-Each is one primitive that stands for a collective matmul and local products (see `composition`):
+Each is one primitive that stands for a collective matmul and local products (see
+`combined_matmul`):
 
 - the tangent of an all_gather_matmul, whose transpose is
 - the gradients of an all_gather_matmul: a matmul_reduce_scatter gives the input gradient, and local
@@ -17,14 +18,15 @@ from jax.interpreters import ad
 
 from jax_intranode._src.ops import (
     all_gather_matmul,
-    composition,
+    combined_matmul,
+    local_matmuls,
     matmul_reduce_scatter,
-    overlapped,
-    products,
+    overlapped_call,
 )
 from jax_intranode._src.ops.collective_matmul import (
+    GatherMatmulParams,
     GradientParams,
-    MatmulParams,
+    SumMatmulParams,
     TangentParams,
     all_gather_matmul_p,
     gradients_of_all_gather_matmul_p,
@@ -32,7 +34,7 @@ from jax_intranode._src.ops.collective_matmul import (
     matmul_reduce_scatter_p,
     tangent_of_all_gather_matmul_p,
 )
-from jax_intranode._src.ops.composition import Bind, Matmul
+from jax_intranode._src.ops.combined_matmul import Bind, Matmul
 
 # The tangent of all_gather_matmul.
 
@@ -46,9 +48,8 @@ def _tangent(bind: Bind, *operands: Any, params: TangentParams) -> list[Any]:
     results = bind(primitive, *its_operands, params=its_params)
     if params.moving:
         whole, *dws = operands[1 + params.matrices :]
-        how = its_params.dtype, its_params.precision, its_params.transposed
         for k, dw in zip(params.moving, dws, strict=True):
-            results[k] = ad.add_jaxvals(results[k], products.dot(whole, dw, *how))
+            results[k] = ad.add_jaxvals(results[k], local_matmuls.dot(whole, dw, *its_params.how))
     return results
 
 
@@ -78,8 +79,8 @@ def _tangent_transpose(
     dgrad = ad.is_undefined_primal(dx)
     # For each product that has a weight gradient: its position among the nonzero cotangents.
     positions = {k: i for i, k in enumerate(nonzero) if k in moving}
-    matmul = replace(
-        params.matmul,
+    matmul = params.matmul.of(
+        SumMatmulParams,
         terms=len(nonzero),
         dtype=dx.aval.dtype if dgrad else dx.dtype,
         transposed=not params.matmul.transposed,
@@ -101,7 +102,7 @@ def _tangent_transpose(
     return [ct_x, *[None] * (count + len(whole)), *(wgrads.get(k) for k in params.moving)]
 
 
-composition.register(
+combined_matmul.register(
     tangent_of_all_gather_matmul_p,
     matmul=_tangent_matmul,
     compute=_tangent,
@@ -128,7 +129,7 @@ def _gather_gradients(bind: Bind, *operands: Any, params: GradientParams) -> lis
     results = [] if own is None else bind(own[0], *own[1], params=own[2])
     how = params.wgrad_dtype, params.matmul.precision, not params.matmul.transposed
     return results + [
-        products.wgrad_by_transposition(operands[-1], operands[k], *how) for k in params.wgrads
+        local_matmuls.wgrad_by_transposition(operands[-1], operands[k], *how) for k in params.wgrads
     ]
 
 
@@ -136,10 +137,12 @@ def _gather_abstract_eval(*operands: Any, params: GradientParams) -> list[Any]:
     own = _dgrad_by_reduce_scatter(operands, params)
     results = [] if own is None else matmul_reduce_scatter.abstract_eval(*own[1], params=own[2])
     how = params.wgrad_dtype, not params.matmul.transposed
-    return results + [products.wgrad_aval(operands[-1], operands[k], *how) for k in params.wgrads]
+    return results + [
+        local_matmuls.wgrad_aval(operands[-1], operands[k], *how) for k in params.wgrads
+    ]
 
 
-def _gather_request(*operands: Any, params: GradientParams) -> overlapped.Request | str:
+def _gather_request(*operands: Any, params: GradientParams) -> overlapped_call.Request | str:
     terms, wgrads = params.matmul.terms, params.wgrads
     own = _dgrad_by_reduce_scatter(operands, params)
     if own is None or not wgrads or not params.matmul.transposed:
@@ -147,7 +150,7 @@ def _gather_request(*operands: Any, params: GradientParams) -> overlapped.Reques
     order = sorted(range(terms), key=lambda k: k not in wgrads)  # terms with weight gradients first
 
     def ordered(*operands: Any) -> Sequence[Any]:
-        cts, ws, whole = products.split_terms(operands, terms)
+        cts, ws, whole = local_matmuls.split_terms(operands, terms)
         return [*(cts[k] for k in order), *(ws[k] for k in order), *whole]
 
     whole = operands[-1]
@@ -176,7 +179,7 @@ def _gather_needed(used: list[bool], params: GradientParams) -> tuple[list[bool]
     )
 
 
-composition.register(
+combined_matmul.register(
     gradients_of_all_gather_matmul_p,
     matmul=_dgrad_by_reduce_scatter,
     compute=_gather_gradients,
@@ -192,7 +195,7 @@ composition.register(
 
 def _dgrad_by_all_gather(operands: Sequence[Any], params: GradientParams) -> Matmul:
     """The collective matmul that gives the input gradient and the gathered cotangent."""
-    its_params: MatmulParams = replace(params.matmul, gathered=bool(params.wgrads))
+    its_params: GatherMatmulParams = replace(params.matmul, gathered=bool(params.wgrads))
     return all_gather_matmul_p, list(operands[: 1 + params.dgrad]), its_params
 
 
@@ -201,7 +204,7 @@ def _scatter_gradients(bind: Bind, *operands: Any, params: GradientParams) -> li
     results = bind(primitive, *its_operands, params=its_params)
     if params.wgrads:  # the last result is the gathered cotangent
         how = params.wgrad_dtype, its_params.precision, not its_params.transposed
-        results[-1] = products.wgrad_dot(operands[-1], results[-1], *how)
+        results[-1] = local_matmuls.wgrad_dot(operands[-1], results[-1], *how)
     return results
 
 
@@ -210,11 +213,11 @@ def _scatter_abstract_eval(*operands: Any, params: GradientParams) -> list[Any]:
     results = all_gather_matmul.abstract_eval(*its_operands, params=its_params)
     if params.wgrads:
         how = params.wgrad_dtype, not its_params.transposed
-        results[-1] = products.wgrad_aval(operands[-1], results[-1], *how)
+        results[-1] = local_matmuls.wgrad_aval(operands[-1], results[-1], *how)
     return results
 
 
-def _scatter_request(*operands: Any, params: GradientParams) -> overlapped.Request | str:
+def _scatter_request(*operands: Any, params: GradientParams) -> overlapped_call.Request | str:
     if not params.dgrad or not params.wgrads or not params.matmul.transposed:
         return "not both gradients for a matrix [K, N]"
     _, its_operands, _ = _dgrad_by_all_gather(operands, params)
@@ -233,7 +236,7 @@ def _scatter_needed(used: list[bool], params: GradientParams) -> tuple[list[bool
     )
 
 
-composition.register(
+combined_matmul.register(
     gradients_of_matmul_reduce_scatter_p,
     matmul=_dgrad_by_all_gather,
     compute=_scatter_gradients,

@@ -5,22 +5,25 @@ import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import jax
 from jax import lax
 from jax.interpreters import ad
+from jax.typing import ArrayLike, DTypeLike
 
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import (
     collective_matmul,
+    local_matmuls,
     matmul_arguments,
     matmul_reduce_scatter,
-    overlapped,
-    products,
+    overlapped_call,
 )
+from jax_intranode._src.ops.annotations import AnyMesh, AxisNames
 from jax_intranode._src.ops.collective import AllGatherParams, PsumParams, all_gather_p, psum_p
 from jax_intranode._src.ops.collective_matmul import (
+    AllReduceMatmulParams,
     Collective,
     Communicate,
-    MatmulParams,
     matmul_all_reduce_p,
 )
 from jax_intranode._src.ops.global_arrays import GlobalCall
@@ -28,14 +31,14 @@ from jax_intranode._src.ops.matmul_arguments import MatmulCall
 
 
 def matmul_all_reduce(
-    x: Any,
-    w: Any,
-    axis_name: Any,
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisNames,
     *,
-    preferred_element_type: Any = None,
-    batch_axes: Any = (),
-    mesh: Any = None,
-) -> Any:
+    preferred_element_type: DTypeLike | None = None,
+    batch_axes: AxisNames = (),
+    mesh: AnyMesh | None = None,
+) -> jax.Array:
     """Multiplies with a matrix and sums over one or more mapped axes.
 
     ``jax.lax.psum(x @ w, axis_name)``: the second matmul of a tensor-parallel layer.
@@ -104,7 +107,7 @@ def of_call(call: MatmulCall) -> Any:
         reason = reason or matmul_arguments.reason_for_lax(
             "psum", call.axes, [x, w], [x, w], call.dtype
         )
-        params = MatmulParams(
+        params = AllReduceMatmulParams(
             axes=call.axes,
             axis=0,
             world_size=matmul_arguments.world_size("matmul_all_reduce", call.axes),
@@ -123,25 +126,24 @@ def of_call(call: MatmulCall) -> Any:
 # The unfused computation.
 
 
-def _unfused(add: Communicate, *operands: Any, params: MatmulParams) -> list[Any]:
+def _unfused(add: Communicate, *operands: Any, params: AllReduceMatmulParams) -> list[Any]:
     """The sum of products, and the all-reduce after it."""
-    how = params.dtype, params.precision, params.transposed
-    return [add(products.sum_of_dots(operands, params.terms, *how))]
+    return [add(local_matmuls.sum_of_dots(operands, params.terms, *params.how))]
 
 
-def _psum(params: MatmulParams) -> Collective:
+def _psum(params: AllReduceMatmulParams) -> Collective:
     return psum_p, PsumParams(params.axes, params.invariant)
 
 
 # Abstract evaluation.
 
 
-def _total(operands: Sequence[Any], params: MatmulParams) -> Any:
+def _total(operands: Sequence[Any], params: AllReduceMatmulParams) -> Any:
     """The type of the sum of products on a rank."""
-    return products.sum_of_dots_aval(operands, params.terms, params.dtype, params.transposed)
+    return local_matmuls.sum_of_dots_aval(operands, params.terms, params.dtype, params.transposed)
 
 
-def _abstract_eval(*operands: Any, params: MatmulParams) -> list[Any]:
+def _abstract_eval(*operands: Any, params: AllReduceMatmulParams) -> list[Any]:
     total = _total(operands, params)
     if not params.invariant:
         return [total]
@@ -152,7 +154,7 @@ def _abstract_eval(*operands: Any, params: MatmulParams) -> list[Any]:
 # Overlapping.
 
 
-def _request(*operands: Any, params: MatmulParams) -> overlapped.Request | str:
+def _request(*operands: Any, params: AllReduceMatmulParams) -> overlapped_call.Request | str:
     """The request for a matmul_reduce_scatter of all rows, or why there is none."""
     rows = math.prod(operands[0].shape[:-1])
     if rows % params.world_size != 0:
@@ -164,13 +166,13 @@ def _request(*operands: Any, params: MatmulParams) -> overlapped.Request | str:
         return request
 
     def in_rows(*operands: Any) -> Sequence[Any]:
-        xs, ws, _ = products.split_terms(operands, params.terms)
+        xs, ws, _ = local_matmuls.split_terms(operands, params.terms)
         return [*(x.reshape(rows, x.shape[-1]) for x in xs), *ws]
 
     return dataclasses.replace(request, operands=in_rows)
 
 
-def _gather(params: MatmulParams) -> Collective:
+def _gather(params: AllReduceMatmulParams) -> Collective:
     """The all-gather after an overlapped matmul_reduce_scatter."""
     return all_gather_p, AllGatherParams(params.axes, 0, True, params.world_size)
 
@@ -189,7 +191,9 @@ _KIND = collective_matmul.Kind(
 # Differentiation. The jvp rule is `collective_matmul.jvp_of_sum`.
 
 
-def _transpose(cotangents: Sequence[Any], *operands: Any, params: MatmulParams) -> list[Any]:
+def _transpose(
+    cotangents: Sequence[Any], *operands: Any, params: AllReduceMatmulParams
+) -> list[Any]:
     (ct,) = cotangents
     if type(ct) is ad.Zero:
         return [None] * len(operands)
@@ -204,7 +208,11 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, params: MatmulParams) 
 
 
 def _batch(
-    name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: MatmulParams
+    name: Hashable,
+    size: int,
+    operands: Sequence[Any],
+    dims: Sequence[Any],
+    params: AllReduceMatmulParams,
 ) -> tuple[list[Any], list[Any]]:
     return collective_matmul.batch_of_sum(
         _KIND,

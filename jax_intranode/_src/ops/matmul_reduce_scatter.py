@@ -5,22 +5,27 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 from jax.interpreters import ad
+from jax.typing import ArrayLike, DTypeLike
 
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import (
     collective,
     collective_matmul,
+    local_matmuls,
     matmul_arguments,
-    overlapped,
-    products,
+    old_names,
+    overlapped_call,
 )
+from jax_intranode._src.ops.annotations import AnyMesh, AxisNames
 from jax_intranode._src.ops.collective import PsumScatterParams, psum_scatter_p
 from jax_intranode._src.ops.collective_matmul import (
     Collective,
     Communicate,
+    GatherMatmulParams,
     GradientParams,
-    MatmulParams,
+    SumMatmulParams,
     all_gather_matmul_p,
     gradients_of_matmul_reduce_scatter_p,
     matmul_reduce_scatter_p,
@@ -29,23 +34,24 @@ from jax_intranode._src.ops.global_arrays import GlobalCall
 from jax_intranode._src.ops.matmul_arguments import MatmulCall
 
 
+@old_names.argument("scatter_axis", "scatter_dimension")
 def matmul_reduce_scatter(
-    x: Any,
-    w: Any,
-    axis_name: Any,
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisNames,
     *,
-    scatter_axis: int = 0,
-    preferred_element_type: Any = None,
-    batch_axes: Any = (),
-    mesh: Any = None,
-) -> Any:
+    scatter_dimension: int = 0,
+    preferred_element_type: DTypeLike | None = None,
+    batch_axes: AxisNames = (),
+    mesh: AnyMesh | None = None,
+) -> jax.Array:
     """Multiplies with a matrix, sums over mapped axes, and keeps a part.
 
-    ``jax.lax.psum_scatter(x @ w, axis_name, scatter_dimension=scatter_axis, tiled=True)``: the
+    ``jax.lax.psum_scatter(x @ w, axis_name, scatter_dimension=scatter_dimension, tiled=True)``: the
     second matmul of a tensor-parallel layer with sequence parallelism.
 
     On Hopper GPUs, for bfloat16 and float16, for K and N that are multiples of 8 and for any
-    `scatter_axis` but the last, the reduce-scatter is overlapped with the matmul where that is
+    `scatter_dimension` but the last, the reduce-scatter is overlapped with the matmul where that is
     faster: products travel while others are computed. Elsewhere a reduce-scatter follows the
     matmul: that of this package or that of ``jax.lax``, as for a call of
     ``jax_intranode.psum_scatter``. `explain` says how a call runs, and why.
@@ -65,15 +71,15 @@ def matmul_reduce_scatter(
 
     Outside of ``shard_map`` it computes ``x @ w`` on global arrays, under ``jax.jit`` or eagerly,
     on the mesh of ``jax.set_mesh`` or `mesh`. Then the axes, Auto or Explicit ones, divide
-    the last dimension of x, the first of w and `scatter_axis` of the result.
+    the last dimension of x, the first of w and `scatter_dimension` of the result.
     Operands that are sharded in another way are treated as by `column_parallel_matmul`.
 
     Args:
         x: an array [..., K] with 2 or more dimensions, of any dtype that can be multiplied.
         w: a matrix [K, N] with the dtype of x.
         axis_name: the name of a mapped axis, or several names, with ranks in row-major order.
-        scatter_axis: the dimension of the product that is divided among the ranks, any of them. Its
-            length is a multiple of the number of ranks.
+        scatter_dimension: the dimension of the product that is divided among the ranks, any of
+            them. Its length is a multiple of the number of ranks.
         preferred_element_type: the result's dtype, as in ``jnp.matmul``; that of x by default.
         batch_axes: on global arrays, the other mesh axes that divide dimension 0 of x (data
             parallelism), before `axis_name` does: a name or several. Explicit axes are known from
@@ -85,9 +91,9 @@ def matmul_reduce_scatter(
 
     Raises:
         TypeError: an operand is no array, the dtypes differ, `preferred_element_type` is of another
-            kind than they are, or `scatter_axis` is no integer.
+            kind than they are, or `scatter_dimension` is no integer.
         ValueError: the numbers of dimensions or the contracted dimensions do not fit, there is no
-            such `scatter_axis`, or its length is no multiple of the number of ranks.
+            such `scatter_dimension`, or its length is no multiple of the number of ranks.
         ValueError, TypeError, NameError: on global arrays, as `column_parallel_matmul`.
         NameError: an axis is not bound, as in ``jax.lax.psum_scatter``.
 
@@ -105,31 +111,31 @@ def matmul_reduce_scatter(
     call = MatmulCall(
         *("matmul_reduce_scatter", x, w, axis_name, preferred_element_type, batch_axes, mesh)
     )
-    return of_call(call, "scatter_axis", scatter_axis)
+    return of_call(call, "scatter_dimension", scatter_dimension)
 
 
-def of_call(call: MatmulCall, argument: str, scatter_axis: Any) -> Any:
+def of_call(call: MatmulCall, argument: str, scatter_dimension: Any) -> Any:
     """A matmul_reduce_scatter, for a public function.
 
     Args:
         call: the call of the public function.
-        argument: its argument that gives `scatter_axis`.
-        scatter_axis: as in `matmul_reduce_scatter`.
+        argument: its argument that gives `scatter_dimension`.
+        scatter_dimension: as in `matmul_reduce_scatter`.
     """
-    dimension = matmul_arguments.dimension(call.name, argument, scatter_axis, call.x.ndim)
+    dimension = matmul_arguments.dimension(call.name, argument, scatter_dimension, call.x.ndim)
 
     def of_ranks(x: Any, w: Any, *, reason: str | None) -> list[Any]:
         size = matmul_arguments.world_size("matmul_reduce_scatter", call.axes)
-        length = products.dot_shape(x, w, False)[dimension]
+        length = local_matmuls.dot_shape(x, w, False)[dimension]
         if length % size != 0:
             raise ValueError(
-                f"{call.name}: {argument} {scatter_axis} of the product has {length} elements; it "
-                f"must be a multiple of the {size} ranks over {call.axis_name!r}"
+                f"{call.name}: {argument} {scatter_dimension} of the product has {length} "
+                f"elements; it must be a multiple of the {size} ranks over {call.axis_name!r}"
             )
         reason = reason or matmul_arguments.reason_for_lax(
             "psum_scatter", call.axes, [x, w], [x, w], call.dtype
         )
-        params = MatmulParams(
+        params = SumMatmulParams(
             call.axes, dimension, size, call.dtype, trace_state.matmul_precision()
         )
         return _KIND.bind_or_fall_back([x, w], params, reason)
@@ -137,7 +143,7 @@ def of_call(call: MatmulCall, argument: str, scatter_axis: Any) -> Any:
     def specs(of_global: GlobalCall, rows: list[Any]) -> tuple[Any, Any, list[Any]]:
         axes = of_global.axes
         spec = [entry + axes * (k == dimension) for k, entry in enumerate([*rows, ()])]
-        product = products.dot_shape(call.x, call.ws[0], False)
+        product = local_matmuls.dot_shape(call.x, call.ws[0], False)
         of_global.check_divisible("the product", product, spec)
         return [*rows, axes], [axes, ()], [spec]
 
@@ -147,35 +153,33 @@ def of_call(call: MatmulCall, argument: str, scatter_axis: Any) -> Any:
 # The unfused computation.
 
 
-def _unfused(scatter: Communicate, *operands: Any, params: MatmulParams) -> list[Any]:
+def _unfused(scatter: Communicate, *operands: Any, params: SumMatmulParams) -> list[Any]:
     """The sum of products, and the reduce-scatter after it."""
-    total = products.sum_of_dots(
-        operands, params.terms, params.dtype, params.precision, params.transposed
-    )
+    total = local_matmuls.sum_of_dots(operands, params.terms, *params.how)
     if total.size == 0:  # XLA's collectives refuse empty arrays
         total = collective.varying(total, params.axes)
         return [total.reshape(_part_shape(total.shape, params))]
     return [scatter(total)]
 
 
-def _part_shape(shape: tuple[int, ...], params: MatmulParams) -> tuple[int, ...]:
+def _part_shape(shape: tuple[int, ...], params: SumMatmulParams) -> tuple[int, ...]:
     axis = params.axis
     return (*shape[:axis], shape[axis] // params.world_size, *shape[axis + 1 :])
 
 
-def _scatter(params: MatmulParams) -> Collective:
+def _scatter(params: SumMatmulParams) -> Collective:
     return psum_scatter_p, PsumScatterParams(params.axes, params.axis, True, params.world_size)
 
 
 # Abstract evaluation.
 
 
-def _total(operands: Sequence[Any], params: MatmulParams) -> Any:
+def _total(operands: Sequence[Any], params: SumMatmulParams) -> Any:
     """The type of the sum of products on a rank."""
-    return products.sum_of_dots_aval(operands, params.terms, params.dtype, params.transposed)
+    return local_matmuls.sum_of_dots_aval(operands, params.terms, params.dtype, params.transposed)
 
 
-def abstract_eval(*operands: Any, params: MatmulParams) -> list[Any]:
+def abstract_eval(*operands: Any, params: SumMatmulParams) -> list[Any]:
     """The types of the results."""
     total = _total(operands, params)
     return [total.update(shape=_part_shape(total.shape, params))]
@@ -184,16 +188,16 @@ def abstract_eval(*operands: Any, params: MatmulParams) -> list[Any]:
 # Overlapping.
 
 
-def request(*operands: Any, params: MatmulParams) -> overlapped.Request | str:
+def request(*operands: Any, params: SumMatmulParams) -> overlapped_call.Request | str:
     """The request for a custom call, from the operands' types, or why there is none."""
-    xs, ws, addend = products.split_terms(operands, params.terms)
+    xs, ws, addend = local_matmuls.split_terms(operands, params.terms)
     if not xs:
         return "no matmul"
     if addend:
         return "a sum with the cotangent of the gathered x"
     if params.axis == xs[0].ndim - 1:
         return "scattered along the last dimension"
-    return overlapped.Request(
+    return overlapped_call.Request(
         axis=params.axis,
         outer=math.prod(xs[0].shape[: params.axis]),
         rows=math.prod(xs[0].shape[params.axis : -1]) // params.world_size,
@@ -211,12 +215,12 @@ _KIND = collective_matmul.Kind(matmul_reduce_scatter_p, _scatter, _unfused, _tot
 # Differentiation. The jvp rule is `collective_matmul.jvp_of_sum`.
 
 
-def _transpose(cotangents: Sequence[Any], *operands: Any, params: MatmulParams) -> list[Any]:
+def _transpose(cotangents: Sequence[Any], *operands: Any, params: SumMatmulParams) -> list[Any]:
     (ct,) = cotangents
     if type(ct) is ad.Zero:
         return [None] * len(operands)
     terms = params.terms
-    xs, ws, addend = products.split_terms(operands, terms)
+    xs, ws, addend = local_matmuls.split_terms(operands, terms)
     # Input gradients are all_gather_matmuls of the cotangent, unless the gathered dimension is the
     # one that they contract with ws.
     fusable = [k for k, x in enumerate(xs) if ad.is_undefined_primal(x)]
@@ -231,8 +235,8 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, params: MatmulParams) 
     of_w = undefined[0] - terms if len(undefined) == 1 else -1
     if len(fusable) == 1 and 0 <= of_w < terms and of_w != fusable[0]:
         (of_x,) = fusable
-        matmul = replace(
-            params, dtype=xs[of_x].aval.dtype, transposed=not params.transposed, terms=1
+        matmul = params.of(
+            GatherMatmulParams, dtype=xs[of_x].aval.dtype, transposed=not params.transposed
         )
         found[of_x], found[terms + of_w] = gradients_of_matmul_reduce_scatter_p.bind(
             ct,
@@ -245,12 +249,11 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, params: MatmulParams) 
     results = all_gather_matmul_p.bind(
         ct,
         *[ws[k] for k in fusable],
-        params=replace(
-            params,
+        params=params.of(
+            GatherMatmulParams,
             dtype=xs[fusable[0]].aval.dtype if fusable else ct.dtype,
             transposed=not params.transposed,
             gathered=bool(undefined),
-            terms=1,
         ),
     )
     if undefined:
@@ -264,7 +267,7 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, params: MatmulParams) 
 
 
 def _batch(
-    name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: MatmulParams
+    name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: SumMatmulParams
 ) -> tuple[list[Any], list[Any]]:
     return collective_matmul.batch_of_sum(
         _KIND,

@@ -66,7 +66,7 @@ class NormParams:
 
 
 PRIMITIVES = {
-    (norm, scatters): OpPrimitive(f"{'reduce_scatter' if scatters else 'psum'}_residual_{norm}")
+    (norm, scatters): OpPrimitive(f"{'psum_scatter' if scatters else 'psum'}_residual_{norm}")
     for norm in ("rms_norm", "layer_norm")
     for scatters in (False, True)
 }

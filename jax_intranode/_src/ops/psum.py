@@ -11,6 +11,7 @@ from jax import lax
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.native import definitions
 from jax_intranode._src.ops import collective, fallback
+from jax_intranode._src.ops.annotations import AxisNames, PyTree
 from jax_intranode._src.ops.collective import PsumParams, psum_p
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import Decision
@@ -18,11 +19,11 @@ from jax_intranode._src.selection import select
 
 
 def psum(
-    x: Any,
-    axis_name: Hashable | Sequence[Hashable],
+    x: PyTree,
+    axis_name: AxisNames,
     *,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
-) -> Any:
+) -> PyTree:
     """Sums over one or more mapped axes; takes the place of ``jax.lax.psum``.
 
     Inside ``jax.shard_map`` over devices of one host, kernels that write into the peers' memory
@@ -84,11 +85,11 @@ def psum(
 
 
 def pmean(
-    x: Any,
-    axis_name: Hashable | Sequence[Hashable],
+    x: PyTree,
+    axis_name: AxisNames,
     *,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
-) -> Any:
+) -> PyTree:
     """The mean over one or more mapped axes; takes the place of ``jax.lax.pmean``.
 
     It is `psum` divided by the number of ranks. Arguments, results, errors and differentiation are

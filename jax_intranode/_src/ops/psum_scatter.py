@@ -8,6 +8,7 @@ import jax
 from jax import lax
 
 from jax_intranode._src.ops import collective, fallback
+from jax_intranode._src.ops.annotations import AxisNames, PyTree
 from jax_intranode._src.ops.collective import (
     AllGatherParams,
     PsumScatterParams,
@@ -17,13 +18,13 @@ from jax_intranode._src.ops.collective import (
 
 
 def psum_scatter(
-    x: Any,
-    axis_name: Any,
+    x: PyTree,
+    axis_name: AxisNames,
     *,
     scatter_dimension: int = 0,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     tiled: bool = False,
-) -> Any:
+) -> PyTree:
     """Sums over mapped axes and keeps a part; takes the place of ``jax.lax.psum_scatter``.
 
     Inside ``jax.shard_map`` over devices of one host, each rank writes every part of its array into

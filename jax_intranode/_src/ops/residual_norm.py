@@ -12,23 +12,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
+from jax.typing import ArrayLike
 
 from jax_intranode._src.jax_private import trace_state
-from jax_intranode._src.ops import collective, fallback, matmul_arguments
+from jax_intranode._src.ops import collective, fallback, matmul_arguments, old_names
+from jax_intranode._src.ops.annotations import AxisNames
 from jax_intranode._src.ops.norm_rules import PRIMITIVES, NormParams
 from jax_intranode._src.selection import select
 
 
 def psum_residual_rms_norm(
-    x: Any,
-    residual: Any,
-    weight: Any,
-    axis_name: Any,
+    x: ArrayLike,
+    residual: ArrayLike,
+    weight: ArrayLike,
+    axis_name: AxisNames,
     *,
     eps: float,
-    bias: Any = None,
+    bias: ArrayLike | None = None,
     weight_offset: float = 0.0,
-) -> tuple[Any, Any]:
+) -> tuple[jax.Array, jax.Array]:
     """Sums over mapped axes, adds a residual, and normalizes the rows of the result.
 
     This is what follows the second matmul of each block of a tensor-parallel transformer. Inside
@@ -103,15 +105,15 @@ def psum_residual_rms_norm(
 
 
 def psum_residual_layer_norm(
-    x: Any,
-    residual: Any,
-    weight: Any,
-    axis_name: Any,
+    x: ArrayLike,
+    residual: ArrayLike,
+    weight: ArrayLike,
+    axis_name: AxisNames,
     *,
     eps: float,
-    bias: Any = None,
+    bias: ArrayLike | None = None,
     weight_offset: float = 0.0,
-) -> tuple[Any, Any]:
+) -> tuple[jax.Array, jax.Array]:
     """`psum_residual_rms_norm` with LayerNorm instead of RMSNorm.
 
     Arguments, results, errors and differentiation are described there. Steps 3 and 4 are
@@ -133,17 +135,17 @@ def psum_residual_layer_norm(
     return _call("layer_norm", None, x, residual, weight, bias, axis_name, eps, weight_offset)
 
 
-def reduce_scatter_residual_rms_norm(
-    x: Any,
-    residual: Any,
-    weight: Any,
-    axis_name: Any,
+def psum_scatter_residual_rms_norm(
+    x: ArrayLike,
+    residual: ArrayLike,
+    weight: ArrayLike,
+    axis_name: AxisNames,
     *,
     eps: float,
-    bias: Any = None,
+    bias: ArrayLike | None = None,
     weight_offset: float = 0.0,
     scatter_dimension: int = 0,
-) -> tuple[Any, Any]:
+) -> tuple[jax.Array, jax.Array]:
     """`psum_residual_rms_norm` for sequence parallelism: each rank gets a part of the rows.
 
     As ``psum_scatter(x, axis_name, scatter_dimension=scatter_dimension, tiled=True)``, followed by
@@ -173,7 +175,7 @@ def reduce_scatter_residual_rms_norm(
         ...     mesh=mesh, in_specs=(P(None, "model"), P("model"), P()), out_specs=P("model")
         ... )
         ... def normed(x, residual, weight):
-        ...     return jax_intranode.reduce_scatter_residual_rms_norm(
+        ...     return jax_intranode.psum_scatter_residual_rms_norm(
         ...         x[:, 0], residual, weight, "model", eps=0.0
         ...     )
         >>> y, h = normed(jnp.ones((4, 2, 8)), jnp.ones((4, 8)), jnp.ones(8))
@@ -185,18 +187,18 @@ def reduce_scatter_residual_rms_norm(
     )
 
 
-def reduce_scatter_residual_layer_norm(
-    x: Any,
-    residual: Any,
-    weight: Any,
-    axis_name: Any,
+def psum_scatter_residual_layer_norm(
+    x: ArrayLike,
+    residual: ArrayLike,
+    weight: ArrayLike,
+    axis_name: AxisNames,
     *,
     eps: float,
-    bias: Any = None,
+    bias: ArrayLike | None = None,
     weight_offset: float = 0.0,
     scatter_dimension: int = 0,
-) -> tuple[Any, Any]:
-    """`reduce_scatter_residual_rms_norm` with LayerNorm instead of RMSNorm.
+) -> tuple[jax.Array, jax.Array]:
+    """`psum_scatter_residual_rms_norm` with LayerNorm instead of RMSNorm.
 
     The arithmetic of the norm is that of `psum_residual_layer_norm`.
 
@@ -206,7 +208,7 @@ def reduce_scatter_residual_layer_norm(
         ...     mesh=mesh, in_specs=(P(None, "model"), P("model"), P()), out_specs=P("model")
         ... )
         ... def normed(x, residual, weight):
-        ...     return jax_intranode.reduce_scatter_residual_layer_norm(
+        ...     return jax_intranode.psum_scatter_residual_layer_norm(
         ...         x[:, 0], residual, weight, "model", eps=0.0
         ...     )
         >>> y, h = normed(jnp.ones((2, 2, 2)), jnp.array([[1.0, 3.0]] * 2), jnp.ones(2))
@@ -217,6 +219,13 @@ def reduce_scatter_residual_layer_norm(
         "layer_norm", scatter_dimension, x, residual, weight, bias, axis_name, eps, weight_offset
     )
 
+
+reduce_scatter_residual_rms_norm = old_names.function(
+    "reduce_scatter_residual_rms_norm", psum_scatter_residual_rms_norm
+)
+reduce_scatter_residual_layer_norm = old_names.function(
+    "reduce_scatter_residual_layer_norm", psum_scatter_residual_layer_norm
+)
 
 # Checks.
 
@@ -345,7 +354,7 @@ def _check_types(
             advice = "all ranks must have the same"
             if argument == "residual":
                 advice += "; for a residual that is divided among the ranks, see "
-                advice += f"jax_intranode.{name.replace('psum', 'reduce_scatter')}"
+                advice += f"jax_intranode.{name.replace('psum', 'psum_scatter')}"
             raise ValueError(
                 f"{name}: {argument} varies over the axes {sorted(map(str, over))}; {advice}"
             )

@@ -1,21 +1,24 @@
 """row_parallel_matmul: x, times a matrix whose rows are divided among the ranks."""
 
-from typing import Any
+import jax
+from jax.typing import ArrayLike, DTypeLike
 
-from jax_intranode._src.ops import matmul_all_reduce, matmul_reduce_scatter
+from jax_intranode._src.ops import matmul_all_reduce, matmul_reduce_scatter, old_names
+from jax_intranode._src.ops.annotations import AnyMesh, AxisNames
 from jax_intranode._src.ops.matmul_arguments import MatmulCall
 
 
+@old_names.argument("sequence_axis", "scatter_dimension")
 def row_parallel_matmul(
-    x: Any,
-    w: Any,
-    axis_name: Any,
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisNames,
     *,
-    sequence_axis: int | None = None,
-    preferred_element_type: Any = None,
-    batch_axes: Any = (),
-    mesh: Any = None,
-) -> Any:
+    scatter_dimension: int | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    batch_axes: AxisNames = (),
+    mesh: AnyMesh | None = None,
+) -> jax.Array:
     """Multiplies with a matrix whose rows are divided over mesh axes.
 
     ``x @ w`` on global arrays: the second matmul of a tensor-parallel layer, which takes what
@@ -23,10 +26,10 @@ def row_parallel_matmul(
     ``jax.set_mesh`` in context or with `mesh`. The mesh axes may be Auto or Explicit. Inside
     ``jax.shard_map`` it takes and returns the ranks' shards.
 
-    Without `sequence_axis` all ranks get the whole product: this is `matmul_all_reduce`. With
-    `sequence_axis` the ranks divide that dimension of the product (sequence parallelism): this is
-    `matmul_reduce_scatter`. Their documentation says how sums are rounded, what is overlapped, and
-    how they differentiate: as ``x @ w`` does, in forward and reverse mode and to any order.
+    Without `scatter_dimension` all ranks get the whole product: this is `matmul_all_reduce`. With
+    `scatter_dimension` the ranks divide that dimension of the product (sequence parallelism): this
+    is `matmul_reduce_scatter`. Their documentation says how sums are rounded, what is overlapped,
+    and how they differentiate: as ``x @ w`` does, in forward and reverse mode and to any order.
 
     XLA reshards global operands that are sharded in another way than below, for instance weights
     that are sharded over `batch_axes`, too. Refused is only an operand of Explicit axes whose type
@@ -37,7 +40,7 @@ def row_parallel_matmul(
             last dimension is divided over `axis_name`, so K is a multiple of the number of ranks.
         w: a matrix [K, N] with the dtype of x.
         axis_name: the name of a mesh axis, or several names, over which the rows of w are divided.
-        sequence_axis: the dimension of the product to divide over these axes, any but the last;
+        scatter_dimension: the dimension of the product to divide over these axes, any but the last;
             None if all ranks shall have the whole product.
         preferred_element_type: the result's dtype, as in ``jnp.matmul``; that of x by default.
         batch_axes: on global arrays, the other mesh axes that divide dimension 0 of x (data
@@ -46,14 +49,14 @@ def row_parallel_matmul(
         mesh: on global arrays, the mesh, if there is none in context.
 
     Returns:
-        An array [..., N]. Dimension `sequence_axis`, if there is one, is divided over `axis_name`,
-        and dimension 0 over `batch_axes`.
+        An array [..., N]. Dimension `scatter_dimension`, if there is one, is divided over
+        `axis_name`, and dimension 0 over `batch_axes`.
 
     Raises:
         TypeError: an operand is no array, the dtypes differ, `preferred_element_type` is of another
-            kind than they are, `sequence_axis` is no integer, or `mesh` is no mesh.
+            kind than they are, `scatter_dimension` is no integer, or `mesh` is no mesh.
         ValueError: the numbers of dimensions or the contracted dimensions do not fit, there is no
-            such `sequence_axis` or it is the last dimension, a dimension is no multiple of the
+            such `scatter_dimension` or it is the last dimension, a dimension is no multiple of the
             number of its parts, an axis is named twice, the type of an operand says that it is
             sharded over `axis_name` in another way, or `batch_axes` or `mesh` is given inside
             shard_map.
@@ -70,12 +73,12 @@ def row_parallel_matmul(
         True
     """
     name = "row_parallel_matmul"
-    if getattr(x, "ndim", 0) >= 2 and sequence_axis in (-1, x.ndim - 1):
-        raise ValueError(
-            f"{name}: sequence_axis is {sequence_axis}, the last dimension of the product; divide "
-            "another one, or call jax_intranode.matmul_reduce_scatter"
-        )
     call = MatmulCall(name, x, w, axis_name, preferred_element_type, batch_axes, mesh)
-    if sequence_axis is None:
+    if scatter_dimension in (-1, call.x.ndim - 1):
+        raise ValueError(
+            f"{name}: scatter_dimension is {scatter_dimension}, the last dimension of the product; "
+            "divide another one, or call jax_intranode.matmul_reduce_scatter"
+        )
+    if scatter_dimension is None:
         return matmul_all_reduce.of_call(call)
-    return matmul_reduce_scatter.of_call(call, "sequence_axis", sequence_axis)
+    return matmul_reduce_scatter.of_call(call, "scatter_dimension", scatter_dimension)

@@ -9,8 +9,8 @@ from jax.extend.core import Var
 
 from jax_intranode._src.jax_private import equation_kinds, lax_collectives
 from jax_intranode._src.ops.collective_matmul import (
+    GatherMatmulParams,
     GradientParams,
-    MatmulParams,
     all_gather_matmul_p,
     gradients_of_matmul_reduce_scatter_p,
 )
@@ -206,7 +206,7 @@ class _Gather:
         leading = leading_dims(size, rows)
         whole = (*leading[:-1], rows * self.size)
         shard = Factored(self.x, self.local(x.free), self.local(x.contracted), (), x.dtypes)
-        params = MatmulParams(
+        params = GatherMatmulParams(
             axes=self.collective.axes,
             axis=len(leading) - 1,
             world_size=self.size,

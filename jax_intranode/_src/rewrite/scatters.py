@@ -8,8 +8,9 @@ from typing import Any
 
 from jax_intranode._src.jax_private import equation_kinds, lax_collectives
 from jax_intranode._src.ops.collective_matmul import (
+    AllReduceMatmulParams,
     GradientParams,
-    MatmulParams,
+    SumMatmulParams,
     gradients_of_all_gather_matmul_p,
     matmul_all_reduce_p,
     matmul_reduce_scatter_p,
@@ -205,9 +206,9 @@ class _Sum:
         moved += nbytes(self.result.aval) * transposes
         if moved > MOVED * self._peer_bytes():
             return None
-        params = MatmulParams(
+        params = AllReduceMatmulParams(
             axes=self.collective.axes,
-            axis=len(leading) - 1 if self.scatters else 0,
+            axis=0,
             world_size=self.size,
             dtype=self.total.aval.dtype,
             precision=precision,
@@ -215,9 +216,13 @@ class _Sum:
             terms=len(terms),
             invariant=self.collective.invariant,
         )
+        its_params: SumMatmulParams = params
+        if self.scatters:
+            axis = len(leading) - 1
+            its_params = params.of(SumMatmulParams, axis=axis, terms=len(terms))
         operation = Operation(
             matmul_reduce_scatter_p if self.scatters else matmul_all_reduce_p,
-            params,
+            its_params,
             (*layouts, *(matrix(w, transposed) for *_, w in terms)),
             (result,),
         )

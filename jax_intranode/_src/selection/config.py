@@ -82,21 +82,40 @@ class Config:
         return (self.slab_mib or (8 if platform == "cpu" else 392)) << 20
 
 
-def _choice(name: str, text: str, allowed: tuple[str, ...]) -> str:
-    if text not in allowed:
-        raise ValueError(f"{name}={text!r}: use one of {', '.join(allowed)}.")
-    return text
+Read = Callable[[str, str], Any]
 
 
-def _positive(name: str, text: str, kind: type) -> float:
+def _one_of(*allowed: str) -> Read:
+    """Reads one of these texts."""
+
+    def read(name: str, text: str) -> str:
+        if text not in allowed:
+            raise ValueError(f"{name}={text!r}: use one of {', '.join(allowed)}.")
+        return text
+
+    return read
+
+
+def _is_set(name: str, text: str) -> bool:
+    return _one_of("0", "1")(name, text) == "1"
+
+
+def _positive(kind: type, *, or_zero: bool = False) -> Read:
+    """Reads a positive number; also 0, if it means something."""
     # Python also takes "1_0" and the digits of other scripts.
     what, form = "integer", _INTEGER
     if kind is float:
         what, form = "number, at least 0.001 and", r"[0-9]*\.?[0-9]+(e-?[0-9]+)?"
-    value = kind(text) if re.fullmatch(form, text) else 0
-    if not 0.001 <= value <= 10**9:
-        raise ValueError(f"{name}={text!r}: use a positive {what} at most 10**9.")
-    return value
+
+    def read(name: str, text: str) -> Any:
+        if or_zero and text == "0":
+            return kind(0)
+        value = kind(text) if re.fullmatch(form, text) else 0
+        if not 0.001 <= value <= 10**9:
+            raise ValueError(f"{name}={text!r}: use a positive {what} at most 10**9.")
+        return value
+
+    return read
 
 
 @dataclass(frozen=True)
@@ -120,7 +139,7 @@ class Variable:
     values: str
     default: str
     meaning: str
-    read: Callable[[str, str], Any] | None = None
+    read: Read | None = None
     form: str = r"[\s\S]*"
     reader: str = "package"
     is_secret: bool = False
@@ -143,28 +162,28 @@ VARIABLES = (
         "`0`, `1`",
         "`0`",
         "`1`: everything falls back to `jax.lax`",
-        lambda name, text: _choice(name, text, ("0", "1")) == "1",
+        _is_set,
     ),
     Variable(
         _PREFIX + "TOPOLOGY",
         _words(_TOPOLOGIES),
         "what NVML reports",
         "for tests: assume these NVLinks, also where processes share a GPU",
-        lambda name, text: _choice(name, text, _TOPOLOGIES),
+        _one_of(*_TOPOLOGIES),
     ),
     Variable(
         _PREFIX + "SLAB_MIB",
         "a positive integer",
         "392 on GPUs, 8 on CPU devices",
         "MiB of memory per device for collectives; it limits the largest array",
-        lambda name, text: int(_positive(name, text, int)),
+        _positive(int),
     ),
     Variable(
         _PREFIX + "RING_MIB",
         "`0` or a positive integer",
         "512",
         "MiB of memory per GPU for collective matmuls; `0`: they are not overlapped",
-        lambda name, text: 0 if text == "0" else int(_positive(name, text, int)),
+        _positive(int, or_zero=True),
     ),
     Variable(
         _PREFIX + "PEER_BUFFERS_MIB",
@@ -172,7 +191,7 @@ VARIABLES = (
         "256",
         "the most MiB of memory per device for the open buffers of `peer_buffer`; they are "
         "allocated one by one",
-        lambda name, text: 0 if text == "0" else int(_positive(name, text, int)),
+        _positive(int, or_zero=True),
     ),
     Variable(
         _PREFIX + "TIMEOUT_S",
@@ -180,14 +199,14 @@ VARIABLES = (
         "1800",
         "seconds after which a rank that waits for another one fails; `0`: never. A rendezvous "
         "takes at most 300",
-        lambda name, text: 0.0 if text == "0" else _positive(name, text, float),
+        _positive(float, or_zero=True),
     ),
     Variable(
         _PREFIX + "REPORT_AFTER_S",
         "a positive number",
         "10",
         "seconds after which a rank that waits for another one logs a warning for the first time",
-        lambda name, text: _positive(name, text, float),
+        _positive(float),
     ),
     Variable(
         _PREFIX + "ALGORITHM",
@@ -195,7 +214,7 @@ VARIABLES = (
         "`auto`",
         "`one_shot`, `two_shot`: `psum` uses this algorithm (what does not fit at once, in "
         "segments, fits everywhere); `lax`: everything falls back",
-        lambda name, text: _choice(name, text, ALGORITHMS),
+        _one_of(*ALGORITHMS),
     ),
     Variable(
         _PREFIX + "SEGMENT_KIB",
@@ -203,7 +222,7 @@ VARIABLES = (
         "not set",
         "collectives of arrays that are too large for the measured table or the slab run in "
         "segments of at most so many KiB, instead of falling back",
-        lambda name, text: int(_positive(name, text, int)),
+        _positive(int),
     ),
     Variable(
         _PREFIX + "FUSE_NORMS",
@@ -211,14 +230,14 @@ VARIABLES = (
         "`auto`",
         "whether `install()` makes one operation of a sum, a residual add and a norm; `auto`: "
         "where a row of the table says that it is faster",
-        lambda name, text: _choice(name, text, FUSE_NORMS),
+        _one_of(*FUSE_NORMS),
     ),
     Variable(
         _PREFIX + "STRICT",
         "`0`, `1`",
         "`0`",
         "`1`: a fallback is an error",
-        lambda name, text: _choice(name, text, ("0", "1")) == "1",
+        _is_set,
     ),
     Variable(
         _PREFIX + "TUNING",

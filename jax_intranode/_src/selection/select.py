@@ -18,7 +18,14 @@ EXCHANGED_DTYPES = (
     *("float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz"),
     *("float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
 )
-_DTYPES_OF = {"all_gather": COPIED_DTYPES, "all_to_all": EXCHANGED_DTYPES}
+# The dtypes of overlapped matmuls.
+_MULTIPLIED_DTYPES = ("bfloat16", "float16")
+_DTYPES_OF = {
+    "all_gather": COPIED_DTYPES,
+    "all_to_all": EXCHANGED_DTYPES,
+    "all_gather_matmul": _MULTIPLIED_DTYPES,
+    "matmul_reduce_scatter": _MULTIPLIED_DTYPES,
+}
 
 
 # Why lax runs an operation. JAX_INTRANODE_STRICT=1 tells these apart.
@@ -307,7 +314,7 @@ def select_norm(
     nbytes = rows * packs * definitions.PACK_BYTES
     kind = "layer_norm" if operation.endswith("layer_norm") else "rms_norm"
     reason = f"{rows} rows of {hidden} {dtype} among {world_size} ranks"
-    if operation.startswith("reduce_scatter"):
+    if operation.startswith("psum_scatter"):
         candidates = ["reduce_scatter"]
     else:
         where = hardware, mode, operation, "bare", world_size

@@ -47,109 +47,13 @@
 #include <cstring>
 #include <type_traits>
 
-#include "peer_types.h"
+#include "device.h"
 
-#if defined(__CUDACC__)
-#define JAX_INTRANODE_FN __device__ __forceinline__
-#define JAX_INTRANODE_HOST_FN __host__ __device__ __forceinline__
-#else
-#include <atomic>
+#if !defined(__CUDACC__)
 #include <thread>
-#define JAX_INTRANODE_FN inline
-#define JAX_INTRANODE_HOST_FN inline
 #endif
 
 namespace jax_intranode::v1 {
-
-// Words that several devices or processes access at the same time. All accesses are of system
-// scope.
-
-JAX_INTRANODE_FN uint32_t Load(uint32_t* from) {
-#if defined(__CUDACC__)
-  uint32_t v;
-  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
-  return v;
-#else
-  return std::atomic_ref<uint32_t>(*from).load(std::memory_order_relaxed);
-#endif
-}
-
-// What the writer did before its StoreRelease is visible after this has returned the value.
-JAX_INTRANODE_FN uint32_t LoadAcquire(uint32_t* from) {
-#if defined(__CUDACC__)
-  uint32_t v;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
-  return v;
-#else
-  return std::atomic_ref<uint32_t>(*from).load(std::memory_order_acquire);
-#endif
-}
-
-JAX_INTRANODE_FN void Store(uint32_t* to, uint32_t v) {
-#if defined(__CUDACC__)
-  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(to), "r"(v) : "memory");
-#else
-  std::atomic_ref<uint32_t>(*to).store(v, std::memory_order_relaxed);
-#endif
-}
-
-JAX_INTRANODE_FN void StoreRelease(uint32_t* to, uint32_t v) {
-#if defined(__CUDACC__)
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(to), "r"(v) : "memory");
-#else
-  std::atomic_ref<uint32_t>(*to).store(v, std::memory_order_release);
-#endif
-}
-
-JAX_INTRANODE_FN uint32_t Exchange(uint32_t* at, uint32_t v) {
-#if defined(__CUDACC__)
-  return atomicExch(at, v);
-#else
-  return std::atomic_ref<uint32_t>(*at).exchange(v, std::memory_order_relaxed);
-#endif
-}
-
-// 64 bits, stored and loaded whole.
-JAX_INTRANODE_FN void StorePair(uint64_t* to, uint64_t v) {
-#if defined(__CUDACC__)
-  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(v) : "memory");
-#else
-  std::atomic_ref<uint64_t>(*to).store(v, std::memory_order_relaxed);
-#endif
-}
-
-JAX_INTRANODE_FN uint64_t LoadPair(uint64_t* from) {
-#if defined(__CUDACC__)
-  uint64_t v;
-  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
-  return v;
-#else
-  return std::atomic_ref<uint64_t>(*from).load(std::memory_order_relaxed);
-#endif
-}
-
-// Two of them in one access on GPUs. Each is whole, but one may be newer than the other.
-JAX_INTRANODE_FN void StorePairs(uint64_t* to, uint64_t first, uint64_t second) {
-#if defined(__CUDACC__)
-  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(first), "l"(second)
-               : "memory");
-#else
-  StorePair(to, first);
-  StorePair(to + 1, second);
-#endif
-}
-
-JAX_INTRANODE_FN void LoadPairs(uint64_t* from, uint64_t* pairs) {
-#if defined(__CUDACC__)
-  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
-               : "=l"(pairs[0]), "=l"(pairs[1])
-               : "l"(from)
-               : "memory");
-#else
-  pairs[0] = LoadPair(from);
-  pairs[1] = LoadPair(from + 1);
-#endif
-}
 
 // The memory of a rank.
 
@@ -170,109 +74,23 @@ JAX_INTRANODE_FN char* Half(const Peers& p, int rank, uint32_t epoch) {
 //                       False: give up, return at once.
 //   Arrived()           to be called when it has arrived: the next wait has a deadline of its own.
 
-// When a wait looks at the clock, and how long it has lasted then.
-class WaitTimer {
- public:
-  // Counts a poll; whether it is one of the few that look at the clock.
-  JAX_INTRANODE_FN bool Poll() { return ++polls_ % 1024 == 0; }
-  // Nanoseconds since this wait first looked at the clock.
-  JAX_INTRANODE_FN uint64_t Waited(uint64_t now) {
-    if (started_ns_ == 0) {
-      started_ns_ = now;
-      look_ns_ = now + kLookEveryNs;
-    }
-    return now - started_ns_;
-  }
-  // Whether to read host memory, too: every 10 ms.
-  JAX_INTRANODE_FN bool Looks(uint64_t now) {
-    if (now < look_ns_) return false;
-    look_ns_ = now + kLookEveryNs;
-    return true;
-  }
-  JAX_INTRANODE_FN void End() {
-    polls_ = 0;
-    started_ns_ = 0;
-  }
-
- private:
-  static constexpr uint64_t kLookEveryNs = 10'000'000;
-  uint64_t started_ns_ = 0;
-  uint64_t look_ns_ = 0;
-  uint32_t polls_ = 0;
-};
-
 #if defined(__CUDACC__)
 
-class DeviceThread {
+class DeviceThread : public WaitingThread<DeviceThread> {
  public:
   __device__ explicit DeviceThread(const Peers& p)
-      : record_(p.record), timeout_ns_(p.timeout_ns), site_(p.site) {}
+      : WaitingThread(p.record, p.timeout_ns, p.site) {}
 
-  __device__ int Thread() const { return threadIdx.x; }
-  __device__ int Threads() const { return blockDim.x; }
   __device__ int Block() const { return blockIdx.x; }
   __device__ int Blocks() const { return gridDim.x; }
-  __device__ void Sync() const { __syncthreads(); }
   __device__ size_t First() const {
     return static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   }
   __device__ size_t Stride() const { return static_cast<size_t>(gridDim.x) * blockDim.x; }
 
-  // Only one of the waiting threads of a warp reads the clock and host memory, and only rarely:
-  // reading host memory takes longer the more threads do it.
-  __device__ bool Wait(int missing) {
-    if (!timer_.Poll() || (threadIdx.x & 31) != __ffs(__activemask()) - 1) return true;
-    const uint64_t now = Nanoseconds(), waited = timer_.Waited(now);
-    if (waited > timeout_ns_) GiveUp(kTimedOut, missing);
-    if (timer_.Looks(now)) {
-      if (*static_cast<volatile uint32_t*>(&record_->abort) != 0) GiveUp(kAborted, missing);
-      if (waited > kLongNs) {
-        *static_cast<volatile uint64_t*>(&record_->wait) =
-            site_ | static_cast<uint64_t>(missing & 0xFF) << 32 | (waited / 10'000'000) << 40;
-      }
-    }
-    return true;
-  }
-  __device__ void Arrived() { timer_.End(); }
-
-  // Gives up if another call is in flight, or if the buffer is closed.
-  __device__ void Admit(uint32_t busy, uint32_t closed) {
-    if ((busy | closed) != 0) GiveUp(closed != 0 ? kClosed : kBusy, -1);
-  }
-
- private:
-  static constexpr uint64_t kLongNs = 1'000'000'000;
-
-  __device__ static uint64_t Nanoseconds() {
-    uint64_t t;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
-    return t;
-  }
-
-  // Writes the record and traps. Later threads give the first one time to write.
-  __device__ __noinline__ static void RecordAndTrap(PeerRecord* record, uint32_t reason,
-                                                    int missing, uint32_t site) {
-    if (atomicCAS(&record->claimed, 0u, 1u) == 0) {
-      record->missing = missing;
-      record->site = site;
-      __threadfence_system();
-      *static_cast<volatile uint32_t*>(&record->reason) = reason;
-      __threadfence_system();
-    } else {
-      const uint64_t start = Nanoseconds();
-      while (Nanoseconds() - start < 10'000'000) {
-      }
-    }
-    __trap();
-  }
   __device__ void GiveUp(uint32_t reason, int missing) {
-    RecordAndTrap(record_, reason, missing, site_);
+    Trap(reason, missing, [](PeerRecord*) {});
   }
-
-  PeerRecord* record_;
-  uint64_t timeout_ns_;
-  WaitTimer timer_;
-  uint32_t site_;
 };
 
 #else
@@ -327,7 +145,13 @@ JAX_INTRANODE_FN uint32_t Begin(Thread& t, const Peers& p) {
   if (t.Thread() == 0) t.Admit(Exchange(&h->busy[b], 1), Load(&h->closed));
   t.Sync();
   for (int r = t.Thread(); r < p.size; r += t.Threads()) {
-    if (r != p.rank) StoreRelease(&Header(p, r)->peer_begun[b][p.rank], call);
+    if (r == p.rank) continue;
+    uint32_t* const word = &Header(p, r)->peer_begun[b][p.rank];
+#if defined(__CUDACC__)
+    Store(word, call);  // the end of the last kernel comes before all stores of this one
+#else
+    StoreRelease(word, call);
+#endif
   }
   return epoch;
 }

@@ -103,7 +103,7 @@ struct ModelThread {
     return true;
   }
   void Enter(uint32_t* busy, uint32_t*) {
-    if (jin::ExchangeWord(busy, 1) != 0) model::TheMachine().Fail("wrong: the region is busy");
+    if (jin::Exchange(busy, 1) != 0) model::TheMachine().Fail("wrong: the region is busy");
   }
   void FenceSegment() {
     if (!broken.no_segment_acquire) model::TheMachine().AcquireFence();

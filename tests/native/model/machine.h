@@ -31,16 +31,9 @@
 // States are told apart by 128 bits of a hash, and no state is visited twice.
 #pragma once
 
-#undef _FORTIFY_SOURCE  // its check of longjmp refuses jumps between stacks
-
-#include <ucontext.h>
-
 #include <algorithm>
-#include <csetjmp>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <functional>
 #include <memory>
 #include <string>
@@ -48,78 +41,10 @@
 #include <utility>
 #include <vector>
 
+#include "fiber.h"
+#include "machine_state.h"
+
 namespace model {
-
-// A stack on which a thread of the program runs. It can be saved and restored, so what lies on it
-// must not own memory.
-class Fiber {
- public:
-  struct Saved {
-    jmp_buf registers;
-    std::vector<char> stack;
-  };
-
-  // Replaces what the fiber runs. It begins at the next Resume().
-  void Start(std::function<void()> body) {
-    body_ = std::move(body);
-    stack_.resize(kStackBytes);
-    getcontext(&context_);
-    context_.uc_stack.ss_sp = stack_.data();
-    context_.uc_stack.ss_size = stack_.size();
-    context_.uc_link = nullptr;
-    makecontext(&context_, &Fiber::Enter, 0);
-    Running() = this;
-    if (_setjmp(Caller()) == 0) setcontext(&context_);
-  }
-
-  // Runs until the next Yield().
-  void Resume() {
-    Running() = this;
-    if (_setjmp(Caller()) == 0) _longjmp(here_, 1);
-  }
-
-  // Returns to the caller of Resume().
-  static void Yield() {
-    Fiber* const fiber = Running();
-    char mark;
-    fiber->low_ = reinterpret_cast<char*>(reinterpret_cast<uintptr_t>(&mark) - kMargin);
-    if (_setjmp(fiber->here_) == 0) _longjmp(Caller(), 1);
-  }
-
-  void Save(Saved* to) const {
-    memcpy(&to->registers, &here_, sizeof here_);
-    to->stack.assign(const_cast<const char*>(low_), stack_.data() + stack_.size());
-  }
-  void Restore(const Saved& from) {
-    memcpy(&here_, &from.registers, sizeof here_);
-    low_ = stack_.data() + stack_.size() - from.stack.size();
-    memcpy(low_, from.stack.data(), from.stack.size());
-  }
-
- private:
-  static constexpr size_t kStackBytes = 64 << 10;
-  static constexpr size_t kMargin = 512;  // for the frames of Yield and what it calls
-
-  static Fiber*& Running() {
-    static Fiber* running;
-    return running;
-  }
-  static jmp_buf& Caller() {
-    static jmp_buf caller;
-    return caller;
-  }
-  static void Enter() {
-    Yield();
-    Running()->body_();
-    for (;;) Yield();
-  }
-
-  std::function<void()> body_;
-  std::vector<char> stack_;
-  char* low_ = nullptr;
-  jmp_buf here_;
-  ucontext_t context_;
-};
 
 enum class Order { kRelaxed, kAcquire, kRelease };
 
@@ -404,65 +329,6 @@ class Machine {
   }
 
  private:
-  using Words = std::vector<uint32_t>;
-  static constexpr int kMost = 14;           // values of a word that can still be read
-  static constexpr uint32_t kGap = 1 << 12;  // between the times of adjacent values
-
-  enum class Width : uint8_t { kInitial, kWord, kPair };
-  enum class At : uint8_t { kLocal, kLook, kBarrier, kCondition };
-
-  struct Message {
-    uint32_t value;
-    uint32_t time;     // its place in the coherence order of its word
-    int32_t released;  // the view that an acquire operation gets, in views_; -1: none
-    uint16_t pair;     // which 64-bit store it belongs to
-    Width width;
-  };
-  struct Thread {
-    Words now;       // its view: of each word the time, then how far it has seen each thread
-    Words acquired;  // what an acquire fence would add
-    int32_t released = -1;
-    uint64_t history = 1, before_look = 1;
-    bool ended = false, looking = false;
-    int barrier = -1;
-    At at = At::kLocal;
-    const std::function<bool()>* ready = nullptr;
-  };
-  struct Plain {
-    uint64_t value = 0;
-    int writer = 0;
-    uint32_t written = 0;
-  };
-  struct State {
-    std::vector<Message> messages;
-    std::vector<uint8_t> counts;
-    std::vector<Thread> threads;
-    std::vector<Plain> plain;
-    Words reads;  // when each thread has read each object
-    std::vector<char> local;
-    std::vector<int32_t> marks;
-    uint16_t pairs = 0;
-  };
-  struct Snapshot {
-    State state;
-    std::vector<Fiber::Saved> fibers;
-    size_t views;
-  };
-  struct Choice {
-    uint8_t chosen, of;
-  };
-  struct Step {
-    int thread;
-    std::vector<Choice> choices;
-  };
-  struct Key {
-    uint64_t a, b;
-    bool operator==(const Key&) const = default;
-  };
-  struct HashKey {
-    size_t operator()(const Key& key) const { return key.a; }
-  };
-
   int Choose(int n) {
     if (n <= 1) return 0;
     if (n > 255) return Fail("too many choices"), 0;

@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         result["header"] = {
             **measured["header"],
             "mode": arguments.mode,
-            "driver": machine.driver(),
+            "driver": machine.driver()["version"],
             "command": record.command_line(sys.argv),
         }
         result["rows"] += measured["rows"]

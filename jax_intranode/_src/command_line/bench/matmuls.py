@@ -22,10 +22,10 @@ from jax_intranode._src.command_line.launcher import all_ranks
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.selection import overlap, tuning
 
-# A chain should take this long on a GPU. A repetition is _CHAINS chains.
+# A chain should take this long on a GPU. A repetition is CHAINS chains.
 _CHAIN_S = 20e-3
 _MAX_CHAIN = 64
-_CHAINS = 2
+CHAINS = 2
 # The shortest time that a call is assumed to take.
 _LEAST_CALL_S = 10e-6
 
@@ -65,19 +65,15 @@ def measure(
     error, lax_error = (off if math.isfinite(off) else None for off in errors)
 
     length = chain_length(settings, dtype_name, shape)
-    nothing = 0.0
-    if mesh.devices.flat[0].platform == "gpu":
-        empty = _chain(mesh, _nothing(mesh, ours), length, executions=1)
-        (empty_seconds,), _ = timing.take_turns([empty.run], mesh, settings)
-        nothing = float(np.median(empty_seconds))
+    nothing = overhead_s(mesh, settings, ours, length)
     calls = {"ours": ours, "lax": by_lax, "alone": _alone(data, backward)}
-    runs = {name: _chain(mesh, call, length).run for name, call in calls.items()}
+    runs = {name: chain(mesh, call, length).run for name, call in calls.items()}
     shipped = None
     if tuning.current() is not None and settings.plan is None:
         with tuning.using(None):
             as_shipped = _call(mesh, matmul.ours, backward, data)
             lowered = as_shipped.program(mesh).lower(as_shipped.moving, *as_shipped.fixed)
-            runs["shipped"] = _chain(mesh, as_shipped, length).run
+            runs["shipped"] = chain(mesh, as_shipped, length).run
             runs["shipped"]()  # lowers it
         shipped = "other plan" if plans_in(lowered.as_text()) != plans else "same plan"
         del as_shipped, lowered
@@ -87,7 +83,7 @@ def measure(
         mesh,
         settings,
         label,
-        calls=_CHAINS * length,
+        calls=CHAINS * length,
         untimed=repetitions_to_settle(settings, dtype_name, shape),
         overhead_s=nothing,
     )
@@ -141,7 +137,7 @@ def plans_in(module: str) -> list[dict[str, int]]:
 
 
 @dataclass(frozen=True)
-class _Call:
+class Call:
     """A function of per-device arrays that returns a list of arrays, and its operands.
 
     Attributes:
@@ -163,15 +159,15 @@ class _Call:
         return self.program(mesh)(self.moving, *self.fixed)
 
 
-def _call(mesh: Mesh, function: Callable[[Any, Any], Any], backward: bool, data: Data) -> _Call:
+def _call(mesh: Mesh, function: Callable[[Any, Any], Any], backward: bool, data: Data) -> Call:
     """Returns a collective matmul, or its backward pass given the forward pass's residuals."""
     if not backward:
-        return _Call(lambda x, w: [function(x, w)], data.x, (data.w,))
+        return Call(lambda x, w: [function(x, w)], data.x, (data.w,))
     forward = timing.program(mesh, lambda x, w: jax.vjp(function, x, w)[1])
-    return _Call(lambda ct, pull: list(pull(ct)), data.ct, (forward(data.x, data.w),))
+    return Call(lambda ct, pull: list(pull(ct)), data.ct, (forward(data.x, data.w),))
 
 
-def _alone(data: Data, backward: bool) -> _Call:
+def _alone(data: Data, backward: bool) -> Call:
     """Returns the products without communication, of operands that are already gathered."""
 
     def multiply(moving: Any, rest: Data) -> list[Any]:
@@ -180,23 +176,23 @@ def _alone(data: Data, backward: bool) -> _Call:
 
     name = "whole_ct" if backward else "whole_x"
     rest = data._replace(**dict.fromkeys(("x", "ct", "whole_ct", name)))
-    return _Call(multiply, getattr(data, name), (rest,))
+    return Call(multiply, getattr(data, name), (rest,))
 
 
-def _nothing(mesh: Mesh, call: _Call) -> _Call:
+def _nothing(mesh: Mesh, call: Call) -> Call:
     """Returns a call that does nothing, which measures a chain's overhead.
 
     The overhead is the start of the chain and the change of the operand. The chain of this call is
-    executed once, where other chains are executed `_CHAINS` times, because the host starts the
+    executed once, where other chains are executed `CHAINS` times, because the host starts the
     second one while the first one runs. The overhead is not subtracted on CPUs, where it is smaller
     than the noise.
     """
     element = timing.program(mesh, lambda x: x[:1, :1])(call.moving)
-    return _Call(lambda _, result: [result], call.moving, (element,))
+    return Call(lambda _, result: [result], call.moving, (element,))
 
 
 def _check(
-    mesh: Mesh, matmul: Matmul, backward: bool, data: Data, ours: _Call, by_lax: _Call
+    mesh: Mesh, matmul: Matmul, backward: bool, data: Data, ours: Call, by_lax: Call
 ) -> tuple[int, int, float, float]:
     """Returns the wrong elements of our results and of lax's, and the errors of both."""
     got, expected = ours.results(mesh), by_lax.results(mesh)
@@ -211,7 +207,16 @@ def _check(
 # Chains.
 
 
-def _chain(mesh: Mesh, call: _Call, length: int, executions: int = _CHAINS) -> timing.Chain:
+def overhead_s(mesh: Mesh, settings: Settings, call: Call, length: int) -> float:
+    """Returns the seconds of a repetition that belong to no call: 0 on CPUs (see `_nothing`)."""
+    if settings.platform == "cpu":
+        return 0.0
+    empty = chain(mesh, _nothing(mesh, call), length, executions=1)
+    (seconds,), _ = timing.take_turns([empty.run], mesh, settings)
+    return float(np.median(seconds))
+
+
+def chain(mesh: Mesh, call: Call, length: int, executions: int = CHAINS) -> timing.Chain:
     """Returns a chain of calls, each of which depends on the previous one."""
 
     def link(moving: Any, *fixed: Any) -> Any:
@@ -258,7 +263,7 @@ def _call_s(settings: Settings, dtype_name: str, shape: Shape) -> float:
 
 def calls_in_a_row(settings: Settings, dtype_name: str, shape: Shape) -> int:
     """Returns the number of calls in a repetition."""
-    return _CHAINS * chain_length(settings, dtype_name, shape)
+    return CHAINS * chain_length(settings, dtype_name, shape)
 
 
 def repetitions_to_settle(settings: Settings, dtype_name: str, shape: Shape) -> int:

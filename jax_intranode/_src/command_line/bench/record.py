@@ -1,8 +1,6 @@
 """The header of a run, and the JSON file that a run writes."""
 
-import contextlib
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -14,6 +12,7 @@ from typing import Any
 import jax
 
 import jax_intranode
+from jax_intranode._src.command_line import versions
 from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.selection import config, tuning
 
@@ -55,20 +54,12 @@ def library_versions() -> dict[str, str | None]:
     """Returns the versions of the libraries on which times depend."""
     return {
         "jax": jax.__version__,
-        "jaxlib": _version_of("jaxlib"),
+        "jaxlib": versions.of("jaxlib"),
         "jax_intranode": jax_intranode.__version__,
-        "nccl": _version_of("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
-        "cuda": _version_of("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"),
+        "nccl": versions.of("nvidia-nccl-cu13") or versions.of("nvidia-nccl-cu12"),
+        "cuda": versions.of("nvidia-cuda-runtime") or versions.of("nvidia-cuda-runtime-cu12"),
         "python": platform.python_version(),
     }
-
-
-def _version_of(*distributions: str) -> str | None:
-    """Returns the version of the first of these distributions that is installed."""
-    for distribution in distributions:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(distribution)
-    return None
 
 
 def command_line(argv: Sequence[str]) -> str:
@@ -95,7 +86,7 @@ def format_header(header: dict[str, Any], settled: bool) -> str:
     lines = [
         f"# {header['operation']}{backward}, {header['devices']} x {header['device']}, "
         f"{header['mode']}{leaves}",
-        f"# {versions(header)}, {header['date']}",
+        f"# {versions_text(header)}, {header['date']}",
         f"# p50 and p99 of {header['iterations']} repetitions{after}; ratio = lax p50 / our p50",
     ]
     if header["algorithm"] != "auto":
@@ -108,7 +99,7 @@ def format_header(header: dict[str, Any], settled: bool) -> str:
     return "\n".join(lines)
 
 
-def versions(header: dict[str, Any]) -> str:
+def versions_text(header: dict[str, Any]) -> str:
     """Returns the versions in a header as text."""
     return ", ".join(
         f"{name} {header[name] or 'unknown'}"

@@ -41,9 +41,11 @@ class LaxMatmuls:
         products = [whole @ m for m in w] if isinstance(w, list) else whole @ w
         return (products, whole) if return_gathered else products
 
-    def matmul_reduce_scatter(self, x: Any, w: Any, axes: Any, *, scatter_axis: int = 0) -> Any:
+    def matmul_reduce_scatter(
+        self, x: Any, w: Any, axes: Any, *, scatter_dimension: int = 0
+    ) -> Any:
         """As `jax_intranode.matmul_reduce_scatter`."""
-        return self.psum_scatter(x @ w, axes, scatter_dimension=scatter_axis, tiled=True)
+        return self.psum_scatter(x @ w, axes, scatter_dimension=scatter_dimension, tiled=True)
 
     def matmul_all_reduce(self, x: Any, w: Any, axes: Any) -> Any:
         """As `jax_intranode.matmul_all_reduce`."""
@@ -276,7 +278,7 @@ def _mlp_of_sequences(context: _Context, step: Step, v: Any, digest: Any) -> Sta
     hidden = context.lib.all_gather_matmul(x, context.w, step.axes, gather_axis=1)
     for part in context.bits(hidden).reshape(-1, *v.shape):
         digest = _mix(digest, part)
-    y = context.lib.matmul_reduce_scatter(_bound(hidden), context.w, step.axes, scatter_axis=1)
+    y = context.lib.matmul_reduce_scatter(_bound(hidden), context.w, step.axes, scatter_dimension=1)
     y = y.reshape(v.shape)
     return _bound(y), _mix(digest, context.bits(y))
 

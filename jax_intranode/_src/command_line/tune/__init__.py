@@ -5,6 +5,6 @@ collects what rank 0 found, and writes the file. tools/tune_profile.py, which on
 has, measures the profile of the overlap model.
 
     measure: what each rank runs.
-    sweep: one operation of one dtype: which algorithm, which launch, and up to which size.
-    rows: the rows of the table that follow from measured sizes.
+    sweep: one operation of one dtype: which algorithm, which launch, and up to which size; and the
+        rows of the table that follow.
 """

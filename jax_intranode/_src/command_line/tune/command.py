@@ -174,7 +174,7 @@ def run(arguments: argparse.Namespace) -> int:
             "platform": platform,
             "device": found["device"],
             "devices": devices,
-            "versions": {**record.library_versions(), "driver": machine.driver()},
+            "versions": {**record.library_versions(), "driver": machine.driver()["version"]},
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "seconds": round(time.monotonic() - started, 1),
             "command": record.command_line(sys.argv),

@@ -10,7 +10,6 @@ from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher import SINGLE_PROCESS
 from jax_intranode._src.command_line.launcher.function_rank import Rank
 from jax_intranode._src.command_line.tune import sweep
-from jax_intranode._src.command_line.tune.rows import rows_of
 from jax_intranode._src.group import communicator
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib
@@ -69,7 +68,7 @@ def measure(rank: Rank, seconds: float, operations: list[str], **fields: Any) ->
                 )
                 left_out.append(what)
                 continue
-            rows = rows_of(measured)
+            rows = sweep.rows_of(measured)
             rank.print(f"# faster than lax up to {rows[-1].nbytes if rows else 0} bytes")
             tables.append(tuning.table_fields(mode, operation, packets, settings.devices, rows))
             sizes = [dataclasses.asdict(of_size) for of_size in measured]

@@ -14,7 +14,5 @@ from jax_intranode._src.selection.overlap.profiles import profile_from_json as p
 from jax_intranode._src.selection.overlap.selection import choose as choose
 from jax_intranode._src.selection.overlap.selection import digest as digest
 from jax_intranode._src.selection.overlap.selection import forced as forced
-from jax_intranode._src.selection.overlap.selection import (
-    reason_never_overlapped as reason_never_overlapped,
-)
+from jax_intranode._src.selection.overlap.selection import static_reason as static_reason
 from jax_intranode._src.selection.overlap.sizes import Sizes as Sizes

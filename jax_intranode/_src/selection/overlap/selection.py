@@ -8,17 +8,13 @@ import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Iterator
-from pathlib import Path
 
 from jax_intranode._src.native import definitions
+from jax_intranode._src.selection import select
 from jax_intranode._src.selection.overlap import model
 from jax_intranode._src.selection.overlap.plan import Plan
-from jax_intranode._src.selection.overlap.profiles import Profile
+from jax_intranode._src.selection.overlap.profiles import MEASURED, Profile
 from jax_intranode._src.selection.overlap.sizes import Sizes
-
-DTYPES = ("bfloat16", "float16")
-
-_UNLIMITED_BYTES = 1 << 62
 
 _forced: Plan | None = None
 
@@ -40,14 +36,11 @@ def forced(plan: Plan | None) -> Iterator[None]:
 def digest() -> str:
     """Returns a digest of all that a choice depends on; processes compare it at rendezvous.
 
-    It covers the source of the model and of the profiles, the kernels' limits, and a forced plan.
-    The facts from which a profile is scaled are exchanged themselves.
+    It covers the constants of the profiles, the kernels' limits, and a forced plan. The facts from
+    which a profile is scaled are exchanged themselves, and so is the version of the package.
     """
-    constants = {name: value for name, value in vars(definitions).items() if name.isupper()}
-    text = hashlib.sha256(repr((_forced, constants)).encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        text.update(path.read_bytes())
-    return text.hexdigest()[:16]
+    limits = {name: value for name, value in vars(definitions).items() if name.isupper()}
+    return hashlib.sha256(repr((_forced, limits, MEASURED)).encode()).hexdigest()[:16]
 
 
 def choose(
@@ -68,14 +61,12 @@ def choose(
         wgrads: number of weight gradients, [N, K] each, that the same call should compute: products
             of one more operand, of N columns, with the gathered rows or with the first terms' rows.
     """
-    reason = _unsupported(sizes, dtype)
+    reason = static_reason(sizes, dtype=dtype, profile=profile)
     if reason is not None:
         return reason
     if _forced is not None:
         return _choose_forced(sizes, _forced, ring_bytes, wgrads)
-    if isinstance(profile, str):
-        return profile
-    assert profile is not None  # it is only unknown before rendezvous
+    assert isinstance(profile, Profile)  # it is only unknown before rendezvous
     fits_pipeline = _fits_pipeline(sizes, ring_bytes)
     if fits_pipeline is not None:
         return fits_pipeline
@@ -85,10 +76,8 @@ def choose(
     return chosen
 
 
-def reason_never_overlapped(
-    sizes: Sizes, *, dtype: str, profile: Profile | str | None, wgrads: int = 0
-) -> str | None:
-    """Returns why an operation can't be overlapped whatever memory there is; None if it may be.
+def static_reason(sizes: Sizes, *, dtype: str, profile: Profile | str | None) -> str | None:
+    """Returns why an operation is not overlapped whatever memory there is; None if it may be.
 
     What can't be overlapped needs no rendezvous.
 
@@ -97,28 +86,15 @@ def reason_never_overlapped(
         dtype: name of the dtype of its operands and results.
         profile: the constants of the GPUs, or why there are none for them, as far as device kinds
             alone decide; None if that takes the facts that processes exchange at rendezvous.
-        wgrads: number of weight gradients that the same call should compute.
     """
-    if profile is None and _forced is None:
-        return _unsupported(sizes, dtype)
-    chosen = choose(sizes, dtype=dtype, profile=profile, ring_bytes=_UNLIMITED_BYTES, wgrads=wgrads)
-    return chosen if isinstance(chosen, str) else None
-
-
-def _unsupported(sizes: Sizes, dtype: str) -> str | None:
-    """Returns why neither the fused kernel nor the pipeline takes an operation."""
-    if dtype not in DTYPES:
-        return f"dtype {dtype}; overlapped are {', '.join(DTYPES)}"
-    if not 2 <= sizes.world_size <= definitions.MAX_WORLD_SIZE:
-        return (
-            f"a group of {sizes.world_size} ranks; overlapped are 2 to {definitions.MAX_WORLD_SIZE}"
-        )
-    if sizes.outer == 0 or sizes.rows == 0 or 0 in sizes.ks or 0 in sizes.ns:
-        return "no elements"
+    is_empty = 0 in (sizes.outer, sizes.rows, *sizes.ks, *sizes.ns)
+    static = select.static_reason(sizes.operation, dtype, sizes.world_size, is_empty=is_empty)
+    if static is not None:
+        return static.reason
     if any(length % 8 for length in (*sizes.ks, *sizes.ns)):
         ks, ns = (", ".join(map(str, lengths)) for lengths in (sizes.ks, sizes.ns))
         return f"K {ks}, N {ns}; overlapped are multiples of 8"
-    return None
+    return profile if isinstance(profile, str) and _forced is None else None
 
 
 def _fits_pipeline(sizes: Sizes, ring_bytes: int) -> str | None:

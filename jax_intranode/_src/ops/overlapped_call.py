@@ -82,13 +82,8 @@ def find(
     sizes = _sizes(operation, request, groups)
     dtype = np.dtype(request.dtypes[0]).name
     kinds = [d.device_kind for d in mesh.devices.flat]
-    # An operation that can't be overlapped with any settings needs no rendezvous.
-    reason = overlap.reason_never_overlapped(
-        sizes,
-        dtype=dtype,
-        profile=tuning.profile_for(kinds) or overlap.known_from_kinds(kinds),
-        wgrads=request.wgrads,
-    )
+    known = tuning.profile_for(kinds) or overlap.known_from_kinds(kinds)
+    reason = overlap.static_reason(sizes, dtype=dtype, profile=known)
     if reason is not None:
         return reason
     rendezvous = rendezvous_lib.rendezvous_of(mesh.devices.flat)

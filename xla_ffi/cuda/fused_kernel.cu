@@ -1,4 +1,6 @@
-// The fused kernel: each warp of a block gets its role. See fused_matmul.h.
+// The fused kernel: each warp of a block gets its role. See fused_matmul.h. A build compiles this
+// file once for each element type, JIN_TYPE, so that it uses two cores; without JIN_TYPE the file
+// has the kernels of both.
 //
 // Why it ends
 //   A sender warp waits for three things. First, a peer's ring, which the peer grants when the
@@ -23,9 +25,8 @@
 //   occupies all SMs of another rank where the collective waits for them; neither would end.
 //
 //   A rank waits for peers that have not called the operation until the deadline passes.
-#pragma once
-
 #include "fused_feed.cuh"
+#include "fused_kernel.h"
 #include "fused_layout.cuh"
 #include "fused_multiply.cuh"
 #include "fused_send.cuh"
@@ -41,15 +42,15 @@ JIN_FN void EndSameOperation(const Block<kColumns>& b) {
   if (group.operation == 0) return;
   DeviceThread thread = b.Thread();
   uint32_t* const operations = &OwnHeader(b.p)->operations;
-  const uint32_t count = LoadWord(operations);
+  const uint32_t count = Load(operations);
 #pragma unroll 1
   for (int step = 1; step < b.p.size; ++step) {
     AwaitSameOperation(thread, group, RankAfter(b.p, step), count);
   }
-  StoreWord(operations, count + 1);
+  Store(operations, count + 1);
 }
 
-template <class Type, bool kNMajorW, bool kWgrad, int kColumns>
+template <class Type, Layout kLayout, bool kWgrad, int kColumns>
 __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads, 1)
     jax_intranode_fused_matmul(const __grid_constant__ FusedParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -57,9 +58,8 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
   using Config = TileConfig<kColumns>;
   RingHeader* const ring = OwnRing(p);
   Signals* const own = SignalsOf(p.group, p.rank);
-  const uint32_t operations = LoadWord(&own->opened);
-  const Block<kColumns> b{p, (SharedAddress(memory) + 1023) & ~1023u,
-                          LoadWord(&ring->operations) + 1};
+  const uint32_t operations = Load(&own->opened);
+  const Block<kColumns> b{p, (SharedAddress(memory) + 1023) & ~1023u, Load(&ring->operations) + 1};
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Config::kStages; ++stage) {
       BarrierInit(b.Full(stage), 1);
@@ -74,7 +74,7 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
   // The first list is claimed while the cluster synchronises.
   const bool claims = threadIdx.x == 0 && RankInCluster() == 0;
   const uint32_t list = claims ? ClaimList(p) : 0;
-  const uint32_t closed = claims ? LoadWord(&OwnHeader(p)->closed) : 0;
+  const uint32_t closed = claims ? Load(&OwnHeader(p)->closed) : 0;
   __syncwarp();
   ClusterSync();
   const int warp = threadIdx.x / 32;
@@ -88,15 +88,15 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
       // The block that claimed the first list of all grants the ring to the peers.
       const int step = 1 + threadIdx.x;
       if (__shfl_sync(~0u, claims && list == 0, 0) && step < p.size) {
-        SystemFence();
-        StoreRelaxed(&SignalsOf(p.group, RankAfter(p, step))->ring_grant[p.rank],
-                     static_cast<uint64_t>(b.operation) << 32 | (operations + 1));
+        Fence();
+        StorePair(&SignalsOf(p.group, RankAfter(p, step))->ring_grant[p.rank],
+                  static_cast<uint64_t>(b.operation) << 32 | (operations + 1));
         if (p.group.operation != 0) {
-          TellOperation(p.group, RankAfter(p, step), LoadWord(&OwnHeader(p)->operations));
+          TellOperation(p.group, RankAfter(p, step), Load(&OwnHeader(p)->operations));
         }
       }
       __syncwarp();
-      Feeder<kNMajorW, kWgrad, kColumns>(b).Run();
+      Feeder<kLayout, kWgrad, kColumns>(b).Run();
     } else if (warp <= kSenderWarps) {
       if (Config::kWholeChunks && p.reduce_scatter) {
         p.direct ? PublishProducts(b, operations, warp - 1) : SendProducts(b, operations, warp - 1);
@@ -108,7 +108,7 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
     }
   } else {
     TakeRegisters<Config::kMathRegisters>();
-    Multiplier<Type, kNMajorW, kWgrad, kColumns>(b, operations).Run();
+    Multiplier<Type, kLayout, kWgrad, kColumns>(b, operations).Run();
   }
   __syncwarp();
   ClusterSync();  // no block leaves while another one may still copy into its shared memory
@@ -118,43 +118,48 @@ __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads,
       EndSameOperation(b);
       ring->left = 0;
       ring->claimed_chunks = 0;
-      StoreWord(&ring->operations, b.operation);
-      StoreWord(&own->opened, operations + 1);
-      StoreWord(&ring->busy, 0);
+      Store(&ring->operations, b.operation);
+      Store(&own->opened, operations + 1);
+      Store(&ring->busy, 0);
     }
   }
 #endif
 }
 
-struct Kernel {
-  const void* function;
-  size_t shared_bytes;
-};
-
-template <class Type, bool kNMajorW, bool kWgrad, int kColumns>
-Kernel KernelOf() {
+template <class Type, Layout kLayout, bool kWgrad, int kColumns>
+FusedKernel KernelOf() {
   return {
-      reinterpret_cast<const void*>(&jax_intranode_fused_matmul<Type, kNMajorW, kWgrad, kColumns>),
+      reinterpret_cast<const void*>(&jax_intranode_fused_matmul<Type, kLayout, kWgrad, kColumns>),
       TileConfig<kColumns>::kBytes};
 }
-template <class Type, bool kNMajorW>
-Kernel KernelFor(int columns) {
-  if (columns == 128) return KernelOf<Type, kNMajorW, false, 128>();
-  if (columns == 192) return KernelOf<Type, kNMajorW, false, 192>();
-  if (columns == 224) return KernelOf<Type, kNMajorW, false, 224>();
-  return KernelOf<Type, kNMajorW, false, 256>();
+template <class Type, Layout kLayout>
+FusedKernel KernelOfNarrow(int columns) {
+  return columns == 128 ? KernelOf<Type, kLayout, false, 128>()
+                        : KernelOf<Type, kLayout, false, 192>();
 }
 // Weight gradients are only computed with matrices [n, k], as those of input gradients are.
 template <class Type>
-Kernel KernelFor(bool transposed, bool wgrad, int columns) {
-  if (wgrad) return KernelOf<Type, false, true, kWgradColumns>();
-  return transposed ? KernelFor<Type, false>(columns) : KernelFor<Type, true>(columns);
-}
-// The kernel for a call; HasFusedKernel says which there are.
-inline Kernel KernelFor(ElementType type, bool transposed, bool wgrad, int columns) {
-  return type == ElementType::kBF16 ? KernelFor<BF16>(transposed, wgrad, columns)
-                                    : KernelFor<F16>(transposed, wgrad, columns);
+FusedKernel KernelFor(bool transposed, bool wgrad, int columns) {
+  if (wgrad) return KernelOf<Type, Layout::kKMajor, true, kWgradColumns>();
+  if (columns == 224) return KernelOf<Type, Layout::kEither, false, 224>();
+  if (columns == 256) return KernelOf<Type, Layout::kEither, false, 256>();
+  return transposed ? KernelOfNarrow<Type, Layout::kKMajor>(columns)
+                    : KernelOfNarrow<Type, Layout::kNMajor>(columns);
 }
 
 }  // namespace
+
+#define JIN_KERNELS(type, element_type)                                              \
+  template <>                                                                        \
+  FusedKernel FusedKernelFor<ElementType::element_type>(bool transposed, bool wgrad, \
+                                                        int columns) {               \
+    return KernelFor<type>(transposed, wgrad, columns);                              \
+  }
+#if defined(JIN_TYPE)
+JIN_KERNELS(JIN_TYPE, JIN_ELEMENT_TYPE)
+#else
+JIN_KERNELS(BF16, kBF16)
+JIN_KERNELS(F16, kF16)
+#endif
+
 }  // namespace jax_intranode

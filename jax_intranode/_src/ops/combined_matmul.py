@@ -13,8 +13,7 @@ from typing import Any
 import jax
 from jax.interpreters import ad, mlir
 
-from jax_intranode._src.ops import overlapped
-from jax_intranode._src.ops.collective_matmul import MatmulParams
+from jax_intranode._src.ops import overlapped_call
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import Decision, Operation, OpPrimitive
 from jax_intranode._src.selection import select
@@ -23,7 +22,7 @@ from jax_intranode._src.selection import select
 Bind = Callable[..., list[Any]]
 
 # A collective matmul: its primitive, its operands and its parameters.
-Matmul = tuple[OpPrimitive, list[Any], MatmulParams]
+Matmul = tuple[OpPrimitive, list[Any], Any]
 
 
 def _bind_here(primitive: OpPrimitive, *operands: Any, params: Any) -> list[Any]:
@@ -36,7 +35,7 @@ def register(
     matmul: Callable[[Sequence[Any], Any], Matmul | None],
     compute: Callable[..., list[Any]],
     abstract_eval: Callable[..., list[Any]],
-    request: Callable[..., overlapped.Request | str],
+    request: Callable[..., overlapped_call.Request | str],
     result_count: Callable[[Any], int],
     needed: Callable[[list[bool], Any], tuple[list[bool], Any]],
     transpose: Callable[..., list[Any] | None] = lambda cotangents, *operands, params: None,
@@ -58,13 +57,13 @@ def register(
     def decide(site: LoweringSite, avals: Sequence[Any], params: Any, traced_over: Any) -> Decision:
         """Presents the call as its collective matmul."""
         own = matmul(avals, params)
-        found: overlapped.Overlapped | str = "nothing is communicated"
+        found: overlapped_call.Overlapped | str = "nothing is communicated"
         if own is not None:
             wanted, operation = request(*avals, params=params), own[0].operation
             found = (
                 wanted
                 if isinstance(wanted, str)
-                else overlapped.find(operation, site, traced_over, params.axes, wanted)
+                else overlapped_call.find(operation, site, traced_over, params.axes, wanted)
             )
 
         def operations() -> list[Operation]:
@@ -74,7 +73,7 @@ def register(
             its_own = its_primitive.explain(
                 site, its_avals, params=its_params, traced_over=traced_over
             )
-            if not isinstance(found, overlapped.Overlapped):
+            if not isinstance(found, overlapped_call.Overlapped):
                 return its_own
             selected = select.Selection(found.operation, found.reason)
             return [dataclasses.replace(its_own[0], selected=selected)]
@@ -82,7 +81,7 @@ def register(
         def bind(primitive: OpPrimitive, *operands: Any, params: Any) -> list[Any]:
             return primitive.bind_as_traced(*operands, params=params, traced_over=traced_over)
 
-        if isinstance(found, overlapped.Overlapped):
+        if isinstance(found, overlapped_call.Overlapped):
             return Decision(mlir.lower_fun(found), operations, is_overlapped=True)
         return Decision(mlir.lower_fun(partial(compute, bind, params=params)), operations)
 

@@ -1,0 +1,124 @@
+"""What tests of rewritten matmuls share: arrays, comparison, and the rewritten program as text."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from cases import line, sharded
+from devices import need_devices
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from test_rewriting import names, rewritten
+
+import jax_intranode
+from jax_intranode._src.ops.primitive import BY_PRIMITIVE, OpPrimitive
+
+N = len(jax.devices())
+T, F, H = 2, 8, 16  # rows and columns of a rank's x, columns of a rank's w
+TOOL = Path(__file__).parent.parent.parent / "tools" / "compare_lowered.py"
+
+
+@pytest.fixture(autouse=True)
+def overlapped() -> Iterator[None]:
+    need_devices(2)
+    with (
+        mock.patch.object(OpPrimitive, "is_overlapped", lambda *_, **__: True),
+        jax.default_matmul_precision("highest"),
+    ):
+        yield
+
+
+def normal(*shape: int, seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def check_values(f: Callable[..., Any], *args: Any) -> None:
+    """The rewritten function has the results of the untouched one, to rounding."""
+    wanted = jax.jit(f)(*args)
+    with jax_intranode.accelerate():
+        found = jax.jit(f)(*args)
+    for w, v in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+        assert w.dtype == v.dtype and w.shape == v.shape and w.sharding == v.sharding
+        tolerance = 1e-5 if w.dtype == "float32" else 0.05
+        a, b = (np.asarray(u).astype(np.float64) for u in (w, v))
+        scale = max(1, np.abs(a).max(initial=0))
+        np.testing.assert_allclose(a / scale, b / scale, rtol=0, atol=tolerance)
+
+
+def golden(jaxpr: Any) -> list[str]:
+    """A line for each equation; ours with what matters of their parameters."""
+    found = []
+    for equation in jaxpr.eqns:
+        own = BY_PRIMITIVE.get(equation.primitive)
+        name = str(equation.primitive.name)
+        if own is not None:
+            params = equation.params["params"]
+            matmul = getattr(params, "matmul", params)
+            details = [f"{k}={getattr(matmul, k)}" for k in ("axis",) if hasattr(matmul, k)]
+            details += [k for k in ("transposed", "gathered") if getattr(matmul, k, False)]
+            details += [f"terms={matmul.terms}"] if getattr(matmul, "terms", 1) > 1 else []
+            name = " ".join([own.operation, *details])
+            types = [v.aval.str_short(short_dtypes=True) for v in equation.invars]
+            name += f" ({', '.join(t.split('{')[0] for t in types)})"
+        found.append(name)
+    return found
+
+
+def check(
+    body: Callable[..., Any],
+    args: Any,
+    wanted: list[str],
+    *,
+    in_specs: Any = None,
+    out_specs: Any,
+    check_vma: bool = False,
+) -> None:
+    """Checks the rewritten body of a function of global arrays, equation by equation."""
+    f = sharded(body, line(), in_specs or (P("x"),) * len(args), out_specs, check_vma)
+    before, after, record = rewritten(f, *args)
+    assert golden(after) == wanted, after
+    assert [v.aval for v in before.outvars] == [v.aval for v in after.outvars]
+    defined = set(after.invars)
+    for equation in after.eqns:  # nothing is used before it is computed
+        assert all(v in defined for v in equation.invars if not hasattr(v, "val")), equation
+        defined.update(equation.outvars)
+    replaced = sum("matmul" in line for line in wanted)
+    assert len(record.decisions) == len([n for n in names(before)])
+    assert sum(d.reason is None for d in record.decisions) >= replaced
+    check_values(f, *args)
+
+
+def check_left(body: Callable[..., Any], args: Any, **how: Any) -> None:
+    """No matmul joins a collective."""
+    specs = how.pop("in_specs", (P("x"),) * len(args))
+    f = sharded(body, line(), specs, how.pop("out_specs", P("x")), how.pop("check_vma", False))
+    before, after, _ = rewritten(f, *args)
+    assert not any("matmul" in name or "gradients" in name for name in golden(after)), after
+    assert sum(e.primitive.name == "dot_general" for e in before.eqns) == sum(
+        e.primitive.name == "dot_general" for e in after.eqns
+    )
+    check_values(f, *args)
+
+
+def gather(v: Any, axis: int = 0, tiled: bool = True) -> Any:
+    return lax.all_gather(v, "x", axis=axis, tiled=tiled)
+
+
+def scatter(v: Any, axis: int = 0, tiled: bool = True) -> Any:
+    return lax.psum_scatter(v, "x", scatter_dimension=axis, tiled=tiled)
+
+
+ROWS, COLUMNS = P("x"), P(None, "x")
+X, W = normal(T * N, F), normal(F, H * N, seed=1)
+V = normal(H * N, F, seed=2)
+XW = (ROWS, COLUMNS)
+AG = "all_gather_matmul"
+RS = "matmul_reduce_scatter"
+X_SHARD, W_SHARD = f"f32[{T},{F}]", f"f32[{F},{H}]"
+Y = normal(T * N, H * N)
+HV = f"(f32[{T * N},{H}], f32[{H},{F}])"
+IS_OVERLAPPED = OpPrimitive.is_overlapped

@@ -1,0 +1,378 @@
+"""Collective matmuls under transformations, on other meshes, eager and donated."""
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import LAX_MATMULS, line, make_mesh
+from collective_matmuls import (  # noqa: F401
+    BOTH,
+    GATHER,
+    MOSTLY_CHECKED,
+    SCATTER,
+    SUM,
+    N,
+    collectives,
+    float32_products,
+    like_lax,
+    over_x,
+    same,
+    values,
+    with_gradients,
+)
+from devices import need_devices
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from lowered import in_lowered
+
+import jax_intranode
+from jax_intranode import all_gather_matmul, explain, matmul_all_reduce, matmul_reduce_scatter
+
+# Transformations.
+
+
+def three(lib: Any, x: Any, w: Any) -> Any:
+    """The sum of a number from each of the three operations."""
+    return (
+        (lib.all_gather_matmul(x, w, "x") ** 2).sum()
+        + (lib.all_gather_matmul(x, [w, w[:, :2]], "x", gather_axis=-2)[1] ** 3).sum()
+        + jnp.sin(lib.matmul_reduce_scatter(x, w, "x")).sum()
+        + jnp.sin(lib.matmul_all_reduce(x, w, "x")).sum()
+    )
+
+
+@MOSTLY_CHECKED
+@pytest.mark.parametrize(
+    "in_axes",
+    [(1, None), *(pytest.param(a, marks=pytest.mark.full) for a in ((2, None), (None, 2))), (2, 1)],
+)
+def test_vmap(in_axes: tuple[int | None, int | None], check_vma: bool) -> None:
+    """Batches of x, of w and of both; around the function and around its gradient."""
+    x, w = values((N, 5), (5, 3))
+    x, w = (
+        v if d is None else np.stack([v, v * 2, 1 - v], d)
+        for v, d in zip((x, w), in_axes, strict=True)
+    )
+
+    def program(lib: Any) -> Any:
+        f = functools.partial(three, lib)
+
+        def over_ranks(f: Any) -> Any:
+            def body(x: Any, w: Any) -> Any:
+                return jax.tree.map(lambda v: v[None], jax.vmap(f, in_axes)(x, w))
+
+            return over_x(body, (P(), P()), check_vma=check_vma)
+
+        around, inside = over_ranks(f), over_ranks(jax.grad(f, (0, 1)))
+        return lambda x, w: (with_gradients(around, (0, 1))(x, w), inside(x, w))
+
+    like_lax(program, x, w)
+
+
+@MOSTLY_CHECKED
+@pytest.mark.parametrize(
+    "jacobian", [jax.jacfwd, jax.jacrev, pytest.param(jax.hessian, marks=pytest.mark.full)]
+)
+def test_jacobians(jacobian: Callable[..., Any], check_vma: bool) -> None:
+    """Jacobians batch tangents, and operations none of whose operands is batched."""
+
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            of_both = jacobian(functools.partial(three, lib), (0, 1))(x, w)
+            gathered = jacobian(lambda w: lib.all_gather_matmul(x, w, "x"))(w)
+            return jax.tree.map(lambda v: v[None], (of_both, gathered))
+
+        return over_x(body, (P(), P()), check_vma=check_vma)
+
+    like_lax(program, *values((N, 5), (5, 3)))
+
+
+@pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (0, 0)])
+def test_vmap_adds_no_collectives(in_axes: tuple[int | None, int | None]) -> None:
+    def body(x: Any, w: Any) -> Any:
+        def f(x: Any, w: Any) -> Any:
+            y = jnp.tanh(all_gather_matmul(x, w, "x"))
+            return y, matmul_reduce_scatter(x, w, "x"), matmul_all_reduce(x, w, "x")
+
+        return jax.vmap(f, in_axes)(x, w)
+
+    f = with_gradients(over_x(body, (P(), P()), P(None, "x")), (0, 1))
+    x, w = values((N, 5), (5, 3))
+    x, w = (v if d is None else np.stack([v, v]) for v, d in zip((x, w), in_axes, strict=True))
+    found = collectives(f, x, w)
+    assert 1 <= found.pop("lax all_reduce") <= 2  # replicated arguments of jax.shard_map
+    assert found == {GATHER: 2, SCATTER: 2, SUM: 2}
+
+
+def test_vmap_around_shard_map() -> None:
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            return lib.matmul_reduce_scatter(lib.all_gather_matmul(x, w, "x"), w.T, "x")
+
+        f = over_x(body, (P("x"), P(None, "x")), P("x"), True)
+        return with_gradients(jax.vmap(f, (1, None)), (0, 1))
+
+    like_lax(program, *values((2 * N, 3, 5), (5, 3 * N)))
+
+
+@pytest.mark.parametrize(
+    "in_axes", [*(pytest.param(a, marks=pytest.mark.full) for a in ((0, None), (None, 0))), (0, 0)]
+)
+def test_vmap_around_shard_map_over_a_mesh_axis(in_axes: tuple[int | None, int | None]) -> None:
+    """A batched operand varies over one axis more; gradients of others are summed over that axis.
+
+    Also inside shard_map, where a gradient has the type of its operand.
+    """
+    need_devices(4)
+    mesh = make_mesh((2, 2), ("data", "x"))
+
+    def program(lib: Any, inside: bool) -> Any:
+        def several(x: Any, w: Any) -> Any:
+            y, z = lib.all_gather_matmul(x, [w, jnp.sin(w)], "x")
+            scattered = lib.matmul_reduce_scatter(y, w.T, "x")
+            return scattered + z.sum() + lib.matmul_all_reduce(y, w.T, "x").mean()
+
+        def gradients(x: Any, w: Any) -> Any:
+            return jax.grad(lambda x, w: jnp.sin(several(x, w)).sum(), (0, 1))(x, w)
+
+        specs = P("x"), P(None, "x")
+        body, out_specs = (gradients, specs) if inside else (several, P("x"))
+        f = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out_specs)
+        f = jax.vmap(f, in_axes, spmd_axis_name="data")
+        return f if inside else with_gradients(f, (0, 1))
+
+    shapes = [(8, 6), (6, 4)]
+    args = values(*((2, *s) if d == 0 else s for s, d in zip(shapes, in_axes, strict=True)))
+    like_lax(lambda lib: program(lib, False), *args)
+    like_lax(lambda lib: program(lib, True), *args)
+
+
+def test_axis_of_vmap() -> None:
+    """lax runs the collective, also where the axis of vmap hides a mesh axis."""
+    x, w = values((N, N, 5), (5, 3))
+
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            y = lib.matmul_reduce_scatter(lib.all_gather_matmul(x, w, "v"), w.T, "v")
+            return y + lib.matmul_all_reduce(x, w @ w.T, "v")
+
+        return with_gradients(jax.vmap(body, (0, None), axis_name="v"), (0, 1))
+
+    same(jax.jit(program(jax_intranode))(x, w), jax.jit(program(LAX_MATMULS))(x, w))
+
+    def hidden(lib: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            def f(x: Any) -> Any:
+                y = lib.matmul_reduce_scatter(lib.all_gather_matmul(x, w, "x"), w.T, "x")
+                return y + lib.matmul_all_reduce(x, w @ w.T, "x")
+
+            return jax.vmap(f, axis_name="x")(x)
+
+        return with_gradients(over_x(body, (P(None, "x"), P()), P(None, "x")), (0, 1))
+
+    same(jax.jit(hidden(jax_intranode))(x, w), jax.jit(hidden(LAX_MATMULS))(x, w))
+
+
+def test_trace_before_vmap_hides_the_axis() -> None:
+    """Batches a jaxpr with our primitives over an axis that has the mesh axis' name."""
+
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            def f(x: Any, w: Any) -> Any:
+                y = lib.matmul_reduce_scatter(lib.all_gather_matmul(x, w, "x"), w.T, "x")
+                return y + lib.matmul_all_reduce(x, w @ w.T, "x")
+
+            traced = jax.make_jaxpr(f)(x[0], w)
+            run = jax.extend.core.jaxpr_as_fun(traced)
+            return jax.vmap(lambda x: run(x, w)[0], axis_name="x", axis_size=N)(x)
+
+        return over_x(body, (P(), P()), P(None, "x"))
+
+    x, w = values((N, N, 5), (5, 3))
+    ours, theirs = (jax.jit(program(lib)) for lib in (jax_intranode, LAX_MATMULS))
+    assert not collectives(ours, x, w)
+    same(ours(x, w), theirs(x, w))
+
+
+@MOSTLY_CHECKED
+@pytest.mark.parametrize("remat", [True, False])
+def test_scan(remat: bool, check_vma: bool) -> None:
+    """A scan over layers has the collectives of one layer."""
+
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any, v: Any) -> Any:
+            def layer(x: Any, weights: Any) -> Any:
+                h = jnp.tanh(lib.all_gather_matmul(x, weights[0], "x"))
+                return x + lib.matmul_reduce_scatter(h, weights[1], "x"), x.sum()
+
+            layer = jax.checkpoint(layer) if remat else layer
+            return lax.scan(layer, x, (w, v))[0]
+
+        specs = (P("x"), P(None, None, "x"), P(None, "x"))
+        return with_gradients(over_x(body, specs, P("x"), check_vma), (0, 1, 2))
+
+    args = values((2 * N, 5), (3, 5, 3 * N), (3, 3 * N, 5))
+    like_lax(program, *args)
+    expected = {GATHER: 3 if remat else 2, SCATTER: 2}
+    assert collectives(program(jax_intranode), *args) == expected
+
+
+@BOTH
+def test_gradient_inside_of_shard_map(check_vma: bool) -> None:
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            value, gradients = jax.value_and_grad(functools.partial(three, lib), (0, 1))(x, w)
+            return value[None], [v[None] for v in gradients]
+
+        return over_x(body, (P("x"), P(None, "x")), P("x"), check_vma)
+
+    like_lax(program, *values((N * N, 5), (5, 3 * N)))
+
+
+@MOSTLY_CHECKED
+def test_derivatives_of_higher_order(check_vma: bool) -> None:
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            columns = lib.matmul_reduce_scatter(x, jnp.sin(w[:, :N]), "x", scatter_dimension=-1)
+            return three(lib, x, w)[None] + (columns**2).sum()
+
+        f = over_x(body, (P("x"), P(None, "x")), P("x"), check_vma)
+
+        def both(x: Any, w: Any) -> Any:
+            gradient = jax.grad(lambda x, w: f(x, w).sum(), (0, 1))
+            along = jax.jvp(gradient, (x, w), (jnp.cos(x), jnp.sin(w)))
+            twice = jax.grad(lambda x, w: sum((g**2).sum() for g in gradient(x, w)), (0, 1))
+            return along, twice(x, w)
+
+        return both
+
+    like_lax(program, *values((N * N, 3), (3, N * N)))
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
+@BOTH
+def test_value_and_tangent_in_one_call(check_vma: bool, transform: Any) -> None:
+    """A custom_jvp's rule makes one call of which the value is known and the tangent is not."""
+
+    def program(lib: Any) -> Callable[..., Any]:
+        @jax.custom_jvp
+        def f(x: Any, w: Any) -> Any:
+            return lib.all_gather_matmul(x, w, "x")
+
+        @f.defjvp
+        def rule(primals: Any, tangents: Any) -> Any:
+            (x, w), (_, dw) = primals, tangents
+            return tuple(lib.all_gather_matmul(x, [w, 3 * dw], "x"))
+
+        body = transform(lambda x, w: jnp.sin(f(x, w)))
+        mapped = over_x(body, (P("x"), P(None, "x")), P(None, "x"), check_vma)
+        return with_gradients(mapped, (1,))
+
+    like_lax(program, *values((2 * N, 3), (3, 2 * N)))
+
+
+def test_linear_transpose() -> None:
+    """The operations are linear in x, and in w."""
+    x, w = values((2 * N, 5), (5, 3 * N))
+
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            def by(f: Callable[..., Any], v: Any) -> Any:
+                return jax.linear_transpose(f, v)(jax.tree.map(jnp.cos, f(v)))
+
+            return [
+                by(lambda x: lib.all_gather_matmul(x, [w, w], "x")[1:], x),
+                by(lambda w: lib.all_gather_matmul(x, [w, w * 2], "x"), w),
+                by(lambda w: lib.matmul_reduce_scatter(x[:N], w, "x"), w),
+                by(lambda x: lib.matmul_reduce_scatter(x, w, "x"), x),
+                by(lambda w: lib.matmul_all_reduce(x, w, "x"), w),
+                by(lambda x: lib.matmul_all_reduce(x, w, "x"), x),
+            ]
+
+        return over_x(body, (P(), P()))
+
+    like_lax(program, x, w)
+
+
+def test_mesh_of_set_mesh_with_explicit_axes() -> None:
+    """Results are right for any order of devices, also one that was not traced."""
+    x, w = values((2 * N, 5), (5, 3 * N))
+    specs = (P("x"), P(None, "x"))
+
+    def body(x: Any, w: Any) -> Any:
+        return matmul_reduce_scatter(jnp.tanh(all_gather_matmul(x, w, "x")), w.T, "x")
+
+    f = jax.shard_map(body, in_specs=specs, out_specs=P("x"))
+    g = jax.jit(with_gradients(f, (0, 1)))
+    for order in (range(N), reversed(range(N))):
+        devices = np.array(jax.devices()[:N])[list(order)]
+        mesh = jax.sharding.Mesh(devices, ("x",), axis_types=(AxisType.Explicit,))
+        with jax.set_mesh(mesh):
+            args = [jax.device_put(v, P(*spec)) for v, spec in zip((x, w), specs, strict=True)]
+            results = g(*args)
+            text = g.lower(*args).as_text()
+        same(results, with_gradients(lambda x, w: jnp.tanh(x @ w) @ w.T, (0, 1))(x, w))
+        if devices[0].id == 0:
+            assert Counter(in_lowered(text)) == {
+                "jax_intranode_all_gather": 2,
+                "jax_intranode_psum_scatter": 2,
+            }
+
+
+@pytest.mark.parametrize("spec", [P(None, "auto"), P("auto", None)])
+def test_operands_sharded_over_explicit_axes_are_laxs(spec: P) -> None:
+    """lax decides how a product is sharded, along N and along the contracted dimension."""
+    need_devices(4)
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    mesh = jax.sharding.Mesh(devices, ("auto", "x"), axis_types=(AxisType.Explicit,) * 2)
+    x, w = values((8, 4), (4, 4))
+
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            return lib.matmul_all_reduce(x, w, "x")
+
+        f = jax.shard_map(
+            body, in_specs=(P("x"), P()), out_specs=P("x"), axis_names={"x"}, check_vma=False
+        )
+        return jax.jit(with_gradients(f, (0, 1)))
+
+    with jax.set_mesh(mesh):
+        args = jax.reshard(x, P("x", None)), jax.reshard(w, spec)
+        ours, theirs = (program(lib)(*args) for lib in (jax_intranode, LAX_MATMULS))
+        (call, *_) = explain(lambda *args: program(jax_intranode)(*args)[0])(*args)
+    same(ours, theirs)
+    assert [v.sharding.spec for v in jax.tree.leaves(ours)] == [
+        v.sharding.spec for v in jax.tree.leaves(theirs)
+    ]
+    assert call.algorithm == "lax" and "sharded over explicit axes" in call.reason
+
+
+def test_eager() -> None:
+    x, w = values((2 * N, 5), (5, 3))
+    f = over_x(lambda x, w: three(jax_intranode, x, w)[None], (P(), P()))
+    same(f(x, w), jax.jit(f)(x, w))
+
+
+def test_donation() -> None:
+    x, w = values((2 * N, 5), (5, 5))
+
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            return x + lib.matmul_reduce_scatter(lib.all_gather_matmul(x, w, "x"), w, "x")
+
+        return over_x(body, (P("x"), P()))
+
+    sharding = jax.NamedSharding(line(N), P("x"))
+    carried = jax.device_put(x, sharding)
+    ours = jax.jit(program(jax_intranode), donate_argnums=0)
+    for _ in range(3):
+        before, carried = carried, ours(carried, w)
+        x = jax.jit(program(LAX_MATMULS))(x, w)
+        assert before.is_deleted()
+    same(carried, x)

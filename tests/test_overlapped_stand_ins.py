@@ -1,0 +1,261 @@
+"""What is lowered where collective matmuls overlap; collectives and dots stand in."""
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import line, make_mesh, sharded
+from collective_matmuls import (  # noqa: F401
+    BOTH,
+    GATHER,
+    SCATTER,
+    SUM,
+    N,
+    collectives,
+    float32_products,
+    like_lax,
+    over_x,
+    same,
+    values,
+    with_gradients,
+)
+from devices import need_devices
+from jax.sharding import PartitionSpec as P
+
+import jax_intranode
+from jax_intranode import all_gather_matmul, explain, matmul_all_reduce, matmul_reduce_scatter
+from jax_intranode._src.group import partition as partition_lib
+from jax_intranode._src.ops import overlapped_call
+from jax_intranode._src.ops.collective import (
+    AllGatherParams,
+    PsumScatterParams,
+    all_gather_p,
+    psum_scatter_p,
+)
+from jax_intranode._src.selection import overlap
+
+# An overlapped all-reduce. On CPUs nothing is overlapped: a dot and our psum_scatter stand in.
+
+
+@pytest.fixture
+def overlapping() -> Iterator[None]:
+    def find(
+        operation: str, site: Any, traced_over: Any, axes: Any, request: overlapped_call.Request
+    ) -> overlapped_call.Overlapped:
+        groups = partition_lib.partition(site.mesh, tuple(axes))
+
+        class StandIn(overlapped_call.Overlapped):
+            def __call__(self, *operands: Any) -> list[Any]:
+                terms = len(request.ks)
+                reshaped = request.operands(*operands)
+                xs, ws = reshaped[:terms], reshaped[terms:]
+                if request.transposed:
+                    ws = [w.T for w in ws]
+                for x, k in zip(xs, request.ks, strict=True):
+                    assert x.shape == (request.rows * groups.group_size, k)
+                return psum_scatter_p.bind_as_traced(
+                    sum(x @ w for x, w in zip(xs, ws, strict=True)),
+                    params=PsumScatterParams(axes, request.axis, True, groups.group_size),
+                    traced_over=traced_over,
+                )
+
+        assert operation == "matmul_reduce_scatter"
+        return StandIn(operation, groups, request, overlap.Plan())
+
+    with mock.patch.object(overlapped_call, "find", find):
+        yield
+
+
+@BOTH
+@pytest.mark.parametrize("leading", [(2 * N,), (3, N), (N // 2, 6)])
+def test_overlapped_sum(overlapping: None, leading: tuple[int, ...], check_vma: bool) -> None:
+    """It, its tangents and batches are a reduce-scatter and an all-gather of all rows."""
+
+    def program(lib: Any) -> Any:
+        by_columns = P(*[None] * len(leading), "x")
+
+        def body(x: Any, w: Any) -> Any:
+            return lib.matmul_all_reduce(x, w, "x")
+
+        f = over_x(body, (by_columns, P("x")), P(), check_vma)
+
+        def both(x: Any, w: Any) -> Any:
+            tangents = jax.jvp(f, (x, w), (jnp.cos(x), jnp.sin(w)))
+            batch = jax.vmap(f, (0, None))(jnp.stack([x, -x]), w)
+            return with_gradients(f, (0, 1))(x, w), tangents, batch
+
+        return both
+
+    args = values((*leading, 2 * N), (2 * N, 3))
+    like_lax(program, *args)
+    # 1 forward, 2 with tangents, 1 for the batch. Backward as without overlap.
+    expected = {SCATTER: 4, GATHER: 4} | ({} if check_vma else {SUM: 1})
+    assert collectives(program(jax_intranode), *args) == expected
+
+
+def test_overlapped_sum_over_some_axes(overlapping: None) -> None:
+    need_devices(4)
+    mesh = make_mesh((2, 2), ("a", "b"), (2, 0, 3, 1))
+
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            return [lib.matmul_all_reduce(x, w, axes)[None] for axes in ("a", "b", ("b", "a"))]
+
+        return sharded(body, mesh, (P("b"), P("a")), P(("a", "b")), False)
+
+    like_lax(program, *values((8, 3), (6, 5)))
+
+
+def test_overlapped_gradient_of_column_parallel_matmul(overlapping: None) -> None:
+    """The gradient of an x that all ranks have is one sum for all matrices; overlapped, too."""
+    x, *ws = values((3, 2 * N, 6), (6, 4 * N), (6, 2 * N))
+
+    def ours(x: Any, ws: Any) -> Any:
+        return jax_intranode.column_parallel_matmul(x, ws, "x")
+
+    gradient = with_gradients(ours, (0, 1))
+    with jax.set_mesh(line(N)):
+        found = jax.jit(gradient)(x, ws)
+        assert collectives(gradient, x, ws) == {SCATTER: 1, GATHER: 1}
+    same(found, with_gradients(lambda x, ws: [x @ w for w in ws], (0, 1))(x, ws))
+
+
+def test_explain_of_an_overlapped_sum(overlapping: None) -> None:
+    def body(x: Any, w: Any) -> Any:
+        return matmul_all_reduce(x, w, "x"), matmul_all_reduce(x[1:], w, "x")
+
+    x, w = values((2 * N, 5), (5, 3))
+    total, gathered, odd = explain(over_x(body, (P(), P())))(x, w)
+    assert (total.operation, total.algorithm) == ("matmul_all_reduce", "matmul_reduce_scatter")
+    assert total.reason.startswith("overlapped") and total.nbytes == 2 * N * 3 * 4
+    assert (gathered.operation, gathered.algorithm) == ("all_gather", "all_gather")
+    assert gathered.shapes == ((2, 3),) and gathered.source == total.source
+    assert (odd.operation, odd.algorithm) == ("matmul_all_reduce", "one_shot")
+    why = f"psum after the matmul, not overlapped ({2 * N - 1} rows, no multiple of {N} ranks); "
+    assert odd.reason.startswith(why)
+
+
+# Both gradients as one call. On CPUs nothing is overlapped: collectives and dots stand in.
+
+
+@pytest.fixture
+def both_in_one_call() -> Iterator[list[overlapped_call.Request]]:
+    """Yields the requests that were granted."""
+    granted = []
+
+    def find(
+        operation: str, site: Any, traced_over: Any, axes: Any, request: overlapped_call.Request
+    ) -> overlapped_call.Overlapped | str:
+        if not request.wgrads:
+            return "one gradient alone"
+        groups = partition_lib.partition(site.mesh, tuple(axes))
+        size = groups.group_size
+        granted.append(request)
+        assert request.transposed and not request.gathered
+
+        class StandIn(overlapped_call.Overlapped):
+            def __call__(self, *operands: Any) -> list[Any]:
+                terms = len(request.ks)
+                *factors, ct = request.operands(*operands)
+                xs, ws = factors[:terms], factors[terms:]
+                assert [x.shape[-1] for x in xs] == list(request.ks)
+                assert ct.shape[-1] == request.ns[0]
+                assert {w.shape for w in ws} == {(request.ns[0], k) for k in request.ks}
+                rows = tuple(range(ct.ndim - 1))
+                if operation == "all_gather_matmul":
+                    assert xs[0].size == request.outer * request.rows * request.ks[0]
+                    (whole,) = all_gather_p.bind_as_traced(
+                        xs[0],
+                        params=AllGatherParams(axes, request.axis, True, size),
+                        traced_over=traced_over,
+                    )
+                    return [whole @ ws[0].T, jnp.tensordot(ct, whole, (rows, rows))]
+                assert xs[0].size == request.outer * request.rows * size * request.ks[0]
+                total = sum(x @ w.T for x, w in zip(xs, ws, strict=True))
+                (part,) = psum_scatter_p.bind_as_traced(
+                    total,
+                    params=PsumScatterParams(axes, request.axis, True, size),
+                    traced_over=traced_over,
+                )
+                wgrads = [jnp.tensordot(ct, x, (rows, rows)) for x in xs[: request.wgrads]]
+                return [part, *wgrads]
+
+        return StandIn(operation, groups, request, overlap.Plan(tile_columns=128, wgrad=True))
+
+    with mock.patch.object(overlapped_call, "find", find):
+        yield granted
+
+
+@BOTH
+@pytest.mark.parametrize("leading", [(), (3,)])
+def test_both_gradients_in_one_call(
+    both_in_one_call: list[overlapped_call.Request], leading: tuple[int, ...], check_vma: bool
+) -> None:
+    axis = len(leading)
+    none = [None] * axis
+
+    def program(lib: Any) -> Any:
+        def body(x: Any, w: Any, u: Any, v: Any) -> Any:
+            # The first matrix is no argument: terms with weight gradients are moved before it.
+            a, b, c = lib.all_gather_matmul(x, [jnp.ones((5, 4)), w, u], "x", gather_axis=axis)
+            y = jnp.tanh(a[..., :3] * b + c[..., :3])
+            return lib.matmul_reduce_scatter(y, v, "x", scatter_dimension=axis)
+
+        columns = P(None, "x")
+        f = over_x(body, (P(*none, "x"), columns, columns, P("x")), P(*none, "x"), check_vma)
+        return with_gradients(f, (0, 1, 2, 3))
+
+    args = values((*leading, 2 * N, 5), (5, 3 * N), (5, 7 * N), (3 * N, 6))
+    like_lax(program, *args)
+    assert collectives(program(jax_intranode), *args) == {GATHER: 2, SCATTER: 2}
+    of_scatter, of_gather = both_in_one_call[-2:]
+    for request in (of_scatter, of_gather):
+        assert (request.axis, request.outer, request.rows) == (axis, 3 if leading else 1, 2)
+    found = [(r.ks, r.ns, r.wgrads) for r in (of_scatter, of_gather)]
+    assert found == [((6,), (3,), 1), ((3, 7, 4), (5,), 2)]
+
+
+def test_explain_of_both_gradients(both_in_one_call: list[overlapped_call.Request]) -> None:
+    """Gradients are presented as the collective matmuls that compute them."""
+
+    def body(x: Any, w: Any, v: Any) -> Any:
+        return matmul_reduce_scatter(jnp.tanh(all_gather_matmul(x, w, "x")), v, "x")
+
+    f = with_gradients(over_x(body, (P("x"), P(None, "x"), P("x"))), (0, 1, 2))
+    args = values((2 * N, 5), (5, 3 * N), (3 * N, 5))
+    calls = explain(f)(*args)
+    ones = [("all_gather_matmul", ((2, 5), (5, 3)), 2 * 5 * 4)]
+    twos = [("matmul_reduce_scatter", ((2 * N, 3), (3, 5)), 2 * N * 5 * 4)]
+    backward = [
+        ("all_gather_matmul", ((2, 5), (3, 5)), 2 * 5 * 4),
+        ("matmul_reduce_scatter", ((2 * N, 3), (5, 3)), 2 * N * 5 * 4),
+    ]
+    got = [(call.operation, call.shapes, call.nbytes) for call in calls]
+    assert got == [*ones, *twos, *backward]
+    for call in calls[:2]:
+        assert "not overlapped (one gradient alone)" in call.reason
+    for call in calls[2:]:
+        assert call.algorithm == call.operation
+        assert call.reason == f"overlapped, {overlap.Plan(tile_columns=128, wgrad=True)}"
+
+
+def test_gradients_that_are_not_one_call(both_in_one_call: list[overlapped_call.Request]) -> None:
+    """A reduce-scatter along the last dimension, and one gradient alone."""
+
+    def scatters(x: Any, w: Any) -> Any:
+        return matmul_reduce_scatter(x, w, "x", scatter_dimension=1)
+
+    def products(x: Any, w: Any, v: Any) -> Any:
+        return matmul_reduce_scatter(all_gather_matmul(x, w, "x"), v, "x")
+
+    columns = P(None, "x")
+    args = values((2 * N, 5), (5, 3 * N), (3 * N, 5))
+    calls = [*explain(with_gradients(over_x(scatters, P(), columns), (0, 1)))(*args[:2])]
+    f = over_x(products, (P("x"), columns, P("x")))
+    for argnum in range(3):
+        calls += explain(with_gradients(f, (argnum,)))(*args)
+    assert not both_in_one_call
+    assert not any(call.reason.startswith("overlapped") for call in calls)

@@ -45,9 +45,8 @@ class Block(nnx.Module):
 
     def columns(self, x: jax.Array, ws: nnx.List) -> list[jax.Array]:
         """[x @ w for w in ws]: gathers the sequence once, and divides the columns."""
-        ws = [w[...].astype(DTYPE) for w in ws]
         return jax_intranode.column_parallel_matmul(
-            x, ws, "model", gather_axis=1, batch_axes="data"
+            x, [w[...].astype(DTYPE) for w in ws], "model", gather_axis=1, batch_axes="data"
         )
 
     def rows(self, x: jax.Array, w: nnx.Param) -> jax.Array:
@@ -82,19 +81,17 @@ class Transformer(nnx.Module):
 
 
 def loss_of(model: Transformer, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-    """The mean loss in nats per byte."""
     return optax.softmax_cross_entropy_with_integer_labels(model(tokens), targets).mean()
 
 
 def main() -> None:
     """Prints what the collectives of a step run as, and trains."""
-    data = jax.device_count() // 2
-    mesh = jax.make_mesh((data, 2), ("data", "model"), (AxisType.Auto,) * 2)
+    mesh = jax.make_mesh((jax.device_count() // 2, 2), ("data", "model"), (AxisType.Auto,) * 2)
     text = np.frombuffer("\n".join(topics.topics.values()).encode(), np.uint8).astype(np.int32)
     rng = np.random.default_rng(0)
 
     def batch() -> list[jax.Array]:
-        starts = rng.integers(len(text) - SEQUENCE, size=(BATCH * data, 1))
+        starts = rng.integers(len(text) - SEQUENCE, size=(BATCH * mesh.shape["data"], 1))
         windows = text[starts + np.arange(SEQUENCE + 1)]
         sharding = NamedSharding(mesh, P("data", "model"))
         return jax.device_put([windows[:, :-1], windows[:, 1:]], sharding)

@@ -37,7 +37,7 @@ from overlapped_cases import (
 import jax_intranode
 from jax_intranode._src.group import agreed
 from jax_intranode._src.native import extension
-from jax_intranode._src.selection import overlap
+from jax_intranode._src.selection.overlap import choice
 
 
 @case(rows=(1, 127, 129, 256), plan=ALL)
@@ -558,7 +558,7 @@ def overlapped_results_that_a_scan_stacks(plan: str) -> None:
     def loss(*args: Any) -> Any:
         return f(*args).astype(jnp.float32).sum()
 
-    with overlap.forced(PLANS[plan]):
+    with choice.forced(PLANS[plan]):
         cases.runs_as_often_as_explained(jax.grad(loss, argnums=(0, 1)), args)
 
 

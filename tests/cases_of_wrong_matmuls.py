@@ -19,7 +19,7 @@ from overlapped_cases import (
 import jax_intranode
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.native import definitions, extension
-from jax_intranode._src.selection import overlap
+from jax_intranode._src.selection.overlap.plan import Plan
 
 # Wrong calls: what differs from a right call, and a part of the handler's error. The right call
 # multiplies rows of 64 elements by the transpose of a matrix [72, 64] and computes its weight
@@ -59,7 +59,7 @@ WRONG_CALLS = {
     "rows_of_sum": ({"sums": True, "x": (17, _K)}, "17 can't be split over"),
     "scratch_of_sum": ({"sums": True, "scratch": 8}, "scratch of 8 bytes; it needs"),
 }
-_RIGHT_PLAN = overlap.Plan(tile_columns=256, wgrad=True).attributes()
+_RIGHT_PLAN = Plan(tile_columns=256, wgrad=True).attributes()
 
 
 @case(wrong=tuple(WRONG_CALLS))

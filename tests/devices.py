@@ -5,7 +5,7 @@ import os
 import jax
 import pytest
 
-from jax_intranode._src.selection import overlap
+from jax_intranode._src.selection.overlap import profiles
 
 REQUIRED_GPUS = int(os.environ.get("JAX_INTRANODE_REQUIRE_GPUS", "0"))
 MOST_RANKS_OF_A_GPU = 4
@@ -55,5 +55,5 @@ def need_overlap() -> None:
     """Skips the test where collective matmuls are not overlapped; as `need_gpus` without a GPU."""
     need_gpus()
     kind = jax.devices()[0].device_kind
-    if isinstance(overlap.known_from_kinds([kind]), str):
+    if isinstance(profiles.known_from_kinds([kind]), str):
         pytest.skip(f"collective matmuls are not overlapped on {kind}")

@@ -18,24 +18,26 @@ from jax_intranode._src.group import agreed
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.jax_private.distributed import key_value_client
 from jax_intranode._src.native import definitions, extension
-from jax_intranode._src.selection import config, overlap
+from jax_intranode._src.selection import config
+from jax_intranode._src.selection.overlap import choice
+from jax_intranode._src.selection.overlap.plan import Plan
 
 CASES: dict[str, Case] = {}
 case = functools.partial(cases.case, into=CASES)
 
 # The plans that the cases force.
 PLANS = {
-    "whole": overlap.Plan(),
-    "pieces": overlap.Plan(first_pieces=3, last_pieces=2),
-    "most_pieces": overlap.Plan(first_pieces=16, last_pieces=16),
-    "fused": overlap.Plan(tile_columns=192, parts=3),
-    "fused_224": overlap.Plan(tile_columns=224, band_pairs=3),  # all-gathers only
-    "fused_256": overlap.Plan(tile_columns=256, band_pairs=1),
-    "fused_128": overlap.Plan(tile_columns=128, band_pairs=2),
-    "direct": overlap.Plan(tile_columns=192, parts=2, direct=True),
-    "direct_256": overlap.Plan(tile_columns=256, direct=True),
-    "direct_128": overlap.Plan(tile_columns=128, direct=True),
-    "wgrad": overlap.Plan(
+    "whole": Plan(),
+    "pieces": Plan(first_pieces=3, last_pieces=2),
+    "most_pieces": Plan(first_pieces=16, last_pieces=16),
+    "fused": Plan(tile_columns=192, parts=3),
+    "fused_224": Plan(tile_columns=224, band_pairs=3),  # all-gathers only
+    "fused_256": Plan(tile_columns=256, band_pairs=1),
+    "fused_128": Plan(tile_columns=128, band_pairs=2),
+    "direct": Plan(tile_columns=192, parts=2, direct=True),
+    "direct_256": Plan(tile_columns=256, direct=True),
+    "direct_128": Plan(tile_columns=128, direct=True),
+    "wgrad": Plan(
         tile_columns=256,
         parts=2,
         rounds=2,
@@ -47,8 +49,8 @@ PLANS = {
 ALL = tuple(PLANS)
 # For gradients only: without weight gradients these plans are like those above.
 WGRAD = {
-    "wgrad_1_round": overlap.Plan(tile_columns=256, wgrad=True),
-    "wgrad_3_rounds": overlap.Plan(
+    "wgrad_1_round": Plan(tile_columns=256, wgrad=True),
+    "wgrad_3_rounds": Plan(
         tile_columns=256,
         band_pairs=2,
         rounds=3,
@@ -73,7 +75,7 @@ def overlapped(f: Any, args: Sequence[Any], plan: str = "pieces", **options: Any
     """Compiles a program. On GPUs all of its collective matmuls must be overlapped."""
     if not on_gpus() and plan not in ("whole", "pieces", "fused"):
         pytest.skip(f"needs GPUs; on CPUs {plan} is like the other plans")
-    with overlap.forced(PLANS[plan]):
+    with choice.forced(PLANS[plan]):
         program = jax.jit(f, **options)
         calls = [c for c in jax_intranode.explain(program)(*args) if "matmul" in c.operation]
         assert calls
@@ -87,7 +89,7 @@ def overlapped(f: Any, args: Sequence[Any], plan: str = "pieces", **options: Any
 def both_gradients(f: Any, args: Sequence[Any], plan: str, calls: int) -> Any:
     """Compiles a program in which, on GPUs, `calls` calls compute weight gradients if forced to."""
     if on_gpus():
-        with overlap.forced(PLANS[plan]):
+        with choice.forced(PLANS[plan]):
             found = [call.reason for call in jax_intranode.explain(f)(*args)]
         taken = [reason for reason in found if reason.startswith("overlapped")]
         with_wgrads = sum("with weight gradients" in reason for reason in taken)

@@ -309,7 +309,7 @@ def random_program_in_segments(which: int) -> None:
     jax_intranode.shutdown()
     jax.clear_caches()
     set_epochs(mesh, 2**32 - 30)
-    calls = random_calls(60 + which, 15, mesh)
+    calls = random_calls(70 + which, 15, mesh)
     with x64("float64"), in_segments(300):
         carries, value = random_carries(mesh, which)
         program = compiled_of_ours(chain(calls, mesh), value)

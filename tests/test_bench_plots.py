@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_peers import report as peers_report
+from bench_peers import registry as peers_report
 from bench_plots import collectives as collectives_plot
 from bench_plots import command as plot
 from bench_plots import matmuls as matmul_plot

@@ -118,7 +118,25 @@ def test_what_scripts_do_with_jitted_functions(
     err = capsys.readouterr().err
     assert "compare: step (test_compare.py:" in err and f" {STEPS} calls" in err
     assert "results: all have the same values" in err
-    assert "collectives: it calls none, so nothing was replaced" in err
+    assert "collectives: it calls none of jax.lax, so nothing was replaced" in err
+
+
+def test_calls_of_this_package_are_not_replaced(
+    started: Started, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both programs have them."""
+    need_devices(2)
+    comparison = started()
+    ours = on_two(lambda x: jax_intranode.psum(x, "x"))
+    both = on_two(lambda x: jax_intranode.psum(x, "x") + jax.lax.psum(2 * x, "x"))
+    for _ in range(3):
+        ours(jnp.ones(4))
+        both(jnp.ones(4))
+    ours(jnp.ones(4))
+    comparison.finish()
+    *_, same, replaced = capsys.readouterr().err.splitlines()
+    assert same == "compare:   the same in both programs: 1 by functions of jax_intranode"
+    assert replaced == "compare:   replaced: 1 psum (one_shot)"
 
 
 @pytest.mark.parametrize("kind", ["callback", "mutable array"])

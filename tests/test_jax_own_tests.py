@@ -1,11 +1,11 @@
-"""tools/jax_own_tests.sh finds the tests that differ with install()."""
+"""tools/jax_own_tests.py finds the tests that differ with install()."""
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import jax_own_tests
 import pytest
 
 TOOLS = Path(__file__).parent.parent / "tools"
@@ -37,10 +37,10 @@ def test_it_runs_a_tree_in_both_ways(tmp_path: Path) -> None:
     # The sources of the tree must not be imported.
     (tmp_path / "tree" / "jax").mkdir()
     (tmp_path / "tree" / "jax" / "__init__.py").write_text("raise ImportError")
+    tree, out = str(tmp_path / "tree"), str(tmp_path)
     run = subprocess.run(
-        [TOOLS / "jax_own_tests.sh", tmp_path / "tree", "some_test.py"],
-        env=os.environ
-        | {"PYTHON": sys.executable, "PYTEST_XDIST_AUTO_NUM_WORKERS": "1", "OUT": str(tmp_path)},
+        [sys.executable, TOOLS / "jax_own_tests.py", tree, "some_test.py", "--out", out],
+        env=os.environ | {"PYTEST_XDIST_AUTO_NUM_WORKERS": "1"},
         capture_output=True,
         text=True,
         timeout=200,
@@ -58,8 +58,8 @@ def test_it_runs_a_tree_in_both_ways(tmp_path: Path) -> None:
     ]
 
 
-def outcomes(**by_name: str) -> str:
-    return json.dumps({name: {"outcome": o, "operations": 2} for name, o in by_name.items()})
+def outcomes(**by_name: str) -> dict[str, jax_own_tests.Outcome]:
+    return {name: jax_own_tests.Outcome(o, operations=2) for name, o in by_name.items()}
 
 
 @pytest.mark.parametrize(
@@ -73,13 +73,15 @@ def outcomes(**by_name: str) -> str:
     ],
 )
 def test_differences(
-    tmp_path: Path, with_ours: dict[str, str], known: str, code: int, last: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    with_ours: dict[str, str],
+    known: str,
+    code: int,
+    last: str,
 ) -> None:
-    (tmp_path / "without.json").write_text(outcomes(a="passed", b="failed"))
-    (tmp_path / "with.json").write_text(outcomes(**with_ours))
     (tmp_path / "known.txt").write_text(f"# A comment.\n{known}\n")
-    names = ["without.json", "with.json", "known.txt"]
-    command = [sys.executable, TOOLS / "jax_own_tests.py", *(tmp_path / name for name in names)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert run.returncode == code, run.stdout + run.stderr
-    assert run.stdout.splitlines()[-1].startswith(last)
+    reasons = jax_own_tests.known_differences(tmp_path / "known.txt")
+    without = outcomes(a="passed", b="failed")
+    assert jax_own_tests.compare(without, outcomes(**with_ours), reasons) == code
+    assert capsys.readouterr().out.splitlines()[-1].startswith(last)

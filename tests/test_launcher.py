@@ -252,3 +252,45 @@ def test_a_place_that_others_can_change_is_the_last_choice_and_named(
         launcher.coordination_service(1),
     ):
         pass
+
+
+# Functions in ranks.
+
+FUNCTION = """
+def work(rank, text):
+    rank.begin("a measurement")
+    rank.print(text)
+    if text == "fails":
+        raise ValueError("the function broke")
+    return [rank.number, rank.devices.ranks, rank.mesh().size]
+"""
+
+
+@pytest.mark.parametrize("mode", launcher.MODES)
+def test_a_function_in_ranks(
+    mode: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "module_of_test.py").write_text(FUNCTION)
+    paths = filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    devices, heard = launcher.Devices("cpu", 2, mode), []
+
+    def run(text: str) -> Any:
+        return launcher.run_function(
+            "module_of_test:work",
+            {"text": text},
+            devices,
+            timeout_s=100,
+            hear=heard.append,
+            shows_log=True,
+        )
+
+    result = [0, devices.ranks, 2]
+    assert run("a row") == result
+    assert heard == [{"begun": "a measurement"}, {"result": result}]
+    assert capfd.readouterr().out.splitlines().count("a row") == 1  # of rank 0 alone
+    if mode == launcher.SINGLE_PROCESS:
+        with pytest.raises(launcher.RankError, match="ValueError: the function broke"):
+            run("fails")
+        assert heard[2:] == [{"begun": "a measurement"}]
+        assert "fails\n" in capfd.readouterr().out

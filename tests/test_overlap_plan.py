@@ -10,9 +10,10 @@ import re
 import pytest
 
 from jax_intranode._src.native import definitions
-from jax_intranode._src.selection import overlap
-from jax_intranode._src.selection.overlap import Plan
-from jax_intranode._src.selection.overlap.plan import describe_fields, parse
+from jax_intranode._src.selection.overlap import choice
+from jax_intranode._src.selection.overlap.plan import Plan, describe_fields, parse
+from jax_intranode._src.selection.overlap.profiles import H200, Profile
+from jax_intranode._src.selection.overlap.sizes import Sizes
 
 RING = 512 << 20
 
@@ -25,12 +26,12 @@ def plan(
     *,
     world: int = 4,
     dtype: str = "bfloat16",
-    profile: overlap.Profile | str = overlap.H200,
+    profile: Profile | str = H200,
     ring: int = RING,
     outer: int = 1,
     wgrads: int = 0,
 ) -> Plan | str:
-    sizes = overlap.Sizes(
+    sizes = Sizes(
         operation,
         outer=outer,
         rows=m // outer // world,
@@ -38,7 +39,7 @@ def plan(
         ns=n if isinstance(n, tuple) else (n,),
         world_size=world,
     )
-    return overlap.choose(sizes, dtype=dtype, profile=profile, ring_bytes=ring, wgrads=wgrads)
+    return choice.choose(sizes, dtype=dtype, profile=profile, ring_bytes=ring, wgrads=wgrads)
 
 
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
@@ -120,7 +121,7 @@ def test_direct_where_the_matmul_decides() -> None:
             for columns in (128, 192):
                 kernel = Plan(tile_columns=columns)
                 with_direct = Plan(tile_columns=columns, direct=True)
-                sizes = overlap.Sizes(SCATTER, 1, m // world, (k,), (n,), world)
+                sizes = Sizes(SCATTER, 1, m // world, (k,), (n,), world)
                 assert sizes.scratch_bytes(kernel) == sizes.ring_bytes(columns)
                 assert sizes.scratch_bytes(with_direct) == 0
             chosen = plan(SCATTER, m, k, n, world=world)
@@ -140,7 +141,7 @@ def test_sums_that_do_not_fit_the_ring_come_in_rounds() -> None:
             tile_columns=whole.tile_columns, band_pairs=pairs, parts=parts, rounds=2
         )
         assert "2 rounds" in str(kernel)
-        sizes = overlap.Sizes(SCATTER, 1, 32768 // world, (1024,), (16384,), world)
+        sizes = Sizes(SCATTER, 1, 32768 // world, (1024,), (16384,), world)
         assert sizes.fit_fused(kernel, RING) and sizes.scratch_bytes(kernel) < RING
         assert plan(SCATTER, 32768, 4096, 16384, world=world) == Plan()
     # A round does whole column tiles. As many bytes would fit 11 rounds.
@@ -149,7 +150,7 @@ def test_sums_that_do_not_fit_the_ring_come_in_rounds() -> None:
     # Not in rounds that are too short.
     assert not getattr(plan(SCATTER, 32768, 1024, 16384, ring=128 << 20), "tile_columns", 0)
     # If the column tiles cannot be split evenly, the first rounds have more.
-    assert overlap.Sizes(SCATTER, 1, 128, (8,), (1000,), 2).ring_bytes(128, 3) == 2 * 128 * 384
+    assert Sizes(SCATTER, 1, 128, (8,), (1000,), 2).ring_bytes(128, 3) == 2 * 128 * 384
 
 
 @pytest.mark.parametrize(
@@ -232,7 +233,7 @@ def test_tiles_that_fill_the_last_wave() -> None:
     for world, m, k, n in ((2, 512, 16384, 26624), (4, 2048, 4096, 7168)):
         chosen = plan(GATHER, m, k, n, world=world)
         assert isinstance(chosen, Plan) and chosen.tile_columns == 224
-    with overlap.forced(Plan(tile_columns=224)):
+    with choice.forced(Plan(tile_columns=224)):
         assert isinstance(plan(GATHER, 512, 64, 64), Plan)
         assert (
             plan(SCATTER, 512, 64, 64)
@@ -263,7 +264,7 @@ def test_kernel_takes_what_fits_the_ring() -> None:
     # The fused kernel takes at most four matrices.
     assert plan(GATHER, 8192, 2048, 2560, world=2) == Plan(tile_columns=256, band_pairs=6)
     assert isinstance(plan(GATHER, 8192, 2048, (512,) * 5, world=2), str)
-    with overlap.forced(Plan(tile_columns=256)):
+    with choice.forced(Plan(tile_columns=256)):
         assert isinstance(plan(SCATTER, 8192, 3584, 8192, ring=64 << 20), str)
         assert plan(SCATTER, 8192, 3584, 8192) == Plan(tile_columns=256)
 
@@ -336,12 +337,12 @@ def test_sums_of_several_products() -> None:
         assert isinstance(reason, str)
         assert "joining the operands of the sum takes" in reason
     # Each term takes whole stages.
-    assert overlap.Sizes(SCATTER, 1, 8, (8, 72, 64), (8,), 2).stages == 4
-    assert overlap.Sizes(GATHER, 1, 8, (64,), (100, 100, 300), 2).column_tiles(128) == 5
+    assert Sizes(SCATTER, 1, 8, (8, 72, 64), (8,), 2).stages == 4
+    assert Sizes(GATHER, 1, 8, (64,), (100, 100, 300), 2).column_tiles(128) == 5
 
 
 def test_forced() -> None:
-    with overlap.forced(Plan(first_pieces=5, last_pieces=6)):
+    with choice.forced(Plan(first_pieces=5, last_pieces=6)):
         assert plan(GATHER, 512, 64, 64) == Plan(first_pieces=5, last_pieces=6)
         assert plan(GATHER, 512, 64, 64, profile="not measured") == Plan(
             first_pieces=5, last_pieces=6
@@ -354,12 +355,12 @@ def test_forced() -> None:
         Plan(wgrad=True),
         Plan(tile_columns=192, wgrad=True),
     ):
-        with overlap.forced(forced):
+        with choice.forced(forced):
             assert (
                 plan(GATHER, 512, 64, 64, wgrads=1)
                 == "not forced with weight gradients and tiles of 256 columns"
             )
-    with overlap.forced(
+    with choice.forced(
         both := Plan(tile_columns=256, wgrad=True, row_pairs_before_wgrad=1, wgrad_tiles_last=2)
     ):
         assert plan(GATHER, 512, 64, 64, wgrads=1) == both

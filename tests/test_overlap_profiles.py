@@ -18,10 +18,11 @@ from jax_intranode._src.group import agreed, rendezvous, topology
 from jax_intranode._src.group.partition import Partition
 from jax_intranode._src.native import definitions, extension
 from jax_intranode._src.ops import overlapped_call
-from jax_intranode._src.selection import overlap
 from jax_intranode._src.selection.gpu_facts import GpuFacts
-from jax_intranode._src.selection.overlap import H200, Plan, profiles
-from jax_intranode._src.selection.overlap.profiles import H200_FACTS
+from jax_intranode._src.selection.overlap import choice, profiles
+from jax_intranode._src.selection.overlap.plan import Plan
+from jax_intranode._src.selection.overlap.profiles import H200, H200_FACTS, Profile
+from jax_intranode._src.selection.overlap.sizes import Sizes
 
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
 RING = 512 << 20
@@ -53,7 +54,7 @@ HOPPERS = [
 
 
 def plan_of(
-    profile: overlap.Profile | str,
+    profile: Profile | str,
     operation: str,
     m: int,
     k: int,
@@ -62,13 +63,13 @@ def plan_of(
     wgrads: int = 0,
     ring: int = RING,
 ) -> Plan | str:
-    sizes = overlap.Sizes(operation, 1, m // world, (k,), (n,), world)
-    return overlap.choose(sizes, dtype="bfloat16", profile=profile, ring_bytes=ring, wgrads=wgrads)
+    sizes = Sizes(operation, 1, m // world, (k,), (n,), world)
+    return choice.choose(sizes, dtype="bfloat16", profile=profile, ring_bytes=ring, wgrads=wgrads)
 
 
-def scaled(of_one: GpuFacts) -> overlap.Profile:
-    profile = overlap.from_facts([of_one])
-    assert isinstance(profile, overlap.Profile)
+def scaled(of_one: GpuFacts) -> Profile:
+    profile = profiles.from_facts([of_one])
+    assert isinstance(profile, Profile)
     return profile
 
 
@@ -115,10 +116,10 @@ def test_plans_of_h200s_stay(preset: str, world: int) -> None:
 
 
 def test_a_measured_kind_has_its_profile_before_any_rendezvous() -> None:
-    assert overlap.known_from_kinds(["NVIDIA H200"] * 4) is H200
-    assert overlap.from_facts([H200_FACTS] * 4) is H200
+    assert profiles.known_from_kinds(["NVIDIA H200"] * 4) is H200
+    assert profiles.from_facts([H200_FACTS] * 4) is H200
     # What it reports about itself does not matter then.
-    assert overlap.from_facts([GpuFacts("NVIDIA H200", (0, 0), 0, 0.0, 0.0, 0.0)]) is H200
+    assert profiles.from_facts([GpuFacts("NVIDIA H200", (0, 0), 0, 0.0, 0.0, 0.0)]) is H200
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_a_measured_kind_has_its_profile_before_any_rendezvous() -> None:
 )
 def test_kinds_are_compared_exactly(kind: str) -> None:
     """Names that contain one another are different GPUs: it takes their facts."""
-    assert overlap.known_from_kinds([kind]) is None
+    assert profiles.known_from_kinds([kind]) is None
     profile = scaled(facts(kind, sms=78))
     assert (profile.name, profile.scaled_from, profile.sms) == (kind, "NVIDIA H200", 78)
 
@@ -140,31 +141,31 @@ def test_kinds_are_compared_exactly(kind: str) -> None:
     ],
 )
 def test_other_generations_are_not_overlapped(kind: str, says: str) -> None:
-    assert overlap.known_from_kinds([kind]) == says
-    assert overlap.known_from_kinds(["NVIDIA H200", kind]) == says
-    assert overlap.from_facts([H200_FACTS, facts(kind)]) == says
+    assert profiles.known_from_kinds([kind]) == says
+    assert profiles.known_from_kinds(["NVIDIA H200", kind]) == says
+    assert profiles.from_facts([H200_FACTS, facts(kind)]) == says
 
 
 def test_facts_that_are_missing_or_of_another_generation() -> None:
     silent = GpuFacts("NVIDIA H100 NVL", (9, 0), 0, 0.0, 0.0, 0.0)
-    reason = overlap.from_facts([silent])
+    reason = profiles.from_facts([silent])
     assert reason == "NVIDIA H100 NVL does not report its SMs, clock and NVLinks"
     other = facts("NVIDIA H100 NVL", capability=(9, 1))
-    assert overlap.from_facts([other]) == "not measured on NVIDIA H100 NVL GPUs"
+    assert profiles.from_facts([other]) == "not measured on NVIDIA H100 NVL GPUs"
 
 
 def test_different_gpus_get_the_profile_of_the_slowest() -> None:
     h800, pcie = facts("NVIDIA H800", links=8), facts("NVIDIA H100 PCIe", sms=114, clock_mhz=1755)
-    both = overlap.from_facts([h800, pcie])
-    assert both == overlap.from_facts([pcie, h800])  # in whatever order the processes are
-    assert isinstance(both, overlap.Profile)
+    both = profiles.from_facts([h800, pcie])
+    assert both == profiles.from_facts([pcie, h800])  # in whatever order the processes are
+    assert isinstance(both, Profile)
     assert both.name == "NVIDIA H100 PCIe and NVIDIA H800"
     assert both.sms == 114
     assert both.copy_bytes_per_s == scaled(h800).copy_bytes_per_s
     assert both.matmul_flops == scaled(pcie).matmul_flops
     # H200s among others are no H200s.
-    mixed = overlap.from_facts([H200_FACTS, facts("NVIDIA H100 80GB HBM3")])
-    assert isinstance(mixed, overlap.Profile) and mixed.scaled_from
+    mixed = profiles.from_facts([H200_FACTS, facts("NVIDIA H100 80GB HBM3")])
+    assert isinstance(mixed, Profile) and mixed.scaled_from
 
 
 def test_scaling_by_the_facts_of_an_h200_changes_nothing() -> None:
@@ -188,7 +189,7 @@ def test_scaled_profiles_give_sensible_plans(of_one: GpuFacts) -> None:
                         continue
                     overlapped_shapes += 1
                     if chosen.fused:
-                        sizes = overlap.Sizes(operation, 1, m // world, (k,), (n,), world)
+                        sizes = Sizes(operation, 1, m // world, (k,), (n,), world)
                         assert sizes.fit_fused(chosen, RING)
                         assert definitions.has_fused_kernel(
                             operation, chosen.tile_columns, chosen.wgrad
@@ -251,8 +252,8 @@ def test_what_no_gpu_takes_needs_no_rendezvous() -> None:
         (64, H200, None),
         (1 << 20, H200, None),
     ):
-        sizes = overlap.Sizes(GATHER, 1, 128, (k,), (64,), 4)
-        reason = overlap.static_reason(sizes, dtype="bfloat16", profile=profile)
+        sizes = Sizes(GATHER, 1, 128, (k,), (64,), 4)
+        reason = choice.static_reason(sizes, dtype="bfloat16", profile=profile)
         assert reason is says is None or (reason is not None and str(says) in reason)
 
 
@@ -295,15 +296,15 @@ def test_facts_are_read_from_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_digest_covers_all_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    digest = overlap.digest()
+    digest = choice.digest()
     slower = dataclasses.replace(H200, fused_call_s=16e-6)
     with mock.patch.dict(profiles.MEASURED, {H200.name: slower}):
-        assert overlap.digest() != digest
-    with overlap.forced(Plan(tile_columns=256)):
-        assert overlap.digest() != digest
-    assert overlap.digest() == digest
+        assert choice.digest() != digest
+    with choice.forced(Plan(tile_columns=256)):
+        assert choice.digest() != digest
+    assert choice.digest() == digest
     monkeypatch.setattr(definitions, "MAX_MATRICES", definitions.MAX_MATRICES + 1)
-    assert overlap.digest() != digest
+    assert choice.digest() != digest
 
 
 def test_the_plan_is_lowered_as_one_dictionary(monkeypatch: pytest.MonkeyPatch) -> None:

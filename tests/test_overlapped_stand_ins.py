@@ -35,7 +35,7 @@ from jax_intranode._src.ops.collective import (
     all_gather_p,
     psum_scatter_p,
 )
-from jax_intranode._src.selection import overlap
+from jax_intranode._src.selection.overlap.plan import Plan
 
 # An overlapped all-reduce. On CPUs nothing is overlapped: a dot and our psum_scatter stand in.
 
@@ -63,7 +63,7 @@ def overlapping() -> Iterator[None]:
                 )
 
         assert operation == "matmul_reduce_scatter"
-        return StandIn(operation, groups, request, overlap.Plan())
+        return StandIn(operation, groups, request, Plan())
 
     with mock.patch.object(overlapped_call, "find", find):
         yield
@@ -183,7 +183,7 @@ def both_in_one_call() -> Iterator[list[overlapped_call.Request]]:
                 wgrads = [jnp.tensordot(ct, x, (rows, rows)) for x in xs[: request.wgrads]]
                 return [part, *wgrads]
 
-        return StandIn(operation, groups, request, overlap.Plan(tile_columns=128, wgrad=True))
+        return StandIn(operation, groups, request, Plan(tile_columns=128, wgrad=True))
 
     with mock.patch.object(overlapped_call, "find", find):
         yield granted
@@ -239,7 +239,7 @@ def test_explain_of_both_gradients(both_in_one_call: list[overlapped_call.Reques
         assert "not overlapped (one gradient alone)" in call.reason
     for call in calls[2:]:
         assert call.algorithm == call.operation
-        assert call.reason == f"overlapped, {overlap.Plan(tile_columns=128, wgrad=True)}"
+        assert call.reason == f"overlapped, {Plan(tile_columns=128, wgrad=True)}"
 
 
 def test_gradients_that_are_not_one_call(both_in_one_call: list[overlapped_call.Request]) -> None:

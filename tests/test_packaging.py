@@ -82,7 +82,6 @@ def test_metadata() -> None:
         "cuda12",
         "cuda13",
         "docs",
-        "examples",
         "frameworks",
         "plot",
         "test",

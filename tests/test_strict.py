@@ -111,7 +111,7 @@ def test_error_says_what_where_why_and_what_to_do() -> None:
     assert str(raised.value) == (
         f"jax_intranode.psum at {source} falls back to jax.lax: "
         f"{select.unsupported_dtype('psum', 'complex64')}. JAX_INTRANODE_STRICT=1 makes this an "
-        "error. Remove the reason, call the function of jax.lax instead, or unset the variable."
+        "error. Fix the cause, call the function of jax.lax instead, or unset the variable."
     )
 
 
@@ -283,7 +283,7 @@ def test_error_lists_all_missed_collectives() -> None:
         "Collectives of jax.lax were not replaced:",
         f"  all_gather at {__file__}:{first + 1} (body): {reason}",
         f"  psum at {__file__}:{first + 2} (body): {reason}",
-        "JAX_INTRANODE_STRICT=1 makes this an error. Remove the reasons, compile this program "
+        "JAX_INTRANODE_STRICT=1 makes this an error. Fix the causes, compile this program "
         "without install() and accelerate(), or unset the variable.",
     ]
     jax_intranode.uninstall()

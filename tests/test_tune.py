@@ -148,7 +148,7 @@ def test_a_sweep_ends_where_no_kernel_takes_the_size() -> None:
     measured = list(of_one.run(lambda _: None))
     largest = rows_of(measured)[-1].nbytes
     needed = [
-        definitions.epoch_buffer_bytes_needed(algorithm, "bfloat16", largest * 2, 2)
+        definitions.epoch_buffer_bytes_needed(algorithm, "bfloat16", largest * 2, 2, 1)
         for algorithm in ("one_shot", "two_shot")
     ]
     assert min(needed) > 1 << 25 and largest == measured[-1].nbytes

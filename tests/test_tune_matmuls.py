@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import tune_profile as matmuls
 
-from jax_intranode._src.selection.overlap import H200, Profile
-from jax_intranode._src.selection.overlap.profiles import MEASURED, TileCosts
+from jax_intranode._src.selection.overlap.profiles import H200, MEASURED, Profile, TileCosts
 
 
 class StandIn:

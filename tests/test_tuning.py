@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 import jax_intranode
 from jax_intranode._src.native import definitions
 from jax_intranode._src.ops.psum import selection
-from jax_intranode._src.selection import config, overlap, select, table, tuning
-from jax_intranode._src.selection.overlap import H200
+from jax_intranode._src.selection import config, select, table, tuning
+from jax_intranode._src.selection.overlap.profiles import H200, Profile
 
 ROW = table.Row(4096, "two_shot", 1, 1)
 
@@ -29,7 +29,7 @@ def fields_of(
     rows: dict[tuple[str, str, str, int], tuple[table.Row, ...]],
     platform: str = "cpu",
     device: str = "cpu",
-    profile: overlap.Profile | None = None,
+    profile: Profile | None = None,
 ) -> dict[str, Any]:
     return {
         "platform": platform,
@@ -135,10 +135,10 @@ def put_endless(path: Path) -> None:
     ("damage", "says"),
     [
         (lambda path: path.unlink(), "No such file"),
-        (lambda path: path.write_text(path.read_text()[:-20]), "no JSON"),
-        (lambda path: path.write_bytes(b"\xff\xfe\x00"), "no JSON"),
-        (lambda path: path.write_text("[]"), "no file of `tune`"),
-        (lambda path: path.write_text('{"version": 2, "rows": []}'), "no file of `tune`"),
+        (lambda path: path.write_text(path.read_text()[:-20]), "not JSON"),
+        (lambda path: path.write_bytes(b"\xff\xfe\x00"), "not JSON"),
+        (lambda path: path.write_text("[]"), "not a file of `tune`"),
+        (lambda path: path.write_text('{"version": 2, "rows": []}'), "not a file of `tune`"),
         (damaged(lambda f: f.update(format=0)), "the file has layout 0, and this is 1"),
         (damaged(lambda f: f.update(jax_intranode="0.0.1")), "has jax_intranode 0.0.1, and this"),
         (damaged(lambda f: f.pop("tables")), "damaged ('tables')"),
@@ -153,7 +153,7 @@ def put_endless(path: Path) -> None:
         (damaged(lambda f: f.update(profile={})), DIGEST),
         (damaged(lambda f: f.update(digest="0")), DIGEST),
         (damaged(lambda f: f.pop("digest")), "damaged ('digest')"),
-        (lambda path: path.write_text("[" * 1_000_000), "no JSON: maximum recursion depth"),
+        (lambda path: path.write_text("[" * 1_000_000), "not JSON: maximum recursion depth"),
         (damaged(lambda f: f.update(profile={"tiles": nested(500)})), "damaged"),
         (damaged(lambda f: f.update(format="\x1b[2J" + "x" * 3_000_000)), "layout ?[2Jxxx"),
         (damaged(lambda f: f.update(digest="x" * 3_000_000)), "digest"),
@@ -189,7 +189,7 @@ def test_the_import_refuses_a_damaged_file(file: Path) -> None:
     outcome = run_python(file, "-c", "import jax_intranode")
     assert outcome.returncode == 1
     last = outcome.stderr.splitlines()[-1]
-    assert last.startswith(f"ValueError: JAX_INTRANODE_TUNING={str(file)!r}: it is no JSON")
+    assert last.startswith(f"ValueError: JAX_INTRANODE_TUNING={str(file)!r}: it is not JSON")
 
 
 # Selection.
@@ -319,7 +319,7 @@ def test_info_shows_a_file_that_cannot_be_used(file: Path) -> None:
     assert outcome.returncode == 0, outcome.stderr
     report = json.loads(outcome.stdout)
     assert report["tuning"] is None
-    assert any("no file of `tune`" in problem for problem in report["problems"])
+    assert any("not a file of `tune`" in problem for problem in report["problems"])
 
 
 def test_doctor_says_whether_the_tuning_is_of_this_node() -> None:

@@ -1,21 +1,41 @@
-"""The Python part of jax_own_tests.sh: a plugin of pytest, and the comparison of two runs.
+"""Runs JAX's own tests of shard_map, pmap and collectives without and with jax_intranode.install().
 
-Run as a program, it prints how the outcomes in two files differ::
+    python tools/jax_own_tests.py PATH [TEST_FILE...] [--out FOLDER]
 
-    python tools/jax_own_tests.py without.json with.json jax_own_tests_differ.txt
+PATH is a source tree of JAX, best of the version that is installed:
+
+    git clone --depth 1 --branch jax-v0.10.2 https://github.com/jax-ml/jax PATH
+
+Tests run against the installed jax, not against the sources in PATH. They use all GPUs, or else 8
+CPU devices. TEST_FILE is a file of PATH/tests. Logs and outcomes are left in the folder.
+
+Prints the tests whose outcome differs; the last line counts them. Exits with 1 if a test passes
+without install() and does not pass with it, unless jax_own_tests_differ.txt lists it with a reason.
+Exits with 2 if no test ran the kernels of this package.
+
+Needs the package, pytest, pytest-xdist, pytest-timeout and absl-py. Takes about 10 minutes on 2
+cores; JAX_DISABLE_MOST_OPTIMIZATIONS=1 makes the tests faster on CPUs. This file is a plugin of
+pytest, too, which calls install() and notes outcomes.
 """
 
 import argparse
 import fnmatch
 import json
+import os
+import shutil
+import subprocess
 import sys
+import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+TOOLS = Path(__file__).resolve().parent
+FILES = ("shard_map_test.py", "pmap_test.py", "ragged_collective_test.py", "overlap_test.py")
 
 
 @dataclass
@@ -157,13 +177,58 @@ def read(path: Path) -> dict[str, Outcome]:
     return {name: Outcome(**outcome) for name, outcome in by_name.items()}
 
 
+def run_tests(name: str, files: Sequence[str], out: Path, work: Path, *more: str) -> None:
+    """Runs the tests in the folder `work`; writes NAME.log, and by the plugin NAME.json."""
+    print(f"== {' '.join(files)} {name} install(): {out}/{name}.log", flush=True)
+    outcomes = out / f"{name}.json"
+    outcomes.unlink(missing_ok=True)
+    gpus = (
+        shutil.which("nvidia-smi")
+        and b"GPU"
+        in subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.PIPE, check=False).stdout
+    )
+    environ = {
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8",
+        "JAX_INTRANODE_TIMEOUT_S": os.environ.get("JAX_INTRANODE_TIMEOUT_S", "60"),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(TOOLS), os.environ.get("PYTHONPATH")])),
+    }
+    plugins = ["-p", "no:cacheprovider", "-p", "jax_own_tests", "-n", "0" if gpus else "auto"]
+    with (out / f"{name}.log").open("w") as log:
+        subprocess.run(
+            [
+                *(sys.executable, "-P", "-m", "pytest", "-c", "/dev/null", "--rootdir", "."),
+                *("-q", *plugins, "--timeout", "600", "--outcomes", str(outcomes), *more),
+                *(f"tests/{file}" for file in files),
+            ],
+            cwd=work,
+            env={**os.environ, **environ},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+
+
 def main() -> int:
-    """Compares two runs."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("without", "with_ours", "known"):
-        parser.add_argument(name, type=Path)
-    files = parser.parse_args()
-    return compare(read(files.without), read(files.with_ours), known_differences(files.known))
+    """Runs the tests in both ways and compares them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("tree", type=Path, metavar="PATH")
+    parser.add_argument("files", nargs="*", metavar="TEST_FILE", help=f"default: {FILES}")
+    default = TOOLS.parent / "build" / "jax_own_tests"
+    parser.add_argument("--out", type=Path, default=default, metavar="FOLDER")
+    options = parser.parse_args()
+    out, tests = options.out.resolve(), options.tree / "tests"
+    out.mkdir(parents=True, exist_ok=True)
+    # Not every version of JAX has all of them.
+    files = options.files or [file for file in FILES if (tests / file).exists()]
+    with tempfile.TemporaryDirectory() as work:
+        # In a copy without the folder `jax`, Python imports the installed one.
+        shutil.copytree(tests, Path(work, "tests"))
+        run_tests("without", files, out, Path(work))
+        run_tests("with", files, out, Path(work), "--install")
+    known = known_differences(TOOLS / "jax_own_tests_differ.txt")
+    return compare(read(out / "without.json"), read(out / "with.json"), known)
 
 
 if __name__ == "__main__":

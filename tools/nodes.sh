@@ -129,7 +129,7 @@ expect 12 "$sums"
 passed=(by_hand)
 echo "-- process 3, which is on node two, is killed"
 run by_hand 3
-expect 1 'process 2 on two: .*process 3 \(pid [0-9]+\) has ended'
+expect 1 'process 2 on two: .*process 3 \(pid [0-9]+\) has exited without notice'
 # "The following tasks are unhealthy: 3": JAX says it in the log of its service and of each process.
 expect 4 '^3$'
 expect 1 'process 1 on one: .*Connection closed by peer \[10.9.0.2\]'

@@ -62,7 +62,7 @@ def pytree_of_many_dtypes(lib: Any) -> Any:
         leaves = [jnp.full((k % 3 + 1, k), v[0, 0]).astype(d) for k, d in enumerate(names)]
         return lib.psum(leaves, "x")
 
-    return under_both(lambda check: run(shmap(body, check_vma=check), small(4, 3)))
+    return inside(body, small(4, 3), out_specs=P())
 
 
 @row("a pytree of which only some leaves are accelerated", PARTLY)
@@ -75,7 +75,7 @@ def pytree_of_many_arrays(lib: Any) -> Any:
     def body(v: Any) -> Any:
         return lib.psum([v[:, : k % 4] + k for k in range(40)], "x")
 
-    return under_both(lambda check: run(shmap(body, check_vma=check), small(2, 3)))
+    return inside(body, small(2, 3), out_specs=P())
 
 
 @row("an empty pytree, and None", TYPES)
@@ -101,7 +101,7 @@ def axis_size_is_static(lib: Any) -> Any:
     def body(v: Any) -> Any:
         return lib.psum(v.reshape(lib.psum(1, "x"), -1), "x")
 
-    return under_both(lambda check: run(shmap(body, check_vma=check), small(4, 3)))
+    return inside(body, small(4, 3), out_specs=P())
 
 
 @row("Python scalars and traced arrays in one pytree: the scalars stay static", TYPES)
@@ -119,9 +119,7 @@ def bool_beside_arrays(lib: Any) -> Any:
 @row("a concrete `jax.Array` from outside shard_map", LAX)
 def concrete_array(lib: Any) -> Any:
     outside = jnp.asarray(small(3))
-    return under_both(
-        lambda check: run(shmap(lambda v: lib.psum(outside, "x"), check_vma=check), small(4, 3))
-    )
+    return inside(lambda v: lib.psum(outside, "x"), small(4, 3), out_specs=P())
 
 
 @row("NumPy arrays and arrays from outside shard_map", AS_LAX)
@@ -156,13 +154,8 @@ def weak_types(lib: Any) -> Any:
 
 @row("weak types of the results", ACCELERATED)
 def weak_types_of_results(lib: Any) -> Any:
-    return under_both(
-        lambda check: run(
-            shmap(
-                lambda v: (lib.psum(v, "x"), lib.psum(v, "x") + 1), in_specs=P(), check_vma=check
-            ),
-            3.0,
-        )
+    return inside(
+        lambda v: (lib.psum(v, "x"), lib.psum(v, "x") + 1), 3.0, in_specs=P(), out_specs=P()
     )
 
 
@@ -275,7 +268,7 @@ def prng_keys(lib: Any) -> Any:
         return lib.psum(jax.random.wrap_key_data(v), "x")
 
     values = small(4, dtype=np.uint32)
-    return under_both(lambda check: raised(lambda: run(shmap(body, check_vma=check), values)))
+    return inside_raised(body, values, out_specs=P())
 
 
 @row("values that are not arrays (str, object), alone and in a pytree", ERROR)
@@ -290,13 +283,7 @@ def no_arrays(lib: Any) -> Any:
 
 @row("references (`new_ref`)", ERROR)
 def references(lib: Any) -> Any:
-    return under_both(
-        lambda check: raised(
-            lambda: run(
-                shmap(lambda v: lib.psum(jax.new_ref(v), "x"), check_vma=check), small(4, 3)
-            )
-        )
-    )
+    return inside_raised(lambda v: lib.psum(jax.new_ref(v), "x"), small(4, 3), out_specs=P())
 
 
 @row("float0, PRNG keys, references, values that are not arrays", AS_LAX)
@@ -356,7 +343,7 @@ def zero_sized(lib: Any) -> Any:
             lib.psum((v, v[:0].astype(jnp.int32)), "x"),
         )
 
-    return under_both(lambda check: run(shmap(body, check_vma=check), small(4, 3)))
+    return inside(body, small(4, 3), out_specs=P())
 
 
 @row("zero-sized arrays, alone and in a pytree", AS_LAX)

@@ -27,6 +27,7 @@ from contract.rows import (
     TYPES,
     each,
     each_raised,
+    inside,
     line,
     on_line,
     operations,
@@ -113,7 +114,7 @@ def wrapped(lib: Any) -> Any:
         f, consts = jax.closure_convert(lambda u: each(lib, u * v), v)
         return f(v, *consts), jax.named_call(lambda u: each(lib, u), name="named")(v)
 
-    return under_both(lambda c: run(shmap(body, None, P("x"), P("x"), c), small(8, 3)))
+    return inside(body, small(8, 3))
 
 
 # Lowering and compiling.

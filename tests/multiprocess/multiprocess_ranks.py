@@ -115,6 +115,7 @@ def outcome_of_cases(
     world: int,
     log_dir: Path,
     env: Mapping[str, str] = {},
+    timeout_s: float = 280,
 ) -> str:
     """Starts `world` processes once, which run all cases that the requesting fixture serves.
 
@@ -125,6 +126,7 @@ def outcome_of_cases(
         world: number of processes.
         log_dir: gets a log per rank.
         env: more environment variables.
+        timeout_s: time limit in seconds of all cases together.
 
     Returns:
         What rank 0 printed; after a failure the error of `run_in_ranks`, too.
@@ -138,7 +140,9 @@ def outcome_of_cases(
     ]
     names = [s.params["name"] for s in specs if s.params["outcome"] == request.param]
     try:
-        run_in_ranks(run_cases, world, log_dir, timeout_s=280, env=env, arguments=[module, names])
+        run_in_ranks(
+            run_cases, world, log_dir, timeout_s=timeout_s, env=env, arguments=[module, names]
+        )
     except launcher.RankError as error:
         return (log_dir / "rank0.log").read_text() + "\n" + str(error)
     return (log_dir / "rank0.log").read_text()

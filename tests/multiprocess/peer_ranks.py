@@ -18,8 +18,8 @@ SILENT_S = 3.0  # as in peer_main.py
 
 # What the survivors' error says of the victim.
 TEXTS = {
-    "killed": "has ended without a goodbye: it was killed, crashed, or called os._exit",
-    "os_exit": "has ended without a goodbye: it was killed, crashed, or called os._exit",
+    "killed": "has exited without notice: it was killed, crashed, or called os._exit",
+    "os_exit": "has exited without notice: it was killed, crashed, or called os._exit",
     "exception": "has failed: ValueError: the victim's own error",
     "sys_exit": "has come to the end of its program",
     "returns": "has come to the end of its program",

@@ -29,7 +29,9 @@ from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.jax_private.distributed import key_value_client
 from jax_intranode._src.native import extension
 from jax_intranode._src.ops.psum import selection
-from jax_intranode._src.selection import config, overlap, tuning
+from jax_intranode._src.selection import config, tuning
+from jax_intranode._src.selection.overlap import choice
+from jax_intranode._src.selection.overlap.plan import Plan
 
 TIMEOUT_S = 3
 ENV = {"JAX_INTRANODE_TIMEOUT_S": str(TIMEOUT_S)}
@@ -93,7 +95,7 @@ def check_matmul(mesh: Mesh, operation: str) -> None:
         lambda x, w: getattr(jax_intranode, operation)(x, w, "x"),
         mesh, specs, P() if gathers else P("x"),
     )  # fmt: skip
-    with overlap.forced(overlap.Plan(tile_columns=128 if fused else 0)):
+    with choice.forced(Plan(tile_columns=128 if fused else 0)):
         result = jax.block_until_ready(jax.jit(f)(*arrays))
     value = 16 if gathers else 16 * mesh.size
     for shard in result.addressable_shards:
@@ -338,7 +340,7 @@ def test_rank_that_leaves(
             continue
         (first,) = lines(log, "FIRST")
         name = operation.partition(" in a ")[0]
-        gone = (f"process {missing} (pid ", "has ended without a goodbye")
+        gone = (f"process {missing} (pid ", "has exited without notice")
         late = (
             name, f"timed out after {TIMEOUT_S}", f"rank {rank} (device ",
             f"waited for rank {missing} (device ", "JAX_INTRANODE_TIMEOUT_S",

@@ -76,9 +76,11 @@ def is_quick(name: str, world: int) -> bool:
 @pytest.fixture(scope="module", params=worlds(), ids=lambda n: f"{n}_processes")
 def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     log_dir = tmp_path_factory.mktemp("cases") / "logs"
-    return outcome_of_cases(request, "cases_of_processes", request.param, log_dir)
+    # The full tier has many more cases.
+    return outcome_of_cases(request, "cases_of_processes", request.param, log_dir, timeout_s=850)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str, outcome: str) -> None:
     check_case(name, outcome)

@@ -166,8 +166,8 @@ int AbsentPeers() {
   };
   const auto tell = [&](PeerState of_11, PeerState of_12) {
     AbsentDevices absent;
-    absent.Add(11, {AbsenceIn(of_11), of_11, start, "11"});
-    absent.Add(12, {AbsenceIn(of_12), of_12, start, "12"});
+    absent.Add(11, {of_11, start, "11"});
+    absent.Add(12, {of_12, start, "12"});
     platform.SetAbsent(absent);
   };
   // The kernel has waited for the device of this rank for so many seconds; another word each time.
@@ -182,7 +182,7 @@ int AbsentPeers() {
   wait(1, 20);
   const auto waits = platform.Look(start + std::chrono::seconds(20), {});
   CHECK(waits.size() == 1 && waits[0].missing == 1 && waits[0].waited == std::chrono::seconds(20));
-  CHECK(waits[0].ends_itself && waits[0].reported && record->abort == 0);
+  CHECK(!waits[0].give_up && waits[0].reported && record->abort == 0);
   // Nobody has written for a second: it is over.
   CHECK(platform.Look(start + std::chrono::seconds(22), {}).empty());
   // A late peer is waited for, whoever else has finished.

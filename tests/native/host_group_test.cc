@@ -485,16 +485,13 @@ void DeadlineAmidSegments() {
   const auto timeout = std::chrono::milliseconds(1000);
   RequireText(AmidSegments(timeout, std::chrono::milliseconds(300), [](jin::HostGroup&) {}),
               {"timed out", "a part of its data has not arrived"});
-  RequireText(
-      AmidSegments(
-          kNever, std::chrono::milliseconds(0),
-          [](jin::HostGroup& group) {
-            jin::AbsentDevices absent;
-            absent.Add(11,
-                       {jin::Absence::kAlways, jin::PeerState::kLeft, {}, "its process has ended"});
-            group.SetAbsent(absent);
-          }),
-      {"its process has ended"});
+  RequireText(AmidSegments(kNever, std::chrono::milliseconds(0),
+                           [](jin::HostGroup& group) {
+                             jin::AbsentDevices absent;
+                             absent.Add(11, {jin::PeerState::kLeft, {}, "its process has ended"});
+                             group.SetAbsent(absent);
+                           }),
+              {"its process has ended"});
 }
 
 void Deadlines() {

@@ -21,7 +21,9 @@ class TestMonitor {
   using Groups = std::vector<std::shared_ptr<HostGroup>>;
 
   explicit TestMonitor(Groups groups, Clock::duration patience = std::chrono::hours(1))
-      : groups_(std::move(groups)), reports_(groups_.size()), patience_(patience) {
+      : groups_(std::move(groups)),
+        reports_(groups_.size(), WaitReports([](int64_t) { return std::string(); })),
+        patience_(patience) {
     thread_ = std::thread([this] {
       while (!ends_) {
         for (size_t i = 0; i < groups_.size(); ++i) Look(i);
@@ -43,18 +45,13 @@ class TestMonitor {
   void Look(size_t i) {
     std::vector<Wait> waits;
     groups_[i]->Look(Clock::now(), {}, &waits);
-    const auto outcome = reports_[i].Update(
-        waits, Clock::now(), patience_,
-        [&](const Wait& wait, uint64_t site, uint64_t count) {
-          return groups_[i]->HasCalled(wait.rank, site, count);
-        },
-        [](int64_t) { return std::string(); });
+    const auto outcome = reports_[i].Update(waits, Clock::now(), patience_);
     for (const WaitNote& note : outcome.notes) {
       for (size_t other = 0; other < reports_.size(); ++other) {
         if (other != i) reports_[other].Hear(ParseNote(TextOf(note)).value(), Clock::now());
       }
     }
-    for (const auto& [wait, failure] : outcome.over) groups_[i]->GiveUp(wait, failure);
+    for (const auto& [wait, reason] : outcome.over) wait.give_up(Failure(reason, wait));
     std::lock_guard lock(mutex_);
     for (const std::string& warning : outcome.warnings) warnings_.push_back(warning);
   }

@@ -8,14 +8,20 @@ PROGRAMS = {
     "protocol_test": ["tests/native/protocol_test.cc"],
     "host_group_test": [
         "tests/native/host_group_test.cc",
+        "xla_ffi/host/engine.cc",
         "xla_ffi/host/host_group.cc",
+        "xla_ffi/host/host_group_report.cc",
         "xla_ffi/host/progress.cc",
+        "xla_ffi/host/ticket.cc",
     ],
     "fused_order_test": ["tests/native/fused_order_test.cc"],
     "peer_test": [
         "tests/native/peer_test.cc",
+        "xla_ffi/host/engine.cc",
         "xla_ffi/host/host_group.cc",
+        "xla_ffi/host/host_group_report.cc",
         "xla_ffi/host/progress.cc",
+        "xla_ffi/host/ticket.cc",
     ],
     "failed_launch_test": [
         "tests/native/failed_launch_test.cc",
@@ -128,7 +134,7 @@ SOUND = {
     # Processes, stops, places.
     "health_model": {
         "quick": ["sound 2 0 quick"],
-        "long": ["sound 2 1 all", "sound 2 2 quick", "sound 3 1 quick"],
+        "long": ["sound 2 2 all", "sound 3 2 all"],
     },
     "pipeline_model": {
         "full": ["sound 2 1 queue"],
@@ -208,7 +214,7 @@ _LOG = [
 ]
 
 _HEALTH = [
-    "pidfd_first",  # an end is judged before the socket has been read
+    "end_first",  # an end is judged before the socket has been read
     "proc_last",  # /proc is asked when the socket has been read
     "silence_first",  # a silence is judged before the socket has been read
     "reset_is_end",  # what a peer sent before it closed its socket is not read

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_peers.report import is_matmul
+from bench_peers.registry import is_matmul
 
 from bench_plots import collectives, matmuls
 from jax_intranode._src.command_line.bench import record

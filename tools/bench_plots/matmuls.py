@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench_peers.report import is_matmul, key_of
+from bench_peers.registry import is_matmul, key_of
 
 from bench_plots.styles import GRID, OURS, colour_of, marker_of
 

@@ -19,11 +19,8 @@ from jax_intranode._src.command_line.launcher import all_ranks
 
 TABLE: report.Table = (
     ("", (Column("program", "program", 24),)),
-    ("ours (us)", (Column("time_us", "p50", 10, ".1f"), Column("time_p99_us", "p99", 10, ".1f"))),
-    (
-        "lax (us)",
-        (Column("lax_time_us", "p50", 10, ".1f"), Column("lax_time_p99_us", "p99", 10, ".1f")),
-    ),
+    ("ours (us)", report.times("time", ".1f", width=10)),
+    ("lax (us)", report.times("lax_time", ".1f", width=10)),
     ("", (Column("ratio", "ratio", 6, ".2f"),)),
     (
         "lax, accelerated",

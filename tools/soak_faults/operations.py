@@ -14,9 +14,9 @@ import numpy as np
 from jax import lax
 
 import jax_intranode
-from jax_intranode._src.selection import overlap
+from jax_intranode._src.selection.overlap.plan import Plan
 
-_FUSED, _PIPELINE = overlap.Plan(tile_columns=128), overlap.Plan(tile_columns=0)
+_FUSED, _PIPELINE = Plan(tile_columns=128), Plan(tile_columns=0)
 # x of each rank has as many rows, times the number of ranks.
 _ROWS, _COLUMNS = 16, 16
 _W = np.random.default_rng(0).integers(-1, 2, (_COLUMNS, _COLUMNS)).astype(np.float32)
@@ -37,7 +37,7 @@ class Operation:
     run: Callable[[Any, str], Any]
     expected: Callable[[np.ndarray, int], np.ndarray]
     unedited: bool = False
-    plan: overlap.Plan | None = None
+    plan: Plan | None = None
 
 
 def data(rank: int, world: int, turn: int) -> np.ndarray:

@@ -26,7 +26,7 @@ import jax_intranode
 from jax_intranode._src.command_line.launcher import rank as launched
 from jax_intranode._src.group import key_value_store, rendezvous
 from jax_intranode._src.jax_private import distributed
-from jax_intranode._src.selection import overlap
+from jax_intranode._src.selection.overlap import choice
 from soak_faults import matrix
 from soak_faults.matrix import Case
 from soak_faults.operations import OPERATIONS, data
@@ -77,7 +77,7 @@ class Rank:
             if self._operation.unedited:
                 settings.enter_context(jax_intranode.accelerate())
             if self._overlapped:
-                settings.enter_context(overlap.forced(self._operation.plan))
+                settings.enter_context(choice.forced(self._operation.plan))
             self._use(mesh)
 
     @property

@@ -57,7 +57,7 @@ ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(ffi::Dictionary all)
       !IsValid(site->algorithm, plan) || (site->gathered && !gathers) || wgrads < 0 ||
       plan.wgrad != (wgrads > 0) || (wgrads > 0 && (site->gathered || !site->transposed))) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(
-        "jax_intranode: there is no collective matmul of algorithm " +
+        "jax_intranode: there is not a collective matmul of algorithm " +
         std::to_string(static_cast<int>(site->algorithm)) + " with transposed=" +
         std::to_string(site->transposed) + ", gathered=" + std::to_string(site->gathered) + ", " +
         std::to_string(wgrads) + " weight gradients and plan " + ToString(plan) + "."));

@@ -57,25 +57,17 @@ class CudaPlatform final : public Platform {
       seen[place.record] = {word, changed};
       const LongWait kernel = UnpackWait(word);
       if (word == 0 || now - changed > kOver ||
-          static_cast<size_t>(kernel.missing) >= place.group.size()) {
+          static_cast<size_t>(kernel.missing) >= place.call.device_ids.size()) {
         continue;
       }
-      Wait& wait = waits.emplace_back();
-      wait.owner = place.communicator;
-      wait.device_ids = place.group;
-      wait.group = place.name;
-      wait.rank = place.rank;
-      wait.missing = kernel.missing;
-      wait.present = 1u << place.rank;
+      Wait& wait = waits.emplace_back(Wait{CallAt(place, kernel.missing, kernel.site)});
+      wait.present = 1u << place.call.rank;
       wait.waited = std::chrono::duration_cast<Clock::duration>(
           std::chrono::duration<double>(kernel.seconds));
-      wait.site = CallSites::Get().SiteOf(kernel.site);
-      wait.shared = CallSites::Get().IsShared(wait.site);
       wait.site_number = Fnv1a(wait.site);
-      wait.limit_s = place.limit_s;
-      wait.reported = wait.ends_itself = true;
-      const AbsentDevice* const absent = absent_.Find(place.group[kernel.missing]);
-      if (absent && GivesUp(absent->absence, wait.waited, now - absent->since)) {
+      wait.reported = true;
+      const AbsentDevice* const absent = absent_.Find(place.call.device_ids[kernel.missing]);
+      if (absent && GivesUp(absent->absence(), wait.waited, now - absent->since)) {
         place.communicator->set_failure(LostText(absent->what, true));
       }
     }
@@ -84,51 +76,38 @@ class CudaPlatform final : public Platform {
     return waits;
   }
 
-  // Kernels compare their operations, and end at their limit, by themselves.
-  bool HasCalled(const Wait&, uint64_t, uint64_t) override { return false; }
-  void GiveUp(const Wait&, Failure) override {}
-
   std::vector<Failure> TakeFailures() override {
     std::lock_guard lock(mutex_);
     std::vector<Failure> failures;
+    const auto add = [&](FailureReason reason, Call call) -> Failure& {
+      failures.emplace_back(reason, std::move(call)).on_gpu = true;
+      return failures.back();
+    };
     for (const Place& place : Places()) {
-      const auto add = [&](FailureReason reason, int missing, uint32_t site) -> Failure& {
-        Failure& failure = failures.emplace_back();
-        failure.reason = reason;
-        failure.on_gpu = true;
-        failure.rank = place.rank;
-        failure.missing = missing;
-        failure.device_ids = place.group;
-        failure.group = place.name;
-        failure.limit_s = place.limit_s;
-        failure.site = CallSites::Get().SiteOf(site);
-        failure.shared = CallSites::Get().IsShared(failure.site);
-        return failure;
-      };
       if (const auto refused = place.communicator->TakeRefused()) {
-        add(FailureReason::kPeerGone, -1, 0).message = refused->second;
+        add(FailureReason::kPeerGone, CallAt(place, -1, 0)).message = refused->second;
       }
       const auto reason = static_cast<FailureReason>(place.record->reason);
       if (reason == FailureReason::kNone || !taken_.insert(place.record).second) continue;
-      const AbsentDevice* const absent = absent_.WorstIn(place.group);
-      Failure* const failure = &add(reason, place.record->missing, place.record->site);
-      if (!place.buffer.empty()) {
-        failure->operation = PeerCallName(place.buffer, failure->site);
-      } else {
+      const AbsentDevice* const absent = absent_.WorstIn(place.call.device_ids);
+      Failure& failure = add(reason, CallAt(place, place.record->missing, place.record->site));
+      if (place.buffer.empty()) {
         const auto* const record = static_cast<const volatile FailureRecord*>(place.record);
         const auto algorithm = static_cast<Algorithm>(record->algorithm);
-        failure->operation = failure->title = OperationName(algorithm);
+        failure.operation = failure.title = OperationName(algorithm);
         if (IsAllReduce(algorithm)) {
-          failure->title += std::string(" (") + AlgorithmName(algorithm) + ")";
+          failure.title += std::string(" (") + AlgorithmName(algorithm) + ")";
         }
         if (reason == FailureReason::kOtherOperation) {
-          failure->detail = ", which runs " + ToldOperation(record->other);
+          failure.detail = ", which runs " + ToldOperation(record->other);
         }
+      } else {
+        failure.operation = PeerCallName(place.buffer, failure.site);
       }
       if (reason == FailureReason::kAborted && absent) {
-        failure->reason = absent->state == PeerState::kSilent ? FailureReason::kPeerStopped
-                                                              : FailureReason::kPeerGone;
-        failure->detail += ", but " + absent->what;
+        failure.reason = absent->state == PeerState::kSilent ? FailureReason::kPeerStopped
+                                                             : FailureReason::kPeerGone;
+        failure.detail += ", but " + absent->what;
       }
     }
     // Those of aborted kernels come last: they don't show which wait failed first.
@@ -153,10 +132,7 @@ class CudaPlatform final : public Platform {
   // Where kernels of a device write: the record of a communicator, or that of a peer buffer.
   struct Place {
     std::shared_ptr<DeviceCommunicator> communicator;
-    std::vector<int64_t> group;  // device ids
-    uint64_t name;               // of the partition
-    int rank;
-    double limit_s;
+    Call call;                        // what all its calls have in common
     volatile v1::PeerRecord* record;  // of a communicator: a FailureRecord
     std::string buffer;               // the name of a peer buffer; empty for a communicator
   };
@@ -165,21 +141,35 @@ class CudaPlatform final : public Platform {
     Clock::time_point changed;
   };
 
+  static Call CallAt(const Place& place, int missing, uint32_t site) {
+    Call call = place.call;
+    call.missing = missing;
+    call.site = CallSites::Get().SiteOf(site);
+    call.shared = CallSites::Get().IsShared(call.site);
+    return call;
+  }
+
   static std::vector<Place> Places() {
     std::vector<Place> places;
+    const auto add = [&](const auto& communicator, size_t device, const Partition& partition,
+                         int rank, uint64_t timeout_ns, auto* record, const std::string& buffer) {
+      Place& place = places.emplace_back(Place{communicator, {}, record, buffer});
+      place.call.device_ids = communicator->groups.at(device);
+      place.call.group = Fnv1a(ToString(partition));
+      place.call.rank = rank;
+      place.call.limit_s = timeout_ns / 1e9;
+    };
     for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
       for (size_t device = 0; device < communicator->members.size(); ++device) {
         const auto& member = communicator->members[device];
         if (!member) continue;
-        places.push_back({communicator, communicator->groups.at(device), Fnv1a(ToString(partition)),
-                          member->rank, member->timeout_ns / 1e9, member->failure, ""});
+        add(communicator, device, partition, member->rank, member->timeout_ns, member->failure, "");
       }
     }
     for (const auto& buffer : DevicePeerBuffers::Get().Alive()) {
       for (const auto& [device, peers] : buffer->members) {
-        places.push_back({buffer->communicator, buffer->communicator->groups.at(device),
-                          Fnv1a(ToString(buffer->partition)), peers.rank, peers.timeout_ns / 1e9,
-                          peers.record, buffer->name});
+        add(buffer->communicator, device, buffer->partition, peers.rank, peers.timeout_ns,
+            peers.record, buffer->name);
       }
     }
     return places;
@@ -191,10 +181,10 @@ class CudaPlatform final : public Platform {
   void Apply() {
     const std::vector<Place> places = Places();
     for (const Place& place : places) {
-      const AbsentDevice* const absent = absent_.WorstIn(place.group);
-      if (absent && absent->absence == Absence::kFault) {
+      const AbsentDevice* const absent = absent_.WorstIn(place.call.device_ids);
+      if (absent && absent->absence() == Absence::kFault) {
         place.communicator->set_failure(LostText(absent->what, true));
-      } else if (absent && Refuses(absent->absence)) {
+      } else if (absent && Refuses(absent->absence())) {
         place.communicator->set_left(LostText(absent->what, true));
       }
     }

@@ -43,12 +43,6 @@ class HostPlatform final : public Platform {
     }
     return waits;
   }
-  bool HasCalled(const Wait& wait, uint64_t site, uint64_t count) override {
-    return GroupOf(wait)->HasCalled(wait.rank, site, count);
-  }
-  void GiveUp(const Wait& wait, Failure failure) override {
-    std::const_pointer_cast<HostGroup>(GroupOf(wait))->GiveUp(wait, std::move(failure));
-  }
   std::vector<Failure> TakeFailures() override {
     std::vector<Failure> failures;
     for (const auto& [group, name] : Groups()) {
@@ -62,9 +56,6 @@ class HostPlatform final : public Platform {
   }
 
  private:
-  static std::shared_ptr<const HostGroup> GroupOf(const Wait& wait) {
-    return std::static_pointer_cast<const HostGroup>(wait.owner);
-  }
   // All groups, with the names of their partitions.
   static std::map<std::shared_ptr<HostGroup>, uint64_t> Groups() {
     std::map<std::shared_ptr<HostGroup>, uint64_t> groups;

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../host/call_sites.h"
@@ -14,9 +15,8 @@
 
 namespace jax_intranode {
 
-struct Failure {
-  FailureReason reason = FailureReason::kNone;
-  bool on_gpu = false;
+// A rank's call, as messages name it.
+struct Call {
   std::string operation{};            // for instance "psum"; empty if none was running
   std::string title{};                // what messages call it, if that is more
   uint64_t bytes = 0;                 // of its operand on one device; 0: not known
@@ -27,9 +27,21 @@ struct Failure {
   int missing = -1;                   // that it waited for
   std::vector<int64_t> device_ids{};  // of the group, in rank order
   uint64_t group = 0;                 // names it, in all processes
-  double limit_s = 0;                 // of the wait that ran out of time
+  double limit_s = 0;                 // how long it may wait
   std::string detail{};               // the end of a sentence on the missing rank
-  int process = -1;                   // the missing process; -1: not known
+
+  std::string Name() const {
+    return CallSites::Get().NameOf(site, shared, title.empty() ? operation : title, bytes);
+  }
+};
+
+struct Failure : Call {
+  Failure() = default;
+  explicit Failure(FailureReason why, Call call = {}) : Call(std::move(call)), reason(why) {}
+
+  FailureReason reason = FailureReason::kNone;
+  bool on_gpu = false;
+  int process = -1;  // the missing process; -1: not known
   std::string message{};
 };
 
@@ -53,10 +65,7 @@ inline std::string TextOf(const Failure& failure) {
       " All ranks of a group must run the same operations, as often and in the same order.";
   const char* const end = failure.on_gpu ? " The CUDA context is lost; restart the program."
                                          : " This group of devices can't be used any more.";
-  std::string text = "jax_intranode: " +
-                     CallSites::Get().NameOf(
-                         failure.site, failure.shared,
-                         failure.title.empty() ? failure.operation : failure.title, failure.bytes);
+  std::string text = "jax_intranode: " + failure.Name();
   std::string advice;
   switch (failure.reason) {
     case FailureReason::kClosed:

@@ -1,17 +1,13 @@
 #include "monitor.h"
 
+#include <poll.h>
 #include <pthread.h>
-#include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
-#include <chrono>
-#include <condition_variable>
 #include <map>
-#include <mutex>
 #include <optional>
 #include <stdexcept>
 #include <system_error>
@@ -19,8 +15,6 @@
 #include <utility>
 
 #include "../ffi/site_numbers.h"
-#include "peer_record.h"
-#include "waits.h"
 
 namespace jax_intranode {
 namespace {
@@ -46,532 +40,410 @@ std::string SecondsText(Clock::duration time) {
   return std::to_string(std::chrono::duration_cast<std::chrono::seconds>(time).count()) + " s";
 }
 
-void Write(int eventfd) {
-  const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = write(eventfd, &one, sizeof(one));
-}
-
 }  // namespace
 
-struct PeerWatch::Peer {
-  Connection connection;
-  PeerRecord record{};
-  bool is_quiet = false;  // a silence has been reported
-  bool in_barrier = false;
+std::string PeerWatch::Peer::Name() const {
+  return "process " + std::to_string(connection.process) + " (pid " +
+         std::to_string(connection.pid) + ")";
+}
 
-  std::string Name() const {
-    return "process " + std::to_string(connection.process) + " (pid " +
-           std::to_string(connection.pid) + ")";
+// How it has come into its state; empty if it is present.
+std::string PeerWatch::Peer::What(Clock::duration silent) const {
+  switch (record.state) {
+    case PeerState::kLost:
+      return Name() + " has exited without notice: it was killed, crashed, or called os._exit";
+    case PeerState::kFailed:
+      return Name() + " has failed: " + record.text;
+    case PeerState::kFinished:
+      return Name() + " has come to the end of its program";
+    case PeerState::kLeft:
+      return Name() + " has called jax_intranode.shutdown()";
+    case PeerState::kSilent:
+      return Name() + " has shown no sign of life for " + SecondsText(silent) +
+             ": it is stopped, or gets no processor time";
+    default:
+      return "";
   }
-  // How it has come into its state; empty if it is present.
-  std::string What(Clock::duration silent) const {
-    switch (record.state) {
-      case PeerState::kLost:
-        return Name() + " has ended without a goodbye: it was killed, crashed, or called os._exit";
-      case PeerState::kFailed:
-        return Name() + " has failed: " + record.text;
-      case PeerState::kFinished:
-        return Name() + " has come to the end of its program";
-      case PeerState::kLeft:
-        return Name() + " has called jax_intranode.shutdown()";
-      case PeerState::kSilent:
-        return Name() + " has shown no sign of life for " + SecondsText(silent) +
-               ": it is stopped, or gets no processor time";
-      default:
-        return "";
+}
+
+bool PeerWatch::Peer::Has(int64_t device) const {
+  const auto& ids = connection.device_ids;
+  return std::find(ids.begin(), ids.end(), device) != ids.end();
+}
+
+// What a peer's record asks, and tells.
+struct Monitor::Port {
+  Monitor& monitor;
+  Peer& peer;
+
+  PeerNews Receive(std::optional<PeerMessage>* message) {
+    const int socket = peer.connection.socket.get();
+    if (socket < 0) return PeerNews::kEnd;
+    char packet[2 + PeerMessage::kMaxText];
+    const ssize_t size = recv(socket, packet, sizeof(packet), MSG_DONTWAIT | MSG_TRUNC);
+    if (size > 0) {
+      if (static_cast<size_t>(size) <= sizeof(packet)) {
+        *message = ParseMessage({packet, static_cast<size_t>(size)});
+      }
+      return PeerNews::kPacket;
     }
+    // ECONNRESET: the peer has closed its socket before it had read all. What it sent is still
+    // there.
+    if (size < 0 && (errno == EINTR || errno == ECONNRESET)) return PeerNews::kAgain;
+    return size < 0 && errno == EAGAIN ? PeerNews::kNothing : PeerNews::kEnd;
   }
+  bool HasEnded() const {
+    return peer.connection.pid_is_known && jax_intranode::HasEnded(peer.connection.pid);
+  }
+  Clock::time_point Now() const { return Clock::now(); }
+  void Close() { peer.connection.socket.Reset(); }
+  void OnNote(const PeerMessage& message) {
+    if (message.notice == PeerNotice::kBarrier) peer.in_barrier = !message.text.empty();
+    if (message.notice != PeerNotice::kWaits) return;
+    const auto note = ParseNote(message.text);
+    if (note && peer.Has(note->device)) monitor.reports_.Hear(*note, Clock::now());
+  }
+  void OnChange() { monitor.changed_ = true; }
 };
 
-// The part of a watch that the monitor's thread uses. The lock of the thread guards it.
-struct PeerWatch::State {
-  std::map<uint64_t, Peer> peers;
-  Platform* platform = nullptr;
-  Clock::duration silent{};
-  bool finishes = false;  // Finish() was called
-  bool finished = false;  // and the peers have been told
-  uint64_t calls = 0;     // of handlers when this was looked at last
-  Clock::time_point called_at{};
-};
+// Never destroyed: the thread outlives static destruction.
+Monitor& Monitor::Get() {
+  static Monitor* const monitor = [] {
+    auto* const made = new Monitor;
+    pthread_atfork([] { Get().mutex_.lock(); }, [] { Get().mutex_.unlock(); },
+                   [] { Get().AfterForkInChild(); });
+    return made;
+  }();
+  return *monitor;
+}
 
-class Monitor::Thread {
- public:
-  using Peer = PeerWatch::Peer;
-  using State = PeerWatch::State;
+void Monitor::AfterForkInChild() {
+  is_forked_ = true;
+  for (PeerWatch* watch : watches_) watch->peers_.clear();
+  wake_.Reset();
+  mutex_.unlock();
+}
 
-  // Never destroyed: the thread outlives static destruction.
-  static Thread& Get() {
-    static Thread* const thread = [] {
-      auto* const made = new Thread;
-      pthread_atfork([] { Get().mutex_.lock(); }, [] { Get().mutex_.unlock(); },
-                     [] { Get().AfterForkInChild(); });
-      return made;
-    }();
-    return *thread;
-  }
-
-  // A forked child has no thread, and its descriptors belong to the parent.
-  bool IsForked() const { return getpid() != pid_; }
-
-  void Add(Platform* platform, double patience_s) {
-    std::lock_guard lock(mutex_);
-    Start();
-    patience_ = FromSeconds(patience_s);
-    if (std::find(platforms_.begin(), platforms_.end(), platform) != platforms_.end()) return;
-    platforms_.push_back(platform);
-    Write(wake_);
-  }
-
-  void Adopt(State& state, std::vector<Connection> connections) {
-    std::lock_guard lock(mutex_);
-    for (Connection& connection : connections) {
-      state.peers.emplace(next_++, Peer{std::move(connection)});
-    }
-  }
-
-  void Add(const std::shared_ptr<State>& state) {
-    std::lock_guard lock(mutex_);
-    Start();
-    for (auto& [number, peer] : state->peers) {
-      peer.record.since = peer.record.heard = Clock::now();
-      Register(peer.connection.socket.get(), 2 * number);
-      const int pidfd = peer.connection.pidfd.get();
-      if (pidfd >= 0) Register(pidfd, 2 * number + 1);
-    }
-    states_.push_back(state);
-    if (std::find(platforms_.begin(), platforms_.end(), state->platform) == platforms_.end()) {
-      platforms_.push_back(state->platform);
-    }
-    Write(wake_);
-  }
-
-  // After it, no platform is told of its peers any more.
-  void Remove(const std::shared_ptr<State>& state) {
-    std::lock_guard no_other_call(dispatch_);
-    {
-      std::lock_guard lock(mutex_);
-      SendAll(*state, PeerNotice::kShutdown);
-      for (auto& [number, peer] : state->peers) {
-        Unregister(peer.connection.socket);
-        Unregister(peer.connection.pidfd);
-        told_.erase(number);
-      }
-      state->peers.clear();
-      std::erase(states_, state);
-    }
-    if (state->platform != nullptr) SetAbsent();
-  }
-
-  void Finish(State& state) {
-    std::lock_guard lock(mutex_);
-    state.finishes = state.finished = true;
-    state.calls = Calls();
-    SendAll(state, PeerNotice::kFinished);
-  }
-
-  void Tell(const State& state, PeerNotice notice, const std::string& text) {
-    std::lock_guard lock(mutex_);
-    SendAll(state, notice, text);
-  }
-
-  std::vector<PeerWatch::Status> Peers(const State& state) {
-    std::lock_guard lock(mutex_);
-    std::vector<PeerWatch::Status> all;
-    for (const auto& [number, peer] : state.peers) {
-      all.push_back({peer.connection.process, peer.connection.pid, peer.record.state,
-                     peer.record.ended, peer.What(state.silent)});
-    }
-    return all;
-  }
-
-  std::vector<Warning> TakeWarnings() {
-    std::lock_guard lock(news_mutex_);
-    return std::exchange(warnings_, {});
-  }
-
-  // Asks the platforms, too: the thread may not have looked since.
-  std::vector<Failure> TakeFailures() {
-    Collect();
-    std::lock_guard lock(news_mutex_);
-    return std::exchange(failures_, {});
-  }
-
-  void AwaitNews(double timeout_s) {
-    std::unique_lock lock(news_mutex_);
-    news_.wait_for(lock, std::chrono::duration<double>(timeout_s),
-                   [&] { return news_ended_ || !warnings_.empty() || !failures_.empty(); });
-  }
-
-  void EndNews() {
-    std::lock_guard lock(news_mutex_);
-    news_ended_ = true;
-    news_.notify_all();
-  }
-
- private:
-  // What a peer's record asks, and tells.
-  struct Port {
-    Thread& thread;
-    const State& state;
-    Peer& peer;
-
-    PeerNews Receive(std::optional<PeerMessage>* message) {
-      const int socket = peer.connection.socket.get();
-      if (socket < 0) return PeerNews::kEnd;
-      char packet[2 + PeerMessage::kMaxText];
-      const ssize_t size = recv(socket, packet, sizeof(packet), MSG_DONTWAIT | MSG_TRUNC);
-      if (size > 0) {
-        if (static_cast<size_t>(size) <= sizeof(packet)) {
-          *message = ParseMessage({packet, static_cast<size_t>(size)});
-        }
-        return PeerNews::kPacket;
-      }
-      // ECONNRESET: the peer has closed its socket before it had read all. What it sent is still
-      // there.
-      if (size < 0 && (errno == EINTR || errno == ECONNRESET)) return PeerNews::kAgain;
-      return size < 0 && errno == EAGAIN ? PeerNews::kNothing : PeerNews::kEnd;
-    }
-    bool IsExiting() const {
-      return peer.connection.pid_is_known && jax_intranode::IsExiting(peer.connection.pid);
-    }
-    Clock::time_point Now() const { return Clock::now(); }
-    bool HasPidfd() const { return peer.connection.pidfd.get() >= 0; }
-    void CloseSocket() { thread.Unregister(peer.connection.socket); }
-    void ClosePidfd() { thread.Unregister(peer.connection.pidfd); }
-    void OnNote(const PeerMessage& message) {
-      if (message.notice == PeerNotice::kBarrier) peer.in_barrier = !message.text.empty();
-      if (message.notice != PeerNotice::kWaits) return;
-      const auto note = ParseNote(message.text);
-      const auto& ids = peer.connection.device_ids;
-      if (note && std::find(ids.begin(), ids.end(), note->device) != ids.end()) {
-        thread.reports_.Hear(*note, Clock::now());
-      }
-    }
-    void OnChange() { thread.changed_ = true; }
-  };
-
-  void Start() {
-    if (epoll_ >= 0) return;
-    epoll_ = epoll_create1(EPOLL_CLOEXEC);
-    wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (epoll_ < 0 || wake_ < 0) {
+// Under `mutex_`. The first platform starts the thread.
+void Monitor::Include(Platform* platform) {
+  if (wake_.get() < 0) {
+    wake_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    if (wake_.get() < 0) {
       throw std::runtime_error("creating the monitor: " + std::generic_category().message(errno));
     }
-    Register(wake_, 0);
     std::thread([this] { Run(); }).detach();
   }
-
-  // The epoll instance is the parent's, too, so nothing may be removed from it.
-  void AfterForkInChild() {
-    for (const auto& state : states_) {
-      for (auto& [number, peer] : state->peers) {
-        peer.connection.socket.Reset();
-        peer.connection.pidfd.Reset();
-      }
-    }
-    for (int* fd : {&epoll_, &wake_}) {
-      if (*fd >= 0) close(std::exchange(*fd, -1));
-    }
-    mutex_.unlock();
+  if (std::find(platforms_.begin(), platforms_.end(), platform) == platforms_.end()) {
+    platforms_.push_back(platform);
   }
+  Wake();
+}
 
-  void Register(int fd, uint64_t number) {
-    epoll_event event{EPOLLIN, {}};
-    event.data.u64 = number;
-    if (epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event) != 0) {
-      throw std::runtime_error("watching a peer: " + std::generic_category().message(errno));
-    }
-  }
+void Monitor::Wake() {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = write(wake_.get(), &one, sizeof(one));
+}
 
-  void Unregister(Fd& fd) {
-    if (fd.get() >= 0) epoll_ctl(epoll_, EPOLL_CTL_DEL, fd.get(), nullptr);
-    fd.Reset();
-  }
+void Monitor::Add(Platform* platform, double patience_s) {
+  std::lock_guard lock(mutex_);
+  patience_ = FromSeconds(patience_s);
+  Include(platform);
+}
 
-  static void SendAll(const State& state, PeerNotice notice, const std::string& text = "") {
-    const std::string packet = Packet(notice, text);
-    for (const auto& [number, peer] : state.peers) {
-      const int socket = peer.connection.socket.get();
-      if (socket >= 0) send(socket, packet.data(), packet.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-    }
-  }
-
-  uint64_t Calls() const {
-    uint64_t calls = 0;
-    for (Platform* platform : platforms_) calls += platform->Calls();
-    return calls;
-  }
-
-  void Run() {
-    auto next_tick = Clock::now(), last_tick = next_tick;
-    for (;;) {
-      epoll_event events[32];
-      const auto wait = std::chrono::ceil<std::chrono::milliseconds>(next_tick - Clock::now());
-      const int count = epoll_wait(epoll_, events, 32, std::max(0, static_cast<int>(wait.count())));
-      std::lock_guard dispatching(dispatch_);
-      const auto now = Clock::now();
-      const bool ticks = now >= next_tick;
-      const auto gap = std::exchange(last_tick, ticks ? now : last_tick);
-      {
-        std::lock_guard lock(mutex_);
-        for (int i = 0; i < count; ++i) OnReady(events[i].data.u64);
-        if (ticks) Tick(now, now - gap > kOwnGap);
-      }
-      if (std::exchange(changed_, false)) SetAbsent();
-      if (ticks) {
-        next_tick = now + kTick;
-        Look(now, now - gap > kStopped ? now - gap : Clock::duration{});
-      }
-      Collect();
-    }
-  }
-
-  void OnReady(uint64_t event) {
-    if (event == 0) {
-      uint64_t value;
-      [[maybe_unused]] const ssize_t size = read(wake_, &value, sizeof(value));
-      return;
-    }
-    for (const auto& state : states_) {
-      const auto found = state->peers.find(event / 2);
-      if (found == state->peers.end()) continue;
-      Port port{*this, *state, found->second};
-      if (event % 2 == 1) {
-        found->second.record.OnEnd(port);
-      } else {
-        found->second.record.OnSocket(port);
-      }
-    }
-  }
-
-  void Tick(Clock::time_point now, bool was_stopped) {
-    const bool beats = now - last_beat_ >= kHeartbeat;
-    if (beats) last_beat_ = now;
-    for (const auto& state : states_) {
-      if (beats) SendAll(*state, PeerNotice::kHeartbeat);
-      for (auto& [number, peer] : state->peers) {
-        Port port{*this, *state, peer};
-        peer.record.OnTick(port, now, state->silent, was_stopped);
-        const bool runs = peer.record.state <= PeerState::kRunning;
-        const bool is_quiet = runs && now - peer.record.heard > kQuiet;
-        if (is_quiet && !peer.is_quiet) {
-          Warn(peer.Name() + " has shown no sign of life for " + SecondsText(kQuiet) +
-               ". Calls that wait for it fail after " + SecondsText(state->silent) + ".");
-        } else if (runs && peer.is_quiet && !is_quiet) {
-          Warn(peer.Name() + " is heard again.");
-        }
-        if (runs) peer.is_quiet = is_quiet;
-      }
-    }
-  }
-
-  // Tells the platforms who is absent, and of new faults.
-  void SetAbsent() {
-    std::map<Platform*, AbsentDevices> absent;
-    std::vector<Failure> faults;
+void Monitor::Run() {
+  auto next_tick = Clock::now(), last_tick = next_tick;
+  for (;;) {
+    AwaitSockets(next_tick);
+    std::lock_guard dispatching(dispatch_);
+    const auto now = Clock::now();
+    const bool ticks = now >= next_tick;
+    const auto gap = now - std::exchange(last_tick, ticks ? now : last_tick);
     {
       std::lock_guard lock(mutex_);
-      for (const auto& state : states_) {
-        for (auto& [number, peer] : state->peers) {
-          const PeerState now = peer.record.state;
-          const Absence absence = AbsenceIn(now);
-          const std::string what = peer.What(state->silent);
-          for (const int64_t device : peer.connection.device_ids) {
-            absent[state->platform].Add(device, {absence, now, peer.record.since, what});
-          }
-          const bool is_new = std::exchange(told_[number], now) != now;
-          if (is_new && now == PeerState::kSilent) Warn(what + ". Calls that wait for it fail.");
-          if (!is_new || absence != Absence::kFault) continue;
-          const bool on_gpu = state->platform->OnGpu();
-          Failure fault{FailureReason::kPeerGone, on_gpu};
-          fault.device_ids = peer.connection.device_ids;
-          fault.process = peer.connection.process;
-          fault.message = LostText(what, on_gpu);
-          faults.push_back(std::move(fault));
-        }
-      }
+      ReadAll();
+      if (ticks) Tick(now, gap > kOwnGap);
     }
-    for (Platform* platform : Platforms()) platform->SetAbsent(absent[platform]);
-    Collect();  // what groups have failed says more
-    std::lock_guard lock(news_mutex_);
-    for (Failure& fault : faults) failures_.push_back(std::move(fault));
-    if (!faults.empty()) news_.notify_all();
-  }
-
-  void Look(Clock::time_point now, Clock::duration stopped) {
-    bool waits_somewhere = false;
-    for (Platform* platform : Platforms()) {
-      const auto has_called = [platform](const Wait& wait, uint64_t site, uint64_t count) {
-        return platform->HasCalled(wait, site, count);
-      };
-      const std::vector<Wait> waits = platform->Look(now, stopped);
-      waits_somewhere |= !waits.empty();
-      WaitReports::Outcome outcome;
-      {
-        std::lock_guard lock(mutex_);
-        outcome = reports_.Update(waits, now, patience_, has_called,
-                                  [this](int64_t device) { return DetailOf(device); });
-        for (const auto& state : states_) {
-          if (state->platform != platform) continue;
-          for (const WaitNote& note : outcome.notes) {
-            SendAll(*state, PeerNotice::kWaits, TextOf(note));
-          }
-        }
-      }
-      for (const std::string& warning : outcome.warnings) Warn(warning, true);
-      for (auto& [wait, failure] : outcome.over) platform->GiveUp(wait, std::move(failure));
+    if (std::exchange(changed_, false)) SetAbsent();
+    if (ticks) {
+      next_tick = now + kTick;
+      Look(now, gap > kStopped ? gap : Clock::duration{});
     }
-    std::lock_guard lock(mutex_);
-    for (const auto& state : states_) {
-      if (state->finishes) FinishAgain(*state, now, waits_somewhere);
-    }
+    Collect();
   }
-
-  // A process that has finished and calls all the same takes it back, and finishes later.
-  void FinishAgain(State& state, Clock::time_point now, bool waits) {
-    const uint64_t calls = Calls();
-    const bool has_called = std::exchange(state.calls, calls) != calls;
-    if (has_called || waits) state.called_at = now;
-    if (state.finished ? has_called : now - state.called_at >= kFinishesAgain) {
-      state.finished = !state.finished;
-      SendAll(state, state.finished ? PeerNotice::kFinished : PeerNotice::kGoesOn);
-    }
-  }
-
-  std::vector<Platform*> Platforms() {
-    std::lock_guard lock(mutex_);
-    return platforms_;
-  }
-
-  // What else is to be said of the process that has a device.
-  std::string DetailOf(int64_t device) const {
-    for (const auto& state : states_) {
-      for (const auto& [number, peer] : state->peers) {
-        const auto& ids = peer.connection.device_ids;
-        if (std::find(ids.begin(), ids.end(), device) == ids.end()) continue;
-        if (peer.in_barrier) {
-          return ", whose process waits for all others in jax.distributed.shutdown()";
-        }
-        if (peer.is_quiet) {
-          return ", whose process has shown no sign of life for " +
-                 SecondsText(Clock::now() - peer.record.heard);
-        }
-      }
-    }
-    return "";
-  }
-
-  void Collect() {
-    for (Platform* platform : Platforms()) {
-      for (Failure& failure : platform->TakeFailures()) {
-        if (failure.message.empty()) {
-          AddDetail(*platform, &failure);
-          failure.message = TextOf(failure);
-        }
-        // The CUDA context is lost, and with it all communicators.
-        if (failure.on_gpu) platform->FailAll(failure.message);
-        std::lock_guard lock(news_mutex_);
-        failures_.push_back(std::move(failure));
-        news_.notify_all();
-      }
-    }
-  }
-
-  // What the missing rank of a kernel does instead, whose time was over.
-  void AddDetail(Platform& platform, Failure* failure) {
-    if (failure->reason != FailureReason::kTimeout || failure->missing < 0) return;
-    Wait wait;
-    wait.device_ids = failure->device_ids;
-    wait.group = failure->group;
-    wait.rank = failure->rank;
-    wait.missing = failure->missing;
-    wait.present = 1u << failure->rank;
-    wait.site_number = Fnv1a(failure->site);
-    std::lock_guard lock(mutex_);
-    const auto why = reports_.Explain(
-        wait,
-        [&](const Wait& w, uint64_t site, uint64_t count) {
-          return platform.HasCalled(w, site, count);
-        },
-        [this](int64_t device) { return DetailOf(device); });
-    failure->missing = why.missing;
-    failure->detail = why.detail;
-    if (why.mismatch) failure->reason = FailureReason::kMismatch;
-  }
-
-  void Warn(const std::string& text, bool is_wait = false) {
-    std::lock_guard lock(news_mutex_);
-    warnings_.push_back({is_wait, text});
-    news_.notify_all();
-  }
-
-  const int pid_ = getpid();
-  // Held while platforms are told. Taken before `mutex_`.
-  std::mutex dispatch_;
-  std::mutex mutex_;
-  std::vector<Platform*> platforms_;
-  std::vector<std::shared_ptr<State>> states_;
-  std::map<uint64_t, PeerState> told_;  // the states that platforms know, by peer
-  WaitReports reports_;
-  uint64_t next_ = 1;
-  Clock::time_point last_beat_{};
-  Clock::duration patience_ = 10s;
-  bool changed_ = false;
-  int epoll_ = -1;
-  int wake_ = -1;
-  // Taken last.
-  std::mutex news_mutex_;
-  std::condition_variable news_;
-  std::vector<Warning> warnings_;
-  std::vector<Failure> failures_;
-  bool news_ended_ = false;
-};
-
-Monitor& Monitor::Get() {
-  static Monitor monitor;
-  return monitor;
 }
-void Monitor::Add(Platform* platform, double patience_s) {
-  Thread::Get().Add(platform, patience_s);
-}
-std::vector<Monitor::Warning> Monitor::TakeWarnings() { return Thread::Get().TakeWarnings(); }
-std::vector<Failure> Monitor::TakeFailures() { return Thread::Get().TakeFailures(); }
-void Monitor::AwaitNews(double timeout_s) { Thread::Get().AwaitNews(timeout_s); }
-void Monitor::EndNews() { Thread::Get().EndNews(); }
 
-PeerWatch::PeerWatch(int process) : socket_(process), state_(std::make_shared<State>()) {
-  Monitor::Thread::Get();  // notes which process it is
+// Sleeps until there is something to read, or something is new, or until `end`.
+void Monitor::AwaitSockets(Clock::time_point end) {
+  std::vector<pollfd> polled;
+  {
+    std::lock_guard lock(mutex_);
+    polled.push_back({wake_.get(), POLLIN, 0});
+    for (const PeerWatch* watch : watches_) {
+      for (const Peer& peer : watch->peers_) {
+        polled.push_back({peer.connection.socket.get(), POLLIN, 0});  // -1: poll() skips it
+      }
+    }
+  }
+  const auto wait = std::chrono::ceil<std::chrono::milliseconds>(end - Clock::now());
+  poll(polled.data(), polled.size(), std::max(0, static_cast<int>(wait.count())));
+  uint64_t value;
+  [[maybe_unused]] const ssize_t size = read(polled[0].fd, &value, sizeof(value));
 }
+
+void Monitor::ReadAll() {
+  for (PeerWatch* watch : watches_) {
+    for (Peer& peer : watch->peers_) {
+      Port port{*this, peer};
+      peer.record.OnSocket(port);
+    }
+  }
+}
+
+void Monitor::Tick(Clock::time_point now, bool was_stopped) {
+  const bool beats = now - last_beat_ >= kHeartbeat;
+  if (beats) last_beat_ = now;
+  for (PeerWatch* watch : watches_) {
+    if (beats) watch->SendAll(PeerNotice::kHeartbeat);
+    for (Peer& peer : watch->peers_) {
+      Port port{*this, peer};
+      peer.record.OnTick(port, now, watch->silent_, was_stopped);
+      if (peer.record.state > PeerState::kRunning) continue;
+      const bool is_quiet = now - peer.record.heard > kQuiet;
+      if (is_quiet == std::exchange(peer.is_quiet, is_quiet)) continue;
+      Warn(peer.Name() + (is_quiet ? " has shown no sign of life for " + SecondsText(kQuiet) +
+                                         ". Calls that wait for it fail after " +
+                                         SecondsText(watch->silent_) + "."
+                                   : " is heard again."));
+    }
+  }
+}
+
+// Tells the platforms who is absent, and of new faults.
+void Monitor::SetAbsent() {
+  std::map<Platform*, AbsentDevices> absent;
+  std::vector<Failure> faults;
+  {
+    std::lock_guard lock(mutex_);
+    for (Platform* platform : platforms_) absent[platform];
+    for (PeerWatch* watch : watches_) {
+      for (Peer& peer : watch->peers_) {
+        const PeerState now = peer.record.state;
+        const std::string what = peer.What(watch->silent_);
+        for (const int64_t device : peer.connection.device_ids) {
+          absent[watch->platform_].Add(device, {now, peer.record.since, what});
+        }
+        if (std::exchange(peer.told, now) == now) continue;
+        if (now == PeerState::kSilent) Warn(what + ". Calls that wait for it fail.");
+        if (AbsenceIn(now) != Absence::kFault) continue;
+        Failure& fault = faults.emplace_back(FailureReason::kPeerGone);
+        fault.on_gpu = watch->platform_->OnGpu();
+        fault.device_ids = peer.connection.device_ids;
+        fault.process = peer.connection.process;
+        fault.message = LostText(what, fault.on_gpu);
+      }
+    }
+  }
+  for (const auto& [platform, devices] : absent) platform->SetAbsent(devices);
+  Collect();  // what groups have failed says more
+  Tell(std::move(faults));
+}
+
+void Monitor::Look(Clock::time_point now, Clock::duration stopped) {
+  bool waits_somewhere = false;
+  for (Platform* platform : Platforms()) {
+    const std::vector<Wait> waits = platform->Look(now, stopped);
+    waits_somewhere |= !waits.empty();
+    WaitReports::Outcome outcome;
+    {
+      std::lock_guard lock(mutex_);
+      outcome = reports_.Update(waits, now, patience_);
+      for (PeerWatch* watch : watches_) {
+        if (watch->platform_ != platform) continue;
+        for (const WaitNote& note : outcome.notes) {
+          watch->SendAll(PeerNotice::kWaits, TextOf(note));
+        }
+      }
+    }
+    for (const std::string& warning : outcome.warnings) Warn(warning, true);
+    for (const auto& [wait, reason] : outcome.over) wait.give_up(Failure(reason, wait));
+  }
+  std::lock_guard lock(mutex_);
+  for (PeerWatch* watch : watches_) watch->FinishAgain(now, Calls(), waits_somewhere);
+}
+
+// Makes the text of what the platforms have failed with.
+void Monitor::Collect() {
+  for (Platform* platform : Platforms()) {
+    std::vector<Failure> failures = platform->TakeFailures();
+    for (Failure& failure : failures) {
+      if (failure.message.empty()) {
+        AddDetail(&failure);
+        failure.message = TextOf(failure);
+      }
+      // The CUDA context is lost, and with it all communicators.
+      if (failure.on_gpu) platform->FailAll(failure.message);
+    }
+    Tell(std::move(failures));
+  }
+}
+
+// What the missing rank of a kernel does instead, whose time was over.
+void Monitor::AddDetail(Failure* failure) {
+  if (failure->reason != FailureReason::kTimeout || failure->missing < 0) return;
+  Wait wait{*failure, 1u << failure->rank};
+  wait.site_number = Fnv1a(failure->site);
+  std::lock_guard lock(mutex_);
+  const auto mistake = reports_.Explain(&wait);
+  static_cast<Call&>(*failure) = wait;
+  if (mistake == WaitReports::Mistake::kMismatch) failure->reason = FailureReason::kMismatch;
+}
+
+// What else is to be said of the process that has a device.
+std::string Monitor::DetailOf(int64_t device) const {
+  for (const PeerWatch* watch : watches_) {
+    for (const Peer& peer : watch->peers_) {
+      if (!peer.Has(device)) continue;
+      if (peer.in_barrier) {
+        return ", whose process waits for all others in jax.distributed.shutdown()";
+      }
+      if (peer.is_quiet) {
+        return ", whose process has shown no sign of life for " +
+               SecondsText(Clock::now() - peer.record.heard);
+      }
+    }
+  }
+  return "";
+}
+
+uint64_t Monitor::Calls() const {
+  uint64_t calls = 0;
+  for (Platform* platform : platforms_) calls += platform->Calls();
+  return calls;
+}
+
+std::vector<Platform*> Monitor::Platforms() {
+  std::lock_guard lock(mutex_);
+  return platforms_;
+}
+
+void Monitor::Warn(const std::string& text, bool is_wait) {
+  std::lock_guard lock(news_mutex_);
+  warnings_.push_back({is_wait, text});
+  news_.notify_all();
+}
+
+void Monitor::Tell(std::vector<Failure> failures) {
+  std::lock_guard lock(news_mutex_);
+  for (Failure& failure : failures) failures_.push_back(std::move(failure));
+  if (!failures_.empty()) news_.notify_all();
+}
+
+std::vector<Monitor::Warning> Monitor::TakeWarnings() {
+  std::lock_guard lock(news_mutex_);
+  return std::exchange(warnings_, {});
+}
+
+// Asks the platforms, too: the thread may not have looked since.
+std::vector<Failure> Monitor::TakeFailures() {
+  Collect();
+  std::lock_guard lock(news_mutex_);
+  return std::exchange(failures_, {});
+}
+
+void Monitor::AwaitNews(double timeout_s) {
+  std::unique_lock lock(news_mutex_);
+  news_.wait_for(lock, std::chrono::duration<double>(timeout_s),
+                 [&] { return news_ended_ || !warnings_.empty() || !failures_.empty(); });
+}
+
+void Monitor::EndNews() {
+  std::lock_guard lock(news_mutex_);
+  news_ended_ = true;
+  news_.notify_all();
+}
+
+// The watches. What follows has no thread of its own.
+
+PeerWatch::PeerWatch(int process) : socket_(process) {}
 PeerWatch::~PeerWatch() { Close(); }
 
 void PeerWatch::Connect(const std::vector<PeerAddress>& peers, const std::string& secret,
                         double timeout_s) {
-  Monitor::Thread::Get().Adopt(*state_, socket_.Connect(peers, secret, timeout_s));
+  std::vector<Connection> connections = socket_.Connect(peers, secret, timeout_s);
+  std::lock_guard lock(Monitor::Get().mutex_);
+  for (Connection& connection : connections) peers_.push_back({std::move(connection)});
 }
+
 void PeerWatch::Arm(Platform* platform, double silent_s) {
-  state_->platform = platform;
-  state_->silent = FromSeconds(silent_s);
-  Monitor::Thread::Get().Add(state_);
+  Monitor& monitor = Monitor::Get();
+  std::lock_guard lock(monitor.mutex_);
+  platform_ = platform;
+  silent_ = FromSeconds(silent_s);
+  for (Peer& peer : peers_) peer.record.since = peer.record.heard = Clock::now();
+  monitor.watches_.push_back(this);
+  monitor.Include(platform);
 }
+
 void PeerWatch::Finish() {
-  if (!Monitor::Thread::Get().IsForked()) Monitor::Thread::Get().Finish(*state_);
+  Monitor& monitor = Monitor::Get();
+  std::lock_guard lock(monitor.mutex_);
+  finishes_ = finished_ = true;
+  calls_ = monitor.Calls();
+  SendAll(PeerNotice::kFinished);
 }
+
 void PeerWatch::Fail(const std::string& text) {
-  if (!Monitor::Thread::Get().IsForked()) {
-    Monitor::Thread::Get().Tell(*state_, PeerNotice::kFailed, text);
-  }
+  std::lock_guard lock(Monitor::Get().mutex_);
+  SendAll(PeerNotice::kFailed, text);
 }
+
 void PeerWatch::SetInBarrier(bool is_in_barrier) {
-  if (!Monitor::Thread::Get().IsForked()) {
-    Monitor::Thread::Get().Tell(*state_, PeerNotice::kBarrier, is_in_barrier ? "1" : "");
+  std::lock_guard lock(Monitor::Get().mutex_);
+  SendAll(PeerNotice::kBarrier, is_in_barrier ? "1" : "");
+}
+
+// After it, no platform is told of its peers any more.
+void PeerWatch::Close() {
+  Monitor& monitor = Monitor::Get();
+  if (monitor.is_forked_) return;
+  std::lock_guard no_other_call(monitor.dispatch_);
+  {
+    std::lock_guard lock(monitor.mutex_);
+    SendAll(PeerNotice::kShutdown);
+    peers_.clear();
+    if (std::erase(monitor.watches_, this) == 0) return;
+    monitor.Wake();  // while it sleeps on a socket, that is open
+  }
+  monitor.SetAbsent();
+}
+
+std::vector<PeerWatch::Status> PeerWatch::Peers() const {
+  std::lock_guard lock(Monitor::Get().mutex_);
+  std::vector<Status> all;
+  for (const Peer& peer : peers_) {
+    all.push_back({peer.connection.process, peer.connection.pid, peer.record.state,
+                   peer.record.HasEnded(), peer.What(silent_)});
+  }
+  return all;
+}
+
+void PeerWatch::SendAll(PeerNotice notice, const std::string& text) {
+  const std::string packet = Packet(notice, text);
+  for (const Peer& peer : peers_) {
+    const int socket = peer.connection.socket.get();
+    if (socket >= 0) send(socket, packet.data(), packet.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
   }
 }
-void PeerWatch::Close() {
-  if (!Monitor::Thread::Get().IsForked()) Monitor::Thread::Get().Remove(state_);
-}
-std::vector<PeerWatch::Status> PeerWatch::Peers() const {
-  if (Monitor::Thread::Get().IsForked()) return {};
-  return Monitor::Thread::Get().Peers(*state_);
+
+// A process that has finished and calls all the same takes it back, and finishes later.
+void PeerWatch::FinishAgain(Clock::time_point now, uint64_t calls, bool waits) {
+  if (!finishes_) return;
+  const bool has_called = std::exchange(calls_, calls) != calls;
+  if (has_called || waits) called_at_ = now;
+  if (finished_ ? has_called : now - called_at_ >= kFinishesAgain) {
+    finished_ = !finished_;
+    SendAll(finished_ ? PeerNotice::kFinished : PeerNotice::kGoesOn);
+  }
 }
 
 }  // namespace jax_intranode

@@ -2,16 +2,14 @@
 // never takes Python's lock, so that a program that computes, compiles or debugs doesn't hold it
 // up.
 //
-// It sleeps in epoll on the sockets of its peers, and looks every 250 ms. It learns of a peer's end
-// in three ways, and the first one counts:
+// It sleeps on the sockets of its peers, and looks every 250 ms. It learns of a peer's end in two
+// ways, and the first one counts:
 //
-//   - The socket ends. The kernel closes it early in a process's end, 20 ms after SIGKILL. But a
-//     child that was forked without exec holds a copy, which may outlive its parent.
-//   - The pidfd becomes readable. It always does, but only when the driver and the kernel have
-//     freed the process's memory: 0.1 s after SIGKILL with 60 GB of a GPU, 3 s with 20 GB of pinned
-//     host memory (one H100).
-//   - /proc says that the process is exiting. It needs a pid that is visible here; in another PID
-//     namespace the other two remain.
+//   - The socket ends. The kernel closes it 20 ms after SIGKILL, but later if the process has much
+//     host memory, which it frees before: 0.4 s with 20 GB of pinned memory (one H100). A child
+//     that was forked past the C library holds a copy, which may outlive its parent.
+//   - /proc says that the process is exiting, or is gone. It needs a pid that is visible here; in
+//     another PID namespace the socket remains.
 //
 // A process whose monitor has sent nothing for `silent` is stopped (SIGSTOP, a debugger) or gets no
 // processor. What follows from the state of a peer is in peer_table.h. The monitor makes the set of
@@ -33,19 +31,22 @@
 // could wait for a thread that waits for it. A forked child closes its copies of the sockets, so
 // that they end with the parent.
 //
-// Who closes: each side closes its own descriptors, in Close() or when it has seen the peer's end.
-// The thread looks up a descriptor's connection by a number that is never used again, so an event
-// of a closed one finds nothing. When Close() returns, no platform is told of its peers any more.
+// Who closes: each side closes its own sockets, in Close() or when it has seen the peer's end. When
+// Close() returns, no platform is told of its peers any more.
 #pragma once
 
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
-#include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
 #include "failure.h"
+#include "peer_record.h"
 #include "peer_socket.h"
 #include "platform.h"
+#include "waits.h"
 
 namespace jax_intranode {
 
@@ -56,7 +57,7 @@ class PeerWatch {
     int process;
     int pid;
     PeerState state;
-    bool ended;  // its process is no more
+    bool ended;  // its process is no more; false for one that has left
     std::string what;
   };
 
@@ -93,11 +94,30 @@ class PeerWatch {
 
  private:
   friend class Monitor;
-  struct Peer;
-  struct State;
+  struct Peer {
+    Connection connection;
+    PeerRecord record{};
+    PeerState told = PeerState::kUnheard;  // what the platform knows
+    bool is_quiet = false;                 // a silence has been reported
+    bool in_barrier = false;
+
+    std::string Name() const;
+    std::string What(Clock::duration silent) const;
+    bool Has(int64_t device) const;
+  };
+
+  void SendAll(PeerNotice notice, const std::string& text = "");
+  void FinishAgain(Clock::time_point now, uint64_t calls, bool waits);
 
   PeerSocket socket_;
-  std::shared_ptr<State> state_;
+  // The lock of the monitor guards what follows.
+  std::vector<Peer> peers_;
+  Platform* platform_ = nullptr;
+  Clock::duration silent_{};
+  bool finishes_ = false;  // Finish() was called
+  bool finished_ = false;  // and the peers have been told
+  uint64_t calls_ = 0;     // of handlers when this was looked at last
+  Clock::time_point called_at_{};
 };
 
 class Monitor {
@@ -122,7 +142,43 @@ class Monitor {
 
  private:
   friend class PeerWatch;
-  class Thread;
+  struct Port;
+  using Peer = PeerWatch::Peer;
+
+  void AfterForkInChild();
+  void Include(Platform* platform);
+  void Wake();
+  void Run();
+  void AwaitSockets(Clock::time_point end);
+  void ReadAll();
+  void Tick(Clock::time_point now, bool was_stopped);
+  void SetAbsent();
+  void Look(Clock::time_point now, Clock::duration stopped);
+  void Collect();
+  void AddDetail(Failure* failure);
+  std::string DetailOf(int64_t device) const;
+  uint64_t Calls() const;
+  std::vector<Platform*> Platforms();
+  void Warn(const std::string& text, bool is_wait = false);
+  void Tell(std::vector<Failure> failures);
+
+  bool is_forked_ = false;  // a forked child has no thread
+  // Held while platforms are told. Taken before `mutex_`.
+  std::mutex dispatch_;
+  std::mutex mutex_;
+  std::vector<Platform*> platforms_;
+  std::vector<PeerWatch*> watches_;
+  WaitReports reports_{[this](int64_t device) { return DetailOf(device); }};
+  Clock::time_point last_beat_{};
+  Clock::duration patience_ = std::chrono::seconds(10);
+  bool changed_ = false;  // a peer's state is new
+  Fd wake_;
+  // Taken last.
+  std::mutex news_mutex_;
+  std::condition_variable news_;
+  std::vector<Warning> warnings_;
+  std::vector<Failure> failures_;
+  bool news_ended_ = false;
 };
 
 }  // namespace jax_intranode

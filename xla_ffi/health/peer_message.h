@@ -16,7 +16,7 @@
 
 namespace jax_intranode {
 
-// The first packet in each direction. A pidfd of the sender travels with it.
+// The first packet in each direction.
 struct PeerHello {
   static constexpr uint32_t kMagic = 0x57494e4a;  // "JNIW"
   uint32_t magic;
@@ -48,7 +48,7 @@ struct WaitNote {
   int64_t device = 0;   // that waits
   int64_t missing = 0;  // for this one
   uint64_t group = 0;   // names the communicator's group
-  uint64_t site = 0;    // the call; 0: the device waits in no call of this group any more
+  uint64_t site = 0;    // the call
   uint64_t count = 0;   // how often the site had been called before
   std::string call{};   // for messages
 };

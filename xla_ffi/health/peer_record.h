@@ -27,11 +27,9 @@ enum class PeerNews : uint8_t {
 
 // A Port has:
 //   PeerNews Receive(std::optional<PeerMessage>*)  the next packet; nullopt if it makes no sense
-//   bool IsExiting()                               whether /proc says that the process ends
+//   bool HasEnded()                                whether /proc says that the process ends
 //   Clock::time_point Now()
-//   bool HasPidfd()                                whether another event tells of the process's end
-//   void CloseSocket()
-//   void ClosePidfd()
+//   void Close()                                   closes the socket
 //   void OnNote(const PeerMessage&)                a packet that says something about its waits
 //   void OnChange()                                the state is new
 struct PeerRecord {
@@ -39,28 +37,25 @@ struct PeerRecord {
   Clock::time_point since{};  // of the state
   Clock::time_point heard{};
   std::string text{};  // of its failure
-  bool ended = false;  // its process is no more
+  bool over = false;   // nothing more comes from it
+
+  // Whether the process is no more. One that has left closes its socket, and lives on.
+  bool HasEnded() const { return over && state != PeerState::kLeft; }
 
   // The socket has something, or it has ended.
   template <class Port>
   void OnSocket(Port& port) {
-    if (!Read(port)) Lose(port, false);
-  }
-
-  // The process has ended.
-  template <class Port>
-  void OnEnd(Port& port) {
-    Read(port);
-    Lose(port, true);
+    if (!over && !Read(port)) End(port);
   }
 
   // From time to time. `was_stopped`: this process was stopped itself.
   template <class Port>
   void OnTick(Port& port, Clock::time_point now, Clock::duration silent, bool was_stopped) {
-    if (ended) return;
+    if (over) return;
     if (was_stopped) heard = now;
-    if (port.IsExiting()) {
-      OnEnd(port);
+    if (port.HasEnded()) {
+      Read(port);
+      End(port);
     } else if (now - heard > silent && Read(port) && now - heard > silent) {
       On(port, PeerEvent::kSilence);
     }
@@ -72,31 +67,20 @@ struct PeerRecord {
   bool Read(Port& port) {
     for (;;) {
       std::optional<PeerMessage> message;
-      switch (port.Receive(&message)) {
-        case PeerNews::kPacket:
-          heard = port.Now();
-          if (!message) break;
-          if (message->notice == PeerNotice::kFailed && text.empty()) text = message->text;
-          On(port, EventOf(message->notice));
-          port.OnNote(*message);
-          break;
-        case PeerNews::kAgain:
-          break;
-        case PeerNews::kNothing:
-          return true;
-        case PeerNews::kEnd:
-          return false;
-      }
+      const PeerNews news = port.Receive(&message);
+      if (news == PeerNews::kNothing || news == PeerNews::kEnd) return news == PeerNews::kNothing;
+      if (news == PeerNews::kPacket) heard = port.Now();
+      if (!message) continue;
+      if (message->notice == PeerNotice::kFailed && text.empty()) text = message->text;
+      On(port, EventOf(message->notice));
+      port.OnNote(*message);
     }
   }
 
-  // The connection has come to its end, or the process has ended, too.
   template <class Port>
-  void Lose(Port& port, bool process_ended) {
-    if (ended) return;
-    ended = process_ended || !port.HasPidfd();
-    port.CloseSocket();
-    if (ended) port.ClosePidfd();
+  void End(Port& port) {
+    over = true;
+    port.Close();
     On(port, PeerEvent::kEnds);
   }
 

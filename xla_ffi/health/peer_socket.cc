@@ -4,7 +4,6 @@
 #include <poll.h>
 #include <sys/random.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
 #include <sys/un.h>
 
 #include <algorithm>
@@ -50,28 +49,6 @@ socklen_t Fill(sockaddr_un* address, const std::string& name) {
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
 }
 
-// -1 where the kernel has no pidfds or does not allow them.
-int OwnPidfd() { return static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0)); }
-
-// Whether a descriptor that a peer has sent is a pidfd of the process `pid`, as this PID namespace
-// numbers it: 0 for one that it does not see.
-bool IsPidfdOf(int fd, int pid) {
-  // Signal 0 only asks. Whether it may be sent to that process does not matter here.
-  if (syscall(SYS_pidfd_send_signal, fd, 0, nullptr, 0) != 0 && errno == EBADF) return false;
-  char path[64];
-  snprintf(path, sizeof(path), "/proc/self/fdinfo/%d", fd);
-  FILE* file = fopen(path, "re");
-  if (file == nullptr) return true;  // /proc is missing, or another PID namespace's
-  char line[128];
-  bool is_other = false;
-  while (fgets(line, sizeof(line), file) != nullptr) {
-    int found;
-    if (sscanf(line, "Pid: %d", &found) == 1) is_other = found != pid;
-  }
-  fclose(file);
-  return !is_other;
-}
-
 // Why the process at the other end of a socket is no peer; empty if it may be one.
 std::string CheckUser(int socket, int* pid) {
   ucred credentials{};
@@ -88,52 +65,16 @@ std::string CheckUser(int socket, int* pid) {
 void SendHello(int socket, int process, const std::string& secret) {
   PeerHello hello{PeerHello::kMagic, process, getpid(), {}};
   memcpy(hello.secret, secret.data(), sizeof(hello.secret));
-  iovec part{&hello, sizeof(hello)};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message{};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  const Fd pidfd(OwnPidfd());
-  if (const int fd = pidfd.get(); fd >= 0) {
-    message.msg_control = control;
-    message.msg_controllen = sizeof(control);
-    cmsghdr* header = CMSG_FIRSTHDR(&message);
-    header->cmsg_level = SOL_SOCKET;
-    header->cmsg_type = SCM_RIGHTS;
-    header->cmsg_len = CMSG_LEN(sizeof(int));
-    memcpy(CMSG_DATA(header), &fd, sizeof(fd));
+  if (send(socket, &hello, sizeof(hello), MSG_NOSIGNAL) != sizeof(hello)) {
+    Throw(ErrnoText("sending a hello"));
   }
-  if (sendmsg(socket, &message, MSG_NOSIGNAL) != sizeof(hello)) Throw(ErrnoText("sending a hello"));
 }
 
-// Reads a peer's hello and its pidfd; nullopt if it is none, or none comes until `end`.
-std::optional<PeerHello> ReceiveHello(int socket, const std::string& secret, Clock::time_point end,
-                                      Fd* pidfd) {
-  for (;;) {
-    pollfd poll_one{socket, POLLIN, 0};
-    const int ready = poll(&poll_one, 1, Milliseconds(end - Clock::now()));
-    if (ready > 0) break;
-    if (ready == 0 || errno != EINTR) return std::nullopt;
-  }
+// Reads a peer's hello, which is there; nullopt if it is none. The kernel closes descriptors that
+// come with it.
+std::optional<PeerHello> ReceiveHello(int socket, const std::string& secret) {
   char packet[sizeof(PeerHello) + 1];  // one more, so that a longer packet shows
-  iovec part{packet, sizeof(packet)};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))];
-  msghdr message{};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof(control);
-  const ssize_t size = recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
-  // The kernel has closed what did not fit; what did is to be closed here.
-  for (cmsghdr* header = size >= 0 ? CMSG_FIRSTHDR(&message) : nullptr; header != nullptr;
-       header = CMSG_NXTHDR(&message, header)) {
-    if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) continue;
-    for (size_t at = 0; CMSG_LEN(at + sizeof(int)) <= header->cmsg_len; at += sizeof(int)) {
-      int fd;
-      memcpy(&fd, CMSG_DATA(header) + at, sizeof(fd));
-      *pidfd = Fd(fd);
-    }
-  }
+  const ssize_t size = recv(socket, packet, sizeof(packet), MSG_DONTWAIT);
   if (size < 0) return std::nullopt;
   std::optional<PeerHello> hello = ParseHello({packet, static_cast<size_t>(size)});
   if (!hello || memcmp(hello->secret, secret.data(), sizeof(hello->secret)) != 0) {
@@ -144,11 +85,11 @@ std::optional<PeerHello> ReceiveHello(int socket, const std::string& secret, Clo
 
 }  // namespace
 
-bool IsExiting(int pid) {
+bool HasEnded(int pid) {
   char path[64], text[512];
   snprintf(path, sizeof(path), "/proc/%d/stat", pid);
   FILE* file = fopen(path, "re");
-  if (file == nullptr) return false;
+  if (file == nullptr) return errno == ENOENT;
   const size_t size = fread(text, 1, sizeof(text) - 1, file);
   fclose(file);
   text[size] = 0;
@@ -184,30 +125,22 @@ std::vector<Connection> PeerSocket::Connect(const std::vector<PeerAddress>& peer
   if (secret.size() != sizeof(PeerHello::secret)) Throw("a secret of a wrong size");
   const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                       std::chrono::duration<double>(timeout_s));
-  std::map<int, Connection> made;
-  const auto add = [&](const PeerAddress& peer, const PeerHello& hello, int pid, Fd socket,
-                       Fd pidfd) {
-    // Without a pidfd the socket has to do.
-    if (pidfd.get() >= 0 && !IsPidfdOf(pidfd.get(), pid)) pidfd.Reset();
-    Connection connection;
-    connection.process = peer.process;
-    connection.pid = pid > 0 ? pid : hello.pid;
-    connection.pid_is_known = pid > 0;
-    connection.device_ids = peer.device_ids;
-    connection.socket = std::move(socket);
-    connection.pidfd = std::move(pidfd);
-    made.emplace(peer.process, std::move(connection));
-  };
   const auto name = [](const PeerAddress& peer) {
     return "process " + std::to_string(peer.process);
   };
+  std::map<int, Connection> made;
+  // Whose hello is awaited. All are heard at once, so that one who says nothing delays nobody.
+  struct Other {
+    Fd socket;
+    int pid;
+    int process;  // to which this one has connected; -1: it has connected to this one
+    Clock::time_point until;
+  };
+  std::vector<Other> others;
 
   // Each process connects to those before it and is connected to by those after it. Nobody waits
   // before it has connected, so nobody waits in a circle.
-  std::map<int, std::pair<Fd, int>> outgoing;  // the socket, and the peer's pid
-  size_t incoming = 0;
   for (const PeerAddress& peer : peers) {
-    if (peer.process > process_) ++incoming;
     if (peer.process >= process_) continue;
     Fd out(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
     if (out.get() < 0) Throw(ErrnoText("creating a Unix socket"));
@@ -223,33 +156,32 @@ std::vector<Connection> PeerSocket::Connect(const std::vector<PeerAddress>& peer
       Throw(name(peer) + " can't be watched: " + why);
     }
     SendHello(out.get(), process_, secret);
-    outgoing.emplace(peer.process, std::make_pair(std::move(out), pid));
+    others.push_back({std::move(out), pid, peer.process, end});
   }
-  // All who have connected are heard at once, so that one who says nothing delays nobody.
-  struct Caller {
-    Fd socket;
-    int pid;
-    Clock::time_point until;
-  };
-  std::vector<Caller> callers;
-  const auto answer = [&](Caller& caller) {
-    Fd pidfd;
-    const auto hello = ReceiveHello(caller.socket.get(), secret, Clock::now(), &pidfd);
-    if (!hello || hello->process <= process_ || made.contains(hello->process)) return;
+  const auto answer = [&](Other& other) {
+    const auto hello = ReceiveHello(other.socket.get(), secret);
     for (const PeerAddress& peer : peers) {
-      if (peer.process != hello->process) continue;
-      SendHello(caller.socket.get(), process_, secret);
-      add(peer, *hello, caller.pid, std::move(caller.socket), std::move(pidfd));
-      --incoming;
-      return;
+      const bool is_it =
+          other.process < 0 ? peer.process > process_ : peer.process == other.process;
+      if (!hello || !is_it || hello->process != peer.process || made.contains(peer.process)) {
+        continue;
+      }
+      if (other.process < 0) SendHello(other.socket.get(), process_, secret);
+      const int pid = other.pid > 0 ? other.pid : hello->pid;
+      const bool pid_is_known = other.pid > 0 && !HasEnded(other.pid);
+      made.emplace(peer.process, Connection{peer.process, pid, pid_is_known, peer.device_ids,
+                                            std::move(other.socket)});
+    }
+    if (other.process >= 0 && !made.contains(other.process)) {
+      Throw("process " + std::to_string(other.process) + " did not answer");
     }
   };
-  while (incoming > 0) {
+  while (made.size() < peers.size()) {
     std::vector<pollfd> polled{{listener_.get(), POLLIN, 0}};
     auto until = end;
-    for (const Caller& caller : callers) {
-      polled.push_back({caller.socket.get(), POLLIN, 0});
-      until = std::min(until, caller.until);
+    for (const Other& other : others) {
+      polled.push_back({other.socket.get(), POLLIN, 0});
+      until = std::min(until, other.until);
     }
     const int ready = poll(polled.data(), polled.size(), Milliseconds(until - Clock::now()));
     if (ready < 0) {
@@ -257,15 +189,15 @@ std::vector<Connection> PeerSocket::Connect(const std::vector<PeerAddress>& peer
       continue;
     }
     const auto now = Clock::now();
-    std::vector<Caller> silent;
-    for (size_t i = 0; i < callers.size(); ++i) {
+    std::vector<Other> silent;
+    for (size_t i = 0; i < others.size(); ++i) {
       if (polled[i + 1].revents != 0) {
-        answer(callers[i]);
-      } else if (now < callers[i].until) {
-        silent.push_back(std::move(callers[i]));
+        answer(others[i]);
+      } else if (now < others[i].until) {
+        silent.push_back(std::move(others[i]));
       }
     }
-    callers = std::move(silent);
+    others = std::move(silent);
     if (polled[0].revents != 0) {
       Fd in(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
       int pid = 0;
@@ -273,22 +205,14 @@ std::vector<Connection> PeerSocket::Connect(const std::vector<PeerAddress>& peer
         // For instance because no descriptor is free. The connection stays ready: look again later.
         std::this_thread::sleep_for(10ms);
       } else if (CheckUser(in.get(), &pid).empty()) {
-        callers.push_back({std::move(in), pid, now + kHelloPatience});
+        others.push_back({std::move(in), pid, -1, now + kHelloPatience});
       }
     }
     for (const PeerAddress& peer : peers) {
-      if (now >= end && peer.process > process_ && !made.contains(peer.process)) {
-        Throw(name(peer) + " did not connect in time");
-      }
+      if (now < end || made.contains(peer.process)) continue;
+      Throw(name(peer) + (peer.process < process_ ? " did not answer" : " did not connect") +
+            " in time");
     }
-  }
-  for (const PeerAddress& peer : peers) {
-    auto it = outgoing.find(peer.process);
-    if (it == outgoing.end()) continue;
-    Fd pidfd;
-    const auto hello = ReceiveHello(it->second.first.get(), secret, end, &pidfd);
-    if (!hello || hello->process != peer.process) Throw(name(peer) + " did not answer in time");
-    add(peer, *hello, it->second.second, std::move(it->second.first), std::move(pidfd));
   }
   listener_.Reset();
   std::vector<Connection> connections;

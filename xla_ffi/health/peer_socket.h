@@ -1,10 +1,10 @@
 // The connections between the processes of a mesh on one host.
 //
-// Each pair of processes has a Unix socket, over which each has sent the other a pidfd of itself.
-// Nobody trusts an address: the process that connects and the one that accepts both check that the
-// other has the same user (SO_PEERCRED) and knows the secret, which travelled through JAX's
-// key-value store. The address is in the abstract namespace: it is no file that a crash could leave
-// behind, and it is random, so nobody can take it in advance.
+// Each pair of processes has a Unix socket. Nobody trusts an address: the process that connects and
+// the one that accepts both check that the other has the same user (SO_PEERCRED) and knows the
+// secret, which travelled through JAX's key-value store. The address is in the abstract namespace:
+// it is no file that a crash could leave behind, and it is random, so nobody can take it in
+// advance.
 #pragma once
 
 #include <unistd.h>
@@ -47,7 +47,6 @@ struct Connection {
   bool pid_is_known;  // visible here, so that /proc tells of it
   std::vector<int64_t> device_ids;
   Fd socket;
-  Fd pidfd;  // -1: none; the socket has to do
 };
 
 class PeerSocket {
@@ -68,7 +67,8 @@ class PeerSocket {
   Fd listener_;
 };
 
-// Whether a process is ending: the kernel's flag PF_EXITING of its first thread.
-bool IsExiting(int pid);
+// Whether a process that was there is gone, or ends: the kernel's flag PF_EXITING of its first
+// thread.
+bool HasEnded(int pid);
 
 }  // namespace jax_intranode

@@ -89,36 +89,31 @@ constexpr bool Refuses(Absence absence) { return absence >= Absence::kAlways; }
 // The devices whose processes are absent. From this set, made anew at each change, follows what the
 // groups do: the return of one peer can't hide the absence of another.
 struct AbsentDevice {
-  Absence absence = Absence::kNone;
   PeerState state = PeerState::kRunning;
   Clock::time_point since{};
   std::string what;  // "process 1 (pid 7) has come to the end of its program"
+
+  Absence absence() const { return AbsenceIn(state); }
 };
 class AbsentDevices {
  public:
   void Add(int64_t device, AbsentDevice absent) {
     AbsentDevice& known = all_[device];  // in several meshes
-    if (absent.absence > known.absence) known = std::move(absent);
+    if (absent.absence() > known.absence()) known = std::move(absent);
   }
   const AbsentDevice* Find(int64_t device) const {
     const auto found = all_.find(device);
-    return found == all_.end() || found->second.absence == Absence::kNone ? nullptr
-                                                                          : &found->second;
+    const bool is_absent = found != all_.end() && found->second.absence() != Absence::kNone;
+    return is_absent ? &found->second : nullptr;
   }
   // The worst absence in a group; null if all are present.
   const AbsentDevice* WorstIn(const std::vector<int64_t>& group) const {
     const AbsentDevice* worst = nullptr;
     for (const int64_t device : group) {
       const AbsentDevice* const absent = Find(device);
-      if (absent && (!worst || absent->absence > worst->absence)) worst = absent;
+      if (absent && (!worst || absent->absence() > worst->absence())) worst = absent;
     }
     return worst;
-  }
-  bool operator==(const AbsentDevices& other) const {
-    const auto same = [](const auto& a, const auto& b) {
-      return a.first == b.first && a.second.state == b.second.state;
-    };
-    return std::equal(all_.begin(), all_.end(), other.all_.begin(), other.all_.end(), same);
   }
 
  private:

@@ -6,7 +6,7 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -16,42 +16,18 @@
 namespace jax_intranode {
 
 // A rank of this process waits for another rank.
-struct Wait {
-  std::shared_ptr<const void> owner{};  // the communicator's group, or the communicator
-  std::vector<int64_t> device_ids{};    // of the group, in rank order
-  uint64_t group = 0;                   // names it, in all processes
-  int rank = -1;
-  int missing = -1;          // a rank that it waits for
+struct Wait : Call {
   uint32_t present = 0;      // the ranks that are known to be in this call: one bit each
   Clock::duration waited{};  // without the time in which this process was stopped
   // The call: what the group's ranks compare.
   uint64_t site_number = 0;
   uint64_t count = 0;
-  // What messages say of it; see Failure.
-  std::string operation{};
-  uint64_t bytes = 0;
-  std::string site{};
-  bool shared = false;
-  int64_t calls = -1;
-  std::string detail{};      // the end of a sentence on the missing rank
-  double limit_s = 0;        // how long it may wait
-  bool reported = false;     // whether the monitor reports it: one wait of a group
-  bool ends_itself = false;  // at its limit, as kernels do
+  bool reported = false;  // whether the monitor reports it: one wait of a group
+  // Whether the rank has made a call: then it waits in it, or has done so. Null: not known.
+  std::function<bool(uint64_t site_number, uint64_t count)> has_called{};
+  // Ends the wait, unless it has ended. Null: it ends itself at its limit, as kernels do.
+  std::function<void(Failure)> give_up{};
 };
-
-// The failure of a call that waits.
-inline Failure FailureOf(const Wait& wait, FailureReason reason) {
-  Failure failure{reason};
-  failure.operation = wait.operation;
-  failure.bytes = wait.bytes;
-  failure.site = wait.site;
-  failure.shared = wait.shared;
-  failure.calls = wait.calls;
-  failure.rank = wait.rank;
-  failure.missing = wait.missing;
-  failure.device_ids = wait.device_ids;
-  return failure;
-}
 
 class Platform {
  public:
@@ -64,12 +40,6 @@ class Platform {
   // for an absent rank (GivesUp() in peer_table.h). `stopped`: so long this process was stopped
   // since the last look.
   virtual std::vector<Wait> Look(Clock::time_point now, Clock::duration stopped) = 0;
-
-  // Whether the rank of a wait has made a call: then it waits in it, or has done so.
-  virtual bool HasCalled(const Wait& wait, uint64_t site_number, uint64_t count) = 0;
-
-  // Ends a wait that has reached its limit, unless it has ended.
-  virtual void GiveUp(const Wait& wait, Failure failure) = 0;
 
   // The failures that this has not returned before. Any thread calls it.
   virtual std::vector<Failure> TakeFailures() = 0;

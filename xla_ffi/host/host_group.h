@@ -24,13 +24,13 @@
 // each runs in a thread of its own. When the operation before has ended, those of this process
 // start together. They take no epoch, because they do not use the region.
 //
-// call_log.h has the log.
+// engine.h runs the protocols. call_log.h has the log. host_group_report.cc says what calls wait
+// for.
 #pragma once
 
 #include <chrono>
 #include <cstdint>
 #include <deque>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -39,47 +39,17 @@
 #include <vector>
 
 #include "../health/platform.h"
-#include "../kernels/algorithms.h"
 #include "../kernels/group.h"
-#include "../kernels/norm.h"
 #include "call_log.h"
+#include "engine.h"
 #include "host_body.h"
+#include "ticket.h"
 
 namespace jax_intranode {
 
-// One rank's part in one call; completed once.
-class Ticket {
- public:
-  // `error` is empty when all went well.
-  using OnDone = std::function<void(const std::string& error)>;
-
-  bool Done() const;
-  // The error of a completed ticket.
-  std::string Error() const;
-  // Calls `on_done` when the ticket is completed: in a thread on which no group depends, or at once
-  // in this thread if it is complete already.
-  void Then(OnDone on_done);
-
- private:
-  friend class HostGroup;
-  void Complete(const std::string& error);
-
-  mutable std::mutex mutex_;
-  bool done_ = false;
-  std::string error_;
-  OnDone on_done_;
-};
-
 class HostGroup : public std::enable_shared_from_this<HostGroup> {
  public:
-  struct Operation {
-    Algorithm algorithm;
-    ElementType type;
-    uint32_t segments = 1;
-    // For messages: the number of the text of the call site (call_sites.h). 0: that of the site.
-    // Programs with different names may have one site, because ranks match what is computed.
-    uint64_t name = 0;
-  };
+  using Operation = HostOperation;
 
   // `group.region` holds every rank's region; `group.rank` is ignored. `local_ranks` are the ranks
   // of this process. `device_ids` name the ranks in messages. `keep_alive` owns the memory.
@@ -93,12 +63,11 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
 
   // Rank `rank` arrives at call site `site`. The memory that the buffers point to must stay valid
   // until the ticket is complete.
+  template <class Call>  // Buffers or NormCall
   std::shared_ptr<Ticket> Arrive(int rank, uint64_t site, const Operation& operation,
-                                 const Buffers& buffers);
-
-  // The same for a norm.
-  std::shared_ptr<Ticket> Arrive(int rank, uint64_t site, const Operation& operation,
-                                 const NormCall& call);
+                                 const Call& call) {
+    return Arrive(rank, site, operation, Member{.call = ResumableCall(operation, call)});
+  }
 
   // The same for a call on a peer buffer. What the body uses must stay valid until the ticket is
   // complete.
@@ -115,8 +84,6 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
 
   // For the monitor; see health/platform.h. Appends what each rank of this process waits in.
   void Look(Clock::time_point now, Clock::duration stopped, std::vector<Wait>* waits);
-  bool HasCalled(int rank, uint64_t site, uint64_t count) const;
-  void GiveUp(const Wait& wait, Failure failure);
   void SetAbsent(const AbsentDevices& absent);
   // The failures that this has not returned before.
   std::vector<Failure> TakeFailures();
@@ -140,13 +107,9 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
     auto operator<=>(const Key&) const = default;
   };
   struct Member {
-    Buffer buffer{};                         // of a call with one buffer
-    std::unique_ptr<const Buffers> buffers;  // of a call with many
-    std::unique_ptr<const NormCall> norm;    // of a norm
-    std::shared_ptr<HostBody> body;          // of a call on a peer buffer
+    ResumableCall call;
+    std::shared_ptr<HostBody> body;  // of a call on a peer buffer
     std::shared_ptr<Ticket> ticket;
-    uint32_t step = 0;  // of the operation (segments.h)
-    size_t cursor = 0;  // in the step
     bool finished = false;
   };
   struct Pending {
@@ -161,7 +124,7 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   using Tickets = std::vector<std::pair<std::shared_ptr<Ticket>, std::string>>;
 
   std::shared_ptr<Ticket> Arrive(int rank, uint64_t site, const Operation& operation,
-                                 uint64_t bytes, Member member);
+                                 Member member);
   bool IsLeader() const { return local_ranks_.front() == 0; }
   void AppendToLog();
   bool FindNext();
@@ -169,11 +132,11 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   bool AdvanceBody(HostBody& body);
   void Advance(Tickets* done);
   static std::string OperationOf(const Pending& pending);
-  bool AdvanceCall(int rank, const Operation& operation, Member& member);
   Wait WaitOf(int rank, const Key& key, const Pending& pending, Clock::time_point now) const;
+  void GiveUp(const Key& key, Failure failure);
   void FailLocked(const std::string& error, Tickets* done);
   void FailCall(Failure failure, Tickets* done);
-  void LoseRank(int rank, Tickets* done);
+  void LoseRank(int rank, const AbsentDevice& absent, Tickets* done);
   static void CompleteAll(const Tickets& tickets);
 
   const Group group_;
@@ -196,9 +159,9 @@ class HostGroup : public std::enable_shared_from_this<HostGroup> {
   bool watched_ = false;  // whether the progress thread has this group on its list
   bool active_ = false;   // whether call `sequence_` has begun
   Key current_{};
-  int missing_ = -1;                    // the rank for which `current_` waits
-  std::map<int, AbsentDevice> absent_;  // by rank
-  std::vector<Failure> failures_;       // that nobody has taken
+  int missing_ = -1;               // the rank for which `current_` waits
+  AbsentDevices absent_;           // of all groups
+  std::vector<Failure> failures_;  // that nobody has taken
   std::string failure_;
 };
 

@@ -13,21 +13,24 @@ namespace jax_intranode {
 
 // X(enumerator, name, name of the Python function that runs it). The number of an algorithm is its
 // position here. The numbers travel in the HLO: append, don't reorder.
-#define JIN_ALGORITHMS(X)                                                                     \
-  X(kOneShot, "one_shot", "psum")                                                             \
-  X(kTwoShot, "two_shot", "psum")                                                             \
-  X(kReduceScatter, "reduce_scatter", "psum_scatter")                                         \
-  X(kAllGather, "all_gather", "all_gather")                                                   \
-  X(kAllGatherMatmul, "all_gather_matmul", "all_gather_matmul")                               \
-  X(kMatmulReduceScatter, "matmul_reduce_scatter", "matmul_reduce_scatter")                   \
-  X(kOneShotRmsNorm, "one_shot_rms_norm", "psum_residual_rms_norm")                           \
-  X(kTwoShotRmsNorm, "two_shot_rms_norm", "psum_residual_rms_norm")                           \
-  X(kReduceScatterRmsNorm, "reduce_scatter_rms_norm", "psum_scatter_residual_rms_norm")       \
-  X(kOneShotLayerNorm, "one_shot_layer_norm", "psum_residual_layer_norm")                     \
-  X(kTwoShotLayerNorm, "two_shot_layer_norm", "psum_residual_layer_norm")                     \
-  X(kReduceScatterLayerNorm, "reduce_scatter_layer_norm", "psum_scatter_residual_layer_norm") \
-  X(kHybridCubeMesh, "hybrid_cube_mesh", "psum")                                              \
+#define JIN_ALGORITHMS(X)                                                   \
+  X(kOneShot, "one_shot", "psum")                                           \
+  X(kTwoShot, "two_shot", "psum")                                           \
+  X(kReduceScatter, "reduce_scatter", "psum_scatter")                       \
+  X(kAllGather, "all_gather", "all_gather")                                 \
+  X(kAllGatherMatmul, "all_gather_matmul", "all_gather_matmul")             \
+  X(kMatmulReduceScatter, "matmul_reduce_scatter", "matmul_reduce_scatter") \
+  JIN_NORM_PROTOCOLS(X, RmsNorm, "rms_norm")                                \
+  JIN_NORM_PROTOCOLS(X, LayerNorm, "layer_norm")                            \
+  X(kHybridCubeMesh, "hybrid_cube_mesh", "psum")                            \
   X(kAllToAll, "all_to_all", "all_to_all")
+
+// The all-reduces and reduce-scatters that add a residual and normalize rows (norm_protocol.h):
+// each norm by each protocol, in the order of NormProtocol.
+#define JIN_NORM_PROTOCOLS(X, Norm, name)                    \
+  X(kOneShot##Norm, "one_shot_" name, "psum_residual_" name) \
+  X(kTwoShot##Norm, "two_shot_" name, "psum_residual_" name) \
+  X(kReduceScatter##Norm, "reduce_scatter_" name, "psum_scatter_residual_" name)
 
 // X(type, bytes of an element, bytes of a packet). types.h defines a struct of the same name. One
 // CUDA object file is built for each type (CMakeLists.txt, BUILD).
@@ -98,30 +101,21 @@ inline bool IsMatmul(Algorithm algorithm) {
   return algorithm == Algorithm::kAllGatherMatmul || algorithm == Algorithm::kMatmulReduceScatter;
 }
 
-// The all-reduces and reduce-scatters that add a residual and normalize rows (norm_protocol.h).
 enum class NormProtocol { kNone, kOneShot, kTwoShot, kReduceScatter };
 
-inline NormProtocol NormProtocolOf(Algorithm algorithm) {
-  switch (algorithm) {
-    case Algorithm::kOneShotRmsNorm:
-    case Algorithm::kOneShotLayerNorm:
-      return NormProtocol::kOneShot;
-    case Algorithm::kTwoShotRmsNorm:
-    case Algorithm::kTwoShotLayerNorm:
-      return NormProtocol::kTwoShot;
-    case Algorithm::kReduceScatterRmsNorm:
-    case Algorithm::kReduceScatterLayerNorm:
-      return NormProtocol::kReduceScatter;
-    default:
-      return NormProtocol::kNone;
-  }
+inline bool IsNorm(Algorithm algorithm) {
+  return algorithm >= Algorithm::kOneShotRmsNorm && algorithm <= Algorithm::kReduceScatterLayerNorm;
 }
 
-inline bool IsNorm(Algorithm algorithm) { return NormProtocolOf(algorithm) != NormProtocol::kNone; }
-
 inline bool IsLayerNorm(Algorithm algorithm) {
-  return algorithm == Algorithm::kOneShotLayerNorm || algorithm == Algorithm::kTwoShotLayerNorm ||
-         algorithm == Algorithm::kReduceScatterLayerNorm;
+  return IsNorm(algorithm) && algorithm >= Algorithm::kOneShotLayerNorm;
+}
+
+inline NormProtocol NormProtocolOf(Algorithm algorithm) {
+  if (!IsNorm(algorithm)) return NormProtocol::kNone;
+  const Algorithm first =
+      IsLayerNorm(algorithm) ? Algorithm::kOneShotLayerNorm : Algorithm::kOneShotRmsNorm;
+  return static_cast<NormProtocol>(1 + static_cast<int>(algorithm) - static_cast<int>(first));
 }
 
 // Algorithms that only copy: they take any dtype, as bytes.

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 from jax_intranode._src.group import slabs
 from jax_intranode._src.native import extension
-from jax_intranode._src.selection import config, overlap, select, table, tuning
+from jax_intranode._src.selection import config, select, table, tuning
 from jax_intranode._src.selection.gpu_facts import GpuFacts
+from jax_intranode._src.selection.overlap import choice, profiles
 from jax_intranode._src.selection.overlap.profiles import Profile
+from jax_intranode._src.selection.overlap.sizes import Sizes
 
 _KB, _MB = 1 << 10, 1 << 20
 _SIZES = {
@@ -55,7 +57,7 @@ def of_node(
         for nbytes in _SIZES[platform]
     ]
     if platform == "gpu":
-        profile = tuning.profile_for([device_kind]) or overlap.from_facts(facts)
+        profile = tuning.profile_for([device_kind]) or profiles.from_facts(facts)
         for operation, shapes in _SHAPES.items():
             found += [_matmul(count, operation, shape, profile) for shape in shapes]
     return found
@@ -85,9 +87,9 @@ def _matmul(
     count: int, operation: str, shape: tuple[int, int, int], profile: Profile | str
 ) -> Benefit:
     m, k, n = shape
-    sizes = overlap.Sizes(operation, 1, m // count, (k,), (n,), count)
+    sizes = Sizes(operation, 1, m // count, (k,), (n,), count)
     ring_bytes = config.get().ring_bytes("gpu")
-    plan = overlap.choose(sizes, dtype="bfloat16", profile=profile, ring_bytes=ring_bytes)
+    plan = choice.choose(sizes, dtype="bfloat16", profile=profile, ring_bytes=ring_bytes)
     if isinstance(plan, str):
         return Benefit(operation, "multi", None, shape, "jax.lax", plan)
     path = "fused kernel" if plan.fused else "cuBLASLt pipeline"

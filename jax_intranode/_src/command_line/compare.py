@@ -36,6 +36,7 @@ import numpy as np
 import jax_intranode
 from jax_intranode._src.command_line.launcher import all_ranks
 from jax_intranode._src.jax_private import trace_state
+from jax_intranode._src.report import calls
 from jax_intranode._src.rewrite import hook
 
 STEPS = 40
@@ -91,7 +92,7 @@ class _Function:
         """The operations that take the place of collectives of ``jax.lax``."""
         if isinstance(self.explanation, str):
             return []
-        return [call for call in self.explanation if call.algorithm != "lax"]
+        return [call for call in _of_lax(self.explanation) if call.algorithm != "lax"]
 
     def times(self) -> dict[str, list[float]]:
         """The times of both programs with the shapes of which there are most."""
@@ -340,7 +341,7 @@ class Comparison:
         for program, (low, middle, high) in found.items():
             text = f"{middle:10.3f} ms  ({low:.3f} to {high:.3f}, {len(times[program])} calls)"
             if math.isnan(middle):
-                text = " not timed: there were too few calls, or each of them compiled"
+                text = " not timed: the first calls do not count, nor those that compile"
             _say(f"  {program:<12}{text}")
         (p10, p50, p90), (a10, a50, a90) = found[PLAIN], found[ACCELERATED]
         if not math.isnan(p50 + a50):
@@ -430,19 +431,28 @@ def _text_of_difference(found: tuple[float, str] | str) -> str:
     return f"they differ by at most {off:.1e} of the largest value of their array{where}"
 
 
+def _of_lax(explanation: Any) -> list[Any]:
+    """The collectives of the plain program. Calls of this package are the same in both programs."""
+    return [call for call in explanation if call.origin != calls.OURS]
+
+
 def _texts_of_collectives(explanation: Any) -> list[str]:
     if isinstance(explanation, str):
         return [f"collectives: not known: {explanation}"]
-    if not explanation:
+    found = _of_lax(explanation)
+    texts = []
+    if ours := len(explanation) - len(found):
+        texts.append(f"the same in both programs: {ours} by functions of jax_intranode")
+    if not found:
         return [
-            "collectives: it calls none, so nothing was replaced. Those that XLA's partitioner "
-            "adds stay as they are"
+            *texts,
+            "collectives: it calls none of jax.lax, so nothing was replaced. Those that XLA's "
+            "partitioner adds stay as they are",
         ]
     replaced = Counter(
-        f"{call.operation} ({call.algorithm})" for call in explanation if call.algorithm != "lax"
+        f"{call.operation} ({call.algorithm})" for call in found if call.algorithm != "lax"
     )
-    left = Counter(
-        f"{call.operation}: {call.reason}" for call in explanation if call.algorithm == "lax"
-    )
-    texts = [f"replaced: {count} {what}" for what, count in replaced.most_common()]
+    left = Counter(f"{call.operation}: {call.reason}" for call in found if call.algorithm == "lax")
+    texts += [f"replaced: {count} {what}" for what, count in replaced.most_common()]
+    texts += [] if replaced else ["replaced: none"]
     return texts + [f"left to jax.lax: {count} {what}" for what, count in left.most_common()]

@@ -24,7 +24,7 @@ DESCRIPTION = (
     "Checks whether this package works on this node: versions, driver, links, memory, shared "
     "memory, and a test with two ranks in both process modes. Each check says what was found and "
     "what to do about it. Ends with what the node gains. The exit code is 1 if a check fails, else "
-    "0; a warning is no failure. Takes about 20 seconds."
+    "0; a warning is not a failure. Takes about 20 seconds."
 )
 EXAMPLES = """\
 python -m jax_intranode doctor

@@ -9,7 +9,7 @@ import jax
 from jax_intranode._src.group.partition import Partition
 from jax_intranode._src.health import peers
 from jax_intranode._src.native import extension
-from jax_intranode._src.selection import overlap
+from jax_intranode._src.selection.overlap.profiles import Profile
 
 
 class Host(NamedTuple):
@@ -75,8 +75,8 @@ class Rendezvous:
     epoch_buffer_bytes: int = 0
     ring_bytes: int = 0
     reason_for_no_matmuls: str | None = None
-    profile: overlap.Profile | None = None
-    shipped_profile: overlap.Profile | str | None = None
+    profile: Profile | None = None
+    shipped_profile: Profile | str | None = None
     addresses: dict[int, dict[int, int]] = field(default_factory=dict)
     memory: list[Any] = field(default_factory=list)
     records: dict[int, int] = field(default_factory=dict)

@@ -140,11 +140,6 @@ def communicator(
     return reason
 
 
-def generation() -> int:
-    """How often `shutdown` has been called: processes of different generations don't rendezvous."""
-    return rendezvous_lib.generation()
-
-
 def _create(rendezvous: Rendezvous, groups: Partition) -> str | None:
     if groups.group_size > definitions.MAX_WORLD_SIZE:
         most = definitions.MAX_WORLD_SIZE

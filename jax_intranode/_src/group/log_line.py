@@ -34,9 +34,7 @@ def describe(rendezvous: Any, hellos: Sequence[dict[str, Any]]) -> str:
     world_size = min(-(-len(devices) // hosts), definitions.MAX_WORLD_SIZE)
     tuned = tuning.rows_for(device.device_kind for device in devices)
     thresholds = []
-    operations = (
-        ("psum",) if rendezvous.linked else ("psum", "psum_scatter", "all_gather", "all_to_all")
-    )
+    operations = ("psum",) if rendezvous.linked else table.OPERATIONS
     for operation in operations:
         rows, _ = table.rows_and_source(
             hardware, rendezvous.mode, operation, "bare", world_size, tuned

@@ -24,8 +24,9 @@ from jax_intranode._src.group import communicator, key_value_store, rendezvous, 
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group.agreed import devices_of_host, native_ordinal
 from jax_intranode._src.group.partition import Partition
+from jax_intranode._src.health import call_sites
 from jax_intranode._src.jax_private import trace_state
-from jax_intranode._src.native import call_sites, extension, ffi_headers
+from jax_intranode._src.native import extension, ffi_headers
 from jax_intranode._src.selection import config
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
@@ -491,8 +492,7 @@ def _make(
 ) -> dict[int, int]:
     """Allocates a buffer in all processes; returns the address of the data of each local device.
 
-    Every step ends with an exchange in which all processes take part, those that failed in it
-    included, so that all of them see a failure at once.
+    Every step ends with an exchange.
 
     Raises:
         Refused, Refusal: there is no buffer, on any process.
@@ -508,11 +508,7 @@ def _make(
     addresses: dict[int, dict[int, int]] = {}
 
     def attempt(stage: str, step: Callable[[], Any]) -> list[Any]:
-        try:
-            value = step()
-        except Exception as error:
-            value = {"error": f"process {jax.process_index()}: {error}"}
-        return rendezvous.gather(agreed, f"peer_buffer/{name}/{made}/{stage}", value, deadline)
+        return rendezvous.gather(agreed, f"peer_buffer/{name}/{made}/{stage}", step, deadline)
 
     # The text of what is made, which must be the same everywhere.
     wanted = f"{dtype.name}{list(shape)} for groups {partition.groups()}"

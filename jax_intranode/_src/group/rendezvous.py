@@ -14,7 +14,7 @@ import logging
 import os
 import platform as host_platform
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ from jax_intranode._src.group.agreed import Host, Rendezvous
 from jax_intranode._src.health import failures, peers
 from jax_intranode._src.jax_private import distributed
 from jax_intranode._src.native import definitions, extension
-from jax_intranode._src.selection import config, gpu_facts, overlap, select, tuning
+from jax_intranode._src.selection import config, gpu_facts, select, tuning
+from jax_intranode._src.selection.overlap import choice, profiles
 from jax_intranode._src.selection.quoting import shown
 
 _log = logging.getLogger("jax_intranode")
@@ -179,9 +180,22 @@ def all_rendezvous() -> list[Rendezvous]:
 
 
 def gather(
-    rendezvous: Rendezvous, stage: str, value: Any, deadline: key_value_store.Deadline
+    rendezvous: Rendezvous,
+    stage: str,
+    step: Callable[[], Any],
+    deadline: key_value_store.Deadline,
 ) -> list[Any]:
-    """Exchanges values. A process whose step failed sends {"error": why} to all."""
+    """Exchanges what a step returns in each process.
+
+    Processes in which it failed take part as well, so that all of them see a failure at once.
+
+    Raises:
+        Refusal: it failed in a process.
+    """
+    try:
+        value = step()
+    except Exception as error:
+        value = {"error": f"process {jax.process_index()}: {error}"}
     values = rendezvous.store.gather(stage, value, deadline)
     errors = [v["error"] for v in values if isinstance(v, dict) and v.get("error")]
     if errors:
@@ -202,18 +216,10 @@ def reading(stage: str) -> Iterator[None]:
 
 
 def _share_slabs(rendezvous: Rendezvous, deadline: key_value_store.Deadline) -> None:
-    """Fills in the rendezvous, or raises why it can't.
+    """Fills in the rendezvous, or raises why it can't. Every stage ends with an exchange."""
 
-    Every stage ends with an exchange in which all processes take part, those that failed in it
-    included, so that all of them see a failure at once.
-    """
-
-    def attempt(stage: str, step: Any) -> list[Any]:
-        try:
-            value = step()
-        except Exception as error:
-            value = {"error": f"process {jax.process_index()}: {error}"}
-        return gather(rendezvous, stage, value, deadline)
+    def attempt(stage: str, step: Callable[[], Any]) -> list[Any]:
+        return gather(rendezvous, stage, step, deadline)
 
     hellos = attempt("hello", lambda: _hello(rendezvous))
     ids_of_processes = agreed.device_ids_of(rendezvous)
@@ -224,11 +230,11 @@ def _share_slabs(rendezvous: Rendezvous, deadline: key_value_store.Deadline) -> 
         for hello in hellos:
             host, watch = hello["host"], hello["watch"]
             if not all(isinstance(part, str) for part in Host(*host)):
-                raise TypeError("a host that is no text")
+                raise TypeError("a host that is not text")
             if watch and "reason" not in watch and not {"address", "token"} <= watch.keys():
                 raise ValueError("neither an address nor a reason for none")
             if not all(isinstance(value, str) for value in watch.values()):
-                raise TypeError("an address that is no text")
+                raise TypeError("an address that is not text")
         rendezvous.reason_for_no_matmuls = _reason_for_no_matmuls(rendezvous, hellos)
 
     _watch(rendezvous, hellos, deadline)
@@ -277,7 +283,7 @@ def _watch(
     processes = sorted({device.process_index for device in rendezvous.devices.values()})
     mine = hellos[processes.index(jax.process_index())]
     others = [
-        peers.Peer(process, hello["watch"]["address"], tuple(d["id"] for d in hello["devices"]))
+        (process, hello["watch"]["address"], [d["id"] for d in hello["devices"]])
         for process, hello in zip(processes, hellos, strict=True)
         if hello["host"] == mine["host"] and hello is not mine and "address" in hello["watch"]
     ]
@@ -345,7 +351,7 @@ def _hello(rendezvous: Rendezvous) -> dict[str, Any]:
         "tuning": tuning.digest(),
         "version": importlib.import_module("jax_intranode").__version__,
         "protocol": _PROTOCOL,
-        "table": [select.digest(), overlap.digest()],
+        "table": [select.digest(), choice.digest()],
         "matmuls": 0 if rendezvous.platform == "cpu" else module.cublas_lt_version(),
         "devices": [
             {"id": device.id, "links": links.get(device.id), "facts": facts.get(device.id)}
@@ -361,7 +367,7 @@ def _reason_for_no_matmuls(rendezvous: Rendezvous, hellos: list[dict[str, Any]])
     facts = [device["facts"] for hello in hellos for device in hello["devices"]]
     kinds = [device.device_kind for device in rendezvous.devices.values()]
     known = [gpu_facts.GpuFacts.from_json(of_one) for of_one in facts]
-    rendezvous.shipped_profile = overlap.from_facts(known)
+    rendezvous.shipped_profile = profiles.from_facts(known)
     profile = tuning.profile_for(kinds) or rendezvous.shipped_profile
     if isinstance(profile, str):
         return profile

@@ -121,5 +121,5 @@ def probe(
                 if found != expected:
                     raise RuntimeError(
                         f"devices {device_id} and {peer} can't share memory: wrote {expected}, "
-                        f"read {found}"
+                        f"read {found}; run `python -m jax_intranode doctor`"
                     )

@@ -47,24 +47,13 @@ class LinkReport:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report as a plain dict, the form in which processes exchange it."""
-        return {
-            "bus_id": self.bus_id,
-            "uuid": self.uuid,
-            "name": self.name,
-            "switch_links": self.switch_links,
-            "peer_links": [[bus_id, count] for bus_id, count in self.peer_links],
-        }
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
         """Returns the report from which `to_json` made `fields`."""
-        return cls(
-            bus_id=fields["bus_id"],
-            uuid=fields["uuid"],
-            name=fields["name"],
-            switch_links=fields["switch_links"],
-            peer_links=tuple((bus_id, count) for bus_id, count in fields["peer_links"]),
-        )
+        peers = tuple((bus_id, count) for bus_id, count in fields["peer_links"])
+        return cls(**fields | {"peer_links": peers})
 
 
 @dataclasses.dataclass(frozen=True)

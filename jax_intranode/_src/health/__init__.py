@@ -1,1 +1,4 @@
-"""Failures of communication, the watch of the peers, and waits that last long."""
+"""What goes wrong, and where: failures of communication, the watch of the peers, long waits.
+
+Also the call sites of operations, by which messages name them.
+"""

@@ -19,9 +19,9 @@ from typing import Any
 
 import jax
 
-from jax_intranode._src.health import waits
+from jax_intranode._src.health import call_sites, waits
 from jax_intranode._src.jax_private import runtime_errors
-from jax_intranode._src.native import call_sites, definitions, extension
+from jax_intranode._src.native import definitions, extension
 
 _log = logging.getLogger("jax_intranode")
 
@@ -166,28 +166,26 @@ def report(failure: Failure) -> bool:
         Whether it was the first one since the start or the last `shutdown`. A later one is logged
         at level INFO and else forgotten.
     """
-    first = _enter(failure)
-    _tell(failure, first)
-    return first
+    return _enter(lambda: [failure])
 
 
-def _enter(failure: Failure) -> bool:
+def _enter(find: Callable[[], list[Failure]]) -> bool:
     global _last, _in_force
+    # Who comes second waits until the first one has entered what it found. Log handlers run without
+    # the lock, because they may wait for a thread that asks here.
     with _lock:
-        if _in_force:
-            return False
-        _last, _in_force = failure, True
-        runtime_errors.show_in_runtime_errors(_shown_in)
-        # On GPUs the destructors of a lost context print so much that the message is lost, too.
-        extension.module("cpu").set_exit_message(failure.message, failure.platform == "gpu")
-        return True
-
-
-def _tell(failure: Failure, first: bool) -> None:
-    if first:
+        failures = find()
+        first = bool(failures) and not _in_force
+        if first:
+            _last, _in_force = failures[0], True
+            runtime_errors.show_in_runtime_errors(_shown_in)
+            # On GPUs the destructors of a lost context print so much that the message is lost, too.
+            extension.module("cpu").set_exit_message(_last.message, _last.platform == "gpu")
+    for failure in failures[:first]:
         _log.error(failure.message)
-    else:
+    for failure in failures[first:]:
         _log.info("Another failure followed: %s", failure.message)
+    return first
 
 
 def current() -> Failure | None:
@@ -197,14 +195,8 @@ def current() -> Failure | None:
     """
     if os.getpid() != _pid:
         return None  # a forked child: nothing of its parent's communication concerns it
-    # Who comes second waits until the first one has entered what it found. Log handlers run without
-    # the lock, because they may wait for a thread that asks here.
-    with _lock:
-        entered = [(failure, _enter(failure)) for failure in _found()]
-        failure = _last if _in_force else None
-    for one, first in entered:
-        _tell(one, first)
-    return failure
+    _enter(_found)
+    return _last if _in_force else None
 
 
 def last_failure() -> Failure | None:

@@ -12,11 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jax_intranode._src.health import failures
 from jax_intranode._src.jax_private import distributed
@@ -41,21 +42,6 @@ _FAULTS = ("failed", "lost")
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 
 
-@dataclass(frozen=True)
-class Peer:
-    """A process of the mesh on this host.
-
-    Attributes:
-        process: its number.
-        address: where it listens.
-        device_ids: its devices in the mesh.
-    """
-
-    process: int
-    address: str
-    device_ids: tuple[int, ...]
-
-
 class Watch:
     """This process's watch over its peers in one mesh, from the rendezvous to the shutdown."""
 
@@ -65,37 +51,36 @@ class Watch:
         Raises:
             RuntimeError: the system does not allow it.
         """
-        self._native = extension.module("cpu").PeerWatch(process)
+        self.native = extension.module("cpu").PeerWatch(process)
         self._token = secrets.token_hex(32)
         self.platform = ""  # of its devices
-        self.device_ids: dict[int, tuple[int, ...]] = {}
+        self.device_ids: dict[int, list[int]] = {}  # of each peer
 
     def hello(self) -> dict[str, str]:
         """What the other processes need to connect."""
-        return {"address": self._native.address, "token": self._token}
+        return {"address": self.native.address, "token": self._token}
 
-    def connect(self, peers: Sequence[Peer], tokens: Sequence[str], timeout_s: float) -> None:
+    def connect(
+        self, others: Iterable[tuple[int, str, list[int]]], tokens: Sequence[str], timeout_s: float
+    ) -> None:
         """Connects with all peers, while they do the same.
 
         Args:
-            peers: the other processes of the mesh on this host.
+            others: the other processes of the mesh on this host: number, address, devices.
             tokens: those of all processes of the mesh. Who knows all of them is one of these.
             timeout_s: the limit in seconds.
 
         Raises:
             RuntimeError: a peer can't be reached; the text says which, and why.
         """
-        self.device_ids = {peer.process: peer.device_ids for peer in peers}
-        self._native.connect(
-            [(peer.process, peer.address, list(peer.device_ids)) for peer in peers],
-            hashlib.sha256(" ".join(tokens).encode()).digest(),
-            min(timeout_s, _CONNECT_S),
-        )
+        self.device_ids = {process: ids for process, _, ids in others}
+        secret = hashlib.sha256(" ".join(tokens).encode()).digest()
+        self.native.connect(others, secret, min(timeout_s, _CONNECT_S))
 
     def arm(self, platform: str) -> None:
         """Begins to watch, when all have connected. From then on a lost peer is a failure."""
         self.platform = platform
-        self._native.arm(extension.module(platform).platform(), SILENT_S)
+        self.native.arm(extension.module(platform).platform(), SILENT_S)
         _watches.append(self)
         _take_part_in_the_end()
 
@@ -103,28 +88,16 @@ class Watch:
         """Says goodbye and ends the watch."""
         global _has_lost
         _has_lost = _has_lost or self.lost() is not None
-        self._native.close()
+        self.native.close()
         if self in _watches:
             _watches.remove(self)
-
-    def finish(self) -> None:
-        """Tells the peers that the program has come to its end, and that nothing of it runs."""
-        self._native.finish()
-
-    def fail(self, text: str) -> None:
-        """Tells the peers that the process ends because of a failure."""
-        self._native.fail(text.encode("ascii", "backslashreplace").decode()[:500])
-
-    def set_in_barrier(self, is_in_barrier: bool) -> None:
-        """Tells the peers that this process waits in JAX's last barrier, or no more."""
-        self._native.set_in_barrier(is_in_barrier)
 
     def peers(self) -> list[tuple[int, int, str, bool, str]]:
         """For each peer: process, pid, state, whether its process has ended, and how it went.
 
         The states are those of xla_ffi/health/peer_table.h.
         """
-        return self._native.peers()
+        return self.native.peers()
 
     def lost(self) -> str | None:
         """How a peer was lost; None if none was."""
@@ -207,7 +180,7 @@ def _drain() -> None:
     """Waits until nothing that this process has dispatched can still run.
 
     Live arrays don't tell: a program whose results were dropped runs on. What waits for it is a
-    program on each device, one over all local devices, and on GPUs the driver.
+    program over all local devices, and on GPUs the driver.
     """
     if os.getpid() != _pid or not _watches or _failed():
         return
@@ -216,15 +189,10 @@ def _drain() -> None:
             for array in jax.live_arrays(platform):
                 array.block_until_ready()
         with contextlib.suppress(Exception):
-            devices = np.array(jax.local_devices(backend=platform))
-            for device in devices:
-                jax.jit(lambda x: x + 1)(jax.device_put(np.float32(0), device)).block_until_ready()
-            if len(devices) > 1:
-                mesh = jax.sharding.Mesh(devices, ("x",))
-                over_all = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-                on_each = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-                x = jax.device_put(np.zeros(len(devices), np.float32), over_all)
-                jax.jit(lambda x: x.sum(), out_shardings=on_each)(x).block_until_ready()
+            mesh = Mesh(np.array(jax.local_devices(backend=platform)), ("x",))
+            x = jax.device_put(np.zeros(mesh.size, np.float32), NamedSharding(mesh, P("x")))
+            total = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, P()))
+            total(x).block_until_ready()
         with contextlib.suppress(Exception):
             if platform == "gpu":
                 extension.module("gpu").synchronize()
@@ -241,25 +209,24 @@ def _say_goodbye() -> None:
         return
     if threading.main_thread().is_alive():
         # The program calls jax.distributed.shutdown() itself, and may go on.
-        for watch in _watches:
-            watch.set_in_barrier(True)
+        _after_barrier(in_barrier=True)
         return
     if text := _failed():
         _fails = True
         for watch in _watches:
-            watch.fail(text)
+            watch.native.fail(text.encode("ascii", "backslashreplace").decode()[:500])
         return
     for watch in _watches:
-        watch.finish()
+        watch.native.finish()
     while any(
         state in (*_PRESENT, "silent") for watch in _watches for _, _, state, _, _ in watch.peers()
     ):
         time.sleep(_LOOK_S)
 
 
-def _after_barrier() -> None:
+def _after_barrier(in_barrier: bool = False) -> None:
     for watch in _watches:
-        watch.set_in_barrier(False)
+        watch.native.set_in_barrier(in_barrier)
 
 
 def _won_t_come(seconds: float, serves: bool) -> bool:

@@ -59,7 +59,7 @@ def is_addition(equation: Any) -> bool:
 
 
 def permutation(equation: Any) -> tuple[int, ...] | None:
-    """The dimensions of the operand in the result's order; None if it is no transposition."""
+    """The dimensions of the operand in the result's order; None if it is not a transposition."""
     if equation.primitive.name != "transpose":
         return None
     return tuple(equation.params["permutation"])

@@ -9,9 +9,9 @@ import re
 from collections import Counter
 
 # XLA's names of the collectives. All-to-alls of one array may have many operands: count one.
-_OF_MANY_ARRAYS = ("all-reduce", "all-gather", "reduce-scatter")
+OF_MANY_ARRAYS = ("all-reduce", "all-gather", "reduce-scatter")
 _OF_ONE_ARRAY = ("all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast")
-KINDS = (*_OF_MANY_ARRAYS, *_OF_ONE_ARRAY)
+KINDS = (*OF_MANY_ARRAYS, *_OF_ONE_ARRAY)
 
 _KIND = "|".join(KINDS)
 _IN_HLO = re.compile(rf" ({_KIND})(?:-start)?\(([^()]*)")
@@ -58,4 +58,4 @@ def in_lowered(text: str) -> Counter[str]:
 
 
 def _arrays(kind: str, operands: str) -> int:
-    return max(1, operands.count("%")) if kind in _OF_MANY_ARRAYS else 1
+    return max(1, operands.count("%")) if kind in OF_MANY_ARRAYS else 1

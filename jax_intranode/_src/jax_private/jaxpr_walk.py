@@ -24,7 +24,7 @@ def without_dead_code(jaxpr: Any) -> Any:
 
 
 def shard_map_of(equation: Any) -> tuple[jax.sharding.Mesh | None, frozenset[str]] | None:
-    """As `mesh_of_shard_map`, of an equation; None if it is no shard_map."""
+    """As `mesh_of_shard_map`, of an equation; None if it is not a shard_map."""
     return mesh_of_shard_map(equation.params) if equation.primitive.name == "shard_map" else None
 
 

@@ -1,1 +1,1 @@
-"""The C++ modules, and what Python shares with them: names, limits and call sites."""
+"""The C++ modules, and the names, limits and sizes that Python shares with them."""

@@ -4,6 +4,8 @@ The C++ headers define them. The native host module, which is always built, expo
 (xla_ffi/module_limits.cc).
 """
 
+from collections.abc import Callable
+
 from jax_intranode._src.native import extension
 
 _host = extension.module("cpu")
@@ -51,67 +53,20 @@ CHUNK_BYTES: int = _host.CHUNK_BYTES
 PLAN_FIELDS: tuple[str, ...] = _host.PLAN_FIELDS
 
 
-def packet_bytes(algorithm: str, dtype: str) -> int:
-    """Bytes of the packet in which an algorithm sends PACK_BYTES of a dtype."""
-    return _host.packet_bytes(algorithm, dtype)
+# Functions. Their arguments have the same names in C++.
 
-
-def epoch_buffer_bytes_needed(
-    algorithm: str, dtype: str, nbytes: int, world_size: int, segments: int = 1
-) -> int:
-    """Bytes of an epoch buffer that an operation takes.
-
-    Args:
-        algorithm: one of ALGORITHMS.
-        dtype: the operand's dtype.
-        nbytes: bytes that a rank sends to each peer, as in `select.select`.
-        world_size: ranks of the group.
-        segments: into how many the operation is cut.
-    """
-    return _host.epoch_buffer_bytes_needed(algorithm, dtype, nbytes, world_size, segments)
-
-
-def segment_packs(algorithm: str, packs: int, world_size: int, segments: int) -> int:
-    """Packs of each segment of an operation, all of which have as many.
-
-    Args:
-        algorithm: one of ALGORITHMS.
-        packs: packs of the operation.
-        world_size: ranks of the group.
-        segments: into how many the operation is cut.
-    """
-    return _host.segment_packs(algorithm, packs, world_size, segments)
-
-
-def norm_rows_per_operation(
-    algorithm: str, dtype: str, hidden: int, world_size: int, epoch_buffer_bytes: int
-) -> int:
-    """The most rows that one operation of a norm takes; 0 if no row fits.
-
-    Args:
-        algorithm: one of ALGORITHMS that is a norm.
-        dtype: the operand's dtype.
-        hidden: elements of a row.
-        world_size: ranks of the group.
-        epoch_buffer_bytes: bytes of each of a region's two epoch buffers.
-
-    Returns:
-        Rows of a rank's result.
-    """
-    return _host.norm_rows_per_operation(algorithm, dtype, hidden, world_size, epoch_buffer_bytes)
-
-
-def has_fused_kernel(operation: str, tile_columns: int, wgrad: bool) -> bool:
-    """Whether a fused kernel is compiled for this width of tiles.
-
-    Args:
-        operation: "all_gather_matmul" or "matmul_reduce_scatter".
-        tile_columns: columns of a tile.
-        wgrad: whether the kernel also computes weight gradients.
-    """
-    return _host.has_fused_kernel(operation, tile_columns, wgrad)
-
-
-def ring_data_offset(ring_bytes: int) -> int:
-    """Bytes of a ring buffer before its data: the header and the flags."""
-    return _host.ring_data_offset(ring_bytes)
+# (algorithm, dtype) -> bytes of the packet in which it sends PACK_BYTES of data.
+packet_bytes: Callable[..., int] = _host.packet_bytes
+# (algorithm, dtype, nbytes, world_size, segments) -> bytes of an epoch buffer that an operation
+# takes. `nbytes` are those that a rank sends to each peer, as in `select.select`.
+epoch_buffer_bytes_needed: Callable[..., int] = _host.epoch_buffer_bytes_needed
+# (algorithm, packs, world_size, segments) -> packs of each segment of an operation of so many.
+segment_packs: Callable[..., int] = _host.segment_packs
+# (algorithm, dtype, hidden, world_size, epoch_buffer_bytes) -> the most rows of a rank's result,
+# of `hidden` elements each, that one operation of a norm computes; 0 if no row fits.
+norm_rows_per_operation: Callable[..., int] = _host.norm_rows_per_operation
+# (operation, tile_columns, wgrad) -> whether a fused kernel is compiled for this width of tiles;
+# with `wgrad`, one that also computes weight gradients.
+has_fused_kernel: Callable[..., bool] = _host.has_fused_kernel
+# (ring_bytes) -> bytes of a ring buffer before its data: the header and the flags.
+ring_data_offset: Callable[..., int] = _host.ring_data_offset

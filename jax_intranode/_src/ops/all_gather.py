@@ -53,7 +53,7 @@ def all_gather(
 
     Raises:
         NameError: an axis is not bound, as in ``jax.lax.all_gather``.
-        TypeError: `axis` is no integer.
+        TypeError: `axis` is not an integer.
         ValueError: there is no such `axis`.
 
     Examples:

@@ -158,8 +158,8 @@ def all_gather_matmul(
         pair of this and the gathered x.
 
     Raises:
-        TypeError: an operand is no array, the dtypes differ, `preferred_element_type` is of another
-            kind than they are, or `gather_axis` is no integer.
+        TypeError: an operand is not an array, the dtypes differ, `preferred_element_type` is
+            of a different kind, or `gather_axis` is not an integer.
         ValueError: the numbers of dimensions or the contracted dimensions do not fit, there is no
             such `gather_axis`, or it is the contracted dimension.
         ValueError, TypeError, NameError: on global arrays, as `column_parallel_matmul`.

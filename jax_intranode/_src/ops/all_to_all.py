@@ -60,7 +60,7 @@ def all_to_all(
 
     Raises:
         NameError: an axis is not bound, as in ``jax.lax.all_to_all``.
-        TypeError: `split_axis` or `concat_axis` is no integer.
+        TypeError: `split_axis` or `concat_axis` is not an integer.
         ValueError: there is no such dimension, or it can't be divided among the ranks. (jax 0.10
             may raise IndexError instead.)
 

@@ -19,8 +19,9 @@ from jax.interpreters import ad, mlir
 from jax_intranode._src.group import agreed, communicator
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib
+from jax_intranode._src.health import call_sites
 from jax_intranode._src.jax_private import lowering_context, trace_state
-from jax_intranode._src.native import call_sites, definitions
+from jax_intranode._src.native import definitions
 from jax_intranode._src.ops import counts, fallback
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import Decision, Operation, OpPrimitive, nbytes
@@ -137,7 +138,7 @@ def integer(operation: str, name: str, value: Any) -> int:
     """An argument that names a dimension.
 
     Raises:
-        TypeError: it is no integer, or its value is not known while tracing.
+        TypeError: it is not an integer, or its value is not known while tracing.
     """
     try:
         return int(operator.index(value))

@@ -112,10 +112,10 @@ def column_parallel_matmul(
         `axis_name`, and dimension 0 over `batch_axes`.
 
     Raises:
-        TypeError: an operand is no array, the dtypes differ, `preferred_element_type` is of another
-            kind than they are, `gather_axis` is no integer, or `mesh` is no mesh.
+        TypeError: an operand is not an array, the dtypes differ, `preferred_element_type` is
+            of a different kind, `gather_axis` is not an integer, or `mesh` is not a mesh.
         ValueError: the numbers of dimensions or the contracted dimensions do not fit, there is no
-            such `gather_axis` or it is the contracted dimension, a dimension is no multiple of
+            such `gather_axis` or it is the contracted dimension, a dimension is not a multiple of
             the number of its parts, an axis is named twice, the type of an operand says that it is
             sharded over `axis_name` in another way, or `batch_axes` or `mesh` is given inside
             shard_map.

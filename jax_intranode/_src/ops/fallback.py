@@ -12,8 +12,8 @@ from typing import Any
 import jax
 from jax.core import ShapedArray
 
+from jax_intranode._src.health import call_sites
 from jax_intranode._src.jax_private import trace_state
-from jax_intranode._src.native import call_sites
 from jax_intranode._src.ops import counts
 from jax_intranode._src.selection import config, select
 
@@ -161,7 +161,7 @@ def refuse_if_strict(operation: str, reason: str, call_site: Any) -> None:
     if config.get().is_strict:
         raise RuntimeError(
             f"jax_intranode.{operation} at {call_site()} falls back to jax.lax: {reason}. "
-            "JAX_INTRANODE_STRICT=1 makes this an error. Remove the reason, call the function of "
+            "JAX_INTRANODE_STRICT=1 makes this an error. Fix the cause, call the function of "
             "jax.lax instead, or unset the variable."
         )
 

@@ -63,7 +63,7 @@ class GlobalCall:
         """Checks that an array can be divided.
 
         Raises:
-            ValueError: a dimension is no multiple of the number of its parts.
+            ValueError: a dimension is not a multiple of the number of its parts.
         """
         for dimension, (length, axes) in enumerate(zip(shape, spec, strict=True)):
             parts = math.prod(self.sizes[axis] for axis in axes)
@@ -142,7 +142,7 @@ def find(operation: str, axis_name: Any, batch_axes: Any, mesh: Any) -> GlobalCa
         mesh: its argument.
 
     Raises:
-        TypeError: `mesh` is no mesh.
+        TypeError: `mesh` is not a mesh.
         ValueError: `mesh` or `batch_axes` is given where an axis is bound, `mesh` differs from that
             in context, or an axis is named twice.
         NameError: an axis is neither bound nor an axis of the mesh.

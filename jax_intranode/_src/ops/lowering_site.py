@@ -41,6 +41,11 @@ class LoweringSite:
             lowering_context.lowering_for_export(ctx),
         )
 
+    def auto_axes(self) -> list[str]:
+        """The axes that XLA partitions here, if the mesh is known."""
+        shape = {} if self.mesh is None else self.mesh.shape
+        return [name for name, size in shape.items() if size > 1 and name not in self.manual]
+
     def reason_for_lax(self, traced_over: tuple[int, ...] | None) -> str | None:
         """Why lax runs all calls here; None if they may be accelerated.
 
@@ -63,8 +68,7 @@ class LoweringSite:
         if platform is None:
             return f"platform {self.platforms[0]}; supported are cpu and cuda"
         # XLA would gather the operand of a custom call over the axes that it partitions itself.
-        auto = [n for n in mesh.axis_names if mesh.shape[n] > 1 and n not in self.manual]
-        if auto:
+        if auto := self.auto_axes():
             return f"a partly manual mesh: shard_map has not bound {', '.join(map(repr, auto))}"
         if mesh.devices.flat[0].platform != platform:
             return f"lowered for {self.platforms[0]}, which is not the platform of the devices"

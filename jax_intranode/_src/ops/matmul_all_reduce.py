@@ -79,8 +79,8 @@ def matmul_all_reduce(
         An array [..., N].
 
     Raises:
-        TypeError: an operand is no array, the dtypes differ, or `preferred_element_type` is of
-            another kind than they are.
+        TypeError: an operand is not an array, the dtypes differ, or `preferred_element_type` is
+            of a different kind.
         ValueError: the numbers of dimensions or the contracted dimensions do not fit.
         ValueError, TypeError, NameError: on global arrays, as `column_parallel_matmul`.
         NameError: an axis is not bound, as in ``jax.lax.psum``.

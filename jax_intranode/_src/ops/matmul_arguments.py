@@ -164,7 +164,7 @@ def result_dtype(operation: str, x: Any, preferred_element_type: Any) -> np.dtyp
     """The dtype of the products.
 
     Raises:
-        TypeError: `preferred_element_type` is no dtype, or of another kind than the operands'.
+        TypeError: `preferred_element_type` is not a dtype, or of another kind than the operands'.
     """
     if preferred_element_type is None:
         return np.dtype(x.dtype)
@@ -188,7 +188,7 @@ def dimension(operation: str, name: str, value: Any, rank: int) -> int:
     """A dimension of an array, counted from the first.
 
     Raises:
-        TypeError: it is no integer.
+        TypeError: it is not an integer.
         ValueError: there is no such dimension.
     """
     value = collective.integer(operation, name, value)

@@ -90,10 +90,10 @@ def matmul_reduce_scatter(
         This rank's part of an array [..., N].
 
     Raises:
-        TypeError: an operand is no array, the dtypes differ, `preferred_element_type` is of another
-            kind than they are, or `scatter_dimension` is no integer.
+        TypeError: an operand is not an array, the dtypes differ, `preferred_element_type` is
+            of a different kind, or `scatter_dimension` is not an integer.
         ValueError: the numbers of dimensions or the contracted dimensions do not fit, there is no
-            such `scatter_dimension`, or its length is no multiple of the number of ranks.
+            such `scatter_dimension`, or its length is not a multiple of the number of ranks.
         ValueError, TypeError, NameError: on global arrays, as `column_parallel_matmul`.
         NameError: an axis is not bound, as in ``jax.lax.psum_scatter``.
 

@@ -18,7 +18,10 @@ from jax_intranode._src.jax_private import lowering_context
 from jax_intranode._src.native import definitions, extension
 from jax_intranode._src.ops import collective, counts
 from jax_intranode._src.ops.lowering_site import LoweringSite
-from jax_intranode._src.selection import config, overlap, tuning
+from jax_intranode._src.selection import config, tuning
+from jax_intranode._src.selection.overlap import choice, profiles
+from jax_intranode._src.selection.overlap.plan import Plan
+from jax_intranode._src.selection.overlap.sizes import Sizes
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,8 @@ def find(
     sizes = _sizes(operation, request, groups)
     dtype = np.dtype(request.dtypes[0]).name
     kinds = [d.device_kind for d in mesh.devices.flat]
-    known = tuning.profile_for(kinds) or overlap.known_from_kinds(kinds)
-    reason = overlap.static_reason(sizes, dtype=dtype, profile=known)
+    known = tuning.profile_for(kinds) or profiles.known_from_kinds(kinds)
+    reason = choice.static_reason(sizes, dtype=dtype, profile=known)
     if reason is not None:
         return reason
     rendezvous = rendezvous_lib.rendezvous_of(mesh.devices.flat)
@@ -97,7 +100,7 @@ def find(
     if isinstance(profile, str):
         return profile
     assert profile is not None  # or there would be a reason
-    chosen = overlap.choose(
+    chosen = choice.choose(
         sizes,
         dtype=dtype,
         profile=profile,
@@ -126,10 +129,8 @@ def _reason_for_operands(mesh: jax.sharding.Mesh | None, request: Request) -> st
     return None
 
 
-def _sizes(operation: str, request: Request, groups: partition_lib.Partition) -> overlap.Sizes:
-    return overlap.Sizes(
-        operation, request.outer, request.rows, request.ks, request.ns, groups.group_size
-    )
+def _sizes(operation: str, request: Request, groups: partition_lib.Partition) -> Sizes:
+    return Sizes(operation, request.outer, request.rows, request.ks, request.ns, groups.group_size)
 
 
 # The primitive. Operands: x and the matrices, or the xs and the matrices of a sum, then the
@@ -155,7 +156,7 @@ class Overlapped:
     operation: str
     groups: partition_lib.Partition
     request: Request
-    plan: overlap.Plan
+    plan: Plan
     note: str = ""
 
     @property
@@ -164,7 +165,7 @@ class Overlapped:
         return f"overlapped, {self.plan}" + (f"; {self.note}" if self.note else "")
 
     @property
-    def sizes(self) -> overlap.Sizes:
+    def sizes(self) -> Sizes:
         """The sizes that the plan was chosen for."""
         return _sizes(self.operation, self.request, self.groups)
 

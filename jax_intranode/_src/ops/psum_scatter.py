@@ -50,7 +50,7 @@ def psum_scatter(
 
     Raises:
         NameError: an axis is not bound, as in ``jax.lax.psum_scatter``.
-        TypeError: `scatter_dimension` is no integer.
+        TypeError: `scatter_dimension` is not an integer.
         ValueError: the dimension can't be divided among the ranks.
 
     Examples:

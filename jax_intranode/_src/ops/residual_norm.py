@@ -84,8 +84,8 @@ def psum_residual_rms_norm(
         `normed` and `new_residual`, of the shape and dtype of x, the same on all ranks.
 
     Raises:
-        TypeError: an operand is no array of a floating dtype, the residual has another dtype than
-            x, or `eps` or `weight_offset` is no number that is known while tracing.
+        TypeError: an operand is not an array of a floating dtype, the dtypes of the residual and x
+            differ, or `eps` or `weight_offset` is not a number that is known while tracing.
         ValueError: shapes do not fit, `eps` or `weight_offset` is not finite, or the residual, the
             weight or the bias varies over the axes (known under check_vma=True).
         NameError: an axis is not bound.

@@ -53,11 +53,11 @@ def row_parallel_matmul(
         `axis_name`, and dimension 0 over `batch_axes`.
 
     Raises:
-        TypeError: an operand is no array, the dtypes differ, `preferred_element_type` is of another
-            kind than they are, `scatter_dimension` is no integer, or `mesh` is no mesh.
+        TypeError: an operand is not an array, the dtypes differ, `preferred_element_type` is
+            of a different kind, `scatter_dimension` is not an integer, or `mesh` is not a mesh.
         ValueError: the numbers of dimensions or the contracted dimensions do not fit, there is no
-            such `scatter_dimension` or it is the last dimension, a dimension is no multiple of the
-            number of its parts, an axis is named twice, the type of an operand says that it is
+            such `scatter_dimension` or it is the last dimension, a dimension cannot be divided into
+            its parts, an axis is named twice, the type of an operand says that it is
             sharded over `axis_name` in another way, or `batch_axes` or `mesh` is given inside
             shard_map.
         NameError: there is no such axis.

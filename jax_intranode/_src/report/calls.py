@@ -17,6 +17,7 @@ import jax
 from jax.extend.core import Literal
 
 from jax_intranode._src.group import partition as partition_lib
+from jax_intranode._src.health import call_sites
 from jax_intranode._src.jax_private import (
     call_frames,
     jaxpr_walk,
@@ -24,7 +25,6 @@ from jax_intranode._src.jax_private import (
     lowering_context,
     lowering_hooks,
 )
-from jax_intranode._src.native import call_sites
 from jax_intranode._src.ops import fallback, primitive
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.rewrite import agreement, hook

@@ -140,7 +140,13 @@ class Explainer:
         with rewriting.explaining():
             program = traced.lower()
         if hook.is_auto():
-            found += tuple(calls.calls_of_partitioner(program, outside))
+            of_partitioner = tuple(calls.calls_of_partitioner(program, outside))
+            seen = {source for call in of_partitioner for source in call.sources}
+            # Collectives of partly manual shard_maps are in both.
+            found = tuple(
+                c for c in found if c.source not in seen or "partly manual mesh" not in c.reason
+            )
+            found += of_partitioner
         if not self._compiled:
             return Explanation(found)
         before = hlo.in_lowered(program.as_text())

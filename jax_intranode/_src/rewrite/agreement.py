@@ -27,7 +27,7 @@ from typing import Any
 
 import jax
 
-from jax_intranode._src.group import communicator, key_value_store, rendezvous
+from jax_intranode._src.group import key_value_store, rendezvous
 from jax_intranode._src.health import failures, peers
 from jax_intranode._src.jax_private import jaxpr_walk, lax_collectives
 from jax_intranode._src.ops.lowering_site import device_ids
@@ -60,7 +60,7 @@ def reason_not_to_rewrite(mesh: jax.sharding.Mesh, body: Any) -> str | None:
     fingerprint = _fingerprint(devices, body)
     try:
         store = key_value_store.store(
-            f"jax_intranode/{communicator.generation()}/rewrite/{fingerprint}/", here, processes
+            f"jax_intranode/{rendezvous.generation()}/rewrite/{fingerprint}/", here, processes
         )
     except RuntimeError as error:
         return str(error)
@@ -120,11 +120,6 @@ class _Meeting:
 _meetings: dict[Any, _Meeting] = {}
 
 
-def generation() -> int:
-    """As `communicator.generation`."""
-    return communicator.generation()
-
-
 def reason_for_no_auto(mesh: jax.sharding.Mesh) -> str | None:
     """Why auto-sharded programs over a mesh are left to XLA; None if all processes rewrite them.
 
@@ -136,7 +131,7 @@ def reason_for_no_auto(mesh: jax.sharding.Mesh) -> str | None:
         return None
     if jax.process_index() not in processes:
         return "this process has none of these devices"
-    key = communicator.generation(), device_ids(mesh)
+    key = rendezvous.generation(), device_ids(mesh)
     if key not in _meetings:
         try:
             store = _store_of_auto(mesh, "meeting")
@@ -171,7 +166,7 @@ def same_everywhere(mesh: jax.sharding.Mesh, program: str, taken: str) -> str | 
     if len(processes) == 1:
         return None
     taken = hashlib.sha256(taken.encode()).hexdigest()[:16]
-    meeting = _meetings[communicator.generation(), device_ids(mesh)]
+    meeting = _meetings[rendezvous.generation(), device_ids(mesh)]
     store = _store_of_auto(mesh, f"program/{program}")
     here = jax.process_index()
     if not meeting.compared:
@@ -205,7 +200,7 @@ def _warn_of(meeting: _Meeting) -> None:
 def _store_of_auto(mesh: jax.sharding.Mesh, what: str) -> key_value_store.Store:
     devices = hashlib.sha256(repr(device_ids(mesh)).encode()).hexdigest()[:16]
     return key_value_store.store(
-        f"jax_intranode/{communicator.generation()}/auto/{devices}/{what}/",
+        f"jax_intranode/{rendezvous.generation()}/auto/{devices}/{what}/",
         jax.process_index(),
         _processes(mesh),
     )

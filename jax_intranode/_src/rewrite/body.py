@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from jax_intranode._src.health import call_sites
 from jax_intranode._src.jax_private import call_frames, jaxpr_walk, lax_collectives
-from jax_intranode._src.native import call_sites
 from jax_intranode._src.ops.lowering_site import LoweringSite, device_ids
 from jax_intranode._src.rewrite import agreement
 from jax_intranode._src.selection import config
@@ -86,7 +86,7 @@ class Body:
         raise RuntimeError(
             f"{which} were not replaced:\n"
             + "\n".join(lines)
-            + "\nJAX_INTRANODE_STRICT=1 makes this an error. Remove the reasons, compile this "
+            + "\nJAX_INTRANODE_STRICT=1 makes this an error. Fix the causes, compile this "
             "program without install() and accelerate(), or unset the variable."
         )
 

@@ -53,7 +53,7 @@ class Left:
 
 
 def choose(equation: Any, body: Body) -> Choice | None:
-    """The operation that replaces an equation; None if it is no collective of lax, or is left.
+    """The operation that replaces an equation; None if it is not a collective of lax, or is left.
 
     The decision is recorded in the body.
     """

@@ -86,6 +86,8 @@ def rewrite_body(ctx: Any, params: dict[str, Any]) -> Any:
         lowering_context.lowering_platforms(ctx),
         lowering_context.lowering_for_export(ctx),
     )
+    if is_auto() and site.auto_axes() and not site.for_export:
+        return jaxpr  # once it is known how its arrays are sharded over the other axes: see auto/
     rewritten, body = rewrite(site, params)
     body.refuse_if_strict("Collectives of jax.lax")
     _totals.program = lowering_context.lowering_program_name(ctx)

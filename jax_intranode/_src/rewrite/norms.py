@@ -25,74 +25,73 @@ _MOST_STEPS = 32
 
 
 @dataclass(frozen=True)
-class _Found:
-    """A norm that can take the place of equations.
+class _Replacement:
+    """An operation that takes the place of equations.
 
     Attributes:
-        collective: the position of the collective.
-        addition: the position of the residual add, where the operation runs.
-        residual: the residual.
-        result: the normalized rows.
-        norm: which norm.
+        operation: its equation, which takes the place of the residual add.
         removed: the positions of the equations that it replaces.
+        earlier: the positions of equations that must run before it, in order.
     """
 
-    collective: int
-    addition: int
-    residual: Var
-    result: Var
-    norm: rows.Norm
+    operation: Any
     removed: frozenset[int]
+    earlier: list[int]
 
 
 def rewrite(equations: Sequence[Any], results: Sequence[Any], body: Body) -> Sequence[Any]:
     """The equations of a jaxpr that has these results; the same object if nothing changes."""
     if body.reason is not None:
         return equations
-    collectives = [
-        (position, collective)
-        for position, equation in enumerate(equations)
-        if (collective := collective_of(equation, body)) is not None
-        and (collective.operation == "psum" or _scatters_rows(collective))
-    ]
-    if not collectives:
-        return equations
     flow: Dataflow | None = None
-    accepted: dict[int, tuple[_Found, Any]] = {}
+    # By the position of the residual add.
+    accepted: dict[int, _Replacement] = {}
     removed: set[int] = set()
     hoisted: set[int] = set()
-    for position, collective in collectives:
-        if not _may_be_normed(equations[position], collective, body):
+    for position, equation in enumerate(equations):
+        collective = collective_of(equation, body)
+        if collective is None or not _may_be_normed(equation, collective, body):
             continue
         flow = flow or Dataflow(equations, results)
-        found = _find(flow, position)
-        if found is None or not removed.isdisjoint(found.removed):
+        addition = flow.only_user(equation.outvars[0])
+        if addition is None:
             continue
-        operation = _operation(flow, found, collective, body)
-        if operation is None:
-            continue
-        earlier = set(_hoisted(flow, found, operation.invars[2:]) or ())
-        if earlier.isdisjoint(removed | found.removed) and hoisted.isdisjoint(found.removed):
-            accepted[found.addition] = found, operation
-            removed |= found.removed
-            hoisted |= earlier
-            body.decide(equations[position], None)
-    if flow is None or not accepted:
-        return equations
-    return list(_emitted(flow, accepted, removed))
+        for new in _replacements(flow, position, collective, addition, body):
+            if removed.isdisjoint(new.removed.union(new.earlier)) and hoisted.isdisjoint(
+                new.removed
+            ):
+                accepted[addition] = new
+                removed |= new.removed
+                hoisted.update(new.earlier)
+                body.decide(equation, None)
+    return list(_emitted(equations, accepted, removed)) if accepted else equations
 
 
-def _scatters_rows(collective: lax_collectives.LaxCollective) -> bool:
-    return collective.operation == "psum_scatter" and collective.tiled
+def _emitted(
+    equations: Sequence[Any], accepted: dict[int, _Replacement], removed: set[int]
+) -> Iterator[Any]:
+    emitted: set[int] = set()
+    for position, equation in enumerate(equations):
+        new = accepted.get(position)
+        if new is not None:
+            for earlier in new.earlier:
+                if earlier not in emitted:
+                    emitted.add(earlier)
+                    yield equations[earlier]
+            yield new.operation
+        elif position not in removed and position not in emitted:
+            yield equation
 
 
 def _may_be_normed(equation: Any, collective: lax_collectives.LaxCollective, body: Body) -> bool:
     """Whether the sum is one of rows that our kernels take, and would be faster with some norm."""
     x: Any = equation.invars[0].aval
-    scatters = collective.operation == "psum_scatter"
-    if x.ndim < 1 + scatters or (scatters and collective.dimension == x.ndim - 1):
+    if collective.operation == "psum_scatter":
+        if not collective.tiled or collective.dimension == x.ndim - 1:
+            return False
+    elif collective.operation != "psum":
         return False
-    if select.unsupported_norm(x.dtype.name, x.shape[-1]) is not None:
+    if x.ndim < 1 or select.unsupported_norm(x.dtype.name, x.shape[-1]) is not None:
         return False
     kinds = ("rms_norm", "layer_norm")
     candidates = (_params(rows.Norm(kind, 0.0, None, 0.0, None), collective) for kind in kinds)
@@ -111,40 +110,61 @@ def _params(norm: rows.Norm, collective: lax_collectives.LaxCollective) -> norm_
     )
 
 
-# Finding norms.
-
-
-def _find(flow: Dataflow, position: int) -> _Found | None:
-    """The norm that follows a collective."""
-    (total,) = flow.equations[position].outvars
-    addition = flow.only_user(total)
-    if addition is None:
-        return None
-    equation = flow.equations[addition]
+def _replacements(
+    flow: Dataflow,
+    position: int,
+    collective: lax_collectives.LaxCollective,
+    addition: int,
+    body: Body,
+) -> Iterator[_Replacement]:
+    """What takes the place of a sum, its only use, and a norm of that; at most one."""
+    like, equation = flow.equations[position], flow.equations[addition]
     if not equation_kinds.is_addition(equation) or equation_kinds.is_placed(equation):
-        return None
+        return
     (h,) = equation.outvars
-    others = [v for v in equation.invars if v is not total]
-    if len(others) != 1 or not isinstance(others[0], Var):
-        return None
-    (residual,) = others
-    if _type(residual) != _type(h):
-        return None
-    for result, norm, passed in _norms(flow, h):
-        removed = _removed(flow, position, addition, result, passed)
-        if removed is not None:
-            return _Found(position, addition, residual, result, norm, removed)
-    return None
+    others = [v for v in equation.invars if v is not like.outvars[0]]
+    if len(others) != 1 or not isinstance(others[0], Var) or _type(others[0]) != _type(h):
+        return
+    norms, passed = _norms(flow, h)
+    for result, norm in norms:
+        removed = _removed(flow, {position, addition}, flow.made_at[result], passed)
+        if removed is None:
+            continue
+        parameters = [norm.weight, *([] if norm.bias is None else [norm.bias])]
+        operands = [like.invars[0], others[0], *parameters]
+        params = _params(norm, collective)
+        earlier = _hoisted(flow, addition, removed, parameters)
+        if earlier is not None and _is_chosen([v.aval for v in operands], params, body):
+            operation = jaxpr_edit.new_equation(
+                *(like, params.primitive.plain, operands, [result, h]),
+                {"params": params, "traced_over": body.traced_over},
+                params.primitive.scope,
+            )
+            yield _Replacement(operation, removed, earlier)
+        return
 
 
 def _type(v: Any) -> tuple[Any, Any]:
     return v.aval.shape, v.aval.dtype
 
 
-def _norms(flow: Dataflow, h: Any) -> Iterator[tuple[Var, rows.Norm, set[int]]]:
+def _is_chosen(avals: Sequence[Any], params: norm_rules.NormParams, body: Body) -> bool:
+    """Whether the operation takes operands of these types, and is selected."""
+    x, _, *parameters = avals
+    if {v.dtype.name for v in parameters} not in ({x.dtype.name}, {"float32"}):
+        return False
+    if not norm_rules.is_faster(body.site, x, params):
+        return False
+    (operation,) = params.primitive.explain(
+        body.site, avals, params=params, traced_over=body.traced_over
+    )
+    return operation.selected.algorithm != "lax"
+
+
+def _norms(flow: Dataflow, h: Any) -> tuple[list[tuple[Var, rows.Norm]], set[int]]:
     """The norms of h that have its type, the longest chains of equations first.
 
-    With each come the positions of the equations that were read.
+    With them come the positions of the equations that were read.
     """
     reader = rows.Reader(h.aval.shape)
     known: dict[Any, rows.Rows | None] = {h: rows.own()}
@@ -165,23 +185,19 @@ def _norms(flow: Dataflow, h: Any) -> Iterator[tuple[Var, rows.Norm, set[int]]]:
         ):
             continue
         equation = flow.equations[position]
-        read = reader.read(equation, value)
-        known.update(zip(equation.outvars, read, strict=True))
-        for v, described in zip(equation.outvars, read, strict=True):
+        for v, described in zip(equation.outvars, reader.read(equation, value), strict=True):
+            known[v] = described
             if described is None:
                 continue
             passed.add(position)
-            norm = None
-            if _type(v) == _type(h):
-                norm = rows.norm_of(described)
-            if norm is not None:
+            norm = rows.norm_of(described) if _type(v) == _type(h) else None
+            if norm is not None and len(equation.outvars) == 1:
                 found.append((v, norm))
             for user in flow.used_at[v]:
                 if user not in seen:
                     seen.add(user)
                     heapq.heappush(waiting, user)
-    for v, norm in reversed(found):
-        yield v, norm, passed
+    return found[::-1], passed
 
 
 def _parameter(
@@ -200,8 +216,7 @@ def _parameter(
         ):
             read = reader.read(equation, lambda w: _parameter(flow, reader, w, known, steps - 1))
             known[v] = read[equation.outvars.index(v)]
-        dtype = v.aval.dtype
-        if known[v] is None and v.aval.ndim == 1 and dtype in rows.FLOATS:
+        if known[v] is None and v.aval.ndim == 1 and v.aval.dtype in rows.FLOATS:
             known[v] = rows.parameter(v)
     return known[v]
 
@@ -212,74 +227,33 @@ def _widens(equation: Any) -> bool:
 
 
 def _removed(
-    flow: Dataflow, collective: int, addition: int, result: Var, passed: set[int]
+    flow: Dataflow, always: set[int], made: int, passed: set[int]
 ) -> frozenset[int] | None:
     """The equations that are not needed once the operation makes the result.
 
     None if something that the norm computes, other than a cast, is still needed.
     """
-    made = flow.made_at[result]
-    if len(flow.equations[made].outvars) > 1:
-        return None
-    removed = {collective, addition, made}
+    removed = {*always, made}
     # Only equations that were read can have become unused; users come after what they use.
     for position in sorted(passed, reverse=True):
-        equation = flow.equations[position]
-        users = {p for v in equation.outvars for p in flow.used_at[v]}
-        if position != made and users and users <= removed:
+        users = {p for v in flow.equations[position].outvars for p in flow.used_at[v]}
+        if users and users <= removed:
             removed.add(position)
-    needed = _ancestors(flow, made, passed) - removed
-    if any(not equation_kinds.changes_dtype(flow.equations[p]) for p in needed):
-        return None
+    waiting, seen = [made], {made}
+    while waiting:
+        position = waiting.pop()
+        if position not in removed and not equation_kinds.changes_dtype(flow.equations[position]):
+            return None
+        made_at = (flow.made_at.get(v, -1) for v in flow.uses[position])
+        needs = {p for p in made_at if p in passed and p not in seen}
+        seen |= needs
+        waiting += needs
     return frozenset(removed)
 
 
-def _ancestors(flow: Dataflow, position: int, among: set[int]) -> set[int]:
-    """The positions among some of the equations that another one needs."""
-    found: set[int] = set()
-    waiting = [position]
-    while waiting:
-        for v in flow.uses[waiting.pop()]:
-            made = flow.made_at.get(v)
-            if made is not None and made in among and made not in found:
-                found.add(made)
-                waiting.append(made)
-    return found
-
-
-# Replacing them.
-
-
-def _operation(
-    flow: Dataflow, found: _Found, collective: lax_collectives.LaxCollective, body: Body
-) -> Any:
-    """The operation's equation; None if the selection or a type forbids it."""
-    like = flow.equations[found.collective]
-    addition = flow.equations[found.addition]
-    (x,), (h,) = like.invars, addition.outvars
-    parameters = [found.norm.weight] + ([found.norm.bias] if found.norm.bias is not None else [])
-    allowed = ({x.aval.dtype.name}, {"float32"})
-    if {v.aval.dtype.name for v in parameters} not in allowed:
-        return None
-    if _hoisted(flow, found, parameters) is None:
-        return None
-    params = _params(found.norm, collective)
-    if not norm_rules.is_faster(body.site, x.aval, params):
-        return None
-    primitive = params.primitive
-    operands = [x, found.residual, *parameters]
-    (operation,) = primitive.explain(
-        body.site, [v.aval for v in operands], params=params, traced_over=body.traced_over
-    )
-    if operation.selected.algorithm == "lax":
-        return None
-    equation_params = {"params": params, "traced_over": body.traced_over}
-    return jaxpr_edit.new_equation(
-        like, primitive.plain, operands, [found.result, h], equation_params, primitive.scope
-    )
-
-
-def _hoisted(flow: Dataflow, found: _Found, operands: Sequence[Var]) -> list[int] | None:
+def _hoisted(
+    flow: Dataflow, addition: int, removed: frozenset[int], operands: Sequence[Var]
+) -> list[int] | None:
     """The positions of equations that must run before the operation, in order.
 
     None if one of them needs what the operation computes.
@@ -287,30 +261,13 @@ def _hoisted(flow: Dataflow, found: _Found, operands: Sequence[Var]) -> list[int
     hoisted: set[int] = set()
     waiting = list(operands)
     while waiting:
-        v = waiting.pop()
-        position = flow.made_at.get(v, -1)
-        if position in (found.collective, found.addition) or position in found.removed:
+        position = flow.made_at.get(waiting.pop(), -1)
+        if position in removed:
             return None
-        if position < found.addition or position in hoisted:
+        if position < addition or position in hoisted:
             continue
         if equation_kinds.has_effects(flow.equations[position]) or flow.is_heavy(position):
             return None
         hoisted.add(position)
         waiting += flow.uses[position]
     return sorted(hoisted)
-
-
-def _emitted(
-    flow: Dataflow, accepted: dict[int, tuple[_Found, Any]], removed: set[int]
-) -> Iterator[Any]:
-    emitted: set[int] = set()
-    for position, equation in enumerate(flow.equations):
-        if position in accepted:
-            found, operation = accepted[position]
-            for earlier in _hoisted(flow, found, operation.invars[2:]) or []:
-                if earlier not in emitted:
-                    emitted.add(earlier)
-                    yield flow.equations[earlier]
-            yield operation
-        elif position not in removed and position not in emitted:
-            yield equation

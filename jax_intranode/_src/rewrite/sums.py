@@ -89,7 +89,7 @@ class _Walk:
         self._waiting: list[tuple[Any, frozenset[Any]]] = []
 
     def emit(self, equation: Any) -> None:
-        """Emits an equation that is no sum to be merged, or lets it wait."""
+        """Emits an equation that is not a sum to be merged, or lets it wait."""
         if not self._open:  # so nothing waits
             self._emitted.append(equation)
             return

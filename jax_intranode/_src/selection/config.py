@@ -220,7 +220,7 @@ VARIABLES = (
         _PREFIX + "SEGMENT_KIB",
         "a positive integer",
         "not set",
-        "collectives of arrays that are too large for the measured table or the slab run in "
+        "collectives of arrays that are too large for the measured table or the memory run in "
         "segments of at most so many KiB, instead of falling back",
         _positive(int),
     ),

@@ -189,7 +189,7 @@ def select(
         row = dataclasses.replace(row, segment_bytes=row.segment_bytes or nbytes)
     launched = launch(row, dtype, nbytes, world_size, epoch_buffer_bytes)
     if launched is None:
-        needed = definitions.epoch_buffer_bytes_needed(row.algorithm, dtype, nbytes, world_size)
+        needed = definitions.epoch_buffer_bytes_needed(row.algorithm, dtype, nbytes, world_size, 1)
         return _lax(
             f"{nbytes} bytes of {dtype} need {needed} bytes of an epoch buffer, which has "
             f"{epoch_buffer_bytes}; JAX_INTRANODE_SLAB_MIB sets its size",

@@ -215,6 +215,10 @@ GENERATIONS = {
 _MEASURED_ON = {"hopper": "H200", "cpu": "2 CPU cores"}
 
 
+# The operations that have rows.
+OPERATIONS = tuple(dict.fromkeys(operation for _, _, operation, _, _ in TABLE))
+
+
 def hardware_of(platform: str, device_kind: str) -> str:
     """The hardware by which the table knows a device: "cpu", a generation, or "gpu".
 

@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jax_intranode._src.selection import config, overlap, table
+from jax_intranode._src.selection import config, table
+from jax_intranode._src.selection.overlap import profiles
+from jax_intranode._src.selection.overlap.profiles import Profile
 from jax_intranode._src.selection.quoting import shown
 
 # The version of the file's layout.
@@ -58,7 +60,7 @@ class Tuning:
     versions: Mapping[str, str | None]
     date: str
     rows: table.RowsByKey
-    profile: overlap.Profile | None
+    profile: Profile | None
 
     @property
     def name(self) -> str:
@@ -88,10 +90,10 @@ def read(path: str) -> Tuning:
     try:
         fields = json.loads(_content(path))
     except (OSError, ValueError, RecursionError) as error:
-        why = error.strerror if isinstance(error, OSError) else f"it is no JSON: {error}"
+        why = error.strerror if isinstance(error, OSError) else f"it is not JSON: {error}"
         raise ValueError(f"{VARIABLE}={path!r}: {why}.") from error
     if not isinstance(fields, dict) or fields.get("kind") != _KIND:
-        raise ValueError(f"{VARIABLE}={path!r}: this is no file of `tune`; {_AGAIN}.")
+        raise ValueError(f"{VARIABLE}={path!r}: this is not a file of `tune`; {_AGAIN}.")
     for what, found, wanted in (
         ("layout", fields.get("format"), FORMAT),
         ("jax_intranode", fields.get("jax_intranode"), _version()),
@@ -164,7 +166,7 @@ def _parse(path: str, fields: Mapping[str, Any]) -> Tuning:
         )
         for of_one in fields["tables"]
     }
-    profile = fields["profile"] and overlap.profile_from_json(fields["profile"])
+    profile = fields["profile"] and profiles.profile_from_json(fields["profile"])
     return Tuning(
         path=path,
         rows=rows,
@@ -221,7 +223,7 @@ def rows_for(kinds: Iterable[str]) -> table.Tuned | None:
     return None if tuning is None else table.Tuned(tuning.rows, tuning.name)
 
 
-def profile_for(kinds: Iterable[str]) -> overlap.Profile | None:
+def profile_for(kinds: Iterable[str]) -> Profile | None:
     """The profile in force for GPUs of these kinds; None if the shipped ones hold."""
     tuning = _for(kinds)
     return None if tuning is None else tuning.profile

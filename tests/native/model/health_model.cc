@@ -8,10 +8,9 @@
 // call, fails, shuts down, stops and goes on (so many times), or is killed. Two peers do less. The
 // monitor looks at any time, and peers also act between any two questions that it asks. Meanwhile
 // the program arms the watch and closes it. A call of process 0 waits for all peers. The end of a
-// process shows in steps: /proc says that it is exiting, its socket ends, its pidfd becomes
-// readable, /proc forgets it. The search is repeated where a forked child holds the socket, where
-// there is no pidfd, and where /proc does not show the peer; "quick" leaves out most of these
-// places.
+// process shows in steps: /proc says that it is exiting, its socket ends. The search is repeated
+// where a forked child holds the socket, and where /proc does not show the peer; "quick" leaves out
+// the latter.
 //
 // Real is what decides. The model repeats processes, sockets and locks. Its sockets hold
 // everything. Time passes in two ways: a peer that does not run, or whose heartbeat has not been
@@ -52,7 +51,7 @@ const jin::Clock::time_point kNow{std::chrono::seconds(100)}, kLongAgo{};
 constexpr auto kSilent = std::chrono::seconds(30);
 
 const std::vector<std::pair<const char*, const char*>> kVariants = {
-    {"pidfd_first", "an end is judged before the socket has been read"},
+    {"end_first", "an end is judged before the socket has been read"},
     {"proc_last", "/proc is asked when the socket has been read"},
     {"silence_first", "a silence is judged before the socket has been read"},
     {"reset_is_end", "what a peer sent before it closed its socket is not read"},
@@ -71,7 +70,7 @@ bool Is(const char* name) { return variant == name; }
 
 // Where a peer runs.
 struct Place {
-  bool child_holds_socket, has_pidfd, shows_in_proc;
+  bool child_holds_socket, shows_in_proc;
 };
 Place place;
 
@@ -80,14 +79,14 @@ struct Peer {
   // What it has said, and how it is.
   bool finished = false, shut_down = false, failed = false;
   uint8_t call = 0;  // after its end: 0: none, 1: made, 2: and told
-  bool stopped = false, exits = false, socket_closed = false, ended = false, reaped = false;
+  bool stopped = false, exits = false, socket_closed = false;
   uint8_t stops = 0;
   // On the way to process 0.
   std::vector<PeerNotice> packets{};
   bool reset = false;
   // In process 0.
   jin::PeerRecord record{};
-  bool socket_open = true, pidfd_open = true;
+  bool socket_open = true;
 
   // It has made a call since it said that it had finished, and will say so.
   bool HasToSay() const { return call == 1; }
@@ -97,13 +96,12 @@ struct Peer {
     return std::find(packets.begin(), packets.end(), PeerNotice::kHeartbeat) != packets.end();
   }
   bool SocketEnds() const { return socket_closed && !place.child_holds_socket; }
-  bool PidfdIsReady() const { return place.has_pidfd && pidfd_open && ended && !Is("socket_only"); }
   bool SocketIsReady() const { return socket_open && (!packets.empty() || reset || SocketEnds()); }
 };
 
 // What the thread does. A step of it ends after one question to a Port. The next step begins anew,
 // from the record as it was, and gets the same answers before it asks the next question.
-enum class Doing : char { kNothing, kSocket, kPidfd, kTick, kTickAfterOwnStop };
+enum class Doing : char { kNothing, kSocket, kTick, kTickAfterOwnStop };
 struct NextQuestion {
   char question;
 };
@@ -154,8 +152,8 @@ struct World {
 
 std::string KeyOfRecord(const Peer& peer) {
   const jin::PeerRecord& r = peer.record;
-  return {static_cast<char>(r.state), static_cast<char>(r.ended << 1 | (r.heard == kNow) << 2),
-          static_cast<char>(peer.socket_open | peer.pidfd_open << 1 | !r.text.empty() << 2)};
+  return {static_cast<char>(r.state), static_cast<char>(r.over << 1 | (r.heard == kNow) << 2),
+          static_cast<char>(peer.socket_open | !r.text.empty() << 2)};
 }
 
 std::string World::Key() const {
@@ -164,9 +162,8 @@ std::string World::Key() const {
   for (size_t p = 0; p < peers.size(); ++p) {
     const Peer& peer = peers[p];
     add(peer.finished << 1 | peer.shut_down << 2 | peer.failed << 3 | peer.call << 4,
-        peer.stopped | peer.exits << 1 | peer.socket_closed << 2 | peer.ended << 3 |
-            peer.reaped << 4 | peer.reset << 5,
-        peer.stops, peer.packets.size());
+        peer.stopped | peer.exits << 1 | peer.socket_closed << 2 | peer.reset << 3, peer.stops,
+        peer.packets.size());
     for (const PeerNotice notice : peer.packets) add(notice);
     key += KeyOfRecord(peer);
     add(known[p], waited[p]);
@@ -200,7 +197,7 @@ std::vector<World::Action> World::ActionsOfFew(const Peer& peer) {
   }
   if (peer.finished && peer.call == 0) actions.push_back({"calls", [](Peer& p) { p.call = 1; }});
   if (peer.HasToSay()) actions.push_back({"says so", &SaysSo});
-  actions.push_back({"ends", [](Peer& p) { p.exits = p.socket_closed = p.ended = true; }});
+  actions.push_back({"ends", [](Peer& p) { p.exits = p.socket_closed = true; }});
   return actions;
 }
 
@@ -277,10 +274,6 @@ std::vector<World::Action> World::ActionsOf(int p, int stops) const {
              p.reset = reset;
            }});
     }
-  } else if (!peer.ended) {
-    actions.push_back({"ends", [](Peer& p) { p.ended = true; }});
-  } else if (!peer.reaped) {
-    actions.push_back({"is reaped", [](Peer& p) { p.reaped = true; }});
   }
   return actions;
 }
@@ -328,17 +321,15 @@ struct Port {
     *message = jin::ParseMessage(jin::Packet(notice, answer == 'f' ? "why" : ""));
     return PeerNews::kPacket;
   }
-  bool IsExiting() {
+  bool HasEnded() {
     const bool exits = Answer('x', [this]() -> char {
-      return place.shows_in_proc && peer().exits && !peer().reaped && !Is("socket_only");
+      return place.shows_in_proc && peer().exits && !Is("socket_only");
     });
-    if (Is("proc_last")) hides_packets = exits;
+    if (Is("proc_last") || Is("end_first")) hides_packets = exits;
     return exits;
   }
   jin::Clock::time_point Now() { return kNow; }
-  bool HasPidfd() { return place.has_pidfd && peer().pidfd_open; }
-  void CloseSocket() { peer().socket_open = false; }
-  void ClosePidfd() { peer().pidfd_open = false; }
+  void Close() { peer().socket_open = false; }
   void OnNote(const jin::PeerMessage&) {}
   void OnChange() { world.Change(p); }
 };
@@ -361,7 +352,6 @@ void World::Go(bool at_once) {
     at.push_back(static_cast<char>(changed));
     peers[with].record = before.record;
     peers[with].socket_open = before.socket_open;
-    peers[with].pidfd_open = before.pidfd_open;
     changed = false;
     answers = port.given;
   }
@@ -371,16 +361,12 @@ void World::Do(Port& port) {
   jin::PeerRecord& record = peers[with].record;
   const PeerState before = record.state;
   const bool was_fault = jin::AbsenceIn(before) == jin::Absence::kFault;
+  if (Is("last_fault") && was_fault && !record.over) record.state = PeerState::kRunning;
   switch (doing) {
     case Doing::kNothing:
       break;
     case Doing::kSocket:
       record.OnSocket(port);
-      break;
-    case Doing::kPidfd:
-      if (Is("last_fault") && was_fault && !record.ended) record.state = PeerState::kRunning;
-      port.hides_packets = Is("pidfd_first");
-      record.OnEnd(port);
       break;
     case Doing::kTick:
     case Doing::kTickAfterOwnStop:
@@ -483,20 +469,18 @@ void World::Settle() {
     for (size_t p = 0; p < peers.size(); ++p) {
       Peer& peer = peers[p];
       const int number = static_cast<int>(p);
-      if (peer.exits) peer.socket_closed = peer.ended = true;
+      if (peer.exits) peer.socket_closed = true;
       if (peer.Runs() && !peer.socket_closed) peer.packets.push_back(PeerNotice::kHeartbeat);
       if (peer.Runs() && !peer.socket_closed && peer.HasToSay()) SaysSo(peer);
       peer.record.heard = kLongAgo;
       if (peer.SocketIsReady()) DoAtOnce(Doing::kSocket, number);
-      if (peer.PidfdIsReady()) DoAtOnce(Doing::kPidfd, number);
       DoAtOnce(Doing::kTick, number);
     }
   }
   if (changed) Tell();
   for (size_t p = 0; p < peers.size(); ++p) {
     const Peer& peer = peers[p];
-    // /proc may have forgotten the process before anybody asked.
-    const bool shows = place.has_pidfd || !place.child_holds_socket;
+    const bool shows = place.shows_in_proc || !place.child_holds_socket;
     const PeerState now = known[p];
     if (now != peer.record.state) {
       Fail("wrong: the platform knows another state than the monitor");
@@ -656,8 +640,7 @@ class Search {
             });
       };
       if (peer.SocketIsReady()) begins(Doing::kSocket, "looks at the socket of");
-      if (peer.PidfdIsReady()) begins(Doing::kPidfd, "looks at the pidfd of");
-      if (peer.record.ended) continue;
+      if (peer.record.over) continue;
       begins(Doing::kTick, "ticks for");
       if (peer.record.heard == kLongAgo) {
         begins(Doing::kTickAfterOwnStop, "ticks after a gap for");
@@ -692,18 +675,18 @@ int main(int argc, char** argv) {
   if (processes < 2 || processes > kMostPeers + 1 || stops < 0 || stops > 3) return 2;
   const auto began = std::chrono::steady_clock::now();
   size_t states = 0, steps = 0;
-  for (int kind = 0; kind < 8; ++kind) {
-    place = {(kind & 1) != 0, (kind & 2) == 0, (kind & 4) == 0};
-    // The usual one, and one where only the pidfd tells of an end.
-    if (quick && kind != 0 && kind != 5) continue;
+  for (int kind = 0; kind < 4; ++kind) {
+    place = {(kind & 1) != 0, (kind & 2) == 0};
+    // The usual one, and one where only /proc tells of an end.
+    if (quick && kind > 1) continue;
     Search search(processes - 1, stops);
     const std::string error = search.Run();
     states += search.states();
     steps += search.steps();
     if (!error.empty()) {
       printf("%s", error.c_str());
-      printf("  (a child holds the socket: %d, pidfd: %d, /proc: %d)\n", place.child_holds_socket,
-             place.has_pidfd, place.shows_in_proc);
+      printf("  (a child holds the socket: %d, /proc: %d)\n", place.child_holds_socket,
+             place.shows_in_proc);
       printf("%s: ranks %d operations %d ends wrong, after %zu states\n", variant.c_str(),
              processes, stops, states);
       return 1;

@@ -20,7 +20,10 @@ from jax_intranode._src.command_line.bench.oracle import Data
 from jax_intranode._src.command_line.bench.settings import Settings, Shape
 from jax_intranode._src.command_line.launcher import all_ranks
 from jax_intranode._src.group import rendezvous as rendezvous_lib
-from jax_intranode._src.selection import overlap, tuning
+from jax_intranode._src.selection import tuning
+from jax_intranode._src.selection.overlap import choice
+from jax_intranode._src.selection.overlap import plan as plan_lib
+from jax_intranode._src.selection.overlap.profiles import H200, Profile
 
 # A chain should take this long on a GPU. A repetition is CHAINS chains.
 _CHAIN_S = 20e-3
@@ -44,7 +47,7 @@ def measure(
     """
     if settings.plan is not None:
         unforced = dataclasses.replace(settings, plan=None)
-        with overlap.forced(overlap.plan.from_values(settings.plan)):
+        with choice.forced(plan_lib.from_values(settings.plan)):
             return measure(unforced, mesh, dtype_name, shape)
     matmul, backward = MATMULS[settings.name], settings.backward
     dtype = np.dtype(jnp.dtype(dtype_name))
@@ -237,9 +240,9 @@ def _moved(x: Any, results: list[Any]) -> Any:
     return lax.optimization_barrier(lax.dynamic_update_slice(x, element, (0, 0)))
 
 
-def _profile(mesh: Mesh) -> overlap.Profile:
+def _profile(mesh: Mesh) -> Profile:
     """Returns the constants of the GPUs; the H200's where matmuls are not overlapped."""
-    return rendezvous_lib.rendezvous_of(mesh.devices.flat).profile or overlap.H200
+    return rendezvous_lib.rendezvous_of(mesh.devices.flat).profile or H200
 
 
 def chain_length(settings: Settings, dtype_name: str, shape: Shape) -> int:
@@ -255,8 +258,8 @@ def _call_s(settings: Settings, dtype_name: str, shape: Shape) -> float:
     """Returns a rough estimate of a call's seconds on a GPU, the same on all ranks."""
     itemsize = jnp.dtype(dtype_name).itemsize
     received = MATMULS[settings.name].received_bytes(shape, settings.devices, itemsize)
-    rate = overlap.H200.matmul_flops * 2 / itemsize
-    link_s = received / overlap.H200.link_bound_bytes_per_s
+    rate = H200.matmul_flops * 2 / itemsize
+    link_s = received / H200.link_bound_bytes_per_s
     seconds = max(flops(shape, settings.backward) / rate, link_s)
     return max(seconds, _LEAST_CALL_S)
 

@@ -39,91 +39,62 @@ def number(value: Any, width: int, form: str = ".2f", factor: float = 1, nothing
     return f"{value:>{width}}" if isinstance(value, str) else f"{value * factor:{width}{form}}"
 
 
-def _us(field: str, title: str, width: int = 8, form: str = ".2f") -> Column:
-    return Column(field, title, width, form)
+def times(name: str, form: str = ".2f", factor: float = 1, width: int = 8) -> tuple[Column, Column]:
+    """Returns the columns of the median and the 99th percentile of a time in microseconds."""
+    median = Column(f"{name}_us", "p50", width, form, factor)
+    return median, Column(f"{name}_p99_us", "p99", width, form, factor)
 
 
-def _ms(field: str, title: str) -> Column:
-    return Column(field, title, 8, ".3f", 1e-3)
-
+_WHAT = (Column("dtype", "type", 8), Column("algorithm", "algorithm", 14))
+_RATIO = ("", (Column("ratio", "ratio", 6, ".2f"),))
+_MS = (".3f", 1e-3)
 
 COLLECTIVES: Table = (
-    (
-        "",
-        (
-            Column("size", "size(B)", 11),
-            Column("count", "count", 11),
-            Column("dtype", "type", 8),
-            Column("algorithm", "algorithm", 14),
-        ),
-    ),
-    (
-        "in a graph (us)",
-        (
-            _us("graph_time_us", "p50"),
-            _us("graph_time_p99_us", "p99"),
-            Column("graph_wrong", "#wrong", 6),
-        ),
-    ),
+    ("", (Column("size", "size(B)", 11), Column("count", "count", 11), *_WHAT)),
+    ("in a graph (us)", (*times("graph_time"), Column("graph_wrong", "#wrong", 6))),
     (
         "from JAX (us, GB/s)",
         (
-            _us("time_us", "p50"),
-            _us("time_p99_us", "p99"),
+            *times("time"),
             Column("algbw", "algbw", 7, ".2f"),
             Column("busbw", "busbw", 7, ".2f"),
             Column("wrong", "#wrong", 6),
         ),
     ),
-    (
-        "lax, from JAX (us)",
-        (
-            _us("lax_time_us", "p50"),
-            _us("lax_time_p99_us", "p99"),
-            Column("lax_wrong", "#wrong", 6),
-        ),
-    ),
-    ("", (Column("ratio", "ratio", 6, ".2f"),)),
+    ("lax, from JAX (us)", (*times("lax_time"), Column("lax_wrong", "#wrong", 6))),
+    _RATIO,
 )
 
 MATMULS: Table = (
-    (
-        "",
-        (
-            Column("m", "M", 6),
-            Column("k", "K", 6),
-            Column("n", "N", 6),
-            Column("dtype", "type", 8),
-            Column("algorithm", "algorithm", 14),
-        ),
-    ),
+    ("", (*(Column(name, name.upper(), 6) for name in "mkn"), *_WHAT)),
     (
         "ours (ms)",
         (
-            _ms("time_us", "p50"),
-            _ms("time_p99_us", "p99"),
+            *times("time", *_MS),
             Column("tflops", "TFLOP/s", 8, ".2f"),
             Column("share", "share", 6, ".2f"),
             Column("wrong", "#wrong", 7),
         ),
     ),
-    ("at best (ms)", (_ms("alone_time_us", "matmul"), _ms("bound_us", "bound"))),
+    (
+        "at best (ms)",
+        (Column("alone_time_us", "matmul", 8, *_MS), Column("bound_us", "bound", 8, *_MS)),
+    ),
     (
         "lax (ms)",
         (
-            _ms("lax_time_us", "p50"),
-            _ms("lax_time_p99_us", "p99"),
+            *times("lax_time", *_MS),
             Column("lax_share", "share", 6, ".2f"),
             Column("lax_wrong", "#wrong", 6),
         ),
     ),
-    ("", (Column("ratio", "ratio", 6, ".2f"),)),
+    _RATIO,
 )
 
 # What runs without JAX_INTRANODE_TUNING, where that is set: at the end of a line.
 _SHIPPED = {
-    "shipped_algorithm": _us("shipped_time_us", ""),
-    "shipped_plan": _ms("shipped_time_us", ""),
+    "shipped_algorithm": Column("shipped_time_us", "", 8, ".2f"),
+    "shipped_plan": Column("shipped_time_us", "", 8, *_MS),
 }
 
 

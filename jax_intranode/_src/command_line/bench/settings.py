@@ -38,7 +38,7 @@ class Settings:
         chain: the number of calls in a chain; None to choose it by platform and size.
         shapes: m, k and n of each measurement of a collective matmul.
         backward: whether to measure the backward pass of a collective matmul.
-        plan: the fields of the `overlap.Plan` to use; None to choose the fastest plan.
+        plan: the fields of the `Plan` to use; None to choose the fastest plan.
         settle_ms: how long a collective matmul runs, untimed, right before each of its repetitions.
             A program runs for one untimed repetition if this is above 0.
     """

@@ -36,7 +36,7 @@ python -m jax_intranode soak --seed 7 --program 123        that program only
 python -m jax_intranode soak --faults --cases 50           50 jobs in which a process fails
 python -m jax_intranode soak --faults --case psum:inside:kill:1of2"""
 
-# How often a line of progress is printed where the output is no terminal.
+# How often a line of progress is printed where the output is not a terminal.
 _LINES_S = 30
 # What starting, compiling and comparing may take beyond the time that was asked for.
 _SLACK_S = 600
@@ -182,7 +182,7 @@ class _Run(ProgressLine):
         return f"{self._job.mode}, {left} left: {_text(self._counts)}"
 
     def show(self) -> None:
-        """Shows the line, or prints it now and then where the output is no terminal."""
+        """Shows the line, or prints it now and then where the output is not a terminal."""
         super().show()
         if not sys.stderr.isatty() and time.monotonic() - self._shown > _LINES_S:
             self._shown = time.monotonic()

@@ -37,7 +37,7 @@ python -m jax_intranode tune                                 writes jax_intranod
 python -m jax_intranode tune -o node.json --minutes 30
 python -m jax_intranode tune --platform cpu --devices 4 --mode single-process"""
 
-OPERATIONS = ("psum", "psum_scatter", "all_gather", "all_to_all")
+OPERATIONS = table.OPERATIONS
 # Longer chains take long to compile on GPUs, and to run on the CPU.
 _ITERATIONS = {"gpu": 9, "cpu": 11}
 _CHAIN = {"gpu": 64, "cpu": 8}

@@ -79,7 +79,7 @@ class Member:
 
     def communicates(self) -> bool:
         """Whether it sends anything."""
-        return any(self.gathers) or bool(self.plan.sums)
+        return any(self.gathers) or bool(self.plan.sums) or bool(self.kind.axes)
 
     def key(self) -> Any:
         """Identifies what the body does, but for the operands."""
@@ -184,25 +184,30 @@ def member_of(found: Found, before: dict[int, Found]) -> Member:
 class Block:
     """The order of a block's operations, and what needs what."""
 
-    def __init__(self, block: Any, replaced: dict[Any, Any]):
+    def __init__(self, block: Any, replaced: dict[Any, Any], manual: frozenset[str]):
         """Reads the block.
 
         Args:
             block: the block.
             replaced: what takes the place of the values of the program so far. The operations that
                 made them are erased at the end, so that no new one has their identity.
+            manual: the axes that shard_maps around it have bound.
         """
         self.block = block
+        self.manual = manual
         self.replaced = replaced
         self.operations = operations(block)
         # By the numbers of operations.
         self.numbered = {number(operation): operation for operation in self.operations}
         self.position = {each: float(i) for i, each in enumerate(self.numbered)}
 
-    def add(self, operation: Any, position: float) -> None:
-        """Adds an operation of this block."""
-        self.numbered[number(operation)] = operation
-        self.position[number(operation)] = position
+    def add_before(self, operation: Any, first: Any, *others: Any) -> None:
+        """Adds operations that are before an operation; the others need the first one."""
+        end = self.place(operation)
+        start = max((p for p in self.position.values() if p < end), default=end - 1)
+        for each in (first, *others):
+            self.numbered[number(each)] = each
+            self.position[number(each)] = (start + end) / 2 if each is first else end
 
     def place(self, operation: Any) -> float:
         """The position of an operation of this block."""
@@ -365,5 +370,7 @@ def reshards_that_gather(found: Sequence[Found]) -> dict[int, Found]:
     return {
         number(each.operation): each
         for each in found
-        if each.plan is not None and each.kind.name == "reshard" and each.plan.gathers
+        if each.plan is not None
+        and each.kind.name in ("reshard", "all_gather")
+        and each.plan.gathers
     }

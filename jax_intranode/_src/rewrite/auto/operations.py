@@ -1,5 +1,6 @@
 """The operations of a program that communicate, each with the plan that XLA follows."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,8 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from jax_intranode._src.rewrite.auto import partitioner, plans
-from jax_intranode._src.rewrite.auto.plans import Axes, Labels, Plan
-from jax_intranode._src.rewrite.auto.program import Program
+from jax_intranode._src.rewrite.auto.plans import Axes, Gather, Labels, Plan
+from jax_intranode._src.rewrite.auto.program import Program, integer
 
 _DTYPES = {
     **{"f32": "float32", "f64": "float64", "f16": "float16", "bf16": "bfloat16"},
@@ -23,6 +24,7 @@ _DTYPES = {
 
 
 UNKNOWN_DTYPE = "a dtype that this package does not know"
+UNEVEN = "a dimension that the axes do not divide"
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Kind:
         compute: the operation, of JAX arrays; None if it is left whatever it sends.
         operands: how many of the MLIR operation's operands are arrays.
         reason: why it is left, then.
+        axes: the axes of the collective that it is itself, in a partly manual shard_map.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Kind:
     compute: Callable[..., Any] | None
     operands: int
     reason: str = ""
+    axes: Axes = ()
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,7 @@ def _reduce(operation: Any) -> Kind | None:
     block = operation.regions[0].blocks[0]
     reason = ""
     if [o.operation.name for o in block.operations] != ["stablehlo.add", "stablehlo.return"]:
-        reason = "a reduction that is no sum"
+        reason = "a reduction that is not a sum"
     elif not _is_zero(operation.operands[1]):
         reason = "a sum that does not begin at 0"
 
@@ -191,6 +195,8 @@ def find(operation: Any, program: Program, of_gathered: bool = False) -> Found |
         of_gathered: whether an operand is the result of a reshard that gathers. Then it is found
             even if it sends nothing itself.
     """
+    if operation.name in COLLECTIVES:
+        return _collective(operation, program)
     kind = kind_of(operation)
     if kind is None:
         return None
@@ -232,7 +238,7 @@ def _decide(
         plans.local_size(shape, spec, sizes) is None
         for shape, spec in zip((*shapes, result.shape), (*ins, out), strict=True)
     ):
-        return found(None, "a dimension that the axes do not divide")
+        return found(None, UNEVEN)
     if not candidates:
         return found(None, "no plan of gathers and sums")
     of_xla = partitioner.collectives(kind.key, kind.compute, avals, ins, out, program.mesh)
@@ -249,3 +255,68 @@ def _decide(
         text = ", ".join(f"{name} over {'+'.join(sorted(axes))}" for name, axes, _ in of_xla)
         return found(None, f"XLA computes it with {text}, in a way that is not known")
     return found(fitting.pop())
+
+
+# The collectives of a partly manual shard_map.
+
+COLLECTIVES = frozenset(
+    f"stablehlo.{name}" for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+)
+
+
+def _collective(operation: Any, program: Program) -> Found:
+    """A collective over manual axes, whose operand may be sharded over other axes."""
+    name, attributes = operation.name.removeprefix("stablehlo."), operation.attributes
+    values = tuple(operation.operands)
+    avals = tuple(map(aval, values))
+    axes = _axes_of(attributes["replica_groups"])
+    own = tuple(range(len(ir.RankedTensorType(values[0].type).shape)))
+    labels = Labels((own,), own)
+
+    def found(plan: Plan | None, reason: str | None = None, compute: Any = lambda x: x) -> Found:
+        key = name, tuple(dimensions), axes
+        kind = Kind(name, key, labels, compute, 1, reason or "", axes or ())
+        return Found(operation, kind, values, avals, plan, reason)
+
+    names = {"all_gather": ["all_gather_dim"], "reduce_scatter": ["scatter_dimension"]}
+    names["all_to_all"] = ["split_dimension", "concat_dimension"]
+    dimensions = [integer(attributes[of]) for of in names.get(name, [])]
+    spec, after = program.spec(values[0]), program.spec(operation.results[0])
+    if axes is None:
+        return found(None, "groups that are not those of mesh axes")
+    if len(values) != 1 or None in avals:
+        return found(None, "several operands" if len(values) > 1 else UNKNOWN_DTYPE)
+    for block in (block for region in operation.regions for block in region.blocks):
+        inner = [o.operation.name for o in block.operations]
+        if [o for o in inner if not o.startswith("sdy.")] != ["stablehlo.add", "stablehlo.return"]:
+            return found(None, "a reduction that is no sum")
+    if spec is None or spec != after or any(spec[dimension] for dimension in dimensions):
+        return found(None, "its dimension is sharded over Auto axes, or its result otherwise")
+    result = ir.RankedTensorType(operation.results[0].type).shape
+    for shape in (avals[0].shape, result):
+        if plans.local_size(shape, spec, dict(program.mesh.shape)) is None:
+            return found(None, UNEVEN)
+    plan = Plan((spec,), (), (), None, spec)
+    if name == "all_reduce":
+        return found(dataclasses.replace(plan, sums=(axes,)))
+    if name == "reduce_scatter":
+        return found(dataclasses.replace(plan, sums=(axes,), scatter=dimensions[0]))
+    if name == "all_gather":
+        return found(dataclasses.replace(plan, gathers=(Gather(0, dimensions[0], axes),)))
+    split, concat = dimensions
+    return found(plan, None, lambda x: lax.all_to_all(x, axes, split, concat, tiled=True))
+
+
+def _axes_of(groups: Any) -> Axes | None:
+    """The axes of a collective's groups, major ones first; None if they are not known."""
+    if not hasattr(stablehlo, "ReplicaGroupMeshAxesAttr"):
+        return None
+    try:
+        axes = [
+            stablehlo.AxisRefAttr(axis) for axis in stablehlo.ReplicaGroupMeshAxesAttr(groups).axes
+        ]
+    except ValueError:
+        return None
+    if any(axis.sub_axis_info for axis in axes):
+        return None
+    return tuple(axis.name for axis in axes)

@@ -6,6 +6,7 @@ shardings that it has in the program, once per process.
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,11 +21,11 @@ from jax_intranode._src.rewrite.auto.plans import Collective, Spec
 _OPTIONS = {"gpu": {"xla_gpu_autotune_level": 0, "xla_gpu_shard_autotuning": False}}
 
 _COLLECTIVE = re.compile(
-    rf"= (\([^=]*?\)|\S+) ({'|'.join(hlo.KINDS)})(-start)?\(.*?"
-    r"(?:replica_groups=(\{\}|\{\{[\d,{}]*\}\}|\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?"
+    rf"= (\(.*?\)|\S+) ({'|'.join(hlo.KINDS)})(-start)?\(.*?"
+    r"(?:(?:replica_groups|source_target_pairs)=(\{\}|\{\{[\d,{}]*\}\}|\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?"
     r"|mesh\[[^\]]*\](?:, device_ids=\([^ ]*\))? \{[^}]*\}))"
 )
-_ARRAY = re.compile(r"[a-z]\w*\[([\d,]*)\]")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _IOTA = re.compile(r"\[([\d,]*)\]<=\[([\d,]*)\](?:T\(([\d,]*)\))?")
 _MESH = re.compile(
     r"mesh\[([^\]]*)\](?:, device_ids=\((\[[\d,]*\](?:T\([\d,]*\))?)\))? \{([^}]*)\}"
@@ -84,51 +85,85 @@ def _compiled(
         return f"XLA does not compile it alone: {str(error).splitlines()[0][:100]}"
     # The devices of this program are numbered in the order of its mesh.
     positions = np.arange(mesh.size).reshape(mesh.devices.shape)
-    found = []
-    counted = hlo.in_compiled(text)
-    for match in _COLLECTIVE.finditer(text):
-        types, kind, start, groups = match.groups()
-        axes = axes_of_groups(groups, mesh.axis_names, positions)
-        if axes is None:
-            return f"XLA adds {kind} among {groups}"
-        arrays = [_size(shape) for shape in _ARRAY.findall(types)]
-        if start and kind in ("all-gather", "collective-permute"):  # operands, then results
-            arrays = arrays[len(arrays) // 2 :]
-        found += [(kind, axes, count) for count in arrays]
-    if sum(counted[kind] for kind in hlo.KINDS) != len(found):
+    leaves = leaves_of(text, mesh.size)
+    if leaves is None:
         return "XLA adds a collective that is not understood"
+    found = []
+    for leaf in leaves:
+        axes = axes_of_groups(leaf.groups, mesh.axis_names, positions)
+        if axes is None:
+            return f"XLA adds {leaf.kind} among {sorted(map(sorted, leaf.groups))}"
+        found.append((leaf.kind, axes, int(np.prod(leaf.shape, dtype=np.int64))))
     return tuple(found)
 
 
-def _size(shape: str) -> int:
-    return int(np.prod([int(n) for n in shape.split(",") if n], dtype=np.int64))
+@dataclass(frozen=True)
+class Leaf:
+    """An array that a collective of a compiled program makes.
+
+    Attributes:
+        kind: XLA's name of the collective.
+        groups: its groups, by the positions of devices.
+        dtype: XLA's name of the dtype.
+        shape: the shape.
+    """
+
+    kind: str
+    groups: frozenset[frozenset[int]]
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def leaves_of(text: str, devices: int) -> list[Leaf] | None:
+    """The arrays of all collectives of a compiled program; None if one is not understood.
+
+    Args:
+        text: the program's HLO.
+        devices: how many devices it is for.
+    """
+    found = []
+    counted = hlo.in_compiled(text)
+    for match in _COLLECTIVE.finditer(text):
+        types, kind, start, attribute = match.groups()
+        groups = groups_of_text(attribute, devices)
+        if groups is None:
+            return None
+        arrays = [(dtype, tuple(_numbers(shape))) for dtype, shape in _ARRAY.findall(types)]
+        if start and kind in ("all-gather", "collective-permute"):  # operands, then results
+            arrays = arrays[len(arrays) // 2 :]
+        if kind not in hlo.OF_MANY_ARRAYS:
+            arrays = arrays[:1]
+        found += [Leaf(kind, frozenset(groups), *array) for array in arrays]
+    if sum(counted[kind] for kind in hlo.KINDS) != len(found):
+        return None
+    return found
 
 
 def _numbers(text: str) -> list[int]:
     return [int(n) for n in text.split(",") if n]
 
 
-def axes_of_groups(groups: str, names: Sequence[str], positions: Any) -> frozenset[str] | None:
+def axes_of_groups(
+    groups: frozenset[frozenset[int]], names: Sequence[str], positions: Any
+) -> frozenset[str] | None:
     """The mesh axes along which the groups of an HLO collective lie; None if there are none.
 
     Args:
-        groups: the attribute replica_groups.
+        groups: the groups.
         names: the names of the mesh's axes.
         positions: the device at each position of the mesh.
     """
-    found = _groups(groups, positions.size)
-    if found is None:
-        return None
-    first = next(iter(found))
+    first = next(iter(groups))
     where = [np.argwhere(positions == device)[0] for device in first]
     axes = [i for i in range(positions.ndim) if len({int(place[i]) for place in where}) > 1]
     wanted = np.moveaxis(positions, axes, range(-len(axes), 0)).reshape(-1, len(first))
-    if {frozenset(map(int, group)) for group in wanted} != found:
+    if {frozenset(map(int, group)) for group in wanted} != groups:
         return None
     return frozenset(names[i] for i in axes)
 
 
-def _groups(text: str, count: int) -> set[frozenset[int]] | None:
+def groups_of_text(text: str, count: int) -> set[frozenset[int]] | None:
+    """The groups of the attribute replica_groups; of a permutation, who sends to whom."""
     if text == "{}":
         return {frozenset(range(count))}
     if text.startswith("{{"):

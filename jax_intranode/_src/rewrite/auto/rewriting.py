@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.extend.mlir import ir, passmanager
+from jax.extend.mlir import ir
 
+from jax_intranode._src.group import rendezvous
 from jax_intranode._src.jax_private import jaxpr_walk, lowering_hooks, trace_state
 from jax_intranode._src.ops.lowering_site import LoweringSite, device_ids
 from jax_intranode._src.rewrite import agreement, hook
@@ -30,10 +31,13 @@ from jax_intranode._src.rewrite.auto.program import (
     Program,
     Unsuitable,
     as_bytecode,
+    inline_calls,
+    manual_axes_attribute,
     number,
     operations,
     owner,
     source_of,
+    use_mesh,
     walk,
 )
 from jax_intranode._src.rewrite.body import body_of
@@ -145,7 +149,7 @@ def outcome_of(module: Any, devices: Sequence[Any], platforms: Sequence[str]) ->
     if not hook.is_auto() or _active.value or len(devices) < 2:
         return Outcome(reason="one device")
     known = _outcomes.setdefault(module, {})
-    key = tuple(d.id for d in devices), tuple(platforms), agreement.generation(), propagated_only
+    key = tuple(d.id for d in devices), tuple(platforms), rendezvous.generation(), propagated_only
     if key not in known:
         _active.value = True
         try:
@@ -207,7 +211,7 @@ def _refuse_if_strict(outcome: Outcome) -> None:
     raise RuntimeError(
         "Collectives that XLA's partitioner adds were not replaced:\n"
         + "\n".join(lines)
-        + "\nJAX_INTRANODE_STRICT=1 makes this an error. Remove the reasons, compile this program "
+        + "\nJAX_INTRANODE_STRICT=1 makes this an error. Fix the causes, compile this program "
         "without install(auto=True) and accelerate(auto=True), or unset the variable."
     )
 
@@ -269,9 +273,9 @@ class _Rewriting:
         # The same in all processes, whatever the constants.
         text = _CONSTANTS.sub("", str(text))
         fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
-        blocks = [(block, self._found(block)) for block in self._program.blocks()]
-        if not any(each.plan for _, found in blocks for each in found):
-            for _, found in blocks:
+        blocks = [(block, m, self._found(block)) for block, m in self._program.blocks()]
+        if not any(each.plan for _, _, found in blocks for each in found):
+            for _, _, found in blocks:
                 self._leave_all(found, None)
             if propagated_only:
                 self._finish()
@@ -280,11 +284,11 @@ class _Rewriting:
         if reason is None:
             reason = agreement.reason_for_no_auto(self._mesh)
         taken = []
-        for block, found in blocks:
+        for block, manual, found in blocks:
             if reason is not None or propagated_only:
                 self._leave_all(found, reason or "for a test")
             else:
-                taken += self._rewrite_block(block, found)
+                taken += self._rewrite_block(Block(block, self._replaced, manual), found)
         if taken:
             reason = agreement.same_everywhere(self._mesh, fingerprint, json.dumps(sorted(taken)))
         if reason is not None:
@@ -332,7 +336,7 @@ class _Rewriting:
         for each in found:
             if each.plan is None:
                 self._record(each, each.reason)
-            elif each.plan.gathers or each.plan.sums:
+            elif each.plan.gathers or each.plan.sums or each.kind.axes:
                 self._record(each, reason, missed=reason is not None)
 
     def _record(
@@ -344,7 +348,7 @@ class _Rewriting:
         sources: tuple[str, ...] = (),
     ) -> None:
         plan = found.plan
-        axes: dict[str, None] = {}
+        axes: dict[str, None] = dict.fromkeys(found.kind.axes)
         if plan is not None:
             for of in (*(g.axes for g in plan.gathers), *plan.sums):
                 axes.update(dict.fromkeys(of))
@@ -369,9 +373,8 @@ class _Rewriting:
             )
         )
 
-    def _rewrite_block(self, mlir_block: Any, found: Sequence[Found]) -> list[Any]:
+    def _rewrite_block(self, block: Block, found: Sequence[Found]) -> list[Any]:
         """Replaces what it can; returns what identifies that."""
-        block = Block(mlir_block, self._replaced)
         gathering = groups.reshards_that_gather(found)
         members = []
         for each in found:
@@ -385,7 +388,11 @@ class _Rewriting:
                 self._record(each, _OVERLAPPED)
             else:
                 members.append(member)
-        whole = {id(m) for m in members if m.plan.scatter is not None and not self._fits(m, found)}
+        whole = {
+            id(m)
+            for m in members
+            if m.plan.scatter is not None and not m.kind.axes and not self._fits(m, found)
+        }
         for member in members:
             if id(member) in whole:
                 self._record(member.found, _WHOLE)
@@ -484,11 +491,21 @@ class _Rewriting:
         new = body.operation.clone(ip=ir.InsertionPoint(last)).operation
         for index, one in enumerate(inputs):
             new.operands[index] = block.resolve(one.value)
-        self._program.set_number(new)
-        block.add(new, block.place(last))
+        if block.manual:  # a region of a partly manual shard_map has bound these
+            names = [a for a in self._mesh.axis_names if a not in block.manual]
+            new.attributes["manual_axes"] = manual_axes_attribute(names)
+        # XLA gives the results of a manual computation other shardings where simplifications, such
+        # as of two reshapes, leave its users nothing to do; not where something is in between.
+        results = [
+            self._program.constrained(result, member.plan.result, last)
+            for member, result in zip(group.members, new.results, strict=True)
+        ]
+        for operation in (new, *map(owner, results)):
+            self._program.set_number(operation)
+        block.add_before(last, new, *map(owner, results))
         block.move_behind(users, last)
         sources = tuple(source_of(member.found.operation) for member in group.members)
-        for index, (member, result) in enumerate(zip(group.members, new.results, strict=True)):
+        for index, (member, result) in enumerate(zip(group.members, results, strict=True)):
             jaxpr = body.judged.jaxpr if index == 0 else None
             self._record(member.found, None, False, jaxpr, () if index else sources)
             old = member.found.operation.results[0]
@@ -552,18 +569,10 @@ class _Rewriting:
         with lowered.context:
             text = as_bytecode(lowered)
         module = ir.Module.parse(text)
-        passmanager.PassManager.parse("builtin.module(inline)").run(module.operation)
-        names = {
-            ir.StringAttr(o.attributes["sym_name"]).value
-            for o in operations(module.body)
-            if o.name == "sdy.mesh"
-        }
-        for name in names:
+        inline_calls(module)
+        for mesh in [o for o in operations(module.body) if o.name == "sdy.mesh"]:
             # All are over the same axes. Some differ in which of them are manual.
-            if name != self._program.mesh_name:
-                ir.SymbolTable.replace_all_symbol_uses(
-                    name, self._program.mesh_name, module.operation
-                )
+            use_mesh(self._program.mesh_name, mesh, module)
         regions = [o for o in walk(module.operation) if o.name == "sdy.manual_computation"]
         if len(regions) != 1:
             return None

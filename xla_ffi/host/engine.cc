@@ -1,0 +1,174 @@
+#include "engine.h"
+
+#include <cfenv>
+#include <type_traits>
+#include <utility>
+
+#include "../kernels/all_gather.h"
+#include "../kernels/all_to_all.h"
+#include "../kernels/hybrid_cube_mesh.h"
+#include "../kernels/norm_protocol.h"
+#include "../kernels/one_shot.h"
+#include "../kernels/reduce_scatter.h"
+#include "../kernels/segments.h"
+#include "../kernels/two_shot.h"
+
+namespace jax_intranode {
+namespace {
+
+// The thread context of group.h for a caller that must not block. One thread works on all packs of
+// a rank. A wait ends the phase, which resumes later at the same pack.
+struct ResumableThread {
+  size_t* cursor;
+  int* missing;
+  size_t First() const { return std::exchange(*cursor, 0); }
+  size_t Stride() const { return 1; }
+  // For norms (kernels/norm_protocol.h).
+  static constexpr int kRowThreads = 1;
+  uint32_t Thread() const { return 0; }
+  uint32_t Threads() const { return 1; }
+  int Block() const { return 0; }
+  int Blocks() const { return 1; }
+  size_t FirstUnit() const { return First(); }
+  template <uint32_t kMost>
+  float Total(float (&v)[kMost], uint32_t count) const {
+    return TotalOfPairs(v, count);
+  }
+  bool Wait(size_t i, int rank) {
+    *cursor = i;
+    *missing = rank;
+    return false;
+  }
+  // Nothing to check: a group begins one operation at a time, and handlers refuse closed groups.
+  void Admit() const {}
+  void FenceSegment() const { Fence(); }
+};
+
+// XLA:CPU calls handlers with flush-to-zero switched on. Sums keep subnormals.
+class KeepSubnormals {
+ public:
+  KeepSubnormals() {
+    std::fegetenv(&saved_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~KeepSubnormals() { std::fesetenv(&saved_); }
+
+ private:
+  std::fenv_t saved_;
+};
+
+// Runs a call from step `*step` on as far as possible; returns whether it has ended.
+template <class Type, int N, class C>
+bool RunCall(Algorithm algorithm, ResumableThread& t, const Group& g, const InSegments<C>& c,
+             uint32_t epoch, uint32_t* step) {
+  switch (algorithm) {
+    case Algorithm::kOneShot:
+      return RunSteps<OneShot<Type, N>>(t, g, c, epoch, step);
+    case Algorithm::kTwoShot:
+      return RunSteps<TwoShot<Type, N>>(t, g, c, epoch, step);
+    case Algorithm::kHybridCubeMesh:
+      return RunSteps<HybridCubeMesh<Type, N == kMaxRanks ? N : 0>>(t, g, c, epoch, step);
+    default:
+      break;
+  }
+  // CollectBuffers (ffi/operands.h) allows only one buffer for these three.
+  if constexpr (std::is_same_v<C, Buffer>) {
+    switch (algorithm) {
+      case Algorithm::kReduceScatter:
+        return RunSteps<ReduceScatter<Type, N>>(t, g, c, epoch, step);
+      case Algorithm::kAllGather:
+        return RunSteps<AllGather<Type, N>>(t, g, c, epoch, step);
+      case Algorithm::kAllToAll:
+        return RunSteps<AllToAll<Type, N>>(t, g, c, epoch, step);
+      default:
+        break;
+    }
+  }
+  return true;  // matmuls run only on GPUs
+}
+
+template <class Type>
+bool RunCall(Algorithm algorithm, ResumableThread& t, const Group& g, const InSegments<Buffer>& c,
+             uint32_t epoch, uint32_t* step) {
+  switch (g.size) {
+    case 2:
+      return RunCall<Type, 2>(algorithm, t, g, c, epoch, step);
+    case 4:
+      return RunCall<Type, 4>(algorithm, t, g, c, epoch, step);
+    case 8:
+      return RunCall<Type, 8>(algorithm, t, g, c, epoch, step);
+    default:
+      return RunCall<Type, 0>(algorithm, t, g, c, epoch, step);
+  }
+}
+
+template <class Type>
+bool RunCall(Algorithm algorithm, ResumableThread& t, const Group& g, const InSegments<Buffers>& c,
+             uint32_t epoch, uint32_t* step) {
+  return RunCall<Type, 0>(algorithm, t, g, c, epoch, step);
+}
+
+// The element types of a norm are fewer (HasNorm).
+template <class Type>
+bool RunCall(Algorithm, ResumableThread& t, const Group& g, const NormCall& c, uint32_t epoch,
+             uint32_t* phase) {
+  if constexpr (Type::Packets::kBytes == sizeof(Pack)) {
+    using Body = Norm<Type, 0, false>;
+    for (; *phase < Body::kPhases; ++*phase) {
+      if (!Body::RunPhase(*phase, t, g, c, epoch)) return false;
+    }
+  }
+  return true;
+}
+
+template <class C>
+bool RunCall(ElementType type, Algorithm algorithm, ResumableThread& t, const Group& g, const C& c,
+             uint32_t epoch, uint32_t* step) {
+  switch (type) {
+#define JIN_X(type, item_bytes, packet_bytes) \
+  case ElementType::k##type:                  \
+    return RunCall<type>(algorithm, t, g, c, epoch, step);
+    JIN_ELEMENT_TYPES(JIN_X)
+#undef JIN_X
+  }
+  return true;
+}
+
+}  // namespace
+
+ResumableCall::ResumableCall(const HostOperation& operation, const Buffers& buffers)
+    : operation_(operation), operands_(buffers.buffer[0]) {
+  if (buffers.count > 1) operands_ = std::make_unique<const Buffers>(buffers);
+}
+
+uint64_t ResumableCall::Bytes(int size) const {
+  const size_t shards = InputShards(operation_.algorithm, size);
+  if (const auto* norm = std::get_if<std::unique_ptr<const NormCall>>(&operands_)) {
+    return uint64_t{(*norm)->rows} * (*norm)->hidden * ItemBytes(operation_.type) * shards;
+  }
+  const auto* many = std::get_if<std::unique_ptr<const Buffers>>(&operands_);
+  if (many == nullptr) return std::get<Buffer>(operands_).bytes * shards;
+  uint64_t bytes = 0;
+  for (int b = 0; b < (*many)->count; ++b) bytes += (*many)->buffer[b].bytes * shards;
+  return bytes;
+}
+
+bool ResumableCall::Advance(const Group& view, uint32_t epoch, int* missing) {
+  const KeepSubnormals keep_subnormals;
+  ResumableThread thread{&cursor_, missing};
+  const auto& [algorithm, type, segments, name] = operation_;
+  const auto run = [&](const auto& call) {
+    return RunCall(type, algorithm, thread, view, call, epoch, &step_);
+  };
+  const auto run_cut = [&]<class Call>(const Call& call) {
+    const size_t packs = SegmentPacks(algorithm, call.Packs(), view.size, segments);
+    return run(InSegments<Call>{call, packs, segments});
+  };
+  if (const auto* norm = std::get_if<std::unique_ptr<const NormCall>>(&operands_)) {
+    return run(**norm);
+  }
+  const auto* many = std::get_if<std::unique_ptr<const Buffers>>(&operands_);
+  return many == nullptr ? run_cut(std::get<Buffer>(operands_)) : run_cut(**many);
+}
+
+}  // namespace jax_intranode

@@ -1,0 +1,50 @@
+// Runs the protocols of xla_ffi/kernels for a caller that must not block: a call advances until a
+// peer's data are missing, and goes on from there later.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <variant>
+
+#include "../kernels/algorithms.h"
+#include "../kernels/buffers.h"
+#include "../kernels/group.h"
+#include "../kernels/norm.h"
+
+namespace jax_intranode {
+
+struct HostOperation {
+  Algorithm algorithm;
+  ElementType type;
+  uint32_t segments = 1;
+  // For messages: the number of the text of the call site (call_sites.h). 0: that of the site.
+  // Programs with different names may have one site, because ranks match what is computed.
+  uint64_t name = 0;
+};
+
+// One rank's part in an operation. The memory that the operands point to must stay valid.
+class ResumableCall {
+ public:
+  ResumableCall() = default;
+  ResumableCall(const HostOperation& operation, const Buffers& buffers);
+  ResumableCall(const HostOperation& operation, const NormCall& norm)
+      : operation_(operation), operands_(std::make_unique<const NormCall>(norm)) {}
+
+  // Bytes of the rank's operands in a group of `size` ranks.
+  uint64_t Bytes(int size) const;
+
+  // Advances as far as possible; returns whether the call has ended. If not, `missing` is the rank
+  // whose data have not arrived. `view` is the group as the rank sees it.
+  bool Advance(const Group& view, uint32_t epoch, int* missing);
+
+  uint32_t step() const { return step_; }
+
+ private:
+  HostOperation operation_{};
+  std::variant<Buffer, std::unique_ptr<const Buffers>, std::unique_ptr<const NormCall>> operands_;
+  uint32_t step_ = 0;  // of the operation (segments.h)
+  size_t cursor_ = 0;  // in the step
+};
+
+}  // namespace jax_intranode

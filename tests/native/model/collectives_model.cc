@@ -186,7 +186,7 @@ class Sequence {
   Sequence(int ranks, std::vector<Plan> plans, bool every_access)
       : ranks_(ranks),
         plans_(std::move(plans)),
-        epoch_buffer_bytes_(64 * ranks),
+        epoch_buffer_bytes_(128 * (ranks - 1)),
         words_(ranks * 2 * epoch_buffer_bytes_ / 4),
         every_access_(every_access),
         machine_(words_, jin::kEmpty, 0, {every_access}) {

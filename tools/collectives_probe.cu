@@ -392,12 +392,15 @@ int CheckAll(Probe& ranks, bool mesh) {
   unsigned long long all_wrong = 0;
   int operations = 0;
   for (int round = 0; round < 12; ++round) {
+    // Of all operations of a round, because ranks on one GPU may be in different ones: many small
+    // blocks that wait could leave no SM with room for a large one, for which they wait.
+    const int threads = 32 << (random() % 5);
     std::vector<Operation> chosen;
     for (int k = 0; k < 12; ++k) {
       const Algorithm algorithms[] = {Algorithm::kOneShot, Algorithm::kTwoShot,
                                       Algorithm::kReduceScatter, Algorithm::kAllGather,
                                       Algorithm::kAllToAll};
-      Operation o{algorithms[random() % 5], 0, 1, {1, 32 << (random() % 5)}};
+      Operation o{algorithms[random() % 5], 0, 1, {1, threads}};
       if (mesh) o.algorithm = Algorithm::kHybridCubeMesh;
       // Small ones between large ones, whole packs and not.
       o.elements =

@@ -2,9 +2,10 @@
 
     python examples/decode.py [STEPS]
 
-Attention and MLP of each layer end in a sum over the ranks of a few KB, whose latency is all that
+Attention and MLP of each layer each end in a sum over the ranks of 32 KB, whose latency is all that
 counts. Layers are unrolled and each step donates its state to the next one, so that XLA replays
-steps from a CUDA graph. It takes all GPUs, or else four CPU devices and a smaller model.
+steps from a CUDA graph. The program uses all GPUs, or else four CPU devices and a smaller model.
+For the speed with jax.lax, run it with JAX_INTRANODE_DISABLE=1.
 """
 
 import sys
@@ -27,13 +28,12 @@ LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, VOCABULARY = LLAMA if ON_GPUS else TINY
 DTYPE = jnp.bfloat16 if ON_GPUS else jnp.float32
 BATCH, CHANNELS, LENGTH = 4, HIDDEN // HEADS, 1 + 3 * STEPS
 COLUMNS, ROWS, CACHE = P(None, "model"), P("model", None), P(None, None, "model")
-# Name: rows, columns, sharding.
 LAYER = {"query": (HIDDEN, HIDDEN, COLUMNS), "output": (HIDDEN, HIDDEN, ROWS)}
 LAYER |= {name: (HIDDEN, KV_HEADS * CHANNELS, COLUMNS) for name in ("key", "value")}
 LAYER |= {name: (HIDDEN, INNER, COLUMNS) for name in ("gate", "up")}
 LAYER |= {"down": (INNER, HIDDEN, ROWS)}
 MODEL = {"embed": (VOCABULARY, HIDDEN, P()), "logits": (HIDDEN, VOCABULARY, COLUMNS)}
-MODEL["layers"] = [LAYER] * LAYERS
+MODEL["layers"] = [LAYER] * LAYERS  # of each matrix: rows, columns, sharding
 STATE = {"caches": [(CACHE, CACHE)] * LAYERS, "tokens": P(), "position": P()}
 
 
@@ -52,7 +52,7 @@ def rotary(x: jax.Array, position: jax.Array) -> jax.Array:
 
 
 def attention(w: Any, x: jax.Array, cache: Any, position: jax.Array) -> tuple[jax.Array, Any]:
-    """Attention of this rank's heads: (its summand of the result, the cache with the new token)."""
+    """Attention of the rank's heads: (the rank's term of the sum, the cache with the new token)."""
     q, k, v = ((x @ w[name]).reshape(BATCH, -1, CHANNELS) for name in ("query", "key", "value"))
     keys = cache[0].at[:, position].set(rotary(k, position))
     values = cache[1].at[:, position].set(v)
@@ -71,7 +71,7 @@ def step(params: Any, state: Any) -> Any:
         x = x + jax_intranode.psum(mixed, "model")
         inner = jax.nn.silu(norm(x) @ w["gate"]) * (norm(x) @ w["up"])
         x = x + jax_intranode.psum(inner @ w["down"], "model")
-    # Each rank has the logits of its part of the vocabulary. The best of each are gathered.
+    # The best logit of each rank, and its index, are gathered.
     logits = (norm(x) @ params["logits"]).astype(jnp.float32)
     first = lax.axis_index("model") * logits.shape[-1]
     best = jnp.stack([logits.max(-1), (first + logits.argmax(-1)).astype(jnp.float32)])
@@ -81,15 +81,15 @@ def step(params: Any, state: Any) -> Any:
     return {"caches": caches, "tokens": tokens, "position": position + 1}
 
 
-def of_matrices(function: Any) -> Any:
-    """The tree of the model, with a value for each matrix."""
+def map_matrices(function: Any) -> Any:
+    """`MODEL` with each matrix replaced by function(rows, columns, sharding)."""
     return jax.tree.map(lambda x: function(*x), MODEL, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def initial() -> tuple[Any, Any]:
     """Random parameters, and the state before the first step."""
     keys = iter(jax.random.split(jax.random.key(0), 2 + len(LAYER) * LAYERS))
-    params = of_matrices(lambda m, n, _: jax.random.normal(next(keys), (m, n), DTYPE) * m**-0.5)
+    params = map_matrices(lambda m, n, _: jax.random.normal(next(keys), (m, n), DTYPE) * m**-0.5)
     cache = jnp.zeros((BATCH, LENGTH, KV_HEADS, CHANNELS), DTYPE)
     tokens = jnp.zeros((BATCH, LENGTH), jnp.int32).at[:, 0].set(jnp.arange(BATCH))
     return params, {"caches": [(cache, cache)] * LAYERS, "tokens": tokens, "position": 0}
@@ -98,7 +98,7 @@ def initial() -> tuple[Any, Any]:
 def main() -> None:
     """Prints what the collectives of a step run as, decodes, and prints tokens per second."""
     mesh = jax.make_mesh((jax.device_count(),), ("model",), (AxisType.Auto,))
-    specs = of_matrices(lambda m, n, spec: spec), STATE
+    specs = map_matrices(lambda m, n, spec: spec), STATE
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     params, state = jax.jit(initial, out_shardings=shardings)()
     # All ranks choose the same token, which check_vma can't tell.

@@ -1,11 +1,12 @@
 """Trains a transformer with FSDP and tensor parallelism on a 2-D mesh, under plain jit.
 
-    python examples/train_fsdp_tp.py [STEPS]
+    python examples/train_fsdp_tp.py [STEPS [TP]]
 
 The model learns the texts of Python's `help()`, byte by byte. All matrices, and Adam's moments, are
 sharded over both axes of the mesh. XLA gathers a matrix over "data" before it is used (FSDP). Over
-"model", attention heads, MLP columns and the sequence are divided: see `columns` and `rows`. The
-program takes all GPUs, or else four CPU devices and a much smaller model.
+"model" (TP devices), heads, MLP columns and the sequence are divided: see `columns` and `rows`. The
+program uses all GPUs, or else four CPU devices and a much smaller model. In a clone,
+`python -m jax_intranode bench transformer` times a similar step beside jax.lax.
 """
 
 import sys
@@ -22,14 +23,14 @@ import jax_intranode
 jax.config.update("jax_num_cpu_devices", 4)  # has no effect on GPUs
 ON_GPUS = jax.default_backend() == "gpu"
 LAYERS, WIDTH, HEADS, SEQUENCE, BATCH = (4, 4096, 32, 2048, 2) if ON_GPUS else (2, 64, 4, 64, 8)
-STEPS = int((*sys.argv, 60)[1])
+STEPS, TP = int((*sys.argv[1:], 60)[0]), int((*sys.argv[2:], 2)[0])
 RATE, DTYPE = (3e-4, jnp.bfloat16) if ON_GPUS else (3e-3, jnp.float32)
 COLUMNS, ROWS = P("data", "model"), P("model", "data")
 # Name: rows, columns, sharding.
 LAYER = {name: (WIDTH, WIDTH, COLUMNS) for name in ("query", "key", "value")}
 LAYER |= {name: (WIDTH, 3 * WIDTH, COLUMNS) for name in ("gate", "up")}
 LAYER |= {"out": (WIDTH, WIDTH, ROWS), "down": (3 * WIDTH, WIDTH, ROWS)}
-SHAPES = {"embed": (256, WIDTH, P("data")), "places": (SEQUENCE, WIDTH, P("data"))}
+SHAPES = {"embed": (256, WIDTH, P("data")), "positions": (SEQUENCE, WIDTH, P("data"))}
 SHAPES |= {f"{name}_{i}": matrix for i in range(LAYERS) for name, matrix in LAYER.items()}
 
 
@@ -63,7 +64,7 @@ def block(x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
 def loss_of(params: dict, tokens: jax.Array, targets: jax.Array) -> jax.Array:
     """The mean loss in nats per byte."""
     params = {name: matrix.astype(DTYPE) for name, matrix in params.items()}
-    x = params["embed"][tokens] + params["places"]
+    x = params["embed"][tokens] + params["positions"]
     for i in range(LAYERS):
         x = block(x, {name: params[f"{name}_{i}"] for name in LAYER})
     logits = (norm(x) @ params["embed"].T).astype(jnp.float32) * WIDTH**-0.5
@@ -84,15 +85,15 @@ def train_step(state: dict, tokens: jax.Array, targets: jax.Array) -> tuple:
 
 def main() -> None:
     """Prints what the collectives of a step run as, and trains."""
-    data = jax.device_count() // 2
-    mesh = jax.make_mesh((data, 2), ("data", "model"), (AxisType.Auto,) * 2)
-    of = {name: NamedSharding(mesh, spec) for name, (*_, spec) in SHAPES.items()}
-    shardings = {"params": of, "mean": of, "square": of, "step": None}
-    of_tokens = NamedSharding(mesh, P("data", "model"))
+    data = jax.device_count() // TP
+    mesh = jax.make_mesh((data, TP), ("data", "model"), (AxisType.Auto,) * 2)
+    matrices = {name: NamedSharding(mesh, spec) for name, (*_, spec) in SHAPES.items()}
+    shardings = {"params": matrices, "mean": matrices, "square": matrices, "step": None}
+    batches = NamedSharding(mesh, P("data", "model"))
     text = np.frombuffer("\n".join(topics.topics.values()).encode(), np.uint8).astype(np.int32)
 
     def initial() -> dict:
-        params = {
+        params = {  # in layers ("_" in the name) divided by the root of the rows, to keep variances
             name: jax.random.normal(jax.random.key(i), (m, n)) * (m if "_" in name else 1) ** -0.5
             for i, (name, (m, n, _)) in enumerate(SHAPES.items())
         }
@@ -103,7 +104,7 @@ def main() -> None:
         rng = np.random.default_rng(index)
         starts = rng.integers(len(text) - SEQUENCE, size=(BATCH * data, 1))
         windows = text[starts + np.arange(SEQUENCE + 1)]
-        return jax.device_put([windows[:, :-1], windows[:, 1:]], of_tokens)
+        return jax.device_put([windows[:, :-1], windows[:, 1:]], batches)
 
     with jax.set_mesh(mesh):
         state = jax.jit(initial, out_shardings=shardings)()

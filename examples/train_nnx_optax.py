@@ -1,11 +1,11 @@
 """Trains a tensor-parallel transformer, written with Flax NNX and optax, under plain jit.
 
-    pip install flax optax
-    python examples/train_nnx_optax.py [STEPS]
+    pip install flax optax && python examples/train_nnx_optax.py [STEPS [TP]]
 
 The model learns the texts of Python's `help()`, byte by byte. The batch is divided over "data";
-attention heads, MLP columns and the sequence over "model": see `Block.columns` and `Block.rows`.
-The program takes all GPUs, or else four CPU devices and a much smaller model.
+heads, MLP columns and the sequence over "model" (TP devices): see `Block.columns` and `Block.rows`.
+The program uses all GPUs, or else four CPU devices and a much smaller model. In a clone,
+`python -m jax_intranode bench transformer` times a similar step beside jax.lax.
 """
 
 import sys
@@ -24,7 +24,7 @@ import jax_intranode
 jax.config.update("jax_num_cpu_devices", 4)  # has no effect on GPUs
 ON_GPUS = jax.default_backend() == "gpu"
 LAYERS, WIDTH, HEADS, SEQUENCE, BATCH = (4, 4096, 32, 2048, 2) if ON_GPUS else (2, 64, 4, 64, 8)
-STEPS = int((*sys.argv, 60)[1])
+STEPS, TP = int((*sys.argv[1:], 60)[0]), int((*sys.argv[2:], 2)[0])
 RATE, DTYPE = (3e-4, jnp.bfloat16) if ON_GPUS else (3e-3, jnp.float32)
 COLUMNS, ROWS = (None, "model"), ("model", None)
 
@@ -65,7 +65,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Bytes to the logits of the bytes that follow them."""
+    """Maps bytes to the logits of the bytes that follow them."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.embed = nnx.Embed(256, WIDTH, dtype=DTYPE, rngs=rngs)
@@ -86,7 +86,7 @@ def loss_of(model: Transformer, tokens: jax.Array, targets: jax.Array) -> jax.Ar
 
 def main() -> None:
     """Prints what the collectives of a step run as, and trains."""
-    mesh = jax.make_mesh((jax.device_count() // 2, 2), ("data", "model"), (AxisType.Auto,) * 2)
+    mesh = jax.make_mesh((jax.device_count() // TP, TP), ("data", "model"), (AxisType.Auto,) * 2)
     text = np.frombuffer("\n".join(topics.topics.values()).encode(), np.uint8).astype(np.int32)
     rng = np.random.default_rng(0)
 

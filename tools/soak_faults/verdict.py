@@ -7,8 +7,9 @@ from soak_faults.matrix import Case
 
 # From the end of a process to the exception of the others.
 _DEAD_S = 1.0
-# The same if it ends in order. Its peers wait a second longer for operations that are under way.
-_GOODBYE_S = 2.5
+# The same if it ends in order. Its peers first wait 3 s (kPatience in xla_ffi/health/peer_table.h),
+# in which another thread of it may still make the call.
+_GOODBYE_S = 4.0
 # From the exception to the end of a process that does not catch it.
 _END_S = 8.0
 # The types of exceptions that tell of a failure.

@@ -346,7 +346,7 @@ class Comparison:
         (p10, p50, p90), (a10, a50, a90) = found[PLAIN], found[ACCELERATED]
         if not math.isnan(p50 + a50):
             overlap = "" if p10 > a90 or p90 < a10 else ", but the times overlap"
-            _say(f"  accelerated, it is {p50 / a50:.2f} times as fast{overlap}")
+            _say(f"  accelerated steps are {p50 / a50:.2f} times as fast{overlap}")
         _say(f"  results: {_text_of_difference(off)}")
         for text in _texts_of_collectives(function.explanation):
             _say(f"  {text}")

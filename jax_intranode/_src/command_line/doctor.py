@@ -416,7 +416,7 @@ def _probe(
     failures = [problem] if problem else found
     if failures:
         return _fails(name, f"{what}: {'; '.join(failures[:3])}", remedy)
-    return _ok(name, f"{what}: what was written is read")
+    return _ok(name, f"{what}: the written data can be read")
 
 
 def _self_test(name: str, platform: str, ranks: int) -> Check:

@@ -168,7 +168,7 @@ VARIABLES = (
         _PREFIX + "TOPOLOGY",
         _words(_TOPOLOGIES),
         "what NVML reports",
-        "for tests: assume these NVLinks, also where processes share a GPU",
+        "for tests: assume this NVLink topology, even where processes share a GPU",
         _one_of(*_TOPOLOGIES),
     ),
     Variable(
@@ -212,8 +212,8 @@ VARIABLES = (
         _PREFIX + "ALGORITHM",
         _words(ALGORITHMS),
         "`auto`",
-        "`one_shot`, `two_shot`: `psum` uses this algorithm (what does not fit at once, in "
-        "segments, fits everywhere); `lax`: everything falls back",
+        "`one_shot`, `two_shot`: `psum` uses this algorithm, in segments if the array does not fit "
+        "at once; `lax`: everything falls back",
         _one_of(*ALGORITHMS),
     ),
     Variable(
@@ -236,13 +236,13 @@ VARIABLES = (
         _PREFIX + "STRICT",
         "`0`, `1`",
         "`0`",
-        "`1`: a fallback is an error",
+        "`1`: an unwanted fallback is an error",
         _is_set,
     ),
     Variable(
         _PREFIX + "TUNING",
         "a file",
-        "what is shipped",
+        "the shipped table",
         "what `python -m jax_intranode tune` has measured on this node",
         lambda name, text: text,
     ),

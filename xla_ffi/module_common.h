@@ -129,6 +129,8 @@ void ExportCommon(nb::module_& m) {
   using Memories = std::vector<Memory<typename Backend::Slab>>;
   using Ids = std::vector<int64_t>;
   const auto without_gil = nb::call_guard<nb::gil_scoped_release>();
+  // The monitor and communicators live until the process ends: nothing is leaked.
+  nb::set_leak_warnings(false);
   m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.attr("HEADER_BYTES") = kHeaderBytes;
   m.attr("PEER_HEADER_BYTES") = v1::kHeaderBytes;

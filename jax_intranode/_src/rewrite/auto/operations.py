@@ -295,8 +295,8 @@ def _collective(operation: Any, program: Program) -> Found:
             return found(None, "a reduction that is no sum")
     if spec is None or spec != after or any(spec[dimension] for dimension in dimensions):
         return found(None, "its dimension is sharded over Auto axes, or its result otherwise")
-    result = ir.RankedTensorType(operation.results[0].type).shape
-    for shape in (avals[0].shape, result):
+    for value in (values[0], operation.results[0]):
+        shape = ir.RankedTensorType(value.type).shape
         if plans.local_size(shape, spec, dict(program.mesh.shape)) is None:
             return found(None, UNEVEN)
     plan = Plan((spec,), (), (), None, spec)
@@ -315,9 +315,8 @@ def _axes_of(groups: Any, mesh: Any) -> Axes | None:
     if isinstance(groups, ir.DenseIntElementsAttr):  # jax 0.10
         return _axes_of_lists(np.array(groups).tolist(), mesh)
     try:
-        axes = [
-            stablehlo.AxisRefAttr(axis) for axis in stablehlo.ReplicaGroupMeshAxesAttr(groups).axes
-        ]
+        of_groups: Any = stablehlo.ReplicaGroupMeshAxesAttr(groups).axes
+        axes = [stablehlo.AxisRefAttr(axis) for axis in of_groups]
     except ValueError:
         return None
     if any(axis.sub_axis_info for axis in axes):

@@ -1,12 +1,15 @@
 """The operations of a program that communicate, each with the plan that XLA follows."""
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
@@ -269,7 +272,7 @@ def _collective(operation: Any, program: Program) -> Found:
     name, attributes = operation.name.removeprefix("stablehlo."), operation.attributes
     values = tuple(operation.operands)
     avals = tuple(map(aval, values))
-    axes = _axes_of(attributes["replica_groups"])
+    axes = _axes_of(attributes["replica_groups"], program.mesh)
     own = tuple(range(len(ir.RankedTensorType(values[0].type).shape)))
     labels = Labels((own,), own)
 
@@ -292,8 +295,8 @@ def _collective(operation: Any, program: Program) -> Found:
             return found(None, "a reduction that is no sum")
     if spec is None or spec != after or any(spec[dimension] for dimension in dimensions):
         return found(None, "its dimension is sharded over Auto axes, or its result otherwise")
-    result = ir.RankedTensorType(operation.results[0].type).shape
-    for shape in (avals[0].shape, result):
+    for value in (values[0], operation.results[0]):
+        shape = ir.RankedTensorType(value.type).shape
         if plans.local_size(shape, spec, dict(program.mesh.shape)) is None:
             return found(None, UNEVEN)
     plan = Plan((spec,), (), (), None, spec)
@@ -307,16 +310,29 @@ def _collective(operation: Any, program: Program) -> Found:
     return found(plan, None, lambda x: lax.all_to_all(x, axes, split, concat, tiled=True))
 
 
-def _axes_of(groups: Any) -> Axes | None:
+def _axes_of(groups: Any, mesh: Any) -> Axes | None:
     """The axes of a collective's groups, major ones first; None if they are not known."""
-    if not hasattr(stablehlo, "ReplicaGroupMeshAxesAttr"):
-        return None
+    if isinstance(groups, ir.DenseIntElementsAttr):  # jax 0.10
+        return _axes_of_lists(np.array(groups).tolist(), mesh)
     try:
-        axes = [
-            stablehlo.AxisRefAttr(axis) for axis in stablehlo.ReplicaGroupMeshAxesAttr(groups).axes
-        ]
+        of_groups: Any = stablehlo.ReplicaGroupMeshAxesAttr(groups).axes
+        axes = [stablehlo.AxisRefAttr(axis) for axis in of_groups]
     except ValueError:
         return None
     if any(axis.sub_axis_info for axis in axes):
         return None
     return tuple(axis.name for axis in axes)
+
+
+def _axes_of_lists(groups: list[list[int]], mesh: Any) -> Axes | None:
+    """The same, of groups that list positions in the mesh."""
+    positions = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
+    names = tuple(mesh.shape)
+    for count in range(1, len(names) + 1):
+        for axes in itertools.permutations(names, count):
+            last = [names.index(axis) for axis in axes]
+            moved = np.moveaxis(positions, last, range(-count, 0))
+            size = math.prod(mesh.shape[axis] for axis in axes)
+            if sorted(moved.reshape(-1, size).tolist()) == sorted(groups):
+                return axes
+    return None

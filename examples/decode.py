@@ -1,11 +1,11 @@
 """Decodes with a tensor-parallel transformer that has the shape of Llama 8B, and random weights.
 
     python examples/decode.py [STEPS]
+    python -m jax_intranode launch examples/decode.py    # a process per GPU
 
-Attention and MLP of each layer each end in a sum over the ranks of 32 KB, whose latency is all that
-counts. Layers are unrolled and each step donates its state to the next one, so that XLA replays
-steps from a CUDA graph. The program uses all GPUs, or else four CPU devices and a smaller model.
-For the speed with jax.lax, run it with JAX_INTRANODE_DISABLE=1.
+In each layer, attention and MLP each end in a 32 KB sum over the ranks, where only latency matters.
+Layers are unrolled and each step donates its state to the next, so that XLA replays a CUDA graph.
+CPU devices decode with a smaller model. JAX_INTRANODE_DISABLE=1 gives the speed with jax.lax.
 """
 
 import sys
@@ -22,18 +22,18 @@ import jax_intranode
 
 jax.config.update("jax_num_cpu_devices", 4)  # has no effect on GPUs
 ON_GPUS = jax.default_backend() == "gpu"
-STEPS = int((*sys.argv, 64)[1])
+STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 64
 LLAMA, TINY = (32, 4096, 14336, 32, 8, 128_256), (2, 256, 768, 8, 8, 512)
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, VOCABULARY = LLAMA if ON_GPUS else TINY
 DTYPE = jnp.bfloat16 if ON_GPUS else jnp.float32
 BATCH, CHANNELS, LENGTH = 4, HIDDEN // HEADS, 1 + 3 * STEPS
 COLUMNS, ROWS, CACHE = P(None, "model"), P("model", None), P(None, None, "model")
-LAYER = {"query": (HIDDEN, HIDDEN, COLUMNS), "output": (HIDDEN, HIDDEN, ROWS)}
-LAYER |= {name: (HIDDEN, KV_HEADS * CHANNELS, COLUMNS) for name in ("key", "value")}
-LAYER |= {name: (HIDDEN, INNER, COLUMNS) for name in ("gate", "up")}
-LAYER |= {"down": (INNER, HIDDEN, ROWS)}
+QUERY, KEY = (HIDDEN, HIDDEN, COLUMNS), (HIDDEN, KV_HEADS * CHANNELS, COLUMNS)
+OUTPUT, UP, DOWN = (HIDDEN, HIDDEN, ROWS), (HIDDEN, INNER, COLUMNS), (INNER, HIDDEN, ROWS)
+LAYER = {"query": QUERY, "key": KEY, "value": KEY, "output": OUTPUT}
+LAYER.update(gate=UP, up=UP, down=DOWN)  # of each matrix: rows, columns, sharding
 MODEL = {"embed": (VOCABULARY, HIDDEN, P()), "logits": (HIDDEN, VOCABULARY, COLUMNS)}
-MODEL["layers"] = [LAYER] * LAYERS  # of each matrix: rows, columns, sharding
+MODEL["layers"] = [LAYER] * LAYERS
 STATE = {"caches": [(CACHE, CACHE)] * LAYERS, "tokens": P(), "position": P()}
 
 
@@ -96,7 +96,7 @@ def initial() -> tuple[Any, Any]:
 
 
 def main() -> None:
-    """Prints what the collectives of a step run as, decodes, and prints tokens per second."""
+    """Prints how the collectives of a step are run, decodes, and prints tokens per second."""
     mesh = jax.make_mesh((jax.device_count(),), ("model",), (AxisType.Auto,))
     specs = map_matrices(lambda m, n, spec: spec), STATE
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)

@@ -34,7 +34,8 @@ SILENT_S = 3.0  # how long a process may be silent in these tests
 
 
 def say(label: str, text: object = "") -> None:
-    print(f"{label}: {time.monotonic():.3f} {' '.join(str(text).split())}", flush=True)
+    # In one piece: threads that log share the file.
+    print(f"{label}: {time.monotonic():.3f} {' '.join(str(text).split())}\n", end="", flush=True)
 
 
 def mesh_of_all() -> jax.sharding.Mesh:

@@ -51,7 +51,8 @@ def lines(log: str, label: str) -> list[str]:
 
 
 def say(label: str, text: object) -> None:
-    print(f"{label}: {str(text).splitlines()[0]}", flush=True)
+    # In one piece: threads that log share the file.
+    print(f"{label}: {str(text).splitlines()[0]}\n", end="", flush=True)
 
 
 def come(stage: str, ranks: list[int]) -> None:

@@ -67,7 +67,8 @@ COLUMNS = 4096
 
 
 def say(text: object, label: str = "RESULT") -> None:
-    print(f"{label}: {' '.join(str(text).split())}", flush=True)
+    # In one piece: threads that log share the file.
+    print(f"{label}: {' '.join(str(text).split())}\n", end="", flush=True)
 
 
 def rank() -> int:

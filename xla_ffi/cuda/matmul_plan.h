@@ -1,7 +1,7 @@
 // The plan of an overlapped matmul: how the work is divided. No CUDA, no XLA.
 //
-// Python chooses a plan (`Plan` in selection/overlap/plan.py has the same fields). It travels in the
-// HLO as one dictionary attribute, is decoded by field name, and is the same on all ranks.
+// Python chooses a plan (`Plan` in selection/overlap/plan.py has the same fields). It travels in
+// the HLO as one dictionary attribute, is decoded by field name, and is the same on all ranks.
 //
 // To add a field: a member of MatmulPlan and its name in JIN_MATMUL_PLAN_FIELDS, a check in
 // IsValid, the field of `Plan`, and the code that uses it.

@@ -101,7 +101,7 @@ def main() -> None:
     specs = map_matrices(lambda m, n, spec: spec), STATE
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     params, state = jax.jit(initial, out_shardings=shardings)()
-    # All ranks choose the same token, which check_vma can't tell.
+    # All ranks choose the same token, but check_vma cannot infer that.
     run = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=STATE, check_vma=False)
     run = jax.jit(run, donate_argnums=1)
     print(jax_intranode.explain(run)(params, state))

@@ -868,6 +868,8 @@ def calls_after_its_end() -> None:
 def main() -> None:
     platform, name, *arguments = sys.argv[1:]
     logging.basicConfig()
+    # A shell that runs the tests in the background has them ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if platform != "launch":
         launcher.connect(platform)
     sys.excepthook = sys.__excepthook__  # end as programs do that nobody prepared

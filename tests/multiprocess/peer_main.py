@@ -34,7 +34,7 @@ SILENT_S = 3.0  # how long a process may be silent in these tests
 
 
 def say(label: str, text: object = "") -> None:
-    # In one piece: threads that log share the file.
+    # Text and newline in one write, because threads that log write to the same file.
     print(f"{label}: {time.monotonic():.3f} {' '.join(str(text).split())}\n", end="", flush=True)
 
 

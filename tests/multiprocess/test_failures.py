@@ -51,7 +51,7 @@ def lines(log: str, label: str) -> list[str]:
 
 
 def say(label: str, text: object) -> None:
-    # In one piece: threads that log share the file.
+    # Text and newline in one write, because threads that log write to the same file.
     print(f"{label}: {str(text).splitlines()[0]}\n", end="", flush=True)
 
 

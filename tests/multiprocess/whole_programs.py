@@ -67,7 +67,7 @@ COLUMNS = 4096
 
 
 def say(text: object, label: str = "RESULT") -> None:
-    # In one piece: threads that log share the file.
+    # Text and newline in one write, because threads that log write to the same file.
     print(f"{label}: {' '.join(str(text).split())}\n", end="", flush=True)
 
 
@@ -868,7 +868,7 @@ def calls_after_its_end() -> None:
 def main() -> None:
     platform, name, *arguments = sys.argv[1:]
     logging.basicConfig()
-    # A shell that runs the tests in the background has them ignore it.
+    # Programs that a shell starts in the background ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if platform != "launch":
         launcher.connect(platform)

@@ -35,15 +35,19 @@
 //   Two-shot, gather slots. r sends the sums of k + 1 behind the fence after Drain k, in which it
 //   received the sums of k of p. p sent these behind the fence after Drain k - 1, in which it armed
 //   the gather slots of k - 1.
-//   The first two segments. Segment 0 of an operation whose first epoch is a uses the buffer of
-//   epoch a - 2, and what is sent next that of a - 1. The latter is sent after r has received a
-//   packet of epoch a of p, or in epoch a itself; p's kernel began after all of its earlier
-//   operations. For epoch a - 2 see the next paragraph if a - 1 is of an operation in segments,
-//   else group.h. The next operation, whose first epoch is a. All threads of r have ended the
-//   operation in segments, so they have heard of all threads of p that worked on it, by (a). They
-//   send into the buffer of a - 2. Two phases: a - 1 has the last two segments, S - 2 and S - 1,
-//   and a - 2 has S - 4 and S - 3. p sent S - 1 after the fence that follows Take S - 3. The number
-//   of segments is even, or epoch a - 2 would have a segment that p armed after its last fence.
+//
+//   The first epochs. Let a be the first epoch of an operation in segments. What r sends in epoch a
+//   goes into the buffer of epoch a - 2: group.h says why this is safe if a - 1 is an operation of
+//   one epoch, and the next paragraph if a - 1 belongs to an operation in segments. What r sends in
+//   epoch a + 1 goes into the buffer of a - 1. r has received a packet of epoch a from p before,
+//   and p's kernel sent it after all of p's earlier operations had ended.
+//
+//   The next operation. Let a be its first epoch. All threads of r have ended the operation in
+//   segments, so by (a) they have heard of all threads of p that worked on it. They send into the
+//   buffer of a - 2. Two phases with S segments: epoch a - 1 had the segments S - 2 and S - 1, and
+//   epoch a - 2 had S - 4 and S - 3. p sent S - 1 behind the fence after Take S - 3. The number of
+//   segments is even: else epoch a - 2 would have a segment that p armed after its last fence. (If
+//   S is 2, epoch a - 2 belongs to an operation that p had ended before it sent S - 1.)
 //   Two-shot: p sent its sums of z behind the fence after Drain z - 1.
 //
 // Blocks don't wait for each other: at any time two blocks may be in different segments. A block

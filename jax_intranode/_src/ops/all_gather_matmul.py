@@ -179,10 +179,8 @@ def all_gather_matmul(
         >>> bool(jnp.allclose(gate_and_up(x, w), x @ w * 3))
         True
     """
-    call = MatmulCall(
-        *("all_gather_matmul", x, w, axis_name, preferred_element_type, batch_axes, mesh),
-        lists=True,
-    )
+    name = "all_gather_matmul"
+    call = MatmulCall(name, x, w, axis_name, preferred_element_type, batch_axes, mesh, lists=True)
     return of_call(call, "gather_axis", gather_axis, return_gathered)
 
 
@@ -332,12 +330,11 @@ def _jvp(
 def _transpose(
     cotangents: Sequence[Any], x: Any, *ws: Any, params: GatherMatmulParams
 ) -> list[Any]:
-    nonzero = [None if type(ct) is ad.Zero else ct for ct in cotangents]
-    of_products = nonzero[: len(ws)]
+    of_products, of_gathered = cotangents[: len(ws)], cotangents[len(ws) :]
     none_of_ws: list[Any] = [None] * len(ws)
     if ad.is_undefined_primal(x):
-        terms = [(ct, w) for ct, w in zip(of_products, ws, strict=True) if ct is not None]
-        addend = [ct for ct in nonzero[len(ws) :] if ct is not None]
+        terms = [(ct, w) for ct, w in zip(of_products, ws, strict=True) if type(ct) is not ad.Zero]
+        addend = [ct for ct in of_gathered if type(ct) is not ad.Zero]
         if not terms and not addend:
             return [ad.Zero(x.aval.to_ct_aval()), *none_of_ws]
         (ct_x,) = matmul_reduce_scatter_p.bind(
@@ -354,15 +351,7 @@ def _transpose(
         return [ct_x, *none_of_ws]
     # Linear in the matrices. Only jax.linear_transpose asks for that: see `_jvp`.
     (whole,) = all_gather_matmul_p.bind(x, params=replace(params, gathered=True))
-    return [
-        None,
-        *(
-            local_matmuls.wgrad_dot(whole, ct, w.aval.dtype, params.precision, params.transposed)
-            if ad.is_undefined_primal(w) and ct is not None
-            else None
-            for ct, w in zip(of_products, ws, strict=True)
-        ),
-    ]
+    return [None, *collective_matmul.wgrads(whole, of_products, ws, params)]
 
 
 # Batching: a batch of xs is one more dimension of x.

@@ -207,11 +207,7 @@ class Kind:
         """What a call runs as: one overlapped custom call, or products and a collective."""
         request = self.request(*avals, params=params)
         operation = self.overlapped_as or self.primitive.operation
-        found = (
-            request
-            if isinstance(request, str)
-            else overlapped_call.find(operation, site, traced_over, params.axes, request)
-        )
+        found = overlapped_call.find(operation, site, traced_over, params.axes, request)
         if isinstance(found, str):
             return self._decide_unfused(site, avals, params, traced_over, why=found)
         communicated = self.communicated(avals, params)
@@ -305,7 +301,27 @@ class Kind:
         return results, [0] * len(results)
 
 
+def wgrads(whole: Any, cts: Sequence[Any], ws: Sequence[Any], params: MatmulParams) -> list[Any]:
+    """Weight gradients of products of one x, for the ws that are not known."""
+    return [
+        local_matmuls.wgrad_dot(whole, ct, w.aval.dtype, params.precision, params.transposed)
+        if ad.is_undefined_primal(w) and type(ct) is not ad.Zero
+        else None
+        for ct, w in zip(cts, ws, strict=True)
+    ]
+
+
 # Rules of matmul_reduce_scatter and matmul_all_reduce, which sum products.
+
+
+def total(operands: Sequence[Any], params: SumMatmulParams) -> Any:
+    """The type of the sum of products on a rank."""
+    dtype = np.dtype(params.dtype)
+    if params.terms == 0:
+        return operands[0].update(dtype=dtype, weak_type=False)
+    x, w = operands[0], operands[params.terms]
+    shape = local_matmuls.dot_shape(x, w, params.transposed)
+    return x.update(shape=shape, dtype=dtype, weak_type=False)
 
 
 def jvp_of_sum(
@@ -357,13 +373,8 @@ def batch_of_sum(
     operands: Sequence[Any],
     dims: Sequence[Any],
     params: SumMatmulParams,
-    batched: SumMatmulParams,
 ) -> tuple[list[Any], list[Any]]:
-    """Batches a sum of products.
-
-    If all xs and the addend are batched and no matrix is, the batch becomes their first dimension,
-    and the primitive is bound with the parameters `batched`.
-    """
+    """Batches a sum of products: a batch of all xs becomes the first dimension of the sum."""
     # A batch that is itself spread over mesh axes (vmap's spmd_axis_name) varies over them.
     operands = matmul_arguments.varying_alike(operands, ())
     if name in params.axes:
@@ -372,4 +383,6 @@ def batch_of_sum(
     if any(d is not None for d in ws) or None in (*xs, *addend):
         return kind.batch_unfused(size, operands, dims, [0], params)
     moved = [v if d is None else jnp.moveaxis(v, d, 0) for v, d in zip(operands, dims, strict=True)]
-    return kind.primitive.bind(*moved, params=batched), [0]
+    if kind.primitive is matmul_reduce_scatter_p:
+        params = dataclasses.replace(params, axis=params.axis + 1)
+    return kind.primitive.bind(*moved, params=params), [0]

@@ -59,12 +59,8 @@ def register(
         own = matmul(avals, params)
         found: overlapped_call.Overlapped | str = "nothing is communicated"
         if own is not None:
-            wanted, operation = request(*avals, params=params), own[0].operation
-            found = (
-                wanted
-                if isinstance(wanted, str)
-                else overlapped_call.find(operation, site, traced_over, params.axes, wanted)
-            )
+            wanted = request(*avals, params=params)
+            found = overlapped_call.find(own[0].operation, site, traced_over, params.axes, wanted)
 
         def operations() -> list[Operation]:
             if own is None:

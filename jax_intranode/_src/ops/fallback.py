@@ -55,27 +55,27 @@ def reason_of_hidden_axis(name: Hashable) -> str:
 
 
 def reason_of_array(operation: str, x: Any, axes: tuple[Hashable, ...]) -> str | None:
-    """Why lax runs a collective of this operand.
-
-    lax has rules of its own for constants, and refuses references.
-    """
-    if not isinstance(x, jax.core.Tracer):
-        return CONSTANT
-    if not isinstance(jax.typeof(x), ShapedArray):
-        return "not an array"
-    return reason_of_types([x], [x], axes) or select.unsupported_dtype(operation, x.dtype.name)
+    """Why lax runs a collective of this operand."""
+    reason = reason_of_operands([x], [x], axes)
+    return reason or select.unsupported_dtype(operation, x.dtype.name)
 
 
-def reason_of_types(
+def reason_of_operands(
     operands: Sequence[Any], communicated: Sequence[Any], axes: tuple[Hashable, ...]
 ) -> str | None:
-    """Why lax runs a collective of operands that vary over mesh axes as these do.
+    """Why lax runs a call of these operands.
+
+    lax has rules of its own for constants, and refuses references.
 
     Args:
         operands: all operands of the call.
         communicated: the operands from which the gathered or summed array is computed.
         axes: the axes of the collective.
     """
+    if not any(isinstance(v, jax.core.Tracer) for v in communicated):
+        return CONSTANT
+    if not all(isinstance(jax.typeof(v), ShapedArray) for v in operands):
+        return "not an array"
     types = [jax.typeof(v).manual_axis_type for v in operands]
     if any(t.unreduced or t.reduced for t in types):
         return "an operand that is unreduced or reduced over mesh axes"

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import ShapedArray
 
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import collective, fallback, global_arrays
@@ -210,33 +209,32 @@ def world_size(operation: str, axes: tuple[Hashable, ...]) -> int:
         return int(lax.psum(1, axes))
 
 
+def reason_of_operands(
+    axes: tuple[Hashable, ...], operands: Sequence[Any], communicated: Sequence[Any]
+) -> str | None:
+    """Why lax runs the collective of a call with these axes and operands.
+
+    `communicated` are those from which the gathered or summed array is computed.
+    """
+    reason = fallback.reason_of_axes(axes)
+    reason = reason or fallback.reason_of_operands(operands, communicated, axes)
+    if reason is None and any(
+        axis is not None for v in operands for axis in jax.typeof(v).sharding.spec
+    ):
+        reason = "an operand sharded over explicit axes of the mesh"
+    return reason
+
+
 def reason_for_lax(
-    collective_operation: str,
+    operation: str,
     axes: tuple[Hashable, ...],
     operands: Sequence[Any],
     communicated: Sequence[Any],
     dtype: np.dtype[Any],
 ) -> str | None:
-    """Why lax runs the collective of a collective matmul, or None if it may be accelerated.
-
-    Args:
-        collective_operation: "psum", "psum_scatter" or "all_gather".
-        axes: the axes.
-        operands: x and the matrices.
-        communicated: the operands from which the gathered or summed array is computed.
-        dtype: the dtype of that array.
-    """
-    reason = fallback.reason_of_axes(axes)
-    if reason is not None:
-        return reason
-    if not any(isinstance(v, jax.core.Tracer) for v in communicated):
-        return "a constant"
-    if not all(isinstance(jax.typeof(v), ShapedArray) for v in operands):
-        return "not an array"
-    if any(axis is not None for v in operands for axis in jax.typeof(v).sharding.spec):
-        return "an operand sharded over explicit axes of the mesh"
-    reason = fallback.reason_of_types(operands, communicated, axes)
-    return reason or select.unsupported_dtype(collective_operation, dtype.name)
+    """The same for a collective of jax.lax of an array of this dtype."""
+    reason = reason_of_operands(axes, operands, communicated)
+    return reason or select.unsupported_dtype(operation, dtype.name)
 
 
 def varying_alike(operands: Sequence[Any], axes: tuple[Hashable, ...]) -> list[Any]:

@@ -1,8 +1,8 @@
 """matmul_reduce_scatter: the sum of every rank's product, of which each rank keeps its own part."""
 
 import math
-from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -108,9 +108,8 @@ def matmul_reduce_scatter(
         >>> bool(jnp.allclose(project(x, w), x @ w))
         True
     """
-    call = MatmulCall(
-        *("matmul_reduce_scatter", x, w, axis_name, preferred_element_type, batch_axes, mesh)
-    )
+    name = "matmul_reduce_scatter"
+    call = MatmulCall(name, x, w, axis_name, preferred_element_type, batch_axes, mesh)
     return of_call(call, "scatter_dimension", scatter_dimension)
 
 
@@ -174,14 +173,9 @@ def _scatter(params: SumMatmulParams) -> Collective:
 # Abstract evaluation.
 
 
-def _total(operands: Sequence[Any], params: SumMatmulParams) -> Any:
-    """The type of the sum of products on a rank."""
-    return local_matmuls.sum_of_dots_aval(operands, params.terms, params.dtype, params.transposed)
-
-
 def abstract_eval(*operands: Any, params: SumMatmulParams) -> list[Any]:
     """The types of the results."""
-    total = _total(operands, params)
+    total = collective_matmul.total(operands, params)
     return [total.update(shape=_part_shape(total.shape, params))]
 
 
@@ -209,7 +203,9 @@ def request(*operands: Any, params: SumMatmulParams) -> overlapped_call.Request 
     )
 
 
-_KIND = collective_matmul.Kind(matmul_reduce_scatter_p, _scatter, _unfused, _total, request)
+_KIND = collective_matmul.Kind(
+    matmul_reduce_scatter_p, _scatter, _unfused, collective_matmul.total, request
+)
 
 
 # Differentiation. The jvp rule is `collective_matmul.jvp_of_sum`.
@@ -263,23 +259,6 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, params: SumMatmulParam
     return found
 
 
-# Batching: a batch of all xs is the first dimension of the sum.
-
-
-def _batch(
-    name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: SumMatmulParams
-) -> tuple[list[Any], list[Any]]:
-    return collective_matmul.batch_of_sum(
-        _KIND,
-        name,
-        size,
-        operands,
-        dims,
-        params,
-        batched=replace(params, axis=params.axis + 1),
-    )
-
-
 # Registration.
 
 matmul_reduce_scatter_p.register(
@@ -287,5 +266,5 @@ matmul_reduce_scatter_p.register(
     decide=_KIND.decide,
     jvp=collective_matmul.jvp_of_sum,
     transpose=_transpose,
-    batch=_batch,
+    batch=partial(collective_matmul.batch_of_sum, _KIND),
 )

@@ -63,7 +63,7 @@ def find(
     site: LoweringSite,
     traced_over: tuple[int, ...] | None,
     axes: Sequence[str],
-    request: Request,
+    request: Request | str,
 ) -> "Overlapped | str":
     """Returns the operation as one overlapped call, or why it is not overlapped.
 
@@ -74,8 +74,10 @@ def find(
         site: where it is lowered.
         traced_over: the devices that it was traced over.
         axes: the mesh axes that it communicates over.
-        request: its shapes, dtypes and operands.
+        request: its shapes, dtypes and operands, or why it is not overlapped.
     """
+    if isinstance(request, str):
+        return request
     reason = site.reason_for_lax(traced_over) or _reason_for_operands(site.mesh, request)
     if reason is not None:
         return reason

@@ -83,26 +83,16 @@ class _Communication:
     scatter: int | None
 
 
-class _Program:
+class _Program(jaxpr_edit.JaxprRewriter):
     """Rewrites the jaxprs of one program."""
 
     def __init__(self, site: LoweringSite):
+        super().__init__()
         self._site = site
-        self._rewritten: dict[int, tuple[Any, Any]] = {}  # by identity, with what has it
-        self._of_types: dict[Any, bool] = {}
 
-    def rewrite(self, jaxpr: Any) -> Any:
-        known = self._rewritten.get(id(jaxpr))
-        if known is None:
-            known = self._rewritten[id(jaxpr)] = jaxpr, self._rewrite(jaxpr)
-        return known[1]
-
-    def _rewrite(self, jaxpr: Any) -> Any:
-        before = jaxpr_walk.open_jaxpr(jaxpr).eqns
-        after = [self._equation(equation) for equation in before]
-        if all(new is old for new, old in zip(after, before, strict=True)):
-            return jaxpr
-        return jaxpr_edit.with_equations(jaxpr, after)
+    def rewritten(self, equations: Sequence[Any], results: Sequence[Any]) -> Sequence[Any]:
+        """The new equations of a jaxpr."""
+        return list(map(self._equation, equations))
 
     def _equation(self, equation: Any) -> Any:
         if equation.primitive.name != "dot_general" or equation_kinds.is_placed(equation):

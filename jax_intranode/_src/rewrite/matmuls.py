@@ -53,7 +53,7 @@ class MatmulRewriter:
                 for candidate in candidates:
                     jaxpr = self._jaxpr(candidate, accepted, overlap)
                     if jaxpr is not None:
-                        accepted.add(candidate, jaxpr)
+                        accepted.add(candidate, candidate.inlined(jaxpr))
                         self._body.decide(equations[candidate.collective], None)
                         break
         return accepted.equations()

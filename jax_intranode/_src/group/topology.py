@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import enum
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Self
 
@@ -126,9 +126,7 @@ def read_links(bus_ids: Sequence[str] | None = None) -> list[LinkReport]:
     Returns:
         One report per GPU that NVML shows to this process; without NVML, none.
     """
-    with _nvml() as nvml:
-        if nvml is None:
-            return []
+    with contextlib.suppress(nvml_lib.Unavailable), nvml_lib.session() as nvml:
         handles = _handles_by_bus_id(nvml)
         wanted = list(handles) if bus_ids is None else [normalise_bus_id(b) for b in bus_ids]
         return [
@@ -136,6 +134,7 @@ def read_links(bus_ids: Sequence[str] | None = None) -> list[LinkReport]:
             for bus_id in wanted
             if bus_id in handles
         ]
+    return []
 
 
 def link_matrix(reports: Sequence[LinkReport]) -> tuple[tuple[int, ...], ...]:
@@ -228,17 +227,6 @@ def topology() -> Topology:
     return Topology(kind=kind, gpus=gpus, links=links, forced=forced is not None)
 
 
-@contextlib.contextmanager
-def _nvml() -> Iterator[ModuleType | None]:
-    """Holds NVML initialised; gives None where it is absent or cannot start."""
-    with contextlib.ExitStack() as stack:
-        try:
-            module = stack.enter_context(nvml_lib.session())
-        except nvml_lib.Unavailable:
-            module = None
-        yield module
-
-
 def _handles_by_bus_id(nvml: ModuleType) -> dict[str, Any]:
     """Returns the NVML handle of each GPU that this process may see, by bus id."""
     handles = {}
@@ -318,10 +306,11 @@ def read_facts(bus_id: str, device_kind: str) -> GpuFacts:
     Returns:
         The facts; zeros where NVML is absent or does not report them.
     """
-    with _nvml() as nvml:
-        handle = _handles_by_bus_id(nvml).get(normalise_bus_id(bus_id)) if nvml else None
-        if nvml is None or handle is None:
-            return GpuFacts(device_kind, (0, 0), 0, 0.0, 0.0, 0.0)
+    unknown = GpuFacts(device_kind, (0, 0), 0, 0.0, 0.0, 0.0)
+    with contextlib.suppress(nvml_lib.Unavailable), nvml_lib.session() as nvml:
+        handle = _handles_by_bus_id(nvml).get(normalise_bus_id(bus_id))
+        if handle is None:
+            return unknown
 
         def ask(question: str, *arguments: Any) -> Any:
             try:
@@ -348,3 +337,4 @@ def read_facts(bus_id: str, device_kind: str) -> GpuFacts:
             # Two transfers per clock.
             memory_bytes_per_s=2 * memory_hz * ask("nvmlDeviceGetMemoryBusWidth") / 8,
         )
+    return unknown

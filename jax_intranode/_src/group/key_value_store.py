@@ -156,8 +156,7 @@ def _in_time(call: Callable[[], None]) -> None:
 def store(prefix: str, process: int, processes: Sequence[int]) -> Store:
     """The store of a rendezvous of `processes`.
 
-    Raises:
-        RuntimeError: there are several, and jax.distributed is not initialised.
+    Raises RuntimeError if there are several, and jax.distributed is not initialised.
     """
     if len(processes) == 1:
         return Store()

@@ -37,16 +37,7 @@ def new_equation(
     params: Any,
     scope: str,
 ) -> Any:
-    """An equation that has the source and the context of another one. 0.10.2 and later.
-
-    Args:
-        like: that equation.
-        primitive: the primitive.
-        invars: its operands.
-        outvars: its results.
-        params: its parameters.
-        scope: a named scope to put it in.
-    """
+    """An equation with the source, in one more scope, and the context of another. 0.10.2."""
     _, effects = primitive.abstract_eval(*(v.aval for v in invars), **params)
     source = source_in_scope(like, scope)
     return core.new_jaxpr_eqn(

@@ -187,11 +187,8 @@ def all_gather_matmul(
 def of_call(call: MatmulCall, argument: str, gather_axis: Any, return_gathered: Any) -> Any:
     """An all_gather_matmul, for a public function.
 
-    Args:
-        call: the call of the public function.
-        argument: its argument that gives `gather_axis`.
-        gather_axis: as in `all_gather_matmul`.
-        return_gathered: as in `all_gather_matmul`.
+    `gather_axis` and `return_gathered` are as in `all_gather_matmul`; `argument` is what the public
+    function calls the former.
     """
     axis = matmul_arguments.dimension(call.name, argument, gather_axis, call.x.ndim)
     gathered = bool(return_gathered)

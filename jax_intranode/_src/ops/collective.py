@@ -127,11 +127,7 @@ all_to_all_p = OpPrimitive("all_to_all")
 
 
 def integer(operation: str, name: str, value: Any) -> int:
-    """An argument that names a dimension.
-
-    Raises:
-        TypeError: it is not an integer, or its value is not known while tracing.
-    """
+    """An argument that names a dimension. TypeError: it is no integer that is known while tracing."""
     try:
         return int(operator.index(value))
     except jax.errors.TracerIntegerConversionError:
@@ -183,13 +179,8 @@ def of_each_array(
 ) -> Any:
     """A public function of a pytree, each of whose arrays is communicated alone.
 
-    Args:
-        primitive: the primitive of the collective.
-        x: the pytree.
-        axes: the mesh axes.
-        reason: why lax runs all of the call; None if the arrays decide.
-        by_lax: the function of lax.
-        params_of: (array, number of ranks) -> the parameters, or why lax runs it.
+    `reason` is why lax runs all of the call, and `params_of` has the parameters for an array and
+    the number of ranks, or why lax runs that one.
     """
     operation = primitive.operation
     if reason is not None:
@@ -330,15 +321,8 @@ def lower_to_call(
 ) -> list[Any]:
     """Emits our custom call.
 
-    Args:
-        ctx: the context of the lowering rule.
-        primitive: the operation.
-        xs: the operands.
-        mesh: the mesh.
-        axes: the axes of the operation.
-        selected: the algorithm.
-        communicated: the types of the operands that are sent; None: all of them.
-        attributes: what the operation's handler gets besides.
+    `communicated` are the types of the operands that are sent (None: all of them), and `attributes`
+    what the operation's handler gets besides.
     """
     assert mesh is not None  # or lax would run it
     partition = partition_lib.partition(mesh, axes)
@@ -428,8 +412,7 @@ def batch_over_hidden_axis(
 ) -> tuple[list[Any], list[Any]]:
     """Batches a collective over an axis of vmap that hides the mesh axis of its name: lax runs it.
 
-    Args:
-        out_dim: the batch dimension of lax's results; None if they have none.
+    `out_dim` is the batch dimension of lax's results; None if they have none.
     """
     mapped = jax.vmap(
         lambda *xs: params.by_lax(xs),

@@ -107,16 +107,9 @@ def _all_weak(operands: Sequence[Any]) -> bool:
 
 
 def operands(operation: str, x: Any, w: Any, lists: bool = False) -> tuple[Any, list[Any]]:
-    """x and the matrices as arrays.
+    """x and the matrices as arrays; w may be a list of matrices if `lists`.
 
-    Args:
-        operation: the public function, for messages.
-        x: its argument.
-        w: its argument.
-        lists: whether w may be a list of matrices.
-
-    Raises:
-        TypeError, ValueError: they can't be multiplied.
+    Raises TypeError or ValueError if they can't be multiplied.
     """
 
     def array(name: str, value: Any, wanted: str) -> Any:
@@ -162,8 +155,7 @@ def operands(operation: str, x: Any, w: Any, lists: bool = False) -> tuple[Any, 
 def result_dtype(operation: str, x: Any, preferred_element_type: Any) -> np.dtype[Any]:
     """The dtype of the products.
 
-    Raises:
-        TypeError: `preferred_element_type` is not a dtype, or of another kind than the operands'.
+    Raises TypeError if `preferred_element_type` is no dtype, or of another kind than the operands'.
     """
     if preferred_element_type is None:
         return np.dtype(x.dtype)
@@ -184,12 +176,7 @@ def result_dtype(operation: str, x: Any, preferred_element_type: Any) -> np.dtyp
 
 
 def dimension(operation: str, name: str, value: Any, rank: int) -> int:
-    """A dimension of an array, counted from the first.
-
-    Raises:
-        TypeError: it is not an integer.
-        ValueError: there is no such dimension.
-    """
+    """A dimension of an array, counted from the first. TypeError, ValueError: there is none."""
     value = collective.integer(operation, name, value)
     if not -rank <= value < rank:
         raise ValueError(
@@ -200,11 +187,7 @@ def dimension(operation: str, name: str, value: Any, rank: int) -> int:
 
 
 def world_size(operation: str, axes: tuple[Hashable, ...]) -> int:
-    """The number of ranks over the axes.
-
-    Raises:
-        NameError: an axis is not bound.
-    """
+    """The number of ranks over the axes. NameError: an axis is not bound."""
     with fallback.to_lax(operation, "an axis that is not bound", logged=False):
         return int(lax.psum(1, axes))
 

@@ -116,10 +116,8 @@ def matmul_reduce_scatter(
 def of_call(call: MatmulCall, argument: str, scatter_dimension: Any) -> Any:
     """A matmul_reduce_scatter, for a public function.
 
-    Args:
-        call: the call of the public function.
-        argument: its argument that gives `scatter_dimension`.
-        scatter_dimension: as in `matmul_reduce_scatter`.
+    `scatter_dimension` is as in `matmul_reduce_scatter`; `argument` is what the public function
+    calls it.
     """
     dimension = matmul_arguments.dimension(call.name, argument, scatter_dimension, call.x.ndim)
 

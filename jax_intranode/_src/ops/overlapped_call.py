@@ -68,13 +68,6 @@ def find(
     """Returns the operation as one overlapped call, or why it is not overlapped.
 
     If it may be overlapped, the processes of the mesh rendezvous here, unless they have before.
-
-    Args:
-        operation: "all_gather_matmul" or "matmul_reduce_scatter".
-        site: where it is lowered.
-        traced_over: the devices that it was traced over.
-        axes: the mesh axes that it communicates over.
-        request: its shapes, dtypes and operands, or why it is not overlapped.
     """
     if isinstance(request, str):
         return request

@@ -77,7 +77,6 @@ class OpPrimitive:
     """
 
     def __init__(self, operation: str):
-        """Creates both forms; `register` gives them their rules."""
         self.operation = operation
         self.plain = Primitive(f"intranode_{operation}")
         self._over_set_mesh = Primitive(f"intranode_{operation}_over_set_mesh")

@@ -136,12 +136,7 @@ def reason_for_no_auto(mesh: jax.sharding.Mesh) -> str | None:
 
 
 def same_everywhere(mesh: jax.sharding.Mesh, program: str, taken: str) -> str | None:
-    """Why a program is left to XLA; None if all processes take the same of it.
-
-    Args:
-        mesh: the mesh; its processes have met.
-        program: identifies the program.
-        taken: what this process takes.
+    """Why a program is left to XLA; None if all processes of a mesh, which have met, take the same.
 
     Raises:
         CommunicationError: a process is gone.
@@ -194,17 +189,10 @@ def _store(mesh: jax.sharding.Mesh, place: str) -> key_value_store.Store:
 def _decide(
     store: key_value_store.Store, mesh: jax.sharding.Mesh, said: str, seconds: float, late: str
 ) -> str | None:
-    """Says something, waits for the others, and decides, if no other process has.
+    """Why a program is left as it is; None if it is not. The process that is first decides for all.
 
-    Args:
-        store: what only this decision uses.
-        mesh: the mesh.
-        said: what all processes must say alike.
-        seconds: how long it waits; 0 if the others need not be there.
-        late: what the decision says of a process that does not come.
-
-    Returns:
-        Why a program is left as it is; None if it is not.
+    It says something, which all must say alike, and waits for the others, unless `seconds` is 0.
+    `late` is what the reason says of a process that does not come.
     """
     store.claim(f"here/{jax.process_index()}", said)
     decision = ""

@@ -38,7 +38,6 @@ class Body:
     """
 
     def __init__(self, site: LoweringSite, params: dict[str, Any], reason: str | None):
-        """Keeps the arguments."""
         self.site = site
         self.params = params
         self.reason = reason
@@ -66,14 +65,7 @@ class Body:
                 self.decisions[index] = Decision(equation, reason)
 
     def refuse_if_strict(self, which: str) -> None:
-        """Raises the error of collectives that were missed, if JAX_INTRANODE_STRICT=1.
-
-        Args:
-            which: what the collectives are, in the plural.
-
-        Raises:
-            RuntimeError: it is set, and the rewriting has missed a collective.
-        """
+        """Raises RuntimeError if JAX_INTRANODE_STRICT=1 and the rewriting has missed a collective."""
         missed = [decision for decision in self.decisions if decision.missed]
         if not missed or not config.get().is_strict:
             return

@@ -40,14 +40,9 @@ _rewritten: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDict
 
 
 def rewrite_program(jaxpr: Any, platforms: tuple[str, ...]) -> Any:
-    """A program's jaxpr with its matmuls over sharded arrays rewritten; itself if nothing changes.
+    """A program's jaxpr, closed, with its matmuls over sharded arrays rewritten, if any are.
 
-    Args:
-        jaxpr: the jaxpr, closed.
-        platforms: the platforms that it is lowered for.
-
-    Raises:
-        RuntimeError: as `Body.refuse_if_strict`.
+    It raises as `Body.refuse_if_strict`.
     """
     mesh = trace_state.set_mesh()
     if mesh is None or not _all_explicit(mesh):
@@ -177,11 +172,7 @@ def communication(
 ) -> _Communication | None:
     """What a dot_general communicates; None if nothing, or if it is of no kind that we replace.
 
-    Args:
-        dimension_numbers: those of the dot_general.
-        left: the axes of each dimension of the left operand.
-        right: those of the right operand.
-        result: those of the result.
+    `left`, `right` and `result` have the axes of each dimension.
     """
     (contracted_left, contracted_right), (batch_left, batch_right) = dimension_numbers
     reduce: Axes = ()

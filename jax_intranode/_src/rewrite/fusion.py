@@ -250,7 +250,6 @@ class Accepted:
     """
 
     def __init__(self, flow: Dataflow):
-        """There are none yet."""
         self._flow = flow
         self._operations: list[_Accepted] = []
         self._removed: set[int] = set()

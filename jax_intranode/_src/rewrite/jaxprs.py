@@ -45,7 +45,6 @@ class Rewriter(jaxpr_edit.JaxprRewriter):
     """Rewrites the jaxprs of one body."""
 
     def __init__(self, body: Body):
-        """Keeps what the body's equations have in common."""
         self.body = body
         super().__init__()
         self._matmuls = MatmulRewriter(body)

@@ -30,7 +30,6 @@ class MatmulRewriter:
     """Rewrites the jaxprs of one body."""
 
     def __init__(self, body: Body):
-        """Keeps what the body's equations have in common."""
         self._body = body
         self._traced: dict[Any, Jaxpr | None] = {}  # see `_trace`
 

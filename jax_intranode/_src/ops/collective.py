@@ -127,7 +127,7 @@ all_to_all_p = OpPrimitive("all_to_all")
 
 
 def integer(operation: str, name: str, value: Any) -> int:
-    """An argument that names a dimension. TypeError: it is no integer that is known while tracing."""
+    """An argument that names a dimension. TypeError: it is no integer, or it is traced."""
     try:
         return int(operator.index(value))
     except jax.errors.TracerIntegerConversionError:

@@ -65,7 +65,7 @@ class Body:
                 self.decisions[index] = Decision(equation, reason)
 
     def refuse_if_strict(self, which: str) -> None:
-        """Raises RuntimeError if JAX_INTRANODE_STRICT=1 and the rewriting has missed a collective."""
+        """Raises RuntimeError if JAX_INTRANODE_STRICT=1 and a collective was missed."""
         missed = [decision for decision in self.decisions if decision.missed]
         if not missed or not config.get().is_strict:
             return

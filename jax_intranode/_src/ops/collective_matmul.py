@@ -224,7 +224,8 @@ class Kind:
             return [last(result).reshape(communicated.shape)]
 
         def operations() -> list[Operation]:
-            return [own, *then.explain(site, [part], params=its_params, traced_over=traced_over)]
+            after = then.decide(site, [part], params=its_params, traced_over=traced_over)
+            return [own, *after.operations()]
 
         return Decision(mlir.lower_fun(compute), operations, is_overlapped=True)
 
@@ -241,7 +242,8 @@ class Kind:
 
         def operations() -> list[Operation]:
             sent = self.communicated(avals, params)
-            (found,) = own.explain(site, [sent], params=its_params, traced_over=traced_over)
+            decision = own.decide(site, [sent], params=its_params, traced_over=traced_over)
+            (found,) = decision.operations()
             if len(avals) == 1:  # dead code elimination has left nothing to multiply
                 return [Operation(own.operation, list(avals), nbytes(sent), found.selected)]
             order = "before" if own is collective.all_gather_p else "after"

@@ -66,9 +66,9 @@ def register(
             if own is None:
                 return []
             its_primitive, its_avals, its_params = own
-            its_own = its_primitive.explain(
+            its_own = its_primitive.decide(
                 site, its_avals, params=its_params, traced_over=traced_over
-            )
+            ).operations()
             if not isinstance(found, overlapped_call.Overlapped):
                 return its_own
             selected = select.Selection(found.operation, found.reason)

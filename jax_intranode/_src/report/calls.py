@@ -3,7 +3,7 @@
 The jaxpr is walked rather than the lowered module, because the jaxpr has every call: a function
 that is called twice is lowered once. Where programs are rewritten, the body of each shard_map is
 rewritten as lowering does, and the result is walked. A call that was bound is an equation of one of
-our primitives; `OpPrimitive.explain` then decides as lowering does. A call that fell back to lax
+our primitives; `OpPrimitive.decide` is asked as by lowering. A call that fell back to lax
 while it was traced is found by the named scope around lax's equations (`fallback.scope`).
 """
 
@@ -219,7 +219,7 @@ def _calls_of_primitive(
         # A collective matmul has new results, and the traceback of its collective.
         origin = _origin_of_all(replaced or [equation])
     sources = tuple(map(_source, replaced)) or (_source(equation),)
-    for operation in bound.explain(context.site, avals, **equation.params):
+    for operation in bound.decide(context.site, avals, **equation.params).operations():
         yield _call(
             context,
             operation=_name(replaced or [equation], operation.name),

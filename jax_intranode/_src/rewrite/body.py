@@ -1,10 +1,12 @@
 """The body of a shard_map that is rewritten, and what became of its collectives."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax_intranode._src.health import call_sites
 from jax_intranode._src.jax_private import call_frames, jaxpr_walk, lax_collectives
+from jax_intranode._src.ops import primitive
 from jax_intranode._src.ops.lowering_site import LoweringSite, device_ids
 from jax_intranode._src.rewrite import agreement
 from jax_intranode._src.selection import config
@@ -45,6 +47,18 @@ class Body:
         self.decisions: list[Decision] = []
         # What a collective became, by its operation and its types: see `collectives.choose`.
         self.chosen: dict[Any, Any] = {}
+
+    def decide_for(
+        self, operation: primitive.OpPrimitive, avals: Sequence[Any], params: Any
+    ) -> primitive.Decision:
+        """What a call of one of our primitives would run as in this body."""
+        return operation.decide(self.site, avals, params=params, traced_over=self.traced_over)
+
+    def is_overlapped(
+        self, operation: primitive.OpPrimitive, avals: Sequence[Any], params: Any
+    ) -> bool:
+        """Whether such a call would be one overlapped custom call."""
+        return self.decide_for(operation, avals, params).is_overlapped
 
     def taken(self) -> int:
         """How many collectives were replaced."""

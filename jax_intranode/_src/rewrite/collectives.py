@@ -125,13 +125,8 @@ def _world_size(axes: tuple[str, ...], body: Body) -> int:
 
 def _left_by_selection(equation: Any, choice: Choice, body: Body) -> Left | None:
     """Why lax keeps a collective; None if it is replaced."""
-    operations = choice.primitive.explain(
-        body.site,
-        [v.aval for v in equation.invars],
-        params=choice.params,
-        traced_over=body.traced_over,
-    )
-    for operation in operations:
+    avals = [v.aval for v in equation.invars]
+    for operation in body.decide_for(choice.primitive, avals, choice.params).operations():
         selected = operation.selected
         if selected.algorithm == "lax":
             return Left(selected.reason, selected.cause == select.REFUSED)

@@ -81,12 +81,8 @@ class MatmulRewriter:
         key = operation, tuple(avals)
         if key not in self._traced:
             body, jaxpr = self._body, None
-            if operation.primitive.is_overlapped(
-                body.site,
-                operation.avals(avals),
-                params=operation.params,
-                traced_over=body.traced_over,
-            ):
+            its_avals = operation.avals(avals)
+            if body.is_overlapped(operation.primitive, its_avals, operation.params):
                 with trace_state.inside_shard_map(body.params):
                     jaxpr = jaxpr_edit.trace(operation.function(body.traced_over), avals)
             self._traced[key] = jaxpr

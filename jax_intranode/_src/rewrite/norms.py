@@ -121,9 +121,7 @@ def _is_chosen(avals: Sequence[Any], params: norm_rules.NormParams, body: Body) 
         return False
     if not norm_rules.is_faster(body.site, x, params):
         return False
-    (operation,) = params.primitive.explain(
-        body.site, avals, params=params, traced_over=body.traced_over
-    )
+    (operation,) = body.decide_for(params.primitive, avals, params).operations()
     return operation.selected.algorithm != "lax"
 
 

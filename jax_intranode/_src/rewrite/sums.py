@@ -62,12 +62,8 @@ class _Bucket:
     def fits(self, equation: Any, body: Body) -> bool:
         """Whether the bucket is one operation with this sum, too."""
         members = [*self.equations, equation]
-        operations = psum_p.explain(
-            body.site,
-            [v.aval for member in members for v in member.invars],
-            params=self.choice.params,
-            traced_over=body.traced_over,
-        )
+        avals = [v.aval for member in members for v in member.invars]
+        operations = body.decide_for(psum_p, avals, self.choice.params).operations()
         return len(operations) == 1 and operations[0].selected.algorithm != "lax"
 
 

@@ -34,6 +34,7 @@ from jax_intranode._src.ops.collective_matmul import (
 )
 from jax_intranode._src.ops.global_arrays import GlobalCall
 from jax_intranode._src.ops.matmul_arguments import MatmulCall
+from jax_intranode._src.selection.overlap.sizes import Sizes
 
 # The name, for policies of jax.checkpoint, of the gathered x that weight gradients need.
 GATHERED = "jax_intranode.gathered"
@@ -272,12 +273,17 @@ def request(x: Any, *ws: Any, params: GatherMatmulParams) -> overlapped_call.Req
     """The request for a custom call, from the operands' types, or why there is none."""
     if not ws:
         return "no matmul"
-    return overlapped_call.Request(
-        axis=params.axis,
+    sizes = Sizes(
+        "all_gather_matmul",
         outer=math.prod(x.shape[: params.axis]),
         rows=math.prod(x.shape[params.axis : -1]),
         ks=(x.shape[-1],),
         ns=tuple(w.shape[0 if params.transposed else 1] for w in ws),
+        world_size=params.world_size,
+    )
+    return overlapped_call.Request(
+        sizes,
+        params.axis,
         dtypes=(x.dtype, *(w.dtype for w in ws), params.dtype),
         precision=params.precision,
         transposed=params.transposed,

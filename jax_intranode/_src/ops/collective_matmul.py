@@ -29,7 +29,6 @@ from jax_intranode._src.ops import (
 )
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import Decision, Operation, OpPrimitive, nbytes
-from jax_intranode._src.selection import select
 
 # The primitives, and their parameters.
 
@@ -189,7 +188,6 @@ class Kind:
             summed.
         request: (types of the operands, params) -> the request for a custom call, or why there is
             none.
-        overlapped_as: the operation of the custom call, if it is not that of the primitive.
         then: params -> the collective that follows the custom call; None if none does.
     """
 
@@ -198,7 +196,6 @@ class Kind:
     unfused: Callable[..., list[Any]]
     communicated: Callable[[Sequence[Any], Any], Any]
     request: Callable[..., overlapped_call.Request | str]
-    overlapped_as: str | None = None
     then: Callable[[Any], Collective] | None = None
 
     def decide(
@@ -206,17 +203,16 @@ class Kind:
     ) -> Decision:
         """What a call runs as: one overlapped custom call, or products and a collective."""
         request = self.request(*avals, params=params)
-        operation = self.overlapped_as or self.primitive.operation
-        found = overlapped_call.find(operation, site, traced_over, params.axes, request)
+        found = overlapped_call.find(site, traced_over, params.axes, request)
         if isinstance(found, str):
             return self._decide_unfused(site, avals, params, traced_over, why=found)
         communicated = self.communicated(avals, params)
-        selected = select.Selection(found.operation, found.reason)
+        selected = found.selection
         own = Operation(self.primitive.operation, list(avals), nbytes(communicated), selected)
         if self.then is None:
             return Decision(mlir.lower_fun(found), lambda: [own], is_overlapped=True)
         then, its_params = self.then(params)
-        part = communicated.update(shape=(found.request.rows, *found.request.ns))
+        part = communicated.update(shape=(found.request.sizes.rows, *found.request.sizes.ns))
 
         def compute(*operands: Any) -> list[Any]:
             (result,) = found(*operands)

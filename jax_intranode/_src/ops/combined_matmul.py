@@ -16,7 +16,6 @@ from jax.interpreters import ad, mlir
 from jax_intranode._src.ops import overlapped_call
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import Decision, Operation, OpPrimitive
-from jax_intranode._src.selection import select
 
 # Binds a primitive: (primitive, *operands, params) -> results.
 Bind = Callable[..., list[Any]]
@@ -60,7 +59,7 @@ def register(
         found: overlapped_call.Overlapped | str = "nothing is communicated"
         if own is not None:
             wanted = request(*avals, params=params)
-            found = overlapped_call.find(own[0].operation, site, traced_over, params.axes, wanted)
+            found = overlapped_call.find(site, traced_over, params.axes, wanted)
 
         def operations() -> list[Operation]:
             if own is None:
@@ -71,8 +70,7 @@ def register(
             ).operations()
             if not isinstance(found, overlapped_call.Overlapped):
                 return its_own
-            selected = select.Selection(found.operation, found.reason)
-            return [dataclasses.replace(its_own[0], selected=selected)]
+            return [dataclasses.replace(its_own[0], selected=found.selection)]
 
         def bind(primitive: OpPrimitive, *operands: Any, params: Any) -> list[Any]:
             return primitive.bind_as_traced(*operands, params=params, traced_over=traced_over)

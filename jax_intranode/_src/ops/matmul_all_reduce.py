@@ -174,7 +174,6 @@ _KIND = collective_matmul.Kind(
     _unfused,
     collective_matmul.total,
     _request,
-    overlapped_as="matmul_reduce_scatter",
     then=_gather,
 )
 

@@ -32,6 +32,7 @@ from jax_intranode._src.ops.collective_matmul import (
 )
 from jax_intranode._src.ops.global_arrays import GlobalCall
 from jax_intranode._src.ops.matmul_arguments import MatmulCall
+from jax_intranode._src.selection.overlap.sizes import Sizes
 
 
 @old_names.argument("scatter_axis", "scatter_dimension")
@@ -189,12 +190,17 @@ def request(*operands: Any, params: SumMatmulParams) -> overlapped_call.Request 
         return "a sum with the cotangent of the gathered x"
     if params.axis == xs[0].ndim - 1:
         return "scattered along the last dimension"
-    return overlapped_call.Request(
-        axis=params.axis,
+    sizes = Sizes(
+        "matmul_reduce_scatter",
         outer=math.prod(xs[0].shape[: params.axis]),
         rows=math.prod(xs[0].shape[params.axis : -1]) // params.world_size,
         ks=tuple(x.shape[-1] for x in xs),
         ns=(ws[0].shape[0 if params.transposed else 1],),
+        world_size=params.world_size,
+    )
+    return overlapped_call.Request(
+        sizes,
+        params.axis,
         dtypes=(*(v.dtype for v in operands), params.dtype),
         precision=params.precision,
         transposed=params.transposed,

@@ -37,17 +37,8 @@ class Choice:
     params: Params
 
 
-@dataclass(frozen=True)
-class Left:
-    """Why an equation is left.
-
-    Attributes:
-        reason: why.
-        missed: as in `Decision`.
-    """
-
-    reason: str
-    missed: bool
+# Why an equation is left, and whether this package might be faster.
+Left = tuple[str, bool]
 
 
 def choose(equation: Any, body: Body) -> Choice | None:
@@ -59,9 +50,7 @@ def choose(equation: Any, body: Body) -> Choice | None:
     if collective is None or not collective.axes:  # over axes of vmap nothing is sent
         return None
     found: Choice | Left | None = (
-        Left(body.reason, missed=True)
-        if body.reason
-        else _left_as_it_is(equation, collective, body)
+        (body.reason, True) if body.reason else _left_as_it_is(equation, collective, body)
     )
     if found is None:
         choice = _operation(collective, body)
@@ -69,8 +58,8 @@ def choose(equation: Any, body: Body) -> Choice | None:
         if key not in body.chosen:
             body.chosen[key] = _left_by_selection(equation, choice, body) or choice
         found = body.chosen[key]
-    if isinstance(found, Left):
-        body.decide(equation, found.reason, found.missed)
+    if not isinstance(found, Choice):
+        body.decide(equation, *found)
         return None
     body.decide(equation, None)
     return found
@@ -91,17 +80,17 @@ def _left_as_it_is(
     """Why no operation can take the place of a collective; None if one may."""
     axes = collective.axes
     if collective.index_groups is not None:
-        return Left("axis_index_groups", missed=False)
+        return "axis_index_groups", False
     if collective.over_vmap:
-        return Left("over axes of vmap, too", missed=True)
+        return "over axes of vmap, too", True
     if len(set(axes)) < len(axes):
-        return Left("an axis that is named twice", missed=False)
+        return "an axis that is named twice", False
     if any(v.aval.size == 0 for v in equation.invars):
-        return Left("empty arrays", missed=False)
+        return "empty arrays", False
     if equation_kinds.is_placed(equation):
-        return Left("under compute_on or set_xla_metadata", missed=True)
+        return "under compute_on or set_xla_metadata", True
     if not body.site.manual.issuperset(axes):
-        return Left("an axis that shard_map has not bound", missed=True)
+        return "an axis that shard_map has not bound", True
     return None
 
 
@@ -129,9 +118,9 @@ def _left_by_selection(equation: Any, choice: Choice, body: Body) -> Left | None
     for operation in body.decide_for(choice.primitive, avals, choice.params).operations():
         selected = operation.selected
         if selected.algorithm == "lax":
-            return Left(selected.reason, selected.cause == select.REFUSED)
+            return selected.reason, selected.cause == select.REFUSED
         if not selected.measured:
-            return Left(f"{selected.reason}; a tuning of this node would decide", missed=False)
+            return f"{selected.reason}; a tuning of this node would decide", False
     return None
 
 

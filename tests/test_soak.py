@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from bench_settings import RunHere
 from cases import x64
 from devices import need_devices
 
@@ -121,23 +120,14 @@ def test_programs_can_be_made_again() -> None:
         assert name in texts, name
 
 
-def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "jax_intranode", "soak", "--platform", "cpu", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-
-
-def test_command(tmp_path: Path) -> None:
+def test_command(tmp_path: Path, run_here: RunHere) -> None:
     file = tmp_path / "soak.json"
-    done = soak(
-        *("--devices", "2", "--mode", "process-per-device", "--seed", "3", "--program", "11"),
-        *("--json", str(file)),
+    code, out, err = run_here(
+        "soak --platform cpu --devices 2 --mode process-per-device --seed 3 --program 11 "
+        f"--json {file}"
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 programs" in done.stdout and "0 wrong\n# OK" in done.stdout
+    assert code == 0, out + err
+    assert "1 programs" in out and "0 wrong\n# OK" in out
     (found,) = json.loads(file.read_text())["modes"]
     assert found["elements"] > 0 and found["operations"] > 0 and found["error"] is None
 
@@ -160,9 +150,9 @@ def test_wrong_input(arguments: list[str], text: str, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.full
-def test_both_modes() -> None:
-    done = soak("--minutes", "1", "--devices", "4", "--seed", "11")
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_both_modes(run_here: RunHere) -> None:
+    code, out, err = run_here("soak --platform cpu --minutes 1 --devices 4 --seed 11")
+    assert code == 0, out + err
 
 
 def test_processes_share_a_single_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

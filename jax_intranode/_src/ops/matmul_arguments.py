@@ -22,23 +22,16 @@ def axes_of(axis_name: Any) -> tuple[Any, ...]:
 
 @dataclass
 class MatmulCall:
-    """A call of one of the public functions.
+    """A call of one of the public functions, with its arguments.
+
+    It raises TypeError or ValueError if the operands can't be multiplied.
 
     Attributes:
         name: the public function, for messages.
-        x: its argument.
-        w: its argument, a matrix or, if `lists`, perhaps a list of matrices.
-        axis_name: its argument.
-        preferred_element_type: its argument.
-        batch_axes: its argument.
-        mesh: its argument.
-        lists: whether w may be a list.
+        lists: whether w may be a list of matrices.
         ws: the matrices.
         dtype: dtype of the products.
         axes: the names of the mapped axes.
-
-    Raises:
-        TypeError, ValueError: the operands can't be multiplied.
     """
 
     name: str
@@ -54,7 +47,6 @@ class MatmulCall:
     axes: tuple[Any, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Checks the operands."""
         self.x, self.ws = operands(self.name, self.x, self.w, self.lists)
         self.dtype = result_dtype(self.name, self.x, self.preferred_element_type)
         self.axes = axes_of(self.axis_name)

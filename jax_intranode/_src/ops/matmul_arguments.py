@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ from jax import lax
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import collective, fallback, global_arrays
 from jax_intranode._src.selection import select
+
+Params = TypeVar("Params")
 
 
 def axes_of(axis_name: Any) -> tuple[Any, ...]:
@@ -50,6 +52,14 @@ class MatmulCall:
         self.x, self.ws = operands(self.name, self.x, self.w, self.lists)
         self.dtype = result_dtype(self.name, self.x, self.preferred_element_type)
         self.axes = axes_of(self.axis_name)
+
+    def params(self, kind: Callable[..., Params], axis: int, **own: Any) -> Params:
+        """The parameters of a collective matmul that this call is, and its own ones.
+
+        Raises NameError if an axis is not bound.
+        """
+        size, precision = world_size(self.name, self.axes), trace_state.matmul_precision()
+        return kind(self.axes, axis, size, self.dtype, precision, **own)
 
     def run(
         self,

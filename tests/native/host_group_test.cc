@@ -31,7 +31,7 @@
 #include <vector>
 
 #include "tests/native/test_monitor.h"
-#include "xla_ffi/host/call_sites.h"
+#include "xla_ffi/health/call_sites.h"
 
 namespace jin = jax_intranode;
 

@@ -180,6 +180,7 @@ _COLLECTIVES = [
     "no_segment_fence",
     "short_segment",  # the last segment has fewer packs, so some threads don't work in it
     "sent_early",  # a segment is sent before the one whose place it takes has been read
+    "odd_segments",  # of two phases: the next operation may take the place of an unread segment
     "no_reduce_fence",  # two-shot: sums may take a place before the arming that made room for them
 ]
 

@@ -63,7 +63,7 @@ struct Variant {
   bool one_epoch_buffer, never_armed, armed_late, first_word_only, idle_epochs, wrong_epoch;
   bool no_release, no_acquire, wrong_relay;
   bool no_segment_release, no_segment_acquire, short_segment;
-  bool sent_early, no_reduce_fence;
+  bool sent_early, no_reduce_fence, odd_segments;
 };
 Variant broken;
 
@@ -158,7 +158,9 @@ struct MaybeBrokenSchedule {
 };
 
 uint32_t EpochsOf(const Plan& plan) {
-  return jin::Epochs(jin::PhasesOf(AlgorithmOf(plan.kind)), plan.segments);
+  const int phases = jin::PhasesOf(AlgorithmOf(plan.kind));
+  const uint32_t half_filled = phases == 2 && plan.segments > 1 ? plan.segments % 2 : 0;
+  return jin::Epochs(phases, plan.segments) + half_filled;
 }
 
 uint32_t Value(int rank, int operation, size_t i, bool floating) {
@@ -460,9 +462,10 @@ Plan PlanOf(int pattern, int k, Kind kind) {
       return {kind, k % 2 == 0, 2, 1, cut ? 1u << (k + 1) % 3 : 1u};
     case 6:  // norms of one row and of two; kernels of two blocks and of one
       return {kind, true, 1 + (k + 1) % 2, k % 3 == 1 ? 1 : 2, 1, true};
-    default:  // first four segments, of which the last is not full; kernels of two blocks and of
-              // one
-      if (cut && k == 0) return {kind, true, 7, 2, 4};
+    default:  // first four segments (broken: three), of which the last is not full; kernels of two
+              // blocks and of one
+      if (cut && k == 0)
+        return broken.odd_segments ? Plan{kind, true, 5, 2, 3} : Plan{kind, true, 7, 2, 4};
       return {kind, true, 4, k % 3 == 1 ? 1 : 2};
   }
 }
@@ -492,6 +495,7 @@ int main(int argc, char** argv) {
        {"short_segment", {&Variant::short_segment}},
        {"sent_early", {&Variant::sent_early}},
        {"no_reduce_fence", {&Variant::no_reduce_fence}},
+       {"odd_segments", {&Variant::odd_segments}},
        {"wrong_relay", {&Variant::wrong_relay}}});
   const bool mesh = totals.more == "mesh", every_access = totals.more == "every_access";
   if (!known || ranks < 2 || ranks > (mesh ? 4 : 3) || (mesh && ranks % 2 != 0) || operations < 1 ||

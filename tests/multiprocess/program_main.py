@@ -11,6 +11,9 @@ call the package itself need the package.
 
 import atexit
 import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent)]  # python -P leaves it out
 
 
 def _say_how_it_ended() -> None:

@@ -45,6 +45,7 @@ except ModuleNotFoundError as error:
     raise pytest.UsageError(f"{error}. Install the package: pip install '.[test]'") from error
 
 import jax  # noqa: E402
+from bench_settings import run_here as run_here  # noqa: E402
 from devices import REQUIRED_GPUS  # noqa: E402
 
 from jax_intranode._src.group import rendezvous  # noqa: E402

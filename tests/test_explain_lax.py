@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 import jax_intranode
 from jax_intranode import Call, explain
 from jax_intranode._src.jax_private import hlo
-from jax_intranode._src.ops.primitive import OpPrimitive
 from jax_intranode._src.rewrite import hook
+from jax_intranode._src.rewrite.body import Body
 from jax_intranode._src.selection import config
 
 NOT_ENABLED = "left to lax; jax_intranode.install() replaces it where that pays"
@@ -347,7 +347,7 @@ def test_collective_matmuls_have_the_source_of_the_collective() -> None:
     # The gradient of a replicated x is a sum that JAX inserts. Here it follows a matmul.
     inserted = sharded(loss, line(), (P(), P(None, "x")), P(), check_vma=True)
     with (
-        mock.patch.object(OpPrimitive, "is_overlapped", lambda *_, **__: True),
+        mock.patch.object(Body, "is_overlapped", lambda *_, **__: True),
         jax_intranode.accelerate(),
     ):
         (gathered,) = explain(gather)(jnp.ones((2 * N, 4)), columns)

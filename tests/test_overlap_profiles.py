@@ -233,8 +233,11 @@ def test_explain_says_that_a_profile_was_not_measured() -> None:
     h100 = scaled(facts("NVIDIA H100 80GB HBM3"))
     assert h100.note == "model scaled from NVIDIA H200, not measured"
     assert H200.note == ""
-    call = overlapped_call.Overlapped("", None, None, Plan(), h100.note)  # type: ignore[arg-type]
-    assert call.reason == (
+    request = overlapped_call.Request(
+        Sizes(SCATTER, 1, 16, (64,), (72,), 2), 0, (), None, transposed=True
+    )
+    call = overlapped_call.Overlapped(Partition((0, 1), 2), request, Plan(), h100.note)
+    assert call.selection.reason == (
         "overlapped, cuBLASLt pipeline, first shard in 1, last in 1 pieces; "
         "model scaled from NVIDIA H200, not measured"
     )
@@ -312,11 +315,12 @@ def test_the_plan_is_lowered_as_one_dictionary(monkeypatch: pytest.MonkeyPatch) 
     built, gpu = extension.module, types.SimpleNamespace(MATMUL_SCRATCH_BYTES=100)
     monkeypatch.setattr(extension, "module", lambda name: gpu if name == "gpu" else built(name))
     dtype = np.dtype(jnp.bfloat16)
-    request = overlapped_call.Request(0, 1, 16, (64,), (72,), (dtype, dtype), None, transposed=True)
-    call = overlapped_call.Overlapped(
-        SCATTER, Partition((0, 1), 2), request, Plan(tile_columns=192, direct=True)
+    request = overlapped_call.Request(
+        Sizes(SCATTER, 1, 16, (64,), (72,), 2), 0, (dtype, dtype), None, transposed=True
     )
-    assert call.reason.startswith("overlapped, fused kernel, tiles of 128 x 192")
+    plan = Plan(tile_columns=192, direct=True)
+    call = overlapped_call.Overlapped(Partition((0, 1), 2), request, plan)
+    assert call.selection.reason.startswith("overlapped, fused kernel, tiles of 128 x 192")
     operands = [jnp.ones(shape, dtype) for shape in ((32, 64), (72, 64))]
     text = jax.jit(call).lower(*operands).as_text()
     assert (

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,14 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from bench_settings import RunHere
 from cases import x64
 from devices import need_devices
 
 import jax_intranode
 from jax_intranode.__main__ import main
 from jax_intranode._src.command_line import launcher
-from jax_intranode._src.command_line.options import WrongInput
-from jax_intranode._src.command_line.soak import calls, command, rank
+from jax_intranode._src.command_line.soak import calls, rank
 from jax_intranode._src.command_line.soak.calls import Call
 
 
@@ -121,23 +119,14 @@ def test_programs_can_be_made_again() -> None:
         assert name in texts, name
 
 
-def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "jax_intranode", "soak", "--platform", "cpu", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-
-
-def test_command(tmp_path: Path) -> None:
+def test_command(tmp_path: Path, run_here: RunHere) -> None:
     file = tmp_path / "soak.json"
-    done = soak(
-        *("--devices", "2", "--mode", "process-per-device", "--seed", "3", "--program", "11"),
-        *("--json", str(file)),
+    code, out, err = run_here(
+        "soak --platform cpu --devices 2 --mode process-per-device --seed 3 --program 11 "
+        f"--json {file}"
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 programs" in done.stdout and "0 wrong\n# OK" in done.stdout
+    assert code == 0, out + err
+    assert "1 programs" in out and "0 wrong\n# OK" in out
     (found,) = json.loads(file.read_text())["modes"]
     assert found["elements"] > 0 and found["operations"] > 0 and found["error"] is None
 
@@ -148,8 +137,6 @@ def test_command(tmp_path: Path) -> None:
         (["--program", "3"], "--seed"),
         (["--minutes", "0"], "--minutes 0: use a positive number"),
         (["--devices", "9"], "9 devices: use 2 to 8"),
-        (["--json", "/nowhere/soak.json"], "/nowhere"),
-        (["--faults", "--cases", "0"], "--cases 0: use a positive number"),
         (["--faults", "--case", "psum:inside"], "'psum:inside' names no case; one is psum:"),
     ],
 )
@@ -160,18 +147,11 @@ def test_wrong_input(arguments: list[str], text: str, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.full
-def test_both_modes() -> None:
-    done = soak("--minutes", "1", "--devices", "4", "--seed", "11")
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_both_modes(run_here: RunHere) -> None:
+    code, out, err = run_here("soak --platform cpu --minutes 1 --devices 4 --seed 11")
+    assert code == 0, out + err
 
 
-def test_processes_share_a_single_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command.nvml, "visible_gpus", lambda: 1)
-    assert command.platform_and_devices("gpu", None) == ("gpu", 2)
-    assert command.platform_and_devices("gpu", 4) == ("gpu", 4)
-    monkeypatch.setattr(command.nvml, "visible_gpus", lambda: 2)
-    with pytest.raises(WrongInput, match="there are 2 GPUs here"):
-        command.platform_and_devices("gpu", 4)
-    # Each rank says that it is of another host, so that NCCL takes it.
+def test_processes_that_share_a_gpu_are_of_other_hosts_for_nccl() -> None:
     hosts = {launcher.sharing_env(rank)["NCCL_HOSTID"] for rank in range(4)}
     assert len(hosts) == 4

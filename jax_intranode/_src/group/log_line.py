@@ -9,12 +9,7 @@ from jax_intranode._src.selection import table, tuning
 
 
 def describe(rendezvous: Any, hellos: Sequence[dict[str, Any]]) -> str:
-    """The devices, their links, the process mode, and what runs which sizes.
-
-    Args:
-        rendezvous: a `rendezvous.Rendezvous`.
-        hellos: what each process has said about itself.
-    """
+    """The devices, their links, the process mode, and what runs which sizes."""
     devices = list(rendezvous.devices.values())
     kinds = " and ".join(dict.fromkeys(device.device_kind for device in devices))
     facts = [{"single": "one process", "multi": f"{len(hellos)} processes"}[rendezvous.mode]]

@@ -6,7 +6,6 @@ A buffer is allocated when it is made, by all processes together, and never at e
 """
 
 import ctypes
-import itertools
 import math
 import operator
 import os
@@ -293,7 +292,6 @@ def peer_buffer(
         raise ValueError(f"{where}: the axes {axes} have one device; a group needs 2 to 8")
     agreed = rendezvous.rendezvous_of(mesh.devices.flat)
     reason = agreed.reason or communicator.communicator(agreed, partition)
-    reason = reason or _reason_of_links(agreed, partition)
     if reason is not None:
         raise RuntimeError(f"{where}: these devices can't share memory: {reason}")
     with rendezvous.lock:
@@ -442,15 +440,6 @@ def _nbytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
 
 
 # Making.
-
-
-def _reason_of_links(agreed: Any, partition: Partition) -> str | None:
-    """Why the ranks of a group can't all access each other, or None."""
-    for group in partition.groups():
-        for i, j in itertools.combinations(group, 2):
-            if not agreed.are_linked(i, j):
-                return f"devices {i} and {j} have no NVLink to each other"
-    return None
 
 
 def _open_buffer(name: str) -> PeerBuffer | None:

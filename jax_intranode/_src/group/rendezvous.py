@@ -81,11 +81,9 @@ def rendezvous_of(devices: Iterable[Any]) -> Rendezvous:
 
 
 def raise_if_failed(devices: Iterable[Any]) -> None:
-    """Raises if these devices can't communicate any more.
+    """Raises CommunicationError if these devices can't communicate any more.
 
-    Raises:
-        CommunicationError: an operation on these devices has failed, or a process of theirs is
-            gone.
+    An operation on them has failed, or a process of theirs is gone.
     """
     failure = failures.current()
     devices = list(devices)
@@ -110,11 +108,7 @@ def generation() -> int:
 
 
 def refuse_fork() -> None:
-    """Raises in a process that was forked from one that had communicators.
-
-    Raises:
-        RuntimeError: this is such a process.
-    """
+    """Raises RuntimeError in a process that was forked from one that had communicators."""
     if _forked:
         raise RuntimeError(
             "jax_intranode: this process was forked from one that had communicators; devices and "

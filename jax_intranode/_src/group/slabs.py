@@ -50,11 +50,8 @@ def open_peers(
 ) -> tuple[dict[int, dict[int, int]], list[Any]]:
     """Makes memory of every device of this host addressable on every local device.
 
-    Args:
-        rendezvous: that of the devices.
-        own: the memory of each local device, by device id.
-        handles: what other processes sent to open theirs, by device id.
-        nbytes: the size of each.
+    `own` is the memory of each local device, and `handles` what other processes sent to open
+    theirs, both by device id. Each has `nbytes`.
 
     Returns:
         The address of each peer's memory, by local device id and the peer's id, and the owners of

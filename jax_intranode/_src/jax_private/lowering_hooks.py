@@ -139,13 +139,11 @@ def check_propagation(pipeline: str) -> None:
 
 
 def hook_programs(rewrite: RewriteModule, forget: Callable[[Any], None]) -> None:
-    """Makes JAX call a function for each program that it has lowered. Later calls do nothing.
+    """Makes JAX call `rewrite` for each program that it has lowered. Later calls do nothing.
+
+    If XLA refuses the module that it returns, `forget` gets the lowered module.
 
     0.10.2 to 0.12. `check_propagation` and `hook_lowering` come first.
-
-    Args:
-        rewrite: gives the module that XLA gets.
-        forget: is called with the lowered module if XLA refuses that.
     """
     global _programs_hooked
     if _programs_hooked:

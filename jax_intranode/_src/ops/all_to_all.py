@@ -98,7 +98,7 @@ def all_to_all(
                     return by_lax(leaf, split_axis, concat_axis)  # which raises the error
         # Also for lax: that of jax 0.10 does not know negative ones.
         split, concat = split_axis % dimensions, concat_axis % dimensions
-        why = why or _reason_of_length(leaf, split, size, tiled)
+        why = why or collective.reason_of_length(leaf, split, size, tiled)
         if why is not None:
             with fallback.to_lax("all_to_all", why):
                 return by_lax(leaf, split, concat)
@@ -120,18 +120,6 @@ def _no_dimension(name: str, axis: int, dimensions: int) -> str:
     return (
         f"{name} is {axis}; with {dimensions} dimensions it must be from {-dimensions} to "
         f"{dimensions - 1}"
-    )
-
-
-def _reason_of_length(x: Any, split: int, size: int, tiled: bool) -> str | None:
-    """Why a dimension can't be divided among the ranks. lax raises the ValueError."""
-    length = x.shape[split]
-    if length % size == 0 and (tiled or length == size):
-        return None
-    needed = f"a multiple of {size}" if tiled else f"{size}, or pass tiled=True"
-    return (
-        f"x has the shape {x.shape}; with {size} ranks, the length of its dimension {split} must "
-        f"be {needed}"
     )
 
 

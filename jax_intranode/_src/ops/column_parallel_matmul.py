@@ -19,6 +19,7 @@ from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import (
     all_gather_matmul,
     collective,
+    collective_matmul,
     fallback,
     local_matmuls,
     matmul_arguments,
@@ -231,15 +232,7 @@ def _transpose(cotangents: Sequence[Any], x: Any, *ws: Any, params: MatmulParams
         )
         return [ct_x, *[None] * len(ws)]
     whole = collective.varying(x, params.axes)
-    return [
-        None,
-        *(
-            local_matmuls.wgrad_dot(whole, ct, w.aval.dtype, params.precision, params.transposed)
-            if ad.is_undefined_primal(w) and type(ct) is not ad.Zero
-            else None
-            for ct, w in zip(cotangents, ws, strict=True)
-        ),
-    ]
+    return [None, *collective_matmul.wgrads(whole, cotangents, ws, params)]
 
 
 # Batching: a batch of xs is one more dimension of x.
@@ -262,15 +255,11 @@ def _batch(
 # Registration.
 
 
-def _needed(used: list[bool], params: MatmulParams) -> tuple[list[bool], MatmulParams]:
-    return [True, *used], params
-
-
 column_parallel_matmul_p.register(
     abstract_eval=_abstract_eval,
     decide=_decide,
     jvp=_jvp,
     transpose=_transpose,
     batch=_batch,
-    needed=_needed,
+    needed=lambda used, params: ([True, *used], params),
 )

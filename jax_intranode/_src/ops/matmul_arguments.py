@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import ShapedArray
 
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import collective, fallback, global_arrays
@@ -108,16 +107,9 @@ def _all_weak(operands: Sequence[Any]) -> bool:
 
 
 def operands(operation: str, x: Any, w: Any, lists: bool = False) -> tuple[Any, list[Any]]:
-    """x and the matrices as arrays.
+    """x and the matrices as arrays; w may be a list of matrices if `lists`.
 
-    Args:
-        operation: the public function, for messages.
-        x: its argument.
-        w: its argument.
-        lists: whether w may be a list of matrices.
-
-    Raises:
-        TypeError, ValueError: they can't be multiplied.
+    Raises TypeError or ValueError if they can't be multiplied.
     """
 
     def array(name: str, value: Any, wanted: str) -> Any:
@@ -163,8 +155,7 @@ def operands(operation: str, x: Any, w: Any, lists: bool = False) -> tuple[Any, 
 def result_dtype(operation: str, x: Any, preferred_element_type: Any) -> np.dtype[Any]:
     """The dtype of the products.
 
-    Raises:
-        TypeError: `preferred_element_type` is not a dtype, or of another kind than the operands'.
+    Raises TypeError if `preferred_element_type` is no dtype, or of another kind than the operands'.
     """
     if preferred_element_type is None:
         return np.dtype(x.dtype)
@@ -185,12 +176,7 @@ def result_dtype(operation: str, x: Any, preferred_element_type: Any) -> np.dtyp
 
 
 def dimension(operation: str, name: str, value: Any, rank: int) -> int:
-    """A dimension of an array, counted from the first.
-
-    Raises:
-        TypeError: it is not an integer.
-        ValueError: there is no such dimension.
-    """
+    """A dimension of an array, counted from the first. TypeError, ValueError: there is none."""
     value = collective.integer(operation, name, value)
     if not -rank <= value < rank:
         raise ValueError(
@@ -201,42 +187,37 @@ def dimension(operation: str, name: str, value: Any, rank: int) -> int:
 
 
 def world_size(operation: str, axes: tuple[Hashable, ...]) -> int:
-    """The number of ranks over the axes.
-
-    Raises:
-        NameError: an axis is not bound.
-    """
+    """The number of ranks over the axes. NameError: an axis is not bound."""
     with fallback.to_lax(operation, "an axis that is not bound", logged=False):
         return int(lax.psum(1, axes))
 
 
+def reason_of_operands(
+    axes: tuple[Hashable, ...], operands: Sequence[Any], communicated: Sequence[Any]
+) -> str | None:
+    """Why lax runs the collective of a call with these axes and operands.
+
+    `communicated` are those from which the gathered or summed array is computed.
+    """
+    reason = fallback.reason_of_axes(axes)
+    reason = reason or fallback.reason_of_operands(operands, communicated, axes)
+    if reason is None and any(
+        axis is not None for v in operands for axis in jax.typeof(v).sharding.spec
+    ):
+        reason = "an operand sharded over explicit axes of the mesh"
+    return reason
+
+
 def reason_for_lax(
-    collective_operation: str,
+    operation: str,
     axes: tuple[Hashable, ...],
     operands: Sequence[Any],
     communicated: Sequence[Any],
     dtype: np.dtype[Any],
 ) -> str | None:
-    """Why lax runs the collective of a collective matmul, or None if it may be accelerated.
-
-    Args:
-        collective_operation: "psum", "psum_scatter" or "all_gather".
-        axes: the axes.
-        operands: x and the matrices.
-        communicated: the operands from which the gathered or summed array is computed.
-        dtype: the dtype of that array.
-    """
-    reason = fallback.reason_of_axes(axes)
-    if reason is not None:
-        return reason
-    if not any(isinstance(v, jax.core.Tracer) for v in communicated):
-        return "a constant"
-    if not all(isinstance(jax.typeof(v), ShapedArray) for v in operands):
-        return "not an array"
-    if any(axis is not None for v in operands for axis in jax.typeof(v).sharding.spec):
-        return "an operand sharded over explicit axes of the mesh"
-    reason = fallback.reason_of_types(operands, communicated, axes)
-    return reason or select.unsupported_dtype(collective_operation, dtype.name)
+    """The same for a collective of jax.lax of an array of this dtype."""
+    reason = reason_of_operands(axes, operands, communicated)
+    return reason or select.unsupported_dtype(operation, dtype.name)
 
 
 def varying_alike(operands: Sequence[Any], axes: tuple[Hashable, ...]) -> list[Any]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad
 
 from jax_intranode._src.group import agreed
 from jax_intranode._src.ops import collective
@@ -21,14 +21,13 @@ from jax_intranode._src.selection import config, select, table, tuning
 
 
 @dataclass(frozen=True)
-class NormParams:
+class NormParams(collective.Params):
     """Parameters of the primitives.
 
     Their operands are x, the residual, the weight and, if there is one, the bias. Their results are
     the normalized rows and the new residual.
 
     Attributes:
-        axes: the mesh axes.
         norm: "rms_norm" or "layer_norm".
         eps: added to the mean of the squares.
         weight_offset: added to the weight.
@@ -37,7 +36,6 @@ class NormParams:
         invariant: as in `PsumParams`.
     """
 
-    axes: tuple[str, ...]
     norm: str
     eps: float
     weight_offset: float
@@ -159,8 +157,7 @@ def _decide(
                 return collective.stack_parts(v, dimension, params.world_size)
 
             stacked = of_x.update(shape=(params.world_size, *part.shape))
-            arrange = mlir.lower_fun(divide, multiple_results=False)
-            (x,) = arrange(ctx.replace(avals_in=[of_x], avals_out=[stacked]), x)
+            (x,) = collective.arranged(ctx, divide, x, of_x, stacked)
             of_x = stacked
         return collective.lower_to_call(
             ctx.replace(avals_in=[of_x, *of_others]),

@@ -77,7 +77,6 @@ class OpPrimitive:
     """
 
     def __init__(self, operation: str):
-        """Creates both forms; `register` gives them their rules."""
         self.operation = operation
         self.plain = Primitive(f"intranode_{operation}")
         self._over_set_mesh = Primitive(f"intranode_{operation}_over_set_mesh")
@@ -105,27 +104,16 @@ class OpPrimitive:
         """Binds inside the lowering of a call that was traced over these devices."""
         return list(self.plain.bind(*operands, params=params, traced_over=traced_over))
 
-    def explain(
+    def decide(
         self,
         site: LoweringSite,
         avals: Sequence[Any],
         *,
         params: Any,
         traced_over: tuple[int, ...] | None,
-    ) -> list[Operation]:
-        """The operations that a call runs as; the mesh's processes rendezvous if needed."""
-        return self._decide(site, avals, params, traced_over).operations()
-
-    def is_overlapped(
-        self,
-        site: LoweringSite,
-        avals: Sequence[Any],
-        *,
-        params: Any,
-        traced_over: tuple[int, ...] | None,
-    ) -> bool:
-        """Whether a call is one overlapped custom call; the processes rendezvous if needed."""
-        return self._decide(site, avals, params, traced_over).is_overlapped
+    ) -> Decision:
+        """What a call runs as; the mesh's processes rendezvous if needed."""
+        return self._decide(site, avals, params, traced_over)
 
     def register(
         self,

@@ -169,8 +169,7 @@ def _abstract_eval(*xs: Any, params: PsumParams) -> list[Any]:
     def total(x: Any) -> Any:
         if not params.invariant:
             return x.update(weak_type=False)
-        kind = x.manual_axis_type
-        return x.update(manual_axis_type=kind.update(varying=kind.varying - set(params.axes)))
+        return collective.invariant_over(x, params.axes)
 
     return [total(x) for x in xs]
 

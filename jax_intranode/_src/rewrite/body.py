@@ -1,10 +1,12 @@
 """The body of a shard_map that is rewritten, and what became of its collectives."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax_intranode._src.health import call_sites
 from jax_intranode._src.jax_private import call_frames, jaxpr_walk, lax_collectives
+from jax_intranode._src.ops import primitive
 from jax_intranode._src.ops.lowering_site import LoweringSite, device_ids
 from jax_intranode._src.rewrite import agreement
 from jax_intranode._src.selection import config
@@ -38,7 +40,6 @@ class Body:
     """
 
     def __init__(self, site: LoweringSite, params: dict[str, Any], reason: str | None):
-        """Keeps the arguments."""
         self.site = site
         self.params = params
         self.reason = reason
@@ -46,6 +47,18 @@ class Body:
         self.decisions: list[Decision] = []
         # What a collective became, by its operation and its types: see `collectives.choose`.
         self.chosen: dict[Any, Any] = {}
+
+    def decide_for(
+        self, operation: primitive.OpPrimitive, avals: Sequence[Any], params: Any
+    ) -> primitive.Decision:
+        """What a call of one of our primitives would run as in this body."""
+        return operation.decide(self.site, avals, params=params, traced_over=self.traced_over)
+
+    def is_overlapped(
+        self, operation: primitive.OpPrimitive, avals: Sequence[Any], params: Any
+    ) -> bool:
+        """Whether such a call would be one overlapped custom call."""
+        return self.decide_for(operation, avals, params).is_overlapped
 
     def taken(self) -> int:
         """How many collectives were replaced."""
@@ -66,14 +79,7 @@ class Body:
                 self.decisions[index] = Decision(equation, reason)
 
     def refuse_if_strict(self, which: str) -> None:
-        """Raises the error of collectives that were missed, if JAX_INTRANODE_STRICT=1.
-
-        Args:
-            which: what the collectives are, in the plural.
-
-        Raises:
-            RuntimeError: it is set, and the rewriting has missed a collective.
-        """
+        """Raises RuntimeError if JAX_INTRANODE_STRICT=1 and a collective was missed."""
         missed = [decision for decision in self.decisions if decision.missed]
         if not missed or not config.get().is_strict:
             return

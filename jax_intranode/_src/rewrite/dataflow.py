@@ -130,7 +130,6 @@ class Dataflow:
         self._numbers: dict[Hashable, int] = {}
         self._views: dict[Var, View] = {}
         self._sources: dict[Var, Any] = {}
-        self._heavy: dict[int, bool] = {}
         self._kinds: dict[int, int] = {}
 
     def number(self, *properties: Hashable) -> int:
@@ -176,14 +175,13 @@ class Dataflow:
             number += ends
         return found
 
-    def is_heavy(self, position: int) -> bool:
-        """Whether an equation takes long: a matmul, a loop or a collective."""
-        found = self._heavy.get(position)
-        if found is None:
-            equation = self.equations[position]
-            found = lax_collectives.lax_collective(equation) is not None or sums.is_heavy(equation)
-            self._heavy[position] = found
-        return found
+    @cached_property
+    def is_heavy(self) -> list[bool]:
+        """For each position whether its equation takes long: a matmul, a loop or a collective."""
+        return [
+            lax_collectives.lax_collective(equation) is not None or sums.is_heavy(equation)
+            for equation in self.equations
+        ]
 
     @cached_property
     def matmuls(self) -> dict[int, Matmul]:

@@ -191,12 +191,9 @@ class _Gather:
     def _operation(
         self, group: Sequence[Product], wgrad: Product | None, gathered: tuple[int, ...] | None
     ) -> Operation | None:
-        """The operation for these products; None if there is none.
+        """The operation for these products, and a weight gradient, if any; None if there is none.
 
-        Args:
-            group: the products.
-            wgrad: a weight gradient that it computes, too, or None.
-            gathered: the shape of the gathered array, if it is a result.
+        `gathered` is the shape of the gathered array, if that is a result.
         """
         x, matmul, side = group[0].x, group[0].matmul, group[0].side
         at = self.ranks(x.free)

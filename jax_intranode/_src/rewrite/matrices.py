@@ -166,10 +166,7 @@ def weight_gradient(
 ) -> WeightGradient | None:
     """A matmul of an array whose rows it contracts, as part of an operation on that array.
 
-    Args:
-        product: the matmul; its `x` is the array.
-        rows: the array as the operation multiplies it.
-        leading: the dimensions of its rows, in the operation.
+    `rows` is the array as the operation multiplies it, with these leading dimensions.
     """
     x, other, tail = product.x, product.w, product.tail
     if (x.contracted, x.free, x.dtypes) != (rows.free, rows.contracted, rows.dtypes):

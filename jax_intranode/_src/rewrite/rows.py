@@ -182,7 +182,6 @@ class Reader:
     """
 
     def __init__(self, shape: tuple[int, ...]):
-        """Nothing has been read."""
         self._shape = shape
         self._hidden = shape[-1]
 

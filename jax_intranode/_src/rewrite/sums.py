@@ -35,13 +35,7 @@ _has_heavy: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def issue(equations: Sequence[Any], choices: dict[int, Choice], body: Body) -> list[Any]:
-    """Replaces collectives by their choices, and merges sums.
-
-    Args:
-        equations: the equations of a jaxpr.
-        choices: what takes the place of an equation, by its identity.
-        body: the body of the body.
-    """
+    """Replaces collectives by their choices, by the identity of the equation, and merges sums."""
     walk = _Walk(body)
     overlap = Overlap(equations, body)
     for position, equation in enumerate(equations):
@@ -68,12 +62,8 @@ class _Bucket:
     def fits(self, equation: Any, body: Body) -> bool:
         """Whether the bucket is one operation with this sum, too."""
         members = [*self.equations, equation]
-        operations = psum_p.explain(
-            body.site,
-            [v.aval for member in members for v in member.invars],
-            params=self.choice.params,
-            traced_over=body.traced_over,
-        )
+        avals = [v.aval for member in members for v in member.invars]
+        operations = body.decide_for(psum_p, avals, self.choice.params).operations()
         return len(operations) == 1 and operations[0].selected.algorithm != "lax"
 
 
@@ -170,16 +160,13 @@ class Overlap:
     """Which collectives of lax may run at the same time as a matmul after them."""
 
     def __init__(self, equations: Sequence[Any], body: Body):
-        """Keeps the equations of a jaxpr of this body."""
         self._equations = equations
         self._body = body
 
     def has_matmul(self, position: int, start: int) -> bool:
         """Whether a matmul at `start` or later does not need a collective, if it is large.
 
-        Args:
-            position: the position of the collective.
-            start: from where on the collective could run.
+        From `start` on the collective could run.
         """
         if not _on_gpus(self._body) or not _is_large(self._equations[position]):
             return False

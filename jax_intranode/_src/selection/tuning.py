@@ -79,14 +79,7 @@ class Tuning:
 
 
 def read(path: str) -> Tuning:
-    """Reads a file.
-
-    Args:
-        path: the file.
-
-    Raises:
-        ValueError: the file cannot be read, is damaged, or is of another version.
-    """
+    """Reads a file; raises ValueError if it is unreadable, damaged, or of another version."""
     try:
         fields = json.loads(_content(path))
     except (OSError, ValueError, RecursionError) as error:
@@ -192,8 +185,7 @@ def _named(path: str) -> Tuning:
 def current() -> Tuning | None:
     """The tuning that JAX_INTRANODE_TUNING names; None if it is not set.
 
-    Raises:
-        ValueError: the file cannot be used.
+    Raises ValueError if the file cannot be used.
     """
     if _tried:
         return _tried[-1]

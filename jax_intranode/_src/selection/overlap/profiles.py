@@ -253,10 +253,7 @@ def profile_from_json(fields: Mapping[str, Any]) -> Profile:
 
 
 def known_from_kinds(kinds: Collection[str]) -> Profile | str | None:
-    """Returns what device kinds alone decide, which all processes know before they rendezvous.
-
-    Args:
-        kinds: the device kinds of all GPUs of a mesh.
+    """Returns what the kinds of a mesh's GPUs decide, which are known before the rendezvous.
 
     Returns:
         The profile if all are GPUs of one measured kind; why there is none, if one of them is no

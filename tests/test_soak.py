@@ -16,8 +16,7 @@ from devices import need_devices
 import jax_intranode
 from jax_intranode.__main__ import main
 from jax_intranode._src.command_line import launcher
-from jax_intranode._src.command_line.options import WrongInput
-from jax_intranode._src.command_line.soak import calls, command, rank
+from jax_intranode._src.command_line.soak import calls, rank
 from jax_intranode._src.command_line.soak.calls import Call
 
 
@@ -138,8 +137,6 @@ def test_command(tmp_path: Path, run_here: RunHere) -> None:
         (["--program", "3"], "--seed"),
         (["--minutes", "0"], "--minutes 0: use a positive number"),
         (["--devices", "9"], "9 devices: use 2 to 8"),
-        (["--json", "/nowhere/soak.json"], "/nowhere"),
-        (["--faults", "--cases", "0"], "--cases 0: use a positive number"),
         (["--faults", "--case", "psum:inside"], "'psum:inside' names no case; one is psum:"),
     ],
 )
@@ -155,13 +152,6 @@ def test_both_modes(run_here: RunHere) -> None:
     assert code == 0, out + err
 
 
-def test_processes_share_a_single_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command.nvml, "visible_gpus", lambda: 1)
-    assert command.platform_and_devices("gpu", None) == ("gpu", 2)
-    assert command.platform_and_devices("gpu", 4) == ("gpu", 4)
-    monkeypatch.setattr(command.nvml, "visible_gpus", lambda: 2)
-    with pytest.raises(WrongInput, match="there are 2 GPUs here"):
-        command.platform_and_devices("gpu", 4)
-    # Each rank says that it is of another host, so that NCCL takes it.
+def test_processes_that_share_a_gpu_are_of_other_hosts_for_nccl() -> None:
     hosts = {launcher.sharing_env(rank)["NCCL_HOSTID"] for rank in range(4)}
     assert len(hosts) == 4

@@ -11,7 +11,6 @@ from bench_settings import RunHere, mesh_of_two, settings_of
 
 import jax_intranode
 from jax_intranode._src.command_line.launcher import MODES, SINGLE_PROCESS
-from jax_intranode._src.command_line.options import WrongInput
 from jax_intranode._src.command_line.tune import command, sweep
 from jax_intranode._src.command_line.tune.sweep import Measured, fastest, rows_of
 from jax_intranode._src.group import rendezvous as rendezvous_lib
@@ -239,14 +238,6 @@ def test_bench_shows_shipped_beside_tuned(
         assert row["algorithm"] == "two_shot" and row["shipped_algorithm"] == "one_shot"
         assert row["shipped_time_us"] >= 0 and row["wrong"] == 0
     assert "shipped:" in text and "one_shot" in text
-
-
-def test_a_node_that_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command.nvml, "visible_gpus", lambda: 1)
-    with pytest.raises(WrongInput, match="this node has 1, and 1 are asked for"):
-        run_tune(f"--platform gpu -o {tmp_path / 'node.json'}", monkeypatch)
-    with pytest.raises(WrongInput, match="there is no directory"):
-        run_tune(f"--platform cpu -o {tmp_path / 'none' / 'node.json'}", monkeypatch)
 
 
 def test_time_that_is_over(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_intranode._src.command_line import picture
-from jax_intranode._src.command_line.options import WrongInput, check_writable
+from jax_intranode._src.command_line.options import WrongInput, new_file
 from jax_intranode._src.group import nvml
 from jax_intranode._src.group import topology as topology_lib
 from jax_intranode._src.group.topology import LinkReport, Topology, TopologyKind
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print JSON, for programs and for --from"
     )
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the links, too")
+    parser.add_argument("--png", type=new_file, metavar="FILE", help="draw the links, too")
     parser.add_argument(
         "--from", type=Path, dest="source", metavar="FILE", help="read what --json has printed"
     )
@@ -43,8 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the links, and draws them."""
-    if arguments.png is not None:
-        check_writable("--png", arguments.png)
     found = topology_lib.topology() if arguments.source is None else read(arguments.source)
     if arguments.png is not None:
         if not found.gpus:

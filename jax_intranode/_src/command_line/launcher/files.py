@@ -11,13 +11,14 @@ from jax_intranode._src.command_line.launcher.job import Job, Streams
 from jax_intranode._src.command_line.launcher.output import open_log
 from jax_intranode._src.command_line.launcher.rank import rank_env
 from jax_intranode._src.command_line.launcher.service import coordination_service
+from jax_intranode._src.command_line.options import Failed
 
 # How long a rank may take to print its stacks after SIGABRT.
 _ABORT_S = 1.0
 _LOG_TAIL_CHARS = 4000
 
 
-class RankError(RuntimeError):
+class RankError(Failed):
     """At least one rank failed or ran past the time limit.
 
     Attributes:

@@ -52,9 +52,10 @@ def issue(equations: Sequence[Any], choices: dict[int, Choice], body: Body) -> l
 
 
 class _Bucket:
-    """Sums that are issued together."""
+    """Sums that are issued together, of one `key`."""
 
-    def __init__(self, choice: Choice):
+    def __init__(self, key: Any, choice: Choice):
+        self.key = key
         self.choice = choice
         self.equations: list[Any] = []
 
@@ -77,7 +78,7 @@ class _Walk:
     def emit(self, equation: Any) -> None:
         """Emits an equation that is not a sum to be merged, or lets it wait."""
         if self._open and equation_kinds.is_fence(equation):
-            self._issue(list(self._open))
+            self._issue(self._open.values())
         if self._open and equation_kinds.has_effects(equation):
             self._issue(self._order.needed(equation))
         self._order.emit(equation)
@@ -89,22 +90,25 @@ class _Walk:
         key = (choice.params, dtype, id(equation.ctx))
         bucket = self._open.get(key)
         if bucket is not None and not bucket.fits(equation, self._body):
-            self._issue([key])
+            self._issue([bucket])
             bucket = None
         if bucket is None:
-            bucket = self._open[key] = _Bucket(choice)
+            bucket = self._open[key] = _Bucket(key, choice)
         bucket.equations.append(equation)
-        self._order.expect(equation.outvars, key)
+        self._order.expect(equation.outvars, bucket)
 
     def finish(self) -> list[Any]:
         """Issues what is open and returns the equations."""
-        self._issue(list(self._open))
+        self._issue(self._open.values())
         return self._order.emitted
 
-    def _issue(self, keys: Collection[Any]) -> None:
+    def _issue(self, needed: Collection[_Bucket]) -> None:
         # In the order of opening, which is the same in all processes; that of a set is not.
-        buckets = [self._open.pop(key) for key in list(self._open) if key in keys]
-        self._order.run(keys, [_merged(bucket, self._body) for bucket in buckets])
+        buckets = [bucket for bucket in self._open.values() if bucket in needed]
+        for bucket in buckets:
+            del self._open[bucket.key]
+        if buckets:
+            self._order.run(buckets, [_merged(bucket, self._body) for bucket in buckets])
 
 
 def _merged(bucket: _Bucket, body: Body) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.extend.core import Var
 
-_NONE: frozenset[Hashable] = frozenset()
+_NONE: frozenset[Any] = frozenset()
 
 
 class Waiting:
@@ -17,19 +17,20 @@ class Waiting:
 
     def __init__(self) -> None:
         self.emitted: list[Any] = []
-        # The operations that a variable waits for, by their keys, and what waits, in order.
-        self._waits: dict[Any, frozenset[Hashable]] = {}
-        self._equations: list[tuple[Any, frozenset[Hashable]]] = []
+        # The operations that a variable waits for, and what waits, in order.
+        self._waits: dict[Any, frozenset[Any]] = {}
+        self._equations: list[tuple[Any, frozenset[Any]]] = []
+        self._have_run: set[Any] = set()
 
-    def expect(self, results: Iterable[Any], key: Hashable) -> None:
+    def expect(self, results: Iterable[Any], operation: Hashable) -> None:
         """These variables are made by an operation that runs later."""
-        self._waits.update(dict.fromkeys(results, frozenset([key])))
+        self._waits.update(dict.fromkeys(results, frozenset([operation])))
 
     def needed(self, equation: Any) -> frozenset[Any]:
-        """The keys of the operations that an equation has to wait for."""
+        """The operations that an equation has to wait for."""
         waits = self._waits
         found = [waits[v] for v in equation.invars if isinstance(v, Var) and v in waits]
-        return _NONE.union(*found) if found else _NONE
+        return _NONE.union(*found) - self._have_run if found else _NONE
 
     def emit(self, equation: Any) -> None:
         """Emits an equation, or lets it wait."""
@@ -40,16 +41,13 @@ class Waiting:
         else:
             self.emitted.append(equation)
 
-    def run(self, keys: Iterable[Hashable], equations: Iterable[Any]) -> None:
+    def run(self, operations: Iterable[Hashable], equations: Iterable[Any]) -> None:
         """Emits the equations of operations, and then what has waited for them."""
-        done = frozenset(keys)
-        if not done:
-            return
         self.emitted += equations
+        self._have_run.update(operations)
         waiting, self._equations = self._equations, []
         for equation, needed in waiting:
-            if needed <= done:
+            if needed <= self._have_run:
                 self.emitted.append(equation)
             else:
-                self._equations.append((equation, needed - done))
-        self._waits = {v: left for v, needed in self._waits.items() if (left := needed - done)}
+                self._equations.append((equation, needed))

@@ -1,7 +1,8 @@
 """40 and more wrong inputs: each message names what failed, the value, and what to do.
 
 For each input there are texts that its message must have, in this order: the function, command,
-option or variable; the value; the remedy.
+option or variable; the value; the remedy. Those of collective matmuls are in
+test_collective_matmul.py and test_global_arrays.py.
 """
 
 import logging
@@ -32,10 +33,6 @@ INSIDE: dict[str, tuple[Callable[[Any, Any], Any], str, str, str]] = {
     "misspelt axis of all_gather": (
         lambda x, w: jin.all_gather(x, "modle"),
         *("jax_intranode.all_gather", "modle", "Name some of these"),
-    ),
-    "misspelt axis of a matmul": (
-        lambda x, w: jin.all_gather_matmul(x, w, "modle"),
-        *("jax_intranode.all_gather_matmul", "modle", "Call it inside jax.shard_map"),
     ),
     "text in place of an array": (
         lambda x, w: jin.psum("text", "model"),
@@ -81,50 +78,6 @@ INSIDE: dict[str, tuple[Callable[[Any, Any], Any], str, str, str]] = {
         lambda x, w: jin.all_to_all(x, "model", 0, 0),
         *("jax_intranode.all_to_all", "(4, 4)", "must be 2, or pass tiled=True"),
     ),
-    "contracted lengths": (
-        lambda x, w: jin.all_gather_matmul(x, w[:3], "model"),
-        *("all_gather_matmul", "(3, 4)", "they must be equal"),
-    ),
-    "gathering what is contracted": (
-        lambda x, w: jin.all_gather_matmul(x, w, "model", gather_axis=1),
-        *("all_gather_matmul", "gather_axis is 1", "gather another one"),
-    ),
-    "gather_axis out of range": (
-        lambda x, w: jin.all_gather_matmul(x, w, "model", gather_axis=4),
-        *("all_gather_matmul", "gather_axis is 4", "must be from -2 to 1"),
-    ),
-    "two dtypes": (
-        lambda x, w: jin.all_gather_matmul(x, w.astype(jnp.bfloat16), "model"),
-        *("all_gather_matmul", "w is bfloat16", "cast one of them"),
-    ),
-    "text in place of a matrix": (
-        lambda x, w: jin.all_gather_matmul(x, "w", "model"),
-        *("all_gather_matmul", "w is a str", "pass an array"),
-    ),
-    "no matrix": (
-        lambda x, w: jin.all_gather_matmul(x, [], "model"),
-        *("all_gather_matmul", "empty list", "pass at least one matrix"),
-    ),
-    "x of one dimension": (
-        lambda x, w: jin.matmul_all_reduce(x[0], w, "model"),
-        *("matmul_all_reduce", "(4,)", "it needs 2 dimensions or more"),
-    ),
-    "w of three dimensions": (
-        lambda x, w: jin.all_gather_matmul(x, w[None], "model"),
-        *("all_gather_matmul", "(1, 4, 4)", "pass a matrix of 2 dimensions"),
-    ),
-    "rows of a product": (
-        lambda x, w: jin.matmul_reduce_scatter(x[:3], w, "model"),
-        *("matmul_reduce_scatter", "3 elements", "must be a multiple of the 2 ranks"),
-    ),
-    "a list of matrices": (
-        lambda x, w: jin.matmul_reduce_scatter(x, [w, w], "model"),
-        *("matmul_reduce_scatter", "w is a list", "pass an array"),
-    ),
-    "gather_axis of column_parallel_matmul out of range": (
-        lambda x, w: jin.column_parallel_matmul(x, w, "model", gather_axis=3),
-        *("column_parallel_matmul", "gather_axis is 3", "must be from -2 to 1"),
-    ),
 }
 
 # Calls outside of a shard_map: with the mesh, x and w.
@@ -132,30 +85,6 @@ OUTSIDE: dict[str, tuple[Callable[[Any, Any, Any], Any], str, str, str]] = {
     "no shard_map": (
         lambda mesh, x, w: jin.psum(x, "model"),
         *("jax_intranode.psum", "model", "call it inside a jax.shard_map"),
-    ),
-    "no mesh": (
-        lambda mesh, x, w: jin.row_parallel_matmul(x, w, "model"),
-        *("jax_intranode.row_parallel_matmul", "model", "with mesh=mesh"),
-    ),
-    "an axis that the mesh lacks": (
-        lambda mesh, x, w: jin.column_parallel_matmul(x, w, "modle", mesh=mesh),
-        *("column_parallel_matmul", "axes of the mesh in context: ['model']", "with mesh=mesh"),
-    ),
-    "batch_axes that the mesh lacks": (
-        lambda mesh, x, w: jin.column_parallel_matmul(x, w, "model", mesh=mesh, batch_axes="data"),
-        *("column_parallel_matmul", "'data'", "name some of these"),
-    ),
-    "an axis twice": (
-        lambda mesh, x, w: jin.column_parallel_matmul(x, w, "model", mesh=mesh, batch_axes="model"),
-        *("column_parallel_matmul", "'model' is named twice", "name each axis once"),
-    ),
-    "columns that cannot be divided": (
-        lambda mesh, x, w: jin.column_parallel_matmul(x, w[:, :3], "model", mesh=mesh),
-        *("column_parallel_matmul", "(4, 3)", "must be a multiple of 2"),
-    ),
-    "text in place of a mesh": (
-        lambda mesh, x, w: jin.column_parallel_matmul(x, w, "model", mesh="model"),
-        *("column_parallel_matmul", "mesh is 'model'", "pass a jax.sharding.Mesh"),
     ),
     "initialize without a mesh": (
         lambda mesh, x, w: jin.initialize((2,)),

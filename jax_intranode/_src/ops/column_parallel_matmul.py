@@ -181,10 +181,8 @@ def _abstract_eval(x: Any, *ws: Any, params: MatmulParams) -> list[Any]:
     ]
 
 
-def _decide(
-    site: LoweringSite, avals: Sequence[Any], params: MatmulParams, traced_over: Any
-) -> Decision:
-    del site, avals, traced_over  # nothing is sent
+def _decide(site: LoweringSite, avals: Sequence[Any], params: MatmulParams) -> Decision:
+    del site, avals  # nothing is sent
     return Decision(mlir.lower_fun(partial(_products, params=params)), lambda: [])
 
 

@@ -131,7 +131,7 @@ def column_parallel_matmul(
     name = "column_parallel_matmul"
     call = MatmulCall(name, x, w, axis_name, preferred_element_type, batch_axes, mesh, lists=True)
     if gather_axis is not None:
-        return all_gather_matmul.of_call(call, "gather_axis", gather_axis, False)
+        return all_gather_matmul.of_call(call, gather_axis, False)
 
     def of_ranks(x: Any, *ws: Any, reason: str | None) -> list[Any]:
         params = call.params(MatmulParams, 0)

@@ -1,5 +1,6 @@
 """The NVLink mesh: links and shapes of known machines, and how they follow from NVML's answers."""
 
+import dataclasses
 import json
 import random
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from jax_intranode._src.group import topology as topo
 from jax_intranode._src.group.topology import LinkReport, Topology, TopologyKind
+from jax_intranode._src.selection import records
 
 # The direct links of a DGX-1 with V100: (i, j) -> links. Two linked quads and i <-> i + 4.
 DGX1 = {
@@ -104,7 +106,8 @@ def test_direct_links_count_as_the_end_with_fewer_reports_them() -> None:
 
 def test_reports_survive_json() -> None:
     for report in make_reports(8, DGX1, [18] * 8):
-        assert LinkReport.from_json(json.loads(json.dumps(report.to_json()))) == report
+        fields = json.loads(json.dumps(dataclasses.asdict(report)))
+        assert records.from_json(LinkReport, fields) == report
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,8 @@ from jax_intranode._src.group.key_value_store import Refused, reading
 from jax_intranode._src.health import failures, peers
 from jax_intranode._src.jax_private import distributed
 from jax_intranode._src.native import definitions, extension
-from jax_intranode._src.selection import config, gpu_facts, select, tuning
+from jax_intranode._src.selection import config, records, select, tuning
+from jax_intranode._src.selection.gpu_facts import GpuFacts
 from jax_intranode._src.selection.overlap import choice, profiles
 from jax_intranode._src.selection.quoting import shown
 
@@ -271,9 +272,9 @@ def _hello(rendezvous: Rendezvous) -> dict[str, Any]:
         for device_id, bus_id in bus_ids.items():
             if bus_id not in reports:
                 return {"error": f"NVML does not show the GPU {bus_id}"}
-            links[device_id] = reports[bus_id].to_json()
+            links[device_id] = dataclasses.asdict(reports[bus_id])
             kind = rendezvous.devices[device_id].device_kind
-            facts[device_id] = topology_lib.read_facts(bus_id, kind).to_json()
+            facts[device_id] = dataclasses.asdict(topology_lib.read_facts(bus_id, kind))
     watch = {}
     if rendezvous.mode == "multi":
         try:
@@ -304,7 +305,7 @@ def _reason_for_no_matmuls(rendezvous: Rendezvous, hellos: list[dict[str, Any]])
         return "CPU devices"
     facts = [device["facts"] for hello in hellos for device in hello["devices"]]
     kinds = [device.device_kind for device in rendezvous.devices.values()]
-    known = [gpu_facts.GpuFacts.from_json(of_one) for of_one in facts]
+    known = [records.from_json(GpuFacts, of_one) for of_one in facts]
     rendezvous.shipped_profile = profiles.from_facts(known)
     profile = tuning.profile_for(kinds) or rendezvous.shipped_profile
     if isinstance(profile, str):
@@ -353,7 +354,7 @@ def _check_hellos(hellos: list[dict[str, Any]]) -> dict[int, frozenset[int]]:
     for hello in hellos:
         for device in hello["devices"]:
             links = device["links"]
-            report = None if links is None else topology_lib.LinkReport.from_json(links)
+            report = None if links is None else records.from_json(topology_lib.LinkReport, links)
             by_host.setdefault(tuple(hello["host"]), []).append((device["id"], report))
     linked: dict[int, frozenset[int]] = {}
     for devices in by_host.values():

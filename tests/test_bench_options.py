@@ -15,7 +15,7 @@ from jax_intranode._src.command_line.bench import options as bench_options
 from jax_intranode._src.command_line.bench import shapes as matmul_shapes
 from jax_intranode._src.command_line.bench.operations import MATMULS
 from jax_intranode._src.command_line.bench.settings import Shape
-from jax_intranode._src.command_line.launcher.functions import followed
+from jax_intranode._src.command_line.launcher.functions import Follower
 from jax_intranode._src.command_line.launcher.progress import ProgressLine
 from jax_intranode._src.command_line.options import WrongInput
 from jax_intranode._src.group import nvml
@@ -231,9 +231,12 @@ def test_following_shows_rows_and_progress(
     terminal = Terminal()
     log, messages = tmp_path / "log", tmp_path / "messages"
     line = ProgressLine(terminal, total=2)
-    with followed(messages, lambda message: line.begin(message["begun"]), line, log):
-        log.write_text("a row\n")
-        messages.write_text('{"begun": "first"}\n{"begun": "second"}\n')
+    follower = Follower(messages, line, log=log)
+    follower.follow()
+    log.write_text("a row\nhalf")
+    messages.write_text('{"begun": "first"}\n{"begun": "second"}\n')
+    follower.follow()
+    follower.follow(ended=True)
     assert capsys.readouterr().out == "a row\n"
     assert "second: 2 of 2, 0:00, about 0:00 left" in terminal.getvalue()
     assert terminal.getvalue().endswith("\r\x1b[K")

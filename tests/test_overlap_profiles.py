@@ -18,6 +18,7 @@ from jax_intranode._src.group import agreed, rendezvous, topology
 from jax_intranode._src.group.partition import Partition
 from jax_intranode._src.native import definitions, extension
 from jax_intranode._src.ops import overlapped_call
+from jax_intranode._src.selection import records
 from jax_intranode._src.selection.gpu_facts import GpuFacts
 from jax_intranode._src.selection.overlap import choice, profiles
 from jax_intranode._src.selection.overlap.plan import Plan
@@ -288,7 +289,8 @@ def test_facts_are_read_from_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     found = topology.read_facts(bus_id(0), "NVIDIA H200")
     assert found == dataclasses.replace(H200_FACTS, link_bytes_per_s=18 * 26562e6)
     assert topology.read_facts(bus_id(1), "x").link_bytes_per_s == 8 * 26562e6
-    assert GpuFacts.from_json(json.loads(json.dumps(found.to_json()))) == found
+    fields = json.loads(json.dumps(dataclasses.asdict(found)))
+    assert records.from_json(GpuFacts, fields) == found
     # A GPU that is not there, and a driver that answers nothing.
     assert not topology.read_facts(bus_id(5), "x").complete
     monkeypatch.delattr(WithFacts, "nvmlDeviceGetNumGpuCores")
@@ -340,7 +342,10 @@ def test_the_processes_of_a_mesh_agree_on_a_profile() -> None:
     def met(*of_processes: GpuFacts) -> agreed.Rendezvous:
         record = agreed.Rendezvous({}, "gpu", "multi")
         hellos = [
-            {"matmuls": 130000, "devices": [{"id": i, "links": None, "facts": of_one.to_json()}]}
+            {
+                "matmuls": 130000,
+                "devices": [{"id": i, "links": None, "facts": dataclasses.asdict(of_one)}],
+            }
             for i, of_one in enumerate(of_processes)
         ]
         record.reason_for_no_matmuls = rendezvous._reason_for_no_matmuls(record, hellos)

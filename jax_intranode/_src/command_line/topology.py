@@ -1,6 +1,7 @@
 """The command `topology`: which GPUs are linked by NVLink, as text and as a picture."""
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from jax_intranode._src.command_line.options import WrongInput, new_file
 from jax_intranode._src.group import nvml
 from jax_intranode._src.group import topology as topology_lib
 from jax_intranode._src.group.topology import LinkReport, Topology, TopologyKind
+from jax_intranode._src.selection import records
 
 DESCRIPTION = (
     "Prints how many NVLinks are between each pair of this node's GPUs, as `nvidia-smi topo -m` "
@@ -59,7 +61,7 @@ def to_json(found: Topology) -> dict[str, Any]:
     return {
         "kind": found.kind.value,
         "forced": found.forced,
-        "gpus": [gpu.to_json() for gpu in found.gpus],
+        "gpus": [dataclasses.asdict(gpu) for gpu in found.gpus],
         "links": found.links,
     }
 
@@ -71,7 +73,9 @@ def read(file: Path) -> Topology:
         WrongInput: the file cannot be read, or is not such a file.
     """
     try:
-        gpus = tuple(LinkReport.from_json(gpu) for gpu in json.loads(file.read_text())["gpus"])
+        gpus = tuple(
+            records.from_json(LinkReport, gpu) for gpu in json.loads(file.read_text())["gpus"]
+        )
     except OSError as error:
         raise WrongInput(f"--from {file}: {error.strerror}: name a file that exists") from error
     except (ValueError, TypeError, KeyError) as error:

@@ -4,11 +4,12 @@ Several processes use JAX's own key-value store. It lives in the coordinator and
 holds nothing of an earlier run. A single process needs none.
 """
 
+import contextlib
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax_intranode._src.health import failures
@@ -40,7 +41,19 @@ class Deadline:
 
 
 class Refused(Exception):
-    """A rendezvous can't go on: a process is late, or there is a verdict already."""
+    """Why the devices of a rendezvous can't communicate."""
+
+
+@contextlib.contextmanager
+def reading(stage: str) -> Iterator[None]:
+    """Refuses records of other processes that have another form than those of this version."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise Refused(
+            f"a process sent a record ({stage}) of another form than this version's ({error!r}); "
+            "give all processes the same version"
+        ) from error
 
 
 class Store:

@@ -10,7 +10,7 @@ import enum
 from collections import Counter
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, Self
+from typing import Any
 
 from jax_intranode._src.group import nvml as nvml_lib
 from jax_intranode._src.selection import config
@@ -44,16 +44,6 @@ class LinkReport:
     name: str
     switch_links: int
     peer_links: tuple[tuple[str, int], ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as processes exchange it."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Self:
-        """Returns the report from which `to_json` made `fields`."""
-        peers = tuple((bus_id, count) for bus_id, count in fields["peer_links"])
-        return cls(**fields | {"peer_links": peers})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import (
     collective,
     collective_matmul,
@@ -204,14 +203,7 @@ def of_call(call: MatmulCall, argument: str, gather_axis: Any, return_gathered: 
         reason = reason or matmul_arguments.reason_for_lax(
             "all_gather", call.axes, [x, *ws], [x], x.dtype
         )
-        params = GatherMatmulParams(
-            axes=call.axes,
-            axis=axis,
-            world_size=matmul_arguments.world_size("all_gather_matmul", call.axes),
-            dtype=call.dtype,
-            precision=trace_state.matmul_precision(),
-            gathered=gathered,
-        )
+        params = call.params(GatherMatmulParams, axis, gathered=gathered)
         reason = reason or _reason_of_types(x, ws, gathered)
         return _KIND.bind_or_fall_back([x, *ws], params, reason)
 

@@ -301,11 +301,11 @@ def lower_to_lax(
         RuntimeError: JAX_INTRANODE_STRICT=1, and lax runs it although it might be slower.
     """
     if selected.cause != select.NOT_FASTER:
-        fallback.refuse_if_strict(primitive.operation, selected.reason, call_sites.caller)
+        fallback.refuse_if_strict(primitive.operation, selected.reason)
     if selected.logged:
         counts.fell_back(primitive.operation, selected.reason)
     else:
-        fallback.log(primitive.operation, selected.reason, call_sites.caller)
+        fallback.log(primitive.operation, selected.reason)
     return list(mlir.lower_fun(lambda *vs: params.by_lax(vs), True)(ctx, *xs))
 
 

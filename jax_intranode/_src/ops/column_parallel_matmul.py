@@ -134,13 +134,7 @@ def column_parallel_matmul(
         return all_gather_matmul.of_call(call, "gather_axis", gather_axis, False)
 
     def of_ranks(x: Any, *ws: Any, reason: str | None) -> list[Any]:
-        params = MatmulParams(
-            axes=call.axes,
-            axis=0,
-            world_size=matmul_arguments.world_size(name, call.axes),
-            dtype=call.dtype,
-            precision=trace_state.matmul_precision(),
-        )
+        params = call.params(MatmulParams, 0)
         over = jax.typeof(x).manual_axis_type.varying
         if not trace_state.check_vma() or over.intersection(call.axes):
             return _products(x, *ws, params=params)  # whose gradients need no sum here

@@ -102,7 +102,7 @@ def to_lax(operation: str, reason: str, logged: bool = True, sends: bool = True)
         RuntimeError: JAX_INTRANODE_STRICT=1, and something is sent. An error of lax comes first.
     """
     if logged:
-        log(operation, reason, call_sites.caller)
+        log(operation, reason)
     try:
         with scope(operation, reason):
             yield
@@ -124,7 +124,7 @@ def to_lax(operation: str, reason: str, logged: bool = True, sends: bool = True)
             )
         raise
     if logged and sends:
-        refuse_if_strict(operation, reason, call_sites.caller)
+        refuse_if_strict(operation, reason)
 
 
 def scope(operation: str, reason: str) -> Any:
@@ -138,11 +138,11 @@ def parse_scope(name: str) -> tuple[str, str] | None:
     return None if match is None else (match[1], match[2])
 
 
-def refuse_if_strict(operation: str, reason: str, call_site: Any) -> None:
+def refuse_if_strict(operation: str, reason: str) -> None:
     """Raises RuntimeError, the error of a fallback, if JAX_INTRANODE_STRICT=1."""
     if config.get().is_strict:
         raise RuntimeError(
-            f"jax_intranode.{operation} at {call_site()} falls back to jax.lax: {reason}. "
+            f"jax_intranode.{operation} at {call_sites.caller()} falls back to jax.lax: {reason}. "
             "JAX_INTRANODE_STRICT=1 makes this an error. Fix the cause, call the function of "
             "jax.lax instead, or unset the variable."
         )
@@ -151,14 +151,11 @@ def refuse_if_strict(operation: str, reason: str, call_site: Any) -> None:
 _logged: set[tuple[str, str, str]] = set()
 
 
-def log(operation: str, reason: str, call_site: Any) -> None:
-    """Counts a fallback, and logs it once for each call site and reason.
-
-    `call_site` is only called if the line is wanted.
-    """
+def log(operation: str, reason: str) -> None:
+    """Counts a fallback, and logs it once for each call site and reason."""
     counts.fell_back(operation, reason)
     if _log.isEnabledFor(logging.INFO):
-        line = (operation, call_site(), reason)
+        line = (operation, call_sites.caller(), reason)
         if line not in _logged:
             _logged.add(line)
             _log.info("%s at %s falls back to jax.lax: %s.", *line)

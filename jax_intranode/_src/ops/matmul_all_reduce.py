@@ -106,14 +106,7 @@ def of_call(call: MatmulCall) -> Any:
         reason = reason or matmul_arguments.reason_for_lax(
             "psum", call.axes, [x, w], [x, w], call.dtype
         )
-        params = AllReduceMatmulParams(
-            axes=call.axes,
-            axis=0,
-            world_size=matmul_arguments.world_size("matmul_all_reduce", call.axes),
-            dtype=call.dtype,
-            precision=trace_state.matmul_precision(),
-            invariant=trace_state.check_vma(),
-        )
+        params = call.params(AllReduceMatmulParams, 0, invariant=trace_state.check_vma())
         return _KIND.bind_or_fall_back([x, w], params, reason)
 
     def specs(of_global: GlobalCall, rows: list[Any]) -> tuple[Any, Any, list[Any]]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import collective, fallback, global_arrays
 from jax_intranode._src.selection import select
 
+Params = TypeVar("Params")
+
 
 def axes_of(axis_name: Any) -> tuple[Any, ...]:
     """The names of the mapped axes."""
@@ -22,23 +24,16 @@ def axes_of(axis_name: Any) -> tuple[Any, ...]:
 
 @dataclass
 class MatmulCall:
-    """A call of one of the public functions.
+    """A call of one of the public functions, with its arguments.
+
+    It raises TypeError or ValueError if the operands can't be multiplied.
 
     Attributes:
         name: the public function, for messages.
-        x: its argument.
-        w: its argument, a matrix or, if `lists`, perhaps a list of matrices.
-        axis_name: its argument.
-        preferred_element_type: its argument.
-        batch_axes: its argument.
-        mesh: its argument.
-        lists: whether w may be a list.
+        lists: whether w may be a list of matrices.
         ws: the matrices.
         dtype: dtype of the products.
         axes: the names of the mapped axes.
-
-    Raises:
-        TypeError, ValueError: the operands can't be multiplied.
     """
 
     name: str
@@ -54,10 +49,17 @@ class MatmulCall:
     axes: tuple[Any, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Checks the operands."""
         self.x, self.ws = operands(self.name, self.x, self.w, self.lists)
         self.dtype = result_dtype(self.name, self.x, self.preferred_element_type)
         self.axes = axes_of(self.axis_name)
+
+    def params(self, kind: Callable[..., Params], axis: int, **own: Any) -> Params:
+        """The parameters of a collective matmul that this call is, and its own ones.
+
+        Raises NameError if an axis is not bound.
+        """
+        size, precision = world_size(self.name, self.axes), trace_state.matmul_precision()
+        return kind(self.axes, axis, size, self.dtype, precision, **own)
 
     def run(
         self,

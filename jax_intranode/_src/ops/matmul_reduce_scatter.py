@@ -9,7 +9,6 @@ import jax
 from jax.interpreters import ad
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import (
     collective,
     collective_matmul,
@@ -123,7 +122,8 @@ def of_call(call: MatmulCall, argument: str, scatter_dimension: Any) -> Any:
     dimension = matmul_arguments.dimension(call.name, argument, scatter_dimension, call.x.ndim)
 
     def of_ranks(x: Any, w: Any, *, reason: str | None) -> list[Any]:
-        size = matmul_arguments.world_size("matmul_reduce_scatter", call.axes)
+        params = call.params(SumMatmulParams, dimension)
+        size = params.world_size
         length = local_matmuls.dot_shape(x, w, False)[dimension]
         if length % size != 0:
             raise ValueError(
@@ -132,9 +132,6 @@ def of_call(call: MatmulCall, argument: str, scatter_dimension: Any) -> Any:
             )
         reason = reason or matmul_arguments.reason_for_lax(
             "psum_scatter", call.axes, [x, w], [x, w], call.dtype
-        )
-        params = SumMatmulParams(
-            call.axes, dimension, size, call.dtype, trace_state.matmul_precision()
         )
         return _KIND.bind_or_fall_back([x, w], params, reason)
 

@@ -26,12 +26,7 @@ from jax_intranode._src.selection import select
 
 @dataclass(frozen=True)
 class Choice:
-    """The operation that takes the place of an equation.
-
-    Attributes:
-        primitive: the operation.
-        params: its parameters.
-    """
+    """The operation that takes the place of an equation."""
 
     primitive: OpPrimitive
     params: Params

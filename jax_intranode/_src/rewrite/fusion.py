@@ -18,12 +18,11 @@ from jax_intranode._src.ops.primitive import BY_PRIMITIVE, OpPrimitive, nbytes
 from jax_intranode._src.rewrite import dataflow, views
 from jax_intranode._src.rewrite.dataflow import Dataflow
 from jax_intranode._src.rewrite.views import Factors
+from jax_intranode._src.rewrite.waiting import Waiting
 
 # Equations that are farther apart are not put together: comparing them with all equations between
 # would take long.
 FARTHEST = 1000
-
-_NONE: frozenset[int] = frozenset()
 
 # What is replaced, and the equations that take the place.
 _Accepted = tuple["Replacement", Sequence[Any]]
@@ -282,34 +281,21 @@ class Accepted:
 
 
 def _replaced(flow: Dataflow, accepted: Sequence[_Accepted]) -> list[Any]:
-    """The equations, with operations in the place of others.
-
-    An equation waits while it needs the result of an operation that runs later.
-    """
+    """The equations, with operations in the place of others."""
     owner = {p: k for k, (fusion, _) in enumerate(accepted) for p in fusion.removed}
-    waits = {v: frozenset([k]) for k, (fusion, _) in enumerate(accepted) for v in fusion.results}
     dead = _dead_layouts(flow, accepted, owner)
-    running: set[int] = set()
-    waiting: list[tuple[Any, frozenset[int]]] = []
-    emitted: list[Any] = []
+    order = Waiting()
+    for k, (fusion, _) in enumerate(accepted):
+        order.expect(fusion.results, k)
     for position, equation in enumerate(flow.equations):
-        k = owner.get(position)
-        if k is None:
-            if position in dead:
-                continue
-            needed = _NONE.union(*(waits[v] for v in flow.uses[position] if v in waits)) - running
-            if not needed:
-                emitted.append(equation)
-                continue
-            waiting.append((equation, needed))
-            for v in equation.outvars:
-                waits[v] = waits.get(v, _NONE) | needed
-        elif position == accepted[k][0].last:
-            emitted += accepted[k][1]
-            running.add(k)
-            emitted += [e for e, needed in waiting if needed <= running]
-            waiting = [(e, needed) for e, needed in waiting if not needed <= running]
-    return emitted
+        owned_by = owner.get(position)
+        if owned_by is not None:
+            fusion, equations = accepted[owned_by]
+            if position == fusion.last:
+                order.run([owned_by], equations)
+        elif position not in dead:
+            order.emit(equation)
+    return order.emitted
 
 
 def _dead_layouts(

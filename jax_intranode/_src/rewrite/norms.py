@@ -131,7 +131,8 @@ def _norms(flow: Dataflow, h: Any) -> tuple[list[tuple[Var, rows.Norm]], set[int
     With them come the positions of the equations that were read.
     """
     reader = rows.Reader(h.aval.shape)
-    known: dict[Any, rows.Rows | None] = {h: rows.own()}
+    own = rows.own(h.aval.shape)
+    known: dict[Any, rows.Rows | None] = {h: own}
     passed: set[int] = set()
     found: list[tuple[Var, rows.Norm]] = []
     outside: dict[Any, rows.Rows | None] = {}
@@ -154,7 +155,7 @@ def _norms(flow: Dataflow, h: Any) -> tuple[list[tuple[Var, rows.Norm]], set[int
             if described is None:
                 continue
             passed.add(position)
-            norm = rows.norm_of(described) if _type(v) == _type(h) else None
+            norm = rows.norm_of(described, own) if _type(v) == _type(h) else None
             if norm is not None and len(equation.outvars) == 1:
                 found.append((v, norm))
             for user in flow.used_at[v]:
@@ -181,7 +182,7 @@ def _parameter(
             read = reader.read(equation, lambda w: _parameter(flow, reader, w, known, steps - 1))
             known[v] = read[equation.outvars.index(v)]
         if known[v] is None and v.aval.ndim == 1 and v.aval.dtype in rows.FLOATS:
-            known[v] = rows.parameter(v)
+            known[v] = rows.parameter(v, reader.shape)
     return known[v]
 
 

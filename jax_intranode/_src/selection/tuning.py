@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jax_intranode._src.selection import config, table
-from jax_intranode._src.selection.overlap import profiles
+from jax_intranode._src.selection import config, records, table
 from jax_intranode._src.selection.overlap.profiles import Profile
 from jax_intranode._src.selection.quoting import shown
 
@@ -155,11 +154,11 @@ def _digest(fields: Mapping[str, Any]) -> str:
 def _parse(path: str, fields: Mapping[str, Any]) -> Tuning:
     rows = {
         (of_one["mode"], of_one["operation"], of_one["packets"], of_one["ranks"]): tuple(
-            table.Row(**row) for row in of_one["rows"]
+            records.from_json(table.Row, row) for row in of_one["rows"]
         )
         for of_one in fields["tables"]
     }
-    profile = fields["profile"] and profiles.profile_from_json(fields["profile"])
+    profile = fields["profile"] and records.from_json(Profile, fields["profile"])
     return Tuning(
         path=path,
         rows=rows,

@@ -358,7 +358,12 @@ for program in (f, whole, whole):
 
 
 @pytest.mark.parametrize(
-    ("world", "missing", "waiting"), [(2, 1, (0,)), (2, 0, (1,)), (3, 1, (0, 2))]
+    ("world", "missing", "waiting"),
+    [
+        pytest.param(2, 1, (0,), marks=pytest.mark.full),
+        pytest.param(2, 0, (1,), marks=pytest.mark.full),
+        (3, 1, (0, 2)),
+    ],
 )
 def test_rank_whose_peer_never_calls(
     tmp_path: Path, world: int, missing: int, waiting: tuple[int, ...]

@@ -522,7 +522,7 @@ FILLS_THE_PIPE = """
     ("end", "code"),
     [
         ("a failure", 5),
-        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.full),
         pytest.param(signal.SIGINT, 130, marks=pytest.mark.full),
         pytest.param("--timeout", 124, marks=pytest.mark.full),
     ],

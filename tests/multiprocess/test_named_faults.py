@@ -27,8 +27,11 @@ TOLD = {
     "is_lost shuts_down": ("has called jax_intranode.shutdown()", "peer_gone", 0),
     "is_lost stops": ("has shown no sign of life for 3 s: it is stopped", "peer_stopped", None),
 }  # fmt: skip
-# tests/native/monitor_test.cc loses processes in these and more ways.
-FULL = ("is_lost killed", "is_lost exits", "is_lost shuts_down", "is_lost stops")
+# Variants of others; tests/native/monitor_test.cc loses processes in these and more ways.
+FULL = (
+    *("raises_after_another_was_shown", "raises_in_a_signal_handler"),
+    *("is_lost killed", "is_lost exits", "is_lost shuts_down", "is_lost stops"),
+)
 # The ranks that are told, and the operations that a message has to name.
 DIFFERENT = {
     "waits_in_another_operation": 2,

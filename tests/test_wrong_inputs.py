@@ -1,11 +1,10 @@
 """40 and more wrong inputs: each message names what failed, the value, and what to do.
 
-For each input there are texts that its message must have, in this order: the function, command,
-option or variable; the value; the remedy. Those of collective matmuls are in
-test_collective_matmul.py and test_global_arrays.py.
+For each input there are texts that its message must have, in this order: the function, command or
+option; the value; the remedy. Those of collective matmuls are in test_collective_matmul.py and
+test_global_arrays.py, those of variables in test_config.py.
 """
 
-import logging
 import os
 import subprocess
 import sys
@@ -22,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 
 import jax_intranode as jin
 from jax_intranode import __main__ as command_line
-from jax_intranode._src.selection import config
 
 # Calls, inside of a shard_map over two ranks with the axis "model": x and w are 4 x 4 on each rank.
 INSIDE: dict[str, tuple[Callable[[Any, Any], Any], str, str, str]] = {
@@ -96,14 +94,6 @@ OUTSIDE: dict[str, tuple[Callable[[Any, Any, Any], Any], str, str, str]] = {
     ),
 }
 
-VARIABLES = {
-    "DISABLE": ("yes", "use one of 0, 1"),
-    "ALGORITHM": ("ring", "use one of auto, one_shot"),
-    "TIMEOUT_S": ("soon", "use a positive number"),
-    "SLAB_MIB": ("64MiB", "use a positive integer"),
-    "TOPOLOGY": ("mesh", "use one of fully_connected"),
-}
-
 # Command lines, after `python -m jax_intranode`. {files} has files that are wrong.
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "benhc psum": ("no command", "'benhc'", "did you mean bench?"),
@@ -145,7 +135,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 
 
 def test_there_are_enough() -> None:
-    assert len(INSIDE) + len(OUTSIDE) + len(VARIABLES) + len(COMMANDS) >= 40
+    assert len(INSIDE) + len(OUTSIDE) + len(COMMANDS) >= 40
 
 
 def message_of(call: Callable[[], Any]) -> str:
@@ -179,21 +169,6 @@ def test_call_outside_of_shard_map(name: str) -> None:
     message = message_of(lambda: call(mesh, jnp.ones((4, 4)), jnp.ones((4, 4))))
     for text in says:
         assert text in message, message
-
-
-@pytest.mark.parametrize("name", VARIABLES)
-def test_variable(name: str) -> None:
-    value, remedy = VARIABLES[name]
-    message = message_of(lambda: config.parse({f"JAX_INTRANODE_{name}": value}))
-    for text in (f"JAX_INTRANODE_{name}", repr(value), remedy):
-        assert text in message, message
-
-
-def test_misspelt_variable(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        config.check({"JAX_INTRANODE_TIMEOUT": "5"})
-    assert "JAX_INTRANODE_TIMEOUT is set" in caplog.text
-    assert "Did you mean JAX_INTRANODE_TIMEOUT_S?" in caplog.text
 
 
 @pytest.mark.parametrize("line", COMMANDS)

@@ -464,9 +464,9 @@ def register(
         weak = {} if keeps_weak_type else {"weak_type": False}
         return [x.update(shape=tuple(shape(list(x.shape), params)), **weak)]
 
-    def decide(site: LoweringSite, avals: Sequence[Any], params: Any, traced_over: Any) -> Decision:
+    def decide(site: LoweringSite, avals: Sequence[Any], params: Any) -> Decision:
         (aval,) = avals
-        reason = site.reason_for_lax(traced_over)
+        reason = site.reason_for_lax()
         if reason is not None:
             selected = select.Selection("lax", reason)
         else:

@@ -9,64 +9,41 @@ __version__ = "0.1.0"
 _import_error: Exception | None = None
 
 try:
-    from jax_intranode._src.group.communicator import initialize as initialize
-    from jax_intranode._src.group.communicator import shutdown as shutdown
-    from jax_intranode._src.group.communicator import usage_counter as usage_counter
-    from jax_intranode._src.group.peer_buffer import PeerBuffer as PeerBuffer
-    from jax_intranode._src.group.peer_buffer import get_include as get_include
-    from jax_intranode._src.group.peer_buffer import peer_buffer as peer_buffer
-    from jax_intranode._src.group.peer_buffer import register_ffi_library as register_ffi_library
-    from jax_intranode._src.group.topology import Topology as Topology
-    from jax_intranode._src.group.topology import TopologyKind as TopologyKind
-    from jax_intranode._src.group.topology import topology as topology
-    from jax_intranode._src.health.failures import CommunicationError as CommunicationError
-    from jax_intranode._src.health.failures import Failure as Failure
-    from jax_intranode._src.health.failures import communication_errors as communication_errors
-    from jax_intranode._src.health.failures import last_failure as last_failure
-    from jax_intranode._src.ops.all_gather import all_gather as all_gather
-    from jax_intranode._src.ops.all_gather_matmul import all_gather_matmul as all_gather_matmul
-    from jax_intranode._src.ops.all_to_all import all_to_all as all_to_all
-    from jax_intranode._src.ops.column_parallel_matmul import (
-        column_parallel_matmul as column_parallel_matmul,
+    from jax_intranode._src.group.communicator import initialize, shutdown, usage_counter
+    from jax_intranode._src.group.peer_buffer import (
+        PeerBuffer,
+        get_include,
+        peer_buffer,
+        register_ffi_library,
     )
-    from jax_intranode._src.ops.matmul_all_reduce import matmul_all_reduce as matmul_all_reduce
-    from jax_intranode._src.ops.matmul_reduce_scatter import (
-        matmul_reduce_scatter as matmul_reduce_scatter,
+    from jax_intranode._src.group.topology import Topology, TopologyKind, topology
+    from jax_intranode._src.health.failures import (
+        CommunicationError,
+        Failure,
+        communication_errors,
+        last_failure,
     )
-    from jax_intranode._src.ops.psum import pmean as pmean
-    from jax_intranode._src.ops.psum import psum as psum
-    from jax_intranode._src.ops.psum_scatter import psum_scatter as psum_scatter
+    from jax_intranode._src.ops.all_gather import all_gather
+    from jax_intranode._src.ops.all_gather_matmul import all_gather_matmul
+    from jax_intranode._src.ops.all_to_all import all_to_all
+    from jax_intranode._src.ops.column_parallel_matmul import column_parallel_matmul
+    from jax_intranode._src.ops.matmul_all_reduce import matmul_all_reduce
+    from jax_intranode._src.ops.matmul_reduce_scatter import matmul_reduce_scatter
+    from jax_intranode._src.ops.psum import pmean, psum
+    from jax_intranode._src.ops.psum_scatter import psum_scatter
     from jax_intranode._src.ops.residual_norm import (
-        psum_residual_layer_norm as psum_residual_layer_norm,
+        psum_residual_layer_norm,
+        psum_residual_rms_norm,
+        psum_scatter_residual_layer_norm,
+        psum_scatter_residual_rms_norm,
+        reduce_scatter_residual_layer_norm,
+        reduce_scatter_residual_rms_norm,
     )
-    from jax_intranode._src.ops.residual_norm import (
-        psum_residual_rms_norm as psum_residual_rms_norm,
-    )
-    from jax_intranode._src.ops.residual_norm import (
-        psum_scatter_residual_layer_norm as psum_scatter_residual_layer_norm,
-    )
-    from jax_intranode._src.ops.residual_norm import (
-        psum_scatter_residual_rms_norm as psum_scatter_residual_rms_norm,
-    )
-    from jax_intranode._src.ops.residual_norm import (
-        reduce_scatter_residual_layer_norm as reduce_scatter_residual_layer_norm,
-    )
-    from jax_intranode._src.ops.residual_norm import (
-        reduce_scatter_residual_rms_norm as reduce_scatter_residual_rms_norm,
-    )
-    from jax_intranode._src.ops.row_parallel_matmul import (
-        row_parallel_matmul as row_parallel_matmul,
-    )
-    from jax_intranode._src.report.calls import Call as Call
-    from jax_intranode._src.report.explain import Explanation as Explanation
-    from jax_intranode._src.report.explain import explain as explain
-    from jax_intranode._src.report.stats import Fallback as Fallback
-    from jax_intranode._src.report.stats import Lowered as Lowered
-    from jax_intranode._src.report.stats import Stats as Stats
-    from jax_intranode._src.report.stats import stats as stats
-    from jax_intranode._src.rewrite.switch import accelerate as accelerate
-    from jax_intranode._src.rewrite.switch import install as install
-    from jax_intranode._src.rewrite.switch import uninstall as uninstall
+    from jax_intranode._src.ops.row_parallel_matmul import row_parallel_matmul
+    from jax_intranode._src.report.calls import Call
+    from jax_intranode._src.report.explain import Explanation, explain
+    from jax_intranode._src.report.stats import Fallback, Lowered, Stats, stats
+    from jax_intranode._src.rewrite.switch import accelerate, install, uninstall
     from jax_intranode._src.selection import config as _config
     from jax_intranode._src.selection.tuning import current as _current_tuning
 

@@ -24,9 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax_intranode
 from jax_intranode._src.command_line import rank
-from jax_intranode._src.command_line.options import WrongInput
-
-PROGRAM = "python -m jax_intranode"
+from jax_intranode._src.command_line.options import PROGRAM, Failed, Parser, WrongInput
 
 
 class Command(NamedTuple):
@@ -106,17 +104,10 @@ COMMANDS = (
 )
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that reports a wrong argument in one line. argparse prints the usage, too."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}. `{self.prog} --help` lists what it takes.\n")
-
-
 def _main_parser() -> argparse.ArgumentParser:
     width = max(len(command.name) for command in COMMANDS)
     commands = [f"  {command.name:<{width}}  {command.help}" for command in COMMANDS]
-    parser = _Parser(
+    parser = Parser(
         prog=PROGRAM,
         description=jax_intranode.__doc__,
         epilog="\n".join(
@@ -131,7 +122,7 @@ def _main_parser() -> argparse.ArgumentParser:
 
 
 def _command_parser(command: Command, module: Any) -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog=f"{PROGRAM} {command.name}",
         description=textwrap.fill(module.DESCRIPTION, 80),
         epilog="examples:\n" + "\n".join(f"  {line}" for line in module.EXAMPLES.splitlines()),
@@ -172,15 +163,18 @@ def _run(argv: Sequence[str]) -> int:
         )
         return 1
     module = _module(command)
-    arguments = _command_parser(command, module).parse_args(options.arguments)
-    if command.starts_ranks and rank.of_this_process() > 0:
-        return 0
     try:
+        arguments = _command_parser(command, module).parse_args(options.arguments)
+        if command.starts_ranks and rank.of_this_process() > 0:
+            return 0
         return int(module.run(arguments))
     except WrongInput as error:
         named = str(error).startswith((f"{command.name} ", f"{command.name}:"))
         sys.stderr.write(f"{PROGRAM} {'' if named else f'{command.name}: '}{error}\n")
         return 2
+    except Failed as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
 
 
 def _module(command: Command) -> Any:

@@ -1,13 +1,18 @@
-"""Settings, arguments and a mesh for the tests of the benchmark."""
+"""Settings, arguments, a mesh and runs for the tests of commands that measure."""
 
 import argparse
+import signal
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
+import pytest
 from devices import need_devices
 
+from jax_intranode import __main__ as command_line
 from jax_intranode._src.command_line.bench import options as bench_options
 from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher import SINGLE_PROCESS
@@ -49,3 +54,18 @@ def matmul_settings(name: str, backward: bool, **changes: Any) -> Settings:
     return settings_of(
         name, shapes=[[32, 16, 24]], backward=backward, iterations=2, warmup_iterations=0, **changes
     )
+
+
+# Runs a command line in this process: run_here(its words) -> exit code, stdout, stderr.
+RunHere = Callable[[str], tuple[int, str, str]]
+
+
+@pytest.fixture
+def run_here(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> RunHere:
+    def run(words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["python -m jax_intranode", *words.split()])
+        monkeypatch.setattr(signal, "signal", lambda *_: None)  # the handler would stay
+        code = command_line.main(words.split())
+        return code, *capfd.readouterr()
+
+    return run

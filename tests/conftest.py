@@ -7,6 +7,7 @@ Without GPUs, one worker per core runs the tests (pytest-xdist). A selection of 
 in one process, and so does everything on GPUs, because each test uses all of them.
 """
 
+import gc
 import os
 import re
 import sys
@@ -45,6 +46,7 @@ except ModuleNotFoundError as error:
     raise pytest.UsageError(f"{error}. Install the package: pip install '.[test]'") from error
 
 import jax  # noqa: E402
+from bench_settings import run_here as run_here  # noqa: E402
 from devices import REQUIRED_GPUS  # noqa: E402
 
 from jax_intranode._src.group import rendezvous  # noqa: E402
@@ -52,6 +54,10 @@ from jax_intranode._src.group import rendezvous  # noqa: E402
 # Tests fail by the message of an operation that waits too long, and not by pytest's own limit.
 os.environ.setdefault("JAX_INTRANODE_TIMEOUT_S", "60")
 jax.config.update("jax_num_cpu_devices", 8)
+# A tenth of the time goes into garbage collections, and into cutting JAX's frames from tracebacks.
+jax.config.update("jax_traceback_filtering", "off")
+gc.freeze()
+gc.set_threshold(100_000, 50, 100)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,22 +1,11 @@
-"""Random programs: chains of calls, each of which reads the result of the one before.
+"""Chains of random calls (`soak.calls`), each of which reads the result of the one before."""
 
-`random_call` makes a call of whatever chooses: a seed, which makes the same one on all ranks, or
-hypothesis. The cases here run chains; tests/test_random_calls.py runs calls of any bits.
-"""
+from collections.abc import Sequence
+from typing import Any
 
-import dataclasses
-import math
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
-
-import cases
 import jax
-import jax.numpy as jnp
 import numpy as np
 from cases import (
-    COPIED_DTYPES,
-    DTYPES,
-    OPERATIONS,
     case,
     check,
     compiled_of_ours,
@@ -24,224 +13,36 @@ from cases import (
     in_segments,
     line,
     make_mesh,
-    oracle,
     psum_of,
-    put,
     random,
     reference,
     segments_of,
     set_epochs,
-    sharded,
     takes_part,
     x64,
 )
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 import jax_intranode
+from jax_intranode._src.command_line.soak import calls as soak_calls
+from jax_intranode._src.command_line.soak.calls import Call, Seeded, random_call, random_carries
 
-
-class Choice(Protocol):
-    """Whatever chooses."""
-
-    def integer(self, low: int, high: int) -> int:
-        """An integer from `low` to `high`, both included."""
-
-    def one_of(self, values: Sequence[Any]) -> Any:
-        """One of the values."""
-
-
-class Seeded:
-    """Chooses by a seed."""
-
-    def __init__(self, seed: int):
-        self._generator = np.random.default_rng(seed)
-
-    def integer(self, low: int, high: int) -> int:
-        return int(self._generator.integers(low, high, endpoint=True))
-
-    def one_of(self, values: Sequence[Any]) -> Any:
-        return values[self.integer(0, len(values) - 1)]
-
-
-# Calls.
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """An operation over axes of a mesh.
-
-    Attributes:
-        operation: one of OPERATIONS.
-        axes: the axes, in rank order.
-        dtype: the dtype.
-        shape: the shape of a rank's operand.
-        dimension: what is scattered or split, or the axis of the result that is gathered.
-        concat: where an all-to-all puts the parts.
-        tiled: as for the functions, if they have it.
-    """
-
-    operation: str
-    axes: tuple[str, ...]
-    dtype: str
-    shape: tuple[int, ...]
-    dimension: int
-    concat: int
-    tiled: bool
-
-    def apply(self, x: Any) -> Any:
-        """The result of this rank."""
-        if self.operation == "psum":
-            return jax_intranode.psum(x, self.axes)
-        f, tiled = getattr(jax_intranode, self.operation), self.tiled
-        if self.operation == "psum_scatter":
-            return f(x, self.axes, scatter_dimension=self.dimension, tiled=tiled)
-        if self.operation == "all_gather":
-            return f(x, self.axes, axis=self.dimension, tiled=tiled)
-        return f(x, self.axes, self.dimension, self.concat, tiled=tiled)
-
-    def expected(self, operands: Sequence[np.ndarray], rank: int) -> np.ndarray:
-        """What rank `rank` of a group gets, if rank r has operands[r]."""
-        dimension = self.dimension
-        if self.operation == "all_gather":
-            joined = np.concatenate if self.tiled else np.stack
-            return joined(operands, dimension)
-        if self.operation == "all_to_all":
-            parts = [np.split(x, len(operands), dimension)[rank] for x in operands]
-            if self.tiled:
-                return np.concatenate(parts, self.concat)
-            return np.stack([part.squeeze(dimension) for part in parts], self.concat)
-        total = oracle(np.stack(operands))
-        if self.operation == "psum":
-            return total
-        part = np.split(total, len(operands), dimension)[rank]
-        return part if self.tiled else part.squeeze(dimension)
-
-
-def random_call(choose: Choice, mesh: Mesh, most: dict[str, int], *, empty: bool) -> Call:
-    """Makes a call over some axes of a mesh, in any order.
-
-    Args:
-        choose: chooses.
-        mesh: the mesh.
-        most: the greatest number of elements of an operand, or of a part of it for each rank.
-        empty: whether operands may have no element.
-    """
-    operation = choose.one_of(OPERATIONS)
-    axes: tuple[str, ...] = ()
-    for _ in range(choose.integer(1, len(mesh.axis_names))):
-        axes += (choose.one_of([name for name in mesh.axis_names if name not in axes]),)
-    ranks = math.prod(mesh.shape[name] for name in axes)
-    copies = operation.startswith("all_")
-    divided = operation in cases.DIVIDED
-    tiled = choose.one_of((True, False))
-    fewest = 0 if empty else 1
-    shape = [choose.integer(fewest, 9) for _ in range(choose.integer(0, 2))]
-    if divided or choose.one_of((True, False)):  # more than a pack, or than a thread handles
-        largest = most[operation] // max(1, math.prod(shape))
-        shape.insert(choose.integer(0, len(shape)), choose.integer(1, max(1, largest)))
-    while math.prod(shape) > most[operation]:
-        shape[shape.index(max(shape))] //= 2
-    dimension = concat = 0
-    if divided:
-        dimension, concat = (choose.integer(0, len(shape) - 1) for _ in range(2))
-        shape[dimension] = ranks * (max(1, shape[dimension]) if tiled else 1)
-    elif operation == "all_gather":
-        tiled = tiled and bool(shape)
-        dimension = choose.integer(0, len(shape) - (1 if tiled else 0))
-        if tiled:  # MLIR refuses to gather a dimension without elements
-            shape[dimension] = max(1, shape[dimension])
-    dtype = choose.one_of(COPIED_DTYPES if copies else DTYPES)
-    return Call(operation, axes, dtype, tuple(shape), dimension, concat, tiled)
-
-
-def groups(mesh: Mesh, axes: Sequence[str]) -> Iterator[list[int]]:
-    """The groups of a mesh's devices over some axes, each in rank order, as places in the mesh."""
-    others = [name for name in mesh.axis_names if name not in axes]
-    order = [mesh.axis_names.index(name) for name in (*others, *axes)]
-    places = np.arange(mesh.size).reshape(mesh.devices.shape).transpose(order)
-    for group in places.reshape(-1, math.prod(mesh.shape[name] for name in axes)):
-        yield [int(place) for place in group]
-
-
-# Chains.
-
-WORDS = 64  # size of the carry that each call hands to the next one
 # So few elements that all operations are ours on CPU devices.
 FEW = {"psum": 1500, "psum_scatter": 120, "all_gather": 120, "all_to_all": 60}
 
 
 def random_calls(seed: int, count: int, mesh: Mesh) -> list[Call]:
     choose = Seeded(seed)
-    return [random_call(choose, mesh, FEW, empty=False) for _ in range(count)]
-
-
-def operand(carry: Any, call: Call, k: int) -> Any:
-    """The operand of call k: a hash of the carry, as finite values of the call's dtype."""
-    dtype = np.dtype(call.dtype)
-    numbers = math.prod(call.shape) * (2 if dtype.kind == "c" else 1)
-    index = np.arange(numbers)
-    words = carry[index * 7 % WORDS] * np.uint32(2654435761)
-    words = words + (index * 40503 + k).astype(np.uint32)
-    words = words ^ (words >> np.uint32(15))
-    if call.dtype in ("float32", "complex64"):
-        values = ((words & np.uint32(0x80FFFFFF)) | np.uint32(0x3E000000)).view(np.float32)
-    elif call.dtype in ("bfloat16", "float16"):
-        short = ((words & np.uint32(0x83FF)) | np.uint32(0x3C00)).astype(np.uint16)
-        values = short.view(dtype)
-    elif call.dtype in ("float64", "complex128"):
-        long = words.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        mask, one = np.uint64(0x800FFFFFFFFFFFFF), np.uint64(0x3FE0000000000000)
-        values = ((long & mask) | one).view(np.float64)
-    elif call.dtype == "bool":
-        values = words % 2 == 1
-    else:
-        values = words.astype(call.dtype)
-    if dtype.kind == "c":
-        values = (values[::2] + 1j * values[1::2]).astype(dtype)
-    return values.reshape(call.shape)
-
-
-def folded(xp: Any, carry: Any, result: Any) -> Any:
-    """The next carry. It depends on each bit of the result and on the bit's position."""
-    result = result.reshape(-1)
-    if result.dtype.kind == "c":
-        result = xp.stack([result.real, result.imag], -1).reshape(-1)
-    if result.dtype == bool:
-        result = result.astype(np.uint8)
-    words = result.view(np.dtype(f"u{result.dtype.itemsize}"))
-    if words.dtype.itemsize == 8:
-        words = words ^ (words >> np.uint64(32))
-    words = words.astype(np.uint32) * (np.arange(words.size) * 2 + 1).astype(np.uint32)
-    words = xp.pad(words, (0, -words.size % WORDS)).reshape(-1, WORDS)
-    return carry * np.uint32(5) + words.sum(0, dtype=np.uint32)
+    return [random_call(choose, mesh, FEW) for _ in range(count)]
 
 
 def chain(calls: Sequence[Call], mesh: Mesh) -> Any:
-    """The function from all ranks' carries to the carries after the calls."""
-
-    def f(v: Any) -> Any:
-        carry = v[0]
-        for k, call in enumerate(calls):
-            carry = folded(jnp, carry, call.apply(operand(carry, call, k)))
-        return carry[None]
-
-    return sharded(f, mesh, P(mesh.axis_names), P(mesh.axis_names))
+    """The function from all ranks' carries to the carries after each call."""
+    f = soak_calls.chain(calls, mesh)
+    return lambda carries: f(carries, 0)
 
 
-def expected_of_chain(calls: Sequence[Call], mesh: Mesh, carries: np.ndarray) -> np.ndarray:
-    carries = carries.copy()
-    for k, call in enumerate(calls):
-        for group in groups(mesh, call.axes):
-            operands = [operand(carries[place], call, k) for place in group]
-            for rank, place in enumerate(group):
-                carries[place] = folded(np, carries[place], call.expected(operands, rank))
-    return carries
-
-
-def random_carries(mesh: Mesh, seed: int) -> tuple[np.ndarray, jax.Array]:
-    carries = random("uint32", (mesh.size, WORDS), seed)
-    return carries, put(mesh, P(mesh.axis_names), carries)
+expected_of_chain = soak_calls.expected_of_chain
 
 
 # Cases.

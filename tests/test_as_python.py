@@ -55,21 +55,21 @@ def write(path: Path, *parts: str) -> None:
     path.write_text("".join(map(textwrap.dedent, parts)))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    "what",
-    [
-        ("folder/../script.py", "a"),
-        ("-m", "package.module", "a"),
-        pytest.param(("folder", "a"), marks=pytest.mark.full),
-        pytest.param(("archive.zip", "a"), marks=pytest.mark.full),
-        pytest.param(("script.pyc", "a"), marks=pytest.mark.full),
-    ],
-    ids=lambda what: what[0] + what[1],
+def crossed(of_run: str, of_launch: str, *others: str) -> pytest.MarkDecorator:
+    """Each value in both ways; the quick tier takes one value with `run`, and one with `launch`."""
+    cases = [(way, value) for value in (of_run, of_launch, *others) for way in WAYS]
+    quick = (("run", of_run), ("launch", of_launch))
+    marks = [() if case in quick else pytest.mark.full for case in cases]
+    return pytest.mark.parametrize(
+        ("way", "value"), [pytest.param(*c, marks=m) for c, m in zip(cases, marks, strict=True)]
+    )
+
+
+@crossed(
+    "folder/../script.py a", "-m package.module a", "folder a", "archive.zip a", "script.pyc a"
 )
-def test_names_arguments_and_path(
-    output: Output, tmp_path: Path, way: str, what: tuple[str, ...]
-) -> None:
+def test_names_arguments_and_path(output: Output, tmp_path: Path, way: str, value: str) -> None:
+    what = value.split()
     for name in ("script.py", "folder/__main__.py", "package/module.py"):
         write(tmp_path / name, SHOW)
     with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
@@ -79,17 +79,16 @@ def test_names_arguments_and_path(
     assert output(*WAYS[way], *what)[:2] == output(*what)[:2]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("how", ["-P", "PYTHONSAFEPATH"])
-def test_a_safe_path_stays_safe(output: Output, tmp_path: Path, way: str, how: str) -> None:
+@crossed("-P", "PYTHONSAFEPATH")
+def test_a_safe_path_stays_safe(output: Output, tmp_path: Path, way: str, value: str) -> None:
     """Neither is the script's folder searched, nor is the user's first entry lost."""
     write(tmp_path / "script.py", "import helper\nprint(helper.__file__)")
     write(tmp_path / "helper.py")
     write(tmp_path / "users" / "helper.py")
-    flags = ["-P"] if how == "-P" else []
+    flags = ["-P"] if value == "-P" else []
     env = {"PYTHONPATH": str(tmp_path / "users")}
     if not flags:
-        env[how] = "1"
+        env[value] = "1"
     expected = [str(tmp_path / "users" / "helper.py")]
     assert output(*flags, *WAYS[way], "script.py", **env)[:2] == (0, expected)
 
@@ -117,10 +116,9 @@ def test_main_is_there_until_exit_handlers_and_threads_have_ended(
     assert (code, out) == (0, ["thread True", "at exit True"]), err
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("hook", ["usual", "own"])
+@crossed("own", "usual")
 def test_an_exception_is_shown_and_kept_as_by_python(
-    output: Output, tmp_path: Path, way: str, hook: str
+    output: Output, tmp_path: Path, way: str, value: str
 ) -> None:
     write(
         tmp_path / "script.py",
@@ -128,7 +126,7 @@ def test_an_exception_is_shown_and_kept_as_by_python(
         import atexit, sys, traceback
         def own(kind, error, trace):
             print("own", kind, error, [frame.name for frame in traceback.extract_tb(trace)])
-        if {hook == "own"}:
+        if {value == "own"}:
             sys.excepthook = own
         atexit.register(lambda: print(repr(sys.last_value), sys.excepthook is own))
         def broken():

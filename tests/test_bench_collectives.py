@@ -1,6 +1,7 @@
 """How the benchmark checks and times collectives."""
 
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,34 +20,29 @@ from jax_intranode._src.selection import select
 # The oracle.
 
 
-def _sum(values: list[object], dtype: object) -> np.ndarray:
-    """Returns the oracle's sum of one element per rank."""
-    return oracle.expected_sum([np.array([value], dtype) for value in values])[0]
+@pytest.mark.parametrize(
+    ("values", "dtype", "wanted"),
+    [
+        # It rounds once. bfloat16 has 8 significant bits: 256 + 1 would round to 256.
+        ([256, 1, 1], ml_dtypes.bfloat16, 258),
+        ([2048, 1, 1], np.float16, 2050),
+        # It adds in rank order.
+        ([1e8, 1, -1e8], np.float32, 0),
+        ([1e8, -1e8, 1], np.float32, 1),
+        # float64 and integers are accumulated in their own type.
+        ([1.0, 2.0**-40], np.float64, 1.0 + 2.0**-40),
+        ([100, 100], np.int8, -56),
+        ([2**63 - 1, 1], np.int64, -(2**63)),
+        ([1e-45, 1e-45], np.float32, 2 * np.float32(1e-45)),  # subnormal
+    ],
+)
+def test_oracle_of_sums(values: list[Any], dtype: Any, wanted: Any) -> None:
+    assert oracle.expected_sum([np.array([value], dtype) for value in values])[0] == wanted
 
 
-def test_oracle_rounds_once() -> None:
-    # bfloat16 has 8 significant bits: 256 + 1 would round to 256 if each addition rounded.
-    assert _sum([256, 1, 1], ml_dtypes.bfloat16) == 258
-    assert _sum([2048, 1, 1], np.float16) == 2050
-
-
-def test_oracle_adds_in_rank_order() -> None:
-    assert _sum([1e8, 1, -1e8], np.float32) == 0
-    assert _sum([1e8, -1e8, 1], np.float32) == 1
-
-
-def test_oracle_accumulates_float64_and_integers_in_their_own_type() -> None:
-    assert _sum([1.0, 2.0**-40], np.float64) == 1.0 + 2.0**-40
-    assert _sum([100, 100], np.int8) == -56
-    assert _sum([2**63 - 1, 1], np.int64) == -(2**63)
-
-
-def test_oracle_keeps_signed_zeros_and_subnormals() -> None:
-    assert np.signbit(_sum([-0.0, -0.0], np.float32))
-    assert _sum([1e-45, 1e-45], np.float32) > 0
-
-
-def test_oracle_returns_the_sum_of_magnitudes() -> None:
+def test_oracle_of_zeros_and_magnitudes() -> None:
+    total, _ = oracle.expected_sum([np.array([-0.0], np.float32)] * 2)
+    assert np.signbit(total)
     _, magnitude = oracle.expected_sum([np.array([value], np.float32) for value in (-1, 2, -3)])
     assert magnitude == 6
 

@@ -15,7 +15,6 @@ from jax_intranode._src.command_line.bench import matmuls as measure_matmul
 from jax_intranode._src.command_line.bench import oracle as matmul_oracle
 from jax_intranode._src.command_line.bench.operations import MATMULS
 from jax_intranode._src.command_line.bench.settings import Shape
-from jax_intranode._src.selection import table
 
 
 @pytest.mark.parametrize(
@@ -23,7 +22,6 @@ from jax_intranode._src.selection import table
     [
         ("all_gather_matmul", True, ("reduce_scatter",)),
         ("matmul_reduce_scatter", False, ("reduce_scatter",)),
-        ("matmul_all_reduce", True, table.PSUM_ALGORITHMS),
     ],
 )
 def test_matmul_is_checked_and_timed(

@@ -3,18 +3,21 @@
 import argparse
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from bench_settings import parse, settings_of
+from bench_settings import RunHere, parse, settings_of
 
-from jax_intranode._src.command_line.bench import collectives, command, record
+from jax_intranode._src.command_line import machine
+from jax_intranode._src.command_line.bench import collectives, record
 from jax_intranode._src.command_line.bench import options as bench_options
 from jax_intranode._src.command_line.bench import shapes as matmul_shapes
 from jax_intranode._src.command_line.bench.operations import MATMULS
 from jax_intranode._src.command_line.bench.settings import Shape
-from jax_intranode._src.command_line.launcher.functions import followed
+from jax_intranode._src.command_line.launcher.functions import Follower
 from jax_intranode._src.command_line.launcher.progress import ProgressLine
+from jax_intranode._src.command_line.options import WrongInput
 from jax_intranode._src.group import nvml
 
 # Options and settings.
@@ -52,17 +55,6 @@ def test_parse_size_refuses(text: str) -> None:
         ("all_gather_matmul --shapes 1,2,3;1,0,3", "'1,0,3' is not M,K,N"),
         ("all_gather_matmul --preset llama", "'llama' is none of reference, llama-8b"),
         ("ppermute", "'ppermute' is none of psum, "),
-    ],
-)
-def test_options_refused(options: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(options)
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
         ("pmean -d float32,int32", "pmean of int32 is a float"),
         ("psum_scatter --leaves 2", "psum_scatter is measured with one array"),
         ("all_gather --leaves 2", "all_gather is measured with one array"),
@@ -88,34 +80,33 @@ def test_options_refused(options: str, message: str, capsys: pytest.CaptureFixtu
         ("mlp_block --plot all.png", "--peers and --plot are for operations"),
     ],
 )
-def test_options_that_contradict_each_other(
-    options: str,
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert command.run(parse(f"{options} --platform cpu")) == 2
-    assert message in capsys.readouterr().err
+def test_options_refused(options: str, message: str, run_here: RunHere) -> None:
+    code, out, err = run_here(f"bench {options} --platform cpu")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
 
 
-def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for gpus, options, message in (
-        (0, "psum", "no NVIDIA GPU here (by NVML and CUDA_VISIBLE_DEVICES): choose --platform cpu"),
-        (2, "psum --devices 4", "has 2 visible GPUs, not 4: choose --devices 2 or less"),
-        (0, "all_gather_matmul --preset llama-8b", "no NVIDIA GPU here"),
+def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def devices(gpus: int, asked: int | None, **how: Any) -> tuple[str, int]:
+        monkeypatch.setattr(nvml, "visible_gpus", lambda: gpus)
+        options = argparse.Namespace(platform="gpu", devices=asked)
+        return machine.platform_and_devices(options, **how)
+
+    assert devices(4, None) == ("gpu", 4) and devices(1, 3, fewest=2, shares=True) == ("gpu", 3)
+    for gpus, asked, how, message in (
+        (0, None, {}, r"no NVIDIA GPU here \(by NVML and CUDA_VISIBLE_DEVICES\): choose"),
+        (2, 4, {"shares": True}, "has 2 visible GPUs, not 4: choose --devices 2 or less"),
+        (1, None, {"fewest": 2}, "a group has 2 or more GPUs, and 1 are asked for"),
     ):
-        monkeypatch.setattr(nvml, "visible_gpus", lambda gpus=gpus: gpus)
-        assert command.run(parse(f"{options} --platform gpu")) == 2
-        assert message in capsys.readouterr().err
+        with pytest.raises(WrongInput, match=message):
+            devices(gpus, asked, **how)
 
 
-def test_bad_variable_is_refused_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_variable_is_refused_once(monkeypatch: pytest.MonkeyPatch, run_here: RunHere) -> None:
     monkeypatch.setenv("JAX_INTRANODE_ALGORITHM", "twoshot")
-    assert command.run(parse("psum --platform cpu")) == 2
-    written = capsys.readouterr()
-    assert len(written.err.splitlines()) == 1
-    assert "JAX_INTRANODE_ALGORITHM='twoshot': use one of auto, one_shot" in written.err
+    code, _, err = run_here("bench psum --platform cpu")
+    assert code == 2 and err.count("\n") == 1
+    assert "JAX_INTRANODE_ALGORITHM='twoshot': use one of auto, one_shot" in err
 
 
 def test_command_in_the_json_file() -> None:
@@ -136,7 +127,7 @@ def test_command_in_the_json_file() -> None:
     ],
 )
 def test_default_settling_time(options: str, platform: str, settle_ms: int) -> None:
-    settings = bench_options.settings(parse(options), platform, 2, 2)[0]
+    settings = bench_options.settings(parse(options), platform, 2)[0]
     assert settings.settle_ms == settle_ms
 
 
@@ -240,9 +231,12 @@ def test_following_shows_rows_and_progress(
     terminal = Terminal()
     log, messages = tmp_path / "log", tmp_path / "messages"
     line = ProgressLine(terminal, total=2)
-    with followed(messages, lambda message: line.begin(message["begun"]), line, log):
-        log.write_text("a row\n")
-        messages.write_text('{"begun": "first"}\n{"begun": "second"}\n')
+    follower = Follower(messages, line, log=log)
+    follower.follow()
+    log.write_text("a row\nhalf")
+    messages.write_text('{"begun": "first"}\n{"begun": "second"}\n')
+    follower.follow()
+    follower.follow(ended=True)
     assert capsys.readouterr().out == "a row\n"
     assert "second: 2 of 2, 0:00, about 0:00 left" in terminal.getvalue()
     assert terminal.getvalue().endswith("\r\x1b[K")

@@ -90,7 +90,7 @@ def test_unavailable_peers(
 def test_torch_makes_as_many_calls_as_our_chains(monkeypatch: pytest.MonkeyPatch) -> None:
     instructions = []
 
-    def run_ranks(commands: list[list[str]], timeout_s: float, log_dir: Path) -> None:
+    def run_ranks(commands: list[list[str]], log_dir: Path, **_: Any) -> None:
         instructions.append(json.loads(commands[0][-1]))
         rows = {"version": "torch", "rows": [], "failed": []}
         Path(instructions[-1]["output"]).write_text(json.dumps(rows))

@@ -10,10 +10,10 @@ from bench_peers import registry as peers_report
 from bench_plots import collectives as collectives_plot
 from bench_plots import command as plot
 from bench_plots import matmuls as matmul_plot
-from bench_settings import parse
+from bench_settings import RunHere
 
 from jax_intranode import __main__ as command_line
-from jax_intranode._src.command_line.bench import command, record, report
+from jax_intranode._src.command_line.bench import record, report
 from jax_intranode._src.command_line.launcher import MODES
 
 
@@ -178,10 +178,8 @@ def test_plot_of_other_files(
 
 
 def test_missing_matplotlib_is_reported_before_measuring(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_here: RunHere
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert command.run(parse(f"psum --platform cpu --plot {tmp_path}/plot.png")) == 2
-    written = capsys.readouterr()
-    assert "pip install 'jax_intranode[plot]'" in written.err
-    assert written.out == ""
+    code, out, err = run_here(f"bench psum --platform cpu --plot {tmp_path}/plot.png")
+    assert (code, out) == (2, "") and "pip install 'jax_intranode[plot]'" in err

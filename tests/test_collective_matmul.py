@@ -375,7 +375,10 @@ REFUSED = {
         "x is a ShapeDtypeStruct; pass an array",
     ),
     "rank of x": (all_gather_matmul, (X[0], W), {}, ValueError, r"x has the shape \(4,\); it need"),
-    "rank of w": (matmul_all_reduce, (X, W[None]), {}, ValueError, r"w has the shape \(1, 4"),
+    "rank of w": (
+        matmul_all_reduce, (X, W[None]), {}, ValueError,
+        r"w has the shape \(1, 4, 4\); pass a matrix of 2 dimensions",
+    ),
     "no matrices": (all_gather_matmul, (X, []), {}, ValueError, "w is an empty list; pass at "),
     "a list": (matmul_all_reduce, (X, [W]), {}, TypeError, "w is a list; pass an array"),
     "contracted": (matmul_reduce_scatter, (X, W[1:]), {}, ValueError, r"\(3, 4\); they must be"),
@@ -406,7 +409,7 @@ REFUSED = {
     ),
     "gathered contracted": (
         all_gather_matmul, (X, W), {"gather_axis": -1}, ValueError,
-        r"gather_axis is -1, the last dimension of x, of shape \(\d, 4\), which is contracted",
+        r"gather_axis is -1, the last dimension of x, of shape \(\d, 4\), .* gather another one",
     ),
     "scattered axis": (
         matmul_reduce_scatter, (X, W), {"scatter_dimension": -3}, ValueError,

@@ -15,9 +15,14 @@ import pytest
 
 import jax_intranode
 from jax_intranode import __main__ as command_line
+from jax_intranode import _host
 from jax_intranode._src.selection import config
 
 ROOT = Path(__file__).parent.parent
+# An editable installation finds the package by a hook that comes before PYTHONPATH.
+NO_EDITABLE = """import sys
+sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in type(f).__module__]
+"""
 
 
 def run_main(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -76,6 +81,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     package = Path(jax_intranode.__file__).parent
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(package, directory / "jax_intranode", ignore=ignored)
+    (directory / "sitecustomize.py").write_text(NO_EDITABLE)
     return directory
 
 
@@ -204,7 +210,7 @@ BREAKS = {
         "",
     ),
     "no jaxlib": (
-        {"sitecustomize.py": "import sys; sys.modules['jaxlib'] = None"},
+        {"sitecustomize.py": f"{NO_EDITABLE}sys.modules['jaxlib'] = None"},
         "",
         "jaxlib: ",
     ),
@@ -261,6 +267,8 @@ def test_in_a_clone_the_installed_package_runs(broken: Path, tmp_path: Path) -> 
     site, clone = tmp_path / "site", tmp_path / "clone"
     shutil.copytree(Path(jax_intranode.__file__).parent, site / "jax_intranode")
     shutil.copytree(broken, clone)
+    for file in (broken / "sitecustomize.py", Path(str(_host.__file__))):  # it may lie elsewhere
+        shutil.copy(file, site if file.suffix == ".py" else site / "jax_intranode")
     environ = {"PYTHONPATH": str(site)}
     (site / "jax_intranode-0.1.0.dist-info").mkdir()
     (site / "jax_intranode-0.1.0.dist-info" / "METADATA").write_text(

@@ -278,8 +278,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("steps", [16, 100])
+@pytest.mark.parametrize(("ranks", "steps"), [(1, 100), (2, 16)])
 def test_a_script(ranks: int, steps: int, tmp_path: Path) -> None:
     """In one process, and in two that `launch` starts; reported in the middle, and at the end."""
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))

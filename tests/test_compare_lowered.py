@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 TOOL = Path(__file__).parent.parent / "tools" / "compare_lowered.py"
 
 
@@ -13,6 +15,7 @@ def run(*arguments: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.full
 def test_it_compares_programs(tmp_path: Path) -> None:
     before, after = tmp_path / "before", tmp_path / "after"
     only = "^products-(cpu-2|gpu-8-narrow)-gradient$"

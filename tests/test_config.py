@@ -104,13 +104,13 @@ def test_all_variables_together() -> None:
             "JAX_INTRANODE_SEGMENT_KIB": "64",
             "JAX_INTRANODE_FUSE_NORMS": "always",
         }
-    ) == config.Config(True, "unknown", 3, 4, 5, 2.5, 0.5, "two_shot", True, 64, "always")
+    ) == config.Config(True, "unknown", 3, 4, 5, 2.5, 0.5, "two_shot", 64, "always", True)
 
 
 def test_each_field_has_a_variable() -> None:
-    fields = {field.name for field in dataclasses.fields(config.Config)}
-    assert fields == {v.field for v in config.VARIABLES if v.reader == "package"}
-    assert fields == {v.field for v in config.VARIABLES if v.read is not None}
+    fields = {f"JAX_INTRANODE_{of.name.upper()}" for of in dataclasses.fields(config.Config)}
+    assert fields == {v.name for v in config.VARIABLES if v.reader == "package"}
+    assert fields == {v.name for v in config.VARIABLES if v.read is not None}
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])

@@ -40,38 +40,48 @@ def verdict(check: doctor.Check) -> tuple[str, str]:
     return check.verdict, doctor.text_of(check)
 
 
-def test_a_good_node() -> None:
-    for check in (doctor._ffi, doctor._driver, doctor._cuda_part, doctor._links):
-        assert check(node()).verdict == doctor.OK, check(node())
-    assert [check.verdict for check in doctor._memory(node())] == [doctor.OK] * 2
+NO_DRIVER = {"version": None, "cuda": None, "reason": "NVML does not start"}
+NOT_BUILT = {"built": False, "ffi": None, "error": None}
+UNLINKED = {"kind": "unknown", "links": [[0, 4, 0], [4, 0, 4], [0, 4, 0]]}
+# A check, what is other than on a good node, its verdict, and what its text has.
+LOOKS: list[tuple[Any, dict[str, Any], str, list[str]]] = [
+    *(
+        (check, {}, doctor.OK, [])
+        for check in (doctor._ffi, doctor._driver, doctor._cuda_part, doctor._links)
+    ),
+    (doctor._ffi, {"ffi_of_jaxlib": [0, 2]}, doctor.FAILS, ["built against 0.3, jaxlib has 0.2"]),
+    (doctor._ffi, {"ffi_of_jaxlib": None}, doctor.SKIPPED, []),
+    (
+        doctor._driver,
+        {"driver": {"version": "550.1", "cuda": "12.4", "reason": None}},
+        doctor.FAILS,
+        ["550.1", "built with CUDA 13.0"],
+    ),
+    (doctor._cuda_part, {"cuda_part": NOT_BUILT}, doctor.FAILS, ["not built; this node has 2 GPU"]),
+    (doctor._cuda_part, {"versions": {"jax": "0.12"}}, doctor.FAILS, ["no CUDA plugin"]),
+    (doctor._cuda_part, {"gpus": [], "cuda_part": NOT_BUILT}, doctor.SKIPPED, ["not built"]),
+    (doctor._links, {"topology": UNLINKED}, doctor.WARNING, ["not linked: GPU 0 and 2\n"]),
+    (doctor._links, {"topology": {"links": [[0]]}}, doctor.SKIPPED, ["a single GPU has no peers"]),
+]
 
 
-def test_versions() -> None:
-    found, text = verdict(doctor._ffi(node(ffi_of_jaxlib=[0, 2])))
-    assert found == doctor.FAILS and "built against 0.3, jaxlib has 0.2" in text
-    assert doctor._ffi(node(ffi_of_jaxlib=None)).verdict == doctor.SKIPPED
-    old = {"version": "550.1", "cuda": "12.4", "reason": None}
-    found, text = verdict(doctor._driver(node(driver=old)))
-    assert found == doctor.FAILS and "550.1" in text and "built with CUDA 13.0" in text
+@pytest.mark.parametrize(("check", "changes", "found", "says"), LOOKS)
+def test_what_is_looked_at(
+    check: Any, changes: dict[str, Any], found: str, says: list[str]
+) -> None:
+    got, text = verdict(check(node(**changes)))
+    assert got == found, text
+    for part in says:
+        assert part in text
 
 
 def test_a_driver_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    none = node(driver={"version": None, "cuda": None, "reason": "NVML does not start"}, gpus=[])
+    none = node(driver=NO_DRIVER, gpus=[])
     monkeypatch.setattr(doctor, "_device_files", list)
     assert doctor._driver(none).verdict == doctor.SKIPPED
     monkeypatch.setattr(doctor, "_device_files", lambda: [Path("/dev/nvidia0")])
     found, text = verdict(doctor._driver(none))
     assert found == doctor.FAILS and "NVML does not start" in text and "--gpus all" in text
-
-
-def test_cuda_part() -> None:
-    missing = {"built": False, "ffi": None, "error": None}
-    found, text = verdict(doctor._cuda_part(node(cuda_part=missing)))
-    assert found == doctor.FAILS and "not built; this node has 2 GPU(s)" in text
-    found, text = verdict(doctor._cuda_part(node(versions={"jax": "0.12"})))
-    assert found == doctor.FAILS and "no CUDA plugin" in text
-    found, text = verdict(doctor._cuda_part(node(gpus=[], cuda_part=missing)))
-    assert found == doctor.SKIPPED and "not built" in text
 
 
 @pytest.mark.parametrize(
@@ -98,14 +108,6 @@ def test_architectures(architectures: str, capability: int, runs: bool) -> None:
     part = node()["cuda_part"] | {"architectures": architectures.split(",")}
     found, _ = verdict(doctor._cuda_part(node(gpus=[gpu], cuda_part=part)))
     assert found == (doctor.OK if runs else doctor.FAILS)
-
-
-def test_links() -> None:
-    links = [[0, 4, 0], [4, 0, 4], [0, 4, 0]]
-    found, text = verdict(doctor._links(node(topology={"kind": "unknown", "links": links})))
-    assert found == doctor.WARNING and "not linked: GPU 0 and 2\n" in text
-    one = node(topology={"kind": "fully_connected", "links": [[0]]}, gpus=node()["gpus"][:1])
-    assert doctor._links(one) == doctor.Check("NVLink", doctor.SKIPPED, "a single GPU has no peers")
 
 
 def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def test_gather_waits_no_longer_than_the_deadline() -> None:
 @pytest.mark.parametrize("value", [None, "", 1, [1, 2], {"a": {"b": []}}, "a/b \N{SNOWMAN}"])
 def test_gather_keeps_values(value: Any) -> None:
     assert stores(FakeClient(), (4,))[0].gather("s", value, SOON) == [value]
-    assert key_value_store.LocalStore().gather("s", value, SOON) == [value]
+    assert key_value_store.Store().gather("s", value, SOON) == [value]
 
 
 def test_first_claim_wins() -> None:
@@ -124,17 +124,17 @@ def test_other_errors_are_not_swallowed() -> None:
 
 
 def test_local_store() -> None:
-    store = key_value_store.LocalStore()
+    store = key_value_store.Store()
     assert store.wait("k", SOON) is None
     assert store.claim("k", "a") == "a"
     assert store.claim("k", "b") == "a"
     assert store.wait("k", SOON) == "a"
-    assert key_value_store.LocalStore().wait("k", SOON) is None
+    assert key_value_store.Store().wait("k", SOON) is None
 
 
 def test_local_store_gives_what_another_process_would_see() -> None:
     value = {"a": [1]}
-    (got,) = key_value_store.LocalStore().gather("s", value, SOON)
+    (got,) = key_value_store.Store().gather("s", value, SOON)
     assert got == value and got is not value
 
 
@@ -147,7 +147,7 @@ def test_deadline_never_runs_out_of_milliseconds() -> None:
 
 def test_one_process_needs_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "key_value_client", lambda: None)
-    assert isinstance(key_value_store.store("p/", 0, [0]), key_value_store.LocalStore)
+    assert type(key_value_store.store("p/", 0, [0])) is key_value_store.Store
     with pytest.raises(RuntimeError, match=r"processes \[0, 1\].*jax.distributed.initialize"):
         key_value_store.store("p/", 0, [0, 1])
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from cases import forced, line, make_mesh
 from devices import need_devices
+from explained_programs import HALVES, N, X, programs
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -27,8 +28,6 @@ from jax_intranode._src.native import definitions
 from jax_intranode._src.ops.psum import selection
 from jax_intranode._src.selection import select
 
-N = len(jax.devices())
-
 
 @pytest.fixture(autouse=True)
 def two_devices() -> None:
@@ -40,9 +39,6 @@ def over_x(body: Callable[..., Any], *, check_vma: bool = False, **kwargs: Any) 
     return jax.shard_map(
         body, mesh=line(), in_specs=P("x"), out_specs=P("x"), check_vma=check_vma, **kwargs
     )
-
-
-X = jax.ShapeDtypeStruct((N, 4 * N), jnp.float32)  # float32[1, 4 N] on each device
 
 
 def explained(body: Callable[..., Any], **kwargs: Any) -> tuple[Call, ...]:
@@ -80,50 +76,18 @@ def in_report(calls: Any) -> Counter[str]:
     return found
 
 
-@jax.jit
-def twice_called(v: Any) -> Any:
-    return psum(v * 2, "x")
-
-
-@jax.custom_vjp
-def custom(v: Any) -> Any:
-    return psum(v, "x")
-
-
-custom.defvjp(lambda v: (psum(v, "x"), v), lambda v, ct: (all_gather(ct, "x")[0] * v,))
-
-
-def scanned(v: Any) -> Any:
-    return lax.scan(lambda c, _: (pmean(c, "x"), psum(c, "x")), v, None, length=7)[1].sum(0)
-
-
-def loops(v: Any) -> Any:
-    v = scanned(v)
-    return lax.while_loop(lambda c: psum(c, "x").sum() < 0, lambda c: psum_of_int(c) + c, v)
-
-
-def psum_of_int(v: Any) -> Any:
-    return psum(v.astype(jnp.int32), "x").astype(v.dtype)
-
-
 def many(v: Any) -> Any:
     """A psum of a tree that takes several operations, with empty and unused arrays."""
     tree = [v * k for k in range(definitions.MAX_BUFFERS + 1)]
     return sum(psum({"a": tree, "b": v[:, :0], "c": (v * 2).astype(jnp.int32)}, "x")["a"])
 
 
-def parts(v: Any) -> Any:
-    scattered = psum_scatter(v, "x", scatter_dimension=1, tiled=True)
-    return all_gather(scattered, "x", axis=1, tiled=True) + all_gather(v[:, 0], "x").sum()
-
-
 def fallbacks(v: Any) -> Any:
-    halves = [list(range(N // 2)), list(range(N // 2, N))]
     a = psum(v.astype(jnp.complex64), "x").real + psum(v > 0, "x")
-    b = psum((v, v * 2), "x", axis_index_groups=halves)
+    b = psum((v, v * 2), "x", axis_index_groups=HALVES)
     c = psum_scatter(v.astype(jnp.complex64), "x", scatter_dimension=1, tiled=True).real.sum()
     d = all_gather(np.ones((1, 4), np.float32), "x").sum() + psum(np.float32(3), "x")
-    return a + b[0] + b[1] + c + d + pmean(v, "x", axis_index_groups=halves)
+    return a + b[0] + b[1] + c + d + pmean(v, "x", axis_index_groups=HALVES)
 
 
 def large(v: Any) -> Any:
@@ -138,13 +102,6 @@ def mapped(v: Any) -> Any:
     return a + b + c + jax.vmap(lambda u: all_gather(u, "i", axis=1), axis_name="i")(v).sum()
 
 
-def solved(v: Any) -> Any:
-    def half(_: Any, b: Any) -> Any:
-        return psum(b, "x") / (2 * N)
-
-    return lax.custom_linear_solve(lambda u: 2 * psum(u, "x"), v, half, half)
-
-
 def by_platform(v: Any) -> Any:
     return lax.platform_dependent(
         v,
@@ -154,34 +111,29 @@ def by_platform(v: Any) -> Any:
     )
 
 
+SHARED = programs(jax_intranode)
 PROGRAMS: dict[str, Callable[[Any], Any]] = {
-    "solved": solved,
+    **SHARED,
     "by_platform": by_platform,
-    "plain": lambda v: psum(v, "x") + pmean(v * 2, "x"),
-    "unused": lambda v: (psum(v, "x"), psum((v * 2, v * 3), "x")[1])[1],
-    "twice": lambda v: twice_called(twice_called(v)) + twice_called(v[:, :4])[:, :1],
-    "loops": loops,
-    "cond": lambda v: lax.cond(
-        v[0, 0] > 0, lambda u: psum(u, "x"), lambda u: scanned(psum(u * 2, "x")), v
-    ),
-    "remat": jax.checkpoint(lambda v: jnp.sin(psum(v, "x")) * psum(v * v, "x")),
-    "custom_vjp": custom,
     "many": many,
-    "parts": parts,
     "fallbacks": fallbacks,
     "large": large,
     "mapped": mapped,
-    "vmap": lambda v: jax.vmap(lambda u: psum(u, "x") + parts(u[None])[0])(v),
 }
+# With every algorithm in the quick tier: others only multiply what "auto" shows.
+QUICK = ("many", "parts", "fallbacks", "large")
 
 
-@pytest.mark.parametrize("algorithm", ["auto", "one_shot", "two_shot", "lax"])
 @pytest.mark.parametrize(
-    ("name", "grad"),
-    # A while loop has no transpose.
+    ("name", "grad", "algorithm"),
     [
-        *((name, False) for name in PROGRAMS),
-        *((name, True) for name in PROGRAMS if name != "loops"),
+        pytest.param(
+            *(name, grad, algorithm),
+            marks=[pytest.mark.full] * (algorithm != "auto" and name not in QUICK),
+        )
+        for algorithm in ("auto", "one_shot", "two_shot", "lax")
+        for name in PROGRAMS
+        for grad in ((False,) if name == "loops" else (False, True))  # it has no transpose
     ],
 )
 def test_program_holds_what_explain_reports(name: str, grad: bool, algorithm: str) -> None:
@@ -307,7 +259,7 @@ def test_groups() -> None:
 
 
 def test_times() -> None:
-    calls = explained(loops)
+    calls = explained(SHARED["loops"])
     assert [(call.operation, call.times, call.conditional) for call in calls] == [
         ("pmean", 7, False),
         ("psum", 7, False),
@@ -325,7 +277,7 @@ def test_times() -> None:
     found = explain(over_x(nested))(X)
     assert [(call.times, call.conditional) for call in found] == [(3, True), (15, False)]
     assert " <=3 " in str(found).splitlines()[1]
-    assert " ?  " in str(explain(over_x(loops))(X)).splitlines()[3]
+    assert " ?  " in str(explain(over_x(SHARED["loops"]))(X)).splitlines()[3]
 
 
 def test_each_call_of_one_function_is_reported() -> None:
@@ -343,7 +295,7 @@ def test_tree_of_several_operations() -> None:
 
 
 def test_backward_pass() -> None:
-    f = over_x(lambda v: parts(jnp.sin(psum(v * v, "x")) * pmean(v, "x")))
+    f = over_x(lambda v: SHARED["parts"](jnp.sin(psum(v * v, "x")) * pmean(v, "x")))
     calls = explain(jax.grad(lambda v: f(v).sum()))(X)
     forward, backward = calls[:2], calls[2:]
     assert [call.operation for call in forward] == ["psum", "pmean"]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from cases import line, make_mesh, sharded
 from devices import need_devices
+from explained_programs import HALVES, N, X, programs
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -20,12 +21,10 @@ from jax.sharding import PartitionSpec as P
 import jax_intranode
 from jax_intranode import Call, explain
 from jax_intranode._src.jax_private import hlo
-from jax_intranode._src.ops.primitive import OpPrimitive
 from jax_intranode._src.rewrite import hook
+from jax_intranode._src.rewrite.body import Body
 from jax_intranode._src.selection import config
 
-N = len(jax.devices())
-X = jax.ShapeDtypeStruct((N, 4 * N), jnp.float32)  # float32[1, 4 N] on each device
 NOT_ENABLED = "left to lax; jax_intranode.install() replaces it where that pays"
 
 
@@ -70,41 +69,9 @@ def in_report(calls: Any) -> Counter[str]:
     return found
 
 
-@jax.jit
-def twice_called(v: Any) -> Any:
-    return lax.psum(v * 2, "x")
-
-
-@jax.custom_vjp
-def custom(v: Any) -> Any:
-    return lax.psum(v, "x")
-
-
-custom.defvjp(lambda v: (lax.psum(v, "x"), v), lambda v, ct: (lax.all_gather(ct, "x")[0] * v,))
-
-
 def tree(v: Any) -> Any:
     means = jax.tree.map(lambda u: lax.pmean(u, "x"), [v * k for k in range(5)])
     return sum(means) + lax.psum((v, v.astype(jnp.int32)), "x")[0]
-
-
-def loops(v: Any) -> Any:
-    v = lax.scan(lambda c, _: (lax.pmean(c, "x"), lax.psum(c, "x")), v, None, length=7)[1].sum(0)
-    return lax.while_loop(lambda c: lax.psum(c, "x").sum() < 0, lambda c: lax.psum(c, "x"), v)
-
-
-def parts(v: Any) -> Any:
-    scattered = lax.psum_scatter(v, "x", scatter_dimension=1, tiled=True)
-    exchanged = lax.all_to_all(v, "x", 1, 0, tiled=True).sum()
-    whole = lax.all_gather(scattered, "x", axis=1, tiled=True)
-    return whole + lax.all_gather(v[:, 0], "x").sum() + exchanged
-
-
-def solved(v: Any) -> Any:
-    def half(_: Any, b: Any) -> Any:
-        return lax.psum(b, "x") / (2 * N)
-
-    return lax.custom_linear_solve(lambda u: 2 * lax.psum(u, "x"), v, half, half)
 
 
 def others(v: Any) -> Any:
@@ -113,35 +80,23 @@ def others(v: Any) -> Any:
 
 
 def left(v: Any) -> Any:
-    halves = [list(range(N // 2)), list(range(N // 2, N))]
-    a = lax.psum(v.astype(jnp.complex64), "x").real + lax.psum(v, "x", axis_index_groups=halves)
+    a = lax.psum(v.astype(jnp.complex64), "x").real + lax.psum(v, "x", axis_index_groups=HALVES)
     return a + lax.psum(jnp.tile(v, (1, 1 << 20)), "x")[:, :1]
 
 
 def mixed(v: Any) -> Any:
     """Calls of both packages, and calls of ours that fall back."""
     a = jax_intranode.psum(v, "x") + lax.psum(v * 2, "x") + jax_intranode.psum(v > 0, "x")
-    halves = [list(range(N // 2)), list(range(N // 2, N))]
-    return a + jax_intranode.pmean(v, "x", axis_index_groups=halves)
+    return a + jax_intranode.pmean(v, "x", axis_index_groups=HALVES)
 
 
+SHARED = programs(lax)
 PROGRAMS: dict[str, Callable[[Any], Any]] = {
-    "plain": lambda v: lax.psum(v, "x") + lax.pmean(v * 2, "x"),
-    "unused": lambda v: (lax.psum(v, "x"), lax.psum((v * 2, v * 3), "x")[1])[1],
-    "twice": lambda v: twice_called(twice_called(v)) + twice_called(v[:, :4])[:, :1],
+    **SHARED,
     "tree": tree,
-    "loops": loops,
-    "cond": lambda v: lax.cond(
-        v[0, 0] > 0, lambda u: lax.psum(u, "x"), lambda u: lax.pmean(lax.psum(u, "x"), "x"), v
-    ),
-    "remat": jax.checkpoint(lambda v: jnp.sin(lax.psum(v, "x")) * lax.psum(v * v, "x")),
-    "custom_vjp": custom,
-    "parts": parts,
-    "solved": solved,
     "others": others,
     "left": left,
     "mixed": mixed,
-    "vmap": lambda v: jax.vmap(lambda u: lax.psum(u, "x") + parts(u[None])[0])(v),
     "vmapped_name": lambda v: jax.vmap(lambda u: lax.psum(u, ("i", "x")), axis_name="i")(v),
 }
 # They have no transpose.
@@ -392,7 +347,7 @@ def test_collective_matmuls_have_the_source_of_the_collective() -> None:
     # The gradient of a replicated x is a sum that JAX inserts. Here it follows a matmul.
     inserted = sharded(loss, line(), (P(), P(None, "x")), P(), check_vma=True)
     with (
-        mock.patch.object(OpPrimitive, "is_overlapped", lambda *_, **__: True),
+        mock.patch.object(Body, "is_overlapped", lambda *_, **__: True),
         jax_intranode.accelerate(),
     ):
         (gathered,) = explain(gather)(jnp.ones((2 * N, 4)), columns)
@@ -411,7 +366,7 @@ def test_merged_means_are_called_pmean() -> None:
 def test_reasons() -> None:
     with jax_intranode.accelerate():
         calls = explained(left)
-        (nested, *_) = explained(solved)
+        (nested, *_) = explained(SHARED["solved"])
         kinds = explained(others)
     assert [call.algorithm for call in calls] == ["lax"] * 3
     dtype, groups, size = (call.reason for call in calls)

@@ -463,7 +463,13 @@ def test_accelerate_takes_the_sums_of_weight_gradients(kind: AxisType) -> None:
 
 
 @MOSTLY_EXPLICIT
-@EVERY
+@pytest.mark.parametrize(
+    "name",
+    [
+        n if n in ("column, sequence", "row") else pytest.param(n, marks=pytest.mark.full)
+        for n in CALLS
+    ],
+)
 def test_transformations(name: str, kind: AxisType) -> None:
     f, of_x, of_w, _ = CALLS[name]
     mesh = line(kind)

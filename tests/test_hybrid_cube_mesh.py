@@ -23,7 +23,7 @@ from test_topology import DGX1, make_reports
 import jax_intranode
 from jax_intranode._src.command_line import launcher
 from jax_intranode._src.command_line.bench.oracle import count_wrong
-from jax_intranode._src.group import communicator, rendezvous, slabs, topology
+from jax_intranode._src.group import communicator, key_value_store, rendezvous, slabs, topology
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.native import extension
@@ -314,7 +314,7 @@ PAIRS = {(0, 1): 4, (2, 3): 4}
 def test_gpus_that_are_linked_in_part_fall_back(
     monkeypatch: pytest.MonkeyPatch, size: int, direct: dict[tuple[int, int], int]
 ) -> None:
-    with pytest.raises(rendezvous.Refusal) as refusal:
+    with pytest.raises(key_value_store.Refused) as refusal:
         links_of(make_reports(size, direct), monkeypatch)
     reason = str(refusal.value)
     assert "are not all linked by NVLink (topology unknown, links (" in reason
@@ -323,7 +323,7 @@ def test_gpus_that_are_linked_in_part_fall_back(
 
 def test_one_gpu_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     report = make_reports(2, {(0, 1): 4})[0]
-    with pytest.raises(rendezvous.Refusal, match="devices 10 and 11 are one GPU"):
+    with pytest.raises(key_value_store.Refused, match="devices 10 and 11 are one GPU"):
         links_of([report, report], monkeypatch)
 
 

@@ -17,6 +17,7 @@ import pytest
 from processes import assert_gone, children_of, is_running
 
 from jax_intranode import __main__ as command_line
+from jax_intranode._src.command_line.launcher import output
 from jax_intranode._src.group import nvml
 from jax_intranode._src.jax_private import distributed
 
@@ -116,23 +117,6 @@ def test_lines_have_the_rank_in_front_and_files_have_them_as_they_are(
             assert part in written
 
 
-def test_a_module(launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "package_of_test"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "helper.py").write_text("VALUE = 42")
-    (package / "train.py").write_text(
-        "import sys\nfrom package_of_test.helper import VALUE\nprint(__name__, VALUE, sys.argv[1:])"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-    code, out, _ = launch("-n 1 -m package_of_test.train -n 5")
-
-    assert code == 0
-    assert lines_of(out, 0) == ["__main__ 42 ['-n', '5']"]
-
-
 CALLS = {
     "no call": "",
     "no arguments": "jax.distributed.initialize()",
@@ -177,27 +161,6 @@ def test_the_ranks_are_one_program(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("way", ["run SCRIPT", "run -m MODULE"])
-def test_with_run_collectives_are_accelerated(
-    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    # The last call shows that the package imports JAX before the script does.
-    script = JAX.replace("import jax\n", "import jax_intranode\n    import jax\n", 1)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    way = way.replace("MODULE", "script")
-    code, out, err = launch(
-        f"-n 2 {way}", script, "\nprint(total(), jax_intranode.usage_counter())"
-    )
-
-    assert code == 0, err
-    for rank in range(2):
-        total, count = lines_of(out, rank)[-1].split("]")
-        assert total == "[2."
-        assert int(count) > 0
-
-
-@pytest.mark.full
 def test_children_of_a_rank_are_processes_of_their_own(launch: Launch) -> None:
     code, out, err = launch(
         "-n 2 SCRIPT",
@@ -216,19 +179,22 @@ def test_children_of_a_rank_are_processes_of_their_own(launch: Launch) -> None:
     assert [lines_of(out, rank) for rank in range(2)] == [["2 [1, 10]"]] * 2
 
 
-def test_a_line_that_does_not_end_is_shown_after_a_while(launch: Launch) -> None:
+def test_a_line_that_does_not_end_is_shown_after_a_while(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "_PATIENCE_S", 0.2)
     _, out, _ = launch(
         "-n 1 SCRIPT",
         """
         import time
-        for i in range(16):  # a progress bar
+        for i in range(6):  # a progress bar
             print(f"\\r{i}", end="")
-            time.sleep(0.1)
+            time.sleep(0.06)
         """,
     )
     first, second = lines_of(out, 0)
-    assert 5 <= int(first) < 15
-    assert second == "15"
+    assert 1 <= int(first) < 5
+    assert second == "5"
 
 
 @pytest.mark.full
@@ -251,7 +217,7 @@ def test_a_rank_that_closes_its_output_is_waited_for(launch: Launch, tmp_path: P
         f"""
         import os, time
         os.close(1); os.close(2)
-        time.sleep(0.5)
+        time.sleep(0.2)
         open({str(tmp_path / "done")!r}, "w").close()
         os._exit(3)
         """,
@@ -265,15 +231,15 @@ def test_a_rank_that_closes_its_output_is_waited_for(launch: Launch, tmp_path: P
 
 def test_the_first_failure_is_the_last_thing_shown(launch: Launch) -> None:
     code, _, err = launch(
-        "-n 3 --grace 1 SCRIPT",
+        "-n 3 --grace 0.6 SCRIPT",
         """
         import os, signal, sys, time
         rank = int(os.environ["JAX_INTRANODE_RANK"])
         if rank == 1:
-            time.sleep(0.3)
+            time.sleep(0.1)
             raise ValueError("rank 1 broke")
         if rank == 2:
-            time.sleep(0.6)
+            time.sleep(0.25)
             sys.exit("rank 2 broke as a consequence")
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as JAX does
         time.sleep(60)
@@ -296,7 +262,6 @@ def test_the_first_failure_is_the_last_thing_shown(launch: Launch) -> None:
     [
         ("sys.exit(7)", 7, "exit code 7"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "SIGKILL"),
-        ("os.abort()", 134, "SIGABRT"),
     ],
 )
 def test_the_exit_code_is_that_of_the_rank(launch: Launch, end: str, code: int, words: str) -> None:
@@ -327,7 +292,7 @@ def test_restarts(launch: Launch, tmp_path: Path) -> None:
 
 def test_the_time_limit_shows_where_the_ranks_are(launch: Launch) -> None:
     code, _, err = launch(
-        "-n 2 --timeout 1 --restarts 5 SCRIPT",
+        "-n 2 --timeout 0.7 --restarts 5 SCRIPT",
         """
         import os, time
         def stuck_here():
@@ -337,7 +302,7 @@ def test_the_time_limit_shows_where_the_ranks_are(launch: Launch) -> None:
         """,
     )
     assert code == 124
-    assert "launch: ending rank 1: not finished after 1 s\n" in err
+    assert "launch: ending rank 1: not finished after 0.7 s\n" in err
     assert any("in stuck_here" in line for line in lines_of(err, 1))
     assert "restart" not in err
 
@@ -364,47 +329,45 @@ def test_the_loss_of_any_rank_leaves_the_others_their_service(launch: Launch) ->
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_waits_for_one_that_was_killed_says_so(launch: Launch, victim: int) -> None:
+def test_a_rank_that_waits_for_one_that_was_killed_says_so(launch: Launch) -> None:
     code, _, err = launch(
         "-n 2 --grace 10 run SCRIPT",
         JAX,
-        f"""
+        """
         import signal
         total()
-        if jax.process_index() == {victim}:
+        if jax.process_index() == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         total()
         """,
     )
     assert code == 137
-    assert f"launch: rank {victim} failed first, after " in err
-    says = f"process {victim} (pid "
-    assert any(says in line for line in lines_of(err, 1 - victim)), err
-    assert f"launch: after it, rank {1 - victim}: exit code 1\n" in err
+    assert "launch: rank 0 failed first, after " in err
+    assert any("process 0 (pid " in line for line in lines_of(err, 1)), err
+    assert "launch: after it, rank 1: exit code 1\n" in err
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("victim", [0, 1])
-def test_an_exception_does_not_wait_for_the_peer_that_waits(launch: Launch, victim: int) -> None:
+def test_an_exception_is_told_and_does_not_wait_for_the_peer_that_waits(launch: Launch) -> None:
     start = time.monotonic()
     code, out, err = launch(
-        "-n 2 SCRIPT",
+        "-n 2 --grace 10 run SCRIPT",
         JAX,
-        f"""
-        import atexit, time
-        atexit.register(lambda: print("exit handlers have run"))
+        """
+        import atexit
         total()
-        if jax.process_index() == {victim}:
+        if jax.process_index() == 0:
+            atexit.register(lambda: print("exit handlers have run"))
             raise ValueError("it broke")
         total()
-        time.sleep(60)
         """,
     )
     assert time.monotonic() - start < 40
     assert code == 1
-    assert lines_of(out, victim) == ["exit handlers have run"]
-    assert "ValueError: it broke" in lines_of(err, victim)
+    assert lines_of(out, 0) == ["exit handlers have run"]
+    assert "ValueError: it broke" in lines_of(err, 0)
+    says = "ValueError: it broke"
+    assert any("process 0" in line and says in line for line in lines_of(err, 1)), err
 
 
 @pytest.mark.full
@@ -548,7 +511,7 @@ FILLS_THE_PIPE = """
     import os, sys, time
     print("ready", flush=True)
     if os.environ["JAX_INTRANODE_RANK"] == "1":
-        time.sleep(2)
+        time.sleep(0.5)
         sys.exit(5)
     while True:
         print("x" * 100)
@@ -559,7 +522,7 @@ FILLS_THE_PIPE = """
     ("end", "code"),
     [
         ("a failure", 5),
-        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.full),
         pytest.param(signal.SIGINT, 130, marks=pytest.mark.full),
         pytest.param("--timeout", 124, marks=pytest.mark.full),
     ],
@@ -568,14 +531,17 @@ def test_a_full_pipe_that_nobody_reads_delays_nothing(
     tmp_path: Path, end: str | signal.Signals, code: int
 ) -> None:
     options = ("--timeout", "1.5") if end == "--timeout" else ()
-    process = started(tmp_path, FILLS_THE_PIPE, "--grace", "1", *options)
+    process = started(tmp_path, FILLS_THE_PIPE, "--grace", "0.5", *options)
     ranks = children_of(process.pid)
     if isinstance(end, signal.Signals):
         time.sleep(0.5)  # until the pipe is full
         process.send_signal(end)
     if end == "a failure":
-        time.sleep(5)
-        assert [pid for pid in ranks if is_running(pid)] == []
+        deadline = time.monotonic() + 20
+        while any(map(is_running, ranks)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not any(map(is_running, ranks))
+        time.sleep(0.3)
         assert process.poll() is None  # the report waits for somebody who reads it
         assert "rank 1 failed first" in process.communicate(timeout=30)[0]
     assert process.wait(30) == code
@@ -617,8 +583,7 @@ def test_a_pause_of_all_is_no_loss() -> None:
     assert distributed.HEARTBEAT_S > 24 * 3600
 
 
-@pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])
-def test_closed_descriptors_stay_unused(tmp_path: Path, closed: str) -> None:
+def test_closed_descriptors_stay_unused(tmp_path: Path) -> None:
     """Nothing of the command gets the numbers of stdin, stdout and stderr."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -629,31 +594,13 @@ def test_closed_descriptors_stay_unused(tmp_path: Path, closed: str) -> None:
     )
     command = [*COMMAND[:-1], "1", str(script)]
     done = subprocess.run(
-        ["bash", "-c", f'exec "$@" {closed}', "bash", *command],
+        ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *command],
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    fds = (tmp_path / "fds").read_text().split()
-    assert fds[: closed.count("-")] == ["/dev/null"] * closed.count("-")
-
-
-@pytest.mark.full
-def test_peers_hear_why_a_rank_has_failed(launch: Launch) -> None:
-    code, _, err = launch(
-        "-n 2 --grace 10 run SCRIPT",
-        JAX,
-        """
-        total()
-        if jax.process_index() == 1:
-            raise ValueError("loss is NaN")
-        total()
-        """,
-    )
-    assert code == 1
-    says = "ValueError: loss is NaN"
-    assert any("process 1" in line and says in line for line in lines_of(err, 0)), err
+    assert (tmp_path / "fds").read_text().split() == ["/dev/null"] * 3
 
 
 # Wrong input.
@@ -674,18 +621,11 @@ def test_peers_hear_why_a_rank_has_failed(launch: Launch) -> None:
     ],
 )
 def test_wrong_input(
-    launch: Launch,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    arguments: str,
-    message: str,
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
 ) -> None:
     gpus = 2 if arguments.startswith("-n 3") else 0
     monkeypatch.setattr(nvml, "visible_gpus", lambda: gpus)
-    try:
-        code, _, err = launch(arguments, "print('it ran')")
-    except SystemExit as end:
-        code, err = end.code, capfd.readouterr().err
+    code, _, err = launch(arguments, "print('it ran')")
     assert code == 2
     assert message in err
     assert err.count("\n") == 1

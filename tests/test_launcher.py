@@ -44,41 +44,29 @@ def test_returns_when_all_ranks_succeed(tmp_path: Path) -> None:
 def test_the_first_failure_comes_first_and_ends_the_others(tmp_path: Path) -> None:
     commands = _python(
         _SLEEP,
-        "raise ValueError('rank 1 broke')",
-        "import time; time.sleep(1); raise ValueError('rank 2 broke as a consequence')",
+        "print('first', 'line'); print('x' * 5000); raise ValueError('rank 1 broke')",
+        "import time; time.sleep(0.3); raise ValueError('rank 2 broke as a consequence')",
     )
     start = time.monotonic()
     with pytest.raises(launcher.RankError) as caught:
-        launcher.run_ranks(commands, timeout_s=30, log_dir=tmp_path)
+        launcher.run_ranks(commands, timeout_s=30, log_dir=tmp_path, grace_s=1)
 
     assert time.monotonic() - start < 10
     error = caught.value
     assert error.first_failed == 1
     assert error.exit_codes == [-signal.SIGABRT, 1, 1]
-    assert "ValueError: rank 1 broke" in error.logs[1]
+    assert "first line" in error.logs[1] and "ValueError: rank 1 broke" in error.logs[1]
     message = str(error)
+    assert "first line" not in message  # only the end of a long log
     assert message.index("rank 1 broke") < message.index("---- rank 0")
     assert message.index("---- rank 0") < message.index("rank 2 broke as a consequence")
-
-
-def test_the_message_shows_the_end_of_a_long_log(tmp_path: Path) -> None:
-    with pytest.raises(launcher.RankError) as caught:
-        launcher.run_ranks(
-            _python("print('first line'); print('x' * 5000); raise SystemExit(3)"),
-            timeout_s=10,
-            log_dir=tmp_path,
-        )
-
-    assert caught.value.exit_codes == [3]
-    assert "first line" in caught.value.logs[0]
-    assert "first line" not in str(caught.value)
 
 
 def test_a_hang_ends_at_the_limit_and_shows_its_stack(tmp_path: Path) -> None:
     hang = "import time\ndef stuck_here():\n    time.sleep(60)\nstuck_here()"
     start = time.monotonic()
-    with pytest.raises(launcher.RankError, match=r"did not finish within 1\.5 s") as caught:
-        launcher.run_ranks(_python(hang, "pass"), timeout_s=1.5, log_dir=tmp_path)
+    with pytest.raises(launcher.RankError, match=r"did not finish within 1 s") as caught:
+        launcher.run_ranks(_python(hang, "pass"), timeout_s=1, log_dir=tmp_path)
 
     assert time.monotonic() - start < 5
     assert caught.value.first_failed is None
@@ -96,7 +84,7 @@ def test_nothing_outlives_the_limit(tmp_path: Path) -> None:
     # One rank keeps running; the other exits with 0 and leaves a child behind.
     commands = _python(stubborn + "time.sleep(60)", stubborn)
     with pytest.raises(launcher.RankError) as caught:
-        launcher.run_ranks(commands, timeout_s=2.5, log_dir=tmp_path)
+        launcher.run_ranks(commands, timeout_s=1, log_dir=tmp_path)
 
     assert caught.value.exit_codes == [-signal.SIGKILL, 0]
     assert_gone([int(pid) for log in caught.value.logs for pid in log.split()])
@@ -119,7 +107,7 @@ def test_nothing_outlives_an_exception_in_the_parent(
     commands = _python(_SLEEP, _SLEEP)
     if cause == "interrupt":
         expected: type[BaseException] = KeyboardInterrupt
-        threading.Timer(0.5, _thread.interrupt_main).start()
+        threading.Timer(0.2, _thread.interrupt_main).start()
     else:
         expected = FileNotFoundError
         commands[1] = [str(tmp_path / "no such program")]
@@ -162,7 +150,7 @@ def test_connected_ranks_see_each_other_and_one_that_fails_does_not_wait(tmp_pat
             timeout_s=60,
             log_dir=tmp_path,
             env=[flags] * 2,
-            grace_s=1,
+            grace_s=0.5,
             joined=True,
         )
 
@@ -260,8 +248,6 @@ FUNCTION = """
 def work(rank, text):
     rank.begin("a measurement")
     rank.print(text)
-    if text == "fails":
-        raise ValueError("the function broke")
     return [rank.number, rank.devices.ranks, rank.mesh().size]
 """
 
@@ -275,22 +261,14 @@ def test_a_function_in_ranks(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     devices, heard = launcher.Devices("cpu", 2, mode), []
 
-    def run(text: str) -> Any:
-        return launcher.run_function(
-            "module_of_test:work",
-            {"text": text},
-            devices,
-            timeout_s=100,
-            hear=heard.append,
-            shows_log=True,
-        )
-
-    result = [0, devices.ranks, 2]
-    assert run("a row") == result
+    result = launcher.run_function(
+        "module_of_test:work",
+        {"text": "a row"},
+        devices,
+        timeout_s=100,
+        hear=heard.append,
+        shows_log=True,
+    )
+    assert result == [0, devices.ranks, 2]
     assert heard == [{"begun": "a measurement"}, {"result": result}]
     assert capfd.readouterr().out.splitlines().count("a row") == 1  # of rank 0 alone
-    if mode == launcher.SINGLE_PROCESS:
-        with pytest.raises(launcher.RankError, match="ValueError: the function broke"):
-            run("fails")
-        assert heard[2:] == [{"begun": "a measurement"}]
-        assert "fails\n" in capfd.readouterr().out

@@ -65,7 +65,12 @@ EXITS = {
 }
 
 
-@pytest.mark.parametrize("order", EXITS)
+QUICK = ("in_flight", "executables_last", "backends_first")
+
+
+@pytest.mark.parametrize(
+    "order", [o if o in QUICK else pytest.param(o, marks=pytest.mark.full) for o in EXITS]
+)
 def test_exit(tmp_path: Path, order: str) -> None:
     need_devices(2)
     status, text = run_program(tmp_path, f"import jax.extend.backend\n{EXITS[order]}\nprint('END')")

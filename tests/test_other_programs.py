@@ -10,10 +10,10 @@ import pytest
 TOOL = Path(__file__).parent.parent / "tools" / "other_programs.py"
 
 PROGRAM = """
-import sys
-
 import jax
 import jax.numpy as jnp
+
+from jax_intranode._src.rewrite import hook
 
 REPOSITORY, COMMIT, FOLDER, PACKAGES, TOLERANCE = "none", "none", "some/folder", (), 1e-6
 
@@ -21,11 +21,10 @@ REPOSITORY, COMMIT, FOLDER, PACKAGES, TOLERANCE = "none", "none", "some/folder",
 def steps(small):
     import its_source  # in FOLDER
 
-    rewritten = "jax_intranode" in sys.modules
-    f = jax.pmap(lambda v: its_source.mean(v), "i")
+    f = jax.pmap(lambda v: its_source.mean(v) + {change}, "i")
     x = jnp.arange(4.0 * jax.device_count()).reshape(-1, 4)
     while True:
-        yield {{"mean": f(x) + {change}}}
+        yield {{"mean": f(x)}}
 """
 
 
@@ -33,7 +32,7 @@ def run(tmp_path: Path, change: str, source: str) -> subprocess.CompletedProcess
     (tmp_path / "program.py").write_text(PROGRAM.format(change=change))
     (tmp_path / "some" / "folder").mkdir(parents=True)
     (tmp_path / "some" / "folder" / "its_source.py").write_text(f"import jax\nmean = {source}\n")
-    options = ["--steps", "3", "--work", tmp_path / "work"]
+    options = ["--steps", "16", "--work", tmp_path / "work"]
     return subprocess.run(
         [sys.executable, TOOL, tmp_path, tmp_path / "program.py", *options],
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
@@ -43,15 +42,14 @@ def run(tmp_path: Path, change: str, source: str) -> subprocess.CompletedProcess
     )
 
 
+CHANGED = "(0 if hook.enabled.value is None else 0.001)"
 PMEAN = "lambda v: jax.lax.pmean(v, 'i')"
 
 
 def test_a_program_that_gives_the_same(tmp_path: Path) -> None:
     found = run(tmp_path, "1", PMEAN)
     assert found.returncode == 0, found.stdout + found.stderr
-    assert "mean: 7 ... 7 without, 7 ... 7 with" in found.stdout
-    assert "collectives: 1 replaced, 0 left" in found.stdout
-    assert "12 operations in our kernels" in found.stdout
+    assert "times as fast" in found.stdout and "replaced: 1 pmean" in found.stdout
     assert "1 of 1 programs give the same results" in found.stdout
 
 
@@ -59,9 +57,9 @@ def test_a_program_that_gives_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change, source, message",
     [
-        ("rewritten * 0.001", PMEAN, "FAILED: it may differ by 1e-06 of the largest value"),
-        ("rewritten * jnp.nan", PMEAN, "FAILED: it may differ by 1e-06 of the largest value"),
-        ("1", "lambda v: jax.lax.pmax(v, 'i')", "FAILED: nothing ran in our kernels"),
+        (CHANGED, PMEAN, "FAILED: it may differ by 1e-06 of the largest value"),
+        (f"{CHANGED} * jnp.inf", PMEAN, "FAILED: there is no difference of its results"),
+        ("1", "lambda v: jax.lax.pmax(v, 'i')", "FAILED: nothing was replaced"),
         ("its_source.missing", PMEAN, "FAILED: exit code 1"),
     ],
 )

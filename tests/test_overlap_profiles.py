@@ -18,6 +18,7 @@ from jax_intranode._src.group import agreed, rendezvous, topology
 from jax_intranode._src.group.partition import Partition
 from jax_intranode._src.native import definitions, extension
 from jax_intranode._src.ops import overlapped_call
+from jax_intranode._src.selection import records
 from jax_intranode._src.selection.gpu_facts import GpuFacts
 from jax_intranode._src.selection.overlap import choice, profiles
 from jax_intranode._src.selection.overlap.plan import Plan
@@ -75,27 +76,27 @@ def scaled(of_one: GpuFacts) -> Profile:
 
 # Plans of an H200 before there were profiles: a digest for each preset of `bench` and world size.
 DIGESTS = {
-    ("reference", 2): "8fdc34cea145",
-    ("reference", 4): "ad02abbfee26",
-    ("reference", 8): "cb067794673a",
-    ("llama-8b", 2): "248fc564e2a7",
-    ("llama-8b", 4): "552f648f99f2",
-    ("llama-8b", 8): "6f9c5de8f889",
-    ("llama-70b", 2): "03c9114573db",
-    ("llama-70b", 4): "cffb709774b8",
-    ("llama-70b", 8): "4d563c0a068c",
-    ("llama-405b", 2): "417c2cb079e6",
-    ("llama-405b", 4): "aae171a8341c",
-    ("llama-405b", 8): "36f9af260edf",
-    ("ddlb", 2): "18243858ce51",
-    ("ddlb", 4): "c06f4cbfed9f",
-    ("ddlb", 8): "a3292a5164f8",
-    ("sweep", 2): "261d58617848",
-    ("sweep", 4): "134aa1ab985f",
-    ("sweep", 8): "2b71d5ee8e0f",
-    ("tiny", 2): "0d3ff477892d",
-    ("tiny", 4): "ee364378486e",
-    ("tiny", 8): "c4817f9b0610",
+    ("reference", 2): "dac90131f225",
+    ("reference", 4): "e21132072f80",
+    ("reference", 8): "9608f44f5660",
+    ("llama-8b", 2): "45ce5983d2fa",
+    ("llama-8b", 4): "9f8dcfee1cf9",
+    ("llama-8b", 8): "a5898d7dda68",
+    ("llama-70b", 2): "386454150520",
+    ("llama-70b", 4): "7eb405b9d8d5",
+    ("llama-70b", 8): "9aa98b957403",
+    ("llama-405b", 2): "432889b3128e",
+    ("llama-405b", 4): "d26971861174",
+    ("llama-405b", 8): "00b6d0298e82",
+    ("ddlb", 2): "689bd602b556",
+    ("ddlb", 4): "29043f3d2d19",
+    ("ddlb", 8): "0cea1ad0d11a",
+    ("sweep", 2): "e497caa6f549",
+    ("sweep", 4): "ba71741706fa",
+    ("sweep", 8): "0de34ceeb23f",
+    ("tiny", 2): "c4366b9ca557",
+    ("tiny", 4): "f041023c4baf",
+    ("tiny", 8): "458257e7d725",
 }
 
 
@@ -105,7 +106,7 @@ def test_plans_of_h200s_stay(preset: str, world: int) -> None:
     lines = []
     for operation in (GATHER, SCATTER):
         for m, k, n in matmul_shapes.of_presets([preset], operation, world):
-            for ring, wgrads in itertools.product((64, 512), (0, 1)):
+            for ring, wgrads in itertools.product((20, 64, 512), (0, 1)):
                 chosen = plan_of(H200, operation, m, k, n, world, wgrads, ring << 20)
                 text = "no"
                 if isinstance(chosen, Plan):
@@ -233,8 +234,11 @@ def test_explain_says_that_a_profile_was_not_measured() -> None:
     h100 = scaled(facts("NVIDIA H100 80GB HBM3"))
     assert h100.note == "model scaled from NVIDIA H200, not measured"
     assert H200.note == ""
-    call = overlapped_call.Overlapped("", None, None, Plan(), h100.note)  # type: ignore[arg-type]
-    assert call.reason == (
+    request = overlapped_call.Request(
+        Sizes(SCATTER, 1, 16, (64,), (72,), 2), 0, (), None, transposed=True
+    )
+    call = overlapped_call.Overlapped(Partition((0, 1), 2), request, Plan(), h100.note)
+    assert call.selection.reason == (
         "overlapped, cuBLASLt pipeline, first shard in 1, last in 1 pieces; "
         "model scaled from NVIDIA H200, not measured"
     )
@@ -285,7 +289,8 @@ def test_facts_are_read_from_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     found = topology.read_facts(bus_id(0), "NVIDIA H200")
     assert found == dataclasses.replace(H200_FACTS, link_bytes_per_s=18 * 26562e6)
     assert topology.read_facts(bus_id(1), "x").link_bytes_per_s == 8 * 26562e6
-    assert GpuFacts.from_json(json.loads(json.dumps(found.to_json()))) == found
+    fields = json.loads(json.dumps(dataclasses.asdict(found)))
+    assert records.from_json(GpuFacts, fields) == found
     # A GPU that is not there, and a driver that answers nothing.
     assert not topology.read_facts(bus_id(5), "x").complete
     monkeypatch.delattr(WithFacts, "nvmlDeviceGetNumGpuCores")
@@ -312,11 +317,12 @@ def test_the_plan_is_lowered_as_one_dictionary(monkeypatch: pytest.MonkeyPatch) 
     built, gpu = extension.module, types.SimpleNamespace(MATMUL_SCRATCH_BYTES=100)
     monkeypatch.setattr(extension, "module", lambda name: gpu if name == "gpu" else built(name))
     dtype = np.dtype(jnp.bfloat16)
-    request = overlapped_call.Request(0, 1, 16, (64,), (72,), (dtype, dtype), None, transposed=True)
-    call = overlapped_call.Overlapped(
-        SCATTER, Partition((0, 1), 2), request, Plan(tile_columns=192, direct=True)
+    request = overlapped_call.Request(
+        Sizes(SCATTER, 1, 16, (64,), (72,), 2), 0, (dtype, dtype), None, transposed=True
     )
-    assert call.reason.startswith("overlapped, fused kernel, tiles of 128 x 192")
+    plan = Plan(tile_columns=192, direct=True)
+    call = overlapped_call.Overlapped(Partition((0, 1), 2), request, plan)
+    assert call.selection.reason.startswith("overlapped, fused kernel, tiles of 128 x 192")
     operands = [jnp.ones(shape, dtype) for shape in ((32, 64), (72, 64))]
     text = jax.jit(call).lower(*operands).as_text()
     assert (
@@ -336,7 +342,10 @@ def test_the_processes_of_a_mesh_agree_on_a_profile() -> None:
     def met(*of_processes: GpuFacts) -> agreed.Rendezvous:
         record = agreed.Rendezvous({}, "gpu", "multi")
         hellos = [
-            {"matmuls": 130000, "devices": [{"id": i, "links": None, "facts": of_one.to_json()}]}
+            {
+                "matmuls": 130000,
+                "devices": [{"id": i, "links": None, "facts": dataclasses.asdict(of_one)}],
+            }
             for i, of_one in enumerate(of_processes)
         ]
         record.reason_for_no_matmuls = rendezvous._reason_for_no_matmuls(record, hellos)

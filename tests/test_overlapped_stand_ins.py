@@ -43,27 +43,30 @@ from jax_intranode._src.selection.overlap.plan import Plan
 @pytest.fixture
 def overlapping() -> Iterator[None]:
     def find(
-        operation: str, site: Any, traced_over: Any, axes: Any, request: overlapped_call.Request
-    ) -> overlapped_call.Overlapped:
+        site: Any, axes: Any, request: overlapped_call.Request | str
+    ) -> overlapped_call.Overlapped | str:
+        if isinstance(request, str):
+            return request
+        sizes = request.sizes
         groups = partition_lib.partition(site.mesh, tuple(axes))
 
         class StandIn(overlapped_call.Overlapped):
             def __call__(self, *operands: Any) -> list[Any]:
-                terms = len(request.ks)
+                terms = len(sizes.ks)
                 reshaped = request.operands(*operands)
                 xs, ws = reshaped[:terms], reshaped[terms:]
                 if request.transposed:
                     ws = [w.T for w in ws]
-                for x, k in zip(xs, request.ks, strict=True):
-                    assert x.shape == (request.rows * groups.group_size, k)
-                return psum_scatter_p.bind_as_traced(
+                for x, k in zip(xs, sizes.ks, strict=True):
+                    assert x.shape == (sizes.rows * groups.group_size, k)
+                return psum_scatter_p.bind_at(
+                    site,
                     sum(x @ w for x, w in zip(xs, ws, strict=True)),
                     params=PsumScatterParams(axes, request.axis, True, groups.group_size),
-                    traced_over=traced_over,
                 )
 
-        assert operation == "matmul_reduce_scatter"
-        return StandIn(operation, groups, request, Plan())
+        assert sizes.operation == "matmul_reduce_scatter"
+        return StandIn(groups, request, Plan())
 
     with mock.patch.object(overlapped_call, "find", find):
         yield
@@ -147,8 +150,11 @@ def both_in_one_call() -> Iterator[list[overlapped_call.Request]]:
     granted = []
 
     def find(
-        operation: str, site: Any, traced_over: Any, axes: Any, request: overlapped_call.Request
+        site: Any, axes: Any, request: overlapped_call.Request | str
     ) -> overlapped_call.Overlapped | str:
+        if isinstance(request, str):
+            return request
+        sizes = request.sizes
         if not request.wgrads:
             return "one gradient alone"
         groups = partition_lib.partition(site.mesh, tuple(axes))
@@ -158,32 +164,32 @@ def both_in_one_call() -> Iterator[list[overlapped_call.Request]]:
 
         class StandIn(overlapped_call.Overlapped):
             def __call__(self, *operands: Any) -> list[Any]:
-                terms = len(request.ks)
+                terms = len(sizes.ks)
                 *factors, ct = request.operands(*operands)
                 xs, ws = factors[:terms], factors[terms:]
-                assert [x.shape[-1] for x in xs] == list(request.ks)
-                assert ct.shape[-1] == request.ns[0]
-                assert {w.shape for w in ws} == {(request.ns[0], k) for k in request.ks}
+                assert [x.shape[-1] for x in xs] == list(sizes.ks)
+                assert ct.shape[-1] == sizes.ns[0]
+                assert {w.shape for w in ws} == {(sizes.ns[0], k) for k in sizes.ks}
                 rows = tuple(range(ct.ndim - 1))
-                if operation == "all_gather_matmul":
-                    assert xs[0].size == request.outer * request.rows * request.ks[0]
-                    (whole,) = all_gather_p.bind_as_traced(
+                if sizes.operation == "all_gather_matmul":
+                    assert xs[0].size == sizes.outer * sizes.rows * sizes.ks[0]
+                    (whole,) = all_gather_p.bind_at(
+                        site,
                         xs[0],
                         params=AllGatherParams(axes, request.axis, True, size),
-                        traced_over=traced_over,
                     )
                     return [whole @ ws[0].T, jnp.tensordot(ct, whole, (rows, rows))]
-                assert xs[0].size == request.outer * request.rows * size * request.ks[0]
+                assert xs[0].size == sizes.outer * sizes.rows * size * sizes.ks[0]
                 total = sum(x @ w.T for x, w in zip(xs, ws, strict=True))
-                (part,) = psum_scatter_p.bind_as_traced(
+                (part,) = psum_scatter_p.bind_at(
+                    site,
                     total,
                     params=PsumScatterParams(axes, request.axis, True, size),
-                    traced_over=traced_over,
                 )
                 wgrads = [jnp.tensordot(ct, x, (rows, rows)) for x in xs[: request.wgrads]]
                 return [part, *wgrads]
 
-        return StandIn(operation, groups, request, Plan(tile_columns=128, wgrad=True))
+        return StandIn(groups, request, Plan(tile_columns=128, wgrad=True))
 
     with mock.patch.object(overlapped_call, "find", find):
         yield granted
@@ -213,8 +219,9 @@ def test_both_gradients_in_one_call(
     assert collectives(program(jax_intranode), *args) == {GATHER: 2, SCATTER: 2}
     of_scatter, of_gather = both_in_one_call[-2:]
     for request in (of_scatter, of_gather):
-        assert (request.axis, request.outer, request.rows) == (axis, 3 if leading else 1, 2)
-    found = [(r.ks, r.ns, r.wgrads) for r in (of_scatter, of_gather)]
+        sizes = request.sizes
+        assert (request.axis, sizes.outer, sizes.rows) == (axis, 3 if leading else 1, 2)
+    found = [(r.sizes.ks, r.sizes.ns, r.wgrads) for r in (of_scatter, of_gather)]
     assert found == [((6,), (3,), 1), ((3, 7, 4), (5,), 2)]
 
 

@@ -18,8 +18,9 @@ from cases import OPERATIONS, forced, make_mesh, x64
 from devices import need_devices
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from random_programs import Call, groups, random_call
 
+import jax_intranode
+from jax_intranode._src.command_line.soak.calls import Call, groups, random_call
 from jax_intranode._src.ops import counts
 
 # The shapes of meshes. A call communicates over one axis, or over all in either order.
@@ -72,7 +73,11 @@ def run(mesh: Mesh, call: Call, algorithm: str, seed: int) -> bool:
     """Checks a call. Returns whether our kernels ran it."""
     spec = P(mesh.axis_names)
     f = jax.shard_map(
-        lambda x: call.apply(x[0])[None], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+        lambda x: call.apply(jax_intranode, x[0])[None],
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
     )
     with x64("float64" if call.dtype == "complex128" else call.dtype), forced(algorithm):
         x = values((mesh.size, *call.shape), np.dtype(call.dtype), seed)

@@ -2,113 +2,131 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import cases
+import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from bench_settings import RunHere
+from cases import x64
 from devices import need_devices
-from jax.sharding import PartitionSpec as P
 
 import jax_intranode
 from jax_intranode.__main__ import main
 from jax_intranode._src.command_line import launcher
-from jax_intranode._src.command_line.options import WrongInput
-from jax_intranode._src.command_line.soak import command, programs, rank, reference
-from jax_intranode._src.command_line.soak.programs import Layout, Program, Step, Wrapped
+from jax_intranode._src.command_line.soak import calls, rank
+from jax_intranode._src.command_line.soak.calls import Call
 
-# The ranks order their sums, and the loop sums parts that differ between the ranks.
-PROGRAM = Program(
-    seed=1,
-    number=0,
-    layout=Layout((4,), (2, 0, 1, 3)),
-    dtype="float32",
-    rows=8,
-    columns=5,
-    steps=(Wrapped("scan", (Step("psum", ("x",), 1), Step("roll", (), 1))),),
-    unedited=False,
-    check_vma=False,
-    gradient=False,
-    integers=False,
-    algorithm="auto",
-    rounds=3,
-    delays=True,
+
+def program(*of: Call, shape: tuple[int, ...] = (4,), unedited: bool = False) -> rank.Program:
+    order = (2, 0, 1, 3)
+    return rank.Program(0, shape, order, of, unedited, False, "auto", rounds=3, delays=True)
+
+
+# Whose sums depend on the order of the ranks, and which has what follows a wrong one, too.
+LOOP = program(
+    Call("psum", ("x",), "float32", (8, 5), way="scan"),
+    Call("all_gather", ("x",), "int16", (8, 5)),
 )
+OPERATIONS = {
+    "psum": Call("psum", ("y", "x"), "bfloat16", (9, 3), leaves=3),
+    "psum_scatter": Call("psum_scatter", ("x",), "float16", (3, 2), 1, tiled=False),
+    "all_gather": Call("all_gather", ("y",), "complex64", (3,), 1, tiled=False),
+    "all_to_all": Call("all_to_all", ("x", "y"), "bool", (8, 2), 0, 1),
+    "all_gather_matmul": Call("all_gather_matmul", ("x",), "float32", (8, 16), 0, 8, leaves=2),
+    "matmul_reduce_scatter": Call("matmul_reduce_scatter", ("x", "y"), "bfloat16", (8, 8), 0, 16),
+    "matmul_all_reduce": Call("matmul_all_reduce", ("y",), "float16", (8, 8), 0, 24),
+}
 
 
-def test_right_and_wrong_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def wrong_in_one_element(f: Any) -> Any:
+    """A function of a library, wrong on the last rank of its group."""
+
+    def wrong(x: Any, *arguments: Any, **options: Any) -> Any:
+        ys, tree = jax.tree.flatten(f(x, *arguments, **options))
+        (axes,) = (a for a in arguments if isinstance(a, tuple))
+        last = jax.lax.axis_index(axes) == jax.lax.axis_size(axes) - 1
+        y = ys[0].reshape(-1)
+        off = ~y[1] if y.dtype == bool else y[1] + jnp.ones((), y.dtype)
+        ys[0] = y.at[1].set(jnp.where(last, off, y[1])).reshape(ys[0].shape)
+        return jax.tree.unflatten(tree, ys)
+
+    return wrong
+
+
+def pairs() -> Iterator[Any]:
+    """Each operation in the ways in which it is called; each way once in the quick tier."""
+    for k, (operation, call) in enumerate(OPERATIONS.items()):
+        ways = [*calls.WAYS[k:], *calls.WAYS[:k]]
+        if operation in calls.MATMULS:
+            ways.remove("vmap")
+        if call.dtype not in calls.FLOATS:
+            ways = [way for way in ways if way not in ("gradient", "checkpoint")]
+        for way in ways:
+            quick = way == ways[0]
+            yield pytest.param(operation, way, marks=[] if quick else pytest.mark.full)
+
+
+@pytest.mark.parametrize(("operation", "way"), [*pairs()])
+def test_right_and_wrong_values(operation: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     need_devices(4)
-    # Of each device, v and the digest.
-    assert rank.run_program(PROGRAM) == (0, 4 * 3 * 2 * 8 * 5)
-    psum = jax_intranode.psum
-
-    def wrong_in_one_element(x: Any, axes: Any) -> Any:
-        y = psum(x, axes)
-        return y.at[3, 2].set(jnp.nextafter(y[3, 2], jnp.inf))
-
-    monkeypatch.setattr(jax_intranode, "psum", wrong_in_one_element)
-    wrong, _ = rank.run_program(PROGRAM)
-    assert wrong >= 4 * 3
+    call, matmul = OPERATIONS[operation], operation in calls.MATMULS
+    call = dataclasses.replace(call, way=way, small=matmul)
+    made = program(call, call, shape=(2, 2))
+    assert rank.run_program(made, 1)[0] == 0
+    right = getattr(jax_intranode, operation)
+    monkeypatch.setattr(jax_intranode, operation, wrong_in_one_element(right))
+    wrong, elements, first = rank.run_program(made, 1)
+    assert wrong > 0 and elements > 0 and first == 0
 
 
 def test_order_of_a_sum_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     need_devices(4)
-    in_order = reference._sum
-    monkeypatch.setattr(reference, "_sum", lambda parts: in_order(parts[::-1]))
-    wrong, _ = rank.run_program(PROGRAM)
-    assert wrong > 0
+    assert rank.run_program(LOOP, 1) == (0, 3 * 4 * 80, 2)
+    in_order = calls.expected_sum
+    monkeypatch.setattr(calls, "expected_sum", lambda parts: in_order(parts[::-1]))
+    wrong, _, first = rank.run_program(LOOP, 1)
+    assert wrong > 0 and first == 0
+    # Data that do not round have no order.
+    small = program(*(dataclasses.replace(call, small=True) for call in LOOP.calls))
+    assert rank.run_program(small, 1)[0] == 0
 
 
-def test_data_that_do_not_round_have_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_of_lax_get_data_that_do_not_round(monkeypatch: pytest.MonkeyPatch) -> None:
     need_devices(4)
-    in_order = reference._sum
-    monkeypatch.setattr(reference, "_sum", lambda parts: in_order(parts[::-1]))
-    assert rank.run_program(dataclasses.replace(PROGRAM, integers=True))[0] == 0
+    large = program(Call("psum", ("x",), "float32", (1 << 16,)), unedited=True)
+    ran: list[bool] = []
+    expected = calls.expected_of_chain
 
+    def seen(of: Any, *arguments: Any) -> Any:
+        ran.extend(call.small for call in of)
+        return expected(of, *arguments)
 
-def test_results_take_the_memory_of_the_poison() -> None:
-    need_devices(2)
-    mesh = cases.line(2)
-    f = cases.sharded(lambda v: (jax_intranode.psum(v, "x"),), mesh, P("x"), (P("x"),))
-    poison = (cases.put(mesh, P("x"), np.full((2, 100), np.nan, np.float32)) + 0,)
-    before = [shard.data.unsafe_buffer_pointer() for shard in poison[0].addressable_shards]
-    values = cases.random("float32", (2, 100))
-    (result,) = rank.into_poison(f)(poison, cases.put(mesh, P("x"), values))
-    cases.check(result, cases.reference("psum", values))
-    assert [s.data.unsafe_buffer_pointer() for s in result.addressable_shards] == before
+    monkeypatch.setattr(calls, "expected_of_chain", seen)
+    with x64("float64"):
+        assert rank.run_program(large, 1)[0] == 0
+    assert ran and all(ran)
 
 
 def test_programs_can_be_made_again() -> None:
-    made = [programs.make(7, number, 8, "cpu") for number in range(200)]
-    assert made == [programs.make(7, number, 8, "cpu") for number in range(200)]
-    assert len({str(program) for program in made}) == 200
+    made = [rank.make(7, number, 8, "cpu") for number in range(100)]
+    assert made == [rank.make(7, number, 8, "cpu") for number in range(100)]
+    assert len({str(program) for program in made}) == 100
     texts = "".join(map(str, made))
-    names = (*programs.SUMS, *programs.GATHERS, *programs.MATMULS, *programs.LOCAL)
-    for name in (*names, *programs.WRAPPERS, "delay", "with gradient", "accelerate()", "two_shot"):
+    for name in (*calls.OPERATIONS, *calls.MATMULS, *calls.WAYS, "accelerate()", "two_shot"):
         assert name in texts, name
 
 
-def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "jax_intranode", "soak", "--platform", "cpu", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-
-
-def test_command(tmp_path: Path) -> None:
+def test_command(tmp_path: Path, run_here: RunHere) -> None:
     file = tmp_path / "soak.json"
-    done = soak(
-        *("--devices", "2", "--mode", "process-per-device", "--seed", "3", "--program", "1"),
-        *("--json", str(file)),
+    code, out, err = run_here(
+        "soak --platform cpu --devices 2 --mode process-per-device --seed 3 --program 11 "
+        f"--json {file}"
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 programs" in done.stdout and "0 wrong\n# OK" in done.stdout
+    assert code == 0, out + err
+    assert "1 programs" in out and "0 wrong\n# OK" in out
     (found,) = json.loads(file.read_text())["modes"]
     assert found["elements"] > 0 and found["operations"] > 0 and found["error"] is None
 
@@ -119,8 +137,6 @@ def test_command(tmp_path: Path) -> None:
         (["--program", "3"], "--seed"),
         (["--minutes", "0"], "--minutes 0: use a positive number"),
         (["--devices", "9"], "9 devices: use 2 to 8"),
-        (["--json", "/nowhere/soak.json"], "/nowhere"),
-        (["--faults", "--cases", "0"], "--cases 0: use a positive number"),
         (["--faults", "--case", "psum:inside"], "'psum:inside' names no case; one is psum:"),
     ],
 )
@@ -131,18 +147,11 @@ def test_wrong_input(arguments: list[str], text: str, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.full
-def test_both_modes() -> None:
-    done = soak("--minutes", "1", "--devices", "4", "--seed", "11")
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_both_modes(run_here: RunHere) -> None:
+    code, out, err = run_here("soak --platform cpu --minutes 1 --devices 4 --seed 11")
+    assert code == 0, out + err
 
 
-def test_processes_share_a_single_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command.nvml, "visible_gpus", lambda: 1)
-    assert command.platform_and_devices("gpu", None) == ("gpu", 2)
-    assert command.platform_and_devices("gpu", 4) == ("gpu", 4)
-    monkeypatch.setattr(command.nvml, "visible_gpus", lambda: 2)
-    with pytest.raises(WrongInput, match="there are 2 GPUs here"):
-        command.platform_and_devices("gpu", 4)
-    # Each rank says that it is of another host, so that NCCL takes it.
+def test_processes_that_share_a_gpu_are_of_other_hosts_for_nccl() -> None:
     hosts = {launcher.sharing_env(rank)["NCCL_HOSTID"] for rank in range(4)}
     assert len(hosts) == 4

@@ -10,7 +10,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src.group import rendezvous
 from jax_intranode._src.health import waits
 from jax_intranode._src.ops import counts
 
@@ -70,17 +69,6 @@ def test_fallbacks(mesh: jax.sharding.Mesh) -> None:
     assert found >= {("dtype complex64", 2), ("axis_index_groups", 1)}
     assert (f"{size} bytes of float32", 1) in found
     assert "dtype complex64" in str(jax_intranode.stats())
-
-
-def test_rendezvous_that_was_refused(
-    mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rendezvous.rendezvous_of(jax.devices()[:2]), "reason", "made up")
-    f = jax.shard_map(
-        lambda x: jax_intranode.psum(x, "model"), mesh=mesh, in_specs=P("model"), out_specs=P()
-    )
-    jax.jit(f).lower(jnp.ones(512))
-    assert jax_intranode.stats().fallbacks == (jax_intranode.Fallback("psum", "made up", 1),)
 
 
 def test_text(mesh: jax.sharding.Mesh) -> None:

@@ -1,5 +1,6 @@
 """The NVLink mesh: links and shapes of known machines, and how they follow from NVML's answers."""
 
+import dataclasses
 import json
 import random
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from jax_intranode._src.group import topology as topo
 from jax_intranode._src.group.topology import LinkReport, Topology, TopologyKind
+from jax_intranode._src.selection import records
 
 # The direct links of a DGX-1 with V100: (i, j) -> links. Two linked quads and i <-> i + 4.
 DGX1 = {
@@ -44,75 +46,54 @@ def make_reports(
     ]
 
 
-def kind_of(reports: Sequence[LinkReport]) -> TopologyKind:
-    """Classifies the mesh of these reports."""
-    return topo.classify(topo.link_matrix(reports))
+def without(pair: tuple[int, int]) -> dict[tuple[int, int], int]:
+    return {other: count for other, count in DGX1.items() if other != pair}
 
 
-def test_dgx1_is_a_hybrid_cube_mesh() -> None:
+def all_pairs(*gpus: int) -> dict[tuple[int, int], int]:
+    return {(i, j): 4 for i in gpus for j in gpus if i < j}
+
+
+# Eight GPUs with four neighbours each, but no cube mesh.
+HALVES = {(i, j): 1 for i in range(4) for j in range(4, 8)}
+RING = {(min(i, j), max(i, j)): 1 for i in range(8) for j in ((i + 1) % 8, (i + 2) % 8)}
+FULLY, CUBE, UNKNOWN = (
+    TopologyKind.FULLY_CONNECTED, TopologyKind.HYBRID_CUBE_MESH, TopologyKind.UNKNOWN
+)  # fmt: skip
+KINDS = {
+    "DGX-1": (CUBE, make_reports(8, DGX1)),
+    **{f"DGX-1 without {pair}": (UNKNOWN, make_reports(8, without(pair))) for pair in DGX1},
+    "DGX-1 with a link too many": (UNKNOWN, make_reports(8, {**DGX1, (0, 5): 1})),
+    "two halves": (UNKNOWN, make_reports(8, HALVES)),
+    "ring": (UNKNOWN, make_reports(8, RING)),
+    "switch": (FULLY, make_reports(8, {}, [18] * 8)),
+    "switch that one reaches by fewer links": (FULLY, make_reports(8, {}, [18] * 7 + [16])),
+    "switch that one does not reach": (UNKNOWN, make_reports(8, {}, [18] * 7 + [0])),
+    **{f"{size} without NVLink": (UNKNOWN, make_reports(size, {})) for size in (2, 4, 8)},
+    "four linked directly": (FULLY, make_reports(4, all_pairs(0, 1, 2, 3))),
+    "four without a link": (UNKNOWN, make_reports(4, all_pairs(0, 1, 2) | all_pairs(0, 3))),
+    "two": (FULLY, make_reports(2, {(0, 1): 4})),
+    "one": (FULLY, make_reports(1, {})),
+    "none": (UNKNOWN, []),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kind(name: str) -> None:
+    kind, reports = KINDS[name]
+    for seed in range(5):  # the order of the GPUs does not matter
+        assert topo.classify(topo.link_matrix(reports)) is kind
+        random.Random(seed).shuffle(reports)
+
+
+def test_numbers_of_links() -> None:
     matrix = topo.link_matrix(make_reports(8, DGX1))
     assert matrix[0] == (0, 1, 1, 2, 2, 0, 0, 0)
     assert all(matrix[i][j] == matrix[j][i] for i in range(8) for j in range(8))
-    assert topo.classify(matrix) is TopologyKind.HYBRID_CUBE_MESH
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_order_of_the_gpus_does_not_matter(seed: int) -> None:
-    reports = make_reports(8, DGX1)
-    random.Random(seed).shuffle(reports)
-    assert kind_of(reports) is TopologyKind.HYBRID_CUBE_MESH
-
-
-@pytest.mark.parametrize("missing", DGX1)
-def test_a_cube_mesh_that_lacks_a_link_is_unknown(missing: tuple[int, int]) -> None:
-    direct = {pair: count for pair, count in DGX1.items() if pair != missing}
-    assert kind_of(make_reports(8, direct)) is TopologyKind.UNKNOWN
-
-
-def test_a_cube_mesh_with_a_link_too_many_is_unknown() -> None:
-    assert kind_of(make_reports(8, {**DGX1, (0, 5): 1})) is TopologyKind.UNKNOWN
-
-
-def test_four_neighbours_each_do_not_make_a_cube_mesh() -> None:
-    halves = {(i, j): 1 for i in range(4) for j in range(4, 8)}
-    ring = {tuple(sorted((i, (i + step) % 8))): 1 for i in range(8) for step in (1, 2)}
-    assert kind_of(make_reports(8, halves)) is TopologyKind.UNKNOWN
-    assert kind_of(make_reports(8, ring)) is TopologyKind.UNKNOWN
-
-
-def test_a_switch_links_every_pair() -> None:
-    matrix = topo.link_matrix(make_reports(8, {}, [18] * 8))
-    assert matrix == tuple(tuple(0 if i == j else 18 for j in range(8)) for i in range(8))
-    assert topo.classify(matrix) is TopologyKind.FULLY_CONNECTED
-
-
-def test_a_pair_at_a_switch_has_the_links_of_the_one_with_fewer() -> None:
+    # A pair at a switch has the links of the one with fewer.
     matrix = topo.link_matrix(make_reports(8, {}, [18] * 7 + [16]))
     assert matrix[0] == (0, 18, 18, 18, 18, 18, 18, 16)
     assert matrix[7] == (16, 16, 16, 16, 16, 16, 16, 0)
-    assert topo.classify(matrix) is TopologyKind.FULLY_CONNECTED
-
-
-def test_a_gpu_that_no_switch_reaches_makes_the_mesh_unknown() -> None:
-    assert kind_of(make_reports(8, {}, [18] * 7 + [0])) is TopologyKind.UNKNOWN
-
-
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_gpus_without_nvlink_are_unknown(size: int) -> None:
-    assert kind_of(make_reports(size, {})) is TopologyKind.UNKNOWN
-
-
-def test_four_gpus_linked_directly() -> None:
-    direct = {(i, j): 4 for i in range(4) for j in range(i + 1, 4)}
-    assert kind_of(make_reports(4, direct)) is TopologyKind.FULLY_CONNECTED
-    del direct[1, 2]
-    assert kind_of(make_reports(4, direct)) is TopologyKind.UNKNOWN
-
-
-def test_small_meshes() -> None:
-    assert kind_of(make_reports(2, {(0, 1): 4})) is TopologyKind.FULLY_CONNECTED
-    assert kind_of(make_reports(1, {})) is TopologyKind.FULLY_CONNECTED
-    assert kind_of([]) is TopologyKind.UNKNOWN
 
 
 def test_direct_links_count_as_the_end_with_fewer_reports_them() -> None:
@@ -125,7 +106,8 @@ def test_direct_links_count_as_the_end_with_fewer_reports_them() -> None:
 
 def test_reports_survive_json() -> None:
     for report in make_reports(8, DGX1, [18] * 8):
-        assert LinkReport.from_json(json.loads(json.dumps(report.to_json()))) == report
+        fields = json.loads(json.dumps(dataclasses.asdict(report)))
+        assert records.from_json(LinkReport, fields) == report
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The command `topology`: links as text, as JSON and as a picture."""
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -27,7 +28,7 @@ def node(switch_links: int, *pairs: tuple[int, int, int]) -> list[LinkReport]:
 def recorded(directory: Path, reports: list[LinkReport]) -> str:
     """A file as `topology --json` prints it on such a node."""
     file = directory / "node.json"
-    file.write_text(json.dumps({"gpus": [report.to_json() for report in reports]}))
+    file.write_text(json.dumps({"gpus": [dataclasses.asdict(report) for report in reports]}))
     return str(file)
 
 

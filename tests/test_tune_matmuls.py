@@ -32,11 +32,7 @@ class StandIn:
             return [(1.0, h200_ms * H200.matmul_flops / self._truth.matmul_flops * self._jitter())]
         times = []
         for text in plan_texts:
-            (run,) = (
-                c
-                for c in matmuls.CALIBRATIONS
-                if (c.operation, c.ranks, c.m, c.k, c.n, c.plan) == (*shape, text)
-            )
+            (run,) = (c for c in matmuls.CALIBRATIONS if (c.product, c.plan) == (shape, text))
             ratio = run.predicted_s(self._truth) / run.predicted_s(H200)
             times.append((run.h200_ms * ratio * self._jitter(), 1.0))
         return times
@@ -115,7 +111,7 @@ def test_a_disturbed_run_is_left_out(capsys: pytest.CaptureFixture[str]) -> None
             ]
 
     assert Disturbed(H200, noise=0.01).tune() == H200
-    assert "left out, as if disturbed: all_gather_matmul" in capsys.readouterr().err
+    assert "left out, as if disturbed: Product" in capsys.readouterr().err
 
 
 def test_a_rate_that_is_no_copy_between_gpus_is_not_taken() -> None:
@@ -168,10 +164,12 @@ def test_every_calibration_is_a_run_that_the_kernels_take() -> None:
     assert H200 in MEASURED.values()
     for run in matmuls.CALIBRATIONS:
         parsed = plan.parse(run.plan)
-        assert definitions.has_fused_kernel(run.operation, parsed.tile_columns, wgrad=False)
-        assert run.sizes.fit_fused(parsed, 512 << 20)
+        assert definitions.has_fused_kernel(run.product.operation, parsed.tile_columns, wgrad=False)
+        assert run.product.sizes.fit_fused(parsed, 512 << 20)
         # The model knows of no plan but its own.
-        costs = matmuls.model.FusedCosts(matmuls.model.Costs(run.sizes, H200), parsed.tile_columns)
+        costs = matmuls.model.FusedCosts(
+            matmuls.model.Costs(run.product.sizes, H200), parsed.tile_columns
+        )
         assert costs.direct == parsed.direct
 
 

@@ -1,10 +1,10 @@
 """40 and more wrong inputs: each message names what failed, the value, and what to do.
 
-For each input there are texts that its message must have, in this order: the function, command,
-option or variable; the value; the remedy.
+For each input there are texts that its message must have, in this order: the function, command or
+option; the value; the remedy. Those of collective matmuls are in test_collective_matmul.py and
+test_global_arrays.py, those of variables in test_config.py.
 """
 
-import logging
 import os
 import subprocess
 import sys
@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 
 import jax_intranode as jin
 from jax_intranode import __main__ as command_line
-from jax_intranode._src.selection import config
 
 # Calls, inside of a shard_map over two ranks with the axis "model": x and w are 4 x 4 on each rank.
 INSIDE: dict[str, tuple[Callable[[Any, Any], Any], str, str, str]] = {
@@ -32,10 +31,6 @@ INSIDE: dict[str, tuple[Callable[[Any, Any], Any], str, str, str]] = {
     "misspelt axis of all_gather": (
         lambda x, w: jin.all_gather(x, "modle"),
         *("jax_intranode.all_gather", "modle", "Name some of these"),
-    ),
-    "misspelt axis of a matmul": (
-        lambda x, w: jin.all_gather_matmul(x, w, "modle"),
-        *("jax_intranode.all_gather_matmul", "modle", "Call it inside jax.shard_map"),
     ),
     "text in place of an array": (
         lambda x, w: jin.psum("text", "model"),
@@ -81,50 +76,6 @@ INSIDE: dict[str, tuple[Callable[[Any, Any], Any], str, str, str]] = {
         lambda x, w: jin.all_to_all(x, "model", 0, 0),
         *("jax_intranode.all_to_all", "(4, 4)", "must be 2, or pass tiled=True"),
     ),
-    "contracted lengths": (
-        lambda x, w: jin.all_gather_matmul(x, w[:3], "model"),
-        *("all_gather_matmul", "(3, 4)", "they must be equal"),
-    ),
-    "gathering what is contracted": (
-        lambda x, w: jin.all_gather_matmul(x, w, "model", gather_axis=1),
-        *("all_gather_matmul", "gather_axis is 1", "gather another one"),
-    ),
-    "gather_axis out of range": (
-        lambda x, w: jin.all_gather_matmul(x, w, "model", gather_axis=4),
-        *("all_gather_matmul", "gather_axis is 4", "must be from -2 to 1"),
-    ),
-    "two dtypes": (
-        lambda x, w: jin.all_gather_matmul(x, w.astype(jnp.bfloat16), "model"),
-        *("all_gather_matmul", "w is bfloat16", "cast one of them"),
-    ),
-    "text in place of a matrix": (
-        lambda x, w: jin.all_gather_matmul(x, "w", "model"),
-        *("all_gather_matmul", "w is a str", "pass an array"),
-    ),
-    "no matrix": (
-        lambda x, w: jin.all_gather_matmul(x, [], "model"),
-        *("all_gather_matmul", "empty list", "pass at least one matrix"),
-    ),
-    "x of one dimension": (
-        lambda x, w: jin.matmul_all_reduce(x[0], w, "model"),
-        *("matmul_all_reduce", "(4,)", "it needs 2 dimensions or more"),
-    ),
-    "w of three dimensions": (
-        lambda x, w: jin.all_gather_matmul(x, w[None], "model"),
-        *("all_gather_matmul", "(1, 4, 4)", "pass a matrix of 2 dimensions"),
-    ),
-    "rows of a product": (
-        lambda x, w: jin.matmul_reduce_scatter(x[:3], w, "model"),
-        *("matmul_reduce_scatter", "3 elements", "must be a multiple of the 2 ranks"),
-    ),
-    "a list of matrices": (
-        lambda x, w: jin.matmul_reduce_scatter(x, [w, w], "model"),
-        *("matmul_reduce_scatter", "w is a list", "pass an array"),
-    ),
-    "gather_axis of column_parallel_matmul out of range": (
-        lambda x, w: jin.column_parallel_matmul(x, w, "model", gather_axis=3),
-        *("column_parallel_matmul", "gather_axis is 3", "must be from -2 to 1"),
-    ),
 }
 
 # Calls outside of a shard_map: with the mesh, x and w.
@@ -132,30 +83,6 @@ OUTSIDE: dict[str, tuple[Callable[[Any, Any, Any], Any], str, str, str]] = {
     "no shard_map": (
         lambda mesh, x, w: jin.psum(x, "model"),
         *("jax_intranode.psum", "model", "call it inside a jax.shard_map"),
-    ),
-    "no mesh": (
-        lambda mesh, x, w: jin.row_parallel_matmul(x, w, "model"),
-        *("jax_intranode.row_parallel_matmul", "model", "with mesh=mesh"),
-    ),
-    "an axis that the mesh lacks": (
-        lambda mesh, x, w: jin.column_parallel_matmul(x, w, "modle", mesh=mesh),
-        *("column_parallel_matmul", "axes of the mesh in context: ['model']", "with mesh=mesh"),
-    ),
-    "batch_axes that the mesh lacks": (
-        lambda mesh, x, w: jin.column_parallel_matmul(x, w, "model", mesh=mesh, batch_axes="data"),
-        *("column_parallel_matmul", "'data'", "name some of these"),
-    ),
-    "an axis twice": (
-        lambda mesh, x, w: jin.column_parallel_matmul(x, w, "model", mesh=mesh, batch_axes="model"),
-        *("column_parallel_matmul", "'model' is named twice", "name each axis once"),
-    ),
-    "columns that cannot be divided": (
-        lambda mesh, x, w: jin.column_parallel_matmul(x, w[:, :3], "model", mesh=mesh),
-        *("column_parallel_matmul", "(4, 3)", "must be a multiple of 2"),
-    ),
-    "text in place of a mesh": (
-        lambda mesh, x, w: jin.column_parallel_matmul(x, w, "model", mesh="model"),
-        *("column_parallel_matmul", "mesh is 'model'", "pass a jax.sharding.Mesh"),
     ),
     "initialize without a mesh": (
         lambda mesh, x, w: jin.initialize((2,)),
@@ -165,14 +92,6 @@ OUTSIDE: dict[str, tuple[Callable[[Any, Any, Any], Any], str, str, str]] = {
         lambda mesh, x, w: jin.explain(3),
         *("jax_intranode.explain", "got 3", "pass a function"),
     ),
-}
-
-VARIABLES = {
-    "DISABLE": ("yes", "use one of 0, 1"),
-    "ALGORITHM": ("ring", "use one of auto, one_shot"),
-    "TIMEOUT_S": ("soon", "use a positive number"),
-    "SLAB_MIB": ("64MiB", "use a positive integer"),
-    "TOPOLOGY": ("mesh", "use one of fully_connected"),
 }
 
 # Command lines, after `python -m jax_intranode`. {files} has files that are wrong.
@@ -216,7 +135,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 
 
 def test_there_are_enough() -> None:
-    assert len(INSIDE) + len(OUTSIDE) + len(VARIABLES) + len(COMMANDS) >= 40
+    assert len(INSIDE) + len(OUTSIDE) + len(COMMANDS) >= 40
 
 
 def message_of(call: Callable[[], Any]) -> str:
@@ -250,21 +169,6 @@ def test_call_outside_of_shard_map(name: str) -> None:
     message = message_of(lambda: call(mesh, jnp.ones((4, 4)), jnp.ones((4, 4))))
     for text in says:
         assert text in message, message
-
-
-@pytest.mark.parametrize("name", VARIABLES)
-def test_variable(name: str) -> None:
-    value, remedy = VARIABLES[name]
-    message = message_of(lambda: config.parse({f"JAX_INTRANODE_{name}": value}))
-    for text in (f"JAX_INTRANODE_{name}", repr(value), remedy):
-        assert text in message, message
-
-
-def test_misspelt_variable(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        config.check({"JAX_INTRANODE_TIMEOUT": "5"})
-    assert "JAX_INTRANODE_TIMEOUT is set" in caplog.text
-    assert "Did you mean JAX_INTRANODE_TIMEOUT_S?" in caplog.text
 
 
 @pytest.mark.parametrize("line", COMMANDS)

@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import Any
 
 from bench_plots import command as plots
-from bench_plots.collectives import size_text
 
 from jax_intranode._src.command_line.bench import record
+from jax_intranode._src.command_line.benefits import size_text
 from jax_intranode._src.command_line.launcher import PROCESS_PER_DEVICE, SINGLE_PROCESS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"

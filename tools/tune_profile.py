@@ -17,6 +17,7 @@ It takes 2 GPUs or more and uses two. About 4 minutes, of which nvcc takes one o
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -28,8 +29,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -67,16 +68,13 @@ _DISTURBED = 4  # standard deviations
 # The measurements.
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """A run of the fused kernel after a rest, between two GPUs that stand for `ranks`.
+class Product(NamedTuple):
+    """A collective matmul of a group, between two GPUs that stand for its ranks.
 
     Attributes:
         operation: GATHER or SCATTER.
         ranks: ranks of the group.
         m, k, n: the matmul on one GPU.
-        plan: the plan, as the probe takes it.
-        h200_ms: what 2 H200s took (docs/measurements/).
     """
 
     operation: str
@@ -84,57 +82,56 @@ class Calibration:
     m: int
     k: int
     n: int
-    plan: str
-    h200_ms: float
 
     @property
     def sizes(self) -> Sizes:
         """The sizes, for the model."""
         return Sizes(self.operation, 1, self.m // self.ranks, (self.k,), (self.n,), self.ranks)
 
+
+class Calibration(NamedTuple):
+    """A run of the fused kernel after a rest: a plan, as the probe takes it, of a product.
+
+    Attributes:
+        h200_ms: what 2 H200s took (docs/measurements/).
+    """
+
+    product: Product
+    plan: str
+    h200_ms: float
+
     def predicted_s(self, profile: Profile) -> float:
         """What the model expects of the kernel, without the fixed time of a call."""
-        costs = model.Costs(self.sizes, profile)
+        costs = model.Costs(self.product.sizes, profile)
         return model.FusedCosts(costs, plans.parse(self.plan).tile_columns).seconds
 
 
-def _gathers(
-    ranks: int, m: int, k: int, n: int, *runs: tuple[int, int, float]
-) -> list[Calibration]:
-    return [
-        Calibration(GATHER, ranks, m, k, n, f"tile_columns={columns},band_pairs={pairs}", ms)
-        for columns, pairs, ms in runs
-    ]
-
-
-def _scatters(
-    ranks: int, m: int, k: int, n: int, *runs: tuple[int, int, float]
-) -> list[Calibration]:
-    return [
-        Calibration(SCATTER, ranks, m, k, n, f"tile_columns={columns},direct={direct}", ms)
-        for columns, direct, ms in runs
-    ]
-
-
+# Of each product the columns of a tile, band_pairs or direct, and what 2 H200s took.
+_RUNS = {
+    Product(GATHER, 2, 8192, 4096, 1792): [(192, 6, 0.1885), (224, 8, 0.1799), (256, 9, 0.1939)],
+    Product(GATHER, 4, 8192, 4096, 1792): [(192, 6, 0.1973), (224, 8, 0.1879), (256, 9, 0.1916)],
+    Product(GATHER, 2, 4096, 8192, 3584): [(192, 3, 0.3476), (224, 4, 0.3375), (256, 4, 0.3593)],
+    Product(GATHER, 4, 4096, 8192, 3584): [(192, 3, 0.3559), (224, 4, 0.3451), (256, 4, 0.3673)],
+    Product(GATHER, 2, 2048, 8192, 5120): [
+        *((128, 1, 0.2536), (192, 2, 0.2739), (224, 2, 0.2513), (256, 3, 0.2675))
+    ],
+    Product(GATHER, 4, 8192, 8192, 1024): [(192, 11, 0.3202), (224, 13, 0.3091), (256, 16, 0.3051)],
+    Product(GATHER, 4, 8192, 8192, 2560): [(192, 4, 0.5078), (224, 5, 0.5142), (256, 6, 0.4811)],
+    Product(GATHER, 2, 8192, 8192, 5120): [(192, 8, 0.9697), (224, 8, 0.9838), (256, 8, 0.9182)],
+    Product(SCATTER, 2, 8192, 3584, 8192): [(192, 1, 0.638)],
+    Product(SCATTER, 4, 8192, 3584, 8192): [(192, 1, 0.649)],
+    Product(SCATTER, 2, 4096, 3584, 8192): [(192, 1, 0.336), (256, 0, 0.344)],
+    Product(SCATTER, 2, 8192, 7168, 4096): [(192, 1, 0.661), (256, 0, 0.648)],
+    Product(SCATTER, 2, 2048, 8192, 16384): [(192, 1, 0.753), (256, 0, 0.737)],
+    Product(SCATTER, 4, 4096, 2048, 8192): [(192, 0, 0.225)],
+    Product(SCATTER, 4, 8192, 2048, 8192): [(192, 0, 0.423)],
+    Product(SCATTER, 4, 2048, 2048, 8192): [(256, 0, 0.122)],
+}
 CALIBRATIONS = [
-    *_gathers(2, 8192, 4096, 1792, (192, 6, 0.1885), (224, 8, 0.1799), (256, 9, 0.1939)),
-    *_gathers(4, 8192, 4096, 1792, (192, 6, 0.1973), (224, 8, 0.1879), (256, 9, 0.1916)),
-    *_gathers(2, 4096, 8192, 3584, (192, 3, 0.3476), (224, 4, 0.3375), (256, 4, 0.3593)),
-    *_gathers(4, 4096, 8192, 3584, (192, 3, 0.3559), (224, 4, 0.3451), (256, 4, 0.3673)),
-    *_gathers(
-        2, 2048, 8192, 5120, (128, 1, 0.2536), (192, 2, 0.2739), (224, 2, 0.2513), (256, 3, 0.2675)
-    ),
-    *_gathers(4, 8192, 8192, 1024, (192, 11, 0.3202), (224, 13, 0.3091), (256, 16, 0.3051)),
-    *_gathers(4, 8192, 8192, 2560, (192, 4, 0.5078), (224, 5, 0.5142), (256, 6, 0.4811)),
-    *_gathers(2, 8192, 8192, 5120, (192, 8, 0.9697), (224, 8, 0.9838), (256, 8, 0.9182)),
-    *_scatters(2, 8192, 3584, 8192, (192, 1, 0.638)),
-    *_scatters(4, 8192, 3584, 8192, (192, 1, 0.649)),
-    *_scatters(2, 4096, 3584, 8192, (192, 1, 0.336), (256, 0, 0.344)),
-    *_scatters(2, 8192, 7168, 4096, (192, 1, 0.661), (256, 0, 0.648)),
-    *_scatters(2, 2048, 8192, 16384, (192, 1, 0.753), (256, 0, 0.737)),
-    *_scatters(4, 4096, 2048, 8192, (192, 0, 0.225)),
-    *_scatters(4, 8192, 2048, 8192, (192, 0, 0.423)),
-    *_scatters(4, 2048, 2048, 8192, (256, 0, 0.122)),
+    Calibration(product, f"tile_columns={columns},{field}={value}", ms)
+    for product, runs in _RUNS.items()
+    for field in ["band_pairs" if product.operation == GATHER else "direct"]
+    for columns, value, ms in runs
 ]
 
 # Settled matmuls by cuBLASLt: M, K, N and what an H200 took.
@@ -198,7 +195,7 @@ def fit(profile: Profile, measured: Sequence[tuple[Calibration, float]]) -> dict
     if len(measured) // 2 < len(good) < len(measured):
         for run, ms in measured:
             if (run, ms) not in good:
-                _say(f"# left out, as if disturbed: {run.operation} {run.plan}: {ms:.4f} ms")
+                _say(f"# left out, as if disturbed: {run.product} {run.plan}: {ms:.4f} ms")
         return _fit_all(profile, good)
     return corrections
 
@@ -298,23 +295,20 @@ def parse_probe(text: str) -> list[tuple[float, float]]:
 
 
 def run_probe(
-    probe: Path,
-    shape: tuple[str, int, int, int, int],
-    plan_texts: Sequence[str],
-    settle_ms: int = 0,
+    probe: Path, product: Product, plan_texts: Sequence[str], settle_ms: int = 0
 ) -> list[tuple[float, float]]:
     """Times plans of an operation in alternation.
 
     Args:
         probe: the compiled probe.
-        shape: operation, ranks, M, K and N.
+        product: the operation and its sizes.
         plan_texts: the plans.
         settle_ms: how long each runs before it is timed; 0 for a rest.
 
     Raises:
         OSError, subprocess.SubprocessError, ValueError: it failed, or its results are wrong.
     """
-    operation, ranks, m, k, n = shape
+    operation, ranks, m, k, n = product
     command = [str(probe), str(ranks), operation, f"{m},{k},{n},{settle_ms}", *plan_texts]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:_GPUS]
     result = subprocess.run(
@@ -337,23 +331,20 @@ def measure_calibrations(
     run: Callable[..., list[tuple[float, float]]], clock: Clock
 ) -> list[tuple[Calibration, float]]:
     """Times the calibration runs, those of one shape together, until the time is up."""
-    by_shape: dict[tuple[str, int, int, int, int], list[Calibration]] = {}
-    for of_one in CALIBRATIONS:
-        shape = (of_one.operation, of_one.ranks, of_one.m, of_one.k, of_one.n)
-        by_shape.setdefault(shape, []).append(of_one)
     measured = []
-    for shape, runs in by_shape.items():
+    for product, of_product in itertools.groupby(CALIBRATIONS, lambda of_one: of_one.product):
+        runs = list(of_product)
         if clock.left_s() < 10:
-            _say(f"# not measured for want of time: {shape}")
+            _say(f"# not measured for want of time: {product}")
             continue
         try:
-            times = run(shape, [of_one.plan for of_one in runs])
+            times = run(product, [of_one.plan for of_one in runs])
         except (OSError, subprocess.SubprocessError, ValueError) as error:
-            _say(f"# not measured: {shape}: {error}")
+            _say(f"# not measured: {product}: {error}")
             continue
         for of_one, (ms, _) in zip(runs, times, strict=True):
             measured.append((of_one, ms))
-            _say(f"# {shape} {of_one.plan}: {ms:.4f} ms, an H200 {of_one.h200_ms:.4f}")
+            _say(f"# {product} {of_one.plan}: {ms:.4f} ms, an H200 {of_one.h200_ms:.4f}")
     return measured
 
 
@@ -364,7 +355,7 @@ def measure_matmul(run: Callable[..., list[tuple[float, float]]], clock: Clock) 
         if clock.left_s() < 10:
             break
         try:
-            ((_, ms),) = run((GATHER, _GPUS, m, k, n), ["tile_columns=256"], _SETTLE_MS)
+            ((_, ms),) = run(Product(GATHER, _GPUS, m, k, n), ["tile_columns=256"], _SETTLE_MS)
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             _say(f"# not measured: matmul {m} x {k} x {n}: {error}")
             continue
@@ -460,31 +451,24 @@ def _number(value: object) -> str:
 # Comparing plans.
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A reference shape: the forward pass, or the collective matmul of the backward pass.
 
     Attributes:
-        operation: GATHER or SCATTER.
-        ranks: ranks of the group.
-        m, k, n: the matmul on one GPU.
         wgrads: 1 if its weight gradient is wanted, too, as in a backward pass.
     """
 
-    operation: str
-    ranks: int
-    m: int
-    k: int
-    n: int
+    product: Product
     wgrads: int
 
     def __str__(self) -> str:
+        operation, ranks, m, k, n = self.product
         wgrad = " and weight gradient" if self.wgrads else ""
-        return f"{self.operation} {self.m} x {self.k} x {self.n}{wgrad}, {self.ranks} ranks"
+        return f"{operation} {m} x {k} x {n}{wgrad}, {ranks} ranks"
 
     def choose(self, profile: Profile) -> tuple[Plan | None, str]:
         """Returns the plan (None: not overlapped) and how it is described."""
-        sizes = Sizes(self.operation, 1, self.m // self.ranks, (self.k,), (self.n,), self.ranks)
+        sizes = self.product.sizes
         chosen = model.choose(sizes, profile, _RING_BYTES, self.wgrads)
         suffix = ""
         if isinstance(chosen, str) and self.wgrads:
@@ -500,8 +484,8 @@ def reference_cases() -> list[Case]:
     for ranks in (2, 4, 8):
         for operation, transpose in ((GATHER, SCATTER), (SCATTER, GATHER)):
             for m, k, n in matmul_shapes.of_presets(["reference"], operation, ranks):
-                cases.append(Case(operation, ranks, m, k, n, 0))
-                cases.append(Case(transpose, ranks, m, n, k, 1))
+                cases.append(Case(Product(operation, ranks, m, k, n), 0))
+                cases.append(Case(Product(transpose, ranks, m, n, k), 1))
     return cases
 
 
@@ -515,12 +499,13 @@ def _time_by_bench(case: Case, plan: Plan | None, timeout_s: float) -> float:
     """Times a plan (None: not overlapped) of a forward pass by `bench`, in milliseconds."""
     forced = plan if plan is not None else Plan()
     values = ",".join(f"{name}={int(v)}" for name, v in dataclasses.asdict(forced).items())
+    operation, _, *shape = case.product
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "rows.json")
         command = [
-            *(sys.executable, "-m", "jax_intranode", "bench", case.operation, "--devices", "2"),
+            *(sys.executable, "-m", "jax_intranode", "bench", operation, "--devices", "2"),
             *("--platform", "gpu", "--mode", "single-process", "-n", "5", "-w", "1"),
-            *("--shapes", f"{case.m},{case.k},{case.n}", "--plan", values, "--json", str(path)),
+            *("--shapes", ",".join(map(str, shape)), "--plan", values, "--json", str(path)),
         ]
         subprocess.run(
             command, check=True, timeout=timeout_s, stdout=subprocess.DEVNULL, cwd=directory
@@ -536,13 +521,12 @@ def _time_both(
     clock: Clock,
 ) -> str:
     """Times two plans of a case; returns the text for the table."""
-    shape = (case.operation, case.ranks, case.m, case.k, case.n)
     fused = [plan for plan in both if plan is not None and plan.fused]
     try:
         if len(fused) == 2 and run is not None:
-            times = run(shape, [_probe_text(case, plan) for plan in fused], _SETTLE_MS)
+            times = run(case.product, [_probe_text(case, plan) for plan in fused], _SETTLE_MS)
             today, new = (ms for ms, _ in times)
-        elif case.wgrads or case.ranks != _GPUS:
+        elif case.wgrads or case.product.ranks != _GPUS:
             return "not measured: it takes a benchmark of another kind"
         elif clock.left_s() < 60:
             return "not measured for want of time"

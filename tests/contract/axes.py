@@ -251,13 +251,6 @@ def several_axes(lib: Any) -> Any:
     return inside(body, small(16, 3), mesh=square(), in_specs=both, out_specs=both)
 
 
-@row("no axes: returns the operand", TYPES)
-def no_axes(lib: Any) -> Any:
-    return types_inside(
-        lambda v: [lib.psum(v, ()), lib.psum((v, True), []), lib.psum("abc", ()) == "abc"]
-    )
-
-
 @row("an axis of size 1", LAX)
 def axis_of_one_device(lib: Any) -> Any:
     mesh = cases.make_mesh((1, 2), ("one", "x"))
@@ -270,11 +263,6 @@ def axis_of_one_device_beside(lib: Any) -> Any:
     mesh = cases.make_mesh((1, 2), ("one", "x"))
     specs = P(("one", "x"))
     return inside(lambda v: each(lib, v, ("one", "x")), mesh=mesh, in_specs=specs, out_specs=specs)
-
-
-@row("the same axis twice (lax traces it, but XLA cannot compile it)", TYPES)
-def axis_named_twice(lib: Any) -> Any:
-    return types_inside(lambda v: lib.psum({"a": v, "b": 1}, ("x", "x")))
 
 
 @row("positional axes, with and without names", AS_LAX)
@@ -292,18 +280,14 @@ def positional_axes(lib: Any) -> Any:
 
 @row("no axes, the same axis twice, positional axes with and without names", AS_LAX)
 def parts_of_odd_axes(lib: Any) -> Any:
-    axes = (), ("x", "x"), ("x", 0), (0, "x"), 0, -1, (1,)
-    return [
-        each_raised(lib, lambda f, a=a: types_inside(lambda v: f(v, a), small(8, 3))) for a in axes
-    ]
+    axes = (), [], ("x", "x"), ("x", 0), (0, "x"), 0, -1, (1,)
+    operands = (lambda v: v), (lambda v: {"a": v, "b": 1})
 
+    def types(f: Any, operand: Any, axes: Any) -> Any:
+        return types_inside(lambda v: f(operand(v), axes), small(8, 3))
 
-@row("axis names of wrong types: None, a set, a dict, nested tuples", ERROR)
-def no_names(lib: Any) -> Any:
-    return [
-        raised(lambda a=axis: types_inside(lambda v: lib.psum(v, a)))
-        for axis in (None, {"x"}, {"x": 1}, (("x",),), (["x"],))
-    ]
+    found = [each_raised(lib, lambda f, o=o, a=a: types(f, o, a)) for a in axes for o in operands]
+    return found, lib.psum("abc", ()) == "abc"
 
 
 @row("axis names of wrong types: None, a set, a dict, a list, nested tuples", AS_LAX)
@@ -405,14 +389,6 @@ def vmapped_name_inside(lib: Any) -> Any:
     return mapped("i", "i"), mapped("i", ("i", "x")), hiding
 
 
-@row("a name bound by vmap together with a mesh axis", AS_LAX)
-def vmapped_name_mixed(lib: Any) -> Any:
-    def body(v: Any) -> Any:
-        return jax.vmap(lambda r: lib.psum((r, 1.0), ("i", "x")), axis_name="i")(v)[0]
-
-    return inside_raised(body, small(4, 3))
-
-
 @row("a name bound by vmap around shard_map, whose mesh has an axis of that name", AS_LAX)
 def vmapped_name_outside_is_mesh_axis(lib: Any) -> Any:
     def under(check: bool) -> Any:
@@ -474,64 +450,28 @@ def groups_checked(f: Any) -> list[Any]:
     return [raised(lambda g=groups: over(g)) for groups in ([[0], [1]], [[0, 1]])]
 
 
-@row("`psum` and `pmean` with `axis_index_groups`, `check_vma=True`", ERROR)
-def groups_under_check_vma(lib: Any) -> Any:
-    return groups_checked(lib.psum), groups_checked(lib.pmean)
-
-
 @row("the others with `axis_index_groups`, `check_vma=True`", AS_LAX)
 def groups_of_parts_under_check_vma(lib: Any) -> Any:
     return [groups_checked(f) for f in operations(lib).values()]
 
 
 @row(
-    "`axis_index_groups` that repeat an index, or with positional axes or names bound by vmap",
-    ERROR,
+    "wrong `axis_index_groups`: uneven, empty, not integers; with other than one mesh axis", AS_LAX
 )
-def groups_wrong(lib: Any) -> Any:
-    def under(check: bool) -> Any:
-        values = small(4, 3)
-
-        def over(axes: Any, groups: Any) -> Any:
-            return run(
-                shmap(lambda v: lib.psum(v, axes, axis_index_groups=groups), check_vma=check),
-                values,
-            )
-
-        return [
-            raised(lambda: over("x", [[0, 0], [1, 1]])),
-            raised(lambda: over("x", [["a"], ["b"]])),
-            raised(lambda: over("x", 3)),
-            raised(lambda: over(("x", 0), [[0], [1]])),
-        ]
-
-    def vmapped(v: Any) -> Any:
-        return lib.psum(v, "i", axis_index_groups=[[0, 1], [2, 3]])
-
-    return under_both(under), raised(lambda: jax.vmap(vmapped, axis_name="i")(small(4, 3)))
-
-
-@row("`axis_index_groups` of different sizes, that omit an index, repeat one, or are empty", AS_LAX)
 def groups_of_parts_that_are_wrong(lib: Any) -> Any:
     wrong = [[0, 1, 2], [3]], [[0]], [[0, 0], [1, 1]], [["a"], ["b"]], 3, []
 
-    def types(f: Any, groups: Any) -> Any:
-        return types_inside(lambda v: f(v, "x", axis_index_groups=groups), small(8, 3))
+    def types(f: Any, axes: Any, groups: Any) -> Any:
+        return types_inside(lambda v: f(v, axes, axis_index_groups=groups), small(8, 3))
 
-    return [each_raised(lib, lambda f, g=g: types(f, g)) for g in wrong]
+    def mapped(f: Any) -> Any:
+        return jax.vmap(lambda v: f(v, "i", axis_index_groups=[[0, 1], [2, 3]]), axis_name="i")
 
-
-@row("`axis_index_groups` that omit indices, or are empty", AS_LAX)
-def groups_that_do_not_cover(lib: Any) -> Any:
-    def body(groups: Any) -> Any:
-        return lambda v: lib.psum(v, "x", axis_index_groups=groups)
-
-    # It is not specified which rank gets which sum. Only the types are compared.
-    return [
-        raised(lambda g=groups, c=check: jax.eval_shape(shmap(body(g), check_vma=c), small(4, 3)))
-        for groups in ([[0]], [])
-        for check in (True, False)
-    ]
+    return (
+        [each_raised(lib, lambda f, g=g: types(f, "x", g)) for g in wrong],
+        each_raised(lib, lambda f: types(f, ("x", 0), [[0], [1]])),
+        each_raised(lib, lambda f: mapped(f)(small(4, 8, 3))),
+    )
 
 
 @row("`axis_index_groups` and Python scalars", TYPES)

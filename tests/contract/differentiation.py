@@ -17,7 +17,6 @@ from contract.rows import (
     ACCELERATED,
     AS_LAX,
     DERIVED,
-    LAX,
     REPLICATED,
     each,
     inside,
@@ -197,14 +196,6 @@ def grad_of_half_precision(lib: Any) -> Any:
         return [run(transform, *[a.astype(d) for a in operands()]) for d in ("bfloat16", "float16")]
 
     return under_both(under)
-
-
-@row("gradients in complex64", LAX)
-def grad_of_complex(lib: Any) -> Any:
-    # With check_vma off XLA:CPU aborts on lax's own program.
-    f = smap_2(lambda v, w: lib.psum(v * w, "x"), check_vma=True)
-    transform = jax.grad(lambda v, w: jnp.real(f(v, w) ** 2).sum(), argnums=(0, 1))
-    return run(transform, *[(a * (1 + 2j)).astype("complex64") for a in operands()])
 
 
 @row("gradients in bfloat16 and in complex64", AS_LAX)

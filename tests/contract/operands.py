@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 from contract.rows import (
     ACCELERATED,
     AS_LAX,
-    ERROR,
     LAX,
     PARTLY,
     TYPES,
@@ -253,39 +252,6 @@ def parts_of_exotic_dtypes(lib: Any) -> Any:
 # Values that are not arrays of numbers.
 
 
-@row("float0, alone and in a pytree", ERROR)
-def float0(lib: Any) -> Any:
-    nothing = np.zeros((2,), jax.dtypes.float0)
-    return [
-        raised(lambda: types_inside(lambda v: lib.psum(nothing, "x"))),
-        raised(lambda: types_inside(lambda v: lib.psum((v, nothing), "x"))),
-    ]
-
-
-@row("PRNG keys, inside shard_map", ERROR)
-def prng_keys(lib: Any) -> Any:
-    def body(v: Any) -> Any:
-        return lib.psum(jax.random.wrap_key_data(v), "x")
-
-    values = small(4, dtype=np.uint32)
-    return inside_raised(body, values, out_specs=P())
-
-
-@row("values that are not arrays (str, object), alone and in a pytree", ERROR)
-def no_arrays(lib: Any) -> Any:
-    trees = "abc", ["abc"], (1, object()), {"a": {1}}
-    alone = [raised(lambda t=tree: types_inside(lambda v: lib.psum(t, "x"))) for tree in trees]
-    beside = [
-        raised(lambda t=tree: types_inside(lambda v: lib.psum((v, t), "x"))) for tree in trees
-    ]
-    return alone, beside
-
-
-@row("references (`new_ref`)", ERROR)
-def references(lib: Any) -> Any:
-    return inside_raised(lambda v: lib.psum(jax.new_ref(v), "x"), small(4, 3), out_specs=P())
-
-
 @row("float0, PRNG keys, references, values that are not arrays", AS_LAX)
 def parts_of_no_arrays(lib: Any) -> Any:
     nothing = np.zeros((4,), jax.dtypes.float0)
@@ -335,22 +301,10 @@ def scalar_arrays(lib: Any) -> Any:
 
 
 @row("zero-sized arrays, alone and in a pytree", AS_LAX)
-def zero_sized(lib: Any) -> Any:
-    def body(v: Any) -> Any:
-        return (
-            lib.psum(v[:0], "x"),
-            lib.psum(v[:, :0], "x"),
-            lib.psum((v, v[:0].astype(jnp.int32)), "x"),
-        )
-
-    return inside(body, small(4, 3), out_specs=P())
-
-
-@row("zero-sized arrays, alone and in a pytree", AS_LAX)
 def parts_of_nothing(lib: Any) -> Any:
+    cuts = (lambda v: v[:0]), (lambda v: v[:, :0]), (lambda v: (v, v[:0].astype(jnp.int32)))
     return [
-        inside_raised(lambda v, cut=cut: each(lib, cut(v)))
-        for cut in (lambda v: v[:0], lambda v: v[:, :0], lambda v: (v, v[:0].astype(jnp.int32)))
+        each_raised(lib, lambda f, c=cut: inside_raised(lambda v: f(c(v), "x"))) for cut in cuts
     ]
 
 

@@ -73,16 +73,6 @@ def varying_over_some_axes(lib: Any) -> Any:
     return run(f, small(4, 6))
 
 
-@row("operands that vary over some of the summed axes, `check_vma=True`", ERROR, devices=4)
-def varying_over_some_axes_checked(lib: Any) -> Any:
-    return [
-        raised(
-            lambda t=tree: run(shmap(lambda v: lib.psum(t(v), ("x", "y")), square()), small(4, 6))
-        )
-        for tree in (lambda v: v, lambda v: (v, v.astype(jnp.int32)), lambda v: v > 1)
-    ]
-
-
 @row("operands that vary over some of the given axes", AS_LAX, devices=4)
 def parts_of_varying_over_some_axes(lib: Any) -> Any:
     return each_raised(
@@ -99,24 +89,6 @@ def replicated(lib: Any) -> Any:
         return each(lib, w), together, lib.psum({"a": w * 2, "b": once}, "x")
 
     return inside(body, small(8, 3), small(4, 3), in_specs=(P("x"), P()))
-
-
-@row("unreduced operands", LAX)
-def unreduced(lib: Any) -> Any:
-    def body(v: Any) -> Any:
-        return lib.psum(lax.pcast(v, "x", to="unreduced"), "x")
-
-    return run(shmap(body), small(4, 3)), raised(
-        lambda: run(shmap(body, check_vma=False), small(4, 3))
-    )
-
-
-@row("reduced operands", ERROR)
-def reduced(lib: Any) -> Any:
-    def body(v: Any) -> Any:
-        return lib.psum(lax.pcast(v, "x", to="reduced"), "x")
-
-    return raised(lambda: run(shmap(body, in_specs=P()), small(4, 3)))
 
 
 @row("unreduced and reduced operands", AS_LAX)

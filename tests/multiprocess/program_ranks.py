@@ -1,4 +1,4 @@
-"""What tests of whole programs (whole_programs.py) share: they run several at once."""
+"""What tests of whole programs (program_main.py) share: they run several at once."""
 
 import concurrent.futures
 import re
@@ -15,7 +15,7 @@ from multiprocess_ranks import environments_of_ranks
 
 from jax_intranode._src.command_line import launcher
 
-MAIN = Path(__file__).with_name("whole_programs.py")
+MAIN = Path(__file__).with_name("program_main.py")
 # Most programs sleep most of the time.
 _AT_ONCE = 4
 _TIMEOUT_S = 120
@@ -29,11 +29,13 @@ class Program:
         results: the results of each rank, one rank after another.
         env: more environment variables.
         options: options of Python.
+        prefixes: words in front of the command of each rank.
     """
 
     results: Sequence[Sequence[object]] = ((), ())
     env: Mapping[str, str] = field(default_factory=dict)
     options: Sequence[str] = ()
+    prefixes: Sequence[Sequence[str]] = ((),) * 4
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def run(name: str, program: Program, log_dir: Path, grace_s: float = 2) -> Outco
     """Runs the ranks of a program.
 
     Args:
-        name: the function.
+        name: the function, and its argument.
         program: says how.
         log_dir: gets a log per rank.
         grace_s: how long the others may go on after the first failure.
@@ -67,14 +69,17 @@ def run(name: str, program: Program, log_dir: Path, grace_s: float = 2) -> Outco
     log_dir.mkdir(parents=True)
     world, platform = len(program.results), jax.devices()[0].platform
     need_ranks(world)
-    command = [sys.executable, *program.options, str(MAIN), platform, name]
+    command = [sys.executable, *program.options, str(MAIN), platform, *name.split()]
     environments = environments_of_ranks(world, program.env)
     codes = [0] * world
     try:
         launcher.run_ranks(
-            [command] * world, timeout_s=_TIMEOUT_S, log_dir=log_dir, env=environments,
+            [[*program.prefixes[rank], *command] for rank in range(world)],
+            timeout_s=_TIMEOUT_S,
+            log_dir=log_dir,
+            env=environments,
             grace_s=grace_s,
-        )  # fmt: skip
+        )
     except launcher.RankError as error:
         codes = error.exit_codes
     return Outcome(codes, [(log_dir / f"rank{r}.log").read_text() for r in range(world)])

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 from devices import need_devices
-from peer_ranks import TEXTS, line, run
+from program_ranks import Program, run
 
 pytestmark = pytest.mark.full
 
@@ -68,18 +68,17 @@ def need_place(*commands: list[str]) -> None:
 def test_a_lost_process_is_noticed_in(place: str, tmp_path: Path) -> None:
     prefixes = PLACES[place]
     need_place(*prefixes)
-    outcome = run(tmp_path, 2, "killed_parent", "waiting", 1, prefixes)
-    assert TEXTS["killed"] in line(outcome.logs[0], "FIRST")[1]
-    assert "process 1 (pid " in line(outcome.logs[0], "FIRST")[1]
-    noticed = line(outcome.logs[0], "FIRST")[0] - line(outcome.logs[1], "END")[0]
-    assert noticed < 3, noticed
+    outcome = run("is_lost killed", Program(prefixes=prefixes), tmp_path / "logs", grace_s=20)
+    (text,), (took, *_) = outcome.said(0), outcome.said(0, "TOOK")
+    assert "process 1 (pid " in text and "has exited without notice" in text, str(outcome)
+    assert float(took) < 1 + 3, str(outcome)  # rank 1 ends after 1 s
 
 
 @pytest.mark.parametrize("place", REFUSED)
 def test_reason_is_named_in(place: str, tmp_path: Path) -> None:
     *prefixes, reason = REFUSED[place]
     need_place(*prefixes)
-    outcome = run(tmp_path, 2, "returns", "reason", 1, prefixes)
-    reasons = {line(log, "REASON")[1] for log in outcome.logs}
-    assert len(reasons) == 1 and reason in reasons.pop(), outcome
-    assert outcome.exit_codes == [0, 0], outcome
+    outcome = run("uses_lax", Program(prefixes=prefixes), tmp_path / "logs")
+    reasons = {text for rank in range(2) for text in outcome.said(rank)}
+    assert len(reasons) == 1 and reason in reasons.pop(), str(outcome)
+    assert outcome.exit_codes == [0, 0], str(outcome)

@@ -548,6 +548,7 @@ def test_a_tuning_of_another_device(reason_under: Callable[[str], str]) -> None:
     assert "other.json was measured on NVIDIA H300, and these devices are" in reason
 
 
+@pytest.mark.full
 def test_one_of_three_differs(ranks: Any) -> None:
     need_cpu("three ranks are tried on the CPU")
     need_ranks(3)
@@ -574,7 +575,9 @@ def test_slab_larger_than_dev_shm(reason_under: Callable[[str], str]) -> None:
     assert re.match(r"process \d: ", reason)
 
 
-@pytest.mark.parametrize("killed", [None, 1], ids=["orderly", "killed"])
+@pytest.mark.parametrize(
+    "killed", [pytest.param(None, marks=pytest.mark.full), 1], ids=["orderly", "killed"]
+)
 def test_no_segment_is_left(
     ranks: Callable[..., list[str]], tmp_path: Path, killed: int | None
 ) -> None:

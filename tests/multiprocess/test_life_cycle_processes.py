@@ -1,4 +1,4 @@
-"""The life cycle of communicators of several processes: shutdown, crashes, the usage counter."""
+"""The life cycle of communicators of several processes: shutdown and crashes."""
 
 import os
 import signal
@@ -11,7 +11,6 @@ import jax
 import multiprocess_ranks
 import pytest
 from devices import need_ranks
-from jax.sharding import PartitionSpec as P
 from multiprocess_ranks import run_in_ranks
 from processes import free_port
 
@@ -45,25 +44,6 @@ def shut_down_one_after_another() -> None:
                 jax.clear_caches()
     check_sum(10)
     set_up_often(20)
-
-
-def count() -> None:
-    mesh = cases.line()
-    x = cases.put(mesh, P("x"), cases.random("float32", (mesh.size, 100)))
-
-    def body(v: jax.Array) -> jax.Array:
-        for _ in range(8):
-            v = jax_intranode.psum(v, "x") / mesh.size
-        return v
-
-    f = jax.jit(cases.sharded(body, mesh, P("x"), P("x")))
-    for executions in (1, 12):
-        before = jax_intranode.usage_counter()
-        for _ in range(executions):
-            jax.block_until_ready(f(x))
-        counted = jax_intranode.usage_counter() - before
-        assert counted == 8 * executions, (counted, executions)
-    print("DONE", flush=True)
 
 
 def resources() -> dict[str, int]:
@@ -125,10 +105,9 @@ def many_sums(times: int) -> None:
 # The tests.
 
 
-@pytest.mark.parametrize("function", [shut_down_one_after_another, count], ids=lambda f: f.__name__)
-def test_in_ranks(ranks: Callable[..., list[str]], function: Callable[[], None]) -> None:
+def test_shut_down_one_after_another(ranks: Callable[..., list[str]]) -> None:
     need_ranks(2)
-    assert all("DONE" in log for log in ranks(function, 2))
+    assert all("DONE" in log for log in ranks(shut_down_one_after_another, 2))
 
 
 @pytest.mark.full

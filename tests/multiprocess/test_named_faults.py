@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+import jax
 import pytest
 from program_ranks import Outcome, Program, Started, start_all
 
@@ -21,7 +22,16 @@ TOLD = {
     "is_interrupted": ("has failed: KeyboardInterrupt", "peer_gone", None),
     "is_needed_after_its_end": ("process 1 ", "peer_gone", 0),
     "ends_while_it_is_waited_for": ("process 1 ", "peer_gone", 0),
+    "is_lost killed": ("has exited without notice: it was killed", "peer_gone", -9),
+    "is_lost exits": ("has exited without notice: it was killed", "peer_gone", 0),
+    "is_lost shuts_down": ("has called jax_intranode.shutdown()", "peer_gone", 0),
+    "is_lost stops": ("has shown no sign of life for 3 s: it is stopped", "peer_stopped", None),
 }  # fmt: skip
+# Variants of others; tests/native/monitor_test.cc loses processes in these and more ways.
+FULL = (
+    *("raises_after_another_was_shown", "raises_in_a_signal_handler"),
+    *("is_lost killed", "is_lost exits", "is_lost shuts_down", "is_lost stops"),
+)
 # The ranks that are told, and the operations that a message has to name.
 DIFFERENT = {
     "waits_in_another_operation": 2,
@@ -32,6 +42,7 @@ PROGRAMS = {
     **{name: Program() for name in TOLD},
     **{name: Program([()] * world, env=SOON) for name, world in DIFFERENT.items()},
     "is_needed_in_the_last_barrier": Program(env=SOON),
+    "is_lost killed among three": Program([()] * 3),
     "unrelated_errors": Program(),
 }
 
@@ -50,16 +61,20 @@ def said(outcome: Outcome, label: str, rank: int = 0) -> str:
     return found[0]
 
 
-@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.full if n in FULL else ()) for n in TOLD]
+)
 def test_rank_0_is_told_of_rank_1(started: Started, name: str) -> None:
     outcome = started[name].result()
     words, reason, code = TOLD[name]
     text = said(outcome, "RESULT")
     assert words in text and "process 1 " in text, str(outcome)
+    if name.startswith("is_lost"):
+        assert words in said(outcome, "LATER") and words in said(outcome, "INITIALIZE"), outcome
     assert re.search(r"psum.*rank 0 .*rank 1 ", text) or name == "is_needed_after_its_end", str(
         outcome
     )
-    assert float(said(outcome, "TOOK")) < NAMED_S, str(outcome)
+    assert float(outcome.said(0, "TOOK")[0]) < NAMED_S, str(outcome)
     assert said(outcome, "RECORD") == f"{reason} 1", str(outcome)
     assert outcome.exit_codes[0] == 0, str(outcome)
     assert code is None or outcome.exit_codes[1] == code, str(outcome)
@@ -92,3 +107,16 @@ def test_unrelated_errors_stay_as_they_are(started: Started, name: str) -> None:
         assert "the callback's own error" in text and "process 1 " not in text, str(outcome)
     text = said(outcome, "MEMORY")
     assert "RESOURCE_EXHAUSTED" in text and "process 1 " not in text, str(outcome)
+
+
+@pytest.mark.parametrize("name", ["is_lost killed among three"])
+def test_the_rest_goes_on(started: Started, name: str) -> None:
+    """After a fault the other processes set up anew, run, and end in order."""
+    if jax.devices()[0].platform != "cpu":
+        pytest.skip("on GPUs the CUDA context is lost")
+    outcome = started[name].result()
+    assert outcome.exit_codes == [0, -9, 0], str(outcome)
+    for rank in (0, 2):
+        assert "has exited without notice" in said(outcome, "RESULT", rank), str(outcome)
+        assert float(outcome.said(rank, "TOOK")[0]) < NAMED_S, str(outcome)
+        assert said(outcome, "REST", rank) == "3.0", str(outcome)

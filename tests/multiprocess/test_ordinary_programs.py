@@ -61,9 +61,9 @@ PROGRAMS = {
 
 # Variants of others, and those that take long.
 FULL = (
-    "last_result_deleted",
-    "ends_long_before_its_peer",
-    "spawned_workers",
+    *("last_result_deleted", "drops_the_last_step", "ends_long_before_its_peer"),
+    *("ends_in_a_function", "distributed_shutdown_at_the_end", "checkpoint_between_steps"),
+    *("one_rank_is_stopped", "spawned_workers", "console_that_showed_an_exception"),
     "debugger_that_showed_an_exception",
 )
 

@@ -47,7 +47,7 @@ QUICK_OF_FOUR = QUICK | {
 
 # Rows of the contract, of 2 devices and of 4, and cases of norms.
 QUICK_ROWS = {
-    2: ("cond", "grad-inside", "grad-through-control-flow", "loops", "transposes", "vmap-of-cond"),
+    2: ("cond", "grad-inside", "vmap-of-cond"),
     4: ("device-order-changed", "several-axes", "vmap-outside"),
 }
 # What processes add to the cases of one process: data that arrive while a phase waits.

@@ -154,7 +154,7 @@ def _barrier(name: str) -> None:
 # Tests.
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_all_ranks_rewrite(world: int, ranks: Any) -> None:
     need_ranks(world)
     ranks(all_ranks_rewrite, world)

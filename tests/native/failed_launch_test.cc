@@ -12,7 +12,7 @@
 #include "xla_ffi/cuda/norms.h"
 #include "xla_ffi/ffi/collectives_cuda.h"
 #include "xla_ffi/ffi/platform_cuda.h"
-#include "xla_ffi/host/call_sites.h"
+#include "xla_ffi/health/call_sites.h"
 
 struct XLA_FFI_Error {
   std::string message;

@@ -327,6 +327,7 @@ bool IsWrong(Variant tried) {
     CheckNumbers(p);
     CheckSlots(p);
     CheckClusterTiles(p, 1 + below(40), &random);
+    if (wrong > 0 && tried != Variant::kSound) return true;
   }
   return wrong > 0;
 }

@@ -31,7 +31,7 @@
 #include <vector>
 
 #include "tests/native/test_monitor.h"
-#include "xla_ffi/host/call_sites.h"
+#include "xla_ffi/health/call_sites.h"
 
 namespace jin = jax_intranode;
 
@@ -457,7 +457,7 @@ std::string AmidSegments(std::chrono::milliseconds timeout, std::chrono::millise
   Regions regions(2);
   const auto groups = regions.Groups(2, timeout);
   const jin::TestMonitor monitor({groups[0]});
-  const jin::HostGroup::Operation operation{jin::Algorithm::kTwoShot, jin::ElementType::kF32, 16};
+  const jin::HostGroup::Operation operation{jin::Algorithm::kTwoShot, jin::ElementType::kF32, 64};
   std::vector<float> data[2] = {std::vector<float>(1000, 1), std::vector<float>(1000, 1)};
   std::vector<std::shared_ptr<jin::Ticket>> tickets;
   for (int r = 0; r < 2; ++r) {

@@ -443,7 +443,7 @@ int main(int argc, char** argv) {
   const int ranks = argc > 2 ? atoi(argv[2]) : 4;
   const int calls = argc > 3 ? atoi(argv[3]) : 200;
   const bool mesh = argc > 5 && std::string(argv[5]) == "mesh";
-  if (argc > 4) patience = std::chrono::seconds(atoi(argv[4]));
+  if (argc > 4) patience = std::chrono::duration<double>(atof(argv[4]));
 
   const size_t region_bytes = jin::kHeaderBytes + 2 * kEpochBufferBytes;
   std::vector<std::unique_ptr<char[]>> memory;

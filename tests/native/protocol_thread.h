@@ -19,7 +19,7 @@ namespace jin = jax_intranode;
 
 constexpr int kThreads = 2;
 
-inline std::chrono::seconds patience{10};
+inline std::chrono::duration<double> patience{10};
 inline std::atomic<bool> was_busy{false};
 inline std::atomic<long> others_met{0};
 

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 from test_rewriting import names, rewritten
 
 import jax_intranode
-from jax_intranode._src.ops.primitive import BY_PRIMITIVE, OpPrimitive
+from jax_intranode._src.ops.primitive import BY_PRIMITIVE
+from jax_intranode._src.rewrite.body import Body
 
 N = len(jax.devices())
 T, F, H = 2, 8, 16  # rows and columns of a rank's x, columns of a rank's w
@@ -26,7 +27,7 @@ TOOL = Path(__file__).parent.parent.parent / "tools" / "compare_lowered.py"
 def overlapped() -> Iterator[None]:
     need_devices(2)
     with (
-        mock.patch.object(OpPrimitive, "is_overlapped", lambda *_, **__: True),
+        mock.patch.object(Body, "is_overlapped", lambda *_, **__: True),
         jax.default_matmul_precision("highest"),
     ):
         yield
@@ -121,4 +122,4 @@ RS = "matmul_reduce_scatter"
 X_SHARD, W_SHARD = f"f32[{T},{F}]", f"f32[{F},{H}]"
 Y = normal(T * N, H * N)
 HV = f"(f32[{T * N},{H}], f32[{H},{F}])"
-IS_OVERLAPPED = OpPrimitive.is_overlapped
+IS_OVERLAPPED = Body.is_overlapped

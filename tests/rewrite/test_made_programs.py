@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src.ops.primitive import OpPrimitive
+from jax_intranode._src.rewrite.body import Body
 
 N = len(jax.devices())
 ROWS, COLUMNS = 2, 2 * N  # of a device
@@ -194,7 +194,7 @@ def test_many_made_programs(program: Step) -> None:
 
 def check_matmuls(program: Step) -> None:
     """On CPU devices no matmul is overlapped, unless the selection is made to say so."""
-    with mock.patch.object(OpPrimitive, "is_overlapped", lambda *_, **__: True):
+    with mock.patch.object(Body, "is_overlapped", lambda *_, **__: True):
         check(program, tolerance=2e-2)
 
 

@@ -45,8 +45,9 @@ from rewritten_matmuls import (  # noqa: F401
 from test_rewriting import names, rewritten, rewritten_body
 
 from jax_intranode._src.jax_private import jaxpr_walk
-from jax_intranode._src.ops.primitive import BY_PRIMITIVE, OpPrimitive
+from jax_intranode._src.ops.primitive import BY_PRIMITIVE
 from jax_intranode._src.rewrite import sums
+from jax_intranode._src.rewrite.body import Body
 
 # All-gathers.
 
@@ -273,7 +274,7 @@ def test_products_of_two_dtypes_or_widths() -> None:
         return all(v.shape[1] % 8 == 0 for v in args[2][1:])
 
     f = sharded(body, line(), XW, (COLUMNS,) * 3, False)
-    with mock.patch.object(OpPrimitive, "is_overlapped", lambda *args, **_: found(*args)):
+    with mock.patch.object(Body, "is_overlapped", lambda *args, **_: found(*args)):
         _, after, _ = rewritten(f, X, W)
         lines = golden(after)
         assert f"{AG} axis=0 gathered (bf16[{T},{F}], bf16[{F},{H}], bf16[{F},{H}])" in lines
@@ -524,7 +525,7 @@ def test_a_matmul_between_a_gather_and_a_scatter_joins_one_of_them() -> None:
 
 def test_what_is_not_overlapped_is_left() -> None:
     f = sharded(lambda x, w, v: scatter(jnp.tanh(gather(x) @ w) @ v), line(), (*XW, ROWS), ROWS)
-    with mock.patch.object(OpPrimitive, "is_overlapped", lambda *_, **__: False):
+    with mock.patch.object(Body, "is_overlapped", lambda *_, **__: False):
         _, after, record = rewritten(f, X, W, V)
     assert names(after) == ["intranode_all_gather", "intranode_psum_scatter"]
     assert [d.reason for d in record.decisions] == [None, None]

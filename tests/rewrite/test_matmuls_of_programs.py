@@ -44,8 +44,8 @@ from rewritten_matmuls import (  # noqa: F401
 from test_rewriting import names, rewritten
 
 import jax_intranode
-from jax_intranode._src.ops.primitive import OpPrimitive
 from jax_intranode._src.rewrite import gathers
+from jax_intranode._src.rewrite.body import Body
 
 # Gradients, control flow, donation.
 
@@ -260,7 +260,7 @@ def test_calls_of_programs_for_gpus(
         return in_lowered(lowered), sorted(a for a in attributes if "transposed" in a)
 
     with (
-        mock.patch.object(OpPrimitive, "is_overlapped", IS_OVERLAPPED),
+        mock.patch.object(Body, "is_overlapped", IS_OVERLAPPED),
         jax.default_matmul_precision(None),
         tool.without_rendezvous(),
     ):
@@ -299,7 +299,7 @@ def test_attention_with_heads(tool: ModuleType, check_vma: bool) -> None:
     gradient = jax.grad(lambda *args: jnp.sin(f(*args).astype(jnp.float32)).sum(), (0, 1))
     args = types(2, 4096, 4096), [many, few, few, types(32, 128, 4096)]
     with (
-        mock.patch.object(OpPrimitive, "is_overlapped", IS_OVERLAPPED),
+        mock.patch.object(Body, "is_overlapped", IS_OVERLAPPED),
         jax.default_matmul_precision(None),
         tool.without_rendezvous(),
         jax_intranode.accelerate(),

@@ -79,6 +79,20 @@ def test_dtypes_and_axes_apart() -> None:
     assert buckets(body, X) == [2, 2]
 
 
+def test_buckets_are_issued_in_the_order_of_opening() -> None:
+    """All processes must issue them in one order, also where one equation needs several."""
+    dtypes = ["int32", "float32", "bfloat16", "int8", "float16", "uint32", "uint8"]
+
+    def body(v: Any) -> Any:
+        found = [lax.psum(v.astype(dtype), "x").astype("float32") for dtype in dtypes]
+        return lax.psum(sum(found), "x")
+
+    need_devices(2)
+    _, after, _ = rewritten(sharded(body, line(), P("x"), P("x"), check_vma=False), X)
+    issued = [e.invars[0].aval.dtype.name for e in after.eqns if e.primitive is psum_p.plain]
+    assert issued == [*dtypes, "float32"]
+
+
 def test_buckets_that_need_each_other() -> None:
     """float32 -> int32 and int32 -> float32: merging both pairs would be a circle."""
 

@@ -350,8 +350,15 @@ print(__name__, sys.argv[1:], helper.NAME, "custom_call @jax_intranode_psum" in 
 """
 
 
-@pytest.mark.parametrize("disabled", ["0", "1"])
-@pytest.mark.parametrize("as_module", [False, True])
+@pytest.mark.parametrize(
+    ("as_module", "disabled"),
+    [
+        (False, "0"),
+        (True, "1"),
+        pytest.param(False, "1", marks=pytest.mark.full),
+        pytest.param(True, "0", marks=pytest.mark.full),
+    ],
+)
 def test_run_a_script_that_nobody_edits(as_module: bool, disabled: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(SCRIPT)
     (tmp_path / "helper.py").write_text("NAME = 'helper'")

@@ -10,7 +10,7 @@ from bench_peers.peer import Peer, Unavailable
 from jax_intranode._src.command_line import launcher
 from jax_intranode._src.command_line.bench import matmuls
 from jax_intranode._src.command_line.bench.settings import Settings
-from jax_intranode._src.command_line.launcher.functions import followed
+from jax_intranode._src.command_line.launcher.functions import Follower
 from jax_intranode._src.command_line.launcher.progress import ProgressLine
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -55,8 +55,8 @@ def _measure(
         [sys.executable, "-P", str(script), json.dumps({**instructions, "rank": rank})]
         for rank in range(settings.devices)
     ]
-    with followed(directory / "begun", lambda message: line.begin(message["begun"]), line):
-        launcher.run_ranks(commands, timeout_s=timeout_s, log_dir=directory)
+    follow = Follower(directory / "begun", line).follow
+    launcher.run_ranks(commands, timeout_s=timeout_s, log_dir=directory, follow=follow)
     result: dict[str, Any] = json.loads((directory / "rows.json").read_text())
     for failed in result["failed"]:
         sys.stderr.write(f"# not measured: {failed}\n")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench_plots.styles import GRID, LAX, OURS, colour_of, marker_of
+from jax_intranode._src.command_line.benefits import size_text
 
 # A larger ratio makes the axis of the ratios logarithmic: a linear axis would flatten the others.
 _LARGEST_LINEAR_RATIO = 8
@@ -197,11 +198,3 @@ def _mark_algorithms(axes: Any, drawn: Sequence[Line]) -> None:
             va="top",
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
         )
-
-
-def size_text(size: int) -> str:
-    """Returns a size as "64 KB"."""
-    for unit, factor in (("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):
-        if size >= factor:
-            return f"{size / factor:g} {unit}"
-    return f"{size} B"

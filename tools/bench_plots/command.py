@@ -10,7 +10,7 @@ from bench_peers.registry import is_matmul
 
 from bench_plots import collectives, matmuls
 from jax_intranode._src.command_line.bench import record
-from jax_intranode._src.command_line.options import WrongInput, check_writable
+from jax_intranode._src.command_line.options import WrongInput, new_file
 
 DESCRIPTION = "Draws what `bench --json FILE` has written, several files into one picture."
 EXAMPLES = "python -m jax_intranode plot rows.json -o rows.png"
@@ -26,7 +26,7 @@ def why_not() -> str | None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command `plot`."""
     parser.add_argument("files", nargs="+", type=Path, metavar="rows.json")
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.png")
+    parser.add_argument("-o", "--output", type=new_file, required=True, metavar="FILE.png")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,7 +35,6 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         WrongInput: the files can't be drawn.
     """
-    check_writable("--output", arguments.output)
     try:
         results = [record.read(file) for file in arguments.files]
     except OSError as error:

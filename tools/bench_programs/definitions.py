@@ -43,39 +43,99 @@ def _sizes(mesh: Mesh, of_platform: dict[str, Any]) -> Any:
     return of_platform[mesh.devices.flat[0].platform]
 
 
-def _make(
+def _random(
     mesh: Mesh,
     spec: P,
     shape: Sequence[int],
-    value: Callable[[Sequence[int], Any], Any],
     seed: int,
+    scale: float = 1,
+    dtype: Any = jnp.bfloat16,
+    copies: int = 0,
 ) -> jax.Array:
-    """Returns an array whose shards are `value(shape of the shard, its random generator)`."""
+    """Returns an array of random numbers, whose standard deviation is `scale`.
+
+    Large shards repeat a million of them.
+
+    Args:
+        copies: the array is a stack of so many arrays with the same numbers.
+    """
+    stack = (copies,) if copies else ()
 
     def shard(index: Any) -> Any:
-        ranges = [range(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
-        # Devices with the same part get the same values.
-        generator = np.random.default_rng([seed, *(part.start for part in ranges)])
-        return value([len(part) for part in ranges], generator)
+        parts = [range(*part.indices(size)) for part, size in zip(index, whole, strict=True)]
+        # Devices with the same part get the same numbers.
+        generator = np.random.default_rng([seed, *(part.start for part in parts[len(stack) :])])
+        own = [len(part) for part in parts]
+        numbers = generator.standard_normal(min(math.prod(own), 1_000_003), np.float32)
+        one = np.resize((scale * numbers).astype(dtype), own[len(stack) :])
+        return np.broadcast_to(one, own)
 
-    return jax.make_array_from_callback(tuple(shape), NamedSharding(mesh, spec), shard)
-
-
-def _uniform(
-    shape: Sequence[int], generator: Any, *, variance: float, dtype: Any = np.float32
-) -> np.ndarray:
-    values = generator.random(shape, dtype=np.float32) * 2 - 1
-    return (values * np.float32(math.sqrt(3 * variance))).astype(dtype)
-
-
-def _ones(shape: Sequence[int], generator: Any) -> np.ndarray:
-    return np.ones(shape, jnp.bfloat16)
+    whole = (*stack, *shape)
+    return jax.make_array_from_callback(whole, NamedSharding(mesh, spec), shard)
 
 
 def _rms_norm(x: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-6)
     return (wide * scale).astype(x.dtype)
+
+
+def _sum_and_norm(lib: Any) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
+    """A psum, a residual add and a norm: `lib.psum_residual_rms_norm` if `lib` has it."""
+    if hasattr(lib, "psum_residual_rms_norm"):
+        return lambda *arrays: lib.psum_residual_rms_norm(*arrays, "x", eps=1e-6)
+
+    def composed(x: Any, residual: Any, weight: Any) -> Any:
+        residual = residual + lib.psum(x, "x")
+        return _rms_norm(residual) * weight, residual
+
+    return composed
+
+
+def _collective_matmuls(
+    lib: Any, axis: str, dimension: int, overlapped: bool = True
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """An all-gather before matmuls with several matrices, and a reduce-scatter after a matmul.
+
+    Uses `lib.all_gather_matmul` and `lib.matmul_reduce_scatter` if `lib` has them, otherwise
+    `all_gather` and `psum_scatter` around matmuls.
+    """
+    if overlapped and hasattr(lib, "all_gather_matmul"):
+        return (
+            partial(lib.all_gather_matmul, axis_name=axis, gather_axis=dimension),
+            partial(lib.matmul_reduce_scatter, axis_name=axis, scatter_dimension=dimension),
+        )
+
+    def enter(x: Any, ws: Any) -> Any:
+        whole = lib.all_gather(x, axis, axis=dimension, tiled=True)
+        return [whole @ w for w in ws]
+
+    def leave(x: Any, w: Any) -> Any:
+        return lib.psum_scatter(x @ w, axis, scatter_dimension=dimension, tiled=True)
+
+    return enter, leave
+
+
+@dataclass(frozen=True)
+class _ReturningWeights:
+    """A jitted function that also returns its weights. jit alone would copy them."""
+
+    jitted: Any
+
+    def __call__(self, x: Any, *weights: Any) -> tuple[Any, ...]:
+        return self.jitted(x, *weights), *weights
+
+    def lower(self, *arguments: Any) -> Any:
+        return self.jitted.lower(*arguments)
+
+
+def _returning_shardings(step: Any, arguments: tuple[Any, ...]) -> Program:
+    """A step whose results have the shardings of its arguments.
+
+    jit may return an equivalent but different sharding, and then compile the next call again.
+    """
+    shardings = jax.tree.map(lambda argument: argument.sharding, arguments)
+    return jax.jit(step, out_shardings=shardings), arguments
 
 
 # Norms: psum, residual add and RMSNorm in a row, with nothing between.
@@ -88,20 +148,10 @@ _NORMS = {1: 8192, 6: 6144, 16: 8192, 64: 8192, 1024: 8192, 4096: 8192}
 def _norms(lib: Any, mesh: Mesh, rows: int) -> Program:
     """The normalized rows are what the next layer sums, in bfloat16.
 
-    Uses `lib.psum_residual_rms_norm` if `lib` has it, otherwise `psum` and what XLA fuses.
-
     Arguments: the rows of the first layer, the residual, and the weight.
     """
     hidden = _sizes(mesh, {"gpu": _NORMS[rows], "cpu": 64})
-
-    def composed(x: Any, residual: Any, weight: Any) -> Any:
-        residual = lib.psum(x, "x") + residual
-        return _rms_norm(residual) * weight, residual
-
-    def fused(x: Any, residual: Any, weight: Any) -> Any:
-        return lib.psum_residual_rms_norm(x, residual, weight, "x", eps=1e-6)
-
-    norm = fused if hasattr(lib, "psum_residual_rms_norm") else composed
+    norm = _sum_and_norm(lib)
 
     def body(x: Any, first: Any, weight: Any) -> Any:
         residual = first
@@ -109,15 +159,11 @@ def _norms(lib: Any, mesh: Mesh, rows: int) -> Program:
             x, residual = norm(x, residual, weight)
         return x, first, weight
 
-    shapes = (rows, hidden), (rows, hidden), (hidden,)
-    rows_of: Callable[..., np.ndarray] = partial(_uniform, variance=1, dtype=jnp.bfloat16)
-    arguments = tuple(
-        _make(mesh, P(), shape, value, seed)
-        for seed, (shape, value) in enumerate(zip(shapes, (rows_of, rows_of, _ones), strict=True))
-    )
-    specs = (P(),) * len(arguments)
+    x, first = (_random(mesh, P(), (rows, hidden), seed) for seed in range(2))
+    ones = jax.device_put(np.ones(hidden, jnp.bfloat16), NamedSharding(mesh, P()))
+    specs = (P(),) * 3
     sharded = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
-    return jax.jit(sharded), arguments
+    return jax.jit(sharded), (x, first, ones)
 
 
 # Decoding: many small psums in a row, between matmuls that read the weights.
@@ -148,27 +194,15 @@ def _unrolled(step: Callable[[Any, Any], Any], x: Any, items: Any) -> Any:
     return x
 
 
-@dataclass(frozen=True)
-class _ReturningWeights:
-    """A jitted function that also returns its weights. jit alone would copy them."""
-
-    jitted: Any
-
-    def __call__(self, x: Any, *weights: Any) -> tuple[Any, ...]:
-        return self.jitted(x, *weights), *weights
-
-    def lower(self, *arguments: Any) -> Any:
-        return self.jitted.lower(*arguments)
-
-
 def _decode(lib: Any, mesh: Mesh, loop: Callable[..., Any]) -> Program:
     """Decodes some tokens through layers that are tensor-parallel MLPs.
 
-    Arguments: the activations [batch, hidden], the layers' weights, and the output's weights, all
-    in bfloat16. The psums are `lib`'s. The all_gather at the end of each token is always lax's,
-    because our operations must work next to XLA's own collectives.
+    Arguments: the activations [batch, hidden], the layers' weights (stacked for a scan), and the
+    output's weights, all in bfloat16. The psums are `lib`'s. The all_gather at the end of each
+    token is always lax's, because our operations must work next to XLA's own collectives.
     """
     sizes = _sizes(mesh, _DECODE)
+    hidden, count = sizes.hidden, sizes.layers
 
     def body(x: Any, layers: Any, output: Any) -> Any:
         def layer(x: Any, weights: Any) -> Any:
@@ -181,7 +215,17 @@ def _decode(lib: Any, mesh: Mesh, loop: Callable[..., Any]) -> Program:
 
         return loop(token, x, np.arange(sizes.tokens))
 
-    layers, specs = _decode_layers(mesh, sizes, stacked=loop is _scanned)
+    def weights(*stacked: None) -> tuple[jax.Array, jax.Array]:
+        """Those of a layer, or of all; the second matrix is small: a layer adds little."""
+        columns, rows, copies = P(*stacked, None, "x"), P(*stacked, "x"), count * len(stacked)
+        return (
+            _random(mesh, columns, (hidden, 4 * hidden), 0, hidden**-0.5, copies=copies),
+            _random(mesh, rows, (4 * hidden, hidden), 1, hidden**-0.5 / 4, copies=copies),
+        )
+
+    # All layers have the same numbers, in memory of their own.
+    layers = weights(None) if loop is _scanned else [weights() for _ in range(count)]
+    specs = jax.tree.map(lambda w: w.sharding.spec, layers)
     sharded = jax.shard_map(
         body,
         mesh=mesh,
@@ -189,55 +233,9 @@ def _decode(lib: Any, mesh: Mesh, loop: Callable[..., Any]) -> Program:
         out_specs=P(),
         check_vma=False,  # lax.all_gather returns a value that varies over "x"
     )
-
-    random = partial(_uniform, dtype=jnp.bfloat16)
-    x = _make(mesh, P(), (sizes.batch, sizes.hidden), partial(random, variance=1), 2)
-    output = _make(
-        mesh,
-        P(None, "x"),
-        (sizes.hidden, sizes.hidden),
-        partial(random, variance=1 / sizes.hidden),
-        3,
-    )
+    x = _random(mesh, P(), (sizes.batch, hidden), 2)
+    output = _random(mesh, P(None, "x"), (hidden, hidden), 3, hidden**-0.5)
     return _ReturningWeights(jax.jit(sharded)), (x, layers, output)
-
-
-def _decode_layers(mesh: Mesh, sizes: _DecodeSizes, *, stacked: bool) -> tuple[Any, Any]:
-    """Returns the weights (columns, rows) and their specs.
-
-    The weights are stacked arrays of all layers, or a list with a pair for each layer.
-    """
-    hidden, inner = sizes.hidden, 4 * sizes.hidden
-
-    def in_every_layer(shape: Sequence[int], generator: Any, *, variance: float) -> np.ndarray:
-        # All layers get the same values, which saves time, but have memory of their own.
-        one = _uniform(shape[1:], generator, variance=variance, dtype=jnp.bfloat16)
-        return np.broadcast_to(one, shape)
-
-    specs = P(None, None, "x"), P(None, "x")
-    layers = (
-        _make(
-            mesh,
-            specs[0],
-            (sizes.layers, hidden, inner),
-            partial(in_every_layer, variance=1 / hidden),
-            0,
-        ),
-        # Small, so that a layer adds little to its input and does not amplify rounding.
-        _make(
-            mesh,
-            specs[1],
-            (sizes.layers, inner, hidden),
-            partial(in_every_layer, variance=0.25 / inner),
-            1,
-        ),
-    )
-    if stacked:
-        return layers, specs
-    pairs = [(P(None, "x"), P("x"))] * sizes.layers
-    shardings = jax.tree.map(partial(NamedSharding, mesh), pairs)
-    unstack = jax.jit(lambda a, b: list(zip(a, b, strict=True)), out_shardings=shardings)
-    return unstack(*layers), pairs
 
 
 # Decoding with layers of Llama's shape: attention over a cache, and a gated MLP.
@@ -264,9 +262,8 @@ _TINY_LLAMA = _Llama(hidden=64, inner=96, heads=8, kv_heads=8, layers=2, length=
 def _decode_llama(lib: Any, mesh: Mesh, model: str, batch: int) -> Program:
     """A token through layers with unrolled calls, each a sum, a residual add and a norm, twice.
 
-    Uses `lib.psum_residual_rms_norm` if `lib` has it, otherwise `psum` and what XLA fuses. The
-    caches are full, and are read only. At the end the ranks gather the best logits of their parts
-    of the vocabulary, of which a little goes into the next call.
+    The caches are full, and are read only. At the end the ranks gather the best logits of their
+    parts of the vocabulary, of which a little goes into the next call.
 
     Arguments: the activations [batch, hidden], for each layer its weights and its cache, and the
     weights of the logits, all in bfloat16.
@@ -280,15 +277,7 @@ def _decode_llama(lib: Any, mesh: Mesh, model: str, batch: int) -> Program:
         **{name: ((hidden, inner), columns) for name in ("gate", "up")},
         **{"down": ((inner, hidden), rows), "keys": cache, "values": cache},
     }
-
-    def composed(x: Any, residual: Any, weight: Any) -> Any:
-        residual = residual + lib.psum(x, "x")
-        return _rms_norm(residual) * weight, residual
-
-    def fused(x: Any, residual: Any, weight: Any) -> Any:
-        return lib.psum_residual_rms_norm(x, residual, weight, "x", eps=1e-6)
-
-    norm = fused if hasattr(lib, "psum_residual_rms_norm") else composed
+    norm = _sum_and_norm(lib)
 
     def body(first: Any, layers: Any, unembedding: Any) -> Any:
         ones = jnp.ones(hidden, jnp.bfloat16)
@@ -303,11 +292,7 @@ def _decode_llama(lib: Any, mesh: Mesh, model: str, batch: int) -> Program:
         return _rms_norm(x + 1e-3 * best[:, None])
 
     def random(seed: int, shape: Sequence[int], spec: P) -> jax.Array:
-        def values() -> jax.Array:
-            scale = shape[0] ** -0.5 if len(shape) == 2 else 1
-            return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16) * scale
-
-        return jax.jit(values, out_shardings=NamedSharding(mesh, spec))()
+        return _random(mesh, spec, shape, seed, shape[0] ** -0.5 if len(shape) == 2 else 1)
 
     layers = [
         {name: random(len(shapes) * i + k, *shapes[name]) for k, name in enumerate(shapes)}
@@ -318,7 +303,7 @@ def _decode_llama(lib: Any, mesh: Mesh, model: str, batch: int) -> Program:
     sharded = jax.shard_map(
         body, mesh=mesh, in_specs=(P(), specs, columns), out_specs=P(), check_vma=False
     )
-    x = _make(mesh, P(), (batch, hidden), partial(_uniform, variance=1, dtype=jnp.bfloat16), 0)
+    x = _random(mesh, P(), (batch, hidden), 0)
     return _ReturningWeights(jax.jit(sharded)), (x, layers, unembedding)
 
 
@@ -347,28 +332,17 @@ _TRAIN = {
     # Activations have 1 KB, and many gradients at most 4 KB.
     "cpu": _Transformer(batch=2, sequence=8, width=32, heads=4, inner=64, layers=2, vocabulary=32),
 }
-
 _LARGE_TRAIN = {
-    "gpu": _Transformer(
-        batch=1,
-        sequence=4096,
-        width=4096,
-        heads=32,
-        inner=16384,
-        layers=4,
-        vocabulary=256,
-        attention="cudnn",
-    ),
+    "gpu": _Transformer(1, 4096, 4096, 32, 16384, 4, vocabulary=256, attention="cudnn"),
     "cpu": _TRAIN["cpu"],
 }
-
 _LEARNING_RATE = 0.05
 
 
 @dataclass(frozen=True)
 class _Parameter:
     shape: tuple[int, ...]
-    spec: P
+    spec: P = P()  # noqa: RUF009
 
 
 def _parameters(sizes: _Transformer) -> Any:
@@ -376,22 +350,20 @@ def _parameters(sizes: _Transformer) -> Any:
     width, inner = sizes.width, sizes.inner
     of_heads = _Parameter((width, width), P(None, "tensor"))
     layer = {
-        "norm_1": _Parameter((width,), P()),
-        "query": of_heads,
-        "key": of_heads,
-        "value": of_heads,
+        "norm_1": _Parameter((width,)),
+        **dict.fromkeys(("query", "key", "value"), of_heads),
         "output": _Parameter((width, width), P("tensor")),
-        "norm_2": _Parameter((width,), P()),
+        "norm_2": _Parameter((width,)),
         "columns": _Parameter((width, inner), P(None, "tensor")),
         "columns_bias": _Parameter((inner,), P("tensor")),
         "rows": _Parameter((inner, width), P("tensor")),
-        "rows_bias": _Parameter((width,), P()),
+        "rows_bias": _Parameter((width,)),
     }
     return {
-        "embedding": _Parameter((sizes.vocabulary, width), P()),
+        "embedding": _Parameter((sizes.vocabulary, width)),
         "layers": [layer] * sizes.layers,
-        "norm": _Parameter((width,), P()),
-        "logits": _Parameter((width, sizes.vocabulary), P()),
+        "norm": _Parameter((width,)),
+        "logits": _Parameter((width, sizes.vocabulary)),
     }
 
 
@@ -414,55 +386,30 @@ def _varying_summed_by(lib: Any, axis: str) -> Callable[[Any], Any]:
     return mark
 
 
-# The products of an array with matrices that are split by columns over "tensor".
-_Enter = Callable[[Any, list[Any]], list[Any]]
-# The product with a matrix that is split by rows over "tensor".
-_Leave = Callable[[Any, Any], Any]
-
-
 def _forward(
-    sizes: _Transformer, params: Any, tokens: jax.Array, enter: _Enter, leave: _Leave
+    sizes: _Transformer, params: Any, tokens: jax.Array, enter: Any, leave: Any
 ) -> jax.Array:
-    """Returns the logits."""
+    """Returns the logits.
+
+    Args:
+        enter: products of an array with matrices that are split by columns over "tensor".
+        leave: the product with a matrix that is split by rows.
+    """
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
     x = params["embedding"][tokens]
     for layer in params["layers"]:
         h = _rms_norm(x) * (1 + layer["norm_1"])
         qkv = enter(h, [layer[name] for name in ("query", "key", "value")])
-        x = x + leave(_attention(sizes, qkv), layer["output"])
+        by_head = [v.reshape(*v.shape[:2], -1, sizes.width // sizes.heads) for v in qkv]
+        # Causal attention of this rank's heads over the whole sequence.
+        mixed = jax.nn.dot_product_attention(
+            *by_head, is_causal=True, implementation=sizes.attention
+        )
+        x = x + leave(mixed.reshape(qkv[0].shape), layer["output"])
         (h,) = enter(_rms_norm(x) * (1 + layer["norm_2"]), [layer["columns"]])
         h = jax.nn.gelu(h + layer["columns_bias"])
         x = x + leave(h, layer["rows"]) + layer["rows_bias"]
     return (_rms_norm(x) * (1 + params["norm"])) @ params["logits"]
-
-
-def _attention(sizes: _Transformer, qkv: list[jax.Array]) -> jax.Array:
-    """Returns causal attention of this rank's heads over the whole sequence."""
-    by_head = [x.reshape(*x.shape[:2], -1, sizes.width // sizes.heads) for x in qkv]
-    mixed = jax.nn.dot_product_attention(*by_head, is_causal=True, implementation=sizes.attention)
-    return mixed.reshape(qkv[0].shape)
-
-
-def _collectives_of_step(
-    lib: Any, kind: str, sum_backward: Callable[[Any], Any]
-) -> tuple[_Enter, _Leave]:
-    """The collectives of a training step, with the matmuls after and before them."""
-    if kind == "overlapped" and hasattr(lib, "all_gather_matmul"):
-        return (
-            partial(lib.all_gather_matmul, axis_name="tensor", gather_axis=1),
-            partial(lib.matmul_reduce_scatter, axis_name="tensor", scatter_dimension=1),
-        )
-    if kind == "sums":
-        gather, total = sum_backward, partial(lib.psum, axis_name="tensor")
-    else:
-        gather = partial(lib.all_gather, axis_name="tensor", axis=1, tiled=True)
-        total = partial(lib.psum_scatter, axis_name="tensor", scatter_dimension=1, tiled=True)
-
-    def enter(x: Any, ws: list[Any]) -> list[Any]:
-        whole = gather(x)
-        return [whole @ w for w in ws]
-
-    return enter, lambda x, w: total(x @ w)
 
 
 def _train_step(
@@ -486,7 +433,15 @@ def _train_step(
     specs = jax.tree.unflatten(tree, [p.spec for p in parameters])
     tokens_spec = P("data", "tensor") if sequence_parallel else P("data")
     sum_backward = _varying_summed_by(lib, "tensor")
-    enter, leave = _collectives_of_step(lib, kind, sum_backward)
+
+    def enter_whole(x: Any, ws: Any) -> Any:
+        whole = sum_backward(x)
+        return [whole @ w for w in ws]
+
+    if sequence_parallel:
+        enter, leave = _collective_matmuls(lib, "tensor", 1, overlapped=kind == "overlapped")
+    else:
+        enter, leave = enter_whole, lambda x, w: lib.psum(x @ w, "tensor")
 
     def loss_of(params: Any, tokens: jax.Array) -> jax.Array:
         if sequence_parallel:
@@ -519,67 +474,41 @@ def _train_step(
         params, loss = sharded(params, tokens)
         return params, tokens, loss
 
-    def initial(part: Sequence[int], generator: Any) -> np.ndarray:
-        if len(part) == 1:  # biases, and norms, whose scale is 1 + the parameter
-            return np.zeros(part, np.float32)
-        return _uniform(part, generator, variance=1 / sizes.width)
-
-    params = jax.tree.unflatten(
-        tree, [_make(mesh, p.spec, p.shape, initial, seed) for seed, p in enumerate(parameters)]
+    # Biases begin at 0, and so do norms, whose scale is 1 + the parameter.
+    params = [
+        _random(mesh, p.spec, p.shape, k, sizes.width**-0.5 * (len(p.shape) > 1), jnp.float32)
+        for k, p in enumerate(parameters)
+    ]
+    tokens = np.random.default_rng(0).integers(
+        sizes.vocabulary, size=(data * sizes.batch, sizes.sequence), dtype=np.int32
     )
-    tokens = _make(
-        mesh,
-        tokens_spec,
-        (data * sizes.batch, sizes.sequence),
-        lambda part, generator: generator.integers(sizes.vocabulary, size=part, dtype=np.int32),
-        len(parameters),
+    by_replica = NamedSharding(mesh, tokens_spec)
+    arguments = (
+        jax.tree.unflatten(tree, params),
+        jax.make_array_from_callback(tokens.shape, by_replica, lambda index: tokens[index]),
+        _random(mesh, P(), (), 0, 0, jnp.float32),
     )
-    loss = _make(mesh, P(), (), lambda part, _: np.zeros(part, np.float32), 0)
-    arguments = params, tokens, loss
-    # jit may return an equivalent but different sharding, and then compile the next call again.
-    shardings = jax.tree.map(lambda argument: argument.sharding, arguments)
-    return jax.jit(step, out_shardings=shardings), arguments
+    return _returning_shardings(step, arguments)
 
 
 # Training a single MLP: matmuls and collectives of large activations.
 
-
-@dataclass(frozen=True)
-class _MlpSizes:
-    sequence: int
-    width: int
-    inner: int
-
-
-_MLP = {
-    "gpu": _MlpSizes(sequence=8192, width=8192, inner=28672),
-    # A rank has at most 1 KB of activations, which our kernels accept.
-    "cpu": _MlpSizes(sequence=32, width=32, inner=64),
-}
+# Sequence, width and inner width. On CPUs a rank has at most 1 KB of activations, which our kernels
+# accept.
+_MLP = {"gpu": (8192, 8192, 28672), "cpu": (32, 32, 64)}
 
 
 def _mlp_block(lib: Any, mesh: Mesh) -> Program:
     """One step of gradient descent of a tensor- and sequence-parallel gated MLP, in bfloat16.
 
-    Uses `lib.all_gather_matmul` and `lib.matmul_reduce_scatter` if `lib` has them, otherwise
-    `all_gather` and `psum_scatter` around matmuls. The loss is half the mean square norm of the
-    output's rows. It is not computed, only its gradient.
+    The loss is half the mean square norm of the output's rows. It is not computed, only its
+    gradient.
 
     Arguments: the activations [sequence, width], from which the step makes those of the next layer,
     and the weights gate and up [width, inner] and down [inner, width].
     """
-    sizes = _sizes(mesh, _MLP)
-    if hasattr(lib, "all_gather_matmul"):
-        enter: Callable[..., Any] = partial(lib.all_gather_matmul, axis_name="x")
-        leave: Callable[..., Any] = partial(lib.matmul_reduce_scatter, axis_name="x")
-    else:
-
-        def enter(x: Any, ws: Any) -> Any:
-            whole = lib.all_gather(x, "x", tiled=True)
-            return [whole @ w for w in ws]
-
-        def leave(x: Any, w: Any) -> Any:
-            return lib.psum_scatter(x @ w, "x", tiled=True)
+    sequence, width, inner = _sizes(mesh, _MLP)
+    enter, leave = _collective_matmuls(lib, "x", 0)
 
     def block(x: Any, gate: Any, up: Any, down: Any) -> Any:
         gated, raised = enter(x, [gate, up])
@@ -587,23 +516,21 @@ def _mlp_block(lib: Any, mesh: Mesh) -> Program:
 
     def step(x: Any, *weights: Any) -> Any:
         y, backward = jax.vjp(block, x, *weights)
-        dx, *grads = backward(y / sizes.sequence)
-        x = _rms_norm(x + y - sizes.sequence * dx)
+        dx, *grads = backward(y / sequence)
+        x = _rms_norm(x + y - sequence * dx)
         return x, *(w - _LEARNING_RATE * grad for w, grad in zip(weights, grads, strict=True))
 
-    sequence, width, inner = sizes.sequence, sizes.width, sizes.inner
-    specs = P("x"), P(None, "x"), P(None, "x"), P("x")
-    shapes = (sequence, width), (width, inner), (width, inner), (inner, width)
-    # Variances such that activations and products have variance 1.
-    variances = 1, 1 / width, 1 / width, 1 / inner
-    arguments = tuple(
-        _make(mesh, spec, shape, partial(_uniform, variance=variance, dtype=jnp.bfloat16), seed)
-        for seed, (spec, shape, variance) in enumerate(zip(specs, shapes, variances, strict=True))
+    columns, rows = P(None, "x"), P("x")
+    specs = rows, columns, columns, rows
+    # Scales such that activations and products have variance 1.
+    arguments = (
+        _random(mesh, rows, (sequence, width), 0),
+        _random(mesh, columns, (width, inner), 1, width**-0.5),
+        _random(mesh, columns, (width, inner), 2, width**-0.5),
+        _random(mesh, rows, (inner, width), 3, inner**-0.5),
     )
     sharded = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=True)
-    # For the reason given in _train_step.
-    shardings = tuple(argument.sharding for argument in arguments)
-    return jax.jit(sharded, out_shardings=shardings), arguments
+    return _returning_shardings(sharded, arguments)
 
 
 PROGRAMS: dict[str, Callable[[Any, Mesh], Program]] = {

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 import jax_intranode
 from bench_programs.definitions import PROGRAMS
+from jax_intranode._src.command_line import compare
 from jax_intranode._src.command_line.bench import report, timing
 from jax_intranode._src.command_line.bench.report import Column
 from jax_intranode._src.command_line.bench.settings import Settings
@@ -82,17 +83,13 @@ def measure(settings: Settings, mesh: Mesh) -> tuple[dict[str, Any], None]:
     times, handler_calls = timing.compare(
         runs, mesh, settings, label, calls=calls, untimed=1 if settings.settle_ms > 0 else 0
     )
-    our_us, lax_us, unedited_us = (times[name].p50 for name in runs)
+    unedited_us = times["unedited"].p50
     row = {
         "program": settings.name,
         "mode": settings.mode,
-        "time_us": our_us,
-        "time_p99_us": times["ours"].p99,
-        "lax_time_us": lax_us,
-        "lax_time_p99_us": times["lax"].p99,
-        "ratio": lax_us / our_us,
+        **timing.fields(times),
         "unedited_time_us": unedited_us,
-        "unedited_ratio": lax_us / unedited_us,
+        "unedited_ratio": times["lax"].p50 / unedited_us,
         "difference": difference if math.isfinite(difference) else None,
         "handler_calls": handler_calls,
     }
@@ -100,22 +97,10 @@ def measure(settings: Settings, mesh: Mesh) -> tuple[dict[str, Any], None]:
 
 
 def _difference(ours: Any, lax: Any) -> float:
-    """Returns the largest difference, relative to lax's largest value, on this process's devices.
+    """Returns the largest difference, relative to the largest value of lax's array.
 
     Returns NaN if a value is not finite.
     """
-    worst = 0.0
-    for our_leaf, lax_leaf in zip(jax.tree.leaves(ours), jax.tree.leaves(lax), strict=True):
-        our_values, lax_values = _values(our_leaf), _values(lax_leaf)
-        largest = np.max(np.abs(lax_values), initial=0)
-        off = np.max(np.abs(our_values - lax_values), initial=0)
-        if not np.isfinite([largest, off]).all():
-            return math.nan
-        worst = max(worst, float(off / largest if largest > 0 else off))
-    return worst
-
-
-def _values(x: jax.Array) -> np.ndarray:
-    """Returns the shards of an array on this process's devices, stacked."""
-    shards = [np.asarray(shard.data).astype(np.float64) for shard in x.addressable_shards]
-    return np.stack(shards)
+    wanted = compare.on_host(lax)
+    finite = all(np.isfinite(np.float64(part)).all() for _, parts in wanted for part in parts)
+    return compare.difference(compare.on_host(ours), wanted)[0] if finite else math.nan

@@ -12,7 +12,7 @@ REPOSITORY = "https://github.com/google/flax"
 COMMIT = "18f8f311c275"
 FOLDER = "flax/examples/imagenet"
 PACKAGES = ("flax", "optax", "ml_collections", "orbax-checkpoint", "absl-py")
-TOLERANCE = 1e-3  # of the largest loss
+TOLERANCE = 1e-3
 
 
 def steps(small: bool) -> Iterator[dict[str, Any]]:

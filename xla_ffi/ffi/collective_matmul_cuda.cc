@@ -8,7 +8,7 @@
 
 #include "../cuda/fused_matmul.h"
 #include "../cuda/matmul_site.h"
-#include "../host/call_sites.h"
+#include "../health/call_sites.h"
 #include "collectives_cuda.h"
 #include "operands.h"
 #include "site.h"

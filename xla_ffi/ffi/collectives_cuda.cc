@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "../cuda/norms.h"
-#include "../host/call_sites.h"
+#include "../health/call_sites.h"
 #include "operands.h"
 #include "site.h"
 

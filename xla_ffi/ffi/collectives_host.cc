@@ -6,7 +6,7 @@
 #include <string_view>
 #include <thread>
 
-#include "../host/call_sites.h"
+#include "../health/call_sites.h"
 #include "operands.h"
 #include "site.h"
 #include "site_numbers.h"

@@ -124,7 +124,7 @@ inline const char* Keep(std::string text) {
 template <class Communicator>
 struct PeerSite {
   std::shared_ptr<PeerBuffer<Communicator>> buffer;
-  std::string text;  // host/call_sites.h
+  std::string text;  // health/call_sites.h
 
   ffi::Error Read(ffi::Dictionary all) {
     Attributes attributes(all);

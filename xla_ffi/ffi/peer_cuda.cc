@@ -5,7 +5,7 @@
 
 #include "../../jax_intranode/include/jax_intranode/peer.h"
 #include "../cuda/slab.h"
-#include "../host/call_sites.h"
+#include "../health/call_sites.h"
 #include "collectives_cuda.h"
 
 namespace jax_intranode {

@@ -3,7 +3,7 @@
 #include <string>
 #include <string_view>
 
-#include "../host/call_sites.h"
+#include "../health/call_sites.h"
 #include "collectives_host.h"
 #include "site_numbers.h"
 

@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
+#include "../health/call_sites.h"
 #include "../health/platform.h"
-#include "../host/call_sites.h"
 #include "../kernels/same_operation.h"
 #include "collectives_cuda.h"
 #include "peer_cuda.h"

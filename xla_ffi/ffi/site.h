@@ -40,7 +40,7 @@ class Attributes {
   ffi::Error error_ = ffi::Error::Success();
 };
 
-// What every site has: its groups, its algorithm, and its text (host/call_sites.h).
+// What every site has: its groups, its algorithm, and its text (health/call_sites.h).
 template <class Communicator>
 struct Site {
   std::shared_ptr<Communicator> communicator;

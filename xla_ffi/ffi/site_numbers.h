@@ -14,12 +14,9 @@
 #include <mutex>
 #include <string_view>
 
-namespace jax_intranode {
+#include "../health/call_sites.h"
 
-inline uint64_t Fnv1a(std::string_view text, uint64_t hash = 0xCBF29CE484222325u) {
-  for (unsigned char c : text) hash = (hash ^ c) * 0x100000001B3u;
-  return hash;
-}
+namespace jax_intranode {
 
 class SiteNumbers {
  public:

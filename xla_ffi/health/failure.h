@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "../host/call_sites.h"
 #include "../kernels/failure_reason.h"
+#include "call_sites.h"
 
 namespace jax_intranode {
 

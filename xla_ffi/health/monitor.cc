@@ -14,7 +14,7 @@
 #include <thread>
 #include <utility>
 
-#include "../ffi/site_numbers.h"
+#include "call_sites.h"
 
 namespace jax_intranode {
 namespace {

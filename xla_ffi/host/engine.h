@@ -18,8 +18,8 @@ struct HostOperation {
   Algorithm algorithm;
   ElementType type;
   uint32_t segments = 1;
-  // For messages: the number of the text of the call site (call_sites.h). 0: that of the site.
-  // Programs with different names may have one site, because ranks match what is computed.
+  // For messages: the number of the text of the call site (health/call_sites.h). 0: that of the
+  // site. Programs with different names may have one site, because ranks match what is computed.
   uint64_t name = 0;
 };
 

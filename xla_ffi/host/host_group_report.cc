@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "call_sites.h"
+#include "../health/call_sites.h"
 #include "host_group.h"
 
 namespace jax_intranode {

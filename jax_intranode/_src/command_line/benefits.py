@@ -116,8 +116,11 @@ def table_of(found: Sequence[Benefit]) -> str:
 
 
 def size_text(nbytes: int) -> str:
-    """Returns bytes as "64 KB" or "4 MB"."""
-    return f"{nbytes // _MB} MB" if nbytes >= _MB else f"{nbytes // _KB} KB"
+    """Returns bytes as "64 KB"."""
+    for unit, factor in (("GB", 1 << 30), ("MB", _MB), ("KB", _KB)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:g} {unit}"
+    return f"{nbytes} B"
 
 
 def summary(found: Sequence[Benefit]) -> str:

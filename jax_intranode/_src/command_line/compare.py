@@ -296,12 +296,12 @@ class Comparison:
             if isinstance(copies, str):
                 function.difference = copies
             else:
-                plain = _on_host(made(*copies[0], **copies[1]))
+                plain = on_host(made(*copies[0], **copies[1]))
                 del copies
         with self._context(ACCELERATED):
             result = jax.block_until_ready(made(*args, **kwargs))
         if plain is not None:
-            function.difference = difference(_on_host(result), plain)
+            function.difference = difference(on_host(result), plain)
         return result
 
     def finish(self) -> None:
@@ -383,8 +383,8 @@ def _copied(traced: _Traced, args: Any, kwargs: Any) -> tuple[Any, Any] | str:
     return jax.tree.unflatten(structure, copies)
 
 
-def _on_host(tree: Any) -> list[tuple[str, list[np.ndarray]]]:
-    """The arrays of a result, with their places in it, as this process's parts of them."""
+def on_host(tree: Any) -> list[tuple[str, list[np.ndarray]]]:
+    """Returns the arrays of a result, with their places in it, as this process's parts of them."""
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(leaf, jax.Array):

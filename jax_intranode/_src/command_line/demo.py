@@ -8,7 +8,6 @@ collectives of jax.lax there.
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from jax_intranode._src.command_line import benefits, launcher, machine, source_tree
@@ -19,7 +18,7 @@ from jax_intranode._src.command_line.options import (
     WrongInput,
     add_json,
     add_platform,
-    check_writable,
+    new_file,
 )
 from jax_intranode._src.group import nvml
 
@@ -46,7 +45,7 @@ _BAR = 40  # characters of the longest bar
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the command."""
     add_platform(parser, gpus="two or more")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the times, too")
+    parser.add_argument("--png", type=new_file, metavar="FILE", help="draw the times, too")
     add_json(parser)
 
 
@@ -59,7 +58,6 @@ def run(arguments: argparse.Namespace) -> int:
             "--platform cpu"
         )
     if arguments.png is not None:
-        check_writable("--png", arguments.png)
         plot = source_tree.load("bench_plots.command", "--png")
         if refusal := plot.why_not():
             raise WrongInput(f"--png {arguments.png}: {refusal}")
@@ -75,11 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     for settings in all_settings:
         if not arguments.json:
             print(_title(settings), flush=True)
-        try:
-            measured = bench.run_mode(settings, {}, _TIMEOUT_S, line, shows_table=False)
-        except launcher.RankError as error:
-            sys.stderr.write(f"{error}\n")
-            return 1
+        measured = bench.run_mode(settings, {}, _TIMEOUT_S, line, shows_table=False)
         empty: dict[str, Any] = {"versions": [], "rows": []}
         results.append({"version": record.VERSION, **measured, "peers": empty})
         if not arguments.json:

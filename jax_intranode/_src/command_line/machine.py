@@ -1,9 +1,11 @@
 """What this machine has, found without starting JAX or CUDA."""
 
+import argparse
 import os
 import tempfile
 from pathlib import Path
 
+from jax_intranode._src.command_line.options import WrongInput
 from jax_intranode._src.group import nvml
 
 # POSIX shared memory, through which the processes of CPU devices communicate.
@@ -27,6 +29,41 @@ def chosen_platform(asked: str) -> str:
     if asked != "auto":
         return asked
     return "gpu" if os.environ.get("JAX_PLATFORMS") != "cpu" and nvml.visible_gpus() else "cpu"
+
+
+def platform_and_devices(
+    arguments: argparse.Namespace, *, of_cpu: int = 2, fewest: int = 1, shares: bool = False
+) -> tuple[str, int]:
+    """Returns the platform and the number of devices that --platform and --devices ask for.
+
+    Args:
+        of_cpu: the number of CPU devices, if no number was asked for; of GPUs it is that of all.
+        fewest: the least number of devices.
+        shares: whether any number of processes may share a single GPU.
+
+    Raises:
+        WrongInput: there are not as many.
+    """
+    gpus, platform = nvml.visible_gpus(), chosen_platform(arguments.platform)
+    if platform == "cpu":
+        return platform, arguments.devices or of_cpu
+    if not gpus:
+        raise WrongInput(
+            "--platform gpu: JAX would find no NVIDIA GPU here (by NVML and CUDA_VISIBLE_DEVICES): "
+            "choose --platform cpu"
+        )
+    shares = shares and gpus == 1
+    devices = arguments.devices or (fewest if shares else gpus)
+    if devices > gpus and not shares:
+        raise WrongInput(
+            f"this node has {gpus} visible GPUs, not {devices}: choose --devices {gpus} or less"
+        )
+    if devices < fewest:
+        raise WrongInput(
+            f"a group has {fewest} or more GPUs, and {devices} are asked for: choose --devices, or "
+            "--platform cpu"
+        )
+    return platform, devices
 
 
 def has_one_gpu() -> bool:

@@ -1,4 +1,4 @@
-"""What several commands declare alike: types of arguments, options, and wrong input.
+"""What several commands declare alike: types of arguments, options, and how a command fails.
 
 It imports nothing that a broken installation may lack.
 """
@@ -6,21 +6,38 @@ It imports nothing that a broken installation may lack.
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
+
+PROGRAM = "python -m jax_intranode"
 
 
 class WrongInput(ValueError):
-    """The message is one line; the command line shows it without a traceback."""
+    """The message is one line; the command line shows it without a traceback, and exits with 2."""
 
 
-def check_writable(option: str, file: Path) -> None:
-    """Raises WrongInput if a file cannot be written, before anything takes time."""
+class Failed(RuntimeError):
+    """The command line shows the message without a traceback, and exits with 1."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises WrongInput. argparse prints the usage, too, and exits."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises WrongInput."""
+        raise WrongInput(f"{message}. `{self.prog} --help` lists what it takes.")
+
+
+def new_file(text: str) -> Path:
+    """An argparse type for a file that can be written, as is known before anything takes time."""
+    file = Path(text)
     directory = file.absolute().parent
     if file.is_dir():
-        raise WrongInput(f"{option} {file}: this is a directory: name a file")
+        raise argparse.ArgumentTypeError(f"{file}: this is a directory: name a file")
     if not directory.is_dir():
-        raise WrongInput(
-            f"{option} {file}: there is no directory {directory}: make it, or choose another"
+        raise argparse.ArgumentTypeError(
+            f"{file}: there is no directory {directory}: make it, or choose another"
         )
+    return file
 
 
 def integer_from(minimum: int) -> Callable[[str], int]:

@@ -6,12 +6,11 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import jax_intranode
 from jax_intranode._src.command_line import compare
 from jax_intranode._src.command_line.launcher import start_rank
-from jax_intranode._src.command_line.options import WrongInput, integer_from
+from jax_intranode._src.command_line.options import PROGRAM, Parser, WrongInput, integer_from
 from jax_intranode._src.selection import config
 
 DESCRIPTION = (
@@ -61,18 +60,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-class _Options(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise WrongInput(f"run: {message}")
-
-
 def parse_options(words: Sequence[str]) -> argparse.Namespace:
     """Returns what the words in front of the script say, as `start_rank.split` returns them.
 
     Raises:
         WrongInput: there is no such option.
     """
-    parser = _Options(add_help=False)
+    parser = Parser(prog=f"{PROGRAM} run", add_help=False)
     add_options(parser)
     return parser.parse_args(words)
 

@@ -1,15 +1,17 @@
 """The command `topology`: which GPUs are linked by NVLink, as text and as a picture."""
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 from jax_intranode._src.command_line import picture
-from jax_intranode._src.command_line.options import WrongInput, check_writable
+from jax_intranode._src.command_line.options import WrongInput, new_file
 from jax_intranode._src.group import nvml
 from jax_intranode._src.group import topology as topology_lib
 from jax_intranode._src.group.topology import LinkReport, Topology, TopologyKind
+from jax_intranode._src.selection import records
 
 DESCRIPTION = (
     "Prints how many NVLinks are between each pair of this node's GPUs, as `nvidia-smi topo -m` "
@@ -35,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print JSON, for programs and for --from"
     )
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the links, too")
+    parser.add_argument("--png", type=new_file, metavar="FILE", help="draw the links, too")
     parser.add_argument(
         "--from", type=Path, dest="source", metavar="FILE", help="read what --json has printed"
     )
@@ -43,8 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the links, and draws them."""
-    if arguments.png is not None:
-        check_writable("--png", arguments.png)
     found = topology_lib.topology() if arguments.source is None else read(arguments.source)
     if arguments.png is not None:
         if not found.gpus:
@@ -61,7 +61,7 @@ def to_json(found: Topology) -> dict[str, Any]:
     return {
         "kind": found.kind.value,
         "forced": found.forced,
-        "gpus": [gpu.to_json() for gpu in found.gpus],
+        "gpus": [dataclasses.asdict(gpu) for gpu in found.gpus],
         "links": found.links,
     }
 
@@ -73,7 +73,9 @@ def read(file: Path) -> Topology:
         WrongInput: the file cannot be read, or is not such a file.
     """
     try:
-        gpus = tuple(LinkReport.from_json(gpu) for gpu in json.loads(file.read_text())["gpus"])
+        gpus = tuple(
+            records.from_json(LinkReport, gpu) for gpu in json.loads(file.read_text())["gpus"]
+        )
     except OSError as error:
         raise WrongInput(f"--from {file}: {error.strerror}: name a file that exists") from error
     except (ValueError, TypeError, KeyError) as error:

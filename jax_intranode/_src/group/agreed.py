@@ -1,11 +1,12 @@
 """What the processes of a set of devices agree on at a rendezvous, and what follows from it."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 
+from jax_intranode._src.group import key_value_store
 from jax_intranode._src.group.partition import Partition
 from jax_intranode._src.health import peers
 from jax_intranode._src.native import extension
@@ -85,6 +86,26 @@ class Rendezvous:
     description: str = ""
     peer_buffers: dict[str, Any] = field(default_factory=dict)
     peer_buffers_made: dict[str, int] = field(default_factory=dict)
+
+    def exchange(
+        self, stage: str, step: Callable[[], Any], deadline: key_value_store.Deadline
+    ) -> list[Any]:
+        """Exchanges what a step returns in each process.
+
+        Processes in which it failed take part as well, so that all of them see a failure at once.
+
+        Raises:
+            Refused: it failed in a process.
+        """
+        try:
+            value = step()
+        except Exception as error:
+            value = {"error": f"process {jax.process_index()}: {error}"}
+        values = self.store.gather(stage, value, deadline)
+        errors = [v["error"] for v in values if isinstance(v, dict) and v.get("error")]
+        if errors:
+            raise key_value_store.Refused(errors[0])
+        return values
 
     def are_linked(self, first: int, second: int) -> bool:
         """Whether data may travel between two devices of a host, given by their ids."""

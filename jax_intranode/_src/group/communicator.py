@@ -119,10 +119,7 @@ def communicator(
 ) -> str | None:
     """Sets up the communicator of a partition; returns why an algorithm can't use it, or None.
 
-    Args:
-        rendezvous: that of the devices.
-        groups: the partition.
-        algorithm: what is to run; None for any algorithm of fully connected groups.
+    Without an algorithm it is for those of fully connected groups.
     """
     if rendezvous.reason is not None:
         return rendezvous.reason

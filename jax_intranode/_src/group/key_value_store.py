@@ -4,12 +4,13 @@ Several processes use JAX's own key-value store. It lives in the coordinator and
 holds nothing of an earlier run. A single process needs none.
 """
 
+import contextlib
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from jax_intranode._src.health import failures
 from jax_intranode._src.jax_private import distributed
@@ -40,11 +41,26 @@ class Deadline:
 
 
 class Refused(Exception):
-    """A rendezvous can't go on: a process is late, or there is a verdict already."""
+    """Why the devices of a rendezvous can't communicate."""
 
 
-class Store(Protocol):
-    """What a rendezvous needs of a key-value store."""
+@contextlib.contextmanager
+def reading(stage: str) -> Iterator[None]:
+    """Refuses records of other processes that have another form than those of this version."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise Refused(
+            f"a process sent a record ({stage}) of another form than this version's ({error!r}); "
+            "give all processes the same version"
+        ) from error
+
+
+class Store:
+    """What a rendezvous needs of a key-value store. This one serves a single process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
 
     def gather(self, stage: str, value: Any, deadline: Deadline) -> list[Any]:
         """Sends `value` (JSON) to all; returns every process's value, in process order.
@@ -52,6 +68,7 @@ class Store(Protocol):
         Raises:
             Refused: a process has sent none by the deadline, or another one has given up.
         """
+        return [json.loads(json.dumps(value))]
 
     def claim(self, key: str, value: str) -> str:
         """Sets `key` unless it is set already; returns its value.
@@ -59,31 +76,14 @@ class Store(Protocol):
         Raises:
             CommunicationError: a process is lost, or the store does not answer in time.
         """
-
-    def wait(self, key: str, deadline: Deadline) -> str | None:
-        """Waits until `key` is set and returns its value; None after the deadline."""
-
-
-class LocalStore:
-    """The store of a single process."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, str] = {}
-
-    def gather(self, stage: str, value: Any, deadline: Deadline) -> list[Any]:
-        """See Store."""
-        return [json.loads(json.dumps(value))]
-
-    def claim(self, key: str, value: str) -> str:
-        """See Store."""
         return self._values.setdefault(key, value)
 
     def wait(self, key: str, deadline: Deadline) -> str | None:
-        """See Store."""
+        """Waits until `key` is set and returns its value; None after the deadline."""
         return self._values.get(key)
 
 
-class KeyValueStore:
+class KeyValueStore(Store):
     """JAX's key-value store, under a prefix that the processes of one mesh share."""
 
     def __init__(self, client: Any, prefix: str, process: int, processes: Sequence[int]):
@@ -95,7 +95,6 @@ class KeyValueStore:
         self.lost: Callable[[], str | None] = lambda: None
 
     def gather(self, stage: str, value: Any, deadline: Deadline) -> list[Any]:
-        """See Store."""
         mine = json.dumps(value)
         if self.claim(f"{stage}/{self._process}", mine) != mine:
             raise Refused(f"process {self._process} entered the rendezvous a second time")
@@ -120,7 +119,6 @@ class KeyValueStore:
         return values
 
     def claim(self, key: str, value: str) -> str:
-        """See Store."""
         try:
             _in_time(lambda: self._client.key_value_set(self._prefix + key, value))
         except Exception as error:
@@ -132,7 +130,6 @@ class KeyValueStore:
         return self._client.blocking_key_value_get(self._prefix + key, 10_000)
 
     def wait(self, key: str, deadline: Deadline) -> str | None:
-        """See Store."""
         try:
             return self._client.blocking_key_value_get(self._prefix + key, deadline.remaining_ms())
         except Exception as error:
@@ -172,11 +169,10 @@ def _in_time(call: Callable[[], None]) -> None:
 def store(prefix: str, process: int, processes: Sequence[int]) -> Store:
     """The store of a rendezvous of `processes`.
 
-    Raises:
-        RuntimeError: there are several, and jax.distributed is not initialised.
+    Raises RuntimeError if there are several, and jax.distributed is not initialised.
     """
     if len(processes) == 1:
-        return LocalStore()
+        return Store()
     client = distributed.key_value_client()
     if client is None:
         raise RuntimeError(

@@ -5,16 +5,11 @@ from typing import Any
 
 from jax_intranode._src.group import topology as topology_lib
 from jax_intranode._src.native import definitions
-from jax_intranode._src.selection import table, tuning
+from jax_intranode._src.selection import records, table, tuning
 
 
 def describe(rendezvous: Any, hellos: Sequence[dict[str, Any]]) -> str:
-    """The devices, their links, the process mode, and what runs which sizes.
-
-    Args:
-        rendezvous: a `rendezvous.Rendezvous`.
-        hellos: what each process has said about itself.
-    """
+    """The devices, their links, the process mode, and what runs which sizes."""
     devices = list(rendezvous.devices.values())
     kinds = " and ".join(dict.fromkeys(device.device_kind for device in devices))
     facts = [{"single": "one process", "multi": f"{len(hellos)} processes"}[rendezvous.mode]]
@@ -23,7 +18,9 @@ def describe(rendezvous: Any, hellos: Sequence[dict[str, Any]]) -> str:
         facts.append(f"{hosts} hosts")
     links = [device["links"] for hello in hellos for device in hello["devices"]]
     if hosts == 1 and len(links) > 1 and None not in links:
-        matrix = topology_lib.link_matrix([topology_lib.LinkReport.from_json(of) for of in links])
+        matrix = topology_lib.link_matrix(
+            [records.from_json(topology_lib.LinkReport, of) for of in links]
+        )
         fewest = min(matrix[i][j] for i in range(len(matrix)) for j in range(i))
         facts.append(
             "a hybrid cube mesh of NVLinks"

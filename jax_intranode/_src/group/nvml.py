@@ -14,8 +14,7 @@ class Unavailable(Exception):
 def session() -> Iterator[ModuleType]:
     """Gives the module `pynvml` with NVML initialised.
 
-    Raises:
-        Unavailable: there is no `pynvml`, no driver, or no permission to ask it.
+    Raises Unavailable if there is no `pynvml`, no driver, or no permission to ask it.
     """
     try:
         import pynvml  # here, so that `import jax_intranode` does not need it

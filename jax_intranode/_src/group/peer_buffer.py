@@ -6,7 +6,6 @@ A buffer is allocated when it is made, by all processes together, and never at e
 """
 
 import ctypes
-import itertools
 import math
 import operator
 import os
@@ -22,7 +21,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_intranode._src.group import communicator, key_value_store, rendezvous, slabs
 from jax_intranode._src.group import partition as partition_lib
-from jax_intranode._src.group.agreed import devices_of_host, native_ordinal
+from jax_intranode._src.group.agreed import native_ordinal
 from jax_intranode._src.group.partition import Partition
 from jax_intranode._src.health import call_sites
 from jax_intranode._src.jax_private import trace_state
@@ -293,7 +292,6 @@ def peer_buffer(
         raise ValueError(f"{where}: the axes {axes} have one device; a group needs 2 to 8")
     agreed = rendezvous.rendezvous_of(mesh.devices.flat)
     reason = agreed.reason or communicator.communicator(agreed, partition)
-    reason = reason or _reason_of_links(agreed, partition)
     if reason is not None:
         raise RuntimeError(f"{where}: these devices can't share memory: {reason}")
     with rendezvous.lock:
@@ -306,7 +304,7 @@ def peer_buffer(
         _check_room(where, agreed, shape, dtype)
         try:
             data = _make(agreed, partition, name, shape, dtype)
-        except (key_value_store.Refused, rendezvous.Refusal) as refusal:
+        except key_value_store.Refused as refusal:
             raise RuntimeError(f"{where}: {refusal}") from None
         made = PeerBuffer(name, shape, dtype, axes, mesh, agreed, data)
         agreed.peer_buffers[name] = made
@@ -444,15 +442,6 @@ def _nbytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
 # Making.
 
 
-def _reason_of_links(agreed: Any, partition: Partition) -> str | None:
-    """Why the ranks of a group can't all access each other, or None."""
-    for group in partition.groups():
-        for i, j in itertools.combinations(group, 2):
-            if not agreed.are_linked(i, j):
-                return f"devices {i} and {j} have no NVLink to each other"
-    return None
-
-
 def _open_buffer(name: str) -> PeerBuffer | None:
     for each in rendezvous.all_rendezvous():
         if name in each.peer_buffers:
@@ -495,47 +484,27 @@ def _make(
     Every step ends with an exchange.
 
     Raises:
-        Refused, Refusal: there is no buffer, on any process.
+        Refused: there is no buffer, on any process.
     """
     module = extension.module(agreed.platform)
     deadline = key_value_store.Deadline(config.get().meeting_s)
     made = agreed.peer_buffers_made[name] = agreed.peer_buffers_made.get(name, 0) + 1
-    local, peers = devices_of_host(agreed)
-    shared = len(local) < len(peers)
+    prefix = f"peer_buffer/{name}/{made}/"
     nbytes = _allocated(agreed.platform, _nbytes(shape, dtype))
-    own: dict[int, Any] = {}
-    opened: list[Any] = []
-    addresses: dict[int, dict[int, int]] = {}
+    owners: list[Any] = []
 
-    def attempt(stage: str, step: Callable[[], Any]) -> list[Any]:
-        return rendezvous.gather(agreed, f"peer_buffer/{name}/{made}/{stage}", step, deadline)
+    def allocate(local: list[int], shared: bool) -> tuple[dict[int, Any], int]:
+        ordinals = {i: native_ordinal(agreed.devices[i]) for i in local}
+        return {i: module.allocate(n, nbytes, shared) for i, n in ordinals.items()}, nbytes
 
-    # The text of what is made, which must be the same everywhere.
+    # What is made must be the same everywhere.
     wanted = f"{dtype.name}{list(shape)} for groups {partition.groups()}"
-
-    def allocate() -> dict[str, Any]:
-        for i in local:
-            ordinal = native_ordinal(agreed.devices[i])
-            own[i] = module.allocate(ordinal, nbytes, shared)
-        handles = {str(i): own[i].handle().hex() if shared else "" for i in local}
-        return {"wanted": wanted, "handles": handles}
-
-    def open_all() -> None:
-        for process, record in enumerate(records):
-            if record["wanted"] != wanted:
-                raise ValueError(
-                    f"process {process} of the mesh makes {record['wanted']}, this one {wanted}"
-                )
-        handles = {int(i): text for record in records for i, text in record["handles"].items()}
-        found, others = slabs.open_peers(agreed, own, handles, nbytes)
-        addresses.update(found)
-        opened.extend(others)
-
-    records = attempt("memory", allocate)
-    attempt("open", open_all)
-    if shared:
-        for memory in own.values():
-            memory.unlink()
+    for process, text in enumerate(agreed.exchange(f"{prefix}what", lambda: wanted, deadline)):
+        if text != wanted:
+            raise key_value_store.Refused(
+                f"process {process} of the mesh makes {text}, this one {wanted}"
+            )
+    own, addresses = slabs.share(agreed, prefix, deadline, allocate, owners)
     members = [
         (
             native_ordinal(agreed.devices[i]),
@@ -555,6 +524,6 @@ def _make(
         members,
         -(-_nbytes(shape, dtype) // 32) * 32,
         config.get().wait_s,
-        [*own.values(), *opened],
+        owners,
     )
-    return {i: own[i].address + module.PEER_HEADER_BYTES for i in local}
+    return {i: own[i].address + module.PEER_HEADER_BYTES for i in own}

@@ -14,7 +14,7 @@ import logging
 import os
 import platform as host_platform
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,12 @@ from jax_intranode._src.group import agreed, key_value_store, log_line
 from jax_intranode._src.group import slabs as slabs_lib
 from jax_intranode._src.group import topology as topology_lib
 from jax_intranode._src.group.agreed import Host, Rendezvous
+from jax_intranode._src.group.key_value_store import Refused, reading
 from jax_intranode._src.health import failures, peers
 from jax_intranode._src.jax_private import distributed
 from jax_intranode._src.native import definitions, extension
-from jax_intranode._src.selection import config, gpu_facts, select, tuning
+from jax_intranode._src.selection import config, records, select, tuning
+from jax_intranode._src.selection.gpu_facts import GpuFacts
 from jax_intranode._src.selection.overlap import choice, profiles
 from jax_intranode._src.selection.quoting import shown
 
@@ -81,11 +83,9 @@ def rendezvous_of(devices: Iterable[Any]) -> Rendezvous:
 
 
 def raise_if_failed(devices: Iterable[Any]) -> None:
-    """Raises if these devices can't communicate any more.
+    """Raises CommunicationError if these devices can't communicate any more.
 
-    Raises:
-        CommunicationError: an operation on these devices has failed, or a process of theirs is
-            gone.
+    An operation on them has failed, or a process of theirs is gone.
     """
     failure = failures.current()
     devices = list(devices)
@@ -110,11 +110,7 @@ def generation() -> int:
 
 
 def refuse_fork() -> None:
-    """Raises in a process that was forked from one that had communicators.
-
-    Raises:
-        RuntimeError: this is such a process.
-    """
+    """Raises RuntimeError in a process that was forked from one that had communicators."""
     if _forked:
         raise RuntimeError(
             "jax_intranode: this process was forked from one that had communicators; devices and "
@@ -125,10 +121,6 @@ def refuse_fork() -> None:
 def _after_fork() -> None:
     global _forked
     _forked = _forked or any(rendezvous.reason is None for rendezvous in _all.values())
-
-
-class Refusal(Exception):
-    """Why these devices get no communicators."""
 
 
 def _perform(rendezvous: Rendezvous, processes: list[int]) -> None:
@@ -159,7 +151,7 @@ def _perform(rendezvous: Rendezvous, processes: list[int]) -> None:
             )
         if verdict is None:
             verdict = store.claim("verdict", f"process {processes[0]} gave no verdict in time")
-    except (Refusal, key_value_store.Refused) as refusal:
+    except Refused as refusal:
         verdict = store.claim("verdict", str(refusal))
     except BaseException as error:
         store.claim("verdict", f"process {jax.process_index()} was interrupted by {error!r}")
@@ -179,47 +171,11 @@ def all_rendezvous() -> list[Rendezvous]:
     return list(_all.values())
 
 
-def gather(
-    rendezvous: Rendezvous,
-    stage: str,
-    step: Callable[[], Any],
-    deadline: key_value_store.Deadline,
-) -> list[Any]:
-    """Exchanges what a step returns in each process.
-
-    Processes in which it failed take part as well, so that all of them see a failure at once.
-
-    Raises:
-        Refusal: it failed in a process.
-    """
-    try:
-        value = step()
-    except Exception as error:
-        value = {"error": f"process {jax.process_index()}: {error}"}
-    values = rendezvous.store.gather(stage, value, deadline)
-    errors = [v["error"] for v in values if isinstance(v, dict) and v.get("error")]
-    if errors:
-        raise Refusal(errors[0])
-    return values
-
-
-@contextlib.contextmanager
-def reading(stage: str) -> Iterator[None]:
-    """Refuses records of other processes that have another form than those of this version."""
-    try:
-        yield
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise Refusal(
-            f"a process sent a record ({stage}) of another form than this version's ({error!r}); "
-            "give all processes the same version"
-        ) from error
-
-
 def _share_slabs(rendezvous: Rendezvous, deadline: key_value_store.Deadline) -> None:
     """Fills in the rendezvous, or raises why it can't. Every stage ends with an exchange."""
 
     def attempt(stage: str, step: Callable[[], Any]) -> list[Any]:
-        return gather(rendezvous, stage, step, deadline)
+        return rendezvous.exchange(stage, step, deadline)
 
     hellos = attempt("hello", lambda: _hello(rendezvous))
     ids_of_processes = agreed.device_ids_of(rendezvous)
@@ -241,31 +197,14 @@ def _share_slabs(rendezvous: Rendezvous, deadline: key_value_store.Deadline) -> 
 
     for ids, hello in zip(ids_of_processes, hellos, strict=True):
         rendezvous.hosts.update(dict.fromkeys(ids, Host(*hello["host"])))
+    rendezvous.addresses = slabs_lib.share(
+        rendezvous,
+        "",
+        deadline,
+        lambda local, shared: slabs_lib.allocate(rendezvous, local, shared),
+        rendezvous.memory,
+    )[1]
     local, peers = agreed.devices_of_host(rendezvous)
-    shared = len(local) < len(peers)
-
-    slabs: dict[int, Any] = {}
-    handles: dict[int, str] = {}
-
-    def allocate() -> dict[str, Any]:
-        slabs.update(slabs_lib.allocate(rendezvous, local, shared))
-        return {str(i): slab.handle().hex() if shared else "" for i, slab in slabs.items()}
-
-    records = attempt("slabs", allocate)
-    with reading("slabs"):
-        for ids, record in zip(ids_of_processes, records, strict=True):
-            handles.update({i: record[str(i)] for i in ids})
-
-    def open_all() -> None:
-        nbytes = config.get().slab_bytes(rendezvous.platform) + rendezvous.ring_bytes
-        rendezvous.memory.extend(slabs.values())
-        rendezvous.addresses, opened = slabs_lib.open_peers(rendezvous, slabs, handles, nbytes)
-        rendezvous.memory.extend(opened)
-
-    attempt("open", open_all)
-    if shared:
-        for slab in slabs.values():
-            slab.unlink()
     attempt("write", lambda: slabs_lib.probe(rendezvous, local, peers, write=True))
     attempt("read", lambda: slabs_lib.probe(rendezvous, local, peers, write=False))
     rendezvous.description = log_line.describe(rendezvous, hellos)
@@ -333,9 +272,9 @@ def _hello(rendezvous: Rendezvous) -> dict[str, Any]:
         for device_id, bus_id in bus_ids.items():
             if bus_id not in reports:
                 return {"error": f"NVML does not show the GPU {bus_id}"}
-            links[device_id] = reports[bus_id].to_json()
+            links[device_id] = dataclasses.asdict(reports[bus_id])
             kind = rendezvous.devices[device_id].device_kind
-            facts[device_id] = topology_lib.read_facts(bus_id, kind).to_json()
+            facts[device_id] = dataclasses.asdict(topology_lib.read_facts(bus_id, kind))
     watch = {}
     if rendezvous.mode == "multi":
         try:
@@ -366,7 +305,7 @@ def _reason_for_no_matmuls(rendezvous: Rendezvous, hellos: list[dict[str, Any]])
         return "CPU devices"
     facts = [device["facts"] for hello in hellos for device in hello["devices"]]
     kinds = [device.device_kind for device in rendezvous.devices.values()]
-    known = [gpu_facts.GpuFacts.from_json(of_one) for of_one in facts]
+    known = [records.from_json(GpuFacts, of_one) for of_one in facts]
     rendezvous.shipped_profile = profiles.from_facts(known)
     profile = tuning.profile_for(kinds) or rendezvous.shipped_profile
     if isinstance(profile, str):
@@ -407,7 +346,7 @@ def _check_hellos(hellos: list[dict[str, Any]]) -> dict[int, frozenset[int]]:
         values = [hello.get(what, "an older one") for hello in hellos]
         for process, value in enumerate(values):
             if value != values[0]:
-                raise Refusal(
+                raise Refused(
                     f"processes 0 and {process} of the mesh have a different {what}: {values[0]} "
                     f"and {value}; give them the same version and environment"
                 )
@@ -415,7 +354,7 @@ def _check_hellos(hellos: list[dict[str, Any]]) -> dict[int, frozenset[int]]:
     for hello in hellos:
         for device in hello["devices"]:
             links = device["links"]
-            report = None if links is None else topology_lib.LinkReport.from_json(links)
+            report = None if links is None else records.from_json(topology_lib.LinkReport, links)
             by_host.setdefault(tuple(hello["host"]), []).append((device["id"], report))
     linked: dict[int, frozenset[int]] = {}
     for devices in by_host.values():
@@ -432,7 +371,7 @@ def _links_of_host(
         devices: ids, and what GPUs report of their links.
 
     Raises:
-        Refusal: the devices are linked in another way.
+        Refused: the devices are linked in another way.
     """
     cube_mesh = topology_lib.TopologyKind.HYBRID_CUBE_MESH.value
     full = topology_lib.TopologyKind.FULLY_CONNECTED.value
@@ -444,7 +383,7 @@ def _links_of_host(
         if forced == full:
             return {}
         if forced != cube_mesh or len(ids) != len(topology_lib.FORCED_CUBE_MESH):
-            raise Refusal(
+            raise Refused(
                 f"JAX_INTRANODE_TOPOLOGY={forced}, and devices {ids} on a host; only fully "
                 f"connected devices, and hybrid cube meshes of {definitions.MAX_WORLD_SIZE}, have "
                 "kernels"
@@ -456,14 +395,14 @@ def _links_of_host(
         seen: dict[str, int] = {}
         for device_id, report in zip(ids, reports, strict=True):
             if report.uuid in seen:
-                raise Refusal(f"devices {seen[report.uuid]} and {device_id} are one GPU")
+                raise Refused(f"devices {seen[report.uuid]} and {device_id} are one GPU")
             seen[report.uuid] = device_id
         matrix = topology_lib.link_matrix(reports)
         kind = topology_lib.classify(matrix)
         if kind.value == full:
             return {}
         if kind.value != cube_mesh:
-            raise Refusal(
+            raise Refused(
                 f"GPUs {[report.bus_id for report in reports]} are not all linked by NVLink "
                 f"(topology {kind.value}, links {matrix})"
             )

@@ -5,9 +5,10 @@ each serves the groups of one partition (communicator.py). On GPUs, the ring buf
 collective matmuls follows.
 """
 
+from collections.abc import Callable
 from typing import Any
 
-from jax_intranode._src.group import agreed
+from jax_intranode._src.group import agreed, key_value_store
 from jax_intranode._src.native import extension
 from jax_intranode._src.selection import config
 
@@ -21,7 +22,9 @@ def epoch_buffer_bytes(slab_bytes: int, header_bytes: int) -> int:
     return epoch_buffer // 4096 * 4096
 
 
-def allocate(rendezvous: agreed.Rendezvous, local: list[int], shared: bool) -> dict[int, Any]:
+def allocate(
+    rendezvous: agreed.Rendezvous, local: list[int], shared: bool
+) -> tuple[dict[int, Any], int]:
     """Allocates a zeroed slab for each device and arms its epoch buffers (kernels/group.h)."""
     module = extension.module(rendezvous.platform)
     total = config.get().slab_bytes(rendezvous.platform)
@@ -42,7 +45,60 @@ def allocate(rendezvous: agreed.Rendezvous, local: list[int], shared: bool) -> d
         module.load_kernels(ordinal)
         slabs[device_id] = slab
         rendezvous.records[device_id] = slab.records
-    return slabs
+    return slabs, total + rendezvous.ring_bytes
+
+
+def share(
+    rendezvous: agreed.Rendezvous,
+    prefix: str,
+    deadline: key_value_store.Deadline,
+    allocate: Callable[[list[int], bool], tuple[dict[int, Any], int]],
+    owners: list[Any],
+) -> tuple[dict[int, Any], dict[int, dict[int, int]]]:
+    """Allocates memory on all devices, which those of the same host can address.
+
+    Args:
+        rendezvous: that of the devices.
+        prefix: what the exchanges begin with.
+        deadline: when they time out.
+        allocate: (local device ids, whether other processes open it) -> memory by device id, and
+            the bytes of each.
+        owners: gets what owns the memory.
+
+    Returns:
+        The memory of each local device, and addresses, as from `open_peers`.
+
+    Raises:
+        Refused: there is none, on any process.
+    """
+    local, peers = agreed.devices_of_host(rendezvous)
+    shared = len(local) < len(peers)
+    own: dict[int, Any] = {}
+    handles: dict[int, str] = {}
+    addresses: dict[int, dict[int, int]] = {}
+    nbytes = 0
+
+    def allocate_all() -> dict[str, str]:
+        nonlocal nbytes
+        found, nbytes = allocate(local, shared)
+        own.update(found)
+        owners.extend(own.values())
+        return {str(i): memory.handle().hex() if shared else "" for i, memory in own.items()}
+
+    def open_all() -> None:
+        found, opened = open_peers(rendezvous, own, handles, nbytes)
+        addresses.update(found)
+        owners.extend(opened)
+
+    records = rendezvous.exchange(f"{prefix}slabs", allocate_all, deadline)
+    with key_value_store.reading("slabs"):
+        for ids, record in zip(agreed.device_ids_of(rendezvous), records, strict=True):
+            handles.update({i: record[str(i)] for i in ids})
+    rendezvous.exchange(f"{prefix}open", open_all, deadline)
+    if shared:
+        for memory in own.values():
+            memory.unlink()
+    return own, addresses
 
 
 def open_peers(
@@ -50,11 +106,8 @@ def open_peers(
 ) -> tuple[dict[int, dict[int, int]], list[Any]]:
     """Makes memory of every device of this host addressable on every local device.
 
-    Args:
-        rendezvous: that of the devices.
-        own: the memory of each local device, by device id.
-        handles: what other processes sent to open theirs, by device id.
-        nbytes: the size of each.
+    `own` is the memory of each local device, and `handles` what other processes sent to open
+    theirs, both by device id. Each has `nbytes`.
 
     Returns:
         The address of each peer's memory, by local device id and the peer's id, and the owners of

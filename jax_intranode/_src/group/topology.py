@@ -8,9 +8,9 @@ import contextlib
 import dataclasses
 import enum
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, Self
+from typing import Any
 
 from jax_intranode._src.group import nvml as nvml_lib
 from jax_intranode._src.selection import config
@@ -45,16 +45,6 @@ class LinkReport:
     switch_links: int
     peer_links: tuple[tuple[str, int], ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the report as a plain dict, the form in which processes exchange it."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Self:
-        """Returns the report from which `to_json` made `fields`."""
-        peers = tuple((bus_id, count) for bus_id, count in fields["peer_links"])
-        return cls(**fields | {"peer_links": peers})
-
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
@@ -82,12 +72,7 @@ class Topology:
 
 
 def matrix_lines(links: Sequence[Sequence[int]], names: Sequence[str] = ()) -> list[str]:
-    """Returns a matrix of link counts as lines, in the style of `nvidia-smi topo -m`.
-
-    Args:
-        links: link counts as `link_matrix` returns them.
-        names: what to add to each GPU's line.
-    """
+    """A matrix of link counts as lines, in the style of `nvidia-smi topo -m`."""
     if not links:
         return []
     lines = [" " * 5 + "".join(f"{f'GPU{j}':>6}" for j in range(len(links)))]
@@ -100,12 +85,9 @@ def matrix_lines(links: Sequence[Sequence[int]], names: Sequence[str] = ()) -> l
 
 
 def normalise_bus_id(bus_id: str) -> str:
-    """Returns a PCI bus id in lower case with an 8-digit domain.
+    """Returns a PCI bus id (domain:bus:device.function) in lower case with an 8-digit domain.
 
     NVML writes "00000000:06:00.0" where CUDA writes "0000:06:00.0".
-
-    Args:
-        bus_id: domain:bus:device.function, as either of the two writes it.
 
     Raises:
         ValueError: `bus_id` is not of that form.
@@ -118,17 +100,12 @@ def normalise_bus_id(bus_id: str) -> str:
 
 
 def read_links(bus_ids: Sequence[str] | None = None) -> list[LinkReport]:
-    """Reads the active NVLinks of this host's GPUs from NVML.
-
-    Args:
-        bus_ids: The GPUs to report, in this order; None for all of the host in NVML's order.
+    """Reads from NVML the active NVLinks of these GPUs, or of all of this host in its order.
 
     Returns:
         One report per GPU that NVML shows to this process; without NVML, none.
     """
-    with _nvml() as nvml:
-        if nvml is None:
-            return []
+    with contextlib.suppress(nvml_lib.Unavailable), nvml_lib.session() as nvml:
         handles = _handles_by_bus_id(nvml)
         wanted = list(handles) if bus_ids is None else [normalise_bus_id(b) for b in bus_ids]
         return [
@@ -136,20 +113,15 @@ def read_links(bus_ids: Sequence[str] | None = None) -> list[LinkReport]:
             for bus_id in wanted
             if bus_id in handles
         ]
+    return []
 
 
 def link_matrix(reports: Sequence[LinkReport]) -> tuple[tuple[int, ...], ...]:
-    """Counts the links between each pair of GPUs of one host.
+    """Counts the links between each pair of GPUs of one host: symmetric, with a zero diagonal.
 
     A direct link counts if both ends report it. Two GPUs with links to switches are linked through
     them, because a host's switches form one fabric. The GPU with fewer such links sets their
     number.
-
-    Args:
-        reports: One report per GPU.
-
-    Returns:
-        A symmetric matrix with a zero diagonal.
     """
     direct = [dict(report.peer_links) for report in reports]
 
@@ -165,11 +137,7 @@ def link_matrix(reports: Sequence[LinkReport]) -> tuple[tuple[int, ...], ...]:
 
 
 def classify(matrix: Sequence[Sequence[int]]) -> TopologyKind:
-    """Names the shape of a mesh, whatever the order of its GPUs.
-
-    Args:
-        matrix: Link counts as `link_matrix` returns them.
-    """
+    """Names the shape of a mesh with these link counts, whatever the order of its GPUs."""
     everyone = set(range(len(matrix)))
     if everyone and all(n == everyone - {i} for i, n in enumerate(neighbours(matrix))):
         return TopologyKind.FULLY_CONNECTED
@@ -177,11 +145,7 @@ def classify(matrix: Sequence[Sequence[int]]) -> TopologyKind:
 
 
 def neighbours(matrix: Sequence[Sequence[int]]) -> list[set[int]]:
-    """Returns for each GPU those that it is linked to.
-
-    Args:
-        matrix: Link counts as `link_matrix` returns them.
-    """
+    """Returns for each GPU those that it is linked to, from link counts."""
     return [{j for j, links in enumerate(row) if j != i and links} for i, row in enumerate(matrix)]
 
 
@@ -191,9 +155,6 @@ def relays(matrix: Sequence[Sequence[int]]) -> list[int] | None:
     In quads {0, 1, 2, 3} and {4, 5, 6, 7}, GPU 0 is linked to 1, 2, 3 and its relay 4. It lacks 5,
     6 and 7, to which 4 alone of its neighbours is linked. Of all graphs of eight GPUs with four
     neighbours each, exactly the hybrid cube meshes have this at every GPU.
-
-    Args:
-        matrix: Link counts as `link_matrix` returns them.
     """
     if len(matrix) != 8:
         return None
@@ -226,17 +187,6 @@ def topology() -> Topology:
     forced = config.get().topology
     kind = classify(links) if forced is None else TopologyKind(forced)
     return Topology(kind=kind, gpus=gpus, links=links, forced=forced is not None)
-
-
-@contextlib.contextmanager
-def _nvml() -> Iterator[ModuleType | None]:
-    """Holds NVML initialised; gives None where it is absent or cannot start."""
-    with contextlib.ExitStack() as stack:
-        try:
-            module = stack.enter_context(nvml_lib.session())
-        except nvml_lib.Unavailable:
-            module = None
-        yield module
 
 
 def _handles_by_bus_id(nvml: ModuleType) -> dict[str, Any]:
@@ -309,19 +259,12 @@ _LINK_BYTES_PER_S = 26.5625e9
 
 
 def read_facts(bus_id: str, device_kind: str) -> GpuFacts:
-    """Reads from NVML how fast a GPU is.
-
-    Args:
-        bus_id: Its PCI bus id.
-        device_kind: JAX's name of it.
-
-    Returns:
-        The facts; zeros where NVML is absent or does not report them.
-    """
-    with _nvml() as nvml:
-        handle = _handles_by_bus_id(nvml).get(normalise_bus_id(bus_id)) if nvml else None
-        if nvml is None or handle is None:
-            return GpuFacts(device_kind, (0, 0), 0, 0.0, 0.0, 0.0)
+    """Reads from NVML how fast a GPU is; zeros where NVML is absent or does not report it."""
+    unknown = GpuFacts(device_kind, (0, 0), 0, 0.0, 0.0, 0.0)
+    with contextlib.suppress(nvml_lib.Unavailable), nvml_lib.session() as nvml:
+        handle = _handles_by_bus_id(nvml).get(normalise_bus_id(bus_id))
+        if handle is None:
+            return unknown
 
         def ask(question: str, *arguments: Any) -> Any:
             try:
@@ -348,3 +291,4 @@ def read_facts(bus_id: str, device_kind: str) -> GpuFacts:
             # Two transfers per clock.
             memory_bytes_per_s=2 * memory_hz * ask("nvmlDeviceGetMemoryBusWidth") / 8,
         )
+    return unknown

@@ -1,5 +1,6 @@
 """Makes jaxprs: traces functions, and replaces equations."""
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,16 +37,7 @@ def new_equation(
     params: Any,
     scope: str,
 ) -> Any:
-    """An equation that has the source and the context of another one. 0.10.2 and later.
-
-    Args:
-        like: that equation.
-        primitive: the primitive.
-        invars: its operands.
-        outvars: its results.
-        params: its parameters.
-        scope: a named scope to put it in.
-    """
+    """An equation with the source, in one more scope, and the context of another. 0.10.2."""
     _, effects = primitive.abstract_eval(*(v.aval for v in invars), **params)
     source = source_in_scope(like, scope)
     return core.new_jaxpr_eqn(
@@ -79,6 +71,32 @@ def replaced_inside(equation: Any, rewrite: Callable[[Any], Any]) -> Any:
     if all(new[name] is value for name, value in equation.params.items()):
         return equation
     return equation.replace(params=new)
+
+
+class JaxprRewriter:
+    """Rewrites jaxprs, each of them once: lowering takes little longer, and shared functions stay.
+
+    Subclasses define `rewritten`.
+    """
+
+    def __init__(self) -> None:
+        # By identity. The first of each pair keeps the identity from being used again.
+        self._known: dict[int, tuple[Any, Any]] = {}
+
+    def rewritten(self, equations: Sequence[Any], results: Sequence[Any]) -> Sequence[Any]:
+        """The new equations of a jaxpr; those that stay are the same objects."""
+        raise NotImplementedError
+
+    def rewrite(self, jaxpr: Any) -> Any:
+        """The rewritten jaxpr, open or closed; the same object if nothing changes."""
+        known = self._known.get(id(jaxpr))
+        if known is None:
+            inner = jaxpr_walk.open_jaxpr(jaxpr)
+            new = self.rewritten(inner.eqns, inner.outvars)
+            same = len(new) == len(inner.eqns) and all(map(operator.is_, new, inner.eqns))
+            result = jaxpr if same else with_equations(jaxpr, new)
+            known = self._known[id(jaxpr)] = jaxpr, result
+        return known[1]
 
 
 def is_rewritten_inside(equation: Any) -> bool:

@@ -20,6 +20,11 @@ _COLLECTIVES = {
 }
 
 
+def _axes(equation: Any) -> tuple[Any, ...]:
+    axes = equation.params.get("axes", equation.params.get("axis_name", ()))
+    return tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
+
+
 @dataclass(frozen=True)
 class LaxCollective:
     """A collective of jax.lax.
@@ -54,9 +59,7 @@ def lax_collective(equation: Any) -> LaxCollective | None:
     operation = _COLLECTIVES.get(equation.primitive.name)
     if operation is None:
         return None
-    params = equation.params
-    axes = params.get("axes", params.get("axis_name"))
-    axes = axes if isinstance(axes, tuple) else (axes,)
+    params, axes = equation.params, _axes(equation)
     if not axes:
         return None
     dimension = params.get("all_gather_dimension", params.get("scatter_dimension", 0))
@@ -76,23 +79,14 @@ def lax_collective(equation: Any) -> LaxCollective | None:
 
 
 # lax's other primitives that communicate, and the public function of each.
+_OTHERS = ("pmax", "pmin", "ppermute", "pbroadcast", "psend", "precv", "ragged_all_to_all")
+_STARTED = _COLLECTIVES | {"pbroadcast": "pbroadcast", "ppermute": "ppermute"}
 _OTHER_COLLECTIVES = {
-    **{
-        name: name
-        for name in (
-            *("pmax", "pmin", "ppermute", "pbroadcast", "psend", "precv", "ragged_all_to_all"),
-        )
-    },
+    **dict(zip(_OTHERS, _OTHERS, strict=True)),
     "unreduced_pmax": "pmax",
     "unreduced_pmin": "pmin",
     "pbroadcast_dynamic": "pbroadcast",
-    **{
-        f"{name}_start": f"{function}_start"
-        for name, function in (
-            *_COLLECTIVES.items(),
-            *((name, name) for name in ("pbroadcast", "ppermute")),
-        )
-    },
+    **{f"{name}_start": f"{function}_start" for name, function in _STARTED.items()},
 }
 
 
@@ -104,9 +98,7 @@ def other_collective(equation: Any) -> tuple[str, tuple[Any, ...]] | None:
     operation = _OTHER_COLLECTIVES.get(equation.primitive.name)
     if operation is None:
         return None
-    axes = equation.params.get("axes", equation.params.get("axis_name", ()))
-    axes = axes if isinstance(axes, (tuple, list)) else (axes,)
-    named = tuple(axis for axis in axes if not isinstance(axis, int))
+    named = tuple(axis for axis in _axes(equation) if not isinstance(axis, int))
     return (operation, named) if named else None
 
 

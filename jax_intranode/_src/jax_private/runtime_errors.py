@@ -9,11 +9,10 @@ import jax
 def show_in_runtime_errors(shown: Callable[[str], str | None]) -> None:
     """Makes the text of a ``JaxRuntimeError`` begin with ours, whoever prints it.
 
+    `shown` turns XLA's text into ours, or into None if XLA's stays alone.
+
     0.10.2 to 0.12: the class is made by Python's C API, and its ``__str__`` can be replaced. Where
     that is refused, XLA's text stays as it is.
-
-    Args:
-        shown: from XLA's text to ours, or to None if XLA's stays alone.
     """
     error = jax.errors.JaxRuntimeError
     if getattr(error.__str__, "of_jax_intranode", False):

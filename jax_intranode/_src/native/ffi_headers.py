@@ -5,10 +5,7 @@ from pathlib import Path
 
 
 def version_in(include: Path) -> tuple[int, int]:
-    """Returns the major and the minor version.
-
-    Args:
-        include: the directory of jaxlib's headers.
+    """Returns the major and the minor version, from the directory of jaxlib's headers.
 
     Raises:
         ImportError: there is no such header, or it does not have the version.

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -77,32 +76,17 @@ def all_gather(
             leaf, axis_name, axis_index_groups=axis_index_groups, axis=axis, tiled=tiled, to=to
         )
 
+    def params_of(leaf: Any, size: int) -> AllGatherParams | str:
+        dimensions = leaf.ndim if tiled else leaf.ndim + 1
+        reason = collective.reason_of_dimension(
+            "axis", axis, leaf.ndim, -dimensions, dimensions - 1
+        )
+        return reason or AllGatherParams(axes, axis % dimensions, bool(tiled), size)
+
     reason = fallback.reason_of_axes(axes, axis_index_groups)
     if reason is None and to != "varying":
         reason = f"to={to!r}"
-    if reason is not None:
-        with fallback.to_lax("all_gather", reason):
-            return by_lax(x)
-    size = lax.psum(1, axes)
-
-    def gather(leaf: Any) -> Any:
-        reason = fallback.reason_of_array("all_gather", leaf, axes)
-        if reason is not None:
-            with fallback.to_lax("all_gather", reason):
-                return by_lax(leaf)
-        dimensions = leaf.ndim if tiled else leaf.ndim + 1
-        if not -dimensions <= axis < dimensions:
-            reason = (
-                f"axis is {axis}; with {leaf.ndim} dimensions it must be from {-dimensions} to "
-                f"{dimensions - 1}"
-            )
-            with fallback.to_lax("all_gather", reason, logged=False):
-                return by_lax(leaf)  # which raises the ValueError
-        params = AllGatherParams(axes, axis % dimensions, bool(tiled), size)
-        (result,) = collective.bind(all_gather_p, [leaf], params)
-        return result
-
-    return jax.tree.map(gather, x)
+    return collective.of_each_array(all_gather_p, x, axes, reason, by_lax, params_of)
 
 
 # Rules.

@@ -12,7 +12,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import (
     collective,
     collective_matmul,
@@ -34,6 +33,7 @@ from jax_intranode._src.ops.collective_matmul import (
 )
 from jax_intranode._src.ops.global_arrays import GlobalCall
 from jax_intranode._src.ops.matmul_arguments import MatmulCall
+from jax_intranode._src.selection.overlap.sizes import Sizes
 
 # The name, for policies of jax.checkpoint, of the gathered x that weight gradients need.
 GATHERED = "jax_intranode.gathered"
@@ -179,27 +179,18 @@ def all_gather_matmul(
         >>> bool(jnp.allclose(gate_and_up(x, w), x @ w * 3))
         True
     """
-    call = MatmulCall(
-        *("all_gather_matmul", x, w, axis_name, preferred_element_type, batch_axes, mesh),
-        lists=True,
-    )
-    return of_call(call, "gather_axis", gather_axis, return_gathered)
+    name = "all_gather_matmul"
+    call = MatmulCall(name, x, w, axis_name, preferred_element_type, batch_axes, mesh, lists=True)
+    return of_call(call, gather_axis, return_gathered)
 
 
-def of_call(call: MatmulCall, argument: str, gather_axis: Any, return_gathered: Any) -> Any:
-    """An all_gather_matmul, for a public function.
-
-    Args:
-        call: the call of the public function.
-        argument: its argument that gives `gather_axis`.
-        gather_axis: as in `all_gather_matmul`.
-        return_gathered: as in `all_gather_matmul`.
-    """
-    axis = matmul_arguments.dimension(call.name, argument, gather_axis, call.x.ndim)
+def of_call(call: MatmulCall, gather_axis: Any, return_gathered: Any) -> Any:
+    """An all_gather_matmul, for a public function."""
+    axis = matmul_arguments.dimension(call.name, "gather_axis", gather_axis, call.x.ndim)
     gathered = bool(return_gathered)
     if axis == call.x.ndim - 1:
         raise ValueError(
-            f"{call.name}: {argument} is {gather_axis}, the last dimension of x, of shape "
+            f"{call.name}: gather_axis is {gather_axis}, the last dimension of x, of shape "
             f"{call.x.shape}, which is contracted with w; gather another one, or call "
             "jax_intranode.all_gather and multiply"
         )
@@ -208,14 +199,7 @@ def of_call(call: MatmulCall, argument: str, gather_axis: Any, return_gathered: 
         reason = reason or matmul_arguments.reason_for_lax(
             "all_gather", call.axes, [x, *ws], [x], x.dtype
         )
-        params = GatherMatmulParams(
-            axes=call.axes,
-            axis=axis,
-            world_size=matmul_arguments.world_size("all_gather_matmul", call.axes),
-            dtype=call.dtype,
-            precision=trace_state.matmul_precision(),
-            gathered=gathered,
-        )
+        params = call.params(GatherMatmulParams, axis, gathered=gathered)
         reason = reason or _reason_of_types(x, ws, gathered)
         return _KIND.bind_or_fall_back([x, *ws], params, reason)
 
@@ -277,12 +261,17 @@ def request(x: Any, *ws: Any, params: GatherMatmulParams) -> overlapped_call.Req
     """The request for a custom call, from the operands' types, or why there is none."""
     if not ws:
         return "no matmul"
-    return overlapped_call.Request(
-        axis=params.axis,
+    sizes = Sizes(
+        "all_gather_matmul",
         outer=math.prod(x.shape[: params.axis]),
         rows=math.prod(x.shape[params.axis : -1]),
         ks=(x.shape[-1],),
         ns=tuple(w.shape[0 if params.transposed else 1] for w in ws),
+        world_size=params.world_size,
+    )
+    return overlapped_call.Request(
+        sizes,
+        params.axis,
         dtypes=(x.dtype, *(w.dtype for w in ws), params.dtype),
         precision=params.precision,
         transposed=params.transposed,
@@ -332,12 +321,11 @@ def _jvp(
 def _transpose(
     cotangents: Sequence[Any], x: Any, *ws: Any, params: GatherMatmulParams
 ) -> list[Any]:
-    nonzero = [None if type(ct) is ad.Zero else ct for ct in cotangents]
-    of_products = nonzero[: len(ws)]
+    of_products, of_gathered = cotangents[: len(ws)], cotangents[len(ws) :]
     none_of_ws: list[Any] = [None] * len(ws)
     if ad.is_undefined_primal(x):
-        terms = [(ct, w) for ct, w in zip(of_products, ws, strict=True) if ct is not None]
-        addend = [ct for ct in nonzero[len(ws) :] if ct is not None]
+        terms = [(ct, w) for ct, w in zip(of_products, ws, strict=True) if type(ct) is not ad.Zero]
+        addend = [ct for ct in of_gathered if type(ct) is not ad.Zero]
         if not terms and not addend:
             return [ad.Zero(x.aval.to_ct_aval()), *none_of_ws]
         (ct_x,) = matmul_reduce_scatter_p.bind(
@@ -354,15 +342,7 @@ def _transpose(
         return [ct_x, *none_of_ws]
     # Linear in the matrices. Only jax.linear_transpose asks for that: see `_jvp`.
     (whole,) = all_gather_matmul_p.bind(x, params=replace(params, gathered=True))
-    return [
-        None,
-        *(
-            local_matmuls.wgrad_dot(whole, ct, w.aval.dtype, params.precision, params.transposed)
-            if ad.is_undefined_primal(w) and ct is not None
-            else None
-            for ct, w in zip(of_products, ws, strict=True)
-        ),
-    ]
+    return [None, *collective_matmul.wgrads(whole, of_products, ws, params)]
 
 
 # Batching: a batch of xs is one more dimension of x.

@@ -93,12 +93,15 @@ def all_to_all(
         dimensions = np.ndim(leaf)
         why = reason or fallback.reason_of_array("all_to_all", leaf, axes)
         for name, axis in (("split_axis", split_axis), ("concat_axis", concat_axis)):
-            if not -dimensions <= axis < dimensions:
-                with fallback.to_lax("all_to_all", why or _no_dimension(name, axis, dimensions)):
+            wrong = collective.reason_of_dimension(
+                name, axis, dimensions, -dimensions, dimensions - 1
+            )
+            if wrong is not None:
+                with fallback.to_lax("all_to_all", why or wrong):
                     return by_lax(leaf, split_axis, concat_axis)  # which raises the error
         # Also for lax: that of jax 0.10 does not know negative ones.
         split, concat = split_axis % dimensions, concat_axis % dimensions
-        why = why or _reason_of_length(leaf, split, size, tiled)
+        why = why or collective.reason_of_length(leaf, split, size, tiled)
         if why is not None:
             with fallback.to_lax("all_to_all", why):
                 return by_lax(leaf, split, concat)
@@ -111,28 +114,6 @@ def all_to_all(
         return lax.squeeze(result, (split,))
 
     return jax.tree.map(exchange, x)
-
-
-def _no_dimension(name: str, axis: int, dimensions: int) -> str:
-    """The reason for an argument that names no dimension of an array of so many dimensions."""
-    if dimensions == 0:
-        return "x has no dimensions"
-    return (
-        f"{name} is {axis}; with {dimensions} dimensions it must be from {-dimensions} to "
-        f"{dimensions - 1}"
-    )
-
-
-def _reason_of_length(x: Any, split: int, size: int, tiled: bool) -> str | None:
-    """Why a dimension can't be divided among the ranks. lax raises the ValueError."""
-    length = x.shape[split]
-    if length % size == 0 and (tiled or length == size):
-        return None
-    needed = f"a multiple of {size}" if tiled else f"{size}, or pass tiled=True"
-    return (
-        f"x has the shape {x.shape}; with {size} ranks, the length of its dimension {split} must "
-        f"be {needed}"
-    )
 
 
 def _bind(x: Any, axes: tuple[str, ...], split: int, concat: int, size: int) -> Any:

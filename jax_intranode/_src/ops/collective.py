@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,16 +31,29 @@ from jax_intranode._src.selection import config, select, table, tuning
 
 
 @dataclass(frozen=True)
-class PsumParams:
-    """Parameters of `psum_p`, which sums arrays of one dtype.
+class Params:
+    """What the parameters of all collectives have in common.
 
     Attributes:
         axes: the mesh axes.
+    """
+
+    axes: tuple[str, ...]
+
+    def by_lax(self, xs: Sequence[Any]) -> list[Any]:
+        """What jax.lax computes instead of the primitive."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class PsumParams(Params):
+    """Parameters of `psum_p`, which sums arrays of one dtype.
+
+    Attributes:
         invariant: whether the results no longer vary over the axes (check_vma=True). lax has a
             primitive for each case, and finds out by itself which one applies.
     """
 
-    axes: tuple[str, ...]
     invariant: bool
 
     def by_lax(self, xs: Sequence[Any]) -> list[Any]:
@@ -48,17 +61,15 @@ class PsumParams:
 
 
 @dataclass(frozen=True)
-class PsumScatterParams:
+class PsumScatterParams(Params):
     """Parameters of `psum_scatter_p`, which sums one array.
 
     Attributes:
-        axes: the mesh axes.
         dimension: the dimension that is scattered.
         tiled: whether the dimension stays, or is dropped.
         world_size: number of ranks.
     """
 
-    axes: tuple[str, ...]
     dimension: int
     tiled: bool
     world_size: int
@@ -71,17 +82,15 @@ class PsumScatterParams:
 
 
 @dataclass(frozen=True)
-class AllGatherParams:
+class AllGatherParams(Params):
     """Parameters of `all_gather_p`, which gathers one array.
 
     Attributes:
-        axes: the mesh axes.
         axis: the dimension of the result along which the shards lie.
         tiled: whether the shards are concatenated along it, or stacked.
         world_size: number of ranks.
     """
 
-    axes: tuple[str, ...]
     axis: int
     tiled: bool
     world_size: int
@@ -91,38 +100,21 @@ class AllGatherParams:
 
 
 @dataclass(frozen=True)
-class AllToAllParams:
+class AllToAllParams(Params):
     """Parameters of `all_to_all_p`, which exchanges parts of one array. No dimension comes or goes.
 
     Attributes:
-        axes: the mesh axes.
         split: the dimension that is divided among the ranks.
         concat: the dimension along which the parts of all ranks are concatenated.
         world_size: number of ranks.
     """
 
-    axes: tuple[str, ...]
     split: int
     concat: int
     world_size: int
 
     def by_lax(self, xs: Sequence[Any]) -> list[Any]:
         return [lax.all_to_all(x, self.axes, self.split, self.concat, tiled=True) for x in xs]
-
-
-class Params(Protocol):
-    """What the functions below need of the parameters of any collective.
-
-    Attributes:
-        axes: the mesh axes.
-    """
-
-    @property
-    def axes(self) -> tuple[str, ...]: ...
-
-    def by_lax(self, xs: Sequence[Any]) -> list[Any]:
-        """What jax.lax computes instead of the primitive."""
-        ...
 
 
 psum_p = OpPrimitive("psum")
@@ -135,11 +127,7 @@ all_to_all_p = OpPrimitive("all_to_all")
 
 
 def integer(operation: str, name: str, value: Any) -> int:
-    """An argument that names a dimension.
-
-    Raises:
-        TypeError: it is not an integer, or its value is not known while tracing.
-    """
+    """An argument that names a dimension. TypeError: it is no integer, or it is traced."""
     try:
         return int(operator.index(value))
     except jax.errors.TracerIntegerConversionError:
@@ -179,6 +167,57 @@ def bind_or_fall_back(primitive: OpPrimitive, x: Any, params: Params) -> Any:
     else:
         (result,) = bind(primitive, [x], params)
     return result
+
+
+def of_each_array(
+    primitive: OpPrimitive,
+    x: Any,
+    axes: tuple[Hashable, ...],
+    reason: str | None,
+    by_lax: Callable[[Any], Any],
+    params_of: Callable[[Any, int], Params | str],
+) -> Any:
+    """A public function of a pytree, each of whose arrays is communicated alone.
+
+    `reason` is why lax runs all of the call, and `params_of` has the parameters for an array and
+    the number of ranks, or why lax runs that one.
+    """
+    operation = primitive.operation
+    if reason is not None:
+        with fallback.to_lax(operation, reason):
+            return by_lax(x)
+    size = lax.psum(1, axes)
+
+    def of_array(leaf: Any) -> Any:
+        found = fallback.reason_of_array(operation, leaf, axes) or params_of(leaf, size)
+        if isinstance(found, str):
+            with fallback.to_lax(operation, found):
+                return by_lax(leaf)
+        (result,) = bind(primitive, [leaf], found)
+        return result
+
+    return jax.tree.map(of_array, x)
+
+
+def reason_of_dimension(name: str, value: int, ndim: int, least: int, most: int) -> str | None:
+    """Why an argument names no dimension of an array of so many. lax raises the ValueError."""
+    if least <= value <= most:
+        return None
+    if least > most:
+        return "x has no dimensions"
+    return f"{name} is {value}; with {ndim} dimensions it must be from {least} to {most}"
+
+
+def reason_of_length(x: Any, dimension: int, size: int, tiled: bool) -> str | None:
+    """Why a dimension can't be divided among the ranks. lax raises the ValueError."""
+    length = x.shape[dimension]
+    if length % size == 0 and (tiled or length == size):
+        return None
+    needed = f"a multiple of {size}" if tiled else f"{size}, or pass tiled=True"
+    return (
+        f"x has the shape {x.shape}; with {size} ranks, the length of its dimension {dimension} "
+        f"must be {needed}"
+    )
 
 
 # Selection.
@@ -271,11 +310,11 @@ def lower_to_lax(
         RuntimeError: JAX_INTRANODE_STRICT=1, and lax runs it although it might be slower.
     """
     if selected.cause != select.NOT_FASTER:
-        fallback.refuse_if_strict(primitive.operation, selected.reason, call_sites.caller)
+        fallback.refuse_if_strict(primitive.operation, selected.reason)
     if selected.logged:
         counts.fell_back(primitive.operation, selected.reason)
     else:
-        fallback.log(primitive.operation, selected.reason, call_sites.caller)
+        fallback.log(primitive.operation, selected.reason)
     return list(mlir.lower_fun(lambda *vs: params.by_lax(vs), True)(ctx, *xs))
 
 
@@ -291,15 +330,8 @@ def lower_to_call(
 ) -> list[Any]:
     """Emits our custom call.
 
-    Args:
-        ctx: the context of the lowering rule.
-        primitive: the operation.
-        xs: the operands.
-        mesh: the mesh.
-        axes: the axes of the operation.
-        selected: the algorithm.
-        communicated: the types of the operands that are sent; None: all of them.
-        attributes: what the operation's handler gets besides.
+    `communicated` are the types of the operands that are sent (None: all of them), and `attributes`
+    what the operation's handler gets besides.
     """
     assert mesh is not None  # or lax would run it
     partition = partition_lib.partition(mesh, axes)
@@ -331,6 +363,12 @@ def site_of(ctx: Any, operation: str) -> str:
     return site
 
 
+def arranged(ctx: Any, arrange: Callable[[Any], Any], x: Any, aval: Any, result: Any) -> list[Any]:
+    """Emits a function that arranges the elements of an array, from one type to another."""
+    lowered = mlir.lower_fun(arrange, multiple_results=False)
+    return list(lowered(ctx.replace(avals_in=[aval], avals_out=[result]), x))
+
+
 def stack_parts(x: Any, dimension: int, size: int) -> Any:
     """Divides a dimension among the ranks, and stacks their parts along a first dimension."""
     part = (*x.shape[:dimension], x.shape[dimension] // size, *x.shape[dimension + 1 :])
@@ -339,6 +377,12 @@ def stack_parts(x: Any, dimension: int, size: int) -> Any:
 
 
 # Rules.
+
+
+def invariant_over(aval: Any, axes: Sequence[str]) -> Any:
+    """The type of an array that no longer varies over these axes."""
+    kind = aval.manual_axis_type
+    return aval.update(manual_axis_type=kind.update(varying=kind.varying - set(axes)))
 
 
 def jvp(
@@ -377,8 +421,7 @@ def batch_over_hidden_axis(
 ) -> tuple[list[Any], list[Any]]:
     """Batches a collective over an axis of vmap that hides the mesh axis of its name: lax runs it.
 
-    Args:
-        out_dim: the batch dimension of lax's results; None if they have none.
+    `out_dim` is the batch dimension of lax's results; None if they have none.
     """
     mapped = jax.vmap(
         lambda *xs: params.by_lax(xs),
@@ -430,9 +473,9 @@ def register(
         weak = {} if keeps_weak_type else {"weak_type": False}
         return [x.update(shape=tuple(shape(list(x.shape), params)), **weak)]
 
-    def decide(site: LoweringSite, avals: Sequence[Any], params: Any, traced_over: Any) -> Decision:
+    def decide(site: LoweringSite, avals: Sequence[Any], params: Any) -> Decision:
         (aval,) = avals
-        reason = site.reason_for_lax(traced_over)
+        reason = site.reason_for_lax()
         if reason is not None:
             selected = select.Selection("lax", reason)
         else:
@@ -450,8 +493,7 @@ def register(
                     lambda v: divide(v, params), jax.ShapeDtypeStruct(aval.shape, aval.dtype)
                 )
                 parts = aval.update(shape=divided.shape)
-                arrange = mlir.lower_fun(lambda v: divide(v, params), multiple_results=False)
-                (x,) = arrange(ctx.replace(avals_out=[parts]), x)
+                (x,) = arranged(ctx, lambda v: divide(v, params), x, aval, parts)
             call = ctx.replace(
                 avals_in=[aval if divide is None else parts],
                 avals_out=[result if join is None else parts],
@@ -459,10 +501,7 @@ def register(
             found = lower_to_call(call, primitive, [x], site.mesh, params.axes, selected)
             if join is None:
                 return found
-            arrange = mlir.lower_fun(
-                lambda v: join(v, result.shape, params), multiple_results=False
-            )
-            return list(arrange(ctx.replace(avals_in=[parts]), *found))
+            return arranged(ctx, lambda v: join(v, result.shape, params), found[0], parts, result)
 
         return Decision(lower, lambda: [operation_of(primitive, avals, selected)])
 

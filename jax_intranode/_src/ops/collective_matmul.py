@@ -29,7 +29,6 @@ from jax_intranode._src.ops import (
 )
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import Decision, Operation, OpPrimitive, nbytes
-from jax_intranode._src.selection import select
 
 # The primitives, and their parameters.
 
@@ -161,10 +160,10 @@ Collective = tuple[OpPrimitive, collective.Params]
 Communicate = Callable[[Any], Any]
 
 
-def bound_as_traced(of: Collective, traced_over: tuple[int, ...] | None) -> Communicate:
-    """The collective as a function for the lowering of a call traced over these devices."""
+def bound_at(site: LoweringSite, of: Collective) -> Communicate:
+    """The collective as a function, for the lowering of a call at this site."""
     primitive, params = of
-    return lambda v: primitive.bind_as_traced(v, params=params, traced_over=traced_over)[0]
+    return lambda v: primitive.bind_at(site, v, params=params)[0]
 
 
 def by_lax(operation: str, reason: str, params: collective.Params) -> Communicate:
@@ -189,7 +188,6 @@ class Kind:
             summed.
         request: (types of the operands, params) -> the request for a custom call, or why there is
             none.
-        overlapped_as: the operation of the custom call, if it is not that of the primitive.
         then: params -> the collective that follows the custom call; None if none does.
     """
 
@@ -198,54 +196,43 @@ class Kind:
     unfused: Callable[..., list[Any]]
     communicated: Callable[[Sequence[Any], Any], Any]
     request: Callable[..., overlapped_call.Request | str]
-    overlapped_as: str | None = None
     then: Callable[[Any], Collective] | None = None
 
-    def decide(
-        self, site: LoweringSite, avals: Sequence[Any], params: MatmulParams, traced_over: Any
-    ) -> Decision:
+    def decide(self, site: LoweringSite, avals: Sequence[Any], params: MatmulParams) -> Decision:
         """What a call runs as: one overlapped custom call, or products and a collective."""
         request = self.request(*avals, params=params)
-        operation = self.overlapped_as or self.primitive.operation
-        found = (
-            request
-            if isinstance(request, str)
-            else overlapped_call.find(operation, site, traced_over, params.axes, request)
-        )
+        found = overlapped_call.find(site, params.axes, request)
         if isinstance(found, str):
-            return self._decide_unfused(site, avals, params, traced_over, why=found)
+            return self._decide_unfused(site, avals, params, why=found)
         communicated = self.communicated(avals, params)
-        selected = select.Selection(found.operation, found.reason)
+        selected = found.selection
         own = Operation(self.primitive.operation, list(avals), nbytes(communicated), selected)
         if self.then is None:
             return Decision(mlir.lower_fun(found), lambda: [own], is_overlapped=True)
         then, its_params = self.then(params)
-        part = communicated.update(shape=(found.request.rows, *found.request.ns))
+        part = communicated.update(shape=(found.request.sizes.rows, *found.request.sizes.ns))
 
         def compute(*operands: Any) -> list[Any]:
             (result,) = found(*operands)
-            last = bound_as_traced((then, its_params), traced_over)
-            return [last(result).reshape(communicated.shape)]
+            (last,) = then.bind_at(site, result, params=its_params)
+            return [last.reshape(communicated.shape)]
 
         def operations() -> list[Operation]:
-            return [own, *then.explain(site, [part], params=its_params, traced_over=traced_over)]
+            after = then.decide(site, [part], its_params)
+            return [own, *after.operations()]
 
         return Decision(mlir.lower_fun(compute), operations, is_overlapped=True)
 
     def _decide_unfused(
-        self,
-        site: LoweringSite,
-        avals: Sequence[Any],
-        params: MatmulParams,
-        traced_over: Any,
-        why: str,
+        self, site: LoweringSite, avals: Sequence[Any], params: MatmulParams, why: str
     ) -> Decision:
         own, its_params = self.of(params)
-        communicate = bound_as_traced((own, its_params), traced_over)
+        communicate = bound_at(site, (own, its_params))
 
         def operations() -> list[Operation]:
             sent = self.communicated(avals, params)
-            (found,) = own.explain(site, [sent], params=its_params, traced_over=traced_over)
+            decision = own.decide(site, [sent], its_params)
+            (found,) = decision.operations()
             if len(avals) == 1:  # dead code elimination has left nothing to multiply
                 return [Operation(own.operation, list(avals), nbytes(sent), found.selected)]
             order = "before" if own is collective.all_gather_p else "after"
@@ -305,7 +292,27 @@ class Kind:
         return results, [0] * len(results)
 
 
+def wgrads(whole: Any, cts: Sequence[Any], ws: Sequence[Any], params: MatmulParams) -> list[Any]:
+    """Weight gradients of products of one x, for the ws that are not known."""
+    return [
+        local_matmuls.wgrad_dot(whole, ct, w.aval.dtype, params.precision, params.transposed)
+        if ad.is_undefined_primal(w) and type(ct) is not ad.Zero
+        else None
+        for ct, w in zip(cts, ws, strict=True)
+    ]
+
+
 # Rules of matmul_reduce_scatter and matmul_all_reduce, which sum products.
+
+
+def total(operands: Sequence[Any], params: SumMatmulParams) -> Any:
+    """The type of the sum of products on a rank."""
+    dtype = np.dtype(params.dtype)
+    if params.terms == 0:
+        return operands[0].update(dtype=dtype, weak_type=False)
+    x, w = operands[0], operands[params.terms]
+    shape = local_matmuls.dot_shape(x, w, params.transposed)
+    return x.update(shape=shape, dtype=dtype, weak_type=False)
 
 
 def jvp_of_sum(
@@ -357,13 +364,8 @@ def batch_of_sum(
     operands: Sequence[Any],
     dims: Sequence[Any],
     params: SumMatmulParams,
-    batched: SumMatmulParams,
 ) -> tuple[list[Any], list[Any]]:
-    """Batches a sum of products.
-
-    If all xs and the addend are batched and no matrix is, the batch becomes their first dimension,
-    and the primitive is bound with the parameters `batched`.
-    """
+    """Batches a sum of products: a batch of all xs becomes the first dimension of the sum."""
     # A batch that is itself spread over mesh axes (vmap's spmd_axis_name) varies over them.
     operands = matmul_arguments.varying_alike(operands, ())
     if name in params.axes:
@@ -372,4 +374,6 @@ def batch_of_sum(
     if any(d is not None for d in ws) or None in (*xs, *addend):
         return kind.batch_unfused(size, operands, dims, [0], params)
     moved = [v if d is None else jnp.moveaxis(v, d, 0) for v, d in zip(operands, dims, strict=True)]
-    return kind.primitive.bind(*moved, params=batched), [0]
+    if kind.primitive is matmul_reduce_scatter_p:
+        params = dataclasses.replace(params, axis=params.axis + 1)
+    return kind.primitive.bind(*moved, params=params), [0]

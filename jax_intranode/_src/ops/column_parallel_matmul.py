@@ -19,6 +19,7 @@ from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import (
     all_gather_matmul,
     collective,
+    collective_matmul,
     fallback,
     local_matmuls,
     matmul_arguments,
@@ -130,16 +131,10 @@ def column_parallel_matmul(
     name = "column_parallel_matmul"
     call = MatmulCall(name, x, w, axis_name, preferred_element_type, batch_axes, mesh, lists=True)
     if gather_axis is not None:
-        return all_gather_matmul.of_call(call, "gather_axis", gather_axis, False)
+        return all_gather_matmul.of_call(call, gather_axis, False)
 
     def of_ranks(x: Any, *ws: Any, reason: str | None) -> list[Any]:
-        params = MatmulParams(
-            axes=call.axes,
-            axis=0,
-            world_size=matmul_arguments.world_size(name, call.axes),
-            dtype=call.dtype,
-            precision=trace_state.matmul_precision(),
-        )
+        params = call.params(MatmulParams, 0)
         over = jax.typeof(x).manual_axis_type.varying
         if not trace_state.check_vma() or over.intersection(call.axes):
             return _products(x, *ws, params=params)  # whose gradients need no sum here
@@ -186,10 +181,8 @@ def _abstract_eval(x: Any, *ws: Any, params: MatmulParams) -> list[Any]:
     ]
 
 
-def _decide(
-    site: LoweringSite, avals: Sequence[Any], params: MatmulParams, traced_over: Any
-) -> Decision:
-    del site, avals, traced_over  # nothing is sent
+def _decide(site: LoweringSite, avals: Sequence[Any], params: MatmulParams) -> Decision:
+    del site, avals  # nothing is sent
     return Decision(mlir.lower_fun(partial(_products, params=params)), lambda: [])
 
 
@@ -231,15 +224,7 @@ def _transpose(cotangents: Sequence[Any], x: Any, *ws: Any, params: MatmulParams
         )
         return [ct_x, *[None] * len(ws)]
     whole = collective.varying(x, params.axes)
-    return [
-        None,
-        *(
-            local_matmuls.wgrad_dot(whole, ct, w.aval.dtype, params.precision, params.transposed)
-            if ad.is_undefined_primal(w) and type(ct) is not ad.Zero
-            else None
-            for ct, w in zip(cotangents, ws, strict=True)
-        ),
-    ]
+    return [None, *collective_matmul.wgrads(whole, cotangents, ws, params)]
 
 
 # Batching: a batch of xs is one more dimension of x.
@@ -262,15 +247,11 @@ def _batch(
 # Registration.
 
 
-def _needed(used: list[bool], params: MatmulParams) -> tuple[list[bool], MatmulParams]:
-    return [True, *used], params
-
-
 column_parallel_matmul_p.register(
     abstract_eval=_abstract_eval,
     decide=_decide,
     jvp=_jvp,
     transpose=_transpose,
     batch=_batch,
-    needed=_needed,
+    needed=lambda used, params: ([True, *used], params),
 )

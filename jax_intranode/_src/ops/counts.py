@@ -16,13 +16,7 @@ _fallbacks: Counter[tuple[str, str]] = Counter()
 
 
 def lowered(operation: str, algorithm: str, nbytes: int) -> None:
-    """Counts an operation of ours in a program.
-
-    Args:
-        operation: its name.
-        algorithm: what runs it.
-        nbytes: bytes of the array that a device gathers or sums.
-    """
+    """Counts an operation of ours in a program, which gathers or sums `nbytes` on a device."""
     with _lock:
         _lowered[operation, algorithm] += 1
         _nbytes[operation, algorithm] += nbytes
@@ -38,11 +32,7 @@ Counts = tuple[Counter[tuple[str, str]], Counter[tuple[str, str]], Counter[tuple
 
 
 def take(reset: bool) -> Counts:
-    """The counts: operations and bytes of what was lowered, and fallbacks.
-
-    Args:
-        reset: whether they begin anew.
-    """
+    """The counts: operations and bytes of what was lowered, and fallbacks; they may begin anew."""
     with _lock:
         all_counts = (_lowered, _nbytes, _fallbacks)
         taken = (Counter(_lowered), Counter(_nbytes), Counter(_fallbacks))

@@ -55,27 +55,23 @@ def reason_of_hidden_axis(name: Hashable) -> str:
 
 
 def reason_of_array(operation: str, x: Any, axes: tuple[Hashable, ...]) -> str | None:
-    """Why lax runs a collective of this operand.
-
-    lax has rules of its own for constants, and refuses references.
-    """
-    if not isinstance(x, jax.core.Tracer):
-        return CONSTANT
-    if not isinstance(jax.typeof(x), ShapedArray):
-        return "not an array"
-    return reason_of_types([x], [x], axes) or select.unsupported_dtype(operation, x.dtype.name)
+    """Why lax runs a collective of this operand."""
+    reason = reason_of_operands([x], [x], axes)
+    return reason or select.unsupported_dtype(operation, x.dtype.name)
 
 
-def reason_of_types(
+def reason_of_operands(
     operands: Sequence[Any], communicated: Sequence[Any], axes: tuple[Hashable, ...]
 ) -> str | None:
-    """Why lax runs a collective of operands that vary over mesh axes as these do.
+    """Why lax runs a call of these operands.
 
-    Args:
-        operands: all operands of the call.
-        communicated: the operands from which the gathered or summed array is computed.
-        axes: the axes of the collective.
+    `communicated` are those from which the gathered or summed array is computed. lax has rules of
+    its own for constants, and refuses references.
     """
+    if not any(isinstance(v, jax.core.Tracer) for v in communicated):
+        return CONSTANT
+    if not all(isinstance(jax.typeof(v), ShapedArray) for v in operands):
+        return "not an array"
     types = [jax.typeof(v).manual_axis_type for v in operands]
     if any(t.unreduced or t.reduced for t in types):
         return "an operand that is unreduced or reduced over mesh axes"
@@ -98,20 +94,15 @@ def _names(axes: Sequence[Hashable]) -> str:
 def to_lax(operation: str, reason: str, logged: bool = True, sends: bool = True) -> Iterator[None]:
     """The context in which lax's function is called in place of ours.
 
-    It records the reason in the jaxpr (see `scope`) and, if `logged`, in the log. It adds to lax's
-    errors which function was called, and for an unbound axis how an axis is bound.
-
-    Args:
-        operation: the operation.
-        reason: why lax runs it.
-        logged: whether this is a fallback. False: lax is only asked.
-        sends: whether there is anything to send.
+    It records the reason in the jaxpr (see `scope`) and, if `logged`, in the log: otherwise lax is
+    only asked. It adds to lax's errors which function was called, and for an unbound axis how an
+    axis is bound. `sends` says whether there is anything to send.
 
     Raises:
         RuntimeError: JAX_INTRANODE_STRICT=1, and something is sent. An error of lax comes first.
     """
     if logged:
-        log(operation, reason, call_sites.caller)
+        log(operation, reason)
     try:
         with scope(operation, reason):
             yield
@@ -133,7 +124,7 @@ def to_lax(operation: str, reason: str, logged: bool = True, sends: bool = True)
             )
         raise
     if logged and sends:
-        refuse_if_strict(operation, reason, call_sites.caller)
+        refuse_if_strict(operation, reason)
 
 
 def scope(operation: str, reason: str) -> Any:
@@ -147,20 +138,11 @@ def parse_scope(name: str) -> tuple[str, str] | None:
     return None if match is None else (match[1], match[2])
 
 
-def refuse_if_strict(operation: str, reason: str, call_site: Any) -> None:
-    """Raises the error of a fallback, if JAX_INTRANODE_STRICT=1.
-
-    Args:
-        operation: the operation.
-        reason: why lax runs it.
-        call_site: a function that returns the call site.
-
-    Raises:
-        RuntimeError: it is set.
-    """
+def refuse_if_strict(operation: str, reason: str) -> None:
+    """Raises RuntimeError, the error of a fallback, if JAX_INTRANODE_STRICT=1."""
     if config.get().is_strict:
         raise RuntimeError(
-            f"jax_intranode.{operation} at {call_site()} falls back to jax.lax: {reason}. "
+            f"jax_intranode.{operation} at {call_sites.caller()} falls back to jax.lax: {reason}. "
             "JAX_INTRANODE_STRICT=1 makes this an error. Fix the cause, call the function of "
             "jax.lax instead, or unset the variable."
         )
@@ -169,17 +151,11 @@ def refuse_if_strict(operation: str, reason: str, call_site: Any) -> None:
 _logged: set[tuple[str, str, str]] = set()
 
 
-def log(operation: str, reason: str, call_site: Any) -> None:
-    """Counts a fallback, and logs it once for each call site and reason.
-
-    Args:
-        operation: the operation.
-        reason: why lax runs it.
-        call_site: a function that returns the call site; called only if the line is wanted.
-    """
+def log(operation: str, reason: str) -> None:
+    """Counts a fallback, and logs it once for each call site and reason."""
     counts.fell_back(operation, reason)
     if _log.isEnabledFor(logging.INFO):
-        line = (operation, call_site(), reason)
+        line = (operation, call_sites.caller(), reason)
         if line not in _logged:
             _logged.add(line)
             _log.info("%s at %s falls back to jax.lax: %s.", *line)

@@ -60,11 +60,7 @@ class GlobalCall:
         return spec
 
     def check_divisible(self, name: str, shape: Sequence[int], spec: Spec) -> None:
-        """Checks that an array can be divided.
-
-        Raises:
-            ValueError: a dimension is not a multiple of the number of its parts.
-        """
+        """Raises ValueError if a dimension is not a multiple of the number of its parts."""
         for dimension, (length, axes) in enumerate(zip(shape, spec, strict=True)):
             parts = math.prod(self.sizes[axis] for axis in axes)
             if length % parts:
@@ -81,13 +77,7 @@ class GlobalCall:
         out_specs: Sequence[Spec],
         check_vma: bool = True,
     ) -> list[Any]:
-        """Runs a function of the ranks' shards.
-
-        Args:
-            body: (*shards) -> list of the results' shards.
-            operands: name, array and spec of each operand.
-            out_specs: the specs of the results.
-            check_vma: as in ``jax.shard_map``.
+        """Runs a function of the ranks' shards, with name, array and spec of each operand.
 
         Raises:
             ValueError: an operand can't be divided, or its type says that it is sharded over `axes`
@@ -134,12 +124,6 @@ class GlobalCall:
 
 def find(operation: str, axis_name: Any, batch_axes: Any, mesh: Any) -> GlobalCall | None:
     """The call on global arrays, if it is one; None where its axes are bound already.
-
-    Args:
-        operation: the public function, for messages.
-        axis_name: its argument.
-        batch_axes: its argument.
-        mesh: its argument.
 
     Raises:
         TypeError: `mesh` is not a mesh.

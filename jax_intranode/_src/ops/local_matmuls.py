@@ -101,12 +101,3 @@ def sum_of_dots(
     for summand in summands[1:]:
         total = total + summand
     return total.astype(dtype)
-
-
-def sum_of_dots_aval(operands: Sequence[Any], terms: int, dtype: Any, transposed: bool) -> Any:
-    """The type of `sum_of_dots`."""
-    if terms == 0:
-        return operands[0].update(dtype=np.dtype(dtype), weak_type=False)
-    x, w = operands[0], operands[terms]
-    shape = dot_shape(x, w, transposed)
-    return x.update(shape=shape, dtype=np.dtype(dtype), weak_type=False)

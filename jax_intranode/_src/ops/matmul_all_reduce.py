@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import (
+    collective,
     collective_matmul,
     local_matmuls,
     matmul_arguments,
@@ -93,11 +95,8 @@ def matmul_all_reduce(
         >>> bool(jnp.allclose(y, x @ w))
         True
     """
-    return of_call(
-        MatmulCall(
-            *("matmul_all_reduce", x, w, axis_name, preferred_element_type, batch_axes, mesh)
-        )
-    )
+    name = "matmul_all_reduce"
+    return of_call(MatmulCall(name, x, w, axis_name, preferred_element_type, batch_axes, mesh))
 
 
 def of_call(call: MatmulCall) -> Any:
@@ -107,14 +106,7 @@ def of_call(call: MatmulCall) -> Any:
         reason = reason or matmul_arguments.reason_for_lax(
             "psum", call.axes, [x, w], [x, w], call.dtype
         )
-        params = AllReduceMatmulParams(
-            axes=call.axes,
-            axis=0,
-            world_size=matmul_arguments.world_size("matmul_all_reduce", call.axes),
-            dtype=call.dtype,
-            precision=trace_state.matmul_precision(),
-            invariant=trace_state.check_vma(),
-        )
+        params = call.params(AllReduceMatmulParams, 0, invariant=trace_state.check_vma())
         return _KIND.bind_or_fall_back([x, w], params, reason)
 
     def specs(of_global: GlobalCall, rows: list[Any]) -> tuple[Any, Any, list[Any]]:
@@ -138,17 +130,9 @@ def _psum(params: AllReduceMatmulParams) -> Collective:
 # Abstract evaluation.
 
 
-def _total(operands: Sequence[Any], params: AllReduceMatmulParams) -> Any:
-    """The type of the sum of products on a rank."""
-    return local_matmuls.sum_of_dots_aval(operands, params.terms, params.dtype, params.transposed)
-
-
 def _abstract_eval(*operands: Any, params: AllReduceMatmulParams) -> list[Any]:
-    total = _total(operands, params)
-    if not params.invariant:
-        return [total]
-    kind = total.manual_axis_type
-    return [total.update(manual_axis_type=kind.update(varying=kind.varying - set(params.axes)))]
+    total = collective_matmul.total(operands, params)
+    return [collective.invariant_over(total, params.axes) if params.invariant else total]
 
 
 # Overlapping.
@@ -181,9 +165,8 @@ _KIND = collective_matmul.Kind(
     matmul_all_reduce_p,
     _psum,
     _unfused,
-    _total,
+    collective_matmul.total,
     _request,
-    overlapped_as="matmul_reduce_scatter",
     then=_gather,
 )
 
@@ -204,27 +187,6 @@ def _transpose(
     return collective_matmul.transpose_of_sum(ct, operands, params)
 
 
-# Batching: a batch of all xs is the first dimension of the sum.
-
-
-def _batch(
-    name: Hashable,
-    size: int,
-    operands: Sequence[Any],
-    dims: Sequence[Any],
-    params: AllReduceMatmulParams,
-) -> tuple[list[Any], list[Any]]:
-    return collective_matmul.batch_of_sum(
-        _KIND,
-        name,
-        size,
-        operands,
-        dims,
-        params,
-        batched=params,
-    )
-
-
 # Registration.
 
 matmul_all_reduce_p.register(
@@ -232,5 +194,5 @@ matmul_all_reduce_p.register(
     decide=_KIND.decide,
     jvp=collective_matmul.jvp_of_sum,
     transpose=_transpose,
-    batch=_batch,
+    batch=partial(collective_matmul.batch_of_sum, _KIND),
 )

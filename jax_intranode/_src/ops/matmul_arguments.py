@@ -3,17 +3,18 @@
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import ShapedArray
 
 from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import collective, fallback, global_arrays
 from jax_intranode._src.selection import select
+
+Params = TypeVar("Params")
 
 
 def axes_of(axis_name: Any) -> tuple[Any, ...]:
@@ -23,23 +24,16 @@ def axes_of(axis_name: Any) -> tuple[Any, ...]:
 
 @dataclass
 class MatmulCall:
-    """A call of one of the public functions.
+    """A call of one of the public functions, with its arguments.
+
+    It raises TypeError or ValueError if the operands can't be multiplied.
 
     Attributes:
         name: the public function, for messages.
-        x: its argument.
-        w: its argument, a matrix or, if `lists`, perhaps a list of matrices.
-        axis_name: its argument.
-        preferred_element_type: its argument.
-        batch_axes: its argument.
-        mesh: its argument.
-        lists: whether w may be a list.
+        lists: whether w may be a list of matrices.
         ws: the matrices.
         dtype: dtype of the products.
         axes: the names of the mapped axes.
-
-    Raises:
-        TypeError, ValueError: the operands can't be multiplied.
     """
 
     name: str
@@ -55,10 +49,17 @@ class MatmulCall:
     axes: tuple[Any, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Checks the operands."""
         self.x, self.ws = operands(self.name, self.x, self.w, self.lists)
         self.dtype = result_dtype(self.name, self.x, self.preferred_element_type)
         self.axes = axes_of(self.axis_name)
+
+    def params(self, kind: Callable[..., Params], axis: int, **own: Any) -> Params:
+        """The parameters of a collective matmul that this call is, and its own ones.
+
+        Raises NameError if an axis is not bound.
+        """
+        size, precision = world_size(self.name, self.axes), trace_state.matmul_precision()
+        return kind(self.axes, axis, size, self.dtype, precision, **own)
 
     def run(
         self,
@@ -108,16 +109,9 @@ def _all_weak(operands: Sequence[Any]) -> bool:
 
 
 def operands(operation: str, x: Any, w: Any, lists: bool = False) -> tuple[Any, list[Any]]:
-    """x and the matrices as arrays.
+    """x and the matrices as arrays; w may be a list of matrices if `lists`.
 
-    Args:
-        operation: the public function, for messages.
-        x: its argument.
-        w: its argument.
-        lists: whether w may be a list of matrices.
-
-    Raises:
-        TypeError, ValueError: they can't be multiplied.
+    Raises TypeError or ValueError if they can't be multiplied.
     """
 
     def array(name: str, value: Any, wanted: str) -> Any:
@@ -163,8 +157,7 @@ def operands(operation: str, x: Any, w: Any, lists: bool = False) -> tuple[Any, 
 def result_dtype(operation: str, x: Any, preferred_element_type: Any) -> np.dtype[Any]:
     """The dtype of the products.
 
-    Raises:
-        TypeError: `preferred_element_type` is not a dtype, or of another kind than the operands'.
+    Raises TypeError if `preferred_element_type` is no dtype, or of another kind than the operands'.
     """
     if preferred_element_type is None:
         return np.dtype(x.dtype)
@@ -185,58 +178,46 @@ def result_dtype(operation: str, x: Any, preferred_element_type: Any) -> np.dtyp
 
 
 def dimension(operation: str, name: str, value: Any, rank: int) -> int:
-    """A dimension of an array, counted from the first.
-
-    Raises:
-        TypeError: it is not an integer.
-        ValueError: there is no such dimension.
-    """
+    """A dimension of an array, counted from the first. TypeError, ValueError: there is none."""
     value = collective.integer(operation, name, value)
-    if not -rank <= value < rank:
-        raise ValueError(
-            f"{operation}: {name} is {value}; with {rank} dimensions it must be from {-rank} "
-            f"to {rank - 1}"
-        )
+    wrong = collective.reason_of_dimension(name, value, rank, -rank, rank - 1)
+    if wrong is not None:
+        raise ValueError(f"{operation}: {wrong}")
     return value % rank
 
 
 def world_size(operation: str, axes: tuple[Hashable, ...]) -> int:
-    """The number of ranks over the axes.
-
-    Raises:
-        NameError: an axis is not bound.
-    """
+    """The number of ranks over the axes. NameError: an axis is not bound."""
     with fallback.to_lax(operation, "an axis that is not bound", logged=False):
         return int(lax.psum(1, axes))
 
 
+def reason_of_operands(
+    axes: tuple[Hashable, ...], operands: Sequence[Any], communicated: Sequence[Any]
+) -> str | None:
+    """Why lax runs the collective of a call with these axes and operands.
+
+    `communicated` are those from which the gathered or summed array is computed.
+    """
+    reason = fallback.reason_of_axes(axes)
+    reason = reason or fallback.reason_of_operands(operands, communicated, axes)
+    if reason is None and any(
+        axis is not None for v in operands for axis in jax.typeof(v).sharding.spec
+    ):
+        reason = "an operand sharded over explicit axes of the mesh"
+    return reason
+
+
 def reason_for_lax(
-    collective_operation: str,
+    operation: str,
     axes: tuple[Hashable, ...],
     operands: Sequence[Any],
     communicated: Sequence[Any],
     dtype: np.dtype[Any],
 ) -> str | None:
-    """Why lax runs the collective of a collective matmul, or None if it may be accelerated.
-
-    Args:
-        collective_operation: "psum", "psum_scatter" or "all_gather".
-        axes: the axes.
-        operands: x and the matrices.
-        communicated: the operands from which the gathered or summed array is computed.
-        dtype: the dtype of that array.
-    """
-    reason = fallback.reason_of_axes(axes)
-    if reason is not None:
-        return reason
-    if not any(isinstance(v, jax.core.Tracer) for v in communicated):
-        return "a constant"
-    if not all(isinstance(jax.typeof(v), ShapedArray) for v in operands):
-        return "not an array"
-    if any(axis is not None for v in operands for axis in jax.typeof(v).sharding.spec):
-        return "an operand sharded over explicit axes of the mesh"
-    reason = fallback.reason_of_types(operands, communicated, axes)
-    return reason or select.unsupported_dtype(collective_operation, dtype.name)
+    """The same for a collective of jax.lax of an array of this dtype."""
+    reason = reason_of_operands(axes, operands, communicated)
+    return reason or select.unsupported_dtype(operation, dtype.name)
 
 
 def varying_alike(operands: Sequence[Any], axes: tuple[Hashable, ...]) -> list[Any]:

@@ -1,15 +1,14 @@
 """matmul_reduce_scatter: the sum of every rank's product, of which each rank keeps its own part."""
 
 import math
-from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 from jax.interpreters import ad
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_intranode._src.jax_private import trace_state
 from jax_intranode._src.ops import (
     collective,
     collective_matmul,
@@ -32,6 +31,7 @@ from jax_intranode._src.ops.collective_matmul import (
 )
 from jax_intranode._src.ops.global_arrays import GlobalCall
 from jax_intranode._src.ops.matmul_arguments import MatmulCall
+from jax_intranode._src.selection.overlap.sizes import Sizes
 
 
 @old_names.argument("scatter_axis", "scatter_dimension")
@@ -108,35 +108,28 @@ def matmul_reduce_scatter(
         >>> bool(jnp.allclose(project(x, w), x @ w))
         True
     """
-    call = MatmulCall(
-        *("matmul_reduce_scatter", x, w, axis_name, preferred_element_type, batch_axes, mesh)
+    name = "matmul_reduce_scatter"
+    call = MatmulCall(name, x, w, axis_name, preferred_element_type, batch_axes, mesh)
+    return of_call(call, scatter_dimension)
+
+
+def of_call(call: MatmulCall, scatter_dimension: Any) -> Any:
+    """A matmul_reduce_scatter, for a public function."""
+    dimension = matmul_arguments.dimension(
+        call.name, "scatter_dimension", scatter_dimension, call.x.ndim
     )
-    return of_call(call, "scatter_dimension", scatter_dimension)
-
-
-def of_call(call: MatmulCall, argument: str, scatter_dimension: Any) -> Any:
-    """A matmul_reduce_scatter, for a public function.
-
-    Args:
-        call: the call of the public function.
-        argument: its argument that gives `scatter_dimension`.
-        scatter_dimension: as in `matmul_reduce_scatter`.
-    """
-    dimension = matmul_arguments.dimension(call.name, argument, scatter_dimension, call.x.ndim)
 
     def of_ranks(x: Any, w: Any, *, reason: str | None) -> list[Any]:
-        size = matmul_arguments.world_size("matmul_reduce_scatter", call.axes)
+        params = call.params(SumMatmulParams, dimension)
+        size = params.world_size
         length = local_matmuls.dot_shape(x, w, False)[dimension]
         if length % size != 0:
             raise ValueError(
-                f"{call.name}: {argument} {scatter_dimension} of the product has {length} "
+                f"{call.name}: scatter_dimension {scatter_dimension} of the product has {length} "
                 f"elements; it must be a multiple of the {size} ranks over {call.axis_name!r}"
             )
         reason = reason or matmul_arguments.reason_for_lax(
             "psum_scatter", call.axes, [x, w], [x, w], call.dtype
-        )
-        params = SumMatmulParams(
-            call.axes, dimension, size, call.dtype, trace_state.matmul_precision()
         )
         return _KIND.bind_or_fall_back([x, w], params, reason)
 
@@ -174,14 +167,9 @@ def _scatter(params: SumMatmulParams) -> Collective:
 # Abstract evaluation.
 
 
-def _total(operands: Sequence[Any], params: SumMatmulParams) -> Any:
-    """The type of the sum of products on a rank."""
-    return local_matmuls.sum_of_dots_aval(operands, params.terms, params.dtype, params.transposed)
-
-
 def abstract_eval(*operands: Any, params: SumMatmulParams) -> list[Any]:
     """The types of the results."""
-    total = _total(operands, params)
+    total = collective_matmul.total(operands, params)
     return [total.update(shape=_part_shape(total.shape, params))]
 
 
@@ -197,19 +185,26 @@ def request(*operands: Any, params: SumMatmulParams) -> overlapped_call.Request 
         return "a sum with the cotangent of the gathered x"
     if params.axis == xs[0].ndim - 1:
         return "scattered along the last dimension"
-    return overlapped_call.Request(
-        axis=params.axis,
+    sizes = Sizes(
+        "matmul_reduce_scatter",
         outer=math.prod(xs[0].shape[: params.axis]),
         rows=math.prod(xs[0].shape[params.axis : -1]) // params.world_size,
         ks=tuple(x.shape[-1] for x in xs),
         ns=(ws[0].shape[0 if params.transposed else 1],),
+        world_size=params.world_size,
+    )
+    return overlapped_call.Request(
+        sizes,
+        params.axis,
         dtypes=(*(v.dtype for v in operands), params.dtype),
         precision=params.precision,
         transposed=params.transposed,
     )
 
 
-_KIND = collective_matmul.Kind(matmul_reduce_scatter_p, _scatter, _unfused, _total, request)
+_KIND = collective_matmul.Kind(
+    matmul_reduce_scatter_p, _scatter, _unfused, collective_matmul.total, request
+)
 
 
 # Differentiation. The jvp rule is `collective_matmul.jvp_of_sum`.
@@ -263,23 +258,6 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, params: SumMatmulParam
     return found
 
 
-# Batching: a batch of all xs is the first dimension of the sum.
-
-
-def _batch(
-    name: Hashable, size: int, operands: Sequence[Any], dims: Sequence[Any], params: SumMatmulParams
-) -> tuple[list[Any], list[Any]]:
-    return collective_matmul.batch_of_sum(
-        _KIND,
-        name,
-        size,
-        operands,
-        dims,
-        params,
-        batched=replace(params, axis=params.axis + 1),
-    )
-
-
 # Registration.
 
 matmul_reduce_scatter_p.register(
@@ -287,5 +265,5 @@ matmul_reduce_scatter_p.register(
     decide=_KIND.decide,
     jvp=collective_matmul.jvp_of_sum,
     transpose=_transpose,
-    batch=_batch,
+    batch=partial(collective_matmul.batch_of_sum, _KIND),
 )

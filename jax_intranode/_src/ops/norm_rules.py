@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad
 
 from jax_intranode._src.group import agreed
 from jax_intranode._src.ops import collective
@@ -21,14 +21,13 @@ from jax_intranode._src.selection import config, select, table, tuning
 
 
 @dataclass(frozen=True)
-class NormParams:
+class NormParams(collective.Params):
     """Parameters of the primitives.
 
     Their operands are x, the residual, the weight and, if there is one, the bias. Their results are
     the normalized rows and the new residual.
 
     Attributes:
-        axes: the mesh axes.
         norm: "rms_norm" or "layer_norm".
         eps: added to the mean of the squares.
         weight_offset: added to the weight.
@@ -37,7 +36,6 @@ class NormParams:
         invariant: as in `PsumParams`.
     """
 
-    axes: tuple[str, ...]
     norm: str
     eps: float
     weight_offset: float
@@ -100,10 +98,8 @@ def _abstract_eval(x: Any, residual: Any, weight: Any, *bias: Any, params: NormP
 # Selection.
 
 
-def _select(
-    site: LoweringSite, avals: Sequence[Any], params: NormParams, traced_over: Any
-) -> select.Selection:
-    reason = site.reason_for_lax(traced_over)
+def _select(site: LoweringSite, avals: Sequence[Any], params: NormParams) -> select.Selection:
+    reason = site.reason_for_lax()
     if reason is not None:
         return select.Selection("lax", reason)
     assert site.mesh is not None  # or there would be a reason
@@ -142,11 +138,9 @@ def is_faster(site: LoweringSite, x: Any, params: NormParams) -> bool:
     return bool(rows and rows[-1].measured and nbytes_of_result <= rows[-1].nbytes)
 
 
-def _decide(
-    site: LoweringSite, avals: Sequence[Any], params: NormParams, traced_over: Any
-) -> Decision:
+def _decide(site: LoweringSite, avals: Sequence[Any], params: NormParams) -> Decision:
     primitive, dimension, part = params.primitive, params.dimension, avals[1]
-    selected = _select(site, avals, params, traced_over)
+    selected = _select(site, avals, params)
 
     def lower(ctx: Any, *operands: Any) -> list[Any]:
         if selected.algorithm == "lax":
@@ -159,8 +153,7 @@ def _decide(
                 return collective.stack_parts(v, dimension, params.world_size)
 
             stacked = of_x.update(shape=(params.world_size, *part.shape))
-            arrange = mlir.lower_fun(divide, multiple_results=False)
-            (x,) = arrange(ctx.replace(avals_in=[of_x], avals_out=[stacked]), x)
+            (x,) = collective.arranged(ctx, divide, x, of_x, stacked)
             of_x = stacked
         return collective.lower_to_call(
             ctx.replace(avals_in=[of_x, *of_others]),

@@ -18,7 +18,7 @@ from jax_intranode._src.jax_private import lowering_context
 from jax_intranode._src.native import definitions, extension
 from jax_intranode._src.ops import collective, counts
 from jax_intranode._src.ops.lowering_site import LoweringSite
-from jax_intranode._src.selection import config, tuning
+from jax_intranode._src.selection import config, select, tuning
 from jax_intranode._src.selection.overlap import choice, profiles
 from jax_intranode._src.selection.overlap.plan import Plan
 from jax_intranode._src.selection.overlap.sizes import Sizes
@@ -29,12 +29,8 @@ class Request:
     """An operation that may be overlapped, in the form that the kernels take.
 
     Attributes:
+        sizes: its sizes; `outer` is the product of the dimensions before `axis`.
         axis: the dimension of x that is gathered, or of the product that is scattered.
-        outer: number of arrays that are multiplied as a batch: the product of the dimensions before
-            `axis`.
-        rows: rows of each array in a rank's shard.
-        ks: length of the contracted dimension of x; for a sum of several terms that of each.
-        ns: columns of each matrix; all terms of a sum have the same.
         dtypes: dtypes of all operands and results.
         precision: precision of the products.
         transposed: whether the matrices are [N, K].
@@ -45,11 +41,8 @@ class Request:
             cotangent, which has N columns, with the gathered x or with the first xs of a sum.
     """
 
+    sizes: Sizes
     axis: int
-    outer: int
-    rows: int
-    ks: tuple[int, ...]
-    ns: tuple[int, ...]
     dtypes: tuple[Any, ...]
     precision: Any
     transposed: bool
@@ -59,34 +52,26 @@ class Request:
 
 
 def find(
-    operation: str,
     site: LoweringSite,
-    traced_over: tuple[int, ...] | None,
     axes: Sequence[str],
-    request: Request,
+    request: Request | str,
 ) -> "Overlapped | str":
     """Returns the operation as one overlapped call, or why it is not overlapped.
 
     If it may be overlapped, the processes of the mesh rendezvous here, unless they have before.
-
-    Args:
-        operation: "all_gather_matmul" or "matmul_reduce_scatter".
-        site: where it is lowered.
-        traced_over: the devices that it was traced over.
-        axes: the mesh axes that it communicates over.
-        request: its shapes, dtypes and operands.
     """
-    reason = site.reason_for_lax(traced_over) or _reason_for_operands(site.mesh, request)
+    if isinstance(request, str):
+        return request
+    reason = site.reason_for_lax() or _reason_for_operands(site.mesh, request)
     if reason is not None:
         return reason
     mesh = site.mesh
     assert mesh is not None  # or there would be a reason
     groups = partition_lib.partition(mesh, tuple(axes))
-    sizes = _sizes(operation, request, groups)
     dtype = np.dtype(request.dtypes[0]).name
     kinds = [d.device_kind for d in mesh.devices.flat]
     known = tuning.profile_for(kinds) or profiles.known_from_kinds(kinds)
-    reason = choice.static_reason(sizes, dtype=dtype, profile=known)
+    reason = choice.static_reason(request.sizes, dtype=dtype, profile=known)
     if reason is not None:
         return reason
     rendezvous = rendezvous_lib.rendezvous_of(mesh.devices.flat)
@@ -101,7 +86,7 @@ def find(
         return profile
     assert profile is not None  # or there would be a reason
     chosen = choice.choose(
-        sizes,
+        request.sizes,
         dtype=dtype,
         profile=profile,
         ring_bytes=rendezvous.ring_bytes,
@@ -110,7 +95,7 @@ def find(
     if isinstance(chosen, str):
         return chosen
     reason = communicator.communicator(rendezvous, groups)
-    return reason or Overlapped(operation, groups, request, chosen, profile.note)
+    return reason or Overlapped(groups, request, chosen, profile.note)
 
 
 def _reason_for_operands(mesh: jax.sharding.Mesh | None, request: Request) -> str | None:
@@ -129,10 +114,6 @@ def _reason_for_operands(mesh: jax.sharding.Mesh | None, request: Request) -> st
     return None
 
 
-def _sizes(operation: str, request: Request, groups: partition_lib.Partition) -> Sizes:
-    return Sizes(operation, request.outer, request.rows, request.ks, request.ns, groups.group_size)
-
-
 # The primitive. Operands: x and the matrices, or the xs and the matrices of a sum, then the
 # cotangent if there are weight gradients. Results: the products, the gathered x or the weight
 # gradients if requested, and scratch memory.
@@ -146,28 +127,22 @@ class Overlapped:
     """An operation that runs as one overlapped custom call.
 
     Attributes:
-        operation: "all_gather_matmul" or "matmul_reduce_scatter".
         groups: its groups, which have a communicator.
-        request: its shapes, dtypes and operands.
+        request: its sizes, dtypes and operands.
         plan: how it runs.
         note: what `explain` says about the constants that the plan was chosen by; may be empty.
     """
 
-    operation: str
     groups: partition_lib.Partition
     request: Request
     plan: Plan
     note: str = ""
 
     @property
-    def reason(self) -> str:
+    def selection(self) -> select.Selection:
         """What `explain` says."""
-        return f"overlapped, {self.plan}" + (f"; {self.note}" if self.note else "")
-
-    @property
-    def sizes(self) -> Sizes:
-        """The sizes that the plan was chosen for."""
-        return _sizes(self.operation, self.request, self.groups)
+        reason = f"overlapped, {self.plan}" + (f"; {self.note}" if self.note else "")
+        return select.Selection(self.request.sizes.operation, reason)
 
     def __call__(self, *operands: Any) -> list[Any]:
         """Binds the call to the operands of the operation's own primitive.
@@ -176,7 +151,7 @@ class Overlapped:
             The products, then the gathered x or the weight gradients if requested.
         """
         operands = tuple(self.request.operands(*operands))
-        terms = len(self.request.ks)
+        terms = len(self.request.sizes.ks)
         if terms > 1 and not self.plan.fused:
             assert not self.request.wgrads  # only the fused kernel computes them
             # The pipeline takes one term. Joined along K, the terms are summed in float32 and
@@ -190,38 +165,38 @@ class Overlapped:
 @_call.def_abstract_eval
 def _abstract_eval(x: Any, *others: Any, call: Overlapped) -> list[Any]:
     del others
-    axis, columns, size = call.request.axis, call.request.ns, call.groups.group_size
-    gathers = call.sizes.gathers
-    length = x.shape[axis] * size if gathers else x.shape[axis] // size
+    axis, sizes = call.request.axis, call.request.sizes
+    size = sizes.world_size
+    length = x.shape[axis] * size if sizes.gathers else x.shape[axis] // size
     rows = (*x.shape[:axis], length, *x.shape[axis + 1 : -1])
-    results = [x.update(shape=(*rows, n), weak_type=False) for n in columns]
+    results = [x.update(shape=(*rows, n), weak_type=False) for n in sizes.ns]
     if call.request.gathered:
         results.append(x.update(shape=(*rows, x.shape[-1]), weak_type=False))
-    for k in call.request.ks[: call.request.wgrads]:
-        results.append(x.update(shape=(columns[0], k), weak_type=False))
-    scratch = extension.module("gpu").MATMUL_SCRATCH_BYTES + call.sizes.scratch_bytes(call.plan)
+    for k in sizes.ks[: call.request.wgrads]:
+        results.append(x.update(shape=(sizes.ns[0], k), weak_type=False))
+    scratch = extension.module("gpu").MATMUL_SCRATCH_BYTES + sizes.scratch_bytes(call.plan)
     return [*results, x.update(shape=(scratch,), dtype=np.dtype(np.uint8), weak_type=False)]
 
 
 def _lower(ctx: Any, *operands: Any, call: Overlapped) -> Any:
     itemsize = np.dtype(call.request.dtypes[0]).itemsize
-    sizes = call.sizes
+    sizes = call.request.sizes
     columns = sizes.k if sizes.gathers else sizes.ns[0]
     rows = sizes.outer * sizes.rows * (1 if sizes.gathers else sizes.world_size)
     algorithm = "fused kernel" if call.plan.fused else "cuBLASLt pipeline"
-    counts.lowered(call.operation, algorithm, rows * columns * itemsize)
+    counts.lowered(sizes.operation, algorithm, rows * columns * itemsize)
     results = jax.ffi.ffi_lowering("jax_intranode_collective_matmul")(
         ctx,
         *operands,
         device_ids=np.array(call.groups.device_ids, np.int64),
         group_size=np.int64(call.groups.group_size),
-        algorithm=np.int32(definitions.ALGORITHMS.index(call.operation)),
+        algorithm=np.int32(definitions.ALGORITHMS.index(sizes.operation)),
         axis=np.int64(call.request.axis),
         transposed=np.int32(call.request.transposed),
         gathered=np.int32(call.request.gathered),
         wgrads=np.int32(call.request.wgrads),
         plan=call.plan.attributes(),
-        site=collective.site_of(ctx, call.operation),
+        site=collective.site_of(ctx, sizes.operation),
     )
     return lowering_context.called_once(results)
 

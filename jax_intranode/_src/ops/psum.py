@@ -169,16 +169,13 @@ def _abstract_eval(*xs: Any, params: PsumParams) -> list[Any]:
     def total(x: Any) -> Any:
         if not params.invariant:
             return x.update(weak_type=False)
-        kind = x.manual_axis_type
-        return x.update(manual_axis_type=kind.update(varying=kind.varying - set(params.axes)))
+        return collective.invariant_over(x, params.axes)
 
     return [total(x) for x in xs]
 
 
-def _decide(
-    site: LoweringSite, avals: Sequence[Any], params: PsumParams, traced_over: Any
-) -> Decision:
-    reason = site.reason_for_lax(traced_over)
+def _decide(site: LoweringSite, avals: Sequence[Any], params: PsumParams) -> Decision:
+    reason = site.reason_for_lax()
     if reason is not None:
         parts = [(list(range(len(avals))), select.Selection("lax", reason))]
     else:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
 from jax import lax
 
 from jax_intranode._src.ops import collective, fallback
@@ -75,38 +74,15 @@ def psum_scatter(
             tiled=tiled,
         )
 
+    def params_of(leaf: Any, size: int) -> PsumScatterParams | str:
+        last = leaf.ndim - 1
+        reason = collective.reason_of_dimension(
+            "scatter_dimension", scatter_dimension, leaf.ndim, 0, last
+        ) or collective.reason_of_length(leaf, scatter_dimension, size, tiled)
+        return reason or PsumScatterParams(axes, scatter_dimension, bool(tiled), size)
+
     reason = fallback.reason_of_axes(axes, axis_index_groups)
-    if reason is not None:
-        with fallback.to_lax("psum_scatter", reason):
-            return by_lax(x)
-    size = lax.psum(1, axes)
-
-    def reason_of_shape(leaf: Any) -> str | None:
-        # lax raises the ValueError.
-        if not 0 <= scatter_dimension < leaf.ndim:
-            return (
-                f"scatter_dimension is {scatter_dimension}; with {leaf.ndim} dimensions it must be "
-                f"from 0 to {leaf.ndim - 1}"
-            )
-        length = leaf.shape[scatter_dimension]
-        if length % size != 0 or (not tiled and length != size):
-            needed = f"a multiple of {size}" if tiled else f"{size}, or pass tiled=True"
-            return (
-                f"x has the shape {leaf.shape}; with {size} ranks, the length of its dimension "
-                f"{scatter_dimension} must be {needed}"
-            )
-        return None
-
-    def scatter(leaf: Any) -> Any:
-        reason = fallback.reason_of_array("psum_scatter", leaf, axes) or reason_of_shape(leaf)
-        if reason is not None:
-            with fallback.to_lax("psum_scatter", reason):
-                return by_lax(leaf)
-        params = PsumScatterParams(axes, scatter_dimension, bool(tiled), size)
-        (result,) = collective.bind(psum_scatter_p, [leaf], params)
-        return result
-
-    return jax.tree.map(scatter, x)
+    return collective.of_each_array(psum_scatter_p, x, axes, reason, by_lax, params_of)
 
 
 # Rules.

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
 from jax.typing import ArrayLike
 
 from jax_intranode._src.jax_private import trace_state
@@ -255,7 +254,9 @@ def _call(
     params = NormParams(
         axes, norm, eps, weight_offset, dimension, size, invariant=trace_state.check_vma()
     )
-    reason = _reason_for_lax(operands, axes)
+    x = operands[0]
+    reason = matmul_arguments.reason_of_operands(axes, operands, [x])
+    reason = reason or select.unsupported_norm(x.dtype.name, x.shape[-1])
     if reason is not None:
         with fallback.to_lax(name, reason):
             normed, new_residual = params.by_lax(operands)
@@ -358,21 +359,6 @@ def _check_types(
             raise ValueError(
                 f"{name}: {argument} varies over the axes {sorted(map(str, over))}; {advice}"
             )
-
-
-def _reason_for_lax(operands: Sequence[Any], axes: tuple[Hashable, ...]) -> str | None:
-    x = operands[0]
-    reason = fallback.reason_of_axes(axes)
-    if reason is not None:
-        return reason
-    if not isinstance(x, jax.core.Tracer):
-        return fallback.CONSTANT
-    if not all(isinstance(jax.typeof(v), ShapedArray) for v in operands):
-        return "not an array"
-    if any(axis is not None for v in operands for axis in jax.typeof(v).sharding.spec):
-        return "an operand sharded over explicit axes of the mesh"
-    reason = fallback.reason_of_types(operands, [x], axes)
-    return reason or select.unsupported_norm(x.dtype.name, x.shape[-1])
 
 
 def _varying(operands: Sequence[Any], params: NormParams) -> list[Any]:

@@ -3,7 +3,7 @@
 The jaxpr is walked rather than the lowered module, because the jaxpr has every call: a function
 that is called twice is lowered once. Where programs are rewritten, the body of each shard_map is
 rewritten as lowering does, and the result is walked. A call that was bound is an equation of one of
-our primitives; `OpPrimitive.explain` then decides as lowering does. A call that fell back to lax
+our primitives; `OpPrimitive.decide` is asked as by lowering. A call that fell back to lax
 while it was traced is found by the named scope around lax's equations (`fallback.scope`).
 """
 
@@ -29,7 +29,7 @@ from jax_intranode._src.ops import fallback, primitive
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.rewrite import agreement, hook
 from jax_intranode._src.rewrite.auto import rewriting
-from jax_intranode._src.selection import config
+from jax_intranode._src.selection import config, select
 
 # Where a collective of a program comes from.
 OURS, LAX, INSERTED, UNKNOWN = "jax_intranode", "jax.lax", "inserted by JAX", "unknown"
@@ -219,23 +219,17 @@ def _calls_of_primitive(
         # A collective matmul has new results, and the traceback of its collective.
         origin = _origin_of_all(replaced or [equation])
     sources = tuple(map(_source, replaced)) or (_source(equation),)
-    for operation in bound.explain(context.site, avals, **equation.params):
-        selected = operation.selected
-        yield Call(
+    site = dataclasses.replace(context.site, traced_over=equation.params["traced_over"])
+    for operation in bound.decide(site, avals, equation.params["params"]).operations():
+        yield _call(
+            context,
             operation=_name(replaced or [equation], operation.name),
-            source=sources[0],
-            **_types(operation.operands),
+            sources=sources,
+            avals=operation.operands,
             nbytes=operation.nbytes,
             axes=axes,
-            groups=_groups(context.site, axes, None),
-            algorithm=selected.algorithm,
-            blocks=selected.blocks,
-            threads=selected.threads,
-            reason=selected.reason,
-            times=context.times,
-            conditional=context.conditional,
+            selected=operation.selected,
             origin=origin,
-            sources=sources,
         )
 
 
@@ -266,14 +260,14 @@ def _calls_of_lax(
     operation, reason, source = fell_back
 
     def call(equation: Any, name: str, avals: list[Any], axes: Any, index_groups: Any) -> Call:
-        return _left(
+        return _call(
             context,
             operation=_name([equation], name),
-            source=source,
+            sources=(source,),
             avals=avals,
             axes=axes,
             index_groups=index_groups,
-            reason=reason,
+            selected=select.Selection("lax", reason),
             origin=OURS,
         )
 
@@ -313,14 +307,14 @@ def _call_of_lax(equation: Any, context: Context) -> Iterator[Call]:
     arrays = [v.aval for v in equation.invars if hasattr(v.aval, "dtype")]
     if operation == "ragged_all_to_all":
         arrays = arrays[:1]  # the others say which rows go where
-    yield _left(
+    yield _call(
         context,
         operation=_name([equation], operation),
-        source=_source(equation),
+        sources=(_source(equation),),
         avals=arrays or [v.aval for v in equation.outvars],
         axes=axes,
         index_groups=index_groups,
-        reason=reason,
+        selected=select.Selection("lax", reason),
         origin=_origin(equation),
     )
 
@@ -329,36 +323,6 @@ def _reason_to_leave(equation: Any, context: Context) -> str:
     if context.rewriting is None:
         return "JAX_INTRANODE_DISABLE=1" if config.get().disable else _NOT_ENABLED
     return context.rewriting.reason_to_leave(equation)
-
-
-def _left(
-    context: Context,
-    *,
-    operation: str,
-    source: str,
-    avals: list[Any],
-    axes: Any,
-    index_groups: Any,
-    reason: str,
-    origin: str,
-) -> Call:
-    """A collective that lax runs."""
-    return Call(
-        operation=operation,
-        source=source,
-        **_types(avals),
-        nbytes=sum(map(primitive.nbytes, avals)),
-        axes=axes,
-        groups=_groups(context.site, axes, index_groups),
-        algorithm="lax",
-        blocks=0,
-        threads=0,
-        reason=reason,
-        times=context.times,
-        conditional=context.conditional,
-        origin=origin,
-        sources=(source,),
-    )
 
 
 # Operations to which XLA's partitioner would add collectives.
@@ -389,19 +353,49 @@ def calls_of_partitioner(program: Any, outside: Context) -> Iterator[Call]:
             mesh = outcome.mesh
             platforms = () if mesh is None else platforms_of(mesh)
             site = LoweringSite(mesh, frozenset(), platforms)
-            yield _left(
+            yield _call(
                 Context(site, times, record.in_branch),
                 operation=record.operation,
-                source=record.source,
+                sources=(record.source,),
                 avals=list(record.avals),
                 axes=record.axes,
-                index_groups=None,
-                reason=record.reason,
+                selected=select.Selection("lax", record.reason),
                 origin=PARTITIONER,
             )
 
 
-# The fields of a call.
+# A call, and its fields.
+
+
+def _call(
+    context: Context,
+    *,
+    operation: str,
+    sources: tuple[str, ...],
+    avals: list[Any],
+    axes: Any,
+    selected: select.Selection,
+    origin: str,
+    nbytes: int | None = None,
+    index_groups: Any = None,
+) -> Call:
+    return Call(
+        operation=operation,
+        source=sources[0],
+        shapes=tuple(aval.shape for aval in avals),
+        dtype=avals[0].dtype.name if avals else "unknown",
+        nbytes=sum(map(primitive.nbytes, avals)) if nbytes is None else nbytes,
+        axes=axes,
+        groups=_groups(context.site, axes, index_groups),
+        algorithm=selected.algorithm,
+        blocks=selected.blocks,
+        threads=selected.threads,
+        reason=selected.reason,
+        times=context.times,
+        conditional=context.conditional,
+        origin=origin,
+        sources=sources,
+    )
 
 
 def _name(equations: list[Any], operation: str) -> str:
@@ -434,13 +428,6 @@ def _origin_of_all(replaced: list[Any]) -> str:
 
 def _source(equation: Any) -> str:
     return call_sites.call_site(call_frames.frames_of(equation))
-
-
-def _types(avals: list[Any]) -> dict[str, Any]:
-    return {
-        "shapes": tuple(aval.shape for aval in avals),
-        "dtype": avals[0].dtype.name if avals else "unknown",
-    }
 
 
 def _groups(

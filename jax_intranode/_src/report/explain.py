@@ -114,7 +114,6 @@ class Explainer:
     """The result of ``explain(f)``, to be called with the arguments of ``f``."""
 
     def __init__(self, fun: Callable[..., Any], compiled: bool):
-        """Keeps the function."""
         self._jitted = fun if isinstance(fun, jax.stages.Wrapped) else jax.jit(fun)
         self._compiled = compiled
         functools.update_wrapper(self, fun)

@@ -9,7 +9,7 @@
   fusion.py: the operation that takes their place; dataflow.py, views.py and matrices.py: how arrays
   are made from others;
 - norms.py: a sum over ranks, a residual add and a norm, which rows.py recognizes;
-- sums.py: merges sums; collectives.py: any collective of lax;
+- sums.py: merges sums; collectives.py: any collective of lax; waiting.py: the order of equations;
 - agreement.py: the processes of a mesh agree on rewriting a program;
 - script.py: ``python -m jax_intranode run``.
 """

@@ -50,35 +50,25 @@ def reason_not_to_rewrite(mesh: jax.sharding.Mesh, body: Any) -> str | None:
     Raises:
         CommunicationError: a process is gone. With lax the others would wait for it without end.
     """
-    processes = _processes(mesh)
-    if len(processes) == 1 or _decided.value:
+    if len(_processes(mesh)) == 1 or _decided.value:
         return None
-    here = jax.process_index()
+    if jax.process_index() not in _processes(mesh):
+        return _NOT_HERE
     devices = device_ids(mesh)
-    if here not in processes:
-        return "this process has none of these devices"
-    fingerprint = _fingerprint(devices, body)
+    wait_s = LATER_WAIT_S if devices in _met else FIRST_WAIT_S
+    late = (
+        f"has not lowered this program within {wait_s:g} s, or has not called "
+        "jax_intranode.install()"
+    )
     try:
-        store = key_value_store.store(
-            f"jax_intranode/{rendezvous.generation()}/rewrite/{fingerprint}/", here, processes
-        )
+        store = _store(mesh, f"rewrite/{_fingerprint(devices, body)}")
     except RuntimeError as error:
         return str(error)
-    store.claim(f"here/{here}", "")
-    decision = ""
-    if not _met.get(devices):
-        wait_s = LATER_WAIT_S if devices in _met else FIRST_WAIT_S
-        missing = _missing(store, processes, mesh, wait_s)
-        if missing:
-            decision = (
-                f"process {missing[0]} has not lowered this program within {wait_s:g} s, or has "
-                "not called jax_intranode.install()"
-            )
-    decision = store.claim("decision", decision)
-    _met[devices] = _met.get(devices, False) or not decision
-    if decision:
-        _log.warning("A program is left to jax.lax: %s.", decision)
-    return decision or None
+    reason = _decide(store, mesh, "", 0 if _met.get(devices) else wait_s, late)
+    _met[devices] = _met.get(devices, False) or reason is None
+    if reason is not None:
+        _log.warning("A program is left to jax.lax: %s.", reason)
+    return reason
 
 
 # Auto-sharded programs.
@@ -126,61 +116,41 @@ def reason_for_no_auto(mesh: jax.sharding.Mesh) -> str | None:
     Raises:
         CommunicationError: a process is gone. With XLA the others would wait for it without end.
     """
-    processes = _processes(mesh)
-    if len(processes) == 1:
+    if len(_processes(mesh)) == 1:
         return None
-    if jax.process_index() not in processes:
-        return "this process has none of these devices"
+    if jax.process_index() not in _processes(mesh):
+        return _NOT_HERE
     key = rendezvous.generation(), device_ids(mesh)
     if key not in _meetings:
+        late = (
+            f"has not lowered an auto-sharded program within {FIRST_WAIT_S:g} s, or has not called "
+            "jax_intranode.install(auto=True)"
+        )
         try:
             store = _store_of_auto(mesh, "meeting")
         except RuntimeError as error:
             return str(error)
-        store.claim(f"here/{jax.process_index()}", "")
-        decision = ""
-        if missing := _missing(store, processes, mesh, FIRST_WAIT_S):
-            decision = (
-                f"process {missing[0]} has not lowered an auto-sharded program within "
-                f"{FIRST_WAIT_S:g} s, or has not called jax_intranode.install(auto=True)"
-            )
-        _meetings[key] = _Meeting(store.claim("decision", decision) or None)
+        _meetings[key] = _Meeting(_decide(store, mesh, "", FIRST_WAIT_S, late))
         _warn_of(_meetings[key])
     return _meetings[key].reason
 
 
 def same_everywhere(mesh: jax.sharding.Mesh, program: str, taken: str) -> str | None:
-    """Why a program is left to XLA; None if all processes take the same of it.
-
-    Args:
-        mesh: the mesh; its processes have met.
-        program: identifies the program.
-        taken: what this process takes.
+    """Why a program is left to XLA; None if all processes of a mesh, which have met, take the same.
 
     Raises:
         CommunicationError: a process is gone.
         RuntimeError: the processes have compared a program before, and another one takes something
             else of this program. It runs already.
     """
-    processes = _processes(mesh)
-    if len(processes) == 1:
+    if len(_processes(mesh)) == 1:
         return None
     taken = hashlib.sha256(taken.encode()).hexdigest()[:16]
     meeting = _meetings[rendezvous.generation(), device_ids(mesh)]
     store = _store_of_auto(mesh, f"program/{program}")
-    here = jax.process_index()
     if not meeting.compared:
-        store.claim(f"here/{here}", taken)
-        missing = _missing(store, processes, mesh, FIRST_WAIT_S)
-        values = {
-            store.wait(f"here/{p}", key_value_store.Deadline(1)) for p in {*processes} - {*missing}
-        }
-        decision = ""
-        if missing:
-            decision = f"process {missing[0]} has not lowered the program that others have lowered"
-        elif len(values) > 1:
-            decision = "the processes would replace different operations of a program"
-        meeting.reason = store.claim("decision", decision) or None
+        late = "has not lowered the program that others have lowered"
+        meeting.reason = _decide(store, mesh, taken, FIRST_WAIT_S, late)
         meeting.compared = True
         _warn_of(meeting)
         return meeting.reason
@@ -199,24 +169,50 @@ def _warn_of(meeting: _Meeting) -> None:
 
 def _store_of_auto(mesh: jax.sharding.Mesh, what: str) -> key_value_store.Store:
     devices = hashlib.sha256(repr(device_ids(mesh)).encode()).hexdigest()[:16]
-    return key_value_store.store(
-        f"jax_intranode/{rendezvous.generation()}/auto/{devices}/{what}/",
-        jax.process_index(),
-        _processes(mesh),
-    )
+    return _store(mesh, f"auto/{devices}/{what}")
+
+
+# How the processes of a mesh decide.
+
+_NOT_HERE = "this process has none of these devices"
 
 
 def _processes(mesh: jax.sharding.Mesh) -> list[int]:
     return sorted({device.process_index for device in mesh.devices.flat})
 
 
-def _missing(
-    store: key_value_store.Store, processes: list[int], mesh: jax.sharding.Mesh, seconds: float
-) -> list[int]:
+def _store(mesh: jax.sharding.Mesh, place: str) -> key_value_store.Store:
+    prefix = f"jax_intranode/{rendezvous.generation()}/{place}/"
+    return key_value_store.store(prefix, jax.process_index(), _processes(mesh))
+
+
+def _decide(
+    store: key_value_store.Store, mesh: jax.sharding.Mesh, said: str, seconds: float, late: str
+) -> str | None:
+    """Why a program is left as it is; None if it is not. The process that is first decides for all.
+
+    It says something, which all must say alike, and waits for the others, unless `seconds` is 0.
+    `late` is what the reason says of a process that does not come.
+    """
+    store.claim(f"here/{jax.process_index()}", said)
+    decision = ""
+    if seconds:
+        missing = _missing(store, mesh, seconds)
+        if missing:
+            decision = f"process {missing[0]} {late}"
+        elif any(
+            store.wait(f"here/{process}", key_value_store.Deadline(1)) != said
+            for process in _processes(mesh)
+        ):
+            decision = "the processes would replace different operations of a program"
+    return store.claim("decision", decision) or None
+
+
+def _missing(store: key_value_store.Store, mesh: jax.sharding.Mesh, seconds: float) -> list[int]:
     """The processes that have not come in time."""
     deadline = key_value_store.Deadline(seconds)
     missing = []
-    for process in processes:
+    for process in _processes(mesh):
         rendezvous.raise_if_failed(mesh.devices.flat)
         while store.wait(f"here/{process}", deadline.at_most(_LOOK_S)) is None:
             rendezvous.raise_if_failed(mesh.devices.flat)

@@ -23,33 +23,17 @@ from jax_intranode._src.ops.primitive import OpPrimitive
 from jax_intranode._src.rewrite.body import Body
 from jax_intranode._src.selection import select
 
-_UNBOUND = "an axis that shard_map has not bound"
-
 
 @dataclass(frozen=True)
 class Choice:
-    """The operation that takes the place of an equation.
-
-    Attributes:
-        primitive: the operation.
-        params: its parameters.
-    """
+    """The operation that takes the place of an equation."""
 
     primitive: OpPrimitive
     params: Params
 
 
-@dataclass(frozen=True)
-class Left:
-    """Why an equation is left.
-
-    Attributes:
-        reason: why.
-        missed: as in `Decision`.
-    """
-
-    reason: str
-    missed: bool
+# Why an equation is left, and whether this package might be faster.
+Left = tuple[str, bool]
 
 
 def choose(equation: Any, body: Body) -> Choice | None:
@@ -60,75 +44,78 @@ def choose(equation: Any, body: Body) -> Choice | None:
     collective = lax_collectives.lax_collective(equation)
     if collective is None or not collective.axes:  # over axes of vmap nothing is sent
         return None
-    choice = (
-        Left(body.reason, missed=True) if body.reason else _operation(equation, collective, body)
+    found: Choice | Left | None = (
+        (body.reason, True) if body.reason else _left_as_it_is(equation, collective, body)
     )
-    if isinstance(choice, Choice):
+    if found is None:
+        choice = _operation(collective, body)
         key = choice, *((v.aval.shape, v.aval.dtype) for v in equation.invars)
         if key not in body.chosen:
             body.chosen[key] = _left_by_selection(equation, choice, body) or choice
-        choice = body.chosen[key]
-    if isinstance(choice, Left):
-        body.decide(equation, choice.reason, choice.missed)
+        found = body.chosen[key]
+    if not isinstance(found, Choice):
+        body.decide(equation, *found)
         return None
     body.decide(equation, None)
-    return choice
+    return found
 
 
 def replace(equation: Any, choice: Choice, body: Body) -> Any:
     """The equation that takes its place, with the same operands and results."""
-    params = {"params": choice.params, "traced_over": body.traced_over}
+    params = {"params": choice.params, "traced_over": body.site.traced_over}
     primitive = choice.primitive
     return jaxpr_edit.new_equation(
         equation, primitive.plain, equation.invars, equation.outvars, params, primitive.scope
     )
 
 
-def _operation(
+def _left_as_it_is(
     equation: Any, collective: lax_collectives.LaxCollective, body: Body
-) -> Choice | Left:
+) -> Left | None:
+    """Why no operation can take the place of a collective; None if one may."""
     axes = collective.axes
     if collective.index_groups is not None:
-        return Left("axis_index_groups", missed=False)
+        return "axis_index_groups", False
     if collective.over_vmap:
-        return Left("over axes of vmap, too", missed=True)
+        return "over axes of vmap, too", True
     if len(set(axes)) < len(axes):
-        return Left("an axis that is named twice", missed=False)
+        return "an axis that is named twice", False
     if any(v.aval.size == 0 for v in equation.invars):
-        return Left("empty arrays", missed=False)
+        return "empty arrays", False
     if equation_kinds.is_placed(equation):
-        return Left("under compute_on or set_xla_metadata", missed=True)
+        return "under compute_on or set_xla_metadata", True
+    if not body.site.manual.issuperset(axes):
+        return "an axis that shard_map has not bound", True
+    return None
+
+
+def _operation(collective: lax_collectives.LaxCollective, body: Body) -> Choice:
+    axes, dimension, tiled = collective.axes, collective.dimension, collective.tiled
     if collective.operation == "psum":
         return Choice(psum_p, PsumParams(axes, invariant=collective.invariant))
-    dimension, tiled, size = collective.dimension, collective.tiled, collective.size
     if collective.operation == "all_gather":
-        return Choice(all_gather_p, AllGatherParams(axes, dimension, tiled, size))
+        return Choice(all_gather_p, AllGatherParams(axes, dimension, tiled, collective.size))
     if collective.operation == "all_to_all":
-        mesh = body.site.mesh
-        assert mesh is not None  # or there would be a reason to leave all collectives
-        if not body.site.manual.issuperset(axes):
-            return Left(_UNBOUND, missed=True)
-        size = math.prod(mesh.shape[axis] for axis in axes)
+        size = _world_size(axes, body)
         return Choice(all_to_all_p, AllToAllParams(axes, dimension, collective.concat, size))
-    return Choice(psum_scatter_p, PsumScatterParams(axes, dimension, tiled, size))
+    return Choice(psum_scatter_p, PsumScatterParams(axes, dimension, tiled, collective.size))
+
+
+def _world_size(axes: tuple[str, ...], body: Body) -> int:
+    mesh = body.site.mesh
+    assert mesh is not None  # or there would be a reason to leave all collectives
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _left_by_selection(equation: Any, choice: Choice, body: Body) -> Left | None:
     """Why lax keeps a collective; None if it is replaced."""
-    if not body.site.manual.issuperset(choice.params.axes):
-        return Left(_UNBOUND, missed=True)
-    operations = choice.primitive.explain(
-        body.site,
-        [v.aval for v in equation.invars],
-        params=choice.params,
-        traced_over=body.traced_over,
-    )
-    for operation in operations:
+    avals = [v.aval for v in equation.invars]
+    for operation in choice.primitive.decide(body.site, avals, choice.params).operations():
         selected = operation.selected
         if selected.algorithm == "lax":
-            return Left(selected.reason, selected.cause == select.REFUSED)
+            return selected.reason, selected.cause == select.REFUSED
         if not selected.measured:
-            return Left(f"{selected.reason}; a tuning of this node would decide", missed=False)
+            return f"{selected.reason}; a tuning of this node would decide", False
     return None
 
 
@@ -138,16 +125,9 @@ def collective_of(equation: Any, body: Body) -> lax_collectives.LaxCollective | 
     if (
         found is None
         or found.operation == "all_to_all"
-        or found.index_groups is not None
-        or found.over_vmap
-        or len(set(found.axes)) < len(found.axes)
-        or not body.site.manual.issuperset(found.axes)
         or len(equation.invars) > 1
-        or equation.invars[0].aval.size == 0
         or not isinstance(equation.invars[0], Var)
-        or equation_kinds.is_placed(equation)
+        or _left_as_it_is(equation, found, body) is not None
     ):
         return None
-    mesh = body.site.mesh
-    assert mesh is not None  # or there would be a reason to leave all collectives
-    return dataclasses.replace(found, size=math.prod(mesh.shape[axis] for axis in found.axes))
+    return dataclasses.replace(found, size=_world_size(found.axes, body))

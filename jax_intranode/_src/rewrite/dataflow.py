@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -110,7 +110,6 @@ class Dataflow:
         made_at: the position at which each variable is made; the jaxpr's arguments are not there.
         used_at: the positions at which each variable is used, once for each use. That of the
             jaxpr's results is the number of equations.
-        known: for whoever looks at this jaxpr: what follows from a `number`.
     """
 
     def __init__(self, equations: Sequence[Any], results: Sequence[Any]):
@@ -126,16 +125,21 @@ class Dataflow:
                 self.made_at[v] = position
         for v in variables(results):
             self.used_at[v].append(len(equations))
-        self.known: dict[Any, Any] = {}
+        self._known: dict[Any, Any] = {}
         self._numbers: dict[Hashable, int] = {}
         self._views: dict[Var, View] = {}
         self._sources: dict[Var, Any] = {}
-        self._heavy: dict[int, bool] = {}
         self._kinds: dict[int, int] = {}
 
     def number(self, *properties: Hashable) -> int:
         """A number for things that have these properties: layers of a program are alike."""
         return self._numbers.setdefault(properties, len(self._numbers))
+
+    def once(self, key: Hashable, find: Callable[[], Any]) -> Any:
+        """What follows from a `number`, found once for all things that are alike."""
+        if key not in self._known:
+            self._known[key] = find()
+        return self._known[key]
 
     def kind(self, matmul: Matmul) -> int:
         """The `number` of matmuls of arrays of these types that are made in this way."""
@@ -176,14 +180,13 @@ class Dataflow:
             number += ends
         return found
 
-    def is_heavy(self, position: int) -> bool:
-        """Whether an equation takes long: a matmul, a loop or a collective."""
-        found = self._heavy.get(position)
-        if found is None:
-            equation = self.equations[position]
-            found = lax_collectives.lax_collective(equation) is not None or sums.is_heavy(equation)
-            self._heavy[position] = found
-        return found
+    @cached_property
+    def is_heavy(self) -> list[bool]:
+        """For each position whether its equation takes long: a matmul, a loop or a collective."""
+        return [
+            lax_collectives.lax_collective(equation) is not None or sums.is_heavy(equation)
+            for equation in self.equations
+        ]
 
     @cached_property
     def matmuls(self) -> dict[int, Matmul]:

@@ -40,14 +40,9 @@ _rewritten: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDict
 
 
 def rewrite_program(jaxpr: Any, platforms: tuple[str, ...]) -> Any:
-    """A program's jaxpr with its matmuls over sharded arrays rewritten; itself if nothing changes.
+    """A program's jaxpr, closed, with its matmuls over sharded arrays rewritten, if any are.
 
-    Args:
-        jaxpr: the jaxpr, closed.
-        platforms: the platforms that it is lowered for.
-
-    Raises:
-        RuntimeError: as `Body.refuse_if_strict`.
+    It raises as `Body.refuse_if_strict`.
     """
     mesh = trace_state.set_mesh()
     if mesh is None or not _all_explicit(mesh):
@@ -83,26 +78,16 @@ class _Communication:
     scatter: int | None
 
 
-class _Program:
+class _Program(jaxpr_edit.JaxprRewriter):
     """Rewrites the jaxprs of one program."""
 
     def __init__(self, site: LoweringSite):
+        super().__init__()
         self._site = site
-        self._rewritten: dict[int, tuple[Any, Any]] = {}  # by identity, with what has it
-        self._of_types: dict[Any, bool] = {}
 
-    def rewrite(self, jaxpr: Any) -> Any:
-        known = self._rewritten.get(id(jaxpr))
-        if known is None:
-            known = self._rewritten[id(jaxpr)] = jaxpr, self._rewrite(jaxpr)
-        return known[1]
-
-    def _rewrite(self, jaxpr: Any) -> Any:
-        before = jaxpr_walk.open_jaxpr(jaxpr).eqns
-        after = [self._equation(equation) for equation in before]
-        if all(new is old for new, old in zip(after, before, strict=True)):
-            return jaxpr
-        return jaxpr_edit.with_equations(jaxpr, after)
+    def rewritten(self, equations: Sequence[Any], results: Sequence[Any]) -> Sequence[Any]:
+        """The new equations of a jaxpr."""
+        return list(map(self._equation, equations))
 
     def _equation(self, equation: Any) -> Any:
         if equation.primitive.name != "dot_general" or equation_kinds.is_placed(equation):
@@ -187,11 +172,7 @@ def communication(
 ) -> _Communication | None:
     """What a dot_general communicates; None if nothing, or if it is of no kind that we replace.
 
-    Args:
-        dimension_numbers: those of the dot_general.
-        left: the axes of each dimension of the left operand.
-        right: those of the right operand.
-        result: those of the result.
+    `left`, `right` and `result` have the axes of each dimension.
     """
     (contracted_left, contracted_right), (batch_left, batch_right) = dimension_numbers
     reduce: Axes = ()

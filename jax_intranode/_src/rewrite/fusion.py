@@ -4,7 +4,7 @@ The operation runs at the position of the last equation that it replaces; equati
 its results wait until then.
 """
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,16 +14,19 @@ from jax.extend.core import Jaxpr, Literal, Var
 
 from jax_intranode._src.jax_private import jaxpr_edit
 from jax_intranode._src.ops import matmul_arguments
+from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import BY_PRIMITIVE, OpPrimitive, nbytes
 from jax_intranode._src.rewrite import dataflow, views
 from jax_intranode._src.rewrite.dataflow import Dataflow
 from jax_intranode._src.rewrite.views import Factors
+from jax_intranode._src.rewrite.waiting import Waiting
 
 # Equations that are farther apart are not put together: comparing them with all equations between
 # would take long.
 FARTHEST = 1000
 
-_NONE: frozenset[int] = frozenset()
+# What is replaced, and the equations that take the place.
+_Accepted = tuple["Replacement", Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class Operation:
             found[0] = found[0].update(dtype=self.dtypes[-1])
         return found
 
-    def function(self, traced_over: tuple[int, ...] | None) -> Callable[..., list[Any]]:
+    def function(self, site: LoweringSite) -> Callable[..., list[Any]]:
         """The whole as a function that can be traced."""
 
         def fused(*operands: Any) -> list[Any]:
@@ -90,47 +93,68 @@ class Operation:
                 layout(v) for layout, v in zip(self.operands, (first, *others), strict=True)
             ]
             arranged = matmul_arguments.varying_alike(arranged, self.params.axes)
-            results = self.primitive.bind_as_traced(
-                *arranged, params=self.params, traced_over=traced_over
-            )
+            results = self.primitive.bind_at(site, *arranged, params=self.params)
             return [layout(v) for layout, v in zip(self.results, results, strict=True)]
 
         return fused
 
 
 @dataclass(frozen=True)
-class Fusion:
-    """An operation that may take the place of equations.
+class Replacement:
+    """Equations whose place an operation may take.
 
     Attributes:
         flow: the equations.
         collective: the position of the collective.
-        operation: what takes the place.
-        operands: its operands.
+        operands: the operands of the operation.
         results: the variables that it makes.
         removed: the positions of the equations that it replaces.
         looked_through: the positions of those between its operands and the removed equations.
+    """
+
+    flow: Dataflow
+    collective: int
+    operands: tuple[Var, ...]
+    results: tuple[Var, ...]
+    removed: frozenset[int]
+    looked_through: frozenset[int]
+
+    @cached_property
+    def first(self) -> int:
+        """The position of the first equation that computes or uses a result."""
+        return min(self.removed)
+
+    @cached_property
+    def last(self) -> int:
+        """The position at which the operation runs."""
+        return max(self.removed)
+
+    def feeds(self, other: "Replacement") -> bool:
+        """Whether an operation depends on the results of this one."""
+        made = set(self.results)
+        flow = self.flow
+        for position in range(self.first, other.last):
+            if not made.isdisjoint(flow.uses[position]):
+                made.update(flow.equations[position].outvars)
+        return not made.isdisjoint(other.operands)
+
+
+@dataclass(frozen=True)
+class Fusion(Replacement):
+    """Equations whose place one of our matmuls may take.
+
+    Attributes:
+        operation: what takes the place.
         gathered: the result of an all-gather, and the variable that the operation makes of it, if
             any. The other results are products and sums.
         summed: the operands that are multiplied before a sum.
         transposes: whether results have to be transposed that the program does not transpose.
     """
 
-    flow: Dataflow
-    collective: int
     operation: Operation
-    operands: tuple[Var, ...]
-    results: tuple[Var, ...]
-    removed: frozenset[int]
-    looked_through: frozenset[int]
     gathered: tuple[Var, ...] = ()
     summed: tuple[Var, ...] = ()
     transposes: bool = False
-
-    @cached_property
-    def last(self) -> int:
-        """The position at which the operation runs."""
-        return max(self.removed)
 
     @cached_property
     def obstacle(self) -> int | None:
@@ -157,14 +181,14 @@ class Fusion:
             equation = flow.equations[position]
             used = flow.uses[position]
             if not late.isdisjoint(used):
-                if flow.is_heavy(position):
+                if flow.is_heavy[position]:
                     return position
                 late.update(equation.outvars)
                 for made in made_of.values():
                     if not made.isdisjoint(used):
                         made.update(equation.outvars)
             elif not early.isdisjoint(used):
-                (late if flow.is_heavy(position) else early).update(equation.outvars)
+                (late if flow.is_heavy[position] else early).update(equation.outvars)
         for v in self.operands:
             if v in late or v in early or flow.made_at.get(v) in self.removed:
                 return flow.made_at[v]
@@ -185,7 +209,7 @@ class Fusion:
         for position in range(self.last, min(self.removed), -1):
             equation = flow.equations[position]
             if position not in self.removed and not needed.isdisjoint(equation.outvars):
-                if flow.is_heavy(position):
+                if flow.is_heavy[position]:
                     return position
                 needed.update(flow.uses[position])
         return None
@@ -196,14 +220,24 @@ class Fusion:
         used = [p for v in self.gathered for p in self.flow.used_at[v]]
         return min(used or self.removed)
 
-    def feeds(self, other: "Fusion") -> bool:
-        """Whether the other operation depends on this one."""
-        made = set(self.results)
-        flow = self.flow
-        for position in range(self.first, other.last):
-            if not made.isdisjoint(flow.uses[position]):
-                made.update(flow.equations[position].outvars)
-        return not made.isdisjoint(other.operands)
+    def inlined(self, jaxpr: Jaxpr) -> Iterator[Any]:
+        """The equations of the operation, as this jaxpr, with the program's variables."""
+        like = self.flow.equations[self.collective]
+        names: dict[Any, Any] = dict(zip(jaxpr.invars, self.operands, strict=True))
+        names.update(zip(jaxpr.outvars, self.results, strict=True))
+        for equation in jaxpr.eqns:
+            for v in equation.outvars:
+                if v not in names:
+                    names[v] = jaxpr_edit.new_variable(v.aval)
+            own = BY_PRIMITIVE.get(equation.primitive)
+            yield equation.replace(
+                invars=[v if isinstance(v, Literal) else names[v] for v in equation.invars],
+                outvars=[names[v] for v in equation.outvars],
+                source_info=like.source_info
+                if own is None
+                else jaxpr_edit.source_in_scope(like, own.scope),
+                ctx=like.ctx,
+            )
 
 
 class Accepted:
@@ -214,13 +248,12 @@ class Accepted:
     """
 
     def __init__(self, flow: Dataflow):
-        """There are none yet."""
         self._flow = flow
-        self._operations: list[tuple[Fusion, Jaxpr]] = []
+        self._operations: list[_Accepted] = []
         self._removed: set[int] = set()
         self._looked_through: set[int] = set()
 
-    def fits(self, fusion: Fusion) -> bool:
+    def fits(self, fusion: Replacement) -> bool:
         """Whether an operation can be in the program, too."""
         return (
             self._removed.isdisjoint(fusion.removed)
@@ -233,9 +266,9 @@ class Accepted:
             )
         )
 
-    def add(self, fusion: Fusion, jaxpr: Jaxpr) -> None:
-        """Accepts an operation that fits, as this jaxpr."""
-        self._operations.append((fusion, jaxpr))
+    def add(self, fusion: Replacement, equations: Iterable[Any]) -> None:
+        """Accepts an operation that fits, as these equations."""
+        self._operations.append((fusion, tuple(equations)))
         self._removed |= fusion.removed
         self._looked_through |= fusion.looked_through
 
@@ -246,59 +279,26 @@ class Accepted:
         return _replaced(self._flow, self._operations)
 
 
-def _replaced(flow: Dataflow, accepted: Sequence[tuple[Fusion, Jaxpr]]) -> list[Any]:
-    """The equations, with operations in the place of others.
-
-    An equation waits while it needs the result of an operation that runs later.
-    """
+def _replaced(flow: Dataflow, accepted: Sequence[_Accepted]) -> list[Any]:
+    """The equations, with operations in the place of others."""
     owner = {p: k for k, (fusion, _) in enumerate(accepted) for p in fusion.removed}
-    waits = {v: frozenset([k]) for k, (fusion, _) in enumerate(accepted) for v in fusion.results}
     dead = _dead_layouts(flow, accepted, owner)
-    running: set[int] = set()
-    waiting: list[tuple[Any, frozenset[int]]] = []
-    emitted: list[Any] = []
+    order = Waiting()
+    for k, (fusion, _) in enumerate(accepted):
+        order.expect(fusion.results, k)
     for position, equation in enumerate(flow.equations):
-        k = owner.get(position)
-        if k is None:
-            if position in dead:
-                continue
-            needed = _NONE.union(*(waits[v] for v in flow.uses[position] if v in waits)) - running
-            if not needed:
-                emitted.append(equation)
-                continue
-            waiting.append((equation, needed))
-            for v in equation.outvars:
-                waits[v] = waits.get(v, _NONE) | needed
-        elif position == accepted[k][0].last:
-            fusion, jaxpr = accepted[k]
-            emitted += _inlined(jaxpr, fusion, flow.equations[fusion.collective])
-            running.add(k)
-            emitted += [e for e, needed in waiting if needed <= running]
-            waiting = [(e, needed) for e, needed in waiting if not needed <= running]
-    return emitted
-
-
-def _inlined(jaxpr: Jaxpr, fusion: Fusion, like: Any) -> Iterator[Any]:
-    """The equations of an operation, with the program's variables."""
-    names: dict[Any, Any] = dict(zip(jaxpr.invars, fusion.operands, strict=True))
-    names.update(zip(jaxpr.outvars, fusion.results, strict=True))
-    for equation in jaxpr.eqns:
-        for v in equation.outvars:
-            if v not in names:
-                names[v] = jaxpr_edit.new_variable(v.aval)
-        own = BY_PRIMITIVE.get(equation.primitive)
-        yield equation.replace(
-            invars=[v if isinstance(v, Literal) else names[v] for v in equation.invars],
-            outvars=[names[v] for v in equation.outvars],
-            source_info=like.source_info
-            if own is None
-            else jaxpr_edit.source_in_scope(like, own.scope),
-            ctx=like.ctx,
-        )
+        owned_by = owner.get(position)
+        if owned_by is not None:
+            fusion, equations = accepted[owned_by]
+            if position == fusion.last:
+                order.run([owned_by], equations)
+        elif position not in dead:
+            order.emit(equation)
+    return order.emitted
 
 
 def _dead_layouts(
-    flow: Dataflow, accepted: Sequence[tuple[Fusion, Jaxpr]], removed: Container[int]
+    flow: Dataflow, accepted: Sequence[_Accepted], removed: Container[int]
 ) -> set[int]:
     """The reshapes, transpositions and casts whose results nothing needs any more."""
     used = {v for fusion, _ in accepted for v in fusion.operands}

@@ -136,10 +136,7 @@ class _Gather:
 
     def _role(self, product: Product) -> "_Role":
         key = _Role, self._kind, self._kind_of(product)
-        found = self.flow.known.get(key)
-        if found is None:
-            found = self.flow.known[key] = self._new_role(product)
-        return found
+        return self.flow.once(key, lambda: self._new_role(product))
 
     def _new_role(self, product: Product) -> "_Role":
         x, result = product.x, product.tail.result.aval
@@ -169,10 +166,7 @@ class _Gather:
         kinds = tuple(map(self._kind_of, members))
         shape = None if needed.result is None else needed.result.aval.shape
         key = Operation, self._kind, kinds, wgrad is None, shape
-        known = self.flow.known
-        if key not in known:
-            known[key] = self._operation(group, wgrad, shape)
-        operation = known[key]
+        operation = self.flow.once(key, lambda: self._operation(group, wgrad, shape))
         if operation is None:
             return
         gathered = () if needed.result is None else (needed.result,)
@@ -191,12 +185,9 @@ class _Gather:
     def _operation(
         self, group: Sequence[Product], wgrad: Product | None, gathered: tuple[int, ...] | None
     ) -> Operation | None:
-        """The operation for these products; None if there is none.
+        """The operation for these products, and a weight gradient, if any; None if there is none.
 
-        Args:
-            group: the products.
-            wgrad: a weight gradient that it computes, too, or None.
-            gathered: the shape of the gathered array, if it is a result.
+        `gathered` is the shape of the gathered array, if that is a result.
         """
         x, matmul, side = group[0].x, group[0].matmul, group[0].side
         at = self.ranks(x.free)

@@ -73,8 +73,7 @@ def lower_program(jaxpr: Any, platforms: tuple[str, ...], lower: Callable[[Any],
 def rewrite_body(ctx: Any, params: dict[str, Any]) -> Any:
     """The jaxpr of a shard_map's body as it is to be lowered.
 
-    Raises:
-        RuntimeError: as `Body.refuse_if_strict`.
+    It raises as `Body.refuse_if_strict`.
     """
     jaxpr = jaxpr_walk.body_of_shard_map(params)
     if not enabled.value or not has_collectives(jaxpr):

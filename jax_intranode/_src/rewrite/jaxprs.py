@@ -1,12 +1,10 @@
 """Rewrites the body of a shard_map, and the jaxprs that its equations run.
 
-Equations that do not change stay the same objects, and a jaxpr that several equations run is
-rewritten once: lowering takes little longer, and shared functions stay shared.
+Equations that do not change stay the same objects.
 """
 
-import operator
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax_intranode._src.jax_private import jaxpr_edit, jaxpr_walk, lax_collectives
@@ -43,30 +41,22 @@ def _collectives_in(jaxpr: Any) -> Iterator[Any]:
                 yield from _collectives_in(inner.jaxpr)
 
 
-class Rewriter:
+class Rewriter(jaxpr_edit.JaxprRewriter):
     """Rewrites the jaxprs of one body."""
 
     def __init__(self, body: Body):
-        """Keeps what the body's equations have in common."""
         self.body = body
+        super().__init__()
         self._matmuls = MatmulRewriter(body)
-        # By identity. The first of each pair keeps the identity from being used again.
-        self._rewritten: dict[int, tuple[Any, Any]] = {}
 
     def rewrite(self, jaxpr: Any) -> Any:
         """The rewritten jaxpr, open or closed; the same object if nothing changes."""
-        if not has_collectives(jaxpr_walk.open_jaxpr(jaxpr)):
-            return jaxpr
-        known = self._rewritten.get(id(jaxpr))
-        if known is None:
-            known = self._rewritten[id(jaxpr)] = jaxpr, self._rewrite(jaxpr)
-        return known[1]
+        return super().rewrite(jaxpr) if has_collectives(jaxpr_walk.open_jaxpr(jaxpr)) else jaxpr
 
-    def _rewrite(self, jaxpr: Any) -> Any:
-        inner = jaxpr_walk.open_jaxpr(jaxpr)
-        before = inner.eqns
-        equations = self._matmuls.rewrite(before, inner.outvars)
-        equations = norms.rewrite(equations, inner.outvars, self.body)
+    def rewritten(self, equations: Sequence[Any], results: Sequence[Any]) -> Sequence[Any]:
+        """The new equations of a jaxpr."""
+        equations = self._matmuls.rewrite(equations, results)
+        equations = norms.rewrite(equations, results, self.body)
         choices = {}
         for equation in equations:
             choice = collectives.choose(equation, self.body)
@@ -76,10 +66,7 @@ class Rewriter:
                 self._leave_inside(equation)
         # An equation that stays is the same object, so that its choice is found.
         equations = [jaxpr_edit.replaced_inside(e, self.rewrite) for e in equations]
-        equations = sums.issue(equations, choices, self.body)
-        if len(equations) == len(before) and all(map(operator.is_, equations, before)):
-            return jaxpr
-        return jaxpr_edit.with_equations(jaxpr, equations)
+        return sums.issue(equations, choices, self.body)
 
     def _leave_inside(self, equation: Any) -> None:
         """Records what is left in the jaxprs of an equation that are not rewritten."""

@@ -30,7 +30,6 @@ class MatmulRewriter:
     """Rewrites the jaxprs of one body."""
 
     def __init__(self, body: Body):
-        """Keeps what the body's equations have in common."""
         self._body = body
         self._traced: dict[Any, Jaxpr | None] = {}  # see `_trace`
 
@@ -53,7 +52,7 @@ class MatmulRewriter:
                 for candidate in candidates:
                     jaxpr = self._jaxpr(candidate, accepted, overlap)
                     if jaxpr is not None:
-                        accepted.add(candidate, jaxpr)
+                        accepted.add(candidate, candidate.inlined(jaxpr))
                         self._body.decide(equations[candidate.collective], None)
                         break
         return accepted.equations()
@@ -82,13 +81,9 @@ class MatmulRewriter:
         key = operation, tuple(avals)
         if key not in self._traced:
             body, jaxpr = self._body, None
-            if operation.primitive.is_overlapped(
-                body.site,
-                operation.avals(avals),
-                params=operation.params,
-                traced_over=body.traced_over,
-            ):
+            its_avals = operation.avals(avals)
+            if body.is_overlapped(operation.primitive, its_avals, operation.params):
                 with trace_state.inside_shard_map(body.params):
-                    jaxpr = jaxpr_edit.trace(operation.function(body.traced_over), avals)
+                    jaxpr = jaxpr_edit.trace(operation.function(body.site), avals)
             self._traced[key] = jaxpr
         return self._traced[key]

@@ -75,16 +75,16 @@ def factored(
     """Operand `side`, as this view, and the other one."""
     other = matmul.equation.invars[1 - side]
     made = view.dims if view.path else None
-    key = factored, flow.kind(matmul), side, made, view.dtypes
-    alike = flow.known.get(key)
-    if alike is None:
+
+    def both() -> tuple[Factored, Factored]:
         order = _pairs_in_order(matmul, view, side)
         w = _factored(matmul, flow.view(other), 1 - side, order)
         if not (views.in_order(w.contracted, w.free) or views.in_order(w.free, w.contracted)):
             # The program has transposed it, and so need not we.
             w = _factored(matmul, dataflow.itself(other), 1 - side, order)
-        alike = flow.known[key] = _factored(matmul, view, side, order), w
-    x, w = alike
+        return _factored(matmul, view, side, order), w
+
+    x, w = flow.once((factored, flow.kind(matmul), side, made, view.dtypes), both)
     return x.made_by(view), w.of(other, flow)
 
 
@@ -166,10 +166,7 @@ def weight_gradient(
 ) -> WeightGradient | None:
     """A matmul of an array whose rows it contracts, as part of an operation on that array.
 
-    Args:
-        product: the matmul; its `x` is the array.
-        rows: the array as the operation multiplies it.
-        leading: the dimensions of its rows, in the operation.
+    `rows` is the array as the operation multiplies it, with these leading dimensions.
     """
     x, other, tail = product.x, product.w, product.tail
     if (x.contracted, x.free, x.dtypes) != (rows.free, rows.contracted, rows.dtypes):

@@ -6,8 +6,7 @@ norms. What a norm computes on its way must not be used elsewhere: XLA would com
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import Var
@@ -18,25 +17,11 @@ from jax_intranode._src.rewrite import rows
 from jax_intranode._src.rewrite.body import Body
 from jax_intranode._src.rewrite.collectives import collective_of
 from jax_intranode._src.rewrite.dataflow import Dataflow
+from jax_intranode._src.rewrite.fusion import FARTHEST, Accepted, Replacement
 from jax_intranode._src.selection import select
 
 # A parameter that is made in more steps is read from the middle on, as if it were given there.
 _MOST_STEPS = 32
-
-
-@dataclass(frozen=True)
-class _Replacement:
-    """An operation that takes the place of equations.
-
-    Attributes:
-        operation: its equation, which takes the place of the residual add.
-        removed: the positions of the equations that it replaces.
-        earlier: the positions of equations that must run before it, in order.
-    """
-
-    operation: Any
-    removed: frozenset[int]
-    earlier: list[int]
 
 
 def rewrite(equations: Sequence[Any], results: Sequence[Any], body: Body) -> Sequence[Any]:
@@ -44,43 +29,18 @@ def rewrite(equations: Sequence[Any], results: Sequence[Any], body: Body) -> Seq
     if body.reason is not None:
         return equations
     flow: Dataflow | None = None
-    # By the position of the residual add.
-    accepted: dict[int, _Replacement] = {}
-    removed: set[int] = set()
-    hoisted: set[int] = set()
+    accepted: Accepted | None = None
     for position, equation in enumerate(equations):
         collective = collective_of(equation, body)
         if collective is None or not _may_be_normed(equation, collective, body):
             continue
         flow = flow or Dataflow(equations, results)
-        addition = flow.only_user(equation.outvars[0])
-        if addition is None:
-            continue
-        for new in _replacements(flow, position, collective, addition, body):
-            if removed.isdisjoint(new.removed.union(new.earlier)) and hoisted.isdisjoint(
-                new.removed
-            ):
-                accepted[addition] = new
-                removed |= new.removed
-                hoisted.update(new.earlier)
-                body.decide(equation, None)
-    return list(_emitted(equations, accepted, removed)) if accepted else equations
-
-
-def _emitted(
-    equations: Sequence[Any], accepted: dict[int, _Replacement], removed: set[int]
-) -> Iterator[Any]:
-    emitted: set[int] = set()
-    for position, equation in enumerate(equations):
-        new = accepted.get(position)
-        if new is not None:
-            for earlier in new.earlier:
-                if earlier not in emitted:
-                    emitted.add(earlier)
-                    yield equations[earlier]
-            yield new.operation
-        elif position not in removed and position not in emitted:
-            yield equation
+        accepted = accepted or Accepted(flow)
+        found = _replacement(flow, position, collective, body)
+        if found is not None and accepted.fits(found[0]):
+            accepted.add(*found)
+            body.decide(equation, None)
+    return equations if accepted is None else accepted.equations()
 
 
 def _may_be_normed(equation: Any, collective: lax_collectives.LaxCollective, body: Body) -> bool:
@@ -110,38 +70,44 @@ def _params(norm: rows.Norm, collective: lax_collectives.LaxCollective) -> norm_
     )
 
 
-def _replacements(
-    flow: Dataflow,
-    position: int,
-    collective: lax_collectives.LaxCollective,
-    addition: int,
-    body: Body,
-) -> Iterator[_Replacement]:
-    """What takes the place of a sum, its only use, and a norm of that; at most one."""
-    like, equation = flow.equations[position], flow.equations[addition]
+def _replacement(
+    flow: Dataflow, position: int, collective: lax_collectives.LaxCollective, body: Body
+) -> tuple[Replacement, list[Any]] | None:
+    """A sum, its only use, and a norm of that; and the equation that takes their place."""
+    like = flow.equations[position]
+    (total,) = like.outvars
+    addition = flow.only_user(total)
+    if addition is None or flow.stretches[position] != flow.stretches[addition]:
+        return None
+    equation = flow.equations[addition]
     if not equation_kinds.is_addition(equation) or equation_kinds.is_placed(equation):
-        return
+        return None
     (h,) = equation.outvars
-    others = [v for v in equation.invars if v is not like.outvars[0]]
+    others = [v for v in equation.invars if v is not total]
     if len(others) != 1 or not isinstance(others[0], Var) or _type(others[0]) != _type(h):
-        return
+        return None
     norms, passed = _norms(flow, h)
     for result, norm in norms:
         removed = _removed(flow, {position, addition}, flow.made_at[result], passed)
         if removed is None:
             continue
         parameters = [norm.weight, *([] if norm.bias is None else [norm.bias])]
-        operands = [like.invars[0], others[0], *parameters]
+        operands = (like.invars[0], others[0], *parameters)
+        replaced = Replacement(flow, position, operands, (result, h), removed, frozenset())
         params = _params(norm, collective)
-        earlier = _hoisted(flow, addition, removed, parameters)
-        if earlier is not None and _is_chosen([v.aval for v in operands], params, body):
-            operation = jaxpr_edit.new_equation(
-                *(like, params.primitive.plain, operands, [result, h]),
-                {"params": params, "traced_over": body.traced_over},
-                params.primitive.scope,
-            )
-            yield _Replacement(operation, removed, earlier)
-        return
+        if (
+            replaced.last - replaced.first > FARTHEST
+            or replaced.feeds(replaced)
+            or not _is_chosen([v.aval for v in operands], params, body)
+        ):
+            return None
+        operation = jaxpr_edit.new_equation(
+            *(like, params.primitive.plain, operands, [result, h]),
+            {"params": params, "traced_over": body.site.traced_over},
+            params.primitive.scope,
+        )
+        return replaced, [operation]
+    return None
 
 
 def _type(v: Any) -> tuple[Any, Any]:
@@ -155,9 +121,7 @@ def _is_chosen(avals: Sequence[Any], params: norm_rules.NormParams, body: Body) 
         return False
     if not norm_rules.is_faster(body.site, x, params):
         return False
-    (operation,) = params.primitive.explain(
-        body.site, avals, params=params, traced_over=body.traced_over
-    )
+    (operation,) = params.primitive.decide(body.site, avals, params).operations()
     return operation.selected.algorithm != "lax"
 
 
@@ -167,7 +131,8 @@ def _norms(flow: Dataflow, h: Any) -> tuple[list[tuple[Var, rows.Norm]], set[int
     With them come the positions of the equations that were read.
     """
     reader = rows.Reader(h.aval.shape)
-    known: dict[Any, rows.Rows | None] = {h: rows.own()}
+    own = rows.own(h.aval.shape)
+    known: dict[Any, rows.Rows | None] = {h: own}
     passed: set[int] = set()
     found: list[tuple[Var, rows.Norm]] = []
     outside: dict[Any, rows.Rows | None] = {}
@@ -190,7 +155,7 @@ def _norms(flow: Dataflow, h: Any) -> tuple[list[tuple[Var, rows.Norm]], set[int
             if described is None:
                 continue
             passed.add(position)
-            norm = rows.norm_of(described) if _type(v) == _type(h) else None
+            norm = rows.norm_of(described, own) if _type(v) == _type(h) else None
             if norm is not None and len(equation.outvars) == 1:
                 found.append((v, norm))
             for user in flow.used_at[v]:
@@ -217,7 +182,7 @@ def _parameter(
             read = reader.read(equation, lambda w: _parameter(flow, reader, w, known, steps - 1))
             known[v] = read[equation.outvars.index(v)]
         if known[v] is None and v.aval.ndim == 1 and v.aval.dtype in rows.FLOATS:
-            known[v] = rows.parameter(v)
+            known[v] = rows.parameter(v, reader.shape)
     return known[v]
 
 
@@ -249,25 +214,3 @@ def _removed(
         seen |= needs
         waiting += needs
     return frozenset(removed)
-
-
-def _hoisted(
-    flow: Dataflow, addition: int, removed: frozenset[int], operands: Sequence[Var]
-) -> list[int] | None:
-    """The positions of equations that must run before the operation, in order.
-
-    None if one of them needs what the operation computes.
-    """
-    hoisted: set[int] = set()
-    waiting = list(operands)
-    while waiting:
-        position = flow.made_at.get(waiting.pop(), -1)
-        if position in removed:
-            return None
-        if position < addition or position in hoisted:
-            continue
-        if equation_kinds.has_effects(flow.equations[position]) or flow.is_heavy(position):
-            return None
-        hoisted.add(position)
-        waiting += flow.uses[position]
-    return sorted(hoisted)

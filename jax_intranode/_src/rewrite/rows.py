@@ -37,40 +37,49 @@ class _Unknown(Exception):
     """The array is not described in this way."""
 
 
+# For each dimension of an array, the dimension of h that it lies along; None if the array does not
+# change along it.
+Dims = tuple[int | None, ...]
+
+
 @dataclass(frozen=True)
 class Rows:
     """An array, as a function of h and of parameters: coefficient * factors ** powers + bias.
 
     Attributes:
-        form: how its dimensions lie: "aligned" (as those of h; each has the length of h's or 1),
-            "means" (those of h but for the last), "parameter" (the last of h, and fewer than h has
-            before it, of length 1) or "constant".
+        dims: how it lies in h; empty for a scalar.
         coefficient: a number.
         powers: the factors with their powers.
         bias: the variable of a parameter; None if there is none.
     """
 
-    form: str
+    dims: Dims
     coefficient: float
     powers: frozenset[tuple[Any, float]] = frozenset()
     bias: Any = None
 
     @property
+    def is_number(self) -> bool:
+        """Whether all elements are one number, whatever h is."""
+        return not self.powers and self.bias is None
+
+    @property
     def number(self) -> float:
-        """The value of a constant."""
-        if self.form != "constant":
+        """This number."""
+        if not self.is_number:
             raise _Unknown
         return self.coefficient
 
 
-def own() -> Rows:
-    """h itself."""
-    return Rows("aligned", 1.0, frozenset([(_H, 1.0)]))
+def own(shape: tuple[int, ...]) -> Rows:
+    """h itself, of this shape."""
+    dims = tuple(i if n > 1 else None for i, n in enumerate(shape))
+    return Rows(dims, 1.0, frozenset([(_H, 1.0)]))
 
 
-def parameter(variable: Any) -> Rows:
-    """A parameter [hidden]."""
-    return Rows("parameter", 1.0, frozenset([(("parameter", variable, 0.0), 1.0)]))
+def parameter(variable: Any, shape: tuple[int, ...]) -> Rows:
+    """A parameter [hidden], for an h of this shape."""
+    return Rows(own(shape).dims[-1:], 1.0, frozenset([(("parameter", variable, 0.0), 1.0)]))
 
 
 # Arithmetic.
@@ -81,11 +90,13 @@ def _close(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=2e-6)
 
 
-def _form(*operands: Rows) -> str:
-    forms = {v.form for v in operands} - {"constant"}
-    if len(forms) > 1:
+def _dims(x: Rows, y: Rows) -> Dims:
+    """How what is computed from both, element by element, lies in h."""
+    if not x.dims or not y.dims:
+        return x.dims or y.dims
+    if any(None not in pair and pair[0] != pair[1] for pair in zip(x.dims, y.dims, strict=True)):
         raise _Unknown
-    return forms.pop() if forms else "constant"
+    return tuple(b if a is None else a for a, b in zip(x.dims, y.dims, strict=True))
 
 
 def _multiplied(x: Rows, y: Rows) -> Rows:
@@ -95,42 +106,44 @@ def _multiplied(x: Rows, y: Rows) -> Rows:
     for factor, power in y.powers:
         powers[factor] = powers.get(factor, 0.0) + power
     left = frozenset((factor, power) for factor, power in powers.items() if power)
-    return Rows(_form(x, y), x.coefficient * y.coefficient, left)
+    if powers and not left:  # x / x is not 1 everywhere
+        raise _Unknown
+    return Rows(_dims(x, y), x.coefficient * y.coefficient, left)
 
 
 def _power(x: Rows, power: float) -> Rows:
     positive = x.coefficient > 0 and all(
         factor in (_SQUARES, _VARIANCE) or factor[0] == "root" for factor, _ in x.powers
     )
-    if x.bias is not None or not (positive or power == int(power)):
+    if x.bias is not None or power == 0 or not (positive or power == int(power)):
         raise _Unknown
     powers = frozenset((factor, p * power) for factor, p in x.powers)
-    return Rows(x.form, x.coefficient**power, powers if power else frozenset())
+    return Rows(x.dims, x.coefficient**power, powers)
 
 
 def _added(x: Rows, y: Rows) -> Rows:
-    if x.form == "constant":
+    if x.is_number:
         x, y = y, x
-    form = _form(x, y)
-    if y.form == "constant":
-        return _plus_number(x, y.number)
+    dims = _dims(x, y)
+    if y.is_number:
+        return replace(_plus_number(x, y.number), dims=dims)
     if y.bias is None and x.bias is None:
         if _close(x.coefficient, -y.coefficient):
             x, y = (x, y) if x.coefficient > 0 else (y, x)
             factor = _DIFFERENCES.get((tuple(x.powers), tuple(y.powers)))
             if factor is not None:
-                return Rows(form, x.coefficient, frozenset([(factor, 1.0)]))
+                return Rows(dims, x.coefficient, frozenset([(factor, 1.0)]))
         for value, bias in ((x, y), (y, x)):
             if bias.coefficient == 1 and len(bias.powers) == 1:
                 ((factor, power),) = bias.powers
                 if factor[0] == "parameter" and factor[2] == 0 and power == 1:
-                    return replace(value, form=form, bias=factor[1])
+                    return replace(value, dims=dims, bias=factor[1])
     raise _Unknown
 
 
 def _plus_number(x: Rows, number: float) -> Rows:
-    if x.form == "constant":
-        return Rows("constant", x.coefficient + number)
+    if x.is_number:
+        return replace(x, coefficient=x.coefficient + number)
     if number == 0:
         return x
     if x.bias is not None or len(x.powers) != 1:
@@ -148,7 +161,12 @@ def _plus_number(x: Rows, number: float) -> Rows:
 def _largest(x: Rows, y: Rows) -> Rows:
     """Of 0 and a variance, which is not negative but for a rounding."""
     for a, b in ((x, y), (y, x)):
-        if a == Rows("constant", 0.0) and b.powers == {(_VARIANCE, 1.0)} and b.coefficient > 0:
+        if (
+            a.is_number
+            and a.coefficient == 0
+            and b.powers == {(_VARIANCE, 1.0)}
+            and b.coefficient > 0
+        ):
             return b
     raise _Unknown
 
@@ -157,8 +175,8 @@ def _largest(x: Rows, y: Rows) -> Rows:
 _ARITHMETIC: dict[str, Callable[..., Rows]] = {
     **dict.fromkeys(("copy", "copy_p", "pvary", "pcast", "name"), lambda x: x),
     **dict.fromkeys(("add", "add_any"), _added),
-    "sub": lambda x, y: _added(x, _multiplied(Rows("constant", -1.0), y)),
-    "neg": lambda x: _multiplied(Rows("constant", -1.0), x),
+    "sub": lambda x, y: _added(x, _multiplied(Rows((), -1.0), y)),
+    "neg": lambda x: _multiplied(Rows((), -1.0), x),
     "mul": _multiplied,
     "div": lambda x, y: _multiplied(x, _power(y, -1.0)),
     "pow": lambda x, y: _power(x, y.number),
@@ -166,7 +184,7 @@ _ARITHMETIC: dict[str, Callable[..., Rows]] = {
     "sqrt": lambda x: _power(x, 0.5),
     "rsqrt": lambda x: _power(x, -0.5),
     "max": _largest,
-    "gt": lambda x, y: Rows("constant", float(x.number > y.number)),
+    "gt": lambda x, y: Rows((), float(x.number > y.number)),
     "select_n": lambda which, *cases: cases[int(which.number)],
 }
 
@@ -175,16 +193,10 @@ _ARITHMETIC: dict[str, Callable[..., Rows]] = {
 
 
 class Reader:
-    """Reads equations of a jaxpr as functions of rows of h.
-
-    Args:
-        shape: the shape of h.
-    """
+    """Reads equations of a jaxpr as functions of rows of h, which has this shape."""
 
     def __init__(self, shape: tuple[int, ...]):
-        """Nothing has been read."""
-        self._shape = shape
-        self._hidden = shape[-1]
+        self.shape = shape
 
     def read(self, equation: Any, value: Callable[[Any], Rows | None]) -> list[Rows | None]:
         """The results of an equation, from a function that describes its operands."""
@@ -209,7 +221,7 @@ class Reader:
             return value(v)
         number = np.asarray(v.val)
         is_real = number.ndim == 0 and not np.iscomplexobj(number)
-        return Rows("constant", float(number)) if is_real else None
+        return Rows((), float(number)) if is_real else None
 
     def _call(self, jaxpr: Any, operands: list[Rows | None]) -> list[Rows | None]:
         if len(jaxpr.eqns) > 100 or jaxpr.constvars:
@@ -230,64 +242,32 @@ class Reader:
             return _power(x, float(equation.params["y"]))
         if name == "reduce_sum":
             return self._sum_of_rows(x, before.shape, equation.params["axes"])
-        if name == "broadcast_in_dim":
-            dims = tuple(equation.params["broadcast_dimensions"])
-            return self._broadcast(x, after.shape, dims)
-        if name in ("reshape", "squeeze", "expand_dims"):
-            return self._reshape(x, before.shape, after.shape)
-        raise _Unknown
+        if name not in ("broadcast_in_dim", "reshape", "squeeze", "expand_dims"):
+            raise _Unknown
+        if x.is_number:
+            return replace(x, dims=(None,) * after.ndim)
+        if name != "broadcast_in_dim":
+            return replace(x, dims=_reshaped(x.dims, before.shape, after.shape))
+        placed = dict(zip(equation.params["broadcast_dimensions"], x.dims, strict=True))
+        return replace(x, dims=tuple(map(placed.get, range(after.ndim))))
 
     def _sum_of_rows(self, x: Rows, shape: tuple[int, ...], axes: Any) -> Rows:
-        is_row = axes == (len(self._shape) - 1,) and shape[-1] == self._hidden
-        if x.form != "aligned" or x.bias is not None or not is_row:
+        (axis,), hidden = axes, self.shape[-1]
+        if x.bias is not None or x.dims[axis] != len(self.shape) - 1 or shape[axis] != hidden:
             raise _Unknown
         along = {(f, p) for f, p in x.powers if f in (_H, _CENTERED) or f[0] == "parameter"}
         (power,) = along if len(along) == 1 else [None]
-        mean = frozenset([(_MEANS[power], 1.0)])
-        rest = Rows("means", x.coefficient * self._hidden, x.powers - along)
-        return _multiplied(rest, Rows("means", 1.0, mean))
+        dims = (*x.dims[:axis], *x.dims[axis + 1 :])
+        rest = Rows(dims, x.coefficient * hidden, x.powers - along)
+        return _multiplied(rest, Rows(dims, 1.0, frozenset([(_MEANS[power], 1.0)])))
 
-    # How the dimensions of a result lie.
 
-    def _is_aligned(self, shape: tuple[int, ...]) -> bool:
-        return len(shape) == len(self._shape) and all(
-            n in (1, of_h) for n, of_h in zip(shape, self._shape, strict=True)
-        )
-
-    def _is_row(self, shape: tuple[int, ...]) -> bool:
-        return shape[-1:] == (self._hidden,) and math.prod(shape) == self._hidden
-
-    def _broadcast(self, x: Rows, shape: tuple[int, ...], dims: tuple[int, ...]) -> Rows:
-        if x.form == "constant":
-            return x
-        if x.form == "parameter":
-            if dims[-1] != len(shape) - 1:
-                raise _Unknown
-            return self._of_parameter(x, shape)
-        rank = len(self._shape) - (x.form == "means")
-        if dims != tuple(range(rank)) or not self._is_aligned(shape):
-            raise _Unknown
-        return replace(x, form="aligned")
-
-    def _of_parameter(self, x: Rows, shape: tuple[int, ...]) -> Rows:
-        """A parameter with another shape, whose last dimension is the parameter's."""
-        if self._is_aligned(shape):
-            return replace(x, form="aligned")
-        if self._is_row(shape) and len(shape) < len(self._shape):
-            return replace(x, form="parameter")
+def _reshaped(dims: Dims, before: tuple[int, ...], after: tuple[int, ...]) -> Dims:
+    """The dimensions after a reshape that only adds and drops dimensions of length 1."""
+    if [n for n in before if n > 1] != [n for n in after if n > 1]:
         raise _Unknown
-
-    def _reshape(self, x: Rows, before: tuple[int, ...], after: tuple[int, ...]) -> Rows:
-        means = self._shape[:-1]
-        if x.form == "constant" or before == after:
-            return x
-        if x.form == "means" and after == (*means, 1):
-            return replace(x, form="aligned")
-        if x.form == "aligned" and before == (*means, 1) and after == means:
-            return replace(x, form="means")
-        if x.form != "means" and self._is_row(before) and after[-1:] == (self._hidden,):
-            return self._of_parameter(x, after)
-        raise _Unknown
+    longer = (dim for dim, n in zip(dims, before, strict=True) if n > 1)
+    return tuple(next(longer) if n > 1 else None for n in after)
 
 
 # Norms.
@@ -312,7 +292,7 @@ class Norm:
     bias: Any
 
 
-def norm_of(rows: Rows) -> Norm | None:
+def norm_of(rows: Rows, h: Rows) -> Norm | None:
     """The norm that an array is; None if it is none.
 
     A norm is h * (squares + eps) ** -0.5 * (weight + offset) + bias. LayerNorm has what is left
@@ -321,7 +301,7 @@ def norm_of(rows: Rows) -> Norm | None:
     powers = {factor if isinstance(factor, str) else factor[0]: p for factor, p in rows.powers}
     factors = {factor[0]: factor for factor, _ in rows.powers if not isinstance(factor, str)}
     values = next((f for f, _ in rows.powers if f in (_H, _CENTERED)), _H)
-    if rows.form != "aligned" or len(rows.powers) != 3:
+    if rows.dims != h.dims or len(rows.powers) != 3:
         return None
     if powers != {values: 1.0, "root": -0.5, "parameter": 1.0}:
         return None

@@ -142,11 +142,12 @@ class _Sum:
             *(self.collective, self.transposed, total.shape, total.dtype, result.shape),
             *((flow.kind(s.matmul), s.dims) for s in summands),
         )
-        forms = flow.known.get((_Form, kind))
-        if forms is None:
+
+        def forms() -> list[_Form]:
             found = (self._with_rows(summands, side) for side in self._sides(summands[0]))
-            forms = flow.known[_Form, kind] = [form for form in found if form is not None]
-        for form in forms:
+            return [form for form in found if form is not None]
+
+        for form in flow.once((_Form, kind), forms):
             yield from self._fusions(form, [summand.matmul for summand in summands])
 
     def _sides(self, summand: _Summand) -> list[int]:

@@ -10,7 +10,7 @@ depends on it, and when it would become too large for one operation.
 
 import bisect
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -22,26 +22,19 @@ from jax_intranode._src.ops.collective import psum_p
 from jax_intranode._src.rewrite import collectives
 from jax_intranode._src.rewrite.body import Body
 from jax_intranode._src.rewrite.collectives import Choice
+from jax_intranode._src.rewrite.waiting import Waiting
 
 # Collectives of more bytes than this stay lax's if there are matmuls after them that need not wait
 # for them: XLA runs its own collectives next to these, and ours only before or after them. Not
 # measured: at 1 MB an all-reduce of lax takes 9 us between two H200s, and one of ours 6.
 OVERLAPPED_BYTES = 1 << 20
 
-_NONE: frozenset[Any] = frozenset()
-
 _HEAVY = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "scan", "while"})
 _has_heavy: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def issue(equations: Sequence[Any], choices: dict[int, Choice], body: Body) -> list[Any]:
-    """Replaces collectives by their choices, and merges sums.
-
-    Args:
-        equations: the equations of a jaxpr.
-        choices: what takes the place of an equation, by its identity.
-        body: the body of the body.
-    """
+    """Replaces collectives by their choices, by the identity of the equation, and merges sums."""
     walk = _Walk(body)
     overlap = Overlap(equations, body)
     for position, equation in enumerate(equations):
@@ -59,21 +52,18 @@ def issue(equations: Sequence[Any], choices: dict[int, Choice], body: Body) -> l
 
 
 class _Bucket:
-    """Sums that are issued together."""
+    """Sums that are issued together, of one `key`."""
 
-    def __init__(self, choice: Choice):
+    def __init__(self, key: Any, choice: Choice):
+        self.key = key
         self.choice = choice
         self.equations: list[Any] = []
 
     def fits(self, equation: Any, body: Body) -> bool:
         """Whether the bucket is one operation with this sum, too."""
         members = [*self.equations, equation]
-        operations = psum_p.explain(
-            body.site,
-            [v.aval for member in members for v in member.invars],
-            params=self.choice.params,
-            traced_over=body.traced_over,
-        )
+        avals = [v.aval for member in members for v in member.invars]
+        operations = psum_p.decide(body.site, avals, self.choice.params).operations()
         return len(operations) == 1 and operations[0].selected.algorithm != "lax"
 
 
@@ -82,74 +72,43 @@ class _Walk:
 
     def __init__(self, body: Body):
         self._body = body
-        self._emitted: list[Any] = []
+        self._order = Waiting()
         self._open: dict[Any, _Bucket] = {}  # by axes, dtype and context, in the order of opening
-        # The keys of the open buckets that a variable waits for, and what waits, in order.
-        self._waits: dict[Any, frozenset[Any]] = {}
-        self._waiting: list[tuple[Any, frozenset[Any]]] = []
 
     def emit(self, equation: Any) -> None:
         """Emits an equation that is not a sum to be merged, or lets it wait."""
-        if not self._open:  # so nothing waits
-            self._emitted.append(equation)
-            return
-        if equation_kinds.is_fence(equation):
-            self._issue(list(self._open))
-        needed = self._needed(equation)
-        if needed and equation_kinds.has_effects(equation):
-            self._issue(needed)
-            needed = frozenset()
-        if not needed:
-            self._emitted.append(equation)
-            return
-        self._waiting.append((equation, needed))
-        self._waits.update(dict.fromkeys(equation.outvars, needed))
+        if self._open and equation_kinds.is_fence(equation):
+            self._issue(self._open.values())
+        if self._open and equation_kinds.has_effects(equation):
+            self._issue(self._order.needed(equation))
+        self._order.emit(equation)
 
     def add(self, equation: Any, choice: Choice) -> None:
         """Adds a sum to a bucket."""
-        self._issue(self._needed(equation))
+        self._issue(self._order.needed(equation))
         dtype = equation.invars[0].aval.dtype
         key = (choice.params, dtype, id(equation.ctx))
         bucket = self._open.get(key)
         if bucket is not None and not bucket.fits(equation, self._body):
-            self._issue([key])
+            self._issue([bucket])
             bucket = None
         if bucket is None:
-            bucket = self._open[key] = _Bucket(choice)
+            bucket = self._open[key] = _Bucket(key, choice)
         bucket.equations.append(equation)
-        self._waits.update(dict.fromkeys(equation.outvars, frozenset([key])))
+        self._order.expect(equation.outvars, bucket)
 
     def finish(self) -> list[Any]:
         """Issues what is open and returns the equations."""
-        self._issue(list(self._open))
-        return self._emitted
+        self._issue(self._open.values())
+        return self._order.emitted
 
-    def _needed(self, equation: Any) -> frozenset[Any]:
-        """The keys of the open buckets that an equation has to wait for."""
-        waits = self._waits
-        return _NONE.union(
-            *[waits[v] for v in equation.invars if isinstance(v, Var) and v in waits]
-        )
-
-    def _issue(self, keys: Iterable[Any]) -> None:
-        for key in keys:
-            bucket = self._open.pop(key)
-            self._emitted.append(_merged(bucket, self._body))
-        if not self._open:
-            self._emitted += [equation for equation, _ in self._waiting]
-            self._waiting.clear()
-            self._waits.clear()
-            return
-        still_waiting = []
-        issued = frozenset(keys)
-        for equation, needed in self._waiting:
-            left = needed - issued
-            if left:
-                still_waiting.append((equation, left))
-            else:
-                self._emitted.append(equation)
-        self._waiting = still_waiting
-        self._waits = {v: left for v, needed in self._waits.items() if (left := needed - issued)}
+    def _issue(self, needed: Collection[_Bucket]) -> None:
+        # In the order of opening, which is the same in all processes; that of a set is not.
+        buckets = [bucket for bucket in self._open.values() if bucket in needed]
+        for bucket in buckets:
+            del self._open[bucket.key]
+        if buckets:
+            self._order.run(buckets, [_merged(bucket, self._body) for bucket in buckets])
 
 
 def _merged(bucket: _Bucket, body: Body) -> Any:
@@ -170,16 +129,13 @@ class Overlap:
     """Which collectives of lax may run at the same time as a matmul after them."""
 
     def __init__(self, equations: Sequence[Any], body: Body):
-        """Keeps the equations of a jaxpr of this body."""
         self._equations = equations
         self._body = body
 
     def has_matmul(self, position: int, start: int) -> bool:
         """Whether a matmul at `start` or later does not need a collective, if it is large.
 
-        Args:
-            position: the position of the collective.
-            start: from where on the collective could run.
+        From `start` on the collective could run.
         """
         if not _on_gpus(self._body) or not _is_large(self._equations[position]):
             return False

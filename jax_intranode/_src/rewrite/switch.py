@@ -105,15 +105,10 @@ class Accelerated(contextlib.ContextDecorator):
     """What `accelerate` returns."""
 
     def __init__(self, auto: bool):
-        """Keeps the argument."""
         self._auto = auto
 
     def __enter__(self) -> None:
-        """Begins.
-
-        Raises:
-            RuntimeError: as `install`.
-        """
+        """Begins. It raises as `install`."""
         self._thread = threading.get_ident()
         if not config.get().disable:
             _hook(self._auto)
@@ -123,11 +118,7 @@ class Accelerated(contextlib.ContextDecorator):
             _depth.enter()
 
     def __exit__(self, *exception: Any) -> None:
-        """Ends.
-
-        Raises:
-            RuntimeError: another thread began it.
-        """
+        """Ends; raises RuntimeError if another thread began it."""
         if self._thread != threading.get_ident():
             raise RuntimeError(
                 "jax_intranode.accelerate() ended in another thread than the one that it began in, "
@@ -144,11 +135,7 @@ class Accelerated(contextlib.ContextDecorator):
         return Accelerated(self._auto)
 
     def __call__(self, function: Any) -> Any:
-        """The function, accelerated.
-
-        Raises:
-            TypeError: a call of the function runs nothing of its body.
-        """
+        """The function, accelerated. TypeError: its calls run nothing of its body."""
         for kind, found in (
             ("a generator function", inspect.isgeneratorfunction),
             ("a coroutine function", inspect.iscoroutinefunction),

@@ -5,6 +5,7 @@ program need the same values of the variables in `Config`; the rendezvous compar
 file the content.
 """
 
+import dataclasses
 import difflib
 import functools
 import logging
@@ -30,56 +31,6 @@ _TOPOLOGIES = ("fully_connected", "hybrid_cube_mesh", "unknown")
 ALGORITHMS = ("auto", *table.PSUM_ALGORITHMS, "lax")
 FUSE_NORMS = ("auto", "always", "never")
 _INTEGER = "[0-9]{1,18}"
-
-
-@dataclass(frozen=True)
-class Config:
-    """The values in force. `VARIABLES` says what each one means.
-
-    Attributes have the names of the variables, in lower case and without the prefix.
-    """
-
-    disable: bool = False
-    topology: str | None = None
-    slab_mib: int | None = None
-    ring_mib: int = 512
-    peer_buffers_mib: int = 256
-    timeout_s: float = 1800.0
-    report_after_s: float = 10.0
-    algorithm: str = "auto"
-    strict: bool = False
-    segment_kib: int = 0
-    fuse_norms: str = "auto"
-    tuning: str | None = None
-
-    @property
-    def is_strict(self) -> bool:
-        """Whether fallbacks are errors: not where the other variables ask for ``jax.lax``."""
-        return self.strict and not self.disable and self.algorithm != "lax"
-
-    @property
-    def wait_s(self) -> float:
-        """The limit of a wait in seconds; 30 years for no limit."""
-        return self.timeout_s or 1e9
-
-    @property
-    def meeting_s(self) -> float:
-        """The limit of what needs all processes at once: a rendezvous, or JAX's store."""
-        return min(self.wait_s, 300.0)
-
-    def ring_bytes(self, platform: str) -> int:
-        """Bytes of a device's ring buffer on a platform.
-
-        Rows and products of collective matmuls travel through it.
-        """
-        return 0 if platform == "cpu" else self.ring_mib << 20
-
-    def slab_bytes(self, platform: str) -> int:
-        """Bytes of a device's slab on a platform.
-
-        Peers write into it. It serves all communicators together.
-        """
-        return (self.slab_mib or (8 if platform == "cpu" else 392)) << 20
 
 
 Read = Callable[[str, str], Any]
@@ -118,6 +69,142 @@ def _positive(kind: type, *, or_zero: bool = False) -> Read:
     return read
 
 
+def _words(allowed: tuple[str, ...]) -> str:
+    return ", ".join(f"`{value}`" for value in allowed)
+
+
+def _variable(default: Any, values: str, in_words: str, meaning: str, read: Read) -> Any:
+    """A field of `Config`; what comes after its default value is as in `Variable`."""
+    metadata = {"values": values, "default": in_words, "meaning": meaning, "read": read}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Config:
+    """The values in force, by the names of the variables in lower case and without the prefix."""
+
+    # A new variable that the package reads is a field here. Afterwards tools/environment_page.py
+    # writes docs/environment.md.
+    disable: bool = _variable(
+        False,
+        "`0`, `1`",
+        "`0`",
+        "`1`: everything falls back to `jax.lax`",
+        _is_set,
+    )
+    topology: str | None = _variable(
+        None,
+        _words(_TOPOLOGIES),
+        "what NVML reports",
+        "for tests: assume this NVLink topology, even where processes share a GPU",
+        _one_of(*_TOPOLOGIES),
+    )
+    slab_mib: int | None = _variable(
+        None,
+        "a positive integer",
+        "392 on GPUs, 8 on CPU devices",
+        "MiB of memory per device for collectives; it limits the largest array",
+        _positive(int),
+    )
+    ring_mib: int = _variable(
+        512,
+        "`0` or a positive integer",
+        "512",
+        "MiB of memory per GPU for collective matmuls; `0`: they are not overlapped",
+        _positive(int, or_zero=True),
+    )
+    peer_buffers_mib: int = _variable(
+        256,
+        "`0` or a positive integer",
+        "256",
+        "the most MiB of memory per device for the open buffers of `peer_buffer`; they are "
+        "allocated one by one",
+        _positive(int, or_zero=True),
+    )
+    timeout_s: float = _variable(
+        1800.0,
+        "`0` or a positive number",
+        "1800",
+        "seconds after which a rank that waits for another one fails; `0`: never. A rendezvous "
+        "takes at most 300",
+        _positive(float, or_zero=True),
+    )
+    report_after_s: float = _variable(
+        10.0,
+        "a positive number",
+        "10",
+        "seconds after which a rank that waits for another one logs a warning for the first time",
+        _positive(float),
+    )
+    algorithm: str = _variable(
+        "auto",
+        _words(ALGORITHMS),
+        "`auto`",
+        "`one_shot`, `two_shot`: `psum` uses this algorithm, in segments if the array does not fit "
+        "at once; `lax`: everything falls back",
+        _one_of(*ALGORITHMS),
+    )
+    segment_kib: int = _variable(
+        0,
+        "a positive integer",
+        "not set",
+        "collectives of arrays that are too large for the measured table or the memory run in "
+        "segments of at most so many KiB, instead of falling back",
+        _positive(int),
+    )
+    fuse_norms: str = _variable(
+        "auto",
+        _words(FUSE_NORMS),
+        "`auto`",
+        "whether `install()` makes one operation of a sum, a residual add and a norm; `auto`: "
+        "where a row of the table says that it is faster",
+        _one_of(*FUSE_NORMS),
+    )
+    strict: bool = _variable(
+        False,
+        "`0`, `1`",
+        "`0`",
+        "`1`: an unwanted fallback is an error",
+        _is_set,
+    )
+    tuning: str | None = _variable(
+        None,
+        "a file",
+        "the shipped table",
+        "what `python -m jax_intranode tune` has measured on this node",
+        lambda name, text: text,
+    )
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether fallbacks are errors: not where the other variables ask for ``jax.lax``."""
+        return self.strict and not self.disable and self.algorithm != "lax"
+
+    @property
+    def wait_s(self) -> float:
+        """The limit of a wait in seconds; 30 years for no limit."""
+        return self.timeout_s or 1e9
+
+    @property
+    def meeting_s(self) -> float:
+        """The limit of what needs all processes at once: a rendezvous, or JAX's store."""
+        return min(self.wait_s, 300.0)
+
+    def ring_bytes(self, platform: str) -> int:
+        """Bytes of a device's ring buffer on a platform.
+
+        Rows and products of collective matmuls travel through it.
+        """
+        return 0 if platform == "cpu" else self.ring_mib << 20
+
+    def slab_bytes(self, platform: str) -> int:
+        """Bytes of a device's slab on a platform.
+
+        Peers write into it. It serves all communicators together.
+        """
+        return (self.slab_mib or (8 if platform == "cpu" else 392)) << 20
+
+
 @dataclass(frozen=True)
 class Variable:
     """One environment variable.
@@ -144,108 +231,10 @@ class Variable:
     reader: str = "package"
     is_secret: bool = False
 
-    @property
-    def field(self) -> str:
-        """The field of `Config`."""
-        return self.name.removeprefix(_PREFIX).lower()
 
-
-def _words(allowed: tuple[str, ...]) -> str:
-    return ", ".join(f"`{value}`" for value in allowed)
-
-
-# A new variable needs an entry here, and a field of `Config` if the package reads it. Afterwards
-# tools/environment_page.py writes docs/environment.md.
+# A new variable that something else reads is listed here.
 VARIABLES = (
-    Variable(
-        _PREFIX + "DISABLE",
-        "`0`, `1`",
-        "`0`",
-        "`1`: everything falls back to `jax.lax`",
-        _is_set,
-    ),
-    Variable(
-        _PREFIX + "TOPOLOGY",
-        _words(_TOPOLOGIES),
-        "what NVML reports",
-        "for tests: assume this NVLink topology, even where processes share a GPU",
-        _one_of(*_TOPOLOGIES),
-    ),
-    Variable(
-        _PREFIX + "SLAB_MIB",
-        "a positive integer",
-        "392 on GPUs, 8 on CPU devices",
-        "MiB of memory per device for collectives; it limits the largest array",
-        _positive(int),
-    ),
-    Variable(
-        _PREFIX + "RING_MIB",
-        "`0` or a positive integer",
-        "512",
-        "MiB of memory per GPU for collective matmuls; `0`: they are not overlapped",
-        _positive(int, or_zero=True),
-    ),
-    Variable(
-        _PREFIX + "PEER_BUFFERS_MIB",
-        "`0` or a positive integer",
-        "256",
-        "the most MiB of memory per device for the open buffers of `peer_buffer`; they are "
-        "allocated one by one",
-        _positive(int, or_zero=True),
-    ),
-    Variable(
-        _PREFIX + "TIMEOUT_S",
-        "`0` or a positive number",
-        "1800",
-        "seconds after which a rank that waits for another one fails; `0`: never. A rendezvous "
-        "takes at most 300",
-        _positive(float, or_zero=True),
-    ),
-    Variable(
-        _PREFIX + "REPORT_AFTER_S",
-        "a positive number",
-        "10",
-        "seconds after which a rank that waits for another one logs a warning for the first time",
-        _positive(float),
-    ),
-    Variable(
-        _PREFIX + "ALGORITHM",
-        _words(ALGORITHMS),
-        "`auto`",
-        "`one_shot`, `two_shot`: `psum` uses this algorithm, in segments if the array does not fit "
-        "at once; `lax`: everything falls back",
-        _one_of(*ALGORITHMS),
-    ),
-    Variable(
-        _PREFIX + "SEGMENT_KIB",
-        "a positive integer",
-        "not set",
-        "collectives of arrays that are too large for the measured table or the memory run in "
-        "segments of at most so many KiB, instead of falling back",
-        _positive(int),
-    ),
-    Variable(
-        _PREFIX + "FUSE_NORMS",
-        _words(FUSE_NORMS),
-        "`auto`",
-        "whether `install()` makes one operation of a sum, a residual add and a norm; `auto`: "
-        "where a row of the table says that it is faster",
-        _one_of(*FUSE_NORMS),
-    ),
-    Variable(
-        _PREFIX + "STRICT",
-        "`0`, `1`",
-        "`0`",
-        "`1`: an unwanted fallback is an error",
-        _is_set,
-    ),
-    Variable(
-        _PREFIX + "TUNING",
-        "a file",
-        "the shipped table",
-        "what `python -m jax_intranode tune` has measured on this node",
-        lambda name, text: text,
-    ),
+    *(Variable(_PREFIX + of.name.upper(), **of.metadata) for of in dataclasses.fields(Config)),
     Variable(
         RANK,
         "an integer",
@@ -328,7 +317,8 @@ def parse(environ: Mapping[str, str]) -> Config:
     for variable in VARIABLES:
         text = environ.get(variable.name, "")
         if text and variable.read is not None:
-            values[variable.field] = variable.read(variable.name, text)
+            field = variable.name.removeprefix(_PREFIX).lower()
+            values[field] = variable.read(variable.name, text)
     return Config(**values)
 
 

@@ -1,7 +1,6 @@
 """What a GPU reports about its speed."""
 
 import dataclasses
-from typing import Any, Self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +27,3 @@ class GpuFacts:
     def complete(self) -> bool:
         """Whether the GPU has reported everything."""
         return min(self.sms, self.sm_clock_hz, self.link_bytes_per_s, self.memory_bytes_per_s) > 0
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the facts as a plain dict, in which form processes exchange them."""
-        return dataclasses.asdict(self) | {"compute_capability": list(self.compute_capability)}
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Self:
-        """Returns the facts from which `to_json` made `fields`."""
-        return cls(**fields | {"compute_capability": tuple(fields["compute_capability"])})

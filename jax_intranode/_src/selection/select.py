@@ -84,12 +84,7 @@ def static_reason(
 ) -> Selection | None:
     """What jax.lax runs on any hardware, with any memory and any settings; None for other calls.
 
-    Args:
-        operation: the operation.
-        dtype: name of its dtype.
-        world_size: number of ranks in the group.
-        is_empty: whether it has no elements.
-        hidden: of a norm, the elements of a row.
+    `hidden` is for norms: the elements of a row.
     """
     if is_empty:
         return _lax(f"{operation} of no elements")
@@ -292,19 +287,8 @@ def select_norm(
     """Selects the algorithm of a norm that follows a sum. It falls back only where it must.
 
     Between one-shot and two-shot the operation's rows of the table decide, or if it has none those
-    of a psum.
-
-    Args:
-        operation: for instance "psum_residual_rms_norm".
-        rows: rows of a rank's result.
-        hidden: elements of a row.
-        dtype: name of the dtype.
-        world_size: number of ranks in the group.
-        hardware: as in `select`.
-        mode: as in `select`.
-        epoch_buffer_bytes: bytes of each of a region's two epoch buffers.
-        algorithm: "auto", or the one to use wherever it fits.
-        tuned: as in `select`.
+    of a psum. The arguments are those of `select`, but for the rows of a rank's result and the
+    elements of a row.
     """
     if static := static_reason(operation, dtype, world_size, is_empty=rows == 0, hidden=hidden):
         return static

@@ -81,9 +81,7 @@ def _unmeasured(
 ) -> dict[tuple[str, int], tuple[Row, ...]]:
     """Rows of an operation that was not measured, from those of another, which sends alike.
 
-    Args:
-        rows: the rows of the other operation.
-        largest: the largest operand, in bytes; each of n ranks gets 1/n of it.
+    `largest` is the largest operand in bytes, of which each of n ranks gets 1/n.
     """
     return {
         (packets, world): tuple(
@@ -250,20 +248,10 @@ def rows_and_source(
     world_size: int,
     tuned: Tuned | None = None,
 ) -> tuple[tuple[Row, ...] | None, str]:
-    """The rows for a group, and where they come from.
+    """The rows for a group (None: no group of this size or larger was measured), and their source.
 
-    Args:
-        hardware: see `hardware_of`.
-        mode: "single" or "multi".
-        operation: the operation.
-        packets: "bare" or "flagged".
-        world_size: ranks of the group.
-        tuned: what was measured on this node. Where it has nothing for a group of this size or
-            larger, the shipped rows hold.
-
-    Returns:
-        The rows; None if no group of this size or larger was measured. And their source, for
-        reasons.
+    Where `tuned` has nothing for a group of this size or larger, the shipped rows hold. The source
+    is for reasons.
     """
     if tuned is not None:
         where = (mode, operation, packets)

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jax_intranode._src.selection import config, table
-from jax_intranode._src.selection.overlap import profiles
+from jax_intranode._src.selection import config, records, table
 from jax_intranode._src.selection.overlap.profiles import Profile
 from jax_intranode._src.selection.quoting import shown
 
@@ -79,14 +78,7 @@ class Tuning:
 
 
 def read(path: str) -> Tuning:
-    """Reads a file.
-
-    Args:
-        path: the file.
-
-    Raises:
-        ValueError: the file cannot be read, is damaged, or is of another version.
-    """
+    """Reads a file; raises ValueError if it is unreadable, damaged, or of another version."""
     try:
         fields = json.loads(_content(path))
     except (OSError, ValueError, RecursionError) as error:
@@ -162,11 +154,11 @@ def _digest(fields: Mapping[str, Any]) -> str:
 def _parse(path: str, fields: Mapping[str, Any]) -> Tuning:
     rows = {
         (of_one["mode"], of_one["operation"], of_one["packets"], of_one["ranks"]): tuple(
-            table.Row(**row) for row in of_one["rows"]
+            records.from_json(table.Row, row) for row in of_one["rows"]
         )
         for of_one in fields["tables"]
     }
-    profile = fields["profile"] and profiles.profile_from_json(fields["profile"])
+    profile = fields["profile"] and records.from_json(Profile, fields["profile"])
     return Tuning(
         path=path,
         rows=rows,
@@ -192,8 +184,7 @@ def _named(path: str) -> Tuning:
 def current() -> Tuning | None:
     """The tuning that JAX_INTRANODE_TUNING names; None if it is not set.
 
-    Raises:
-        ValueError: the file cannot be used.
+    Raises ValueError if the file cannot be used.
     """
     if _tried:
         return _tried[-1]

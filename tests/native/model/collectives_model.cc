@@ -18,9 +18,8 @@
 // printed.
 #include "atomics.h"
 //
-#include <chrono>
-
 #include "half_packets.h"
+#include "totals.h"
 #include "xla_ffi/kernels/all_gather.h"
 #include "xla_ffi/kernels/all_to_all.h"
 #include "xla_ffi/kernels/hybrid_cube_mesh.h"
@@ -64,7 +63,7 @@ struct Variant {
   bool one_epoch_buffer, never_armed, armed_late, first_word_only, idle_epochs, wrong_epoch;
   bool no_release, no_acquire, wrong_relay;
   bool no_segment_release, no_segment_acquire, short_segment;
-  bool sent_early, no_reduce_fence;
+  bool sent_early, no_reduce_fence, odd_segments;
 };
 Variant broken;
 
@@ -159,7 +158,9 @@ struct MaybeBrokenSchedule {
 };
 
 uint32_t EpochsOf(const Plan& plan) {
-  return jin::Epochs(jin::PhasesOf(AlgorithmOf(plan.kind)), plan.segments);
+  const int phases = jin::PhasesOf(AlgorithmOf(plan.kind));
+  const uint32_t half_filled = phases == 2 && plan.segments > 1 ? plan.segments % 2 : 0;
+  return jin::Epochs(phases, plan.segments) + half_filled;
 }
 
 uint32_t Value(int rank, int operation, size_t i, bool floating) {
@@ -461,9 +462,10 @@ Plan PlanOf(int pattern, int k, Kind kind) {
       return {kind, k % 2 == 0, 2, 1, cut ? 1u << (k + 1) % 3 : 1u};
     case 6:  // norms of one row and of two; kernels of two blocks and of one
       return {kind, true, 1 + (k + 1) % 2, k % 3 == 1 ? 1 : 2, 1, true};
-    default:  // first four segments, of which the last is not full; kernels of two blocks and of
-              // one
-      if (cut && k == 0) return {kind, true, 7, 2, 4};
+    default:  // first four segments (broken: three), of which the last is not full; kernels of two
+              // blocks and of one
+      if (cut && k == 0)
+        return broken.odd_segments ? Plan{kind, true, 5, 2, 3} : Plan{kind, true, 7, 2, 4};
       return {kind, true, 4, k % 3 == 1 ? 1 : 2};
   }
 }
@@ -474,46 +476,35 @@ bool IsLong(int pattern) { return pattern >= 4; }
 }  // namespace
 
 int main(int argc, char** argv) {
-  const std::string variant = argc > 1 ? argv[1] : "sound";
-  const int ranks = argc > 2 ? atoi(argv[2]) : 2;
-  const int operations = argc > 3 ? std::min(atoi(argv[3]), kMostOperations) : 4;
-  const std::string depth = argc > 4 ? argv[4] : "full";
-  const std::pair<const char*, std::vector<bool Variant::*>> variants[] = {
-      {"sound", {}},
-      {"one_epoch_buffer", {&Variant::one_epoch_buffer}},
-      {"never_armed", {&Variant::never_armed}},
-      {"armed_late", {&Variant::armed_late}},
-      {"first_word_only", {&Variant::first_word_only}},
-      {"idle_epochs", {&Variant::idle_epochs}},
-      {"wrong_epoch", {&Variant::wrong_epoch}},
-      {"no_fence", {&Variant::no_release, &Variant::no_acquire}},
-      {"no_release", {&Variant::no_release}},
-      {"no_acquire", {&Variant::no_acquire}},
-      {"no_segment_fence", {&Variant::no_segment_release, &Variant::no_segment_acquire}},
-      {"no_segment_release", {&Variant::no_segment_release}},
-      {"no_segment_acquire", {&Variant::no_segment_acquire}},
-      {"short_segment", {&Variant::short_segment}},
-      {"sent_early", {&Variant::sent_early}},
-      {"no_reduce_fence", {&Variant::no_reduce_fence}},
-      {"wrong_relay", {&Variant::wrong_relay}},
-  };
-  bool known = false;
-  for (const auto& [name, flags] : variants) {
-    if (variant != name) continue;
-    known = true;
-    for (bool Variant::* flag : flags) broken.*flag = true;
-  }
-  const bool mesh = depth == "mesh";
-  if (!known || ranks < 2 || ranks > (mesh ? 4 : 3) || (mesh && ranks % 2 != 0) || operations < 1) {
-    printf("unknown variant, or not 2 or 3 ranks, or not 2 or 4 of a mesh\n");
+  model::Totals totals(argc, argv, 4);
+  const int ranks = totals.ranks, operations = totals.operations;
+  const bool known = model::Break<Variant>(
+      &broken, totals.variant,
+      {{"one_epoch_buffer", {&Variant::one_epoch_buffer}},
+       {"never_armed", {&Variant::never_armed}},
+       {"armed_late", {&Variant::armed_late}},
+       {"first_word_only", {&Variant::first_word_only}},
+       {"idle_epochs", {&Variant::idle_epochs}},
+       {"wrong_epoch", {&Variant::wrong_epoch}},
+       {"no_fence", {&Variant::no_release, &Variant::no_acquire}},
+       {"no_release", {&Variant::no_release}},
+       {"no_acquire", {&Variant::no_acquire}},
+       {"no_segment_fence", {&Variant::no_segment_release, &Variant::no_segment_acquire}},
+       {"no_segment_release", {&Variant::no_segment_release}},
+       {"no_segment_acquire", {&Variant::no_segment_acquire}},
+       {"short_segment", {&Variant::short_segment}},
+       {"sent_early", {&Variant::sent_early}},
+       {"no_reduce_fence", {&Variant::no_reduce_fence}},
+       {"odd_segments", {&Variant::odd_segments}},
+       {"wrong_relay", {&Variant::wrong_relay}}});
+  const bool mesh = totals.more == "mesh", every_access = totals.more == "every_access";
+  if (!known || ranks < 2 || ranks > (mesh ? 4 : 3) || (mesh && ranks % 2 != 0) || operations < 1 ||
+      operations > kMostOperations) {
+    printf("unknown variant, not 2 or 3 ranks, not 2 or 4 of a mesh, or too many operations\n");
     return 2;
   }
-
-  const auto began = std::chrono::steady_clock::now();
-  size_t sequences = 0, states = 0, steps = 0;
-  double interleavings = 0;
   // A hybrid cube mesh runs neither segments nor norms.
-  const int patterns = depth == "every_access" ? 1 : mesh ? 4 : kPatterns;
+  const int patterns = every_access ? 1 : mesh ? 4 : kPatterns;
   for (int pattern = 0; pattern < patterns; ++pattern) {
     const int length = ranks > 2 && !mesh && IsLong(pattern) ? std::min(operations, 3) : operations;
     int combinations = 1;
@@ -521,32 +512,17 @@ int main(int argc, char** argv) {
     for (int combination = 0; combination < combinations; ++combination) {
       // The quick check takes sequences of one kind, and some others.
       const bool same = mesh || combination % ((combinations - 1) / (kKinds - 1)) == 0;
-      if (depth == "quick" && !same && combination % 11 != pattern) continue;
+      if (totals.more == "quick" && !same && combination % 11 != pattern) continue;
       std::vector<Plan> plans;
-      std::string names;
+      std::string names = "pattern " + std::to_string(pattern);
       for (int k = 0, c = combination; k < length; ++k, c /= kKinds) {
         const Kind kind = mesh ? Kind::kHybridCubeMesh : static_cast<Kind>(c % kKinds);
         plans.push_back(PlanOf(pattern, k, kind));
         names += std::string(" ") + kNames[static_cast<int>(kind)];
       }
-      const auto result = Sequence(ranks, plans, depth == "every_access").Search();
-      ++sequences;
-      states += result.states;
-      steps += result.steps;
-      interleavings += result.interleavings;
-      if (result.error.empty()) continue;
-      printf("%s\noperations:%s, pattern %d\n", result.error.c_str(), names.c_str(), pattern);
-      for (const std::string& line : result.trace) printf("  %s\n", line.c_str());
-      printf("%s: ranks %d operations %d ends wrong, after %zu states\n", variant.c_str(), ranks,
-             operations, states);
-      return 1;
+      if (totals.IsWrong(Sequence(ranks, plans, every_access).Search(), names)) return 1;
     }
   }
-  const double seconds =
-      std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
-  printf(
-      "%s: ranks %d operations %d wrong 0 sequences %zu states %zu steps %zu "
-      "interleavings %.3g, %.1f s\n",
-      variant.c_str(), ranks, operations, sequences, states, steps, interleavings, seconds);
+  totals.Print();
   return 0;
 }

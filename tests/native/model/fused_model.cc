@@ -16,9 +16,7 @@
 // the first two. Checked is that every chunk is the right one, that no two accesses of a slot race,
 // and that no rank waits for ever. Variants other than "sound" break the protocol on purpose. Exit
 // status: that of collectives_model.cc.
-#include "machine.h"
-//
-#include <chrono>
+#include "totals.h"
 
 using model::Machine;
 using model::Order;
@@ -207,44 +205,24 @@ class Run {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const std::string variant = argc > 1 ? argv[1] : "sound";
-  const int ranks = argc > 2 ? atoi(argv[2]) : 2;
-  const int operations = argc > 3 ? atoi(argv[3]) : 3;
-  const bool direct = argc > 4 && std::string(argv[4]) == "direct";
-  const std::pair<const char*, bool Variant::*> variants[] = {
-      {"flag_first", &Variant::flag_first}, {"no_fence", &Variant::no_fence},
-      {"no_acquire", &Variant::no_acquire}, {"no_grant", &Variant::no_grant},
-      {"any_flag", &Variant::any_flag},     {"any_grant", &Variant::any_grant},
-      {"own_number", &Variant::own_number}, {"granted_early", &Variant::granted_early},
-  };
-  bool known = variant == "sound";
-  for (const auto& [name, flag] : variants) {
-    if (variant == name) known = broken.*flag = true;
-  }
+  model::Totals totals(argc, argv, 3);
+  const int ranks = totals.ranks, operations = totals.operations;
+  const bool known = model::Break<Variant>(&broken, totals.variant,
+                                           {{"flag_first", {&Variant::flag_first}},
+                                            {"no_fence", {&Variant::no_fence}},
+                                            {"no_acquire", {&Variant::no_acquire}},
+                                            {"no_grant", {&Variant::no_grant}},
+                                            {"any_flag", {&Variant::any_flag}},
+                                            {"any_grant", {&Variant::any_grant}},
+                                            {"own_number", {&Variant::own_number}},
+                                            {"granted_early", {&Variant::granted_early}}});
   if (!known || ranks < 2 || ranks > kMostRanks || operations < 1) return 2;
-  const auto began = std::chrono::steady_clock::now();
-  size_t sequences = 0, states = 0, steps = 0;
-  double interleavings = 0;
   for (int sequence = 0; sequence < 1 << operations; ++sequence) {
     std::vector<int> groups;
     for (int k = 0; k < operations; ++k) groups.push_back(sequence >> k & 1);
-    const auto result = Run(ranks, groups, direct).Search();
-    ++sequences;
-    states += result.states;
-    steps += result.steps;
-    interleavings += result.interleavings;
-    if (result.error.empty()) continue;
-    printf("%s\n", result.error.c_str());
-    for (const std::string& line : result.trace) printf("  %s\n", line.c_str());
-    printf("%s: ranks %d operations %d ends wrong, after %zu states\n", variant.c_str(), ranks,
-           operations, states);
-    return 1;
+    const auto result = Run(ranks, groups, totals.more == "direct").Search();
+    if (totals.IsWrong(result, "groups " + std::to_string(sequence))) return 1;
   }
-  const double seconds =
-      std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
-  printf(
-      "%s: ranks %d operations %d wrong 0 sequences %zu states %zu steps %zu "
-      "interleavings %.3g, %.1f s\n",
-      variant.c_str(), ranks, operations, sequences, states, steps, interleavings, seconds);
+  totals.Print();
   return 0;
 }

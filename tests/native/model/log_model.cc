@@ -9,9 +9,8 @@
 // of collectives_model.cc.
 #include "atomics.h"
 //
-#include <chrono>
-
 #include "half_packets.h"
+#include "totals.h"
 #include "xla_ffi/host/call_log.h"
 #include "xla_ffi/kernels/one_shot.h"
 
@@ -26,7 +25,7 @@ constexpr uint32_t kEntries = 2;
 using Log = jin::CallLog<kEntries>;
 
 struct Variant {
-  bool number_first, one_entry_more, any_number, no_fence;
+  bool number_first, one_entry_more, any_number, no_fence, no_release, no_acquire;
 };
 Variant broken;
 
@@ -181,38 +180,23 @@ class Run {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const std::string variant = argc > 1 ? argv[1] : "sound";
-  const int ranks = argc > 2 ? atoi(argv[2]) : 2;
-  const int calls = argc > 3 ? atoi(argv[3]) : 5;
-  if (variant == "number_first") {
-    broken.number_first = true;
-  } else if (variant == "one_entry_more") {
-    broken.one_entry_more = true;
-  } else if (variant == "any_number") {
-    broken.any_number = true;
-  } else if (variant == "no_fence") {
-    broken.no_fence = true;
-  } else if (variant == "no_release") {
-    model::TheMemory().no_release = true;
-  } else if (variant == "no_acquire") {
-    model::TheMemory().no_acquire = true;
-  } else if (variant != "sound") {
+  model::Totals totals(argc, argv, 5);
+  const int ranks = totals.ranks, calls = totals.operations;
+  auto& memory = model::TheMemory();
+  if (!model::Break<Variant>(&broken, totals.variant,
+                             {{"number_first", {&Variant::number_first}},
+                              {"one_entry_more", {&Variant::one_entry_more}},
+                              {"any_number", {&Variant::any_number}},
+                              {"no_fence", {&Variant::no_fence}},
+                              {"no_release", {&Variant::no_release}},
+                              {"no_acquire", {&Variant::no_acquire}}})) {
     printf("unknown variant\n");
     return 2;
   }
+  memory.no_release = broken.no_release;
+  memory.no_acquire = broken.no_acquire;
   if (ranks < 2 || ranks > kMostRanks || calls < 1 || calls > kMostCalls) return 2;
-  const auto began = std::chrono::steady_clock::now();
-  const auto result = Run(ranks, calls).Search();
-  const double seconds =
-      std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
-  if (!result.error.empty()) {
-    printf("%s\n", result.error.c_str());
-    for (const std::string& line : result.trace) printf("  %s\n", line.c_str());
-    printf("%s: ranks %d operations %d ends wrong, after %zu states\n", variant.c_str(), ranks,
-           calls, result.states);
-    return 1;
-  }
-  printf("%s: ranks %d operations %d wrong 0 states %zu steps %zu interleavings %.3g, %.1f s\n",
-         variant.c_str(), ranks, calls, result.states, result.steps, result.interleavings, seconds);
+  if (totals.IsWrong(Run(ranks, calls).Search(), "")) return 1;
+  totals.Print();
   return 0;
 }

@@ -15,9 +15,8 @@
 //
 #include "atomics.h"
 //
-#include <chrono>
-
 #include "jax_intranode/include/jax_intranode/peer.h"
+#include "totals.h"
 
 namespace peer = jax_intranode::v1;
 
@@ -275,55 +274,34 @@ constexpr int kPatterns = 3;
 }  // namespace
 
 int main(int argc, char** argv) {
-  const std::string variant = argc > 1 ? argv[1] : "sound";
-  const int ranks = argc > 2 ? atoi(argv[2]) : 2;
-  const int calls = argc > 3 ? std::min(atoi(argv[3]), kMostCalls) : 4;
-  const std::string depth = argc > 4 ? argv[4] : "full";
-  const std::pair<const char*, bool Variant::*> variants[] = {
-      {"one_half", &Variant::one_half},           {"no_end", &Variant::no_end},
-      {"never_cleared", &Variant::never_cleared}, {"idle_epochs", &Variant::idle_epochs},
-      {"no_release", &Variant::no_release},       {"no_acquire", &Variant::no_acquire},
-      {"no_barrier", &Variant::no_barrier},
-  };
-  bool known = variant == "sound";
-  for (const auto& [name, flag] : variants) {
-    if (variant != name) continue;
-    known = true;
-    broken.*flag = true;
-  }
-  if (!known || ranks < 2 || ranks > kMostRanks || calls < 1) {
-    printf("unknown variant, or not 2 or 3 ranks\n");
+  model::Totals totals(argc, argv, 4);
+  const int ranks = totals.ranks, calls = totals.operations;
+  const bool known = model::Break<Variant>(&broken, totals.variant,
+                                           {{"one_half", {&Variant::one_half}},
+                                            {"no_end", {&Variant::no_end}},
+                                            {"never_cleared", {&Variant::never_cleared}},
+                                            {"idle_epochs", {&Variant::idle_epochs}},
+                                            {"no_release", {&Variant::no_release}},
+                                            {"no_acquire", {&Variant::no_acquire}},
+                                            {"no_barrier", {&Variant::no_barrier}}});
+  if (!known || ranks < 2 || ranks > kMostRanks || calls < 1 || calls > kMostCalls) {
+    printf("unknown variant, not 2 or 3 ranks, or too many calls\n");
     return 2;
   }
-  const auto began = std::chrono::steady_clock::now();
-  size_t sequences = 0, states = 0;
-  double interleavings = 0;
   int combinations = 1;
   for (int k = 0; k < calls; ++k) combinations *= kKinds;
   for (int pattern = 0; pattern < kPatterns; ++pattern) {
     for (int combination = 0; combination < combinations; ++combination) {
-      if (depth == "quick" && combination % 7 != pattern) continue;
+      if (totals.more == "quick" && combination % 7 != pattern) continue;
       std::vector<Plan> plans;
-      std::string names;
+      std::string names = "pattern " + std::to_string(pattern);
       for (int k = 0, c = combination; k < calls; ++k, c /= kKinds) {
         plans.push_back(PlanOf(pattern, k, static_cast<Kind>(c % kKinds)));
         names += std::string(" ") + kNames[c % kKinds];
       }
-      const auto result = Sequence(ranks, plans).Search();
-      ++sequences;
-      states += result.states;
-      interleavings += result.interleavings;
-      if (result.error.empty()) continue;
-      printf("%s\ncalls:%s, pattern %d\n", result.error.c_str(), names.c_str(), pattern);
-      for (const std::string& line : result.trace) printf("  %s\n", line.c_str());
-      printf("%s: ranks %d operations %d ends wrong, after %zu states\n", variant.c_str(), ranks,
-             calls, states);
-      return 1;
+      if (totals.IsWrong(Sequence(ranks, plans).Search(), names)) return 1;
     }
   }
-  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - began;
-  printf(
-      "%s: ranks %d operations %d wrong 0 sequences %zu states %zu interleavings %.0e (%.1f s)\n",
-      variant.c_str(), ranks, calls, sequences, states, interleavings, seconds.count());
+  totals.Print();
   return 0;
 }

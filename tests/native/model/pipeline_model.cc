@@ -14,9 +14,8 @@
 //             kernel that waits holds up all others. Checked is that no rank waits for ever.
 // Variants other than "sound" break the protocol on purpose. Exit status: that of
 // collectives_model.cc.
-#include "machine.h"
+#include "totals.h"
 //
-#include <chrono>
 #include <list>
 #include <map>
 #include <mutex>
@@ -352,7 +351,6 @@ class Run {
     queue ? AddQueues() : AddStreams();
   }
   model::Machine::Result Search() { return machine_->Search(); }
-  size_t tasks() const { return program.tasks.size(); }
 
  private:
   void Build(const std::vector<Shape>& shapes) {
@@ -574,21 +572,16 @@ class Run {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const std::string variant = argc > 1 ? argv[1] : "sound";
-  const int ranks = argc > 2 ? atoi(argv[2]) : 2;
-  const int operations = argc > 3 ? atoi(argv[3]) : 3;
-  const bool queue = argc > 4 && std::string(argv[4]) == "queue";
-  const std::pair<const char*, bool Variant::*> variants[] = {
-      {"no_release", &Variant::no_release},   {"no_acquire", &Variant::no_acquire},
-      {"never_reset", &Variant::never_reset}, {"no_grant", &Variant::no_grant},
-      {"no_arrival", &Variant::no_arrival},   {"one_slot_fewer", &Variant::one_slot_fewer},
-      {"no_event", &Variant::no_event},
-  };
-  bool known = variant == "sound";
-  for (const auto& [name, flag] : variants) {
-    if (variant != name) continue;
-    known = broken.*flag = true;
-  }
+  model::Totals totals(argc, argv, 3);
+  const int ranks = totals.ranks, operations = totals.operations;
+  const bool known = model::Break<Variant>(&broken, totals.variant,
+                                           {{"no_release", {&Variant::no_release}},
+                                            {"no_acquire", {&Variant::no_acquire}},
+                                            {"never_reset", {&Variant::never_reset}},
+                                            {"no_grant", {&Variant::no_grant}},
+                                            {"no_arrival", {&Variant::no_arrival}},
+                                            {"one_slot_fewer", {&Variant::one_slot_fewer}},
+                                            {"no_event", {&Variant::no_event}}});
   if (!known || ranks < 2 || ranks > kMostRanks || operations < 1) return 2;
 
   const auto plan = [](int first, int last) {
@@ -609,39 +602,19 @@ int main(int argc, char** argv) {
   // Three ranks have many behaviours: two operations do without the first shape.
   const int first = ranks == 3 && operations > 1 ? 1 : 0;
   const int kinds = sizeof all / sizeof all[0] - first;
-  const auto began = std::chrono::steady_clock::now();
-  size_t sequences = 0, states = 0, steps = 0, tasks = 0;
-  double interleavings = 0;
   // Every sequence of shapes.
   int combinations = 1;
   for (int k = 0; k < operations; ++k) combinations *= kinds;
   for (int combination = 0; combination < combinations; ++combination) {
     std::vector<Shape> shapes;
-    std::string name;
+    std::string name = "shapes";
     for (int k = 0, c = combination; k < operations; ++k, c /= kinds) {
       shapes.push_back(all[first + c % kinds]);
       name += ' ';
       name += std::to_string(first + c % kinds);
     }
-    Run run(ranks, shapes, queue);
-    const auto result = run.Search();
-    ++sequences;
-    states += result.states;
-    steps += result.steps;
-    tasks += run.tasks();
-    interleavings += result.interleavings;
-    if (result.error.empty()) continue;
-    printf("%s\nshapes:%s\n", result.error.c_str(), name.c_str());
-    for (const std::string& line : result.trace) printf("  %s\n", line.c_str());
-    printf("%s: ranks %d operations %d ends wrong, after %zu states\n", variant.c_str(), ranks,
-           operations, states);
-    return 1;
+    if (totals.IsWrong(Run(ranks, shapes, totals.more == "queue").Search(), name)) return 1;
   }
-  const double seconds =
-      std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
-  printf(
-      "%s: ranks %d operations %d wrong 0 sequences %zu tasks %zu states %zu steps %zu "
-      "interleavings %.3g, %.1f s\n",
-      variant.c_str(), ranks, operations, sequences, tasks, states, steps, interleavings, seconds);
+  totals.Print();
   return 0;
 }

@@ -77,7 +77,7 @@ def measure(
         shards = oracle_of.own_shards(mesh)
         graph_times, graph_wrong = graph.measure(settings, oracle_of, mesh, selected, shards, label)
 
-    our_us, lax_us = times["ours"].p50, times["lax"].p50
+    our_us = times["ours"].p50
     algbw = size / our_us / 1e3 if our_us else None
     row = {
         "size": size,
@@ -89,15 +89,11 @@ def measure(
         "graph_time_us": graph_times.p50 if graph_times else None,
         "graph_time_p99_us": graph_times.p99 if graph_times else None,
         "graph_wrong": graph_wrong,
-        "time_us": our_us,
-        "time_p99_us": times["ours"].p99,
+        **timing.fields(times),
         "algbw": algbw,
         "busbw": algbw * operation.bus_factor(n) if algbw is not None else None,
         "wrong": all_ranks.total(f"{label}/wrong", wrong),
-        "lax_time_us": lax_us,
-        "lax_time_p99_us": times["lax"].p99,
         "lax_wrong": all_ranks.total(f"{label}/lax_wrong", lax_wrong),
-        "ratio": lax_us / our_us if our_us else None,
         "error": _finite_largest(f"{label}/error", errors[0]),
         "lax_error": _finite_largest(f"{label}/lax_error", errors[1]),
         "handler_calls": handler_calls,

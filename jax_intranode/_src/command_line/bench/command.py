@@ -12,7 +12,6 @@ from jax_intranode._src.command_line import launcher, machine, source_tree
 from jax_intranode._src.command_line.bench import options, record
 from jax_intranode._src.command_line.bench.options import add_arguments as add_arguments
 from jax_intranode._src.command_line.bench.settings import Settings
-from jax_intranode._src.group import nvml
 
 DESCRIPTION = (
     "Measures an operation of this package and the same one of jax.lax, and compares their results "
@@ -29,19 +28,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures in the chosen modes, prints the tables and writes the files.
 
     Returns:
-        The exit code: 0 if all elements were right in all modes, 1 if one was wrong or a rank
-        failed, 2 if the options can't be served.
+        The exit code: 0 if all elements were right in all modes, 1 if one was wrong.
     """
     signal.signal(signal.SIGTERM, launcher.end_by_exit)
-    gpus = nvml.visible_gpus()
-    platform = machine.chosen_platform(arguments.platform)
-    devices = arguments.devices or (gpus if platform == "gpu" else 2)
-    try:
-        settings = options.settings(arguments, platform, devices, gpus)
-    except ValueError as refusal:
-        sys.stderr.write(f"python -m jax_intranode bench: {refusal}\n")
-        return 2
-
+    settings = options.settings(arguments, *machine.platform_and_devices(arguments))
     result: dict[str, Any] = {"version": record.VERSION, "header": {}, "rows": []}
     peers = source_tree.load("bench_peers.registry", "--peers") if arguments.peers else None
     measurements = settings[0].matmuls() or settings[0].measurements() or [settings[0].name]
@@ -49,11 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     line = launcher.ProgressLine(sys.stderr, len(settings) * len(measurements) + of_peers)
     for of_mode in settings:
         variables = options.environment(arguments)
-        try:
-            measured = run_mode(of_mode, variables, arguments.timeout, line)
-        except launcher.RankError as error:
-            sys.stderr.write(f"{error}\n")
-            return 1
+        measured = run_mode(of_mode, variables, arguments.timeout, line)
         result["header"] = {
             **measured["header"],
             "mode": arguments.mode,

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax.numpy as jnp
 
@@ -17,9 +16,9 @@ from jax_intranode._src.command_line.options import (
     WrongInput,
     add_mode,
     add_platform,
-    check_writable,
     integer_from,
     names_from,
+    new_file,
 )
 from jax_intranode._src.selection import config
 from jax_intranode._src.selection.overlap.plan import describe_fields as describe_plan_fields
@@ -114,9 +113,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="other libraries to measure too: torch, nccl-tests, or all (default none); needs the "
         "source tree",
     )
-    add("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    add("--json", type=new_file, metavar="FILE", help="write the results to FILE")
     text = "plot the results; needs matplotlib and the source tree"
-    add("--plot", type=Path, metavar="FILE.png", help=text)
+    add("--plot", type=new_file, metavar="FILE.png", help=text)
 
 
 def parse_size(text: str) -> int:
@@ -174,19 +173,13 @@ def _parse_plan(text: str) -> dict[str, int]:
 # From parsed arguments to settings.
 
 
-def settings(
-    arguments: argparse.Namespace, platform: str, devices: int, gpus: int
-) -> list[Settings]:
+def settings(arguments: argparse.Namespace, platform: str, devices: int) -> list[Settings]:
     """Returns the settings of each mode.
 
-    Args:
-        gpus: the number of GPUs that JAX would see.
-
     Raises:
-        ValueError: the options contradict each other or can't work here.
+        WrongInput: the options contradict each other or can't work here.
     """
     _check(arguments)
-    _check_devices(platform, devices, gpus)
     name = arguments.name
     shapes = _shapes(arguments, platform, devices) if name in MATMULS else []
     largest = arguments.maxbytes or parse_size("64K" if platform == "cpu" else "16M")
@@ -216,64 +209,50 @@ def settings(
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raises ValueError if these options contradict each other or can't work here."""
+    """Raises WrongInput if these options contradict each other or can't work here."""
     name = arguments.name
     if is_program(name) and (arguments.peers or arguments.plot):
-        raise ValueError(f"--peers and --plot are for operations, not for the program {name}")
+        raise WrongInput(f"--peers and --plot are for operations, not for the program {name}")
     if name in MATMULS:
         if arguments.leaves > 1:
-            raise ValueError(f"--leaves: {name} is measured with one x and one w")
+            raise WrongInput(f"--leaves: {name} is measured with one x and one w")
         others = [dtype for dtype in arguments.datatype if dtype not in _MATMUL_DTYPES]
         if others:
-            raise ValueError(
+            raise WrongInput(
                 f"{name} of {others[0]}: choose from {', '.join(_MATMUL_DTYPES)} with -d"
             )
     elif arguments.shapes or arguments.preset or arguments.backward or arguments.plan:
         options = "--shapes, --preset, --backward and --plan"
-        raise ValueError(f"{options} are for {', '.join(MATMULS)}, not for {name}")
+        raise WrongInput(f"{options} are for {', '.join(MATMULS)}, not for {name}")
     elif arguments.settle is not None and not is_program(name):
-        raise ValueError(f"--settle is for collective matmuls and programs, not for {name}")
+        raise WrongInput(f"--settle is for collective matmuls and programs, not for {name}")
     elif arguments.leaves > 1 and name in ("psum_scatter", "all_gather", "all_to_all"):
-        raise ValueError(f"--leaves: {name} is measured with one array")
+        raise WrongInput(f"--leaves: {name} is measured with one array")
     if name == "pmean":
         integers = [d for d in arguments.datatype if jnp.issubdtype(jnp.dtype(d), jnp.integer)]
         if integers:
-            raise ValueError(f"pmean of {integers[0]} is a float: choose floating dtypes with -d")
-    for option, file in (("--json", arguments.json), ("--plot", arguments.plot)):
-        if file is not None:
-            check_writable(option, file)
-    config.parse({**os.environ, **environment(arguments)})
+            raise WrongInput(f"pmean of {integers[0]} is a float: choose floating dtypes with -d")
+    try:
+        config.parse({**os.environ, **environment(arguments)})
+    except ValueError as error:
+        raise WrongInput(str(error)) from None
     if arguments.plot:
         why_not = source_tree.load("bench_plots.command", "--plot").why_not()
         if why_not is not None:
-            raise ValueError(f"--plot {arguments.plot}: {why_not}")
-
-
-def _check_devices(platform: str, devices: int, gpus: int) -> None:
-    """Raises ValueError if there are too few devices."""
-    if platform != "gpu" or 1 <= devices <= gpus:
-        return
-    if gpus == 0:
-        raise ValueError(
-            "--platform gpu: JAX would find no NVIDIA GPU here (by NVML and CUDA_VISIBLE_DEVICES): "
-            "choose --platform cpu"
-        )
-    raise ValueError(
-        f"this node has {gpus} visible GPUs, not {devices}: choose --devices {gpus} or less"
-    )
+            raise WrongInput(f"--plot {arguments.plot}: {why_not}")
 
 
 def _check_sizes(arguments: argparse.Namespace, largest: int, settings: Settings) -> None:
-    """Raises ValueError if there is no size of a collective to measure."""
+    """Raises WrongInput if there is no size of a collective to measure."""
     smallest = arguments.minbytes
     if smallest > largest:
         default = "" if arguments.maxbytes else " (the default)"
-        raise ValueError(
+        raise WrongInput(
             f"--minbytes {size_text(smallest)} is above --maxbytes {size_text(largest)}{default}: "
             "choose a smaller -b or a larger -e"
         )
     if not settings.measurements():
-        raise ValueError(
+        raise WrongInput(
             f"none of the sizes {', '.join(map(size_text, settings.sizes))} holds a whole number "
             f"of elements of {' or '.join(settings.dtypes)} for each of {settings.devices} "
             "devices: choose other sizes with -b, -e and -f"
@@ -293,7 +272,7 @@ def _shapes(arguments: argparse.Namespace, platform: str, devices: int) -> Seque
     """Returns the shapes of a collective matmul that the options ask for.
 
     Raises:
-        ValueError: a shape can't be divided among the devices.
+        WrongInput: a shape can't be divided among the devices.
     """
     presets = arguments.preset
     if not presets and not arguments.shapes:

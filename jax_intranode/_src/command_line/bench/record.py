@@ -19,6 +19,11 @@ from jax_intranode._src.selection import config, tuning
 # The version of the JSON file's layout, which docs/bench.md describes.
 VERSION = 2
 
+_OF_SETTINGS = (
+    *("devices", "leaves", "backward", "plan", "mode"),
+    *("iterations", "warmup_iterations", "chain", "settle_ms"),
+)
+
 # Options that name files. They change nothing of what is measured.
 _FILE_OPTIONS = ("--json", "--plot", "-o", "--output")
 
@@ -34,16 +39,8 @@ def header(settings: Settings) -> dict[str, Any]:
         "device": jax.devices()[0].device_kind,
         "cpus": os.cpu_count(),
         "operation": settings.name,
-        "devices": settings.devices,
-        "leaves": settings.leaves,
-        "backward": settings.backward,
-        "plan": settings.plan,
-        "mode": settings.mode,
+        **{name: getattr(settings, name) for name in _OF_SETTINGS},
         "algorithm": config.get().algorithm,
-        "iterations": settings.iterations,
-        "warmup_iterations": settings.warmup_iterations,
-        "chain": settings.chain,
-        "settle_ms": settings.settle_ms,
         "tuning": None if tuning.current() is None else str(tuning.current()),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

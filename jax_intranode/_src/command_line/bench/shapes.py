@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from jax_intranode._src.command_line.bench.operations import MATMULS
 from jax_intranode._src.command_line.bench.settings import Shape
+from jax_intranode._src.command_line.options import WrongInput
 
 
 class _Model(NamedTuple):
@@ -65,7 +66,7 @@ def of_presets(names: Iterable[str], operation: str, devices: int) -> list[Shape
     """Returns the shapes of presets, each once.
 
     Raises:
-        ValueError: a layer can't be divided evenly among the devices.
+        WrongInput: a layer can't be divided evenly among the devices.
     """
     shapes = [shape for name in names for shape in _of_preset(name, operation, devices)]
     return list(dict.fromkeys(shapes))
@@ -76,7 +77,7 @@ def check(operation: str, shapes: Sequence[Shape], devices: int) -> None:
     matmul = MATMULS[operation]
     for shape in shapes:
         if (matmul.gathers or matmul.forward.part) and shape.m % devices:
-            raise ValueError(
+            raise WrongInput(
                 f"{operation} of {shape}: M is {shape.m}; it must be a multiple of the {devices} "
                 "devices, which share the rows"
             )
@@ -116,7 +117,7 @@ def _split(k: int, n: int, gathers: bool, devices: int, name: str) -> tuple[int,
 
 def _part(size: int, devices: int, name: str) -> int:
     if size % devices:
-        raise ValueError(
+        raise WrongInput(
             f"preset {name}: {devices} devices can't share {size} columns evenly; choose --devices "
             "from 1, 2, 4 and 8, or give --shapes"
         )

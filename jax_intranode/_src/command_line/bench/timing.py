@@ -145,6 +145,18 @@ def take_turns(
     return seconds, handler_calls
 
 
+def fields(times: Mapping[str, Times]) -> dict[str, float | None]:
+    """Returns the fields of a row that have the times of "ours" and "lax", and their ratio."""
+    ours, lax = times["ours"], times["lax"]
+    return {
+        "time_us": ours.p50,
+        "time_p99_us": ours.p99,
+        "lax_time_us": lax.p50,
+        "lax_time_p99_us": lax.p99,
+        "ratio": lax.p50 / ours.p50 if ours.p50 else None,
+    }
+
+
 def compare(
     runs: Mapping[str, Callable[[], Any]],
     mesh: Mesh,

@@ -4,20 +4,21 @@ import contextlib
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from jax_intranode._src.command_line.launcher.job import Job, Streams
 from jax_intranode._src.command_line.launcher.output import open_log
 from jax_intranode._src.command_line.launcher.rank import rank_env
 from jax_intranode._src.command_line.launcher.service import coordination_service
+from jax_intranode._src.command_line.options import Failed
 
 # How long a rank may take to print its stacks after SIGABRT.
 _ABORT_S = 1.0
 _LOG_TAIL_CHARS = 4000
 
 
-class RankError(RuntimeError):
+class RankError(Failed):
     """At least one rank failed or ran past the time limit.
 
     Attributes:
@@ -49,6 +50,7 @@ def run_ranks(
     env: Sequence[Mapping[str, str]] | None = None,
     grace_s: float = 2.0,
     joined: bool = False,
+    follow: Callable[[bool], None] = lambda ended: None,
 ) -> None:
     """Runs one process per rank until all have succeeded.
 
@@ -65,6 +67,7 @@ def run_ranks(
         grace_s: How long the other ranks may go on after the first failure.
         joined: Whether they join each other by `connect`; JAX's coordination service then runs in
             this process, for this user alone.
+        follow: Is called all the time, and in the end with True.
 
     Raises:
         RankError: A rank failed, or the time limit came first.
@@ -81,13 +84,19 @@ def run_ranks(
             opened = [logs.enter_context(open_log(path)) for path in log_paths]
             streams = [Streams(stdout=log, stderr=subprocess.STDOUT) for log in opened]
             job = stack.enter_context(Job(commands, env=variables, streams=streams))
+
+        def wait(until: float, wakes: Callable[[], bool] = lambda: False) -> None:
+            while job.running and not wakes() and (left := until - time.monotonic()) > 0:
+                job.wait(left)
+                follow(False)
+
+        stack.callback(follow, True)
         deadline = started + timeout_s
-        while job.running and job.first_failed is None and time.monotonic() < deadline:
-            job.wait(deadline - time.monotonic())
+        wait(deadline, lambda: job.first_failed is not None)
         first_failed = job.first_failed
-        _wait(job, min(deadline - time.monotonic(), grace_s))
+        wait(min(deadline, time.monotonic() + grace_s))
         job.send(signal.SIGABRT)
-        _wait(job, _ABORT_S)
+        wait(time.monotonic() + _ABORT_S)
 
     exit_codes = [code or 0 for code in job.exit_codes]
     if any(exit_codes):
@@ -97,10 +106,3 @@ def run_ranks(
             reason = f"rank {first_failed} failed first"
         texts = [path.read_text(errors="replace") for path in log_paths]
         raise RankError(reason, exit_codes, first_failed, texts)
-
-
-def _wait(job: Job, timeout_s: float) -> None:
-    """Waits for the ranks that run, at most this many seconds."""
-    deadline = time.monotonic() + timeout_s
-    while job.running and time.monotonic() < deadline:
-        job.wait(deadline - time.monotonic())

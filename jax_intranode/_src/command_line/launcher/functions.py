@@ -4,13 +4,11 @@ The parent process calls `run_function`. Each rank is a process of function_rank
 function. Rank 0 tells the parent in lines of JSON what happens.
 """
 
-import contextlib
 import json
 import signal
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,8 +83,6 @@ def run_function(
 
     def take(message: dict[str, Any]) -> None:
         nonlocal result
-        if line is not None and "begun" in message:
-            line.begin(message["begun"])
         result = message.get("result", result)
         hear(message)
 
@@ -95,67 +91,61 @@ def run_function(
         messages = directory / "messages"
         job = [function, json.dumps(arguments), json.dumps(devices), str(messages)]
         command = [sys.executable, "-P", "-X", "faulthandler", "-m", _PROGRAM, *job]
-        with followed(messages, take, line, directory / "rank0.log" if shows_log else None):
-            run_ranks(
-                [command] * devices.ranks,
-                timeout_s=timeout_s,
-                log_dir=directory,
-                env=env,
-                joined=devices.ranks > 1,
-            )
+        follower = Follower(messages, line, take, directory / "rank0.log" if shows_log else None)
+        run_ranks(
+            [command] * devices.ranks,
+            timeout_s=timeout_s,
+            log_dir=directory,
+            env=env,
+            joined=devices.ranks > 1,
+            follow=follower.follow,
+        )
     return result
 
 
-@contextlib.contextmanager
-def followed(
-    messages: Path,
-    take: Callable[[dict[str, Any]], None],
-    line: ProgressLine | None,
-    log: Path | None = None,
-) -> Iterator[None]:
-    """Follows what a job writes, until the end of the block.
+class Follower:
+    """Follows what a job writes: messages, and what is to be shown."""
 
-    Args:
-        line: the progress line, which is shown again all the time.
-        log: a file that is copied to stdout while it grows, so that each row of a table appears as
-            soon as it is measured.
-    """
-    finished = threading.Event()
+    def __init__(
+        self,
+        messages: Path,
+        line: ProgressLine | None,
+        take: Callable[[dict[str, Any]], None] = lambda message: None,
+        log: Path | None = None,
+    ) -> None:
+        """Begins with nothing.
 
-    def new(file: Path, position: int) -> tuple[str, int]:
-        """What a file has after a position, up to its last whole line."""
+        Args:
+            messages: a file with a line of JSON for each message.
+            line: the progress line; it counts the messages with "begun".
+            take: gets each message.
+            log: a file that is copied to stdout while it grows, so that each row of a table appears
+                as soon as it is measured.
+        """
+        self._messages, self._line, self._take, self._log = messages, line, take, log
+        self._read: dict[Path, int] = {}  # how much of each file
+
+    def follow(self, ended: bool = False) -> None:
+        """Shows what is new, and the progress line again unless the job has ended."""
+        if self._log is not None and (text := self._new(self._log)):
+            if self._line is not None:
+                self._line.clear()
+            print(text, end="", flush=True)
+        for text in self._new(self._messages).splitlines():
+            message = json.loads(text)
+            if self._line is not None and "begun" in message:
+                self._line.begin(message["begun"])
+            self._take(message)
+        if self._line is not None:
+            (self._line.clear if ended else self._line.show)()
+
+    def _new(self, file: Path) -> str:
+        """What a file has since the last time, up to its last whole line."""
         if not file.exists():
-            return "", position
+            return ""
         with file.open("rb") as stream:
-            stream.seek(position)
+            stream.seek(self._read.get(file, 0))
             data = stream.read()
         data = data[: data.rfind(b"\n") + 1]
-        return data.decode(errors="replace"), position + len(data)
-
-    def follow() -> None:
-        at = of_log = 0
-        last = False
-        while not last:
-            # Read once more after the end, because the last lines may have come during the wait.
-            last = finished.wait(0.1)
-            if log is not None:
-                text, of_log = new(log, of_log)
-                if text:
-                    if line is not None:
-                        line.clear()
-                    print(text, end="", flush=True)
-            text, at = new(messages, at)
-            for message in text.splitlines():
-                take(json.loads(message))
-            if line is not None:
-                line.show()
-        if line is not None:
-            line.clear()
-
-    follower = threading.Thread(target=follow, daemon=True)
-    follower.start()
-    try:
-        yield
-    finally:
-        finished.set()
-        follower.join()
+        self._read[file] = self._read.get(file, 0) + len(data)
+        return data.decode(errors="replace")

@@ -7,7 +7,6 @@ import random
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from jax_intranode._src.command_line import launcher, machine, source_tree
@@ -17,9 +16,8 @@ from jax_intranode._src.command_line.options import (
     WrongInput,
     add_mode,
     add_platform,
-    check_writable,
+    new_file,
 )
-from jax_intranode._src.group import nvml
 
 DESCRIPTION = (
     "Runs random programs and compares every result with jax.lax, or with sums in rank order where "
@@ -51,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--devices", type=int, help="number of devices (default all GPUs, or 4 CPU devices)")
     add_platform(parser)
     add_mode(parser)
-    add("--json", type=Path, metavar="FILE", help="write the counts to FILE")
+    add("--json", type=new_file, metavar="FILE", help="write the counts to FILE")
     add("--faults", action="store_true", help="let processes fail; needs the source tree")
     add("--cases", type=int, default=300, metavar="COUNT", help="how many faults (default 300)")
     add("--case", metavar="CASE[,CASE...]", help="run only these faults, as --faults prints them")
@@ -66,11 +64,11 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         The exit code: 0 if all values were right, 1 if one was wrong or a rank failed.
     """
-    platform, devices = platform_and_devices(arguments.platform, arguments.devices)
+    platform, devices = machine.platform_and_devices(arguments, of_cpu=4, fewest=2, shares=True)
+    if not 2 <= devices <= 8:
+        raise WrongInput(f"{devices} devices: use 2 to 8")
     if arguments.program is not None and arguments.seed is None:
         raise WrongInput("--program needs the --seed of the run that it was part of")
-    if arguments.json is not None:
-        check_writable("--json", arguments.json)
     for name in ("minutes", "cases", "jobs", "slack"):
         if not getattr(arguments, name) > 0:
             raise WrongInput(f"--{name} {getattr(arguments, name):g}: use a positive number")
@@ -96,28 +94,6 @@ def run(arguments: argparse.Namespace) -> int:
     wrong = any(result["wrong"] or result["error"] for result in results)
     print(f"# {'FAILED' if wrong else 'OK'}", flush=True)
     return 1 if wrong else 0
-
-
-def platform_and_devices(platform: str, devices: int | None) -> tuple[str, int]:
-    """Returns the platform and the number of devices to use.
-
-    Args:
-        devices: the number that was asked for; None for all GPUs, or 4 CPU devices. Processes share
-            a single GPU; then the default is two.
-
-    Raises:
-        WrongInput: there are not as many.
-    """
-    gpus, platform = nvml.visible_gpus(), machine.chosen_platform(platform)
-    if platform == "gpu" and not gpus:
-        raise WrongInput("--platform gpu: there is no GPU here; use --platform cpu")
-    if devices is None:
-        devices = max(gpus, 2) if platform == "gpu" else 4
-    if not 2 <= devices <= 8:
-        raise WrongInput(f"{devices} devices: use 2 to 8")
-    if platform == "gpu" and devices > gpus > 1:
-        raise WrongInput(f"--devices {devices}: there are {gpus} GPUs here")
-    return platform, devices
 
 
 class _Run(ProgressLine):

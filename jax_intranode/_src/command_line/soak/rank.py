@@ -1,4 +1,4 @@
-"""The program of each rank: builds, runs and compares random programs until rank 0 says stop."""
+"""What each rank runs: random programs, one after the other, until rank 0 says stop."""
 
 import contextlib
 import dataclasses
@@ -6,24 +6,122 @@ import math
 import os
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh
 
 import jax_intranode
 from jax_intranode._src.command_line.launcher import all_ranks
 from jax_intranode._src.command_line.launcher.function_rank import Rank
-from jax_intranode._src.command_line.soak import programs, reference, steps
-from jax_intranode._src.command_line.soak.programs import Program
+from jax_intranode._src.command_line.soak import calls
+from jax_intranode._src.command_line.soak.calls import Call, Seeded
 from jax_intranode._src.selection import config
 
+# A life: this many programs between two calls of shutdown(). They share a few meshes, because the
+# slab has room for eight partitions of a set of devices.
+PROGRAMS_OF_A_LIFE = 12
 # More failures than this are counted, but not described.
 _MOST_FAILURES = 5
+# Different data of a program; stale ones would be seen.
+_DATA = 4
+# The most elements of an operand, or of a part for each rank, and the most columns of a matmul.
+# On CPU devices jax.lax is faster from a few KB on.
+_FEW = {"cpu": (1 << 9, 64), "gpu": (1 << 14, 512)}
+_MANY = {"cpu": (1 << 13, 64), "gpu": (1 << 18, 2048)}
+
+
+@dataclass(frozen=True)
+class Program:
+    """A random program.
+
+    Attributes:
+        number: the number of the program in the run.
+        shape: the shape of its mesh.
+        order: the devices of the mesh, by their place in the job.
+        calls: what it does, in this order.
+        unedited: whether it calls `jax.lax` under `accelerate()`, or else our functions.
+        check_vma: the argument of shard_map.
+        algorithm: JAX_INTRANODE_ALGORITHM of its life.
+        rounds: how often it runs.
+        delays: whether ranks pause now and then before they run it.
+    """
+
+    number: int
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    calls: tuple[Call, ...]
+    unedited: bool
+    check_vma: bool
+    algorithm: str
+    rounds: int
+    delays: bool
+
+    def __str__(self) -> str:
+        """Returns the program as text."""
+        facts = [
+            f"mesh {self.shape} of devices {list(self.order)}",
+            "jax.lax under accelerate()" if self.unedited else "functions of jax_intranode",
+            f"check_vma={self.check_vma}, JAX_INTRANODE_ALGORITHM={self.algorithm}",
+            *["delays"] * self.delays,
+        ]
+        return f"program {self.number}: {'; '.join(map(str, self.calls))}; {', '.join(facts)}"
+
+    def mesh(self) -> Mesh:
+        """The mesh."""
+        devices = np.array(jax.devices())[list(self.order)].reshape(self.shape)
+        axes = ("x", "y", "z")[: len(self.shape)]
+        return Mesh(devices, axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
+def layouts(seed: int, life: int, devices: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The shapes and orders of devices of a life's meshes, from which its programs choose."""
+    generator = np.random.default_rng((seed, 1, life))
+    factors = [k for k in range(2, devices) if devices % k == 0]
+    shapes: list[tuple[int, ...]] = [(devices,)]
+    if factors:
+        first = int(generator.choice(factors))
+        shapes.append((2, 2, 2) if devices == 8 and life % 3 == 0 else (first, devices // first))
+    if devices > 2:
+        shapes.append((int(generator.integers(2, devices)),))
+    orders = []
+    for shape in shapes:
+        order = np.arange(math.prod(shape))
+        orders.append(tuple(map(int, generator.permutation(order) if life % 2 else order)))
+    return list(zip(shapes, orders, strict=True))
+
+
+def make(seed: int, number: int, devices: int, platform: str) -> Program:
+    """Makes the program of this number; arrays are larger on GPUs."""
+    life = number // PROGRAMS_OF_A_LIFE
+    choose = Seeded(seed, 3, number)
+    shape, order = choose.one_of(layouts(seed, life, devices))
+    axes = ("x", "y", "z")[: len(shape)]
+    mesh: Any = jax.sharding.AbstractMesh(shape, axes)
+    elements, columns = choose.one_of((_FEW, _FEW, _MANY))[platform]
+    most = dict.fromkeys(calls.OPERATIONS, elements)
+    if choose.integer(1, 4) == 1:
+        most |= dict.fromkeys(calls.MATMULS * 2, columns)
+    check_vma = choose.integer(1, 5) < 3
+    # Under check_vma JAX inserts sums, and so other transposes.
+    ways = [w for w in calls.WAYS if not check_vma or w not in ("gradient", "checkpoint")]
+    return Program(
+        number=number,
+        shape=shape,
+        order=order,
+        calls=tuple(
+            calls.random_call(choose, mesh, most, ways=ways, leaves=3)
+            for _ in range(choose.integer(2, 8))
+        ),
+        unedited=choose.integer(1, 3) == 1,
+        check_vma=check_vma,
+        algorithm=Seeded(seed, 2, life).one_of(("auto", "auto", "one_shot", "two_shot")),
+        rounds=choose.one_of((10, 40, 150)) * (1 if platform == "cpu" else 4),
+        delays=choose.integer(1, 3) == 1,
+    )
 
 
 def run(rank: Rank, seed: int, seconds: float, program: int | None = None) -> dict[str, Any]:
@@ -49,14 +147,14 @@ def run(rank: Rank, seed: int, seconds: float, program: int | None = None) -> di
         name = f"soak/{number}"
         if all_ranks.values(f"{name}/over", float(over))[0]:
             return counts
-        if number // programs.PROGRAMS_OF_A_LIFE != life:
-            life = number // programs.PROGRAMS_OF_A_LIFE
-            _begin_life(seed, life)
-        made = programs.make(seed, number, rank.devices.size, rank.devices.platform)
+        made = make(seed, number, rank.devices.size, rank.devices.platform)
+        if number // PROGRAMS_OF_A_LIFE != life:
+            life = number // PROGRAMS_OF_A_LIFE
+            _begin_life(made.algorithm)
         rank.begin(str(made))
         before = jax_intranode.usage_counter()
         try:
-            wrong, elements = run_program(made)
+            wrong, elements, first = run_program(made, seed)
         except BaseException:
             sys.stderr.write(f"This failed: {made}\n")
             raise
@@ -68,168 +166,69 @@ def run(rank: Rank, seed: int, seconds: float, program: int | None = None) -> di
         )
         counts["elements"] += all_ranks.total(f"{name}/elements", elements)
         counts["wrong"] += wrong
+        first = int(min(all_ranks.values(f"{name}/first", first)))
         if wrong and len(counts["failures"]) < _MOST_FAILURES:
-            counts["failures"].append({"program": number, "wrong": wrong, "text": str(made)})
+            text = f"call {first} or later of {made}"
+            counts["failures"].append({"program": number, "wrong": wrong, "text": text})
         rank.tell(counts=counts)
         number += 1
 
 
-def _begin_life(seed: int, life: int) -> None:
+def _begin_life(algorithm: str) -> None:
     """Ends all communicators. The programs of the new life make their own."""
     jax_intranode.shutdown()
     jax.clear_caches()
-    os.environ["JAX_INTRANODE_ALGORITHM"] = programs.algorithm_of(seed, life)
+    os.environ["JAX_INTRANODE_ALGORITHM"] = algorithm
     config.get.cache_clear()
 
 
-def run_program(program: Program) -> tuple[int, int]:
+def run_program(program: Program, seed: int) -> tuple[int, int, int]:
     """Runs a program in all its rounds.
 
     Returns:
-        The number of wrong elements and of all elements compared, on this process's devices.
+        On this process's devices the number of wrong words of carries and of all elements that they
+        depend on; and the number of the first call with a wrong carry.
     """
-    layout = program.layout
-    devices = np.array(jax.devices())[list(layout.order)[: math.prod(layout.shape)]]
-    mesh = Mesh(
-        devices.reshape(layout.shape), layout.axes, axis_types=(AxisType.Auto,) * len(layout.shape)
-    )
-    if not any(d.process_index == jax.process_index() for d in devices):
-        return 0, 0
-    lib = steps.LaxMatmuls(lax) if program.unedited else jax_intranode
+    mesh, first = program.mesh(), len(program.calls)
+    own = sum(d.process_index == jax.process_index() for d in mesh.devices.flat)
+    if not own:
+        return 0, 0, first
+    lib = lax if program.unedited else jax_intranode
     setting = jax_intranode.accelerate if program.unedited else contextlib.nullcontext
-    data = _operands(program, mesh)
+    todo: Any = program.calls
     with setting():
-        if not program.integers and _has_sums_of_lax(_sharded(program, mesh, lib), data):
-            program = programs.without_pmean(program)
-            data = _operands(program, mesh)
-        return _repeat(program, mesh, lib, data)
+        f = calls.chain(todo, mesh, lib, program.check_vma)
+        data = [calls.random_carries(mesh, seed, 4, program.number, k) for k in range(_DATA)]
+        if _has_sums_of_lax(f, np.int32(0), data[0][1]):
+            todo = [dataclasses.replace(call, small=True) for call in todo]
+            f = calls.chain(todo, mesh, lib, program.check_vma)
+        expected = [calls.expected_of_chain(todo, mesh, d[0], k) for k, d in enumerate(data)]
+        ours = jax.jit(f)
+        pause = np.random.default_rng((seed, 5, program.number, jax.process_index()))
+        plan = Seeded(seed, 6, program.number)  # the same on all ranks
+        wrong = turn = 0
+        while turn < program.rounds:
+            results = []
+            for _ in range(min(plan.integer(1, 3), program.rounds - turn)):
+                if program.delays and pause.random() < 0.3:
+                    time.sleep(pause.uniform(0, 0.005))
+                k = plan.integer(0, _DATA - 1)
+                results.append((k, ours(data[k][1], np.int32(k))))
+            jax.block_until_ready(results)
+            turn += len(results)
+            for k, result in results:
+                for shard in result.addressable_shards:
+                    unlike = np.asarray(shard.data) != expected[k][shard.index]
+                    if unlike.any():
+                        wrong += int(np.count_nonzero(unlike))
+                        first = min(first, int(np.argwhere(unlike)[:, 1].min()))
+    elements = sum(math.prod(call.shape) for call in todo)
+    return wrong, program.rounds * own * elements, first
 
 
-def _has_sums_of_lax(f: Any, data: tuple[Any, ...]) -> bool:
+def _has_sums_of_lax(f: Any, turn: Any, carries: Any) -> bool:
     """Whether a sum of floats falls back to lax, whose order of summation is not known."""
     return any(
-        call.algorithm == "lax"
-        and call.operation not in programs.GATHERS
-        and call.dtype in programs.FLOATS
-        for call in jax_intranode.explain(f)(np.int32(0), *data)
-    )
-
-
-def _sharded(program: Program, mesh: Mesh, lib: Any) -> Any:
-    """The program as a function of (turn, v, w, ct)."""
-    by_device = P(mesh.axis_names)
-    return jax.shard_map(
-        steps.build(program, lib),
-        mesh=mesh,
-        in_specs=(P(), by_device, by_device, by_device),
-        out_specs=(by_device,) * (4 if program.gradient else 2),
-        check_vma=program.check_vma,
-    )
-
-
-def _repeat(program: Program, mesh: Mesh, lib: Any, data: tuple[Any, ...]) -> tuple[int, int]:
-    generator = np.random.default_rng((program.seed, 4, program.number, jax.process_index()))
-    plan = np.random.default_rng((program.seed, 5, program.number))  # the same on all ranks
-    f = _sharded(program, mesh, lib)
-    ours = into_poison(f)
-    types = jax.eval_shape(f, np.int32(0), *data)
-    poison = jax.jit(
-        lambda: tuple(_poison(t) for t in types),
-        out_shardings=(NamedSharding(mesh, P(mesh.axis_names)),) * len(types),
-    )
-    compare = jax.jit(_comparison(program, mesh))
-    wrong = elements = turn = 0
-    while turn < program.rounds:
-        burst = min(int(plan.integers(1, 4)), program.rounds - turn)
-        results = []
-        for k in range(burst):
-            if program.delays and generator.random() < 0.3:
-                time.sleep(generator.uniform(0, 0.005))
-            args = (_replicated(mesh, turn + k), *data)
-            results.append((args, ours(jax.block_until_ready(poison()), *args)))
-        jax.block_until_ready(results)
-        for args, found in results:
-            counts = jax.block_until_ready(compare(*args, *found))
-            wrong += sum(int(np.sum(shard.data)) for shard in counts.addressable_shards)
-            elements += sum(
-                shard.data.size for array in found for shard in array.addressable_shards
-            )
-        turn += burst
-    return wrong, elements
-
-
-def into_poison(f: Any) -> Any:
-    """Compiles `f` so that its results take the memory of a first argument of the same types.
-
-    What `f` does not write is seen then.
-    """
-    return jax.jit(lambda poison, *args: f(*args), donate_argnums=0, keep_unused=True)
-
-
-def _poison(kind: Any) -> Any:
-    if jnp.issubdtype(kind.dtype, jnp.floating):
-        return jnp.full(kind.shape, jnp.nan, kind.dtype)
-    return jnp.full(kind.shape, 0x5A, kind.dtype)
-
-
-def _replicated(mesh: Mesh, turn: int) -> Any:
-    value = np.array(turn, np.int32)
-    return jax.make_array_from_callback((), NamedSharding(mesh, P()), lambda _: value)
-
-
-def _comparison(program: Program, mesh: Mesh) -> Any:
-    """A function of the operands and our results: how many elements are wrong on each device."""
-    lib = steps.LaxMatmuls(lax if program.integers else reference)
-    expected_of = steps.build(dataclasses.replace(program, check_vma=False), lib)
-
-    def body(turn: Any, v: Any, w: Any, ct: Any, *found: Any) -> Any:
-        expected = expected_of(turn, v, w, ct)
-        total = jnp.zeros((), jnp.int32)
-        for k, (a, b) in enumerate(zip(found, expected, strict=True)):
-            # A gradient may have either zero: some ways to compute it add a zero.
-            same = a == b
-            if k == 0 and not program.integers:
-                same = steps.raw_bits(a) == steps.raw_bits(b)
-            if jnp.issubdtype(a.dtype, jnp.floating):
-                same |= jnp.isnan(a) & jnp.isnan(b)
-            total += jnp.sum(~same, dtype=jnp.int32)
-        return total[None]
-
-    by_device = P(mesh.axis_names)
-    return jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=(P(), *(by_device,) * (3 + (4 if program.gradient else 2))),
-        out_specs=by_device,
-        check_vma=False,
-    )
-
-
-def _operands(program: Program, mesh: Mesh) -> tuple[Any, ...]:
-    """Returns v, w and the cotangent; those that the program does not need have one element."""
-    rows, columns = program.rows, program.columns
-    square = columns if programs.has(program.steps, programs.MATMULS) else 1
-    shapes = [(rows, columns), (square, square), (rows, columns) if program.gradient else (1, 1)]
-    return tuple(_random(program, mesh, which, shape) for which, shape in enumerate(shapes))
-
-
-def _random(program: Program, mesh: Mesh, which: int, shape: tuple[int, int]) -> Any:
-    dtype = jnp.dtype(program.dtype)
-
-    def of_device(index: Any) -> np.ndarray:
-        rank = (index[0].start or 0) // shape[0]
-        generator = np.random.default_rng((program.seed, 6, program.number, which, rank))
-        if dtype.kind in "iu":
-            info = np.iinfo(dtype)
-            return generator.integers(info.min, info.max, shape, dtype=dtype, endpoint=True)
-        if program.integers:
-            values = generator.integers(-1, 2, shape)
-            if which == 1:  # a matrix with few elements, so that sums of products are small
-                values = values * (generator.random(shape) < 8 / shape[0])
-            return values.astype(dtype)
-        values = generator.uniform(-1, 1, shape) * 2.0 ** generator.integers(-3, 4, shape)
-        return np.where(generator.random(shape) < 0.01, -0.0, values).astype(dtype)
-
-    return jax.make_array_from_callback(
-        (mesh.size * shape[0], shape[1]), NamedSharding(mesh, P(mesh.axis_names)), of_device
+        call.algorithm == "lax" and call.operation in calls.SUMS and call.dtype in calls.FLOATS
+        for call in jax_intranode.explain(f)(carries, turn)
     )

@@ -16,12 +16,11 @@ from jax_intranode._src.command_line.options import (
     WrongInput,
     add_mode,
     add_platform,
-    check_writable,
     integer_from,
     names_from,
+    new_file,
     positive_number,
 )
-from jax_intranode._src.group import nvml
 from jax_intranode._src.native import definitions
 from jax_intranode._src.selection import table, tuning
 
@@ -50,9 +49,9 @@ _SLACK_S = 300
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     add = parser.add_argument
-    default = Path("jax_intranode_tuning.json")
+    default = "jax_intranode_tuning.json"
     text = f"the file (default {default})"
-    add("-o", "--output", type=Path, default=default, metavar="FILE", help=text)
+    add("-o", "--output", type=new_file, default=default, metavar="FILE", help=text)
     text = "how long to measure, about (default 20 on GPUs, 4 on CPU devices)"
     add("--minutes", type=positive_number(24 * 60), help=text)
     add_platform(parser)
@@ -104,21 +103,9 @@ def jobs(platform: str, devices: int, modes: list[str]) -> list[Settings]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures and writes the file.
-
-    Returns:
-        The exit code: 1 if ranks failed, else 0.
-    """
+    """Measures and writes the file."""
     signal.signal(signal.SIGTERM, launcher.end_by_exit)
-    check_writable("--output", arguments.output)
-    gpus = nvml.visible_gpus()
-    platform = machine.chosen_platform(arguments.platform)
-    devices = arguments.devices or (gpus if platform == "gpu" else 2)
-    if platform == "gpu" and not 2 <= devices <= gpus:
-        raise WrongInput(
-            f"a group has 2 or more GPUs; this node has {gpus}, and {devices} are asked for: "
-            "choose --devices, or --platform cpu"
-        )
+    platform, devices = machine.platform_and_devices(arguments, fewest=2)
     load, cores = machine.load()
     if load > cores / 2:
         print(
@@ -140,22 +127,18 @@ def run(arguments: argparse.Namespace) -> int:
         left = started + seconds - of_matmuls - time.monotonic()
         allowed = max(0.0, left) / (len(todo) - number)
         what = {"seconds": allowed, "operations": arguments.operations}
-        try:
-            of_job = launcher.run_function(
-                "jax_intranode._src.command_line.tune.measure:measure",
-                {**what, **dataclasses.asdict(settings)},
-                settings.job,
-                # What is in force must not decide what is measured.
-                variables=dict.fromkeys(
-                    (tuning.VARIABLE, "JAX_INTRANODE_ALGORITHM", "JAX_INTRANODE_STRICT"), ""
-                ),
-                timeout_s=allowed + _SLACK_S,
-                line=line,
-                shows_log=True,
-            )
-        except launcher.RankError as error:
-            sys.stderr.write(f"{error}\n")
-            return 1
+        of_job = launcher.run_function(
+            "jax_intranode._src.command_line.tune.measure:measure",
+            {**what, **dataclasses.asdict(settings)},
+            settings.job,
+            # What is in force must not decide what is measured.
+            variables=dict.fromkeys(
+                (tuning.VARIABLE, "JAX_INTRANODE_ALGORITHM", "JAX_INTRANODE_STRICT"), ""
+            ),
+            timeout_s=allowed + _SLACK_S,
+            line=line,
+            shows_log=True,
+        )
         found["device"] = of_job["device"]
         for name in ("tables", "measurements", "left_out"):
             found[name] += of_job[name]

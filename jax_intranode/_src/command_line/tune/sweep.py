@@ -35,7 +35,7 @@ DTYPES = {
 }
 # Segments of large messages, by their bytes; 0: the whole message in one epoch. They are tried on
 # GPUs, for bare packets, up to the largest size. Flagged packets move twice the bytes.
-_SEGMENTS = (0, 2 << 20, 4 << 20, 8 << 20)
+_SEGMENTS = (0, 1 << 20, 2 << 20, 4 << 20, 8 << 20)
 _LARGEST = 256 << 20
 _SMALLEST = {"gpu": 1 << 10, "cpu": 256}
 _FACTOR = 4

@@ -22,7 +22,7 @@ from jax.extend.mlir import ir
 
 from jax_intranode._src.group import rendezvous
 from jax_intranode._src.jax_private import jaxpr_walk, lowering_hooks, trace_state
-from jax_intranode._src.ops.lowering_site import LoweringSite, device_ids
+from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.rewrite import agreement, hook
 from jax_intranode._src.rewrite.auto import groups, partitioner
 from jax_intranode._src.rewrite.auto.groups import Block, Group
@@ -279,7 +279,7 @@ class _Rewriting:
             if propagated_only:
                 self._finish()
             return
-        reason = self._site.reason_for_lax(device_ids(self._mesh))
+        reason = self._site.traced_here().reason_for_lax()
         if reason is None:
             reason = agreement.reason_for_no_auto(self._mesh)
         taken = []

@@ -53,13 +53,9 @@ def choose(
 ) -> Plan | str:
     """Chooses the plan of an operation, or says why it is not overlapped.
 
-    Args:
-        sizes: its sizes.
-        dtype: name of the dtype of its operands and results.
-        profile: the constants of the GPUs, or why there are none for them.
-        ring_bytes: bytes of a device's ring.
-        wgrads: number of weight gradients, [N, K] each, that the same call should compute: products
-            of one more operand, of N columns, with the gathered rows or with the first terms' rows.
+    `profile` has the constants of the GPUs, or says why there are none. `wgrads` is the number of
+    weight gradients, [N, K] each, that the same call should compute: products of one more operand,
+    of N columns, with the gathered rows or with the first terms' rows.
     """
     reason = static_reason(sizes, dtype=dtype, profile=profile)
     if reason is not None:
@@ -79,13 +75,8 @@ def choose(
 def static_reason(sizes: Sizes, *, dtype: str, profile: Profile | str | None) -> str | None:
     """Returns why an operation is not overlapped whatever memory there is; None if it may be.
 
-    What can't be overlapped needs no rendezvous.
-
-    Args:
-        sizes: its sizes.
-        dtype: name of the dtype of its operands and results.
-        profile: the constants of the GPUs, or why there are none for them, as far as device kinds
-            alone decide; None if that takes the facts that processes exchange at rendezvous.
+    What can't be overlapped needs no rendezvous. `profile` is what device kinds alone decide; None
+    if that takes the facts that processes exchange at rendezvous.
     """
     is_empty = 0 in (sizes.outer, sizes.rows, *sizes.ks, *sizes.ns)
     static = select.static_reason(sizes.operation, dtype, sizes.world_size, is_empty=is_empty)

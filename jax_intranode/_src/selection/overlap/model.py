@@ -18,11 +18,7 @@ from jax_intranode._src.selection.overlap.sizes import Sizes, ring_room
 def choose(sizes: Sizes, profile: Profile, ring_bytes: int, wgrads: int = 0) -> Plan | str:
     """Chooses the plan of an operation, or says why it is faster not overlapped.
 
-    Args:
-        sizes: its sizes.
-        profile: the constants of the GPUs.
-        ring_bytes: bytes of a device's ring.
-        wgrads: number of weight gradients, [N, K] each, that the same call should compute.
+    `wgrads` is the number of weight gradients, [N, K] each, that the same call should compute.
     """
     chosen = _choose_without_wgrads(Costs(sizes, profile), ring_bytes)
     if wgrads == 0 or isinstance(chosen, str):

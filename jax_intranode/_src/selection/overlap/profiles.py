@@ -240,23 +240,8 @@ _SUSTAINED_FLOPS = {"NVIDIA H20": 0.95 * 148e12, "NVIDIA H20-3e": 0.95 * 148e12}
 _GENERATION, _COMPUTE_CAPABILITY = "hopper", (9, 0)
 
 
-def profile_from_json(fields: Mapping[str, Any]) -> Profile:
-    """Returns the profile of which `dataclasses.asdict` made `fields`.
-
-    Raises:
-        LookupError, TypeError, ValueError: it did not.
-    """
-    values = {field.name: fields[field.name] for field in dataclasses.fields(Profile)}
-    tiles = {int(columns): TileCosts(**tile) for columns, tile in values["tiles"].items()}
-    waves = {float(ratio): least for ratio, least in values["direct_waves"].items()}
-    return Profile(**values | {"tiles": tiles, "direct_waves": waves})
-
-
 def known_from_kinds(kinds: Collection[str]) -> Profile | str | None:
-    """Returns what device kinds alone decide, which all processes know before they rendezvous.
-
-    Args:
-        kinds: the device kinds of all GPUs of a mesh.
+    """Returns what the kinds of a mesh's GPUs decide, which are known before the rendezvous.
 
     Returns:
         The profile if all are GPUs of one measured kind; why there is none, if one of them is no

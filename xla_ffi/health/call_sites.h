@@ -9,9 +9,16 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace jax_intranode {
+
+// The number of a text that all processes give it.
+inline uint64_t Fnv1a(std::string_view text, uint64_t hash = 0xCBF29CE484222325u) {
+  for (unsigned char c : text) hash = (hash ^ c) * 0x100000001B3u;
+  return hash;
+}
 
 class CallSites {
  public:

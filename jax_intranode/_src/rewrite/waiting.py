@@ -1,0 +1,53 @@
+"""The order of rewritten equations: some wait for the result of an operation that runs later."""
+
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+from jax.extend.core import Var
+
+_NONE: frozenset[Any] = frozenset()
+
+
+class Waiting:
+    """Emits equations in their order, but for those that need an operation that has not run yet.
+
+    Attributes:
+        emitted: the equations so far.
+    """
+
+    def __init__(self) -> None:
+        self.emitted: list[Any] = []
+        # The operations that a variable waits for, and what waits, in order.
+        self._waits: dict[Any, frozenset[Any]] = {}
+        self._equations: list[tuple[Any, frozenset[Any]]] = []
+        self._have_run: set[Any] = set()
+
+    def expect(self, results: Iterable[Any], operation: Hashable) -> None:
+        """These variables are made by an operation that runs later."""
+        self._waits.update(dict.fromkeys(results, frozenset([operation])))
+
+    def needed(self, equation: Any) -> frozenset[Any]:
+        """The operations that an equation has to wait for."""
+        waits = self._waits
+        found = [waits[v] for v in equation.invars if isinstance(v, Var) and v in waits]
+        return _NONE.union(*found) - self._have_run if found else _NONE
+
+    def emit(self, equation: Any) -> None:
+        """Emits an equation, or lets it wait."""
+        needed = self.needed(equation)
+        if needed:
+            self._equations.append((equation, needed))
+            self._waits.update(dict.fromkeys(equation.outvars, needed))
+        else:
+            self.emitted.append(equation)
+
+    def run(self, operations: Iterable[Hashable], equations: Iterable[Any]) -> None:
+        """Emits the equations of operations, and then what has waited for them."""
+        self.emitted += equations
+        self._have_run.update(operations)
+        waiting, self._equations = self._equations, []
+        for equation, needed in waiting:
+            if needed <= self._have_run:
+                self.emitted.append(equation)
+            else:
+                self._equations.append((equation, needed))

@@ -1,0 +1,54 @@
+"""Runs a whole program of several processes as one rank.
+
+    program_main.py PLATFORM NAME [ARGUMENT...] [lax]
+
+NAME is a function of one of the files programs_*.py: ordinary programs, which must not fail, and
+faulty ones. PLATFORM is "launch" under `launch`, which connects the ranks. A line "RESULT: ..." is
+what a test checks, and the line "END: ..." has the failure that the process ended with. With "lax"
+the program calls jax.lax, to see by hand that an ordinary program is right there; programs that
+call the package itself need the package.
+"""
+
+import atexit
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent)]  # python -P leaves it out
+
+
+def _say_how_it_ended() -> None:
+    """Runs after all that JAX and the package do at exit, because it was registered before."""
+    failure = jax_intranode.last_failure()
+    print("END:", failure and failure.message, flush=True)
+
+
+if __name__ == "__main__":
+    atexit.register(_say_how_it_ended)
+
+import logging  # noqa: E402
+import signal  # noqa: E402
+
+import programs_that_end  # noqa: E402
+import programs_that_go_on  # noqa: E402
+import programs_with_faults  # noqa: E402
+
+import jax_intranode  # noqa: E402
+from jax_intranode._src.command_line import launcher  # noqa: E402
+
+
+def main() -> None:
+    platform, name, *arguments = sys.argv[1:]
+    logging.basicConfig()
+    # Programs that a shell starts in the background ignore SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if platform != "launch":
+        launcher.connect(platform)
+    sys.excepthook = sys.__excepthook__  # end as programs do that nobody prepared
+    programs = {}
+    for module in (programs_that_end, programs_that_go_on, programs_with_faults):
+        programs.update(vars(module))
+    programs[name](*(a for a in arguments if a != "lax"))
+
+
+if __name__ == "__main__":
+    main()

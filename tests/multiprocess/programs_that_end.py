@@ -1,0 +1,267 @@
+"""Ordinary programs of several processes: how their processes end. None of them may fail."""
+
+import atexit
+import os
+import socket
+import sys
+import threading
+import time
+
+import jax
+import jax.extend.backend
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from program_parts import (
+    CALLS_LAX,
+    COLUMNS,
+    LATER_S,
+    OPERATIONS,
+    begin,
+    line,
+    on,
+    parts,
+    rank,
+    read,
+    say,
+    summing,
+    total,
+)
+
+import jax_intranode
+from jax_intranode._src.command_line import launcher
+from jax_intranode._src.selection import config
+
+
+def last_step_unread() -> None:
+    """Rank 1 ends with its last step; rank 0 writes a checkpoint before the same step."""
+    begin()
+    if rank() == 0:
+        time.sleep(LATER_S)
+    result = total(2)
+    if rank() == 0:
+        say(read(result))
+    else:
+        assert not result.is_ready()
+
+
+def last_result_deleted() -> None:
+    begin()
+    if rank() == 0:
+        time.sleep(LATER_S)
+    result = total(2)
+    if rank() == 0:
+        say(read(result))
+    else:
+        result.delete()
+
+
+def working(v: jax.Array, times: jax.Array) -> jax.Array:
+    """XLA works, and the value stays."""
+    return jax.lax.fori_loop(0, times, lambda _, a: jnp.maximum(a, 0.5), v)
+
+
+def times_that_take(seconds: float) -> int:
+    """How often `working` has to do its work; fewer where a busy machine becomes quiet."""
+    program, value = jax.jit(working), jnp.ones((1, COLUMNS))
+    program(value, 1).block_until_ready()
+    times, took = 100, 0.0
+    while took < 0.2:
+        times *= 3
+        started = time.monotonic()
+        program(value, times).block_until_ready()
+        took = time.monotonic() - started
+    return int(seconds / took * times)
+
+
+def last_step() -> jax.Array:
+    """A step in which rank 1 computes for some seconds between its two collectives.
+
+    Rank 0 comes later to the first one: rank 1 waits in a thread of XLA's.
+    """
+    times = times_that_take(3.5)
+
+    def step(v: jax.Array) -> jax.Array:
+        v = OPERATIONS.psum(v, "x")
+        mine = jnp.where(jax.lax.axis_index("x") == 1, times, 1)
+        return OPERATIONS.psum(working(v, mine), "x")
+
+    begin()
+    program, x = on(line(), step), parts(line())
+    program.lower(x).compile()
+    if rank() == 0:
+        time.sleep(1)
+    result = program(x)
+    assert rank() == 0 or not result.is_ready()
+    return result
+
+
+def computes_in_the_last_step() -> None:
+    global last
+    last = last_step()  # alive until Python has ended
+    if rank() == 0:
+        say(read(last))
+
+
+def drops_the_last_step() -> None:
+    """Nothing in Python knows of the step that still runs when rank 1 ends."""
+    if rank() == 0:
+        say(read(last_step()))
+    else:
+        last_step()
+
+
+def ends_at_different_times() -> None:
+    """Further apart than the time limit of operations."""
+    begin()
+    say(read(total(2)))
+    time.sleep([2, 7, 0][rank()])
+    say(read(jax.jit(jnp.sum)(jnp.ones(4))))  # work of its own
+
+
+def ends_long_before_its_peer() -> None:
+    """Longer than JAX's last barrier may take, which `launcher.connect` sets to 30 s."""
+    begin()
+    if rank() == 0:
+        time.sleep(36)
+        say(read(jax.jit(jnp.sum)(jnp.ones(4))))
+
+
+def half_of_the_ranks_end() -> None:
+    """Ranks 2 and 3 end, and the group of ranks 0 and 1 goes on."""
+    devices = np.array(jax.devices()).reshape(2, 2)
+    mesh = Mesh(devices, ("data", "x"))
+    spec = P(("data", "x"))
+    program = on(mesh, lambda v: OPERATIONS.psum(v, "x"), spec=spec)
+    say(read(program(parts(mesh, spec=spec))))
+    if rank() > 1:
+        return
+    for scale in (2, 3):
+        time.sleep(LATER_S / 2)
+        pair = Mesh(devices[0], ("x",))
+        say(read(summing(pair)(parts(pair, scale))))
+
+
+def ends_before_its_peer_lowers() -> None:
+    """Rank 0 compiles one more program over all devices, for its costs, and runs it nowhere."""
+    begin()
+    if rank() == 0:
+        time.sleep(LATER_S)
+        mesh = line()
+        lowered = on(mesh, lambda v: OPERATIONS.psum(v * 2, "x")).lower(parts(mesh))
+        say(lowered.compile() is not None)
+
+
+def ends_in_a_function() -> None:
+    def train() -> None:
+        try:
+            sys.exit(0)
+        finally:
+            result = total(2)
+            if rank() == 0:
+                say(read(result))
+
+    begin()
+    if rank() == 0:
+        time.sleep(LATER_S)
+    train()
+
+
+def collective_in_exit_handlers() -> None:
+    """One handler is registered before the first collective, and one after it."""
+
+    def at_exit(scale: float, wait_s: float) -> None:
+        if rank() == 1:
+            time.sleep(wait_s)
+        say(read(total(scale)))
+
+    atexit.register(at_exit, 3, LATER_S)
+    begin()
+    atexit.register(at_exit, 2, 0)
+
+
+def thread_after_the_end() -> None:
+    """A thread that is no daemon calls collectives when the main thread has come to its end."""
+
+    def work() -> None:
+        threading.main_thread().join()
+        for scale in (2, 3):
+            if rank() == 1:
+                time.sleep(LATER_S / 2)
+            say(read(total(scale)))
+
+    begin()
+    threading.Thread(target=work).start()
+
+
+def distributed_shutdown_at_the_end() -> None:
+    begin()
+    if rank() == 0:
+        time.sleep(LATER_S)
+    result = total(2)
+    if rank() == 0:
+        say(read(result))
+    jax.distributed.shutdown()
+    say(read(jax.jit(jnp.sum)(jnp.ones(4))))
+
+
+def distributed_shutdown_in_the_middle() -> None:
+    """Programs that are compiled go on without JAX's service."""
+    begin()
+    jax.distributed.shutdown()
+    if rank() == 1:
+        time.sleep(LATER_S)
+    say(read(total(2)))
+
+
+def distributed_again() -> None:
+    begin()
+    # Another port: on the same one rank 1 could still reach the service that rank 0 will end.
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = multihost_utils.broadcast_one_to_all(np.int32(free.getsockname()[1]))
+    if not CALLS_LAX:
+        jax_intranode.shutdown()
+    jax.distributed.shutdown()
+    summing.cache_clear()
+    jax.clear_caches()
+    jax.extend.backend.clear_backends()
+    os.environ[config.COORDINATOR] = f"127.0.0.1:{port}"
+    launcher.connect(jax.config.jax_platforms)
+    begin()
+    if rank() == 0:
+        time.sleep(LATER_S)
+    result = total(2)
+    if rank() == 0:
+        say(read(result))
+
+
+def shutdown_twice() -> None:
+    begin()
+    for _ in range(1 + rank()):
+        jax_intranode.shutdown()
+    jax.clear_caches()
+    jax_intranode.initialize(line())
+    begin()
+    say(read(total(2)))
+
+
+def calls_after_its_end() -> None:
+    """A daemon thread of rank 1 calls once more when the process has told that it has finished."""
+    begin()
+    mesh = line()
+    program = summing(mesh).lower(parts(mesh, 2)).compile()
+    x = parts(mesh, 2)
+    if rank() == 0:
+        time.sleep(2 * LATER_S)
+        say(read(program(x)))
+        return
+
+    def call() -> None:
+        threading.main_thread().join()
+        time.sleep(2 * LATER_S + 1)
+        say(read(program(x)))
+
+    threading.Thread(target=call, daemon=True).start()

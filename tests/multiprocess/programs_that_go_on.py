@@ -1,0 +1,361 @@
+"""Ordinary programs of several processes: speed, signals, forks, exceptions. None may fail."""
+
+import code
+import concurrent.futures
+import contextlib
+import math
+import multiprocessing
+import os
+import pdb
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from program_parts import (
+    LATER_S,
+    OPERATIONS,
+    begin,
+    in_background,
+    line,
+    on,
+    parts,
+    pids,
+    rank,
+    read,
+    say,
+    total,
+)
+
+import jax_intranode
+
+# Ranks that are not equally fast.
+
+
+def checkpoint_between_steps() -> None:
+    """Rank 0 saves and reads each step, rank 1 is ahead and reads the last one."""
+    begin()
+    with tempfile.TemporaryDirectory() as directory:
+        for scale in (2, 3, 4):
+            result = total(scale)
+            if rank() == 0:
+                np.save(Path(directory) / f"{scale}.npy", result.addressable_data(0))
+                time.sleep(LATER_S / 2)
+    say(read(result))
+
+
+def evaluates_on_rank_0() -> None:
+    """With a program of its own, over a mesh of its own device."""
+    begin()
+    for scale in (2, 3):
+        if rank() == 0:
+            own = Mesh(np.array(jax.local_devices()), ("x",))
+            evaluate = on(own, lambda v, s=scale: OPERATIONS.psum(v * s, "x"))
+            say(read(evaluate(parts(own))))
+            time.sleep(LATER_S / 2)
+        say(read(total(scale)))
+
+
+def compiles_for_long() -> None:
+    """One rank traces for seconds, before the rendezvous and after it."""
+    mesh = line()
+    for slow in range(2):
+
+        def step(v: jax.Array, slow: int = slow) -> jax.Array:
+            if rank() == slow:
+                time.sleep(LATER_S)
+            return OPERATIONS.psum(v * (slow + 1), "x")
+
+        say(read(on(mesh, step)(parts(mesh))))
+
+
+def another_name_on_one_rank() -> None:
+    """The jitted functions do the same and have different names."""
+    begin()
+    mesh = line()
+
+    def other(v: jax.Array) -> jax.Array:
+        return OPERATIONS.psum(v * 2, "x")
+
+    body = other if rank() == 1 else lambda v: OPERATIONS.psum(v * 2, "x")
+    say(read(on(mesh, body)(parts(mesh))))
+
+
+def one_rank_is_stopped() -> None:
+    """Each rank in turn, while the other one waits."""
+    begin()
+    others = pids()
+    for stopped in range(2):
+        if rank() == stopped:
+            time.sleep(2)
+            say(read(total(2 + stopped)))
+        else:
+            result = total(2 + stopped)
+            pid = others[stopped]
+            in_background(f"kill -STOP {pid}", "sleep 4", f"kill -CONT {pid}").wait()
+            say(read(result))
+
+
+def all_ranks_are_stopped() -> None:
+    """For longer than the time limit of operations, while rank 0 waits. It is the first to go on,
+    and rank 1 comes 0.3 s later."""
+    begin()
+    first, second = pids()
+    read(total(2))  # so that rank 1 compiles nothing within the limit
+    if rank() == 0:
+        result = total(2)
+        end = in_background(
+            f"kill -STOP {first} {second}", "sleep 8", f"kill -CONT {first}", "sleep 0.3",
+            f"kill -CONT {second}",
+        )  # fmt: skip
+        say(read(result))
+        end.wait()
+    else:
+        time.sleep(LATER_S)
+        say(read(total(2)))
+
+
+# Processes, threads, signals.
+
+
+@contextlib.contextmanager
+def quiet_forks() -> Iterator[None]:
+    """JAX and Python warn of each fork."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def forked_workers() -> None:
+    """A pool, a child that a signal kills, one that ends by os._exit, and one that
+    lives longer than its parent and has all of its descriptors."""
+    begin()
+    with quiet_forks():
+        # Closed, not terminated: JAX's handler of SIGTERM keeps forked processes alive.
+        with contextlib.closing(multiprocessing.get_context("fork").Pool(2)) as pool:
+            say(sum(pool.map(abs, range(-8, 0))))
+        pool.join()
+        for end in ("killed", "_exit", "outlives"):
+            child = os.fork()
+            if child == 0:
+                if end == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if end == "outlives":
+                    time.sleep(4)
+                os._exit(0)
+            if end != "outlives":
+                os.waitpid(child, 0)
+    if rank() == 0:
+        time.sleep(LATER_S)
+    result = total(2)
+    if rank() == 0:
+        say(read(result))
+
+
+def forks_beside_a_thread() -> None:
+    """As data loaders do. JAX warns of each fork: it prints, and another thread runs meanwhile."""
+    begin()
+    warnings.simplefilter("always")
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            assert jax_intranode.last_failure() is None
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    for _ in range(500 if rank() == 0 else 0):
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+    over.set()
+    thread.join()
+    say(read(total(2)))
+
+
+def spawned_workers() -> None:
+    """A worker imports this file, and with it the package; another child is an own program."""
+    begin()
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+        result = total(2)
+        say(pool.submit(math.sqrt, 16).result())
+    subprocess.run([sys.executable, "-c", "import jax_intranode"], check=True)
+    say(read(result))
+
+
+def checkpoints_at_sigterm() -> None:
+    """Rank 0 gets the signal, and all ranks agree to end."""
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    begin()
+    if rank() == 0:
+        in_background("sleep 1", f"kill -TERM {os.getpid()}")
+    while read(total(len(told) if rank() == 0 else 0)) == 0:
+        time.sleep(0.05)
+    time.sleep(LATER_S * rank())
+    say(read(total(2)))
+
+
+def interrupted_in_a_wait() -> None:
+    """Ctrl-C, as the terminal sends it to all: caught, and the program goes on."""
+    begin()
+    try:
+        if rank() == 0:
+            result = total(2)
+        in_background("sleep 1", f"kill -INT {os.getpid()}")
+        if rank() == 0:
+            result.block_until_ready()
+        time.sleep(LATER_S)
+        say("not interrupted")
+    except KeyboardInterrupt:
+        say("interrupted")
+    if rank() == 1:
+        time.sleep(LATER_S)
+        result = total(2)
+    say(read(result))
+    say(read(total(3)))
+
+
+# Exceptions that do not end them.
+
+
+def ends_before_its_peer(wait_s: float = LATER_S) -> None:
+    """Rank 1 ends. Rank 0 is there to see how, and sets up one more operation."""
+    if rank() == 0:
+        time.sleep(wait_s)
+        mesh = line()
+        on(mesh, lambda v: OPERATIONS.psum(v * 2, "x")).lower(parts(mesh))
+        say(jax_intranode.last_failure())
+
+
+def console_that_showed_an_exception() -> None:
+    begin()
+    if rank() == 1:
+        console = code.InteractiveConsole()
+        console.push("1 / 0")
+        console.push("done = 7")
+        say(console.locals["done"])
+    ends_before_its_peer()
+
+
+def debugger_that_showed_an_exception() -> None:
+    """The console's exception once more, in the debugger, which reads the end of its input."""
+    begin()
+    if rank() == 1:
+        code.InteractiveConsole().push("1 / 0")
+        pdb.pm()
+        say("went on")
+    ends_before_its_peer()
+
+
+TESTS = """
+import jax, jax.numpy, numpy, pytest
+from jax.sharding import PartitionSpec as P
+import jax_intranode
+
+@pytest.fixture(scope="session")
+def mesh():
+    return jax.sharding.Mesh(numpy.array(jax.devices()), ("x",))
+
+@pytest.fixture(params=[1.0, 2.0])
+def total(mesh, request):
+    x = jax.make_array_from_callback(
+        (mesh.size,), jax.NamedSharding(mesh, P("x")),
+        lambda index: numpy.full(1, request.param, numpy.float32))
+    add = jax.shard_map(
+        lambda v: jax_intranode.psum(v, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())
+    return jax.jit(add)(x).addressable_data(0)[0] / request.param
+
+def test_total(mesh, total):
+    assert total == mesh.size
+
+@pytest.mark.xfail(raises=ZeroDivisionError, strict=True)
+def test_that_is_known_to_fail(mesh):
+    1 / 0
+"""
+
+
+def pytest_in_a_rank() -> None:
+    import pytest
+
+    begin()
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "test_in_a_rank.py"
+        file.write_text(TESTS)
+        say(int(pytest.main(["-q", "-p", "no:cacheprovider", str(file)])))
+    ends_before_its_peer()
+
+
+def catches_exceptions() -> None:
+    """Of a callback, of a wrong program, of threads; then rank 1 works without collectives."""
+
+    def fail(value: object) -> np.ndarray:
+        raise ValueError("the callback's own error")
+
+    def fail_in_thread() -> None:
+        raise ValueError("the thread's own error")
+
+    begin()
+    if rank() == 1:
+        shape = jax.ShapeDtypeStruct((), np.float32)
+        for attempt in (
+            lambda: jax.pure_callback(fail, shape, 1.0).block_until_ready(),
+            lambda: on(line(), lambda v: OPERATIONS.psum(v, "nothing")).lower(parts(line())),
+        ):
+            try:
+                attempt()
+            except Exception as error:
+                say(type(error).__name__)
+        for target in (fail_in_thread, sys.exit):
+            thread = threading.Thread(target=target)
+            thread.start()
+            thread.join()
+        say(read(jax.jit(jnp.sum)(jnp.ones(4))))
+    ends_before_its_peer()
+
+
+def exit_handler_of_jax_fails() -> None:
+    """As on a GPU after a callback's error: JAX's exit handler raises it and does no more."""
+
+    def fail() -> None:
+        raise ValueError("the callback's own error")
+
+    begin()
+    if rank() == 1:
+        vars(sys.modules["jax._src.api"])["effects_barrier"] = fail
+    ends_before_its_peer()
+
+
+def plain() -> None:
+    begin()
+    say(read(total(2)))
+    jax_intranode.shutdown()
+
+
+def resumes(checkpoint: str) -> None:
+    """Under `launch --restarts`: the first time rank 1 fails after a step, next time both end."""
+    begin()
+    file = Path(checkpoint)
+    step = float(file.read_text()) if file.exists() else 0
+    say(f"from {step}")
+    result = total(step + 1)
+    if step == 0:
+        assert read(result) == 3
+        if rank() == 1:
+            file.write_text("1")
+            raise ValueError("the first time")
+        time.sleep(60)  # until `launch` ends it
+    if rank() == 0:
+        say(read(result))

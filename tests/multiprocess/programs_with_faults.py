@@ -1,0 +1,262 @@
+"""Faulty programs of several processes. Rank 0 says what it is told."""
+
+import code
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from program_parts import (
+    LATER_S,
+    OPERATIONS,
+    begin,
+    in_background,
+    line,
+    on,
+    parts,
+    rank,
+    read,
+    say,
+    total,
+)
+
+import jax_intranode
+from jax_intranode._src.health import peers
+from jax_intranode._src.native import extension
+
+
+def attempt(operation: Callable[[], object], label: str = "RESULT") -> Exception | None:
+    """Runs an operation that is to fail, and says how, and how long it took."""
+    started = time.monotonic()
+    try:
+        operation()
+    except Exception as error:  # XLA chooses the type
+        say(round(time.monotonic() - started, 1), "TOOK")
+        say(error, label)
+        return error
+    say("went through", label)
+    return None
+
+
+def end_of_rank_0() -> None:
+    """Ends it with 0, whatever was told."""
+    failure = jax_intranode.last_failure()
+    assert failure is not None
+    say(f"{failure.reason} {failure.missing_process}", "RECORD")
+    sys.exit(0)
+
+
+def unrelated_errors() -> None:
+    """Errors before and after the loss of rank 1 have nothing to do with it."""
+
+    def fail(value: object) -> np.ndarray:
+        raise ValueError("the callback's own error")
+
+    def call_back() -> None:
+        shape = jax.ShapeDtypeStruct((), np.float32)
+        jax.pure_callback(fail, shape, 1.0).block_until_ready()
+
+    begin()
+    if rank() == 1:
+        time.sleep(LATER_S)
+        os._exit(3)
+    before = attempt(call_back, "BEFORE")
+    attempt(lambda: read(total(2)))
+    assert jax_intranode.last_failure() is not None
+    say(before, "BEFORE AGAIN")
+    attempt(call_back, "CALLBACK")
+    attempt(lambda: jnp.zeros((1 << 44,), np.int8).block_until_ready(), "MEMORY")
+    end_of_rank_0()
+
+
+def raises() -> None:
+    begin()
+    if rank() == 1:
+        time.sleep(1)
+        raise ValueError("loss is NaN")
+    attempt(lambda: read(total(2)))
+    end_of_rank_0()
+
+
+def raises_after_another_was_shown() -> None:
+    begin()
+    if rank() == 1:
+        code.InteractiveConsole().push("1 / 0")
+        time.sleep(1)
+        raise ValueError("loss is NaN")
+    attempt(lambda: read(total(2)))
+    end_of_rank_0()
+
+
+def raises_with_a_hook() -> None:
+    """The program prints its exceptions itself."""
+    sys.excepthook = lambda kind, error, trace: print("own hook:", error, flush=True)
+    raises()
+
+
+def raises_in_a_signal_handler() -> None:
+    def handle(number: int, frame: object) -> None:
+        raise TimeoutError("the job's time is over")
+
+    begin()
+    if rank() == 1:
+        signal.signal(signal.SIGALRM, handle)
+        signal.alarm(1)
+        time.sleep(60)
+    attempt(lambda: read(total(2)))
+    end_of_rank_0()
+
+
+def is_interrupted() -> None:
+    begin()
+    if rank() == 1:
+        in_background("sleep 1", f"kill -INT {os.getpid()}")
+        time.sleep(60)
+    attempt(lambda: read(total(2)))
+    end_of_rank_0()
+
+
+def is_needed_after_its_end() -> None:
+    begin()
+    if rank() == 1:
+        return
+    time.sleep(LATER_S)
+    attempt(lambda: read(total(2)))
+    end_of_rank_0()
+
+
+def ends_while_it_is_waited_for() -> None:
+    begin()
+    if rank() == 1:
+        time.sleep(1)
+        return
+    attempt(lambda: read(total(2)))
+    end_of_rank_0()
+
+
+def listen(*names: str) -> None:
+    """Ends the process when it is told of all names in one message: a warning or a failure."""
+    started = time.monotonic()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            text = record.getMessage()
+            if all(name in text for name in names):
+                say(round(time.monotonic() - started, 1), "TOOK")
+                say(text)
+                told.set()
+
+    told = threading.Event()
+    logging.getLogger("jax_intranode").addHandler(Handler())
+
+    def end() -> None:
+        if told.wait(60):
+            time.sleep(2 if rank() else 10)  # the peers are told, too; JAX's service ends last
+        os._exit(0)
+
+    threading.Thread(target=end, daemon=True).start()
+
+
+def wait_in(result: jax.Array) -> None:
+    with contextlib.suppress(Exception):
+        result.block_until_ready()
+    time.sleep(60)  # `listen` ends the process
+
+
+def waits_in_another_operation() -> None:
+    begin()
+    mesh = line()
+    gathering = on(mesh, lambda v: OPERATIONS.all_gather(v, "x", tiled=True)[:1])
+    listen(f"rank {1 - rank()}", "psum", "all_gather")
+    wait_in(total(2) if rank() == 0 else gathering(parts(mesh)))
+
+
+def waits_in_another_group() -> None:
+    """Rank 0 waits for rank 1 in one group, and rank 1 for rank 0 in another one."""
+    begin()
+    mesh = line()
+    pair = Mesh(mesh.devices.reshape(2, 1), ("x", "y"))
+    swapped = Mesh(mesh.devices[::-1], ("x",))
+    summing_there = on(swapped, lambda v: OPERATIONS.psum(v * 2, "x"))
+    jax_intranode.initialize(pair)
+    jax_intranode.initialize(swapped)
+    listen(f"rank {rank()} (device", "waits in another operation", "They wait in a circle")
+    wait_in(total(2) if rank() == 0 else summing_there(parts(swapped)))
+
+
+def three_wait_in_a_circle() -> None:
+    """Rank r waits for rank r + 1, in a group of these two."""
+    begin()
+    meshes = [Mesh(np.array(jax.devices())[[r, (r + 1) % 3]], ("x",)) for r in range(3)]
+    for number, mesh in enumerate(meshes):
+        if rank() in (number, (number + 1) % 3):
+            result = on(mesh, lambda v: OPERATIONS.psum(v * 2, "x"))(parts(mesh))
+            assert read(result) == 6
+    listen(f"(device {jax.local_devices()[0].id}) waits", "They wait in a circle")
+    mesh = meshes[rank()]
+    wait_in(on(mesh, lambda v: OPERATIONS.psum(v * 2, "x"))(parts(mesh)))
+
+
+def is_needed_in_the_last_barrier() -> None:
+    """Rank 1 ends jax.distributed by hand, which waits for rank 0, which waits for a sum."""
+    begin()
+    if rank() == 1:
+        jax.distributed.shutdown()
+        return
+    listen("waits for rank 1", "jax.distributed.shutdown()")
+    wait_in(total(2))
+
+
+# How rank 1 may be lost.
+LOSSES: dict[str, Callable[[], None]] = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exits": lambda: os._exit(0),
+    "shuts_down": lambda: (jax_intranode.shutdown(), time.sleep(LATER_S))[0],
+    "stops": lambda: os.kill(os.getpid(), signal.SIGSTOP),  # until the launcher ends it
+}
+
+
+def is_lost(how: str, *_: str) -> None:
+    """A child has the descriptors of the rank and outlives it, as a data loader's does."""
+    peers.SILENT_S = 3.0
+    begin()
+    if rank() == 1:
+        time.sleep(1)  # the others wait by then
+        if how == "killed" and os.fork() == 0:
+            time.sleep(20)
+            os._exit(0)
+        LOSSES[how]()
+        return
+    attempt(lambda: read(total(2)))
+    attempt(lambda: read(total(3)), "LATER")
+    attempt(lambda: jax_intranode.initialize(line()), "INITIALIZE")
+    assert np.all(np.asarray(jnp.ones(4)) == 1)  # other work goes on
+    if jax.process_count() == 2:
+        end_of_rank_0()
+    # The other processes set up anew, with their devices.
+    jax_intranode.shutdown()
+    jax.clear_caches()
+    assert jax_intranode.last_failure() is not None
+    mesh = Mesh(np.array([d for d in jax.devices() if d.process_index != 1]), ("x",))
+    jax_intranode.initialize(mesh)
+    before = extension.handler_calls()
+    say(read(on(mesh, lambda v: OPERATIONS.psum(v, "x"))(parts(mesh))), "REST")
+    assert extension.handler_calls() > before, "ours did not run"
+
+
+def uses_lax() -> None:
+    """All say why."""
+    mesh = line()
+    program = on(mesh, lambda v: OPERATIONS.psum(v, "x"))
+    say(read(program(parts(mesh))), "SUM")
+    (call,) = jax_intranode.explain(program)(parts(mesh))
+    assert call.algorithm == "lax"
+    say(call.reason)

@@ -1,0 +1,72 @@
+// What the programs of the models share: variants by their names, and the totals of all searches.
+#pragma once
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "machine.h"
+
+namespace model {
+
+// The flags that each variant sets, by its name.
+template <class Variant>
+using Variants = std::vector<std::pair<const char*, std::vector<bool Variant::*>>>;
+
+// Sets the flags of a variant. Returns whether there is one of that name.
+template <class Variant>
+bool Break(Variant* broken, const std::string& name, const Variants<Variant>& variants) {
+  for (const auto& [variant, flags] : variants) {
+    if (name != variant) continue;
+    for (bool Variant::* flag : flags) broken->*flag = true;
+    return true;
+  }
+  return name == "sound";
+}
+
+// Arguments of a model: [variant] [ranks] [operations] [more], and what its searches have found.
+class Totals {
+ public:
+  Totals(int argc, char** argv, int operations)
+      : variant(argc > 1 ? argv[1] : "sound"),
+        ranks(argc > 2 ? atoi(argv[2]) : 2),
+        operations(argc > 3 ? atoi(argv[3]) : operations),
+        more(argc > 4 ? argv[4] : "") {}
+
+  const std::string variant;
+  const int ranks, operations;
+  const std::string more;
+
+  // Adds a search. Prints what is wrong, and where. Returns whether anything is.
+  bool IsWrong(const Machine::Result& result, const std::string& where) {
+    ++sequences_;
+    states_ += result.states;
+    steps_ += result.steps;
+    interleavings_ += result.interleavings;
+    if (result.error.empty()) return false;
+    printf("%s\n%s\n", result.error.c_str(), where.c_str());
+    for (const std::string& line : result.trace) printf("  %s\n", line.c_str());
+    printf("%s: ranks %d operations %d ends wrong, after %zu states\n", variant.c_str(), ranks,
+           operations, states_);
+    return true;
+  }
+
+  void Print() const {
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - began_;
+    printf(
+        "%s: ranks %d operations %d wrong 0 sequences %zu states %zu steps %zu "
+        "interleavings %.3g, %.1f s\n",
+        variant.c_str(), ranks, operations, sequences_, states_, steps_, interleavings_,
+        seconds.count());
+  }
+
+ private:
+  const std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
+  size_t sequences_ = 0, states_ = 0, steps_ = 0;
+  double interleavings_ = 0;
+};
+
+}  // namespace model

@@ -43,7 +43,7 @@ from jax_intranode._src.selection.overlap.plan import Plan
 @pytest.fixture
 def overlapping() -> Iterator[None]:
     def find(
-        site: Any, traced_over: Any, axes: Any, request: overlapped_call.Request | str
+        site: Any, axes: Any, request: overlapped_call.Request | str
     ) -> overlapped_call.Overlapped | str:
         if isinstance(request, str):
             return request
@@ -59,10 +59,10 @@ def overlapping() -> Iterator[None]:
                     ws = [w.T for w in ws]
                 for x, k in zip(xs, sizes.ks, strict=True):
                     assert x.shape == (sizes.rows * groups.group_size, k)
-                return psum_scatter_p.bind_as_traced(
+                return psum_scatter_p.bind_at(
+                    site,
                     sum(x @ w for x, w in zip(xs, ws, strict=True)),
                     params=PsumScatterParams(axes, request.axis, True, groups.group_size),
-                    traced_over=traced_over,
                 )
 
         assert sizes.operation == "matmul_reduce_scatter"
@@ -150,7 +150,7 @@ def both_in_one_call() -> Iterator[list[overlapped_call.Request]]:
     granted = []
 
     def find(
-        site: Any, traced_over: Any, axes: Any, request: overlapped_call.Request | str
+        site: Any, axes: Any, request: overlapped_call.Request | str
     ) -> overlapped_call.Overlapped | str:
         if isinstance(request, str):
             return request
@@ -173,18 +173,18 @@ def both_in_one_call() -> Iterator[list[overlapped_call.Request]]:
                 rows = tuple(range(ct.ndim - 1))
                 if sizes.operation == "all_gather_matmul":
                     assert xs[0].size == sizes.outer * sizes.rows * sizes.ks[0]
-                    (whole,) = all_gather_p.bind_as_traced(
+                    (whole,) = all_gather_p.bind_at(
+                        site,
                         xs[0],
                         params=AllGatherParams(axes, request.axis, True, size),
-                        traced_over=traced_over,
                     )
                     return [whole @ ws[0].T, jnp.tensordot(ct, whole, (rows, rows))]
                 assert xs[0].size == sizes.outer * sizes.rows * size * sizes.ks[0]
                 total = sum(x @ w.T for x, w in zip(xs, ws, strict=True))
-                (part,) = psum_scatter_p.bind_as_traced(
+                (part,) = psum_scatter_p.bind_at(
+                    site,
                     total,
                     params=PsumScatterParams(axes, request.axis, True, size),
-                    traced_over=traced_over,
                 )
                 wgrads = [jnp.tensordot(ct, x, (rows, rows)) for x in xs[: request.wgrads]]
                 return [part, *wgrads]

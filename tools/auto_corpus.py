@@ -42,7 +42,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src.rewrite.auto import partitioner, program, rewriting
+from jax_intranode._src.rewrite.auto import modules, partitioner, rewriting
 from jax_intranode._src.selection import table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -662,7 +662,7 @@ def stubs(platform: str) -> Iterator[None]:
 
     def renamed(self: Any) -> None:
         finish(self)
-        for operation in program.walk(self._outcome.module.operation):
+        for operation in modules.walk(self._outcome.module.operation):
             if operation.name == "stablehlo.custom_call":
                 target = ir.StringAttr(operation.attributes["call_target_name"]).value
                 if target.startswith("jax_intranode_"):

@@ -126,9 +126,8 @@ def check_propagation(pipeline: str) -> None:
             (pxla, "_cached_lowering_to_hlo"),
         ):
             getattr(owner, name)
-        wanted = ["self", "name", "hlo", "const_args", "donated_invars", "platforms"]
-        found = list(inspect.signature(pxla.MeshComputation.__init__).parameters)
-        if found[:6] != wanted or "device_assignment" not in found:
+        found = inspect.signature(pxla.MeshComputation.__init__).parameters
+        if not {"self", "hlo", "platforms", "device_assignment"} <= set(found):
             raise AttributeError("MeshComputation has other arguments")
     except Exception as error:
         raise RuntimeError(
@@ -153,34 +152,17 @@ def hook_programs(rewrite: RewriteModule, forget: Callable[[Any], None]) -> None
     computation = pxla.MeshComputation
     init, of_jax = computation.__init__, computation.compile
 
+    parameters = inspect.signature(init)
+
     @functools.wraps(init)
-    def init_rewritten(
-        self: Any,
-        name: Any,
-        hlo: Any,
-        const_args: Any,
-        donated_invars: Any,
-        platforms: Any,
-        compiler_options_kvs: Any,
-        device_assignment: Any,
-        **others: Any,
-    ) -> None:
-        new = hlo
-        callbacks = others.get("host_callbacks")
-        if hlo not in _exported and device_assignment is not None and not callbacks:
-            new = rewrite(hlo, tuple(device_assignment), tuple(platforms))
-        init(
-            self,
-            name,
-            new,
-            const_args,
-            donated_invars,
-            platforms,
-            compiler_options_kvs,
-            device_assignment,
-            **others,
-        )
-        self.lowered_by_jax = hlo
+    def init_rewritten(*args: Any, **kwargs: Any) -> None:
+        bound = parameters.bind(*args, **kwargs)
+        given = bound.arguments
+        hlo, devices = given["hlo"], given["device_assignment"]
+        if hlo not in _exported and devices is not None and not kwargs.get("host_callbacks"):
+            given["hlo"] = rewrite(hlo, tuple(devices), tuple(given["platforms"]))
+        init(*bound.args, **bound.kwargs)
+        given["self"].lowered_by_jax = hlo
 
     @functools.wraps(of_jax)
     def compile_rewritten(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -78,12 +78,10 @@ def all_gather(
 
     def params_of(leaf: Any, size: int) -> AllGatherParams | str:
         dimensions = leaf.ndim if tiled else leaf.ndim + 1
-        if not -dimensions <= axis < dimensions:  # lax raises the ValueError
-            return (
-                f"axis is {axis}; with {leaf.ndim} dimensions it must be from {-dimensions} to "
-                f"{dimensions - 1}"
-            )
-        return AllGatherParams(axes, axis % dimensions, bool(tiled), size)
+        reason = collective.reason_of_dimension(
+            "axis", axis, leaf.ndim, -dimensions, dimensions - 1
+        )
+        return reason or AllGatherParams(axes, axis % dimensions, bool(tiled), size)
 
     reason = fallback.reason_of_axes(axes, axis_index_groups)
     if reason is None and to != "varying":

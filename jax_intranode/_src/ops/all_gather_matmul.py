@@ -181,20 +181,16 @@ def all_gather_matmul(
     """
     name = "all_gather_matmul"
     call = MatmulCall(name, x, w, axis_name, preferred_element_type, batch_axes, mesh, lists=True)
-    return of_call(call, "gather_axis", gather_axis, return_gathered)
+    return of_call(call, gather_axis, return_gathered)
 
 
-def of_call(call: MatmulCall, argument: str, gather_axis: Any, return_gathered: Any) -> Any:
-    """An all_gather_matmul, for a public function.
-
-    `gather_axis` and `return_gathered` are as in `all_gather_matmul`; `argument` is what the public
-    function calls the former.
-    """
-    axis = matmul_arguments.dimension(call.name, argument, gather_axis, call.x.ndim)
+def of_call(call: MatmulCall, gather_axis: Any, return_gathered: Any) -> Any:
+    """An all_gather_matmul, for a public function."""
+    axis = matmul_arguments.dimension(call.name, "gather_axis", gather_axis, call.x.ndim)
     gathered = bool(return_gathered)
     if axis == call.x.ndim - 1:
         raise ValueError(
-            f"{call.name}: {argument} is {gather_axis}, the last dimension of x, of shape "
+            f"{call.name}: gather_axis is {gather_axis}, the last dimension of x, of shape "
             f"{call.x.shape}, which is contracted with w; gather another one, or call "
             "jax_intranode.all_gather and multiply"
         )

@@ -93,8 +93,11 @@ def all_to_all(
         dimensions = np.ndim(leaf)
         why = reason or fallback.reason_of_array("all_to_all", leaf, axes)
         for name, axis in (("split_axis", split_axis), ("concat_axis", concat_axis)):
-            if not -dimensions <= axis < dimensions:
-                with fallback.to_lax("all_to_all", why or _no_dimension(name, axis, dimensions)):
+            wrong = collective.reason_of_dimension(
+                name, axis, dimensions, -dimensions, dimensions - 1
+            )
+            if wrong is not None:
+                with fallback.to_lax("all_to_all", why or wrong):
                     return by_lax(leaf, split_axis, concat_axis)  # which raises the error
         # Also for lax: that of jax 0.10 does not know negative ones.
         split, concat = split_axis % dimensions, concat_axis % dimensions
@@ -111,16 +114,6 @@ def all_to_all(
         return lax.squeeze(result, (split,))
 
     return jax.tree.map(exchange, x)
-
-
-def _no_dimension(name: str, axis: int, dimensions: int) -> str:
-    """The reason for an argument that names no dimension of an array of so many dimensions."""
-    if dimensions == 0:
-        return "x has no dimensions"
-    return (
-        f"{name} is {axis}; with {dimensions} dimensions it must be from {-dimensions} to "
-        f"{dimensions - 1}"
-    )
 
 
 def _bind(x: Any, axes: tuple[str, ...], split: int, concat: int, size: int) -> Any:

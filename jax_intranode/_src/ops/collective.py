@@ -199,6 +199,15 @@ def of_each_array(
     return jax.tree.map(of_array, x)
 
 
+def reason_of_dimension(name: str, value: int, ndim: int, least: int, most: int) -> str | None:
+    """Why an argument names no dimension of an array of so many. lax raises the ValueError."""
+    if least <= value <= most:
+        return None
+    if least > most:
+        return "x has no dimensions"
+    return f"{name} is {value}; with {ndim} dimensions it must be from {least} to {most}"
+
+
 def reason_of_length(x: Any, dimension: int, size: int, tiled: bool) -> str | None:
     """Why a dimension can't be divided among the ranks. lax raises the ValueError."""
     length = x.shape[dimension]
@@ -464,9 +473,9 @@ def register(
         weak = {} if keeps_weak_type else {"weak_type": False}
         return [x.update(shape=tuple(shape(list(x.shape), params)), **weak)]
 
-    def decide(site: LoweringSite, avals: Sequence[Any], params: Any, traced_over: Any) -> Decision:
+    def decide(site: LoweringSite, avals: Sequence[Any], params: Any) -> Decision:
         (aval,) = avals
-        reason = site.reason_for_lax(traced_over)
+        reason = site.reason_for_lax()
         if reason is not None:
             selected = select.Selection("lax", reason)
         else:

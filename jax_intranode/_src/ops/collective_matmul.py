@@ -160,10 +160,10 @@ Collective = tuple[OpPrimitive, collective.Params]
 Communicate = Callable[[Any], Any]
 
 
-def bound_as_traced(of: Collective, traced_over: tuple[int, ...] | None) -> Communicate:
-    """The collective as a function for the lowering of a call traced over these devices."""
+def bound_at(site: LoweringSite, of: Collective) -> Communicate:
+    """The collective as a function, for the lowering of a call at this site."""
     primitive, params = of
-    return lambda v: primitive.bind_as_traced(v, params=params, traced_over=traced_over)[0]
+    return lambda v: primitive.bind_at(site, v, params=params)[0]
 
 
 def by_lax(operation: str, reason: str, params: collective.Params) -> Communicate:
@@ -198,14 +198,12 @@ class Kind:
     request: Callable[..., overlapped_call.Request | str]
     then: Callable[[Any], Collective] | None = None
 
-    def decide(
-        self, site: LoweringSite, avals: Sequence[Any], params: MatmulParams, traced_over: Any
-    ) -> Decision:
+    def decide(self, site: LoweringSite, avals: Sequence[Any], params: MatmulParams) -> Decision:
         """What a call runs as: one overlapped custom call, or products and a collective."""
         request = self.request(*avals, params=params)
-        found = overlapped_call.find(site, traced_over, params.axes, request)
+        found = overlapped_call.find(site, params.axes, request)
         if isinstance(found, str):
-            return self._decide_unfused(site, avals, params, traced_over, why=found)
+            return self._decide_unfused(site, avals, params, why=found)
         communicated = self.communicated(avals, params)
         selected = found.selection
         own = Operation(self.primitive.operation, list(avals), nbytes(communicated), selected)
@@ -216,29 +214,24 @@ class Kind:
 
         def compute(*operands: Any) -> list[Any]:
             (result,) = found(*operands)
-            last = bound_as_traced((then, its_params), traced_over)
-            return [last(result).reshape(communicated.shape)]
+            (last,) = then.bind_at(site, result, params=its_params)
+            return [last.reshape(communicated.shape)]
 
         def operations() -> list[Operation]:
-            after = then.decide(site, [part], params=its_params, traced_over=traced_over)
+            after = then.decide(site, [part], its_params)
             return [own, *after.operations()]
 
         return Decision(mlir.lower_fun(compute), operations, is_overlapped=True)
 
     def _decide_unfused(
-        self,
-        site: LoweringSite,
-        avals: Sequence[Any],
-        params: MatmulParams,
-        traced_over: Any,
-        why: str,
+        self, site: LoweringSite, avals: Sequence[Any], params: MatmulParams, why: str
     ) -> Decision:
         own, its_params = self.of(params)
-        communicate = bound_as_traced((own, its_params), traced_over)
+        communicate = bound_at(site, (own, its_params))
 
         def operations() -> list[Operation]:
             sent = self.communicated(avals, params)
-            decision = own.decide(site, [sent], params=its_params, traced_over=traced_over)
+            decision = own.decide(site, [sent], its_params)
             (found,) = decision.operations()
             if len(avals) == 1:  # dead code elimination has left nothing to multiply
                 return [Operation(own.operation, list(avals), nbytes(sent), found.selected)]

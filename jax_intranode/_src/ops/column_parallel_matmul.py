@@ -131,7 +131,7 @@ def column_parallel_matmul(
     name = "column_parallel_matmul"
     call = MatmulCall(name, x, w, axis_name, preferred_element_type, batch_axes, mesh, lists=True)
     if gather_axis is not None:
-        return all_gather_matmul.of_call(call, "gather_axis", gather_axis, False)
+        return all_gather_matmul.of_call(call, gather_axis, False)
 
     def of_ranks(x: Any, *ws: Any, reason: str | None) -> list[Any]:
         params = call.params(MatmulParams, 0)
@@ -181,10 +181,8 @@ def _abstract_eval(x: Any, *ws: Any, params: MatmulParams) -> list[Any]:
     ]
 
 
-def _decide(
-    site: LoweringSite, avals: Sequence[Any], params: MatmulParams, traced_over: Any
-) -> Decision:
-    del site, avals, traced_over  # nothing is sent
+def _decide(site: LoweringSite, avals: Sequence[Any], params: MatmulParams) -> Decision:
+    del site, avals  # nothing is sent
     return Decision(mlir.lower_fun(partial(_products, params=params)), lambda: [])
 
 

@@ -53,27 +53,25 @@ def register(
             of the composition.
     """
 
-    def decide(site: LoweringSite, avals: Sequence[Any], params: Any, traced_over: Any) -> Decision:
+    def decide(site: LoweringSite, avals: Sequence[Any], params: Any) -> Decision:
         """Presents the call as its collective matmul."""
         own = matmul(avals, params)
         found: overlapped_call.Overlapped | str = "nothing is communicated"
         if own is not None:
             wanted = request(*avals, params=params)
-            found = overlapped_call.find(site, traced_over, params.axes, wanted)
+            found = overlapped_call.find(site, params.axes, wanted)
 
         def operations() -> list[Operation]:
             if own is None:
                 return []
             its_primitive, its_avals, its_params = own
-            its_own = its_primitive.decide(
-                site, its_avals, params=its_params, traced_over=traced_over
-            ).operations()
+            its_own = its_primitive.decide(site, its_avals, its_params).operations()
             if not isinstance(found, overlapped_call.Overlapped):
                 return its_own
             return [dataclasses.replace(its_own[0], selected=found.selection)]
 
         def bind(primitive: OpPrimitive, *operands: Any, params: Any) -> list[Any]:
-            return primitive.bind_as_traced(*operands, params=params, traced_over=traced_over)
+            return primitive.bind_at(site, *operands, params=params)
 
         if isinstance(found, overlapped_call.Overlapped):
             return Decision(mlir.lower_fun(found), operations, is_overlapped=True)

@@ -1,5 +1,6 @@
 """Where a call is lowered: its mesh, its platforms, and why they make it fall back to jax.lax."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,35 +24,39 @@ class LoweringSite:
         manual: the mesh's manual axes.
         platforms: the platforms that the program is lowered for, in JAX's names.
         for_export: whether ``jax.export`` lowers the program.
+        traced_over: the ids of the devices that the call was traced over, if they were known.
     """
 
     mesh: jax.sharding.Mesh | None
     manual: frozenset[str]
     platforms: tuple[str, ...]
     for_export: bool = False
+    traced_over: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, ctx: Any) -> "LoweringSite":
-        """The site of a lowering rule's context."""
+    def of(cls, ctx: Any, traced_over: tuple[int, ...] | None) -> "LoweringSite":
+        """The site of a lowering rule's context, for a call that was traced over these devices."""
         mesh, manual = lowering_context.lowering_mesh(ctx) or (None, frozenset())
         return cls(
             mesh,
             manual,
             lowering_context.lowering_platforms(ctx),
             lowering_context.lowering_for_export(ctx),
+            traced_over,
         )
+
+    def traced_here(self) -> "LoweringSite":
+        """The site for calls that are traced over its own devices."""
+        over = None if self.mesh is None else device_ids(self.mesh)
+        return dataclasses.replace(self, traced_over=over)
 
     def auto_axes(self) -> list[str]:
         """The axes that XLA partitions here, if the mesh is known."""
         shape = {} if self.mesh is None else self.mesh.shape
         return [name for name, size in shape.items() if size > 1 and name not in self.manual]
 
-    def reason_for_lax(self, traced_over: tuple[int, ...] | None) -> str | None:
-        """Why lax runs all calls here; None if they may be accelerated.
-
-        Args:
-            traced_over: the ids of the devices that the call was traced over, if they were known.
-        """
+    def reason_for_lax(self) -> str | None:
+        """Why lax runs all calls here; None if they may be accelerated."""
         mesh = self.mesh
         if mesh is None:
             return "no shard_map over a mesh of known devices around it"
@@ -59,10 +64,10 @@ class LoweringSite:
             return "lowered by jax.export"
         if len(self.platforms) > 1:
             return f"lowered for several platforms: {', '.join(self.platforms)}"
-        if traced_over is None:
+        if self.traced_over is None:
             if trace_state.set_mesh() is not None:
                 return "traced without the mesh of jax.set_mesh"
-        elif traced_over != device_ids(mesh):
+        elif self.traced_over != device_ids(mesh):
             return "traced under a mesh with other devices, or in another order"
         platform = {"cpu": "cpu", "cuda": "gpu"}.get(self.platforms[0])
         if platform is None:

@@ -180,11 +180,9 @@ def result_dtype(operation: str, x: Any, preferred_element_type: Any) -> np.dtyp
 def dimension(operation: str, name: str, value: Any, rank: int) -> int:
     """A dimension of an array, counted from the first. TypeError, ValueError: there is none."""
     value = collective.integer(operation, name, value)
-    if not -rank <= value < rank:
-        raise ValueError(
-            f"{operation}: {name} is {value}; with {rank} dimensions it must be from {-rank} "
-            f"to {rank - 1}"
-        )
+    wrong = collective.reason_of_dimension(name, value, rank, -rank, rank - 1)
+    if wrong is not None:
+        raise ValueError(f"{operation}: {wrong}")
     return value % rank
 
 

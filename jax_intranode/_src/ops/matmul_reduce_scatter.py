@@ -110,16 +110,14 @@ def matmul_reduce_scatter(
     """
     name = "matmul_reduce_scatter"
     call = MatmulCall(name, x, w, axis_name, preferred_element_type, batch_axes, mesh)
-    return of_call(call, "scatter_dimension", scatter_dimension)
+    return of_call(call, scatter_dimension)
 
 
-def of_call(call: MatmulCall, argument: str, scatter_dimension: Any) -> Any:
-    """A matmul_reduce_scatter, for a public function.
-
-    `scatter_dimension` is as in `matmul_reduce_scatter`; `argument` is what the public function
-    calls it.
-    """
-    dimension = matmul_arguments.dimension(call.name, argument, scatter_dimension, call.x.ndim)
+def of_call(call: MatmulCall, scatter_dimension: Any) -> Any:
+    """A matmul_reduce_scatter, for a public function."""
+    dimension = matmul_arguments.dimension(
+        call.name, "scatter_dimension", scatter_dimension, call.x.ndim
+    )
 
     def of_ranks(x: Any, w: Any, *, reason: str | None) -> list[Any]:
         params = call.params(SumMatmulParams, dimension)
@@ -127,7 +125,7 @@ def of_call(call: MatmulCall, argument: str, scatter_dimension: Any) -> Any:
         length = local_matmuls.dot_shape(x, w, False)[dimension]
         if length % size != 0:
             raise ValueError(
-                f"{call.name}: {argument} {scatter_dimension} of the product has {length} "
+                f"{call.name}: scatter_dimension {scatter_dimension} of the product has {length} "
                 f"elements; it must be a multiple of the {size} ranks over {call.axis_name!r}"
             )
         reason = reason or matmul_arguments.reason_for_lax(

@@ -98,10 +98,8 @@ def _abstract_eval(x: Any, residual: Any, weight: Any, *bias: Any, params: NormP
 # Selection.
 
 
-def _select(
-    site: LoweringSite, avals: Sequence[Any], params: NormParams, traced_over: Any
-) -> select.Selection:
-    reason = site.reason_for_lax(traced_over)
+def _select(site: LoweringSite, avals: Sequence[Any], params: NormParams) -> select.Selection:
+    reason = site.reason_for_lax()
     if reason is not None:
         return select.Selection("lax", reason)
     assert site.mesh is not None  # or there would be a reason
@@ -140,11 +138,9 @@ def is_faster(site: LoweringSite, x: Any, params: NormParams) -> bool:
     return bool(rows and rows[-1].measured and nbytes_of_result <= rows[-1].nbytes)
 
 
-def _decide(
-    site: LoweringSite, avals: Sequence[Any], params: NormParams, traced_over: Any
-) -> Decision:
+def _decide(site: LoweringSite, avals: Sequence[Any], params: NormParams) -> Decision:
     primitive, dimension, part = params.primitive, params.dimension, avals[1]
-    selected = _select(site, avals, params, traced_over)
+    selected = _select(site, avals, params)
 
     def lower(ctx: Any, *operands: Any) -> list[Any]:
         if selected.algorithm == "lax":

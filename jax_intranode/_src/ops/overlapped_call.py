@@ -53,7 +53,6 @@ class Request:
 
 def find(
     site: LoweringSite,
-    traced_over: tuple[int, ...] | None,
     axes: Sequence[str],
     request: Request | str,
 ) -> "Overlapped | str":
@@ -63,7 +62,7 @@ def find(
     """
     if isinstance(request, str):
         return request
-    reason = site.reason_for_lax(traced_over) or _reason_for_operands(site.mesh, request)
+    reason = site.reason_for_lax() or _reason_for_operands(site.mesh, request)
     if reason is not None:
         return reason
     mesh = site.mesh

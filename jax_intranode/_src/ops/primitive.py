@@ -57,6 +57,10 @@ class Decision:
     is_overlapped: bool = False
 
 
+# (site, types of the operands, params) -> what a call runs as.
+Decide = Callable[[LoweringSite, Sequence[Any], Any], Decision]
+
+
 def nbytes(aval: Any) -> int:
     """Bytes of an array of a type."""
     return int(math.prod(aval.shape)) * int(aval.dtype.itemsize)
@@ -80,7 +84,7 @@ class OpPrimitive:
         self.operation = operation
         self.plain = Primitive(f"intranode_{operation}")
         self._over_set_mesh = Primitive(f"intranode_{operation}_over_set_mesh")
-        self._decide: Callable[..., Decision]
+        self.decide: Decide
         for primitive in (self.plain, self._over_set_mesh):
             BY_PRIMITIVE[primitive] = self
             primitive.multiple_results = True
@@ -98,28 +102,15 @@ class OpPrimitive:
         traced_over = None if mesh is None else device_ids(mesh)
         return list(primitive.bind(*operands, params=params, traced_over=traced_over))
 
-    def bind_as_traced(
-        self, *operands: Any, params: Any, traced_over: tuple[int, ...] | None
-    ) -> list[Any]:
-        """Binds inside the lowering of a call that was traced over these devices."""
-        return list(self.plain.bind(*operands, params=params, traced_over=traced_over))
-
-    def decide(
-        self,
-        site: LoweringSite,
-        avals: Sequence[Any],
-        *,
-        params: Any,
-        traced_over: tuple[int, ...] | None,
-    ) -> Decision:
-        """What a call runs as; the mesh's processes rendezvous if needed."""
-        return self._decide(site, avals, params, traced_over)
+    def bind_at(self, site: LoweringSite, *operands: Any, params: Any) -> list[Any]:
+        """Binds inside the lowering of a call, as if it was traced with that call."""
+        return list(self.plain.bind(*operands, params=params, traced_over=site.traced_over))
 
     def register(
         self,
         *,
         abstract_eval: Callable[..., list[Any]],
-        decide: Callable[[LoweringSite, Sequence[Any], Any, Any], Decision],
+        decide: Decide,
         jvp: Callable[..., tuple[list[Any], list[Any]]],
         transpose: Callable[..., list[Any]],
         batch: Callable[..., tuple[Any, Any]],
@@ -129,7 +120,8 @@ class OpPrimitive:
 
         Args:
             abstract_eval: (*avals, params) -> result types.
-            decide: (site, avals, params, traced_over) -> what a call runs as.
+            decide: (site, avals, params) -> what a call runs as. The mesh's processes rendezvous
+                if needed.
             jvp: (bind, primals, tangents, params) -> results and their tangents. `bind` binds
                 the form that is differentiated, for the devices it was traced over.
             transpose: (cotangents, *operands, params) -> cotangents of the operands.
@@ -139,11 +131,11 @@ class OpPrimitive:
             needed: (used results, params) -> needed operands, and params for the used results only.
                 None if a call whose results are not all used stays whole.
         """
-        self._decide = decide
+        self.decide = decide
 
         def lower(ctx: Any, *operands: Any, params: Any, traced_over: Any) -> Any:
-            site = LoweringSite.of(ctx)
-            return decide(site, ctx.avals_in, params, traced_over).lower(ctx, *operands)
+            site = LoweringSite.of(ctx, traced_over)
+            return decide(site, ctx.avals_in, params).lower(ctx, *operands)
 
         def batch_if_needed(
             name: Hashable,

@@ -174,10 +174,8 @@ def _abstract_eval(*xs: Any, params: PsumParams) -> list[Any]:
     return [total(x) for x in xs]
 
 
-def _decide(
-    site: LoweringSite, avals: Sequence[Any], params: PsumParams, traced_over: Any
-) -> Decision:
-    reason = site.reason_for_lax(traced_over)
+def _decide(site: LoweringSite, avals: Sequence[Any], params: PsumParams) -> Decision:
+    reason = site.reason_for_lax()
     if reason is not None:
         parts = [(list(range(len(avals))), select.Selection("lax", reason))]
     else:

@@ -75,12 +75,10 @@ def psum_scatter(
         )
 
     def params_of(leaf: Any, size: int) -> PsumScatterParams | str:
-        if not 0 <= scatter_dimension < leaf.ndim:  # lax raises the ValueError
-            return (
-                f"scatter_dimension is {scatter_dimension}; with {leaf.ndim} dimensions it must be "
-                f"from 0 to {leaf.ndim - 1}"
-            )
-        reason = collective.reason_of_length(leaf, scatter_dimension, size, tiled)
+        last = leaf.ndim - 1
+        reason = collective.reason_of_dimension(
+            "scatter_dimension", scatter_dimension, leaf.ndim, 0, last
+        ) or collective.reason_of_length(leaf, scatter_dimension, size, tiled)
         return reason or PsumScatterParams(axes, scatter_dimension, bool(tiled), size)
 
     reason = fallback.reason_of_axes(axes, axis_index_groups)

@@ -81,4 +81,4 @@ def row_parallel_matmul(
         )
     if scatter_dimension is None:
         return matmul_all_reduce.of_call(call)
-    return matmul_reduce_scatter.of_call(call, "scatter_dimension", scatter_dimension)
+    return matmul_reduce_scatter.of_call(call, scatter_dimension)

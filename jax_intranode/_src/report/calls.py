@@ -219,7 +219,8 @@ def _calls_of_primitive(
         # A collective matmul has new results, and the traceback of its collective.
         origin = _origin_of_all(replaced or [equation])
     sources = tuple(map(_source, replaced)) or (_source(equation),)
-    for operation in bound.decide(context.site, avals, **equation.params).operations():
+    site = dataclasses.replace(context.site, traced_over=equation.params["traced_over"])
+    for operation in bound.decide(site, avals, equation.params["params"]).operations():
         yield _call(
             context,
             operation=_name(replaced or [equation], operation.name),

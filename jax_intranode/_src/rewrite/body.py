@@ -7,7 +7,7 @@ from typing import Any
 from jax_intranode._src.health import call_sites
 from jax_intranode._src.jax_private import call_frames, jaxpr_walk, lax_collectives
 from jax_intranode._src.ops import primitive
-from jax_intranode._src.ops.lowering_site import LoweringSite, device_ids
+from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.rewrite import agreement
 from jax_intranode._src.selection import config
 
@@ -34,7 +34,6 @@ class Body:
         site: where the body is lowered.
         params: the parameters of the shard_map equation.
         reason: why all collectives are left; None if they may be replaced.
-        traced_over: the ids of the devices, as in `OpPrimitive`.
         decisions: what became of each collective, in order; those of a jaxpr that several equations
             run are there once.
     """
@@ -43,22 +42,15 @@ class Body:
         self.site = site
         self.params = params
         self.reason = reason
-        self.traced_over = None if site.mesh is None else device_ids(site.mesh)
         self.decisions: list[Decision] = []
         # What a collective became, by its operation and its types: see `collectives.choose`.
         self.chosen: dict[Any, Any] = {}
-
-    def decide_for(
-        self, operation: primitive.OpPrimitive, avals: Sequence[Any], params: Any
-    ) -> primitive.Decision:
-        """What a call of one of our primitives would run as in this body."""
-        return operation.decide(self.site, avals, params=params, traced_over=self.traced_over)
 
     def is_overlapped(
         self, operation: primitive.OpPrimitive, avals: Sequence[Any], params: Any
     ) -> bool:
         """Whether such a call would be one overlapped custom call."""
-        return self.decide_for(operation, avals, params).is_overlapped
+        return operation.decide(self.site, avals, params).is_overlapped
 
     def taken(self) -> int:
         """How many collectives were replaced."""
@@ -99,7 +91,8 @@ class Body:
 
 def body_of(site: LoweringSite, params: dict[str, Any]) -> Body:
     """The body of a shard_map at a lowering site, with the reason if it is left as it is."""
-    reason = site.reason_for_lax(None if site.mesh is None else device_ids(site.mesh))
+    site = site.traced_here()
+    reason = site.reason_for_lax()
     if reason is None:
         assert site.mesh is not None  # or there would be a reason
         reason = agreement.reason_not_to_rewrite(site.mesh, jaxpr_walk.body_of_shard_map(params))

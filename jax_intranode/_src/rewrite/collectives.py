@@ -62,7 +62,7 @@ def choose(equation: Any, body: Body) -> Choice | None:
 
 def replace(equation: Any, choice: Choice, body: Body) -> Any:
     """The equation that takes its place, with the same operands and results."""
-    params = {"params": choice.params, "traced_over": body.traced_over}
+    params = {"params": choice.params, "traced_over": body.site.traced_over}
     primitive = choice.primitive
     return jaxpr_edit.new_equation(
         equation, primitive.plain, equation.invars, equation.outvars, params, primitive.scope
@@ -110,7 +110,7 @@ def _world_size(axes: tuple[str, ...], body: Body) -> int:
 def _left_by_selection(equation: Any, choice: Choice, body: Body) -> Left | None:
     """Why lax keeps a collective; None if it is replaced."""
     avals = [v.aval for v in equation.invars]
-    for operation in body.decide_for(choice.primitive, avals, choice.params).operations():
+    for operation in choice.primitive.decide(body.site, avals, choice.params).operations():
         selected = operation.selected
         if selected.algorithm == "lax":
             return selected.reason, selected.cause == select.REFUSED

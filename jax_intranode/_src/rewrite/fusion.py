@@ -14,6 +14,7 @@ from jax.extend.core import Jaxpr, Literal, Var
 
 from jax_intranode._src.jax_private import jaxpr_edit
 from jax_intranode._src.ops import matmul_arguments
+from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import BY_PRIMITIVE, OpPrimitive, nbytes
 from jax_intranode._src.rewrite import dataflow, views
 from jax_intranode._src.rewrite.dataflow import Dataflow
@@ -81,7 +82,7 @@ class Operation:
             found[0] = found[0].update(dtype=self.dtypes[-1])
         return found
 
-    def function(self, traced_over: tuple[int, ...] | None) -> Callable[..., list[Any]]:
+    def function(self, site: LoweringSite) -> Callable[..., list[Any]]:
         """The whole as a function that can be traced."""
 
         def fused(*operands: Any) -> list[Any]:
@@ -92,9 +93,7 @@ class Operation:
                 layout(v) for layout, v in zip(self.operands, (first, *others), strict=True)
             ]
             arranged = matmul_arguments.varying_alike(arranged, self.params.axes)
-            results = self.primitive.bind_as_traced(
-                *arranged, params=self.params, traced_over=traced_over
-            )
+            results = self.primitive.bind_at(site, *arranged, params=self.params)
             return [layout(v) for layout, v in zip(self.results, results, strict=True)]
 
         return fused

@@ -84,6 +84,6 @@ class MatmulRewriter:
             its_avals = operation.avals(avals)
             if body.is_overlapped(operation.primitive, its_avals, operation.params):
                 with trace_state.inside_shard_map(body.params):
-                    jaxpr = jaxpr_edit.trace(operation.function(body.traced_over), avals)
+                    jaxpr = jaxpr_edit.trace(operation.function(body.site), avals)
             self._traced[key] = jaxpr
         return self._traced[key]

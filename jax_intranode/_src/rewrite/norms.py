@@ -103,7 +103,7 @@ def _replacement(
             return None
         operation = jaxpr_edit.new_equation(
             *(like, params.primitive.plain, operands, [result, h]),
-            {"params": params, "traced_over": body.traced_over},
+            {"params": params, "traced_over": body.site.traced_over},
             params.primitive.scope,
         )
         return replaced, [operation]
@@ -121,7 +121,7 @@ def _is_chosen(avals: Sequence[Any], params: norm_rules.NormParams, body: Body) 
         return False
     if not norm_rules.is_faster(body.site, x, params):
         return False
-    (operation,) = body.decide_for(params.primitive, avals, params).operations()
+    (operation,) = params.primitive.decide(body.site, avals, params).operations()
     return operation.selected.algorithm != "lax"
 
 

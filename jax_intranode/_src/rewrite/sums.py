@@ -63,7 +63,7 @@ class _Bucket:
         """Whether the bucket is one operation with this sum, too."""
         members = [*self.equations, equation]
         avals = [v.aval for member in members for v in member.invars]
-        operations = body.decide_for(psum_p, avals, self.choice.params).operations()
+        operations = psum_p.decide(body.site, avals, self.choice.params).operations()
         return len(operations) == 1 and operations[0].selected.algorithm != "lax"
 
 

@@ -400,6 +400,20 @@ def test_shardings_are_those_that_xla_chooses(
         assert chosen[0].is_equivalent_to(chosen[1], 2)
 
 
+def test_attention_of_a_divided_sequence() -> None:
+    """XLA ignores shardings of operations: without constraints it chose others for two matmuls."""
+    mesh = two_axes(range(4))
+
+    def loss(w: Any, x: Any) -> Any:
+        qkv = jnp.einsum("bsd,cde->cbse", x, w).reshape(3, *x.shape[:2], 4, -1)
+        mixed = jax.nn.dot_product_attention(*qkv).reshape(x.shape)
+        return (constrained(mesh, mixed, *EVERY) ** 2).mean()
+
+    w = put(mesh, normal(0, 3, 16, 16), None, None, "model")
+    before, after = check(jax.grad(loss), w, put(mesh, normal(1, 8, 4, 16), *EVERY))
+    assert of_xla(after) < of_xla(before)
+
+
 # The parts.
 
 

@@ -38,6 +38,11 @@ _OF_MANY_RESULTS = frozenset(
 )
 
 
+# XLA ignores the shardings of operations, and propagates again. These are where several shardings
+# are possible, so that their results get constraints.
+_DECIDING = frozenset({"stablehlo.dot_general", "stablehlo.dot", "stablehlo.reduce"})
+
+
 class Program:
     """A copy of a lowered program after propagation.
 
@@ -207,7 +212,9 @@ class Program:
                 )
                 operation.results[0].replace_all_uses_with(new.result)
                 operation.erase()
-            elif operation.name in _OF_MANY_RESULTS:
+            elif operation.name in _OF_MANY_RESULTS or (
+                operation.name in _DECIDING and "sdy.sharding" in operation.attributes
+            ):
                 self._keep_shardings(operation)
 
     def _keep_shardings(self, operation: Any) -> None:

@@ -41,6 +41,7 @@ PROGRAMS = {
     "evaluates_on_rank_0": Program([["2.0", "6.0", "3.0", "9.0"], ["6.0", "9.0"]]),
     "compiles_for_long": Program([["3.0", "6.0"]] * 2),
     "another_name_on_one_rank": Program([["6.0"]] * 2, env=LIMITED),
+    "compiles_in_a_thread": Program([["1.5", "3.0", "4.5"]] * 2, env=LIMITED),
     "one_rank_is_stopped": Program([["6.0", "9.0"]] * 2),
     "all_ranks_are_stopped": Program([["6.0"]] * 2, env=SHORT),
     # Processes, threads, signals.

@@ -581,7 +581,9 @@ def compare(build: Callable[[Mesh], Built], mesh: Mesh, runs: bool) -> Outcome:
         pairs = list(zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True))
         exact = all(np.array_equal(w, v, equal_nan=True) for w, v in pairs)
         for w, v in pairs:
-            size = max(float(np.abs(w).max(initial=0)), 1e-6)
+            # The sums of values of about 1 that are 0 but for rounding, such as the gradients of
+            # the biases of attention's keys, differ by 1e-7.
+            size = max(float(np.abs(w).max(initial=0)), 1e-2)
             if not np.allclose(w, v, rtol=1e-3, atol=1e-4 * size, equal_nan=True):
                 raise Different(f"results differ by {np.abs(w - v).max()} of {size}")
     calls = Counter(re.findall(r"@jax_intranode_(?:stub_)?(\w+)\(", ours.lowered.as_text()))

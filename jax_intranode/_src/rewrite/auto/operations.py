@@ -107,6 +107,8 @@ def kind_of(operation: Any) -> Kind | None:
 
 def _dot_general(operation: Any) -> Kind:
     attributes = operation.attributes
+    contracting: tuple[tuple[int, ...], ...]
+    batch: tuple[tuple[int, ...], ...]
     if operation.name == "stablehlo.dot":
         last = len(ir.RankedTensorType(operation.operands[0].type).shape) - 1
         contracting, batch = ((last,), (0,)), ((), ())

@@ -85,7 +85,7 @@ def _kept(module: Any) -> Iterator[Any]:
 
 def _stand_in(operation: Any, target: str) -> None:
     """Replaces an operation by a call with the same operands and results."""
-    attributes = {"call_target_name": ir.StringAttr.get(target)}
+    attributes: dict[str, Any] = {"call_target_name": ir.StringAttr.get(target)}
     if "has_side_effect" in operation.attributes:
         attributes["has_side_effect"] = operation.attributes["has_side_effect"]
     new = ir.Operation.create(

@@ -63,9 +63,9 @@ class Programs:
 
     def _compile(self, program: Path, sources: list[str], build: str) -> str:
         """Returns the compiler's messages if it fails."""
-        # Models search long; the protocols meet faults where threads are fast. Others compile long.
-        of_name = {"protocol_test": "-O1"}.get(program.name, "-O0" if build == "plain" else "-O1")
-        optimize = "-O2" if program.name.endswith("_model") else of_name
+        # Models search long. Others compile long.
+        optimize = "-O0" if build == "plain" else "-O1"
+        optimize = "-O2" if program.name.endswith("_model") else optimize
         flags = ["-std=c++20", optimize, "-g1", "-pthread", *FLAGS[build]]
         objects = []
         for source in sources:  # several programs have the CPU groups' sources
@@ -144,7 +144,7 @@ def test_sound(programs: Programs, build: str, name: str, arguments: str) -> Non
 )
 def test_broken_is_found(programs: Programs, name: str, arguments: str, ends: str | None) -> None:
     words = arguments.split()
-    for _ in range(3):  # a fault of threads shows only where they overtake each other
+    for _ in range(6):  # a fault of threads shows only where they overtake each other
         outcome = run(programs.get(name, "plain"), *words, timeout_s=1200)
         if outcome.returncode == 1:
             break

@@ -74,7 +74,7 @@ def test_right_and_wrong_values(operation: str, way: str, monkeypatch: pytest.Mo
     need_devices(4)
     call, matmul = OPERATIONS[operation], operation in calls.MATMULS
     call = dataclasses.replace(call, way=way, small=matmul)
-    made = program(call, call, shape=(2, 2))
+    made = program(call, shape=(2, 2))
     assert rank.run_program(made, 1)[0] == 0
     right = getattr(jax_intranode, operation)
     monkeypatch.setattr(jax_intranode, operation, wrong_in_one_element(right))

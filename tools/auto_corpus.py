@@ -42,7 +42,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode._src.rewrite.auto import partitioner, program, rewriting
+from jax_intranode._src.rewrite.auto import modules, partitioner, rewriting
 from jax_intranode._src.selection import table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -581,7 +581,9 @@ def compare(build: Callable[[Mesh], Built], mesh: Mesh, runs: bool) -> Outcome:
         pairs = list(zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True))
         exact = all(np.array_equal(w, v, equal_nan=True) for w, v in pairs)
         for w, v in pairs:
-            size = max(float(np.abs(w).max(initial=0)), 1e-6)
+            # The sums of values of about 1 that are 0 but for rounding, such as the gradients of
+            # the biases of attention's keys, differ by 1e-7.
+            size = max(float(np.abs(w).max(initial=0)), 1e-2)
             if not np.allclose(w, v, rtol=1e-3, atol=1e-4 * size, equal_nan=True):
                 raise Different(f"results differ by {np.abs(w - v).max()} of {size}")
     calls = Counter(re.findall(r"@jax_intranode_(?:stub_)?(\w+)\(", ours.lowered.as_text()))
@@ -662,7 +664,7 @@ def stubs(platform: str) -> Iterator[None]:
 
     def renamed(self: Any) -> None:
         finish(self)
-        for operation in program.walk(self._outcome.module.operation):
+        for operation in modules.walk(self._outcome.module.operation):
             if operation.name == "stablehlo.custom_call":
                 target = ir.StringAttr(operation.attributes["call_target_name"]).value
                 if target.startswith("jax_intranode_"):

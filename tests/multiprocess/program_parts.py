@@ -19,7 +19,7 @@ from jax_intranode._src.native import extension
 CALLS_LAX = sys.argv[-1] == "lax"
 OPERATIONS: Any = jax.lax if CALLS_LAX else jax_intranode
 # How much longer one rank works than the other. A wait of 1 s tells nothing of a peer.
-LATER_S = 3.0
+LATER_S = 2.0
 ROWS = P("x")
 # XLA:CPU runs a program of less than 1000 floating-point operations in the thread that calls it.
 COLUMNS = 4096

@@ -28,7 +28,7 @@ def not_installed() -> Iterator[None]:
 
 def two_axes(order: Any = None) -> Mesh:
     devices = np.array(jax.devices())[list(order or range(N))]
-    return Mesh(devices.reshape(2, N // 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    return Mesh(devices.reshape(2, -1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
 def normal(seed: int, *shape: int) -> Any:

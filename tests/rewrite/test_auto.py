@@ -359,6 +359,47 @@ def test_a_loop_whose_result_is_sliced_whole() -> None:
     assert of_xla(after) == 0
 
 
+EVERY = "data", "model"
+
+
+@pytest.mark.parametrize(
+    ("up", "down", "x"),
+    [
+        (("model",), ("model",), ()),
+        ((EVERY,), EVERY, (None, EVERY)),
+        (EVERY, (None, "model"), (None, "model")),
+        ((None, "model"), ("model",), EVERY),
+        (("model",), (EVERY,), (None, "data")),
+    ],
+)
+def test_shardings_are_those_that_xla_chooses(
+    up: Any,
+    down: Any,
+    x: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Where several are possible, XLA's choice depends on how it has simplified the program."""
+    mesh = two_axes(range(4))
+    p, y = weights(mesh, up, down), put(mesh, normal(2, 8, 16), *x)
+
+    def loss(p: Any, y: Any) -> Any:
+        def layer(y: Any, _: Any) -> Any:
+            return jnp.tanh(y @ p["up"]) @ p["down"] + y, None
+
+        return (lax.scan(layer, y, None, length=2)[0] ** 2).mean()
+
+    wanted = jax.jit(jax.grad(loss)).lower(p, y).compile()
+    monkeypatch.setattr(rewriting, "propagated_only", True)
+    with jax_intranode.accelerate(auto=True):
+        found = jax.jit(jax.grad(loss)).lower(p, y).compile()
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]  # nothing has failed
+    assert collectives(found) == collectives(wanted)
+    for name in ("up", "down"):
+        chosen = found.output_shardings[name], wanted.output_shardings[name]
+        assert chosen[0].is_equivalent_to(chosen[1], 2)
+
+
 # The parts.
 
 

@@ -190,14 +190,12 @@ def topology_of(rendezvous: Rendezvous, groups: Partition) -> topology.TopologyK
     """How the devices of each group are linked; unknown if no communicator serves such groups."""
     if not rendezvous.linked:
         return topology.TopologyKind.FULLY_CONNECTED
-    kinds = {_topology_of_group(rendezvous, group) for group in groups.groups()}
+    kinds = {topology.classify(_matrix(rendezvous, group)) for group in groups.groups()}
     return kinds.pop() if len(kinds) == 1 else topology.TopologyKind.UNKNOWN
 
 
-def _topology_of_group(rendezvous: Rendezvous, group: tuple[int, ...]) -> topology.TopologyKind:
-    return topology.classify(
-        [[int(i != j and rendezvous.are_linked(i, j)) for j in group] for i in group]
-    )
+def _matrix(rendezvous: Rendezvous, group: tuple[int, ...]) -> list[list[int]]:
+    return [[int(i != j and rendezvous.are_linked(i, j)) for j in group] for i in group]
 
 
 def _reason_of_links(rendezvous: Rendezvous, groups: Partition) -> str | None:
@@ -222,7 +220,7 @@ def _links(rendezvous: Rendezvous, groups: Partition) -> list[list[tuple[int, in
         return []
     links = []
     for group in groups.groups():
-        matrix = [[int(i != j and rendezvous.are_linked(i, j)) for j in group] for i in group]
+        matrix = _matrix(rendezvous, group)
         relays = topology.relays(matrix)
         assert relays is not None  # a hybrid cube mesh in any order is one
         peers = [sum(1 << j for j, linked in enumerate(row) if linked) for row in matrix]

@@ -40,6 +40,8 @@ _log = logging.getLogger("jax_intranode")
 _PROTOCOL = 10
 
 _SHARED_MEMORY = Path("/dev/shm")
+# Why this process can't take part.
+NOT_HERE = "this process has none of these devices"
 
 # Guards every rendezvous, and what follows from it.
 lock = threading.RLock()
@@ -127,7 +129,7 @@ def _perform(rendezvous: Rendezvous, processes: list[int]) -> None:
     """Fills in the rendezvous, or its reason."""
     rendezvous.reason = "the rendezvous of its processes was interrupted"
     if jax.process_index() not in processes:
-        rendezvous.reason = "this process has none of these devices"
+        rendezvous.reason = NOT_HERE
         return
     deadline = key_value_store.Deadline(config.get().meeting_s)
     name = hashlib.sha256(repr(tuple(rendezvous.devices)).encode()).hexdigest()[:16]

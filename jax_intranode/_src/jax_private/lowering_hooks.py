@@ -12,6 +12,8 @@ from jax._src import config, core, mesh, source_info_util
 from jax._src.interpreters import partial_eval
 from jaxlib.version import __version__ as jaxlib_version
 
+from jax_intranode._src.jax_private import hlo
+
 _log = logging.getLogger("jax_intranode")
 
 
@@ -119,6 +121,7 @@ def check_propagation(pipeline: str) -> None:
 
         with mlir.make_ir_context(), ir.Location.unknown():
             passmanager.PassManager.parse(pipeline)
+            hlo.through_hlo(b"func.func @main() { return }")
         for owner, name in (
             *((sdy, f"{kind}Attr") for kind in ("Mesh", "TensorSharding", "DimensionSharding")),
             *((sdy, name) for name in ("TensorShardingPerValueAttr", "ShardingConstraintOp")),

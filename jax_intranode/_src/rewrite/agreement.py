@@ -53,7 +53,7 @@ def reason_not_to_rewrite(mesh: jax.sharding.Mesh, body: Any) -> str | None:
     if len(_processes(mesh)) == 1 or _decided.value:
         return None
     if jax.process_index() not in _processes(mesh):
-        return _NOT_HERE
+        return rendezvous.NOT_HERE
     devices = device_ids(mesh)
     wait_s = LATER_WAIT_S if devices in _met else FIRST_WAIT_S
     late = (
@@ -119,7 +119,7 @@ def reason_for_no_auto(mesh: jax.sharding.Mesh) -> str | None:
     if len(_processes(mesh)) == 1:
         return None
     if jax.process_index() not in _processes(mesh):
-        return _NOT_HERE
+        return rendezvous.NOT_HERE
     key = rendezvous.generation(), device_ids(mesh)
     if key not in _meetings:
         late = (
@@ -173,8 +173,6 @@ def _store_of_auto(mesh: jax.sharding.Mesh, what: str) -> key_value_store.Store:
 
 
 # How the processes of a mesh decide.
-
-_NOT_HERE = "this process has none of these devices"
 
 
 def _processes(mesh: jax.sharding.Mesh) -> list[int]:

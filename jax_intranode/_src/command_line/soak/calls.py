@@ -317,11 +317,9 @@ def chain(
 ) -> Any:
     """A function from all ranks' carries, and a turn, to the carries after each call."""
 
-    def step(call: Call, k: int, turn: Any, carry: Any) -> Any:
-        f = call.transformed(lambda x: call.apply(lib, x))
-
+    def step(call: Call, k: int, carry: Any) -> Any:
+        f = call.transformed(partial(call.apply, lib))
         of = partial(operand, jnp, carry, call, k)
-
         if call.operation in MATMULS:
             results = [call.unlike(lib, of)]
         elif call.way == "vmap":
@@ -338,12 +336,9 @@ def chain(
     def body(carries: Any, turn: Any) -> Any:
         carry, history = carries[0], []
         for k, call in enumerate(calls):
-
-            def after(carry: Any, k: int = k, call: Call = call) -> Any:
-                return step(call, k, turn, carry)
-
+            after = partial(step, call, k)
             if call.way == "scan":
-                carry, _ = lax.scan(partial(_twice, after), carry, length=2)
+                carry, _ = lax.scan(partial(_scanned, after), carry, length=2)
             elif call.way == "cond":
                 carry = lax.cond((turn + k) % 3 > 0, after, lambda c: c + np.uint32(1), carry)
             else:
@@ -361,7 +356,7 @@ def chain(
     )
 
 
-def _twice(after: Callable[[Any], Any], carry: Any, _: None) -> tuple[Any, None]:
+def _scanned(after: Callable[[Any], Any], carry: Any, _: None) -> tuple[Any, None]:
     return after(carry), None
 
 

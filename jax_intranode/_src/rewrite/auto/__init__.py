@@ -1,5 +1,7 @@
 """Collectives that XLA's partitioner would add to plain jit programs over Auto axes.
 
+- modules.py: MLIR modules in Python;
+- simplified.py: a lowered program as XLA simplifies it;
 - program.py: a lowered program after Shardy's propagation, in which each value has its sharding;
 - plans.py: the ways in which an operation over sharded arrays can be computed;
 - partitioner.py: which of them XLA takes, from compiling the operation alone;

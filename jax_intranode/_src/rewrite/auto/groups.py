@@ -14,9 +14,9 @@ from jax import lax
 from jax.extend.mlir import ir
 
 from jax_intranode._src.rewrite import sums
+from jax_intranode._src.rewrite.auto.modules import inner_blocks, number, operations, owner
 from jax_intranode._src.rewrite.auto.operations import Found, Kind
 from jax_intranode._src.rewrite.auto.plans import Axes, Plan, Spec, local_size
-from jax_intranode._src.rewrite.auto.program import inner_blocks, number, operations, owner
 
 # Sums of more bytes together are not merged.
 MERGED_BYTES = 1 << 20

@@ -15,8 +15,9 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from jax_intranode._src.rewrite.auto import partitioner, plans
+from jax_intranode._src.rewrite.auto.modules import integer
 from jax_intranode._src.rewrite.auto.plans import Axes, Gather, Labels, Plan
-from jax_intranode._src.rewrite.auto.program import Program, integer
+from jax_intranode._src.rewrite.auto.program import Program
 
 _DTYPES = {
     **{"f32": "float32", "f64": "float64", "f16": "float16", "bf16": "bfloat16"},
@@ -93,7 +94,7 @@ def aval(value: Any) -> Any | None:
 
 def kind_of(operation: Any) -> Kind | None:
     """What an operation computes; None if nothing of it can be ours."""
-    if operation.name == "stablehlo.dot_general":
+    if operation.name in ("stablehlo.dot_general", "stablehlo.dot"):
         return _dot_general(operation)
     if operation.name == "stablehlo.reduce":
         return _reduce(operation)
@@ -106,9 +107,15 @@ def kind_of(operation: Any) -> Kind | None:
 
 def _dot_general(operation: Any) -> Kind:
     attributes = operation.attributes
-    d = stablehlo.DotDimensionNumbers(attributes["dot_dimension_numbers"])
-    contracting = tuple(d.lhs_contracting_dimensions), tuple(d.rhs_contracting_dimensions)
-    batch = tuple(d.lhs_batching_dimensions), tuple(d.rhs_batching_dimensions)
+    contracting: tuple[tuple[int, ...], ...]
+    batch: tuple[tuple[int, ...], ...]
+    if operation.name == "stablehlo.dot":
+        last = len(ir.RankedTensorType(operation.operands[0].type).shape) - 1
+        contracting, batch = ((last,), (0,)), ((), ())
+    else:
+        d = stablehlo.DotDimensionNumbers(attributes["dot_dimension_numbers"])
+        contracting = tuple(d.lhs_contracting_dimensions), tuple(d.rhs_contracting_dimensions)
+        batch = tuple(d.lhs_batching_dimensions), tuple(d.rhs_batching_dimensions)
     precision = (lax.Precision.DEFAULT,) * 2
     if "precision_config" in attributes:
         precision = tuple(

@@ -4,10 +4,9 @@ jaxlib has all passes of Shardy. So what XLA does when it compiles can be done b
 Everything is read by the types of MLIR's Python bindings.
 """
 
-import io
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,128 +15,27 @@ from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy
 from jax.sharding import AxisType
 
+from jax_intranode._src.rewrite.auto import simplified
+from jax_intranode._src.rewrite.auto.modules import (
+    NUMBER,
+    Unsuitable,
+    as_bytecode,
+    inner_blocks,
+    is_array,
+    manual_axes,
+    number,
+    operations,
+    use_mesh,
+    walk,
+)
 from jax_intranode._src.rewrite.auto.plans import Spec
 
 PIPELINE = "builtin.module(sdy-propagation-pipeline)"
 
 
-# The attribute that tells operations apart. In Python their hashes change with their operands.
-_NUMBER = "jax_intranode.number"
-
-
 _OF_MANY_RESULTS = frozenset(
     f"stablehlo.{name}" for name in ("while", "case", "if", "optimization_barrier")
 )
-
-
-class Unsuitable(Exception):
-    """A program that can't be rewritten; the text says why."""
-
-
-def operations(block: Any) -> list[Any]:
-    """The operations of a block."""
-    return [operation.operation for operation in block.operations]
-
-
-def inner_blocks(operation: Any) -> Iterator[Any]:
-    """The blocks of an operation's regions."""
-    for region in operation.regions:
-        yield from region.blocks
-
-
-def walk(operation: Any) -> list[Any]:
-    """An operation and all inside."""
-    found: list[Any] = []
-
-    def add(each: Any) -> Any:
-        found.append(each.operation)
-        return ir.WalkResult.ADVANCE
-
-    operation.walk(add)
-    return found
-
-
-def number(operation: Any) -> int:
-    """Identifies an operation of a program."""
-    return integer(operation.attributes[_NUMBER])
-
-
-def integer(attribute: Any) -> int:
-    """The value of an integer attribute."""
-    return int(ir.IntegerAttr(attribute).value)
-
-
-def owner(value: Any) -> Any | None:
-    """The operation that makes a value; None if it is an argument of a block."""
-    return None if isinstance(value.owner, ir.Block) else value.owner.operation
-
-
-def as_bytecode(module: Any) -> bytes:
-    """A module as bytecode."""
-    text = io.BytesIO()
-    module.operation.write_bytecode(file=text)
-    return text.getvalue()
-
-
-def manual_axes(operation: Any) -> frozenset[str]:
-    """The axes that a manual computation binds."""
-    return frozenset(map(str, sdy.ManualAxesAttr(operation.attributes["manual_axes"])))
-
-
-def manual_axes_attribute(axes: Sequence[str]) -> Any:
-    """The attribute of a manual computation that binds these axes."""
-    return sdy.ManualAxesAttr.get([ir.StringAttr.get(axis) for axis in axes])
-
-
-def use_mesh(name: str, other: Any, module: Any) -> None:
-    """Replaces a mesh of a module, and erases it."""
-    before = ir.StringAttr(other.attributes["sym_name"]).value
-    if before != name:
-        ir.SymbolTable.replace_all_symbol_uses(before, name, module.operation)
-        other.erase()
-
-
-def inline_calls(module: Any) -> None:
-    """Puts the bodies of functions where they are called. MLIR's own pass leaves these calls.
-
-    Raises:
-        Unsuitable: a call has attributes, by which XLA runs the function elsewhere.
-    """
-    functions = {
-        ir.StringAttr(o.attributes["sym_name"]).value: o
-        for o in operations(module.body)
-        if o.name == "func.func"
-    }
-    main = functions.pop("main")
-    while calls := [o for o in walk(main) if o.name == "func.call"]:
-        for call in calls:
-            if [name for name in call.attributes if name != "callee"]:
-                raise Unsuitable("a call of a function with attributes")
-            callee = functions[ir.FlatSymbolRefAttr(call.attributes["callee"]).value]
-            block = callee.regions[0].blocks[0]
-            now = dict(zip(block.arguments, call.operands, strict=True))
-            *body, end = operations(block)
-            for operation in body:
-                new = operation.clone(ip=ir.InsertionPoint(call)).operation
-                for inner in walk(new):
-                    for index, operand in enumerate(inner.operands):
-                        if operand in now:
-                            inner.operands[index] = now[operand]
-                now.update(zip(operation.results, new.results, strict=True))
-            for result, value in zip(call.results, end.operands, strict=True):
-                result.replace_all_uses_with(now.get(value, value))
-            call.erase()
-    for function in functions.values():
-        function.erase()
-
-
-def is_array(value: Any) -> bool:
-    """Whether a value is an array, and not a token."""
-    try:
-        ir.RankedTensorType(value.type)
-    except (ValueError, TypeError):
-        return False
-    return True
 
 
 class Program:
@@ -165,14 +63,14 @@ class Program:
         attribute = sdy.MeshAttr(meshes[0].attributes["mesh"])
         if any(sdy.MeshAttr(other.attributes["mesh"]) != attribute for other in meshes[1:]):
             raise Unsuitable("several meshes")
+        _refuse_callbacks(module)
         # JAX's caches take it for a module; a clone is of another class.
-        self.module = ir.Module.parse(as_bytecode(module))
+        copy = ir.Module.parse(as_bytecode(module))
         self.mesh_name = ir.StringAttr(meshes[0].attributes["sym_name"]).value
-        for each in [o for o in operations(self.module.body) if o.name == "sdy.mesh"][1:]:
+        for each in [o for o in operations(copy.body) if o.name == "sdy.mesh"][1:]:
             # JAX names the mesh of a shard_map's collectives again.
-            use_mesh(self.mesh_name, each, self.module)
-        # Shardy gives the arguments of functions shardings, which XLA would keep to.
-        inline_calls(self.module)
+            use_mesh(self.mesh_name, each, copy)
+        self.module = simplified.simplified(copy)
         passmanager.PassManager.parse(PIPELINE).run(self.module.operation)
         top = operations(self.module.body)
         self._functions = [o for o in top if o.name == "func.func"]
@@ -189,6 +87,7 @@ class Program:
         )
         self._int = ir.IntegerType.get_signless(64)
         self._last = 0
+        self._specs: dict[Any, Spec | None] = {}
         for operation in self._all_operations():
             self.set_number(operation)
         # By the function and the number of the argument.
@@ -198,16 +97,11 @@ class Program:
             for index, attributes in enumerate(function.opview.arg_attrs)
             if "sdy.sharding" in attributes
         }
-        self._specs: dict[Any, Spec | None] = {}
         self._refuse_unsuitable()
 
     def _refuse_unsuitable(self) -> None:
         """Raises if the program has something that a propagated copy may not keep."""
         for operation in self._all_operations():
-            if operation.name == "stablehlo.custom_call":
-                target = ir.StringAttr(operation.attributes["call_target_name"]).value
-                if "callback" in target:
-                    raise Unsuitable("a callback to Python")
             for sharding in _all_per_value(operation):
                 # XLA's import may refuse them in a propagated program, and reshards otherwise.
                 if self._spec_of(sharding) is None:
@@ -216,7 +110,7 @@ class Program:
     def set_number(self, operation: Any) -> None:
         """Gives an operation a new number."""
         self._last += 1
-        operation.attributes[_NUMBER] = ir.IntegerAttr.get(self._int, self._last)
+        operation.attributes[NUMBER] = ir.IntegerAttr.get(self._int, self._last)
 
     def blocks(self) -> Iterator[tuple[Any, frozenset[str]]]:
         """The blocks whose values have shardings, with the axes that are manual there."""
@@ -302,8 +196,8 @@ class Program:
     def repair(self) -> None:
         """Changes what XLA's import does not take of a propagated program."""
         for operation in self._all_operations():
-            if _NUMBER in operation.attributes:
-                del operation.attributes[_NUMBER]
+            if NUMBER in operation.attributes:
+                del operation.attributes[NUMBER]
             if operation.name == "sdy.reshard":  # "op unknown mesh"
                 new = sdy.ShardingConstraintOp(
                     operation.operands[0],
@@ -340,6 +234,13 @@ class Program:
             new.operation.move_after(operation)
             for use in uses:
                 use.owner.operation.operands[use.operand_number] = new.result
+
+
+def _refuse_callbacks(module: Any) -> None:
+    for operation in walk(module.operation):
+        target = operation.attributes.get("call_target_name")
+        if target is not None and "callback" in ir.StringAttr(target).value:
+            raise Unsuitable("a callback to Python")
 
 
 def _all_per_value(operation: Any) -> list[Any]:

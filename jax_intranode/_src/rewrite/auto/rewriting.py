@@ -26,9 +26,7 @@ from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.rewrite import agreement, hook
 from jax_intranode._src.rewrite.auto import groups, partitioner
 from jax_intranode._src.rewrite.auto.groups import Block, Group
-from jax_intranode._src.rewrite.auto.operations import Found, find
-from jax_intranode._src.rewrite.auto.program import (
-    Program,
+from jax_intranode._src.rewrite.auto.modules import (
     Unsuitable,
     as_bytecode,
     inline_calls,
@@ -36,10 +34,11 @@ from jax_intranode._src.rewrite.auto.program import (
     number,
     operations,
     owner,
-    source_of,
     use_mesh,
     walk,
 )
+from jax_intranode._src.rewrite.auto.operations import Found, find
+from jax_intranode._src.rewrite.auto.program import Program, source_of
 from jax_intranode._src.rewrite.body import body_of
 from jax_intranode._src.rewrite.jaxprs import Rewriter
 from jax_intranode._src.selection import config
@@ -54,7 +53,7 @@ _WHOLE = "XLA would have the whole sum for another operation that needs it"
 _TAKES_SHARDS = frozenset(
     {
         *("func.return", "return", "stablehlo.return", "sdy.return"),
-        *("stablehlo.dot_general", "stablehlo.reduce"),
+        *("stablehlo.dot_general", "stablehlo.dot", "stablehlo.reduce"),
     }
 )
 _SHARED = "another operation that needs the same gathered array is left"

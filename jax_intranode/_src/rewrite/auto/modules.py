@@ -1,0 +1,121 @@
+"""MLIR modules in Python: their operations, by type."""
+
+import io
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import sdy
+
+# The attribute that tells operations apart. In Python their hashes change with their operands.
+NUMBER = "jax_intranode.number"
+
+
+class Unsuitable(Exception):
+    """A program that can't be rewritten; the text says why."""
+
+
+def operations(block: Any) -> list[Any]:
+    """The operations of a block."""
+    return [operation.operation for operation in block.operations]
+
+
+def inner_blocks(operation: Any) -> Iterator[Any]:
+    """The blocks of an operation's regions."""
+    for region in operation.regions:
+        yield from region.blocks
+
+
+def walk(operation: Any) -> list[Any]:
+    """An operation and all inside."""
+    found: list[Any] = []
+
+    def add(each: Any) -> Any:
+        found.append(each.operation)
+        return ir.WalkResult.ADVANCE
+
+    operation.walk(add)
+    return found
+
+
+def number(operation: Any) -> int:
+    """Identifies an operation of a program."""
+    return integer(operation.attributes[NUMBER])
+
+
+def integer(attribute: Any) -> int:
+    """The value of an integer attribute."""
+    return int(ir.IntegerAttr(attribute).value)
+
+
+def owner(value: Any) -> Any | None:
+    """The operation that makes a value; None if it is an argument of a block."""
+    return None if isinstance(value.owner, ir.Block) else value.owner.operation
+
+
+def as_bytecode(module: Any) -> bytes:
+    """A module as bytecode."""
+    text = io.BytesIO()
+    module.operation.write_bytecode(file=text)
+    return text.getvalue()
+
+
+def manual_axes(operation: Any) -> frozenset[str]:
+    """The axes that a manual computation binds."""
+    return frozenset(map(str, sdy.ManualAxesAttr(operation.attributes["manual_axes"])))
+
+
+def manual_axes_attribute(axes: Sequence[str]) -> Any:
+    """The attribute of a manual computation that binds these axes."""
+    return sdy.ManualAxesAttr.get([ir.StringAttr.get(axis) for axis in axes])
+
+
+def use_mesh(name: str, other: Any, module: Any) -> None:
+    """Replaces a mesh of a module, and erases it."""
+    before = ir.StringAttr(other.attributes["sym_name"]).value
+    if before != name:
+        ir.SymbolTable.replace_all_symbol_uses(before, name, module.operation)
+        other.erase()
+
+
+def inline_calls(module: Any) -> None:
+    """Puts the bodies of functions where they are called. MLIR's own pass leaves these calls.
+
+    Raises:
+        Unsuitable: a call has attributes, by which XLA runs the function elsewhere.
+    """
+    functions = {
+        ir.StringAttr(o.attributes["sym_name"]).value: o
+        for o in operations(module.body)
+        if o.name == "func.func"
+    }
+    main = functions.pop("main")
+    while calls := [o for o in walk(main) if o.name == "func.call"]:
+        for call in calls:
+            if [name for name in call.attributes if name != "callee"]:
+                raise Unsuitable("a call of a function with attributes")
+            callee = functions[ir.FlatSymbolRefAttr(call.attributes["callee"]).value]
+            block = callee.regions[0].blocks[0]
+            now = dict(zip(block.arguments, call.operands, strict=True))
+            *body, end = operations(block)
+            for operation in body:
+                new = operation.clone(ip=ir.InsertionPoint(call)).operation
+                for inner in walk(new):
+                    for index, operand in enumerate(inner.operands):
+                        if operand in now:
+                            inner.operands[index] = now[operand]
+                now.update(zip(operation.results, new.results, strict=True))
+            for result, value in zip(call.results, end.operands, strict=True):
+                result.replace_all_uses_with(now.get(value, value))
+            call.erase()
+    for function in functions.values():
+        function.erase()
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is an array, and not a token."""
+    try:
+        ir.RankedTensorType(value.type)
+    except (ValueError, TypeError):
+        return False
+    return True

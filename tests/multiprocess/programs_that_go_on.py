@@ -130,17 +130,17 @@ def one_rank_is_stopped() -> None:
             say(read(result))
 
 
-def all_ranks_are_stopped() -> None:
-    """For longer than the time limit of operations, while rank 0 waits. It is the first to go on,
-    and rank 1 comes 0.3 s later."""
+def all_ranks_are_stopped(seconds: str = "8", later: str = "0.3") -> None:
+    """For longer than the time limit of operations, or than a process may be silent, while rank 0
+    waits. It is the first to go on, and rank 1 comes later."""
     begin()
     first, second = pids()
     read(total(2))  # so that rank 1 compiles nothing within the limit
     if rank() == 0:
         result = total(2)
         end = in_background(
-            f"kill -STOP {first} {second}", "sleep 8", f"kill -CONT {first}", "sleep 0.3",
-            f"kill -CONT {second}",
+            f"kill -STOP {first} {second}", f"sleep {seconds}", f"kill -CONT {first}",
+            f"sleep {later}", f"kill -CONT {second}",
         )  # fmt: skip
         say(read(result))
         end.wait()

@@ -1,10 +1,36 @@
-"""Whether processes run, and ports for them."""
+"""Processes: Python with a program, whether they run, and ports for them."""
 
 import contextlib
+import os
 import random
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
+
+
+def python(
+    *arguments: str | Path,
+    cwd: Path | None = None,
+    stderr: int = subprocess.STDOUT,
+    timeout_s: float = 120,
+    **env: str,
+) -> subprocess.CompletedProcess[str]:
+    """Runs Python with more environment variables. Errors go to stdout, too, unless stderr says so.
+
+    With "-P" it imports the installed package, also where the source tree is the current directory.
+    """
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        # JAX of this process has reserved most of each GPU's memory.
+        env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **env},
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        timeout=timeout_s,
+    )
 
 
 def is_running(pid: int) -> bool:

@@ -2,9 +2,6 @@
 
 import itertools
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +13,7 @@ import numpy as np
 import pytest
 from devices import need_devices
 from jax.sharding import PartitionSpec as P
+from processes import python
 
 import jax_intranode
 from jax_intranode._src.group import communicator, slabs
@@ -59,16 +57,7 @@ def summing(mesh: jax.sharding.Mesh, calls: int = 1) -> Any:
 
 def run_python(tmp_path: Path, code: str, *arguments: str, **env: str) -> tuple[int, str]:
     """Runs a program on CPU devices; returns its exit status and what it printed."""
-    outcome = subprocess.run(
-        # -P: imports the installed package, not the source tree.
-        [sys.executable, "-P", "-c", code, *arguments],
-        cwd=tmp_path,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-    )
+    outcome = python("-P", "-c", code, *arguments, cwd=tmp_path, JAX_PLATFORMS="cpu", **env)
     return outcome.returncode, outcome.stdout
 
 

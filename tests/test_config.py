@@ -1,13 +1,11 @@
 """The environment variables: defaults, allowed values, and messages about other values."""
 
 import dataclasses
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import python
 
 from jax_intranode._src.selection import config
 
@@ -168,14 +166,8 @@ def test_what_a_launcher_sets_is_checked(name: str, text: str) -> None:
 
 
 def test_import_checks_values(tmp_path: Path) -> None:
-    outcome = subprocess.run(
-        [sys.executable, "-P", "-c", "import jax_intranode"],
-        cwd=tmp_path,
-        env={**os.environ, "JAX_INTRANODE_ALGORITHM": "twoshot"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    code = "import jax_intranode"
+    outcome = python("-P", "-c", code, cwd=tmp_path, JAX_INTRANODE_ALGORITHM="twoshot")
     assert outcome.returncode == 1
-    assert outcome.stderr.count("JAX_INTRANODE_ALGORITHM='twoshot': use one of auto") == 1
-    assert outcome.stderr.splitlines()[-1].startswith("ValueError: JAX_INTRANODE_ALGORITHM")
+    assert outcome.stdout.count("JAX_INTRANODE_ALGORITHM='twoshot': use one of auto") == 1
+    assert outcome.stdout.splitlines()[-1].startswith("ValueError: JAX_INTRANODE_ALGORITHM")

@@ -2,10 +2,7 @@
 
 import dataclasses
 import logging
-import os
 import re
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -13,6 +10,7 @@ from unittest import mock
 
 import jax
 import pytest
+from processes import python
 
 import jax_intranode
 from jax_intranode._src.health import failures
@@ -202,14 +200,7 @@ def run_program(code: str, before: str = "") -> tuple[int, str]:
         "JAX_INTRANODE_TIMEOUT_S": "2",
         "JAX_INTRANODE_REPORT_AFTER_S": "0.5",
     }
-    outcome = subprocess.run(
-        [sys.executable, "-P", "-c", before + PRELUDE + code],
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=100,
-    )
+    outcome = python("-P", "-c", before + PRELUDE + code, **environment)
     return outcome.returncode, outcome.stdout
 
 

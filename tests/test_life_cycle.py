@@ -1,8 +1,5 @@
 """Communicators over the life of a program: exit, fork, replay after shutdown."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import cases
@@ -10,6 +7,7 @@ import jax
 import pytest
 from devices import need_devices
 from jax.sharding import PartitionSpec as P
+from processes import python
 
 import jax_intranode
 from jax_intranode._src.native import extension
@@ -17,21 +15,8 @@ from jax_intranode._src.native import extension
 
 def run_program(tmp_path: Path, code: str, *arguments: str) -> tuple[int, str]:
     """Runs a program on devices like the test's own; returns its status and what it printed."""
-    outcome = subprocess.run(
-        # -P: imports the installed package, not the source tree.
-        [sys.executable, "-P", "-c", PRELUDE + code, *arguments],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "JAX_NUM_CPU_DEVICES": "2",
-            # The test's own JAX holds most of a GPU's memory.
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-    )
+    code = PRELUDE + code
+    outcome = python("-P", "-c", code, *arguments, cwd=tmp_path, JAX_NUM_CPU_DEVICES="2")
     return outcome.returncode, outcome.stdout
 
 

@@ -2,19 +2,16 @@
 
 import ast
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from devices import need_devices
+from processes import python
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 PAGES = (README, *sorted(ROOT.glob("docs/*.md")))
-TIMEOUT_S = 120
 
 pytestmark = pytest.mark.skipif(not README.exists(), reason="the README is not here")
 
@@ -44,11 +41,6 @@ def need_modules(program: str) -> None:
                 pytest.skip(f"{name} is not installed")
 
 
-def environment() -> dict[str, str]:
-    # JAX of this process has reserved most of each GPU's memory.
-    return {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-
-
 def test_both_kinds_of_programs_are_there() -> None:
     assert 0 < len(OF_PROCESSES) < len(PROGRAMS), list(PROGRAMS)
 
@@ -58,16 +50,8 @@ def test_one_process(name: str, tmp_path: Path) -> None:
     need_devices(2)
     need_modules(PROGRAMS[name])
     (tmp_path / name).write_text(PROGRAMS[name])
-    done = subprocess.run(
-        [sys.executable, name],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout
+    done = python(name, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("name", OF_PROCESSES)
@@ -77,14 +61,7 @@ def test_process_per_device(name: str, tmp_path: Path) -> None:
     pages = "".join(page.read_text() for page in PAGES if page.exists())
     command = re.search(rf"^    (python -m jax_intranode launch -n 2 (?:.* )?{name})$", pages, re.M)
     assert command, name
-    done = subprocess.run(
-        [sys.executable, *command[1].split()[1:]],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = python(*command[1].split()[1:], cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
     for rank in range(2):
         assert re.search(rf"^\[{rank}\] rank {rank} has .*: 1\.0$", done.stdout, re.M), done.stdout

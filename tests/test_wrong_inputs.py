@@ -5,8 +5,6 @@ option; the value; the remedy. Those of collective matmuls are in test_collectiv
 test_global_arrays.py, those of variables in test_config.py.
 """
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 from devices import need_devices
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from processes import python
 
 import jax_intranode as jin
 from jax_intranode import __main__ as command_line
@@ -203,13 +202,6 @@ def test_command_line(
 
 @pytest.mark.full
 def test_no_traceback(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "jax_intranode", "run", "missing.py"],
-        cwd=tmp_path,
-        env={**os.environ},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = python("-m", "jax_intranode", "run", "missing.py", cwd=tmp_path)
     assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert len(done.stdout.splitlines()) == 1, done.stdout

@@ -187,7 +187,8 @@ NB_MODULE(_host, m) {
   m.def(
       "end_news", [] { Monitor::Get().EndNews(); }, nb::call_guard<nb::gil_scoped_release>(),
       "Ends all calls of await_news, now and later.");
-  m.def("end_compilation", &EndCompilation, "To be called whenever a program has been compiled.");
+  m.def("end_compilation", &EndCompilation,
+        "To be called whenever a thread has compiled a program, in that thread.");
 }
 
 }  // namespace jax_intranode

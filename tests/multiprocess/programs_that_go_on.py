@@ -90,6 +90,31 @@ def another_name_on_one_rank() -> None:
     say(read(on(mesh, body)(parts(mesh))))
 
 
+def compiles_in_a_thread() -> None:
+    """Rank 0 compiles programs of its own, while all compile one with many equal sums."""
+    begin()
+    mesh, ended = line(), threading.Event()
+
+    def compile_others() -> None:
+        for n in range(1000):
+            if ended.is_set():
+                return
+            jax.jit(lambda v, n=n: jnp.sin(v + n)).lower(1.0).compile()
+
+    other = threading.Thread(target=compile_others)
+    if rank() == 0:
+        other.start()
+    for scale in (1, 2, 3):
+
+        def means(v: jax.Array, scale: int = scale) -> jax.Array:
+            for _ in range(100):
+                v = OPERATIONS.pmean(v, "x")
+            return v * scale
+
+        say(read(on(mesh, means)(parts(mesh))))
+    ended.set()
+
+
 def one_rank_is_stopped() -> None:
     """Each rank in turn, while the other one waits."""
     begin()
@@ -105,17 +130,17 @@ def one_rank_is_stopped() -> None:
             say(read(result))
 
 
-def all_ranks_are_stopped() -> None:
-    """For longer than the time limit of operations, while rank 0 waits. It is the first to go on,
-    and rank 1 comes 0.3 s later."""
+def all_ranks_are_stopped(seconds: str = "8", later: str = "0.3") -> None:
+    """For longer than the time limit of operations, or than a process may be silent, while rank 0
+    waits. It is the first to go on, and rank 1 comes later."""
     begin()
     first, second = pids()
     read(total(2))  # so that rank 1 compiles nothing within the limit
     if rank() == 0:
         result = total(2)
         end = in_background(
-            f"kill -STOP {first} {second}", "sleep 8", f"kill -CONT {first}", "sleep 0.3",
-            f"kill -CONT {second}",
+            f"kill -STOP {first} {second}", f"sleep {seconds}", f"kill -CONT {first}",
+            f"sleep {later}", f"kill -CONT {second}",
         )  # fmt: skip
         say(read(result))
         end.wait()

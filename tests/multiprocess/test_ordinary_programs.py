@@ -41,8 +41,10 @@ PROGRAMS = {
     "evaluates_on_rank_0": Program([["2.0", "6.0", "3.0", "9.0"], ["6.0", "9.0"]]),
     "compiles_for_long": Program([["3.0", "6.0"]] * 2),
     "another_name_on_one_rank": Program([["6.0"]] * 2, env=LIMITED),
+    "compiles_in_a_thread": Program([["1.5", "3.0", "4.5"]] * 2, env=LIMITED),
     "one_rank_is_stopped": Program([["6.0", "9.0"]] * 2),
     "all_ranks_are_stopped": Program([["6.0"]] * 2, env=SHORT),
+    "all_ranks_are_stopped 35 5": Program([["6.0"]] * 2),
     # Processes, threads, signals.
     "forked_workers": Program([["36", "6.0"], ["36"]]),
     "forks_beside_a_thread": Program([["6.0"]] * 2),
@@ -64,7 +66,7 @@ FULL = (
     *("last_result_deleted", "drops_the_last_step", "ends_long_before_its_peer"),
     *("ends_in_a_function", "distributed_shutdown_at_the_end", "checkpoint_between_steps"),
     *("one_rank_is_stopped", "spawned_workers", "console_that_showed_an_exception"),
-    "debugger_that_showed_an_exception",
+    *("debugger_that_showed_an_exception", "all_ranks_are_stopped 35 5"),
 )
 
 

@@ -484,7 +484,7 @@ void DeadlineAmidSegments() {
   // All segments together take longer than the time limit.
   const auto timeout = std::chrono::milliseconds(1000);
   RequireText(AmidSegments(timeout, std::chrono::milliseconds(300), [](jin::HostGroup&) {}),
-              {"timed out", "a part of its data has not arrived"});
+              {"timed out", "whose data has not arrived"});
   RequireText(AmidSegments(kNever, std::chrono::milliseconds(0),
                            [](jin::HostGroup& group) {
                              jin::AbsentDevices absent;

@@ -571,9 +571,8 @@ bool PatienceIsForBoth() {
          jin::GivesUp(kIfWaited, hours(1), hours(1));
 }
 
-// What a peer waited in is forgotten when it has not said so for a while, and what this process
-// waited in as soon as it does not.
-bool OldNotesAreForgotten() {
+// The warning of a rank that has waited for the device 20, some time after a note of that one.
+std::string WarningAfter(std::chrono::seconds silence, const jin::WaitNote& note) {
   jin::Wait wait;
   wait.device_ids = {10, 20};
   wait.rank = 0;
@@ -584,21 +583,35 @@ bool OldNotesAreForgotten() {
   wait.limit_s = 1e6;
   wait.reported = true;
   wait.detail = ", late";
-  const auto text_after = [&](std::chrono::seconds silence) {
-    jin::WaitReports reports([](int64_t) { return std::string(); });
-    const auto start = jin::Clock::now();
-    reports.Hear({20, 10, 1, 2, 0, "another"}, start);
-    wait.waited = 20s;
-    const auto outcome = reports.Update({wait}, start + silence, 10s);
-    return outcome.warnings.size() == 1 ? outcome.warnings[0] : "";
-  };
-  return text_after(1s).find("another") != std::string::npos &&
-         text_after(5s).find(", late") != std::string::npos;
+  wait.waited = 20s;
+  jin::WaitReports reports([](int64_t) { return std::string(); });
+  const auto start = jin::Clock::now();
+  reports.Hear(note, start);
+  const auto outcome = reports.Update({wait}, start + silence, 10s);
+  return outcome.warnings.size() == 1 ? outcome.warnings[0] : "";
+}
+
+// What a peer waited in is forgotten when it has not said so for a while, and what this process
+// waited in as soon as it does not.
+bool OldNotesAreForgotten() {
+  const jin::WaitNote note{20, 10, 1, 2, 0, "another"};
+  return WarningAfter(1s, note).find("another") != std::string::npos &&
+         WarningAfter(5s, note).find(", late") != std::string::npos;
+}
+
+// In a circle of processes that don't all watch each other, each one names the next device.
+bool AWaitElsewhereNamesItsDevice() {
+  return WarningAfter(1s, {20, 30, 2, 2, 0, "another"})
+             .find("waits in another operation: another, for device 30.") != std::string::npos;
 }
 
 int main(int argc, char** argv) {
   if (!OldNotesAreForgotten()) {
     printf("old notes count\n");
+    return 1;
+  }
+  if (!AWaitElsewhereNamesItsDevice()) {
+    printf("a warning does not say for whom a peer waits\n");
     return 1;
   }
   if (!AbsentDevicesAreASet() || !TheWorstOfAllMeshesCounts() || !PatienceIsForBoth()) {

@@ -2,9 +2,7 @@
 
 import asyncio
 import logging
-import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import processes
 import pytest
 from cases import line, make_mesh, sharded
 from devices import need_devices
@@ -372,15 +371,6 @@ def test_run_a_script_that_nobody_edits(as_module: bool, disabled: str, tmp_path
 def python(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs Python in a folder, with this package."""
     root = str(Path(jax_intranode.__file__).parent.parent)
-    memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # JAX of this process has most of it
-    out = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env={**os.environ, **memory, "PYTHONPATH": root, **env},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    out = processes.python(*arguments, cwd=folder, stderr=subprocess.PIPE, PYTHONPATH=root, **env)
     assert out.returncode == 0, out.stderr
     return out

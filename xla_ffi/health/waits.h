@@ -125,7 +125,7 @@ class WaitReports {
         wait->detail = kInstead + note->call + rest + ". They wait in a circle";
         return Mistake::kOther;
       }
-      if (wait->detail == plain) wait->detail = kInstead + note->call;
+      if (wait->detail == plain) wait->detail = kInstead + note->call + ForWhom(*note);
     }
     return Mistake::kNone;
   }
@@ -184,9 +184,13 @@ class WaitReports {
     return notes;
   }
 
+  static std::string ForWhom(const WaitNote& note) {
+    return ", for device " + std::to_string(note.missing);
+  }
+
   // How the wait in `note` depends on the device `self`; empty if it does not.
   std::string WayTo(int64_t self, const WaitNote& note, int hops) const {
-    const std::string step = ", for device " + std::to_string(note.missing);
+    const std::string step = ForWhom(note);
     if (note.missing == self) return step;
     if (hops == 0) return "";
     for (const WaitNote* next : NotesOf(note.missing)) {

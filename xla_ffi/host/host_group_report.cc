@@ -37,7 +37,7 @@ Wait HostGroup::WaitOf(int rank, const Key& key, const Pending& pending,
     }
     wait.detail = ", which has not called it";
   } else if (active_ && key == current_) {
-    wait.detail = ", and a part of its data has not arrived";
+    wait.detail = ", whose data has not arrived";
   } else if (current_ != Key{}) {
     // A rank of this process is missing in the call that comes next. Rank 0 waits in that call.
     if (wait.missing == rank) wait.missing = 0;

@@ -5,6 +5,7 @@
 #include "ffi/collectives_host.h"
 #include "ffi/peer_host.h"
 #include "ffi/platform_host.h"
+#include "ffi/site_numbers.h"
 #include "health/call_sites.h"
 #include "health/monitor.h"
 #include "host/exit_message.h"
@@ -187,8 +188,9 @@ NB_MODULE(_host, m) {
   m.def(
       "end_news", [] { Monitor::Get().EndNews(); }, nb::call_guard<nb::gil_scoped_release>(),
       "Ends all calls of await_news, now and later.");
-  m.def("end_compilation", &EndCompilation,
-        "To be called whenever a thread has compiled a program, in that thread.");
+  m.def(
+      "end_compilation", [] { SiteNumbers::Get().Restart(); },
+      "To be called whenever a thread has compiled a program, in that thread.");
 }
 
 }  // namespace jax_intranode

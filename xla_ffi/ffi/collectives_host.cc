@@ -94,8 +94,6 @@ ffi::Future Execute(int32_t device, HostSite* site, ffi::RemainingArgs xs, ffi::
 
 std::atomic<uint64_t> host_handler_calls{0};
 
-void EndCompilation() { SiteNumbers::Get().Restart(); }
-
 XLA_FFI_Error* HostCollectiveInstantiate(XLA_FFI_CallFrame* frame) {
   RegisterStateType<HostSite>(frame->api, "jax_intranode_host_site");
   XLA_FFI_DEFINE_HANDLER(handler, Instantiate, ffi::Ffi::BindInstantiate().Attrs());

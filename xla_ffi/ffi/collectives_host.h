@@ -11,9 +11,6 @@ namespace jax_intranode {
 
 extern std::atomic<uint64_t> host_handler_calls;
 
-// A compilation has ended: sites that are instantiated from now on belong to another program.
-void EndCompilation();
-
 XLA_FFI_Error* HostCollectiveInstantiate(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* HostCollective(XLA_FFI_CallFrame* frame);
 

@@ -401,7 +401,7 @@ def test_shardings_are_those_that_xla_chooses(
 
 
 def test_attention_of_a_divided_sequence() -> None:
-    """XLA ignores shardings of operations: without constraints it chooses others for two matmuls."""
+    """XLA ignores shardings of operations; without constraints it chose others for two dots."""
     mesh = two_axes(range(4))
 
     def loss(w: Any, x: Any) -> Any:

@@ -189,7 +189,20 @@ NB_MODULE(_host, m) {
       "end_news", [] { Monitor::Get().EndNews(); }, nb::call_guard<nb::gil_scoped_release>(),
       "Ends all calls of await_news, now and later.");
   m.def(
-      "end_compilation", [] { SiteNumbers::Get().Restart(); },
+      "lower_site",
+      [](const std::string& site, const std::vector<int64_t>& device_ids, int64_t group_size) {
+        SiteNumbers::Get().Lower(SiteNumbers::DescriptionOf({device_ids, group_size}, site));
+      },
+      nb::arg("site"), nb::arg("device_ids"), nb::arg("group_size"),
+      "To be called when a thread lowers a collective of CPU devices, in that thread.");
+  m.def(
+      "lower_peer_site",
+      [](const std::string& site, const std::string& buffer) {
+        SiteNumbers::Get().Lower(SiteNumbers::DescriptionOf(buffer, site));
+      },
+      nb::arg("site"), nb::arg("buffer"), "The same for a call on a peer buffer.");
+  m.def(
+      "end_compilation", [] { SiteNumbers::Get().EndCompilation(); },
       "To be called whenever a thread has compiled a program, in that thread.");
 }
 

@@ -1,9 +1,7 @@
 #include "collectives_host.h"
 
-#include <algorithm>
 #include <chrono>
 #include <string>
-#include <string_view>
 #include <thread>
 
 #include "../health/call_sites.h"
@@ -33,13 +31,9 @@ ffi::ErrorOr<std::unique_ptr<HostSite>> Instantiate(ffi::Dictionary attributes) 
   }
   const uint64_t kind =
       static_cast<uint64_t>(site->algorithm) + (static_cast<uint64_t>(site->segments) << 32);
-  // What is computed, without the name of the program, with which the text begins: ranks may give
-  // one program different names.
-  const std::string_view text = site->text;
-  const std::string_view computed = text.substr(std::min(text.find(' '), text.size()));
-  const uint64_t description = Fnv1a(ToString(site->partition), Fnv1a(computed) + kind);
-  site->identity = SiteNumbers::Identity(description, SiteNumbers::Get().Take(description));
-  site->name = Fnv1a(text);
+  const uint64_t description = SiteNumbers::DescriptionOf(site->partition, site->text);
+  site->identity = SiteNumbers::Identity(description + kind, SiteNumbers::Get().Take(description));
+  site->name = Fnv1a(site->text);
   CallSites::Get().Name(site->name, site->text);
   return {std::move(site)};
 }

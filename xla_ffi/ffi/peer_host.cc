@@ -22,7 +22,7 @@ ffi::ErrorOr<std::unique_ptr<HostPeerSite>> Instantiate(ffi::Dictionary attribut
   if (ffi::Error error = site->Read(attributes); error.failure()) {
     return ffi::Unexpected(std::move(error));
   }
-  const uint64_t description = Fnv1a(site->text, Fnv1a(site->buffer->name));
+  const uint64_t description = SiteNumbers::DescriptionOf(site->buffer->name, site->text);
   site->identity = SiteNumbers::Identity(description, SiteNumbers::Get().Take(description));
   site->name = PeerCallName(site->buffer->name, site->text);
   CallSites::Get().Name(site->identity, site->text);

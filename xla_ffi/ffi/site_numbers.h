@@ -1,31 +1,60 @@
 // Numbers the call sites on CPU devices that have the same description in the HLO, in the order of
-// their instantiation since the last compilation of this thread ended.
+// their instantiation.
 //
 // One lowered function can appear twice in a program, so a site's identity needs a number in
 // addition to its description. All processes must give a site the same number. They do, because a
-// program is instantiated in the same order everywhere, by the thread that compiles it. The count
-// starts anew for each program, so that it depends neither on what else a process has compiled nor
-// on when executables are freed. Each thread has its own count: another one may compile a program
-// that the other processes don't have. Sites of different programs may share an identity, because a
-// device runs one program after the other.
+// program is instantiated in the same order everywhere, and because the count of a description
+// starts anew with each program that has it: when a thread lowers the call, and when a thread that
+// has lowered it ends a compilation. So it depends neither on what else a process has compiled nor
+// on when executables are freed. The thread that instantiates is XLA's, and may be any. A thread
+// that compiles other programs beside, which the other processes need not have, changes nothing.
+// Programs with the same calls must be compiled one at a time. Their sites may share an identity,
+// because a device runs one program after the other.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
+#include <mutex>
+#include <set>
 #include <string_view>
 
 #include "../health/call_sites.h"
+#include "registry.h"
 
 namespace jax_intranode {
 
 class SiteNumbers {
  public:
-  static SiteNumbers& Get() {
-    thread_local SiteNumbers numbers;
-    return numbers;
+  // What a collective computes. The name of the program, with which the text begins, does not
+  // belong to it: ranks may give one program different names.
+  static uint64_t DescriptionOf(const Partition& partition, std::string_view text) {
+    return Fnv1a(ToString(partition), Fnv1a(text.substr(std::min(text.find(' '), text.size()))));
   }
-  uint32_t Take(uint64_t description) { return taken_[description]++; }
-  void Restart() { taken_.clear(); }
+  // A call on a peer buffer.
+  static uint64_t DescriptionOf(std::string_view buffer, std::string_view text) {
+    return Fnv1a(text, Fnv1a(buffer));
+  }
+
+  static SiteNumbers& Get() {
+    static SiteNumbers* const numbers = new SiteNumbers;
+    return *numbers;
+  }
+  // This thread lowers a call.
+  void Lower(uint64_t description) {
+    LoweredHere().insert(description);
+    std::lock_guard lock(mutex_);
+    taken_.erase(description);
+  }
+  uint32_t Take(uint64_t description) {
+    std::lock_guard lock(mutex_);
+    return taken_[description]++;
+  }
+  // This thread has compiled a program.
+  void EndCompilation() {
+    std::lock_guard lock(mutex_);
+    for (const uint64_t description : LoweredHere()) taken_.erase(description);
+  }
   // A hash of a description and its number: unique within the program.
   static uint64_t Identity(uint64_t description, uint32_t number) {
     return Fnv1a(std::string_view(reinterpret_cast<const char*>(&number), sizeof(number)),
@@ -33,6 +62,12 @@ class SiteNumbers {
   }
 
  private:
+  static std::set<uint64_t>& LoweredHere() {
+    thread_local std::set<uint64_t> descriptions;
+    return descriptions;
+  }
+
+  std::mutex mutex_;
   std::map<uint64_t, uint32_t> taken_;
 };
 

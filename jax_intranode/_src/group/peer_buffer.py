@@ -124,6 +124,7 @@ class PeerBuffer:
             types = [jax.typeof(x) for x in operands]
             site = " ".join([target, self.name, *(t.str_short() for t in types)])
             call_sites.describe_site(site, f"{target} on the peer buffer {self.name!r}", types)
+            extension.module("cpu").lower_peer_site(site, self.name)
             over: frozenset[Any] = frozenset()
             if trace_state.check_vma():
                 over = over.union(self.axis_names, *(t.manual_axis_type.varying for t in types))

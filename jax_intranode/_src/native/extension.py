@@ -53,7 +53,7 @@ _modules = _load()
 
 
 def _on_duration(event: str, duration_secs: float, **kwargs: str | int) -> None:
-    # The numbers of CPU call sites start anew in each program (xla_ffi/ffi/collectives_host.cc).
+    # The numbers of CPU call sites start anew in each program (xla_ffi/ffi/site_numbers.h).
     if event == "/jax/core/compile/backend_compile_duration":
         _modules["cpu"].end_compilation()
 

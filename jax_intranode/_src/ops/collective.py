@@ -21,7 +21,7 @@ from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.health import call_sites
 from jax_intranode._src.jax_private import lowering_context, trace_state
-from jax_intranode._src.native import definitions
+from jax_intranode._src.native import definitions, extension
 from jax_intranode._src.ops import counts, fallback
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.ops.primitive import Decision, Operation, OpPrimitive, nbytes
@@ -344,7 +344,9 @@ def lower_to_call(
     on_gpus = mesh.devices.flat[0].platform == "gpu"
     if on_gpus:
         attributes |= {"blocks": np.int32(selected.blocks), "threads": np.int32(selected.threads)}
-    attributes["site"] = site_of(ctx, primitive.operation)
+    site = attributes["site"] = site_of(ctx, primitive.operation)
+    if not on_gpus:
+        extension.module("cpu").lower_site(site, partition.device_ids, partition.group_size)
     sent = ctx.avals_in if communicated is None else communicated
     counts.lowered(primitive.operation, selected.algorithm, sum(map(nbytes, sent)))
     target = f"jax_intranode_{primitive.operation}"

@@ -223,9 +223,11 @@ class Block:
             operation = operation.parent.operation
         return operation
 
-    def users(self, operation: Any, until: float = math.inf) -> set[int]:
-        """The operations up to a position that need a result of an operation, also indirectly."""
-        found: set[int] = set()
+    def add_users(self, found: set[int], operation: Any, until: float = math.inf) -> None:
+        """Adds the operations up to a position that need an operation, also indirectly.
+
+        What needs those that were found before has been found, too.
+        """
         todo = [operation]
         while todo:
             for result in todo.pop().results:
@@ -235,7 +237,6 @@ class Block:
                     if each not in found and self.position[each] <= until:
                         found.add(each)
                         todo.append(user)
-        return found
 
     def move_behind(self, users: set[int], anchor: Any) -> None:
         """Moves operations behind another one, in their order."""
@@ -302,7 +303,7 @@ def independent(group: Group, block: Block) -> Iterator[tuple[Group, set[int]]]:
                 rest.append(member)
             else:
                 part.members.append(member)
-                users |= block.users(operation, last)
+                block.add_users(users, operation, last)
         end = block.place(part.members[-1].found.operation)
         yield part, {user for user in users if block.position[user] < end}
         left = rest
@@ -346,7 +347,8 @@ def is_overlapped(member: Member, block: Block, sizes: dict[str, int]) -> bool:
             maker = owner(one.value)
             here = maker is not None and maker.block == block.block
             ready = min(ready, block.place(maker) if here else -1.0)
-    needing = block.users(operation)
+    needing: set[int] = set()
+    block.add_users(needing, operation)
     return any(
         block.place(other) > ready
         and other != operation

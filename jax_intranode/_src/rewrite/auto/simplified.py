@@ -25,7 +25,9 @@ _LAYOUTS = frozenset({"result_layout", "xla_shape"})
 
 
 def simplified(module: Any) -> Any:
-    """A copy of a module, with its calls inlined."""
+    """A copy of a module, with its calls inlined: what is put back must not call what is gone."""
+    module = ir.Module.parse(as_bytecode(module))
+    inline_calls(module)
     copy = ir.Module.parse(as_bytecode(module))
     # HLO keeps names of locations, but not the frames.
     locations = []

@@ -457,7 +457,7 @@ std::string AmidSegments(std::chrono::milliseconds timeout, std::chrono::millise
   Regions regions(2);
   const auto groups = regions.Groups(2, timeout);
   const jin::TestMonitor monitor({groups[0]});
-  const jin::HostGroup::Operation operation{jin::Algorithm::kTwoShot, jin::ElementType::kF32, 64};
+  const jin::HostGroup::Operation operation{jin::Algorithm::kTwoShot, jin::ElementType::kF32, 16};
   std::vector<float> data[2] = {std::vector<float>(1000, 1), std::vector<float>(1000, 1)};
   std::vector<std::shared_ptr<jin::Ticket>> tickets;
   for (int r = 0; r < 2; ++r) {
@@ -465,8 +465,8 @@ std::string AmidSegments(std::chrono::milliseconds timeout, std::chrono::millise
     buffers.Append({data[r].data(), data[r].data(), 4000});
     tickets.push_back(groups[r]->Arrive(r, Identity(0), operation, buffers));
   }
-  groups[0]->KeepMoving();
-  // Each of these steps ends a segment on rank 0.
+  // Each of these steps ends a segment on rank 0. No other thread moves the ranks: two that move at
+  // the same time could come to the end.
   for (int step = 0; step < 5; ++step) {
     groups[1]->Progress();
     std::this_thread::sleep_for(pause);
@@ -474,6 +474,7 @@ std::string AmidSegments(std::chrono::milliseconds timeout, std::chrono::millise
     Require(groups[0]->failure().empty(), "a rank that goes on: " + groups[0]->failure());
   }
   Require(!tickets[0]->Done(), "done without its peer");
+  groups[0]->KeepMoving();
   end(*groups[0]);
   const std::string error = AwaitByThen(*groups[0], *tickets[0]);
   RequireText(error, {"psum of 4000 bytes", "rank 0 (device 10)", "rank 1 (device 11)"});

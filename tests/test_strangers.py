@@ -52,9 +52,8 @@ def test_logs_are_for_this_user_alone(tmp_path: Path) -> None:
 def test_segments_of_others_stay() -> None:
     files = [Path(f"/dev/shm/jax_intranode.{os.getpid()}.{kind}") for kind in ("file", "fifo")]
     try:
-        files[0].touch()
+        of_stranger(files[0])
         os.mkfifo(files[1])
-        os.chown(files[0], _STRANGER, _STRANGER)
         extension.module("cpu").allocate(0, 1 << 20, True).unlink()
         assert all(file.exists() for file in files)
         os.chown(files[0], 0, 0)
@@ -65,13 +64,21 @@ def test_segments_of_others_stay() -> None:
             file.unlink(missing_ok=True)
 
 
+def of_stranger(file: Path) -> None:
+    """Makes a file. Other tests remove segments of this user that nobody uses."""
+    made = file.with_name(f"made_by_{os.getpid()}")
+    made.touch(mode=0o600)
+    os.chown(made, _STRANGER, _STRANGER)
+    made.rename(file)
+
+
 @pytest.fixture
 def foreign_segments() -> Iterator[list[Path]]:
     files = [Path(f"/dev/shm/jax_intranode.{os.getpid()}.{i}") for i in range(20_000)]
     try:
-        for file in files:
-            file.touch(mode=0o600)
-            os.chown(file, _STRANGER, _STRANGER)
+        of_stranger(files[0])
+        for file in files[1:]:
+            os.link(files[0], file)
         yield files
     finally:
         for file in files:

@@ -5,11 +5,13 @@
 // addition to its description. All processes must give a site the same number. They do, because a
 // program is instantiated in the same order everywhere, and because the count of a description
 // starts anew with each program that has it: when a thread lowers the call, and when a thread that
-// has lowered it ends a compilation. So it depends neither on what else a process has compiled nor
-// on when executables are freed. The thread that instantiates is XLA's, and may be any. A thread
-// that compiles other programs beside, which the other processes need not have, changes nothing.
-// Programs with the same calls must be compiled one at a time. Their sites may share an identity,
-// because a device runs one program after the other.
+// has lowered it has compiled a program. So the number depends neither on what else the process has
+// compiled nor on when executables are freed. XLA may instantiate in any thread. A thread that
+// compiles programs of this process alone does not lower the call, so it does not disturb the
+// count. No thread lowers the calls of an executable that was compiled elsewhere and loaded: their
+// counts start anew whenever any thread has compiled a program. Programs with the same calls must
+// be compiled one at a time. Their sites may share an identity, because a device runs one program
+// after the other.
 #pragma once
 
 #include <algorithm>
@@ -44,6 +46,7 @@ class SiteNumbers {
   void Lower(uint64_t description) {
     LoweredHere().insert(description);
     std::lock_guard lock(mutex_);
+    lowered_.insert(description);
     taken_.erase(description);
   }
   uint32_t Take(uint64_t description) {
@@ -53,7 +56,9 @@ class SiteNumbers {
   // This thread has compiled a program.
   void EndCompilation() {
     std::lock_guard lock(mutex_);
-    for (const uint64_t description : LoweredHere()) taken_.erase(description);
+    std::erase_if(taken_, [this](const auto& taken) {
+      return LoweredHere().contains(taken.first) || !lowered_.contains(taken.first);
+    });
   }
   // A hash of a description and its number: unique within the program.
   static uint64_t Identity(uint64_t description, uint32_t number) {
@@ -68,6 +73,7 @@ class SiteNumbers {
   }
 
   std::mutex mutex_;
+  std::set<uint64_t> lowered_;  // by any thread
   std::map<uint64_t, uint32_t> taken_;
 };
 

@@ -42,6 +42,7 @@ QUICK_OF_FOUR = QUICK | {
     "epochs_wrap": ("3",),
     "chain_with_delays": ("psum", "psum_scatter", "all_to_all"),
     "input_overwritten": ("psum", "all_gather"),
+    "sums_on_two_nodes": ("shared_memory",),
 }
 
 
@@ -68,7 +69,7 @@ def is_quick(name: str, world: int) -> bool:
         return world == 2 and name.removeprefix("norm_") in QUICK_NORMS
     function, _, parameters = name.partition("-")
     if world == 2:
-        return parameters in QUICK.get(function, (parameters,))
+        return parameters in QUICK.get(function, (parameters,)) and CASES[name].devices <= 2
     chosen = QUICK_OF_FOUR.get(function)
     return CASES[name].devices >= 4 if chosen is None else parameters in chosen
 

@@ -238,16 +238,6 @@ def distributed_again() -> None:
         say(read(result))
 
 
-def shutdown_twice() -> None:
-    begin()
-    for _ in range(1 + rank()):
-        jax_intranode.shutdown()
-    jax.clear_caches()
-    jax_intranode.initialize(line())
-    begin()
-    say(read(total(2)))
-
-
 def calls_after_its_end() -> None:
     """A daemon thread of rank 1 calls once more when the process has told that it has finished."""
     begin()

@@ -115,6 +115,16 @@ def compiles_in_a_thread() -> None:
     ended.set()
 
 
+def shutdown_twice() -> None:
+    begin()
+    for _ in range(1 + rank()):
+        jax_intranode.shutdown()
+    jax.clear_caches()
+    jax_intranode.initialize(line())
+    begin()
+    say(read(total(2)))
+
+
 def one_rank_is_stopped() -> None:
     """Each rank in turn, while the other one waits."""
     begin()
@@ -384,3 +394,18 @@ def resumes(checkpoint: str) -> None:
         time.sleep(60)  # until `launch` ends it
     if rank() == 0:
         say(read(result))
+
+
+def all_that_go_on() -> None:
+    """Those that need no start of their own. The first one sets up."""
+    for program in (
+        compiles_for_long,
+        evaluates_on_rank_0,
+        another_name_on_one_rank,
+        compiles_in_a_thread,
+        interrupted_in_a_wait,
+        shutdown_twice,
+        forks_beside_a_thread,
+        forked_workers,
+    ):
+        program()

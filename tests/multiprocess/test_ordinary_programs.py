@@ -35,22 +35,26 @@ PROGRAMS = {
     "distributed_shutdown_at_the_end": Program([["6.0", "4.0"], ["4.0"]]),
     "distributed_shutdown_in_the_middle": Program([["6.0"]] * 2),
     "distributed_again": Program([["6.0"], []]),
-    "shutdown_twice": Program([["6.0"]] * 2, env=LIMITED),
-    # Ranks that are not equally fast.
+    # Ranks that are not equally fast; processes, threads, signals.
+    "all_that_go_on": Program(
+        [
+            [
+                *("3.0", "6.0", "2.0", "6.0", "3.0", "9.0", "6.0", "1.5", "3.0", "4.5"),
+                *("interrupted", "6.0", "9.0", "6.0", "6.0", "36", "6.0"),
+            ],
+            [
+                *("3.0", "6.0", "6.0", "9.0", "6.0", "1.5", "3.0", "4.5"),
+                *("interrupted", "6.0", "9.0", "6.0", "6.0", "36"),
+            ],
+        ],
+        env=LIMITED,
+    ),
     "checkpoint_between_steps": Program([["12.0"]] * 2),
-    "evaluates_on_rank_0": Program([["2.0", "6.0", "3.0", "9.0"], ["6.0", "9.0"]]),
-    "compiles_for_long": Program([["3.0", "6.0"]] * 2),
-    "another_name_on_one_rank": Program([["6.0"]] * 2, env=LIMITED),
-    "compiles_in_a_thread": Program([["1.5", "3.0", "4.5"]] * 2, env=LIMITED),
     "one_rank_is_stopped": Program([["6.0", "9.0"]] * 2),
     "all_ranks_are_stopped": Program([["6.0"]] * 2, env=SHORT),
     "all_ranks_are_stopped 35 5": Program([["6.0"]] * 2),
-    # Processes, threads, signals.
-    "forked_workers": Program([["36", "6.0"], ["36"]]),
-    "forks_beside_a_thread": Program([["6.0"]] * 2),
     "spawned_workers": Program([["4.0", "6.0"]] * 2),
     "checkpoints_at_sigterm": Program([["6.0"]] * 2),
-    "interrupted_in_a_wait": Program([["interrupted", "6.0", "9.0"]] * 2),
     # Exceptions that do not end them.
     "console_that_showed_an_exception": Program([["None"], ["7"]]),
     "debugger_that_showed_an_exception": Program([["None"], ["went on"]]),

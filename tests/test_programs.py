@@ -118,9 +118,8 @@ def test_a_missing_rank_would_be_seen(name: str) -> None:
     assert distance(right(*arguments), missing(*arguments), arguments) > 4 * TOLERANCE
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in TRAINING]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", TRAINING)
 def test_tensor_parallel_is_what_one_device_does(name: str) -> None:
     need_devices(2)
     step, arguments = PROGRAMS[name](jax_intranode, line(2))
@@ -131,7 +130,8 @@ def test_tensor_parallel_is_what_one_device_does(name: str) -> None:
     assert distance(step(*arguments), alone(*whole), arguments) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", [*TRAINING[:2], pytest.param(TRAINING[2], marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("name", TRAINING)
 def test_training_learns(name: str) -> None:
     need_devices(2)
     step, arguments = built(name, jax_intranode, all_devices())
@@ -143,9 +143,8 @@ def test_training_learns(name: str) -> None:
     assert losses[-1] < 0.97 * losses[0]
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK[:3] else pytest.param(n, marks=pytest.mark.full) for n in PROGRAMS]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_long_chains_stay_finite(name: str) -> None:
     need_devices(2)
     f, start = built(name, jax_intranode, all_devices())

@@ -330,7 +330,6 @@ def pytest_in_a_rank() -> None:
         file = Path(directory) / "test_in_a_rank.py"
         file.write_text(TESTS)
         say(int(pytest.main(["-q", "-p", "no:cacheprovider", str(file)])))
-    ends_before_its_peer()
 
 
 def catches_exceptions() -> None:
@@ -358,7 +357,6 @@ def catches_exceptions() -> None:
             thread.start()
             thread.join()
         say(read(jax.jit(jnp.sum)(jnp.ones(4))))
-    ends_before_its_peer()
 
 
 def exit_handler_of_jax_fails() -> None:
@@ -397,7 +395,7 @@ def resumes(checkpoint: str) -> None:
 
 
 def all_that_go_on() -> None:
-    """Those that need no start of their own. The first one sets up."""
+    """Those that need no start of their own. The first one sets up, and none has failed."""
     for program in (
         compiles_for_long,
         evaluates_on_rank_0,
@@ -406,6 +404,9 @@ def all_that_go_on() -> None:
         interrupted_in_a_wait,
         shutdown_twice,
         forks_beside_a_thread,
+        pytest_in_a_rank,
+        catches_exceptions,
         forked_workers,
     ):
         program()
+    ends_before_its_peer()

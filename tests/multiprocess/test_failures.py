@@ -312,7 +312,7 @@ def uses_segments(killed: int | None) -> None:
 @pytest.mark.parametrize(
     ("world", "missing", "exits", "operation"),
     [
-        (2, 1, True, "psum"),
+        pytest.param(2, 1, True, "psum", marks=pytest.mark.full),
         pytest.param(2, 1, False, "psum", marks=pytest.mark.full),
         (2, 0, False, "psum"),
         pytest.param(3, 1, True, "psum", marks=pytest.mark.full),

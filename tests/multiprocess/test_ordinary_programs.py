@@ -35,16 +35,17 @@ PROGRAMS = {
     "distributed_shutdown_at_the_end": Program([["6.0", "4.0"], ["4.0"]]),
     "distributed_shutdown_in_the_middle": Program([["6.0"]] * 2),
     "distributed_again": Program([["6.0"], []]),
-    # Ranks that are not equally fast; processes, threads, signals.
+    # Ranks that are not equally fast; processes, threads, signals, exceptions.
     "all_that_go_on": Program(
         [
             [
                 *("3.0", "6.0", "2.0", "6.0", "3.0", "9.0", "6.0", "1.5", "3.0", "4.5"),
-                *("interrupted", "6.0", "9.0", "6.0", "6.0", "36", "6.0"),
+                *("interrupted", "6.0", "9.0", "6.0", "6.0", "0", "36", "6.0", "None"),
             ],
             [
                 *("3.0", "6.0", "6.0", "9.0", "6.0", "1.5", "3.0", "4.5"),
-                *("interrupted", "6.0", "9.0", "6.0", "6.0", "36"),
+                *("interrupted", "6.0", "9.0", "6.0", "6.0", "0", "JaxRuntimeError"),
+                *("NameError", "4.0", "36"),
             ],
         ],
         env=LIMITED,
@@ -58,8 +59,6 @@ PROGRAMS = {
     # Exceptions that do not end them.
     "console_that_showed_an_exception": Program([["None"], ["7"]]),
     "debugger_that_showed_an_exception": Program([["None"], ["went on"]]),
-    "pytest_in_a_rank": Program([["0", "None"], ["0"]]),
-    "catches_exceptions": Program([["None"], ["JaxRuntimeError", "NameError", "4.0"]]),
     "exit_handler_of_jax_fails": Program([["None"], []]),
     "plain": Program([["6.0"]] * 2, options=["-X", "dev", "-W", "error"]),
 }

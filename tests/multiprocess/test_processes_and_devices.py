@@ -41,6 +41,7 @@ def check(outputs: list[str]) -> None:
     assert all("all right" in output for output in outputs), outputs
 
 
+@pytest.mark.full
 def test_two_devices_a_process(ranks: Callable[..., Any]) -> None:
     need_devices(4)
     check(ranks(run_some_cases, 2, arguments=[4], local_devices=[[0, 1], [2, 3]]))

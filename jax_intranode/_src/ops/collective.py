@@ -367,13 +367,17 @@ def lower_to_call(
     sent = ctx.avals_in if communicated is None else communicated
     counts.lowered(primitive.operation, selected.algorithm, sum(map(nbytes, sent)))
     target = f"jax_intranode_{primitive.operation}"
-    if selected.beside and not lowering_context.is_placed(ctx):
-        return _beside(ctx, f"{target}_beside", xs, attributes)
+    if selected.beside:
+        target += "_beside"
+        if not lowering_context.is_placed(ctx):
+            return _on_collective_stream(ctx, target, xs, attributes)
     results = jax.ffi.ffi_lowering(target)(ctx, *xs, **attributes)
     return lowering_context.called_once(results) if on_gpus else list(results)
 
 
-def _beside(ctx: Any, target: str, xs: Sequence[Any], attributes: dict[str, Any]) -> list[Any]:
+def _on_collective_stream(
+    ctx: Any, target: str, xs: Sequence[Any], attributes: dict[str, Any]
+) -> list[Any]:
     """Emits our custom call on XLA's stream for collectives."""
     types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in ctx.avals_out]
     call = streams.on_collective_stream(

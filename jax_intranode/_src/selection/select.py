@@ -34,8 +34,8 @@ UNSUPPORTED = "unsupported"  # this package has no algorithm for it
 REFUSED = "refused"  # an algorithm was wanted and could not be used
 
 
-# The most blocks of an operation that runs beside other work. They wait for peers, and must not take
-# the place of what they run beside. As many as NCCL's kernels have; not measured between two GPUs.
+# The most blocks of an operation that runs beside other work. They wait for peers, and must leave
+# room for what they run beside. As many as NCCL's kernels have; not measured between two GPUs.
 BLOCKS_BESIDE = 32
 
 # The algorithm of a psum on a hybrid cube mesh, and the topology's name.

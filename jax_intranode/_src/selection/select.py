@@ -38,6 +38,12 @@ REFUSED = "refused"  # an algorithm was wanted and could not be used
 # room for what they run beside. As many as NCCL's kernels have; not measured between two GPUs.
 BLOCKS_BESIDE = 32
 
+# The SMs of an H100 or H200. A constant, because all ranks must launch alike.
+SMS = 132
+# The threads for whose registers an SM has room, if each has as many as the compiler may give it: a
+# 512th of an SM's, 128. Threads of kernels for two ranks have half as many.
+_RESIDENT_THREADS = 512
+
 # The algorithm of a psum on a hybrid cube mesh, and the topology's name.
 HYBRID_CUBE_MESH = "hybrid_cube_mesh"
 
@@ -228,7 +234,18 @@ def launch(
     work = definitions.segment_packs(row.algorithm, packs, world_size, segments)
     if row.algorithm == "two_shot":
         work = -(-work // world_size)
-    return segments, max(1, min(row.blocks, -(-work // row.threads)))
+    most = resident_blocks(row.threads, world_size)
+    return segments, max(1, min(row.blocks, most, -(-work // row.threads)))
+
+
+def resident_blocks(threads: int, world_size: int) -> int:
+    """How many blocks of a collective run at the same time, beside the one that checks it.
+
+    Those beyond would send only when the first ones have ended. It is the same for all kernels of a
+    group, because ranks whose buffers are aligned and others must launch alike.
+    tests/test_kernel_registers.py compares it with the registers of the kernels.
+    """
+    return SMS * (_RESIDENT_THREADS * (2 if world_size == 2 else 1) // threads) - 1
 
 
 def _in_segments(row: table.Row, world_size: int, segment_bytes: int) -> table.Row:

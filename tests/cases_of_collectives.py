@@ -1,5 +1,6 @@
 """Cases of the collectives: values, groups, segments, and calls in any order."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -46,6 +47,7 @@ import jax_intranode
 from jax_intranode._src.native import extension
 from jax_intranode._src.ops import collective
 from jax_intranode._src.ops.psum import selection
+from jax_intranode._src.selection import config
 
 # Values.
 
@@ -316,6 +318,7 @@ def large_messages_in_segments(mib: int) -> None:
     mesh = line()
     if mesh.devices.flat[0].platform != "gpu":
         pytest.skip("needs GPUs; on CPU devices it would take minutes")
+    settings = dataclasses.replace(config.get(), segment_kib=4 << 10)
     n, count = mesh.size, (mib << 20) // 2
     part = count // n
 
@@ -349,7 +352,8 @@ def large_messages_in_segments(mib: int) -> None:
     for operation in (*OPERATIONS, "tree"):
         own = functools.partial(operand, count=part if operation == "all_gather" else count)
         make = jax.jit(sharded(lambda own=own: own(lax.axis_index("x")), mesh, (), P("x")))
-        with in_segments(4 << 20):
+        by_variable = mock.patch.object(config, "get", lambda: settings)
+        with by_variable if operation in ("psum", "tree") else in_segments(4 << 20):
             f = sharded(functools.partial(run, operation), mesh, P("x"), P("x"))
             program = compiled_of_ours(f, make(), donate_argnums=0)
         segments = max(segments_of(program.as_text()))

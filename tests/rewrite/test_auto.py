@@ -429,7 +429,10 @@ def test_attention_of_a_divided_sequence() -> None:
         ("[1,4]<=[4]", {"data", "model"}),
         ("mesh['axis_0'=2,'axis_1'=2] {'axis_1'}", {"model"}),
         ("mesh['a'=2,'b'=1,'c'=2], device_ids=([2,2]T(1,0)) {'a'}", {"model"}),
-        ("mesh['a'=4] {'a':(1)2}", None),
+        ("mesh['a'=4] {'a':(1)2}", {"data"}),
+        ("mesh['a'=4] {'a':(2)2}", {"model"}),
+        ("mesh['a'=4,'b'=1] {'a':(2)2,'b','a':(1)2}", {"data", "model"}),
+        ("mesh['a'=8] {'a'}", None),
     ],
 )
 def test_groups_of_hlo(text: str, axes: set[str] | None) -> None:

@@ -141,6 +141,18 @@ def test_a_sum_that_does_not_begin_at_zero() -> None:
     check(lambda x: lax.reduce(x, np.float32(3), lax.add, (1,)), x)
 
 
+def test_a_key_of_random_numbers() -> None:
+    """JAX says that it is replicated by a mesh of its own, without axes."""
+    mesh = two_axes()
+    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+
+    def dropped(key: Any, p: Any, x: Any) -> Any:
+        return mlp(p, x * jax.random.bernoulli(key, 0.9, x.shape))
+
+    _, after = check(dropped, jax.random.key(0), p, x)
+    assert of_xla(after) == 0 and after["jax_intranode_psum"] == 1
+
+
 def test_devices_in_another_order() -> None:
     order = [2, 0, 3, 1, *range(4, N)]
     for mesh in (two_axes(), two_axes(order)):

@@ -308,7 +308,8 @@ def trees_in_segments() -> None:
 @functools.partial(jax.jit, static_argnames=("count", "dtype"))
 def value_of(rank: Any, count: int, dtype: str) -> Any:
     """A rank's operand: integers, so that sums are exact."""
-    at = jnp.arange(count, dtype=jnp.uint32) * 2654435761 + jnp.uint32(rank) * 40503
+    factors = jnp.array([2654435761, 40503], jnp.uint32)
+    at = jnp.arange(count, dtype=jnp.uint32) * factors[0] + jnp.uint32(rank) * factors[1]
     return ((at >> 16) % 17).astype(dtype) - 8
 
 

@@ -71,9 +71,14 @@ def outgrown(kernel: Kernel) -> list[str]:
 
 
 def test_grids_are_resident() -> None:
-    """Of aligned buffers, and of all buffers in groups whose size has no kernels."""
+    """Of aligned buffers, and of all buffers in groups of other sizes than 2 and 4.
+
+    Two-shot among 4 ranks is not: the table has the grid with which it was measured.
+    """
     assert {k.size for k in kernels()} == {0, 2, 4, 8}
-    wrong = [text for k in kernels() if k.aligned or k.size in (0, 8) for text in outgrown(k)]
+    checked = [k for k in kernels() if k.aligned or k.size in (0, 8)]
+    checked = [k for k in checked if k.size != 4 or "7TwoShot" not in k.name]
+    wrong = [text for k in checked for text in outgrown(k)]
     assert not wrong, "\n".join(wrong)
 
 

@@ -41,7 +41,7 @@ BLOCKS_BESIDE = 32
 # The SMs of an H100 or H200. A constant, because all ranks must launch alike.
 SMS = 132
 # The threads for whose registers an SM has room, if each has as many as the compiler may give it: a
-# 512th of an SM's, 128. Threads of kernels for two ranks have half as many.
+# 512th of an SM's, 128. Threads of kernels for 2 and 4 ranks have half as many.
 _RESIDENT_THREADS = 512
 
 # The algorithm of a psum on a hybrid cube mesh, and the topology's name.
@@ -245,7 +245,7 @@ def resident_blocks(threads: int, world_size: int) -> int:
     group, because ranks whose buffers are aligned and others must launch alike.
     tests/test_kernel_registers.py compares it with the registers of the kernels.
     """
-    return SMS * (_RESIDENT_THREADS * (2 if world_size == 2 else 1) // threads) - 1
+    return SMS * (_RESIDENT_THREADS * (2 if world_size in (2, 4) else 1) // threads) - 1
 
 
 def _in_segments(row: table.Row, world_size: int, segment_bytes: int) -> table.Row:

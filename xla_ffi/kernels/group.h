@@ -235,17 +235,4 @@ JIN_FN bool AwaitSum(Thread& t, const G& g, char* slots, size_t slot_bytes, size
   return true;
 }
 
-// Waits for pack i of every other rank: `store(r, pack)` stores that of rank r.
-template <class Packets, int N, class Thread, class G, class StorePack>
-JIN_FN bool AwaitEach(Thread& t, const G& g, char* slots, size_t slot_bytes, size_t i,
-                      const StorePack& store) {
-  Pack all[Ranks<N>::kSlots];
-  if (!AwaitAll<Packets, N>(t, g, slots, slot_bytes, i, all, i)) return false;
-  JIN_UNROLL
-  for (int r = 0; r < Ranks<N>::kSlots; ++r) {
-    if (Ranks<N>::Has(r, g.size) && r != g.rank) store(r, all[r]);
-  }
-  return true;
-}
-
 }  // namespace jax_intranode

@@ -45,7 +45,7 @@ struct OneHop {
       if constexpr (kParts) {
         if constexpr (!kSums) own = Type::Sendable(c.InputOf(g.rank).Load(i));
         SendParts<Type, Packets, N>(t, g, epoch, slot_bytes, i,
-                                    [&](int r) { return c.InputOf(r).Load(i); });
+                                    [&c, i](int r) { return c.InputOf(r).Load(i); });
       } else {
         own = Type::Sendable(c.Load(i));
         t.Admit();
@@ -71,8 +71,12 @@ struct OneHop {
         if (!AwaitSum<Type, Packets, N>(t, g, slots, slot_bytes, i, &sum, i)) return false;
         c.Store(i, sum);
       } else {
-        const auto store = [&](int r, const Pack& p) { c.OutputOf(r).Store(i, p); };
-        if (!AwaitEach<Packets, N>(t, g, slots, slot_bytes, i, store)) return false;
+        Pack all[Ranks<N>::kSlots];
+        if (!AwaitAll<Packets, N>(t, g, slots, slot_bytes, i, all, i)) return false;
+        JIN_UNROLL
+        for (int r = 0; r < Ranks<N>::kSlots; ++r) {
+          if (Ranks<N>::Has(r, g.size) && r != g.rank) c.OutputOf(r).Store(i, all[r]);
+        }
       }
       ArmAll<Packets, N>(g, slots, slot_bytes, i);
     }

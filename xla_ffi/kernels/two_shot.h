@@ -38,7 +38,7 @@ struct TwoShot {
     if (shard < kBurstPacks) {
       for (size_t i = t.First(); i < shard; i += t.Stride()) {
         SendParts<Type, Packets, N>(t, g, epoch, slot_bytes, i,
-                                    [&](int r) { return c.Load(r * shard + i); });
+                                    [&c, shard, i](int r) { return c.Load(r * shard + i); });
       }
       return true;
     }
@@ -103,8 +103,12 @@ struct TwoShot {
     const size_t shard = ShardPacks(c.Packs(), g.size), slot_bytes = shard * Packets::kBytes;
     char* slots = g.EpochBuffer(g.rank, epoch) + (g.size - 1) * slot_bytes;
     for (size_t i = t.First(); i < shard; i += t.Stride()) {
-      const auto store = [&](int r, const Pack& p) { c.Store(r * shard + i, p); };
-      if (!AwaitEach<Packets, N>(t, g, slots, slot_bytes, i, store)) return false;
+      Pack all[Ranks<N>::kSlots];
+      if (!AwaitAll<Packets, N>(t, g, slots, slot_bytes, i, all, i)) return false;
+      JIN_UNROLL
+      for (int r = 0; r < Ranks<N>::kSlots; ++r) {
+        if (Ranks<N>::Has(r, g.size) && r != g.rank) c.Store(r * shard + i, all[r]);
+      }
       ArmAll<Packets, N>(g, slots, slot_bytes, i);
     }
     return true;

@@ -36,7 +36,6 @@ template <class Type, int N, bool kAligned, class PacketsOfType = typename Type:
 struct Norm {
   using Packets = PacketsOfType;
   using Rows = NormRows<Type, kAligned>;
-  static constexpr int kSlots = Ranks<N>::kSlots;
 
   // The rows of a slot.
   JIN_FN static size_t SlotRows(const NormCall& c, int size) {

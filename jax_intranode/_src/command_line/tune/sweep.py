@@ -1,9 +1,8 @@
 """Measures one operation of one dtype: which algorithm, which launch, and up to which size.
 
 On GPUs the launches of a size are timed in CUDA graphs, and then the fastest one beside ``jax.lax``
-from JAX. On the CPU one thread runs all blocks, and a norm's launch follows from its rows, so there
-are no launches: each algorithm is timed beside ``jax.lax`` from JAX. Sizes grow until ours is slower
-at two in a row.
+from JAX. On the CPU one thread runs all blocks, and a norm's launch follows from its rows. There
+each algorithm is timed beside ``jax.lax`` from JAX. Sizes grow until ours is slower at two in a row.
 """
 
 import dataclasses
@@ -319,20 +318,19 @@ class Sweep:
         counts = [self._operand_count(row.nbytes)]
         if self._is_norm:  # the residual has as many elements as the result
             counts.append(row.nbytes // self._dtype.itemsize)
-        data = [
-            jax.make_array_from_callback(
-                (self._settings.devices * count,),
-                timing.sharding(self._mesh),
-                lambda index, count=count: np.ones(count, self._dtype),
-            )
-            for count in counts
-        ]
+        data = [self._ones(count) for count in counts]
         size = self._size(row.nbytes)
         with tuning.using(self._trial(row)):
             times, _ = collectives.times_from_jax(
                 self._settings, self._operation, self._mesh, data, size, label
             )
         return times["ours"].p50, times["lax"].p50
+
+    def _ones(self, count: int) -> jax.Array:
+        """An array with so many elements on each device."""
+        shape = (self._settings.devices * count,)
+        shard = np.ones(count, self._dtype)
+        return jax.make_array_from_callback(shape, timing.sharding(self._mesh), lambda index: shard)
 
     def _trial(self, row: table.Row) -> tuning.Tuning:
         """A tuning under which all sizes use this launch."""

@@ -169,6 +169,18 @@ def test_a_sum_that_does_not_begin_at_zero() -> None:
     check(lambda x: lax.reduce(x, np.float32(3), lax.add, (1,)), x)
 
 
+def test_a_key_of_random_numbers() -> None:
+    """JAX says that it is replicated by a mesh of its own, without axes."""
+    mesh = two_axes()
+    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+
+    def dropped(key: Any, p: Any, x: Any) -> Any:
+        return mlp(p, x * jax.random.bernoulli(key, 0.9, x.shape))
+
+    _, after = check(dropped, jax.random.key(0), p, x)
+    assert of_xla(after) == 0 and after["jax_intranode_psum"] == 1
+
+
 def test_devices_in_another_order() -> None:
     order = [2, 0, 3, 1, *range(4, N)]
     for mesh in (two_axes(), two_axes(order)):
@@ -454,7 +466,10 @@ def test_attention_of_a_divided_sequence() -> None:
         ("[1,4]<=[4]", {"data", "model"}),
         ("mesh['axis_0'=2,'axis_1'=2] {'axis_1'}", {"model"}),
         ("mesh['a'=2,'b'=1,'c'=2], device_ids=([2,2]T(1,0)) {'a'}", {"model"}),
-        ("mesh['a'=4] {'a':(1)2}", None),
+        ("mesh['a'=4] {'a':(1)2}", {"data"}),
+        ("mesh['a'=4] {'a':(2)2}", {"model"}),
+        ("mesh['a'=4,'b'=1] {'a':(2)2,'b','a':(1)2}", {"data", "model"}),
+        ("mesh['a'=8] {'a'}", None),
     ],
 )
 def test_groups_of_hlo(text: str, axes: set[str] | None) -> None:

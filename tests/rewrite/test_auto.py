@@ -77,6 +77,34 @@ def test_fsdp_gathers_weights() -> None:
     assert before == {"all-gather": 2} and after == {"jax_intranode_all_gather": 2}
 
 
+EVERY = "data", "model"
+# Of an MLP: how x and both weights are sharded, and what XLA needs for its gradients.
+TWO_AXES = {
+    "FSDP over all devices": ((EVERY,), (EVERY,), (EVERY,)),
+    "FSDP over one axis of two": ((EVERY,), ("data",), ("data",)),
+    "FSDP and tensor parallel": (("data",), EVERY, EVERY[::-1]),
+    "FSDP and a divided sequence": (EVERY, EVERY, EVERY[::-1]),
+    "a divided sequence": (EVERY, (None, "model"), ("model",)),
+}
+
+
+@pytest.mark.parametrize("how", TWO_AXES)
+def test_gradients_over_two_axes(how: str) -> None:
+    """Sums over several axes, of which some scatter; arrays that are gathered along both."""
+    mesh = two_axes()
+    of_x, up, down = TWO_AXES[how]
+    p, x = weights(mesh, up, down), put(mesh, normal(2, 8, 16, 16), *of_x)
+
+    def loss(p: Any, x: Any) -> Any:
+        return (constrained(mesh, mlp(p, x), *of_x) ** 2).mean()
+
+    def step(p: Any, x: Any) -> Any:
+        return jax.tree.map(lambda w, g: w - g, p, jax.grad(loss)(p, x))
+
+    before, after = check(step, p, x)
+    assert of_xla(before) >= 4 and of_xla(after) == 0
+
+
 def test_scan_remat_and_donation() -> None:
     mesh = two_axes()
     p = {
@@ -139,6 +167,18 @@ def test_a_sum_that_does_not_begin_at_zero() -> None:
     mesh = two_axes()
     x = put(mesh, normal(0, 8, 16), None, "model")
     check(lambda x: lax.reduce(x, np.float32(3), lax.add, (1,)), x)
+
+
+def test_a_key_of_random_numbers() -> None:
+    """JAX says that it is replicated by a mesh of its own, without axes."""
+    mesh = two_axes()
+    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+
+    def dropped(key: Any, p: Any, x: Any) -> Any:
+        return mlp(p, x * jax.random.bernoulli(key, 0.9, x.shape))
+
+    _, after = check(dropped, jax.random.key(0), p, x)
+    assert of_xla(after) == 0 and after["jax_intranode_psum"] == 1
 
 
 def test_devices_in_another_order() -> None:
@@ -359,9 +399,6 @@ def test_a_loop_whose_result_is_sliced_whole() -> None:
     assert of_xla(after) == 0
 
 
-EVERY = "data", "model"
-
-
 @pytest.mark.parametrize(
     ("up", "down", "x"),
     [
@@ -448,11 +485,11 @@ def test_plans_of_a_dot() -> None:
     m, none = ("m",), ()
     summed = plans.plans(labels, ((none, m), (m, none)), (none, none))
     found = [plan for plan in summed if not plan.gathers]
-    assert [(plan.sums, plan.scatter) for plan in found] == [((m,), None)]
+    assert [plan.sums for plan in found] == [(plans.Sum(m),)]
     scattered = list(plans.plans(labels, ((none, m), (m, none)), (none, m)))
-    assert ((m,), 1) in [(plan.sums, plan.scatter) for plan in scattered]
+    assert (plans.Sum(m, 1),) in [plan.sums for plan in scattered]
     sizes = {"m": 4}
     for count, fits in ((64, True), (32, False)):
         one = [("all-reduce", frozenset("m"), count)]
-        fitting = plans.with_sums_of(found[0], one, ((8, 8), (8, 8)), (8, 8), sizes)
+        fitting = plans.as_found(found[0], one, ((8, 8), (8, 8)), (8, 8), sizes)
         assert (fitting is not None) is fits

@@ -84,7 +84,7 @@ class Member:
     def key(self) -> Any:
         """Identifies what the body does, but for the operands."""
         plan = self.plan
-        return self.kind.key, tuple(self.gathers), plan.sums, plan.scatter, plan.result
+        return self.kind.key, tuple(self.gathers), plan.sums, plan.result
 
 
 @dataclass
@@ -136,12 +136,12 @@ class Group:
             results = []
             for (compute, gathers, plan), places in zip(members, where, strict=True):
                 result = compute(*map(whole, places, gathers))
-                for position, axes in enumerate(plan.sums):
-                    if plan.scatter is None or position < len(plan.sums) - 1:
-                        result = lax.psum(result, axes)
+                for each in plan.sums:
+                    if each.dimension is None:
+                        result = lax.psum(result, each.axes)
                     else:
                         result = lax.psum_scatter(
-                            result, axes, scatter_dimension=plan.scatter, tiled=True
+                            result, each.axes, scatter_dimension=each.dimension, tiled=True
                         )
                 results.append(result)
             return results
@@ -269,7 +269,7 @@ def groups_of(members: Sequence[Member], block: Block, sizes: dict[str, int]) ->
                 tuple(g for g in member.gathers if g),
             )
             nbytes = 0
-        elif not gathered and plan.scatter is None:
+        elif not gathered and not plan.scatters:
             key = "sum", era, plan.sums, member.found.avals[0].dtype
         group = None if key is None else buckets.get(key)
         if group is None or group.nbytes + nbytes > MERGED_BYTES:
@@ -327,8 +327,7 @@ def sum_bytes(member: Member, sizes: dict[str, int]) -> int:
             member.found.avals[0].dtype,
         )
         held = local_size(result.shape, plan.result, sizes) or 0
-        if plan.scatter is not None:
-            held *= math.prod(sizes[axis] for axis in plan.sums[-1])
+        held *= math.prod(sizes[axis] for each in plan.scatters for axis in each.axes)
         largest = max(largest, held * result.dtype.itemsize)
     return largest
 

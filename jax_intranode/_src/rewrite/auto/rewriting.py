@@ -349,8 +349,8 @@ class _Rewriting:
         plan = found.plan
         axes: dict[str, None] = dict.fromkeys(found.kind.axes)
         if plan is not None:
-            for of in (*(g.axes for g in plan.gathers), *plan.sums):
-                axes.update(dict.fromkeys(of))
+            for each in (*plan.gathers, *plan.sums):
+                axes.update(dict.fromkeys(each.axes))
         around = []
         parent = found.operation.parent
         while parent is not None and parent.operation.name != "func.func":
@@ -390,7 +390,7 @@ class _Rewriting:
         whole = {
             id(m)
             for m in members
-            if m.plan.scatter is not None and not m.kind.axes and not self._fits(m, found)
+            if m.plan.scatters and not m.kind.axes and not self._fits(m, found)
         }
         for member in members:
             if id(member) in whole:
@@ -464,6 +464,13 @@ class _Rewriting:
                         return False
                 elif user.name in ("sdy.reshard", "sdy.sharding_constraint"):
                     if self._program.spec(user.results[0]) != spec:
+                        return False
+                    todo.append(user.results[0])
+                elif user.name == "stablehlo.transpose":
+                    order = ir.DenseI64ArrayAttr(user.attributes["permutation"])
+                    if spec is None or self._program.spec(user.results[0]) != tuple(
+                        spec[i] for i in order
+                    ):
                         return False
                     todo.append(user.results[0])
                 elif user.name not in _TAKES_SHARDS:

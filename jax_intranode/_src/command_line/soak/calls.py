@@ -345,8 +345,8 @@ def chain(
                 carry = lax.cond((turn + k) % 3 > 0, after, lambda c: c + np.uint32(1), carry)
             else:
                 if call.way == "late":
-                    # Reverses copies an even number of times. The host reads the condition of each
-                    # turn, which takes long where ranks share a GPU: few turns, each with much work.
+                    # Reverses copies an even number of times. The host reads the condition of
+                    # each turn, which takes long where ranks share a GPU: few turns of much work.
                     rank = lax.axis_index(mesh.axis_names)
                     times = 2 * ((7919 * rank + turn) % 5)
                     copies = jnp.tile(carry, _LATE)

@@ -26,11 +26,11 @@ from jax_intranode._src.native import definitions
 from jax_intranode._src.selection import table, tuning
 
 DESCRIPTION = (
-    "Measures this node: which algorithm and which launch is fastest for each collective, each norm "
-    "that follows one, process mode, kind of dtype, number of ranks and size, and up to which size "
-    "that is faster than jax.lax; and on Hopper GPUs the constants of the overlap model. Writes one "
-    "file, which a program uses with JAX_INTRANODE_TUNING=FILE. All processes need the same file. "
-    "What there is no time for keeps the shipped values."
+    "Measures this node: which algorithm and which launch is fastest for each collective, each "
+    "norm that follows one, process mode, kind of dtype, number of ranks and size, and up to which "
+    "size that is faster than jax.lax; and on Hopper GPUs the constants of the overlap model. "
+    "Writes one file, which a program uses with JAX_INTRANODE_TUNING=FILE. All processes need the "
+    "same file. What there is no time for keeps the shipped values."
 )
 EXAMPLES = """\
 python -m jax_intranode tune                                 writes jax_intranode_tuning.json

@@ -2,7 +2,8 @@
 
 On GPUs the launches of a size are timed in CUDA graphs, and then the fastest one beside ``jax.lax``
 from JAX. On the CPU one thread runs all blocks, and a norm's launch follows from its rows. There
-each algorithm is timed beside ``jax.lax`` from JAX. Sizes grow until ours is slower at two in a row.
+each algorithm is timed beside ``jax.lax`` from JAX. Sizes grow until ours is slower at two in a
+row.
 """
 
 import dataclasses

@@ -21,22 +21,23 @@ from jax_intranode._src.command_line.options import (
     new_file,
     positive_number,
 )
+from jax_intranode._src.command_line.tune import sweep
 from jax_intranode._src.native import definitions
 from jax_intranode._src.selection import table, tuning
 
 DESCRIPTION = (
-    "Measures this node: which algorithm and which launch is fastest for each collective, process "
-    "mode, kind of dtype, number of ranks and size, and up to which size that is faster than "
-    "jax.lax; and on Hopper GPUs the constants of the overlap model. Writes one file, which a "
-    "program uses with JAX_INTRANODE_TUNING=FILE. All processes need the same file. What there is "
-    "no time for keeps the shipped values."
+    "Measures this node: which algorithm and which launch is fastest for each collective, each "
+    "norm that follows one, process mode, kind of dtype, number of ranks and size, and up to which "
+    "size that is faster than jax.lax; and on Hopper GPUs the constants of the overlap model. "
+    "Writes one file, which a program uses with JAX_INTRANODE_TUNING=FILE. All processes need the "
+    "same file. What there is no time for keeps the shipped values."
 )
 EXAMPLES = """\
 python -m jax_intranode tune                                 writes jax_intranode_tuning.json
 python -m jax_intranode tune -o node.json --minutes 30
 python -m jax_intranode tune --platform cpu --devices 4 --mode single-process"""
 
-OPERATIONS = table.OPERATIONS
+OPERATIONS = (*table.OPERATIONS, *sweep.NORMS)
 # Longer chains take long to compile on GPUs, and to run on the CPU.
 _ITERATIONS = {"gpu": 9, "cpu": 11}
 _CHAIN = {"gpu": 64, "cpu": 8}
@@ -65,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=names_from(OPERATIONS),
         default=list(OPERATIONS),
         metavar="NAME[,NAME...]",
-        help=f"the collectives to measure (default {','.join(OPERATIONS)})",
+        help=f"the collectives and norms to measure (default {','.join(OPERATIONS)})",
     )
     add("--no-matmuls", action="store_true", help="do not measure the overlap model's constants")
     add("--probe", type=Path, metavar="FILE", help="a compiled tools/fused_probe.cu")

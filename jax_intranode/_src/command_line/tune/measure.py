@@ -44,6 +44,8 @@ def measure(rank: Rank, seconds: float, operations: list[str], **fields: Any) ->
     for packets in ("bare", "flagged"):
         for operation in operations:
             dtype = sweep.DTYPES[settings.platform][packets]
+            if operation in sweep.NORMS and packets == "flagged":
+                continue  # norms take floating-point types only
             what = f"{operation} of {dtype}, {settings.devices} x {device}, {settings.mode}"
             if left_out:  # the time is over
                 left_out.append(what)

@@ -19,7 +19,8 @@ from jax.sharding import Mesh
 from jax_intranode._src.command_line.bench import collectives, graph, oracle, timing
 from jax_intranode._src.command_line.bench.operations import OPERATIONS, Operation
 from jax_intranode._src.command_line.bench.settings import Settings
-from jax_intranode._src.command_line.launcher import SINGLE_PROCESS, all_ranks
+from jax_intranode._src.command_line.launcher import all_ranks
+from jax_intranode._src.command_line.launcher.functions import SINGLE_PROCESS
 from jax_intranode._src.native import definitions
 from jax_intranode._src.ops.norm_rules import PRIMITIVES, NormParams
 from jax_intranode._src.selection import select, table, tuning

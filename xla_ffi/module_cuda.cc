@@ -5,7 +5,6 @@
 
 #include "cuda/fused_matmul.h"
 #include "cuda/graph_timing.h"
-#include "cuda/norms.h"
 #include "cuda/pipelined_matmul.h"
 #include "cuda/slab.h"
 #include "ffi/collective_matmul_cuda.h"
@@ -27,15 +26,6 @@ struct CudaBackend {
   static constexpr auto* kInstantiate = &CudaCollectiveInstantiate;
   static constexpr auto* kExecute = &CudaCollective;
 
-  static uintptr_t Records(const Slab& slab) { return reinterpret_cast<uintptr_t>(slab.records()); }
-  static std::string Handle(const Slab& slab) { return slab.Handle(); }
-  static void Unlink(const Slab&) {}  // CUDA IPC handles have no name
-  static std::shared_ptr<Slab> Allocate(int device, size_t bytes, bool) {
-    return Slab::Allocate(device, bytes);
-  }
-  static std::shared_ptr<Slab> Open(int device, const std::string& handle, size_t) {
-    return Slab::Open(device, handle);
-  }
   static constexpr auto* EnableAccess = &EnablePeerAccess;
   static constexpr auto* Fill = &jax_intranode::Fill;
   static constexpr auto* WriteWord = &jax_intranode::WriteWord;
@@ -45,7 +35,6 @@ struct CudaBackend {
   static void LoadAllKernels(int device) {
     CurrentDevice current(device);
     ThrowIfError(LoadKernels(), "loading the kernels");
-    ThrowIfError(LoadNormKernels(), "loading the kernels of norms");
     ThrowIfError(LoadSignalKernels(), "loading the kernels");
     LoadFusedKernels();
   }
@@ -54,10 +43,10 @@ struct CudaBackend {
   static constexpr auto* CloseCommunicators = &CloseDeviceCommunicators;
   static constexpr auto* Operations = &DeviceOperations;
   static CudaPlatform& ThePlatform() { return CudaPlatform::Get(); }
-  static void AddPeerBuffer(std::shared_ptr<DevicePeerBuffers::Buffer> buffer) {
+  static void AddPeerBuffer(std::shared_ptr<DevicePeerBuffer> buffer) {
     static_assert(sizeof(v1::PeerRecord) <= kRecordsBytes);
     for (const auto& [device, peers] : buffer->members) new (peers.record) v1::PeerRecord{};
-    CudaPlatform::Get().AddNew([&] { DevicePeerBuffers::Get().Add(std::move(buffer)); });
+    CudaPlatform::Get().AddNew([&] { DevicePeerBuffers::Get().Add(buffer->name, buffer); });
   }
   static constexpr auto* ClosePeer = &ClosePeerBuffer;
   static void AddHandlers(nb::dict* all) {
@@ -66,6 +55,10 @@ struct CudaBackend {
     of_matmul["initialize"] = HandlerCapsule(&CudaCollectiveMatmulInitialize);
     of_matmul["execute"] = HandlerCapsule(&CudaCollectiveMatmul);
     (*all)["jax_intranode_collective_matmul"] = of_matmul;
+    nb::dict beside;
+    beside["instantiate"] = HandlerCapsule(&CudaCollectiveInstantiate);
+    beside["execute"] = HandlerCapsule(&CudaCollectiveBeside);
+    for (const std::string& name : CollectiveTargets()) (*all)[(name + "_beside").c_str()] = beside;
   }
 };
 
@@ -120,6 +113,15 @@ NB_MODULE(_cuda, m) {
       nb::arg("device_ids"), nb::arg("group_size"), nb::arg("rings"), nb::arg("ring_bytes"),
       nb::call_guard<nb::gil_scoped_release>(),
       "Gives a communicator ring buffers, which collective matmuls need.");
+  m.def(
+      "add_beside",
+      [](const std::vector<int64_t>& device_ids, int64_t group_size,
+         const std::vector<std::pair<int64_t, std::vector<uintptr_t>>>& regions) {
+        AddBeside({device_ids, group_size}, regions);
+      },
+      nb::arg("device_ids"), nb::arg("group_size"), nb::arg("regions"),
+      nb::call_guard<nb::gil_scoped_release>(),
+      "Gives a communicator a second region, which calls beside other work need.");
   m.def("cublas_lt_version", &CublasLtVersion,
         "The version of the cuBLASLt library in use; 0 if there is none.");
   m.def("time_in_graph", &TimeOnGroup, nb::arg("device_ids"), nb::arg("group_size"),

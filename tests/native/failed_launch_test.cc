@@ -156,8 +156,7 @@ int AbsentPeers() {
     group.size = 3;
     group.failure = record;
     group.timeout_ns = 1'000'000'000'000;
-    communicator->members = {group};
-    communicator->groups = {{10, 11, 12}};
+    communicator->members[0] = {group, {10, 11, 12}};
     platform.AddNew(
         [&] { Registry<DeviceCommunicator>::Get().Add({{10, 11, 12}, size}, communicator); });
     made.push_back(communicator);  // which keeps it alive
@@ -280,8 +279,7 @@ int main() {
     group.rank = device;
     group.size = 2;
     group.failure = &records[device];
-    communicator->members.push_back(group);
-    communicator->groups.push_back({0, 1});
+    communicator->members[device] = {group, {0, 1}};
   }
   Registry<DeviceCommunicator>::Get().Add({{0, 1}, 2}, communicator);
 
@@ -309,7 +307,7 @@ int main() {
     return frame.Run(&CudaCollective, XLA_FFI_ExecutionStage_EXECUTE, &x, &x);
   };
   CHECK(call().empty() && launches == 1);
-  CHECK(records[0].abort == 0 && communicator->members[0]->Header()->closed == 0);
+  CHECK(records[0].abort == 0 && communicator->members[0].group.Header()->closed == 0);
 
   next_status = cudaSuccess + 1;
   const std::string failed = call();
@@ -319,9 +317,9 @@ int main() {
   next_status = cudaSuccess;
   CHECK(call() == failed);  // refused
   CHECK(launches == 2);
-  CHECK(records[0].abort == 1 && records[1].abort == 1);   // what waits ends
-  CHECK(communicator->members[0]->Header()->closed != 0);  // what is replayed gives up
-  CHECK(communicator->members[1]->Header()->closed == 0);  // where calls are refused, too
+  CHECK(records[0].abort == 1 && records[1].abort == 1);        // what waits ends
+  CHECK(communicator->members[0].group.Header()->closed != 0);  // what is replayed gives up
+  CHECK(communicator->members[1].group.Header()->closed == 0);  // where calls are refused, too
   Registry<DeviceCommunicator>::Get().Clear();
   communicator.reset();
   if (AbsentPeers() != 0 || OtherOperations() != 0) return 1;

@@ -46,7 +46,7 @@ ffi::Error LaunchAll(cudaStream_t stream, int32_t device, const DeviceSite& site
                      ffi::RemainingArgs xs, ffi::RemainingRets ys) {
   device_handler_calls.fetch_add(1, std::memory_order_relaxed);
   if (ffi::Error error = CheckUsable(*site.communicator, device); error.failure()) return error;
-  DeviceGroup group = *site.communicator->members[device];
+  DeviceGroup group = site.communicator->members.at(device).group;
   group.site = site.number;
   return ForEachOperation(
       site, group.size, group.epoch_buffer_bytes, xs, ys,
@@ -79,8 +79,7 @@ std::atomic<uint64_t> device_handler_calls{0};
 
 ffi::Error CheckUsable(DeviceCommunicator& communicator, int32_t device) {
   if (communicator.closed) return ffi::Error(ffi::ErrorCode::kFailedPrecondition, kShutDown);
-  if (device < 0 || static_cast<size_t>(device) >= communicator.members.size() ||
-      !communicator.members[device]) {
+  if (!communicator.members.contains(device)) {
     return ffi::Error::Internal("jax_intranode: a collective ran on CUDA device " +
                                 std::to_string(device) + ", which is in none of its groups.");
   }
@@ -94,12 +93,10 @@ ffi::Error Launched(DeviceCommunicator& communicator, int32_t device, cudaStream
                     ffi::Error error) {
   if (error.success() || communicator.closed) return error;
   communicator.set_failure(error.message());
-  for (const auto& member : communicator.members) {
-    if (member) static_cast<volatile FailureRecord*>(member->failure)->abort = 1;
-  }
-  if (device >= 0 && static_cast<size_t>(device) < communicator.members.size() &&
-      communicator.members[device]) {
-    uint32_t* const closed = &communicator.members[device]->Header()->closed;
+  for (const auto& [other, member] : communicator.members) {
+    static_cast<volatile FailureRecord*>(member.group.failure)->abort = 1;
+    if (other != device) continue;
+    uint32_t* const closed = &member.group.Header()->closed;
     cudaMemsetAsync(closed, 1, sizeof(*closed), stream);  // after what was launched before
     cudaGetLastError();
   }

@@ -13,15 +13,11 @@
 namespace jax_intranode {
 namespace {
 
-// Calls `act(communicator, device, group)` for each device of the communicators that are open.
+// Calls `act(communicator, device, member)` for each device of the communicators that are open.
 template <class Act>
 void ForEachDevice(const Act& act) {
   for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().All()) {
-    for (size_t device = 0; device < communicator->members.size(); ++device) {
-      if (auto& group = communicator->members[device]) {
-        act(*communicator, static_cast<int>(device), *group);
-      }
-    }
+    for (auto& [device, member] : communicator->members) act(*communicator, device, member);
   }
 }
 
@@ -31,12 +27,12 @@ uint64_t past_operations = 0;  // of closed communicators
 
 // The number of operations of a communicator on one device. The count has 32 bits: the sum is right
 // if it is read at least once in 2^32 operations.
-uint64_t OperationsNow(DeviceCommunicator& communicator, int device, const DeviceGroup& group) {
-  auto& [last, count] = communicator.counted[device];
-  const uint32_t now = ReadWord(device, reinterpret_cast<uintptr_t>(&group.Header()->operations));
-  count += static_cast<uint32_t>(now - last);
-  last = now;
-  return count;
+uint64_t OperationsNow(int device, DeviceCommunicator::Member& member) {
+  const uint32_t now =
+      ReadWord(device, reinterpret_cast<uintptr_t>(&member.group.Header()->operations));
+  member.operations += static_cast<uint32_t>(now - member.last);
+  member.last = now;
+  return member.operations;
 }
 
 void Synchronize(int device) {
@@ -61,13 +57,8 @@ void CreateDeviceCommunicator(const Partition& partition, const std::vector<Grou
     group.KeepLinked();
     group.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
     group.failure = new (reinterpret_cast<void*>(member.record)) FailureRecord{};
-    const size_t device = member.device;
-    if (communicator->members.size() <= device) {
-      communicator->members.resize(device + 1);
-      communicator->groups.resize(device + 1);
-    }
-    communicator->members[device] = group;
-    communicator->groups[device] = DeviceIdsOf(partition, member.group);
+    communicator->members[static_cast<int32_t>(member.device)] = {
+        group, DeviceIdsOf(partition, member.group)};
   }
   CudaPlatform::Get().AddNew(
       [&] { Registry<DeviceCommunicator>::Get().Add(partition, std::move(communicator)); });
@@ -78,22 +69,18 @@ void AddRings(const Partition& partition,
               size_t ring_bytes) {
   const auto communicator = Registry<DeviceCommunicator>::Get().Find(partition);
   if (!communicator) throw std::invalid_argument("jax_intranode: rings without a communicator");
-  communicator->matmul_members.resize(communicator->members.size());
   for (const auto& [device, addresses] : rings) {
-    MatmulMember member{
-        static_cast<int>(device), communicator->members.at(device).value(), {}, ring_bytes};
-    CopyAddresses({.addresses = addresses}, partition.second, member.ring);
-    CreateSideStreams(member.device);
-    communicator->matmul_members[device] = member;
+    DeviceCommunicator::Member& member = communicator->members.at(static_cast<int32_t>(device));
+    member.matmul = {static_cast<int>(device), member.group, {}, ring_bytes};
+    CopyAddresses({.addresses = addresses}, partition.second, member.matmul->ring);
+    CreateSideStreams(member.matmul->device);
   }
 }
 
 void SynchronizeDevices() {
   std::set<int> devices;
   for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
-    for (size_t device = 0; device < communicator->members.size(); ++device) {
-      if (communicator->members[device]) devices.insert(static_cast<int>(device));
-    }
+    for (const auto& [device, member] : communicator->members) devices.insert(device);
   }
   for (const int device : devices) Synchronize(device);
 }
@@ -101,26 +88,26 @@ void SynchronizeDevices() {
 uint64_t DeviceOperations() {
   std::lock_guard lock(operations_mutex);
   uint64_t total = past_operations;
-  ForEachDevice([&](DeviceCommunicator& communicator, int device, const DeviceGroup& group) {
-    total += OperationsNow(communicator, device, group);
+  ForEachDevice([&](DeviceCommunicator&, int device, DeviceCommunicator::Member& member) {
+    total += OperationsNow(device, member);
   });
   return total;
 }
 
 void CloseDeviceCommunicators() {
   std::lock_guard lock(operations_mutex);
-  ForEachDevice([](DeviceCommunicator& communicator, int, const DeviceGroup&) {
+  ForEachDevice([](DeviceCommunicator& communicator, int, const DeviceCommunicator::Member&) {
     communicator.closed = true;
   });
-  ForEachDevice([](DeviceCommunicator& communicator, int device, const DeviceGroup& group) {
+  ForEachDevice([](DeviceCommunicator&, int device, DeviceCommunicator::Member& member) {
     try {
       Synchronize(device);
-      WriteWord(device, reinterpret_cast<uintptr_t>(&group.Header()->closed), 1);
-      OperationsNow(communicator, device, group);
+      WriteWord(device, reinterpret_cast<uintptr_t>(&member.group.Header()->closed), 1);
+      OperationsNow(device, member);
     } catch (const std::runtime_error&) {
       // The CUDA context is lost, and nothing runs in it any more.
     }
-    past_operations += communicator.counted[device].second;
+    past_operations += member.operations;
   });
   Registry<DeviceCommunicator>::Get().Clear();
 }

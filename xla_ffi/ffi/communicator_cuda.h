@@ -19,11 +19,16 @@ namespace jax_intranode {
 
 // The groups of one partition, as the devices of this process see them.
 struct DeviceCommunicator {
-  std::vector<std::optional<DeviceGroup>> members;  // by CUDA device ordinal
-  std::vector<std::optional<MatmulMember>> matmul_members;
-  std::vector<std::vector<int64_t>> groups;  // the device ids of each member's group
-  std::shared_ptr<void> memory;              // owns what the groups point to
-  bool is_cube_mesh = false;                 // whether the groups are hybrid cube meshes
+  struct Member {
+    DeviceGroup group;
+    std::vector<int64_t> device_ids;       // of the group
+    std::optional<MatmulMember> matmul{};  // if it has rings
+    uint32_t last = 0;                     // the count of operations that was read last
+    uint64_t operations = 0;               // and their number until then
+  };
+  std::map<int32_t, Member> members;  // by CUDA device ordinal
+  std::shared_ptr<void> memory;       // owns what the groups point to
+  bool is_cube_mesh = false;          // whether the groups are hybrid cube meshes
   std::atomic<bool> closed{false};
 
   // Why a call on a device can't run; empty if it can. A call that is refused because a peer has
@@ -56,8 +61,6 @@ struct DeviceCommunicator {
   std::string failure_message;
   std::string left_message;
   std::optional<std::pair<int32_t, std::string>> refused;  // CUDA device, message
-  // By device: the last epoch that was read, and the number of operations until then.
-  std::map<size_t, std::pair<uint32_t, uint64_t>> counted;
 };
 
 // `memory` owns what the groups point to.

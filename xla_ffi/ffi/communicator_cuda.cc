@@ -13,11 +13,14 @@
 namespace jax_intranode {
 namespace {
 
-// Calls `act(communicator, device, member)` for each device of the communicators that are open.
+// Calls `act(communicator, device, group)` for each region of the communicators that are open.
 template <class Act>
 void ForEachDevice(const Act& act) {
   for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().All()) {
-    for (auto& [device, member] : communicator->members) act(*communicator, device, member);
+    for (const auto& [device, member] : communicator->members) {
+      act(*communicator, device, member.group);
+      if (member.beside) act(*communicator, device, member.beside->group);
+    }
   }
 }
 
@@ -25,14 +28,14 @@ void ForEachDevice(const Act& act) {
 std::mutex operations_mutex;
 uint64_t past_operations = 0;  // of closed communicators
 
-// The number of operations of a communicator on one device. The count has 32 bits: the sum is right
-// if it is read at least once in 2^32 operations.
-uint64_t OperationsNow(int device, DeviceCommunicator::Member& member) {
-  const uint32_t now =
-      ReadWord(device, reinterpret_cast<uintptr_t>(&member.group.Header()->operations));
-  member.operations += static_cast<uint32_t>(now - member.last);
-  member.last = now;
-  return member.operations;
+// The number of operations in a region of a device. The count has 32 bits: the sum is right if it
+// is read at least once in 2^32 operations.
+uint64_t OperationsNow(DeviceCommunicator& communicator, int device, const DeviceGroup& group) {
+  auto& [last, count] = communicator.counted[group.Header()];
+  const uint32_t now = ReadWord(device, reinterpret_cast<uintptr_t>(&group.Header()->operations));
+  count += static_cast<uint32_t>(now - last);
+  last = now;
+  return count;
 }
 
 void Synchronize(int device) {
@@ -77,6 +80,22 @@ void AddRings(const Partition& partition,
   }
 }
 
+void AddBeside(const Partition& partition,
+               const std::vector<std::pair<int64_t, std::vector<uintptr_t>>>& regions) {
+  const auto communicator = Registry<DeviceCommunicator>::Get().Find(partition);
+  if (!communicator) throw std::invalid_argument("jax_intranode: a region without a communicator");
+  for (const auto& [device, addresses] : regions) {
+    DeviceCommunicator::Member& member = communicator->members.at(static_cast<int32_t>(device));
+    auto beside = std::make_unique<BesideMember>();
+    beside->group = member.group;
+    CopyAddresses({.addresses = addresses}, partition.second, beside->group.region);
+    const CurrentDevice current(static_cast<int>(device));
+    ThrowIfError(cudaEventCreateWithFlags(&beside->launched, cudaEventDisableTiming),
+                 "creating an event");
+    member.beside = std::move(beside);
+  }
+}
+
 void SynchronizeDevices() {
   std::set<int> devices;
   for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
@@ -88,26 +107,26 @@ void SynchronizeDevices() {
 uint64_t DeviceOperations() {
   std::lock_guard lock(operations_mutex);
   uint64_t total = past_operations;
-  ForEachDevice([&](DeviceCommunicator&, int device, DeviceCommunicator::Member& member) {
-    total += OperationsNow(device, member);
+  ForEachDevice([&](DeviceCommunicator& communicator, int device, const DeviceGroup& group) {
+    total += OperationsNow(communicator, device, group);
   });
   return total;
 }
 
 void CloseDeviceCommunicators() {
   std::lock_guard lock(operations_mutex);
-  ForEachDevice([](DeviceCommunicator& communicator, int, const DeviceCommunicator::Member&) {
+  ForEachDevice([](DeviceCommunicator& communicator, int, const DeviceGroup&) {
     communicator.closed = true;
   });
-  ForEachDevice([](DeviceCommunicator&, int device, DeviceCommunicator::Member& member) {
+  ForEachDevice([](DeviceCommunicator& communicator, int device, const DeviceGroup& group) {
     try {
       Synchronize(device);
-      WriteWord(device, reinterpret_cast<uintptr_t>(&member.group.Header()->closed), 1);
-      OperationsNow(device, member);
+      WriteWord(device, reinterpret_cast<uintptr_t>(&group.Header()->closed), 1);
+      OperationsNow(communicator, device, group);
     } catch (const std::runtime_error&) {
       // The CUDA context is lost, and nothing runs in it any more.
     }
-    past_operations += member.operations;
+    past_operations += communicator.counted[group.Header()].second;
   });
   Registry<DeviceCommunicator>::Get().Clear();
 }

@@ -35,6 +35,7 @@ from cases import (
     reference,
     runs_as_often_as_explained,
     segments_of,
+    selection,
     sharded,
     takes_part,
     x64,
@@ -46,7 +47,6 @@ from jax.sharding import PartitionSpec as P
 import jax_intranode
 from jax_intranode._src.native import extension
 from jax_intranode._src.ops import collective
-from jax_intranode._src.ops.psum import selection
 from jax_intranode._src.selection import config
 
 # Values.

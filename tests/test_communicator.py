@@ -21,7 +21,6 @@ from jax_intranode._src.group import communicator, slabs
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.native import extension
-from jax_intranode._src.ops.psum import selection
 from jax_intranode._src.selection import config, select
 
 
@@ -36,7 +35,7 @@ def fresh() -> Iterator[None]:
 
 
 def chosen_for(mesh: jax.sharding.Mesh, count: int = 100) -> select.Selection:
-    return selection(mesh, ("x",), (count,), "float32")
+    return cases.selection(mesh, ("x",), (count,), "float32")
 
 
 def check_sum(mesh: jax.sharding.Mesh, seed: int = 0, *, ours: bool = True) -> None:
@@ -304,15 +303,15 @@ import jax
 jax.config.update("jax_num_cpu_devices", 16)
 import jax.numpy as jnp
 import jax_intranode
+from jax_intranode._src.ops.psum import operations
 from jax_intranode._src.native import extension
-from jax_intranode._src.ops.psum import selection
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 mesh = jax.make_mesh((2, 8), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 jax_intranode.initialize(mesh)
 for axes in (("a",), ("b",), ("a", "b")):
-    chosen = selection(mesh, axes, (10,), "float32")
+    chosen = operations(mesh, axes, [(10,)], "float32")[0][1]
     print(axes, chosen.algorithm, chosen.reason)
     f = jax.shard_map(
         lambda v: jax_intranode.psum(v, axes), mesh=mesh, in_specs=P(("a", "b")),

@@ -92,6 +92,7 @@ void AddBeside(const Partition& partition,
     const CurrentDevice current(static_cast<int>(device));
     ThrowIfError(cudaEventCreateWithFlags(&beside->launched, cudaEventDisableTiming),
                  "creating an event");
+    std::lock_guard lock(operations_mutex);  // another thread may count
     member.beside = std::move(beside);
   }
 }

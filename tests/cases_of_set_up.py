@@ -14,18 +14,17 @@ import cases
 import jax
 import numpy as np
 import pytest
-from cases import Case, line, make_mesh, put, sharded
+from cases import Case, line, make_mesh, put, selection, sharded
 from cases import case as register
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
 from jax_intranode._src.command_line.bench.settings import Settings
-from jax_intranode._src.command_line.launcher import PROCESS_PER_DEVICE
+from jax_intranode._src.command_line.launcher.functions import PROCESS_PER_DEVICE
 from jax_intranode._src.command_line.tune import command, sweep
 from jax_intranode._src.group import rendezvous
 from jax_intranode._src.jax_private.distributed import key_value_client
-from jax_intranode._src.ops.psum import selection
 from jax_intranode._src.selection import table, tuning
 
 CASES: dict[str, Case] = {}

@@ -5,10 +5,8 @@
 
 #include "cuda/fused_matmul.h"
 #include "cuda/graph_timing.h"
-#include "cuda/norms.h"
 #include "cuda/pipelined_matmul.h"
 #include "cuda/slab.h"
-#include "ffi/collective_matmul_cuda.h"
 #include "ffi/collectives_cuda.h"
 #include "ffi/peer_cuda.h"
 #include "ffi/platform_cuda.h"
@@ -27,15 +25,6 @@ struct CudaBackend {
   static constexpr auto* kInstantiate = &CudaCollectiveInstantiate;
   static constexpr auto* kExecute = &CudaCollective;
 
-  static uintptr_t Records(const Slab& slab) { return reinterpret_cast<uintptr_t>(slab.records()); }
-  static std::string Handle(const Slab& slab) { return slab.Handle(); }
-  static void Unlink(const Slab&) {}  // CUDA IPC handles have no name
-  static std::shared_ptr<Slab> Allocate(int device, size_t bytes, bool) {
-    return Slab::Allocate(device, bytes);
-  }
-  static std::shared_ptr<Slab> Open(int device, const std::string& handle, size_t) {
-    return Slab::Open(device, handle);
-  }
   static constexpr auto* EnableAccess = &EnablePeerAccess;
   static constexpr auto* Fill = &jax_intranode::Fill;
   static constexpr auto* WriteWord = &jax_intranode::WriteWord;
@@ -45,7 +34,6 @@ struct CudaBackend {
   static void LoadAllKernels(int device) {
     CurrentDevice current(device);
     ThrowIfError(LoadKernels(), "loading the kernels");
-    ThrowIfError(LoadNormKernels(), "loading the kernels of norms");
     ThrowIfError(LoadSignalKernels(), "loading the kernels");
     LoadFusedKernels();
   }
@@ -54,10 +42,10 @@ struct CudaBackend {
   static constexpr auto* CloseCommunicators = &CloseDeviceCommunicators;
   static constexpr auto* Operations = &DeviceOperations;
   static CudaPlatform& ThePlatform() { return CudaPlatform::Get(); }
-  static void AddPeerBuffer(std::shared_ptr<DevicePeerBuffers::Buffer> buffer) {
+  static void AddPeerBuffer(std::shared_ptr<DevicePeerBuffer> buffer) {
     static_assert(sizeof(v1::PeerRecord) <= kRecordsBytes);
     for (const auto& [device, peers] : buffer->members) new (peers.record) v1::PeerRecord{};
-    CudaPlatform::Get().AddNew([&] { DevicePeerBuffers::Get().Add(std::move(buffer)); });
+    CudaPlatform::Get().AddNew([&] { DevicePeerBuffers::Get().Add(buffer->name, buffer); });
   }
   static constexpr auto* ClosePeer = &ClosePeerBuffer;
   static void AddHandlers(nb::dict* all) {
@@ -66,6 +54,10 @@ struct CudaBackend {
     of_matmul["initialize"] = HandlerCapsule(&CudaCollectiveMatmulInitialize);
     of_matmul["execute"] = HandlerCapsule(&CudaCollectiveMatmul);
     (*all)["jax_intranode_collective_matmul"] = of_matmul;
+    nb::dict beside;
+    beside["instantiate"] = HandlerCapsule(&CudaCollectiveInstantiate);
+    beside["execute"] = HandlerCapsule(&CudaCollectiveBeside);
+    for (const std::string& name : CollectiveTargets()) (*all)[(name + "_beside").c_str()] = beside;
   }
 };
 
@@ -73,8 +65,7 @@ nb::tuple TimeOnGroup(const std::vector<int64_t>& device_ids, int64_t group_size
                       int algorithm_number, uint32_t segments, int blocks, int threads,
                       nb::bytes data, const std::string& dtype, int calls, int repetitions) {
   const auto communicator = Registry<DeviceCommunicator>::Get().Find({device_ids, group_size});
-  if (!communicator || device < 0 || static_cast<size_t>(device) >= communicator->members.size() ||
-      !communicator->members[device]) {
+  if (!communicator || !communicator->members.contains(device)) {
     throw std::invalid_argument("jax_intranode: CUDA device " + std::to_string(device) +
                                 " is in none of the groups " + ToString({device_ids, group_size}));
   }
@@ -89,7 +80,7 @@ nb::tuple TimeOnGroup(const std::vector<int64_t>& device_ids, int64_t group_size
   GraphTiming timing;
   {
     nb::gil_scoped_release release;
-    timing = TimeInGraph(device, *communicator->members[device], algorithm, *type, segments,
+    timing = TimeInGraph(device, communicator->members.at(device).group, algorithm, *type, segments,
                          {blocks, threads}, input, calls, repetitions);
   }
   return nb::make_tuple(timing.microseconds, BytesOf(timing.output));
@@ -120,6 +111,15 @@ NB_MODULE(_cuda, m) {
       nb::arg("device_ids"), nb::arg("group_size"), nb::arg("rings"), nb::arg("ring_bytes"),
       nb::call_guard<nb::gil_scoped_release>(),
       "Gives a communicator ring buffers, which collective matmuls need.");
+  m.def(
+      "add_beside",
+      [](const std::vector<int64_t>& device_ids, int64_t group_size,
+         const std::vector<std::pair<int64_t, std::vector<uintptr_t>>>& regions) {
+        AddBeside({device_ids, group_size}, regions);
+      },
+      nb::arg("device_ids"), nb::arg("group_size"), nb::arg("regions"),
+      nb::call_guard<nb::gil_scoped_release>(),
+      "Gives a communicator a second region, which calls beside other work need.");
   m.def("cublas_lt_version", &CublasLtVersion,
         "The version of the cuBLASLt library in use; 0 if there is none.");
   m.def("time_in_graph", &TimeOnGroup, nb::arg("device_ids"), nb::arg("group_size"),

@@ -24,11 +24,10 @@ from jax.sharding import PartitionSpec as P
 from multiprocess_ranks import run_in_ranks
 
 import jax_intranode
-from jax_intranode._src.command_line import launcher
+from jax_intranode._src.command_line.launcher.files import RankError
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.jax_private.distributed import key_value_client
 from jax_intranode._src.native import extension
-from jax_intranode._src.ops.psum import selection
 from jax_intranode._src.selection import config, tuning
 from jax_intranode._src.selection.overlap import choice
 from jax_intranode._src.selection.overlap.plan import Plan
@@ -241,7 +240,7 @@ def misses_a_rank(missing: int) -> None:
     started = time.monotonic()
     jax_intranode.initialize(mesh)
     say("TOOK", time.monotonic() - started)
-    chosen = selection(mesh, ("x",), (100,), "float32")
+    chosen = cases.selection(mesh, ("x",), (100,), "float32")
     assert chosen.algorithm == "lax", chosen
     say("REASON", chosen.reason)
     if jax.process_index() != missing:
@@ -254,7 +253,7 @@ def falls_back() -> None:
     mesh = cases.line()
     jax_intranode.initialize(mesh)
     for count in (100, 7):
-        chosen = selection(mesh, ("x",), (count,), "float32")
+        chosen = cases.selection(mesh, ("x",), (count,), "float32")
         assert chosen.algorithm == "lax", chosen
         say("REASON", chosen.reason)
     before = extension.handler_calls()
@@ -293,7 +292,7 @@ def uses_segments(killed: int | None) -> None:
     mesh = cases.line()
     say("PID", os.getpid())
     jax_intranode.initialize(mesh)
-    assert selection(mesh, ("x",), (100,), "float32").algorithm != "lax"
+    assert cases.selection(mesh, ("x",), (100,), "float32").algorithm != "lax"
     assert segments_of([os.getpid()]) == []
     check_sum(mesh, 5)
     come("used", list(range(mesh.size)))
@@ -511,7 +510,7 @@ def reason_under(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], st
     failure = ""
     try:
         run_in_ranks(falls_back_in_turn, 2, log_dir, arguments=[environments(directory)])
-    except launcher.RankError as error:
+    except RankError as error:
         failure = str(error)
     logs = [(log_dir / f"rank{rank}.log").read_text() for rank in range(2)]
 
@@ -583,7 +582,7 @@ def test_no_segment_is_left(
 ) -> None:
     need_cpu("only CPU slabs are in /dev/shm")
     need_ranks(2)
-    with contextlib.nullcontext() if killed is None else pytest.raises(launcher.RankError) as error:
+    with contextlib.nullcontext() if killed is None else pytest.raises(RankError) as error:
         ranks(uses_segments, 2, env={"JAX_INTRANODE_TIMEOUT_S": "20"}, arguments=[killed])
     logs = [(tmp_path / "logs" / f"rank{rank}.log").read_text() for rank in range(2)]
     if killed is None:

@@ -3,7 +3,6 @@
 #include <type_traits>
 #include <utility>
 
-#include "../cuda/norms.h"
 #include "../health/call_sites.h"
 #include "operands.h"
 #include "site.h"
@@ -11,30 +10,24 @@
 namespace jax_intranode {
 namespace {
 
-// The state that instantiate creates for execute. All devices of the executable share it; read
-// only.
 struct DeviceSite : CollectiveSite<DeviceCommunicator> {
-  static ffi::TypeId id;
+  static constexpr char kName[] = "jax_intranode_device_site";
+  inline static ffi::TypeId id = {};
   uint32_t number;  // of the call site
+
+  ffi::Error Read(ffi::Dictionary attributes) {
+    if (ffi::Error error = CollectiveSite::Read(attributes); error.failure()) return error;
+    if (blocks < 1 || blocks > kMaxBlocks || threads < 32 || threads > kMaxThreads ||
+        threads % 32 != 0) {
+      return ffi::Error::InvalidArgument("jax_intranode: a collective can't be launched with " +
+                                         std::to_string(blocks) + " blocks of " +
+                                         std::to_string(threads) + " threads.");
+    }
+    number = CallSites::Get().Number(text);
+    return ffi::Error::Success();
+  }
   LaunchShape shape() const { return {blocks, threads}; }
 };
-ffi::TypeId DeviceSite::id = {};
-
-ffi::ErrorOr<std::unique_ptr<DeviceSite>> Instantiate(ffi::Dictionary attributes) {
-  auto site = std::make_unique<DeviceSite>();
-  if (ffi::Error error = site->Read(attributes); error.failure()) {
-    return ffi::Unexpected(std::move(error));
-  }
-  const int most = IsNorm(site->algorithm) ? kMaxNormThreads : kMaxThreads;
-  if (site->blocks < 1 || site->blocks > kMaxBlocks || site->threads < 32 || site->threads > most ||
-      site->threads % 32 != 0) {
-    return ffi::Unexpected(ffi::Error::InvalidArgument(
-        "jax_intranode: a collective can't be launched with " + std::to_string(site->blocks) +
-        " blocks of " + std::to_string(site->threads) + " threads."));
-  }
-  site->number = CallSites::Get().Number(site->text);
-  return {std::move(site)};
-}
 
 cudaError_t LaunchOne(const DeviceSite& site, ElementType type, const DeviceGroup& group,
                       const Buffers& buffers, cudaStream_t stream) {
@@ -49,11 +42,8 @@ cudaError_t LaunchOne(const DeviceSite& site, ElementType type, const DeviceGrou
 }
 
 // The operations of one call follow each other on the stream.
-ffi::Error LaunchAll(cudaStream_t stream, int32_t device, const DeviceSite& site,
+ffi::Error LaunchAll(cudaStream_t stream, int32_t device, const DeviceSite& site, DeviceGroup group,
                      ffi::RemainingArgs xs, ffi::RemainingRets ys) {
-  device_handler_calls.fetch_add(1, std::memory_order_relaxed);
-  if (ffi::Error error = CheckUsable(*site.communicator, device); error.failure()) return error;
-  DeviceGroup group = *site.communicator->members[device];
   group.site = site.number;
   return ForEachOperation(
       site, group.size, group.epoch_buffer_bytes, xs, ys,
@@ -77,7 +67,45 @@ ffi::Error LaunchAll(cudaStream_t stream, int32_t device, const DeviceSite& site
 // only launches and keeps no state.
 ffi::Error Execute(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::RemainingArgs xs,
                    ffi::RemainingRets ys, ffi::Dictionary) {
-  return Launched(*site->communicator, device, stream, LaunchAll(stream, device, *site, xs, ys));
+  DeviceCommunicator& communicator = *site->communicator;
+  device_handler_calls.fetch_add(1, std::memory_order_relaxed);
+  ffi::Error error = CheckUsable(communicator, device);
+  if (error.success()) {
+    error = LaunchAll(stream, device, *site, communicator.members.at(device).group, xs, ys);
+  }
+  return Launched(communicator, device, stream, std::move(error));
+}
+
+// The same beside other work (communicator_cuda.h). XLA captures no call of this handler in a
+// graph, in which it would run in line: so it runs, and orders the launches, in each execution.
+ffi::Error ExecuteBeside(cudaStream_t stream, int32_t device, DeviceSite* site,
+                         ffi::RemainingArgs xs, ffi::RemainingRets ys, ffi::Dictionary) {
+  DeviceCommunicator& communicator = *site->communicator;
+  device_handler_calls.fetch_add(1, std::memory_order_relaxed);
+  const auto launch = [&] {
+    if (ffi::Error error = CheckUsable(communicator, device); error.failure()) return error;
+    BesideMember* const beside = communicator.members.at(device).beside.get();
+    if (beside == nullptr) {
+      return ffi::Error(
+          ffi::ErrorCode::kFailedPrecondition,
+          "jax_intranode: there is no memory for calls with overlap=True on CUDA device " +
+              std::to_string(device) +
+              ". A program with such calls that was compiled elsewhere can't be loaded; compile it "
+              "here.");
+    }
+    std::lock_guard lock(beside->mutex);
+    cudaError_t status = cudaStreamWaitEvent(stream, beside->launched, 0);
+    ffi::Error error = ffi::Error::Success();
+    if (status == cudaSuccess) {
+      error = LaunchAll(stream, device, *site, beside->group, xs, ys);
+      if (error.failure()) return error;
+      status = cudaEventRecord(beside->launched, stream);
+    }
+    if (status == cudaSuccess) return error;
+    return ffi::Error::Internal("jax_intranode: ordering calls on CUDA device " +
+                                std::to_string(device) + " failed: " + cudaGetErrorString(status));
+  };
+  return Launched(communicator, device, stream, launch());
 }
 
 }  // namespace
@@ -86,8 +114,7 @@ std::atomic<uint64_t> device_handler_calls{0};
 
 ffi::Error CheckUsable(DeviceCommunicator& communicator, int32_t device) {
   if (communicator.closed) return ffi::Error(ffi::ErrorCode::kFailedPrecondition, kShutDown);
-  if (device < 0 || static_cast<size_t>(device) >= communicator.members.size() ||
-      !communicator.members[device]) {
+  if (!communicator.members.contains(device)) {
     return ffi::Error::Internal("jax_intranode: a collective ran on CUDA device " +
                                 std::to_string(device) + ", which is in none of its groups.");
   }
@@ -101,12 +128,10 @@ ffi::Error Launched(DeviceCommunicator& communicator, int32_t device, cudaStream
                     ffi::Error error) {
   if (error.success() || communicator.closed) return error;
   communicator.set_failure(error.message());
-  for (const auto& member : communicator.members) {
-    if (member) static_cast<volatile FailureRecord*>(member->failure)->abort = 1;
-  }
-  if (device >= 0 && static_cast<size_t>(device) < communicator.members.size() &&
-      communicator.members[device]) {
-    uint32_t* const closed = &communicator.members[device]->Header()->closed;
+  for (const auto& [other, member] : communicator.members) {
+    static_cast<volatile FailureRecord*>(member.group.failure)->abort = 1;
+    if (other != device) continue;
+    uint32_t* const closed = &member.group.Header()->closed;
     cudaMemsetAsync(closed, 1, sizeof(*closed), stream);  // after what was launched before
     cudaGetLastError();
   }
@@ -114,22 +139,23 @@ ffi::Error Launched(DeviceCommunicator& communicator, int32_t device, cudaStream
 }
 
 XLA_FFI_Error* CudaCollectiveInstantiate(XLA_FFI_CallFrame* frame) {
-  RegisterStateType<DeviceSite>(frame->api, "jax_intranode_device_site");
-  XLA_FFI_DEFINE_HANDLER(handler, Instantiate, ffi::Ffi::BindInstantiate().Attrs());
-  return (*handler)(frame);
+  return InstantiateHandler<DeviceSite>(frame);
 }
 
 XLA_FFI_Error* CudaCollective(XLA_FFI_CallFrame* frame) {
-  XLA_FFI_DEFINE_HANDLER(handler, Execute,
-                         ffi::Ffi::Bind()
-                             .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                             .Ctx<ffi::DeviceOrdinal>()
-                             .Ctx<ffi::State<DeviceSite>>()
-                             .RemainingArgs()
-                             .RemainingRets()
-                             .Attrs(),
-                         {ffi::Traits::kCmdBufferCompatible});
-  return (*handler)(frame);
+  static auto* const handler =
+      BindCall<DeviceSite>(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>())
+          .To(Execute, {ffi::Traits::kCmdBufferCompatible})
+          .release();
+  return handler->Call(frame);
+}
+
+XLA_FFI_Error* CudaCollectiveBeside(XLA_FFI_CallFrame* frame) {
+  static auto* const handler =
+      BindCall<DeviceSite>(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>())
+          .To(ExecuteBeside)
+          .release();
+  return handler->Call(frame);
 }
 
 }  // namespace jax_intranode

@@ -13,14 +13,13 @@
 namespace jax_intranode {
 namespace {
 
-// Calls `act(communicator, device, group)` for each device of the communicators that are open.
+// Calls `act(communicator, device, group)` for each region of the communicators that are open.
 template <class Act>
 void ForEachDevice(const Act& act) {
   for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().All()) {
-    for (size_t device = 0; device < communicator->members.size(); ++device) {
-      if (auto& group = communicator->members[device]) {
-        act(*communicator, static_cast<int>(device), *group);
-      }
+    for (const auto& [device, member] : communicator->members) {
+      act(*communicator, device, member.group);
+      if (member.beside) act(*communicator, device, member.beside->group);
     }
   }
 }
@@ -29,11 +28,11 @@ void ForEachDevice(const Act& act) {
 std::mutex operations_mutex;
 uint64_t past_operations = 0;  // of closed communicators
 
-// The number of operations of a communicator on one device. The count has 32 bits: the sum is right
-// if it is read at least once in 2^32 operations.
+// The number of operations in a region of a device. The count has 32 bits: the sum is right if it
+// is read at least once in 2^32 operations.
 uint64_t OperationsNow(DeviceCommunicator& communicator, int device, const DeviceGroup& group) {
-  auto& [last, count] = communicator.counted[device];
-  const uint32_t now = ReadWord(device, reinterpret_cast<char*>(&group.Header()->operations));
+  auto& [last, count] = communicator.counted[group.Header()];
+  const uint32_t now = ReadWord(device, reinterpret_cast<uintptr_t>(&group.Header()->operations));
   count += static_cast<uint32_t>(now - last);
   last = now;
   return count;
@@ -61,13 +60,8 @@ void CreateDeviceCommunicator(const Partition& partition, const std::vector<Grou
     group.KeepLinked();
     group.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
     group.failure = new (reinterpret_cast<void*>(member.record)) FailureRecord{};
-    const size_t device = member.device;
-    if (communicator->members.size() <= device) {
-      communicator->members.resize(device + 1);
-      communicator->groups.resize(device + 1);
-    }
-    communicator->members[device] = group;
-    communicator->groups[device] = DeviceIdsOf(partition, member.group);
+    communicator->members[static_cast<int32_t>(member.device)] = {
+        group, DeviceIdsOf(partition, member.group)};
   }
   CudaPlatform::Get().AddNew(
       [&] { Registry<DeviceCommunicator>::Get().Add(partition, std::move(communicator)); });
@@ -78,22 +72,35 @@ void AddRings(const Partition& partition,
               size_t ring_bytes) {
   const auto communicator = Registry<DeviceCommunicator>::Get().Find(partition);
   if (!communicator) throw std::invalid_argument("jax_intranode: rings without a communicator");
-  communicator->matmul_members.resize(communicator->members.size());
   for (const auto& [device, addresses] : rings) {
-    MatmulMember member{
-        static_cast<int>(device), communicator->members.at(device).value(), {}, ring_bytes};
-    CopyAddresses({.addresses = addresses}, partition.second, member.ring);
-    CreateSideStreams(member.device);
-    communicator->matmul_members[device] = member;
+    DeviceCommunicator::Member& member = communicator->members.at(static_cast<int32_t>(device));
+    member.matmul = {static_cast<int>(device), member.group, {}, ring_bytes};
+    CopyAddresses({.addresses = addresses}, partition.second, member.matmul->ring);
+    CreateSideStreams(member.matmul->device);
+  }
+}
+
+void AddBeside(const Partition& partition,
+               const std::vector<std::pair<int64_t, std::vector<uintptr_t>>>& regions) {
+  const auto communicator = Registry<DeviceCommunicator>::Get().Find(partition);
+  if (!communicator) throw std::invalid_argument("jax_intranode: a region without a communicator");
+  for (const auto& [device, addresses] : regions) {
+    DeviceCommunicator::Member& member = communicator->members.at(static_cast<int32_t>(device));
+    auto beside = std::make_unique<BesideMember>();
+    beside->group = member.group;
+    CopyAddresses({.addresses = addresses}, partition.second, beside->group.region);
+    const CurrentDevice current(static_cast<int>(device));
+    ThrowIfError(cudaEventCreateWithFlags(&beside->launched, cudaEventDisableTiming),
+                 "creating an event");
+    std::lock_guard lock(operations_mutex);  // another thread may count
+    member.beside = std::move(beside);
   }
 }
 
 void SynchronizeDevices() {
   std::set<int> devices;
   for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
-    for (size_t device = 0; device < communicator->members.size(); ++device) {
-      if (communicator->members[device]) devices.insert(static_cast<int>(device));
-    }
+    for (const auto& [device, member] : communicator->members) devices.insert(device);
   }
   for (const int device : devices) Synchronize(device);
 }
@@ -115,12 +122,12 @@ void CloseDeviceCommunicators() {
   ForEachDevice([](DeviceCommunicator& communicator, int device, const DeviceGroup& group) {
     try {
       Synchronize(device);
-      WriteWord(device, reinterpret_cast<char*>(&group.Header()->closed), 1);
+      WriteWord(device, reinterpret_cast<uintptr_t>(&group.Header()->closed), 1);
       OperationsNow(communicator, device, group);
     } catch (const std::runtime_error&) {
       // The CUDA context is lost, and nothing runs in it any more.
     }
-    past_operations += communicator.counted[device].second;
+    past_operations += communicator.counted[group.Header()].second;
   });
   Registry<DeviceCommunicator>::Get().Clear();
 }

@@ -34,6 +34,20 @@ UNSUPPORTED = "unsupported"  # this package has no algorithm for it
 REFUSED = "refused"  # an algorithm was wanted and could not be used
 
 
+# The most blocks of an operation that runs beside other work. They wait for peers, and must leave
+# room for what they run beside. As many as NCCL's kernels have; not measured between two GPUs.
+BLOCKS_BESIDE = 32
+
+# The SMs of an H100 or H200. A constant, because all ranks must launch alike.
+SMS = 132
+# The threads for whose registers an SM has room, if each has as many as the compiler may give it: a
+# 512th of an SM's, 128. Threads of kernels for 2 and 4 ranks have half as many.
+_RESIDENT_THREADS = 512
+
+# The most bytes of a segment of an algorithm that was given, if no size was. A GPU's cache (50 MB)
+# holds four of them, together with what passes of the operand and of the result.
+_CACHED_SEGMENT_BYTES = 4 << 20
+
 # The algorithm of a psum on a hybrid cube mesh, and the topology's name.
 HYBRID_CUBE_MESH = "hybrid_cube_mesh"
 
@@ -57,6 +71,7 @@ class Selection:
         cause: if lax runs it: NOT_FASTER, UNSUPPORTED or REFUSED.
         segments: into how many the operation is cut.
         measured: whether it is known to be faster than lax.
+        beside: whether it runs beside other work, on another stream.
     """
 
     algorithm: str
@@ -67,6 +82,16 @@ class Selection:
     cause: str = REFUSED
     segments: int = 1
     measured: bool = True
+    beside: bool = False
+
+    def beside_other_work(self) -> "Selection":
+        """The same on another stream, with few blocks: the others are for the work beside it."""
+        return dataclasses.replace(
+            self,
+            blocks=min(self.blocks, BLOCKS_BESIDE),
+            beside=True,
+            reason=f"{self.reason}, beside other work",
+        )
 
 
 def unsupported_dtype(operation: str, dtype: str) -> str | None:
@@ -126,8 +151,8 @@ def select(
         epoch_buffer_bytes: bytes of each of a region's two epoch buffers.
         algorithm: "auto", or the one to use wherever it fits.
         tuned: what was measured on this node; None for the shipped table.
-        segment_bytes: if not 0, operations that are too large for the table or for an epoch buffer
-            run in segments of at most these bytes.
+        segment_bytes: if not 0, operations that are too large for the table or for an epoch buffer,
+            and those of an algorithm that is given, run in segments of at most these bytes.
         topology: how the group's devices are linked: "hybrid_cube_mesh", or anything else for those
             that are all linked to each other.
     """
@@ -180,8 +205,10 @@ def select(
         row = fitting[-1] if fitting else dataclasses.replace(rows[-1], algorithm=algorithm)
         reason = f"JAX_INTRANODE_ALGORITHM={algorithm}"
     forced = algorithm != "auto"
-    if forced:  # for any size
-        row = dataclasses.replace(row, segment_bytes=row.segment_bytes or nbytes)
+    if forced and not row.segment_bytes:  # for any size
+        whole = launch(row, dtype, nbytes, world_size, epoch_buffer_bytes) is not None
+        most = segment_bytes or (nbytes if whole else _CACHED_SEGMENT_BYTES)
+        row = dataclasses.replace(row, segment_bytes=most)
     launched = launch(row, dtype, nbytes, world_size, epoch_buffer_bytes)
     if launched is None:
         needed = definitions.epoch_buffer_bytes_needed(row.algorithm, dtype, nbytes, world_size, 1)
@@ -213,7 +240,18 @@ def launch(
     work = definitions.segment_packs(row.algorithm, packs, world_size, segments)
     if row.algorithm == "two_shot":
         work = -(-work // world_size)
-    return segments, max(1, min(row.blocks, -(-work // row.threads)))
+    most = resident_blocks(row.threads, world_size)
+    return segments, max(1, min(row.blocks, most, -(-work // row.threads)))
+
+
+def resident_blocks(threads: int, world_size: int) -> int:
+    """How many blocks of a collective run at the same time, beside the one that checks it.
+
+    Those beyond would send only when the first ones have ended. It is the same for all kernels of a
+    group, because ranks whose buffers are aligned and others must launch alike.
+    tests/test_kernel_registers.py compares it with the registers of the kernels.
+    """
+    return SMS * (_RESIDENT_THREADS * (2 if world_size in (2, 4) else 1) // threads) - 1
 
 
 def _in_segments(row: table.Row, world_size: int, segment_bytes: int) -> table.Row:
@@ -257,7 +295,7 @@ NORM_DTYPES = tuple(
     for dtype in definitions.DTYPES
     if definitions.packet_bytes("one_shot", dtype) == definitions.PACK_BYTES
 )
-# Threads of a block that works on a row, at most (xla_ffi/cuda/norms.h).
+# Threads of a block that works on a row, at most (xla_ffi/cuda/collectives.h).
 _MOST_ROW_THREADS = 512
 _MOST_BLOCKS = 256
 

@@ -4,6 +4,8 @@ XLA's rules depend on sizes and have no interface. So each different operation i
 shardings that it has in the program, once per process.
 """
 
+import itertools
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +32,8 @@ _IOTA = re.compile(r"\[([\d,]*)\]<=\[([\d,]*)\](?:T\(([\d,]*)\))?")
 _MESH = re.compile(
     r"mesh\[([^\]]*)\](?:, device_ids=\((\[[\d,]*\](?:T\([\d,]*\))?)\))? \{([^}]*)\}"
 )
+_SIZE = re.compile(r"'([^']*)'=(\d+)")
+_PART = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
 
 _known: dict[Any, tuple[Collective, ...] | str] = {}
 
@@ -172,21 +176,27 @@ def groups_of_text(text: str, count: int) -> set[frozenset[int]] | None:
         ids = _iota(iota[2], iota[3])
         return {frozenset(map(int, group)) for group in ids.reshape(_numbers(iota[1]))}
     if mesh := _MESH.fullmatch(text):
-        axes = [entry.rpartition("=") for entry in mesh[1].split(",")]
-        names, sizes = [axis[0].strip() for axis in axes], [int(axis[2]) for axis in axes]
-        chosen = [entry.strip() for entry in mesh[3].split(",") if entry.strip()]
-        if not set(chosen) <= set(names):
-            return None
+        sizes = {name: int(size) for name, size in _SIZE.findall(mesh[1])}
+        # Of each chosen part of an axis: the parts before it, and those up to its end.
+        chosen = [(name, int(pre or 1), int(of or 0)) for name, pre, of in _PART.findall(mesh[3])]
+        chosen = [(name, pre, pre * of or sizes[name]) for name, pre, of in chosen]
+        shape: list[int] = []
+        along: list[int] = []
+        for name, size in sizes.items():
+            own = [part[1:] for part in chosen if part[0] == name]
+            for start, end in itertools.pairwise(sorted({1, size, *itertools.chain(*own)})):
+                if (start, end) in own:
+                    along.append(len(shape))
+                shape.append(end // start)
         ids = np.arange(count)
         if mesh[2]:
             order = re.fullmatch(r"\[([\d,]*)\](?:T\(([\d,]*)\))?", mesh[2])
             assert order is not None  # as in _MESH
             ids = _iota(order[1], order[2])
-        if ids.size != np.prod(sizes):
+        if ids.size != math.prod(shape):
             return None
-        along = [names.index(name) for name in chosen]
-        moved = np.moveaxis(ids.reshape(sizes), along, range(-len(along), 0))
-        size = int(np.prod([sizes[i] for i in along]))
+        moved = np.moveaxis(ids.reshape(shape), along, range(-len(along), 0))
+        size = math.prod(shape[i] for i in along)
         return {frozenset(map(int, group)) for group in moved.reshape(-1, size)}
     return None
 

@@ -62,21 +62,29 @@ class Program:
         Raises:
             Unsuitable: nothing of it can be rewritten.
         """
-        meshes = [o for o in operations(module.body) if o.name == "sdy.mesh"]
-        if not meshes:
+        _refuse_callbacks(module)  # they have a mesh of their own
+        meshes = [
+            (o, sdy.MeshAttr(o.attributes["mesh"]))
+            for o in operations(module.body)
+            if o.name == "sdy.mesh"
+        ]
+        # JAX gives keys of random numbers a mesh without axes, which says that they are replicated.
+        over_axes = [(o, of) for o, of in meshes if len(of.axes) or len(of.device_ids)]
+        if not over_axes:
             raise Unsuitable("nothing is sharded")
-        attribute = sdy.MeshAttr(meshes[0].attributes["mesh"])
-        if any(sdy.MeshAttr(other.attributes["mesh"]) != attribute for other in meshes[1:]):
+        chosen, attribute = over_axes[0]
+        if any(of != attribute for _, of in over_axes):
             raise Unsuitable("several meshes")
-        _refuse_callbacks(module)
         # JAX's caches take it for a module; a clone is of another class.
         copy = ir.Module.parse(as_bytecode(module))
-        self.mesh_name = ir.StringAttr(meshes[0].attributes["sym_name"]).value
-        for each in [o for o in operations(copy.body) if o.name == "sdy.mesh"][1:]:
+        self.mesh_name = ir.StringAttr(chosen.attributes["sym_name"]).value
+        for each in [o for o in operations(copy.body) if o.name == "sdy.mesh"]:
             # JAX names the mesh of a shard_map's collectives again.
             use_mesh(self.mesh_name, each, copy)
         self.module = simplified.simplified(copy)
-        passmanager.PassManager.parse(PIPELINE).run(self.module.operation)
+        passes = passmanager.PassManager.parse(PIPELINE)
+        passes.enable_verifier(False)  # after each pass, which takes longer than the passes
+        passes.run(self.module.operation)
         top = operations(self.module.body)
         self._functions = [o for o in top if o.name == "func.func"]
         axes = [sdy.MeshAxisAttr(axis) for axis in attribute.axes]

@@ -209,7 +209,7 @@ def forks_beside_a_thread() -> None:
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    for _ in range(500 if rank() == 0 else 0):
+    for _ in range(200 if rank() == 0 else 0):
         child = os.fork()
         if child == 0:
             os._exit(0)

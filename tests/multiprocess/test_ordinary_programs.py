@@ -13,8 +13,6 @@ import pytest
 from program_ranks import MAIN, Program, Started, start_all
 
 SHORT = {"JAX_INTRANODE_TIMEOUT_S": "5"}
-# Ends a wait that would never end, and is long enough for all that is right.
-LIMITED = {"JAX_INTRANODE_TIMEOUT_S": "20"}
 
 
 # With two ranks a sum is 3 times its scale.
@@ -48,7 +46,6 @@ PROGRAMS = {
                 *("NameError", "4.0", "36"),
             ],
         ],
-        env=LIMITED,
     ),
     "checkpoint_between_steps": Program([["12.0"]] * 2),
     "one_rank_is_stopped": Program([["6.0", "9.0"]] * 2),

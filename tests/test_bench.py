@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 import jax_intranode
 from jax_intranode._src.command_line.bench import report
-from jax_intranode._src.command_line.launcher import MODES
+from jax_intranode._src.command_line.launcher.functions import MODES
 from jax_intranode._src.selection import table
 
 # Whole programs.

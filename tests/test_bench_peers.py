@@ -16,7 +16,7 @@ from bench_peers import registry as peers
 from bench_settings import matmul_settings, mesh_of_two, settings_of
 
 from jax_intranode._src.command_line.bench.settings import Settings
-from jax_intranode._src.command_line.launcher import SINGLE_PROCESS
+from jax_intranode._src.command_line.launcher.functions import SINGLE_PROCESS
 from jax_intranode._src.command_line.launcher.progress import ProgressLine
 from jax_intranode._src.group import nvml
 
@@ -99,7 +99,7 @@ def test_torch_makes_as_many_calls_as_our_chains(monkeypatch: pytest.MonkeyPatch
     torch.__spec__ = importlib.machinery.ModuleSpec("torch", None)
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(pytorch.launcher, "run_ranks", run_ranks)
+    monkeypatch.setattr(pytorch, "run_ranks", run_ranks)
     for settings in (
         matmul_settings("all_gather_matmul", False, platform="gpu", dtypes=["bfloat16", "int8"]),
         matmul_settings("all_gather_matmul", False, platform="gpu", chain=None, settle_ms=2),
@@ -129,7 +129,7 @@ def test_pallas_is_refused(
     reason: str,
 ) -> None:
     monkeypatch.setattr(nvml, "visible_gpus", lambda: 2)
-    monkeypatch.setattr(pallas.launcher, "run_function", lambda _, of, *args, **__: refused(of))
+    monkeypatch.setattr(pallas, "run_function", lambda _, of, *args, **__: refused(of))
     fields = {"backward": False, "dtypes": ["bfloat16"], **changes, "platform": "gpu"}
     settings = matmul_settings("all_gather_matmul", **fields)
     assert peers.measure(["pallas"], settings, 20, ProgressLine(io.StringIO(), 1))["rows"] == []

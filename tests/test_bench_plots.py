@@ -14,7 +14,7 @@ from bench_settings import RunHere
 
 from jax_intranode import __main__ as command_line
 from jax_intranode._src.command_line.bench import record, report
-from jax_intranode._src.command_line.launcher import MODES
+from jax_intranode._src.command_line.launcher.functions import MODES
 
 
 def result_of(jax_version: str, algorithms: tuple[str, ...]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import jax_intranode
-from jax_intranode._src.command_line import launcher
+from jax_intranode._src.command_line.launcher.rank import rank_env
 from jax_intranode._src.group import key_value_store
 from jax_intranode._src.jax_private import distributed
 from jax_intranode._src.selection import config, quoting
@@ -163,7 +163,7 @@ def test_several_processes_use_jaxs_client(monkeypatch: pytest.MonkeyPatch) -> N
 def test_keys_of_a_launched_job_cannot_be_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     client = FakeClient()
     monkeypatch.setattr(distributed, "key_value_client", lambda: client)
-    ranks = [launcher.rank_env(rank, 2, "unix:/path") for rank in range(2)]
+    ranks = [rank_env(rank, 2, "unix:/path") for rank in range(2)]
     assert ranks[0][config.SECRET] == ranks[1][config.SECRET]
     monkeypatch.setenv(config.SECRET, ranks[0][config.SECRET])
     config.check(ranks[0])

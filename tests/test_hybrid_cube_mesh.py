@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 from test_topology import DGX1, make_reports
 
 import jax_intranode
-from jax_intranode._src.command_line import launcher
 from jax_intranode._src.command_line.bench.oracle import count_wrong
+from jax_intranode._src.command_line.launcher.files import RankError
 from jax_intranode._src.group import communicator, key_value_store, rendezvous, slabs, topology
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib
@@ -379,6 +379,6 @@ def test_a_byte_to_a_protected_rank_ends_the_process(tmp_path: Path) -> None:
     if jax.devices()[0].platform != "cpu":
         pytest.skip("GPUs have the links that they have")
     env = {**VARIABLE, "JAX_INTRANODE_TIMEOUT_S": "20"}
-    with pytest.raises(launcher.RankError) as error:
+    with pytest.raises(RankError) as error:
         run_in_ranks(sums_in_a_rank, 8, tmp_path / "logs", env=env, arguments=[True])
     assert error.value.first_failed == 0 and "SUMS right" not in error.value.logs[0]

@@ -17,8 +17,11 @@ import jax
 import pytest
 from processes import assert_gone
 
-from jax_intranode._src.command_line import launcher
 from jax_intranode._src.command_line.launcher import service
+from jax_intranode._src.command_line.launcher.files import RankError, run_ranks
+from jax_intranode._src.command_line.launcher.functions import MODES, Devices, run_function
+from jax_intranode._src.command_line.launcher.rank import connect, rank_env
+from jax_intranode._src.command_line.launcher.service import coordination_service
 
 _SLEEP = "import time; time.sleep(60)"
 
@@ -33,7 +36,7 @@ def test_returns_when_all_ranks_succeed(tmp_path: Path) -> None:
     code = "import os, sys; print('out', os.environ['WHO']); print('err', file=sys.stderr)"
     env = [{"WHO": "zero"}, {"WHO": "one"}]
 
-    assert launcher.run_ranks(_python(code, code), timeout_s=10, log_dir=tmp_path, env=env) is None
+    assert run_ranks(_python(code, code), timeout_s=10, log_dir=tmp_path, env=env) is None
 
     for rank, who in enumerate(("zero", "one")):
         log = (tmp_path / f"rank{rank}.log").read_text()
@@ -48,8 +51,8 @@ def test_the_first_failure_comes_first_and_ends_the_others(tmp_path: Path) -> No
         "import time; time.sleep(0.3); raise ValueError('rank 2 broke as a consequence')",
     )
     start = time.monotonic()
-    with pytest.raises(launcher.RankError) as caught:
-        launcher.run_ranks(commands, timeout_s=30, log_dir=tmp_path, grace_s=1)
+    with pytest.raises(RankError) as caught:
+        run_ranks(commands, timeout_s=30, log_dir=tmp_path, grace_s=1)
 
     assert time.monotonic() - start < 10
     error = caught.value
@@ -65,8 +68,8 @@ def test_the_first_failure_comes_first_and_ends_the_others(tmp_path: Path) -> No
 def test_a_hang_ends_at_the_limit_and_shows_its_stack(tmp_path: Path) -> None:
     hang = "import time\ndef stuck_here():\n    time.sleep(60)\nstuck_here()"
     start = time.monotonic()
-    with pytest.raises(launcher.RankError, match=r"did not finish within 1 s") as caught:
-        launcher.run_ranks(_python(hang, "pass"), timeout_s=1, log_dir=tmp_path)
+    with pytest.raises(RankError, match=r"did not finish within 1 s") as caught:
+        run_ranks(_python(hang, "pass"), timeout_s=1, log_dir=tmp_path)
 
     assert time.monotonic() - start < 5
     assert caught.value.first_failed is None
@@ -83,8 +86,8 @@ def test_nothing_outlives_the_limit(tmp_path: Path) -> None:
     )
     # One rank keeps running; the other exits with 0 and leaves a child behind.
     commands = _python(stubborn + "time.sleep(60)", stubborn)
-    with pytest.raises(launcher.RankError) as caught:
-        launcher.run_ranks(commands, timeout_s=1, log_dir=tmp_path)
+    with pytest.raises(RankError) as caught:
+        run_ranks(commands, timeout_s=1, log_dir=tmp_path)
 
     assert caught.value.exit_codes == [-signal.SIGKILL, 0]
     assert_gone([int(pid) for log in caught.value.logs for pid in log.split()])
@@ -115,7 +118,7 @@ def test_nothing_outlives_an_exception_in_the_parent(
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(expected):
-            launcher.run_ranks(commands, timeout_s=30, log_dir=tmp_path)
+            run_ranks(commands, timeout_s=30, log_dir=tmp_path)
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -126,8 +129,8 @@ def test_nothing_outlives_an_exception_in_the_parent(
 def test_connected_ranks_see_each_other_and_one_that_fails_does_not_wait(tmp_path: Path) -> None:
     code = (
         "import jax\n"
-        "from jax_intranode._src.command_line import launcher\n"
-        "rank = launcher.connect('cpu')\n"
+        "from jax_intranode._src.command_line.launcher.rank import connect\n"
+        "rank = connect('cpu')\n"
         "print(rank, jax.process_index(), jax.process_count(), jax.local_device_count())\n"
         "import os, pathlib\n"
         "kind, _, path = os.environ['JAX_INTRANODE_COORDINATOR'].partition(':')\n"
@@ -144,8 +147,8 @@ def test_connected_ranks_see_each_other_and_one_that_fails_does_not_wait(tmp_pat
     )
     # A test run may ask for more host devices in its own process.
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    with pytest.raises(launcher.RankError) as caught:
-        launcher.run_ranks(
+    with pytest.raises(RankError) as caught:
+        run_ranks(
             _python(code, code),
             timeout_s=60,
             log_dir=tmp_path,
@@ -168,7 +171,7 @@ def test_connected_ranks_see_each_other_and_one_that_fails_does_not_wait(tmp_pat
 def test_a_rank_takes_the_gpu_of_its_number_or_those_chosen_for_it(
     monkeypatch: pytest.MonkeyPatch, chosen: list[int] | None, expected: list[int]
 ) -> None:
-    for name, value in launcher.rank_env(1, 2, 1234, chosen).items():
+    for name, value in rank_env(1, 2, 1234, chosen).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # Restores what connect changes.
     calls: list[tuple[tuple[object, ...], dict[str, object]]] = []
@@ -176,7 +179,7 @@ def test_a_rank_takes_the_gpu_of_its_number_or_those_chosen_for_it(
         jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs))
     )
 
-    assert launcher.connect("gpu") == 1
+    assert connect("gpu") == 1
 
     ((args, kwargs),) = calls
     assert args == ("127.0.0.1:1234", 2, 1)
@@ -216,7 +219,7 @@ def test_the_socket_is_where_grpc_finds_it_and_nobody_can_replace_it(
 
         monkeypatch.setattr(socket, "socket", Socket)
     monkeypatch.setattr(tempfile, "tempdir", str(place))
-    with launcher.coordination_service(1) as address:
+    with coordination_service(1) as address:
         path = Path(address.removeprefix("unix:"))
         assert path.is_socket() and path.parent.stat().st_mode & 0o777 == 0o700
         assert (place in path.parents) == (what in ("plain", "of a group"))
@@ -227,7 +230,7 @@ def test_a_place_that_others_can_change_is_the_last_choice_and_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(service, "_replaceable", lambda place: Path("/folder"))
-    with launcher.coordination_service(1):
+    with coordination_service(1):
         pass
     assert "Another user may rename what is in /folder" in caplog.text
 
@@ -237,7 +240,7 @@ def test_a_place_that_others_can_change_is_the_last_choice_and_named(
     monkeypatch.setattr(service, "_new_directory", refuse)
     with (
         pytest.raises(RuntimeError, match=r"set TMPDIR to one .*/tmp: it is full"),
-        launcher.coordination_service(1),
+        coordination_service(1),
     ):
         pass
 
@@ -252,16 +255,16 @@ def work(rank, text):
 """
 
 
-@pytest.mark.parametrize("mode", launcher.MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_a_function_in_ranks(
     mode: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "module_of_test.py").write_text(FUNCTION)
     paths = filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    devices, heard = launcher.Devices("cpu", 2, mode), []
+    devices, heard = Devices("cpu", 2, mode), []
 
-    result = launcher.run_function(
+    result = run_function(
         "module_of_test:work",
         {"text": "a row"},
         devices,

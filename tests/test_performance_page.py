@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jax_intranode._src.command_line.launcher import MODES, PROCESS_PER_DEVICE
+from jax_intranode._src.command_line.launcher.functions import MODES, PROCESS_PER_DEVICE
 
 ROOT = Path(__file__).parent.parent
 TOOL = ROOT / "tools" / "performance_page.py"

@@ -15,7 +15,7 @@ from devices import need_devices
 
 import jax_intranode
 from jax_intranode.__main__ import main
-from jax_intranode._src.command_line import launcher
+from jax_intranode._src.command_line.launcher.rank import sharing_env
 from jax_intranode._src.command_line.soak import calls, rank
 from jax_intranode._src.command_line.soak.calls import Call
 
@@ -153,5 +153,5 @@ def test_both_modes(run_here: RunHere) -> None:
 
 
 def test_processes_that_share_a_gpu_are_of_other_hosts_for_nccl() -> None:
-    hosts = {launcher.sharing_env(rank)["NCCL_HOSTID"] for rank in range(4)}
+    hosts = {sharing_env(rank)["NCCL_HOSTID"] for rank in range(4)}
     assert len(hosts) == 4

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from jax_intranode import __main__ as command_line
-from jax_intranode._src.command_line import launcher
 from jax_intranode._src.command_line.launcher import output
+from jax_intranode._src.command_line.launcher.files import run_ranks
 from jax_intranode._src.native import extension
 
 _STRANGER = 65534
@@ -205,7 +205,7 @@ def test_commands_refuse_strangers(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(_RANK)
     command = [sys.executable, str(script), str(tmp_path)]
-    launcher.run_ranks([command], timeout_s=120, log_dir=tmp_path, joined=True)
+    run_ranks([command], timeout_s=120, log_dir=tmp_path, joined=True)
     assert (tmp_path / "rank0.log").read_text() == f"{_REFUSED}\n"
 
 

@@ -10,7 +10,7 @@ import pytest
 from bench_settings import RunHere, mesh_of_two, settings_of
 
 import jax_intranode
-from jax_intranode._src.command_line.launcher import MODES, SINGLE_PROCESS
+from jax_intranode._src.command_line.launcher.functions import MODES, SINGLE_PROCESS
 from jax_intranode._src.command_line.tune import command, sweep
 from jax_intranode._src.command_line.tune.sweep import Measured, fastest, rows_of
 from jax_intranode._src.group import rendezvous as rendezvous_lib
@@ -166,6 +166,7 @@ def test_algorithms_are_those_of_the_table() -> None:
     assert sweep.algorithms("psum") == list(table.PSUM_ALGORITHMS)
     assert sweep.algorithms("psum_scatter") == ["reduce_scatter"]
     assert sweep.algorithms("all_gather") == ["all_gather"]
+    assert sweep.algorithms("psum_residual_rms_norm") == ["one_shot_rms_norm", "two_shot_rms_norm"]
 
 
 @pytest.mark.parametrize("operation", command.OPERATIONS)
@@ -176,13 +177,15 @@ def test_measuring_on_devices(operation: str) -> None:
     settings = settings_of(operation, platform=platform, iterations=1, chain=1)
     jax_intranode.initialize(mesh)
     rendezvous = rendezvous_lib.rendezvous_of(mesh.devices.flat)
+    packets = "bare" if operation in sweep.NORMS else "flagged"
     of_one = sweep.Sweep(
-        settings, mesh, rendezvous.epoch_buffer_bytes, operation, "flagged", lambda name: False
+        settings, mesh, rendezvous.epoch_buffer_bytes, operation, packets, lambda name: False
     )
     before = jax_intranode.usage_counter()
-    measured = of_one._measure(1024, None)
+    nbytes = 8192 if operation in sweep.NORMS and platform == "gpu" else 1024
+    measured = of_one._measure(nbytes, None)
     assert jax_intranode.usage_counter() > before  # not lax, whatever the table says
-    assert measured.nbytes == 1024 and measured.us >= 0 and measured.lax_us >= 0
+    assert measured.nbytes == nbytes and measured.us >= 0 and measured.lax_us >= 0
     assert definitions.OPERATIONS[measured.best.algorithm] == operation
     assert str(measured.best.algorithm) in sweep.describe(measured)
 

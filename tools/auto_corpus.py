@@ -87,6 +87,8 @@ FSDP: dict[str, Any] = dict.fromkeys(TENSOR, ("data",)) | {"qkv": (None, "data")
 BOTH = {"qkv": (None, "data", "model"), "out": ("model", "data")}
 BOTH |= {"up": ("data", "model"), "down": ("model", "data")}
 REPLICATED = dict.fromkeys(TENSOR, FULL)
+SEQUENCE = ("data", "model")
+OVER_ALL = dict.fromkeys(TENSOR, (SEQUENCE,)) | {"qkv": (None, SEQUENCE)}
 
 
 def weights(specs: dict[str, Any], layers: int = LAYERS) -> list[dict[str, Sharded]]:
@@ -305,15 +307,17 @@ def equinox_mlp(mesh: Mesh) -> Built:
     return step, (of_kernels(arrays), of_kernels(moments), x), 2
 
 
-SEQUENCE = ("data", "model")
 PROGRAMS: dict[str, Callable[[Mesh], Built]] = {
     "dense, tensor parallel, forward": forward(TENSOR, ("data",)),
     "dense, tensor parallel": transformer(TENSOR, FULL),
     "dense, tensor and data parallel": transformer(TENSOR, ("data",)),
     "dense, sequence parallel": transformer(TENSOR, SEQUENCE, SEQUENCE),
     "dense, FSDP": transformer(FSDP, ("data",)),
+    "dense, FSDP over all devices": transformer(OVER_ALL, (SEQUENCE,)),
+    "dense, FSDP in groups": transformer(FSDP, (SEQUENCE,)),
     "dense, data parallel": transformer(REPLICATED, ("data",)),
     "dense, FSDP and tensor parallel": transformer(BOTH, ("data",)),
+    "dense, FSDP and sequence parallel": transformer(BOTH, SEQUENCE, SEQUENCE),
     "dense, scan and remat": scanned,
     "second derivative": second_derivative,
     "while, cond and vmap": control_flow,

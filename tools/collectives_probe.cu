@@ -32,7 +32,6 @@
 #include <string>
 #include <vector>
 
-#include "../xla_ffi/cuda/collective_kernels.h"
 #include "../xla_ffi/cuda/collectives.h"
 #include "../xla_ffi/cuda/slab.h"
 #include "../xla_ffi/ffi/members.h"
@@ -52,6 +51,15 @@ JIN_X(F64, 8, 32)
 JIN_X(I8, 1, 32)
 JIN_X(I32, 4, 32)
 JIN_X(I64, 8, 32)
+#undef JIN_X
+#define JIN_X(type)                                         \
+  template <>                                               \
+  const void* NormKernel<ElementType::k##type>(int, bool) { \
+    return nullptr;                                         \
+  }
+JIN_X(F32)
+JIN_X(BF16)
+JIN_X(F16)
 #undef JIN_X
 
 }  // namespace jax_intranode

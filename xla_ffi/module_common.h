@@ -58,19 +58,19 @@ void ExportMemory(nb::module_& m) {
       .def_prop_ro("address",
                    [](const Memory& m) { return reinterpret_cast<uintptr_t>(m.slab->address()); })
       .def_prop_ro(
-          "records", [](const Memory& m) { return Backend::Records(*m.slab); },
+          "records", [](const Memory& m) { return reinterpret_cast<uintptr_t>(m.slab->records()); },
           "Address of a page of host memory for failure records; 0 on CPU devices, whose handlers "
           "return their errors.")
       .def(
-          "handle", [](const Memory& m) { return BytesOf(Backend::Handle(*m.slab)); },
+          "handle", [](const Memory& m) { return BytesOf(m.slab->Handle()); },
           "The bytes that another process needs to open this memory.")
       .def(
-          "unlink", [](const Memory& m) { Backend::Unlink(*m.slab); },
+          "unlink", [](const Memory& m) { m.slab->Unlink(); },
           "Removes the memory's name, if it has one, after every peer has opened it.");
   m.def(
       "allocate",
       [](int device, size_t bytes, bool shared) {
-        return Memory{Backend::Allocate(device, bytes, shared)};
+        return Memory{Backend::Slab::Allocate(device, bytes, shared)};
       },
       nb::arg("device"), nb::arg("bytes"), nb::arg("shared"), without_gil,
       "Allocates zeroed memory.");
@@ -79,36 +79,23 @@ void ExportMemory(nb::module_& m) {
       [](int device, nb::bytes handle, size_t bytes) {
         const std::string name(handle.c_str(), handle.size());
         nb::gil_scoped_release release;
-        return Memory{Backend::Open(device, name, bytes)};
+        return Memory{Backend::Slab::Open(device, name, bytes)};
       },
       nb::arg("device"), nb::arg("handle"), nb::arg("bytes"), "Opens a peer's memory.");
   m.def("enable_peer_access", Backend::EnableAccess, nb::arg("device"), nb::arg("peer"),
         without_gil);
-  m.def(
-      "fill",
-      [](int device, uintptr_t address, int value, size_t bytes) {
-        Backend::Fill(device, reinterpret_cast<char*>(address), value, bytes);
-      },
-      nb::arg("device"), nb::arg("address"), nb::arg("value"), nb::arg("bytes"), without_gil);
-  m.def(
-      "write_word",
-      [](int device, uintptr_t address, uint32_t value) {
-        Backend::WriteWord(device, reinterpret_cast<char*>(address), value);
-      },
-      nb::arg("device"), nb::arg("address"), nb::arg("value"), without_gil);
-  m.def(
-      "read_word",
-      [](int device, uintptr_t address) {
-        return Backend::ReadWord(device, reinterpret_cast<char*>(address));
-      },
-      nb::arg("device"), nb::arg("address"), without_gil);
+  m.def("fill", Backend::Fill, nb::arg("device"), nb::arg("address"), nb::arg("value"),
+        nb::arg("bytes"), without_gil);
+  m.def("write_word", Backend::WriteWord, nb::arg("device"), nb::arg("address"), nb::arg("value"),
+        without_gil);
+  m.def("read_word", Backend::ReadWord, nb::arg("device"), nb::arg("address"), without_gil);
   m.def(
       "read_bytes",
       [](int device, uintptr_t address, size_t bytes) {
         std::string data(bytes, 0);
         {
           nb::gil_scoped_release release;
-          Backend::ReadBytes(device, reinterpret_cast<const char*>(address), data.data(), bytes);
+          Backend::ReadBytes(device, address, data.data(), bytes);
         }
         return BytesOf(data);
       },
@@ -118,7 +105,7 @@ void ExportMemory(nb::module_& m) {
       [](int device, uintptr_t address, nb::bytes data) {
         const std::string copy(data.c_str(), data.size());
         nb::gil_scoped_release release;
-        Backend::WriteBytes(device, reinterpret_cast<char*>(address), copy.data(), copy.size());
+        Backend::WriteBytes(device, address, copy.data(), copy.size());
       },
       nb::arg("device"), nb::arg("address"), nb::arg("data"));
   m.def("load_kernels", Backend::LoadAllKernels, nb::arg("device"), without_gil);
@@ -174,7 +161,7 @@ void ExportCommon(nb::module_& m) {
       "close",
       [] {
         Backend::CloseCommunicators();
-        for (const std::string& name : PeerBuffers<typename Backend::Communicator>::Get().Names()) {
+        for (const auto& [name, _] : PeerBuffers<typename Backend::Communicator>::Get().All()) {
           Backend::ClosePeer(name);
         }
       },

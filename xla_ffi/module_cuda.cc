@@ -5,7 +5,6 @@
 
 #include "cuda/fused_matmul.h"
 #include "cuda/graph_timing.h"
-#include "cuda/norms.h"
 #include "cuda/pipelined_matmul.h"
 #include "cuda/slab.h"
 #include "ffi/collective_matmul_cuda.h"
@@ -27,15 +26,6 @@ struct CudaBackend {
   static constexpr auto* kInstantiate = &CudaCollectiveInstantiate;
   static constexpr auto* kExecute = &CudaCollective;
 
-  static uintptr_t Records(const Slab& slab) { return reinterpret_cast<uintptr_t>(slab.records()); }
-  static std::string Handle(const Slab& slab) { return slab.Handle(); }
-  static void Unlink(const Slab&) {}  // CUDA IPC handles have no name
-  static std::shared_ptr<Slab> Allocate(int device, size_t bytes, bool) {
-    return Slab::Allocate(device, bytes);
-  }
-  static std::shared_ptr<Slab> Open(int device, const std::string& handle, size_t) {
-    return Slab::Open(device, handle);
-  }
   static constexpr auto* EnableAccess = &EnablePeerAccess;
   static constexpr auto* Fill = &jax_intranode::Fill;
   static constexpr auto* WriteWord = &jax_intranode::WriteWord;
@@ -45,7 +35,6 @@ struct CudaBackend {
   static void LoadAllKernels(int device) {
     CurrentDevice current(device);
     ThrowIfError(LoadKernels(), "loading the kernels");
-    ThrowIfError(LoadNormKernels(), "loading the kernels of norms");
     ThrowIfError(LoadSignalKernels(), "loading the kernels");
     LoadFusedKernels();
   }
@@ -54,10 +43,10 @@ struct CudaBackend {
   static constexpr auto* CloseCommunicators = &CloseDeviceCommunicators;
   static constexpr auto* Operations = &DeviceOperations;
   static CudaPlatform& ThePlatform() { return CudaPlatform::Get(); }
-  static void AddPeerBuffer(std::shared_ptr<DevicePeerBuffers::Buffer> buffer) {
+  static void AddPeerBuffer(std::shared_ptr<DevicePeerBuffer> buffer) {
     static_assert(sizeof(v1::PeerRecord) <= kRecordsBytes);
     for (const auto& [device, peers] : buffer->members) new (peers.record) v1::PeerRecord{};
-    CudaPlatform::Get().AddNew([&] { DevicePeerBuffers::Get().Add(std::move(buffer)); });
+    CudaPlatform::Get().AddNew([&] { DevicePeerBuffers::Get().Add(buffer->name, buffer); });
   }
   static constexpr auto* ClosePeer = &ClosePeerBuffer;
   static void AddHandlers(nb::dict* all) {

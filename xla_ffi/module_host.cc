@@ -26,28 +26,21 @@ struct HostBackend {
   static constexpr auto* kInstantiate = &HostCollectiveInstantiate;
   static constexpr auto* kExecute = &HostCollective;
 
-  static uintptr_t Records(const Slab&) { return 0; }
-  static std::string Handle(const Slab& slab) { return slab.name(); }
-  static void Unlink(Slab& slab) { slab.Unlink(); }
-  static std::shared_ptr<Slab> Allocate(int, size_t bytes, bool shared) {
-    return shared ? Segment::Create(bytes) : Segment::Private(bytes);
-  }
-  static std::shared_ptr<Slab> Open(int, const std::string& name, size_t bytes) {
-    return Segment::Open(name, bytes);
-  }
   static void EnableAccess(int, int) {}
-  static void Fill(int, char* address, int value, size_t bytes) { memset(address, value, bytes); }
-  static void WriteWord(int, char* address, uint32_t value) {
+  static void Fill(int, uintptr_t address, int value, size_t bytes) {
+    memset(reinterpret_cast<void*>(address), value, bytes);
+  }
+  static void WriteWord(int, uintptr_t address, uint32_t value) {
     Store(reinterpret_cast<uint32_t*>(address), value);
   }
-  static uint32_t ReadWord(int, char* address) {
+  static uint32_t ReadWord(int, uintptr_t address) {
     return Load(reinterpret_cast<uint32_t*>(address));
   }
-  static void ReadBytes(int, const char* address, char* to, size_t bytes) {
-    memcpy(to, address, bytes);
+  static void ReadBytes(int, uintptr_t address, char* to, size_t bytes) {
+    memcpy(to, reinterpret_cast<void*>(address), bytes);
   }
-  static void WriteBytes(int, char* address, const char* from, size_t bytes) {
-    memcpy(address, from, bytes);
+  static void WriteBytes(int, uintptr_t address, const char* from, size_t bytes) {
+    memcpy(reinterpret_cast<void*>(address), from, bytes);
   }
   static void LoadAllKernels(int) {}
 
@@ -55,10 +48,12 @@ struct HostBackend {
   static constexpr auto* CloseCommunicators = &CloseHostCommunicators;
   static constexpr auto* Operations = &HostOperations;
   static HostPlatform& ThePlatform() { return HostPlatform::Get(); }
-  static void AddPeerBuffer(std::shared_ptr<HostPeerBuffers::Buffer> buffer) {
-    HostPeerBuffers::Get().Add(std::move(buffer));
+  static void AddPeerBuffer(std::shared_ptr<PeerBuffer<HostCommunicator>> buffer) {
+    HostPeerBuffers::Get().Add(buffer->name, buffer);
   }
-  static void ClosePeer(const std::string& name) { HostPeerBuffers::Get().Remove(name); }
+  static void ClosePeer(const std::string& name) {
+    if (const auto buffer = HostPeerBuffers::Get().Remove(name)) buffer->closed = true;
+  }
   static void AddHandlers(nb::dict*) {}
 };
 

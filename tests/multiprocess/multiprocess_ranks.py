@@ -13,7 +13,8 @@ import pytest
 from devices import MOST_RANKS_OF_A_GPU, ranks_share_a_gpu
 from processes import free_port
 
-from jax_intranode._src.command_line import launcher
+from jax_intranode._src.command_line.launcher.files import RankError, run_ranks
+from jax_intranode._src.command_line.launcher.rank import rank_env, sharing_env
 
 _MAIN = Path(__file__).with_name("rank_main.py")
 
@@ -33,9 +34,9 @@ def environments_of_ranks(
         gpu = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if on_gpu else {}
         devices = local_devices and local_devices[rank]
         if ranks_share_a_gpu() and local_devices is None:
-            gpu = launcher.sharing_env(rank)
+            gpu = sharing_env(rank)
             devices = [0]
-        environments.append({**launcher.rank_env(rank, world, port, devices), **gpu, **extra})
+        environments.append({**rank_env(rank, world, port, devices), **gpu, **extra})
     return environments
 
 
@@ -65,7 +66,7 @@ def run_in_ranks(
         What each rank printed.
 
     Raises:
-        launcher.RankError: a rank failed. Its text begins with the rank that failed first.
+        RankError: a rank failed. Its text begins with the rank that failed first.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     platform = jax.devices()[0].platform
@@ -74,7 +75,7 @@ def run_in_ranks(
         sys.executable, str(_MAIN), platform, function.__code__.co_filename, function.__name__,
         json.dumps(list(arguments)),
     ]  # fmt: skip
-    launcher.run_ranks([command] * world, timeout_s=timeout_s, log_dir=log_dir, env=environments)
+    run_ranks([command] * world, timeout_s=timeout_s, log_dir=log_dir, env=environments)
     return [(log_dir / f"rank{rank}.log").read_text() for rank in range(world)]
 
 
@@ -143,7 +144,7 @@ def outcome_of_cases(
         run_in_ranks(
             run_cases, world, log_dir, timeout_s=timeout_s, env=env, arguments=[module, names]
         )
-    except launcher.RankError as error:
+    except RankError as error:
         return (log_dir / "rank0.log").read_text() + "\n" + str(error)
     return (log_dir / "rank0.log").read_text()
 

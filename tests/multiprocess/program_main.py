@@ -33,7 +33,7 @@ import programs_that_go_on  # noqa: E402
 import programs_with_faults  # noqa: E402
 
 import jax_intranode  # noqa: E402
-from jax_intranode._src.command_line import launcher  # noqa: E402
+from jax_intranode._src.command_line.launcher.rank import connect  # noqa: E402
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
     # Programs that a shell starts in the background ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if platform != "launch":
-        launcher.connect(platform)
+        connect(platform)
     sys.excepthook = sys.__excepthook__  # end as programs do that nobody prepared
     programs = {}
     for module in (programs_that_end, programs_that_go_on, programs_with_faults):

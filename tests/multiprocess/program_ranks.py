@@ -13,7 +13,7 @@ import pytest
 from devices import need_ranks
 from multiprocess_ranks import environments_of_ranks
 
-from jax_intranode._src.command_line import launcher
+from jax_intranode._src.command_line.launcher.files import RankError, run_ranks
 
 MAIN = Path(__file__).with_name("program_main.py")
 # Most programs sleep most of the time.
@@ -73,14 +73,14 @@ def run(name: str, program: Program, log_dir: Path, grace_s: float = 2) -> Outco
     environments = environments_of_ranks(world, program.env)
     codes = [0] * world
     try:
-        launcher.run_ranks(
+        run_ranks(
             [[*program.prefixes[rank], *command] for rank in range(world)],
             timeout_s=_TIMEOUT_S,
             log_dir=log_dir,
             env=environments,
             grace_s=grace_s,
         )
-    except launcher.RankError as error:
+    except RankError as error:
         codes = error.exit_codes
     return Outcome(codes, [(log_dir / f"rank{r}.log").read_text() for r in range(world)])
 

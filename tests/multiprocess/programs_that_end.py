@@ -31,7 +31,7 @@ from program_parts import (
 )
 
 import jax_intranode
-from jax_intranode._src.command_line import launcher
+from jax_intranode._src.command_line.launcher.rank import connect
 from jax_intranode._src.selection import config
 
 
@@ -122,7 +122,7 @@ def ends_at_different_times() -> None:
 
 
 def ends_long_before_its_peer() -> None:
-    """Longer than JAX's last barrier may take, which `launcher.connect` sets to 30 s."""
+    """Longer than JAX's last barrier may take, which `connect` sets to 30 s."""
     begin()
     if rank() == 0:
         time.sleep(36)
@@ -229,7 +229,7 @@ def distributed_again() -> None:
     jax.clear_caches()
     jax.extend.backend.clear_backends()
     os.environ[config.COORDINATOR] = f"127.0.0.1:{port}"
-    launcher.connect(jax.config.jax_platforms)
+    connect(jax.config.jax_platforms)
     begin()
     if rank() == 0:
         time.sleep(LATER_S)

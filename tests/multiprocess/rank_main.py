@@ -7,13 +7,14 @@ import sys
 import traceback
 from pathlib import Path
 
+from jax_intranode._src.command_line.launcher.rank import connect
+
 
 def main() -> None:
     platform, file, name, arguments = sys.argv[1:]
     sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
-    from jax_intranode._src.command_line import launcher
 
-    launcher.connect(platform)
+    connect(platform)
     spec = importlib.util.spec_from_file_location("rank_module", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from multiprocess_ranks import run_in_ranks
 
 import jax_intranode
-from jax_intranode._src.command_line import launcher
+from jax_intranode._src.command_line.launcher.files import RankError
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.jax_private.distributed import key_value_client
 from jax_intranode._src.native import extension
@@ -511,7 +511,7 @@ def reason_under(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], st
     failure = ""
     try:
         run_in_ranks(falls_back_in_turn, 2, log_dir, arguments=[environments(directory)])
-    except launcher.RankError as error:
+    except RankError as error:
         failure = str(error)
     logs = [(log_dir / f"rank{rank}.log").read_text() for rank in range(2)]
 
@@ -583,7 +583,7 @@ def test_no_segment_is_left(
 ) -> None:
     need_cpu("only CPU slabs are in /dev/shm")
     need_ranks(2)
-    with contextlib.nullcontext() if killed is None else pytest.raises(launcher.RankError) as error:
+    with contextlib.nullcontext() if killed is None else pytest.raises(RankError) as error:
         ranks(uses_segments, 2, env={"JAX_INTRANODE_TIMEOUT_S": "20"}, arguments=[killed])
     logs = [(tmp_path / "logs" / f"rank{rank}.log").read_text() for rank in range(2)]
     if killed is None:

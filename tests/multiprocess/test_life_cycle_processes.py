@@ -15,7 +15,7 @@ from multiprocess_ranks import run_in_ranks
 from processes import free_port
 
 import jax_intranode
-from jax_intranode._src.command_line import launcher
+from jax_intranode._src.command_line.launcher.files import RankError
 from jax_intranode._src.group import rendezvous
 from jax_intranode._src.jax_private.distributed import key_value_client
 
@@ -151,7 +151,7 @@ def test_restart_after_a_crash(
     need_ranks(2)
     port = free_port()
     monkeypatch.setattr(multiprocess_ranks, "free_port", lambda: port)
-    with pytest.raises(launcher.RankError) as error:
+    with pytest.raises(RankError) as error:
         ranks(crash, 2, arguments=[rank], env={"JAX_INTRANODE_TIMEOUT_S": "20"})
     assert error.value.exit_codes[rank] == -signal.SIGKILL
     assert all("DONE" in log for log in ranks(sums, 2))

@@ -13,7 +13,7 @@ from multiprocess_ranks import run_in_ranks
 
 import jax_intranode
 from jax_intranode._src.command_line.bench.settings import Settings
-from jax_intranode._src.command_line.launcher import PROCESS_PER_DEVICE
+from jax_intranode._src.command_line.launcher.functions import PROCESS_PER_DEVICE
 from jax_intranode._src.command_line.tune import command, sweep
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.ops.psum import selection

@@ -9,7 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "xla_ffi/cuda/norms.h"
 #include "xla_ffi/ffi/collectives_cuda.h"
 #include "xla_ffi/ffi/platform_cuda.h"
 #include "xla_ffi/health/call_sites.h"

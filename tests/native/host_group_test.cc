@@ -2,7 +2,7 @@
 // group of ranks and share its regions in one address space. Meant for ThreadSanitizer, too.
 //
 //   host_group_test sound|mesh [ranks] [processes] [rounds]
-//   host_group_test guards | deadline | mismatch | fail
+//   host_group_test guards | deadline | mismatch | fail | sites
 //
 // sound: each rank has two threads that arrive at the same 12 call sites in an order of their own,
 // as XLA's threads do, and start the next round without waiting for other ranks. Types, algorithms,
@@ -10,7 +10,8 @@
 // Progress(). The epoch wraps in the middle. mesh: the same on a hybrid cube mesh. guards: inputs
 // and results of every small size at every address, between guard bytes. deadline: ranks that never
 // arrive. mismatch: ranks that call different operations. fail: Fail() before, while and after
-// ranks arrive. Exit status 0: everything is right; 1: something is wrong, and a line says what.
+// ranks arrive. sites: the numbers of equal calls (ffi/site_numbers.h) when programs are compiled.
+// Exit status 0: everything is right; 1: something is wrong, and a line says what.
 #include "xla_ffi/host/host_group.h"
 
 #include <algorithm>
@@ -31,6 +32,7 @@
 #include <vector>
 
 #include "tests/native/test_monitor.h"
+#include "xla_ffi/ffi/site_numbers.h"
 #include "xla_ffi/health/call_sites.h"
 
 namespace jin = jax_intranode;
@@ -631,6 +633,35 @@ void Fails() {
   printf("fail: done\n");
 }
 
+// A program with two equal calls is compiled by this thread, and one is loaded, whose calls nobody
+// has lowered. Another thread compiles beside them.
+void Sites() {
+  constexpr uint64_t kCompiled = 1, kLoaded = 2, kBeside = 3;
+  jin::SiteNumbers& numbers = jin::SiteNumbers::Get();
+  const auto compile_beside = [&](uint64_t description) {
+    std::thread([&] {
+      numbers.Lower(description);
+      Require(numbers.Take(description) == 0, "a thread does not count its own calls from 0 on");
+      numbers.EndCompilation();
+    }).join();
+  };
+  numbers.Lower(kCompiled);
+  for (const uint64_t description : {kCompiled, kLoaded}) {
+    for (uint32_t number : {0, 1}) {
+      Require(numbers.Take(description) == number, "equal calls are not numbered in their order");
+    }
+  }
+  compile_beside(kBeside);
+  Require(numbers.Take(kCompiled) == 2, "a thread beside disturbs a count");
+  Require(numbers.Take(kLoaded) == 0, "calls of a loaded program are numbered on");
+  numbers.EndCompilation();
+  Require(numbers.Take(kCompiled) == 0, "a count does not start anew with the next program");
+  Require(numbers.Take(kLoaded) == 0, "calls of a loaded program are numbered on");
+  compile_beside(kCompiled);
+  Require(numbers.Take(kCompiled) == 0, "a program that another thread lowers is numbered on");
+  printf("sites: done\n");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -645,6 +676,8 @@ int main(int argc, char** argv) {
     printf("guards: done\n");
   } else if (mode == "fail") {
     Fails();
+  } else if (mode == "sites") {
+    Sites();
   } else {
     on_mesh = mode == "mesh";
     Sound(argc > 2 ? atoi(argv[2]) : 4, argc > 3 ? atoi(argv[3]) : 2,

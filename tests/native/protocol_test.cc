@@ -34,12 +34,9 @@
 
 #include "tests/native/protocol_thread.h"
 #include "xla_ffi/ffi/members.h"
-#include "xla_ffi/kernels/all_gather.h"
-#include "xla_ffi/kernels/all_to_all.h"
 #include "xla_ffi/kernels/hybrid_cube_mesh.h"
 #include "xla_ffi/kernels/norm_protocol.h"
-#include "xla_ffi/kernels/one_shot.h"
-#include "xla_ffi/kernels/reduce_scatter.h"
+#include "xla_ffi/kernels/one_hop.h"
 #include "xla_ffi/kernels/same_operation.h"
 #include "xla_ffi/kernels/segments.h"
 #include "xla_ffi/kernels/two_shot.h"
@@ -135,9 +132,10 @@ struct ShortSegments : jin::InSegments<Call> {
 // Runs a kernel: that of one epoch, or that of several segments.
 template <class Body, class Call>
 bool RunBody(HostThread& t, const TestGroup& g, const Call& call, const Plan& plan) {
-  if (plan.segments == 1) return Body::Run(t, g, call);
+  if (plan.segments == 1) return jin::RunOperation<Body>(t, g, call);
   const size_t packs = jin::SegmentPacks(plan.algorithm(), call.Packs(), g.size, plan.segments);
-  if (!g.short_segment) return Body::Run(t, g, jin::InSegments<Call>{call, packs, plan.segments});
+  if (!g.short_segment)
+    return jin::RunOperation<Body>(t, g, jin::InSegments<Call>{call, packs, plan.segments});
   const uint32_t first = jin::Begin(t, g);
   uint32_t step = 0;
   const ShortSegments<Call> cut{{call, packs, plan.segments}};
@@ -149,7 +147,7 @@ bool RunBody(HostThread& t, const TestGroup& g, const Call& call, const Plan& pl
 template <class Type, class Packets>
 bool RunAs(HostThread& t, const TestGroup& g, const jin::Buffers& call, const Plan& plan) {
   if (plan.kind == Kind::kHybridCubeMesh) {
-    return jin::HybridCubeMesh<Type, 0, Packets>::Run(t, g, call);
+    return jin::RunOperation<jin::HybridCubeMesh<Type, 0, Packets>>(t, g, call);
   }
   return plan.kind == Kind::kTwoShot ? RunBody<jin::TwoShot<Type, 0, Packets>>(t, g, call, plan)
                                      : RunBody<jin::OneShot<Type, 0, Packets>>(t, g, call, plan);
@@ -169,7 +167,7 @@ bool RunKernel(HostThread& t, const TestGroup& g, const Call& call, const Plan& 
     case Kind::kAllToAll:
       return RunBody<jin::AllToAll<Type, N, Packets>>(t, g, call, plan);
     case Kind::kHybridCubeMesh:
-      return jin::HybridCubeMesh<Type, 0, Packets>::Run(t, g, call);
+      return jin::RunOperation<jin::HybridCubeMesh<Type, 0, Packets>>(t, g, call);
     default:
       return false;  // RunNorm
   }

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "xla_ffi/kernels/norm_protocol.h"
-#include "xla_ffi/kernels/one_shot.h"
+#include "xla_ffi/kernels/one_hop.h"
 
 namespace protocol_test {
 

@@ -12,7 +12,6 @@ PROGRAMS = {
         "xla_ffi/host/host_group.cc",
         "xla_ffi/host/host_group_report.cc",
         "xla_ffi/host/progress.cc",
-        "xla_ffi/host/ticket.cc",
     ],
     "fused_order_test": ["tests/native/fused_order_test.cc"],
     "peer_test": [
@@ -21,7 +20,6 @@ PROGRAMS = {
         "xla_ffi/host/host_group.cc",
         "xla_ffi/host/host_group_report.cc",
         "xla_ffi/host/progress.cc",
-        "xla_ffi/host/ticket.cc",
     ],
     "failed_launch_test": [
         "tests/native/failed_launch_test.cc",
@@ -96,6 +94,7 @@ SOUND = {
             "deadline",
             "mismatch",
             "fail",
+            "sites",
         ],
         "full": [
             "sound 2 1 100",

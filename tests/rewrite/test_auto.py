@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 import jax_intranode
-from jax_intranode._src.rewrite.auto import groups, partitioner, plans, rewriting
+from jax_intranode._src.rewrite.auto import groups, overlap, partitioner, plans, rewriting
 from jax_intranode._src.selection import config
 
 __all__ = ["not_installed"]
@@ -75,6 +75,34 @@ def test_fsdp_gathers_weights() -> None:
     x = put(mesh, normal(2, 64, 16), ("data", "model"))
     before, after = check(mlp, p, x)
     assert before == {"all-gather": 2} and after == {"jax_intranode_all_gather": 2}
+
+
+EVERY = "data", "model"
+# Of an MLP: how x and both weights are sharded, and what XLA needs for its gradients.
+TWO_AXES = {
+    "FSDP over all devices": ((EVERY,), (EVERY,), (EVERY,)),
+    "FSDP over one axis of two": ((EVERY,), ("data",), ("data",)),
+    "FSDP and tensor parallel": (("data",), EVERY, EVERY[::-1]),
+    "FSDP and a divided sequence": (EVERY, EVERY, EVERY[::-1]),
+    "a divided sequence": (EVERY, (None, "model"), ("model",)),
+}
+
+
+@pytest.mark.parametrize("how", TWO_AXES)
+def test_gradients_over_two_axes(how: str) -> None:
+    """Sums over several axes, of which some scatter; arrays that are gathered along both."""
+    mesh = two_axes()
+    of_x, up, down = TWO_AXES[how]
+    p, x = weights(mesh, up, down), put(mesh, normal(2, 8, 16, 16), *of_x)
+
+    def loss(p: Any, x: Any) -> Any:
+        return (constrained(mesh, mlp(p, x), *of_x) ** 2).mean()
+
+    def step(p: Any, x: Any) -> Any:
+        return jax.tree.map(lambda w, g: w - g, p, jax.grad(loss)(p, x))
+
+    before, after = check(step, p, x)
+    assert of_xla(before) >= 4 and of_xla(after) == 0
 
 
 def test_scan_remat_and_donation() -> None:
@@ -245,7 +273,7 @@ def test_an_exception_leaves_the_program(
     def fail(*_: Any) -> Any:
         raise KeyError("not expected")
 
-    monkeypatch.setattr(groups, "groups_of", fail)
+    monkeypatch.setattr(groups, "replace", fail)
     mesh = two_axes()
     p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
     before, after = check(mlp, p, x)
@@ -262,17 +290,53 @@ def test_a_jaxlib_without_propagation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not switch.hook.enabled.value
 
 
-def test_what_xla_can_overlap_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gather that can run next to a matmul before its use; not the first one, nor sums."""
+@pytest.fixture
+def as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets the bytes from which on collectives are left that XLA can overlap."""
     monkeypatch.setattr(rewriting._Rewriting, "_on_gpus", lambda _: True)
-    monkeypatch.setattr(groups.sums, "OVERLAPPED_BYTES", 0)
+    return lambda nbytes: monkeypatch.setattr(overlap.sums, "OVERLAPPED_BYTES", nbytes)
+
+
+def test_what_xla_can_overlap_is_left(as_on_gpus: Any) -> None:
+    """A gather that can run next to a matmul before its use; not sums that all matmuls need."""
+    as_on_gpus(0)
     mesh = two_axes()
     x = put(mesh, normal(2, 64, 16), ("data", "model"))
-    before, after = check(mlp, weights(mesh, ("model", None), ("model", None)), x)
-    assert of_xla(before) == 2 and of_xla(after) == 1
+    p = weights(mesh, ("model", None), ("model", None))
+    before, after = check(lambda p, x: jnp.tanh(p["up"] @ p["down"]) * 2, p, x)
+    assert of_xla(before) == of_xla(after) + 1
     p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
     _, after = check(lambda p, x: mlp(p, mlp(p, x)), p, x)
     assert of_xla(after) == 0
+
+
+@pytest.mark.parametrize(("most", "left"), [(3 << 10, 2), (4 << 10, 0)])
+def test_gathers_that_xla_combines_are_judged_as_one(most: int, left: int, as_on_gpus: Any) -> None:
+    """Those of parameters, of which only the second can run next to a matmul."""
+    as_on_gpus(most)
+    mesh = two_axes()
+    p = weights(mesh, ("model", None), ("model", None))
+    before, after = check(mlp, p, put(mesh, normal(2, 64, 16), ("data", "model")))
+    assert (of_xla(before), of_xla(after)) == (2, left)
+
+
+@pytest.mark.parametrize("left", [2, 0])
+def test_sums_of_gradients_are_judged_as_one(left: int, as_on_gpus: Any) -> None:
+    """XLA combines them, also the last one, which has no matmul behind it.
+
+    The sums of tensor parallelism, which each matmul needs, are ours at every size.
+    """
+    mesh = two_axes()
+    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+    nbytes = sum(w.addressable_shards[0].data.nbytes for w in p.values())
+    as_on_gpus(nbytes - 1 if left else nbytes)
+    f = jax.grad(lambda p, x: jnp.sin(mlp(p, x)).sum())
+    before, after = check(f, p, x)
+    assert of_xla(before) == 3 and of_xla(after) == left
+    with jax_intranode.accelerate(auto=True):
+        calls = jax_intranode.explain(f)(p, x)
+    reasons = [call.reason for call in calls if call.algorithm == "lax"]
+    assert len(reasons) == left and all("combines" in reason for reason in reasons)
 
 
 def test_strict_names_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,9 +435,6 @@ def test_a_loop_whose_result_is_sliced_whole() -> None:
     assert of_xla(after) == 0
 
 
-EVERY = "data", "model"
-
-
 @pytest.mark.parametrize(
     ("up", "down", "x"),
     [
@@ -460,11 +521,11 @@ def test_plans_of_a_dot() -> None:
     m, none = ("m",), ()
     summed = plans.plans(labels, ((none, m), (m, none)), (none, none))
     found = [plan for plan in summed if not plan.gathers]
-    assert [(plan.sums, plan.scatter) for plan in found] == [((m,), None)]
+    assert [plan.sums for plan in found] == [(plans.Sum(m),)]
     scattered = list(plans.plans(labels, ((none, m), (m, none)), (none, m)))
-    assert ((m,), 1) in [(plan.sums, plan.scatter) for plan in scattered]
+    assert (plans.Sum(m, 1),) in [plan.sums for plan in scattered]
     sizes = {"m": 4}
     for count, fits in ((64, True), (32, False)):
         one = [("all-reduce", frozenset("m"), count)]
-        fitting = plans.with_sums_of(found[0], one, ((8, 8), (8, 8)), (8, 8), sizes)
+        fitting = plans.as_found(found[0], one, ((8, 8), (8, 8)), (8, 8), sizes)
         assert (fitting is not None) is fits

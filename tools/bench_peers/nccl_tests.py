@@ -10,8 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from bench_peers.peer import Peer, Unavailable
-from jax_intranode._src.command_line import launcher
 from jax_intranode._src.command_line.bench.settings import Settings
+from jax_intranode._src.command_line.launcher.files import run_ranks
 from jax_intranode._src.command_line.launcher.progress import ProgressLine
 
 # The program for each operation, and the names that nccl-tests has for the dtypes.
@@ -54,7 +54,7 @@ def _measure(
         line.begin(f"nccl-tests, {dtype}")
         line.show()
         command = command_line(program, settings, sizes, dtype)
-        launcher.run_ranks([command], timeout_s=timeout_s, log_dir=directory)
+        run_ranks([command], timeout_s=timeout_s, log_dir=directory)
         line.clear()
         text = (directory / "rank0.log").read_text(errors="replace")
         version = version_of(text)

@@ -8,8 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from bench_peers.peer import Peer, Unavailable
-from jax_intranode._src.command_line import launcher
 from jax_intranode._src.command_line.bench.settings import Settings
+from jax_intranode._src.command_line.launcher.functions import SINGLE_PROCESS, run_function
 from jax_intranode._src.command_line.launcher.progress import ProgressLine
 from jax_intranode._src.group import nvml
 
@@ -34,8 +34,8 @@ def _measure(
             f"it runs on all GPUs that JAX sees, {gpus}, and --devices is {settings.devices}; set "
             "CUDA_VISIBLE_DEVICES"
         )
-    asked = dataclasses.replace(settings, dtypes=dtypes, mode=launcher.SINGLE_PROCESS)
-    result: dict[str, Any] = launcher.run_function(
+    asked = dataclasses.replace(settings, dtypes=dtypes, mode=SINGLE_PROCESS)
+    result: dict[str, Any] = run_function(
         "bench_peers.pallas_rank:measure",
         dataclasses.asdict(asked),
         asked.job,

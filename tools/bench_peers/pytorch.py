@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from bench_peers.peer import Peer, Unavailable
-from jax_intranode._src.command_line import launcher
 from jax_intranode._src.command_line.bench import matmuls
 from jax_intranode._src.command_line.bench.settings import Settings
+from jax_intranode._src.command_line.launcher.files import run_ranks
 from jax_intranode._src.command_line.launcher.functions import Follower
 from jax_intranode._src.command_line.launcher.progress import ProgressLine
 
@@ -56,7 +56,7 @@ def _measure(
         for rank in range(settings.devices)
     ]
     follow = Follower(directory / "begun", line).follow
-    launcher.run_ranks(commands, timeout_s=timeout_s, log_dir=directory, follow=follow)
+    run_ranks(commands, timeout_s=timeout_s, log_dir=directory, follow=follow)
     result: dict[str, Any] = json.loads((directory / "rows.json").read_text())
     for failed in result["failed"]:
         sys.stderr.write(f"# not measured: {failed}\n")

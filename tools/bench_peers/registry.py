@@ -14,9 +14,9 @@ from bench_peers.nccl_tests import NCCL_TESTS
 from bench_peers.pallas import PALLAS
 from bench_peers.peer import Unavailable
 from bench_peers.pytorch import PYTORCH
-from jax_intranode._src.command_line import launcher
 from jax_intranode._src.command_line.bench.report import number
 from jax_intranode._src.command_line.bench.settings import Settings
+from jax_intranode._src.command_line.launcher.files import RankError
 from jax_intranode._src.command_line.launcher.progress import ProgressLine
 
 PEERS = {peer.name: peer for peer in (PYTORCH, PALLAS, NCCL_TESTS)}
@@ -48,7 +48,7 @@ def measure(
                 result = PEERS[name].measure(settings, Path(directory), timeout_s, line)
         except Unavailable as reason:
             sys.stderr.write(f"# {name} not measured: {reason}\n")
-        except launcher.RankError as error:
+        except RankError as error:
             sys.stderr.write(f"# {name} not measured: it failed.\n{error}\n")
         else:
             versions.append(result["version"])

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jax_intranode._src.command_line import launcher, machine
-from jax_intranode._src.command_line.launcher.job import Streams
+from jax_intranode._src.command_line import machine
+from jax_intranode._src.command_line.launcher.job import Job, Streams
+from jax_intranode._src.command_line.launcher.rank import rank_env, sharing_env
+from jax_intranode._src.command_line.launcher.service import coordination_service
 from jax_intranode._src.native import extension
 from soak_faults.matrix import Case
 
@@ -77,10 +79,10 @@ def run(case: Case, platform: str, slack: float) -> Seen:
         name = stack.enter_context(tempfile.TemporaryDirectory(prefix="jax_intranode_faults_"))
         directory = Path(name)
         # Not in a rank: JAX ends the others when it loses the service, and no error is seen.
-        coordinator = stack.enter_context(launcher.coordination_service(case.world))
+        coordinator = stack.enter_context(coordination_service(case.world))
         logs = [stack.enter_context((directory / f"{rank}.log").open("wb")) for rank in ranks]
         program = [sys.executable, "-P", "-m", "soak_faults.rank", str(case), platform]
-        with launcher.Job(
+        with Job(
             [[*program, str(rank), str(directory / f"{rank}.events")] for rank in ranks],
             env=[_environment(case, platform, rank, coordinator) for rank in ranks],
             streams=[Streams(stdout=log, stderr=subprocess.STDOUT) for log in logs],
@@ -94,7 +96,7 @@ def run(case: Case, platform: str, slack: float) -> Seen:
 
 def _environment(case: Case, platform: str, rank: int, coordinator: str) -> dict[str, str]:
     environment = {
-        **launcher.rank_env(rank, case.world, coordinator, [rank] if platform == "gpu" else [0]),
+        **rank_env(rank, case.world, coordinator, [rank] if platform == "gpu" else [0]),
         "JAX_INTRANODE_TIMEOUT_S": str(_LONG_TIMEOUT_S if case.fault == "late" else TIMEOUT_S),
         "JAX_ENABLE_X64": "0",
     }
@@ -103,7 +105,7 @@ def _environment(case: Case, platform: str, rank: int, coordinator: str) -> dict
     if platform == "gpu":
         environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
         if machine.has_one_gpu():
-            environment |= launcher.sharing_env(rank)
+            environment |= sharing_env(rank)
     else:
         # XLA takes long to optimize, and our handlers are no part of what it optimizes.
         environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
@@ -118,7 +120,7 @@ def _events(directory: Path, rank: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]  # the last one may be unfinished
 
 
-def _watch(case: Case, platform: str, job: launcher.Job, directory: Path, slack: float) -> Seen:
+def _watch(case: Case, platform: str, job: Job, directory: Path, slack: float) -> Seen:
     """Waits for the survivors, and for the victim if it is to end by itself."""
     processes = [Process() for _ in job.processes]
     # A victim that ends before it has met the others waits for them in JAX's last barrier.

@@ -1,7 +1,8 @@
 #include "collectives.h"
 
+#include <utility>
+
 #include "../kernels/same_operation.h"
-#include "collective_kernels.h"
 
 namespace jax_intranode {
 namespace {
@@ -19,72 +20,106 @@ const void* Kernel(Algorithm algorithm, ElementType type, int size, CallKind kin
   return nullptr;
 }
 
-// Runs the kernel for a call of a kind; cudaErrorInvalidDeviceFunction if there is none.
-template <class Call>
-cudaError_t LaunchKernel(Algorithm algorithm, ElementType type, const DeviceGroup& group,
-                         CallKind kind, const Call& call, uint32_t segments, LaunchShape shape,
-                         cudaStream_t stream) {
-  const void* kernel = Kernel(algorithm, type, group.size, kind, segments > 1);
+const void* KernelOfNorm(ElementType type, int size, bool aligned) {
+  switch (type) {
+    case ElementType::kF32:
+      return NormKernel<ElementType::kF32>(size, aligned);
+    case ElementType::kBF16:
+      return NormKernel<ElementType::kBF16>(size, aligned);
+    case ElementType::kF16:
+      return NormKernel<ElementType::kF16>(size, aligned);
+    default:
+      return nullptr;
+  }
+}
+
+// Launches a kernel, which checks that all ranks run `operation`; cudaErrorInvalidDeviceFunction if
+// there is none.
+cudaError_t LaunchKernel(const void* kernel, DeviceGroup group, uint64_t operation,
+                         const void* call, LaunchShape shape, cudaStream_t stream) {
   if (kernel == nullptr) return cudaErrorInvalidDeviceFunction;
-  const size_t packs = SegmentPacks(algorithm, call.Packs(), group.size, segments);
-  const InSegments<Call> cut{call, packs, segments};
-  const void* taken = segments > 1 ? static_cast<const void*>(&cut) : &call;
-  void* arguments[] = {const_cast<DeviceGroup*>(&group), const_cast<void*>(taken)};
+  group.operation = operation;
+  void* arguments[] = {&group, const_cast<void*>(call)};
   const dim3 grid(shape.blocks + kCheckBlocks), block(shape.threads);
   return cudaLaunchKernel(kernel, grid, block, arguments, 0, stream);
 }
 
-DeviceGroup Named(DeviceGroup group, Algorithm algorithm, ElementType type, size_t bytes) {
-  group.operation = OperationWord(algorithm, type, bytes);
-  return group;
+// Runs the kernel for a call of a kind. `bytes`: what the ranks must agree on.
+template <class Call>
+cudaError_t LaunchCollective(Algorithm algorithm, ElementType type, const DeviceGroup& group,
+                             CallKind kind, const Call& call, size_t bytes, uint32_t segments,
+                             LaunchShape shape, cudaStream_t stream) {
+  const size_t packs = SegmentPacks(algorithm, call.Packs(), group.size, segments);
+  const InSegments<Call> cut{call, packs, segments};
+  return LaunchKernel(Kernel(algorithm, type, group.size, kind, segments > 1), group,
+                      OperationWord(algorithm, type, bytes),
+                      segments > 1 ? static_cast<const void*>(&cut) : &call, shape, stream);
 }
 
 }  // namespace
 
-cudaError_t Launch(Algorithm algorithm, ElementType type, const DeviceGroup& unnamed,
+cudaError_t Launch(Algorithm algorithm, ElementType type, const DeviceGroup& group,
                    const Buffer& buffer, uint32_t segments, LaunchShape shape,
                    cudaStream_t stream) {
   if (algorithm == Algorithm::kHybridCubeMesh) {  // its kernels take many buffers
     Buffers buffers;
     buffers.Append(buffer);
-    return Launch(algorithm, type, unnamed, buffers, segments, shape, stream);
+    return Launch(algorithm, type, group, buffers, segments, shape, stream);
   }
-  const DeviceGroup group = Named(unnamed, algorithm, type, buffer.bytes);
   // Ranks may differ in this, because packs travel alike.
   const size_t shards = algorithm == Algorithm::kTwoShot ? group.size : 1;
   if (AlignedBuffer::Is(buffer, shards * segments)) {
     const AlignedBuffer aligned{buffer.in, buffer.out, buffer.bytes};
-    const cudaError_t status =
-        LaunchKernel(algorithm, type, group, CallKind::kAligned, aligned, segments, shape, stream);
+    const cudaError_t status = LaunchCollective(algorithm, type, group, CallKind::kAligned, aligned,
+                                                buffer.bytes, segments, shape, stream);
     if (status != cudaErrorInvalidDeviceFunction) return status;
   }
-  return LaunchKernel(algorithm, type, group, CallKind::kAny, buffer, segments, shape, stream);
+  return LaunchCollective(algorithm, type, group, CallKind::kAny, buffer, buffer.bytes, segments,
+                          shape, stream);
 }
 
-cudaError_t Launch(Algorithm algorithm, ElementType type, const DeviceGroup& unnamed,
+cudaError_t Launch(Algorithm algorithm, ElementType type, const DeviceGroup& group,
                    const Buffers& buffers, uint32_t segments, LaunchShape shape,
                    cudaStream_t stream) {
-  const DeviceGroup group = Named(unnamed, algorithm, type, buffers.Packs() * sizeof(Pack));
-  return LaunchKernel(algorithm, type, group, CallKind::kMany, buffers, segments, shape, stream);
+  return LaunchCollective(algorithm, type, group, CallKind::kMany, buffers,
+                          buffers.Packs() * sizeof(Pack), segments, shape, stream);
+}
+
+cudaError_t LaunchNorm(ElementType type, const DeviceGroup& group, const NormCall& call,
+                       LaunchShape shape, cudaStream_t stream) {
+  const uint64_t digest =
+      static_cast<uint64_t>(type) | uint64_t{call.hidden} << 4 | call.rows << 19;
+  return LaunchKernel(KernelOfNorm(type, group.size, call.aligned), group,
+                      OperationWordOfDigest(call.algorithm, digest), &call, shape, stream);
+}
+
+bool NormFits(ElementType type, const NormCall& call, LaunchShape shape) {
+  const size_t row_packs = PacksOf(call.hidden * ItemBytes(type));
+  const size_t most_per_thread = kMaxHidden * ItemBytes(type) / sizeof(Pack) / kMaxThreads;
+  const bool power_of_2 = (shape.threads & (shape.threads - 1)) == 0;
+  return power_of_2 && row_packs <= shape.threads * most_per_thread;
 }
 
 cudaError_t LoadKernels() {
-  for (Algorithm algorithm : kAlgorithms) {
-    for (ElementType type : kElementTypes) {
-      for (int size : {2, 3, 4, 8}) {
+  cudaError_t error = cudaSuccess;
+  const auto load = [&](const void* kernel) {
+    cudaFuncAttributes attributes;
+    if (kernel == nullptr || error != cudaSuccess) return;
+    error = cudaFuncGetAttributes(&attributes, kernel);
+  };
+  for (ElementType type : kElementTypes) {
+    for (int size : {2, 3, 4, 8}) {
+      for (Algorithm algorithm : kAlgorithms) {
         for (CallKind kind : {CallKind::kAligned, CallKind::kAny, CallKind::kMany}) {
           for (bool in_segments : {false, true}) {
-            const void* kernel = Kernel(algorithm, type, size, kind, in_segments);
-            if (kernel == nullptr) continue;
-            cudaFuncAttributes attributes;
-            const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
-            if (error != cudaSuccess) return error;
+            load(Kernel(algorithm, type, size, kind, in_segments));
           }
         }
       }
+      for (bool aligned : {false, true}) load(KernelOfNorm(type, size, aligned));
     }
   }
-  return cudaSuccess;
+  return error;
 }
 
 }  // namespace jax_intranode

@@ -1,10 +1,11 @@
-// Launches collectives on a CUDA stream. No XLA, no Python.
+// Launches collectives and norms on a CUDA stream. No XLA, no Python.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include "../kernels/algorithms.h"
 #include "../kernels/group.h"
+#include "../kernels/norm.h"
 #include "../kernels/segments.h"
 #include "failure.h"
 
@@ -23,8 +24,20 @@ struct DeviceGroup : Group {
 // Every driver takes kernel parameters of this size.
 static_assert(sizeof(DeviceGroup) + sizeof(InSegments<Buffers>) <= 4096);
 
-// The maximum number of threads of a block. It limits the registers of the kernels.
+// The maximum number of threads of a block. It limits the registers of the kernels. A row of a norm
+// of kMaxHidden elements takes all of them.
 constexpr int kMaxThreads = 512;
+
+// The buffers that a kernel takes: AlignedBuffer, Buffer or Buffers.
+enum class CallKind { kAligned, kAny, kMany };
+
+// The kernels of one element type, which collectives.cu and norms.cu define. These are compiled
+// once for each type. CollectiveKernel: that of a group of `size` ranks; null if there is none.
+// `in_segments`: it takes the buffers as InSegments (segments.h).
+template <ElementType type>
+const void* CollectiveKernel(Algorithm algorithm, int size, CallKind kind, bool in_segments);
+template <ElementType type>
+const void* NormKernel(int size, bool aligned);
 
 struct LaunchShape {
   int blocks;
@@ -38,6 +51,11 @@ cudaError_t Launch(Algorithm algorithm, ElementType type, const DeviceGroup& gro
 cudaError_t Launch(Algorithm algorithm, ElementType type, const DeviceGroup& group,
                    const Buffers& buffers, uint32_t segments, LaunchShape shape,
                    cudaStream_t stream);
+cudaError_t LaunchNorm(ElementType type, const DeviceGroup& group, const NormCall& call,
+                       LaunchShape shape, cudaStream_t stream);
+
+// Whether blocks of this shape can work on rows of this length.
+bool NormFits(ElementType type, const NormCall& call, LaunchShape shape);
 
 // Loads every kernel onto the current device. Loading may wait for what runs on the GPU, so it must
 // not happen while a peer's kernel waits for ours.

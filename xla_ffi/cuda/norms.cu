@@ -2,7 +2,6 @@
 // launch. A block works on one row after another.
 #include "../kernels/norm_protocol.h"
 #include "device_thread.h"
-#include "norms.h"
 
 namespace jax_intranode {
 namespace {
@@ -12,7 +11,7 @@ constexpr uint32_t kWarp = 32;
 // The thread context of norm_protocol.h. The block's threads are a power of 2, at least a warp.
 class RowThread : public DeviceThread {
  public:
-  static constexpr int kRowThreads = kMaxNormThreads;
+  static constexpr int kRowThreads = kMaxThreads;
   using DeviceThread::DeviceThread;
 
   __device__ size_t FirstUnit() const { return 0; }
@@ -22,7 +21,7 @@ class RowThread : public DeviceThread {
   // that writes one again has passed a barrier that all its readers reached after reading.
   template <uint32_t kMost>
   __device__ float Total(float (&v)[kMost], uint32_t count) {
-    constexpr uint32_t kMostWarps = kMaxNormThreads / kWarp;
+    constexpr uint32_t kMostWarps = kMaxThreads / kWarp;
     __shared__ float buffers[2][kMost * kMostWarps];
     float* const sums = buffers[turn_];
     turn_ ^= 1;
@@ -57,7 +56,7 @@ class RowThread : public DeviceThread {
 };
 
 template <class Type, int N, bool kAligned>
-__global__ void __launch_bounds__(kMaxNormThreads)
+__global__ void __launch_bounds__(kMaxThreads)
     jax_intranode_norm(const __grid_constant__ DeviceGroup group,
                        const __grid_constant__ NormCall call) {
   RowThread thread(group, call.algorithm);

@@ -1,9 +1,18 @@
+#include <vector>
+
 #include "../kernels/types.h"
 #include "device_thread.h"
 #include "signals.h"
 
 namespace jax_intranode {
 namespace {
+
+// Each thread sets a word. Whoever sees it set also sees what came before.
+JIN_FN void Set(const Words& words) {
+  if (threadIdx.x >= words.count) return;
+  __threadfence_system();
+  Store(words.word[threadIdx.x], 1);
+}
 
 __global__ void jax_intranode_open(const __grid_constant__ DeviceGroup group, Algorithm algorithm,
                                    RingHeader* ring, Signals* own,
@@ -16,27 +25,16 @@ __global__ void jax_intranode_open(const __grid_constant__ DeviceGroup group, Al
   if (threadIdx.x < group.size && threadIdx.x != group.rank) {
     TellOperation(group, threadIdx.x, Load(&group.Header()->operations));
   }
-  if (threadIdx.x < words.count) {
-    __threadfence_system();
-    Store(words.word[threadIdx.x], 1);
-  }
+  Set(words);
 }
 
-__global__ void jax_intranode_post(const __grid_constant__ Words words) {
-  if (threadIdx.x < words.count) {
-    __threadfence_system();
-    Store(words.word[threadIdx.x], 1);
-  }
-}
+__global__ void jax_intranode_post(const __grid_constant__ Words words) { Set(words); }
 
 __global__ void jax_intranode_post_and_await(const __grid_constant__ DeviceGroup group,
                                              Algorithm algorithm,
                                              const __grid_constant__ Words posted,
                                              const __grid_constant__ Words awaited) {
-  if (threadIdx.x < posted.count) {
-    __threadfence_system();
-    Store(posted.word[threadIdx.x], 1);
-  }
+  Set(posted);
   if (threadIdx.x >= awaited.count) return;
   DeviceThread thread(group, algorithm);
   uint32_t* const word = awaited.word[threadIdx.x];
@@ -152,12 +150,15 @@ cudaError_t SumPartials(ElementType type, const Partials& partials, int size, vo
 
 cudaError_t LoadSignalKernels() {
   const auto address = [](auto* kernel) { return reinterpret_cast<const void*>(kernel); };
-  for (const void* kernel : {address(&jax_intranode_open), address(&jax_intranode_post),
-                             address(&jax_intranode_post_and_await), address(&jax_intranode_close),
-                             SumKernel(ElementType::kBF16, 2), SumKernel(ElementType::kBF16, 3),
-                             SumKernel(ElementType::kBF16, 4), SumKernel(ElementType::kBF16, 8),
-                             SumKernel(ElementType::kF16, 2), SumKernel(ElementType::kF16, 3),
-                             SumKernel(ElementType::kF16, 4), SumKernel(ElementType::kF16, 8)}) {
+  std::vector<const void*> kernels{address(&jax_intranode_open), address(&jax_intranode_post),
+                                   address(&jax_intranode_post_and_await),
+                                   address(&jax_intranode_close)};
+  for (const int size : {2, 3, 4, 8}) {
+    for (const ElementType type : {ElementType::kBF16, ElementType::kF16}) {
+      kernels.push_back(SumKernel(type, size));
+    }
+  }
+  for (const void* kernel : kernels) {
     cudaFuncAttributes attributes;
     const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
     if (error != cudaSuccess) return error;

@@ -73,7 +73,7 @@ CurrentDevice::CurrentDevice(int device) {
 
 CurrentDevice::~CurrentDevice() { Contexts().set(previous_); }
 
-std::unique_ptr<Slab> Slab::Allocate(int device, size_t bytes) {
+std::unique_ptr<Slab> Slab::Allocate(int device, size_t bytes, bool) {
   CurrentDevice current(device);
   void* address = nullptr;
   ThrowIfError(cudaMalloc(&address, bytes),
@@ -82,7 +82,7 @@ std::unique_ptr<Slab> Slab::Allocate(int device, size_t bytes) {
                    " (JAX leaves room for it if XLA_PYTHON_CLIENT_MEM_FRACTION is lowered; "
                    "JAX_INTRANODE_SLAB_MIB and JAX_INTRANODE_RING_MIB set its size)");
   std::unique_ptr<Slab> slab(new Slab(device, static_cast<char*>(address), false));
-  Fill(device, slab->address(), 0, bytes);
+  Fill(device, reinterpret_cast<uintptr_t>(address), 0, bytes);
   void* records = nullptr;
   ThrowIfError(cudaHostAlloc(&records, kRecordsBytes, cudaHostAllocPortable | cudaHostAllocMapped),
                "allocating failure records");
@@ -91,7 +91,7 @@ std::unique_ptr<Slab> Slab::Allocate(int device, size_t bytes) {
   return slab;
 }
 
-std::unique_ptr<Slab> Slab::Open(int device, const std::string& handle) {
+std::unique_ptr<Slab> Slab::Open(int device, const std::string& handle, size_t) {
   cudaIpcMemHandle_t ipc;
   if (handle.size() != sizeof(ipc)) {
     throw std::runtime_error("jax_intranode: a CUDA IPC handle has " + std::to_string(sizeof(ipc)) +
@@ -134,37 +134,40 @@ void EnablePeerAccess(int device, int peer) {
                            " to CUDA device " + std::to_string(peer));
 }
 
-void Fill(int device, char* address, int value, size_t bytes) {
+void Fill(int device, uintptr_t address, int value, size_t bytes) {
   CurrentDevice current(device);
   Stream stream;
-  ThrowIfError(cudaMemsetAsync(address, value, bytes, stream.get()), "clearing a slab");
+  ThrowIfError(cudaMemsetAsync(reinterpret_cast<void*>(address), value, bytes, stream.get()),
+               "clearing a slab");
   stream.Synchronize("clearing a slab");
 }
 
-void ReadBytes(int device, const char* address, char* to, size_t bytes) {
+void ReadBytes(int device, uintptr_t address, char* to, size_t bytes) {
   CurrentDevice current(device);
   Stream stream;
-  ThrowIfError(cudaMemcpyAsync(to, address, bytes, cudaMemcpyDeviceToHost, stream.get()),
+  ThrowIfError(cudaMemcpyAsync(to, reinterpret_cast<void*>(address), bytes, cudaMemcpyDeviceToHost,
+                               stream.get()),
                "reading a peer buffer");
   stream.Synchronize("reading a peer buffer");
 }
 
-void WriteBytes(int device, char* address, const char* from, size_t bytes) {
+void WriteBytes(int device, uintptr_t address, const char* from, size_t bytes) {
   CurrentDevice current(device);
   Stream stream;
-  ThrowIfError(cudaMemcpyAsync(address, from, bytes, cudaMemcpyHostToDevice, stream.get()),
+  ThrowIfError(cudaMemcpyAsync(reinterpret_cast<void*>(address), from, bytes,
+                               cudaMemcpyHostToDevice, stream.get()),
                "writing to a peer buffer");
   stream.Synchronize("writing to a peer buffer");
 }
 
-void WriteWord(int device, char* address, uint32_t value) {
+void WriteWord(int device, uintptr_t address, uint32_t value) {
   CurrentDevice current(device);
   Stream stream;
   jax_intranode_write_word<<<1, 1, 0, stream.get()>>>(reinterpret_cast<uint32_t*>(address), value);
   stream.Synchronize("writing to a peer's slab");
 }
 
-uint32_t ReadWord(int device, char* address) {
+uint32_t ReadWord(int device, uintptr_t address) {
   CurrentDevice current(device);
   Stream stream;
   uint32_t* result = nullptr;

@@ -7,6 +7,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -35,9 +36,9 @@ constexpr size_t kRecordsBytes = 4096;
 class Slab {
  public:
   // Zeroed memory on `device`.
-  static std::unique_ptr<Slab> Allocate(int device, size_t bytes);
+  static std::unique_ptr<Slab> Allocate(int device, size_t bytes, bool shared);
   // Another process's slab, as kernels on `device` address it.
-  static std::unique_ptr<Slab> Open(int device, const std::string& handle);
+  static std::unique_ptr<Slab> Open(int device, const std::string& handle, size_t bytes);
 
   ~Slab();
   Slab(const Slab&) = delete;
@@ -45,6 +46,7 @@ class Slab {
 
   // The bytes of a cudaIpcMemHandle_t.
   std::string Handle() const;
+  void Unlink() {}  // a handle of CUDA IPC has no name
   char* address() const { return address_; }
   // A page of zeroed host memory for failure records, which kernels of any device can write. It
   // lives as long as the slab.
@@ -64,15 +66,15 @@ class Slab {
 void EnablePeerAccess(int device, int peer);
 
 // Sets bytes that `device` can address to `value`; returns when it is done.
-void Fill(int device, char* address, int value, size_t bytes);
+void Fill(int device, uintptr_t address, int value, size_t bytes);
 
 // Copies between host memory and memory of `device`; returns when it is done.
-void ReadBytes(int device, const char* address, char* to, size_t bytes);
-void WriteBytes(int device, char* address, const char* from, size_t bytes);
+void ReadBytes(int device, uintptr_t address, char* to, size_t bytes);
+void WriteBytes(int device, uintptr_t address, const char* from, size_t bytes);
 
 // Writes or reads one word by a kernel on `device`; returns when it is done. The rendezvous tests
 // the paths to peers with these.
-void WriteWord(int device, char* address, uint32_t value);
-uint32_t ReadWord(int device, char* address);
+void WriteWord(int device, uintptr_t address, uint32_t value);
+uint32_t ReadWord(int device, uintptr_t address);
 
 }  // namespace jax_intranode

@@ -2,13 +2,15 @@
 
 #include <algorithm>
 #include <exception>
-#include <memory>
+#include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "../cuda/fused_matmul.h"
-#include "../cuda/matmul_site.h"
+#include "../cuda/pipelined_matmul.h"
 #include "../health/call_sites.h"
+#include "../kernels/same_operation.h"
 #include "collectives_cuda.h"
 #include "operands.h"
 #include "site.h"
@@ -22,60 +24,86 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_intranode::MatmulPlan,
 namespace jax_intranode {
 namespace {
 
-// The state of a call site, which instantiate creates: the matmuls of each device of this process.
+// A digest of what the ranks must agree on. Never 0.
+uint64_t DigestOf(const MatmulCall& call, const MatmulPlan& plan) {
+  uint64_t digest = 0xCBF29CE484222325;  // FNV-1a
+  const auto add = [&](uint64_t value) { digest = (digest ^ value) * 0x100000001B3; };
+  for (const uint64_t value :
+       {static_cast<uint64_t>(call.type), static_cast<uint64_t>(call.transposed),
+        static_cast<uint64_t>(call.outer), static_cast<uint64_t>(call.rows),
+        static_cast<uint64_t>(call.gathered != nullptr), uint64_t{call.wgrads.size()}}) {
+    add(value);
+  }
+  for (const int64_t k : call.ks) add(k);
+  for (const int64_t n : call.ns) add(n);
+  std::apply([&](const auto&... field) { (add(plan.*field.member), ...); }, kPlanFields);
+  return digest >> 1 | 1;
+}
+
+// A collective matmul: by the fused kernel or by the cuBLASLt pipeline, as the plan says.
 struct MatmulDeviceSite : Site<DeviceCommunicator> {
-  static ffi::TypeId id;
+  static constexpr char kName[] = "jax_intranode_matmul_device_site";
+  inline static ffi::TypeId id = {};
   int64_t axis;     // of x, along which the ranks' operands are joined
   bool transposed;  // matrices are [n, k]
   bool gathered;    // the gathered x is a result
   int wgrads;       // number of weight gradients
   MatmulPlan plan;
-  std::vector<std::unique_ptr<MatmulSite>> sites;  // by CUDA device ordinal
+  uint32_t number;  // of the call site
 
   bool gathers() const { return algorithm == Algorithm::kAllGatherMatmul; }
+
+  ffi::Error Read(ffi::Dictionary all);
+
+  // Bytes of scratch that a call needs.
+  size_t ScratchBytes(const MatmulCall& call, int size) const {
+    return plan.fused() ? FusedScratchBytes(algorithm, call, size, plan)
+                        : PipelineScratchBytes(algorithm, call, size);
+  }
+  // Does what must not be done while a peer waits. Only the call's shapes matter.
+  void Prepare(const MatmulMember& member, const MatmulCall& call) const {
+    if (!plan.fused()) PreparePipeline(member, algorithm, plan, call);
+  }
+  // Enqueues the operation; may be captured. Throws CUDA's errors.
+  void Enqueue(MatmulMember member, const MatmulCall& call, cudaStream_t stream) const {
+    member.group.site = number;
+    member.group.operation = OperationWordOfDigest(algorithm, DigestOf(call, plan));
+    plan.fused() ? LaunchFused(member, algorithm, plan, call, stream)
+                 : EnqueuePipeline(member, algorithm, plan, call, stream);
+  }
 };
-ffi::TypeId MatmulDeviceSite::id = {};
 
 ffi::Error Invalid(const MatmulDeviceSite& site, const std::string& what) {
   return ffi::Error::InvalidArgument(std::string("jax_intranode: ") +
                                      OperationName(site.algorithm) + ": " + what);
 }
 
-ffi::ErrorOr<std::unique_ptr<MatmulDeviceSite>> Instantiate(ffi::Dictionary all) {
-  auto site = std::make_unique<MatmulDeviceSite>();
+ffi::Error MatmulDeviceSite::Read(ffi::Dictionary all) {
   Attributes attributes(all);
-  site->axis = attributes.Get<int64_t>("axis");
-  site->transposed = attributes.Get<int32_t>("transposed") != 0;
-  site->gathered = attributes.Get<int32_t>("gathered") != 0;
-  const int wgrads = site->wgrads = attributes.Get<int32_t>("wgrads");
-  const MatmulPlan plan = site->plan = attributes.Get<MatmulPlan>("plan");
-  if (ffi::Error error = site->Read(&attributes); error.failure()) {
-    return ffi::Unexpected(std::move(error));
-  }
-  const bool gathers = site->algorithm == Algorithm::kAllGatherMatmul;
-  if ((!gathers && site->algorithm != Algorithm::kMatmulReduceScatter) ||
-      !IsValid(site->algorithm, plan) || (site->gathered && !gathers) || wgrads < 0 ||
-      plan.wgrad != (wgrads > 0) || (wgrads > 0 && (site->gathered || !site->transposed))) {
-    return ffi::Unexpected(ffi::Error::InvalidArgument(
+  axis = attributes.Get<int64_t>("axis");
+  transposed = attributes.Get<int32_t>("transposed") != 0;
+  gathered = attributes.Get<int32_t>("gathered") != 0;
+  wgrads = attributes.Get<int32_t>("wgrads");
+  plan = attributes.Get<MatmulPlan>("plan");
+  if (ffi::Error error = Site::Read(&attributes); error.failure()) return error;
+  if ((!gathers() && algorithm != Algorithm::kMatmulReduceScatter) || !IsValid(algorithm, plan) ||
+      (gathered && !gathers()) || wgrads < 0 || plan.wgrad != (wgrads > 0) ||
+      (wgrads > 0 && (gathered || !transposed))) {
+    return ffi::Error::InvalidArgument(
         "jax_intranode: there is not a collective matmul of algorithm " +
-        std::to_string(static_cast<int>(site->algorithm)) + " with transposed=" +
-        std::to_string(site->transposed) + ", gathered=" + std::to_string(site->gathered) + ", " +
-        std::to_string(wgrads) + " weight gradients and plan " + ToString(plan) + "."));
+        std::to_string(static_cast<int>(algorithm)) + " with transposed=" +
+        std::to_string(transposed) + ", gathered=" + std::to_string(gathered) + ", " +
+        std::to_string(wgrads) + " weight gradients and plan " + ToString(plan) + ".");
   }
-  if (site->communicator->matmul_members.empty()) {
-    return ffi::Unexpected(ffi::Error(
+  if (communicator->matmul_members.empty()) {
+    return ffi::Error(
         ffi::ErrorCode::kFailedPrecondition,
-        std::string("jax_intranode: this program overlaps ") + OperationName(site->algorithm) +
+        std::string("jax_intranode: this program overlaps ") + OperationName(algorithm) +
             ", for which the devices have no ring here. Run it as it was compiled: with "
-            "JAX_INTRANODE_RING_MIB as then, and with cuBLASLt."));
+            "JAX_INTRANODE_RING_MIB as then, and with cuBLASLt.");
   }
-  const uint32_t number = CallSites::Get().Number(site->text);
-  for (const std::optional<MatmulMember>& member : site->communicator->matmul_members) {
-    site->sites.push_back(
-        member ? std::make_unique<MatmulSite>(*member, site->algorithm, site->plan, number)
-               : nullptr);
-  }
-  return {std::move(site)};
+  number = CallSites::Get().Number(text);
+  return ffi::Error::Success();
 }
 
 // The operands and results of one execution. They are checked again, although lowering has checked
@@ -234,7 +262,7 @@ class CallChecker {
     }
     const ffi::AnyBuffer& scratch = out_.back();
     call_->scratch = scratch.untyped_data();
-    const size_t needed = MatmulSite::ScratchBytes(site_.algorithm, *call_, size_, site_.plan);
+    const size_t needed = site_.ScratchBytes(*call_, size_);
     if (scratch.size_bytes() < needed) {
       return Wrong("scratch of " + std::to_string(scratch.size_bytes()) + " bytes; it needs " +
                    std::to_string(needed) + ".");
@@ -252,18 +280,19 @@ class CallChecker {
   ffi::DataType type_;
 };
 
+// Calls `act(member, call)` with a call that has been checked.
 template <class Do>
 ffi::Error WithCall(MatmulDeviceSite* site, int32_t device, ffi::RemainingArgs args,
                     ffi::RemainingRets rets, Do&& act) {
   DeviceCommunicator& communicator = *site->communicator;
   if (ffi::Error error = CheckUsable(communicator, device); error.failure()) return error;
-  // Every device that CheckUsable lets pass has a member and a site.
+  // Every device that CheckUsable lets pass has a member.
+  const MatmulMember& member = *communicator.matmul_members[device];
   MatmulCall call;
-  ffi::Error error =
-      CallChecker(*site, *communicator.matmul_members[device], &call).Run(args, rets);
+  ffi::Error error = CallChecker(*site, member, &call).Run(args, rets);
   if (error.failure()) return error;
   try {
-    act(*site->sites[device], call);
+    act(member, call);
   } catch (const std::exception& failure) {
     return ffi::Error::Internal(failure.what());
   }
@@ -273,50 +302,42 @@ ffi::Error WithCall(MatmulDeviceSite* site, int32_t device, ffi::RemainingArgs a
 // Called at every execution. Only the first call of a site does something.
 ffi::Error Initialize(int32_t device, MatmulDeviceSite* site, ffi::RemainingArgs args,
                       ffi::RemainingRets rets, ffi::Dictionary) {
-  return WithCall(site, device, args, rets,
-                  [](MatmulSite& of_device, const MatmulCall& call) { of_device.Prepare(call); });
+  return WithCall(
+      site, device, args, rets,
+      [&](const MatmulMember& member, const MatmulCall& call) { site->Prepare(member, call); });
 }
 
 // Called eagerly, or while XLA captures a graph, or not at all when a graph is replayed.
 ffi::Error Execute(cudaStream_t stream, int32_t device, MatmulDeviceSite* site,
                    ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary) {
   device_handler_calls.fetch_add(1, std::memory_order_relaxed);
-  ffi::Error error = WithCall(
-      site, device, args, rets,
-      [&](MatmulSite& of_device, const MatmulCall& call) { of_device.Enqueue(call, stream); });
+  ffi::Error error =
+      WithCall(site, device, args, rets, [&](const MatmulMember& member, const MatmulCall& call) {
+        site->Enqueue(member, call, stream);
+      });
   return Launched(*site->communicator, device, stream, std::move(error));
 }
 
 }  // namespace
 
 XLA_FFI_Error* CudaCollectiveMatmulInstantiate(XLA_FFI_CallFrame* frame) {
-  RegisterStateType<MatmulDeviceSite>(frame->api, "jax_intranode_matmul_device_site");
-  XLA_FFI_DEFINE_HANDLER(handler, Instantiate, ffi::Ffi::BindInstantiate().Attrs());
-  return (*handler)(frame);
+  return InstantiateHandler<MatmulDeviceSite>(frame);
 }
 
 XLA_FFI_Error* CudaCollectiveMatmulInitialize(XLA_FFI_CallFrame* frame) {
-  XLA_FFI_DEFINE_HANDLER(handler, Initialize,
-                         ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
-                             .Ctx<ffi::DeviceOrdinal>()
-                             .Ctx<ffi::State<MatmulDeviceSite>>()
-                             .RemainingArgs()
-                             .RemainingRets()
-                             .Attrs());
-  return (*handler)(frame);
+  static auto* const handler =
+      BindCall<MatmulDeviceSite>(ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>())
+          .To(Initialize)
+          .release();
+  return handler->Call(frame);
 }
 
 XLA_FFI_Error* CudaCollectiveMatmul(XLA_FFI_CallFrame* frame) {
-  XLA_FFI_DEFINE_HANDLER(handler, Execute,
-                         ffi::Ffi::Bind()
-                             .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                             .Ctx<ffi::DeviceOrdinal>()
-                             .Ctx<ffi::State<MatmulDeviceSite>>()
-                             .RemainingArgs()
-                             .RemainingRets()
-                             .Attrs(),
-                         {ffi::Traits::kCmdBufferCompatible});
-  return (*handler)(frame);
+  static auto* const handler =
+      BindCall<MatmulDeviceSite>(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>())
+          .To(Execute, {ffi::Traits::kCmdBufferCompatible})
+          .release();
+  return handler->Call(frame);
 }
 
 }  // namespace jax_intranode

@@ -3,7 +3,6 @@
 #include <type_traits>
 #include <utility>
 
-#include "../cuda/norms.h"
 #include "../health/call_sites.h"
 #include "operands.h"
 #include "site.h"
@@ -11,30 +10,24 @@
 namespace jax_intranode {
 namespace {
 
-// The state that instantiate creates for execute. All devices of the executable share it; read
-// only.
 struct DeviceSite : CollectiveSite<DeviceCommunicator> {
-  static ffi::TypeId id;
+  static constexpr char kName[] = "jax_intranode_device_site";
+  inline static ffi::TypeId id = {};
   uint32_t number;  // of the call site
+
+  ffi::Error Read(ffi::Dictionary attributes) {
+    if (ffi::Error error = CollectiveSite::Read(attributes); error.failure()) return error;
+    if (blocks < 1 || blocks > kMaxBlocks || threads < 32 || threads > kMaxThreads ||
+        threads % 32 != 0) {
+      return ffi::Error::InvalidArgument("jax_intranode: a collective can't be launched with " +
+                                         std::to_string(blocks) + " blocks of " +
+                                         std::to_string(threads) + " threads.");
+    }
+    number = CallSites::Get().Number(text);
+    return ffi::Error::Success();
+  }
   LaunchShape shape() const { return {blocks, threads}; }
 };
-ffi::TypeId DeviceSite::id = {};
-
-ffi::ErrorOr<std::unique_ptr<DeviceSite>> Instantiate(ffi::Dictionary attributes) {
-  auto site = std::make_unique<DeviceSite>();
-  if (ffi::Error error = site->Read(attributes); error.failure()) {
-    return ffi::Unexpected(std::move(error));
-  }
-  const int most = IsNorm(site->algorithm) ? kMaxNormThreads : kMaxThreads;
-  if (site->blocks < 1 || site->blocks > kMaxBlocks || site->threads < 32 || site->threads > most ||
-      site->threads % 32 != 0) {
-    return ffi::Unexpected(ffi::Error::InvalidArgument(
-        "jax_intranode: a collective can't be launched with " + std::to_string(site->blocks) +
-        " blocks of " + std::to_string(site->threads) + " threads."));
-  }
-  site->number = CallSites::Get().Number(site->text);
-  return {std::move(site)};
-}
 
 cudaError_t LaunchOne(const DeviceSite& site, ElementType type, const DeviceGroup& group,
                       const Buffers& buffers, cudaStream_t stream) {
@@ -114,22 +107,15 @@ ffi::Error Launched(DeviceCommunicator& communicator, int32_t device, cudaStream
 }
 
 XLA_FFI_Error* CudaCollectiveInstantiate(XLA_FFI_CallFrame* frame) {
-  RegisterStateType<DeviceSite>(frame->api, "jax_intranode_device_site");
-  XLA_FFI_DEFINE_HANDLER(handler, Instantiate, ffi::Ffi::BindInstantiate().Attrs());
-  return (*handler)(frame);
+  return InstantiateHandler<DeviceSite>(frame);
 }
 
 XLA_FFI_Error* CudaCollective(XLA_FFI_CallFrame* frame) {
-  XLA_FFI_DEFINE_HANDLER(handler, Execute,
-                         ffi::Ffi::Bind()
-                             .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                             .Ctx<ffi::DeviceOrdinal>()
-                             .Ctx<ffi::State<DeviceSite>>()
-                             .RemainingArgs()
-                             .RemainingRets()
-                             .Attrs(),
-                         {ffi::Traits::kCmdBufferCompatible});
-  return (*handler)(frame);
+  static auto* const handler =
+      BindCall<DeviceSite>(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>())
+          .To(Execute, {ffi::Traits::kCmdBufferCompatible})
+          .release();
+  return handler->Call(frame);
 }
 
 }  // namespace jax_intranode

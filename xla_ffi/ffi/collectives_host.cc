@@ -16,27 +16,23 @@ namespace {
 // tens of microseconds. A polling thread yields to others.
 constexpr auto kPatience = std::chrono::microseconds(100);
 
-// The state that instantiate creates for execute.
 struct HostSite : CollectiveSite<HostCommunicator> {
-  static ffi::TypeId id;
+  static constexpr char kName[] = "jax_intranode_host_site";
+  inline static ffi::TypeId id = {};
   uint64_t identity;  // by which ranks match their calls
   uint64_t name;      // for messages
-};
-ffi::TypeId HostSite::id = {};
 
-ffi::ErrorOr<std::unique_ptr<HostSite>> Instantiate(ffi::Dictionary attributes) {
-  auto site = std::make_unique<HostSite>();
-  if (ffi::Error error = site->Read(attributes); error.failure()) {
-    return ffi::Unexpected(std::move(error));
+  ffi::Error Read(ffi::Dictionary attributes) {
+    if (ffi::Error error = CollectiveSite::Read(attributes); error.failure()) return error;
+    const uint64_t kind =
+        static_cast<uint64_t>(algorithm) + (static_cast<uint64_t>(segments) << 32);
+    const uint64_t description = SiteNumbers::DescriptionOf(partition, text);
+    identity = SiteNumbers::Identity(description + kind, SiteNumbers::Get().Take(description));
+    name = Fnv1a(text);
+    CallSites::Get().Name(name, text);
+    return ffi::Error::Success();
   }
-  const uint64_t kind =
-      static_cast<uint64_t>(site->algorithm) + (static_cast<uint64_t>(site->segments) << 32);
-  const uint64_t description = SiteNumbers::DescriptionOf(site->partition, site->text);
-  site->identity = SiteNumbers::Identity(description + kind, SiteNumbers::Get().Take(description));
-  site->name = Fnv1a(site->text);
-  CallSites::Get().Name(site->name, site->text);
-  return {std::move(site)};
-}
+};
 
 ffi::Future Failed(ffi::Error error) {
   ffi::Promise promise;
@@ -89,20 +85,12 @@ ffi::Future Execute(int32_t device, HostSite* site, ffi::RemainingArgs xs, ffi::
 std::atomic<uint64_t> host_handler_calls{0};
 
 XLA_FFI_Error* HostCollectiveInstantiate(XLA_FFI_CallFrame* frame) {
-  RegisterStateType<HostSite>(frame->api, "jax_intranode_host_site");
-  XLA_FFI_DEFINE_HANDLER(handler, Instantiate, ffi::Ffi::BindInstantiate().Attrs());
-  return (*handler)(frame);
+  return InstantiateHandler<HostSite>(frame);
 }
 
 XLA_FFI_Error* HostCollective(XLA_FFI_CallFrame* frame) {
-  XLA_FFI_DEFINE_HANDLER(handler, Execute,
-                         ffi::Ffi::Bind()
-                             .Ctx<ffi::DeviceOrdinal>()
-                             .Ctx<ffi::State<HostSite>>()
-                             .RemainingArgs()
-                             .RemainingRets()
-                             .Attrs());
-  return (*handler)(frame);
+  static auto* const handler = BindCall<HostSite>(ffi::Ffi::Bind()).To(Execute).release();
+  return handler->Call(frame);
 }
 
 }  // namespace jax_intranode

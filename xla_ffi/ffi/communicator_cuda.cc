@@ -33,7 +33,7 @@ uint64_t past_operations = 0;  // of closed communicators
 // if it is read at least once in 2^32 operations.
 uint64_t OperationsNow(DeviceCommunicator& communicator, int device, const DeviceGroup& group) {
   auto& [last, count] = communicator.counted[device];
-  const uint32_t now = ReadWord(device, reinterpret_cast<char*>(&group.Header()->operations));
+  const uint32_t now = ReadWord(device, reinterpret_cast<uintptr_t>(&group.Header()->operations));
   count += static_cast<uint32_t>(now - last);
   last = now;
   return count;
@@ -115,7 +115,7 @@ void CloseDeviceCommunicators() {
   ForEachDevice([](DeviceCommunicator& communicator, int device, const DeviceGroup& group) {
     try {
       Synchronize(device);
-      WriteWord(device, reinterpret_cast<char*>(&group.Header()->closed), 1);
+      WriteWord(device, reinterpret_cast<uintptr_t>(&group.Header()->closed), 1);
       OperationsNow(communicator, device, group);
     } catch (const std::runtime_error&) {
       // The CUDA context is lost, and nothing runs in it any more.

@@ -32,60 +32,7 @@ struct PeerBuffer {
 };
 
 template <class Communicator>
-class PeerBuffers {
- public:
-  using Buffer = PeerBuffer<Communicator>;
-
-  // Never destroyed: executables may outlive static destruction.
-  static PeerBuffers& Get() {
-    static PeerBuffers* const buffers = new PeerBuffers;
-    return *buffers;
-  }
-
-  void Add(std::shared_ptr<Buffer> buffer) {
-    std::lock_guard lock(mutex_);
-    std::erase_if(all_, [](const auto& weak) { return weak.expired(); });
-    all_.push_back(buffer);
-    open_[buffer->name] = std::move(buffer);
-  }
-
-  std::shared_ptr<Buffer> Find(const std::string& name) const {
-    std::lock_guard lock(mutex_);
-    const auto found = open_.find(name);
-    return found == open_.end() ? nullptr : found->second;
-  }
-
-  // Takes a buffer off the list; null if it is not there.
-  std::shared_ptr<Buffer> Remove(const std::string& name) {
-    std::lock_guard lock(mutex_);
-    const auto found = open_.extract(name);
-    if (found.empty()) return nullptr;
-    found.mapped()->closed = true;
-    return found.mapped();
-  }
-
-  std::vector<std::string> Names() const {
-    std::lock_guard lock(mutex_);
-    std::vector<std::string> names;
-    for (const auto& [name, buffer] : open_) names.push_back(name);
-    return names;
-  }
-
-  // All buffers, including those that were removed but are still alive.
-  std::vector<std::shared_ptr<Buffer>> Alive() const {
-    std::lock_guard lock(mutex_);
-    std::vector<std::shared_ptr<Buffer>> alive;
-    for (const auto& weak : all_) {
-      if (auto buffer = weak.lock()) alive.push_back(std::move(buffer));
-    }
-    return alive;
-  }
-
- private:
-  mutable std::mutex mutex_;
-  std::map<std::string, std::shared_ptr<Buffer>> open_;
-  std::vector<std::weak_ptr<Buffer>> all_;
-};
+using PeerBuffers = Registry<PeerBuffer<Communicator>, std::string>;
 
 template <class Communicator>
 std::shared_ptr<PeerBuffer<Communicator>> MakePeerBuffer(const std::string& name,

@@ -11,14 +11,8 @@
 namespace jax_intranode {
 namespace {
 
-struct DevicePeerSite : PeerSite<DeviceCommunicator> {
-  static ffi::TypeId id;
-  uint32_t number;  // of the call site
-};
-ffi::TypeId DevicePeerSite::id = {};
-
 // Loads the kernels of all libraries onto the devices of a buffer, before one of them may wait.
-std::string LoadLibraries(const DevicePeerBuffers::Buffer& buffer) {
+std::string LoadLibraries(const DevicePeerBuffer& buffer) {
   for (const v1::Library* library : PeerLibraries::Get().All()) {
     for (const auto& [device, peers] : buffer.members) {
       const CurrentDevice current(static_cast<int>(device));
@@ -31,21 +25,24 @@ std::string LoadLibraries(const DevicePeerBuffers::Buffer& buffer) {
   return "";
 }
 
-ffi::ErrorOr<std::unique_ptr<DevicePeerSite>> Instantiate(ffi::Dictionary attributes) {
-  auto site = std::make_unique<DevicePeerSite>();
-  if (ffi::Error error = site->Read(attributes); error.failure()) {
-    return ffi::Unexpected(std::move(error));
+struct DevicePeerSite : PeerSite<DeviceCommunicator> {
+  static constexpr char kName[] = "jax_intranode_device_peer_site";
+  inline static ffi::TypeId id = {};
+  uint32_t number;  // of the call site
+
+  ffi::Error Read(ffi::Dictionary attributes) {
+    if (ffi::Error error = PeerSite::Read(attributes); error.failure()) return error;
+    std::string error;
+    try {
+      error = LoadLibraries(*buffer);
+    } catch (const std::runtime_error& thrown) {
+      error = thrown.what();
+    }
+    if (!error.empty()) return ffi::Error::Internal(error);
+    number = CallSites::Get().Number(text);
+    return ffi::Error::Success();
   }
-  std::string error;
-  try {
-    error = LoadLibraries(*site->buffer);
-  } catch (const std::runtime_error& thrown) {
-    error = thrown.what();
-  }
-  if (!error.empty()) return ffi::Unexpected(ffi::Error::Internal(error));
-  site->number = CallSites::Get().Number(site->text);
-  return {std::move(site)};
-}
+};
 
 const char* Find(const void* xla, void* context, int32_t device, void** call, v1::Peers* peers) {
   device_handler_calls.fetch_add(1, std::memory_order_relaxed);
@@ -64,7 +61,7 @@ const char* Find(const void* xla, void* context, int32_t device, void** call, v1
 }
 
 void Failed(void* call, int32_t device, void* stream_of_call, const char* error) {
-  const DevicePeerBuffers::Buffer& buffer = *static_cast<DevicePeerSite*>(call)->buffer;
+  const DevicePeerBuffer& buffer = *static_cast<DevicePeerSite*>(call)->buffer;
   const auto stream = static_cast<cudaStream_t>(stream_of_call);
   if (buffer.closed || !buffer.members.contains(device)) return;
   Launched(*buffer.communicator, device, stream, ffi::Error::Internal(error));
@@ -82,20 +79,19 @@ void Failed(void* call, int32_t device, void* stream_of_call, const char* error)
 const v1::Api kDevicePeerApi = {v1::kVersion, &Find, nullptr, &Failed};
 
 XLA_FFI_Error* CudaPeerInstantiate(XLA_FFI_CallFrame* frame) {
-  RegisterStateType<DevicePeerSite>(frame->api, "jax_intranode_device_peer_site");
-  XLA_FFI_DEFINE_HANDLER(handler, Instantiate, ffi::Ffi::BindInstantiate().Attrs());
-  return (*handler)(frame);
+  return InstantiateHandler<DevicePeerSite>(frame);
 }
 
 void ClosePeerBuffer(const std::string& name) {
   const auto buffer = DevicePeerBuffers::Get().Remove(name);
   if (!buffer) return;
+  buffer->closed = true;
   for (const auto& [device, peers] : buffer->members) {
     try {
       const CurrentDevice current(static_cast<int>(device));
       ThrowIfError(cudaDeviceSynchronize(), "waiting for a device");
       WriteWord(static_cast<int>(device),
-                reinterpret_cast<char*>(&v1::Header(peers, peers.rank)->closed), 1);
+                reinterpret_cast<uintptr_t>(&v1::Header(peers, peers.rank)->closed), 1);
     } catch (const std::runtime_error&) {
       // The CUDA context is lost, and nothing runs in it any more.
     }

@@ -6,6 +6,7 @@
 
 namespace jax_intranode {
 
+using DevicePeerBuffer = PeerBuffer<DeviceCommunicator>;
 using DevicePeerBuffers = PeerBuffers<DeviceCommunicator>;
 
 // What libraries for GPUs get.

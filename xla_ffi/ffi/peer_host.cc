@@ -11,23 +11,20 @@ namespace jax_intranode {
 namespace {
 
 struct HostPeerSite : PeerSite<HostCommunicator> {
-  static ffi::TypeId id;
+  static constexpr char kName[] = "jax_intranode_host_peer_site";
+  inline static ffi::TypeId id = {};
   std::string name;
   uint64_t identity;
-};
-ffi::TypeId HostPeerSite::id = {};
 
-ffi::ErrorOr<std::unique_ptr<HostPeerSite>> Instantiate(ffi::Dictionary attributes) {
-  auto site = std::make_unique<HostPeerSite>();
-  if (ffi::Error error = site->Read(attributes); error.failure()) {
-    return ffi::Unexpected(std::move(error));
+  ffi::Error Read(ffi::Dictionary attributes) {
+    if (ffi::Error error = PeerSite::Read(attributes); error.failure()) return error;
+    const uint64_t description = SiteNumbers::DescriptionOf(buffer->name, text);
+    identity = SiteNumbers::Identity(description, SiteNumbers::Get().Take(description));
+    name = PeerCallName(buffer->name, text);
+    CallSites::Get().Name(identity, text);
+    return ffi::Error::Success();
   }
-  const uint64_t description = SiteNumbers::DescriptionOf(site->buffer->name, site->text);
-  site->identity = SiteNumbers::Identity(description, SiteNumbers::Get().Take(description));
-  site->name = PeerCallName(site->buffer->name, site->text);
-  CallSites::Get().Name(site->identity, site->text);
-  return {std::move(site)};
-}
+};
 
 const char* Find(const void* xla, void* context, int32_t device, void** call, v1::Peers* peers) {
   host_handler_calls.fetch_add(1, std::memory_order_relaxed);
@@ -59,9 +56,7 @@ void Run(void* call, int32_t device, void (*body)(void*, v1::HostWait*),
 const v1::Api kHostPeerApi = {v1::kVersion, &Find, &Run, nullptr};
 
 XLA_FFI_Error* HostPeerInstantiate(XLA_FFI_CallFrame* frame) {
-  RegisterStateType<HostPeerSite>(frame->api, "jax_intranode_host_peer_site");
-  XLA_FFI_DEFINE_HANDLER(handler, Instantiate, ffi::Ffi::BindInstantiate().Attrs());
-  return (*handler)(frame);
+  return InstantiateHandler<HostPeerSite>(frame);
 }
 
 }  // namespace jax_intranode

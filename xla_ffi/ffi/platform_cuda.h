@@ -166,10 +166,10 @@ class CudaPlatform final : public Platform {
         add(communicator, device, partition, member->rank, member->timeout_ns, member->failure, "");
       }
     }
-    for (const auto& buffer : DevicePeerBuffers::Get().Alive()) {
+    for (const auto& [name, buffer] : DevicePeerBuffers::Get().Alive()) {
       for (const auto& [device, peers] : buffer->members) {
         add(buffer->communicator, device, buffer->partition, peers.rank, peers.timeout_ns,
-            peers.record, buffer->name);
+            peers.record, name);
       }
     }
     return places;

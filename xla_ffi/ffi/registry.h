@@ -1,7 +1,8 @@
-// The communicators of this process, found by their partition.
+// What Python has registered in this process before it compiles a program that names it:
+// communicators, by their partition, and peer buffers, by their name.
 //
 // An HLO names a partition of devices into groups by global device ids, in group order, which is
-// the same in all processes. Python registers a communicator for it before it compiles the HLO.
+// the same in all processes.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +28,7 @@ inline std::string ToString(const Partition& partition) {
   return text + ")";
 }
 
-template <class Communicator>
+template <class Thing, class Key = Partition>
 class Registry {
  public:
   // Never destroyed: executables may outlive static destruction.
@@ -36,47 +37,50 @@ class Registry {
     return *registry;
   }
 
-  void Add(const Partition& partition, std::shared_ptr<Communicator> communicator) {
+  void Add(const Key& key, std::shared_ptr<Thing> thing) {
     std::lock_guard lock(mutex_);
-    communicators_[partition] = std::move(communicator);
+    std::erase_if(added_, [](const auto& entry) { return entry.second.expired(); });
+    added_.emplace_back(key, thing);
+    open_[key] = std::move(thing);
   }
 
-  std::shared_ptr<Communicator> Find(const Partition& partition) const {
+  std::shared_ptr<Thing> Find(const Key& key) const {
     std::lock_guard lock(mutex_);
-    auto it = communicators_.find(partition);
-    return it == communicators_.end() ? nullptr : it->second;
+    const auto found = open_.find(key);
+    return found == open_.end() ? nullptr : found->second;
   }
 
-  std::map<Partition, std::shared_ptr<Communicator>> All() const {
+  std::map<Key, std::shared_ptr<Thing>> All() const {
     std::lock_guard lock(mutex_);
-    return communicators_;
+    return open_;
   }
 
-  // Removes all communicators. They stay alive as long as executables use them.
+  // Removes one; null if it is not there. What was removed stays alive as long as executables use
+  // it.
+  std::shared_ptr<Thing> Remove(const Key& key) {
+    std::lock_guard lock(mutex_);
+    const auto found = open_.extract(key);
+    return found.empty() ? nullptr : found.mapped();
+  }
   void Clear() {
     std::lock_guard lock(mutex_);
-    std::erase_if(cleared_, [](const auto& entry) { return entry.second.expired(); });
-    for (const auto& [partition, communicator] : communicators_) {
-      cleared_.emplace_back(partition, communicator);
-    }
-    communicators_.clear();
+    open_.clear();
   }
 
-  // All communicators, including those that were cleared but are still alive.
-  std::vector<std::pair<Partition, std::shared_ptr<Communicator>>> Alive() const {
+  // All, including those that were removed but are still alive.
+  std::vector<std::pair<Key, std::shared_ptr<Thing>>> Alive() const {
     std::lock_guard lock(mutex_);
-    std::vector<std::pair<Partition, std::shared_ptr<Communicator>>> alive(communicators_.begin(),
-                                                                           communicators_.end());
-    for (const auto& [partition, communicator] : cleared_) {
-      if (auto locked = communicator.lock()) alive.emplace_back(partition, std::move(locked));
+    std::vector<std::pair<Key, std::shared_ptr<Thing>>> alive;
+    for (const auto& [key, thing] : added_) {
+      if (auto locked = thing.lock()) alive.emplace_back(key, std::move(locked));
     }
     return alive;
   }
 
  private:
   mutable std::mutex mutex_;
-  std::map<Partition, std::shared_ptr<Communicator>> communicators_;
-  std::vector<std::pair<Partition, std::weak_ptr<Communicator>>> cleared_;
+  std::map<Key, std::shared_ptr<Thing>> open_;
+  std::vector<std::pair<Key, std::weak_ptr<Thing>>> added_;
 };
 
 }  // namespace jax_intranode

@@ -99,15 +99,45 @@ struct CollectiveSite : Site<Communicator> {
 // handler. The runtime asks a handler for its metadata when it registers the handler, and the type
 // must be known then. JAX's own deferred registration would pass the types after the handlers.
 template <class State>
-void RegisterStateType(const XLA_FFI_Api* api, std::string_view name) {
+void RegisterStateType(const XLA_FFI_Api* api) {
   static std::once_flag once;
   static const XLA_FFI_TypeInfo info = ffi::MakeTypeInfo<State>();
   std::call_once(once, [&] {
     // Without the type the runtime refuses the handler with a message of its own.
-    if (XLA_FFI_Error* error = ffi::Ffi::RegisterTypeId(api, name, &State::id, &info)) {
+    if (XLA_FFI_Error* error = ffi::Ffi::RegisterTypeId(api, State::kName, &State::id, &info)) {
       ffi::internal::DestroyError(api, error);
     }
   });
+}
+
+// The handler that makes the state of a call site for execute. All devices of the executable share
+// it; read only. `State` has kName, id, and Read(attributes), which returns what is wrong with
+// them.
+template <class State>
+XLA_FFI_Error* InstantiateHandler(XLA_FFI_CallFrame* frame) {
+  RegisterStateType<State>(frame->api);
+  constexpr auto kInstantiate =
+      [](ffi::Dictionary attributes) -> ffi::ErrorOr<std::unique_ptr<State>> {
+    auto site = std::make_unique<State>();
+    if (ffi::Error error = site->Read(attributes); error.failure()) {
+      return ffi::Unexpected(std::move(error));
+    }
+    return {std::move(site)};
+  };
+  static auto* const handler = ffi::Ffi::BindInstantiate().Attrs().To(kInstantiate).release();
+  return handler->Call(frame);
+}
+
+// Binds what the other handlers of collectives take after other contexts: the device, the site and
+// the operands. The attributes have been read, but must be bound.
+template <class State, class Binding>
+auto BindCall(Binding binding) {
+  return std::move(binding)
+      .template Ctx<ffi::DeviceOrdinal>()
+      .template Ctx<ffi::State<State>>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs();
 }
 
 // The error of a program that outlived its communicators.

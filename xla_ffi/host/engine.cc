@@ -4,12 +4,9 @@
 #include <type_traits>
 #include <utility>
 
-#include "../kernels/all_gather.h"
-#include "../kernels/all_to_all.h"
 #include "../kernels/hybrid_cube_mesh.h"
 #include "../kernels/norm_protocol.h"
-#include "../kernels/one_shot.h"
-#include "../kernels/reduce_scatter.h"
+#include "../kernels/one_hop.h"
 #include "../kernels/segments.h"
 #include "../kernels/two_shot.h"
 

@@ -71,9 +71,8 @@ int CreateLocked(std::string* name) {
 
 }  // namespace
 
-std::unique_ptr<Segment> Segment::Private(size_t bytes) { return Map(-1, bytes, ""); }
-
-std::unique_ptr<Segment> Segment::Create(size_t bytes) {
+std::unique_ptr<Segment> Segment::Allocate(int, size_t bytes, bool shared) {
+  if (!shared) return Map(-1, bytes, "");
   RemoveAbandoned();
   std::string name;
   const int fd = CreateLocked(&name);
@@ -98,7 +97,7 @@ std::unique_ptr<Segment> Segment::Create(size_t bytes) {
 }
 
 // A peer has sent the name. A segment that is too small would end the process at an access.
-std::unique_ptr<Segment> Segment::Open(const std::string& name, size_t bytes) {
+std::unique_ptr<Segment> Segment::Open(int, const std::string& name, size_t bytes) {
   if (name.rfind(std::string("/") + kPrefix, 0) != 0 || name.find('\0') != std::string::npos) {
     Throw(EINVAL, "a peer has sent a name of a shared-memory segment that is not ours");
   }

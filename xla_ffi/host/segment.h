@@ -9,25 +9,24 @@ namespace jax_intranode {
 
 class Segment {
  public:
-  // Zeroed memory of this process alone.
-  static std::unique_ptr<Segment> Private(size_t bytes);
-  // A new shared-memory segment (mode 0600, zeroed) under a unique name. Its pages are allocated,
-  // so that a full /dev/shm is an error here and not a fault later.
-  static std::unique_ptr<Segment> Create(size_t bytes);
+  // Zeroed memory. If it is `shared`, a new shared-memory segment (mode 0600) under a unique name.
+  // Its pages are allocated, so that a full /dev/shm is an error here and not a fault later.
+  static std::unique_ptr<Segment> Allocate(int device, size_t bytes, bool shared);
   // Maps another process's segment.
-  static std::unique_ptr<Segment> Open(const std::string& name, size_t bytes);
+  static std::unique_ptr<Segment> Open(int device, const std::string& name, size_t bytes);
 
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
   // Removes the name. Called as soon as all processes have mapped the segment, so that a crash
-  // leaves nothing behind. If a crash comes before that, the next Create() removes the name.
+  // leaves nothing behind. If a crash comes before that, the next segment's creator removes it.
   void Unlink();
 
   char* address() const { return address_; }
   size_t bytes() const { return bytes_; }
-  const std::string& name() const { return name_; }
+  const std::string& Handle() const { return name_; }
+  char* records() const { return nullptr; }  // handlers of CPU devices return their errors
 
  private:
   Segment(char* address, size_t bytes, std::string name)

@@ -68,28 +68,22 @@ constexpr Algorithm kAlgorithms[] = {
 #undef JIN_X
 };
 
+struct AlgorithmNames {
+  const char *name, *operation;
+};
+inline AlgorithmNames NamesOf(Algorithm algorithm) {
+  switch (algorithm) {
+#define JIN_X(enumerator, name, operation) \
+  case Algorithm::enumerator:              \
+    return {name, operation};
+    JIN_ALGORITHMS(JIN_X)
+#undef JIN_X
+  }
+  return {"?", "?"};
+}
+inline const char* AlgorithmName(Algorithm algorithm) { return NamesOf(algorithm).name; }
 // The Python function that runs an algorithm, for messages.
-inline const char* OperationName(Algorithm algorithm) {
-  switch (algorithm) {
-#define JIN_X(enumerator, name, operation) \
-  case Algorithm::enumerator:              \
-    return operation;
-    JIN_ALGORITHMS(JIN_X)
-#undef JIN_X
-  }
-  return "?";
-}
-
-inline const char* AlgorithmName(Algorithm algorithm) {
-  switch (algorithm) {
-#define JIN_X(enumerator, name, operation) \
-  case Algorithm::enumerator:              \
-    return name;
-    JIN_ALGORITHMS(JIN_X)
-#undef JIN_X
-  }
-  return "?";
-}
+inline const char* OperationName(Algorithm algorithm) { return NamesOf(algorithm).operation; }
 
 // The algorithms of an all-reduce: they take many buffers in one call.
 inline bool IsAllReduce(Algorithm algorithm) {
@@ -148,28 +142,17 @@ constexpr ElementType kElementTypes[] = {
 #undef JIN_X
 };
 
-inline size_t ItemBytes(ElementType type) {
-  switch (type) {
-#define JIN_X(type, item_bytes, packet_bytes) \
-  case ElementType::k##type:                  \
-    return item_bytes;
+struct ElementSizes {
+  size_t item, packet;
+};
+constexpr ElementSizes kElementSizes[] = {
+#define JIN_X(type, item_bytes, packet_bytes) {item_bytes, packet_bytes},
     JIN_ELEMENT_TYPES(JIN_X)
 #undef JIN_X
-  }
-  return 0;
-}
-
+};
+inline size_t ItemBytes(ElementType type) { return kElementSizes[static_cast<int>(type)].item; }
 // Bytes of the packet that carries 16 bytes of payload (packets.h).
-inline size_t PacketBytes(ElementType type) {
-  switch (type) {
-#define JIN_X(type, item_bytes, packet_bytes) \
-  case ElementType::k##type:                  \
-    return packet_bytes;
-    JIN_ELEMENT_TYPES(JIN_X)
-#undef JIN_X
-  }
-  return 0;
-}
+inline size_t PacketBytes(ElementType type) { return kElementSizes[static_cast<int>(type)].packet; }
 
 // The element type that runs an algorithm on a dtype (NumPy's name), if there is one.
 inline std::optional<ElementType> ElementTypeNamed(Algorithm algorithm, std::string_view dtype) {

@@ -159,10 +159,33 @@ JIN_FN void PutToAll(const G& g, uint32_t epoch, size_t offset, size_t slot_byte
   }
 }
 
+// Sends pack i of another part of the message to each other rank: `part(r)` loads that of rank r.
+// All are loaded before the first is stored: the compiler moves no load across a store, so each
+// load would wait for memory.
+template <class Type, class Packets, int N, class Thread, class G, class Part>
+JIN_FN void SendParts(Thread& t, const G& g, uint32_t epoch, size_t slot_bytes, size_t i,
+                      const Part& part) {
+  Pack p[Ranks<N>::kSlots];
+  JIN_UNROLL
+  for (int step = 1; step < Ranks<N>::kSlots; ++step) {
+    if (Ranks<N>::Has(step, g.size)) p[step] = part(Ranks<N>::After(g.rank, step, g.size));
+  }
+  t.Admit();
+  JIN_UNROLL
+  for (int step = 1; step < Ranks<N>::kSlots; ++step) {
+    if (Ranks<N>::Has(step, g.size)) {
+      const int to = Ranks<N>::After(g.rank, step, g.size);
+      Packets::Put(g.EpochBuffer(to, epoch) + SlotOf(g.rank, to) * slot_bytes, i,
+                   Type::Sendable(p[step]));
+    }
+  }
+}
+
 // Waits until pack i of every other rank has arrived in this rank's slots, `slot_bytes` apart.
+// `unit` is where the phase is resumed if it gives up.
 template <class Packets, int N, class Thread, class G>
 JIN_FN bool AwaitAll(Thread& t, const G& g, char* slots, size_t slot_bytes, size_t i,
-                     Pack (&packs)[Ranks<N>::kSlots]) {
+                     Pack (&packs)[Ranks<N>::kSlots], size_t unit) {
   for (;;) {
     int missing = -1;
     JIN_UNROLL
@@ -173,7 +196,7 @@ JIN_FN bool AwaitAll(Thread& t, const G& g, char* slots, size_t slot_bytes, size
       }
     }
     if (missing < 0) return true;
-    if (!t.Wait(i, missing)) return false;
+    if (!t.Wait(unit, missing)) return false;
   }
 }
 
@@ -198,6 +221,18 @@ JIN_FN Pack SumInRankOrder(const Pack (&packs)[Ranks<N>::kSlots], int size) {
     if (Ranks<N>::Has(r, size)) Type::Add(&sum, packs[r]);
   }
   return Type::Round(sum);
+}
+
+// Waits for pack i of every other rank, and adds them to this rank's own, which `sum` holds.
+template <class Type, class Packets, int N, class Thread, class G>
+JIN_FN bool AwaitSum(Thread& t, const G& g, char* slots, size_t slot_bytes, size_t i, Pack* sum,
+                     size_t unit) {
+  Pack all[Ranks<N>::kSlots];
+  JIN_UNROLL
+  for (int r = 0; r < Ranks<N>::kSlots; ++r) all[r] = *sum;
+  if (!AwaitAll<Packets, N>(t, g, slots, slot_bytes, i, all, unit)) return false;
+  *sum = SumInRankOrder<Type, N>(all, g.size);
+  return true;
 }
 
 }  // namespace jax_intranode

@@ -158,11 +158,6 @@ struct HybridCubeMesh {
                         : Finish(t, g, c, epoch);
   }
 
-  template <class Thread, class G, class C>
-  JIN_FN static bool Run(Thread& t, const G& g, const C& c) {
-    return RunOperation<HybridCubeMesh>(t, g, c);
-  }
-
  private:
   // The sum of pack i of the quad, in the form in which it is sent. False: a pack has not arrived.
   template <class Thread, class G, class C>

@@ -1,6 +1,6 @@
 // A psum, or a reduce-scatter, that adds a residual to its result and normalizes the rows of that.
 //
-// This is one_shot.h, two_shot.h or reduce_scatter.h with a row in the place of a pack: a block
+// This is a collective of one_hop.h, or two_shot.h, with a row in the place of a pack: a block
 // works on whole rows, each thread on some packs of a row. Each row begins with a pack of its own.
 // The three differ in what is sent where, so one kernel has them all.
 //
@@ -36,7 +36,6 @@ template <class Type, int N, bool kAligned, class PacketsOfType = typename Type:
 struct Norm {
   using Packets = PacketsOfType;
   using Rows = NormRows<Type, kAligned>;
-  static constexpr int kSlots = Ranks<N>::kSlots;
 
   // The rows of a slot.
   JIN_FN static size_t SlotRows(const NormCall& c, int size) {
@@ -54,24 +53,15 @@ struct Norm {
     const uint32_t packs = Rows::Packs(c);
     const size_t rows = SlotRows(c, g.size);
     const size_t slot_bytes = rows * packs * Packets::kBytes;
-    const bool same = c.protocol == NormProtocol::kOneShot;
     for (size_t i = t.Block(); i < rows; i += t.Blocks()) {
       for (uint32_t k = t.Thread(); k < packs; k += t.Threads()) {
-        // All are loaded before the first is stored: the compiler moves no load across a store.
-        Pack p[kSlots];
-        JIN_UNROLL
-        for (int step = 1; step < kSlots; ++step) {
-          if (!Ranks<N>::Has(step, g.size)) continue;
-          p[step] =
-              step > 1 && same ? p[1] : Part(c, Ranks<N>::After(g.rank, step, g.size), rows, i, k);
-        }
-        t.Admit();
-        JIN_UNROLL
-        for (int step = 1; step < kSlots; ++step) {
-          if (!Ranks<N>::Has(step, g.size)) continue;
-          const int to = Ranks<N>::After(g.rank, step, g.size);
-          Packets::Put(g.EpochBuffer(to, epoch) + SlotOf(g.rank, to) * slot_bytes, i * packs + k,
-                       Type::Sendable(p[step]));
+        if (c.protocol == NormProtocol::kOneShot) {
+          const Pack p = Type::Sendable(Part(c, 0, rows, i, k));
+          t.Admit();
+          PutToAll<Packets, N>(g, epoch, 0, slot_bytes, i * packs + k, p);
+        } else {
+          SendParts<Type, Packets, N>(t, g, epoch, slot_bytes, i * packs + k,
+                                      [&](int r) { return Part(c, r, rows, i, k); });
         }
       }
     }
@@ -111,13 +101,8 @@ struct Norm {
             if (!t.Wait(u, owner)) return false;
           }
         } else {
-          Pack all[kSlots];
-          JIN_UNROLL
-          for (int r = 0; r < kSlots; ++r) all[r] = h[j];
-          while (const int missing = Missing(g, slots, slot_bytes, i * packs + k, all)) {
-            if (!t.Wait(u, missing - 1)) return false;
-          }
-          h[j] = SumInRankOrder<Type, N>(all, g.size);
+          const size_t at = i * packs + k;
+          if (!AwaitSum<Type, Packets, N>(t, g, slots, slot_bytes, at, &h[j], u)) return false;
           // Used as it is sent: a NaN has the same bits everywhere.
           if (two_shot) h[j] = Type::Sendable(h[j]);
         }
@@ -160,22 +145,6 @@ struct Norm {
     }
     End(t, g, epoch);
     return true;
-  }
-
- private:
-  // 1 + a rank whose packet has not arrived; 0 if there is none.
-  template <class G>
-  JIN_FN static int Missing(const G& g, char* slots, size_t slot_bytes, size_t at,
-                            Pack (&all)[kSlots]) {
-    int missing = 0;
-    JIN_UNROLL
-    for (int r = 0; r < kSlots; ++r) {
-      if (Ranks<N>::Has(r, g.size) && r != g.rank &&
-          !Packets::TryGet(slots + SlotOf(r, g.rank) * slot_bytes, at, &all[r])) {
-        missing = 1 + r;
-      }
-    }
-    return missing;
   }
 };
 

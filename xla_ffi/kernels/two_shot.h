@@ -34,9 +34,12 @@ struct TwoShot {
 
   template <class Thread, class G, class C>
   JIN_FN static bool Scatter(Thread& t, const G& g, const C& c, uint32_t epoch) {
-    const size_t shard = ShardPacks(c.Packs(), g.size);
+    const size_t shard = ShardPacks(c.Packs(), g.size), slot_bytes = shard * Packets::kBytes;
     if (shard < kBurstPacks) {
-      for (size_t i = t.First(); i < shard; i += t.Stride()) SendAtOnce(t, g, c, epoch, i, shard);
+      for (size_t i = t.First(); i < shard; i += t.Stride()) {
+        SendParts<Type, Packets, N>(t, g, epoch, slot_bytes, i,
+                                    [&c, shard, i](int r) { return c.Load(r * shard + i); });
+      }
       return true;
     }
     constexpr int kInFlight = N == 2 ? 4 : N == 4 ? 2 : 1;
@@ -58,28 +61,6 @@ struct TwoShot {
   static constexpr size_t kBurstPacks = 8;
 #endif
 
-  // Sends pack i of every other rank's shard. All are loaded before the first is stored: the
-  // compiler moves no load across a store, so each load would wait for memory.
-  template <class Thread, class G, class C>
-  JIN_FN static void SendAtOnce(Thread& t, const G& g, const C& c, uint32_t epoch, size_t i,
-                                size_t shard) {
-    Pack p[Ranks<N>::kSlots];
-    JIN_UNROLL
-    for (int step = 1; step < Ranks<N>::kSlots; ++step) {
-      if (Ranks<N>::Has(step, g.size)) {
-        p[step] = c.Load(Ranks<N>::After(g.rank, step, g.size) * shard + i);
-      }
-    }
-    t.Admit();
-    JIN_UNROLL
-    for (int step = 1; step < Ranks<N>::kSlots; ++step) {
-      if (Ranks<N>::Has(step, g.size)) {
-        const int to = Ranks<N>::After(g.rank, step, g.size);
-        Packets::Put(ScatterSlot(g, to, epoch, shard), i, Type::Sendable(p[step]));
-      }
-    }
-  }
-
   // Sends kPacks packs (i, i + stride, ...) of every other rank's shard, one rank after another.
   template <int kPacks, class Thread, class G, class C>
   JIN_FN static void SendInTurn(Thread& t, const G& g, const C& c, uint32_t epoch, size_t i,
@@ -94,15 +75,11 @@ struct TwoShot {
         t.Admit();
         JIN_UNROLL
         for (int k = 0; k < kPacks; ++k) {
-          Packets::Put(ScatterSlot(g, to, epoch, shard), i + k * t.Stride(), Type::Sendable(p[k]));
+          Packets::Put(g.EpochBuffer(to, epoch) + SlotOf(g.rank, to) * shard * Packets::kBytes,
+                       i + k * t.Stride(), Type::Sendable(p[k]));
         }
       }
     }
-  }
-
-  template <class G>
-  JIN_FN static char* ScatterSlot(const G& g, int to, uint32_t epoch, size_t shard) {
-    return g.EpochBuffer(to, epoch) + SlotOf(g.rank, to) * shard * Packets::kBytes;
   }
 
   template <class Thread, class G, class C>
@@ -111,13 +88,9 @@ struct TwoShot {
     char* slots = g.EpochBuffer(g.rank, epoch);
     const size_t gather = (g.size - 1) * slot_bytes;
     for (size_t i = t.First(); i < shard; i += t.Stride()) {
-      const Pack own = Type::Sendable(c.Load(g.rank * shard + i));
-      Pack all[Ranks<N>::kSlots];
-      JIN_UNROLL
-      for (int r = 0; r < Ranks<N>::kSlots; ++r) all[r] = own;
-      if (!AwaitAll<Packets, N>(t, g, slots, slot_bytes, i, all)) return false;
-      // Stored as it is sent: a NaN has the same bits everywhere.
-      const Pack sum = Type::Sendable(SumInRankOrder<Type, N>(all, g.size));
+      Pack sum = Type::Sendable(c.Load(g.rank * shard + i));
+      if (!AwaitSum<Type, Packets, N>(t, g, slots, slot_bytes, i, &sum, i)) return false;
+      sum = Type::Sendable(sum);  // stored as it is sent: a NaN has the same bits everywhere
       PutToAll<Packets, N>(g, epoch, gather, slot_bytes, i, sum);
       c.Store(g.rank * shard + i, sum);
       ArmAll<Packets, N>(g, slots, slot_bytes, i);
@@ -131,7 +104,7 @@ struct TwoShot {
     char* slots = g.EpochBuffer(g.rank, epoch) + (g.size - 1) * slot_bytes;
     for (size_t i = t.First(); i < shard; i += t.Stride()) {
       Pack all[Ranks<N>::kSlots];
-      if (!AwaitAll<Packets, N>(t, g, slots, slot_bytes, i, all)) return false;
+      if (!AwaitAll<Packets, N>(t, g, slots, slot_bytes, i, all, i)) return false;
       JIN_UNROLL
       for (int r = 0; r < Ranks<N>::kSlots; ++r) {
         if (Ranks<N>::Has(r, g.size) && r != g.rank) c.Store(r * shard + i, all[r]);
@@ -147,11 +120,6 @@ struct TwoShot {
     return phase == 0   ? Scatter(t, g, c, epoch)
            : phase == 1 ? Reduce(t, g, c, epoch)
                         : Drain(t, g, c, epoch);
-  }
-
-  template <class Thread, class G, class C>
-  JIN_FN static bool Run(Thread& t, const G& g, const C& c) {
-    return RunOperation<TwoShot>(t, g, c);
   }
 };
 

@@ -10,10 +10,12 @@ import json
 import sys
 from typing import Any
 
-from jax_intranode._src.command_line import benefits, launcher, machine, source_tree
+from jax_intranode._src.command_line import benefits, machine, source_tree
 from jax_intranode._src.command_line.bench import command as bench
 from jax_intranode._src.command_line.bench import record
 from jax_intranode._src.command_line.bench.settings import Settings
+from jax_intranode._src.command_line.launcher.functions import PROCESS_PER_DEVICE
+from jax_intranode._src.command_line.launcher.progress import ProgressLine
 from jax_intranode._src.command_line.options import (
     WrongInput,
     add_json,
@@ -65,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     of_gpus = platform == "gpu" and gpus >= 2
     all_settings = _settings(min(gpus, 8) if of_gpus else 0)
     measurements = sum(len(s.matmuls() or s.measurements()) for s in all_settings)
-    line = launcher.ProgressLine(sys.stderr, measurements)
+    line = ProgressLine(sys.stderr, measurements)
     busy = _busy()
     if busy and not arguments.json:
         print(busy)
@@ -108,7 +110,7 @@ def _settings(gpus: int) -> list[Settings]:
         return [
             Settings(
                 name="psum",
-                mode=launcher.PROCESS_PER_DEVICE,
+                mode=PROCESS_PER_DEVICE,
                 devices=2,
                 platform="cpu",
                 dtypes=["float32"],
@@ -118,7 +120,7 @@ def _settings(gpus: int) -> list[Settings]:
             )
         ]
     common: Any = {
-        "mode": launcher.PROCESS_PER_DEVICE,
+        "mode": PROCESS_PER_DEVICE,
         "devices": gpus,
         "platform": "gpu",
         "dtypes": ["bfloat16"],

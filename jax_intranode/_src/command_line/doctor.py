@@ -17,6 +17,13 @@ from typing import Any
 
 import jax_intranode
 from jax_intranode._src.command_line import info, machine
+from jax_intranode._src.command_line.launcher.files import RankError
+from jax_intranode._src.command_line.launcher.functions import (
+    PROCESS_PER_DEVICE,
+    SINGLE_PROCESS,
+    Devices,
+    run_function,
+)
 from jax_intranode._src.command_line.options import add_json
 from jax_intranode._src.group import nvml, topology
 
@@ -440,18 +447,17 @@ def _self_test(name: str, platform: str, ranks: int) -> Check:
 
 def _run_test(name: str, platform: str, devices: int, ranks: int) -> tuple[Any, str | None]:
     """Runs a test of probe.py, with a time limit; returns its result and the problem, if any."""
-    from jax_intranode._src.command_line import launcher
 
-    mode = launcher.SINGLE_PROCESS if ranks == 1 else launcher.PROCESS_PER_DEVICE
+    mode = SINGLE_PROCESS if ranks == 1 else PROCESS_PER_DEVICE
     try:
-        result = launcher.run_function(
+        result = run_function(
             f"jax_intranode._src.command_line.probe:{name}",
             {},
-            launcher.Devices(platform, devices, mode),
+            Devices(platform, devices, mode),
             timeout_s=_LIMIT_S,
             variables={"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_INTRANODE_TIMEOUT_S": "60"},
         )
-    except launcher.RankError as error:
+    except RankError as error:
         if error.first_failed is None:
             return None, str(error).splitlines()[0]
         return None, _cause(error.logs[error.first_failed])

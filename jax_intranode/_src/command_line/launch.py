@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from jax_intranode._src.command_line import launcher
 from jax_intranode._src.command_line import run as run_command
 from jax_intranode._src.command_line.launcher import start_rank
-from jax_intranode._src.command_line.launcher.job import Streams
+from jax_intranode._src.command_line.launcher.job import START_RANK, Job, Streams
 from jax_intranode._src.command_line.launcher.output import RankOutput, Screen, Stream
+from jax_intranode._src.command_line.launcher.rank import rank_env
+from jax_intranode._src.command_line.launcher.service import coordination_service
 from jax_intranode._src.command_line.options import WrongInput, integer_from, positive_number
 from jax_intranode._src.group import nvml
 from jax_intranode._src.selection import config
@@ -159,7 +160,7 @@ class _Launch:
         self, arguments: argparse.Namespace, program: list[str], world_size: int, restart: int
     ) -> None:
         self._arguments = arguments
-        self._command = [*launcher.START_RANK, *program]
+        self._command = [*START_RANK, *program]
         self._world_size = world_size
         self._restart = restart
         self._started = time.monotonic()
@@ -184,9 +185,9 @@ class _Launch:
                 "your own."
             ) from error
         streams: list[Stream] = []
-        with launcher.coordination_service(self._world_size) as address:
+        with coordination_service(self._world_size) as address:
             pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
-            with launcher.Job(
+            with Job(
                 [self._command] * self._world_size,
                 env=[self._environment(r, address) for r in ranks],
                 streams=[Streams(None if r == 0 else nothing, pipe, pipe) for r in ranks],
@@ -209,7 +210,7 @@ class _Launch:
 
     def _watch(
         self,
-        job: launcher.Job,
+        job: Job,
         streams: list[Stream],
         received: list[signal.Signals],
         deadline: float,
@@ -248,7 +249,7 @@ class _Launch:
             return _End(128 + received[0], is_fault=False)
         return None
 
-    def _report(self, job: launcher.Job, outputs: list[RankOutput]) -> _End:
+    def _report(self, job: Job, outputs: list[RankOutput]) -> _End:
         """Shows what has failed first, so that it is the last thing that is seen."""
         failed = job.first_failed
         if failed is None:
@@ -269,7 +270,7 @@ class _Launch:
         assert code is not None
         return _End(code if code > 0 else 128 - code, is_fault=True)
 
-    def _failure(self, job: launcher.Job) -> str:
+    def _failure(self, job: Job) -> str:
         assert job.first_failed is not None
         how = _described(job.exit_codes[job.first_failed])
         return f"rank {job.first_failed} failed first, after {self._failed_s:.1f} s: {how}"
@@ -280,7 +281,7 @@ class _Launch:
         return directory and directory / f"rank{rank}{restart}.log"
 
     def _environment(self, rank: int, address: str) -> dict[str, str]:
-        variables = launcher.rank_env(rank, self._world_size, address)
+        variables = rank_env(rank, self._world_size, address)
         variables[config.RESTART] = str(self._restart)
         variables["PYTHONUNBUFFERED"] = "1"
         # A process per CPU device. It overrides the number in XLA_FLAGS, and has no effect on GPUs.

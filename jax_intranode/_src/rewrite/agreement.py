@@ -21,7 +21,7 @@ import contextlib
 import hashlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,7 +135,7 @@ def reason_for_no_auto(mesh: jax.sharding.Mesh) -> str | None:
     return _meetings[key].reason
 
 
-def same_everywhere(mesh: jax.sharding.Mesh, program: str, taken: str) -> str | None:
+def same_everywhere(mesh: jax.sharding.Mesh, program: Callable[[], str], taken: str) -> str | None:
     """Why a program is left to XLA; None if all processes of a mesh, which have met, take the same.
 
     Raises:
@@ -147,7 +147,7 @@ def same_everywhere(mesh: jax.sharding.Mesh, program: str, taken: str) -> str | 
         return None
     taken = hashlib.sha256(taken.encode()).hexdigest()[:16]
     meeting = _meetings[rendezvous.generation(), device_ids(mesh)]
-    store = _store_of_auto(mesh, f"program/{program}")
+    store = _store_of_auto(mesh, f"program/{program()}")
     if not meeting.compared:
         late = "has not lowered the program that others have lowered"
         meeting.reason = _decide(store, mesh, taken, FIRST_WAIT_S, late)

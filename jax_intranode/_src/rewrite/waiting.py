@@ -3,13 +3,15 @@
 from collections.abc import Hashable, Iterable
 from typing import Any
 
-from jax.extend.core import Var
+from jax.extend.core import Literal
 
 _NONE: frozenset[Any] = frozenset()
 
 
 class Waiting:
     """Emits equations in their order, but for those that need an operation that has not run yet.
+
+    Anything that has `invars` and `outvars` is an equation.
 
     Attributes:
         emitted: the equations so far.
@@ -29,7 +31,7 @@ class Waiting:
     def needed(self, equation: Any) -> frozenset[Any]:
         """The operations that an equation has to wait for."""
         waits = self._waits
-        found = [waits[v] for v in equation.invars if isinstance(v, Var) and v in waits]
+        found = [waits[v] for v in equation.invars if not isinstance(v, Literal) and v in waits]
         return _NONE.union(*found) - self._have_run if found else _NONE
 
     def emit(self, equation: Any) -> None:

@@ -257,7 +257,7 @@ NORM_DTYPES = tuple(
     for dtype in definitions.DTYPES
     if definitions.packet_bytes("one_shot", dtype) == definitions.PACK_BYTES
 )
-# Threads of a block that works on a row, at most (xla_ffi/cuda/norms.h).
+# Threads of a block that works on a row, at most (xla_ffi/cuda/collectives.h).
 _MOST_ROW_THREADS = 512
 _MOST_BLOCKS = 256
 

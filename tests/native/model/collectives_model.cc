@@ -20,12 +20,9 @@
 //
 #include "half_packets.h"
 #include "totals.h"
-#include "xla_ffi/kernels/all_gather.h"
-#include "xla_ffi/kernels/all_to_all.h"
 #include "xla_ffi/kernels/hybrid_cube_mesh.h"
 #include "xla_ffi/kernels/norm_protocol.h"
-#include "xla_ffi/kernels/one_shot.h"
-#include "xla_ffi/kernels/reduce_scatter.h"
+#include "xla_ffi/kernels/one_hop.h"
 #include "xla_ffi/kernels/segments.h"
 #include "xla_ffi/kernels/two_shot.h"
 
@@ -271,7 +268,7 @@ class Sequence {
   template <class Body>
   void RunAs(ModelThread& t, const ModelGroup& g, const jin::Buffer& call, const Plan& plan) {
     if (plan.segments == 1) {
-      Body::Run(t, g, call);
+      jin::RunOperation<Body>(t, g, call);
       return;
     }
     const size_t packs =
@@ -303,7 +300,7 @@ class Sequence {
         RunAs<jin::AllToAll<Type, N, Packets>>(t, g, call, plan);
         break;
       case Kind::kHybridCubeMesh:
-        jin::HybridCubeMesh<Type, N, Packets>::Run(t, g, call);
+        jin::RunOperation<jin::HybridCubeMesh<Type, N, Packets>>(t, g, call);
         break;
     }
   }

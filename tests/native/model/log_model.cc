@@ -12,7 +12,7 @@
 #include "half_packets.h"
 #include "totals.h"
 #include "xla_ffi/host/call_log.h"
-#include "xla_ffi/kernels/one_shot.h"
+#include "xla_ffi/kernels/one_hop.h"
 
 namespace jin = jax_intranode;
 

@@ -8,10 +8,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from jax_intranode._src.command_line import launcher, machine, source_tree
+from jax_intranode._src.command_line import machine, source_tree
 from jax_intranode._src.command_line.bench import options, record
 from jax_intranode._src.command_line.bench.options import add_arguments as add_arguments
 from jax_intranode._src.command_line.bench.settings import Settings
+from jax_intranode._src.command_line.launcher.functions import end_by_exit, run_function
+from jax_intranode._src.command_line.launcher.progress import ProgressLine
 
 DESCRIPTION = (
     "Measures an operation of this package and the same one of jax.lax, and compares their results "
@@ -30,13 +32,13 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         The exit code: 0 if all elements were right in all modes, 1 if one was wrong.
     """
-    signal.signal(signal.SIGTERM, launcher.end_by_exit)
+    signal.signal(signal.SIGTERM, end_by_exit)
     settings = options.settings(arguments, *machine.platform_and_devices(arguments))
     result: dict[str, Any] = {"version": record.VERSION, "header": {}, "rows": []}
     peers = source_tree.load("bench_peers.registry", "--peers") if arguments.peers else None
     measurements = settings[0].matmuls() or settings[0].measurements() or [settings[0].name]
     of_peers = peers.count(arguments.peers, settings[0]) if peers is not None else 0
-    line = launcher.ProgressLine(sys.stderr, len(settings) * len(measurements) + of_peers)
+    line = ProgressLine(sys.stderr, len(settings) * len(measurements) + of_peers)
     for of_mode in settings:
         variables = options.environment(arguments)
         measured = run_mode(of_mode, variables, arguments.timeout, line)
@@ -67,11 +69,11 @@ def run_mode(
     settings: Settings,
     variables: Mapping[str, str],
     timeout_s: float,
-    line: launcher.ProgressLine,
+    line: ProgressLine,
     shows_table: bool = True,
 ) -> dict[str, Any]:
     """Runs the ranks of one mode and returns the "header" and the "rows" of the JSON file."""
-    return launcher.run_function(
+    return run_function(
         "jax_intranode._src.command_line.bench.measure:measure",
         dataclasses.asdict(settings),
         settings.job,

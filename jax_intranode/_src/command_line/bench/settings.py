@@ -26,7 +26,7 @@ class Settings:
 
     Attributes:
         name: a key of OPERATIONS, MATMULS or PROGRAMS.
-        mode: one of `launcher.MODES`.
+        mode: one of `MODES` (launcher/functions.py).
         devices: the number of devices.
         platform: "cpu" or "gpu".
         dtypes: names of the dtypes. All of them are measured at each size.

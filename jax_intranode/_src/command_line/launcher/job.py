@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
@@ -28,6 +29,13 @@ for group in [int(line) for line in sys.stdin]:
         pass
 """
 
+# The beginning of a rank's command: a script and its arguments follow, see start_rank.py.
+START_RANK = (
+    sys.executable,
+    *("-u", "-X", "faulthandler"),  # no variables: Python may have been told to ignore them
+    *getattr(subprocess, "_args_from_interpreter_flags")(),  # noqa: B009, not in mypy's stubs
+    str(Path(__file__).with_name("start_rank.py")),
+)
 
 # How long a rank may take to end after SIGKILL.
 _KILLED_S = 60.0

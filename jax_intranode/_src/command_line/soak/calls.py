@@ -38,7 +38,7 @@ WAYS = ("plain", "gradient", "vmap", "cond", "scan", "jit", "late", "checkpoint"
 _TRANSPOSES = {"psum": "psum", "psum_scatter": "all_gather", "all_gather": "psum_scatter"}
 
 WORDS = 64  # of a carry
-_LATE = 100  # turns of a loop
+_LATE = 1 << 14  # carries: what a late rank reverses in each turn of its loop
 
 
 class Choice(Protocol):
@@ -241,6 +241,8 @@ def random_call(
     dtype = choose.one_of(COPIED_DTYPES if copies else DTYPES)
     has_gradient = dtype in FLOATS
     way = choose.one_of([w for w in ways if has_gradient or w not in ("gradient", "checkpoint")])
+    if operation == "all_to_all" and not tiled and way in ("gradient", "checkpoint"):
+        concat = dimension  # jax.lax raises for others (seen with 0.10.2 to 0.12)
     leaves = choose.integer(1, leaves) if operation == "psum" else 1
     return Call(operation, axes, dtype, tuple(shape), dimension, concat, tiled, way, leaves)
 
@@ -342,10 +344,13 @@ def chain(
             elif call.way == "cond":
                 carry = lax.cond((turn + k) % 3 > 0, after, lambda c: c + np.uint32(1), carry)
             else:
-                if call.way == "late":  # reverses it an even number of times
+                if call.way == "late":
+                    # Reverses copies an even number of times. The host reads the condition of
+                    # each turn, which takes long where ranks share a GPU: few turns of much work.
                     rank = lax.axis_index(mesh.axis_names)
-                    times = 2 * _LATE * ((7919 * rank + turn) % 5)
-                    carry = lax.fori_loop(0, times, lambda _, c: c[::-1], carry)
+                    times = 2 * ((7919 * rank + turn) % 5)
+                    copies = jnp.tile(carry, _LATE)
+                    carry = lax.fori_loop(0, times, lambda _, c: c[::-1], copies)[:WORDS]
                 carry = after(carry)
             history.append(carry)
         return jnp.stack(history)[None]

@@ -9,8 +9,15 @@ import sys
 import time
 from typing import Any
 
-from jax_intranode._src.command_line import launcher, machine, source_tree
-from jax_intranode._src.command_line.launcher import MODES, PROCESS_PER_DEVICE, Devices
+from jax_intranode._src.command_line import machine, source_tree
+from jax_intranode._src.command_line.launcher.files import RankError
+from jax_intranode._src.command_line.launcher.functions import (
+    MODES,
+    PROCESS_PER_DEVICE,
+    Devices,
+    end_by_exit,
+    run_function,
+)
 from jax_intranode._src.command_line.launcher.progress import ProgressLine, minutes
 from jax_intranode._src.command_line.options import (
     WrongInput,
@@ -72,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("minutes", "cases", "jobs", "slack"):
         if not getattr(arguments, name) > 0:
             raise WrongInput(f"--{name} {getattr(arguments, name):g}: use a positive number")
-    signal.signal(signal.SIGTERM, launcher.end_by_exit)
+    signal.signal(signal.SIGTERM, end_by_exit)
     if arguments.faults:
         faults = source_tree.load("soak_faults.command", "--faults")
         return int(faults.run(arguments, platform, devices))
@@ -119,7 +126,7 @@ class _Run(ProgressLine):
         }
         error = None
         try:
-            launcher.run_function(
+            run_function(
                 "jax_intranode._src.command_line.soak.rank:run",
                 {"seed": self._seed, "seconds": self._seconds, "program": self._program},
                 self._job,
@@ -128,7 +135,7 @@ class _Run(ProgressLine):
                 line=self,
                 hear=self._hear,
             )
-        except launcher.RankError as failed:
+        except RankError as failed:
             error = str(failed)
         print(f"{self._job.mode}: {_text(self._counts)}", flush=True)
         for failure in self._counts["failures"]:

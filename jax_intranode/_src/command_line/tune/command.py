@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jax_intranode._src.command_line import launcher, machine, source_tree
+from jax_intranode._src.command_line import machine, source_tree
 from jax_intranode._src.command_line.bench import record
 from jax_intranode._src.command_line.bench.settings import Settings
+from jax_intranode._src.command_line.launcher.functions import MODES, end_by_exit, run_function
+from jax_intranode._src.command_line.launcher.progress import ProgressLine
 from jax_intranode._src.command_line.options import (
     WrongInput,
     add_mode,
@@ -21,22 +23,23 @@ from jax_intranode._src.command_line.options import (
     new_file,
     positive_number,
 )
+from jax_intranode._src.command_line.tune import sweep
 from jax_intranode._src.native import definitions
 from jax_intranode._src.selection import table, tuning
 
 DESCRIPTION = (
-    "Measures this node: which algorithm and which launch is fastest for each collective, process "
-    "mode, kind of dtype, number of ranks and size, and up to which size that is faster than "
-    "jax.lax; and on Hopper GPUs the constants of the overlap model. Writes one file, which a "
-    "program uses with JAX_INTRANODE_TUNING=FILE. All processes need the same file. What there is "
-    "no time for keeps the shipped values."
+    "Measures this node: which algorithm and which launch is fastest for each collective, each "
+    "norm that follows one, process mode, kind of dtype, number of ranks and size, and up to which "
+    "size that is faster than jax.lax; and on Hopper GPUs the constants of the overlap model. "
+    "Writes one file, which a program uses with JAX_INTRANODE_TUNING=FILE. All processes need the "
+    "same file. What there is no time for keeps the shipped values."
 )
 EXAMPLES = """\
 python -m jax_intranode tune                                 writes jax_intranode_tuning.json
 python -m jax_intranode tune -o node.json --minutes 30
 python -m jax_intranode tune --platform cpu --devices 4 --mode single-process"""
 
-OPERATIONS = table.OPERATIONS
+OPERATIONS = (*table.OPERATIONS, *sweep.NORMS)
 # Longer chains take long to compile on GPUs, and to run on the CPU.
 _ITERATIONS = {"gpu": 9, "cpu": 11}
 _CHAIN = {"gpu": 64, "cpu": 8}
@@ -65,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=names_from(OPERATIONS),
         default=list(OPERATIONS),
         metavar="NAME[,NAME...]",
-        help=f"the collectives to measure (default {','.join(OPERATIONS)})",
+        help=f"the collectives and norms to measure (default {','.join(OPERATIONS)})",
     )
     add("--no-matmuls", action="store_true", help="do not measure the overlap model's constants")
     add("--probe", type=Path, metavar="FILE", help="a compiled tools/fused_probe.cu")
@@ -104,7 +107,7 @@ def jobs(platform: str, devices: int, modes: list[str]) -> list[Settings]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures and writes the file."""
-    signal.signal(signal.SIGTERM, launcher.end_by_exit)
+    signal.signal(signal.SIGTERM, end_by_exit)
     platform, devices = machine.platform_and_devices(arguments, fewest=2)
     load, cores = machine.load()
     if load > cores / 2:
@@ -117,17 +120,17 @@ def run(arguments: argparse.Namespace) -> int:
     seconds = 60 * (arguments.minutes or {"gpu": 20, "cpu": 4}[platform])
     matmuls = _module_of_matmuls(platform, arguments.no_matmuls)
     of_matmuls = 0.0 if isinstance(matmuls, str) else min(_MATMULS_S, seconds / 2)
-    modes = list(launcher.MODES) if arguments.mode == "both" else [arguments.mode]
+    modes = list(MODES) if arguments.mode == "both" else [arguments.mode]
     todo = jobs(platform, devices, modes)
     found: dict[str, Any] = {"tables": [], "measurements": [], "left_out": []}
     # The progress line counts to as many sizes; the search may end earlier.
     sizes = len(todo) * len(arguments.operations) * 2 * (8 if platform == "gpu" else 5)
-    line = launcher.ProgressLine(sys.stderr, sizes)
+    line = ProgressLine(sys.stderr, sizes)
     for number, settings in enumerate(todo):
         left = started + seconds - of_matmuls - time.monotonic()
         allowed = max(0.0, left) / (len(todo) - number)
         what = {"seconds": allowed, "operations": arguments.operations}
-        of_job = launcher.run_function(
+        of_job = run_function(
             "jax_intranode._src.command_line.tune.measure:measure",
             {**what, **dataclasses.asdict(settings)},
             settings.job,

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax_intranode
 from jax_intranode._src.command_line.bench.settings import Settings
-from jax_intranode._src.command_line.launcher import SINGLE_PROCESS
 from jax_intranode._src.command_line.launcher.function_rank import Rank
+from jax_intranode._src.command_line.launcher.functions import SINGLE_PROCESS
 from jax_intranode._src.command_line.tune import sweep
 from jax_intranode._src.group import communicator
 from jax_intranode._src.group import partition as partition_lib
@@ -44,6 +44,8 @@ def measure(rank: Rank, seconds: float, operations: list[str], **fields: Any) ->
     for packets in ("bare", "flagged"):
         for operation in operations:
             dtype = sweep.DTYPES[settings.platform][packets]
+            if operation in sweep.NORMS and packets == "flagged":
+                continue  # norms take floating-point types only
             what = f"{operation} of {dtype}, {settings.devices} x {device}, {settings.mode}"
             if left_out:  # the time is over
                 left_out.append(what)

@@ -1,8 +1,9 @@
 """Measures one operation of one dtype: which algorithm, which launch, and up to which size.
 
 On GPUs the launches of a size are timed in CUDA graphs, and then the fastest one beside ``jax.lax``
-from JAX. On the CPU one thread runs all blocks, so there are no launches: each algorithm is timed
-beside ``jax.lax`` from JAX. Sizes grow until ours is slower at two in a row.
+from JAX. On the CPU one thread runs all blocks, and a norm's launch follows from its rows. There
+each algorithm is timed beside ``jax.lax`` from JAX. Sizes grow until ours is slower at two in a
+row.
 """
 
 import dataclasses
@@ -16,10 +17,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_intranode._src.command_line.bench import collectives, graph, oracle, timing
-from jax_intranode._src.command_line.bench.operations import OPERATIONS
+from jax_intranode._src.command_line.bench.operations import OPERATIONS, Operation
 from jax_intranode._src.command_line.bench.settings import Settings
-from jax_intranode._src.command_line.launcher import SINGLE_PROCESS, all_ranks
+from jax_intranode._src.command_line.launcher import all_ranks
+from jax_intranode._src.command_line.launcher.functions import SINGLE_PROCESS
 from jax_intranode._src.native import definitions
+from jax_intranode._src.ops.norm_rules import PRIMITIVES, NormParams
 from jax_intranode._src.selection import select, table, tuning
 
 _THREADS = (64, 128, 256, 512)
@@ -39,6 +42,10 @@ _SEGMENTS = (0, 1 << 20, 2 << 20, 4 << 20, 8 << 20)
 _LARGEST = 256 << 20
 _SMALLEST = {"gpu": 1 << 10, "cpu": 256}
 _FACTOR = 4
+# The norms, which a sum and a residual come before, and the bytes of a row. The rows hold for rows
+# of any length: what decides is how many bytes are sent.
+NORMS = tuple(primitive.operation for primitive in PRIMITIVES.values())
+_ROW_BYTES = {"gpu": 8 << 10, "cpu": 1 << 10}
 
 
 @dataclass(frozen=True)
@@ -110,10 +117,34 @@ class OutOfTime(Exception):
 
 def algorithms(operation: str) -> list[str]:
     """Returns the algorithms that the table chooses among for an operation."""
-    shipped = {
-        row.algorithm for key, rows in table.TABLE.items() if key[2] == operation for row in rows
-    }
-    return [name for name in definitions.ALGORITHMS if name in shipped]
+    return [
+        name
+        for name, of_name in definitions.OPERATIONS.items()
+        if of_name == operation and name != select.HYBRID_CUBE_MESH
+    ]
+
+
+def norm(name: str, row_bytes: int, dtype: np.dtype[Any], world_size: int) -> Operation:
+    """Returns a norm as an operation on x and the residual, flat, and to the same.
+
+    ``jax.lax`` stands for its sum and what XLA makes of the rest.
+    """
+    (kind, scatters), *_ = (key for key, one in PRIMITIVES.items() if one.operation == name)
+    hidden = row_bytes // dtype.itemsize
+    params = NormParams(
+        ("x",), kind, 1e-6, 0.0, 0 if scatters else None, world_size, invariant=False
+    )
+
+    def call(library: Any, xs: list[Any]) -> list[Any]:
+        x, residual = (flat.reshape(-1, hidden) for flat in xs)
+        operands = [x, residual, jax.numpy.ones(hidden, dtype)]
+        if library is jax.lax:
+            results = params.by_lax(operands)
+        else:
+            results = getattr(library, name)(*operands, "x", eps=params.eps)
+        return [result.reshape(-1) for result in results]
+
+    return Operation(call, (name,), result_is_part=scatters)
 
 
 class Sweep:
@@ -139,7 +170,12 @@ class Sweep:
         self._out_of_time = out_of_time
         self._dtype = np.dtype(jax.numpy.dtype(DTYPES[settings.platform][packets]))
         self._attempts = 0
-        self._operation = OPERATIONS[operation]
+        self._is_norm = operation in NORMS
+        row_bytes, n = _ROW_BYTES[settings.platform], settings.devices
+        self._operation = (
+            norm(operation, row_bytes, self._dtype, n) if self._is_norm else OPERATIONS[operation]
+        )
+        self._smallest = row_bytes if self._is_norm else _SMALLEST[settings.platform]
         self._made: tuple[int, oracle.Collective, dict[int, np.ndarray]] | None = None
 
     def run(self, begin: Callable[[int], None]) -> Iterator[Measured]:
@@ -164,7 +200,7 @@ class Sweep:
                 found[nbytes] = self._measure(nbytes, before)
             return found[nbytes]
 
-        nbytes, best, lost = _SMALLEST[self._settings.platform], None, 0
+        nbytes, best, lost = self._smallest, None, 0
         while lost < 2 and self._candidates(nbytes):
             of_size = measure(nbytes, best)
             yield of_size
@@ -183,6 +219,9 @@ class Sweep:
         found: dict[tuple[str, int, int, int], table.Row] = {}
         if nbytes < self._dtype.itemsize:
             return []
+        if self._is_norm:
+            names = algorithms(self.operation) if nbytes <= _LARGEST else ()
+            return [table.Row(nbytes, name, 1, 1) for name in names]
         on_gpus = self._settings.platform == "gpu"
         sms = getattr(self._mesh.devices.flat[0], "core_count", 132)
         for algorithm, segment_bytes in itertools.product(algorithms(self.operation), _SEGMENTS):
@@ -221,7 +260,7 @@ class Sweep:
         if self._out_of_time(label):
             raise OutOfTime
         candidates = self._candidates(nbytes)
-        if self._settings.platform == "gpu":
+        if self._settings.platform == "gpu" and not self._is_norm:
             times = [(self._time_in_graph(row, label), row) for row in candidates]
             candidates = [fastest(times, before, _TOLERANCE)[1]]
         found = []
@@ -242,7 +281,8 @@ class Sweep:
 
     def _size(self, nbytes: int) -> int:
         """The bytes in `operations.Operation`'s sense."""
-        return nbytes if self.operation == "psum" else nbytes * self._settings.devices
+        whole = self.operation.startswith("psum") and not self._operation.result_is_part
+        return nbytes if whole else nbytes * self._settings.devices
 
     def _time_in_graph(self, row: table.Row, label: str) -> float:
         """Microseconds of a launch in a CUDA graph.
@@ -277,16 +317,22 @@ class Sweep:
 
     def _time_from_jax(self, row: table.Row, label: str) -> tuple[float, float]:
         """Microseconds per call of a launch and of lax, which take turns."""
-        count = self._operand_count(row.nbytes)
-        shape = (self._settings.devices * count,)
-        shard = np.ones(count, self._dtype)
-        data = jax.make_array_from_callback(shape, timing.sharding(self._mesh), lambda index: shard)
+        counts = [self._operand_count(row.nbytes)]
+        if self._is_norm:  # the residual has as many elements as the result
+            counts.append(row.nbytes // self._dtype.itemsize)
+        data = [self._ones(count) for count in counts]
         size = self._size(row.nbytes)
         with tuning.using(self._trial(row)):
             times, _ = collectives.times_from_jax(
-                self._settings, self._operation, self._mesh, [data], size, label
+                self._settings, self._operation, self._mesh, data, size, label
             )
         return times["ours"].p50, times["lax"].p50
+
+    def _ones(self, count: int) -> jax.Array:
+        """An array with so many elements on each device."""
+        shape = (self._settings.devices * count,)
+        shard = np.ones(count, self._dtype)
+        return jax.make_array_from_callback(shape, timing.sharding(self._mesh), lambda index: shard)
 
     def _trial(self, row: table.Row) -> tuning.Tuning:
         """A tuning under which all sizes use this launch."""

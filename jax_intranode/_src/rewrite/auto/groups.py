@@ -2,30 +2,33 @@
 
 Operations that do not need each other share a shard_map where this merges their communication.
 Such are operations that use the same gathered array, and sums over the same axes, up to a size.
+
+The operations of a block are walked in order. One that becomes part of a shard_map joins the open
+group of its kind, and what needs its result waits. A group ends, and what has waited for it
+follows, when one of its kind needs a result of it, at a fence, and when it would become too large.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 from jax import lax
 from jax.extend.mlir import ir
 
-from jax_intranode._src.rewrite import sums
-from jax_intranode._src.rewrite.auto.modules import inner_blocks, number, operations, owner
+from jax_intranode._src.rewrite.auto.modules import number, operands, operations, owner
 from jax_intranode._src.rewrite.auto.operations import Found, Kind
 from jax_intranode._src.rewrite.auto.plans import Axes, Plan, Spec, local_size
+from jax_intranode._src.rewrite.waiting import Waiting
 
 # Sums of more bytes together are not merged.
 MERGED_BYTES = 1 << 20
 
-_HEAVY = frozenset(
-    f"stablehlo.{name}" for name in ("dot_general", "convolution", "dot", "while", "custom_call")
-)
 # Operations that nothing is moved across.
-_FENCES = frozenset({"stablehlo.optimization_barrier", "stablehlo.custom_call"})
+_FENCES = frozenset(
+    {"stablehlo.optimization_barrier", "stablehlo.custom_call"}
+    | {"func.return", "return", "stablehlo.return", "sdy.return"}
+)
 
 
 @dataclass(frozen=True)
@@ -81,13 +84,40 @@ class Member:
         """Whether it sends anything."""
         return any(self.gathers) or bool(self.plan.sums) or bool(self.kind.axes)
 
+    def gathered(self) -> list[tuple[Input, Gathers]]:
+        """The operands that are gathered."""
+        return [both for both in zip(self.inputs, self.gathers, strict=True) if both[1]]
+
+    def shared(self) -> Any:
+        """What members of a group have in common; None if it shares no shard_map."""
+        gathered = self.gathered()
+        if gathered and not self.plan.sums:
+            return "gather", *((one.value, gathers) for one, gathers in gathered)
+        if not gathered and not self.plan.scatters:
+            return "sum", self.plan.sums, self.found.avals[0].dtype
+        return None
+
+    def nbytes(self, sizes: Mapping[str, int]) -> int:
+        """The bytes that a device gathers or sums, at most."""
+        largest = 0
+        for one, gathers in self.gathered():
+            held = local_size(one.aval.shape, one.spec, sizes) or 0
+            held *= math.prod(sizes[axis] for _, axes in gathers for axis in axes)
+            largest = max(largest, held * one.aval.dtype.itemsize)
+        if self.plan.sums:
+            shape = ir.RankedTensorType(self.found.operation.results[0].type).shape
+            held = local_size(shape, self.plan.result, sizes) or 0
+            held *= math.prod(sizes[axis] for each in self.plan.scatters for axis in each.axes)
+            largest = max(largest, held * self.found.avals[0].dtype.itemsize)
+        return largest
+
     def key(self) -> Any:
         """Identifies what the body does, but for the operands."""
         plan = self.plan
-        return self.kind.key, tuple(self.gathers), plan.sums, plan.scatter, plan.result
+        return self.kind.key, tuple(self.gathers), plan.sums, plan.result
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
     """The operations of one shard_map, in the order of the program."""
 
@@ -136,12 +166,12 @@ class Group:
             results = []
             for (compute, gathers, plan), places in zip(members, where, strict=True):
                 result = compute(*map(whole, places, gathers))
-                for position, axes in enumerate(plan.sums):
-                    if plan.scatter is None or position < len(plan.sums) - 1:
-                        result = lax.psum(result, axes)
+                for each in plan.sums:
+                    if each.dimension is None:
+                        result = lax.psum(result, each.axes)
                     else:
                         result = lax.psum_scatter(
-                            result, axes, scatter_dimension=plan.scatter, tiled=True
+                            result, each.axes, scatter_dimension=each.dimension, tiled=True
                         )
                 results.append(result)
             return results
@@ -181,190 +211,61 @@ def member_of(found: Found, before: dict[int, Found]) -> Member:
     return Member(found, inputs, gathers)
 
 
-class Block:
-    """The order of a block's operations, and what needs what."""
+@dataclass(frozen=True)
+class _Step:
+    """An operation of a block, with what it and all inside it use, for `Waiting`."""
 
-    def __init__(self, block: Any, replaced: dict[Any, Any], manual: frozenset[str]):
-        """Reads the block.
-
-        Args:
-            block: the block.
-            replaced: what takes the place of the values of the program so far. The operations that
-                made them are erased at the end, so that no new one has their identity.
-            manual: the axes that shard_maps around it have bound.
-        """
-        self.block = block
-        self.manual = manual
-        self.replaced = replaced
-        self.operations = operations(block)
-        # By the numbers of operations.
-        self.numbered = {number(operation): operation for operation in self.operations}
-        self.position = {each: float(i) for i, each in enumerate(self.numbered)}
-
-    def add_before(self, operation: Any, first: Any, *others: Any) -> None:
-        """Adds operations that are before an operation; the others need the first one."""
-        end = self.place(operation)
-        start = max((p for p in self.position.values() if p < end), default=end - 1)
-        for each in (first, *others):
-            self.numbered[number(each)] = each
-            self.position[number(each)] = (start + end) / 2 if each is first else end
-
-    def place(self, operation: Any) -> float:
-        """The position of an operation of this block."""
-        return self.position[number(operation)]
-
-    def resolve(self, value: Any) -> Any:
-        """What a value of the program is now."""
-        return self.replaced.get(value, value)
-
-    def within(self, operation: Any) -> Any:
-        """The operation of this block that is or holds an operation."""
-        while operation.block != self.block:
-            operation = operation.parent.operation
-        return operation
-
-    def add_users(self, found: set[int], operation: Any, until: float = math.inf) -> None:
-        """Adds the operations up to a position that need an operation, also indirectly.
-
-        What needs those that were found before has been found, too.
-        """
-        todo = [operation]
-        while todo:
-            for result in todo.pop().results:
-                for use in result.uses:
-                    user = self.within(use.owner.operation)
-                    each = number(user)
-                    if each not in found and self.position[each] <= until:
-                        found.add(each)
-                        todo.append(user)
-
-    def move_behind(self, users: set[int], anchor: Any) -> None:
-        """Moves operations behind another one, in their order."""
-        start = self.place(anchor)
-        moved = sorted(users, key=self.position.__getitem__)
-        gap = min((p for p in self.position.values() if p > start), default=start + 1) - start
-        for step, each in enumerate(moved, 1):
-            self.numbered[each].move_after(anchor)
-            anchor = self.numbered[each]
-            self.position[each] = start + gap * step / (len(moved) + 1)
+    operation: Any
+    invars: Collection[Any]
+    outvars: Collection[Any]
 
 
-def groups_of(members: Sequence[Member], block: Block, sizes: dict[str, int]) -> Iterator[Group]:
-    """Groups the members of a block, in the order of the program."""
-    fences = sorted(block.place(o) for o in block.operations if o.name in _FENCES)
-    buckets: dict[Any, Group] = {}
-    done: list[Group] = []
-    for member in members:
-        position = block.place(member.found.operation)
-        plan = member.plan
-        era = sum(fence < position for fence in fences)
-        nbytes = sum_bytes(member, sizes)
-        key: Any = None
-        gathered = [i for i, g in zip(member.inputs, member.gathers, strict=True) if g]
-        if gathered and not plan.sums:
-            key = (
-                "gather",
-                era,
-                tuple(hash(one.value) for one in gathered),
-                tuple(g for g in member.gathers if g),
-            )
-            nbytes = 0
-        elif not gathered and plan.scatter is None:
-            key = "sum", era, plan.sums, member.found.avals[0].dtype
-        group = None if key is None else buckets.get(key)
-        if group is None or group.nbytes + nbytes > MERGED_BYTES:
-            group = Group()
-            done.append(group)
-            if key is not None:
-                buckets[key] = group
+def replace(
+    block: Any,
+    members: Sequence[Member],
+    sizes: Mapping[str, int],
+    insert: Callable[[Group], Sequence[Any]],
+) -> None:
+    """Makes shard_maps of the members of a block, and moves behind them what needs them.
+
+    Args:
+        block: the block.
+        members: the operations. They stay where they are, for the caller to erase.
+        sizes: the sizes of the mesh's axes.
+        insert: inserts the shard_map of a group; returns the new operations, in order.
+    """
+    by_operation = {number(member.found.operation): member for member in members}
+    order = Waiting()
+    opened: dict[Any, Group] = {}
+
+    def end(which: Collection[Group]) -> None:
+        for key, group in [each for each in opened.items() if each[1] in which]:
+            del opened[key]
+            new = [_Step(o, o.operands, o.results) for o in insert(group)]
+            order.run([group], new)
+
+    for operation in operations(block):
+        member = by_operation.get(number(operation))
+        if member is None:
+            if operation.name in _FENCES:
+                end(opened.values())
+            order.emit(_Step(operation, operands(operation), operation.results))
+            continue
+        step = _Step(operation, [one.value for one in member.inputs], operation.results)
+        end(order.needed(step))
+        key = member.shared() or number(operation)
+        nbytes = 0 if member.gathered() else member.nbytes(sizes)
+        if key in opened and opened[key].nbytes + nbytes > MERGED_BYTES:
+            end([opened[key]])
+        group = opened.setdefault(key, Group())
         group.members.append(member)
         group.nbytes += nbytes
-    yield from done
-
-
-def independent(group: Group, block: Block) -> Iterator[tuple[Group, set[int]]]:
-    """Divides a group into groups whose members do not need each other.
-
-    Each comes with what needs its members and stands before the last one.
-    """
-    left = sorted(group.members, key=lambda m: block.place(m.found.operation))
-    while left:
-        part, users, rest = Group(), set[int](), []
-        last = block.place(left[-1].found.operation)
-        for member in left:
-            operation = member.found.operation
-            makers = [owner(block.resolve(one.value)) for one in member.inputs]
-            needed = {
-                number(maker)
-                for maker in makers
-                if maker is not None and maker.block == block.block
-            }
-            if number(operation) in users or needed & users:
-                rest.append(member)
-            else:
-                part.members.append(member)
-                block.add_users(users, operation, last)
-        end = block.place(part.members[-1].found.operation)
-        yield part, {user for user in users if block.position[user] < end}
-        left = rest
-
-
-# What XLA overlaps.
-
-
-def sum_bytes(member: Member, sizes: dict[str, int]) -> int:
-    """The bytes that a device gathers or sums, at most."""
-    plan = member.plan
-    largest = 0
-    for one, gathers in zip(member.inputs, member.gathers, strict=True):
-        if gathers:
-            held = local_size(one.aval.shape, one.spec, sizes) or 0
-            held *= math.prod(sizes[axis] for _, axes in gathers for axis in axes)
-            largest = max(largest, held * one.aval.dtype.itemsize)
-    if plan.sums:
-        result = jax.ShapeDtypeStruct(
-            ir.RankedTensorType(member.found.operation.results[0].type).shape,
-            member.found.avals[0].dtype,
-        )
-        held = local_size(result.shape, plan.result, sizes) or 0
-        if plan.scatter is not None:
-            held *= math.prod(sizes[axis] for axis in plan.sums[-1])
-        largest = max(largest, held * result.dtype.itemsize)
-    return largest
-
-
-def is_overlapped(member: Member, block: Block, sizes: dict[str, int]) -> bool:
-    """Whether XLA can run a large collective at the same time as a matmul after it.
-
-    A gather can begin as soon as its operand is there, a sum when the operation is done.
-    """
-    if sum_bytes(member, sizes) <= sums.OVERLAPPED_BYTES:
-        return False
-    operation = member.found.operation
-    ready = block.place(operation)
-    for one, gathers in zip(member.inputs, member.gathers, strict=True):
-        if gathers:
-            maker = owner(one.value)
-            here = maker is not None and maker.block == block.block
-            ready = min(ready, block.place(maker) if here else -1.0)
-    needing: set[int] = set()
-    block.add_users(needing, operation)
-    return any(
-        block.place(other) > ready
-        and other != operation
-        and number(other) not in needing
-        and is_heavy(other)
-        for other in block.operations
-    )
-
-
-def is_heavy(operation: Any) -> bool:
-    """Whether an operation multiplies matrices, or loops."""
-    if operation.name in _HEAVY:
-        return True
-    return any(
-        is_heavy(inner.operation) for block in inner_blocks(operation) for inner in block.operations
-    )
+        order.expect(step.outvars, group)
+    previous = None
+    for each in order.emitted:
+        if previous is not None:
+            each.operation.move_after(previous)
+        previous = each.operation
 
 
 def reshards_that_gather(found: Sequence[Found]) -> dict[int, Found]:

@@ -38,6 +38,13 @@ def walk(operation: Any) -> list[Any]:
     return found
 
 
+def operands(operation: Any) -> list[Any]:
+    """What an operation and all inside it use."""
+    if len(operation.regions) == 0:
+        return list(operation.operands)
+    return [value for inner in walk(operation) for value in inner.operands]
+
+
 def number(operation: Any) -> int:
     """Identifies an operation of a program."""
     return integer(operation.attributes[NUMBER])

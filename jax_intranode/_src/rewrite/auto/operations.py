@@ -16,7 +16,7 @@ from jax.extend.mlir.dialects import stablehlo
 
 from jax_intranode._src.rewrite.auto import partitioner, plans
 from jax_intranode._src.rewrite.auto.modules import integer
-from jax_intranode._src.rewrite.auto.plans import Axes, Gather, Labels, Plan
+from jax_intranode._src.rewrite.auto.plans import Axes, Gather, Labels, Plan, Sum
 from jax_intranode._src.rewrite.auto.program import Program
 
 _DTYPES = {
@@ -73,11 +73,6 @@ class Found:
     avals: tuple[Any, ...]
     plan: Plan | None
     reason: str | None
-
-    @property
-    def sums(self) -> tuple[Axes, ...]:
-        """The axes of each of its sums."""
-        return self.plan.sums if self.plan else ()
 
 
 def aval(value: Any) -> Any | None:
@@ -259,7 +254,7 @@ def _decide(
     fitting = {
         fits
         for plan in candidates
-        if (fits := plans.with_sums_of(plan, of_xla, shapes, result.shape, sizes)) is not None
+        if (fits := plans.as_found(plan, of_xla, shapes, result.shape, sizes)) is not None
     }
     if len(fitting) != 1:
         text = ", ".join(f"{name} over {'+'.join(sorted(axes))}" for name, axes, _ in of_xla)
@@ -306,11 +301,11 @@ def _collective(operation: Any, program: Program) -> Found:
         shape = ir.RankedTensorType(value.type).shape
         if plans.local_size(shape, spec, dict(program.mesh.shape)) is None:
             return found(None, UNEVEN)
-    plan = Plan((spec,), (), (), None, spec)
+    plan = Plan((spec,), (), (), spec)
     if name == "all_reduce":
-        return found(dataclasses.replace(plan, sums=(axes,)))
+        return found(dataclasses.replace(plan, sums=(Sum(axes),)))
     if name == "reduce_scatter":
-        return found(dataclasses.replace(plan, sums=(axes,), scatter=dimensions[0]))
+        return found(dataclasses.replace(plan, sums=(Sum(axes, dimensions[0]),)))
     if name == "all_gather":
         return found(dataclasses.replace(plan, gathers=(Gather(0, dimensions[0], axes),)))
     split, concat = dimensions

@@ -180,7 +180,8 @@ def groups_of_text(text: str, count: int) -> set[frozenset[int]] | None:
         # Of each chosen part of an axis: the parts before it, and those up to its end.
         chosen = [(name, int(pre or 1), int(of or 0)) for name, pre, of in _PART.findall(mesh[3])]
         chosen = [(name, pre, pre * of or sizes[name]) for name, pre, of in chosen]
-        shape, along = [], []
+        shape: list[int] = []
+        along: list[int] = []
         for name, size in sizes.items():
             own = [part[1:] for part in chosen if part[0] == name]
             for start, end in itertools.pairwise(sorted({1, size, *itertools.chain(*own)})):

@@ -44,23 +44,35 @@ class Gather:
 
 
 @dataclass(frozen=True)
+class Sum:
+    """A sum of products, scattered along a dimension of the result if there is one."""
+
+    axes: Axes
+    dimension: int | None = None
+
+
+@dataclass(frozen=True)
 class Plan:
     """A way in which an operation is computed.
 
     Attributes:
         operands: how each operand is sharded at first. An operand of the program may be less so:
             taking a part of it costs nothing.
-        gathers: what is gathered.
-        sums: the axes of each sum of the products, one sum after the other.
-        scatter: the dimension of the result that the last sum is scattered along; None if it isn't.
+        gathers: what is gathered, in order.
+        sums: the sums of the products, one after the other. Those that are scattered come first,
+            because what they leave is smaller.
         result: how the result is sharded.
     """
 
     operands: tuple[Spec, ...]
     gathers: tuple[Gather, ...]
-    sums: tuple[Axes, ...]
-    scatter: int | None
+    sums: tuple[Sum, ...]
     result: Spec
+
+    @property
+    def scatters(self) -> tuple[Sum, ...]:
+        """The sums that are scattered."""
+        return tuple(each for each in self.sums if each.dimension is not None)
 
 
 def plans(labels: Labels, operands: Sequence[Spec], result: Spec) -> Iterator[Plan]:
@@ -103,16 +115,18 @@ def _plan(
     summed = tuple(
         axis for label, axes in computed.items() if label not in labels.result for axis in axes
     )
-    scatter = None
+    sums = []
     for dimension, (label, after) in enumerate(zip(labels.result, result, strict=True)):
         now = computed[label]
-        if now == after:
-            continue
-        scattered = after[len(now) :]
-        if scatter is not None or after[: len(now)] != now or set(scattered) != set(summed):
-            return None
-        scatter, summed = dimension, scattered
-    return Plan(tuple(ins), tuple(gathers), (summed,) if summed else (), scatter, result)
+        if now != after:
+            scattered = after[len(now) :]
+            if after[: len(now)] != now or not set(scattered) <= set(summed):
+                return None
+            sums.append(Sum(scattered, dimension))
+            summed = tuple(axis for axis in summed if axis not in scattered)
+    if summed:
+        sums.append(Sum(summed))
+    return Plan(tuple(ins), tuple(gathers), tuple(sums), result)
 
 
 def local_size(shape: Sequence[int], spec: Spec, sizes: Mapping[str, int]) -> int | None:
@@ -126,14 +140,14 @@ def local_size(shape: Sequence[int], spec: Spec, sizes: Mapping[str, int]) -> in
     return count
 
 
-def with_sums_of(
+def as_found(
     plan: Plan,
     found: Sequence[Collective],
     shapes: Sequence[Sequence[int]],
     result: Sequence[int],
     sizes: Mapping[str, int],
 ) -> Plan | None:
-    """The plan if it communicates what was found, with its sums in the same order; None if not.
+    """The plan, in the order of the collectives that were found; None if it has not these.
 
     Args:
         plan: the plan.
@@ -142,43 +156,50 @@ def with_sums_of(
         result: that of the result.
         sizes: the sizes of the mesh's axes.
     """
-    expected: Counter[Collective] = Counter()
-    for operand, shape in enumerate(shapes):
-        held = local_size(shape, plan.operands[operand], sizes)
-        if held is None:
-            return None
-        for gather in plan.gathers:
-            if gather.operand == operand:
-                held *= math.prod(sizes[axis] for axis in gather.axes)
-                expected["all-gather", frozenset(gather.axes), held] += 1
+    of_gathers = Counter(each for each in found if each[0] == "all-gather")
+    for gathers in itertools.permutations(plan.gathers):
+        if _gathered(plan, gathers, shapes, sizes) == of_gathers:
+            break
+    else:
+        return None
     part = local_size(result, plan.result, sizes)
     if part is None:
         return None
-    summed = frozenset(axis for axes in plan.sums for axis in axes)
-    of_sums = []
-    for collective in found:
-        kind, axes, count = collective
-        if kind == "all-gather":
-            expected[collective] -= 1
-        else:
-            of_sums.append((kind, axes, count))
-    if any(expected.values()):
+    # Elements of the result before some of the scatters.
+    counts = {part}
+    for each in plan.scatters:
+        counts |= {n * math.prod(sizes[axis] for axis in each.axes) for n in counts}
+    stages = []
+    for kind, axes, count in found:
+        if kind != "all-gather":
+            scatters = any(frozenset(each.axes) == axes for each in plan.scatters)
+            if count not in counts or not (
+                kind == "all-reduce" or (kind == "reduce-scatter" and scatters)
+            ):
+                return None
+            stages.append(axes)
+    order = [axis for each in plan.sums for axis in each.axes]
+    if sorted(axis for axes in stages for axis in axes) != sorted(order):
         return None
-    if not of_sums or not summed:
-        return plan if not of_sums and not summed else None
-    whole = part * (math.prod(sizes[axis] for axis in summed) if plan.scatter is not None else 1)
-    if plan.scatter is not None:
-        one = of_sums[0] in (("all-reduce", summed, whole), ("reduce-scatter", summed, part))
-        return plan if one and len(of_sums) == 1 else None
-    (order,) = plan.sums
-    if of_sums == [("all-reduce", summed, whole)]:
-        return plan
-    seen = [axis for _, axes, _ in of_sums for axis in axes]
-    if (
-        any(kind != "all-reduce" or count != whole for kind, _, count in of_sums)
-        or len(set(seen)) < len(seen)
-        or set(seen) != summed
-    ):
-        return None
-    stages = tuple(tuple(a for a in order if a in axes) for _, axes, _ in of_sums)
-    return Plan(plan.operands, plan.gathers, stages, None, plan.result)
+    sums = plan.sums
+    if not plan.scatters:
+        sums = tuple(Sum(tuple(axis for axis in order if axis in axes)) for axes in stages)
+    return Plan(plan.operands, gathers, sums, plan.result)
+
+
+def _gathered(
+    plan: Plan,
+    gathers: Sequence[Gather],
+    shapes: Sequence[Sequence[int]],
+    sizes: Mapping[str, int],
+) -> Counter[Collective] | None:
+    """What the gathers communicate in this order; None if a dimension is not divisible."""
+    held = [local_size(*of, sizes) for of in zip(shapes, plan.operands, strict=True)]
+    expected: Counter[Collective] = Counter()
+    for gather in gathers:
+        before = held[gather.operand]
+        if before is None:
+            return None
+        after = held[gather.operand] = before * math.prod(sizes[axis] for axis in gather.axes)
+        expected["all-gather", frozenset(gather.axes), after] += 1
+    return expected

@@ -82,7 +82,9 @@ class Program:
             # JAX names the mesh of a shard_map's collectives again.
             use_mesh(self.mesh_name, each, copy)
         self.module = simplified.simplified(copy)
-        passmanager.PassManager.parse(PIPELINE).run(self.module.operation)
+        passes = passmanager.PassManager.parse(PIPELINE)
+        passes.enable_verifier(False)  # after each pass, which takes longer than the passes
+        passes.run(self.module.operation)
         top = operations(self.module.body)
         self._functions = [o for o in top if o.name == "func.func"]
         axes = [sdy.MeshAxisAttr(axis) for axis in attribute.axes]

@@ -24,8 +24,8 @@ from jax_intranode._src.group import rendezvous
 from jax_intranode._src.jax_private import jaxpr_walk, lowering_hooks, trace_state
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.rewrite import agreement, hook
-from jax_intranode._src.rewrite.auto import groups, partitioner
-from jax_intranode._src.rewrite.auto.groups import Block, Group
+from jax_intranode._src.rewrite.auto import groups, overlap, partitioner
+from jax_intranode._src.rewrite.auto.groups import Group
 from jax_intranode._src.rewrite.auto.modules import (
     Unsuitable,
     as_bytecode,
@@ -57,7 +57,6 @@ _TAKES_SHARDS = frozenset(
     }
 )
 _SHARED = "another operation that needs the same gathered array is left"
-_OVERLAPPED = "XLA can overlap it with the matmuls after it"
 _CONSTANTS = re.compile(r"dense<[^>]*>")
 
 
@@ -254,6 +253,7 @@ class _Rewriting:
         self, module: Any, name: str, devices: Any, platforms: tuple[str, ...], outcome: Outcome
     ):
         self._name = name
+        self._lowered = module
         self._outcome = outcome
         self._platforms = platforms
         self._program = Program(module, devices)
@@ -268,10 +268,6 @@ class _Rewriting:
 
     def run(self) -> None:
         """Rewrites the program; the outcome has its module if anything was replaced."""
-        text = self._program.module.operation.get_asm(large_elements_limit=4)
-        # The same in all processes, whatever the constants.
-        text = _CONSTANTS.sub("", str(text))
-        fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
         blocks = [(block, m, self._found(block)) for block, m in self._program.blocks()]
         if not any(each.plan for _, _, found in blocks for each in found):
             for _, _, found in blocks:
@@ -287,9 +283,11 @@ class _Rewriting:
             if reason is not None or propagated_only:
                 self._leave_all(found, reason or "for a test")
             else:
-                taken += self._rewrite_block(Block(block, self._replaced, manual), found)
+                taken += self._rewrite_block(block, manual, found)
         if taken:
-            reason = agreement.same_everywhere(self._mesh, fingerprint, json.dumps(sorted(taken)))
+            reason = agreement.same_everywhere(
+                self._mesh, self._fingerprint, json.dumps(sorted(taken))
+            )
         if reason is not None:
             self._outcome.records = [
                 dataclasses.replace(r, reason=r.reason or reason, missed=True, jaxpr=None)
@@ -298,6 +296,11 @@ class _Rewriting:
             self._outcome.reason = reason
         elif taken or propagated_only:
             self._finish()
+
+    def _fingerprint(self) -> str:
+        """Identifies the program in all processes, whatever the constants."""
+        text = str(self._lowered.operation.get_asm(large_elements_limit=4))
+        return hashlib.sha256(_CONSTANTS.sub("", text).encode()).hexdigest()[:16]
 
     def _finish(self) -> None:
         for operation in reversed(self._dead):
@@ -349,7 +352,7 @@ class _Rewriting:
         plan = found.plan
         axes: dict[str, None] = dict.fromkeys(found.kind.axes)
         if plan is not None:
-            for of in (*(g.axes for g in plan.gathers), *plan.sums):
+            for of in (*(g.axes for g in plan.gathers), *(each.axes for each in plan.sums)):
                 axes.update(dict.fromkeys(of))
         around = []
         parent = found.operation.parent
@@ -372,49 +375,33 @@ class _Rewriting:
             )
         )
 
-    def _rewrite_block(self, block: Block, found: Sequence[Found]) -> list[Any]:
+    def _rewrite_block(
+        self, block: Any, manual: frozenset[str], found: Sequence[Found]
+    ) -> list[Any]:
         """Replaces what it can; returns what identifies that."""
         gathering = groups.reshards_that_gather(found)
-        members = []
         for each in found:
             if each.plan is None:
                 self._record(each, each.reason)
-                continue
-            member = groups.member_of(each, gathering)
-            if not member.communicates():
-                continue
-            if self._on_gpus() and groups.is_overlapped(member, block, self._sizes):
-                self._record(each, _OVERLAPPED)
-            else:
-                members.append(member)
-        whole = {
-            id(m)
-            for m in members
-            if m.plan.scatter is not None and not m.kind.axes and not self._fits(m, found)
-        }
+        members = [groups.member_of(each, gathering) for each in found if each.plan is not None]
+        members = [member for member in members if member.communicates()]
+        left = overlap.overlapped(members, block, self._sizes) if self._on_gpus() else {}
+        known = {number(each.operation): each for each in found}
         for member in members:
-            if id(member) in whole:
-                self._record(member.found, _WHOLE)
-        members = [member for member in members if id(member) not in whole]
-        joined = {
-            id(member): [
-                value
-                for value, now in zip(member.found.values, member.inputs, strict=True)
-                if value != now.value
-            ]
-            for member in members
-        }
-        members = [
-            member
-            for member in members
-            if number(member.found.operation) not in gathering
-            or not self._only_joined(member, members, joined)
-        ]
-        members = self._accepted(members)
-        taken = []
-        for group in groups.groups_of(members, block, self._sizes):
-            for part, users in groups.independent(group, block):
-                taken += self._insert(part, users, block)
+            if member.plan.scatters and not member.kind.axes and not self._fits(member, known):
+                left.setdefault(number(member.found.operation), _WHOLE)
+        for member in members:
+            if reason := left.get(number(member.found.operation)):
+                self._record(member.found, reason)
+        members = [m for m in members if number(m.found.operation) not in left]
+        members = [m for m in members if not self._is_only_joined(m, members)]
+        taken: list[Any] = []
+
+        def insert(group: Group) -> list[Any]:
+            taken.append([number(group.members[-1].found.operation), repr(group.key())])
+            return self._insert(group, manual)
+
+        groups.replace(block, self._accepted(members), self._sizes, insert)
         return taken
 
     def _accepted(self, members: list[Any]) -> list[Any]:
@@ -425,9 +412,8 @@ class _Rewriting:
         reasons = {id(m): self._judged(Group([m])).left for m in members}
         by_gather: dict[Any, list[Any]] = {}
         for member in members:
-            for one, gathers in zip(member.inputs, member.gathers, strict=True):
-                if gathers:
-                    by_gather.setdefault((hash(one.value), one.spec, gathers), []).append(member)
+            for one, gathers in member.gathered():
+                by_gather.setdefault((one.value, one.spec, gathers), []).append(member)
         todo = [m for m in members if reasons[id(m)] is not None]
         while todo:
             member = todo.pop()
@@ -446,12 +432,11 @@ class _Rewriting:
     def _on_gpus(self) -> bool:
         return self._mesh.devices.flat[0].platform == "gpu"
 
-    def _fits(self, member: Any, found: Sequence[Found]) -> bool:
+    def _fits(self, member: Any, known: dict[int, Found]) -> bool:
         """Whether all users of a scattered sum take it as it is sharded.
 
         XLA scatters some sums by an all-reduce, and lets the other users have all of it.
         """
-        known = {number(each.operation): each for each in found}
         todo = [member.found.operation.results[0]]
         while todo:
             value = todo.pop()
@@ -466,22 +451,35 @@ class _Rewriting:
                     if self._program.spec(user.results[0]) != spec:
                         return False
                     todo.append(user.results[0])
+                elif user.name == "stablehlo.transpose":
+                    order = ir.DenseI64ArrayAttr(user.attributes["permutation"])
+                    if spec is None or self._program.spec(user.results[0]) != tuple(
+                        spec[i] for i in order
+                    ):
+                        return False
+                    todo.append(user.results[0])
                 elif user.name not in _TAKES_SHARDS:
                     same = [r for r in user.results if r.type == value.type]
                     if not same or self._program.spec(same[0]) != spec:
                         return False
         return True
 
-    def _only_joined(self, reshard: Any, members: Sequence[Any], joined: Any) -> bool:
+    def _is_only_joined(self, reshard: Any, members: Sequence[Any]) -> bool:
         """Whether all users of a reshard gather its operand themselves."""
+        if reshard.kind.name not in ("reshard", "all_gather") or not reshard.plan.gathers:
+            return False
         result = reshard.found.operation.results[0]
-        users = {number(use.owner.operation) for use in result.uses}
-        return users <= {number(m.found.operation) for m in members if result in joined[id(m)]}
+        joined = {
+            number(m.found.operation)
+            for m in members
+            if result in m.found.values and result not in [one.value for one in m.inputs]
+        }
+        return {number(use.owner.operation) for use in result.uses} <= joined
 
-    def _insert(self, group: Group, users: set[int], block: Block) -> list[Any]:
+    def _insert(self, group: Group, manual: frozenset[str]) -> list[Any]:
         body = self._body(group)
         if body is None and len(group.members) > 1:
-            alone = [self._insert(Group([m]), set(), block) for m in group.members]
+            alone = [self._insert(Group([m]), manual) for m in group.members]
             return [each for one in alone for each in one]
         if body is None:
             raise RuntimeError("a shard_map is not lowered as expected")
@@ -489,9 +487,9 @@ class _Rewriting:
         inputs, _ = group.inputs()
         new = body.operation.clone(ip=ir.InsertionPoint(last)).operation
         for index, one in enumerate(inputs):
-            new.operands[index] = block.resolve(one.value)
-        if block.manual:  # a region of a partly manual shard_map has bound these
-            names = [a for a in self._mesh.axis_names if a not in block.manual]
+            new.operands[index] = self._replaced.get(one.value, one.value)
+        if manual:  # a region of a partly manual shard_map has bound these
+            names = [a for a in self._mesh.axis_names if a not in manual]
             new.attributes["manual_axes"] = manual_axes_attribute(names)
         # XLA gives the results of a manual computation other shardings where simplifications, such
         # as of two reshapes, leave its users nothing to do; not where something is in between.
@@ -499,10 +497,6 @@ class _Rewriting:
             self._program.constrained(result, member.plan.result, last)
             for member, result in zip(group.members, new.results, strict=True)
         ]
-        for operation in (new, *map(owner, results)):
-            self._program.set_number(operation)
-        block.add_before(last, new, *map(owner, results))
-        block.move_behind(users, last)
         sources = tuple(source_of(member.found.operation) for member in group.members)
         for index, (member, result) in enumerate(zip(group.members, results, strict=True)):
             jaxpr = body.judged.jaxpr if index == 0 else None
@@ -512,7 +506,7 @@ class _Rewriting:
             self._replaced[old] = result
             self._dead.append(member.found.operation)
         self._calls += body.calls
-        return [[round(block.place(last), 6), repr(group.key())]]
+        return [new, *(result.owner.operation for result in results)]
 
     def _judged(self, group: Group) -> "_Judged":
         """What this package would run of the shard_map of a group."""

@@ -1,0 +1,80 @@
+"""What XLA overlaps stays XLA's: large collectives that need not wait for the matmuls after them.
+
+XLA runs its own collectives next to matmuls, and ours only before or after them. It also combines
+collectives of one kind over the same axes. So what it would combine is judged, and left, as one:
+the gathers that need no matmul, such as those of parameters, and the sums that no matmul needs,
+such as those of gradients.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax_intranode._src.rewrite import sums
+from jax_intranode._src.rewrite.auto.groups import Member
+from jax_intranode._src.rewrite.auto.modules import number, operands, operations, owner, walk
+
+_HEAVY = frozenset(
+    f"stablehlo.{name}" for name in ("dot_general", "convolution", "dot", "while", "custom_call")
+)
+
+
+def overlapped(members: Sequence[Member], block: Any, sizes: Mapping[str, int]) -> dict[int, str]:
+    """Why some members of a block are left, by the numbers of their operations."""
+    bits = {number(m.found.operation): 2 << i for i, m in enumerate(members)}
+    # What each value needs: bit 0 says a matmul, the others are those of the members.
+    needs: dict[Any, int] = {}
+    places: dict[int, int] = {}
+    heavy: list[tuple[int, int]] = []
+    needed = 0
+    for place, operation in enumerate(operations(block)):
+        each = number(operation)
+        places[each] = place
+        mask = 0
+        for value in operands(operation):
+            mask |= needs.get(value, 0)
+        if _is_heavy(operation):
+            needed |= mask
+            mask |= 1
+            heavy.append((place, mask | bits.get(each, 0)))
+        mask |= bits.get(each, 0)
+        if mask:
+            needs.update(dict.fromkeys(operation.results, mask))
+
+    def begins(member: Member) -> int:
+        """Where it can begin: a gather behind its operand, a sum behind its operation."""
+        makers = [owner(one.value) for one, _ in member.gathered()]
+        own = places[number(member.found.operation)]
+        return min([own, *(places.get(number(m), -1) if m else -1 for m in makers)])
+
+    combined: dict[Any, list[Member]] = {}
+    for index, member in enumerate(members):
+        own = number(member.found.operation)
+        gathered = member.gathered()
+        key: Any = own
+        if gathered and not any(needs.get(one.value, 0) & 1 for one, _ in gathered):
+            key = (
+                "gathers",
+                frozenset(a for _, gathers in gathered for _, of in gathers for a in of),
+            )
+        elif not gathered and not needed & 2 << index:
+            key = "sums", frozenset(axis for each in member.plan.sums for axis in each.axes)
+        combined.setdefault(key, []).append(member)
+    left: dict[int, str] = {}
+    for together in combined.values():
+        if sum(member.nbytes(sizes) for member in together) <= sums.OVERLAPPED_BYTES:
+            continue
+        for member in together:
+            start, own = begins(member), number(member.found.operation)
+            if any(at > start and not mask & bits[own] for at, mask in heavy):
+                reason = "XLA can overlap it with the matmuls after it"
+                if len(together) > 1:
+                    reason += ", with others that it combines"
+                left |= {number(m.found.operation): reason for m in together}
+                break
+    return left
+
+
+def _is_heavy(operation: Any) -> bool:
+    """Whether an operation multiplies matrices, or loops."""
+    inside = walk(operation) if len(operation.regions) else [operation]
+    return any(inner.name in _HEAVY for inner in inside)

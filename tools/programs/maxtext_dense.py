@@ -8,30 +8,20 @@ REPOSITORY = "https://github.com/AI-Hypercomputer/maxtext"
 COMMIT = "e591f30cb"
 FOLDER = "maxtext/src"
 # What its modules import. Those of Google Cloud have stand-ins.
-PACKAGES = (
-    "flax",
-    "optax",
-    "orbax-checkpoint",
-    "grain",
-    "tensorflow-cpu",
-    "transformers",
-    "tiktoken",
-)
+PACKAGES = ("flax", "optax", "orbax-checkpoint", "grain", "tensorflow-cpu", "transformers")
 PACKAGES += ("sentencepiece", "datasets", "aqtp", "qwix", "tokamax", "drjax", "sympy", "jinja2")
-PACKAGES += ("omegaconf", "pathwaysutils", "tensorboardX", "psutil", "requests", "ml_collections")
+PACKAGES += ("omegaconf", "pathwaysutils", "tensorboardX", "psutil", "requests", "tiktoken")
+PACKAGES += ("ml_collections",)
 TOLERANCE = 1e-3
 AUTO = True
 
 SMALL = "base_emb_dim=32 base_mlp_dim=128 base_num_query_heads=4 base_num_kv_heads=4 head_dim=8 "
 SMALL += "base_num_decoder_layers=2 vocab_size=64 max_target_length=32 dtype=float32"
 LARGE = "base_emb_dim=2048 base_mlp_dim=8192 base_num_decoder_layers=4 max_target_length=2048"
-BOTH = (
-    "run_name=compared base_output_directory=/tmp dataset_type=synthetic enable_checkpointing=false"
-)
-BOTH += " steps=1000 attention=dot_product ici_fsdp_parallelism=-1 ici_tensor_parallelism=2"
-BOTH += (
-    " log_config=false enable_goodput_recording=false skip_jax_distributed_system=true hardware="
-)
+BOTH = "run_name=compared base_output_directory=/tmp dataset_type=synthetic steps=1000 "
+BOTH += "enable_checkpointing=false attention=dot_product log_config=false "
+BOTH += "enable_goodput_recording=false skip_jax_distributed_system=true "
+BOTH += "ici_fsdp_parallelism=-1 ici_tensor_parallelism=2 hardware="
 
 
 def steps(small: bool) -> Iterator[dict[str, Any]]:

@@ -1,5 +1,8 @@
 """Cases of the collectives: values, groups, segments, and calls in any order."""
 
+import dataclasses
+import functools
+import itertools
 import math
 from typing import Any
 from unittest import mock
@@ -8,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 from cases import (
     COPIED_DTYPES,
     DIVIDED,
@@ -43,6 +47,7 @@ import jax_intranode
 from jax_intranode._src.native import extension
 from jax_intranode._src.ops import collective
 from jax_intranode._src.ops.psum import selection
+from jax_intranode._src.selection import config
 
 # Values.
 
@@ -298,6 +303,131 @@ def trees_in_segments() -> None:
     for dtype, of_dtype in parts.items():
         for result, part in zip(results[dtype], of_dtype, strict=True):
             check(result, reference("psum", part))
+
+
+@functools.partial(jax.jit, static_argnames=("count", "dtype"))
+def value_of(rank: Any, count: int, dtype: str) -> Any:
+    """A rank's operand: integers, so that sums are exact."""
+    factors = jnp.array([2654435761, 40503], jnp.uint32)
+    at = jnp.arange(count, dtype=jnp.uint32) * factors[0] + jnp.uint32(rank) * factors[1]
+    return ((at >> 16) % 17).astype(dtype) - 8
+
+
+@case(mib=(16, 64, 256, 1024))
+def large_messages_in_segments(mib: int) -> None:
+    """Of 4 MiB, donated, first eagerly, then replayed. They are compared on the devices."""
+    mesh = line()
+    if mesh.devices.flat[0].platform != "gpu":
+        pytest.skip("needs GPUs; on CPU devices it would take minutes")
+    settings = dataclasses.replace(config.get(), segment_kib=4 << 10)
+    n, count = mesh.size, (mib << 20) // 2
+    part = count // n
+
+    def operand(rank: Any, count: int = count) -> Any:
+        return value_of(rank, count, "bfloat16")
+
+    def total(begin: Any = 0, length: int = count) -> Any:
+        return sum(lax.dynamic_slice_in_dim(operand(r), begin, length) for r in range(n))
+
+    def expected(operation: str) -> Any:
+        rank = lax.axis_index("x")
+        if operation == "psum_scatter":
+            return total(rank * part, part)
+        if operation == "all_to_all":
+            shards = (lax.dynamic_slice_in_dim(operand(r), rank * part, part) for r in range(n))
+            return jnp.concatenate(list(shards))
+        return jnp.concatenate([operand(r, part) for r in range(n)])
+
+    def run(operation: str, v: Any) -> Any:
+        few = [jax_intranode.psum(v[:k], "x") for k in range(1, 6)]  # XLA makes no smaller graphs
+        if operation != "tree":
+            return apply(operation, v), few
+        bounds = [0, 5, count // 7, count // 3, count]
+        arrays = [v[a:b] for a, b in itertools.pairwise(bounds)]
+        return jnp.concatenate(jax_intranode.psum(arrays, "x")), few
+
+    def wrong(operation: str, result: Any) -> Any:
+        want = total() if operation in ("psum", "tree") else expected(operation)
+        return (result != want).sum(dtype=jnp.int32)[None]
+
+    for operation in (*OPERATIONS, "tree"):
+        own = functools.partial(operand, count=part if operation == "all_gather" else count)
+        make = jax.jit(sharded(lambda own=own: own(lax.axis_index("x")), mesh, (), P("x")))
+        by_variable = mock.patch.object(config, "get", lambda: settings)
+        with by_variable if operation in ("psum", "tree") else in_segments(4 << 20):
+            f = sharded(functools.partial(run, operation), mesh, P("x"), P("x"))
+            program = compiled_of_ours(f, make(), donate_argnums=0)
+        segments = max(segments_of(program.as_text()))
+        assert segments >= (mib if operation in ("psum", "tree") else mib // n) // 4
+        compare = jax.jit(sharded(functools.partial(wrong, operation), mesh, P("x"), P("x")))
+        handled = []
+        for _ in range(4):
+            before = extension.handler_calls()
+            result, _ = program(make())
+            handled.append(extension.handler_calls() - before)
+            found = compare(result)
+            assert int(np.asarray(found.addressable_shards[0].data)[0]) == 0, operation
+        assert handled[0] > 0 and 0 in handled, handled
+
+
+# Beside other work.
+
+
+@case(dtype=("float32", "int32"))
+def beside_other_work(dtype: str) -> None:
+    """`overlap=True` changes no value: amid calls in line and matmuls, in loops, with gradients."""
+    mesh = line()
+    n = mesh.size
+
+    def program(overlap: bool) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            def step(v: Any, _: Any) -> tuple[Any, None]:
+                total = jax_intranode.psum(v, "x", overlap=overlap)
+                product = v @ w
+                inline = jax_intranode.psum(product, "x")
+                part = jax_intranode.psum_scatter(product, "x", tiled=True, overlap=overlap)
+                whole = jax_intranode.all_gather(part @ w, "x", tiled=True, overlap=overlap)
+                moved = jax_intranode.all_to_all(product, "x", 0, 1, tiled=True, overlap=overlap)
+                branch = lax.cond(
+                    total[0, 0] > inline[0, 0],
+                    lambda u: jax_intranode.pmean(u, "x", overlap=overlap).astype(u.dtype),
+                    lambda u: jax_intranode.psum(u, "x"),
+                    whole,
+                )
+                mixed = (total + inline) * 2 - branch
+                return mixed % 5 + moved.reshape(v.shape) % 3, None
+
+            v, _ = lax.scan(step, x, None, length=3)
+            last = jax_intranode.psum(v, "x", overlap=overlap)
+            product = v @ w
+            return last + jax_intranode.psum(product @ w, "x")
+
+        return sharded(body, mesh, (P("x"), P()), P("x"))
+
+    rows = 32 * n
+    x = put(mesh, P("x"), random("int8", (rows * n, 128), 51).astype(dtype) % 4)
+    w = put(mesh, P(), random("int8", (128, 128), 52).astype(dtype) % 2)
+    with ours_up_to(1 << 20):
+        in_line, beside = (compiled_of_ours(program(overlap), x, w) for overlap in (False, True))
+    on_gpus = mesh.devices.flat[0].platform == "gpu"
+    assert ("_beside" in beside.as_text()) == on_gpus and "_beside" not in in_line.as_text()
+    want = in_line(x, w)
+    for _ in range(4):
+        check_like(beside(x, w), want, 0)
+    if dtype == "int32":
+        return
+
+    def gradient(overlap: bool) -> Any:
+        def loss(x: Any, w: Any) -> Any:
+            total = jax_intranode.psum(jnp.sin(x @ w), "x", overlap=overlap)
+            whole = jax_intranode.all_gather(x, "x", tiled=True, overlap=overlap)
+            return (total @ w).sum() + jnp.sin(whole @ w).sum()
+
+        return sharded(jax.grad(loss, argnums=(0, 1)), mesh, (P("x"), P()), (P("x"), P()), False)
+
+    with ours_up_to(1 << 20):
+        ours, like = (jax.jit(gradient(overlap))(x, w) for overlap in (True, False))
+    check_like(ours, like, 1e-5)
 
 
 # How often calls run, and what explain says of them.

@@ -101,12 +101,14 @@ def test_all_variables_together() -> None:
             "JAX_INTRANODE_STRICT": "1",
             "JAX_INTRANODE_SEGMENT_KIB": "64",
             "JAX_INTRANODE_FUSE_NORMS": "always",
+            "JAX_INTRANODE_ASYNC": "1",
         }
-    ) == config.Config(True, "unknown", 3, 4, 5, 2.5, 0.5, "two_shot", 64, "always", True)
+    ) == config.Config(True, "unknown", 3, 4, 5, 2.5, 0.5, "two_shot", 64, "always", True, True)
 
 
 def test_each_field_has_a_variable() -> None:
-    fields = {f"JAX_INTRANODE_{of.name.upper()}" for of in dataclasses.fields(config.Config)}
+    names = (of.name.rstrip("_").upper() for of in dataclasses.fields(config.Config))
+    fields = {f"JAX_INTRANODE_{name}" for name in names}
     assert fields == {v.name for v in config.VARIABLES if v.reader == "package"}
     assert fields == {v.name for v in config.VARIABLES if v.read is not None}
 

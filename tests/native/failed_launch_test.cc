@@ -2,7 +2,8 @@
 // a launch fails, no later call may take what the peers have sent for this one: it is refused, what
 // waits is told to end, and what is replayed finds its region closed. Then the same for peers that
 // are absent, as the monitor tells (ffi/platform_cuda.h), and for peers that run another operation.
-// Exit status 0: all of it is so.
+// Calls beside other work follow each other, whatever their streams. Exit status 0: all of it is
+// so.
 #include <cstdio>
 #include <cstring>
 #include <map>
@@ -22,6 +23,13 @@ namespace {
 cudaError_t next_status = cudaSuccess;
 int launches = 0;
 void* state = nullptr;
+uintptr_t stream_of_call = 0;
+constexpr int kBesideRank = 7;                            // tells its group from the other one
+std::vector<std::pair<std::string, uintptr_t>> enqueued;  // what, and on which stream
+
+void Enqueue(const std::string& what, cudaStream_t stream) {
+  enqueued.emplace_back(what, reinterpret_cast<uintptr_t>(stream));
+}
 
 template <class... Args>
 XLA_FFI_Error* Succeeds(Args...) {
@@ -52,7 +60,7 @@ XLA_FFI_Api MakeApi() {
     return Succeeds();
   };
   api.XLA_FFI_Stream_Get = [](XLA_FFI_Stream_Get_Args* args) {
-    args->stream = nullptr;
+    args->stream = reinterpret_cast<void*>(stream_of_call);
     return Succeeds();
   };
   api.XLA_FFI_DeviceOrdinal_Get = [](XLA_FFI_DeviceOrdinal_Get_Args* args) {
@@ -114,11 +122,21 @@ cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
 }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t) { return "out of resources"; }
+cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t stream) {
+  Enqueue("record", stream);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t, unsigned) {
+  Enqueue("wait", stream);
+  return cudaSuccess;
+}
 
 namespace jax_intranode {
-cudaError_t Launch(Algorithm, ElementType, const DeviceGroup&, const Buffer&, uint32_t, LaunchShape,
-                   cudaStream_t) {
+cudaError_t Launch(Algorithm, ElementType, const DeviceGroup& group, const Buffer&, uint32_t,
+                   LaunchShape, cudaStream_t stream) {
   ++launches;
+  Enqueue(group.rank == kBesideRank ? "beside" : "in line", stream);
   return next_status;
 }
 cudaError_t Launch(Algorithm, ElementType, const DeviceGroup&, const Buffers&, uint32_t,
@@ -311,6 +329,19 @@ int main() {
   CHECK(call().empty() && launches == 1);
   CHECK(records[0].abort == 0 && communicator->members[0]->Header()->closed == 0);
 
+  communicator->beside_members.push_back(std::make_unique<BesideMember>());
+  communicator->beside_members[0]->group = *communicator->members[0];
+  communicator->beside_members[0]->group.rank = kBesideRank;
+  enqueued.clear();
+  for (stream_of_call = 1; stream_of_call < 3; ++stream_of_call) {
+    CHECK(frame.Run(&CudaCollectiveBeside, XLA_FFI_ExecutionStage_EXECUTE, &x, &x).empty());
+  }
+  CHECK(
+      (enqueued ==
+       std::vector<std::pair<std::string, uintptr_t>>{
+           {"wait", 1}, {"beside", 1}, {"record", 1}, {"wait", 2}, {"beside", 2}, {"record", 2}}));
+  launches = 1;
+
   next_status = cudaSuccess + 1;
   const std::string failed = call();
   CHECK(failed.find("launching psum on CUDA device 0 failed: out of resources") != failed.npos);
@@ -318,6 +349,7 @@ int main() {
 
   next_status = cudaSuccess;
   CHECK(call() == failed);  // refused
+  CHECK(frame.Run(&CudaCollectiveBeside, XLA_FFI_ExecutionStage_EXECUTE, &x, &x) == failed);
   CHECK(launches == 2);
   CHECK(records[0].abort == 1 && records[1].abort == 1);   // what waits ends
   CHECK(communicator->members[0]->Header()->closed != 0);  // what is replayed gives up

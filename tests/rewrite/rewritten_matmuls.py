@@ -1,7 +1,6 @@
 """What tests of rewritten matmuls share: arrays, comparison, and the rewritten program as text."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,7 +19,6 @@ from jax_intranode._src.rewrite.body import Body
 
 N = len(jax.devices())
 T, F, H = 2, 8, 16  # rows and columns of a rank's x, columns of a rank's w
-TOOL = Path(__file__).parent.parent.parent / "tools" / "compare_lowered.py"
 
 
 @pytest.fixture(autouse=True)

@@ -243,6 +243,29 @@ def test_explain_says_what_became_of_each() -> None:
     assert (left.operation, left.reason) == ("reduce", "a reduction that is not a sum")
 
 
+@pytest.mark.parametrize("why", ["a callback", "several meshes", "shardy"])
+def test_explain_says_why_a_program_is_left_as_a_whole(why: str) -> None:
+    mesh = two_axes()
+    other = Mesh(mesh.devices, ("x", "y"), axis_types=mesh.axis_types)
+    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+
+    def f(p: Any, x: Any) -> Any:
+        y = mlp(p, x)
+        if why == "a callback":
+            jax.debug.print("{}", y[0, 0])
+        return constrained(other, y, "x") if why == "several meshes" else y
+
+    jax.config.update("jax_use_shardy_partitioner", why != "shardy")
+    try:
+        with jax_intranode.accelerate(auto=True):
+            report = jax_intranode.explain(f)(p, x)
+            compiled = jax.jit(f).lower(p, x).compile()
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
+    assert set(collectives(compiled)) == {"all-reduce"}
+    assert why in (report.left or "") and why in str(report)
+
+
 def test_a_program_that_xla_refuses_is_compiled_as_it_was(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

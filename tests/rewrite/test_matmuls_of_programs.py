@@ -1,9 +1,7 @@
 """Rewritten matmuls in gradients and control flow, and the custom calls of programs for GPUs."""
 
 import functools
-import importlib.util
 import re
-import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,7 +13,7 @@ import pytest
 from cases import line, make_mesh, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from lowered import in_lowered
+from lowered import compare_lowered, in_lowered
 from rewritten_matmuls import (  # noqa: F401
     AG,
     COLUMNS,
@@ -23,7 +21,6 @@ from rewritten_matmuls import (  # noqa: F401
     IS_OVERLAPPED,
     ROWS,
     RS,
-    TOOL,
     W_SHARD,
     X_SHARD,
     XW,
@@ -194,12 +191,7 @@ def test_a_large_unrolled_program() -> None:
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("compare_lowered", TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["compare_lowered"] = module  # dataclasses look the module up
-    spec.loader.exec_module(module)
-    return module
+    return compare_lowered()
 
 
 def by_lax_gather(

@@ -42,11 +42,8 @@ cudaError_t LaunchOne(const DeviceSite& site, ElementType type, const DeviceGrou
 }
 
 // The operations of one call follow each other on the stream.
-ffi::Error LaunchAll(cudaStream_t stream, int32_t device, const DeviceSite& site,
+ffi::Error LaunchAll(cudaStream_t stream, int32_t device, const DeviceSite& site, DeviceGroup group,
                      ffi::RemainingArgs xs, ffi::RemainingRets ys) {
-  device_handler_calls.fetch_add(1, std::memory_order_relaxed);
-  if (ffi::Error error = CheckUsable(*site.communicator, device); error.failure()) return error;
-  DeviceGroup group = *site.communicator->members[device];
   group.site = site.number;
   return ForEachOperation(
       site, group.size, group.epoch_buffer_bytes, xs, ys,
@@ -70,7 +67,46 @@ ffi::Error LaunchAll(cudaStream_t stream, int32_t device, const DeviceSite& site
 // only launches and keeps no state.
 ffi::Error Execute(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::RemainingArgs xs,
                    ffi::RemainingRets ys, ffi::Dictionary) {
-  return Launched(*site->communicator, device, stream, LaunchAll(stream, device, *site, xs, ys));
+  DeviceCommunicator& communicator = *site->communicator;
+  device_handler_calls.fetch_add(1, std::memory_order_relaxed);
+  ffi::Error error = CheckUsable(communicator, device);
+  if (error.success()) {
+    error = LaunchAll(stream, device, *site, *communicator.members[device], xs, ys);
+  }
+  return Launched(communicator, device, stream, std::move(error));
+}
+
+// The same beside other work (communicator_cuda.h). XLA captures no call of this handler in a
+// graph, in which it would run in line: so it runs, and orders the launches, in each execution.
+ffi::Error ExecuteBeside(cudaStream_t stream, int32_t device, DeviceSite* site,
+                         ffi::RemainingArgs xs, ffi::RemainingRets ys, ffi::Dictionary) {
+  DeviceCommunicator& communicator = *site->communicator;
+  device_handler_calls.fetch_add(1, std::memory_order_relaxed);
+  const auto launch = [&] {
+    if (ffi::Error error = CheckUsable(communicator, device); error.failure()) return error;
+    const size_t index = device;
+    if (index >= communicator.beside_members.size() || !communicator.beside_members[index]) {
+      return ffi::Error(
+          ffi::ErrorCode::kFailedPrecondition,
+          "jax_intranode: there is no memory for calls with overlap=True on CUDA device " +
+              std::to_string(device) +
+              ". A program with such calls that was compiled elsewhere can't be loaded; compile it "
+              "here.");
+    }
+    BesideMember& member = *communicator.beside_members[index];
+    std::lock_guard lock(member.mutex);
+    cudaError_t status = cudaStreamWaitEvent(stream, member.launched, 0);
+    ffi::Error error = ffi::Error::Success();
+    if (status == cudaSuccess) {
+      error = LaunchAll(stream, device, *site, member.group, xs, ys);
+      if (error.failure()) return error;
+      status = cudaEventRecord(member.launched, stream);
+    }
+    if (status == cudaSuccess) return error;
+    return ffi::Error::Internal("jax_intranode: ordering calls on CUDA device " +
+                                std::to_string(device) + " failed: " + cudaGetErrorString(status));
+  };
+  return Launched(communicator, device, stream, launch());
 }
 
 }  // namespace
@@ -114,6 +150,14 @@ XLA_FFI_Error* CudaCollective(XLA_FFI_CallFrame* frame) {
   static auto* const handler =
       BindCall<DeviceSite>(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>())
           .To(Execute, {ffi::Traits::kCmdBufferCompatible})
+          .release();
+  return handler->Call(frame);
+}
+
+XLA_FFI_Error* CudaCollectiveBeside(XLA_FFI_CallFrame* frame) {
+  static auto* const handler =
+      BindCall<DeviceSite>(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>())
+          .To(ExecuteBeside)
           .release();
   return handler->Call(frame);
 }

@@ -23,5 +23,6 @@ extern std::atomic<uint64_t> device_handler_calls;
 
 XLA_FFI_Error* CudaCollectiveInstantiate(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* CudaCollective(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* CudaCollectiveBeside(XLA_FFI_CallFrame* frame);
 
 }  // namespace jax_intranode

@@ -13,13 +13,18 @@
 namespace jax_intranode {
 namespace {
 
-// Calls `act(communicator, device, group)` for each device of the communicators that are open.
+// Calls `act(communicator, device, group)` for each region of the communicators that are open.
 template <class Act>
 void ForEachDevice(const Act& act) {
   for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().All()) {
     for (size_t device = 0; device < communicator->members.size(); ++device) {
       if (auto& group = communicator->members[device]) {
         act(*communicator, static_cast<int>(device), *group);
+      }
+    }
+    for (size_t device = 0; device < communicator->beside_members.size(); ++device) {
+      if (auto& member = communicator->beside_members[device]) {
+        act(*communicator, static_cast<int>(device), member->group);
       }
     }
   }
@@ -29,10 +34,10 @@ void ForEachDevice(const Act& act) {
 std::mutex operations_mutex;
 uint64_t past_operations = 0;  // of closed communicators
 
-// The number of operations of a communicator on one device. The count has 32 bits: the sum is right
-// if it is read at least once in 2^32 operations.
+// The number of operations in a region of a device. The count has 32 bits: the sum is right if it
+// is read at least once in 2^32 operations.
 uint64_t OperationsNow(DeviceCommunicator& communicator, int device, const DeviceGroup& group) {
-  auto& [last, count] = communicator.counted[device];
+  auto& [last, count] = communicator.counted[group.Header()];
   const uint32_t now = ReadWord(device, reinterpret_cast<uintptr_t>(&group.Header()->operations));
   count += static_cast<uint32_t>(now - last);
   last = now;
@@ -88,6 +93,22 @@ void AddRings(const Partition& partition,
   }
 }
 
+void AddBeside(const Partition& partition,
+               const std::vector<std::pair<int64_t, std::vector<uintptr_t>>>& regions) {
+  const auto communicator = Registry<DeviceCommunicator>::Get().Find(partition);
+  if (!communicator) throw std::invalid_argument("jax_intranode: a region without a communicator");
+  communicator->beside_members.resize(communicator->members.size());
+  for (const auto& [device, addresses] : regions) {
+    auto member = std::make_unique<BesideMember>();
+    member->group = communicator->members.at(device).value();
+    CopyAddresses({.addresses = addresses}, partition.second, member->group.region);
+    const CurrentDevice current(static_cast<int>(device));
+    ThrowIfError(cudaEventCreateWithFlags(&member->launched, cudaEventDisableTiming),
+                 "creating an event");
+    communicator->beside_members[device] = std::move(member);
+  }
+}
+
 void SynchronizeDevices() {
   std::set<int> devices;
   for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
@@ -120,7 +141,7 @@ void CloseDeviceCommunicators() {
     } catch (const std::runtime_error&) {
       // The CUDA context is lost, and nothing runs in it any more.
     }
-    past_operations += communicator.counted[device].second;
+    past_operations += communicator.counted[group.Header()].second;
   });
   Registry<DeviceCommunicator>::Get().Clear();
 }

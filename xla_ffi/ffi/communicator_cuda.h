@@ -17,10 +17,29 @@
 
 namespace jax_intranode {
 
+// What a device has for calls that XLA runs beside other work, on another stream than the rest: a
+// region of its own, so that they are a sequence of operations of their own. They may be in flight
+// together with one operation of the other region. Those in flight here are one at a time: XLA may
+// give two calls two streams, so each launch waits for the event that follows the last one. All
+// ranks launch in the order of XLA's schedule, which is the same for all.
+//
+// Why two operations in flight, one of each region, can't wait for each other for ever: see
+// docs/how_it_works.md, "Beside other work".
+struct BesideMember {
+  DeviceGroup group;
+  cudaEvent_t launched = nullptr;
+  std::mutex mutex;  // from the wait for the event to its next record
+
+  ~BesideMember() {
+    if (launched != nullptr) cudaEventDestroy(launched);
+  }
+};
+
 // The groups of one partition, as the devices of this process see them.
 struct DeviceCommunicator {
   std::vector<std::optional<DeviceGroup>> members;  // by CUDA device ordinal
   std::vector<std::optional<MatmulMember>> matmul_members;
+  std::vector<std::unique_ptr<BesideMember>> beside_members;
   std::vector<std::vector<int64_t>> groups;  // the device ids of each member's group
   std::shared_ptr<void> memory;              // owns what the groups point to
   bool is_cube_mesh = false;                 // whether the groups are hybrid cube meshes
@@ -56,8 +75,8 @@ struct DeviceCommunicator {
   std::string failure_message;
   std::string left_message;
   std::optional<std::pair<int32_t, std::string>> refused;  // CUDA device, message
-  // By device: the last epoch that was read, and the number of operations until then.
-  std::map<size_t, std::pair<uint32_t, uint64_t>> counted;
+  // By region: the last count that was read, and the number of operations until then.
+  std::map<const RegionHeader*, std::pair<uint32_t, uint64_t>> counted;
 };
 
 // `memory` owns what the groups point to.
@@ -70,6 +89,11 @@ void CreateDeviceCommunicator(const Partition& partition, const std::vector<Grou
 void AddRings(const Partition& partition,
               const std::vector<std::pair<int64_t, std::vector<uintptr_t>>>& rings,
               size_t ring_bytes);
+
+// Gives a communicator a second region on each device, for calls beside other work, before any
+// program uses it. `regions` has those of every rank, by CUDA device ordinal.
+void AddBeside(const Partition& partition,
+               const std::vector<std::pair<int64_t, std::vector<uintptr_t>>>& regions);
 
 // Waits until nothing runs on the devices of this process.
 void SynchronizeDevices();

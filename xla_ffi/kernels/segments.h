@@ -57,6 +57,8 @@
 // The input and the output of a segment are those of the algorithm at other packs, so an algorithm
 // allows in place what it allows with one segment.
 //
+// What a segment costs: docs/how_it_works.md, "Large arrays".
+//
 // Model: tests/native/model/collectives_model.cc.
 #pragma once
 

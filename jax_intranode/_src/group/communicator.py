@@ -137,6 +137,30 @@ def communicator(
     return reason
 
 
+def beside(rendezvous: Rendezvous, groups: Partition) -> str | None:
+    """Prepares a partition for calls beside other work, on another stream than the rest.
+
+    Its communicator is there already. Returns why such calls have to run in line, or None.
+    """
+    with rendezvous_lib.lock:
+        if groups not in rendezvous.beside:
+            rendezvous.beside[groups] = _add_beside(rendezvous, groups)
+        return rendezvous.beside[groups]
+
+
+def _add_beside(rendezvous: Rendezvous, groups: Partition) -> str | None:
+    if topology_of(rendezvous, groups) is not topology.TopologyKind.FULLY_CONNECTED:
+        return "the ranks are a hybrid cube mesh"
+    region = _claim_region(rendezvous, groups, " beside")
+    if region is None:
+        return f"the slab's {slabs.REGIONS} regions serve other groups of these devices"
+    offset = slabs.PROBE_BYTES + region * rendezvous.region_bytes()
+    extension.module(rendezvous.platform).add_beside(
+        list(groups.device_ids), groups.group_size, _addresses(rendezvous, groups, offset)
+    )
+    return None
+
+
 def _create(rendezvous: Rendezvous, groups: Partition) -> str | None:
     if groups.group_size > definitions.MAX_WORLD_SIZE:
         most = definitions.MAX_WORLD_SIZE
@@ -228,9 +252,9 @@ def _links(rendezvous: Rendezvous, groups: Partition) -> list[list[tuple[int, in
     return links
 
 
-def _claim_region(rendezvous: Rendezvous, groups: Partition) -> int | None:
-    """The region that serves a partition; None if all regions serve others."""
-    text = f"{groups.group_size}: {groups.device_ids}"
+def _claim_region(rendezvous: Rendezvous, groups: Partition, purpose: str = "") -> int | None:
+    """The region that serves a partition for a purpose; None if all regions serve others."""
+    text = f"{groups.group_size}: {groups.device_ids}{purpose}"
     for region in range(slabs.REGIONS):
         if rendezvous.store.claim(f"region/{region}", text) == text:
             return region
@@ -239,16 +263,22 @@ def _claim_region(rendezvous: Rendezvous, groups: Partition) -> int | None:
 
 def _add_rings(rendezvous: Rendezvous, groups: Partition) -> None:
     """Gives a communicator the ring buffers of its devices, which lie behind the slabs."""
-    start = config.get().slab_bytes(rendezvous.platform)
-    rings = [
+    rings = _addresses(rendezvous, groups, config.get().slab_bytes(rendezvous.platform))
+    extension.module(rendezvous.platform).add_rings(
+        list(groups.device_ids), groups.group_size, rings, rendezvous.ring_bytes
+    )
+
+
+def _addresses(
+    rendezvous: Rendezvous, groups: Partition, offset: int
+) -> list[tuple[int, list[int]]]:
+    """For each local device, what lies at an offset of the slabs of its group's ranks."""
+    return [
         (
             native_ordinal(rendezvous.devices[i]),
-            [rendezvous.addresses[i][peer] + start for peer in group],
+            [rendezvous.addresses[i][peer] + offset for peer in group],
         )
         for group in groups.groups()
         for i in group
         if i in rendezvous.addresses
     ]
-    extension.module(rendezvous.platform).add_rings(
-        list(groups.device_ids), groups.group_size, rings, rendezvous.ring_bytes
-    )

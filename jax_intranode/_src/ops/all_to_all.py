@@ -23,6 +23,7 @@ def all_to_all(
     *,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     tiled: bool = False,
+    overlap: bool = False,
 ) -> PyTree:
     """Exchanges parts of arrays over mapped axes; takes the place of ``jax.lax.all_to_all``.
 
@@ -52,6 +53,7 @@ def all_to_all(
         tiled: whether to keep `split_axis`, shorter by a factor of the number of ranks, and to
             make `concat_axis` longer by that factor. Otherwise `split_axis` is dropped, and
             `concat_axis` is added.
+        overlap: whether XLA may run it beside work that does not need it, as for ``psum``.
 
     Returns:
         Arrays of the dtypes of `x`: the parts that all ranks have for this one, in rank order. If
@@ -89,6 +91,11 @@ def all_to_all(
     reason = fallback.reason_of_axes(axes, axis_index_groups)
     size = 1 if reason is not None else lax.psum(1, axes)
 
+    def bind(leaf: Any, split: int, concat: int) -> Any:
+        params = AllToAllParams(axes, split, concat, size, overlap=bool(overlap))
+        (result,) = collective.bind(all_to_all_p, [leaf], params)
+        return result
+
     def exchange(leaf: Any) -> Any:
         dimensions = np.ndim(leaf)
         why = reason or fallback.reason_of_array("all_to_all", leaf, axes)
@@ -106,19 +113,14 @@ def all_to_all(
             with fallback.to_lax("all_to_all", why):
                 return by_lax(leaf, split, concat)
         if tiled or split == concat:
-            return _bind(leaf, axes, split, concat, size)
+            return bind(leaf, split, concat)
         # As in lax: the new dimension is there before the exchange, and the old one goes after it.
         concat += split < concat
         split += concat <= split
-        result = _bind(lax.expand_dims(leaf, (concat,)), axes, split, concat, size)
+        result = bind(lax.expand_dims(leaf, (concat,)), split, concat)
         return lax.squeeze(result, (split,))
 
     return jax.tree.map(exchange, x)
-
-
-def _bind(x: Any, axes: tuple[str, ...], split: int, concat: int, size: int) -> Any:
-    (result,) = collective.bind(all_to_all_p, [x], AllToAllParams(axes, split, concat, size))
-    return result
 
 
 # Rules.

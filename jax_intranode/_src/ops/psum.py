@@ -23,6 +23,7 @@ def psum(
     axis_name: AxisNames,
     *,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
+    overlap: bool = False,
 ) -> PyTree:
     """Sums over one or more mapped axes; takes the place of ``jax.lax.psum``.
 
@@ -45,6 +46,9 @@ def psum(
             float16, float64, int8, uint8, int32, uint32, int64, uint64.
         axis_name: the name of a mapped axis, or several names.
         axis_index_groups: as in ``jax.lax.psum``; not accelerated.
+        overlap: whether XLA may run the sum beside work that does not need it. This is for large
+            arrays on GPUs, and changes nothing elsewhere: see "Beside other work" in
+            docs/how_it_works.md.
 
     Returns:
         The sums, with the shapes and dtypes of `x` (bool becomes int32).
@@ -76,7 +80,7 @@ def psum(
         else:
             with fallback.to_lax("psum", reason, sends=isinstance(leaf, jax.core.Tracer)):
                 leaves[i] = lax.psum(leaf, axes)
-    params = PsumParams(axes, invariant=trace_state.check_vma())
+    params = PsumParams(axes, invariant=trace_state.check_vma(), overlap=bool(overlap))
     for chosen in by_dtype.values():
         sums = collective.bind(psum_p, [leaves[i] for i in chosen], params)
         for i, total in zip(chosen, sums, strict=True):
@@ -89,6 +93,7 @@ def pmean(
     axis_name: AxisNames,
     *,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
+    overlap: bool = False,
 ) -> PyTree:
     """The mean over one or more mapped axes; takes the place of ``jax.lax.pmean``.
 
@@ -104,7 +109,7 @@ def pmean(
         Array([1.5], dtype=float32)
     """
     with jax.named_scope("jax_intranode.pmean"):
-        total = psum(x, axis_name, axis_index_groups=axis_index_groups)
+        total = psum(x, axis_name, axis_index_groups=axis_index_groups, overlap=overlap)
     size = lax.psum(1, axis_name, axis_index_groups=axis_index_groups)
     return jax.tree.map(lambda v: v / size, total)
 
@@ -126,7 +131,11 @@ def selection(
 
 
 def operations(
-    mesh: jax.sharding.Mesh, axes: Sequence[str], shapes: Sequence[Sequence[int]], dtype: Any
+    mesh: jax.sharding.Mesh,
+    axes: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    dtype: Any,
+    overlap: bool = False,
 ) -> list[Part]:
     """Divides a psum of arrays of one dtype into operations.
 
@@ -136,7 +145,7 @@ def operations(
     dtype = np.dtype(dtype)
     # In a kernel's buffer each array starts a new pack.
     packs = [-(-math.prod(shape) * dtype.itemsize // definitions.PACK_BYTES) for shape in shapes]
-    choose_by_bytes = collective.chooser("psum", mesh, axes, dtype)
+    choose_by_bytes = collective.chooser("psum", mesh, axes, dtype, overlap)
 
     def choose(chosen: Sequence[int]) -> select.Selection:
         return choose_by_bytes(sum(packs[i] for i in chosen) * definitions.PACK_BYTES)
@@ -180,7 +189,8 @@ def _decide(site: LoweringSite, avals: Sequence[Any], params: PsumParams) -> Dec
         parts = [(list(range(len(avals))), select.Selection("lax", reason))]
     else:
         assert site.mesh is not None  # or there would be a reason
-        parts = operations(site.mesh, params.axes, [x.shape for x in avals], avals[0].dtype)
+        shapes = [x.shape for x in avals]
+        parts = operations(site.mesh, params.axes, shapes, avals[0].dtype, params.overlap)
 
     def lower(ctx: Any, *xs: Any) -> list[Any]:
         results = list(xs)  # an empty array is its own sum

@@ -23,7 +23,6 @@ from jax_intranode._src.jax_private import (
     jaxpr_walk,
     lax_collectives,
     lowering_context,
-    lowering_hooks,
 )
 from jax_intranode._src.ops import fallback, primitive
 from jax_intranode._src.ops.lowering_site import LoweringSite
@@ -328,13 +327,8 @@ def _reason_to_leave(equation: Any, context: Context) -> str:
 # Operations to which XLA's partitioner would add collectives.
 
 
-def calls_of_partitioner(program: Any, outside: Context) -> Iterator[Call]:
+def calls_of_partitioner(outcome: rewriting.Outcome, outside: Context) -> Iterator[Call]:
     """The operations of a lowered program to which XLA's partitioner would add collectives."""
-    place = lowering_hooks.lowered_by_jax(program)
-    if place is None:
-        return
-    with rewriting.explaining():
-        outcome = rewriting.outcome_of(*place)
     for record in outcome.records:
         times = None if record.in_loop else 1
         if record.jaxpr is not None:

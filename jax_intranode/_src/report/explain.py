@@ -9,7 +9,7 @@ from typing import Any, overload
 
 import jax
 
-from jax_intranode._src.jax_private import hlo, jaxpr_walk, trace_state
+from jax_intranode._src.jax_private import hlo, jaxpr_walk, lowering_hooks, trace_state
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.report import calls
 from jax_intranode._src.report.calls import Call
@@ -31,11 +31,14 @@ class Explanation(Sequence[Call]):
             partitioner has added. XLA may also drop a collective, copy the body of a loop, or turn
             an all-reduce into a reduce-scatter; this then differs by these. None without
             ``compiled=True``.
+        left: with ``install(auto=True)``: why all that XLA's partitioner adds is left to it; None
+            if each operation has a reason of its own.
     """
 
     calls: tuple[Call, ...]
     compiled: Mapping[str, int] | None = field(default=None, hash=False)
     added: Mapping[str, int] | None = field(default=None, hash=False)
+    left: str | None = None
 
     @property
     def own(self) -> tuple[Call, ...]:
@@ -57,6 +60,8 @@ class Explanation(Sequence[Call]):
     def __str__(self) -> str:
         """Returns a table, and below it the groups of devices and the counts."""
         lines = self._table() if self.calls else ["no collectives"]
+        if self.left is not None:
+            lines.append(f"all that XLA's partitioner adds is left to it: {self.left}")
         if self.compiled is not None and self.added is not None:
             lines.append(f"in the compiled program: {_counts(self.compiled)}")
             lines.append(f"added by XLA's partitioner: {_counts(self.added)}")
@@ -138,8 +143,13 @@ class Explainer:
             return Explanation(found)
         with rewriting.explaining():
             program = traced.lower()
-        if hook.is_auto():
-            of_partitioner = tuple(calls.calls_of_partitioner(program, outside))
+        left = None
+        place = lowering_hooks.lowered_by_jax(program) if hook.is_auto() else None
+        if place is not None:
+            with rewriting.explaining():
+                outcome = rewriting.outcome_of(*place)
+            left = outcome.reason
+            of_partitioner = tuple(calls.calls_of_partitioner(outcome, outside))
             seen = {source for call in of_partitioner for source in call.sources}
             # Collectives of partly manual shard_maps are in both.
             found = tuple(
@@ -147,11 +157,11 @@ class Explainer:
             )
             found += of_partitioner
         if not self._compiled:
-            return Explanation(found)
+            return Explanation(found, left=left)
         before = hlo.in_lowered(program.as_text())
         after = hlo.in_compiled(program.compile().as_text() or "")
         of_xla = Counter({kind: after[kind] for kind in hlo.KINDS})
-        return Explanation(found, dict(sorted(after.items())), dict(of_xla - before))
+        return Explanation(found, dict(sorted(after.items())), dict(of_xla - before), left)
 
     def __repr__(self) -> str:
         """Returns how to use it."""

@@ -9,6 +9,7 @@ depends on it, and when it would become too large for one operation.
 """
 
 import bisect
+import dataclasses
 import weakref
 from collections.abc import Collection, Sequence
 from functools import cached_property
@@ -23,6 +24,7 @@ from jax_intranode._src.rewrite import collectives
 from jax_intranode._src.rewrite.body import Body
 from jax_intranode._src.rewrite.collectives import Choice
 from jax_intranode._src.rewrite.waiting import Waiting
+from jax_intranode._src.selection import config
 
 # Collectives of more bytes than this stay lax's if there are matmuls after them that need not wait
 # for them: XLA runs its own collectives next to these, and ours only before or after them. Not
@@ -42,6 +44,11 @@ def issue(equations: Sequence[Any], choices: dict[int, Choice], body: Body) -> l
         if choice is None:
             walk.emit(equation)
         elif overlap.has_matmul(position, position + 1):
+            if config.get().async_:
+                params = dataclasses.replace(choice.params, overlap=True)
+                beside = dataclasses.replace(choice, params=params)
+                walk.emit(collectives.replace(equation, beside, body))
+                continue
             body.leave(equation, "XLA can overlap it with the matmuls after it")
             walk.emit(equation)
         elif choice.primitive is not psum_p:

@@ -8,6 +8,7 @@ file the content.
 import dataclasses
 import difflib
 import functools
+import keyword
 import logging
 import os
 import re
@@ -81,7 +82,10 @@ def _variable(default: Any, values: str, in_words: str, meaning: str, read: Read
 
 @dataclass(frozen=True)
 class Config:
-    """The values in force, by the names of the variables in lower case and without the prefix."""
+    """The values in force, by the names of the variables in lower case and without the prefix.
+
+    One that is a word of Python's has "_" at its end.
+    """
 
     # A new variable that the package reads is a field here. Afterwards tools/environment_page.py
     # writes docs/environment.md.
@@ -160,6 +164,14 @@ class Config:
         "where a row of the table says that it is faster",
         _one_of(*FUSE_NORMS),
     )
+    async_: bool = _variable(
+        False,
+        "`0`, `1`",
+        "`0`",
+        "`1`: in unedited programs large collectives with matmuls after them, which otherwise stay "
+        "`jax.lax`'s, run [beside these](how_it_works.md#beside-other-work)",
+        _is_set,
+    )
     strict: bool = _variable(
         False,
         "`0`, `1`",
@@ -234,7 +246,10 @@ class Variable:
 
 # A new variable that something else reads is listed here.
 VARIABLES = (
-    *(Variable(_PREFIX + of.name.upper(), **of.metadata) for of in dataclasses.fields(Config)),
+    *(
+        Variable(_PREFIX + of.name.rstrip("_").upper(), **of.metadata)
+        for of in dataclasses.fields(Config)
+    ),
     Variable(
         RANK,
         "an integer",
@@ -318,6 +333,7 @@ def parse(environ: Mapping[str, str]) -> Config:
         text = environ.get(variable.name, "")
         if text and variable.read is not None:
             field = variable.name.removeprefix(_PREFIX).lower()
+            field += "_" * keyword.iskeyword(field)
             values[field] = variable.read(variable.name, text)
     return Config(**values)
 

@@ -34,6 +34,16 @@ UNSUPPORTED = "unsupported"  # this package has no algorithm for it
 REFUSED = "refused"  # an algorithm was wanted and could not be used
 
 
+# The most blocks of an operation that runs beside other work. They wait for peers, and must leave
+# room for what they run beside. As many as NCCL's kernels have; not measured between two GPUs.
+BLOCKS_BESIDE = 32
+
+# The SMs of an H100 or H200. A constant, because all ranks must launch alike.
+SMS = 132
+# The threads for whose registers an SM has room, if each has as many as the compiler may give it: a
+# 512th of an SM's, 128. Threads of kernels for 2 and 4 ranks have half as many.
+_RESIDENT_THREADS = 512
+
 # The algorithm of a psum on a hybrid cube mesh, and the topology's name.
 HYBRID_CUBE_MESH = "hybrid_cube_mesh"
 
@@ -57,6 +67,7 @@ class Selection:
         cause: if lax runs it: NOT_FASTER, UNSUPPORTED or REFUSED.
         segments: into how many the operation is cut.
         measured: whether it is known to be faster than lax.
+        beside: whether it runs beside other work, on another stream.
     """
 
     algorithm: str
@@ -67,6 +78,16 @@ class Selection:
     cause: str = REFUSED
     segments: int = 1
     measured: bool = True
+    beside: bool = False
+
+    def beside_other_work(self) -> "Selection":
+        """The same on another stream, with few blocks: the others are for the work beside it."""
+        return dataclasses.replace(
+            self,
+            blocks=min(self.blocks, BLOCKS_BESIDE),
+            beside=True,
+            reason=f"{self.reason}, beside other work",
+        )
 
 
 def unsupported_dtype(operation: str, dtype: str) -> str | None:
@@ -213,7 +234,18 @@ def launch(
     work = definitions.segment_packs(row.algorithm, packs, world_size, segments)
     if row.algorithm == "two_shot":
         work = -(-work // world_size)
-    return segments, max(1, min(row.blocks, -(-work // row.threads)))
+    most = resident_blocks(row.threads, world_size)
+    return segments, max(1, min(row.blocks, most, -(-work // row.threads)))
+
+
+def resident_blocks(threads: int, world_size: int) -> int:
+    """How many blocks of a collective run at the same time, beside the one that checks it.
+
+    Those beyond would send only when the first ones have ended. It is the same for all kernels of a
+    group, because ranks whose buffers are aligned and others must launch alike.
+    tests/test_kernel_registers.py compares it with the registers of the kernels.
+    """
+    return SMS * (_RESIDENT_THREADS * (2 if world_size in (2, 4) else 1) // threads) - 1
 
 
 def _in_segments(row: table.Row, world_size: int, segment_bytes: int) -> table.Row:

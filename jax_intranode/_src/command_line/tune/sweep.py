@@ -27,8 +27,6 @@ from jax_intranode._src.selection import select, table, tuning
 
 _THREADS = (64, 128, 256, 512)
 _BLOCKS = (64, 128, 256)
-# The most threads of a kernel that reside on an SM at the same time.
-_RESIDENT_THREADS_PER_SM = 1024
 # Launches whose times differ by less are alike.
 _TOLERANCE = 0.03
 # The dtype that stands for those with packets of its kind (xla_ffi/kernels/packets.h).
@@ -223,7 +221,6 @@ class Sweep:
             names = algorithms(self.operation) if nbytes <= _LARGEST else ()
             return [table.Row(nbytes, name, 1, 1) for name in names]
         on_gpus = self._settings.platform == "gpu"
-        sms = getattr(self._mesh.devices.flat[0], "core_count", 132)
         for algorithm, segment_bytes in itertools.product(algorithms(self.operation), _SEGMENTS):
             if segment_bytes and not (
                 on_gpus
@@ -237,7 +234,7 @@ class Sweep:
                 continue
             for threads in _THREADS if on_gpus else (1,):
                 # Small blocks of a large message are never fastest.
-                if on_gpus and nbytes >= 1 << 20 and threads < (512 if segment_bytes else 128):
+                if on_gpus and nbytes >= 1 << 20 and threads < (256 if segment_bytes else 128):
                     continue
                 for most in reversed(_BLOCKS) if on_gpus else (1,):
                     row = table.Row(nbytes, algorithm, threads, most, segment_bytes)
@@ -245,8 +242,7 @@ class Sweep:
                     if launched is None:
                         continue
                     segments, blocks = launched
-                    if not on_gpus or blocks * threads <= _RESIDENT_THREADS_PER_SM * sms:
-                        found.setdefault((algorithm, threads, blocks, segments), row)
+                    found.setdefault((algorithm, threads, blocks, segments), row)
         return list(found.values())
 
     def _launch(self, row: table.Row) -> tuple[int, int] | None:

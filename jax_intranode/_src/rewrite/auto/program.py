@@ -62,6 +62,7 @@ class Program:
         Raises:
             Unsuitable: nothing of it can be rewritten.
         """
+        _refuse_callbacks(module)  # they have a mesh of their own
         meshes = [
             (o, sdy.MeshAttr(o.attributes["mesh"]))
             for o in operations(module.body)
@@ -74,7 +75,6 @@ class Program:
         chosen, attribute = over_axes[0]
         if any(of != attribute for _, of in over_axes):
             raise Unsuitable("several meshes")
-        _refuse_callbacks(module)
         # JAX's caches take it for a module; a clone is of another class.
         copy = ir.Module.parse(as_bytecode(module))
         self.mesh_name = ir.StringAttr(chosen.attributes["sym_name"]).value

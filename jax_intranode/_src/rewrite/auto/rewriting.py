@@ -145,7 +145,7 @@ def outcome_of(module: Any, devices: Sequence[Any], platforms: Sequence[str]) ->
         RuntimeError: as `rewrite_program`.
     """
     if not hook.is_auto() or _active.value or len(devices) < 2:
-        return Outcome(reason="one device")
+        return Outcome()
     known = _outcomes.setdefault(module, {})
     key = tuple(d.id for d in devices), tuple(platforms), rendezvous.generation(), propagated_only
     if key not in known:

@@ -1,0 +1,95 @@
+"""The kernels of collectives have as few registers as their grids allow."""
+
+import functools
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from jax_intranode._src.native import extension
+from jax_intranode._src.selection import select
+
+REGISTERS_OF_AN_SM = 65536
+THREADS = (64, 128, 256, 512)
+
+
+class Kernel(NamedTuple):
+    """A kernel of xla_ffi/cuda/collectives.cu, for groups of a size; 0: of any."""
+
+    name: str
+    size: int
+    aligned: bool
+    registers: int
+
+    def resident(self, threads: int) -> int:
+        """How many blocks run at the same time. A warp's registers are given out by 256."""
+        of_a_warp = -(-self.registers * 32 // 256) * 256
+        of_an_sm = min(REGISTERS_OF_AN_SM // (of_a_warp * (threads // 32)), 2048 // threads)
+        return select.SMS * of_an_sm
+
+
+def kernels_in(text: str) -> list[Kernel]:
+    """The kernels that ``cuobjdump --dump-resource-usage`` lists."""
+    found = re.findall(r"Function (\S*20jax_intranode_kernel\S*):\s+REG:(\d+)", text)
+    return [
+        Kernel(name, int(re.findall(r"Li(\d+)E", name)[-1]), "AlignedBuffer" in name, int(count))
+        for name, count in found
+    ]
+
+
+@functools.cache
+def kernels() -> list[Kernel]:
+    module = extension.module("gpu")
+    if module is None:
+        pytest.skip("needs the kernels; the package was built without CUDA")
+    spec = importlib.util.find_spec("nvidia")  # of the wheel nvidia-cuda-cuobjdump
+    places = list(spec.submodule_search_locations or []) if spec is not None else []
+    tools = [str(tool) for place in places for tool in Path(place).glob("*/bin/cuobjdump")]
+    tool = next(iter(tools), None) or shutil.which("cuobjdump")
+    if tool is None:
+        pytest.skip("needs cuobjdump, which the wheel nvidia-cuda-cuobjdump has")
+    command = [tool, "--dump-resource-usage", module.__file__]
+    found = kernels_in(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert len(found) > 150
+    return found
+
+
+def outgrown(kernel: Kernel) -> list[str]:
+    """The launches that would not be resident as a whole, with the block that checks."""
+    worlds = (3, 5, 6, 7, 8) if kernel.size == 0 else (kernel.size,)
+    return [
+        f"{kernel.name}: {kernel.registers} registers, {blocks} blocks of {threads} threads"
+        for world in worlds
+        for threads in THREADS
+        if (blocks := min(256, select.resident_blocks(threads, world))) + 1
+        > kernel.resident(threads)
+    ]
+
+
+def test_grids_are_resident() -> None:
+    """Of aligned buffers, and of all buffers in groups of other sizes than 2 and 4.
+
+    Two-shot among 4 ranks is not: the table has the grid with which it was measured.
+    """
+    assert {k.size for k in kernels()} == {0, 2, 4, 8}
+    checked = [k for k in kernels() if k.aligned or k.size in (0, 8)]
+    checked = [k for k in checked if k.size != 4 or "7TwoShot" not in k.name]
+    wrong = [text for k in checked for text in outgrown(k)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("size", "registers", "fits"), [(2, 64, True), (2, 65, False), (8, 128, True), (0, 129, False)]
+)
+def test_a_kernel_that_outgrows_its_grid_is_found(size: int, registers: int, fits: bool) -> None:
+    assert (outgrown(Kernel("kernel", size, True, registers)) == []) == fits
+
+
+def test_kernels_are_read() -> None:
+    name = "_Z20jax_intranode_kernelINS_7TwoShotELNS_9AlgorithmE1ENS_3F32ELi4ENS_13AlignedBufferEE"
+    text = f" Function {name}:\n  REG:82 STACK:0 SHARED:0\n Function other:\n  REG:3\n"
+    assert kernels_in(text) == [Kernel(name, 4, True, 82)]

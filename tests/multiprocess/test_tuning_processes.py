@@ -16,7 +16,6 @@ from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher.functions import PROCESS_PER_DEVICE
 from jax_intranode._src.command_line.tune import command, sweep
 from jax_intranode._src.group import rendezvous as rendezvous_lib
-from jax_intranode._src.ops.psum import selection
 from jax_intranode._src.selection import table, tuning
 
 
@@ -30,9 +29,9 @@ def obeys_and_measures() -> None:
     mesh = cases.line()
     jax_intranode.initialize(mesh)
     for nbytes in (256, 4096):
-        chosen = selection(mesh, ("x",), (nbytes // 4,), "float32")
+        chosen = cases.selection(mesh, ("x",), (nbytes // 4,), "float32")
         assert chosen.algorithm == "two_shot" and "JAX_INTRANODE_TUNING=" in chosen.reason, chosen
-    assert selection(mesh, ("x",), (1025,), "float32").algorithm == "lax"
+    assert cases.selection(mesh, ("x",), (1025,), "float32").algorithm == "lax"
     parts = cases.random("float32", (mesh.size, 1024), 3)
     cases.check(cases.psum_of(parts, mesh), cases.everywhere(cases.oracle(parts), mesh.size))
     print("OBEYS", flush=True)

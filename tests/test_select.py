@@ -147,6 +147,21 @@ def test_forced_algorithm_runs_wherever_it_fits(setup: tuple[str, str], algorith
             assert chosen.blocks >= 1 and chosen.threads >= 1
 
 
+def test_segments_of_a_forced_algorithm() -> None:
+    """Those of 4 MiB stay in a GPU's cache."""
+    for world, algorithm in itertools.product((2, 8), table.PSUM_ALGORITHMS):
+        for mib, segment, wanted in ((1, 0, 1), (64, 0, 16), (64, 1 << 20, 64), (1, 1 << 18, 4)):
+            chosen = choose(
+                ("hopper", "multi"),
+                *(world, mib << 20, "bfloat16"),
+                algorithm=algorithm,
+                segment_bytes=segment,
+            )
+            # Among 8 ranks an epoch buffer holds 1.7 MiB of each, twice, of one-shot.
+            few = algorithm == "two_shot" or world == 2
+            assert chosen.segments == wanted or (not few and chosen.segments > wanted), chosen
+
+
 def test_a_buffer_that_is_a_byte_too_small() -> None:
     def chosen(epoch_buffer_bytes: int, dtype: str, **more: object) -> select.Selection:
         return choose(

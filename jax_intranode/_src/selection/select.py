@@ -44,6 +44,10 @@ SMS = 132
 # 512th of an SM's, 128. Threads of kernels for 2 and 4 ranks have half as many.
 _RESIDENT_THREADS = 512
 
+# The most bytes of a segment of an algorithm that was given, if no size was. A GPU's cache (50 MB)
+# holds four of them, together with what passes of the operand and of the result.
+_CACHED_SEGMENT_BYTES = 4 << 20
+
 # The algorithm of a psum on a hybrid cube mesh, and the topology's name.
 HYBRID_CUBE_MESH = "hybrid_cube_mesh"
 
@@ -147,8 +151,8 @@ def select(
         epoch_buffer_bytes: bytes of each of a region's two epoch buffers.
         algorithm: "auto", or the one to use wherever it fits.
         tuned: what was measured on this node; None for the shipped table.
-        segment_bytes: if not 0, operations that are too large for the table or for an epoch buffer
-            run in segments of at most these bytes.
+        segment_bytes: if not 0, operations that are too large for the table or for an epoch buffer,
+            and those of an algorithm that is given, run in segments of at most these bytes.
         topology: how the group's devices are linked: "hybrid_cube_mesh", or anything else for those
             that are all linked to each other.
     """
@@ -201,8 +205,10 @@ def select(
         row = fitting[-1] if fitting else dataclasses.replace(rows[-1], algorithm=algorithm)
         reason = f"JAX_INTRANODE_ALGORITHM={algorithm}"
     forced = algorithm != "auto"
-    if forced:  # for any size
-        row = dataclasses.replace(row, segment_bytes=row.segment_bytes or nbytes)
+    if forced and not row.segment_bytes:  # for any size
+        whole = launch(row, dtype, nbytes, world_size, epoch_buffer_bytes) is not None
+        most = segment_bytes or (nbytes if whole else _CACHED_SEGMENT_BYTES)
+        row = dataclasses.replace(row, segment_bytes=most)
     launched = launch(row, dtype, nbytes, world_size, epoch_buffer_bytes)
     if launched is None:
         needed = definitions.epoch_buffer_bytes_needed(row.algorithm, dtype, nbytes, world_size, 1)

@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bench_programs.definitions import PROGRAMS
+from bench_programs import definitions
 from cases import line
 from devices import need_devices
 from jax import lax
 
 import jax_intranode
 
+AUTO = [name for name in definitions.PROGRAMS if name.startswith("auto_")]
+PROGRAMS = {name: build for name, build in definitions.PROGRAMS.items() if name not in AUTO}
 TRAINING = ("train_step", "train_step_sequence_parallel", "transformer")
 LLAMAS = ("decode_8b_1", "decode_8b_16", "decode_70b_1", "decode_70b_16")
 
@@ -88,6 +90,20 @@ def test_both_libraries_agree(name: str) -> None:
     tolerance = 4 * TOLERANCE if name in NORMS else TOLERANCE
     assert distance(result, theirs(*arguments), arguments) < tolerance
     assert described(result) == described(arguments)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == AUTO[0] else pytest.param(n, marks=pytest.mark.full) for n in AUTO]
+)
+def test_auto_sharded_programs_agree(name: str) -> None:
+    need_devices(2)
+    step, arguments = definitions.PROGRAMS[name](jax_intranode, line(2))
+    plain = step(*arguments)
+    assert described(plain) == described(arguments)
+    with jax_intranode.accelerate(auto=True):
+        if jax.devices()[0].platform == "cpu":
+            assert calls(step, arguments, "psum") >= 1
+        assert distance(step(*arguments), plain, arguments) < TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,6 @@ SMS = 132
 # 512th of an SM's, 128. Threads of kernels for 2 and 4 ranks have half as many.
 _RESIDENT_THREADS = 512
 
-# The most bytes of a segment of an algorithm that was given, if no size was. A GPU's cache (50 MB)
-# holds four of them, together with what passes of the operand and of the result.
-_CACHED_SEGMENT_BYTES = 4 << 20
-
 # The algorithm of a psum on a hybrid cube mesh, and the topology's name.
 HYBRID_CUBE_MESH = "hybrid_cube_mesh"
 
@@ -206,9 +202,7 @@ def select(
         reason = f"JAX_INTRANODE_ALGORITHM={algorithm}"
     forced = algorithm != "auto"
     if forced and not row.segment_bytes:  # for any size
-        whole = launch(row, dtype, nbytes, world_size, epoch_buffer_bytes) is not None
-        most = segment_bytes or (nbytes if whole else _CACHED_SEGMENT_BYTES)
-        row = dataclasses.replace(row, segment_bytes=most)
+        row = dataclasses.replace(row, segment_bytes=segment_bytes or nbytes)
     launched = launch(row, dtype, nbytes, world_size, epoch_buffer_bytes)
     if launched is None:
         needed = definitions.epoch_buffer_bytes_needed(row.algorithm, dtype, nbytes, world_size, 1)

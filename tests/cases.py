@@ -27,7 +27,8 @@ import jax_intranode
 from jax_intranode._src.group import agreed, slabs
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.native import extension
-from jax_intranode._src.selection import config, table
+from jax_intranode._src.ops import psum as psum_lib
+from jax_intranode._src.selection import config, select, table
 
 FLOATS = ("float32", "bfloat16", "float16")
 DTYPES = (*FLOATS, "float64", "int8", "uint8", "int32", "uint32", "int64", "uint64")
@@ -82,6 +83,13 @@ def make_mesh(
 def line(world: int | None = None) -> Mesh:
     """A mesh of the first `world` devices, by default of all, with one axis "x"."""
     return make_mesh((world or len(jax.devices()),), ("x",))
+
+
+def selection(
+    mesh: Mesh, axes: Sequence[str], shape: Sequence[int], dtype: Any
+) -> select.Selection:
+    """What runs a psum over `axes` of a mesh, for an operand of this shape on each device."""
+    return psum_lib.operations(mesh, axes, [shape], dtype)[0][1]
 
 
 def takes_part(mesh: Mesh) -> bool:

@@ -1,10 +1,12 @@
-"""All that one start of processes runs: the cases, those of norms, and rows of the contract."""
+"""All that one start of processes runs: the cases of all modules, and rows of the contract."""
 
 import functools
 
 import cases_of_collectives  # noqa: F401
 import cases_of_matmuls  # noqa: F401
 import cases_of_norms
+import cases_of_rewriting
+import cases_of_set_up
 import contract
 import jax
 import random_programs  # noqa: F401
@@ -39,4 +41,7 @@ CASES = {
         for name, row in contract.ROWS.items()
         if _runs(row)
     },
+    # These begin and end without communicators.
+    **cases_of_rewriting.CASES,
+    **cases_of_set_up.CASES,
 }

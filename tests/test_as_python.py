@@ -143,9 +143,9 @@ def test_an_exception_is_shown_and_kept_as_by_python(
 def test_launch_passes_on_options_of_the_interpreter(output: Output, tmp_path: Path) -> None:
     write(
         tmp_path / "script.py",
-        "import sys\nprint(sys.flags.optimize, sys.flags.dev_mode, sys.warnoptions)",
+        "import sys\nprint(sys.flags.bytes_warning, sys.flags.dev_mode, sys.warnoptions)",
     )
-    options = ("-OO", "-X", "dev", "-W", "error::FutureWarning")
+    options = ("-b", "-X", "dev", "-W", "error::FutureWarning")
     assert output(*options, *WAYS["launch"], "script.py")[:2] == output(*options, "script.py")[:2]
 
 

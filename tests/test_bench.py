@@ -1,5 +1,6 @@
 """Runs of the benchmark on CPU devices, and whole programs."""
 
+import contextlib
 import json
 import re
 import subprocess
@@ -52,7 +53,7 @@ def test_program(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_program_of_one_argument() -> None:
     chained = measure_program._Chained(lambda x: x + 1, (jnp.zeros(2),))
-    assert np.array_equal(chained.run(3)[0], [3, 3])
+    assert np.array_equal(chained.run(contextlib.nullcontext, 3)[0], [3, 3])
 
 
 def test_difference_of_infinite_values() -> None:

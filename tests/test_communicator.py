@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import cases
 import jax
@@ -20,7 +21,6 @@ from jax_intranode._src.group import communicator, slabs
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.native import extension
-from jax_intranode._src.ops.psum import selection
 from jax_intranode._src.selection import config, select
 
 
@@ -35,7 +35,7 @@ def fresh() -> Iterator[None]:
 
 
 def chosen_for(mesh: jax.sharding.Mesh, count: int = 100) -> select.Selection:
-    return selection(mesh, ("x",), (count,), "float32")
+    return cases.selection(mesh, ("x",), (count,), "float32")
 
 
 def check_sum(mesh: jax.sharding.Mesh, seed: int = 0, *, ours: bool = True) -> None:
@@ -227,6 +227,30 @@ def test_partitions_of_the_same_devices_have_regions_of_their_own() -> None:
 
 
 @pytest.mark.usefixtures("fresh")
+def test_calls_beside_other_work_have_regions_of_their_own() -> None:
+    need_devices(2)
+    mesh = cases.line()
+    groups = partition_lib.partition(mesh, ("x",))
+    rendezvous = rendezvous_lib.rendezvous_of(mesh.devices.flat)
+    in_line = communicator._claim_region(rendezvous, groups)
+    added: list[Any] = []
+    module = SimpleNamespace(add_beside=lambda *what: added.append(what))
+    with (
+        mock.patch.object(extension, "module", lambda platform: module),
+        mock.patch.object(rendezvous, "region_bytes", lambda: 1000),
+    ):
+        reasons = [communicator.beside(rendezvous, groups) for _ in range(2)]
+    assert reasons == [None, None] and len(added) == 1  # claimed once
+    (ids, size, members) = added[0]
+    assert (tuple(ids), size) == (groups.device_ids, mesh.size)
+    for device, regions in members:
+        slabs_of_peers = rendezvous.addresses[device].values()
+        offsets = {r - s - slabs.PROBE_BYTES for r, s in zip(regions, slabs_of_peers, strict=True)}
+        (offset,) = offsets
+        assert offset % 1000 == 0 and offset // 1000 != in_line
+
+
+@pytest.mark.usefixtures("fresh")
 def test_addresses_that_are_mixed_up_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     need_devices(3)
     open_peers = slabs.open_peers
@@ -279,15 +303,15 @@ import jax
 jax.config.update("jax_num_cpu_devices", 16)
 import jax.numpy as jnp
 import jax_intranode
+from jax_intranode._src.ops.psum import operations
 from jax_intranode._src.native import extension
-from jax_intranode._src.ops.psum import selection
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 mesh = jax.make_mesh((2, 8), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 jax_intranode.initialize(mesh)
 for axes in (("a",), ("b",), ("a", "b")):
-    chosen = selection(mesh, axes, (10,), "float32")
+    chosen = operations(mesh, axes, [(10,)], "float32")[0][1]
     print(axes, chosen.algorithm, chosen.reason)
     f = jax.shard_map(
         lambda v: jax_intranode.psum(v, axes), mesh=mesh, in_specs=P(("a", "b")),

@@ -94,6 +94,7 @@ def test_what_scripts_do_with_jitted_functions(
 
         class Model:
             scale = 3.0
+            dtype = np.float32  # a static argument that is no array, although it has this
 
             @functools.partial(jax.jit, static_argnums=(0, 2), donate_argnums=(1,))
             def step(self, state: Any, name: str, *, rate: float) -> Any:

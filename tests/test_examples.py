@@ -46,6 +46,16 @@ def test_training(name: str) -> None:
         assert len(re.findall(rf"^{operation} ", output, re.MULTILINE)) >= 4, output
 
 
+def test_training_without_and_with_auto() -> None:
+    need_devices(2)
+    output = run_example("train_auto.py", "20", JAX_NUM_CPU_DEVICES="4")
+    without, with_auto = re.findall(r"^with.* auto: loss (.*), .* s$", output, re.MULTILINE)
+    assert abs(float(without) - float(with_auto)) < 1e-3 * float(without), output
+    if jax.default_backend() == "cpu":
+        # A sum for the hidden features, and one for each gradient and the loss.
+        assert len(re.findall(r"^psum .* XLA's partitioner ", output, re.MULTILINE)) == 4, output
+
+
 def test_decode() -> None:
     need_devices(2)
     output = run_example("decode.py", "4")

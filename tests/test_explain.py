@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import forced, line, make_mesh
+from cases import forced, line, make_mesh, selection
 from devices import need_devices
 from explained_programs import HALVES, N, X, programs
 from jax import lax
@@ -25,7 +25,6 @@ from jax_intranode import Call, all_gather, explain, pmean, psum, psum_scatter
 from jax_intranode._src.group import agreed
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.native import definitions
-from jax_intranode._src.ops.psum import selection
 from jax_intranode._src.selection import select
 
 

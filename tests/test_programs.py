@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bench_programs.definitions import PROGRAMS
+from bench_programs import definitions
 from cases import line
 from devices import need_devices
 from jax import lax
 
 import jax_intranode
 
+AUTO = [name for name in definitions.PROGRAMS if name.startswith("auto_")]
+PROGRAMS = {name: build for name, build in definitions.PROGRAMS.items() if name not in AUTO}
 TRAINING = ("train_step", "train_step_sequence_parallel", "transformer")
 LLAMAS = ("decode_8b_1", "decode_8b_16", "decode_70b_1", "decode_70b_16")
 
@@ -91,6 +93,20 @@ def test_both_libraries_agree(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "name", [n if n == AUTO[0] else pytest.param(n, marks=pytest.mark.full) for n in AUTO]
+)
+def test_auto_sharded_programs_agree(name: str) -> None:
+    need_devices(2)
+    step, arguments = definitions.PROGRAMS[name](jax_intranode, line(2))
+    plain = step(*arguments)
+    assert described(plain) == described(arguments)
+    with jax_intranode.accelerate(auto=True):
+        if jax.devices()[0].platform == "cpu":
+            assert calls(step, arguments, "psum") >= 1
+        assert distance(step(*arguments), plain, arguments) < TOLERANCE
+
+
+@pytest.mark.parametrize(
     "name",
     [
         pytest.param(name, marks=pytest.mark.full) if name in TRAINING else name
@@ -118,9 +134,8 @@ def test_a_missing_rank_would_be_seen(name: str) -> None:
     assert distance(right(*arguments), missing(*arguments), arguments) > 4 * TOLERANCE
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in TRAINING]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", TRAINING)
 def test_tensor_parallel_is_what_one_device_does(name: str) -> None:
     need_devices(2)
     step, arguments = PROGRAMS[name](jax_intranode, line(2))
@@ -131,7 +146,8 @@ def test_tensor_parallel_is_what_one_device_does(name: str) -> None:
     assert distance(step(*arguments), alone(*whole), arguments) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", [*TRAINING[:2], pytest.param(TRAINING[2], marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("name", TRAINING)
 def test_training_learns(name: str) -> None:
     need_devices(2)
     step, arguments = built(name, jax_intranode, all_devices())
@@ -143,9 +159,8 @@ def test_training_learns(name: str) -> None:
     assert losses[-1] < 0.97 * losses[0]
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK[:3] else pytest.param(n, marks=pytest.mark.full) for n in PROGRAMS]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_long_chains_stay_finite(name: str) -> None:
     need_devices(2)
     f, start = built(name, jax_intranode, all_devices())

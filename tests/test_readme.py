@@ -27,18 +27,47 @@ PROGRAMS = programs()
 OF_PROCESSES = [name for name, text in PROGRAMS.items() if "jax.distributed.initialize" in text]
 
 
-def need_modules(program: str) -> None:
-    """Skips the test if the program imports a package that is not installed here."""
+# Runs each program in a fork of a process that has imported the package, which takes longer than
+# most programs. A line for each says its exit code.
+FORKS = """
+import os, runpy, sys
+import jax_intranode
+for name in sys.argv[1:]:
+    if not (child := os.fork()):
+        os.dup2(os.open(f"{name}.out", os.O_WRONLY | os.O_CREAT, 0o600), 1)
+        os.dup2(1, 2)
+        runpy.run_path(name, run_name="__main__")
+        sys.exit()
+    print(name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def missing_modules(program: str) -> list[str]:
+    """The packages that a program imports and that are not installed here."""
+    names = []
     for node in ast.walk(ast.parse(program)):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            names = [str(node.module)]
-        else:
-            continue
-        for name in names:
-            if importlib.util.find_spec(name.partition(".")[0]) is None:
-                pytest.skip(f"{name} is not installed")
+            names.append(str(node.module))
+    packages = {name.partition(".")[0] for name in names}
+    return [package for package in packages if importlib.util.find_spec(package) is None]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+    """The exit code and the output of each program of one process."""
+    need_devices(2)
+    folder = tmp_path_factory.mktemp("programs")
+    names = [
+        n for n, text in PROGRAMS.items() if n not in OF_PROCESSES and not missing_modules(text)
+    ]
+    for name in names:
+        (folder / name).write_text(PROGRAMS[name])
+    done = python("-c", FORKS, *names, cwd=folder)
+    assert done.returncode == 0, done.stdout
+    codes = dict(line.split() for line in done.stdout.splitlines())
+    return {name: (codes[name], (folder / f"{name}.out").read_text()) for name in names}
 
 
 def test_both_kinds_of_programs_are_there() -> None:
@@ -46,12 +75,11 @@ def test_both_kinds_of_programs_are_there() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in OF_PROCESSES])
-def test_one_process(name: str, tmp_path: Path) -> None:
-    need_devices(2)
-    need_modules(PROGRAMS[name])
-    (tmp_path / name).write_text(PROGRAMS[name])
-    done = python(name, cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout, done.stdout
+def test_one_process(name: str, ran: dict[str, tuple[str, str]]) -> None:
+    if missing := missing_modules(PROGRAMS[name]):
+        pytest.skip(f"{missing[0]} is not installed")
+    code, output = ran[name]
+    assert code == "0" and output, output
 
 
 @pytest.mark.parametrize("name", OF_PROCESSES)

@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 import jax_intranode
 from jax_intranode._src.native import definitions
-from jax_intranode._src.ops.psum import selection
 from jax_intranode._src.selection import config, select, table, tuning
 from jax_intranode._src.selection.overlap.profiles import H200, Profile
 
@@ -280,9 +279,9 @@ def test_a_program_obeys_the_tuning_and_its_results_are_right(tmp_path: Path) ->
     mesh = cases.line()
     count = ROW.nbytes // 4
     with tuning.using(tuning_for_here(tmp_path, kind())):
-        chosen = selection(mesh, ("x",), (count,), "float32")
+        chosen = cases.selection(mesh, ("x",), (count,), "float32")
         assert chosen.algorithm == "two_shot" and "node.json" in chosen.reason
-        assert selection(mesh, ("x",), (count + 4,), "float32").algorithm == "lax"
+        assert cases.selection(mesh, ("x",), (count + 4,), "float32").algorithm == "lax"
         parts = cases.random("float32", (mesh.size, count), 5)
         cases.check(cases.psum_of(parts, mesh), cases.everywhere(cases.oracle(parts), mesh.size))
         f = jax.jit(cases.sharded(lambda v: jax_intranode.psum(v, "x"), mesh, P("x"), P("x")))
@@ -297,7 +296,7 @@ def test_a_tuning_of_another_device_is_a_reason_for_lax(
     need_devices(2)
     mesh = cases.line()
     with tuning.using(tuning_for_here(tmp_path, "NVIDIA H300")):
-        chosen = selection(mesh, ("x",), (100,), "float32")
+        chosen = cases.selection(mesh, ("x",), (100,), "float32")
     assert chosen.algorithm == "lax"
     assert f"was measured on NVIDIA H300, and these devices are {kind()}" in chosen.reason
     assert "node.json" in chosen.reason and "node.json" in caplog.text

@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -47,6 +48,8 @@ CUDA = ROOT / "xla_ffi" / "cuda"
 
 PROGRAMS = ("transformer", "mlp_block", "train_step", "train_step_sequence_parallel",
             "decode_8b_1", "decode_8b_16", "decode_scanned", "decode_unrolled")  # fmt: skip
+AUTO_SHARDED = ("auto_decode", "auto_tensor_parallel", "auto_sequence_parallel",
+                "auto_data_parallel", "auto_fsdp")  # fmt: skip
 MATMULS = ("all_gather_matmul", "matmul_reduce_scatter")
 COLLECTIVES = ("psum", "psum_scatter", "all_gather", "all_to_all")
 
@@ -134,6 +137,9 @@ def _measurements(out: Path, cpu: bool, on: list[str]) -> Iterator[Step]:
     for name in PROGRAMS:
         yield bench("figures", f"{name}_{suffix}", 80, f"{name} -n 9 -w 2")
 
+    for name in AUTO_SHARDED:
+        yield bench("auto", f"{name}_{suffix}", 80, f"{name} -n 9 -w 2")
+
     sizes = "-b 1K -e 4K" if cpu else "-b 1K -e 256M -n 15 -w 3"
     large = "-b 16K -e 64K" if cpu else "-b 16M -e 256M -n 15 -w 3"
     for name in COLLECTIVES:
@@ -167,12 +173,13 @@ def _measurements(out: Path, cpu: bool, on: list[str]) -> Iterator[Step]:
 
 
 def _kind_of_gpus() -> str:
-    """The last word of the GPUs' name, as "h200"."""
+    """The model in the GPUs' name, as "h100" of "NVIDIA H100 80GB HBM3"."""
     if shutil.which("nvidia-smi") is None:
         return "none"
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    names = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
-    return names[-1].lower() if names else "none"
+    names = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    found = re.search(r"\b[A-Z]+\d+\b", names)
+    return found[0].lower() if found else "none"
 
 
 def run(step: Step, out: Path, cpu: bool) -> dict[str, Any]:

@@ -10,13 +10,19 @@ steps, with random data and weights. A program can also be the path of such a fi
 packages that a program needs are installed into the folder WORK. They come on top of those of the
 Python that runs this file, jax and this package among them.
 
-Each program runs on all GPUs or else on 4 CPU devices, where the models are tiny. Printed is what
-`run --compare` says of the jitted function that is called most: how long its calls take, how far
-results are apart, which collectives were replaced. Exits with 1 if a program fails, if its results
-differ by more than its tolerance, or if nothing was replaced.
+Each program runs on all GPUs or else on 8 CPU devices, where the models are tiny and our kernels
+are allowed at every size. Printed is what `run --compare` says of the jitted function that is
+called most: how long its calls take, how far results are apart, which collectives were replaced.
+Exits with 1 if a program fails, if its results differ by more than its tolerance, or if nothing was
+replaced.
+
+Auto-sharded programs (AUTO) run with `--auto`. They also take 20 steps twice, without and with it,
+each from the start. Printed are how far the results of these steps are apart, and the arrays that
+XLA's collectives make in the function that has most of them.
 """
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import itertools
@@ -24,11 +30,16 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 TOOLS = Path(__file__).resolve().parent
 PROGRAMS = ("flax_imagenet", "flax_wmt", "gpt_oss", "qwen3")
+PROGRAMS += ("deepseek", "flax_lm1b", "flax_nnx_mlp", "netket_ising")  # auto-sharded
 DIFFERENCE = re.compile(r"^compare:   results: (?:they differ by at most (\S+) of|all have)", re.M)
 REPLACED = re.compile(r"^compare:   replaced: \d", re.M)
 
@@ -45,32 +56,72 @@ def module_of(program: str) -> Any:
     return module
 
 
-def run_here(program: str, sources: Path, steps: int) -> None:
-    """Takes steps of a program, in the process that compares them."""
+def take_steps(module: Any, steps: int) -> list[Any]:
+    """Takes steps of a program in this process; returns the results of each."""
+    import auto_corpus
     import jax
 
-    module = module_of(program)
-    sys.path.insert(0, str(sources / module.FOLDER))
-    taken = module.steps(small=jax.devices()[0].platform == "cpu")
-    for results in itertools.islice(taken, steps):
-        jax.block_until_ready(results)
+    small = jax.devices()[0].platform == "cpu"
+    with auto_corpus.all_sizes() if small else contextlib.nullcontext():
+        taken = itertools.islice(module.steps(small), steps)
+        return [jax.block_until_ready(results) for results in taken]
+
+
+def take_twice(module: Any, dumped: Path) -> None:
+    """Takes 20 steps without and with install(auto=True), and compares results and collectives."""
+    import jax
+
+    import jax_intranode
+
+    found = []
+    for auto in (False, True):
+        before = set(dumped.iterdir())
+        if auto:
+            jax_intranode.install(auto=True)
+        results = take_steps(module, 20)
+        found.append((results, of_xla(set(dumped.iterdir()) - before, jax.device_count())))
+    (plain, texts), (ours, texts_of_ours) = found
+    name = max(texts, key=lambda function: texts[function].total())
+    kinds = [
+        ", ".join(f"{n} {kind}" for kind, n in sorted(t[name].items())) or "none"
+        for t in (texts, texts_of_ours)
+    ]
+    print(f"XLA's collectives in {name}: {kinds[0]} -> {kinds[1]}")
+    worst = 0.0
+    for wanted, got in zip(jax.tree.leaves(plain), jax.tree.leaves(ours), strict=True):
+        x, y = (np.asarray(v, np.float64) for v in (wanted, got))
+        worst = max(worst, float(np.abs(x - y).max() / (np.abs(x).max() or 1)))
+    print(f"results of 20 steps from the start: they differ by at most {worst:.1e}")
+    if not worst <= module.TOLERANCE:
+        sys.exit(f"they may differ by {module.TOLERANCE:g}")
+
+
+def of_xla(files: set[Path], devices: int) -> dict[str, Counter[str]]:
+    """The kinds of XLA's collectives in the programs that XLA wrote, by the function, by arrays."""
+    from jax_intranode._src.rewrite.auto import partitioner
+
+    found = {}
+    for file in sorted(files):
+        if match := re.fullmatch(r"module_\d+\.(jit_.*?)\..*after_optimizations\.txt", file.name):
+            leaves = partitioner.leaves_of(file.read_text(), devices)
+            assert leaves is not None
+            found[match[1]] = max(
+                found.get(match[1], Counter()),
+                Counter(leaf.kind for leaf in leaves),
+                key=Counter.total,
+            )
+    return found
 
 
 def run(program: str, sources: Path, steps: int, work: Path) -> bool:
     """Compares a program; prints what was found, and returns whether all is well."""
     module = module_of(program)
+    auto = getattr(module, "AUTO", False)
     print(f"{program}: {module.REPOSITORY}, {module.FOLDER}", flush=True)
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    python = scratch_python(module.PACKAGES, work)
+    own = [__file__, str(sources), program, "--here"]
     compare = ["-m", "jax_intranode", "run", "--compare", "--steps", str(steps)]
-    own = [__file__, str(sources), program, "--steps", str(steps + 3), "--here"]
-    done = subprocess.run(
-        [scratch_python(module.PACKAGES, work), "-P", *compare, *own],
-        env={**os.environ, "XLA_FLAGS": flags},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+    done = start([python, "-P", *compare, *["--auto"] * auto, *own, "--steps", str(steps + 3)])
     print(*(line for line in done.stderr.splitlines() if line.startswith("compare: ")), sep="\n")
     found = DIFFERENCE.search(done.stderr)
     if done.returncode != 0:
@@ -81,10 +132,24 @@ def run(program: str, sources: Path, steps: int, work: Path) -> bool:
         problem = f"it may differ by {module.TOLERANCE:g} of the largest value"
     elif not REPLACED.search(done.stderr):
         problem = "nothing was replaced"
-    else:
+    elif not auto:
         return True
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            done = start([python, "-P", *own, "--dumped", folder], f"--xla_dump_to={folder}")
+        print(*(f"  {line}" for line in done.stdout.splitlines()[-2:]), sep="\n")
+        if done.returncode == 0:
+            return True
+        problem = done.stderr[-2000:]
     print(f"  FAILED: {problem}")
     return False
+
+
+def start(command: list[str], flags: str = "") -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end, with flags of XLA."""
+    flags += " --xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
+    env = {**os.environ, "XLA_FLAGS": flags}
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
 
 def scratch_python(packages: tuple[str, ...], work: Path) -> str:
@@ -124,6 +189,7 @@ def main() -> int:
         "--work", type=Path, default=TOOLS.parent / "build" / "other_programs", help="see above"
     )
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--dumped", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.list:
         print_list()
@@ -132,7 +198,12 @@ def main() -> int:
         parser.error("SOURCES is missing")
     sources, work = arguments.sources.resolve(), arguments.work.resolve()
     if arguments.here:
-        run_here(arguments.programs[0], sources, arguments.steps)
+        module = module_of(arguments.programs[0])
+        sys.path.insert(0, str(sources / module.FOLDER))
+        if arguments.dumped:
+            take_twice(module, arguments.dumped)
+        else:
+            take_steps(module, arguments.steps)
         return 0
     good = [run(program, sources, arguments.steps, work) for program in arguments.programs]
     print(f"{sum(good)} of {len(good)} programs give the same results")

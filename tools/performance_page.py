@@ -140,7 +140,7 @@ def programs(*results: dict[str, Any]) -> str:
             _milliseconds(row["lax_time_us"]),
             f"{row['ratio']:.2f}",
             _milliseconds(row["unedited_time_us"]),
-            f"{row['unedited_ratio']:.2f}",
+            f"{row['unedited_ratio']:.2f}" if row["unedited_ratio"] else "",
         ]
         for result in results
         for row in result["rows"]

@@ -7,7 +7,6 @@
 #include "cuda/graph_timing.h"
 #include "cuda/pipelined_matmul.h"
 #include "cuda/slab.h"
-#include "ffi/collective_matmul_cuda.h"
 #include "ffi/collectives_cuda.h"
 #include "ffi/peer_cuda.h"
 #include "ffi/platform_cuda.h"
@@ -66,8 +65,7 @@ nb::tuple TimeOnGroup(const std::vector<int64_t>& device_ids, int64_t group_size
                       int algorithm_number, uint32_t segments, int blocks, int threads,
                       nb::bytes data, const std::string& dtype, int calls, int repetitions) {
   const auto communicator = Registry<DeviceCommunicator>::Get().Find({device_ids, group_size});
-  if (!communicator || device < 0 || static_cast<size_t>(device) >= communicator->members.size() ||
-      !communicator->members[device]) {
+  if (!communicator || !communicator->members.contains(device)) {
     throw std::invalid_argument("jax_intranode: CUDA device " + std::to_string(device) +
                                 " is in none of the groups " + ToString({device_ids, group_size}));
   }
@@ -82,7 +80,7 @@ nb::tuple TimeOnGroup(const std::vector<int64_t>& device_ids, int64_t group_size
   GraphTiming timing;
   {
     nb::gil_scoped_release release;
-    timing = TimeInGraph(device, *communicator->members[device], algorithm, *type, segments,
+    timing = TimeInGraph(device, communicator->members.at(device).group, algorithm, *type, segments,
                          {blocks, threads}, input, calls, repetitions);
   }
   return nb::make_tuple(timing.microseconds, BytesOf(timing.output));

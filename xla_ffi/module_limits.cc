@@ -33,33 +33,30 @@ Algorithm AlgorithmNamed(const std::string& name) {
 }  // namespace
 
 void ExportLimits(nb::module_& m) {
-  nb::list algorithms;
-  for (Algorithm algorithm : kAlgorithms) algorithms.append(AlgorithmName(algorithm));
-  m.attr("ALGORITHMS") = nb::tuple(algorithms);
-
-  nb::dict operations;
+  nb::list algorithms, in_segments, dtypes, widths, fields;
+  nb::dict operations, reasons;
   for (Algorithm algorithm : kAlgorithms) {
-    operations[AlgorithmName(algorithm)] = OperationName(algorithm);
+    const char* const name = AlgorithmName(algorithm);
+    algorithms.append(name);
+    operations[name] = OperationName(algorithm);
+    if (RunsInSegments(algorithm)) in_segments.append(name);
   }
-  m.attr("OPERATIONS") = operations;
-
-  nb::list dtypes;
 #define JIN_X(xla_name, numpy_name, type) dtypes.append(numpy_name);
   JIN_DTYPES(JIN_X)
 #undef JIN_X
-  m.attr("DTYPES") = nb::tuple(dtypes);
-
-  nb::dict reasons;
 #define JIN_X(enumerator, number, name) reasons[name] = number;
   JIN_FAILURE_REASONS(JIN_X)
 #undef JIN_X
+  for (const int columns : kTileColumns) widths.append(columns);
+  std::apply([&](const auto&... field) { (fields.append(field.name), ...); }, kPlanFields);
+  m.attr("ALGORITHMS") = nb::tuple(algorithms);
+  m.attr("OPERATIONS") = operations;
+  m.attr("DTYPES") = nb::tuple(dtypes);
   m.attr("FAILURE_REASONS") = reasons;
-
-  nb::list in_segments;
-  for (Algorithm algorithm : kAlgorithms) {
-    if (RunsInSegments(algorithm)) in_segments.append(AlgorithmName(algorithm));
-  }
   m.attr("IN_SEGMENTS") = nb::tuple(in_segments);
+  m.attr("TILE_COLUMNS") = nb::tuple(widths);
+  m.attr("PLAN_FIELDS") = nb::tuple(fields);
+
   m.attr("MAX_SEGMENTS") = kMaxSegments;
   m.def(
       "segment_packs",
@@ -104,9 +101,6 @@ void ExportLimits(nb::module_& m) {
   // Collective matmuls (cuda/matmul_limits.h).
   m.attr("TILE_ROWS") = kTileRows;
   m.attr("TILE_DEPTH") = kTileDepth;
-  nb::list widths;
-  for (const int columns : kTileColumns) widths.append(columns);
-  m.attr("TILE_COLUMNS") = nb::tuple(widths);
   m.attr("WGRAD_COLUMNS") = kWgradColumns;
   m.attr("MAX_ALTERNATING_COLUMNS") = kMaxAlternatingColumns;
   m.attr("MAX_MATRICES") = kMaxMatrices;
@@ -114,9 +108,6 @@ void ExportLimits(nb::module_& m) {
   m.attr("MIN_SLOTS") = kMinSlots;
   m.attr("MAX_RANKS_IN_STEP") = kMostInStep;
   m.attr("CHUNK_BYTES") = kChunkBytes;
-  nb::list fields;
-  std::apply([&](const auto&... field) { (fields.append(field.name), ...); }, kPlanFields);
-  m.attr("PLAN_FIELDS") = nb::tuple(fields);
   m.def(
       "has_fused_kernel",
       [](const std::string& operation, int tile_columns, bool wgrad) {

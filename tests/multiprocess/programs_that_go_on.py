@@ -115,6 +115,16 @@ def compiles_in_a_thread() -> None:
     ended.set()
 
 
+def shutdown_twice() -> None:
+    begin()
+    for _ in range(1 + rank()):
+        jax_intranode.shutdown()
+    jax.clear_caches()
+    jax_intranode.initialize(line())
+    begin()
+    say(read(total(2)))
+
+
 def one_rank_is_stopped() -> None:
     """Each rank in turn, while the other one waits."""
     begin()
@@ -199,7 +209,7 @@ def forks_beside_a_thread() -> None:
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    for _ in range(500 if rank() == 0 else 0):
+    for _ in range(200 if rank() == 0 else 0):
         child = os.fork()
         if child == 0:
             os._exit(0)
@@ -320,7 +330,6 @@ def pytest_in_a_rank() -> None:
         file = Path(directory) / "test_in_a_rank.py"
         file.write_text(TESTS)
         say(int(pytest.main(["-q", "-p", "no:cacheprovider", str(file)])))
-    ends_before_its_peer()
 
 
 def catches_exceptions() -> None:
@@ -348,7 +357,6 @@ def catches_exceptions() -> None:
             thread.start()
             thread.join()
         say(read(jax.jit(jnp.sum)(jnp.ones(4))))
-    ends_before_its_peer()
 
 
 def exit_handler_of_jax_fails() -> None:
@@ -384,3 +392,21 @@ def resumes(checkpoint: str) -> None:
         time.sleep(60)  # until `launch` ends it
     if rank() == 0:
         say(read(result))
+
+
+def all_that_go_on() -> None:
+    """Those that need no start of their own. The first one sets up, and none has failed."""
+    for program in (
+        compiles_for_long,
+        evaluates_on_rank_0,
+        another_name_on_one_rank,
+        compiles_in_a_thread,
+        interrupted_in_a_wait,
+        shutdown_twice,
+        forks_beside_a_thread,
+        pytest_in_a_rank,
+        catches_exceptions,
+        forked_workers,
+    ):
+        program()
+    ends_before_its_peer()

@@ -171,14 +171,6 @@ def wait_in(result: jax.Array) -> None:
     time.sleep(60)  # `listen` ends the process
 
 
-def waits_in_another_operation() -> None:
-    begin()
-    mesh = line()
-    gathering = on(mesh, lambda v: OPERATIONS.all_gather(v, "x", tiled=True)[:1])
-    listen(f"rank {1 - rank()}", "psum", "all_gather")
-    wait_in(total(2) if rank() == 0 else gathering(parts(mesh)))
-
-
 def waits_in_another_group() -> None:
     """Rank 0 waits for rank 1 in one group, and rank 1 for rank 0 in another one."""
     begin()

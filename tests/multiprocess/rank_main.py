@@ -1,5 +1,6 @@
 """The program of a rank: connects to the other ranks and calls a function of a test file."""
 
+import gc
 import importlib.util
 import json
 import os
@@ -15,6 +16,8 @@ def main() -> None:
     sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
     connect(platform)
+    gc.freeze()  # as in conftest.py
+    gc.set_threshold(100_000, 50, 100)
     spec = importlib.util.spec_from_file_location("rank_module", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

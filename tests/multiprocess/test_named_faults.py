@@ -29,12 +29,11 @@ TOLD = {
 }  # fmt: skip
 # Variants of others; tests/native/monitor_test.cc loses processes in these and more ways.
 FULL = (
-    *("raises_after_another_was_shown", "raises_in_a_signal_handler"),
+    *("raises_after_another_was_shown", "raises_in_a_signal_handler", "raises_with_a_hook"),
     *("is_lost killed", "is_lost exits", "is_lost shuts_down", "is_lost stops"),
 )
 # The ranks that are told, and the operations that a message has to name.
 DIFFERENT = {
-    "waits_in_another_operation": 2,
     "waits_in_another_group": 2,
     "three_wait_in_a_circle": 3,
 }

@@ -13,8 +13,6 @@ import pytest
 from program_ranks import MAIN, Program, Started, start_all
 
 SHORT = {"JAX_INTRANODE_TIMEOUT_S": "5"}
-# Ends a wait that would never end, and is long enough for all that is right.
-LIMITED = {"JAX_INTRANODE_TIMEOUT_S": "20"}
 
 
 # With two ranks a sum is 3 times its scale.
@@ -35,27 +33,29 @@ PROGRAMS = {
     "distributed_shutdown_at_the_end": Program([["6.0", "4.0"], ["4.0"]]),
     "distributed_shutdown_in_the_middle": Program([["6.0"]] * 2),
     "distributed_again": Program([["6.0"], []]),
-    "shutdown_twice": Program([["6.0"]] * 2, env=LIMITED),
-    # Ranks that are not equally fast.
+    # Ranks that are not equally fast; processes, threads, signals, exceptions.
+    "all_that_go_on": Program(
+        [
+            [
+                *("3.0", "6.0", "2.0", "6.0", "3.0", "9.0", "6.0", "1.5", "3.0", "4.5"),
+                *("interrupted", "6.0", "9.0", "6.0", "6.0", "0", "36", "6.0", "None"),
+            ],
+            [
+                *("3.0", "6.0", "6.0", "9.0", "6.0", "1.5", "3.0", "4.5"),
+                *("interrupted", "6.0", "9.0", "6.0", "6.0", "0", "JaxRuntimeError"),
+                *("NameError", "4.0", "36"),
+            ],
+        ],
+    ),
     "checkpoint_between_steps": Program([["12.0"]] * 2),
-    "evaluates_on_rank_0": Program([["2.0", "6.0", "3.0", "9.0"], ["6.0", "9.0"]]),
-    "compiles_for_long": Program([["3.0", "6.0"]] * 2),
-    "another_name_on_one_rank": Program([["6.0"]] * 2, env=LIMITED),
-    "compiles_in_a_thread": Program([["1.5", "3.0", "4.5"]] * 2, env=LIMITED),
     "one_rank_is_stopped": Program([["6.0", "9.0"]] * 2),
     "all_ranks_are_stopped": Program([["6.0"]] * 2, env=SHORT),
     "all_ranks_are_stopped 35 5": Program([["6.0"]] * 2),
-    # Processes, threads, signals.
-    "forked_workers": Program([["36", "6.0"], ["36"]]),
-    "forks_beside_a_thread": Program([["6.0"]] * 2),
     "spawned_workers": Program([["4.0", "6.0"]] * 2),
     "checkpoints_at_sigterm": Program([["6.0"]] * 2),
-    "interrupted_in_a_wait": Program([["interrupted", "6.0", "9.0"]] * 2),
     # Exceptions that do not end them.
     "console_that_showed_an_exception": Program([["None"], ["7"]]),
     "debugger_that_showed_an_exception": Program([["None"], ["went on"]]),
-    "pytest_in_a_rank": Program([["0", "None"], ["0"]]),
-    "catches_exceptions": Program([["None"], ["JaxRuntimeError", "NameError", "4.0"]]),
     "exit_handler_of_jax_fails": Program([["None"], []]),
     "plain": Program([["6.0"]] * 2, options=["-X", "dev", "-W", "error"]),
 }

@@ -9,8 +9,6 @@ import pytest
 from cases_of_processes import CASES
 from devices import need_devices, need_gpus
 
-from jax_intranode._src.ops.psum import selection
-
 NAMES = (
     "every_dtype_and_count-bfloat16-one_shot",
     "every_dtype_and_count-int32-two_shot",
@@ -28,7 +26,7 @@ def run_some_cases(devices: int) -> None:
     from jax_intranode._src.jax_private.distributed import key_value_client
 
     assert len(jax.devices()) == devices
-    chosen = selection(cases.line(), ("x",), (1, 100), "float32")
+    chosen = cases.selection(cases.line(), ("x",), (1, 100), "float32")
     assert chosen.algorithm == "one_shot", chosen
     for name in NAMES:
         if CASES[name].devices <= devices:
@@ -41,6 +39,7 @@ def check(outputs: list[str]) -> None:
     assert all("all right" in output for output in outputs), outputs
 
 
+@pytest.mark.full
 def test_two_devices_a_process(ranks: Callable[..., Any]) -> None:
     need_devices(4)
     check(ranks(run_some_cases, 2, arguments=[4], local_devices=[[0, 1], [2, 3]]))
@@ -82,4 +81,4 @@ def test_one_gpu_twice_is_refused(ranks: Callable[..., Any]) -> None:
 
 def say_reason() -> None:
     """In a rank: prints why psum falls back to lax."""
-    print(selection(cases.line(), ("x",), (1, 100), "float32").reason)
+    print(cases.selection(cases.line(), ("x",), (1, 100), "float32").reason)

@@ -22,9 +22,10 @@ QUICK = {
     ),
     "random_program_in_segments": ("1",),
     "delays_in_segments": ("psum_scatter",),
-    "trees": ("auto-300", "two_shot-2"),
+    "trees": ("two_shot-2",),
+    "epochs_wrap": ("3",),
     "exact_matmuls": ("129-bfloat16", "1-float32"),
-    "random_program": ("2", "4"),
+    "random_program": ("4",),
 }
 QUICK_OF_FOUR = QUICK | {
     "matmuls_on_a_data_and_tensor_mesh": ("True",),
@@ -32,16 +33,16 @@ QUICK_OF_FOUR = QUICK | {
     "every_dtype_and_count_of_parts": ("float64-psum_scatter", "int8-all_gather"),
     "segments_of_every_dtype": ("psum-bfloat16",),
     "trees_in_segments": (),
+    "random_program_in_segments": (),
     "delays_in_segments": ("psum",),
     "graphs_of_segments_in_turn": (),
-    "trees": ("two_shot-2",),
     "exact_matmuls": ("129-bfloat16",),
-    "random_program": ("4",),
     "independent_calls_of_unequal_cost": ("4",),
     "results_amid_other_data": ("bfloat16",),
-    "epochs_wrap": ("3",),
+    "epochs_wrap": (),
     "chain_with_delays": ("psum", "psum_scatter", "all_to_all"),
     "input_overwritten": ("psum", "all_gather"),
+    "sums_on_two_nodes": ("shared_memory",),
 }
 
 
@@ -68,7 +69,7 @@ def is_quick(name: str, world: int) -> bool:
         return world == 2 and name.removeprefix("norm_") in QUICK_NORMS
     function, _, parameters = name.partition("-")
     if world == 2:
-        return parameters in QUICK.get(function, (parameters,))
+        return parameters in QUICK.get(function, (parameters,)) and CASES[name].devices <= 2
     chosen = QUICK_OF_FOUR.get(function)
     return CASES[name].devices >= 4 if chosen is None else parameters in chosen
 

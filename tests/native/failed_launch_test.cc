@@ -174,8 +174,7 @@ int AbsentPeers() {
     group.size = 3;
     group.failure = record;
     group.timeout_ns = 1'000'000'000'000;
-    communicator->members = {group};
-    communicator->groups = {{10, 11, 12}};
+    communicator->members[0] = {group, {10, 11, 12}};
     platform.AddNew(
         [&] { Registry<DeviceCommunicator>::Get().Add({{10, 11, 12}, size}, communicator); });
     made.push_back(communicator);  // which keeps it alive
@@ -298,8 +297,7 @@ int main() {
     group.rank = device;
     group.size = 2;
     group.failure = &records[device];
-    communicator->members.push_back(group);
-    communicator->groups.push_back({0, 1});
+    communicator->members[device] = {group, {0, 1}};
   }
   Registry<DeviceCommunicator>::Get().Add({{0, 1}, 2}, communicator);
 
@@ -327,11 +325,12 @@ int main() {
     return frame.Run(&CudaCollective, XLA_FFI_ExecutionStage_EXECUTE, &x, &x);
   };
   CHECK(call().empty() && launches == 1);
-  CHECK(records[0].abort == 0 && communicator->members[0]->Header()->closed == 0);
+  CHECK(records[0].abort == 0 && communicator->members[0].group.Header()->closed == 0);
 
-  communicator->beside_members.push_back(std::make_unique<BesideMember>());
-  communicator->beside_members[0]->group = *communicator->members[0];
-  communicator->beside_members[0]->group.rank = kBesideRank;
+  DeviceCommunicator::Member& member = communicator->members[0];
+  member.beside = std::make_unique<BesideMember>();
+  member.beside->group = member.group;
+  member.beside->group.rank = kBesideRank;
   enqueued.clear();
   for (stream_of_call = 1; stream_of_call < 3; ++stream_of_call) {
     CHECK(frame.Run(&CudaCollectiveBeside, XLA_FFI_ExecutionStage_EXECUTE, &x, &x).empty());
@@ -351,9 +350,9 @@ int main() {
   CHECK(call() == failed);  // refused
   CHECK(frame.Run(&CudaCollectiveBeside, XLA_FFI_ExecutionStage_EXECUTE, &x, &x) == failed);
   CHECK(launches == 2);
-  CHECK(records[0].abort == 1 && records[1].abort == 1);   // what waits ends
-  CHECK(communicator->members[0]->Header()->closed != 0);  // what is replayed gives up
-  CHECK(communicator->members[1]->Header()->closed == 0);  // where calls are refused, too
+  CHECK(records[0].abort == 1 && records[1].abort == 1);        // what waits ends
+  CHECK(communicator->members[0].group.Header()->closed != 0);  // what is replayed gives up
+  CHECK(communicator->members[1].group.Header()->closed == 0);  // where calls are refused, too
   Registry<DeviceCommunicator>::Get().Clear();
   communicator.reset();
   if (AbsentPeers() != 0 || OtherOperations() != 0) return 1;

@@ -108,8 +108,7 @@ SOUND = {
     },
     "fused_order_test": {"quick": [""]},
     "peer_test": {
-        "quick": ["timer"],
-        "full": ["sound 2 300", "sound 3 200", "sound 4 200", "stop"],
+        "full": ["timer", "sound 2 300", "sound 3 200", "sound 4 200", "stop"],
     },
     "failed_launch_test": {"quick": [""]},
     "peer_input_fuzz": {"full": ["300000"]},

@@ -396,34 +396,6 @@ def test_dtypes_that_are_left() -> None:
     assert before == after
 
 
-# 59: XLA sums an array whole, and gives one operation a part of it and another one another part.
-@pytest.mark.parametrize("seed", [*range(39), 59])
-def test_random_einsums_add_no_collective(seed: int) -> None:
-    """Whatever the shardings, what XLA still does is among what it did."""
-    mesh, random = two_axes(), np.random.default_rng(seed)
-    letters = "abcde"[: random.integers(3, 6)]
-    terms = ["".join(random.permutation(list(letters))[: random.integers(2, 4)]) for _ in "xw"]
-    known = sorted(set("".join(terms)))
-    result = "".join(letter for letter in known if random.random() < 0.6)
-
-    def spec(term: str) -> list[Any]:
-        entries: list[Any] = [None] * len(term)
-        for axis in ("data", "model"):
-            if term and random.random() < 0.7:
-                place = random.integers(len(term))
-                entries[place] = axis if entries[place] is None else (entries[place], axis)
-        return entries
-
-    shape = {letter: 8 * int(random.integers(1, 3)) for letter in known}
-    x, w = (put(mesh, normal(seed, *(shape[c] for c in t)), *spec(t)) for t in terms)
-    out = spec(result)
-
-    def f(x: Any, w: Any) -> Any:
-        return constrained(mesh, jnp.einsum(f"{terms[0]},{terms[1]}->{result}", x, w), *out)
-
-    check(f, x, w)
-
-
 def twice_reshaped(x: Any) -> Any:
     return x.reshape(1, -1).reshape(-1)
 

@@ -9,11 +9,13 @@ only, and each process makes the shards of its own devices.
 `train_step` and `train_step_sequence_parallel` are small transformers with psum, or psum_scatter
 and all_gather, between plain matmuls, and a data-parallel pmean of a tree of gradients.
 `transformer` is the same step with collective matmuls, in a size at which these overlap.
+
+Programs whose name begins with `auto_` call no library: XLA's partitioner adds their collectives.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -533,6 +535,87 @@ def _mlp_block(lib: Any, mesh: Mesh) -> Program:
     return _returning_shardings(sharded, arguments)
 
 
+# Auto-sharded programs: plain jit, shardings of arguments, and sharding constraints.
+
+
+def _auto_train_step(lib: Any, mesh: Mesh, kind: str) -> Program:
+    """One step of gradient descent of the transformer in the size of `transformer`.
+
+    `kind`: "tensor" and "sequence" split the matrices as `_train_step` does, and "sequence" also
+    the activations between them; "data" splits the sequences, and "fsdp" the parameters, too.
+    """
+    del lib
+    sizes = replace(_sizes(mesh, _LARGE_TRAIN), attention="xla")
+    splits_matrices, n = kind in ("tensor", "sequence"), mesh.size
+    axis = "tensor" if splits_matrices else "data"
+    mesh = Mesh(mesh.devices, (axis,), axis_types=(AxisType.Auto,))
+    batch = None if splits_matrices else "data"
+    columns = axis if splits_matrices else None
+    between = axis if kind == "sequence" else None
+
+    def placed(x: Any, *spec: Any) -> Any:
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+
+    def enter(x: Any, ws: Any) -> Any:
+        x = placed(x, batch)
+        return [placed(x @ w, batch, None, columns) for w in ws]
+
+    def leave(x: Any, w: Any) -> Any:
+        return placed(x @ w, batch, between)
+
+    def step(params: Any, tokens: jax.Array, _: jax.Array) -> Any:
+        def loss_of(params: Any) -> jax.Array:
+            logits = _forward(sizes, params, tokens, enter, leave).astype(jnp.float32)
+            wanted = (tokens + 1) % sizes.vocabulary
+            chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), wanted[..., None], axis=-1)
+            return -chosen.mean()
+
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        return jax.tree.map(lambda p, g: p - _LEARNING_RATE * g, params, grads), tokens, loss
+
+    def argument(k: int, p: _Parameter) -> jax.Array:
+        spec = p.spec if splits_matrices else P("data" if kind == "fsdp" else None)
+        scale = sizes.width**-0.5 * (len(p.shape) > 1)
+        return _random(mesh, spec, p.shape, k, scale, jnp.float32)
+
+    parameters, tree = jax.tree.flatten(_parameters(sizes))
+    params = jax.tree.unflatten(tree, [argument(k, p) for k, p in enumerate(parameters)])
+    shape = (sizes.batch if splits_matrices else n * sizes.batch, sizes.sequence)
+    tokens = np.random.default_rng(0).integers(sizes.vocabulary, size=shape, dtype=np.int32)
+    by_batch = NamedSharding(mesh, P(batch))
+    arguments = (
+        params,
+        jax.make_array_from_callback(shape, by_batch, lambda index: tokens[index]),
+        _random(mesh, P(), (), 0, 0, jnp.float32),
+    )
+    return _returning_shardings(step, arguments)
+
+
+def _auto_decode(lib: Any, mesh: Mesh) -> Program:
+    """A token through the tensor-parallel MLPs of `decode_unrolled`."""
+    del lib
+    sizes = _sizes(mesh, _DECODE)
+    hidden = sizes.hidden
+    mesh = Mesh(mesh.devices, ("x",), axis_types=(AxisType.Auto,))
+    columns, rows = P(None, "x"), P("x")
+
+    def step(x: Any, *layers: Any) -> Any:
+        for up, down in layers:
+            whole = jax.nn.gelu(x @ up) @ down
+            x = _rms_norm(x + lax.with_sharding_constraint(whole, NamedSharding(mesh, P())))
+        return x
+
+    x = _random(mesh, P(), (sizes.batch, hidden), 2)
+    layers = [
+        (
+            _random(mesh, columns, (hidden, 4 * hidden), 2 * k, hidden**-0.5),
+            _random(mesh, rows, (4 * hidden, hidden), 2 * k + 1, hidden**-0.5 / 4),
+        )
+        for k in range(sizes.layers)
+    ]
+    return _ReturningWeights(jax.jit(step)), (x, *layers)
+
+
 PROGRAMS: dict[str, Callable[[Any, Mesh], Program]] = {
     "decode_scanned": partial(_decode, loop=_scanned),
     "decode_unrolled": partial(_decode, loop=_unrolled),
@@ -546,4 +629,10 @@ PROGRAMS: dict[str, Callable[[Any, Mesh], Program]] = {
     "transformer": partial(_train_step, kind="overlapped", of_platform=_LARGE_TRAIN),
     "mlp_block": _mlp_block,
     **{f"norms_{rows}": partial(_norms, rows=rows) for rows in _NORMS},
+    "auto_decode": _auto_decode,
+    **{
+        f"auto_{kind}_parallel": partial(_auto_train_step, kind=kind)
+        for kind in ("tensor", "sequence", "data")
+    },
+    "auto_fsdp": partial(_auto_train_step, kind="fsdp"),
 }

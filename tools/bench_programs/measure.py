@@ -1,4 +1,7 @@
-"""Compares and times a whole program: with our collectives, with lax's, and with lax's replaced."""
+"""Compares and times a whole program: with our collectives, with lax's, and with lax's replaced.
+
+"Ours" of an auto-sharded program is the program itself under ``accelerate(auto=True)``.
+"""
 
 import contextlib
 import math
@@ -38,12 +41,13 @@ class _Chained:
         self._function = function
         self.arguments = arguments
 
-    def run(self, calls: int, unedited: bool = False) -> tuple[Any, ...]:
+    def run(self, setting: Callable[[], Any], calls: int) -> tuple[Any, ...]:
         """Starts this number of calls in a row and returns the result of the last one.
 
-        With `unedited` under `jax_intranode.accelerate`.
+        Args:
+            setting: returns the context of the calls.
         """
-        with jax_intranode.accelerate() if unedited else contextlib.nullcontext():
+        with setting():
             return self._run(calls)
 
     def _run(self, calls: int) -> tuple[Any, ...]:
@@ -65,31 +69,39 @@ def measure(settings: Settings, mesh: Mesh) -> tuple[dict[str, Any], None]:
     Returns:
         The row (docs/bench.md), and None as the reason for a fallback, which is not looked for.
     """
-    build = PROGRAMS[settings.name]
-    ours, lax, unedited = (
-        _Chained(*build(library, mesh)) for library in (jax_intranode, jax.lax, jax.lax)
-    )
+    build, auto = PROGRAMS[settings.name], settings.name.startswith("auto_")
+    accelerated = partial(jax_intranode.accelerate, auto=auto)
+    programs: dict[str, tuple[Any, Callable[[], Any]]] = {
+        "ours": (jax_intranode, accelerated if auto else contextlib.nullcontext),
+        "lax": (jax.lax, contextlib.nullcontext),
+    }
+    if not auto:
+        programs["unedited"] = (jax.lax, accelerated)
+    runs = {
+        name: partial(_Chained(*build(library, mesh)).run, setting)
+        for name, (library, setting) in programs.items()
+    }
     label = f"{settings.name}/{settings.mode}"
-    wanted = lax.run(1)
-    worst = np.max([_difference(ours.run(1), wanted), _difference(unedited.run(1, True), wanted)])
+    wanted = runs["lax"](1)
+    worst = np.max([_difference(run(1), wanted) for name, run in runs.items() if name != "lax"])
     difference = all_ranks.largest(f"{label}/difference", float(worst))
 
     calls = settings.chain or (2 if settings.platform == "cpu" else 10)
-    runs = {
-        "ours": partial(ours.run, calls),
-        "lax": partial(lax.run, calls),
-        "unedited": partial(unedited.run, calls, True),
-    }
     times, handler_calls = timing.compare(
-        runs, mesh, settings, label, calls=calls, untimed=1 if settings.settle_ms > 0 else 0
+        {name: partial(run, calls) for name, run in runs.items()},
+        mesh,
+        settings,
+        label,
+        calls=calls,
+        untimed=1 if settings.settle_ms > 0 else 0,
     )
-    unedited_us = times["unedited"].p50
+    unedited_us = times["unedited"].p50 if "unedited" in times else None
     row = {
         "program": settings.name,
         "mode": settings.mode,
         **timing.fields(times),
         "unedited_time_us": unedited_us,
-        "unedited_ratio": times["lax"].p50 / unedited_us,
+        "unedited_ratio": unedited_us and times["lax"].p50 / unedited_us,
         "difference": difference if math.isfinite(difference) else None,
         "handler_calls": handler_calls,
     }

@@ -27,6 +27,7 @@ def steps(small: bool) -> Iterator[dict[str, Any]]:
             "num_layers": layers,
             "vocab_size": 128 if small else 32_768,
             "max_seq_len": 128,
+            "quant_cache": False,
             "sliding_window_size": 128,
             "sliding_attention_map": ["sliding_attention", "full_attention"] * (layers // 2),
             "moe_ffw_size": 64 if small else 2880,

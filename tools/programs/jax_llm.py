@@ -11,7 +11,9 @@ PACKAGES = ("etils", "tensorstore", "tqdm")
 TOLERANCE = 0.02  # activations are bfloat16
 
 
-def steps(model: Any, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def steps(
+    model: Any, config: dict[str, Any], axis_type: str = "Explicit"
+) -> Iterator[dict[str, Any]]:
     """Prefills, then decodes token by token.
 
     The tokens are given (teacher forcing), so that a difference in one step does not change what
@@ -21,6 +23,7 @@ def steps(model: Any, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     Args:
         model: the module with the model.
         config: fields of its Config.
+        axis_type: the type of the mesh's axes that the model is written for.
     """
     import jax
     import jax.numpy as jnp
@@ -29,8 +32,8 @@ def steps(model: Any, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     # The batch over x, heads and features over y, experts over z.
     experts = 2 if jax.device_count() > 2 else 1
     shape = (1, jax.device_count() // experts, experts)
-    mesh = jax.make_mesh(shape, ("x", "y", "z"), axis_types=(AxisType.Explicit,) * 3)
-    cfg = model.Config(mesh=mesh, quant_cache=False, causal=True, **config)
+    mesh = jax.make_mesh(shape, ("x", "y", "z"), axis_types=(AxisType[axis_type],) * 3)
+    cfg = model.Config(mesh=mesh, causal=True, **config)
     weights = model.Weights.init(jax.random.key(0), cfg)
     random = np.random.default_rng(0)
     batch, prompt = 4, 32

@@ -26,6 +26,7 @@ def steps(small: bool) -> Iterator[dict[str, Any]]:
             "num_layers": 2 if small else 12,
             "vocab_size": 128 if small else 32_768,
             "max_seq_len": 128,
+            "quant_cache": False,
             "moe_ffw_size": 64 if small else 768,
             "moe_experts_per_tok": 4 if small else 8,
             "moe_num_experts": 8 if small else 128,

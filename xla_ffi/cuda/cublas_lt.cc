@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "slab.h"
+#include "owned.h"
 
 namespace jax_intranode {
 namespace {
@@ -130,29 +130,19 @@ constexpr float kMillisecondsOfMemset = 6e-3;
 
 class TimedStream {
  public:
-  TimedStream() {
-    ThrowIfError(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream");
-    ThrowIfError(cudaEventCreate(&start_), "creating an event");
-    ThrowIfError(cudaEventCreate(&stop_), "creating an event");
-  }
-  ~TimedStream() {
-    cudaEventDestroy(stop_);
-    cudaEventDestroy(start_);
-    cudaStreamDestroy(stream_);
-  }
-  cudaStream_t get() const { return stream_; }
-  void Start() const { ThrowIfError(cudaEventRecord(start_, stream_), "recording an event"); }
+  cudaStream_t get() const { return stream_.get(); }
+  void Start() const { ThrowIfError(cudaEventRecord(start_.get(), get()), "recording an event"); }
   float Stop() const {
     float milliseconds;
-    ThrowIfError(cudaEventRecord(stop_, stream_), "recording an event");
-    ThrowIfError(cudaEventSynchronize(stop_), "timing a matmul");
-    ThrowIfError(cudaEventElapsedTime(&milliseconds, start_, stop_), "timing a matmul");
+    ThrowIfError(cudaEventRecord(stop_.get(), get()), "recording an event");
+    ThrowIfError(cudaEventSynchronize(stop_.get()), "timing a matmul");
+    ThrowIfError(cudaEventElapsedTime(&milliseconds, start_.get(), stop_.get()), "timing a matmul");
     return milliseconds;
   }
 
  private:
-  cudaStream_t stream_ = nullptr;
-  cudaEvent_t start_ = nullptr, stop_ = nullptr;
+  const Owned<CUstream_st> stream_ = NewStream();
+  const Owned<CUevent_st> start_ = NewEvent(), stop_ = NewEvent();
 };
 
 // Stream-ordered memory. Neither allocating nor freeing it waits for the device, on which kernels

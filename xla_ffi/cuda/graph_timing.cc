@@ -1,9 +1,8 @@
 #include "graph_timing.h"
 
-#include <memory>
 #include <stdexcept>
 
-#include "slab.h"
+#include "owned.h"
 
 namespace jax_intranode {
 namespace {
@@ -11,26 +10,10 @@ namespace {
 // Launches before the timed ones, in which the ranks get in step.
 constexpr int kUntimed = 3;
 
-struct Deleter {
-  void operator()(void* memory) const { cudaFree(memory); }
-  void operator()(CUstream_st* stream) const { cudaStreamDestroy(stream); }
-  void operator()(CUgraph_st* graph) const { cudaGraphDestroy(graph); }
-  void operator()(CUgraphExec_st* program) const { cudaGraphExecDestroy(program); }
-  void operator()(CUevent_st* event) const { cudaEventDestroy(event); }
-};
-template <class T>
-using Owned = std::unique_ptr<T, Deleter>;
-
 Owned<void> DeviceMemory(size_t bytes) {
   void* memory = nullptr;
   ThrowIfError(cudaMalloc(&memory, bytes), "allocating " + std::to_string(bytes) + " bytes");
   return Owned<void>(memory);
-}
-
-Owned<CUevent_st> Event() {
-  cudaEvent_t event;
-  ThrowIfError(cudaEventCreate(&event), "creating an event");
-  return Owned<CUevent_st>(event);
 }
 
 }  // namespace
@@ -52,9 +35,8 @@ GraphTiming TimeInGraph(int device, const DeviceGroup& group, Algorithm algorith
   }
   const size_t output_bytes = bytes * OutputShards(algorithm, group.size);
   Owned<void> in = DeviceMemory(input.size()), out = DeviceMemory(output_bytes);
-  cudaStream_t stream;
-  ThrowIfError(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "creating a stream");
-  const Owned<CUstream_st> owned_stream(stream);
+  const Owned<CUstream_st> owned_stream = NewStream();
+  const cudaStream_t stream = owned_stream.get();
   ThrowIfError(
       cudaMemcpyAsync(in.get(), input.data(), input.size(), cudaMemcpyHostToDevice, stream),
       "copying the input");
@@ -79,12 +61,12 @@ GraphTiming TimeInGraph(int device, const DeviceGroup& group, Algorithm algorith
   std::vector<Owned<CUevent_st>> events;
   for (int k = 0; k < kUntimed + repetitions; ++k) {
     if (k >= kUntimed) {
-      events.push_back(Event());
+      events.push_back(NewEvent());
       ThrowIfError(cudaEventRecord(events.back().get(), stream), "recording an event");
     }
     ThrowIfError(cudaGraphLaunch(program, stream), "launching a graph");
   }
-  events.push_back(Event());
+  events.push_back(NewEvent());
   ThrowIfError(cudaEventRecord(events.back().get(), stream), "recording an event");
   ThrowIfError(cudaStreamSynchronize(stream), "waiting for a graph");
 

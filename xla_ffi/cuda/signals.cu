@@ -85,11 +85,7 @@ __global__ void __launch_bounds__(512)
       }
       JIN_UNROLL
       for (int k = 0; k < kUnrolled; ++k) {
-        typename Type::Sum total;
-        Type::Start(&total, all[k][0]);
-        JIN_UNROLL
-        for (int r = 1; r < N; ++r) Type::Add(&total, all[k][r]);
-        sum[i + k * stride] = Type::Round(total);
+        sum[i + k * stride] = SumInRankOrder<Type, N>(all[k], N);
       }
     }
   }

@@ -2,6 +2,7 @@
 #include <stdexcept>
 
 #include "../kernels/memory.h"
+#include "owned.h"
 #include "slab.h"
 
 namespace jax_intranode {
@@ -24,21 +25,16 @@ const ContextFunctions& Contexts() {
   return functions;
 }
 
-// A stream that doesn't wait for XLA's work.
 class Stream {
  public:
-  Stream() {
-    ThrowIfError(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream");
-  }
-  ~Stream() { cudaStreamDestroy(stream_); }
-  cudaStream_t get() const { return stream_; }
+  cudaStream_t get() const { return stream_.get(); }
   void Synchronize(const std::string& what) {
     ThrowIfError(cudaGetLastError(), what);
-    ThrowIfError(cudaStreamSynchronize(stream_), what);
+    ThrowIfError(cudaStreamSynchronize(get()), what);
   }
 
  private:
-  cudaStream_t stream_;
+  const Owned<CUstream_st> stream_ = NewStream();
 };
 
 }  // namespace

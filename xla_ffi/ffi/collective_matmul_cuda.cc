@@ -1,5 +1,4 @@
-#include "collective_matmul_cuda.h"
-
+// The handlers of all-gather + matmul and matmul + reduce-scatter on GPUs.
 #include <algorithm>
 #include <exception>
 #include <optional>
@@ -95,7 +94,8 @@ ffi::Error MatmulDeviceSite::Read(ffi::Dictionary all) {
         std::to_string(transposed) + ", gathered=" + std::to_string(gathered) + ", " +
         std::to_string(wgrads) + " weight gradients and plan " + ToString(plan) + ".");
   }
-  if (communicator->matmul_members.empty()) {
+  for (const auto& [device, member] : communicator->members) {
+    if (member.matmul) continue;
     return ffi::Error(
         ffi::ErrorCode::kFailedPrecondition,
         std::string("jax_intranode: this program overlaps ") + OperationName(algorithm) +
@@ -287,7 +287,7 @@ ffi::Error WithCall(MatmulDeviceSite* site, int32_t device, ffi::RemainingArgs a
   DeviceCommunicator& communicator = *site->communicator;
   if (ffi::Error error = CheckUsable(communicator, device); error.failure()) return error;
   // Every device that CheckUsable lets pass has a member.
-  const MatmulMember& member = *communicator.matmul_members[device];
+  const MatmulMember& member = *communicator.members.at(device).matmul;
   MatmulCall call;
   ffi::Error error = CallChecker(*site, member, &call).Run(args, rets);
   if (error.failure()) return error;

@@ -71,7 +71,7 @@ ffi::Error Execute(cudaStream_t stream, int32_t device, DeviceSite* site, ffi::R
   device_handler_calls.fetch_add(1, std::memory_order_relaxed);
   ffi::Error error = CheckUsable(communicator, device);
   if (error.success()) {
-    error = LaunchAll(stream, device, *site, *communicator.members[device], xs, ys);
+    error = LaunchAll(stream, device, *site, communicator.members.at(device).group, xs, ys);
   }
   return Launched(communicator, device, stream, std::move(error));
 }
@@ -84,8 +84,8 @@ ffi::Error ExecuteBeside(cudaStream_t stream, int32_t device, DeviceSite* site,
   device_handler_calls.fetch_add(1, std::memory_order_relaxed);
   const auto launch = [&] {
     if (ffi::Error error = CheckUsable(communicator, device); error.failure()) return error;
-    const size_t index = device;
-    if (index >= communicator.beside_members.size() || !communicator.beside_members[index]) {
+    BesideMember* const beside = communicator.members.at(device).beside.get();
+    if (beside == nullptr) {
       return ffi::Error(
           ffi::ErrorCode::kFailedPrecondition,
           "jax_intranode: there is no memory for calls with overlap=True on CUDA device " +
@@ -93,14 +93,13 @@ ffi::Error ExecuteBeside(cudaStream_t stream, int32_t device, DeviceSite* site,
               ". A program with such calls that was compiled elsewhere can't be loaded; compile it "
               "here.");
     }
-    BesideMember& member = *communicator.beside_members[index];
-    std::lock_guard lock(member.mutex);
-    cudaError_t status = cudaStreamWaitEvent(stream, member.launched, 0);
+    std::lock_guard lock(beside->mutex);
+    cudaError_t status = cudaStreamWaitEvent(stream, beside->launched, 0);
     ffi::Error error = ffi::Error::Success();
     if (status == cudaSuccess) {
-      error = LaunchAll(stream, device, *site, member.group, xs, ys);
+      error = LaunchAll(stream, device, *site, beside->group, xs, ys);
       if (error.failure()) return error;
-      status = cudaEventRecord(member.launched, stream);
+      status = cudaEventRecord(beside->launched, stream);
     }
     if (status == cudaSuccess) return error;
     return ffi::Error::Internal("jax_intranode: ordering calls on CUDA device " +
@@ -115,8 +114,7 @@ std::atomic<uint64_t> device_handler_calls{0};
 
 ffi::Error CheckUsable(DeviceCommunicator& communicator, int32_t device) {
   if (communicator.closed) return ffi::Error(ffi::ErrorCode::kFailedPrecondition, kShutDown);
-  if (device < 0 || static_cast<size_t>(device) >= communicator.members.size() ||
-      !communicator.members[device]) {
+  if (!communicator.members.contains(device)) {
     return ffi::Error::Internal("jax_intranode: a collective ran on CUDA device " +
                                 std::to_string(device) + ", which is in none of its groups.");
   }
@@ -130,12 +128,10 @@ ffi::Error Launched(DeviceCommunicator& communicator, int32_t device, cudaStream
                     ffi::Error error) {
   if (error.success() || communicator.closed) return error;
   communicator.set_failure(error.message());
-  for (const auto& member : communicator.members) {
-    if (member) static_cast<volatile FailureRecord*>(member->failure)->abort = 1;
-  }
-  if (device >= 0 && static_cast<size_t>(device) < communicator.members.size() &&
-      communicator.members[device]) {
-    uint32_t* const closed = &communicator.members[device]->Header()->closed;
+  for (const auto& [other, member] : communicator.members) {
+    static_cast<volatile FailureRecord*>(member.group.failure)->abort = 1;
+    if (other != device) continue;
+    uint32_t* const closed = &member.group.Header()->closed;
     cudaMemsetAsync(closed, 1, sizeof(*closed), stream);  // after what was launched before
     cudaGetLastError();
   }

@@ -1,5 +1,5 @@
-// The FFI handlers of collectives and norms on GPUs. All operations share them; the attribute
-// `algorithm` says which operation a call is.
+// The FFI handlers of collectives and norms on GPUs, and those of collective matmuls. All
+// operations share them; the attribute `algorithm` says which operation a call is.
 #pragma once
 
 #include <atomic>
@@ -24,5 +24,10 @@ extern std::atomic<uint64_t> device_handler_calls;
 XLA_FFI_Error* CudaCollectiveInstantiate(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* CudaCollective(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* CudaCollectiveBeside(XLA_FFI_CallFrame* frame);
+
+// collective_matmul_cuda.cc
+XLA_FFI_Error* CudaCollectiveMatmulInstantiate(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* CudaCollectiveMatmulInitialize(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* CudaCollectiveMatmul(XLA_FFI_CallFrame* frame);
 
 }  // namespace jax_intranode

@@ -17,15 +17,9 @@ namespace {
 template <class Act>
 void ForEachDevice(const Act& act) {
   for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().All()) {
-    for (size_t device = 0; device < communicator->members.size(); ++device) {
-      if (auto& group = communicator->members[device]) {
-        act(*communicator, static_cast<int>(device), *group);
-      }
-    }
-    for (size_t device = 0; device < communicator->beside_members.size(); ++device) {
-      if (auto& member = communicator->beside_members[device]) {
-        act(*communicator, static_cast<int>(device), member->group);
-      }
+    for (const auto& [device, member] : communicator->members) {
+      act(*communicator, device, member.group);
+      if (member.beside) act(*communicator, device, member.beside->group);
     }
   }
 }
@@ -66,13 +60,8 @@ void CreateDeviceCommunicator(const Partition& partition, const std::vector<Grou
     group.KeepLinked();
     group.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
     group.failure = new (reinterpret_cast<void*>(member.record)) FailureRecord{};
-    const size_t device = member.device;
-    if (communicator->members.size() <= device) {
-      communicator->members.resize(device + 1);
-      communicator->groups.resize(device + 1);
-    }
-    communicator->members[device] = group;
-    communicator->groups[device] = DeviceIdsOf(partition, member.group);
+    communicator->members[static_cast<int32_t>(member.device)] = {
+        group, DeviceIdsOf(partition, member.group)};
   }
   CudaPlatform::Get().AddNew(
       [&] { Registry<DeviceCommunicator>::Get().Add(partition, std::move(communicator)); });
@@ -83,13 +72,11 @@ void AddRings(const Partition& partition,
               size_t ring_bytes) {
   const auto communicator = Registry<DeviceCommunicator>::Get().Find(partition);
   if (!communicator) throw std::invalid_argument("jax_intranode: rings without a communicator");
-  communicator->matmul_members.resize(communicator->members.size());
   for (const auto& [device, addresses] : rings) {
-    MatmulMember member{
-        static_cast<int>(device), communicator->members.at(device).value(), {}, ring_bytes};
-    CopyAddresses({.addresses = addresses}, partition.second, member.ring);
-    CreateSideStreams(member.device);
-    communicator->matmul_members[device] = member;
+    DeviceCommunicator::Member& member = communicator->members.at(static_cast<int32_t>(device));
+    member.matmul = {static_cast<int>(device), member.group, {}, ring_bytes};
+    CopyAddresses({.addresses = addresses}, partition.second, member.matmul->ring);
+    CreateSideStreams(member.matmul->device);
   }
 }
 
@@ -97,24 +84,23 @@ void AddBeside(const Partition& partition,
                const std::vector<std::pair<int64_t, std::vector<uintptr_t>>>& regions) {
   const auto communicator = Registry<DeviceCommunicator>::Get().Find(partition);
   if (!communicator) throw std::invalid_argument("jax_intranode: a region without a communicator");
-  communicator->beside_members.resize(communicator->members.size());
   for (const auto& [device, addresses] : regions) {
-    auto member = std::make_unique<BesideMember>();
-    member->group = communicator->members.at(device).value();
-    CopyAddresses({.addresses = addresses}, partition.second, member->group.region);
+    DeviceCommunicator::Member& member = communicator->members.at(static_cast<int32_t>(device));
+    auto beside = std::make_unique<BesideMember>();
+    beside->group = member.group;
+    CopyAddresses({.addresses = addresses}, partition.second, beside->group.region);
     const CurrentDevice current(static_cast<int>(device));
-    ThrowIfError(cudaEventCreateWithFlags(&member->launched, cudaEventDisableTiming),
+    ThrowIfError(cudaEventCreateWithFlags(&beside->launched, cudaEventDisableTiming),
                  "creating an event");
-    communicator->beside_members[device] = std::move(member);
+    std::lock_guard lock(operations_mutex);  // another thread may count
+    member.beside = std::move(beside);
   }
 }
 
 void SynchronizeDevices() {
   std::set<int> devices;
   for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
-    for (size_t device = 0; device < communicator->members.size(); ++device) {
-      if (communicator->members[device]) devices.insert(static_cast<int>(device));
-    }
+    for (const auto& [device, member] : communicator->members) devices.insert(device);
   }
   for (const int device : devices) Synchronize(device);
 }

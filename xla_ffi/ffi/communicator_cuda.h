@@ -37,12 +37,15 @@ struct BesideMember {
 
 // The groups of one partition, as the devices of this process see them.
 struct DeviceCommunicator {
-  std::vector<std::optional<DeviceGroup>> members;  // by CUDA device ordinal
-  std::vector<std::optional<MatmulMember>> matmul_members;
-  std::vector<std::unique_ptr<BesideMember>> beside_members;
-  std::vector<std::vector<int64_t>> groups;  // the device ids of each member's group
-  std::shared_ptr<void> memory;              // owns what the groups point to
-  bool is_cube_mesh = false;                 // whether the groups are hybrid cube meshes
+  struct Member {
+    DeviceGroup group;
+    std::vector<int64_t> device_ids;         // of the group
+    std::optional<MatmulMember> matmul{};    // if it has rings
+    std::unique_ptr<BesideMember> beside{};  // if it has a region for such calls
+  };
+  std::map<int32_t, Member> members;  // by CUDA device ordinal
+  std::shared_ptr<void> memory;       // owns what the groups point to
+  bool is_cube_mesh = false;          // whether the groups are hybrid cube meshes
   std::atomic<bool> closed{false};
 
   // Why a call on a device can't run; empty if it can. A call that is refused because a peer has

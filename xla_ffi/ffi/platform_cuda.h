@@ -151,19 +151,18 @@ class CudaPlatform final : public Platform {
 
   static std::vector<Place> Places() {
     std::vector<Place> places;
-    const auto add = [&](const auto& communicator, size_t device, const Partition& partition,
+    const auto add = [&](const auto& communicator, int64_t device, const Partition& partition,
                          int rank, uint64_t timeout_ns, auto* record, const std::string& buffer) {
       Place& place = places.emplace_back(Place{communicator, {}, record, buffer});
-      place.call.device_ids = communicator->groups.at(device);
+      place.call.device_ids = communicator->members.at(device).device_ids;
       place.call.group = Fnv1a(ToString(partition));
       place.call.rank = rank;
       place.call.limit_s = timeout_ns / 1e9;
     };
     for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
-      for (size_t device = 0; device < communicator->members.size(); ++device) {
-        const auto& member = communicator->members[device];
-        if (!member) continue;
-        add(communicator, device, partition, member->rank, member->timeout_ns, member->failure, "");
+      for (const auto& [device, member] : communicator->members) {
+        const DeviceGroup& group = member.group;
+        add(communicator, device, partition, group.rank, group.timeout_ns, group.failure, "");
       }
     }
     for (const auto& [name, buffer] : DevicePeerBuffers::Get().Alive()) {

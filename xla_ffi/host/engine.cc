@@ -84,24 +84,15 @@ bool RunCall(Algorithm algorithm, ResumableThread& t, const Group& g, const InSe
   return true;  // matmuls run only on GPUs
 }
 
-template <class Type>
-bool RunCall(Algorithm algorithm, ResumableThread& t, const Group& g, const InSegments<Buffer>& c,
+// One buffer is the common case: some world sizes have code of their own for it.
+template <class Type, class C>
+bool RunCall(Algorithm algorithm, ResumableThread& t, const Group& g, const InSegments<C>& c,
              uint32_t epoch, uint32_t* step) {
-  switch (g.size) {
-    case 2:
-      return RunCall<Type, 2>(algorithm, t, g, c, epoch, step);
-    case 4:
-      return RunCall<Type, 4>(algorithm, t, g, c, epoch, step);
-    case 8:
-      return RunCall<Type, 8>(algorithm, t, g, c, epoch, step);
-    default:
-      return RunCall<Type, 0>(algorithm, t, g, c, epoch, step);
+  if constexpr (std::is_same_v<C, Buffer>) {
+    if (g.size == 2) return RunCall<Type, 2>(algorithm, t, g, c, epoch, step);
+    if (g.size == 4) return RunCall<Type, 4>(algorithm, t, g, c, epoch, step);
+    if (g.size == 8) return RunCall<Type, 8>(algorithm, t, g, c, epoch, step);
   }
-}
-
-template <class Type>
-bool RunCall(Algorithm algorithm, ResumableThread& t, const Group& g, const InSegments<Buffers>& c,
-             uint32_t epoch, uint32_t* step) {
   return RunCall<Type, 0>(algorithm, t, g, c, epoch, step);
 }
 

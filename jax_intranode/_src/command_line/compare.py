@@ -265,8 +265,10 @@ class Comparison:
     ) -> Any:
         leaves = jax.tree.leaves((args, kwargs))
         shapes = tuple(
-            (leaf.shape, str(leaf.dtype)) if hasattr(leaf, "dtype") else type(leaf)
-            for leaf in leaves
+            (x.shape, str(x.dtype))
+            if isinstance(x, (jax.Array, np.ndarray, np.generic))
+            else type(x)
+            for x in leaves
         )
         with contextlib.suppress(Exception):  # the call raises it, too
             jax.block_until_ready(leaves)

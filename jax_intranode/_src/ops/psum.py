@@ -120,16 +120,6 @@ def pmean(
 Part = tuple[list[int], select.Selection]
 
 
-def selection(
-    mesh: jax.sharding.Mesh, axes: Sequence[str], shape: Sequence[int], dtype: Any
-) -> select.Selection:
-    """The algorithm of a psum over `axes` of a mesh, for a per-device operand.
-
-    The processes of the mesh rendezvous, if they have not before.
-    """
-    return operations(mesh, axes, [shape], dtype)[0][1]
-
-
 def operations(
     mesh: jax.sharding.Mesh,
     axes: Sequence[str],

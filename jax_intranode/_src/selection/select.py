@@ -147,8 +147,8 @@ def select(
         epoch_buffer_bytes: bytes of each of a region's two epoch buffers.
         algorithm: "auto", or the one to use wherever it fits.
         tuned: what was measured on this node; None for the shipped table.
-        segment_bytes: if not 0, operations that are too large for the table or for an epoch buffer
-            run in segments of at most these bytes.
+        segment_bytes: if not 0, operations that are too large for the table or for an epoch buffer,
+            and those of an algorithm that is given, run in segments of at most these bytes.
         topology: how the group's devices are linked: "hybrid_cube_mesh", or anything else for those
             that are all linked to each other.
     """
@@ -201,8 +201,8 @@ def select(
         row = fitting[-1] if fitting else dataclasses.replace(rows[-1], algorithm=algorithm)
         reason = f"JAX_INTRANODE_ALGORITHM={algorithm}"
     forced = algorithm != "auto"
-    if forced:  # for any size
-        row = dataclasses.replace(row, segment_bytes=row.segment_bytes or nbytes)
+    if forced and not row.segment_bytes:  # for any size
+        row = dataclasses.replace(row, segment_bytes=segment_bytes or nbytes)
     launched = launch(row, dtype, nbytes, world_size, epoch_buffer_bytes)
     if launched is None:
         needed = definitions.epoch_buffer_bytes_needed(row.algorithm, dtype, nbytes, world_size, 1)

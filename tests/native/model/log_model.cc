@@ -166,8 +166,8 @@ class Run {
     const jin::Buffer buffer{in, out, sizeof in};
     ModelThread thread;
     using OneShot = jin::OneShot<jin::F32, 0, jin::HalfPackets>;
-    OneShot::Push(thread, group, buffer, epoch);
-    OneShot::Reduce(thread, group, buffer, epoch);
+    OneShot::Send(thread, group, buffer, epoch);
+    OneShot::Take(thread, group, buffer, epoch);
     if (out[0] != expected || out[1] != expected) machine_.Fail("wrong: the result of a call");
   }
 

@@ -1,0 +1,252 @@
+"""Cases of rewritten programs with a process per device, and of ranks that do not agree."""
+
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from cases import Case, line
+from cases import case as register
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from lowered import in_lowered
+
+import jax_intranode
+from jax_intranode._src.native import extension
+from jax_intranode._src.rewrite import agreement
+from jax_intranode._src.rewrite.auto import rewriting
+
+CASES: dict[str, Case] = {}
+WAIT_S = 2
+
+
+def case(function: Callable[[], None]) -> Callable[[], None]:
+    """Registers a case of ranks that have not met before, and leaves none that have."""
+
+    @functools.wraps(function)
+    def apart() -> None:
+        agreement._met.clear()
+        try:
+            function()
+            multihost_utils.sync_global_devices(function.__name__)
+            jax_intranode.initialize(line())  # so that shutdown() ends what was agreed on
+        finally:
+            jax_intranode.uninstall()
+            jax_intranode.shutdown()
+            jax.clear_caches()
+
+    return register(into=CASES)(apart)
+
+
+@contextlib.contextmanager
+def warnings() -> Iterator[list[str]]:
+    """What this rank warns of."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("jax_intranode")
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+
+
+def made(mesh: Mesh, seed: int, shape: tuple[int, ...], *spec: Any, dtype: Any = "float32") -> Any:
+    """A random array, sharded, of which all ranks make the same."""
+    whole = np.random.default_rng(seed).standard_normal(shape, np.float32) / shape[0] ** 0.5
+    whole = whole.astype(dtype)
+    return jax.make_array_from_callback(
+        shape, NamedSharding(mesh, P(*spec)), lambda index: whole[index]
+    )
+
+
+def local(x: jax.Array) -> np.ndarray:
+    return np.asarray(x.addressable_shards[0].data, np.float32)
+
+
+def check(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        scale = np.abs(theirs).max()
+        np.testing.assert_allclose(mine / scale, theirs / scale, atol=tolerance)
+
+
+# Collectives of jax.lax.
+
+
+def summing() -> Any:
+    return jax.jit(
+        jax.shard_map(lambda v: lax.psum(v, "x"), mesh=line(), in_specs=P("x"), out_specs=P())
+    )
+
+
+def columns_of(count: int) -> jax.Array:
+    mesh = line()
+    whole = np.arange(mesh.size * count, dtype=np.float32).reshape(mesh.size, count)
+    sharding = NamedSharding(mesh, P("x"))
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
+def sums(f: Any, x: jax.Array) -> int:
+    """Checks the sum of a program, and says how many operations of this package ran."""
+    before = jax_intranode.usage_counter()
+    whole = np.arange(x.size, dtype=np.float32).reshape(x.shape)
+    np.testing.assert_array_equal(local(f(x)), whole.sum(0, keepdims=True))
+    return jax_intranode.usage_counter() - before
+
+
+@case
+def all_ranks_rewrite() -> None:
+    jax_intranode.install()
+    for columns in (4, 8):
+        x = columns_of(columns)
+        (call,) = jax_intranode.explain(summing())(x)
+        assert (call.origin, call.algorithm != "lax") == ("jax.lax", True), call
+        assert sums(summing(), x) == 1
+
+
+@case
+def a_training_step_is_rewritten() -> None:
+    """A sequence-parallel MLP in jax.lax, forward and backward, with and without an edit."""
+    mesh = line()
+    gpu = jax.devices()[0].platform == "gpu"
+    tokens, hidden, inner = (4096, 4096, 8192) if gpu else (64, 32, 64)
+    specs = (P("x"), P(None, "x"), P("x", None))
+    shapes = ((tokens, hidden), (hidden, inner), (inner, hidden))
+    operands = [
+        made(mesh, seed, shape, *spec, dtype=jax.numpy.bfloat16 if gpu else np.float32)
+        for seed, (shape, spec) in enumerate(zip(shapes, specs, strict=True))
+    ]
+
+    def body(x: Any, w1: Any, w2: Any) -> Any:
+        h = jax.nn.relu(lax.all_gather(x, "x", tiled=True) @ w1)
+        y = lax.psum_scatter(h @ w2, "x", tiled=True)
+        return lax.psum((y.astype(np.float32) ** 2).sum(), "x")
+
+    loss = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P())
+    step = jax.jit(jax.value_and_grad(lambda *operands: loss(*operands), argnums=(0, 1, 2)))
+    expected = jax.tree.map(local, step(*operands))
+    with jax_intranode.accelerate():
+        calls = jax_intranode.explain(step)(*operands)
+        counts = []
+        for _ in range(12):
+            found = jax.tree.map(local, step(*operands))
+            counts.append(extension.handler_calls())
+    taken = {call.operation for call in calls if call.algorithm != "lax"}
+    if gpu:
+        assert {"all_gather_matmul", "matmul_reduce_scatter"} <= taken, calls
+        assert counts[-1] == counts[-4], f"handlers are still called: {counts}"
+    else:
+        assert taken, calls
+    check(found, expected, 2e-2 if gpu else 1e-5)
+
+
+@case
+def one_rank_lowers_alone() -> None:
+    """It costs rank 0 some seconds, and this program its acceleration; the next one has it."""
+    jax_intranode.install()
+    x, alone = columns_of(4), summing()
+    with mock.patch.object(agreement, "FIRST_WAIT_S", WAIT_S), warnings() as said:
+        if jax.process_index() == 0:
+            start = time.monotonic()
+            assert "jax_intranode_psum" not in in_lowered(alone.lower(x).as_text())
+            assert WAIT_S <= time.monotonic() - start < WAIT_S + 5
+        multihost_utils.sync_global_devices("lowered")
+        assert sums(alone, x) == 0  # by lax, on all ranks
+    assert any(f"within {WAIT_S} s" in text for text in said), said
+    assert sums(summing(), columns_of(8)) == 1
+    if jax.process_index() == 0:  # now that all ranks have met, nobody waits
+        start = time.monotonic()
+        assert "jax_intranode_psum" in in_lowered(summing().lower(columns_of(16)).as_text())
+        assert time.monotonic() - start < agreement.LATER_WAIT_S
+
+
+@case
+def one_rank_has_nothing_installed() -> None:
+    if jax.process_index() == 0:
+        jax_intranode.install()
+    start = time.monotonic()
+    with mock.patch.object(agreement, "FIRST_WAIT_S", WAIT_S), warnings() as said:
+        assert [sums(summing(), columns_of(columns)) for columns in (4, 8)] == [0, 0]
+    assert time.monotonic() - start < WAIT_S + agreement.LATER_WAIT_S + 15
+    if jax.process_index() == 0:
+        assert f"process 1 has not lowered this program within {WAIT_S} s" in said[0], said
+        assert "has not called jax_intranode.install()" in said[0], said
+
+
+# Auto-sharded programs.
+
+
+def auto_arguments(rows: int) -> tuple[jax.Array, ...]:
+    mesh = line()
+    return (
+        made(mesh, 0, (rows, 16)),
+        made(mesh, 1, (16, 32), None, "x"),
+        made(mesh, 2, (32, 16), "x"),
+    )
+
+
+def auto_program() -> Any:
+    def loss(x: Any, up: Any, down: Any) -> Any:
+        return ((jax.nn.relu(x @ up) @ down) ** 2).mean()
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+
+
+def check_auto(arguments: Any, *, ours: bool) -> None:
+    """Compares with XLA's results, and whether operations of this package ran."""
+    before = jax_intranode.usage_counter()
+    found = jax.tree.map(local, auto_program()(*arguments))
+    assert (jax_intranode.usage_counter() > before) is ours
+    jax_intranode.uninstall()
+    check(found, jax.tree.map(local, auto_program()(*arguments)), 1e-4)
+
+
+@case
+def auto_all_ranks_rewrite() -> None:
+    jax_intranode.install(auto=True)
+    calls = jax_intranode.explain(auto_program())(*auto_arguments(4))
+    assert any(call.algorithm != "lax" for call in calls), calls
+    for rows in (4, 8):
+        jax_intranode.install(auto=True)
+        check_auto(auto_arguments(rows), ours=True)
+    if jax.process_index() == 0:  # now that they have compared a program, nobody waits
+        jax_intranode.install(auto=True)
+        start = time.monotonic()
+        assert "jax_intranode" in auto_program().lower(*auto_arguments(16)).as_text()
+        assert time.monotonic() - start < agreement.FIRST_WAIT_S
+
+
+@case
+def auto_one_rank_has_it_not() -> None:
+    with mock.patch.object(agreement, "FIRST_WAIT_S", WAIT_S), warnings() as said:
+        for rows in (12, 20):
+            jax_intranode.install(auto=jax.process_index() == 0)
+            start = time.monotonic()
+            check_auto(auto_arguments(rows), ours=False)
+            assert rows == 12 or time.monotonic() - start < WAIT_S + 10
+    if jax.process_index() == 0:
+        (text,) = [text for text in said if "Auto-sharded programs are left to XLA" in text]
+        assert "has not called jax_intranode.install(auto=True)" in text
+
+
+@case
+def auto_ranks_take_different_operations() -> None:
+    jax_intranode.install(auto=True)
+    accepted = rewriting._Rewriting._accepted
+    fewer = jax.process_index()
+    with (
+        mock.patch.object(
+            rewriting._Rewriting, "_accepted", lambda self, all_: accepted(self, all_[fewer:])
+        ),
+        warnings() as said,
+    ):
+        check_auto(auto_arguments(24), ours=False)
+    assert sum("would replace different operations" in text for text in said) == 1, said

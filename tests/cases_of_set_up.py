@@ -1,0 +1,217 @@
+"""Cases of how processes set up: again and again, on several nodes, with a tuning."""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import cases
+import jax
+import numpy as np
+import pytest
+from cases import Case, line, make_mesh, put, selection, sharded
+from cases import case as register
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jax_intranode
+from jax_intranode._src.command_line.bench.settings import Settings
+from jax_intranode._src.command_line.launcher.functions import PROCESS_PER_DEVICE
+from jax_intranode._src.command_line.tune import command, sweep
+from jax_intranode._src.group import rendezvous
+from jax_intranode._src.jax_private.distributed import key_value_client
+from jax_intranode._src.selection import table, tuning
+
+CASES: dict[str, Case] = {}
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Before and after this nothing is set up."""
+    jax_intranode.shutdown()
+    jax.clear_caches()
+    try:
+        yield
+    finally:
+        jax_intranode.shutdown()
+        jax.clear_caches()
+
+
+def case(devices: int = 2, **parameters: Sequence[Any]) -> Callable[[Any], Any]:
+    def add(function: Any) -> Any:
+        @functools.wraps(function)
+        def alone(**chosen: Any) -> None:
+            with apart():
+                function(**chosen)
+
+        return register(devices, CASES, **parameters)(alone)
+
+    return add
+
+
+def check_sum(seed: int) -> None:
+    mesh = line()
+    parts = cases.random("float32", (mesh.size, 100), seed)
+    cases.check(cases.psum_of(parts, mesh), cases.everywhere(cases.oracle(parts), mesh.size))
+
+
+# Set up and shut down.
+
+
+@case()
+def shut_down_one_after_another() -> None:
+    """A rank shuts down while the others still use the communicators. Then all rendezvous again."""
+    for first in range(jax.process_count()):
+        check_sum(first)
+        for turn in range(jax.process_count()):
+            key_value_client().wait_at_barrier(f"shutdown {first} {turn}", 60_000)
+            if (first + turn) % jax.process_count() == jax.process_index():
+                jax_intranode.shutdown()
+                jax.clear_caches()
+    check_sum(10)
+    set_up_often(20)
+
+
+def resources() -> dict[str, int]:
+    """What this process holds of the system."""
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "mappings": len(Path("/proc/self/maps").read_text().splitlines()),
+        "segments": sum(
+            path.name.startswith(f"jax_intranode.{os.getpid()}.")
+            for path in Path("/dev/shm").iterdir()
+        ),
+    }
+
+
+def set_up_often(times: int) -> None:
+    """Sets communicators up and ends them again and again. Nothing may be left each time."""
+    mesh = line()
+    check_sum(0)
+    jax_intranode.shutdown()
+    for turn in range(times):
+        if turn == min(5, times // 2):
+            before = resources()
+        jax_intranode.initialize(mesh)
+        assert rendezvous.rendezvous_of(mesh.devices.flat).reason is None
+        assert rendezvous.rendezvous_of(mesh.devices.flat).watch is not None
+        jax_intranode.shutdown()
+    after = resources()
+    # XLA's and gRPC's threads come and go.
+    assert after["threads"] <= before["threads"] + 10, (before, after)
+    assert after["mappings"] <= before["mappings"] + 40, (before, after)
+    assert after["descriptors"] <= before["descriptors"] + 4, (before, after)
+    assert after["segments"] == 0, (before, after)
+    jax.clear_caches()
+    check_sum(1)
+    print("DONE", before, after, flush=True)
+
+
+# Nodes. Processes of one machine stand in for several nodes: they say that they are on different
+# ones. tools/nodes.sh has nodes that differ in truth, and test_environments.py containers.
+
+DIFFERENT = {
+    "machine": "on different machines",
+    "name": "under different host names",
+    "shared_memory": "with a /dev/shm of their own each",
+}
+
+
+@case(devices=4, differs=DIFFERENT)
+def sums_on_two_nodes(differs: str) -> None:
+    """Ranks 0 and 1 are one node, 2 and 3 another one: groups inside a node are accelerated."""
+    real, other = rendezvous._host, {differs: f"that of node {jax.process_index() // 2}"}
+    mesh = make_mesh((2, 2), ("data", "model"))
+    x = put(mesh, P(("data", "model")), np.array([1, 2, 4, 8]))
+    wanted = {("model",): [3, 12], ("data",): [5, 10], ("data", "model"): [15]}
+    with mock.patch.object(rendezvous, "_host", lambda where: real(where)._replace(**other)):
+        for axes, sums in wanted.items():
+            rest = P(*(a for a in mesh.axis_names if a not in axes))
+
+            def total(v: jax.Array, axes: tuple[str, ...] = axes) -> jax.Array:
+                return jax_intranode.psum(v, axes)
+
+            f = sharded(total, mesh, P(("data", "model")), rest)
+            (call,) = jax_intranode.explain(f)(x)
+            if axes == ("model",):
+                assert call.algorithm == "one_shot", call
+            else:
+                assert call.algorithm == "lax" and "spans hosts" in call.reason, call
+                assert call.reason.endswith(DIFFERENT[differs]), call
+            mine = jax.jit(f)(x).addressable_data(0)
+            assert mine.shape == (1,) and int(mine[0]) in sums, (axes, mine)
+
+
+# A tuning.
+
+
+def row(nbytes: int) -> table.Row:
+    on_gpus = jax.devices()[0].platform == "gpu"
+    return table.Row(nbytes, "two_shot", 64 if on_gpus else 1, 2 if on_gpus else 1)
+
+
+@case()
+def one_tuning_in_files_of_two_names() -> None:
+    """Runs a psum as the tuning says, then measures launches."""
+    fields = {
+        "platform": jax.devices()[0].platform,
+        "device": jax.devices()[0].device_kind,
+        "devices": 2,
+        "versions": {},
+        "date": "2026-11-23",
+        "tables": [tuning.table_fields("multi", "psum", "bare", 8, (row(256), row(4096)))],
+        "profile": None,
+        "seconds": jax.process_index(),  # the files differ in what does not decide
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / f"{jax.process_index()}.json"
+        tuning.write(file, fields)
+        with tuning.using(tuning.read(str(file))):
+            obeys_and_measures()
+
+
+def obeys_and_measures() -> None:
+    mesh = line()
+    jax_intranode.initialize(mesh)
+    for nbytes in (256, 4096):
+        chosen = selection(mesh, ("x",), (nbytes // 4,), "float32")
+        assert chosen.algorithm == "two_shot" and "JAX_INTRANODE_TUNING=" in chosen.reason, chosen
+    assert selection(mesh, ("x",), (1025,), "float32").algorithm == "lax"
+    parts = cases.random("float32", (mesh.size, 1024), 3)
+    cases.check(cases.psum_of(parts, mesh), cases.everywhere(cases.oracle(parts), mesh.size))
+
+    platform = jax.devices()[0].platform
+    (settings,) = (
+        job
+        for job in command.jobs(platform, mesh.size, [PROCESS_PER_DEVICE])
+        if job.devices == mesh.size
+    )
+    settings = dataclasses.replace(settings, iterations=1, warmup_iterations=0, chain=1)
+    measure(settings, mesh, "psum" if platform == "gpu" else "all_gather", "bare")
+
+
+def measure(settings: Settings, mesh: Mesh, operation: str, packets: str) -> None:
+    over = iter([False, True])
+    of_one = sweep.Sweep(
+        settings,
+        mesh,
+        rendezvous.rendezvous_of(mesh.devices.flat).epoch_buffer_bytes,
+        operation,
+        packets,
+        # Only rank 0 says that the time is over, after one size.
+        lambda name: sweep.ask_all_ranks(next(over) and jax.process_index() == 0, name),
+    )
+    measured = []
+    with pytest.raises(sweep.OutOfTime):
+        # On GPUs that share one, times mean nothing, and the first size may be lost.
+        for of_size in of_one.run(lambda nbytes: None):
+            measured.append(of_size)
+            if not of_size.wins:
+                raise sweep.OutOfTime
+    assert all(of_size.us >= 0 and of_size.lax_us >= 0 for of_size in measured)

@@ -21,6 +21,8 @@ import jax_intranode
 FULL = (
     *("trees-one_shot-300", "trees-two_shot-300", "random_program-0"),
     *("random_program_in_segments-0", "delays_in_segments-all_gather"),
+    *("random_program-2", "random_program-3", "epochs_wrap-4"),
+    *("matmuls_on_a_data_and_tensor_mesh-False", "independent_calls_of_unequal_cost-8"),
 )
 QUICK_IN_SEGMENTS = (
     *("psum-bfloat16", "psum-int64", "psum_scatter-float64", "all_gather-bfloat16"),

@@ -482,6 +482,48 @@ def test_attention_of_a_divided_sequence() -> None:
     assert of_xla(after) < of_xla(before)
 
 
+@pytest.fixture
+def norms_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms are fused whatever the table says."""
+    always = dataclasses.replace(config.get(), fuse_norms="always")
+    monkeypatch.setattr(config, "get", lambda: always)
+
+
+def rms_norm(x: Any, scale: Any) -> Any:
+    return x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
+
+
+def layer_norm(x: Any, scale: Any) -> Any:
+    x = x - x.mean(-1, keepdims=True)
+    return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * (1 + scale) + scale
+
+
+@pytest.mark.parametrize("norm", [rms_norm, layer_norm])
+@pytest.mark.parametrize("is_divided", [False, True])
+def test_a_norm_behind_a_sum(norm: Any, is_divided: bool, norms_are_fused: None) -> None:
+    """Layers whose sums are followed by a residual and a norm; the sequence may be divided."""
+    mesh = two_axes()
+    between = ("data", "model") if is_divided else ("data", None)
+    layers = [weights(mesh, *TENSOR_PARALLEL) | {"scale": put(mesh, normal(3, 16))} for _ in "ab"]
+
+    def f(layers: Any, x: Any) -> Any:
+        for w in layers:
+            x = x + constrained(mesh, mlp(w, norm(x, w["scale"])), *between, None)
+        return norm(x, layers[0]["scale"]), x
+
+    x = put(mesh, normal(2, 2, 8, 16), *between)
+    before, after = check(f, layers, x)
+    kind = "psum_scatter" if is_divided else "psum"
+    assert of_xla(before) >= 2 and of_xla(after) == 0
+    assert after[f"jax_intranode_{kind}_residual_{norm.__name__}"] == 2
+    with jax_intranode.accelerate(auto=True):
+        calls = [c.operation for c in jax_intranode.explain(f)(layers, x)]
+    assert calls.count(f"{kind}_residual_{norm.__name__}") == 2
+    # Here the backward pass needs what the norm computes, so it stays as it is.
+    _, after = check(jax.grad(lambda w, x: (f(w, x)[0] ** 2).sum()), layers, x)
+    assert of_xla(after) == 0
+
+
 # The parts.
 
 

@@ -13,6 +13,7 @@ from jax.extend.core import Var
 
 from jax_intranode._src.jax_private import equation_kinds, jaxpr_edit, lax_collectives
 from jax_intranode._src.ops import norm_rules
+from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.rewrite import rows
 from jax_intranode._src.rewrite.body import Body
 from jax_intranode._src.rewrite.collectives import collective_of
@@ -32,7 +33,7 @@ def rewrite(equations: Sequence[Any], results: Sequence[Any], body: Body) -> Seq
     accepted: Accepted | None = None
     for position, equation in enumerate(equations):
         collective = collective_of(equation, body)
-        if collective is None or not _may_be_normed(equation, collective, body):
+        if collective is None or not may_be_normed(equation.invars[0].aval, collective, body.site):
             continue
         flow = flow or Dataflow(equations, results)
         accepted = accepted or Accepted(flow)
@@ -43,9 +44,8 @@ def rewrite(equations: Sequence[Any], results: Sequence[Any], body: Body) -> Seq
     return equations if accepted is None else accepted.equations()
 
 
-def _may_be_normed(equation: Any, collective: lax_collectives.LaxCollective, body: Body) -> bool:
-    """Whether the sum is one of rows that our kernels take, and would be faster with some norm."""
-    x: Any = equation.invars[0].aval
+def may_be_normed(x: Any, collective: lax_collectives.LaxCollective, site: LoweringSite) -> bool:
+    """Whether a sum of x is one of rows that our kernels take, and is faster with some norm."""
     if collective.operation == "psum_scatter":
         if not collective.tiled or collective.dimension == x.ndim - 1:
             return False
@@ -55,7 +55,7 @@ def _may_be_normed(equation: Any, collective: lax_collectives.LaxCollective, bod
         return False
     kinds = ("rms_norm", "layer_norm")
     candidates = (_params(rows.Norm(kind, 0.0, None, 0.0, None), collective) for kind in kinds)
-    return any(norm_rules.is_faster(body.site, x, params) for params in candidates)
+    return any(norm_rules.is_faster(site, x, params) for params in candidates)
 
 
 def _params(norm: rows.Norm, collective: lax_collectives.LaxCollective) -> norm_rules.NormParams:

@@ -6,6 +6,7 @@
 - plans.py: the ways in which an operation over sharded arrays can be computed;
 - partitioner.py: which of them XLA takes, from compiling the operation alone;
 - operations.py: the operations of a program that communicate, each with its plan;
+- tails.py: what follows a sum up to a norm, which becomes part of its shard_map;
 - overlap.py: which of them stay with XLA, because it overlaps them;
 - groups.py: operations become shard_maps, whose bodies are rewritten like any other;
 - rewriting.py: what runs when JAX has lowered a program.

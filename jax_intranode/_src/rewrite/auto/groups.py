@@ -16,19 +16,15 @@ from typing import Any
 from jax import lax
 from jax.extend.mlir import ir
 
-from jax_intranode._src.rewrite.auto.modules import number, operands, operations, owner
-from jax_intranode._src.rewrite.auto.operations import Found, Kind
+from jax_intranode._src.rewrite.auto.modules import FENCES, number, operands, operations, owner
+from jax_intranode._src.rewrite.auto.operations import Found, Kind, aval
 from jax_intranode._src.rewrite.auto.plans import Axes, Plan, Spec, local_size
+from jax_intranode._src.rewrite.auto.program import Program
+from jax_intranode._src.rewrite.auto.tails import Tail
 from jax_intranode._src.rewrite.waiting import Waiting
 
 # Sums of more bytes together are not merged.
 MERGED_BYTES = 1 << 20
-
-# Operations that nothing is moved across.
-_FENCES = frozenset(
-    {"stablehlo.optimization_barrier", "stablehlo.custom_call"}
-    | {"func.return", "return", "stablehlo.return", "sdy.return"}
-)
 
 
 @dataclass(frozen=True)
@@ -58,11 +54,13 @@ class Member:
         found: the operation.
         inputs: its operands.
         gathers: how each is gathered.
+        tail: what is computed from its sum, of the last inputs; None if nothing is.
     """
 
     found: Found
     inputs: list[Input]
     gathers: list[Gathers]
+    tail: Tail | None = None
 
     @property
     def kind(self) -> Kind:
@@ -75,10 +73,38 @@ class Member:
         assert self.found.plan is not None  # or it would be no member
         return self.found.plan
 
-    def computation(self) -> tuple[Callable[..., Any], list[Gathers], Plan]:
-        """What it computes, how its operands are gathered, and its plan."""
+    def outputs(self) -> tuple[Any, ...]:
+        """The values of the program that it makes, all sharded as its plan says."""
+        return self.tail.outputs if self.tail else (self.found.operation.results[0],)
+
+    def replaced(self) -> list[Any]:
+        """The operations of the program that are not needed any more."""
+        return [self.found.operation, *(self.tail.operations if self.tail else ())]
+
+    def with_tail(self, tail: Tail, program: Program) -> "Member | None":
+        """The member with what follows its sum; None if its inputs are not known."""
+        inputs = []
+        for value in tail.inputs:
+            of, spec = aval(value), program.spec(value)
+            if of is None or spec is None:
+                return None
+            inputs.append(Input(value, of, spec))
+        gathers: list[Gathers] = [()] * len(inputs)
+        return Member(self.found, [*self.inputs, *inputs], [*self.gathers, *gathers], tail)
+
+    def compute(self, operands: Sequence[Any]) -> list[Any]:
+        """Its results on a device, from its gathered operands."""
         assert self.kind.compute is not None  # as there is a plan
-        return self.kind.compute, self.gathers, self.plan
+        count = len(self.found.values)
+        result = self.kind.compute(*operands[:count])
+        for each in self.plan.sums:
+            if each.dimension is None:
+                result = lax.psum(result, each.axes)
+            else:
+                result = lax.psum_scatter(
+                    result, each.axes, scatter_dimension=each.dimension, tiled=True
+                )
+        return self.tail(result, operands[count:]) if self.tail else [result]
 
     def communicates(self) -> bool:
         """Whether it sends anything."""
@@ -91,6 +117,8 @@ class Member:
     def shared(self) -> Any:
         """What members of a group have in common; None if it shares no shard_map."""
         gathered = self.gathered()
+        if self.tail:
+            return None
         if gathered and not self.plan.sums:
             return "gather", *((one.value, gathers) for one, gathers in gathered)
         if not gathered and not self.plan.scatters:
@@ -114,7 +142,8 @@ class Member:
     def key(self) -> Any:
         """Identifies what the body does, but for the operands."""
         plan = self.plan
-        return self.kind.key, tuple(self.gathers), plan.sums, plan.result
+        tail = self.tail.key() if self.tail else None
+        return self.kind.key, tuple(self.gathers), plan.sums, plan.result, tail
 
 
 @dataclass(eq=False)
@@ -148,7 +177,6 @@ class Group:
     def body(self) -> Callable[..., list[Any]]:
         """What each device computes."""
         _, where = self.inputs()
-        members = [m.computation() for m in self.members]
 
         def body(*operands: Any) -> list[Any]:
             gathered: dict[Any, Any] = {}
@@ -163,17 +191,9 @@ class Group:
                     )
                 return gathered[place, gathers]
 
-            results = []
-            for (compute, gathers, plan), places in zip(members, where, strict=True):
-                result = compute(*map(whole, places, gathers))
-                for each in plan.sums:
-                    if each.dimension is None:
-                        result = lax.psum(result, each.axes)
-                    else:
-                        result = lax.psum_scatter(
-                            result, each.axes, scatter_dimension=each.dimension, tiled=True
-                        )
-                results.append(result)
+            results: list[Any] = []
+            for member, places in zip(self.members, where, strict=True):
+                results += member.compute([*map(whole, places, member.gathers)])
             return results
 
         return body
@@ -195,7 +215,7 @@ def member_of(found: Found, before: dict[int, Found]) -> Member:
     plan = found.plan
     assert plan is not None  # or there would be nothing to replace
     inputs, gathers = [], []
-    for operand, (value, aval) in enumerate(zip(found.values, found.avals, strict=True)):
+    for operand, (value, of) in enumerate(zip(found.values, found.avals, strict=True)):
         spec = plan.operands[operand]
         own: Gathers = tuple((g.dimension, g.axes) for g in plan.gathers if g.operand == operand)
         maker = owner(value)
@@ -206,7 +226,7 @@ def member_of(found: Found, before: dict[int, Found]) -> Member:
             if gathering.result == spec:
                 value, spec = reshard.values[0], gathering.operands[0]
                 own = (*((g.dimension, g.axes) for g in gathering.gathers), *own)
-        inputs.append(Input(value, aval, spec))
+        inputs.append(Input(value, of, spec))
         gathers.append(own)
     return Member(found, inputs, gathers)
 
@@ -235,23 +255,29 @@ def replace(
         insert: inserts the shard_map of a group; returns the new operations, in order.
     """
     by_operation = {number(member.found.operation): member for member in members}
+    gone = {number(o) for member in members for o in member.replaced()} - by_operation.keys()
     order = Waiting()
     opened: dict[Any, Group] = {}
 
     def end(which: Collection[Group]) -> None:
         for key, group in [each for each in opened.items() if each[1] in which]:
-            del opened[key]
+            if opened.pop(key, None) is None:
+                continue
+            # A tail may use what was not there yet when its group began.
+            end(order.needed(_Step(None, [one.value for one in group.inputs()[0]], ())))
             new = [_Step(o, o.operands, o.results) for o in insert(group)]
             order.run([group], new)
 
     for operation in operations(block):
         member = by_operation.get(number(operation))
+        if number(operation) in gone:
+            continue
         if member is None:
-            if operation.name in _FENCES:
+            if operation.name in FENCES:
                 end(opened.values())
             order.emit(_Step(operation, operands(operation), operation.results))
             continue
-        step = _Step(operation, [one.value for one in member.inputs], operation.results)
+        step = _Step(operation, [one.value for one in member.inputs], member.outputs())
         end(order.needed(step))
         key = member.shared() or number(operation)
         nbytes = 0 if member.gathered() else member.nbytes(sizes)

@@ -11,6 +11,13 @@ from jax.extend.mlir.dialects import sdy
 NUMBER = "jax_intranode.number"
 
 
+# Operations that nothing is moved across.
+FENCES = frozenset(
+    {"stablehlo.optimization_barrier", "stablehlo.custom_call"}
+    | {"func.return", "return", "stablehlo.return", "sdy.return"}
+)
+
+
 class Unsuitable(Exception):
     """A program that can't be rewritten; the text says why."""
 
@@ -43,6 +50,26 @@ def operands(operation: Any) -> list[Any]:
     if len(operation.regions) == 0:
         return list(operation.operands)
     return [value for inner in walk(operation) for value in inner.operands]
+
+
+def splat(value: Any) -> float | None:
+    """The number that all elements of a constant are; None if it is no such constant."""
+    maker = owner(value)
+    if maker is None or maker.name not in ("stablehlo.constant", "sdy.constant"):
+        return None
+    try:
+        elements = ir.DenseElementsAttr(maker.attributes["value"])
+        if not elements.is_splat:
+            return None
+        element = elements.get_splat_value()
+    except ValueError:
+        return None
+    for kind in (ir.FloatAttr, ir.IntegerAttr):
+        try:
+            return float(kind(element).value)
+        except ValueError:
+            continue
+    return None
 
 
 def number(operation: Any) -> int:

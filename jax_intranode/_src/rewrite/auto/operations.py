@@ -15,7 +15,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from jax_intranode._src.rewrite.auto import partitioner, plans
-from jax_intranode._src.rewrite.auto.modules import integer
+from jax_intranode._src.rewrite.auto.modules import integer, splat
 from jax_intranode._src.rewrite.auto.plans import Axes, Gather, Labels, Plan, Sum
 from jax_intranode._src.rewrite.auto.program import Program
 
@@ -161,34 +161,13 @@ def _reduce(operation: Any) -> Kind | None:
     reason = ""
     if [o.operation.name for o in block.operations] != ["stablehlo.add", "stablehlo.return"]:
         reason = "a reduction that is not a sum"
-    elif not _is_zero(operation.operands[1]):
+    elif splat(operation.operands[1]) != 0:
         reason = "a sum that does not begin at 0"
 
     def compute(x: Any) -> Any:
         return lax.reduce_sum(x, dimensions)
 
     return Kind("reduce", ("reduce", dimensions), labels, None if reason else compute, 1, reason)
-
-
-def _is_zero(value: Any) -> bool:
-    if isinstance(value.owner, ir.Block):
-        return False
-    owner = value.owner.operation
-    if owner.name not in ("stablehlo.constant", "sdy.constant"):
-        return False
-    try:
-        elements = ir.DenseElementsAttr(owner.attributes["value"])
-        if not elements.is_splat:
-            return False
-        splat = elements.get_splat_value()
-    except ValueError:
-        return False
-    for kind in (ir.FloatAttr, ir.IntegerAttr):
-        try:
-            return bool(kind(splat).value == 0)
-        except ValueError:
-            continue
-    return False
 
 
 def find(operation: Any, program: Program, of_gathered: bool = False) -> Found | None:

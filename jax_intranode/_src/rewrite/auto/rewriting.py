@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import math
 import re
 import threading
 import weakref
@@ -21,11 +22,12 @@ import jax
 from jax.extend.mlir import ir
 
 from jax_intranode._src.group import rendezvous
-from jax_intranode._src.jax_private import jaxpr_walk, lowering_hooks, trace_state
+from jax_intranode._src.jax_private import jaxpr_walk, lax_collectives, lowering_hooks, trace_state
+from jax_intranode._src.ops import norm_rules
 from jax_intranode._src.ops.lowering_site import LoweringSite
-from jax_intranode._src.rewrite import agreement, hook
-from jax_intranode._src.rewrite.auto import groups, overlap, partitioner
-from jax_intranode._src.rewrite.auto.groups import Group
+from jax_intranode._src.rewrite import agreement, hook, norms
+from jax_intranode._src.rewrite.auto import groups, overlap, partitioner, plans, tails
+from jax_intranode._src.rewrite.auto.groups import Group, Member
 from jax_intranode._src.rewrite.auto.modules import (
     Unsuitable,
     as_bytecode,
@@ -57,6 +59,7 @@ _TAKES_SHARDS = frozenset(
     }
 )
 _SHARED = "another operation that needs the same gathered array is left"
+_NORMS = frozenset(each.plain for each in norm_rules.PRIMITIVES.values())
 _CONSTANTS = re.compile(r"dense<[^>]*>")
 
 
@@ -222,11 +225,13 @@ class _Judged:
         jaxpr: the jaxpr that it is the only equation of.
         traced: JAX's record.
         left: why lax would run a collective of it, and `Record.missed`; None if all are ours.
+        has_norm: whether it has a sum with a norm as one operation.
     """
 
     jaxpr: Any
     traced: Any
     left: tuple[str, bool] | None
+    has_norm: bool
 
 
 @dataclass(frozen=True)
@@ -401,7 +406,9 @@ class _Rewriting:
             taken.append([number(group.members[-1].found.operation), repr(group.key())])
             return self._insert(group, manual)
 
-        groups.replace(block, self._accepted(members), self._sizes, insert)
+        members = self._accepted(members)
+        normed = [self._with_norm(m, block, members) for m in members]
+        groups.replace(block, normed, self._sizes, insert)
         return taken
 
     def _accepted(self, members: list[Any]) -> list[Any]:
@@ -428,6 +435,38 @@ class _Rewriting:
             if left is not None and member.communicates():
                 self._record(member.found, *left)
         return [m for m in members if reasons[id(m)] is None]
+
+    def _with_norm(self, member: Member, block: Any, members: Sequence[Member]) -> Member:
+        """A member, with the norm behind its sum if this package makes one operation of both."""
+        if len(member.plan.sums) != 1 or member.kind.axes:
+            return member
+        (of,) = member.plan.sums
+        total = member.found.operation.results[0]
+        ranks = math.prod(self._sizes[axis] for axis in of.axes)
+        shape = [
+            plans.local_size((n,), (axes,), self._sizes)
+            for n, axes in zip(total.type.shape, member.plan.result, strict=True)
+        ]
+        if of.dimension is not None:
+            shape[of.dimension] *= ranks
+        kind = "psum" if of.dimension is None else "psum_scatter"
+        collective = lax_collectives.LaxCollective(
+            kind, of.axes, False, None, False, of.dimension or 0, True, ranks, 0
+        )
+        x = jax.ShapeDtypeStruct(shape, member.found.avals[0].dtype)
+        if not norms.may_be_normed(x, collective, self._site):
+            return member
+        all_of_block = operations(block)
+        numbers = [number(operation) for operation in all_of_block]
+        taken = {number(m.found.operation) for m in members}
+        start = numbers.index(number(member.found.operation))
+        for tail in tails.tails(total, all_of_block, start, taken, self._program):
+            longer = member.with_tail(tail, self._program)
+            if longer is not None:
+                judged = self._judged(Group([longer]))
+                if judged.left is None and judged.has_norm:
+                    return longer
+        return member
 
     def _on_gpus(self) -> bool:
         return self._mesh.devices.flat[0].platform == "gpu"
@@ -493,18 +532,17 @@ class _Rewriting:
             new.attributes["manual_axes"] = manual_axes_attribute(names)
         # XLA gives the results of a manual computation other shardings where simplifications, such
         # as of two reshapes, leave its users nothing to do; not where something is in between.
-        results = [
-            self._program.constrained(result, member.plan.result, last)
-            for member, result in zip(group.members, new.results, strict=True)
-        ]
+        outputs = [(value, m.plan.result) for m in group.members for value in m.outputs()]
+        results = []
+        for (old, spec), result in zip(outputs, new.results, strict=True):
+            results.append(self._program.constrained(result, spec, last))
+            old.replace_all_uses_with(results[-1])
+            self._replaced[old] = results[-1]
         sources = tuple(source_of(member.found.operation) for member in group.members)
-        for index, (member, result) in enumerate(zip(group.members, results, strict=True)):
+        for index, member in enumerate(group.members):
             jaxpr = body.judged.jaxpr if index == 0 else None
             self._record(member.found, None, False, jaxpr, () if index else sources)
-            old = member.found.operation.results[0]
-            old.replace_all_uses_with(result)
-            self._replaced[old] = result
-            self._dead.append(member.found.operation)
+            self._dead += member.replaced()
         self._calls += body.calls
         return [new, *(result.owner.operation for result in results)]
 
@@ -524,7 +562,7 @@ class _Rewriting:
             body,
             mesh=self._mesh,
             in_specs=tuple(partitioner.spec(one.spec) for one in inputs),
-            out_specs=[partitioner.spec(member.plan.result) for member in group.members],
+            out_specs=[partitioner.spec(m.plan.result) for m in group.members for _ in m.outputs()],
             check_vma=False,
         )
         with hook.enabled(hook.ON), agreement.decided():
@@ -537,13 +575,15 @@ class _Rewriting:
             )
             for equation in jaxpr.eqns:
                 if jaxpr_walk.shard_map_of(equation) is not None:
-                    Rewriter(record).rewrite(jaxpr_walk.body_of_shard_map(equation.params))
+                    inner = jaxpr_walk.body_of_shard_map(equation.params)
+                    rewritten = jaxpr_walk.open_jaxpr(Rewriter(record).rewrite(inner))
+                    has_norm = any(e.primitive in _NORMS for e in rewritten.eqns)
         left = [d for d in record.decisions if d.reason is not None]
         if left:
             missed = any(decision.missed for decision in left)
-            return _Judged(jaxpr, traced, (left[0].reason or "", missed))
+            return _Judged(jaxpr, traced, (left[0].reason or "", missed), False)
         nothing = "nothing in it is a collective", False
-        return _Judged(jaxpr, traced, None if record.decisions else nothing)
+        return _Judged(jaxpr, traced, None if record.decisions else nothing, has_norm)
 
     def _body(self, group: Group) -> "_Body | None":
         """The lowered shard_map of a group; None if it is not all ours."""

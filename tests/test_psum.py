@@ -6,6 +6,7 @@ from typing import Any
 import cases
 import cases_of_collectives  # noqa: F401
 import cases_of_matmuls  # noqa: F401
+import cases_of_segments  # noqa: F401
 import jax
 import jax.numpy as jnp
 import numpy as np

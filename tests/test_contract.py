@@ -24,7 +24,9 @@ SLOW = (
     *("loops", "partly-known", "parts-of-every-dtype", "parts-of-nothing", "parts-of-odd-axes"),
     *("pytree-of-many-arrays", "pytree-of-many-dtypes", "scatter-dimensions-of-any-kind"),
     *("unbound-axis-inside", "vmap-inside", "vmap-of-cond", "vmap-of-grad", "vmap-of-parts"),
-    "vmapped-name-inside",
+    *("vmapped-name-inside", "custom-vjp", "eager", "grad-inside", "grad-of-some-leaves"),
+    *("grad-of-parts-of-other-types", "groups-even", "layouts-inside", "parts-of-other-dtypes"),
+    "transposes",
 )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import cases
 import cases_of_collectives  # noqa: F401
 import cases_of_matmuls  # noqa: F401
+import cases_of_segments  # noqa: F401
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +22,8 @@ import jax_intranode
 FULL = (
     *("trees-one_shot-300", "trees-two_shot-300", "random_program-0"),
     *("random_program_in_segments-0", "delays_in_segments-all_gather"),
+    *("random_program-2", "random_program-3", "epochs_wrap-4"),
+    *("matmuls_on_a_data_and_tensor_mesh-False", "independent_calls_of_unequal_cost-8"),
 )
 QUICK_IN_SEGMENTS = (
     *("psum-bfloat16", "psum-int64", "psum_scatter-float64", "all_gather-bfloat16"),

@@ -1,0 +1,152 @@
+"""Cases of operations in segments."""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import (
+    DIVIDED,
+    DTYPES,
+    OPERATIONS,
+    apply,
+    case,
+    check,
+    compiled_of_ours,
+    in_segments,
+    line,
+    put,
+    random,
+    reference,
+    segments_of,
+    sharded,
+    x64,
+)
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jax_intranode
+from jax_intranode._src.native import extension
+from jax_intranode._src.selection import config
+
+
+@case(operation=OPERATIONS, dtype=DTYPES)
+def segments_of_every_dtype(operation: str, dtype: str) -> None:
+    """Sizes around the bounds of segments, and a donated operand."""
+    mesh = line()
+    n = mesh.size
+    item = np.dtype(dtype).itemsize
+    counts = [k // item for k in (8, 256, 256 + item, 512, 1000, 2048 - item, 5000)]
+    if operation in DIVIDED:
+        counts = [k * n for k in counts]
+    parts = [random(dtype, (n, count), count) for count in counts]
+
+    def f(vs: Any) -> Any:
+        return [apply(operation, v[0])[None] for v in vs]
+
+    with x64(dtype), in_segments(256):
+        arrays = [put(mesh, P("x"), part) for part in parts]
+        program = compiled_of_ours(
+            sharded(f, mesh, P("x"), P("x")), arrays, donate_argnums=0, keep_unused=True
+        )
+        assert sorted(segments_of(program.as_text())) == [1, 1, 2, 2, 4, 8, 32]
+        results = program(arrays)
+    for result, part in zip(results, parts, strict=True):
+        check(result, reference(operation, part))
+
+
+@case()
+def trees_in_segments() -> None:
+    """Trees are summed by one operation, whose segments begin in any of the arrays."""
+    mesh = line()
+    n = mesh.size
+    counts = [*(int(k) for k in np.random.default_rng(7).integers(1, 300, 40)), 9000]
+    parts = {
+        dtype: [random(dtype, (n, count), count) for count in counts]
+        for dtype in ("float32", "bfloat16", "int8")
+    }
+    arrays = {
+        dtype: [put(mesh, P("x"), part) for part in of_dtype] for dtype, of_dtype in parts.items()
+    }
+    f = sharded(lambda tree: jax_intranode.psum(tree, "x"), mesh, P("x"), P("x"))
+    with in_segments(1 << 12):
+        program = compiled_of_ours(f, arrays)
+        assert sorted(segments_of(program.as_text())) == [4, 8, 16]
+        results = program(arrays)
+    for dtype, of_dtype in parts.items():
+        for result, part in zip(results[dtype], of_dtype, strict=True):
+            check(result, reference("psum", part))
+
+
+@functools.partial(jax.jit, static_argnames=("count", "dtype"))
+def value_of(rank: Any, count: int, dtype: str) -> Any:
+    """A rank's operand: integers, so that sums are exact."""
+    factors = jnp.array([2654435761, 40503], jnp.uint32)
+    at = jnp.arange(count, dtype=jnp.uint32) * factors[0] + jnp.uint32(rank) * factors[1]
+    return ((at >> 16) % 17).astype(dtype) - 8
+
+
+@case(mib=(16, 64, 256, 1024))
+def large_messages_in_segments(mib: int) -> None:
+    """Of 4 MiB, donated, first eagerly, then replayed. They are compared on the devices."""
+    mesh = line()
+    if mesh.devices.flat[0].platform != "gpu":
+        pytest.skip("needs GPUs; on CPU devices it would take minutes")
+    settings = dataclasses.replace(config.get(), segment_kib=4 << 10)
+    n, count = mesh.size, (mib << 20) // 2
+    part = count // n
+
+    def operand(rank: Any, count: int = count) -> Any:
+        return value_of(rank, count, "bfloat16")
+
+    def total(begin: Any = 0, length: int = count) -> Any:
+        return sum(lax.dynamic_slice_in_dim(operand(r), begin, length) for r in range(n))
+
+    def expected(operation: str) -> Any:
+        rank = lax.axis_index("x")
+        if operation == "psum_scatter":
+            return total(rank * part, part)
+        if operation == "all_to_all":
+            shards = (lax.dynamic_slice_in_dim(operand(r), rank * part, part) for r in range(n))
+            return jnp.concatenate(list(shards))
+        return jnp.concatenate([operand(r, part) for r in range(n)])
+
+    def run(operation: str, v: Any) -> Any:
+        few = [jax_intranode.psum(v[:k], "x") for k in range(1, 6)]  # XLA makes no smaller graphs
+        if operation != "tree":
+            return apply(operation, v), few
+        bounds = [0, 5, count // 7, count // 3, count]
+        arrays = [v[a:b] for a, b in itertools.pairwise(bounds)]
+        return jnp.concatenate(jax_intranode.psum(arrays, "x")), few
+
+    def wrong(operation: str, result: Any) -> Any:
+        want = total() if operation in ("psum", "tree") else expected(operation)
+        return (result != want).sum(dtype=jnp.int32)[None]
+
+    for operation in (*OPERATIONS, "tree"):
+        own = functools.partial(operand, count=part if operation == "all_gather" else count)
+        make = jax.jit(sharded(lambda own=own: own(lax.axis_index("x")), mesh, (), P("x")))
+        by_variable = mock.patch.object(config, "get", lambda: settings)
+        with by_variable if operation in ("psum", "tree") else in_segments(4 << 20):
+            f = sharded(functools.partial(run, operation), mesh, P("x"), P("x"))
+            program = compiled_of_ours(f, make(), donate_argnums=0)
+        segments = max(segments_of(program.as_text()))
+        assert segments >= (mib if operation in ("psum", "tree") else mib // n) // 4
+        compare = jax.jit(sharded(functools.partial(wrong, operation), mesh, P("x"), P("x")))
+        handled = []
+        for _ in range(4):
+            before = extension.handler_calls()
+            result, _ = program(make())
+            handled.append(extension.handler_calls() - before)
+            found = compare(result)
+            assert int(np.asarray(found.addressable_shards[0].data)[0]) == 0, operation
+            del (
+                result,
+                found,
+            )  # the next call gets the same memory, so that XLA need not capture anew
+        assert handled[0] > 0 and 0 in handled, handled

@@ -42,7 +42,11 @@ from contract.rows import (
 def signature(lib: Any) -> Any:
     functions = {name: getattr(lib, name) for name in NAMES}
     signatures = {
-        name: [(p.name, p.kind, p.default) for p in inspect.signature(f).parameters.values()]
+        name: [
+            (p.name, p.kind, p.default)
+            for p in inspect.signature(f).parameters.values()
+            if p.name != "overlap"  # ours alone
+        ]
         for name, f in functions.items()
     }
     dimensions = {"all_to_all": {"split_axis": 0, "concat_axis": 0}}

@@ -69,6 +69,21 @@ def test_sequence_parallel() -> None:
     assert of_xla(after) == 0
 
 
+def test_a_gather_before_a_product_of_arrays() -> None:
+    """Propagation gives the product, which a constraint wants whole, the constraint's sharding."""
+    mesh = two_axes()
+    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 2, 8, 16), "data", "model")
+    scale = put(mesh, normal(3, 16))
+
+    def block(p: Any, x: Any, scale: Any) -> Any:
+        whole = constrained(mesh, jnp.sin(x) * scale, "data", None, None)
+        return x + constrained(mesh, mlp(p, whole), "data", "model", None)
+
+    before, after = check(block, p, x, scale)
+    assert of_xla(before) == 2 and of_xla(after) == 0
+    assert after["jax_intranode_all_gather"] == 1
+
+
 def test_fsdp_gathers_weights() -> None:
     mesh = two_axes()
     p = weights(mesh, ("model", None), ("model", None))

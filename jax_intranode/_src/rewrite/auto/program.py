@@ -25,10 +25,17 @@ from jax_intranode._src.rewrite.auto.modules import (
     manual_axes,
     number,
     operations,
+    owner,
     use_mesh,
     walk,
 )
 from jax_intranode._src.rewrite.auto.plans import Spec
+
+_ELEMENTWISE = frozenset(f"stablehlo.{n}" for n in ("add", "subtract", "multiply", "divide"))
+# What each device can make any part of.
+_MADE_ANYWHERE = frozenset(
+    {"sdy.constant", *(f"stablehlo.{n}" for n in ("constant", "iota", "broadcast_in_dim"))}
+)
 
 PIPELINE = "builtin.module(sdy-propagation-pipeline)"
 
@@ -111,6 +118,31 @@ class Program:
             if "sdy.sharding" in attributes
         }
         self._refuse_unsuitable()
+        # The numbers of reshards of operands, which XLA adds, but propagation does not.
+        self.added: set[int] = set()
+        for operation in self._all_operations():
+            if operation.name in _ELEMENTWISE and len(operation.operands) == 2:
+                self._add_reshards(operation)
+
+    def _add_reshards(self, operation: Any) -> None:
+        """Adds reshards of operands that are sharded otherwise than the result."""
+        (result,) = operation.results
+        spec = self.spec(result)
+        for index, value in enumerate(operation.operands):
+            maker = owner(value)
+            if maker is None or maker.name in _MADE_ANYWHERE:
+                continue
+            if spec is None or self.spec(value) in (None, spec):
+                continue
+            new = sdy.ReshardOp(
+                value,
+                self._sharding(spec),
+                loc=operation.location,
+                ip=ir.InsertionPoint(operation),
+            )
+            operation.operands[index] = new.result
+            self.set_number(new.operation)
+            self.added.add(number(new.operation))
 
     def _refuse_unsuitable(self) -> None:
         """Raises if the program has something that a propagated copy may not keep."""
@@ -210,6 +242,10 @@ class Program:
         """Changes what XLA's import does not take of a propagated program."""
         for operation in self._all_operations():
             if NUMBER in operation.attributes:
+                if number(operation) in self.added:
+                    operation.results[0].replace_all_uses_with(operation.operands[0])
+                    operation.erase()
+                    continue
                 del operation.attributes[NUMBER]
             if operation.name == "sdy.reshard":  # "op unknown mesh"
                 new = sdy.ShardingConstraintOp(

@@ -484,6 +484,8 @@ class _Rewriting:
                 user = use.owner.operation
                 each = known.get(number(user))
                 if each is not None:
+                    if number(user) in self._program.added:
+                        return False
                     if each.plan is None or each.plan.operands[use.operand_number] != spec:
                         return False
                 elif user.name in ("sdy.reshard", "sdy.sharding_constraint"):

@@ -39,7 +39,7 @@ import numpy as np
 
 TOOLS = Path(__file__).resolve().parent
 PROGRAMS = ("flax_imagenet", "flax_wmt", "gpt_oss", "qwen3")
-PROGRAMS += ("deepseek", "flax_lm1b", "flax_nnx_mlp", "netket_ising")  # auto-sharded
+PROGRAMS += ("deepseek", "flax_lm1b", "flax_nnx_mlp", "maxtext_dense", "netket_ising")
 DIFFERENCE = re.compile(r"^compare:   results: (?:they differ by at most (\S+) of|all have)", re.M)
 REPLACED = re.compile(r"^compare:   replaced: \d", re.M)
 

@@ -107,10 +107,9 @@ class _Unreadable(Exception):
 class _Reader:
     """Reads the operations that a value needs as steps."""
 
-    def __init__(self, total: Any, own: Mapping[int, Any], dependent: set[Any], program: Program):
-        """Reads values that `own` make, operations by number; `dependent` values need the sum."""
+    def __init__(self, total: Any, own: Mapping[int, Any], program: Program):
+        """`own` are all operations that need the sum, by number; all else is there before."""
         self._own = own
-        self._dependent = dependent
         self._program = program
         self.inputs: list[Any] = [total]
         self.steps: list[Step] = []
@@ -131,7 +130,6 @@ class _Reader:
         of_constant = splat(value)
         if of_constant is not None:
             return of_constant
-        self._check(value not in self._dependent)
         self.inputs.append(value)
         return len(self.inputs) - 1
 
@@ -242,20 +240,18 @@ def tails(
                     return
                 residual = operation.results[0]
                 own[number(operation)] = operation
-            elif len(operation.results) == 1:
+            else:
                 own[number(operation)] = operation
-                if operation.results[0].type == total.type:
+                if [result.type for result in operation.results] == [total.type]:
                     ends.append(operation)
     for end in reversed(ends):
-        found = _tail(total, residual, end.results[0], own, dependent, program)
+        found = _tail(total, residual, end.results[0], own, program)
         if found is not None:
             yield found
 
 
-def _tail(
-    total: Any, h: Any, y: Any, own: dict[int, Any], dependent: set[Any], program: Program
-) -> Tail | None:
-    reader = _Reader(total, own, dependent, program)
+def _tail(total: Any, h: Any, y: Any, own: dict[int, Any], program: Program) -> Tail | None:
+    reader = _Reader(total, own, program)
     try:
         results = [reader.read(y), reader.read(h)]
     except _Unreadable:

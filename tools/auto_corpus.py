@@ -729,7 +729,7 @@ def all_programs(
 
 
 def row(name: str, found: Outcome) -> str:
-    """A row of the table in docs/auto.md."""
+    """A row of the table in docs/unedited.md."""
 
     def kinds(counts: Counter[str]) -> str:
         return ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or "none"

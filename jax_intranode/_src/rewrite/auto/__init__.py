@@ -8,6 +8,7 @@
 - operations.py: the operations of a program that communicate, each with its plan;
 - tails.py: what follows a sum up to a norm, which becomes part of its shard_map;
 - overlap.py: which of them stay with XLA, because it overlaps them;
-- groups.py: operations become shard_maps, whose bodies are rewritten like any other;
+- groups.py: operations become shard_maps;
+- bodies.py: what runs of these shard_maps, which are rewritten like any other, and their lowering;
 - rewriting.py: what runs when JAX has lowered a program.
 """

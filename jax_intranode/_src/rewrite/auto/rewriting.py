@@ -14,7 +14,7 @@ import math
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,27 +22,22 @@ import jax
 from jax.extend.mlir import ir
 
 from jax_intranode._src.group import rendezvous
-from jax_intranode._src.jax_private import jaxpr_walk, lax_collectives, lowering_hooks, trace_state
+from jax_intranode._src.jax_private import lax_collectives, lowering_hooks, trace_state
 from jax_intranode._src.ops import norm_rules
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.rewrite import agreement, hook, norms
-from jax_intranode._src.rewrite.auto import groups, overlap, partitioner, plans, tails
+from jax_intranode._src.rewrite.auto import groups, overlap, plans, tails
+from jax_intranode._src.rewrite.auto.bodies import Bodies
 from jax_intranode._src.rewrite.auto.groups import Group, Member
 from jax_intranode._src.rewrite.auto.modules import (
     Unsuitable,
-    as_bytecode,
-    inline_calls,
     manual_axes_attribute,
     number,
     operations,
     owner,
-    use_mesh,
-    walk,
 )
 from jax_intranode._src.rewrite.auto.operations import Found, find
 from jax_intranode._src.rewrite.auto.program import Program, source_of
-from jax_intranode._src.rewrite.body import body_of
-from jax_intranode._src.rewrite.jaxprs import Rewriter
 from jax_intranode._src.selection import config
 
 _log = logging.getLogger("jax_intranode")
@@ -217,40 +212,6 @@ def _refuse_if_strict(outcome: Outcome) -> None:
     )
 
 
-@dataclass(frozen=True)
-class _Judged:
-    """A shard_map that was traced.
-
-    Attributes:
-        jaxpr: the jaxpr that it is the only equation of.
-        traced: JAX's record.
-        left: why lax would run a collective of it, and `Record.missed`; None if all are ours.
-        has_norm: whether it has a sum with a norm as one operation.
-    """
-
-    jaxpr: Any
-    traced: Any
-    left: tuple[str, bool] | None
-    has_norm: bool
-
-
-@dataclass(frozen=True)
-class _Body:
-    """A shard_map that was lowered.
-
-    Attributes:
-        judged: what was lowered.
-        operation: its MLIR operation.
-        module: the module that has the operation.
-        calls: how many operations of this package it has.
-    """
-
-    judged: _Judged
-    operation: Any
-    module: Any
-    calls: int
-
-
 class _Rewriting:
     """The rewriting of one program."""
 
@@ -260,13 +221,11 @@ class _Rewriting:
         self._name = name
         self._lowered = module
         self._outcome = outcome
-        self._platforms = platforms
         self._program = Program(module, devices)
         self._mesh = outcome.mesh = self._program.mesh
         self._sizes = dict(self._mesh.shape)
         self._site = LoweringSite(self._mesh, frozenset(self._mesh.axis_names), platforms)
-        self._judgements: dict[Any, _Judged] = {}
-        self._bodies: dict[Any, _Body | None] = {}
+        self._bodies = Bodies(name.removeprefix("jit_"), self._program, self._site)
         self._replaced: dict[Any, Any] = {}
         self._dead: list[Any] = []
         self._calls = 0
@@ -416,7 +375,7 @@ class _Rewriting:
 
         XLA gathers an array once for all operations that use it. If one of them is left, all are.
         """
-        reasons = {id(m): self._judged(Group([m])).left for m in members}
+        reasons = {id(m): self._bodies.judged(Group([m])).left for m in members}
         by_gather: dict[Any, list[Any]] = {}
         for member in members:
             for one, gathers in member.gathered():
@@ -463,7 +422,7 @@ class _Rewriting:
         for tail in tails.tails(total, all_of_block, start, taken, self._program):
             longer = member.with_tail(tail, self._program)
             if longer is not None:
-                judged = self._judged(Group([longer]))
+                judged = self._bodies.judged(Group([longer]))
                 if judged.left is None and judged.has_norm:
                     return longer
         return member
@@ -518,7 +477,7 @@ class _Rewriting:
         return {number(use.owner.operation) for use in result.uses} <= joined
 
     def _insert(self, group: Group, manual: frozenset[str]) -> list[Any]:
-        body = self._body(group)
+        body = self._bodies.lowered(group)
         if body is None and len(group.members) > 1:
             alone = [self._insert(Group([m]), manual) for m in group.members]
             return [each for one in alone for each in one]
@@ -547,83 +506,3 @@ class _Rewriting:
             self._dead += member.replaced()
         self._calls += body.calls
         return [new, *(result.owner.operation for result in results)]
-
-    def _judged(self, group: Group) -> "_Judged":
-        """What this package would run of the shard_map of a group."""
-        key = group.key()
-        if key not in self._judgements:
-            self._judgements[key] = self._judge(group)
-        return self._judgements[key]
-
-    def _judge(self, group: Group) -> "_Judged":
-        inputs, _ = group.inputs()
-        body = group.body()
-        # Call sites have the name of the program that they are in.
-        body.__name__ = self._name.removeprefix("jit_")
-        mapped = jax.shard_map(
-            body,
-            mesh=self._mesh,
-            in_specs=tuple(partitioner.spec(one.spec) for one in inputs),
-            out_specs=[partitioner.spec(m.plan.result) for m in group.members for _ in m.outputs()],
-            check_vma=False,
-        )
-        with hook.enabled(hook.ON), agreement.decided():
-            traced = jax.jit(_named(mapped, body.__name__)).trace(*[one.aval for one in inputs])
-            jaxpr = jaxpr_walk.without_dead_code(traced.jaxpr)
-            record = next(
-                body_of(self._site, equation.params)
-                for equation in jaxpr.eqns
-                if jaxpr_walk.shard_map_of(equation) is not None
-            )
-            for equation in jaxpr.eqns:
-                if jaxpr_walk.shard_map_of(equation) is not None:
-                    inner = jaxpr_walk.body_of_shard_map(equation.params)
-                    rewritten = jaxpr_walk.open_jaxpr(Rewriter(record).rewrite(inner))
-                    has_norm = any(e.primitive in _NORMS for e in rewritten.eqns)
-        left = [d for d in record.decisions if d.reason is not None]
-        if left:
-            missed = any(decision.missed for decision in left)
-            return _Judged(jaxpr, traced, (left[0].reason or "", missed), False)
-        nothing = "nothing in it is a collective", False
-        return _Judged(jaxpr, traced, None if record.decisions else nothing, has_norm)
-
-    def _body(self, group: Group) -> "_Body | None":
-        """The lowered shard_map of a group; None if it is not all ours."""
-        judged = self._judged(group)
-        if judged.left is not None:
-            return None
-        key = group.key()
-        if key not in self._bodies:
-            with hook.enabled(hook.ON), agreement.decided():
-                lowered = judged.traced.lower().compiler_ir()
-            self._bodies[key] = self._imported(judged, lowered)
-        return self._bodies[key]
-
-    def _imported(self, judged: "_Judged", lowered: Any) -> "_Body | None":
-        """The shard_map of a lowered module, with the mesh of the program."""
-        with lowered.context:
-            text = as_bytecode(lowered)
-        module = ir.Module.parse(text)
-        inline_calls(module)
-        for mesh in [o for o in operations(module.body) if o.name == "sdy.mesh"]:
-            # All are over the same axes. Some differ in which of them are manual.
-            use_mesh(self._program.mesh_name, mesh, module)
-        regions = [o for o in walk(module.operation) if o.name == "sdy.manual_computation"]
-        if len(regions) != 1:
-            return None
-        calls = sum(
-            ir.StringAttr(o.attributes["call_target_name"]).value.startswith("jax_intranode_")
-            for o in walk(regions[0])
-            if o.name == "stablehlo.custom_call"
-        )
-        if not calls or any(o.name == "func.call" for o in walk(regions[0])):
-            return None
-        return _Body(judged, regions[0], module, calls)
-
-
-def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def call(*operands: Any) -> Any:
-        return function(*operands)
-
-    call.__name__ = call.__qualname__ = name
-    return call

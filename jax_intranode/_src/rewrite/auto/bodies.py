@@ -1,0 +1,159 @@
+"""The shard_maps of groups of operations, judged by what runs of them, and lowered."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.mlir import ir
+
+from jax_intranode._src.jax_private import jaxpr_walk
+from jax_intranode._src.ops import norm_rules
+from jax_intranode._src.ops.lowering_site import LoweringSite
+from jax_intranode._src.rewrite import agreement, hook
+from jax_intranode._src.rewrite.auto import partitioner
+from jax_intranode._src.rewrite.auto.groups import Group
+from jax_intranode._src.rewrite.auto.modules import (
+    as_bytecode,
+    inline_calls,
+    operations,
+    use_mesh,
+    walk,
+)
+from jax_intranode._src.rewrite.auto.program import Program
+from jax_intranode._src.rewrite.body import body_of
+from jax_intranode._src.rewrite.jaxprs import Rewriter
+
+_NORMS = frozenset(each.plain for each in norm_rules.PRIMITIVES.values())
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A shard_map that was traced.
+
+    Attributes:
+        jaxpr: the jaxpr that it is the only equation of.
+        traced: JAX's record.
+        left: why lax would run a collective of it, and `Record.missed`; None if all are ours.
+        has_norm: whether it has a sum with a norm as one operation.
+    """
+
+    jaxpr: Any
+    traced: Any
+    left: tuple[str, bool] | None
+    has_norm: bool
+
+
+@dataclass(frozen=True)
+class Body:
+    """A shard_map that was lowered.
+
+    Attributes:
+        judged: what was lowered.
+        operation: its MLIR operation.
+        module: the module that has the operation.
+        calls: how many operations of this package it has.
+    """
+
+    judged: Judged
+    operation: Any
+    module: Any
+    calls: int
+
+
+class Bodies:
+    """The shard_maps of one program. Groups that are alike share one."""
+
+    def __init__(self, name: str, program: Program, site: LoweringSite):
+        """Begins with none.
+
+        Args:
+            name: the program's; call sites have it.
+            program: the program.
+            site: the program's mesh, all of whose axes are manual in a shard_map.
+        """
+        self._name = name
+        self._program = program
+        self._site = site
+        self._judgements: dict[Any, Judged] = {}
+        self._lowered: dict[Any, Body | None] = {}
+
+    def judged(self, group: Group) -> Judged:
+        """What this package would run of the shard_map of a group."""
+        key = group.key()
+        if key not in self._judgements:
+            self._judgements[key] = self._judge(group)
+        return self._judgements[key]
+
+    def _judge(self, group: Group) -> Judged:
+        inputs, _ = group.inputs()
+        body = group.body()
+        # Call sites have the name of the program that they are in.
+        body.__name__ = self._name
+        mapped = jax.shard_map(
+            body,
+            mesh=self._program.mesh,
+            in_specs=tuple(partitioner.spec(one.spec) for one in inputs),
+            out_specs=[partitioner.spec(m.plan.result) for m in group.members for _ in m.outputs()],
+            check_vma=False,
+        )
+        with hook.enabled(hook.ON), agreement.decided():
+            traced = jax.jit(_named(mapped, body.__name__)).trace(*[one.aval for one in inputs])
+            jaxpr = jaxpr_walk.without_dead_code(traced.jaxpr)
+            record = next(
+                body_of(self._site, equation.params)
+                for equation in jaxpr.eqns
+                if jaxpr_walk.shard_map_of(equation) is not None
+            )
+            for equation in jaxpr.eqns:
+                if jaxpr_walk.shard_map_of(equation) is not None:
+                    inner = jaxpr_walk.body_of_shard_map(equation.params)
+                    rewritten = jaxpr_walk.open_jaxpr(Rewriter(record).rewrite(inner))
+                    has_norm = any(e.primitive in _NORMS for e in rewritten.eqns)
+        left = [d for d in record.decisions if d.reason is not None]
+        if left:
+            missed = any(decision.missed for decision in left)
+            return Judged(jaxpr, traced, (left[0].reason or "", missed), False)
+        nothing = "nothing in it is a collective", False
+        return Judged(jaxpr, traced, None if record.decisions else nothing, has_norm)
+
+    def lowered(self, group: Group) -> Body | None:
+        """The lowered shard_map of a group; None if it is not all ours."""
+        judged = self.judged(group)
+        if judged.left is not None:
+            return None
+        key = group.key()
+        if key not in self._lowered:
+            with hook.enabled(hook.ON), agreement.decided():
+                lowered = judged.traced.lower().compiler_ir()
+            self._lowered[key] = self._imported(judged, lowered)
+        return self._lowered[key]
+
+    def _imported(self, judged: Judged, lowered: Any) -> Body | None:
+        """The shard_map of a lowered module, with the mesh of the program."""
+        with lowered.context:
+            text = as_bytecode(lowered)
+        module = ir.Module.parse(text)
+        inline_calls(module)
+        for mesh in [o for o in operations(module.body) if o.name == "sdy.mesh"]:
+            # All are over the same axes. Some differ in which of them are manual.
+            use_mesh(self._program.mesh_name, mesh, module)
+        regions = [o for o in walk(module.operation) if o.name == "sdy.manual_computation"]
+        if len(regions) != 1:
+            return None
+        calls = sum(
+            ir.StringAttr(o.attributes["call_target_name"]).value.startswith("jax_intranode_")
+            for o in walk(regions[0])
+            if o.name == "stablehlo.custom_call"
+        )
+        if not calls or any(o.name == "func.call" for o in walk(regions[0])):
+            return None
+        return Body(judged, regions[0], module, calls)
+
+
+def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def call(*operands: Any) -> Any:
+        return function(*operands)
+
+    call.__name__ = call.__qualname__ = name
+    return call

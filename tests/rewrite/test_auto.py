@@ -403,12 +403,16 @@ def test_nothing_is_replaced_under_export() -> None:
     assert "jax_intranode" not in exported.mlir_module()
 
 
-def test_dtypes_that_are_left() -> None:
+def test_dtypes_that_are_left(caplog: pytest.LogCaptureFixture) -> None:
     mesh = two_axes()
     w = put(mesh, normal(0, 16, 8).astype(np.complex64), "model")
     x = put(mesh, normal(1, 8, 16).astype(np.complex64), None, "model")
     before, after = check(jnp.dot, x, w)
     assert before == after
+    y = put(mesh, normal(0, 8, 16), None, "model")
+    _, after = check(lambda x, y: (x.sum(1), y.sum(1)), x, y)
+    assert of_xla(after) == after["jax_intranode_psum"] == 1
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]  # nothing has failed
 
 
 def twice_reshaped(x: Any) -> Any:

@@ -62,7 +62,7 @@ def splat(value: Any) -> float | None:
         if not elements.is_splat:
             return None
         element = elements.get_splat_value()
-    except ValueError:
+    except (TypeError, ValueError):  # complex numbers
         return None
     for kind in (ir.FloatAttr, ir.IntegerAttr):
         try:

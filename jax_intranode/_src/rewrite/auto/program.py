@@ -37,6 +37,7 @@ _MADE_ANYWHERE = frozenset(
     {"sdy.constant", *(f"stablehlo.{n}" for n in ("constant", "iota", "broadcast_in_dim"))}
 )
 
+NOTHING_SHARDED = "nothing is sharded"
 PIPELINE = "builtin.module(sdy-propagation-pipeline)"
 
 
@@ -78,7 +79,7 @@ class Program:
         # JAX gives keys of random numbers a mesh without axes, which says that they are replicated.
         over_axes = [(o, of) for o, of in meshes if len(of.axes) or len(of.device_ids)]
         if not over_axes:
-            raise Unsuitable("nothing is sharded")
+            raise Unsuitable(NOTHING_SHARDED)
         chosen, attribute = over_axes[0]
         if any(of != attribute for _, of in over_axes):
             raise Unsuitable("several meshes")

@@ -37,7 +37,7 @@ from jax_intranode._src.rewrite.auto.modules import (
     owner,
 )
 from jax_intranode._src.rewrite.auto.operations import Found, find
-from jax_intranode._src.rewrite.auto.program import Program, source_of
+from jax_intranode._src.rewrite.auto.program import NOTHING_SHARDED, Program, source_of
 from jax_intranode._src.selection import config
 
 _log = logging.getLogger("jax_intranode")
@@ -186,7 +186,9 @@ def _rewritten(module: Any, devices: Any, platforms: tuple[str, ...]) -> Outcome
             outcome.records.sort(key=lambda record: record.number)
     except Unsuitable as reason:
         outcome.module, outcome.reason = None, str(reason)
-        _log.info("%s is left to XLA: %s.", name, reason)
+        # Each operation outside of jit is such a program.
+        level = logging.DEBUG if str(reason) == NOTHING_SHARDED else logging.INFO
+        _log.log(level, "%s is left to XLA: %s.", name, reason)
     except Exception as error:
         outcome.module, outcome.reason = None, f"{type(error).__name__}: {error}"
         _log.warning(

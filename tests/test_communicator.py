@@ -234,7 +234,7 @@ def test_calls_beside_other_work_have_regions_of_their_own() -> None:
     rendezvous = rendezvous_lib.rendezvous_of(mesh.devices.flat)
     in_line = communicator._claim_region(rendezvous, groups)
     added: list[Any] = []
-    module = SimpleNamespace(add_beside=lambda *what: added.append(what))
+    module = SimpleNamespace(add_beside=lambda *what: added.append(what), RECORD_BYTES=100)
     with (
         mock.patch.object(extension, "module", lambda platform: module),
         mock.patch.object(rendezvous, "region_bytes", lambda: 1000),
@@ -243,7 +243,8 @@ def test_calls_beside_other_work_have_regions_of_their_own() -> None:
     assert reasons == [None, None] and len(added) == 1  # claimed once
     (ids, size, members) = added[0]
     assert (tuple(ids), size) == (groups.device_ids, mesh.size)
-    for device, regions in members:
+    for device, regions, record in members:
+        assert record != rendezvous.records[device] + 100 * in_line
         slabs_of_peers = rendezvous.addresses[device].values()
         offsets = {r - s - slabs.PROBE_BYTES for r, s in zip(regions, slabs_of_peers, strict=True)}
         (offset,) = offsets

@@ -114,7 +114,7 @@ NB_MODULE(_cuda, m) {
   m.def(
       "add_beside",
       [](const std::vector<int64_t>& device_ids, int64_t group_size,
-         const std::vector<std::pair<int64_t, std::vector<uintptr_t>>>& regions) {
+         const std::vector<RegionBeside>& regions) {
         AddBeside({device_ids, group_size}, regions);
       },
       nb::arg("device_ids"), nb::arg("group_size"), nb::arg("regions"),

@@ -122,7 +122,6 @@ cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
 }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t) { return "out of resources"; }
-cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
 cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t stream) {
   Enqueue("record", stream);
   return cudaSuccess;
@@ -133,6 +132,10 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t, unsigned) {
 }
 
 namespace jax_intranode {
+LaunchOrder& LaunchOrderOf(int) {
+  static LaunchOrder order;
+  return order;
+}
 cudaError_t Launch(Algorithm, ElementType, const DeviceGroup& group, const Buffer&, uint32_t,
                    LaunchShape, cudaStream_t stream) {
   ++launches;
@@ -328,9 +331,10 @@ int main() {
   CHECK(records[0].abort == 0 && communicator->members[0].group.Header()->closed == 0);
 
   DeviceCommunicator::Member& member = communicator->members[0];
-  member.beside = std::make_unique<BesideMember>();
-  member.beside->group = member.group;
-  member.beside->group.rank = kBesideRank;
+  FailureRecord of_beside{};
+  member.beside = member.group;
+  member.beside->rank = kBesideRank;
+  member.beside->failure = &of_beside;
   enqueued.clear();
   for (stream_of_call = 1; stream_of_call < 3; ++stream_of_call) {
     CHECK(frame.Run(&CudaCollectiveBeside, XLA_FFI_ExecutionStage_EXECUTE, &x, &x).empty());
@@ -350,7 +354,8 @@ int main() {
   CHECK(call() == failed);  // refused
   CHECK(frame.Run(&CudaCollectiveBeside, XLA_FFI_ExecutionStage_EXECUTE, &x, &x) == failed);
   CHECK(launches == 2);
-  CHECK(records[0].abort == 1 && records[1].abort == 1);        // what waits ends
+  CHECK(records[0].abort == 1 && records[1].abort == 1);  // what waits ends
+  CHECK(of_beside.abort == 1);
   CHECK(communicator->members[0].group.Header()->closed != 0);  // what is replayed gives up
   CHECK(communicator->members[1].group.Header()->closed == 0);  // where calls are refused, too
   Registry<DeviceCommunicator>::Get().Clear();

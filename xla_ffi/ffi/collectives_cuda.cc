@@ -84,8 +84,8 @@ ffi::Error ExecuteBeside(cudaStream_t stream, int32_t device, DeviceSite* site,
   device_handler_calls.fetch_add(1, std::memory_order_relaxed);
   const auto launch = [&] {
     if (ffi::Error error = CheckUsable(communicator, device); error.failure()) return error;
-    BesideMember* const beside = communicator.members.at(device).beside.get();
-    if (beside == nullptr) {
+    const std::optional<DeviceGroup>& beside = communicator.members.at(device).beside;
+    if (!beside) {
       return ffi::Error(
           ffi::ErrorCode::kFailedPrecondition,
           "jax_intranode: there is no memory for calls with overlap=True on CUDA device " +
@@ -93,13 +93,14 @@ ffi::Error ExecuteBeside(cudaStream_t stream, int32_t device, DeviceSite* site,
               ". A program with such calls that was compiled elsewhere can't be loaded; compile it "
               "here.");
     }
-    std::lock_guard lock(beside->mutex);
-    cudaError_t status = cudaStreamWaitEvent(stream, beside->launched, 0);
+    LaunchOrder& order = LaunchOrderOf(device);
+    std::lock_guard lock(order.mutex);
+    cudaError_t status = cudaStreamWaitEvent(stream, order.launched, 0);
     ffi::Error error = ffi::Error::Success();
     if (status == cudaSuccess) {
-      error = LaunchAll(stream, device, *site, beside->group, xs, ys);
+      error = LaunchAll(stream, device, *site, *beside, xs, ys);
       if (error.failure()) return error;
-      status = cudaEventRecord(beside->launched, stream);
+      status = cudaEventRecord(order.launched, stream);
     }
     if (status == cudaSuccess) return error;
     return ffi::Error::Internal("jax_intranode: ordering calls on CUDA device " +
@@ -130,6 +131,7 @@ ffi::Error Launched(DeviceCommunicator& communicator, int32_t device, cudaStream
   communicator.set_failure(error.message());
   for (const auto& [other, member] : communicator.members) {
     static_cast<volatile FailureRecord*>(member.group.failure)->abort = 1;
+    if (member.beside) static_cast<volatile FailureRecord*>(member.beside->failure)->abort = 1;
     if (other != device) continue;
     uint32_t* const closed = &member.group.Header()->closed;
     cudaMemsetAsync(closed, 1, sizeof(*closed), stream);  // after what was launched before

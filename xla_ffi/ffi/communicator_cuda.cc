@@ -1,5 +1,6 @@
 #include "communicator_cuda.h"
 
+#include <map>
 #include <mutex>
 #include <new>
 #include <set>
@@ -19,7 +20,7 @@ void ForEachDevice(const Act& act) {
   for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().All()) {
     for (const auto& [device, member] : communicator->members) {
       act(*communicator, device, member.group);
-      if (member.beside) act(*communicator, device, member.beside->group);
+      if (member.beside) act(*communicator, device, *member.beside);
     }
   }
 }
@@ -80,20 +81,32 @@ void AddRings(const Partition& partition,
   }
 }
 
-void AddBeside(const Partition& partition,
-               const std::vector<std::pair<int64_t, std::vector<uintptr_t>>>& regions) {
+LaunchOrder& LaunchOrderOf(int device) {
+  static std::mutex mutex;
+  static auto* const orders = new std::map<int, LaunchOrder>;
+  std::lock_guard lock(mutex);
+  LaunchOrder& order = (*orders)[device];
+  if (order.launched == nullptr) {
+    const CurrentDevice current(device);
+    ThrowIfError(cudaEventCreateWithFlags(&order.launched, cudaEventDisableTiming),
+                 "creating an event");
+  }
+  return order;
+}
+
+void AddBeside(const Partition& partition, const std::vector<RegionBeside>& regions) {
   const auto communicator = Registry<DeviceCommunicator>::Get().Find(partition);
   if (!communicator) throw std::invalid_argument("jax_intranode: a region without a communicator");
-  for (const auto& [device, addresses] : regions) {
+  for (const auto& [device, addresses, record] : regions) {
+    LaunchOrderOf(static_cast<int>(device));
     DeviceCommunicator::Member& member = communicator->members.at(static_cast<int32_t>(device));
-    auto beside = std::make_unique<BesideMember>();
-    beside->group = member.group;
-    CopyAddresses({.addresses = addresses}, partition.second, beside->group.region);
-    const CurrentDevice current(static_cast<int>(device));
-    ThrowIfError(cudaEventCreateWithFlags(&beside->launched, cudaEventDisableTiming),
-                 "creating an event");
-    std::lock_guard lock(operations_mutex);  // another thread may count
-    member.beside = std::move(beside);
+    DeviceGroup group = member.group;
+    CopyAddresses({.addresses = addresses}, partition.second, group.region);
+    group.failure = new (reinterpret_cast<void*>(record)) FailureRecord{};
+    CudaPlatform::Get().AddNew([&] {
+      std::lock_guard lock(operations_mutex);  // another thread may count
+      member.beside = group;
+    });
   }
 }
 

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -17,31 +18,30 @@
 
 namespace jax_intranode {
 
-// What a device has for calls that XLA runs beside other work, on another stream than the rest: a
-// region of its own, so that they are a sequence of operations of their own. They may be in flight
-// together with one operation of the other region. Those in flight here are one at a time: XLA may
-// give two calls two streams, so each launch waits for the event that follows the last one. All
-// ranks launch in the order of XLA's schedule, which is the same for all.
+// Calls that XLA runs beside other work, on another stream than the rest, have a region of their
+// own, so that they are a sequence of operations of their own. They may be in flight together with
+// one operation of the other region. Those in flight are one at a time on a device, of all
+// communicators together: XLA may give two calls two streams, so each launch waits for the event
+// that follows the last one. All ranks launch in the order of XLA's schedule, which is the same for
+// all.
 //
-// Why two operations in flight, one of each region, can't wait for each other for ever: see
+// Why two operations in flight, one of them beside, can't wait for each other for ever: see
 // docs/how_it_works.md, "Beside other work".
-struct BesideMember {
-  DeviceGroup group;
+struct LaunchOrder {
   cudaEvent_t launched = nullptr;
   std::mutex mutex;  // from the wait for the event to its next record
-
-  ~BesideMember() {
-    if (launched != nullptr) cudaEventDestroy(launched);
-  }
 };
+
+// That of a CUDA device. It lasts as long as the process.
+LaunchOrder& LaunchOrderOf(int device);
 
 // The groups of one partition, as the devices of this process see them.
 struct DeviceCommunicator {
   struct Member {
     DeviceGroup group;
-    std::vector<int64_t> device_ids;         // of the group
-    std::optional<MatmulMember> matmul{};    // if it has rings
-    std::unique_ptr<BesideMember> beside{};  // if it has a region for such calls
+    std::vector<int64_t> device_ids;       // of the group
+    std::optional<MatmulMember> matmul{};  // if it has rings
+    std::optional<DeviceGroup> beside{};   // if it has a region for calls beside other work
   };
   std::map<int32_t, Member> members;  // by CUDA device ordinal
   std::shared_ptr<void> memory;       // owns what the groups point to
@@ -93,10 +93,12 @@ void AddRings(const Partition& partition,
               const std::vector<std::pair<int64_t, std::vector<uintptr_t>>>& rings,
               size_t ring_bytes);
 
-// Gives a communicator a second region on each device, for calls beside other work, before any
-// program uses it. `regions` has those of every rank, by CUDA device ordinal.
-void AddBeside(const Partition& partition,
-               const std::vector<std::pair<int64_t, std::vector<uintptr_t>>>& regions);
+// Of a device, for calls beside other work: its CUDA ordinal, the regions of every rank, and where
+// kernels write their records.
+using RegionBeside = std::tuple<int64_t, std::vector<uintptr_t>, uintptr_t>;
+
+// Gives a communicator a second region on each device, before any program uses it.
+void AddBeside(const Partition& partition, const std::vector<RegionBeside>& regions);
 
 // Waits until nothing runs on the devices of this process.
 void SynchronizeDevices();

@@ -151,23 +151,28 @@ class CudaPlatform final : public Platform {
 
   static std::vector<Place> Places() {
     std::vector<Place> places;
-    const auto add = [&](const auto& communicator, int64_t device, const Partition& partition,
+    const auto add = [&](const auto& communicator, int64_t device, const std::string& group,
                          int rank, uint64_t timeout_ns, auto* record, const std::string& buffer) {
       Place& place = places.emplace_back(Place{communicator, {}, record, buffer});
       place.call.device_ids = communicator->members.at(device).device_ids;
-      place.call.group = Fnv1a(ToString(partition));
+      place.call.group = Fnv1a(group);
       place.call.rank = rank;
       place.call.limit_s = timeout_ns / 1e9;
     };
     for (const auto& [partition, communicator] : Registry<DeviceCommunicator>::Get().Alive()) {
+      const std::string name = ToString(partition);
       for (const auto& [device, member] : communicator->members) {
         const DeviceGroup& group = member.group;
-        add(communicator, device, partition, group.rank, group.timeout_ns, group.failure, "");
+        add(communicator, device, name, group.rank, group.timeout_ns, group.failure, "");
+        if (member.beside) {  // may wait for another rank than the group does
+          add(communicator, device, name + " beside", group.rank, group.timeout_ns,
+              member.beside->failure, "");
+        }
       }
     }
     for (const auto& [name, buffer] : DevicePeerBuffers::Get().Alive()) {
       for (const auto& [device, peers] : buffer->members) {
-        add(buffer->communicator, device, buffer->partition, peers.rank, peers.timeout_ns,
+        add(buffer->communicator, device, ToString(buffer->partition), peers.rank, peers.timeout_ns,
             peers.record, name);
       }
     }

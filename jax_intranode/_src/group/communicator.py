@@ -154,10 +154,17 @@ def _add_beside(rendezvous: Rendezvous, groups: Partition) -> str | None:
     region = _claim_region(rendezvous, groups, " beside")
     if region is None:
         return f"the slab's {slabs.REGIONS} regions serve other groups of these devices"
+    module = extension.module(rendezvous.platform)
     offset = slabs.PROBE_BYTES + region * rendezvous.region_bytes()
-    extension.module(rendezvous.platform).add_beside(
-        list(groups.device_ids), groups.group_size, _addresses(rendezvous, groups, offset)
-    )
+    records = {
+        native_ordinal(rendezvous.devices[i]): record + region * module.RECORD_BYTES
+        for i, record in rendezvous.records.items()
+    }
+    regions = [
+        (ordinal, addresses, records[ordinal])
+        for ordinal, addresses in _addresses(rendezvous, groups, offset)
+    ]
+    module.add_beside(list(groups.device_ids), groups.group_size, regions)
     return None
 
 

@@ -62,14 +62,17 @@ struct OneHop {
     char* slots = g.EpochBuffer(g.rank, epoch);
     for (size_t i = t.First(); i < packs; i += t.Stride()) {
       if constexpr (kSums) {
-        Pack sum;
+        Pack own;
         if constexpr (kParts) {
-          sum = Type::Sendable(c.InputOf(g.rank).Load(i));
+          own = Type::Sendable(c.InputOf(g.rank).Load(i));
         } else {
-          sum = Type::Sendable(c.Load(i));
+          own = Type::Sendable(c.Load(i));
         }
-        if (!AwaitSum<Type, Packets, N>(t, g, slots, slot_bytes, i, &sum, i)) return false;
-        c.Store(i, sum);
+        Pack all[Ranks<N>::kSlots];
+        JIN_UNROLL
+        for (int r = 0; r < Ranks<N>::kSlots; ++r) all[r] = own;
+        if (!AwaitAll<Packets, N>(t, g, slots, slot_bytes, i, all, i)) return false;
+        c.Store(i, SumInRankOrder<Type, N>(all, g.size));
       } else {
         Pack all[Ranks<N>::kSlots];
         if (!AwaitAll<Packets, N>(t, g, slots, slot_bytes, i, all, i)) return false;

@@ -1,4 +1,4 @@
-"""Cases of the collectives: values, groups, segments, and calls in any order."""
+"""Cases of the collectives: values, groups, and calls in any order."""
 
 import math
 from typing import Any

@@ -447,7 +447,6 @@ def _self_test(name: str, platform: str, ranks: int) -> Check:
 
 def _run_test(name: str, platform: str, devices: int, ranks: int) -> tuple[Any, str | None]:
     """Runs a test of probe.py, with a time limit; returns its result and the problem, if any."""
-
     mode = SINGLE_PROCESS if ranks == 1 else PROCESS_PER_DEVICE
     try:
         result = run_function(

@@ -38,7 +38,7 @@ WAYS = ("plain", "gradient", "vmap", "cond", "scan", "jit", "late", "checkpoint"
 _TRANSPOSES = {"psum": "psum", "psum_scatter": "all_gather", "all_gather": "psum_scatter"}
 
 WORDS = 64  # of a carry
-_LATE = 1 << 14  # carries: what a late rank reverses in each turn of its loop
+_LATE = 1 << 14  # copies of the carry, which a late rank reverses in each turn of its loop
 
 
 class Choice(Protocol):
@@ -242,7 +242,7 @@ def random_call(
     has_gradient = dtype in FLOATS
     way = choose.one_of([w for w in ways if has_gradient or w not in ("gradient", "checkpoint")])
     if operation == "all_to_all" and not tiled and way in ("gradient", "checkpoint"):
-        concat = dimension  # jax.lax raises for others (seen with 0.10.2 to 0.12)
+        concat = dimension  # the gradient by jax.lax raises otherwise (0.10.2 to 0.12)
     leaves = choose.integer(1, leaves) if operation == "psum" else 1
     return Call(operation, axes, dtype, tuple(shape), dimension, concat, tiled, way, leaves)
 

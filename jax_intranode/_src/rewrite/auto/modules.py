@@ -112,8 +112,13 @@ def use_mesh(name: str, other: Any, module: Any) -> None:
         other.erase()
 
 
-def inline_calls(module: Any) -> None:
+def inline_calls(module: Any, marker: str | None = None) -> None:
     """Puts the bodies of functions where they are called. MLIR's own pass leaves these calls.
+
+    Args:
+        module: the module.
+        marker: the target of a custom call that all results of a function pass through; None if
+            there is none.
 
     Raises:
         Unsuitable: a call has attributes, by which XLA runs the function elsewhere.
@@ -139,8 +144,19 @@ def inline_calls(module: Any) -> None:
                         if operand in now:
                             inner.operands[index] = now[operand]
                 now.update(zip(operation.results, new.results, strict=True))
-            for result, value in zip(call.results, end.operands, strict=True):
-                result.replace_all_uses_with(now.get(value, value))
+            values = [now.get(value, value) for value in end.operands]
+            if marker is not None and values:
+                marking = ir.Operation.create(
+                    "stablehlo.custom_call",
+                    results=[value.type for value in values],
+                    operands=values,
+                    attributes={"call_target_name": ir.StringAttr.get(marker)},
+                    loc=call.location,
+                    ip=ir.InsertionPoint(call),
+                )
+                values = list(marking.results)
+            for result, value in zip(call.results, values, strict=True):
+                result.replace_all_uses_with(value)
             call.erase()
     for function in functions.values():
         function.erase()

@@ -20,6 +20,9 @@ from jax_intranode._src.rewrite.auto.modules import (
 
 # The names of calls that stand for operations while the rest is converted.
 _STAND_IN = "jax_intranode_stand_in_"
+# XLA inlines calls after the conversion. The results of a function are a tuple then, whose elements
+# XLA orders before what uses one of them. Shardy's choice depends on the order, too.
+_RESULTS = "jax_intranode_results"
 # What HLO says of layouts, which XLA assigns later.
 _LAYOUTS = frozenset({"result_layout", "xla_shape"})
 
@@ -27,7 +30,7 @@ _LAYOUTS = frozenset({"result_layout", "xla_shape"})
 def simplified(module: Any) -> Any:
     """A copy of a module, with its calls inlined: what is put back must not call what is gone."""
     module = ir.Module.parse(as_bytecode(module))
-    inline_calls(module)
+    inline_calls(module, _RESULTS)
     copy = ir.Module.parse(as_bytecode(module))
     # HLO keeps names of locations, but not the frames.
     locations = []
@@ -104,16 +107,22 @@ def _stand_in(operation: Any, target: str) -> None:
 
 
 def _put_back(call: Any, operation: Any) -> None:
-    new = operation.clone(ip=ir.InsertionPoint(call)).operation
-    for index, operand in enumerate(call.operands):
-        new.operands[index] = operand
-    if len(new.results) == 1:
-        call.results[0].replace_all_uses_with(new.results[0])
+    target = operation.attributes.get("call_target_name")
+    if target is not None and ir.StringAttr(target).value == _RESULTS:
+        values = list(call.operands)
+    else:
+        new = operation.clone(ip=ir.InsertionPoint(call)).operation
+        for index, operand in enumerate(call.operands):
+            new.operands[index] = operand
+        values = list(new.results)
+    if len(values) == 1:
+        call.results[0].replace_all_uses_with(values[0])
     else:  # HLO has a tuple
         for use in [use for result in call.results for use in result.uses]:
             element = use.owner.operation
-            result = new.results[integer(element.attributes["index"])]
-            element.results[0].replace_all_uses_with(result)
+            element.results[0].replace_all_uses_with(
+                values[integer(element.attributes["index"])]
+            )
             element.erase()
     call.erase()
 

@@ -55,13 +55,6 @@ def test_help_of_a_command_has_an_example(
         assert line in out
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run_main(capsys, "--version")
-    assert code == 0
-    assert out.startswith(f"jax_intranode {jax_intranode.__version__} (with")
-    assert ", jax " in out and ", jaxlib " in out
-
-
 @pytest.mark.parametrize(
     ("variable", "runs"),
     [("SLURM_LOCALID", False), ("OMPI_COMM_WORLD_LOCAL_RANK", False), ("SLURM_PROCID", True)],

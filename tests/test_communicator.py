@@ -113,21 +113,6 @@ def test_partition_ranks_are_lax_axis_indices() -> None:
 
 
 @pytest.mark.usefixtures("fresh")
-def test_initialize_twice() -> None:
-    need_devices(2)
-    jax_intranode.initialize()
-    rendezvous = rendezvous_lib.rendezvous_of(jax.devices())
-    assert rendezvous.reason is None
-    assert len(rendezvous.communicators) == 1
-    jax_intranode.initialize()
-    jax_intranode.initialize(cases.line())
-    assert rendezvous_lib.rendezvous_of(jax.devices()) is rendezvous
-    assert len(rendezvous.communicators) == 1
-    check_sum(cases.line())
-    assert len(rendezvous.communicators) == 1
-
-
-@pytest.mark.usefixtures("fresh")
 def test_initialize_sets_up_all_groups_of_a_mesh() -> None:
     need_devices(4)
     mesh = cases.make_mesh((2, 1, 2), ("a", "one", "b"))
@@ -136,25 +121,6 @@ def test_initialize_sets_up_all_groups_of_a_mesh() -> None:
     axes = (("a",), ("b",), ("a", "b"))
     assert set(rendezvous.communicators) == {partition_lib.partition(mesh, a) for a in axes}
     assert set(rendezvous.communicators.values()) == {None}
-
-
-def test_initialize_refuses_what_is_no_mesh() -> None:
-    for wrong in ("model", ("model",), jax.devices()):
-        with pytest.raises(TypeError, match=r"pass a jax\.sharding\.Mesh"):
-            jax_intranode.initialize(wrong)  # type: ignore[arg-type]
-
-
-@pytest.mark.usefixtures("fresh")
-def test_use_after_shutdown_performs_a_new_rendezvous() -> None:
-    need_devices(2)
-    mesh = cases.line()
-    all_rendezvous = []
-    for seed in range(3):
-        check_sum(mesh, seed)
-        all_rendezvous.append(rendezvous_lib.rendezvous_of(mesh.devices.flat))
-        jax_intranode.shutdown()
-        jax_intranode.shutdown()  # does nothing
-    assert len({id(rendezvous) for rendezvous in all_rendezvous}) == 3
 
 
 @pytest.mark.usefixtures("fresh")

@@ -21,7 +21,6 @@ from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode import __main__ as command_line
 from jax_intranode._src.command_line import compare
 
 STEPS = 16
@@ -250,11 +249,6 @@ def test_difference_of_results() -> None:
         assert math.isnan(compare.difference(of(a), of(b))[0])
 
 
-def test_percentiles() -> None:
-    assert compare.percentiles([k / 1e3 for k in range(11)]) == pytest.approx([1, 5, 9])
-    assert all(map(math.isnan, compare.percentiles([1.0])))
-
-
 SCRIPT = """
     import sys
     import jax, jax.numpy as jnp
@@ -298,17 +292,3 @@ def test_a_script(ranks: int, steps: int, tmp_path: Path) -> None:
     calls = 18 if steps == 16 else 20
     assert done.stderr.count(f"compare: step (script.py:9), {calls} calls") == 1, done.stderr
     assert "times as fast" in done.stderr and "replaced: 1 psum (one_shot)" in done.stderr
-
-
-def test_wrong_options(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "script.py").write_text("")
-    monkeypatch.chdir(tmp_path)
-    launch = "launch -n 2 --platform cpu run"
-    for words, text in (
-        (f"{launch} --steps 3 script.py", "'3': use an integer from 16 on"),
-        (f"{launch} --fast script.py", "unrecognized arguments: --fast"),
-    ):
-        assert command_line.main(words.split()) == 2
-        assert text in capsys.readouterr().err

@@ -225,14 +225,6 @@ def test_command(no_processes: dict[str, Any], capsys: pytest.CaptureFixture[str
     )
 
 
-def test_json(no_processes: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    code = command_line.main(["doctor", "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert found["passes"] == (code == 0)
-    assert {check["verdict"] for check in found["checks"]} <= {"ok", "warning", "fails", "skipped"}
-    assert found["benefits"][0]["path"] == "one-shot"
-
-
 def test_a_failed_check_fails_the_command(
     no_processes: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -279,13 +279,6 @@ def test_times() -> None:
     assert " ?  " in str(explain(over_x(SHARED["loops"]))(X)).splitlines()[3]
 
 
-def test_each_call_of_one_function_is_reported() -> None:
-    calls = explained(PROGRAMS["twice"])
-    assert len(calls) == 3
-    assert len({call.source for call in calls}) == 1
-    assert explained(PROGRAMS["twice"]) == calls  # traced once
-
-
 def test_tree_of_several_operations() -> None:
     with forced("one_shot"):
         calls = explained(many)
@@ -384,30 +377,6 @@ def test_partly_manual_mesh() -> None:
     assert in_lowered(jax.jit(f).lower(argument).as_text()) == {"all_reduce": 1}
 
 
-def test_nested_shard_maps() -> None:
-    need_devices(4)
-    mesh = make_mesh((2, N // 2), ("d", "t"))
-
-    def body(v: Any) -> Any:
-        def inner(u: Any) -> Any:
-            return psum(u, "t") + psum(u, ("d", "t"))
-
-        spec = P(None, "t")
-        return psum(v, "d") + jax.shard_map(
-            inner, in_specs=spec, out_specs=spec, axis_names={"t"}, check_vma=False
-        )(v)
-
-    f = jax.shard_map(
-        body, mesh=mesh, in_specs=P("d"), out_specs=P("d"), axis_names={"d"}, check_vma=False
-    )
-    argument = jnp.zeros((4, 8 * N))
-    with jax.set_mesh(mesh):
-        calls = explain(f)(argument)
-        text = jax.jit(f).lower(argument).as_text()
-    assert [call.algorithm == "lax" for call in calls] == [True, False, False]
-    assert in_report(calls) == in_lowered(text)
-
-
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_mesh_of_set_mesh(kind: AxisType) -> None:
     order = list(reversed(range(N)))
@@ -422,24 +391,6 @@ def test_mesh_of_set_mesh(kind: AxisType) -> None:
     assert call.algorithm != "lax"
     assert call.groups == (tuple(device.id for device in mesh.devices.flat),)
     assert in_lowered(text) == {"jax_intranode_psum": 1}
-
-
-def test_trace_of_another_mesh() -> None:
-    """Devices in another order: JAX reuses the trace, which records the first order."""
-
-    def mesh(order: list[int]) -> jax.sharding.Mesh:
-        return jax.sharding.Mesh(np.array(jax.devices())[order], ("x",))
-
-    f = jax.jit(
-        jax.shard_map(lambda v: psum(v, "x"), in_specs=P("x"), out_specs=P(), check_vma=False)
-    )
-    with jax.set_mesh(mesh(list(range(N)))):
-        assert explain(f)(X)[0].algorithm != "lax"
-    with jax.set_mesh(mesh(list(reversed(range(N))))):
-        (call,) = explain(f)(X)
-        text = f.lower(X).as_text()
-    assert call.reason == "traced under a mesh with other devices, or in another order"
-    assert in_report([call]) == in_lowered(text) == {"all_reduce": 1}
 
 
 # Arguments.

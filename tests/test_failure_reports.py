@@ -168,12 +168,6 @@ def test_one_handler_for_all_failures(clean: None) -> None:
             raise error
 
 
-def test_the_exception_is_a_runtime_error_with_the_record() -> None:
-    error = jax_intranode.CommunicationError(FAILURE.message, FAILURE)
-    assert isinstance(error, RuntimeError)
-    assert str(error) == FAILURE.message and error.failure is FAILURE
-
-
 PRELUDE = """
 import logging, os, sys, traceback
 logging.basicConfig()

@@ -150,22 +150,6 @@ def test_with_batch_axes(name: str, kinds: tuple[AxisType, ...]) -> None:
     assert {call.algorithm for call in calls if call.axes == ("data",)} == {"lax"}
 
 
-@pytest.mark.parametrize("name", ["column", "row"])
-@TYPES
-def test_sharding_is_the_partitioners(name: str, kind: AxisType) -> None:
-    """The result has the sharding that plain jit gives to x @ w."""
-    f, of_x, of_w, of_y = CALLS[name]
-    mesh = grid(kind, kind)
-    with jax.set_mesh(mesh):
-        x, w = values(mesh, ((4, 8, 12), P("data", *of_x[1:])), ((12, 16), P(*of_w)))
-        out = {"out_sharding": P("data", *of_y[1:])} if kind is EXPLICIT else {}
-        theirs = jax.jit(lambda x, w: jnp.einsum("bsk,kn->bsn", x, w, **out))(x, w)
-        of = {} if kind is EXPLICIT else {"batch_axes": ("data",)}
-        ours = jax.jit(lambda x, w: f(x, w, **of))(x, w)
-        assert ours.sharding.is_equivalent_to(theirs.sharding, 3)
-        assert jax.typeof(ours) == jax.typeof(theirs)
-
-
 @TYPES
 def test_rows_of_a_matrix(kind: AxisType) -> None:
     """Where x is a matrix, its rows are divided over data, and then over model."""
@@ -236,25 +220,6 @@ def test_gathered_x(kind: AxisType) -> None:
     expected = with_gradients(lambda x, w: (x @ w, x))(np.asarray(x), np.asarray(w))
     same(((y, whole), gradients), expected)
     assert whole.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 3)
-
-
-def test_over_two_axes() -> None:
-    mesh = grid()
-    axes = ("model", "data")
-    with jax.set_mesh(mesh):
-        x, w, v = values(
-            mesh, ((8, 12), P(axes)), ((12, 16), P(None, axes)), ((16, 8), P(axes, None))
-        )
-
-        def block(x: Any, w: Any, v: Any) -> Any:
-            y = column_parallel_matmul(x, w, axes, gather_axis=0)
-            return row_parallel_matmul(y, v, axes), row_parallel_matmul(
-                y, v, axes, scatter_dimension=0
-            )
-
-        ours = jax.jit(with_gradients(block))(x, w, v)
-    expected = with_gradients(lambda x, w, v: (x @ w @ v,) * 2)(*map(np.asarray, (x, w, v)))
-    same(ours, expected)
 
 
 @TYPES
@@ -531,14 +496,6 @@ def test_vmap_over_a_divided_batch(name: str) -> None:
     assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data", *of_y)), 4)
     reason = "a vmap whose batch is divided over the mesh axes 'data'"
     assert calls and {(call.algorithm, call.reason) for call in calls} == {("lax", reason)}
-
-
-def test_vmap_over_an_axis_of_the_same_name() -> None:
-    """The name is that of the vmap then, as everywhere in JAX."""
-    with jax.set_mesh(line()):
-        x, w = random("float32", (3, 4, 5)), random("float32", (3, 5, 6), 1)
-        total = jax.vmap(lambda x, w: matmul_all_reduce(x, w, "model"), axis_name="model")(x, w)
-    same(total[0], np.einsum("bmk,bkn->mn", x, w))
 
 
 # Errors.

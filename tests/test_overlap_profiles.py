@@ -147,14 +147,6 @@ def test_other_generations_are_not_overlapped(kind: str, says: str) -> None:
     assert profiles.from_facts([H200_FACTS, facts(kind)]) == says
 
 
-def test_facts_that_are_missing_or_of_another_generation() -> None:
-    silent = GpuFacts("NVIDIA H100 NVL", (9, 0), 0, 0.0, 0.0, 0.0)
-    reason = profiles.from_facts([silent])
-    assert reason == "NVIDIA H100 NVL does not report its SMs, clock and NVLinks"
-    other = facts("NVIDIA H100 NVL", capability=(9, 1))
-    assert profiles.from_facts([other]) == "not measured on NVIDIA H100 NVL GPUs"
-
-
 def test_different_gpus_get_the_profile_of_the_slowest() -> None:
     h800, pcie = facts("NVIDIA H800", links=8), facts("NVIDIA H100 PCIe", sms=114, clock_mhz=1755)
     both = profiles.from_facts([h800, pcie])
@@ -197,37 +189,6 @@ def test_scaled_profiles_give_sensible_plans(of_one: GpuFacts) -> None:
                         )
                     assert min(chosen.band_pairs, chosen.parts, chosen.rounds) >= 1
     assert overlapped_shapes > 100
-
-
-def test_an_h20_is_limited_by_its_tensor_cores() -> None:
-    """78 SMs with slow Tensor Cores and all NVLinks: hiding the link is worth less."""
-    h20 = scaled(facts("NVIDIA H20", sms=78, memory_tb_per_s=4.0))
-    assert 130e12 < h20.matmul_flops < 148e12
-    assert h20.copy_bytes_per_s == H200.copy_bytes_per_s
-    assert h20.clusters == 39
-    # A cluster tile takes as long as the rate of its share of the GPU says, within 20 %.
-    flops_of_stage = 2 * 256 * 256 * 64
-    by_rate = flops_of_stage * h20.clusters / h20.matmul_flops
-    assert h20.tiles[256].stage_s == pytest.approx(by_rate, rel=0.25)
-    # The link is hidden where an H200 waits for it: no parts in turn, no second round.
-    shape = (SCATTER, 8192, 1024, 8192)
-    on_h200, on_h20 = plan_of(H200, *shape), plan_of(h20, *shape)
-    assert isinstance(on_h200, Plan) and on_h200.parts > 1
-    assert isinstance(on_h20, Plan) and on_h20.parts == 1
-    # A matmul of many rows takes milliseconds, and copying is a small part of it.
-    assert isinstance(plan_of(h20, GATHER, 32768, 16384, 8192), Plan)
-    # An H800 has an H200's Tensor Cores and fewer links: it waits for what an H200 hides.
-    h800 = scaled(facts("NVIDIA H800", links=8))
-    on_h800 = plan_of(h800, SCATTER, 8192, 2048, 8192)
-    assert isinstance(on_h800, Plan) and on_h800.parts > 1
-
-
-def test_a_small_part_of_a_gpu_has_plans() -> None:
-    """A MIG slice that could reach its peers: fewer clusters than peers."""
-    slice_of_gpu = scaled(facts("NVIDIA H200 MIG 1g.18gb", sms=10, links=1))
-    for operation in (GATHER, SCATTER):
-        chosen = plan_of(slice_of_gpu, operation, 8192, 1024, 8192, world=8)
-        assert isinstance(chosen, Plan | str)
 
 
 def test_explain_says_that_a_profile_was_not_measured() -> None:

@@ -284,11 +284,6 @@ def test_why_a_process_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
         assert peers.absence([0, 1]) is None
 
 
-def test_heartbeats_are_sent() -> None:
-    with pair() as (_, peer):
-        assert [peer.recv(10) for _ in range(2)] == [b"h", b"h"]
-
-
 def test_proc_tells_of_an_end_that_the_socket_hides() -> None:
     """The socket stays open: a child has it, as after a fork in a library."""
     with pair() as (_, peer):  # the first watch starts a thread, which stays

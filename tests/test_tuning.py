@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_intranode
 from jax_intranode._src.native import definitions
-from jax_intranode._src.selection import config, select, table, tuning
+from jax_intranode._src.selection import select, table, tuning
 from jax_intranode._src.selection.overlap.profiles import H200, Profile
 
 ROW = table.Row(4096, "two_shot", 1, 1)
@@ -312,15 +312,6 @@ def test_info_names_the_tuning(file: Path) -> None:
     assert f"tuning         {named}" in outcome.stdout
 
 
-def test_info_shows_a_file_that_cannot_be_used(file: Path) -> None:
-    file.write_text("{}")
-    outcome = run_python(file, "-m", "jax_intranode", "info", "--json")
-    assert outcome.returncode == 0, outcome.stderr
-    report = json.loads(outcome.stdout)
-    assert report["tuning"] is None
-    assert any("not a file of `tune`" in problem for problem in report["problems"])
-
-
 def test_doctor_says_whether_the_tuning_is_of_this_node() -> None:
     from jax_intranode._src.command_line import doctor
 
@@ -337,8 +328,3 @@ def test_doctor_says_whether_the_tuning_is_of_this_node() -> None:
     assert verdict("NVIDIA H200", ["NVIDIA H100"]) == doctor.FAILS
     assert verdict("NVIDIA H200", []) == doctor.WARNING
     assert list(doctor._tuning({"tuning": None, "gpus": []})) == []
-
-
-def test_the_variable_is_read() -> None:
-    assert config.parse({"JAX_INTRANODE_TUNING": "a.json"}).tuning == "a.json"
-    assert config.parse({}).tuning is None

@@ -547,14 +547,6 @@ def test_a_tuning_of_another_device(reason_under: Callable[[str], str]) -> None:
     assert "other.json was measured on NVIDIA H300, and these devices are" in reason
 
 
-@pytest.mark.full
-def test_one_of_three_differs(ranks: Any) -> None:
-    need_cpu("three ranks are tried on the CPU")
-    need_ranks(3)
-    env = [{}, {}, {"JAX_INTRANODE_ALGORITHM": "lax"}]
-    assert "processes 0 and 2" in reason_in(ranks(falls_back, 3, env=env))
-
-
 def test_disabled(reason_under: Callable[[str], str]) -> None:
     assert "JAX_INTRANODE_DISABLE=1" in reason_under("disabled")
 
@@ -623,16 +615,6 @@ def test_segments_of_crashed_processes_are_removed() -> None:
     assert sorted(segments_of([os.getpid()])) == mine
     for slab in (first, second):
         slab.unlink()
-
-
-def test_segments_of_sees_what_it_looks_for() -> None:
-    need_cpu("only CPU slabs are in /dev/shm")
-    module = extension.module("cpu")
-    slab = module.allocate(0, 1 << 20, True)
-    assert segments_of([os.getpid()]) == [slab.handle().decode().lstrip("/")]
-    slab.unlink()
-    assert segments_of([os.getpid()]) == []
-    assert np.all(module.read_word(0, slab.address) == 0)
 
 
 def test_segments_from_peers_are_checked() -> None:

@@ -11,7 +11,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import line, make_mesh, sharded
+from cases import line, sharded
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.xla_metadata import set_xla_metadata
@@ -42,7 +42,7 @@ from rewritten_matmuls import (  # noqa: F401
     overlapped,
     scatter,
 )
-from test_rewriting import names, rewritten, rewritten_body
+from test_rewriting import rewritten, rewritten_body
 
 from jax_intranode._src.jax_private import jaxpr_walk
 from jax_intranode._src.ops.primitive import BY_PRIMITIVE
@@ -223,26 +223,6 @@ def test_a_sum_of_another_type() -> None:
     check_values(gradient, w, x)
 
 
-def test_over_two_axes_of_a_mesh() -> None:
-    mesh = make_mesh((2, N // 2), ("a", "b"))
-    f = sharded(
-        lambda x, w: lax.psum_scatter(
-            lax.all_gather(x, ("b", "a"), tiled=True) @ w @ w.T, ("a", "b"), tiled=True
-        ),
-        mesh,
-        (P(("a", "b")), P()),
-        P(("a", "b")),
-        False,
-    )
-    w = normal(F, H)
-    _, after, _ = rewritten(f, X, w)
-    assert [line.split(" (")[0] for line in golden(after)] == [
-        f"{AG} axis=0",
-        f"{RS} axis=0 transposed",
-    ]
-    check_values(f, X, w)
-
-
 def test_a_gathered_array_that_is_cast_and_used() -> None:
     """The cast one is gathered, and is what the others get."""
 
@@ -404,11 +384,6 @@ def ranks_contracted(x: Any, w: Any) -> Any:
     return jnp.einsum("antf,afh->nth", halves, jnp.stack([w, 2 * w])).reshape(-1, H)
 
 
-def a_batch(x: Any, w: Any) -> Any:
-    whole = gather(x, 1)
-    return jnp.einsum("bth,bhf->btf", whole[None] * jnp.ones((2, 1, 1)), jnp.stack([w, w]))[0]
-
-
 def scaled(x: Any, w: Any) -> Any:
     return (gather(x) * 2) @ w
 
@@ -521,14 +496,6 @@ def test_a_matmul_between_a_gather_and_a_scatter_joins_one_of_them() -> None:
         line.split(" ")[0] for line in golden(after)
     ] == [AG, "psum_scatter"]
     check_values(f, X, W)
-
-
-def test_what_is_not_overlapped_is_left() -> None:
-    f = sharded(lambda x, w, v: scatter(jnp.tanh(gather(x) @ w) @ v), line(), (*XW, ROWS), ROWS)
-    with mock.patch.object(Body, "is_overlapped", lambda *_, **__: False):
-        _, after, record = rewritten(f, X, W, V)
-    assert names(after) == ["intranode_all_gather", "intranode_psum_scatter"]
-    assert [d.reason for d in record.decisions] == [None, None]
 
 
 def test_what_xla_overlaps_with_other_matmuls() -> None:

@@ -51,15 +51,6 @@ def test_a_cast_between() -> None:
     assert buckets(body, X, values=False) == [3]
 
 
-def test_sums_that_depend_on_each_other() -> None:
-    def body(v: Any) -> Any:
-        a = lax.pmean(v, "x")
-        b = lax.pmean(a + v, "x")
-        return lax.pmean(b * v, "x")
-
-    assert buckets(body, X) == [1, 1, 1]
-
-
 def test_two_chains_are_merged_step_by_step() -> None:
     def body(v: Any) -> Any:
         a, b = v, v * 2
@@ -68,15 +59,6 @@ def test_two_chains_are_merged_step_by_step() -> None:
         return a, b
 
     assert buckets(body, X) == [2, 2, 2]
-
-
-def test_dtypes_and_axes_apart() -> None:
-    def body(v: Any) -> Any:
-        a = lax.psum(v, "x")
-        b = lax.psum(v.astype(jnp.int32), "x")
-        return a, b, lax.psum(v * 2, "x"), lax.psum(v.astype(jnp.int32) * 2, "x")
-
-    assert buckets(body, X) == [2, 2]
 
 
 def test_buckets_are_issued_in_the_order_of_opening() -> None:

@@ -15,7 +15,7 @@ import processes
 import pytest
 from cases import line, make_mesh, sharded
 from devices import need_devices
-from jax import export, lax
+from jax import lax
 from jax._src.interpreters import pxla  # noqa: TID251 - programs count compilations by it
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -204,45 +204,6 @@ def test_threads_that_install_and_uninstall_get_right_results() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-
-
-def test_pmap_and_eager_shard_map_are_rewritten() -> None:
-    jax_intranode.install()
-    f = jax.pmap(lambda v: lax.psum(v, "i"), "i", devices=jax.devices())
-    before = jax_intranode.usage_counter()
-    result = jax.block_until_ready(f(X))
-    assert jax_intranode.usage_counter() - before == N
-    np.testing.assert_array_equal(result[0], X.sum(0))
-    eager = sharded(lambda v: lax.psum(v, "x"), line(), P("x"), P())
-    assert executed(eager, X) == N
-
-
-def test_nothing_is_rewritten_for_export() -> None:
-    jax_intranode.install()
-    exported = export.export(program())(X)
-    assert "custom_call @jax_intranode" not in str(exported.mlir_module())
-
-
-def test_ahead_of_time_compilation_and_donation() -> None:
-    jax_intranode.install()
-    f = jax.jit(sharded(lambda v: lax.psum(v, "x") + v, line(), P("x"), P("x")), donate_argnums=0)
-    compiled = f.lower(X).compile()
-    x = jax.device_put(X, NamedSharding(line(), P("x")))
-    result = compiled(x)
-    assert x.is_deleted()
-    np.testing.assert_array_equal(result, np.asarray(X).sum(0) + np.asarray(X))
-
-
-def test_two_meshes_in_one_program() -> None:
-    first, second = line(), make_mesh((2, N // 2), ("a", "b"))
-
-    def f(x: Any) -> Any:
-        y = sharded(lambda v: lax.all_gather(v, "x", tiled=True), first, P("x"), P())(x)
-        return sharded(lambda v: lax.psum(v, ("b", "a")), second, P(("a", "b")), P())(y)
-
-    jax_intranode.install()
-    assert ours(jax.jit(f), X) == 2
-    np.testing.assert_array_equal(jax.jit(f)(X)[0], np.asarray(X).sum(0))
 
 
 def test_another_order_of_devices_under_set_mesh() -> None:

@@ -1,6 +1,5 @@
 """How the benchmark checks and times collectives."""
 
-import threading
 from typing import Any
 
 import jax
@@ -8,14 +7,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from bench_settings import BFLOAT16, mesh_of_two, settings_of
+from bench_settings import BFLOAT16, mesh_of_two
 from jax.sharding import PartitionSpec
 
 import jax_intranode
-from jax_intranode._src.command_line.bench import collectives, graph, oracle, timing
+from jax_intranode._src.command_line.bench import collectives, oracle, timing
 from jax_intranode._src.command_line.bench.operations import OPERATIONS
-from jax_intranode._src.native import definitions, extension
-from jax_intranode._src.selection import select
 
 # The oracle.
 
@@ -101,87 +98,4 @@ def test_links_of_a_chain_fit(name: str) -> None:
     assert np.array_equal(got, 0.5 * np.ravel(wanted))
 
 
-def test_order_of_turns() -> None:
-    calls: list[str] = []
-    runs = [lambda name=name: calls.append(name) for name in "abc"]
-    seconds, handler_calls = timing.take_turns(runs, mesh_of_two(), settings_of("psum"))
-    assert handler_calls == 0
-    assert [len(times) for times in seconds] == [3, 3, 3]
-    # All run once to compile. Then there are one warm-up and three repetitions. The first function
-    # changes, and the direction alternates.
-    assert "".join(calls) == "abc" + "bac" + "abc" + "acb" + "cab"
-
-
 # In a graph.
-
-
-class FakeGraphs:
-    """A replacement for the CUDA module. The device of rank r takes 1 + r microseconds."""
-
-    def __init__(self, n: int) -> None:
-        self._barrier = threading.Barrier(n, timeout=20)
-        self._data: dict[int, np.ndarray] = {}
-
-    def time_in_graph(
-        self,
-        device_ids: list[int],
-        group_size: int,
-        ordinal: int,
-        algorithm: int,
-        segments: int,
-        blocks: int,
-        threads: int,
-        data: bytes,
-        dtype: str,
-        calls: int,
-        repetitions: int,
-    ) -> tuple[list[float], bytes]:
-        assert dtype == "float32" and segments == 1 and blocks > 0 and threads > 0 and calls > 1
-        rank = [d.local_hardware_id for d in jax.devices()][:group_size].index(ordinal)
-        self._data[rank] = np.frombuffer(data, dtype)
-        self._barrier.wait()  # all devices of the group at once
-        parts = [self._data[r] for r in range(group_size)]
-        name = definitions.ALGORITHMS[algorithm]
-        if name == "all_to_all":
-            total = np.concatenate([np.split(part, group_size)[rank] for part in parts])
-        elif name == "all_gather":
-            total = np.concatenate(parts)
-        else:
-            total = oracle.expected_sum(parts)[0]
-        if name == "reduce_scatter":
-            total = np.split(total, group_size)[rank]
-        self._barrier.wait()  # before the data of the next call come
-        return [1000.0] + [1.0 + rank] * (repetitions - 1), total.tobytes()
-
-
-@pytest.mark.parametrize(
-    ("name", "algorithms", "us"),
-    [
-        ("psum", ["two_shot"], 2),
-        ("psum_scatter", ["reduce_scatter"], 2),
-        ("all_gather", ["all_gather"], 2),
-        ("all_to_all", ["all_to_all"], 2),
-        ("psum_scatter+all_gather", ["reduce_scatter", "all_gather"], 4),
-    ],
-)
-def test_in_a_graph(
-    name: str, algorithms: list[str], us: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mesh = mesh_of_two()
-    fake = FakeGraphs(2)
-    module = extension.module  # threads that watch CPU devices go on to use theirs
-    monkeypatch.setattr(
-        extension, "module", lambda platform: fake if platform == "gpu" else module(platform)
-    )
-    operation, settings = OPERATIONS[name], settings_of(name, platform="gpu")
-    selected = [select.Selection(algorithm, "", 1, 32) for algorithm in algorithms]
-    assert graph.can_measure(settings, operation, selected)
-    shards = {rank: oracle.random_shard(rank, 256, np.dtype(np.float32)) for rank in range(2)}
-    right = oracle.Collective(operation, 2, 256, np.dtype(np.float32))
-    # The slower device's time without the warm-up, summed over the steps.
-    times, wrong = graph.measure(settings, right, mesh, selected, shards, name)
-    assert (times, wrong) == (timing.Times(us, us), 0)
-    right.expected = right.expected + np.float32(1)
-    _, wrong = graph.measure(settings, right, mesh, selected, shards, name)
-    has_part = operation.exchanges or operation.result_is_part
-    assert wrong == (1 if has_part else 2) * len(right.expected)

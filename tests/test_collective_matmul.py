@@ -192,48 +192,6 @@ def test_dtypes_of_results_and_gradients(dtype: str, preferred: Any, promotion: 
     same((results, gradients), of_lax, 0.3 if dtype.startswith("float8") else 0.02)
 
 
-@pytest.mark.parametrize("weak", ["x", "w", "xw"])
-@pytest.mark.parametrize(
-    ("scalar", "preferred"), [(2, None), (2.0, None), (2.0, "float32"), (2j, None)]
-)
-def test_weak_types_of_results(scalar: Any, preferred: Any, weak: str) -> None:
-    """Results are weakly typed where lax's are, also gradients and empty arrays."""
-    of = {"preferred_element_type": preferred}
-
-    def ours(x: Any, w: Any) -> Any:
-        products = all_gather_matmul(x, [w, w], "x", **of)
-        kept = all_gather_matmul(x, w, "x", return_gathered=True, **of)
-        sums = matmul_reduce_scatter(x, w, "x", **of), matmul_all_reduce(x, w, "x", **of)
-        return products, kept, sums
-
-    def theirs(x: Any, w: Any) -> Any:
-        whole = lax.all_gather(x, "x", tiled=True)
-        y, z = jnp.matmul(whole, w, **of), jnp.matmul(x, w, **of)
-        return [y, y], (y, whole), (lax.psum_scatter(z, "x", tiled=True), lax.psum(z, "x"))
-
-    def types_of(rows: int, matmuls: Any) -> Any:
-        found = []
-
-        def body(one: Any) -> Any:
-            operands = {"x": jnp.full((rows, 3), scalar), "w": jnp.full((3, N), scalar)}
-            for name, v in operands.items():
-                v = v if name in weak else v.astype(v.dtype)
-                operands[name] = v * one  # makes it a tracer, as weak as before
-            x, w = operands.values()
-            results = matmuls(x, w)
-            if weak == "xw" and not isinstance(scalar, int):
-                results, pull_back = jax.vjp(matmuls, x, w)
-                results = results, pull_back(results)
-            found.extend((v.dtype, v.weak_type) for v in jax.tree.leaves(results))
-            return one
-
-        jax.eval_shape(over_x(body, P(), P(), True), np.ones((), bool))
-        return found
-
-    for rows in (2 * N, 0):
-        assert types_of(rows, ours) == types_of(rows, theirs)
-
-
 def test_list_is_summed_before_it_is_rounded() -> None:
     """The input gradient of a list of matrices is summed in float32 and scattered in bfloat16."""
     by_columns = P(None, "x")

@@ -73,24 +73,6 @@ def test_vmap(in_axes: tuple[int | None, int | None], check_vma: bool) -> None:
     like_lax(program, x, w)
 
 
-@MOSTLY_CHECKED
-@pytest.mark.parametrize(
-    "jacobian", [jax.jacfwd, jax.jacrev, pytest.param(jax.hessian, marks=pytest.mark.full)]
-)
-def test_jacobians(jacobian: Callable[..., Any], check_vma: bool) -> None:
-    """Jacobians batch tangents, and operations none of whose operands is batched."""
-
-    def program(lib: Any) -> Any:
-        def body(x: Any, w: Any) -> Any:
-            of_both = jacobian(functools.partial(three, lib), (0, 1))(x, w)
-            gathered = jacobian(lambda w: lib.all_gather_matmul(x, w, "x"))(w)
-            return jax.tree.map(lambda v: v[None], (of_both, gathered))
-
-        return over_x(body, (P(), P()), check_vma=check_vma)
-
-    like_lax(program, *values((N, 5), (5, 3)))
-
-
 @pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (0, 0)])
 def test_vmap_adds_no_collectives(in_axes: tuple[int | None, int | None]) -> None:
     def body(x: Any, w: Any) -> Any:
@@ -106,17 +88,6 @@ def test_vmap_adds_no_collectives(in_axes: tuple[int | None, int | None]) -> Non
     found = collectives(f, x, w)
     assert 1 <= found.pop("lax all_reduce") <= 2  # replicated arguments of jax.shard_map
     assert found == {GATHER: 2, SCATTER: 2, SUM: 2}
-
-
-def test_vmap_around_shard_map() -> None:
-    def program(lib: Any) -> Any:
-        def body(x: Any, w: Any) -> Any:
-            return lib.matmul_reduce_scatter(lib.all_gather_matmul(x, w, "x"), w.T, "x")
-
-        f = over_x(body, (P("x"), P(None, "x")), P("x"), True)
-        return with_gradients(jax.vmap(f, (1, None)), (0, 1))
-
-    like_lax(program, *values((2 * N, 3, 5), (5, 3 * N)))
 
 
 @pytest.mark.parametrize(

@@ -256,6 +256,7 @@ def test_info_and_version_import_nothing_that_may_be_missing(broken: Path) -> No
 # A clone, in which the package was installed but its native modules were not built.
 
 
+@pytest.mark.full
 def test_in_a_clone_the_installed_package_runs(broken: Path, tmp_path: Path) -> None:
     site, clone = tmp_path / "site", tmp_path / "clone"
     shutil.copytree(Path(jax_intranode.__file__).parent, site / "jax_intranode")

@@ -80,20 +80,6 @@ def test_without_gpus(
         assert picture.read_bytes()[:4] == b"\x89PNG" and str(picture) in out
 
 
-def test_on_gpus(
-    measured: list[Settings], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpus(monkeypatch, 4)
-    assert command_line.main(["demo"]) == 0
-    assert [(s.name, s.platform, s.devices) for s in measured] == [
-        ("psum", "gpu", 4),
-        ("all_gather_matmul", "gpu", 4),
-    ]
-    out = capsys.readouterr().out
-    assert re.search(r"^ +8192 x 8192 x 1024 +10\.0 +19\.0 +1\.9x  #", out, re.MULTILINE)
-    assert "gloo" not in out
-
-
 def test_a_wrong_result_fails(
     measured: list[Settings], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

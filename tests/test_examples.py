@@ -56,6 +56,7 @@ def test_training_without_and_with_auto() -> None:
         assert len(re.findall(r"^psum .* XLA's partitioner ", output, re.MULTILINE)) == 4, output
 
 
+@pytest.mark.full
 def test_decode() -> None:
     need_devices(2)
     output = run_example("decode.py", "4")

@@ -25,7 +25,6 @@ from jax_intranode import Call, all_gather, explain, pmean, psum, psum_scatter
 from jax_intranode._src.group import agreed
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.native import definitions
-from jax_intranode._src.selection import select
 
 
 @pytest.fixture(autouse=True)
@@ -156,23 +155,6 @@ def test_program_holds_what_explain_reports_under_check_vma(name: str) -> None:
     assert in_report(calls) == in_lowered(text), f"{calls}\n{text}"
 
 
-def test_gradient_under_check_vma() -> None:
-    """The transpose of a psum needs no psum, except for an operand that all ranks share."""
-
-    def body(v: Any, w: Any) -> Any:
-        return psum(v * v, "x") + psum(w * w, "x")
-
-    f = jax.shard_map(body, mesh=line(), in_specs=(P("x"), P()), out_specs=P())
-    g = jax.grad(lambda v, w: (f(v, w) ** 2).sum(), argnums=(0, 1))
-    arguments = X, jax.ShapeDtypeStruct((4 * N,), X.dtype)
-    calls = explain(g)(*arguments)
-    text = jax.jit(g).lower(*arguments).as_text()
-    assert in_report(calls) == in_lowered(text), f"{calls}\n{text}"
-    assert [call.algorithm == "lax" for call in calls] == [False, False, True]
-    assert calls[2].reason == "the transpose of a cast by jax.lax.pcast"
-    assert calls[2].source == calls[1].source
-
-
 # The fields of a call.
 
 
@@ -286,17 +268,6 @@ def test_tree_of_several_operations() -> None:
     assert [(len(call.shapes), call.dtype) for call in calls] == [(n, "float32"), (1, "float32")]
 
 
-def test_backward_pass() -> None:
-    f = over_x(lambda v: SHARED["parts"](jnp.sin(psum(v * v, "x")) * pmean(v, "x")))
-    calls = explain(jax.grad(lambda v: f(v).sum()))(X)
-    forward, backward = calls[:2], calls[2:]
-    assert [call.operation for call in forward] == ["psum", "pmean"]
-    assert Counter(call.operation for call in backward) == {
-        "psum_scatter": 2, "all_gather": 1, "psum": 1, "pmean": 1,
-    }  # fmt: skip
-    assert {call.source for call in forward} < {call.source for call in backward}
-
-
 # Calls that jax.lax runs, and why.
 
 
@@ -304,42 +275,6 @@ def reasons(body: Callable[..., Any]) -> list[str]:
     calls = explained(body)
     assert all(call.algorithm == "lax" and (call.blocks, call.threads) == (0, 0) for call in calls)
     return [call.reason for call in calls]
-
-
-def test_reasons_while_tracing() -> None:
-    groups = [list(range(N))]
-    v = jnp.zeros((1, N), jnp.complex64)
-    assert reasons(lambda _: psum(v * lax.axis_index("x"), "x").real) == [
-        select.unsupported_dtype("psum", "complex64")
-    ]
-    assert reasons(lambda v: psum(v, "x", axis_index_groups=groups)) == ["axis_index_groups"]
-    assert reasons(lambda v: pmean(v, "x", axis_index_groups=groups)) == ["axis_index_groups"]
-    assert reasons(lambda v: v + all_gather(np.ones(2), "x").sum()) == ["a constant"]
-    assert reasons(lambda v: v + psum(np.ones(4 * N), "x")) == []  # nothing is sent
-    assert reasons(lambda v: psum_scatter(v > 0, "x", scatter_dimension=1, tiled=True) * v[:, :4]
-                   ) == [select.unsupported_dtype("psum_scatter", "bool")]  # fmt: skip
-
-
-def test_mapped_axes() -> None:
-    unbound = "axis 'i' is not one that shard_map has bound"
-    hidden = "axis 'x' is not one that shard_map has bound: vmap hides that one"
-
-    def over(name: str, f: Any) -> Any:
-        return lambda v: jax.vmap(f, axis_name=name)(jnp.stack([v[0]] * 3)).sum()[None, None]
-
-    assert reasons(over("i", lambda u: psum(u, "i"))) == [unbound]
-    assert reasons(over("i", lambda u: psum((u, u[0]), "i")[0])) == [unbound]
-    assert reasons(over("i", lambda u: pmean(pmean(u, "i"), "i"))) == [unbound] * 2
-    assert reasons(over("x", lambda u: psum(u, "x"))) == [hidden]
-    assert reasons(over("x", lambda u: all_gather(u, "x", axis=1))) == [hidden]
-    assert reasons(over("i", lambda u: psum_scatter(u[:3], "i"))) == [unbound]
-    both = explained(over("i", lambda u: psum(u, ("i", "x"))))
-    assert [(call.reason, call.axes, call.group_size) for call in both] == [(unbound, ("x",), N)]
-    (call,) = explained(over("i", lambda u: psum(u, "i")))
-    assert (call.axes, call.groups, call.group_size) == ((), (), None)
-    assert call.shapes == ((3, 4 * N),)
-    without_mesh = explain(jax.vmap(lambda u: psum(u, "i"), axis_name="i"))(jnp.ones((3, 2)))
-    assert [call.reason for call in without_mesh] == [unbound]
 
 
 def test_reasons_of_the_selection() -> None:

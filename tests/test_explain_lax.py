@@ -238,30 +238,6 @@ def test_sums_that_jax_inserts(check_vma: bool, enabled: bool) -> None:
     assert forward.source == f"{__file__}:{first + 2} (body)"
 
 
-def test_transpose_of_a_cast_is_inserted() -> None:
-    def body(w: Any, v: Any) -> Any:
-        def loss(w: Any) -> Any:
-            return (lax.pcast(w, "x", to="varying") * v).sum()
-
-        return jax.grad(loss)(w)
-
-    f = sharded(body, line(), (P(), P("x")), P(), check_vma=True)
-    assert origins(f, jnp.ones(4 * N), X) == [("psum", "inserted by JAX")]
-
-
-def test_gradients_have_the_origin_of_the_forward_call() -> None:
-    def body(v: Any) -> Any:
-        return lax.all_gather(v, "x").sum() + lax.pmean(v, "x")
-
-    gradient = jax.grad(lambda v: over_x(body)(v).sum())
-    calls = explain(gradient)(X)
-    assert {call.operation for call in calls} == {"psum_scatter", "pmean"}
-    assert {call.origin for call in calls} == {"jax.lax"}
-    assert {call.source for call in calls} == {
-        f"{__file__}:{body.__code__.co_firstlineno + 1} (body)"
-    }
-
-
 # What became of a collective, and why it was left.
 
 
@@ -389,20 +365,6 @@ def test_nothing_is_added_to_a_manual_program() -> None:
     assert found.added == {}
     assert str(found).endswith("added by XLA's partitioner: none")
     assert "all-reduce" in (found.compiled or {})
-
-
-def test_the_program_is_compiled_on_request_only() -> None:
-    f, args = partitioned()
-    found = explain(f)(*args)
-    assert found.compiled is None and found.added is None
-    assert "partitioner" not in str(found)
-    assert str(explain(jnp.sin)(1.0)) == "no collectives"
-    assert str(explain(jnp.sin, compiled=True)(1.0)).splitlines() == [
-        "no collectives",
-        "in the compiled program: none",
-        "added by XLA's partitioner: none",
-    ]
-    assert hash(found) == hash(explain(f)(*args))
 
 
 HLO_OF_GPUS = """

@@ -16,7 +16,6 @@ from devices import need_devices
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import jax_intranode
 from jax_intranode import (
     all_gather_matmul,
     column_parallel_matmul,
@@ -102,11 +101,6 @@ CALLS: dict[str, tuple[Any, Any, Any, Any]] = {
     ),
 }
 EVERY = pytest.mark.parametrize("name", CALLS)
-OPERATION = {
-    "column, sequence": "all_gather_matmul",
-    "row": "matmul_all_reduce",
-    "row, sequence": "matmul_reduce_scatter",
-}
 
 
 # Values, gradients and shardings.
@@ -148,27 +142,6 @@ def test_with_batch_axes(name: str, kinds: tuple[AxisType, ...]) -> None:
     assert all(call.group_size == 2 for call in calls)
     # The gradient of w, which is the same for all of the batch, is JAX's sum.
     assert {call.algorithm for call in calls if call.axes == ("data",)} == {"lax"}
-
-
-@TYPES
-def test_rows_of_a_matrix(kind: AxisType) -> None:
-    """Where x is a matrix, its rows are divided over data, and then over model."""
-    mesh = grid(kind, kind)
-    of = {} if kind is EXPLICIT else {"batch_axes": "data"}
-    with jax.set_mesh(mesh):
-        rows = P(("data", "model"))
-        x, w, v = values(
-            mesh, ((8, 12), rows), ((12, 6), P(None, "model")), ((6, 12), P("model", None))
-        )
-
-        def block(x: Any, w: Any, v: Any) -> Any:
-            y = column_parallel_matmul(x, w, "model", gather_axis=0, **of)
-            return row_parallel_matmul(y, v, "model", scatter_dimension=0, **of)
-
-        z, gradients = jax.jit(with_gradients(block))(x, w, v)
-    expected = with_gradients(lambda x, w, v: x @ w @ v)(*map(np.asarray, (x, w, v)))
-    same((z, gradients), expected)
-    assert z.sharding.is_equivalent_to(NamedSharding(mesh, rows), 2)
 
 
 @pytest.mark.parametrize("sequence_axis", [None, 1])
@@ -269,24 +242,6 @@ def test_a_layer_has_no_collective_of_xla() -> None:
             )
             compiled = jax.jit(program).lower(placed, w, v).compile().as_text()
             assert not re.search(r"(all-reduce|all-gather|reduce-scatter|all-to-all)\(", compiled)
-
-
-@EVERY
-def test_explain_names_the_line_and_the_operation(name: str) -> None:
-    f, of_x, of_w, _ = CALLS[name]
-    mesh = line()
-    with jax.set_mesh(mesh):
-        x, w = values(mesh, ((2, 8, 12), P(*of_x)), ((12, 16), P(*of_w)))
-        calls = explain(f)(x, w)
-        backward = explain(jax.grad(lambda x, w: jnp.sin(f(x, w)).sum(), (0, 1)))(x, w)
-    assert [call.operation for call in calls] == (
-        [] if name == "column" else [OPERATION.get(name, name)]
-    )
-    if name == "column":
-        assert [call.operation for call in backward] == ["matmul_all_reduce"]
-    for call in (*calls, *backward):
-        assert call.algorithm != "lax"
-        assert "test_global_arrays.py" in call.source
 
 
 def test_a_mesh_axis_that_is_not_named_falls_back(caplog: pytest.LogCaptureFixture) -> None:
@@ -402,26 +357,6 @@ def test_inside_a_shard_map_over_another_axis(check_vma: bool) -> None:
     same(jax.jit(of(over_data))(x, w), of(product)(*map(np.asarray, (x, w))))
     (call,) = explain(over_data)(x, w)
     assert call.algorithm == "lax" and call.reason
-
-
-@TYPES
-def test_accelerate_takes_the_sums_of_weight_gradients(kind: AxisType) -> None:
-    mesh = grid(kind, kind)
-    of = {} if kind is EXPLICIT else {"batch_axes": "data"}
-    with jax.set_mesh(mesh), jax_intranode.accelerate():
-        x, w, v = values(
-            mesh, ((4, 8, 12), P("data")), ((12, 16), P(None, "model")), ((16, 12), P("model"))
-        )
-
-        def block(x: Any, w: Any, v: Any) -> Any:
-            return row_parallel_matmul(
-                column_parallel_matmul(x, w, "model", **of), v, "model", **of
-            )
-
-        ours = jax.jit(with_gradients(block))(x, w, v)
-        counted = collectives(with_gradients(block), x, w, v)
-    same(ours, with_gradients(lambda x, w, v: x @ w @ v)(*map(np.asarray, (x, w, v))))
-    assert counted == {"psum": 4}
 
 
 # Transformations.

@@ -384,26 +384,6 @@ def test_nothing_outlives_the_command(tmp_path: Path, number: signal.Signals, co
     assert_gone(pids)
 
 
-@pytest.mark.full
-def test_the_ranks_go_on_when_nobody_reads(tmp_path: Path) -> None:
-    process = started(
-        tmp_path,
-        f"""
-        import os, time
-        print("ready", flush=True)
-        for i in range(20):
-            time.sleep(0.1)
-            print(i, flush=True)
-        open({str(tmp_path)!r} + "/done" + os.environ["JAX_INTRANODE_RANK"], "w").close()
-        """,
-    )
-    assert process.stdout is not None
-    process.stdout.close()
-    assert process.wait(60) == 0
-    assert (tmp_path / "done0").exists()
-    assert (tmp_path / "done1").exists()
-
-
 FILLS_THE_PIPE = """
     import os, sys, time
     print("ready", flush=True)

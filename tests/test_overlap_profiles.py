@@ -124,16 +124,6 @@ def test_a_measured_kind_has_its_profile_before_any_rendezvous() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["NVIDIA H20", "NVIDIA H200 NVL", "NVIDIA H200 MIG 1g.18gb", "NVIDIA GH200 480GB"]
-)
-def test_kinds_are_compared_exactly(kind: str) -> None:
-    """Names that contain one another are different GPUs: it takes their facts."""
-    assert profiles.known_from_kinds([kind]) is None
-    profile = scaled(facts(kind, sms=78))
-    assert (profile.name, profile.scaled_from, profile.sms) == (kind, "NVIDIA H200", 78)
-
-
-@pytest.mark.parametrize(
     ("kind", "says"),
     [
         ("NVIDIA B200", "not measured on blackwell GPUs"),

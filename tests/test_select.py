@@ -157,26 +157,6 @@ def test_forced_algorithm_runs_wherever_it_fits(setup: tuple[str, str], algorith
             assert chosen.blocks >= 1 and chosen.threads >= 1
 
 
-def test_segments_of_a_forced_algorithm() -> None:
-    """They are as large as fit, or of the size that is given."""
-
-    def segments(world: int, mib: int, algorithm: str, segment_bytes: int) -> int:
-        found = choose(
-            ("hopper", "multi"),
-            *(world, mib << 20, "bfloat16"),
-            algorithm=algorithm,
-            segment_bytes=segment_bytes,
-        )
-        return found.segments
-
-    for algorithm in table.PSUM_ALGORITHMS:
-        assert segments(2, 1, algorithm, 0) == 1
-        assert segments(2, 1, algorithm, 1 << 18) == 4
-        assert 4 <= segments(2, 64, algorithm, 0) <= 8
-        assert segments(2, 64, algorithm, 1 << 20) == 64
-        assert segments(8, 64, algorithm, 1 << 20) >= 64
-
-
 def test_a_buffer_that_is_a_byte_too_small() -> None:
     def chosen(epoch_buffer_bytes: int, dtype: str, **more: object) -> select.Selection:
         return choose(

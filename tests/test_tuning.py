@@ -289,19 +289,6 @@ def test_a_program_obeys_the_tuning_and_its_results_are_right(tmp_path: Path) ->
         assert call.algorithm == "two_shot" and "JAX_INTRANODE_TUNING" in call.reason
 
 
-@pytest.mark.usefixtures("fresh")
-def test_a_tuning_of_another_device_is_a_reason_for_lax(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    need_devices(2)
-    mesh = cases.line()
-    with tuning.using(tuning_for_here(tmp_path, "NVIDIA H300")):
-        chosen = cases.selection(mesh, ("x",), (100,), "float32")
-    assert chosen.algorithm == "lax"
-    assert f"was measured on NVIDIA H300, and these devices are {kind()}" in chosen.reason
-    assert "node.json" in chosen.reason and "node.json" in caplog.text
-
-
 # The commands.
 
 

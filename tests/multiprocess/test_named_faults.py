@@ -30,7 +30,8 @@ TOLD = {
 # Variants of others; tests/native/monitor_test.cc loses processes in these and more ways.
 FULL = (
     *("raises_after_another_was_shown", "raises_in_a_signal_handler", "raises_with_a_hook"),
-    *("is_lost killed", "is_lost exits", "is_lost shuts_down", "is_lost stops"),
+    *("is_lost killed", "is_lost exits", "is_lost shuts_down", "is_lost stops", "is_interrupted"),
+    *("three_wait_in_a_circle", "is_needed_in_the_last_barrier"),
 )
 # The ranks that are told, and the operations that a message has to name.
 DIFFERENT = {
@@ -79,7 +80,9 @@ def test_rank_0_is_told_of_rank_1(started: Started, name: str) -> None:
     assert code is None or outcome.exit_codes[1] == code, str(outcome)
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.full if n in FULL else ()) for n in DIFFERENT]
+)
 def test_ranks_that_wait_for_each_other_are_told(started: Started, name: str) -> None:
     outcome = started[name].result()
     for rank in range(DIFFERENT[name]):
@@ -87,6 +90,7 @@ def test_ranks_that_wait_for_each_other_are_told(started: Started, name: str) ->
         assert told and float(seconds[0]) < NAMED_S, str(outcome)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["is_needed_in_the_last_barrier"])
 def test_a_peer_in_the_last_barrier_is_named(started: Started, name: str) -> None:
     outcome = started[name].result()

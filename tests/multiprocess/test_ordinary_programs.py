@@ -66,7 +66,9 @@ FULL = (
     *("last_result_deleted", "drops_the_last_step", "ends_long_before_its_peer"),
     *("ends_in_a_function", "distributed_shutdown_at_the_end", "checkpoint_between_steps"),
     *("one_rank_is_stopped", "spawned_workers", "console_that_showed_an_exception"),
-    *("debugger_that_showed_an_exception", "all_ranks_are_stopped 35 5"),
+    *("debugger_that_showed_an_exception", "all_ranks_are_stopped 35 5", "distributed_again"),
+    *("ends_at_different_times", "half_of_the_ranks_end", "collective_in_exit_handlers"),
+    *("distributed_shutdown_in_the_middle", "checkpoints_at_sigterm", "thread_after_the_end"),
 )
 
 
@@ -94,6 +96,7 @@ def test_does_not_fail(started: Started, name: str) -> None:
             assert "Exception ignored" not in log, str(outcome)
 
 
+@pytest.mark.full
 def test_goes_on_after_a_restart(tmp_path: Path) -> None:
     """The second run finds nothing of the first, and ends with a step that rank 1 has not read."""
     done = subprocess.run(

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import jax
 import jax.numpy as jnp
 import pytest
 from cases import line, sharded
@@ -42,9 +41,8 @@ from rewritten_matmuls import (  # noqa: F401
     overlapped,
     scatter,
 )
-from test_rewriting import rewritten, rewritten_body
+from test_rewriting import rewritten
 
-from jax_intranode._src.jax_private import jaxpr_walk
 from jax_intranode._src.ops.primitive import BY_PRIMITIVE
 from jax_intranode._src.rewrite import sums
 from jax_intranode._src.rewrite.body import Body
@@ -61,28 +59,6 @@ def test_gather_and_matmul(check_vma: bool) -> None:
         in_specs=XW,
         out_specs=COLUMNS,
         check_vma=check_vma,
-    )
-
-
-def test_a_list_of_matrices() -> None:
-    def body(x: Any, w: Any) -> Any:
-        whole = gather(x)
-        query = jnp.sin(whole @ w)
-        return query * (whole @ jnp.cos(w)), whole.sum()[None]
-
-    check(
-        body,
-        (X, W),
-        [
-            "cos",
-            f"{AG} axis=0 gathered ({X_SHARD}, {W_SHARD}, {W_SHARD})",
-            "sin",
-            "mul",
-            "reduce_sum",
-            "broadcast_in_dim",
-        ],
-        in_specs=XW,
-        out_specs=(COLUMNS, ROWS),
     )
 
 
@@ -205,22 +181,6 @@ def test_gathers_to_other_types(to: str) -> None:
     _, after, _ = rewritten(f, X, W)
     assert f"{AG} axis=0 ({X_SHARD}, {W_SHARD})" in golden(after)
     check_values(f, X, W)
-
-
-def test_a_sum_of_another_type() -> None:
-    """The gradient of a parameter that is gathered as reduced, is an unreduced array."""
-
-    def body(x: Any, w: Any) -> Any:
-        return jnp.sin(x @ lax.all_gather(w, "x", tiled=True, to="reduced"))
-
-    f = sharded(body, line(), (ROWS, ROWS), ROWS, True)
-    gradient = jax.grad(lambda w, x: f(x, w).sum())
-    x, w = normal(T * N, F * N), normal(F * N, H)
-    jaxpr = jax.jit(gradient).trace(w, x).jaxpr
-    backward = [e for e in getattr(jaxpr, "jaxpr", jaxpr).eqns if jaxpr_walk.shard_map_of(e)][-1]
-    _, after, _ = rewritten_body(backward)
-    assert any(line.startswith(RS) for line in golden(after)), after
-    check_values(gradient, w, x)
 
 
 def test_a_gathered_array_that_is_cast_and_used() -> None:
@@ -473,19 +433,6 @@ def test_products_that_would_live_longer() -> None:
         assert f"{AG} axis=0 gathered ({operands})" in lines
         assert lines.count("dot_general") == left
         check_values(f, X, W)
-
-
-def test_matmuls_that_depend_on_each_other() -> None:
-    def body(x: Any, w: Any) -> Any:
-        whole = gather(x)
-        first = whole @ w
-        return first, whole @ (w * first.mean())
-
-    f = sharded(body, line(), XW, COLUMNS, False)
-    _, after, _ = rewritten(f, X, W)
-    assert golden(after)[0] == f"{AG} axis=0 gathered ({X_SHARD}, {W_SHARD})"
-    assert golden(after).count("dot_general") == 1
-    check_values(f, X, W)
 
 
 def test_a_matmul_between_a_gather_and_a_scatter_joins_one_of_them() -> None:

@@ -139,24 +139,6 @@ def test_accelerate_refuses_functions_whose_body_runs_later(function: Any) -> No
         jax_intranode.accelerate()(function)
 
 
-def test_accelerate_that_ends_in_another_thread() -> None:
-    context = jax_intranode.accelerate()
-    found: list[str] = []
-
-    def ends() -> None:
-        try:
-            context.__exit__(None, None, None)
-        except RuntimeError as error:
-            found.append(str(error))
-
-    with context:
-        thread = threading.Thread(target=ends)
-        thread.start()
-        thread.join()
-    assert "ended in another thread" in found[0]
-    assert ours(program(), X) == 0
-
-
 def test_locations_in_lowered_programs_are_the_users() -> None:
     """Also those of programs without collectives."""
     package = str(Path(jax_intranode.__file__).parent)
@@ -173,18 +155,6 @@ def test_the_cache_of_lowered_programs_can_be_asked() -> None:
     f.lower(X)
     f.lower(X)
     assert pxla._cached_lowering_to_hlo.cache_info().misses == before + 1
-
-
-def test_install_holds_for_all_threads() -> None:
-    f = program()
-    jax_intranode.install()
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(ours(f, X))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [1] * 4
 
 
 def test_threads_that_install_and_uninstall_get_right_results() -> None:

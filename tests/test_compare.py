@@ -213,18 +213,6 @@ def test_the_most_called_of_those_with_replaced_collectives(
     assert "compare: rarely (test_compare.py:" in capsys.readouterr().err
 
 
-def test_calls_with_other_shapes_are_not_compared(
-    started: Started, capsys: pytest.CaptureFixture[str]
-) -> None:
-    comparison = started()
-    double = jax.jit(lambda x: 2 * x)
-    for turn in range(STEPS):
-        double(jnp.ones(3 if turn in (6, 7) else 2))  # an accelerated block
-    comparison.finish()
-    plain, accelerated = capsys.readouterr().err.splitlines()[1:3]
-    assert plain.endswith(", 4 calls)") and accelerated.endswith(", 4 calls)")
-
-
 def test_one_call_is_nothing_to_compare(
     started: Started, capsys: pytest.CaptureFixture[str]
 ) -> None:

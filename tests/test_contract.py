@@ -26,12 +26,15 @@ SLOW = (
     *("unbound-axis-inside", "vmap-inside", "vmap-of-cond", "vmap-of-grad", "vmap-of-parts"),
     *("vmapped-name-inside", "custom-vjp", "eager", "grad-inside", "grad-of-some-leaves"),
     *("grad-of-parts-of-other-types", "groups-even", "layouts-inside", "parts-of-other-dtypes"),
-    "transposes",
+    *("transposes", "partly-manual", "vmap-outside", "cond", "partly-varying", "replicated"),
+    *("parts-of-some-leaves", "pytrees", "scalar-arrays", "several-axes", "while-loop"),
+    *("nested-shard-map", "parts-of-constants", "scatter-dimensions", "grad-through-one-psum"),
+    *("nested-jit", "while-loop-differentiated", "parts-of-exotic-dtypes"),
 )
 
 
 # The quick tier leaves them out: a process each.
-FULL = ("persistent-cache",)
+FULL = ("persistent-cache", "serialized-executable", "serialized-executable-after-initialize")
 
 
 def test_slow_rows_exist() -> None:

@@ -91,15 +91,6 @@ def test_other_errors_are_not_swallowed() -> None:
             call()
 
 
-def test_local_store() -> None:
-    store = key_value_store.Store()
-    assert store.wait("k", SOON) is None
-    assert store.claim("k", "a") == "a"
-    assert store.claim("k", "b") == "a"
-    assert store.wait("k", SOON) == "a"
-    assert key_value_store.Store().wait("k", SOON) is None
-
-
 def test_one_process_needs_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "key_value_client", lambda: None)
     assert type(key_value_store.store("p/", 0, [0])) is key_value_store.Store

@@ -277,22 +277,6 @@ def reasons(body: Callable[..., Any]) -> list[str]:
     return [call.reason for call in calls]
 
 
-def test_reasons_of_the_selection() -> None:
-    n = 64 << 20
-    (call,) = explain(over_x(lambda v: psum(v, "x")))(jax.ShapeDtypeStruct((N, n), jnp.float32))
-    chosen = selection(line(), ("x",), (1, n), "float32")
-    assert (call.algorithm, call.reason) == ("lax", chosen.reason)
-    assert "faster than lax" in call.reason
-    with forced("lax"):
-        assert reasons(lambda v: psum(v, "x")) == ["JAX_INTRANODE_ALGORITHM=lax"]
-    with forced("two_shot"):
-        (call,) = explained(lambda v: psum(v, "x"))
-    assert (call.algorithm, call.reason) == ("two_shot", "JAX_INTRANODE_ALGORITHM=two_shot")
-    assert reasons(lambda v: psum(v[:, :0], "x").sum() + v) == ["psum of no elements"]
-    one = jax.shard_map(lambda v: psum(v, "x"), mesh=line(1), in_specs=P("x"), out_specs=P())
-    assert [call.reason for call in explain(one)(jnp.zeros(3))] == ["a group of one rank"]
-
-
 def test_reason_of_the_rendezvous() -> None:
     refused = agreed.Rendezvous({}, "cpu", "single", reason="no peer access")
     with mock.patch.object(rendezvous_lib, "rendezvous_of", lambda devices: refused):

@@ -122,7 +122,11 @@ def test_as_the_product_of_global_arrays(name: str, kind: AxisType, dtype: str) 
         assert gradient.sharding.is_equivalent_to(operand.sharding, operand.ndim)
 
 
-@pytest.mark.parametrize("kinds", [(AUTO, AUTO), (EXPLICIT,) * 2, (EXPLICIT, AUTO)], ids=str)
+@pytest.mark.parametrize(
+    "kinds",
+    [pytest.param((AUTO, AUTO), marks=pytest.mark.full), (EXPLICIT,) * 2, (EXPLICIT, AUTO)],
+    ids=str,
+)
 @EVERY
 def test_with_batch_axes(name: str, kinds: tuple[AxisType, ...]) -> None:
     """On a mesh of data and model no operand is gathered over data: the shard_map is all manual."""

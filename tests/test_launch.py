@@ -178,20 +178,6 @@ def test_children_of_a_rank_are_processes_of_their_own(launch: Launch) -> None:
     assert [lines_of(out, rank) for rank in range(2)] == [["2 [1, 10]"]] * 2
 
 
-@pytest.mark.full
-def test_the_first_rank_gets_stdin(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("import sys; print(sys.stdin.read().split())")
-    done = subprocess.run(
-        [*COMMAND, str(tmp_path / "script.py")],
-        input="one two",
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["[0] ['one', 'two']", "[1] []"]
-
-
 def test_a_rank_that_closes_its_output_is_waited_for(launch: Launch, tmp_path: Path) -> None:
     code, _, _ = launch(
         "-n 1 SCRIPT",
@@ -453,26 +439,6 @@ def test_the_ranks_pause_with_the_command(tmp_path: Path) -> None:
     process.send_signal(signal.SIGCONT)
     process.communicate(timeout=30)
     assert process.returncode == 0
-
-
-def test_closed_descriptors_stay_unused(tmp_path: Path) -> None:
-    """Nothing of the command gets the numbers of stdin, stdout and stderr."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, sys\n"
-        "fds = [os.readlink(f'/proc/{os.getppid()}/fd/{fd}') for fd in range(3)]\n"
-        f"open({str(tmp_path / 'fds')!r}, 'w').write(' '.join(fds))\n"
-        "print('text', sys.stdin.read())\n"
-    )
-    command = [*COMMAND[:-1], "1", str(script)]
-    done = subprocess.run(
-        ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *command],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "fds").read_text().split() == ["/dev/null"] * 3
 
 
 # Wrong input.

@@ -181,23 +181,6 @@ def test_scaled_profiles_give_sensible_plans(of_one: GpuFacts) -> None:
     assert overlapped_shapes > 100
 
 
-def test_explain_says_that_a_profile_was_not_measured() -> None:
-    h100 = scaled(facts("NVIDIA H100 80GB HBM3"))
-    assert h100.note == "model scaled from NVIDIA H200, not measured"
-    assert H200.note == ""
-    request = overlapped_call.Request(
-        Sizes(SCATTER, 1, 16, (64,), (72,), 2), 0, (), None, transposed=True
-    )
-    call = overlapped_call.Overlapped(Partition((0, 1), 2), request, Plan(), h100.note)
-    assert call.selection.reason == (
-        "overlapped, cuBLASLt pipeline, first shard in 1, last in 1 pieces; "
-        "model scaled from NVIDIA H200, not measured"
-    )
-    reason = plan_of(h100, GATHER, 512, 4096, 1024)
-    assert isinstance(reason, str)
-    assert "bytes from peers" in reason and reason.endswith("not measured")
-
-
 def test_what_no_gpu_takes_needs_no_rendezvous() -> None:
     for k, profile, says in (
         (64, None, None),

@@ -66,7 +66,6 @@ def test_files() -> None:
 
 PYPROJECT = ROOT / "pyproject.toml"
 in_the_sources = pytest.mark.skipif(not PYPROJECT.exists(), reason="the sources are not here")
-in_a_checkout = pytest.mark.skipif(not (ROOT / ".github").exists(), reason="not in the sdist")
 
 
 @in_the_sources
@@ -76,24 +75,6 @@ def test_the_version_is_in_one_place() -> None:
     files = [ROOT / name for name in names]
     assert [file.name for file in files if file.exists() and version in file.read_text()] == []
     assert re.search(rf"^## {re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(), re.M)
-
-
-@in_a_checkout
-def test_wheels_are_built_with_cuda_12(tmp_path: Path) -> None:
-    nvcc = tmp_path / "bin" / "nvcc"
-    nvcc.parent.mkdir()
-    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
-    nvcc.chmod(0o755)
-    environ = {name: value for name, value in os.environ.items() if name != "ANY_CUDA"}
-    done = subprocess.run(
-        [ROOT / "tools" / "build_wheels.sh", tmp_path / "wheels"],
-        env={**environ, "CUDA_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 1
-    assert f"{nvcc} is of CUDA 13.0: set CUDA_HOME to a toolkit of 12.8 or 12.9" in done.stderr
 
 
 # Importing.
@@ -212,12 +193,3 @@ def test_cuda_options(options: tuple[str, ...], message: str | None, tmp_path: P
     assert (done.returncode == 0) == (message is None)
     if message is not None:
         assert message in " ".join(done.stderr.split())
-
-
-def test_native_modules_use_no_streams() -> None:
-    """Streams of C++ format by locales, of which a process may have several C++ libraries' own."""
-    sources = [path for path in (ROOT / "xla_ffi").rglob("*") if path.is_file()]
-    assert len(sources) > 50
-    for path in sources:
-        found = re.search(r"#include <(iostream|sstream|fstream|iomanip)>", path.read_text())
-        assert found is None, f"{path} has {found}"

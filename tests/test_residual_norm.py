@@ -225,23 +225,6 @@ def test_operands_that_vary_are_refused(argument: int, name: str) -> None:
         jax.jit(f)(jnp.stack([X] * len(jax.devices())), R, W)
 
 
-def test_scatter_dimension_is_checked() -> None:
-    def call(dimension: int, rows: int) -> Any:
-        def body(x: Any, weight: Any) -> Any:
-            return jax_intranode.psum_scatter_residual_rms_norm(
-                x, x, weight, "x", eps=EPS, scatter_dimension=dimension
-            )
-
-        return sharded(body, line(), (P(), P()), P("x"))(jnp.ones((rows, 8)), W)
-
-    with pytest.raises(ValueError, match="the dimension that is normalized"):
-        call(1, 8)
-    with pytest.raises(ValueError, match="multiple of the number of ranks"):
-        call(0, len(jax.devices()) + 1)
-    with pytest.raises(ValueError, match="scatter_dimension is 5"):
-        call(5, 8)
-
-
 # Selection.
 
 

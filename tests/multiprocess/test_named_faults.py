@@ -31,7 +31,7 @@ TOLD = {
 FULL = (
     *("raises_after_another_was_shown", "raises_in_a_signal_handler", "raises_with_a_hook"),
     *("is_lost killed", "is_lost exits", "is_lost shuts_down", "is_lost stops", "is_interrupted"),
-    *("three_wait_in_a_circle", "is_needed_in_the_last_barrier"),
+    *("waits_in_another_group", "three_wait_in_a_circle", "is_needed_in_the_last_barrier"),
 )
 # The ranks that are told, and the operations that a message has to name.
 DIFFERENT = {

@@ -20,6 +20,10 @@ QUICK = {
     "epochs_wrap": ("3",),
     "exact_matmuls": ("129-bfloat16",),
     "random_program": ("4",),
+    "random_programs_in_turn": (),
+    "beside_other_work": ("int32",),
+    "graphs_of_segments_in_turn": (),
+    "independent_calls_of_unequal_cost": (),
 }
 QUICK_OF_FOUR = QUICK | {
     "matmuls_on_a_data_and_tensor_mesh": ("True",),
@@ -29,13 +33,13 @@ QUICK_OF_FOUR = QUICK | {
     "trees_in_segments": (),
     "random_program_in_segments": (),
     "delays_in_segments": ("psum",),
-    "graphs_of_segments_in_turn": (),
     "exact_matmuls": (),
     "independent_calls_of_unequal_cost": ("4",),
     "results_amid_other_data": (),
     "epochs_wrap": (),
     "chain_with_delays": ("psum",),
-    "input_overwritten": ("all_gather",),
+    "permuted_devices": ("0",),
+    "beside_other_work": (),
     "sums_on_two_nodes": ("shared_memory",),
 }
 

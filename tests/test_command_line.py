@@ -197,11 +197,6 @@ BREAKS = {
         "ImportError: No module named 'jax'",
         "",
     ),
-    "jax and jaxlib that do not fit": (
-        {"jax/__init__.py": "raise RuntimeError('jaxlib is version 0.1, but this jax needs 0.2')"},
-        "RuntimeError: jaxlib is version 0.1, but this jax needs 0.2",
-        "",
-    ),
     "no jaxlib": (
         {"sitecustomize.py": f"{NO_EDITABLE}sys.modules['jaxlib'] = None"},
         "",

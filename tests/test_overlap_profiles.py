@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_topology import SWITCH_LINK, FakeNvml, bus_id, install
+from test_commands_on_gpus import Node
+from test_topology import SWITCH_LINK, bus_id, install
 
 from jax_intranode._src.command_line.bench import shapes as matmul_shapes
 from jax_intranode._src.group import agreed, rendezvous, topology
@@ -196,22 +197,8 @@ def test_what_no_gpu_takes_needs_no_rendezvous() -> None:
 
 
 def test_facts_are_read_from_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    class WithFacts(FakeNvml):
-        NVML_CLOCK_SM, NVML_CLOCK_MEM = 1, 2
-        NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON = 90
+    class WithFacts(Node):
         speed = 26562
-
-        def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:
-            return 9, 0
-
-        def nvmlDeviceGetNumGpuCores(self, handle: int) -> int:
-            return 132 * 128
-
-        def nvmlDeviceGetMaxClockInfo(self, handle: int, clock: int) -> int:
-            return {self.NVML_CLOCK_SM: 1980, self.NVML_CLOCK_MEM: 3201}[clock]
-
-        def nvmlDeviceGetMemoryBusWidth(self, handle: int) -> int:
-            return 6144
 
         def nvmlDeviceGetFieldValues(self, handle: int, fields: list[int]) -> list[object]:
             assert fields == [90]
@@ -227,7 +214,7 @@ def test_facts_are_read_from_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     assert records.from_json(GpuFacts, fields) == found
     # A GPU that is not there, and a driver that answers nothing.
     assert not topology.read_facts(bus_id(5), "x").complete
-    monkeypatch.delattr(WithFacts, "nvmlDeviceGetNumGpuCores")
+    monkeypatch.delattr(Node, "nvmlDeviceGetNumGpuCores")
     assert not topology.read_facts(bus_id(0), "x").complete
     install(monkeypatch, None)
     assert not topology.read_facts(bus_id(0), "x").complete

@@ -83,20 +83,6 @@ def test_kind(name: str) -> None:
         random.Random(seed).shuffle(reports)
 
 
-@pytest.mark.parametrize(
-    ("written", "normalised"),
-    [
-        ("0000:06:00.0", "00000000:06:00.0"),
-        ("00000000:AF:00.0", "00000000:af:00.0"),
-        ("0001:3B:00.0", "00000001:3b:00.0"),
-        ("FFFFFFFF:FF:FF.0", "ffffffff:ff:ff.0"),
-    ],
-)
-def test_normalise_bus_id(written: str, normalised: str) -> None:
-    assert topo.normalise_bus_id(written) == normalised
-    assert topo.normalise_bus_id(normalised) == normalised
-
-
 class FakeNvml(types.ModuleType):
     """A stand-in for the module `pynvml`. A device handle is the index of its GPU."""
 

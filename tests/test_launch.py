@@ -445,31 +445,6 @@ def test_the_ranks_pause_with_the_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("-n 2 nowhere.py", "launch nowhere.py: there is no such file"),
-        ("-n 2 -m no_package.train", "launch -m no_package.train: there is no module 'no_package'"),
-        ("-n 2 run", "launch run: name a script"),
-        ("-n 2 --grace x SCRIPT", "argument --grace: 'x': use a positive number"),
-        ("-n 2 --restarts -1 SCRIPT", "argument --restarts: '-1': use an integer from 0 on"),
-        ("-n 2 --log-dir /dev/null/logs SCRIPT", "--log-dir /dev/null/logs: Not a directory"),
-        ("SCRIPT", "without GPUs, say how many processes to start: -n 2"),
-        ("-n 2 --platform gpu SCRIPT", "NVML finds no GPU that JAX would see"),
-        ("-n 3 --platform gpu SCRIPT", "launch -n 3: JAX sees 2 GPUs here. Use -n 2"),
-    ],
-)
-def test_wrong_input(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
-) -> None:
-    gpus = 2 if arguments.startswith("-n 3") else 0
-    monkeypatch.setattr(nvml, "visible_gpus", lambda: gpus)
-    code, _, err = launch(arguments, "print('it ran')")
-    assert code == 2
-    assert message in err
-    assert err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
     ("variable", "expected"),
     [(None, 4), ("0,1", 2), ("", 0), ("-1", 0), ("2,-1,1", 1), ("0,1,2,3,4,5", 4)],
 )

@@ -1,6 +1,5 @@
 """Settings, arguments, a mesh and runs for the tests of commands that measure."""
 
-import argparse
 import signal
 import sys
 from collections.abc import Callable
@@ -13,7 +12,6 @@ import pytest
 from devices import need_devices
 
 from jax_intranode import __main__ as command_line
-from jax_intranode._src.command_line.bench import options as bench_options
 from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher.functions import SINGLE_PROCESS
 
@@ -42,12 +40,6 @@ def mesh_of_two() -> jax.sharding.Mesh:
     return jax.make_mesh(
         (2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
     )
-
-
-def parse(options: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    bench_options.add_arguments(parser)
-    return parser.parse_args(options.split())
 
 
 def matmul_settings(name: str, backward: bool, **changes: Any) -> Settings:

@@ -212,27 +212,6 @@ def trees(algorithm: str, leaves: int) -> None:
         check(result, everywhere(oracle(part), n))
 
 
-@case(devices=4)
-def groups_of_a_two_axis_mesh() -> None:
-    n = len(jax.devices()) // 2 * 2
-    mesh = make_mesh((2, n // 2), ("d", "t"))
-    parts = random("float32", (2, n // 2, 130), 7)
-
-    def f(v: Any) -> Any:
-        psum = jax_intranode.psum
-        return psum(v, "t"), psum(v, "d"), psum(v, ("d", "t")), psum(v, ("t", "d"))
-
-    specs = (P("d", "t"),) * 4
-    results = jax.jit(sharded(f, mesh, P("d", "t"), specs))(put(mesh, P("d", "t"), parts))
-    over_t = np.stack([oracle(parts[i]) for i in range(2)])[:, None]
-    over_d = oracle(parts)[None]
-    row_major = oracle(parts.reshape(n, -1))
-    column_major = oracle(parts.transpose(1, 0, 2).reshape(n, -1))
-    expected = (over_t, over_d, row_major, column_major)
-    for result, want in zip(results, expected, strict=True):
-        check(result, np.broadcast_to(want, parts.shape))
-
-
 @case(devices=4, seed=(0, 1))
 @ours_up_to(2048)
 def permuted_devices(seed: int) -> None:
@@ -489,43 +468,6 @@ def replay_and_eager() -> None:
     for _ in range(3):  # eager calls among replayed ones
         check(psum_of(parts, mesh, jit=False), everywhere(oracle(parts), n))
         check(program(value), want)
-
-
-@case()
-def conditional_in_a_graph() -> None:
-    """On GPUs XLA captures both branches of a cond and replays the one that is taken."""
-    mesh = line()
-    n = mesh.size
-    parts = random("float32", (n, 300), 17)
-    step = np.float32(1 / 64)
-
-    def f(flag: Any, v: Any) -> Any:
-        for _ in range(6):
-            v = lax.cond(
-                flag,
-                lambda v: jax_intranode.psum(v, "x") * step,
-                lambda v: jax_intranode.psum(v * 2, "x") * step,
-                v,
-            )
-        return v
-
-    program = jax.jit(sharded(f, mesh, (P(), P("x")), P("x")))
-    value = put(mesh, P("x"), parts)
-    flags = {flag: put(mesh, P(), np.array(flag)) for flag in (True, False)}
-    want = {True: parts, False: parts}
-    for _ in range(6):
-        want = {
-            flag: everywhere(oracle(w if flag else 2 * w) * step, n) for flag, w in want.items()
-        }
-    counts = []
-    for k in range(14):
-        flag = k % 3 != 0
-        jax.block_until_ready(result := program(flags[flag], value))
-        check(result, want[flag])
-        del result
-        counts.append(extension.handler_calls())
-    if jax.devices()[0].platform == "gpu":
-        assert counts[-1] == counts[-4], f"handlers are still called: {counts}"
 
 
 @case(operation=OPERATIONS)

@@ -37,7 +37,6 @@ from overlapped_cases import (
 import jax_intranode
 from jax_intranode._src.group import agreed
 from jax_intranode._src.native import extension
-from jax_intranode._src.selection.overlap import choice
 
 
 @case(rows=(1, 127, 129, 256), plan=ALL)
@@ -538,28 +537,6 @@ def overlapped_replayed(plan: str) -> None:
     local = sum(d.process_index == jax.process_index() for d in mesh.devices.flat)
     if on_gpus():
         assert jax_intranode.usage_counter() - before == 9 * calls * local
-
-
-@case(plan=("pieces", "fused"))
-def overlapped_results_that_a_scan_stacks(plan: str) -> None:
-    """Results that a scan stacks for the backward pass and others use: each call runs once."""
-    mesh = line()
-    n = mesh.size
-
-    def step(v: Any, w: Any) -> Any:
-        up = jax_intranode.all_gather_matmul(v, w, "x")
-        down = jax_intranode.matmul_reduce_scatter(up * up, w, "x")
-        return down * down, None
-
-    f = sharded(lambda v, ws: lax.scan(step, v, ws)[0], mesh, (P("x"), P()), P("x"))
-    v, ws = cases.random("float32", (64 * n, 64), 50), cases.random("float32", (3, 64, 64), 51)
-    args = [put(mesh, P("x"), v.astype(jnp.bfloat16)), put(mesh, P(), ws.astype(jnp.bfloat16))]
-
-    def loss(*args: Any) -> Any:
-        return f(*args).astype(jnp.float32).sum()
-
-    with choice.forced(PLANS[plan]):
-        cases.runs_as_often_as_explained(jax.grad(loss, argnums=(0, 1)), args)
 
 
 @case(plan=("pieces", "fused"))

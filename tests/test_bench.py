@@ -1,6 +1,7 @@
-"""Runs of the benchmark on CPU devices, and whole programs."""
+"""Runs of the benchmark on CPU devices, whole programs, options that are refused."""
 
-import contextlib
+import argparse
+import io
 import json
 import re
 import subprocess
@@ -19,8 +20,12 @@ from bench_settings import RunHere, mesh_of_two, settings_of
 from jax.sharding import PartitionSpec
 
 import jax_intranode
+from jax_intranode._src.command_line import machine
 from jax_intranode._src.command_line.bench import report
 from jax_intranode._src.command_line.launcher.functions import MODES
+from jax_intranode._src.command_line.launcher.progress import ProgressLine
+from jax_intranode._src.command_line.options import WrongInput
+from jax_intranode._src.group import nvml
 from jax_intranode._src.selection import table
 
 # Whole programs.
@@ -49,11 +54,6 @@ def test_program(monkeypatch: pytest.MonkeyPatch) -> None:
     cells = report.line(measure_program.TABLE, row).split()
     assert cells[0] == "stand_in"
     assert cells[-1] == "1.0e-03"
-
-
-def test_program_of_one_argument() -> None:
-    chained = measure_program._Chained(lambda x: x + 1, (jnp.zeros(2),))
-    assert np.array_equal(chained.run(contextlib.nullcontext, 3)[0], [3, 3])
 
 
 def test_difference_of_infinite_values() -> None:
@@ -230,3 +230,44 @@ def test_ranks_end_with_the_benchmark(tmp_path: Path) -> None:
     assert bench.wait(timeout=60) == 128 + 15
     bench.stdout.close()
     assert children and not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+# Options, and the progress line.
+
+
+def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def devices(gpus: int, asked: int | None, **how: Any) -> tuple[str, int]:
+        monkeypatch.setattr(nvml, "visible_gpus", lambda: gpus)
+        options = argparse.Namespace(platform="gpu", devices=asked)
+        return machine.platform_and_devices(options, **how)
+
+    assert devices(4, None) == ("gpu", 4) and devices(1, 3, fewest=2, shares=True) == ("gpu", 3)
+    for gpus, asked, how, message in (
+        (0, None, {}, r"no NVIDIA GPU here \(by NVML and CUDA_VISIBLE_DEVICES\): choose"),
+        (2, 4, {"shares": True}, "has 2 visible GPUs, not 4: choose --devices 2 or less"),
+        (1, None, {"fewest": 2}, "a group has 2 or more GPUs, and 1 are asked for"),
+    ):
+        with pytest.raises(WrongInput, match=message):
+            devices(gpus, asked, **how)
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_says_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(
+        "jax_intranode._src.command_line.launcher.progress.time.monotonic", lambda: now
+    )
+    terminal = Terminal()
+    line = ProgressLine(terminal, total=11)
+    now = 110  # starting the ranks takes 10 s
+    line.begin("first")
+    now = 170
+    line.begin("second")
+    line.show()  # one measurement took 60 s, and the second one is assumed to be half way
+    assert terminal.getvalue().endswith("second: 2 of 11, 1:10, about 6:20 left")

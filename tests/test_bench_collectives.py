@@ -1,6 +1,5 @@
 """How the benchmark checks and times collectives."""
 
-import threading
 from typing import Any
 
 import jax
@@ -8,14 +7,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from bench_settings import BFLOAT16, mesh_of_two, settings_of
+from bench_settings import BFLOAT16, mesh_of_two
 from jax.sharding import PartitionSpec
 
 import jax_intranode
-from jax_intranode._src.command_line.bench import collectives, graph, oracle, timing
+from jax_intranode._src.command_line.bench import collectives, oracle, timing
 from jax_intranode._src.command_line.bench.operations import OPERATIONS
-from jax_intranode._src.native import definitions, extension
-from jax_intranode._src.selection import select
 
 # The oracle.
 
@@ -40,13 +37,6 @@ def test_oracle_of_sums(values: list[Any], dtype: Any, wanted: Any) -> None:
     assert oracle.expected_sum([np.array([value], dtype) for value in values])[0] == wanted
 
 
-def test_oracle_of_zeros_and_magnitudes() -> None:
-    total, _ = oracle.expected_sum([np.array([-0.0], np.float32)] * 2)
-    assert np.signbit(total)
-    _, magnitude = oracle.expected_sum([np.array([value], np.float32) for value in (-1, 2, -3)])
-    assert magnitude == 6
-
-
 def test_oracle_of_each_operation() -> None:
     shards = [oracle.random_shard(rank, 64, BFLOAT16) for rank in range(4)]
     total = oracle.expected_sum(shards)[0]
@@ -65,29 +55,6 @@ def test_oracle_of_each_operation() -> None:
         assert np.array_equal(right.expected, wanted)
         assert (right.tolerance is None) == (name in ("all_gather", "all_to_all"))
     assert oracle.Collective(OPERATIONS["psum"], 4, 64, np.dtype(np.int8)).tolerance is None
-
-
-def test_every_rank_can_make_every_ranks_data() -> None:
-    for dtype in (BFLOAT16, np.dtype(np.float64), np.dtype(np.int8)):
-        first = oracle.random_shard(1, 4096, dtype)
-        assert first.dtype == dtype
-        assert first.nbytes == 4096
-        assert np.array_equal(first, oracle.random_shard(1, 4096, dtype))
-        assert not np.array_equal(first, oracle.random_shard(0, 4096, dtype))
-    # Integers span the whole range, so that sums wrap.
-    assert {first.min(), first.max()} == {-128, 127}
-
-
-def test_exact_result_and_error() -> None:
-    right = oracle.Collective(OPERATIONS["psum"], 3, 64, BFLOAT16)
-    exact = right.exact
-    shards = [oracle.random_shard(rank, 64, BFLOAT16).astype(np.float64) for rank in range(3)]
-    assert exact is not None and np.array_equal(exact, shards[0] + shards[1] + shards[2])
-    off = jnp.asarray(exact * 1.5, jnp.float32)
-    assert right.error(off) == pytest.approx(0.5, rel=1e-5)
-    for name, dtype in (("psum", np.dtype(np.int32)), ("all_gather", BFLOAT16)):
-        not_rounded = oracle.Collective(OPERATIONS[name], 3, 64, dtype)
-        assert not_rounded.exact is None and not_rounded.error(off) is None
 
 
 def test_count_wrong_compares_bits() -> None:
@@ -116,13 +83,6 @@ def test_count_wrong_on_devices_compares_each_devices_part() -> None:
 # Timing.
 
 
-def test_statistics() -> None:
-    times = timing.statistics([float(us) for us in range(101)])
-    assert (times.p50, times.p99) == (50, 99)
-    assert timing.statistics([1.0, 2.0, 9.0]).p99 == pytest.approx(9, rel=0.02)
-    assert timing.Times(1, 2) + timing.Times(10, 20) == timing.Times(11, 22)
-
-
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_links_of_a_chain_fit(name: str) -> None:
     """A chain of one call returns its result, brought to the operand's size and scaled."""
@@ -144,108 +104,4 @@ def test_links_of_a_chain_fit(name: str) -> None:
     assert np.array_equal(got, 0.5 * np.ravel(wanted))
 
 
-def test_order_of_turns() -> None:
-    calls: list[str] = []
-    runs = [lambda name=name: calls.append(name) for name in "abc"]
-    seconds, handler_calls = timing.take_turns(runs, mesh_of_two(), settings_of("psum"))
-    assert handler_calls == 0
-    assert [len(times) for times in seconds] == [3, 3, 3]
-    # All run once to compile. Then there are one warm-up and three repetitions. The first function
-    # changes, and the direction alternates.
-    assert "".join(calls) == "abc" + "bac" + "abc" + "acb" + "cab"
-
-
-def test_turns_after_untimed_calls() -> None:
-    calls: list[str] = []
-    runs = [lambda name=name: calls.append(name) for name in "ab"]
-    settings = settings_of("psum", iterations=2, warmup_iterations=0)
-    seconds, _ = timing.take_turns(runs, mesh_of_two(), settings, untimed=2)
-    assert [len(times) for times in seconds] == [2, 2]
-    assert "".join(calls) == "ab" + "aaabbb" + "aaabbb"
-
-
 # In a graph.
-
-
-class FakeGraphs:
-    """A replacement for the CUDA module. The device of rank r takes 1 + r microseconds."""
-
-    def __init__(self, n: int) -> None:
-        self._barrier = threading.Barrier(n, timeout=20)
-        self._data: dict[int, np.ndarray] = {}
-
-    def time_in_graph(
-        self,
-        device_ids: list[int],
-        group_size: int,
-        ordinal: int,
-        algorithm: int,
-        segments: int,
-        blocks: int,
-        threads: int,
-        data: bytes,
-        dtype: str,
-        calls: int,
-        repetitions: int,
-    ) -> tuple[list[float], bytes]:
-        assert dtype == "float32" and segments == 1 and blocks > 0 and threads > 0 and calls > 1
-        rank = [d.local_hardware_id for d in jax.devices()][:group_size].index(ordinal)
-        self._data[rank] = np.frombuffer(data, dtype)
-        self._barrier.wait()  # all devices of the group at once
-        parts = [self._data[r] for r in range(group_size)]
-        name = definitions.ALGORITHMS[algorithm]
-        if name == "all_to_all":
-            total = np.concatenate([np.split(part, group_size)[rank] for part in parts])
-        elif name == "all_gather":
-            total = np.concatenate(parts)
-        else:
-            total = oracle.expected_sum(parts)[0]
-        if name == "reduce_scatter":
-            total = np.split(total, group_size)[rank]
-        self._barrier.wait()  # before the data of the next call come
-        return [1000.0] + [1.0 + rank] * (repetitions - 1), total.tobytes()
-
-
-@pytest.mark.parametrize(
-    ("name", "algorithms", "us"),
-    [
-        ("psum", ["two_shot"], 2),
-        ("psum_scatter", ["reduce_scatter"], 2),
-        ("all_gather", ["all_gather"], 2),
-        ("all_to_all", ["all_to_all"], 2),
-        ("psum_scatter+all_gather", ["reduce_scatter", "all_gather"], 4),
-    ],
-)
-def test_in_a_graph(
-    name: str, algorithms: list[str], us: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mesh = mesh_of_two()
-    fake = FakeGraphs(2)
-    module = extension.module  # threads that watch CPU devices go on to use theirs
-    monkeypatch.setattr(
-        extension, "module", lambda platform: fake if platform == "gpu" else module(platform)
-    )
-    operation, settings = OPERATIONS[name], settings_of(name, platform="gpu")
-    selected = [select.Selection(algorithm, "", 1, 32) for algorithm in algorithms]
-    assert graph.can_measure(settings, operation, selected)
-    shards = {rank: oracle.random_shard(rank, 256, np.dtype(np.float32)) for rank in range(2)}
-    right = oracle.Collective(operation, 2, 256, np.dtype(np.float32))
-    # The slower device's time without the warm-up, summed over the steps.
-    times, wrong = graph.measure(settings, right, mesh, selected, shards, name)
-    assert (times, wrong) == (timing.Times(us, us), 0)
-    right.expected = right.expected + np.float32(1)
-    _, wrong = graph.measure(settings, right, mesh, selected, shards, name)
-    has_part = operation.exchanges or operation.result_is_part
-    assert wrong == (1 if has_part else 2) * len(right.expected)
-
-
-def test_calls_that_are_not_measured_in_a_graph() -> None:
-    ours, lax = select.Selection("one_shot", "", 1, 1), select.Selection("lax", "")
-    on_gpus = settings_of("psum", platform="gpu")
-    psum, pmean = OPERATIONS["psum"], OPERATIONS["pmean"]
-    assert graph.can_measure(on_gpus, psum, [ours])
-    assert not graph.can_measure(on_gpus, psum, [lax])
-    assert not graph.can_measure(on_gpus, psum, [ours, lax])
-    assert not graph.can_measure(on_gpus, pmean, [ours])
-    assert not graph.can_measure(settings_of("psum"), psum, [ours])
-    assert not graph.can_measure(settings_of("psum", platform="gpu", leaves=2), psum, [ours])

@@ -1,6 +1,5 @@
 """How the benchmark checks and times collective matmuls."""
 
-import dataclasses
 import re
 from typing import Any
 
@@ -87,16 +86,6 @@ def test_sample_of_a_matmul(name: str, backward: bool) -> None:
         assert 0.5 * bad.size < unlike <= bad.size
 
 
-def test_plans_in_a_lowered_module() -> None:
-    call = (
-        "stablehlo.custom_call @jax_intranode_collective_matmul(%0, %1) {mhlo.backend_config = "
-        "{gathered = 0 : i32, plan = {direct = true, tile_columns = 192 : i32, wgrad = false}}}"
-    )
-    plan = {"direct": 1, "tile_columns": 192, "wgrad": 0}
-    assert measure_matmul.plans_in(f"{call}\n{call}\n") == [plan, plan]
-    assert measure_matmul.plans_in("func.func @main() {}") == []
-
-
 @pytest.mark.parametrize("backward", [False, True])
 def test_calls_of_a_matmul_chain_remain(backward: bool) -> None:
     """XLA keeps all calls of a chain, in a row, on an operand that is changed in place."""
@@ -114,23 +103,3 @@ def test_calls_of_a_matmul_chain_remain(backward: bool) -> None:
     after = np.asarray(chain.run())
     changed = np.argwhere(before != after).tolist()
     assert changed == [[0, 0], [rows // 2, 0]]
-
-
-def test_length_of_a_matmul_chain() -> None:
-    settings = matmul_settings("all_gather_matmul", False, platform="gpu", chain=None)
-    shapes = (
-        ((32768, 16384, 8192), "bfloat16"),
-        ((8192, 8192, 7168), "bfloat16"),
-        ((8192, 8192, 7168), "float32"),
-        ((512, 4096, 768), "bfloat16"),
-    )
-    lengths = [measure_matmul.chain_length(settings, name, Shape(*s)) for s, name in shapes]
-    in_a_row = [measure_matmul.calls_in_a_row(settings, name, Shape(*s)) for s, name in shapes]
-    assert lengths == [2, 14, 7, 64]
-    assert in_a_row == [4, 28, 14, 128]
-    # Repetitions of 52, 40, 40 and 1.28 ms. The last ones consist of calls of 10 us.
-    settle = dataclasses.replace(settings, settle_ms=100)
-    assert [
-        measure_matmul.repetitions_to_settle(settle, name, Shape(*s)) for s, name in shapes
-    ] == [2, 3, 3, 79]
-    assert measure_matmul.repetitions_to_settle(settings, "bfloat16", Shape(512, 4096, 768)) == 0

@@ -1,6 +1,5 @@
 """Collective matmuls in one process: shapes, numerics, what lax runs, and errors."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -153,41 +152,6 @@ def test_results_that_vary_over_different_axes() -> None:
     same(jax.jit(program(jax_intranode))(*args), jax.jit(program(LAX_MATMULS))(*args))
 
 
-@pytest.mark.parametrize(
-    ("name", "shapes"),
-    [
-        ("all_gather_matmul", ((4, 0), (0, 4))),
-        ("all_gather_matmul", ((0, 3), (3, 4))),
-        ("matmul_reduce_scatter", ((4, 3), (3, 0))),
-    ],
-)
-def test_empty_results_vary_as_laxs(name: str, shapes: Any) -> None:
-    """Also for operands that vary over some or none of the axes, for which lax runs the call."""
-    need_devices(4)
-    mesh = make_mesh((2, 2), ("a", "b"))
-
-    def type_of(lib: Any) -> Any:
-        found = []
-
-        def body(one: Any) -> Any:
-            x, w = (jnp.ones(s) for s in shapes)
-            if name == "all_gather_matmul":
-                result = lib.all_gather_matmul(x * one, w, ("a", "b"))
-            else:
-                # No int16 kernel: lax runs it.
-                result = lib.matmul_reduce_scatter(x.astype("int16"), w.astype("int16"), "a")
-            found.append(jax.typeof(result))
-            return one
-
-        jax.eval_shape(
-            jax.shard_map(body, mesh=mesh, in_specs=P("a"), out_specs=P("a")), np.ones(2)
-        )
-        return found[0]
-
-    ours, theirs = type_of(jax_intranode), type_of(LAX_MATMULS)
-    assert ours == theirs and ours.manual_axis_type.varying
-
-
 # Numerics.
 
 
@@ -226,48 +190,6 @@ def test_dtypes_of_results_and_gradients(dtype: str, preferred: Any, promotion: 
     assert all(v.dtype == (preferred or dtype) for v in results)
     assert all(v.dtype == dtype for v in gradients)
     same((results, gradients), of_lax, 0.3 if dtype.startswith("float8") else 0.02)
-
-
-@pytest.mark.parametrize("weak", ["x", "w", "xw"])
-@pytest.mark.parametrize(
-    ("scalar", "preferred"), [(2, None), (2.0, None), (2.0, "float32"), (2j, None)]
-)
-def test_weak_types_of_results(scalar: Any, preferred: Any, weak: str) -> None:
-    """Results are weakly typed where lax's are, also gradients and empty arrays."""
-    of = {"preferred_element_type": preferred}
-
-    def ours(x: Any, w: Any) -> Any:
-        products = all_gather_matmul(x, [w, w], "x", **of)
-        kept = all_gather_matmul(x, w, "x", return_gathered=True, **of)
-        sums = matmul_reduce_scatter(x, w, "x", **of), matmul_all_reduce(x, w, "x", **of)
-        return products, kept, sums
-
-    def theirs(x: Any, w: Any) -> Any:
-        whole = lax.all_gather(x, "x", tiled=True)
-        y, z = jnp.matmul(whole, w, **of), jnp.matmul(x, w, **of)
-        return [y, y], (y, whole), (lax.psum_scatter(z, "x", tiled=True), lax.psum(z, "x"))
-
-    def types_of(rows: int, matmuls: Any) -> Any:
-        found = []
-
-        def body(one: Any) -> Any:
-            operands = {"x": jnp.full((rows, 3), scalar), "w": jnp.full((3, N), scalar)}
-            for name, v in operands.items():
-                v = v if name in weak else v.astype(v.dtype)
-                operands[name] = v * one  # makes it a tracer, as weak as before
-            x, w = operands.values()
-            results = matmuls(x, w)
-            if weak == "xw" and not isinstance(scalar, int):
-                results, pull_back = jax.vjp(matmuls, x, w)
-                results = results, pull_back(results)
-            found.extend((v.dtype, v.weak_type) for v in jax.tree.leaves(results))
-            return one
-
-        jax.eval_shape(over_x(body, P(), P(), True), np.ones((), bool))
-        return found
-
-    for rows in (2 * N, 0):
-        assert types_of(rows, ours) == types_of(rows, theirs)
 
 
 def test_list_is_summed_before_it_is_rounded() -> None:
@@ -323,46 +245,6 @@ def test_explain() -> None:
     ):
         assert call.reason.startswith(f"{words}, not overlapped ("), call.reason
         assert f"bytes of float32 among {N} ranks" in call.reason
-
-
-def test_dtype_that_has_no_kernel() -> None:
-    """explain shows lax's collective under our name, with the reason."""
-    x, w = values((2 * N, 5), (5, 3), dtype="complex64")
-
-    def program(lib: Any) -> Any:
-        def body(x: Any, w: Any) -> Any:
-            return lib.matmul_reduce_scatter(x, w, "x"), lib.matmul_all_reduce(x, w, "x")
-
-        return over_x(body, (P(), P()))
-
-    same(jax.jit(program(jax_intranode))(x, w), jax.jit(program(LAX_MATMULS))(x, w))
-    scatter, total = explain(program(jax_intranode))(x, w)
-    assert (scatter.operation, scatter.algorithm) == ("matmul_reduce_scatter", "lax")
-    assert (total.operation, total.algorithm) == ("matmul_all_reduce", "lax")
-    assert "dtype complex64" in scatter.reason and "dtype complex64" in total.reason
-
-
-def test_partly_manual_mesh_is_lax() -> None:
-    need_devices(4)
-    mesh = make_mesh((2, 2), ("auto", "x"))
-
-    def body(x: Any, w: Any) -> Any:
-        return matmul_reduce_scatter(all_gather_matmul(x, w, "x"), w.T, "x")
-
-    f = jax.shard_map(
-        body, mesh=mesh, in_specs=(P("x"), P(None, "x")), out_specs=P("x"), axis_names={"x"}
-    )
-    x, w = values((4, 6), (6, 4))
-    assert {call.algorithm for call in explain(f)(x, w)} == {"lax"}
-    assert not any(name in collectives(f, x, w) for name in (GATHER, SCATTER))
-    same(jax.jit(f)(x, w), x @ w @ w.T)
-
-
-def test_export_is_lax() -> None:
-    f = over_x(lambda x, w: all_gather_matmul(x, w, "x"), (P("x"), P(None, "x")), P(None, "x"))
-    x, w = values((2 * N, 5), (5, 3 * N))
-    module = jax.export.export(jax.jit(f))(x, w).mlir_module()
-    assert "@jax_intranode" not in module and "stablehlo.all_gather" in module
 
 
 # Errors.
@@ -434,9 +316,3 @@ def test_refused_while_tracing(name: str) -> None:
 
     with pytest.raises(error, match=f"{function.__name__}: .*{message}"):
         jax.eval_shape(over_x(body, P()), np.float32(0))
-
-
-@pytest.mark.parametrize("f", [all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce])
-def test_unbound_axis_is_laxs_error(f: Callable[..., Any]) -> None:
-    with pytest.raises(NameError, match=r"unbound axis name: nowhere\. .*jax\.shard_map"):
-        f(X, W, "nowhere")

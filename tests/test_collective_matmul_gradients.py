@@ -87,25 +87,6 @@ def test_gathered_result_adds_no_collective(check_vma: bool) -> None:
     assert collectives(f, *values((2 * N, 5), (5, 3 * N))) == {GATHER: 1, SCATTER: 1}
 
 
-@BOTH
-def test_replicated_matrices_get_the_sum(check_vma: bool) -> None:
-    """lax's all-reduces are the transposes of jax.shard_map, or of the cast of the matrix."""
-
-    def body(x: Any, w: Any, v: Any) -> Any:
-        return matmul_reduce_scatter(jnp.tanh(all_gather_matmul(x, w, "x")), v, "x")
-
-    f = with_gradients(over_x(body, (P("x"), P(), P()), P("x"), check_vma), (0, 1, 2))
-    args = values((2 * N, 5), (5, 3), (3, 5))
-    found = collectives(f, *args)
-    assert 1 <= found.pop("lax all_reduce") <= 2
-    assert found == {GATHER: 2, SCATTER: 2}
-
-    def alone(x: Any, w: Any, v: Any) -> Any:  # on one device; each rank adds the same
-        return N * jnp.tanh(x @ w) @ v
-
-    same(jax.jit(f)(*args), with_gradients(alone, (0, 1, 2))(*args))
-
-
 # Both gradients as one equation.
 
 BOTH_OF_GATHER = "intranode_gradients_of_all_gather_matmul"
@@ -349,32 +330,6 @@ def test_vmap_of_gradients_hides_the_axis(check_vma: bool) -> None:
     ours, theirs = (jax.jit(program(lib)) for lib in (jax_intranode, LAX_MATMULS))
     assert not collectives(ours, *args)
     same(ours(*args), theirs(*args))
-
-
-@MOSTLY_CHECKED
-@pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (1, 1)])
-def test_vmap_of_gradients(in_axes: tuple[int | None, int | None], check_vma: bool) -> None:
-    x, w, ct = values((2 * N, 5), (5, 3 * N), (2 * N, 3 * N))
-
-    def body(x: Any, w: Any, ct: Any) -> Any:
-        def gradients(x: Any, w: Any) -> Any:
-            return jax.vjp(lambda x, w: all_gather_matmul(x, w, "x"), x, w)[1](ct)
-
-        return jax.vmap(gradients, in_axes)(x, w)
-
-    columns = P(None, "x"), P(None, None, "x")
-    specs = columns[0] if in_axes[0] == 0 else P("x"), columns[in_axes[1] is not None], columns[0]
-    f = over_x(body, specs, columns, check_vma)
-
-    def batch(v: Any, d: int | None) -> Any:
-        return v if d is None else np.stack([v, v * 2], d)
-
-    dgrad, wgrad = jax.jit(f)(batch(x, in_axes[0]), batch(w, in_axes[1]), ct)
-    for k in range(2):
-        one_x, one_w = (
-            v if d is None else v * (k + 1) for v, d in zip((x, w), in_axes, strict=True)
-        )
-        same((dgrad[k], wgrad[k]), (ct @ one_w.T, one_x.T @ ct))
 
 
 # What the backward pass keeps.

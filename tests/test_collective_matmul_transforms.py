@@ -1,7 +1,6 @@
 """Collective matmuls under transformations, on other meshes, eager and donated."""
 
 import functools
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import LAX_MATMULS, line, make_mesh
+from cases import LAX_MATMULS, make_mesh
 from collective_matmuls import (  # noqa: F401
     BOTH,
     GATHER,
@@ -29,7 +28,6 @@ from devices import need_devices
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from lowered import in_lowered
 
 import jax_intranode
 from jax_intranode import all_gather_matmul, explain, matmul_all_reduce, matmul_reduce_scatter
@@ -75,24 +73,6 @@ def test_vmap(in_axes: tuple[int | None, int | None], check_vma: bool) -> None:
     like_lax(program, x, w)
 
 
-@MOSTLY_CHECKED
-@pytest.mark.parametrize(
-    "jacobian", [jax.jacfwd, jax.jacrev, pytest.param(jax.hessian, marks=pytest.mark.full)]
-)
-def test_jacobians(jacobian: Callable[..., Any], check_vma: bool) -> None:
-    """Jacobians batch tangents, and operations none of whose operands is batched."""
-
-    def program(lib: Any) -> Any:
-        def body(x: Any, w: Any) -> Any:
-            of_both = jacobian(functools.partial(three, lib), (0, 1))(x, w)
-            gathered = jacobian(lambda w: lib.all_gather_matmul(x, w, "x"))(w)
-            return jax.tree.map(lambda v: v[None], (of_both, gathered))
-
-        return over_x(body, (P(), P()), check_vma=check_vma)
-
-    like_lax(program, *values((N, 5), (5, 3)))
-
-
 @pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (0, 0)])
 def test_vmap_adds_no_collectives(in_axes: tuple[int | None, int | None]) -> None:
     def body(x: Any, w: Any) -> Any:
@@ -108,17 +88,6 @@ def test_vmap_adds_no_collectives(in_axes: tuple[int | None, int | None]) -> Non
     found = collectives(f, x, w)
     assert 1 <= found.pop("lax all_reduce") <= 2  # replicated arguments of jax.shard_map
     assert found == {GATHER: 2, SCATTER: 2, SUM: 2}
-
-
-def test_vmap_around_shard_map() -> None:
-    def program(lib: Any) -> Any:
-        def body(x: Any, w: Any) -> Any:
-            return lib.matmul_reduce_scatter(lib.all_gather_matmul(x, w, "x"), w.T, "x")
-
-        f = over_x(body, (P("x"), P(None, "x")), P("x"), True)
-        return with_gradients(jax.vmap(f, (1, None)), (0, 1))
-
-    like_lax(program, *values((2 * N, 3, 5), (5, 3 * N)))
 
 
 @pytest.mark.parametrize(
@@ -179,27 +148,6 @@ def test_axis_of_vmap() -> None:
     same(jax.jit(hidden(jax_intranode))(x, w), jax.jit(hidden(LAX_MATMULS))(x, w))
 
 
-def test_trace_before_vmap_hides_the_axis() -> None:
-    """Batches a jaxpr with our primitives over an axis that has the mesh axis' name."""
-
-    def program(lib: Any) -> Any:
-        def body(x: Any, w: Any) -> Any:
-            def f(x: Any, w: Any) -> Any:
-                y = lib.matmul_reduce_scatter(lib.all_gather_matmul(x, w, "x"), w.T, "x")
-                return y + lib.matmul_all_reduce(x, w @ w.T, "x")
-
-            traced = jax.make_jaxpr(f)(x[0], w)
-            run = jax.extend.core.jaxpr_as_fun(traced)
-            return jax.vmap(lambda x: run(x, w)[0], axis_name="x", axis_size=N)(x)
-
-        return over_x(body, (P(), P()), P(None, "x"))
-
-    x, w = values((N, N, 5), (5, 3))
-    ours, theirs = (jax.jit(program(lib)) for lib in (jax_intranode, LAX_MATMULS))
-    assert not collectives(ours, x, w)
-    same(ours(x, w), theirs(x, w))
-
-
 @MOSTLY_CHECKED
 @pytest.mark.parametrize("remat", [True, False])
 def test_scan(remat: bool, check_vma: bool) -> None:
@@ -221,18 +169,6 @@ def test_scan(remat: bool, check_vma: bool) -> None:
     like_lax(program, *args)
     expected = {GATHER: 3 if remat else 2, SCATTER: 2}
     assert collectives(program(jax_intranode), *args) == expected
-
-
-@BOTH
-def test_gradient_inside_of_shard_map(check_vma: bool) -> None:
-    def program(lib: Any) -> Any:
-        def body(x: Any, w: Any) -> Any:
-            value, gradients = jax.value_and_grad(functools.partial(three, lib), (0, 1))(x, w)
-            return value[None], [v[None] for v in gradients]
-
-        return over_x(body, (P("x"), P(None, "x")), P("x"), check_vma)
-
-    like_lax(program, *values((N * N, 5), (5, 3 * N)))
 
 
 @MOSTLY_CHECKED
@@ -300,31 +236,6 @@ def test_linear_transpose() -> None:
     like_lax(program, x, w)
 
 
-def test_mesh_of_set_mesh_with_explicit_axes() -> None:
-    """Results are right for any order of devices, also one that was not traced."""
-    x, w = values((2 * N, 5), (5, 3 * N))
-    specs = (P("x"), P(None, "x"))
-
-    def body(x: Any, w: Any) -> Any:
-        return matmul_reduce_scatter(jnp.tanh(all_gather_matmul(x, w, "x")), w.T, "x")
-
-    f = jax.shard_map(body, in_specs=specs, out_specs=P("x"))
-    g = jax.jit(with_gradients(f, (0, 1)))
-    for order in (range(N), reversed(range(N))):
-        devices = np.array(jax.devices()[:N])[list(order)]
-        mesh = jax.sharding.Mesh(devices, ("x",), axis_types=(AxisType.Explicit,))
-        with jax.set_mesh(mesh):
-            args = [jax.device_put(v, P(*spec)) for v, spec in zip((x, w), specs, strict=True)]
-            results = g(*args)
-            text = g.lower(*args).as_text()
-        same(results, with_gradients(lambda x, w: jnp.tanh(x @ w) @ w.T, (0, 1))(x, w))
-        if devices[0].id == 0:
-            assert Counter(in_lowered(text)) == {
-                "jax_intranode_all_gather": 2,
-                "jax_intranode_psum_scatter": 2,
-            }
-
-
 @pytest.mark.parametrize("spec", [P(None, "auto"), P("auto", None)])
 def test_operands_sharded_over_explicit_axes_are_laxs(spec: P) -> None:
     """lax decides how a product is sharded, along N and along the contracted dimension."""
@@ -351,28 +262,3 @@ def test_operands_sharded_over_explicit_axes_are_laxs(spec: P) -> None:
         v.sharding.spec for v in jax.tree.leaves(theirs)
     ]
     assert call.algorithm == "lax" and "sharded over explicit axes" in call.reason
-
-
-def test_eager() -> None:
-    x, w = values((2 * N, 5), (5, 3))
-    f = over_x(lambda x, w: three(jax_intranode, x, w)[None], (P(), P()))
-    same(f(x, w), jax.jit(f)(x, w))
-
-
-def test_donation() -> None:
-    x, w = values((2 * N, 5), (5, 5))
-
-    def program(lib: Any) -> Any:
-        def body(x: Any, w: Any) -> Any:
-            return x + lib.matmul_reduce_scatter(lib.all_gather_matmul(x, w, "x"), w, "x")
-
-        return over_x(body, (P("x"), P()))
-
-    sharding = jax.NamedSharding(line(N), P("x"))
-    carried = jax.device_put(x, sharding)
-    ours = jax.jit(program(jax_intranode), donate_argnums=0)
-    for _ in range(3):
-        before, carried = carried, ours(carried, w)
-        x = jax.jit(program(LAX_MATMULS))(x, w)
-        assert before.is_deleted()
-    same(carried, x)

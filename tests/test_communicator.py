@@ -3,7 +3,6 @@
 import itertools
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 from devices import need_devices
 from jax.sharding import PartitionSpec as P
-from processes import python
 
 import jax_intranode
 from jax_intranode._src.group import communicator, slabs
@@ -53,12 +51,6 @@ def summing(mesh: jax.sharding.Mesh, calls: int = 1) -> Any:
         return v
 
     return jax.jit(cases.sharded(f, mesh, P("x"), P("x")))
-
-
-def run_python(tmp_path: Path, code: str, *arguments: str, **env: str) -> tuple[int, str]:
-    """Runs a program on CPU devices; returns its exit status and what it printed."""
-    outcome = python("-P", "-c", code, *arguments, cwd=tmp_path, JAX_PLATFORMS="cpu", **env)
-    return outcome.returncode, outcome.stdout
 
 
 # Partitions.
@@ -113,21 +105,6 @@ def test_partition_ranks_are_lax_axis_indices() -> None:
 
 
 @pytest.mark.usefixtures("fresh")
-def test_initialize_twice() -> None:
-    need_devices(2)
-    jax_intranode.initialize()
-    rendezvous = rendezvous_lib.rendezvous_of(jax.devices())
-    assert rendezvous.reason is None
-    assert len(rendezvous.communicators) == 1
-    jax_intranode.initialize()
-    jax_intranode.initialize(cases.line())
-    assert rendezvous_lib.rendezvous_of(jax.devices()) is rendezvous
-    assert len(rendezvous.communicators) == 1
-    check_sum(cases.line())
-    assert len(rendezvous.communicators) == 1
-
-
-@pytest.mark.usefixtures("fresh")
 def test_initialize_sets_up_all_groups_of_a_mesh() -> None:
     need_devices(4)
     mesh = cases.make_mesh((2, 1, 2), ("a", "one", "b"))
@@ -136,25 +113,6 @@ def test_initialize_sets_up_all_groups_of_a_mesh() -> None:
     axes = (("a",), ("b",), ("a", "b"))
     assert set(rendezvous.communicators) == {partition_lib.partition(mesh, a) for a in axes}
     assert set(rendezvous.communicators.values()) == {None}
-
-
-def test_initialize_refuses_what_is_no_mesh() -> None:
-    for wrong in ("model", ("model",), jax.devices()):
-        with pytest.raises(TypeError, match=r"pass a jax\.sharding\.Mesh"):
-            jax_intranode.initialize(wrong)  # type: ignore[arg-type]
-
-
-@pytest.mark.usefixtures("fresh")
-def test_use_after_shutdown_performs_a_new_rendezvous() -> None:
-    need_devices(2)
-    mesh = cases.line()
-    all_rendezvous = []
-    for seed in range(3):
-        check_sum(mesh, seed)
-        all_rendezvous.append(rendezvous_lib.rendezvous_of(mesh.devices.flat))
-        jax_intranode.shutdown()
-        jax_intranode.shutdown()  # does nothing
-    assert len({id(rendezvous) for rendezvous in all_rendezvous}) == 3
 
 
 @pytest.mark.usefixtures("fresh")
@@ -299,100 +257,4 @@ def test_reason_is_logged_once(
     ]
 
 
-SIXTEEN = """
-import jax
-jax.config.update("jax_num_cpu_devices", 16)
-import jax.numpy as jnp
-import jax_intranode
-from jax_intranode._src.ops.psum import operations
-from jax_intranode._src.native import extension
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
-
-mesh = jax.make_mesh((2, 8), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-jax_intranode.initialize(mesh)
-for axes in (("a",), ("b",), ("a", "b")):
-    chosen = operations(mesh, axes, [(10,)], "float32")[0][1]
-    print(axes, chosen.algorithm, chosen.reason)
-    f = jax.shard_map(
-        lambda v: jax_intranode.psum(v, axes), mesh=mesh, in_specs=P(("a", "b")),
-        out_specs=P(("a", "b")), check_vma=False,
-    )
-    before = extension.handler_calls()
-    got = jax.block_until_ready(jax.jit(f)(jnp.arange(16.0)))
-    print("calls", extension.handler_calls() - before, got.tolist())
-"""
-
-
-def test_groups_of_more_than_eight(tmp_path: Path) -> None:
-    status, text = run_python(tmp_path, SIXTEEN)
-    assert status == 0, text
-    x = np.arange(16.0).reshape(2, 8)
-    over_a = np.broadcast_to(x.sum(0), x.shape)
-    over_b = np.broadcast_to(x.sum(1, keepdims=True), x.shape)
-    assert "('a',) one_shot" in text and f"calls 16 {over_a.ravel().tolist()}" in text, text
-    assert "('b',) one_shot" in text and f"calls 16 {over_b.ravel().tolist()}" in text, text
-    assert "('a', 'b') lax a group of 16 ranks; at most 8 are supported" in text
-    assert f"calls 0 {[120.0] * 16}" in text
-
-
 # Calls that fail.
-
-UNEVEN = """
-import sys
-import jax
-jax.config.update("jax_num_cpu_devices", 4)
-import jax.numpy as jnp
-import jax_intranode
-from jax import lax
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
-
-world, missing = int(sys.argv[1]), int(sys.argv[2])
-devices = jax.devices()[4 - world:]
-mesh = jax.make_mesh((world,), ("x",), axis_types=(AxisType.Auto,), devices=devices)
-
-def body(v):
-    absent = lax.axis_index("x") == missing
-    return lax.cond(absent, lambda: v, lambda: jax_intranode.psum(v, "x"))
-
-f = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
-whole = jax.jit(jax.shard_map(
-    lambda v: jax_intranode.psum(v, "x"), mesh=mesh, in_specs=P("x"), out_specs=P("x"),
-    check_vma=False,
-))
-x = jnp.arange(float(world))
-print("WHOLE", whole(x).tolist(), flush=True)
-for program in (f, whole, whole):
-    try:
-        print("RESULT", program(x).tolist(), flush=True)
-    except Exception as error:
-        print("ERROR", str(error).splitlines()[0], flush=True)
-"""
-
-
-@pytest.mark.parametrize(
-    ("world", "missing", "waiting"),
-    [
-        pytest.param(2, 1, (0,), marks=pytest.mark.full),
-        pytest.param(2, 0, (1,), marks=pytest.mark.full),
-        (3, 1, (0, 2)),
-    ],
-)
-def test_rank_whose_peer_never_calls(
-    tmp_path: Path, world: int, missing: int, waiting: tuple[int, ...]
-) -> None:
-    status, text = run_python(
-        tmp_path, UNEVEN, str(world), str(missing), JAX_INTRANODE_TIMEOUT_S="2"
-    )
-    assert status == 0, text
-    total = float(sum(range(world)))
-    assert f"WHOLE {[total] * world}\n" in text
-    errors = [line for line in text.splitlines() if line.startswith("ERROR")]
-    assert len(errors) == 3, text
-    first = 4 - world  # rank r is device first + r
-    for error in errors:
-        assert "psum of 4 bytes (float32[1], " in error and "timed out after 2 s" in error
-        assert f"waited for rank {missing} (device {first + missing})" in error
-        assert any(f"rank {r} (device {first + r}) waited" in error for r in waiting)
-        assert "JAX_INTRANODE_TIMEOUT_S" in error

@@ -21,7 +21,6 @@ from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
-from jax_intranode import __main__ as command_line
 from jax_intranode._src.command_line import compare
 
 STEPS = 16
@@ -214,18 +213,6 @@ def test_the_most_called_of_those_with_replaced_collectives(
     assert "compare: rarely (test_compare.py:" in capsys.readouterr().err
 
 
-def test_calls_with_other_shapes_are_not_compared(
-    started: Started, capsys: pytest.CaptureFixture[str]
-) -> None:
-    comparison = started()
-    double = jax.jit(lambda x: 2 * x)
-    for turn in range(STEPS):
-        double(jnp.ones(3 if turn in (6, 7) else 2))  # an accelerated block
-    comparison.finish()
-    plain, accelerated = capsys.readouterr().err.splitlines()[1:3]
-    assert plain.endswith(", 4 calls)") and accelerated.endswith(", 4 calls)")
-
-
 def test_one_call_is_nothing_to_compare(
     started: Started, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -248,11 +235,6 @@ def test_difference_of_results() -> None:
     assert compare.difference(of(jnp.bfloat16(2)), of(jnp.bfloat16(1))) == (1, "[0]")
     for a, b in ((nan, 1.0), (1.0, nan), (inf, 1.0), (inf, -inf)):
         assert math.isnan(compare.difference(of(a), of(b))[0])
-
-
-def test_percentiles() -> None:
-    assert compare.percentiles([k / 1e3 for k in range(11)]) == pytest.approx([1, 5, 9])
-    assert all(map(math.isnan, compare.percentiles([1.0])))
 
 
 SCRIPT = """
@@ -298,17 +280,3 @@ def test_a_script(ranks: int, steps: int, tmp_path: Path) -> None:
     calls = 18 if steps == 16 else 20
     assert done.stderr.count(f"compare: step (script.py:9), {calls} calls") == 1, done.stderr
     assert "times as fast" in done.stderr and "replaced: 1 psum (one_shot)" in done.stderr
-
-
-def test_wrong_options(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "script.py").write_text("")
-    monkeypatch.chdir(tmp_path)
-    launch = "launch -n 2 --platform cpu run"
-    for words, text in (
-        (f"{launch} --steps 3 script.py", "'3': use an integer from 16 on"),
-        (f"{launch} --fast script.py", "unrecognized arguments: --fast"),
-    ):
-        assert command_line.main(words.split()) == 2
-        assert text in capsys.readouterr().err

@@ -29,34 +29,6 @@ def test_empty_is_default(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "field", "value"),
-    [
-        ("DISABLE", "0", "disable", False),
-        ("DISABLE", "1", "disable", True),
-        ("STRICT", "0", "strict", False),
-        ("STRICT", "1", "strict", True),
-        *(
-            ("TOPOLOGY", kind, "topology", kind)
-            for kind in ("fully_connected", "hybrid_cube_mesh", "unknown")
-        ),
-        ("SLAB_MIB", "1", "slab_mib", 1),
-        ("SLAB_MIB", "10000000", "slab_mib", 10_000_000),
-        ("TIMEOUT_S", "3", "timeout_s", 3.0),
-        ("TIMEOUT_S", "0.5", "timeout_s", 0.5),
-        ("TIMEOUT_S", "0", "timeout_s", 0.0),
-        *(
-            ("ALGORITHM", algorithm, "algorithm", algorithm)
-            for algorithm in ("auto", "one_shot", "two_shot", "lax")
-        ),
-    ],
-)
-def test_values(name: str, text: str, field: str, value: object) -> None:
-    parsed = config.parse({f"JAX_INTRANODE_{name}": text})
-    assert getattr(parsed, field) == value
-    assert type(getattr(parsed, field)) is type(value)
-
-
-@pytest.mark.parametrize(
     ("name", "text", "says"),
     [
         *(("DISABLE", text, "0, 1") for text in ("2", "true", "yes", " 1")),
@@ -111,19 +83,6 @@ def test_each_field_has_a_variable() -> None:
     fields = {f"JAX_INTRANODE_{name}" for name in names}
     assert fields == {v.name for v in config.VARIABLES if v.reader == "package"}
     assert fields == {v.name for v in config.VARIABLES if v.read is not None}
-
-
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_slab_bytes(platform: str) -> None:
-    default = {"cpu": 8, "gpu": 392}[platform]
-    assert config.parse({}).slab_bytes(platform) == default * 2**20
-    assert config.parse({"JAX_INTRANODE_SLAB_MIB": "5"}).slab_bytes(platform) == 5 * 2**20
-
-
-def test_ring_bytes() -> None:
-    assert config.parse({}).ring_bytes("gpu") == 512 * 2**20
-    assert config.parse({}).ring_bytes("cpu") == 0
-    assert config.parse({"JAX_INTRANODE_RING_MIB": "0"}).ring_bytes("gpu") == 0
 
 
 @pytest.mark.parametrize(

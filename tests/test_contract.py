@@ -15,30 +15,27 @@ from jax.sharding import PartitionSpec as P
 import jax_intranode
 
 TABLE = Path(__file__).resolve().parent.parent / "docs" / "contract.md"
-# Rows that take long. Each does to an operation what other rows do with check_vma=False, too: the
-# quick tier runs these with check_vma=True.
-SLOW = (
-    *("checkpoint", "disabled-jit", "exchange-axes", "exchange-of-every-dtype", "export"),
-    *("export-serialized", "gather-axes", "gather-to", "grad-of-integers", "grad-of-one-operand"),
-    *("grad-outside", "grad-through-control-flow", "jacobians", "jvp", "large-arrays", "linearize"),
-    *("loops", "partly-known", "parts-of-every-dtype", "parts-of-nothing", "parts-of-odd-axes"),
-    *("pytree-of-many-arrays", "pytree-of-many-dtypes", "scatter-dimensions-of-any-kind"),
-    *("unbound-axis-inside", "vmap-inside", "vmap-of-cond", "vmap-of-grad", "vmap-of-parts"),
-    *("vmapped-name-inside", "custom-vjp", "eager", "grad-inside", "grad-of-some-leaves"),
-    *("grad-of-parts-of-other-types", "groups-even", "layouts-inside", "parts-of-other-dtypes"),
-    "transposes",
+# The quick tier leaves them out: a process each.
+FULL = ("persistent-cache", "serialized-executable", "serialized-executable-after-initialize")
+
+
+# The quick tier runs each row with check_vma=True, and these also without: gradients, types and
+# batches depend on it. Most other tests have check_vma=False.
+BOTH = (
+    *("grad-through-one-psum", "transposes", "replicated", "types-of-results", "vmap-outside"),
+    *("checkpoint", "partly-varying"),
 )
 
 
-def test_slow_rows_exist() -> None:
-    assert set(SLOW) <= ROWS.keys()
+def test_named_rows_exist() -> None:
+    assert {*FULL, *BOTH} <= ROWS.keys()
 
 
 @pytest.mark.parametrize(
     ("name", "check_vma"),
-    [pytest.param(name, [True], id=f"{name}-checked") for name in SLOW]
+    [pytest.param(name, [True], id=f"{name}-checked") for name in ROWS if name not in FULL + BOTH]
     + [
-        pytest.param(name, [True, False], id=name, marks=[pytest.mark.full] * (name in SLOW))
+        pytest.param(name, [True, False], id=name, marks=[pytest.mark.full] * (name not in BOTH))
         for name in ROWS
     ],
 )

@@ -1,7 +1,6 @@
 """The command `demo`: what it measures, prints and draws."""
 
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -81,30 +80,6 @@ def test_without_gpus(
         assert picture.read_bytes()[:4] == b"\x89PNG" and str(picture) in out
 
 
-def test_on_gpus(
-    measured: list[Settings], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpus(monkeypatch, 4)
-    assert command_line.main(["demo"]) == 0
-    assert [(s.name, s.platform, s.devices) for s in measured] == [
-        ("psum", "gpu", 4),
-        ("all_gather_matmul", "gpu", 4),
-    ]
-    out = capsys.readouterr().out
-    assert re.search(r"^ +8192 x 8192 x 1024 +10\.0 +19\.0 +1\.9x  #", out, re.MULTILINE)
-    assert "gloo" not in out
-
-
-def test_json(
-    measured: list[Settings], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpus(monkeypatch, 0)
-    assert command_line.main(["demo", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["wrong"] == 0
-    assert [row["ratio"] for row in found["results"][0]["rows"]] == [25, 12.5, 25 / 3, 6.25]
-
-
 def test_a_wrong_result_fails(
     measured: list[Settings], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,19 +88,6 @@ def test_a_wrong_result_fails(
     monkeypatch.setitem(globals(), "rows_of", lambda s: [row | {"wrong": 3} for row in made(s)])
     assert command_line.main(["demo"]) == 1
     assert "12 elements are WRONG" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("load", [0.1, 1000.0])
-def test_a_busy_machine(
-    load: float,
-    measured: list[Settings],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gpus(monkeypatch, 0)
-    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
-    assert command_line.main(["demo"]) == 0
-    assert ("This machine is busy (load 1000" in capsys.readouterr().out) == (load > 1)
 
 
 @pytest.mark.full

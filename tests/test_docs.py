@@ -97,13 +97,6 @@ def test_the_environment_page_agrees_with_config() -> None:
     ], "run tools/environment_page.py"
 
 
-def test_the_first_page_is_short() -> None:
-    readme = ROOT / "README.md"
-    if not readme.exists():
-        pytest.skip("the README is not here")
-    assert len(readme.read_text().splitlines()) <= 120
-
-
 def test_the_errors_page_has_texts_that_exist() -> None:
     page = ROOT / "docs" / "errors.md"
     if not page.exists() or not (ROOT / "xla_ffi").exists():

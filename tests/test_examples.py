@@ -29,7 +29,9 @@ def run_example(name: str, *options: str, **variables: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["train_nnx_optax.py", "train_fsdp_tp.py"])
+@pytest.mark.parametrize(
+    "name", ["train_nnx_optax.py", pytest.param("train_fsdp_tp.py", marks=pytest.mark.full)]
+)
 def test_training(name: str) -> None:
     need_devices(2)
     if name == "train_nnx_optax.py":
@@ -56,6 +58,7 @@ def test_training_without_and_with_auto() -> None:
         assert len(re.findall(r"^psum .* XLA's partitioner ", output, re.MULTILINE)) == 4, output
 
 
+@pytest.mark.full
 def test_decode() -> None:
     need_devices(2)
     output = run_example("decode.py", "4")

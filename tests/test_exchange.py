@@ -2,7 +2,6 @@
 
 import re
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,43 +65,12 @@ def test_gather_names_the_missing_process_and_the_stage() -> None:
     assert client.values == {"p/slabs/0": "1"}
 
 
-def test_gather_in_an_earlier_stage_or_under_another_prefix_does_not_count() -> None:
-    client = FakeClient()
-    client.key_value_set("p/hello/1", "1")
-    client.key_value_set("other/slabs/1", "1")
-    with pytest.raises(key_value_store.Refused):
-        stores(client, (0, 1))[0].gather("slabs", 1, SOON)
-
-
-def test_gather_waits_no_longer_than_the_deadline() -> None:
-    client = FakeClient()
-    store = stores(client, (0, 1, 2))[0]
-    for process in (1, 2):
-        client.key_value_set(f"p/hello/{process}", "null")
-    deadline = key_value_store.Deadline(7)
-    store.gather("hello", None, deadline)
-    assert client.timeouts_ms and max(client.timeouts_ms) <= 7000
-
-
-@pytest.mark.parametrize("value", [None, "", 1, [1, 2], {"a": {"b": []}}, "a/b \N{SNOWMAN}"])
-def test_gather_keeps_values(value: Any) -> None:
-    assert stores(FakeClient(), (4,))[0].gather("s", value, SOON) == [value]
-    assert key_value_store.Store().gather("s", value, SOON) == [value]
-
-
 def test_first_claim_wins() -> None:
     first, second = stores(FakeClient(), (0, 1))
     assert first.claim("region/0", "a") == "a"
     assert second.claim("region/0", "b") == "a"
     assert first.claim("region/0", "c") == "a"
     assert second.claim("region/1", "b") == "b"
-
-
-def test_wait() -> None:
-    first, second = stores(FakeClient(), (0, 1))
-    assert second.wait("verdict", SOON) is None
-    first.claim("verdict", "")
-    assert second.wait("verdict", SOON) == ""
 
 
 def test_texts_of_others_are_cut_and_printable() -> None:
@@ -123,41 +91,11 @@ def test_other_errors_are_not_swallowed() -> None:
             call()
 
 
-def test_local_store() -> None:
-    store = key_value_store.Store()
-    assert store.wait("k", SOON) is None
-    assert store.claim("k", "a") == "a"
-    assert store.claim("k", "b") == "a"
-    assert store.wait("k", SOON) == "a"
-    assert key_value_store.Store().wait("k", SOON) is None
-
-
-def test_local_store_gives_what_another_process_would_see() -> None:
-    value = {"a": [1]}
-    (got,) = key_value_store.Store().gather("s", value, SOON)
-    assert got == value and got is not value
-
-
-def test_deadline_never_runs_out_of_milliseconds() -> None:
-    deadline = key_value_store.Deadline(0.001)
-    time.sleep(0.01)
-    assert deadline.remaining_ms() == 1
-    assert 1 <= key_value_store.Deadline(100).remaining_ms() <= 100_000
-
-
 def test_one_process_needs_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "key_value_client", lambda: None)
     assert type(key_value_store.store("p/", 0, [0])) is key_value_store.Store
     with pytest.raises(RuntimeError, match=r"processes \[0, 1\].*jax.distributed.initialize"):
         key_value_store.store("p/", 0, [0, 1])
-
-
-def test_several_processes_use_jaxs_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = FakeClient()
-    monkeypatch.setattr(distributed, "key_value_client", lambda: client)
-    store = key_value_store.store("p/", 1, [0, 1])
-    assert store.claim("k", "v") == "v"
-    assert client.values == {"p/k": "v"}
 
 
 def test_keys_of_a_launched_job_cannot_be_guessed(monkeypatch: pytest.MonkeyPatch) -> None:

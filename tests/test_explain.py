@@ -25,7 +25,6 @@ from jax_intranode import Call, all_gather, explain, pmean, psum, psum_scatter
 from jax_intranode._src.group import agreed
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.native import definitions
-from jax_intranode._src.selection import select
 
 
 @pytest.fixture(autouse=True)
@@ -156,23 +155,6 @@ def test_program_holds_what_explain_reports_under_check_vma(name: str) -> None:
     assert in_report(calls) == in_lowered(text), f"{calls}\n{text}"
 
 
-def test_gradient_under_check_vma() -> None:
-    """The transpose of a psum needs no psum, except for an operand that all ranks share."""
-
-    def body(v: Any, w: Any) -> Any:
-        return psum(v * v, "x") + psum(w * w, "x")
-
-    f = jax.shard_map(body, mesh=line(), in_specs=(P("x"), P()), out_specs=P())
-    g = jax.grad(lambda v, w: (f(v, w) ** 2).sum(), argnums=(0, 1))
-    arguments = X, jax.ShapeDtypeStruct((4 * N,), X.dtype)
-    calls = explain(g)(*arguments)
-    text = jax.jit(g).lower(*arguments).as_text()
-    assert in_report(calls) == in_lowered(text), f"{calls}\n{text}"
-    assert [call.algorithm == "lax" for call in calls] == [False, False, True]
-    assert calls[2].reason == "the transpose of a cast by jax.lax.pcast"
-    assert calls[2].source == calls[1].source
-
-
 # The fields of a call.
 
 
@@ -279,29 +261,11 @@ def test_times() -> None:
     assert " ?  " in str(explain(over_x(SHARED["loops"]))(X)).splitlines()[3]
 
 
-def test_each_call_of_one_function_is_reported() -> None:
-    calls = explained(PROGRAMS["twice"])
-    assert len(calls) == 3
-    assert len({call.source for call in calls}) == 1
-    assert explained(PROGRAMS["twice"]) == calls  # traced once
-
-
 def test_tree_of_several_operations() -> None:
     with forced("one_shot"):
         calls = explained(many)
     n = definitions.MAX_BUFFERS
     assert [(len(call.shapes), call.dtype) for call in calls] == [(n, "float32"), (1, "float32")]
-
-
-def test_backward_pass() -> None:
-    f = over_x(lambda v: SHARED["parts"](jnp.sin(psum(v * v, "x")) * pmean(v, "x")))
-    calls = explain(jax.grad(lambda v: f(v).sum()))(X)
-    forward, backward = calls[:2], calls[2:]
-    assert [call.operation for call in forward] == ["psum", "pmean"]
-    assert Counter(call.operation for call in backward) == {
-        "psum_scatter": 2, "all_gather": 1, "psum": 1, "pmean": 1,
-    }  # fmt: skip
-    assert {call.source for call in forward} < {call.source for call in backward}
 
 
 # Calls that jax.lax runs, and why.
@@ -311,58 +275,6 @@ def reasons(body: Callable[..., Any]) -> list[str]:
     calls = explained(body)
     assert all(call.algorithm == "lax" and (call.blocks, call.threads) == (0, 0) for call in calls)
     return [call.reason for call in calls]
-
-
-def test_reasons_while_tracing() -> None:
-    groups = [list(range(N))]
-    v = jnp.zeros((1, N), jnp.complex64)
-    assert reasons(lambda _: psum(v * lax.axis_index("x"), "x").real) == [
-        select.unsupported_dtype("psum", "complex64")
-    ]
-    assert reasons(lambda v: psum(v, "x", axis_index_groups=groups)) == ["axis_index_groups"]
-    assert reasons(lambda v: pmean(v, "x", axis_index_groups=groups)) == ["axis_index_groups"]
-    assert reasons(lambda v: v + all_gather(np.ones(2), "x").sum()) == ["a constant"]
-    assert reasons(lambda v: v + psum(np.ones(4 * N), "x")) == []  # nothing is sent
-    assert reasons(lambda v: psum_scatter(v > 0, "x", scatter_dimension=1, tiled=True) * v[:, :4]
-                   ) == [select.unsupported_dtype("psum_scatter", "bool")]  # fmt: skip
-
-
-def test_mapped_axes() -> None:
-    unbound = "axis 'i' is not one that shard_map has bound"
-    hidden = "axis 'x' is not one that shard_map has bound: vmap hides that one"
-
-    def over(name: str, f: Any) -> Any:
-        return lambda v: jax.vmap(f, axis_name=name)(jnp.stack([v[0]] * 3)).sum()[None, None]
-
-    assert reasons(over("i", lambda u: psum(u, "i"))) == [unbound]
-    assert reasons(over("i", lambda u: psum((u, u[0]), "i")[0])) == [unbound]
-    assert reasons(over("i", lambda u: pmean(pmean(u, "i"), "i"))) == [unbound] * 2
-    assert reasons(over("x", lambda u: psum(u, "x"))) == [hidden]
-    assert reasons(over("x", lambda u: all_gather(u, "x", axis=1))) == [hidden]
-    assert reasons(over("i", lambda u: psum_scatter(u[:3], "i"))) == [unbound]
-    both = explained(over("i", lambda u: psum(u, ("i", "x"))))
-    assert [(call.reason, call.axes, call.group_size) for call in both] == [(unbound, ("x",), N)]
-    (call,) = explained(over("i", lambda u: psum(u, "i")))
-    assert (call.axes, call.groups, call.group_size) == ((), (), None)
-    assert call.shapes == ((3, 4 * N),)
-    without_mesh = explain(jax.vmap(lambda u: psum(u, "i"), axis_name="i"))(jnp.ones((3, 2)))
-    assert [call.reason for call in without_mesh] == [unbound]
-
-
-def test_reasons_of_the_selection() -> None:
-    n = 64 << 20
-    (call,) = explain(over_x(lambda v: psum(v, "x")))(jax.ShapeDtypeStruct((N, n), jnp.float32))
-    chosen = selection(line(), ("x",), (1, n), "float32")
-    assert (call.algorithm, call.reason) == ("lax", chosen.reason)
-    assert "faster than lax" in call.reason
-    with forced("lax"):
-        assert reasons(lambda v: psum(v, "x")) == ["JAX_INTRANODE_ALGORITHM=lax"]
-    with forced("two_shot"):
-        (call,) = explained(lambda v: psum(v, "x"))
-    assert (call.algorithm, call.reason) == ("two_shot", "JAX_INTRANODE_ALGORITHM=two_shot")
-    assert reasons(lambda v: psum(v[:, :0], "x").sum() + v) == ["psum of no elements"]
-    one = jax.shard_map(lambda v: psum(v, "x"), mesh=line(1), in_specs=P("x"), out_specs=P())
-    assert [call.reason for call in explain(one)(jnp.zeros(3))] == ["a group of one rank"]
 
 
 def test_reason_of_the_rendezvous() -> None:
@@ -384,30 +296,6 @@ def test_partly_manual_mesh() -> None:
     assert in_lowered(jax.jit(f).lower(argument).as_text()) == {"all_reduce": 1}
 
 
-def test_nested_shard_maps() -> None:
-    need_devices(4)
-    mesh = make_mesh((2, N // 2), ("d", "t"))
-
-    def body(v: Any) -> Any:
-        def inner(u: Any) -> Any:
-            return psum(u, "t") + psum(u, ("d", "t"))
-
-        spec = P(None, "t")
-        return psum(v, "d") + jax.shard_map(
-            inner, in_specs=spec, out_specs=spec, axis_names={"t"}, check_vma=False
-        )(v)
-
-    f = jax.shard_map(
-        body, mesh=mesh, in_specs=P("d"), out_specs=P("d"), axis_names={"d"}, check_vma=False
-    )
-    argument = jnp.zeros((4, 8 * N))
-    with jax.set_mesh(mesh):
-        calls = explain(f)(argument)
-        text = jax.jit(f).lower(argument).as_text()
-    assert [call.algorithm == "lax" for call in calls] == [True, False, False]
-    assert in_report(calls) == in_lowered(text)
-
-
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_mesh_of_set_mesh(kind: AxisType) -> None:
     order = list(reversed(range(N)))
@@ -422,24 +310,6 @@ def test_mesh_of_set_mesh(kind: AxisType) -> None:
     assert call.algorithm != "lax"
     assert call.groups == (tuple(device.id for device in mesh.devices.flat),)
     assert in_lowered(text) == {"jax_intranode_psum": 1}
-
-
-def test_trace_of_another_mesh() -> None:
-    """Devices in another order: JAX reuses the trace, which records the first order."""
-
-    def mesh(order: list[int]) -> jax.sharding.Mesh:
-        return jax.sharding.Mesh(np.array(jax.devices())[order], ("x",))
-
-    f = jax.jit(
-        jax.shard_map(lambda v: psum(v, "x"), in_specs=P("x"), out_specs=P(), check_vma=False)
-    )
-    with jax.set_mesh(mesh(list(range(N)))):
-        assert explain(f)(X)[0].algorithm != "lax"
-    with jax.set_mesh(mesh(list(reversed(range(N))))):
-        (call,) = explain(f)(X)
-        text = f.lower(X).as_text()
-    assert call.reason == "traced under a mesh with other devices, or in another order"
-    assert in_report([call]) == in_lowered(text) == {"all_reduce": 1}
 
 
 # Arguments.

@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 import jax_intranode
 from jax_intranode import Call, explain
 from jax_intranode._src.jax_private import hlo
-from jax_intranode._src.rewrite import hook
 from jax_intranode._src.rewrite.body import Body
 from jax_intranode._src.selection import config
 
@@ -149,19 +148,6 @@ def test_pmap(enabled: bool) -> None:
     assert calls[0].group_size == N
 
 
-@pytest.mark.parametrize("enabled", [False, True])
-def test_mesh_of_set_mesh(enabled: bool) -> None:
-    f = jax.jit(
-        jax.shard_map(lambda v: lax.psum(v, "x"), in_specs=P("x"), out_specs=P(), check_vma=False)
-    )
-    for order in (list(range(N)), list(reversed(range(N)))):
-        mesh = make_mesh((N,), ("x",), order=order)
-        with jax.set_mesh(mesh), rewriting(enabled):
-            (call,) = explain(f)(X)
-        assert (call.algorithm != "lax") == enabled
-        assert call.groups == (tuple(device.id for device in mesh.devices.flat),)
-
-
 def test_nested_shard_map() -> None:
     need_devices(4)
     mesh = make_mesh((2, N // 2), ("a", "b"))
@@ -252,67 +238,11 @@ def test_sums_that_jax_inserts(check_vma: bool, enabled: bool) -> None:
     assert forward.source == f"{__file__}:{first + 2} (body)"
 
 
-def test_transpose_of_a_cast_is_inserted() -> None:
-    def body(w: Any, v: Any) -> Any:
-        def loss(w: Any) -> Any:
-            return (lax.pcast(w, "x", to="varying") * v).sum()
-
-        return jax.grad(loss)(w)
-
-    f = sharded(body, line(), (P(), P("x")), P(), check_vma=True)
-    assert origins(f, jnp.ones(4 * N), X) == [("psum", "inserted by JAX")]
-
-
-def test_gradients_have_the_origin_of_the_forward_call() -> None:
-    def body(v: Any) -> Any:
-        return lax.all_gather(v, "x").sum() + lax.pmean(v, "x")
-
-    gradient = jax.grad(lambda v: over_x(body)(v).sum())
-    calls = explain(gradient)(X)
-    assert {call.operation for call in calls} == {"psum_scatter", "pmean"}
-    assert {call.origin for call in calls} == {"jax.lax"}
-    assert {call.source for call in calls} == {
-        f"{__file__}:{body.__code__.co_firstlineno + 1} (body)"
-    }
-
-
-def test_origin_without_a_traceback_is_unknown() -> None:
-    with mock.patch(
-        "jax_intranode._src.jax_private.lax_collectives.called_function", lambda _: None
-    ):
-        assert origins(over_x(lambda v: lax.psum(v, "x")), X) == [("psum", "unknown")]
-
-
 # What became of a collective, and why it was left.
 
 
 def explained(body: Callable[..., Any]) -> tuple[Call, ...]:
     return explain(over_x(body))(X).calls
-
-
-def test_fields_of_what_is_left() -> None:
-    def body(v: Any) -> Any:
-        return lax.psum(v, "x")
-
-    (call,) = explained(body)
-    source = f"{__file__}:{body.__code__.co_firstlineno + 1} (body)"
-    assert call == Call(
-        operation="psum",
-        source=source,
-        shapes=((1, 4 * N),),
-        dtype="float32",
-        nbytes=16 * N,
-        axes=("x",),
-        groups=(tuple(range(N)),),
-        algorithm="lax",
-        blocks=0,
-        threads=0,
-        reason=NOT_ENABLED,
-        times=1,
-        conditional=False,
-        origin="jax.lax",
-        sources=(source,),
-    )
 
 
 def test_merged_sums_name_all_sources() -> None:
@@ -355,12 +285,6 @@ def test_collective_matmuls_have_the_source_of_the_collective() -> None:
     assert (gathered.operation, gathered.origin) == ("all_gather_matmul", "jax.lax")
     assert gathered.source == f"{__file__}:{forward.__code__.co_firstlineno + 1} (forward)"
     assert (summed.operation, summed.origin) == ("matmul_all_reduce", "inserted by JAX")
-
-
-def test_merged_means_are_called_pmean() -> None:
-    with jax_intranode.accelerate():
-        (call,) = explained(lambda v: lax.pmean(v, "x") + lax.pmean(v * 2, "x"))
-    assert (call.operation, len(call.sources)) == ("pmean", 2)
 
 
 def test_reasons() -> None:
@@ -443,20 +367,6 @@ def test_nothing_is_added_to_a_manual_program() -> None:
     assert "all-reduce" in (found.compiled or {})
 
 
-def test_the_program_is_compiled_on_request_only() -> None:
-    f, args = partitioned()
-    found = explain(f)(*args)
-    assert found.compiled is None and found.added is None
-    assert "partitioner" not in str(found)
-    assert str(explain(jnp.sin)(1.0)) == "no collectives"
-    assert str(explain(jnp.sin, compiled=True)(1.0)).splitlines() == [
-        "no collectives",
-        "in the compiled program: none",
-        "added by XLA's partitioner: none",
-    ]
-    assert hash(found) == hash(explain(f)(*args))
-
-
 HLO_OF_GPUS = """
 %wrapped_reduce_scatter (p: f32[8]) -> f32[4] {
   ROOT %rs = f32[4]{0} reduce-scatter(%p), channel_id=3, dimensions={0}
@@ -500,22 +410,3 @@ def test_line_names_the_program(caplog: pytest.LogCaptureFixture) -> None:
         step.lower(X)  # JAX finds it in its cache
     lines = [r.getMessage() for r in caplog.records if "Lowered" in r.getMessage()]
     assert lines == ["Lowered jit_step: 1 collectives of jax.lax replaced, 1 left."]
-
-
-def test_totals_of_a_program_that_compiles_another(caplog: pytest.LogCaptureFixture) -> None:
-    jax_intranode.install()
-    jaxpr = jax.jit(lambda v: v).trace(X).jaxpr
-
-    def fail(_: Any) -> None:
-        jax.jit(over_x(lambda v: lax.psum(v, "x") * 2)).lower(X)
-        raise ZeroDivisionError
-
-    def compile_others(_: Any) -> None:
-        jax.jit(over_x(lambda v: lax.psum(v, "x"))).lower(X)
-        with contextlib.suppress(ZeroDivisionError):
-            hook.lower_program(jaxpr, ("cpu",), fail)
-
-    with caplog.at_level(logging.INFO, "jax_intranode"):
-        hook.lower_program(jaxpr, ("cpu",), compile_others)
-    lines = [r for r in caplog.records if "Lowered" in r.getMessage()]
-    assert len(lines) == 2  # the outer program has no collectives

@@ -98,12 +98,6 @@ def test_the_monitor_is_asked_before_the_thread_finds_it(clean: None) -> None:
     assert found == dataclasses.replace(ON_GPUS, source=None, time=found.time)
 
 
-def test_a_failure_that_names_its_operation_comes_first(clean: None) -> None:
-    say(OF_PEER, FIELDS)
-    found = failures.current()
-    assert found is not None and found.operation == "psum"
-
-
 def test_the_failure_of_a_peer(clean: None) -> None:
     say(OF_PEER)
     found = failures.current()
@@ -166,12 +160,6 @@ def test_one_handler_for_all_failures(clean: None) -> None:
     for error in (ValueError("shapes differ"), KeyError("x")):
         with pytest.raises(type(error)), jax_intranode.communication_errors():
             raise error
-
-
-def test_the_exception_is_a_runtime_error_with_the_record() -> None:
-    error = jax_intranode.CommunicationError(FAILURE.message, FAILURE)
-    assert isinstance(error, RuntimeError)
-    assert str(error) == FAILURE.message and error.failure is FAILURE
 
 
 PRELUDE = """

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax_own_tests
 import pytest
 
 TOOLS = Path(__file__).parent.parent / "tools"
@@ -56,32 +55,3 @@ def test_it_runs_a_tree_in_both_ways(tmp_path: Path) -> None:
         "1 test ran our kernels, 8 operations in all",
         "1 test differs, and 0 for a known reason",
     ]
-
-
-def outcomes(**by_name: str) -> dict[str, jax_own_tests.Outcome]:
-    return {name: jax_own_tests.Outcome(o, operations=2) for name, o in by_name.items()}
-
-
-@pytest.mark.parametrize(
-    "with_ours, known, code, last",
-    [
-        ({"a": "passed", "b": "failed"}, "", 0, "0 tests differ, and 0 for a known reason"),
-        ({"a": "failed", "b": "passed"}, "", 1, "1 test differs, and 0 for a known reason"),
-        ({"b": "passed"}, "", 1, "1 test differs, and 0 for a known reason"),
-        ({"a": "failed"}, "[a]: it reads HLO", 0, "0 tests differ, and 1 for a known reason"),
-        ({}, "[a]: it reads HLO", 2, "Nothing was compared"),
-    ],
-)
-def test_differences(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    with_ours: dict[str, str],
-    known: str,
-    code: int,
-    last: str,
-) -> None:
-    (tmp_path / "known.txt").write_text(f"# A comment.\n{known}\n")
-    reasons = jax_own_tests.known_differences(tmp_path / "known.txt")
-    without = outcomes(a="passed", b="failed")
-    assert jax_own_tests.compare(without, outcomes(**with_ours), reasons) == code
-    assert capsys.readouterr().out.splitlines()[-1].startswith(last)

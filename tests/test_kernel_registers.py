@@ -87,9 +87,3 @@ def test_grids_are_resident() -> None:
 )
 def test_a_kernel_that_outgrows_its_grid_is_found(size: int, registers: int, fits: bool) -> None:
     assert (outgrown(Kernel("kernel", size, True, registers)) == []) == fits
-
-
-def test_kernels_are_read() -> None:
-    name = "_Z20jax_intranode_kernelINS_7TwoShotELNS_9AlgorithmE1ENS_3F32ELi4ENS_13AlignedBufferEE"
-    text = f" Function {name}:\n  REG:82 STACK:0 SHARED:0\n Function other:\n  REG:3\n"
-    assert kernels_in(text) == [Kernel(name, 4, True, 82)]

@@ -17,7 +17,6 @@ import pytest
 from processes import assert_gone, children_of, is_running
 
 from jax_intranode import __main__ as command_line
-from jax_intranode._src.command_line.launcher import output
 from jax_intranode._src.group import nvml
 from jax_intranode._src.jax_private import distributed
 
@@ -179,38 +178,6 @@ def test_children_of_a_rank_are_processes_of_their_own(launch: Launch) -> None:
     assert [lines_of(out, rank) for rank in range(2)] == [["2 [1, 10]"]] * 2
 
 
-def test_a_line_that_does_not_end_is_shown_after_a_while(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(output, "_PATIENCE_S", 0.2)
-    _, out, _ = launch(
-        "-n 1 SCRIPT",
-        """
-        import time
-        for i in range(6):  # a progress bar
-            print(f"\\r{i}", end="")
-            time.sleep(0.06)
-        """,
-    )
-    first, second = lines_of(out, 0)
-    assert 1 <= int(first) < 5
-    assert second == "5"
-
-
-@pytest.mark.full
-def test_the_first_rank_gets_stdin(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("import sys; print(sys.stdin.read().split())")
-    done = subprocess.run(
-        [*COMMAND, str(tmp_path / "script.py")],
-        input="one two",
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["[0] ['one', 'two']", "[1] []"]
-
-
 def test_a_rank_that_closes_its_output_is_waited_for(launch: Launch, tmp_path: Path) -> None:
     code, _, _ = launch(
         "-n 1 SCRIPT",
@@ -255,20 +222,6 @@ def test_the_first_failure_is_the_last_thing_shown(launch: Launch) -> None:
     assert traceback[-1] == "[1] ValueError: rank 1 broke"
     assert not any("runpy" in line or "start_rank" in line for line in traceback)
     assert after == "launch: after it, rank 0: SIGKILL, rank 2: exit code 1"
-
-
-@pytest.mark.parametrize(
-    ("end", "code", "words"),
-    [
-        ("sys.exit(7)", 7, "exit code 7"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "SIGKILL"),
-    ],
-)
-def test_the_exit_code_is_that_of_the_rank(launch: Launch, end: str, code: int, words: str) -> None:
-    got, _, err = launch("-n 1 SCRIPT", f"import os, signal, sys\n{end}")
-    assert got == code
-    assert "rank 0 failed first, after 0." in err
-    assert f" s: {words}" in err
 
 
 def test_restarts(launch: Launch, tmp_path: Path) -> None:
@@ -329,80 +282,10 @@ def test_the_loss_of_any_rank_leaves_the_others_their_service(launch: Launch) ->
 
 
 @pytest.mark.full
-def test_a_rank_that_waits_for_one_that_was_killed_says_so(launch: Launch) -> None:
-    code, _, err = launch(
-        "-n 2 --grace 10 run SCRIPT",
-        JAX,
-        """
-        import signal
-        total()
-        if jax.process_index() == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        total()
-        """,
-    )
-    assert code == 137
-    assert "launch: rank 0 failed first, after " in err
-    assert any("process 0 (pid " in line for line in lines_of(err, 1)), err
-    assert "launch: after it, rank 1: exit code 1\n" in err
-
-
-@pytest.mark.full
-def test_an_exception_is_told_and_does_not_wait_for_the_peer_that_waits(launch: Launch) -> None:
-    start = time.monotonic()
-    code, out, err = launch(
-        "-n 2 --grace 10 run SCRIPT",
-        JAX,
-        """
-        import atexit
-        total()
-        if jax.process_index() == 0:
-            atexit.register(lambda: print("exit handlers have run"))
-            raise ValueError("it broke")
-        total()
-        """,
-    )
-    assert time.monotonic() - start < 40
-    assert code == 1
-    assert lines_of(out, 0) == ["exit handlers have run"]
-    assert "ValueError: it broke" in lines_of(err, 0)
-    says = "ValueError: it broke"
-    assert any("process 0" in line and says in line for line in lines_of(err, 1)), err
-
-
-@pytest.mark.full
 def test_arguments_of_another_rank_are_refused(launch: Launch) -> None:
     code, _, err = launch("-n 2 SCRIPT", JAX, "\njax.distributed.initialize('localhost:1', 3, 0)")
     assert code == 1
     assert "ValueError: jax.distributed.initialize(num_processes=3): this is process 0 of 2" in err
-
-
-def test_only_this_user_can_reach_the_service(launch: Launch) -> None:
-    """JAX's service asks nobody who he is. test_strangers.py has the attacks."""
-    code, out, err = launch(
-        "-n 1 SCRIPT",
-        """
-        import os
-        from pathlib import Path
-        kind, _, path = os.environ["JAX_INTRANODE_COORDINATOR"].partition(":")
-        folder = Path(path).parent
-        print(kind, oct(folder.stat().st_mode & 0o777), folder.stat().st_uid == os.geteuid())
-        rows = [
-            row.split() for name in ("tcp", "tcp6") for row in Path("/proc/net", name).open()
-        ]
-        listening = {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}
-        links = [
-            os.readlink(entry.path) for entry in os.scandir(f"/proc/{os.getppid()}/fd")
-        ]
-        print(any("socket:" in link for link in links), *listening.intersection(links))
-        print(folder)
-        """,
-    )
-    assert code == 0, err
-    how, ports, folder = lines_of(out, 0)
-    assert how == "unix 0o700 True"
-    assert ports == "True"
-    assert not Path(folder).exists()
 
 
 def test_connections_of_others_to_the_service_disturb_nobody(
@@ -487,26 +370,6 @@ def test_nothing_outlives_the_command(tmp_path: Path, number: signal.Signals, co
     assert_gone(pids)
 
 
-@pytest.mark.full
-def test_the_ranks_go_on_when_nobody_reads(tmp_path: Path) -> None:
-    process = started(
-        tmp_path,
-        f"""
-        import os, time
-        print("ready", flush=True)
-        for i in range(20):
-            time.sleep(0.1)
-            print(i, flush=True)
-        open({str(tmp_path)!r} + "/done" + os.environ["JAX_INTRANODE_RANK"], "w").close()
-        """,
-    )
-    assert process.stdout is not None
-    process.stdout.close()
-    assert process.wait(60) == 0
-    assert (tmp_path / "done0").exists()
-    assert (tmp_path / "done1").exists()
-
-
 FILLS_THE_PIPE = """
     import os, sys, time
     print("ready", flush=True)
@@ -578,57 +441,7 @@ def test_the_ranks_pause_with_the_command(tmp_path: Path) -> None:
     assert process.returncode == 0
 
 
-def test_a_pause_of_all_is_no_loss() -> None:
-    """With JAX's 100 s the service would take all ranks for dead when it goes on."""
-    assert distributed.HEARTBEAT_S > 24 * 3600
-
-
-def test_closed_descriptors_stay_unused(tmp_path: Path) -> None:
-    """Nothing of the command gets the numbers of stdin, stdout and stderr."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, sys\n"
-        "fds = [os.readlink(f'/proc/{os.getppid()}/fd/{fd}') for fd in range(3)]\n"
-        f"open({str(tmp_path / 'fds')!r}, 'w').write(' '.join(fds))\n"
-        "print('text', sys.stdin.read())\n"
-    )
-    command = [*COMMAND[:-1], "1", str(script)]
-    done = subprocess.run(
-        ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *command],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "fds").read_text().split() == ["/dev/null"] * 3
-
-
 # Wrong input.
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("-n 2 nowhere.py", "launch nowhere.py: there is no such file"),
-        ("-n 2 -m no_package.train", "launch -m no_package.train: there is no module 'no_package'"),
-        ("-n 2 run", "launch run: name a script"),
-        ("-n 2 --grace x SCRIPT", "argument --grace: 'x': use a positive number"),
-        ("-n 2 --restarts -1 SCRIPT", "argument --restarts: '-1': use an integer from 0 on"),
-        ("-n 2 --log-dir /dev/null/logs SCRIPT", "--log-dir /dev/null/logs: Not a directory"),
-        ("SCRIPT", "without GPUs, say how many processes to start: -n 2"),
-        ("-n 2 --platform gpu SCRIPT", "NVML finds no GPU that JAX would see"),
-        ("-n 3 --platform gpu SCRIPT", "launch -n 3: JAX sees 2 GPUs here. Use -n 2"),
-    ],
-)
-def test_wrong_input(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
-) -> None:
-    gpus = 2 if arguments.startswith("-n 3") else 0
-    monkeypatch.setattr(nvml, "visible_gpus", lambda: gpus)
-    code, _, err = launch(arguments, "print('it ran')")
-    assert code == 2
-    assert message in err
-    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,10 @@
 
 from pathlib import Path
 
-import cases
 import jax
 import pytest
 from devices import need_devices
-from jax.sharding import PartitionSpec as P
 from processes import python
-
-import jax_intranode
-from jax_intranode._src.native import extension
 
 
 def run_program(tmp_path: Path, code: str, *arguments: str) -> tuple[int, str]:
@@ -116,34 +111,3 @@ def test_replay_after_shutdown(tmp_path: Path) -> None:
     if jax.devices()[0].platform == "gpu":
         assert "CALLS 0\n" in text, text
         assert "replayed from a CUDA graph" in text, text
-
-
-def test_usage_counter() -> None:
-    need_devices(2)
-    mesh = cases.line(2)
-    x = cases.put(mesh, P("x"), cases.random("float32", (2, 100)))
-
-    def body(v: jax.Array) -> jax.Array:
-        for _ in range(8):
-            v = jax_intranode.psum(v, "x") / 2
-        return v
-
-    program = jax.jit(cases.sharded(body, mesh, P("x"), P("x")))
-
-    def counted(executions: int) -> int:
-        before = jax_intranode.usage_counter()
-        for _ in range(executions):
-            jax.block_until_ready(program(x))
-        return jax_intranode.usage_counter() - before
-
-    assert counted(1) == 8 * 2  # each counts once for each device
-    assert counted(10) == 10 * 8 * 2
-    calls = extension.handler_calls()
-    assert counted(5) == 5 * 8 * 2
-    if jax.devices()[0].platform == "gpu":
-        assert extension.handler_calls() == calls, "XLA did not replay"
-    before = jax_intranode.usage_counter()
-    jax_intranode.shutdown()
-    jax.clear_caches()
-    assert jax_intranode.usage_counter() == before
-    assert counted(3) == 3 * 8 * 2

@@ -44,24 +44,6 @@ def run(
     )
 
 
-AUTO_PROGRAM = """
-import jax
-import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-
-REPOSITORY, COMMIT, FOLDER, PACKAGES, TOLERANCE = "none", "none", "some/folder", (), 1e-6
-AUTO = True
-
-
-def steps(small):
-    mesh = jax.make_mesh((jax.device_count(),), ("i",), (AxisType.Auto,))
-    w = jax.device_put(jnp.ones(64), NamedSharding(mesh, P("i")))
-    step = jax.jit(lambda w: (w * 0.9, w.sum()))
-    while True:
-        w, loss = step(w)
-        yield {{"loss": loss}}
-"""
-
 CHANGED = "(0 if hook.enabled.value is None else 0.001)"
 PMEAN = "lambda v: jax.lax.pmean(v, 'i')"
 
@@ -71,14 +53,6 @@ def test_a_program_that_gives_the_same(tmp_path: Path) -> None:
     assert found.returncode == 0, found.stdout + found.stderr
     assert "times as fast" in found.stdout and "replaced: 1 pmean" in found.stdout
     assert "1 of 1 programs give the same results" in found.stdout
-
-
-@pytest.mark.full
-def test_an_auto_sharded_program(tmp_path: Path) -> None:
-    found = run(tmp_path, "", PMEAN, AUTO_PROGRAM)
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert "XLA's collectives in jit__lambda: 1 all-reduce -> none" in found.stdout
-    assert "results of 20 steps from the start: they differ by at most 0.0e+00" in found.stdout
 
 
 @pytest.mark.full

@@ -5,7 +5,10 @@ from.
 """
 
 import dataclasses
+import hashlib
+import itertools
 import re
+from typing import Any
 
 import pytest
 
@@ -45,61 +48,23 @@ def plan(
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
 
 
-def test_own_rows_are_multiplied_before_any_that_arrive() -> None:
-    """If the matmul takes longer than the link, bands end where a rank's own rows end."""
-    groups = {}
-    for world in (2, 4, 8):
-        for pairs in (1, 2, 3, 4, 7):
-            kernel = plan(GATHER, world * pairs * 256, 16384, 8192, world=world)
-            if isinstance(kernel, Plan) and kernel.tile_columns:
-                assert (world - 1) * pairs % kernel.band_pairs == 0
-                groups[world, pairs] = kernel.band_pairs
-    assert plan(GATHER, 4096, 16384, 6656, world=8) == Plan(tile_columns=256, band_pairs=7)
-    assert groups == {
-        (2, 1): 1, (2, 2): 2, (2, 3): 3, (2, 4): 4, (4, 1): 3, (4, 2): 6, (8, 1): 7
-    }  # fmt: skip
-    assert plan(GATHER, 2048, 8192, 7168, world=8) == Plan(tile_columns=128, band_pairs=7)
-    assert plan(GATHER, 2048, 8192, 14336, world=4) == Plan(tile_columns=256, band_pairs=6)
+def test_plans_of_odd_shapes_stay() -> None:
+    """Few rows, groups of any size, batches, sums of several terms, with weight gradients, too.
 
-
-def test_more_than_four_ranks_are_out_of_step() -> None:
-    """More than four ranks send products to all peers at once.
-
-    The fused kernel has to be faster by a larger margin then, unless a pipeline would run instead.
+    If the model was changed on purpose, look at the plans that change, then at this digest.
     """
-    for world, pairs, parts in ((2, 8, 1), (3, 8, 1), (4, 8, 1), (5, 2, 8), (7, 2, 12), (8, 2, 15)):
-        expected = Plan(tile_columns=256, band_pairs=pairs, parts=parts)
-        assert plan(SCATTER, world * 2048, 7168, 4096, world=world) == expected
-    reason = plan(GATHER, 1024, 16384, 2048, world=8)
-    assert reason == "the fused kernel would take 189 us, the collective and the matmul 204 us"
-    for world in (2, 4):
-        assert isinstance(plan(GATHER, 1024, 16384, 2048 * 8 // world, world=world), Plan)
-    chosen = plan(SCATTER, 2044, 1024, 14336, world=7)
-    assert isinstance(chosen, Plan) and chosen.tile_columns
-
-
-def test_direct_where_the_matmul_decides() -> None:
-    """Products are stored directly where the matmul decides and there are many waves."""
-    for world in (2, 4, 8):
-        for m, k, n, expected in (
-            (8192, 7168, 8192, True),
-            (32768, 3584, 8192, True),
-            (8192, 512 * world, 4096, False),
-            (8192, 8192 // world, 8192, world == 2),
-            (32768, 8192 // world, 8192, world < 8),
-            (2048, 7168, 8192, False),
-        ):
-            for columns in (128, 192):
-                kernel = Plan(tile_columns=columns)
-                with_direct = Plan(tile_columns=columns, direct=True)
-                sizes = Sizes(SCATTER, 1, m // world, (k,), (n,), world)
-                assert sizes.scratch_bytes(kernel) == sizes.ring_bytes(columns)
-                assert sizes.scratch_bytes(with_direct) == 0
-            chosen = plan(SCATTER, m, k, n, world=world)
-            assert isinstance(chosen, Plan)
-            assert chosen.tile_columns
-            assert chosen.direct == expected, (world, m, k, n)
-            assert ("directly" in str(chosen)) == expected
+    lines = []
+    for world, wgrads, outer in itertools.product((2, 3, 5, 8), (0, 1), (1, 8, 128)):
+        for pairs, k, n in itertools.product((1, 3, 7), (1024, 7168, 16384), (1024, 6656)):
+            rows = world * pairs * 256 * (outer if pairs == 7 else 1)
+            of: dict[str, Any] = {"world": world, "wgrads": wgrads, "outer": outer}
+            for operation, ks, ns in ((GATHER, k, (n, n // 2)), (SCATTER, (k, 136, 8), n)):
+                chosen = plan(operation, rows, ks, ns, **of)
+                text = repr(chosen) if isinstance(chosen, Plan) else "no"
+                lines.append(f"{operation} {rows} {ks} {ns} {of}: {text}\n")
+    assert sum(not line.endswith(": no\n") for line in lines) > 100
+    digest = hashlib.sha256("".join(lines).encode()).hexdigest()[:12]
+    assert digest == "e62f5c229e08", "".join(lines)
 
 
 def test_sums_that_do_not_fit_the_ring_come_in_rounds() -> None:
@@ -125,43 +90,6 @@ def test_sums_that_do_not_fit_the_ring_come_in_rounds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("operation", "m", "k", "n", "world", "expected"),
-    [
-        (SCATTER, 8192, 1024, 8192, 4, Plan(tile_columns=256, parts=12, wgrad=True)),
-        (
-            SCATTER, 8192, 1024, 8192, 8,
-            Plan(tile_columns=256, band_pairs=2, parts=15, wgrad=True),
-        ),
-        (
-            GATHER, 8192, 8192, 1024, 2,
-            Plan(tile_columns=256, band_pairs=16, wgrad=True, wgrad_tiles_last=62),
-        ),
-        (
-            GATHER, 8192, 8192, 1024, 4,
-            Plan(
-                tile_columns=256, band_pairs=16, wgrad=True,
-                row_pairs_before_wgrad=8, wgrad_tiles_last=62,
-            ),
-        ),
-        # A tile of arriving rows takes long, so it is multiplied while its columns arrive.
-        (
-            GATHER, 4096, 28672, 1024, 2,
-            Plan(tile_columns=256, band_pairs=16, wgrad=True, wgrad_tiles_last=382),
-        ),
-    ],
-)  # fmt: skip
-def test_weight_gradients_in_the_same_kernel(
-    operation: str, m: int, k: int, n: int, world: int, expected: Plan
-) -> None:
-    """If the link takes longer. Without weight gradients such operations have other plans."""
-    chosen = plan(operation, m, k, n, world=world, wgrads=1)
-    assert chosen == expected
-    assert "with weight gradients" in str(chosen)
-    alone = plan(operation, m, k, n, world=world)
-    assert isinstance(alone, Plan) and not alone.wgrad
-
-
-@pytest.mark.parametrize(
     ("operation", "m", "k", "n", "world", "says"),
     [
         (SCATTER, 8192, 1024, 8192, 2, "with these as matmuls after it"),
@@ -178,41 +106,6 @@ def test_weight_gradients_as_matmuls_after_it(
     reason = plan(operation, m, k, n, world=world, wgrads=1)
     assert isinstance(reason, str)
     assert says in reason
-
-
-def test_weight_gradients_of_several_matrices() -> None:
-    """Every weight gradient costs time, and each has a partial last tile."""
-    ks = (512, 256, 256)
-    assert plan(SCATTER, 8192, ks, 8192, world=8, wgrads=3) == plan(
-        SCATTER, 8192, 1024, 8192, world=8, wgrads=1
-    )
-    ks = (1024, 8, 8, 8)
-    assert isinstance(plan(SCATTER, 8192, ks, 8192, world=8, wgrads=4), str)
-    assert isinstance(plan(SCATTER, 8192, ks, 8192, world=8, wgrads=1), Plan)
-
-
-def test_tiles_that_fill_the_last_wave() -> None:
-    """Tiles of 224 columns, where their waves are fuller. Reduce-scatters have no such tiles."""
-    for world, m, k, n in ((2, 512, 16384, 26624), (4, 2048, 4096, 7168)):
-        chosen = plan(GATHER, m, k, n, world=world)
-        assert isinstance(chosen, Plan) and chosen.tile_columns == 224
-    with choice.forced(Plan(tile_columns=224)):
-        assert isinstance(plan(GATHER, 512, 64, 64), Plan)
-        assert (
-            plan(SCATTER, 512, 64, 64)
-            == "no fused kernel of matmul_reduce_scatter has tiles of 224 columns"
-        )
-
-
-def test_kernel_sends_whole_tiles() -> None:
-    """The fused kernel sends whole row tiles: with short arrays most would be padding."""
-    for operation, m, k, n, outer in (
-        (GATHER, 2048, 8192, 1024, 128),
-        (SCATTER, 4096, 1024, 8192, 64),
-    ):
-        alone = plan(operation, m, k, n, world=2)
-        assert isinstance(alone, Plan) and alone.tile_columns
-        assert isinstance(plan(operation, m, k, n, world=2, outer=outer), str)
 
 
 def test_fields_are_those_of_the_native_plan() -> None:
@@ -263,22 +156,6 @@ def test_other_dtypes_hardware_worlds_and_rings() -> None:
     # Each of eight ranks has smaller shards: more bytes have to travel to be worth it.
     assert isinstance(plan(GATHER, 2048, 8192, 8192, world=8, ring=16 << 20), str)
     assert plan(GATHER, 8192, 8192, 8192, world=8, ring=64 << 20) == Plan()
-
-
-def test_batches_fill_the_gpu_less() -> None:
-    """The arrays of a batch are multiplied one by one, so that short ones fill the GPU badly."""
-    small = 64 << 20  # too small for the fused kernel
-    assert plan(GATHER, 16384, 8192, 3584, ring=small) == Plan()
-    assert plan(GATHER, 16384, 8192, 3584, outer=2, ring=small) == Plan()
-    for operation in (GATHER, SCATTER):
-        reason = plan(operation, 16384, 8192, 3584, outer=256)  # 16 rows a rank
-        assert isinstance(reason, str)
-        assert "the fused kernel would take" in reason
-    # Shards of few rows, and a last row tile that is badly filled.
-    reason = plan(GATHER, 2048, 8192, 14336, ring=20 << 20)
-    assert isinstance(reason, str)
-    assert "us to hide 67 us" in reason
-    assert isinstance(plan(GATHER, 420 * 8, 8192, 7168, world=8, ring=48 << 20), str)
 
 
 def test_sums_of_several_products() -> None:

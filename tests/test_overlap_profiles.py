@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_topology import SWITCH_LINK, FakeNvml, bus_id, install
+from test_commands_on_gpus import Node
+from test_topology import SWITCH_LINK, bus_id, install
 
 from jax_intranode._src.command_line.bench import shapes as matmul_shapes
 from jax_intranode._src.group import agreed, rendezvous, topology
@@ -124,16 +125,6 @@ def test_a_measured_kind_has_its_profile_before_any_rendezvous() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["NVIDIA H20", "NVIDIA H200 NVL", "NVIDIA H200 MIG 1g.18gb", "NVIDIA GH200 480GB"]
-)
-def test_kinds_are_compared_exactly(kind: str) -> None:
-    """Names that contain one another are different GPUs: it takes their facts."""
-    assert profiles.known_from_kinds([kind]) is None
-    profile = scaled(facts(kind, sms=78))
-    assert (profile.name, profile.scaled_from, profile.sms) == (kind, "NVIDIA H200", 78)
-
-
-@pytest.mark.parametrize(
     ("kind", "says"),
     [
         ("NVIDIA B200", "not measured on blackwell GPUs"),
@@ -145,14 +136,6 @@ def test_other_generations_are_not_overlapped(kind: str, says: str) -> None:
     assert profiles.known_from_kinds([kind]) == says
     assert profiles.known_from_kinds(["NVIDIA H200", kind]) == says
     assert profiles.from_facts([H200_FACTS, facts(kind)]) == says
-
-
-def test_facts_that_are_missing_or_of_another_generation() -> None:
-    silent = GpuFacts("NVIDIA H100 NVL", (9, 0), 0, 0.0, 0.0, 0.0)
-    reason = profiles.from_facts([silent])
-    assert reason == "NVIDIA H100 NVL does not report its SMs, clock and NVLinks"
-    other = facts("NVIDIA H100 NVL", capability=(9, 1))
-    assert profiles.from_facts([other]) == "not measured on NVIDIA H100 NVL GPUs"
 
 
 def test_different_gpus_get_the_profile_of_the_slowest() -> None:
@@ -199,54 +182,6 @@ def test_scaled_profiles_give_sensible_plans(of_one: GpuFacts) -> None:
     assert overlapped_shapes > 100
 
 
-def test_an_h20_is_limited_by_its_tensor_cores() -> None:
-    """78 SMs with slow Tensor Cores and all NVLinks: hiding the link is worth less."""
-    h20 = scaled(facts("NVIDIA H20", sms=78, memory_tb_per_s=4.0))
-    assert 130e12 < h20.matmul_flops < 148e12
-    assert h20.copy_bytes_per_s == H200.copy_bytes_per_s
-    assert h20.clusters == 39
-    # A cluster tile takes as long as the rate of its share of the GPU says, within 20 %.
-    flops_of_stage = 2 * 256 * 256 * 64
-    by_rate = flops_of_stage * h20.clusters / h20.matmul_flops
-    assert h20.tiles[256].stage_s == pytest.approx(by_rate, rel=0.25)
-    # The link is hidden where an H200 waits for it: no parts in turn, no second round.
-    shape = (SCATTER, 8192, 1024, 8192)
-    on_h200, on_h20 = plan_of(H200, *shape), plan_of(h20, *shape)
-    assert isinstance(on_h200, Plan) and on_h200.parts > 1
-    assert isinstance(on_h20, Plan) and on_h20.parts == 1
-    # A matmul of many rows takes milliseconds, and copying is a small part of it.
-    assert isinstance(plan_of(h20, GATHER, 32768, 16384, 8192), Plan)
-    # An H800 has an H200's Tensor Cores and fewer links: it waits for what an H200 hides.
-    h800 = scaled(facts("NVIDIA H800", links=8))
-    on_h800 = plan_of(h800, SCATTER, 8192, 2048, 8192)
-    assert isinstance(on_h800, Plan) and on_h800.parts > 1
-
-
-def test_a_small_part_of_a_gpu_has_plans() -> None:
-    """A MIG slice that could reach its peers: fewer clusters than peers."""
-    slice_of_gpu = scaled(facts("NVIDIA H200 MIG 1g.18gb", sms=10, links=1))
-    for operation in (GATHER, SCATTER):
-        chosen = plan_of(slice_of_gpu, operation, 8192, 1024, 8192, world=8)
-        assert isinstance(chosen, Plan | str)
-
-
-def test_explain_says_that_a_profile_was_not_measured() -> None:
-    h100 = scaled(facts("NVIDIA H100 80GB HBM3"))
-    assert h100.note == "model scaled from NVIDIA H200, not measured"
-    assert H200.note == ""
-    request = overlapped_call.Request(
-        Sizes(SCATTER, 1, 16, (64,), (72,), 2), 0, (), None, transposed=True
-    )
-    call = overlapped_call.Overlapped(Partition((0, 1), 2), request, Plan(), h100.note)
-    assert call.selection.reason == (
-        "overlapped, cuBLASLt pipeline, first shard in 1, last in 1 pieces; "
-        "model scaled from NVIDIA H200, not measured"
-    )
-    reason = plan_of(h100, GATHER, 512, 4096, 1024)
-    assert isinstance(reason, str)
-    assert "bytes from peers" in reason and reason.endswith("not measured")
-
-
 def test_what_no_gpu_takes_needs_no_rendezvous() -> None:
     for k, profile, says in (
         (64, None, None),
@@ -262,22 +197,8 @@ def test_what_no_gpu_takes_needs_no_rendezvous() -> None:
 
 
 def test_facts_are_read_from_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    class WithFacts(FakeNvml):
-        NVML_CLOCK_SM, NVML_CLOCK_MEM = 1, 2
-        NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON = 90
+    class WithFacts(Node):
         speed = 26562
-
-        def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:
-            return 9, 0
-
-        def nvmlDeviceGetNumGpuCores(self, handle: int) -> int:
-            return 132 * 128
-
-        def nvmlDeviceGetMaxClockInfo(self, handle: int, clock: int) -> int:
-            return {self.NVML_CLOCK_SM: 1980, self.NVML_CLOCK_MEM: 3201}[clock]
-
-        def nvmlDeviceGetMemoryBusWidth(self, handle: int) -> int:
-            return 6144
 
         def nvmlDeviceGetFieldValues(self, handle: int, fields: list[int]) -> list[object]:
             assert fields == [90]
@@ -293,7 +214,7 @@ def test_facts_are_read_from_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     assert records.from_json(GpuFacts, fields) == found
     # A GPU that is not there, and a driver that answers nothing.
     assert not topology.read_facts(bus_id(5), "x").complete
-    monkeypatch.delattr(WithFacts, "nvmlDeviceGetNumGpuCores")
+    monkeypatch.delattr(Node, "nvmlDeviceGetNumGpuCores")
     assert not topology.read_facts(bus_id(0), "x").complete
     install(monkeypatch, None)
     assert not topology.read_facts(bus_id(0), "x").complete

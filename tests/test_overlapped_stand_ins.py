@@ -7,7 +7,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import line, make_mesh, sharded
+from cases import line
 from collective_matmuls import (  # noqa: F401
     BOTH,
     GATHER,
@@ -22,7 +22,6 @@ from collective_matmuls import (  # noqa: F401
     values,
     with_gradients,
 )
-from devices import need_devices
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
@@ -97,19 +96,6 @@ def test_overlapped_sum(overlapping: None, leading: tuple[int, ...], check_vma: 
     # 1 forward, 2 with tangents, 1 for the batch. Backward as without overlap.
     expected = {SCATTER: 4, GATHER: 4} | ({} if check_vma else {SUM: 1})
     assert collectives(program(jax_intranode), *args) == expected
-
-
-def test_overlapped_sum_over_some_axes(overlapping: None) -> None:
-    need_devices(4)
-    mesh = make_mesh((2, 2), ("a", "b"), (2, 0, 3, 1))
-
-    def program(lib: Any) -> Any:
-        def body(x: Any, w: Any) -> Any:
-            return [lib.matmul_all_reduce(x, w, axes)[None] for axes in ("a", "b", ("b", "a"))]
-
-        return sharded(body, mesh, (P("b"), P("a")), P(("a", "b")), False)
-
-    like_lax(program, *values((8, 3), (6, 5)))
 
 
 def test_overlapped_gradient_of_column_parallel_matmul(overlapping: None) -> None:
@@ -223,30 +209,6 @@ def test_both_gradients_in_one_call(
         assert (request.axis, sizes.outer, sizes.rows) == (axis, 3 if leading else 1, 2)
     found = [(r.sizes.ks, r.sizes.ns, r.wgrads) for r in (of_scatter, of_gather)]
     assert found == [((6,), (3,), 1), ((3, 7, 4), (5,), 2)]
-
-
-def test_explain_of_both_gradients(both_in_one_call: list[overlapped_call.Request]) -> None:
-    """Gradients are presented as the collective matmuls that compute them."""
-
-    def body(x: Any, w: Any, v: Any) -> Any:
-        return matmul_reduce_scatter(jnp.tanh(all_gather_matmul(x, w, "x")), v, "x")
-
-    f = with_gradients(over_x(body, (P("x"), P(None, "x"), P("x"))), (0, 1, 2))
-    args = values((2 * N, 5), (5, 3 * N), (3 * N, 5))
-    calls = explain(f)(*args)
-    ones = [("all_gather_matmul", ((2, 5), (5, 3)), 2 * 5 * 4)]
-    twos = [("matmul_reduce_scatter", ((2 * N, 3), (3, 5)), 2 * N * 5 * 4)]
-    backward = [
-        ("all_gather_matmul", ((2, 5), (3, 5)), 2 * 5 * 4),
-        ("matmul_reduce_scatter", ((2 * N, 3), (5, 3)), 2 * N * 5 * 4),
-    ]
-    got = [(call.operation, call.shapes, call.nbytes) for call in calls]
-    assert got == [*ones, *twos, *backward]
-    for call in calls[:2]:
-        assert "not overlapped (one gradient alone)" in call.reason
-    for call in calls[2:]:
-        assert call.algorithm == call.operation
-        assert call.reason == f"overlapped, {Plan(tile_columns=128, wgrad=True)}"
 
 
 def test_gradients_that_are_not_one_call(both_in_one_call: list[overlapped_call.Request]) -> None:

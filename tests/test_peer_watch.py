@@ -250,17 +250,6 @@ def test_a_failure_is_told_and_cleaned() -> None:
         assert state_of(watch, "failed", "left", "running") == ("failed", what)
 
 
-def test_what_makes_no_sense_is_ignored() -> None:
-    with pair() as (watch, peer):
-        for packet in (
-            b"?", b"\0", b"G" * 300, b"g" * 600, b"f" + b"x" * 501, hello(),
-            b"w", b"wx y", b"w1 2 3 4 ", b"w1 2 3 4 5 psum",
-        ):  # fmt: skip
-            peer.send(packet)
-        time.sleep(0.2)
-        assert state_of(watch, "running", "finished", "failed")[0] == "running"
-
-
 def test_a_silent_peer_is_stopped_until_it_is_heard() -> None:
     with pair(silent_s=0.4) as (watch, peer):
         _, what = state_of(watch, "silent")
@@ -282,11 +271,6 @@ def test_why_a_process_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(peers, "_watches", [watch])
         assert peers.absence([0, 5]) == (reason and (reason, "process 1 is so"))
         assert peers.absence([0, 1]) is None
-
-
-def test_heartbeats_are_sent() -> None:
-    with pair() as (_, peer):
-        assert [peer.recv(10) for _ in range(2)] == [b"h", b"h"]
 
 
 def test_proc_tells_of_an_end_that_the_socket_hides() -> None:

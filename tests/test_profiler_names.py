@@ -78,13 +78,3 @@ def test_scopes_of_calls_of_lax(name: str) -> None:
         ((call, place),) = calls_of(lambda x, w: function(x @ w, "m", **arguments))
     assert call == f"jax_intranode_{name}"
     assert f"jax_intranode.{name}/" in place
-
-
-def test_scope_of_a_fallback() -> None:
-    need_devices(2)
-    mesh = jax.make_mesh((2,), ("m",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    f = jax.shard_map(
-        lambda x: jax_intranode.psum(x, "m"), mesh=mesh, in_specs=P("m"), out_specs=P()
-    )
-    text = jax.jit(f).lower(jnp.ones(8, jnp.complex64)).as_text(debug_info=True)
-    assert "jax_intranode.psum[lax: dtype complex64" in text

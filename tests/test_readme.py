@@ -82,7 +82,10 @@ def test_one_process(name: str, ran: dict[str, tuple[str, str]]) -> None:
     assert code == "0" and output, output
 
 
-@pytest.mark.parametrize("name", OF_PROCESSES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.full] * (k > 0)) for k, n in enumerate(OF_PROCESSES)],
+)
 def test_process_per_device(name: str, tmp_path: Path) -> None:
     need_devices(2)
     (tmp_path / name).write_text(PROGRAMS[name])

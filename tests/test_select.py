@@ -157,26 +157,6 @@ def test_forced_algorithm_runs_wherever_it_fits(setup: tuple[str, str], algorith
             assert chosen.blocks >= 1 and chosen.threads >= 1
 
 
-def test_segments_of_a_forced_algorithm() -> None:
-    """They are as large as fit, or of the size that is given."""
-
-    def segments(world: int, mib: int, algorithm: str, segment_bytes: int) -> int:
-        found = choose(
-            ("hopper", "multi"),
-            *(world, mib << 20, "bfloat16"),
-            algorithm=algorithm,
-            segment_bytes=segment_bytes,
-        )
-        return found.segments
-
-    for algorithm in table.PSUM_ALGORITHMS:
-        assert segments(2, 1, algorithm, 0) == 1
-        assert segments(2, 1, algorithm, 1 << 18) == 4
-        assert 4 <= segments(2, 64, algorithm, 0) <= 8
-        assert segments(2, 64, algorithm, 1 << 20) == 64
-        assert segments(8, 64, algorithm, 1 << 20) >= 64
-
-
 def test_a_buffer_that_is_a_byte_too_small() -> None:
     def chosen(epoch_buffer_bytes: int, dtype: str, **more: object) -> select.Selection:
         return choose(
@@ -331,16 +311,6 @@ def test_hardware_is_found_by_its_name(platform: str, kind: str, hardware: str) 
     assert table.hardware_of(platform, kind) == hardware
 
 
-def test_generations_without_rows_use_those_of_hopper() -> None:
-    for generation in ("ampere", "blackwell", "gpu"):
-        for operation in OPERATIONS:
-            ours = choose(("hopper", "multi"), 4, 1 << 16, "bfloat16", operation)
-            same = choose(
-                ("hopper", "multi"), 4, 1 << 16, "bfloat16", operation, hardware=generation
-            )
-            assert same == ours and ours.algorithm != "lax"
-
-
 def test_group_larger_than_any_measured_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a change of kMaxRanks alone."""
     monkeypatch.setattr(definitions, "MAX_WORLD_SIZE", 16)
@@ -348,33 +318,3 @@ def test_group_larger_than_any_measured_falls_back(monkeypatch: pytest.MonkeyPat
         for algorithm in ("auto", "one_shot"):
             chosen = choose(setup, 16, 512, "float32", operation, algorithm=algorithm)
             assert chosen.algorithm == "lax" and "16 ranks" in chosen.reason
-
-
-def test_calls_say_whether_their_rows_were_measured() -> None:
-    for setup, operation in itertools.product(SETUPS, OPERATIONS):
-        chosen = choose(setup, 2, 512, "float32", operation)
-        measured = operation != "all_to_all" or setup[0] == "cpu"
-        assert chosen.measured == measured
-        assert ("not measured" in chosen.reason) != measured
-
-
-def test_operands_up_to_4_mb_are_exchanged_on_gpus() -> None:
-    for world in (2, 4, 8):
-        largest = (4 << 20) // world
-        chosen = choose(("hopper", "multi"), world, largest, "bfloat16", "all_to_all")
-        assert chosen.algorithm == "all_to_all"
-        chosen = choose(("hopper", "multi"), world, largest + 16, "bfloat16", "all_to_all")
-        assert chosen.algorithm == "lax"
-
-
-def test_reason_names_the_gpu_that_was_measured() -> None:
-    for hardware in ("hopper", "blackwell", "gpu"):
-        for nbytes in (1 << 10, 1 << 30):
-            chosen = choose(("hopper", "multi"), 4, nbytes, "float32", hardware=hardware)
-            assert "measured on H200" in chosen.reason
-
-
-@pytest.mark.parametrize("kind", ["NVIDIA H20", "NVIDIA H200", "NVIDIA H200 NVL", "H100-PCIe"])
-def test_kinds_are_whole_words(kind: str) -> None:
-    assert table.hardware_of("gpu", kind) == "hopper"
-    assert table.hardware_of("gpu", kind.replace("H", "XH")) == "gpu"

@@ -10,12 +10,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from bench_settings import RunHere
-from cases import x64
 from devices import need_devices
 
 import jax_intranode
-from jax_intranode.__main__ import main
-from jax_intranode._src.command_line.launcher.rank import sharing_env
 from jax_intranode._src.command_line.soak import calls, rank
 from jax_intranode._src.command_line.soak.calls import Call
 
@@ -94,22 +91,6 @@ def test_order_of_a_sum_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rank.run_program(small, 1)[0] == 0
 
 
-def test_sums_of_lax_get_data_that_do_not_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    need_devices(4)
-    large = program(Call("psum", ("x",), "float32", (1 << 16,)), unedited=True)
-    ran: list[bool] = []
-    expected = calls.expected_of_chain
-
-    def seen(of: Any, *arguments: Any) -> Any:
-        ran.extend(call.small for call in of)
-        return expected(of, *arguments)
-
-    monkeypatch.setattr(calls, "expected_of_chain", seen)
-    with x64("float64"):
-        assert rank.run_program(large, 1)[0] == 0
-    assert ran and all(ran)
-
-
 def test_programs_can_be_made_again() -> None:
     made = [rank.make(7, number, 8, "cpu") for number in range(100)]
     assert made == [rank.make(7, number, 8, "cpu") for number in range(100)]
@@ -129,29 +110,3 @@ def test_command(tmp_path: Path, run_here: RunHere) -> None:
     assert "1 programs" in out and "0 wrong\n# OK" in out
     (found,) = json.loads(file.read_text())["modes"]
     assert found["elements"] > 0 and found["operations"] > 0 and found["error"] is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--program", "3"], "--seed"),
-        (["--minutes", "0"], "--minutes 0: use a positive number"),
-        (["--devices", "9"], "9 devices: use 2 to 8"),
-        (["--faults", "--case", "psum:inside"], "'psum:inside' names no case; one is psum:"),
-    ],
-)
-def test_wrong_input(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["soak", "--platform", "cpu", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert text in error and error.count("\n") == 1
-
-
-@pytest.mark.full
-def test_both_modes(run_here: RunHere) -> None:
-    code, out, err = run_here("soak --platform cpu --minutes 1 --devices 4 --seed 11")
-    assert code == 0, out + err
-
-
-def test_processes_that_share_a_gpu_are_of_other_hosts_for_nccl() -> None:
-    hosts = {sharing_env(rank)["NCCL_HOSTID"] for rank in range(4)}
-    assert len(hosts) == 4

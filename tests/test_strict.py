@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,7 +15,6 @@ from jax import export, lax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from processes import python
 
 import jax_intranode
 from jax_intranode._src.group import agreed
@@ -189,53 +187,10 @@ def test_what_is_no_error(name: str) -> None:
     jax.jit(over_x(ALLOWED[name])).lower(jax.ShapeDtypeStruct((N * N, 4 * N), jnp.float32))
 
 
-def test_group_of_one_rank_is_no_error() -> None:
-    f = sharded(lambda v: jax_intranode.psum(v, "x"), line(1), P("x"), P("x"))
-    jax.jit(f).lower(jnp.ones((1, 4)))
-
-
 @pytest.mark.parametrize("values", [{"disable": True}, {"algorithm": "lax"}])
 def test_other_variables_that_ask_for_lax_win(values: dict[str, Any]) -> None:
     with configured(**values):
         lower(lambda v: jax_intranode.psum(v > 0, "x") + jax_intranode.psum(v, "x"))
-
-
-def test_without_the_variable_nothing_is_refused() -> None:
-    with mock.patch.object(config, "get", config.Config):
-        lower(REFUSED["dtype"][0])
-
-
-def test_explain_reports_what_lowering_refuses() -> None:
-    f = partly_manual(OPERATIONS["psum"])
-    (call,) = jax_intranode.explain(f)(jnp.ones((N, 4)))
-    assert call.reason.startswith("a partly manual mesh")
-
-
-@pytest.mark.parametrize(
-    ("changed", "cause"),
-    [
-        ({"nbytes": 0}, select.NOT_FASTER),
-        ({"world_size": 1}, select.NOT_FASTER),
-        ({"nbytes": 1 << 40}, select.NOT_FASTER),
-        ({"algorithm": "lax"}, select.NOT_FASTER),
-        ({"dtype": "complex64"}, select.UNSUPPORTED),
-        ({"world_size": 16}, select.UNSUPPORTED),
-        ({"epoch_buffer_bytes": 16}, select.REFUSED),
-        ({"epoch_buffer_bytes": 16, "algorithm": "two_shot"}, select.NOT_FASTER),
-    ],
-)
-def test_causes_of_the_selection(changed: dict[str, Any], cause: str) -> None:
-    usual = {
-        "nbytes": 1024,
-        "dtype": "float32",
-        "world_size": 4,
-        "hardware": "cpu",
-        "mode": "single",
-        "epoch_buffer_bytes": 1 << 20,
-    }
-    assert select.select("psum", **usual).algorithm != "lax"  # type: ignore[arg-type]
-    selected = select.select("psum", **(usual | changed))  # type: ignore[arg-type]
-    assert (selected.algorithm, selected.cause) == ("lax", cause)
 
 
 # Collectives of jax.lax.
@@ -335,20 +290,3 @@ NOT_MISSED: dict[str, Callable[[Any], Any]] = {
 def test_what_selection_leaves_is_no_error(name: str) -> None:
     with jax_intranode.accelerate():
         lower(NOT_MISSED[name])
-
-
-def test_variable(tmp_path: Path) -> None:
-    """The variable itself, in a process of its own."""
-    program = """
-import jax, jax.numpy as jnp, jax_intranode
-from jax.sharding import PartitionSpec as P
-jax.config.update("jax_num_cpu_devices", 2)
-mesh = jax.sharding.Mesh(jax.devices(), ("x",))
-f = jax.shard_map(lambda v: jax_intranode.psum(v > 0, "x"),
-                  mesh=mesh, in_specs=P("x"), out_specs=P())
-jax.jit(f).trace(jnp.ones(2))
-"""
-    env = {"JAX_INTRANODE_STRICT": "1", "JAX_PLATFORMS": "cpu"}
-    outcome = python("-P", "-c", program, cwd=tmp_path, **env)
-    assert outcome.returncode == 1
-    assert "RuntimeError: jax_intranode.psum at <string>:6 (<lambda>)" in outcome.stdout

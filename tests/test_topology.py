@@ -1,7 +1,5 @@
 """The NVLink mesh: links and shapes of known machines, and how they follow from NVML's answers."""
 
-import dataclasses
-import json
 import random
 import sys
 import types
@@ -12,7 +10,6 @@ import pytest
 
 from jax_intranode._src.group import topology as topo
 from jax_intranode._src.group.topology import LinkReport, Topology, TopologyKind
-from jax_intranode._src.selection import records
 
 # The direct links of a DGX-1 with V100: (i, j) -> links. Two linked quads and i <-> i + 4.
 DGX1 = {
@@ -84,61 +81,6 @@ def test_kind(name: str) -> None:
     for seed in range(5):  # the order of the GPUs does not matter
         assert topo.classify(topo.link_matrix(reports)) is kind
         random.Random(seed).shuffle(reports)
-
-
-def test_numbers_of_links() -> None:
-    matrix = topo.link_matrix(make_reports(8, DGX1))
-    assert matrix[0] == (0, 1, 1, 2, 2, 0, 0, 0)
-    assert all(matrix[i][j] == matrix[j][i] for i in range(8) for j in range(8))
-    # A pair at a switch has the links of the one with fewer.
-    matrix = topo.link_matrix(make_reports(8, {}, [18] * 7 + [16]))
-    assert matrix[0] == (0, 18, 18, 18, 18, 18, 18, 16)
-    assert matrix[7] == (16, 16, 16, 16, 16, 16, 16, 0)
-
-
-def test_direct_links_count_as_the_end_with_fewer_reports_them() -> None:
-    first, second = make_reports(2, {(0, 1): 4})
-    short = LinkReport(second.bus_id, second.uuid, second.name, 0, ((first.bus_id, 3),))
-    deaf = LinkReport(second.bus_id, second.uuid, second.name, 0, ())
-    assert topo.link_matrix([first, short]) == ((0, 3), (3, 0))
-    assert topo.link_matrix([first, deaf]) == ((0, 0), (0, 0))
-
-
-def test_reports_survive_json() -> None:
-    for report in make_reports(8, DGX1, [18] * 8):
-        fields = json.loads(json.dumps(dataclasses.asdict(report)))
-        assert records.from_json(LinkReport, fields) == report
-
-
-@pytest.mark.parametrize(
-    ("written", "normalised"),
-    [
-        ("0000:06:00.0", "00000000:06:00.0"),
-        ("00000000:AF:00.0", "00000000:af:00.0"),
-        ("0001:3B:00.0", "00000001:3b:00.0"),
-        ("FFFFFFFF:FF:FF.0", "ffffffff:ff:ff.0"),
-    ],
-)
-def test_normalise_bus_id(written: str, normalised: str) -> None:
-    assert topo.normalise_bus_id(written) == normalised
-    assert topo.normalise_bus_id(normalised) == normalised
-
-
-@pytest.mark.parametrize("wrong", ["", "06:00.0", "gpu:06:00.0", "GPU-5f2d"])
-def test_normalise_bus_id_refuses_other_text(wrong: str) -> None:
-    with pytest.raises(ValueError):
-        topo.normalise_bus_id(wrong)
-
-
-def test_a_topology_prints_as_a_matrix() -> None:
-    reports = make_reports(3, {(0, 1): 12})
-    shown = str(Topology(TopologyKind.UNKNOWN, tuple(reports), topo.link_matrix(reports), False))
-    head, columns, first, _, last = shown.splitlines()
-    assert head == "unknown, 3 GPU(s)"
-    assert columns.split() == ["GPU0", "GPU1", "GPU2"]
-    assert first.split()[:4] == ["GPU0", "X", "NV12", "-"]
-    assert last.split()[:5] == ["GPU2", "-", "-", "X", bus_id(2)]
-    assert "forced" in str(Topology(TopologyKind.FULLY_CONNECTED, (), (), True))
 
 
 class FakeNvml(types.ModuleType):
@@ -303,11 +245,6 @@ def test_nvml_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     assert topo.topology() == Topology(TopologyKind.UNKNOWN, (), (), False)
 
 
-def test_no_nvml_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, None)  # `import pynvml` raises
-    assert topo.topology() == Topology(TopologyKind.UNKNOWN, (), (), False)
-
-
 @pytest.mark.parametrize("kind", TopologyKind)
 def test_the_configuration_forces_the_kind(
     monkeypatch: pytest.MonkeyPatch, kind: TopologyKind
@@ -318,10 +255,3 @@ def test_the_configuration_forces_the_kind(
     assert found.kind is kind
     assert found.forced
     assert len(found.gpus) == 8
-
-
-def test_the_real_nvml_answers_or_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    force(monkeypatch, None)
-    found = topo.topology()
-    assert len(found.links) == len(found.gpus)
-    assert len({gpu.bus_id for gpu in found.gpus}) == len(found.gpus)

@@ -122,53 +122,6 @@ def test_a_size_that_is_slower_each_time_ends_the_rows() -> None:
     assert rows_of(measured)[-1].nbytes == 1 << 13
 
 
-def test_times_below_the_resolution_are_measured_again() -> None:
-    of_one = StandIn(loses_from=1 << 20, platform="gpu", vanishes=(1,))
-    measured = list(of_one.run(lambda _: None))
-    assert measured[0].us > 0 and [row.nbytes for row in of_one.tried].count(1 << 10) == 2
-
-
-def test_a_sweep_tries_segments_where_a_message_is_large() -> None:
-    measured = list(StandIn(loses_from=1 << 60, platform="gpu").run(lambda _: None))
-    sizes = [1 << k for k in (10, 12, 14, 16, 18, 20, 22, 24, 26, 28)]
-    assert [of_size.nbytes for of_size in measured] == sizes
-    rows = rows_of(measured)
-    assert rows[-1].nbytes == 256 << 20 and rows[-1].segment_bytes in [
-        k << 20 for k in (1, 2, 4, 8)
-    ]
-    # An epoch buffer of 32 MB takes two-shots of 16 MB at once; 512 threads are slower than 256.
-    assert [row.segment_bytes for row in rows if row.nbytes <= 16 << 20] == [0] * (len(rows) - 1)
-
-
-def test_a_sweep_ends_where_no_kernel_takes_the_size() -> None:
-    of_one = StandIn(loses_from=1 << 60, platform="gpu")
-    of_one.packets = "flagged"
-    measured = list(of_one.run(lambda _: None))
-    largest = rows_of(measured)[-1].nbytes
-    needed = [
-        definitions.epoch_buffer_bytes_needed(algorithm, "bfloat16", largest * 2, 2, 1)
-        for algorithm in ("one_shot", "two_shot")
-    ]
-    assert min(needed) > 1 << 25 and largest == measured[-1].nbytes
-    assert not any(row.segment_bytes for row in rows_of(measured))
-
-
-def test_a_sweep_ends_when_its_time_is_over() -> None:
-    of_one = StandIn(loses_from=1 << 20, platform="gpu", ends_at=3)
-    measured = []
-    with pytest.raises(sweep.OutOfTime):
-        for of_size in of_one.run(lambda _: None):
-            measured.append(of_size)
-    assert len(measured) == 3
-
-
-def test_algorithms_are_those_of_the_table() -> None:
-    assert sweep.algorithms("psum") == list(table.PSUM_ALGORITHMS)
-    assert sweep.algorithms("psum_scatter") == ["reduce_scatter"]
-    assert sweep.algorithms("all_gather") == ["all_gather"]
-    assert sweep.algorithms("psum_residual_rms_norm") == ["one_shot_rms_norm", "two_shot_rms_norm"]
-
-
 @pytest.mark.parametrize("operation", command.OPERATIONS)
 def test_measuring_on_devices(operation: str) -> None:
     """Two devices: GPUs with two launches, or CPU devices."""

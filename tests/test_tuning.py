@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_intranode
 from jax_intranode._src.native import definitions
-from jax_intranode._src.selection import config, select, table, tuning
+from jax_intranode._src.selection import select, table, tuning
 from jax_intranode._src.selection.overlap.profiles import H200, Profile
 
 ROW = table.Row(4096, "two_shot", 1, 1)
@@ -137,25 +137,16 @@ def put_endless(path: Path) -> None:
         (lambda path: path.write_text(path.read_text()[:-20]), "not JSON"),
         (lambda path: path.write_bytes(b"\xff\xfe\x00"), "not JSON"),
         (lambda path: path.write_text("[]"), "not a file of `tune`"),
-        (lambda path: path.write_text('{"version": 2, "rows": []}'), "not a file of `tune`"),
         (damaged(lambda f: f.update(format=0)), "the file has layout 0, and this is 1"),
         (damaged(lambda f: f.update(jax_intranode="0.0.1")), "has jax_intranode 0.0.1, and this"),
         (damaged(lambda f: f.pop("tables")), "damaged ('tables')"),
         # Whatever else has changed, it is not what was measured.
-        (damaged(lambda f: f.update(tables=5)), DIGEST),
         (damaged(lambda f: f["tables"][0].update(ranks=9)), DIGEST),
-        (
-            damaged(lambda f: f["tables"][0]["rows"][0].update(nbytes=8192)),
-            DIGEST,
-        ),
-        (damaged(lambda f: f["tables"][0]["rows"][0].update(nbytes=-1)), DIGEST),
-        (damaged(lambda f: f.update(profile={})), DIGEST),
         (damaged(lambda f: f.update(digest="0")), DIGEST),
         (damaged(lambda f: f.pop("digest")), "damaged ('digest')"),
         (lambda path: path.write_text("[" * 1_000_000), "not JSON: maximum recursion depth"),
         (damaged(lambda f: f.update(profile={"tiles": nested(500)})), "damaged"),
         (damaged(lambda f: f.update(format="\x1b[2J" + "x" * 3_000_000)), "layout ?[2Jxxx"),
-        (damaged(lambda f: f.update(digest="x" * 3_000_000)), "digest"),
         (lambda path: os.truncate(path, 1 << 30), "a regular file of at most 16 MiB"),
         (put_fifo, "a regular file of at most 16 MiB"),
         (put_endless, "a regular file of at most 16 MiB"),
@@ -289,19 +280,6 @@ def test_a_program_obeys_the_tuning_and_its_results_are_right(tmp_path: Path) ->
         assert call.algorithm == "two_shot" and "JAX_INTRANODE_TUNING" in call.reason
 
 
-@pytest.mark.usefixtures("fresh")
-def test_a_tuning_of_another_device_is_a_reason_for_lax(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    need_devices(2)
-    mesh = cases.line()
-    with tuning.using(tuning_for_here(tmp_path, "NVIDIA H300")):
-        chosen = cases.selection(mesh, ("x",), (100,), "float32")
-    assert chosen.algorithm == "lax"
-    assert f"was measured on NVIDIA H300, and these devices are {kind()}" in chosen.reason
-    assert "node.json" in chosen.reason and "node.json" in caplog.text
-
-
 # The commands.
 
 
@@ -310,15 +288,6 @@ def test_info_names_the_tuning(file: Path) -> None:
     outcome = run_python(file, "-m", "jax_intranode", "info")
     assert outcome.returncode == 0, outcome.stderr
     assert f"tuning         {named}" in outcome.stdout
-
-
-def test_info_shows_a_file_that_cannot_be_used(file: Path) -> None:
-    file.write_text("{}")
-    outcome = run_python(file, "-m", "jax_intranode", "info", "--json")
-    assert outcome.returncode == 0, outcome.stderr
-    report = json.loads(outcome.stdout)
-    assert report["tuning"] is None
-    assert any("not a file of `tune`" in problem for problem in report["problems"])
 
 
 def test_doctor_says_whether_the_tuning_is_of_this_node() -> None:
@@ -337,8 +306,3 @@ def test_doctor_says_whether_the_tuning_is_of_this_node() -> None:
     assert verdict("NVIDIA H200", ["NVIDIA H100"]) == doctor.FAILS
     assert verdict("NVIDIA H200", []) == doctor.WARNING
     assert list(doctor._tuning({"tuning": None, "gpus": []})) == []
-
-
-def test_the_variable_is_read() -> None:
-    assert config.parse({"JAX_INTRANODE_TUNING": "a.json"}).tuning == "a.json"
-    assert config.parse({}).tuning is None

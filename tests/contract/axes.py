@@ -269,19 +269,6 @@ def axis_of_one_device_beside(lib: Any) -> Any:
     return inside(lambda v: each(lib, v, ("one", "x")), mesh=mesh, in_specs=specs, out_specs=specs)
 
 
-@row("positional axes, with and without names", AS_LAX)
-def positional_axes(lib: Any) -> Any:
-    def under(check: bool) -> Any:
-        return [
-            raised(
-                lambda a=axes: run(shmap(lambda v: lib.psum(v, a), check_vma=check), small(4, 3))
-            )
-            for axes in (("x", 0), ("x", -1), (1, "x"), (0, "x", 1))
-        ]
-
-    return under_both(under)
-
-
 @row("no axes, the same axis twice, positional axes with and without names", AS_LAX)
 def parts_of_odd_axes(lib: Any) -> Any:
     axes = (), [], ("x", "x"), ("x", 0), (0, "x"), 0, -1, (1,)
@@ -362,20 +349,6 @@ def vmapped_name(lib: Any) -> Any:
 
     mapped = jax.vmap(f, axis_name="i")
     return run(mapped, small(4, 8, 3)), jax.vmap(f, 1, axis_name="i")(jnp.asarray(small(8, 4, 3)))
-
-
-@row("two names bound by vmap, an operand mapped over one of them, and `in_axes`", LAX)
-def vmapped_names(lib: Any) -> Any:
-    def f(v: Any, w: Any) -> Any:
-        return (
-            lib.psum(v, "i"),
-            lib.psum(v, ("i", "j")),
-            lib.psum((v, w), "j"),
-            lib.psum(w, ("j", "i")),
-        )
-
-    inner = jax.vmap(f, in_axes=(1, None), axis_name="j")
-    return run(jax.vmap(inner, in_axes=(0, 1), axis_name="i"), small(4, 3, 2), small(5, 4))
 
 
 @row("a name bound by vmap inside shard_map: alone, together with a mesh axis, hiding one", AS_LAX)

@@ -188,16 +188,6 @@ def grad_of_integers(lib: Any) -> Any:
     return under_both(under)
 
 
-@row("gradients in bfloat16 and float16", DERIVED)
-def grad_of_half_precision(lib: Any) -> Any:
-    def under(check: bool) -> Any:
-        f = smap_2(lambda v, w: lib.psum(v * w, "x"), check)
-        transform = jax.grad(lambda v, w: f(v, w).sum(), argnums=(0, 1))
-        return [run(transform, *[a.astype(d) for a in operands()]) for d in ("bfloat16", "float16")]
-
-    return under_both(under)
-
-
 @row("gradients in bfloat16 and in complex64", AS_LAX)
 def grad_of_parts_of_other_types(lib: Any) -> Any:
     def total(v: Any, w: Any) -> Any:
@@ -316,24 +306,6 @@ def custom_vjp(lib: Any) -> Any:
         mapped = smap_2(lambda v, w: f(v) * w, check)
         inside = smap_2(lambda v, w: jax.grad(lambda u: (f(u) ** 2).sum())(v), check, P("x"))
         return run(jax.value_and_grad(loss(mapped)), *operands()), run(inside, *operands())
-
-    return under_both(under)
-
-
-@row("`custom_jvp` around it", DERIVED)
-def custom_jvp(lib: Any) -> Any:
-    def under(check: bool) -> Any:
-        @jax.custom_jvp
-        def f(v: Any) -> Any:
-            return lib.psum(v * v, "x")
-
-        @f.defjvp
-        def rule(primals: Any, tangents: Any) -> Any:
-            (v,), (t,) = primals, tangents
-            return f(v), lib.psum(3 * v * t, "x")
-
-        mapped = smap_2(lambda v, w: f(v) * w, check)
-        return run(jax.value_and_grad(loss(mapped), argnums=(0, 1)), *operands())
 
     return under_both(under)
 

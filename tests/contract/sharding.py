@@ -145,17 +145,6 @@ def partly_manual_with_constraints(lib: Any) -> Any:
     return under_both(under)
 
 
-@row("a partly manual mesh whose other axes have size 1", ACCELERATED)
-def partly_manual_alone(lib: Any) -> Any:
-    mesh = cases.make_mesh((1, 2), ("one", "x"))
-    return under_both(
-        lambda check: run(
-            shmap(lambda v: each(lib, v), mesh, P("x"), P("x"), check, axis_names={"x"}),
-            small(8, 6),
-        )
-    )
-
-
 @row("shard_map inside shard_map", AS_LAX, devices=4)
 def nested_shard_map(lib: Any) -> Any:
     def sums(v: Any) -> Any:
@@ -280,22 +269,6 @@ def jaxpr_under_meshes(lib: Any) -> Any:
         with jax.set_mesh(mesh):
             results.append(program(x))
     return results
-
-
-@row("linearized under one mesh, applied under another", AS_LAX, devices=4)
-def linearized_under_meshes(lib: Any) -> Any:
-    values = small(4, 6)
-    mesh, x = on_square((0, 1, 2, 3), values)
-    with jax.set_mesh(mesh):
-        squares = jax.jit(
-            jax.shard_map(
-                lambda u: lib.psum(u * u, "x"), in_specs=P("x", "y"), out_specs=P(None, "y")
-            )
-        )
-        value, push = jax.linearize(squares, x)
-    other, _ = on_square((0, 2, 1, 3), values)
-    with jax.set_mesh(other):
-        return value, raised(lambda: push(x))
 
 
 @row("two meshes of the same devices in one program", ACCELERATED, devices=4)

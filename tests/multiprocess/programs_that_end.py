@@ -3,7 +3,6 @@
 import atexit
 import os
 import socket
-import sys
 import threading
 import time
 
@@ -47,17 +46,6 @@ def last_step_unread() -> None:
         assert not result.is_ready()
 
 
-def last_result_deleted() -> None:
-    begin()
-    if rank() == 0:
-        time.sleep(LATER_S)
-    result = total(2)
-    if rank() == 0:
-        say(read(result))
-    else:
-        result.delete()
-
-
 def working(v: jax.Array, times: jax.Array) -> jax.Array:
     """XLA works, and the value stays."""
     return jax.lax.fori_loop(0, times, lambda _, a: jnp.maximum(a, 0.5), v)
@@ -81,7 +69,7 @@ def last_step() -> jax.Array:
 
     Rank 0 comes later to the first one: rank 1 waits in a thread of XLA's.
     """
-    times = times_that_take(3.5) if rank() == 1 else 1
+    times = times_that_take(2.0) if rank() == 1 else 1
 
     def step(v: jax.Array) -> jax.Array:
         v = OPERATIONS.psum(v, "x")
@@ -103,14 +91,6 @@ def computes_in_the_last_step() -> None:
     last = last_step()  # alive until Python has ended
     if rank() == 0:
         say(read(last))
-
-
-def drops_the_last_step() -> None:
-    """Nothing in Python knows of the step that still runs when rank 1 ends."""
-    if rank() == 0:
-        say(read(last_step()))
-    else:
-        last_step()
 
 
 def ends_at_different_times() -> None:
@@ -152,21 +132,6 @@ def ends_before_its_peer_lowers() -> None:
         mesh = line()
         lowered = on(mesh, lambda v: OPERATIONS.psum(v * 2, "x")).lower(parts(mesh))
         say(lowered.compile() is not None)
-
-
-def ends_in_a_function() -> None:
-    def train() -> None:
-        try:
-            sys.exit(0)
-        finally:
-            result = total(2)
-            if rank() == 0:
-                say(read(result))
-
-    begin()
-    if rank() == 0:
-        time.sleep(LATER_S)
-    train()
 
 
 def collective_in_exit_handlers() -> None:

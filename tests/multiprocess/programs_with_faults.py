@@ -1,6 +1,5 @@
 """Faulty programs of several processes. Rank 0 says what it is told."""
 
-import code
 import contextlib
 import logging
 import os
@@ -84,22 +83,6 @@ def raises() -> None:
         raise ValueError("loss is NaN")
     attempt(lambda: read(total(2)))
     end_of_rank_0()
-
-
-def raises_after_another_was_shown() -> None:
-    begin()
-    if rank() == 1:
-        code.InteractiveConsole().push("1 / 0")
-        time.sleep(1)
-        raise ValueError("loss is NaN")
-    attempt(lambda: read(total(2)))
-    end_of_rank_0()
-
-
-def raises_with_a_hook() -> None:
-    """The program prints its exceptions itself."""
-    sys.excepthook = lambda kind, error, trace: print("own hook:", error, flush=True)
-    raises()
 
 
 def raises_in_a_signal_handler() -> None:

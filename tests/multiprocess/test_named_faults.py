@@ -14,8 +14,6 @@ SOON = {"JAX_INTRANODE_REPORT_AFTER_S": "1"}
 # What rank 0 is told of rank 1, its reason, and the exit code of rank 1; None: any.
 TOLD = {
     "raises": ("has failed: ValueError: loss is NaN", "peer_gone", 1),
-    "raises_after_another_was_shown": ("has failed: ValueError: loss is NaN", "peer_gone", 1),
-    "raises_with_a_hook": ("has failed: ValueError: loss is NaN", "peer_gone", 1),
     "raises_in_a_signal_handler": (
         "has failed: TimeoutError: the job's time is over", "peer_gone", 1,
     ),
@@ -29,8 +27,10 @@ TOLD = {
 }  # fmt: skip
 # Variants of others; tests/native/monitor_test.cc loses processes in these and more ways.
 FULL = (
-    *("raises_after_another_was_shown", "raises_in_a_signal_handler", "raises_with_a_hook"),
-    *("is_lost killed", "is_lost exits", "is_lost shuts_down", "is_lost stops"),
+    "raises_in_a_signal_handler",
+    *("is_lost killed", "is_lost exits", "is_lost shuts_down", "is_lost stops", "is_interrupted"),
+    "ends_while_it_is_waited_for",
+    *("waits_in_another_group", "three_wait_in_a_circle", "is_needed_in_the_last_barrier"),
 )
 # The ranks that are told, and the operations that a message has to name.
 DIFFERENT = {
@@ -79,7 +79,9 @@ def test_rank_0_is_told_of_rank_1(started: Started, name: str) -> None:
     assert code is None or outcome.exit_codes[1] == code, str(outcome)
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.full if n in FULL else ()) for n in DIFFERENT]
+)
 def test_ranks_that_wait_for_each_other_are_told(started: Started, name: str) -> None:
     outcome = started[name].result()
     for rank in range(DIFFERENT[name]):
@@ -87,6 +89,7 @@ def test_ranks_that_wait_for_each_other_are_told(started: Started, name: str) ->
         assert told and float(seconds[0]) < NAMED_S, str(outcome)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["is_needed_in_the_last_barrier"])
 def test_a_peer_in_the_last_barrier_is_named(started: Started, name: str) -> None:
     outcome = started[name].result()

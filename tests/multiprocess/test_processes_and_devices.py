@@ -12,7 +12,6 @@ from devices import need_devices, need_gpus
 NAMES = (
     "every_dtype_and_count-bfloat16-one_shot",
     "every_dtype_and_count-int32-two_shot",
-    "groups_of_a_two_axis_mesh",
     "permuted_devices-0",
     "contract_several-axes",
     "back_to_back",

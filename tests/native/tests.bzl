@@ -68,16 +68,15 @@ SOUND = {
     "protocol_test": {
         # A wait that lasts 30 seconds is without end.
         "quick": [
-            "sound 2 666 30",
-            "sound 3 500 30",
-            "sound 4 333 30",
-            "sound 8 133 30",
+            "sound 2 300 30",
+            "sound 3 200 30",
+            "sound 4 100 30",
+            "sound 8 60 30",
             "sound 2 100 30 mesh",
-            "sound 4 300 30 mesh",
-            "sound 8 200 30 mesh",
+            "sound 8 100 30 mesh",
             "offsets",
         ],
-        "full": ["sound 2 2000 30", "sound 3 1500 30", "sound 4 1000 30", "sound 8 400 30"],
+        "full": ["sound 2 2000 30", "sound 3 1500 30", "sound 4 1000 30", "sound 8 400 30", "sound 4 300 30 mesh"],
     },
     # Ranks, processes, rounds.
     "host_group_test": {
@@ -85,10 +84,7 @@ SOUND = {
             "sound 2 1 33",
             "sound 2 2 33",
             "sound 3 3 20",
-            "sound 4 2 20",
-            "sound 8 1 10",
             "sound 8 4 10",
-            "sound 8 8 10",
             "mesh 8 4 10",
             "guards",
             "deadline",
@@ -116,8 +112,8 @@ SOUND = {
     "machine_test": {"full": [""]},
     # Ranks, operations, and how much of their behaviours.
     "collectives_model": {
-        "quick": ["sound 2 4 quick", "sound 2 4 mesh"],
-        "full": ["sound 2 8 mesh"],
+        "quick": ["sound 2 3 quick", "sound 2 4 mesh"],
+        "full": ["sound 2 4 quick", "sound 2 8 mesh"],
         "long": [
             "sound 2 4 full",
             "sound 2 8 quick",
@@ -262,12 +258,13 @@ _ENDS = {
 # Program, arguments, tier, and a pattern of the output; "" for any, None for a segmentation fault.
 BROKEN = [
     ("protocol_test", "%s %d 300 %s" % (variant, ranks, "0.3" if "waits" in ends else "10"),
-     "quick", _ENDS[ends])
+     tier, _ENDS[ends])
     for variant, ends in _PROTOCOL
-    for ranks in [2, 4]
+    for ranks, tier in [(2, "quick"), (4, "full")]
 ] + [
-    ("protocol_test", variant + " 8 300 0.3 mesh", "quick", "")
-    for variant in ["one_epoch_buffer", "never_armed", "first_word_only"]
+    ("protocol_test", variant + " 8 300 0.3 mesh", tier, "")
+    for variant, tier in [("one_epoch_buffer", "quick"), ("never_armed", "full"),
+                          ("first_word_only", "full")]
 ] + [
     # A rank takes another one for its relay, to which it has no link, and so no address.
     ("protocol_test", "wrong_relay 8 10 5 mesh", "quick", None),
@@ -275,8 +272,10 @@ BROKEN = [
     ("peer_test", variant + " 3 300 2", "full", "")
     for variant in ["one_half", "never_cleared"]
 ] + [
-    ("collectives_model", "%s %d 3" % (variant, ranks), tier, _ENDS_WRONG)
-    for ranks, tier in [(2, "quick"), (3, "long")]
+    ("collectives_model", variant + " 2 3", "quick" if k % 3 == 0 else "full", _ENDS_WRONG)
+    for k, variant in enumerate(_COLLECTIVES)
+] + [
+    ("collectives_model", variant + " 3 3", "long", _ENDS_WRONG)
     for variant in _COLLECTIVES
 ] + [
     ("collectives_model", variant + " 4 3 mesh", "quick", _ENDS_WRONG)

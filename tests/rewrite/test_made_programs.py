@@ -179,7 +179,7 @@ def _settings(examples: int) -> Any:
     )
 
 
-@_settings(12)
+@_settings(8)
 @given(programs(LEAVES))
 def test_made_programs(program: Step) -> None:
     check(program)
@@ -198,7 +198,7 @@ def check_matmuls(program: Step) -> None:
         check(program, tolerance=2e-2)
 
 
-@_settings(12)
+@_settings(8)
 @given(programs(MATMULS))
 def test_made_programs_with_matmuls(program: Step) -> None:
     check_matmuls(program)

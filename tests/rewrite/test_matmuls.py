@@ -8,10 +8,9 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import jax
 import jax.numpy as jnp
 import pytest
-from cases import line, make_mesh, sharded
+from cases import line, sharded
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.xla_metadata import set_xla_metadata
@@ -42,9 +41,8 @@ from rewritten_matmuls import (  # noqa: F401
     overlapped,
     scatter,
 )
-from test_rewriting import names, rewritten, rewritten_body
+from test_rewriting import rewritten
 
-from jax_intranode._src.jax_private import jaxpr_walk
 from jax_intranode._src.ops.primitive import BY_PRIMITIVE
 from jax_intranode._src.rewrite import sums
 from jax_intranode._src.rewrite.body import Body
@@ -61,28 +59,6 @@ def test_gather_and_matmul(check_vma: bool) -> None:
         in_specs=XW,
         out_specs=COLUMNS,
         check_vma=check_vma,
-    )
-
-
-def test_a_list_of_matrices() -> None:
-    def body(x: Any, w: Any) -> Any:
-        whole = gather(x)
-        query = jnp.sin(whole @ w)
-        return query * (whole @ jnp.cos(w)), whole.sum()[None]
-
-    check(
-        body,
-        (X, W),
-        [
-            "cos",
-            f"{AG} axis=0 gathered ({X_SHARD}, {W_SHARD}, {W_SHARD})",
-            "sin",
-            "mul",
-            "reduce_sum",
-            "broadcast_in_dim",
-        ],
-        in_specs=XW,
-        out_specs=(COLUMNS, ROWS),
     )
 
 
@@ -205,42 +181,6 @@ def test_gathers_to_other_types(to: str) -> None:
     _, after, _ = rewritten(f, X, W)
     assert f"{AG} axis=0 ({X_SHARD}, {W_SHARD})" in golden(after)
     check_values(f, X, W)
-
-
-def test_a_sum_of_another_type() -> None:
-    """The gradient of a parameter that is gathered as reduced, is an unreduced array."""
-
-    def body(x: Any, w: Any) -> Any:
-        return jnp.sin(x @ lax.all_gather(w, "x", tiled=True, to="reduced"))
-
-    f = sharded(body, line(), (ROWS, ROWS), ROWS, True)
-    gradient = jax.grad(lambda w, x: f(x, w).sum())
-    x, w = normal(T * N, F * N), normal(F * N, H)
-    jaxpr = jax.jit(gradient).trace(w, x).jaxpr
-    backward = [e for e in getattr(jaxpr, "jaxpr", jaxpr).eqns if jaxpr_walk.shard_map_of(e)][-1]
-    _, after, _ = rewritten_body(backward)
-    assert any(line.startswith(RS) for line in golden(after)), after
-    check_values(gradient, w, x)
-
-
-def test_over_two_axes_of_a_mesh() -> None:
-    mesh = make_mesh((2, N // 2), ("a", "b"))
-    f = sharded(
-        lambda x, w: lax.psum_scatter(
-            lax.all_gather(x, ("b", "a"), tiled=True) @ w @ w.T, ("a", "b"), tiled=True
-        ),
-        mesh,
-        (P(("a", "b")), P()),
-        P(("a", "b")),
-        False,
-    )
-    w = normal(F, H)
-    _, after, _ = rewritten(f, X, w)
-    assert [line.split(" (")[0] for line in golden(after)] == [
-        f"{AG} axis=0",
-        f"{RS} axis=0 transposed",
-    ]
-    check_values(f, X, w)
 
 
 def test_a_gathered_array_that_is_cast_and_used() -> None:
@@ -404,11 +344,6 @@ def ranks_contracted(x: Any, w: Any) -> Any:
     return jnp.einsum("antf,afh->nth", halves, jnp.stack([w, 2 * w])).reshape(-1, H)
 
 
-def a_batch(x: Any, w: Any) -> Any:
-    whole = gather(x, 1)
-    return jnp.einsum("bth,bhf->btf", whole[None] * jnp.ones((2, 1, 1)), jnp.stack([w, w]))[0]
-
-
 def scaled(x: Any, w: Any) -> Any:
     return (gather(x) * 2) @ w
 
@@ -500,19 +435,6 @@ def test_products_that_would_live_longer() -> None:
         check_values(f, X, W)
 
 
-def test_matmuls_that_depend_on_each_other() -> None:
-    def body(x: Any, w: Any) -> Any:
-        whole = gather(x)
-        first = whole @ w
-        return first, whole @ (w * first.mean())
-
-    f = sharded(body, line(), XW, COLUMNS, False)
-    _, after, _ = rewritten(f, X, W)
-    assert golden(after)[0] == f"{AG} axis=0 gathered ({X_SHARD}, {W_SHARD})"
-    assert golden(after).count("dot_general") == 1
-    check_values(f, X, W)
-
-
 def test_a_matmul_between_a_gather_and_a_scatter_joins_one_of_them() -> None:
     body = lambda x, w: scatter(gather(x) @ w)  # noqa: E731
     f = sharded(body, line(), XW, ROWS, False)
@@ -521,14 +443,6 @@ def test_a_matmul_between_a_gather_and_a_scatter_joins_one_of_them() -> None:
         line.split(" ")[0] for line in golden(after)
     ] == [AG, "psum_scatter"]
     check_values(f, X, W)
-
-
-def test_what_is_not_overlapped_is_left() -> None:
-    f = sharded(lambda x, w, v: scatter(jnp.tanh(gather(x) @ w) @ v), line(), (*XW, ROWS), ROWS)
-    with mock.patch.object(Body, "is_overlapped", lambda *_, **__: False):
-        _, after, record = rewritten(f, X, W, V)
-    assert names(after) == ["intranode_all_gather", "intranode_psum_scatter"]
-    assert [d.reason for d in record.decisions] == [None, None]
 
 
 def test_what_xla_overlaps_with_other_matmuls() -> None:

@@ -8,9 +8,8 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from cases import line, make_mesh, sharded
+from cases import line, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from lowered import compare_lowered, in_lowered
@@ -108,43 +107,6 @@ def test_the_gradient_of_a_list_in_detail() -> None:
         f"({rows}, {rows}, {W_SHARD}, {W_SHARD}, {whole})",
     ]
     assert "dot_general" not in golden(after)
-
-
-def test_under_set_mesh() -> None:
-    """The shard_map names no devices."""
-    f = jax.shard_map(layer, in_specs=LAYER_SPECS, out_specs=ROWS)
-    for order in (range(N), reversed(range(N))):
-        mesh = make_mesh((N,), ("x",), order=list(order))
-        with jax.set_mesh(mesh):
-            args = [
-                jax.device_put(v, jax.NamedSharding(mesh, spec))
-                for v, spec in zip(LAYER, LAYER_SPECS, strict=True)
-            ]
-            assert names(rewritten(f, *args)[1]) == [f"intranode_{AG}", f"intranode_{RS}"]
-            check_values(f, *args)
-
-
-def test_pmap() -> None:
-    x = normal(N, T, F)
-    w = normal(N, F, H)
-
-    def local(x: Any, w: Any) -> Any:
-        return lax.psum((gather(x) @ w)[:T] @ w.T, "x")
-
-    wanted = jax.pmap(local, axis_name="x")(x, w)
-    with jax_intranode.accelerate():
-        found = jax.pmap(lambda x, w: local(x, w), axis_name="x")(x, w)
-    np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), rtol=1e-5, atol=1e-5)
-
-
-def test_donation() -> None:
-    f = sharded(layer, line(), LAYER_SPECS, ROWS, False)
-    wanted = np.asarray(jax.jit(f)(*LAYER))
-    x = jax.device_put(X, jax.NamedSharding(line(), ROWS))
-    with jax_intranode.accelerate():
-        found = jax.jit(f, donate_argnums=0)(x, *LAYER[1:])
-    assert x.is_deleted()
-    np.testing.assert_allclose(np.asarray(found), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_gathered_array_of_many_products_and_sums() -> None:
@@ -267,34 +229,3 @@ def test_calls_of_programs_for_gpus(
         rewritten.pop(name, None)
         by_hand.pop(name, None)
     assert rewritten == by_hand
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_attention_with_heads(tool: ModuleType, check_vma: bool) -> None:
-    """Weights have a dimension of heads, and einsum puts operands in the order that it likes."""
-    mesh = tool.mesh_of("gpu", {"x": 4})
-
-    def attention(x: Any, weights: Any) -> Any:
-        whole = gather(x, 1)
-        q, k, v = (jnp.einsum("btf,fhd->bhtd", whole, w) for w in weights[:3])
-        k, v = (jnp.repeat(u, q.shape[1] // u.shape[1], 1) for u in (jnp.sin(k), v))
-        scores = jax.nn.softmax(jnp.einsum("bhtd,bhsd->bhts", jnp.sin(q), k))
-        mixed = jnp.einsum("bhts,bhsd->bhtd", scores, v)
-        return x + scatter(jnp.einsum("bhtd,hdf->btf", mixed, weights[3]), 1)
-
-    def types(*shape: int) -> Any:
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-
-    few, many = types(4096, 8, 128), types(4096, 32, 128)
-    specs = (P(None, "x"), [P(None, "x")] * 3 + [ROWS])
-    f = jax.shard_map(attention, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=check_vma)
-    gradient = jax.grad(lambda *args: jnp.sin(f(*args).astype(jnp.float32)).sum(), (0, 1))
-    args = types(2, 4096, 4096), [many, few, few, types(32, 128, 4096)]
-    with (
-        mock.patch.object(Body, "is_overlapped", IS_OVERLAPPED),
-        jax.default_matmul_precision(None),
-        tool.without_rendezvous(),
-        jax_intranode.accelerate(),
-    ):
-        lowered = jax.jit(gradient).trace(*args).lower(lowering_platforms=("cuda",))
-    assert in_lowered(lowered.as_text()) == {"jax_intranode_collective_matmul": 4}

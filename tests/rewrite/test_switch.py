@@ -15,7 +15,7 @@ import processes
 import pytest
 from cases import line, make_mesh, sharded
 from devices import need_devices
-from jax import export, lax
+from jax import lax
 from jax._src.interpreters import pxla  # noqa: TID251 - programs count compilations by it
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -139,24 +139,6 @@ def test_accelerate_refuses_functions_whose_body_runs_later(function: Any) -> No
         jax_intranode.accelerate()(function)
 
 
-def test_accelerate_that_ends_in_another_thread() -> None:
-    context = jax_intranode.accelerate()
-    found: list[str] = []
-
-    def ends() -> None:
-        try:
-            context.__exit__(None, None, None)
-        except RuntimeError as error:
-            found.append(str(error))
-
-    with context:
-        thread = threading.Thread(target=ends)
-        thread.start()
-        thread.join()
-    assert "ended in another thread" in found[0]
-    assert ours(program(), X) == 0
-
-
 def test_locations_in_lowered_programs_are_the_users() -> None:
     """Also those of programs without collectives."""
     package = str(Path(jax_intranode.__file__).parent)
@@ -173,18 +155,6 @@ def test_the_cache_of_lowered_programs_can_be_asked() -> None:
     f.lower(X)
     f.lower(X)
     assert pxla._cached_lowering_to_hlo.cache_info().misses == before + 1
-
-
-def test_install_holds_for_all_threads() -> None:
-    f = program()
-    jax_intranode.install()
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(ours(f, X))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [1] * 4
 
 
 def test_threads_that_install_and_uninstall_get_right_results() -> None:
@@ -204,45 +174,6 @@ def test_threads_that_install_and_uninstall_get_right_results() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-
-
-def test_pmap_and_eager_shard_map_are_rewritten() -> None:
-    jax_intranode.install()
-    f = jax.pmap(lambda v: lax.psum(v, "i"), "i", devices=jax.devices())
-    before = jax_intranode.usage_counter()
-    result = jax.block_until_ready(f(X))
-    assert jax_intranode.usage_counter() - before == N
-    np.testing.assert_array_equal(result[0], X.sum(0))
-    eager = sharded(lambda v: lax.psum(v, "x"), line(), P("x"), P())
-    assert executed(eager, X) == N
-
-
-def test_nothing_is_rewritten_for_export() -> None:
-    jax_intranode.install()
-    exported = export.export(program())(X)
-    assert "custom_call @jax_intranode" not in str(exported.mlir_module())
-
-
-def test_ahead_of_time_compilation_and_donation() -> None:
-    jax_intranode.install()
-    f = jax.jit(sharded(lambda v: lax.psum(v, "x") + v, line(), P("x"), P("x")), donate_argnums=0)
-    compiled = f.lower(X).compile()
-    x = jax.device_put(X, NamedSharding(line(), P("x")))
-    result = compiled(x)
-    assert x.is_deleted()
-    np.testing.assert_array_equal(result, np.asarray(X).sum(0) + np.asarray(X))
-
-
-def test_two_meshes_in_one_program() -> None:
-    first, second = line(), make_mesh((2, N // 2), ("a", "b"))
-
-    def f(x: Any) -> Any:
-        y = sharded(lambda v: lax.all_gather(v, "x", tiled=True), first, P("x"), P())(x)
-        return sharded(lambda v: lax.psum(v, ("b", "a")), second, P(("a", "b")), P())(y)
-
-    jax_intranode.install()
-    assert ours(jax.jit(f), X) == 2
-    np.testing.assert_array_equal(jax.jit(f)(X)[0], np.asarray(X).sum(0))
 
 
 def test_another_order_of_devices_under_set_mesh() -> None:

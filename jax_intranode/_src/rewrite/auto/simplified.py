@@ -133,7 +133,11 @@ def _kept(module: Any) -> Iterator[Any]:
     todo = [block for o in operations(module.body) for block in inner_blocks(o)]
     while todo:
         for operation in operations(todo.pop()):
-            if operation.name.startswith("sdy.") or operation.name == "stablehlo.custom_call":
+            if (
+                operation.name.startswith("sdy.")
+                or operation.name == "stablehlo.custom_call"
+                or "replica_groups" in operation.attributes  # may name a mesh
+            ):
                 yield operation
             else:
                 todo += inner_blocks(operation)

@@ -1,0 +1,239 @@
+"""The tools in their smallest runs. Their figures are judged by those who use them."""
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import compare_versions
+import performance_page
+import pytest
+import tune_profile
+from bench_peers import registry as peers
+from bench_plots import command as plot
+from bench_settings import settings_of
+
+from jax_intranode import __main__ as command_line
+from jax_intranode._src.command_line.bench import record, report
+from jax_intranode._src.command_line.launcher.functions import MODES, SINGLE_PROCESS
+from jax_intranode._src.command_line.launcher.progress import ProgressLine
+from jax_intranode._src.native import definitions
+from jax_intranode._src.selection.overlap import plan as overlap_plan
+from jax_intranode._src.selection.overlap.profiles import H200, Profile
+
+ROOT = Path(__file__).parent.parent
+
+# `bench --peers`.
+
+NCCL_TESTS = """\
+# nccl-tests version 2.17.1 nccl-headers=22809 nccl-library=22809
+#       size         count      type   redop    root     time   algbw   busbw #wrong     time
+        1024           512  bfloat16     sum      -1    11.25    0.09    0.14      0    10.98
+        4096          2048  bfloat16     sum      -1    11.40    0.36    0.54      3    11.10
+       16384          8192  bfloat16    none      -1   1.2e+03    0.01    0.02    N/A    11.87
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_peer(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A stand-in for nccl-tests is called, read and shown beside our times."""
+    (tmp_path / "table").write_text(NCCL_TESTS)
+    program = tmp_path / "all_reduce_perf"
+    text = (
+        "echo no device; exit 3" if fails else f'echo "$@" > {tmp_path}/asked; cat {tmp_path}/table'
+    )
+    program.write_text(f"#!/bin/sh\n{text}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    settings = settings_of("psum", platform="gpu", dtypes=["bfloat16", "int16"])
+    found = peers.measure(list(peers.PEERS), settings, 20, ProgressLine(sys.stderr, 1))
+    error = capsys.readouterr().err
+    assert "# torch not measured: torch is not installed" in error
+    if fails:
+        assert found["rows"] == []
+        assert "# nccl-tests not measured: it failed" in error and "no device" in error
+        return
+    assert "# nccl-tests does not know int16" in error
+    assert found["versions"] == ["nccl-tests 2.17.1 (NCCL 22809)"]
+    assert (tmp_path / "asked").read_text() == (
+        "-g 2 -b 1024 -e 4096 -f 4 -d bfloat16 -n 3 -w 1 -G 20 -c 1\n"
+    )
+    ours = {"dtype": "bfloat16", "size": 1024, "mode": SINGLE_PROCESS, "graph_time_us": 2.5}
+    table = [line.split() for line in peers.table_of(found, [ours]).splitlines()]
+    assert table[2] == ["1024", "bfloat16", "|", "2.50", "11.25"]
+    assert table[3] == ["4096", "bfloat16", "|", "-", "11.40"]
+    assert table[4][-1] == "3"
+
+
+# `plot`.
+
+
+def result_of(operation: str) -> dict[str, Any]:
+    """The JSON file of a run of `bench` on GPUs."""
+    if operation == "psum":
+        columns, rows = report.COLLECTIVES, [{"size": 1024, "algorithm": "one_shot"}]
+    else:
+        shape = {"m": 8192, "k": 4096, "n": 1792}
+        columns, rows = report.MATMULS, [{**shape, "operation": operation, "algorithm": operation}]
+    times = {"time_us": 400.0, "lax_time_us": 500.0, "graph_time_us": 300.0, "bound_us": 300.0}
+    zeros = {column.field: 0 for _, of_group in columns for column in of_group}
+    header = {
+        **dict.fromkeys(("jax", "jaxlib", "jax_intranode", "nccl"), "0.1"),
+        **{"operation": operation, "devices": 4, "device": "NVIDIA H200", "platform": "gpu"},
+        **{"backward": False, "date": "2026-11-21T10:00:00+00:00"},
+    }
+    return {
+        "version": record.VERSION,
+        "header": header,
+        "rows": [
+            {**zeros, **times, **row, "dtype": "bfloat16", "mode": mode}
+            for row in rows
+            for mode in MODES
+        ],
+        "peers": {"versions": [], "rows": []},
+    }
+
+
+def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def draw(content: str) -> int:
+        (tmp_path / "rows.json").write_text(content)
+        return command_line.main(["plot", f"{tmp_path}/rows.json", "-o", f"{tmp_path}/plot.png"])
+
+    if plot.why_not() is not None:
+        assert draw("{}") == 2 and "jax_intranode[plot]" in capsys.readouterr().err
+        return
+    for operation in ("psum", "all_gather_matmul"):
+        assert draw(json.dumps(result_of(operation))) == 0
+        assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+        (tmp_path / "plot.png").unlink()
+    for content, says in (
+        ("no JSON", "not what `bench --json` writes"),
+        ('{"version": 1}', "1, not 2"),
+    ):
+        assert draw(content) == 2 and says in capsys.readouterr().err
+
+
+# Pages and comparisons.
+
+
+def test_the_performance_page_is_up_to_date(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["performance_page.py", "--check"])
+    assert performance_page._main() == 0, capsys.readouterr().err
+
+
+def test_rows_that_changed_between_versions() -> None:
+    before = [(10.0, 20.0)] * 3
+    rows = {
+        "same": [(10.1, 20.0)] * 3,
+        "slower": [(11.0, 20.0)] * 3,
+        "other clocks": [(11.0, 22.0)] * 3,
+        "noisy": [(9.0, 20.0), (13.0, 20.0), (18.0, 20.0)],
+    }
+    text = compare_versions.table(
+        {(name,): before for name in rows}, {(k,): v for k, v in rows.items()}
+    )
+    (slower,) = (line for line in text.splitlines() if "SLOWER" in line)
+    assert "slower" in slower
+
+
+@pytest.mark.full
+def test_lowered_programs_are_compared(tmp_path: Path) -> None:
+    def run(*arguments: Any) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(ROOT / "tools/compare_lowered.py"), *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+    before, after = tmp_path / "before", tmp_path / "after"
+    after.mkdir()
+    written = run("--write", before, "--only", "^products-gpu-8-narrow-gradient$")
+    assert written.returncode == 0, written.stderr
+    (program,) = before.iterdir()
+    (after / program.name).write_text(program.read_text())
+    assert run("--compare", before, after).stdout == "1 programs compared; 0 differ\n"
+    (after / program.name).write_text(program.read_text().replace("wgrads = 1", "wgrads = 2"))
+    different = run("--compare", before, after)
+    assert different.returncode == 1 and "wgrads = 2" in different.stdout
+
+
+# `tune`'s profile of the overlap model, fitted to times that the model itself makes.
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01])
+@pytest.mark.parametrize(
+    "corrections",
+    [
+        {},
+        {"stage": 2.6, "matmul": 0.35, "sender": 0.6},
+        {"fixed": 1.5, "sum": 1.4, "stage": 1.1, "copy": 0.5},
+    ],
+)
+def test_the_fit_returns_the_constants(corrections: dict[str, float], noise: float) -> None:
+    """Constants that differ no more than runs do stay, and so do the plans of H200s."""
+    truth, seeded = tune_profile.corrected(H200, corrections), random.Random(3)
+
+    def jitter() -> float:
+        return math.exp(seeded.gauss(0, noise))
+
+    def run(shape: Any, texts: list[str], settle_ms: int = 0) -> list[tuple[float, float]]:
+        if settle_ms:
+            h200_ms = dict(tune_profile.MATMULS)[shape[2:]]
+            return [(1.0, h200_ms * H200.matmul_flops / truth.matmul_flops * jitter())]
+        runs = {(c.product, c.plan): c for c in tune_profile.CALIBRATIONS}
+        return [
+            (of.h200_ms * of.predicted_s(truth) / of.predicted_s(H200) * jitter(), 1.0)
+            for of in (runs[shape, text] for text in texts)
+        ]
+
+    def copies() -> float:
+        return truth.link_bound_bytes_per_s * jitter()
+
+    got, _ = tune_profile.tune(H200, run, copies, tune_profile.Clock(1000))
+    if not corrections:
+        assert got == H200
+    assert isinstance(got, Profile)
+    for name in ("matmul_flops", "copy_bytes_per_s", "sender_bytes_per_s"):
+        assert getattr(got, name) == pytest.approx(getattr(truth, name), rel=0.03 + noise)
+    for columns, tile in truth.tiles.items():
+        assert got.tiles[columns].stage_s == pytest.approx(tile.stage_s, rel=0.03 + noise)
+
+
+def test_every_calibration_is_a_run_that_the_kernels_take() -> None:
+    for run in tune_profile.CALIBRATIONS:
+        parsed = overlap_plan.parse(run.plan)
+        assert definitions.has_fused_kernel(run.product.operation, parsed.tile_columns, wgrad=False)
+        assert run.product.sizes.fit_fused(parsed, 512 << 20)
+
+
+def test_a_probe_with_wrong_results_gives_no_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for the probe, for which everything takes 1 ms, so that short calls look slow."""
+
+    def probe(line: str) -> Path:
+        path = tmp_path / "probe"
+        path.write_text(
+            f"#!{sys.executable}\nimport sys\nfor _ in sys.argv[4:]:\n    print({line!r})\n"
+        )
+        path.chmod(0o755)
+        return path
+
+    monkeypatch.setattr(tune_profile, "start_profile", lambda: H200)
+    monkeypatch.setattr(tune_profile, "measure_copies", lambda timeout_s: 384e9)
+    monkeypatch.setattr(tune_profile, "reference_cases", lambda: [])
+    good = probe("1.0000 ms, share 0.5, matmul alone 1.0000, #wrong 0")
+    measured = tune_profile.measure(235, good, compares=True)
+    assert isinstance(measured, Profile) and measured.tiles[192].stage_s > H200.tiles[192].stage_s
+    with pytest.raises(ValueError, match="wrong results"):
+        tune_profile.run_probe(
+            probe("1 ms, share 1, matmul alone 1, #wrong 2"),
+            ("all_gather_matmul", 2, 512, 64, 64),
+            ["tile_columns=128"],
+        )

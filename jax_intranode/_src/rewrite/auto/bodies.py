@@ -136,11 +136,12 @@ class Bodies:
             text = as_bytecode(lowered)
         module = ir.Module.parse(text)
         functions = functions_of(module)
-        inline_calls(functions["main"], functions)
+        main = functions["main"]
+        inline_calls(main, functions)
         for mesh in [o for o in operations(module.body) if o.name == "sdy.mesh"]:
             # All are over the same axes. Some differ in which of them are manual.
             use_mesh(self._program.mesh_name, mesh, module)
-        regions = [o for o in walk(module.operation) if o.name == "sdy.manual_computation"]
+        regions = [o for o in walk(main) if o.name == "sdy.manual_computation"]
         if len(regions) != 1:
             return None
         calls = sum(

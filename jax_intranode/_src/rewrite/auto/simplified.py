@@ -38,12 +38,13 @@ def simplified(module: Any) -> Any:
     """
     module = ir.Module.parse(as_bytecode(module))
     functions = functions_of(module)
-    for operation in walk(module.operation):
+    all_of_module = walk(module.operation)
+    for operation in all_of_module:
         if operation.name == "func.call" and [n for n in operation.attributes if n != "callee"]:
             raise Unsuitable("a call of a function with attributes")
-    for operation in walk(module.operation):
-        if operation.name == "sdy.manual_computation":  # is put back when the functions are gone
-            inline_calls(operation, functions)
+    # They are put back when the functions are gone. An operation that was erased must not be read.
+    for operation in [o for o in all_of_module if o.name == "sdy.manual_computation"]:
+        inline_calls(operation, functions)
     copy = ir.Module.parse(as_bytecode(module))
     for index, operation in enumerate(list(_kept(copy))):
         _stand_in(operation, f"{_STAND_IN}{index}")
@@ -75,15 +76,14 @@ def simplified(module: Any) -> Any:
             operation.clone(ip=ir.InsertionPoint.at_block_begin(new.body))
     _set_attributes(main, functions["main"])
     originals = list(_kept(module))
-    for operation in walk(main):
-        if operation.name == "stablehlo.custom_call":
-            target = ir.StringAttr(operation.attributes["call_target_name"]).value
-            if target == _RESULTS:
-                for result, value in zip(operation.results, operation.operands, strict=True):
-                    result.replace_all_uses_with(value)
-                operation.erase()
-            elif target.startswith(_STAND_IN):
-                _put_back(operation, originals[int(target.removeprefix(_STAND_IN))])
+    for operation in [o for o in walk(main) if o.name == "stablehlo.custom_call"]:
+        target = ir.StringAttr(operation.attributes["call_target_name"]).value
+        if target == _RESULTS:
+            for result, value in zip(operation.results, operation.operands, strict=True):
+                result.replace_all_uses_with(value)
+            operation.erase()
+        else:
+            _put_back(operation, originals[int(target.removeprefix(_STAND_IN))])
     _hoist_invariants(main)
     return new
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 import re
 from typing import Any
 
@@ -82,6 +83,17 @@ def test_a_gather_before_a_product_of_arrays() -> None:
     before, after = check(block, p, x, scale)
     assert of_xla(before) == 2 and of_xla(after) == 0
     assert after["jax_intranode_all_gather"] == 1
+
+
+def test_one_line_of_log(caplog: pytest.LogCaptureFixture) -> None:
+    """The shard_maps that become parts of a program have no lines of their own."""
+    caplog.set_level(logging.INFO, "jax_intranode")
+    mesh = two_axes()
+    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+    with jax_intranode.accelerate(auto=True):
+        jax.jit(lambda p, x: jnp.sin(mlp(p, x)) + mlp(p, x * 2)).lower(p, x)
+    (line,) = [r.getMessage() for r in caplog.records if "Lowered" in r.getMessage()]
+    assert "XLA's partitioner" in line
 
 
 def test_fsdp_gathers_weights() -> None:

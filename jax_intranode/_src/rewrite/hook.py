@@ -16,11 +16,12 @@ from jax_intranode._src.rewrite.jaxprs import Rewriter, has_collectives
 _log = logging.getLogger("jax_intranode")
 
 # Part of the key of all of JAX's caches. None: programs are not rewritten. ON: they are. AUTO: they
-# are, and so is what XLA's partitioner adds. While a program is lowered that names no devices, (ON
-# or AUTO, the ids of the devices of jax.set_mesh).
+# are, and so is what XLA's partitioner adds. PART: what is lowered becomes a part of a program. While
+# a program is lowered that names no devices, (ON or AUTO, the ids of the devices of jax.set_mesh).
 enabled = lowering_hooks.cache_key_context()
 ON = "rewrite"
 AUTO = "rewrite, and what XLA's partitioner adds"
+PART = "rewrite a part of a program"
 
 
 def is_auto() -> bool:
@@ -58,7 +59,7 @@ def lower_program(jaxpr: Any, platforms: tuple[str, ...], lower: Callable[[Any],
         key = (on, device_ids(mesh)) if mesh is not None and _over_set_mesh(jaxpr) else on
         with enabled(key):
             lowered = lower(jaxpr)
-        if _totals.taken + _totals.left:
+        if _totals.taken + _totals.left and on != PART:
             _log.info(
                 "Lowered %s: %d collectives of jax.lax replaced, %d left.",
                 _totals.program,

@@ -98,7 +98,7 @@ class Bodies:
             out_specs=[partitioner.spec(m.plan.result) for m in group.members for _ in m.outputs()],
             check_vma=False,
         )
-        with hook.enabled(hook.ON), agreement.decided():
+        with hook.enabled(hook.PART), agreement.decided():
             traced = jax.jit(_named(mapped, body.__name__)).trace(*[one.aval for one in inputs])
             jaxpr = jaxpr_walk.without_dead_code(traced.jaxpr)
             record = next(
@@ -125,7 +125,7 @@ class Bodies:
             return None
         key = group.key()
         if key not in self._lowered:
-            with hook.enabled(hook.ON), agreement.decided():
+            with hook.enabled(hook.PART), agreement.decided():
                 lowered = judged.traced.lower().compiler_ir()
             self._lowered[key] = self._imported(judged, lowered)
         return self._lowered[key]

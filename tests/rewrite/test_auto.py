@@ -347,6 +347,22 @@ def as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda nbytes: monkeypatch.setattr(overlap.sums, "OVERLAPPED_BYTES", nbytes)
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_parts_of_a_sharded_product(as_on_gpus: Any, parts: int) -> None:
+    """Where XLA permutes as often as it would sum, all is left to it on GPUs."""
+    as_on_gpus(1 << 30)
+    mesh = two_axes()
+    wide = put(mesh, normal(0, 16, 16 * parts), None, "model")
+    down = put(mesh, normal(1, 16, 16), "model", None)
+
+    def f(wide: Any, down: Any, x: Any) -> Any:
+        first, *others = jnp.split(x @ wide, parts, axis=-1)
+        return sum(others, jnp.tanh(first)) @ down
+
+    before, after = check(f, wide, down, put(mesh, normal(2, 8, 16), "data"))
+    assert (before == after) == (parts == 3)
+
+
 def test_what_xla_can_overlap_is_left(as_on_gpus: Any) -> None:
     """A gather that can run next to a matmul before its use; not sums that all matmuls need."""
     as_on_gpus(0)

@@ -16,8 +16,9 @@ from jax_intranode._src.rewrite.jaxprs import Rewriter, has_collectives
 _log = logging.getLogger("jax_intranode")
 
 # Part of the key of all of JAX's caches. None: programs are not rewritten. ON: they are. AUTO: they
-# are, and so is what XLA's partitioner adds. PART: what is lowered becomes a part of a program. While
-# a program is lowered that names no devices, (ON or AUTO, the ids of the devices of jax.set_mesh).
+# are, and so is what XLA's partitioner adds. PART: what is lowered becomes a part of a program.
+# While a program is lowered that names no devices, (ON or AUTO, the ids of the devices of
+# jax.set_mesh).
 enabled = lowering_hooks.cache_key_context()
 ON = "rewrite"
 AUTO = "rewrite, and what XLA's partitioner adds"

@@ -9,13 +9,18 @@ such as those of gradients.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jax.extend.mlir import ir
+
 from jax_intranode._src.rewrite import sums
 from jax_intranode._src.rewrite.auto.groups import Member
 from jax_intranode._src.rewrite.auto.modules import number, operands, operations, owner, walk
+from jax_intranode._src.rewrite.auto.program import Program
 
 _HEAVY = frozenset(
     f"stablehlo.{name}" for name in ("dot_general", "convolution", "dot", "while", "custom_call")
 )
+
+_OF_PARTS = frozenset({"stablehlo.slice", "stablehlo.dynamic_slice"})
 
 
 def overlapped(members: Sequence[Member], block: Any, sizes: Mapping[str, int]) -> dict[int, str]:
@@ -72,6 +77,21 @@ def overlapped(members: Sequence[Member], block: Any, sizes: Mapping[str, int]) 
                 left |= {number(m.found.operation): reason for m in together}
                 break
     return left
+
+
+def permutes(block: Any, program: Program) -> int:
+    """How many operations of a block take a part of a dimension that stays sharded.
+
+    Such is the division of one product into queries, keys and values. XLA permutes for them.
+    """
+    count = 0
+    for operation in operations(block):
+        if operation.name in _OF_PARTS:
+            value, result = operation.operands[0], operation.results[0]
+            spec = program.spec(value) or ()
+            shapes = [ir.RankedTensorType(each.type).shape for each in (value, result)]
+            count += any(axes and n != m for axes, n, m in zip(spec, *shapes, strict=True))
+    return count
 
 
 def _is_heavy(operation: Any) -> bool:

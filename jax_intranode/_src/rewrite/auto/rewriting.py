@@ -45,8 +45,8 @@ _log = logging.getLogger("jax_intranode")
 propagated_only = False
 
 _WHOLE = "XLA would have the whole sum for another operation that needs it"
-# Measured: decoding whose queries, keys and values are parts of one product was 0.91 to 0.96 times as
-# fast with two sums of this package and three such parts a layer. See docs/performance.md.
+# Measured: decoding with two sums of this package a layer was 0.91 to 0.96 times as fast where the
+# queries, keys and values are three parts of one product. See docs/performance.md.
 _PERMUTES = "XLA permutes between such operations, which then cost more than they gain"
 _OTHERWISE = "XLA would shard what is left of the program otherwise"
 # Operations without a plan that were found to send nothing, or that end a block.

@@ -666,8 +666,10 @@ def stubs(platform: str) -> Iterator[None]:
     registered: set[str] = set()
     finish = rewriting._Rewriting._finish
 
-    def renamed(self: Any) -> None:
-        finish(self)
+    def renamed(self: Any) -> str | None:
+        reason = finish(self)
+        if reason is not None:
+            return reason
         for operation in modules.walk(self._outcome.module.operation):
             if operation.name == "stablehlo.custom_call":
                 target = ir.StringAttr(operation.attributes["call_target_name"]).value
@@ -677,6 +679,7 @@ def stubs(platform: str) -> Iterator[None]:
                     if new_name not in registered:
                         jax.ffi.register_ffi_target(new_name, capsule, platform=platform)
                         registered.add(new_name)
+        return None
 
     with mock.patch.object(rewriting._Rewriting, "_finish", renamed):
         yield

@@ -15,6 +15,7 @@ from jax_intranode._src.rewrite.auto import partitioner
 from jax_intranode._src.rewrite.auto.groups import Group
 from jax_intranode._src.rewrite.auto.modules import (
     as_bytecode,
+    functions_of,
     inline_calls,
     operations,
     use_mesh,
@@ -134,11 +135,13 @@ class Bodies:
         with lowered.context:
             text = as_bytecode(lowered)
         module = ir.Module.parse(text)
-        inline_calls(module)
+        functions = functions_of(module)
+        main = functions["main"]
+        inline_calls(main, functions)
         for mesh in [o for o in operations(module.body) if o.name == "sdy.mesh"]:
             # All are over the same axes. Some differ in which of them are manual.
             use_mesh(self._program.mesh_name, mesh, module)
-        regions = [o for o in walk(module.operation) if o.name == "sdy.manual_computation"]
+        regions = [o for o in walk(main) if o.name == "sdy.manual_computation"]
         if len(regions) != 1:
             return None
         calls = sum(

@@ -1,7 +1,7 @@
 """MLIR modules in Python: their operations, by type."""
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.extend.mlir import ir
@@ -112,22 +112,26 @@ def use_mesh(name: str, other: Any, module: Any) -> None:
         other.erase()
 
 
-def inline_calls(module: Any) -> None:
-    """Puts the bodies of functions where they are called. MLIR's own pass leaves these calls.
-
-    Raises:
-        Unsuitable: a call has attributes, by which XLA runs the function elsewhere.
-    """
-    functions = {
+def functions_of(module: Any) -> dict[str, Any]:
+    """The functions of a module, by name."""
+    return {
         ir.StringAttr(o.attributes["sym_name"]).value: o
         for o in operations(module.body)
         if o.name == "func.func"
     }
-    main = functions.pop("main")
-    while calls := [o for o in walk(main) if o.name == "func.call"]:
+
+
+def inline_calls(inside: Any, functions: Mapping[str, Any], marker: str | None = None) -> None:
+    """Puts the bodies of functions where they are called. MLIR's own pass leaves these calls.
+
+    Args:
+        inside: the operation whose calls are inlined.
+        functions: all functions, by name.
+        marker: the target of a custom call that all results of a call pass through; None if there
+            is none.
+    """
+    while calls := [o for o in walk(inside) if o.name == "func.call"]:
         for call in calls:
-            if [name for name in call.attributes if name != "callee"]:
-                raise Unsuitable("a call of a function with attributes")
             callee = functions[ir.FlatSymbolRefAttr(call.attributes["callee"]).value]
             block = callee.regions[0].blocks[0]
             now = dict(zip(block.arguments, call.operands, strict=True))
@@ -139,11 +143,20 @@ def inline_calls(module: Any) -> None:
                         if operand in now:
                             inner.operands[index] = now[operand]
                 now.update(zip(operation.results, new.results, strict=True))
-            for result, value in zip(call.results, end.operands, strict=True):
-                result.replace_all_uses_with(now.get(value, value))
+            values = [now.get(value, value) for value in end.operands]
+            if marker is not None and values:
+                marking = ir.Operation.create(
+                    "stablehlo.custom_call",
+                    results=[value.type for value in values],
+                    operands=values,
+                    attributes={"call_target_name": ir.StringAttr.get(marker)},
+                    loc=call.location,
+                    ip=ir.InsertionPoint(call),
+                )
+                values = list(marking.results)
+            for result, value in zip(call.results, values, strict=True):
+                result.replace_all_uses_with(value)
             call.erase()
-    for function in functions.values():
-        function.erase()
 
 
 def is_array(value: Any) -> bool:

@@ -23,7 +23,7 @@ from jax_intranode._src.rewrite.auto.plans import Collective, Spec
 _OPTIONS = {"gpu": {"xla_gpu_autotune_level": 0, "xla_gpu_shard_autotuning": False}}
 
 _COLLECTIVE = re.compile(
-    rf"= (\(.*?\)|\S+) ({'|'.join(hlo.KINDS)})(-start)?\(.*?"
+    rf"= (\(.*?\)|\S+) ({'|'.join(hlo.KINDS)})(-start)?\(([^()]*).*?"
     r"(?:(?:replica_groups|source_target_pairs)=(\{\}|\{\{[\d,{}]*\}\}|\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?"
     r"|mesh\[[^\]]*\](?:, device_ids=\([^ ]*\))? \{[^}]*\}))"
 )
@@ -128,13 +128,14 @@ def leaves_of(text: str, devices: int) -> list[Leaf] | None:
     found = []
     counted = hlo.in_compiled(text)
     for match in _COLLECTIVE.finditer(text):
-        types, kind, start, attribute = match.groups()
+        types, kind, start, given, attribute = match.groups()
         groups = groups_of_text(attribute, devices)
         if groups is None:
             return None
         arrays = [(dtype, tuple(_numbers(shape))) for dtype, shape in _ARRAY.findall(types)]
-        if start and kind in ("all-gather", "collective-permute"):  # operands, then results
-            arrays = arrays[len(arrays) // 2 :]
+        if start and kind != "all-reduce":  # the operands, the results, and perhaps other values
+            count = given.count("%")
+            arrays = arrays[count : 2 * count]
         if kind not in hlo.OF_MANY_ARRAYS:
             arrays = arrays[:1]
         found += [Leaf(kind, frozenset(groups), *array) for array in arrays]

@@ -6,6 +6,7 @@ Everything is read by the types of MLIR's Python bindings.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,10 +90,7 @@ class Program:
         for each in [o for o in operations(copy.body) if o.name == "sdy.mesh"]:
             # JAX names the mesh of a shard_map's collectives again.
             use_mesh(self.mesh_name, each, copy)
-        self.module = simplified.simplified(copy)
-        passes = passmanager.PassManager.parse(PIPELINE)
-        passes.enable_verifier(False)  # after each pass, which takes longer than the passes
-        passes.run(self.module.operation)
+        self.module = _propagated(copy)
         top = operations(self.module.body)
         self._functions = [o for o in top if o.name == "func.func"]
         axes = [sdy.MeshAxisAttr(axis) for axis in attribute.axes]
@@ -262,6 +260,42 @@ class Program:
             ):
                 self._keep_shardings(operation)
 
+    def stays(self) -> bool:
+        """Whether XLA, which propagates the repaired program again, keeps its shardings.
+
+        Only constraints bind XLA. Over one axis, those of the matmuls decide; over several, other
+        values can get other shardings, and with them other collectives. These get constraints, too.
+        """
+        if sum(size > 1 for size in self.mesh.shape.values()) < 2:
+            return True
+        for _ in range(2):
+            own = list(self._sharded(self.module))
+            again = Counter(what for what, _ in self._sharded(_propagated(self.module)))
+            wanted = Counter(what for what, _ in own)
+            if not again - wanted:
+                return True
+            others = {what[:2] for what in again - wanted}
+            lost = {what for what in wanted - again if what[:2] in others}
+            for what, operation in own:
+                if what in lost:
+                    self._keep_shardings(operation)
+        again = Counter(what for what, _ in self._sharded(_propagated(self.module)))
+        return not again - wanted
+
+    def _sharded(self, module: Any) -> Iterator[tuple[Any, Any]]:
+        """What the operations of a program are and how their results are sharded; and these."""
+        todo = [block for o in operations(module.body) for block in inner_blocks(o)]
+        while todo:
+            for operation in operations(todo.pop()):
+                if operation.name.startswith("sdy.") or operation.name in _MADE_ANYWHERE:
+                    continue
+                todo += inner_blocks(operation)
+                if len(operation.results) == 1 and is_array(operation.results[0]):
+                    of = operation.results[0].type
+                    attribute = _per_value(operation, "sdy.sharding", 0)
+                    spec = self._spec_of(attribute) if attribute else ((),) * len(of.shape)
+                    yield (operation.name, of, spec), operation
+
     def _keep_shardings(self, operation: Any) -> None:
         """Puts constraints behind the results of an operation that has many.
 
@@ -286,6 +320,15 @@ class Program:
             new.operation.move_after(operation)
             for use in uses:
                 use.owner.operation.operands[use.operand_number] = new.result
+
+
+def _propagated(module: Any) -> Any:
+    """A copy of a module after propagation, from the form that XLA propagates."""
+    new = simplified.simplified(module)
+    passes = passmanager.PassManager.parse(PIPELINE)
+    passes.enable_verifier(False)  # after each pass, which takes longer than the passes
+    passes.run(new.operation)
+    return new
 
 
 def _refuse_callbacks(module: Any) -> None:

@@ -46,6 +46,7 @@ _log = logging.getLogger("jax_intranode")
 propagated_only = False
 
 _WHOLE = "XLA would have the whole sum for another operation that needs it"
+_OTHERWISE = "XLA would shard what is left of the program otherwise"
 # Operations without a plan that were found to send nothing, or that end a block.
 _TAKES_SHARDS = frozenset(
     {
@@ -254,26 +255,29 @@ class _Rewriting:
             reason = agreement.same_everywhere(
                 self._mesh, self._fingerprint, json.dumps(sorted(taken))
             )
+        if reason is None and (taken or propagated_only):
+            reason = self._finish()
         if reason is not None:
             self._outcome.records = [
                 dataclasses.replace(r, reason=r.reason or reason, missed=True, jaxpr=None)
                 for r in self._outcome.records
             ]
             self._outcome.reason = reason
-        elif taken or propagated_only:
-            self._finish()
 
     def _fingerprint(self) -> str:
         """Identifies the program in all processes, whatever the constants."""
         text = str(self._lowered.operation.get_asm(large_elements_limit=4))
         return hashlib.sha256(_CONSTANTS.sub("", text).encode()).hexdigest()[:16]
 
-    def _finish(self) -> None:
+    def _finish(self) -> str | None:
+        """Gives the outcome its module; returns why the program is left, or None."""
         for operation in reversed(self._dead):
             operation.erase()
         self._program.repair()
         if not self._program.module.operation.verify():
             raise RuntimeError("MLIR does not verify the rewritten program")
+        if not self._program.stays():
+            return _OTHERWISE
         self._outcome.module = self._program.module
         left = sum(record.reason is not None for record in self._outcome.records)
         _log.info(
@@ -284,6 +288,7 @@ class _Rewriting:
             self._calls,
             left,
         )
+        return None
 
     def _found(self, block: Any) -> list[Found]:
         """The operations of a block that communicate, in order."""

@@ -1,6 +1,7 @@
 """A program as XLA has it when it propagates shardings: converted to HLO, and simplified by that.
 
-Where several shardings are possible, Shardy's choice depends on the form of the operations.
+Where several shardings are possible, Shardy's choice depends on the form of the operations, and on
+their order.
 """
 
 from collections.abc import Iterator
@@ -10,42 +11,60 @@ from jax.extend.mlir import ir
 
 from jax_intranode._src.jax_private import hlo
 from jax_intranode._src.rewrite.auto.modules import (
+    Unsuitable,
     as_bytecode,
+    functions_of,
     inline_calls,
     inner_blocks,
     integer,
+    operands,
     operations,
     walk,
 )
 
 # The names of calls that stand for operations while the rest is converted.
 _STAND_IN = "jax_intranode_stand_in_"
+# A call that all results of an inlined function pass through.
+_RESULTS = "jax_intranode_results"
 # What HLO says of layouts, which XLA assigns later.
 _LAYOUTS = frozenset({"result_layout", "xla_shape"})
 
 
 def simplified(module: Any) -> Any:
-    """A copy of a module, with its calls inlined: what is put back must not call what is gone."""
+    """A copy of a module that consists of one function.
+
+    Raises:
+        Unsuitable: a call has attributes, by which XLA runs the function elsewhere.
+    """
     module = ir.Module.parse(as_bytecode(module))
-    inline_calls(module)
+    functions = functions_of(module)
+    all_of_module = walk(module.operation)
+    for operation in all_of_module:
+        if operation.name == "func.call" and [n for n in operation.attributes if n != "callee"]:
+            raise Unsuitable("a call of a function with attributes")
+    # They are put back when the functions are gone. An operation that was erased must not be read.
+    for operation in [o for o in all_of_module if o.name == "sdy.manual_computation"]:
+        inline_calls(operation, functions)
     copy = ir.Module.parse(as_bytecode(module))
-    # HLO keeps names of locations, but not the frames.
-    locations = []
-    for operation in walk(copy.operation):
-        locations.append(operation.location)
-        operation.location = ir.Location.name(str(len(locations) - 1))
     for index, operation in enumerate(list(_kept(copy))):
         _stand_in(operation, f"{_STAND_IN}{index}")
+    for operation in walk(copy.operation):
+        if "sdy.sharding" in operation.attributes:  # XLA ignores those of ordinary operations
+            del operation.attributes["sdy.sharding"]
     for operation in operations(copy.body):
         if operation.name == "sdy.mesh":
             operation.erase()
         else:
             _set_attributes(operation, None)
     new = ir.Module.parse(hlo.through_hlo(as_bytecode(copy)))
-    inline_calls(new)
-    (main,) = operations(new.body)
+    # XLA inlines calls after the conversion, which shares constants within a function only.
+    of_new = functions_of(new)
+    main = of_new.pop("main")
+    inline_calls(main, of_new, _RESULTS)
+    for function in of_new.values():
+        function.erase()
+    _order_as_xla(main)
     for operation in walk(main):
-        operation.location = _original(operation.location, locations)
         for name in _LAYOUTS & {*operation.attributes}:
             del operation.attributes[name]
     for name in [*new.operation.attributes]:
@@ -55,23 +74,58 @@ def simplified(module: Any) -> Any:
     for operation in operations(module.body):
         if operation.name == "sdy.mesh":
             operation.clone(ip=ir.InsertionPoint.at_block_begin(new.body))
-        elif ir.StringAttr(operation.attributes["sym_name"]).value == "main":
-            _set_attributes(main, operation)
+    _set_attributes(main, functions["main"])
     originals = list(_kept(module))
-    for operation in walk(main):
-        if operation.name == "stablehlo.custom_call":
-            target = ir.StringAttr(operation.attributes["call_target_name"]).value
-            if target.startswith(_STAND_IN):
-                _put_back(operation, originals[int(target.removeprefix(_STAND_IN))])
+    for operation in [o for o in walk(main) if o.name == "stablehlo.custom_call"]:
+        target = ir.StringAttr(operation.attributes["call_target_name"]).value
+        if target == _RESULTS:
+            for result, value in zip(operation.results, operation.operands, strict=True):
+                result.replace_all_uses_with(value)
+            operation.erase()
+        else:
+            _put_back(operation, originals[int(target.removeprefix(_STAND_IN))])
     _hoist_invariants(main)
     return new
 
 
-def _original(location: Any, locations: list[Any]) -> Any:
-    try:
-        return locations[int(ir.NameLoc(location).name_str)]
-    except ValueError:
-        return ir.Location.unknown()
+def _order_as_xla(main: Any) -> None:
+    """Orders the operations that come from functions as XLA does: operands first, in their order.
+
+    XLA has the results of a function in a tuple, and orders all of them before what uses one.
+    """
+    blocks = [block for each in walk(main) for block in inner_blocks(each)]
+    for block in blocks:
+        all_of_block = operations(block)
+        if not any(map(_is_results, all_of_block)):
+            continue
+        makers = {r: i for i, each in enumerate(all_of_block) for r in each.results}
+        done: set[int] = set()
+        previous = None
+        for last, root in enumerate(all_of_block):
+            if any(True for result in root.results for _ in result.uses):
+                continue
+            todo = [(last, False)]
+            while todo:
+                index, ready = todo.pop()
+                each = all_of_block[index]
+                if index in done:
+                    continue
+                if not ready:
+                    needed = [makers[value] for value in operands(each) if value in makers]
+                    todo.append((index, True))
+                    todo += ((i, False) for i in reversed(needed))
+                    continue
+                done.add(index)
+                if previous is not None:
+                    each.move_after(previous)
+                previous = each
+
+
+def _is_results(operation: Any) -> bool:
+    return (
+        operation.name == "stablehlo.custom_call"
+        and ir.StringAttr(operation.attributes["call_target_name"]).value == _RESULTS
+    )
 
 
 def _kept(module: Any) -> Iterator[Any]:
@@ -79,7 +133,11 @@ def _kept(module: Any) -> Iterator[Any]:
     todo = [block for o in operations(module.body) for block in inner_blocks(o)]
     while todo:
         for operation in operations(todo.pop()):
-            if operation.name.startswith("sdy.") or operation.name == "stablehlo.custom_call":
+            if (
+                operation.name.startswith("sdy.")
+                or operation.name == "stablehlo.custom_call"
+                or "replica_groups" in operation.attributes  # may name a mesh
+            ):
                 yield operation
             else:
                 todo += inner_blocks(operation)

@@ -259,6 +259,12 @@ class Program:
                 operation.name in _DECIDING and "sdy.sharding" in operation.attributes
             ):
                 self._keep_shardings(operation)
+            elif operation.name == "stablehlo.reshape":
+                # XLA makes one of two, unless the first is in a function that it has not inlined
+                # yet. Here it is inlined.
+                maker = owner(operation.operands[0])
+                if maker is not None and maker.name == operation.name:
+                    self._keep_shardings(maker)
 
     def stays(self) -> bool:
         """Whether XLA, which propagates the repaired program again, keeps its shardings.

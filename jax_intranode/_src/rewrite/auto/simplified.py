@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import sdy
 
 from jax_intranode._src.jax_private import hlo
 from jax_intranode._src.rewrite.auto.modules import (
@@ -19,6 +20,7 @@ from jax_intranode._src.rewrite.auto.modules import (
     integer,
     operands,
     operations,
+    owner,
     walk,
 )
 
@@ -186,7 +188,10 @@ def _set_attributes(function: Any, other: Any) -> None:
 
 
 def _hoist_invariants(main: Any) -> None:
-    """Lets loops use the values that they do not change from outside, as XLA does."""
+    """Lets loops use the values that they do not change from outside, as XLA does.
+
+    Where such a value has a sharding, XLA lets the loop have it in another one.
+    """
     changed = True
     while changed:
         changed = False
@@ -196,12 +201,43 @@ def _hoist_invariants(main: Any) -> None:
             for index, operand in enumerate(loop.operands):
                 if end.operands[index] != body.arguments[index]:
                     continue
-                for value in (
-                    condition.arguments[index],
-                    body.arguments[index],
-                    loop.results[index],
-                ):
-                    for use in list(value.uses):
-                        if use.owner.operation != end:
-                            use.owner.operation.operands[use.operand_number] = operand
-                            changed = True
+                inside = [
+                    use
+                    for value in (condition.arguments[index], body.arguments[index])
+                    for use in value.uses
+                    if use.owner.operation != end
+                ]
+                opened = _opened(operand, loop) if inside else operand
+                behind = list(loop.results[index].uses)
+                for uses, new in ((inside, opened), (behind, operand)):
+                    for use in uses:
+                        use.owner.operation.operands[use.operand_number] = new
+                        changed = True
+
+
+def _opened(value: Any, loop: Any) -> Any:
+    """A value, which may be sharded otherwise from here on."""
+    maker = owner(value)
+    if maker is None:
+        arguments = loop.parent
+        while arguments.operation.name != "func.func":
+            arguments = arguments.parent
+        is_own = value.owner == arguments.regions[0].blocks[0]
+        attributes = ir.ArrayAttr(arguments.attributes["arg_attrs"]) if is_own else ()
+        of = ir.DictAttr(attributes[ir.BlockArgument(value).arg_number]) if attributes else {}
+        sharding = of["sdy.sharding"] if "sdy.sharding" in of else None
+    elif maker.name == "sdy.sharding_constraint":
+        sharding = maker.attributes["sharding"]
+    else:
+        sharding = None
+    if sharding is None:
+        return value
+    mesh = sdy.TensorShardingAttr(sharding).mesh_or_ref
+    dimension = sdy.DimensionShardingAttr.get([], False)
+    rank = len(ir.RankedTensorType(value.type).shape)
+    return sdy.ShardingConstraintOp(
+        value,
+        sdy.TensorShardingAttr.get(mesh, [dimension] * rank),
+        loc=loop.location,
+        ip=ir.InsertionPoint(loop),
+    ).result

@@ -36,20 +36,12 @@ def compare(build: Any, shape: int) -> None:
     auto_corpus.compare(build, meshes[shape % len(meshes)], jax.default_backend() == "cpu")
 
 
-OTHERWISE = pytest.mark.xfail(
-    raises=auto_corpus.Different,
-    reason="an array that no constraint decides is sharded otherwise than XLA chooses",
-)
-
-
-# 6 is a gradient of a gradient with remat and scan.
+# 6 is a gradient of a gradient with remat and scan. In 14 and 29 several shardings are possible:
+# XLA's choice depends on the order of operations, and on what loops and functions use.
 @pytest.mark.parametrize(
     "seed",
     [
-        pytest.param(
-            seed,
-            marks=[OTHERWISE] * (seed == 29) + [pytest.mark.full] * (seed != 6),
-        )
+        pytest.param(seed, marks=[pytest.mark.full] * (seed not in (6, 14, 29)))
         for seed in range(40)
     ],
 )

@@ -47,11 +47,6 @@ _OF_MANY_RESULTS = frozenset(
 )
 
 
-# XLA ignores the shardings of operations, and propagates again. For matmuls, several shardings
-# are possible, so their results get constraints. Sums get none: XLA may use one in two shardings.
-_DECIDING = frozenset({"stablehlo.dot_general", "stablehlo.dot"})
-
-
 class Program:
     """A copy of a lowered program after propagation.
 
@@ -255,9 +250,7 @@ class Program:
                 )
                 operation.results[0].replace_all_uses_with(new.result)
                 operation.erase()
-            elif operation.name in _OF_MANY_RESULTS or (
-                operation.name in _DECIDING and "sdy.sharding" in operation.attributes
-            ):
+            elif operation.name in _OF_MANY_RESULTS:
                 self._keep_shardings(operation)
             elif operation.name == "stablehlo.reshape":
                 # XLA makes one of two, unless the first is in a function that it has not inlined
@@ -269,11 +262,9 @@ class Program:
     def stays(self) -> bool:
         """Whether XLA, which propagates the repaired program again, keeps its shardings.
 
-        Only constraints bind XLA. Over one axis, those of the matmuls decide; over several, other
-        values can get other shardings, and with them other collectives. These get constraints, too.
+        XLA ignores the shardings of ordinary operations. Those that would get another one get
+        constraints; all would not do, because XLA may use a sum in two shardings.
         """
-        if sum(size > 1 for size in self.mesh.shape.values()) < 2:
-            return True
         for _ in range(2):
             own = list(self._sharded(self.module))
             again = Counter(what for what, _ in self._sharded(_propagated(self.module)))

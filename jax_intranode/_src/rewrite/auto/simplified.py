@@ -219,13 +219,9 @@ def _opened(value: Any, loop: Any) -> Any:
     """A value, which may be sharded otherwise from here on."""
     maker = owner(value)
     if maker is None:
-        arguments = loop.parent
-        while arguments.operation.name != "func.func":
-            arguments = arguments.parent
-        is_own = value.owner == arguments.regions[0].blocks[0]
-        attributes = ir.ArrayAttr(arguments.attributes["arg_attrs"]) if is_own else ()
-        of = ir.DictAttr(attributes[ir.BlockArgument(value).arg_number]) if attributes else {}
-        sharding = of["sdy.sharding"] if "sdy.sharding" in of else None
+        around, place = value.owner.owner.opview, ir.BlockArgument(value).arg_number
+        of = around.arg_attrs[place] if around.operation.name == "func.func" else {}
+        sharding = of["sdy.sharding"] if "sdy.sharding" in of else None  # noqa: SIM401, has no get
     elif maker.name == "sdy.sharding_constraint":
         sharding = maker.attributes["sharding"]
     else:

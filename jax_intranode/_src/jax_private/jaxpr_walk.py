@@ -91,6 +91,15 @@ def inner_jaxprs(equation: Any, platform: str | None) -> Iterator[InnerJaxpr]:
                 yield InnerJaxpr(jaxpr, times, conditional)
 
 
+def equations(jaxpr: Any, nested_shard_maps: bool = True) -> Iterator[Any]:
+    """The equations of a jaxpr, and after each one those of the jaxprs that it runs."""
+    for equation in open_jaxpr(jaxpr).eqns:
+        yield equation
+        if may_run_jaxprs(equation) and (nested_shard_maps or shard_map_of(equation) is None):
+            for inner in inner_jaxprs(equation, None):
+                yield from equations(inner.jaxpr, nested_shard_maps)
+
+
 def body_of_shard_map(params: dict[str, Any]) -> Jaxpr:
     """The jaxpr of a shard_map's body. 0.10.2 and later."""
     return params["jaxpr"]

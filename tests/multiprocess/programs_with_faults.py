@@ -32,6 +32,11 @@ from jax_intranode._src.health import peers
 from jax_intranode._src.native import extension
 
 
+def goes_on() -> bool:
+    """Whether other work runs after a failure. On GPUs the CUDA context is lost."""
+    return jax.default_backend() == "cpu"
+
+
 def attempt(operation: Callable[[], object], label: str = "RESULT") -> Exception | None:
     """Runs an operation that is to fail, and says how, and how long it took."""
     started = time.monotonic()
@@ -71,8 +76,9 @@ def unrelated_errors() -> None:
     attempt(lambda: read(total(2)))
     assert jax_intranode.last_failure() is not None
     say(before, "BEFORE AGAIN")
-    attempt(call_back, "CALLBACK")
-    attempt(lambda: jnp.zeros((1 << 44,), np.int8).block_until_ready(), "MEMORY")
+    if goes_on():
+        attempt(call_back, "CALLBACK")
+        attempt(lambda: jnp.zeros((1 << 44,), np.int8).block_until_ready(), "MEMORY")
     end_of_rank_0()
 
 
@@ -213,7 +219,8 @@ def is_lost(how: str, *_: str) -> None:
     attempt(lambda: read(total(2)))
     attempt(lambda: read(total(3)), "LATER")
     attempt(lambda: jax_intranode.initialize(line()), "INITIALIZE")
-    assert np.all(np.asarray(jnp.ones(4)) == 1)  # other work goes on
+    if goes_on():
+        assert np.all(np.asarray(jnp.ones(4)) == 1)  # other work goes on
     if jax.process_count() == 2:
         end_of_rank_0()
     # The other processes set up anew, with their devices.

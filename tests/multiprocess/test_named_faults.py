@@ -104,11 +104,13 @@ def test_unrelated_errors_stay_as_they_are(started: Started, name: str) -> None:
     assert "process 1 " in said(outcome, "RESULT"), str(outcome)
     assert said(outcome, "RECORD") == "peer_gone 1", str(outcome)
     assert said(outcome, "BEFORE AGAIN") == said(outcome, "BEFORE"), str(outcome)
-    for label in ("BEFORE", "CALLBACK"):
+    on_cpu = jax.devices()[0].platform == "cpu"
+    for label in ("BEFORE", "CALLBACK") if on_cpu else ("BEFORE",):
         text = said(outcome, label)
         assert "the callback's own error" in text and "process 1 " not in text, str(outcome)
-    text = said(outcome, "MEMORY")
-    assert "RESOURCE_EXHAUSTED" in text and "process 1 " not in text, str(outcome)
+    if on_cpu:  # on GPUs the CUDA context is lost, and nothing else can fail
+        text = said(outcome, "MEMORY")
+        assert "RESOURCE_EXHAUSTED" in text and "process 1 " not in text, str(outcome)
 
 
 @pytest.mark.parametrize("name", ["is_lost killed among three"])

@@ -83,11 +83,20 @@ def unrelated_errors() -> None:
 
 
 def raises() -> None:
+    """Rank 0 catches the failure as docs/failures.md shows it."""
+
+    def guarded() -> None:
+        with jax_intranode.communication_errors():
+            read(total(2))
+
     begin()
     if rank() == 1:
         time.sleep(1)
         raise ValueError("loss is NaN")
-    attempt(lambda: read(total(2)))
+    error = attempt(guarded)
+    assert isinstance(error, jax_intranode.CommunicationError), type(error)
+    assert error.failure == jax_intranode.last_failure()
+    assert error.failure is not None and error.failure.operation == "psum"
     end_of_rank_0()
 
 

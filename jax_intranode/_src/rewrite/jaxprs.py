@@ -3,7 +3,6 @@
 Equations that do not change stay the same objects.
 """
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,22 +11,10 @@ from jax_intranode._src.rewrite import collectives, norms, sums
 from jax_intranode._src.rewrite.body import Body
 from jax_intranode._src.rewrite.matmuls import MatmulRewriter
 
-_has_collectives: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-
-
-def has_collectives(jaxpr: Any) -> bool:
-    """Whether a jaxpr, or one inside it, has a collective of lax that this package may replace."""
-    found = _has_collectives.get(jaxpr)
-    if found is None:
-        found = any(
-            lax_collectives.lax_collective(equation) is not None
-            or any(
-                has_collectives(inner.jaxpr) for inner in jaxpr_walk.inner_jaxprs(equation, None)
-            )
-            for equation in jaxpr.eqns
-        )
-        _has_collectives[jaxpr] = found
-    return found
+# Whether a jaxpr, or one inside it, has a collective of lax that this package may replace.
+has_collectives = jaxpr_walk.Contains(
+    lambda equation: lax_collectives.lax_collective(equation) is not None
+)
 
 
 class Rewriter(jaxpr_edit.JaxprRewriter):

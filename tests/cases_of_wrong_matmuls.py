@@ -102,6 +102,7 @@ def overlapped_wrong_call_is_refused(wrong: str) -> None:
                 *(jnp.ones(shape, dtype) for shape in operands),
                 device_ids=np.array(groups.device_ids, np.int64),
                 group_size=np.int64(groups.group_size),
+                site="a wrong call",
                 axis=np.int64(axis),
                 plan=plan,
                 **{name: np.int32(value) for name, value in values.items()},

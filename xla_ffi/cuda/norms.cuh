@@ -1,5 +1,7 @@
 // The kernels of psums and reduce-scatters that add a residual and normalize rows, and their
-// launch. A block works on one row after another.
+// launch. A block works on one row after another. kernels_*.cu compile them for each element type.
+#pragma once
+
 #include "../kernels/norm_protocol.h"
 #include "device_thread.h"
 
@@ -67,14 +69,20 @@ __global__ void __launch_bounds__(kMaxThreads)
   Norm<Type, N, kAligned>::Run(thread, group, call);
 }
 
+// World size 2 has a kernel of its own; the others share one, because each costs build time.
+template <class Type>
+const void* KernelOfNorm(int size, bool aligned) {
+  if (!aligned) return reinterpret_cast<const void*>(&jax_intranode_norm<Type, 0, false>);
+  return size == 2 ? reinterpret_cast<const void*>(&jax_intranode_norm<Type, 2, true>)
+                   : reinterpret_cast<const void*>(&jax_intranode_norm<Type, 0, true>);
+}
+
 }  // namespace
 
-// World size 2 has a kernel of its own; the others share one, because each costs build time.
-template <>
-const void* NormKernel<ElementType::JIN_ELEMENT_TYPE>(int size, bool aligned) {
-  if (!aligned) return reinterpret_cast<const void*>(&jax_intranode_norm<JIN_TYPE, 0, false>);
-  return size == 2 ? reinterpret_cast<const void*>(&jax_intranode_norm<JIN_TYPE, 2, true>)
-                   : reinterpret_cast<const void*>(&jax_intranode_norm<JIN_TYPE, 0, true>);
-}
+#define JIN_NORM_KERNELS(Type)                                           \
+  template <>                                                            \
+  const void* NormKernel<ElementType::k##Type>(int size, bool aligned) { \
+    return KernelOfNorm<Type>(size, aligned);                            \
+  }
 
 }  // namespace jax_intranode

@@ -58,6 +58,7 @@ JIN_X(I64, 8, 32)
     return nullptr;                                         \
   }
 JIN_X(F32)
+JIN_X(BF16)
 JIN_X(F16)
 #undef JIN_X
 

@@ -77,7 +77,7 @@ const void* Kernel(Algorithm algorithm) {
       }
       break;
     default:
-      break;  // pipelined_matmul.h, norms.cuh
+      break;  // pipelined_matmul.h, norms.cu
   }
   return nullptr;
 }

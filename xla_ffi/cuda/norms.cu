@@ -1,7 +1,5 @@
 // The kernels of psums and reduce-scatters that add a residual and normalize rows, and their
-// launch. A block works on one row after another. kernels_*.cu compile them for each element type.
-#pragma once
-
+// launch. A block works on one row after another.
 #include "../kernels/norm_protocol.h"
 #include "device_thread.h"
 
@@ -71,7 +69,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 
 // World size 2 has a kernel of its own; the others share one, because each costs build time.
 template <class Type>
-const void* KernelOfNorm(int size, bool aligned) {
+const void* KernelOf(int size, bool aligned) {
   if (!aligned) return reinterpret_cast<const void*>(&jax_intranode_norm<Type, 0, false>);
   return size == 2 ? reinterpret_cast<const void*>(&jax_intranode_norm<Type, 2, true>)
                    : reinterpret_cast<const void*>(&jax_intranode_norm<Type, 0, true>);
@@ -79,10 +77,17 @@ const void* KernelOfNorm(int size, bool aligned) {
 
 }  // namespace
 
-#define JIN_NORM_KERNELS(Type)                                           \
-  template <>                                                            \
-  const void* NormKernel<ElementType::k##Type>(int size, bool aligned) { \
-    return KernelOfNorm<Type>(size, aligned);                            \
-  }
+template <>
+const void* NormKernel<ElementType::kF32>(int size, bool aligned) {
+  return KernelOf<F32>(size, aligned);
+}
+template <>
+const void* NormKernel<ElementType::kBF16>(int size, bool aligned) {
+  return KernelOf<BF16>(size, aligned);
+}
+template <>
+const void* NormKernel<ElementType::kF16>(int size, bool aligned) {
+  return KernelOf<F16>(size, aligned);
+}
 
 }  // namespace jax_intranode

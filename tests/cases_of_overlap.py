@@ -33,6 +33,9 @@ from overlapped_cases import (
     wait_for_all,
     zeros_and_ones,
 )
+from overlapped_cases import (
+    CASES as CASES,
+)
 
 import jax_intranode
 from jax_intranode._src.group import agreed

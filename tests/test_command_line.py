@@ -164,7 +164,7 @@ def test_info_points_out_variables(
     found = json.loads(out)
     misspelt, wrong = sorted(found["problems"], key=lambda text: "ALGORITHM" in text)[-2:]
     assert "Did you mean JAX_INTRANODE_TIMEOUT_S?" in misspelt
-    assert wrong.startswith("JAX_INTRANODE_ALGORITHM='twoshot': use one of auto")
+    assert wrong.startswith("environment: JAX_INTRANODE_ALGORITHM='twoshot': use one of auto")
     rows = {row["name"]: row for row in found["environment"]}
     assert rows["JAX_INTRANODE_SLAB_MIB"]["value"] == "16"
     assert rows["JAX_INTRANODE_STRICT"]["value"] is None

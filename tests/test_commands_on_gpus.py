@@ -9,7 +9,7 @@ import pytest
 from test_topology import SWITCH_LINK, FakeNvml, bus_id
 
 from jax_intranode import __main__ as command_line
-from jax_intranode._src.command_line import doctor, info
+from jax_intranode._src.command_line import checks, doctor, info
 
 
 class Node(FakeNvml):
@@ -77,7 +77,7 @@ def test_info(two_h200s: Node, capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["gpus"][1]["memory_mib"], found["gpus"][1]["free_mib"]) == (143771, 143000)
     assert found["topology"] == {"kind": "fully_connected", "links": [[0, 18], [18, 0]]}
     if not found["cuda_part"]["built"]:
-        assert any("the CUDA part was not built" in problem for problem in found["problems"])
+        assert any("CUDA part: not built" in problem for problem in found["problems"])
     assert command_line.main(["info"]) == 0
     out = capsys.readouterr().out
     assert "0: NVIDIA H200, 00000000:06:00.0, compute capability 9.0, 143000 of 143771" in out
@@ -87,10 +87,10 @@ def test_info(two_h200s: Node, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_peer_access(two_h200s: Node) -> None:
-    assert doctor._peer_access(info.report()).verdict == doctor.OK
+    assert doctor._peer_access(info.report()).verdict == checks.OK
     two_h200s.no_access = {(1, 0)}
     check = doctor._peer_access(info.report())
-    assert check.verdict == doctor.FAILS
+    assert check.verdict == checks.FAILS
     assert "no access between GPU 0 and 1" in check.reason and "MIG" in check.remedy
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jax_intranode import __main__ as command_line
-from jax_intranode._src.command_line import benefits, doctor, info, machine
+from jax_intranode._src.command_line import benefits, checks, doctor, info, machine
 from jax_intranode._src.selection.overlap.profiles import H200_FACTS
 
 
@@ -33,11 +33,11 @@ def node(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def verdict(check: doctor.Check) -> tuple[str, str]:
+def verdict(check: checks.Check) -> tuple[str, str]:
     """The verdict and, so that a test can search it, all other text."""
-    if check.verdict in (doctor.FAILS, doctor.WARNING):
+    if check.verdict in (checks.FAILS, checks.WARNING):
         assert check.remedy, check
-    return check.verdict, doctor.text_of(check)
+    return check.verdict, checks.text_of(check)
 
 
 NO_DRIVER = {"version": None, "cuda": None, "reason": "NVML does not start"}
@@ -46,22 +46,27 @@ UNLINKED = {"kind": "unknown", "links": [[0, 4, 0], [4, 0, 4], [0, 4, 0]]}
 # A check, what is other than on a good node, its verdict, and what its text has.
 LOOKS: list[tuple[Any, dict[str, Any], str, list[str]]] = [
     *(
-        (check, {}, doctor.OK, [])
-        for check in (doctor._ffi, doctor._driver, doctor._cuda_part, doctor._links)
+        (check, {}, checks.OK, [])
+        for check in (checks.cpu_part, doctor._driver, checks.cuda_part, doctor._links)
     ),
-    (doctor._ffi, {"ffi_of_jaxlib": [0, 2]}, doctor.FAILS, ["built against 0.3, jaxlib has 0.2"]),
-    (doctor._ffi, {"ffi_of_jaxlib": None}, doctor.SKIPPED, []),
+    (
+        checks.cpu_part,
+        {"cpu_part": {"built": True, "ffi": [0, 3], "error": "built against 0.3"}},
+        checks.FAILS,
+        ["built against 0.3", "install a newer jaxlib"],
+    ),
+    (checks.cpu_part, {"ffi_of_jaxlib": None}, checks.SKIPPED, []),
     (
         doctor._driver,
         {"driver": {"version": "550.1", "cuda": "12.4", "reason": None}},
-        doctor.FAILS,
+        checks.FAILS,
         ["550.1", "built with CUDA 13.0"],
     ),
-    (doctor._cuda_part, {"cuda_part": NOT_BUILT}, doctor.FAILS, ["not built; this node has 2 GPU"]),
-    (doctor._cuda_part, {"versions": {"jax": "0.12"}}, doctor.FAILS, ["no CUDA plugin"]),
-    (doctor._cuda_part, {"gpus": [], "cuda_part": NOT_BUILT}, doctor.SKIPPED, ["not built"]),
-    (doctor._links, {"topology": UNLINKED}, doctor.WARNING, ["not linked: GPU 0 and 2\n"]),
-    (doctor._links, {"topology": {"links": [[0]]}}, doctor.SKIPPED, ["a single GPU has no peers"]),
+    (checks.cuda_part, {"cuda_part": NOT_BUILT}, checks.FAILS, ["not built; this node has 2 GPU"]),
+    (checks.cuda_part, {"versions": {"jax": "0.12"}}, checks.FAILS, ["no CUDA plugin"]),
+    (checks.cuda_part, {"gpus": [], "cuda_part": NOT_BUILT}, checks.SKIPPED, ["not built"]),
+    (doctor._links, {"topology": UNLINKED}, checks.WARNING, ["not linked: GPU 0 and 2\n"]),
+    (doctor._links, {"topology": {"links": [[0]]}}, checks.SKIPPED, ["a single GPU has no peers"]),
 ]
 
 
@@ -75,13 +80,19 @@ def test_what_is_looked_at(
         assert part in text
 
 
+def test_a_jaxlib_that_is_older_than_the_native_modules() -> None:
+    assert info._part("_host", [99, 0])["error"] is None
+    error = info._part("_host", [0, 0])["error"]
+    assert error.startswith("built against FFI headers ") and error.endswith("jaxlib has 0.0")
+
+
 def test_a_driver_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     none = node(driver=NO_DRIVER, gpus=[])
     monkeypatch.setattr(doctor, "_device_files", list)
-    assert doctor._driver(none).verdict == doctor.SKIPPED
+    assert doctor._driver(none).verdict == checks.SKIPPED
     monkeypatch.setattr(doctor, "_device_files", lambda: [Path("/dev/nvidia0")])
     found, text = verdict(doctor._driver(none))
-    assert found == doctor.FAILS and "NVML does not start" in text and "--gpus all" in text
+    assert found == checks.FAILS and "NVML does not start" in text and "--gpus all" in text
 
 
 @pytest.mark.parametrize(
@@ -103,11 +114,11 @@ def test_a_driver_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_architectures(architectures: str, capability: int, runs: bool) -> None:
-    assert doctor._runs_on(architectures.split(","), capability) == runs
+    assert checks.runs_on(architectures.split(","), capability) == runs
     gpu = node()["gpus"][0] | {"compute_capability": f"{capability // 10}.{capability % 10}"}
     part = node()["cuda_part"] | {"architectures": architectures.split(",")}
-    found, _ = verdict(doctor._cuda_part(node(gpus=[gpu], cuda_part=part)))
-    assert found == (doctor.OK if runs else doctor.FAILS)
+    found, _ = verdict(checks.cuda_part(node(gpus=[gpu], cuda_part=part)))
+    assert found == (checks.OK if runs else checks.FAILS)
 
 
 def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,37 +129,37 @@ def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return verdict(doctor._memory_of(0, node()["gpus"][0] | {"free_mib": free_mib}))
 
     found, text = of(900)
-    assert found == doctor.FAILS and "900 of 143771 MiB free; slab and ring need 904 MiB" in text
+    assert found == checks.FAILS and "900 of 143771 MiB free; slab and ring need 904 MiB" in text
     found, text = of(108000)
-    assert found == doctor.WARNING and "beside JAX's 107828 MiB" in text
-    assert of(109000)[0] == doctor.OK
+    assert found == checks.WARNING and "beside JAX's 107828 MiB" in text
+    assert of(109000)[0] == checks.OK
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    assert of(1000)[0] == doctor.OK
+    assert of(1000)[0] == checks.OK
     monkeypatch.setenv("JAX_INTRANODE_RING_MIB", "1024")
-    assert of(1000)[0] == doctor.FAILS
+    assert of(1000)[0] == checks.FAILS
 
 
 def test_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path)
-    assert doctor._dev_shm(node()).verdict == doctor.OK
+    assert doctor._dev_shm(node()).verdict == checks.OK
     monkeypatch.setenv("JAX_INTRANODE_SLAB_MIB", str(10**8))
     found, text = verdict(doctor._dev_shm(node()))
-    assert found == doctor.WARNING and "needs 100000000 MiB" in text and "--shm-size" in text
+    assert found == checks.WARNING and "needs 100000000 MiB" in text and "--shm-size" in text
     monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path / "missing")
-    assert verdict(doctor._dev_shm(node(gpus=[])))[0] == doctor.FAILS
+    assert verdict(doctor._dev_shm(node(gpus=[])))[0] == checks.FAILS
     found, text = verdict(doctor._dev_shm(node()))
-    assert found == doctor.WARNING and "missing cannot be written: No such file" in text
+    assert found == checks.WARNING and "missing cannot be written: No such file" in text
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_INTRANODE_DISABLE", "1")
     monkeypatch.setenv("JAX_INTRANODE_TIMEOUT", "1")
     monkeypatch.setenv("JAX_INTRANODE_SLAB_MIB", "0")
-    checks = [verdict(check) for check in doctor._environment(info.report())]
-    assert [found for found, _ in checks] == [doctor.FAILS, doctor.WARNING, doctor.WARNING]
-    assert "correct or unset JAX_INTRANODE_SLAB_MIB" in checks[0][1]
-    assert "Did you mean JAX_INTRANODE_TIMEOUT_S?" in checks[1][1]
-    assert "JAX_INTRANODE_DISABLE=1: everything falls back" in checks[2][1]
+    found = [verdict(check) for check in checks.environment(info.report())]
+    assert [one for one, _ in found] == [checks.FAILS, checks.WARNING, checks.WARNING]
+    assert "correct or unset JAX_INTRANODE_SLAB_MIB" in found[0][1]
+    assert "Did you mean JAX_INTRANODE_TIMEOUT_S?" in found[1][1]
+    assert "JAX_INTRANODE_DISABLE=1: everything falls back" in found[2][1]
 
 
 # Tests in processes of their own.
@@ -158,7 +169,7 @@ def test_a_test_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(doctor, "_LIMIT_S", 0.1)
     found, text = verdict(doctor._self_test("two processes", "cpu", 2))
-    assert found == doctor.FAILS
+    assert found == checks.FAILS
     assert "the ranks did not finish within 0.1 s" in text
 
 
@@ -170,10 +181,10 @@ def outcome(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("result", "found", "says"),
     [
-        (outcome(), doctor.OK, "psum ran as one_shot"),
-        (outcome(right=False), doctor.FAILS, "wrong"),
-        (outcome(algorithm="lax", reason="no NVLink"), doctor.WARNING, "jax.lax ran it: no NVLink"),
-        (outcome(operations=0), doctor.FAILS, "our kernels ran nothing"),
+        (outcome(), checks.OK, "psum ran as one_shot"),
+        (outcome(right=False), checks.FAILS, "wrong"),
+        (outcome(algorithm="lax", reason="no NVLink"), checks.WARNING, "jax.lax ran it: no NVLink"),
+        (outcome(operations=0), checks.FAILS, "our kernels ran nothing"),
     ],
 )
 def test_verdict_of_a_test(

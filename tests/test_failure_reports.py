@@ -10,7 +10,7 @@ from unittest import mock
 
 import jax
 import pytest
-from processes import python
+from processes import free_port, python
 
 import jax_intranode
 from jax_intranode._src.health import failures
@@ -105,6 +105,23 @@ def test_the_failure_of_a_peer(clean: None) -> None:
     assert (found.reason, found.operation, found.nbytes, found.rank, found.missing_process) == (
         "peer_gone", None, None, None, 1,
     )  # fmt: skip
+
+
+def test_a_call_that_fails_says_more_than_the_loss_of_its_peer(
+    clean: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On GPUs a kernel that waits gives up after the loss of the process has been told."""
+    other = {**FIELDS, "platform": "gpu", "missing_rank": 0}
+    call = {**FIELDS, "platform": "gpu"}
+    extension.module("cpu").take_failures.side_effect = [
+        [OF_PEER], [other], [call], [OF_PEER], [], [],
+    ]  # fmt: skip
+    seen = [failures.current() for _ in range(5)]
+    assert [f and f.operation for f in seen] == [None, None, "psum", "psum", "psum"]
+    assert seen[-1] is not None and seen[-1].missing_process == 1
+    assert FAILURE.message in str(jax.errors.JaxRuntimeError(XLA_TEXT))
+    errors = [r.message for r in caplog.records if r.levelname == "ERROR"]
+    assert errors == [OF_PEER["message"], FAILURE.message]
 
 
 def test_errors_of_xla_show_the_message(clean: None, caplog: pytest.LogCaptureFixture) -> None:
@@ -219,20 +236,35 @@ def test_devices_of_one_process_that_run_different_operations() -> None:
 
 # After Python has ended, a destructor takes its time, and a thread comes back from C++.
 LATE_THREAD = """
-import ctypes, threading
+import ctypes, threading, time
+from jaxlib import _jax
 from jax_intranode._src.health import failures
 from jax_intranode._src.native import extension
 libc = ctypes.CDLL(None)
 libc.__cxa_atexit(libc.sleep, ctypes.c_void_p(2), None)
-wait = extension.module("cpu").await_news
-threading.Thread(target=wait, args=(1.0,), daemon=True).start()
+wait, arguments = {wait}
+threading.Thread(target=wait, args=arguments, daemon=True).start()
+time.sleep(0.1)  # Python has to detach it, which earlier versions than 3.13 do
 failures.report(failures.Failure("jax_intranode: lost.", "timeout", "cpu"))
 raise SystemExit(3)
 """
+IN_OURS = "extension.module('cpu').await_news, (1.0,)"
+# JAX's shutdown waits in such a client. Clang has compiled it, and ours GCC.
+IN_JAXLIB = """None, None
+address = "127.0.0.1:{port}"
+service = _jax.get_distributed_runtime_service(address, 1)
+client = _jax.get_distributed_runtime_client(address, 0)
+client.connect()
+for kept in (service, client):
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+wait, arguments = client.blocking_key_value_get, ("a key that nobody sets", 1000)
+"""
 
 
-def test_a_thread_that_comes_back_late_does_not_abort() -> None:
-    status, text = run_program(LATE_THREAD)
+@pytest.mark.parametrize("wait", [IN_OURS, IN_JAXLIB], ids=["in_ours", "in_jaxlib"])
+def test_a_thread_that_comes_back_late_does_not_abort(wait: str) -> None:
+    code = LATE_THREAD.replace("{wait}", wait.replace("{port}", str(free_port())))
+    status, text = run_program(code)
     assert status == 3, text
     assert text.endswith("\njax_intranode: lost.\n"), text
 

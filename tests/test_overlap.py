@@ -4,8 +4,6 @@ import cases_of_overlap
 import pytest
 from devices import module_needs_gpus, need_devices, need_overlap
 
-module_needs_gpus()
-
 
 @pytest.mark.parametrize("name", cases_of_overlap.CASES)
 def test_case(name: str) -> None:
@@ -13,3 +11,6 @@ def test_case(name: str) -> None:
     case = cases_of_overlap.CASES[name]
     need_devices(case.devices)
     case.run()
+
+
+module_needs_gpus()  # last, so that all above is run without a GPU, too

@@ -540,6 +540,18 @@ def mesh_size(arguments: Any) -> int:
     return int(jax.tree.leaves(arguments)[0].sharding.mesh.size)
 
 
+def placed(arguments: Any, mesh: Mesh, runs: bool) -> Any:
+    """Arguments as arrays on a mesh; as their types, if they do not run."""
+
+    def one(x: Sharded) -> Any:
+        sharding = NamedSharding(mesh, P(*x.spec))
+        if runs:
+            return jax.device_put(x.value, sharding)
+        return jax.ShapeDtypeStruct(x.value.shape, x.value.dtype, sharding=sharding)
+
+    return jax.tree.map(one, arguments, is_leaf=lambda x: isinstance(x, Sharded))
+
+
 def compare(build: Callable[[Mesh], Built], mesh: Mesh, runs: bool) -> Outcome:
     """Compiles a program in all ways.
 
@@ -550,13 +562,7 @@ def compare(build: Callable[[Mesh], Built], mesh: Mesh, runs: bool) -> Outcome:
     warned = Warned()
     logging.getLogger("jax_intranode").handlers = [warned]
 
-    def argument(x: Sharded) -> Any:
-        sharding = NamedSharding(mesh, P(*x.spec))
-        if runs:
-            return jax.device_put(x.value, sharding)
-        return jax.ShapeDtypeStruct(x.value.shape, x.value.dtype, sharding=sharding)
-
-    arguments = jax.tree.map(argument, built[1], is_leaf=lambda x: isinstance(x, Sharded))
+    arguments = placed(built[1], mesh, runs)
     plain = Compiled(build, mesh, arguments, on=False)
     with mock.patch.object(rewriting._Rewriting, "_accepted", lambda self, members: []):
         with jax_intranode.accelerate(auto=True):

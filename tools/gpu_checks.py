@@ -159,6 +159,11 @@ def _measurements(out: Path, cpu: bool, on: list[str]) -> Iterator[Step]:
         yield bench("decode", name, 45, name, JAX_INTRANODE_FUSE_NORMS="always")
     for batch in (1, 16):
         yield bench("decode", f"decode_{batch}", 90, f"decode_8b_{batch}")
+        model = "--size tiny" if cpu else "--size 8B --layers 8"
+        peer = [*PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+        peer += [f"{ROOT}/tools/decode_in_torch.py", *model.split(), "--batch", str(batch)]
+        name = f"decode_{batch}_torch"
+        yield "decode", name, 90, [*peer, "--json", f"{out}/{name}.json"], {}
 
     types = "psum -d float32,int32,float64,float16"
     yield bench("more", "types", 200, f"{types} {'' if cpu else '-b 4K -e 4M -f 8 -n 9 -w 2'}")

@@ -6,6 +6,9 @@ Traces and lowers a training step of a transformer, written with jax.lax, as it 
 `jax_intranode.accelerate()` in turns. The layers are unrolled. No GPU is needed: programs for GPUs
 are lowered for fake ones, whose rendezvous always succeeds.
 
+The programs auto-* are plain jit programs over Auto axes, under `accelerate(auto=True)`. They are
+also lowered after what XLA has answered for single operations is forgotten, as the first time.
+
 Tracing does not know of the rewriting, so both ways count with the same time of it, that of all
 runs. The time of the processor counts first: on a busy machine the time that passes says little.
 Even so, other programs make it longer, in both ways; the least of all runs is the least disturbed.
@@ -21,6 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import auto_corpus
 import compare_lowered
 import jax
 import jax.numpy as jnp
@@ -28,6 +32,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
+from jax_intranode._src.rewrite.auto import partitioner
 
 MATRICES = ("query", "key", "value", "output", "up", "gate", "down")
 
@@ -81,8 +86,11 @@ class Program:
     before: Between = same
     after: Between = same
 
-    def step(self, mesh: jax.sharding.Mesh) -> Callable[..., Any]:
-        """The step as a jitted function."""
+    def built(self, mesh: jax.sharding.Mesh, layers: int) -> tuple[Any, Any]:
+        """The step as a jitted function, and the types of its arguments."""
+        return self._step(mesh), self._arguments(layers)
+
+    def _step(self, mesh: jax.sharding.Mesh) -> Any:
         communicates = self.after is not same
 
         def loss(params: Any, x: Any) -> Any:
@@ -104,23 +112,49 @@ class Program:
         )
         return jax.jit(sharded)
 
-    def arguments(self, layers: int) -> Any:
-        """The types of the step's arguments."""
+    def _arguments(self, layers: int) -> Any:
         dtype = jnp.bfloat16 if self.platform == "gpu" else jnp.float32
         matrix = jax.ShapeDtypeStruct((self.width, self.width), dtype)
         x = jax.ShapeDtypeStruct((2, self.rows, self.width), dtype)
         return [dict.fromkeys(MATRICES, matrix) for _ in range(layers)], x
 
 
+@dataclass(frozen=True)
+class AutoProgram:
+    """A training step over Auto axes.
+
+    Attributes:
+        of_layers: makes a program of auto_corpus.py, with this many layers.
+    """
+
+    of_layers: Callable[[int], Any]
+    platform = "cpu"
+
+    def built(self, mesh: jax.sharding.Mesh, layers: int) -> tuple[Any, Any]:
+        """As of `Program`."""
+        auto = jax.sharding.AxisType.Auto
+        mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(auto,) * 2)
+        f, arguments, donated = self.of_layers(layers)(mesh)
+        return auto_corpus.jitted(f, donated), auto_corpus.placed(arguments, mesh, False)
+
+
+def transformer(specs: Any, of_x: Any, between: Any = None) -> AutoProgram:
+    return AutoProgram(lambda layers: auto_corpus.transformer(specs, of_x, between, layers))
+
+
 # Tensor parallelism sums after each block; with sequence parallelism it gathers before, and
 # scatters after. "small" is too small for overlapped matmuls.
-PROGRAMS = {
+PROGRAMS: dict[str, Program | AutoProgram] = {
     "tensor-cpu": Program("cpu", 64, 8, after=add),
     "sequence-cpu": Program("cpu", 64, 8, gather_rows, scatter_rows),
     "tensor-gpu": Program("gpu", 4096, 2048, after=add),
     "tensor-gpu-small": Program("gpu", 512, 16, after=add),
     "sequence-gpu": Program("gpu", 4096, 4096, gather_rows, scatter_rows),
     "without-collectives": Program("cpu", 64, 8),
+    "auto-tensor": transformer(auto_corpus.TENSOR, ("data",)),
+    "auto-fsdp-tensor": transformer(auto_corpus.BOTH, ("data",)),
+    "auto-sequence": transformer(auto_corpus.TENSOR, auto_corpus.SEQUENCE, auto_corpus.SEQUENCE),
+    "auto-scan": AutoProgram(lambda layers: auto_corpus.scanned),
 }
 
 
@@ -139,15 +173,20 @@ def devices_of(platform: str) -> Iterator[None]:
         yield
 
 
-def run(program: Program, layers: int, accelerated: bool) -> Run:
+def run(program: Program | AutoProgram, layers: int, accelerated: bool) -> Run:
     mesh = compare_lowered.mesh_of(program.platform, {"data": 2, "model": 2})
     platforms = ("cuda" if program.platform == "gpu" else "cpu",)
-    accelerate = jax_intranode.accelerate if accelerated else contextlib.nullcontext
-    with devices_of(program.platform), accelerate():
-        step = program.step(mesh)
+    is_auto = isinstance(program, AutoProgram)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(devices_of(program.platform))
+        if is_auto:
+            stack.enter_context(auto_corpus.all_sizes())
+        if accelerated:
+            stack.enter_context(jax_intranode.accelerate(auto=is_auto))
+        step, arguments = program.built(mesh, layers)
         gc.collect()
         times = [(time.process_time(), time.perf_counter())]
-        traced = step.trace(*program.arguments(layers))
+        traced = step.trace(*arguments)
         times.append((time.process_time(), time.perf_counter()))
         lowered = traced.lower(lowering_platforms=platforms)
         times.append((time.process_time(), time.perf_counter()))
@@ -161,12 +200,16 @@ def measure(name: str, layers: int, repetitions: int) -> None:
     program = PROGRAMS[name]
     plain: list[Run] = []
     accelerated: list[Run] = []
+    first: list[Run] = []
     for repetition in range(-1, repetitions):
         ways = [(plain, False), (accelerated, True)]
         for runs, is_accelerated in ways if repetition % 2 else ways[::-1]:
             found = run(program, layers, is_accelerated)
             if repetition >= 0:
                 runs.append(found)
+        if isinstance(program, AutoProgram):
+            partitioner._known.clear()
+            first.append(run(program, layers, True))
     ratios = []
     for clock in (0, 1):
         trace = min(r.trace[clock] for r in (*plain, *accelerated))
@@ -181,6 +224,8 @@ def measure(name: str, layers: int, repetitions: int) -> None:
                 f"s (median {median:+.3f} s), {accelerated[0].operations} operations of ours",
                 flush=True,
             )
+    if first:
+        print(f"{'the first time':>20}: lower {min(r.lower[0] for r in first):.3f} s", flush=True)
     print(f"{'ratio':>20}: {ratios[0]:.3f} (of the time that passed {ratios[1]:.3f})", flush=True)
 
 

@@ -16,8 +16,8 @@ from multiprocess_ranks import environments_of_ranks
 from jax_intranode._src.command_line.launcher.files import RankError, run_ranks
 
 MAIN = Path(__file__).with_name("program_main.py")
-# Most programs sleep most of the time.
-_AT_ONCE = 4
+# Most programs sleep most of the time. On GPUs a failure of one may hold up all others for seconds.
+_AT_ONCE = {"cpu": 4, "gpu": 2}
 _TIMEOUT_S = 120
 
 
@@ -30,12 +30,14 @@ class Program:
         env: more environment variables.
         options: options of Python.
         prefixes: words in front of the command of each rank.
+        only_cpu: why it runs on CPU devices only; empty if it runs everywhere.
     """
 
     results: Sequence[Sequence[object]] = ((), ())
     env: Mapping[str, str] = field(default_factory=dict)
     options: Sequence[str] = ()
     prefixes: Sequence[Sequence[str]] = ((),) * 4
+    only_cpu: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,13 @@ def run(name: str, program: Program, log_dir: Path, grace_s: float = 2) -> Outco
         grace_s: how long the others may go on after the first failure.
 
     Raises:
-        pytest.skip.Exception: there are too few devices.
+        pytest.skip.Exception: there are too few devices, or the wrong ones.
     """
     log_dir.mkdir(parents=True)
     world, platform = len(program.results), jax.devices()[0].platform
     need_ranks(world)
+    if program.only_cpu and platform != "cpu":
+        pytest.skip(program.only_cpu)
     command = [sys.executable, *program.options, str(MAIN), platform, *name.split()]
     environments = environments_of_ranks(world, program.env)
     codes = [0] * world
@@ -102,7 +106,7 @@ def start_all(
         and item.path == request.path
         and "started" in item.fixturenames
     ]
-    with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
+    with concurrent.futures.ThreadPoolExecutor(_AT_ONCE[jax.devices()[0].platform]) as pool:
         try:
             yield {
                 name: pool.submit(run, name, programs[name], log_dir / name, **how)

@@ -32,6 +32,11 @@ from jax_intranode._src.health import peers
 from jax_intranode._src.native import extension
 
 
+def goes_on() -> bool:
+    """Whether other work runs after a failure. On GPUs the CUDA context is lost."""
+    return jax.default_backend() == "cpu"
+
+
 def attempt(operation: Callable[[], object], label: str = "RESULT") -> Exception | None:
     """Runs an operation that is to fail, and says how, and how long it took."""
     started = time.monotonic()
@@ -71,17 +76,27 @@ def unrelated_errors() -> None:
     attempt(lambda: read(total(2)))
     assert jax_intranode.last_failure() is not None
     say(before, "BEFORE AGAIN")
-    attempt(call_back, "CALLBACK")
-    attempt(lambda: jnp.zeros((1 << 44,), np.int8).block_until_ready(), "MEMORY")
+    if goes_on():
+        attempt(call_back, "CALLBACK")
+        attempt(lambda: jnp.zeros((1 << 44,), np.int8).block_until_ready(), "MEMORY")
     end_of_rank_0()
 
 
 def raises() -> None:
+    """Rank 0 catches the failure as docs/failures.md shows it."""
+
+    def guarded() -> None:
+        with jax_intranode.communication_errors():
+            read(total(2))
+
     begin()
     if rank() == 1:
         time.sleep(1)
         raise ValueError("loss is NaN")
-    attempt(lambda: read(total(2)))
+    error = attempt(guarded)
+    assert isinstance(error, jax_intranode.CommunicationError), type(error)
+    assert error.failure == jax_intranode.last_failure()
+    assert error.failure is not None and error.failure.operation == "psum"
     end_of_rank_0()
 
 
@@ -162,7 +177,8 @@ def waits_in_another_group() -> None:
     swapped = Mesh(mesh.devices[::-1], ("x",))
     summing_there = on(swapped, lambda v: OPERATIONS.psum(v * 2, "x"))
     jax_intranode.initialize(pair)
-    jax_intranode.initialize(swapped)
+    # On GPUs XLA compiles a program in all processes together.
+    assert read(summing_there(parts(swapped))) == 6
     listen(f"rank {rank()} (device", "waits in another operation", "They wait in a circle")
     wait_in(total(2) if rank() == 0 else summing_there(parts(swapped)))
 
@@ -190,12 +206,18 @@ def is_needed_in_the_last_barrier() -> None:
     wait_in(total(2))
 
 
+def stop() -> None:
+    """Until rank 0 has said what it is told."""
+    in_background("sleep 30", f"kill -KILL {os.getpid()}")
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 # How rank 1 may be lost.
 LOSSES: dict[str, Callable[[], None]] = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "exits": lambda: os._exit(0),
     "shuts_down": lambda: (jax_intranode.shutdown(), time.sleep(LATER_S))[0],
-    "stops": lambda: os.kill(os.getpid(), signal.SIGSTOP),  # until the launcher ends it
+    "stops": stop,
 }
 
 
@@ -213,7 +235,8 @@ def is_lost(how: str, *_: str) -> None:
     attempt(lambda: read(total(2)))
     attempt(lambda: read(total(3)), "LATER")
     attempt(lambda: jax_intranode.initialize(line()), "INITIALIZE")
-    assert np.all(np.asarray(jnp.ones(4)) == 1)  # other work goes on
+    if goes_on():
+        assert np.all(np.asarray(jnp.ones(4)) == 1)  # other work goes on
     if jax.process_count() == 2:
         end_of_rank_0()
     # The other processes set up anew, with their devices.

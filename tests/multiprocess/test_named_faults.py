@@ -41,7 +41,7 @@ PROGRAMS = {
     **{name: Program() for name in TOLD},
     **{name: Program([()] * world, env=SOON) for name, world in DIFFERENT.items()},
     "is_needed_in_the_last_barrier": Program(env=SOON),
-    "is_lost killed among three": Program([()] * 3),
+    "is_lost killed among three": Program([()] * 3, only_cpu="on GPUs the context is lost"),
     "unrelated_errors": Program(),
 }
 
@@ -104,18 +104,18 @@ def test_unrelated_errors_stay_as_they_are(started: Started, name: str) -> None:
     assert "process 1 " in said(outcome, "RESULT"), str(outcome)
     assert said(outcome, "RECORD") == "peer_gone 1", str(outcome)
     assert said(outcome, "BEFORE AGAIN") == said(outcome, "BEFORE"), str(outcome)
-    for label in ("BEFORE", "CALLBACK"):
+    on_cpu = jax.devices()[0].platform == "cpu"
+    for label in ("BEFORE", "CALLBACK") if on_cpu else ("BEFORE",):
         text = said(outcome, label)
         assert "the callback's own error" in text and "process 1 " not in text, str(outcome)
-    text = said(outcome, "MEMORY")
-    assert "RESOURCE_EXHAUSTED" in text and "process 1 " not in text, str(outcome)
+    if on_cpu:  # on GPUs the CUDA context is lost, and nothing else can fail
+        text = said(outcome, "MEMORY")
+        assert "RESOURCE_EXHAUSTED" in text and "process 1 " not in text, str(outcome)
 
 
 @pytest.mark.parametrize("name", ["is_lost killed among three"])
 def test_the_rest_goes_on(started: Started, name: str) -> None:
     """After a fault the other processes set up anew, run, and end in order."""
-    if jax.devices()[0].platform != "cpu":
-        pytest.skip("on GPUs the CUDA context is lost")
     outcome = started[name].result()
     assert outcome.exit_codes == [0, -9, 0], str(outcome)
     for rank in (0, 2):

@@ -5,8 +5,6 @@ import pytest
 from devices import module_needs_gpus, need_overlap, need_ranks
 from multiprocess_ranks import check_case, outcome_of_cases, worlds
 
-module_needs_gpus()
-
 
 @pytest.fixture(
     scope="module",
@@ -29,3 +27,6 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize("name", cases_of_overlap.CASES)
 def test_case(name: str, outcome: str) -> None:
     check_case(name, outcome)
+
+
+module_needs_gpus()  # last, so that all above is run without a GPU, too

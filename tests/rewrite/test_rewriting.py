@@ -49,16 +49,12 @@ def rewritten_body(equation: Any) -> tuple[Any, Any, Any]:
 
 def names(jaxpr: Any) -> list[str]:
     """The names of a jaxpr's collectives in order; our own begin with "intranode_"."""
-    found = []
-    for equation in jaxpr.eqns:
-        if (
-            equation.primitive in BY_PRIMITIVE
-            or lax_collectives.lax_collective(equation) is not None
-        ):
-            found.append(equation.primitive.name)
-        for inner in jaxpr_walk.inner_jaxprs(equation, None):
-            found += names(inner.jaxpr)
-    return found
+    return [
+        equation.primitive.name
+        for equation in jaxpr_walk.equations(jaxpr)
+        if equation.primitive in BY_PRIMITIVE
+        or lax_collectives.lax_collective(equation) is not None
+    ]
 
 
 def reasons(body: Any) -> list[str | None]:

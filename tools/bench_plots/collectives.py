@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench_plots.styles import GRID, LAX, OURS, colour_of, marker_of
@@ -53,22 +52,8 @@ class Line:
         return [[getattr(point, name) for point in self.points] for name in names]
 
 
-def draw(
-    results: Sequence[dict[str, Any]],
-    file: Path,
-    title: str,
-    details: str,
-    metadata: dict[str, str] | None,
-) -> None:
-    """Draws the plot.
-
-    Args:
-        results: contents of JSON files of the benchmark.
-        file: the PNG to write.
-        title: the plot's title.
-        details: small text below the title.
-        metadata: texts to store in the PNG.
-    """
+def draw(results: Sequence[dict[str, Any]], details: str) -> Any:
+    """Returns the figure, with the details as small text below the place of the title."""
     # Without pyplot, which would need a display or keep state.
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullLocator
@@ -112,10 +97,9 @@ def draw(
     for axes in (times, ratios):
         axes.grid(color=GRID, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title, fontsize=11, fontweight="bold")
     times.set_title(details, fontsize=8)
     figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
-    figure.savefig(file, format="png", metadata=metadata)
+    return figure
 
 
 def lines(results: Sequence[dict[str, Any]]) -> Iterator[Line]:

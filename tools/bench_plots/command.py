@@ -1,7 +1,6 @@
 """The command `plot`, and plots of the benchmark's results of any kind."""
 
 import argparse
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,10 @@ from bench_peers.registry import is_matmul
 
 from bench_plots import collectives, matmuls
 from jax_intranode._src.command_line.bench import record
-from jax_intranode._src.command_line.options import WrongInput, new_file
+from jax_intranode._src.command_line.options import WrongInput, check_can_draw, new_file
 
 DESCRIPTION = "Draws what `bench --json FILE` has written, several files into one picture."
 EXAMPLES = "python -m jax_intranode plot rows.json -o rows.png"
-
-
-def why_not() -> str | None:
-    """Returns why plots can't be drawn here; None if they can."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return "a plot needs matplotlib, which is not installed: pip install 'jax_intranode[plot]'"
-    return None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,19 +35,17 @@ def run(arguments: argparse.Namespace) -> int:
         ) from error
     except ValueError as error:
         raise WrongInput(str(error)) from error
-    refusal = why_not()
-    if refusal is None and not matmuls.all_are_matmuls(results):
+    check_can_draw("plot")
+    if not matmuls.all_are_matmuls(results):
         if any(is_matmul(row) for result in results for row in result["rows"]):
-            refusal = (
+            raise WrongInput(
                 "collective matmuls and other operations can't be drawn in one plot: draw each "
                 "alone"
             )
-        elif not any(collectives.lines(results)):
-            refusal = (
+        if not any(collectives.lines(results)):
+            raise WrongInput(
                 "the files have no rows of operations, and programs can't be plotted: measure psum"
             )
-    if refusal is not None:
-        raise WrongInput(refusal)
     draw(results, arguments.output)
     return 0
 
@@ -72,7 +62,9 @@ def draw(
         metadata: texts to store in the PNG.
     """
     kind = matmuls if matmuls.all_are_matmuls(results) else collectives
-    kind.draw(results, file, _title(results), _details(results), metadata)
+    figure = kind.draw(results, _details(results))
+    figure.suptitle(_title(results), fontsize=11, fontweight="bold")
+    figure.savefig(file, format="png", metadata=metadata)
 
 
 def _title(results: Sequence[dict[str, Any]]) -> str:

@@ -4,7 +4,6 @@ A bar joins lax's share and ours. The ratio of the times stands next to it.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench_peers.registry import is_matmul, key_of
@@ -70,22 +69,8 @@ def _shortest_time(row: dict[str, Any]) -> float:
     return row["alone_time_us"] if row["bound_us"] is None else row["bound_us"]
 
 
-def draw(
-    results: Sequence[dict[str, Any]],
-    file: Path,
-    title: str,
-    details: str,
-    metadata: dict[str, str] | None,
-) -> None:
-    """Draws the plot.
-
-    Args:
-        results: contents of JSON files of the benchmark.
-        file: the PNG to write.
-        title: the plot's title.
-        details: small text below the title.
-        metadata: texts to store in the PNG.
-    """
+def draw(results: Sequence[dict[str, Any]], details: str) -> Any:
+    """Returns the figure, with the details as small text below the place of the title."""
     # Without pyplot, which would need a display or keep state.
     from matplotlib.figure import Figure
 
@@ -147,7 +132,6 @@ def draw(
     axes.grid(axis="x", color=GRID, linewidth=0.6)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_title("lax / ours", fontsize=9, loc="right", color=OURS)
-    figure.suptitle(title, fontsize=11, fontweight="bold")
     axes.set_title(details, fontsize=8, loc="left")
     figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    figure.savefig(file, format="png", metadata=metadata)
+    return figure

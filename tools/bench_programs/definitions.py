@@ -414,6 +414,33 @@ def _forward(
     return (_rms_norm(x) * (1 + params["norm"])) @ params["logits"]
 
 
+def _log_likelihoods(sizes: _Transformer, params: Any, tokens: jax.Array, *ways: Any) -> jax.Array:
+    """Returns that of each token; what follows the tokens is as for `_forward`."""
+    logits = _forward(sizes, params, tokens, *ways).astype(jnp.float32)
+    wanted = (tokens + 1) % sizes.vocabulary
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), wanted[..., None], axis=-1)
+
+
+def _training_arguments(
+    mesh: Mesh, sizes: _Transformer, specs: Any, sequences: int, tokens_spec: P
+) -> tuple[Any, ...]:
+    """Returns the parameters with these specs, the tokens, and a loss."""
+    parameters, tree = jax.tree.flatten(_parameters(sizes))
+    # Biases begin at 0, and so do norms, whose scale is 1 + the parameter.
+    params = [
+        _random(mesh, spec, p.shape, k, sizes.width**-0.5 * (len(p.shape) > 1), jnp.float32)
+        for k, (p, spec) in enumerate(zip(parameters, tree.flatten_up_to(specs), strict=True))
+    ]
+    shape = (sequences, sizes.sequence)
+    tokens = np.random.default_rng(0).integers(sizes.vocabulary, size=shape, dtype=np.int32)
+    by_batch = NamedSharding(mesh, tokens_spec)
+    return (
+        jax.tree.unflatten(tree, params),
+        jax.make_array_from_callback(shape, by_batch, lambda index: tokens[index]),
+        _random(mesh, P(), (), 0, 0, jnp.float32),
+    )
+
+
 def _train_step(
     lib: Any, mesh: Mesh, kind: str, of_platform: dict[str, _Transformer] = _TRAIN
 ) -> Program:
@@ -454,9 +481,7 @@ def _train_step(
             for i, leaf in zip(whole, sum_backward([leaves[i] for i in whole]), strict=True):
                 leaves[i] = leaf
             params = jax.tree.unflatten(tree, leaves)
-        logits = _forward(sizes, params, tokens, enter, leave).astype(jnp.float32)
-        wanted = (tokens + 1) % sizes.vocabulary
-        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), wanted[..., None], axis=-1)
+        chosen = _log_likelihoods(sizes, params, tokens, enter, leave)
         return -chosen.sum() / (sizes.batch * sizes.sequence)
 
     def body(params: Any, tokens: jax.Array) -> Any:
@@ -476,20 +501,7 @@ def _train_step(
         params, loss = sharded(params, tokens)
         return params, tokens, loss
 
-    # Biases begin at 0, and so do norms, whose scale is 1 + the parameter.
-    params = [
-        _random(mesh, p.spec, p.shape, k, sizes.width**-0.5 * (len(p.shape) > 1), jnp.float32)
-        for k, p in enumerate(parameters)
-    ]
-    tokens = np.random.default_rng(0).integers(
-        sizes.vocabulary, size=(data * sizes.batch, sizes.sequence), dtype=np.int32
-    )
-    by_replica = NamedSharding(mesh, tokens_spec)
-    arguments = (
-        jax.tree.unflatten(tree, params),
-        jax.make_array_from_callback(tokens.shape, by_replica, lambda index: tokens[index]),
-        _random(mesh, P(), (), 0, 0, jnp.float32),
-    )
+    arguments = _training_arguments(mesh, sizes, specs, data * sizes.batch, tokens_spec)
     return _returning_shardings(step, arguments)
 
 
@@ -565,30 +577,17 @@ def _auto_train_step(lib: Any, mesh: Mesh, kind: str) -> Program:
 
     def step(params: Any, tokens: jax.Array, _: jax.Array) -> Any:
         def loss_of(params: Any) -> jax.Array:
-            logits = _forward(sizes, params, tokens, enter, leave).astype(jnp.float32)
-            wanted = (tokens + 1) % sizes.vocabulary
-            chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), wanted[..., None], axis=-1)
-            return -chosen.mean()
+            return -_log_likelihoods(sizes, params, tokens, enter, leave).mean()
 
         loss, grads = jax.value_and_grad(loss_of)(params)
         return jax.tree.map(lambda p, g: p - _LEARNING_RATE * g, params, grads), tokens, loss
 
-    def argument(k: int, p: _Parameter) -> jax.Array:
-        spec = p.spec if splits_matrices else P("data" if kind == "fsdp" else None)
-        scale = sizes.width**-0.5 * (len(p.shape) > 1)
-        return _random(mesh, spec, p.shape, k, scale, jnp.float32)
+    def spec_of(p: _Parameter) -> P:
+        return p.spec if splits_matrices else P("data" if kind == "fsdp" else None)
 
-    parameters, tree = jax.tree.flatten(_parameters(sizes))
-    params = jax.tree.unflatten(tree, [argument(k, p) for k, p in enumerate(parameters)])
-    shape = (sizes.batch if splits_matrices else n * sizes.batch, sizes.sequence)
-    tokens = np.random.default_rng(0).integers(sizes.vocabulary, size=shape, dtype=np.int32)
-    by_batch = NamedSharding(mesh, P(batch))
-    arguments = (
-        params,
-        jax.make_array_from_callback(shape, by_batch, lambda index: tokens[index]),
-        _random(mesh, P(), (), 0, 0, jnp.float32),
-    )
-    return _returning_shardings(step, arguments)
+    specs = jax.tree.map(spec_of, _parameters(sizes))
+    sequences = sizes.batch if splits_matrices else n * sizes.batch
+    return _returning_shardings(step, _training_arguments(mesh, sizes, specs, sequences, P(batch)))
 
 
 def _auto_decode(lib: Any, mesh: Mesh) -> Program:

@@ -107,6 +107,7 @@ class CudaPlatform final : public Platform {
       if (reason == FailureReason::kAborted && absent) {
         failure.reason = absent->state == PeerState::kSilent ? FailureReason::kPeerStopped
                                                              : FailureReason::kPeerGone;
+        failure.missing = RankOf(*absent, failure.device_ids);  // it may have waited for another
         failure.detail += ", but " + absent->what;
       }
     }
@@ -147,6 +148,14 @@ class CudaPlatform final : public Platform {
     call.site = CallSites::Get().SiteOf(site);
     call.shared = CallSites::Get().IsShared(call.site);
     return call;
+  }
+
+  // The rank of an absent device in a group that has it.
+  int RankOf(const AbsentDevice& absent, const std::vector<int64_t>& group) const {
+    const auto found = std::find_if(group.begin(), group.end(), [&](int64_t device) {
+      return absent_.Find(device) == &absent;
+    });
+    return static_cast<int>(found - group.begin());
   }
 
   static std::vector<Place> Places() {

@@ -7,7 +7,6 @@
 
 #include <atomic>
 #include <mutex>
-#include <typeinfo>
 
 namespace jax_intranode {
 namespace {
@@ -45,11 +44,20 @@ __attribute__((destructor)) void PrintAtExit() {
 // Of the C++ library that XLA uses. A wheel of this package may have another one inside.
 using TerminateHandler = void (*)();
 TerminateHandler former_handler = nullptr;
-const std::type_info* (*current_exception_type)() = nullptr;
+// std::current_exception(). The destructor makes functions return it as they do its type.
+struct ExceptionPointer {
+  ~ExceptionPointer() {}
+  void* exception = nullptr;
+};
+ExceptionPointer (*current_exception)() = nullptr;
+
+// Whether an exception has ended this thread. It is none if the thread's stack is unwound because
+// the thread is to end. __cxa_current_exception_type does not tell: if a handler of Clang's has
+// caught the unwinding, it reads a type from memory that has none.
+bool HasException() { return current_exception != nullptr && current_exception().exception; }
 
 void OnTerminate() {
-  const bool unwinds = current_exception_type == nullptr || current_exception_type() == nullptr;
-  if (unwinds && syscall(SYS_gettid) != getpid()) {
+  if (!HasException() && syscall(SYS_gettid) != getpid()) {
     for (;;) pause();
   }
   if (former_handler != nullptr) former_handler();
@@ -63,8 +71,8 @@ void BeginExit() {
   if (library == nullptr) return;
   const auto set_terminate = reinterpret_cast<TerminateHandler (*)(TerminateHandler)>(
       dlsym(library, "_ZSt13set_terminatePFvvE"));
-  current_exception_type =
-      reinterpret_cast<const std::type_info* (*)()>(dlsym(library, "__cxa_current_exception_type"));
+  current_exception =
+      reinterpret_cast<ExceptionPointer (*)()>(dlsym(library, "_ZSt17current_exceptionv"));
   if (set_terminate == nullptr) return;
   const TerminateHandler former = set_terminate(&OnTerminate);
   if (former != &OnTerminate) former_handler = former;

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from jax_intranode._src.group import slabs
 from jax_intranode._src.native import extension
+from jax_intranode._src.report import explain
 from jax_intranode._src.selection import config, select, table, tuning
 from jax_intranode._src.selection.gpu_facts import GpuFacts
 from jax_intranode._src.selection.overlap import choice, profiles
@@ -108,11 +109,7 @@ def table_of(found: Sequence[Benefit]) -> str:
             size = f"{before[2].partition(' to ')[0]} to {size}"
             rows.pop()
         rows.append((one.operation, mode, size, one.path))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    return "\n".join(f"  {line}" for line in explain.aligned(rows))
 
 
 def size_text(nbytes: int) -> str:

@@ -12,14 +12,17 @@ from typing import Any
 
 from jax_intranode._src.command_line import benefits, machine, source_tree
 from jax_intranode._src.command_line.bench import command as bench
+from jax_intranode._src.command_line.bench import options as bench_options
 from jax_intranode._src.command_line.bench import record
 from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher.functions import PROCESS_PER_DEVICE
 from jax_intranode._src.command_line.launcher.progress import ProgressLine
 from jax_intranode._src.command_line.options import (
+    Parser,
     WrongInput,
     add_json,
     add_platform,
+    check_can_draw,
     new_file,
 )
 from jax_intranode._src.group import nvml
@@ -40,6 +43,14 @@ Next:
   python -m jax_intranode run train.py     accelerates a script that nobody edits
   python -m jax_intranode bench psum       measures in detail"""
 
+# What is measured, as options of `bench`.
+_MEASURED = {
+    "cpu": ["psum -d float32 -n 10 -w 2"],
+    "gpu": [
+        "psum -b 1K -e 4M -f 16 -w 4",
+        "all_gather_matmul --shapes 8192,8192,1024 -n 5 -w 1",
+    ],
+}
 _TIMEOUT_S = 240
 _BAR = 40  # characters of the longest bar
 
@@ -61,11 +72,12 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.png is not None:
         plot = source_tree.load("bench_plots.command", "--png")
-        if refusal := plot.why_not():
-            raise WrongInput(f"--png {arguments.png}: {refusal}")
+        check_can_draw("--png")
     platform = machine.chosen_platform(arguments.platform)
     of_gpus = platform == "gpu" and gpus >= 2
-    all_settings = _settings(min(gpus, 8) if of_gpus else 0)
+    # A power of 2 divides all that is measured.
+    devices = min(8, 1 << (gpus.bit_length() - 1)) if of_gpus else 2
+    all_settings = _settings("gpu" if of_gpus else "cpu", devices)
     measurements = sum(len(s.matmuls() or s.measurements()) for s in all_settings)
     line = ProgressLine(sys.stderr, measurements)
     busy = _busy()
@@ -104,43 +116,15 @@ def _busy() -> str | None:
     )
 
 
-def _settings(gpus: int) -> list[Settings]:
-    """What to measure on these GPUs; on CPU devices if there are none."""
-    if not gpus:
-        return [
-            Settings(
-                name="psum",
-                mode=PROCESS_PER_DEVICE,
-                devices=2,
-                platform="cpu",
-                dtypes=["float32"],
-                sizes=[1 << 10, 4 << 10, 16 << 10, 64 << 10],
-                iterations=10,
-                warmup_iterations=2,
-            )
-        ]
-    common: Any = {
-        "mode": PROCESS_PER_DEVICE,
-        "devices": gpus,
-        "platform": "gpu",
-        "dtypes": ["bfloat16"],
-    }
-    return [
-        Settings(
-            name="psum",
-            sizes=[1 << 10, 16 << 10, 256 << 10, 4 << 20],
-            warmup_iterations=4,
-            **common,
-        ),
-        Settings(
-            name="all_gather_matmul",
-            shapes=[[8192, 8192, 1024]],
-            iterations=5,
-            warmup_iterations=1,
-            settle_ms=150,
-            **common,
-        ),
-    ]
+def _settings(platform: str, devices: int) -> list[Settings]:
+    """What to measure on these devices."""
+    parser = Parser()
+    bench_options.add_arguments(parser)
+    found = []
+    for options in _MEASURED[platform]:
+        arguments = parser.parse_args([*options.split(), "--mode", PROCESS_PER_DEVICE])
+        found += bench_options.settings(arguments, platform, devices)
+    return found
 
 
 def _title(settings: Settings) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax_intranode
-from jax_intranode._src.command_line import machine, versions
+from jax_intranode._src.command_line import checks, machine, versions
 from jax_intranode._src.command_line.options import add_json
 from jax_intranode._src.group import nvml, topology
 from jax_intranode._src.native import ffi_headers
@@ -68,30 +68,18 @@ def report() -> dict[str, Any]:
         try:
             return ask()
         except Exception as error:
-            problems.append(f"{what}: {_described(error)}")
+            problems.append(f"{what}: {checks.described(error)}")
             return None
 
-    error = jax_intranode._import_error
-    if error is not None:
-        problems.append(f"`import jax_intranode` fails: {_described(error)}")
     ffi = attempt("jaxlib", _ffi_of_jaxlib)
-    cpu = _part("_host", ffi, problems)
-    cuda = _part("_cuda", ffi, problems)
+    cpu = _part("_host", ffi)
+    cuda = _part("_cuda", ffi)
     found = attempt("GPUs", topology.read_links) or []
     links = topology.link_matrix(found)
-    variables = attempt("environment variables", lambda: _variables(problems)) or []
+    variables = attempt("environment variables", _variables) or []
     tuned = attempt("tuning", _tuning)
     gpus = attempt("GPUs", lambda: _gpus(found)) or []
-    if gpus and not cuda["built"]:
-        problems.append(
-            "this node has GPUs, but the CUDA part was not built: jax.lax runs all collectives on "
-            "them. Install jax_intranode anew with nvcc on PATH or JAX_INTRANODE_CUDA_WHEELS=1"
-        )
-    if gpus and versions.of("jax-cuda12-plugin") is versions.of("jax-cuda13-plugin") is None:
-        problems.append(
-            "this node has GPUs, but JAX has no CUDA plugin: pip install 'jax_intranode[cuda13]'"
-        )
-    return {
+    report = {
         "jax_intranode": {
             "version": jax_intranode.__version__,
             "path": str(Path(jax_intranode.__file__).parent),
@@ -115,8 +103,11 @@ def report() -> dict[str, Any]:
         "modes": _modes(cpu, cuda, gpus, topology.classify(links)),
         "environment": variables,
         "tuning": tuned,
-        "problems": problems,
     }
+    for check in checks.of_installation(report):
+        if check.verdict in (checks.FAILS, checks.WARNING):
+            problems.append(f"{check.name}: {check.reason}. To do: {check.remedy}")
+    return {**report, "problems": problems}
 
 
 def _tuning() -> dict[str, Any] | None:
@@ -139,10 +130,6 @@ def _tuning() -> dict[str, Any] | None:
     }
 
 
-def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
 def _ffi_of_jaxlib() -> list[int]:
     spec = importlib.util.find_spec("jaxlib")
     if spec is None or spec.origin is None:
@@ -150,16 +137,12 @@ def _ffi_of_jaxlib() -> list[int]:
     return list(ffi_headers.version_in(Path(spec.origin).parent / "include"))
 
 
-def _part(name: str, ffi: list[int] | None, problems: list[str]) -> dict[str, Any]:
-    """What a native module says about itself; adds to the problems why it cannot be used."""
-    what = {"_host": "CPU part", "_cuda": "CUDA part"}[name]
+def _part(name: str, ffi: list[int] | None) -> dict[str, Any]:
+    """What a native module says about itself, and why it cannot be used."""
     part: dict[str, Any] = {"built": versions.has_native_module(name), "ffi": None, "error": None}
     if not part["built"]:
         if name == "_host":  # without _cuda, all falls back: no problem without GPUs
             part["error"] = "not built: this is a source tree, or the installation is incomplete"
-            problems.append(
-                f"{what}: {part['error']}. Run `pip install .` and leave the source tree"
-            )
         return part
     try:
         module = importlib.import_module(f"jax_intranode.{name}")
@@ -169,19 +152,11 @@ def _part(name: str, ffi: list[int] | None, problems: list[str]) -> dict[str, An
             part["cuda"] = f"{number // 1000}.{number % 1000 // 10}"
             part["architectures"] = module.ARCHITECTURES.split(",")
     except Exception as error:
-        part["error"] = _described(error)
-        problems.append(f"{what}: it cannot be loaded: {part['error']}. Install jax_intranode anew")
+        part["error"] = f"it cannot be loaded: {checks.described(error)}"
     if ffi is not None and part["ffi"] is not None and part["ffi"] > ffi:
-        part["error"] = (
-            f"built against FFI headers {dotted(part['ffi'])}, and jaxlib has {dotted(ffi)}"
-        )
-        problems.append(f"{what}: {part['error']}. Install a newer jaxlib")
+        built, has = checks.dotted(part["ffi"]), checks.dotted(ffi)
+        part["error"] = f"built against FFI headers {built}, and jaxlib has {has}"
     return part
-
-
-def dotted(version: list[int] | None) -> str:
-    """Returns a version as text."""
-    return ".".join(map(str, version)) if version else "unknown"
 
 
 def _gpus(found: list[topology.LinkReport]) -> list[dict[str, Any]]:
@@ -193,7 +168,7 @@ def _gpus(found: list[topology.LinkReport]) -> list[dict[str, Any]]:
             {
                 "name": report_of_one.name,
                 "bus_id": report_of_one.bus_id,
-                "compute_capability": dotted(list(facts.compute_capability)),
+                "compute_capability": checks.dotted(list(facts.compute_capability)),
                 "memory_mib": memory and memory[0],
                 "free_mib": memory and memory[1],
             }
@@ -236,12 +211,10 @@ def _modes(
     return [{"mode": mode, "works": why is None, "reason": why} for mode, why in rows.items()]
 
 
-def _variables(problems: list[str]) -> list[dict[str, Any]]:
+def _variables() -> list[dict[str, Any]]:
     """Our variables, set or not, and those of other programs that are set."""
 
     def row(name: str, default: str | None = None, problem: str | None = None) -> dict[str, Any]:
-        if problem:
-            problems.append(problem)
         value = os.environ.get(name) or None
         if value and name in secrets:
             value = "(set, not shown)"
@@ -329,4 +302,4 @@ def _text_of_part(part: dict[str, Any]) -> str:
     if not part["built"]:
         return "not built"
     cuda = f"CUDA {part['cuda']} for {', '.join(part['architectures'])}, " if "cuda" in part else ""
-    return f"built, {cuda}FFI {dotted(part['ffi'])}"
+    return f"built, {cuda}FFI {checks.dotted(part['ffi'])}"

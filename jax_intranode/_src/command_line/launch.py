@@ -96,16 +96,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds from the first failure, or from a signal to this command, until processes "
         "that still run are killed (default 5); raise it if yours save a checkpoint at SIGTERM",
     )
-    add("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
-    add(
-        "script",
-        metavar="SCRIPT",
-        help="a Python file, or with -m a module; `run SCRIPT` and `run -m MODULE` accelerate it",
+    run_command.add_script(
+        parser,
+        "a Python file, or with -m a module; `run SCRIPT` and `run -m MODULE` accelerate it",
     )
-    others = parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script"
-    )
-    others.required = False
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ It imports nothing that a broken installation may lack.
 """
 
 import argparse
+import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -38,6 +39,12 @@ def new_file(text: str) -> Path:
             f"{file}: there is no directory {directory}: make it, or choose another"
         )
     return file
+
+
+def check_can_draw(what: str) -> None:
+    """Raises WrongInput if matplotlib is not installed, which draws what was asked for."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise WrongInput(f"{what} needs matplotlib: pip install 'jax_intranode[plot]'")
 
 
 def integer_from(minimum: int) -> Callable[[str], int]:

@@ -1,6 +1,5 @@
 """The picture of `topology`: GPUs on a circle, and the links between them."""
 
-import importlib.util
 import math
 from pathlib import Path
 from typing import Any
@@ -8,13 +7,6 @@ from typing import Any
 from jax_intranode._src.group.topology import Topology
 
 _GPU, _SWITCH, _LINK = "#0072B2", "#009E73", "#555555"
-
-
-def why_not() -> str | None:
-    """Why nothing can be drawn here; None if it can."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return "a picture needs matplotlib: pip install 'jax_intranode[plot]'"
-    return None
 
 
 def draw(topology: Topology, file: Path) -> None:

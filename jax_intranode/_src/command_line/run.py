@@ -28,10 +28,15 @@ python -m jax_intranode run -m package.train --steps 10"""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the command."""
     add_options(parser)
+    add_script(parser, "a Python file, or with -m a module")
+
+
+def add_script(parser: argparse.ArgumentParser, what: str) -> None:
+    """Declares the script or module, with its own arguments, which `launch` has, too."""
     parser.add_argument(
         "-m", dest="module", action="store_true", help="SCRIPT is the name of a module"
     )
-    parser.add_argument("script", metavar="SCRIPT", help="a Python file, or with -m a module")
+    parser.add_argument("script", metavar="SCRIPT", help=what)
     others = parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script"
     )

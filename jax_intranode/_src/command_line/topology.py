@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_intranode._src.command_line import picture
-from jax_intranode._src.command_line.options import WrongInput, new_file
+from jax_intranode._src.command_line.options import WrongInput, check_can_draw, new_file
 from jax_intranode._src.group import nvml
 from jax_intranode._src.group import topology as topology_lib
 from jax_intranode._src.group.topology import LinkReport, Topology, TopologyKind
@@ -49,8 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.png is not None:
         if not found.gpus:
             raise WrongInput(f"--png {arguments.png}: there are no GPUs to draw: {_why_none()}")
-        if refusal := picture.why_not():
-            raise WrongInput(f"--png {arguments.png}: {refusal}")
+        check_can_draw("--png")
         picture.draw(found, arguments.png)
     print(json.dumps(to_json(found), indent=2) if arguments.json else text_of(found))
     return 0

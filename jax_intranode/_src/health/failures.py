@@ -175,7 +175,7 @@ def _enter(find: Callable[[], list[Failure]]) -> bool:
     # the lock, because they may wait for a thread that asks here.
     with _lock:
         failures = find()
-        first = bool(failures) and not _in_force
+        first = bool(failures) and (not _in_force or _says_more(failures[0]))
         if first:
             _last, _in_force = failures[0], True
             runtime_errors.show_in_runtime_errors(_shown_in)
@@ -186,6 +186,20 @@ def _enter(find: Callable[[], list[Failure]]) -> bool:
     for failure in failures[first:]:
         _log.info("Another failure followed: %s", failure.message)
     return first
+
+
+def _says_more(failure: Failure) -> bool:
+    """Whether a failure takes the place of the first one.
+
+    The loss of a process is told at once. A kernel that waits for it gives up later, and only then
+    it is known which call has failed.
+    """
+    return (
+        _last is not None
+        and _last.operation is None
+        and failure.operation is not None
+        and failure.missing_process == _last.missing_process
+    )
 
 
 def current() -> Failure | None:
@@ -202,7 +216,8 @@ def current() -> Failure | None:
 def last_failure() -> Failure | None:
     """The failure that ended communication in this process, or None.
 
-    It is the first one since the communicators were set up, since later ones follow from it. After
+    It is the first one since the communicators were set up, since later ones follow from it. If
+    that is the loss of a process, the first call that fails because of it takes its place. After
     ``shutdown`` it is still there, until another one takes its place.
     """
     current()

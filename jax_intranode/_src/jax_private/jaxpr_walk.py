@@ -3,7 +3,8 @@
 0.10.2 and later: JAX does not document the names and parameters of primitives.
 """
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +90,35 @@ def inner_jaxprs(equation: Any, platform: str | None) -> Iterator[InnerJaxpr]:
             jaxpr = getattr(inner, "jaxpr", inner)  # of a ClosedJaxpr
             if isinstance(jaxpr, Jaxpr):
                 yield InnerJaxpr(jaxpr, times, conditional)
+
+
+def equations(jaxpr: Any, nested_shard_maps: bool = True) -> Iterator[Any]:
+    """The equations of a jaxpr, and after each one those of the jaxprs that it runs."""
+    for equation in open_jaxpr(jaxpr).eqns:
+        yield equation
+        if may_run_jaxprs(equation) and (nested_shard_maps or shard_map_of(equation) is None):
+            for inner in inner_jaxprs(equation, None):
+                yield from equations(inner.jaxpr, nested_shard_maps)
+
+
+class Contains:
+    """Whether a jaxpr, or one inside it, has an equation of a kind; the answers are kept."""
+
+    def __init__(self, is_of_kind: Callable[[Any], bool]):
+        self._is_of_kind = is_of_kind
+        self._found: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+    def __call__(self, jaxpr: Jaxpr) -> bool:
+        found = self._found.get(jaxpr)
+        if found is None:
+            found = self._found[jaxpr] = any(map(self.within, jaxpr.eqns))
+        return found
+
+    def within(self, equation: Any) -> bool:
+        """Whether an equation is of the kind, or runs one that is."""
+        return self._is_of_kind(equation) or any(
+            self(inner.jaxpr) for inner in inner_jaxprs(equation, None)
+        )
 
 
 def body_of_shard_map(params: dict[str, Any]) -> Jaxpr:

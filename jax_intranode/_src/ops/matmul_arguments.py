@@ -108,29 +108,31 @@ def _all_weak(operands: Sequence[Any]) -> bool:
     return all(jax.typeof(v).weak_type for v in operands)
 
 
+def array(operation: str, name: str, value: Any, wanted: str = "an array") -> Any:
+    """An operand as an array. TypeError: it is something else."""
+    cause = None
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        try:
+            return jnp.asarray(value)
+        except TypeError as error:
+            cause = error
+    kind = type(value).__name__
+    raise TypeError(f"{operation}: {name} is a {kind}; pass {wanted}") from cause
+
+
 def operands(operation: str, x: Any, w: Any, lists: bool = False) -> tuple[Any, list[Any]]:
     """x and the matrices as arrays; w may be a list of matrices if `lists`.
 
     Raises TypeError or ValueError if they can't be multiplied.
     """
 
-    def array(name: str, value: Any, wanted: str) -> Any:
-        cause = None
-        if hasattr(value, "dtype") and hasattr(value, "shape"):
-            try:
-                return jnp.asarray(value)
-            except TypeError as error:
-                cause = error
-        kind = type(value).__name__
-        raise TypeError(f"{operation}: {name} is a {kind}; pass {wanted}") from cause
-
-    x = array("x", x, "an array")
+    x = array(operation, "x", x)
     several = lists and isinstance(w, (list, tuple))
     if several and not w:
         raise ValueError(f"{operation}: w is an empty list; pass at least one matrix")
     names = [f"w[{k}]" for k in range(len(w))] if several else ["w"]
     wanted = "an array or a list of arrays" if lists and not several else "an array"
-    ws = [array(n, v, wanted) for n, v in zip(names, w if several else [w], strict=True)]
+    ws = [array(operation, n, v, wanted) for n, v in zip(names, w if several else [w], strict=True)]
     if x.ndim < 2:
         raise ValueError(
             f"{operation}: x has the shape {x.shape}; it needs 2 dimensions or more, the last of "

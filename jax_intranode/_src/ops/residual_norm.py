@@ -272,12 +272,11 @@ def _operands(name: str, x: Any, residual: Any, weight: Any, bias: Any) -> list[
     given = {"x": x, "residual": residual, "weight": weight}
     if bias is not None:
         given["bias"] = bias
+    given = {key: matmul_arguments.array(name, key, value) for key, value in given.items()}
     for key, value in given.items():
-        if not (hasattr(value, "dtype") and hasattr(value, "shape")):
-            raise TypeError(f"{name}: {key} is a {type(value).__name__}; pass an array")
         if not jnp.issubdtype(value.dtype, jnp.floating):
             raise TypeError(f"{name}: {key} has the dtype {value.dtype}; pass floating-point data")
-    x, residual, *parameters = [jnp.asarray(v) for v in given.values()]
+    x, residual, *parameters = given.values()
     if residual.dtype != x.dtype:
         raise TypeError(f"{name}: x is {x.dtype}, residual is {residual.dtype}; cast one of them")
     dtypes = {v.dtype for v in parameters}

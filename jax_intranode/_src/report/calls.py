@@ -138,7 +138,8 @@ class _Rewriting:
         self._reasons = {id(d.equation): d.reason for d in self._body.decisions}
         self._own: set[int] = set()
         self._replaced: dict[Any, Any] = {}
-        for equation in _equations(jaxpr_walk.body_of_shard_map(params)):
+        body = jaxpr_walk.body_of_shard_map(params)
+        for equation in jaxpr_walk.equations(body, nested_shard_maps=False):
             if equation.primitive in primitive.BY_PRIMITIVE:
                 self._own.add(id(equation))
             elif lax_collectives.lax_collective(equation) is not None:
@@ -156,15 +157,6 @@ class _Rewriting:
     def reason_to_leave(self, equation: Any) -> str:
         """Why an equation of lax was left."""
         return self._reasons.get(id(equation)) or "not seen by the rewriting"
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a jaxpr and of those inside, but for those of nested shard_maps."""
-    for equation in jaxpr.eqns:
-        yield equation
-        if jaxpr_walk.shard_map_of(equation) is None:
-            for inner in jaxpr_walk.inner_jaxprs(equation, None):
-                yield from _equations(inner.jaxpr)
 
 
 def calls_in(jaxpr: Any, context: Context) -> Iterator[Call]:

@@ -68,16 +68,20 @@ class Explanation(Sequence[Call]):
         return "\n".join(lines)
 
     def _table(self) -> list[str]:
-        table = [_TITLES, *map(_row, self.calls)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in table
-        ]
+        lines = aligned([_TITLES, *map(_row, self.calls)])
         for axes, groups in dict.fromkeys((_axes(call), call.groups) for call in self.calls):
             if groups:
                 lines.append(f"groups over {axes}: " + " ".join(str(list(ids)) for ids in groups))
         return lines
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns rows of cells as lines."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def _counts(counts: Mapping[str, int]) -> str:

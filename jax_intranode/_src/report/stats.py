@@ -58,7 +58,6 @@ class Stats:
         fallbacks: the calls that fell back, most frequent first.
         waits: messages of waits that have lasted longer than JAX_INTRANODE_REPORT_AFTER_S, in the
             order in which they were first reported. Each says who waits for whom, and in what.
-            Only CPU devices report them.
         handler_calls: how often XLA has called this package to run an operation, since the start or
             the last reset. It stands still while XLA replays CUDA graphs.
     """

@@ -10,6 +10,5 @@
   are made from others;
 - norms.py: a sum over ranks, a residual add and a norm, which rows.py recognizes;
 - sums.py: merges sums; collectives.py: any collective of lax; waiting.py: the order of equations;
-- agreement.py: the processes of a mesh agree on rewriting a program;
-- script.py: ``python -m jax_intranode run``.
+- agreement.py: the processes of a mesh agree on rewriting a program.
 """

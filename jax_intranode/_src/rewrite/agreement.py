@@ -247,9 +247,7 @@ def _fingerprint(devices: tuple[int, ...], body: Any) -> str:
 
 def _described(jaxpr: Any) -> Iterator[str]:
     """Describes the collectives of a jaxpr, and of those inside."""
-    for equation in jaxpr.eqns:
+    for equation in jaxpr_walk.equations(jaxpr):
         if lax_collectives.lax_collective(equation) is not None:
             types = ",".join(v.aval.str_short() for v in equation.invars)
             yield f"{equation.primitive.name} {types} {sorted(map(str, equation.params.items()))}"
-        for inner in jaxpr_walk.inner_jaxprs(equation, None):
-            yield from _described(inner.jaxpr)

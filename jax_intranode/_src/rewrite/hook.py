@@ -105,13 +105,9 @@ def rewrite(site: LoweringSite, params: dict[str, Any]) -> tuple[Any, Body]:
 
 def _over_set_mesh(jaxpr: Any) -> bool:
     """Whether a jaxpr has a shard_map with collectives that names no devices."""
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        params = equation.params
-        if jaxpr_walk.shard_map_of(equation) is not None and not isinstance(
-            params["mesh"], jax.sharding.Mesh
-        ):
-            if has_collectives(jaxpr_walk.body_of_shard_map(params)):
-                return True
-        elif any(_over_set_mesh(inner.jaxpr) for inner in jaxpr_walk.inner_jaxprs(equation, None)):
-            return True
-    return False
+    return any(
+        jaxpr_walk.shard_map_of(equation) is not None
+        and not isinstance(equation.params["mesh"], jax.sharding.Mesh)
+        and has_collectives(jaxpr_walk.body_of_shard_map(equation.params))
+        for equation in jaxpr_walk.equations(jaxpr)
+    )

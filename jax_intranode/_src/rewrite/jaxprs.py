@@ -3,8 +3,7 @@
 Equations that do not change stay the same objects.
 """
 
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax_intranode._src.jax_private import jaxpr_edit, jaxpr_walk, lax_collectives
@@ -12,33 +11,10 @@ from jax_intranode._src.rewrite import collectives, norms, sums
 from jax_intranode._src.rewrite.body import Body
 from jax_intranode._src.rewrite.matmuls import MatmulRewriter
 
-_has_collectives: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-
-
-def has_collectives(jaxpr: Any) -> bool:
-    """Whether a jaxpr, or one inside it, has a collective of lax that this package may replace."""
-    found = _has_collectives.get(jaxpr)
-    if found is None:
-        found = any(
-            lax_collectives.lax_collective(equation) is not None
-            or any(
-                has_collectives(inner.jaxpr) for inner in jaxpr_walk.inner_jaxprs(equation, None)
-            )
-            for equation in jaxpr.eqns
-        )
-        _has_collectives[jaxpr] = found
-    return found
-
-
-def _collectives_in(jaxpr: Any) -> Iterator[Any]:
-    """The collectives of lax in a jaxpr and in those inside, but for nested shard_maps."""
-    for equation in jaxpr.eqns:
-        collective = lax_collectives.lax_collective(equation)
-        if collective is not None and collective.axes:
-            yield equation
-        if jaxpr_walk.shard_map_of(equation) is None:
-            for inner in jaxpr_walk.inner_jaxprs(equation, None):
-                yield from _collectives_in(inner.jaxpr)
+# Whether a jaxpr, or one inside it, has a collective of lax that this package may replace.
+has_collectives = jaxpr_walk.Contains(
+    lambda equation: lax_collectives.lax_collective(equation) is not None
+)
 
 
 class Rewriter(jaxpr_edit.JaxprRewriter):
@@ -76,6 +52,8 @@ class Rewriter(jaxpr_edit.JaxprRewriter):
         ):
             return
         for inner in jaxpr_walk.inner_jaxprs(equation, None):
-            for collective in _collectives_in(inner.jaxpr):
-                reason = f"inside {equation.primitive.name}, where nothing is rewritten"
-                self.body.decide(collective, reason, missed=True)
+            for one in jaxpr_walk.equations(inner.jaxpr, nested_shard_maps=False):
+                collective = lax_collectives.lax_collective(one)
+                if collective is not None and collective.axes:
+                    reason = f"inside {equation.primitive.name}, where nothing is rewritten"
+                    self.body.decide(one, reason, missed=True)

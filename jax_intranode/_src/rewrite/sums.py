@@ -10,7 +10,6 @@ depends on it, and when it would become too large for one operation.
 
 import bisect
 import dataclasses
-import weakref
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
@@ -32,7 +31,6 @@ from jax_intranode._src.selection import config
 OVERLAPPED_BYTES = 1 << 20
 
 _HEAVY = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "scan", "while"})
-_has_heavy: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def issue(equations: Sequence[Any], choices: dict[int, Choice], body: Body) -> list[Any]:
@@ -203,20 +201,12 @@ def _on_gpus(body: Body) -> bool:
     return mesh is not None and mesh.devices.flat[0].platform == "gpu"
 
 
-def is_heavy(equation: Any) -> bool:
-    """Whether an equation takes long: it multiplies matrices, or loops."""
+def _takes_long(equation: Any) -> bool:
     if equation.primitive.name in _HEAVY:
         return True
-    if not jaxpr_walk.may_run_jaxprs(equation):  # nor is it ours: they have several results
-        return False
     own = primitive.BY_PRIMITIVE.get(equation.primitive)
-    if own is not None:
-        return "matmul" in own.operation
-    return any(_is_heavy_inside(inner.jaxpr) for inner in jaxpr_walk.inner_jaxprs(equation, None))
+    return own is not None and "matmul" in own.operation
 
 
-def _is_heavy_inside(jaxpr: Any) -> bool:
-    found = _has_heavy.get(jaxpr)
-    if found is None:
-        found = _has_heavy[jaxpr] = any(map(is_heavy, jaxpr.eqns))
-    return found
+# Whether an equation takes long: it multiplies matrices, or loops.
+is_heavy = jaxpr_walk.Contains(_takes_long).within

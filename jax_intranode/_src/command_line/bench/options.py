@@ -16,6 +16,7 @@ from jax_intranode._src.command_line.options import (
     WrongInput,
     add_mode,
     add_platform,
+    check_can_draw,
     integer_from,
     names_from,
     new_file,
@@ -237,9 +238,8 @@ def _check(arguments: argparse.Namespace) -> None:
     except ValueError as error:
         raise WrongInput(str(error)) from None
     if arguments.plot:
-        why_not = source_tree.load("bench_plots.command", "--plot").why_not()
-        if why_not is not None:
-            raise WrongInput(f"--plot {arguments.plot}: {why_not}")
+        source_tree.load("bench_plots.command", "--plot")
+        check_can_draw("--plot")
 
 
 def _check_sizes(arguments: argparse.Namespace, largest: int, settings: Settings) -> None:

@@ -30,7 +30,7 @@ class Settings:
         devices: the number of devices.
         platform: "cpu" or "gpu".
         dtypes: names of the dtypes. All of them are measured at each size.
-        sizes: bytes of each measurement of a collective, as defined in `collectives.Operation`.
+        sizes: bytes of each measurement of a collective, as defined in `operations.Operation`.
         leaves: the number of arrays that one call takes as a pytree; a size is that of all of them
             together.
         iterations: the number of timed repetitions.

@@ -6,7 +6,7 @@ The parent process:
     files: `run_ranks`, a run whose output goes to files, for tests and benchmarks.
     functions: `run_function`, a run of a function of this package, with messages and progress.
     progress: the progress line.
-    output: a rank's output as `python -m jax_intranode launch` (commands/launch.py) shows it.
+    output: a rank's output as `python -m jax_intranode launch` (command_line/launch.py) shows it.
 Each rank:
     start_rank: the program that `launch` starts, which runs the user's script.
     rank: how a rank joins the others.

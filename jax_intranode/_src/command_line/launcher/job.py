@@ -70,15 +70,14 @@ class Job:
         self,
         commands: Sequence[Sequence[str]],
         *,
-        env: Sequence[Mapping[str, str]] | None = None,
-        streams: Sequence[Streams] | None = None,
+        env: Sequence[Mapping[str, str]],
+        streams: Sequence[Streams],
     ) -> None:
         """Starts the ranks.
 
         Args:
             env: for each rank, variables to add to this process's environment.
-            streams: for each rank, where its input comes from and its output goes. By default it
-                has no input, and this process's output.
+            streams: for each rank, where its input comes from and its output goes.
 
         Raises:
             OSError: a command cannot be started. No rank is left.
@@ -98,9 +97,8 @@ class Job:
             start_new_session=True,
         )
         try:
-            for rank, command in enumerate(commands):
-                variables = env[rank] if env is not None else {}
-                self._start(command, variables, streams[rank] if streams is not None else Streams())
+            for of_rank in zip(commands, env, streams, strict=True):
+                self._start(*of_rank)
         except BaseException:
             self.end()
             raise

@@ -193,7 +193,6 @@ def random_call(
     mesh: Mesh,
     most: dict[str, int],
     *,
-    empty: bool = False,
     ways: Sequence[str] = WAYS[:1],
     leaves: int = 1,
 ) -> Call:
@@ -204,7 +203,6 @@ def random_call(
         mesh: the mesh.
         most: for each operation to choose from the greatest number of elements of an operand, or
             of a part of it for each rank; for matmuls the greatest number of columns.
-        empty: whether operands may have no element.
         ways: the ways to choose from.
         leaves: the greatest number of arrays that a call takes.
     """
@@ -222,22 +220,19 @@ def random_call(
     copies = operation.startswith("all_")
     divided = operation in DIVIDED
     tiled = choose.one_of((True, False))
-    fewest = 0 if empty else 1
-    shape = [choose.integer(fewest, 9) for _ in range(choose.integer(0, 2))]
+    shape = [choose.integer(1, 9) for _ in range(choose.integer(0, 2))]
     if divided or choose.one_of((True, False)):  # more than a pack, or than a thread handles
-        largest = most[operation] // max(1, math.prod(shape))
+        largest = most[operation] // math.prod(shape)
         shape.insert(choose.integer(0, len(shape)), choose.integer(1, max(1, largest)))
     while math.prod(shape) > most[operation]:
         shape[shape.index(max(shape))] //= 2
     dimension = concat = 0
     if divided:
         dimension, concat = (choose.integer(0, len(shape) - 1) for _ in range(2))
-        shape[dimension] = ranks * (max(1, shape[dimension]) if tiled else 1)
+        shape[dimension] = ranks * (shape[dimension] if tiled else 1)
     elif operation == "all_gather":
         tiled = tiled and bool(shape)
         dimension = choose.integer(0, len(shape) - (1 if tiled else 0))
-        if tiled:  # MLIR refuses to gather a dimension without elements
-            shape[dimension] = max(1, shape[dimension])
     dtype = choose.one_of(COPIED_DTYPES if copies else DTYPES)
     has_gradient = dtype in FLOATS
     way = choose.one_of([w for w in ways if has_gradient or w not in ("gradient", "checkpoint")])

@@ -23,7 +23,9 @@ from jax_intranode._src.command_line.options import (
     WrongInput,
     add_mode,
     add_platform,
+    integer_from,
     new_file,
+    positive_number,
 )
 
 DESCRIPTION = (
@@ -50,7 +52,7 @@ _SLACK_S = 600
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     add = parser.add_argument
-    add("--minutes", type=float, default=1, help="how long to run, in all (default 1)")
+    add("--minutes", type=positive_number(), default=1, help="how long to run, in all (default 1)")
     add("--seed", type=int, help="makes the same programs again (default: a random one)")
     add("--program", type=int, metavar="NUMBER", help="run only the program with this number")
     add("--devices", type=int, help="number of devices (default all GPUs, or 4 CPU devices)")
@@ -58,11 +60,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_mode(parser)
     add("--json", type=new_file, metavar="FILE", help="write the counts to FILE")
     add("--faults", action="store_true", help="let processes fail; needs the source tree")
-    add("--cases", type=int, default=300, metavar="COUNT", help="how many faults (default 300)")
+    add(
+        "--cases",
+        type=integer_from(1),
+        default=300,
+        metavar="COUNT",
+        help="how many faults (default 300)",
+    )
     add("--case", metavar="CASE[,CASE...]", help="run only these faults, as --faults prints them")
-    add("--jobs", type=int, default=1, metavar="COUNT", help="faults at the same time (default 1)")
+    add(
+        "--jobs",
+        type=integer_from(1),
+        default=1,
+        metavar="COUNT",
+        help="faults at the same time (default 1)",
+    )
     text = "multiplies the time limits of --faults, for a machine that is busy (default 1)"
-    add("--slack", type=float, default=1, metavar="FACTOR", help=text)
+    add("--slack", type=positive_number(), default=1, metavar="FACTOR", help=text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -76,9 +90,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise WrongInput(f"{devices} devices: use 2 to 8")
     if arguments.program is not None and arguments.seed is None:
         raise WrongInput("--program needs the --seed of the run that it was part of")
-    for name in ("minutes", "cases", "jobs", "slack"):
-        if not getattr(arguments, name) > 0:
-            raise WrongInput(f"--{name} {getattr(arguments, name):g}: use a positive number")
     signal.signal(signal.SIGTERM, end_by_exit)
     if arguments.faults:
         faults = source_tree.load("soak_faults.command", "--faults")

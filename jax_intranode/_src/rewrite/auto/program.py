@@ -21,6 +21,7 @@ from jax_intranode._src.rewrite.auto.modules import (
     NUMBER,
     Unsuitable,
     as_bytecode,
+    functions_of,
     inner_blocks,
     is_array,
     manual_axes,
@@ -40,6 +41,7 @@ _MADE_ANYWHERE = frozenset(
 
 NOTHING_SHARDED = "nothing is sharded"
 PIPELINE = "builtin.module(sdy-propagation-pipeline)"
+_RESHARDS = "builtin.module(func.func(sdy-insert-explicit-reshards{enable-full-version=true}))"
 
 
 _OF_MANY_RESULTS = frozenset(
@@ -86,8 +88,7 @@ class Program:
             # JAX names the mesh of a shard_map's collectives again.
             use_mesh(self.mesh_name, each, copy)
         self.module = _propagated(copy)
-        top = operations(self.module.body)
-        self._functions = [o for o in top if o.name == "func.func"]
+        (self._main,) = functions_of(self.module).values()
         axes = [sdy.MeshAxisAttr(axis) for axis in attribute.axes]
         names, sizes = [axis.name for axis in axes], [axis.size for axis in axes]
         # Positions in the list of devices.
@@ -102,19 +103,17 @@ class Program:
         self._int = ir.IntegerType.get_signless(64)
         self._last = 0
         self._specs: dict[Any, Spec | None] = {}
-        for operation in self._all_operations():
+        for operation in walk(self._main):
             self.set_number(operation)
-        # By the function and the number of the argument.
         self._arguments = {
-            (number(function), index): attributes["sdy.sharding"]
-            for function in self._functions
-            for index, attributes in enumerate(function.opview.arg_attrs)
+            index: attributes["sdy.sharding"]
+            for index, attributes in enumerate(self._main.opview.arg_attrs)
             if "sdy.sharding" in attributes
         }
         self._refuse_unsuitable()
         # The numbers of reshards of operands, which XLA adds, but propagation does not.
         self.added: set[int] = set()
-        for operation in self._all_operations():
+        for operation in walk(self._main):
             if operation.name in _ELEMENTWISE and len(operation.operands) == 2:
                 self._add_reshards(operation)
 
@@ -140,7 +139,7 @@ class Program:
 
     def _refuse_unsuitable(self) -> None:
         """Raises if the program has something that a propagated copy may not keep."""
-        for operation in self._all_operations():
+        for operation in walk(self._main):
             for sharding in _all_per_value(operation):
                 # XLA's import may refuse them in a propagated program, and reshards otherwise.
                 if self._spec_of(sharding) is None:
@@ -154,7 +153,7 @@ class Program:
     def blocks(self) -> Iterator[tuple[Any, frozenset[str]]]:
         """The blocks whose values have shardings, with the axes that are manual there."""
         none = frozenset[str]()
-        todo = [(block, none) for function in self._functions for block in inner_blocks(function)]
+        todo = [(block, none) for block in inner_blocks(self._main)]
         while todo:
             block, manual = todo.pop()
             yield block, manual
@@ -192,7 +191,7 @@ class Program:
             index = ir.BlockArgument(value).arg_number
             around = owner.owner.operation
             if around.name == "func.func":
-                return self._arguments.get((number(around), index))
+                return self._arguments.get(index)
             if around.name == "sdy.manual_computation":
                 return _per_value(around, "in_shardings", index)
             if around.name != "stablehlo.while":
@@ -229,18 +228,45 @@ class Program:
             return None
         return tuple(dimensions)
 
-    def _all_operations(self) -> list[Any]:
-        return [each for function in self._functions for each in walk(function)]
-
-    def repair(self) -> None:
-        """Changes what XLA's import does not take of a propagated program."""
-        for operation in self._all_operations():
+    def keeps_shardings(self) -> bool:
+        """Prepares the program for XLA; whether XLA, which propagates it again, shards it alike."""
+        for operation in walk(self._main):
             if NUMBER in operation.attributes:
                 if number(operation) in self.added:
                     operation.results[0].replace_all_uses_with(operation.operands[0])
                     operation.erase()
-                    continue
-                del operation.attributes[NUMBER]
+                else:
+                    del operation.attributes[NUMBER]
+        agrees = self._agrees()
+        self._repair()
+        if not self.module.operation.verify():
+            raise RuntimeError("MLIR does not verify the rewritten program")
+        return agrees or self._keeps()
+
+    def _agrees(self) -> bool:
+        """Whether all operations can be computed as their operands and results are sharded.
+
+        Then propagation finds the same shardings from any order of the operations: a dimension gets
+        no axes but those that it has here. Shardy adds a reshard where two do not agree.
+        """
+        reshards = 0
+        for operation in walk(self._main):
+            if operation.name in ("sdy.reshard", "sdy.sharding_constraint"):
+                reshards += operation.name == "sdy.reshard"
+                if self.spec(operation.operands[0]) != self.spec(operation.results[0]):
+                    return False
+            elif operation.name == "sdy.manual_computation":
+                shardings = sdy.TensorShardingPerValueAttr(operation.attributes["in_shardings"])
+                for value, sharding in zip(operation.operands, shardings.shardings, strict=True):
+                    if self.spec(value) != self._spec_of(sharding):
+                        return False
+        copy = self.module.operation.clone()
+        _run(_RESHARDS, copy)
+        return reshards == sum(each.name == "sdy.reshard" for each in walk(copy))
+
+    def _repair(self) -> None:
+        """Changes what XLA's import does not take of a propagated program."""
+        for operation in walk(self._main):
             if operation.name == "sdy.reshard":  # "op unknown mesh"
                 new = sdy.ShardingConstraintOp(
                     operation.operands[0],
@@ -259,13 +285,13 @@ class Program:
                 if maker is not None and maker.name == operation.name:
                     self._keep_shardings(maker)
 
-    def stays(self) -> bool:
-        """Whether XLA, which propagates the repaired program again, keeps its shardings.
+    def _keeps(self) -> bool:
+        """Propagates again. Operations that would be sharded otherwise get constraints.
 
-        XLA ignores the shardings of ordinary operations. Those that would get another one get
-        constraints; all would not do, because XLA may use a sum in two shardings.
+        XLA ignores the shardings of ordinary operations. Constraints for all would not do, because
+        XLA may use a sum in two shardings.
         """
-        for _ in range(2):
+        for _ in range(3):
             own = list(self._sharded(self.module))
             again = Counter(what for what, _ in self._sharded(_propagated(self.module)))
             wanted = Counter(what for what, _ in own)
@@ -276,8 +302,7 @@ class Program:
             for what, operation in own:
                 if what in lost:
                     self._keep_shardings(operation)
-        again = Counter(what for what, _ in self._sharded(_propagated(self.module)))
-        return not again - wanted
+        return False
 
     def _sharded(self, module: Any) -> Iterator[tuple[Any, Any]]:
         """What the operations of a program are and how their results are sharded; and these."""
@@ -322,10 +347,14 @@ class Program:
 def _propagated(module: Any) -> Any:
     """A copy of a module after propagation, from the form that XLA propagates."""
     new = simplified.simplified(module)
-    passes = passmanager.PassManager.parse(PIPELINE)
-    passes.enable_verifier(False)  # after each pass, which takes longer than the passes
-    passes.run(new.operation)
+    _run(PIPELINE, new.operation)
     return new
+
+
+def _run(pipeline: str, module: Any) -> None:
+    passes = passmanager.PassManager.parse(pipeline)
+    passes.enable_verifier(False)  # after each pass, which takes longer than the passes
+    passes.run(module)
 
 
 def _refuse_callbacks(module: Any) -> None:

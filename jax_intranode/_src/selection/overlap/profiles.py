@@ -45,7 +45,7 @@ class Profile:
     """The constants of the cost model for one GPU.
 
     A comment on a field gives its unit, its meaning and the measurement that yields it:
-    [tune] is `python -m jax_intranode tune`, which measures a node (tune/matmuls.py).
+    [tune] is `python -m jax_intranode tune`, which measures a node (tools/tune_profile.py).
     [bench OPERATION] is `python -m jax_intranode bench OPERATION --preset sweep`, run twice, the
     second time with `--plan` forcing the other choice; the constant is where the two cross over.
     [probe] is `tools/fused_probe.cu`, run with both choices in turns, likewise.

@@ -18,7 +18,7 @@ THREADS = (64, 128, 256, 512)
 
 
 class Kernel(NamedTuple):
-    """A kernel of xla_ffi/cuda/collectives.cu, for groups of a size; 0: of any."""
+    """A kernel of xla_ffi/cuda/collectives.cuh, for groups of a size; 0: of any."""
 
     name: str
     size: int

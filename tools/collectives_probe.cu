@@ -4,9 +4,9 @@
 // Rank r is GPU r. With fewer GPUs than ranks, all ranks are streams of GPU 0. Then results count,
 // and so do the costs of a kernel itself, but not times: nothing travels over a link.
 //
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -DJIN_TYPE=BF16
-//       -DJIN_ELEMENT_TYPE=kBF16 -o collectives_probe tools/collectives_probe.cu
-//       xla_ffi/cuda/{collectives.cu,collectives.cc,slab.cu} -ldl
+//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a
+//       -o collectives_probe tools/collectives_probe.cu
+//       xla_ffi/cuda/{kernels_bf16.cu,collectives.cc,slab.cu} -ldl
 //   ./collectives_probe RANKS check
 //   ./collectives_probe 8 check-mesh
 //   ./collectives_probe RANKS check-other
@@ -39,7 +39,7 @@
 
 namespace jax_intranode {
 
-// collectives.cu is compiled for bfloat16 alone.
+// There are kernels of bfloat16 alone.
 #define JIN_X(type, item_bytes, packet_bytes)                                          \
   template <>                                                                          \
   const void* CollectiveKernel<ElementType::k##type>(Algorithm, int, CallKind, bool) { \

@@ -81,14 +81,14 @@ def _probes(out: Path) -> Iterator[Step]:
     for probe, sources, more, checks in (
         (
             "fused_probe",
-            ("fused_matmul.cu", "fused_kernel.cu", "slab.cu", "cublas_lt.cc"),
+            ("fused_matmul.cc", "fused_bf16.cu", "fused_f16.cu", "slab.cu", "cublas_lt.cc"),
             ["-I", str(CUDA)],
             [f"{ranks} check" for ranks in range(2, 9)],
         ),
         (
             "collectives_probe",
-            ("collectives.cu", "collectives.cc", "slab.cu"),
-            ["-DJIN_TYPE=BF16", "-DJIN_ELEMENT_TYPE=kBF16"],
+            ("kernels_bf16.cu", "collectives.cc", "slab.cu"),
+            [],
             ["2 check", "3 check", "4 check", "8 check", "8 check-mesh", "3 check-other"],
         ),
     ):

@@ -17,7 +17,7 @@ namespace jax_intranode {
 namespace {
 
 struct HostBackend {
-  using Slab = Segment;
+  using Slab = SharedMemory;
   using Communicator = HostCommunicator;
   static constexpr size_t kRecordBytes = 0;
   static constexpr v1::Platform kPlatform = v1::kCpu;

@@ -21,7 +21,7 @@ codes=sm_80,sm_90,compute_80
 case $$(nvcc --list-gpu-code) in *sm_100*) codes=sm_100,$$codes ;; esac
 """
 
-def cuda_object(name, src, hdrs, defines = [], gencode = "arch=compute_80,code=[$$codes]"):
+def cuda_object(name, src, hdrs, gencode = "arch=compute_80,code=[$$codes]"):
     """NAME.o from one .cu or .cc file. The C++ standard is that of CMakeLists.txt."""
     native.genrule(
         name = name,
@@ -32,7 +32,7 @@ def cuda_object(name, src, hdrs, defines = [], gencode = "arch=compute_80,code=[
             "-O3 -DNDEBUG -Xcompiler -fPIC",
             "-std=c++20",
             "-gencode=" + gencode,
-        ] + ["-D" + define for define in defines]),
+        ]),
         tags = _TAGS,
     )
 

@@ -31,9 +31,9 @@ constexpr int kMaxThreads = 512;
 // The buffers that a kernel takes: AlignedBuffer, Buffer or Buffers.
 enum class CallKind { kAligned, kAny, kMany };
 
-// The kernels of one element type, which collectives.cu and norms.cu define. These are compiled
-// once for each type. CollectiveKernel: that of a group of `size` ranks; null if there is none.
-// `in_segments`: it takes the buffers as InSegments (segments.h).
+// The kernels of one element type, which kernels_*.cu and norms.cu define. CollectiveKernel: that
+// of a group of `size` ranks; null if there is none. `in_segments`: it takes the buffers as
+// InSegments (segments.h).
 template <ElementType type>
 const void* CollectiveKernel(Algorithm algorithm, int size, CallKind kind, bool in_segments);
 template <ElementType type>

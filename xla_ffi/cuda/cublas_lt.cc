@@ -11,17 +11,20 @@
 #include "owned.h"
 
 namespace jax_intranode {
+
+// From cublasLt.h. Not in the anonymous namespace, because Matmul::Descriptors is not, either.
+struct CublasLtAlgo {
+  uint64_t data[8];
+};
+
 namespace {
 
 // From cublasLt.h. The values are the same in CUDA 12 and 13.
 using Status = int;
 using Handle = void*;
 using Descriptor = void*;
-struct Algo {
-  uint64_t data[8];
-};
 struct HeuristicResult {
-  Algo algo;
+  CublasLtAlgo algo;
   size_t workspace_bytes;
   Status state;
   float waves;
@@ -52,7 +55,7 @@ struct Library {
                       Descriptor d, Descriptor preference, int asked, HeuristicResult*, int* found);
   Status (*Multiply)(Handle, Descriptor desc, const void* alpha, const void* a, Descriptor a_layout,
                      const void* b, Descriptor b_layout, const void* beta, const void* c,
-                     Descriptor c_layout, void* d, Descriptor d_layout, const Algo*,
+                     Descriptor c_layout, void* d, Descriptor d_layout, const CublasLtAlgo*,
                      void* workspace, size_t workspace_bytes, cudaStream_t);
 };
 
@@ -168,7 +171,7 @@ size_t CublasLtVersion() { return Lt() == nullptr ? 0 : Lt()->GetVersion(); }
 struct Matmul::Descriptors {
   Handle handle = nullptr;
   Descriptor desc = nullptr, w = nullptr, a = nullptr, d = nullptr;
-  Algo algo;
+  CublasLtAlgo algo;
 
   ~Descriptors() {
     if (desc != nullptr) Lt()->DescDestroy(desc);
@@ -194,7 +197,7 @@ struct Matmul::Descriptors {
       const TimedStream stream;
       const StreamMemory a_at(a_bytes, stream.get()), w_at(w_bytes, stream.get()),
           d_at(d_bytes, stream.get()), workspace(kMatmulWorkspaceBytes, stream.get());
-      Algo best = algo;
+      CublasLtAlgo best = algo;
       float shortest = 0;
       for (int k = 0; k < found; ++k) {
         if (results[k].state != 0) continue;

@@ -1,4 +1,4 @@
-// The fused kernels, which fused_kernel.cu defines, as their launch finds them.
+// The fused kernels, which fused_*.cu define, as their launch finds them.
 #pragma once
 
 #include <cstddef>

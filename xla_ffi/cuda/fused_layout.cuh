@@ -1,18 +1,13 @@
-// What the warps of the fused kernel share: its parameters, its shared memory and registers, the
-// ring buffers. See fused_matmul.h.
+// What the warps of the fused kernel share: its shared memory and registers, the ring buffers. See
+// fused_matmul.h.
 #pragma once
-
-#include <cuda.h>
-
-#include <cstdint>
 
 // A kernel that calls functions can't change the number of registers of its warps.
 #define JAX_INTRANODE_GIVE_UP_FN __device__ __forceinline__
 
 #include "device_thread.h"
-#include "fused_order.h"
+#include "fused_params.h"
 #include "hopper.h"
-#include "matmul_limits.h"
 #include "signals.h"
 
 namespace jax_intranode {
@@ -20,12 +15,7 @@ namespace {
 
 using namespace hopper;
 
-// Operands and products are moved by chunks: kTileRows rows of kTileDepth elements, 128 bytes a
-// row. Chunks of operands have the layout that matrix instructions and tensor maps call "swizzled
-// by 128 bytes". A matrix instruction takes or yields the 64 rows of a half chunk.
-constexpr uint32_t kChunk = kChunkBytes;
 constexpr uint32_t kHalfChunk = kChunk / 2;
-constexpr int kHalfRows = kTileRows / 2;
 
 // Products travel in the layout in which matrix instructions leave them in registers. Each thread
 // of a warpgroup holds kWords words of a half chunk and stores them as packs of four. The first
@@ -38,60 +28,11 @@ static_assert(kPacks * kPacksBytes == kHalfChunk);
 // A lane of a warp, or a bit of a word, stands for each rank or step.
 static_assert(kMaxRanks <= 32);
 
-// A matrix w, its x, and its product. The terms of a reduce-scatter share the first one's product.
-struct MatrixParams {
-  CUtensorMap x, w;
-  CUtensorMap product;
-  int first_tile;  // its first column tile among those of all products
-  int k_end;       // the end of its chunks of K among those of all terms
-};
-
-// A weight gradient, and the x that it is computed from.
-struct WgradParams {
-  CUtensorMap x;
-  CUtensorMap product;
-  int first_tile;  // its first column tile among those of all weight gradients
-};
+constexpr int kSenderWarps = 2;
 
 // How the elements of w lie: w is [n, k], or [k, n], or the kernel takes both. It does so where
 // that costs no registers, because each kernel costs build time.
 enum class Layout { kKMajor, kNMajor, kEither };
-
-struct FusedParams : TileOrder {
-  MatrixParams matrix[kMaxMatrices];
-  WgradParams wgrad[kMaxMatrices];
-  CUtensorMap wgrad_lhs;
-  DeviceGroup group;
-  char* ring[kMaxRanks];  // each rank's, as this rank addresses it
-  size_t data_offset;     // in a ring
-  char* scratch;          // reduce-scatter: products on their way to peers, unless `direct`
-  const char* x;          // all-gather: this rank's x
-  char* gathered;         // all-gather: all ranks' x, or null
-  int products;
-  int wgrads;
-  int rows;              // of one outer index of a shard
-  int row_bytes;         // all-gather: of x
-  int wgrad_row_tiles;   // the last row pair may have one row tile only
-  bool n_major;          // w is [k, n]
-  bool direct;           // reduce-scatter: math warpgroups store products in the peer's ring
-  uint32_t pace_clocks;  // direct: clocks that storing a pack per thread should take
-};
-static_assert(sizeof(FusedParams) <= 4096);  // kernel parameters of this size work everywhere
-
-// Warp 0 is the producer warp, warps 1 and 2 are the sender warps, warp 3 copies arriving chunks,
-// and the others form the two math warpgroups.
-constexpr int kThreads = 3 * 128;
-constexpr int kSenderWarps = 2;
-// Registers per thread that a block is given. If its warpgroups ask for more in total, they wait
-// forever.
-constexpr int kRegisters = 168;
-constexpr int kMaxClusters = 72;  // a full Hopper chip has 144 SMs
-
-// Direct stores are paced. A warpgroup takes this many clocks, times the tile's chunks of K, to
-// store one pack per thread. So it stores a tile in three quarters of the time in which the other
-// warpgroup multiplies one. (Without pacing, operations took up to 5 % longer: the stores fill the
-// paths to memory that operands need.)
-constexpr int kPaceClocksPerChunk = 24;
 
 // How tiles of kColumns columns are divided between the warpgroups, and where shared memory holds
 // what. From an address that is a multiple of 1024: pipeline stages, each a chunk of the left

@@ -2,12 +2,14 @@
 // XLA.
 //
 //   fused_order.h       the order of tiles, and the slots of chunks in rings
-//   fused_layout.cuh    the kernel's parameters, registers and shared memory
+//   fused_layout.cuh    the kernel's registers and shared memory
 //   fused_feed.cuh      the producer warp: loads operands, waits for arriving chunks
 //   fused_send.cuh      the sender warps; why rings and flags are used safely
 //   fused_multiply.cuh  the math warpgroups: multiply, add the peers' products, store
-//   fused_kernel.cu     the kernel: which warp does what; why it ends
-//   fused_matmul.cu     its parameters and its launch
+//   fused_kernel.cuh    the kernel: which warp does what; why it ends
+//   fused_*.cu          its element types
+//   fused_params.h      its parameters
+//   fused_matmul.cc     its launch
 //
 // The grid is persistent: one block per SM, in clusters of two blocks. A block has 12 warps. Two
 // math warpgroups multiply. They alternate tiles: while one multiplies a tile, the other one

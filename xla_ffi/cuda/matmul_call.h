@@ -11,6 +11,8 @@
 
 namespace jax_intranode {
 
+inline int64_t DivideUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 // What a rank of a group has for collective matmuls.
 struct MatmulMember {
   int device;

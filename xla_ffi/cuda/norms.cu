@@ -67,14 +67,27 @@ __global__ void __launch_bounds__(kMaxThreads)
   Norm<Type, N, kAligned>::Run(thread, group, call);
 }
 
+// World size 2 has a kernel of its own; the others share one, because each costs build time.
+template <class Type>
+const void* KernelOf(int size, bool aligned) {
+  if (!aligned) return reinterpret_cast<const void*>(&jax_intranode_norm<Type, 0, false>);
+  return size == 2 ? reinterpret_cast<const void*>(&jax_intranode_norm<Type, 2, true>)
+                   : reinterpret_cast<const void*>(&jax_intranode_norm<Type, 0, true>);
+}
+
 }  // namespace
 
-// World size 2 has a kernel of its own; the others share one, because each costs build time.
 template <>
-const void* NormKernel<ElementType::JIN_ELEMENT_TYPE>(int size, bool aligned) {
-  if (!aligned) return reinterpret_cast<const void*>(&jax_intranode_norm<JIN_TYPE, 0, false>);
-  return size == 2 ? reinterpret_cast<const void*>(&jax_intranode_norm<JIN_TYPE, 2, true>)
-                   : reinterpret_cast<const void*>(&jax_intranode_norm<JIN_TYPE, 0, true>);
+const void* NormKernel<ElementType::kF32>(int size, bool aligned) {
+  return KernelOf<F32>(size, aligned);
+}
+template <>
+const void* NormKernel<ElementType::kBF16>(int size, bool aligned) {
+  return KernelOf<BF16>(size, aligned);
+}
+template <>
+const void* NormKernel<ElementType::kF16>(int size, bool aligned) {
+  return KernelOf<F16>(size, aligned);
 }
 
 }  // namespace jax_intranode

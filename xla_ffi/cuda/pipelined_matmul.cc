@@ -17,7 +17,6 @@ namespace {
 // cuBLASLt's matmuls work on tiles of this many rows, or of twice as many.
 constexpr int64_t kMatmulTileRows = 128;
 
-int64_t DivideUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t RoundUp(int64_t a, int64_t b) { return DivideUp(a, b) * b; }
 
 int64_t RowsIn(int64_t bytes, int64_t row_bytes) {

@@ -308,8 +308,8 @@ ffi::Error Initialize(int32_t device, MatmulDeviceSite* site, ffi::RemainingArgs
 }
 
 // Called eagerly, or while XLA captures a graph, or not at all when a graph is replayed.
-ffi::Error Execute(cudaStream_t stream, int32_t device, MatmulDeviceSite* site,
-                   ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary) {
+ffi::Error ExecuteMatmul(cudaStream_t stream, int32_t device, MatmulDeviceSite* site,
+                         ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary) {
   device_handler_calls.fetch_add(1, std::memory_order_relaxed);
   ffi::Error error =
       WithCall(site, device, args, rets, [&](const MatmulMember& member, const MatmulCall& call) {
@@ -335,7 +335,7 @@ XLA_FFI_Error* CudaCollectiveMatmulInitialize(XLA_FFI_CallFrame* frame) {
 XLA_FFI_Error* CudaCollectiveMatmul(XLA_FFI_CallFrame* frame) {
   static auto* const handler =
       BindCall<MatmulDeviceSite>(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>())
-          .To(Execute, {ffi::Traits::kCmdBufferCompatible})
+          .To(ExecuteMatmul, {ffi::Traits::kCmdBufferCompatible})
           .release();
   return handler->Call(frame);
 }

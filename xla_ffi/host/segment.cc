@@ -71,7 +71,7 @@ int CreateLocked(std::string* name) {
 
 }  // namespace
 
-std::unique_ptr<Segment> Segment::Allocate(int, size_t bytes, bool shared) {
+std::unique_ptr<SharedMemory> SharedMemory::Allocate(int, size_t bytes, bool shared) {
   if (!shared) return Map(-1, bytes, "");
   RemoveAbandoned();
   std::string name;
@@ -84,7 +84,7 @@ std::unique_ptr<Segment> Segment::Allocate(int, size_t bytes, bool shared) {
                      " bytes of shared memory (/dev/shm may be full; JAX_INTRANODE_SLAB_MIB sets "
                      "the size)");
   }
-  std::unique_ptr<Segment> segment;
+  std::unique_ptr<SharedMemory> segment;
   try {
     segment = Map(fd, bytes, name);
   } catch (...) {
@@ -97,7 +97,7 @@ std::unique_ptr<Segment> Segment::Allocate(int, size_t bytes, bool shared) {
 }
 
 // A peer has sent the name. A segment that is too small would end the process at an access.
-std::unique_ptr<Segment> Segment::Open(int, const std::string& name, size_t bytes) {
+std::unique_ptr<SharedMemory> SharedMemory::Open(int, const std::string& name, size_t bytes) {
   if (name.rfind(std::string("/") + kPrefix, 0) != 0 || name.find('\0') != std::string::npos) {
     Throw(EINVAL, "a peer has sent a name of a shared-memory segment that is not ours");
   }
@@ -110,7 +110,7 @@ std::unique_ptr<Segment> Segment::Open(int, const std::string& name, size_t byte
     Throw(EINVAL, "the shared-memory segment " + name + " is not this user's, or has fewer than " +
                       std::to_string(bytes) + " bytes");
   }
-  std::unique_ptr<Segment> segment;
+  std::unique_ptr<SharedMemory> segment;
   try {
     segment = Map(fd, bytes, name);
   } catch (...) {
@@ -121,19 +121,20 @@ std::unique_ptr<Segment> Segment::Open(int, const std::string& name, size_t byte
   return segment;
 }
 
-std::unique_ptr<Segment> Segment::Map(int fd, size_t bytes, std::string name) {
+std::unique_ptr<SharedMemory> SharedMemory::Map(int fd, size_t bytes, std::string name) {
   const int flags = fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED;
   void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
   if (address == MAP_FAILED) Throw(errno, "mapping " + std::to_string(bytes) + " bytes " + name);
-  return std::unique_ptr<Segment>(new Segment(static_cast<char*>(address), bytes, std::move(name)));
+  return std::unique_ptr<SharedMemory>(
+      new SharedMemory(static_cast<char*>(address), bytes, std::move(name)));
 }
 
-Segment::~Segment() {
+SharedMemory::~SharedMemory() {
   Unlink();
   munmap(address_, bytes_);
 }
 
-void Segment::Unlink() {
+void SharedMemory::Unlink() {
   if (fd_ < 0) return;
   shm_unlink(name_.c_str());
   close(fd_);

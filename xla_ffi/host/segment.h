@@ -7,17 +7,17 @@
 
 namespace jax_intranode {
 
-class Segment {
+class SharedMemory {
  public:
   // Zeroed memory. If it is `shared`, a new shared-memory segment (mode 0600) under a unique name.
   // Its pages are allocated, so that a full /dev/shm is an error here and not a fault later.
-  static std::unique_ptr<Segment> Allocate(int device, size_t bytes, bool shared);
+  static std::unique_ptr<SharedMemory> Allocate(int device, size_t bytes, bool shared);
   // Maps another process's segment.
-  static std::unique_ptr<Segment> Open(int device, const std::string& name, size_t bytes);
+  static std::unique_ptr<SharedMemory> Open(int device, const std::string& name, size_t bytes);
 
-  ~Segment();
-  Segment(const Segment&) = delete;
-  Segment& operator=(const Segment&) = delete;
+  ~SharedMemory();
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
 
   // Removes the name. Called as soon as all processes have mapped the segment, so that a crash
   // leaves nothing behind. If a crash comes before that, the next segment's creator removes it.
@@ -29,10 +29,10 @@ class Segment {
   char* records() const { return nullptr; }  // handlers of CPU devices return their errors
 
  private:
-  Segment(char* address, size_t bytes, std::string name)
+  SharedMemory(char* address, size_t bytes, std::string name)
       : address_(address), bytes_(bytes), name_(std::move(name)) {}
   // Does not close `fd`.
-  static std::unique_ptr<Segment> Map(int fd, size_t bytes, std::string name);
+  static std::unique_ptr<SharedMemory> Map(int fd, size_t bytes, std::string name);
 
   char* address_;
   size_t bytes_;

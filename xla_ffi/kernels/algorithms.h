@@ -32,8 +32,8 @@ namespace jax_intranode {
   X(kTwoShot##Norm, "two_shot_" name, "psum_residual_" name) \
   X(kReduceScatter##Norm, "reduce_scatter_" name, "psum_scatter_residual_" name)
 
-// X(type, bytes of an element, bytes of a packet). types.h defines a struct of the same name. One
-// CUDA object file is built for each type (CMakeLists.txt, BUILD).
+// X(type, bytes of an element, bytes of a packet). types.h defines a struct of the same name. A
+// file cuda/kernels_*.cu compiles its kernels.
 #define JIN_ELEMENT_TYPES(X) \
   X(F32, 4, 16)              \
   X(BF16, 2, 16)             \

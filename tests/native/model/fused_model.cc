@@ -2,7 +2,7 @@
 // ranks: grants of rings, numbers of operations, flags, fences. CUDA's warps can't run here, so
 // this file repeats what they do with shared memory, step by step:
 //
-//   the block that begins first   grants its ring to all peers (fused_kernel.cu)
+//   the block that begins first   grants its ring to all peers (fused_kernel.cuh)
 //   two sender warps              await a peer's grant, copy chunks, publish them with a fence and
 //   a
 //                                 flag each (ChunkSender)

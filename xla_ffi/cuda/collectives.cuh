@@ -1,5 +1,6 @@
-// The kernels of one element type, JIN_TYPE. This file is compiled once for each type, so that a
-// build uses all cores.
+// The kernels of collectives. kernels_*.cu compile them for each element type.
+#pragma once
+
 #include <type_traits>
 
 #include "../kernels/hybrid_cube_mesh.h"
@@ -95,17 +96,13 @@ const void* KernelOfAnySize(Algorithm algorithm, int size) {
   return kernel != nullptr ? kernel : Kernel<Type, 0, Call>(algorithm);
 }
 
-}  // namespace
-
 // World sizes 2, 4 and 8 have kernels of their own for aligned buffers, and for the types that
 // models compute in. Other cases share one kernel, because each kernel costs build time. In
 // segments only aligned buffers of the latter have kernels of their own, and many buffers, for
 // instance gradients, which are large together.
-template <>
-const void* CollectiveKernel<ElementType::JIN_ELEMENT_TYPE>(Algorithm algorithm, int size,
-                                                            CallKind kind, bool in_segments) {
-  using Type = JIN_TYPE;
-  constexpr bool kBare = std::is_same_v<Type::Packets, BarePackets>;
+template <class Type>
+const void* KernelOfCall(Algorithm algorithm, int size, CallKind kind, bool in_segments) {
+  constexpr bool kBare = std::is_same_v<typename Type::Packets, BarePackets>;
   switch (kind) {
     case CallKind::kAligned:
       if (!in_segments) return KernelOfSize<Type, AlignedBuffer, 2, 4, 8>(algorithm, size);
@@ -126,5 +123,14 @@ const void* CollectiveKernel<ElementType::JIN_ELEMENT_TYPE>(Algorithm algorithm,
   }
   return nullptr;
 }
+
+}  // namespace
+
+#define JIN_COLLECTIVE_KERNELS(Type)                                                               \
+  template <>                                                                                      \
+  const void* CollectiveKernel<ElementType::k##Type>(Algorithm algorithm, int size, CallKind kind, \
+                                                     bool in_segments) {                           \
+    return KernelOfCall<Type>(algorithm, size, kind, in_segments);                                 \
+  }
 
 }  // namespace jax_intranode

@@ -1,6 +1,5 @@
-// The fused kernel: each warp of a block gets its role. See fused_matmul.h. A build compiles this
-// file once for each element type, JIN_TYPE, so that it uses two cores; without JIN_TYPE the file
-// has the kernels of both.
+// The fused kernel: each warp of a block gets its role. See fused_matmul.h. fused_*.cu compile it
+// for each element type.
 //
 // Why it ends
 //   A sender warp waits for three things. First, a peer's ring, which the peer grants when the
@@ -25,6 +24,8 @@
 //   occupies all SMs of another rank where the collective waits for them; neither would end.
 //
 //   A rank waits for peers that have not called the operation until the deadline passes.
+#pragma once
+
 #include "fused_feed.cuh"
 #include "fused_kernel.h"
 #include "fused_layout.cuh"
@@ -149,17 +150,10 @@ FusedKernel KernelFor(bool transposed, bool wgrad, int columns) {
 
 }  // namespace
 
-#define JIN_KERNELS(type, element_type)                                              \
-  template <>                                                                        \
-  FusedKernel FusedKernelFor<ElementType::element_type>(bool transposed, bool wgrad, \
-                                                        int columns) {               \
-    return KernelFor<type>(transposed, wgrad, columns);                              \
+#define JIN_FUSED_KERNELS(Type)                                                                \
+  template <>                                                                                  \
+  FusedKernel FusedKernelFor<ElementType::k##Type>(bool transposed, bool wgrad, int columns) { \
+    return KernelFor<Type>(transposed, wgrad, columns);                                        \
   }
-#if defined(JIN_TYPE)
-JIN_KERNELS(JIN_TYPE, JIN_ELEMENT_TYPE)
-#else
-JIN_KERNELS(BF16, kBF16)
-JIN_KERNELS(F16, kF16)
-#endif
 
 }  // namespace jax_intranode

@@ -1,4 +1,6 @@
 // The host side of the fused kernel: its parameters and its launch.
+#include "fused_matmul.h"
+
 #include <cudaTypedefs.h>
 
 #include <algorithm>
@@ -10,16 +12,14 @@
 #include <vector>
 
 #include "fused_kernel.h"
-#include "fused_layout.cuh"
-#include "fused_matmul.h"
+#include "fused_params.h"
+#include "signals.h"
 #include "slab.h"
 
 namespace jax_intranode {
 namespace {
 
-void Check(cudaError_t status) { ThrowIfError(status, "launching a collective matmul"); }
-
-int DivideUp(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
+void CheckLaunch(cudaError_t status) { ThrowIfError(status, "launching a collective matmul"); }
 
 // Sizes of a call.
 
@@ -72,7 +72,7 @@ CUtensorMap Map(ElementType type, const void* at, std::vector<uint64_t> dims,
 
 // The address of an element.
 template <class T>
-const void* At(const T* array, int64_t element) {
+const void* ElementAt(const T* array, int64_t element) {
   return static_cast<const char*>(static_cast<const void*>(array)) + element * kMatmulElementBytes;
 }
 
@@ -135,11 +135,11 @@ void SetMatrices(const Round& round, FusedParams* p) {
     const int64_t before = round.ColumnsBefore(product);
     MatrixParams& matrix = p->matrix[i];
     matrix.x = round.MapOfX(x, {kTileDepth, kHalfRows, 1});
-    matrix.w =
-        call.transposed
-            ? Map(call.type, At(call.ws[i], before * k), {k, n}, {kTileDepth, tile_columns / 2}, k)
-            : Map(call.type, At(call.ws[i], before), {n, k}, {64, kTileDepth / 2}, all);
-    matrix.product = Map(call.type, At(call.products[product], before), {n, rows, outer},
+    matrix.w = call.transposed ? Map(call.type, ElementAt(call.ws[i], before * k), {k, n},
+                                     {kTileDepth, tile_columns / 2}, k)
+                               : Map(call.type, ElementAt(call.ws[i], before), {n, k},
+                                     {64, kTileDepth / 2}, all);
+    matrix.product = Map(call.type, ElementAt(call.products[product], before), {n, rows, outer},
                          {64, kHalfRows, 1}, all);
     matrix.first_tile = p->column_tiles;
     if (product == i) p->column_tiles += DivideUp(n, tile_columns);
@@ -152,7 +152,7 @@ void SetWgrads(const Round& round, FusedParams* p) {
   if (p->wgrads == 0) return;
   const MatmulCall& call = round.call;
   const uint64_t n = round.ColumnsOf(0), rows = call.rows, outer = call.outer * round.size();
-  p->wgrad_lhs = Map(call.type, At(call.wgrad_lhs, round.first), {n, rows, outer},
+  p->wgrad_lhs = Map(call.type, ElementAt(call.wgrad_lhs, round.first), {n, rows, outer},
                      {64, kHalfRows, 1}, call.ns[0]);
   p->wgrad_row_tiles = DivideUp(n, kTileRows);
   p->wgrad_row_pairs = DivideUp(p->wgrad_row_tiles, kClusterSize);
@@ -160,8 +160,8 @@ void SetWgrads(const Round& round, FusedParams* p) {
     const uint64_t k = call.ks[i];
     WgradParams& wgrad = p->wgrad[i];
     wgrad.x = round.MapOfX(i, {64, kHalfRows / 2, 1});
-    wgrad.product =
-        Map(call.type, At(call.wgrads[i], round.first * k), {k, n, 1}, {64, kHalfRows, 1}, k);
+    wgrad.product = Map(call.type, ElementAt(call.wgrads[i], round.first * k), {k, n, 1},
+                        {64, kHalfRows, 1}, k);
     wgrad.first_tile = p->wgrad_column_tiles;
     p->wgrad_column_tiles += DivideUp(k, round.plan.tile_columns);
   }
@@ -193,24 +193,24 @@ FusedKernel KernelFor(ElementType type, bool transposed, bool wgrad, int columns
 // The number of blocks that the device can run at the same time.
 int BlocksOf(const FusedKernel& kernel) {
   int device;
-  Check(cudaGetDevice(&device));
+  CheckLaunch(cudaGetDevice(&device));
   static std::mutex mutex;
   static std::map<std::pair<int, const void*>, int> known;
   std::lock_guard lock(mutex);
   int& blocks = known[{device, kernel.function}];
   if (blocks == 0) {
     cudaFuncAttributes attributes;
-    Check(cudaFuncGetAttributes(&attributes, kernel.function));
+    CheckLaunch(cudaFuncGetAttributes(&attributes, kernel.function));
     if (attributes.numRegs != kRegisters) {
       throw std::runtime_error("jax_intranode: the fused matmul kernel was compiled for " +
                                std::to_string(attributes.numRegs) +
                                " registers a thread, but needs " + std::to_string(kRegisters) +
                                "; compile it without a register limit");
     }
-    Check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(kernel.shared_bytes)));
+    CheckLaunch(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     static_cast<int>(kernel.shared_bytes)));
     int sms, clusters;
-    Check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+    CheckLaunch(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
     cudaLaunchAttribute cluster;
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {kClusterSize, 1, 1};
@@ -220,7 +220,7 @@ int BlocksOf(const FusedKernel& kernel) {
     config.dynamicSmemBytes = kernel.shared_bytes;
     config.attrs = &cluster;
     config.numAttrs = 1;
-    Check(cudaOccupancyMaxActiveClusters(&clusters, kernel.function, &config));
+    CheckLaunch(cudaOccupancyMaxActiveClusters(&clusters, kernel.function, &config));
     blocks = kClusterSize * std::min(clusters, kMaxClusters);
   }
   return blocks;
@@ -236,8 +236,8 @@ void Launch(const Round& round, cudaStream_t stream) {
   const FusedKernel kernel =
       KernelFor(round.call.type, round.call.transposed, p.wgrads > 0, round.plan.tile_columns);
   void* arguments[] = {&p};
-  Check(cudaLaunchKernel(kernel.function, dim3(BlocksOf(kernel)), dim3(kThreads), arguments,
-                         kernel.shared_bytes, stream));
+  CheckLaunch(cudaLaunchKernel(kernel.function, dim3(BlocksOf(kernel)), dim3(kThreads), arguments,
+                               kernel.shared_bytes, stream));
 }
 
 }  // namespace
@@ -268,8 +268,8 @@ void LaunchFused(const MatmulMember& member, Algorithm algorithm, const MatmulPl
 
 void LoadFusedKernels() {
   int device, major;
-  Check(cudaGetDevice(&device));
-  Check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  CheckLaunch(cudaGetDevice(&device));
+  CheckLaunch(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
   if (major != kFusedComputeCapability) return;
   for (const ElementType type : {ElementType::kBF16, ElementType::kF16}) {
     for (const int columns : kTileColumns) {

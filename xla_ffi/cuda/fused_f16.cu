@@ -1,0 +1,7 @@
+#include "fused_kernel.cuh"
+
+namespace jax_intranode {
+
+JIN_FUSED_KERNELS(F16)
+
+}  // namespace jax_intranode

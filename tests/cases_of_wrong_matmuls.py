@@ -26,7 +26,7 @@ from jax_intranode._src.selection.overlap.plan import Plan
 # gradient. A name that is a field of the plan changes the plan.
 _ROWS, _K, _N = 16, 64, 72
 WRONG_CALLS = {
-    "operation": ({"algorithm": 0}, "no collective matmul of algorithm 0"),
+    "operation": ({"algorithm": 0}, "not a collective matmul of algorithm 0"),
     "no_pieces": ({"first_pieces": 0}, "first_pieces=0,"),
     "pieces": ({"last_pieces": 1000}, "last_pieces=1000,"),
     "tiles": ({"tile_columns": 100}, "tile_columns=100,"),

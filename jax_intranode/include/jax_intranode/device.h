@@ -214,7 +214,6 @@ class WaitingThread {
 
  private:
   static constexpr uint64_t kLongNs = 1'000'000'000;
-  static constexpr uint64_t kEndNs = 500'000'000;
 
   __device__ Self& self() { return *static_cast<Self*>(this); }
 
@@ -224,8 +223,7 @@ class WaitingThread {
     return t;
   }
 
-  // One trap ends the context, and all threads with it. Threads that come later leave that to the
-  // first one, so that the driver finds one trap and not one of each warp.
+  // Later threads give the first one time to write.
   template <class More>
   JAX_INTRANODE_GIVE_UP_FN static void RecordAndTrap(PeerRecord* record, uint32_t reason,
                                                      int missing, uint32_t site, More more) {
@@ -238,7 +236,7 @@ class WaitingThread {
       __threadfence_system();
     } else {
       const uint64_t start = Nanoseconds();
-      while (Nanoseconds() - start < kEndNs) {
+      while (Nanoseconds() - start < 10'000'000) {
       }
     }
     __trap();

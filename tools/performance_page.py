@@ -170,16 +170,16 @@ def setup(*results: dict[str, Any]) -> str:
     driver = f", driver {header['driver']}" if header.get("driver") else ""
     peers = [version for result in results for version in result["peers"]["versions"]]
     versions = ", ".join([record.versions_text(header), *dict.fromkeys(peers)])
-    wrong = sum(
-        row.get(key) or 0
-        for result in results
-        for row in result["rows"]
-        for key in ("wrong", "lax_wrong", "graph_wrong")
-    )
+    rows = [row for result in results for row in result["rows"]]
+    if "wrong" in rows[0]:
+        keys = ("wrong", "lax_wrong", "graph_wrong")
+        checked = f"{sum(row.get(key) or 0 for row in rows for key in keys)} wrong elements"
+    else:  # whole programs
+        checked = f"results differ by at most {max(row['difference'] for row in rows):.1e}"
     commands = "".join(f"    {result['header']['command']}\n" for result in results)
     return (
         f"{header['devices']} {_BY} {header['device']}{driver}, {versions}, {', '.join(dates)}; "
-        f"{wrong} wrong elements:\n\n{commands}"
+        f"{checked}:\n\n{commands}"
     )
 
 

@@ -115,8 +115,8 @@ def simplified(module: Any, for_gpus: bool) -> Any:
 def _make_ifs(main: Any) -> None:
     """Makes an "if" of two branches that a boolean chooses.
 
-    Shardy propagates nothing between the branches and the results of an "if". It does through the
-    selects that XLA makes of cheap branches, as it does here, where those stay.
+    Shardy propagates nothing between the branches and the results of an "if" before jaxlib 0.12.
+    It does through the selects that XLA makes of cheap branches, which stay as they are here.
     """
     for case in [o for o in walk(main) if o.name == "stablehlo.case"]:
         index = owner(case.operands[0])
@@ -146,12 +146,10 @@ def _make_ifs(main: Any) -> None:
 def _is_cheap(operation: Any) -> bool:
     if operation.name in _CHEAP:
         return True
-    if operation.name in _NOT_ELEMENTWISE or len(operation.regions):
+    if operation.name in _OF_ONE_SHAPE or len(operation.regions):
         return False
-    shapes = {
-        tuple(ir.RankedTensorType(v.type).shape) for v in (*operation.operands, *operation.results)
-    }
-    return len(shapes) == 1
+    values = (*operation.operands, *operation.results)
+    return len({tuple(ir.RankedTensorType(value.type).shape) for value in values}) == 1
 
 
 def _order_as_xla(main: Any) -> None:

@@ -269,39 +269,6 @@ def test_a_thread_that_comes_back_late_does_not_abort(wait: str) -> None:
     assert text.endswith("\njax_intranode: lost.\n"), text
 
 
-# A driver that a test provides. The program would end by itself, and says that it does.
-TRAPPED = """
-from unittest import mock
-from jax_intranode._src.health import failures
-from jax_intranode._src.native import extension
-failures._LOOK_S, failures._DRIVER_S = 0.1, 1.0
-extension._modules["gpu"] = mock.Mock()
-extension._modules["gpu"].synchronize = {driver}
-run(total)  # from here on a thread looks
-failures.report(failures.Failure("jax_intranode: lost.", "peer_gone", "gpu", {operation}))
-time.sleep(2.5)
-print("waits")
-raise SystemExit(3)
-"""
-
-
-@pytest.mark.parametrize(
-    ("driver", "operation", "ends"),
-    [
-        ("lambda: time.sleep(60)", "'psum'", True),
-        ("lambda: time.sleep(60)", "None", False),  # no kernel has trapped
-        ("mock.Mock(side_effect=RuntimeError('launch failure'))", "'psum'", False),
-    ],
-    ids=["says_nothing", "no_kernel", "knows"],
-)
-def test_a_driver_that_does_not_notice_a_trap(driver: str, operation: str, ends: bool) -> None:
-    code = TRAPPED.replace("{driver}", driver).replace("{operation}", operation)
-    status, text = run_program(code, before="import time\n")
-    assert ("waits" in text, status) == ((False, 1) if ends else (True, 3)), text
-    assert ("CRITICAL:jax_intranode:For 1 s the driver has not noticed" in text) == ends, text
-    assert text.endswith("\njax_intranode: lost.\n"), text
-
-
 # What destructors print: of objects that were there before the package, and of later ones. In the
 # C library perror prints its argument to stderr.
 NOISE = """

@@ -88,15 +88,6 @@ _pid = os.getpid()
 _process_of: Callable[[int], int | None] | None = None
 _thread: threading.Thread | None = None
 _ending = threading.Event()
-# Waits for the driver after a kernel has trapped, and for how long, without the time in which this
-# process was stopped.
-_question: threading.Thread | None = None
-_asked_s = 0.0
-
-# How often the thread looks when there are no news.
-_LOOK_S = 5.0
-# How long the driver may take to notice a trap. JAX asks it every 5 s.
-_DRIVER_S = 300.0
 
 # Errors of XLA with these beginnings tell of a wrong program, and not of a lost context.
 _UNRELATED = ("INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND", "RESOURCE_EXHAUSTED")
@@ -125,43 +116,12 @@ def watch(platform: str, process_of: Callable[[int], int | None], report_after_s
 def _follow() -> None:
     module = extension.module("cpu")
     while not _ending.is_set():
-        started = time.monotonic()
-        module.await_news(_LOOK_S)
+        module.await_news(3600.0)
         for is_wait, text in module.take_warnings():
             _log.warning(text)
             if is_wait:
                 waits.waited(text)
-        if (failure := current()) is not None:
-            _look_at_driver(failure, time.monotonic() - started)
-
-
-def _look_at_driver(failure: Failure, waited_s: float) -> None:
-    """Ends the process if the driver does not notice that a kernel has trapped.
-
-    This was seen where processes share a GPU. JAX waits until the driver says that the context is
-    lost. If it never does, the thread that reads the result waits forever.
-    """
-    global _question, _asked_s
-    if failure.platform != "gpu" or failure.operation is None:
-        return  # no kernel has trapped
-    if _question is None:
-        _question = threading.Thread(target=_ask_driver, name="jax_intranode driver", daemon=True)
-        _question.start()
-        return
-    _asked_s += min(waited_s, 2 * _LOOK_S)
-    if _question.is_alive() and _asked_s > _DRIVER_S:
-        _log.critical(
-            "For %g s the driver has not noticed that a kernel has trapped. JAX would wait for it "
-            "forever, so this process ends.",
-            _DRIVER_S,
-        )
-        extension.module("cpu").print_exit_message()
-        os._exit(1)
-
-
-def _ask_driver() -> None:
-    with contextlib.suppress(RuntimeError):  # the context is lost, and JAX learns it, too
-        extension.module("gpu").synchronize()
+        current()
 
 
 def _end_thread() -> None:

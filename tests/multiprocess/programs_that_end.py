@@ -11,14 +11,13 @@ import jax.extend.backend
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from program_parts import (
     CALLS_LAX,
     COLUMNS,
     LATER_S,
     OPERATIONS,
-    ROWS,
     begin,
     line,
     on,
@@ -78,25 +77,19 @@ def last_step() -> jax.Array:
 
     Rank 0 comes later to the first one: rank 1 waits in a thread of XLA's.
     """
-    times = times_that_take(2.0) if rank() == 1 else 1
+    own = times_that_take(2.0) if rank() == 1 else 1
 
     def step(v: jax.Array, times: jax.Array) -> jax.Array:
-        v = OPERATIONS.psum(v, "x")
-        return OPERATIONS.psum(working(v, times[0]), "x")
+        return OPERATIONS.psum(working(OPERATIONS.psum(v, "x"), times[0, 0]), "x")
 
     begin()
-    mesh, x = line(), parts(line())
-    # An operand, because all ranks must compile the same program: on GPUs XLA does it together.
-    sharding = NamedSharding(mesh, ROWS)
-    of_each = jax.make_array_from_callback(
-        (mesh.size,), sharding, lambda _: np.array([times], np.int32)
-    )
-    body = jax.shard_map(step, mesh=mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False)
-    program = jax.jit(body)
-    program.lower(x, of_each).compile()
+    program, x = on(line(), step), parts(line())
+    # No constant of the program: XLA:GPU's autotuner waits for the peers to compile the same one.
+    times = jax.make_array_from_callback(x.shape, x.sharding, lambda _: np.full((1, COLUMNS), own))
+    program.lower(x, times).compile()
     if rank() == 0:
         time.sleep(1)
-    result = program(x, of_each)
+    result = program(x, times)
     on_gpu = jax.default_backend() == "gpu"  # there the call itself lasts as long as the loop
     assert rank() == 0 or on_gpu or not result.is_ready()
     return result

@@ -3,7 +3,7 @@
     python tools/auto_corpus.py                       # the programs, on 8 CPU devices
     python tools/auto_corpus.py --einsums 1000        # and random einsums
     python tools/auto_corpus.py --made 100            # and programs made of random parts
-    python tools/auto_corpus.py --topology 8          # compiled for 8 GPUs, on a machine with one
+    python tools/auto_corpus.py --topology 8          # compiled for 8 GPUs; needs none
     python tools/auto_corpus.py --only dense --table  # those whose name has this; rows for a page
 
 Each program is compiled in four ways:
@@ -16,6 +16,8 @@ Each program is compiled in four ways:
 
 Collectives are counted by arrays, because XLA combines them. Prints a line per program and exits
 with 1 if one differs. For GPUs our calls are compiled as calls that do nothing, as no GPU is there.
+XLA compiles for GPUs where jax-cuda13-plugin and jax-cuda13-pjrt are installed, and the package was
+built with CUDA.
 """
 
 import argparse
@@ -52,6 +54,32 @@ import compare_lowered
 Built = tuple[Callable[..., Any], tuple[Any, ...], int]
 
 WIDTH, HEADS, LAYERS, ROWS = 32, 8, 2, 16
+# What XLA knows of an H100 when it compiles (GpuTargetConfigProto).
+H100 = """
+platform_name: "CUDA"
+device_description_str: "NVIDIA H100 80GB HBM3"
+dnn_version_info { major: 9 minor: 10 }
+gpu_device_info {
+  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
+  core_count: 132
+  fpus_per_core: 128
+  clock_rate_ghz: 1.98
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  threads_per_warp: 32
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  device_memory_size: 84942979072
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+}
+"""
 RUNS = True  # False: programs are compiled only, and their arguments have no values
 
 
@@ -701,7 +729,11 @@ def devices_of(arguments: argparse.Namespace) -> list[Any]:
     from jax.experimental import topologies
 
     topology = f"1x1x{arguments.topology}"
-    return list(topologies.get_topology_desc("h200", platform="cuda", topology=topology).devices)
+    return list(
+        topologies.get_topology_desc(
+            "h100", platform="cuda", topology=topology, target_config=H100
+        ).devices
+    )
 
 
 def meshes_of(devices: list[Any]) -> list[Mesh]:

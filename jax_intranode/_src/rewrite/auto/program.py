@@ -87,7 +87,8 @@ class Program:
         for each in [o for o in operations(copy.body) if o.name == "sdy.mesh"]:
             # JAX names the mesh of a shard_map's collectives again.
             use_mesh(self.mesh_name, each, copy)
-        self.module = _propagated(copy)
+        self._for_gpus = devices[0].platform == "gpu"
+        self.module = self._propagated(copy)
         (self._main,) = functions_of(self.module).values()
         axes = [sdy.MeshAxisAttr(axis) for axis in attribute.axes]
         names, sizes = [axis.name for axis in axes], [axis.size for axis in axes]
@@ -293,7 +294,7 @@ class Program:
         """
         for _ in range(3):
             own = list(self._sharded(self.module))
-            again = Counter(what for what, _ in self._sharded(_propagated(self.module)))
+            again = Counter(what for what, _ in self._sharded(self._propagated(self.module)))
             wanted = Counter(what for what, _ in own)
             if not again - wanted:
                 return True
@@ -303,6 +304,12 @@ class Program:
                 if what in lost:
                     self._keep_shardings(operation)
         return False
+
+    def _propagated(self, module: Any) -> Any:
+        """A copy of a module after propagation, from the form that XLA propagates."""
+        new = simplified.simplified(module, self._for_gpus)
+        _run(PIPELINE, new.operation)
+        return new
 
     def _sharded(self, module: Any) -> Iterator[tuple[Any, Any]]:
         """What the operations of a program are and how their results are sharded; and these."""
@@ -342,13 +349,6 @@ class Program:
             new.operation.move_after(operation)
             for use in uses:
                 use.owner.operation.operands[use.operand_number] = new.result
-
-
-def _propagated(module: Any) -> Any:
-    """A copy of a module after propagation, from the form that XLA propagates."""
-    new = simplified.simplified(module)
-    _run(PIPELINE, new.operation)
-    return new
 
 
 def _run(pipeline: str, module: Any) -> None:

@@ -3,7 +3,7 @@
     python tools/auto_corpus.py                       # the programs, on 8 CPU devices
     python tools/auto_corpus.py --einsums 1000        # and random einsums
     python tools/auto_corpus.py --made 100            # and programs made of random parts
-    python tools/auto_corpus.py --topology 8          # compiled for 8 GPUs, on a machine with one
+    python tools/auto_corpus.py --topology 8          # compiled for 8 GPUs; needs none
     python tools/auto_corpus.py --only dense --table  # those whose name has this; rows for a page
 
 Each program is compiled in four ways:
@@ -16,6 +16,8 @@ Each program is compiled in four ways:
 
 Collectives are counted by arrays, because XLA combines them. Prints a line per program and exits
 with 1 if one differs. For GPUs our calls are compiled as calls that do nothing, as no GPU is there.
+XLA compiles for GPUs where jax-cuda13-plugin and jax-cuda13-pjrt are installed, and the package was
+built with CUDA.
 """
 
 import argparse
@@ -24,6 +26,7 @@ import ctypes
 import dataclasses
 import functools
 import logging
+import math
 import re
 import sys
 import time
@@ -52,6 +55,32 @@ import compare_lowered
 Built = tuple[Callable[..., Any], tuple[Any, ...], int]
 
 WIDTH, HEADS, LAYERS, ROWS = 32, 8, 2, 16
+# What XLA knows of an H100 when it compiles (GpuTargetConfigProto).
+H100 = """
+platform_name: "CUDA"
+device_description_str: "NVIDIA H100 80GB HBM3"
+dnn_version_info { major: 9 minor: 10 }
+gpu_device_info {
+  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
+  core_count: 132
+  fpus_per_core: 128
+  clock_rate_ghz: 1.98
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  threads_per_warp: 32
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  device_memory_size: 84942979072
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+}
+"""
 RUNS = True  # False: programs are compiled only, and their arguments have no values
 
 
@@ -574,7 +603,7 @@ def compare(build: Callable[[Mesh], Built], mesh: Mesh, runs: bool) -> Outcome:
     if alone.leaves != plain.leaves:
         raise Different(f"propagated alone: {difference(plain.leaves, alone.leaves)}")
     ours = Compiled(build, mesh, arguments, on=True)
-    if more := ours.leaves - plain.leaves:
+    if more := added(plain.leaves, ours.leaves):
         raise Different(f"rewritten: more {shown(more)}; before {shown(plain.leaves)}")
     for found, wanted in zip(ours.formats(), plain.formats(), strict=True):
         rank = len(wanted.layout.major_to_minor) if wanted.layout else 0
@@ -623,6 +652,24 @@ def work_beside(text: str) -> int:
         elif " fusion(" in line or "custom_call_target=" in line or " dot(" in line:
             count += 1
     return found
+
+
+def added(before: Counter[Any], after: Counter[Any]) -> Counter[Any]:
+    """The collectives that are new.
+
+    XLA sums several arrays as one, flattened. So all-reduces of one dimension are not new where
+    others, with as many elements together, are gone.
+    """
+    more = after - before
+    gone = Counter[Any]()
+    for leaf, count in (before - after).items():
+        gone[leaf.kind, leaf.groups, leaf.dtype] += count * math.prod(leaf.shape)
+    for leaf, count in [*more.items()]:
+        if leaf.kind == "all-reduce" and len(leaf.shape) == 1:
+            gone[leaf.kind, leaf.groups, leaf.dtype] -= count * leaf.shape[0]
+            if gone[leaf.kind, leaf.groups, leaf.dtype] >= 0:
+                del more[leaf]
+    return more
 
 
 def difference(before: Counter[Any], after: Counter[Any]) -> str:
@@ -701,7 +748,11 @@ def devices_of(arguments: argparse.Namespace) -> list[Any]:
     from jax.experimental import topologies
 
     topology = f"1x1x{arguments.topology}"
-    return list(topologies.get_topology_desc("h200", platform="cuda", topology=topology).devices)
+    return list(
+        topologies.get_topology_desc(
+            "h100", platform="cuda", topology=topology, target_config=H100
+        ).devices
+    )
 
 
 def meshes_of(devices: list[Any]) -> list[Mesh]:

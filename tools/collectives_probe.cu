@@ -6,7 +6,7 @@
 //
 //   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a
 //       -o collectives_probe tools/collectives_probe.cu
-//       xla_ffi/cuda/{kernels_bf16.cu,collectives.cc,slab.cu} -ldl
+//       xla_ffi/cuda/{kernels_bare.cu,collectives.cc,slab.cu} -ldl
 //   ./collectives_probe RANKS check
 //   ./collectives_probe 8 check-mesh
 //   ./collectives_probe RANKS check-other
@@ -39,28 +39,9 @@
 
 namespace jax_intranode {
 
-// There are kernels of bfloat16 alone.
-#define JIN_X(type, item_bytes, packet_bytes)                                          \
-  template <>                                                                          \
-  const void* CollectiveKernel<ElementType::k##type>(Algorithm, int, CallKind, bool) { \
-    return nullptr;                                                                    \
-  }
-JIN_X(F32, 4, 16)
-JIN_X(F16, 2, 16)
-JIN_X(F64, 8, 32)
-JIN_X(I8, 1, 32)
-JIN_X(I32, 4, 32)
-JIN_X(I64, 8, 32)
-#undef JIN_X
-#define JIN_X(type)                                         \
-  template <>                                               \
-  const void* NormKernel<ElementType::k##type>(int, bool) { \
-    return nullptr;                                         \
-  }
-JIN_X(F32)
-JIN_X(BF16)
-JIN_X(F16)
-#undef JIN_X
+// The probe has only the kernels that it runs.
+const void* FlaggedKernel(Algorithm, ElementType, int, CallKind, bool) { return nullptr; }
+const void* NormKernel(ElementType, int, bool) { return nullptr; }
 
 }  // namespace jax_intranode
 
@@ -175,7 +156,7 @@ class Probe {
     for (const bool in_segments : {false, true}) {
       for (const CallKind kind : {CallKind::kAligned, CallKind::kAny, CallKind::kMany}) {
         if (kind != CallKind::kAligned && !any) continue;
-        const void* kernel = CollectiveKernel<kType>(algorithm, count(), kind, in_segments);
+        const void* kernel = BareKernel(algorithm, kType, count(), kind, in_segments);
         if (kernel == nullptr) continue;
         Check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_one_sm, kernel, threads, 0));
         least = std::min(least, of_one_sm * sms / count() - 2);  // one of them for the check

@@ -87,7 +87,7 @@ def _probes(out: Path) -> Iterator[Step]:
         ),
         (
             "collectives_probe",
-            ("kernels_bf16.cu", "collectives.cc", "slab.cu"),
+            ("kernels_bare.cu", "collectives.cc", "slab.cu"),
             [],
             ["2 check", "3 check", "4 check", "8 check", "8 check-mesh", "3 check-other"],
         ),

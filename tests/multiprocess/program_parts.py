@@ -38,7 +38,7 @@ def line() -> Mesh:
     return Mesh(np.array(jax.devices()), ("x",))
 
 
-def on(mesh: Mesh, body: Callable[[jax.Array], jax.Array], *, spec: P = ROWS) -> Any:
+def on(mesh: Mesh, body: Callable[..., jax.Array], *, spec: P = ROWS) -> Any:
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
 
 

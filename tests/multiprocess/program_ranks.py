@@ -16,7 +16,7 @@ from multiprocess_ranks import environments_of_ranks
 from jax_intranode._src.command_line.launcher.files import RankError, run_ranks
 
 MAIN = Path(__file__).with_name("program_main.py")
-# Most programs sleep most of the time. On GPUs a failure of one may hold up all others for seconds.
+# Most programs sleep most of the time.
 _AT_ONCE = {"cpu": 4, "gpu": 2}
 _TIMEOUT_S = 120
 
@@ -93,11 +93,22 @@ Started = Mapping[str, "concurrent.futures.Future[Outcome]"]
 
 
 def start_all(
-    request: pytest.FixtureRequest, programs: Mapping[str, Program], log_dir: Path, **how: Any
+    request: pytest.FixtureRequest,
+    programs: Mapping[str, Program],
+    log_dir: Path,
+    at_once: Mapping[str, int] = _AT_ONCE,
+    **how: Any,
 ) -> Iterator[Started]:
     """For a fixture of a module: starts the programs that this session tests, some at once.
 
     The tests have the parameter "name".
+
+    Args:
+        request: of the fixture.
+        programs: all programs of the module.
+        log_dir: gets a folder per program.
+        at_once: how many programs run at once on a platform.
+        how: as for `run`.
     """
     names = [
         item.callspec.params["name"]
@@ -106,7 +117,7 @@ def start_all(
         and item.path == request.path
         and "started" in item.fixturenames
     ]
-    with concurrent.futures.ThreadPoolExecutor(_AT_ONCE[jax.devices()[0].platform]) as pool:
+    with concurrent.futures.ThreadPoolExecutor(at_once[jax.devices()[0].platform]) as pool:
         try:
             yield {
                 name: pool.submit(run, name, programs[name], log_dir / name, **how)

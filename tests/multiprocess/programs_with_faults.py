@@ -29,6 +29,7 @@ from program_parts import (
 
 import jax_intranode
 from jax_intranode._src.health import peers
+from jax_intranode._src.jax_private import distributed
 from jax_intranode._src.native import extension
 
 
@@ -97,6 +98,17 @@ def raises() -> None:
     assert isinstance(error, jax_intranode.CommunicationError), type(error)
     assert error.failure == jax_intranode.last_failure()
     assert error.failure is not None and error.failure.operation == "psum"
+    end_of_rank_0()
+
+
+def raises_and_ends_slowly() -> None:
+    """On GPUs the end of JAX's backends may wait for kernels. Rank 0 is told before."""
+    begin()
+    if rank() == 1:
+        distributed.at_end_of_backends(lambda: time.sleep(5))
+        time.sleep(1)
+        raise ValueError("loss is NaN")
+    attempt(lambda: read(total(2)))
     end_of_rank_0()
 
 

@@ -32,7 +32,8 @@ def test_fault(text: str) -> None:
     if platform == "gpu" and text not in (*QUICK, MORE[0]):
         pytest.skip("tools/gpu_checks.py faults runs more cases on GPUs")
     seen = job.run(case, platform, SLACK)
-    assert verdict.problems(case, seen, SLACK) == [], [p.log[-3000:] for p in seen.processes]
+    found = verdict.problems(case, platform, seen, SLACK)
+    assert found == [], [p.log[-3000:] for p in seen.processes]
 
 
 # The matrix.
@@ -84,8 +85,10 @@ def victim(time: float = 2.0) -> Process:
     return Process([event("fault", time)], exit_code=-9, ended=time)
 
 
-def problems(process: Process, of_victim: Process | None = None, left: Any = ()) -> list[str]:
-    return verdict.problems(CASE, Seen([process, of_victim or victim()], list(left)), 1)
+def problems(
+    process: Process, of_victim: Process | None = None, left: Any = (), platform: str = "cpu"
+) -> list[str]:
+    return verdict.problems(CASE, platform, Seen([process, of_victim or victim()], list(left)), 1)
 
 
 def test_verdict_of_what_must_happen() -> None:
@@ -99,6 +102,10 @@ def test_verdict_of_what_must_happen() -> None:
         (
             lambda p: p.events.__setitem__(slice(3, None), [error(3.1)]),
             "came after 1.10 s; the limit",
+        ),
+        (
+            lambda p: p.events.__setitem__(slice(3, None), [error(2.9, found=3.2)]),
+            "was found after 1.20 s; the limit is 1.00 s",
         ),
         (lambda p: p.events.insert(3, error(2.3, text="jax_intranode: no")), "name process 1"),
         (lambda p: p.events.insert(3, error(2.3, text="process 1")), "the error is not ours"),
@@ -117,6 +124,18 @@ def test_verdict_of_what_must_not_happen(change: Any, text: str) -> None:
     process = survivor()
     change(process)
     assert text in " ".join(problems(process))
+
+
+def test_verdict_of_xla_on_gpus() -> None:
+    """XLA may be late, but the failure must be found as soon as on CPU devices."""
+    process = survivor()
+    process.ended = 8.0
+    process.events[3:] = [error(7.9, found=2.9)]
+    assert problems(process, platform="gpu") == []
+    process.events[3:] = [error(7.9, found=3.2)]
+    assert "was found after 1.20 s" in " ".join(problems(process, platform="gpu"))
+    process.events[3:] = [error(8.2, found=2.9)]
+    assert "came after 6.20 s; the limit is 6.10 s" in " ".join(problems(process, platform="gpu"))
 
 
 def test_verdict_of_a_victim_that_goes_on() -> None:

@@ -14,6 +14,7 @@ SOON = {"JAX_INTRANODE_REPORT_AFTER_S": "1"}
 # What rank 0 is told of rank 1, its reason, and the exit code of rank 1; None: any.
 TOLD = {
     "raises": ("has failed: ValueError: loss is NaN", "peer_gone", 1),
+    "raises_and_ends_slowly": ("has failed: ValueError: loss is NaN", "peer_gone", 1),
     "raises_in_a_signal_handler": (
         "has failed: TimeoutError: the job's time is over", "peer_gone", 1,
     ),
@@ -27,7 +28,7 @@ TOLD = {
 }  # fmt: skip
 # Variants of others; tests/native/monitor_test.cc loses processes in these and more ways.
 FULL = (
-    "raises_in_a_signal_handler",
+    *("raises_in_a_signal_handler", "raises_and_ends_slowly"),
     *("is_lost killed", "is_lost exits", "is_lost shuts_down", "is_lost stops", "is_interrupted"),
     "ends_while_it_is_waited_for",
     *("waits_in_another_group", "three_wait_in_a_circle", "is_needed_in_the_last_barrier"),
@@ -50,7 +51,15 @@ PROGRAMS = {
 def started(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Started]:
-    yield from start_all(request, PROGRAMS, tmp_path_factory.mktemp("faults"), grace_s=30)
+    # When kernels of several programs trap on one GPU at the same time, the driver may miss one
+    # (docs/how_it_works.md).
+    yield from start_all(
+        request,
+        PROGRAMS,
+        tmp_path_factory.mktemp("faults"),
+        at_once={"cpu": 4, "gpu": 1},
+        grace_s=30,
+    )
 
 
 def said(outcome: Outcome, label: str, rank: int = 0) -> str:
@@ -73,6 +82,8 @@ def test_rank_0_is_told_of_rank_1(started: Started, name: str) -> None:
     assert re.search(r"psum.*rank 0 .*rank 1 ", text) or name == "is_needed_after_its_end", str(
         outcome
     )
+    if name == "raises_and_ends_slowly":
+        assert float(outcome.said(0, "TOOK")[0]) < 4, str(outcome)
     assert float(outcome.said(0, "TOOK")[0]) < NAMED_S, str(outcome)
     assert said(outcome, "RECORD") == f"{reason} 1", str(outcome)
     assert outcome.exit_codes[0] == 0, str(outcome)

@@ -83,7 +83,7 @@ def _run_all(
     started = time.monotonic()
 
     def show(number: int, case: Case, seen: job.Seen) -> None:
-        found = verdict.problems(case, seen, slack)
+        found = verdict.problems(case, platform, seen, slack)
         left = int((time.monotonic() - started) / number * (len(cases) + 1 - number))
         print(
             f"{number} of {len(cases) + 1}, about {left // 60}:{left % 60:02} left: {case} "
@@ -108,15 +108,22 @@ def _run_all(
 
 
 def _times(case: Case, seen: job.Seen) -> str:
-    """How long after the fault the errors came."""
+    """How long after the fault the failures were found, and the errors came."""
     fault = seen.processes[case.victim].first("fault")
-    errors = [
-        event["time"] - fault["time"]
-        for rank in case.survivors
-        for event in (seen.processes[rank].all("error") or seen.processes[rank].all("refused"))[:1]
-        if fault is not None
-    ]
-    return f", errors after {min(errors):.2f} to {max(errors):.2f} s" if errors else ""
+    text = ""
+    for what, key in (("found", "found"), ("errors", "time")):
+        after = [
+            event[key] - fault["time"]
+            for rank in case.survivors
+            for event in _first_errors(seen.processes[rank])
+            if fault is not None and event.get(key) is not None
+        ]
+        text += f", {what} after {min(after):.2f} to {max(after):.2f} s" if after else ""
+    return text
+
+
+def _first_errors(process: job.Process) -> list[dict[str, Any]]:
+    return (process.all("error") or process.all("refused"))[:1]
 
 
 def _describe(case: Case, platform: str, seen: Any, found: Sequence[str]) -> None:

@@ -176,11 +176,13 @@ class Rank:
 
     def _tell(self, error: Exception) -> None:
         failure = jax_intranode.last_failure()
+        to_monotonic = time.monotonic() - time.time()
         self.say(
             "error",
             type=type(error).__name__,
             text=str(error),
             failure=failure.message if failure is not None else "",
+            found=failure.time + to_monotonic if failure is not None else None,
         )
 
     def _check(self, result: jax.Array, turn: int) -> None:

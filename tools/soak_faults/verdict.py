@@ -5,22 +5,26 @@ import re
 from soak_faults.job import TIMEOUT_S, Process, Seen
 from soak_faults.matrix import Case
 
-# From the end of a process to the exception of the others.
+# From the end of a process to the failure of the others.
 _DEAD_S = 1.0
 # The same if it ends in order. Its peers first wait 3 s (kPatience in xla_ffi/health/peer_table.h),
 # in which another thread of it may still make the call.
 _GOODBYE_S = 4.0
+# From the failure to the exception on GPUs: XLA asks each stream every 5 s whether it has failed
+# (docs/how_it_works.md#failures), and raises 0.1 s later.
+_XLA_ASKS_S = 5.1
 # From the exception to the end of a process that does not catch it.
 _END_S = 8.0
 # The types of exceptions that tell of a failure.
 _TYPES = ("CommunicationError", "JaxRuntimeError", "XlaRuntimeError", "ValueError")
 
 
-def problems(case: Case, seen: Seen, slack: float) -> list[str]:
+def problems(case: Case, platform: str, seen: Seen, slack: float) -> list[str]:
     """Returns what was not as it must be; nothing if all was.
 
     Args:
         case: the case.
+        platform: "cpu" or "gpu".
         seen: what happened.
         slack: a factor for the times, on a machine that is busy.
     """
@@ -38,7 +42,7 @@ def problems(case: Case, seen: Seen, slack: float) -> list[str]:
             if case.fault == "late" and rank != case.victim:
                 texts += _of_waiting(case, process)
         elif rank != case.victim:
-            texts = _of_survivor(case, process, victim, slack)
+            texts = _of_survivor(case, platform, process, victim, slack)
         else:
             texts = _of_victim(case, process)
         found += [f"rank {rank}: {text}" for text in texts]
@@ -70,7 +74,9 @@ def _of_victim(case: Case, process: Process) -> list[str]:
     return []
 
 
-def _of_survivor(case: Case, process: Process, victim: Process, slack: float) -> list[str]:
+def _of_survivor(
+    case: Case, platform: str, process: Process, victim: Process, slack: float
+) -> list[str]:
     fault = victim.first("fault")
     assert fault is not None
     if process.exit_code is None:
@@ -97,8 +103,12 @@ def _of_survivor(case: Case, process: Process, victim: Process, slack: float) ->
     if first["event"] == "error" and not _names(case, last):
         found.append(f"the last line that it printed does not say why it ended: {last}")
     began = max(e["time"] for e in process.all("begins") if e["time"] < first["time"])
-    waited = first["time"] - max(fault["time"], began)
+    began = max(fault["time"], began)
+    waited = first["time"] - began
     limit = slack * _limit(case)
+    if first.get("found") is not None and (after := first["found"] - began) > limit:
+        found.append(f"the failure was found after {after:.2f} s; the limit is {limit:.2f} s")
+    limit += _XLA_ASKS_S if platform == "gpu" else 0
     if waited > limit:
         found.append(f"the error came after {waited:.2f} s; the limit is {limit:.2f} s")
     if case.fault == "stop" and not case.in_meeting and waited < TIMEOUT_S - 0.5:
@@ -123,7 +133,7 @@ def _names(case: Case, text: str) -> bool:
 
 
 def _limit(case: Case) -> float:
-    """Seconds from the fault, or from the call after it, to the error."""
+    """Seconds from the fault, or from the call after it, to the failure."""
     if case.before_watch or (case.in_meeting and not case.dies):
         # The first process to give up says so. Others wait for its verdict 10 s longer.
         return TIMEOUT_S + 12

@@ -10,27 +10,9 @@ namespace {
 const void* Kernel(Algorithm algorithm, ElementType type, int size, CallKind kind,
                    bool in_segments) {
   if (algorithm == Algorithm::kHybridCubeMesh && size != kMaxRanks) return nullptr;
-  switch (OnlyCopies(algorithm) ? CopiedAs(type) : type) {
-#define JIN_X(type, item_bytes, packet_bytes) \
-  case ElementType::k##type:                  \
-    return CollectiveKernel<ElementType::k##type>(algorithm, size, kind, in_segments);
-    JIN_ELEMENT_TYPES(JIN_X)
-#undef JIN_X
-  }
-  return nullptr;
-}
-
-const void* KernelOfNorm(ElementType type, int size, bool aligned) {
-  switch (type) {
-    case ElementType::kF32:
-      return NormKernel<ElementType::kF32>(size, aligned);
-    case ElementType::kBF16:
-      return NormKernel<ElementType::kBF16>(size, aligned);
-    case ElementType::kF16:
-      return NormKernel<ElementType::kF16>(size, aligned);
-    default:
-      return nullptr;
-  }
+  return PacketBytes(type) == BarePackets::kBytes
+             ? BareKernel(algorithm, type, size, kind, in_segments)
+             : FlaggedKernel(algorithm, type, size, kind, in_segments);
 }
 
 // Launches a kernel, which checks that all ranks run `operation`; cudaErrorInvalidDeviceFunction if
@@ -51,7 +33,9 @@ cudaError_t LaunchCollective(Algorithm algorithm, ElementType type, const Device
                              LaunchShape shape, cudaStream_t stream) {
   const size_t packs = SegmentPacks(algorithm, call.Packs(), group.size, segments);
   const InSegments<Call> cut{call, packs, segments};
-  return LaunchKernel(Kernel(algorithm, type, group.size, kind, segments > 1), group,
+  DeviceGroup typed = group;
+  typed.type = type;
+  return LaunchKernel(Kernel(algorithm, type, group.size, kind, segments > 1), typed,
                       OperationWord(algorithm, type, bytes),
                       segments > 1 ? static_cast<const void*>(&cut) : &call, shape, stream);
 }
@@ -89,7 +73,7 @@ cudaError_t LaunchNorm(ElementType type, const DeviceGroup& group, const NormCal
                        LaunchShape shape, cudaStream_t stream) {
   const uint64_t digest =
       static_cast<uint64_t>(type) | uint64_t{call.hidden} << 4 | call.rows << 19;
-  return LaunchKernel(KernelOfNorm(type, group.size, call.aligned), group,
+  return LaunchKernel(NormKernel(type, group.size, call.aligned), group,
                       OperationWordOfDigest(call.algorithm, digest), &call, shape, stream);
 }
 
@@ -116,7 +100,7 @@ cudaError_t LoadKernels() {
           }
         }
       }
-      for (bool aligned : {false, true}) load(KernelOfNorm(type, size, aligned));
+      for (bool aligned : {false, true}) load(NormKernel(type, size, aligned));
     }
   }
   return error;

@@ -1,4 +1,4 @@
-// The kernels of collectives. kernels_*.cu compile them for each element type.
+// The kernels of collectives. kernels_*.cu compile them for the types of each kind of packets.
 #pragma once
 
 #include <type_traits>
@@ -32,9 +32,10 @@ const void* Address() {
   return reinterpret_cast<const void*>(&jax_intranode_kernel<Body, algorithm, Type, N, Call>);
 }
 
-// Copies don't depend on the type: BF16 and I8 stand for all types (CopiedAs).
+// Copies don't depend on the type. The NaN that BF16 sends in place of an empty word is one of each
+// type that travels in bare packets.
 template <class Type>
-constexpr bool kStandsForCopies = std::is_same_v<Type, BF16> || std::is_same_v<Type, I8>;
+using CopiedAs = std::conditional_t<std::is_same_v<Type, AnyBare>, BF16, I8>;
 
 // Calls in segments have kernels of their own, so that operations of one epoch have no loop around
 // them.
@@ -61,23 +62,17 @@ const void* Kernel(Algorithm algorithm) {
       }
       break;
     case Algorithm::kAllGather:
-      if constexpr (!kMany && kStandsForCopies<Type>) {
-        return Address<AllGather, Algorithm::kAllGather, Type, N, Call>();
+      if constexpr (!kMany) {
+        return Address<AllGather, Algorithm::kAllGather, CopiedAs<Type>, N, Call>();
       }
       break;
     case Algorithm::kAllToAll:
-      if constexpr (!kMany && kStandsForCopies<Type>) {
-        return Address<AllToAll, Algorithm::kAllToAll, Type, N, Call>();
-      }
-      break;
-    case Algorithm::kHybridCubeMesh:
-      // One kernel for each type: a call of one buffer takes it, too.
-      if constexpr (kMany && !kCut && N == 0) {
-        return Address<HybridCubeMesh, Algorithm::kHybridCubeMesh, Type, kMaxRanks, Call>();
+      if constexpr (!kMany) {
+        return Address<AllToAll, Algorithm::kAllToAll, CopiedAs<Type>, N, Call>();
       }
       break;
     default:
-      break;  // pipelined_matmul.h, norms.cu
+      break;  // KernelOfCall, pipelined_matmul.h, norms.cu
   }
   return nullptr;
 }
@@ -101,8 +96,17 @@ const void* KernelOfAnySize(Algorithm algorithm, int size) {
 // segments only aligned buffers of the latter have kernels of their own, and many buffers, for
 // instance gradients, which are large together.
 template <class Type>
-const void* KernelOfCall(Algorithm algorithm, int size, CallKind kind, bool in_segments) {
-  constexpr bool kBare = std::is_same_v<typename Type::Packets, BarePackets>;
+const void* KernelOfCall(Algorithm algorithm, ElementType type, int size, CallKind kind,
+                         bool in_segments) {
+  constexpr bool kBare = std::is_same_v<Type, AnyBare>;
+  if (algorithm == Algorithm::kHybridCubeMesh) {
+    // One kernel for each type: a call of one buffer takes it, too.
+    if (kind != CallKind::kMany || in_segments) return nullptr;
+    return Type::Visit(type, [](auto of) {
+      return Address<HybridCubeMesh, Algorithm::kHybridCubeMesh, decltype(of), kMaxRanks,
+                     Buffers>();
+    });
+  }
   switch (kind) {
     case CallKind::kAligned:
       if (!in_segments) return KernelOfSize<Type, AlignedBuffer, 2, 4, 8>(algorithm, size);
@@ -125,12 +129,5 @@ const void* KernelOfCall(Algorithm algorithm, int size, CallKind kind, bool in_s
 }
 
 }  // namespace
-
-#define JIN_COLLECTIVE_KERNELS(Type)                                                               \
-  template <>                                                                                      \
-  const void* CollectiveKernel<ElementType::k##Type>(Algorithm algorithm, int size, CallKind kind, \
-                                                     bool in_segments) {                           \
-    return KernelOfCall<Type>(algorithm, size, kind, in_segments);                                 \
-  }
 
 }  // namespace jax_intranode

@@ -16,6 +16,7 @@ struct DeviceGroup : Group {
   FailureRecord* failure;  // mapped host memory
   uint64_t timeout_ns;     // the deadline of a wait
   uint32_t site;           // number of the call site, for the failure record
+  ElementType type;        // of a collective
   // What the ranks of the group must agree on (kernels/same_operation.h). 0 in a collective matmul:
   // no check, for a probe whose ranks don't all exist.
   uint64_t operation;
@@ -31,13 +32,14 @@ constexpr int kMaxThreads = 512;
 // The buffers that a kernel takes: AlignedBuffer, Buffer or Buffers.
 enum class CallKind { kAligned, kAny, kMany };
 
-// The kernels of one element type, which kernels_*.cu and norms.cu define. CollectiveKernel: that
-// of a group of `size` ranks; null if there is none. `in_segments`: it takes the buffers as
-// InSegments (segments.h).
-template <ElementType type>
-const void* CollectiveKernel(Algorithm algorithm, int size, CallKind kind, bool in_segments);
-template <ElementType type>
-const void* NormKernel(int size, bool aligned);
+// The kernel of an element type in a group of `size` ranks; null if there is none. `in_segments`:
+// it takes the buffers as InSegments (segments.h). kernels_bare.cu and kernels_flagged.cu define
+// the first two, for the types of such packets.
+const void* BareKernel(Algorithm algorithm, ElementType type, int size, CallKind kind,
+                       bool in_segments);
+const void* FlaggedKernel(Algorithm algorithm, ElementType type, int size, CallKind kind,
+                          bool in_segments);
+const void* NormKernel(ElementType type, int size, bool aligned);
 
 struct LaunchShape {
   int blocks;

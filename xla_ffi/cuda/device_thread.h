@@ -15,8 +15,11 @@ class DeviceThread : public v1::WaitingThread<DeviceThread> {
   __device__ bool IsCheckBlock() const { return blockIdx.x < kCheckBlocks; }
 
   __device__ DeviceThread(const DeviceGroup& group, Algorithm algorithm)
-      : WaitingThread(group.failure, group.timeout_ns, group.site), algorithm_(algorithm) {}
+      : WaitingThread(group.failure, group.timeout_ns, group.site),
+        algorithm_(algorithm),
+        type_(group.type) {}
 
+  __device__ ElementType type() const { return type_; }
   __device__ int Block() const { return blockIdx.x - kCheckBlocks; }
   __device__ int Blocks() const { return gridDim.x - kCheckBlocks; }
   __device__ size_t First() const { return Block() * blockDim.x + threadIdx.x; }
@@ -53,6 +56,7 @@ class DeviceThread : public v1::WaitingThread<DeviceThread> {
   uint32_t was_busy_ = 0;  // the block's busy word
   uint32_t closed_ = 0;    // the region's word
   Algorithm algorithm_;
+  ElementType type_;
 };
 
 }  // namespace jax_intranode

@@ -77,17 +77,9 @@ const void* KernelOf(int size, bool aligned) {
 
 }  // namespace
 
-template <>
-const void* NormKernel<ElementType::kF32>(int size, bool aligned) {
-  return KernelOf<F32>(size, aligned);
-}
-template <>
-const void* NormKernel<ElementType::kBF16>(int size, bool aligned) {
-  return KernelOf<BF16>(size, aligned);
-}
-template <>
-const void* NormKernel<ElementType::kF16>(int size, bool aligned) {
-  return KernelOf<F16>(size, aligned);
+const void* NormKernel(ElementType type, int size, bool aligned) {
+  if (!HasNorm(type)) return nullptr;
+  return AnyBare::Visit(type, [=](auto of) { return KernelOf<decltype(of)>(size, aligned); });
 }
 
 }  // namespace jax_intranode

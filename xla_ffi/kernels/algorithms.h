@@ -32,8 +32,7 @@ namespace jax_intranode {
   X(kTwoShot##Norm, "two_shot_" name, "psum_residual_" name) \
   X(kReduceScatter##Norm, "reduce_scatter_" name, "psum_scatter_residual_" name)
 
-// X(type, bytes of an element, bytes of a packet). types.h defines a struct of the same name. A
-// file cuda/kernels_*.cu compiles its kernels.
+// X(type, bytes of an element, bytes of a packet). types.h defines a struct of the same name.
 #define JIN_ELEMENT_TYPES(X) \
   X(F32, 4, 16)              \
   X(BF16, 2, 16)             \
@@ -162,12 +161,6 @@ inline std::optional<ElementType> ElementTypeNamed(Algorithm algorithm, std::str
 #undef JIN_X
   if (OnlyCopies(algorithm)) return ElementType::kI8;
   return std::nullopt;
-}
-
-// The type whose packets carry the bits of `type` where nothing is summed: BF16 for all types that
-// travel in bare packets. The NaN that it sends in place of an empty word is one of each of them.
-inline ElementType CopiedAs(ElementType type) {
-  return PacketBytes(type) == 16 ? ElementType::kBF16 : ElementType::kI8;
 }
 
 // Whether an algorithm can run over its message in segments (segments.h).

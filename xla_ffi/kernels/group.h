@@ -47,6 +47,7 @@
 
 #include "buffers.h"
 #include "packets.h"
+#include "types.h"
 
 namespace jax_intranode {
 
@@ -100,6 +101,7 @@ struct Group {
 //   Wait(i, missing)    called each time that pack i of rank `missing` has not arrived. False gives
 //                       up: the phase returns false at once and may be resumed at pack i.
 //   Enter(busy, closed) marks this block's operation as begun
+//   type()              the element type, where the body is for more than one (types.h)
 //   FenceSegment()      a fence (memory.h) between two segments of an operation (segments.h)
 //   Admit()             gives up if another one was in flight then, or if the region was closed.
 //                       Called before the first store to a peer, but after the input is loaded:
@@ -176,7 +178,7 @@ JIN_FN void SendParts(Thread& t, const G& g, uint32_t epoch, size_t slot_bytes, 
     if (Ranks<N>::Has(step, g.size)) {
       const int to = Ranks<N>::After(g.rank, step, g.size);
       Packets::Put(g.EpochBuffer(to, epoch) + SlotOf(g.rank, to) * slot_bytes, i,
-                   Type::Sendable(p[step]));
+                   SendableOf<Type>(t, p[step]));
     }
   }
 }
@@ -231,7 +233,8 @@ JIN_FN bool AwaitSum(Thread& t, const G& g, char* slots, size_t slot_bytes, size
   JIN_UNROLL
   for (int r = 0; r < Ranks<N>::kSlots; ++r) all[r] = *sum;
   if (!AwaitAll<Packets, N>(t, g, slots, slot_bytes, i, all, unit)) return false;
-  *sum = SumInRankOrder<Type, N>(all, g.size);
+  *sum =
+      WithType<Type>(t, [&](auto type) { return SumInRankOrder<decltype(type), N>(all, g.size); });
   return true;
 }
 

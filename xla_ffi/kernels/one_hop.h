@@ -43,11 +43,11 @@ struct OneHop {
     for (size_t i = t.First(); i < packs; i += t.Stride()) {
       Pack own;  // stored as it is sent: a NaN has the same bits everywhere
       if constexpr (kParts) {
-        if constexpr (!kSums) own = Type::Sendable(c.InputOf(g.rank).Load(i));
+        if constexpr (!kSums) own = SendableOf<Type>(t, c.InputOf(g.rank).Load(i));
         SendParts<Type, Packets, N>(t, g, epoch, slot_bytes, i,
                                     [&c, i](int r) { return c.InputOf(r).Load(i); });
       } else {
-        own = Type::Sendable(c.Load(i));
+        own = SendableOf<Type>(t, c.Load(i));
         t.Admit();
         PutToAll<Packets, N>(g, epoch, 0, slot_bytes, i, own);
       }
@@ -62,17 +62,14 @@ struct OneHop {
     char* slots = g.EpochBuffer(g.rank, epoch);
     for (size_t i = t.First(); i < packs; i += t.Stride()) {
       if constexpr (kSums) {
-        Pack own;
+        Pack sum;
         if constexpr (kParts) {
-          own = Type::Sendable(c.InputOf(g.rank).Load(i));
+          sum = SendableOf<Type>(t, c.InputOf(g.rank).Load(i));
         } else {
-          own = Type::Sendable(c.Load(i));
+          sum = SendableOf<Type>(t, c.Load(i));
         }
-        Pack all[Ranks<N>::kSlots];
-        JIN_UNROLL
-        for (int r = 0; r < Ranks<N>::kSlots; ++r) all[r] = own;
-        if (!AwaitAll<Packets, N>(t, g, slots, slot_bytes, i, all, i)) return false;
-        c.Store(i, SumInRankOrder<Type, N>(all, g.size));
+        if (!AwaitSum<Type, Packets, N>(t, g, slots, slot_bytes, i, &sum, i)) return false;
+        c.Store(i, sum);
       } else {
         Pack all[Ranks<N>::kSlots];
         if (!AwaitAll<Packets, N>(t, g, slots, slot_bytes, i, all, i)) return false;

@@ -44,8 +44,10 @@ struct TwoShot {
     }
     constexpr int kInFlight = N == 2 ? 4 : N == 4 ? 2 : 1;
     size_t i = t.First();
-    for (; i + (kInFlight - 1) * t.Stride() < shard; i += kInFlight * t.Stride()) {
-      SendInTurn<kInFlight>(t, g, c, epoch, i, shard);
+    if constexpr (kInFlight > 1) {
+      for (; i + (kInFlight - 1) * t.Stride() < shard; i += kInFlight * t.Stride()) {
+        SendInTurn<kInFlight>(t, g, c, epoch, i, shard);
+      }
     }
     for (; i < shard; i += t.Stride()) SendInTurn<1>(t, g, c, epoch, i, shard);
     return true;
@@ -76,7 +78,7 @@ struct TwoShot {
         JIN_UNROLL
         for (int k = 0; k < kPacks; ++k) {
           Packets::Put(g.EpochBuffer(to, epoch) + SlotOf(g.rank, to) * shard * Packets::kBytes,
-                       i + k * t.Stride(), Type::Sendable(p[k]));
+                       i + k * t.Stride(), SendableOf<Type>(t, p[k]));
         }
       }
     }
@@ -88,9 +90,9 @@ struct TwoShot {
     char* slots = g.EpochBuffer(g.rank, epoch);
     const size_t gather = (g.size - 1) * slot_bytes;
     for (size_t i = t.First(); i < shard; i += t.Stride()) {
-      Pack sum = Type::Sendable(c.Load(g.rank * shard + i));
+      Pack sum = SendableOf<Type>(t, c.Load(g.rank * shard + i));
       if (!AwaitSum<Type, Packets, N>(t, g, slots, slot_bytes, i, &sum, i)) return false;
-      sum = Type::Sendable(sum);  // stored as it is sent: a NaN has the same bits everywhere
+      sum = SendableOf<Type>(t, sum);  // stored as it is sent: a NaN has the same bits everywhere
       PutToAll<Packets, N>(g, epoch, gather, slot_bytes, i, sum);
       c.Store(g.rank * shard + i, sum);
       ArmAll<Packets, N>(g, slots, slot_bytes, i);

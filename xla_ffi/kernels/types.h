@@ -10,7 +10,11 @@
 //   Round            the sum, rounded to the type
 //   Packets          how it travels (packets.h)
 //   Sendable(pack)   the pack, without words that its packets can't carry
+// Bodies reach it through WithType() and SendableOf(), because on GPUs it may be AnyBare or
+// AnyFlagged.
 #pragma once
+
+#include <type_traits>
 
 #include "algorithms.h"
 #include "packets.h"
@@ -38,6 +42,7 @@ inline uint16_t RoundToBf16(float x) {
 
 struct F32 {
   static constexpr int kItemBytes = 4;
+  static constexpr uint32_t kNaN = 0x7FFFFFFF;
   using Packets = BarePackets;
   struct Sum {
     float lane[4];
@@ -60,13 +65,14 @@ struct F32 {
     memcpy(&p, s.lane, 16);
     return p;
   }
-  JIN_FN static Pack Sendable(const Pack& p) { return WithoutEmptyWords(p, 0x7FFFFFFFu); }
+  JIN_FN static Pack Sendable(const Pack& p) { return WithoutEmptyWords(p, kNaN); }
 };
 
 // bf16 and f16. `Format` turns a word into two floats and back.
 template <class Format>
 struct TwoByteFloat {
   static constexpr int kItemBytes = 2;
+  static constexpr uint32_t kNaN = 0x7FFF7FFF;  // 0x7FFF is a NaN in both formats
   using Packets = BarePackets;
   struct Sum {
     float lane[8];
@@ -94,8 +100,7 @@ struct TwoByteFloat {
   JIN_FN static void UnpackPair(uint32_t word, float* low, float* high) {
     Format::Unpack(word, low, high);
   }
-  // 0x7FFF is a NaN in both formats.
-  JIN_FN static Pack Sendable(const Pack& p) { return WithoutEmptyWords(p, 0x7FFF7FFFu); }
+  JIN_FN static Pack Sendable(const Pack& p) { return WithoutEmptyWords(p, kNaN); }
 };
 
 struct Bf16Format {
@@ -210,6 +215,59 @@ struct Lanes64 {
 using I8 = Integer<Lanes8>;
 using I32 = Integer<Lanes32>;
 using I64 = Integer<Lanes64>;
+
+#if defined(__CUDACC__)
+// Any type of the same packets: the thread tells which, because each kernel costs build time.
+// Visit() calls `with` with the type, on the host or in a kernel.
+struct AnyBare {
+  using Packets = BarePackets;
+  using Sum = void;  // that of the type
+  JIN_FN static Pack Sendable(const Pack& p, ElementType type) {
+    return WithoutEmptyWords(p, type == ElementType::kF32 ? F32::kNaN : BF16::kNaN);
+  }
+#pragma nv_exec_check_disable
+  template <class With>
+  JIN_HOST_FN static auto Visit(ElementType type, const With& with) {
+    return type == ElementType::kF32    ? with(F32{})
+           : type == ElementType::kBF16 ? with(BF16{})
+                                        : with(F16{});
+  }
+};
+
+struct AnyFlagged {
+  using Packets = FlaggedPackets;
+  using Sum = void;
+  JIN_FN static Pack Sendable(const Pack& p, ElementType) { return p; }
+#pragma nv_exec_check_disable
+  template <class With>
+  JIN_HOST_FN static auto Visit(ElementType type, const With& with) {
+    return type == ElementType::kF64   ? with(F64{})
+           : type == ElementType::kI8  ? with(I8{})
+           : type == ElementType::kI32 ? with(I32{})
+                                       : with(I64{});
+  }
+};
+#endif
+
+template <class Type>
+constexpr bool kThreadTellsType = std::is_void_v<typename Type::Sum>;
+
+template <class Type, class Thread, class With>
+JIN_FN auto WithType(const Thread& t, const With& with) {
+  if constexpr (kThreadTellsType<Type>) {
+    return Type::Visit(t.type(), with);
+  } else {
+    return with(Type{});
+  }
+}
+template <class Type, class Thread>
+JIN_FN Pack SendableOf(const Thread& t, const Pack& p) {
+  if constexpr (kThreadTellsType<Type>) {
+    return Type::Sendable(p, t.type());
+  } else {
+    return Type::Sendable(p);
+  }
+}
 
 #define JIN_X(type, item_bytes, packet_bytes) \
   static_assert(type::kItemBytes == item_bytes && type::Packets::kBytes == packet_bytes);

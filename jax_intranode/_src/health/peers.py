@@ -176,13 +176,26 @@ def _failed() -> str:
     return "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
 
 
+def _tell_failure() -> bool:
+    """Tells the peers how this program has failed. Returns whether it has."""
+    global _fails
+    if text := _failed():
+        _fails = True
+        for watch in _watches:
+            watch.native.fail(text.encode("ascii", "backslashreplace").decode()[:500])
+    return _fails
+
+
 def _drain() -> None:
     """Waits until nothing that this process has dispatched can still run.
 
     Live arrays don't tell: a program whose results were dropped runs on. What waits for it is a
     program over all local devices, and on GPUs the driver.
+
+    A program that has failed does not wait, and tells its peers here: JAX's backends may take long
+    to end, because on GPUs they wait for kernels, which may wait for peers.
     """
-    if os.getpid() != _pid or not _watches or _failed():
+    if os.getpid() != _pid or not _watches or _tell_failure():
         return
     for platform in {watch.platform for watch in _watches}:
         with contextlib.suppress(Exception):  # who needed a result has seen its error
@@ -204,17 +217,13 @@ def _say_goodbye() -> None:
     JAX's last barrier gives up after 5 minutes, so a program that has finished waits here until its
     peers have finished, too, or are lost.
     """
-    global _fails
     if os.getpid() != _pid:
         return
     if threading.main_thread().is_alive():
         # The program calls jax.distributed.shutdown() itself, and may go on.
         _after_barrier(in_barrier=True)
         return
-    if text := _failed():
-        _fails = True
-        for watch in _watches:
-            watch.native.fail(text.encode("ascii", "backslashreplace").decode()[:500])
+    if _tell_failure():
         return
     for watch in _watches:
         watch.native.finish()

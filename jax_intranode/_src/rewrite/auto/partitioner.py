@@ -133,8 +133,8 @@ def leaves_of(text: str, devices: int) -> list[Leaf] | None:
         if groups is None:
             return None
         arrays = [(dtype, tuple(_numbers(shape))) for dtype, shape in _ARRAY.findall(types)]
-        if start and kind != "all-reduce":  # the operands, the results, and perhaps other values
-            count = given.count("%")
+        count = given.count("%")
+        if start and len(arrays) > count:  # the operands, the results, and perhaps other values
             arrays = arrays[count : 2 * count]
         if kind not in hlo.OF_MANY_ARRAYS:
             arrays = arrays[:1]

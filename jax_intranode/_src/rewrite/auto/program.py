@@ -87,7 +87,8 @@ class Program:
         for each in [o for o in operations(copy.body) if o.name == "sdy.mesh"]:
             # JAX names the mesh of a shard_map's collectives again.
             use_mesh(self.mesh_name, each, copy)
-        self.module = _propagated(copy)
+        self._for_gpus = devices[0].platform == "gpu"
+        self.module = self._propagated(copy)
         (self._main,) = functions_of(self.module).values()
         axes = [sdy.MeshAxisAttr(axis) for axis in attribute.axes]
         names, sizes = [axis.name for axis in axes], [axis.size for axis in axes]
@@ -295,7 +296,7 @@ class Program:
         constrains = not any(o.name in _OF_MANY_RESULTS for o in walk(self._main))
         for _ in range(3):
             own = list(self._sharded(self.module))
-            again = Counter(what for what, _ in self._sharded(_propagated(self.module)))
+            again = Counter(what for what, _ in self._sharded(self._propagated(self.module)))
             if not again - wanted or not constrains:
                 return not again - wanted
             others = {what[:2] for what in again - wanted}
@@ -309,6 +310,12 @@ class Program:
                     for use in uses:
                         use.owner.operation.operands[use.operand_number] = new
         return False
+
+    def _propagated(self, module: Any) -> Any:
+        """A copy of a module after propagation, from the form that XLA propagates."""
+        new = simplified.simplified(module, self._for_gpus)
+        _run(PIPELINE, new.operation)
+        return new
 
     def _sharded(self, module: Any) -> Iterator[tuple[Any, Any]]:
         """What the operations of a program are and how their results are sharded; and these."""
@@ -324,13 +331,6 @@ class Program:
                         rank = len(ir.RankedTensorType(result.type).shape)
                         spec = self._spec_of(attribute) if attribute else ((),) * rank
                         yield (operation.name, result.type, spec), result
-
-
-def _propagated(module: Any) -> Any:
-    """A copy of a module after propagation, from the form that XLA propagates."""
-    new = simplified.simplified(module)
-    _run(PIPELINE, new.operation)
-    return new
 
 
 def _run(pipeline: str, module: Any) -> None:

@@ -35,6 +35,16 @@ def test_rows_are_launches_up_to_the_first_loss() -> None:
     assert rows_of([at(64, ONE, us=2.1)]) == () == rows_of([])
 
 
+def test_shipped_rows_stay_above_the_sizes_that_there_was_time_for() -> None:
+    shipped = tuple(dataclasses.replace(TWO, nbytes=nbytes) for nbytes in (128, 512, 2048))
+    assert rows_of([at(64, ONE), at(512, ONE)], shipped) == (
+        dataclasses.replace(ONE, nbytes=512),
+        shipped[2],
+    )
+    lost = at(512, ONE, us=3)
+    assert rows_of([at(64, ONE), lost], shipped) == (dataclasses.replace(ONE, nbytes=64),)
+
+
 def test_the_launch_of_the_size_before_is_kept_if_it_is_as_fast() -> None:
     times = [(10.0, TWO), (10.2, ONE)]
     assert fastest(times, None, 0.03) == (10.0, TWO)

@@ -22,10 +22,19 @@ from auto_programs import (
     two_axes,
 )
 from jax import lax
+from jax.extend.mlir import ir
 from jax.sharding import Mesh
 
 import jax_intranode
-from jax_intranode._src.rewrite.auto import groups, overlap, partitioner, plans, rewriting
+from jax_intranode._src.rewrite.auto import (
+    groups,
+    modules,
+    overlap,
+    partitioner,
+    plans,
+    rewriting,
+    simplified,
+)
 from jax_intranode._src.selection import config
 
 __all__ = ["not_installed"]
@@ -513,6 +522,24 @@ def test_shardings_are_those_that_xla_chooses(
     for name in ("up", "down"):
         chosen = found.output_shardings[name], wanted.output_shardings[name]
         assert chosen[0].is_equivalent_to(chosen[1], 2)
+
+
+@pytest.mark.parametrize(
+    "branch, wanted",
+    [(lambda x: x @ x, "if"), (lambda x: x.T, "if"), (lambda x: jnp.tanh(x) - x.sum(0), "case")],
+)
+def test_branches_for_gpus(branch: Any, wanted: str) -> None:
+    """XLA makes selects of cheap branches, through which Shardy propagates as through a "case"."""
+
+    def f(x: Any) -> Any:
+        return lax.cond(x[0, 0] > 0, branch, lambda x: x * 2, x)
+
+    module = jax.jit(f).lower(normal(0, 8, 8)).compiler_ir("stablehlo")
+    with module.context, ir.Location.unknown():
+        new = simplified.simplified(module, for_gpus=True)
+        names = {o.name for o in modules.walk(new.operation)}
+        assert new.operation.verify()
+    assert names & {"stablehlo.if", "stablehlo.case"} == {f"stablehlo.{wanted}"}
 
 
 def test_attention_of_a_divided_sequence() -> None:

@@ -66,6 +66,7 @@ def test_einsums(seed: int) -> None:
             [(8,), (4,)],
         ),
         ("(f32[3], f32[4]) all-reduce-start(%x, %y), replica_groups={{0,1}}", [(3,), (4,)]),
+        ("((f32[4]), f32[4]) all-reduce-start(%x), replica_groups={{0,1}}", [(4,)]),
         (
             "(f32[5], f32[5], u32[], u32[]) collective-permute-start(%x), "
             "source_target_pairs={{0,1}}",

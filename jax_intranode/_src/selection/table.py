@@ -101,7 +101,9 @@ _HOPPER: dict[str, dict[tuple[str, int], tuple[Row, ...]]] = {
             Row(512 * _KB, "one_shot", 128, 256),
             Row(1 * _MB, "one_shot", 256, 256),
             Row(4 * _MB, "one_shot", 512, 256),
-            Row(12 * _MB, "two_shot", 512, 256),
+            # The next two were measured on 2 H100s (docs/measurements/tune_psum_2_h100.json).
+            Row(16 * _MB, "two_shot", 512, 256),
+            Row(64 * _MB, "one_shot", 512, 256, segment_bytes=8 * _MB),
         ),
         ("bare", 4): (
             Row(192 * _KB, "one_shot", 128, 256),

@@ -1,5 +1,6 @@
 """What each rank runs: measures the collectives of one mode and one world size."""
 
+import contextlib
 import dataclasses
 import time
 from functools import partial
@@ -13,7 +14,7 @@ from jax_intranode._src.command_line.tune import sweep
 from jax_intranode._src.group import communicator
 from jax_intranode._src.group import partition as partition_lib
 from jax_intranode._src.group import rendezvous as rendezvous_lib
-from jax_intranode._src.selection import tuning
+from jax_intranode._src.selection import table, tuning
 
 
 def _begin(rank: Rank, what: str, nbytes: int) -> None:
@@ -60,18 +61,24 @@ def measure(rank: Rank, seconds: float, operations: list[str], **fields: Any) ->
                 packets,
                 lambda name: sweep.ask_all_ranks(time.monotonic() > end, name),
             )
-            try:
+            whole = False
+            with contextlib.suppress(sweep.OutOfTime):
                 for of_size in of_one.run(partial(_begin, rank, what)):
                     measured.append(of_size)
                     rank.print(sweep.describe(of_size))
-            except sweep.OutOfTime:
-                rank.print(
-                    "# the time is over: for this and for what follows the shipped rows stay"
-                )
-                left_out.append(what)
-                continue
+                whole = True
             rows = sweep.rows_of(measured)
-            rank.print(f"# faster than lax up to {rows[-1].nbytes if rows else 0} bytes")
+            if whole:
+                rank.print(f"# faster than lax up to {rows[-1].nbytes if rows else 0} bytes")
+            else:
+                rank.print("# the time is over: for what follows the shipped rows stay")
+                if not rows:
+                    left_out.append(what)
+                    continue
+                left_out.append(f"{what}, more than {measured[-1].nbytes} bytes")
+                hardware = table.hardware_of(settings.platform, device)
+                shipped = table.rows(hardware, mode, operation, packets, settings.devices)
+                rows = sweep.rows_of(measured, shipped)
             tables.append(tuning.table_fields(mode, operation, packets, settings.devices, rows))
             sizes = [dataclasses.asdict(of_size) for of_size in measured]
             facts = {"mode": mode, "operation": operation, "dtype": dtype}

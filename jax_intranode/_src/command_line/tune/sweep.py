@@ -38,6 +38,8 @@ DTYPES = {
 # GPUs, for bare packets, up to the largest size. Flagged packets move twice the bytes.
 _SEGMENTS = (0, 1 << 20, 2 << 20, 4 << 20, 8 << 20)
 _LARGEST = 256 << 20
+# From these bytes on the largest grids were always fastest, and only segments are left to choose.
+_LARGE = 16 << 20
 _SMALLEST = {"gpu": 1 << 10, "cpu": 256}
 _FACTOR = 4
 # The norms, which a sum and a residual come before, and the bytes of a row. The rows hold for rows
@@ -68,23 +70,26 @@ class Measured:
         return self.us <= self.lax_us
 
 
-def rows_of(measured: Sequence[Measured]) -> tuple[table.Row, ...]:
+def rows_of(
+    measured: Sequence[Measured], beyond: tuple[table.Row, ...] = ()
+) -> tuple[table.Row, ...]:
     """Returns the rows: the launch of each size, up to the last size below the first loss.
 
     Args:
         measured: the sizes in any order. Of several measurements of a size the last one counts.
+        beyond: rows for sizes above all of these, if lax is faster at none of them.
     """
     rows: list[table.Row] = []
     by_size = {of_size.nbytes: of_size for of_size in measured}
     for _, of_size in sorted(by_size.items()):
         if not of_size.wins:
-            break
+            return tuple(rows)
         row = of_size.best
         if rows and _launch(rows[-1]) == _launch(row):
             rows[-1] = row
         else:
             rows.append(row)
-    return tuple(rows)
+    return (*rows, *(row for row in beyond if row.nbytes > max(by_size, default=0)))
 
 
 def _launch(row: table.Row) -> tuple[str, int, int, int]:
@@ -237,6 +242,8 @@ class Sweep:
                 if on_gpus and nbytes >= 1 << 20 and threads < (256 if segment_bytes else 128):
                     continue
                 for most in reversed(_BLOCKS) if on_gpus else (1,):
+                    if nbytes >= _LARGE and (threads, most) != (_THREADS[-1], _BLOCKS[-1]):
+                        continue
                     row = table.Row(nbytes, algorithm, threads, most, segment_bytes)
                     launched = self._launch(row)
                     if launched is None:

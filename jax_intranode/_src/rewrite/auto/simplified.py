@@ -30,10 +30,30 @@ _STAND_IN = "jax_intranode_stand_in_"
 _RESULTS = "jax_intranode_results"
 # What HLO says of layouts, which XLA assigns later.
 _LAYOUTS = frozenset({"result_layout", "xla_shape"})
+# XLA makes selects of branches that have no others and that are elementwise.
+_CHEAP = frozenset(
+    f"stablehlo.{name}"
+    for name in (
+        *("broadcast_in_dim", "concatenate", "constant", "dynamic_slice", "pad", "reduce"),
+        *("reshape", "return", "slice"),
+    )
+)
+# Not elementwise, though all operands and results may have one shape.
+_OF_ONE_SHAPE = frozenset(
+    f"stablehlo.{name}"
+    for name in (
+        *("cholesky", "custom_call", "dot", "dot_general", "fft", "optimization_barrier"),
+        *("reverse", "transpose", "triangular_solve"),
+    )
+)
 
 
-def simplified(module: Any) -> Any:
+def simplified(module: Any, for_gpus: bool) -> Any:
     """A copy of a module that consists of one function.
+
+    Args:
+        module: the module.
+        for_gpus: whether it is for GPUs, for which XLA simplifies more before it propagates.
 
     Raises:
         Unsuitable: a call has attributes, by which XLA runs the function elsewhere.
@@ -87,7 +107,49 @@ def simplified(module: Any) -> Any:
         else:
             _put_back(operation, originals[int(target.removeprefix(_STAND_IN))])
     _hoist_invariants(main)
+    if for_gpus:
+        _make_ifs(main)
     return new
+
+
+def _make_ifs(main: Any) -> None:
+    """Makes an "if" of two branches that a boolean chooses.
+
+    Shardy propagates nothing between the branches and the results of an "if" before jaxlib 0.12.
+    It does through the selects that XLA makes of cheap branches, which stay as they are here.
+    """
+    for case in [o for o in walk(main) if o.name == "stablehlo.case"]:
+        index = owner(case.operands[0])
+        if len(case.regions) != 2 or index is None or index.name != "stablehlo.convert":
+            continue
+        chosen = index.operands[0]
+        if str(ir.RankedTensorType(chosen.type).element_type) != "i1":
+            continue
+        inside = [operation for block in inner_blocks(case) for operation in operations(block)]
+        if all(map(_is_cheap, inside)):
+            continue
+        new = ir.Operation.create(
+            "stablehlo.if",
+            results=[result.type for result in case.results],
+            operands=[chosen],
+            regions=2,
+            loc=case.location,
+            ip=ir.InsertionPoint(case),
+        )
+        for region, block in zip(new.regions, reversed(list(inner_blocks(case))), strict=True):
+            block.append_to(region)
+        for before, after in zip(case.results, new.results, strict=True):
+            before.replace_all_uses_with(after)
+        case.erase()
+
+
+def _is_cheap(operation: Any) -> bool:
+    if operation.name in _CHEAP:
+        return True
+    if operation.name in _OF_ONE_SHAPE or len(operation.regions):
+        return False
+    values = (*operation.operands, *operation.results)
+    return len({tuple(ir.RankedTensorType(value.type).shape) for value in values}) == 1
 
 
 def _order_as_xla(main: Any) -> None:

@@ -56,7 +56,7 @@ def test_einsums(seed: int) -> None:
     compare(auto_corpus.random_einsum(seed), 0 if seed % 5 == 0 else 1)
 
 
-# As XLA prints asynchronous collectives of GPUs: operands, results, and what belongs to them.
+# As XLA prints collectives of GPUs; if asynchronous, operands, results, and what belongs to them.
 @pytest.mark.parametrize(
     "text, shapes",
     [
@@ -73,9 +73,13 @@ def test_einsums(seed: int) -> None:
             "source_target_pairs={{0,1}}",
             [(5,)],
         ),
+        (
+            "(f32[5], f32[4]) collective-permute(%x, %y), source_target_pairs={{0,1}}",
+            [(5,), (4,)],
+        ),
     ],
 )
-def test_asynchronous_collectives(text: str, shapes: list[tuple[int, ...]]) -> None:
+def test_collectives_of_gpus(text: str, shapes: list[tuple[int, ...]]) -> None:
     leaves = partitioner.leaves_of(f"  %found = {text}, channel_id=1\n", 2)
     assert leaves is not None
     assert [leaf.shape for leaf in leaves] == shapes

@@ -9,8 +9,8 @@ import re
 from collections import Counter
 
 # XLA's names of the collectives. All-to-alls of one array may have many operands: count one.
-OF_MANY_ARRAYS = ("all-reduce", "all-gather", "reduce-scatter")
-_OF_ONE_ARRAY = ("all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast")
+OF_MANY_ARRAYS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute")
+_OF_ONE_ARRAY = ("all-to-all", "ragged-all-to-all", "collective-broadcast")
 KINDS = (*OF_MANY_ARRAYS, *_OF_ONE_ARRAY)
 
 _KIND = "|".join(KINDS)

@@ -84,29 +84,32 @@ struct Norm {
       const int owner = Ranks<N>::After(g.rank, step, g.size);
       const size_t i = block + u % mine * t.Blocks(), row = two_shot ? owner * rows + i : i;
       Pack h[kMost], residual[kMost];
-      JIN_UNROLL
-      for (uint32_t j = 0; j < kMost; ++j) {
+      ForPacks<kAligned, kMost>([&](uint32_t j) {
         const uint32_t k = t.Thread() + j * t.Threads();
-        if (k >= packs) break;
+        if (k >= packs) return false;
         if (row < c.rows) residual[j] = Rows::Residual(c, row, k);
         if (step == 0) h[j] = Type::Sendable(Part(c, g.rank, rows, i, k));
-      }
-      JIN_UNROLL
-      for (uint32_t j = 0; j < kMost; ++j) {
+        return true;
+      });
+      bool arrived = true;
+      ForPacks<kAligned, kMost>([&](uint32_t j) {
         const uint32_t k = t.Thread() + j * t.Threads();
-        if (k >= packs) break;
+        if (k >= packs) return false;
         if (step > 0) {
           while (
               !Packets::TryGet(sums + SlotOf(owner, g.rank) * slot_bytes, i * packs + k, &h[j])) {
-            if (!t.Wait(u, owner)) return false;
+            if (!t.Wait(u, owner)) return arrived = false;
           }
         } else {
           const size_t at = i * packs + k;
-          if (!AwaitSum<Type, Packets, N>(t, g, slots, slot_bytes, at, &h[j], u)) return false;
+          arrived = AwaitSum<Type, Packets, N>(t, g, slots, slot_bytes, at, &h[j], u);
+          if (!arrived) return false;
           // Used as it is sent: a NaN has the same bits everywhere.
           if (two_shot) h[j] = Type::Sendable(h[j]);
         }
-      }
+        return true;
+      });
+      if (!arrived) return false;
       for (uint32_t k = t.Thread(); k < packs; k += t.Threads()) {
         const size_t at = i * packs + k;
         if (step > 0) {
@@ -116,13 +119,13 @@ struct Norm {
         }
       }
       if (two_shot && step == 0) {
-        JIN_UNROLL
-        for (uint32_t j = 0; j < kMost; ++j) {
+        ForPacks<kAligned, kMost>([&](uint32_t j) {
           const uint32_t k = t.Thread() + j * t.Threads();
-          if (k >= packs) break;
+          if (k >= packs) return false;
           PutToAll<Packets, N>(g, epoch, (g.size - 1) * slot_bytes, slot_bytes, i * packs + k,
                                h[j]);
-        }
+          return true;
+        });
       }
       if (row < c.rows) Rows::Finish(t, c, row, h, residual);
     }

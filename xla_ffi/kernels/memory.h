@@ -18,11 +18,9 @@
 #if defined(__CUDACC__)
 #define JIN_RARE_FN inline __device__ __noinline__
 #define JIN_UNROLL _Pragma("unroll")
-#define JIN_ROLLED _Pragma("unroll 1")
 #else
 #define JIN_RARE_FN inline
 #define JIN_UNROLL
-#define JIN_ROLLED
 #endif
 
 namespace jax_intranode {

@@ -75,23 +75,6 @@ JIN_FN float TotalOfPairs(float (&v)[kMost], uint32_t count) {
   return v[0];
 }
 
-// Calls body(j) for the packs of a row that a thread has, until it returns false. Rows that are not
-// aligned are rare: their loops are not unrolled, because it takes long to build.
-template <bool kAligned, uint32_t kMost, class Body>
-JIN_FN void ForPacks(const Body& body) {
-  if constexpr (kAligned) {
-    JIN_UNROLL
-    for (uint32_t j = 0; j < kMost; ++j) {
-      if (!body(j)) break;
-    }
-  } else {
-    JIN_ROLLED
-    for (uint32_t j = 0; j < kMost; ++j) {
-      if (!body(j)) break;
-    }
-  }
-}
-
 // The rows of a call. `Thread` is the context of group.h and also has
 //   kRowThreads        the most threads that work on a row
 //   Total(v, count)    adds the first `count` values of all threads of the block in pairs, those of
@@ -147,8 +130,9 @@ struct NormRows {
     const uint32_t count = Count(t, c);
     const float hidden = static_cast<float>(c.hidden);
     float of_packs[kMost];
-    ForPacks<kAligned, kMost>([&](uint32_t j) {
-      if (j >= count) return false;
+    JIN_UNROLL
+    for (uint32_t j = 0; j < kMost; ++j) {
+      if (j >= count) break;
       const uint32_t k = t.Thread() + j * t.Threads();
       of_packs[j] = 0;
       if (k < Packs(c)) {
@@ -159,26 +143,25 @@ struct NormRows {
         Store(c, c.new_residual, row, k, h[j]);
         of_packs[j] = c.layer_norm ? TotalOfPack(h[j]) : SquaresOfPack(c, k, h[j], 0);
       }
-      return true;
-    });
+    }
     float mean = 0;
     if (c.layer_norm) {
       mean = Over(Plus(t.Total(of_packs, count), 0), hidden);
-      ForPacks<kAligned, kMost>([&](uint32_t j) {
-        if (j >= count) return false;
+      JIN_UNROLL
+      for (uint32_t j = 0; j < kMost; ++j) {
+        if (j >= count) break;
         const uint32_t k = t.Thread() + j * t.Threads();
         of_packs[j] = k < Packs(c) ? SquaresOfPack(c, k, h[j], mean) : 0;
-        return true;
-      });
+      }
     }
     const float variance = Over(Plus(t.Total(of_packs, count), 0), hidden);
     const float scale = Over(1, Root(Plus(variance, c.eps)));
-    ForPacks<kAligned, kMost>([&](uint32_t j) {
-      if (j >= count) return false;
+    JIN_UNROLL
+    for (uint32_t j = 0; j < kMost; ++j) {
+      if (j >= count) break;
       const uint32_t k = t.Thread() + j * t.Threads();
       if (k < Packs(c)) Store(c, c.normed, row, k, Scaled(c, k, h[j], mean, scale));
-      return true;
-    });
+    }
   }
 
  private:

@@ -84,32 +84,29 @@ struct Norm {
       const int owner = Ranks<N>::After(g.rank, step, g.size);
       const size_t i = block + u % mine * t.Blocks(), row = two_shot ? owner * rows + i : i;
       Pack h[kMost], residual[kMost];
-      ForPacks<kAligned, kMost>([&](uint32_t j) {
+      JIN_UNROLL
+      for (uint32_t j = 0; j < kMost; ++j) {
         const uint32_t k = t.Thread() + j * t.Threads();
-        if (k >= packs) return false;
+        if (k >= packs) break;
         if (row < c.rows) residual[j] = Rows::Residual(c, row, k);
         if (step == 0) h[j] = Type::Sendable(Part(c, g.rank, rows, i, k));
-        return true;
-      });
-      bool arrived = true;
-      ForPacks<kAligned, kMost>([&](uint32_t j) {
+      }
+      JIN_UNROLL
+      for (uint32_t j = 0; j < kMost; ++j) {
         const uint32_t k = t.Thread() + j * t.Threads();
-        if (k >= packs) return false;
+        if (k >= packs) break;
         if (step > 0) {
           while (
               !Packets::TryGet(sums + SlotOf(owner, g.rank) * slot_bytes, i * packs + k, &h[j])) {
-            if (!t.Wait(u, owner)) return arrived = false;
+            if (!t.Wait(u, owner)) return false;
           }
         } else {
           const size_t at = i * packs + k;
-          arrived = AwaitSum<Type, Packets, N>(t, g, slots, slot_bytes, at, &h[j], u);
-          if (!arrived) return false;
+          if (!AwaitSum<Type, Packets, N>(t, g, slots, slot_bytes, at, &h[j], u)) return false;
           // Used as it is sent: a NaN has the same bits everywhere.
           if (two_shot) h[j] = Type::Sendable(h[j]);
         }
-        return true;
-      });
-      if (!arrived) return false;
+      }
       for (uint32_t k = t.Thread(); k < packs; k += t.Threads()) {
         const size_t at = i * packs + k;
         if (step > 0) {
@@ -119,13 +116,13 @@ struct Norm {
         }
       }
       if (two_shot && step == 0) {
-        ForPacks<kAligned, kMost>([&](uint32_t j) {
+        JIN_UNROLL
+        for (uint32_t j = 0; j < kMost; ++j) {
           const uint32_t k = t.Thread() + j * t.Threads();
-          if (k >= packs) return false;
+          if (k >= packs) break;
           PutToAll<Packets, N>(g, epoch, (g.size - 1) * slot_bytes, slot_bytes, i * packs + k,
                                h[j]);
-          return true;
-        });
+        }
       }
       if (row < c.rows) Rows::Finish(t, c, row, h, residual);
     }

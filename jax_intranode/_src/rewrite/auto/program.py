@@ -56,6 +56,7 @@ class Program:
         module: the copy.
         mesh: the mesh of its shardings.
         mesh_name: the mesh's symbol.
+        decisions: how operations are computed, by what they are, for operations.py.
     """
 
     def __init__(self, module: Any, devices: Any):
@@ -104,6 +105,7 @@ class Program:
         self._int = ir.IntegerType.get_signless(64)
         self._last = 0
         self._specs: dict[Any, Spec | None] = {}
+        self.decisions: dict[Any, Any] = {}
         for operation in walk(self._main):
             self.set_number(operation)
         self._arguments = {

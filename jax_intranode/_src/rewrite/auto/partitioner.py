@@ -19,8 +19,14 @@ from jax.sharding import PartitionSpec as P
 from jax_intranode._src.jax_private import hlo, trace_state
 from jax_intranode._src.rewrite.auto.plans import Collective, Spec
 
-# Nothing of the compiled operation runs, so it need not be fast.
-_OPTIONS = {"gpu": {"xla_gpu_autotune_level": 0, "xla_gpu_shard_autotuning": False}}
+# Nothing of the compiled operation runs, so it need not be fast. Triton takes 0.6 s for a matmul.
+_OPTIONS = {
+    "gpu": {
+        "xla_gpu_autotune_level": 0,
+        "xla_gpu_shard_autotuning": False,
+        "xla_gpu_enable_triton_gemm": False,
+    }
+}
 
 _COLLECTIVE = re.compile(
     rf"= (\(.*?\)|\S+) ({'|'.join(hlo.KINDS)})(-start)?\(([^()]*).*?"

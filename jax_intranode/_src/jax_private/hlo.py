@@ -9,8 +9,8 @@ import re
 from collections import Counter
 
 # XLA's names of the collectives. All-to-alls of one array may have many operands: count one.
-OF_MANY_ARRAYS = ("all-reduce", "all-gather", "reduce-scatter")
-_OF_ONE_ARRAY = ("all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast")
+OF_MANY_ARRAYS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute")
+_OF_ONE_ARRAY = ("all-to-all", "ragged-all-to-all", "collective-broadcast")
 KINDS = (*OF_MANY_ARRAYS, *_OF_ONE_ARRAY)
 
 _KIND = "|".join(KINDS)
@@ -24,12 +24,12 @@ _FUNCTION = re.compile(r'func\.func \w+ @("[^"]+"|[\w.$-]+)\(')
 _CALL = re.compile(r'\bcall @("[^"]+"|[\w.$-]+)\(')
 
 
-def through_hlo(module: bytes) -> str:
+def through_hlo(module: bytes) -> bytes:
     """A StableHLO module after the conversion to HLO, which simplifies it, and back. 0.10.2."""
     from jax._src.lib import _jax  # type: ignore[attr-defined]
 
     computation = _jax.mlir.mlir_module_to_xla_computation(module, False, False)
-    return str(_jax.mlir.xla_computation_to_mlir_module(computation))
+    return bytes(_jax.mlir.hlo_to_stablehlo(computation.as_serialized_hlo_module_proto()))
 
 
 def in_compiled(text: str) -> Counter[str]:

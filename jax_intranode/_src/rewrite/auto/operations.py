@@ -196,49 +196,49 @@ def find(operation: Any, program: Program, of_gathered: bool = False) -> Found |
     if kind is None:
         return None
     values = tuple(operation.operands)[: kind.operands]
-    specs = [program.spec(value) for value in (*values, operation.results[0])]
-    avals = [aval(value) for value in values]
-    if None in specs:
-        reason = "shardings over parts of axes, or unreduced values"
-        return Found(operation, kind, values, tuple(avals), None, reason)
-    return _decide(operation, kind, values, avals, specs, program, of_gathered)
+    specs = tuple(program.spec(value) for value in (*values, operation.results[0]))
+    avals = tuple(map(aval, values))
+    result = aval(operation.results[0])
+    key = kind.key, kind.labels, kind.reason, avals, result, specs, of_gathered
+    if key not in program.decisions:
+        program.decisions[key] = _decide(kind, avals, result, specs, program.mesh, of_gathered)
+    decided = program.decisions[key]
+    return None if decided is None else Found(operation, kind, values, avals, *decided)
 
 
 def _decide(
-    operation: Any,
     kind: Kind,
-    values: Sequence[Any],
-    avals: Any,
-    specs: list[Any],
-    program: Program,
+    avals: Sequence[Any],
+    result: Any,
+    specs: Sequence[Any],
+    mesh: jax.sharding.Mesh,
     of_gathered: bool,
-) -> Found | None:
-    def found(plan: Plan | None, reason: str | None = None) -> Found:
-        return Found(operation, kind, tuple(values), tuple(avals), plan, reason)
-
+) -> tuple[Plan | None, str | None] | None:
+    """The plan of an operation, or why it is left; None if it sends nothing."""
+    if None in specs:
+        return None, "shardings over parts of axes, or unreduced values"
     *ins, out = specs
-    result = aval(operation.results[0])
     candidates = list(plans.plans(kind.labels, ins, out))
     silent = [plan for plan in candidates if not plan.gathers and not plan.sums]
     if silent:
         same = [plan for plan in silent if plan.operands == tuple(ins)]
-        return found(same[0]) if of_gathered and same else None
+        return (same[0], None) if of_gathered and same else None
     if kind.compute is None:
-        return found(None, kind.reason)
+        return None, kind.reason
     if result is None or None in avals:
-        return found(None, UNKNOWN_DTYPE)
-    sizes = dict(program.mesh.shape)
+        return None, UNKNOWN_DTYPE
+    sizes = dict(mesh.shape)
     shapes = [a.shape for a in avals]
     if any(
         plans.local_size(shape, spec, sizes) is None
         for shape, spec in zip((*shapes, result.shape), (*ins, out), strict=True)
     ):
-        return found(None, UNEVEN)
+        return None, UNEVEN
     if not candidates:
-        return found(None, "no plan of gathers and sums")
-    of_xla = partitioner.collectives(kind.key, kind.compute, avals, ins, out, program.mesh)
+        return None, "no plan of gathers and sums"
+    of_xla = partitioner.collectives(kind.key, kind.compute, avals, ins, out, mesh)
     if isinstance(of_xla, str):
-        return found(None, of_xla)
+        return None, of_xla
     if not of_xla:
         return None
     fitting = {
@@ -248,8 +248,8 @@ def _decide(
     }
     if len(fitting) != 1:
         text = ", ".join(f"{name} over {'+'.join(sorted(axes))}" for name, axes, _ in of_xla)
-        return found(None, f"XLA computes it with {text}, in a way that is not known")
-    return found(fitting.pop())
+        return None, f"XLA computes it with {text}, in a way that is not known"
+    return fitting.pop(), None
 
 
 # The collectives of a partly manual shard_map.

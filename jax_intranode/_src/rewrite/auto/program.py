@@ -56,6 +56,7 @@ class Program:
         module: the copy.
         mesh: the mesh of its shardings.
         mesh_name: the mesh's symbol.
+        decisions: how operations are computed, by what they are, for operations.py.
     """
 
     def __init__(self, module: Any, devices: Any):
@@ -104,6 +105,7 @@ class Program:
         self._int = ir.IntegerType.get_signless(64)
         self._last = 0
         self._specs: dict[Any, Spec | None] = {}
+        self.decisions: dict[Any, Any] = {}
         for operation in walk(self._main):
             self.set_number(operation)
         self._arguments = {
@@ -238,11 +240,11 @@ class Program:
                     operation.erase()
                 else:
                     del operation.attributes[NUMBER]
-        agrees = self._agrees()
+        wanted = None if self._agrees() else Counter(what for what, _ in self._sharded(self.module))
         self._repair()
         if not self.module.operation.verify():
             raise RuntimeError("MLIR does not verify the rewritten program")
-        return agrees or self._keeps()
+        return wanted is None or self._keeps(wanted)
 
     def _agrees(self) -> bool:
         """Whether all operations can be computed as their operands and results are sharded.
@@ -261,6 +263,10 @@ class Program:
                 for value, sharding in zip(operation.operands, shardings.shardings, strict=True):
                     if self.spec(value) != self._spec_of(sharding):
                         return False
+            elif operation.name == "stablehlo.reshape":
+                maker = owner(operation.operands[0])
+                if maker is not None and maker.name == operation.name:  # XLA makes one of both
+                    return False
         copy = self.module.operation.clone()
         _run(_RESHARDS, copy)
         return reshards == sum(each.name == "sdy.reshard" for each in walk(copy))
@@ -277,32 +283,34 @@ class Program:
                 )
                 operation.results[0].replace_all_uses_with(new.result)
                 operation.erase()
-            elif operation.name in _OF_MANY_RESULTS:
-                self._keep_shardings(operation)
-            elif operation.name == "stablehlo.reshape":
-                # XLA makes one of two, unless the first is in a function that it has not inlined
-                # yet. Here it is inlined.
-                maker = owner(operation.operands[0])
-                if maker is not None and maker.name == operation.name:
-                    self._keep_shardings(maker)
+            elif operation.name in _OF_MANY_RESULTS and "sdy.sharding" in operation.attributes:
+                # XLA adds results to a loop, or gives it the sharding of a user that has nothing
+                # to do, which ends the process with a segmentation fault.
+                del operation.attributes["sdy.sharding"]
 
-    def _keeps(self) -> bool:
+    def _keeps(self, wanted: Counter[Any]) -> bool:
         """Propagates again. Operations that would be sharded otherwise get constraints.
 
         XLA ignores the shardings of ordinary operations. Constraints for all would not do, because
-        XLA may use a sum in two shardings.
+        XLA may use a sum in two shardings. In programs with loops, branches or barriers, none is
+        added: there XLA communicated more because of them.
         """
+        constrains = not any(o.name in _OF_MANY_RESULTS for o in walk(self._main))
         for _ in range(3):
             own = list(self._sharded(self.module))
             again = Counter(what for what, _ in self._sharded(self._propagated(self.module)))
-            wanted = Counter(what for what, _ in own)
-            if not again - wanted:
-                return True
+            if not again - wanted or not constrains:
+                return not again - wanted
             others = {what[:2] for what in again - wanted}
             lost = {what for what in wanted - again if what[:2] in others}
-            for what, operation in own:
+            for what, result in own:
                 if what in lost:
-                    self._keep_shardings(operation)
+                    maker = result.owner.operation
+                    uses = list(result.uses)
+                    new = self.constrained(result, what[-1], maker)
+                    new.owner.operation.move_after(maker)
+                    for use in uses:
+                        use.owner.operation.operands[use.operand_number] = new
         return False
 
     def _propagated(self, module: Any) -> Any:
@@ -319,36 +327,12 @@ class Program:
                 if operation.name.startswith("sdy.") or operation.name in _MADE_ANYWHERE:
                     continue
                 todo += inner_blocks(operation)
-                if len(operation.results) == 1 and is_array(operation.results[0]):
-                    of = operation.results[0].type
-                    attribute = _per_value(operation, "sdy.sharding", 0)
-                    spec = self._spec_of(attribute) if attribute else ((),) * len(of.shape)
-                    yield (operation.name, of, spec), operation
-
-    def _keep_shardings(self, operation: Any) -> None:
-        """Puts constraints behind the results of an operation that has many.
-
-        Where a user has nothing to do (it slices all of a result, or adds 0), XLA removes it, and
-        gives its sharding to the operation, which ends the process with a segmentation fault.
-        """
-        shardings = [self._attribute(result) for result in operation.results]
-        if operation.name == "stablehlo.while" and "sdy.sharding" in operation.attributes:
-            # XLA adds results to a loop, and the process would end in the same way. The body has
-            # the shardings as well.
-            del operation.attributes["sdy.sharding"]
-        for result, sharding in zip(operation.results, shardings, strict=True):
-            uses = list(result.uses)
-            if not uses or not is_array(result):
-                continue
-            new = sdy.ShardingConstraintOp(
-                result,
-                sharding or self._sharding(((),) * len(ir.RankedTensorType(result.type).shape)),
-                loc=operation.location,
-                ip=ir.InsertionPoint(operation),
-            )
-            new.operation.move_after(operation)
-            for use in uses:
-                use.owner.operation.operands[use.operand_number] = new.result
+                for index, result in enumerate(operation.results):
+                    if is_array(result):
+                        attribute = _per_value(operation, "sdy.sharding", index)
+                        rank = len(ir.RankedTensorType(result.type).shape)
+                        spec = self._spec_of(attribute) if attribute else ((),) * rank
+                        yield (operation.name, result.type, spec), result
 
 
 def _run(pipeline: str, module: Any) -> None:

@@ -82,10 +82,13 @@ def simplified(module: Any, for_gpus: bool) -> Any:
     # XLA inlines calls after the conversion, which shares constants within a function only.
     of_new = functions_of(new)
     main = of_new.pop("main")
-    inline_calls(main, of_new, _RESULTS)
+    # For GPUs XLA has simplified the tuples of results before it propagates.
+    inline_calls(main, of_new, None if for_gpus else _RESULTS)
     for function in of_new.values():
         function.erase()
-    _order_as_xla(main)
+    if for_gpus:
+        _make_ifs(main)
+    _order_as_xla(main, whole=for_gpus)
     for operation in walk(main):
         for name in _LAYOUTS & {*operation.attributes}:
             del operation.attributes[name]
@@ -107,8 +110,6 @@ def simplified(module: Any, for_gpus: bool) -> Any:
         else:
             _put_back(operation, originals[int(target.removeprefix(_STAND_IN))])
     _hoist_invariants(main)
-    if for_gpus:
-        _make_ifs(main)
     return new
 
 
@@ -152,15 +153,19 @@ def _is_cheap(operation: Any) -> bool:
     return len({tuple(ir.RankedTensorType(value.type).shape) for value in values}) == 1
 
 
-def _order_as_xla(main: Any) -> None:
+def _order_as_xla(main: Any, whole: bool) -> None:
     """Orders the operations that come from functions as XLA does: operands first, in their order.
 
     XLA has the results of a function in a tuple, and orders all of them before what uses one.
+
+    Args:
+        main: the function that the others were inlined in.
+        whole: whether all operations are ordered.
     """
     blocks = [block for each in walk(main) for block in inner_blocks(each)]
     for block in blocks:
         all_of_block = operations(block)
-        if not any(map(_is_results, all_of_block)):
+        if not whole and not any(map(_is_results, all_of_block)):
             continue
         makers = {r: i for i, each in enumerate(all_of_block) for r in each.results}
         done: set[int] = set()

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_intranode
+from jax_intranode._src.selection import select
 
 __all__ = ["not_installed"]
 
@@ -39,6 +40,19 @@ def test_collectives_over_the_manual_axis(vma: bool) -> None:
     assert of_xla(before) >= 4 and of_xla(after) == 0
     kinds = ("psum", "all_gather", "psum_scatter", "all_to_all")
     assert all(after[f"jax_intranode_{kind}"] == 1 for kind in kinds)
+
+
+def test_every_float8_is_exchanged() -> None:
+    mesh = two_axes()
+    dtypes = [dtype for dtype in select.EXCHANGED_DTYPES if dtype.startswith("float8")]
+
+    def body(xs: Any) -> Any:
+        return [lax.all_to_all(x, "data", 0, 0, tiled=True) for x in xs]
+
+    f = over_data(mesh, body, P("data"), P("data"))
+    xs = [put(mesh, normal(0, 8, 16).astype(dtype), "data", "model") for dtype in dtypes]
+    _, after = check(f, xs)
+    assert of_xla(after) == 0 and after["jax_intranode_all_to_all"] == len(dtypes)
 
 
 @pytest.mark.parametrize("vma", [True, False])

@@ -20,6 +20,10 @@
 
 namespace jax_intranode {
 
+// A peer buffer has the groups of a communicator. Blocks are counted apart: users' kernels have
+// grids of their own.
+static_assert(v1::kMaxRanks == kMaxRanks);
+
 // A peer buffer as the devices of this process see it.
 template <class Communicator>
 struct PeerBuffer {

@@ -2,9 +2,11 @@
 
 import os
 
+from jax_intranode._src.selection import config
+
 # As set by this package's launcher, Open MPI, MPICH and Intel MPI, Slurm, and torchrun.
 _VARIABLES = (
-    "JAX_INTRANODE_RANK",
+    config.RANK,
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "MPI_LOCALRANKID",
     "SLURM_LOCALID",

@@ -10,15 +10,15 @@ others. No file here imports the package itself. Each imports files below it onl
     norm_rules           <- residual_norm
     local_matmuls, matmul_arguments, overlapped_call
     collective_matmul    <- all_gather_matmul, matmul_reduce_scatter <- matmul_all_reduce
-    combined_matmul      <- gradients
+    combined_matmul      <- matmul_gradients
     column_parallel_matmul, row_parallel_matmul, which choose one of the collective matmuls
 """
 
 from jax_intranode._src.ops import all_gather as all_gather
 from jax_intranode._src.ops import all_to_all as all_to_all
 from jax_intranode._src.ops import column_parallel_matmul as column_parallel_matmul
-from jax_intranode._src.ops import gradients as gradients
 from jax_intranode._src.ops import matmul_all_reduce as matmul_all_reduce
+from jax_intranode._src.ops import matmul_gradients as matmul_gradients
 from jax_intranode._src.ops import psum as psum
 from jax_intranode._src.ops import psum_scatter as psum_scatter
 from jax_intranode._src.ops import residual_norm as residual_norm

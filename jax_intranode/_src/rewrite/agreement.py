@@ -23,7 +23,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -212,30 +212,39 @@ def _missing(store: key_value_store.Store, mesh: jax.sharding.Mesh, seconds: flo
     missing = []
     for process in _processes(mesh):
         rendezvous.raise_if_failed(mesh.devices.flat)
-        while store.wait(f"here/{process}", deadline.at_most(_LOOK_S)) is None:
+        ids = tuple(d.id for d in mesh.devices.flat if d.process_index == process)
+        while True:
+            # Before the look: a process that is here may come to its end then.
+            absence = peers.absence(ids)
+            if store.wait(f"here/{process}", deadline.at_most(_LOOK_S)) is not None:
+                break
             rendezvous.raise_if_failed(mesh.devices.flat)
-            _raise_if_absent(process, mesh)
+            if absence:
+                _fail(process, mesh, ids, *absence)
             if deadline.passed():
                 missing.append(process)
                 break
     return missing
 
 
-def _raise_if_absent(process: int, mesh: jax.sharding.Mesh) -> None:
-    """Raises if a process has ended, also in order, or is stopped: this one waits for it."""
-    ids = tuple(d.id for d in mesh.devices.flat if d.process_index == process)
-    if absence := peers.absence(ids):
-        reason, what = absence
-        failure = failures.Failure(
-            message=f"jax_intranode: {what}, and this process has lowered a program that needs it. "
-            "Restart all processes from the last checkpoint.",
-            reason=reason,
-            platform=mesh.devices.flat[0].platform,
-            device_ids=ids,
-            missing_process=process,
-        )
-        failures.report(failure)
-        raise failures.CommunicationError(failure.message, failure)
+def _fail(
+    process: int, mesh: jax.sharding.Mesh, ids: tuple[int, ...], reason: str, what: str
+) -> NoReturn:
+    """Raises: a process has ended, also in order, or is stopped, and this one waits for it.
+
+    Calls are patient with such a process (xla_ffi/health/peer_table.h). Here it would not help: a
+    process that has finished has forgotten its meshes, and meets nobody until all start anew.
+    """
+    failure = failures.Failure(
+        message=f"jax_intranode: {what}, and this process has lowered a program that needs it. "
+        "Restart all processes from the last checkpoint.",
+        reason=reason,
+        platform=mesh.devices.flat[0].platform,
+        device_ids=ids,
+        missing_process=process,
+    )
+    failures.report(failure)
+    raise failures.CommunicationError(failure.message, failure)
 
 
 def _fingerprint(devices: tuple[int, ...], body: Any) -> str:

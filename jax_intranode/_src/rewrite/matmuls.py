@@ -3,7 +3,7 @@
 - An all-gather and the matmuls that share it become one all_gather_matmul.
 - Matmuls, their sum and a reduce-scatter become one matmul_reduce_scatter; those before an
   all-reduce become one matmul_all_reduce.
-- Weight gradients join the input gradient that has the collective, as in `ops.gradients`.
+- Weight gradients join the input gradient that has the collective, as in `ops.matmul_gradients`.
 
 Reshapes, transpositions and casts may be in between. `views` describes them, so that operands and
 results need as few transpositions as possible. Whatever the selection would

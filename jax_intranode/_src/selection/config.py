@@ -168,8 +168,9 @@ class Config:
         False,
         "`0`, `1`",
         "`0`",
-        "`1`: in unedited programs large collectives with matmuls after them, which otherwise stay "
-        "`jax.lax`'s, run [beside these](how_it_works.md#beside-other-work)",
+        "`1`: in a `shard_map` of an unedited program, large collectives with matmuls after them, "
+        "which otherwise stay `jax.lax`'s, run [beside these](how_it_works.md#beside-other-work). "
+        "Those of auto-sharded programs stay XLA's",
         _is_set,
     )
     strict: bool = _variable(

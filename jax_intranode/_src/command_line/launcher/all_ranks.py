@@ -17,7 +17,7 @@ def values(name: str, value: float) -> list[float]:
     client = distributed.key_value_client()
     if client is None:
         return [value]
-    prefix = f"jax_intranode/bench/{name}"
+    prefix = f"jax_intranode/command/{name}"
     client.key_value_set(f"{prefix}/{jax.process_index()}", repr(float(value)))
     return [
         float(client.blocking_key_value_get(f"{prefix}/{rank}", _TIMEOUT_MS))

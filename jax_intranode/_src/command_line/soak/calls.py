@@ -23,10 +23,10 @@ from jax.sharding import PartitionSpec as P
 
 import jax_intranode
 from jax_intranode._src.command_line.bench.oracle import expected_sum
+from jax_intranode._src.native import definitions
+from jax_intranode._src.selection import select
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
-DTYPES = (*FLOATS, "int8", "uint8", "int32", "uint32", "int64", "uint64")
-COPIED_DTYPES = (*DTYPES, "bool", "int16", "uint16", "complex64", "complex128")
 SUMS = ("psum", "psum_scatter")
 OPERATIONS = (*SUMS, "all_gather", "all_to_all")
 MATMULS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -233,7 +233,7 @@ def random_call(
     elif operation == "all_gather":
         tiled = tiled and bool(shape)
         dimension = choose.integer(0, len(shape) - (1 if tiled else 0))
-    dtype = choose.one_of(COPIED_DTYPES if copies else DTYPES)
+    dtype = choose.one_of(select.COPIED_DTYPES if copies else definitions.DTYPES)
     has_gradient = dtype in FLOATS
     way = choose.one_of([w for w in ways if has_gradient or w not in ("gradient", "checkpoint")])
     if operation == "all_to_all" and not tiled and way in ("gradient", "checkpoint"):

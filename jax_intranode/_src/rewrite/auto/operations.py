@@ -18,12 +18,23 @@ from jax_intranode._src.rewrite.auto import partitioner, plans
 from jax_intranode._src.rewrite.auto.modules import integer, splat
 from jax_intranode._src.rewrite.auto.plans import Axes, Gather, Labels, Plan, Sum
 from jax_intranode._src.rewrite.auto.program import Program
+from jax_intranode._src.selection import select
 
+
+def _element_type(dtype: str) -> str:
+    """How MLIR spells a dtype."""
+    if dtype.startswith("float8_"):
+        return f"f8{dtype.removeprefix('float8_').upper()}"
+    named = {"bool": "i1", "bfloat16": "bf16"}
+    return named.get(dtype) or dtype.replace("float", "f").replace("int", "i")
+
+
+# By their names in MLIR. Not complex ones: MLIR's bindings can't read their constants, for instance
+# the number at which a sum begins.
 _DTYPES = {
-    **{"f32": "float32", "f64": "float64", "f16": "float16", "bf16": "bfloat16"},
-    **{f"i{n}": f"int{n}" for n in (8, 16, 32, 64)},
-    **{f"ui{n}": f"uint{n}" for n in (8, 16, 32, 64)},
-    **{"f8E4M3FN": "float8_e4m3fn", "f8E5M2": "float8_e5m2", "i1": "bool"},
+    _element_type(dtype): dtype
+    for dtype in select.EXCHANGED_DTYPES
+    if not dtype.startswith("complex")
 }
 
 

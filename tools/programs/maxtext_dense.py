@@ -11,7 +11,7 @@ FOLDER = "maxtext/src"
 PACKAGES = ("flax", "optax", "orbax-checkpoint", "grain", "tensorflow-cpu", "transformers")
 PACKAGES += ("sentencepiece", "datasets", "aqtp", "qwix", "tokamax", "drjax", "sympy", "jinja2")
 PACKAGES += ("omegaconf", "pathwaysutils", "tensorboardX", "psutil", "requests", "tiktoken")
-PACKAGES += ("ml_collections",)
+PACKAGES += ("ml_collections", "pillow")
 TOLERANCE = 1e-3
 AUTO = True
 

@@ -26,6 +26,7 @@ from jax.extend.mlir import ir
 from jax.sharding import Mesh
 
 import jax_intranode
+from jax_intranode._src.health import call_sites
 from jax_intranode._src.rewrite.auto import (
     groups,
     modules,
@@ -59,6 +60,8 @@ def test_tensor_parallel() -> None:
     p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
     before, after = check(mlp, p, x)
     assert before == {"all-reduce": 1} and after == {"jax_intranode_psum": 1}
+    place = call_sites.place_of_site("jit_mlp psum float32[4,16]")
+    assert f"{__file__}:{mlp.__code__.co_firstlineno + 1} (mlp)" in str(place)
     gradient = jax.grad(lambda p, x: (mlp(p, x) ** 2).sum(), argnums=(0, 1))
     before, after = check(gradient, p, x)
     assert of_xla(before) >= 3 and of_xla(after) == 0
@@ -340,6 +343,17 @@ def test_an_exception_leaves_the_program(
     assert sum("not expected" in record.message for record in caplog.records) == 1
 
 
+def test_a_peer_that_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise jax_intranode.CommunicationError("process 1 is gone")
+
+    monkeypatch.setattr(groups, "replace", fail)
+    mesh = two_axes()
+    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, 8, 16), "data")
+    with pytest.raises(jax_intranode.CommunicationError), jax_intranode.accelerate(auto=True):
+        jax.jit(mlp).lower(p, x)
+
+
 def test_a_jaxlib_without_propagation(monkeypatch: pytest.MonkeyPatch) -> None:
     from jax_intranode._src.rewrite import switch
 
@@ -450,6 +464,22 @@ def test_dtypes_that_are_left(caplog: pytest.LogCaptureFixture) -> None:
     _, after = check(lambda x, y: (x.sum(1), y.sum(1)), x, y)
     assert of_xla(after) == after["jax_intranode_psum"] == 1
     assert not [r for r in caplog.records if r.levelname == "WARNING"]  # nothing has failed
+
+
+def test_products_of_booleans() -> None:
+    """Their sum is True or False, and lax.psum counts."""
+    mesh = two_axes()
+    x, w = (put(mesh, normal(i, 16, 16) > 0.2, *s) for i, s in enumerate(TENSOR_PARALLEL))
+    for f in (lambda x, w: (x @ w).sum(1), lambda x, w: jnp.where(x @ w, x, w)):
+        before, after = check(f, x, w)
+        assert before == after
+
+
+def test_a_gathered_array_that_is_reduced_otherwise() -> None:
+    mesh = two_axes()
+    x = put(mesh, normal(0, 8, 16), None, "model")
+    _, after = check(lambda x: constrained(mesh, x) - constrained(mesh, x).max(0), x)
+    assert of_xla(after) == 0 and after["jax_intranode_all_gather"] == 1
 
 
 def twice_reshaped(x: Any) -> Any:

@@ -111,6 +111,8 @@ def test_what_stays() -> None:
         assert check(large, x, w) == 0  # lax is faster
         local = put(0, (8, 16), "data", None), put(1, (16, 32), None, "model")
         assert check(jnp.dot, *local) == 0  # nothing to communicate
+        booleans = [put(0, (8, 16), None, "model") > 0, put(1, (16, 8), "model", None) > 0]
+        assert check(large, *booleans) == 0  # lax.psum would count
     partly = explicit_mesh(kinds=(AxisType.Auto, AxisType.Explicit))
     with jax.set_mesh(partly):
         x, w = put(0, (8, 16), None, "model"), put(1, (16, 8), "model", None)

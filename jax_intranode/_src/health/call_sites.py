@@ -1,8 +1,10 @@
 """Where in the user's program a call of this package stands."""
 
+import contextlib
 import math
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,28 @@ def call_site(frames: Sequence[tuple[str, int, str]]) -> str:
     return "unknown"
 
 
+class _Place(threading.local):
+    """The call site of all that this thread lowers; None: that of its frames."""
+
+    text: str | None = None
+
+
+_place = _Place()
+
+
+@contextlib.contextmanager
+def at(place: str) -> Iterator[None]:
+    """What this thread lowers inside has this call site. Its own frames are this package's."""
+    before, _place.text = _place.text, place
+    try:
+        yield
+    finally:
+        _place.text = before
+
+
 def caller() -> str:
     """The call site of what is traced or lowered here."""
-    return call_site(call_frames.frames_here())
+    return _place.text or call_site(call_frames.frames_here())
 
 
 @dataclass

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -94,6 +95,8 @@ class _Program(jaxpr_edit.JaxprRewriter):
             return jaxpr_edit.replaced_inside(equation, self.rewrite)
         left, right, result = (_spec(v.aval) for v in (*equation.invars, *equation.outvars))
         if left is None or right is None or result is None:
+            return equation
+        if equation.outvars[0].aval.dtype == np.bool_:  # its sums are no numbers
             return equation
         found = communication(equation.params["dimension_numbers"], left, right, result)
         if found is None:

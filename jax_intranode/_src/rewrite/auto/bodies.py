@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.extend.mlir import ir
 
+from jax_intranode._src.health import call_sites
 from jax_intranode._src.jax_private import jaxpr_walk
 from jax_intranode._src.ops import norm_rules
 from jax_intranode._src.ops.lowering_site import LoweringSite
@@ -21,7 +22,7 @@ from jax_intranode._src.rewrite.auto.modules import (
     use_mesh,
     walk,
 )
-from jax_intranode._src.rewrite.auto.program import Program
+from jax_intranode._src.rewrite.auto.program import Program, source_of
 from jax_intranode._src.rewrite.body import body_of
 from jax_intranode._src.rewrite.jaxprs import Rewriter
 
@@ -125,7 +126,8 @@ class Bodies:
             return None
         key = group.key()
         if key not in self._lowered:
-            with hook.enabled(hook.PART), agreement.decided():
+            source = source_of(group.members[0].found.operation)
+            with hook.enabled(hook.PART), agreement.decided(), call_sites.at(source):
                 lowered = judged.traced.lower().compiler_ir()
             self._lowered[key] = self._imported(judged, lowered)
         return self._lowered[key]

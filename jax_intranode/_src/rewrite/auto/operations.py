@@ -40,6 +40,7 @@ _DTYPES = {
 
 UNKNOWN_DTYPE = "a dtype that this package does not know"
 UNEVEN = "a dimension that the axes do not divide"
+_BOOLEANS = "a sum of booleans is True or False, and a psum counts"
 
 
 @dataclass(frozen=True)
@@ -220,13 +221,16 @@ def _decide(
     *ins, out = specs
     candidates = list(plans.plans(kind.labels, ins, out))
     silent = [plan for plan in candidates if not plan.gathers and not plan.sums]
+    known = result is not None and None not in avals
     if silent:
         same = [plan for plan in silent if plan.operands == tuple(ins)]
-        return (same[0], None) if of_gathered and same else None
+        return (same[0], None) if of_gathered and same and known and kind.compute else None
     if kind.compute is None:
         return None, kind.reason
-    if result is None or None in avals:
+    if not known:
         return None, UNKNOWN_DTYPE
+    if result.dtype == np.bool_ and kind.name != "reshard":
+        return None, _BOOLEANS
     sizes = dict(mesh.shape)
     shapes = [a.shape for a in avals]
     if any(

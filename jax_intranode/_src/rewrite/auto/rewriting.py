@@ -22,6 +22,7 @@ import jax
 from jax.extend.mlir import ir
 
 from jax_intranode._src.group import rendezvous
+from jax_intranode._src.health import failures
 from jax_intranode._src.jax_private import lax_collectives, lowering_hooks, trace_state
 from jax_intranode._src.ops.lowering_site import LoweringSite
 from jax_intranode._src.rewrite import agreement, hook, norms
@@ -191,6 +192,8 @@ def _rewritten(module: Any, devices: Any, platforms: tuple[str, ...]) -> Outcome
         # Each operation outside of jit is such a program.
         level = logging.DEBUG if str(reason) == NOTHING_SHARDED else logging.INFO
         _log.log(level, "%s is left to XLA: %s.", name, reason)
+    except failures.CommunicationError:
+        raise  # a peer is gone, and XLA would wait for it
     except Exception as error:
         outcome.module, outcome.reason = None, f"{type(error).__name__}: {error}"
         _log.warning(
@@ -503,6 +506,8 @@ class _Rewriting:
         outputs = [(value, m.plan.result) for m in group.members for value in m.outputs()]
         results = []
         for (old, spec), result in zip(outputs, new.results, strict=True):
+            if result.type != old.type:
+                raise RuntimeError(f"{result.type} would take the place of {old.type}")
             results.append(self._program.constrained(result, spec, last))
             old.replace_all_uses_with(results[-1])
             self._replaced[old] = results[-1]

@@ -101,7 +101,7 @@ def test_calls_in_loops_and_branches(gpus: Mesh) -> None:
 def test_what_runs_in_line(gpus: Mesh) -> None:
     """What jax.lax runs, and what has no memory left. What the program has placed stays there."""
     psum = functools.partial(jax_intranode.psum, axis_name="x", overlap=True)
-    large = jax.ShapeDtypeStruct((1 << 15, 1 << 10), jnp.float32)
+    large = jax.ShapeDtypeStruct((1 << 16, 1 << 10), jnp.float32)
     text = lowered(psum, gpus, large)
     assert in_lowered(text) == {"all_reduce": 1} and "_xla_stream_annotation" not in text
     text = lowered(streams.on_collective_stream(psum), gpus, X)

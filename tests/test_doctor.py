@@ -257,5 +257,5 @@ def test_benefits_of_gpus() -> None:
     text = benefits.table_of(found)
     assert re.search(r"^  psum +one process +1 KB to 4 MB +one-shot$", text, re.MULTILINE)
     assert re.search(r"^  all_gather_matmul +any +8192 x 8192 x 1024 +fused kernel$", text, re.M)
-    assert "psum up to 4 MB" in benefits.summary(found)
+    assert "psum up to 16 MB" in benefits.summary(found)
     assert benefits.summary([b for b in found if b.path == "jax.lax"]).startswith("nothing")

@@ -337,7 +337,9 @@ def select_norm(
         own, _ = table.rows_and_source(*where, tuned)
         measured = own or table.rows(hardware, mode, "psum", "bare", world_size)
         fitting = [
-            row.algorithm.removesuffix(f"_{kind}") for row in measured if nbytes <= row.nbytes
+            row.algorithm.removesuffix(f"_{kind}")
+            for row in measured
+            if nbytes <= row.nbytes and not row.segment_bytes
         ]
         if algorithm != "auto":
             fitting = [algorithm]

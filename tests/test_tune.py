@@ -101,6 +101,14 @@ class StandIn(sweep.Sweep):
         return us, 20.0 if row.nbytes < self._loses_from else us - 1
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_large_messages_have_launches_to_try(platform: str) -> None:
+    tried = StandIn(loses_from=1 << 40, platform=platform)._candidates(16 << 20)
+    assert {row.algorithm for row in tried} == {"one_shot", "two_shot"}
+    grids = {(row.threads, row.blocks) for row in tried}
+    assert grids == ({(1, 1)} if platform == "cpu" else {(512, 256)})
+
+
 def test_a_sweep_on_gpus_finds_launches_and_the_limit() -> None:
     of_one = StandIn(loses_from=3 << 20, platform="gpu")
     begun: list[int] = []

@@ -96,7 +96,7 @@ class _Program(jaxpr_edit.JaxprRewriter):
         left, right, result = (_spec(v.aval) for v in (*equation.invars, *equation.outvars))
         if left is None or right is None or result is None:
             return equation
-        if equation.outvars[0].aval.dtype == np.bool_:  # its sums are no numbers
+        if equation.outvars[0].aval.dtype == np.bool_:  # lax.psum would count
             return equation
         found = communication(equation.params["dimension_numbers"], left, right, result)
         if found is None:

@@ -75,7 +75,8 @@ def measure(rank: Rank, seconds: float, operations: list[str], **fields: Any) ->
                 if not rows:
                     left_out.append(what)
                     continue
-                left_out.append(f"{what}, more than {measured[-1].nbytes} bytes")
+                upto = max(of_size.nbytes for of_size in measured)
+                left_out.append(f"{what}, more than {upto} bytes")
                 hardware = table.hardware_of(settings.platform, device)
                 shipped = table.rows(hardware, mode, operation, packets, settings.devices)
                 rows = sweep.rows_of(measured, shipped)

@@ -38,7 +38,8 @@ DTYPES = {
 # GPUs, for bare packets, up to the largest size. Flagged packets move twice the bytes.
 _SEGMENTS = (0, 1 << 20, 2 << 20, 4 << 20, 8 << 20)
 _LARGEST = 256 << 20
-# From these bytes on the largest grids were always fastest, and only segments are left to choose.
+# On GPUs all shipped rows of such sizes have the largest grid, so only algorithms and segments are
+# tried.
 _LARGE = 16 << 20
 _SMALLEST = {"gpu": 1 << 10, "cpu": 256}
 _FACTOR = 4
@@ -242,7 +243,8 @@ class Sweep:
                 if on_gpus and nbytes >= 1 << 20 and threads < (256 if segment_bytes else 128):
                     continue
                 for most in reversed(_BLOCKS) if on_gpus else (1,):
-                    if nbytes >= _LARGE and (threads, most) != (_THREADS[-1], _BLOCKS[-1]):
+                    largest = (threads, most) == (_THREADS[-1], _BLOCKS[-1])
+                    if on_gpus and nbytes >= _LARGE and not largest:
                         continue
                     row = table.Row(nbytes, algorithm, threads, most, segment_bytes)
                     launched = self._launch(row)

@@ -178,7 +178,7 @@ def one_rank_has_nothing_installed() -> None:
     assert time.monotonic() - start < WAIT_S + agreement.LATER_WAIT_S + 15
     if jax.process_index() == 0:
         assert f"process 1 has not lowered this program within {WAIT_S} s" in said[0], said
-        assert "has not called jax_intranode.install()" in said[0], said
+        assert "it has not called jax_intranode.install()" in said[0], said
 
 
 # Auto-sharded programs.
@@ -234,7 +234,7 @@ def auto_one_rank_has_it_not() -> None:
             assert rows == 12 or time.monotonic() - start < WAIT_S + 10
     if jax.process_index() == 0:
         (text,) = [text for text in said if "Auto-sharded programs are left to XLA" in text]
-        assert "has not called jax_intranode.install(auto=True)" in text
+        assert "it has not called jax_intranode.install(auto=True)" in text
 
 
 @case

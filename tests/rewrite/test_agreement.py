@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jax_intranode._src.group import key_value_store
 from jax_intranode._src.health import failures, peers
 from jax_intranode._src.rewrite import agreement
 
@@ -35,3 +36,26 @@ def test_a_process_may_end_as_soon_as_it_has_come(
     with contextlib.nullcontext() if comes else pytest.raises(failures.CommunicationError):
         assert agreement._missing(store, mesh, 10.0) == []
     assert [(f.missing_process, f.reason) for f in reported] == [(1, "peer_gone")] * (not comes)
+
+
+@pytest.mark.parametrize("auto", [True, False])
+def test_a_process_may_have_ended_before_the_processes_have_met(
+    monkeypatch: pytest.MonkeyPatch, auto: bool
+) -> None:
+    """Nothing watches it yet. It may have called install() like this one."""
+    devices = [SimpleNamespace(id=i, process_index=i, platform="cpu") for i in range(2)]
+    mesh: Any = SimpleNamespace(devices=np.array(devices))
+    store = key_value_store.Store()
+    monkeypatch.setattr(key_value_store, "store", lambda *_: store)
+    monkeypatch.setattr(agreement, "FIRST_WAIT_S", 0.01)
+    for known in ("_meetings", "_met"):
+        monkeypatch.setattr(agreement, known, {})
+    body: Any = SimpleNamespace(invars=[], eqns=[])
+    reason = (
+        agreement.reason_for_no_auto(mesh)
+        if auto
+        else agreement.reason_not_to_rewrite(mesh, body)
+    )
+    assert reason is not None
+    assert reason.startswith("process 1 has not lowered ")
+    assert "it has ended or is late, or it has not called jax_intranode.install(" in reason

@@ -56,10 +56,7 @@ def reason_not_to_rewrite(mesh: jax.sharding.Mesh, body: Any) -> str | None:
         return rendezvous.NOT_HERE
     devices = device_ids(mesh)
     wait_s = LATER_WAIT_S if devices in _met else FIRST_WAIT_S
-    late = (
-        f"has not lowered this program within {wait_s:g} s, or has not called "
-        "jax_intranode.install()"
-    )
+    late = f"has not lowered this program within {wait_s:g} s: {_why_late('install()')}"
     try:
         store = _store(mesh, f"rewrite/{_fingerprint(devices, body)}")
     except RuntimeError as error:
@@ -123,8 +120,8 @@ def reason_for_no_auto(mesh: jax.sharding.Mesh) -> str | None:
     key = rendezvous.generation(), device_ids(mesh)
     if key not in _meetings:
         late = (
-            f"has not lowered an auto-sharded program within {FIRST_WAIT_S:g} s, or has not called "
-            "jax_intranode.install(auto=True)"
+            f"has not lowered an auto-sharded program within {FIRST_WAIT_S:g} s: "
+            + _why_late("install(auto=True)")
         )
         try:
             store = _store_of_auto(mesh, "meeting")
@@ -173,6 +170,14 @@ def _store_of_auto(mesh: jax.sharding.Mesh, what: str) -> key_value_store.Store:
 
 
 # How the processes of a mesh decide.
+
+
+def _why_late(call: str) -> str:
+    """Why a process may not have come. Which it is can't be known.
+
+    The processes watch each other once they communicate, which they may not have done yet.
+    """
+    return f"it has ended or is late, or it has not called jax_intranode.{call}"
 
 
 def _processes(mesh: jax.sharding.Mesh) -> list[int]:

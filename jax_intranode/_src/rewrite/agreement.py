@@ -119,9 +119,8 @@ def reason_for_no_auto(mesh: jax.sharding.Mesh) -> str | None:
         return rendezvous.NOT_HERE
     key = rendezvous.generation(), device_ids(mesh)
     if key not in _meetings:
-        late = (
-            f"has not lowered an auto-sharded program within {FIRST_WAIT_S:g} s: "
-            + _why_late("install(auto=True)")
+        late = f"has not lowered an auto-sharded program within {FIRST_WAIT_S:g} s: " + _why_late(
+            "install(auto=True)"
         )
         try:
             store = _store_of_auto(mesh, "meeting")

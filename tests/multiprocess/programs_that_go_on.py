@@ -213,7 +213,7 @@ def spawned_workers() -> None:
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
         result = total(2)
         say(pool.submit(math.sqrt, 16).result())
-    subprocess.run([sys.executable, "-c", "import jax_intranode"], check=True)
+    subprocess.run([sys.executable, "-P", "-c", "import jax_intranode"], check=True)
     say(read(result))
 
 

@@ -20,7 +20,9 @@ from jax_intranode._src.command_line.bench.settings import Shape
     ("name", "backward", "algorithms"),
     [
         ("all_gather_matmul", True, ("reduce_scatter",)),
-        ("matmul_reduce_scatter", False, ("reduce_scatter",)),
+        pytest.param(
+            *("matmul_reduce_scatter", False, ("reduce_scatter",)), marks=pytest.mark.full
+        ),
     ],
 )
 def test_matmul_is_checked_and_timed(
@@ -67,7 +69,11 @@ def test_wrong_matmul_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("name", "backward"),
-    [("all_gather_matmul", True), ("matmul_reduce_scatter", False), ("matmul_all_reduce", True)],
+    [
+        ("all_gather_matmul", True),
+        pytest.param("matmul_reduce_scatter", False, marks=pytest.mark.full),
+        pytest.param("matmul_all_reduce", True, marks=pytest.mark.full),
+    ],
 )
 def test_sample_of_a_matmul(name: str, backward: bool) -> None:
     """lax's results are right. Scaled results, and results with swapped rows, are wrong."""

@@ -160,8 +160,8 @@ def test_results_that_vary_over_different_axes() -> None:
     [
         ("bfloat16", None, "standard"),
         ("bfloat16", "float32", "standard"),
-        ("float16", None, "standard"),
-        ("float16", "float32", "standard"),
+        pytest.param("float16", None, "standard", marks=pytest.mark.full),
+        pytest.param("float16", "float32", "standard", marks=pytest.mark.full),
         # JAX would not promote these cotangents to the dtype that they are multiplied with.
         ("bfloat16", "float32", "strict"),
         ("float8_e4m3fn", "float32", "standard"),

@@ -54,8 +54,8 @@ def run(*command: str | Path, timeout_s: float) -> subprocess.CompletedProcess[s
 class Programs:
     """Compiles each program when a test first asks for it."""
 
-    def __init__(self, directory: Path):
-        self._directory = directory
+    def __init__(self, directory: Path, of_models: str):
+        self._directory, self._of_models = directory, of_models
         found = shutil.which("c++") or shutil.which("g++")
         if found is None:
             pytest.skip("no C++ compiler (c++ or g++) on PATH")
@@ -63,10 +63,11 @@ class Programs:
 
     def _compile(self, program: Path, sources: list[str], build: str) -> str:
         """Returns the compiler's messages if it fails."""
-        # Models search long. Others compile long.
+        # Models search long in the full tier. Others compile long.
         optimize = "-O0" if build == "plain" else "-O1"
-        optimize = "-O2" if program.name.endswith("_model") else optimize
-        flags = ["-std=c++20", optimize, "-g1", "-pthread", *FLAGS[build]]
+        optimize = self._of_models if program.name.endswith("_model") else optimize
+        flags = ["-std=c++20", optimize, "-pthread", *FLAGS[build]]
+        flags += ["-g1"] * (build != "plain")  # lines for the sanitizers' reports
         objects = []
         for source in sources:  # several programs have the CPU groups' sources
             name = f"{source}{optimize}.o".replace("/", "_")
@@ -104,8 +105,9 @@ class Programs:
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
-    return Programs(tmp_path_factory.mktemp("native"))
+def programs(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Programs:
+    of_models = "-O2" if pytestconfig.getoption("full") else "-O1"
+    return Programs(tmp_path_factory.mktemp("native"), of_models)
 
 
 def marks(tier: str, build: str = "plain") -> list[pytest.MarkDecorator]:

@@ -67,7 +67,7 @@ def described(arguments: Any) -> Any:
     return jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), arguments)
 
 
-QUICK = ("train_step_sequence_parallel", "decode_scanned", "norms_6", "decode_8b_1")
+QUICK = ("mlp_block", "decode_scanned", "norms_6", "decode_8b_1")
 MOSTLY_FULL = pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in PROGRAMS]
 )

@@ -386,6 +386,23 @@ def test_parts_of_a_sharded_product(as_on_gpus: Any, parts: int) -> None:
     assert (before == after) == (parts == 3)
 
 
+@pytest.mark.parametrize(("batch", "users"), [(1, 2), (1, 1), (2, 2)])
+def test_dimensions_of_one_element(as_on_gpus: Any, batch: int, users: int) -> None:
+    """XLA removes them on GPUs, so dots that it partitions may share what they send."""
+    as_on_gpus(1 << 30)
+    mesh = two_axes()
+    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, batch, 8, 16), None, "data")
+    others = [put(mesh, normal(3 + i, 16, 16)) for i in range(users)]
+
+    def f(p: Any, x: Any, others: Any) -> Any:
+        y = x + mlp(p, x)
+        return [constrained(mesh, y @ w, None, "model", "data") for w in others]
+
+    before, after = check(f, p, x, others)
+    assert of_xla(before) > 1
+    assert ("jax_intranode_psum" in after) == ((batch, users) != (1, 2)), after
+
+
 def test_what_xla_can_overlap_is_left(as_on_gpus: Any) -> None:
     """A gather that can run next to a matmul before its use; not sums that all matmuls need."""
     as_on_gpus(0)

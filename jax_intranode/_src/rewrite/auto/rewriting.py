@@ -231,8 +231,7 @@ def _share_a_reshape(found: Sequence[Found], left: Collection[int]) -> bool:
     shared = Counter(
         value
         for each in found
-        if each.kind.name == "dot_general"
-        and (each.plan is None or number(each.operation) in left)
+        if each.kind.name == "dot_general" and (each.plan is None or number(each.operation) in left)
         for value in {*each.values}
         if 1 in ir.RankedTensorType(value.type).shape
     )

@@ -589,6 +589,40 @@ def test_branches_for_gpus(branch: Any, wanted: str) -> None:
     assert names & {"stablehlo.if", "stablehlo.case"} == {f"stablehlo.{wanted}"}
 
 
+@pytest.mark.parametrize(
+    "spec, times, for_gpus, swaps",
+    [
+        ("ai,ib->ba", 1, True, True),
+        ("aij,bji->ba", 1, True, True),
+        ("ai,ib->ab", 1, True, False),
+        ("ai,ib->ba", 2, True, False),  # the product itself is needed, too
+        ("aci,ib->bac", 1, True, False),
+        ("ai,ib->ba", 1, False, False),
+    ],
+)
+def test_transposed_products(spec: str, times: int, for_gpus: bool, swaps: bool) -> None:
+    """For GPUs XLA multiplies in the other order, and Shardy prefers the first operand."""
+    terms, result = spec.split("->")
+    sizes = dict(zip("abcij", (2, 3, 4, 5, 6), strict=True))
+    shapes = [[sizes[c] for c in term] for term in terms.split(",")]
+    plain = "".join(c for c in terms if c in result)
+
+    def f(x: Any, w: Any) -> Any:
+        y = jnp.einsum(f"{terms}->{plain}", x, w)
+        order = [plain.index(c) for c in result]
+        return [y.transpose(order), y * 2][:times]
+
+    module = jax.jit(f).lower(*(normal(i, *shape) for i, shape in enumerate(shapes))).compiler_ir()
+    with module.context, ir.Location.unknown():
+        new = simplified.simplified(module, for_gpus=for_gpus)
+        assert new.operation.verify()
+        (dot,) = [o for o in modules.walk(new.operation) if o.name.startswith("stablehlo.dot")]
+        first = list(ir.RankedTensorType(dot.operands[0].type).shape)
+        transposes = [o for o in modules.walk(new.operation) if o.name == "stablehlo.transpose"]
+    assert (first == shapes[1]) == swaps
+    assert len(transposes) == (result != plain and not swaps)
+
+
 def test_attention_of_a_divided_sequence() -> None:
     """XLA ignores shardings of operations; without constraints it chose others for two dots."""
     mesh = two_axes(range(4))

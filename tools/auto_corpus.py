@@ -607,13 +607,14 @@ def compare(build: Callable[[Mesh], Built], mesh: Mesh, runs: bool) -> Outcome:
     ours = Compiled(build, mesh, arguments, on=True)
     if more := added(plain.leaves, ours.leaves):
         raise Different(f"rewritten: more {shown(more)}; before {shown(plain.leaves)}")
-    for found, wanted in zip(ours.formats(), plain.formats(), strict=True):
-        rank = len(wanted.layout.major_to_minor) if wanted.layout else 0
-        if (
-            not found.sharding.is_equivalent_to(wanted.sharding, rank)
-            or found.layout != wanted.layout
-        ):
-            raise Different(f"a result is {found}, and not {wanted}")
+    for compiled in (alone, ours):
+        for found, wanted in zip(compiled.formats(), plain.formats(), strict=True):
+            rank = len(wanted.layout.major_to_minor) if wanted.layout else 0
+            if (
+                not found.sharding.is_equivalent_to(wanted.sharding, rank)
+                or found.layout != wanted.layout
+            ):
+                raise Different(f"a result is {found}, and not {wanted}")
     if warned.texts:
         raise Different(warned.texts[0])
     if ours.aliases() != plain.aliases():

@@ -386,6 +386,23 @@ def test_parts_of_a_sharded_product(as_on_gpus: Any, parts: int) -> None:
     assert (before == after) == (parts == 3)
 
 
+@pytest.mark.parametrize(("batch", "users"), [(1, 2), (1, 1), (2, 2)])
+def test_dimensions_of_one_element(as_on_gpus: Any, batch: int, users: int) -> None:
+    """XLA removes them on GPUs, so dots that it partitions may share what they send."""
+    as_on_gpus(1 << 30)
+    mesh = two_axes()
+    p, x = weights(mesh, *TENSOR_PARALLEL), put(mesh, normal(2, batch, 8, 16), None, "data")
+    others = [put(mesh, normal(3 + i, 16, 16)) for i in range(users)]
+
+    def f(p: Any, x: Any, others: Any) -> Any:
+        y = x + mlp(p, x)
+        return [constrained(mesh, y @ w, None, "model", "data") for w in others]
+
+    before, after = check(f, p, x, others)
+    assert of_xla(before) > 1
+    assert ("jax_intranode_psum" in after) == ((batch, users) != (1, 2)), after
+
+
 def test_what_xla_can_overlap_is_left(as_on_gpus: Any) -> None:
     """A gather that can run next to a matmul before its use; not sums that all matmuls need."""
     as_on_gpus(0)
@@ -570,6 +587,40 @@ def test_branches_for_gpus(branch: Any, wanted: str) -> None:
         names = {o.name for o in modules.walk(new.operation)}
         assert new.operation.verify()
     assert names & {"stablehlo.if", "stablehlo.case"} == {f"stablehlo.{wanted}"}
+
+
+@pytest.mark.parametrize(
+    "spec, times, for_gpus, swaps",
+    [
+        ("ai,ib->ba", 1, True, True),
+        ("aij,bji->ba", 1, True, True),
+        ("ai,ib->ab", 1, True, False),
+        ("ai,ib->ba", 2, True, False),  # the product itself is needed, too
+        ("aci,ib->bac", 1, True, False),
+        ("ai,ib->ba", 1, False, False),
+    ],
+)
+def test_transposed_products(spec: str, times: int, for_gpus: bool, swaps: bool) -> None:
+    """For GPUs XLA multiplies in the other order, and Shardy prefers the first operand."""
+    terms, result = spec.split("->")
+    sizes = dict(zip("abcij", (2, 3, 4, 5, 6), strict=True))
+    shapes = [[sizes[c] for c in term] for term in terms.split(",")]
+    plain = "".join(c for c in terms if c in result)
+
+    def f(x: Any, w: Any) -> Any:
+        y = jnp.einsum(f"{terms}->{plain}", x, w)
+        order = [plain.index(c) for c in result]
+        return [y.transpose(order), y * 2][:times]
+
+    module = jax.jit(f).lower(*(normal(i, *shape) for i, shape in enumerate(shapes))).compiler_ir()
+    with module.context, ir.Location.unknown():
+        new = simplified.simplified(module, for_gpus=for_gpus)
+        assert new.operation.verify()
+        (dot,) = [o for o in modules.walk(new.operation) if o.name.startswith("stablehlo.dot")]
+        first = list(ir.RankedTensorType(dot.operands[0].type).shape)
+        transposes = [o for o in modules.walk(new.operation) if o.name == "stablehlo.transpose"]
+    assert (first == shapes[1]) == swaps
+    assert len(transposes) == (result != plain and not swaps)
 
 
 def test_attention_of_a_divided_sequence() -> None:

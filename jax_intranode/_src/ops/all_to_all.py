@@ -33,8 +33,9 @@ def all_to_all(
     become another NaN. XLA transposes the array before the exchange unless `split_axis` is 0, and
     after it unless `concat_axis` is 0.
 
-    On GPUs the speed has not been measured yet. There unedited programs keep ``jax.lax.all_to_all``
-    (see ``install``), unless a tuning of the node says that ours is faster.
+    On GPUs the speed has been measured between 2 ranks, for floating-point numbers. Elsewhere
+    unedited programs keep ``jax.lax.all_to_all`` (see ``install``), unless a tuning of the node
+    says that ours is faster.
 
     Differentiates as ``jax.lax.all_to_all`` does: the transpose is an ``all_to_all`` with
     `split_axis` and `concat_axis` exchanged.

@@ -21,10 +21,11 @@ def install(*, auto: bool = False) -> None:
 
     When JAX lowers a program, the collectives in the bodies of its shard_maps (and pmaps) are
     replaced where `explain` says that it pays: psum, pmean, psum_scatter, all_gather and
-    all_to_all of ``jax.lax``, those that JAX inserts for gradients included. (On GPUs all_to_all
-    only with a tuning of the node, because its rows were not measured.) Sums that do not depend on
-    each other are issued as one operation, as XLA would. Results are those of the functions of this
-    package; see the README for how sums are rounded.
+    all_to_all of ``jax.lax``, those that JAX inserts for gradients included. (On GPUs all_to_all of
+    floating-point numbers between 2 ranks, and others only with a tuning of the node, because they
+    were not measured.) Sums that do not depend on each other are issued as one operation, as XLA
+    would. Results are those of the functions of this package; see the README for how sums are
+    rounded.
 
     Functions that were compiled before are compiled again when they are called. Nothing is
     rewritten under ``jax.export``, or with JAX_INTRANODE_DISABLE=1. All processes of a program must

@@ -76,16 +76,22 @@ def _parts(algorithm: str) -> dict[tuple[str, int], tuple[Row, ...]]:
     }
 
 
-def _unmeasured(
+def _exchange(
     rows: dict[tuple[str, int], tuple[Row, ...]], largest: int
 ) -> dict[tuple[str, int], tuple[Row, ...]]:
-    """Rows of an operation that was not measured, from those of another, which sends alike.
+    """Rows of all_to_all, from those of another operation, which sends alike.
 
-    `largest` is the largest operand in bytes, of which each of n ranks gets 1/n.
+    They were measured between 2 ranks, for bare packets (docs/measurements/all_to_all_2_h100.json
+    and all_to_all_one_process_2_h100.json). `largest` is the largest operand in bytes, of which
+    each of n ranks gets 1/n.
     """
     return {
         (packets, world): tuple(
-            dataclasses.replace(row, nbytes=min(row.nbytes, largest // world), measured=False)
+            dataclasses.replace(
+                row,
+                nbytes=min(row.nbytes, largest // world),
+                measured=(packets, world) == ("bare", 2),
+            )
             for k, row in enumerate(of_group)
             if k == 0 or of_group[k - 1].nbytes < largest // world
         )
@@ -130,7 +136,7 @@ _HOPPER: dict[str, dict[tuple[str, int], tuple[Row, ...]]] = {
     },
     "psum_scatter": _parts("reduce_scatter"),
     "all_gather": _parts("all_gather"),
-    "all_to_all": _unmeasured(_parts("all_to_all"), 4 * _MB),
+    "all_to_all": _exchange(_parts("all_to_all"), 4 * _MB),
 }
 
 
@@ -212,7 +218,7 @@ GENERATIONS = {
 }
 
 # The device on which the rows were measured, by hardware.
-_MEASURED_ON = {"hopper": "H200", "cpu": "2 CPU cores"}
+_MEASURED_ON = {"hopper": "Hopper GPUs", "cpu": "2 CPU cores"}
 
 
 # The operations that have rows.

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import sdy
+from jax.extend.mlir.dialects import sdy, stablehlo
 
 # The attribute that tells operations apart. In Python their hashes change with their operands.
 NUMBER = "jax_intranode.number"
@@ -70,6 +70,16 @@ def splat(value: Any) -> float | None:
         except ValueError:
             continue
     return None
+
+
+def dot_dimensions(dot: Any) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    """The dimensions of both operands of a dot that are contracted, and those of its batch."""
+    if dot.name == "stablehlo.dot":
+        last = len(ir.RankedTensorType(dot.operands[0].type).shape) - 1
+        return ((last,), (0,)), ((), ())
+    d = stablehlo.DotDimensionNumbers(dot.attributes["dot_dimension_numbers"])
+    contracting = tuple(d.lhs_contracting_dimensions), tuple(d.rhs_contracting_dimensions)
+    return contracting, (tuple(d.lhs_batching_dimensions), tuple(d.rhs_batching_dimensions))
 
 
 def number(operation: Any) -> int:

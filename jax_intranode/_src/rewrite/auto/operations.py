@@ -15,7 +15,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from jax_intranode._src.rewrite.auto import partitioner, plans
-from jax_intranode._src.rewrite.auto.modules import integer, splat
+from jax_intranode._src.rewrite.auto.modules import dot_dimensions, integer, splat
 from jax_intranode._src.rewrite.auto.plans import Axes, Gather, Labels, Plan, Sum
 from jax_intranode._src.rewrite.auto.program import Program
 from jax_intranode._src.selection import select
@@ -114,15 +114,7 @@ def kind_of(operation: Any) -> Kind | None:
 
 def _dot_general(operation: Any) -> Kind:
     attributes = operation.attributes
-    contracting: tuple[tuple[int, ...], ...]
-    batch: tuple[tuple[int, ...], ...]
-    if operation.name == "stablehlo.dot":
-        last = len(ir.RankedTensorType(operation.operands[0].type).shape) - 1
-        contracting, batch = ((last,), (0,)), ((), ())
-    else:
-        d = stablehlo.DotDimensionNumbers(attributes["dot_dimension_numbers"])
-        contracting = tuple(d.lhs_contracting_dimensions), tuple(d.rhs_contracting_dimensions)
-        batch = tuple(d.lhs_batching_dimensions), tuple(d.rhs_batching_dimensions)
+    contracting, batch = dot_dimensions(operation)
     precision = (lax.Precision.DEFAULT,) * 2
     if "precision_config" in attributes:
         precision = tuple(

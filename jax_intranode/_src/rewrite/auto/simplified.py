@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import sdy
+from jax.extend.mlir.dialects import sdy, stablehlo
 
 from jax_intranode._src.jax_private import hlo
 from jax_intranode._src.rewrite.auto.modules import (
     Unsuitable,
     as_bytecode,
+    dot_dimensions,
     functions_of,
     inline_calls,
     inner_blocks,
@@ -88,6 +89,7 @@ def simplified(module: Any, for_gpus: bool) -> Any:
         function.erase()
     if for_gpus:
         _make_ifs(main)
+        _transpose_products(main)
     _order_as_xla(main, whole=for_gpus)
     for operation in walk(main):
         for name in _LAYOUTS & {*operation.attributes}:
@@ -151,6 +153,46 @@ def _is_cheap(operation: Any) -> bool:
         return False
     values = (*operation.operands, *operation.results)
     return len({tuple(ir.RankedTensorType(value.type).shape) for value in values}) == 1
+
+
+def _transpose_products(main: Any) -> None:
+    """Makes the transpose of a product of matrices the product of both in the other order.
+
+    Where both are sharded over the same axis, Shardy prefers the first one.
+    """
+    for transpose in [o for o in walk(main) if o.name == "stablehlo.transpose"]:
+        dot = owner(transpose.operands[0])
+        if dot is None or dot.name not in ("stablehlo.dot", "stablehlo.dot_general"):
+            continue
+        if len(list(dot.results[0].uses)) > 1 or "algorithm" in dot.attributes:
+            continue
+        (first, second), (batch, _) = dot_dimensions(dot)
+        ranks = [len(ir.RankedTensorType(value.type).shape) for value in dot.operands]
+        order = list(ir.DenseI64ArrayAttr(transpose.attributes["permutation"]))
+        if batch or ranks != [1 + len(first)] * 2 or order != [1, 0]:
+            continue
+        attributes = {
+            "dot_dimension_numbers": stablehlo.DotDimensionNumbers.get(
+                lhs_batching_dimensions=[],
+                rhs_batching_dimensions=[],
+                lhs_contracting_dimensions=second,
+                rhs_contracting_dimensions=first,
+            )
+        }
+        if "precision_config" in dot.attributes:
+            precisions = [*dot.attributes["precision_config"]]
+            attributes["precision_config"] = ir.ArrayAttr.get(precisions[::-1])
+        new = ir.Operation.create(
+            "stablehlo.dot_general",
+            results=[transpose.results[0].type],
+            operands=list(dot.operands)[::-1],
+            attributes=attributes,
+            loc=dot.location,
+            ip=ir.InsertionPoint(transpose),
+        )
+        transpose.results[0].replace_all_uses_with(new.results[0])
+        transpose.erase()
+        dot.erase()
 
 
 def _order_as_xla(main: Any, whole: bool) -> None:

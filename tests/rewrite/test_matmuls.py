@@ -287,8 +287,14 @@ SCATTERS: dict[str, tuple[Callable[..., Any], tuple[int, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("form", SCATTERS)
+@pytest.mark.parametrize(
+    ("form", "check_vma"),
+    [
+        pytest.param(form, check, marks=[pytest.mark.full] * (not check and form != "plain"))
+        for form in SCATTERS
+        for check in (True, False)
+    ],
+)
 def test_forms_of_sums(form: str, check_vma: bool) -> None:
     body, shape, wanted = SCATTERS[form]
     y = normal(*shape)

@@ -13,7 +13,7 @@ import pytest
 from processes import free_port, python
 
 import jax_intranode
-from jax_intranode._src.health import failures
+from jax_intranode._src.health import failures, peers
 from jax_intranode._src.jax_private import runtime_errors
 from jax_intranode._src.native import extension
 
@@ -46,6 +46,25 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     runtime_errors.show_in_runtime_errors(failures._shown_in)
     yield
     extension.module.cache_clear()
+
+
+def test_handlers_and_exceptions_that_raise_hide_nothing(
+    clean: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise RuntimeError(f"no room for {record.getMessage()}")
+
+    class Error(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    handler = Handler()
+    monkeypatch.setattr(logging.getLogger("jax_intranode"), "handlers", [handler])
+    monkeypatch.setattr(peers, "_uncaught", Error)
+    assert peers._failed() == "Error"
+    assert failures.report(FAILURE)
+    assert jax_intranode.last_failure() == FAILURE
 
 
 def test_the_first_failure_is_kept(clean: None, caplog: pytest.LogCaptureFixture) -> None:

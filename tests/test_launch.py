@@ -224,6 +224,27 @@ def test_the_first_failure_is_the_last_thing_shown(launch: Launch) -> None:
     assert after == "launch: after it, rank 0: SIGKILL, rank 2: exit code 1"
 
 
+def test_a_rank_that_exits_with_a_code_has_failed(launch: Launch) -> None:
+    """It waits for nobody, and its peers are told."""
+    code, _, err = launch(
+        "-n 2 --platform cpu --grace 1 SCRIPT",
+        """
+        import sys, time
+        import jax, jax_intranode, numpy as np
+        from jax.sharding import Mesh, PartitionSpec as P
+        mesh = Mesh(np.array(jax.devices()), ("x",))
+        f = jax.shard_map(lambda v: jax_intranode.psum(v, "x"), mesh=mesh, in_specs=P(), out_specs=P())
+        jax.block_until_ready(jax.jit(f)(np.ones(4)))
+        if jax.process_index() == 1:
+            sys.exit(3)
+        time.sleep(20)
+        """,
+    )
+    assert code == 3
+    assert "process 1 (pid " in err and "has failed: SystemExit: 3" in err
+    assert "Timeout" not in err
+
+
 def test_restarts(launch: Launch, tmp_path: Path) -> None:
     script = """
         import os, sys

@@ -155,6 +155,8 @@ NB_MODULE(_host, m) {
           nb::arg("platform"), nb::arg("silent_s"), "Begins to watch.")
       .def("finish", &PeerWatch::Finish, nb::call_guard<nb::gil_scoped_release>(),
            "Tells the peers that the program has come to its end, and that nothing of it runs.")
+      .def("go_on", &PeerWatch::GoOn, nb::call_guard<nb::gil_scoped_release>(),
+           "Tells the peers that this process runs after all.")
       .def("fail", &PeerWatch::Fail, nb::arg("text"), nb::call_guard<nb::gil_scoped_release>(),
            "Tells the peers that this process ends because of a failure.")
       .def("set_in_barrier", &PeerWatch::SetInBarrier, nb::arg("is_in_barrier"),

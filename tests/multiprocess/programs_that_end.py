@@ -31,6 +31,7 @@ from program_parts import (
 
 import jax_intranode
 from jax_intranode._src.command_line.launcher.rank import connect
+from jax_intranode._src.health import peers
 from jax_intranode._src.selection import config
 
 
@@ -72,12 +73,12 @@ def times_that_take(seconds: float) -> int:
     return int(seconds / took * times)
 
 
-def last_step() -> jax.Array:
+def last_step(seconds: float = 2.0) -> jax.Array:
     """A step in which rank 1 computes for some seconds between its two collectives.
 
     Rank 0 comes later to the first one: rank 1 waits in a thread of XLA's.
     """
-    own = times_that_take(2.0) if rank() == 1 else 1
+    own = times_that_take(seconds) if rank() == 1 else 1
 
     def step(v: jax.Array, times: jax.Array) -> jax.Array:
         return OPERATIONS.psum(working(OPERATIONS.psum(v, "x"), times[0, 0]), "x")
@@ -100,6 +101,37 @@ def computes_in_the_last_step() -> None:
     last = last_step()  # alive until Python has ended
     if rank() == 0:
         say(read(last))
+
+
+def ends_while_it_computes(how: str) -> None:
+    """For longer than a peer waits for a process that has finished. It drops the result.
+
+    "in_a_thread": XLA:CPU orders what one thread dispatches. "with_a_mesh": programs of other
+    devices are refused. The others end a part of JAX themselves.
+    """
+    if how == "with_a_mesh":
+        jax.set_mesh(line())
+    if how == "shuts_down":
+        atexit.register(jax.distributed.shutdown)
+    results = []
+    if how == "in_a_thread":
+        thread = threading.Thread(target=lambda: results.append(last_step(10.0)))
+        thread.start()
+        thread.join()
+    else:
+        results.append(last_step(10.0))
+    if rank() == 0:
+        say(read(results[0]))
+    results.clear()
+    if how == "clears_backends":
+        jax.extend.backend.clear_backends()
+
+
+def other_threads_never_rest() -> None:
+    """As those of a library that spins for good: no process waits for another one's to rest."""
+    begin()
+    peers._native_cpu_s = time.monotonic
+    time.sleep(rank())
 
 
 def ends_at_different_times() -> None:

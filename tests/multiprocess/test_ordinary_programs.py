@@ -20,6 +20,11 @@ PROGRAMS = {
     # How they end.
     "last_step_unread": Program([["6.0"], []]),
     "computes_in_the_last_step": Program([["6.0"], []]),
+    **{
+        f"ends_while_it_computes {how}": Program([["6.0"], []])
+        for how in ("in_a_thread", "with_a_mesh", "shuts_down", "clears_backends")
+    },
+    "other_threads_never_rest": Program([[]] * 3),
     "ends_at_different_times": Program([["12.0", "4.0"]] * 3, env=SHORT),
     "ends_long_before_its_peer": Program([["4.0"], []]),
     "half_of_the_ranks_end": Program([["3.0", "6.0", "9.0"]] * 2 + [["7.0"]] * 2),
@@ -63,6 +68,8 @@ PROGRAMS = {
 
 # Variants of others, and those that take long.
 FULL = (
+    *("ends_while_it_computes with_a_mesh", "ends_while_it_computes shuts_down"),
+    "ends_while_it_computes clears_backends",
     "ends_long_before_its_peer",
     "distributed_shutdown_at_the_end",
     *("one_rank_is_stopped", "spawned_workers", "console_that_showed_an_exception"),

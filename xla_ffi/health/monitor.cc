@@ -392,6 +392,12 @@ void PeerWatch::Finish() {
   SendAll(PeerNotice::kFinished);
 }
 
+void PeerWatch::GoOn() {
+  std::lock_guard lock(Monitor::Get().mutex_);
+  finishes_ = finished_ = false;
+  SendAll(PeerNotice::kGoesOn);
+}
+
 void PeerWatch::Fail(const std::string& text) {
   std::lock_guard lock(Monitor::Get().mutex_);
   SendAll(PeerNotice::kFailed, text);

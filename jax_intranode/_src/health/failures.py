@@ -118,7 +118,7 @@ def _follow() -> None:
     while not _ending.is_set():
         module.await_news(3600.0)
         for is_wait, text in module.take_warnings():
-            _log.warning(text)
+            _logged(logging.WARNING, text)
             if is_wait:
                 waits.waited(text)
         current()
@@ -182,10 +182,16 @@ def _enter(find: Callable[[], list[Failure]]) -> bool:
             # On GPUs the destructors of a lost context print so much that the message is lost, too.
             extension.module("cpu").set_exit_message(_last.message, _last.platform == "gpu")
     for failure in failures[:first]:
-        _log.error(failure.message)
+        _logged(logging.ERROR, failure.message)
     for failure in failures[first:]:
-        _log.info("Another failure followed: %s", failure.message)
+        _logged(logging.INFO, f"Another failure followed: {failure.message}")
     return first
+
+
+def _logged(level: int, text: str) -> None:
+    """Logs a text. A handler of the program that raises must not hide the failure."""
+    with contextlib.suppress(Exception):
+        _log.log(level, "%s", text)
 
 
 def _says_more(failure: Failure) -> bool:

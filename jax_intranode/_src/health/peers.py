@@ -35,8 +35,10 @@ _HOPELESS_BARRIER_S = 0.5
 # How long the process with JAX's coordination service then waits for its peers to end: when it
 # ends, JAX aborts those that are left.
 _LAST_S = 5.0
-# How often a process that has finished looks whether its peers have.
+# How often a process that has finished looks whether its peers have, and whether it computes, and
+# what its threads then have used. Peers wait longer for it (kPatience of peer_table.h).
 _LOOK_S = 0.02
+_COMPUTES_LOOK_S, _COMPUTES_S = 0.5, 0.02
 _PRESENT = ("unheard", "running")
 _FAULTS = ("failed", "lost")
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
@@ -130,6 +132,8 @@ _fails = False  # whether this process ends because of a failure
 _has_lost = False  # whether a peer was lost in a mesh that was shut down since
 _pid = os.getpid()
 _program = ""  # the file that Python runs
+_end = ""  # how the program ends, if it said so
+_drained = False
 
 
 def _take_part_in_the_end() -> None:
@@ -168,12 +172,24 @@ def _uncaught() -> BaseException | None:
     return None
 
 
+def ends_with(text: str) -> None:
+    """Notes how the program ends, where an exception does not say it, for the peers."""
+    global _end
+    _end = text
+
+
 def _failed() -> str:
     """How this program has failed, in a line; empty if it has not."""
     error, failure = _uncaught(), failures.current()
     if failure is not None:
         return failure.message.removeprefix("jax_intranode: ").partition(". ")[0]
-    return "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
+    if error is None:
+        return _end
+    try:
+        text = str(error)
+    except Exception:  # an exception of the program may have no text
+        text = ""
+    return f"{type(error).__name__}: {text}".splitlines()[0].rstrip(": .")
 
 
 def _tell_failure() -> bool:
@@ -195,27 +211,48 @@ def _drain() -> None:
     A program that has failed does not wait, and tells its peers here: JAX's backends may take long
     to end, because on GPUs they wait for kernels, which may wait for peers.
     """
+    global _drained
     if os.getpid() != _pid or not _watches or _tell_failure():
         return
+    _drained = True
     for platform in {watch.platform for watch in _watches}:
         with contextlib.suppress(Exception):  # who needed a result has seen its error
             for array in jax.live_arrays(platform):
                 array.block_until_ready()
         with contextlib.suppress(Exception):
             mesh = Mesh(np.array(jax.local_devices(backend=platform)), ("x",))
-            x = jax.device_put(np.zeros(mesh.size, np.float32), NamedSharding(mesh, P("x")))
-            total = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, P()))
-            total(x).block_until_ready()
+            with jax.set_mesh(mesh), jax.transfer_guard("allow"):  # whatever the program has set
+                x = jax.device_put(np.zeros(mesh.size, np.float32), NamedSharding(mesh, P("x")))
+                total = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, P()))
+                total(x).block_until_ready()
         with contextlib.suppress(Exception):
             if platform == "gpu":
                 extension.module("gpu").synchronize()
 
 
+def _native_cpu_s() -> float:
+    """The processor time of the threads that Python has not started, in seconds."""
+    of_python = {thread.native_id for thread in threading.enumerate()} | {threading.get_native_id()}
+    ticks = 0
+    for thread in os.listdir("/proc/self/task"):
+        if int(thread) not in of_python:
+            with contextlib.suppress(OSError):  # it has ended
+                stat = Path(f"/proc/self/task/{thread}/stat").read_text()
+                ticks += sum(map(int, stat.rpartition(")")[2].split()[11:13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def _say_goodbye() -> None:
     """When JAX ends with the process, and nothing of the program runs: tells the peers.
 
-    JAX's last barrier gives up after 5 minutes, so a program that has finished waits here until its
-    peers have finished, too, or are lost.
+    JAX's last barrier gives up after 5 minutes, so a program that has finished waits here until
+    each peer has finished, too, or is lost.
+
+    On CPU devices `_drain` does not wait for what another thread has dispatched, or what was
+    dispatched before the program cleared JAX's backends itself. As long as threads of XLA compute,
+    this process takes back that it has finished. It looks at processor time, so threads of other
+    libraries count, too. Therefore a peer counts that has finished once: two that compute for good
+    do not wait for each other.
     """
     if os.getpid() != _pid:
         return
@@ -223,14 +260,33 @@ def _say_goodbye() -> None:
         # The program calls jax.distributed.shutdown() itself, and may go on.
         _after_barrier(in_barrier=True)
         return
+    if not _drained and distributed.has_backends():
+        _drain()
     if _tell_failure():
         return
     for watch in _watches:
         watch.native.finish()
-    while any(
-        state in (*_PRESENT, "silent") for watch in _watches for _, _, state, _, _ in watch.peers()
-    ):
+    computes, used, looked = False, _native_cpu_s(), time.monotonic()
+    awaited = {(watch, process) for watch in _watches for process, *_ in watch.peers()}
+    while True:
+        for watch in _watches:
+            for process, _, state, _, _ in watch.peers():
+                if state not in (*_PRESENT, "silent"):
+                    awaited.discard((watch, process))
+        if not awaited:
+            break
         time.sleep(_LOOK_S)
+        if time.monotonic() - looked < _COMPUTES_LOOK_S:
+            continue
+        before, used, looked = used, _native_cpu_s(), time.monotonic()
+        if computes != (used - before >= _COMPUTES_S):
+            computes = not computes
+            for watch in _watches:
+                if watch.platform == "cpu":
+                    (watch.native.go_on if computes else watch.native.finish)()
+    if computes:
+        for watch in _watches:
+            watch.native.finish()
 
 
 def _after_barrier(in_barrier: bool = False) -> None:

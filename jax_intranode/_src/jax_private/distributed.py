@@ -55,6 +55,11 @@ def at_end_of_backends(action: Callable[[], None]) -> None:
 _at_end: list[Callable[[], None]] = []
 
 
+def has_backends() -> bool:
+    """Whether JAX has backends: none are made by asking. 0.10.2 and later."""
+    return xla_bridge.backends_are_initialized()
+
+
 def bound_distributed_shutdown(
     begins: Callable[[], None], gives_up: Callable[[float, bool], bool], ends: Callable[[], None]
 ) -> None:

@@ -233,7 +233,8 @@ def test_a_rank_that_exits_with_a_code_has_failed(launch: Launch) -> None:
         import jax, jax_intranode, numpy as np
         from jax.sharding import Mesh, PartitionSpec as P
         mesh = Mesh(np.array(jax.devices()), ("x",))
-        f = jax.shard_map(lambda v: jax_intranode.psum(v, "x"), mesh=mesh, in_specs=P(), out_specs=P())
+        psum = lambda v: jax_intranode.psum(v, "x")
+        f = jax.shard_map(psum, mesh=mesh, in_specs=P(), out_specs=P())
         jax.block_until_ready(jax.jit(f)(np.ones(4)))
         if jax.process_index() == 1:
             sys.exit(3)

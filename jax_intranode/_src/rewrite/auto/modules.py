@@ -72,7 +72,11 @@ def splat(value: Any) -> float | None:
     return None
 
 
-def dot_dimensions(dot: Any) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+# Dimensions of a dot's operands.
+_OfBoth = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def dot_dimensions(dot: Any) -> tuple[_OfBoth, _OfBoth]:
     """The dimensions of both operands of a dot that are contracted, and those of its batch."""
     if dot.name == "stablehlo.dot":
         last = len(ir.RankedTensorType(dot.operands[0].type).shape) - 1

@@ -171,7 +171,7 @@ def _transpose_products(main: Any) -> None:
         order = list(ir.DenseI64ArrayAttr(transpose.attributes["permutation"]))
         if batch or ranks != [1 + len(first)] * 2 or order != [1, 0]:
             continue
-        attributes = {
+        attributes: dict[str, ir.Attribute] = {
             "dot_dimension_numbers": stablehlo.DotDimensionNumbers.get(
                 lhs_batching_dimensions=[],
                 rhs_batching_dimensions=[],

@@ -80,7 +80,7 @@ class PeerWatch {
   // this process as in order, and calls that wait for it fail. Until then a call of this process
   // takes it back, and the monitor tells it again when none has come for a while.
   void Finish();
-  // It runs all the same, so the peers may wait for it again.
+  // Something of it runs all the same: takes Finish() back, until it is called again.
   void GoOn();
 
   // This process ends because of a failure; the text says which. Its peers fail at once.

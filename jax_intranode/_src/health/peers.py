@@ -35,9 +35,10 @@ _HOPELESS_BARRIER_S = 0.5
 # How long the process with JAX's coordination service then waits for its peers to end: when it
 # ends, JAX aborts those that are left.
 _LAST_S = 5.0
-# How often a process that has finished looks whether its peers have, and whether it computes, and
-# what its threads then have used. Peers wait longer for it (kPatience of peer_table.h).
+# How often a process that has finished looks whether its peers have.
 _LOOK_S = 0.02
+# How often it looks whether it still computes, and how much processor time counts as computing. A
+# peer waits longer for a process that has finished (kPatience of xla_ffi/health/peer_table.h).
 _COMPUTES_LOOK_S, _COMPUTES_S = 0.5, 0.02
 _PRESENT = ("unheard", "running")
 _FAULTS = ("failed", "lost")
@@ -132,8 +133,8 @@ _fails = False  # whether this process ends because of a failure
 _has_lost = False  # whether a peer was lost in a mesh that was shut down since
 _pid = os.getpid()
 _program = ""  # the file that Python runs
-_end = ""  # how the program ends, if it said so
-_drained = False
+_exit: BaseException | None = None  # what `fails_with` was told
+_drained = False  # whether `_drain` has waited
 
 
 def _take_part_in_the_end() -> None:
@@ -172,19 +173,19 @@ def _uncaught() -> BaseException | None:
     return None
 
 
-def ends_with(text: str) -> None:
-    """Notes how the program ends, where an exception does not say it, for the peers."""
-    global _end
-    _end = text
+def fails_with(error: BaseException) -> None:
+    """Notes what ends the program with an error where Python shows no exception: SystemExit."""
+    global _exit
+    _exit = error
 
 
 def _failed() -> str:
     """How this program has failed, in a line; empty if it has not."""
-    error, failure = _uncaught(), failures.current()
+    error, failure = _uncaught() or _exit, failures.current()
     if failure is not None:
         return failure.message.removeprefix("jax_intranode: ").partition(". ")[0]
     if error is None:
-        return _end
+        return ""
     try:
         text = str(error)
     except Exception:  # an exception of the program may have no text
@@ -248,11 +249,11 @@ def _say_goodbye() -> None:
     JAX's last barrier gives up after 5 minutes, so a program that has finished waits here until
     each peer has finished, too, or is lost.
 
-    On CPU devices `_drain` does not wait for what another thread has dispatched, or what was
-    dispatched before the program cleared JAX's backends itself. As long as threads of XLA compute,
-    this process takes back that it has finished. It looks at processor time, so threads of other
-    libraries count, too. Therefore a peer counts that has finished once: two that compute for good
-    do not wait for each other.
+    On CPU devices something may still run: `_drain` does not wait for what another thread has
+    dispatched, and not at all where the program has cleared JAX's backends itself. So this process
+    takes back that it has finished while threads of XLA use a processor. Threads of other libraries
+    count, too, and may never rest. So a peer that has finished once is not awaited again: two
+    processes with such threads would wait for each other.
     """
     if os.getpid() != _pid:
         return
@@ -266,27 +267,30 @@ def _say_goodbye() -> None:
         return
     for watch in _watches:
         watch.native.finish()
+    on_cpu = [watch for watch in _watches if watch.platform == "cpu"]
     computes, used, looked = False, _native_cpu_s(), time.monotonic()
-    awaited = {(watch, process) for watch in _watches for process, *_ in watch.peers()}
-    while True:
-        for watch in _watches:
-            for process, _, state, _, _ in watch.peers():
-                if state not in (*_PRESENT, "silent"):
-                    awaited.discard((watch, process))
-        if not awaited:
-            break
+    finished: set[tuple[Watch, int]] = set()
+    while not _all_have_finished(finished):
         time.sleep(_LOOK_S)
-        if time.monotonic() - looked < _COMPUTES_LOOK_S:
+        if not on_cpu or time.monotonic() - looked < _COMPUTES_LOOK_S:
             continue
         before, used, looked = used, _native_cpu_s(), time.monotonic()
         if computes != (used - before >= _COMPUTES_S):
             computes = not computes
-            for watch in _watches:
-                if watch.platform == "cpu":
-                    (watch.native.go_on if computes else watch.native.finish)()
+            for watch in on_cpu:
+                (watch.native.go_on if computes else watch.native.finish)()
     if computes:
-        for watch in _watches:
+        for watch in on_cpu:
             watch.native.finish()
+
+
+def _all_have_finished(finished: set[tuple[Watch, int]]) -> bool:
+    """Whether all peers have finished, or are lost, now or before. `finished` remembers them."""
+    peers = [
+        (watch, process, state) for watch in _watches for process, _, state, *_ in watch.peers()
+    ]
+    finished.update((w, p) for w, p, state in peers if state not in (*_PRESENT, "silent"))
+    return all((watch, process) in finished for watch, process, _ in peers)
 
 
 def _after_barrier(in_barrier: bool = False) -> None:

@@ -87,7 +87,7 @@ def main() -> None:
         if end.code not in (None, 0):
             peers = sys.modules.get("jax_intranode._src.health.peers")
             if peers is not None:
-                peers.ends_with(f"SystemExit: {end.code}")
+                peers.fails_with(end)
             _leave()
         raise
     except BaseException:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiers import full
 
 import jax_intranode
 
@@ -133,7 +134,7 @@ def test_main_is_there_until_exit_handlers_and_threads_have_ended(
     assert (code, out) == (0, ["thread True", "at exit True"]), err
 
 
-@pytest.mark.parametrize("way", ["SCRIPT", pytest.param("run SCRIPT", marks=pytest.mark.full)])
+@pytest.mark.parametrize("way", ["SCRIPT", full("run SCRIPT")])
 def test_a_script_that_executes_itself_again_is_still_a_rank(
     output: Output, tmp_path: Path, way: str
 ) -> None:

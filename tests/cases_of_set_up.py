@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_intranode
 from jax_intranode._src.command_line.bench.settings import Settings
-from jax_intranode._src.command_line.launcher.functions import PROCESS_PER_DEVICE
+from jax_intranode._src.command_line.launcher.runs import PROCESS_PER_DEVICE
 from jax_intranode._src.command_line.tune import command, sweep
 from jax_intranode._src.group import rendezvous
 from jax_intranode._src.jax_private.distributed import key_value_client

@@ -19,8 +19,7 @@ from bench_settings import settings_of
 
 from jax_intranode import __main__ as command_line
 from jax_intranode._src.command_line.bench import record, report
-from jax_intranode._src.command_line.launcher.functions import MODES, SINGLE_PROCESS
-from jax_intranode._src.command_line.launcher.progress import ProgressLine
+from jax_intranode._src.command_line.launcher.runs import MODES, SINGLE_PROCESS, ProgressLine
 from jax_intranode._src.native import definitions
 from jax_intranode._src.selection.overlap import plan as overlap_plan
 from jax_intranode._src.selection.overlap.profiles import H200, Profile

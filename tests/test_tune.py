@@ -10,7 +10,7 @@ import pytest
 from bench_settings import RunHere, mesh_of_two, settings_of
 
 import jax_intranode
-from jax_intranode._src.command_line.launcher.functions import MODES, SINGLE_PROCESS
+from jax_intranode._src.command_line.launcher.runs import MODES, SINGLE_PROCESS
 from jax_intranode._src.command_line.tune import command, sweep
 from jax_intranode._src.command_line.tune.sweep import Measured, fastest, rows_of
 from jax_intranode._src.group import rendezvous as rendezvous_lib

@@ -35,7 +35,7 @@ from bench_plots import command as plots
 
 from jax_intranode._src.command_line.bench import record
 from jax_intranode._src.command_line.benefits import size_text
-from jax_intranode._src.command_line.launcher.functions import PROCESS_PER_DEVICE, SINGLE_PROCESS
+from jax_intranode._src.command_line.launcher.runs import PROCESS_PER_DEVICE, SINGLE_PROCESS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax_intranode._src.command_line.bench import matmuls, oracle, timing
 from jax_intranode._src.command_line.bench.operations import MATMULS
 from jax_intranode._src.command_line.bench.settings import Settings, Shape
-from jax_intranode._src.command_line.launcher.function_rank import Rank
+from jax_intranode._src.command_line.launcher.all_ranks import Rank
 
 LIBRARY = "pallas"
 

@@ -15,8 +15,7 @@ from jax_intranode._src.command_line.bench import command as bench
 from jax_intranode._src.command_line.bench import options as bench_options
 from jax_intranode._src.command_line.bench import record
 from jax_intranode._src.command_line.bench.settings import Settings
-from jax_intranode._src.command_line.launcher.functions import PROCESS_PER_DEVICE
-from jax_intranode._src.command_line.launcher.progress import ProgressLine
+from jax_intranode._src.command_line.launcher.runs import PROCESS_PER_DEVICE, ProgressLine
 from jax_intranode._src.command_line.options import (
     Parser,
     WrongInput,

@@ -17,11 +17,11 @@ from typing import Any
 import jax_intranode
 from jax_intranode._src.command_line import checks, info, machine
 from jax_intranode._src.command_line.checks import FAILS, OK, SKIPPED, WARNING, Check
-from jax_intranode._src.command_line.launcher.files import RankError
-from jax_intranode._src.command_line.launcher.functions import (
+from jax_intranode._src.command_line.launcher.runs import (
     PROCESS_PER_DEVICE,
     SINGLE_PROCESS,
     Devices,
+    RankError,
     run_function,
 )
 from jax_intranode._src.command_line.options import add_json

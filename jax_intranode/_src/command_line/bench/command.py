@@ -12,8 +12,7 @@ from jax_intranode._src.command_line import machine, source_tree
 from jax_intranode._src.command_line.bench import options, record
 from jax_intranode._src.command_line.bench.options import add_arguments as add_arguments
 from jax_intranode._src.command_line.bench.settings import Settings
-from jax_intranode._src.command_line.launcher.functions import end_by_exit, run_function
-from jax_intranode._src.command_line.launcher.progress import ProgressLine
+from jax_intranode._src.command_line.launcher.runs import ProgressLine, end_by_exit, run_function
 
 DESCRIPTION = (
     "Measures an operation of this package and the same one of jax.lax, and compares their results "

@@ -12,7 +12,7 @@ from jax_intranode._src.command_line import source_tree
 from jax_intranode._src.command_line.bench import collectives, matmuls, record, report
 from jax_intranode._src.command_line.bench.operations import MATMULS, OPERATIONS
 from jax_intranode._src.command_line.bench.settings import Settings
-from jax_intranode._src.command_line.launcher.function_rank import Rank
+from jax_intranode._src.command_line.launcher.all_ranks import Rank
 
 
 def measure(rank: Rank, **fields: Any) -> dict[str, Any]:

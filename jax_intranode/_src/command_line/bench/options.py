@@ -11,7 +11,7 @@ from jax_intranode._src.command_line import source_tree
 from jax_intranode._src.command_line.bench import shapes as matmul_shapes
 from jax_intranode._src.command_line.bench.operations import MATMULS, OPERATIONS
 from jax_intranode._src.command_line.bench.settings import Settings, Shape
-from jax_intranode._src.command_line.launcher.functions import MODES
+from jax_intranode._src.command_line.launcher.runs import MODES
 from jax_intranode._src.command_line.options import (
     WrongInput,
     add_mode,

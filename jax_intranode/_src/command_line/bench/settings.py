@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jax_intranode._src.command_line.launcher.functions import Devices
+from jax_intranode._src.command_line.launcher.runs import Devices
 
 
 class Shape(NamedTuple):
@@ -26,7 +26,7 @@ class Settings:
 
     Attributes:
         name: a key of OPERATIONS, MATMULS or PROGRAMS.
-        mode: one of `MODES` (launcher/functions.py).
+        mode: one of `MODES` (launcher/runs.py).
         devices: the number of devices.
         platform: "cpu" or "gpu".
         dtypes: names of the dtypes. All of them are measured at each size.

@@ -10,15 +10,16 @@ import time
 from typing import Any
 
 from jax_intranode._src.command_line import machine, source_tree
-from jax_intranode._src.command_line.launcher.files import RankError
-from jax_intranode._src.command_line.launcher.functions import (
+from jax_intranode._src.command_line.launcher.runs import (
     MODES,
     PROCESS_PER_DEVICE,
     Devices,
+    ProgressLine,
+    RankError,
     end_by_exit,
+    minutes,
     run_function,
 )
-from jax_intranode._src.command_line.launcher.progress import ProgressLine, minutes
 from jax_intranode._src.command_line.options import (
     WrongInput,
     add_mode,

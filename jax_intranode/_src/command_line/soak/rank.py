@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh
 
 import jax_intranode
 from jax_intranode._src.command_line.launcher import all_ranks
-from jax_intranode._src.command_line.launcher.function_rank import Rank
+from jax_intranode._src.command_line.launcher.all_ranks import Rank
 from jax_intranode._src.command_line.soak import calls
 from jax_intranode._src.command_line.soak.calls import Call, Seeded
 from jax_intranode._src.selection import config

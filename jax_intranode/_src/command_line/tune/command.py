@@ -12,8 +12,12 @@ from typing import Any
 from jax_intranode._src.command_line import machine, source_tree
 from jax_intranode._src.command_line.bench import record
 from jax_intranode._src.command_line.bench.settings import Settings
-from jax_intranode._src.command_line.launcher.functions import MODES, end_by_exit, run_function
-from jax_intranode._src.command_line.launcher.progress import ProgressLine
+from jax_intranode._src.command_line.launcher.runs import (
+    MODES,
+    ProgressLine,
+    end_by_exit,
+    run_function,
+)
 from jax_intranode._src.command_line.options import (
     WrongInput,
     add_mode,

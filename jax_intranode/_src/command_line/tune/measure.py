@@ -8,8 +8,8 @@ from typing import Any
 
 import jax_intranode
 from jax_intranode._src.command_line.bench.settings import Settings
-from jax_intranode._src.command_line.launcher.function_rank import Rank
-from jax_intranode._src.command_line.launcher.functions import SINGLE_PROCESS
+from jax_intranode._src.command_line.launcher.all_ranks import Rank
+from jax_intranode._src.command_line.launcher.runs import SINGLE_PROCESS
 from jax_intranode._src.command_line.tune import sweep
 from jax_intranode._src.group import communicator
 from jax_intranode._src.group import partition as partition_lib

@@ -20,7 +20,7 @@ from jax_intranode._src.command_line.bench import collectives, graph, oracle, ti
 from jax_intranode._src.command_line.bench.operations import OPERATIONS, Operation
 from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher import all_ranks
-from jax_intranode._src.command_line.launcher.functions import SINGLE_PROCESS
+from jax_intranode._src.command_line.launcher.runs import SINGLE_PROCESS
 from jax_intranode._src.native import definitions
 from jax_intranode._src.ops.norm_rules import PRIMITIVES, NormParams
 from jax_intranode._src.selection import select, table, tuning

@@ -12,8 +12,7 @@ from typing import Any
 
 from jax_intranode._src.command_line import benefits, machine, source_tree
 from jax_intranode._src.command_line.bench import command as bench
-from jax_intranode._src.command_line.bench import options as bench_options
-from jax_intranode._src.command_line.bench import record
+from jax_intranode._src.command_line.bench import report
 from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher.runs import PROCESS_PER_DEVICE, ProgressLine
 from jax_intranode._src.command_line.options import (
@@ -88,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(_title(settings), flush=True)
         measured = bench.run_mode(settings, {}, _TIMEOUT_S, line, shows_table=False)
         empty: dict[str, Any] = {"versions": [], "rows": []}
-        results.append({"version": record.VERSION, **measured, "peers": empty})
+        results.append({"version": report.VERSION, **measured, "peers": empty})
         if not arguments.json:
             print(_table(measured["rows"]), flush=True)
     wrong = sum(row["wrong"] + row["lax_wrong"] for result in results for row in result["rows"])
@@ -118,11 +117,11 @@ def _busy() -> str | None:
 def _settings(platform: str, devices: int) -> list[Settings]:
     """What to measure on these devices."""
     parser = Parser()
-    bench_options.add_arguments(parser)
+    bench.add_arguments(parser)
     found = []
     for options in _MEASURED[platform]:
         arguments = parser.parse_args([*options.split(), "--mode", PROCESS_PER_DEVICE])
-        found += bench_options.settings(arguments, platform, devices)
+        found += bench.settings_of(arguments, platform, devices)
     return found
 
 

@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 
 import jax_intranode
 from jax_intranode._src.command_line.bench import oracle, timing
-from jax_intranode._src.command_line.bench.operations import MATMULS, Matmul, flops
+from jax_intranode._src.command_line.bench.operations import MATMULS, Matmul, Shape, flops
 from jax_intranode._src.command_line.bench.oracle import Data
-from jax_intranode._src.command_line.bench.settings import Settings, Shape
+from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher import all_ranks
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.selection import tuning
@@ -195,8 +195,9 @@ def _check(
 ) -> tuple[int, int, float, float]:
     """Returns the wrong elements of our results and of lax's, and the errors of both."""
     got, expected = ours.results(mesh), by_lax.results(mesh)
-    sample = oracle.Sample(mesh, matmul, backward, data)
-    (wrong, error), (lax_wrong, lax_error) = sample.compare(got), sample.compare(expected)
+    (wrong, error), (lax_wrong, lax_error) = (
+        oracle.compare_sample(mesh, matmul, backward, data, results) for results in (got, expected)
+    )
     wrong += oracle.count_unlike(mesh, got, expected, matmul.results(backward))
     if matmul.gathers and not backward:
         wrong += oracle.count_wrong_gathered(mesh, data, matmul)

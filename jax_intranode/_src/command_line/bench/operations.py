@@ -9,7 +9,6 @@ import jax
 from jax import lax
 
 import jax_intranode
-from jax_intranode._src.command_line.bench.settings import Shape
 
 # Collectives.
 
@@ -91,6 +90,18 @@ OPERATIONS = {
 
 
 # Collective matmuls.
+
+
+class Shape(NamedTuple):
+    """The shape of the product [m, k] x [k, n] that one device computes."""
+
+    m: int
+    k: int
+    n: int
+
+    def __str__(self) -> str:
+        """Returns the shape as text."""
+        return f"{self.m} x {self.k} x {self.n}"
 
 
 class Result(NamedTuple):

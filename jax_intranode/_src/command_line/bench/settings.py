@@ -1,23 +1,15 @@
 """The settings of a measurement, which the parent process sends to the ranks."""
 
+import argparse
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from jax_intranode._src.command_line.bench.operations import MATMULS, Shape
 from jax_intranode._src.command_line.launcher.runs import Devices
-
-
-class Shape(NamedTuple):
-    """The shape of the product [m, k] x [k, n] that one device computes."""
-
-    m: int
-    k: int
-    n: int
-
-    def __str__(self) -> str:
-        """Returns the shape as text."""
-        return f"{self.m} x {self.k} x {self.n}"
+from jax_intranode._src.command_line.options import WrongInput
 
 
 @dataclass(frozen=True)
@@ -80,3 +72,121 @@ class Settings:
     def matmuls(self) -> list[tuple[str, Shape]]:
         """Returns the dtypes and shapes of collective matmuls to measure."""
         return [(name, Shape(*shape)) for shape in self.shapes for name in self.dtypes]
+
+
+# Shapes of collective matmuls: those of the command line, or presets.
+
+
+class _Model(NamedTuple):
+    """The widths of a transformer's layer: activations, keys (or values), and inside the MLP."""
+
+    width: int
+    keys: int
+    inner: int
+
+
+_MODELS = {
+    "llama-8b": _Model(width=4096, keys=1024, inner=14336),
+    "llama-70b": _Model(width=8192, keys=1024, inner=28672),
+    "llama-405b": _Model(width=16384, keys=1024, inner=53248),
+}
+_SEQUENCE = 8192
+_SWEEP = (512, 2048, 8192, 32768)
+
+# The same for any number of devices: N or K is that of one device.
+_REFERENCE_SUMS = [
+    Shape(32768, 2048, 8192),
+    Shape(8192, 3584, 8192),
+    Shape(8192, 1024, 8192),
+    Shape(4096, 1024, 28672),
+]
+_REFERENCE = {
+    "all_gather_matmul": [
+        Shape(32768, 16384, 8192),
+        Shape(32768, 16384, 1024),
+        Shape(8192, 8192, 8192),
+        Shape(8192, 8192, 7168),
+        Shape(8192, 8192, 1024),
+        Shape(8192, 4096, 1792),
+        Shape(4096, 8192, 3584),
+    ],
+    "matmul_reduce_scatter": _REFERENCE_SUMS,
+    "matmul_all_reduce": _REFERENCE_SUMS,
+}
+
+PRESETS = ("reference", *_MODELS, "ddlb", "sweep", "tiny")
+
+
+def parse_shapes(text: str) -> list[Shape]:
+    """Returns the shapes that a text such as "8192,4096,1792;4096,8192,3584" means."""
+    shapes = []
+    for part in text.split(";"):
+        numbers = [number.strip() for number in part.split(",")]
+        if len(numbers) != 3 or not all(n.isdecimal() and int(n) > 0 for n in numbers):
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is not M,K,N: three positive integers; separate shapes by semicolons"
+            )
+        shapes.append(Shape(*map(int, numbers)))
+    return list(dict.fromkeys(shapes))
+
+
+def of_presets(names: Iterable[str], operation: str, devices: int) -> list[Shape]:
+    """Returns the shapes of presets, each once.
+
+    Raises:
+        WrongInput: a layer can't be divided evenly among the devices.
+    """
+    shapes = [shape for name in names for shape in _of_preset(name, operation, devices)]
+    return list(dict.fromkeys(shapes))
+
+
+def check_shapes(operation: str, shapes: Sequence[Shape], devices: int) -> None:
+    """Checks that the rows of these shapes can be divided among the devices."""
+    matmul = MATMULS[operation]
+    for shape in shapes:
+        if (matmul.gathers or matmul.forward.part) and shape.m % devices:
+            raise WrongInput(
+                f"{operation} of {shape}: M is {shape.m}; it must be a multiple of the {devices} "
+                "devices, which share the rows"
+            )
+
+
+def _of_preset(name: str, operation: str, devices: int) -> list[Shape]:
+    gathers = MATMULS[operation].gathers
+    if name == "reference":
+        return _REFERENCE[operation]
+    if name == "ddlb":
+        return [Shape(32768, 16384 if gathers else _part(16384, devices, name), 8192)]
+    if name == "tiny":
+        return [Shape(16 * devices, 32, 48), Shape(64 * devices, 64, 32)]
+    if name == "sweep":
+        layers = [layer for model in _MODELS.values() for layer in _layers(model, gathers)]
+        return [Shape(m, *_split(k, n, gathers, devices, name)) for m in _SWEEP for k, n in layers]
+    layers = _layers(_MODELS[name], gathers)
+    return [Shape(_SEQUENCE, *_split(k, n, gathers, devices, name)) for k, n in layers]
+
+
+def _layers(model: _Model, gathers: bool) -> list[tuple[int, int]]:
+    """Returns K and N of a layer's matmuls before they are divided among devices.
+
+    With an all-gather: query, key and value together, gate and up together. Otherwise: the
+    attention's output, and down.
+    """
+    width, keys, inner = model
+    if gathers:
+        return [(width, width + 2 * keys), (width, 2 * inner)]
+    return [(width, width), (inner, width)]
+
+
+def _split(k: int, n: int, gathers: bool, devices: int, name: str) -> tuple[int, int]:
+    """Returns a device's K and N. It has columns of w after an all-gather, otherwise rows."""
+    return (k, _part(n, devices, name)) if gathers else (_part(k, devices, name), n)
+
+
+def _part(size: int, devices: int, name: str) -> int:
+    if size % devices:
+        raise WrongInput(
+            f"preset {name}: {devices} devices can't share {size} columns evenly; choose --devices "
+            "from 1, 2, 4 and 8, or give --shapes"
+        )
+    return size // devices

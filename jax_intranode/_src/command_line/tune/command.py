@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_intranode._src.command_line import machine, source_tree
-from jax_intranode._src.command_line.bench import record
+from jax_intranode._src.command_line.bench import report
 from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.command_line.launcher.runs import (
     MODES,
@@ -135,7 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
         allowed = max(0.0, left) / (len(todo) - number)
         what = {"seconds": allowed, "operations": arguments.operations}
         of_job = run_function(
-            "jax_intranode._src.command_line.tune.measure:measure",
+            "jax_intranode._src.command_line.tune.sweep:measure",
             {**what, **dataclasses.asdict(settings)},
             settings.job,
             # What is in force must not decide what is measured.
@@ -164,10 +164,10 @@ def run(arguments: argparse.Namespace) -> int:
             "platform": platform,
             "device": found["device"],
             "devices": devices,
-            "versions": {**record.library_versions(), "driver": machine.driver()["version"]},
+            "versions": {**report.library_versions(), "driver": machine.driver()["version"]},
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "seconds": round(time.monotonic() - started, 1),
-            "command": record.command_line(sys.argv),
+            "command": report.command_line(sys.argv),
             "tables": found["tables"],
             "profile": None if isinstance(profile, str) else dataclasses.asdict(profile),
             "left_out": found["left_out"],

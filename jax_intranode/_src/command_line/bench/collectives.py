@@ -48,14 +48,7 @@ def measure(
     operand_count = operation.operand_count(count, n)
     oracle_of = oracle.Collective(operation, n, operand_count * dtype.itemsize, dtype)
 
-    def operand(index: Any) -> np.ndarray:
-        return oracle_of.shard((index[0].start or 0) // operand_count)
-
-    whole = jax.make_array_from_callback(
-        (n * operand_count,),
-        timing.sharding(mesh),
-        operand,
-    )
+    whole = timing.array(mesh, operand_count, oracle_of.shard)
     # Each rank gets an equal part of a scattered array.
     at = split_points(operand_count, settings.leaves, n if operation.divides else 1)
     data = timing.program(mesh, lambda x: jnp.split(x, at))(whole)
@@ -207,8 +200,7 @@ def times_from_jax(
     executions = 4 if settings.platform == "cpu" else 5
 
     def scale(value: float) -> jax.Array:
-        shard = np.full((1,), value, dtype)
-        return jax.make_array_from_callback((n,), data[0].sharding, lambda index: shard)
+        return timing.array(mesh, 1, lambda rank: np.full(1, value, dtype))
 
     def chain(call: Callable[[Any], Any], factor: jax.Array) -> Callable[[], Any]:
         return timing.Chain(mesh, link(call), data, (factor,), length, executions).run

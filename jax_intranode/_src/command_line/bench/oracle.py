@@ -206,10 +206,9 @@ def make(matmul: Matmul, shape: Shape, dtype: np.dtype[Any], mesh: Mesh) -> Data
         )
         return Data(x, w, ct, matmul.whole_x(x), matmul.whole_cotangent(ct))
 
-    ranks = jax.make_array_from_callback(
-        (n,), timing.sharding(mesh), lambda index: np.arange(n, dtype=np.int32)[index]
+    return timing.program(mesh, body)(
+        timing.array(mesh, 1, lambda rank: np.full(1, rank, np.int32))
     )
-    return timing.program(mesh, body)(ranks)
 
 
 def products(data: Data, backward: bool) -> list[Factors]:

@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def worlds(devices: int) -> list[int]:
-    """Returns the world sizes to measure on a node, the most important one first."""
+    """The world sizes to measure on a node, the most important one first."""
     most = min(devices, definitions.MAX_WORLD_SIZE)
     return sorted({most, *(n for n in (2, 4, 8) if n <= most)}, reverse=True)
 

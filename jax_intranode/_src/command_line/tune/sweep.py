@@ -6,13 +6,11 @@ each algorithm is timed beside ``jax.lax`` from JAX. Sizes grow until ours is sl
 row.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -77,6 +75,17 @@ class Measured:
     def wins(self) -> bool:
         """Whether ours is not slower."""
         return self.us <= self.lax_us
+
+    def __str__(self) -> str:
+        row: Any = self.best
+        launch = "" if row.threads == 1 else f" ({row.blocks} x {row.threads})"
+        if row.segment_bytes:
+            launch += f" by {row.segment_bytes >> 20} MiB"
+        ratio = self.lax_us / self.us if self.us else float("inf")
+        return (
+            f"{self.nbytes:>10} bytes  {row.algorithm + launch:<26} {self.us:9.2f} us  "
+            f"lax {self.lax_us:9.2f} us  {ratio:6.2f}"
+        )
 
 
 def rows_of(
@@ -169,17 +178,12 @@ class Sweep:
         epoch_buffer_bytes: int,
         operation: str,
         packets: str,
-        out_of_time: Callable[[str], bool],
+        end: float,
     ) -> None:
-        """Keeps what to measure.
-
-        Args:
-            out_of_time: asks, by a unique name, whether all ranks should stop.
-        """
+        """Keeps what to measure, and until when, on the clock `time.monotonic`."""
         self.operation, self.packets = operation, packets
         self._settings, self._mesh = settings, mesh
-        self._epoch_buffer_bytes = epoch_buffer_bytes
-        self._out_of_time = out_of_time
+        self._epoch_buffer_bytes, self._end = epoch_buffer_bytes, end
         self._dtype = np.dtype(jax.numpy.dtype(DTYPES[settings.platform][packets]))
         self._attempts = 0
         self._is_norm = operation in NORMS
@@ -264,13 +268,17 @@ class Sweep:
 
     def _launch(self, row: table.Row) -> tuple[int, int] | None:
         """The number of segments and of blocks; None if the epoch buffers are too small."""
-        n, bytes_of_buffer = self._settings.devices, self._epoch_buffer_bytes
-        return select.launch(row, self._dtype.name, row.nbytes, n, bytes_of_buffer)
+        n, buffer_bytes = self._settings.devices, self._epoch_buffer_bytes
+        return select.launch(row, self._dtype.name, row.nbytes, n, buffer_bytes)
+
+    def _is_over(self, name: str) -> bool:
+        """Whether the time of any rank is over; all ranks get the same answer."""
+        return all_ranks.largest(f"tune/over/{name}", time.monotonic() > self._end) > 0
 
     def _measure(self, nbytes: int, before: table.Row | None) -> Measured:
         self._attempts += 1
         label = f"{self.operation}/{self.packets}/{nbytes}/{self._attempts}"
-        if self._out_of_time(label):
+        if self._is_over(label):
             raise OutOfTime
         candidates = self._candidates(nbytes)
         if self._settings.platform == "gpu" and not self._is_norm:
@@ -335,19 +343,16 @@ class Sweep:
         counts = [self._operand_count(row.nbytes)]
         if self._is_norm:  # the residual has as many elements as the result
             counts.append(row.nbytes // self._dtype.itemsize)
-        data = [self._ones(count) for count in counts]
-        size = self._size(row.nbytes)
+
+        def ones(count: int) -> jax.Array:
+            return timing.array(self._mesh, count, lambda rank: np.ones(count, self._dtype))
+
+        data, size = [*map(ones, counts)], self._size(row.nbytes)
         with tuning.using(self._trial(row)):
             times, _ = collectives.times_from_jax(
                 self._settings, self._operation, self._mesh, data, size, label
             )
         return times["ours"].p50, times["lax"].p50
-
-    def _ones(self, count: int) -> jax.Array:
-        """An array with so many elements on each device."""
-        shape = (self._settings.devices * count,)
-        shard = np.ones(count, self._dtype)
-        return jax.make_array_from_callback(shape, timing.sharding(self._mesh), lambda index: shard)
 
     def _trial(self, row: table.Row) -> tuning.Tuning:
         """A tuning under which all sizes use this launch."""
@@ -366,29 +371,7 @@ class Sweep:
         )
 
 
-def ask_all_ranks(over: bool, name: str) -> bool:
-    """Whether any rank says so; all ranks get the same answer."""
-    return all_ranks.largest(f"tune/over/{name}", float(over)) > 0
-
-
-def describe(of_size: Measured) -> str:
-    """Returns a measurement as text."""
-    row: Any = of_size.best
-    launch = "" if row.threads == 1 else f" ({row.blocks} x {row.threads})"
-    if row.segment_bytes:
-        launch += f" by {row.segment_bytes >> 20} MiB"
-    ratio = of_size.lax_us / of_size.us if of_size.us else float("inf")
-    return (
-        f"{of_size.nbytes:>10} bytes  {row.algorithm + launch:<26} {of_size.us:9.2f} us  "
-        f"lax {of_size.lax_us:9.2f} us  {ratio:6.2f}"
-    )
-
-
 # What each rank runs: the operations of one mode and one world size.
-
-
-def _begin(rank: Rank, what: str, nbytes: int) -> None:
-    rank.begin(f"{what}, {nbytes} bytes")
 
 
 def measure(rank: Rank, seconds: float, operations: list[str], **fields: Any) -> dict[str, Any]:
@@ -422,27 +405,21 @@ def measure(rank: Rank, seconds: float, operations: list[str], **fields: Any) ->
                 left_out.append(what)
                 continue
             rank.print(f"# {what} ({packets} packets)")
+
+            def begin(nbytes: int, what: str = what) -> None:
+                rank.begin(f"{what}, {nbytes} bytes")
+
             measured = []
-            of_one = Sweep(
-                settings,
-                mesh,
-                rendezvous.epoch_buffer_bytes,
-                operation,
-                packets,
-                lambda name: ask_all_ranks(time.monotonic() > end, name),
-            )
-            whole = False
-            with contextlib.suppress(OutOfTime):
-                for of_size in of_one.run(partial(_begin, rank, what)):
+            of_one = Sweep(settings, mesh, rendezvous.epoch_buffer_bytes, operation, packets, end)
+            try:
+                for of_size in of_one.run(begin):
                     measured.append(of_size)
-                    rank.print(describe(of_size))
-                whole = True
-            rows = rows_of(measured)
-            if whole:
+                    rank.print(of_size)
+                rows = rows_of(measured)
                 rank.print(f"# faster than lax up to {rows[-1].nbytes if rows else 0} bytes")
-            else:
+            except OutOfTime:
                 rank.print("# the time is over: for what follows the shipped rows stay")
-                if not rows:
+                if not rows_of(measured):
                     left_out.append(what)
                     continue
                 upto = max(of_size.nbytes for of_size in measured)
@@ -454,9 +431,5 @@ def measure(rank: Rank, seconds: float, operations: list[str], **fields: Any) ->
             sizes = [dataclasses.asdict(of_size) for of_size in measured]
             facts = {"mode": mode, "operation": operation, "dtype": dtype}
             measurements.append({**facts, "ranks": settings.devices, "sizes": sizes})
-    return {
-        "device": device,
-        "tables": tables,
-        "measurements": measurements,
-        "left_out": left_out,
-    }
+    found = {"tables": tables, "measurements": measurements, "left_out": left_out}
+    return {"device": device, **found}

@@ -299,7 +299,13 @@ def _shapes(arguments: argparse.Namespace, platform: str, devices: int) -> Seque
         presets = ["reference" if platform == "gpu" else "tiny"]
     of_presets = of_bench.of_presets(presets, arguments.name, devices)
     shapes = list(dict.fromkeys([*(arguments.shapes or []), *of_presets]))
-    of_bench.check_shapes(arguments.name, shapes, devices)
+    matmul = MATMULS[arguments.name]
+    for shape in shapes:
+        if (matmul.gathers or matmul.forward.part) and shape.m % devices:
+            raise WrongInput(
+                f"{arguments.name} of {shape}: M is {shape.m}; it must be a multiple of the "
+                f"{devices} devices, which share the rows"
+            )
     return shapes
 
 

@@ -1,9 +1,8 @@
 """The settings of a measurement, which the parent process sends to the ranks."""
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -74,21 +73,13 @@ class Settings:
         return [(name, Shape(*shape)) for shape in self.shapes for name in self.dtypes]
 
 
-# Shapes of collective matmuls: those of the command line, or presets.
+# Shapes of collective matmuls.
 
-
-class _Model(NamedTuple):
-    """The widths of a transformer's layer: activations, keys (or values), and inside the MLP."""
-
-    width: int
-    keys: int
-    inner: int
-
-
+# Of a transformer's layer: the widths of activations and of keys (or values), and inside the MLP.
 _MODELS = {
-    "llama-8b": _Model(width=4096, keys=1024, inner=14336),
-    "llama-70b": _Model(width=8192, keys=1024, inner=28672),
-    "llama-405b": _Model(width=16384, keys=1024, inner=53248),
+    "llama-8b": (4096, 1024, 14336),
+    "llama-70b": (8192, 1024, 28672),
+    "llama-405b": (16384, 1024, 53248),
 }
 _SEQUENCE = 8192
 _SWEEP = (512, 2048, 8192, 32768)
@@ -136,57 +127,41 @@ def of_presets(names: Iterable[str], operation: str, devices: int) -> list[Shape
     Raises:
         WrongInput: a layer can't be divided evenly among the devices.
     """
-    shapes = [shape for name in names for shape in _of_preset(name, operation, devices)]
+    gathers = MATMULS[operation].gathers
+    shapes: list[Shape] = []
+
+    def add(name: str, m: int, k: int, n: int) -> None:
+        """Adds a matmul: a device has columns of w after an all-gather, otherwise rows."""
+        whole = n if gathers else k
+        part, rest = divmod(whole, devices)
+        if rest:
+            raise WrongInput(
+                f"preset {name}: {devices} devices can't share {whole} columns evenly; choose "
+                "--devices from 1, 2, 4 and 8, or give --shapes"
+            )
+        shapes.append(Shape(m, k, part) if gathers else Shape(m, part, n))
+
+    for name in names:
+        if name == "reference":
+            shapes += _REFERENCE[operation]
+        elif name == "tiny":
+            shapes += [Shape(16 * devices, 32, 48), Shape(64 * devices, 64, 32)]
+        elif name == "ddlb":
+            add(name, 32768, 16384, 8192 * (devices if gathers else 1))
+        else:
+            for m in _SWEEP if name == "sweep" else (_SEQUENCE,):
+                for model in _MODELS.values() if name == "sweep" else (_MODELS[name],):
+                    for k, n in _layer(*model, gathers):
+                        add(name, m, k, n)
     return list(dict.fromkeys(shapes))
 
 
-def check_shapes(operation: str, shapes: Sequence[Shape], devices: int) -> None:
-    """Checks that the rows of these shapes can be divided among the devices."""
-    matmul = MATMULS[operation]
-    for shape in shapes:
-        if (matmul.gathers or matmul.forward.part) and shape.m % devices:
-            raise WrongInput(
-                f"{operation} of {shape}: M is {shape.m}; it must be a multiple of the {devices} "
-                "devices, which share the rows"
-            )
-
-
-def _of_preset(name: str, operation: str, devices: int) -> list[Shape]:
-    gathers = MATMULS[operation].gathers
-    if name == "reference":
-        return _REFERENCE[operation]
-    if name == "ddlb":
-        return [Shape(32768, 16384 if gathers else _part(16384, devices, name), 8192)]
-    if name == "tiny":
-        return [Shape(16 * devices, 32, 48), Shape(64 * devices, 64, 32)]
-    if name == "sweep":
-        layers = [layer for model in _MODELS.values() for layer in _layers(model, gathers)]
-        return [Shape(m, *_split(k, n, gathers, devices, name)) for m in _SWEEP for k, n in layers]
-    layers = _layers(_MODELS[name], gathers)
-    return [Shape(_SEQUENCE, *_split(k, n, gathers, devices, name)) for k, n in layers]
-
-
-def _layers(model: _Model, gathers: bool) -> list[tuple[int, int]]:
+def _layer(width: int, keys: int, inner: int, gathers: bool) -> list[tuple[int, int]]:
     """Returns K and N of a layer's matmuls before they are divided among devices.
 
     With an all-gather: query, key and value together, gate and up together. Otherwise: the
     attention's output, and down.
     """
-    width, keys, inner = model
     if gathers:
         return [(width, width + 2 * keys), (width, 2 * inner)]
     return [(width, width), (inner, width)]
-
-
-def _split(k: int, n: int, gathers: bool, devices: int, name: str) -> tuple[int, int]:
-    """Returns a device's K and N. It has columns of w after an all-gather, otherwise rows."""
-    return (k, _part(n, devices, name)) if gathers else (_part(k, devices, name), n)
-
-
-def _part(size: int, devices: int, name: str) -> int:
-    if size % devices:
-        raise WrongInput(
-            f"preset {name}: {devices} devices can't share {size} columns evenly; choose --devices "
-            "from 1, 2, 4 and 8, or give --shapes"
-        )
-    return size // devices

@@ -205,6 +205,10 @@ def settings_of(arguments: argparse.Namespace, platform: str, devices: int) -> l
     shapes = _shapes(arguments, platform, devices) if name in MATMULS else []
     largest = arguments.maxbytes or parse_size("64K" if platform == "cpu" else "16M")
     settle_ms = 150 if platform == "gpu" and name not in OPERATIONS else 0
+    sizes, size = [], arguments.minbytes
+    while size <= largest:
+        sizes.append(size)
+        size *= arguments.stepfactor
     found = [
         Settings(
             name=name,
@@ -212,7 +216,7 @@ def settings_of(arguments: argparse.Namespace, platform: str, devices: int) -> l
             devices=devices,
             platform=platform,
             dtypes=arguments.datatype,
-            sizes=sizes_between(arguments.minbytes, largest, arguments.stepfactor),
+            sizes=sizes,
             leaves=arguments.leaves,
             iterations=arguments.iters,
             warmup_iterations=arguments.warmup_iters,
@@ -277,15 +281,6 @@ def _check_sizes(arguments: argparse.Namespace, largest: int, settings: Settings
             f"of elements of {' or '.join(settings.dtypes)} for each of {settings.devices} "
             "devices: choose other sizes with -b, -e and -f"
         )
-
-
-def sizes_between(first: int, last: int, factor: int) -> list[int]:
-    """Returns the sizes from the first up to the last, each `factor` times the previous one."""
-    sizes = []
-    while first <= last:
-        sizes.append(first)
-        first *= factor
-    return sizes
 
 
 def _shapes(arguments: argparse.Namespace, platform: str, devices: int) -> Sequence[Shape]:

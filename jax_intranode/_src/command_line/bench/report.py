@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 import jax_intranode
-from jax_intranode._src.command_line import versions
+from jax_intranode._src.command_line import machine
 from jax_intranode._src.command_line.bench.settings import Settings
 from jax_intranode._src.selection import config, tuning
 
@@ -49,12 +49,13 @@ def header(settings: Settings) -> dict[str, Any]:
 
 def library_versions() -> dict[str, str | None]:
     """Returns the versions of the libraries on which times depend."""
+    of = machine.version_of
     return {
         "jax": jax.__version__,
-        "jaxlib": versions.of("jaxlib"),
+        "jaxlib": of("jaxlib"),
         "jax_intranode": jax_intranode.__version__,
-        "nccl": versions.of("nvidia-nccl-cu13") or versions.of("nvidia-nccl-cu12"),
-        "cuda": versions.of("nvidia-cuda-runtime") or versions.of("nvidia-cuda-runtime-cu12"),
+        "nccl": of("nvidia-nccl-cu13") or of("nvidia-nccl-cu12"),
+        "cuda": of("nvidia-cuda-runtime") or of("nvidia-cuda-runtime-cu12"),
         "python": platform.python_version(),
     }
 

@@ -156,7 +156,7 @@ class _Compiled(_Instead):
         self._jitted, self._traced = lowered._jitted, lowered._traced
         self._made = lowered._made.compile(*args, **kwargs)
         with self._jitted._comparison.accelerate():
-            again = self._traced.func.lower(*self._traced.args, **self._traced.keywords)
+            again = self._jitted._made.lower(*self._traced.args, **self._traced.keywords)
             self._accelerated = again.compile(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

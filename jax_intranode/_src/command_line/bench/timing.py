@@ -47,11 +47,12 @@ def slowest_rank(name: str, times: Times) -> Times:
 
 def array(mesh: Mesh, count: int, shard: Callable[[int], np.ndarray]) -> jax.Array:
     """Returns an array with `count` elements on each device: those that `shard` makes of a rank."""
-    return jax.make_array_from_callback(
-        (mesh.size * count,),
-        NamedSharding(mesh, PartitionSpec("x")),
-        lambda index: shard((index[0].start or 0) // count),
-    )
+
+    def of_device(index: Any) -> np.ndarray:
+        return shard((index[0].start or 0) // count)
+
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    return jax.make_array_from_callback((mesh.size * count,), sharding, of_device)
 
 
 def program(mesh: Mesh, body: Callable[..., Any], donated: int | None = None) -> Any:

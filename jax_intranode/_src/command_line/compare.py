@@ -168,10 +168,7 @@ class _Compiled(_Instead):
 
 
 class Comparison:
-    """The comparison of a script."""
-
     def __init__(self, steps: int, accelerate: Callable[[], Any]) -> None:
-        """Begins with no function."""
         self._steps = steps
         self._block = max(1, steps // 8)
         self.accelerate = accelerate

@@ -54,7 +54,6 @@ _BAR = 40  # characters of the longest bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of the command."""
     add_platform(parser, gpus="two or more")
     parser.add_argument("--png", type=new_file, metavar="FILE", help="draw the times, too")
     add_json(parser)
@@ -115,7 +114,6 @@ def _busy() -> str | None:
 
 
 def _settings(platform: str, devices: int) -> list[Settings]:
-    """What to measure on these devices."""
     parser = Parser()
     bench.add_arguments(parser)
     found = []

@@ -54,12 +54,10 @@ _T = TypeVar("_T")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of the command."""
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the report."""
     found = report()
     print(json.dumps(found, indent=2) if arguments.json else text_of(found))
     return 0
@@ -116,12 +114,10 @@ def report() -> dict[str, Any]:
 
 
 def described(error: BaseException) -> str:
-    """Returns an exception as text."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def dotted(version: Sequence[int] | None) -> str:
-    """Returns a version as text."""
     return ".".join(map(str, version)) if version else "unknown"
 
 
@@ -394,7 +390,6 @@ def environment(found: dict[str, Any]) -> Iterator[Check]:
 
 
 def text_of(found: dict[str, Any]) -> str:
-    """Returns the report as text."""
     rows: list[tuple[str, str]] = []
 
     def add(title: str, *lines: str) -> None:

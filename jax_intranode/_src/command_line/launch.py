@@ -50,7 +50,6 @@ _TIMED_OUT = 124  # the exit code of timeout(1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of the command."""
     add = parser.add_argument
     add(
         "-n",
@@ -146,8 +145,6 @@ class _End(NamedTuple):
 
 
 class _Launch:
-    """One run of the processes."""
-
     def __init__(
         self, arguments: argparse.Namespace, program: list[str], world_size: int, restart: int
     ) -> None:

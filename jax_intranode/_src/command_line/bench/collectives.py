@@ -164,7 +164,6 @@ def link(call: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def chain_length(settings: Settings, size: int, leaves: int) -> int:
-    """Returns the number of calls in a chain."""
     if settings.chain is not None:
         return settings.chain
     # Chains are long on GPUs, because a single process launches on all of them: a short program

@@ -158,7 +158,6 @@ def size_text(size: int) -> str:
 
 
 def is_program(name: str) -> bool:
-    """Whether this is the name of a whole program."""
     return name not in OPERATIONS and name not in MATMULS
 
 

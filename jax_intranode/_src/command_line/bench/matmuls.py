@@ -150,11 +150,9 @@ class Call:
     fixed: tuple[Any, ...]
 
     def program(self, mesh: Mesh) -> Any:
-        """Returns the function compiled for all devices."""
         return timing.program(mesh, self.function)
 
     def results(self, mesh: Mesh) -> list[Any]:
-        """Returns the function's results."""
         return self.program(mesh)(self.moving, *self.fixed)
 
 
@@ -262,7 +260,6 @@ def _call_s(settings: Settings, dtype_name: str, shape: Shape) -> float:
 
 
 def calls_in_a_row(settings: Settings, dtype_name: str, shape: Shape) -> int:
-    """Returns the number of calls in a repetition."""
     return CHAINS * chain_length(settings, dtype_name, shape)
 
 

@@ -100,7 +100,6 @@ class Shape(NamedTuple):
     n: int
 
     def __str__(self) -> str:
-        """Returns the shape as text."""
         return f"{self.m} x {self.k} x {self.n}"
 
 
@@ -151,15 +150,12 @@ class Matmul:
         return self.backward[0].part
 
     def x_rows(self, shape: Shape, devices: int) -> int:
-        """Returns the rows of a device's x."""
         return shape.m // devices if self.gathers else shape.m
 
     def result_rows(self, shape: Shape, devices: int) -> int:
-        """Returns the rows of a device's result."""
         return shape.m // devices if self.forward.part else shape.m
 
     def results(self, backward: bool) -> tuple[Result, ...]:
-        """Returns the results of the backward or forward pass."""
         return self.backward if backward else (self.forward,)
 
     def received_bytes(self, shape: Shape, devices: int, itemsize: int) -> float:

@@ -98,7 +98,6 @@ def format_header(header: dict[str, Any], settled: bool) -> str:
 
 
 def versions_text(header: dict[str, Any]) -> str:
-    """Returns the versions in a header as text."""
     return ", ".join(
         f"{name} {header[name] or 'unknown'}"
         for name in ("jax", "jaxlib", "jax_intranode", "nccl")
@@ -145,7 +144,6 @@ class Column(NamedTuple):
     nothing: str = "-"
 
     def cell(self, row: Mapping[str, Any]) -> str:
-        """Returns the text of a row."""
         return number(row[self.field], self.width, self.form, self.factor, self.nothing)
 
 
@@ -154,7 +152,6 @@ Table = Sequence[tuple[str, Sequence[Column]]]
 
 
 def number(value: Any, width: int, form: str = ".2f", factor: float = 1, nothing: str = "-") -> str:
-    """Returns a value as text of this width."""
     if value is None:
         return f"{nothing:>{width}}"
     return f"{value:>{width}}" if isinstance(value, str) else f"{value * factor:{width}{form}}"
@@ -229,7 +226,6 @@ def head(table: Table) -> str:
 
 
 def line(table: Table, row: Mapping[str, Any]) -> str:
-    """Returns a row as a line of a table."""
     groups = (" ".join(column.cell(row) for column in columns) for _, columns in table)
     text = f"  {' | '.join(groups)}"
     for field, time in _SHIPPED.items():

@@ -32,7 +32,6 @@ class Times:
 
 
 def statistics(us: Sequence[float] | np.ndarray) -> Times:
-    """Returns the statistics of times in microseconds."""
     p50, p99 = np.percentile(us, (50, 99))
     return Times(float(p50), float(p99))
 

@@ -41,7 +41,6 @@ class Rank:
         self.tell(begun=what)
 
     def print(self, text: object) -> None:
-        """Prints a line, if this is rank 0."""
         if self.number == 0:
             print(text, flush=True)
 
@@ -89,7 +88,6 @@ def values(name: str, value: float) -> list[float]:
 
 
 def total(name: str, value: int) -> int:
-    """Returns the sum of all ranks' values."""
     return int(sum(values(name, value)))
 
 

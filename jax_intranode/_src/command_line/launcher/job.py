@@ -128,7 +128,6 @@ class Job:
 
     @property
     def running(self) -> list[int]:
-        """The ranks that run."""
         return [rank for rank, code in enumerate(self.exit_codes) if code is None]
 
     def watch(self, pipe: IO[bytes], ready: Callable[[], bool]) -> None:

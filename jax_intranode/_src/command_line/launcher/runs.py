@@ -153,7 +153,6 @@ class ProgressLine:
     """
 
     def __init__(self, stream: TextIO, total: int) -> None:
-        """Starts the clock."""
         self._stream = stream if stream.isatty() else None
         self._total = total
         self._number = 0
@@ -195,7 +194,6 @@ class ProgressLine:
 
 
 def minutes(seconds: float) -> str:
-    """Returns a time as minutes and seconds."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 

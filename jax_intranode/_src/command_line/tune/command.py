@@ -54,7 +54,6 @@ _SLACK_S = 300
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
     add = parser.add_argument
     default = "jax_intranode_tuning.json"
     text = f"the file (default {default})"
@@ -110,7 +109,6 @@ def jobs(platform: str, devices: int, modes: list[str]) -> list[Settings]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures and writes the file."""
     signal.signal(signal.SIGTERM, end_by_exit)
     platform, devices = machine.platform_and_devices(arguments, fewest=2)
     load, cores = machine.load()

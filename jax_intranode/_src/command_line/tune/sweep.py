@@ -73,7 +73,6 @@ class Measured:
 
     @property
     def wins(self) -> bool:
-        """Whether ours is not slower."""
         return self.us <= self.lax_us
 
     def __str__(self) -> str:
@@ -296,7 +295,6 @@ class Sweep:
         return Measured(nbytes, best, us, lax_us)
 
     def _operand_count(self, nbytes: int) -> int:
-        """Elements of a rank's operand."""
         n = self._settings.devices
         return self._operation.operand_count(self._size(nbytes) // self._dtype.itemsize, n)
 

@@ -86,7 +86,7 @@ def test_vmap_adds_no_collectives(in_axes: tuple[int | None, int | None]) -> Non
     x, w = values((N, 5), (5, 3))
     x, w = (v if d is None else np.stack([v, v]) for v, d in zip((x, w), in_axes, strict=True))
     found = collectives(f, x, w)
-    assert 1 <= found.pop("lax all_reduce") <= 2  # replicated arguments of jax.shard_map
+    assert 1 <= found.pop("lax all-reduce") <= 2  # replicated arguments of jax.shard_map
     assert found == {GATHER: 2, SCATTER: 2, SUM: 2}
 
 

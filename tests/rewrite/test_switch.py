@@ -19,9 +19,9 @@ from jax import lax
 from jax._src.interpreters import pxla  # noqa: TID251 - programs count compilations by it
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from lowered import in_lowered
 
 import jax_intranode
+from jax_intranode._src.jax_private import hlo
 
 N = len(jax.devices())
 
@@ -42,7 +42,7 @@ X = jnp.arange(N * 4, dtype=jnp.float32).reshape(N, 4)
 
 def ours(f: Callable[..., Any], *args: Any) -> int:
     """How many operations of this package a function lowers to."""
-    found = in_lowered(f.lower(*args).as_text())
+    found = hlo.in_lowered(f.lower(*args).as_text())
     return sum(count for name, count in found.items() if name.startswith("jax_intranode"))
 
 

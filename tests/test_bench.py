@@ -23,8 +23,7 @@ from tiers import full, quick
 import jax_intranode
 from jax_intranode._src.command_line import machine
 from jax_intranode._src.command_line.bench import report
-from jax_intranode._src.command_line.launcher.functions import MODES
-from jax_intranode._src.command_line.launcher.progress import ProgressLine
+from jax_intranode._src.command_line.launcher.runs import MODES, ProgressLine
 from jax_intranode._src.command_line.options import WrongInput
 from jax_intranode._src.group import nvml
 from jax_intranode._src.selection import table
@@ -248,9 +247,7 @@ class Terminal(io.StringIO):
 
 def test_progress_says_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(
-        "jax_intranode._src.command_line.launcher.progress.time.monotonic", lambda: now
-    )
+    monkeypatch.setattr("jax_intranode._src.command_line.launcher.runs.time.monotonic", lambda: now)
     terminal = Terminal()
     line = ProgressLine(terminal, total=11)
     now = 110  # starting the ranks takes 10 s

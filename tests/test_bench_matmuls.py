@@ -1,6 +1,7 @@
 """How the benchmark checks and times collective matmuls."""
 
 import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,8 +14,7 @@ from tiers import full
 import jax_intranode
 from jax_intranode._src.command_line.bench import matmuls as measure_matmul
 from jax_intranode._src.command_line.bench import oracle as matmul_oracle
-from jax_intranode._src.command_line.bench.operations import MATMULS
-from jax_intranode._src.command_line.bench.settings import Shape
+from jax_intranode._src.command_line.bench.operations import MATMULS, Shape
 
 
 @pytest.mark.parametrize(
@@ -79,13 +79,13 @@ def test_sample_of_a_matmul(name: str, backward: bool) -> None:
     mesh, matmul = mesh_of_two(), MATMULS[name]
     data = matmul_oracle.make(matmul, Shape(32, 16, 24), BFLOAT16, mesh)
     results = measure_matmul._call(mesh, matmul.lax, backward, data).results(mesh)
-    sample = matmul_oracle.Sample(mesh, matmul, backward, data)
-    wrong, error = sample.compare(results)
+    compare = partial(matmul_oracle.compare_sample, mesh, matmul, backward, data)
+    wrong, error = compare(results)
     assert wrong == 0 and 0 < error < 2.0**-8
     of_devices = 2 * 8 * results[0].shape[1]  # 8 rows of each, and all columns
     for bad in (1.5 * results[0], jnp.flipud(results[0])):
         changed = [jax.device_put(bad, results[0].sharding), *results[1:]]
-        wrong, error = sample.compare(changed)
+        wrong, error = compare(changed)
         assert 0.5 * of_devices < wrong <= of_devices and error > 0.4
         unlike = matmul_oracle.count_unlike(mesh, changed, results, matmul.results(backward))
         assert 0.5 * bad.size < unlike <= bad.size

@@ -25,7 +25,7 @@ from multiprocess_ranks import run_in_ranks
 from tiers import full
 
 import jax_intranode
-from jax_intranode._src.command_line.launcher.files import RankError
+from jax_intranode._src.command_line.launcher.runs import RankError
 from jax_intranode._src.group import rendezvous as rendezvous_lib
 from jax_intranode._src.jax_private.distributed import key_value_client
 from jax_intranode._src.native import extension

@@ -15,7 +15,7 @@ from multiprocess_ranks import run_in_ranks
 from processes import free_port
 from tiers import full
 
-from jax_intranode._src.command_line.launcher.files import RankError
+from jax_intranode._src.command_line.launcher.runs import RankError
 from jax_intranode._src.jax_private.distributed import key_value_client
 
 # In the ranks.

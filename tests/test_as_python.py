@@ -3,13 +3,13 @@
 import os
 import py_compile
 import subprocess
-import sys
 import textwrap
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import python
 from tiers import full
 
 import jax_intranode
@@ -46,14 +46,8 @@ def output(tmp_path: Path) -> Output:
     def run(*arguments: str, **env: str) -> tuple[int, list[str], list[str]]:
         root = str(Path(jax_intranode.__file__).parent.parent)
         path = os.pathsep.join(filter(None, (env.pop("PYTHONPATH", ""), root)))
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path, **env},
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
+        env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+        done = python(*arguments, cwd=tmp_path, stderr=subprocess.PIPE, **env)
         lines = [
             [line.removeprefix("[0] ") for line in text.splitlines() if line[:7] != "launch:"]
             for text in (done.stdout, done.stderr)

@@ -2,16 +2,15 @@
 
 import importlib
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+from processes import python
 from tiers import full, quick
 
 import jax_intranode
@@ -80,14 +79,8 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_in(directory: Path, *argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *argv],
-        cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(directory), **environ},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    environ = {"PYTHONPATH": str(directory), **environ}
+    return python(*argv, cwd=directory, stderr=subprocess.PIPE, **environ)
 
 
 def test_command_in_a_broken_installation(broken: Path) -> None:

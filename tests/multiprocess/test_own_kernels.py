@@ -20,6 +20,7 @@ import pytest
 from devices import need_devices, need_ranks
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from processes import python
 from tiers import full
 
 import jax_intranode as jin
@@ -331,10 +332,8 @@ def test_wrong_arguments_of_register(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_example(tmp_path: Path, library: Path) -> None:
-    command = [sys.executable, EXAMPLE / "ring_shift.py", "--build", tmp_path]
-    env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = python(EXAMPLE / "ring_shift.py", "--build", tmp_path, timeout_s=200)
+    assert done.returncode == 0, done.stdout
     assert "gradient: differs by at most 0.0e+00" in done.stdout
 
 
